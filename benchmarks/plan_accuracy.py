@@ -18,15 +18,14 @@ import statistics
 import sys
 import tempfile
 import time
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 from plan_measured import Measured, measure
 
 from mmm.plan.dry_run import dry_run
-from mmm.trainer.config.dry_run import for_a_few_steps
-from mmm.trainer.config.options import parse
+from mmm.trainer.config.command_line import for_a_few_steps, parse
+from mmm.trainer.config.run import replace_flags
 
 MEDIAN, WORST, EXACT = 0.01, 0.03, 1e-3
 MOST = 5  # runs of the real ranks
@@ -113,7 +112,7 @@ def train(line: str, outdir: str | None = None) -> None:
     sys.argv = [name, *words, "--device", "cpu"]
     options = for_a_few_steps(parse(program.Config))
     with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
-        program.train(options if outdir is None else replace(options, outdir=Path(outdir)))
+        program.train(options if outdir is None else replace_flags(options, outdir=Path(outdir)))
 
 
 def real_ranks(line: str, ranks: int) -> list[Measured]:

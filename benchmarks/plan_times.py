@@ -18,7 +18,6 @@ import os
 import statistics
 import sys
 import tempfile
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -27,8 +26,8 @@ from plan_measured import StepTime, step_times
 from mmm.machines.machine import Machine, read
 from mmm.plan.measure import measure_machine
 from mmm.plan.predict import predict
-from mmm.trainer.config.dry_run import for_a_few_steps
-from mmm.trainer.config.options import parse
+from mmm.trainer.config.command_line import for_a_few_steps, parse
+from mmm.trainer.config.run import replace_flags
 
 CORRELATION, MEDIAN = 0.9, 0.15
 STEPS = 5
@@ -72,7 +71,7 @@ def train(line: str, outdir: str) -> None:
     name, *words = line.split()
     program = importlib.import_module(f"mmm.trainer.{name}")
     sys.argv = [name, *words, "--device", "cpu"]
-    options = replace(for_a_few_steps(parse(program.Config)), max_iters=STEPS, outdir=Path(outdir))
+    options = replace_flags(for_a_few_steps(parse(program.Config)), max_iters=STEPS, outdir=Path(outdir))
     with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
         program.train(options)
 

@@ -47,8 +47,9 @@ from mmm.runtime.device import Precision  # noqa: E402
 from mmm.runtime.log import get_logger  # noqa: E402
 from mmm.runtime.ranks import Rank  # noqa: E402
 from mmm.traffic.count import count_traffic  # noqa: E402
-from mmm.trainer.config.options import RunOptions  # noqa: E402
-from mmm.trainer.loop.fit import Fit, fit  # noqa: E402
+from mmm.trainer.config.run import RunOptions  # noqa: E402
+from mmm.trainer.config.training import CheckpointOptions  # noqa: E402
+from mmm.trainer.loop.fit import FitConfig, fit  # noqa: E402
 from mmm.trainer.loop.tasks import Task  # noqa: E402
 from mmm.trainer.optim.optimizer import make_optimizer  # noqa: E402
 from mmm.trainer.run.core import Run  # noqa: E402
@@ -161,12 +162,12 @@ def counted(kind, words):
                 seed=0,
                 lap=clock.lap,
             )
-            hooks, folder = [ResumableRecord()], Path("none")  # of rank 0, which reads its rows
-            run = Run("test", RunOptions(log_every=ROWS), ready.layout, rank, device, BF16, clock, hooks, folder)
+            hooks, folder = [ResumableRecord(CheckpointOptions())], Path("none")  # of rank 0, which reads its rows
+            run = Run("test", RunOptions(log_every=ROWS), ready, rank, device, BF16, clock, hooks, folder)
             task = MadeUp(inputs[:local].to(device), targets[:local].to(device), targets.numel(), traffic)
             updates = make_optimizer(optimizer, parallel.parameters(), 1e-3)
             with contextlib.suppress(Enough):
-                fit(run, parallel, updates, task, Fit(steps=100, max_norm=1.0, skip=skip))
+                fit(run, parallel, updates, task, FitConfig(steps=100, max_norm=1.0, skip=skip))
     _, without, with_row = task.seen
     layers = sum(isinstance(each, MixtureOfExperts) for each in parallel.modules[0].modules())
     forwards = layers * parallel.microbatches

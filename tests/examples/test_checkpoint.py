@@ -10,6 +10,7 @@ import pytest
 
 from mmm.examples import checkpoint
 from mmm.history import load
+from mmm.trainer.config.command_line import configure
 from support.pool import program_on
 
 FLAGS = {"dtype": "fp64", "max_iters": 6, "global_batch_size": 4, "seq_length": 16, "plots": False, "device": "cpu"}
@@ -29,7 +30,7 @@ def run(rank, outdir, optimizer, lacks=None, spoilt=None):
     loads = patch.object(checkpoint.dcp, "load", load_spoilt)
     with program_on(rank), patch.object(checkpoint, "state_of", some), loads:
         try:
-            checkpoint.train(checkpoint.Config(**FLAGS, optimizer=optimizer, outdir=outdir))
+            checkpoint.train(configure(checkpoint.Config, **FLAGS, optimizer=optimizer, outdir=outdir))
         except RuntimeError as error:
             return str(error)
     return ""

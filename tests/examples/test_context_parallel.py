@@ -15,6 +15,7 @@ from mmm.errors import UserError
 from mmm.examples.context_parallel import Config, positions_of, ring_attention, train
 from mmm.parallel.cp.ring import RingAttention
 from mmm.parallel.cp.ring import positions_of as package_positions
+from mmm.trainer.config.command_line import configure
 from support.clock import PATIENCE
 
 LAUNCH = str(Path(sys.executable).parent / "launch")
@@ -32,7 +33,7 @@ def test_same_losses_as_on_one_device(tmp_path):
     assert "dim 1 over tp, dim 0 over dp_shard_cp" in done.stdout
     assert "Warning" not in done.stderr
     sizes = {"preset": "debug", "seq_length": 32, "global_batch_size": 4, "eval_batches": 1}
-    train(Config(**sizes, outdir=tmp_path / "one", max_iters=3, dtype="fp64"))
+    train(configure(Config, **sizes, outdir=tmp_path / "one", max_iters=3, dtype="fp64"))
     one, four = (mmm.history.load(tmp_path / name) for name in ("one", "four"))
     np.testing.assert_allclose(one.loss, four.loss, rtol=1e-9)
     np.testing.assert_allclose(one.val_loss, four.val_loss, rtol=1e-9)
@@ -53,7 +54,7 @@ def test_refused_before_any_process_group(monkeypatch, config, words):
         monkeypatch.setenv(name, str(value))
     monkeypatch.setattr("mmm.trainer.run.core.process_group", lambda *_: pytest.fail("a process group was made"))
     with pytest.raises(UserError, match=re.escape(words)):
-        train(Config(**config))
+        train(configure(Config, **config))
 
 
 def rings(rank):

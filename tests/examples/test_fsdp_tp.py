@@ -20,6 +20,7 @@ import mmm.history
 from mmm.errors import UserError
 from mmm.examples.fsdp_tp import Config, train
 from mmm.runtime.startup import MARKS
+from mmm.trainer.config.command_line import configure
 from support.clock import PATIENCE, stretched
 
 MODULE = ["python3", "-m", "mmm.examples.fsdp_tp"]
@@ -96,7 +97,7 @@ def marks_of(outdir):
 
 
 def test_the_learning_rate_is_in_every_row(finished):
-    assert set(mmm.history.load(finished[1]).lr.values) == {Config.lr}
+    assert set(mmm.history.load(finished[1]).lr.values) == {Config().optimizer.lr}
 
 
 def test_startup(finished):
@@ -135,7 +136,7 @@ def test_same_losses_on_one_device_without_launch(finished, tmp_path, monkeypatc
     site = {"name": "Frontier", "set": {"NCCL_CROSS_NIC": "1"}, "device_order": []}  # as launch tells ranks of it
     monkeypatch.setenv("MMM_SITE", json.dumps(site))
     sizes = {"preset": "debug", "seq_length": 16, "global_batch_size": 4, "eval_batches": 1, "eval_every": 3}
-    train(Config(**sizes, outdir=tmp_path / "one", max_iters=7, dtype="fp64", plots=False))
+    train(configure(Config, **sizes, outdir=tmp_path / "one", max_iters=7, dtype="fp64", plots=False))
     one, four = (mmm.history.load(path) for path in (tmp_path / "one", finished[1]))
     np.testing.assert_allclose(one.loss, four.loss, rtol=1e-9)
     np.testing.assert_allclose(one.val_loss, four.val_loss, rtol=1e-9)
@@ -164,7 +165,7 @@ def test_under_torchrun(finished, tmp_path):
 
 def test_summary_costs_no_run(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    train(Config(n_layers=24, vocab_size=32000, batch_size=16, summary=True))
+    train(configure(Config, n_layers=24, vocab_size=32000, batch_size=16, summary=True))
     out = capsys.readouterr().out
     for words in ("Embedding", "8,192,000", "TransformerBlock", "717,312", "Total params: 33,599,744"):
         assert words in out
@@ -249,16 +250,16 @@ def test_refused_before_any_process_group(monkeypatch, config, words):
         monkeypatch.setenv(name, str(value))
     monkeypatch.setattr("mmm.trainer.run.core.process_group", lambda *_: pytest.fail("a process group was made"))
     with pytest.raises(UserError, match=re.escape(words)):
-        train(Config(**{"tpsize": 4, **config}))
+        train(configure(Config, **{"tpsize": 4, **config}))
 
 
 def test_a_folder_that_cannot_be_made():
     with pytest.raises(UserError, match="/proc/nothing"):
-        train(Config(outdir=Path("/proc/nothing"), max_iters=1, preset="debug"))
+        train(configure(Config, outdir=Path("/proc/nothing"), max_iters=1, preset="debug"))
 
 
 def test_a_record_is_not_overwritten_unasked(finished):
-    config = Config(outdir=finished[1], max_iters=1, preset="debug")
+    config = configure(Config, outdir=finished[1], max_iters=1, preset="debug")
     with pytest.raises(UserError, match="overwrite"):
         train(config)
 
@@ -267,4 +268,4 @@ def test_a_record_is_not_overwritten_unasked(finished):
     ("limits", "steps"), [({}, 50), ({"max_iters": 3}, 3), ({"epochs": 2}, 14), ({"epochs": 2, "max_iters": 5}, 5)]
 )
 def test_how_long(limits, steps):
-    assert Config(**limits).steps(steps_per_epoch=7) == steps
+    assert configure(Config, **limits).run.steps(steps_per_epoch=7) == steps

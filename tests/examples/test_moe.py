@@ -20,6 +20,7 @@ from mmm.parallel import Layout, apply, build_mesh, cross_entropy, materialize
 from mmm.parallel.plans.transformer import transformer_plan
 from mmm.runtime.device import Precision
 from mmm.traffic.count import count_traffic
+from mmm.trainer.config.command_line import configure
 from mmm.trainer.optim.optimizer import make_optimizer
 from support.clock import PATIENCE
 
@@ -38,7 +39,7 @@ def test_same_losses_as_on_one_device(tmp_path, flags, layout):
     assert "dim 0 over ep, then expert_dp" in done.stdout
     assert "Warning" not in done.stderr
     sizes = {"seq_length": 32, "global_batch_size": 8, "eval_batches": 1}
-    train(Config(**sizes, outdir=tmp_path / "one", max_iters=4, dtype="fp64", plots=False))
+    train(configure(Config, **sizes, outdir=tmp_path / "one", max_iters=4, dtype="fp64", plots=False))
     one, four = (mmm.history.load(tmp_path / name) for name in ("one", "four"))
     np.testing.assert_allclose(one.loss, four.loss, rtol=1e-9)
     np.testing.assert_allclose(one.val_loss, four.val_loss, rtol=1e-9)
@@ -63,11 +64,14 @@ def test_refused_before_any_process_group(monkeypatch, config, words):
         monkeypatch.setenv(name, str(value))
     monkeypatch.setattr("mmm.trainer.run.core.process_group", lambda *_: pytest.fail("a process group was made"))
     with pytest.raises(UserError, match=re.escape(words)):
-        train(Config(**config))
+        train(configure(Config, **config))
 
 
 def test_ranks_of_the_default():
-    sizes = {(ranks, tp): Config(tpsize=tp).layout(ranks).ep for ranks, tp in [(1, 1), (3, 1), (4, 1), (4, 2), (4, 4)]}
+    sizes = {
+        (ranks, tp): configure(Config, tpsize=tp).layout(ranks).ep
+        for ranks, tp in [(1, 1), (3, 1), (4, 1), (4, 2), (4, 4)]
+    }
     assert sizes == {(1, 1): 1, (3, 1): 1, (4, 1): 2, (4, 2): 2, (4, 4): 1}
 
 
@@ -75,7 +79,7 @@ def optimizers(rank):
     found = []
     for layout in (Layout(dp_shard=2), Layout(dp_shard=2, ep=2)):
         with torch.device("meta"):
-            model = Transformer(Config().model_config(256))
+            model = Transformer(Config().sizes())
         apply(model, build_mesh(layout, "cpu"), transformer_plan(), Precision("fp32", torch.float32, torch.float32))
         made = [make_optimizer(name, model.parameters(), 0.1) for name in ("sgd", "adamw")]
         meshes = [[{p.device_mesh for p in group["params"]} for group in each.param_groups] for each in made]
@@ -93,7 +97,7 @@ def sent_in_a_step(rank):
     """Bytes by axis, of the sizes and the layout that the example's docstring counts."""
     torch.manual_seed(0)
     with torch.device("meta"):
-        model = Transformer(Config().model_config(256))
+        model = Transformer(Config().sizes())
     layout = Layout(ep=2).fit(rank.world_size)
     mesh = build_mesh(layout, "cpu", experts=True)
     apply(model, mesh, transformer_plan(), Precision("fp32", torch.float32, torch.float32))

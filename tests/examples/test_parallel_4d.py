@@ -20,8 +20,8 @@ from mmm.parallel import Layout, apply, build_mesh, cross_entropy, materialize
 from mmm.parallel.local import detached
 from mmm.parallel.plans.transformer import transformer_plan
 from mmm.runtime.device import Precision
+from mmm.trainer.config.command_line import configure, parse
 from mmm.trainer.config.flags import run_main
-from mmm.trainer.config.options import parse
 from support.clock import PATIENCE
 
 LAUNCH = str(Path(sys.executable).parent / "launch")
@@ -49,7 +49,7 @@ def test_losses_of_one_rank(tmp_path, monkeypatch, ranks, flags, layout):
     assert (f"layout {layout} chosen for 4 ranks" in done.stdout) == (not flags)
     assert "Warning" not in done.stderr
     monkeypatch.setattr("mmm.history.plot_all", lambda *_: [])
-    parallel_4d.train(parallel_4d.Config(**SMALL, outdir=tmp_path / "one"))
+    parallel_4d.train(configure(parallel_4d.Config, **SMALL, outdir=tmp_path / "one"))
     one, many = (mmm.history.load(tmp_path / name) for name in ("one", "many"))
     for name in ("loss", "val_loss"):
         np.testing.assert_allclose(many[name], one[name], rtol=1e-9)
@@ -71,17 +71,19 @@ def test_losses_of_one_rank(tmp_path, monkeypatch, ranks, flags, layout):
     ],
 )
 def test_a_layout_is_chosen_for_any_number_of_ranks(ranks, layout):
-    chosen = parallel_4d.Config().layout(ranks)
+    chosen = parallel_4d.Config().layout.fit(ranks)
     assert str(chosen) == layout
     assert chosen.ranks == ranks
 
 
 def test_what_is_given_is_not_chosen():
-    assert str(parallel_4d.Config(tpsize=2).layout(8)) == "dp4·tp2"
-    assert str(parallel_4d.Config(dp_shard=4).layout(4)) == "dp4"
-    assert str(parallel_4d.Config(pp=1, cp=1, tpsize=1).layout(4)) == "dp4"  # as far as they are the defaults, too
-    assert str(parallel_4d.Config(tpsize=1).layout(4)) == "dp4"
-    assert str(parallel_4d.Config(dp_shard=-1).layout(4)) == "dp4"
+    assert str(configure(parallel_4d.Config, tpsize=2).layout.fit(8)) == "dp4·tp2"
+    assert str(configure(parallel_4d.Config, dp_shard=4).layout.fit(4)) == "dp4"
+    assert (
+        str(configure(parallel_4d.Config, pp=1, cp=1, tpsize=1).layout.fit(4)) == "dp4"
+    )  # as far as they are the defaults, too
+    assert str(configure(parallel_4d.Config, tpsize=1).layout.fit(4)) == "dp4"
+    assert str(configure(parallel_4d.Config, dp_shard=-1).layout.fit(4)) == "dp4"
 
 
 @pytest.mark.parametrize(
@@ -135,7 +137,7 @@ def test_a_mistake_shows_and_ends_with_1(tmp_path, mistake, flags):
 
 def build_by_hand_and_by_the_package(rank, layout):
     config = parallel_4d.Config()
-    sizes, precision = config.model_config(256), Precision("fp64", torch.float64, torch.float64)
+    sizes, precision = config.model.sizes(256), Precision("fp64", torch.float64, torch.float64)
     with torch.device("meta"):
         package = Transformer(sizes)
     names = [name for name, _ in package.named_modules()]
@@ -144,7 +146,7 @@ def build_by_hand_and_by_the_package(rank, layout):
     apply(package, build_mesh(layout, "cpu"), transformer_plan(sizes), precision)
     at, found = layout.coordinates(rank.rank), []
     mine = positions_of(at["cp"], layout.cp, 32)
-    batch = config.load(256, 0).train.batch(0, 2 * layout.dp, 2 * at["dp_shard"], 2)
+    batch = config.data.load(256, 0).train.batch(0, 2 * layout.dp, 2 * at["dp_shard"], 2)
     for model in (parallel_4d.build(sizes, names, mesh, precision), package):
         materialize(model, torch.device("cpu"), 0)
         with loss_parallel():

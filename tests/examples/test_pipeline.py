@@ -13,6 +13,7 @@ import xarray
 import mmm.history
 from mmm.errors import ConfigError
 from mmm.examples import fsdp_tp, pipeline
+from mmm.trainer.config.command_line import configure
 from support.clock import PATIENCE
 
 LAUNCH = str(Path(sys.executable).parent / "launch")
@@ -38,7 +39,7 @@ def launch(ranks, outdir, *flags):
 def one_device(tmp_path_factory):
     """The losses of the main example on one device."""
     outdir = tmp_path_factory.mktemp("one") / "out"
-    fsdp_tp.train(fsdp_tp.Config(**TINY, outdir=outdir))
+    fsdp_tp.train(configure(fsdp_tp.Config, **TINY, outdir=outdir))
     return mmm.history.load(outdir)
 
 
@@ -94,7 +95,7 @@ def test_timeline_of_one_step_is_refused(monkeypatch, tmp_path):
         monkeypatch.setenv(name, str(value))
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError, match=r"--timeline with 1 step: .* use --max_iters 2 or more"):
-        pipeline.train(pipeline.Config(**{**TINY, "max_iters": 1}, timeline=True))
+        pipeline.train(configure(pipeline.Config, **{**TINY, "max_iters": 1}, timeline=True))
     assert list(tmp_path.iterdir()) == []
 
 
@@ -102,7 +103,7 @@ def test_summary_costs_no_run(monkeypatch, tmp_path, capsys):
     for name, value in {"RANK": 0, "WORLD_SIZE": 2, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 2}.items():
         monkeypatch.setenv(name, str(value))
     monkeypatch.chdir(tmp_path)
-    pipeline.train(pipeline.Config(**TINY, summary=True))
+    pipeline.train(configure(pipeline.Config, **TINY, summary=True))
     assert "TransformerBlock" in capsys.readouterr().out
     assert list(tmp_path.iterdir()) == []
 

@@ -5,7 +5,6 @@ import math
 import subprocess
 import sys
 from pathlib import Path
-from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -19,11 +18,12 @@ from mmm.errors import UserError
 from mmm.examples import collectives, ddp, hsdp, tensor_parallel, zero
 from mmm.examples._support import zero_stages
 from mmm.examples._support.by_hand import Case, replica_spread
+from mmm.examples._support.text_config import resolve_own
 from mmm.models.weights import parameter_count
-from mmm.parallel import Layout
+from mmm.parallel import Layout, Techniques
 from mmm.runtime.device import choose_precision
 from mmm.traffic.collective_bytes import factor
-from mmm.trainer.config.resolve_plan import resolve
+from mmm.trainer.config.command_line import configure
 from support.clock import PATIENCE
 from support.runs import make_run
 
@@ -53,7 +53,7 @@ def alone(tmp_path_factory):
     outdir = tmp_path_factory.mktemp("ddp")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("mmm.history.plot_all", lambda *_: [])  # takes seconds
-        ddp.train(ddp.Config(**SIZES, outdir=outdir))
+        ddp.train(configure(ddp.Config, **SIZES, outdir=outdir))
     return mmm.history.load(outdir).loss.values
 
 
@@ -79,12 +79,11 @@ def test_hsdp(alone, tmp_path):
 
 def stages(rank):
     """Every stage of `zero.train`, without a folder: what is held, and the losses."""
-    options, layout = zero.Config(**SIZES, preset="debug"), Layout().fit(rank.world_size)
-    with patch("mmm.trainer.config.resolve_text.whoami", lambda: rank):
-        resolved = resolve(options)
+    options, layout = configure(zero.Config, **SIZES, preset="debug"), Layout().fit(rank.world_size)
+    resolved = resolve_own(options, layout, Techniques(data_parallel="ddp"), batch_size=2, max_iters=5)
     run, _ = make_run(rank, options, layout, choose_precision("fp64", CPU))
     mesh = init_device_mesh("cpu", (layout.dp,), mesh_dim_names=("dp_shard",))
-    found = [zero.train_stage(run, mesh, resolved, stage) for stage in range(4)]
+    found = [zero.train_stage(run, options, mesh, resolved, stage) for stage in range(4)]
     return found, parameter_count(resolved.model)
 
 
@@ -109,7 +108,7 @@ def test_zero(alone, run_on_ranks, ranks):
 def test_zero_says_when_losses_differ(tmp_path, monkeypatch):
     monkeypatch.setattr("mmm.history.plot_all", lambda *_: [])  # takes seconds
     monkeypatch.setattr(zero, "range", lambda _: (0, 1), raising=False)  # two stages
-    config = zero.Config(**SIZES, preset="debug", outdir=tmp_path, overwrite=True)
+    config = configure(zero.Config, **SIZES, preset="debug", outdir=tmp_path, overwrite=True)
     assert zero.train(config)
     assert config_of(tmp_path)["losses_differ"] < 1e-9
     assert mmm.history.load(tmp_path).stage.values.tolist() == [0, 0, 0, 1, 1, 1]
@@ -122,7 +121,7 @@ def test_zero_says_when_a_loss_is_nan(tmp_path, monkeypatch):
     monkeypatch.setattr("mmm.history.plot_all", lambda *_: [])  # takes seconds
     monkeypatch.setattr(zero, "range", lambda _: (0, 1), raising=False)  # two stages
     monkeypatch.setattr(zero, "train_stage", lambda *_: (dict.fromkeys(zero_stages.KINDS, 1), next(curves)))
-    assert not zero.train(zero.Config(**SIZES, preset="debug", outdir=tmp_path, overwrite=True))
+    assert not zero.train(configure(zero.Config, **SIZES, preset="debug", outdir=tmp_path, overwrite=True))
 
 
 class Spoilt(nn.Module):
@@ -196,7 +195,7 @@ def test_tensor_parallel_notices_a_bug(tmp_path, flags):
 
 
 def test_tensor_parallel_alone(tmp_path):
-    assert tensor_parallel.train(tensor_parallel.Config(outdir=tmp_path))
+    assert tensor_parallel.train(configure(tensor_parallel.Config, outdir=tmp_path))
 
 
 def shown(rank):
@@ -260,4 +259,4 @@ def test_refused_before_any_process_group(monkeypatch, example, options, ranks, 
     monkeypatch.setenv("MASTER_PORT", "1")
     monkeypatch.setattr("mmm.trainer.run.core.process_group", lambda *_: pytest.fail("a process group was made"))
     with pytest.raises(UserError, match=words):
-        example.train(example.Config(**options))
+        example.train(configure(example.Config, **options))

@@ -27,7 +27,7 @@ from mmm.parallel.plans.cnn import cnn_plan
 from mmm.parallel.plans.transformer import transformer_plan
 from mmm.runtime.device import choose_precision
 from mmm.testing import free_port
-from mmm.trainer.config.dry_run import for_a_few_steps
+from mmm.trainer.config.command_line import configure, for_a_few_steps
 from support.clock import PATIENCE
 from support.runs import make_run
 
@@ -56,7 +56,7 @@ def full(name):
 
 
 def run_of(rank, layout, **options):
-    config = fsdp.Config(seed=SEED, dtype="fp64", lr=0.1, optimizer="sgd", **options)
+    config = configure(fsdp.Config, seed=SEED, dtype="fp64", lr=0.1, optimizer="sgd", **options)
     return make_run(rank, config, layout, F64)[0]
 
 
@@ -66,7 +66,7 @@ def written_out(name, rank, layout):
     if name.startswith("cnn"):
         technique = name.split()[1]
         run = run_of(rank, layout, parallel=technique)
-        return fsdp.parallelize(run, model, run.options), layout.dp if technique == "ddp" else 1
+        return fsdp.parallelize(run, model, run.config), layout.dp if technique == "ddp" else 1
     if name == "fsdp_tp":
         mesh = init_device_mesh("cpu", (layout.dp, layout.tp), mesh_dim_names=("dp_shard", "tp"))
         fsdp_tp.shard(model, mesh, F64)
@@ -271,7 +271,7 @@ def compared(rank):
     """What a run that is not broken is found to differ by."""
     layout = Layout(dp_shard=rank.world_size)
     run, model = run_of(rank, layout), full("cnn")
-    parallel = fsdp.parallelize(run, model, run.options)
+    parallel = fsdp.parallelize(run, model, run.config)
     optimizer = torch.optim.SGD(parallel.parameters(), lr=0.1)
     found = OneDevice(run, full("cnn"), [parallel], optimizer, lambda _: Whole(*batch_of("cnn", 0, SAMPLES)))
     trained_losses = []
@@ -343,8 +343,8 @@ def test_a_mistake_shows(tmp_path, name, mistake):
 
 def test_a_mistake_there_is_not():
     with pytest.raises(ValueError, match="--break norm: it is one of averaged, norms"):
-        fsdp_tp.train(fsdp_tp.Config(break_="norm"))
+        fsdp_tp.train(configure(fsdp_tp.Config, break_="norm"))
     with pytest.raises(ValueError, match="--break averaged: it is one of no_all_reduce, same_samples"):
-        ddp.train(ddp.Config(break_="averaged"))
+        ddp.train(configure(ddp.Config, break_="averaged"))
     with pytest.raises(ValueError, match="--break in a dry run: no loss is computed"):
-        for_a_few_steps(fsdp_tp.Config(break_="norms"))
+        for_a_few_steps(configure(fsdp_tp.Config, break_="norms"))

@@ -7,13 +7,14 @@ import pytest
 
 import mmm.history
 from mmm.examples import tiling
+from mmm.trainer.config.command_line import configure
 
 SMALL = {"seq_length": 256, "vocab_size": 4096, "ffn_dim": 512, "n_layers": 1, "dtype": "fp64", "plots": False}
 
 
 @pytest.mark.long
 def test_the_table_is_true(tmp_path, monkeypatch, capsys):
-    config = tiling.Config(**SMALL, outdir=tmp_path, overwrite=True)
+    config = configure(tiling.Config, **SMALL, outdir=tmp_path, overwrite=True)
     assert tiling.train(config)
     about = json.loads((tmp_path / "config.json").read_text())
     peaks = list(about["peak_bytes"].values())
@@ -34,4 +35,4 @@ def test_the_table_is_true(tmp_path, monkeypatch, capsys):
 
 def test_a_loss_that_is_nan_is_another(tmp_path, monkeypatch):
     monkeypatch.setattr(tiling, "train_way", lambda run, mesh, resolved, way: (1, [1.0, math.nan if way == 2 else 1.0]))
-    assert not tiling.train(tiling.Config(**SMALL, outdir=tmp_path, overwrite=True))
+    assert not tiling.train(configure(tiling.Config, **SMALL, outdir=tmp_path, overwrite=True))

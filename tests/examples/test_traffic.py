@@ -10,6 +10,7 @@ import pytest
 from mmm.errors import UserError
 from mmm.examples import traffic
 from mmm.traffic.step_table import Sent, max_rel_diff, table
+from mmm.trainer.config.command_line import configure
 from support.clock import PATIENCE
 
 LAUNCH = str(Path(sys.executable).parent / "launch")
@@ -56,4 +57,4 @@ def test_refused_before_any_process_group(monkeypatch, options, ranks, words):
     monkeypatch.setattr("mmm.trainer.run.core.process_group", lambda *_: pytest.fail("a process group was made"))
     monkeypatch.setattr("mmm.history.prepare", lambda *_, **__: pytest.fail("the run's folder was made"))
     with pytest.raises(UserError, match=words):
-        traffic.train(traffic.Config(**options))
+        traffic.train(configure(traffic.Config, **options))

@@ -5,21 +5,19 @@ from __future__ import annotations
 import types
 import typing
 from collections.abc import Mapping
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import dataclass, is_dataclass
 from functools import cache
 from types import ModuleType
 from typing import Any, Literal
 
-import tyro
-
 from mmm.examples import fsdp_tp, parallel_4d
-from mmm.trainer import cnn as fsdp
-from mmm.trainer import lm, vit
+from mmm.trainer import cnn, lm, vit
+from mmm.trainer.config.run import flag_fields
 
 PROGRAMS: dict[str, ModuleType] = {
     "lm": lm,
     "vit": vit,
-    "cnn": fsdp,
+    "cnn": cnn,
     "4d": parallel_4d,
     "fsdp_tp": fsdp_tp,
 }
@@ -55,20 +53,19 @@ class Flag:
 
 @cache
 def flags_of(program: str) -> dict[str, Flag]:
-    """What a user can give, by name: fields that a program suppresses are no flags."""
-    config = PROGRAMS[program].Config
-    hints = typing.get_type_hints(config, include_extras=True)
+    """What a user can give, by name."""
+    config = PROGRAMS[program].Config()
+    hints = typing.get_type_hints(type(config), include_extras=True)
+    for group in vars(config).values():
+        if is_dataclass(group):
+            hints |= typing.get_type_hints(type(group), include_extras=True)
     found = {}
-    for field in fields(config):
+    for field, default in flag_fields(config):
         hint = hints[field.name]
         if typing.get_origin(hint) is typing.Annotated:
-            if tyro.conf.Fixed in hint.__metadata__:
-                continue
             hint = typing.get_args(hint)[0]
-        if field.name == "break_":  # a run that is wrong on purpose
-            continue
-        default = None if field.default is MISSING else field.default
-        found[field.name] = Flag(field.name, default, _choices(hint))
+        if field.name != "break_":  # a run that is wrong on purpose
+            found[field.name] = Flag(field.name, default, _choices(hint))
     return found
 
 

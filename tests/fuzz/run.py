@@ -39,8 +39,8 @@ from mmm.errors import DivergedError, UserError
 from mmm.history.record.folder import TRACE
 from mmm.runtime.ranks import Rank
 from mmm.testing import RanksFailed, fork_ranks
-from mmm.trainer.config.options import parse
-from mmm.trainer.loop.fit import fit as loop
+from mmm.trainer.config.command_line import parse
+from mmm.trainer.loop import fit as loop
 from support.cifar import expected_of
 from support.resuming import Ended, ending_before
 

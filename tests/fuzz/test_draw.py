@@ -13,8 +13,8 @@ from fuzz import draw as drawing
 from fuzz.draw import ANYTHING, GIVEN, NOT_SPOILT, UnknownFlag, draw
 from fuzz.flags import HARMLESS, LAYOUT, PROGRAMS, arguments, flags_of
 from mmm.trainer import lm
-from mmm.trainer.config.layout import LayoutOptions
-from mmm.trainer.config.options import RunOptions, parse
+from mmm.trainer.config.command_line import parse
+from mmm.trainer.config.layout import SequenceLayoutOptions
 
 DATA = Path("/data")
 
@@ -82,7 +82,7 @@ def test_no_table_names_a_flag_that_is_none():
     everything = {name for program in PROGRAMS for name in flags_of(program)}
     assert set(ANYTHING) | set(GIVEN) | LAYOUT | HARMLESS <= everything
     assert (
-        vars(LayoutOptions()).keys() - vars(RunOptions()).keys() <= LAYOUT
+        vars(SequenceLayoutOptions()).keys() <= LAYOUT
     )  # a new flag of layouts is taken away from the run on one rank
 
 
@@ -90,8 +90,8 @@ def test_command_lines_are_what_the_programs_take(cases, monkeypatch):
     for case in cases[:20]:
         monkeypatch.setattr("sys.argv", [case.program, *arguments(case.program, case.flags)])
         config = parse(PROGRAMS[case.program].Config)
-        assert str(config.max_iters) == case.flags["max_iters"]
-        assert config.plots is False
+        assert str(config.run.max_iters) == case.flags["max_iters"]
+        assert config.run.plots is False
         words = shlex.split(case.command())
         given = [*arguments(case.program, case.flags), *(["--resume", "auto"] if case.before else [])]
         assert words[-len(given) :] == given

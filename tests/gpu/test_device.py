@@ -22,10 +22,11 @@ from mmm.parallel.partition import partition_model
 from mmm.parallel.plans.transformer import transformer_plan
 from mmm.runtime.clock import StepClock
 from mmm.runtime.device import Precision, choose_device, choose_precision
-from mmm.runtime.log import get_logger, ignore_views
+from mmm.runtime.log import ignore_views
 from mmm.runtime.process_group import process_group
 from mmm.runtime.ranks import Rank
-from mmm.trainer.config.options import RunOptions
+from mmm.trainer.config.run import RunOptions
+from mmm.trainer.config.spec import RunSpec
 from mmm.trainer.optim.optimizer import make_optimizer
 from mmm.trainer.run.core import Run
 
@@ -56,7 +57,7 @@ class Training:
         partition = partition_model(model, plan, layout, techniques, torch.zeros(tokens, dtype=torch.int64).to("meta"))
         (self.least,) = footprint_of(model, "adamw", techniques).elements(layout)
         clock = StepClock(self.device)
-        self.run = Run(RunOptions(), ALONE, layout, self.device, precision, clock, get_logger(), None, [])
+        self.run = Run("test", RunOptions(), RunSpec(layout=layout), ALONE, self.device, precision, clock, [])
         mesh = build_mesh(layout, kind)
         self.model = ParallelModel(
             model, plan, mesh, precision, techniques, partition, device=self.device, seed=0, lap=clock.lap

@@ -20,7 +20,7 @@ import torch
 from mmm.parallel import Layout
 from mmm.runtime.failure import run_main
 from mmm.runtime.ranks import whoami
-from mmm.trainer.config.options import RunOptions
+from mmm.trainer.config.run import RunOptions
 from mmm.trainer.run.standard import start_run
 def main():
     attempt, options = int(os.environ["MMM_ATTEMPT"]), RunOptions(outdir=Path("run"), flush_every=1, plots=False)

@@ -11,6 +11,7 @@ from mmm.errors import ConfigError
 from mmm.history import History, load
 from mmm.history.trackers import PACKAGES, Tracked, check_tracker
 from mmm.trainer import lm
+from mmm.trainer.config.command_line import configure
 
 ROWS = [{"iter": 0, "loss": 4.5}, {"iter": 1, "loss": 4.25, "val_loss": 4.75}, {"iter": 2, "loss": 3.5}]
 
@@ -82,7 +83,7 @@ def test_what_mlflow_is_told(tmp_path, monkeypatch):
 def test_one_that_is_not_installed_is_refused_before_the_ranks_meet(name, monkeypatch):
     monkeypatch.setitem(PACKAGES, name, "a_package_that_nobody_has")
     with pytest.raises(ConfigError, match="needs the package a_package_that_nobody_has, which is not installed: pip"):
-        lm.train(lm.Config(tracker=name))
+        lm.train(configure(lm.Config, tracker=name))
     check_tracker(None)
 
 
@@ -100,7 +101,7 @@ def test_a_run_of_the_trainer(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", wandb)
     monkeypatch.setitem(PACKAGES, "wandb", "json")  # one that is installed
     flags = {"preset": "debug", "seq_length": 16, "batch_size": 2, "max_iters": 3, "plots": False, "device": "cpu"}
-    lm.train(lm.Config(**flags, tracker="wandb", outdir=tmp_path, eval_batches=1))
+    lm.train(configure(lm.Config, **flags, tracker="wandb", outdir=tmp_path, eval_batches=1))
     rows, record = [call.args[0] for call in wandb.init.return_value.log.call_args_list], load(tmp_path)
     assert [row["loss"] for row in rows] == record.loss.values.tolist()
     assert rows[-1]["val_loss"] == record.val_loss.values[-1]

@@ -13,6 +13,7 @@ from mmm.parallel.plans.transformer import transformer_plan
 from mmm.runtime.device import Precision
 from mmm.runtime.ranks import Rank
 from mmm.trainer import cnn, lm, vit
+from mmm.trainer.config.command_line import configure
 from mmm.trainer.optim.optimizer import make_optimizer
 
 FP32 = Precision("fp32", torch.float32, torch.float32)
@@ -44,7 +45,7 @@ def test_every_program_that_trains(monkeypatch, tmp_path, program):
     monkeypatch.setattr(footprint, "host_memory", lambda: 1_000_000)
     images = {"dataset": "digits"} if program in (fsdp, cnn) else {}
     with pytest.raises(LayoutError, match=r"would hold at least .* GB of parameters, .* this host has 0.0 GB left"):
-        program.train(program.Config(**images, device="cpu"))
+        program.train(configure(program.Config, **images, device="cpu"))
     assert not list(tmp_path.iterdir())
 
 
@@ -53,8 +54,8 @@ def test_the_largest_preset_is_not_built(monkeypatch, tmp_path):
     monkeypatch.setattr(footprint, "host_memory", lambda: 64 * 10**9)
     words = r"68,456,554,496 parameters: 1 rank here would hold at least 1,095.3 GB .* has 64.0 GB left: use a smaller "
     with pytest.raises(LayoutError, match=words + "model, or at least 18 hosts"):
-        fsdp_tp.train(fsdp_tp.Config(preset="llama-70b", device="cpu"))
-    fsdp_tp.train(fsdp_tp.Config(preset="llama-70b", device="cpu", summary=True))  # shapes alone
+        fsdp_tp.train(configure(fsdp_tp.Config, preset="llama-70b", device="cpu"))
+    fsdp_tp.train(configure(fsdp_tp.Config, preset="llama-70b", device="cpu", summary=True))  # shapes alone
 
 
 def held(rank, technique: str, layout: Layout, optimizer: str) -> int:

@@ -12,6 +12,7 @@ from mmm.parallel.memory.offload import check_offload, moved, moved_text
 from mmm.parallel.plans.transformer import transformer_plan
 from mmm.runtime.device import Precision
 from mmm.trainer import lm
+from mmm.trainer.config.command_line import configure
 from support import anywhere, reference
 
 CPU = torch.device("cpu")
@@ -101,7 +102,7 @@ def test_a_planted_bug_is_caught(run_on_ranks):
 @pytest.mark.parametrize("parallel", ["fsdp", "zero2"])
 def test_the_trainer_says_what_is_moved(tmp_path, capsys, parallel):
     sizes = {"preset": "debug", "seq_length": 16, "max_iters": 2, "eval_batches": 1, "batch_size": 2}
-    lm.train(lm.Config(**sizes, plots=False, parallel=parallel, offload=True, outdir=tmp_path))
+    lm.train(configure(lm.Config, **sizes, plots=False, parallel=parallel, offload=True, outdir=tmp_path))
     assert "offload: on the host" in capsys.readouterr().out
 
 

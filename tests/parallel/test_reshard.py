@@ -20,6 +20,8 @@ from mmm.runtime.device import Precision
 from mmm.traffic.count import count_traffic
 from mmm.traffic.formulas import expected_traffic
 from mmm.trainer import lm
+from mmm.trainer.config.command_line import configure
+from mmm.trainer.config.layout import techniques_of
 from support import anywhere, reference
 from support.clock import PATIENCE
 
@@ -152,5 +154,5 @@ def test_refused():
 
 
 def test_the_flag():
-    assert lm.Config(reshard_after_forward="never").techniques().reshard_after_forward == "never"
-    assert lm.Config().techniques().reshard_after_forward == "auto"
+    assert techniques_of(configure(lm.Config, reshard_after_forward="never")).reshard_after_forward == "never"
+    assert techniques_of(lm.Config()).reshard_after_forward == "auto"

@@ -9,7 +9,7 @@ from mmm.cli.plan_program import train
 from mmm.machines.find import named
 from mmm.plan.dry_run import dry_run
 from mmm.plan.predict import predict
-from mmm.trainer.config.options import parse
+from mmm.trainer.config.command_line import parse
 
 LLAMA = "lm --preset debug --dataset random --seq_length 128 --batch_size 4 --dim 128 --ffn_dim 352 --n_kv_heads 4"
 DEEP = f"{LLAMA} --n_layers 4 --microbatches 4"

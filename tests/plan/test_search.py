@@ -21,7 +21,7 @@ from mmm.plan.report import as_json, missing, text_of, why_each
 from mmm.plan.script import job_script, launch_line
 from mmm.plan.search import Search
 from mmm.trainer import cnn, lm, vit
-from mmm.trainer.config.options import parse
+from mmm.trainer.config.command_line import parse
 
 TRAINERS = {"mmm.trainer.lm": lm, "mmm.trainer.vit": vit, "mmm.trainer.cnn": cnn}
 

@@ -8,6 +8,7 @@ from torch.nn.attention import sdpa_kernel
 from mmm.errors import DeviceError
 from mmm.models.vit import SDPA_BACKENDS
 from mmm.runtime.sdpa import check_sdpa
+from mmm.trainer.config.command_line import configure
 from mmm.trainer.vit import Config, train
 
 CPU = torch.device("cpu")
@@ -34,5 +35,5 @@ def test_nothing_is_asked_of_auto():
 @pytest.mark.parametrize("name", ["efficient", "cudnn"])
 def test_the_trainer_refuses(name, tmp_path):
     with pytest.raises(DeviceError, match=rf"sdpa_backend '{name}'.* use auto, math, flash"):
-        train(Config(device="cpu", sdpa_backend=name, max_iters=1, outdir=tmp_path / "run"))
+        train(configure(Config, device="cpu", sdpa_backend=name, max_iters=1, outdir=tmp_path / "run"))
     assert not (tmp_path / "run").exists()

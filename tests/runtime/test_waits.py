@@ -16,6 +16,7 @@ from mmm.cli.history import straggler
 from mmm.history import load
 from mmm.runtime.clock import StepClock, timed_waits
 from mmm.trainer import lm
+from mmm.trainer.config.command_line import configure
 from support.pool import program_on
 
 NAP = 0.3  # s
@@ -67,7 +68,7 @@ def train(rank, outdir, flags):
 
     sizes = {"preset": "debug", "seq_length": 16, "global_batch_size": 3, "max_iters": 3, "optimizer": "sgd"}
     with program_on(rank), patch.object(torch.optim.SGD, "step", slow_step):
-        lm.train(lm.Config(**sizes, **flags, device="cpu", plots=False, outdir=outdir))
+        lm.train(configure(lm.Config, **sizes, **flags, device="cpu", plots=False, outdir=outdir))
 
 
 @pytest.mark.parametrize("parallel", ["fsdp", pytest.param("ddp", marks=pytest.mark.long)])

@@ -17,10 +17,15 @@ from mmm.runtime.ranks import Rank
 # The modules that may ask which rank they are on.
 ASK = (
     "mmm.trainer.run.core",
-    "mmm.trainer.config.resolve_text",
-    "mmm.trainer.config.text",
-    "mmm.trainer.config.vision",
+    "mmm.trainer.config.cnn",
+    "mmm.trainer.config.data",
+    "mmm.trainer.cnn",
+    "mmm.trainer.lm",
     "mmm.trainer.vit",
+    "mmm.examples._support.four_axes",
+    "mmm.examples._support.text_config",
+    "mmm.examples.fsdp",
+    "mmm.examples.moe",
 )
 
 

@@ -19,6 +19,7 @@ from mmm.checkpoint import read_manifest
 from mmm.checkpoint.storage import Reader, read_metadata
 from mmm.contract import MEMORY_VARIABLE
 from mmm.errors import UserError
+from mmm.trainer.config.command_line import configure
 from support.pool import program_on
 
 PATIENCE = 60.0  # s for a save to end
@@ -71,7 +72,7 @@ def train(rank, program: str, flags: dict, ends_at: int | None = None, memory: P
         stack.enter_context(patch("mmm.runtime.agreement.FIRST_WORD", 0.0))
         stack.enter_context(patch("mmm.trainer.loop.fit.seed_step", ending))
         try:
-            module.train(module.Config(device="cpu", plots=False, flush_every=3, **flags))
+            module.train(configure(module.Config, device="cpu", plots=False, flush_every=3, **flags))
         except Ended:
             return "ended"
         except UserError as error:

@@ -6,8 +6,11 @@ from pathlib import Path
 
 import torch
 
+from mmm.layout import Layout
 from mmm.runtime import log
 from mmm.runtime.clock import StepClock
+from mmm.trainer.config.spec import RunSpec
+from mmm.trainer.config.training import CheckpointOptions
 from mmm.trainer.run.core import Hook, Run
 from mmm.trainer.run.resume import ResumableRecord
 
@@ -35,8 +38,9 @@ def make_run(rank, options, resolved, precision, device=CPU, clock=None, hooks=(
         resolved: or a layout.
     """
     rows = Rows()
-    hooks = [ResumableRecord(), rows, *hooks]
+    hooks = [ResumableRecord(CheckpointOptions()), rows, *hooks]
+    spec = RunSpec(layout=resolved) if isinstance(resolved, Layout) else resolved
     clock = StepClock(device) if clock is None else clock
     outdir = Path("no folder")  # as of rank 0, which alone has rows: here every rank has
     log._said.clear()  # as where a run begins
-    return Run("test", options, resolved, rank, device, precision, clock, hooks, outdir), rows
+    return Run("test", options, spec, rank, device, precision, clock, hooks, outdir), rows

@@ -9,9 +9,9 @@ import pytest
 from mmm.contract import DRY_RUN_VARIABLE
 from mmm.examples import fsdp_tp
 from mmm.trainer import lm
-from mmm.trainer.config import dry_run
-from mmm.trainer.config.dry_run import follow_alias, for_a_few_steps
-from mmm.trainer.config.options import BatchOptions, parse
+from mmm.trainer.config import command_line
+from mmm.trainer.config.command_line import configure, follow_alias, for_a_few_steps, parse
+from mmm.trainer.config.run import BatchOptions
 
 RANK = {"RANK": "1", "WORLD_SIZE": "8", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
 
@@ -21,15 +21,16 @@ def executed(monkeypatch):
     """The lines that were to replace this process."""
     lines = []
     monkeypatch.setattr(os, "execv", lambda _, line: lines.append(line[3:]))
-    monkeypatch.setattr(dry_run, "command_line", lambda: ["python3", "-m", "a.program", *sys.argv[1:]])
+    monkeypatch.setattr(command_line, "command_line", lambda: ["python3", "-m", "a.program", *sys.argv[1:]])
     return lines
 
 
 def test_a_few_steps_without_a_trace():
-    options = for_a_few_steps(lm.Config(parallel="fsdp", epochs=3, checkpoint_every=5, keep=2, plots=True))
-    assert (options.max_iters, options.epochs, options.plots) == (2, None, False)
-    assert (options.checkpoint_every, options.keep) == (None, None)
-    assert for_a_few_steps(lm.Config(parallel="ddp")).max_iters == 3
+    options = for_a_few_steps(configure(lm.Config, parallel="fsdp", epochs=3, checkpoint_every=5, keep=2, plots=True))
+    run, checkpoint = options.run, options.checkpoint
+    assert (run.max_iters, run.epochs, run.plots) == (2, None, False)
+    assert (checkpoint.checkpoint_every, checkpoint.keep) == (None, None)
+    assert for_a_few_steps(configure(lm.Config, parallel="ddp")).run.max_iters == 3
     assert for_a_few_steps(options) == options
 
 
@@ -43,10 +44,10 @@ def test_options_of_ones_own():
 
 def test_a_program_knows_by_its_rank(monkeypatch):
     monkeypatch.setattr(sys, "argv", ["a.program", "--max_iters", "9", "--device", "cpu"])
-    assert parse(fsdp_tp.Config).max_iters == 9
+    assert parse(fsdp_tp.Config).run.max_iters == 9
     for name, value in (RANK | {"MASTER_PORT": "1", DRY_RUN_VARIABLE: "1"}).items():
         monkeypatch.setenv(name, value)
-    assert parse(fsdp_tp.Config).max_iters == 3
+    assert parse(fsdp_tp.Config).run.max_iters == 3
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import pytest
 
 from mmm.contract import ELASTIC_VARIABLE
 from mmm.errors import ConfigError
+from mmm.trainer.config.command_line import configure
 from mmm.trainer.lm import Config
 from mmm.trainer.run import resume
 from support.clock import PATIENCE
@@ -25,8 +26,9 @@ BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "elastic.py"
 )
 def test_what_it_needs(monkeypatch, given, missing):
     monkeypatch.setenv(ELASTIC_VARIABLE, "1:4")
+    config = configure(Config, **given)
     with pytest.raises(ConfigError) as error:
-        resume.prepare("lm", Config(**given), None)
+        resume.prepare("lm", config.run, config.checkpoint, None)
     words = f"launch --elastic: to go on with another number of ranks lm needs {missing} as well"
     assert str(error.value) == words
 

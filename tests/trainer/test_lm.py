@@ -18,8 +18,8 @@ from mmm.errors import ConfigError, DataError, DivergedError, RecordError, UserE
 from mmm.examples import fsdp_tp
 from mmm.models.transformer import Transformer
 from mmm.trainer import lm
-from mmm.trainer.config.options import parse
-from mmm.trainer.config.resolve_plan import resolve
+from mmm.trainer.config.command_line import configure, parse
+from mmm.trainer.lm import resolve
 from mmm.trainer.loop.tasks import fetched_ahead
 from support.clock import PATIENCE
 from support.pool import program_on
@@ -44,11 +44,12 @@ SMALL = {
 def run(rank, outdir, flags):
     """The trainer's own `train`, on a rank of the pool, whose process group is there already."""
     with program_on(rank):
-        lm.train(lm.Config(**SMALL, **flags, device="cpu", outdir=outdir))
+        lm.train(configure(lm.Config, **SMALL, **flags, device="cpu", outdir=outdir))
 
 
 def saved(folder, **flags):
-    model = Transformer(lm.Config(**SMALL, **flags).model_config(256)).double()
+    config = configure(lm.Config, **SMALL, **flags)
+    model = Transformer(config.model.model_sizes(config.experts, None, 256)).double()
     model.load_state_dict(torch.load(folder / "model.pt", weights_only=True))
     return model
 
@@ -56,7 +57,7 @@ def saved(folder, **flags):
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory):
     outdir = tmp_path_factory.mktemp("lm")
-    lm.train(lm.Config(**SMALL, device="cpu", outdir=outdir))
+    lm.train(configure(lm.Config, **SMALL, device="cpu", outdir=outdir))
     return outdir
 
 
@@ -101,7 +102,7 @@ def test_every_layout_trains_the_same_model(run_on_ranks, alone, tmp_path, flags
 @pytest.mark.parametrize("schedule", ["1F1B", "ZBVZeroBubble"])
 def test_a_tied_weight_is_one_in_the_saved_model(run_on_ranks, tmp_path, schedule):
     tied = {"tie_word_embeddings": True}
-    lm.train(lm.Config(**SMALL, **tied, device="cpu", outdir=tmp_path / "one"))
+    lm.train(configure(lm.Config, **SMALL, **tied, device="cpu", outdir=tmp_path / "one"))
     run_on_ranks(run, 2, tmp_path / "many", {**tied, "pp": 2, "schedule": schedule})
     one, many = (mmm.history.load(tmp_path / name) for name in ("one", "many"))
     np.testing.assert_allclose(many.loss, one.loss, rtol=1e-9)
@@ -124,7 +125,7 @@ def packed(tmp_path_factory):
         prepare(Preparation((folder / name,), folder / f"{name}.tokens", separator="#"), 1)
         paths.append(Path(f"{folder / name}.tokens:{0.3 if name == 'a' else 0.7}"))
     flags = {"text": tuple(paths), "pack": True, "document_mask": True}
-    lm.train(lm.Config(**SMALL, **flags, device="cpu", outdir=folder / "one"))
+    lm.train(configure(lm.Config, **SMALL, **flags, device="cpu", outdir=folder / "one"))
     return SimpleNamespace(flags=flags, outdir=folder / "one")
 
 
@@ -157,20 +158,25 @@ def test_a_step_without_targets_ends_the_run(tmp_path):
     prepare(Preparation((tmp_path / "text",), tmp_path / "tokens", separator="#"), 1)
     flags = SMALL | {"global_batch_size": 1, "eval_every": 0}
     with pytest.raises(DataError, match=r"no token in the global batch of step \d has a target"):
-        lm.train(lm.Config(**flags, text=(tmp_path / "tokens",), document_mask=True, outdir=tmp_path / "run"))
+        lm.train(
+            configure(lm.Config, **flags, text=(tmp_path / "tokens",), document_mask=True, outdir=tmp_path / "run")
+        )
     torch.distributed.destroy_process_group()  # a run that fails leaves it
     (tmp_path / "text").write_text("a#" * 3000)
     prepare(Preparation((tmp_path / "text",), tmp_path / "single", separator="#"), 1)
     with pytest.raises(DataError, match="none of its 2700 documents has two tokens"):
-        lm.train(lm.Config(**flags, text=(tmp_path / "single",), document_mask=True, outdir=tmp_path / "other"))
+        lm.train(
+            configure(lm.Config, **flags, text=(tmp_path / "single",), document_mask=True, outdir=tmp_path / "other")
+        )
 
 
 def test_the_loss_of_packed_documents_is_that_of_each_alone(packed):
     """The validation loss: the mean over the targets, each document computed by itself."""
-    config = lm.Config(**SMALL, **packed.flags)
-    validation, model = config.load(256, config.seed).validation, saved(packed.outdir)
+    config = configure(lm.Config, **SMALL, **packed.flags)
+    data = config.data
+    validation, model = data.load(data.sources(), 256, config.run.seed).validation, saved(packed.outdir)
     total, count = 0.0, 0
-    for step in range(config.eval_batches):
+    for step in range(config.evaluation.eval_batches):
         batch = validation.batch(step, 8, 0, 8)
         for inputs, targets, starts in zip(batch.inputs, batch.targets, batch.document_starts, strict=True):
             for start in starts.unique():
@@ -180,7 +186,7 @@ def test_the_loss_of_packed_documents_is_that_of_each_alone(packed):
                         logits = model(inputs[document][None])
                     total += torch.nn.functional.cross_entropy(logits[0], targets[document], reduction="sum").item()
                     count += int(document.sum())
-    assert 0 < count < config.eval_batches * 8 * 32
+    assert 0 < count < config.evaluation.eval_batches * 8 * 32
     assert total / count == pytest.approx(float(mmm.history.load(packed.outdir).val_loss[-1]), rel=1e-12)
 
 
@@ -201,7 +207,7 @@ EXPERTS = {"n_experts": 4, "balance_rate": 0.05}
 def test_experts_on_every_layout(run_on_ranks, tmp_path, flags):
     """Loads and biases as on one rank: they decide which experts later tokens choose."""
     experts = EXPERTS | {name: value for name, value in flags.items() if name == "top_k"}
-    lm.train(lm.Config(**SMALL, **experts, device="cpu", outdir=tmp_path / "one"))
+    lm.train(configure(lm.Config, **SMALL, **experts, device="cpu", outdir=tmp_path / "one"))
     run_on_ranks(run, 4, tmp_path / "many", EXPERTS | flags)
     one, many = (mmm.history.load(tmp_path / name) for name in ("one", "many"))
     np.testing.assert_allclose(many.loss, one.loss, rtol=1e-9)
@@ -215,10 +221,10 @@ def test_experts_on_every_layout(run_on_ranks, tmp_path, flags):
 
 
 def test_the_saved_model_is_the_one_that_was_judged(alone):
-    config = lm.Config(**SMALL)
-    validation = config.load(256, config.seed).validation
+    config = configure(lm.Config, **SMALL)
+    validation = config.data.load(config.data.sources(), 256, config.run.seed).validation
     losses = []
-    for step in range(config.eval_batches):
+    for step in range(config.evaluation.eval_batches):
         batch = validation.batch(step, 8, 0, 8)
         with torch.no_grad():
             logits = saved(alone)(batch.inputs)
@@ -264,7 +270,7 @@ def test_refused_before_anything_is_written(monkeypatch, tmp_path, flags, words)
     (tmp_path / "small.txt").write_text("word " * 1200)
     flags = flags | ({"text": (Path("small.txt"),)} if "text" in flags else {})
     with pytest.raises(UserError, match=re.escape(words)):
-        lm.train(lm.Config(**{**SMALL, **flags}, outdir=tmp_path / "out"))
+        lm.train(configure(lm.Config, **{**SMALL, **flags}, outdir=tmp_path / "out"))
     assert [path.name for path in tmp_path.iterdir()] == ["small.txt"]
 
 
@@ -287,8 +293,8 @@ LARGE = {"vocab_size": 128_256, "dataset": "random", "seq_length": 4096, "global
     ids=str,
 )
 def test_large_logits_are_computed_in_chunks(monkeypatch, flags, ranks, chunks, logits):
-    monkeypatch.setattr("mmm.trainer.config.resolve_text.whoami", lambda: SimpleNamespace(world_size=ranks))
-    resolved = resolve(lm.Config(**{**SMALL, **LARGE, "dtype": "fp32", **flags}))
+    monkeypatch.setattr("mmm.trainer.lm.whoami", lambda: SimpleNamespace(world_size=ranks))
+    resolved = resolve(configure(lm.Config, **{**SMALL, **LARGE, "dtype": "fp32", **flags}))
     assert resolved.techniques.loss_chunks == chunks
     text = f"--loss_chunks {chunks}: the full logits would have {logits} on a rank"
     assert resolved.notes == (() if logits is None else (text,))
@@ -331,7 +337,7 @@ def test_a_full_disk_leaves_no_part_of_a_model(monkeypatch, tmp_path):
 
     monkeypatch.setattr(torch, "save", full)
     with pytest.raises(RecordError, match=r"cannot write .*model\.pt: .* bytes are free there"):
-        lm.train(lm.Config(**SMALL, device="cpu", outdir=tmp_path))
+        lm.train(configure(lm.Config, **SMALL, device="cpu", outdir=tmp_path))
     torch.distributed.destroy_process_group()  # a run that fails leaves it
     assert not list(tmp_path.glob("model*"))
     assert len(mmm.history.load(tmp_path).loss) == SMALL["max_iters"]
@@ -357,18 +363,18 @@ def notes(folder):
 def test_what_is_cut_is_said(tmp_path, capsys):
     (tmp_path / "small.txt").write_text("word " * 1200)
     more = {"text": (tmp_path / "small.txt",), "device": "cpu", "eval_batches": 7, "save_model": False}
-    lm.train(lm.Config(**SMALL | more | {"warmup": 9}, outdir=tmp_path / "cut"))
+    lm.train(configure(lm.Config, **SMALL | more | {"warmup": 9}, outdir=tmp_path / "cut"))
     assert notes(tmp_path / "cut") == [
         "validation: 2 global batches instead of 7, all that the text has",
         "warm-up: 2 steps instead of 9, half of the 4 steps of this run",
     ]
     out = capsys.readouterr().out
     assert [out.count(note) for note in notes(tmp_path / "cut")] == [1, 1]
-    lm.train(lm.Config(**SMALL | more | {"eval_batches": 2}, outdir=tmp_path / "whole"))
+    lm.train(configure(lm.Config, **SMALL | more | {"eval_batches": 2}, outdir=tmp_path / "whole"))
     assert notes(tmp_path / "whole") == []
     example = {name: more[name] for name in ("text", "device", "eval_batches")} | {"preset": "debug", "plots": False}
     example |= {"max_iters": 2, "eval_every": 1, "global_batch_size": 8, "seq_length": 32}
-    fsdp_tp.train(fsdp_tp.Config(**example, outdir=tmp_path / "example"))
+    fsdp_tp.train(configure(fsdp_tp.Config, **example, outdir=tmp_path / "example"))
     assert notes(tmp_path / "example") == ["validation: 2 global batches instead of 7, all that the text has"]
 
 
@@ -378,7 +384,7 @@ def test_what_is_cut_is_said(tmp_path, capsys):
 def test_a_loss_that_is_no_number(tmp_path, dtype, rate):
     flags = SMALL | {"dtype": dtype, "lr": rate, "max_norm": 0.0, "warmup": 0, "eval_every": 0}
     with pytest.raises(DivergedError, match=r"the loss is \S+ at step 1, .* lower --lr") as refused:
-        lm.train(lm.Config(**flags, device="cpu", outdir=tmp_path))
+        lm.train(configure(lm.Config, **flags, device="cpu", outdir=tmp_path))
     torch.distributed.destroy_process_group()  # a run that fails leaves it
     assert str(refused.value).endswith(", or try --dtype fp32") == (dtype == "bf16")
 

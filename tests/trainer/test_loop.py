@@ -8,6 +8,7 @@ import torch.nn.functional as F
 
 from mmm.data.images.batches import ImageBatches
 from mmm.data.images.datasets import load_images
+from mmm.layout import Techniques
 from mmm.models import weights
 from mmm.models.cnn import CNN, CNNConfig
 from mmm.models.experts import MixtureOfExperts
@@ -18,12 +19,12 @@ from mmm.parallel.plans.cnn import cnn_plan
 from mmm.parallel.plans.transformer import transformer_plan
 from mmm.runtime.clock import StepClock
 from mmm.runtime.device import Precision
-from mmm.trainer.config.layout import LayoutOptions
-from mmm.trainer.config.options import RunOptions
-from mmm.trainer.config.resolve import Resolved
+from mmm.trainer.config.layout import LayoutOptions, techniques_of
 from mmm.trainer.config.resolve_plan import resolve_plan
 from mmm.trainer.config.resolve_text import TextData
-from mmm.trainer.loop.fit import Fit, fit
+from mmm.trainer.config.run import RunOptions
+from mmm.trainer.config.spec import TrainingSpec
+from mmm.trainer.loop.fit import FitConfig, fit
 from mmm.trainer.loop.image_task import ImageTask
 from mmm.trainer.loop.tasks import TokenTask
 from mmm.trainer.run.parallelize import parallelize
@@ -37,15 +38,24 @@ STEPS, BATCH = 6, 12
 
 def train(rank, data_parallel, accumulate, techniques, by_epoch=False):
     """Rows of a run of the loop in float64."""
-    options = LayoutOptions(lr=0.1, parallel=data_parallel, microbatches=accumulate)
-    layout = options.layout(rank.world_size)
+    options = LayoutOptions(parallel=data_parallel, microbatches=accumulate)
+    layout, techniques_there = options.fit(rank.world_size), techniques_of(options)
     precision = Precision("fp64", torch.float64, torch.float64)
     with torch.device("meta"):
         model, sample = CNN(CONFIG), torch.zeros(BATCH // layout.dp, 1, 8, 8)
     data = load_images("digits", image_size=8)
-    own = Resolved(options=options, layout=layout, sizes=CONFIG, model=model, sample=sample, data=data, steps=STEPS)
-    resolved = resolve_plan(own, cnn_plan())
-    run, kept = make_run(rank, options, layout, precision)
+    own = TrainingSpec(
+        layout=layout,
+        sizes=CONFIG,
+        model=model,
+        sample=sample,
+        data=data,
+        steps=STEPS,
+        techniques=techniques_there,
+        optimizer="sgd",
+    )
+    resolved = resolve_plan(own, cnn_plan(), "fp64")
+    run, kept = make_run(rank, RunOptions(lr=0.1), layout, precision)
     model = parallelize(run, resolved)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     task = ImageTask(run, resolved)
@@ -53,7 +63,7 @@ def train(rank, data_parallel, accumulate, techniques, by_epoch=False):
         task.steps_per_epoch = 4
         whole_epoch = task.batches
         task.batches = lambda epoch, first: itertools.islice(whole_epoch(0), 4)
-    evaluated = fit(run, model, optimizer, task, Fit(steps=STEPS, by_epoch=by_epoch, **techniques))
+    evaluated = fit(run, model, optimizer, task, FitConfig(steps=STEPS, by_epoch=by_epoch, **techniques))
     return kept.rows, evaluated
 
 
@@ -119,8 +129,17 @@ def biases_by_step(rank, max_norm):
     with torch.device("meta"):
         model, sample = Transformer(EXPERTS), torch.zeros(4, texts.SEQ, dtype=torch.int64)
     options, data = RunOptions(lr=0.1, dtype="fp16"), TextData(texts.tokens(), texts.tokens(), {})
-    own = Resolved(options=options, layout=layout, sizes=EXPERTS, model=model, sample=sample, data=data, steps=3)
-    resolved = resolve_plan(own, transformer_plan())
+    own = TrainingSpec(
+        layout=layout,
+        sizes=EXPERTS,
+        model=model,
+        sample=sample,
+        data=data,
+        steps=3,
+        techniques=Techniques(),
+        optimizer="adamw",
+    )
+    resolved = resolve_plan(own, transformer_plan(), "fp16")
     calls = itertools.count()
 
     def loss(output, targets, count):
@@ -157,7 +176,7 @@ def biases_by_step(rank, max_norm):
 
     run.row = look
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=False)
-    fit(run, model, optimizer, task, Fit(steps=3, max_norm=max_norm, balance_rate=0.125))
+    fit(run, model, optimizer, task, FitConfig(steps=3, max_norm=max_norm, balance_rate=0.125))
     return seen
 
 

@@ -7,6 +7,7 @@ from torch import nn
 
 import mmm.history
 from mmm.trainer import lm
+from mmm.trainer.config.command_line import configure
 from mmm.trainer.optim import muon
 from mmm.trainer.optim.muon import Muon, orthogonalized
 from support.pool import program_on
@@ -80,7 +81,7 @@ def test_it_is_pytorchs_up_to_bfloat16():
 
 def run(rank, outdir, flags):
     with program_on(rank):
-        lm.train(lm.Config(**{**FLAGS, **flags}, device="cpu", outdir=outdir))
+        lm.train(configure(lm.Config, **{**FLAGS, **flags}, device="cpu", outdir=outdir))
 
 
 def of_shards(rank, outdir, flags):
@@ -96,7 +97,7 @@ def of_shards(rank, outdir, flags):
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory):
     outdir = tmp_path_factory.mktemp("muon")
-    lm.train(lm.Config(**FLAGS, device="cpu", outdir=outdir))
+    lm.train(configure(lm.Config, **FLAGS, device="cpu", outdir=outdir))
     return mmm.history.load(outdir)
 
 
@@ -115,7 +116,7 @@ LAYOUTS = [
 @pytest.mark.parametrize(("ranks", "flags"), LAYOUTS)
 def test_the_same_update_on_every_mesh(run_on_ranks, alone, tmp_path, ranks, flags):
     if "global_batch_size" in flags:  # rows that the ranks do not divide
-        lm.train(lm.Config(**{**FLAGS, **flags}, device="cpu", outdir=tmp_path / "one"))
+        lm.train(configure(lm.Config, **{**FLAGS, **flags}, device="cpu", outdir=tmp_path / "one"))
         alone = mmm.history.load(tmp_path / "one")
     run_on_ranks(run, ranks, tmp_path / "many", flags)
     many = mmm.history.load(tmp_path / "many")
@@ -126,7 +127,7 @@ def test_the_same_update_on_every_mesh(run_on_ranks, alone, tmp_path, ranks, fla
 @pytest.mark.long
 def test_tied_on_two_stages(run_on_ranks, tmp_path):
     flags = {"tie_word_embeddings": True}
-    lm.train(lm.Config(**FLAGS, **flags, device="cpu", outdir=tmp_path / "one"))
+    lm.train(configure(lm.Config, **FLAGS, **flags, device="cpu", outdir=tmp_path / "one"))
     run_on_ranks(run, 2, tmp_path / "many", {**flags, "pp": 2})
     one, many = (mmm.history.load(tmp_path / name) for name in ("one", "many"))
     np.testing.assert_allclose(many.loss, one.loss, rtol=1e-9)

@@ -4,10 +4,9 @@ import pytest
 
 from mmm.errors import ConfigError
 from mmm.examples import context_parallel, parallel_4d, startup
-from mmm.parallel import Layout
 from mmm.trainer import cnn, lm, vit
-from mmm.trainer.config.options import check_needs
-from support.flags import flags
+from mmm.trainer.config.command_line import configure
+from mmm.trainer.config.layout import techniques_of
 
 STAGES = "without --pp: there is one stage, the model"
 EXPERTS = "without --n_experts: there are no experts"
@@ -38,24 +37,16 @@ def test_refused_before_anything_is_written(monkeypatch, tmp_path, program, give
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("mmm.trainer.run.core.process_group", lambda *_: pytest.fail("a process group was made"))
     with pytest.raises(ConfigError) as refused:
-        program.train(program.Config(**given))
+        program.train(configure(program.Config, **given))
     assert words in str(refused.value)
     assert not list(tmp_path.iterdir())
 
 
 def test_of_use():
-    check_needs(lm.Config(schedule="GPipe", stages_per_rank=1), Layout(pp=2).fit(2))
-    check_needs(lm.Config(cp_style="ring"), Layout(cp=2).fit(2))
-    check_needs(lm.Config(n_experts=4, top_k=1), Layout().fit(1))
-    chosen = parallel_4d.Config(schedule="GPipe").layout(4)  # no axis given, and pp is among those chosen
+    configure(lm.Config, schedule="GPipe", stages_per_rank=1, pp=2).layout.fit(2)
+    configure(lm.Config, cp_style="ring", cp=2).layout.fit(2)
+    configure(lm.Config, n_experts=4, top_k=1)
+    chosen = configure(parallel_4d.Config, schedule="GPipe").layout.fit(4)  # no axis given: pp is chosen
     assert chosen.pp == 2
-    techniques = lm.Config(pp=2, cp=2).techniques()
+    techniques = techniques_of(configure(lm.Config, pp=2, cp=2).layout)
     assert (techniques.schedule, techniques.cp_style) == ("1F1B", "ring")
-
-
-@pytest.mark.parametrize("program", [lm, vit, cnn, context_parallel, parallel_4d, startup])
-def test_what_stands_in_a_table_can_be_told_from_what_was_not_given(program):
-    tables = [vars(owner).get("NEEDS", {}) for owner in program.Config.__mro__]
-    named = {flag for table in tables for flag in table}
-    assert named & flags(program.Config)
-    assert all(getattr(program.Config(), flag) is None for flag in named)

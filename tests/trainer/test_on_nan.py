@@ -17,11 +17,11 @@ from mmm.parallel.parallel_model import ParallelModel
 from mmm.parallel.plans.transformer import transformer_plan
 from mmm.runtime.clock import StepClock
 from mmm.runtime.device import Precision
-from mmm.trainer.config.options import RunOptions
-from mmm.trainer.config.resolve import Resolved
 from mmm.trainer.config.resolve_plan import resolve_plan
 from mmm.trainer.config.resolve_text import TextData
-from mmm.trainer.loop.fit import Fit, fit
+from mmm.trainer.config.run import RunOptions
+from mmm.trainer.config.spec import TrainingSpec
+from mmm.trainer.loop.fit import FitConfig, fit
 from mmm.trainer.loop.tasks import TokenTask
 from mmm.trainer.optim.optimizer import make_optimizer
 from support import reference as texts
@@ -47,9 +47,17 @@ def train(rank, layout, kind, mode, planted, optimizer="adamw", max_norm=1.0, by
         sample = torch.zeros(texts.GLOBAL_BATCH // layout.dp, texts.SEQ, dtype=torch.int64)
     options, data = RunOptions(lr=0.01), TextData(texts.tokens(), texts.tokens(), {})
     sizes = EXPERTS if experts else DENSE
-    own = Resolved(options=options, layout=layout, sizes=sizes, model=whole, sample=sample, data=data, steps=steps)
-    object.__setattr__(options, "techniques", lambda: Techniques(data_parallel=kind.split("+")[0], offload="+" in kind))
-    resolved = resolve_plan(own, transformer_plan(), texts.SEQ)
+    own = TrainingSpec(
+        layout=layout,
+        sizes=sizes,
+        model=whole,
+        sample=sample,
+        data=data,
+        steps=steps,
+        techniques=Techniques(data_parallel=kind.split("+")[0], offload="+" in kind),
+        optimizer="adamw",
+    )
+    resolved = resolve_plan(own, transformer_plan(), "auto", texts.SEQ)
     clock = StepClock(CPU)
     mesh = build_mesh(layout, "cpu", experts=experts)
     model = ParallelModel(
@@ -88,7 +96,7 @@ def train(rank, layout, kind, mode, planted, optimizer="adamw", max_norm=1.0, by
     task = TokenTask(run, resolved, eval_batches=1)
     if by_epoch:
         task.steps_per_epoch = 2
-    choices = Fit(steps=steps, max_norm=max_norm, by_epoch=by_epoch, balance_rate=0.125, skip=mode == "skip")
+    choices = FitConfig(steps=steps, max_norm=max_norm, by_epoch=by_epoch, balance_rate=0.125, skip=mode == "skip")
     said = []
     try:
         with patch("mmm.trainer.run.losses.socket.gethostname", lambda: f"node{rank.rank}"):

@@ -2,7 +2,6 @@
 
 import re
 import shlex
-from dataclasses import fields
 
 import pytest
 
@@ -11,8 +10,9 @@ from mmm.errors import CheckpointError, ConfigError
 from mmm.examples import fsdp_tp
 from mmm.models.transformer import PRESETS
 from mmm.trainer import cnn, lm, vit
-from mmm.trainer.config.options import parse
+from mmm.trainer.config.command_line import configure, parse
 from mmm.trainer.config.presets import TRAINING, preset_defaults
+from mmm.trainer.config.run import flags_of
 from mmm.weights.open_weights import open_weights
 
 
@@ -24,27 +24,31 @@ def parsed(monkeypatch, line):
 @pytest.mark.parametrize("line", ["--preset shakespeare-cpu", "--preset=shakespeare-cpu"])
 def test_flags_beside_a_preset(monkeypatch, line):
     config = parsed(monkeypatch, line)
-    assert (config.preset, config.seq_length, config.global_batch_size) == ("shakespeare-cpu", 64, 12)
-    assert (config.dataset, config.weight_decay, config.decayed) == ("shakespeare", 0.1, "matrices")
+    assert (config.model.preset, config.data.seq_length, config.run.global_batch_size) == ("shakespeare-cpu", 64, 12)
+    assert (config.data.dataset, config.optimizer.weight_decay, config.optimizer.decayed) == (
+        "shakespeare",
+        0.1,
+        "matrices",
+    )
     config = parsed(monkeypatch, f"{line} --seq-length 32 --batch_size 4 --text a.txt --decayed all")
-    assert (config.seq_length, config.batch_size, config.global_batch_size) == (32, 4, None)
-    assert (config.dataset, config.decayed, config.weight_decay) == ("text", "all", 0.1)
-    assert parsed(monkeypatch, f"{line} --optimizer sgd").weight_decay is None
-    assert parsed(monkeypatch, f"{line} --prompt sgd").weight_decay == 0.1
-    assert parsed(monkeypatch, f"{line} --epochs 30").steps(1300) == 39_000
+    assert (config.data.seq_length, config.run.batch_size, config.run.global_batch_size) == (32, 4, None)
+    assert (config.data.dataset, config.optimizer.decayed, config.optimizer.weight_decay) == ("text", "all", 0.1)
+    assert parsed(monkeypatch, f"{line} --optimizer sgd").optimizer.weight_decay is None
+    assert parsed(monkeypatch, f"{line} --prompt sgd").optimizer.weight_decay == 0.1
+    assert parsed(monkeypatch, f"{line} --epochs 30").run.steps(1300) == 39_000
     config = parsed(monkeypatch, f"{line} --lr_schedule cosine")
-    assert (config.lr_schedule, config.decay) == ("cosine", None)
+    assert (config.optimizer.lr_schedule, config.optimizer.decay) == ("cosine", None)
 
 
 def test_other_presets_change_nothing(monkeypatch):
     assert parsed(monkeypatch, "") == lm.Config()
-    assert parsed(monkeypatch, "--preset llama-8b") == lm.Config(preset="llama-8b")
+    assert parsed(monkeypatch, "--preset llama-8b") == configure(lm.Config, preset="llama-8b")
     assert preset_defaults(["--text", "shakespeare-cpu"]) == {}
 
 
 def test_every_value_is_of_a_flag():
     assert TRAINING.keys() <= PRESETS.keys()
-    names = {field.name for field in fields(lm.Config)}
+    names = flags_of(lm.Config()).keys()
     for values in TRAINING.values():
         assert values.keys() <= names
 
@@ -77,7 +81,7 @@ CNN = {"max_iters": 1, "plots": False, "device": "cpu", "dataset": "digits"}
     ],
 )
 def test_a_run_that_leaves_no_weights_says_so_at_its_start(tmp_path, program, flags, said):
-    program.train(program.Config(**flags, outdir=tmp_path))
+    program.train(configure(program.Config, **flags, outdir=tmp_path))
     log = (tmp_path / "log.txt").read_text()
     assert 0 < log.index(said) < re.search("iter=0|epoch=1", log).start()
     with pytest.raises(CheckpointError, match="where --checkpoint_every leaves them; model"):
@@ -86,5 +90,5 @@ def test_a_run_that_leaves_no_weights_says_so_at_its_start(tmp_path, program, fl
 
 def test_an_example_takes_no_tied_preset():
     with pytest.raises(ConfigError, match="--preset gpt2 has one weight for embedding and output"):
-        fsdp_tp.Config(preset="gpt2").model_config()
-    assert fsdp_tp.Config(preset="shakespeare").model_config().n_layers == 12
+        configure(fsdp_tp.Config, preset="gpt2").sizes()
+    assert configure(fsdp_tp.Config, preset="shakespeare").sizes().n_layers == 12

@@ -13,7 +13,8 @@ import mmm.history
 from mmm.errors import CheckpointError, ConfigError, DataError, UserError
 from mmm.generate.weights import tokenizer_on_disk
 from mmm.trainer import lm
-from mmm.trainer.config.resolve_plan import resolve
+from mmm.trainer.config.command_line import configure
+from mmm.trainer.lm import resolve
 from mmm.weights.open_weights import open_weights
 from mmm.weights.own import write_own
 from support.llamas import CHARS, CONFIG, begin_with, byte_bpe, logits, tensors, write_gguf, write_hugging_face
@@ -56,19 +57,23 @@ def imported(folder):
 def run(rank, outdir, flags):
     """The trainer's own `train`, on a rank of the pool, whose process group is there already."""
     with program_on(rank):
-        lm.train(lm.Config(**{**SMALL, **flags}, device="cpu", outdir=outdir))
+        lm.train(configure(lm.Config, **{**SMALL, **flags}, device="cpu", outdir=outdir))
 
 
 @pytest.fixture(scope="module")
 def alone(folder, imported, text):
     flags = {"init_from": imported, "text": (text,), "prompt": "Speak,", "sample_tokens": 30, "sample_temperature": 2.0}
-    lm.train(lm.Config(**SMALL, **flags, device="cpu", outdir=folder / "alone", checkpoint_every=2, save_model=True))
+    lm.train(
+        configure(
+            lm.Config, **SMALL, **flags, device="cpu", outdir=folder / "alone", checkpoint_every=2, save_model=True
+        )
+    )
     return flags
 
 
 def test_the_first_loss_is_that_of_the_weights(folder, alone):
     """Of the same batch, by what `transformers` computes."""
-    batch = resolve(lm.Config(**SMALL, **alone)).data.train.batch(0, 4, 0, 4)
+    batch = resolve(configure(lm.Config, **SMALL, **alone)).data.train.batch(0, 4, 0, 4)
     theirs = logits(TIED, tensors(TIED), batch.inputs)
     loss = torch.nn.functional.cross_entropy(theirs.flatten(0, 1), batch.targets.flatten())
     assert curve(folder / "alone")[0] == pytest.approx(float(loss), rel=1e-10)
@@ -95,7 +100,9 @@ def test_losses_and_texts_are_the_same_on_every_layout(run_on_ranks, folder, alo
     if flags.get("schedule"):
         flags = {**flags, "init_from": write_hugging_face(tmp_path / "deep", {**TIED, "num_hidden_layers": 4})}
         lm.train(
-            lm.Config(**{**SMALL, **alone, "init_from": flags["init_from"]}, device="cpu", outdir=tmp_path / "one")
+            configure(
+                lm.Config, **{**SMALL, **alone, "init_from": flags["init_from"]}, device="cpu", outdir=tmp_path / "one"
+            )
         )
     one = tmp_path / "one" if flags.get("schedule") else folder / "alone"
     run_on_ranks(run, ranks, tmp_path / "many", {**alone, **flags})
@@ -121,8 +128,8 @@ def test_a_checkpoint_has_its_tokenizer_and_block(folder, alone):
 
 def test_a_run_that_goes_on_does_not_start_again(folder, alone, imported, text, tmp_path):
     flags = {**SMALL, **alone, "checkpoint_every": 2, "outdir": tmp_path / "run", "device": "cpu"}
-    lm.train(lm.Config(**{**flags, "max_iters": 2}))
-    lm.train(lm.Config(**{**flags, "resume": Path("auto")}))
+    lm.train(configure(lm.Config, **{**flags, "max_iters": 2}))
+    lm.train(configure(lm.Config, **{**flags, "resume": Path("auto")}))
     log = (tmp_path / "run" / "log.txt").read_text()
     assert log.count(f"weights of {imported}") == 1
     assert "resumed from" in log
@@ -149,7 +156,7 @@ def test_a_run_that_goes_on_does_not_start_again(folder, alone, imported, text, 
 )
 def test_flags_that_do_not_fit(alone, tmp_path, changed, words):
     with pytest.raises(UserError) as refused:
-        lm.train(lm.Config(**{**SMALL, **alone, **changed}, device="cpu", outdir=tmp_path / "out"))
+        lm.train(configure(lm.Config, **{**SMALL, **alone, **changed}, device="cpu", outdir=tmp_path / "out"))
     assert re.search(words, str(refused.value).replace("\n", "¶")), refused.value
     assert isinstance(refused.value, ConfigError | DataError)
     assert not (tmp_path / "out").exists()
@@ -162,7 +169,11 @@ def test_weights_that_are_damaged(imported, alone, tmp_path):
     content[len(content) // 2] ^= 1
     file.write_bytes(content)
     with pytest.raises(CheckpointError, match="is damaged"):
-        lm.train(lm.Config(**{**SMALL, **alone, "init_from": tmp_path / "own"}, device="cpu", outdir=tmp_path / "out"))
+        lm.train(
+            configure(
+                lm.Config, **{**SMALL, **alone, "init_from": tmp_path / "own"}, device="cpu", outdir=tmp_path / "out"
+            )
+        )
     torch.distributed.destroy_process_group()  # which a run that fails leaves
 
 
@@ -179,7 +190,7 @@ def test_a_prompt_begins_as_texts_of_the_weights_do(tmp_path, text, monkeypatch,
     if other:
         (tmp_path / "other.json").write_bytes(byte_bpe(("<|end|>",), begin_with("<|end|>")))
         flags["tokenizer"] = tmp_path / "other.json"
-    lm.train(lm.Config(**{**SMALL, **flags}, device="cpu", outdir=tmp_path / "run"))
+    lm.train(configure(lm.Config, **{**SMALL, **flags}, device="cpu", outdir=tmp_path / "run"))
     metadata = open_weights(tmp_path / "run").metadata
     plain = tokenizer_on_disk(metadata).encode(b"ab").tolist()
     assert prompts == [plain if other else [256, *plain]]
@@ -192,6 +203,8 @@ def test_a_prompt_begins_as_texts_of_the_weights_do(tmp_path, text, monkeypatch,
 def test_a_gguf_is_a_start_too(folder, alone, tmp_path, text):
     (tmp_path / "chars.json").write_text(json.dumps({"kind": "chars", "chars": CHARS}))
     flags = {**alone, "init_from": write_gguf(tmp_path / "a.gguf", TIED, tensors(TIED))}
-    lm.train(lm.Config(**SMALL, **flags, tokenizer=tmp_path / "chars.json", device="cpu", outdir=tmp_path / "out"))
+    lm.train(
+        configure(lm.Config, **SMALL, **flags, tokenizer=tmp_path / "chars.json", device="cpu", outdir=tmp_path / "out")
+    )
     np.testing.assert_allclose(curve(tmp_path / "out"), curve(folder / "alone"), rtol=1e-9)
     assert mmm.history.load(tmp_path / "out").sizes["draw"] == 3

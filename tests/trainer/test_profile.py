@@ -12,7 +12,8 @@ from mmm.errors import ConfigError
 from mmm.history import load
 from mmm.runtime.clock_offset import clock_offset
 from mmm.trainer import lm
-from mmm.trainer.config import profile_options
+from mmm.trainer.config import profile
+from mmm.trainer.config.command_line import configure
 from support.pool import program_on
 from support.traces import check_for_perfetto, flows
 
@@ -20,13 +21,13 @@ FLAGS = {"preset": "debug", "seq_length": 16, "plots": False, "device": "cpu", "
 
 
 def train(outdir, **flags):
-    lm.train(lm.Config(**{**FLAGS, "outdir": outdir, **flags}))
+    lm.train(configure(lm.Config, **{**FLAGS, "outdir": outdir, **flags}))
     return json.loads((outdir / "config.json").read_text())
 
 
 def train_on(rank, outdir, flags):
     with program_on(rank):
-        lm.train(lm.Config(**{**FLAGS, "outdir": outdir, **flags}))
+        lm.train(configure(lm.Config, **{**FLAGS, "outdir": outdir, **flags}))
 
 
 def read(outdir):
@@ -151,13 +152,13 @@ def test_steps_that_the_run_has_not(tmp_path):
 )
 def test_flags_that_are_wrong(flags, words):
     with pytest.raises(ConfigError, match=words):
-        lm.Config(**flags).check()
+        configure(lm.Config, **flags).check()
 
 
 def test_a_package_that_is_missing_is_said_before_the_ranks_meet(monkeypatch):
-    monkeypatch.setitem(profile_options.PACKAGES, "pyinstrument", "a_package_that_nobody_has")
+    monkeypatch.setitem(profile.PACKAGES, "pyinstrument", "a_package_that_nobody_has")
     with pytest.raises(ConfigError, match=r"needs the package a_package_that_nobody_has, .* not installed"):
-        lm.train(lm.Config(profile="pyinstrument"))
+        lm.train(configure(lm.Config, profile="pyinstrument"))
 
 
 AHEAD = 7_000_000_000  # ns

@@ -8,6 +8,7 @@ import pytest
 from mmm.checkpoint import steps_of
 from mmm.contract import MEMORY_VARIABLE
 from mmm.errors import ConfigError
+from mmm.trainer.config.command_line import configure
 from mmm.trainer.lm import Config
 from mmm.trainer.run import resume
 from support.resuming import curve, tensors, train
@@ -118,8 +119,9 @@ def test_memory_that_is_full(run_on_ranks, tmp_path, memory):
 
 def test_no_memory_outlives_the_ranks(monkeypatch):
     monkeypatch.delenv(MEMORY_VARIABLE, raising=False)
+    config = configure(Config, replica=5, checkpoint_every=10)
     with pytest.raises(ConfigError) as error:
-        resume.prepare("lm", Config(replica=5, checkpoint_every=10), None)
+        resume.prepare("lm", config.run, config.checkpoint, None)
     assert str(error.value) == (
         "--replica 5: no memory here outlives the ranks; start them by launch --elastic MIN:MAX, or on this host alone "
         "by launch --retries N, where the system has /dev/shm"

@@ -70,7 +70,7 @@ import os, signal
 from mmm.contract import ATTEMPT_VARIABLE
 from mmm.trainer.config.flags import run_main
 from mmm.trainer import lm
-from mmm.trainer.config.options import parse
+from mmm.trainer.config.command_line import parse
 
 def save_model(run, model, save=lm.save_model):
     if os.environ[ATTEMPT_VARIABLE] == "0" and run.rank.is_main:
@@ -112,8 +112,8 @@ CTRL_C = """
 import os, time
 from mmm.trainer.config.flags import run_main
 from mmm.trainer import lm
-from mmm.trainer.loop.fit import fit as loop
-from mmm.trainer.config.options import parse
+from mmm.trainer.loop import fit as loop
+from mmm.trainer.config.command_line import parse
 
 def seed_step(seed, step, coordinate, real=loop.seed_step):
     if step == 2 and not os.path.exists("again"):

@@ -1,5 +1,6 @@
 """What a run tells its ranks: that they differ, that rank 0 has no folder, that the loss is no number."""
 
+import inspect
 import json
 import math
 import os
@@ -21,9 +22,9 @@ from mmm.parallel import Layout
 from mmm.runtime.device import Precision, _computes_bf16
 from mmm.testing import free_port
 from mmm.trainer import cnn, lm, vit
-from mmm.trainer.config.options import BaseOptions, RunOptions
-from mmm.trainer.config.resolve_plan import resolve
-from mmm.trainer.config.text import TextProgramOptions
+from mmm.trainer.config.command_line import configure
+from mmm.trainer.config.run import BaseOptions, RunOptions
+from mmm.trainer.lm import resolve
 from mmm.trainer.run.standard import start_run
 from mmm.trainer.run.utilization import Utilization
 from support.clock import PATIENCE
@@ -129,7 +130,8 @@ def start(rank, outdir, options, differs):
     Args:
         differs: what is another on rank 1: the name of a function, and what it gives there; nothing where it is empty.
     """
-    given = TextProgramOptions(preset="debug", device="cpu", outdir=outdir, plots=False, **options[rank.rank])
+    flags = {"preset": "debug", "device": "cpu", "outdir": outdir, "plots": False, "batch_size": 2}
+    given = configure(lm.Config, **flags, **options[rank.rank])
     with ExitStack() as stack:
         stack.enter_context(program_on(rank))
         stack.enter_context(patch("mmm.runtime.agreement.FIRST_WORD", 0.0))
@@ -272,7 +274,8 @@ def test_mps_runs_the_trainers_alone(monkeypatch):
     refused = pytest.raises(DeviceError, match=r"--device mps: zero .* mmm\.trainer\.lm")
     with refused, start_run("zero", BaseOptions(), Layout().fit(1)):
         pass
-    assert all(each.RUNS_ON_MPS for each in (lm.Config, vit.Config, cnn.Config))
+    for program in (lm, vit, cnn):
+        assert "runs_on_mps=True" in inspect.getsource(program.train)
 
 
 @pytest.mark.parametrize("peak", [None, 8.0])

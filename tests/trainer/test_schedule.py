@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from mmm.trainer.config.loop_options import TrainingOptions
+from mmm.trainer.config.training import ScheduledOptions
 from mmm.trainer.optim.schedule import constant, schedule_of, step_decay, warmup_cosine, warmup_stable_decay
 
 
@@ -30,13 +30,13 @@ def test_warmup_stable_decay():
 def test_the_schedule_that_the_flags_ask_for():
     notes = []
     run = SimpleNamespace(note=notes.append)
-    wsd = TrainingOptions(warmup=10, lr_schedule="wsd")
+    wsd = ScheduledOptions(warmup=10, lr_schedule="wsd")
     long, whole = schedule_of(run, 100, wsd), warmup_stable_decay(100, 10, 20)  # a fifth
     assert [long(step) for step in range(100)] == [whole(step) for step in range(100)]
-    cosine = schedule_of(run, 100, TrainingOptions(warmup=10))
+    cosine = schedule_of(run, 100, ScheduledOptions(warmup=10))
     assert [cosine(step) for step in range(100)] == [warmup_cosine(100, 10)(step) for step in range(100)]
     assert notes == []
-    short = schedule_of(run, 10, TrainingOptions(warmup=8, lr_schedule="wsd", decay=9))
+    short = schedule_of(run, 10, ScheduledOptions(warmup=8, lr_schedule="wsd", decay=9))
     assert [short(step) for step in range(10)] == [warmup_stable_decay(10, 5, 5)(step) for step in range(10)]
     assert notes == [
         "warm-up: 5 steps instead of 8, half of the 10 steps of this run",

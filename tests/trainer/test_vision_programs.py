@@ -19,7 +19,7 @@ from mmm.examples import collectives, fsdp, parallel_4d, tensor_parallel
 from mmm.models.cnn import CNN, CNNConfig
 from mmm.trainer import cnn as cnn_trainer
 from mmm.trainer import vit
-from mmm.trainer.config.options import parse
+from mmm.trainer.config.command_line import configure, parse
 from support.clock import PATIENCE, children_cpu
 
 LAUNCH = str(Path(sys.executable).parent / "launch")
@@ -40,7 +40,7 @@ def cnn(tmp_path_factory):
     """The explicit example on one rank and on three, which do not divide the 360 test images."""
     folder = tmp_path_factory.mktemp("cnn")
     options = {"dataset": "digits", "global_batch_size": 24, "max_iters": 3, "dtype": "fp64"}
-    fsdp.train(fsdp.Config(**options, outdir=folder / "1"))
+    fsdp.train(configure(fsdp.Config, **options, outdir=folder / "1"))
     out = launch(3, "mmm.examples.fsdp", folder / "3", *CNN_FLAGS, "--save_model")
     return folder, out
 
@@ -89,7 +89,8 @@ def test_the_trainer_saves_full_parameters_of_zero2(cnn, tmp_path):
 
 @pytest.mark.long
 def test_the_trainer_does_what_the_example_does(cnn, tmp_path):
-    config = cnn_trainer.Config(
+    config = configure(
+        cnn_trainer.Config,
         dataset="digits",
         global_batch_size=24,
         max_iters=3,
@@ -109,7 +110,7 @@ def test_digits_stand_in_and_the_record_says_so(tmp_path, monkeypatch, capsys):
 
     monkeypatch.setattr(mmm.data.images.datasets, "obtain", refused)
     monkeypatch.setenv("MMM_DATA", str(tmp_path / "cache"))
-    fsdp.train(fsdp.Config(max_iters=2, plots=False, outdir=tmp_path / "out"))
+    fsdp.train(configure(fsdp.Config, max_iters=2, plots=False, outdir=tmp_path / "out"))
     config = json.loads((tmp_path / "out/config.json").read_text())
     assert (config["data"]["dataset"], config["data"]["dataset_asked"]) == ("digits", "mnist")
     assert len(config["notes"]) == 1
@@ -126,7 +127,7 @@ def test_vit_on_tp(tmp_path):
     assert "preset debug: no accelerator here; --preset large asks for large" in out
     shape = {"image_size": 16, "patch_size": 4, "channels": 1, "global_batch_size": 16, "warmup": 2}
     shape |= {"plots": False, "dataset": "digits", "max_iters": 3, "dtype": "fp64", "attention": "native"}
-    vit.train(vit.Config(**shape, outdir=tmp_path / "1"))
+    vit.train(configure(vit.Config, **shape, outdir=tmp_path / "1"))
     one, two = (mmm.history.load(tmp_path / ranks) for ranks in ("1", "2"))
     for name in ("loss", "test_loss"):
         np.testing.assert_allclose(two[name], one[name], rtol=1e-9)
@@ -147,7 +148,7 @@ def test_losses_of_one_rank_on_several_axes(tmp_path, program, flags, layout):
     config |= {"image_size": 16, "patch_size": 4, "channels": 1} if program is vit else {}
     words = [w for name, value in config.items() if not isinstance(value, bool) for w in (f"--{name}", str(value))]
     launch(4, program.__name__, tmp_path / "many", *words, "--no-plots", *flags.split())
-    program.train(program.Config(**config, outdir=tmp_path / "one"))
+    program.train(configure(program.Config, **config, outdir=tmp_path / "one"))
     recorded = json.loads((tmp_path / "many/config.json").read_text())
     assert recorded["layout"] == layout
     one, many = (mmm.history.load(tmp_path / name) for name in ("one", "many"))
@@ -194,7 +195,6 @@ def idx(folder, damage):
         (fsdp, {"dataset": "digits", "gamma": 1.5}, "--gamma 1.5"),
         (cnn_trainer, {"dataset": "digits", "microbatches": 0}, "microbatches 0: a batch of 32"),
         (cnn_trainer, {"dataset": "digits", "microbatches": 99}, "microbatches 99: a batch of 32"),
-        (cnn_trainer, {"dataset": "digits", "activation_checkpointing": "full"}, "names no modules to checkpoint"),
         (cnn_trainer, {"dataset": "digits", "pp": 2}, "pp 2 needs a multiple of 2 ranks"),
         (vit, {"patch_size": 7}, "image_size 32 is not divisible by patch_size 7"),
         (vit, {"dataset": "digits", "channels": 2}, "2 channels"),
@@ -219,7 +219,7 @@ def test_refused_before_any_process_group(tmp_path, monkeypatch, program, config
     if "data_dir" in config:
         config = {**config, "data_dir": tmp_path / config["data_dir"]}
     with pytest.raises(UserError) as refused:
-        program.train(program.Config(**config))
+        program.train(configure(program.Config, **config))
     assert re.search(words, str(refused.value)), refused.value
 
 
@@ -252,8 +252,8 @@ def test_a_flag_that_would_do_nothing_is_none(program, flags, monkeypatch, capsy
 def test_flags_of_the_loop_that_are_used(monkeypatch):
     monkeypatch.setattr("sys.argv", ["fsdp", "--accumulate", "2", "--max_norm", "1", "--save_model"])
     config = parse(cnn_trainer.Config)
-    assert (config.microbatches, config.max_norm, config.save_model) == (2, 1.0, True)
+    assert (config.layout.microbatches, config.optimizer.max_norm, config.checkpoint.save_model) == (2, 1.0, True)
     with pytest.raises(UserError, match=r"--tile 99: .* the 16 tokens \(of an image, patches\)"):
-        vit.train(vit.Config(tile=99))
+        vit.train(configure(vit.Config, tile=99))
     with pytest.raises(UserError, match="tile 2 with activation checkpointing 'selective'"):
-        vit.train(vit.Config(tile=2, activation_checkpointing="selective"))
+        vit.train(configure(vit.Config, tile=2, activation_checkpointing="selective"))

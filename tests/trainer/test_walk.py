@@ -10,11 +10,11 @@ import mmm
 from mmm.examples import fsdp_tp
 from mmm.parallel import Techniques
 from mmm.runtime.clock import StepClock
-from mmm.trainer.config.options import BaseOptions
-from mmm.trainer.config.resolve import Resolved
+from mmm.trainer.config.run import BaseOptions
+from mmm.trainer.config.spec import RunSpec
 
 ROOT = Path(mmm.__file__).parent
-CARRIERS = (BaseOptions, Techniques, Resolved)  # the flags, and what they become
+CARRIERS = (fsdp_tp.Config, BaseOptions, Techniques, RunSpec)  # the flags, and what they become
 
 
 class FirstStep(Exception):

@@ -11,7 +11,7 @@ import json
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 
 
@@ -21,15 +21,14 @@ def train(program: str, flags: Sequence[str], outdir: Path | None = None) -> Non
     Args:
         program: module. outdir: of its record.
     """
-    from mmm.trainer.config.dry_run import for_a_few_steps
-    from mmm.trainer.config.options import parse
+    from mmm.trainer.config.command_line import for_a_few_steps, parse
+    from mmm.trainer.config.run import replace_flags
 
     trainer = importlib.import_module(program)
     sys.argv = [program, *flags]
-    options = for_a_few_steps(parse(trainer.Config))
-    options = replace(options, outdir=outdir)
+    config = replace_flags(for_a_few_steps(parse(trainer.Config)), outdir=outdir)
     with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
-        trainer.train(options)
+        trainer.train(config)
 
 
 def main(words: Sequence[str]) -> None:

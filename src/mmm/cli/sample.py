@@ -64,7 +64,7 @@ def _sample(args: Any) -> None:
     from mmm.runtime.device import choose_device, choose_precision, full_float32
     from mmm.runtime.process_group import locate, process_group
     from mmm.runtime.ranks import whoami
-    from mmm.trainer.config.options import BatchOptions
+    from mmm.trainer.config.run import BatchOptions
     from mmm.weights.open_weights import open_weights  # imports torch
 
     for name, least in (("max_new_tokens", 1), ("tp", 1), ("pp", 1), ("block", 1)):

@@ -42,13 +42,18 @@ SHOWN = "output.weight"  # whose rows the log follows
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(example.PlainTextProgramOptions):
+class FullRun(example.RowOptions):
+    """Where it runs, for how long, and what it leaves."""
+
+    dtype: Literal["auto", "fp32", "fp64"] = "auto"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(example.PlainTextConfig):
     """A small Transformer, saved in the middle, which goes on there and on another mesh."""
 
-    preset: Literal["debug", "small", "medium"] = "debug"
-    dtype: Literal["auto", "fp32", "fp64"] = "auto"
-    compile: example.Unused[bool] = False
-    default_batch_size, default_max_iters = 8, 20
+    model: example.SmallTransformerOptions = example.SmallTransformerOptions()
+    run: FullRun = FullRun()
 
 
 def shard(model: Transformer, mesh: DeviceMesh) -> None:
@@ -79,8 +84,8 @@ def make_moments(optimizer: torch.optim.Optimizer) -> None:
 
 
 def train(config: Config) -> None:
-    resolved = example.resolve_own(config)
-    if config.summary:
+    resolved = example.resolve_own(config, example.fit(), batch_size=8, max_iters=20)
+    if config.run.summary:
         example.print_once(resolved.summary())
         return
 
@@ -92,10 +97,10 @@ def train(config: Config) -> None:
                 model = Transformer(resolved.sizes).to(run.precision.storage)
             shard(model, init_device_mesh(run.device.type, sizes, mesh_dim_names=("replica", "shard")[-len(sizes) :]))
             materialize(model, run.device, seed)
-            return model, example.make_optimizer(config.optimizer, model.parameters(), config.lr)
+            return model, example.make_optimizer(config.optimizer.optimizer, model.parameters(), config.optimizer.lr)
 
         ranks, others, apart = run.rank.world_size, list[Transformer](), 0.0
-        model, optimizer = build((ranks,), config.seed)
+        model, optimizer = build((ranks,), config.run.seed)
         for step in example.text_steps(run, resolved, model, optimizer):
             if step.number == resolved.steps // 2:
                 folder = [None if run.outdir is None else str(run.outdir / "checkpoint")]
@@ -103,7 +108,7 @@ def train(config: Config) -> None:
                 dcp.save(state_of(model, optimizer), checkpoint_id=folder[0])
                 run.log.info("saved: %s", where(str(folder[0])))
                 replicas = 2 if ranks % 2 == 0 else 1
-                other, its_optimizer = build((replicas, ranks // replicas), config.seed + 1)  # other weights, so far
+                other, its_optimizer = build((replicas, ranks // replicas), config.run.seed + 1)  # other weights
                 make_moments(its_optimizer)
                 dcp.load(state_of(other, its_optimizer), checkpoint_id=folder[0])
                 rows = [len(each.state_dict()[SHOWN].to_local()) for each in (model, other)]

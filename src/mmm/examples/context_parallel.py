@@ -35,15 +35,13 @@ from torch.distributed.tensor.parallel import loss_parallel
 from mmm.data import Batch
 from mmm.examples import _support as example
 from mmm.examples._support import by_hand
-from mmm.layout import Layout
 from mmm.parallel import cross_entropy
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(example.TextExampleOptions):
+class Config(example.BreakOptions, example.TensorParallelOptions, example.TextConfig):
     """Context parallel on a Transformer. The ranks that --cp and --tpsize leave are data parallel."""
 
-    NEEDS: ClassVar = {"cp_style": example.SHARDED_SEQUENCE}
     BREAKS: ClassVar = {
         "positions": "each rank counts its tokens from 0: tokens of different ranks then seem as near as those of one.",
         "triangle": "the ring attends to all keys that pass: a token then sees those after it, which it is to predict.",
@@ -52,14 +50,8 @@ class Config(example.TextExampleOptions):
     """Ranks along cp: over how many each sequence is sharded. Default: all that --tpsize leaves."""
     cp_style: Literal["ring", "ulysses"] | None = None
     """ring (the default), or ulysses: attention is sharded over its heads, which cp · tp has to divide."""
-    preset: example.Preset = "debug"
-    seq_length: int = 512
-    """Tokens a sample: a multiple of 2 · cp · tp."""
-    default_batch_size = 1
-
-    def axes(self, ranks: int) -> dict[str, int]:
-        cp = Layout(tp=self.tpsize).fit(ranks).dp_shard if self.cp is None else self.cp
-        return {"tp": self.tpsize, "cp": cp}
+    model: example.TransformerOptions = example.TransformerOptions(preset="debug")
+    data: example.PlainTextOptions = example.PlainTextOptions(seq_length=512)  # a multiple of 2 · cp · tp
 
 
 class SendToNext(torch.autograd.Function):
@@ -113,9 +105,12 @@ def ring_attention(q: Tensor, k: Tensor, v: Tensor, group: dist.ProcessGroup, ca
 
 
 def train(config: Config) -> None:
-    resolved = example.resolve(config)
-    layout, model = resolved.layout, resolved.model
-    if config.summary:
+    cp = example.fit(tp=config.tpsize).dp_shard if config.cp is None else config.cp
+    layout = example.fit(tp=config.tpsize, cp=cp)
+    example.check_cp_effect(layout, config.cp_style)
+    resolved = example.resolve(config, layout, example.techniques_of(config), batch_size=1)
+    model = resolved.model
+    if config.run.summary:
         example.print_once(resolved.summary())
         return
 
@@ -129,14 +124,14 @@ def train(config: Config) -> None:
 
         # Which tokens this rank has, and where they stand in the full sequence: the model cannot count from 0.
         at = layout.coordinates(run.rank.rank)["cp"]
-        own_positions = positions_of(at, layout.cp, config.seq_length).to(run.device)
+        own_positions = positions_of(at, layout.cp, config.data.seq_length).to(run.device)
         positions = own_positions if config.break_ != "positions" else torch.arange(len(own_positions)).to(run.device)
 
         def local_loss(batch: Batch) -> Tensor:
             logits = model(batch.inputs[:, own_positions], positions)
             return cross_entropy(logits, batch.targets[:, own_positions], batch.count)
 
-        optimizer = example.make_optimizer(config.optimizer, model.parameters(), config.lr)
+        optimizer = example.make_optimizer(config.optimizer.optimizer, model.parameters(), config.optimizer.lr)
         for step in example.text_steps(run, resolved, model, optimizer, local_loss):
             with loss_parallel():  # under tp the logits stay sharded over the vocabulary
                 loss = local_loss(step.batch)

@@ -30,7 +30,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 import torch
 import torch.distributed as dist
@@ -41,11 +41,12 @@ from mmm.comparison import worst
 from mmm.errors import ConfigError
 from mmm.examples import _support as example
 from mmm.examples._support.by_hand import check_difference, replica_spread
+from mmm.layout import Techniques
 from mmm.parallel import cross_entropy, materialize
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(example.PlainTextProgramOptions, example.BreakOptions):
+class Config(example.BreakOptions, example.PlainTextConfig):
     """DDP on a small Transformer."""
 
     BREAKS: ClassVar = {
@@ -54,37 +55,34 @@ class Config(example.PlainTextProgramOptions, example.BreakOptions):
         "same_samples": "Every rank takes the first rank's samples, as where the data does not depend on the rank. All "
         "compute the same gradient: N ranks learn from the samples of one.",
     }
-    preset: Literal["debug", "small", "medium"] = "debug"
-    compile: example.Unused[bool] = False
-    parallel = "ddp"
-    default_batch_size = 8
     accumulate: int = 1
     """Micro-batches of a step; one all-reduce for all of them."""
+    model: example.SmallTransformerOptions = example.SmallTransformerOptions()
 
 
 def train(config: Config) -> None:
-    resolved = example.resolve_own(config)
-    layout = resolved.layout
+    layout = example.fit()
+    resolved = example.resolve_own(config, layout, Techniques(data_parallel="ddp"), batch_size=8)
     if config.accumulate < 1 or resolved.local_batch_size % config.accumulate:
         raise ConfigError(
             f"--accumulate {config.accumulate} does not divide the batch of {resolved.local_batch_size} a rank into "
             f"equal micro-batches: use a divisor of {resolved.local_batch_size}"
         )
-    if config.summary:
+    if config.run.summary:
         example.print_once(resolved.summary())
         return
 
     hooks = [example.MemoryCheck(), example.Agreement(), example.StartUp(), example.Record(), example.Plots()]
     with example.start_run("ddp", config, resolved, [*hooks, example.MistakeOnPurpose()]) as run:
         model = resolved.model.to(run.precision.storage)
-        materialize(model, run.device, config.seed)  # the same weights on every rank: they come from the seed
+        materialize(model, run.device, config.run.seed)  # the same weights on every rank: they come from the seed
         ddp = DDP(model, gradient_as_bucket_view=True)
-        optimizer = example.make_optimizer(config.optimizer, model.parameters(), config.lr)
+        optimizer = example.make_optimizer(config.optimizer.optimizer, model.parameters(), config.optimizer.lr)
 
         def local_loss(module: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
             with torch.autocast(run.device.type, run.precision.compute, enabled=run.precision.mixed):
                 logits = module(inputs)
-            return cross_entropy(logits, targets, resolved.global_batch_size * config.seq_length)
+            return cross_entropy(logits, targets, resolved.global_batch_size * config.data.seq_length)
 
         batch = resolved.local_batch(resolved.data.train, 0, run.rank.rank).to(run.device)
         apart = compare_by_hand(ddp, lambda module: local_loss(module, batch.inputs, batch.targets))

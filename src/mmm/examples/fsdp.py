@@ -32,12 +32,16 @@ from mmm.models.weights import parameter_count
 from mmm.parallel import cross_entropy, materialize
 from mmm.parallel.footprint import STATE
 from mmm.parallel.memory.measure import local_elements
-from mmm.trainer.config.vision import CNNOptions, resolve
+from mmm.runtime.ranks import whoami
+from mmm.trainer.config.cnn import CNNOptions, resolve_cnn
+from mmm.trainer.config.images import ImageOptions
+from mmm.trainer.config.layout import DataParallelOptions, techniques_of
+from mmm.trainer.config.run import StepOptions
 from mmm.trainer.loop.save import save_model
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(CNNOptions, example.BreakOptions):
+class Config(example.BreakOptions, DataParallelOptions):
     """The MNIST net on images, its parameters over the ranks as --parallel says."""
 
     BREAKS: ClassVar = {
@@ -47,9 +51,12 @@ class Config(CNNOptions, example.BreakOptions):
     }
     parallel: Literal["ddp", "fsdp", "hsdp"] = "fsdp"
     """ddp: whole replicas. fsdp: everything sharded. hsdp: replicas of that."""
-    lr: float = 1e-3
     save_model: bool = False
     """Leave one unsharded state dict, model.pt, in the run's folder; plain PyTorch loads it."""
+    model: CNNOptions = CNNOptions()
+    data: ImageOptions = ImageOptions()
+    optimizer: example.OptimizerOptions = example.OptimizerOptions(lr=1e-3)
+    run: StepOptions = StepOptions()
 
 
 def parallelize(run: example.Run, model: CNN, config: Config) -> nn.Module:
@@ -62,7 +69,7 @@ def parallelize(run: example.Run, model: CNN, config: Config) -> nn.Module:
     run.log.info("%s, %s", config.parallel, mesh)
 
     if config.parallel == "ddp":
-        materialize(model, run.device, config.seed)
+        materialize(model, run.device, config.run.seed)
         return DDP(model, process_group=mesh.get_group(), gradient_as_bucket_view=True)
 
     # fc1 has 98 % of the parameters, and is a unit of its own; the rest goes with the root. Sharded on the meta device:
@@ -74,13 +81,15 @@ def parallelize(run: example.Run, model: CNN, config: Config) -> nn.Module:
         if isinstance(unit, FSDPModule):
             unit.set_gradient_divide_factor(1.0)
             unit.set_force_sum_reduction_for_comms(True)  # gloo has no scaled sum
-    materialize(model, run.device, config.seed)
+    materialize(model, run.device, config.run.seed)
     return model
 
 
 def train(config: Config) -> None:
-    resolved = resolve(config)
-    if config.summary:
+    layout, techniques = config.fit(whoami().world_size), techniques_of(config)
+    updates, dropout = (config.optimizer.optimizer, config.optimizer.lr), config.break_ is None  # one device has none
+    resolved = resolve_cnn(config.model, config.data, config.run, layout, techniques, *updates, dropout=dropout)
+    if config.run.summary:
         example.print_once(resolved.summary())
         return
 
@@ -90,11 +99,11 @@ def train(config: Config) -> None:
         model = parallelize(run, resolved.model.to(run.precision.storage), config)
         run.log.info("%s", example.sharded_model(model))
         autocast = run.precision.mixed and config.parallel == "ddp"  # FSDP's policy computes in that dtype anyway
-        optimizer = example.make_optimizer(config.optimizer, model.parameters(), resolved.lr)
+        optimizer = example.make_optimizer(config.optimizer.optimizer, model.parameters(), resolved.lr)
         # Each local loss is a sum divided by the *global* count: ranks with fewer labels count for less, and gradients
         # are to be summed. FSDP has been told to; DDP averages, and so each loss is multiplied by the number of ranks.
         factor = run.layout.dp if config.parallel == "ddp" else 1
-        for step in example.image_steps(run, resolved, model, optimizer, config.workers):
+        for step in example.image_steps(run, resolved, model, optimizer, config.data.workers):
             images, labels, count = step.batch.inputs, step.batch.targets, step.batch.count
             if config.break_ == "averaged":  # the mean over the own labels, and over the ranks
                 count = int((labels >= 0).sum()) * run.layout.dp
@@ -108,7 +117,7 @@ def train(config: Config) -> None:
                 local = local_elements(model, optimizer)  # while there are gradients
             optimizer.zero_grad()
 
-        numbers = sum(local.values()), elements * (2 + STATE[config.optimizer])
+        numbers = sum(local.values()), elements * (2 + STATE[config.optimizer.optimizer])
         kept, ddp = (count * run.precision.storage.itemsize / 1e6 for count in numbers)
         run.log.info("rank 0 keeps %.2f MB of parameters, gradients and optimizer state; with DDP %.2f MB", kept, ddp)
         run.describe(local_elements=local)

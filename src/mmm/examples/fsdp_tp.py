@@ -46,7 +46,7 @@ from mmm.runtime.device import Precision
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(example.TextExampleOptions):
+class Config(example.BreakOptions, example.TensorParallelOptions, example.TextConfig):
     """FSDP × tensor parallel on a Transformer. The ranks that --tpsize leaves are data parallel."""
 
     BREAKS: ClassVar = {
@@ -103,10 +103,11 @@ def shard(model: Transformer, mesh: DeviceMesh, precision: Precision, mistake: s
 
 def train(config: Config) -> None:
     # Does it fit? Everything here is checked before any rank talks to another.
-    resolved = example.resolve_own(config)
-    layout, model = resolved.layout, resolved.model
+    layout = example.fit(tp=config.tpsize)
+    resolved = example.resolve_own(config, layout)
+    model = resolved.model
     example.check_own_kv_heads(resolved)
-    if config.summary:
+    if config.run.summary:
         example.print_once(resolved.summary())
         return
 
@@ -115,13 +116,13 @@ def train(config: Config) -> None:
         # Sharded on the meta device; then each rank draws its own part of the weights, the same on every mesh.
         mesh = init_device_mesh(run.device.type, (layout.dp, layout.tp), mesh_dim_names=("dp_shard", "tp"))
         shard(model.to(run.precision.storage), mesh, run.precision, config.break_)
-        materialize(model, run.device, config.seed)
+        materialize(model, run.device, config.run.seed)
         run.log.info("%s\n%s", mesh, example.sharded_model(model))
 
         def local_loss(batch: Batch) -> Tensor:
             return cross_entropy(model(batch.inputs), batch.targets, batch.count)
 
-        optimizer = example.make_optimizer(config.optimizer, model.parameters(), config.lr)
+        optimizer = example.make_optimizer(config.optimizer.optimizer, model.parameters(), config.optimizer.lr)
         for step in example.text_steps(run, resolved, model, optimizer, local_loss):
             with loss_parallel():  # the logits stay sharded over the vocabulary
                 loss = local_loss(step.batch)

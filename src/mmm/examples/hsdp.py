@@ -27,7 +27,7 @@ Source: Zhao et al., "PyTorch FSDP: experiences on scaling fully sharded data pa
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -38,6 +38,7 @@ from torch.distributed.tensor import DTensor
 from mmm.errors import LayoutError
 from mmm.examples import _support as example
 from mmm.examples._support.by_hand import check_difference, replica_spread
+from mmm.layout import Techniques
 from mmm.models.transformer import Transformer
 from mmm.models.weights import parameter_count
 from mmm.parallel import cross_entropy, materialize
@@ -46,7 +47,7 @@ from mmm.runtime.device import Precision
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(example.PlainTextProgramOptions, example.BreakOptions):
+class Config(example.BreakOptions, example.PlainTextConfig):
     """HSDP on a small Transformer. Each replica is sharded over the ranks that --replicas leaves."""
 
     BREAKS: ClassVar = {
@@ -55,15 +56,9 @@ class Config(example.PlainTextProgramOptions, example.BreakOptions):
         "own_weights": "Each rank draws its weights by normal_, seeded with its rank. Nothing ever makes the replicas "
         "equal: sums of gradients of different models train none of them.",
     }
-    preset: Literal["debug", "small", "medium"] = "debug"
-    compile: example.Unused[bool] = False
-    parallel = "hsdp"
-    default_batch_size = 8
     replicas: int = 2
     """Replicas of the model: R."""
-
-    def axes(self, ranks: int) -> dict[str, int]:
-        return {"dp_replicate": self.replicas}
+    model: example.SmallTransformerOptions = example.SmallTransformerOptions()
 
 
 def shard(model: Transformer, mesh: DeviceMesh, precision: Precision) -> None:
@@ -82,8 +77,9 @@ def train(config: Config) -> None:
     if config.replicas < 2:
         one = f"--replicas {config.replicas}: with one replica HSDP is FSDP"
         raise LayoutError(f"{one}; use at least 2, or mmm.examples.fsdp")
-    resolved = example.resolve_own(config)
-    if config.summary:
+    layout = example.fit(dp_replicate=config.replicas)
+    resolved = example.resolve_own(config, layout, Techniques(data_parallel="hsdp"), batch_size=8)
+    if config.run.summary:
         example.print_once(resolved.summary())
         return
 
@@ -98,13 +94,13 @@ def train(config: Config) -> None:
 
         model = resolved.model.to(run.precision.storage)
         shard(model, mesh["dp_shard"] if config.break_ == "one_axis" else mesh, run.precision)
-        materialize(model, run.device, config.seed)  # each rank its own shard; the replicas are equal
+        materialize(model, run.device, config.run.seed)  # each rank its own shard; the replicas are equal
         if config.break_ == "own_weights":
             torch.manual_seed(run.rank.rank)
             for matrix in (p.data for p in model.parameters() if p.ndim > 1):
                 nn.init.normal_(matrix.to_local() if isinstance(matrix, DTensor) else matrix, std=0.02)
         run.log.info("%s", example.sharded_model(model))
-        optimizer = example.make_optimizer(config.optimizer, model.parameters(), config.lr)
+        optimizer = example.make_optimizer(config.optimizer.optimizer, model.parameters(), config.optimizer.lr)
         for step in example.text_steps(run, resolved, model, optimizer):
             loss = cross_entropy(model(step.batch.inputs), step.batch.targets, step.batch.count)
             step.log(loss)

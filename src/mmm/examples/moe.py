@@ -33,35 +33,33 @@ from torch import Tensor
 from torch.distributed.tensor.parallel import loss_parallel
 
 from mmm.data import Batch
-from mmm.errors import ConfigError
 from mmm.examples import _support as example
 from mmm.examples._support import by_hand
 from mmm.models.experts import Experts
+from mmm.models.transformer import TransformerConfig
 from mmm.parallel import Layout, balance_experts, cross_entropy, imbalance
+from mmm.runtime.ranks import whoami
 from mmm.torch_private.groups import all_to_all_single_autograd, wait_tensor
-from mmm.trainer.run.core import Run
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(example.TextExampleOptions, example.ExpertOptions):
+class Config(example.BreakOptions, example.TensorParallelOptions, example.TextConfig, example.ExpertsConfig):
     """A Transformer with routed experts, spread over --ep of the data-parallel ranks; × tensor parallel."""
 
     BREAKS: ClassVar = {
         "capacity": "an expert takes its even share of a rank's rows and drops the rest: those tokens lack an expert, "
         "and which they are depends on the mesh."
     }
-    n_experts: int = 8
-    """Experts in each layer."""
     ep: int | None = None
     """Ranks that share the experts: a divisor of the data-parallel ranks. Default: 2 if they are even, else 1."""
-    preset: example.Preset = "debug"
-    default_batch_size = 4
+    model: example.TransformerOptions = example.TransformerOptions(preset="debug")
 
-    def axes(self, ranks: int) -> dict[str, int]:
-        if self.n_experts < 1:
-            raise ConfigError(f"--n_experts {self.n_experts}: it must be at least 1")
+    def sizes(self) -> TransformerConfig:
+        return self.experts.add_to(super().sizes())
+
+    def layout(self, ranks: int) -> Layout:
         ep = 2 - Layout(tp=self.tpsize).fit(ranks).dp_shard % 2 if self.ep is None else self.ep
-        return {"tp": self.tpsize, "ep": ep}
+        return Layout(tp=self.tpsize, ep=ep).fit(ranks)
 
 
 def moe_layer(x: Tensor, router: Tensor, experts: list[Tensor], top_k: int, group: dist.ProcessGroup) -> Tensor:
@@ -93,7 +91,7 @@ def moe_layer(x: Tensor, router: Tensor, experts: list[Tensor], top_k: int, grou
     return torch.zeros_like(x).index_add(0, order // top_k, weight.flatten()[order, None] * back)
 
 
-def compare(run: Run) -> None:
+def compare(run: example.Run) -> None:
     """`moe_layer` over all ranks beside the dense computation: 32 tokens and 2 experts a rank."""
     rank, ranks, dim, hidden = run.rank.rank, run.rank.world_size, 16, 24
     shapes = [(32, dim), (32, dim), (2, dim), (2, hidden, dim), (2, dim, hidden), (2, hidden, dim)]
@@ -116,9 +114,9 @@ def drop(module: Any, given: tuple[Tensor, Tensor], output: Tensor) -> Tensor:
 
 
 def train(config: Config) -> None:
-    resolved = example.resolve(config)
+    resolved = example.resolve(config, config.layout(whoami().world_size), batch_size=4)
     model = resolved.model
-    if config.summary:
+    if config.run.summary:
         example.print_once(resolved.summary())
         return
     hooks = [example.MemoryCheck(), example.Agreement(), example.StartUp(), example.Record(), example.Plots()]
@@ -132,8 +130,8 @@ def train(config: Config) -> None:
         def local_loss(batch: Batch) -> Tensor:
             return cross_entropy(model(batch.inputs), batch.targets, batch.count)
 
-        optimizer = example.make_optimizer(config.optimizer, model.parameters(), config.lr)
-        rate = 0.0 if config.break_ else config.balance()  # one device's steps have the first biases
+        optimizer = example.make_optimizer(config.optimizer.optimizer, model.parameters(), config.optimizer.lr)
+        rate = 0.0 if config.break_ else config.experts.balance()  # one device's steps have the first biases
         for step in example.text_steps(run, resolved, model, optimizer, local_loss):
             with loss_parallel():  # under tp the logits stay sharded over the vocabulary
                 loss = local_loss(step.batch)

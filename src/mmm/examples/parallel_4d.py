@@ -50,7 +50,7 @@ from mmm.torch_private.groups import flatten
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(example.FourAxesOptions):
+class Config(example.BreakOptions, example.FourAxesConfig):
     """A small Transformer on four axes. Where no axis is given, each in turn gets 2 ranks, as long as they divide."""
 
     BREAKS: ClassVar = {
@@ -99,10 +99,10 @@ def build(sizes: TransformerConfig, names: list[str], mesh: DeviceMesh, precisio
 
 
 def train(config: Config) -> None:
-    resolved = example.resolve(config)
-    layout, tokens = resolved.layout, resolved.global_batch_size * config.seq_length
+    resolved = example.resolve_four_axes(config)
+    layout, tokens = resolved.layout, resolved.global_batch_size * config.data.seq_length
     example.check_own_kv_heads(resolved)
-    if config.summary:
+    if config.run.summary:
         example.print_once(resolved.summary())
         return
 
@@ -110,21 +110,21 @@ def train(config: Config) -> None:
     hooks = [example.MemoryCheck(), example.Agreement(), example.StartUp(), example.Record(), example.Plots()]
     with example.start_run("parallel_4d", config, resolved, [*hooks, example.MistakeOnPurpose()]) as run:
         run.describe(stages=names)
-        config.note_choice(run)
+        config.layout.note_choice(run)
         axes, at = (layout.pp, layout.dp, layout.cp, layout.tp), layout.coordinates(run.rank.rank)
         mesh = init_device_mesh(run.device.type, axes, mesh_dim_names=("pp", "dp", "cp", "tp"))
         model = build(resolved.sizes, names[at["pp"]], mesh, run.precision)
-        materialize(model, run.device, config.seed + (run.rank.rank if config.break_ == "init" else 0))
+        materialize(model, run.device, config.run.seed + (run.rank.rank if config.break_ == "init" else 0))
         run.log.info("%s\n%s", mesh, example.sharded_model(model))
 
-        positions = positions_of(at["cp"], layout.cp, config.seq_length).to(run.device)
+        positions = positions_of(at["cp"], layout.cp, config.data.seq_length).to(run.device)
         # Positions are not split into micro-batches.
         model.register_forward_pre_hook(lambda _, x, named: (x, named | {"positions": positions}), with_kwargs=True)
         stage = pipelining.PipelineStage(model, at["pp"], layout.pp, run.device, group=mesh["pp"].get_group())
-        kind = pipelining.ScheduleGPipe if config.schedule == "GPipe" else pipelining.Schedule1F1B
+        kind = pipelining.ScheduleGPipe if config.layout.schedule == "GPipe" else pipelining.Schedule1F1B
         # A loss is its sum over the tokens of the global batch: what micro-batches and ranks have adds up.
         loss_fn = lambda output, targets: cross_entropy(output, targets, tokens)  # noqa: E731
-        microbatches = config.microbatches or resolved.partition.microbatches
+        microbatches = config.layout.microbatches or resolved.partition.microbatches
         times = PipelineTimes(run.clock, [stage])  # dtf, dtb, dtw
         schedule = kind(times.stages[0], microbatches, loss_fn=times.timed_loss(loss_fn), scale_grads=False)
 
@@ -135,7 +135,7 @@ def train(config: Config) -> None:
             step(*inputs, target=targets, losses=losses, return_outputs=False)
             return times.local_loss(losses)
 
-        optimizer = example.make_optimizer(config.optimizer, model.parameters(), config.lr)
+        optimizer = example.make_optimizer(config.optimizer.optimizer, model.parameters(), config.optimizer.lr)
         evaluate, samples_of = partial(run_schedule, schedule.eval), 0 if config.break_ == "samples" else at["dp_shard"]
         for step in example.text_steps(run, resolved, model, optimizer, evaluate, coordinate=samples_of):
             with tp.loss_parallel():  # under tp the logits stay sharded over the vocabulary

@@ -43,7 +43,7 @@ from mmm.parallel.pp.schedules import SCHEDULES
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(example.TextExampleOptions):
+class Config(example.BreakOptions, example.TensorParallelOptions, example.TextConfig):
     """A pipeline over --pp ranks, × tensor parallel. The ranks that both leave are data parallel."""
 
     BREAKS: ClassVar = {
@@ -58,14 +58,8 @@ class Config(example.TextExampleOptions):
     """Parts that a batch goes through the pipeline in."""
     stages_per_rank: int | None = None
     """Default: the fewest that the schedule takes, 1 or 2."""
-    default_max_iters = 30
     timeline: bool = False
     """At the end, draw which rank did what when, and say how long they waited; from all steps but the first."""
-
-    def axes(self, ranks: int) -> dict[str, int]:
-        if self.pp < 2:
-            raise LayoutError(f"pp {self.pp}: a pipeline has at least 2 ranks; on 1 there is nothing to split")
-        return {"pp": self.pp, "tp": self.tpsize}
 
 
 def make_stage(sizes: TransformerConfig, names: list[str]) -> Transformer:
@@ -80,13 +74,21 @@ def make_stage(sizes: TransformerConfig, names: list[str]) -> Transformer:
     return model
 
 
-def train(config: Config) -> None:
-    resolved = example.resolve(config)
-    layout, partition = resolved.layout, resolved.partition
+def resolve(config: Config) -> example.ParallelSpec:
+    if config.pp < 2:
+        raise LayoutError(f"pp {config.pp}: a pipeline has at least 2 ranks; on 1 there is nothing to split")
+    layout = example.fit(pp=config.pp, tp=config.tpsize)
+    resolved = example.resolve(config, layout, example.techniques_of(config), max_iters=30)
     if config.timeline and resolved.steps < 2:
         why = "the first is left out, because PyTorch finds the shapes in it"
         raise ConfigError(f"--timeline with {resolved.steps} step: {why}; use --max_iters 2 or more")
-    if config.summary:
+    return resolved
+
+
+def train(config: Config) -> None:
+    resolved = resolve(config)
+    layout, partition = resolved.layout, resolved.partition
+    if config.run.summary:
         example.print_once(resolved.summary())
         return
 
@@ -95,17 +97,17 @@ def train(config: Config) -> None:
     with example.start_run("pipeline", config, resolved, [*hooks, example.MistakeOnPurpose()]) as run:
         run.describe(stages=names)
         run.log.info("the stages\n%s", example.stage_table(names, partition.shares()))
-        mesh = build_mesh(layout, run.device.type, config.timeout)
-        tokens = resolved.global_batch_size * config.seq_length
+        mesh = build_mesh(layout, run.device.type, config.run.timeout)
+        tokens = resolved.global_batch_size * config.data.seq_length
         at, there_and_back = mesh["pp"].get_local_rank(), SCHEDULES[config.schedule].v
         numbers = [at, len(names) - 1 - at] if there_and_back else range(at, len(names), layout.pp)
-        every = {"positions": torch.arange(config.seq_length, device=run.device)}  # not split into micro-batches
+        every = {"positions": torch.arange(config.data.seq_length, device=run.device)}  # not split into micro-batches
 
         stages: list[PipelineStage] = []
         for number in numbers:
             module = make_stage(resolved.sizes, names[number])
             apply(module, mesh, resolved.plan, run.precision, resolved.techniques)  # tp and FSDP, within the stage
-            materialize(module, run.device, config.seed)
+            materialize(module, run.device, config.run.seed)
             module.register_forward_pre_hook(lambda _, x, named: (x, named | every), with_kwargs=True)
             for unit in (unit for unit in module.modules() if isinstance(unit, FSDPModule)):
                 unit.set_reshard_after_forward(False)  # gathered once a step, not once a micro-batch
@@ -128,7 +130,9 @@ def train(config: Config) -> None:
             return times.local_loss(losses)
 
         modules = [stage.submod for stage in stages]
-        optimizer = example.make_optimizer(config.optimizer, [p for m in modules for p in m.parameters()], config.lr)
+        optimizer = example.make_optimizer(
+            config.optimizer.optimizer, [p for m in modules for p in m.parameters()], config.optimizer.lr
+        )
         evaluate = lambda batch: run_schedule(schedule.eval, batch)  # noqa: E731
         for step in example.text_steps(run, resolved, modules, optimizer, evaluate):
             if config.timeline and step.number > 0:
@@ -138,7 +142,7 @@ def train(config: Config) -> None:
             optimizer.step()
             optimizer.zero_grad()
         if config.timeline:
-            outdir = run.outdir if config.plots else None
+            outdir = run.outdir if config.run.plots else None
             run.describe(bubble=times.report(config.schedule, config.microbatches, outdir))
 
 

@@ -44,14 +44,20 @@ from mmm.examples import _support as example
 from mmm.examples._support.by_hand import DIM, HIDDEN, SEQ, VOCAB, Case, differences, forward_backward, report
 from mmm.layout import Layout
 from mmm.runtime.ranks import whoami
-from mmm.trainer.config.flags import run_main
-from mmm.trainer.config.options import BreakOptions, parse
+from mmm.trainer.config.run import SeededOptions
 
 Ways = tuple[list[Tensor], list[Tensor]]  # [output, gradients …] of the sharded computation, and of the full one
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(BreakOptions):
+class ExactRun(SeededOptions):
+    """Where it runs, in which precision, and what it leaves."""
+
+    dtype: Literal["fp64", "fp32"] = "fp64"  # type: ignore[assignment]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(example.BreakOptions):
     """Tensor parallelism by hand and as a plan; nothing is trained."""
 
     BREAKS: ClassVar = {
@@ -59,10 +65,8 @@ class Config(BreakOptions):
         "norms": "sequence_sharded leaves the norm out of its plan: each rank has the gradient of its own tokens only, "
         "and nothing adds them up.",
     }
-    seed: int = 0
-    """Decides the numbers that are computed with."""
-    dtype: Literal["fp64", "fp32"] = "fp64"
     forget_all_reduce: Annotated[bool, tyro.conf.arg(help="The same as --break all_reduce.")] = False
+    run: ExactRun = ExactRun()
 
 
 def rows_by_hand(case: Case, mistake: str | None) -> Ways:
@@ -139,8 +143,8 @@ def train(config: Config) -> bool:
     hooks = [example.Agreement(), example.StartUp(), example.Record(), example.MistakeOnPurpose()]
     with example.start_run("tensor_parallel", config, Layout(tp=ranks).fit(ranks), hooks) as run:
         mesh = init_device_mesh(run.device.type, (ranks,), mesh_dim_names=("tp",))
-        return report(run, compare(Case(mesh, run.device, run.precision.storage, config.seed), config.break_))
+        return report(run, compare(Case(mesh, run.device, run.precision.storage, config.run.seed), config.break_))
 
 
 if __name__ == "__main__":
-    run_main(lambda: sys.exit(not train(parse(Config, __doc__))))
+    example.run_main(lambda: sys.exit(not train(example.parse(Config, __doc__))))

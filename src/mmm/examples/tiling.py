@@ -31,6 +31,7 @@ from torch import nn
 from torch.distributed.tensor.parallel import loss_parallel
 
 from mmm.comparison import relative_error, worst
+from mmm.data import RandomTokens
 from mmm.examples import _support as example
 from mmm.models.transformer import Transformer
 from mmm.parallel import Mesh, apply, build_mesh, loss_of, materialize
@@ -41,36 +42,49 @@ WAYS = ("full", "loss in chunks", "MLP in tiles", "both")
 TOLERANCE = {"fp64": 1e-9, "fp32": 1e-4, "bf16": 1e-1}  # relative, of the losses: sums go in another order
 
 
+SIZES = example.TransformerOptions(preset="debug", ffn_dim=1024, vocab_size=8192)
+
+
 @dataclass(frozen=True, kw_only=True)
-class Config(example.TensorParallelOptions, example.PlainTextProgramOptions, example.MemoryOptions):
+class TilingText(example.PlainTextOptions):
+    """Where the tokens come from."""
+
+    dataset: Literal["text", "random"] = "random"
+    """random: uniform tokens. text: bytes; large logits need a vocabulary that is larger than text's 256."""
+
+    def load(self, vocab_size: int, seed: int) -> example.TextData:
+        if self.dataset == "text":
+            return super().load(vocab_size, seed)
+        train, validation = (RandomTokens(vocab_size, self.seq_length, each) for each in (seed, seed + 1))
+        return example.TextData(train, validation, {"dataset": "random"})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(example.TensorParallelOptions, example.PlainTextConfig):
     """Loss in chunks and MLP in tiles on a Transformer whose logits and MLPs are large; --max_iters steps (2 unless
     given) by each way."""
 
     loss_chunks: int = 8
+    """Chunks of the sequence that logits and loss are computed in: the full logits never exist."""
     tile: int = 8
-    offload: example.Unused[bool] = False
-    compile: example.Unused[bool] = False
-    default_batch_size = 1
-    preset: example.Preset = "debug"
-    ffn_dim: int | None = 1024
-    vocab_size: int | None = 8192
-    seq_length: int = 1024
-    dataset: Literal["text", "random"] = "random"
-    """random: uniform tokens. text: bytes; large logits need a vocabulary that is larger than text's 256."""
-    plots: bool = False
-    default_max_iters = 2
+    """Tiles of the sequence that each MLP is computed in, and recomputed in backward: 1 / tile of its activations."""
+    model: example.TransformerOptions = SIZES
+    data: TilingText = TilingText(seq_length=1024)
+    run: example.RowOptions = example.RowOptions(plots=False)
 
 
 def train(config: Config) -> bool:
     """Every way, and the table. Whether the losses are the same."""
-    resolved = example.resolve(config)
-    if config.summary:
+    resolved = example.resolve(
+        config, example.fit(tp=config.tpsize), example.techniques_of(config), batch_size=1, max_iters=2
+    )
+    if config.run.summary:
         example.print_once(resolved.summary())
         return True
 
     hooks = [example.MemoryCheck(), example.Agreement(), example.StartUp(), example.Record(), example.Plots()]
     with example.start_run("tiling", config, resolved, hooks) as run:
-        mesh = build_mesh(resolved.layout, run.device.type, config.timeout)
+        mesh = build_mesh(resolved.layout, run.device.type, config.run.timeout)
         peaks, curves = zip(*(train_way(run, mesh, resolved, way) for way in range(4)), strict=True)
         apart = worst(relative_error(*pair) for curve in curves for pair in zip(curve, curves[0], strict=True))
         limit = TOLERANCE[run.precision.name]
@@ -83,17 +97,17 @@ def train(config: Config) -> bool:
     return apart <= limit
 
 
-def train_way(run: example.Run, mesh: Mesh, resolved: example.ResolvedPlan, way: int) -> tuple[int, list[float]]:
+def train_way(run: example.Run, mesh: Mesh, resolved: example.ParallelSpec, way: int) -> tuple[int, list[float]]:
     """A few steps from the initial weights: the peak of the last forward and backward in bytes, and the losses."""
-    config = run.options
+    config = run.config
     assert isinstance(config, Config)
     with torch.device("meta"):
         model: nn.Module = Transformer(resolved.sizes)
     loss_chunks, tile = config.loss_chunks if way in (1, 3) else 1, config.tile if way in (2, 3) else 1
     model = apply(model, mesh, resolved.plan, run.precision, loss_chunks=loss_chunks, tile=tile)
-    materialize(model, run.device, config.seed)
+    materialize(model, run.device, config.run.seed)
     loss_fn = loss_of(model)
-    optimizer = example.make_optimizer(config.optimizer, model.parameters(), config.lr)
+    optimizer = example.make_optimizer(config.optimizer.optimizer, model.parameters(), config.optimizer.lr)
     losses = []
     for step in example.text_steps(run, resolved, model, optimizer, at={"way": way}):
         with Peak(run.device, model) as peak, loss_parallel():

@@ -18,8 +18,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
-from types import SimpleNamespace
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -34,27 +33,24 @@ from mmm.parallel.plans.transformer import transformer_plan
 from mmm.runtime.ranks import whoami
 from mmm.traffic.formulas import expected_traffic
 from mmm.traffic.step_table import Sent, count_step, max_rel_diff, table
-from mmm.trainer.config.flags import run_main
-from mmm.trainer.config.options import BatchOptions, parse
-from mmm.trainer.config.text import TextOptions
-from mmm.trainer.config.transformer_options import TransformerOptions
+from mmm.trainer import BatchOptions, parse, run_main, start_run
+from mmm.trainer.config.data import TextOptions
+from mmm.trainer.config.model import SmallTransformerOptions
+from mmm.trainer.config.spec import RunSpec
 from mmm.trainer.run.core import Run
-from mmm.trainer.run.standard import start_run
 
 LIMIT = 0.05
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(TransformerOptions, TextOptions, BatchOptions):
+class Config:
     """Bytes a step of every layout."""
 
-    preset: Literal["debug", "small", "medium"] = "debug"
-    n_layers: int | None = 4
-    n_kv_heads: int | None = 4
-    seq_length: int = 64
-    dtype: Literal["auto", "fp32", "bf16", "fp64"] = "fp32"
     microbatches: int = 4
     """Of the pipelines."""
+    model: SmallTransformerOptions = SmallTransformerOptions(n_layers=4, n_kv_heads=4)
+    data: TextOptions = TextOptions(seq_length=64)
+    run: BatchOptions = BatchOptions(dtype="fp32")
 
 
 class TrafficCase(NamedTuple):
@@ -88,7 +84,7 @@ def on_meta(sizes: TransformerConfig) -> Transformer:
 
 def measure(run: Run, case: TrafficCase, partition: Partition, sizes: TransformerConfig, size: int) -> list[Sent]:
     """The third step on a layout, by rank. A collective. size: samples of the global batch."""
-    layout, plan, seed = case.layout, transformer_plan(sizes), run.options.seed
+    layout, plan, seed = case.layout, transformer_plan(sizes), run.seed
     mesh, model = build_mesh(layout, run.device.type, run.options.timeout), on_meta(sizes)
     trained = ParallelModel(
         on_meta(sizes), plan, mesh, run.precision, case.techniques, partition, device=run.device, seed=seed
@@ -113,23 +109,25 @@ def measure(run: Run, case: TrafficCase, partition: Partition, sizes: Transforme
 
 def train(config: Config) -> bool:
     """Every layout, and the table. Whether all are within 5 % of the formula."""
-    ranks, sizes = whoami().world_size, config.model_config(config.default_vocab())
+    ranks, sources = whoami().world_size, config.data.sources()
+    sizes = config.model.sizes(None if sources is None else sources.vocab_size)
     if ranks == 1:
         start = "start with `launch -n 4 --device cpu python3 -m mmm.examples.traffic`"
         raise LayoutError(f"1 rank: there is nobody to send to; {start}")
-    _, size = batch_sizes(config.batch_size, config.global_batch_size, ranks, default=4)
-    data, model, plan = config.load(sizes.vocab_size, config.seed), on_meta(sizes), transformer_plan(sizes)
+    _, size = batch_sizes(config.run.batch_size, config.run.global_batch_size, ranks, default=4)
+    data = config.data.load(sources, sizes.vocab_size, config.run.seed)
+    model, plan = on_meta(sizes), transformer_plan(sizes)
     data.train.steps_per_epoch(size)  # there is one
     partitions, why_not = {}, {}
     for case in cases(ranks, config.microbatches):
-        sample = torch.zeros(size // case.layout.dp, config.seq_length, dtype=torch.int64, device="meta")
+        sample = torch.zeros(size // case.layout.dp, config.data.seq_length, dtype=torch.int64, device="meta")
         try:
             partitions[case] = partition_model(model, plan, case.layout, case.techniques, sample)
         except LayoutError as error:
             why_not[case] = error
     if not partitions:
         raise next(iter(why_not.values()))
-    resolved = SimpleNamespace(layout=Layout().fit(ranks), data=data, footprint=footprint_of(model, "sgd"))
+    resolved = RunSpec(layout=Layout().fit(ranks), data=data, footprint=footprint_of(model, "sgd"))
     with start_run("traffic", config, resolved) as run:
         run.describe(model=sizes, global_batch_size=size)
         for case, why in why_not.items():
@@ -137,7 +135,7 @@ def train(config: Config) -> bool:
         found = {case: measure(run, case, partition, sizes, size) for case, partition in partitions.items()}
         worst = {case: max(map(max_rel_diff, by_rank)) for case, by_rank in found.items()}
         text = table({(case.name, str(case.layout)): by_rank for case, by_rank in found.items()})
-        head = f"bytes of a step, on the rank that sends most; {size} samples of {config.seq_length} tokens in all"
+        head = f"bytes of a step, on the rank that sends most; {size} samples of {config.data.seq_length} tokens in all"
         run.log.info("%s\n%s", head, text)
         run.describe(traffic={case.name: [step._asdict() for step in by_rank] for case, by_rank in found.items()})
         wrong = [case.name for case in found if not worst[case] <= LIMIT]

@@ -34,24 +34,28 @@ from torch.distributed.tensor import DTensor, Shard
 
 from mmm.examples import _support as example
 from mmm.examples._support.zero_stages import most_elements, report_stages
+from mmm.layout import Techniques
 from mmm.models.transformer import Transformer
 from mmm.parallel import cross_entropy, materialize
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(example.PlainTextProgramOptions, example.BreakOptions):
+class AdamWOptions(example.OptimizerOptions):
+    """How weights are updated. SGD has no state: stage 1 would save nothing."""
+
+    optimizer: Literal["adamw"] = "adamw"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(example.BreakOptions, example.PlainTextConfig):
     """ZeRO stages 0 to 3 on a Transformer, one after the other; --max_iters steps (5 unless given) of each."""
 
     BREAKS: ClassVar = {
         "no_gather": "Stages 1 and 2 leave out the all-gather after the optimizer's step. Each rank has updated its "
         "own slices alone: the rest of its parameters stays as it was, and from the second step on no two ranks agree."
     }
-    preset: Literal["debug", "small", "medium"] = "debug"
-    default_max_iters = 5
-    compile: example.Unused[bool] = False
-    parallel = "ddp"  # stage 0, which holds most
-    default_batch_size = 2
-    optimizer: Literal["adamw"] = "adamw"  # SGD has no state: stage 1 would save nothing
+    model: example.SmallTransformerOptions = example.SmallTransformerOptions()
+    optimizer: AdamWOptions = AdamWOptions()
 
 
 class Slices(nn.Module):
@@ -94,7 +98,7 @@ class Slices(nn.Module):
 
 
 def train_stage(
-    run: example.Run, mesh: DeviceMesh, resolved: example.Resolved, stage: int
+    run: example.Run, config: Config, mesh: DeviceMesh, resolved: example.TrainingSpec, stage: int
 ) -> tuple[dict[str, int], list[float]]:
     """A few steps from the initial weights: the most numbers that any rank holds, and the loss of each step."""
     with torch.device("meta"):
@@ -105,18 +109,18 @@ def train_stage(
         for module in (each for each in full.modules() if isinstance(each, FSDPModule)):
             module.set_gradient_divide_factor(1.0)  # a sum: each local loss is divided by the global count
             module.set_force_sum_reduction_for_comms(True)
-    materialize(full, run.device, run.options.seed)
+    materialize(full, run.device, run.seed)
     for p in full.parameters() if stage == 0 else ():
         p.register_post_accumulate_grad_hook(lambda p: dist.all_reduce(p.grad))  # type: ignore[arg-type]
     model, losses = Slices(full, mesh, stage) if stage in (1, 2) else full, []
-    optimizer = example.make_optimizer("adamw", model.parameters(), run.options.lr)
+    optimizer = example.make_optimizer("adamw", model.parameters(), config.optimizer.lr)
     for step in example.text_steps(run, resolved, model, optimizer, at={"stage": stage}):
         with torch.autocast(run.device.type, run.precision.compute, enabled=run.precision.mixed):
             logits = model(step.batch.inputs)
         step.log(loss := cross_entropy(logits, step.batch.targets, step.batch.count))
         loss.backward()
         optimizer.step()
-        if isinstance(model, Slices) and run.options.break_ is None:
+        if isinstance(model, Slices) and config.break_ is None:
             model.gather()
         step.row.update(elements := most_elements(model, optimizer, run.device))  # while there are gradients
         optimizer.zero_grad()
@@ -126,15 +130,17 @@ def train_stage(
 
 def train(config: Config) -> bool:
     """Every stage, and the table. Whether the losses of all stages are the same."""
-    resolved = example.resolve_own(config)
-    if config.summary:
+    techniques = Techniques(data_parallel="ddp")  # stage 0, which holds most
+    resolved = example.resolve_own(config, example.fit(), techniques, batch_size=2, max_iters=5)
+    if config.run.summary:
         example.print_once(resolved.summary())
         return True
 
     hooks = [example.MemoryCheck(), example.Agreement(), example.StartUp(), example.Record(), example.Plots()]
     with example.start_run("zero", config, resolved, [*hooks, example.MistakeOnPurpose()]) as run:
         mesh = init_device_mesh(run.device.type, (run.layout.dp,), mesh_dim_names=("dp_shard",))
-        return report_stages(run, [train_stage(run, mesh, resolved, stage) for stage in range(4)], resolved.model)
+        stages = [train_stage(run, config, mesh, resolved, stage) for stage in range(4)]
+        return report_stages(run, stages, resolved.model)
 
 
 if __name__ == "__main__":

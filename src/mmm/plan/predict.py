@@ -39,14 +39,14 @@ def predict(resolved: Any, device: str, dtype: str, machine: Machine | None = No
     """What a run will need and take; None for a model that has no formulas. With a machine it counts FLOPs, 20 ms.
 
     Args:
-        resolved: a `mmm.trainer.config.resolve.Resolved`. device: type of the device. dtype: name of the precision.
+        resolved: a `mmm.trainer.config.spec.TrainingSpec`. device: type of the device. dtype: name of the precision.
         machine: on which; None: then only memory is predicted.
     """
     layout, sample = resolved.layout, resolved.sample
     spec = spec_of(resolved.sizes, sample.shape[-1], flops=machine is not None)
     if spec is None:
         return None
-    techniques = getattr(resolved, "techniques", None) or resolved.options.techniques()
+    techniques = resolved.techniques
     partition = getattr(resolved, "partition", None)
     microbatches = partition.microbatches if partition is not None else techniques.microbatches or 1
     stages: list[PlannedStage] = [full_model(spec)]
@@ -54,7 +54,7 @@ def predict(resolved: Any, device: str, dtype: str, machine: Machine | None = No
         assert partition is not None, "a pipeline is made by a partition"
         stages = stages_for(spec, partition.stages, techniques.schedule, layout.pp)
     batch = -(-len(sample) // microbatches)
-    memory = MemoryModel(spec, device, dtype, resolved.options.optimizer)
+    memory = MemoryModel(spec, device, dtype, resolved.optimizer)
     parts = tuple(memory.of_stage(stage, layout, techniques, batch, microbatches) for stage in stages)
     if machine is None:
         return Prediction(parts)

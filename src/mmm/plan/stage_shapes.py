@@ -33,7 +33,7 @@ class StageShapes:
     """The outputs of each stage for a micro-batch.
 
     Args:
-        resolved: a `mmm.trainer.config.resolve_plan.ResolvedPlan` with a pipeline.
+        resolved: a `mmm.trainer.config.resolve_plan.ParallelSpec` with a pipeline.
     """
 
     def __init__(

@@ -22,7 +22,7 @@ class Observer(ABC):
         """A run's process group, `group` or one instead, for as long as the run is watched.
 
         Args:
-            resolved: a `mmm.trainer.config.resolve.Resolved`; of a program that has no model, its layout.
+            resolved: a `mmm.trainer.config.spec.RunSpec`.
         """
 
 

@@ -4,38 +4,35 @@ The names below are what a program of one's own needs (docs/your-script.md). Eac
 program pays for what it uses.
 """
 
+# ruff: noqa: F401
 from typing import TYPE_CHECKING
 
 from mmm.lazy import lazy
 
 if TYPE_CHECKING:
-    from mmm.runtime.ranks import whoami as whoami
-    from mmm.trainer.config.flags import run_main as run_main
-    from mmm.trainer.config.options import BaseOptions as BaseOptions
-    from mmm.trainer.config.options import BatchOptions as BatchOptions
-    from mmm.trainer.config.options import RunOptions as RunOptions
-    from mmm.trainer.config.options import parse as parse
-    from mmm.trainer.loop.loader_steps import evaluate as evaluate
-    from mmm.trainer.loop.loader_steps import train_steps as train_steps
-    from mmm.trainer.loop.save import save_model as save_model
-    from mmm.trainer.optim.optimizer import make_optimizer as make_optimizer
-    from mmm.trainer.run.build import build_model as build_model
-    from mmm.trainer.run.core import Hook as Hook
-    from mmm.trainer.run.core import Run as Run
-    from mmm.trainer.run.standard import script_hooks as script_hooks
-    from mmm.trainer.run.standard import start_run as start_run
+    from mmm.runtime.ranks import whoami
+    from mmm.trainer.config.command_line import parse
+    from mmm.trainer.config.flags import run_main
+    from mmm.trainer.config.run import BaseOptions, BatchOptions, RunOptions
+    from mmm.trainer.loop.loader_steps import evaluate, train_steps
+    from mmm.trainer.loop.save import save_model
+    from mmm.trainer.optim.optimizer import make_optimizer
+    from mmm.trainer.run.build import build_model
+    from mmm.trainer.run.core import Hook, Run
+    from mmm.trainer.run.standard import script_hooks, start_run
 
 __getattr__, __dir__ = lazy(
     __name__,
     {
         "mmm.runtime.ranks": "whoami",
-        "mmm.trainer.run.build": "build_model",
+        "mmm.trainer.config.command_line": "parse",
         "mmm.trainer.config.flags": "run_main",
-        "mmm.trainer.optim.optimizer": "make_optimizer",
-        "mmm.trainer.config.options": "BaseOptions BatchOptions RunOptions parse",
-        "mmm.trainer.run.core": "Hook Run",
-        "mmm.trainer.loop.save": "save_model",
-        "mmm.trainer.run.standard": "script_hooks start_run",
+        "mmm.trainer.config.run": "BaseOptions BatchOptions RunOptions",
         "mmm.trainer.loop.loader_steps": "evaluate train_steps",
+        "mmm.trainer.loop.save": "save_model",
+        "mmm.trainer.optim.optimizer": "make_optimizer",
+        "mmm.trainer.run.build": "build_model",
+        "mmm.trainer.run.core": "Hook Run",
+        "mmm.trainer.run.standard": "script_hooks start_run",
     },
 )

@@ -9,14 +9,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
+from mmm.runtime.ranks import whoami
+from mmm.trainer.config.cnn import CNNOptions, CNNSpec, resolve_cnn
+from mmm.trainer.config.command_line import parse
 from mmm.trainer.config.flags import run_main
-from mmm.trainer.config.layout import LayoutOptions
-from mmm.trainer.config.loop_options import LoopOptions
-from mmm.trainer.config.options import Unused, parse
-from mmm.trainer.config.vision import CNNOptions, resolve
-from mmm.trainer.loop.fit import Fit, fit
+from mmm.trainer.config.images import ImageOptions
+from mmm.trainer.config.layout import LayoutOptions, techniques_of
+from mmm.trainer.config.profile import ProfileOptions
+from mmm.trainer.config.run import EpochRun
+from mmm.trainer.config.training import CheckpointOptions, ClippedOptions, check_resume
+from mmm.trainer.loop.fit import FitConfig, fit
 from mmm.trainer.loop.image_task import ImageTask
 from mmm.trainer.loop.save import save_model
 from mmm.trainer.optim.optimizer import make_optimizer
@@ -28,32 +31,53 @@ from mmm.trainer.run.tables import print_once
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(CNNOptions, LayoutOptions, LoopOptions):
+class Config:
     """The MNIST net on images; one row an epoch. The ranks that --pp and --tpsize leave are data parallel."""
 
-    lr: float = 1e-3
-    ep: Unused[int] = 1
-    cp: Unused[int] = 1  # an image has no sequence to shard
-    cp_style: Unused[None] = None
-    activation_checkpointing: Unused[Literal["none", "full", "selective"]] = "none"  # the net's plan names nothing
+    model: CNNOptions = CNNOptions()
+    data: ImageOptions = ImageOptions()
+    layout: LayoutOptions = LayoutOptions()
+    optimizer: ClippedOptions = ClippedOptions(lr=1e-3)
+    checkpoint: CheckpointOptions = CheckpointOptions()
+    profile: ProfileOptions = ProfileOptions()
+    run: EpochRun = EpochRun()
+
+    def check(self) -> None:
+        """Rules that span groups. Raises ConfigError for the first that is broken."""
+        check_resume(self.checkpoint, self.run)
+
+
+def resolve(config: Config) -> CNNSpec:
+    """`resolve_cnn`, on the layout that the flags ask for."""
+    layout, techniques = config.layout.fit(whoami().world_size), techniques_of(config.layout)
+    chosen = config.optimizer
+    return resolve_cnn(config.model, config.data, config.run, layout, techniques, chosen.optimizer, chosen.lr)
 
 
 def train(config: Config) -> None:
-    resolved = resolve(config)  # everything here is checked before any rank talks to another
-    if config.summary:
-        print_once(resolved.summary())
+    spec = resolve(config)  # everything here is checked before any rank talks to another
+    if config.run.summary:
+        print_once(spec.summary())
         return
 
-    with start_run("fsdp", config, resolved, standard_hooks()) as run:
-        model = parallelize(run, resolved)
-        optimizer = make_optimizer(config.optimizer, model.parameters(), resolved.lr)
-        task = ImageTask(run, resolved, config.workers)
-        run.log.info("%s: %d steps of %d images", resolved.data.name, resolved.steps, resolved.global_batch_size)
-        decay = step_decay(task.steps_per_epoch, resolved.gamma)
-        skip = config.on_nan == "skip"
-        options = Fit(steps=resolved.steps, max_norm=config.max_norm, schedule=decay, by_epoch=True, skip=skip)
-        fit(run, model, optimizer, task, options)
-        if config.save_model:
+    hooks = standard_hooks(config.checkpoint, config.profile)
+    # "fsdp" is what the program was once called: its checkpoints, which later ones go on from, have this name.
+    with start_run("fsdp", config, spec, hooks, runs_on_mps=True) as run:
+        model = parallelize(run, spec)
+        optimizer = make_optimizer(config.optimizer.optimizer, model.parameters(), spec.lr)
+        task = ImageTask(run, spec, config.data.workers)
+        run.log.info("%s: %d steps of %d images", spec.data.name, spec.steps, spec.global_batch_size)
+        fit_config = FitConfig(
+            steps=spec.steps,
+            max_norm=config.optimizer.max_norm,
+            schedule=step_decay(task.steps_per_epoch, spec.gamma),
+            by_epoch=True,
+            skip=config.optimizer.on_nan == "skip",
+            checkpoint=config.checkpoint,
+            profile=config.profile,
+        )
+        fit(run, model, optimizer, task, fit_config)
+        if config.checkpoint.save_model:
             save_model(run, model)
 
 

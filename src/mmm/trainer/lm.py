@@ -11,26 +11,39 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 from torch.optim import Optimizer
 
 from mmm.errors import ConfigError
-from mmm.generate.weights import without_draws
+from mmm.generate.weights import tokenizer_on_disk, without_draws
 from mmm.parallel.memory.offload import moved_text
+from mmm.parallel.parallel_model import ParallelModel
+from mmm.parallel.plans.transformer import transformer_plan
+from mmm.runtime.ranks import whoami
+from mmm.trainer.config.command_line import parse
+from mmm.trainer.config.data import DocumentOptions
 from mmm.trainer.config.flags import run_main
-from mmm.trainer.config.layout import LayoutOptions, MemoryOptions
-from mmm.trainer.config.loop_options import TrainingOptions
-from mmm.trainer.config.options import parse
+from mmm.trainer.config.language_model import LanguageModelOptions, text_ends
+from mmm.trainer.config.layout import SequenceLayoutOptions, techniques_of
+from mmm.trainer.config.model import ExpertOptions
 from mmm.trainer.config.presets import preset_defaults
-from mmm.trainer.config.pretrained import PretrainedOptions
-from mmm.trainer.config.resolve_plan import resolve
-from mmm.trainer.config.resolve_text import ValidationOptions
-from mmm.trainer.config.samples import SampleOptions
-from mmm.trainer.config.text import DocumentOptions, TextProgramOptions
-from mmm.trainer.loop.fit import Fit, fit
+from mmm.trainer.config.profile import ProfileOptions
+from mmm.trainer.config.resolve_plan import ParallelSpec, chunk_loss, resolve_plan
+from mmm.trainer.config.resolve_text import resolve_text
+from mmm.trainer.config.run import TrainerRun
+from mmm.trainer.config.sample import SampleOptions
+from mmm.trainer.config.training import (
+    CheckpointOptions,
+    MemoryOptions,
+    ScheduledOptions,
+    ValidationOptions,
+    check_resume,
+)
+from mmm.trainer.loop.fit import FitConfig, fit
 from mmm.trainer.loop.pretrained import start_from
-from mmm.trainer.loop.samples import log_sample
+from mmm.trainer.loop.samples import check_prompt, log_sample
 from mmm.trainer.loop.save import save_model
 from mmm.trainer.loop.tasks import TokenTask
 from mmm.trainer.optim.optimizer import make_optimizer
@@ -40,74 +53,129 @@ from mmm.trainer.run.parallelize import parallelize
 from mmm.trainer.run.standard import standard_hooks
 from mmm.trainer.run.tables import print_once
 from mmm.trainer.run.utilization import Utilization
+from mmm.weights.weights import Weights
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(
-    LayoutOptions,
-    PretrainedOptions,
-    DocumentOptions,
-    TextProgramOptions,
-    ValidationOptions,
-    SampleOptions,
-    MemoryOptions,
-    TrainingOptions,
-):
-    """A language model. The ranks that --pp, --cp and --tpsize leave are data parallel."""
+class LanguageOptimizer(ScheduledOptions):
+    """How weights are updated."""
 
-    max_norm: float = 1.0
-    """Clip the gradient's norm to this; 0 leaves it."""
     optimizer: Literal["adamw", "sgd", "muon"] = "adamw"  # type: ignore[assignment]
     """muon: matrices by the orthogonalized momentum, embedding, output and norms by AdamW."""
-    warmup: int = 10
-    """Steps over which the learning rate rises; then --lr_schedule."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """A language model. The ranks that --pp, --cp and --tpsize leave are data parallel."""
+
+    model: LanguageModelOptions = LanguageModelOptions()
+    experts: ExpertOptions = ExpertOptions()
+    data: DocumentOptions = DocumentOptions()
+    layout: SequenceLayoutOptions = SequenceLayoutOptions()
+    optimizer: LanguageOptimizer = LanguageOptimizer(max_norm=1.0, warmup=10)
+    memory: MemoryOptions = MemoryOptions()
+    evaluation: ValidationOptions = ValidationOptions()
+    sample: SampleOptions = SampleOptions()
+    checkpoint: CheckpointOptions = CheckpointOptions()
+    profile: ProfileOptions = ProfileOptions()
+    run: TrainerRun = TrainerRun()
 
     def check(self) -> None:
-        super().check()
-        if self.optimizer == "muon" and self.offload:
+        """Rules that span groups. Raises ConfigError for the first that is broken."""
+        check_resume(self.checkpoint, self.run)
+        if self.optimizer.optimizer == "muon" and self.memory.offload:
             raise ConfigError("--optimizer muon with --offload: it needs full matrices on the device; leave one out")
 
     @classmethod
-    def defaults(cls, words: Sequence[str]) -> dict[str, Any]:
-        return preset_defaults(words)
+    def defaults(cls, argv: Sequence[str]) -> dict[str, Any]:
+        """Of the flags of a command line with a preset that sets more than sizes."""
+        return preset_defaults(argv)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LanguageModelSpec(ParallelSpec):
+    """What a run of a language model needs.
+
+    Attributes:
+        weights: that it starts from; None: they are drawn.
+        bos: the tokens that begin a text.
+        eos: the tokens that end one.
+    """
+
+    weights: Weights | None
+    bos: tuple[int, ...]
+    eos: tuple[int, ...]
+
+
+def resolve(config: Config) -> LanguageModelSpec:
+    """Find text and weights, and decide on layout, model, batch and steps; needs no process group.
+
+    Raises:
+        UserError: anything that does not fit.
+    """
+    layout = config.layout.fit(whoami().world_size)
+    techniques = techniques_of(config.layout, config.memory)
+    weights = config.model.weights()
+    sources = config.data.sources(lambda: None if weights is None else tokenizer_on_disk(weights.metadata))
+    sizes = config.model.model_sizes(config.experts, weights, None if sources is None else sources.vocab_size)
+    own = resolve_text(
+        config.run,
+        sizes,
+        layout,
+        techniques,
+        config.optimizer.optimizer,
+        config.data.seq_length,
+        partial(config.data.load, sources, sizes.vocab_size, config.run.seed),
+        evaluation=config.evaluation,
+    )
+    tokens = config.data.seq_length // (layout.cp * layout.tp)
+    spec = resolve_plan(own, transformer_plan(sizes), config.run.dtype, tokens)
+    if config.memory.loss_chunks is None:
+        spec = chunk_loss(spec, config.run.dtype)
+    bos, eos = text_ends(weights, spec.data.tokenizer)
+    check_prompt(config.sample, spec, bos)
+    return LanguageModelSpec(**vars(spec), weights=weights, bos=bos, eos=eos)
+
+
+def build_optimizer(config: LanguageOptimizer, model: ParallelModel, spec: ParallelSpec) -> Optimizer:
+    """The optimizer that the flags ask for."""
+    if config.optimizer == "muon":
+        from mmm.trainer.optim.muon import make_muon
+
+        return make_muon(model, spec.plan, config.lr, config.weight_decay, config.decayed)
+    return make_optimizer(config.optimizer, model.parameters(), config.lr, config.weight_decay, config.decayed)
 
 
 def train(config: Config) -> None:
-    resolved = resolve(config)  # everything here is checked before any rank talks to another
-    bos, eos = config.text_ends(resolved.data.tokenizer)
-    config.check_prompt(resolved, bos)
-    if config.summary:
-        print_once(resolved.summary())
+    spec = resolve(config)  # everything here is checked before any rank talks to another
+    if config.run.summary:
+        print_once(spec.summary())
         return
 
-    with start_run("lm", config, resolved, standard_hooks(Utilization())) as run:
-        if (weights := config.weights()) is not None:
-            without_draws(resolved.model)
-        model = parallelize(run, resolved)
-        start_from(run, model, weights)
-        rates = (config.lr, config.weight_decay, config.decayed)
-        if config.optimizer == "muon":
-            from mmm.trainer.optim.muon import make_muon
-
-            optimizer: Optimizer = make_muon(model, resolved.plan, *rates)
-        else:
-            optimizer = make_optimizer(config.optimizer, model.parameters(), *rates)
-        task = TokenTask(
-            run, resolved, config.eval_batches, bos, eos, lambda model: log_sample(run, model, resolved, bos, eos)
+    hooks = standard_hooks(config.checkpoint, config.profile, Utilization())
+    with start_run("lm", config, spec, hooks, runs_on_mps=True) as run:
+        if spec.weights is not None:
+            without_draws(spec.model)
+        model = parallelize(run, spec)
+        start_from(run, model, spec.weights)
+        optimizer = build_optimizer(config.optimizer, model, spec)
+        sample = partial(log_sample, run, resolved=spec, options=config.sample, bos=spec.bos, stop=spec.eos)
+        task = TokenTask(run, spec, config.evaluation.eval_batches, spec.bos, spec.eos, sample)
+        run.log.info("%d steps of %d × %d tokens", spec.steps, spec.global_batch_size, config.data.seq_length)
+        fit_config = FitConfig(
+            steps=spec.steps,
+            max_norm=config.optimizer.max_norm,
+            schedule=schedule_of(run, spec.steps, config.optimizer),
+            eval_every=config.evaluation.eval_every,
+            balance_rate=config.experts.balance(),
+            skip=config.optimizer.on_nan == "skip",
+            checkpoint=config.checkpoint,
+            profile=config.profile,
         )
-        run.log.info("%d steps of %d × %d tokens", resolved.steps, resolved.global_batch_size, config.seq_length)
-        options = Fit(
-            steps=resolved.steps,
-            max_norm=config.max_norm,
-            schedule=schedule_of(run, resolved.steps, config),
-            eval_every=config.eval_every,
-            balance_rate=config.balance(),
-            skip=config.on_nan == "skip",
-        )
-        fit(run, model, optimizer, task, options)
-        if config.offload:
+        fit(run, model, optimizer, task, fit_config)
+        if config.memory.offload:
             run.log.info("%s", moved_text(model.modules.values(), optimizer, run.device))
-        if config.save_model:
+        if config.checkpoint.save_model:
             save_model(run, model)
 
 

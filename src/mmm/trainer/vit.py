@@ -20,14 +20,22 @@ from mmm.parallel.plans.vit import check_vit, vit_plan
 from mmm.runtime.device import choose_device, choose_precision
 from mmm.runtime.ranks import whoami
 from mmm.runtime.sdpa import check_sdpa
+from mmm.trainer.config.command_line import parse
 from mmm.trainer.config.flags import run_main
-from mmm.trainer.config.layout import LayoutOptions
-from mmm.trainer.config.loop_options import TrainingOptions
-from mmm.trainer.config.options import Unused, parse
-from mmm.trainer.config.resolve import Resolved
-from mmm.trainer.config.resolve_plan import ResolvedPlan, resolve_plan
-from mmm.trainer.config.vision import ImageOptions, check_images
-from mmm.trainer.loop.fit import Fit, fit
+from mmm.trainer.config.images import ImageOptions, check_images
+from mmm.trainer.config.layout import LayoutOptions, techniques_of
+from mmm.trainer.config.profile import ProfileOptions
+from mmm.trainer.config.resolve_plan import ParallelSpec, resolve_plan
+from mmm.trainer.config.run import TrainerRun
+from mmm.trainer.config.spec import TrainingSpec
+from mmm.trainer.config.training import (
+    CheckpointOptions,
+    EvaluationOptions,
+    RecomputeOptions,
+    ScheduledOptions,
+    check_resume,
+)
+from mmm.trainer.loop.fit import FitConfig, fit
 from mmm.trainer.loop.image_task import ImageTask
 from mmm.trainer.loop.save import save_model
 from mmm.trainer.optim.optimizer import make_optimizer
@@ -39,10 +47,9 @@ from mmm.trainer.run.tables import print_once
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(ImageOptions, LayoutOptions, TrainingOptions):
-    """A Vision Transformer on images. The ranks that --pp and --tpsize leave are data parallel."""
+class ViTOptions:
+    """The model: a preset, and what differs from it."""
 
-    dataset: Literal["mnist", "fashion_mnist", "cifar10", "digits", "fake", "folder"] = "fake"
     preset: Literal["auto", "debug", "tiny", "small", "base", "large"] = "auto"
     """auto: large where there is an accelerator, else debug. The flags below change single sizes."""
     image_size: int | None = None
@@ -55,14 +62,6 @@ class Config(ImageOptions, LayoutOptions, TrainingOptions):
     attention: Literal["sdpa", "native"] = "sdpa"
     """sdpa: PyTorch's fused kernels. native: the math, step by step."""
     sdpa_backend: Literal["auto", "math", "flash", "efficient", "cudnn"] = "auto"
-    tile: int = 1
-    """Tiles of the patches that each MLP is computed in, and recomputed in backward: 1 / tile of its activations."""
-    ep: Unused[int] = 1
-    cp: Unused[int] = 1  # its sequence is not sharded
-    cp_style: Unused[None] = None
-    lr: float = 1e-3
-    max_norm: float = 1.0
-    warmup: int = 10
 
     def sizes(self, accelerator: bool) -> tuple[ViTConfig, tuple[str, ...]]:
         """The model asked for, but for what the data decide; and notes of why it is that one, where no flag says."""
@@ -77,61 +76,88 @@ class Config(ImageOptions, LayoutOptions, TrainingOptions):
         return replace(PRESETS[preset], attention=self.attention, sdpa_backend=self.sdpa_backend, **given), notes
 
 
-def resolve(config: Config) -> ResolvedPlan:
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """A Vision Transformer on images. The ranks that --pp and --tpsize leave are data parallel."""
+
+    model: ViTOptions = ViTOptions()
+    data: ImageOptions = ImageOptions(dataset="fake")
+    layout: LayoutOptions = LayoutOptions()
+    optimizer: ScheduledOptions = ScheduledOptions(lr=1e-3, max_norm=1.0, warmup=10)
+    memory: RecomputeOptions = RecomputeOptions()
+    evaluation: EvaluationOptions = EvaluationOptions()
+    checkpoint: CheckpointOptions = CheckpointOptions()
+    profile: ProfileOptions = ProfileOptions()
+    run: TrainerRun = TrainerRun()
+
+    def check(self) -> None:
+        """Rules that span groups. Raises ConfigError for the first that is broken."""
+        check_resume(self.checkpoint, self.run)
+
+
+def resolve(config: Config) -> ParallelSpec:
     """Find the images, and decide on layout, model, batch and steps; needs no process group.
 
     Raises:
         UserError: anything that does not fit.
     """
-    config.check()
     rank = whoami()
-    layout, device = config.layout(rank.world_size), choose_device(config.device, rank)
-    sizes, notes = config.sizes(device.type != "cpu")
+    layout, device = config.layout.fit(rank.world_size), choose_device(config.run.device, rank)
+    sizes, notes = config.model.sizes(device.type != "cpu")
     check_vit(sizes, layout)
     local_batch_size, global_batch_size = batch_sizes(
-        config.batch_size, config.global_batch_size, layout.dp, 16 if device.type == "cpu" else 64
+        config.run.batch_size, config.run.global_batch_size, layout.dp, 16 if device.type == "cpu" else 64
     )
     data, steps = None, 0
-    if not config.summary:
-        compute = choose_precision(config.dtype, device).compute
+    if not config.run.summary:
+        compute = choose_precision(config.run.dtype, device).compute
         check_sdpa(sizes.sdpa_backend, SDPA_BACKENDS, device, compute, (sizes.patches, sizes.head_dim))
-        data = config.load_images(rank, sizes.image_size, sizes.channels, sizes.classes, config.seed)
-        if config.classes not in (None, len(data.classes)):
-            raise ConfigError(f"--classes {config.classes}, but {data.name} has {len(data.classes)} classes")
+        data = config.data.load(rank, sizes.image_size, sizes.channels, sizes.classes, config.run.seed)
+        if config.model.classes not in (None, len(data.classes)):
+            raise ConfigError(f"--classes {config.model.classes}, but {data.name} has {len(data.classes)} classes")
         sizes = replace(sizes, classes=len(data.classes))
-        steps = config.steps(check_images(data, global_batch_size, layout.dp))
+        steps = config.run.steps(check_images(data, global_batch_size, layout.dp))
     with torch.device("meta"):
         model = ViT(sizes)
         sample = torch.zeros(local_batch_size, sizes.channels, sizes.image_size, sizes.image_size)
-    own = Resolved(
-        options=config, layout=layout, sizes=sizes, model=model, sample=sample, data=data, steps=steps, notes=notes
+    spec = TrainingSpec(
+        layout=layout,
+        sizes=sizes,
+        model=model,
+        sample=sample,
+        data=data,
+        steps=steps,
+        techniques=techniques_of(config.layout, config.memory),
+        optimizer=config.optimizer.optimizer,
+        notes=notes,
     )
-    return resolve_plan(own, vit_plan(), sizes.patches)
+    return resolve_plan(spec, vit_plan(), config.run.dtype, sizes.patches)
 
 
 def train(config: Config) -> None:
-    resolved = resolve(config)  # everything here is checked before any rank talks to another
-    if config.summary:
-        print_once(resolved.summary())
+    spec = resolve(config)  # everything here is checked before any rank talks to another
+    if config.run.summary:
+        print_once(spec.summary())
         return
 
-    with start_run("vit", config, resolved, standard_hooks()) as run:
-        model, data, steps = parallelize(run, resolved), resolved.data, resolved.steps
-        optimizer = make_optimizer(config.optimizer, model.parameters(), config.lr, config.weight_decay, config.decayed)
-        task = ImageTask(run, resolved, config.workers)
+    with start_run("vit", config, spec, standard_hooks(config.checkpoint, config.profile), runs_on_mps=True) as run:
+        model, data, chosen = parallelize(run, spec), spec.data, config.optimizer
+        optimizer = make_optimizer(chosen.optimizer, model.parameters(), chosen.lr, chosen.weight_decay, chosen.decayed)
+        task = ImageTask(run, spec, config.data.workers)
         images = data.train.samples
-        run.log.info("%s, %d images: %d steps of %d", data.name, images, steps, resolved.global_batch_size)
-        schedule = schedule_of(run, steps, config)
-        options = Fit(
-            steps=steps,
-            max_norm=config.max_norm,
-            schedule=schedule,
-            eval_every=config.eval_every,
-            skip=config.on_nan == "skip",
+        run.log.info("%s, %d images: %d steps of %d", data.name, images, spec.steps, spec.global_batch_size)
+        fit_config = FitConfig(
+            steps=spec.steps,
+            max_norm=chosen.max_norm,
+            schedule=schedule_of(run, spec.steps, chosen),
+            eval_every=config.evaluation.eval_every,
+            skip=chosen.on_nan == "skip",
+            checkpoint=config.checkpoint,
+            profile=config.profile,
         )
-        evaluated = fit(run, model, optimizer, task, options)
+        evaluated = fit(run, model, optimizer, task, fit_config)
         run.log.info("test accuracy %.2f %% of %d images", evaluated["test_acc"], data.test.samples)
-        if config.save_model:
+        if config.checkpoint.save_model:
             save_model(run, model)
 
 

@@ -9,7 +9,7 @@ import mmm.data.text.shakespeare as module
 from mmm.data import read_text_files
 from mmm.data.text.shakespeare import FILE, shakespeare
 from mmm.errors import ConfigError, DataError
-from mmm.trainer.config.text import TextOptions
+from mmm.trainer.config.data import TextOptions
 
 PLAY = b"First Citizen:\nBefore we proceed any further, hear me speak.\n\n" * 100
 
@@ -36,12 +36,13 @@ def test_fetched_once(offered, tmp_path):
 
 def test_what_it_is_as_data(offered):
     options = TextOptions(dataset="shakespeare", seq_length=32)
-    data, text = options.load(options.default_vocab(), 0), read_text_files([offered])
+    sources, text = options.sources(), read_text_files([offered])
+    data = options.load(sources, sources.vocab_size, 0)
     assert data.describe()["dataset"] == "shakespeare"
     assert data.describe()["sha256"] == text.sha256
     assert data.train.samples == (len(text.train) - 1) // 32
     chars = TextOptions(dataset="shakespeare", tokenizer="chars")
-    assert chars.default_vocab() == len(set(PLAY))
+    assert chars.sources().vocab_size == len(set(PLAY))
 
 
 @pytest.mark.parametrize("change", ["gone", "changed"])
@@ -65,4 +66,4 @@ def test_contradictions(offered):
         (TextOptions(dataset="random", tokenizer="chars"), "--tokenizer and --dataset random contradict"),
     ):
         with pytest.raises(ConfigError, match=words):
-            options.load(options.default_vocab() or 256, 0)
+            options.check()

@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from mmm.comparison import worst
+from mmm.examples._support.mistakes import mistake_of
 from mmm.runtime.process_group import gather_floats
 from mmm.runtime.ranks import DRY_RUN
 from mmm.trainer.run.core import Run
@@ -155,8 +156,8 @@ def report(run: Run, found: dict[str, list[float]]) -> bool:
         right = output <= limit and gradient <= limit  # NaN is wrong as well
         lines.append(f"{name:20}{output:10.1e}{gradient:12.1e}{'' if right else '   WRONG'}")
         row |= {f"{name}_output": output, f"{name}_gradient": gradient}
-    if run.options.break_ is not None:
-        lines.append(f"--break {run.options.break_}, on purpose: {run.options.BREAKS[run.options.break_]}")
+    if (mistake := mistake_of(run)) is not None:
+        lines.append(f"--break {mistake}, on purpose: {run.config.BREAKS[mistake]}")
     ranks = run.rank.world_size
     run.log.info(
         "sharded over %d ranks, differs from the full computation by\n%s", ranks, "\n".join(lines), stacklevel=2

@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Literal
 
 import tyro
 
 from mmm.errors import ConfigError
-from mmm.examples._support.text_options import TextExampleOptions
-from mmm.trainer.config.options import PIPELINE, Need
-from mmm.trainer.config.transformer_options import Preset
+from mmm.examples._support.by_package import resolve
+from mmm.examples._support.text_config import TextConfig
+from mmm.layout import Layout
+from mmm.runtime.ranks import whoami
+from mmm.trainer.config.layout import fields_of, techniques_of
+from mmm.trainer.config.model import TransformerOptions
+from mmm.trainer.config.resolve_plan import ParallelSpec
+from mmm.trainer.config.run import check_effect
+from mmm.trainer.config.training import ValidationOptions
 from mmm.trainer.run.core import Run
 
 
 @dataclass(frozen=True, kw_only=True)
-class FourAxesOptions(TextExampleOptions):
-    """Flags of a small Transformer on a mesh of pp × dp × cp × tp, whose sizes are chosen where none is given."""
+class FourAxesOptions:
+    """The sizes of the axes pp × dp × cp × tp, which are chosen where none is given."""
 
-    NEEDS: ClassVar[dict[str, Need]] = {"schedule": PIPELINE, "microbatches": PIPELINE}
     model: str = "transformer"
     """No other: the ViT on these axes is mmm.trainer.vit, the CNN mmm.trainer.cnn."""
     pp: int | None = None
@@ -27,37 +32,60 @@ class FourAxesOptions(TextExampleOptions):
     """Data-parallel ranks. Default, and -1: all that the other axes leave."""
     cp: int | None = None
     """Ranks along cp. Default: as of --pp."""
-    tpsize: Annotated[int | None, tyro.conf.arg(aliases=["--tp"])] = None  # type: ignore[assignment]
+    tpsize: Annotated[int | None, tyro.conf.arg(aliases=["--tp"])] = None
     """Ranks along tp. Default: as of --pp."""
     schedule: Literal["GPipe", "1F1B"] | None = None
     microbatches: int | None = None
     """Parts that a batch goes through the stages in. Default: pp."""
-    preset: Preset = "debug"
-    n_layers: int | None = 4
-    n_heads: int | None = 8
-    n_kv_heads: int | None = 4
-    ffn_dim: int | None = 192
-    eval_every: int = 0
-    default_max_iters = 20
-    default_batch_size = 8
 
-    def axes(self, ranks: int) -> dict[str, int]:
+    def check(self) -> None:
+        """Raises ConfigError for another model."""
         if self.model != "transformer":
             raise ConfigError(f"--model {self.model}: the ViT is mmm.trainer.vit, the CNN mmm.trainer.cnn")
-        asked = {"pp": self.pp, "dp_shard": self.dp_shard, "cp": self.cp, "tp": self.tpsize}
-        unset = {"pp": 1, "dp_shard": -1, "cp": 1, "tp": 1}
-        sizes = {axis: unset[axis] if size is None else size for axis, size in asked.items()}
-        if not self.chooses():
-            return sizes
-        for place, axis in enumerate(("pp", "tp", "dp_shard", "cp"), start=1):
-            if axis != "dp_shard" and ranks % 2**place == 0:
-                sizes[axis] = 2
-        return sizes
+
+    def fit(self, ranks: int) -> Layout:
+        """The mesh for that many ranks.
+
+        Raises:
+            ConfigError: a flag that has no effect on it.
+            LayoutError: sizes that do not multiply to it.
+        """
+        sizes = fields_of(Layout, self)
+        if self.chooses():
+            for place, axis in enumerate(("pp", "tp", "dp_shard", "cp"), start=1):
+                if axis != "dp_shard" and ranks % 2**place == 0:
+                    sizes[axis] = 2
+        layout = Layout(**sizes).fit(ranks)
+        given = {"schedule": self.schedule, "microbatches": self.microbatches}
+        check_effect(layout.pp > 1, "--pp", "there is one stage, the model", "--pp 2", **given)
+        return layout
 
     def chooses(self) -> bool:
+        """Whether no axis was given a size."""
         return all(size is None for size in (self.pp, self.dp_shard, self.cp, self.tpsize))
 
     def note_choice(self, run: Run) -> None:
         """Say which layout was chosen."""
         if self.chooses():
             run.note(f"no axis was given a size: layout {run.layout} chosen for {run.layout.ranks} ranks")
+
+
+@dataclass(frozen=True, kw_only=True)
+class AxesConfig:
+    """A group of flags; that of the last base stands first in ``--help``."""
+
+    layout: FourAxesOptions = FourAxesOptions()
+
+
+@dataclass(frozen=True, kw_only=True)
+class FourAxesConfig(TextConfig, AxesConfig):
+    """The groups of flags of a small Transformer on four axes."""
+
+    model: TransformerOptions = TransformerOptions(preset="debug", n_layers=4, n_heads=8, n_kv_heads=4, ffn_dim=192)
+    evaluation: ValidationOptions = ValidationOptions(eval_every=0)
+
+
+def resolve_four_axes(config: FourAxesConfig) -> ParallelSpec:
+    """`resolve`, on the layout that the flags ask for."""
+    layout = config.layout.fit(whoami().world_size)
+    return resolve(config, layout, techniques_of(config.layout), batch_size=8, max_iters=20)

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from mmm.data import Batch
-from mmm.examples._support.mistakes import STEPS, OneDevice, without_labels
+from mmm.examples._support.mistakes import STEPS, OneDevice, mistake_of, without_labels
 from mmm.models.cnn import CNN
-from mmm.trainer.config.vision import ResolvedCNN
+from mmm.trainer.config.cnn import CNNSpec
 from mmm.trainer.loop.image_task import ImageTask, evaluate_images
 from mmm.trainer.loop.progress import epochs_bar
 from mmm.trainer.loop.steps import Step, laps_updates
@@ -18,7 +18,7 @@ from mmm.trainer.run.core import Run
 
 
 def image_steps(
-    run: Run, resolved: ResolvedCNN, model: nn.Module, optimizer: torch.optim.Optimizer, workers: int | None = None
+    run: Run, resolved: CNNSpec, model: nn.Module, optimizer: torch.optim.Optimizer, workers: int | None = None
 ) -> Iterator[Step]:
     """The steps of a program that trains the CNN on images: one row, and one evaluation, an epoch.
 
@@ -36,7 +36,7 @@ def image_steps(
     task = ImageTask(run, resolved, workers)
     steps, per_epoch, coordinate = resolved.steps, task.steps_per_epoch, run.layout.dp_coordinate(run.rank.rank)
     one_device = None
-    if run.options.break_ is not None:
+    if mistake_of(run) is not None:
         steps = per_epoch = min(steps, STEPS)
         with torch.device("meta"):
             full = CNN(resolved.sizes)

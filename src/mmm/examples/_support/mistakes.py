@@ -10,30 +10,64 @@ import math
 import textwrap
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Annotated, Any, ClassVar, TypeVar
 
 import torch
 import torch.distributed as dist
+import tyro
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from mmm.comparison import worst
 from mmm.data import Batch
+from mmm.errors import ConfigError
 from mmm.layout import PADDING
 from mmm.models.weights import canonical_name, convert
 from mmm.parallel import cross_entropy, materialize
+from mmm.trainer.config import command_line
 from mmm.trainer.run.core import Hook, Run
+
+Config = TypeVar("Config")
 
 STEPS = 3
 EXIT = 1
 TOLERANCE = {"fp64": 1e-9, "fp32": 1e-4, "bf16": 1e-1, "fp16": 1e-1}  # relative: sums go in another order
 
 
+@dataclass(frozen=True, kw_only=True)
+class BreakOptions:
+    """An example that can show mistakes."""
+
+    BREAKS: ClassVar[dict[str, str]] = {}  # name → what is broken, in one sentence, and why that is wrong
+    break_: Annotated[str | None, tyro.conf.arg(name="break", metavar="NAME")] = None
+    """Make one of the mistakes named above, show how far loss and gradients then are from those of one device, and end
+    with exit code 1."""
+
+    def check(self) -> None:
+        """Raises ConfigError for a mistake that is none of the example's."""
+        if self.break_ is not None and self.break_ not in self.BREAKS:
+            raise ConfigError(f"--break {self.break_}: it is one of {', '.join(self.BREAKS)}")
+
+
+def parse(config: type[Config], doc: str | None = None) -> Config:
+    """`mmm.trainer.config.command_line.parse`, where the help says what mistakes there are."""
+    if issubclass(config, BreakOptions):
+        wrapper = textwrap.TextWrapper(78, initial_indent="  ", subsequent_indent="    ")
+        mistakes = [wrapper.fill(f"{name}: {why}") for name, why in config.BREAKS.items()]
+        doc = "\n".join((doc or "", "--break NAME makes a mistake:", "", *mistakes))
+    return command_line.parse(config, doc)
+
+
+def mistake_of(run: Run) -> str | None:
+    """The mistake that --break asks for."""
+    return run.config.break_ if isinstance(run.config, BreakOptions) else None
+
+
 class MistakeOnPurpose(Hook):
     """Ends a run with ``--break``, once its record is complete, with exit code 1. It is the last hook."""
 
     def end(self, run: Run, error: BaseException | None) -> None:
-        if error is None and run.options.break_ is not None:
+        if error is None and mistake_of(run) is not None:
             dist.barrier()  # rank 0 has written its record before an exit code ends the run
             raise SystemExit(EXIT)  # on every rank, whatever it found
 
@@ -87,7 +121,7 @@ class OneDevice:
         global_batch: Callable[[int], Batch],
     ) -> None:
         convert(model, run.precision.storage)
-        materialize(model, run.device, run.options.seed)
+        materialize(model, run.device, run.seed)
         self.run, self.model, self.ranks, self.global_batch = run, model, list(ranks), global_batch
         self.optimizer = type(optimizer)(model.parameters(), lr=optimizer.param_groups[0]["lr"])  # type: ignore[call-arg]
         self.steps: list[Difference] = []
@@ -117,10 +151,11 @@ class OneDevice:
     def report(self) -> None:
         """Say it, and keep it in the record."""
         run, limit = self.run, TOLERANCE[self.run.precision.name]
-        why = run.options.BREAKS[run.options.break_]  # type: ignore[attr-defined]
+        name = mistake_of(run)
+        assert name is not None
         lines = [
-            f"--break {run.options.break_}, on purpose",
-            *textwrap.wrap(why, 116),
+            f"--break {name}, on purpose",
+            *textwrap.wrap(run.config.BREAKS[name], 116),
             f"step{'loss':>12}{'one device':>14}{'apart':>10}   gradients",
         ]
         for number, step in enumerate(self.steps):
@@ -130,7 +165,7 @@ class OneDevice:
             lines.append(f"{number:<4}{step.loss:>12.6f}{step.expected:>14.6f}{step.loss_apart:>10.1e}   {apart}")
         lines.append(self._first(limit))
         run.log.info("%s", "\n".join(lines), stacklevel=3)  # of the program
-        run.describe(broken={"name": run.options.break_, "steps": [asdict(step) for step in self.steps]})
+        run.describe(broken={"name": name, "steps": [asdict(step) for step in self.steps]})
 
     def _first(self, limit: float) -> str:
         """Where it shows first."""

@@ -9,18 +9,17 @@ from torch import Tensor, nn
 from torch.distributed.tensor.parallel import loss_parallel
 
 from mmm.data import Batch
-from mmm.examples._support.mistakes import STEPS, OneDevice
+from mmm.examples._support.mistakes import STEPS, OneDevice, mistake_of
+from mmm.examples._support.text_config import TextConfig
 from mmm.models.transformer import Transformer
-from mmm.trainer.config.resolve import Resolved
-from mmm.trainer.config.resolve_text import ValidationOptions
-from mmm.trainer.loop.steps import Step, mean_loss, steps_over
-from mmm.trainer.loop.validation import validation_batches
+from mmm.trainer.config.spec import TrainingSpec
+from mmm.trainer.loop.steps import Step, mean_loss, steps_over, validation_batches
 from mmm.trainer.run.core import Run
 
 
 def text_steps(
     run: Run,
-    resolved: Resolved,
+    resolved: TrainingSpec,
     model: nn.Module | Iterable[nn.Module],
     optimizer: torch.optim.Optimizer,
     local_loss: Callable[[Batch], Tensor] | None = None,
@@ -37,19 +36,19 @@ def text_steps(
         coordinate: whose samples these are. Default: this rank's data-parallel coordinate.
         at: what a row says besides its step, such as ``{"stage": 1}``.
     """
-    options, steps = run.options, resolved.steps
+    steps, evaluation = resolved.steps, run.config.evaluation if isinstance(run.config, TextConfig) else None
     global_batch, tokens = resolved.global_batch_size, resolved.data.train
     if coordinate is None:
         coordinate = run.layout.dp_coordinate(run.rank.rank)
     one_device = None
-    if options.break_ is not None:
+    if mistake_of(run) is not None:
         steps = min(steps, STEPS)
         one_device = _on_one_device(run, resolved, [model] if isinstance(model, nn.Module) else model, optimizer)
 
     def before_row(step: Step) -> None:
-        if local_loss is not None and isinstance(options, ValidationOptions) and options.validates(step.number, steps):
+        if local_loss is not None and evaluation is not None and evaluation.is_due(step.number, steps):
             with loss_parallel():
-                batches = validation_batches(run, resolved, options.eval_batches)
+                batches = validation_batches(run, resolved, evaluation.eval_batches)
                 step.row["val_loss"] = mean_loss(run, batches, local_loss)
             step.due = True
         if one_device is not None:
@@ -73,7 +72,7 @@ def text_steps(
 
 
 def _on_one_device(
-    run: Run, resolved: Resolved, modules: Iterable[nn.Module], optimizer: torch.optim.Optimizer
+    run: Run, resolved: TrainingSpec, modules: Iterable[nn.Module], optimizer: torch.optim.Optimizer
 ) -> OneDevice:
     """The same steps on one device, on full global batches."""
     tokens, size = resolved.data.train, resolved.global_batch_size

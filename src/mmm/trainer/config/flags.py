@@ -10,13 +10,7 @@ from typing import NoReturn
 from mmm.errors import UserError
 from mmm.runtime import failure
 from mmm.runtime.ranks import DRY_RUN, command_line, whoami
-
-# Flags that are not called as the field is, of a layout, of its techniques, or of a model's sizes.
-FLAGS = {
-    "tp": "tpsize",
-    "data_parallel": "parallel",
-    "checkpointing": "activation_checkpointing",
-}
+from mmm.trainer.config.layout import FLAGS
 
 
 def with_flags(error: UserError) -> str:
@@ -34,7 +28,7 @@ def with_flags(error: UserError) -> str:
 
 
 def run_main(fn: Callable[[], object]) -> NoReturn:
-    """`mmm.runtime.failure.run_main`, for a program whose flags are made by `mmm.trainer.config.options.parse`."""
+    """`mmm.runtime.failure.run_main`, for a program whose flags are made by `mmm.trainer.config.command_line.parse`."""
 
     def main() -> None:
         try:

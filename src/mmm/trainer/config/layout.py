@@ -1,34 +1,41 @@
-"""Flags of the mesh, and of the techniques on it: for programs that take any layout their model has axes for."""
+"""The flags of the mesh: the group ``layout``."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Annotated, ClassVar, Literal
+from dataclasses import dataclass, fields
+from typing import Annotated, Any, Literal
 
 import tyro
 
-from mmm.layout import Layout, ScheduleName, check_data_parallel
-from mmm.trainer.config.options import PIPELINE, SHARDED_SEQUENCE, Need, RunOptions, TensorParallelOptions
+from mmm.layout import Layout, ScheduleName, Techniques, check_data_parallel
+from mmm.trainer.config.run import check_effect, flags_of
 
 DataParallel = Literal["ddp", "zero1", "zero2", "zero3", "fsdp", "hsdp"]
 
 
+# Flags that are not called as the field is, of a layout, of its techniques, or of a model's sizes.
+FLAGS = {
+    "tp": "tpsize",
+    "data_parallel": "parallel",
+    "checkpointing": "activation_checkpointing",
+}
+
+
+def fields_of(kind: type, *groups: Any) -> dict[str, Any]:
+    """What groups of flags say of the fields of `Layout` or `Techniques`; not those that are None."""
+    flags = {name: value for group in groups for name, value in flags_of(group).items()}
+    values = {field.name: flags.get(FLAGS.get(field.name, field.name)) for field in fields(kind)}
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def techniques_of(*groups: Any) -> Techniques:
+    """The techniques that groups of flags ask for; the others are as `Techniques` has them."""
+    return Techniques(**fields_of(Techniques, *groups))
+
+
 @dataclass(frozen=True, kw_only=True)
-class MemoryOptions:
-    """Flags of what is too large for one device: computed piece by piece, or kept on the host."""
-
-    loss_chunks: int | None = None
-    """Chunks of the sequence that logits and loss are computed in: the full logits never exist. Default: 1, or as many
-    as keep them small where they would have more than 1 GB on a rank."""
-    tile: int = 1
-    """Tiles of the sequence that each MLP is computed in, and recomputed in backward: 1 / tile of its activations."""
-    offload: bool = False
-    """Keep a rank's part of parameters, gradients and optimizer state on the host, and update it there."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class DataParallelOptions(RunOptions):
-    """How a model lies over data-parallel ranks."""
+class DataParallelOptions:
+    """How the model lies over data-parallel ranks."""
 
     parallel: DataParallel = "fsdp"
     """ddp: replicas. zero1, zero2: replicas, sharded optimizer state (and gradients). fsdp, zero3: everything sharded.
@@ -36,33 +43,42 @@ class DataParallelOptions(RunOptions):
     dp_replicate: Annotated[int, tyro.conf.arg(aliases=["--replicas"])] = 0
     """Replicas of the model, where it is sharded over the other data-parallel ranks. 0: two under hsdp, else one."""
 
-    def axes(self, ranks: int) -> dict[str, int]:
-        return super().axes(ranks) | {"dp_replicate": self.dp_replicate or (2 if self.parallel == "hsdp" else 1)}
+    def fit(self, ranks: int) -> Layout:
+        """The mesh for that many ranks.
 
-    def layout(self, ranks: int) -> Layout:
-        """As `RunOptions.layout`; a LayoutError also where the data-parallel technique does not go with the sizes."""
-        layout = super().layout(ranks)
+        Raises:
+            ConfigError: a flag that has no effect on it.
+            LayoutError: sizes that do not multiply to it; the data-parallel technique does not go with them.
+        """
+        replicas = self.dp_replicate or (2 if self.parallel == "hsdp" else 1)
+        layout = Layout(**fields_of(Layout, self) | {"dp_replicate": replicas}).fit(ranks)
+        self.check_layout(layout)
         check_data_parallel(self.parallel, layout)
         return layout
+
+    def check_layout(self, layout: Layout) -> None:
+        """Raises ConfigError for a flag that has no effect on a layout."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorParallelOptions:
+    """Tensor parallelism."""
+
+    tpsize: Annotated[int, tyro.conf.arg(aliases=["--tp"])] = 1
+    """Ranks along tp: over how many each matrix is sharded."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LayoutOptions(TensorParallelOptions, DataParallelOptions):
-    """The sizes of all axes, and how each is used."""
+    """The sizes of the axes, and how each is used."""
 
-    RUNS_ON_MPS: ClassVar = True
-    NEEDS: ClassVar[dict[str, Need]] = {"schedule": PIPELINE, "stages_per_rank": PIPELINE, "cp_style": SHARDED_SEQUENCE}
     pp: int = 1
     """Ranks along pp: over how many the layers are split."""
     dp_shard: int = -1
     """Data-parallel ranks that a replica of the model is sharded over; -1: all that the other axes leave."""
-    ep: int = 1
-    """Ranks that share the experts of a model out: a divisor of --dp_shard, whose ranks they are."""
     reshard_after_forward: Literal["auto", "always", "never"] = "auto"
     """The parts of a model that FSDP frees after forward, and gathers again for backward. auto: all but the last, with
     which backward begins; with pp, none. always: less memory. never: less communication."""
-    cp: int = 1
-    """Ranks along cp: over how many each sequence is sharded."""
     schedule: ScheduleName | None = None
     """With pp, the order of forwards and backwards. Default: 1F1B."""
     stages_per_rank: int | None = None
@@ -70,8 +86,29 @@ class LayoutOptions(TensorParallelOptions, DataParallelOptions):
     microbatches: Annotated[int | None, tyro.conf.arg(aliases=["--accumulate"])] = None
     """Micro-batches that a step's batch goes through the model in: less memory, the same gradients. Default: 1, with
     pp the fewest that the schedule takes."""
+
+    def check_layout(self, layout: Layout) -> None:
+        given = {"schedule": self.schedule, "stages_per_rank": self.stages_per_rank}
+        check_effect(layout.pp > 1, "--pp", "there is one stage, the model", "--pp 2", **given)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SequenceLayoutOptions(LayoutOptions):
+    """The sizes of the axes, and how each is used: of a model with a sequence, and perhaps experts."""
+
+    ep: int = 1
+    """Ranks that share the experts of a model out: a divisor of --dp_shard, whose ranks they are."""
+    cp: int = 1
+    """Ranks along cp: over how many each sequence is sharded."""
     cp_style: Literal["ring", "ulysses"] | None = None
     """With cp. ring: keys and values go round. ulysses: attention is sharded over its heads, which cp · tp divides.
     Default: ring."""
-    activation_checkpointing: Literal["none", "full", "selective"] = "none"
-    """Recompute activations in backward instead of keeping them."""
+
+    def check_layout(self, layout: Layout) -> None:
+        super().check_layout(layout)
+        check_cp_effect(layout, self.cp_style)
+
+
+def check_cp_effect(layout: Layout, cp_style: str | None) -> None:
+    """Raises ConfigError for a --cp_style that has no effect."""
+    check_effect(layout.cp > 1, "--cp", "no sequence is sharded", "--cp 2", cp_style=cp_style)

@@ -4,36 +4,28 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import Any
 
 from mmm.errors import ConfigError
 from mmm.layout import Techniques
-from mmm.parallel.footprint import Footprint, footprint_of
+from mmm.parallel.footprint import footprint_of
 from mmm.parallel.partition import Partition, partition_model
 from mmm.parallel.plan import Plan, find
-from mmm.parallel.plans.transformer import transformer_plan
-from mmm.trainer.config.resolve import Resolved
-from mmm.trainer.config.resolve_text import resolve_own
+from mmm.trainer.config.spec import TrainingSpec
 
 LOGITS = 1_000_000_000  # bytes on a rank, above which the loss is computed in chunks of a quarter of that
 
 
 @dataclass(frozen=True, kw_only=True)
-class ResolvedPlan(Resolved):
+class ParallelSpec(TrainingSpec):
     """What a run needs, and how `mmm.parallel` parallelizes its model.
 
     Attributes:
-        techniques: on the layout. plan: how the model is sharded. partition: into pipeline stages.
+        plan: how the model is sharded.
+        partition: into pipeline stages.
     """
 
-    techniques: Techniques
     plan: Plan
     partition: Partition
-
-    @property
-    def footprint(self) -> Footprint:
-        techniques = self.options.techniques()
-        return footprint_of(self.model, self.options.optimizer, techniques, self.partition, self.layout.pp)
 
 
 def check_pieces(techniques: Techniques, tokens: int) -> None:
@@ -46,39 +38,36 @@ def check_pieces(techniques: Techniques, tokens: int) -> None:
             )
 
 
-def logits_bytes(resolved: Resolved, plan: Plan, microbatches: int) -> int:
-    """Of a micro-batch on a rank, in float32 or wider; 0 where the plan names no output matrix."""
-    layout, sample = resolved.layout, resolved.sample  # (local batch, seq)
-    vocabulary = sum(-(-output.out_features // layout.tp) for output in find(resolved.model, plan.output))  # type: ignore
-    tokens = -(-len(sample) // microbatches) * math.prod(sample.shape[1:2]) // layout.cp
-    return vocabulary * tokens * (8 if resolved.options.dtype == "fp64" else 4)
-
-
-def resolve_plan(resolved: Resolved, plan: Plan, tokens: int | None = None) -> ResolvedPlan:
-    """Check how a model goes onto a layout with the techniques that the options ask for; needs no process group.
+def resolve_plan(spec: TrainingSpec, plan: Plan, dtype: str, tokens: int | None = None) -> ParallelSpec:
+    """Check how a model goes onto a layout with the techniques asked for; needs no process group.
 
     Args:
+        dtype: ``auto``, or the name of a precision.
         tokens: of a sequence, on one rank; None where nothing is computed in pieces.
 
     Raises:
         UserError: anything that does not fit.
     """
-    techniques = resolved.options.techniques()
     if tokens is not None:
-        check_pieces(techniques, tokens)
-    options, layout, sample = resolved.options, resolved.layout, resolved.sample
-    partition = partition_model(resolved.model, plan, layout, techniques, sample, options.dtype)
-    if getattr(options, "loss_chunks", 1) is None:
-        logits = logits_bytes(resolved, plan, partition.microbatches)
-        if logits > LOGITS:
-            chunks = min(math.ceil(4 * logits / LOGITS), sample.shape[1] // layout.cp)
-            techniques = replace(techniques, loss_chunks=chunks)
-            note = f"--loss_chunks {chunks}: the full logits would have {logits / 1e9:.1f} GB on a rank"
-            resolved = replace(resolved, notes=(*resolved.notes, note))
-    return ResolvedPlan(**vars(resolved), techniques=techniques, plan=plan, partition=partition)
+        check_pieces(spec.techniques, tokens)
+    partition = partition_model(spec.model, plan, spec.layout, spec.techniques, spec.sample, dtype)
+    footprint = footprint_of(spec.model, spec.optimizer, spec.techniques, partition, spec.layout.pp)
+    return ParallelSpec(**vars(spec) | {"footprint": footprint}, plan=plan, partition=partition)
 
 
-def resolve(options: Any) -> ResolvedPlan:
-    """`resolve_own`, and how `mmm.parallel` parallelizes the Transformer."""
-    own = resolve_own(options)
-    return resolve_plan(own, transformer_plan(own.sizes), options.seq_length // (own.layout.cp * own.layout.tp))
+def chunk_loss(spec: ParallelSpec, dtype: str) -> ParallelSpec:
+    """With the loss in so many chunks that the logits stay small, where the user leaves it to us."""
+    logits = logits_bytes(spec, dtype)
+    if logits <= LOGITS:
+        return spec
+    chunks = min(math.ceil(4 * logits / LOGITS), spec.sample.shape[1] // spec.layout.cp)
+    note = f"--loss_chunks {chunks}: the full logits would have {logits / 1e9:.1f} GB on a rank"
+    return replace(spec, techniques=replace(spec.techniques, loss_chunks=chunks), notes=(*spec.notes, note))
+
+
+def logits_bytes(spec: ParallelSpec, dtype: str) -> int:
+    """Of a micro-batch on a rank, in float32 or wider; 0 where the plan names no output matrix."""
+    layout, sample = spec.layout, spec.sample  # (local batch, seq)
+    vocabulary = sum(-(-output.out_features // layout.tp) for output in find(spec.model, spec.plan.output))  # type: ignore
+    tokens = -(-len(sample) // spec.partition.microbatches) * math.prod(sample.shape[1:2]) // layout.cp
+    return vocabulary * tokens * (8 if dtype == "fp64" else 4)

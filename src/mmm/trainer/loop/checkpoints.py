@@ -24,13 +24,13 @@ from mmm.parallel.parallel_model import ParallelModel
 from mmm.runtime.clock import event_class
 from mmm.runtime.process_group import broadcast_object, gather_floats
 from mmm.runtime.ranks import command_line
-from mmm.trainer.config.options import BaseOptions
+from mmm.trainer.config.training import CheckpointOptions
 from mmm.trainer.optim.optimizer import learning_rate
 from mmm.trainer.run.core import Run
 from mmm.trainer.run.resume import CHECKPOINTS, ResumableRecord
 
 
-def without_checkpoints(options: BaseOptions) -> str:
+def without_checkpoints(options: CheckpointOptions) -> str:
     """What a run that saves no checkpoint leaves of its weights, and the flag for more; said before its first step."""
     flag = "--checkpoint_every N (of a large N: one, at the end)"
     if options.save_model:
@@ -89,7 +89,9 @@ class Checkpoints:
         optimizer: torch.optim.Optimizer,
         scaler: GradScaler,
         metadata: ModelMetadata,
+        options: CheckpointOptions,
     ) -> None:
+        self.options = options
         self.run, self.model, self.optimizer, self.scaler = run, model, optimizer, scaler
         record = run.hook(ResumableRecord)
         assert record is not None, "the hooks of a program with checkpoints have none that resumes"
@@ -99,19 +101,19 @@ class Checkpoints:
         for name, parameter in model.named_parameters():
             if self.parameters.setdefault(name, parameter) is not parameter:
                 self.repeated.append((name, parameter))
-        self.every: int | None = run.options.checkpoint_every
+        self.every = options.checkpoint_every
         self.saver: Saver | None = None
         self._blocking = False
         self._event = event_class(run.device)
         self._asked: tuple[Tensor, Any] | None = None  # of the step before, on the host once the event has come
         if self.every is not None:
             folder: Path = broadcast_object(run.outdir)  # which rank 0 has made
-            keep, keep_every = run.options.keep or 2, run.options.keep_every
-            self._blocking = run.options.checkpoint_mode == "blocking"
+            keep, keep_every = options.keep or 2, options.keep_every
+            self._blocking = options.checkpoint_mode == "blocking"
             group = dist.new_group(backend="gloo")  # which sends from the host, whatever the device
             self.saver = Saver(folder / CHECKPOINTS, group, keep, keep_every, run.note, metadata)
         else:
-            run.log.info("%s", without_checkpoints(run.options))
+            run.log.info("%s", without_checkpoints(options))
         self.replicas: ReplicaSaver | None = None
         if (memory := record.memory) is not None:
             from mmm.checkpoint.replica import ReplicaSaver  # a run with --replica only
@@ -197,7 +199,7 @@ class Checkpoints:
         savers: list[Saver] = []
         if self.saver is not None and self.every is not None and ((step + 1) % self.every == 0 or last):
             savers.append(self.saver)
-        if self.replicas is not None and (step + 1) % (self.run.options.replica or 1) == 0 and not last:
+        if self.replicas is not None and (step + 1) % (self.options.replica or 1) == 0 and not last:
             savers.append(self.replicas)
         return savers
 
@@ -245,15 +247,14 @@ class Checkpoints:
 
     def _predict(self, times: int) -> None:
         """Say what copies take of the memory of rank 0's host. A collective."""
-        memory, every = self.record.memory, self.run.options.replica
+        memory, spec = self.record.memory, self.run.training_spec
         assert memory is not None
+        assert spec is not None
         local = [p.to_local() if isinstance(p, DTensor) else p for p in self.parameters.values()]
-        size = sum(x.numel() * x.element_size() for x in local) * (
-            1 + STATE[getattr(self.run.options, "optimizer", "adamw")]
-        )
+        size = sum(x.numel() * x.element_size() for x in local) * (1 + STATE[spec.optimizer])
         sizes = memory.gather(size)
         needed, free = times * sum(sizes[rank] for rank in memory.local), disk_usage(memory.folder).free
-        text = f"--replica {every}: copies take at most {needed / 1e9:,.2f} GB of a host's memory"
+        text = f"--replica {self.options.replica}: copies take at most {needed / 1e9:,.2f} GB of a host's memory"
         self.run.note(text + (f", and {memory.folder} has {free / 1e9:,.2f} GB left" if needed > free else ""))
 
     def stop(self, done: int) -> NoReturn:

@@ -15,7 +15,8 @@ from mmm.parallel.ep.balance import BALANCE_RATE
 from mmm.parallel.grad_scaler import GradScaler, not_finite
 from mmm.parallel.parallel_model import ParallelModel
 from mmm.runtime.seed import seed_step
-from mmm.trainer.config.profile_options import ProfileOptions
+from mmm.trainer.config.profile import ProfileOptions
+from mmm.trainer.config.training import CheckpointOptions
 from mmm.trainer.loop.checkpoints import Checkpoints, RowSoFar
 from mmm.trainer.loop.progress import StepsBar, epochs_bar
 from mmm.trainer.loop.tasks import Task
@@ -25,7 +26,7 @@ from mmm.trainer.run.core import Run
 
 
 @dataclass(frozen=True, kw_only=True)
-class Fit:
+class FitConfig:
     """How to train.
 
     Attributes:
@@ -36,6 +37,8 @@ class Fit:
         by_epoch: one row, and one evaluation, an epoch (and at the end), instead of a row a step.
         balance_rate: how far a step moves the biases of experts (`mmm.parallel.ep.balance.balance_experts`).
         skip: a step with a loss or gradient that is not finite changes nothing; else it ends the run.
+        checkpoint: what to save, and when.
+        profile: which steps in detail.
     """
 
     steps: int
@@ -45,6 +48,8 @@ class Fit:
     by_epoch: bool = False
     balance_rate: float = BALANCE_RATE
     skip: bool = False
+    checkpoint: CheckpointOptions = CheckpointOptions()
+    profile: ProfileOptions = ProfileOptions()
 
 
 @dataclass(frozen=True)
@@ -113,7 +118,9 @@ class StepResult(NamedTuple):
     skip: Tensor | None
 
 
-def fit(run: Run, model: ParallelModel, optimizer: torch.optim.Optimizer, task: Task, options: Fit) -> dict[str, float]:
+def fit(
+    run: Run, model: ParallelModel, optimizer: torch.optim.Optimizer, task: Task, options: FitConfig
+) -> dict[str, float]:
     """Train `model`, in place, on whatever layout it is.
 
     Returns:
@@ -125,20 +132,20 @@ def fit(run: Run, model: ParallelModel, optimizer: torch.optim.Optimizer, task: 
 
 class _Loop:
     def __init__(
-        self, run: Run, model: ParallelModel, optimizer: torch.optim.Optimizer, task: Task, options: Fit
+        self, run: Run, model: ParallelModel, optimizer: torch.optim.Optimizer, task: Task, options: FitConfig
     ) -> None:
         self.run, self.model, self.optimizer, self.task, self.options = run, model, optimizer, task, options
         self.rates = [group["lr"] for group in optimizer.param_groups]
         self.scaler = GradScaler(run.device.type, enabled=run.precision.name == "fp16")
         # Ranks that share samples draw the same dropout; but stages of a pipeline are other layers, and draw their own.
         self.coordinate = run.layout.dp_coordinate(run.rank.rank) * run.layout.pp + model.coordinates["pp"]
-        self.checkpoints = Checkpoints(run, model, optimizer, self.scaler, task.metadata)
+        self.checkpoints = Checkpoints(run, model, optimizer, self.scaler, task.metadata, options.checkpoint)
         self.named = list(model.named_parameters())
         self.rows: RowAStep | RowAnEpoch
         if options.by_epoch:
             self.rows = RowAnEpoch(options.steps, task.steps_per_epoch)
         else:
-            self.rows = RowAStep(options.steps, run.options.log_every, options.eval_every)
+            self.rows = RowAStep(options.steps, run.log_every, options.eval_every)
         self.evaluated: dict[str, float] = {}
 
     def run_all(self, bar: StepsBar) -> dict[str, float]:
@@ -146,7 +153,10 @@ class _Loop:
         run, options, checkpoints = self.run, self.options, self.checkpoints
         first, so_far = checkpoints.load()
         checkpoints.compare_rates(lambda step: max(self.rates) * options.schedule(step))
-        batches, profile = self.task.all_batches(first), _profile_of(run, self.model, first, options.steps)
+        batches, profile = (
+            self.task.all_batches(first),
+            _profile_of(run, self.model, options.profile, first, options.steps),
+        )
         profile(first)
         run.clock.start()
         for step in self.rows.over(range(first, options.steps), bar, run):
@@ -183,7 +193,7 @@ class _Loop:
         run, model, scaler, options = self.run, self.model, self.scaler, self.options
         model.train()
         run.clock.step = step
-        seed_step(run.options.seed, step, self.coordinate)
+        seed_step(run.seed, step, self.coordinate)
         for group, rate in zip(self.optimizer.param_groups, self.rates, strict=True):
             group["lr"] = rate * options.schedule(step)
         batch = next(batches)
@@ -253,14 +263,13 @@ class _Loop:
         return self.evaluated
 
 
-def _profile_of(run: Run, model: ParallelModel, first: int, end: int) -> Callable[[int], None]:
+def _profile_of(run: Run, model: ParallelModel, options: ProfileOptions, first: int, end: int) -> Callable[[int], None]:
     """What is to be called with each step before it begins, and after the last; a collective.
 
     Args:
         first, end: of the steps that this process makes.
     """
-    options = run.options
-    if not isinstance(options, ProfileOptions) or options.profile is None or run.dry or first >= end:
+    if options.profile is None or run.dry or first >= end:
         return lambda step: None
     from mmm.trainer.loop.profile import Profile  # a run with --profile only
 

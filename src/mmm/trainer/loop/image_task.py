@@ -15,7 +15,7 @@ from mmm.layout import PADDING
 from mmm.models.dropout import sample_keys
 from mmm.parallel.local import detached
 from mmm.parallel.parallel_model import ParallelModel
-from mmm.trainer.config.resolve import Resolved
+from mmm.trainer.config.spec import TrainingSpec
 from mmm.trainer.loop.tasks import Task
 from mmm.trainer.run.core import Run
 
@@ -25,7 +25,7 @@ TEST_BATCH = 64
 class ImageTask(Task):
     """The class of an image. Every image of the test set counts once, whatever the number of ranks."""
 
-    def __init__(self, run: Run, resolved: Resolved, workers: int | None = None):
+    def __init__(self, run: Run, resolved: TrainingSpec, workers: int | None = None):
         coordinate, dp, data = run.layout.dp_coordinate(run.rank.rank), run.layout.dp, resolved.data
         loading: dict[str, Any] = {
             "workers": workers,
@@ -34,7 +34,7 @@ class ImageTask(Task):
             "note": run.note,
         }
         self.run, self.global_batch_size = run, resolved.global_batch_size
-        sequence = ImageBatches(data.train, self.global_batch_size, run.options.seed)
+        sequence = ImageBatches(data.train, self.global_batch_size, run.seed)
         self.loader = sequence.loader(coordinate, dp, **loading)
         batch = resolved.local_batch_size
         at_once = -(-TEST_BATCH // batch) * batch  # a multiple: a pipeline splits it into its micro-batches
@@ -42,7 +42,7 @@ class ImageTask(Task):
         self.steps_per_epoch = sequence.steps_per_epoch
 
     def batches(self, epoch: int, first: int = 0) -> Iterator[Batch]:
-        seed, first_sample = self.run.options.seed, self.loader.first_sample
+        seed, first_sample = self.run.seed, self.loader.first_sample
         for step, batch in enumerate(self.loader.epoch(epoch, first), start=epoch * self.steps_per_epoch + first):
             batch = batch.to(self.run.device, self.run.precision.storage)
             keys = sample_keys(seed, step, first_sample, len(batch.labels), self.run.device)

@@ -3,24 +3,37 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from mmm.generate.text import encode_prompt, sample_text
 from mmm.parallel.parallel_model import ParallelModel
-from mmm.trainer.config.resolve import Resolved
+from mmm.trainer.config.sample import SampleOptions
+from mmm.trainer.config.spec import TrainingSpec
 from mmm.trainer.run.core import Run
 from mmm.trainer.run.record import Record
 
 
-def log_sample(run: Run, model: ParallelModel, resolved: Resolved, bos: Sequence[int], stop: Sequence[int]) -> None:
+def check_prompt(options: SampleOptions, resolved: TrainingSpec, bos: Sequence[int]) -> None:
+    """Raises ConfigError, DataError: a prompt that does not fit."""
+    if options.prompt is not None:
+        data = resolved.data
+        encode_prompt(options.prompt, data.tokenizer, data.train.seq_length, resolved.sizes.vocab_size, bos)
+
+
+def log_sample(
+    run: Run,
+    model: ParallelModel,
+    resolved: TrainingSpec,
+    options: SampleOptions,
+    bos: Sequence[int],
+    stop: Sequence[int],
+) -> None:
     """Have the model go on with ``--prompt``; log it, and keep it in the record. A collective."""
-    options: Any = run.options
     if options.prompt is None:
         return
     data, vocabulary = resolved.data, resolved.sizes.vocab_size
     block = data.train.seq_length
     prompt = encode_prompt(options.prompt, data.tokenizer, block, vocabulary, bos)
-    tokens, sampling = options.sample_tokens or 100, options.sampling()
+    tokens, sampling = options.sample_tokens or 100, options.sampling(run.seed)
     text, _ = sample_text(model, prompt, data.tokenizer, tokens, sampling, block, vocabulary, stop, bos)
     run.log.info("sample after step %d:\n%s", run.clock.step, text, stacklevel=2)
     record = run.hook(Record)

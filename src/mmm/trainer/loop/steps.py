@@ -25,9 +25,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mmm.data import Batch
 from mmm.errors import ConfigError, DataError
 from mmm.parallel.local import detached
 from mmm.runtime.seed import seed_step
+from mmm.trainer.config.spec import TrainingSpec
 from mmm.trainer.optim.optimizer import learning_rate
 from mmm.trainer.run.core import Run
 
@@ -102,11 +104,11 @@ def steps_over(
     for number in range(steps):
         run.clock.start()
         run.clock.step = number
-        seed_step(run.options.seed, number, coordinate)
+        seed_step(run.seed, number, coordinate)
         if (batch := next(source, None)) is None:
             raise DataError(f"the data ended after {number} batches, and {steps} steps take one each")
         last = number == steps - 1
-        step = Step(run, number, on_device(run, batch), last, due=last or number % run.options.log_every == 0)
+        step = Step(run, number, on_device(run, batch), last, due=last or number % run.log_every == 0)
         run.clock.lap("dtd")
         yield step
         run.clock.lap("dto")
@@ -160,3 +162,11 @@ def on_device(run: Run, batch: Any) -> Any:
     if isinstance(batch, dict):
         return {name: on_device(run, part) for name, part in batch.items()}
     return [on_device(run, part) for part in batch] if isinstance(batch, list | tuple) else batch
+
+
+def validation_batches(run: Run, resolved: TrainingSpec, batches: int) -> Iterator[Batch]:
+    """This rank's samples of the first global batches of the validation text, on the run's device: the same on every
+    mesh, every time. Where the text has fewer, all of them."""
+    validation, coordinate = resolved.data.validation, run.layout.dp_coordinate(run.rank.rank)
+    for step in range(min(batches, validation.steps_per_epoch(resolved.global_batch_size))):
+        yield resolved.local_batch(validation, step, coordinate).to(run.device)

@@ -16,8 +16,8 @@ from mmm.checkpoint.model_metadata import ModelMetadata
 from mmm.data import Batch
 from mmm.errors import DataError
 from mmm.parallel.parallel_model import ParallelModel
-from mmm.trainer.config.resolve import Resolved
-from mmm.trainer.loop.validation import validation_batches
+from mmm.trainer.config.spec import TrainingSpec
+from mmm.trainer.loop.steps import validation_batches
 from mmm.trainer.run.core import Run
 
 
@@ -72,7 +72,7 @@ class TokenTask(Task):
     def __init__(
         self,
         run: Run,
-        resolved: Resolved,
+        resolved: TrainingSpec,
         eval_batches: int,
         bos: tuple[int, ...] = (),
         eos: tuple[int, ...] = (),

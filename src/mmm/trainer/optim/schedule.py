@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from mmm.trainer.config.loop_options import TrainingOptions
+from mmm.trainer.config.training import ScheduledOptions
 from mmm.trainer.run.core import Run
 
 Schedule = Callable[[int], float]
@@ -41,7 +41,7 @@ def warmup_stable_decay(steps: int, warmup: int, decay: int) -> Schedule:
     return factor
 
 
-def schedule_of(run: Run, steps: int, options: TrainingOptions) -> Schedule:
+def schedule_of(run: Run, steps: int, options: ScheduledOptions) -> Schedule:
     """The schedule that the flags ask for. Its warm-up ends by the middle of a run; where it is shorter than asked for,
     a note says so."""
     most, warmup = steps // 2, options.warmup

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import os
 import platform
@@ -14,8 +13,8 @@ import torch.distributed as dist
 
 import mmm
 from mmm.runtime.agreement import agree
+from mmm.trainer.config.run import flag_fields
 from mmm.trainer.run.core import Hook, Run
-from mmm.trainer.run.record import data_of
 
 _ONE_ENVIRONMENT = "Use one environment, and the same files of the program, on all hosts."
 ADVICE = {  # by fact; "": all others
@@ -34,13 +33,13 @@ class Agreement(Hook):
         self.facts: dict[str, str] = {}
 
     def before(self, run: Run) -> None:
-        self.facts = facts_of(run)
+        self.facts = shared_facts(run)
 
     def meet(self, run: Run, store: dist.Store) -> None:
         agree(store, run.rank, self.facts, ADVICE)
 
 
-def facts_of(run: Run) -> dict[str, str]:
+def shared_facts(run: Run) -> dict[str, str]:
     """Name and value of everything that decides what this rank computes.
 
     Paths do not count, because hosts may keep the same files in different places: the data's name and hash do. Ranks of
@@ -54,16 +53,16 @@ def facts_of(run: Run) -> dict[str, str]:
         "torch": torch.__version__,
         "Python": ".".join(platform.python_version_tuple()[:2]),
     }
-    data = data_of(run.resolved)
+    data = run.resolved.describe_data()
     if data is not None:
         digest = data.get("sha256")
         facts["data"] = f"{data.get('dataset', 'unnamed')}{f' (sha256 {str(digest)[:12]})' if digest else ''}"
     if run.rank.local_rank == 0:
         facts["mmm"] = f"{mmm.__version__} (files {source_digest(Path(mmm.__file__).parent)})"
         facts["program's file"] = main_digest()
-    for field in dataclasses.fields(run.options):
+    for field, value in flag_fields(run.config):
         if "Path" not in str(field.type):
-            facts[f"--{field.name}"] = str(getattr(run.options, field.name))
+            facts[f"--{field.name}"] = str(value)
     return facts
 
 

@@ -60,7 +60,7 @@ def build_model(
     with nullcontext() if dry else _construction(run, name), meta_parameters(keep):
         model = make()
     values = None if dry or weights is None else loaded_values(model, weights)
-    seed = run.options.seed
+    seed = run.seed
     construction = _construction_of(run)
     if name is not None or construction.unnamed_models:
         seed = derived_seed(seed, "model", name or construction.unnamed_models)
@@ -96,9 +96,9 @@ def _construction(run: Run, name: str | None) -> Iterator[None]:
     drawn outside goes on as if nothing had been."""
     before = generator_states(run.device)
     if name is not None:
-        seed_all(derived_seed(run.options.seed, "model", name))
+        seed_all(derived_seed(run.seed, "model", name))
     elif (states := _construction_of(run).states) is None:
-        seed_all(run.options.seed)
+        seed_all(run.seed)
     else:
         restore_generators(run.device, states)
     try:

@@ -14,13 +14,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from logging import Logger
 from pathlib import Path
 from typing import Any, TypeVar
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -35,53 +34,15 @@ from mmm.runtime.observer import observed
 from mmm.runtime.process_group import gather_floats, gather_table, locate, process_group
 from mmm.runtime.ranks import DRY_RUN, Rank, whoami
 from mmm.runtime.seed import seed_start
+from mmm.trainer.config.run import BaseOptions, RowOptions, SeededOptions, flags_of, run_options
+from mmm.trainer.config.spec import RunSpec, TrainingSpec
 from mmm.trainer.run.losses import NotFinite, UnreadLosses, on_host, sums_in_order
+from mmm.trainer.run.row import Row
 
 MOST_SKIPPED = 20  # steps in a row; fp16's scaler, which halves with each, begins at 2 ** 16
+NO_MPS = "--device mps: {} makes groups by PyTorch's own calls, which MPS has none for; use --device cpu, or one of "
+NO_MPS += "mmm.trainer.lm, mmm.trainer.vit and mmm.trainer.cnn"
 HookType = TypeVar("HookType", bound="Hook")
-
-
-@dataclass
-class Row:
-    """What is logged of one or more steps.
-
-    Attributes:
-        at: where the run is, such as ``{"iter": 3}``.
-        loss: of the global batch.
-        samples: since the row before, of all ranks.
-        tokens: likewise; 0 where samples are no tokens.
-        numbers: on rank 0, by name, in the order of the log's line; hooks may add to them. Empty on the other ranks.
-        per_rank: on rank 0, seconds of each part of the step, (ranks,).
-        line: for the log; empty where no hook has made one.
-    """
-
-    at: Mapping[str, int]
-    loss: float
-    samples: int
-    tokens: int
-    numbers: dict[str, Any] = field(default_factory=dict)
-    per_rank: dict[str, np.ndarray] = field(default_factory=dict)
-    line: str = ""
-
-    def fill(
-        self,
-        name: str,
-        seconds: Mapping[str, float],
-        numbers: Mapping[str, Any],
-        per_rank: dict[str, np.ndarray],
-    ) -> None:
-        """Put in what rank 0 knows.
-
-        Args:
-            name: of the loss.
-            seconds: of rank 0, dt and its parts.
-            numbers: further ones.
-            per_rank: every rank's seconds.
-        """
-        self.numbers = {**self.at, name: self.loss, **seconds, **numbers, "sps": self.samples / seconds["dt"]}
-        if self.tokens:
-            self.numbers["tps"] = self.tokens / seconds["dt"]
-        self.per_rank = {part: each for part, each in per_rank.items() if part != OWN or np.isfinite(each).all()}
 
 
 class Hook:
@@ -113,8 +74,8 @@ class Run:
 
     Attributes:
         name: of the program, short.
-        options: the command line's: ``seed``, ``timeout``, ``log_every`` and the like.
-        resolved: a `mmm.trainer.config.resolve.Resolved`; of a program that has no model, its layout.
+        config: of the program: its flags, those of where it runs (`options`) among them.
+        resolved: what was decided before the ranks met.
         rank: this process. device, precision: its own.
         clock: for the parts of a step.
         hooks: in order.
@@ -122,8 +83,8 @@ class Run:
     """
 
     name: str
-    options: Any
-    resolved: Any
+    config: Any
+    resolved: RunSpec
     rank: Rank
     device: torch.device
     precision: Precision
@@ -131,11 +92,30 @@ class Run:
     hooks: list[Hook]
     outdir: Path | None = None
 
+    @cached_property
+    def options(self) -> BaseOptions:
+        """The flags of where the run is, and what it leaves."""
+        return run_options(self.config)
+
     @property
     def layout(self) -> Layout:
         """Fitted to the number of ranks."""
-        layout: Layout = getattr(self.resolved, "layout", self.resolved)
-        return layout
+        return self.resolved.layout
+
+    @property
+    def training_spec(self) -> TrainingSpec | None:
+        """What was decided; None of a program that has no model of the package's."""
+        return self.resolved if isinstance(self.resolved, TrainingSpec) else None
+
+    @property
+    def seed(self) -> int:
+        """0 of a program that has no --seed."""
+        return self.options.seed if isinstance(self.options, SeededOptions) else 0
+
+    @property
+    def log_every(self) -> int:
+        """Steps between two logged rows; 1 of a program that has no --log_every."""
+        return self.options.log_every if isinstance(self.options, RowOptions) else 1
 
     @property
     def dry(self) -> bool:
@@ -198,7 +178,7 @@ class Run:
             DivergedError: it is not finite, or was not since the last row, or a gradient that the shared loop looks at;
                 or too many steps in a row were skipped for it. On every rank.
         """
-        due = bool(step % self.options.log_every == 0 or last or more)
+        due = bool(step % self.log_every == 0 or last or more)
         local_loss = {"loss": detached(loss)}
         row = self.row({"iter": step}, local_loss, samples=samples, tokens=tokens, more=more, due=due, depth=2)
         return None if row is None else row.loss
@@ -280,36 +260,39 @@ class Run:
             self.note(f"{text}: all ranks have skipped the step; a row's `skipped` counts such steps")
             return
         after = f"{many} steps in a row were skipped, since the last row because " if many else ""
-        advice = f": lower --lr ({self.options.lr})" + (", or try --dtype fp32" if self.precision.mixed else "")
+        rate = flags_of(self.config).get("lr")
+        advice = ": lower the learning rate" if rate is None else f": lower --lr ({rate})"
+        advice += ", or try --dtype fp32" if self.precision.mixed else ""
         raise DivergedError(after + text + advice, on_every_rank=True)
 
 
 @contextmanager
-def start_run(name: str, options: Any, resolved: Any, hooks: Sequence[Hook]) -> Iterator[Run]:
+def start_run(
+    name: str, config: Any, resolved: RunSpec | Layout, hooks: Sequence[Hook], *, runs_on_mps: bool = False
+) -> Iterator[Run]:
     """A run, for the length of a ``with`` block: everything up before it, every hook's end after it.
 
     Everything that can be refused without the other ranks is refused before they meet.
 
     Args:
         name: of the program, for its folder and its messages.
-        options: of the command line.
-        resolved: has a ``layout``, fitted to the number of ranks; or is one.
+        config: a `BaseOptions`, or has one as its group ``run``.
+        resolved: what was decided before the ranks meet, or the layout alone, fitted to their number.
         hooks: in the order in which they are called.
+        runs_on_mps: whether one rank on MPS can run it.
 
     Raises:
         UserError: as hooks do; and DeviceError where MPS cannot run the program.
     """
+    options = run_options(config)
     rank = locate(whoami(), options.timeout)
     device = choose_device(options.device, rank)
-    if device.type == "mps" and not options.RUNS_ON_MPS:
-        raise DeviceError(
-            f"--device mps: {name} makes groups by PyTorch's own calls, which MPS has none for; use --device cpu, or "
-            f"one of mmm.trainer.lm, mmm.trainer.vit and mmm.trainer.cnn"
-        )
-    precision = choose_precision(options.dtype, device)
-    layout: Layout = getattr(resolved, "layout", resolved)
-    clock = StepClock(device, PARTS if layout.pp == 1 else PIPELINE_PARTS)
-    run = Run(name, options, resolved, rank, device, precision, clock, [*hooks])
+    if device.type == "mps" and not runs_on_mps:
+        raise DeviceError(NO_MPS.format(name))
+    precision = choose_precision(options.dtype if isinstance(options, SeededOptions) else "auto", device)
+    spec = RunSpec(layout=resolved) if isinstance(resolved, Layout) else resolved
+    clock = StepClock(device, PARTS if spec.layout.pp == 1 else PIPELINE_PARTS)
+    run = Run(name, config, spec, rank, device, precision, clock, [*hooks])
     for hook in run.hooks:
         hook.before(run)
 
@@ -317,15 +300,16 @@ def start_run(name: str, options: Any, resolved: Any, hooks: Sequence[Hook]) -> 
         for hook in run.hooks:
             hook.meet(run, store)
 
-    seed_start(options.seed, layout.dp_coordinate(rank.rank))
+    seed_start(run.seed, run.layout.dp_coordinate(rank.rank))
     group = process_group(rank, device, options.timeout, meet)
     with (
-        observed(group, clock, layout, precision, resolved),
+        observed(group, clock, run.layout, precision, spec),
         full_float32(precision),
         ignore_views(),
         ExitStack() as stack,
     ):
-        if not (run.dry or event_class(device) or getattr(options, "compile", False)):  # compiled code waits in C++
+        compiled = isinstance(spec, TrainingSpec) and spec.techniques.compile  # its code waits in C++
+        if not (run.dry or event_class(device) or compiled):
             stack.enter_context(timed_waits(clock))
         file = None if run.outdir is None else run.outdir / "log.txt"
         stack.enter_context(logging_to(1 if run.dry else rank.rank, file, options.log_all_ranks))

@@ -8,6 +8,5 @@ from mmm.trainer.run.core import Hook, Run
 
 class MemoryCheck(Hook):
     def before(self, run: Run) -> None:
-        footprint = getattr(run.resolved, "footprint", None)
-        if footprint is not None and not run.dry:
-            check_fits(footprint, run.layout, run.rank, run.device, run.precision)
+        if run.resolved.footprint is not None and not run.dry:
+            check_fits(run.resolved.footprint, run.layout, run.rank, run.device, run.precision)

@@ -29,6 +29,6 @@ def on_mesh(
     """
     mesh = build_mesh(run.layout, run.device.type, run.options.timeout, experts=has_experts(model))
     trained = apply(model, mesh, plan, run.precision, techniques)
-    materialize(trained, run.device, run.options.seed if seed is None else seed, init=init, values=values)
+    materialize(trained, run.device, run.seed if seed is None else seed, init=init, values=values)
     run.log.info("%s\n%s", mesh, sharded_model(trained), stacklevel=3)
     return mesh, trained

@@ -11,12 +11,12 @@ from mmm.parallel.dp.data_parallel import needs_no_fsdp
 from mmm.parallel.parallel_model import ParallelModel
 from mmm.parallel.plan import unmatched
 from mmm.runtime.process_group import gather_objects
-from mmm.trainer.config.resolve_plan import ResolvedPlan
+from mmm.trainer.config.resolve_plan import ParallelSpec
 from mmm.trainer.run.core import Run
 from mmm.trainer.run.tables import local_parameters, sharded_model, stage_table
 
 
-def parallelize(run: Run, resolved: ResolvedPlan) -> ParallelModel:
+def parallelize(run: Run, resolved: ParallelSpec) -> ParallelModel:
     """Make the mesh, and on it this rank's part of the model with its initial weights; log who has what. A collective.
 
     Args:
@@ -40,7 +40,7 @@ def parallelize(run: Run, resolved: ResolvedPlan) -> ParallelModel:
         techniques,
         partition,
         device=run.device,
-        seed=run.options.seed,
+        seed=run.seed,
         lap=run.clock.lap,
     )
     run.log.info("%s, %s", techniques.data_parallel, mesh)

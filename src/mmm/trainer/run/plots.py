@@ -5,16 +5,22 @@ from __future__ import annotations
 import subprocess
 import sys
 
+from mmm.trainer.config.run import StepOptions
 from mmm.trainer.run.core import Hook, Run
 
 DRAW = "mmm.history.plots.draw"  # the module, which no run imports
+
+
+def draws_plots(run: Run) -> bool:
+    """Whether --plots says so; not of a program that has no such flag."""
+    return isinstance(run.options, StepOptions) and run.options.plots
 
 
 class Plots(Hook):
     """It stands after the record, which is complete by then."""
 
     def end(self, run: Run, error: BaseException | None) -> None:
-        if error is None and run.outdir is not None and run.options.plots:
+        if error is None and run.outdir is not None and draws_plots(run):
             sys.stdout.flush()
             drawn = subprocess.run([sys.executable, "-m", DRAW, str(run.outdir)], check=False).returncode == 0
             if drawn:

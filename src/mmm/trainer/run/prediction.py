@@ -13,8 +13,9 @@ from typing import Any
 import torch
 
 from mmm.runtime.memory import peak_memory, start_of_peak
-from mmm.trainer.run.core import Hook, Row, Run
+from mmm.trainer.run.core import Hook, Run
 from mmm.trainer.run.record import Record
+from mmm.trainer.run.row import Row
 
 ADVICE = "mmm machine --measure lets later runs predict it"
 LAST_ROWS = 1000  # whose seconds count
@@ -54,7 +55,8 @@ class PredictedAndMeasured(Hook):
     def _report(self, run: Run, predicted: dict[str, Any]) -> None:
         """Say in a line, and keep in the record, what was predicted and what was measured."""
         peak, source = peak_memory(run.device, self._memory_before)
-        seconds = [each * run.resolved.global_batch_size for each in self.seconds]
+        assert run.training_spec is not None
+        seconds = [each * run.training_spec.global_batch_size for each in self.seconds]
         step = statistics.median(seconds[1:] or seconds) if seconds else None  # the first starts what is slow to start
         run.describe(measured={"rank": run.rank.rank, "peak_bytes": peak, "memory": source, "step_seconds": step})
         if "failed" in predicted:

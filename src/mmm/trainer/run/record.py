@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import socket
@@ -21,7 +20,9 @@ from mmm.history.record.ending import RUNNING, Ending
 from mmm.runtime.agreement import agree
 from mmm.runtime.process_group import gather_objects
 from mmm.runtime.ranks import command_line
-from mmm.trainer.run.core import Hook, Row, Run
+from mmm.trainer.config.run import flags_of
+from mmm.trainer.run.core import Hook, Run
+from mmm.trainer.run.row import Row
 from mmm.trainer.run.tables import rank_table
 
 if TYPE_CHECKING:
@@ -84,16 +85,16 @@ class Record(Hook):
         """What has been decided before the run: its data, its model, and notes of both."""
         if self._folder_note:
             run.note(self._folder_note)
-        if (data := data_of(run.resolved)) is not None:
+        if (data := run.resolved.describe_data()) is not None:
             self.describe(run, {"data": data})
             if data.get("note"):  # another data set stands in for the one asked for, say
                 run.note(data["note"])
-        if hasattr(run.resolved, "summary"):
+        if (spec := run.training_spec) is not None:
             if run.rank.is_main or run.options.log_all_ranks:
-                run.log.info("model:\n%s", run.resolved.summary())
-            self.describe(run, run.resolved.describe())
-            for note in run.resolved.notes:
-                run.note(note)
+                run.log.info("model:\n%s", spec.summary())
+            self.describe(run, spec.describe())
+        for note in run.resolved.notes:
+            run.note(note)
 
     def resume(self, run: Run) -> Resume | None:
         """How the rows of a record that is there go on; None for one that begins. A collective."""
@@ -136,20 +137,13 @@ def add_row(run: Run, numbers: Mapping[str, float]) -> None:
         record.history.update(numbers)
 
 
-def data_of(resolved: Any) -> Mapping[str, Any] | None:
-    """What the record keeps of the data of a `mmm.trainer.config.resolve.Resolved`; None where there are none. Its name
-    (``dataset``) and hash (``sha256``) have to be equal on all ranks; its ``note`` is for the user."""
-    data = getattr(resolved, "data", None)
-    return None if data is None else data.describe()
-
-
 def facts_of(run: Run) -> dict[str, Any]:
     """What config.json says of every run."""
     attempt = this_attempt()
     return {
         "module": run.name,
         "command": command_line(),
-        "options": dataclasses.asdict(run.options),
+        "options": flags_of(run.config),
         "layout": str(run.layout),
         "mesh": run.layout.sizes,
         "precision": {"name": run.precision.name, "reason": run.precision.reason},

@@ -29,8 +29,11 @@ from mmm.history.record.resume import Resume, check_over
 from mmm.runtime.device import Precision
 from mmm.runtime.process_group import broadcast_object, gather_objects
 from mmm.runtime.stop import StopSignal, stop_signal
+from mmm.trainer.config.run import StepOptions
+from mmm.trainer.config.spec import TrainingSpec
+from mmm.trainer.config.training import CheckpointOptions
 from mmm.trainer.run.core import Run
-from mmm.trainer.run.record import Record, data_of
+from mmm.trainer.run.record import Record
 
 if TYPE_CHECKING:
     from mmm.checkpoint.replica import HostMemory, Replica
@@ -81,8 +84,9 @@ class ResumableRecord(Record):
         stop: the signal to, if one has come.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, options: CheckpointOptions) -> None:
         super().__init__()
+        self.options = options
         self.folder: RunFolder | None = None
         self.origin: Origin | None = None
         self.identity: dict[str, Any] = {}
@@ -91,12 +95,13 @@ class ResumableRecord(Record):
         self._stack = ExitStack()
 
     def prepare(self, run: Run) -> None:
-        self.folder = prepare(run.name, run.options, this_attempt())
+        assert isinstance(run.options, StepOptions)
+        self.folder = prepare(run.name, run.options, self.options, this_attempt())
         self._folder_note = self.folder.note or ""
         run.outdir = self.folder.outdir
 
     def start(self, run: Run) -> None:
-        if run.options.checkpoint_every is not None:
+        if self.options.checkpoint_every is not None:
             self.stop = self._stack.enter_context(stop_signal())
         super().start(run)
 
@@ -111,7 +116,7 @@ class ResumableRecord(Record):
             self._stack.close()
 
 
-def prepare(module: str, options: Any, this: Attempt | None) -> RunFolder:
+def prepare(module: str, run: StepOptions, options: CheckpointOptions, this: Attempt | None) -> RunFolder:
     """Prepare the folder of a run; on rank 0, before any process group.
 
     Raises:
@@ -120,8 +125,13 @@ def prepare(module: str, options: Any, this: Attempt | None) -> RunFolder:
             or no memory outlives the ranks.
         RecordError: the folder holds a record that does not go on, or cannot be written.
     """
-    needed = ("checkpoint_every", "outdir", "global_batch_size") if ELASTIC_VARIABLE in os.environ else ()
-    if missing := [f"--{name}" for name in needed if getattr(options, name, None) is None]:
+    needed = {
+        "checkpoint_every": options.checkpoint_every,
+        "outdir": run.outdir,
+        "global_batch_size": run.global_batch_size,
+    }
+    missing = [f"--{name}" for name, value in needed.items() if value is None]
+    if missing and ELASTIC_VARIABLE in os.environ:
         raise ConfigError(
             f"launch --elastic: to go on with another number of ranks {module} needs {' and '.join(missing)} as well"
         )
@@ -130,7 +140,7 @@ def prepare(module: str, options: Any, this: Attempt | None) -> RunFolder:
             f"--replica {options.replica}: no memory here outlives the ranks; start them by launch --elastic MIN:MAX, "
             "or on this host alone by launch --retries N, where the system has /dev/shm"
         )
-    given = None if options.outdir is None else Path(options.outdir).expanduser().absolute()
+    given = None if run.outdir is None else run.outdir.expanduser().absolute()
     saves, note = options.checkpoint_every is not None, None
     own = steps_of(given / CHECKPOINTS) if given is not None and (saves or options.resume is not None) else []
     again = this is not None and this.number > 0 and saves and given is not None
@@ -155,16 +165,16 @@ def prepare(module: str, options: Any, this: Attempt | None) -> RunFolder:
         )
     elif given is not None:
         note = make_room(given, this)
-    interrupted = auto and given is not None and _was_interrupted(given, options, this)
+    interrupted = auto and given is not None and _was_interrupted(given, run, this)
     mfu = _measured(given, this) if goes_on and given is not None else None
-    outdir = history.prepare(options.outdir, module, options.overwrite, goes_on)
+    outdir = history.prepare(run.outdir, module, run.overwrite, goes_on)
     if saves:
         writable(outdir / CHECKPOINTS)
         remove_partial(outdir / CHECKPOINTS)
     return RunFolder(outdir, tuple(found), auto, goes_on, interrupted, note, mfu)
 
 
-def _was_interrupted(outdir: Path, options: Any, this: Attempt | None) -> bool:
+def _was_interrupted(outdir: Path, options: StepOptions, this: Attempt | None) -> bool:
     """Whether a folder's run was to end where this one does, and has not finished, or is of this launch."""
     config = read_config(outdir)
     ending = config_ending(config)
@@ -199,9 +209,9 @@ def _at(path: Path) -> list[Path]:
     )
 
 
-def identity_of(module: str, resolved: Any, precision: Precision) -> dict[str, Any]:
+def identity_of(module: str, resolved: TrainingSpec, seed: int, precision: Precision) -> dict[str, Any]:
     """What has to be equal for a run to go on as the same curve, as JSON has it: not the layout."""
-    options, data = resolved.options, data_of(resolved) or {}
+    data = resolved.describe_data() or {}
     sizes = {name: value for name, value in asdict(resolved.sizes).items() if not isinstance(value, str)}
     identity = {
         "program": module,
@@ -211,8 +221,8 @@ def identity_of(module: str, resolved: Any, precision: Precision) -> dict[str, A
         "data": data.get("dataset"),
         "data's sha256": data.get("sha256"),
         "--dtype": precision.name,
-        "--optimizer": options.optimizer,
-        "--seed": options.seed,
+        "--optimizer": resolved.optimizer,
+        "--seed": seed,
         **{f"--{name}": True for name in data.get("documents", ())},
     }
     return json.loads(json.dumps(identity))
@@ -225,16 +235,19 @@ def choose(run: Run, record: ResumableRecord) -> None:
         CheckpointError: none is whole, or ``--resume`` names one that is not; it is of another run; or it is of the
             run's last step. On every rank.
     """
-    if run.options.resume is None and run.options.checkpoint_every is None:
+    options, spec = record.options, run.training_spec
+    if options.resume is None and options.checkpoint_every is None:
         return
-    record.identity = identity_of(run.name, run.resolved, run.precision)
+    assert spec is not None
+    assert isinstance(run.options, StepOptions)
+    record.identity = identity_of(run.name, spec, run.seed, run.precision)
     folder = record.folder
     found, auto, goes_on, interrupted = broadcast_object(
         None if folder is None else (folder.found, folder.auto, folder.goes_on, folder.interrupted)
     )
     memory, problems = None, list[str]()
     replicas: list[Replica] = []
-    if run.options.replica is not None:
+    if options.replica is not None:
         from mmm.checkpoint.replica import HostMemory  # a run with --replica only
 
         record.memory = memory = HostMemory.find(Path(os.environ[MEMORY_VARIABLE]))
@@ -249,7 +262,7 @@ def choose(run: Run, record: ResumableRecord) -> None:
             record.origin = Origin(
                 path, manifest, manifest.state.get("rows", 0) if goes_on else 0, not isinstance(place, Path)
             )
-            _check(record.origin, record.identity, run.resolved, interrupted)
+            _check(record.origin, record.identity, run.options, spec.steps, interrupted)
             break
         if not auto or isinstance(problem, CheckpointError):
             raise CheckpointError(str(problem), on_every_rank=True)
@@ -290,14 +303,15 @@ def record_goes_on(prepared: RunFolder, origin: Origin | None, layout: str) -> R
     return Resume(rows, {"step": step, "layout": layout, "time": datetime.now(timezone.utc).isoformat("T", "seconds")})
 
 
-def _check(origin: Origin, identity: Mapping[str, Any], resolved: Any, interrupted: bool) -> None:
-    path, manifest, steps, options = origin.path, origin.manifest, resolved.steps, resolved.options
+def _check(origin: Origin, identity: Mapping[str, Any], options: StepOptions, steps: int, interrupted: bool) -> None:
+    path, manifest = origin.path, origin.manifest
     if wrong := manifest.differences(identity):
         raise CheckpointError(f"{path} is of another run: {'; '.join(wrong)}", on_every_rank=True)
     if not _has_state(manifest):
         raise CheckpointError(f"{path} is damaged: what a run goes on with is not what mmm has written")
     if manifest.step > steps or (manifest.step == steps and not interrupted):
-        limits = [f"--{name}" for name in ("max_iters", "epochs") if getattr(options, name) is not None]
+        given = {"max_iters": options.max_iters, "epochs": options.epochs}
+        limits = [f"--{name}" for name, value in given.items() if value is not None]
         raise CheckpointError(
             f"{path} is of step {manifest.step}, and the run has {steps}: no step is left; give more by "
             f"{' and '.join(limits) or '--max_iters'}",

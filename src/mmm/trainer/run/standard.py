@@ -6,6 +6,10 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
+from mmm.layout import Layout
+from mmm.trainer.config.profile import ProfileOptions
+from mmm.trainer.config.spec import RunSpec
+from mmm.trainer.config.training import CheckpointOptions
 from mmm.trainer.run import core
 from mmm.trainer.run.agreement import Agreement
 from mmm.trainer.run.core import Hook, Run
@@ -20,7 +24,7 @@ from mmm.trainer.run.trace_picture import TracePicture
 from mmm.trainer.run.trackers import Trackers
 
 
-def standard_hooks(*before_record: Hook) -> list[Hook]:
+def standard_hooks(checkpoint: CheckpointOptions, profile: ProfileOptions, *before_record: Hook) -> list[Hook]:
     """A trainer's. A hook that adds to rows stands before the record."""
     return [
         MemoryCheck(),
@@ -29,8 +33,8 @@ def standard_hooks(*before_record: Hook) -> list[Hook]:
         StartUp(),
         PredictedAndMeasured(),
         *before_record,
-        ResumableRecord(),
-        Trackers(),
+        ResumableRecord(checkpoint),
+        Trackers(profile.tracker),
         TracePicture(),
         Plots(),
     ]
@@ -42,11 +46,11 @@ def script_hooks() -> list[Hook]:
 
 
 def start_run(
-    name: str, options: Any, resolved: Any, hooks: Sequence[Hook] | None = None
+    name: str, config: Any, resolved: RunSpec | Layout, hooks: Sequence[Hook] | None = None
 ) -> AbstractContextManager[Run]:
     """`mmm.trainer.run.core.start_run`, for a program of one's own.
 
     Args:
         hooks: None for `script_hooks`.
     """
-    return core.start_run(name, options, resolved, script_hooks() if hooks is None else hooks)
+    return core.start_run(name, config, resolved, script_hooks() if hooks is None else hooks)

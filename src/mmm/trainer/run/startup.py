@@ -7,7 +7,8 @@ import time
 
 from mmm.runtime import startup
 from mmm.runtime.process_group import gather_objects
-from mmm.trainer.run.core import Hook, Row, Run
+from mmm.trainer.run.core import Hook, Run
+from mmm.trainer.run.row import Row
 
 
 class StartUp(Hook):

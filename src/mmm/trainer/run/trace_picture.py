@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from mmm.history.record.folder import TRACE, TRACE_PICTURE
 from mmm.trainer.run.core import Hook, Run
+from mmm.trainer.run.plots import draws_plots
 
 
 class TracePicture(Hook):
     def end(self, run: Run, error: BaseException | None) -> None:
-        if error is not None or run.outdir is None or not run.options.plots or not (run.outdir / TRACE).exists():
+        if error is not None or run.outdir is None or not draws_plots(run) or not (run.outdir / TRACE).exists():
             return
         from mmm.profile.trace_picture import draw_trace  # a run with --profile only
 

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 from mmm.history.trackers import Tracked
 from mmm.runtime.ranks import command_line
-from mmm.trainer.run.core import Hook, Row, Run
+from mmm.trainer.run.core import Hook, Run
+from mmm.trainer.run.row import Row
 
 
 class Trackers(Hook):
     """It stands after the record, into whose folder most trackers write."""
 
-    def __init__(self) -> None:
+    def __init__(self, tracker: str | None) -> None:
+        self.tracker = tracker
         self.tracked: Tracked | None = None
 
     def start(self, run: Run) -> None:
         if run.outdir is not None:
             config = {"command": command_line(), "layout": str(run.layout)}
-            self.tracked = Tracked(run.options.tracker, run.outdir, config)
+            self.tracked = Tracked(self.tracker, run.outdir, config)
 
     def row(self, run: Run, row: Row) -> None:
         if self.tracked is not None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from mmm.trainer.run.core import Hook, Row, Run
+from mmm.trainer.config.resolve_plan import ParallelSpec
+from mmm.trainer.run.core import Hook, Run
 from mmm.trainer.run.resume import ResumableRecord
+from mmm.trainer.run.row import Row
 
 LEGEND = """a row's columns
 iter         optimizer step, from 0
@@ -44,6 +46,7 @@ class Utilization(Hook):
             )
         else:
             resolved = run.resolved
+            assert isinstance(resolved, ParallelSpec)
             self.flops = step_flops(resolved.model, resolved.plan, resolved.sample)
             self.peak, source = peak_flops(run.device, run.precision.compute)
         run.describe(mfu={"flops_per_sample": self.flops, "peak_flops_per_rank": self.peak, "peak": source})

@@ -1,4 +1,4 @@
-"""The flags of a profile (`mmm.trainer.loop.profile`)."""
+"""The flags of what is watched of a run besides its record: the group ``profile``."""
 
 from __future__ import annotations
 
@@ -9,14 +9,18 @@ from typing import Annotated, Literal
 import tyro
 
 from mmm.errors import ConfigError
+from mmm.history.trackers import check_tracker
 
 PACKAGES = {"torch": "torch", "pyinstrument": "pyinstrument"}  # by kind, what it needs
 
 
 @dataclass(frozen=True, kw_only=True)
 class ProfileOptions:
-    """Some steps of a run in detail."""
+    """Some steps in detail, and rows where others look for them."""
 
+    tracker: Literal["csv", "tensorboard", "wandb", "mlflow"] | None = None
+    """Rows go there as well, in the run's folder. wandb is offline, and mlflow a folder, unless WANDB_MODE or
+    MLFLOW_TRACKING_URI says otherwise."""
     profile: Literal["torch", "pyinstrument"] | None = None
     """torch: PyTorch's profiler on all ranks; trace.json.gz in the run's folder, for ui.perfetto.dev. pyinstrument:
     Python's calls on rank 0; profile.html and profile.txt."""
@@ -25,8 +29,9 @@ class ProfileOptions:
     profile_ranks: int | None = None
     """With --profile torch, how many ranks, from 0 on. Default: 64, or all where there are fewer."""
 
-    def check_profile(self) -> None:
+    def check(self) -> None:
         """Raises ConfigError: a value that is wrong, or has no effect, or a package that is not installed."""
+        check_tracker(self.tracker)
         if self.profile is None and (self.profile_steps or self.profile_ranks):
             flag = "profile_steps" if self.profile_steps else "profile_ranks"
             raise ConfigError(f"--{flag} without --profile: nothing is profiled; leave it out, or give --profile torch")

@@ -1,0 +1,114 @@
+"""The flags of the MNIST net, and what the two programs that train it decide before their ranks meet."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+from mmm.errors import ConfigError
+from mmm.layout import Layout, Techniques, batch_sizes
+from mmm.models.cnn import CNN, CNNConfig
+from mmm.parallel.plans.cnn import check_cnn, cnn_plan
+from mmm.runtime.ranks import whoami
+from mmm.trainer.config.images import ImageOptions, check_images
+from mmm.trainer.config.resolve_plan import ParallelSpec, resolve_plan
+from mmm.trainer.config.run import StepOptions
+from mmm.trainer.config.spec import TrainingSpec
+
+
+@dataclass(frozen=True)
+class Defaults:
+    """How long and how fast to train on a data set. ``global_batch`` None: ``batch`` for every rank."""
+
+    epochs: int
+    batch: int
+    gamma: float
+    global_batch: int | None = None
+
+
+DEFAULTS = Defaults(epochs=10, batch=64, gamma=0.7)
+SMALL_SET = Defaults(epochs=8, batch=32, gamma=0.85, global_batch=32)  # digits: 1,437 images are 44 steps an epoch
+
+
+@dataclass(frozen=True, kw_only=True)
+class CNNOptions:
+    """The MNIST net, and its learning rate along the epochs."""
+
+    gamma: float | None = None
+    """Factor of the learning rate after each epoch. Default: 0.7 (digits 0.85)."""
+    scale_lr: Literal["none", "sqrt", "linear"] = "none"
+    """Scale the learning rate with the number of data-parallel ranks."""
+    dropout: bool = True
+
+    def check(self) -> None:
+        """Raises ConfigError for a value that is wrong by itself."""
+        if self.gamma is not None and not 0 < self.gamma <= 1:
+            raise ConfigError(f"--gamma {self.gamma}: it must be above 0, and at most 1")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CNNSpec(ParallelSpec):
+    """What a run of the net needs.
+
+    Attributes:
+        lr: as scaled.
+        gamma: its factor after each epoch.
+    """
+
+    lr: float
+    gamma: float
+
+    def describe(self) -> dict[str, Any]:
+        return super().describe() | {"scaled_lr": self.lr, "gamma": self.gamma}
+
+
+def resolve_cnn(
+    options: CNNOptions,
+    data_options: ImageOptions,
+    run: StepOptions,
+    layout: Layout,
+    techniques: Techniques,
+    optimizer: str,
+    lr: float,
+    *,
+    dropout: bool = True,
+) -> CNNSpec:
+    """Find the images, and decide on model, batch, steps and learning rate; needs no process group.
+
+    Args:
+        layout: fitted to the number of ranks.
+        optimizer: its name.
+        lr: as the flag says.
+        dropout: False: none, whatever the flags say.
+
+    Raises:
+        UserError: anything that does not fit.
+    """
+    data = data_options.load(whoami(), seed=run.seed)
+    defaults = SMALL_SET if data.name == "digits" else DEFAULTS
+    default = max(defaults.global_batch // layout.dp, 1) if defaults.global_batch else defaults.batch
+    local_batch_size, global_batch_size = batch_sizes(run.batch_size, run.global_batch_size, layout.dp, default)
+    channels, size, _ = data.shape
+    sizes = CNNConfig(channels=channels, image_size=size, classes=len(data.classes))
+    if not (options.dropout and dropout):
+        sizes = sizes.without_dropout()
+    check_cnn(sizes, layout)
+    with torch.device("meta"):
+        model, sample = CNN(sizes), torch.zeros(local_batch_size, *data.shape)
+    steps_per_epoch = check_images(data, global_batch_size, layout.dp)
+    spec = TrainingSpec(
+        layout=layout,
+        sizes=sizes,
+        model=model,
+        sample=sample,
+        data=data,
+        steps=run.steps(steps_per_epoch, defaults.epochs * steps_per_epoch),
+        techniques=techniques,
+        optimizer=optimizer,
+    )
+    parallel = resolve_plan(spec, cnn_plan(), run.dtype)
+    factor = {"none": 1.0, "sqrt": layout.dp**0.5, "linear": float(layout.dp)}[options.scale_lr]
+    gamma = defaults.gamma if options.gamma is None else options.gamma
+    return CNNSpec(**vars(parallel), lr=lr * factor, gamma=gamma)

@@ -1,0 +1,171 @@
+"""From a command line to a program's ``Config``: a dataclass whose fields are flags, or groups of flags.
+
+As a rank of ``mmm dry-run`` a program makes a few steps, and leaves nothing behind.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+import textwrap
+from collections.abc import Sequence
+from dataclasses import fields, is_dataclass
+from itertools import pairwise
+from typing import Any, Protocol, TypeVar, runtime_checkable
+
+import tyro
+
+from mmm.errors import ConfigError
+from mmm.runtime.failure import said_once
+from mmm.runtime.ranks import DRY_RUN, command_line, whoami
+from mmm.trainer.config.run import flags_of, replace_flags
+
+Config = TypeVar("Config")
+WIDTH = 79  # of prose in --help
+STEPS = 2  # the first makes the optimizer's state, and a pipeline sends shapes in it
+MORE_STEPS = 3  # DDP packs its gradients anew in the second
+# What the steps of a dry run go without: it leaves nothing behind, and evaluates one batch at its end.
+WITHOUT: dict[str, Any] = {
+    "epochs": None,
+    "log_every": 1,
+    "plots": False,
+    "outdir": None,
+    "overwrite": False,
+    "eval_every": 0,
+    "eval_batches": 1,
+    "save_model": False,
+    "checkpoint_every": None,
+    "keep": None,
+    "keep_every": None,
+    "checkpoint_mode": None,
+    "replica": None,
+    "resume": None,
+    "compile": False,
+}
+ALIAS = "dry_run"
+# Flags of programs that once asked for a dry run → those of ``mmm dry-run``.
+ALIASES = {f"{ALIAS}_{name}": f"--{name}" for name in ("rank", "memory", "json")}
+
+
+@runtime_checkable
+class HasCheck(Protocol):
+    """A group, or a config, that knows whether its values are right."""
+
+    def check(self) -> None: ...
+
+
+@runtime_checkable
+class WithDefaults(Protocol):
+    """A `Config` some of whose defaults follow from other flags of a command line."""
+
+    @classmethod
+    def defaults(cls, argv: Sequence[str]) -> dict[str, Any]: ...
+
+
+def check(config: Any) -> None:
+    """Every group's own check, then the config's, of rules that span groups.
+
+    Raises:
+        ConfigError: of the first that is broken.
+    """
+    for field in fields(config):
+        if is_dataclass(group := getattr(config, field.name)):
+            check(group)
+    if isinstance(config, HasCheck):
+        config.check()
+
+
+def configure(config: type[Config], **flags: Any) -> Config:
+    """A `config` with these flags, checked, as `parse` makes it of a command line. Raises ConfigError: of `check`."""
+    made: Config = replace_flags(config(), **flags)
+    check(made)
+    return made
+
+
+def parse(config: type[Config], doc: str | None = None) -> Config:
+    """The command line as a `config`, checked. ``--help`` prints and leaves; so does a wrong flag, with the near miss
+    and exit code 2. Either is printed once for the run.
+
+    In a dry run the options are those of a few steps. With ``--dry_run`` this does not return: ``mmm dry-run`` runs
+    instead.
+
+    Raises:
+        ConfigError: of `check`; or a flag whose value is empty, as of a shell's variable that is not set: a path would
+            be the current folder.
+    """
+    for before, value in pairwise(["", *sys.argv[1:]]):
+        flag = value[:-1] if value.startswith("--") and value.endswith("=") else before
+        if flag.startswith("--") and value in ("", f"{flag}="):
+            raise ConfigError(f"{flag} '': the value is empty; give one, or leave {flag} out")
+    if "dry_run" not in {field.name for field in fields(config)}:  # type: ignore[arg-type]
+        follow_alias()
+    default: Any = tyro.MISSING_NONPROP
+    if issubclass(config, WithDefaults):
+        default = replace_flags(config(), **config.defaults(sys.argv[1:]))
+    with said_once():
+        made: Config = tyro.cli(
+            config,
+            prog=shlex.join(command_line()[: -len(sys.argv[1:]) or None]),
+            description=None if doc is None else _wrapped(doc),
+            default=default,
+            use_underscores=True,
+            config=(tyro.conf.OmitArgPrefixes,),
+        )
+    check(made)
+    return for_a_few_steps(made) if whoami().source == DRY_RUN else made
+
+
+def _wrapped(doc: str) -> str:
+    """Prose in lines of a terminal's width; drawings as they are. To tyro, a line that begins with a space is one."""
+    blocks = []
+    for block in doc.strip().split("\n\n"):
+        if any(line.startswith(" ") for line in block.splitlines()):
+            blocks.append(textwrap.indent(block.strip("\n"), " "))
+        else:
+            blocks.append(textwrap.fill(block, WIDTH, initial_indent=" ", subsequent_indent=" "))
+    return "\n\n".join(blocks)
+
+
+def for_a_few_steps(config: Config) -> Config:
+    """The config of a rank's program in a dry run. Raises ConfigError for a mistake on purpose: it would not show."""
+    flags = flags_of(config)
+    if flags.get("break_") is not None:
+        raise ConfigError("--break in a dry run: no loss is computed that could differ; leave --break out")
+    few = flags.get("parallel", "ddp") != "ddp"
+    changes = {"max_iters": STEPS if few else MORE_STEPS, **WITHOUT}
+    return replace_flags(config, **{name: value for name, value in changes.items() if name in flags})
+
+
+def follow_alias() -> None:
+    """If the command line has ``--dry_run WORLD_SIZE``, an alias: say what it stands for, and run that instead, on
+    rank 0 alone."""
+    asked, argv = split_alias(sys.argv[1:])
+    if asked is None or whoami().source == DRY_RUN:
+        return
+    if not whoami().is_main:
+        sys.exit(0)
+    program = command_line()[: -len(sys.argv[1:])]
+    line = ["dry-run", *asked, "--", *program, *argv]
+    print(f"--{ALIAS} is an alias of: mmm {shlex.join(line)}", file=sys.stderr, flush=True)
+    sys.stdout.flush()
+    os.execv(sys.executable, [sys.executable, "-m", "mmm.cli.main", *line])
+
+
+def split_alias(argv: Sequence[str]) -> tuple[list[str] | None, list[str]]:
+    """What a program's command line says to ``mmm dry-run``, None where it does not ask; and the rest of it."""
+    world_size: list[str] | None = None
+    flags, rest, words = list[str](), list[str](), list(argv)
+    while words:
+        word = words.pop(0)
+        name, equals, value = word.partition("=")
+        flag = name[2:].replace("-", "_") if name.startswith("--") else ""
+        if flag != ALIAS and flag not in ALIASES:
+            rest.append(word)
+            continue
+        values = [value] if equals else [words.pop(0)] if words else []
+        if flag == ALIAS:
+            world_size = values
+        else:
+            flags += [ALIASES[flag], *values]
+    return (None, list(argv)) if world_size is None else ([*world_size, *flags], rest)

@@ -1,0 +1,99 @@
+"""The flags of where a trainer's tokens and images come from: the group ``data``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from mmm.data import RandomTokens
+from mmm.data.text.byte_tokenizer import Tokenizer
+from mmm.data.text.sources import Sources, open_sources
+from mmm.errors import ConfigError
+from mmm.runtime.ranks import whoami
+from mmm.trainer.config.spec import TextData
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextOptions:
+    """Where tokens come from."""
+
+    dataset: Literal["text", "shakespeare", "random"] = "text"
+    """text: the Python standard library's source, byte by byte (or --text). shakespeare: 1.1 MB of plays, downloaded
+    once a host. random: uniform tokens, to time."""
+    text: tuple[Path, ...] = ()
+    """What to train on instead: files of text; or a folder of `mmm tokens`, nanoGPT's or llm.c's .bin, Megatron's .idx
+    and .bin. A mixture: each with a weight, as A:0.7 B:0.3."""
+    tokenizer: Path | None = None
+    """bytes, chars, a Hugging Face tokenizer.json or a SentencePiece .model. Default: that of a folder of `mmm tokens`,
+    else bytes."""
+    seq_length: int = 128
+    """Tokens a sample."""
+
+    def documents(self) -> dict[str, bool]:
+        """What `Sources.tokens` does with documents."""
+        return {}
+
+    def check(self) -> None:
+        """Raises ConfigError for flags that contradict each other."""
+        if self.text and self.dataset != "text":
+            raise ConfigError(f"--text and --dataset {self.dataset} contradict each other: leave one out")
+        if self.dataset == "random":
+            for flag, value in {"tokenizer": self.tokenizer, **self.documents()}.items():
+                if value:
+                    raise ConfigError(f"--{flag} and --dataset random contradict each other: leave one out")
+
+    def sources(self, default_tokenizer: Callable[[], Tokenizer | None] = lambda: None) -> Sources | None:
+        """Where the tokens come from, opened; None for random ones.
+
+        Args:
+            default_tokenizer: of texts, where no flag and no file of tokens says; None for bytes.
+
+        Raises:
+            ConfigError, DataError: a text that cannot be used.
+        """
+        if self.dataset == "random":
+            return None
+        text = self.text
+        if self.dataset == "shakespeare":
+            from mmm.data.text.shakespeare import shakespeare  # with it comes the downloader
+
+            text = (shakespeare(whoami()),)
+        return open_sources(text, None if self.tokenizer is None else str(self.tokenizer), default_tokenizer)
+
+    def load(self, sources: Sources | None, vocab_size: int, seed: int) -> TextData:
+        """The tokens.
+
+        Args:
+            sources: of `sources`.
+
+        Raises:
+            ConfigError, DataError: a text that cannot be used, or has more different tokens than the vocabulary.
+        """
+        if sources is None:
+            train, validation = (RandomTokens(vocab_size, self.seq_length, each) for each in (seed, seed + 1))
+            source = f"uniform random tokens below {vocab_size}"
+            return TextData(train, validation, {"dataset": "random", "source": source})
+        if vocab_size < (needed := sources.vocab_size or 0):
+            what = f"text has {needed} different bytes" if sources.is_bytes else f"the tokenizer has {needed} tokens"
+            raise ConfigError(f"--vocab_size {vocab_size}: {what}; use at least {needed}")
+        tokens = sources.tokens(self.seq_length, seed, vocab_size, **self.documents())
+        about: dict[str, object] = {"dataset": self.dataset, **sources.describe()}
+        if given := [name for name, value in self.documents().items() if value]:
+            about["documents"] = given
+        return TextData(*tokens, about, sources.bytes_per_token, sources.tokenizer)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DocumentOptions(TextOptions):
+    """Where tokens come from, and what becomes of a text's documents."""
+
+    pack: bool = False
+    """Fill sequences with whole documents; one that is longer than a sequence is split. For folders of `mmm tokens`,
+    and Megatron's .idx and .bin."""
+    document_mask: bool = False
+    """Neither attention nor positions cross the ends of documents."""
+
+    def documents(self) -> dict[str, bool]:
+        return {"pack": self.pack, "document_mask": self.document_mask}

@@ -1,0 +1,69 @@
+"""``--help`` of the examples: its own flags first, no more than a reader takes in, and 80 columns wide."""
+
+import re
+import sys
+from dataclasses import dataclass
+
+import pytest
+
+from mmm.examples import fsdp_tp, hsdp, moe, parallel_4d
+from mmm.examples._support import parse
+from mmm.trainer import lm
+
+MOST_FLAGS = 30
+
+
+def help_of(program, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", [program.__name__, "--help"])
+    monkeypatch.setenv("COLUMNS", "80")
+    with pytest.raises(SystemExit) as left:
+        parse(program.Config, program.__doc__)
+    assert left.value.code == 0
+    return capsys.readouterr().out
+
+
+def flag_lines(text):
+    """The first line of each flag."""
+    (_, panels) = re.split(r"^\W*options\W*$", text, maxsplit=1, flags=re.MULTILINE)
+    return [line.strip() for line in panels.splitlines() if re.match(r"[ │]{0,3}--(?!no_)[a-z]", line)]
+
+
+def sections(text):
+    return re.findall(r"^\W*(\w+) options", text, re.MULTILINE)
+
+
+def test_an_example_has_its_own_flags_first_and_few(monkeypatch, capsys):
+    text = help_of(fsdp_tp, monkeypatch, capsys)
+    flags = flag_lines(text)
+    assert re.search("--tp|--tpsize", flags[0])
+    assert flags[1].startswith("--break")
+    assert len(flags) <= MOST_FLAGS
+    assert sections(text) == ["model", "data", "optimizer", "run", "evaluation"]
+    assert "(default: 0.003)" in text
+
+
+@pytest.mark.parametrize(("program", "first"), [(moe, "experts"), (parallel_4d, "layout"), (hsdp, "model")])
+def test_the_technique_comes_first(monkeypatch, capsys, program, first):
+    assert sections(help_of(program, monkeypatch, capsys))[0] == first
+
+
+def test_a_trainer_shows_its_groups(monkeypatch, capsys):
+    groups = ["model", "experts", "data", "layout", "optimizer", "memory", "evaluation", "sample", "checkpoint"]
+    assert sections(help_of(lm, monkeypatch, capsys)) == [*groups, "profile", "run"]
+
+
+@pytest.mark.parametrize("program", [fsdp_tp, moe, lm], ids=lambda program: program.__name__)
+def test_lines_are_as_wide_as_a_terminal(monkeypatch, capsys, program):
+    """All but drawings, which begin with more than a space."""
+    lines = help_of(program, monkeypatch, capsys).splitlines()
+    assert max(len(line.rstrip()) for line in lines if not line.startswith("     ")) <= 80
+
+
+def test_a_flag_too_many_is_seen(monkeypatch, capsys):
+    @dataclass(frozen=True, kw_only=True)
+    class Config(fsdp_tp.Config):
+        one: int = 1
+
+    before = len(flag_lines(help_of(fsdp_tp, monkeypatch, capsys)))
+    monkeypatch.setattr(fsdp_tp, "Config", Config)
+    assert len(flag_lines(help_of(fsdp_tp, monkeypatch, capsys))) == before + 1
