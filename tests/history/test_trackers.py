@@ -5,13 +5,12 @@ from types import SimpleNamespace
 from unittest.mock import MagicMock
 
 import pytest
-from mmm.trainer.options import parse
 
 from mmm.errors import ConfigError
 from mmm.history import History, load
 from mmm.history.trackers import PACKAGES, Tracked, check_tracker
 from mmm.trainer import lm
-from mmm.trainer.config.command_line import configure
+from mmm.trainer.config.command_line import configure, parse
 
 ROWS = [{"iter": 0, "loss": 4.5}, {"iter": 1, "loss": 4.25, "val_loss": 4.75}, {"iter": 2, "loss": 3.5}]
 

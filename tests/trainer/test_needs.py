@@ -3,7 +3,7 @@
 import pytest
 
 from mmm.errors import ConfigError
-from mmm.examples import context_parallel, parallel_4d, startup
+from mmm.examples import context_parallel, parallel_4d
 from mmm.trainer import cnn, lm, vit
 from mmm.trainer.config.command_line import configure
 from mmm.trainer.config.layout import techniques_of
@@ -29,7 +29,6 @@ EXPERTS = "without --n_experts: there are no experts"
         (parallel_4d, {"schedule": "GPipe"}, f"--schedule GPipe {STAGES}"),
         (parallel_4d, {"microbatches": 2}, f"--microbatches 2 {STAGES}"),
         (parallel_4d, {"model": "vit"}, "--model vit: the ViT is mmm.trainer.vit, the CNN mmm.trainer.cnn"),
-        (startup, {"ways": ("forked",), "mpiexec": "mpiexec"}, "--mpiexec mpiexec without --ways mpiexec"),
     ],
     ids=str,
 )
