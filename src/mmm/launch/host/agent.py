@@ -52,75 +52,79 @@ def main() -> int:
     if "index" in entry:  # the only one on its host
         hello["index"] = entry["index"]
         with host_memory():
-            return serve(entry, target, hello, ())
+            return Agent(entry, target, hello, ()).run()
     try:
         place = numbers(entry["launcher"], os.environ, entry["processes"])
         hello |= {"rank": place[0], "world": place[1], "local_rank": place[2]}
     except UserError as error:
         hello |= {"error": f"{error} (on {hello['host']})"}
-    return serve(entry, target, hello, inherit)
+    return Agent(entry, target, hello, inherit).run()
 
 
-def serve(entry: dict[str, Any], target: Target, hello: dict[str, Any], inherit: tuple[int, ...]) -> int:
-    """Do what launch asks for, until it wants no more: copies, and one attempt; in an elastic run attempt after
-    attempt, all ranks from one fork server. Returns this process's exit code."""
-    is_elastic = "index" in entry
-    stager: Stager | None = None
-    server: ForkServerProcess | None = None
-    has_begun = False
-    try:
-        link = handshake.reach(entry["at"], entry["token"], links.CONNECT_TIMEOUT)
-        link.send({"hello": hello})
-        while True:
-            message = link.one(None)
-            if "stage" in message:
-                stager = stager or Stager(link, entry["token"])
-                if not stager.answer(message["stage"]):
-                    return 0
-            elif "go" in message:
-                has_begun = True
-                ranks = start(link, entry, target, message["go"], hello["host"], inherit, stager, server)
-                code = ranks.run() if ranks is not None else 0
-                server = ranks.server if ranks is not None else server
-                if not is_elastic or (ranks is not None and ranks.lost):
-                    return code
-            elif "quit" in message or not is_elastic:
-                return 0  # or launch ends before anything has begun; another message is for ranks that have ended
-    except Lost as lost:
-        if not has_begun:
-            say(f"launch: {hello['host']} cannot reach launch, or launch has ended: {lost}")
-        return 0 if stager is not None else 1  # at a 1 an MPI kills other hosts, which still remove their copies
-    finally:
-        if stager is not None and not has_begun:
-            stager.wait_and_remove(None)
-        if server is not None:
-            server.close()
+class Agent:
+    """Does what launch asks for, until it wants no more: copies, and one attempt; in an elastic run attempt after
+    attempt, all ranks from one fork server.
 
+    Attributes:
+        entry: where launch is, and what it says of this agent. hello: what this one tells launch.
+        inherit: file descriptors for the ranks.
+        stager: once there is something to copy. server: of an elastic run, once ranks have run.
+    """
 
-def start(
-    link: Link,
-    entry: dict[str, Any],
-    target: Target,
-    go: dict[str, Any],
-    host: str,
-    inherit: tuple[int, ...],
-    stager: Stager | None,
-    server: ForkServerProcess | None,
-) -> AgentSupervisor | None:
-    """What runs this host's ranks; None where they cannot be, and launch has been told. Raises `Lost`."""
-    try:
-        plan = make_plan(target, go, host)
-    except UserError as error:
+    def __init__(self, entry: dict[str, Any], target: Target, hello: dict[str, Any], inherit: tuple[int, ...]) -> None:
+        self.entry, self.target, self.hello, self.inherit = entry, target, hello, inherit
+        self.is_elastic = "index" in entry
+        self.stager: Stager | None = None
+        self.server: ForkServerProcess | None = None
+
+    def run(self) -> int:
+        """This process's exit code."""
+        has_begun = False
         try:
-            refuse(link, go, error)
+            link = handshake.reach(self.entry["at"], self.entry["token"], links.CONNECT_TIMEOUT)
+            link.send({"hello": self.hello})
+            while True:
+                message = link.one(None)
+                if "stage" in message:
+                    self.stager = self.stager or Stager(link, self.entry["token"])
+                    if not self.stager.answer(message["stage"]):
+                        return 0
+                elif "go" in message:
+                    has_begun = True
+                    code, is_over = self.attempt(link, message["go"])
+                    if is_over:
+                        return code
+                elif "quit" in message or not self.is_elastic:
+                    return 0  # or launch ends before anything has begun; another message is for ranks that have ended
+        except Lost as lost:
+            if not has_begun:
+                say(f"launch: {self.hello['host']} cannot reach launch, or launch has ended: {lost}")
+            return 0 if self.stager is not None else 1  # at a 1 an MPI kills others, which still remove their copies
         finally:
-            if stager is not None:
-                stager.wait_and_remove(link)
-        return None
-    if go["by"] == "host":
-        forget_mpi()
-        inherit = ()
-    return AgentSupervisor(plan, link, entry["launcher"], inherit, stager, server, persistent="index" in entry)
+            if self.stager is not None and not has_begun:
+                self.stager.wait_and_remove(None)
+            if self.server is not None:
+                self.server.close()
+
+    def attempt(self, link: Link, go: dict[str, Any]) -> tuple[int, bool]:
+        """Run this host's ranks. Returns an exit code, and whether no attempt can follow. Raises `Lost`."""
+        try:
+            plan = make_plan(self.target, go, self.hello["host"])
+        except UserError as error:
+            try:
+                refuse(link, go, error)
+            finally:
+                if self.stager is not None:
+                    self.stager.wait_and_remove(link)
+            return 0, not self.is_elastic
+        if go["by"] == "host":
+            forget_mpi()
+            self.inherit = ()
+        launcher = self.entry["launcher"]
+        ranks = AgentSupervisor(plan, link, launcher, self.inherit, self.stager, self.server, self.is_elastic)
+        code = ranks.run()
+        self.server = ranks.server
+        return code, ranks.lost or not self.is_elastic
 
 
 def refuse(link: Link, go: dict[str, Any], error: UserError) -> None:

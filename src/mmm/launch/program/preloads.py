@@ -16,6 +16,7 @@ from mmm.launch.program.target import Target
 MAX_FILES = 400  # of the user's own that are read; a bound, not a target
 INSTALLED = ("site-packages", "dist-packages")
 OURS = "mmm"
+MAIN_TEST = "__name__ == '__main__'"
 
 
 @dataclass(frozen=True)
@@ -109,7 +110,9 @@ class _Scan:
             elif isinstance(node, ast.Try):
                 self._block(node.body, package, is_main)
                 self._block(node.orelse + node.finalbody, package, is_main)
-            elif isinstance(node, ast.With) or (isinstance(node, ast.If) and is_main and _is_main_test(node.test)):
+            elif isinstance(node, ast.With) or (
+                isinstance(node, ast.If) and is_main and ast.unparse(node.test) == MAIN_TEST
+            ):
                 self._block(node.body, package, is_main)  # any other `if` may not be taken: left to the ranks
 
 
@@ -129,16 +132,3 @@ def _absolute(node: ast.ImportFrom, package: str) -> str:
     if not package or len(parts) < node.level:
         return ""
     return ".".join([*kept, *([node.module] if node.module else [])])
-
-
-def _is_main_test(test: ast.expr) -> bool:
-    """`__name__ == "__main__"`"""
-    return (
-        isinstance(test, ast.Compare)
-        and isinstance(test.left, ast.Name)
-        and test.left.id == "__name__"
-        and len(test.ops) == 1
-        and isinstance(test.ops[0], ast.Eq)
-        and isinstance(test.comparators[0], ast.Constant)
-        and test.comparators[0].value == "__main__"
-    )

@@ -78,7 +78,8 @@ class Controller(RemoteRun):
         if self.connections and now < self.launcher_ended + LAUNCHER_END:
             return True  # the last words of the ranks may be on their way
         if self.connections and self.exit_code is None:
-            self.launcher_died()
+            reason, code = failures.end_of_process(self.launcher.returncode)
+            self.give_up(f"{self.plan.command[0]} {reason} while its ranks ran", code)
         return bool(self.connections) and self.kill_at is not None
 
     def expected(self) -> int:
@@ -136,11 +137,6 @@ class Controller(RemoteRun):
             self.staging.lost(agent, reason)
         else:
             del self.agents[agent.index]  # the launcher backend will say more, or the rendezvous times out
-
-    def launcher_died(self) -> None:
-        assert self.launcher is not None
-        reason, code = failures.end_of_process(self.launcher.returncode)
-        self.give_up(f"{self.plan.command[0]} {reason} while its ranks ran", code)
 
     def give_up(self, text: str, code: int) -> None:
         self.exit_code, self.again = code, True

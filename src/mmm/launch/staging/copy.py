@@ -93,6 +93,8 @@ class Copy:
 
     def is_there(self) -> bool:
         """Whether it is there and complete; then nobody removes it until this process ends."""
+        if self.lock is not None:
+            return True
         with contextlib.suppress(OSError, ValueError), contextlib.ExitStack() as opened:
             lock = open_own(self.path)
             opened.callback(os.close, lock)
