@@ -7,8 +7,6 @@ from typing import Literal
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
 from mmm.errors import ConfigError
 from mmm.models import weights
@@ -56,7 +54,7 @@ def materialize(
     if init not in (None, "by_name"):
         raise ConfigError(f'init {init!r}: it is None or "by_name"', fields=("init",))
     if values is None and init is None and not hasattr(inner, "init_rule"):
-        values = _constructed(inner, model.mesh if isinstance(model, Wrapper) else None)
+        values = constructed_values(inner, model.mesh if isinstance(model, Wrapper) else None)
     if values is None:
         check_weights(inner)
     buffers, ties = dict(inner.named_buffers(remove_duplicate=False)), find_ties(inner)
@@ -72,22 +70,6 @@ def materialize(
         drop_values(inner)
     if isinstance(model, Wrapper):
         model.connect()
-
-
-def _constructed(model: nn.Module, mesh: DeviceMesh | None) -> Values:
-    """The values that the constructor made. A collective over `mesh`, or that of the parameters."""
-    names = [weights.canonical_name(name) for name, _ in model.named_parameters()]
-    if not names:
-        return lambda name, box: None
-    meshes = (parameter.device_mesh for parameter in model.parameters() if isinstance(parameter, DTensor))
-    values = constructed_values(model, mesh or next(meshes, None))
-    if values is None:
-        raise ConfigError(
-            f"{names[0]} and the other parameters of {class_name(model)} have no values: build it on the CPU, inside "
-            f"mmm.parallel.meta_parameters() or not; give it a method init_rule; or say where they come from, by "
-            f'values=, or by init="by_name", which draws them from the seed and their names'
-        )
-    return values
 
 
 @torch.no_grad()

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
 from mmm.errors import ConfigError
@@ -32,24 +33,32 @@ def check_sizes(model: nn.Module) -> None:
         )
 
 
-def constructed_values(model: nn.Module, mesh: DeviceMesh | None) -> Values | None:
+def constructed_values(model: nn.Module, mesh: DeviceMesh | None) -> Values:
     """What the constructor of `model` has put into its parameters (`mmm.models.meta`), each kept until it is asked for.
-    None where nothing was kept.
 
-    A collective over `mesh`: where ranks have made different values, those of the first are taken, and that is said.
+    A collective over `mesh`, or that of the parameters: where ranks have made different values, those of the first are
+    taken, and that is said.
 
     Raises:
-        ConfigError: some parameters have no values; or the ranks have made different modules.
+        ConfigError: parameters have no values; or the ranks have made different modules.
     """
     owners = {name: _owner(model, name) for name, _ in model.named_parameters()}
+    if not owners:
+        return lambda name, box: None
     lacking = [name for name, owner in owners.items() if kept_value(*owner) is None]
-    if lacking and len(lacking) < len(owners):
+    if len(lacking) == len(owners):
+        raise ConfigError(
+            f"{canonical_name(lacking[0])} and the other parameters of {class_name(model)} have no values: build it on "
+            f"the CPU, inside mmm.parallel.meta_parameters() or not; give it a method init_rule; or say where they "
+            f'come from, by values=, or by init="by_name", which draws them from the seed and their names'
+        )
+    if lacking:
         raise ConfigError(
             f"parameter {canonical_name(lacking[0])} of {class_name(model)} has no values, and others have: construct "
             f'all of them on the CPU, with their sizes; or say where values come from, by weights= or init="by_name"'
         )
-    if lacking:
-        return None
+    if mesh is None:
+        mesh = next((p.device_mesh for p in model.parameters() if isinstance(p, DTensor)), None)
     by_name = {canonical_name(name): owner for name, owner in owners.items()}
     buffers = {canonical_name(name): to_local(buffer) for name, buffer in model.named_buffers()}
     differs = _constructed_differently(model, by_name, buffers, mesh)
