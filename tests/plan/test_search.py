@@ -218,10 +218,12 @@ def test_each_kind_has_a_reason(aurora):
 def test_json(aurora):
     search, found = aurora
     keys = {"layout", "techniques", "memory_bytes", "step_seconds", "tokens_per_second", "mfu", "fits", "why"}
-    listed = as_json(why_each(found, search.machine.budget))
+    listed = as_json(found, why_each(found, search.machine.budget))
     assert all(set(entry) == keys for entry in listed)
     assert listed[0]["fits"]
-    assert sum(listed[0]["memory_bytes"].values()) == pytest.approx(found.kinds[0].bytes, abs=10)
+    assert not listed[-1]["fits"]  # the kinds that do not fit come last
+    assert len([entry for entry in listed if not entry["fits"]]) == len([c for c in found.kinds if not c.fits])
+    assert sum(listed[0]["memory_bytes"].values()) == pytest.approx(found.best[0].bytes, abs=10)
     assert listed[0]["tokens_per_second"] == pytest.approx(96 * 8192 / listed[0]["step_seconds"])
 
 

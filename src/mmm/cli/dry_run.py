@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-from mmm.cli.plan_try import write_json
 from mmm.cli.sizes import parse_bytes
+from mmm.cli.written import write_json
 from mmm.errors import ConfigError
 from mmm.launch.program import target as targets
 from mmm.launch.program.target import Target

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from mmm.cli.sizes import parse_bytes
+from mmm.cli.written import write_json, write_text
 from mmm.errors import ConfigError
 from mmm.machines import find
 from mmm.machines.machine import Machine, read
@@ -179,8 +180,7 @@ def _report(args: argparse.Namespace, search: Search, found: Found) -> None:
 
     machine, spec = search.machine, search.spec
     kinds = report.why_each(found, machine.budget)
-    if args.json is not None:
-        report.write_json(found, kinds, args.json)
+    write_json(args.json, report.as_json(found, kinds))
     if not found.best:
         raise ConfigError(_missing(search, found))
     lines = report.text_of(search, found, kinds, args.top)
@@ -195,7 +195,7 @@ def _report(args: argparse.Namespace, search: Search, found: Found) -> None:
     line = script.launch_line(found.best[0], spec, machine, search.global_batch, search.dtype)
     lines += ["", line]
     if args.script is not None:
-        _write(args.script, script.job_script(line, machine), "--script")
+        write_text(args.script, script.job_script(line, machine), "--script")
         lines.append(f"job script: {args.script}")
     if args.plots is not None:
         from mmm.plan.pictures import draw
@@ -223,13 +223,6 @@ def _hosts_that_do(search: Search, found: Found) -> int | None:
         if time.monotonic() - begin > TRY_SECONDS:
             break
     return None
-
-
-def _write(path: Path, text: str, flag: str) -> None:
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"{flag} {path}: it cannot be written: {error.strerror}") from None
 
 
 if __name__ == "__main__":

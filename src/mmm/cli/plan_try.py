@@ -12,8 +12,9 @@ import sys
 import tempfile
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from mmm.cli.written import write_json
 from mmm.errors import ConfigError
 from mmm.layout import AXES
 from mmm.machines.find import measured_path
@@ -135,13 +136,3 @@ def _launch(words: list[str], ranks: int, device: str) -> None:
         ) from None
     if done.returncode:
         raise ConfigError(f"--check: the run failed with exit code {done.returncode}:\n{done.stdout}{done.stderr}")
-
-
-def write_json(path: Path | None, content: Any) -> None:
-    """Write what ``--json`` asks for, if it does. Raises ConfigError."""
-    if path is None:
-        return
-    try:
-        path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"--json {path}: it cannot be written: {error.strerror}") from None

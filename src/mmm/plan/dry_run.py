@@ -167,9 +167,8 @@ def _report(rehearsal: Rehearsal, seconds: float) -> RankReport:
         )
     if not rehearsal.peaks():
         raise ConfigError("dry run: the program makes no model, and nothing else is counted: there is nothing to show")
-    last = max(
-        (sent.phase for sent in traffic.calls if _is_step(sent.phase)), default="", key=lambda p: int(p.split()[1])
-    )
+    steps = {sent.phase for sent in traffic.calls if sent.phase.startswith("step ")}
+    last = max(steps, default="", key=lambda phase: int(phase.split()[1]))
     return RankReport(
         rehearsal.rank,
         str(layout),
@@ -182,7 +181,3 @@ def _report(rehearsal: Rehearsal, seconds: float) -> RankReport:
         seconds,
         rehearsal.notes,
     )
-
-
-def _is_step(phase: str) -> bool:
-    return phase.startswith("step ")

@@ -131,10 +131,9 @@ def measured_rates(device: torch.device, seconds: dict[str, float]) -> dict[str,
     layer = forward_seconds(TransformerBlock(TINY).to(device), TINY, device, 1, 4, 4)
     if on_cpu:  # an accelerator's kernels are as fast as its memory
         stream = min(stream, layer_traffic_rate(device, rates["fp32"], layer))
-    sent = {"all_gather": LARGE * 4 * RANKS, "all_reduce": LARGE * 4}  # bytes
     links = [
         factor(name, RANKS) * size / max(seconds[f"{name} large"] - seconds[f"{name} small"], 1e-9)
-        for name, size in sent.items()
+        for name, size in (("all_gather", LARGE * 4 * RANKS), ("all_reduce", LARGE * 4))  # bytes
     ]
     return {
         "peak_flops": rates,
@@ -150,20 +149,19 @@ def machine_data(device: torch.device, rates: dict[str, Any]) -> dict[str, Any]:
     """The machine file of this host. rates: of `measured_rates`."""
     on_cpu, cores, host = device.type == "cpu", os.cpu_count() or 1, float(host_memory() or 0)
     per_host = min(cores, 4) if on_cpu else getattr(torch, device.type).device_count()
+    memory = host / per_host if on_cpu else float(device_memory(device) or 0)
     data = {
         "name": platform.node() or "here",
         "about": f"{per_host} ranks on {device.type}, measured",
         "device": device.type,
         "hosts": 1,
         "ranks_per_host": per_host,
-        "gpu_memory": host / per_host if on_cpu else float(device_memory(device) or 0),
+        "gpu_memory": memory,
         "host_memory": host,
         **rates,
         "host_memory_bandwidth": rates["memory_bandwidth"] * per_host,
         **dict.fromkeys(EFFICIENCIES, 1.0),
-        "cores": cores if on_cpu else 0,
-        "overlap": 0.0 if on_cpu else 0.9,
-        "memory_reserve": 0.0 if on_cpu else 0.08,
+        **({"cores": cores, "overlap": 0.0, "memory_reserve": 0.0} if on_cpu else {}),
     }
     source = f"measured by mmm machine --measure on {socket.gethostname()}, torch {torch.__version__}"
     sources = dict.fromkeys((*rates, "ranks_per_host", "gpu_memory", "host_memory", "cores"), source)

@@ -221,7 +221,7 @@ class MemoryModel:
         Args:
             layout: fitted. batch: samples of a micro-batch. microbatches: of a step.
         """
-        technique, _storage, _compute = techniques.data_parallel, self.storage, self.compute
+        technique = techniques.data_parallel
         sizes, replicas, pipeline = self.of(stage, layout, technique), technique in UNSHARDED, layout.pp > 1
         left = self.activations(stage, layout.tp, layout.cp, replicas, techniques.checkpointing, techniques.tile, batch)
         logits, summed = self.logits(layout, techniques, batch) if stage.has_head else (0.0, 0.0)

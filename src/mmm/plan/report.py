@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict, replace
-from pathlib import Path
 from typing import Any
 
-from mmm.errors import ConfigError
 from mmm.plan.candidate import GIB, Candidate, Found
 from mmm.plan.memory import PARTS, PlannedStage
 from mmm.plan.network import groups_of
@@ -73,16 +70,12 @@ def why_each(found: Found, budget: float) -> list[Candidate]:
             why = "the fastest that fits"
         else:
             slower = candidate.cost.seconds / fastest - 1
-            reason = largest_wait(candidate) or _mode(candidate)
+            mode = candidate.techniques.checkpointing
+            alone = "compute alone" if mode == "none" else f"it fits with {mode} checkpointing only"
+            reason = largest_wait(candidate) or alone
             why = f"{slower:.0%} slower: {reason}" if slower >= 0.01 else "as fast, with more axes"
         explained.append(replace(candidate, why=why))
     return explained
-
-
-def _mode(candidate: Candidate) -> str:
-    if candidate.techniques.checkpointing != "none":
-        return f"it fits with {candidate.techniques.checkpointing} checkpointing only"
-    return "compute alone"
 
 
 def line_of(candidate: Candidate) -> str:
@@ -144,8 +137,13 @@ def details(search: Search, candidate: Candidate) -> list[str]:
     return lines
 
 
-def as_json(candidates: list[Candidate]) -> list[dict[str, Any]]:
-    """A list, in that order: what ``--json`` writes."""
+def as_json(found: Found, kinds: list[Candidate]) -> list[dict[str, Any]]:
+    """What ``--json`` writes: the fitting layouts, fastest first, then the best of the kinds that do not fit."""
+    reasons = {(candidate.layout, candidate.techniques): candidate.why for candidate in kinds}
+    listed = [
+        replace(candidate, why=reasons.get((candidate.layout, candidate.techniques), "another of its kind is faster"))
+        for candidate in found.best
+    ]
     return [
         {
             "layout": {**candidate.layout.sizes, "ep": candidate.layout.ep},
@@ -157,26 +155,8 @@ def as_json(candidates: list[Candidate]) -> list[dict[str, Any]]:
             "fits": candidate.fits,
             "why": candidate.why,
         }
-        for candidate in candidates
+        for candidate in [*listed, *(candidate for candidate in kinds if not candidate.fits)]
     ]
-
-
-def write_json(found: Found, kinds: list[Candidate], path: Path) -> None:
-    """The fitting layouts, fastest first, then the best of the kinds that do not fit. Raises ConfigError."""
-    reasons = {id_of(candidate): candidate.why for candidate in kinds}
-    listed = [
-        replace(candidate, why=reasons.get(id_of(candidate), "another of its kind is faster"))
-        for candidate in found.best
-    ]
-    listed += [candidate for candidate in kinds if not candidate.fits]
-    try:
-        path.write_text(json.dumps(as_json(listed), indent=1) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"--json {path}: it cannot be written: {error.strerror}") from None
-
-
-def id_of(candidate: Candidate) -> tuple[Any, ...]:
-    return candidate.layout, candidate.techniques
 
 
 def missing(search: Search, found: Found, more_hosts: int | None) -> str:

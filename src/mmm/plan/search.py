@@ -86,16 +86,13 @@ class Search:
     def layouts(self, refused: dict[str, str]) -> Iterator[tuple[Layout, str]]:
         """Layouts with a data-parallel technique. refused: kinds are added, with why one of its layouts does not go."""
         ranks, spec = self.machine.ranks, self.spec
-        all_divisors = divisors(ranks)
-        widest_tp = max(all_divisors)
-        for tp in all_divisors:
-            if tp > widest_tp or not self._wanted("tp", tp):
+        for tp in divisors(ranks):
+            if not self._wanted("tp", tp):
                 continue
             for cp in divisors(ranks // tp):
                 if not self._wanted("cp", cp):
                     continue
-                styles = ("ring", "ulysses") if cp > 1 else ("ring",)
-                why = [self.broken(tp, cp, 1, style) for style in styles]
+                why = [self.broken(tp, cp, 1, style) for style in (STYLES if cp > 1 else STYLES[:1])]
                 if all(why):
                     refused.setdefault(kind_of(Layout(tp=tp, cp=cp, dp_shard=ranks // (tp * cp)), "fsdp"), why[0])
                     continue

@@ -129,19 +129,13 @@ class MemoryTracker:
     def counts(self) -> bool:
         return not self._paused and active_fake_mode() is self._fake_mode
 
-    def mark(self, kind: str, tensors: Iterable[Tensor]) -> None:
-        """Say what the storages of tensors are for, also looking back."""
+    def mark(self, kind: str, tensors: Iterable[Tensor], replace: Sequence[str] = PARTS) -> None:
+        """Say what the storages of tensors are for, also looking back; of those alone that count as one of `replace` so
+        far."""
         for tensor in tensors:
-            number = self._number_of(to_local(tensor))
-            if number is not None:
-                self._kinds[number] = kind
-
-    def mark_new(self, kind: str, tensors: Iterable[Tensor], replace: Sequence[str] = ("temporary",)) -> None:
-        """`mark`, of those storages alone that are counted as one of `replace` so far."""
-        for tensor in tensors:
-            number = self._number_of(to_local(tensor))
-            if number is not None and self._kinds[number] in replace:
-                self._kinds[number] = kind
+            known = self._live.get(storage_id(to_local(tensor).untyped_storage()))
+            if known is not None and self._kinds[known[0]] in replace:
+                self._kinds[known[0]] = kind
 
     def doing(self) -> str:
         if self._in_optimizer:
@@ -175,10 +169,6 @@ class MemoryTracker:
         if doing == "forward" or (doing == "backward" and torch.is_grad_enabled()):
             return "activations"
         return "temporary"
-
-    def _number_of(self, tensor: Tensor) -> int | None:
-        known = self._live.get(storage_id(tensor.untyped_storage()))
-        return None if known is None else known[0]
 
     def _resized(self, storage: torch.UntypedStorage) -> None:
         known = self._live.get(storage_id(storage))
@@ -262,16 +252,16 @@ def tensors_in(nested: Any) -> Iterator[Tensor]:
 def _of_fsdp(tracker: MemoryTracker, func: Any, args: Any, kwargs: Any, result: Any) -> None:
     name = schema_name(func)
     if "chunk_cat" in name:  # copies a unit's gradients into the input of the reduce-scatter
-        tracker.mark_new("gradients", tensors_in(args))
-        tracker.mark_new("communication", tensors_in([kwargs.get("out"), result]))
+        tracker.mark("gradients", tensors_in(args), ("temporary",))
+        tracker.mark("communication", tensors_in([kwargs.get("out"), result]), ("temporary",))
     else:
-        tracker.mark_new("gathered", tensors_in([*args, *kwargs.values(), result]), ("activations", "temporary"))
+        tracker.mark("gathered", tensors_in([*args, *kwargs.values(), result]), ("activations", "temporary"))
 
 
 def _of_c10d(tracker: MemoryTracker, func: Any, args: Any, kwargs: Any, result: Any) -> None:
     name = schema_name(func)
     if "reduce_scatter" in name or "send" in name or "recv" in name or "alltoall" in name:
-        tracker.mark_new("communication", tensors_in(list(args)), ("temporary", "activations"))
+        tracker.mark("communication", tensors_in(list(args)), ("temporary", "activations"))
 
 
 SENDS: dict[str, Callable[..., None]] = {"fsdp": _of_fsdp, "c10d": _of_c10d}

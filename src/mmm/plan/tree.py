@@ -81,7 +81,8 @@ def decide(facts: Facts) -> Decision:
 def facts_of(spec: ModelSpec, machine: Machine, memory: MemoryModel) -> tuple[Facts, list[str]]:
     """What the tree asks of a model and a machine; and the numbers behind the answers, a line each."""
     alone = Layout(dp_shard=1)
-    techniques = Techniques(data_parallel="ddp", checkpointing="full" if _checkpoints(spec) else "none", loss_chunks=64)
+    checkpoints = spec.plan is not None and spec.plan.checkpointed
+    techniques = Techniques(data_parallel="ddp", checkpointing="full" if checkpoints else "none", loss_chunks=64)
     full = sum(memory.of_stage(full_model(spec), alone, techniques, 1, 1).values())
     largest = spec.largest_part
     kept = memory.kept(1, False)
@@ -101,7 +102,3 @@ def facts_of(spec: ModelSpec, machine: Machine, memory: MemoryModel) -> tuple[Fa
     if machine.ranks > 1:
         lines.append(f"{where} a device has {rate / 1e9:,.1f} GB/s; fast is {least / 1e9:,.0f} and more")
     return facts, lines
-
-
-def _checkpoints(spec: ModelSpec) -> bool:
-    return spec.plan is not None and bool(spec.plan.checkpointed)
