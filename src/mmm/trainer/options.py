@@ -18,7 +18,7 @@ import tyro
 
 from mmm.errors import ConfigError
 from mmm.layout import Layout, Techniques
-from mmm.runtime.failure import said_once
+from mmm.runtime.failure import print_once
 from mmm.runtime.ranks import DRY_RUN, LONGEST, command_line, whoami
 from mmm.trainer.dry_run import follow_alias, for_a_few_steps
 from mmm.trainer.flags import FLAGS
@@ -244,7 +244,7 @@ def parse(config: type[Options], doc: str | None = None) -> Options:
     given: dict[str, Any] = {"prog": program, "description": doc, "use_underscores": True}
     if found := config.defaults(sys.argv[1:]):
         given["default"] = config(**found)
-    with said_once():
+    with print_once():
         options = tyro.cli(config, **given)
     options.check()
     return for_a_few_steps(options) if whoami().source == DRY_RUN else options

@@ -14,7 +14,7 @@ import time
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
-from mmm.contract import LOOPBACK, NUMBERINGS, check_loopback, read_number
+from mmm.contract import LOOPBACK, RANK_VARIABLES, check_loopback, read_number
 from mmm.errors import LaunchError, UserError
 from mmm.launch.control import commands, handshake
 from mmm.launch.control import link as links
@@ -32,7 +32,7 @@ from mmm.launch.job.mpi import AGENT_VARIABLE
 from mmm.launch.job.target import Target
 
 MPI_PREFIXES = ("PMI_", "PMIX_", "OMPI_", "PALS_", "MPI_LOCAL", "HYDI_")
-NAMES = {"srun": "slurm", "hydra": "mpich", "pals": "pals", "openmpi": "openmpi"}  # in `NUMBERINGS`
+NAMES = {"srun": "slurm", "hydra": "mpich", "pals": "pals", "openmpi": "openmpi"}  # in `RANK_VARIABLES`
 
 
 def main() -> int:
@@ -144,7 +144,7 @@ def numbers(launcher: str, env: Mapping[str, str], world: int) -> tuple[int, int
     Raises:
         LaunchError: it has set no rank.
     """
-    names = NUMBERINGS[NAMES[launcher]]
+    names = RANK_VARIABLES[NAMES[launcher]]
     rank = read_number(env, names.rank)
     if rank is None:
         raise LaunchError(

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from mmm.contract import DEVICE_VARIABLE, NUMBERINGS, check_loopback, numbering, read_number
+from mmm.contract import DEVICE_VARIABLE, RANK_VARIABLES, check_loopback, numbering, read_number
 from mmm.errors import LaunchError
 from mmm.launch.job import accelerators, hosts, staging, variables
 from mmm.launch.job.target import Target
@@ -110,7 +110,7 @@ def refuse_inside_a_rank(environ: Mapping[str, str]) -> None:
     source = numbering(environ)
     if source is None:
         return
-    rank, size = read_number(environ, NUMBERINGS[source].rank), read_number(environ, NUMBERINGS[source].world)
+    rank, size = read_number(environ, RANK_VARIABLES[source].rank), read_number(environ, RANK_VARIABLES[source].world)
     assert rank is not None
     if source == "pals" and size is None:  # Aurora's
         size = "PMI_SIZE", 2
