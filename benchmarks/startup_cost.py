@@ -20,7 +20,7 @@ from mmm.launch.plan import mpi
 WAYS = ("forked", "spawned", "torchrun", "mpiexec")
 # Of another launcher: a program started here is no rank of it.
 FOREIGN = (
-    *(name for names in contract.NUMBERINGS["torchrun"] for name in names),
+    *(name for names in contract.RANK_VARIABLES["torchrun"] for name in names),
     *("MASTER_ADDR", "MASTER_PORT", contract.STARTED_VARIABLE, contract.BEGAN_VARIABLE, contract.MARKER_VARIABLE),
 )
 

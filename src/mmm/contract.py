@@ -55,7 +55,7 @@ CONSEQUENCES = (
 )
 
 
-class Numbering(NamedTuple):
+class RankVariables(NamedTuple):
     """The variables in which a launcher backend tells its processes their numbers; of each, the first that is set."""
 
     rank: tuple[str, ...]
@@ -65,37 +65,37 @@ class Numbering(NamedTuple):
 
 
 # In this order: what was started last, and so stands closest to the process, comes first.
-NUMBERINGS = {
-    "torchrun": Numbering(("RANK",), ("WORLD_SIZE",), ("LOCAL_RANK",), ("LOCAL_WORLD_SIZE",)),
-    "openmpi": Numbering(
+RANK_VARIABLES = {
+    "torchrun": RankVariables(("RANK",), ("WORLD_SIZE",), ("LOCAL_RANK",), ("LOCAL_WORLD_SIZE",)),
+    "openmpi": RankVariables(
         ("OMPI_COMM_WORLD_RANK",),
         ("OMPI_COMM_WORLD_SIZE",),
         ("OMPI_COMM_WORLD_LOCAL_RANK",),
         ("OMPI_COMM_WORLD_LOCAL_SIZE",),
     ),
-    "pals": Numbering(
+    "pals": RankVariables(
         ("PALS_RANKID",),
         ("PMI_SIZE", "PALS_SIZE"),
         ("PALS_LOCAL_RANKID", "PMI_LOCAL_RANK"),
         ("PMI_LOCAL_SIZE", "PALS_LOCAL_SIZE"),
     ),
-    "mpich": Numbering(
+    "mpich": RankVariables(
         ("PMI_RANK",), ("PMI_SIZE",), ("MPI_LOCALRANKID", "PMI_LOCAL_RANK"), ("MPI_LOCALNRANKS", "PMI_LOCAL_SIZE")
     ),
-    "mvapich": Numbering(
+    "mvapich": RankVariables(
         ("MV2_COMM_WORLD_RANK", "MVP_COMM_WORLD_RANK"),
         ("MV2_COMM_WORLD_SIZE", "MVP_COMM_WORLD_SIZE"),
         ("MV2_COMM_WORLD_LOCAL_RANK", "MVP_COMM_WORLD_LOCAL_RANK"),
         ("MV2_COMM_WORLD_LOCAL_SIZE", "MVP_COMM_WORLD_LOCAL_SIZE"),
     ),
-    "jsrun": Numbering(
+    "jsrun": RankVariables(
         ("JSM_NAMESPACE_RANK",),
         ("JSM_NAMESPACE_SIZE",),
         ("JSM_NAMESPACE_LOCAL_RANK",),
         ("JSM_NAMESPACE_LOCAL_SIZE",),
     ),
-    "flux": Numbering(("FLUX_TASK_RANK",), ("FLUX_JOB_SIZE",), ("FLUX_TASK_LOCAL_ID",), ()),
-    "slurm": Numbering(("SLURM_PROCID",), ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"), ("SLURM_LOCALID",), ()),
+    "flux": RankVariables(("FLUX_TASK_RANK",), ("FLUX_JOB_SIZE",), ("FLUX_TASK_LOCAL_ID",), ()),
+    "slurm": RankVariables(("SLURM_PROCID",), ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"), ("SLURM_LOCALID",), ()),
 }
 
 # Ranks of launchers that do not say of how many, and names that no launcher known here uses.
@@ -104,14 +104,14 @@ RANK_LIKE = re.compile(r"\w+_(COMM_WORLD|WORLD|GLOBAL|NAMESPACE|JOB|TASK|APP)_(R
 
 
 def numbering(environ: Mapping[str, str]) -> str | None:
-    """The name in `NUMBERINGS` of the launcher that has made this process a rank; None where it is none.
+    """The name in `RANK_VARIABLES` of the launcher that has made this process a rank; None where it is none.
 
     A batch script of Slurm's has SLURM_PROCID=0 and SLURM_NTASKS=N too; only inside a step is it a rank.
 
     Raises:
         LaunchError: some variable says that it is a rank, of a launcher that is not known or does not say of how many.
     """
-    for source, names in NUMBERINGS.items():
+    for source, names in RANK_VARIABLES.items():
         rank = read_number(environ, names.rank)
         # PRRTE starts its daemons by srun, so that their places are in the environment of its ranks.
         if rank is not None and (

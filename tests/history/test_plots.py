@@ -1,6 +1,7 @@
 """Plots exist and show something; a plot that fails costs a warning; the command prints a summary."""
 
 import logging
+import re
 import subprocess
 import sys
 
@@ -201,3 +202,17 @@ def test_a_run_by_epochs_shows_its_losses_and_its_accuracy(tmp_path):
     assert [text.get_text() for text in losses.get_legend().get_texts()] == ["train_loss", "test_loss"]
     assert accuracy.get_ylabel() == "test_acc [%]"
     assert times.get_title(loc="left") == "Time of an epoch"
+
+
+def test_on_a_terminal_the_summary_is_a_table(tmp_path, monkeypatch, capsys):
+    """Its long lines are wrapped, where those of a file are not."""
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", "60")
+    text = f"[red]{'word ' * 20}end"
+    command.show_summary("run", [("state", "finished"), ("left out", text)])
+    printed = re.sub(r"\x1b\[[0-9;]*m", "", capsys.readouterr().out)
+    assert "[red]word" in printed
+    assert max(map(len, printed.splitlines())) <= 60
+    monkeypatch.setattr("sys.stdout.isatty", lambda: False)
+    command.show_summary("run", [("state", "finished"), ("left out", text)])
+    assert capsys.readouterr().out == f"run\n  state      finished\n  left out   {text}\n"

@@ -168,15 +168,17 @@ def test_a_syntax_error(launcher, how):
 def test_a_command_lines_help_and_errors_are_said_once(launcher):
     launcher.write(
         "t.py",
-        "import argparse\nfrom mmm.runtime.failure import said_once\n"
+        "import argparse\nfrom mmm.runtime.failure import print_once\n"
         "p = argparse.ArgumentParser('t')\np.add_argument('--lr', type=float)\n"
-        "with said_once(): args = p.parse_args()\nprint(args.lr)",
+        "with print_once(): args = p.parse_args()\nprint(args.lr)",
     )
     bad = launcher.run("-n", "3", "python3", "t.py", "--lr", "x")
     assert bad.returncode == 2
     assert bad.stderr.count("invalid float value") == bad.stderr.count("usage") == 1
     assert "launch:" not in bad.stderr
-    launcher.write("exit.py", "from mmm.runtime.failure import said_once\nwith said_once(): raise SystemExit('no lr')")
+    launcher.write(
+        "exit.py", "from mmm.runtime.failure import print_once\nwith print_once(): raise SystemExit('no lr')"
+    )
     assert launcher.run("-n", "3", "python3", "exit.py").stderr == "no lr\n"
     good = launcher.run("-n", "3", "python3", "t.py", "--help")
     assert (good.returncode, good.stdout.count("usage")) == (0, 1)

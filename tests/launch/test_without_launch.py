@@ -18,19 +18,19 @@ run_main(main)
 """
 PARSER = """
 import argparse
-from mmm.runtime.failure import said_once
+from mmm.runtime.failure import print_once
 parser = argparse.ArgumentParser("t")
 parser.add_argument("--lr", type=float)
-with said_once():
+with print_once():
     parser.parse_args()
 """
 OPTIONS = """
 import dataclasses, tyro
-from mmm.runtime.failure import said_once
+from mmm.runtime.failure import print_once
 @dataclasses.dataclass
 class Options:
     lr: float = 1.0
-with said_once():
+with print_once():
     tyro.cli(Options, prog="t")
 """
 RANKS = [

@@ -9,7 +9,7 @@ from threading import Event
 import pytest
 import torch.distributed as dist
 
-from mmm.runtime.agreement import find_meeting
+from mmm.runtime.agreement import rendezvous
 from mmm.runtime.ranks import Rank
 from support.clock import PATIENCE
 
@@ -60,7 +60,7 @@ def attempt(store, deaths):
     """An attempt in which rank r dies at its deaths[r]-th call of the store; the others wait for it until they end."""
     store.set_timeout(timedelta(seconds=0.1))
     with ThreadPoolExecutor() as pool:
-        calls = [pool.submit(find_meeting, Dying(store, deaths.get(rank.rank, 99)), rank) for rank in ranks(3)]
+        calls = [pool.submit(rendezvous, Dying(store, deaths.get(rank.rank, 99)), rank) for rank in ranks(3)]
         errors = [call.exception() for call in calls]
     store.set_timeout(timedelta(seconds=PATIENCE))
     return errors
@@ -68,7 +68,7 @@ def attempt(store, deaths):
 
 def meet(store):
     with ThreadPoolExecutor() as pool:
-        return list(pool.map(find_meeting, [store] * 3, ranks(3)))
+        return list(pool.map(rendezvous, [store] * 3, ranks(3)))
 
 
 @pytest.mark.parametrize("victim", [0, 1, 2])
@@ -95,9 +95,9 @@ def test_ranks_that_come_before_rank_0_wait_for_it(before):
         assert isinstance(attempt(store, {1: 0})[1], Died)
     first, *others = ranks(3)
     with ThreadPoolExecutor() as pool:
-        early = [pool.submit(find_meeting, store, other) for other in others]
+        early = [pool.submit(rendezvous, store, other) for other in others]
         assert not wait(early, 0.3).done
-        main = pool.submit(find_meeting, store, first)
+        main = pool.submit(rendezvous, store, first)
         assert {each.result(60) for each in [*early, main]} == {1 if before == "nothing" else 2}
 
 
@@ -108,12 +108,12 @@ def test_a_rank_may_be_slow_at_any_moment(calls):
     first, second = ranks(2)
     slow = Late(store, calls)
     with ThreadPoolExecutor() as pool:
-        late = pool.submit(find_meeting, slow, second)
-        mains = pool.submit(lambda: [find_meeting(store, first), find_meeting(store, first)])
+        late = pool.submit(rendezvous, slow, second)
+        mains = pool.submit(lambda: [rendezvous(store, first), rendezvous(store, first)])
         slow.there.wait(0.2)
         slow.goes_on.set()
         assert late.result() == 1
-        assert find_meeting(store, second) == 2
+        assert rendezvous(store, second) == 2
         assert mains.result() == [1, 2]
 
 

@@ -37,7 +37,7 @@ def main(argv: list[str]) -> int:
         print(f"finalized: {finalize(args.outdir)}")
     ds = load(args.outdir)
     ended = str(read_ending(ds.attrs) or Ending(FINISHED))
-    show("\n".join([args.outdir, *(f"  {name:<11}{printable(text)}" for name, text in summary(ds, ended))]) + "\n")
+    show_summary(args.outdir, [(name, printable(text)) for name, text in summary(ds, ended)])
     names = metrics(ds)
     metric = args.metric or next((name for name in ("loss", *names) if name in names), None)
     if metric and ds.sizes["draw"]:
@@ -48,6 +48,22 @@ def main(argv: list[str]) -> int:
         written = plot_all(ds, args.outdir)
         print(f"{len(written)} plots in {args.outdir}/plots" + (f", first {written[0]}" if written else ""))
     return 0
+
+
+def show_summary(title: str, rows: list[tuple[str, str]]) -> None:
+    """A line a row; on a terminal a table, whose long cells are wrapped."""
+    if not sys.stdout.isatty():
+        show("\n".join([title, *(f"  {name:<11}{text}" for name, text in rows)]) + "\n")
+        return
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(title=Text(title), title_justify="left", show_header=False, box=None, padding=(0, 2))
+    table.add_column(style="bold")
+    for name, text in rows:
+        table.add_row(name, Text(text))
+    Console().print(table)
 
 
 def summary(ds: "xarray.Dataset", state: str) -> list[tuple[str, str]]:

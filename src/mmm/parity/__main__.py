@@ -25,7 +25,7 @@ from mmm.errors import ConfigError, LaunchError, LayoutError, UserError
 from mmm.layout import ScheduleName
 from mmm.parity import models
 from mmm.parity.layouts import AXES, ParityCase, canonical, matrix, optimizers_for, ranks_of
-from mmm.runtime.failure import USER_ERROR_EXIT, report_user_error, said_once
+from mmm.runtime.failure import USER_ERROR_EXIT, print_once, report_user_error
 from mmm.runtime.ranks import LONGEST, whoami
 
 if TYPE_CHECKING:
@@ -156,7 +156,7 @@ def main(argv: list[str] | None = None) -> int:
         The exit code.
     """
     try:
-        with said_once():
+        with print_once():
             options = tyro.cli(
                 Options, prog="python3 -m mmm.parity", description=__doc__, args=argv, use_underscores=True
             )

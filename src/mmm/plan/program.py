@@ -29,7 +29,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from mmm.contract import DRY_RUN_VARIABLE, NUMBERINGS
+from mmm.contract import DRY_RUN_VARIABLE, RANK_VARIABLES
 from mmm.layout import Layout
 from mmm.models import weights
 from mmm.models.experts import has_experts
@@ -117,8 +117,8 @@ class Rehearsal(Observer):
 def rehearsing(rank: int, world_size: int) -> Iterator[Rehearsal]:
     """Inside, this process is rank `rank` of `world_size` by its environment, and a run that it starts is a dry one."""
     before = dict(os.environ)
-    for numbering in NUMBERINGS.values():
-        for names in numbering:
+    for variables in RANK_VARIABLES.values():
+        for names in variables:
             for name in names:
                 os.environ.pop(name, None)
     os.environ |= {

@@ -3,7 +3,7 @@
 Each rank leaves what it knows in the store by which the ranks have found each other. Rank 0 reads it, and tells all
 what follows: either every rank goes on, or every rank raises the same error. `agree` compares what has to be equal, and
 does what only rank 0 does (such as to prepare the run's folder); `check_devices` finds ranks on one device;
-`find_hosts` says who is on which host; `find_meeting` finds the others where dead ranks have left their own.
+`find_hosts` says who is on which host; `rendezvous` finds the others where dead ranks have left their own.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ class Store(Protocol):
     def check(self, keys: list[str], /) -> bool: ...
 
 
-def find_meeting(store: Store, rank: Rank) -> int:
-    """The number of the meeting that all ranks are at now, from 1 on. A collective.
+def rendezvous(store: Store, rank: Rank) -> int:
+    """The number of the rendezvous that all ranks are at now, from 1 on. A collective.
 
     torchrun's store stays when it starts the ranks again, with all that the dead have left in it: how far each had
-    come, and where it listened. Rank 0 begins a meeting that is new; the others come once it has begun. One at which
-    not all have come is over when the next begins; one that has been held is not waited for again.
+    come, and where it listened. Rank 0 begins a new one; the others come once it has begun. One at which not all have
+    come is over when the next begins; one that has been held is not waited for again.
     """
 
     def key(number: int, what: str) -> str:
@@ -66,7 +66,7 @@ def find_meeting(store: Store, rank: Rank) -> int:
         number += 1
 
 
-def next_place(store: Store, rank: Rank, what: str) -> str:
+def unique_key(store: Store, rank: Rank, what: str) -> str:
     """Where in the store the ranks leave what belongs to their next `what`: no key there has been used before.
 
     Every rank counts its own. They agree, because what is counted is a collective.
@@ -93,13 +93,13 @@ def agree(
         UserError: what `then` has raised on rank 0.
     """
 
-    def decide(found: list[Any]) -> str:
-        if text := differences(found, advice or {}):
+    def decide(by_rank: list[Any]) -> str:
+        if text := differences(by_rank, advice or {}):
             raise ConfigError(text)
         then()
         return ""
 
-    decide_together(store, rank, (socket.gethostname(), dict(facts)), decide)
+    decide_on_rank0(store, rank, (socket.gethostname(), dict(facts)), decide)
 
 
 def check_devices(store: Store, rank: Rank, identity: str) -> None:
@@ -112,9 +112,9 @@ def check_devices(store: Store, rank: Rank, identity: str) -> None:
         DeviceError: which ranks, where.
     """
 
-    def decide(found: list[Any]) -> str:
+    def decide(by_rank: list[Any]) -> str:
         ranks: dict[tuple[str, str], list[int]] = {}
-        for number, (host, device) in enumerate(found):
+        for number, (host, device) in enumerate(by_rank):
             ranks.setdefault((host, device), []).append(number)
         shared = [(host, where) for (host, device), where in ranks.items() if device and len(where) > 1]
         if shared:
@@ -127,15 +127,15 @@ def check_devices(store: Store, rank: Rank, identity: str) -> None:
             )
         return ""
 
-    decide_together(store, rank, (socket.gethostname(), identity), decide)
+    decide_on_rank0(store, rank, (socket.gethostname(), identity), decide)
 
 
 def find_hosts(store: Store, rank: Rank) -> list[str]:
     """The host of every rank, by rank. A collective."""
-    return json.loads(decide_together(store, rank, socket.gethostname(), json.dumps))
+    return json.loads(decide_on_rank0(store, rank, socket.gethostname(), json.dumps))
 
 
-def decide_together(store: Store, rank: Rank, own: Any, decide: Callable[[list[Any]], str]) -> str:
+def decide_on_rank0(store: Store, rank: Rank, own: Any, decide: Callable[[list[Any]], str]) -> str:
     """What rank 0 decides on what all ranks have, on every rank. A collective, in the same order on all.
 
     Args:
@@ -144,7 +144,7 @@ def decide_together(store: Store, rank: Rank, own: Any, decide: Callable[[list[A
     Raises:
         UserError: `decide` has raised it.
     """
-    where = next_place(store, rank, "agreement")
+    where = unique_key(store, rank, "agreement")
     if not rank.is_main:
         store.set(f"{where}/{rank.rank}", json.dumps(own))
         kind, text = json.loads(store.get(f"{where}/verdict"))
@@ -179,26 +179,26 @@ def _wait_until_heard(store: Store, where: str, others: int) -> None:
         time.sleep(0.01)
 
 
-def differences(found: Sequence[tuple[str, Mapping[str, str]]], advice: Mapping[str, str]) -> str | None:
+def differences(by_rank: Sequence[tuple[str, Mapping[str, str]]], advice: Mapping[str, str]) -> str | None:
     """What is not equal, in words; None if everything is.
 
     Args:
-        found: of every rank, by rank: its host, and its facts by name. advice: as in `agree`.
+        by_rank: of every rank, by rank: its host, and its facts by name. advice: as in `agree`.
     """
     values: dict[str, dict[str, list[int]]] = {}
-    for rank, (_, facts) in enumerate(found):
+    for rank, (_, facts) in enumerate(by_rank):
         for name, value in facts.items():
             values.setdefault(name, {}).setdefault(value, []).append(rank)
     different = {name: ranks for name, ranks in values.items() if len(ranks) > 1}
     if not different:
         return None
-    hosts = [host for host, _ in found]
+    hosts = [host for host, _ in by_rank]
     lines = [f"  {name}: {_values(ranks, hosts)}" for name, ranks in list(different.items())[:FACTS]]
     if len(different) > FACTS:
         lines.append(f"  and {len(different) - FACTS} more: {', '.join(list(different)[FACTS:])}")
     help_ = dict.fromkeys(advice.get(name, advice.get("", "")) for name in different)
     lines += [text for text in help_ if text]
-    return "\n".join([f"the ranks differ in what has to be the same on all {len(found)} of them:", *lines])
+    return "\n".join([f"the ranks differ in what has to be the same on all {len(by_rank)} of them:", *lines])
 
 
 def _values(ranks: Mapping[str, list[int]], hosts: Sequence[str]) -> str:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from typing import NoReturn
 
 from mmm import contract, streams
-from mmm.contract import DRY_RUN_VARIABLE, NUMBERINGS, USER_ERROR_EXIT, report
+from mmm.contract import DRY_RUN_VARIABLE, RANK_VARIABLES, USER_ERROR_EXIT, report
 from mmm.contract import first_failure as first_failure  # docs/launch.md names it here
 from mmm.errors import UserError
 from mmm.outside import printable_lines
@@ -28,13 +28,13 @@ RULE = re.compile(r"\s*(-{3,}|─{3,}|)\s*")  # a line across, or an empty one
 
 def rank() -> int:
     """This process's rank by the environment (torch's variables, then MPI's and Slurm's); 0 where none is set."""
-    for name in [name for source in NUMBERINGS.values() for name in source.rank]:
+    for name in [name for source in RANK_VARIABLES.values() for name in source.rank]:
         if os.environ.get(name, "").isdigit():
             return int(os.environ[name])
     return 0
 
 
-def whereabouts() -> str:
+def log_prefix() -> str:
     """`[rank 3 on nid0042] `, for a line on this process's own stderr; "" for a process that is alone."""
     try:
         if whoami().world_size == 1:
@@ -54,7 +54,7 @@ def report_user_error(error: UserError) -> None:
         return
     everywhere = error.on_every_rank
     if rank() == 0 or not everywhere:
-        print(f"error: {'' if everywhere else whereabouts()}{text}", file=sys.stderr, flush=True)
+        print(f"error: {'' if everywhere else log_prefix()}{text}", file=sys.stderr, flush=True)
 
 
 def run_main(fn: Callable[[], object]) -> NoReturn:
@@ -76,7 +76,7 @@ def run_main(fn: Callable[[], object]) -> NoReturn:
 
 
 @contextlib.contextmanager
-def said_once() -> Iterator[None]:
+def print_once() -> Iterator[None]:
     """For a command line's parsing: what it prints before it exits is printed once for the run, not once a rank.
 
     stdout and stderr are held back inside. If the block raises `SystemExit`, as `--help` and a wrong flag do, launch
@@ -96,7 +96,9 @@ def said_once() -> Iterator[None]:
         code = stop.code if isinstance(stop.code, int) else 1
         text = out.getvalue() + err.getvalue()
         if not report("exit", text, code):
-            _say(out, err) if rank() == 0 else print(f"error: {whereabouts()}{gist(text)}", file=sys.stderr, flush=True)
+            _say(out, err)
+            if rank() != 0:
+                print(f"error: {log_prefix()}{summarize(text)}", file=sys.stderr, flush=True)
         raise SystemExit(code) from None
     _say(out, err)
 
@@ -108,7 +110,7 @@ def _say(out: io.StringIO, err: io.StringIO) -> None:
         sys.stdout.flush()
 
 
-def gist(text: str) -> str:
+def summarize(text: str) -> str:
     """What is wrong with a command line, in one line, from all that a parser prints: usage, lines across, help.
 
     tyro writes a title, and below a line across what is wrong; argparse ends with `program: error: …`.
@@ -119,7 +121,7 @@ def gist(text: str) -> str:
             parts.append([])
         else:
             parts[-1].append(line.strip())
-    said = [" ".join(lines) for lines in parts if lines]
-    titled = len(said) > 1 and "---" in text
-    short = "".join(said[1:2] if titled else said[:1]).rpartition(" error: ")[2]
+    blocks = [" ".join(lines) for lines in parts if lines]
+    titled = len(blocks) > 1 and "---" in text
+    short = "".join(blocks[1:2] if titled else blocks[:1]).rpartition(" error: ")[2]
     return short if len(short) <= SHORT else f"{short[:SHORT]} …"

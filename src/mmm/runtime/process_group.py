@@ -21,7 +21,7 @@ from torch import Tensor
 
 from mmm.contract import ENDING, LOOPBACK, MARKER_VARIABLE, check_loopback, open_files
 from mmm.errors import LaunchError
-from mmm.runtime.agreement import check_devices, find_hosts, find_meeting, next_place
+from mmm.runtime.agreement import check_devices, find_hosts, rendezvous, unique_key
 from mmm.runtime.device import backend_for, identity
 from mmm.runtime.ranks import DRY_RUN, Rank
 from mmm.torch_private.groups import can_split, default_group, default_timeout, group_names
@@ -44,7 +44,7 @@ _store: dict[tuple, dist.Store] = {}
 
 @contextlib.contextmanager
 def process_group(
-    rank: Rank, device: torch.device, timeout: float = 600.0, meet: Callable[[dist.Store], None] | None = None
+    rank: Rank, device: torch.device, timeout: float = 600.0, on_rendezvous: Callable[[dist.Store], None] | None = None
 ) -> Iterator[None]:
     """The default process group of all ranks, for the length of a ``with`` block.
 
@@ -54,8 +54,8 @@ def process_group(
 
     Args:
         timeout: seconds that a collective, or the start, may take; on accelerators `MARGIN` more.
-        meet: called with a store that all ranks share, before any backend and device is set up: what it raises on every
-            rank costs no waiting for ranks that another backend would never meet.
+        on_rendezvous: called with a store that all ranks share, before any backend and device is set up: what it raises
+            on every rank costs no waiting for ranks that another backend would never meet.
 
     Raises:
         LaunchError: rank 0 cannot listen on MASTER_PORT, or a rank may not open enough files. DeviceError: two ranks
@@ -68,7 +68,7 @@ def process_group(
     # With TORCH_GLOO_LAZY_INIT=1 it connects when ranks first send, but a rank that leaves then takes the sockets away
     # from those that are still connecting: barrier, then destroy, on 16 ranks failed in 4 of 30 runs, and without in 0.
     with _files(open_files()):
-        yield from _group(rank, device, limit, meet)
+        yield from _group(rank, device, limit, on_rendezvous)
 
 
 @contextlib.contextmanager
@@ -85,21 +85,21 @@ def _files(limit: int) -> Iterator[None]:
 
 
 def _group(
-    rank: Rank, device: torch.device, limit: timedelta, meet: Callable[[dist.Store], None] | None
+    rank: Rank, device: torch.device, limit: timedelta, on_rendezvous: Callable[[dist.Store], None] | None
 ) -> Iterator[None]:
     options: dict = {"backend": backend_for(device), "timeout": limit}
     if device.type in ("cuda", "xpu"):
         options["device_id"] = device
         # Of sends that wait for each other: a pipeline's have groups of their own, but for shapes in its first step.
         os.environ.setdefault("TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING", "false")
-    with _meeting(rank, limit) as store:
-        if meet is not None:
-            meet(store)
+    with _shared_store(rank, limit) as store:
+        if on_rendezvous is not None:
+            on_rendezvous(store)
         if "device_id" in options and rank.world_size > 1:
             check_devices(store, rank, identity(device))
         # A process's second group has the first one's store: by the same keys, ranks would connect where the others
         # listened before.
-        prefixed = dist.PrefixStore(next_place(store, rank, "groups"), store)
+        prefixed = dist.PrefixStore(unique_key(store, rank, "groups"), store)
         dist.init_process_group(store=prefixed, rank=rank.rank, world_size=rank.world_size, **options)
     with default_timeout(limit), bound_if_it_splits():
         yield
@@ -134,15 +134,15 @@ def locate(rank: Rank, timeout: float = 600.0) -> Rank:
     """
     if rank.local_rank is not None and rank.local_world_size is not None:
         return rank
-    with _meeting(rank, timedelta(seconds=timeout)) as store:
+    with _shared_store(rank, timedelta(seconds=timeout)) as store:
         hosts = find_hosts(store, rank)
-    mates = [other for other, host in enumerate(hosts) if host == hosts[rank.rank]]
-    local_rank = mates.index(rank.rank) if rank.local_rank is None else rank.local_rank
-    return replace(rank, local_rank=local_rank, local_world_size=len(mates), store=store)
+    peers = [other for other, host in enumerate(hosts) if host == hosts[rank.rank]]
+    local_rank = peers.index(rank.rank) if rank.local_rank is None else rank.local_rank
+    return replace(rank, local_rank=local_rank, local_world_size=len(peers), store=store)
 
 
 @contextlib.contextmanager
-def _meeting(rank: Rank, limit: timedelta) -> Iterator[dist.Store]:
+def _shared_store(rank: Rank, limit: timedelta) -> Iterator[dist.Store]:
     """The store that all ranks share, while they meet.
 
     Until they have met, a signal would make PyTorch print C++ frames and go on. launch kills who does not heed it.
@@ -174,15 +174,15 @@ def _find_store(rank: Rank, limit: timedelta) -> dist.Store:
         _store.clear()
         if rank.address in LOOPBACK:
             check_loopback(rank.address)
-        _store[where] = _listen_here(rank, limit) if _listens_here(rank) else _rendezvous(rank, limit)
+        _store[where] = _listen_here(rank, limit) if _listens_here(rank) else _connect(rank, limit)
     store = _store[where]
     store.set_timeout(limit)
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True):
-        return dist.PrefixStore(f"mmm/meeting/{find_meeting(store, rank)}", store)
+        return dist.PrefixStore(f"mmm/meeting/{rendezvous(store, rank)}", store)
     return store
 
 
-def _rendezvous(rank: Rank, limit: timedelta) -> dist.Store:
+def _connect(rank: Rank, limit: timedelta) -> dist.Store:
     address = f"[{rank.address}]" if ":" in (rank.address or "") else rank.address
     store, *_ = next(dist.rendezvous(f"tcp://{address}:{rank.port}", rank.rank, rank.world_size, timeout=limit))
     return store

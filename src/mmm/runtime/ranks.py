@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from mmm.contract import DRY_RUN_VARIABLE, LOOPBACK, MARKER_VARIABLE, NUMBERINGS, numbering, port_of, read_number
+from mmm.contract import DRY_RUN_VARIABLE, LOOPBACK, MARKER_VARIABLE, RANK_VARIABLES, numbering, port_of, read_number
 from mmm.errors import LaunchError
 
 DRY_RUN = "dry run"  # the source of a rank that is not there (`mmm.plan.dry_run`)
@@ -25,8 +25,8 @@ class Rank:
     Attributes:
         rank, world_size: over all hosts, 0 ≤ rank < world_size.
         local_rank, local_world_size: the same on this host; None where nothing says them (`process_group.locate`).
-        source: what told us: ``launch``, ``alone``, or its name in `mmm.contract.NUMBERINGS`; ``dry run`` for a rank
-            that is not there.
+        source: what told us: ``launch``, ``alone``, or its name in `mmm.contract.RANK_VARIABLES`; ``dry run`` for a
+            rank that is not there.
         address, port: where rank 0's store listens; None where this process is alone.
         store: by which the ranks have met; None before.
     """
@@ -88,7 +88,7 @@ def whoami(env: Mapping[str, str] | None = None) -> Rank:
     name = numbering(env)
     if name is None:
         return Rank(0, 1, 0, 1, "alone")
-    source = NUMBERINGS[name]
+    source = RANK_VARIABLES[name]
     rank, world = read_number(env, source.rank), read_number(env, source.world)
     assert rank is not None
     if world is None:
@@ -117,18 +117,18 @@ def _behind_pmi(env: Mapping[str, str], rank: int, world: int) -> str | None:
 
     `srun --mpi=pmi2` does, and Flux.
     """
-    if read_number(env, NUMBERINGS["mpich"].local_rank) is not None:
+    if read_number(env, RANK_VARIABLES["mpich"].local_rank) is not None:
         return None
     if "SLURM_STEP_ID" in env and "SLURM_LOCALID" in env:
         return "slurm"
-    flux = NUMBERINGS["flux"]
+    flux = RANK_VARIABLES["flux"]
     own = [read_number(env, flux.rank), read_number(env, flux.world)]
     return "flux" if [number and number[1] for number in own] == [rank, world] else None
 
 
 def _local_numbers(name: str, env: Mapping[str, str], world: int) -> tuple[int | None, int | None]:
     """Local rank and local world size by launcher `name`; None where it does not say."""
-    local, local_world = (read_number(env, names) for names in NUMBERINGS[name][2:])
+    local, local_world = (read_number(env, names) for names in RANK_VARIABLES[name][2:])
     size = local_world[1] if local_world else None
     if name == "slurm":
         size = _slurm_local_world(env)

@@ -14,7 +14,7 @@ import time
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
-from mmm.contract import LOOPBACK, NUMBERINGS, check_loopback, read_number
+from mmm.contract import LOOPBACK, RANK_VARIABLES, check_loopback, read_number
 from mmm.errors import LaunchError, UserError
 from mmm.launch.channel import commands, handshake
 from mmm.launch.channel import link as links
@@ -31,7 +31,7 @@ from mmm.launch.run.server import ForkServerProcess
 from mmm.launch.staging.host import Stager
 
 MPI_PREFIXES = ("PMI_", "PMIX_", "OMPI_", "PALS_", "MPI_LOCAL", "HYDI_")
-NAMES = {"srun": "slurm", "hydra": "mpich", "pals": "pals", "openmpi": "openmpi"}  # in `NUMBERINGS`
+NAMES = {"srun": "slurm", "hydra": "mpich", "pals": "pals", "openmpi": "openmpi"}  # in `RANK_VARIABLES`
 
 
 def main() -> int:
@@ -150,7 +150,7 @@ def numbers(launcher: str, env: Mapping[str, str], world: int) -> tuple[int, int
     Raises:
         LaunchError: it has set no rank.
     """
-    names = NUMBERINGS[NAMES[launcher]]
+    names = RANK_VARIABLES[NAMES[launcher]]
     rank = read_number(env, names.rank)
     if rank is None:
         raise LaunchError(

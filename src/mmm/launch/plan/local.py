@@ -4,7 +4,7 @@ import os
 import socket
 from collections.abc import Mapping
 
-from mmm.contract import DEVICE_VARIABLE, NUMBERINGS, check_loopback, numbering, read_number
+from mmm.contract import DEVICE_VARIABLE, RANK_VARIABLES, check_loopback, numbering, read_number
 from mmm.errors import LaunchError
 from mmm.launch.plan import accelerators, hosts, scheduler, variables
 from mmm.launch.plan.accelerators import Accelerators
@@ -137,7 +137,7 @@ def refuse_inside_a_rank(environ: Mapping[str, str]) -> None:
     source = numbering(environ)
     if source is None:
         return
-    rank, size = read_number(environ, NUMBERINGS[source].rank), read_number(environ, NUMBERINGS[source].world)
+    rank, size = read_number(environ, RANK_VARIABLES[source].rank), read_number(environ, RANK_VARIABLES[source].world)
     assert rank is not None
     if source == "pals" and size is None:  # Aurora's
         size = "PMI_SIZE", 2

@@ -17,7 +17,7 @@ from typing import Any, Protocol, TypeVar, runtime_checkable
 import tyro
 
 from mmm.errors import ConfigError
-from mmm.runtime.failure import said_once
+from mmm.runtime.failure import print_once
 from mmm.runtime.ranks import DRY_RUN, command_line, whoami
 from mmm.trainer.config.run import flags_of, replace_flags
 
@@ -103,7 +103,7 @@ def parse(config: type[Config], doc: str | None = None) -> Config:
     default: Any = tyro.MISSING_NONPROP
     if issubclass(config, WithDefaults):
         default = replace_flags(config(), **config.defaults(sys.argv[1:]))
-    with said_once():
+    with print_once():
         made: Config = tyro.cli(
             config,
             prog=shlex.join(command_line()[: -len(sys.argv[1:]) or None]),
