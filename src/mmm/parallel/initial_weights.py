@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from mmm.errors import ConfigError
+from mmm.errors import ConfigError, config_field
 from mmm.models import weights
 from mmm.models.meta import KEPT, drop_values
 from mmm.parallel.dp.wrapped import Wrapper, is_offloaded, unwrapped
@@ -54,7 +54,7 @@ def materialize(
     """
     inner = unwrapped(model)
     if init not in (None, "by_name"):
-        raise ConfigError(f'init {init!r}: it is None or "by_name"', fields=("init",))
+        raise ConfigError(f'{config_field("init")} {init!r}: it is None or "by_name"')
     if values is None and init is None and not hasattr(inner, "init_rule"):
         values = _constructed(inner, model.mesh if isinstance(model, Wrapper) else None)
     if values is None:

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from mmm.errors import ConfigError, LayoutError
+from mmm.errors import ConfigError, LayoutError, config_field
 from mmm.layout import Layout, Techniques
 
 
@@ -53,7 +53,7 @@ SCHEDULES: dict[str, Schedule] = {
 def find_schedule(name: str) -> Schedule:
     """Raises ConfigError where there is no such schedule."""
     if name not in SCHEDULES:
-        raise ConfigError(f"schedule {name!r} is not one of {', '.join(SCHEDULES)}", fields=("schedule",))
+        raise ConfigError(f"{config_field('schedule')} {name!r} is not one of {', '.join(SCHEDULES)}")
     return SCHEDULES[name]
 
 
@@ -83,8 +83,9 @@ def check_pipeline(layout: Layout, techniques: Techniques, batch: int, parts: in
     """
     if dtype == "fp16":
         raise ConfigError(
-            "dtype fp16 scales the loss up, by a factor that all stages would have to agree on: use bf16 or fp32",
-            fields=("dtype",),
+            f"{config_field('dtype')} "
+            "fp16 scales the loss up, by a factor that all stages would have to agree on: use bf16 or "
+            "fp32"
         )
     schedule, pp = techniques.schedule, layout.pp
     kind = find_schedule(schedule)
@@ -95,7 +96,7 @@ def check_pipeline(layout: Layout, techniques: Techniques, batch: int, parts: in
         wrong.append(f"pp {pp}: a pipeline has at least 2 ranks; on 1 there is nothing to split")
     if each < kind.least or (kind.most is not None and each > kind.most):
         takes = f"exactly {kind.least}" if kind.most == kind.least else f"at least {kind.least}"
-        wrong.append(f"stages_per_rank {each}: {schedule} takes {takes}")
+        wrong.append(f"{config_field('stages_per_rank')} {each}: {schedule} takes {takes}")
     elif pp * each > parts:
         wrong.append(
             f"pp {pp} with {each} stages a rank is {pp * each} stages, and the model has {parts} parts to put into "
@@ -105,22 +106,24 @@ def check_pipeline(layout: Layout, techniques: Techniques, batch: int, parts: in
     wrong += _microbatch_problems(schedule, pp, microbatches, batch)
     if techniques.compile and kind.splits:
         wrong.append(
-            f"compile with {schedule}, which splits the backward of a stage in two: PyTorch cannot split a compiled "
-            f"one; leave compile out, or use 1F1B or Interleaved1F1B"
+            f"{config_field('compile')} "
+            f"with {schedule}, which splits the backward of a stage in two: PyTorch cannot split a compiled "
+            f"one; leave {config_field('compile')} out, or use 1F1B or Interleaved1F1B"
         )
     if techniques.checkpointing == "selective" and kind.splits:
         wrong.append(
-            f"checkpointing selective with {schedule}, which goes through the backward of a stage twice, for its input "
+            f"{config_field('checkpointing')} "
+            f"selective with {schedule}, which goes through the backward of a stage twice, for its input "
             f"and for its weights: what was kept, PyTorch gives back once; use full (which then "
             f"recomputes the forward twice), or 1F1B or Interleaved1F1B"
         )
     if wrong:
-        raise LayoutError("; ".join(wrong), fields=("stages_per_rank", "microbatches", "compile", "checkpointing"))
+        raise LayoutError("; ".join(wrong))
     return each, microbatches
 
 
 def _microbatch_problems(schedule: str, pp: int, microbatches: int, batch: int) -> list[str]:
-    least, multiple = SCHEDULES[schedule].microbatches(pp)
+    name, (least, multiple) = config_field("microbatches"), SCHEDULES[schedule].microbatches(pp)
     why = []
     if microbatches < least:
         why.append(f"{schedule} with pp {pp} needs at least {least}")
@@ -134,5 +137,5 @@ def _microbatch_problems(schedule: str, pp: int, microbatches: int, batch: int) 
     if not why:
         return []
     good = [m for m in range(least, batch + 1) if m % multiple == 0 and batch % m == 0]
-    fix = f"microbatches {' or '.join(map(str, good[:4]))}" if good else f"a batch that is a multiple of {least}"
-    return [f"microbatches {microbatches}: {', and '.join(why)}; use {fix}"]
+    fix = f"{name} {' or '.join(map(str, good[:4]))}" if good else f"a batch that is a multiple of {least}"
+    return [f"{name} {microbatches}: {', and '.join(why)}; use {fix}"]
