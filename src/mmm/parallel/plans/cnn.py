@@ -20,7 +20,6 @@ from __future__ import annotations
 
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
-from mmm.errors import LayoutError
 from mmm.layout import Layout
 from mmm.models.cnn import CNNConfig
 from mmm.parallel.plan import Plan, axis_problems
@@ -53,6 +52,4 @@ def check_cnn(config: CNNConfig, layout: Layout) -> None:
     Raises:
         LayoutError: every rule that is broken, with its numbers and what to change.
     """
-    if wrong := config.problems() + axis_problems(cnn_plan(), layout):
-        raise LayoutError("; ".join(wrong))
-    refuse(cnn_rules(config, layout))
+    refuse({problem: problem for problem in axis_problems(cnn_plan(), layout)} | cnn_rules(config, layout))

@@ -23,7 +23,6 @@ from __future__ import annotations
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, PrepareModuleInput, RowwiseParallel
 
-from mmm.errors import LayoutError
 from mmm.layout import Layout
 from mmm.models.vit import ViTConfig
 from mmm.parallel.plan import Plan, axis_problems
@@ -69,6 +68,4 @@ def check_vit(config: ViTConfig, layout: Layout) -> None:
     Raises:
         LayoutError: every rule that is broken, with its numbers and what to change.
     """
-    if wrong := config.problems() + axis_problems(vit_plan(), layout):
-        raise LayoutError("; ".join(wrong))
-    refuse(vit_rules(config, layout))
+    refuse({problem: problem for problem in axis_problems(vit_plan(), layout)} | vit_rules(config, layout))
