@@ -4,6 +4,17 @@ A `UserError` ends the run with exit code 2 and is printed without a traceback: 
 elsewhere by each rank that has it, unless it is `on_every_rank`.
 """
 
+from __future__ import annotations
+
+from collections.abc import Callable
+
+MARK = "\0"  # around a field, in a message under way
+
+
+def config_field(name: str) -> str:
+    """The field of a configuration, for the message of a `UserError`: a command line shows it as its flag."""
+    return f"{MARK}{name}{MARK}"
+
 
 class UserError(ValueError):
     """Something the user gave does not fit. Base of all below.
@@ -11,8 +22,6 @@ class UserError(ValueError):
     Attributes:
         on_every_rank: every rank is known to raise it, because a collective has told them all: rank 0 alone prints it.
             A check that each rank makes for itself does not count: what fails on one host may pass on the others.
-        fields: of a configuration that the message names, such as ``microbatches`` in "microbatches 3: …"; a command
-            line shows them as its flags (`mmm.trainer.config.flags`).
         ranks: to start instead, where the message says "start 8 ranks"; a command line shows the line that does.
         kind: of the report to launch (`mmm.contract.Report`).
     """
@@ -20,10 +29,15 @@ class UserError(ValueError):
     kind = "user"
 
     def __init__(
-        self, *args: object, on_every_rank: bool = False, fields: tuple[str, ...] = (), ranks: int | None = None
+        self, message: object = "", *args: object, on_every_rank: bool = False, ranks: int | None = None
     ) -> None:
-        super().__init__(*args)
-        self.on_every_rank, self.fields, self.ranks = on_every_rank, fields, ranks
+        self._parts = str(message).split(MARK)
+        super().__init__("".join(self._parts), *args)
+        self.on_every_rank, self.ranks = on_every_rank, ranks
+
+    def with_fields(self, name_of: Callable[[str], str]) -> str:
+        """The message, where every `config_field` has the name that it is given, such as of its flag."""
+        return "".join(name_of(part) if place % 2 else part for place, part in enumerate(self._parts))
 
 
 class ConfigError(UserError):

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
 
-from mmm.errors import ConfigError, LayoutError
+from mmm.errors import ConfigError, LayoutError, config_field
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 DATA_PARALLEL = ("ddp", "zero1", "zero2", "zero3", "fsdp", "hsdp")  # zero3 is fsdp
@@ -192,22 +192,20 @@ def batch_sizes(batch_size: int | None, global_batch_size: int | None, dp: int, 
     Raises:
         LayoutError: not positive, both given and inconsistent, or the global batch does not divide over `dp`.
     """
-    fields = ("batch_size", "global_batch_size")
-    for name, value in zip(fields, (batch_size, global_batch_size), strict=True):
+    local_name, global_name = config_field("batch_size"), config_field("global_batch_size")
+    for name, value in ((local_name, batch_size), (global_name, global_batch_size)):
         if value is not None and value < 1:
-            raise LayoutError(f"{name} {value}: it must be at least 1", fields=fields)
+            raise LayoutError(f"{name} {value}: it must be at least 1")
     if global_batch_size is None:
         batch_size = batch_size or default
         return batch_size, batch_size * dp
     if global_batch_size % dp:
         raise LayoutError(
-            f"global_batch_size {global_batch_size} does not divide over {dp} data-parallel coordinates",
-            fields=fields,
+            f"{global_name} {global_batch_size} does not divide over {dp} data-parallel coordinates",
         )
     if batch_size is not None and batch_size * dp != global_batch_size:
         raise LayoutError(
-            f"batch_size {batch_size} on {dp} data-parallel coordinates is {batch_size * dp} samples a step, not "
-            f"global_batch_size {global_batch_size}: give one of them",
-            fields=fields,
+            f"{local_name} {batch_size} on {dp} data-parallel coordinates is {batch_size * dp} samples a step, not "
+            f"{global_name} {global_batch_size}: give one of them",
         )
     return global_batch_size // dp, global_batch_size

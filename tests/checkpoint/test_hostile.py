@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 
-import mmm.trainer.loop.pretrained  # noqa: F401  # so that it is not its import that takes a second
+import mmm.trainer.loop.language  # noqa: F401  # so that it is not its import that takes a second
 from mmm.checkpoint.manifest import MANIFEST, _digest, broken_file, file_sum, read_manifest
 from mmm.checkpoint.storage import METADATA, covers, read_metadata
 from mmm.cli.main import main

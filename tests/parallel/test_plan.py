@@ -131,12 +131,13 @@ def notes(rank):
         net = Net()
     kept = []
     quiet = SimpleNamespace(info=lambda *given, **named: None)
-    options = SimpleNamespace(timeout=30, seed=0)
+    options = SimpleNamespace(timeout=30)
     run = SimpleNamespace(
         rank=rank,
         layout=Layout(dp_shard=1),
         device=CPU,
         options=options,
+        seed=0,
         precision=FP64,
         log=quiet,
         clock=SimpleNamespace(lap=None),

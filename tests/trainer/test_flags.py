@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from mmm.errors import LayoutError, UserError
+from mmm.errors import LayoutError, UserError, config_field
 from mmm.parallel import Layout, Techniques, batch_sizes
 from mmm.parallel.compile import check_compile
 from mmm.parallel.plans.transformer import transformer_plan
@@ -64,7 +64,8 @@ def test_a_program_says_flags(monkeypatch, capsys):
         monkeypatch.delenv(name, raising=False)
 
     def program():
-        raise LayoutError("microbatches 3: microbatches-like words, and `microbatches` too", fields=("microbatches",))
+        name = config_field("microbatches")
+        raise LayoutError(f"{name} 3: microbatches-like words, and `{name}` too")
 
     with pytest.raises(SystemExit) as left:
         run_main(program)

@@ -21,9 +21,9 @@ from mmm.runtime.clock import StepClock
 from mmm.runtime.device import Precision
 from mmm.trainer.config.layout import LayoutOptions, techniques_of
 from mmm.trainer.config.resolve_plan import resolve_plan
-from mmm.trainer.config.resolve_text import TextData
 from mmm.trainer.config.run import RunOptions
-from mmm.trainer.config.spec import TrainingSpec
+from mmm.trainer.config.spec import TextData, TrainingSpec
+from mmm.trainer.config.training import EvaluationOptions
 from mmm.trainer.loop.fit import FitConfig, fit
 from mmm.trainer.loop.image_task import ImageTask
 from mmm.trainer.loop.tasks import TokenTask
@@ -98,7 +98,7 @@ def test_micro_batches_clipping_and_schedule(run_on_ranks, kind):
     """A step in three uneven micro-batches, clipped hard, at a falling rate, is the step in one."""
     ranks = 4 if kind == "hsdp" else 2
     accumulate = 2 if kind == "hsdp" else 4
-    techniques = {"max_norm": 0.05, "schedule": halving, "eval_every": 3}
+    techniques = {"max_norm": 0.05, "schedule": halving, "evaluation": EvaluationOptions(eval_every=3)}
     rows, evaluated = run_on_ranks(train, ranks, kind, accumulate, techniques)[0]
     assert [row["loss"] for row in rows] == pytest.approx(reference(0.05, halving), rel=1e-9)
     assert [row["iter"] for row in rows] == list(range(STEPS))

@@ -18,9 +18,8 @@ from mmm.parallel.plans.transformer import transformer_plan
 from mmm.runtime.clock import StepClock
 from mmm.runtime.device import Precision
 from mmm.trainer.config.resolve_plan import resolve_plan
-from mmm.trainer.config.resolve_text import TextData
 from mmm.trainer.config.run import RunOptions
-from mmm.trainer.config.spec import TrainingSpec
+from mmm.trainer.config.spec import TextData, TrainingSpec
 from mmm.trainer.loop.fit import FitConfig, fit
 from mmm.trainer.loop.tasks import TokenTask
 from mmm.trainer.optim.optimizer import make_optimizer

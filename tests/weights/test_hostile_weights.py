@@ -8,7 +8,7 @@ import time
 import pytest
 
 import mmm.plan.models  # so that it is not their import that takes a second
-import mmm.trainer.loop.pretrained  # noqa: F401
+import mmm.trainer.loop.language  # noqa: F401
 from mmm.cli.main import main
 from support.llamas import CONFIG, write_gguf, write_hugging_face
 

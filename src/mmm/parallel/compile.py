@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 
-from mmm.errors import ConfigError, LayoutError
+from mmm.errors import ConfigError, LayoutError, config_field
 from mmm.layout import Layout
 from mmm.parallel.plan import Plan, find
 from mmm.runtime.log import get_logger
@@ -18,15 +18,15 @@ def check_compile(plan: Plan, layout: Layout) -> None:
     """Raises LayoutError where no module of the plan has correct gradients when compiled on that layout."""
     if layout.tp > 1 and plan.compiled and not plan.compiled_with_tp:
         raise LayoutError(
-            f"compile with tp {layout.tp}: PyTorch compiles the layers of this model, which take DTensors there, to "
-            f"silently wrong gradients; leave compile out, or use tp 1",
-            fields=("compile",),
+            f"{config_field('compile')} "
+            f"with tp {layout.tp}: PyTorch compiles the layers of this model, which take DTensors there, to "
+            f"silently wrong gradients; leave {config_field('compile')} out, or use tp 1",
         )
     if layout.cp > 1:
         raise LayoutError(
-            f"compile with cp {layout.cp}: attention that communicates has not been shown to have the right gradients "
-            f"when it is compiled; leave compile out, or use cp 1",
-            fields=("compile",),
+            f"{config_field('compile')} "
+            f"with cp {layout.cp}: attention that communicates has not been shown to have the right gradients "
+            f"when it is compiled; leave {config_field('compile')} out, or use cp 1",
         )
 
 
@@ -34,10 +34,10 @@ def check_compiled_experts(model: nn.Module, plan: Plan, checkpointing: str) -> 
     """Raises ConfigError for checkpointed layers with experts, of which PyTorch would silently compile nothing."""
     if checkpointing != "none" and any(find(model, pattern) for pattern in plan.experts):
         raise ConfigError(
-            f"compile with activation checkpointing {checkpointing!r} of layers with experts: experts are not compiled "
+            f"{config_field('compile')} "
+            f"with activation checkpointing {checkpointing!r} of layers with experts: experts are not compiled "
             f"(how many tokens one has is known only once the router has chosen), and PyTorch cannot leave a part of a "
             f"checkpointed module uncompiled: nothing would be compiled; leave one of the two out",
-            fields=("compile",),
         )
 
 

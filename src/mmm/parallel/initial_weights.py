@@ -8,7 +8,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from mmm.errors import ConfigError
+from mmm.errors import ConfigError, config_field
 from mmm.models import weights
 from mmm.models.meta import KEPT, drop_values
 from mmm.parallel.dp.wrapped import Wrapper, is_offloaded, unwrapped
@@ -52,7 +52,7 @@ def materialize(
     """
     inner = unwrapped(model)
     if init not in (None, "by_name"):
-        raise ConfigError(f'init {init!r}: it is None or "by_name"', fields=("init",))
+        raise ConfigError(f'{config_field("init")} {init!r}: it is None or "by_name"')
     if values is None and init is None and not hasattr(inner, "init_rule"):
         values = constructed_values(inner, model.mesh if isinstance(model, Wrapper) else None)
     if values is None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from mmm.errors import ConfigError, LayoutError
+from mmm.errors import ConfigError, LayoutError, config_field
 from mmm.layout import Layout, Techniques
 from mmm.models.weights import parameter_count
 from mmm.parallel.checks import check_techniques
@@ -83,14 +83,14 @@ def _gradient_accumulation(techniques: Techniques, batch: int) -> int:
     """Micro-batches of a step without a pipeline."""
     if techniques.stages_per_rank is not None:
         raise ConfigError(
-            f"stages_per_rank {techniques.stages_per_rank} without pp: there is one stage, the model",
-            fields=("stages_per_rank", "pp"),
+            f"{config_field('stages_per_rank')} "
+            f"{techniques.stages_per_rank} without {config_field('pp')}: there is one stage, the model",
         )
     microbatches = 1 if techniques.microbatches is None else techniques.microbatches
     if not 1 <= microbatches <= batch:
         raise LayoutError(
-            f"microbatches {microbatches}: a batch of {batch} a data-parallel coordinate can be split into 1 to "
+            f"{config_field('microbatches')} "
+            f"{microbatches}: a batch of {batch} a data-parallel coordinate can be split into 1 to "
             f"{batch} parts",
-            fields=("microbatches",),
         )
     return microbatches

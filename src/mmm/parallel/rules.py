@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from mmm.errors import ConfigError, LayoutError
+from mmm.errors import ConfigError, LayoutError, config_field
 from mmm.layout import Layout
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ def refuse(broken: dict[str, str]) -> None:
 def check_cp_style(style: str) -> None:
     """Raises ConfigError where there is no such way to shard a sequence."""
     if style not in CP_STYLES:
-        raise ConfigError(f"cp_style {style!r} is not one of {', '.join(CP_STYLES)}", fields=("cp_style",))
+        raise ConfigError(f"{config_field('cp_style')} {style!r} is not one of {', '.join(CP_STYLES)}")
 
 
 def tp_rule(name: str, size: int, tp: int, why: str) -> dict[str, str]:

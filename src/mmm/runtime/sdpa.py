@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from mmm.errors import DeviceError
+from mmm.errors import DeviceError, config_field
 
 
 def check_sdpa(
@@ -27,9 +27,9 @@ def check_sdpa(
         return
     there = [other for other, kernel in kernels.items() if _works(kernel, device, dtype, shape)]
     raise DeviceError(
-        f"sdpa_backend {name!r}: PyTorch {torch.__version__} has no such kernel on {device.type} for {dtype} and heads "
+        f"{config_field('sdpa_backend')} "
+        f"{name!r}: PyTorch {torch.__version__} has no such kernel on {device.type} for {dtype} and heads "
         f"of {shape[1]} elements; use auto{', ' * bool(there)}{', '.join(there)}",
-        fields=("sdpa_backend",),
     )
 
 

@@ -25,7 +25,7 @@ from mmm.runtime.ranks import whoami
 from mmm.trainer.config.command_line import parse
 from mmm.trainer.config.data import DocumentOptions
 from mmm.trainer.config.flags import run_main
-from mmm.trainer.config.language_model import LanguageModelOptions, text_ends
+from mmm.trainer.config.language_model import LanguageModelOptions, SampleOptions, text_ends
 from mmm.trainer.config.layout import SequenceLayoutOptions, techniques_of
 from mmm.trainer.config.model import ExpertOptions
 from mmm.trainer.config.presets import preset_defaults
@@ -33,7 +33,6 @@ from mmm.trainer.config.profile import ProfileOptions
 from mmm.trainer.config.resolve_plan import ParallelSpec, chunk_loss, resolve_plan
 from mmm.trainer.config.resolve_text import resolve_text
 from mmm.trainer.config.run import TrainerRun
-from mmm.trainer.config.sample import SampleOptions
 from mmm.trainer.config.training import (
     CheckpointOptions,
     MemoryOptions,
@@ -42,8 +41,7 @@ from mmm.trainer.config.training import (
     check_resume,
 )
 from mmm.trainer.loop.fit import FitConfig, fit
-from mmm.trainer.loop.pretrained import start_from
-from mmm.trainer.loop.samples import check_prompt, log_sample
+from mmm.trainer.loop.language import check_prompt, log_sample, start_from
 from mmm.trainer.loop.save import save_model
 from mmm.trainer.loop.tasks import TokenTask
 from mmm.trainer.optim.optimizer import make_optimizer
@@ -166,7 +164,7 @@ def train(config: Config) -> None:
             steps=spec.steps,
             max_norm=config.optimizer.max_norm,
             schedule=schedule_of(run, spec.steps, config.optimizer),
-            eval_every=config.evaluation.eval_every,
+            evaluation=config.evaluation,
             balance_rate=config.experts.balance(),
             skip=config.optimizer.on_nan == "skip",
             checkpoint=config.checkpoint,

@@ -150,7 +150,7 @@ def train(config: Config) -> None:
             steps=spec.steps,
             max_norm=chosen.max_norm,
             schedule=schedule_of(run, spec.steps, chosen),
-            eval_every=config.evaluation.eval_every,
+            evaluation=config.evaluation,
             skip=chosen.on_nan == "skip",
             checkpoint=config.checkpoint,
             profile=config.profile,

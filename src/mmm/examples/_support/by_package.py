@@ -7,20 +7,15 @@ from mmm.layout import Layout, Techniques
 from mmm.parallel import Mesh
 from mmm.parallel.plans.transformer import transformer_plan
 from mmm.trainer.config.resolve_plan import ParallelSpec, resolve_plan
-from mmm.trainer.config.run import DEFAULT_BATCH_SIZE, DEFAULT_MAX_ITERS
+from mmm.trainer.run.build import on_mesh
 from mmm.trainer.run.core import Run
-from mmm.trainer.run.on_mesh import on_mesh
 
 
 def resolve(
-    config: PlainTextConfig,
-    layout: Layout,
-    techniques: Techniques | None = None,
-    batch_size: int = DEFAULT_BATCH_SIZE,
-    max_iters: int = DEFAULT_MAX_ITERS,
+    config: PlainTextConfig, layout: Layout, techniques: Techniques | None = None, **defaults: int
 ) -> ParallelSpec:
     """`resolve_own`, and how the package parallelizes the Transformer."""
-    own = resolve_own(config, layout, techniques, batch_size, max_iters)
+    own = resolve_own(config, layout, techniques, **defaults)
     tokens = config.data.seq_length // (layout.cp * layout.tp)
     return resolve_plan(own, transformer_plan(own.sizes), config.run.dtype, tokens)
 

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from mmm.errors import ConfigError
+from mmm.errors import ConfigError, config_field
 from mmm.layout import Layout, Techniques
 from mmm.parallel.local import to_local
 from mmm.parallel.mesh import Mesh
@@ -57,12 +57,14 @@ def check_batch_norm(model: nn.Module, layout: Layout, techniques: Techniques) -
     for name, module in batch_norms(model):
         several = (techniques.microbatches or 1) > 1
         if layout.pp > 1 or several:
-            what = f"pp {layout.pp}" if layout.pp > 1 else f"microbatches {techniques.microbatches}"
+            what = f"{config_field('microbatches')} {techniques.microbatches}"
+            pp = config_field("pp") if layout.pp > 1 else "pp"
+            if layout.pp > 1:
+                what = f"{pp} {layout.pp}"
             raise ConfigError(
                 f"{what} with {name}, a {type(module).__name__}: it normalizes by the statistics of the global batch, "
-                f"and a micro-batch does not know those; leave micro-batches and pp out, use a norm of each sample "
+                f"and a micro-batch does not know those; leave micro-batches and {pp} out, use a norm of each sample "
                 f"(GroupNorm, LayerNorm), or call eval() on it, which takes the statistics that it has",
-                fields=("pp",) if layout.pp > 1 else ("microbatches",),
             )
         own = type(module).forward not in (BatchNorm.forward, nn.SyncBatchNorm.forward)
         if own and any(getattr(layout, axis) > 1 for axis in AXES):

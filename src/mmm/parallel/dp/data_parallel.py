@@ -25,7 +25,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
-from mmm.errors import ConfigError, LayoutError
+from mmm.errors import ConfigError, LayoutError, config_field
 from mmm.layout import UNSHARDED, Layout, Techniques
 from mmm.parallel.dp.batch_norm import batch_norms
 from mmm.parallel.dp.buffers import WrittenBuffers
@@ -44,16 +44,16 @@ def check_reshard(techniques: Techniques, layout: Layout) -> None:
     Raises:
         ConfigError: no such choice, or no FSDP. LayoutError: a pipeline; with what to change.
     """
-    when, fields = techniques.reshard_after_forward, ("reshard_after_forward",)
+    when, name = techniques.reshard_after_forward, config_field("reshard_after_forward")
     if when not in RESHARD_AFTER_FORWARD:
         choices = ", ".join(RESHARD_AFTER_FORWARD)
-        raise ConfigError(f"reshard_after_forward {when!r} is not one of {choices}", fields=fields)
+        raise ConfigError(f"{name} {when!r} is not one of {choices}")
     if when != "auto" and techniques.data_parallel in UNSHARDED:
         why = f"with {techniques.data_parallel} every rank keeps all parameters; leave it out, or use fsdp"
-        raise ConfigError(f"reshard_after_forward {when}: {why}", fields=fields)
+        raise ConfigError(f"{name} {when}: {why}")
     if when == "always" and layout.pp > 1:
         why = f"a stage of pp {layout.pp} is gathered once a step, not once a micro-batch; use auto"
-        raise LayoutError(f"reshard_after_forward {when}: {why}", fields=fields)
+        raise LayoutError(f"{name} {when}: {why}")
 
 
 def dp_mesh(mesh: Mesh) -> DeviceMesh:
@@ -91,7 +91,7 @@ def apply_data_parallel(
     technique, offload = techniques.data_parallel, techniques.offload
     if mesh.no_data_parallel:
         if offload:
-            raise ConfigError("offload on mps: it has the host's memory; leave it out", fields=("offload",))
+            raise ConfigError(f"{config_field('offload')} on mps: it has the host's memory; leave it out")
         return model
     if groups := [mesh[axis].get_group() for axis in ("dp_replicate", "dp_shard") if getattr(mesh.layout, axis) > 1]:
         WrittenBuffers(model, groups)

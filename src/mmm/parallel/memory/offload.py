@@ -24,7 +24,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
-from mmm.errors import ConfigError
+from mmm.errors import ConfigError, config_field
 from mmm.parallel.dp.fsdp import gathered_twice
 from mmm.parallel.dp.replicas import Replicas
 from mmm.parallel.local import to_local
@@ -34,15 +34,15 @@ def check_offload(data_parallel: str, dtype: str = "") -> None:
     """Raises ConfigError where a technique, or a precision, cannot be offloaded; needs no process group."""
     if data_parallel == "ddp":
         raise ConfigError(
-            f"offload with {data_parallel}: every rank updates the full model, and PyTorch has nothing that keeps "
+            f"{config_field('offload')} "
+            f"with {data_parallel}: every rank updates the full model, and PyTorch has nothing that keeps "
             f"DDP's state on the host; use zero1, zero2 or fsdp",
-            fields=("offload",),
         )
     if dtype == "fp16":
         raise ConfigError(
-            "offload with dtype fp16: scaling gradients that lie on the host has not been shown to be right; use bf16 "
-            "or fp32",
-            fields=("offload", "dtype"),
+            f"{config_field('offload')} with {config_field('dtype')} "
+            "fp16: scaling gradients that lie on the host has not been shown to be "
+            "right; use bf16 or fp32"
         )
 
 

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from mmm.errors import ConfigError, LayoutError
+from mmm.errors import ConfigError, LayoutError, config_field
 from mmm.layout import Layout, Techniques
 
 
@@ -76,12 +76,13 @@ def check_pipeline(layout: Layout, techniques: Techniques, batch: int, parts: in
     """
     if dtype == "fp16":
         raise ConfigError(
-            "dtype fp16 scales the loss up, by a factor that all stages would have to agree on: use bf16 or fp32",
-            fields=("dtype",),
+            f"{config_field('dtype')} "
+            "fp16 scales the loss up, by a factor that all stages would have to agree on: use bf16 or "
+            "fp32"
         )
     schedule, pp = techniques.schedule, layout.pp
     if schedule not in SCHEDULES:
-        raise ConfigError(f"schedule {schedule!r} is not one of {', '.join(SCHEDULES)}", fields=("schedule",))
+        raise ConfigError(f"{config_field('schedule')} {schedule!r} is not one of {', '.join(SCHEDULES)}")
     kind = SCHEDULES[schedule]
     stages_per_rank = kind.least if techniques.stages_per_rank is None else techniques.stages_per_rank
     microbatches = kind.microbatches(pp)[0] if techniques.microbatches is None else techniques.microbatches
@@ -90,7 +91,7 @@ def check_pipeline(layout: Layout, techniques: Techniques, batch: int, parts: in
         wrong.append(f"pp {pp}: a pipeline has at least 2 ranks; on 1 there is nothing to split")
     if stages_per_rank < kind.least or (kind.most is not None and stages_per_rank > kind.most):
         takes = f"exactly {kind.least}" if kind.most == kind.least else f"at least {kind.least}"
-        wrong.append(f"stages_per_rank {stages_per_rank}: {schedule} takes {takes}")
+        wrong.append(f"{config_field('stages_per_rank')} {stages_per_rank}: {schedule} takes {takes}")
     elif pp * stages_per_rank > parts:
         wrong.append(
             f"pp {pp} with {stages_per_rank} stages a rank is {pp * stages_per_rank} stages, and the model has {parts} "
@@ -100,22 +101,24 @@ def check_pipeline(layout: Layout, techniques: Techniques, batch: int, parts: in
     wrong += _microbatch_problems(schedule, pp, microbatches, batch)
     if techniques.compile and kind.splits:
         wrong.append(
-            f"compile with {schedule}, which splits the backward of a stage in two: PyTorch cannot split a compiled "
-            f"one; leave compile out, or use 1F1B or Interleaved1F1B"
+            f"{config_field('compile')} "
+            f"with {schedule}, which splits the backward of a stage in two: PyTorch cannot split a compiled "
+            f"one; leave {config_field('compile')} out, or use 1F1B or Interleaved1F1B"
         )
     if techniques.checkpointing == "selective" and kind.splits:
         wrong.append(
-            f"checkpointing selective with {schedule}, which goes through the backward of a stage twice, for its input "
+            f"{config_field('checkpointing')} "
+            f"selective with {schedule}, which goes through the backward of a stage twice, for its input "
             f"and for its weights: what was kept, PyTorch gives back once; use full (which then "
             f"recomputes the forward twice), or 1F1B or Interleaved1F1B"
         )
     if wrong:
-        raise LayoutError("; ".join(wrong), fields=("stages_per_rank", "microbatches", "compile", "checkpointing"))
+        raise LayoutError("; ".join(wrong))
     return stages_per_rank, microbatches
 
 
 def _microbatch_problems(schedule: str, pp: int, microbatches: int, batch: int) -> list[str]:
-    least, multiple = SCHEDULES[schedule].microbatches(pp)
+    name, (least, multiple) = config_field("microbatches"), SCHEDULES[schedule].microbatches(pp)
     why = []
     if microbatches < least:
         why.append(f"{schedule} with pp {pp} needs at least {least}")
@@ -126,4 +129,4 @@ def _microbatch_problems(schedule: str, pp: int, microbatches: int, batch: int) 
             why.append(f"{schedule} needs a multiple of pp {pp}")
         if batch % microbatches:
             why.append(f"a batch of {batch} a data-parallel coordinate cannot be split into {microbatches} equal parts")
-    return [f"microbatches {microbatches}: {', and '.join(why)}"] if why else []
+    return [f"{name} {microbatches}: {', and '.join(why)}"] if why else []

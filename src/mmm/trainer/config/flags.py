@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import shlex
 from collections.abc import Callable
 from typing import NoReturn
@@ -14,11 +13,9 @@ from mmm.trainer.config.layout import FLAGS
 
 
 def with_flags(error: UserError) -> str:
-    """The message of an error, its `fields` written as flags, ``microbatches 3: …`` as ``--microbatches 3: …``, and its
+    """The message of an error, its fields written as flags, ``microbatches 3: …`` as ``--microbatches 3: …``, and its
     `ranks` as the user's own line."""
-    text = str(error)
-    for field in error.fields:
-        text = re.sub(rf"(?<![\w-]){re.escape(field)}(?![\w-])", f"--{FLAGS.get(field, field)}", text)
+    text = error.with_fields(lambda name: f"--{FLAGS.get(name, name)}")
     if error.ranks is not None:
         dry = whoami().source == DRY_RUN
         start = f"mmm dry-run {error.ranks} --" if dry else f"launch -n {error.ranks} --device cpu"
@@ -35,7 +32,7 @@ def run_main(fn: Callable[[], object]) -> NoReturn:
             fn()
         except UserError as error:
             error.args = (with_flags(error), *error.args[1:])
-            error.fields, error.ranks = (), None
+            error.ranks = None
             raise
 
     failure.run_main(main)

@@ -16,7 +16,7 @@ from mmm.parallel.grad_scaler import GradScaler, not_finite
 from mmm.parallel.parallel_model import ParallelModel
 from mmm.runtime.seed import seed_step
 from mmm.trainer.config.profile import ProfileOptions
-from mmm.trainer.config.training import CheckpointOptions
+from mmm.trainer.config.training import CheckpointOptions, EvaluationOptions
 from mmm.trainer.loop.checkpoints import Checkpoints, RowSoFar
 from mmm.trainer.loop.progress import StepsBar, epochs_bar
 from mmm.trainer.loop.tasks import Task
@@ -33,7 +33,7 @@ class FitConfig:
         steps: optimizer steps in all.
         max_norm: the gradient's norm is clipped to this; 0 leaves it.
         schedule: factor of the learning rate at a step.
-        eval_every: steps between two evaluations; 0 for the end alone.
+        evaluation: when to evaluate.
         by_epoch: one row, and one evaluation, an epoch (and at the end), instead of a row a step.
         balance_rate: how far a step moves the biases of experts (`mmm.parallel.ep.balance.balance_experts`).
         skip: a step with a loss or gradient that is not finite changes nothing; else it ends the run.
@@ -44,7 +44,7 @@ class FitConfig:
     steps: int
     max_norm: float = 0.0
     schedule: Schedule = constant
-    eval_every: int = 0
+    evaluation: EvaluationOptions = EvaluationOptions()
     by_epoch: bool = False
     balance_rate: float = BALANCE_RATE
     skip: bool = False
@@ -58,7 +58,7 @@ class RowAStep:
 
     steps: int
     log_every: int
-    eval_every: int
+    evaluation: EvaluationOptions
     loss = "loss"
 
     def over(self, steps: range, bar: StepsBar, run: Run) -> Iterator[int]:
@@ -73,7 +73,7 @@ class RowAStep:
         return True
 
     def evaluates(self, step: int) -> bool:
-        return step == self.steps - 1 or (self.eval_every > 0 and (step + 1) % self.eval_every == 0)
+        return self.evaluation.is_due(step, self.steps)
 
     def is_due(self, step: int, saves: bool) -> bool:
         """Whether the host waits for this step. A save follows a row, which finds out whether the loss is a number."""
@@ -145,7 +145,7 @@ class _Loop:
         if options.by_epoch:
             self.rows = RowAnEpoch(options.steps, task.steps_per_epoch)
         else:
-            self.rows = RowAStep(options.steps, run.log_every, options.eval_every)
+            self.rows = RowAStep(options.steps, run.log_every, options.evaluation)
         self.evaluated: dict[str, float] = {}
 
     def run_all(self, bar: StepsBar) -> dict[str, float]:

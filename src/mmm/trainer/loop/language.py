@@ -1,15 +1,20 @@
-"""A sample of text at each evaluation: ``--prompt``."""
+"""Around the loop of a language model: the weights that it starts from (``--init_from``), and samples of its text
+(``--prompt``)."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict
 
 from mmm.generate.text import encode_prompt, sample_text
+from mmm.generate.weights import config_of, load_weights
 from mmm.parallel.parallel_model import ParallelModel
-from mmm.trainer.config.sample import SampleOptions
+from mmm.trainer.config.language_model import SampleOptions
 from mmm.trainer.config.spec import TrainingSpec
 from mmm.trainer.run.core import Run
 from mmm.trainer.run.record import Record
+from mmm.trainer.run.resume import ResumableRecord
+from mmm.weights.weights import Weights
 
 
 def check_prompt(options: SampleOptions, resolved: TrainingSpec, bos: Sequence[int]) -> None:
@@ -40,3 +45,14 @@ def log_sample(
     before = () if record is None else record.facts.get("samples", ())
     kept = [*before, {"iter": run.clock.step, "text": text}]
     run.describe(samples=kept)
+
+
+def start_from(run: Run, model: ParallelModel, weights: Weights | None) -> None:
+    """Load the weights that a run starts from, unless it goes on from a checkpoint. A collective."""
+    record = run.hook(ResumableRecord)
+    if weights is None or (record is not None and record.origin is not None):
+        return
+    load_weights(run.rank, model, weights)
+    for text in (f"weights of {weights.path}", *weights.metadata.notes):
+        run.note(text)
+    run.describe(init_from={"path": weights.path, "sizes": asdict(config_of(weights))})
