@@ -322,19 +322,19 @@ def started(environ: Mapping[str, str], otherwise: float) -> tuple[float, str]:
         LaunchError: a variable's value is not a time. One in the future is passed over.
     """
     for name, source in ((STARTED_VARIABLE, STARTED_VARIABLE), (BEGAN_VARIABLE, "launch")):
-        if environ.get(name) and (at := _time(name, environ[name])) < time.time() + AHEAD:
-            return at, source
+        if environ.get(name) and (began := _time(name, environ[name])) < time.time() + AHEAD:
+            return began, source
     return process_start() or otherwise, "process"
 
 
 def _time(name: str, text: str) -> float:
     try:
-        at = float(text)
+        seconds = float(text)
     except ValueError:
-        at = float("nan")
-    if not at > 0:
+        seconds = float("nan")
+    if not seconds > 0:
         raise LaunchError(
             f"{name}={text} in the environment is not a time in the past, in seconds since 1970: set it "
             f"with `export {name}=$(date +%s.%N)`, or unset it"
         )
-    return at
+    return seconds

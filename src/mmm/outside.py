@@ -111,16 +111,16 @@ def parse_json(
     try:
         if isinstance(content, bytes):
             content = content.decode(json.detect_encoding(content), "surrogatepass")
-        found = _decoder(pairs).decode(content)
+        value = _decoder(pairs).decode(content)
     except RecursionError:
         raise ValueError(f"its lists and objects are more than {DEEPEST} deep") from None
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"it is no JSON: {error}") from None
-    if opened > DEEPEST and _deeper(found):
+    if opened > DEEPEST and _deeper(value):
         raise ValueError(f"its lists and objects are more than {DEEPEST} deep")
-    if not isinstance(found, kind):
+    if not isinstance(value, kind):
         raise ValueError(f"it is no JSON {KINDS[kind]}")
-    return found
+    return value
 
 
 def read_json(path: Path, error: type[UserError], kind: type = dict, name: object = None) -> Any:

@@ -27,7 +27,6 @@ from pathlib import Path
 from typing import IO
 
 from mmm.errors import DataError
-from mmm.history.record.journal import pid_exists
 from mmm.outside import Lock, lock, parse_json, printable, read_file
 from mmm.runtime.ranks import Rank
 
@@ -73,12 +72,12 @@ def obtain(folder: Path, files: tuple[File, ...], ranks: Rank | None = None) -> 
     refusal = folder.with_name(f".{folder.name}.refused")
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        with _lock(folder.with_name(f".{folder.name}.lock")):
+        with _lock(folder.with_name(f".{folder.name}.lock")) as locked:
             if folder.is_dir():
                 return
             if reason := _already_refused(refusal, ranks, asked):
                 raise Refused(reason)
-            _sweep(folder)
+            _sweep(folder, locked)
             try:
                 _fetch_all(folder, files)
             except Refused as refused:
@@ -95,8 +94,8 @@ def obtain(folder: Path, files: tuple[File, ...], ranks: Rank | None = None) -> 
 
 
 @contextlib.contextmanager
-def _lock(path: Path) -> Iterator[None]:
-    """Hold the lock, which the system releases when a process ends; without locks, the rename alone protects.
+def _lock(path: Path) -> Iterator[bool]:
+    """Hold the lock, which the system releases when a process ends. False without locks: the rename alone protects.
 
     filelock replaces a missing flock (Lustre) by a marker file, which a killed job would leave in the next one's way.
     """
@@ -106,14 +105,16 @@ def _lock(path: Path) -> Iterator[None]:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             raise OSError(errno.EINVAL, f"{path.name} is no file")
         deadline = time.monotonic() + WAIT_SECONDS
-        while lock(file.fileno()) is Lock.TAKEN:
+        answer = lock(file.fileno())
+        while answer is Lock.TAKEN:
             if time.monotonic() > deadline:
                 raise DataError(
                     f"another process has been downloading for {WAIT_SECONDS:.0f} s and still holds "
                     f"{path}: end it, or give the files with --data_dir"
                 )
             time.sleep(0.05)
-        yield
+            answer = lock(file.fileno())
+        yield answer is Lock.LOCKED
 
 
 def _write(path: Path, text: str) -> None:
@@ -141,13 +142,12 @@ def _already_refused(refusal: Path, ranks: Rank | None, asked: float) -> str:
     return reason if of_this_run or note["time"] >= asked else ""
 
 
-def _sweep(folder: Path) -> None:
-    """Remove what killed downloads left: of this host's processes that have ended, or a day old."""
+def _sweep(folder: Path, locked: bool) -> None:
+    """Remove what killed downloads left: this host's, of which none goes on where we hold its lock; or a day old."""
     for left in folder.parent.glob(f".{folder.name}.part.*"):
-        host, _, process = left.name.removeprefix(f".{folder.name}.part.").rpartition(".")[0].rpartition(".")
+        host = left.name.removeprefix(f".{folder.name}.part.").rpartition(".")[0]
         with contextlib.suppress(OSError):
-            ended = host == socket.gethostname() and process.isdigit() and not pid_exists(int(process))
-            if ended or time.time() - left.stat().st_mtime > 86_400:
+            if (locked and host == socket.gethostname()) or time.time() - left.stat().st_mtime > 86_400:
                 shutil.rmtree(left, ignore_errors=True)
 
 
@@ -156,7 +156,7 @@ def _sweep(folder: Path) -> None:
 
 def _fetch_all(folder: Path, files: tuple[File, ...]) -> None:
     """Fetch all files into a temporary folder, then rename it."""
-    prefix = f".{folder.name}.part.{socket.gethostname()}.{os.getpid()}."
+    prefix = f".{folder.name}.part.{socket.gethostname()}."
     part = Path(tempfile.mkdtemp(prefix=prefix, dir=folder.parent))
     try:
         part.chmod(0o755)

@@ -93,9 +93,9 @@ class MLflowTracker(Tracker):
         self.entities = mlflow.entities
         folder = outdir.resolve()
         self.client = mlflow.MlflowClient(os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{folder / 'mlflow.db'}")
-        found = self.client.get_experiment_by_name("mmm")
+        known = self.client.get_experiment_by_name("mmm")
         files = (folder / "mlflow").as_uri()
-        experiment = found.experiment_id if found else self.client.create_experiment("mmm", files)
+        experiment = known.experiment_id if known else self.client.create_experiment("mmm", files)
         self.run = self.client.create_run(experiment, run_name=outdir.name).info.run_id
         parameters = [self.entities.Param(name, str(value)[:500]) for name, value in config.items()]
         self.client.log_batch(self.run, params=parameters)

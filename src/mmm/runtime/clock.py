@@ -145,13 +145,13 @@ def timed_waits(clock: StepClock) -> Iterator[None]:
 
     def timing(wait: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(wait)
-        def timed(*given: Any, **named: Any) -> Any:
+        def timed(*args: Any, **kwargs: Any) -> Any:
             nonlocal waited
             if threading.get_ident() != thread:
-                return wait(*given, **named)
+                return wait(*args, **kwargs)
             began = perf_counter()
             try:
-                return wait(*given, **named)
+                return wait(*args, **kwargs)
             finally:
                 waited += perf_counter() - began
 
@@ -159,10 +159,10 @@ def timed_waits(clock: StepClock) -> Iterator[None]:
 
     def untimed(init: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(init)
-        def marking(*given: Any, **named: Any) -> None:
+        def marking(*args: Any, **kwargs: Any) -> None:
             nonlocal waited
             waited = math.nan
-            init(*given, **named)
+            init(*args, **kwargs)
 
         return marking
 

@@ -258,7 +258,7 @@ def _age(entry: dict[str, Any]) -> float:
 
 
 def _stack(frame: FrameType | None) -> Stack:
-    return [(each.f_code.co_filename, line, each.f_code.co_name) for each, line in walk_stack(frame)][::-1]
+    return [(outer.f_code.co_filename, line, outer.f_code.co_name) for outer, line in walk_stack(frame)][::-1]
 
 
 def _all_of(error: BaseException) -> tuple[str, Stack]:

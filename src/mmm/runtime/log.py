@@ -85,7 +85,7 @@ class _Through:
 @contextmanager
 def log_through(write: Callable[[str], None]) -> Iterator[None]:
     """Inside, what the log would write to standard output goes to `write`, line by line, with its colours."""
-    handlers = [each for each in get_logger().handlers if type(each) is logging.StreamHandler]
+    handlers = [handler for handler in get_logger().handlers if type(handler) is logging.StreamHandler]
     streams = [handler.stream for handler in handlers]
     for handler in handlers:
         handler.setStream(_Through(write))

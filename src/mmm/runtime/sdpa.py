@@ -25,11 +25,11 @@ def check_sdpa(
     """
     if name not in kernels or _works(kernels[name], device, dtype, shape):
         return
-    there = [other for other, kernel in kernels.items() if _works(kernel, device, dtype, shape)]
+    working = [other for other, kernel in kernels.items() if _works(kernel, device, dtype, shape)]
     raise DeviceError(
         f"{config_field('sdpa_backend')} "
         f"{name!r}: PyTorch {torch.__version__} has no such kernel on {device.type} for {dtype} and heads "
-        f"of {shape[1]} elements; use auto{', ' * bool(there)}{', '.join(there)}",
+        f"of {shape[1]} elements; use auto{', ' * bool(working)}{', '.join(working)}",
     )
 
 

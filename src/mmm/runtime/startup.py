@@ -86,7 +86,7 @@ def as_record(source: str, marks: Sequence[Sequence[float]], imports: Sequence[M
     return {
         "started_from": source,
         "marks": {name: [None if math.isnan(value) else value for value in values] for name, values in columns},
-        "imports": {"shared": _rounded(contract.program.shared), "ranks": [_rounded(each) for each in imports]},
+        "imports": {"shared": _rounded(contract.program.shared), "ranks": [_rounded(seconds) for seconds in imports]},
     }
 
 
@@ -96,14 +96,14 @@ def _rounded(seconds: Mapping[str, float]) -> dict[str, float]:
 
 def parts(record: Mapping[str, Any]) -> dict[str, list[float]]:
     """Part of the start-up: its seconds by rank. They add up to the time from the first mark to the last there is."""
-    at = {name: [NAN if value is None else value for value in values] for name, values in record["marks"].items()}
+    times = {name: [NAN if value is None else value for value in values] for name, values in record["marks"].items()}
     shared = sum(record["imports"]["shared"].values())
-    own = [sum(each.values()) for each in record["imports"]["ranks"]]
+    own = [sum(seconds.values()) for seconds in record["imports"]["ranks"]]
 
     def between(first: str, last: str) -> list[float]:
-        return [b - a for a, b in zip(at[first], at[last], strict=True)]
+        return [b - a for a, b in zip(times[first], times[last], strict=True)]
 
-    found = {
+    by_part = {
         "launch": [seconds - shared for seconds in between("started", "began")],
         "imports": [shared + imports for imports in own],
         "options, data, checks": [
@@ -113,7 +113,7 @@ def parts(record: Mapping[str, Any]) -> dict[str, list[float]]:
         "model": between("group", "model"),
         "first step": between("model", "first_step"),
     }
-    return {name: values for name, values in found.items() if not any(map(math.isnan, values))}
+    return {name: values for name, values in by_part.items() if not any(map(math.isnan, values))}
 
 
 def span(record: Mapping[str, Any]) -> tuple[datetime, datetime] | None:

@@ -90,9 +90,8 @@ class TokenFile:
         skipped = first % mmap.ALLOCATIONGRANULARITY
         map_options: Any = {"access": mmap.ACCESS_READ, "offset": first - skipped}
         with mmap.mmap(self._file.fileno(), skipped + length, **map_options) as mapped:
-            if hasattr(mapped, "madvise"):
-                mapped.madvise(mmap.MADV_RANDOM)  # no read-ahead, …
-                mapped.madvise(mmap.MADV_WILLNEED)  # and all pages at once
+            mapped.madvise(mmap.MADV_RANDOM)  # no read-ahead, …
+            mapped.madvise(mmap.MADV_WILLNEED)  # and all pages at once
             return np.frombuffer(mapped, self.dtype, end - begin, skipped).copy()
 
     def split(self) -> tuple[TokenFile, TokenFile]:

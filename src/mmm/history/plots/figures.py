@@ -87,8 +87,8 @@ def draw_series(axes: "Axes", s: Series, ds: "xarray.Dataset", color: str = BLUE
     if shown is None:
         axes.text(0.5, 0.5, "no finite value", ha="center", va="center", transform=axes.transAxes, color=GREY)
         return
-    kept = np.isfinite(s.y)
-    x, y = s.x[kept], s.y[kept]
+    finite = np.isfinite(s.y)
+    x, y = s.x[finite], s.y[finite]
     if s.high is not None and s.low is not None:
         _spread(axes, s, color)
         axes.plot(*thin(x, y), color=color, lw=1.6, label=f"median of {s.ranks} ranks")
@@ -135,11 +135,11 @@ def _overlay(axes: "Axes", s: Series, ds: "xarray.Dataset", shown: AxisLimits) -
     if twin is None:
         return shown.high
     v = series(ds, twin)
-    kept = np.isfinite(v.y)
-    if not kept.any():
+    finite = np.isfinite(v.y)
+    if not finite.any():
         return shown.high
-    axes.plot(v.x[kept], v.y[kept], "o", ms=5, mfc="white", mec=ORANGE, mew=1.5, label=twin, zorder=5)
-    return float(v.y[kept].max())
+    axes.plot(v.x[finite], v.y[finite], "o", ms=5, mfc="white", mec=ORANGE, mew=1.5, label=twin, zorder=5)
+    return float(v.y[finite].max())
 
 
 def set_limits(axes: "Axes", s: Series, shown: AxisLimits) -> None:
@@ -185,11 +185,11 @@ def head(axes: "Axes", title: str, size: float = 12) -> None:
     axes.set_title(title, fontsize=size, pad=up, y=1.0)  # y: not computed at each draw
     if len(axes.get_legend_handles_labels()[0]) > 1:
         tall = axes.get_window_extent().height * 72 / axes.get_figure(root=True).dpi  # type: ignore[union-attr]
-        at = (1.01, 1 + (up - 3) / tall)
+        corner = (1.01, 1 + (up - 3) / tall)
         axes.legend(
             ncols=6,
             loc="lower right",
-            bbox_to_anchor=at,
+            bbox_to_anchor=corner,
             borderpad=0,
             borderaxespad=0.2,
             columnspacing=1.1,
@@ -237,21 +237,21 @@ def _stack(axes: "Axes", ds: "xarray.Dataset", split: dict[str, np.ndarray]) -> 
         first = series(ds, "dt")
         full = mean_over_ranks(first)
     span = "epoch" if x_name == "epoch" else "step"
-    kept = np.isfinite(full)
-    total = Series("dt", "time of a step", "s", x[kept], x_name, np.maximum(full, parts_sum)[kept])
+    finite = np.isfinite(full)
+    total = Series("dt", "time of a step", "s", x[finite], x_name, np.maximum(full, parts_sum)[finite])
     shown = limits(total)
     if shown is None:
         return
-    heights = [thin(x[kept], np.nan_to_num(part[kept])) for part in split.values()]
-    at, base = heights[0][0], np.zeros(len(heights[0][0]))
-    bars = len(at) <= MOST_BARS  # with few steps, an area would join a slow first step to the second
+    heights = [thin(x[finite], np.nan_to_num(part[finite])) for part in split.values()]
+    steps, base = heights[0][0], np.zeros(len(heights[0][0]))
+    bars = len(steps) <= MOST_BARS  # with few steps, an area would join a slow first step to the second
     for name, (_, part) in zip(split, heights, strict=True):
         if bars:
-            axes.bar(at, part, 0.85 * bar_step(at), base, color=PART_COLORS[name], label=PART_NAMES[name])
+            axes.bar(steps, part, 0.85 * bar_step(steps), base, color=PART_COLORS[name], label=PART_NAMES[name])
         else:
-            axes.fill_between(at, base, base + part, color=PART_COLORS[name], lw=0, label=PART_NAMES[name])
+            axes.fill_between(steps, base, base + part, color=PART_COLORS[name], lw=0, label=PART_NAMES[name])
         base = base + part
-    axes.plot(*thin(x[kept], full[kept]), "_" if bars else "-", color=INK, lw=1.0, label=f"full {span}")
+    axes.plot(*thin(x[finite], full[finite]), "_" if bars else "-", color=INK, lw=1.0, label=f"full {span}")
     set_limits(axes, total, shown)
     axes.set_ylim(0, shown.high * 1.06)
     _marks(axes, x, ds)

@@ -110,9 +110,9 @@ def outside(s: Series, shown: AxisLimits) -> str:
     ):
         if count := int(where.sum()):
             extreme = float(far(values[where]))
-            at = s.x[where & (values == extreme)][0]
+            step = s.x[where & (values == extreme)][0]
             number = f"{extreme:,.0f}" if 1e4 <= abs(extreme) < 1e9 else f"{extreme:.4g}"
-            reach = f"{number} {s.unit}".rstrip() + f" at {s.x_name} {at:g}"
+            reach = f"{number} {s.unit}".rstrip() + f" at {s.x_name} {step:g}"
             to = "" if count == 1 else "up to " if which == "above" else "down to "
             says.append(f"{count} row{'s' if count > 1 else ''} {which} the plot: {to}{reach}")
     return "; ".join(says)
@@ -123,11 +123,11 @@ def slowest(s: Series) -> int | None:
     that contain waiting, which is longest on the ranks that are not slow."""
     if s.by_rank is None or s.ranks < 2 or s.name not in ALONE:
         return None
-    each = median_by_rank(s.by_rank)
-    if not np.isfinite(each).any():
+    medians = median_by_rank(s.by_rank)
+    if not np.isfinite(medians).any():
         return None
-    rank = int(np.nanargmax(each))
-    return rank if each[rank] > 1.05 * float(np.nanmedian(each)) else None
+    rank = int(np.nanargmax(medians))
+    return rank if medians[rank] > 1.05 * float(np.nanmedian(medians)) else None
 
 
 def median_by_rank(values: np.ndarray) -> np.ndarray:
@@ -152,12 +152,12 @@ def mean_over_ranks(s: Series) -> np.ndarray:
 
 def _over_ranks(values: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """(draw, rank) → smallest, median, largest over the ranks that gave a number, (draw,) each."""
-    given = ~np.isnan(values).all(axis=1)
+    known = ~np.isnan(values).all(axis=1)
     low, middle, high = np.full((3, len(values)), np.nan)
-    if given.any():
-        low[given] = np.nanmin(values[given], axis=1)
-        middle[given] = np.nanmedian(values[given], axis=1)
-        high[given] = np.nanmax(values[given], axis=1)
+    if known.any():
+        low[known] = np.nanmin(values[known], axis=1)
+        middle[known] = np.nanmedian(values[known], axis=1)
+        high[known] = np.nanmax(values[known], axis=1)
     return low, middle, high
 
 

@@ -105,10 +105,10 @@ def ticks(low: float, high: float, most: int, integer: bool = False) -> tuple[li
     power = 10.0 ** np.floor(np.log10(rough))
     step = power * next(m for m in (1, 2, 5, 10) if m * power >= rough * 0.999)
     step = max(1.0, step) if integer else step
-    at = [n * step for n in range(int(np.ceil(low / step - 1e-9)), int(np.floor(high / step + 1e-9)) + 1)] or [low]
+    places = [n * step for n in range(int(np.ceil(low / step - 1e-9)), int(np.floor(high / step + 1e-9)) + 1)] or [low]
     size = max(abs(low), abs(high))
     if size >= 1e6 or size < 1e-3:
         digits = max(0, int(np.floor(np.log10(size))) - int(np.floor(np.log10(step))))
-        return at, [f"{value:.{digits}e}" for value in at]
+        return places, [f"{value:.{digits}e}" for value in places]
     digits = max(0, -int(np.floor(np.log10(step))))
-    return at, [f"{value:,.{digits}f}" for value in at]
+    return places, [f"{value:,.{digits}f}" for value in places]

@@ -40,7 +40,7 @@ def timeline_text(panel: Panel, width: int = 100) -> str:
     for rank, row in enumerate(panel.rows):
         cells = ["·"] * columns
         for span in row:
-            first, last = (round((at - start) / (end - start) * columns) for at in (span.begin, span.end))
+            first, last = (round((time - start) / (end - start) * columns) for time in (span.begin, span.end))
             kind = span.kind if span.turn == 0 else span.kind.lower()
             text = f"{kind}{span.label}"
             room = last - first
@@ -53,9 +53,9 @@ def timeline_text(panel: Panel, width: int = 100) -> str:
 
 def legend_text(panel: Panel) -> str:
     spans = [span for row in panel.rows for span in row]
-    said = [f"{kind} {name}" for kind, name in NAMES.items() if any(span.kind == kind for span in spans)]
+    kinds = [f"{kind} {name}" for kind, name in NAMES.items() if any(span.kind == kind for span in spans)]
     small = ["small letters: a rank's later stages"] if any(span.turn for span in spans) else []
-    return ", ".join([*said, *small, "· idle"])
+    return ", ".join([*kinds, *small, "· idle"])
 
 
 def timeline_figure(panels: Sequence[Panel], title: str) -> "Figure":
@@ -65,8 +65,8 @@ def timeline_figure(panels: Sequence[Panel], title: str) -> "Figure":
     from mmm.history.plots.figures import new_figure
 
     ranks = len(panels[0].rows)
-    each = 0.42 * ranks + 0.85  # inches
-    height = 1.05 + each * len(panels)
+    panel_height = 0.42 * ranks + 0.85  # inches
+    height = 1.05 + panel_height * len(panels)
     figure = new_figure(11.0, height)
     figure.text(0.02, 1 - 0.10 / height, title, fontsize=13, fontweight="bold", va="top")
     spans = [span for panel in panels for row in panel.rows for span in row]
@@ -86,10 +86,10 @@ def timeline_figure(panels: Sequence[Panel], title: str) -> "Figure":
         columnspacing=1.3,
         handlelength=1.2,
     )
-    between = 0.85 / (each - 0.85)
+    between = 0.85 / (panel_height - 0.85)
     figure.subplots_adjust(left=0.07, right=0.985, top=1 - 1.05 / height, bottom=0.5 / height, hspace=between)
-    for number, panel in enumerate(panels):
-        _draw(figure.add_subplot(len(panels), 1, number + 1), panel)
+    for index, panel in enumerate(panels):
+        _draw(figure.add_subplot(len(panels), 1, index + 1), panel)
     return figure
 
 

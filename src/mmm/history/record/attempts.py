@@ -60,8 +60,8 @@ def make_room(outdir: Path | str, this: Attempt | None) -> str | None:
 def attempt_of(config: str) -> Attempt | None:
     """The attempt that the text of a config.json says; None where it says none."""
     try:
-        kept = parsed(config)["attempt"]
-        return Attempt(str(kept["of"]), int(kept["number"]))
+        attempt = parsed(config)["attempt"]
+        return Attempt(str(attempt["of"]), int(attempt["number"]))
     except (ArithmeticError, ValueError, TypeError, KeyError, AttributeError):
         return None  # a user may edit config.json
 

@@ -100,14 +100,14 @@ def to_columns(
 
     A scalar in a column that other rows have by rank is rank 0's. `startup`: mark: seconds since 1970 by rank.
     """
-    kept = {row.draw: row for row in rows}  # a draw that is in dataset and journal counts once
-    draws = sorted(kept)
+    by_draw = {row.draw: row for row in rows}  # a draw that is in dataset and journal counts once
+    draws = sorted(by_draw)
     scalars: dict[str, list[Any]] = {}
     spread: dict[str, list[Any]] = {}
     for place, draw in enumerate(draws):
-        for name, value in kept[draw].row.items():
+        for name, value in by_draw[draw].row.items():
             scalars.setdefault(name, []).append((place, value))
-        for name, values in kept[draw].per_rank.items():
+        for name, values in by_draw[draw].per_rank.items():
             spread.setdefault(name, []).append((place, values))
 
     shape = (len(draws), len(header.ranks))
@@ -139,14 +139,14 @@ def to_columns(
     }
     for name in dict.fromkeys(key for place in header.ranks for key in place):
         if _ints([place.get(name, -1) for place in header.ranks]):
-            at = np.array([place.get(name, -1) for place in header.ranks], dtype=np.int64)
+            rank_values = np.array([place.get(name, -1) for place in header.ranks], dtype=np.int64)
         else:
-            at = np.array([str(place.get(name, "")) for place in header.ranks])
-        coordinates[name] = ("rank", at)
-    for name, given in startup.items():
+            rank_values = np.array([str(place.get(name, "")) for place in header.ranks])
+        coordinates[name] = ("rank", rank_values)
+    for name, seconds in startup.items():
         about_it = {"long_name": f"start-up: {name.replace('_', ' ')}, seconds of 1970's epoch", "units": "s"}
-        missing = [np.nan] * (len(header.ranks) - len(given))
-        coordinates[f"startup_{name}"] = ("rank", np.array([*given, *missing], dtype=np.float64), about_it)
+        missing = [np.nan] * (len(header.ranks) - len(seconds))
+        coordinates[f"startup_{name}"] = ("rank", np.array([*seconds, *missing], dtype=np.float64), about_it)
     return Columns(variables, coordinates, plain_attrs({**header.attrs, **extra_attrs}))
 
 
@@ -212,13 +212,13 @@ def write_dataset(columns: Columns, path: Path) -> None:
                 h5py.string_dtype() if text else values.dtype,
                 data=values.astype(object) if text else values,
             )
-            beside = [each for dim in dims for each in of.get(dim, ())] if name in columns.variables else []
+            beside = [coordinate for dim in dims for coordinate in of.get(dim, ())] if name in columns.variables else []
             if beside:
                 about_it["coordinates"] = " ".join(beside)
                 listed |= set(beside)
             variable.attrs.update(about_it)
         file.attrs.update(columns.attrs)
-        if rest := [each for names in of.values() for each in names if each not in listed]:
+        if rest := [coordinate for names in of.values() for coordinate in names if coordinate not in listed]:
             file.attrs["coordinates"] = " ".join(rest)
     write_atomically(path, buffer.getvalue())
 
@@ -320,7 +320,9 @@ def startup_marks(config: str, ranks: int) -> dict[str, list[float | None]]:
     """The marks of each rank's start-up, by name; empty before the first step has ended."""
     try:
         marks = parsed(config)["startup"]["marks"]
-        number = (float, int, type(None))
-        return {name: at for name, at in marks.items() if len(at) <= ranks and all(type(x) in number for x in at)}
+        types = (float, int, type(None))
+        return {
+            name: times for name, times in marks.items() if len(times) <= ranks and all(type(x) in types for x in times)
+        }
     except (KeyError, TypeError, AttributeError):
         return {}  # a user may edit config.json; the rows do not depend on it

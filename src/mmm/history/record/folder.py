@@ -68,10 +68,10 @@ def prepare(outdir: Path | str | None, module: str, overwrite: bool = False, goe
     folder = Path(outdir).expanduser().absolute()
     if folder.exists() and not folder.is_dir():
         raise RecordError(f"--outdir {folder} is a file, and a run's record is a folder. Give another --outdir.")
-    there = [name for name in _RECORD if os.path.lexists(folder / name)]
-    if there and not overwrite and not goes_on:
+    existing = [name for name in _RECORD if os.path.lexists(folder / name)]
+    if existing and not overwrite and not goes_on:
         raise RecordError(
-            f"--outdir {folder} already holds a run's record ({', '.join(there)}). "
+            f"--outdir {folder} already holds a run's record ({', '.join(existing)}). "
             "Give another --outdir, leave it out (each run then gets a folder of its own), or pass --overwrite."
         )
     writable(folder)
@@ -110,13 +110,13 @@ def write_encoded(outdir: Path | str, config: str | Mapping[str, str]) -> Path:
 
 def versions() -> dict[str, str]:
     """Versions of Python, mmm and the packages a record depends on, read from their metadata: nothing is imported."""
-    found = {"python": platform.python_version(), "mmm": mmm.__version__}
+    by_name = {"python": platform.python_version(), "mmm": mmm.__version__}
     for name in _PACKAGES:
         try:
-            found[name] = metadata.version(name)
+            by_name[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
-            found[name] = "not installed"
-    return found
+            by_name[name] = "not installed"
+    return by_name
 
 
 def write_atomically(path: Path, content: bytes) -> None:

@@ -68,10 +68,10 @@ class History:
         self._next = 0  # draw
         self._flushed = time.monotonic()
         self._closed = False
-        there = [name for name in (DATASET, JOURNAL) if (self.outdir / name).exists()]
-        if there and resume is None:
+        existing = [name for name in (DATASET, JOURNAL) if (self.outdir / name).exists()]
+        if existing and resume is None:
             raise RecordError(
-                f"{self.outdir} already holds rows ({', '.join(there)}). Prepare another folder, or pass overwrite."
+                f"{self.outdir} already holds rows ({', '.join(existing)}). Prepare another folder, or pass overwrite."
             )
         started = datetime.now(timezone.utc).isoformat(timespec="seconds")
         about = {"mmm_version": mmm.__version__, "started": started, "world_size": len(ranks)}
@@ -112,10 +112,10 @@ class History:
             shown[name] = value if type(value) is float or type(value) is int else _number(name, value)
             if name not in per_rank:
                 scalars[name] = shown[name]
-        for name, given in per_rank.items():
+        for name, rank_values in per_rank.items():
             if name not in self._names:
                 self._admit(name)
-            values = self._one_a_rank(name, given)
+            values = self._one_a_rank(name, rank_values)
             shown[name] = values[0] if self._full else _number(name, values[0])
             if self._full:
                 spread[name] = values
@@ -161,7 +161,9 @@ class History:
     def __enter__(self) -> "History":
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
         try:
             self.close(error)
         except (KeyboardInterrupt, SystemExit):  # a signal while closing: launch ends the other ranks as well
@@ -178,10 +180,10 @@ class History:
             raise RecordError(f"{problem}.")
         self._names.add(name)
 
-    def _one_a_rank(self, name: str, given: Any) -> list[float | int]:
-        if isinstance(given, np.ndarray) and not self._full and len(given) == len(self._ranks):
-            return given  # type: ignore[return-value]  # only reduced: no Python object for each of many ranks
-        listed = given.tolist() if hasattr(given, "tolist") else given
+    def _one_a_rank(self, name: str, rank_values: Any) -> list[float | int]:
+        if isinstance(rank_values, np.ndarray) and not self._full and len(rank_values) == len(self._ranks):
+            return rank_values  # type: ignore[return-value]  # only reduced: no Python object for each of many ranks
+        listed = rank_values.tolist() if hasattr(rank_values, "tolist") else rank_values
         if len(listed) != len(self._ranks):
             raise RecordError(
                 f"per_rank[{name!r}] has {len(listed)} values, and this run has {len(self._ranks)} ranks."
@@ -198,10 +200,10 @@ def _plain_ranks(ranks: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         RecordError: the ranks are not numbered 0, 1, 2, … in this order.
     """
     plain = []
-    for index, given in enumerate(ranks):
-        if (number := given.get("rank", index)) != index:
-            raise RecordError(f"ranks must be given in order: place {index} of {len(ranks)} holds rank {number}.")
-        named = {f"axis_{key}" if key in AXES else key: value for key, value in given.items() if key != "rank"}
+    for index, place in enumerate(ranks):
+        if (rank := place.get("rank", index)) != index:
+            raise RecordError(f"ranks must be given in order: place {index} of {len(ranks)} holds rank {rank}.")
+        named = {f"axis_{key}" if key in AXES else key: value for key, value in place.items() if key != "rank"}
         plain.append({key: _int_or_text(value) for key, value in named.items()})
     return plain
 

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 from mmm.errors import RecordError
 from mmm.history.record.folder import cannot_write, reason, write_atomically
-from mmm.outside import Lock, lock, open_file, parse_json
+from mmm.outside import Lock, lock, open_file, parse_json, short
 
 VERSION = 1
 LEFT_OUT = "left_out"  # the dataset's attribute: lines of a journal that are no rows
@@ -140,8 +140,8 @@ class Journal:
             if self._lock is Lock.TAKEN:  # by a reader that checked for a writer
                 self._lock = lock(self._fd)
             return
-        there = read_journal(self.path)
-        if there is not None and there.header.writer != self._writer:
+        other = read_journal(self.path)
+        if other is not None and other.header.writer != self._writer:
             raise RecordError(
                 f"{self.path} is another run's journal now: two runs cannot keep one record. "
                 "The rows since the last write are not kept; give each run a folder of its own."
@@ -157,10 +157,10 @@ class Journal:
     def _in_place(self) -> bool:
         try:
             opened = os.fstat(self._fd)
-            there = os.stat(self.path)
+            current = os.stat(self.path)
         except OSError:  # removed, or a stale NFS handle
             return False
-        return opened.st_nlink > 0 and (opened.st_dev, opened.st_ino) == (there.st_dev, there.st_ino)
+        return opened.st_nlink > 0 and (opened.st_dev, opened.st_ino) == (current.st_dev, current.st_ino)
 
     def _read_back(self) -> bytes:
         """All that was written, from the removed file while it is open; the header where that fails."""
@@ -210,9 +210,9 @@ def read_journal(path: Path) -> JournalContents | None:
     problems |= {number: f"its draw {row.draw} is not between its neighbours'" for number, row in _out_of_order(rows)}
     left_out = ""
     if problems:
-        said = [f"line {number} is not a row ({problems[number]})" for number in sorted(problems)[:MOST_SAID]]
+        reasons = [f"line {number} is not a row ({problems[number]})" for number in sorted(problems)[:MOST_SAID]]
         more = [f"and {len(problems) - MOST_SAID} more"] if len(problems) > MOST_SAID else []
-        left_out = f"{len(problems)} of {sum(map(bool, lines[1:]))} lines left out: {', '.join([*said, *more])}"
+        left_out = f"{len(problems)} of {sum(map(bool, lines[1:]))} lines left out: {', '.join([*reasons, *more])}"
         log.warning("%s: %s", path, left_out)
     return JournalContents(header, [row for number, row in rows if number not in problems], len(content), left_out)
 
@@ -222,14 +222,14 @@ def _out_of_order(rows: Sequence[tuple[int, LoggedRow]]) -> list[tuple[int, Logg
 
     A draw says which row of the dataset it is: with a wrong one, a row would stand in another's place.
     """
-    found = []
+    misplaced = []
     for place, (_, row) in enumerate(rows):
         before = rows[place - 1][1].draw if place else None
         after = rows[place + 1][1].draw if place + 1 < len(rows) else None
         rises = (before is None or before < row.draw) and (after is None or row.draw < after)
         if not rises and row.draw - 1 != before and row.draw + 1 != after:
-            found.append(rows[place])
-    return found
+            misplaced.append(rows[place])
+    return misplaced
 
 
 class _NotJSON(ValueError):
@@ -251,51 +251,40 @@ class _TwiceError(ValueError):
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    values = dict(pairs)
+    if len(values) < len(pairs):
         name = next(name for i, (name, _) in enumerate(pairs) if name in dict(pairs[:i]))
         raise _TwiceError(f"{name!r} stands in it twice")
-    return found
+    return values
 
 
-def _row(found: Any, taken: set[str], ranks: int) -> LoggedRow:
+def _row(value: Any, taken: set[str], ranks: int) -> LoggedRow:
     """A parsed line as a row that fits into the dataset. Raises ValueError, which says what does not."""
-    if not isinstance(found, dict) or not {"draw", "row", "per_rank"} <= found.keys():
+    if not isinstance(value, dict) or not {"draw", "row", "per_rank"} <= value.keys():
         raise ValueError("it has not draw, row and per_rank")
-    draw, row, per_rank = found["draw"], found["row"], found["per_rank"]
+    draw, row, per_rank = value["draw"], value["row"], value["per_rank"]
     if type(draw) is not int or not 0 <= draw <= INT64_MAX:
-        raise ValueError(f"its draw is {_short(draw)}")
+        raise ValueError(f"its draw is {short(draw)}")
     if not isinstance(row, dict) or not isinstance(per_rank, dict):
         raise ValueError("its row or per_rank has no names")
     for name in (*row, *per_rank):
         if problem := name_problem(name, taken):
             raise ValueError(problem)
-    for name, value in row.items():
-        _check_number(name, value)
+    for name, number in row.items():
+        _check_number(name, number)
     for name, values in per_rank.items():
         if not isinstance(values, list) or not 1 <= len(values) <= ranks:
-            raise ValueError(f"{name!r} is {_short(values)}, and there are {ranks} ranks")
-        for value in values:
-            _check_number(name, value)
+            raise ValueError(f"{name!r} is {short(values)}, and there are {ranks} ranks")
+        for number in values:
+            _check_number(name, number)
     return LoggedRow(draw, row, per_rank)
 
 
 def _check_number(name: str, value: Any) -> None:
-    """Raises ValueError for what no column of float64 can hold."""
-    try:
-        fits = type(value) in (int, float) and float(value) is not None
-    except OverflowError:
-        fits = False
-    if not fits:
-        raise ValueError(f"{name!r} is {_short(value)}, and no number of a row")
-
-
-def _short(value: Any) -> str:
-    try:
-        text = repr(value)
-    except ValueError:  # an int of thousands of digits
-        text = "a number of thousands of digits"
-    return text if len(text) <= 30 else f"{text[:30]}…"
+    """Raises ValueError for what no column of float64 can hold; of integers `parse_json` lets none pass that is too
+    large."""
+    if type(value) not in (int, float):
+        raise ValueError(f"{name!r} is {short(value)}, and no number of a row")
 
 
 def taken_names(ranks: Sequence[Mapping[str, Any]]) -> set[str]:
@@ -314,8 +303,8 @@ def name_problem(name: object, taken: set[str]) -> str | None:
 
 def _header(path: Path, line: bytes) -> Header:
     try:
-        found = _parsed(line)
-        version, header = found["mmm_journal"], Header(found["ranks"], found["attrs"], found.get("writer", {}))
+        fields = _parsed(line)
+        version, header = fields["mmm_journal"], Header(fields["ranks"], fields["attrs"], fields.get("writer", {}))
         _check_header(header)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise RecordError(

@@ -48,12 +48,12 @@ def why_going_on(fd: int, writer: Mapping[str, Any]) -> str | None:
         writer: what the journal's header says of its process, and whether that process found locks (``locks``); may be
             empty.
     """
-    held = lock(fd, shared=True)
-    if held is Lock.TAKEN:
+    answer = lock(fd, shared=True)
+    if answer is Lock.TAKEN:
         return "another process holds its journal's lock"
-    if held is Lock.LOCKED and writer.get("locks", True):
+    if answer is Lock.LOCKED and writer.get("locks", True):
         return None
-    without = "this file system has no locks" if held is Lock.NONE else "the run has found no locks where it writes"
+    without = "this file system has no locks" if answer is Lock.NONE else "the run has found no locks where it writes"
     if lives_here(writer):
         return f"{without}, and process {writer['pid']} on this host, which writes the journal, is alive"
     age = time.time() - os.fstat(fd).st_mtime
@@ -82,8 +82,8 @@ def load(outdir: Path | str) -> "xarray.Dataset":
 
 def dataset_of(folder: Path, ending: Ending | None) -> "xarray.Dataset":
     """`load`, of a folder that exists, with that ending; None: the one it has."""
-    found, _ = join(folder, ending)
-    return found.dataset() if isinstance(found, Columns) else found
+    joined, _ = join(folder, ending)
+    return joined.dataset() if isinstance(joined, Columns) else joined
 
 
 def finalize(outdir: Path | str) -> Path:

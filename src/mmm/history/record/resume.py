@@ -57,8 +57,10 @@ class Resume(NamedTuple):
                 attrs[LEFT_OUT] = earlier.attrs[LEFT_OUT]
             before = _ranks_of(earlier)
             ranks = [*ranks, *before[len(ranks) :]]
-            kept = Header(before, {**earlier.attrs, MARKS: marks})
-            write_dataset(to_columns(kept, rows, {}, startup_marks(read_config(folder), len(before))), folder / DATASET)
+            earlier_header = Header(before, {**earlier.attrs, MARKS: marks})
+            write_dataset(
+                to_columns(earlier_header, rows, {}, startup_marks(read_config(folder), len(before))), folder / DATASET
+            )
         attrs[MARKS] = [*marks, {"draw": self.rows, **self.mark}]
         return Header(ranks, attrs)
 
