@@ -122,7 +122,7 @@ def main() -> int:
         path = given.machine or Path(folder) / "machine.json"
         if given.machine is None:
             print(f"load {os.getloadavg()[0]:.1f}")
-            measure_machine(path, print)
+            print("\n".join(measure_machine(path).explain()))
         machine = read(path)
     turns: dict[str, list[StepTime]] = {name: [] for name in given.only}
     for turn in range(given.repeats):

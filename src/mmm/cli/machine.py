@@ -40,7 +40,9 @@ def main(argv: list[str]) -> int:
             raise ConfigError(f"{args.name} --measure: this machine is measured, so leave the name out")
         from mmm.plan.measure import measure_machine  # imports torch
 
-        return measure_machine(args.measure, print)
+        print("\n".join(measure_machine(args.measure).explain()))
+        print(f"written: {args.measure}; mmm plan --machine {args.measure} reads it")
+        return 0
     for line in find.old_places(os.environ):
         print(f"mmm: {line}", file=sys.stderr)
     if args.name is None:

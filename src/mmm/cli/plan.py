@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
+from mmm.cli import machine as machine_command
 from mmm.cli.sizes import parse_bytes
 from mmm.cli.written import write_json, write_text
 from mmm.errors import ConfigError
@@ -134,10 +135,8 @@ def main(argv: list[str]) -> int:
     made = parser()
     args = made.parse_args(argv)
     if args.calibrate is not None:
-        from mmm.plan.measure import measure_machine
-
         print("mmm: mmm plan --calibrate is now mmm machine --measure", file=sys.stderr)
-        return measure_machine(args.calibrate, print)
+        return machine_command.main(["--measure", str(args.calibrate)])
     if args.model is None:
         raise ConfigError("--model is missing: such as --model llama-8b")
     if args.top < 1:

@@ -62,7 +62,7 @@ def machine_here(args: argparse.Namespace, sizes: dict[str, int]) -> Machine:
             from mmm.plan.measure import measure_machine
 
             print(f"this machine has not been measured: mmm machine --measure {path}", flush=True)
-            measure_machine(path, lambda _: None)
+            measure_machine(path)
         machine = read(path)
     ranks = 1
     for axis in AXES:

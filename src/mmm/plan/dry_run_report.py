@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
 from mmm.plan.dry_run import DryRun, RankReport
@@ -93,15 +94,12 @@ def json_of(found: DryRun, budget: int | None, command: Sequence[str]) -> dict[s
 
 
 def _json_of_rank(report: RankReport) -> dict[str, Any]:
-    def as_json(peak: Any) -> dict[str, Any]:
-        return {"bytes": peak.bytes, "parts": peak.parts, "phase": peak.phase, "doing": peak.doing}
-
     return {
         "rank": report.rank,
         "coordinates": report.coordinates,
         "seconds": report.seconds,
-        "peak": as_json(report.peak),
-        "peaks": [as_json(peak) for peak in report.peaks.values()],
+        "peak": asdict(report.peak),
+        "peaks": [asdict(peak) for peak in report.peaks.values()],
         "collectives": [
             {
                 "axis": axis,

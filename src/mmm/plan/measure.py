@@ -18,7 +18,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from mmm.errors import ConfigError
-from mmm.machines.machine import parse
+from mmm.machines.machine import Machine, parse
 from mmm.models.transformer import Transformer, TransformerBlock, TransformerConfig, rotary_table
 from mmm.parallel.plans.transformer import transformer_plan
 from mmm.parallel.tp.tensor_parallel import apply_tensor_parallel
@@ -171,8 +171,8 @@ def machine_data(device: torch.device, rates: dict[str, Any]) -> dict[str, Any]:
     return {**data, "sources": sources}
 
 
-def measure_machine(path: Path, say: Callable[[str], Any]) -> int:
-    """Measure, write the machine file, and say what is in it. Returns 0. Raises ConfigError: it cannot be written."""
+def measure_machine(path: Path) -> Machine:
+    """Measure this machine and write its file. Raises ConfigError: it cannot be written."""
     threads = torch.get_num_threads()
     if path.is_dir():
         raise ConfigError(f"{path}: that is a folder; name a file for what is measured")
@@ -182,11 +182,9 @@ def measure_machine(path: Path, say: Callable[[str], Any]) -> int:
         data = machine_data(device, measured_rates(device, seconds))
     finally:
         torch.set_num_threads(threads)
-    machine = parse(data, "measured")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"{path}: what is measured cannot be written: {error.strerror}") from None
-    say("\n".join([*machine.explain(), f"written: {path}; mmm plan --machine {path} reads it"]))
-    return 0
+    return parse(data, f"machine file {path}", str(path))

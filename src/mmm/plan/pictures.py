@@ -62,10 +62,8 @@ def _memory(search: Search, kinds: Sequence[Candidate], path: Path) -> Path:
 
 def _ranks(search: Search, found: Found, path: Path) -> Path:
     """The batch stays a rank's: of each number of hosts the best layout, and a line through the first without loss."""
-    machine, counts = search.machine, set()
-    for step in range(POINTS):
-        counts.add(max(1, round(machine.hosts / 2**step)))
-    points = []
+    machine, points = search.machine, []
+    counts = {max(1, round(machine.hosts / 2**step)) for step in range(POINTS)}
     for hosts in sorted(counts):
         smaller = replace(machine, hosts=hosts)
         batch = max(1, search.global_batch * hosts // machine.hosts)

@@ -24,14 +24,12 @@ def trainer_flags(candidate: Candidate, spec: ModelSpec, global_batch: int, dtyp
         flags += ["--schedule", techniques.schedule, "--stages_per_rank", str(techniques.stages_per_rank)]
     if layout.cp > 1:
         flags += ["--cp_style", techniques.cp_style]
-    usual = {"reshard_after_forward": "auto", "activation_checkpointing": "none", "tile": 1}
-    chosen = {
-        "reshard_after_forward": techniques.reshard_after_forward,
-        "activation_checkpointing": techniques.checkpointing,
-        "tile": techniques.tile,
-    }
-    for name, value in chosen.items():
-        if value != usual[name]:
+    for name, value, usual in (
+        ("reshard_after_forward", techniques.reshard_after_forward, "auto"),
+        ("activation_checkpointing", techniques.checkpointing, "none"),
+        ("tile", techniques.tile, 1),
+    ):
+        if value != usual:
             flags += [f"--{name}", str(value)]
     if candidate.microbatches > 1 or layout.pp > 1:
         flags += ["--microbatches", str(candidate.microbatches)]

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -29,26 +30,23 @@ from mmm.torch_private import pipelining
 from mmm.torch_private.fake import unset_fake_temporarily
 
 
+@dataclass
 class StageShapes:
     """The outputs of each stage for a micro-batch.
 
     Args:
         resolved: a `mmm.trainer.config.resolve_plan.ParallelSpec` with a pipeline.
+        batch: of the step that is under way, on this rank; None: no `Pipeline` runs it.
     """
 
-    def __init__(
-        self, resolved: Any, layout: Layout, device: torch.device, precision: Any, memory: MemoryTracker
-    ) -> None:
-        self.resolved, self.layout, self.device, self.precision, self.memory = (
-            resolved,
-            layout,
-            device,
-            precision,
-            memory,
-        )
-        self.batch: Tensor | None = None  # of the step that is under way, on this rank; None: no `Pipeline` runs it
-        self._mesh: Any = None
-        self._found: dict[Any, tuple[Tensor, ...]] = {}
+    resolved: Any
+    layout: Layout
+    device: torch.device
+    precision: Any
+    memory: MemoryTracker
+    batch: Tensor | None = None
+    _mesh: Any = None
+    _outputs: dict[Any, tuple[Tensor, ...]] = field(default_factory=dict)
 
     def outputs(self, number: int) -> tuple[Tensor, ...]:
         """Of stage `number`, on tensors without elements."""
@@ -72,7 +70,7 @@ class StageShapes:
         with unset_fake_temporarily():
             stage = take_stage(resolved.model, partition.parts, partition.stages[number])
         key = (_described(stage), tuple((tuple(x.shape), x.dtype) for x in given))
-        if key not in self._found:
+        if key not in self._outputs:
             with unset_fake_temporarily():
                 weights.convert(stage, self.precision.compute)
                 if layout.tp > 1:
@@ -86,8 +84,8 @@ class StageShapes:
             cast = (x.to(self.precision.compute) if x.is_floating_point() else x for x in given)
             output = stage(*cast, **named)
             outputs = output if isinstance(output, tuple) else (output,)
-            self._found[key] = tuple(to_contiguous(x) for x in outputs)
-        return self._found[key]
+            self._outputs[key] = tuple(to_contiguous(x) for x in outputs)
+        return self._outputs[key]
 
 
 def _described(stage: nn.Module) -> tuple[Any, ...]:
