@@ -27,6 +27,7 @@ IN_STRINGS = {
     ("launch/plan/options.py", "mmm.examples.fsdp_tp"),
     ("models/weights.py", "mmm.parallel.meta_parameters"),
     ("plan/models.py", "mmm.trainer.cnn"),
+    ("plan/utilization.py", "mmm.machines.peaks"),  # which a message names
     ("trainer/run/plots.py", "mmm.history.plots.draw"),  # which it runs
     ("plan/models.py", "mmm.trainer.lm"),
     ("plan/models.py", "mmm.trainer.vit"),

@@ -13,11 +13,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Replicate, Shard, debug, distribute_tensor
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import mmm
 from mmm.testing import RanksFailed
-from mmm.torch_private.groups import clear_sharding_cache
 from support.clock import PATIENCE
 from support.processes import running, runs, wait_for, wait_for_ends
 from support.signals import as_from_a_terminal
@@ -52,17 +51,6 @@ def gather_a_sharded_tensor(rank, size):
     distribute_tensor(torch.ones(size), mesh, [Shard(0)]).redistribute(placements=[Replicate()]).to_local()
     names = [(Path("/proc/self/task") / task / "comm").read_text() for task in os.listdir("/proc/self/task")]
     return sum("gloo_tcp_loop" in name for name in names)
-
-
-@pytest.mark.parametrize("oldest", [False, True])
-def test_what_dtensor_keeps_is_cleared_by_the_functions_of_each_version(monkeypatch, oldest):
-    cleared = []
-    for name in ("sharding", "python_sharding", "fast_path_sharding"):
-        monkeypatch.setattr(debug, f"_clear_{name}_prop_cache", lambda name=name: cleared.append(name))
-    if oldest:  # PyTorch 2.10
-        monkeypatch.delattr(debug, "_clear_sharding_prop_cache")
-    clear_sharding_cache()
-    assert cleared == (["python_sharding", "fast_path_sharding"] if oldest else ["sharding"])
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="threads have names in /proc on Linux alone")

@@ -18,7 +18,7 @@ PACKAGES = {"torch": "torch", "pyinstrument": "pyinstrument"}  # by kind, what i
 class ProfileOptions:
     """Some steps in detail, and rows where others look for them."""
 
-    tracker: Literal["csv", "tensorboard", "wandb", "mlflow"] | None = None
+    tracker: Literal["tensorboard", "wandb", "mlflow"] | None = None
     """Rows go there as well, in the run's folder. wandb is offline, and mlflow a folder, unless WANDB_MODE or
     MLFLOW_TRACKING_URI says otherwise."""
     profile: Literal["torch", "pyinstrument"] | None = None
