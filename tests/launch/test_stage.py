@@ -328,7 +328,7 @@ def test_options_that_are_wrong(launcher, words, says):
 def test_too_little_room(tmp_path, monkeypatch):
     (tmp_path / "s").mkdir()
     (tmp_path / "s" / "f").write_bytes(b"x" * 10_000_000)
-    copy = Copy(copies.scan(str(tmp_path / "s")), str(tmp_path / "t"))
+    copy = Copy(copies.copies.scan(str(tmp_path / "s")), str(tmp_path / "t"))
     copy.own_folder()
     monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(9, 9, 2_000_000))
     with pytest.raises(LaunchError, match=r"10 MB are needed in .*, and 2 MB are free \(--stage-to\)"):
@@ -485,3 +485,17 @@ def test_variables_that_name_the_source():
     environ = {"PATH": "/x/env/bin:/usr/bin", "PYTHONPATH": "/x/env/lib:/x/environment", "HOME": "/x/env"}
     changed = stage.environment(environ, "/x/env", "/tmp/c")
     assert changed == {"MMM_STAGED": "/tmp/c", "PATH": "/tmp/c/bin:/usr/bin", "PYTHONPATH": "/tmp/c/lib:/x/environment"}
+
+
+def test_a_run_that_ends_leaves_another_the_folder(tmp_path):
+    """The other has made sure of it, and has no copy in it yet."""
+    (tmp_path / "env").mkdir()
+    source = copies.scan(str(tmp_path / "env"))
+    ends, begins = (Copy(source, str(tmp_path / "disk")) for _ in range(2))
+    ends.own_folder()
+    ends.path.mkdir()
+    ends.lock = os.open(ends.path, os.O_RDONLY)
+    begins.own_folder()
+    ends.remove(keep=False)
+    assert not ends.path.exists()
+    begins.make_room()

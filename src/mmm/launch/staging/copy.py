@@ -140,7 +140,8 @@ class Copy:
     def remove(self, keep: bool) -> None:
         """Unless it is to be kept, or another run uses it. At once gone for others; its files go one by one.
 
-        What is only half made, if a signal came while that was removed, goes in any case.
+        The folder that copies are in stays: another run may be about to make one there. What is only half made, if a
+        signal came while that was removed, goes in any case.
         """
         if self.lock is None:
             shutil.rmtree(self.part, ignore_errors=True)
@@ -153,8 +154,6 @@ class Copy:
         shutil.rmtree(self.part, ignore_errors=True)
         os.close(self.lock)
         self.lock = None
-        with contextlib.suppress(OSError):  # another copy is there
-            os.rmdir(self.parent)
 
     @contextlib.contextmanager
     def _alone(self) -> Iterator[None]:
