@@ -20,8 +20,7 @@ from mmm.parallel import Layout, apply, build_mesh, cross_entropy, materialize
 from mmm.parallel.local import detached
 from mmm.parallel.plans.transformer import transformer_plan
 from mmm.runtime.device import Precision
-from mmm.trainer.config.command_line import configure, parse
-from mmm.trainer.config.flags import run_main
+from mmm.trainer.config.command_line import configure, parse, run_main
 from support.clock import PATIENCE
 
 LAUNCH = str(Path(sys.executable).parent / "launch")

@@ -68,7 +68,7 @@ def test_retries_go_on(launcher, number):
 KILLED_IN_ITS_END = """
 import os, signal
 from mmm.contract import ATTEMPT_VARIABLE
-from mmm.trainer.config.flags import run_main
+from mmm.trainer.config.command_line import run_main
 from mmm.trainer import lm
 from mmm.trainer.config.command_line import parse
 
@@ -110,7 +110,7 @@ def test_random_kills(tmp_path, mode):
 
 CTRL_C = """
 import os, time
-from mmm.trainer.config.flags import run_main
+from mmm.trainer.config.command_line import run_main
 from mmm.trainer import lm
 from mmm.trainer.loop import fit as loop
 from mmm.trainer.config.command_line import parse

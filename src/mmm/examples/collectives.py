@@ -38,8 +38,7 @@ from mmm.runtime.device import synchronize
 from mmm.runtime.process_group import gather_floats
 from mmm.runtime.ranks import whoami
 from mmm.traffic.collective_bytes import factor
-from mmm.trainer.config.command_line import parse
-from mmm.trainer.config.flags import run_main
+from mmm.trainer.config.command_line import parse, run_main
 from mmm.trainer.config.run import BaseOptions
 from mmm.trainer.run.record import add_row
 from mmm.trainer.run.standard import start_run

@@ -6,8 +6,7 @@ The program is ``mmm.trainer.vit``.
 """
 
 from mmm.trainer import vit
-from mmm.trainer.config.command_line import parse
-from mmm.trainer.config.flags import run_main
+from mmm.trainer.config.command_line import parse, run_main
 
 if __name__ == "__main__":
     run_main(lambda: vit.train(parse(vit.Config, vit.__doc__)))

@@ -17,8 +17,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
+from mmm.models.defaults import Init as Init
 from mmm.models.defaults import default_rules
-from mmm.models.init import Init as Init
 from mmm.torch_private.module import WRAPPERS, map_tensors
 
 CHUNK = 1 << 22  # elements drawn at once on a device, which bounds the temporary memory to a few times 32 MiB

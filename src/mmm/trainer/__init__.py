@@ -11,8 +11,7 @@ from mmm.lazy import lazy
 
 if TYPE_CHECKING:
     from mmm.runtime.ranks import whoami
-    from mmm.trainer.config.command_line import parse
-    from mmm.trainer.config.flags import run_main
+    from mmm.trainer.config.command_line import parse, run_main
     from mmm.trainer.config.run import BaseOptions, BatchOptions, RunOptions
     from mmm.trainer.loop.loader_steps import evaluate, train_steps
     from mmm.trainer.loop.save import save_model
@@ -25,8 +24,7 @@ __getattr__, __dir__ = lazy(
     __name__,
     {
         "mmm.runtime.ranks": "whoami",
-        "mmm.trainer.config.command_line": "parse",
-        "mmm.trainer.config.flags": "run_main",
+        "mmm.trainer.config.command_line": "parse run_main",
         "mmm.trainer.config.run": "BaseOptions BatchOptions RunOptions",
         "mmm.trainer.loop.loader_steps": "evaluate train_steps",
         "mmm.trainer.loop.save": "save_model",

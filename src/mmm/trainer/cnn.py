@@ -12,8 +12,7 @@ from dataclasses import dataclass
 
 from mmm.runtime.ranks import whoami
 from mmm.trainer.config.cnn import CNNOptions, CNNSpec, resolve_cnn
-from mmm.trainer.config.command_line import parse
-from mmm.trainer.config.flags import run_main
+from mmm.trainer.config.command_line import parse, run_main
 from mmm.trainer.config.images import ImageOptions
 from mmm.trainer.config.layout import LayoutOptions, techniques_of
 from mmm.trainer.config.profile import ProfileOptions

@@ -22,9 +22,8 @@ from mmm.parallel.memory.offload import moved_text
 from mmm.parallel.parallel_model import ParallelModel
 from mmm.parallel.plans.transformer import transformer_plan
 from mmm.runtime.ranks import whoami
-from mmm.trainer.config.command_line import parse
+from mmm.trainer.config.command_line import parse, run_main
 from mmm.trainer.config.data import DocumentOptions
-from mmm.trainer.config.flags import run_main
 from mmm.trainer.config.language_model import LanguageModelOptions, SampleOptions, text_ends
 from mmm.trainer.config.layout import SequenceLayoutOptions, techniques_of
 from mmm.trainer.config.model import ExpertOptions

@@ -20,8 +20,7 @@ from mmm.parallel.plans.vit import check_vit, vit_plan
 from mmm.runtime.device import choose_device, choose_precision
 from mmm.runtime.ranks import whoami
 from mmm.runtime.sdpa import check_sdpa
-from mmm.trainer.config.command_line import parse
-from mmm.trainer.config.flags import run_main
+from mmm.trainer.config.command_line import parse, run_main
 from mmm.trainer.config.images import ImageOptions, check_images
 from mmm.trainer.config.layout import LayoutOptions, techniques_of
 from mmm.trainer.config.profile import ProfileOptions

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
         resolve_own,
     )
     from mmm.examples._support.text_loop import text_steps
-    from mmm.trainer.config.flags import run_main
+    from mmm.trainer.config.command_line import run_main
     from mmm.trainer.config.layout import TensorParallelOptions, check_cp_effect, techniques_of
     from mmm.trainer.config.model import SmallTransformerOptions, TransformerOptions
     from mmm.trainer.config.resolve_plan import ParallelSpec
@@ -46,7 +46,7 @@ __getattr__, __dir__ = lazy(
         "mmm.examples._support.text_config": "ExpertsConfig PlainTextConfig PlainTextOptions TextConfig "
         "fit resolve_own",
         "mmm.examples._support.text_loop": "text_steps",
-        "mmm.trainer.config.flags": "run_main",
+        "mmm.trainer.config.command_line": "run_main",
         "mmm.trainer.config.layout": "TensorParallelOptions check_cp_effect techniques_of",
         "mmm.trainer.config.model": "SmallTransformerOptions TransformerOptions",
         "mmm.trainer.config.resolve_plan": "ParallelSpec",

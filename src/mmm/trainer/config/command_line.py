@@ -1,4 +1,5 @@
-"""From a command line to a program's ``Config``: a dataclass whose fields are flags, or groups of flags.
+"""From a command line to a program's ``Config``: a dataclass whose fields are flags, or groups of flags; and back, for
+errors: the rooms below name fields of a configuration, the user gave flags.
 
 As a rank of ``mmm dry-run`` a program makes a few steps, and leaves nothing behind.
 """
@@ -9,16 +10,18 @@ import os
 import shlex
 import sys
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import fields, is_dataclass
 from itertools import pairwise
-from typing import Any, Protocol, TypeVar, runtime_checkable
+from typing import Any, NoReturn, Protocol, TypeVar, runtime_checkable
 
 import tyro
 
-from mmm.errors import ConfigError
+from mmm.errors import ConfigError, UserError
+from mmm.runtime import failure
 from mmm.runtime.failure import print_once
 from mmm.runtime.ranks import DRY_RUN, command_line, whoami
+from mmm.trainer.config.layout import FLAGS
 from mmm.trainer.config.run import flags_of, replace_flags
 
 Config = TypeVar("Config")
@@ -169,3 +172,29 @@ def split_alias(argv: Sequence[str]) -> tuple[list[str] | None, list[str]]:
         else:
             flags += [ALIASES[flag], *values]
     return (None, list(argv)) if world_size is None else ([*world_size, *flags], rest)
+
+
+def with_flags(error: UserError) -> str:
+    """The message of an error, its fields written as flags, ``microbatches 3: …`` as ``--microbatches 3: …``, and its
+    `ranks` as the user's own line."""
+    text = error.with_fields(lambda name: f"--{FLAGS.get(name, name)}")
+    if error.ranks is not None:
+        dry = whoami().source == DRY_RUN
+        start = f"mmm dry-run {error.ranks} --" if dry else f"launch -n {error.ranks} --device cpu"
+        line = f"{'try' if dry else 'start'} that many, `{start} {shlex.join(command_line())}`"
+        text = text.replace(f"start {error.ranks} ranks", line)
+    return text
+
+
+def run_main(fn: Callable[[], object]) -> NoReturn:
+    """`mmm.runtime.failure.run_main`, for a program whose flags `parse` makes."""
+
+    def main() -> None:
+        try:
+            fn()
+        except UserError as error:
+            error.args = (with_flags(error), *error.args[1:])
+            error.ranks = None
+            raise
+
+    failure.run_main(main)

@@ -11,7 +11,7 @@ from mmm.parallel.compile import check_compile
 from mmm.parallel.plans.transformer import transformer_plan
 from mmm.parallel.pp.schedules import check_pipeline
 from mmm.parallel.rules import check_cp_style
-from mmm.trainer.config.flags import run_main, with_flags
+from mmm.trainer.config.command_line import run_main, with_flags
 
 PP2, PLAN = Layout(pp=2, dp_shard=1), transformer_plan()
 
