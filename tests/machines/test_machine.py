@@ -125,3 +125,8 @@ def test_each_setting_is_shown_with_its_source():
     assert any(re.match(r"port +29,500 +https://docs.nersc.gov/", row) for row in rows)
     (row,) = [row for row in rows if row.startswith("FI_MR_CACHE_MONITOR ")]
     assert re.match(r"\S+ +userfaultfd +Perlmutter: https://github.com/NERSC/sc24", row)
+
+
+def test_kernels_and_messages_take_time_where_a_file_does_not_say_how_much():
+    machine = Machine("mine")
+    assert min(machine.layer_overhead, machine.link_latency, machine.network_latency) > 0

@@ -366,7 +366,7 @@ def test_what_is_cut_is_said(tmp_path, capsys):
     lm.train(configure(lm.Config, **SMALL | more | {"warmup": 9}, outdir=tmp_path / "cut"))
     assert notes(tmp_path / "cut") == [
         "validation: 2 global batches instead of 7, all that the text has",
-        "warm-up: 2 steps instead of 9, half of the 4 steps of this run",
+        "warm-up: 2 instead of 9 steps, half of the 4 of this run",
     ]
     out = capsys.readouterr().out
     assert [out.count(note) for note in notes(tmp_path / "cut")] == [1, 1]

@@ -39,8 +39,8 @@ def test_the_schedule_that_the_flags_ask_for():
     short = schedule_of(run, 10, ScheduledOptions(warmup=8, lr_schedule="wsd", decay=9))
     assert [short(step) for step in range(10)] == [warmup_stable_decay(10, 5, 5)(step) for step in range(10)]
     assert notes == [
-        "warm-up: 5 steps instead of 8, half of the 10 steps of this run",
-        "decay: 5 steps instead of 9, all that the warm-up leaves",
+        "warm-up: 5 instead of 8 steps, half of the 10 of this run",
+        "decay: 5 instead of 9 steps, all that the warm-up leaves",
     ]
 
 

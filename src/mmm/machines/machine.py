@@ -87,9 +87,9 @@ class Machine:
     peak_flops: dict[str, float] = field(default_factory=dict)
     memory_bandwidth: float = 0.0
     link_bandwidth: float = 0.0
-    link_latency: float = 0.0
+    link_latency: float = 6e-6
     network_bandwidth: float = 0.0
-    network_latency: float = 0.0
+    network_latency: float = 1.5e-5
     host_link_bandwidth: float = 0.0
     host_memory_bandwidth: float = 0.0
     matmul_efficiency: float = 0.6
@@ -97,7 +97,7 @@ class Machine:
     link_efficiency: float = 0.8
     network_efficiency: float = 0.8
     overlap: float = 0.9
-    layer_overhead: float = 0.0
+    layer_overhead: float = 6e-4
     tensor_overhead: float = 0.0
     memory_reserve: float = 0.08
     cores: int = 0

@@ -220,7 +220,8 @@ class RunControl(ABC):
         if self.exit_code is None:
             self.exit_code = 128 + number
             self.decide_at = None
-            saving = ", once they have saved (Ctrl-C again: at once)" if self.saves and number == signal.SIGINT else ""
+            saving = ", once they have saved" if self.saves and number != signal.SIGHUP else ""
+            saving += " (Ctrl-C again: at once)" if saving and number == signal.SIGINT else ""
             say(f"launch: {signal_name(number)}: ending {self.left()}{saving}")
             self.grace = None if number == signal.SIGHUP else self.grace_to_save()
             self.end(number)

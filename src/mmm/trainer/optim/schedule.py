@@ -46,13 +46,13 @@ def schedule_of(run: Run, steps: int, options: ScheduledOptions) -> Schedule:
     a note says so."""
     most, warmup = steps // 2, options.warmup
     if warmup > most:
-        run.note(f"warm-up: {most} steps instead of {warmup}, half of the {steps} steps of this run")
+        run.note(f"warm-up: {most} instead of {warmup} steps, half of the {steps} of this run")
         warmup = most
     if options.lr_schedule == "cosine":
         return warmup_cosine(steps, warmup)
     decay = max(steps // 5, 1) if options.decay is None else options.decay
     if decay > steps - warmup:
-        run.note(f"decay: {steps - warmup} steps instead of {decay}, all that the warm-up leaves")
+        run.note(f"decay: {steps - warmup} instead of {decay} steps, all that the warm-up leaves")
         decay = steps - warmup
     return warmup_stable_decay(steps, warmup, decay)
 
