@@ -129,7 +129,7 @@ def bubble_formula(schedule: str, pp: int, microbatches: int, stages_per_rank: i
     there is no closed formula.
 
     Args:
-        schedule: a key of `pipeline.SCHEDULES`.
+        schedule: a key of `mmm.parallel.pp.schedules.SCHEDULES`.
     """
     p, m, v = pp, microbatches, stages_per_rank
     if schedule in ("GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS"):
@@ -147,8 +147,9 @@ def action_lists(schedule: str, pp: int, microbatches: int, stages: Sequence[Seq
     micro-batch 1 on the last rank.
 
     Args:
-        schedule: a key of `pipeline.SCHEDULES`.
-        stages: of each rank the numbers of its stages, as `pipeline.stages_of` gives them: ``[[0, 3], [1, 2]]``.
+        schedule: a key of `mmm.parallel.pp.schedules.SCHEDULES`.
+        stages: of each rank the numbers of its stages, as `mmm.parallel.pp.schedules.stages_of` gives them:
+            ``[[0, 3], [1, 2]]``.
     """
     if schedule in ("GPipe", "1F1B"):
         return [_single(schedule, rank, pp, microbatches) for rank in range(pp)]

@@ -11,8 +11,8 @@ from pathlib import Path
 from mmm.errors import ConfigError
 
 EPILOG = """\
-DIR then is a text of every program: launch python3 -m mmm.trainer.lm --text DIR
-It has tokens.bin (unsigned integers without a header), documents.bin (where each document ends), the tokenizer's file
+To train on it: launch python3 -m mmm.trainer.lm --text DIR
+DIR has tokens.bin (unsigned integers without a header), documents.bin (where each document ends), the tokenizer's file
 and manifest.json. Until all is done, it is called DIR.part.
 """
 

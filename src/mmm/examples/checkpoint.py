@@ -86,7 +86,7 @@ def make_moments(optimizer: torch.optim.Optimizer) -> None:
 def train(config: Config) -> None:
     resolved = example.resolve_own(config, example.fit(), batch_size=8, max_iters=20)
     if config.run.summary:
-        example.print_once(resolved.summary())
+        example.print_on_rank0(resolved.summary())
         return
 
     hooks = [example.MemoryCheck(), example.Agreement(), example.StartUp(), example.Record(), example.Plots()]

@@ -111,7 +111,7 @@ def train(config: Config) -> None:
     resolved = example.resolve(config, layout, example.techniques_of(config), batch_size=1)
     model = resolved.model
     if config.run.summary:
-        example.print_once(resolved.summary())
+        example.print_on_rank0(resolved.summary())
         return
 
     hooks = [example.MemoryCheck(), example.Agreement(), example.StartUp(), example.Record(), example.Plots()]

@@ -69,7 +69,7 @@ def train(config: Config) -> None:
             f"equal micro-batches: use a divisor of {resolved.local_batch_size}"
         )
     if config.run.summary:
-        example.print_once(resolved.summary())
+        example.print_on_rank0(resolved.summary())
         return
 
     hooks = [example.MemoryCheck(), example.Agreement(), example.StartUp(), example.Record(), example.Plots()]

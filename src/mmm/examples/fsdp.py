@@ -90,7 +90,7 @@ def train(config: Config) -> None:
     updates, dropout = (config.optimizer.optimizer, config.optimizer.lr), config.break_ is None  # one device has none
     resolved = resolve_cnn(config.model, config.data, config.run, layout, techniques, *updates, dropout=dropout)
     if config.run.summary:
-        example.print_once(resolved.summary())
+        example.print_on_rank0(resolved.summary())
         return
 
     elements = parameter_count(resolved.model)

@@ -108,7 +108,7 @@ def train(config: Config) -> None:
     model = resolved.model
     example.check_own_kv_heads(resolved)
     if config.run.summary:
-        example.print_once(resolved.summary())
+        example.print_on_rank0(resolved.summary())
         return
 
     hooks = [example.MemoryCheck(), example.Agreement(), example.StartUp(), example.Record(), example.Plots()]

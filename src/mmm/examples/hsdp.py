@@ -80,7 +80,7 @@ def train(config: Config) -> None:
     layout = example.fit(dp_replicate=config.replicas)
     resolved = example.resolve_own(config, layout, Techniques(data_parallel="hsdp"), batch_size=8)
     if config.run.summary:
-        example.print_once(resolved.summary())
+        example.print_on_rank0(resolved.summary())
         return
 
     hooks = [example.MemoryCheck(), example.Agreement(), example.StartUp(), example.Record(), example.Plots()]

@@ -117,7 +117,7 @@ def train(config: Config) -> None:
     resolved = example.resolve(config, config.layout(whoami().world_size), batch_size=4)
     model = resolved.model
     if config.run.summary:
-        example.print_once(resolved.summary())
+        example.print_on_rank0(resolved.summary())
         return
     hooks = [example.MemoryCheck(), example.Agreement(), example.StartUp(), example.Record(), example.Plots()]
     with example.start_run("moe", config, resolved, [*hooks, example.MistakeOnPurpose()]) as run:

@@ -103,7 +103,7 @@ def train(config: Config) -> None:
     layout, tokens = resolved.layout, resolved.global_batch_size * config.data.seq_length
     example.check_own_kv_heads(resolved)
     if config.run.summary:
-        example.print_once(resolved.summary())
+        example.print_on_rank0(resolved.summary())
         return
 
     names = resolved.partition.names() or [[name for name, _ in resolved.model.named_modules()]]

@@ -89,7 +89,7 @@ def train(config: Config) -> None:
     resolved = resolve(config)
     layout, partition = resolved.layout, resolved.partition
     if config.run.summary:
-        example.print_once(resolved.summary())
+        example.print_on_rank0(resolved.summary())
         return
 
     names = partition.names()  # of the modules of each stage

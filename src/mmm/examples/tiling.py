@@ -79,7 +79,7 @@ def train(config: Config) -> bool:
         config, example.fit(tp=config.tpsize), example.techniques_of(config), batch_size=1, max_iters=2
     )
     if config.run.summary:
-        example.print_once(resolved.summary())
+        example.print_on_rank0(resolved.summary())
         return True
 
     hooks = [example.MemoryCheck(), example.Agreement(), example.StartUp(), example.Record(), example.Plots()]

@@ -133,7 +133,7 @@ def train(config: Config) -> bool:
     techniques = Techniques(data_parallel="ddp")  # stage 0, which holds most
     resolved = example.resolve_own(config, example.fit(), techniques, batch_size=2, max_iters=5)
     if config.run.summary:
-        example.print_once(resolved.summary())
+        example.print_on_rank0(resolved.summary())
         return True
 
     hooks = [example.MemoryCheck(), example.Agreement(), example.StartUp(), example.Record(), example.Plots()]

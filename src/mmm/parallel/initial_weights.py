@@ -42,7 +42,7 @@ def materialize(
     Else they are what the constructor made; then this is a collective: ranks that made other values take the first's.
 
     Args:
-        seed: of what is drawn. rules: as for `weights.initialize`.
+        seed: of what is drawn. rules: as for `mmm.models.weights.initialize`.
         init: ``by_name`` draws the weights from the seed by their names, those of PyTorch's own modules as PyTorch
             documents them, whatever a constructor made of them.
         values: where the weights come from, of `loaded_values`.

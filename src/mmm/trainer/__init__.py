@@ -1,4 +1,4 @@
-"""What the examples and trainers share: options, one run's life, optimizers.
+"""The programs `lm`, `vit` and `cnn`, and what they share with the examples: flags, one run's life, optimizers.
 
 The names below are what a program of one's own needs (docs/your-script.md). Each is imported when it is asked for: a
 program pays for what it uses.

@@ -26,7 +26,7 @@ from mmm.trainer.optim.schedule import step_decay
 from mmm.trainer.run.core import start_run
 from mmm.trainer.run.parallelize import parallelize
 from mmm.trainer.run.standard import standard_hooks
-from mmm.trainer.run.tables import print_once
+from mmm.trainer.run.tables import print_on_rank0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +56,7 @@ def resolve(config: Config) -> CNNSpec:
 def train(config: Config) -> None:
     spec = resolve(config)  # everything here is checked before any rank talks to another
     if config.run.summary:
-        print_once(spec.summary())
+        print_on_rank0(spec.summary())
         return
 
     hooks = standard_hooks(config.checkpoint, config.profile)

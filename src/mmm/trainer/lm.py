@@ -48,7 +48,7 @@ from mmm.trainer.optim.schedule import schedule_of
 from mmm.trainer.run.core import start_run
 from mmm.trainer.run.parallelize import parallelize
 from mmm.trainer.run.standard import standard_hooks
-from mmm.trainer.run.tables import print_once
+from mmm.trainer.run.tables import print_on_rank0
 from mmm.trainer.run.utilization import Utilization
 from mmm.weights.weights import Weights
 
@@ -146,7 +146,7 @@ def build_optimizer(config: LanguageOptimizer, model: ParallelModel, spec: Paral
 def train(config: Config) -> None:
     spec = resolve(config)  # everything here is checked before any rank talks to another
     if config.run.summary:
-        print_once(spec.summary())
+        print_on_rank0(spec.summary())
         return
 
     hooks = standard_hooks(config.checkpoint, config.profile, Utilization())

@@ -1,4 +1,4 @@
-"""1,797 handwritten digits of 8 × 8 pixels that come with this package. Where from: ``data/embedded/README.md``."""
+"""1,797 handwritten digits of 8 × 8 pixels that come with this package. Where from: ``embedded/README.md`` here."""
 
 from __future__ import annotations
 

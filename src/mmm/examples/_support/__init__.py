@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from mmm.trainer.run.plots import Plots
     from mmm.trainer.run.record import Record
     from mmm.trainer.run.startup import StartUp
-    from mmm.trainer.run.tables import print_once, sharded_model, stage_table
+    from mmm.trainer.run.tables import print_on_rank0, sharded_model, stage_table
 
 __getattr__, __dir__ = lazy(
     __name__,
@@ -61,6 +61,6 @@ __getattr__, __dir__ = lazy(
         "mmm.trainer.run.plots": "Plots",
         "mmm.trainer.run.record": "Record",
         "mmm.trainer.run.startup": "StartUp",
-        "mmm.trainer.run.tables": "print_once sharded_model stage_table",
+        "mmm.trainer.run.tables": "print_on_rank0 sharded_model stage_table",
     },
 )

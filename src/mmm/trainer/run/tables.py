@@ -21,7 +21,7 @@ from mmm.runtime.ranks import whoami
 RANKS_SHOWN = 32
 
 
-def print_once(text: str) -> None:
+def print_on_rank0(text: str) -> None:
     """On rank 0, outside any run: what --summary asks for."""
     if whoami().is_main:
         print(text)
