@@ -24,11 +24,11 @@ from mmm.parallel.plans.transformer import transformer_plan
 from mmm.parallel.tp.tensor_parallel import apply_tensor_parallel
 from mmm.plan.memory import MemoryModel
 from mmm.plan.models import transformer_spec
+from mmm.processes import fork_ranks
 from mmm.runtime.device import is_available, synchronize
 from mmm.runtime.memory import device_memory, host_memory
 from mmm.runtime.process_group import all_gather, process_group
 from mmm.runtime.ranks import Rank
-from mmm.testing import fork_ranks
 from mmm.torch_private.dry_run import register_fake_group
 from mmm.traffic.collective_bytes import factor
 

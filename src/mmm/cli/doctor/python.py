@@ -49,7 +49,7 @@ def check_packages(place: Place, distribution: str = "mmm") -> Iterator[Finding]
         name, oldest, extra = _requirement(line)
         found = _version(name)
         if extra:
-            if extra not in ("dev", "test"):
+            if extra not in ("dev", "test", "interop-test"):
                 optional.setdefault(extra, []).append(f"{name} {found}" if found else f"no {name}")
         elif found is None:
             missing.append(name)
