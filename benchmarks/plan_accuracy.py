@@ -34,7 +34,7 @@ DEEP = f"{LLAMA} --n_layers 4 --microbatches 4"
 # Every token goes to all experts: real routing is then as even as that of a dry run, which has no scores to go by.
 EXPERTS = f"{LLAMA} --n_experts 4 --top_k 4"
 VIT = "vit --preset debug --batch_size 4"
-CNN = "fsdp --dataset digits --global_batch_size 32"
+CNN = "cnn --dataset digits --global_batch_size 32"
 # Name → (ranks, program and flags).
 CASES = {
     "llama one device": (1, LLAMA),

@@ -353,3 +353,30 @@ def test_too_few_files_for_a_group(monkeypatch, when):
         process_group(rank if when == "rendezvous" else Rank(0, 1, 0, 1, "alone"), CPU, 5.0),
     ):
         pass
+
+
+FORKED_AFTER_A_GROUP = """
+import gc, os, torch
+from mmm.runtime.process_group import process_group
+from mmm.runtime.ranks import Rank
+
+class Freed:
+    def __init__(self): self.itself = self
+    def __del__(self): open(f"freed-{os.getpid() == parent}", "w").close()
+
+parent = os.getpid()
+with process_group(Rank(0, 1, 0, 1, "alone"), torch.device("cpu"), 5.0):
+    gc.disable()
+    Freed()  # as a model that has a group, and is garbage by now
+    if os.fork() == 0:
+        gc.collect()
+        os._exit(0)
+    os.wait()
+    gc.collect()
+"""
+
+
+def test_a_forked_process_frees_no_group_of_its_parent(tmp_path):
+    """It has none of the threads that the group would wait for."""
+    subprocess.run([sys.executable, "-c", FORKED_AFTER_A_GROUP], cwd=tmp_path, check=True, timeout=PATIENCE)
+    assert os.listdir(tmp_path) == ["freed-True"]

@@ -6,6 +6,7 @@ import atexit
 import contextlib
 import errno
 import functools
+import gc
 import os
 import signal
 import socket
@@ -119,7 +120,9 @@ def _free_in_time() -> None:
         if not dist.is_initialized():
             _store.clear()
 
-    os.register_at_fork(before=free)
+    # A forked process has none of the threads that a group waits for when it is freed: its collector leaves alone what
+    # came from its parent, or it hangs there, or frees memory twice.
+    os.register_at_fork(before=free, after_in_child=gc.freeze)
     atexit.register(free)
 
 
