@@ -223,9 +223,9 @@ def test_a_lock_that_a_reader_had_for_a_moment_is_taken_later(tmp_path, monkeypa
 
 LOOK = """
 import os, sys
-from mmm.history.record.reader import why_going_on
+from mmm.history.record.reader import why_running
 fd = os.open(sys.argv[1], os.O_RDONLY)
-print(why_going_on(fd, {}), flush=True)
+print(why_running(fd, {}), flush=True)
 sys.stdin.read()
 """
 

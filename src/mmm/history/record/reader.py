@@ -38,7 +38,7 @@ def lives_here(writer: Mapping[str, Any]) -> bool:
     return process_began(pid) == began
 
 
-def why_going_on(fd: int, writer: Mapping[str, Any]) -> str | None:
+def why_running(fd: int, writer: Mapping[str, Any]) -> str | None:
     """Why the run whose journal is open as `fd` counts as running; None: it is over.
 
     The lock says it; without locks, the file's age and the process. Until `fd` is closed it is held, shared with other
@@ -106,7 +106,7 @@ def finalize(outdir: Path | str) -> Path:
     except OSError as error:
         raise RecordError(f"cannot open {path}: {reason(error)}.") from error
     try:
-        if why := why_going_on(fd, journal_writer(path)):
+        if why := why_running(fd, journal_writer(path)):
             raise still_writing(folder, why)
         deadline = time.monotonic() + READERS
         while lock(fd) is Lock.TAKEN:  # alone: of two processes that finalize it, the second finds the dataset
@@ -143,7 +143,7 @@ def _ending_by_journal(folder: Path) -> Ending | None:
     except OSError:
         return None
     try:
-        if why_going_on(fd, journal_writer(path)):
+        if why_running(fd, journal_writer(path)):
             return Ending(RUNNING)
         return recorded_state(folder) or Ending(KILLED)
     finally:

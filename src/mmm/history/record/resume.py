@@ -19,7 +19,7 @@ from mmm.history.record.dataset import (
 from mmm.history.record.ending import FINISHED, KILLED, Ending, config_ending, read_config
 from mmm.history.record.folder import DATASET, JOURNAL
 from mmm.history.record.journal import LEFT_OUT, Header
-from mmm.history.record.reader import dataset_of, journal_writer, why_going_on
+from mmm.history.record.reader import dataset_of, journal_writer, why_running
 
 if TYPE_CHECKING:
     import xarray
@@ -89,7 +89,7 @@ def check_over(folder: Path, this: Attempt | None, from_checkpoint: bool) -> Non
             ) from None
         return
     try:
-        if why := why_going_on(fd, journal_writer(folder / JOURNAL)):
+        if why := why_running(fd, journal_writer(folder / JOURNAL)):
             raise still_writing(folder, why)
     finally:
         os.close(fd)
