@@ -6,17 +6,14 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from mmm.layout import Layout
 from mmm.models.experts import has_experts
 from mmm.plan.sent_calls import SentCall, SentInOrder
 from mmm.processes.ranks import fork_ranks
-from mmm.runtime.clock import StepClock
-from mmm.runtime.device import Precision
-from mmm.runtime.observer import Observer, observing
+from mmm.runtime.observer import Observer, WatchedRun, observing
 from mmm.runtime.ranks import Rank, whoami
 from mmm.torch_private.dry_run import peaks_by_phase
 from mmm.traffic.count import axes_of, count_traffic
@@ -37,18 +34,12 @@ class Measurement(Observer):
     measured: Measured | None = None
 
     @contextmanager
-    def group(
-        self,
-        group: AbstractContextManager[None],
-        clock: StepClock,
-        layout: Layout,
-        precision: Precision,
-        resolved: Any,
-    ) -> Iterator[None]:
+    def group(self, run: WatchedRun) -> Iterator[None]:
+        clock = run.clock
         traffic = SentInOrder(lambda: clock.phase)
-        model = getattr(resolved, "model", None)
-        names = axes_of(layout, whoami().rank, model is not None and has_experts(model))
-        with group, peaks_by_phase(lambda: clock.phase) as peaks, count_traffic(traffic=traffic, names=names):
+        model = getattr(run.resolved, "model", None)
+        names = axes_of(run.layout, whoami().rank, model is not None and has_experts(model))
+        with run.group, peaks_by_phase(lambda: clock.phase) as peaks, count_traffic(traffic=traffic, names=names):
             yield
         self.measured = Measured(peaks, traffic.calls)
 
@@ -62,14 +53,8 @@ class Stopwatch(Observer):
     busy: list[float] = field(default_factory=list)
 
     @contextmanager
-    def group(
-        self,
-        group: AbstractContextManager[None],
-        clock: StepClock,
-        layout: Layout,
-        precision: Precision,
-        resolved: Any,
-    ) -> Iterator[None]:
+    def group(self, run: WatchedRun) -> Iterator[None]:
+        clock = run.clock
         start, read, lap, began, ended = clock.start, clock.seconds, clock.lap, 0.0, 0.0
 
         def started() -> None:
@@ -89,7 +74,7 @@ class Stopwatch(Observer):
             return found
 
         clock.start, clock.lap, clock.seconds = started, lapped, kept  # type: ignore[method-assign]
-        with group:
+        with run.group:
             yield
 
 

@@ -29,10 +29,12 @@ from device import Count, numpy_zeros, outside_fake_mode, process_group  # noqa:
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode  # noqa: E402
 
 from mmm.layout import Layout, Techniques  # noqa: E402
+from mmm.models.experts import transformer_of  # noqa: E402
 from mmm.models.meta import meta_parameters  # noqa: E402
-from mmm.models.transformer import Transformer, TransformerConfig  # noqa: E402
+from mmm.models.transformer import TransformerConfig  # noqa: E402
 from mmm.parallel import parallel_model  # noqa: E402
 from mmm.parallel.mesh import Mesh, build_mesh  # noqa: E402
+from mmm.parallel.optimizer import make_optimizer  # noqa: E402
 from mmm.parallel.partition import partition_model  # noqa: E402
 from mmm.parallel.plans.transformer import transformer_plan  # noqa: E402
 from mmm.runtime.clock import StepClock  # noqa: E402
@@ -41,7 +43,6 @@ from mmm.runtime.log import get_logger  # noqa: E402
 from mmm.runtime.ranks import Rank  # noqa: E402
 from mmm.trainer.config.run import RunOptions  # noqa: E402
 from mmm.trainer.config.spec import RunSpec  # noqa: E402
-from mmm.trainer.optim.optimizer import make_optimizer  # noqa: E402
 from mmm.trainer.run.core import Run  # noqa: E402
 
 LAYOUTS = {
@@ -67,7 +68,7 @@ def parallelize(mesh: Mesh, mode: FakeTensorMode) -> parallel_model.ParallelMode
     layout = mesh.layout
     sizes = {"dim": 64, "n_layers": 2, "n_heads": 8, "n_kv_heads": 8, "ffn_dim": 128}
     with meta_parameters():
-        model = Transformer(TransformerConfig(**sizes, n_experts=8 if layout.ep > 1 else 0))
+        model = transformer_of(TransformerConfig(**sizes, n_experts=8 if layout.ep > 1 else 0))
     plan, techniques, tokens = transformer_plan(), Techniques(), torch.zeros(TOKENS, dtype=torch.int64, device="meta")
     partition = partition_model(model, plan, layout, techniques, tokens)
     materialize = parallel_model.materialize

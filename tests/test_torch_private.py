@@ -18,9 +18,9 @@ OF_PYTHON |= {"_actions", "_lru_cache_wrapper", "_run_exitfuncs"}
 # Private methods and attributes of PyTorch's classes that ours override: `mmm.torch_private` lists them.
 OVERRIDDEN = {"_init_group", "_unscale_grads_", "_apply", "_slice_file", "_step_supports_amp_scaling"}
 OVERRIDDEN_AT = {  # the files that call the overridden method, or set the attribute
-    ("trainer/optim/optimizer.py", "_init_group"),
-    ("trainer/optim/muon.py", "_init_group"),
-    ("trainer/optim/muon.py", "_step_supports_amp_scaling"),
+    ("parallel/optimizer.py", "_init_group"),
+    ("trainer/loop/muon.py", "_init_group"),
+    ("trainer/loop/muon.py", "_step_supports_amp_scaling"),
     ("parallel/dp/replicas.py", "_apply"),
     ("parallel/tp/tensor_parallel.py", "_apply"),
     ("checkpoint/storage.py", "_slice_file"),

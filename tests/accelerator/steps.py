@@ -34,6 +34,7 @@ from mmm.models.experts import MixtureOfExperts  # noqa: E402
 from mmm.models.meta import meta_parameters  # noqa: E402
 from mmm.parallel import parallel_model  # noqa: E402
 from mmm.parallel.mesh import build_mesh  # noqa: E402
+from mmm.parallel.optimizer import make_optimizer  # noqa: E402
 from mmm.parallel.parallel_model import ParallelModel  # noqa: E402
 from mmm.parallel.pp import pipeline  # noqa: E402
 from mmm.parallel.pp.pipeline import TimedStage  # noqa: E402
@@ -51,7 +52,6 @@ from mmm.trainer.config.run import RunOptions  # noqa: E402
 from mmm.trainer.config.training import CheckpointOptions  # noqa: E402
 from mmm.trainer.loop.fit import FitConfig, fit  # noqa: E402
 from mmm.trainer.loop.tasks import Task  # noqa: E402
-from mmm.trainer.optim.optimizer import make_optimizer  # noqa: E402
 from mmm.trainer.run.core import Run  # noqa: E402
 from mmm.trainer.run.resume import ResumableRecord  # noqa: E402
 

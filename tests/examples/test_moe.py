@@ -14,14 +14,13 @@ from mmm.errors import UserError
 from mmm.examples import moe
 from mmm.examples._support.by_hand import dense_experts
 from mmm.examples.moe import Config, moe_layer, train
-from mmm.models.experts import MixtureOfExperts
-from mmm.models.transformer import Transformer
+from mmm.models.experts import MixtureOfExperts, transformer_of
 from mmm.parallel import Layout, apply, build_mesh, cross_entropy, materialize
+from mmm.parallel.optimizer import make_optimizer
 from mmm.parallel.plans.transformer import transformer_plan
 from mmm.runtime.device import Precision
 from mmm.traffic.count import count_traffic
 from mmm.trainer.config.command_line import configure
-from mmm.trainer.optim.optimizer import make_optimizer
 from support.clock import PATIENCE
 
 LAUNCH = str(Path(sys.executable).parent / "launch")
@@ -79,7 +78,7 @@ def optimizers(rank):
     found = []
     for layout in (Layout(dp_shard=2), Layout(dp_shard=2, ep=2)):
         with torch.device("meta"):
-            model = Transformer(Config().sizes())
+            model = transformer_of(Config().sizes())
         apply(model, build_mesh(layout, "cpu"), transformer_plan(), Precision("fp32", torch.float32, torch.float32))
         made = [make_optimizer(name, model.parameters(), 0.1) for name in ("sgd", "adamw")]
         meshes = [[{p.device_mesh for p in group["params"]} for group in each.param_groups] for each in made]
@@ -97,7 +96,7 @@ def sent_in_a_step(rank):
     """Bytes by axis, of the sizes and the layout that the example's docstring counts."""
     torch.manual_seed(0)
     with torch.device("meta"):
-        model = Transformer(Config().sizes())
+        model = transformer_of(Config().sizes())
     layout = Layout(ep=2).fit(rank.world_size)
     mesh = build_mesh(layout, "cpu", experts=True)
     apply(model, mesh, transformer_plan(), Precision("fp32", torch.float32, torch.float32))

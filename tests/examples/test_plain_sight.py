@@ -49,12 +49,12 @@ NAMED = {  # taken by another name, or handed to a function
     "parallel_4d": {"ring_attention", "PrepareModuleInput", "Schedule1F1B", "ScheduleGPipe"},
 }
 OTHER_LOOP = {"tensor_parallel": set(), "pipeline": LOOP - {"backward"}, "parallel_4d": LOOP - {"backward"}}
-TAKEN = {"Layout", "cross_entropy", "materialize"}  # of mmm.parallel: the mesh's sizes, the loss, the weights
+TAKEN = {"Layout", "cross_entropy", "draw_weights"}  # of mmm.parallel: the mesh's sizes, the loss, the weights
 MEASURED = {"mmm.parallel.footprint", "mmm.parallel.memory.measure"}  # what a rank holds
 ALSO_TAKEN = {  # what is not the example's own technique
     "fsdp": MEASURED,
     "hsdp": MEASURED,
-    "pipeline": {"apply", "build_mesh", "mmm.parallel.pp.schedules", "mmm.layout"},
+    "pipeline": {"apply", "build_mesh", "materialize", "mmm.parallel.pp.schedules", "mmm.layout"},
     "moe": {"balance_experts", "imbalance"},
     "parallel_4d": {"clip_grad_norm"},
 }

@@ -13,7 +13,7 @@ from fuzz_files import formats
 from fuzz_files.kinds import Kind
 from fuzz_files.weights import SMALL, TEXT, own_data
 from mmm.data.text.tokenizer import load_tokenizer, train_bpe
-from mmm.models.weights import full_box
+from mmm.models.draw import full_box
 from mmm.parallel.state_dict import loaded_values
 from mmm.plan.named_model import read_model
 from support.llamas import write_safetensors

@@ -17,6 +17,7 @@ from mmm.models.meta import meta_parameters
 from mmm.models.transformer import Transformer, TransformerConfig
 from mmm.parallel.footprint import footprint_of
 from mmm.parallel.mesh import build_mesh
+from mmm.parallel.optimizer import make_optimizer
 from mmm.parallel.parallel_model import ParallelModel
 from mmm.parallel.partition import partition_model
 from mmm.parallel.plans.transformer import transformer_plan
@@ -27,7 +28,6 @@ from mmm.runtime.process_group import process_group
 from mmm.runtime.ranks import Rank
 from mmm.trainer.config.run import RunOptions
 from mmm.trainer.config.spec import RunSpec
-from mmm.trainer.optim.optimizer import make_optimizer
 from mmm.trainer.run.core import Run
 
 pytestmark = pytest.mark.gpu

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from mmm.models.weights import accum_dtype
+from mmm.models.draw import accum_dtype
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from mmm.models import weights
+from mmm.models import draw, weights
 from mmm.models.cnn import CNN, CNNConfig
 
 SMALL = CNNConfig(channels=3, image_size=13, classes=7, width1=4, width2=6, hidden=10)
@@ -26,7 +26,7 @@ def images(batch=5):
 
 def test_published_size():
     model = CNN()
-    assert weights.parameter_count(model) == 1_199_882
+    assert draw.parameter_count(model) == 1_199_882
     assert model.fc1.weight.shape == (128, 9216)
     assert model(torch.zeros(2, 1, 28, 28)).shape == (2, 10)
 

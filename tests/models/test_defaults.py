@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import nn
 
-from mmm.models import weights
+from mmm.models import draw, weights
 from mmm.models.defaults import default_rules
-from mmm.models.weights import Init
+from mmm.models.draw import Init
 
 MODULES = [
     lambda: nn.Linear(300, 200),
@@ -68,8 +68,8 @@ def test_the_distributions_are_pytorchs(make):
 def test_a_part_of_an_embedding_has_its_row_of_zeros_where_it_belongs():
     rule = Init("normal", 1.0, zero_row=5)
     whole, part = torch.ones(8, 3), torch.ones(4, 3)
-    weights.fill_(whole, rule, 1, weights.full_box(whole))
-    weights.fill_(part, rule, 1, weights.ShardBox((4, 0), (4, 3), (8, 3)))
+    draw.fill_(whole, rule, 1, draw.full_box(whole))
+    draw.fill_(part, rule, 1, draw.ShardBox((4, 0), (4, 3), (8, 3)))
     assert torch.equal(part, whole[4:])
     assert not whole[5].any()
     assert whole[4].all()
@@ -147,7 +147,7 @@ def test_a_subclass_that_draws_its_own_numbers_has_no_rule():
 def test_whole_numbers_and_complex_ones_when_the_dtype_changes():
     net = Own()
     net.register_buffer("angles", torch.polar(torch.ones(4), torch.arange(4.0)))
-    weights.convert(net, torch.float64)
+    draw.convert(net, torch.float64)
     assert {name: value.dtype for name, value in net.state_dict().items()} == {
         "scale": torch.float64,
         "mask": torch.bool,

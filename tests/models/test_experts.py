@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 
 from mmm.models import experts, weights
-from mmm.models.experts import MixtureOfExperts, to_host_list
-from mmm.models.transformer import Transformer, TransformerConfig
+from mmm.models.experts import MixtureOfExperts, to_host_list, transformer_of
+from mmm.models.transformer import TransformerConfig
 from mmm.parallel.memory.checkpointing import apply_checkpointing
 from mmm.parallel.plans.transformer import transformer_plan
 
@@ -143,7 +143,7 @@ def test_checkpointing_does_not_count_twice(mode):
     tokens = torch.randint(0, 32, (2, 10), generator=torch.Generator().manual_seed(0))
     seen = []
     for way in ("none", mode):
-        model = Transformer(SMALL).double()
+        model = transformer_of(SMALL).double()
         weights.initialize(model, 0)
         forwards = []
         model.layers["1"].moe.router.register_forward_hook(lambda *_, log=forwards: log.append(1))
@@ -180,7 +180,7 @@ def test_on_the_meta_device():
 
 
 def test_weights_and_state():
-    model = Transformer(SMALL)
+    model = transformer_of(SMALL)
     weights.initialize(model, 0)
     shapes = {name: tuple(t.shape) for name, t in model.state_dict().items() if name.startswith("layers.0.moe")}
     assert shapes == {
@@ -207,4 +207,4 @@ def test_weights_and_state():
 )
 def test_sizes_that_do_not_fit(changes, words):
     with pytest.raises(ValueError, match=words):
-        Transformer(TransformerConfig(**{**vars(SMALL), **changes}))
+        transformer_of(TransformerConfig(**{**vars(SMALL), **changes}))

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from mmm.models import weights
+from mmm.models import draw, weights
 from mmm.models.rope import RopeScaling
 from mmm.models.transformer import (
     PRESETS,
@@ -52,7 +52,7 @@ def tokens(batch=2, seq=12):
 def test_published_sizes(preset, count):
     with torch.device("meta"):
         model = Transformer(PRESETS[preset])
-    assert weights.parameter_count(model) == count
+    assert draw.parameter_count(model) == count
 
 
 def test_reference_block():
@@ -60,8 +60,8 @@ def test_reference_block():
     assert (config.head_dim, config.hidden_dim) == (8, 720)
     with torch.device("meta"):
         model = Transformer(config)
-    assert weights.parameter_count(model.layers["0"]) == 717_312
-    assert weights.parameter_count(model.tok_embeddings) == 8_192_000
+    assert draw.parameter_count(model.layers["0"]) == 717_312
+    assert draw.parameter_count(model.tok_embeddings) == 8_192_000
 
 
 def test_a_token_does_not_see_the_future(model):
@@ -245,7 +245,7 @@ def test_a_tied_output_is_the_embedding():
     config = replace(SMALL, tie_word_embeddings=True)
     tied, untied = Transformer(config).double(), Transformer(SMALL).double()
     assert tied.output.weight is tied.tok_embeddings.weight
-    assert weights.parameter_count(untied) - weights.parameter_count(tied) == SMALL.vocab_size * SMALL.dim
+    assert draw.parameter_count(untied) - draw.parameter_count(tied) == SMALL.vocab_size * SMALL.dim
     weights.initialize(tied, 0)
     untied.load_state_dict(tied.state_dict())
     assert torch.equal(tied(tokens()), untied(tokens()))

@@ -6,16 +6,16 @@ from statistics import NormalDist
 import pytest
 import torch
 
-from mmm.models import weights
+from mmm.models import draw, weights
+from mmm.models.draw import Init, ShardBox
 from mmm.models.transformer import PRESETS, Transformer, TransformerConfig
-from mmm.models.weights import Init, ShardBox
 
 NORMAL = Init("normal", 0.02)
 
 
 def drawn(shape, name="layers.0.w", seed=0, rule=NORMAL, dtype=torch.float64):
     whole = torch.empty(shape, dtype=dtype)
-    weights.fill_(whole, rule, weights.stream_key(seed, name), weights.full_box(whole))
+    draw.fill_(whole, rule, draw.stream_key(seed, name), draw.full_box(whole))
     return whole
 
 
@@ -30,7 +30,7 @@ def splitmix64(key, index):
 
 def test_values_never_change():
     """A run repeated years later starts from these very numbers."""
-    key = weights.stream_key(0, "layers.0.w")
+    key = draw.stream_key(0, "layers.0.w")
     assert key == 11110075742819131638
     assert splitmix64(0, 0) == 0xE220A8397B1DCDAF  # the published first output of seed 0
     expected = [NormalDist(0, 0.02).inv_cdf(((splitmix64(key, i) >> 11) + 0.5) * 2.0**-53) for i in range(6)]
@@ -42,7 +42,7 @@ def test_a_part_is_what_the_whole_has_there(start):
     whole = drawn((5, 6, 7))
     length = (1, 4, 1) if start[1] == 2 else (1, 3, 1)
     part = torch.empty(length, dtype=torch.float64)
-    weights.fill_(part, NORMAL, weights.stream_key(0, "layers.0.w"), ShardBox(start, length, (5, 6, 7)))
+    draw.fill_(part, NORMAL, draw.stream_key(0, "layers.0.w"), ShardBox(start, length, (5, 6, 7)))
     assert torch.equal(part, whole[tuple(slice(s, s + n) for s, n in zip(start, length, strict=True))])
 
 
@@ -51,8 +51,8 @@ def test_every_element_of_a_part_has_its_own_number():
     everything = torch.arange(5 * 6 * 7).view(full)
     expected = everything[tuple(slice(s, s + n) for s, n in zip(start, length, strict=True))].flatten()
     cpu = torch.device("cpu")
-    assert torch.equal(weights._element_indices(ShardBox(start, length, full), 0, 36, cpu), expected)
-    assert torch.equal(weights._element_indices(ShardBox(start, length, full), 7, 30, cpu), expected[7:30])
+    assert torch.equal(draw._element_indices(ShardBox(start, length, full), 0, 36, cpu), expected)
+    assert torch.equal(draw._element_indices(ShardBox(start, length, full), 7, 30, cpu), expected[7:30])
 
 
 def test_a_draw_costs_little_more_than_its_inverse_error_function():
@@ -61,12 +61,12 @@ def test_a_draw_costs_little_more_than_its_inverse_error_function():
     values = torch.rand(512, 2048, dtype=torch.float64)
     torch.set_num_threads(1)
     try:
-        key, box = weights.stream_key(0, "w"), ShardBox((512, 0), (512, 2048), (2048, 2048))
-        draw = min(seconds(lambda: weights.fill_(rows, NORMAL, key, box)) for _ in range(5))
+        key, box = draw.stream_key(0, "w"), ShardBox((512, 0), (512, 2048), (2048, 2048))
+        drawing = min(seconds(lambda: draw.fill_(rows, NORMAL, key, box)) for _ in range(5))
         erfinv = min(seconds(lambda: torch.erfinv(values)) for _ in range(5))
     finally:
         torch.set_num_threads(threads)
-    assert draw < 6 * erfinv  # 2 is usual
+    assert drawing < 6 * erfinv  # 2 is usual
 
 
 def seconds(work):
@@ -77,8 +77,8 @@ def seconds(work):
 
 def test_drawn_on_another_device_than_it_lies(monkeypatch):
     """As with offload: the values are computed where the model trains."""
-    devices, indices = [], weights._element_indices
-    monkeypatch.setattr(weights, "_element_indices", lambda *given: (devices.append(given[-1]), indices(*given))[1])
+    devices, indices = [], draw._element_indices
+    monkeypatch.setattr(draw, "_element_indices", lambda *given: (devices.append(given[-1]), indices(*given))[1])
     model = torch.nn.Linear(3, 4)
     weights.initialize(model, 0, device=torch.device("cpu", 0))
     assert devices == [torch.device("cpu", 0)] * 2
@@ -87,8 +87,8 @@ def test_drawn_on_another_device_than_it_lies(monkeypatch):
 def test_chunks_and_strides_do_not_matter(monkeypatch):
     whole = drawn((40, 50))
     transposed = torch.empty(50, 40, dtype=torch.float64).T
-    weights.fill_(transposed, NORMAL, weights.stream_key(0, "layers.0.w"), weights.full_box(transposed))
-    monkeypatch.setattr(weights, "CPU_CHUNK", 7)
+    draw.fill_(transposed, NORMAL, draw.stream_key(0, "layers.0.w"), draw.full_box(transposed))
+    monkeypatch.setattr(draw, "CPU_CHUNK", 7)
     assert torch.equal(drawn((40, 50)), whole)
     assert torch.equal(transposed, whole)
 
@@ -117,8 +117,8 @@ def test_names_and_seeds_have_streams_of_their_own():
 
 def test_wrappers_do_not_change_the_name():
     name = "module._orig_mod.layers.3._checkpoint_wrapped_module.attention._fsdp_wrapped_module.wq.weight"
-    assert weights.canonical_name(name) == "layers.3.attention.wq.weight"
-    assert weights.stream_key(1, name) == weights.stream_key(1, "layers.3.attention.wq.weight")
+    assert draw.canonical_name(name) == "layers.3.attention.wq.weight"
+    assert draw.stream_key(1, name) == draw.stream_key(1, "layers.3.attention.wq.weight")
 
 
 def test_a_layer_does_not_depend_on_the_others():
@@ -136,12 +136,12 @@ def test_a_share_of_a_large_model_costs_a_share_of_the_memory():
     config = PRESETS["llama-70b"]
     shape = (config.vocab_size, config.dim)
     one = torch.empty(1, 2, dtype=torch.float64)
-    weights.fill_(one, NORMAL, 1, ShardBox((config.vocab_size - 1, 17), (1, 2), shape))
+    draw.fill_(one, NORMAL, 1, ShardBox((config.vocab_size - 1, 17), (1, 2), shape))
     index = torch.tensor([(config.vocab_size - 1) * config.dim + 17])
-    u = weights.uniform01(1, index)
+    u = draw.uniform01(1, index)
     assert one[0, 0] == torch.erfinv(2 * u - 1) * (2**0.5 * 0.02)
 
 
 def test_shared_parameters_count_once():
     linear = torch.nn.Linear(3, 4)
-    assert weights.parameter_count([linear, linear]) == 16
+    assert draw.parameter_count([linear, linear]) == 16

@@ -6,7 +6,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mmm.errors import ConfigError
-from mmm.models import weights
+from mmm.models import draw, weights
 from mmm.models.vit import ViT, ViTConfig
 from mmm.parallel import Layout, apply, build_mesh, cross_entropy, materialize
 from mmm.parallel.memory.checkpointing import apply_checkpointing, check_checkpointing
@@ -95,7 +95,7 @@ def on_a_mesh(rank, layout, mode):
     mine = layout.dp_coordinate(rank.rank) * size
     images, classes = (whole[mine : mine + size] for whole in vision.batch("vit", 0))
     cross_entropy(model(images), classes, vision.GLOBAL_BATCH).backward()
-    return {weights.canonical_name(name): p.grad.full_tensor() for name, p in model.named_parameters()}
+    return {draw.canonical_name(name): p.grad.full_tensor() for name, p in model.named_parameters()}
 
 
 @pytest.mark.long

@@ -13,8 +13,9 @@ from torch.distributed.tensor.parallel import loss_parallel
 from mmm.errors import ConfigError, LayoutError
 from mmm.layout import Techniques
 from mmm.models import weights
-from mmm.models.transformer import Transformer, TransformerConfig
-from mmm.models.weights import canonical_name
+from mmm.models.draw import canonical_name
+from mmm.models.experts import transformer_of
+from mmm.models.transformer import TransformerConfig
 from mmm.parallel import Layout, apply, build_mesh, check_compile, cross_entropy, materialize
 from mmm.parallel.compile import CompileReport
 from mmm.parallel.parallel_model import ParallelModel
@@ -33,7 +34,7 @@ CONFIG = TransformerConfig(dim=32, n_layers=2, n_heads=4, n_kv_heads=2, ffn_dim=
 def gradients(rank, layout, backend):
     mesh = build_mesh(layout, "cpu")
     with torch.device("meta"):
-        model = Transformer(CONFIG)
+        model = transformer_of(CONFIG)
     torch._dynamo.reset()
     compiled = []
     original = torch.nn.Module.compile
@@ -88,7 +89,7 @@ def losses_and_graphs(rank, model, layout, techniques):
             Techniques(compile=True, **techniques),
         )
         with torch.device("meta"):
-            whole = vision.build("vit") if model == "vit" else Transformer(MODELS[model])
+            whole = vision.build("vit") if model == "vit" else transformer_of(MODELS[model])
         batches = [batch_of(model, step) for step in range(2)]
         size = len(batches[0][0]) // layout.dp
         sample = batches[0][0][:size].to("meta", torch.float32 if model == "vit" else None)
@@ -129,7 +130,7 @@ def batch_of(model, step):
 
 @lru_cache
 def uncompiled(model):
-    net = (vision.build("vit") if model == "vit" else Transformer(MODELS[model])).double()
+    net = (vision.build("vit") if model == "vit" else transformer_of(MODELS[model])).double()
     weights.initialize(net, 0)
     optimizer, losses = torch.optim.SGD(net.parameters(), lr=0.1), []
     for step in range(2):
@@ -176,7 +177,7 @@ def test_what_is_to_be_compiled_is(run_on_ranks, model, layout, techniques):
 @pytest.mark.parametrize("mode", ["full", "selective"])
 def test_checkpointed_experts_are_refused(mode):
     with torch.device("meta"):
-        model, sample = Transformer(WITH_EXPERTS), torch.zeros(2, 16, dtype=torch.int64)
+        model, sample = transformer_of(WITH_EXPERTS), torch.zeros(2, 16, dtype=torch.int64)
     for layout in (ONE, Layout(pp=2, dp_shard=1)):
         with pytest.raises(ConfigError, match=rf"compile .* '{mode}' of layers with experts: .* nothing would be"):
             partition_model(model, transformer_plan(), layout, Techniques(compile=True, checkpointing=mode), sample)

@@ -12,9 +12,9 @@ import mmm.parallel.dp.data_parallel
 from mmm.data import Batch
 from mmm.errors import ConfigError, LayoutError
 from mmm.models.cnn import CNNConfig
+from mmm.models.draw import canonical_name
 from mmm.models.transformer import Transformer, TransformerConfig, causal_attention
 from mmm.models.vit import ViTConfig
-from mmm.models.weights import canonical_name
 from mmm.parallel import (
     Layout,
     apply,

@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from mmm.errors import ConfigError, LayoutError
 from mmm.models.cnn import CNN
-from mmm.models.weights import canonical_name, parameter_count
+from mmm.models.draw import canonical_name, parameter_count
 from mmm.parallel import (
     Layout,
     Mesh,

@@ -19,8 +19,9 @@ import mmm.parallel.mesh
 from mmm.errors import LayoutError
 from mmm.layout import check_data_parallel
 from mmm.models import weights
+from mmm.models.draw import canonical_name
+from mmm.models.experts import transformer_of
 from mmm.models.transformer import Transformer, TransformerConfig
-from mmm.models.weights import canonical_name
 from mmm.parallel import (
     Layout,
     apply,
@@ -67,7 +68,7 @@ def set_biases(model, biases):
 @lru_cache
 def reference_run(optimizer, steps=STEPS, biases=(), config=CONFIG):
     """Plain PyTorch; loads and biases worked out here, from the scores alone."""
-    model = Transformer(config).double()
+    model = transformer_of(config).double()
     weights.initialize(model, reference.SEED)
     set_biases(model, dict(biases))
     layers = [layer.moe for layer in model.layers.values()]
@@ -100,7 +101,7 @@ def train(rank, layout, optimizer="sgd", steps=STEPS, biases=(), config=CONFIG, 
     mesh = build_mesh(layout, "cpu", experts=True)
     assert mesh.layout == layout
     with torch.device("meta"):
-        model = Transformer(config)
+        model = transformer_of(config)
     model = apply(model, mesh, transformer_plan(), FP64, **techniques)
     materialize(model, CPU, reference.SEED)
     inner = getattr(model, "module", model)
@@ -135,7 +136,7 @@ def train_stages(rank, layout, schedule="1F1B", steps=STEPS):
     """The same through a pipeline; gradients, loads and biases of this rank's layers, the latter by layer."""
     mesh = build_mesh(layout, "cpu", experts=True)
     with torch.device("meta"):
-        model, sample = Transformer(CONFIG), torch.zeros(2, reference.SEQ, dtype=torch.int64)
+        model, sample = transformer_of(CONFIG), torch.zeros(2, reference.SEQ, dtype=torch.int64)
     plan, each = transformer_plan(), 2 if schedule == "ZBVZeroBubble" else 1
     parts = parts_of(model, plan)
     cuts = balance_stages(part_costs(model, parts, sample), layout.pp * each)
@@ -273,7 +274,7 @@ def test_experts_that_their_ranks_do_not_divide(run_on_ranks, n_experts):
 
 def saved(rank, layout, config):
     with torch.device("meta"):
-        model = Transformer(config)
+        model = transformer_of(config)
     apply(model, build_mesh(layout, "cpu", experts=True), transformer_plan(), FP64)
     materialize(model, CPU, reference.SEED)
     return get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
@@ -283,7 +284,7 @@ def saved(rank, layout, config):
 def test_initial_weights_and_what_is_saved(run_on_ranks, layout):
     """Drawn by part, put together again: the very numbers of the model on one process, and its biases."""
     config = TransformerConfig(**{**vars(CONFIG), "n_experts": 6, "expert_dim": 23})
-    expected = Transformer(config).double()
+    expected = transformer_of(config).double()
     weights.initialize(expected, reference.SEED)
     got = run_on_ranks(saved, 4, layout, config)[0]
     assert got.keys() == expected.state_dict().keys()
@@ -487,7 +488,7 @@ def test_whole_copies_with_ep_are_refused(technique):
 
 def refused(rank):
     with torch.device("meta"):
-        model = Transformer(CONFIG)
+        model = transformer_of(CONFIG)
     with pytest.raises(LayoutError, match=r"tp 2: a mesh for a model with experts .* build_mesh\(…, experts=True"):
         apply_expert_parallel(model, build_mesh(Layout(dp_shard=1, tp=2), "cpu"), transformer_plan())
     with pytest.raises(LayoutError, match="ep 2: the plan of this model names no experts"):

@@ -7,8 +7,9 @@ from unittest.mock import patch
 import pytest
 import torch
 
+from mmm.models.experts import transformer_of
 from mmm.models.sampling import Sampling
-from mmm.models.transformer import Transformer, TransformerConfig
+from mmm.models.transformer import TransformerConfig
 from mmm.models.weights import initialize
 from mmm.parallel import Layout, Techniques, build_mesh, partition_model
 from mmm.parallel.generate import Decoder, generate
@@ -27,7 +28,7 @@ def made(axes, sizes=SIZES, **fields):
     ranks = torch.distributed.get_world_size()
     layout, techniques = Layout(**axes).fit(ranks), Techniques(**fields)
     with torch.device("meta"):
-        model, inputs = Transformer(sizes), torch.zeros(2 * layout.pp, 24, dtype=torch.int64)
+        model, inputs = transformer_of(sizes), torch.zeros(2 * layout.pp, 24, dtype=torch.int64)
     plan = transformer_plan(sizes)
     partition = partition_model(model, plan, layout, techniques, inputs)
     mesh = build_mesh(layout, "cpu", experts=sizes.n_experts > 0)
@@ -50,7 +51,7 @@ def texts(rank, axes, fields):
 @cache
 def anew(sizes):
     """The same texts by one plain model, which computes everything for each token."""
-    model = Transformer(sizes).double()
+    model = transformer_of(sizes).double()
     initialize(model, 0)
     found = []
     for sampling in (HOT, Sampling(temperature=0)):

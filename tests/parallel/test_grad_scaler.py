@@ -10,7 +10,8 @@ from torch import nn
 
 from mmm.layout import Techniques
 from mmm.models import weights
-from mmm.models.transformer import Transformer, TransformerConfig
+from mmm.models.experts import transformer_of
+from mmm.models.transformer import TransformerConfig
 from mmm.parallel import Layout, build_mesh, clip_grad_norm
 from mmm.parallel.grad_scaler import GradScaler
 from mmm.parallel.local import local_box, to_local
@@ -35,7 +36,7 @@ SCALE, RATE = 2.0**16, 0.1
 
 
 def build(model: str) -> nn.Module:
-    return Transformer(EXPERTS) if model == "experts" else vision.build(model)
+    return transformer_of(EXPERTS) if model == "experts" else vision.build(model)
 
 
 def batch(model: str, step: int):

@@ -5,8 +5,8 @@ import torch
 
 import mmm.parallel.dp.zero
 from mmm.errors import ConfigError
+from mmm.models.draw import parameter_count
 from mmm.models.transformer import Transformer
-from mmm.models.weights import parameter_count
 from mmm.parallel import Layout, apply, build_mesh, loss_of, materialize
 from mmm.parallel.memory.offload import check_offload, moved, moved_text
 from mmm.parallel.plans.transformer import transformer_plan

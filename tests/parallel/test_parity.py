@@ -5,8 +5,8 @@ import torch
 from torch import nn
 from torch.distributed.tensor.parallel import loss_parallel
 
+from mmm.models.draw import canonical_name
 from mmm.models.transformer import Transformer, TransformerConfig
-from mmm.models.weights import canonical_name
 from mmm.parallel import Layout, apply, build_mesh, cross_entropy, materialize
 from mmm.parallel.local import detached
 from mmm.parallel.plans.transformer import transformer_plan

@@ -10,7 +10,7 @@ import mmm.parallel.memory.chunked_loss
 import mmm.parallel.memory.tiling
 from mmm.errors import ConfigError
 from mmm.layout import PADDING
-from mmm.models import weights
+from mmm.models import draw, weights
 from mmm.models.transformer import Transformer, TransformerConfig
 from mmm.models.vit import ViT
 from mmm.parallel import Layout, build_mesh, cross_entropy, loss_of
@@ -227,7 +227,7 @@ def vit_gradients(rank, layout, tiles):
     mine = layout.dp_coordinate(rank.rank) * size
     images, classes = (whole[mine : mine + size] for whole in vision.batch("vit", 0))
     cross_entropy(model(images), classes, vision.GLOBAL_BATCH).backward()
-    return {weights.canonical_name(name): p.grad.full_tensor() for name, p in model.named_parameters()}
+    return {draw.canonical_name(name): p.grad.full_tensor() for name, p in model.named_parameters()}
 
 
 # ---- planted bugs

@@ -12,8 +12,8 @@ from torch.distributed.pipelining import ScheduleGPipe
 from torch.distributed.tensor.parallel import loss_parallel
 
 from mmm.errors import ConfigError, LayoutError
+from mmm.models.draw import canonical_name
 from mmm.models.transformer import Transformer, TransformerConfig
-from mmm.models.weights import canonical_name
 from mmm.parallel import Layout, Techniques, apply, build_mesh, clip_grad_norm, cross_entropy, materialize
 from mmm.parallel.plan import Plan
 from mmm.parallel.plans.cnn import cnn_plan

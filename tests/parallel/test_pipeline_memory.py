@@ -5,6 +5,7 @@ import torch
 
 from mmm.errors import LayoutError
 from mmm.layout import Techniques
+from mmm.models.experts import transformer_of
 from mmm.models.transformer import Transformer, TransformerConfig
 from mmm.parallel import Layout, build_mesh
 from mmm.parallel.ep.balance import balance_experts
@@ -42,7 +43,7 @@ def train(rank, model, memory):
 def train_one(rank, config, techniques):
     mesh, plan = build_mesh(LAYOUT, "cpu", experts=config.n_experts > 0), transformer_plan()
     with torch.device("meta"):
-        model, sample = Transformer(config), torch.zeros(reference.GLOBAL_BATCH, reference.SEQ, dtype=torch.int64)
+        model, sample = transformer_of(config), torch.zeros(reference.GLOBAL_BATCH, reference.SEQ, dtype=torch.int64)
     made = ParallelModel(
         model,
         plan,

@@ -17,7 +17,7 @@ from mmm.parallel.mesh import build_mesh
 from mmm.parallel.parallelize import apply
 from mmm.parallel.plans.transformer import transformer_plan
 from mmm.runtime.device import Precision
-from mmm.trainer.run.losses import sums_in_order
+from mmm.trainer.run.rows import sums_in_order
 
 BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "scale.py"
 FEW, MANY = 1024, 8192

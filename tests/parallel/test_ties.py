@@ -14,7 +14,7 @@ from mmm.comparison import worst
 from mmm.errors import LayoutError
 from mmm.layout import Techniques
 from mmm.models import weights
-from mmm.models.experts import has_experts
+from mmm.models.experts import has_experts, transformer_of
 from mmm.models.transformer import Transformer, TransformerConfig
 from mmm.parallel import Layout, apply, build_mesh, materialize, meta_parameters
 from mmm.parallel.dp.replicas import Replicas
@@ -158,7 +158,7 @@ def dense():
 
 
 def experts():
-    return Transformer(replace(LLAMA, n_experts=4, expert_dim=24))
+    return transformer_of(replace(LLAMA, n_experts=4, expert_dim=24))
 
 
 PP2 = Layout(pp=2, dp_shard=1)

@@ -8,7 +8,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Partial
 from torch.distributed.tensor.parallel import loss_parallel
 
-from mmm.models.weights import canonical_name
+from mmm.models.draw import canonical_name
 from mmm.parallel import Layout, apply, build_mesh, clip_grad_norm, cross_entropy, materialize
 from mmm.parallel.local import detached
 from mmm.parallel.plans.cnn import cnn_plan

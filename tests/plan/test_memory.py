@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from mmm.bubble.replay import action_lists
-from mmm.models.experts import MixtureOfExperts
-from mmm.models.transformer import Transformer, TransformerBlock, TransformerConfig, rotary_table
+from mmm.models.experts import MixtureOfExperts, transformer_of
+from mmm.models.transformer import TransformerBlock, TransformerConfig, rotary_table
 from mmm.models.vit import ViT, ViTConfig
 from mmm.parallel import Layout, Techniques
 from mmm.parallel.memory.checkpointing import apply_checkpointing
@@ -115,7 +115,7 @@ CASES = [
 @pytest.mark.parametrize(("sizes", "techniques"), CASES)
 def test_peak_of_a_step(sizes, techniques):
     config, batch, seq = TransformerConfig(**sizes), 4, 256
-    model, plan = Transformer(config), transformer_plan(config)
+    model, plan = transformer_of(config), transformer_plan(config)
     plan = apply_chunked_loss(model, plan, techniques.get("loss_chunks", 1), torch.float32)
     plan = apply_tiling(model, plan, techniques.get("tile", 1))
     apply_checkpointing(model, plan, techniques.get("checkpointing", "none"))

@@ -4,7 +4,7 @@ import ast
 from dataclasses import fields
 
 from mmm.layout import Layout, Techniques
-from mmm.trainer.config.layout import FLAGS
+from mmm.trainer.config.run import FLAGS
 from support.closure import closure, tree_of
 
 ROOMS = ("mmm.examples.", "mmm.trainer.")

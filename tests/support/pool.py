@@ -23,7 +23,7 @@ ASK = (
     "mmm.trainer.lm",
     "mmm.trainer.vit",
     "mmm.examples._support.four_axes",
-    "mmm.examples._support.text_config",
+    "mmm.examples._support.text",
     "mmm.examples.fsdp",
     "mmm.examples.moe",
 )

@@ -13,8 +13,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 import mmm.trainer.run.standard  # noqa: F401  # before `program_on` looks for it
 from mmm.errors import CheckpointError, ConfigError
+from mmm.models.draw import Init
 from mmm.models.meta import KEPT
-from mmm.models.weights import Init
 from mmm.parallel import (
     Layout,
     Plan,

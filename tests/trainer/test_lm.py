@@ -16,7 +16,7 @@ import mmm.history
 from mmm.data.text.prepare import Preparation, prepare
 from mmm.errors import ConfigError, DataError, DivergedError, RecordError, UserError
 from mmm.examples import fsdp_tp
-from mmm.models.transformer import Transformer
+from mmm.models.experts import transformer_of
 from mmm.trainer import lm
 from mmm.trainer.config.command_line import configure, parse
 from mmm.trainer.lm import resolve
@@ -49,7 +49,7 @@ def run(rank, outdir, flags):
 
 def saved(folder, **flags):
     config = configure(lm.Config, **SMALL, **flags)
-    model = Transformer(config.model.model_sizes(config.experts, None, 256)).double()
+    model = transformer_of(config.model.model_sizes(config.experts, None, 256)).double()
     model.load_state_dict(torch.load(folder / "model.pt", weights_only=True))
     return model
 

@@ -11,8 +11,8 @@ from mmm.data.images.datasets import load_images
 from mmm.layout import Techniques
 from mmm.models import weights
 from mmm.models.cnn import CNN, CNNConfig
-from mmm.models.experts import MixtureOfExperts
-from mmm.models.transformer import Transformer, TransformerConfig
+from mmm.models.experts import MixtureOfExperts, transformer_of
+from mmm.models.transformer import TransformerConfig
 from mmm.parallel import Layout, build_mesh, cross_entropy
 from mmm.parallel.parallel_model import ParallelModel
 from mmm.parallel.plans.cnn import cnn_plan
@@ -21,9 +21,8 @@ from mmm.runtime.clock import StepClock
 from mmm.runtime.device import Precision
 from mmm.trainer.config.layout import LayoutOptions, techniques_of
 from mmm.trainer.config.resolve_plan import resolve_plan
-from mmm.trainer.config.run import RunOptions
+from mmm.trainer.config.run import EvaluationOptions, RunOptions
 from mmm.trainer.config.spec import TextData, TrainingSpec
-from mmm.trainer.config.training import EvaluationOptions
 from mmm.trainer.loop.fit import FitConfig, fit
 from mmm.trainer.loop.image_task import ImageTask
 from mmm.trainer.loop.tasks import TokenTask
@@ -127,7 +126,7 @@ def biases_by_step(rank, max_norm):
     mesh = build_mesh(layout, "cpu", experts=True)
     precision = Precision("fp16", torch.float32, torch.float16)
     with torch.device("meta"):
-        model, sample = Transformer(EXPERTS), torch.zeros(4, texts.SEQ, dtype=torch.int64)
+        model, sample = transformer_of(EXPERTS), torch.zeros(4, texts.SEQ, dtype=torch.int64)
     options, data = RunOptions(lr=0.1, dtype="fp16"), TextData(texts.tokens(), texts.tokens(), {})
     own = TrainingSpec(
         layout=layout,

@@ -8,8 +8,8 @@ from torch import nn
 import mmm.history
 from mmm.trainer import lm
 from mmm.trainer.config.command_line import configure
-from mmm.trainer.optim import muon
-from mmm.trainer.optim.muon import Muon, orthogonalized
+from mmm.trainer.loop import muon
+from mmm.trainer.loop.muon import Muon, orthogonalized
 from support.pool import program_on
 
 FLAGS = {

@@ -9,10 +9,11 @@ import torch
 
 from mmm.errors import DivergedError
 from mmm.layout import Techniques
-from mmm.models.experts import MixtureOfExperts
-from mmm.models.transformer import Transformer, TransformerConfig
+from mmm.models.experts import MixtureOfExperts, transformer_of
+from mmm.models.transformer import TransformerConfig
 from mmm.parallel import Layout, build_mesh
 from mmm.parallel.local import to_local
+from mmm.parallel.optimizer import make_optimizer
 from mmm.parallel.parallel_model import ParallelModel
 from mmm.parallel.plans.transformer import transformer_plan
 from mmm.runtime.clock import StepClock
@@ -22,7 +23,6 @@ from mmm.trainer.config.run import RunOptions
 from mmm.trainer.config.spec import TextData, TrainingSpec
 from mmm.trainer.loop.fit import FitConfig, fit
 from mmm.trainer.loop.tasks import TokenTask
-from mmm.trainer.optim.optimizer import make_optimizer
 from support import reference as texts
 from support.runs import make_run
 
@@ -42,7 +42,7 @@ def train(rank, layout, kind, mode, planted, optimizer="adamw", max_norm=1.0, by
     experts = layout.ep > 1
     precision = Precision("fp64", torch.float64, torch.float64)
     with torch.device("meta"):
-        whole = Transformer(EXPERTS if experts else DENSE)
+        whole = transformer_of(EXPERTS if experts else DENSE)
         sample = torch.zeros(texts.GLOBAL_BATCH // layout.dp, texts.SEQ, dtype=torch.int64)
     options, data = RunOptions(lr=0.01), TextData(texts.tokens(), texts.tokens(), {})
     sizes = EXPERTS if experts else DENSE
@@ -98,7 +98,7 @@ def train(rank, layout, kind, mode, planted, optimizer="adamw", max_norm=1.0, by
     choices = FitConfig(steps=steps, max_norm=max_norm, by_epoch=by_epoch, balance_rate=0.125, skip=mode == "skip")
     said = []
     try:
-        with patch("mmm.trainer.run.losses.socket.gethostname", lambda: f"node{rank.rank}"):
+        with patch("mmm.trainer.run.rows.socket.gethostname", lambda: f"node{rank.rank}"):
             fit(run, model, made, task, choices)
     except DivergedError as error:
         said = [str(error)] * error.on_every_rank

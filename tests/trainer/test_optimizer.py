@@ -9,7 +9,7 @@ from torch.utils._pytree import tree_leaves
 
 from mmm.parallel import Layout, build_mesh
 from mmm.parallel.local import to_local
-from mmm.trainer.optim.optimizer import make_optimizer
+from mmm.parallel.optimizer import make_optimizer
 
 SHAPES = [(5, 3), (7,), (6, 2), (4, 4), (1, 8)]
 

@@ -36,7 +36,7 @@ CPU = torch.device("cpu")
 
 
 def on_a_host(rank):
-    return patch("mmm.trainer.run.losses.socket.gethostname", lambda: f"node{rank.rank}")
+    return patch("mmm.trainer.run.rows.socket.gethostname", lambda: f"node{rank.rank}")
 
 
 def diverge(rank):

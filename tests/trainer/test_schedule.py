@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from mmm.trainer.config.training import ScheduledOptions
-from mmm.trainer.optim.schedule import constant, schedule_of, step_decay, warmup_cosine, warmup_stable_decay
+from mmm.trainer.loop.schedule import constant, schedule_of, step_decay, warmup_cosine, warmup_stable_decay
 
 
 def test_warmup_then_cosine():

@@ -36,7 +36,7 @@ from mmm.comparison import relative_error, worst
 from mmm.examples import _support as example
 from mmm.examples._support.mistakes import TOLERANCE
 from mmm.models.transformer import Transformer
-from mmm.parallel import cross_entropy, materialize
+from mmm.parallel import cross_entropy, draw_weights
 
 SHOWN = "output.weight"  # whose rows the log follows
 
@@ -89,15 +89,15 @@ def train(config: Config) -> None:
         example.print_on_rank0(resolved.summary())
         return
 
-    hooks = [example.MemoryCheck(), example.Agreement(), example.StartUp(), example.Record(), example.Plots()]
+    hooks = [example.Agreement(), example.StartUp(), example.Record(), example.Plots()]
     with example.start_run("checkpoint", config, resolved, hooks) as run:
 
         def build(sizes: tuple[int, ...], seed: int) -> tuple[Transformer, torch.optim.Optimizer]:
             with torch.device("meta"):
                 model = Transformer(resolved.sizes).to(run.precision.storage)
             shard(model, init_device_mesh(run.device.type, sizes, mesh_dim_names=("replica", "shard")[-len(sizes) :]))
-            materialize(model, run.device, seed)
-            return model, example.make_optimizer(config.optimizer.optimizer, model.parameters(), config.optimizer.lr)
+            draw_weights(model, run.device, seed)
+            return model, config.optimizer.make(model.parameters())
 
         ranks, others, apart = run.rank.world_size, list[Transformer](), 0.0
         model, optimizer = build((ranks,), config.run.seed)

@@ -114,7 +114,7 @@ def train(config: Config) -> None:
         example.print_on_rank0(resolved.summary())
         return
 
-    hooks = [example.MemoryCheck(), example.Agreement(), example.StartUp(), example.Record(), example.Plots()]
+    hooks = [example.Agreement(), example.StartUp(), example.Record(), example.Plots()]
     with example.start_run("context_parallel", config, resolved, [*hooks, example.MistakeOnPurpose()]) as run:
         ring, world = partial(ring_attention, group=dist.group.WORLD), run.rank.world_size  # type: ignore[arg-type]
         by_hand.compare_attention(run, ring, positions_of(run.rank.rank, world, 8 * world))
@@ -131,7 +131,7 @@ def train(config: Config) -> None:
             logits = model(batch.inputs[:, own_positions], positions)
             return cross_entropy(logits, batch.targets[:, own_positions], batch.count)
 
-        optimizer = example.make_optimizer(config.optimizer.optimizer, model.parameters(), config.optimizer.lr)
+        optimizer = config.optimizer.make(model.parameters())
         for step in example.text_steps(run, resolved, model, optimizer, local_loss):
             with loss_parallel():  # under tp the logits stay sharded over the vocabulary
                 loss = local_loss(step.batch)

@@ -42,7 +42,7 @@ from mmm.errors import ConfigError
 from mmm.examples import _support as example
 from mmm.examples._support.by_hand import check_difference, replica_spread
 from mmm.layout import Techniques
-from mmm.parallel import cross_entropy, materialize
+from mmm.parallel import cross_entropy, draw_weights
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,12 +72,12 @@ def train(config: Config) -> None:
         example.print_on_rank0(resolved.summary())
         return
 
-    hooks = [example.MemoryCheck(), example.Agreement(), example.StartUp(), example.Record(), example.Plots()]
+    hooks = [example.Agreement(), example.StartUp(), example.Record(), example.Plots()]
     with example.start_run("ddp", config, resolved, [*hooks, example.MistakeOnPurpose()]) as run:
         model = resolved.model.to(run.precision.storage)
-        materialize(model, run.device, config.run.seed)  # the same weights on every rank: they come from the seed
+        draw_weights(model, run.device, config.run.seed)  # the same weights on every rank: they come from the seed
         ddp = DDP(model, gradient_as_bucket_view=True)
-        optimizer = example.make_optimizer(config.optimizer.optimizer, model.parameters(), config.optimizer.lr)
+        optimizer = config.optimizer.make(model.parameters())
 
         def local_loss(module: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
             with torch.autocast(run.device.type, run.precision.compute, enabled=run.precision.mixed):

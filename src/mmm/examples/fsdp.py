@@ -28,8 +28,8 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 from mmm.examples import _support as example
 from mmm.models.cnn import CNN
-from mmm.models.weights import parameter_count
-from mmm.parallel import cross_entropy, materialize
+from mmm.models.draw import parameter_count
+from mmm.parallel import cross_entropy, draw_weights
 from mmm.parallel.footprint import STATE
 from mmm.parallel.memory.measure import local_elements
 from mmm.runtime.ranks import whoami
@@ -69,7 +69,7 @@ def parallelize(run: example.Run, model: CNN, config: Config) -> nn.Module:
     run.log.info("%s, %s", config.parallel, mesh)
 
     if config.parallel == "ddp":
-        materialize(model, run.device, config.run.seed)
+        draw_weights(model, run.device, config.run.seed)
         return DDP(model, process_group=mesh.get_group(), gradient_as_bucket_view=True)
 
     # fc1 has 98 % of the parameters, and is a unit of its own; the rest goes with the root. Sharded on the meta device:
@@ -81,7 +81,7 @@ def parallelize(run: example.Run, model: CNN, config: Config) -> nn.Module:
         if isinstance(unit, FSDPModule):
             unit.set_gradient_divide_factor(1.0)
             unit.set_force_sum_reduction_for_comms(True)  # gloo has no scaled sum
-    materialize(model, run.device, config.run.seed)
+    draw_weights(model, run.device, config.run.seed)
     return model
 
 
@@ -94,12 +94,12 @@ def train(config: Config) -> None:
         return
 
     elements = parameter_count(resolved.model)
-    hooks = [example.MemoryCheck(), example.Agreement(), example.StartUp(), example.Record(), example.Plots()]
+    hooks = [example.Agreement(), example.StartUp(), example.Record(), example.Plots()]
     with example.start_run("fsdp", config, resolved, [*hooks, example.MistakeOnPurpose()]) as run:
         model = parallelize(run, resolved.model.to(run.precision.storage), config)
         run.log.info("%s", example.sharded_model(model))
         autocast = run.precision.mixed and config.parallel == "ddp"  # FSDP's policy computes in that dtype anyway
-        optimizer = example.make_optimizer(config.optimizer.optimizer, model.parameters(), resolved.lr)
+        optimizer = config.optimizer.make(model.parameters(), resolved.lr)
         # Each local loss is a sum divided by the *global* count: ranks with fewer labels count for less, and gradients
         # are to be summed. FSDP has been told to; DDP averages, and so each loss is multiplied by the number of ranks.
         factor = run.layout.dp if config.parallel == "ddp" else 1

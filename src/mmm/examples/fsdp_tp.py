@@ -41,7 +41,7 @@ from torch.distributed.tensor.parallel import (
 from mmm.data import Batch
 from mmm.examples import _support as example
 from mmm.models.transformer import Transformer
-from mmm.parallel import cross_entropy, materialize
+from mmm.parallel import cross_entropy, draw_weights
 from mmm.runtime.device import Precision
 
 
@@ -111,18 +111,18 @@ def train(config: Config) -> None:
         example.print_on_rank0(resolved.summary())
         return
 
-    hooks = [example.MemoryCheck(), example.Agreement(), example.StartUp(), example.Record(), example.Plots()]
+    hooks = [example.Agreement(), example.StartUp(), example.Record(), example.Plots()]
     with example.start_run("fsdp_tp", config, resolved, [*hooks, example.MistakeOnPurpose()]) as run:
         # Sharded on the meta device; then each rank draws its own part of the weights, the same on every mesh.
         mesh = init_device_mesh(run.device.type, (layout.dp, layout.tp), mesh_dim_names=("dp_shard", "tp"))
         shard(model.to(run.precision.storage), mesh, run.precision, config.break_)
-        materialize(model, run.device, config.run.seed)
+        draw_weights(model, run.device, config.run.seed)
         run.log.info("%s\n%s", mesh, example.sharded_model(model))
 
         def local_loss(batch: Batch) -> Tensor:
             return cross_entropy(model(batch.inputs), batch.targets, batch.count)
 
-        optimizer = example.make_optimizer(config.optimizer.optimizer, model.parameters(), config.optimizer.lr)
+        optimizer = config.optimizer.make(model.parameters())
         for step in example.text_steps(run, resolved, model, optimizer, local_loss):
             with loss_parallel():  # the logits stay sharded over the vocabulary
                 loss = local_loss(step.batch)

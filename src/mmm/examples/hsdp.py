@@ -39,9 +39,9 @@ from mmm.errors import LayoutError
 from mmm.examples import _support as example
 from mmm.examples._support.by_hand import check_difference, replica_spread
 from mmm.layout import Techniques
+from mmm.models.draw import parameter_count
 from mmm.models.transformer import Transformer
-from mmm.models.weights import parameter_count
-from mmm.parallel import cross_entropy, materialize
+from mmm.parallel import cross_entropy, draw_weights
 from mmm.parallel.memory.measure import local_elements
 from mmm.runtime.device import Precision
 
@@ -83,7 +83,7 @@ def train(config: Config) -> None:
         example.print_on_rank0(resolved.summary())
         return
 
-    hooks = [example.MemoryCheck(), example.Agreement(), example.StartUp(), example.Record(), example.Plots()]
+    hooks = [example.Agreement(), example.StartUp(), example.Record(), example.Plots()]
     with example.start_run("hsdp", config, resolved, [*hooks, example.MistakeOnPurpose()]) as run:
         sizes = (run.layout.dp_replicate, run.layout.dp_shard)
         mesh = init_device_mesh(run.device.type, sizes, mesh_dim_names=("dp_replicate", "dp_shard"))
@@ -94,13 +94,13 @@ def train(config: Config) -> None:
 
         model = resolved.model.to(run.precision.storage)
         shard(model, mesh["dp_shard"] if config.break_ == "one_axis" else mesh, run.precision)
-        materialize(model, run.device, config.run.seed)  # each rank its own shard; the replicas are equal
+        draw_weights(model, run.device, config.run.seed)  # each rank its own shard; the replicas are equal
         if config.break_ == "own_weights":
             torch.manual_seed(run.rank.rank)
             for matrix in (p.data for p in model.parameters() if p.ndim > 1):
                 nn.init.normal_(matrix.to_local() if isinstance(matrix, DTensor) else matrix, std=0.02)
         run.log.info("%s", example.sharded_model(model))
-        optimizer = example.make_optimizer(config.optimizer.optimizer, model.parameters(), config.optimizer.lr)
+        optimizer = config.optimizer.make(model.parameters())
         for step in example.text_steps(run, resolved, model, optimizer):
             loss = cross_entropy(model(step.batch.inputs), step.batch.targets, step.batch.count)
             step.log(loss)

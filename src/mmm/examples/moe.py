@@ -35,7 +35,7 @@ from torch.distributed.tensor.parallel import loss_parallel
 from mmm.data import Batch
 from mmm.examples import _support as example
 from mmm.examples._support import by_hand
-from mmm.models.experts import Experts
+from mmm.models.experts import Experts, transformer_of
 from mmm.models.transformer import TransformerConfig
 from mmm.parallel import Layout, balance_experts, cross_entropy, imbalance
 from mmm.runtime.ranks import whoami
@@ -119,7 +119,7 @@ def train(config: Config) -> None:
     if config.run.summary:
         example.print_on_rank0(resolved.summary())
         return
-    hooks = [example.MemoryCheck(), example.Agreement(), example.StartUp(), example.Record(), example.Plots()]
+    hooks = [example.Agreement(), example.StartUp(), example.Record(), example.Plots()]
     with example.start_run("moe", config, resolved, [*hooks, example.MistakeOnPurpose()]) as run:
         compare(run)
         mesh = example.parallelize(run, resolved)  # training takes the package's layer
@@ -130,9 +130,9 @@ def train(config: Config) -> None:
         def local_loss(batch: Batch) -> Tensor:
             return cross_entropy(model(batch.inputs), batch.targets, batch.count)
 
-        optimizer = example.make_optimizer(config.optimizer.optimizer, model.parameters(), config.optimizer.lr)
+        optimizer = config.optimizer.make(model.parameters())
         rate = 0.0 if config.break_ else config.experts.balance()  # one device's steps have the first biases
-        for step in example.text_steps(run, resolved, model, optimizer, local_loss):
+        for step in example.text_steps(run, resolved, model, optimizer, local_loss, build=transformer_of):
             with loss_parallel():  # under tp the logits stay sharded over the vocabulary
                 loss = local_loss(step.batch)
                 step.log(loss)

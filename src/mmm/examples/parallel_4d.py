@@ -42,9 +42,9 @@ from mmm.bubble.timeline import PipelineTimes
 from mmm.data import Batch
 from mmm.examples import _support as example
 from mmm.examples.context_parallel import positions_of, ring_attention
+from mmm.models.draw import convert
 from mmm.models.transformer import Transformer, TransformerConfig
-from mmm.models.weights import convert
-from mmm.parallel import clip_grad_norm, cross_entropy, materialize
+from mmm.parallel import clip_grad_norm, cross_entropy, draw_weights
 from mmm.runtime.device import Precision
 from mmm.torch_private.groups import flatten
 
@@ -107,14 +107,14 @@ def train(config: Config) -> None:
         return
 
     names = resolved.partition.names() or [[name for name, _ in resolved.model.named_modules()]]
-    hooks = [example.MemoryCheck(), example.Agreement(), example.StartUp(), example.Record(), example.Plots()]
+    hooks = [example.Agreement(), example.StartUp(), example.Record(), example.Plots()]
     with example.start_run("parallel_4d", config, resolved, [*hooks, example.MistakeOnPurpose()]) as run:
         run.describe(stages=names)
         config.layout.note_choice(run)
         axes, at = (layout.pp, layout.dp, layout.cp, layout.tp), layout.coordinates(run.rank.rank)
         mesh = init_device_mesh(run.device.type, axes, mesh_dim_names=("pp", "dp", "cp", "tp"))
         model = build(resolved.sizes, names[at["pp"]], mesh, run.precision)
-        materialize(model, run.device, config.run.seed + (run.rank.rank if config.break_ == "init" else 0))
+        draw_weights(model, run.device, config.run.seed + (run.rank.rank if config.break_ == "init" else 0))
         run.log.info("%s\n%s", mesh, example.sharded_model(model))
 
         positions = positions_of(at["cp"], layout.cp, config.data.seq_length).to(run.device)
@@ -135,7 +135,7 @@ def train(config: Config) -> None:
             step(*inputs, target=targets, losses=losses, return_outputs=False)
             return times.local_loss(losses)
 
-        optimizer = example.make_optimizer(config.optimizer.optimizer, model.parameters(), config.optimizer.lr)
+        optimizer = config.optimizer.make(model.parameters())
         evaluate, samples_of = partial(run_schedule, schedule.eval), 0 if config.break_ == "samples" else at["dp_shard"]
         for step in example.text_steps(run, resolved, model, optimizer, evaluate, coordinate=samples_of):
             with tp.loss_parallel():  # under tp the logits stay sharded over the vocabulary

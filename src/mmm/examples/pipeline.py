@@ -93,7 +93,7 @@ def train(config: Config) -> None:
         return
 
     names = partition.names()  # of the modules of each stage
-    hooks = [example.MemoryCheck(), example.Agreement(), example.StartUp(), example.Record(), example.Plots()]
+    hooks = [example.Agreement(), example.StartUp(), example.Record(), example.Plots()]
     with example.start_run("pipeline", config, resolved, [*hooks, example.MistakeOnPurpose()]) as run:
         run.describe(stages=names)
         run.log.info("the stages\n%s", example.stage_table(names, partition.shares()))
@@ -130,9 +130,7 @@ def train(config: Config) -> None:
             return times.local_loss(losses)
 
         modules = [stage.submod for stage in stages]
-        optimizer = example.make_optimizer(
-            config.optimizer.optimizer, [p for m in modules for p in m.parameters()], config.optimizer.lr
-        )
+        optimizer = config.optimizer.make([p for m in modules for p in m.parameters()])
         evaluate = lambda batch: run_schedule(schedule.eval, batch)  # noqa: E731
         for step in example.text_steps(run, resolved, modules, optimizer, evaluate):
             if config.timeline and step.number > 0:

@@ -82,7 +82,7 @@ def train(config: Config) -> bool:
         example.print_on_rank0(resolved.summary())
         return True
 
-    hooks = [example.MemoryCheck(), example.Agreement(), example.StartUp(), example.Record(), example.Plots()]
+    hooks = [example.Agreement(), example.StartUp(), example.Record(), example.Plots()]
     with example.start_run("tiling", config, resolved, hooks) as run:
         mesh = build_mesh(resolved.layout, run.device.type, config.run.timeout)
         peaks, curves = zip(*(train_way(run, mesh, resolved, way) for way in range(4)), strict=True)
@@ -107,7 +107,7 @@ def train_way(run: example.Run, mesh: Mesh, resolved: example.ParallelSpec, way:
     model = apply(model, mesh, resolved.plan, run.precision, loss_chunks=loss_chunks, tile=tile)
     materialize(model, run.device, config.run.seed)
     loss_fn = loss_of(model)
-    optimizer = example.make_optimizer(config.optimizer.optimizer, model.parameters(), config.optimizer.lr)
+    optimizer = config.optimizer.make(model.parameters())
     losses = []
     for step in example.text_steps(run, resolved, model, optimizer, at={"way": way}):
         with Peak(run.device, model) as peak, loss_parallel():

@@ -26,7 +26,6 @@ from mmm.errors import LayoutError
 from mmm.layout import Layout, Techniques, batch_sizes
 from mmm.models.transformer import Transformer, TransformerConfig
 from mmm.parallel import build_mesh
-from mmm.parallel.footprint import footprint_of
 from mmm.parallel.parallel_model import ParallelModel
 from mmm.parallel.partition import Partition, partition_model
 from mmm.parallel.plans.transformer import transformer_plan
@@ -127,7 +126,7 @@ def train(config: Config) -> bool:
             why_not[case] = error
     if not partitions:
         raise next(iter(why_not.values()))
-    resolved = RunSpec(layout=Layout().fit(ranks), data=data, footprint=footprint_of(model, "sgd"))
+    resolved = RunSpec(layout=Layout().fit(ranks), data=data)
     with start_run("traffic", config, resolved) as run:
         run.describe(model=sizes, global_batch_size=size)
         for case, why in why_not.items():

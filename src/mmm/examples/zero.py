@@ -36,7 +36,7 @@ from mmm.examples import _support as example
 from mmm.examples._support.zero_stages import most_elements, report_stages
 from mmm.layout import Techniques
 from mmm.models.transformer import Transformer
-from mmm.parallel import cross_entropy, materialize
+from mmm.parallel import cross_entropy, draw_weights
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,7 +109,7 @@ def train_stage(
         for module in (each for each in full.modules() if isinstance(each, FSDPModule)):
             module.set_gradient_divide_factor(1.0)  # a sum: each local loss is divided by the global count
             module.set_force_sum_reduction_for_comms(True)
-    materialize(full, run.device, run.seed)
+    draw_weights(full, run.device, run.seed)
     for p in full.parameters() if stage == 0 else ():
         p.register_post_accumulate_grad_hook(lambda p: dist.all_reduce(p.grad))  # type: ignore[arg-type]
     model, losses = Slices(full, mesh, stage) if stage in (1, 2) else full, []
@@ -136,7 +136,7 @@ def train(config: Config) -> bool:
         example.print_on_rank0(resolved.summary())
         return True
 
-    hooks = [example.MemoryCheck(), example.Agreement(), example.StartUp(), example.Record(), example.Plots()]
+    hooks = [example.Agreement(), example.StartUp(), example.Record(), example.Plots()]
     with example.start_run("zero", config, resolved, [*hooks, example.MistakeOnPurpose()]) as run:
         mesh = init_device_mesh(run.device.type, (run.layout.dp,), mesh_dim_names=("dp_shard",))
         stages = [train_stage(run, config, mesh, resolved, stage) for stage in range(4)]

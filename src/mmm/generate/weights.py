@@ -12,10 +12,10 @@ from mmm.data.text.byte_tokenizer import Tokenizer
 from mmm.data.text.tokenizer import tokenizer_of
 from mmm.errors import CheckpointError
 from mmm.layout import Layout, Techniques
-from mmm.models.experts import has_experts
+from mmm.models.draw import Init
+from mmm.models.experts import has_experts, transformer_of
 from mmm.models.rope import RopeScaling
 from mmm.models.transformer import Transformer, TransformerConfig
-from mmm.models.weights import Init
 from mmm.parallel import build_mesh, partition_model
 from mmm.parallel.local import local_box, to_local
 from mmm.parallel.parallel_model import ParallelModel
@@ -56,7 +56,7 @@ def evaluation_model(
         UserError: it does not go onto the layout.
     """
     with torch.device("meta"):
-        model = without_draws(Transformer(config))
+        model = without_draws(transformer_of(config))
         inputs = torch.zeros(layout.pp, 2 * layout.cp * layout.tp, dtype=torch.int64)
     plan, techniques = transformer_plan(config), Techniques()
     partition = partition_model(model, plan, layout, techniques, inputs)

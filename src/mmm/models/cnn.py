@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from mmm.models.draw import Init
 from mmm.models.dropout import Dropout
 from mmm.models.sizes import below_one, check_images
-from mmm.models.weights import Init
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""How PyTorch's own modules start, as rules for `mmm.models.weights`: the distributions that PyTorch documents.
+"""How PyTorch's own modules start, as rules for `mmm.models.draw`: the distributions that PyTorch documents.
 
 A module whose class overrides ``reset_parameters`` has no rule here: what it draws is not known.
 """
@@ -7,25 +7,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from torch import nn
 
+from mmm.models.draw import Init
 from mmm.torch_private.module import RESETS, Convolution, NormBase
-
-
-@dataclass(frozen=True)
-class Init:
-    """How the elements of one parameter are drawn.
-
-    ``normal``: mean 0, standard deviation `scale`. ``uniform``: in [-scale, scale). ``constant``: `scale` everywhere.
-    The row numbered `zero_row`, if any, starts with zeros (what an embedding does for padding).
-    """
-
-    kind: str
-    scale: float
-    zero_row: int | None = None
-
 
 Rules = dict[str, Init]  # name inside the module → how it starts
 ONES, ZEROS = Init("constant", 1.0), Init("constant", 0.0)

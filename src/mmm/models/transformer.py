@@ -19,18 +19,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mmm.models.experts import MixtureOfExperts
+from mmm.models.draw import Init, accum_dtype
 from mmm.models.rope import RopeScaling
 from mmm.models.sizes import below_one
-from mmm.models.weights import Init, accum_dtype
 
 
 @dataclass(frozen=True)
 class TransformerConfig:
     """Sizes of a Transformer. ``ffn_dim=None`` means two thirds of ``4 * dim``, rounded up to `multiple_of`.
 
-    With `n_experts` above 0, `mmm.models.experts` replaces the feed-forward layer in every block: a token uses `top_k`
-    experts, each `expert_dim` wide (None: as wide as the feed-forward layer).
+    With `n_experts` above 0 the model is a `mmm.models.experts.RoutedTransformer`: a token uses `top_k` experts, each
+    `expert_dim` wide (None: as wide as the feed-forward layer).
 
     With `tie_word_embeddings` the output matrix is the embedding's: one parameter.
     """
@@ -261,15 +260,14 @@ class TransformerBlock(nn.Module):
         self.attention_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
         self.attention = Attention(config)
         self.ffn_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
-        if config.n_experts:
-            self.moe = MixtureOfExperts(config.dim, config.expert_hidden_dim, config.n_experts, config.top_k)
-        else:
-            self.feed_forward = FeedForward(config)
+        self.add_feed_forward(config)
+
+    def add_feed_forward(self, config: TransformerConfig) -> None:
+        self.feed_forward = FeedForward(config)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, document_starts: Tensor | None = None) -> Tensor:
         x = x + self.attention(self.attention_norm(x), cos, sin, document_starts=document_starts)
-        feed_forward = self.moe if hasattr(self, "moe") else self.feed_forward
-        return x + feed_forward(self.ffn_norm(x))
+        return x + self.feed_forward(self.ffn_norm(x))
 
 
 class Transformer(nn.Module):
@@ -279,13 +277,17 @@ class Transformer(nn.Module):
     removed: it then takes, or returns, (batch, seq, dim).
     """
 
+    block = TransformerBlock
+
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
         if wrong := config.problems():
             raise ValueError("; ".join(wrong))
+        if config.n_experts and self.block is TransformerBlock:
+            raise ValueError(f"n_experts is {config.n_experts}: build it by mmm.models.experts.transformer_of")
         self.config = config
         self.tok_embeddings: nn.Module | None = nn.Embedding(config.vocab_size, config.dim)
-        self.layers = nn.ModuleDict({str(i): TransformerBlock(config) for i in range(config.n_layers)})
+        self.layers = nn.ModuleDict({str(i): self.block(config) for i in range(config.n_layers)})
         self.norm: nn.Module | None = nn.RMSNorm(config.dim, eps=config.norm_eps)
         self.output: nn.Module | None = nn.Linear(config.dim, config.vocab_size, bias=False)
         if config.tie_word_embeddings:
@@ -325,7 +327,3 @@ class Transformer(nn.Module):
         if name == ("tok_embeddings.weight" if self.config.tie_word_embeddings else "output.weight"):
             return Init("normal", min(0.02, self.config.dim**-0.5))
         return Init("normal", 0.02)
-
-    def buffer_rule(self, name: str) -> Init | None:
-        """The experts' bias starts as 0, also where the model is built on the meta device."""
-        return Init("constant", 0.0) if name.endswith("moe.expert_bias") else None

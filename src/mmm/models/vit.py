@@ -19,8 +19,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from mmm.models.draw import Init
 from mmm.models.sizes import below_one, check_images
-from mmm.models.weights import Init
 
 ATTENTION = ("native", "sdpa")
 SDPA_BACKENDS = {

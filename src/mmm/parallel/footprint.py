@@ -22,7 +22,7 @@ from torch import nn
 
 from mmm.errors import LayoutError
 from mmm.layout import UNSHARDED, Layout, Techniques
-from mmm.models.weights import parameter_count
+from mmm.models.draw import parameter_count
 from mmm.runtime.device import Precision
 from mmm.runtime.memory import device_memory, host_memory
 from mmm.runtime.ranks import Rank

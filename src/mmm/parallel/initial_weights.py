@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from mmm.errors import ConfigError, config_field
-from mmm.models import weights
+from mmm.models import draw, weights
 from mmm.models.meta import KEPT, drop_values
 from mmm.parallel.dp.wrapped import Wrapper, is_offloaded, unwrapped
 from mmm.parallel.local import local_box, to_local
@@ -76,7 +76,7 @@ def materialize(
 def _take(model: nn.Module, values: Values, empty: Collection[str]) -> None:
     """Fill parameters and buffers, one after the other."""
     for full_name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        name = weights.canonical_name(full_name)
+        name = draw.canonical_name(full_name)
         shard = values(name, local_box(tensor))
         if shard is not None:
             to_local(tensor).copy_(shard)

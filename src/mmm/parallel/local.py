@@ -1,13 +1,17 @@
-"""This rank's local tensor of a sharded one, which part of the full tensor it is, and how it reaches other ranks."""
+"""This rank's local tensor of a sharded one, which part of the full tensor it is, how it starts, and how it reaches
+others."""
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
-from mmm.models import weights
-from mmm.models.weights import accum_dtype
+from mmm.models import draw
+from mmm.models.draw import accum_dtype
 from mmm.torch_private.groups import device_types
 
 
@@ -35,14 +39,14 @@ def unsharded(tensor: Tensor) -> Tensor:
     return tensor.to(tensor.device_mesh.device_type).full_tensor()  # type: ignore[attr-defined]  # offload: from host
 
 
-def local_box(parameter: Tensor) -> weights.ShardBox:
+def local_box(parameter: Tensor) -> draw.ShardBox:
     """Which part of the full parameter is local to this rank.
 
     A dim that several axes shard is sharded by one after the other, each time as ``torch.chunk`` splits: outer axes
     first, except that strided shards (FSDP, applied over dp to what tensor parallel left) come last.
     """
     if not isinstance(parameter, DTensor):
-        return weights.full_box(parameter)
+        return draw.full_box(parameter)
     start, length = [0] * parameter.ndim, list(parameter.shape)
     coordinate = parameter.device_mesh.get_coordinate()
     assert coordinate is not None
@@ -55,4 +59,25 @@ def local_box(parameter: Tensor) -> weights.ShardBox:
         length[dim] = min(chunk, length[dim] - first)
     shape = tuple(parameter.to_local().shape)
     assert shape == tuple(length), f"the local tensor is {shape}, computed {length} of {tuple(parameter.shape)}"
-    return weights.ShardBox(tuple(start), tuple(length), tuple(parameter.shape))
+    return draw.ShardBox(tuple(start), tuple(length), tuple(parameter.shape))
+
+
+def draw_weights(model: nn.Module, device: torch.device, seed: int) -> None:
+    """Give a model that lies on the meta device memory on `device`, and the weights that its ``init_rule``, for
+    buffers ``buffer_rule``, draws from the seed by their names: each rank its own shards, the same on every mesh.
+
+    `mmm.parallel.materialize` also takes models that have no such method, tie weights, or have buffers with values.
+
+    Raises:
+        ValueError: a weight has two names, or a tensor has memory already.
+    """
+    named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+    once = {id(tensor): name for name, tensor in named}
+    for name, tensor in named:
+        if once[id(tensor)] != name or not to_local(tensor).is_meta:
+            raise ValueError(f"{name} is tied, or has memory already: mmm.parallel.materialize keeps both")
+    model.to_empty(device=device)
+    own: Any = model
+    parameters = [(name, tensor, own.init_rule(draw.canonical_name(name))) for name, tensor in model.named_parameters()]
+    buffers = [(name, tensor, own.buffer_rule(draw.canonical_name(name))) for name, tensor in model.named_buffers()]
+    draw.fill_all([*parameters, *buffers], seed, local_box, to_local, device)

@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from mmm.layout import UNSHARDED, Techniques
-from mmm.models import weights
+from mmm.models import draw
 from mmm.models.meta import keep_values
 from mmm.parallel.checks import check_techniques
 from mmm.parallel.compile import compile_modules
@@ -60,7 +60,7 @@ def apply(
     ties = find_ties(model)
     check_sizes(model)
     keep_values(model)
-    weights.convert(model, precision.storage)
+    draw.convert(model, precision.storage)
 
     # 0. Chunked loss and tiles change the modules' inputs and outputs, so they precede TP, which adapts those.
     plan = apply_chunked_loss(model, plan, techniques.loss_chunks, precision.compute)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from mmm.checkpoint.state import one_line
 from mmm.errors import CheckpointError, ConfigError
-from mmm.models.weights import ShardBox, canonical_name, full_box
+from mmm.models.draw import ShardBox, canonical_name, full_box
 from mmm.outside import open_file
 from mmm.parallel.ties import find_ties
 from mmm.parallel.values import NAMED, Values, names_in_message, shard_of

@@ -13,8 +13,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
 from mmm.errors import ConfigError
+from mmm.models.draw import ShardBox, canonical_name
 from mmm.models.meta import kept_value, pop_value
-from mmm.models.weights import ShardBox, canonical_name
 from mmm.parallel.local import to_local
 from mmm.runtime.log import get_logger
 

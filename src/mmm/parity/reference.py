@@ -13,7 +13,7 @@ from mmm.data.images import digits
 from mmm.data.images.image_set import ImagesInMemory
 from mmm.errors import ConfigError
 from mmm.layout import PADDING
-from mmm.models import weights
+from mmm.models import draw, weights
 from mmm.models.dropout import has_dropout, sample_keys
 from mmm.parity.parity_model import ParityModel
 
@@ -91,7 +91,7 @@ def train(parity: ParityModel, training: Training, optimizer: str) -> Reference:
         optimizer: ``sgd`` or ``adamw``.
     """
     model = parity.model()  # its buffers are what its constructor makes them
-    weights.convert(model, DTYPES[training.dtype])
+    draw.convert(model, DTYPES[training.dtype])
     weights.initialize(model, training.seed)
     update = make_optimizer(optimizer, model.parameters())
     losses, gradients = [], {}

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from mmm.layout import Layout
 from mmm.plan.dry_run import DryRun, RankReport
 from mmm.plan.predict import predict
 from mmm.plan.tracker import PARTS, MemoryTracker, logit_widths
-from mmm.runtime.clock import StepClock
-from mmm.runtime.device import Precision
 from mmm.runtime.memory import peak_memory, start_of_peak
-from mmm.runtime.observer import Observer
+from mmm.runtime.observer import Observer, WatchedRun
 from mmm.runtime.ranks import whoami
 from mmm.torch_private.dry_run import peaks_by_phase
 
@@ -51,21 +48,15 @@ class CheckedRun(Observer):
         self.memory: RankMemory | None = None
 
     @contextmanager
-    def group(
-        self,
-        group: AbstractContextManager[None],
-        clock: StepClock,
-        layout: Layout,
-        precision: Precision,
-        resolved: Any,
-    ) -> Iterator[None]:
+    def group(self, run: WatchedRun) -> Iterator[None]:
+        clock, layout, resolved = run.clock, run.layout, run.resolved
         device, rank = clock.device, whoami().rank
         pp = layout.coordinates(rank)["pp"]
-        predicted = predict(resolved, device.type, precision.name)
+        predicted = predict(resolved, device.type, run.precision.name)
         tracker = MemoryTracker(device.type, lambda: clock.phase, logit_widths(resolved, layout))
         pytorch_peaks: dict[str, int] = {}
         with ExitStack() as stack:
-            stack.enter_context(group)
+            stack.enter_context(run.group)
             before = start_of_peak(device)
             if device.type == "cpu":
                 pytorch_peaks = stack.enter_context(peaks_by_phase(lambda: clock.phase))

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from mmm.models.cnn import CNN, CNNConfig
-from mmm.models.transformer import Transformer, TransformerConfig
+from mmm.models.experts import transformer_of
+from mmm.models.transformer import TransformerConfig
 from mmm.models.vit import ViT, ViTConfig
 from mmm.parallel.plan import Plan, matches, sharded_dim
 from mmm.parallel.plans.cnn import cnn_plan
@@ -39,7 +40,7 @@ def spec_of(config: Any, seq_length: int, flops: bool = True) -> ModelSpec | Non
 def transformer_spec(config: TransformerConfig, seq_length: int, flops: bool = True) -> ModelSpec:
     # Built with one layer, which stands for all: a thousand layers cost what one does.
     with torch.device("meta"):
-        model, sample = Transformer(replace(config, n_layers=1)), torch.zeros(1, seq_length, dtype=torch.int64)
+        model, sample = transformer_of(replace(config, n_layers=1)), torch.zeros(1, seq_length, dtype=torch.int64)
     plan = transformer_plan(config)
     scores = 4 * seq_length**2 * config.n_heads * config.head_dim
     return ModelSpec(

@@ -31,16 +31,14 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 from mmm.contract import DRY_RUN_VARIABLE, RANK_VARIABLES
 from mmm.layout import Layout
-from mmm.models import weights
+from mmm.models import draw, weights
 from mmm.models.experts import has_experts
 from mmm.parallel.parallel_model import ParallelModel
 from mmm.plan.refusals import no_checkpoint, no_other_group, one_model
 from mmm.plan.sent_calls import SentInOrder
 from mmm.plan.stage_shapes import StageShapes, known_shapes
 from mmm.plan.tracker import MemoryPeak, MemoryTracker, logit_widths
-from mmm.runtime.clock import StepClock
-from mmm.runtime.device import Precision
-from mmm.runtime.observer import Observer, observing
+from mmm.runtime.observer import Observer, WatchedRun, observing
 from mmm.torch_private import dry_run
 from mmm.torch_private.dry_run import Place
 from mmm.torch_private.fake import FakeTensor, FakeTensorMode, unset_fake_temporarily
@@ -74,17 +72,17 @@ class Rehearsal(Observer):
     traffic: SentInOrder | None = None
 
     @contextmanager
-    def group(
-        self, group: object, clock: StepClock, layout: Layout, precision: Precision, resolved: Any
-    ) -> Iterator[None]:
+    def group(self, run: WatchedRun) -> Iterator[None]:
         """In place of the run's process group: one that sends nothing. What the block computes and sends is counted."""
+        clock, layout, precision, resolved = run.clock, run.layout, run.precision, run.resolved
         device = clock.device
         self.layout, self.device, self.precision = layout, device, precision.name
         model = getattr(resolved, "model", None)
-        partition, footprint = getattr(resolved, "partition", None), getattr(resolved, "footprint", None)
+        partition = getattr(resolved, "partition", None)
         self.has_experts = model is not None and has_experts(model)
         self.notes = getattr(resolved, "notes", ())
-        self.stages = footprint.parameters if footprint is not None and layout.pp > 1 else ()
+        if partition is not None and partition.stages:
+            self.stages = partition.parameters(model, layout.pp, resolved.techniques.schedule)
         self.memory = MemoryTracker(device.type, lambda: clock.phase, logit_widths(resolved, layout))
         self.traffic = SentInOrder(lambda: clock.phase)
         dry_run.register_fake_group()
@@ -205,6 +203,7 @@ def _without_elements(memory: MemoryTracker) -> Iterator[tuple[Place, Any]]:
     yield dry_run.module_apply(), one_model(memory)
     yield (dcp, "save"), no_checkpoint
     yield (weights, "initialize"), drawn
+    yield (draw, "fill_all"), lambda tensors, *_: memory.mark("parameters", [tensor for _, tensor, _ in tensors])
     yield (FakeTensor, "numpy"), numpy
     yield (FakeTensor, "tolist"), tolist
     yield (ParallelModel, "check_targets"), lambda *_: None

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from mmm.layout import Layout
-from mmm.models import weights
+from mmm.models import draw
 from mmm.models.experts import has_experts
 from mmm.parallel.cp.ring import positions_of
 from mmm.parallel.mesh import build_mesh
@@ -72,7 +72,7 @@ class StageShapes:
         key = (_described(stage), tuple((tuple(x.shape), x.dtype) for x in given))
         if key not in self._outputs:
             with unset_fake_temporarily():
-                weights.convert(stage, self.precision.compute)
+                draw.convert(stage, self.precision.compute)
                 if layout.tp > 1:
                     if self._mesh is None:
                         self._mesh = build_mesh(layout, self.device.type, experts=has_experts(stage))

@@ -5,25 +5,37 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 from mmm.layout import Layout
 from mmm.runtime.clock import StepClock
 from mmm.runtime.device import Precision
 
 
+class WatchedRun(NamedTuple):
+    """A run that starts.
+
+    Attributes:
+        group: its process group, for as long as the block lasts.
+        clock: of its steps.
+        layout: fitted to the number of ranks.
+        precision: its data types.
+        resolved: a `mmm.trainer.config.spec.RunSpec`.
+    """
+
+    group: AbstractContextManager[None]
+    clock: StepClock
+    layout: Layout
+    precision: Precision
+    resolved: Any
+
+
 class Observer(ABC):
     """Watches the run that this process starts inside `observing`."""
 
     @abstractmethod
-    def group(
-        self, group: AbstractContextManager[None], clock: StepClock, layout: Layout, precision: Precision, resolved: Any
-    ) -> AbstractContextManager[None]:
-        """A run's process group, `group` or one instead, for as long as the run is watched.
-
-        Args:
-            resolved: a `mmm.trainer.config.spec.RunSpec`.
-        """
+    def group(self, run: WatchedRun) -> AbstractContextManager[None]:
+        """A run's process group, its own or one instead, for as long as the run is watched."""
 
 
 _OBSERVERS: list[Observer] = []
@@ -38,10 +50,8 @@ def observing(observer: Observer) -> Iterator[None]:
         _OBSERVERS.remove(observer)
 
 
-def observed(
-    group: AbstractContextManager[None], clock: StepClock, layout: Layout, precision: Precision, resolved: Any
-) -> AbstractContextManager[None]:
+def observed(run: WatchedRun) -> AbstractContextManager[None]:
     """A run's process group, under this process's observer if it has one."""
     for observer in _OBSERVERS:
-        group = observer.group(group, clock, layout, precision, resolved)
-    return group
+        run = run._replace(group=observer.group(run))
+    return run.group

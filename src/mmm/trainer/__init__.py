@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING
 from mmm.lazy import lazy
 
 if TYPE_CHECKING:
+    from mmm.parallel.optimizer import make_optimizer
     from mmm.runtime.ranks import whoami
     from mmm.trainer.config.command_line import parse, run_main
     from mmm.trainer.config.run import BaseOptions, BatchOptions, RunOptions
     from mmm.trainer.loop.loader_steps import evaluate, train_steps
     from mmm.trainer.loop.save import save_model
-    from mmm.trainer.optim.optimizer import make_optimizer
     from mmm.trainer.run.build import build_model
     from mmm.trainer.run.core import Hook, Run
     from mmm.trainer.run.standard import script_hooks, start_run
@@ -28,7 +28,7 @@ __getattr__, __dir__ = lazy(
         "mmm.trainer.config.run": "BaseOptions BatchOptions RunOptions",
         "mmm.trainer.loop.loader_steps": "evaluate train_steps",
         "mmm.trainer.loop.save": "save_model",
-        "mmm.trainer.optim.optimizer": "make_optimizer",
+        "mmm.parallel.optimizer": "make_optimizer",
         "mmm.trainer.run.build": "build_model",
         "mmm.trainer.run.core": "Hook Run",
         "mmm.trainer.run.standard": "script_hooks start_run",

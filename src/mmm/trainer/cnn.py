@@ -16,13 +16,11 @@ from mmm.trainer.config.command_line import parse, run_main
 from mmm.trainer.config.images import ImageOptions
 from mmm.trainer.config.layout import LayoutOptions, techniques_of
 from mmm.trainer.config.profile import ProfileOptions
-from mmm.trainer.config.run import EpochRun
-from mmm.trainer.config.training import CheckpointOptions, ClippedOptions, check_resume
+from mmm.trainer.config.training import CheckpointOptions, ClippedOptions, EpochRun, check_resume
 from mmm.trainer.loop.fit import FitConfig, fit
 from mmm.trainer.loop.image_task import ImageTask
 from mmm.trainer.loop.save import save_model
-from mmm.trainer.optim.optimizer import make_optimizer
-from mmm.trainer.optim.schedule import step_decay
+from mmm.trainer.loop.schedule import step_decay
 from mmm.trainer.run.core import start_run
 from mmm.trainer.run.parallelize import parallelize
 from mmm.trainer.run.standard import standard_hooks
@@ -63,7 +61,7 @@ def train(config: Config) -> None:
     # "fsdp" is what the program was once called: its checkpoints, which later ones go on from, have this name.
     with start_run("fsdp", config, spec, hooks, runs_on_mps=True) as run:
         model = parallelize(run, spec)
-        optimizer = make_optimizer(config.optimizer.optimizer, model.parameters(), spec.lr)
+        optimizer = config.optimizer.make(model.parameters(), spec.lr)
         task = ImageTask(run, spec, config.data.workers)
         run.log.info("%s: %d steps of %d images", spec.data.name, spec.steps, spec.global_batch_size)
         fit_config = FitConfig(

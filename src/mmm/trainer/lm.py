@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 
 from mmm.errors import ConfigError
 from mmm.generate.weights import tokenizer_on_disk, without_draws
+from mmm.models.experts import transformer_of
 from mmm.parallel.memory.offload import moved_text
 from mmm.parallel.parallel_model import ParallelModel
 from mmm.parallel.plans.transformer import transformer_plan
@@ -26,25 +27,24 @@ from mmm.trainer.config.command_line import parse, run_main
 from mmm.trainer.config.data import DocumentOptions
 from mmm.trainer.config.language_model import LanguageModelOptions, SampleOptions, text_ends
 from mmm.trainer.config.layout import SequenceLayoutOptions, techniques_of
-from mmm.trainer.config.model import ExpertOptions
 from mmm.trainer.config.presets import preset_defaults
 from mmm.trainer.config.profile import ProfileOptions
 from mmm.trainer.config.resolve_plan import ParallelSpec, chunk_loss, resolve_plan
 from mmm.trainer.config.resolve_text import resolve_text
-from mmm.trainer.config.run import TrainerRun
+from mmm.trainer.config.run import ValidationOptions
 from mmm.trainer.config.training import (
     CheckpointOptions,
+    ExpertOptions,
     MemoryOptions,
     ScheduledOptions,
-    ValidationOptions,
+    TrainerRun,
     check_resume,
 )
 from mmm.trainer.loop.fit import FitConfig, fit
 from mmm.trainer.loop.language import check_prompt, log_sample, start_from
 from mmm.trainer.loop.save import save_model
+from mmm.trainer.loop.schedule import schedule_of
 from mmm.trainer.loop.tasks import TokenTask
-from mmm.trainer.optim.optimizer import make_optimizer
-from mmm.trainer.optim.schedule import schedule_of
 from mmm.trainer.run.core import start_run
 from mmm.trainer.run.parallelize import parallelize
 from mmm.trainer.run.standard import standard_hooks
@@ -123,6 +123,7 @@ def resolve(config: Config) -> LanguageModelSpec:
         config.optimizer.optimizer,
         config.data.seq_length,
         partial(config.data.load, sources, sizes.vocab_size, config.run.seed),
+        build=transformer_of,
         evaluation=config.evaluation,
     )
     tokens = config.data.seq_length // (layout.cp * layout.tp)
@@ -137,10 +138,10 @@ def resolve(config: Config) -> LanguageModelSpec:
 def build_optimizer(config: LanguageOptimizer, model: ParallelModel, spec: ParallelSpec) -> Optimizer:
     """The optimizer that the flags ask for."""
     if config.optimizer == "muon":
-        from mmm.trainer.optim.muon import make_muon
+        from mmm.trainer.loop.muon import make_muon
 
         return make_muon(model, spec.plan, config.lr, config.weight_decay, config.decayed)
-    return make_optimizer(config.optimizer, model.parameters(), config.lr, config.weight_decay, config.decayed)
+    return config.make(model.parameters())
 
 
 def train(config: Config) -> None:

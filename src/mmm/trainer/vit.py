@@ -25,20 +25,19 @@ from mmm.trainer.config.images import ImageOptions, check_images
 from mmm.trainer.config.layout import LayoutOptions, techniques_of
 from mmm.trainer.config.profile import ProfileOptions
 from mmm.trainer.config.resolve_plan import ParallelSpec, resolve_plan
-from mmm.trainer.config.run import TrainerRun
+from mmm.trainer.config.run import EvaluationOptions
 from mmm.trainer.config.spec import TrainingSpec
 from mmm.trainer.config.training import (
     CheckpointOptions,
-    EvaluationOptions,
     RecomputeOptions,
     ScheduledOptions,
+    TrainerRun,
     check_resume,
 )
 from mmm.trainer.loop.fit import FitConfig, fit
 from mmm.trainer.loop.image_task import ImageTask
 from mmm.trainer.loop.save import save_model
-from mmm.trainer.optim.optimizer import make_optimizer
-from mmm.trainer.optim.schedule import schedule_of
+from mmm.trainer.loop.schedule import schedule_of
 from mmm.trainer.run.core import start_run
 from mmm.trainer.run.parallelize import parallelize
 from mmm.trainer.run.standard import standard_hooks
@@ -141,7 +140,7 @@ def train(config: Config) -> None:
 
     with start_run("vit", config, spec, standard_hooks(config.checkpoint, config.profile), runs_on_mps=True) as run:
         model, data, chosen = parallelize(run, spec), spec.data, config.optimizer
-        optimizer = make_optimizer(chosen.optimizer, model.parameters(), chosen.lr, chosen.weight_decay, chosen.decayed)
+        optimizer = chosen.make(model.parameters())
         task = ImageTask(run, spec, config.data.workers)
         images = data.train.samples
         run.log.info("%s, %d images: %d steps of %d", data.name, images, spec.steps, spec.global_batch_size)

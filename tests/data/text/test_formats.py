@@ -7,7 +7,7 @@ import lzma
 import pytest
 
 from mmm.data.text.corpus import read_text_files
-from mmm.data.text.formats import check_text_file
+from mmm.data.text.formats import check_text_file, refuse_other_formats
 from mmm.errors import DataError
 
 TEXT = "Grüße aus Köln.\nZweite Zeile.\n" * 20
@@ -78,7 +78,7 @@ def test_refused(tmp_path, name, content, words):
 def test_what_a_program_takes(tmp_path):
     (tmp_path / "a.jsonl").write_text(LINES)
     with pytest.raises(DataError, match=r"--text .*a.jsonl is JSON lines: prepare it by mmm tokens .*a.jsonl -o a"):
-        read_text_files([tmp_path / "a.jsonl"])
+        read_text_files([tmp_path / "a.jsonl"], check=refuse_other_formats)
     (tmp_path / "b.txt").write_bytes(b"a" * 40 + b"\xff")
     (tmp_path / "a.txt").write_text(TEXT)
     with pytest.raises(DataError, match=r"b.txt: the text is not UTF-8: invalid start byte at byte 40: convert it"):

@@ -8,9 +8,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from mmm.data.text.tokens import BYTES
 from mmm.errors import ConfigError
-
-BYTES = 256  # the vocabulary: one token a byte
 
 
 class Tokenizer(ABC):

@@ -7,15 +7,15 @@ import sysconfig
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from mmm.data.text.byte_tokenizer import BYTES, ByteTokenizer, Tokenizer
-from mmm.data.text.formats import check_is_file, check_text, check_text_file, check_utf8
 from mmm.data.text.tokens import TokenArray
 from mmm.errors import DataError
 
-__all__ = ["BYTES", "Corpus", "TokenArray", "encoded", "read_text_files", "standard_library"]
+if TYPE_CHECKING:
+    from mmm.data.text.byte_tokenizer import Tokenizer
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Corpus:
         source: where it was read from, for people. files: how many.
         sha256: of all bytes, training first, and of the tokenizer where that is not bytes; of a token file, of its
             manifest or of parts of it.
-        unit: what a token is called. tokenizer: None where nobody knows.
+        unit: what a token is called. tokenizer: None for bytes, and where nobody knows.
         documents: gives (documents,) int64, the tokens before the end of each document, over training and validation;
             None where no document's end is known.
         bytes_per_token: of the text for validation; of a token file, of all its text. None where nobody knows.
@@ -59,24 +59,7 @@ def _corpus(train: Iterable[bytes], validation: Iterable[bytes], source: str, fi
     first, second = (np.frombuffer(b"\n".join(texts), dtype=np.uint8) for texts in (train, validation))
     digest = hashlib.sha256(first.data)
     digest.update(second.data)
-    return Corpus(first, second, source, files, digest.hexdigest(), tokenizer=ByteTokenizer(), bytes_per_token=1.0)
-
-
-def encoded(corpus: Corpus, tokenizer: Tokenizer) -> Corpus:
-    """A text of bytes as the tokens of another tokenizer, in memory.
-
-    Raises:
-        DataError: the text is no UTF-8, or has a character that the vocabulary lacks.
-    """
-    if tokenizer.kind == ByteTokenizer.kind:
-        return corpus
-    try:
-        train, validation = (tokenizer.encode(part[:].tobytes()) for part in (corpus.train, corpus.validation))
-    except DataError as error:
-        raise DataError(f"{corpus.source}: {error}") from None
-    digest = hashlib.sha256(f"{corpus.sha256} {tokenizer.sha256}".encode()).hexdigest()
-    each = len(corpus.validation) / max(len(validation), 1)
-    return Corpus(train, validation, corpus.source, corpus.files, digest, "tokens", tokenizer, bytes_per_token=each)
+    return Corpus(first, second, source, files, digest.hexdigest(), bytes_per_token=1.0)
 
 
 def standard_library(root: Path | None = None) -> Corpus:
@@ -102,31 +85,65 @@ def standard_library(root: Path | None = None) -> Corpus:
     return _corpus(train, validation, f"Python {version} standard library", len(files))
 
 
-def read_text_files(paths: Sequence[Path], between_characters: bool = False) -> Corpus:
+def read_text_files(
+    paths: Sequence[Path], between_characters: bool = False, check: Callable[[Path], object] = lambda path: None
+) -> Corpus:
     """Any files as text; the last tenth of each for validation.
 
     Args:
         between_characters: begin that tenth with a full character, which may have several bytes.
+        check: raises DataError for a file that is not to be read as text, such as `refuse_other_formats`.
 
     Raises:
-        DataError: a file is missing, is a folder, cannot be read, is empty, is binary or JSON lines, or of another
-            format.
+        DataError: a file is missing, is a folder, cannot be read, is empty, is binary, or is refused by `check`.
     """
     train, validation = [], []
     for path in paths:
         try:
             check_is_file(path, f"--text {path}")
-            if check_text_file(path, f"--text {path}"):
-                made = f"mmm tokens {path} -o {path.stem}"
-                raise DataError(f"--text {path} is JSON lines: prepare it by {made}, and give that folder")
+            check(path)
             text = check_text(path.read_bytes(), f"--text {path}")
-            if between_characters:
-                check_utf8(text, f"--text {path}")
         except OSError as error:
             raise DataError(f"--text {path}: {error.strerror or error}") from None
+        if not text:
+            raise DataError(f"--text {path}: the file is empty")
+        if between_characters:
+            check_utf8(text, f"--text {path}")
         end = len(text) - max(len(text) // 10, 1)
         while between_characters and end and text[end] & 0xC0 == 0x80:  # inside a character of UTF-8
             end -= 1
         train.append(text[:end])
         validation.append(text[end:])
     return _corpus(train, validation, ", ".join(str(path) for path in paths), len(paths))
+
+
+def check_is_file(path: Path, name: object = None) -> None:
+    """Raises DataError for a folder, a device, or a FIFO: what is read of that once is gone. name: for messages."""
+    if path.exists() and not path.is_file():
+        raise DataError(f"{name or path} is no file")
+
+
+def check_text(text: bytes, name: object, begin: int = 0) -> bytes:
+    """The text itself.
+
+    Args:
+        begin: its first byte's place in the file.
+
+    Raises:
+        DataError: it is binary: it has a NUL byte.
+    """
+    if (place := text.find(b"\0")) >= 0:
+        raise DataError(f"{name} is binary: byte {begin + place} is NUL; give text, or a file of tokens (.bin, .idx)")
+    return text
+
+
+def check_utf8(text: bytes, name: object, begin: int = 0) -> bytes:
+    """As `check_text`. Raises DataError: it is not UTF-8."""
+    try:
+        text.decode()
+    except UnicodeDecodeError as error:
+        raise DataError(
+            f"{name}: the text is not UTF-8: {error.reason} at byte {begin + error.start}: convert it, such as by "
+            f"iconv -f LATIN1 -t UTF-8, or use --tokenizer bytes"
+        ) from None
+    return text

@@ -79,12 +79,6 @@ _BYTE_ORDER_MARKS = (
 )
 
 
-def check_is_file(path: Path, name: object = None) -> None:
-    """Raises DataError for a folder, a device, or a FIFO: what is read of that once is gone. name: for messages."""
-    if path.exists() and not path.is_file():
-        raise DataError(f"{name or path} is no file")
-
-
 def read_head(path: Path) -> bytes:
     """The first bytes. Raises OSError."""
     with open_file(path) as file:
@@ -155,27 +149,8 @@ def _check_encoding(head: bytes, name: str) -> None:
         raise DataError(f"{name} is {found}, and texts are in UTF-8: convert it by iconv -f {found} -t UTF-8")
 
 
-def check_text(text: bytes, name: object, begin: int = 0) -> bytes:
-    """The text itself.
-
-    Args:
-        begin: its first byte's place in the file.
-
-    Raises:
-        DataError: it is binary: it has a NUL byte.
-    """
-    if (place := text.find(b"\0")) >= 0:
-        raise DataError(f"{name} is binary: byte {begin + place} is NUL; give text, or a file of tokens (.bin, .idx)")
-    return text
-
-
-def check_utf8(text: bytes, name: object, begin: int = 0) -> bytes:
-    """As `check_text`. Raises DataError: it is not UTF-8."""
-    try:
-        text.decode()
-    except UnicodeDecodeError as error:
-        raise DataError(
-            f"{name}: the text is not UTF-8: {error.reason} at byte {begin + error.start}: convert it, such as by "
-            f"iconv -f LATIN1 -t UTF-8, or use --tokenizer bytes"
-        ) from None
-    return text
+def refuse_other_formats(path: Path) -> None:
+    """For a text that ``--text`` names: as `check_text_file`, and raises DataError for JSON lines too."""
+    if check_text_file(path, f"--text {path}"):
+        made = f"mmm tokens {path} -o {path.stem}"
+        raise DataError(f"--text {path} is JSON lines: prepare it by {made}, and give that folder")

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from mmm.data.text.formats import check_text, check_utf8
+from mmm.data.text.corpus import check_text, check_utf8
 from mmm.errors import DataError
 from mmm.outside import parse_json
 

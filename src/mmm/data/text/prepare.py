@@ -21,8 +21,9 @@ from typing import Any
 import numpy as np
 
 from mmm.data.text.byte_tokenizer import Tokenizer
+from mmm.data.text.corpus import check_is_file
 from mmm.data.text.encode import PIECES, Counts, Encoding, encode, pool_of, read_piece, write
-from mmm.data.text.formats import check_is_file, check_text_file
+from mmm.data.text.formats import check_text_file
 from mmm.data.text.pieces import Piece, TextFile, read_documents, split
 from mmm.data.text.token_file import DOCUMENTS, FORMAT, MANIFEST, TOKENS, read_manifest
 from mmm.data.text.tokenizer import CharTokenizer, characters, load_tokenizer, train_bpe

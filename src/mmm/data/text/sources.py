@@ -9,9 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mmm.data.text.byte_tokenizer import ByteTokenizer, Tokenizer
-from mmm.data.text.corpus import Corpus, encoded, read_text_files, standard_library
+from mmm.data.text.corpus import Corpus, read_text_files, standard_library
 from mmm.data.text.documents import DocumentTokens, PackedTokens
 from mmm.data.text.file_tokens import FileTokens
+from mmm.data.text.formats import refuse_other_formats
 from mmm.data.text.mixture import Mixture
 from mmm.data.text.token_file import TokenFile, open_tokens
 from mmm.data.text.tokenizer import CharTokenizer, load_tokenizer
@@ -123,18 +124,37 @@ def open_sources(
         chosen = default() or ByteTokenizer()
     between_characters = chosen is None or chosen.kind != ByteTokenizer.kind
     if any(files) or weighted:
-        texts = [
-            found or read_text_files([path], between_characters) for found, (path, _) in zip(files, given, strict=True)
-        ]
+        texts = [found or _read([path], between_characters) for found, (path, _) in zip(files, given, strict=True)]
     else:
-        texts = [read_text_files(text, between_characters) if text else standard_library()]
+        texts = [_read(text, between_characters) if text else standard_library()]
         weights = [1.0]
     if chosen is None and of_text:
         chosen = CharTokenizer.of(
             part[:].tobytes() for each in texts if each.unit == "bytes" for part in (each.train, each.validation)
         )
-    corpora = tuple(each if each.unit == "tokens" else encoded(each, chosen) for each in texts)  # type: ignore[arg-type]
+    corpora = tuple(each if each.unit == "tokens" else _encoded(each, chosen) for each in texts)  # type: ignore[arg-type]
     return Sources(corpora, tuple(weight / math.fsum(weights) for weight in weights), chosen)
+
+
+def _read(paths: Sequence[Path], between_characters: bool) -> Corpus:
+    return read_text_files(paths, between_characters, refuse_other_formats)
+
+
+def _encoded(corpus: Corpus, tokenizer: Tokenizer) -> Corpus:
+    """A text of bytes as the tokens of another tokenizer, in memory.
+
+    Raises:
+        DataError: the text is no UTF-8, or has a character that the vocabulary lacks.
+    """
+    if tokenizer.kind == ByteTokenizer.kind:
+        return corpus
+    try:
+        train, validation = (tokenizer.encode(part[:].tobytes()) for part in (corpus.train, corpus.validation))
+    except DataError as error:
+        raise DataError(f"{corpus.source}: {error}") from None
+    digest = hashlib.sha256(f"{corpus.sha256} {tokenizer.sha256}".encode()).hexdigest()
+    each = len(corpus.validation) / max(len(validation), 1)
+    return Corpus(train, validation, corpus.source, corpus.files, digest, "tokens", tokenizer, bytes_per_token=each)
 
 
 def _weight(path: Path) -> tuple[Path, float | None]:

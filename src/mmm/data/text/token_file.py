@@ -38,8 +38,8 @@ from typing import Any
 import numpy as np
 
 from mmm.data.text.byte_tokenizer import ByteTokenizer, Tokenizer
-from mmm.data.text.corpus import Corpus
-from mmm.data.text.formats import check_is_file, check_magic, read_head
+from mmm.data.text.corpus import Corpus, check_is_file
+from mmm.data.text.formats import check_magic, read_head
 from mmm.data.text.tokenizer import load_tokenizer
 from mmm.data.text.tokens import TokenArray
 from mmm.errors import DataError

@@ -10,7 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from mmm.data.text.byte_tokenizer import BYTES, ByteTokenizer, Tokenizer
+from mmm.data.text.byte_tokenizer import ByteTokenizer, Tokenizer
+from mmm.data.text.tokens import BYTES
 from mmm.errors import ConfigError, DataError
 from mmm.outside import parse_json, read_file
 

@@ -13,6 +13,8 @@ from torch import Tensor
 from mmm.data.order import epoch_order, stream
 from mmm.errors import DataError
 
+BYTES = 256  # the vocabulary of a text without a tokenizer: one token a byte
+
 
 @dataclass(frozen=True)
 class Batch:

@@ -7,30 +7,28 @@ from mmm.lazy import lazy
 
 if TYPE_CHECKING:
     from mmm.examples._support.by_package import parallelize, resolve
+    from mmm.examples._support.experts import ExpertsConfig
     from mmm.examples._support.four_axes import FourAxesConfig, resolve_four_axes
     from mmm.examples._support.image_loop import image_steps
     from mmm.examples._support.mistakes import BreakOptions, MistakeOnPurpose, parse
-    from mmm.examples._support.text_config import (
-        ExpertsConfig,
+    from mmm.examples._support.text import (
         PlainTextConfig,
         PlainTextOptions,
         TextConfig,
         fit,
         resolve_own,
+        text_steps,
     )
-    from mmm.examples._support.text_loop import text_steps
+    from mmm.parallel.optimizer import make_optimizer
     from mmm.trainer.config.command_line import run_main
-    from mmm.trainer.config.layout import TensorParallelOptions, check_cp_effect, techniques_of
+    from mmm.trainer.config.layout import check_cp_effect, techniques_of
     from mmm.trainer.config.model import SmallTransformerOptions, TransformerOptions
     from mmm.trainer.config.resolve_plan import ParallelSpec
     from mmm.trainer.config.resolve_text import check_own_kv_heads
-    from mmm.trainer.config.run import RowOptions
+    from mmm.trainer.config.run import OptimizerOptions, RowOptions, TensorParallelOptions
     from mmm.trainer.config.spec import TextData, TrainingSpec
-    from mmm.trainer.config.training import OptimizerOptions
-    from mmm.trainer.optim.optimizer import make_optimizer
     from mmm.trainer.run.agreement import Agreement
     from mmm.trainer.run.core import Run, start_run
-    from mmm.trainer.run.memory_check import MemoryCheck
     from mmm.trainer.run.plots import Plots
     from mmm.trainer.run.record import Record
     from mmm.trainer.run.startup import StartUp
@@ -40,24 +38,21 @@ __getattr__, __dir__ = lazy(
     __name__,
     {
         "mmm.examples._support.by_package": "parallelize resolve",
+        "mmm.examples._support.experts": "ExpertsConfig",
         "mmm.examples._support.four_axes": "FourAxesConfig resolve_four_axes",
         "mmm.examples._support.image_loop": "image_steps",
         "mmm.examples._support.mistakes": "BreakOptions MistakeOnPurpose parse",
-        "mmm.examples._support.text_config": "ExpertsConfig PlainTextConfig PlainTextOptions TextConfig "
-        "fit resolve_own",
-        "mmm.examples._support.text_loop": "text_steps",
+        "mmm.examples._support.text": "PlainTextConfig PlainTextOptions TextConfig fit resolve_own text_steps",
         "mmm.trainer.config.command_line": "run_main",
-        "mmm.trainer.config.layout": "TensorParallelOptions check_cp_effect techniques_of",
+        "mmm.trainer.config.layout": "check_cp_effect techniques_of",
         "mmm.trainer.config.model": "SmallTransformerOptions TransformerOptions",
         "mmm.trainer.config.resolve_plan": "ParallelSpec",
         "mmm.trainer.config.resolve_text": "check_own_kv_heads",
-        "mmm.trainer.config.run": "RowOptions",
+        "mmm.trainer.config.run": "OptimizerOptions RowOptions TensorParallelOptions",
         "mmm.trainer.config.spec": "TrainingSpec TextData",
-        "mmm.trainer.config.training": "OptimizerOptions",
-        "mmm.trainer.optim.optimizer": "make_optimizer",
+        "mmm.parallel.optimizer": "make_optimizer",
         "mmm.trainer.run.agreement": "Agreement",
         "mmm.trainer.run.core": "Run start_run",
-        "mmm.trainer.run.memory_check": "MemoryCheck",
         "mmm.trainer.run.plots": "Plots",
         "mmm.trainer.run.record": "Record",
         "mmm.trainer.run.startup": "StartUp",

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from mmm.examples._support.text_config import PlainTextConfig, resolve_own
+from mmm.examples._support.text import PlainTextConfig, resolve_own
 from mmm.layout import Layout, Techniques
+from mmm.models.experts import transformer_of
 from mmm.parallel import Mesh
 from mmm.parallel.plans.transformer import transformer_plan
 from mmm.trainer.config.resolve_plan import ParallelSpec, resolve_plan
@@ -15,7 +16,7 @@ def resolve(
     config: PlainTextConfig, layout: Layout, techniques: Techniques | None = None, **defaults: int
 ) -> ParallelSpec:
     """`resolve_own`, and how the package parallelizes the Transformer."""
-    own = resolve_own(config, layout, techniques, **defaults)
+    own = resolve_own(config, layout, techniques, build=transformer_of, **defaults)
     tokens = config.data.seq_length // (layout.cp * layout.tp)
     return resolve_plan(own, transformer_plan(own.sizes), config.run.dtype, tokens)
 

@@ -9,14 +9,13 @@ import tyro
 
 from mmm.errors import ConfigError
 from mmm.examples._support.by_package import resolve
-from mmm.examples._support.text_config import TextConfig
+from mmm.examples._support.text import TextConfig
 from mmm.layout import Layout
 from mmm.runtime.ranks import whoami
 from mmm.trainer.config.layout import fields_of, techniques_of
 from mmm.trainer.config.model import TransformerOptions
 from mmm.trainer.config.resolve_plan import ParallelSpec
-from mmm.trainer.config.run import check_effect
-from mmm.trainer.config.training import ValidationOptions
+from mmm.trainer.config.run import ValidationOptions, check_effect
 from mmm.trainer.run.core import Run
 
 

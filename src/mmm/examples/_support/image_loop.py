@@ -13,8 +13,8 @@ from mmm.models.cnn import CNN
 from mmm.trainer.config.cnn import CNNSpec
 from mmm.trainer.loop.image_task import ImageTask, evaluate_images
 from mmm.trainer.loop.progress import epochs_bar
-from mmm.trainer.loop.steps import Step, laps_updates
 from mmm.trainer.run.core import Run
+from mmm.trainer.run.steps import Step, laps_updates
 
 
 def image_steps(

@@ -22,8 +22,8 @@ from mmm.comparison import worst
 from mmm.data import Batch
 from mmm.errors import ConfigError
 from mmm.layout import PADDING
-from mmm.models.weights import canonical_name, convert
-from mmm.parallel import cross_entropy, materialize
+from mmm.models.draw import canonical_name, convert
+from mmm.parallel import cross_entropy, draw_weights
 from mmm.trainer.config import command_line
 from mmm.trainer.run.core import Hook, Run
 
@@ -121,7 +121,7 @@ class OneDevice:
         global_batch: Callable[[int], Batch],
     ) -> None:
         convert(model, run.precision.storage)
-        materialize(model, run.device, run.seed)
+        draw_weights(model, run.device, run.seed)
         self.run, self.model, self.ranks, self.global_batch = run, model, list(ranks), global_batch
         self.optimizer = type(optimizer)(model.parameters(), lr=optimizer.param_groups[0]["lr"])  # type: ignore[call-arg]
         self.steps: list[Difference] = []

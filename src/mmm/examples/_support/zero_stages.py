@@ -12,7 +12,7 @@ from torch import nn
 
 from mmm.comparison import relative_error, worst
 from mmm.examples._support.mistakes import TOLERANCE
-from mmm.models.weights import parameter_count
+from mmm.models.draw import parameter_count
 from mmm.parallel.memory.measure import local_elements
 from mmm.runtime.process_group import gather_floats
 from mmm.trainer.run.core import Run

@@ -21,8 +21,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from mmm.errors import ConfigError
+from mmm.models.draw import canonical_name
 from mmm.models.experts import MixtureOfExperts
-from mmm.models.weights import canonical_name
 from mmm.parallel.local import to_local
 from mmm.torch_private.module import BatchNorm, own_buffers, unsaved_buffers, version_of
 

@@ -21,8 +21,7 @@ from mmm.errors import ConfigError, UserError
 from mmm.runtime import failure
 from mmm.runtime.failure import print_once
 from mmm.runtime.ranks import DRY_RUN, command_line, whoami
-from mmm.trainer.config.layout import FLAGS
-from mmm.trainer.config.run import flags_of, replace_flags
+from mmm.trainer.config.run import FLAGS, flags_of, replace_flags
 
 Config = TypeVar("Config")
 WIDTH = 79  # of prose in --help

@@ -17,8 +17,9 @@ from mmm.models.rope import RopeScaling
 from mmm.models.sampling import Sampling
 from mmm.models.transformer import PRESETS, TransformerConfig
 from mmm.outside import parse_json
-from mmm.trainer.config.model import ExpertOptions, Preset, TransformerOptions, change_sizes
+from mmm.trainer.config.model import Preset, TransformerOptions, change_sizes
 from mmm.trainer.config.run import check_counts, check_effect
+from mmm.trainer.config.training import ExpertOptions
 from mmm.weights.open_weights import open_weights
 from mmm.weights.weights import Weights
 

@@ -8,17 +8,9 @@ from typing import Annotated, Any, Literal
 import tyro
 
 from mmm.layout import Layout, ScheduleName, Techniques, check_data_parallel
-from mmm.trainer.config.run import check_effect, flags_of
+from mmm.trainer.config.run import FLAGS, TensorParallelOptions, check_effect, flags_of
 
 DataParallel = Literal["ddp", "zero1", "zero2", "zero3", "fsdp", "hsdp"]
-
-
-# Flags that are not called as the field is, of a layout, of its techniques, or of a model's sizes.
-FLAGS = {
-    "tp": "tpsize",
-    "data_parallel": "parallel",
-    "checkpointing": "activation_checkpointing",
-}
 
 
 def fields_of(kind: type, *groups: Any) -> dict[str, Any]:
@@ -58,14 +50,6 @@ class DataParallelOptions:
 
     def check_layout(self, layout: Layout) -> None:
         """Raises ConfigError for a flag that has no effect on a layout."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class TensorParallelOptions:
-    """Tensor parallelism."""
-
-    tpsize: Annotated[int, tyro.conf.arg(aliases=["--tp"])] = 1
-    """Ranks along tp: over how many each matrix is sharded."""
 
 
 @dataclass(frozen=True, kw_only=True)

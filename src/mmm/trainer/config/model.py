@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from mmm.errors import ConfigError
 from mmm.models.transformer import PRESETS, TransformerConfig
-from mmm.trainer.config.run import check_effect
 
 Preset = Literal[
     "debug",
@@ -79,38 +77,3 @@ def change_sizes(
     if "dim" in changed:
         changed = {"ffn_dim": None} | changed  # follows dim
     return replace(sizes, **changed)
-
-
-@dataclass(frozen=True, kw_only=True)
-class ExpertOptions:
-    """Routed experts, in place of feed-forward layers."""
-
-    n_experts: int = 0
-    """Experts in each layer; 0: one feed-forward network instead."""
-    top_k: int | None = None
-    """Experts that each token goes through. Default: 2, or the only one."""
-    expert_dim: int | None = None
-    """Width of one expert. Default: that of the preset's feed-forward layer."""
-    balance_rate: float | None = None
-    """How far a step moves the bias of an expert that had more, or less, than the mean load; 0: never. Default: 0.01;
-    runs of many thousand steps take less: 0.001."""
-
-    def check(self) -> None:
-        """Raises ConfigError: a number of experts, or a rate, below 0; a flag that has no effect."""
-        if self.n_experts < 0:
-            raise ConfigError(f"--n_experts {self.n_experts}: it must not be negative")
-        if not 0 <= self.balance() < math.inf:
-            raise ConfigError(f"--balance_rate {self.balance_rate}: it must be a number from 0 on, and finite")
-        given = {"top_k": self.top_k, "expert_dim": self.expert_dim, "balance_rate": self.balance_rate}
-        check_effect(self.n_experts > 0, "--n_experts", "there are no experts", "--n_experts 8", **given)
-
-    def balance(self) -> float:
-        """`balance_rate`, or what stands for it."""
-        return 0.01 if self.balance_rate is None else self.balance_rate
-
-    def add_to(self, sizes: TransformerConfig) -> TransformerConfig:
-        """The sizes, with experts where there are any."""
-        if not self.n_experts:
-            return sizes
-        top_k = min(2, self.n_experts) if self.top_k is None else self.top_k
-        return replace(sizes, n_experts=self.n_experts, top_k=top_k, expert_dim=self.expert_dim)

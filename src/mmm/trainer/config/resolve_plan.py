@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 
 from mmm.errors import ConfigError
 from mmm.layout import Techniques
-from mmm.parallel.footprint import footprint_of
 from mmm.parallel.partition import Partition, partition_model
 from mmm.parallel.plan import Plan, find
 from mmm.trainer.config.spec import TrainingSpec
@@ -51,8 +50,7 @@ def resolve_plan(spec: TrainingSpec, plan: Plan, dtype: str, tokens: int | None 
     if tokens is not None:
         check_pieces(spec.techniques, tokens)
     partition = partition_model(spec.model, plan, spec.layout, spec.techniques, spec.sample, dtype)
-    footprint = footprint_of(spec.model, spec.optimizer, spec.techniques, partition, spec.layout.pp)
-    return ParallelSpec(**vars(spec) | {"footprint": footprint}, plan=plan, partition=partition)
+    return ParallelSpec(**vars(spec), plan=plan, partition=partition)
 
 
 def chunk_loss(spec: ParallelSpec, dtype: str) -> ParallelSpec:

@@ -9,11 +9,9 @@ import torch
 from mmm.errors import LayoutError
 from mmm.layout import Layout, Techniques, batch_sizes
 from mmm.models.transformer import Transformer, TransformerConfig
-from mmm.parallel.footprint import footprint_of
 from mmm.parallel.rules import check_transformer
-from mmm.trainer.config.run import DEFAULT_BATCH_SIZE, DEFAULT_MAX_ITERS, StepOptions
+from mmm.trainer.config.run import DEFAULT_BATCH_SIZE, DEFAULT_MAX_ITERS, StepOptions, ValidationOptions
 from mmm.trainer.config.spec import TextData, TrainingSpec
-from mmm.trainer.config.training import ValidationOptions
 
 
 def resolve_text(
@@ -25,6 +23,7 @@ def resolve_text(
     seq_length: int,
     load: Callable[[], TextData],
     *,
+    build: Callable[[TransformerConfig], Transformer] = Transformer,
     evaluation: ValidationOptions | None = None,
     default_batch_size: int = DEFAULT_BATCH_SIZE,
     default_max_iters: int = DEFAULT_MAX_ITERS,
@@ -35,6 +34,7 @@ def resolve_text(
         layout: fitted to the number of ranks.
         optimizer: its name.
         load: finds the text.
+        build: makes the model of its sizes.
         evaluation: None of a program that does not validate.
         default_batch_size: samples a step, per data-parallel coordinate, where no flag says.
         default_max_iters: steps, where no flag says.
@@ -56,7 +56,7 @@ def resolve_text(
             asked = f"{there} global batches instead of {evaluation.eval_batches}"
             notes.append(f"validation: {asked}, all that the text has")
     with torch.device("meta"):
-        model = Transformer(sizes)
+        model = build(sizes)
         sample = torch.zeros(local_batch_size, seq_length, dtype=torch.int64)
     return TrainingSpec(
         layout=layout,
@@ -68,7 +68,6 @@ def resolve_text(
         techniques=techniques,
         optimizer=optimizer,
         notes=tuple(notes),
-        footprint=footprint_of(model, optimizer, techniques),
     )
 
 

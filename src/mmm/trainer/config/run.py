@@ -1,4 +1,5 @@
-"""The flags of where a program runs, for how long, and what it leaves: the group ``run``.
+"""The flags that examples and trainers share: where a program runs, for how long, and what it leaves (the group
+``run``), how weights are updated (``optimizer``), and when the model is evaluated (``evaluation``).
 
 A group is a dataclass, and a section of ``--help``; on the command line, and in a run's record, flags are flat:
 `flags_of`. A script's own ``Config`` may inherit `BaseOptions`, `BatchOptions` or `RunOptions`, and is its group then.
@@ -7,18 +8,28 @@ A group is a dataclass, and a section of ``--help``; on the command line, and in
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import Field, dataclass, fields, is_dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
+
+import torch
+import tyro
+from torch import nn
 
 from mmm.errors import ConfigError
+from mmm.parallel.optimizer import make_optimizer
 from mmm.runtime.ranks import LONGEST
 
 Config = TypeVar("Config")
 DEFAULT_MAX_ITERS = 50
 DEFAULT_BATCH_SIZE = 16  # samples a step, per data-parallel coordinate
-TrainerDtype = Literal["auto", "fp32", "bf16", "fp16", "fp64"]  # fp16 takes the loss scale of the shared loop
+# Flags that are not called as the field is, of a layout, of its techniques, or of a model's sizes.
+FLAGS = {
+    "tp": "tpsize",
+    "data_parallel": "parallel",
+    "checkpointing": "activation_checkpointing",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,19 +142,62 @@ class RunOptions(RowOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainerRun(RowOptions):
-    """Where it runs, for how long, and what it leaves."""
+class TensorParallelOptions:
+    """Tensor parallelism."""
 
-    dtype: TrainerDtype = "auto"  # type: ignore[assignment]
-    """auto: bf16 mixed precision on an accelerator that computes in it; on a CPU, and else, fp32."""
+    tpsize: Annotated[int, tyro.conf.arg(aliases=["--tp"])] = 1
+    """Ranks along tp: over how many each matrix is sharded."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class EpochRun(StepOptions):
-    """Where it runs, for how long, and what it leaves: a row an epoch."""
+class OptimizerOptions:
+    """How weights are updated."""
 
-    dtype: TrainerDtype = "auto"  # type: ignore[assignment]
-    """auto: bf16 mixed precision on an accelerator that computes in it; on a CPU, and else, fp32."""
+    lr: float = 3e-3
+    """Learning rate."""
+    optimizer: Literal["adamw", "sgd"] = "adamw"
+
+    def check(self) -> None:
+        """Raises ConfigError for a value that is wrong by itself."""
+        check_rate(self.lr)
+
+    def make(self, parameters: Iterable[nn.Parameter], lr: float | None = None) -> torch.optim.Optimizer:
+        """The optimizer of these parameters.
+
+        Args:
+            lr: None: as the flag says.
+        """
+        return make_optimizer(self.optimizer, parameters, self.lr if lr is None else lr)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluationOptions:
+    """When the model is evaluated."""
+
+    eval_every: int = 0
+    """Steps between two evaluations; 0: at the end alone."""
+
+    def check(self) -> None:
+        """Raises ConfigError for a number that is too small."""
+        check_counts(0, eval_every=self.eval_every)
+
+    def is_due(self, step: int, steps: int) -> bool:
+        """Whether to evaluate after this step of so many."""
+        return step == steps - 1 or (self.eval_every > 0 and (step + 1) % self.eval_every == 0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ValidationOptions(EvaluationOptions):
+    """How often to evaluate on the validation text, and on how much of it."""
+
+    eval_every: int = 50
+    """Steps between two validations, one more at the end; 0: at the end alone."""
+    eval_batches: int = 4
+    """Global batches in a validation."""
+
+    def check(self) -> None:
+        super().check()
+        check_counts(eval_batches=self.eval_batches)
 
 
 def run_options(config: Any) -> BaseOptions:

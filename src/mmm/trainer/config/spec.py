@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from mmm.data import Batch, Tokens
 from mmm.errors import DataError
 from mmm.layout import Layout, Techniques
-from mmm.parallel.footprint import Footprint
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,13 +22,11 @@ class RunSpec:
         layout: fitted to the number of ranks.
         data: to train on, and to evaluate on; None where there are none, or only the model is summarized.
         notes: what was chosen where no flag says.
-        footprint: what the ranks will hold; None where nobody knows.
     """
 
     layout: Layout
     data: Any = None
     notes: tuple[str, ...] = ()
-    footprint: Footprint | None = None
 
     def describe_data(self) -> Mapping[str, Any] | None:
         """What the record keeps of the data. Its name (``dataset``) and hash (``sha256``) have to be equal on all

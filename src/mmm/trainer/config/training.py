@@ -1,27 +1,81 @@
-"""The flags of how a model is trained: the groups ``optimizer``, ``memory``, ``evaluation`` and ``checkpoint``."""
+"""The flags of how the shared loop trains a model: the groups ``run``, ``optimizer``, ``memory``, ``checkpoint``, and
+``experts``."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
+import torch
+from torch import nn
+
 from mmm.errors import ConfigError
-from mmm.trainer.config.run import BaseOptions, check_counts, check_effect, check_rate
+from mmm.models.transformer import TransformerConfig
+from mmm.parallel.optimizer import make_optimizer
+from mmm.trainer.config.run import (
+    BaseOptions,
+    OptimizerOptions,
+    RowOptions,
+    StepOptions,
+    check_counts,
+    check_effect,
+)
+
+TrainerDtype = Literal["auto", "fp32", "bf16", "fp16", "fp64"]  # fp16 takes the loss scale of the shared loop
 
 
 @dataclass(frozen=True, kw_only=True)
-class OptimizerOptions:
-    """How weights are updated."""
+class TrainerRun(RowOptions):
+    """Where it runs, for how long, and what it leaves."""
 
-    lr: float = 3e-3
-    """Learning rate."""
-    optimizer: Literal["adamw", "sgd"] = "adamw"
+    dtype: TrainerDtype = "auto"  # type: ignore[assignment]
+    """auto: bf16 mixed precision on an accelerator that computes in it; on a CPU, and else, fp32."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EpochRun(StepOptions):
+    """Where it runs, for how long, and what it leaves: a row an epoch."""
+
+    dtype: TrainerDtype = "auto"  # type: ignore[assignment]
+    """auto: bf16 mixed precision on an accelerator that computes in it; on a CPU, and else, fp32."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertOptions:
+    """Routed experts, in place of feed-forward layers."""
+
+    n_experts: int = 0
+    """Experts in each layer; 0: one feed-forward network instead."""
+    top_k: int | None = None
+    """Experts that each token goes through. Default: 2, or the only one."""
+    expert_dim: int | None = None
+    """Width of one expert. Default: that of the preset's feed-forward layer."""
+    balance_rate: float | None = None
+    """How far a step moves the bias of an expert that had more, or less, than the mean load; 0: never. Default: 0.01;
+    runs of many thousand steps take less: 0.001."""
 
     def check(self) -> None:
-        """Raises ConfigError for a value that is wrong by itself."""
-        check_rate(self.lr)
+        """Raises ConfigError: a number of experts, or a rate, below 0; a flag that has no effect."""
+        if self.n_experts < 0:
+            raise ConfigError(f"--n_experts {self.n_experts}: it must not be negative")
+        if not 0 <= self.balance() < math.inf:
+            raise ConfigError(f"--balance_rate {self.balance_rate}: it must be a number from 0 on, and finite")
+        given = {"top_k": self.top_k, "expert_dim": self.expert_dim, "balance_rate": self.balance_rate}
+        check_effect(self.n_experts > 0, "--n_experts", "there are no experts", "--n_experts 8", **given)
+
+    def balance(self) -> float:
+        """`balance_rate`, or what stands for it."""
+        return 0.01 if self.balance_rate is None else self.balance_rate
+
+    def add_to(self, sizes: TransformerConfig) -> TransformerConfig:
+        """The sizes, with experts where there are any."""
+        if not self.n_experts:
+            return sizes
+        top_k = min(2, self.n_experts) if self.top_k is None else self.top_k
+        return replace(sizes, n_experts=self.n_experts, top_k=top_k, expert_dim=self.expert_dim)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,6 +122,10 @@ class ScheduledOptions(ClippedOptions):
         wsd = "--lr_schedule wsd"
         check_effect(self.lr_schedule == "wsd", wsd, "the learning rate falls all along", wsd, decay=self.decay)
 
+    def make(self, parameters: Iterable[nn.Parameter], lr: float | None = None) -> torch.optim.Optimizer:
+        rate = self.lr if lr is None else lr
+        return make_optimizer(self.optimizer, parameters, rate, self.weight_decay, self.decayed)
+
 
 @dataclass(frozen=True, kw_only=True)
 class RecomputeOptions:
@@ -91,36 +149,6 @@ class MemoryOptions(RecomputeOptions):
     as keep them small where they would have more than 1 GB on a rank."""
     offload: bool = False
     """Keep a rank's part of parameters, gradients and optimizer state on the host, and update it there."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class EvaluationOptions:
-    """When the model is evaluated."""
-
-    eval_every: int = 0
-    """Steps between two evaluations; 0: at the end alone."""
-
-    def check(self) -> None:
-        """Raises ConfigError for a number that is too small."""
-        check_counts(0, eval_every=self.eval_every)
-
-    def is_due(self, step: int, steps: int) -> bool:
-        """Whether to evaluate after this step of so many."""
-        return step == steps - 1 or (self.eval_every > 0 and (step + 1) % self.eval_every == 0)
-
-
-@dataclass(frozen=True, kw_only=True)
-class ValidationOptions(EvaluationOptions):
-    """How often to evaluate on the validation text, and on how much of it."""
-
-    eval_every: int = 50
-    """Steps between two validations, one more at the end; 0: at the end alone."""
-    eval_batches: int = 4
-    """Global batches in a validation."""
-
-    def check(self) -> None:
-        super().check()
-        check_counts(eval_batches=self.eval_batches)
 
 
 @dataclass(frozen=True, kw_only=True)

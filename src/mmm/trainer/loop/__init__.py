@@ -1,1 +1,1 @@
-"""The training loop that the trainers share, and the parts of it that scripts take."""
+"""The training loop that the trainers share, the schedule of its learning rate, and what scripts take of it."""

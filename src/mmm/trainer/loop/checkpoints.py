@@ -17,15 +17,15 @@ from mmm.checkpoint import Manifest, Saver, load_tensors, training_state
 from mmm.checkpoint.model_metadata import ModelMetadata
 from mmm.contract import SAVED_EXIT
 from mmm.history.record.folder import versions
-from mmm.models.weights import accum_dtype
+from mmm.models.draw import accum_dtype
 from mmm.parallel.footprint import STATE
 from mmm.parallel.grad_scaler import GradScaler
+from mmm.parallel.optimizer import learning_rate
 from mmm.parallel.parallel_model import ParallelModel
 from mmm.runtime.clock import event_class
 from mmm.runtime.process_group import broadcast_object, gather_floats
 from mmm.runtime.ranks import command_line
 from mmm.trainer.config.training import CheckpointOptions
-from mmm.trainer.optim.optimizer import learning_rate
 from mmm.trainer.run.core import Run
 from mmm.trainer.run.resume import CHECKPOINTS, ResumableRecord
 

@@ -13,15 +13,16 @@ from mmm.data import Batch
 from mmm.parallel.clip import local_norms
 from mmm.parallel.ep.balance import BALANCE_RATE
 from mmm.parallel.grad_scaler import GradScaler, not_finite
+from mmm.parallel.optimizer import learning_rate
 from mmm.parallel.parallel_model import ParallelModel
 from mmm.runtime.seed import seed_step
 from mmm.trainer.config.profile import ProfileOptions
-from mmm.trainer.config.training import CheckpointOptions, EvaluationOptions
+from mmm.trainer.config.run import EvaluationOptions
+from mmm.trainer.config.training import CheckpointOptions
 from mmm.trainer.loop.checkpoints import Checkpoints, RowSoFar
 from mmm.trainer.loop.progress import StepsBar, epochs_bar
+from mmm.trainer.loop.schedule import Schedule, constant
 from mmm.trainer.loop.tasks import Task
-from mmm.trainer.optim.optimizer import learning_rate
-from mmm.trainer.optim.schedule import Schedule, constant
 from mmm.trainer.run.core import Run
 
 

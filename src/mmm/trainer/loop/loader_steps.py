@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from mmm.data.workers import read
-from mmm.trainer.loop.steps import Step, mean_loss, steps_over
 from mmm.trainer.run.core import Run
+from mmm.trainer.run.steps import Step, mean_loss, steps_over
 
 
 def train_steps(

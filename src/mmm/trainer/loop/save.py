@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from mmm.history.record.folder import cannot_write
-from mmm.models.weights import canonical_name
+from mmm.models.draw import canonical_name
 from mmm.parallel.dp.wrapped import unwrapped
 from mmm.parallel.local import unsharded
 from mmm.parallel.parallel_model import ParallelModel

@@ -17,8 +17,8 @@ from mmm.data import Batch
 from mmm.errors import DataError
 from mmm.parallel.parallel_model import ParallelModel
 from mmm.trainer.config.spec import TrainingSpec
-from mmm.trainer.loop.steps import validation_batches
 from mmm.trainer.run.core import Run
+from mmm.trainer.run.steps import validation_batches
 
 
 class Task(ABC):

@@ -13,6 +13,7 @@ from mmm.layout import Techniques
 from mmm.models.experts import has_experts
 from mmm.models.meta import meta_parameters
 from mmm.parallel import Mesh, Plan, apply, build_mesh, loaded_values, materialize
+from mmm.parallel.dp.wrapped import unwrapped
 from mmm.parallel.initial_weights import InitName
 from mmm.parallel.state_dict import StateDict
 from mmm.parallel.values import Values
@@ -128,5 +129,5 @@ def on_mesh(
     mesh = build_mesh(run.layout, run.device.type, run.options.timeout, experts=has_experts(model))
     trained = apply(model, mesh, plan, run.precision, techniques)
     materialize(trained, run.device, run.seed if seed is None else seed, init=init, values=values)
-    run.log.info("%s\n%s", mesh, sharded_model(trained), stacklevel=3)
+    run.log.info("%s\n%s", mesh, sharded_model(unwrapped(trained)), stacklevel=3)
     return mesh, trained

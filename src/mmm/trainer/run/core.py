@@ -30,14 +30,13 @@ from mmm.parallel.local import detached
 from mmm.runtime.clock import OWN, PARTS, PIPELINE_PARTS, StepClock, event_class, timed_waits
 from mmm.runtime.device import Precision, choose_device, choose_precision, full_float32, left_out
 from mmm.runtime.log import get_logger, ignore_views, logging_to, say_once
-from mmm.runtime.observer import observed
+from mmm.runtime.observer import WatchedRun, observed
 from mmm.runtime.process_group import gather_floats, gather_table, locate, process_group
 from mmm.runtime.ranks import DRY_RUN, Rank, whoami
 from mmm.runtime.seed import seed_start
 from mmm.trainer.config.run import BaseOptions, RowOptions, SeededOptions, flags_of, run_options
 from mmm.trainer.config.spec import RunSpec, TrainingSpec
-from mmm.trainer.run.losses import NotFinite, UnreadLosses, on_host, sums_in_order
-from mmm.trainer.run.row import Row
+from mmm.trainer.run.rows import NotFinite, Row, UnreadLosses, on_host, sums_in_order
 
 MOST_SKIPPED = 20  # steps in a row; fp16's scaler, which halves with each, begins at 2 ** 16
 NO_MPS = "--device mps: {} makes groups by PyTorch's own calls, which MPS has none for; use --device cpu, or one of "
@@ -303,7 +302,7 @@ def start_run(
     seed_start(run.seed, run.layout.dp_coordinate(rank.rank))
     group = process_group(rank, device, options.timeout, meet)
     with (
-        observed(group, clock, run.layout, precision, spec),
+        observed(WatchedRun(group, clock, run.layout, precision, spec)),
         full_float32(precision),
         ignore_views(),
         ExitStack() as stack,

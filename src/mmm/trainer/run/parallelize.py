@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from mmm.models.draw import parameter_count
 from mmm.models.experts import has_experts
-from mmm.models.weights import parameter_count
 from mmm.parallel import build_mesh
 from mmm.parallel.dp.data_parallel import needs_no_fsdp
+from mmm.parallel.dp.wrapped import unwrapped
 from mmm.parallel.parallel_model import ParallelModel
 from mmm.parallel.plan import unmatched
 from mmm.runtime.process_group import gather_objects
@@ -48,9 +49,10 @@ def parallelize(run: Run, resolved: ParallelSpec) -> ParallelModel:
         run.note(f"{run.device.type} is one device: the model is trained as it is, without {techniques.data_parallel}")
     elif mesh.no_data_parallel:
         run.log.info("one rank: nothing to shard, so the model is trained as it is")
-    for number, module in parallel.modules.items():
+    modules = {number: unwrapped(module) for number, module in parallel.modules.items()}
+    for number, module in modules.items():
         run.log.info("%s%s", f"stage {number}\n" if partition.stages else "", sharded_model(module))
-    if by_rank := gather_objects(run.rank, sum(map(local_parameters, parallel.modules.values()))):
+    if by_rank := gather_objects(run.rank, sum(map(local_parameters, modules.values()))):
         least, most = min(by_rank), max(by_rank)
         run.log.info(
             "a rank holds %s to %s of %s parameters (%.1f%% to %.1f%%)",

@@ -15,7 +15,7 @@ import torch
 from mmm.runtime.memory import peak_memory, start_of_peak
 from mmm.trainer.run.core import Hook, Run
 from mmm.trainer.run.record import Record
-from mmm.trainer.run.row import Row
+from mmm.trainer.run.rows import Row
 
 ADVICE = "mmm machine --measure lets later runs predict it"
 LAST_ROWS = 1000  # whose seconds count

@@ -22,7 +22,7 @@ from mmm.runtime.process_group import gather_objects
 from mmm.runtime.ranks import command_line
 from mmm.trainer.config.run import flags_of
 from mmm.trainer.run.core import Hook, Run
-from mmm.trainer.run.row import Row
+from mmm.trainer.run.rows import Row
 from mmm.trainer.run.tables import rank_table
 
 if TYPE_CHECKING:

@@ -42,7 +42,7 @@ def standard_hooks(checkpoint: CheckpointOptions, profile: ProfileOptions, *befo
 
 def script_hooks() -> list[Hook]:
     """Those of a program of one's own."""
-    return [MemoryCheck(), Agreement(), Hang(), StartUp(), Record(), Plots()]
+    return [Agreement(), Hang(), StartUp(), Record(), Plots()]
 
 
 def start_run(

@@ -8,7 +8,7 @@ import time
 from mmm.runtime import startup
 from mmm.runtime.process_group import gather_objects
 from mmm.trainer.run.core import Hook, Run
-from mmm.trainer.run.row import Row
+from mmm.trainer.run.rows import Row
 
 
 class StartUp(Hook):

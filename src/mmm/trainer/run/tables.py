@@ -12,8 +12,7 @@ from rich.table import Table
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from mmm.models.weights import canonical_name
-from mmm.parallel.dp.wrapped import unwrapped
+from mmm.models.draw import canonical_name
 from mmm.parallel.local import to_local
 from mmm.runtime.log import get_logger
 from mmm.runtime.ranks import whoami
@@ -48,7 +47,6 @@ def _placement(parameter: Tensor) -> str:
 
 def local_parameters(model: nn.Module) -> int:
     """Elements of the model's parameters, or shards of them, on this rank."""
-    model = unwrapped(model)
     return sum(to_local(p).numel() for p in model.parameters())
 
 
@@ -57,7 +55,6 @@ def sharded_model(model: nn.Module) -> str:
     nothing."""
     if not get_logger().isEnabledFor(logging.INFO):
         return ""
-    model = unwrapped(model)
     lines: dict[tuple[str, ...], list[str]] = {}
     for name, parameter in model.named_parameters():
         full, local = ("×".join(map(str, t.shape)) for t in (parameter, to_local(parameter)))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from mmm.history.trackers import Tracked
 from mmm.runtime.ranks import command_line
 from mmm.trainer.run.core import Hook, Run
-from mmm.trainer.run.row import Row
+from mmm.trainer.run.rows import Row
 
 
 class Trackers(Hook):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from mmm.trainer.config.resolve_plan import ParallelSpec
 from mmm.trainer.run.core import Hook, Run
 from mmm.trainer.run.resume import ResumableRecord
-from mmm.trainer.run.row import Row
+from mmm.trainer.run.rows import Row
 
 LEGEND = """a row's columns
 iter         optimizer step, from 0

@@ -26,12 +26,12 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from mmm.models.weights import canonical_name
+from mmm.models.draw import canonical_name
 from mmm.parallel.local import local_box, to_local
+from mmm.parallel.optimizer import LocalAdamW, fused, groups_of
 from mmm.parallel.parallel_model import ParallelModel
 from mmm.parallel.plan import Plan, matches
 from mmm.torch_private.groups import ignore_gathers_in_turns
-from mmm.trainer.optim.optimizer import LocalAdamW, fused, groups_of
 
 MOMENTUM, STEPS, COEFFICIENTS, EPS = 0.95, 5, (3.4445, -4.7750, 2.0315), 1e-7
 RMS = 0.2  # of AdamW's updates, about

@@ -28,9 +28,9 @@ from torch import Tensor
 from mmm.data import Batch
 from mmm.errors import ConfigError, DataError
 from mmm.parallel.local import detached
+from mmm.parallel.optimizer import learning_rate
 from mmm.runtime.seed import seed_step
 from mmm.trainer.config.spec import TrainingSpec
-from mmm.trainer.optim.optimizer import learning_rate
 from mmm.trainer.run.core import Run
 
 

@@ -1,0 +1,182 @@
+"""Flags of the examples that train a Transformer on text, what they decide before their ranks meet, and their steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor.parallel import loss_parallel
+
+from mmm.data import Batch
+from mmm.data.text.corpus import Corpus, read_text_files, standard_library
+from mmm.data.text.tokens import BYTES, TextTokens
+from mmm.errors import ConfigError
+from mmm.examples._support.mistakes import STEPS, OneDevice, mistake_of
+from mmm.layout import Layout, Techniques
+from mmm.models.transformer import Transformer, TransformerConfig
+from mmm.runtime.ranks import whoami
+from mmm.trainer.config.model import TransformerOptions
+from mmm.trainer.config.resolve_text import resolve_text
+from mmm.trainer.config.run import (
+    DEFAULT_BATCH_SIZE,
+    DEFAULT_MAX_ITERS,
+    OptimizerOptions,
+    RowOptions,
+    ValidationOptions,
+)
+from mmm.trainer.config.spec import TextData, TrainingSpec
+from mmm.trainer.run.core import Run
+from mmm.trainer.run.steps import Step, mean_loss, steps_over, validation_batches
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlainTextOptions:
+    """Where the text comes from. Files of tokens, and tokenizers: mmm.trainer.lm."""
+
+    text: tuple[Path, ...] = ()
+    """Files to train on, byte by byte. Default: the Python standard library's source."""
+    seq_length: int = 128
+    """Tokens a sample."""
+
+    def load(self, vocab_size: int, seed: int) -> TextData:
+        """The tokens.
+
+        Raises:
+            ConfigError: the vocabulary is too small.
+            DataError: a text cannot be used.
+        """
+        if vocab_size < BYTES:
+            raise ConfigError(f"--vocab_size {vocab_size}: text has {BYTES} different bytes; use at least {BYTES}")
+        corpus: Corpus = read_text_files(self.text) if self.text else standard_library()
+        train = TextTokens(corpus.train, self.seq_length, seed, shuffle=True)
+        validation = TextTokens(corpus.validation, self.seq_length, seed, shuffle=False)
+        return TextData(train, validation, {"dataset": "text", **corpus.describe()}, bytes_per_token=1.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlainTextConfig:
+    """The groups of flags of an example that trains a Transformer on text."""
+
+    model: TransformerOptions = TransformerOptions()
+    data: PlainTextOptions = PlainTextOptions()
+    optimizer: OptimizerOptions = OptimizerOptions()
+    run: RowOptions = RowOptions()
+
+    def sizes(self) -> TransformerConfig:
+        """The model asked for."""
+        return self.model.sizes(BYTES)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextConfig(PlainTextConfig):
+    """The groups of flags of an example that also validates."""
+
+    evaluation: ValidationOptions = ValidationOptions()
+
+
+def fit(**axes: int) -> Layout:
+    """The layout of these axes for the ranks that there are. Raises LayoutError where their sizes do not multiply to
+    it."""
+    return Layout(**axes).fit(whoami().world_size)
+
+
+def resolve_own(
+    config: PlainTextConfig,
+    layout: Layout,
+    techniques: Techniques | None = None,
+    batch_size: int = DEFAULT_BATCH_SIZE,
+    max_iters: int = DEFAULT_MAX_ITERS,
+    build: Callable[[TransformerConfig], Transformer] = Transformer,
+) -> TrainingSpec:
+    """For an example that parallelizes the model itself: find the text, and decide on model, batch and steps; needs no
+    process group.
+
+    Args:
+        layout: fitted to the number of ranks.
+        techniques: that the example writes out.
+        batch_size: samples a step, per data-parallel coordinate, where no flag says.
+        max_iters: steps, where no flag says.
+        build: makes the model of its sizes.
+
+    Raises:
+        UserError: anything that does not fit.
+    """
+    sizes = config.sizes()
+    return resolve_text(
+        config.run,
+        sizes,
+        layout,
+        techniques or Techniques(),
+        config.optimizer.optimizer,
+        config.data.seq_length,
+        partial(config.data.load, sizes.vocab_size, config.run.seed),
+        build=build,
+        evaluation=config.evaluation if isinstance(config, TextConfig) else None,
+        default_batch_size=batch_size,
+        default_max_iters=max_iters,
+    )
+
+
+def text_steps(
+    run: Run,
+    resolved: TrainingSpec,
+    model: nn.Module | Iterable[nn.Module],
+    optimizer: torch.optim.Optimizer,
+    local_loss: Callable[[Batch], Tensor] | None = None,
+    *,
+    coordinate: int | None = None,
+    at: Mapping[str, int] | None = None,
+    build: Callable[[TransformerConfig], Transformer] = Transformer,
+) -> Iterator[Step]:
+    """The steps of a program that trains a Transformer on text.
+
+    Args:
+        model: what this rank trains; of a pipeline, its stages.
+        local_loss: for validation, where the program has its flags: of the samples of this rank's data-parallel
+            coordinate → this rank's part of the loss of a global batch.
+        coordinate: whose samples these are. Default: this rank's data-parallel coordinate.
+        at: what a row says besides its step, such as ``{"stage": 1}``.
+        build: makes the model of its sizes, for one device.
+    """
+    steps, evaluation = resolved.steps, run.config.evaluation if isinstance(run.config, TextConfig) else None
+    global_batch, tokens = resolved.global_batch_size, resolved.data.train
+    if coordinate is None:
+        coordinate = run.layout.dp_coordinate(run.rank.rank)
+    one_device = None
+    if mistake_of(run) is not None:
+        steps = min(steps, STEPS)
+        with torch.device("meta"):
+            full = build(resolved.sizes)
+        size, modules = resolved.global_batch_size, [model] if isinstance(model, nn.Module) else model
+        one_device = OneDevice(
+            run, full, modules, optimizer, lambda step: tokens.batch(step, size, 0, size).to(run.device)
+        )
+
+    def before_row(step: Step) -> None:
+        if local_loss is not None and evaluation is not None and evaluation.is_due(step.number, steps):
+            with loss_parallel():
+                batches = validation_batches(run, resolved, evaluation.eval_batches)
+                step.row["val_loss"] = mean_loss(run, batches, local_loss)
+            step.due = True
+        if one_device is not None:
+            one_device.loss(run.global_sum(step.local_loss))
+
+    if not at:
+        run.log.info("%d steps of %d × %d tokens", steps, global_batch, tokens.seq_length, stacklevel=2)
+    yield from steps_over(
+        run,
+        (resolved.local_batch(tokens, number, coordinate).to(run.device) for number in range(steps)),
+        optimizer,
+        steps,
+        samples=global_batch,
+        tokens=global_batch * tokens.seq_length,
+        at=at,
+        before_row=before_row,
+        depth=3,
+    )
+    if one_device is not None:
+        one_device.report()

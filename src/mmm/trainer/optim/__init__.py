@@ -1,1 +1,0 @@
-"""Optimizers, and the schedule of their learning rate."""
