@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 from mmm.models import experts, weights
 from mmm.models.experts import MixtureOfExperts, to_host_list, transformer_of
-from mmm.models.transformer import TransformerConfig
+from mmm.models.transformer import Transformer, TransformerConfig
 from mmm.parallel.memory.checkpointing import apply_checkpointing
 from mmm.parallel.plans.transformer import transformer_plan
 
@@ -208,3 +208,8 @@ def test_weights_and_state():
 def test_sizes_that_do_not_fit(changes, words):
     with pytest.raises(ValueError, match=words):
         transformer_of(TransformerConfig(**{**vars(SMALL), **changes}))
+
+
+def test_a_dense_model_has_no_experts():
+    with pytest.raises(ValueError, match=r"n_experts is 6: build it by mmm\.models\.experts\.transformer_of"):
+        Transformer(SMALL)

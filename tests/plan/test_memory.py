@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from mmm.bubble.replay import action_lists
-from mmm.models.experts import MixtureOfExperts, transformer_of
+from mmm.models.experts import MixtureOfExperts, RoutedBlock, transformer_of
 from mmm.models.transformer import TransformerBlock, TransformerConfig, rotary_table
 from mmm.models.vit import ViT, ViTConfig
 from mmm.parallel import Layout, Techniques
@@ -68,7 +68,7 @@ def test_what_a_block_keeps(sizes, dtype):
 
 def test_what_experts_keep():
     config, batch, seq = TransformerConfig(**ROUTED), 4, 64
-    block = TransformerBlock(config)
+    block = RoutedBlock(config)
     assert isinstance(block.moe, MixtureOfExperts)
     x = torch.randn(batch, seq, config.dim, requires_grad=True)
     cos, sin = rotary_table(torch.arange(seq), config.head_dim, config.rope_theta)

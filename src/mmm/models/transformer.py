@@ -263,6 +263,8 @@ class TransformerBlock(nn.Module):
         self.add_feed_forward(config)
 
     def add_feed_forward(self, config: TransformerConfig) -> None:
+        if config.n_experts:
+            raise ValueError(f"n_experts is {config.n_experts}: build it by mmm.models.experts.transformer_of")
         self.feed_forward = FeedForward(config)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, document_starts: Tensor | None = None) -> Tensor:
@@ -283,8 +285,6 @@ class Transformer(nn.Module):
         super().__init__()
         if wrong := config.problems():
             raise ValueError("; ".join(wrong))
-        if config.n_experts and self.block is TransformerBlock:
-            raise ValueError(f"n_experts is {config.n_experts}: build it by mmm.models.experts.transformer_of")
         self.config = config
         self.tok_embeddings: nn.Module | None = nn.Embedding(config.vocab_size, config.dim)
         self.layers = nn.ModuleDict({str(i): self.block(config) for i in range(config.n_layers)})

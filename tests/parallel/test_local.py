@@ -1,0 +1,36 @@
+"""Weights that a model's own rules draw, for a model on the meta device."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from mmm.models import weights
+from mmm.models.experts import transformer_of
+from mmm.models.transformer import Transformer, TransformerConfig
+from mmm.parallel import draw_weights
+
+CPU = torch.device("cpu")
+CONFIG = TransformerConfig(dim=16, n_layers=1, n_heads=2, n_kv_heads=1, vocab_size=32, ffn_dim=24)
+
+
+@pytest.mark.parametrize("n_experts", [0, 3])
+def test_drawn_as_on_one_device(n_experts):
+    config = replace(CONFIG, n_experts=n_experts)
+    with torch.device("meta"):
+        model = transformer_of(config)
+    draw_weights(model, CPU, 3)
+    expected = transformer_of(config)
+    weights.initialize(expected, 3)
+    state, names = model.state_dict(), expected.state_dict()
+    assert state.keys() == names.keys()
+    assert all(torch.equal(state[name], tensor) for name, tensor in names.items())
+
+
+def test_what_it_would_lose_is_refused():
+    with torch.device("meta"):
+        tied = Transformer(replace(CONFIG, tie_word_embeddings=True))
+    with pytest.raises(ValueError, match=r"tok_embeddings.weight is tied, or has memory already"):
+        draw_weights(tied, CPU, 0)
+    with pytest.raises(ValueError, match="has memory already"):
+        draw_weights(Transformer(CONFIG), CPU, 0)
