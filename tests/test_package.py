@@ -28,7 +28,7 @@ IN_STRINGS = {
     ("models/weights.py", "mmm.parallel.meta_parameters"),
     ("plan/models.py", "mmm.trainer.cnn"),
     ("plan/utilization.py", "mmm.machines.peaks"),  # which a message names
-    ("trainer/run/plots.py", "mmm.history.plots.draw"),  # which it runs
+    ("trainer/run/record.py", "mmm.history.plots.draw"),  # which it runs
     ("plan/models.py", "mmm.trainer.lm"),
     ("plan/models.py", "mmm.trainer.vit"),
     ("plan/script.py", "mmm.trainer.lm"),
@@ -166,7 +166,7 @@ def test_unknown_subcommand():
 
 @pytest.mark.parametrize(
     ("module", "files", "lines"),
-    [("mmm.examples.fsdp_tp", 66, 8_300), ("mmm.parallel.loss", 6, 420), ("mmm.trainer.lm", 219, 26_500)],
+    [("mmm.examples.fsdp_tp", 65, 8_300), ("mmm.parallel.loss", 6, 420), ("mmm.trainer.lm", 218, 26_500)],
 )
 def test_what_a_program_stands_on(module, files, lines):
     """What a reader may have to open: the bounds only get lower."""

@@ -21,7 +21,7 @@ from mmm.parallel.plans.transformer import transformer_plan
 from mmm.parallel.tp.replicated import Replicated
 from mmm.parity import models
 from mmm.runtime.device import Precision
-from mmm.trainer.run.parallelize import parallelize
+from mmm.trainer.run.parallel_model import build_parallel_model
 
 CPU = torch.device("cpu")
 FP64 = Precision("fp64", torch.float64, torch.float64)
@@ -126,7 +126,7 @@ def test_a_parameter_without_a_style_is_refused_where_there_is_tp(run_on_ranks):
 
 
 def notes(rank):
-    """What `parallelize` leaves in the notes of a run."""
+    """What `build_parallel_model` leaves in the notes of a run."""
     with meta_parameters():
         net = Net()
     kept = []
@@ -145,7 +145,7 @@ def notes(rank):
     )
     partition = partition_model(net, WRONG, run.layout, Techniques(), torch.empty(4, 4, device="meta"))
     resolved = SimpleNamespace(model=net, plan=WRONG, techniques=Techniques(), partition=partition)
-    parallelize(run, resolved)
+    build_parallel_model(run, resolved)
     return json.dumps([note for note in kept if note is not None])
 
 

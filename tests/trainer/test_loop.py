@@ -26,7 +26,7 @@ from mmm.trainer.config.spec import TextData, TrainingSpec
 from mmm.trainer.loop.fit import FitConfig, fit
 from mmm.trainer.loop.image_task import ImageTask
 from mmm.trainer.loop.tasks import TokenTask
-from mmm.trainer.run.parallelize import parallelize
+from mmm.trainer.run.parallel_model import build_parallel_model
 from support import reference as texts
 from support.runs import make_run
 
@@ -55,7 +55,7 @@ def train(rank, data_parallel, accumulate, techniques, by_epoch=False):
     )
     resolved = resolve_plan(own, cnn_plan(), "fp64")
     run, kept = make_run(rank, RunOptions(lr=0.1), layout, precision)
-    model = parallelize(run, resolved)
+    model = build_parallel_model(run, resolved)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     task = ImageTask(run, resolved)
     if by_epoch:

@@ -89,7 +89,7 @@ def train(config: Config) -> None:
         example.print_on_rank0(resolved.summary())
         return
 
-    hooks = [example.Agreement(), example.StartUp(), example.Record(), example.Plots()]
+    hooks = [example.Agreement(), example.StartUp(), example.Record()]
     with example.start_run("checkpoint", config, resolved, hooks) as run:
 
         def build(sizes: tuple[int, ...], seed: int) -> tuple[Transformer, torch.optim.Optimizer]:

@@ -114,11 +114,11 @@ def train(config: Config) -> None:
         example.print_on_rank0(resolved.summary())
         return
 
-    hooks = [example.Agreement(), example.StartUp(), example.Record(), example.Plots()]
-    with example.start_run("context_parallel", config, resolved, [*hooks, example.MistakeOnPurpose()]) as run:
+    hooks = [example.Agreement(), example.StartUp(), example.Record(), example.MistakeOnPurpose()]
+    with example.start_run("context_parallel", config, resolved, hooks) as run:
         ring, world = partial(ring_attention, group=dist.group.WORLD), run.rank.world_size  # type: ignore[arg-type]
         by_hand.compare_attention(run, ring, positions_of(run.rank.rank, world, 8 * world))
-        mesh = example.parallelize(run, resolved)
+        mesh = example.parallelize_by_package(run, resolved)
         for layer in model.layers.values() if config.break_ == "triangle" and layout.cp > 1 else ():
             layer.attention.attention_fn = partial(ring_attention, group=mesh["cp"].get_group(), causal=False)  # type: ignore
 

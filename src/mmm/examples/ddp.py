@@ -72,8 +72,8 @@ def train(config: Config) -> None:
         example.print_on_rank0(resolved.summary())
         return
 
-    hooks = [example.Agreement(), example.StartUp(), example.Record(), example.Plots()]
-    with example.start_run("ddp", config, resolved, [*hooks, example.MistakeOnPurpose()]) as run:
+    hooks = [example.Agreement(), example.StartUp(), example.Record(), example.MistakeOnPurpose()]
+    with example.start_run("ddp", config, resolved, hooks) as run:
         model = resolved.model.to(run.precision.storage)
         draw_weights(model, run.device, config.run.seed)  # the same weights on every rank: they come from the seed
         ddp = DDP(model, gradient_as_bucket_view=True)

@@ -94,8 +94,8 @@ def train(config: Config) -> None:
         return
 
     elements = parameter_count(resolved.model)
-    hooks = [example.Agreement(), example.StartUp(), example.Record(), example.Plots()]
-    with example.start_run("fsdp", config, resolved, [*hooks, example.MistakeOnPurpose()]) as run:
+    hooks = [example.Agreement(), example.StartUp(), example.Record(), example.MistakeOnPurpose()]
+    with example.start_run("fsdp", config, resolved, hooks) as run:
         model = parallelize(run, resolved.model.to(run.precision.storage), config)
         run.log.info("%s", example.sharded_model(model))
         autocast = run.precision.mixed and config.parallel == "ddp"  # FSDP's policy computes in that dtype anyway

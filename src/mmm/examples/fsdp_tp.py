@@ -111,8 +111,8 @@ def train(config: Config) -> None:
         example.print_on_rank0(resolved.summary())
         return
 
-    hooks = [example.Agreement(), example.StartUp(), example.Record(), example.Plots()]
-    with example.start_run("fsdp_tp", config, resolved, [*hooks, example.MistakeOnPurpose()]) as run:
+    hooks = [example.Agreement(), example.StartUp(), example.Record(), example.MistakeOnPurpose()]
+    with example.start_run("fsdp_tp", config, resolved, hooks) as run:
         # Sharded on the meta device; then each rank draws its own part of the weights, the same on every mesh.
         mesh = init_device_mesh(run.device.type, (layout.dp, layout.tp), mesh_dim_names=("dp_shard", "tp"))
         shard(model.to(run.precision.storage), mesh, run.precision, config.break_)

@@ -83,8 +83,8 @@ def train(config: Config) -> None:
         example.print_on_rank0(resolved.summary())
         return
 
-    hooks = [example.Agreement(), example.StartUp(), example.Record(), example.Plots()]
-    with example.start_run("hsdp", config, resolved, [*hooks, example.MistakeOnPurpose()]) as run:
+    hooks = [example.Agreement(), example.StartUp(), example.Record(), example.MistakeOnPurpose()]
+    with example.start_run("hsdp", config, resolved, hooks) as run:
         sizes = (run.layout.dp_replicate, run.layout.dp_shard)
         mesh = init_device_mesh(run.device.type, sizes, mesh_dim_names=("dp_replicate", "dp_shard"))
         rows, columns = mesh.mesh.tolist(), mesh.mesh.T.tolist()  # the groups of ranks along each axis

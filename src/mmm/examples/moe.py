@@ -119,10 +119,10 @@ def train(config: Config) -> None:
     if config.run.summary:
         example.print_on_rank0(resolved.summary())
         return
-    hooks = [example.Agreement(), example.StartUp(), example.Record(), example.Plots()]
-    with example.start_run("moe", config, resolved, [*hooks, example.MistakeOnPurpose()]) as run:
+    hooks = [example.Agreement(), example.StartUp(), example.Record(), example.MistakeOnPurpose()]
+    with example.start_run("moe", config, resolved, hooks) as run:
         compare(run)
-        mesh = example.parallelize(run, resolved)  # training takes the package's layer
+        mesh = example.parallelize_by_package(run, resolved)  # training takes the package's layer
         for module in model.modules():
             if config.break_ == "capacity" and isinstance(module, Experts):
                 module.register_forward_hook(drop)

@@ -107,8 +107,8 @@ def train(config: Config) -> None:
         return
 
     names = resolved.partition.names() or [[name for name, _ in resolved.model.named_modules()]]
-    hooks = [example.Agreement(), example.StartUp(), example.Record(), example.Plots()]
-    with example.start_run("parallel_4d", config, resolved, [*hooks, example.MistakeOnPurpose()]) as run:
+    hooks = [example.Agreement(), example.StartUp(), example.Record(), example.MistakeOnPurpose()]
+    with example.start_run("parallel_4d", config, resolved, hooks) as run:
         run.describe(stages=names)
         config.layout.note_choice(run)
         axes, at = (layout.pp, layout.dp, layout.cp, layout.tp), layout.coordinates(run.rank.rank)

@@ -93,8 +93,8 @@ def train(config: Config) -> None:
         return
 
     names = partition.names()  # of the modules of each stage
-    hooks = [example.Agreement(), example.StartUp(), example.Record(), example.Plots()]
-    with example.start_run("pipeline", config, resolved, [*hooks, example.MistakeOnPurpose()]) as run:
+    hooks = [example.Agreement(), example.StartUp(), example.Record(), example.MistakeOnPurpose()]
+    with example.start_run("pipeline", config, resolved, hooks) as run:
         run.describe(stages=names)
         run.log.info("the stages\n%s", example.stage_table(names, partition.shares()))
         mesh = build_mesh(layout, run.device.type, config.run.timeout)

@@ -82,7 +82,7 @@ def train(config: Config) -> bool:
         example.print_on_rank0(resolved.summary())
         return True
 
-    hooks = [example.Agreement(), example.StartUp(), example.Record(), example.Plots()]
+    hooks = [example.Agreement(), example.StartUp(), example.Record()]
     with example.start_run("tiling", config, resolved, hooks) as run:
         mesh = build_mesh(resolved.layout, run.device.type, config.run.timeout)
         peaks, curves = zip(*(train_way(run, mesh, resolved, way) for way in range(4)), strict=True)

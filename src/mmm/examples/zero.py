@@ -136,8 +136,8 @@ def train(config: Config) -> bool:
         example.print_on_rank0(resolved.summary())
         return True
 
-    hooks = [example.Agreement(), example.StartUp(), example.Record(), example.Plots()]
-    with example.start_run("zero", config, resolved, [*hooks, example.MistakeOnPurpose()]) as run:
+    hooks = [example.Agreement(), example.StartUp(), example.Record(), example.MistakeOnPurpose()]
+    with example.start_run("zero", config, resolved, hooks) as run:
         mesh = init_device_mesh(run.device.type, (run.layout.dp,), mesh_dim_names=("dp_shard",))
         stages = [train_stage(run, config, mesh, resolved, stage) for stage in range(4)]
         return report_stages(run, stages, resolved.model)

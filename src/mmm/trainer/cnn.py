@@ -22,7 +22,7 @@ from mmm.trainer.loop.image_task import ImageTask
 from mmm.trainer.loop.save import save_model
 from mmm.trainer.loop.schedule import step_decay
 from mmm.trainer.run.core import start_run
-from mmm.trainer.run.parallelize import parallelize
+from mmm.trainer.run.parallel_model import build_parallel_model
 from mmm.trainer.run.standard import standard_hooks
 from mmm.trainer.run.tables import print_on_rank0
 
@@ -60,7 +60,7 @@ def train(config: Config) -> None:
     hooks = standard_hooks(config.checkpoint, config.profile)
     # "fsdp" is what the program was once called: its checkpoints, which later ones go on from, have this name.
     with start_run("fsdp", config, spec, hooks, runs_on_mps=True) as run:
-        model = parallelize(run, spec)
+        model = build_parallel_model(run, spec)
         optimizer = config.optimizer.make(model.parameters(), spec.lr)
         task = ImageTask(run, spec, config.data.workers)
         run.log.info("%s: %d steps of %d images", spec.data.name, spec.steps, spec.global_batch_size)

@@ -46,7 +46,7 @@ from mmm.trainer.loop.save import save_model
 from mmm.trainer.loop.schedule import schedule_of
 from mmm.trainer.loop.tasks import TokenTask
 from mmm.trainer.run.core import start_run
-from mmm.trainer.run.parallelize import parallelize
+from mmm.trainer.run.parallel_model import build_parallel_model
 from mmm.trainer.run.standard import standard_hooks
 from mmm.trainer.run.tables import print_on_rank0
 from mmm.trainer.run.utilization import Utilization
@@ -154,7 +154,7 @@ def train(config: Config) -> None:
     with start_run("lm", config, spec, hooks, runs_on_mps=True) as run:
         if spec.weights is not None:
             without_draws(spec.model)
-        model = parallelize(run, spec)
+        model = build_parallel_model(run, spec)
         start_from(run, model, spec.weights)
         optimizer = build_optimizer(config.optimizer, model, spec)
         sample = partial(log_sample, run, resolved=spec, options=config.sample, bos=spec.bos, stop=spec.eos)

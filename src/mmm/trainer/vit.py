@@ -39,7 +39,7 @@ from mmm.trainer.loop.image_task import ImageTask
 from mmm.trainer.loop.save import save_model
 from mmm.trainer.loop.schedule import schedule_of
 from mmm.trainer.run.core import start_run
-from mmm.trainer.run.parallelize import parallelize
+from mmm.trainer.run.parallel_model import build_parallel_model
 from mmm.trainer.run.standard import standard_hooks
 from mmm.trainer.run.tables import print_on_rank0
 
@@ -139,7 +139,7 @@ def train(config: Config) -> None:
         return
 
     with start_run("vit", config, spec, standard_hooks(config.checkpoint, config.profile), runs_on_mps=True) as run:
-        model, data, chosen = parallelize(run, spec), spec.data, config.optimizer
+        model, data, chosen = build_parallel_model(run, spec), spec.data, config.optimizer
         optimizer = chosen.make(model.parameters())
         task = ImageTask(run, spec, config.data.workers)
         images = data.train.samples

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 from mmm.lazy import lazy
 
 if TYPE_CHECKING:
-    from mmm.examples._support.by_package import parallelize, resolve
+    from mmm.examples._support.by_package import parallelize_by_package, resolve
     from mmm.examples._support.experts import ExpertsConfig
     from mmm.examples._support.four_axes import FourAxesConfig, resolve_four_axes
     from mmm.examples._support.image_loop import image_steps
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from mmm.trainer.config.spec import TextData, TrainingSpec
     from mmm.trainer.run.agreement import Agreement
     from mmm.trainer.run.core import Run, start_run
-    from mmm.trainer.run.plots import Plots
     from mmm.trainer.run.record import Record
     from mmm.trainer.run.startup import StartUp
     from mmm.trainer.run.tables import print_on_rank0, sharded_model, stage_table
@@ -37,7 +36,7 @@ if TYPE_CHECKING:
 __getattr__, __dir__ = lazy(
     __name__,
     {
-        "mmm.examples._support.by_package": "parallelize resolve",
+        "mmm.examples._support.by_package": "parallelize_by_package resolve",
         "mmm.examples._support.experts": "ExpertsConfig",
         "mmm.examples._support.four_axes": "FourAxesConfig resolve_four_axes",
         "mmm.examples._support.image_loop": "image_steps",
@@ -53,7 +52,6 @@ __getattr__, __dir__ = lazy(
         "mmm.parallel.optimizer": "make_optimizer",
         "mmm.trainer.run.agreement": "Agreement",
         "mmm.trainer.run.core": "Run start_run",
-        "mmm.trainer.run.plots": "Plots",
         "mmm.trainer.run.record": "Record",
         "mmm.trainer.run.startup": "StartUp",
         "mmm.trainer.run.tables": "print_on_rank0 sharded_model stage_table",

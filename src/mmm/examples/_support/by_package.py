@@ -21,6 +21,6 @@ def resolve(
     return resolve_plan(own, transformer_plan(own.sizes), config.run.dtype, tokens)
 
 
-def parallelize(run: Run, resolved: ParallelSpec) -> Mesh:
+def parallelize_by_package(run: Run, resolved: ParallelSpec) -> Mesh:
     """Make the mesh, and on it the model with its initial weights, by the package; log it. A collective."""
     return on_mesh(run, resolved.model, resolved.plan, resolved.techniques)[0]

@@ -1,10 +1,11 @@
-"""The record of a run: what it is, in the log and in config.json, and its rows. On rank 0."""
+"""The record of a run: what it is, in the log and in config.json, its rows, and pictures of them. On rank 0."""
 
 from __future__ import annotations
 
 import json
 import os
 import socket
+import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -20,13 +21,15 @@ from mmm.history.record.ending import RUNNING, Ending
 from mmm.runtime.agreement import agree
 from mmm.runtime.process_group import gather_objects
 from mmm.runtime.ranks import command_line
-from mmm.trainer.config.run import flags_of
+from mmm.trainer.config.run import StepOptions, flags_of
 from mmm.trainer.run.core import Hook, Run
 from mmm.trainer.run.rows import Row
 from mmm.trainer.run.tables import rank_table
 
 if TYPE_CHECKING:
     from mmm.history.record.resume import Resume
+
+DRAW = "mmm.history.plots.draw"  # the module, which no run imports
 
 
 class Record(Hook):
@@ -123,11 +126,30 @@ class Record(Hook):
             row.line = self.history.update(row.numbers, row.per_rank)
 
     def end(self, run: Run, error: BaseException | None) -> None:
+        self.close(run, error)
+        if error is None and run.outdir is not None and draws_plots(run):
+            draw_plots(run, run.outdir)
+
+    def close(self, run: Run, error: BaseException | None) -> None:
+        """The record is complete. error: what has ended the run."""
         if self.history is None:
             return
         self.history.__exit__(None if error is None else type(error), error, None)
         if error is None and len(self.history):
             run.log.info("record: %s", self.history.outdir / "train_dataset.h5")
+
+
+def draws_plots(run: Run) -> bool:
+    """Whether --plots says so; not of a program that has no such flag."""
+    return isinstance(run.options, StepOptions) and run.options.plots
+
+
+def draw_plots(run: Run, outdir: Path) -> None:
+    """Pictures of the rows, and the loss in the terminal: by a process of its own."""
+    sys.stdout.flush()
+    drawn = subprocess.run([sys.executable, "-m", DRAW, str(outdir)], check=False).returncode == 0
+    if drawn:
+        run.log.info("pictures: %s", outdir / "plots" / "mplot" / "pngs" / "summary.png")
 
 
 def add_row(run: Run, numbers: Mapping[str, float]) -> None:

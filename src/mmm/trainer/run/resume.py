@@ -109,9 +109,9 @@ class ResumableRecord(Record):
         choose(run, self)
         return None if self.folder is None else record_goes_on(self.folder, self.origin, str(run.layout))
 
-    def end(self, run: Run, error: BaseException | None) -> None:
+    def close(self, run: Run, error: BaseException | None) -> None:
         try:
-            super().end(run, error)
+            super().close(run, error)
         finally:
             self._stack.close()
 

@@ -15,7 +15,6 @@ from mmm.trainer.run.agreement import Agreement
 from mmm.trainer.run.core import Hook, Run
 from mmm.trainer.run.hang import Hang
 from mmm.trainer.run.memory_check import MemoryCheck
-from mmm.trainer.run.plots import Plots
 from mmm.trainer.run.prediction import PredictedAndMeasured
 from mmm.trainer.run.record import Record
 from mmm.trainer.run.resume import ResumableRecord
@@ -36,13 +35,12 @@ def standard_hooks(checkpoint: CheckpointOptions, profile: ProfileOptions, *befo
         ResumableRecord(checkpoint),
         Trackers(profile.tracker),
         TracePicture(),
-        Plots(),
     ]
 
 
 def script_hooks() -> list[Hook]:
     """Those of a program of one's own."""
-    return [Agreement(), Hang(), StartUp(), Record(), Plots()]
+    return [Agreement(), Hang(), StartUp(), Record()]
 
 
 def start_run(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from mmm.history.record.folder import TRACE, TRACE_PICTURE
 from mmm.trainer.run.core import Hook, Run
-from mmm.trainer.run.plots import draws_plots
+from mmm.trainer.run.record import draws_plots
 
 
 class TracePicture(Hook):

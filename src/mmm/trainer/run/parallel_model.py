@@ -17,7 +17,7 @@ from mmm.trainer.run.core import Run
 from mmm.trainer.run.tables import local_parameters, sharded_model, stage_table
 
 
-def parallelize(run: Run, resolved: ParallelSpec) -> ParallelModel:
+def build_parallel_model(run: Run, resolved: ParallelSpec) -> ParallelModel:
     """Make the mesh, and on it this rank's part of the model with its initial weights; log who has what. A collective.
 
     Args:
