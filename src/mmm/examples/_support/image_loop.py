@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from mmm.data import Batch
-from mmm.examples._support.mistakes import STEPS, OneDevice, mistake_of, without_labels
+from mmm.examples._support.mistakes import STEPS, OneDevice, mistake_of
+from mmm.layout import PADDING
 from mmm.models.cnn import CNN
 from mmm.trainer.config.cnn import CNNSpec
 from mmm.trainer.loop.image_task import ImageTask, evaluate_images
@@ -72,3 +73,13 @@ def image_steps(
             losses.clear()
     if one_device is not None:
         one_device.report()
+
+
+def without_labels(batch: Batch, first_sample: int, without: int) -> Batch:
+    """`batch`, where the first `without` samples of the global batch have no label: ranks' counts are then uneven.
+
+    Args:
+        batch: of samples with one target each. first_sample: which of the global batch its first one is.
+    """
+    sample = first_sample + torch.arange(len(batch.targets), device=batch.targets.device)
+    return Batch(batch.inputs, batch.targets.masked_fill(sample < without, PADDING), batch.count - without)

@@ -21,7 +21,6 @@ from torch.distributed.tensor import DTensor
 from mmm.comparison import worst
 from mmm.data import Batch
 from mmm.errors import ConfigError
-from mmm.layout import PADDING
 from mmm.models.draw import canonical_name, convert
 from mmm.parallel import cross_entropy, draw_weights
 from mmm.trainer.config import command_line
@@ -92,16 +91,6 @@ class Difference:
     def wrong(self, limit: float) -> list[str]:
         """The parameters whose gradients differ by more."""
         return [name for name, apart in self.gradients.items() if not apart <= limit]  # NaN is wrong as well
-
-
-def without_labels(batch: Batch, first_sample: int, without: int) -> Batch:
-    """`batch`, where the first `without` samples of the global batch have no label: ranks' counts are then uneven.
-
-    Args:
-        batch: of samples with one target each. first_sample: which of the global batch its first one is.
-    """
-    sample = first_sample + torch.arange(len(batch.targets), device=batch.targets.device)
-    return Batch(batch.inputs, batch.targets.masked_fill(sample < without, PADDING), batch.count - without)
 
 
 class OneDevice:
