@@ -8,7 +8,7 @@ import torch
 from mmm.cli import main as cli
 from mmm.cli import sample
 from mmm.errors import UserError
-from mmm.generate.weights import config_of, tokenizer_on_disk
+from mmm.generate import config_of, tokenizer_on_disk
 from mmm.models.sampling import Sampling
 from mmm.models.transformer import Transformer
 from mmm.weights.open_weights import open_weights

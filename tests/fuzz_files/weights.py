@@ -20,7 +20,7 @@ from fuzz_files.kinds import Kind, is_small_file
 from mmm.checkpoint.manifest import MANIFEST
 from mmm.checkpoint.storage import METADATA, read_metadata
 from mmm.cli import export
-from mmm.generate.weights import config_of, tokenizer_on_disk
+from mmm.generate import config_of, tokenizer_on_disk
 from mmm.weights.gguf_format import open_parts
 from mmm.weights.open_weights import open_weights
 from mmm.weights.own import OwnWeights, write_own

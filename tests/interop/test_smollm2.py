@@ -14,8 +14,7 @@ import torch
 
 from mmm.cli import export, import_
 from mmm.data.images.torchvision_shim import import_torchvision
-from mmm.generate.text import sample_text
-from mmm.generate.weights import config_of, evaluation_model, load_weights, tokenizer_on_disk
+from mmm.generate import config_of, evaluation_model, load_weights, sample_text, tokenizer_on_disk
 from mmm.layout import PADDING
 from mmm.models.sampling import Sampling
 from mmm.parallel import Layout

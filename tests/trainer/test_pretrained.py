@@ -11,7 +11,7 @@ import torch
 
 import mmm.history
 from mmm.errors import CheckpointError, ConfigError, DataError, UserError
-from mmm.generate.weights import tokenizer_on_disk
+from mmm.generate import tokenizer_on_disk
 from mmm.trainer import lm
 from mmm.trainer.config.command_line import configure
 from mmm.trainer.lm import resolve
@@ -185,7 +185,7 @@ def test_a_prompt_begins_as_texts_of_the_weights_do(tmp_path, text, monkeypatch,
     content = byte_bpe(("<|begin|>", "<|end|>"), begin_with("<|begin|>"))
     (path / "tokenizer.json").write_bytes(content)
     prompts = []
-    monkeypatch.setattr("mmm.generate.text.generate", lambda model, prompt, *_: prompts.append(prompt) or [256])
+    monkeypatch.setattr("mmm.generate.generate", lambda model, prompt, *_: prompts.append(prompt) or [256])
     flags = {"init_from": path, "text": (text,), "prompt": "ab", "checkpoint_every": 2, "max_iters": 2}
     if other:
         (tmp_path / "other.json").write_bytes(byte_bpe(("<|end|>",), begin_with("<|end|>")))

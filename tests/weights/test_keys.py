@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from mmm.errors import CheckpointError
-from mmm.generate.weights import config_of
+from mmm.generate import config_of
 from mmm.models.rope import RopeScaling
 from mmm.weights.open_weights import open_weights
 from support.llamas import CONFIG, write_gguf, write_hugging_face

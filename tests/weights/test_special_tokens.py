@@ -8,7 +8,7 @@ import pytest
 import tokenizers
 
 from mmm.errors import CheckpointError
-from mmm.generate.weights import tokenizer_on_disk
+from mmm.generate import tokenizer_on_disk
 from mmm.weights.hugging_face import export
 from mmm.weights.open_weights import open_weights
 from mmm.weights.own import write_own

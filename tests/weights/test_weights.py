@@ -9,7 +9,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from mmm.errors import CheckpointError
-from mmm.generate.weights import config_of
+from mmm.generate import config_of
 from mmm.models.rope import RopeScaling
 from mmm.models.transformer import Transformer
 from mmm.weights import llama, own

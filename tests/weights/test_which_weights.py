@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from mmm.errors import CheckpointError
-from mmm.generate.weights import config_of
+from mmm.generate import config_of
 from mmm.models.transformer import Transformer
 from mmm.weights.open_weights import open_weights
 from support.llamas import CONFIG, logits, tensors, write_hugging_face, write_safetensors

@@ -34,7 +34,7 @@ def main(argv: list[str]) -> int:
 
     import torch
 
-    from mmm.generate.weights import config_of
+    from mmm.generate import config_of
     from mmm.weights.hugging_face import export
     from mmm.weights.open_weights import open_weights
 

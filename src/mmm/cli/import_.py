@@ -27,7 +27,7 @@ def main(argv: list[str]) -> int:
     )
     parser.add_argument("-o", "--outdir", required=True, metavar="CKPT", type=Path, help="the folder to make")
     args = parser.parse_args(argv)
-    from mmm.generate.weights import config_of, tokenizer_on_disk
+    from mmm.generate import config_of, tokenizer_on_disk
     from mmm.weights.open_weights import open_weights
     from mmm.weights.own import write_own  # imports torch
 

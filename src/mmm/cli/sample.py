@@ -57,8 +57,15 @@ def main(argv: list[str]) -> int:
 
 def _sample(args: Any) -> None:
     from mmm.errors import ConfigError
-    from mmm.generate.text import checked, encode_prompt, sample_text
-    from mmm.generate.weights import config_of, evaluation_model, load_weights, tokenizer_on_disk
+    from mmm.generate import (
+        checked,
+        config_of,
+        encode_prompt,
+        evaluation_model,
+        load_weights,
+        sample_text,
+        tokenizer_on_disk,
+    )
     from mmm.layout import Layout
     from mmm.models.sampling import Sampling
     from mmm.runtime.device import choose_device, choose_precision, full_float32

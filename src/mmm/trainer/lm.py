@@ -17,7 +17,7 @@ from typing import Any, Literal
 from torch.optim import Optimizer
 
 from mmm.errors import ConfigError
-from mmm.generate.weights import tokenizer_on_disk, without_draws
+from mmm.generate import tokenizer_on_disk, without_draws
 from mmm.models.experts import transformer_of
 from mmm.parallel.memory.offload import moved_text
 from mmm.parallel.parallel_model import ParallelModel

@@ -11,8 +11,7 @@ import tyro
 
 from mmm.data.text.byte_tokenizer import Tokenizer
 from mmm.errors import ConfigError
-from mmm.generate.text import checked
-from mmm.generate.weights import config_of
+from mmm.generate import checked, config_of
 from mmm.models.rope import RopeScaling
 from mmm.models.sampling import Sampling
 from mmm.models.transformer import PRESETS, TransformerConfig

@@ -6,8 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict
 
-from mmm.generate.text import encode_prompt, sample_text
-from mmm.generate.weights import config_of, load_weights
+from mmm.generate import config_of, encode_prompt, load_weights, sample_text
 from mmm.parallel.parallel_model import ParallelModel
 from mmm.trainer.config.language_model import SampleOptions
 from mmm.trainer.config.spec import TrainingSpec

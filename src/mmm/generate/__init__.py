@@ -1,1 +1,0 @@
-"""Text from a language model, and models that start from weights on disk."""
