@@ -15,7 +15,7 @@ import torch
 from mmm.layout import Layout, Techniques
 from mmm.models.meta import meta_parameters
 from mmm.models.transformer import Transformer, TransformerConfig
-from mmm.parallel.footprint import footprint_of
+from mmm.parallel.footprint import Footprint
 from mmm.parallel.mesh import build_mesh
 from mmm.parallel.optimizer import make_optimizer
 from mmm.parallel.parallel_model import ParallelModel
@@ -55,7 +55,7 @@ class Training:
         with meta_parameters():
             model = Transformer(config)
         partition = partition_model(model, plan, layout, techniques, torch.zeros(tokens, dtype=torch.int64).to("meta"))
-        (self.least,) = footprint_of(model, "adamw", techniques).elements(layout)
+        (self.least,) = Footprint(partition.parameters(model, 1, techniques.schedule)).elements(layout)
         clock = StepClock(self.device)
         self.run = Run("test", RunOptions(), RunSpec(layout=layout), ALONE, self.device, precision, clock, [])
         mesh = build_mesh(layout, kind)

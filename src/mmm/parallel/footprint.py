@@ -15,20 +15,14 @@ divide a tensor, activations and buffers come on top.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
-from torch import nn
 
 from mmm.errors import LayoutError
-from mmm.layout import UNSHARDED, Layout, Techniques
-from mmm.models.draw import parameter_count
+from mmm.layout import UNSHARDED, Layout
 from mmm.runtime.device import Precision
 from mmm.runtime.memory import device_memory, host_memory
 from mmm.runtime.ranks import Rank
-
-if TYPE_CHECKING:
-    from mmm.parallel.partition import Partition
 
 STATE = {"adamw": 2, "muon": 1, "sgd": 0}  # of muon, at least
 
@@ -56,25 +50,6 @@ class Footprint:
         else:
             parameters, gradients, state = (n / (layout.dp_shard * layout.cp) for n in (parameters, gradients, state))
         return [int(count * (parameters + gradients + state) / layout.tp) for count in self.parameters]
-
-
-def footprint_of(
-    model: nn.Module,
-    optimizer: str,
-    techniques: Techniques | None = None,
-    partition: Partition | None = None,
-    pp: int = 1,
-) -> Footprint:
-    """What the ranks will hold of `model`.
-
-    Args:
-        model: on the meta device. optimizer: a key of `STATE`. techniques: None for FSDP.
-        partition: of a pipeline over `pp` ranks.
-    """
-    techniques = techniques or Techniques()
-    full = (parameter_count(model),)
-    counts = full if partition is None else partition.parameters(model, pp, techniques.schedule)
-    return Footprint(counts, techniques.data_parallel, STATE[optimizer], techniques.offload)
 
 
 def check_fits(holds: Footprint, layout: Layout, rank: Rank, device: torch.device, precision: Precision) -> None:

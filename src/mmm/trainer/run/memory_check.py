@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mmm.parallel.footprint import check_fits, footprint_of
+from mmm.parallel.footprint import STATE, Footprint, check_fits
 from mmm.trainer.config.resolve_plan import ParallelSpec
 from mmm.trainer.run.core import Hook, Run
 
@@ -11,5 +11,7 @@ class MemoryCheck(Hook):
     def before(self, run: Run) -> None:
         spec = run.resolved
         if isinstance(spec, ParallelSpec) and not run.dry:
-            footprint = footprint_of(spec.model, spec.optimizer, spec.techniques, spec.partition, spec.layout.pp)
-            check_fits(footprint, run.layout, run.rank, run.device, run.precision)
+            techniques = spec.techniques
+            parameters = spec.partition.parameters(spec.model, spec.layout.pp, techniques.schedule)
+            holds = Footprint(parameters, techniques.data_parallel, STATE[spec.optimizer], techniques.offload)
+            check_fits(holds, run.layout, run.rank, run.device, run.precision)
