@@ -48,6 +48,7 @@ class Record(Hook):
         self._encoded: dict[str, str] = {}  # config.json, once the folder is known to be this run's
         self._folder: Path | None = None
         self._folder_note = ""
+        self._is_curve = False  # a record of the first row alone has none
 
     def meet(self, run: Run, store: dist.Store) -> None:
         agree(store, run.rank, {}, then=lambda: self.prepare(run))
@@ -122,12 +123,13 @@ class Record(Hook):
             run.log.warning("%s", error)  # the run has ended as it has, and its rows are on the disk
 
     def row(self, run: Run, row: Row) -> None:
+        self._is_curve |= any(row.at.values())
         if self.history is not None:
             row.line = self.history.update(row.numbers, row.per_rank)
 
     def end(self, run: Run, error: BaseException | None) -> None:
         self.close(run, error)
-        if error is None and run.outdir is not None and draws_plots(run):
+        if error is None and self._is_curve and run.outdir is not None and draws_plots(run):
             draw_plots(run, run.outdir)
 
     def close(self, run: Run, error: BaseException | None) -> None:
