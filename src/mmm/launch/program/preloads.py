@@ -109,11 +109,11 @@ class _Scan:
                 name = _absolute(node, package)
                 ours |= {alias.asname or alias.name: f"{name}.{alias.name}" for alias in node.names}
         used: dict[str, dict[str, None]] = {}
-        for node in ast.walk(tree):
-            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
-                module = ours.get(node.value.id, "")
+        for inner in ast.walk(tree):
+            if isinstance(inner, ast.Attribute) and isinstance(inner.value, ast.Name):
+                module = ours.get(inner.value.id, "")
                 if module.partition(".")[0] == OURS and modules.find(module, self.first) is not None:
-                    used.setdefault(module, {})[node.attr] = None
+                    used.setdefault(module, {})[inner.attr] = None
         for module, names in used.items():
             self.module(module, tuple(names))
 
