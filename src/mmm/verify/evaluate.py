@@ -15,7 +15,7 @@ from mmm.torch_private.operators import tree_leaves
 from mmm.verify.locate import first_wrong_module, rows_of_batch
 from mmm.verify.observe import LocalTensor, Observed
 from mmm.verify.rank import RankObserved
-from mmm.verify.reference import TOLERANCE, Reference, relative, scale_of, size_of
+from mmm.verify.reference import ROUNDING, TOLERANCE, Reference, innermost_first, relative, scale_of, size_of
 from mmm.verify.relations import Place, place_of, relation, summed
 from mmm.verify.subject import Subject
 from mmm.verify.verdict import NOT_COMPARABLE, NOT_SAME, SAME, Finding, Verdict
@@ -79,9 +79,7 @@ class Evaluation:
                 if same is not None:
                     pairs[same] = name
             self.names.append(pairs)
-        present = {name for pairs in self.names for name in pairs}
-        lost = [name for name in self.reference.observed.parameters if name not in present]
-        return f"{lost[0]} of the model is on no rank of the parallel program" if lost else ""
+        return ""
 
     def _tensors(self, kind: str, name: str) -> list[LocalTensor | None]:
         """By rank, the weight or gradient of a name."""
@@ -106,6 +104,8 @@ class Evaluation:
         expected = self.reference.observed.weights
         for name, full in expected.items():
             tensors = self._tensors("weights", name)
+            if name in self.reference.observed.parameters and not any(tensors):
+                self._find("weights", name, None, "is on no rank of the parallel program")
             for rank, tensor in enumerate(tensors):
                 if tensor is None:
                     continue
@@ -147,15 +147,22 @@ class Evaluation:
         scale: float,
     ) -> str:
         def others(other: int) -> tuple[Tensor | None, Tensor | None]:
-            place = self.places[other].get(name)
-            return summed(tensors, other, self.subject), None if place is None else place.of(full)
+            return summed(tensors, other, self.subject), self._ought(name, other, tensors, full)
 
         alone = self.ranks[rank].alone
         own = getattr(alone, kind).get(name) if alone is not None else None
-        place = self.places[rank].get(name)
-        by_itself = place.of(own.local) if own is not None and place is not None else None
+        by_itself = self._ought(name, rank, tensors, own.local) if own is not None else None
         value = summed(tensors, rank, self.subject)
         return relation(value, ought, scale, rank, others, by_itself, self.subject)
+
+    def _ought(self, name: str, rank: int, tensors: list[LocalTensor | None], full: Tensor) -> Tensor | None:
+        """What a rank's tensor ought to be: the part that the DTensor itself says, as a gradient may be sharded in
+        another way than its parameter; else the part of the weight that is local."""
+        tensor = tensors[rank]
+        place = self.places[rank].get(name)
+        if place is not None and tensor is not None and tensor.box is not None:
+            place = place_of(tensor, full)
+        return None if place is None else place.of(full)
 
     def samples(self) -> None:
         """Each sample is with one of the ranks that split the batch, and the ranks of one part have the same."""
@@ -221,26 +228,28 @@ class Evaluation:
         """Of each rank, every gradient: the part of the full one that belongs to its part of the parameter."""
         largest = self.reference.largest_gradient
         errors, wrong = [0.0], []
-        for name, full in self.reference.observed.gradients.items():
+        expected = self.reference.observed.gradients
+        called = innermost_first(self.reference.observed)
+        place_in_forward = {name: index for index, name in enumerate(called)}
+        # From the loss back, as backward goes: the first that is wrong is where it begins.
+        for name in sorted(expected, key=lambda name: -place_in_forward.get(name.rpartition(".")[0], -1)):
             tensors = self._tensors("gradients", name)
             for rank in range(len(self.ranks)):
-                place = self.places[rank].get(name)
-                if place is None:
-                    continue
-                error = self._gradient(name, rank, tensors, full, place, largest)
+                error = self._gradient(name, rank, tensors, expected[name], largest)
                 errors.append(error)
                 if not error <= self.reference.tolerance(name) and name not in wrong:
                     wrong.append(name)
         if wrong:
-            self.first = wrong[-1] if len(wrong) < len(self.reference.observed.gradients) else wrong[0]
-            located = self._located()
-            if located:
-                self.first = located
+            least = ROUNDING * torch.finfo(torch.float64).eps * largest
+            nonzero = {name for name, gradient in expected.items() if gradient and size_of(gradient.local) > least}
+            everything = nonzero <= set(wrong)
+            self.first = "every gradient" if everything else f"the gradient of {wrong[0]}, the first on the way back"
+            self.first = self._located() or self.first
         else:
             self.compared["gradients"] = f"same: {len(self.reference.observed.gradients)}, to {worst(errors):.0e}"
 
     def _gradient(
-        self, name: str, rank: int, tensors: list, full: LocalTensor | None, place: Place, largest: float
+        self, name: str, rank: int, tensors: list[LocalTensor | None], full: LocalTensor | None, largest: float
     ) -> float:
         """How far a rank's gradient is off; adds a finding if it is too far."""
         value = summed(tensors, rank, self.subject)
@@ -250,7 +259,9 @@ class Evaluation:
             self._find("gradients", name, rank, "has a gradient, and none on one device", math.inf)
             return math.inf
         scale = scale_of(full.local, largest)
-        ought = place.of(full.local)
+        ought = self._ought(name, rank, tensors, full.local)
+        if ought is None:
+            return 0.0  # no part of the parameter is on this rank
         if value is None and (size_of(ought) == 0 or not ought.numel()):
             return 0.0
         error = relative(value, ought, scale) if value is not None and value.shape == ought.shape else math.inf

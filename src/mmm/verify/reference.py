@@ -225,10 +225,12 @@ def _split(subject: Subject, reference: Reference, batch: Any) -> None:
         reference.floor.clear()
         reference.loss_floor = 0.0
     else:
+        # From the loss back: rounding in one module moves the gradients of all before it.
+        moved = [name for name, off in reference.floor.items() if off > TOLERANCE]
+        where = f", first seen in the gradient of {moved[-1]}" if moved else ""
         reference.notes.append(
             f"the model itself is right to {floor:.0e} alone (the batch split in {parts}): something in it computes in "
-            f"less than float64{f', first {reference.unlike}' if reference.unlike else ''}. Differences below "
-            f"{FLOOR} times that are not seen"
+            f"less than float64{where}. Differences below {FLOOR} times that are not seen"
         )
 
 

@@ -14,6 +14,7 @@ from mmm.verify.reference import relative, size_of
 from mmm.verify.subject import Subject
 
 ALIKE = 1e-7  # relative: a relation holds
+LOW_PRECISION = 0.1  # relative: how far rounding may move what is computed in bf16
 MOST_ROWS = 1 << 16  # that are looked up one by one
 
 
@@ -105,6 +106,10 @@ def relation(
         return "is not finite"
     if size_of(value) == 0:
         return "is zero"
+    if value.dtype != expected.dtype:
+        kind = str(value.dtype).removeprefix("torch.")
+        near = relative(value, expected, scale) < LOW_PRECISION
+        return f"is rounded to {kind}" if near else f"is {kind}, and differs"
 
     def like(one: Tensor | None) -> bool:
         return one is not None and one.shape == expected.shape and relative(one, expected, scale) <= ALIKE

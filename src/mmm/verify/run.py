@@ -17,7 +17,7 @@ from mmm.torch_private.dynamo import import_dynamo
 from mmm.verify.evaluate import Evaluation, dropout_findings
 from mmm.verify.rank import run_rank
 from mmm.verify.reference import Reference, compute_reference, make_batch
-from mmm.verify.subject import Subject, batch_axes_of, parse_axes, plain_sgd, plain_step
+from mmm.verify.subject import Subject, make_subject
 from mmm.verify.verdict import NOT_COMPARABLE, NOT_SAME, Finding, Verdict
 
 TIMEOUT = 60.0  # s that a collective may take; the ranks have twice as long for all
@@ -60,19 +60,15 @@ def verify(
     Raises:
         UserError: the model, batch or step cannot be used on one device, or the mesh not with them.
     """
-    axes = parse_axes(mesh)
-    chosen = batch_axes_of(axes) if batch_axes is None else tuple(batch_axes)
-    if unknown := [axis for axis in chosen if axis not in axes]:
-        raise ConfigError(f"batch axis {unknown[0]} is none of the mesh {', '.join(axes)}")
-    subject = Subject(
+    subject = make_subject(
         model_fn,
         parallelize_fn,
         batch_fn,
-        step_fn or plain_step,
-        axes,
-        chosen,
-        local_batch_fn,
-        optimizer_fn or plain_sgd,
+        step_fn,
+        mesh,
+        batch_axes=batch_axes,
+        local_batch_fn=local_batch_fn,
+        optimizer_fn=optimizer_fn,
     )
     return verify_subject(subject, timeout)
 

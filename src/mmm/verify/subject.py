@@ -8,7 +8,7 @@ import itertools
 import os
 import re
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -87,6 +87,39 @@ class Subject:
             and parameter.default is parameter.empty
         ]
         return self.step_fn(model, batch, mesh) if len(wanted) > 2 else self.step_fn(model, batch)
+
+
+def make_subject(
+    model_fn: Callable[[], nn.Module],
+    parallelize_fn: Callable[[Any, DeviceMesh], Any],
+    batch_fn: Callable[[], Any],
+    step_fn: Callable[..., Any] | None,
+    mesh: str | Mapping[str, int],
+    *,
+    batch_axes: Sequence[str] | None = None,
+    local_batch_fn: Callable[[Any, DeviceMesh], Any] | None = None,
+    optimizer_fn: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] | None = None,
+) -> Subject:
+    """A `Subject` with the defaults of `mmm.verify.verify`, whose arguments these are.
+
+    Raises:
+        ConfigError: the mesh is not written as one, or a batch axis is none of its. LayoutError: it is too large.
+    """
+    axes = parse_axes(mesh)
+    chosen = batch_axes_of(axes) if batch_axes is None else tuple(batch_axes)
+    for axis in chosen:
+        if axis not in axes:
+            raise ConfigError(f"--batch_axes {axis}: the mesh has {', '.join(axes)}")
+    return Subject(
+        model_fn,
+        parallelize_fn,
+        batch_fn,
+        step_fn or plain_step,
+        axes,
+        chosen,
+        local_batch_fn,
+        optimizer_fn or plain_sgd,
+    )
 
 
 def parse_axes(mesh: str | Mapping[str, int]) -> dict[str, int]:

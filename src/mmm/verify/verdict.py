@@ -5,9 +5,10 @@ from __future__ import annotations
 import hashlib
 import inspect
 import json
+import math
 import platform
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from typing import Any
 import torch
 
 from mmm import __version__
+from mmm.errors import RecordError
 from mmm.verify.subject import Subject
 
 SAME, NOT_SAME, NOT_COMPARABLE = "same", "not the same", "not comparable"
@@ -99,22 +101,25 @@ class Verdict:
         return "\n".join(lines)
 
 
-def certificate(verdict: Verdict, subject: Subject) -> dict[str, Any]:
-    """The verdict as JSON has it, with what was verified: versions, hashes of the functions' files, the command."""
+def certificate(verdicts: Sequence[Verdict], subject: Subject) -> dict[str, Any]:
+    """Verdicts as JSON has them, with what was verified: versions, hashes of the functions' files, the command.
+
+    Args:
+        subject: of the last of them; they differ in the mesh alone.
+    """
     functions = {
         "model": subject.model_fn,
         "parallelize": subject.parallelize_fn,
         "batch": subject.batch_fn,
         "step": subject.step_fn,
     }
-    fields = asdict(verdict)
-    for finding in fields["findings"]:
+    fields = [asdict(verdict) for verdict in verdicts]
+    for finding in (finding for verdict in fields for finding in verdict["findings"]):
         finding["error"] = (
-            finding["error"] if finding["error"] < float("inf") else None
+            finding["error"] if math.isfinite(finding["error"]) else None
         )  # JSON has no infinity, nor NaN
     return {
-        **fields,
-        "axes": dict(subject.axes),
+        "verdicts": fields,
         "functions": {name: _source(function) for name, function in functions.items()},
         "versions": {"mmm": __version__, "torch": torch.__version__, "python": platform.python_version()},
         "command": sys.argv,
@@ -132,20 +137,29 @@ def _source(function: Any) -> dict[str, str | None]:
     return {**named, "sha256": hashlib.sha256(content).hexdigest()}
 
 
-def write_json(verdict: Verdict, subject: Subject, path: Path) -> None:
-    path.write_text(json.dumps(certificate(verdict, subject), indent=2, ensure_ascii=False) + "\n")
+def write_json(verdicts: Sequence[Verdict], subject: Subject, path: Path) -> None:
+    """Write a `certificate`. Raises RecordError."""
+    _write(path, json.dumps(certificate(verdicts, subject), indent=2, ensure_ascii=False) + "\n")
 
 
-def write_badge(verdict: Verdict, path: Path) -> None:
-    """A picture of one line, for a README."""
-    left, right = "verified", f"{verdict.result} on {verdict.layout}"
+def write_badge(verdict: Verdict, layouts: Sequence[str], path: Path) -> None:
+    """A picture of one line, for a README: the worst verdict, of these layouts. Raises RecordError."""
+    left, right = "mmm verify", f"{verdict.result} on {', '.join(layouts)}"
     widths = [7 * len(text) + 12 for text in (left, right)]
     total = sum(widths)
-    path.write_text(
+    _write(
+        path,
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{total}" height="20" role="img" aria-label="{left}: {right}">'
         f'<rect width="{widths[0]}" height="20" fill="#444"/>'
         f'<rect x="{widths[0]}" width="{widths[1]}" height="20" fill="{COLORS[verdict.result]}"/>'
         f'<g fill="#fff" font-family="DejaVu Sans,Verdana,sans-serif" font-size="11" text-anchor="middle">'
         f'<text x="{widths[0] / 2}" y="14">{left}</text><text x="{widths[0] + widths[1] / 2}" y="14">{right}</text>'
-        "</g></svg>\n"
+        "</g></svg>\n",
     )
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.write_text(text)
+    except OSError as error:
+        raise RecordError(f"{path} cannot be written: {error.strerror}") from None
