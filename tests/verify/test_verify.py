@@ -6,6 +6,7 @@ import time
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from mmm.cli.main import main
@@ -163,6 +164,7 @@ def test_refused(model, batch, mesh, says):
 
 PROGRAM = """
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 def make(): return nn.Linear(3, 2)
