@@ -44,7 +44,7 @@ def stamps(log: str) -> list[float]:
 
 def fsdp_tp(launch: list[str], ranks: int, tp: int, steps: int, folder: str) -> tuple[float, float]:
     """Seconds a step of the main example, and of its bare loop."""
-    flags = f"--tpsize {tp} --batch_size 8 --dataset random --vocab_size 256 --eval_batches 1 --no-plots --dtype fp32"
+    flags = f"--tpsize {tp} --batch_size 8 --vocab_size 256 --eval_batches 1 --no-plots --dtype fp32"
     log = run(launch, "-m", "mmm.examples.fsdp_tp", *flags.split(), "--max_iters", steps, "--outdir", folder)
     bare = run(launch, HERE / "bare_fsdp_tp.py", "--tp", tp, "--batch", 8, "--steps", steps)
     return seconds_a_step(stamps(log)), seconds_a_step([float(line) for line in bare.split()][:-1])

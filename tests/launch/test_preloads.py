@@ -93,3 +93,16 @@ def test_our_own_modules_are_listed_except_the_target():
     assert "mmm.launch.host" in found
     assert "mmm.launch.program.target" in found
     assert "mmm.launch.host.child" not in found
+
+
+def test_names_that_a_package_of_ours_imports_later_are_asked_for(project):
+    project("tool.py", "def start_run(): pass\n")
+    text = "from mmm.examples import _support as example\nimport tool\nprint(example.start_run, tool.start_run)\n"
+    project("local.py", text + "def train():\n    return example.Record()\n" + BOMB)
+    assert preloads(Target("script", "local.py")) == [
+        Preload("mmm.examples", ("_support",)),
+        Preload("mmm.examples._support", ("start_run", "Record")),
+    ]
+    main = preloads(Target("module", "mmm.examples.fsdp_tp"))
+    (names,) = (preload.names for preload in main if preload.module == "mmm.examples._support")
+    assert {"start_run", "text_steps", "make_optimizer", "Agreement"} <= set(names)

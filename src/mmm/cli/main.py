@@ -25,6 +25,7 @@ SUBCOMMANDS = {
     "sample": ("mmm.cli.sample", "text from a language model, on one device or sharded over ranks"),
     "startup": ("mmm.cli.startup", "how long runs took to start, from their records or from other programs' logs"),
     "tokens": ("mmm.cli.tokens", "prepare a file of tokens from text, in parallel, to train on"),
+    "verify": ("mmm.cli.verify", "does a parallel program compute what its model does on one device? Anyone's model"),
 }
 
 

@@ -97,6 +97,25 @@ class _Scan:
         except (SyntaxError, ValueError, RecursionError):
             return  # the target itself will raise it
         self._block(tree.body, package, is_main)
+        self._names_of_ours(tree, package)
+
+    def _names_of_ours(self, tree: ast.Module, package: str) -> None:
+        """`package.name`, where `package` is one of ours: it imports the name when it is asked for."""
+        ours: dict[str, str] = {}  # as the text calls it → module
+        for node in tree.body:
+            if isinstance(node, ast.Import):
+                ours |= {alias.asname: alias.name for alias in node.names if alias.asname}
+            elif isinstance(node, ast.ImportFrom):
+                name = _absolute(node, package)
+                ours |= {alias.asname or alias.name: f"{name}.{alias.name}" for alias in node.names}
+        used: dict[str, dict[str, None]] = {}
+        for inner in ast.walk(tree):
+            if isinstance(inner, ast.Attribute) and isinstance(inner.value, ast.Name):
+                module = ours.get(inner.value.id, "")
+                if module.partition(".")[0] == OURS and modules.find(module, self.first) is not None:
+                    used.setdefault(module, {})[inner.attr] = None
+        for module, names in used.items():
+            self.module(module, tuple(names))
 
     def _block(self, body: list[ast.stmt], package: str, is_main: bool) -> None:
         for node in body:

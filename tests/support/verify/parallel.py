@@ -1,0 +1,356 @@
+"""Ways in which people make models parallel, with PyTorch's means alone; each takes the name of a mistake to make."""
+
+from functools import partial
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+from torch.nn.parallel import DistributedDataParallel
+
+# --- a Llama as torchtitan has it: sequence parallel, tensor parallel, FSDP -----------------------------------------
+
+
+def titan(model, mesh, mistake=None):
+    names = mesh.mesh_dim_names
+    if "tp" in names:
+        replicate_attention = PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),))
+        top = {
+            "tok_embeddings": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
+            "norm": SequenceParallel(),
+            "output": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
+        }
+        layer = {
+            "attention_norm": SequenceParallel(),
+            "attention": replicate_attention,
+            "attention.wq": ColwiseParallel(),
+            "attention.wk": ColwiseParallel(),
+            "attention.wv": ColwiseParallel(),
+            "attention.wo": RowwiseParallel(output_layouts=Shard(1)),
+            "ffn_norm": SequenceParallel(),
+            "feed_forward": PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),)),
+            "feed_forward.w1": ColwiseParallel(),
+            "feed_forward.w2": RowwiseParallel(output_layouts=Shard(1)),
+            "feed_forward.w3": ColwiseParallel(),
+        }
+        if mistake in ("attention_norm", "ffn_norm"):
+            del layer[mistake]
+        if mistake == "final_norm":
+            del top["norm"]
+        if mistake == "w2_replicated_output":
+            layer["feed_forward.w2"] = RowwiseParallel(output_layouts=Replicate())
+        if mistake == "wo_columns":
+            layer["attention.wo"] = ColwiseParallel(output_layouts=Shard(1))
+        if mistake == "no_gather":
+            del layer["feed_forward"]
+        if mistake == "embedding_replicated":
+            top["tok_embeddings"] = RowwiseParallel(input_layouts=Replicate(), output_layouts=Replicate())
+        if mistake == "local_logits":
+            top["output"] = ColwiseParallel(input_layouts=Shard(1), output_layouts=Shard(-1))
+        if mistake == "input_said_replicated":
+            layer["feed_forward"] = PrepareModuleInput(
+                input_layouts=(Replicate(),), desired_input_layouts=(Replicate(),)
+            )
+        parallelize_module(model, mesh["tp"], top)
+        for block in model.layers.values():
+            parallelize_module(block, mesh["tp"], layer)
+    if mistake == "not_causal":
+        for block in model.layers.values():
+            block.attention.causal = False
+    if mistake == "eps":
+        model.norm.eps = 1e-3
+    if mistake == "last_layer_skipped":
+        del model.layers["1"]
+    if mistake == "layers_swapped":
+        model.layers = nn.ModuleDict({"0": model.layers["1"], "1": model.layers["0"]})
+    shard_with_fsdp(model, mesh, list(model.layers.values()), mistake)
+
+
+def shard_with_fsdp(model, mesh, units, mistake=None):
+    if "dp" not in mesh.mesh_dim_names:
+        return
+    over = mesh["tp"] if mistake == "fsdp_over_tp" else mesh["dp"]
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float64) if mistake == "bf16" else MixedPrecisionPolicy()
+    left_out = {units[0]} if mistake == "unit_not_wrapped_ignored" else set()
+    for unit in units:
+        if unit not in left_out:
+            fully_shard(unit, mesh=over, mp_policy=policy)
+    ignored = {p for unit in left_out for p in unit.parameters()}
+    fully_shard(model, mesh=over, mp_policy=policy, ignored_params=ignored or None)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            if mistake == "summed":
+                module.set_gradient_divide_factor(1.0)
+                module.set_force_sum_reduction_for_comms(True)
+            if mistake == "halved_again":
+                module.set_gradient_divide_factor(4.0)
+                module.set_force_sum_reduction_for_comms(True)
+            if mistake == "no_sync":
+                module.set_requires_gradient_sync(False)
+
+
+# --- a GPT as Megatron has it, by hand: two autograd functions and local linears --------------------------------------
+
+
+class Copy(torch.autograd.Function):  # Megatron's f
+    @staticmethod
+    def forward(ctx, x, group):
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        grad = grad.contiguous().clone()
+        dist.all_reduce(grad, group=ctx.group)
+        return grad, None
+
+
+class Reduce(torch.autograd.Function):  # Megatron's g
+    @staticmethod
+    def forward(ctx, x, group):
+        x = x.clone()
+        dist.all_reduce(x, group=group)
+        return x
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad, None
+
+
+class ReduceTwice(torch.autograd.Function):  # an all-reduce backward too: it sums what is the same already
+    @staticmethod
+    def forward(ctx, x, group):
+        ctx.group = group
+        return Reduce.forward(ctx, x, group)
+
+    backward = Copy.backward
+
+
+class Columns(nn.Module):
+    def __init__(self, linear, mesh, mistake=None):
+        super().__init__()
+        rank, size = mesh.get_local_rank(), mesh.size()
+        if mistake == "wrong_columns":
+            rank = (rank + 1) % size
+        if mistake == "same_columns":
+            rank = 0
+        self.group, self.mistake = mesh.get_group(), mistake
+        self.weight = nn.Parameter(linear.weight.detach().chunk(size)[rank].clone())
+        self.bias = nn.Parameter(linear.bias.detach().chunk(size)[rank].clone())
+
+    def forward(self, x):
+        if self.mistake != "no_f":
+            x = Copy.apply(x, self.group)
+        return F.linear(x, self.weight, self.bias)
+
+
+class Rows(nn.Module):
+    def __init__(self, linear, mesh, mistake=None):
+        super().__init__()
+        rank, size = mesh.get_local_rank(), mesh.size()
+        self.group, self.mistake = mesh.get_group(), mistake
+        self.weight = nn.Parameter(linear.weight.detach().chunk(size, dim=1)[rank].clone())
+        self.bias = nn.Parameter(linear.bias.detach().clone())
+
+    def forward(self, x):
+        bias = self.bias
+        if self.mistake == "bias_on_each":
+            return Reduce.apply(F.linear(x, self.weight, bias), self.group)
+        y = F.linear(x, self.weight)
+        if self.mistake == "no_g":
+            return y + bias
+        if self.mistake == "g_sums_twice":
+            return ReduceTwice.apply(y, self.group) + bias
+        return Reduce.apply(y, self.group) + bias
+
+
+def megatron(model, mesh, mistake=None, at=0):
+    """Along tp; a mistake is made in block `at` alone."""
+    for number, block in enumerate(model.h):
+        wrong = mistake if number == at else None
+        for name in ("q", "k", "v", "fc"):
+            of = wrong if name == "fc" else None
+            setattr(block, name, Columns(getattr(block, name), mesh["tp"], of))
+        for name in ("proj", "fc_out"):
+            setattr(block, name, Rows(getattr(block, name), mesh["tp"], wrong if name == "fc_out" else None))
+        block.heads //= mesh["tp"].size()
+        if wrong == "all_heads":
+            block.heads *= mesh["tp"].size()
+    if mistake == "untied":
+        model.lm_head.weight = nn.Parameter(model.lm_head.weight.detach().clone())
+    if mistake == "tp_seeds":
+        torch.manual_seed(mesh.get_rank())
+    if mistake == "weight_drawn_anew":
+        torch.manual_seed(dist.get_rank())
+        nn.init.normal_(model.wpe.weight, std=0.02)
+    if mistake == "positions_shifted":
+        model.wpe.weight.data = model.wpe.weight.data.roll(1, 0)
+
+
+def averaged_by_hand(step, model, batch, mesh, mistake=None):
+    """A step that averages its gradients over dp itself."""
+    loss = step(model, batch)
+    if mesh is None or "dp" not in mesh.mesh_dim_names:
+        return loss
+    loss.backward()
+    group, size = mesh["dp"].get_group(), mesh["dp"].size()
+    for number, parameter in enumerate(p for p in model.parameters() if p.grad is not None):
+        if mistake == "first_forgotten" and number == 0:
+            continue
+        if mistake == "others_forgotten" and number % 3 == 2:
+            continue
+        dist.all_reduce(parameter.grad, group=dist.group.WORLD if mistake == "over_the_world" else group)
+        if mistake != "not_divided":
+            parameter.grad /= size
+    return loss
+
+
+# --- others -----------------------------------------------------------------------------------------------------------
+
+
+def ddp(model, mesh, mistake=None):
+    if mistake != "local_statistics":
+        for norm in [m for m in model.modules() if isinstance(m, nn.BatchNorm2d)]:
+            norm.forward = partial(_global_statistics, norm, mesh["dp"])
+    if mistake == "one_rank_frozen" and mesh.get_rank() == 1:
+        model.conv1.weight.register_hook(torch.zeros_like)
+    if mistake == "not_wrapped":
+        return model
+    if mistake == "buffers_forgotten":
+        for norm in [m for m in model.modules() if isinstance(m, nn.BatchNorm2d)]:
+            norm.running_mean = norm.running_mean.clone() + dist.get_rank()
+        return DistributedDataParallel(
+            model, process_group=mesh["dp"].get_group(), broadcast_buffers=False, init_sync=False
+        )
+    return DistributedDataParallel(model, process_group=mesh["dp"].get_group())
+
+
+def _global_statistics(norm, mesh, x):  # (batch, channels, height, width)
+    from torch.distributed.nn.functional import all_reduce
+
+    group, size = mesh.get_group(), mesh.size()
+    mean = all_reduce(x.mean((0, 2, 3)), group=group) / size
+    square = all_reduce(x.square().mean((0, 2, 3)), group=group) / size
+    var = square - mean.square()
+    count = x.numel() / x.shape[1] * size
+    with torch.no_grad():
+        norm.num_batches_tracked += 1
+        norm.running_mean.lerp_(mean, norm.momentum)
+        norm.running_var.lerp_(var * count / (count - 1), norm.momentum)
+    scale = norm.weight * torch.rsqrt(var + norm.eps)
+    return x * scale[:, None, None] + (norm.bias - mean * scale)[:, None, None]
+
+
+def mixer(model, mesh, mistake=None):
+    if "tp" in mesh.mesh_dim_names:
+        for number, block in enumerate(model.blocks):
+            plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+            if mistake == "up_alone" and number == 1:
+                plan = {"up": ColwiseParallel(output_layouts=Replicate())}
+            if mistake == "down_partial" and number == 1:
+                block.down.register_forward_hook(lambda module, args, out: out * 2)
+            parallelize_module(block, mesh["tp"], plan)
+    if mistake == "norm_in_place_of_other":
+        model.blocks[1].norm2 = model.blocks[0].norm2
+    if mistake == "hook_scales":
+        model.blocks[0].up.register_forward_hook(lambda module, args, out: out * (1 + 1e-6))
+    if mistake == "activation_detached":
+        model.blocks[0].norm.register_forward_hook(lambda module, args, out: out.detach())
+    shard_with_fsdp(model, mesh, list(model.blocks), mistake)
+
+
+def fsdp(model, mesh, mistake=None):
+    units = [module for module in model.children() if not isinstance(module, nn.ModuleList)]
+    shard_with_fsdp(model, mesh, units, mistake)
+
+
+class Half(nn.Module):
+    def __init__(self, model, first):
+        super().__init__()
+        self.layers = model.layers
+        if first:
+            self.tok_embeddings = model.tok_embeddings
+            del self.layers["1"]
+        else:
+            self.norm, self.output = model.norm, model.output
+            del self.layers["0"]
+
+    def forward(self, x):
+        h = self.tok_embeddings(x) if hasattr(self, "tok_embeddings") else x
+        for layer in self.layers.values():
+            h = layer(h)
+        return self.output(self.norm(h)) if hasattr(self, "output") else h
+
+
+def pipeline(model, mesh, mistake=None, microbatches=2):
+    rank = mesh["pp"].get_local_rank()
+    half = Half(model, rank == 0)
+    stage = PipelineStage(half, rank, 2, torch.device("cpu"), group=mesh["pp"].get_group())
+
+    def loss(output, target):
+        value = F.cross_entropy(output.flatten(0, 1), target.flatten())
+        return value * microbatches if mistake == "scaled" else value
+
+    schedule = ScheduleGPipe(stage, microbatches, loss_fn=loss, scale_grads=mistake != "unscaled")
+    return schedule, half
+
+
+def pipeline_step(program, batch, mesh):
+    tokens, targets = batch
+    if mesh is None:
+        return F.cross_entropy(program(tokens).flatten(0, 1), targets.flatten())
+    losses = []
+    schedule, _ = program
+    if mesh["pp"].get_local_rank() == 0:
+        schedule.step(tokens)
+        return None
+    schedule.step(target=targets, losses=losses)
+    return torch.stack(losses).mean()
+
+
+# --- mistakes that any of them can have ------------------------------------------------------------------------------
+
+
+def also(parallelize, wrong):
+    """`parallelize`, and something wrong afterwards."""
+
+    def both(model, mesh):
+        result = parallelize(model, mesh)
+        wrong(model if result is None else result, mesh)
+        return result
+
+    return both
+
+
+def scaled_gradient(name, factor):
+    def wrong(model, mesh):
+        dict(model.named_parameters())[name].register_hook(lambda grad: grad * factor)
+
+    return wrong
+
+
+def rank_one_off(name, by=1e-6):
+    def wrong(model, mesh):
+        if dist.get_rank() == 1:
+            parameter = dict(model.named_parameters())[name]
+            with torch.no_grad():
+                (parameter.to_local() if isinstance(parameter, DTensor) else parameter).add_(by)
+
+    return wrong
+
+
+def wrong_output(name, change):
+    def wrong(model, mesh):
+        dict(model.named_modules())[name].register_forward_hook(lambda module, args, out: change(out))
+
+    return wrong

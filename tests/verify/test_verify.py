@@ -1,0 +1,204 @@
+"""What `verify` takes, what it says of models that it cannot compare, and its command."""
+
+import json
+import re
+import time
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from mmm.cli.main import main
+from mmm.errors import ConfigError, LayoutError, UserError
+from mmm.verify import verify
+from mmm.verify.subject import batch_axes_of, parse_axes
+from support.verify.models import GPT, Mixer, fields, tokens
+
+
+def nothing(model, mesh):
+    pass
+
+
+class Chaotic(Mixer):
+    calls = 0
+
+    def forward(self, x):
+        Chaotic.calls += 1
+        return super().forward(x) * Chaotic.calls
+
+
+class Noisy(Mixer):
+    def forward(self, x):
+        return super().forward(x + torch.randn_like(x) * self.training)
+
+
+def hanging(model, mesh):
+    if mesh.get_rank() == 1:
+        time.sleep(60)
+    torch.distributed.barrier()
+
+
+def raising(model, mesh):
+    if mesh.get_rank() == 1:
+        raise RuntimeError("no such layer")
+
+
+@pytest.mark.parametrize(
+    ("model", "result", "says"),
+    [
+        (Chaotic, "not comparable", "not deterministic: the model gives something else the second time"),
+        (Noisy, "same", "draws random numbers in training: compared in evaluation mode"),
+    ],
+)
+def test_a_model_against_itself(model, result, says):
+    verdict = verify(model, nothing, fields, mesh="dp1")
+    assert verdict.result == result
+    assert says in str(verdict)
+
+
+class Halves(nn.Linear):
+    """The product of each sample with all others' mean."""
+
+    def forward(self, x):
+        return super().forward(x - x.mean(0))
+
+
+def test_samples_that_see_each_other():
+    verdict = verify(lambda: nn.Sequential(Halves(3, 4), nn.Linear(4, 2)), by_mean, fields, mesh="dp2")
+    assert verdict.result == "not the same"
+    assert "note: 0 notices the other samples of a batch" in str(verdict)
+    assert "the output of 0 on rank 0: what this rank has by itself" in verdict.first
+
+
+def by_mean(model, mesh):
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(lambda p: torch.distributed.all_reduce(p.grad.div_(2)))
+
+
+class Rounded(nn.Linear):
+    def forward(self, x):
+        return F.linear(x.float(), self.weight.float(), self.bias.float()).double()
+
+
+def test_float32_inside_is_said_and_compared_to_its_noise():
+    def make():
+        return nn.Sequential(nn.Linear(3, 4), Rounded(4, 4), nn.Tanh(), nn.Linear(4, 2))
+
+    verdict = verify(make, by_mean, fields, mesh="dp2")
+    assert verdict.same, str(verdict)
+    assert "something in it computes in less than float64, first seen in the gradient of 1." in str(verdict)
+
+
+def test_dropout_that_repeats_is_advice():
+    verdict = verify(GPT, nothing, tokens, step_fn=None, mesh="tp2")
+    assert verdict.same, str(verdict)
+    assert verdict.compared["dropout"] == "ranks with the same samples drop the same"
+
+    def seeds(model, mesh):
+        torch.manual_seed(mesh.get_rank())
+
+    apart = verify(GPT, seeds, tokens, mesh="tp2")
+    assert apart.exit_code == 1
+    assert "drop different elements of the same activations" in str(apart)
+
+
+@pytest.mark.parametrize(
+    ("parallelize", "says"),
+    [(raising, "rank 1: RuntimeError: no such layer"), (hanging, "rank|no answer")],
+)
+def test_a_program_that_fails(parallelize, says):
+    began = time.monotonic()
+    verdict = verify(Mixer, parallelize, fields, mesh="dp2", timeout=5)
+    assert verdict.exit_code == 1
+    assert re.search(says, verdict.first)
+    assert time.monotonic() - began < 45
+
+
+def test_mesh():
+    assert parse_axes("dp2,tp4") == parse_axes("dp2·tp4") == {"dp": 2, "tp": 4}
+    assert batch_axes_of({"pp": 2, "dp_replicate": 2, "dp_shard": 2, "tp": 2}) == ("dp_replicate", "dp_shard")
+    for wrong, kind in (("", ConfigError), ("dp", ConfigError), ("dp2,dp2", ConfigError), ("dp0", ConfigError)):
+        with pytest.raises(kind):
+            parse_axes(wrong)
+    with pytest.raises(LayoutError, match="128 ranks"):
+        parse_axes("dp128")
+
+
+def lacks_arguments(width):
+    return Mixer(width)
+
+
+def raises():
+    raise OSError("no weights here")
+
+
+class Empty(nn.Module):
+    def forward(self, x):
+        return x * 0
+
+
+def wrong_width():
+    return torch.randn(8, 6, 5), torch.randn(8, 6, 2)
+
+
+@pytest.mark.parametrize(
+    ("model", "batch", "mesh", "says"),
+    [
+        (raises, fields, "dp2", "the model's function raises OSError: no weights here"),
+        (lacks_arguments, fields, "dp2", "the model's function raises TypeError.*width"),
+        (lambda: 3, fields, "dp2", "returns int, and has to return an nn.Module"),
+        (lambda: nn.LazyLinear(3), fields, "dp2", "has no size yet"),
+        (lambda: Mixer().to("meta"), fields, "dp2", "has to have its values"),
+        (Mixer, wrong_width, "dp2", "a step on one device raises RuntimeError: mat1 and mat2"),
+        (Mixer, lambda: "text", "dp2", "--batch gives str"),
+        (Mixer, raises, "dp2", "the batch's function raises OSError"),
+        (Mixer, fields, "dp3", "8 samples does not divide over 3 ranks of dp"),
+        (Empty, lambda: torch.randn(8, 3), "dp2", "no parameter has got a gradient"),
+    ],
+)
+def test_refused(model, batch, mesh, says):
+    with pytest.raises(UserError, match=says):
+        verify(model, nothing, batch, mesh=mesh)
+
+
+PROGRAM = """
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+def make(): return nn.Linear(3, 2)
+def batch(): return torch.randn(4, 3), torch.randn(4, 2)
+def right(model, mesh):
+    for p in model.parameters():
+        p.register_post_accumulate_grad_hook(lambda p: average(p.grad))
+def average(grad):
+    torch.distributed.all_reduce(grad.div_(torch.distributed.get_world_size()))
+def wrong(model, mesh): pass
+"""
+
+
+def test_command(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "linear_of_mine.py").write_text(PROGRAM)
+    line = ["verify", "linear_of_mine:make", "--batch", "linear_of_mine:batch", "--parallelize"]
+    files = ["--json", "verdict.json", "--badge", "badge.svg"]
+    assert main([*line, "linear_of_mine:right", "--mesh", "dp1", "dp2", *files]) == 0
+    assert capsys.readouterr().out.count("same: dp") == 2
+    known = json.loads((tmp_path / "verdict.json").read_text())
+    assert [verdict["result"] for verdict in known["verdicts"]] == ["same", "same"]
+    assert known["functions"]["parallelize"]["name"] == "linear_of_mine.right"
+    assert len(known["functions"]["model"]["sha256"]) == 64
+    assert "same on dp1, dp2" in (tmp_path / "badge.svg").read_text()
+    assert main([*line, "linear_of_mine:wrong"]) == 1
+    assert "every gradient" in capsys.readouterr().out
+    for wrong, says in (
+        (["linear_of_mine:nope"], "linear_of_mine has no nope"),
+        (["no_such_module:x"], "importing no_such_module failed"),
+        (["linear_of_mine"], "write MODULE:NAME"),
+        (["linear_of_mine:right", "--mesh", "dp2", "x"], "write axes with their sizes"),
+        (["linear_of_mine:right", "--batch_axes", "tp"], "the mesh has dp"),
+        (["linear_of_mine:right", "--json", "nowhere/x.json"], "cannot be written"),
+    ):
+        assert main([*line, *wrong]) == 2
+        assert says in capsys.readouterr().err
