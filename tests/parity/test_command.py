@@ -123,52 +123,12 @@ def test_what_is_left(parity, tmp_path):
 @pytest.mark.parametrize(
     ("bug", "arguments", "what"),
     [
-        ("gradients_not_summed_over_dp", ("cnn", "dp2", "--data_parallel", "ddp"), "the gradient of"),
         ("gradients_averaged_over_dp", ("cnn", "dp2"), r"the gradient of \S+ on rank \d differs by 5.0e-01"),
-        pytest.param("mean_of_each_microbatch", ("cnn", "dp2"), r"the loss of step \d differs", marks=pytest.mark.long),
-        pytest.param(
-            "gradients_divided_by_microbatches",
-            ("cnn", "pp2"),
-            r"the gradient of \S+ on rank \d differs by 5.0e-01",
-            marks=pytest.mark.long,
-        ),
         ("same_samples_on_all_dp_ranks", ("cnn", "dp2"), r"the loss of step \d differs"),
-        pytest.param(
-            "mask_buffers_of_ranks_are_spoiled", ("gpt", "tp2"), r"the loss of step \d differs", marks=pytest.mark.long
-        ),
-        pytest.param(
-            "constants_of_ranks_are_spoiled",
-            ("regression", "dp2"),
-            r"the loss of step \d differs",
-            marks=pytest.mark.long,
-        ),
         pytest.param(
             "keys_bias_gets_a_gradient",
             ("gpt", "dp2"),
             r"the gradient of \S*key\.bias on rank \d",
-            marks=pytest.mark.long,
-        ),
-        pytest.param(
-            "norms_not_summed_over_sequence",
-            ("transformer", "tp2"),
-            r"the gradient of \S*norm\.weight on rank \d",
-            marks=pytest.mark.long,
-        ),
-        pytest.param(
-            "ring_passes_over_documents",
-            ("transformer", "cp2", *PACKED),
-            r"the loss of step \d differs",
-            marks=pytest.mark.long,
-        ),
-        ("targets_counted_by_each_rank", ("transformer", "dp2", *PACKED), r"the loss of step \d differs"),
-        ("dropout_of_each_rank", ("cnn", "pp2"), r"the loss of step \d differs"),
-        pytest.param(
-            "dropout_of_the_first_shard", ("cnn", "tp2"), r"the loss of step \d differs", marks=pytest.mark.long
-        ),
-        pytest.param(
-            "documents_of_the_first_microbatch",
-            ("transformer", "pp2", *PACKED),
-            r"the loss of step \d differs",
             marks=pytest.mark.long,
         ),
     ],
