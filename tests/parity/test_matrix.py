@@ -19,7 +19,7 @@ MOST_RANKS = 4
 QUICK = {  # model: layouts, with what their sizes leave open
     "transformer": {
         "1": {"optimizers": ("sgd", "adamw")},
-        "dp2": {"dtype": "fp32"},
+        "dp2": {"dtype": "fp32", "data": "packed"},
         "dp2·tp2": {"optimizers": ("sgd", "adamw")},
         "dp2·cp2": {},
         "cp2·tp2": {"cp_style": "ulysses", "data": "packed"},
@@ -31,7 +31,7 @@ QUICK = {  # model: layouts, with what their sizes leave open
     "vit": {"dp_replicate2·dp_shard2": {}},
 }
 CASES = [
-    pytest.param(case, dtype, id=f"{case} {dtype}")
+    pytest.param(case, dtype, id=f"{model}-{layout}-{dtype}")
     for model, layouts in QUICK.items()
     for layout, fields in layouts.items()
     for dtype in [fields.pop("dtype", "fp64")]
