@@ -31,7 +31,7 @@ QUICK = {  # model: layouts, with what their sizes leave open
     "vit": {"dp_replicate2·dp_shard2": {}},
 }
 CASES = [
-    pytest.param(case, dtype, id=f"{model}-{layout}-{dtype}")
+    pytest.param(case, dtype, id=f"{model}-{layout}-{dtype}".replace("·", "."))
     for model, layouts in QUICK.items()
     for layout, fields in layouts.items()
     for dtype in [fields.pop("dtype", "fp64")]

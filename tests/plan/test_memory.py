@@ -139,6 +139,13 @@ def test_figures_of_the_docs(measured, techniques):
     assert beyond / 1e6 == pytest.approx(measured, rel=0.1)
 
 
+def test_logits_are_sharded_over_tp():
+    """Half of them on each of two ranks, and beside three tensors of their size a fourth."""
+    memory = MemoryModel(read_model("debug", VOCABULARY, 128), "cpu", "fp32")
+    alone, half = (memory.logits(Layout(dp_shard=1, tp=tp), Techniques(), 1)[0] for tp in (1, 2))
+    assert half == pytest.approx(alone * 4 / 3 / 2)
+
+
 @pytest.mark.parametrize("schedule", list(SCHEDULES))
 @pytest.mark.parametrize(("pp", "microbatches"), [(2, 4), (4, 8), (4, 16)])
 def test_micro_batches_under_way(schedule, pp, microbatches):

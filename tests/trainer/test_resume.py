@@ -19,11 +19,14 @@ import mmm.history
 from mmm.checkpoint import Saver, read_manifest
 from mmm.checkpoint.manifest import FileSum, Manifest, steps_of
 from mmm.data.text.prepare import Preparation, prepare
+from mmm.errors import ConfigError
 from mmm.history.plots.figures import metric_figure
 from mmm.history.record.dataset import marks_of
 from mmm.history.record.folder import JOURNAL
 from mmm.history.record.journal import read_journal
 from mmm.runtime.stop import stop_signal
+from mmm.trainer.config.run import BaseOptions
+from mmm.trainer.config.training import CheckpointOptions, check_resume
 from mmm.trainer.run.resume import _has_state
 from support.disk import CAN_MOUNT, small_disk
 from support.resuming import curve, tensors, train
@@ -398,6 +401,14 @@ def test_refused(run_on_ranks, tmp_path, begun):
     (tmp_path / "h").mkdir()
     (tmp_path / "h/checkpoints").write_text("in the way")
     refused(run_on_ranks, flags, tmp_path / "h", "auto", "h/checkpoints is a file")
+
+
+def test_flags_that_contradict_each_other():
+    checkpoint = CheckpointOptions(resume=Path("auto"), checkpoint_every=1)
+    with pytest.raises(ConfigError, match="--resume and --overwrite contradict each other"):
+        check_resume(checkpoint, BaseOptions(overwrite=True, outdir=Path("a")))
+    with pytest.raises(ConfigError, match="--resume auto without --outdir"):
+        check_resume(checkpoint, BaseOptions())
 
 
 def test_the_flag_that_ends_the_run_is_named(run_on_ranks, tmp_path):
