@@ -29,39 +29,21 @@ def rows_of(path):
     return json.loads(Path(path).read_text())
 
 
+LONG = [  # of more ranks than `test_matrix.py` has, and by flags of the command
+    ("--model", "transformer", "--layout", "pp2.dp2.tp2", "--layout", "dp2.tp2.cp2", *PACKED),
+    ("--model", "vit", "--layout", "pp2.dp2.tp2"),
+    ("--model", "moe", "--layout", "pp2.dp2.tp2.ep2"),
+    ("--model", "cnn", "--layout", "dp3", "--global_batch_size", 18),
+    ("--model", "cnn", "--layout", "dp2", "--data_parallel", "zero2", "--dtype", "fp32"),
+]
+
+
 @pytest.mark.parametrize(
     "arguments",
     [
-        pytest.param(("--model", "transformer", "--layout", "cp2.pp2"), marks=pytest.mark.long),
-        pytest.param(("--model", "moe", "--layout", "ep2.dp2", "--optimizer", "sgd"), marks=pytest.mark.long),
-        pytest.param(
-            ("--model", "transformer", "--layout", "tp2", "--layout", "dp2.cp2", *PACKED), marks=pytest.mark.long
-        ),
         ("--model", "transformer", "--layout", "pp2.cp2", "--cp_style", "ulysses", *PACKED),
-        pytest.param(("--model", "transformer", "--layout", "pp2.dp2.tp2", *PACKED), marks=pytest.mark.long),
-        pytest.param(("--model", "transformer", "--layout", "dp2.tp2.cp2", *PACKED), marks=pytest.mark.long),
-        pytest.param(("--model", "moe", "--layout", "pp2.dp2.ep2", *PACKED), marks=pytest.mark.long),
-        pytest.param(("--model", "vit", "--layout", "pp2", "--schedule", "ZBVZeroBubble"), marks=pytest.mark.long),
-        pytest.param(("--model", "gpt", "--layout", "dp2.tp2"), marks=pytest.mark.long),
-        pytest.param(("--model", "gpt", "--layout", "pp2"), marks=pytest.mark.long),
-        pytest.param(("--model", "regression", "--layout", "pp2", "--layout", "tp2"), marks=pytest.mark.long),
         ("--model", "cnn", "--layout", "pp2", "--data", "digits"),
-        pytest.param(("--model", "vit", "--layout", "dp2.pp2", "--data", "digits"), marks=pytest.mark.long),
-        pytest.param(("--model", "cnn", "--layout", "dp3", "--global_batch_size", 18), marks=pytest.mark.long),
-        pytest.param(("--model", "gpt", "--layout", "cp2.tp2"), marks=pytest.mark.long),
-        pytest.param(("--model", "gpt", "--layout", "tp2", "--dtype", "fp32"), marks=pytest.mark.long),
-        pytest.param(
-            ("--model", "cnn", "--layout", "tp2.dp2", "--layout", "dp_shard2.dp_replicate2", "--optimizer", "sgd"),
-            marks=pytest.mark.long,
-        ),
-        pytest.param(("--model", "cnn", "--layout", "dp2", "--data_parallel", "zero1"), marks=pytest.mark.long),
-        pytest.param(
-            ("--model", "cnn", "--layout", "dp2", "--data_parallel", "zero2", "--dtype", "fp32"), marks=pytest.mark.long
-        ),
-        pytest.param(("--model", "transformer", "--layout", "tp2.dp2"), marks=pytest.mark.long),
-        pytest.param(("--model", "transformer", "--layout", "tp2.cp2.pp2"), marks=pytest.mark.long),
-        pytest.param(("--model", "vit", "--layout", "pp2.dp2.tp2"), marks=pytest.mark.long),
-        pytest.param(("--model", "moe", "--layout", "pp2.dp2.tp2.ep2"), marks=pytest.mark.long),
+        *(pytest.param(arguments, marks=pytest.mark.long) for arguments in LONG),
     ],
     ids=lambda arguments: " ".join(map(str, arguments[1::2])),
 )
