@@ -1,6 +1,7 @@
 """Every model on every layout against plain PyTorch on one process: losses, and every gradient of the first step.
 
-`make test` has a layout of each kind, `make test-long` the whole matrix of the proof on up to 4 ranks.
+`make test` has a layout of each kind, `make test-long` the whole matrix of the proof on up to 4 ranks, and what saves
+memory.
 """
 
 from contextlib import nullcontext
@@ -9,12 +10,14 @@ from unittest.mock import patch
 
 import pytest
 
+from mmm.parallel.pp.schedules import SCHEDULES
 from mmm.parity import models, reference
 from mmm.parity.layouts import MATRIX, ParityCase, matrix
 from mmm.parity.reference import Training
 from mmm.parity.report import evaluate
 from mmm.parity.train import prepare, train
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 MOST_RANKS = 4
 QUICK = {  # model: layouts, with what their sizes leave open
     "transformer": {
@@ -42,6 +45,30 @@ CASES += [
     for model in MATRIX
     for case in matrix(model)
     if case.ranks <= MOST_RANKS
+]
+MEMORY = [  # what is computed again, or in pieces: models, layouts, what else
+    *(("vit", "dp2·tp2", {"checkpointing": mode}) for mode in ("full", "selective")),
+    *(("vit", "dp2", {"checkpointing": mode, "data_parallel": "zero2"}) for mode in ("full", "selective")),
+    *(
+        (model, "pp2", {"schedule": name, **fields})
+        for name, schedule in SCHEDULES.items()
+        for model, fields in (
+            ("transformer", {"checkpointing": "full"}),
+            ("transformer", {"tile": 3}),
+            ("transformer", {"loss_chunks": 3}),
+            ("moe", {"checkpointing": "full"}),
+            *(() if schedule.splits else [("transformer", {"checkpointing": "selective"})]),
+        )
+    ),
+]
+CASES += [
+    pytest.param(
+        ParityCase(model=model, layout=layout, optimizers=("sgd",), **fields),
+        "fp64",
+        id=" ".join(map(str, (model, layout, *fields.values()))),
+        marks=() if fields == {"schedule": "1F1B", "checkpointing": "selective"} else pytest.mark.long,
+    )
+    for model, layout, fields in MEMORY
 ]
 
 

@@ -22,16 +22,8 @@ CPU = torch.device("cpu")
 NARROW = {"dim": 64, "n_layers": 4, "n_heads": 8, "n_kv_heads": 2, "ffn_dim": 192, "vocab_size": 256}
 WIDE = {"dim": 256, "n_layers": 4, "n_heads": 8, "n_kv_heads": 8, "ffn_dim": 704, "vocab_size": 512}
 VOCABULARY = {**NARROW, "vocab_size": 8192}
+pytestmark = pytest.mark.usefixtures("one_thread")
 ROUTED = {**NARROW, "n_experts": 8, "top_k": 2}
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Threads of small operators wait for each other where cores are shared."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def kept_bytes(work, weights):
