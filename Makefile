@@ -15,7 +15,7 @@ SEED ?=
 TEST_FLAGS ?=
 INTEROP ?= $(HOME)/.cache/mmm/interop
 
-.PHONY: demo test test-torch test-long test-cluster test-gpu test-interop fuzz fuzz-files lint install clean
+.PHONY: demo test test-torch test-long test-cluster test-gpu test-interop fuzz fuzz-files mutants lint install clean
 
 install: $(READY)
 
@@ -74,6 +74,12 @@ fuzz: $(READY)
 # Files of every kind that mmm reads, changed at random: each is read right, or refused: make fuzz-files MINUTES=20 SEED=7
 fuzz-files: $(READY)
 	PYTHONPATH=tests $(BIN)/python -m fuzz_files --minutes $(MINUTES) $(if $(SEED),--seed $(SEED))
+
+# Mistakes, planted one at a time in a copy of the package: is each caught? make mutants ONLY=tie-untied, make mutants MINUTES=5
+# (docs/testing.md has the last results: TABLE=docs/testing.md writes them).
+mutants: MINUTES =
+mutants: $(READY)
+	PYTHONPATH=tests $(BIN)/python -m mutants $(ONLY) $(if $(MINUTES),--minutes $(MINUTES)) $(if $(TABLE),--table $(TABLE))
 
 lint: $(LINT)
 	$(BIN)/ruff check .

@@ -3,6 +3,19 @@
 import sys
 from pathlib import Path
 
+import pytest
+
 sys.path.insert(0, str(Path(__file__).parent))
 
 pytest_plugins = ["mmm.testing.plugin"]
+
+
+@pytest.fixture
+def one_thread():
+    """Threads of small operators wait for each other where cores are shared."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)

@@ -69,6 +69,11 @@ def test_a_module_in_a_string_is_seen(text, tmp_path):
     assert len(modules_in_strings(path, "runtime")) == 1
 
 
+@pytest.mark.parametrize("file", sorted((SOURCE / "examples").glob("*.py")), ids=lambda file: file.stem)
+def test_every_example_is_short(file):
+    assert len(file.read_text().splitlines()) <= 150
+
+
 LONGEST = 60  # lines of a function
 # Those that are longer still: (file, function). It only gets shorter.
 STILL_LONGER: set[tuple[str, str]] = set()

@@ -56,6 +56,7 @@ def record(folder, rows=1, error=None):
         (KeyboardInterrupt(), "interrupted", "SIGINT"),
         (SystemExit(128 + signal.SIGTERM), "interrupted", "SIGTERM"),
         (SystemExit(128 + signal.SIGHUP), "interrupted", "SIGHUP"),
+        (SystemExit(75), "interrupted", "a signal; the state is saved"),
         (SystemExit(3), "failed", "SystemExit: 3"),
         (RuntimeError("first\n  second"), "failed", "RuntimeError: first second"),
         (ZeroDivisionError(), "failed", "ZeroDivisionError"),

@@ -77,6 +77,7 @@ def test_perlmutter():
     made = plan(SLURM | {"NERSC_HOST": "perlmutter"})
     assert line(made) == "srun -N 2 -n 8 --ntasks-per-node=4 --gpus-per-node=4 --cpus-per-task=32 " + ENTRY
     assert (made.variables["MASTER_ADDR"], made.variables["MASTER_PORT"]) == ("n1", "29500")
+    assert plan(SLURM | {"NERSC_HOST": "perlmutter"}, attempt=1).variables["MASTER_PORT"] == "29501"
 
 
 def test_frontier():

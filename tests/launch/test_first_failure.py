@@ -6,6 +6,7 @@ import pytest
 
 from mmm import contract
 from mmm.contract import Report
+from mmm.launch.channel.failures import cause
 from mmm.launch.channel.wire import Status
 from mmm.launch.run.supervisor import Failure
 
@@ -15,10 +16,6 @@ USER = Failure.reported(Report(2, "user", "Connection refused is what this user'
 KILLED = Failure.ended(Status(3, 77, -signal.SIGKILL, time=4.5))
 ABORTED = Failure.ended(Status(0, 78, -signal.SIGABRT, time=4.1))
 LEFT = Failure.ended(Status(2, 79, 3, time=7.0))
-
-
-def first(*failures):
-    return min(failures, key=lambda f: (f.doubt, f.time))
 
 
 @pytest.mark.parametrize(
@@ -36,8 +33,8 @@ def first(*failures):
     ],
 )
 def test_the_cause_comes_first(failures, expected):
-    assert first(*failures) is expected
-    assert first(*reversed(failures)) is expected
+    assert cause(failures) is expected
+    assert cause(failures[::-1]) is expected
 
 
 def test_exit_codes():

@@ -70,6 +70,13 @@ def test_who_answers_without_the_token_is_not_believed():
         thread.join()
 
 
+def test_who_connects_without_the_token_is_refused(reception):
+    with socket.create_connection(reception.server.getsockname()) as stranger:
+        stranger.sendall(bytes(64))  # a challenge, and no proof
+        assert welcomed(reception, until=lambda links: links or reception.refused) == []
+    assert reception.refused == 1
+
+
 def test_an_address_that_refuses_at_first_is_tried_again(reception, monkeypatch):
     tries, real = [], socket.create_connection
 

@@ -2,11 +2,13 @@
 
 import os
 import signal
+import subprocess
 import time
 from pathlib import Path
 
 import pytest
 
+from mmm.launch.run import processes
 from support.launcher import SPAWNED_IN_LONG
 
 SOON = 30.0  # s: at once, on a machine with ten times the work that it has cores for
@@ -109,6 +111,18 @@ def test_a_run_that_ends_well_leaves_nothing(launcher, how):
     done = launcher.run(*how, "-n", "2", "python3", "t.py", "fork", "leave")
     assert done.returncode == 0
     assert launcher.gone(within=0.1)
+
+
+def test_what_ignores_sigterm_is_killed():
+    words = ["sh", "-c", "trap '' TERM; echo ready; while :; do sleep 0.1; done"]
+    left = subprocess.Popen(words, start_new_session=True, stdout=subprocess.PIPE)
+    try:
+        left.stdout.readline()
+        assert processes.end(left.pid, "-", grace=0.1) >= 1
+        assert left.wait(5.0) == -signal.SIGKILL
+    finally:
+        left.kill()
+        left.communicate()
 
 
 def test_launch_is_killed_while_the_agent_imports(launcher):

@@ -144,6 +144,15 @@ def test_a_copy_is_used_again_and_a_changed_source_is_copied_anew(hosts):
     assert run()[1].keys() == first.keys()  # the last run has removed its own
 
 
+def test_a_source_that_has_changed_has_another_key(tmp_path):
+    (tmp_path / "a").write_text("one")
+    before = copies.scan(str(tmp_path))
+    assert copies.scan(str(tmp_path)) == before
+    (tmp_path / "a").write_text("two")  # as long
+    os.utime(tmp_path / "a", (1, 1))
+    assert copies.scan(str(tmp_path)).key != before.key
+
+
 def test_on_this_host_alone(launcher, pristine):
     """Scripts that installers have written name the copy, and the copy's programs come first."""
     env = launcher.folder / "env"

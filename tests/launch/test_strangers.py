@@ -63,6 +63,15 @@ def test_a_planted_copy_is_refused(source, everybodys, way):
         pass
 
 
+def test_a_new_folder_is_this_users_alone(source, tmp_path):
+    copy, before = Copy(copies.scan(str(source)), str(tmp_path)), os.umask(0)
+    try:
+        copy.own_folder()
+    finally:
+        os.umask(before)
+    assert copy.parent.stat().st_mode & 0o777 == 0o700
+
+
 def test_launch_names_the_planted_folder_and_starts_nothing(launcher, everybodys):
     (launcher.folder / "env").mkdir()
     as_a_stranger((everybodys / f"mmm-stage-{os.getuid()}").mkdir)

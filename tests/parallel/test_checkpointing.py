@@ -2,17 +2,15 @@
 
 import pytest
 import torch
-from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mmm.errors import ConfigError
-from mmm.models import draw, weights
+from mmm.models import weights
 from mmm.models.vit import ViT, ViTConfig
-from mmm.parallel import Layout, apply, build_mesh, cross_entropy, materialize
+from mmm.parallel import cross_entropy
 from mmm.parallel.memory.checkpointing import apply_checkpointing, check_checkpointing
 from mmm.parallel.plans.cnn import cnn_plan
 from mmm.parallel.plans.vit import vit_plan
-from mmm.runtime.device import Precision
 from support import vision
 
 CONFIG = ViTConfig(image_size=12, patch_size=4, channels=1, classes=10, dim=16, n_layers=3, n_heads=4)
@@ -81,32 +79,6 @@ def test_compiled_all_the_same(mode):
     assert graphs
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(parameter.grad, expected[name], rtol=1e-9, atol=1e-14)
-
-
-def on_a_mesh(rank, layout, mode):
-    mesh = build_mesh(layout, "cpu")
-    with torch.device("meta"):
-        model: nn.Module = vision.build("vit")
-    technique = "fsdp" if layout.tp > 1 else "zero2"
-    precision = Precision("fp64", torch.float64, torch.float64)
-    model = apply(model, mesh, vit_plan(), precision, data_parallel=technique, checkpointing=mode)
-    materialize(model, torch.device("cpu"), vision.SEED)
-    size = vision.GLOBAL_BATCH // layout.dp
-    mine = layout.dp_coordinate(rank.rank) * size
-    images, classes = (whole[mine : mine + size] for whole in vision.batch("vit", 0))
-    cross_entropy(model(images), classes, vision.GLOBAL_BATCH).backward()
-    return {draw.canonical_name(name): p.grad.full_tensor() for name, p in model.named_parameters()}
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("mode", ["full", "selective"])
-@pytest.mark.parametrize("layout", [Layout(dp_shard=2, tp=2), Layout(dp_shard=2)], ids=str)
-def test_gradients_on_meshes(run_on_ranks, layout, mode):
-    _, _, expected = vision.train("vit", "sgd")
-    got = run_on_ranks(on_a_mesh, layout.ranks, layout, mode)[-1]
-    assert got.keys() == expected.keys()
-    for name, gradient in expected.items():
-        assert (got[name] - gradient).abs().max() <= 1e-8 * gradient.abs().max(), name
 
 
 @pytest.mark.parametrize(

@@ -4,39 +4,29 @@ import math
 
 import pytest
 import torch
-from torch.distributed.tensor.parallel import loss_parallel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-import mmm.parallel.dp.data_parallel
 from mmm.data import Batch
 from mmm.errors import ConfigError, LayoutError
 from mmm.models.cnn import CNNConfig
-from mmm.models.draw import canonical_name
 from mmm.models.transformer import Transformer, TransformerConfig, causal_attention
 from mmm.models.vit import ViTConfig
 from mmm.parallel import (
     Layout,
-    apply,
     build_mesh,
     check_compile,
-    clip_grad_norm,
-    cross_entropy,
-    materialize,
 )
 from mmm.parallel.cp import block_attention
 from mmm.parallel.cp.block_attention import block_backward, block_forward, merge, tiled_backward, tiled_forward
 from mmm.parallel.cp.context_parallel import apply_context_parallel
 from mmm.parallel.cp.ring import RingAttention, positions_of
 from mmm.parallel.cp.ulysses import UlyssesAttention
-from mmm.parallel.local import detached
 from mmm.parallel.plans.cnn import check_cnn, cnn_plan
 from mmm.parallel.plans.transformer import check_transformer, transformer_plan
 from mmm.parallel.plans.vit import check_vit
 from mmm.parallel.rules import CP_STYLES
-from mmm.runtime.device import Precision
-from mmm.runtime.process_group import gather_floats
-from support import reference
+from support import anywhere, reference
 from support.shards import shard_batch
 
 STEPS = 10
@@ -239,105 +229,13 @@ def test_attention_in_half_precision(run_on_ranks, style):
             assert (mine - whole[:, :, positions_of(coordinate, 2, 16)]).abs().max() <= 3e-2 * whole.abs().max()
 
 
-# ---- the Transformer
-
-
-def train(rank, layout, style, steps=STEPS, checkpointing="none"):
-    """Losses of each step, the whole gradients of the first, and their norm."""
-    mesh = build_mesh(layout, "cpu")
-    with torch.device("meta"):
-        model = Transformer(reference.CONFIG)
-    precision = Precision("test", torch.float64, torch.float64)
-    apply(model, mesh, transformer_plan(), precision, cp_style=style, checkpointing=checkpointing)
-    materialize(model, CPU, reference.SEED)
-    step_of = reference.optimizer_of("sgd", model)
-    size = reference.GLOBAL_BATCH // layout.dp
-    losses, first, norm = [], {}, math.nan
-    for step in range(steps):
-        first_sample = layout.dp_coordinate(rank.rank) * size
-        batch = reference.tokens().batch(step, reference.GLOBAL_BATCH, first_sample, size)
-        part, positions = shard_batch(batch, layout.coordinates(rank.rank)["cp"], layout.cp)
-        with loss_parallel():
-            loss = cross_entropy(model(part.inputs, positions), part.targets, part.count)
-            loss.backward()
-        if step == 0:
-            first = {canonical_name(name): p.grad.full_tensor() for name, p in model.named_parameters()}
-            norm = float(clip_grad_norm(model.parameters(), math.inf))
-        step_of.step()
-        step_of.zero_grad()
-        shares = gather_floats([detached(loss).item()], CPU)
-        losses.append(sum(shares[r][0] for r in layout.loss_ranks()))
-    return losses, first, norm
-
-
-def assert_same(got, steps=STEPS):
-    losses, gradients, norm = got
-    expected_losses, expected = reference.train("sgd", torch.float64, steps)
-    worst = max(abs(a - b) / abs(b) for a, b in zip(losses, expected_losses, strict=True))
-    assert worst <= 1e-9, f"losses differ by {worst:.2e}: {losses} instead of {expected_losses}"
-    assert gradients.keys() == expected.keys()
-    for name, gradient in expected.items():
-        off = ((gradients[name] - gradient).abs().max() / gradient.abs().max()).item()
-        assert off <= 1e-8, f"gradient of {name} differs by {off:.2e} of its largest element"
-    expected_norm = math.sqrt(sum(float(g.square().sum()) for g in expected.values()))
-    assert norm == pytest.approx(expected_norm, rel=1e-9)
-
-
-LAYOUTS = [
-    Layout(dp_shard=2, cp=2),
-    *(
-        pytest.param(layout, marks=pytest.mark.long)
-        for layout in (
-            Layout(dp_shard=1, cp=2),
-            Layout(dp_shard=1, cp=4),
-            Layout(dp_replicate=2, dp_shard=1, cp=2),
-            Layout(dp_shard=1, cp=2, tp=2),
-        )
-    ),
-]
-
-
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-@pytest.mark.parametrize(("style", "steps"), [("ring", STEPS), pytest.param("ulysses", 4, marks=pytest.mark.long)])
-def test_same_as_whole(run_on_ranks, layout, style, steps):
-    check_transformer(reference.CONFIG, layout, reference.SEQ, style)
-    for got in run_on_ranks(train, layout.ranks, layout, style, steps):
-        assert_same(got, steps)
-
-
-@pytest.mark.parametrize("style", CP_STYLES)
 @pytest.mark.long
+@pytest.mark.parametrize("style", CP_STYLES)
 @pytest.mark.parametrize("checkpointing", ["full", "selective"])
 def test_with_activation_checkpointing(run_on_ranks, checkpointing, style):
-    for got in run_on_ranks(train, 2, Layout(dp_shard=1, cp=2), style, 1, checkpointing):
-        assert_same(got, 1)
-
-
-def over_dp_alone(rank, layout):
-    """A planted bug: gradients are added up over dp_shard, and not over cp."""
-    original = mmm.parallel.dp.data_parallel.dp_mesh
-    mmm.parallel.dp.data_parallel.dp_mesh = lambda mesh: mesh["dp_shard"]
-    try:
-        return train(rank, layout, "ring", 1)
-    finally:
-        mmm.parallel.dp.data_parallel.dp_mesh = original
-
-
-def equal_stretches(rank, layout):
-    """A planted bug: positions that do not say where the tokens stand."""
-    original = globals()["shard_batch"]
-    globals()["shard_batch"] = lambda *args: (original(*args)[0], torch.arange(reference.SEQ // layout.cp))
-    try:
-        return train(rank, layout, "ulysses", 1)
-    finally:
-        globals()["shard_batch"] = original
-
-
-@pytest.mark.parametrize("planted", [over_dp_alone, equal_stretches])
-def test_planted_bugs_are_caught(run_on_ranks, planted):
-    got = run_on_ranks(planted, 2, Layout(dp_shard=1, cp=2))[0]
-    with pytest.raises(AssertionError, match="differ"):
-        assert_same(got, 1)
+    techniques = {"cp_style": style, "checkpointing": checkpointing}
+    ranks = run_on_ranks(anywhere.train, 2, Layout(dp_shard=1, cp=2), techniques)
+    anywhere.assert_same(ranks, reference.train("sgd", torch.float64, 2))
 
 
 # ---- what is refused

@@ -8,7 +8,6 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import loss_parallel
 
 import mmm.models.experts
@@ -38,9 +37,6 @@ from mmm.parallel.ep.expert_parallel import apply_expert_parallel
 from mmm.parallel.local import detached
 from mmm.parallel.plans.cnn import cnn_plan
 from mmm.parallel.plans.transformer import check_transformer, transformer_plan
-from mmm.parallel.pp.pipeline import Pipeline
-from mmm.parallel.pp.schedules import stages_of
-from mmm.parallel.pp.stages import balance_stages, part_costs, parts_of, take_stage
 from mmm.runtime.device import Precision
 from mmm.runtime.process_group import gather_floats
 from support import reference
@@ -132,49 +128,6 @@ def train(rank, layout, optimizer="sgd", steps=STEPS, biases=(), config=CONFIG, 
     return losses, first, norm, loads, [layer.moe.expert_bias.tolist() for layer in inner.layers.values()]
 
 
-def train_stages(rank, layout, schedule="1F1B", steps=STEPS):
-    """The same through a pipeline; gradients, loads and biases of this rank's layers, the latter by layer."""
-    mesh = build_mesh(layout, "cpu", experts=True)
-    with torch.device("meta"):
-        model, sample = transformer_of(CONFIG), torch.zeros(2, reference.SEQ, dtype=torch.int64)
-    plan, each = transformer_plan(), 2 if schedule == "ZBVZeroBubble" else 1
-    parts = parts_of(model, plan)
-    cuts = balance_stages(part_costs(model, parts, sample), layout.pp * each)
-    mine = {}
-    for number in stages_of(layout.coordinates(rank.rank)["pp"], layout.pp, schedule, each):
-        mine[number] = apply(take_stage(model, parts, cuts[number]), mesh, plan, FP64)
-        materialize(mine[number], CPU, reference.SEED)
-    count = reference.GLOBAL_BATCH * reference.SEQ
-    pipeline = Pipeline(
-        mine,
-        len(cuts),
-        mesh,
-        schedule=schedule,
-        microbatches=4,
-        device=CPU,
-        loss=lambda logits, targets: cross_entropy(logits, targets, count),
-    )
-    named = [pair for stage in pipeline.stages.values() for pair in stage.named_parameters()]
-    step_of = optimizer_of("sgd", [p for _, p in named])
-    size = reference.GLOBAL_BATCH // layout.dp
-    numbers = [int(number) for stage in mine.values() for number in stage.layers]
-    losses, first, norm, loads = [], {}, math.nan, []
-    for step in range(steps):
-        part = reference.tokens().batch(step, reference.GLOBAL_BATCH, layout.dp_coordinate(rank.rank) * size, size)
-        with loss_parallel():
-            share = pipeline.step(part.inputs, part.targets, positions=torch.arange(reference.SEQ)).item()
-        if step == 0:
-            first = {canonical_name(name): p.grad.full_tensor() for name, p in named}
-            norm = float(clip_grad_norm([p for _, p in named], math.inf, stages=mesh["pp"]))
-        step_of.step()
-        step_of.zero_grad()
-        loads.append(dict(zip(numbers, balance_experts(mine.values(), mesh, BALANCE).tolist(), strict=True)))
-        shares = gather_floats([share], CPU)
-        losses.append(sum(shares[r][0] for r in layout.loss_ranks()))
-    biases = {int(n): layer.moe.expert_bias.tolist() for stage in mine.values() for n, layer in stage.layers.items()}
-    return losses, first, norm, loads, biases
-
-
 def assert_same(got, expected):
     losses, gradients, norm, loads, biases = got
     right_losses, right, right_loads, right_biases = expected
@@ -185,41 +138,22 @@ def assert_same(got, expected):
         assert off <= 1e-8, f"gradient of {name} differs by {off:.2e} of its largest element"
     whole = math.sqrt(sum(float(g.square().sum()) for g in right.values()))
     assert norm == pytest.approx(whole, rel=1e-9), "norms differ"
-    if isinstance(biases, dict):  # a stage's layers
-        right_loads = [{layer: step[layer] for layer in biases} for step in right_loads]
-        right_biases = {layer: right_biases[layer] for layer in biases}
-    else:
-        assert gradients.keys() == right.keys()
+    assert gradients.keys() == right.keys()
     assert loads == right_loads, "loads differ"
     assert biases == right_biases, "biases differ"
-
-
-MANY = [  # in `make test-long`
-    Layout(dp_shard=1),
-    Layout(dp_shard=2, ep=2),
-    Layout(dp_shard=4),
-    Layout(dp_shard=4, ep=4),
-    Layout(dp_shard=2, cp=2, ep=2),
-    Layout(dp_shard=2, tp=2, ep=2),
-    Layout(dp_replicate=2, dp_shard=2, ep=2),
-    Layout(dp_shard=2, tp=2),
-    Layout(dp_shard=1, tp=2),
-    Layout(dp_shard=1, cp=2),
-    Layout(dp_shard=1, cp=2, tp=2),
-]
 
 
 @pytest.mark.parametrize(
     ("layout", "steps"),
     [
-        pytest.param(Layout(dp_shard=4, ep=2), 3, marks=pytest.mark.long),
         (Layout(dp_shard=2, cp=2, ep=2), 2),
-        *(pytest.param(layout, STEPS, marks=pytest.mark.long) for layout in [Layout(dp_shard=4, ep=2), *MANY]),
+        pytest.param(Layout(dp_shard=4, ep=2), STEPS, marks=pytest.mark.long),
+        pytest.param(Layout(dp_shard=2, tp=2, ep=2), STEPS, marks=pytest.mark.long),
     ],
     ids=str,
 )
 def test_same_as_whole(run_on_ranks, layout, steps):
-    check_transformer(CONFIG, layout, reference.SEQ)
+    """Loads and biases too; `tests/parity/test_matrix.py` has the other layouts."""
     expected = check(run_on_ranks, layout, steps)
     assert len({tuple(load) for step in expected[2] for load in step}) > steps  # routing does change
 
@@ -291,25 +225,6 @@ def test_initial_weights_and_what_is_saved(run_on_ranks, layout):
     assert all(torch.equal(got[name], tensor) for name, tensor in expected.state_dict().items())
 
 
-@pytest.mark.parametrize(
-    ("layout", "schedule", "steps"),
-    [
-        (Layout(pp=2, dp_shard=2, ep=2), "1F1B", 2),
-        pytest.param(Layout(pp=2, dp_shard=2, ep=2), "1F1B", STEPS, marks=pytest.mark.long),
-        pytest.param(Layout(pp=2, dp_shard=2, ep=2), "ZBVZeroBubble", 2, marks=pytest.mark.long),
-        pytest.param(Layout(pp=2, dp_shard=1, tp=2), "1F1B", 2, marks=pytest.mark.long),
-    ],
-    ids=str,
-)
-def test_pipeline(run_on_ranks, layout, schedule, steps):
-    expected = reference_run("sgd", steps)
-    ranks = run_on_ranks(train_stages, layout.ranks, layout, schedule, steps)
-    for got in ranks:
-        assert_same(got, expected)
-    assert set().union(*(got[1] for got in ranks)) == expected[1].keys()
-    assert set().union(*(got[4] for got in ranks)) == {0, 1}
-
-
 @pytest.mark.long
 def test_compiled(run_on_ranks):
     """The attention of a block, and what surrounds its experts."""
@@ -351,78 +266,6 @@ def reads(rank):
 
 def test_one_read_a_layer(run_on_ranks):
     assert run_on_ranks(reads, 2) == [CONFIG.n_layers] * 2
-
-
-# ---- planted bugs
-
-
-def averaged(rank, layout):
-    """The experts' gradients are averaged over the ranks that hold them."""
-    original = torch.distributed.fsdp.FSDPModule.set_gradient_divide_factor
-
-    def partition_model(self, factor):
-        original(self, 2.0 if isinstance(self, mmm.models.experts.Experts) else factor)
-
-    torch.distributed.fsdp.FSDPModule.set_gradient_divide_factor = partition_model
-    try:
-        return train(rank, layout, steps=1)
-    finally:
-        torch.distributed.fsdp.FSDPModule.set_gradient_divide_factor = original
-
-
-def over_dp_alone(rank, layout):
-    """The experts' gradients are added up over what ep leaves of dp_shard, and not over cp."""
-    original = mmm.parallel.mesh._build_expert_mesh
-
-    def build(layout, device_type):
-        ranks = original(layout, device_type).mesh.reshape(-1, layout.cp, layout.ep).movedim(1, 0)
-        return DeviceMesh(device_type, ranks, mesh_dim_names=("other", "expert_dp", "ep"))
-
-    mmm.parallel.mesh._build_expert_mesh = build
-    try:
-        return train(rank, layout, steps=1)
-    finally:
-        mmm.parallel.mesh._build_expert_mesh = original
-
-
-def counted_on_dp_alone(rank, layout):
-    """Loads are not added up over cp."""
-    original = mmm.parallel.ep.balance.TOKEN_AXES
-    mmm.parallel.ep.balance.TOKEN_AXES = tuple(axis for axis in original if axis != "cp")
-    try:
-        return train(rank, layout, steps=1)
-    finally:
-        mmm.parallel.ep.balance.TOKEN_AXES = original
-
-
-def not_back_in_order(rank, layout):
-    """Tokens come back sorted by expert and not as they were sent."""
-    original = mmm.parallel.ep.expert_parallel.expert_forward
-    mmm.parallel.ep.expert_parallel.expert_forward = lambda x, *rest: original(x, *rest).flip(0)
-    try:
-        return train(rank, layout, steps=1)
-    finally:
-        mmm.parallel.ep.expert_parallel.expert_forward = original
-
-
-@pytest.mark.parametrize(
-    ("planted", "layout", "words"),
-    [
-        (averaged, Layout(dp_shard=4, ep=2), r"gradient of layers.0.moe.experts.w1 differs by 5.00e-01"),
-        pytest.param(
-            over_dp_alone,
-            Layout(dp_shard=2, cp=2, ep=2),
-            "gradient of layers.0.moe.experts.w1 differs",
-            marks=pytest.mark.long,
-        ),
-        pytest.param(counted_on_dp_alone, Layout(dp_shard=2, cp=2, ep=2), "loads differ", marks=pytest.mark.long),
-        (not_back_in_order, Layout(dp_shard=2, ep=2), "losses differ"),
-    ],
-)
-def test_planted_bugs_are_caught(run_on_ranks, planted, layout, words):
-    got = run_on_ranks(planted, layout.ranks, layout)[0]
-    with pytest.raises(AssertionError, match=words):
-        assert_same(got, reference_run("sgd", 1))
 
 
 # ---- the mesh, and what is refused

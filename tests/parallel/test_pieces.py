@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -228,50 +228,6 @@ def vit_gradients(rank, layout, tiles):
     images, classes = (whole[mine : mine + size] for whole in vision.batch("vit", 0))
     cross_entropy(model(images), classes, vision.GLOBAL_BATCH).backward()
     return {draw.canonical_name(name): p.grad.full_tensor() for name, p in model.named_parameters()}
-
-
-# ---- planted bugs
-
-
-def own_part_alone(rank, layout):
-    """Each rank of tp leaves the other ranks' logits out of the sum of exponentials."""
-    original = mmm.parallel.memory.chunked_loss.VocabShard.reduce
-    mmm.parallel.memory.chunked_loss.VocabShard.reduce = lambda self, tensor, op=None: None
-    try:
-        return anywhere.train(rank, layout, {"loss_chunks": 3})
-    finally:
-        mmm.parallel.memory.chunked_loss.VocabShard.reduce = original
-
-
-def stretches_of_the_whole(rank, layout):
-    """Tiles of the whole sequence, which leave each rank of tp with pieces of others' tokens."""
-    original = mmm.parallel.memory.tiling.tiled
-
-    def wrong(forward, tiles):
-        def in_tiles(x):
-            whole = x.redistribute(placements=[Replicate()])
-            return torch.cat([forward(part) for part in whole.tensor_split(tiles, dim=1)], dim=1)
-
-        return in_tiles
-
-    mmm.parallel.memory.tiling.tiled = wrong
-    try:
-        return anywhere.train(rank, layout, {"tile": 2})
-    finally:
-        mmm.parallel.memory.tiling.tiled = original
-
-
-@pytest.mark.parametrize(
-    ("planted", "layout"),
-    [
-        pytest.param(own_part_alone, Layout(dp_shard=1, tp=2), marks=pytest.mark.long),
-        (stretches_of_the_whole, Layout(dp_shard=1, tp=2)),
-    ],
-)
-def test_planted_bugs_are_caught(run_on_ranks, planted, layout):
-    ranks = run_on_ranks(planted, 2, layout)
-    with pytest.raises(AssertionError, match="differ"):
-        anywhere.assert_same(ranks, reference.train("sgd", F64, 2))
 
 
 # ---- what is refused

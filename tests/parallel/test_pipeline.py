@@ -1,6 +1,5 @@
 """Pipelines: losses, gradient norms and every gradient as in plain PyTorch on one process; the split; refusals."""
 
-import math
 from dataclasses import replace
 from itertools import combinations, pairwise
 from typing import ClassVar
@@ -9,22 +8,18 @@ from unittest.mock import patch
 import pytest
 import torch
 from torch.distributed.pipelining import ScheduleGPipe
-from torch.distributed.tensor.parallel import loss_parallel
 
 from mmm.errors import ConfigError, LayoutError
-from mmm.models.draw import canonical_name
 from mmm.models.transformer import Transformer, TransformerConfig
-from mmm.parallel import Layout, Techniques, apply, build_mesh, clip_grad_norm, cross_entropy, materialize
+from mmm.parallel import Layout, Techniques
 from mmm.parallel.plan import Plan
 from mmm.parallel.plans.cnn import cnn_plan
 from mmm.parallel.plans.transformer import transformer_plan
 from mmm.parallel.plans.vit import vit_plan
-from mmm.parallel.pp.pipeline import Pipeline
 from mmm.parallel.pp.schedules import SCHEDULES, Schedule, check_pipeline, stages_of
 from mmm.parallel.pp.stages import balance_stages, part_costs, parts_of, take_stage
 from mmm.runtime.device import Precision
-from mmm.runtime.process_group import gather_floats
-from support import reference, vision
+from support import anywhere, reference, vision
 
 CPU = torch.device("cpu")
 FP64 = Precision("fp64", torch.float64, torch.float64)
@@ -38,120 +33,6 @@ def build(model: str) -> torch.nn.Module:
         return Transformer(TEXT[model]) if model in TEXT else vision.build(model)
 
 
-def batch(model: str, step: int, first: int, size: int):
-    """Inputs, targets, the global count, and what each stage takes whole."""
-    if model in TEXT:
-        part = reference.tokens().batch(step, reference.GLOBAL_BATCH, first, size)
-        return part.inputs, part.targets, part.count, {"positions": torch.arange(reference.SEQ)}
-    images, classes = (whole[first : first + size] for whole in vision.batch(model, step))
-    return images, classes, vision.GLOBAL_BATCH, {}
-
-
-def pipeline_of(rank, model: str, layout: Layout, schedule: str, microbatches: int) -> tuple[Pipeline, object]:
-    whole, plan = build(model), PLANS[model]()
-    parts = parts_of(whole, plan)
-    inputs, _, count, _ = batch(model, 0, 0, 2)
-    techniques = Techniques(schedule=schedule, microbatches=microbatches)
-    each, _ = check_pipeline(layout, techniques, size_of(model, layout), len(parts))
-    inputs = inputs.to("meta", torch.int64 if model in TEXT else torch.float32)
-    cuts = balance_stages(part_costs(whole, parts, inputs), layout.pp * each)
-    mesh = build_mesh(layout, "cpu")
-    mine = {}
-    for number in stages_of(layout.coordinates(rank.rank)["pp"], layout.pp, schedule, each):
-        mine[number] = apply(take_stage(whole, parts, cuts[number]), mesh, plan, FP64)
-        materialize(mine[number], CPU, reference.SEED)
-
-    def loss(output, targets):
-        return cross_entropy(output, targets, count)
-
-    made = Pipeline(mine, len(cuts), mesh, schedule=schedule, microbatches=microbatches, loss=loss, device=CPU)
-    return made, mesh["pp"]
-
-
-def size_of(model: str, layout: Layout) -> int:
-    return (reference.GLOBAL_BATCH if model in TEXT else vision.GLOBAL_BATCH) // layout.dp
-
-
-def train_one(rank, model: str, layout: Layout, schedule: str, microbatches: int, steps: int, bug: str = ""):
-    """Losses and norms of each step, the gradients of the first that are here, and losses of evaluations."""
-    pipeline, axis = pipeline_of(rank, model, layout, schedule, microbatches)
-    if bug == "divided by the micro-batches":
-        pipeline.schedule.scale_grads = True
-    if bug == "mean of each micro-batch":
-        pipeline.schedule._loss_fn = lambda output, targets: cross_entropy(output, targets, targets.numel())
-    rate, limit = (reference.RATE, math.inf) if model in TEXT else (vision.RATE, vision.MAX_NORM[model])
-    named = [pair for stage in pipeline.stages.values() for pair in stage.named_parameters()]
-    optimizer = torch.optim.SGD([p for _, p in named], lr=rate["sgd"])
-    size = size_of(model, layout)
-    losses, norms, first, evaluated = [], [], {}, []
-    for step in range(steps):
-        inputs, targets, _, whole = batch(model, step, layout.dp_coordinate(rank.rank) * size, size)
-        with loss_parallel():
-            if step == 1 and schedule in ("1F1B", "ZBVZeroBubble"):
-                evaluated = [pipeline.evaluate(inputs, targets, **whole).item() for _ in range(2)]
-            share = pipeline.step(inputs, targets, **whole).item()
-        if step == 0:
-            first = {canonical_name(name): p.grad.full_tensor().clone() for name, p in named}
-        norms.append(clip_grad_norm([p for _, p in named], limit, stages=axis).item())
-        optimizer.step()
-        optimizer.zero_grad()
-        if step == 1:
-            assert evaluated == [pytest.approx(share, rel=1e-12)] * len(evaluated)
-        shares = gather_floats([share], CPU)
-        losses.append(sum(shares[r][0] for r in layout.loss_ranks()))
-    return losses, norms, first
-
-
-def train(rank, model: str, layout: Layout, runs: list[tuple]):
-    return [train_one(rank, model, layout, *run) for run in runs]
-
-
-def assert_same(model: str, ranks: list, steps: int) -> None:
-    """Each rank's losses and norms, and the gradients of all ranks together, against the reference."""
-    if model in TEXT:
-        expected_losses, expected = reference.train("sgd", torch.float64, 10, TEXT[model])
-        expected_norms = []
-    else:
-        expected_losses, expected_norms, expected = vision.train(model, "sgd")
-    assert set().union(*(first for _, _, first in ranks)) == expected.keys()
-    for losses, norms, first in ranks:
-        for name, gradient in first.items():
-            off = ((gradient - expected[name]).abs().max() / expected[name].abs().max()).item()
-            assert off <= 1e-8, f"gradient of {name} differs by {off:.2e} of its largest element"
-        for what, got, wanted in (("losses", losses, expected_losses), ("norms", norms, expected_norms)):
-            worst = max((abs(a - b) / abs(b) for a, b in zip(got, wanted, strict=False)), default=0)
-            assert worst <= 1e-9, f"{what} differ by {worst:.2e}: {got} instead of {wanted}"
-        assert len(losses) == steps
-        whole = math.sqrt(sum(g.square().sum().item() for g in expected.values()))
-        assert norms[0] == pytest.approx(whole, rel=1e-12)
-
-
-def check(run_on_ranks, model: str, layout: Layout, runs: list[tuple]) -> None:
-    ranks = run_on_ranks(train, layout.ranks, model, layout, runs)
-    for i, (_, _, steps) in enumerate(runs):
-        assert_same(model, [results[i] for results in ranks], steps)
-
-
-EVERY = {
-    "GPipe": 4,
-    "1F1B": 4,
-    "Interleaved1F1B": 4,
-    "LoopedBFS": 4,
-    "InterleavedZeroBubble": 4,
-    "ZBVZeroBubble": 4,
-    "DualPipeV": 8,
-}
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(("pp", "model"), [(2, "text"), (4, "deep")])
-def test_every_schedule(run_on_ranks, pp, model):
-    assert EVERY.keys() == SCHEDULES.keys()
-    steps = {"1F1B": 10, "ZBVZeroBubble": 10} if pp == 2 else {}
-    runs = [(schedule, count, steps.get(schedule, 2)) for schedule, count in EVERY.items()]
-    check(run_on_ranks, model, Layout(pp=pp, dp_shard=1), runs)
-
-
 class ScheduleNoted(ScheduleGPipe):
     """A schedule of one's own: PyTorch's, made with the micro-batches noted."""
 
@@ -162,39 +43,15 @@ class ScheduleNoted(ScheduleGPipe):
         self.made.append(microbatches)
 
 
-def train_by_own(rank, *given):
+def train_by_own(rank):
     with patch.dict(SCHEDULES, {"Own": Schedule(own=ScheduleNoted)}):
-        found = train(rank, *given)
+        found = anywhere.train(rank, Layout(pp=2, dp_shard=1), {}, accumulate=4, schedule="Own")
     assert ScheduleNoted.made == [4]
     return found
 
 
 def test_a_schedule_of_ones_own(run_on_ranks):
-    ranks = run_on_ranks(train_by_own, 2, "text", Layout(pp=2, dp_shard=1), [("Own", 4, 2)])
-    assert_same("text", [result for (result,) in ranks], 2)
-
-
-WITH_TP = pytest.param(Layout(pp=2, dp_shard=1, tp=2), marks=pytest.mark.long)
-
-
-@pytest.mark.parametrize("layout", [Layout(pp=2, dp_shard=2), WITH_TP], ids=str)
-def test_with_data_and_tensor_parallel(run_on_ranks, layout):
-    check(run_on_ranks, "text", layout, [("1F1B", 2, 10), ("ZBVZeroBubble", 4, 2)])
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("model", ["cnn", "vit"])
-def test_images(run_on_ranks, model):
-    check(run_on_ranks, model, Layout(pp=2, dp_shard=1), [("1F1B", 4, 10), ("ZBVZeroBubble", 3, 2)])
-    check(run_on_ranks, model, Layout(pp=2, dp_shard=1, tp=2), [("1F1B", 2, 2)])
-
-
-def test_planted_bugs_are_caught(run_on_ranks):
-    bugs = ["divided by the micro-batches", "mean of each micro-batch"]
-    ranks = run_on_ranks(train, 2, "text", Layout(pp=2, dp_shard=1), [("1F1B", 4, 2, bug) for bug in bugs])
-    for i in range(len(bugs)):
-        with pytest.raises(AssertionError, match="differ"):
-            assert_same("text", [results[i] for results in ranks], 2)
+    anywhere.assert_same(run_on_ranks(train_by_own, 2), reference.train("sgd", torch.float64, 2))
 
 
 @pytest.mark.parametrize("costs", [[0, 4, 4, 4, 4, 6], [1, 1, 1, 9], [5, 1, 1, 1, 5, 2, 2], [3]])
@@ -238,7 +95,7 @@ def test_stages_are_the_model(model):
     stages = [take_stage(whole, parts, held) for held in balance_stages([1] * len(parts), len(parts))]
     names = [name for stage in stages for name, _ in stage.named_parameters()]
     assert names == [name for name, _ in whole.named_parameters()]
-    inputs = batch(model, 0, 0, 2)[0]
+    inputs = reference.tokens().batch(0, 2, 0, 2).inputs if model in TEXT else vision.batch(model, 0)[0]
     real = (Transformer(TEXT[model]) if model in TEXT else vision.build(model)).double()
     x = inputs
     for held in balance_stages([1] * len(parts), len(parts)):

@@ -1,6 +1,5 @@
 """Tied weights stay one weight under every technique, or are refused by their names."""
 
-import importlib
 from dataclasses import replace
 from functools import lru_cache
 
@@ -131,21 +130,6 @@ def test_one_weight(run_on_ranks, layout, techniques):
             assert torch.allclose(got[3][name].to(tensor.dtype), tensor, rtol=1e-9, atol=1e-12), name
 
 
-def untied(rank, gradients):
-    """A planted bug: nothing ties again what has been given memory."""
-    module = importlib.import_module("mmm.parallel.initial_weights")
-    original, module.retie = module.retie, lambda *given: None
-    try:
-        return train(rank, DP2, {"data_parallel": "ddp"}, gradients, tied=())[1]
-    finally:
-        module.retie = original
-
-
-def test_a_planted_bug_is_caught(run_on_ranks):
-    for differences in run_on_ranks(untied, 2, plain()[1]):
-        assert differences["tokens.weight"] > 1e-3
-
-
 # ---- the Transformer, also over stages
 
 LLAMA = TransformerConfig(
@@ -201,22 +185,6 @@ def test_one_weight_of_the_transformer(run_on_ranks, make, layout, techniques):
     assert torch.equal(found["output.weight"], found["tok_embeddings.weight"])
     for name, tensor in expected.items():
         assert torch.allclose(found[name].to(tensor.dtype), tensor, rtol=1e-9, atol=1e-12), name
-
-
-def not_summed(rank, gradients, schedule):
-    """A planted bug: each stage updates a weight of its own."""
-    module = importlib.import_module("mmm.parallel.ties")
-    original, module.StageTies.sum_gradients = module.StageTies.sum_gradients, lambda self: None
-    try:
-        return train(rank, PP2, {"schedule": schedule}, gradients, (), dense, transformer_plan)[1]
-    finally:
-        module.StageTies.sum_gradients = original
-
-
-@pytest.mark.parametrize("schedule", ["1F1B", "ZBVZeroBubble"])
-def test_a_planted_bug_over_stages_is_caught(run_on_ranks, schedule):
-    found = run_on_ranks(not_summed, 2, plain(dense)[1], schedule)
-    assert max(each.get("tok_embeddings.weight", 0) for each in found) > 1e-3
 
 
 # ---- other ties

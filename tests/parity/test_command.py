@@ -29,39 +29,21 @@ def rows_of(path):
     return json.loads(Path(path).read_text())
 
 
+LONG = [  # of more ranks than `test_matrix.py` has, and by flags of the command
+    ("--model", "transformer", "--layout", "pp2.dp2.tp2", "--layout", "dp2.tp2.cp2", *PACKED),
+    ("--model", "vit", "--layout", "pp2.dp2.tp2"),
+    ("--model", "moe", "--layout", "pp2.dp2.tp2.ep2"),
+    ("--model", "cnn", "--layout", "dp3", "--global_batch_size", 18),
+    ("--model", "cnn", "--layout", "dp2", "--data_parallel", "zero2", "--dtype", "fp32"),
+]
+
+
 @pytest.mark.parametrize(
     "arguments",
     [
-        pytest.param(("--model", "transformer", "--layout", "cp2.pp2"), marks=pytest.mark.long),
-        pytest.param(("--model", "moe", "--layout", "ep2.dp2", "--optimizer", "sgd"), marks=pytest.mark.long),
-        pytest.param(
-            ("--model", "transformer", "--layout", "tp2", "--layout", "dp2.cp2", *PACKED), marks=pytest.mark.long
-        ),
         ("--model", "transformer", "--layout", "pp2.cp2", "--cp_style", "ulysses", *PACKED),
-        pytest.param(("--model", "transformer", "--layout", "pp2.dp2.tp2", *PACKED), marks=pytest.mark.long),
-        pytest.param(("--model", "transformer", "--layout", "dp2.tp2.cp2", *PACKED), marks=pytest.mark.long),
-        pytest.param(("--model", "moe", "--layout", "pp2.dp2.ep2", *PACKED), marks=pytest.mark.long),
-        pytest.param(("--model", "vit", "--layout", "pp2", "--schedule", "ZBVZeroBubble"), marks=pytest.mark.long),
-        pytest.param(("--model", "gpt", "--layout", "dp2.tp2"), marks=pytest.mark.long),
-        pytest.param(("--model", "gpt", "--layout", "pp2"), marks=pytest.mark.long),
-        pytest.param(("--model", "regression", "--layout", "pp2", "--layout", "tp2"), marks=pytest.mark.long),
         ("--model", "cnn", "--layout", "pp2", "--data", "digits"),
-        pytest.param(("--model", "vit", "--layout", "dp2.pp2", "--data", "digits"), marks=pytest.mark.long),
-        pytest.param(("--model", "cnn", "--layout", "dp3", "--global_batch_size", 18), marks=pytest.mark.long),
-        pytest.param(("--model", "gpt", "--layout", "cp2.tp2"), marks=pytest.mark.long),
-        pytest.param(("--model", "gpt", "--layout", "tp2", "--dtype", "fp32"), marks=pytest.mark.long),
-        pytest.param(
-            ("--model", "cnn", "--layout", "tp2.dp2", "--layout", "dp_shard2.dp_replicate2", "--optimizer", "sgd"),
-            marks=pytest.mark.long,
-        ),
-        pytest.param(("--model", "cnn", "--layout", "dp2", "--data_parallel", "zero1"), marks=pytest.mark.long),
-        pytest.param(
-            ("--model", "cnn", "--layout", "dp2", "--data_parallel", "zero2", "--dtype", "fp32"), marks=pytest.mark.long
-        ),
-        pytest.param(("--model", "transformer", "--layout", "tp2.dp2"), marks=pytest.mark.long),
-        pytest.param(("--model", "transformer", "--layout", "tp2.cp2.pp2"), marks=pytest.mark.long),
-        pytest.param(("--model", "vit", "--layout", "pp2.dp2.tp2"), marks=pytest.mark.long),
-        pytest.param(("--model", "moe", "--layout", "pp2.dp2.tp2.ep2"), marks=pytest.mark.long),
+        *(pytest.param(arguments, marks=pytest.mark.long) for arguments in LONG),
     ],
     ids=lambda arguments: " ".join(map(str, arguments[1::2])),
 )
@@ -123,52 +105,12 @@ def test_what_is_left(parity, tmp_path):
 @pytest.mark.parametrize(
     ("bug", "arguments", "what"),
     [
-        ("gradients_not_summed_over_dp", ("cnn", "dp2", "--data_parallel", "ddp"), "the gradient of"),
         ("gradients_averaged_over_dp", ("cnn", "dp2"), r"the gradient of \S+ on rank \d differs by 5.0e-01"),
-        pytest.param("mean_of_each_microbatch", ("cnn", "dp2"), r"the loss of step \d differs", marks=pytest.mark.long),
-        pytest.param(
-            "gradients_divided_by_microbatches",
-            ("cnn", "pp2"),
-            r"the gradient of \S+ on rank \d differs by 5.0e-01",
-            marks=pytest.mark.long,
-        ),
         ("same_samples_on_all_dp_ranks", ("cnn", "dp2"), r"the loss of step \d differs"),
-        pytest.param(
-            "mask_buffers_of_ranks_are_spoiled", ("gpt", "tp2"), r"the loss of step \d differs", marks=pytest.mark.long
-        ),
-        pytest.param(
-            "constants_of_ranks_are_spoiled",
-            ("regression", "dp2"),
-            r"the loss of step \d differs",
-            marks=pytest.mark.long,
-        ),
         pytest.param(
             "keys_bias_gets_a_gradient",
             ("gpt", "dp2"),
             r"the gradient of \S*key\.bias on rank \d",
-            marks=pytest.mark.long,
-        ),
-        pytest.param(
-            "norms_not_summed_over_sequence",
-            ("transformer", "tp2"),
-            r"the gradient of \S*norm\.weight on rank \d",
-            marks=pytest.mark.long,
-        ),
-        pytest.param(
-            "ring_passes_over_documents",
-            ("transformer", "cp2", *PACKED),
-            r"the loss of step \d differs",
-            marks=pytest.mark.long,
-        ),
-        ("targets_counted_by_each_rank", ("transformer", "dp2", *PACKED), r"the loss of step \d differs"),
-        ("dropout_of_each_rank", ("cnn", "pp2"), r"the loss of step \d differs"),
-        pytest.param(
-            "dropout_of_the_first_shard", ("cnn", "tp2"), r"the loss of step \d differs", marks=pytest.mark.long
-        ),
-        pytest.param(
-            "documents_of_the_first_microbatch",
-            ("transformer", "pp2", *PACKED),
-            r"the loss of step \d differs",
             marks=pytest.mark.long,
         ),
     ],

@@ -22,16 +22,8 @@ CPU = torch.device("cpu")
 NARROW = {"dim": 64, "n_layers": 4, "n_heads": 8, "n_kv_heads": 2, "ffn_dim": 192, "vocab_size": 256}
 WIDE = {"dim": 256, "n_layers": 4, "n_heads": 8, "n_kv_heads": 8, "ffn_dim": 704, "vocab_size": 512}
 VOCABULARY = {**NARROW, "vocab_size": 8192}
+pytestmark = pytest.mark.usefixtures("one_thread")
 ROUTED = {**NARROW, "n_experts": 8, "top_k": 2}
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Threads of small operators wait for each other where cores are shared."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def kept_bytes(work, weights):
@@ -137,6 +129,13 @@ def test_figures_of_the_docs(measured, techniques):
     parts = memory.of_stage(full_model(spec), Layout(dp_shard=4), Techniques(**techniques), 8, 1)
     beyond = sum(parts.values()) - parts["parameters"] - parts["optimizer"]
     assert beyond / 1e6 == pytest.approx(measured, rel=0.1)
+
+
+def test_logits_are_sharded_over_tp():
+    """Half of them on each of two ranks, and beside three tensors of their size a fourth."""
+    memory = MemoryModel(read_model("debug", VOCABULARY, 128), "cpu", "fp32")
+    alone, half = (memory.logits(Layout(dp_shard=1, tp=tp), Techniques(), 1)[0] for tp in (1, 2))
+    assert half == pytest.approx(alone * 4 / 3 / 2)
 
 
 @pytest.mark.parametrize("schedule", list(SCHEDULES))

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 import time
+import warnings
 import weakref
 from pathlib import Path
 
@@ -33,6 +34,19 @@ def test_ranks_stay_from_call_to_call(run_on_ranks):
     assert [numbers.tolist() for numbers, _ in first] == [[10.0] * 2] * 2
     assert [numbers.tolist() for numbers, _ in more] == [[3.0] * 2] * 3
     assert [pid for _, pid in first] == [pid for _, pid in more[:2]]
+
+
+def deprecated(rank):
+    warnings.warn("torch.something is deprecated", FutureWarning, stacklevel=1)
+
+
+def test_what_is_deprecated_is_an_error_here_and_on_ranks(run_on_ranks):
+    """By pyproject.toml, which has the exceptions."""
+    with pytest.raises(FutureWarning):
+        deprecated(None)
+    for fresh in (False, True):
+        with pytest.raises(RanksFailed, match=r"FutureWarning: torch\.something is deprecated"):
+            run_on_ranks(deprecated, 1, fresh=fresh)
 
 
 def without_group(rank):

@@ -49,6 +49,10 @@ MEET = {"MASTER_ADDR": "x1", "MASTER_PORT": "29500"}
         (MPICH, (1, 4, 1, 4, "mpich")),
         (OPENMPI, (3, 4, 3, 4, "openmpi")),
         ({**SLURM, **MEET}, (3, 4, 1, 2, "slurm")),
+        (
+            {**SLURM, **MEET, "SLURM_PROCID": "4", "SLURM_NTASKS": "5", "SLURM_STEP_TASKS_PER_NODE": "3,2"},
+            (4, 5, 1, 2, "slurm"),
+        ),
         ({**SLURM, **MEET, "PMI_RANK": "3", "PMI_SIZE": "4"}, (3, 4, 1, 2, "mpich")),  # srun --mpi=pmi2
         ({**MPICH, "SLURM_LOCALID": "0", "SLURM_STEP_ID": "0"}, (1, 4, 1, 4, "mpich")),
         ({**PALS, **MEET}, (13, 24, 1, 12, "pals")),

@@ -19,7 +19,7 @@ CONFIG = {
     "num_key_value_heads": 2,
     "intermediate_size": 48,
     "vocab_size": 67,
-    "rms_norm_eps": 1e-6,
+    "rms_norm_eps": 1e-4,
     "rope_theta": 10_000.0,
     "max_position_embeddings": 64,
     "hidden_act": "silu",

@@ -19,9 +19,14 @@ import mmm.history
 from mmm.checkpoint import Saver, read_manifest
 from mmm.checkpoint.manifest import FileSum, Manifest, steps_of
 from mmm.data.text.prepare import Preparation, prepare
+from mmm.errors import ConfigError
 from mmm.history.plots.figures import metric_figure
 from mmm.history.record.dataset import marks_of
+from mmm.history.record.folder import JOURNAL
+from mmm.history.record.journal import read_journal
 from mmm.runtime.stop import stop_signal
+from mmm.trainer.config.run import BaseOptions
+from mmm.trainer.config.training import CheckpointOptions, check_resume
 from mmm.trainer.run.resume import _has_state
 from support.disk import CAN_MOUNT, small_disk
 from support.resuming import curve, tensors, train
@@ -186,6 +191,24 @@ def test_the_record_is_one(run_on_ranks, tmp_path, text):
     assert f"resumed from {two}/checkpoints/step-10 at step 10" in notes
 
 
+def counted(rank, flags):
+    """At each save, the rows that the checkpoint counts, and those on the disk."""
+    found, right = [], Saver.save
+
+    def save(self, state, manifest):
+        found.append((manifest.state["rows"], len(read_journal(self.folder.parent / JOURNAL).rows)))
+        right(self, state, manifest)
+
+    with patch.object(Saver, "save", save):
+        assert train(rank, LM, flags) == ""
+    return found
+
+
+def test_the_rows_that_a_checkpoint_counts_are_on_the_disk(run_on_ranks, tmp_path, text):
+    flags = {**TEXT, "text": text, "n_layers": 1, "max_iters": 8, "checkpoint_every": 4, "outdir": tmp_path}
+    assert run_on_ranks(counted, 1, flags) == [[(4, 4), (8, 8)]]
+
+
 # Ranks, layout, and the step before which the run ends.
 CUTS = [
     (4, {}, 4),
@@ -285,6 +308,14 @@ def test_dropout_and_an_epoch_in_the_middle(run_on_ranks, tmp_path, ranks, paral
 
 
 @pytest.mark.long
+def test_a_row_that_another_layout_has_begun(run_on_ranks, tmp_path):
+    """An epoch's loss, the first part of which is of two ranks that share their samples."""
+    one, two = begin(run_on_ranks, FSDP, 2, {**DIGITS, "tpsize": 2}, tmp_path)
+    assert go_on(run_on_ranks, FSDP, 1, DIGITS, two) == [""]
+    assert curve(two, "train_loss") == pytest.approx(curve(one, "train_loss"), rel=1e-4)
+
+
+@pytest.mark.long
 def test_vit(run_on_ranks, tmp_path):
     flags = {"preset": "debug", "batch_size": 8, "max_iters": 8, "checkpoint_every": 4, "dtype": "fp64"}
     one, two = begin(run_on_ranks, VIT, 2, {**flags, "pp": 2}, tmp_path, ends_at=6)
@@ -370,6 +401,14 @@ def test_refused(run_on_ranks, tmp_path, begun):
     (tmp_path / "h").mkdir()
     (tmp_path / "h/checkpoints").write_text("in the way")
     refused(run_on_ranks, flags, tmp_path / "h", "auto", "h/checkpoints is a file")
+
+
+def test_flags_that_contradict_each_other():
+    checkpoint = CheckpointOptions(resume=Path("auto"), checkpoint_every=1)
+    with pytest.raises(ConfigError, match="--resume and --overwrite contradict each other"):
+        check_resume(checkpoint, BaseOptions(overwrite=True, outdir=Path("a")))
+    with pytest.raises(ConfigError, match="--resume auto without --outdir"):
+        check_resume(checkpoint, BaseOptions())
 
 
 def test_the_flag_that_ends_the_run_is_named(run_on_ranks, tmp_path):

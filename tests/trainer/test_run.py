@@ -19,6 +19,7 @@ import torch
 import mmm.history
 from mmm.errors import DeviceError, DivergedError, RecordError, UserError
 from mmm.parallel import Layout
+from mmm.runtime import process_group
 from mmm.runtime.device import Precision, _computes_bf16
 from mmm.testing import free_port
 from mmm.trainer import cnn, lm, vit
@@ -61,7 +62,7 @@ def diverge_between_rows(rank):
     layout = Layout().fit(rank.world_size)
     run, _ = make_run(rank, RunOptions(log_every=4), layout, Precision("fp32", torch.float32, torch.float32))
     said, collectives = [], []
-    gather = torch.distributed.distributed_c10d.all_gather_into_tensor
+    gather = process_group.all_gather
     with (
         on_a_host(rank),
         patch("mmm.runtime.process_group.all_gather", lambda *given: (collectives.append(1), gather(*given))),

@@ -98,7 +98,8 @@ def test_workers_change_nothing(dp):
     assert all(same(a, b) for epoch in range(2) for a, b in zip(here[epoch], ahead.epoch(epoch), strict=True))
     abandoned = ahead.epoch(0)
     next(abandoned)
-    assert all(same(a, b) for a, b in zip(here[1], ahead.epoch(1), strict=True))
+    for first in (0, 2):  # a run that goes on begins within an epoch
+        assert all(same(a, b) for a, b in zip(here[1][first:], ahead.epoch(1, first), strict=True))
     torch.manual_seed(0)
     expected = torch.rand(3)
     torch.manual_seed(0)

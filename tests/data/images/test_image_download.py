@@ -166,7 +166,7 @@ def test_half_an_answer_or_none_is_refused(tmp_path, serve, options, message):
 
 
 def test_another_address_is_tried_after_a_wrong_answer(tmp_path, serve):
-    wrong, right = serve({"one.bin": b"other"}), serve(CONTENTS)
+    wrong, right = serve({"one.bin": bytes(len(CONTENTS["one.bin"]))}), serve(CONTENTS)  # of the same size
     wanted = right.files()[0]
     obtain(
         tmp_path / "set", (File("one.bin", wanted.sha256, wanted.size, (wrong.url("one.bin"), right.url("one.bin"))),)

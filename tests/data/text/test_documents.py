@@ -235,6 +235,10 @@ def test_refused(text, tmp_path):
         packed(text, np.concatenate((ENDS[:1], np.zeros(len(ENDS) - 2, np.int64), ENDS[-1:])))
     with pytest.raises(DataError, match=r"token \d+, and the model's vocabulary ends at 9"):
         packed(text, vocab_size=10)
+    largest = len(TOKENS) - 1
+    with pytest.raises(DataError, match=rf"token {largest}, and the model's vocabulary ends at {largest - 1}"):
+        packed(text, vocab_size=largest, shuffle=False)
+    packed(text, vocab_size=largest + 1, shuffle=False)
     with pytest.raises(DataError, match=r"the data has \d+ sequences of 16 tokens, fewer than one global batch"):
         packed(text).steps_per_epoch(1000)
 

@@ -363,9 +363,10 @@ def test_a_part_that_another_made_is_written_through_no_link(files, tmp_path, na
     assert kept.read_text() == "kept"
 
 
-def test_part_of_another(files, tmp_path):
+@pytest.mark.parametrize(("some", "separator"), [(2, "\n"), (3, "")], ids=["other files", "another tokenizer"])
+def test_part_of_another(files, tmp_path, some, separator):
     """Its pieces have other names: none is taken for one of these, and all go in the end."""
-    other = Preparation(files[:2], tmp_path / "out", separator="\n")
+    other = Preparation(files[:some], tmp_path / "out", separator=separator)
     part, pieces = stopped_after(other, 2)
     (part / "tokenizer-0.json").write_text("a tokenizer that took its time")
     wanted, said = Preparation(files, tmp_path / "out", "chars"), []
