@@ -27,6 +27,7 @@ from mmm.launch.plan.host_plan import HostPlan
 from mmm.launch.plan.mpi import AGENT_VARIABLE
 from mmm.launch.program import target as targets
 from mmm.launch.program.target import Target
+from mmm.launch.run.local import LocalRanks
 from mmm.launch.run.server import ForkServerProcess
 from mmm.launch.staging.host import Stager
 
@@ -120,11 +121,11 @@ class Agent:
         if go["by"] == "host":
             forget_mpi()
             self.inherit = ()
-        launcher = self.entry["launcher"]
-        ranks = AgentSupervisor(plan, link, launcher, self.inherit, self.stager, self.server, self.is_elastic)
-        code = ranks.run()
+        ranks = LocalRanks(plan, self.server, self.is_elastic, self.hello["host"], self.inherit)
+        supervisor = AgentSupervisor(ranks, link, self.entry["launcher"], self.stager)
+        code = supervisor.run()
         self.server = ranks.server
-        return code, ranks.lost or not self.is_elastic
+        return code, supervisor.link is None or not self.is_elastic
 
 
 def refuse(link: Link, go: dict[str, Any], error: UserError) -> None:

@@ -1,20 +1,24 @@
 """How many ranks each of the hosts gets. In this order:
 
 -ppn    as many on each host; with -n until these are placed, host after host
--n      evenly over the hosts, and on none more than it has slots; evenly all the same if all slots are too few
+-n      evenly over the hosts, and on none more than it has slots, if all slots are enough
 slots   a rank a slot: of --hosts and --hostfile; else those that the job asked for
 else    a rank an accelerator; 1
+
+More ranks than slots are refused where hosts have different numbers of slots; where all have the same, -ppn or -n
+decides, and a note says so: a job often has one task a host, for launch to start the ranks.
 """
 
 from dataclasses import dataclass
 
 from mmm.errors import LaunchError
 from mmm.launch.plan import hosts
-from mmm.launch.plan.counts import spread
+from mmm.launch.plan.counts import is_even, spread
 from mmm.launch.plan.job import Job
 from mmm.launch.plan.options import MAX_RANKS, LaunchOptions
 
 NO_REASON = "nothing says more"
+SHOWN_HOSTS = 4
 
 
 @dataclass(frozen=True)
@@ -53,13 +57,31 @@ def place(options: LaunchOptions, job: Job, listed: hosts.Hosts, devices: int | 
             f"{max(counts)} ranks on each host: the number of ranks on a host must be from 1 to {MAX_RANKS}."
         )
     if slots is not None and any(count > room for count, room in zip(counts, slots, strict=True)):
-        notes.append(f"{sum(counts)} ranks are on {sum(slots)} slots ({slots_why}): {why.partition(',')[0]} decides")
+        asked = why.partition(",")[0]
+        if not is_even(slots):
+            raise LaunchError(_crowded(asked, names, counts, slots, slots_why))
+        notes.append(f"{sum(counts)} ranks are on {sum(slots)} slots ({slots_why}): {asked} decides")
     if why.startswith(NO_REASON):
         notes.append("no accelerators known: 1 rank on each host (choose with -ppn or -n)")
     used = [(name, count) for name, count in zip(names, counts, strict=True) if count]
     if len(used) < len(listed):
         notes.append(f"{len(used)} of {len(listed)} hosts are used")
     return Placement(tuple(name for name, _ in used), tuple(count for _, count in used), why, tuple(notes))
+
+
+def _crowded(asked: str, names: list[str], counts: list[int], slots: list[int], slots_why: str) -> str:
+    """Why these ranks are refused: more than slots on some host, where hosts have different numbers of slots."""
+    beyond = [
+        f"{name} would have {count} ranks on {room} slot{'s' * (room != 1)}"
+        for name, count, room in zip(names, counts, slots, strict=True)
+        if count > room
+    ]
+    more = " …" if len(beyond) > SHOWN_HOSTS else ""
+    return (
+        f"{asked}: {', '.join(beyond[:SHOWN_HOSTS])}{more}; hosts with different numbers of slots ({slots_why}) get a "
+        f"rank a slot.\n  Ask for at most -n {sum(slots)}, or leave it out, or say how many slots they have: --hosts "
+        f"{names[0]}:{max(counts)},…"
+    )
 
 
 def _slots(job: Job, listed: hosts.Hosts) -> tuple[list[int] | None, str]:
