@@ -41,7 +41,7 @@ def hello(rank, **more):
     return {"host": f"h{rank // 2}", "cores": 8, "cpus": "0-7", "rank": rank, "world": entry["processes"],
             "local_rank": rank % 2, "pid": 1, "port": 1, **more}
 def failure(rank, ago, doubt, text):
-    return {"failure": {"rank": rank, "exit_code": 7, "ago": ago, "doubt": doubt, "report": None, "text": text,
+    return {"failure": {"rank": rank, "exit_code": 7, "time": ago, "doubt": doubt, "report": None, "text": text,
                         "host": "", "final": False}}
 def until_told(link):
     told = []

@@ -37,6 +37,9 @@ class Listed(Transport):
             self.steps.pop(0)(self.run)
 
     def advance(self):
+        if self.run.state is RunState.STARTING:
+            self.run.renew(1)
+            self.run.ranks_started()
         return len(self.run.ended) == self.run.total
 
     def forward(self, number):
@@ -55,13 +58,7 @@ class Listed(Transport):
 
     def finish(self):
         self.told.append(("finish",))
-
-    def how_it_ended(self):
         return "it was gone", 9
-
-    def restart(self):
-        self.run.renew(1)
-        self.run.ranks_started()
 
     def clean_up(self):
         for end in (self.read, self.write):

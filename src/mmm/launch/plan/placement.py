@@ -13,12 +13,12 @@ from dataclasses import dataclass
 
 from mmm.errors import LaunchError
 from mmm.launch.plan import hosts
-from mmm.launch.plan.counts import is_even, spread
+from mmm.launch.plan.counts import in_words, is_even, spread
 from mmm.launch.plan.job import Job
 from mmm.launch.plan.options import MAX_RANKS, LaunchOptions
 
 NO_REASON = "nothing says more"
-SHOWN_HOSTS = 4
+SHOWN = 8  # hosts in a message
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,11 @@ def place(options: LaunchOptions, job: Job, listed: hosts.Hosts, devices: int | 
     if slots is not None and any(count > room for count, room in zip(counts, slots, strict=True)):
         asked = why.partition(",")[0]
         if not is_even(slots):
-            raise LaunchError(_crowded(asked, names, counts, slots, slots_why))
+            raise LaunchError(
+                f"{asked}: the ranks would be {in_words(counts, SHOWN)}, and the slots {in_words(slots, SHOWN)} "
+                f"({slots_why}). Hosts with different numbers of slots get a rank a slot.\n  Ask for at most "
+                f"{sum(slots)} ranks, by -n alone, or say how many the hosts have: --hosts {names[0]}:{max(counts)},…"
+            )
         notes.append(f"{sum(counts)} ranks are on {sum(slots)} slots ({slots_why}): {asked} decides")
     if why.startswith(NO_REASON):
         notes.append("no accelerators known: 1 rank on each host (choose with -ppn or -n)")
@@ -67,21 +71,6 @@ def place(options: LaunchOptions, job: Job, listed: hosts.Hosts, devices: int | 
     if len(used) < len(listed):
         notes.append(f"{len(used)} of {len(listed)} hosts are used")
     return Placement(tuple(name for name, _ in used), tuple(count for _, count in used), why, tuple(notes))
-
-
-def _crowded(asked: str, names: list[str], counts: list[int], slots: list[int], slots_why: str) -> str:
-    """Why these ranks are refused: more than slots on some host, where hosts have different numbers of slots."""
-    beyond = [
-        f"{name} would have {count} ranks on {room} slot{'s' * (room != 1)}"
-        for name, count, room in zip(names, counts, slots, strict=True)
-        if count > room
-    ]
-    more = " …" if len(beyond) > SHOWN_HOSTS else ""
-    return (
-        f"{asked}: {', '.join(beyond[:SHOWN_HOSTS])}{more}; hosts with different numbers of slots ({slots_why}) get a "
-        f"rank a slot.\n  Ask for at most -n {sum(slots)}, or leave it out, or say how many slots they have: --hosts "
-        f"{names[0]}:{max(counts)},…"
-    )
 
 
 def _slots(job: Job, listed: hosts.Hosts) -> tuple[list[int] | None, str]:

@@ -19,7 +19,7 @@ from mmm.launch.plan import variables
 from mmm.launch.plan.launch_plan import LaunchPlan, Value
 from mmm.launch.run import processes
 from mmm.launch.run.attempts import Attempts
-from mmm.launch.run.control import DRAIN, Run, RunState
+from mmm.launch.run.control import Run, RunState
 from mmm.launch.run.output import Output
 from mmm.launch.run.remote import LAST_WORDS, LAUNCHER_END, START_TIMEOUT, RemoteRanks
 
@@ -57,9 +57,6 @@ class BackendPerHost(RemoteRanks):
 
     def expected(self) -> int:
         return sum(not host.is_there for host in self.attempts.hosts)
-
-    def too_late(self) -> None:
-        """`assemble` waits no longer."""
 
     def join(self, agent: RemoteAgent) -> None:
         host = self.attempts.hosts[agent.hello["index"]]
@@ -105,22 +102,28 @@ class BackendPerHost(RemoteRanks):
                 self.under_way = False
                 return True
             self.look_for_more()
-            return False
-        return self.run.state is RunState.ENDING or not self.assemble()
+        elif self.run.state is RunState.STARTING:
+            self.assemble()
+        return not self.under_way and self.run.state is RunState.ENDING
 
-    def assemble(self) -> bool:
-        """Begin an attempt, once the hosts are there: all, at first; then enough. False if they are not going to be."""
-        clocks, ranks = self.run.clocks, self.attempts.best()
+    def too_late(self) -> None:
+        if self.run.state is RunState.STARTING:
+            self.assemble(is_late=True)
+
+    def assemble(self, is_late: bool = False) -> None:
+        """Begin an attempt, once the hosts are there: all, at first; then enough. End the run if they will not be."""
+        ranks = self.attempts.best()
+        if ranks is None and not is_late and not self.run.clocks.is_set(self.too_late):
+            self.call_hosts()
         awaited = any(not self.attempts.hosts[index].is_there for index in self.launchers)
-        if awaited and clocks.is_set(self.too_late) and (self.attempts.number < 0 or ranks is None):
-            return True
-        clocks.clear(self.too_late)
-        if ranks is None:
+        if awaited and not is_late and (self.attempts.number < 0 or ranks is None):
+            return
+        self.run.clocks.clear(self.too_late)
+        if ranks is not None:
+            self.begin(ranks)
+        else:
             say(f"launch: {self.attempts.too_few()}")
             self.run.ends(self.attempts.exit_code, again=False)
-            return False
-        self.begin(ranks)
-        return True
 
     def begin(self, ranks: int) -> None:
         """Tell the hosts what to run."""
@@ -140,10 +143,6 @@ class BackendPerHost(RemoteRanks):
         commands = slot_commands(plan, by_host, shared)
         self.command([(self.agents[index], message) for index, message in commands.items()])
         self.rejoin_if_absent()
-
-    def restart(self) -> None:
-        if self.attempts.best() is None:
-            self.call_hosts()
 
     def is_quiet(self) -> bool:
         """Whether the attempt goes on as it should."""
@@ -191,11 +190,9 @@ class BackendPerHost(RemoteRanks):
 
     # The end.
 
-    def finish(self) -> None:
-        """Agents outlive an attempt."""
-
-    def how_it_ended(self) -> tuple[str, int]:
-        raise AssertionError("every rank's end is known, or its host's")
+    def finish(self) -> tuple[str, int]:
+        """Agents outlive an attempt, and say how each rank has ended."""
+        return "", 0
 
     def clean_up(self) -> None:
         for agent in list(self.connections.values()):
@@ -210,5 +207,5 @@ class BackendPerHost(RemoteRanks):
             self.drop(agent)
         if self.run.output is not None:
             self.run.output.started()
-            self.run.output.drain(self.run.selector, time.monotonic() + DRAIN)
+            self.run.output.drain()
         super().clean_up()

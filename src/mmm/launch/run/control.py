@@ -28,7 +28,6 @@ from mmm.launch.run.signals import Signals
 
 GRACE = 1.0  # s that ranks have between the signal that ends them and SIGKILL
 SAVING = 60.0  # s, the same of ranks that save when somebody ends the run, and no --grace says otherwise
-DRAIN = 1.0  # s for the rest of the output
 
 
 class RunState(Enum):
@@ -78,20 +77,16 @@ class Transport(ABC):
         """Find out where the ranks are, and call `Run.located`."""
 
     @abstractmethod
-    def finish(self) -> None:
-        """Nothing is left of the attempt but what outlives its ranks: end that."""
+    def finish(self) -> tuple[str, int]:
+        """Nothing is left of the attempt but what outlives its ranks: end that.
 
-    @abstractmethod
-    def how_it_ended(self) -> tuple[str, int]:
-        """What has ended before its ranks, in words, and the exit code that this means."""
+        Returns:
+            How what held the ranks has ended, in words, and the exit code that this means if they had not.
+        """
 
     @abstractmethod
     def clean_up(self) -> None:
         """Whatever has happened, also after an error of launch's own: leave no process."""
-
-    def restart(self) -> None:
-        """Another attempt of an elastic run is to follow: start what it needs, and is not there."""
-        raise AssertionError("no other attempt follows")
 
     def stop(self) -> None:
         """Ctrl-Z: stop launch, until it is continued."""
@@ -173,6 +168,8 @@ class Run:
             return self.exit_code
         finally:
             self.transport.clean_up()
+            if self.output is not None:
+                self.output.close()
             self.signals.give_back()
             self.selector.close()
 
@@ -183,7 +180,7 @@ class Run:
         for number in self.signals.read(ready):
             self.on_signal(number)
         if self.output is not None:
-            self.output.copy(ready, self.selector)
+            self.output.copy(ready)
         return ready
 
     # What the transport tells.
@@ -253,18 +250,15 @@ class Run:
     def attempt_over(self) -> None:
         """Nothing is left of the attempt: is there another?"""
         self.clocks.clear(self.kill)
-        self.transport.finish()
+        text, code = self.transport.finish()
         if self.exit_code is None and self.failures:
             self.name_cause()
-        if self.exit_code is None and len(self.ended) < self.total:
-            text, code = self.transport.how_it_ended()
+        elif self.exit_code is None and len(self.ended) < self.total:
             self.ends(code, again=True)
             say(f"launch: {text}")
-        if self.exit_code is None:
-            self.exit_code = 0
+        self.exit_code = self.exit_code or 0
         if self.attempts is not None and self.attempts.go_on(self.exit_code, self.again):
             self.renew(0)
-            self.transport.restart()
         else:
             self.state = RunState.DONE
 

@@ -5,7 +5,6 @@ import os
 import selectors
 import signal
 import socket
-import time
 
 from mmm.contract import SOCKET_BUFFER, Report
 from mmm.launch.channel import failures
@@ -13,7 +12,7 @@ from mmm.launch.channel.failures import Failure
 from mmm.launch.channel.wire import Status
 from mmm.launch.plan.host_plan import HostPlan
 from mmm.launch.run import processes, stacks
-from mmm.launch.run.control import DRAIN, Run, Transport
+from mmm.launch.run.control import Run, Transport
 from mmm.launch.run.output import Output
 from mmm.launch.run.server import ForkServerProcess
 
@@ -139,7 +138,7 @@ class LocalRanks(Transport):
         assert self.server is not None
         return set(processes.of_run(self.server.pid, self.server.marker)) - {self.server.pid}
 
-    def finish(self) -> None:
+    def finish(self) -> tuple[str, int]:
         self.read_reports()
         assert self.server is not None
         server, gone = self.server, not self.at_rest
@@ -153,12 +152,9 @@ class LocalRanks(Transport):
             server.kill()
             server.process.wait()
         if self.run.output is not None:
-            self.run.output.drain(self.run.selector, time.monotonic() + DRAIN)
-
-    def how_it_ended(self) -> tuple[str, int]:
-        assert self.server is not None
-        reason, code = failures.end_of_process(self.server.process.returncode)
-        return f"the process that holds the ranks (pid {self.server.pid}) {reason}; the ranks were killed", code
+            self.run.output.drain()
+        reason, code = failures.end_of_process(server.process.returncode or 0)
+        return f"the process that holds the ranks (pid {server.pid}) {reason}; the ranks were killed", code
 
     def clean_up(self) -> None:
         if self.server is not None and not self.at_rest:

@@ -12,7 +12,7 @@ from mmm.launch.channel.link import Message
 from mmm.launch.plan import hosts
 from mmm.launch.plan.launch_plan import LaunchPlan
 from mmm.launch.run import processes
-from mmm.launch.run.control import DRAIN, Run, RunState
+from mmm.launch.run.control import Run, RunState
 from mmm.launch.run.output import Output
 from mmm.launch.run.remote import LAUNCHER_END, START_TIMEOUT, RemoteRanks
 from mmm.launch.staging.spread import Staging
@@ -162,14 +162,10 @@ class OneBackend(RemoteRanks):
         processes.end(self.launcher.pid, "-", grace=0.5)
         self.launcher.wait()
 
-    def finish(self) -> None:
+    def finish(self) -> tuple[str, int]:
         assert self.launcher is not None
         assert self.run.output is not None
-        self.launcher.wait()
-        self.run.output.drain(self.run.selector, time.monotonic() + DRAIN)
-
-    def how_it_ended(self) -> tuple[str, int]:
-        assert self.launcher is not None
-        reason, code = failures.end_of_process(self.launcher.returncode)
+        reason, code = failures.end_of_process(self.launcher.wait())
+        self.run.output.drain()
         what = "while its ranks ran" if self.under_way else f"before the ranks could start: {self.missing()}"
         return f"{self.plan.command[0]} {reason} {what}", code

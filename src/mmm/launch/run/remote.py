@@ -112,8 +112,6 @@ class RemoteRanks(Transport):
             agent.link.close()
         if self.reception is not None:
             self.reception.close()
-        if self.run.output is not None:
-            self.run.output.close()
 
     def take_in(self, ready: set[int]) -> None:
         self.welcome(ready)
