@@ -1,11 +1,15 @@
 """The life of one run, wherever its ranks are and whatever has started them.
 
-    STARTING ──▶ RUNNING ──▶ ENDING ──▶ DONE         ENDING: the exit code is decided, and what is left is ended
-        ▲           │           │
+    STARTING ──▶ RUNNING ──▶ ENDING ──▶ DONE       ENDING: the exit code is decided, and what is left is being ended;
+        ▲           │           │                  a run that goes well needs none
         └───────────┴───────────┘ an elastic run's next attempt
 
 `Run` hears of the ranks by a `Transport`, decides, and has the ranks signalled by it. `LocalRanks` are this host's,
 over pipes to their fork server; `RemoteRanks` are over links to agents, on many hosts.
+
+From SIGTERM to the exit code: `Signals` has it wake `Run.wait`; `interrupted` decides that the code is 143, and `end`
+has the transport send it to the ranks and sets the clock of `kill`; when the transport's `advance` says that nothing is
+left, `attempt_over` ends the run. A rank that fails comes by `failed`, and `decide` takes the place of `interrupted`.
 """
 
 import os
@@ -123,12 +127,8 @@ class Run:
         attempts: Attempts | None = None,
         is_retried: bool = False,
     ) -> None:
-        self.transport, self.limits, self.attempts, self.is_retried = (
-            transport,
-            limits or Limits(),
-            attempts,
-            is_retried,
-        )
+        self.transport, self.limits = transport, limits or Limits()
+        self.attempts, self.is_retried = attempts, is_retried
         self.signalled = False
         self.output: Output | None = None
         self.clocks, self.signals, self.selector = Clocks(), Signals(), selectors.DefaultSelector()
