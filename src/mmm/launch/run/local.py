@@ -50,6 +50,12 @@ class LocalRanks(Transport):
         self.is_gone = False
 
     @property
+    def fork_server(self) -> ForkServerProcess:
+        """The server, once it has been started."""
+        assert self.server is not None
+        return self.server
+
+    @property
     def at_rest(self) -> bool:
         """Whether all ranks have ended, and their fork server waits for the next."""
         return self.persistent and len(self.run.ended) == self.run.total
@@ -76,11 +82,10 @@ class LocalRanks(Transport):
         run.ranks_started()
 
     def take_in(self, ready: set[int]) -> None:
-        assert self.server is not None
         self.read_reports()  # before statuses: a report is sent before its rank ends
-        if self.server.status not in ready:
+        if self.fork_server.status not in ready:
             return
-        data = os.read(self.server.status, 1 << 16)
+        data = os.read(self.fork_server.status, 1 << 16)
         self.is_gone = not data
         *lines, self.buffer = (self.buffer + data).split(b"\n")
         for line in lines:
@@ -90,10 +95,9 @@ class LocalRanks(Transport):
         return self.is_gone or self.at_rest
 
     def read_reports(self) -> None:
-        assert self.server is not None
         with contextlib.suppress(BlockingIOError):
             while True:
-                report = Report.loads(self.server.reports.recv(SOCKET_BUFFER))
+                report = Report.loads(self.fork_server.reports.recv(SOCKET_BUFFER))
                 if report.kind == "saves":
                     self.run.will_save()
                 elif not any(f.report and f.rank == report.rank for f in self.run.failures):
@@ -109,15 +113,14 @@ class LocalRanks(Transport):
         self.run.rank_ended(status.rank)
 
     def end(self, number: int, reason: str, grace: float | None) -> bool:
-        if reason and self.server is not None:
-            self.server.write_termination_reason(reason)
+        if reason:
+            self.fork_server.write_termination_reason(reason)
         if self.pids:
             self.forward(number)
         return bool(self.pids)
 
     def forward(self, number: int) -> None:
-        if self.server is not None:
-            self.server.tell({"signal": int(number)})
+        self.fork_server.tell({"signal": int(number)})
 
     def stacks(self) -> dict[int, stacks.Stack]:
         """Where the ranks are that have not ended."""
@@ -127,21 +130,18 @@ class LocalRanks(Transport):
         self.run.located(self.stacks(), dict.fromkeys(self.pids, socket.gethostname()))
 
     def kill(self) -> None:
-        assert self.server is not None
         if self.persistent and len(self.pids) == self.run.total:
             processes.send(self.others(), signal.SIGKILL)
         else:  # not reaped yet, so the number is still the fork server's
-            self.server.kill()
+            self.fork_server.kill()
 
     def others(self) -> set[int]:
         """All processes of the run but the fork server."""
-        assert self.server is not None
-        return set(processes.of_run(self.server.pid, self.server.marker)) - {self.server.pid}
+        return set(processes.of_run(self.fork_server.pid, self.fork_server.marker)) - {self.fork_server.pid}
 
     def finish(self) -> tuple[str, int]:
         self.read_reports()
-        assert self.server is not None
-        server, gone = self.server, not self.at_rest
+        server, gone = self.fork_server, not self.at_rest
         if gone and hasattr(os, "waitid"):  # not on macOS before Python 3.13; its status pipe is closed in any case
             os.waitid(os.P_PID, server.pid, os.WEXITED | os.WNOWAIT)
         goes_well = self.run.exit_code is None and not self.run.failures

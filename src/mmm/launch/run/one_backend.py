@@ -105,12 +105,15 @@ class OneBackend(RemoteRanks):
             if self.plan.stage is None:
                 self.go()
             else:
-                agents = [self.agents[i] for i in range(len(self.agents))]
-                self.staging = Staging(self.plan, agents, self.run.failures)
+                self.staging = Staging(self.plan, self.in_order(), self.run.failures)
                 self.staging.begin()
 
+    def in_order(self) -> list[RemoteAgent]:
+        """All agents, by the launcher backend's own numbers."""
+        return [self.agents[index] for index in range(len(self.agents))]
+
     def go(self) -> None:
-        agents = [self.agents[index] for index in range(len(self.agents))]
+        agents = self.in_order()
         commands = start_commands(self.plan, agents)
         if self.staging is not None:
             commands = [c | {"stage": self.staging.told(agent)} for c, agent in zip(commands, agents, strict=True)]
