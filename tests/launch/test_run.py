@@ -38,6 +38,7 @@ class Listed(Transport):
 
     def advance(self):
         if self.run.state is RunState.STARTING:
+            self.told.append(("again", self.run.exit_code, list(self.run.failures), set(self.run.ended)))
             self.run.renew(1)
             self.run.ranks_started()
         return len(self.run.ended) == self.run.total
@@ -113,8 +114,9 @@ def test_a_failure_ends_the_others(capfd):
 def test_what_does_not_end_is_killed(monkeypatch):
     monkeypatch.setattr(control, "GRACE", 0.1)
     made = Listed(lambda run: os.kill(os.getpid(), signal.SIGTERM))
-    run = Run(made, 2)
+    run, began = Run(made, 2), time.monotonic()
     assert run.run() == 143
+    assert time.monotonic() - began < 30.0
     assert made.told == [("end", signal.SIGTERM, ""), ("kill",), ("finish",)]
     assert not run.again
 
@@ -135,6 +137,7 @@ def test_another_attempt_begins_as_the_first_did(first, heard):
     made, attempts = Listed(*first, *[lambda run: None] * 20, ends(0)), Twice()
     assert Run(made, 1, attempts=attempts).run() == 0
     assert attempts.heard == [heard, (0, False)]
+    assert ("again", None, [], set()) in made.told
 
 
 def test_clocks_act_in_order_and_once():
