@@ -142,6 +142,23 @@ def test_the_signal_before_the_end_reaches_the_ranks(launcher):
     assert "launch: 4 s before the job's end: SIGUSR1 to 2 ranks\n" in done.stderr
 
 
+@pytest.mark.parametrize(
+    "by", [pytest.param("", marks=pytest.mark.long), pytest.param("host", marks=pytest.mark.long), "rank"]
+)
+def test_a_signal_before_the_end_leaves_the_ranks_their_time(launcher, by):
+    """SIGTERM too, which ends them where launch itself is told to end: after a second they would be killed."""
+    launcher.write(
+        "t.py",
+        "import signal, sys, time\nasked = []\nsignal.signal(signal.SIGTERM, lambda *_: asked.append(1))\n"
+        "while not asked: time.sleep(0.05)\n"
+        "time.sleep(1.8)\nprint('saved', flush=True)\n",
+    )
+    options = launcher.on_hosts(by) if by else []
+    words = ["-n", "2", "--device", "cpu", "--walltime", "6", "--signal", "TERM@3", "python3", "t.py"]
+    done = launcher.run(*options, *words)
+    assert (done.returncode, done.stdout) == (0, "saved\n" * 2), done.stderr
+
+
 @SPAWNED_IN_LONG
 def test_a_signal_for_the_program_is_passed_on(launcher, how):
     launcher.write(

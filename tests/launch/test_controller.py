@@ -5,15 +5,17 @@ import os
 import selectors
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 
 from mmm.launch.channel import commands
 from mmm.launch.plan import cluster
 from mmm.launch.plan.options import LaunchOptions
+from mmm.launch.plan.walltime import Limits
 from mmm.launch.program.target import Target
-from mmm.launch.run import controller, remote
-from mmm.launch.run.control import Limits
+from mmm.launch.run import one_backend, remote
+from mmm.launch.run.control import Run
 from support.clock import PATIENCE
 
 # What somebody sends to launch's port who is not of the run.
@@ -39,11 +41,11 @@ def hello(rank, **more):
     return {"host": f"h{rank // 2}", "cores": 8, "cpus": "0-7", "rank": rank, "world": entry["processes"],
             "local_rank": rank % 2, "pid": 1, "port": 1, **more}
 def failure(rank, ago, doubt, text):
-    return {"failure": {"rank": rank, "exit_code": 7, "ago": ago, "doubt": doubt, "report": None, "text": text,
+    return {"failure": {"rank": rank, "exit_code": 7, "time": ago, "doubt": doubt, "report": None, "text": text,
                         "host": "", "final": False}}
 def until_told(link):
     told = []
-    while "signal" not in told:
+    while "end" not in told:
         told += [next(iter(m)) for m in link.read()]
 def connected(hello):
     link = handshake.reach(entry["at"], entry["token"], 10.0)
@@ -84,7 +86,7 @@ print("done", flush=True)
 
 @pytest.fixture
 def lead(tmp_path, monkeypatch, capfd):
-    """Runs a made-up launcher backend under `Controller`: exit code, what was said, and the controller."""
+    """Runs a made-up launcher backend under `OneBackend`: exit code, what was said, and the run."""
     monkeypatch.setenv("MMM_LAUNCH_ADDRESS", "127.0.0.1")
     (tmp_path / "launcher.py").write_text(LAUNCHER)
 
@@ -97,7 +99,7 @@ def lead(tmp_path, monkeypatch, capfd):
             build="cpu",
         )
         plan = dataclasses.replace(plan, command=[sys.executable, str(tmp_path / "launcher.py"), kind])
-        made = controller.Controller(plan, limits or Limits(), start_timeout)
+        made = Run(one_backend.OneBackend(plan, start_timeout), plan.ranks, limits)
         code = made.run()
         return code, capfd.readouterr(), made
 
@@ -143,14 +145,14 @@ def test_what_can_go_wrong(lead, kind, code, says):
 
 
 def test_a_rendezvous_that_is_never_complete(lead, monkeypatch):
-    join = controller.Controller.join
+    join = one_backend.OneBackend.join
 
     def its_time_is_up_once_three_are_there(self, agent):
         join(self, agent)
         if len(self.agents) == 3:
-            self.rendezvous_ends = time.monotonic() + 0.2
+            self.run.clocks.set(self.too_late, time.monotonic() + 0.2)
 
-    monkeypatch.setattr(controller.Controller, "join", its_time_is_up_once_three_are_there)
+    monkeypatch.setattr(one_backend.OneBackend, "join", its_time_is_up_once_three_are_there)
     code, said, _ = lead("absent", start_timeout=PATIENCE)
     assert code == 1
     assert (
@@ -169,7 +171,7 @@ def test_all_are_there_and_none_says_a_word(lead, monkeypatch):
 
 
 def test_more_ranks_than_files(lead, monkeypatch):
-    monkeypatch.setattr(controller, "open_files", lambda: 60)
+    monkeypatch.setattr(one_backend, "open_files", lambda: 60)
     with pytest.raises(Exception, match="Use --ranks-by host: one connection a host"):
         lead("good")
 
@@ -191,10 +193,10 @@ def test_where_launch_can_be_reached(monkeypatch):
 @pytest.mark.parametrize(("own", "bound"), [(["127.0.0.1"], "127.0.0.1"), (["10.0.0.7", "127.0.0.1"], "0.0.0.0")])
 def test_launch_listens_where_the_hosts_are(own, bound):
     """All of them here: on loopback alone."""
-    made = controller.Controller.__new__(controller.Controller)
-    made.token, made.selector = "secret", selectors.DefaultSelector()
+    made = one_backend.OneBackend.__new__(one_backend.OneBackend)
+    made.token, made.run = "secret", SimpleNamespace(selector=selectors.DefaultSelector())
     made.listen(own, 2)
     host, port = made.reception.server.getsockname()
     assert (host, made.addresses) == (bound, [[address, port] for address in own])
     made.reception.close()
-    made.selector.close()
+    made.run.selector.close()

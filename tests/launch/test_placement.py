@@ -11,7 +11,7 @@ from mmm.launch.plan.elastic import Elastic
 from mmm.launch.plan.options import LaunchOptions
 from mmm.launch.plan.table import shown, table
 from mmm.launch.program.target import Target
-from mmm.launch.run import elastic
+from mmm.launch.run.attempts import Attempts
 
 HYDRA, OPENMPI, PALS = "HYDRA build details:", "mpiexec (OpenRTE) 4.1.4", "PALS version 1.3.4"
 ENTRY = "python3 -m mmm.launch.host.agent -m train"
@@ -121,18 +121,36 @@ def test_a_list_of_hosts_inside_a_job(pbs):
         ({"nproc": 5}, (3, 2)),
         ({"nproc": 4}, (2, 2)),
         ({"nproc": 1}, (1,)),
-        ({"nproc": 8}, (4, 4)),  # more than there are slots, and it says so
         ({"per_host": 1}, (1, 1)),
-        ({"per_host": 3}, (3, 3)),
+        ({"per_host": 2}, (2, 2)),
         ({"nproc": 4, "per_host": 3}, (3, 1)),
         ({"nhosts": 1}, (4,)),
     ],
 )
 def test_what_is_asked_for_decides(pbs, options, expected):
-    made = plan(pbs, **options)
-    assert made.counts.value == expected
-    crowded = any(count > slots for count, slots in zip(expected, (4, 2), strict=False))
-    assert any("slots (PBS_NODEFILE, a line a rank)" in note for note in made.notes) == crowded
+    assert plan(pbs, **options).counts.value == expected
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"nproc": 8}, "-n: the ranks would be 4 a host, and the slots on these hosts 4 2 "),
+        ({"per_host": 3}, "-ppn: the ranks would be 3 a host, and the slots on these hosts 4 2 "),
+        ({"nproc": 6, "per_host": 3}, "-n: the ranks would be 3 a host, and the slots on these hosts 4 2 "),
+    ],
+)
+def test_more_ranks_than_slots_where_hosts_differ(pbs, options, says):
+    with pytest.raises(LaunchError, match=re.escape(says + "(PBS_NODEFILE, a line a rank). ")) as refused:
+        plan(pbs, **options)
+    assert "Ask for at most 6 ranks" in str(refused.value)
+
+
+@pytest.mark.parametrize("options", [{"nproc": 8}, {"per_host": 4}])
+def test_more_ranks_than_slots_where_hosts_are_alike(options):
+    """What is asked for decides: a job is often given one task a host, for launch to start the ranks."""
+    made = plan({}, hosts="a:1,b:1", **options)
+    assert made.counts.value == (4, 4)
+    assert made.notes[0].startswith("8 ranks are on 2 slots (slots in the list of hosts): -")
 
 
 def test_ranks_spread_over_hosts():
@@ -150,12 +168,12 @@ def test_too_many_on_one_of_the_hosts():
 
 def test_an_elastic_run_has_a_rank_a_slot(pbs):
     made = plan(pbs, elastic=Elastic(2, 6, spare=("x3",)), hosts="x1:4,x2:2", nproc=6, by="host", scheduler="none")
-    control = elastic.ElasticController(made)
-    for host in control.hosts:
-        host.agent = object()
-    assert [(host.name, slot) for host, slot in control.free()] == [
+    attempts = Attempts(made)
+    assert attempts.free() == []
+    for host in attempts.hosts:
+        host.is_there = True
+    assert [(host.name, slot) for host, slot in attempts.free()] == [
         *(("x1", slot) for slot in range(4)),
         *(("x2", slot) for slot in range(2)),
         *(("x3", slot) for slot in range(4)),
     ]
-    control.selector.close()

@@ -20,7 +20,7 @@ from mmm.launch.channel.handshake import reach
 from mmm.launch.channel.link import Link, Lost
 from mmm.launch.plan import stage
 from mmm.launch.plan.stage import Stage
-from mmm.launch.run.controller import REMOVAL
+from mmm.launch.run.one_backend import REMOVAL
 from mmm.launch.staging import copy as copies
 from mmm.launch.staging import host
 from mmm.launch.staging.copy import Copy

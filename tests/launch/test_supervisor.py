@@ -9,7 +9,8 @@ from mmm.launch.channel.wire import Instructions
 from mmm.launch.plan import local
 from mmm.launch.plan.options import MAX_RANKS, LaunchOptions
 from mmm.launch.program.target import Target
-from mmm.launch.run.supervisor import Supervisor
+from mmm.launch.run.control import Run
+from mmm.launch.run.local import LocalRanks
 
 STAND_IN = """
 import os, time
@@ -32,7 +33,7 @@ def supervise(tmp_path, monkeypatch):
         for name, value in variables.items():
             monkeypatch.setenv(name, value)
         plan = local.plan(Target("code", "pass"), LaunchOptions(nproc=count, device="cpu"), environ={}, build="cpu")
-        made = Supervisor(local.host_plan(plan))
+        made = Run(LocalRanks(local.host_plan(plan)), plan.ranks)
         return made.run(), made
 
     return run
@@ -42,7 +43,7 @@ def test_as_many_ranks_as_are_promised(supervise):
     """Their variables are longer than Linux allows for a single one of the environment."""
     code, made = supervise(MAX_RANKS)
     assert (code, len(made.ended)) == (0, MAX_RANKS)
-    assert len(repr(made.plan.ranks)) > 131_072
+    assert len(repr(made.transport.plan.ranks)) > 131_072
 
 
 def test_instructions_are_written_again_by_a_fork_server_that_starts_anew():

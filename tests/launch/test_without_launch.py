@@ -111,7 +111,7 @@ def test_other_exceptions_stay_what_they_are(launcher):
 def test_launch_does_not_import_torch(launcher):
     done = run(
         launcher,
-        "import sys, mmm.launch.main, mmm.launch.run.supervisor, mmm.launch.program.preloads\n"
+        "import sys, mmm.launch.main, mmm.launch.run.local, mmm.launch.program.preloads\n"
         "mmm.launch.main.main(['--dry-run', 'true'])\n"
         "print(sorted({'torch', 'numpy'} & set(sys.modules)))",
     )

@@ -73,6 +73,7 @@ def leave():
     [
         (kill, "rank 1: killed by SIGKILL"),
         (crash, "rank 1: killed by SIGSEGV"),
+        (lambda: os.kill(os.getpid(), 40), "rank 1: killed by signal 40"),  # a real-time one has no name
         (leave, "rank 1: exited with code 3 and said nothing"),
         (lambda: 1 // 0, "rank 1: ZeroDivisionError: integer division or modulo by zero"),
         (refuse, "rank 1: does not fit"),

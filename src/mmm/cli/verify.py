@@ -17,8 +17,7 @@ Exit code: 0 the same, 1 not the same, 2 not comparable, or a wrong argument. do
 """
 
 
-def main(argv: list[str]) -> int:
-    """Verify on one or more meshes. Returns the largest exit code of them. Raises UserError."""
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="mmm verify", description=__doc__, epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -46,8 +45,12 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--timeout", type=float, default=60.0, help="seconds that a collective may take (60)")
     parser.add_argument("--json", metavar="FILE", type=Path, help="write the verdict with versions, hashes and command")
     parser.add_argument("--badge", metavar="FILE", type=Path, help="write it as a picture of one line (SVG)")
-    args = parser.parse_args(argv)
+    return parser
 
+
+def main(argv: list[str]) -> int:
+    """Verify on one or more meshes. Returns the largest exit code of them. Raises UserError."""
+    args = _parser().parse_args(argv)
     from mmm.verify.run import verify_subject  # imports torch
     from mmm.verify.subject import load_function, make_subject
     from mmm.verify.verdict import Verdict, write_badge, write_json

@@ -3,8 +3,8 @@
     main        the command: reads the options, makes a plan, runs it
     program/    what each rank runs: CMD, and what it imports
     plan/       what to start and where: a `LaunchPlan`, of this host or of those of a job or a list
-    run/        the process of `launch`: `Supervisor` runs a plan on this host, `Controller` one on many, and
-                `ElasticController` one attempt after the other
+    run/        the process of `launch`: `Run`, from the start of a plan to its exit code, over a `Transport` to the
+                ranks, on this host or on many; `Attempts` says whether another attempt of an elastic run follows
     host/       what runs on each host: the agent that mpiexec or srun starts, the fork server, a rank's first code
     staging/    `--stage`: copies of an environment, from host to host
     channel/    what these processes say to each other

@@ -14,11 +14,11 @@ from mmm import contract, streams
 from mmm.errors import LaunchError, UserError
 from mmm.launch.channel.failures import say
 from mmm.launch.plan import cluster, local, stage, walltime
-from mmm.launch.plan.launch_plan import LaunchPlan, Value
+from mmm.launch.plan.launch_plan import LOCAL, LaunchPlan, Value
 from mmm.launch.plan.options import LaunchOptions, count, launch_options, parser, seconds, split, untold
 from mmm.launch.program import target
 from mmm.launch.program.target import Target
-from mmm.launch.run.control import RunControl
+from mmm.launch.run.control import Run, Transport
 from mmm.outside import printable_lines
 
 LEAST_FILES = 64
@@ -80,10 +80,12 @@ def _main(words: list[str], begin: float) -> int:
         return 0
     streams.never_fail()
     if plan.elastic is not None:
-        from mmm.launch.run.elastic import ElasticController
+        from mmm.launch.run.attempts import Attempts
+        from mmm.launch.run.backend_per_host import BackendPerHost
 
         announce(plan)
-        return ElasticController(plan, limits, start_timeout, retries).run()
+        attempts = Attempts(plan, retries)
+        return Run(BackendPerHost(plan, attempts, start_timeout), plan.ranks, limits, attempts).run()
     return run_attempts(what, plan, options, limits, start_timeout, retries or 0, shared)
 
 
@@ -115,8 +117,9 @@ def run_attempts(
                 shared[contract.BEGAN_VARIABLE] = repr(time.time())
                 plan = plan_run(what, replace(options, attempt=attempt), shared)
             plan.shared[contract.ATTEMPT_VARIABLE] = Value(str(attempt), "launch")
-            run = start(plan, limits, start_timeout, attempt, copy)
-            run.attempts_left = retries - attempt
+            if attempt == 0:
+                announce(plan)
+            run = Run(transport(plan, start_timeout, copy), plan.ranks, limits, is_retried=attempt < retries)
             code = run.run()
             if code == 0 or not run.again or attempt == retries:
                 return code
@@ -157,22 +160,18 @@ def describe(plan: LaunchPlan, explain: bool) -> str:
 
 def announce(plan: LaunchPlan) -> None:
     """Say what was found, where that is more than this host."""
-    if plan.launcher.value != "direct":
+    if plan.launcher.value not in (LOCAL, "direct"):
         from mmm.launch.plan.table import table
 
         print(table(plan), file=sys.stderr, flush=True)
 
 
-def start(
-    plan: LaunchPlan, limits: walltime.Limits, start_timeout: float, attempt: int, copy: str | None
-) -> RunControl:
-    """What will run the plan. copy: of an environment, by which this host's ranks run."""
-    if not plan.is_local:
-        from mmm.launch.run.controller import Controller
+def transport(plan: LaunchPlan, start_timeout: float, copy: str | None) -> Transport:
+    """What will start the ranks. copy: of an environment, by which this host's ranks run."""
+    if plan.is_local:
+        from mmm.launch.run.local import LocalRanks
 
-        if attempt == 0:
-            announce(plan)
-        return Controller(plan, limits, start_timeout)
-    from mmm.launch.run.supervisor import Supervisor
+        return LocalRanks(local.host_plan(plan, copy))
+    from mmm.launch.run.one_backend import OneBackend
 
-    return Supervisor(local.host_plan(plan, copy), limits)
+    return OneBackend(plan, start_timeout)

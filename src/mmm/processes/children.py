@@ -16,6 +16,7 @@ from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from typing import IO, Any, NoReturn
 
+from mmm.launch.channel.failures import signal_name
 from mmm.launch.host import lifeline
 from mmm.launch.host.threads import renew_thread_pools
 
@@ -158,4 +159,4 @@ def ended(code: int | None) -> str:
     """How a process ended, by its exit code."""
     if code is None:
         return "cannot be killed"
-    return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code} and said nothing"
+    return f"killed by {signal_name(-code)}" if code < 0 else f"exited with code {code} and said nothing"

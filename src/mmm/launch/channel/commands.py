@@ -78,23 +78,14 @@ def slot_commands(plan: LaunchPlan, by_host: dict[int, list[int]], shared: dict[
 
 
 def read_failure(data: dict[str, Any], host: str, now: float) -> Failure:
-    """A failure as a host sends it. Its clock is not ours: it says how long ago."""
+    """A failure as a host sends it. Its clock is not ours: its time is how long ago."""
     report = Report(**data["report"]) if data["report"] else None
-    return Failure(
-        data["rank"],
-        data["exit_code"],
-        now - data["ago"],
-        data["doubt"],
-        report,
-        data["text"],
-        data["host"] or host,
-        data["final"],
-    )
+    return Failure(**data | {"time": now - data["time"], "report": report, "host": data["host"] or host})
 
 
 def write_failure(failure: Failure, now: float) -> dict[str, Any]:
     """The inverse of `read_failure`, on the host."""
-    return asdict(failure) | {"ago": now - failure.time}
+    return asdict(failure) | {"time": now - failure.time}
 
 
 def addresses(plan: LaunchPlan) -> list[str]:

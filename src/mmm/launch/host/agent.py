@@ -8,6 +8,7 @@ ends its ranks; if launch knows how they ended, its own exit code is 0, so that 
 import contextlib
 import json
 import os
+import select
 import socket
 import sys
 import time
@@ -20,13 +21,14 @@ from mmm.launch.channel import commands, handshake
 from mmm.launch.channel import link as links
 from mmm.launch.channel.failures import Failure, say
 from mmm.launch.channel.link import Link, Lost
-from mmm.launch.host.agent_supervisor import AgentSupervisor, host_name
+from mmm.launch.host.agent_supervisor import AgentSupervisor, end_helper, host_name
 from mmm.launch.host.memory import host_memory
 from mmm.launch.plan import binding, host_plan, hosts
 from mmm.launch.plan.host_plan import HostPlan
 from mmm.launch.plan.mpi import AGENT_VARIABLE
 from mmm.launch.program import target as targets
 from mmm.launch.program.target import Target
+from mmm.launch.run.local import LocalRanks
 from mmm.launch.run.server import ForkServerProcess
 from mmm.launch.staging.host import Stager
 
@@ -79,7 +81,7 @@ class Agent:
 
     def run(self) -> int:
         """This process's exit code."""
-        has_begun = False
+        has_begun = is_lost = False
         try:
             link = handshake.reach(self.entry["at"], self.entry["token"], links.CONNECT_TIMEOUT)
             link.send({"hello": self.hello})
@@ -88,6 +90,8 @@ class Agent:
                 if "stage" in message:
                     self.stager = self.stager or Stager(link, self.entry["token"])
                     if not self.stager.answer(message["stage"]):
+                        if select.select([link], [], [], 0.0)[0]:
+                            link.one(None)  # `Lost`, if it was launch's end that broke the step off
                         return 0
                 elif "go" in message:
                     has_begun = True
@@ -97,12 +101,15 @@ class Agent:
                 elif "quit" in message or not self.is_elastic:
                     return 0  # or launch ends before anything has begun; another message is for ranks that have ended
         except Lost as lost:
+            is_lost = True
             if not has_begun:
                 say(f"launch: {self.hello['host']} cannot reach launch, or launch has ended: {lost}")
             return 0 if self.stager is not None else 1  # at a 1 an MPI kills others, which still remove their copies
         finally:
             if self.stager is not None and not has_begun:
                 self.stager.wait_and_remove(None)
+                if is_lost:
+                    end_helper()
             if self.server is not None:
                 self.server.close()
 
@@ -120,11 +127,11 @@ class Agent:
         if go["by"] == "host":
             forget_mpi()
             self.inherit = ()
-        launcher = self.entry["launcher"]
-        ranks = AgentSupervisor(plan, link, launcher, self.inherit, self.stager, self.server, self.is_elastic)
-        code = ranks.run()
+        ranks = LocalRanks(plan, self.server, self.is_elastic, self.hello["host"], self.inherit)
+        supervisor = AgentSupervisor(ranks, link, self.entry["launcher"], self.stager)
+        code = supervisor.run()
         self.server = ranks.server
-        return code, ranks.lost or not self.is_elastic
+        return code, supervisor.link is None or not self.is_elastic
 
 
 def refuse(link: Link, go: dict[str, Any], error: UserError) -> None:

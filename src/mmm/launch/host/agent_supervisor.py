@@ -8,56 +8,38 @@ import socket
 import time
 from pathlib import Path
 
-from mmm.contract import ENDING
 from mmm.launch.channel import commands
 from mmm.launch.channel import link as links
-from mmm.launch.channel.failures import say
+from mmm.launch.channel.failures import Failure, say
 from mmm.launch.channel.link import Link, Lost
-from mmm.launch.channel.wire import PASSED_ON, Status
+from mmm.launch.channel.wire import PASSED_ON
 from mmm.launch.plan import hosts
-from mmm.launch.plan.host_plan import HostPlan
-from mmm.launch.run.server import ForkServerProcess
-from mmm.launch.run.supervisor import Supervisor
+from mmm.launch.run.control import Run
+from mmm.launch.run.local import LocalRanks
 from mmm.launch.staging.host import Stager
 
 # Processes by which an MPI holds a host's ranks. One whose mpiexec was cut off would wait for it for good.
 HELPERS = ("hydra_pmi_proxy", "orted", "prted")
 
 
-class AgentSupervisor(Supervisor):
+class AgentSupervisor(Run):
     """Supervises the ranks that this process stands for.
 
     Attributes:
-        told: failures that launch knows of. lost: launch is gone.
+        ranks: its transport. link: to launch; None once that is gone. stager: has the copy that they run from.
+        launcher: what has started this process.
     """
 
-    ignore_sigterm = True
-
-    def __init__(
-        self,
-        plan: HostPlan,
-        link: Link,
-        launcher: str,
-        inherit: tuple[int, ...] = (),
-        stager: Stager | None = None,
-        server: ForkServerProcess | None = None,
-        persistent: bool = False,
-    ) -> None:
-        super().__init__(plan, server=server, persistent=persistent)
-        self.stager, self.launcher, self.inherit = stager, launcher, inherit
+    def __init__(self, ranks: LocalRanks, link: Link, launcher: str, stager: Stager | None) -> None:
+        super().__init__(ranks, len(ranks.plan.ranks))
+        self.ranks, self.launcher, self.stager = ranks, launcher, stager
         self.link: Link | None = link
-        self.told = 0
-        self.lost = False
-        self.host = host_name()
-
-    def start(self) -> None:
-        super().start()
-        assert self.link is not None
-        self.selector.register(self.link, selectors.EVENT_READ)
-        while self.link.early:
-            self.on_command(self.link.early.pop(0))
+        self.selector.register(link, selectors.EVENT_READ)
 
     def wait(self) -> set[int]:
+        """Take in what launch commands, too."""
+        while self.link is not None and self.link.early:
+            self.on_command(self.link.early.pop(0))
         ready = super().wait()
         if self.link is not None and self.link.fileno() in ready:
             try:
@@ -69,39 +51,38 @@ class AgentSupervisor(Supervisor):
 
     def on_command(self, message: links.Message) -> None:
         if "kill" in message:
-            self.exit_code = 0
+            self.ends(0, again=False)
             self.kill()
-        elif message.get("signal") in ENDING:
-            self.exit_code = 0
+        elif "end" in message:
+            self.ends(0, again=False)
             self.grace = message["grace"]
-            ignored = message["signal"] in self.ignored  # on this host, by who started its processes
-            self.end(signal.SIGTERM if ignored else message["signal"], message["termination_reason"])
+            is_ignored = message["end"] in self.signals.ignored  # on this host, by who started its processes
+            self.end(signal.SIGTERM if is_ignored else message["end"], message["reason"])
         elif "where" in message:
-            self.tell({"stacks": self.stacks()})
+            self.tell({"stacks": self.ranks.stacks()})
         elif "signal" in message:
-            self.forward_signal(message["signal"])
+            self.transport.forward(message["signal"])
 
-    def on_saves(self) -> None:
+    def will_save(self) -> None:
         if not self.saves:
             self.tell({"saves": True})
-        super().on_saves()
+        super().will_save()
 
-    def on_status(self, status: Status) -> None:
-        super().on_status(status)
-        if status.code is not None:
-            self.tell_failures()
-            self.tell({"ended": status.rank})
+    def failed(self, failure: Failure) -> None:
+        super().failed(failure)
+        self.tell({"failure": commands.write_failure(failure, time.monotonic())})
 
-    def decide(self, now: float) -> None:
-        """launch decides; here nothing is done but to tell it, and to kill after the grace."""
-        self.tell_failures()
-        if self.kill_at is not None and now >= self.kill_at:
-            self.kill()
+    def rank_ended(self, rank: int) -> None:
+        super().rank_ended(rank)
+        self.tell({"ended": rank})
 
-    def tell_failures(self) -> None:
-        for failure in self.failures[self.told :]:
-            self.tell({"failure": commands.write_failure(failure, time.monotonic())})
-        self.told = len(self.failures)
+    def decide(self) -> None:
+        """launch decides."""
+
+    def name_cause(self) -> Failure:
+        """launch does: so this process's exit code is 0."""
+        self.ends(0, again=False)
+        return self.failures[0]
 
     def tell(self, message: links.Message) -> None:
         if self.link is not None:
@@ -114,15 +95,12 @@ class AgentSupervisor(Supervisor):
         assert self.link is not None
         self.selector.unregister(self.link)
         self.link.close()
-        self.link, self.lost = None, True
-        why = f"{self.host} has lost launch ({reason})"
+        self.link = None
+        why = f"{self.ranks.host} has lost launch ({reason})"
         say(f"launch: {why}: ending {self.left()}")
         if self.exit_code is None:
-            self.exit_code = 1
+            self.ends(1, again=False)
             self.end(signal.SIGTERM, why)
-
-    def fail(self) -> None:
-        self.tell_failures()
 
     def on_signal(self, number: int) -> None:
         if number in PASSED_ON and self.launcher == "srun":
@@ -132,21 +110,20 @@ class AgentSupervisor(Supervisor):
     def interrupted(self, number: int) -> None:
         """mpiexec, srun or the scheduler ends this process: so it does the ranks."""
         if self.exit_code is None:
-            self.exit_code = 0
+            self.ends(0, again=False)
             self.tell({"interrupted": number})
             self.grace = self.grace_to_save()
             self.end(number)
 
-    def finish(self) -> int:
-        code = super().finish()
-        self.tell_failures()
+    def attempt_over(self) -> None:
+        """Say so."""
+        super().attempt_over()
         self.tell({"bye": True, "port": hosts.free_port("")})  # for the next attempt
         if self.stager is not None:
             self.stager.wait_and_remove(self.link)
-        if self.lost:
+        if self.link is None:
             end_helper()
-            return 1
-        return 0 if self.exit_code is not None or self.failures else code
+            self.exit_code = 1
 
 
 def host_name() -> str:

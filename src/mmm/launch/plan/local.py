@@ -128,24 +128,20 @@ def check(options: LaunchOptions) -> None:
 def refuse_inside_a_rank(environ: Mapping[str, str]) -> None:
     """Raise `LaunchError` where some launcher has started this process as one of its ranks."""
     own = [name for name in ("RANK", "WORLD_SIZE") if name in environ]
-    if own:
-        given = ", ".join(f"{name}={environ[name]}" for name in own)
+    given = ", ".join(f"{name}={environ[name]}" for name in own)
+    fix = f"Start CMD itself here, or outside of another launcher: unset {' '.join(own)}"
+    if not own and (source := numbering(environ)) is not None:
+        names = RANK_VARIABLES[source]
+        rank, size = read_number(environ, names.rank), read_number(environ, names.world)
+        assert rank is not None
+        if source == "pals" and size is None:  # Aurora's
+            size = "PMI_SIZE", 2
+        if size is not None and size[1] > 1:
+            given = f"{rank[0]}={rank[1]}, {size[0]}={environ.get(size[0], 'more than 1')}"
+            fix = "Start one launch, not one a rank."
+    if given:
         raise LaunchError(
-            f"already a rank ({given} in the environment): each rank would start ranks of its own.\n"
-            f"  Start CMD itself here, or outside of another launcher: unset {' '.join(own)}"
-        )
-    source = numbering(environ)
-    if source is None:
-        return
-    rank, size = read_number(environ, RANK_VARIABLES[source].rank), read_number(environ, RANK_VARIABLES[source].world)
-    assert rank is not None
-    if source == "pals" and size is None:  # Aurora's
-        size = "PMI_SIZE", 2
-    if size is not None and size[1] > 1:
-        given = f"{rank[0]}={rank[1]}, {size[0]}={environ.get(size[0], 'more than 1')}"
-        raise LaunchError(
-            f"already a rank ({given} in the environment): each rank would start ranks of its own.\n"
-            "  Start one launch, not one a rank."
+            f"already a rank ({given} in the environment): each rank would start ranks of its own.\n  {fix}"
         )
 
 

@@ -184,7 +184,7 @@ def launch_options(args: argparse.Namespace) -> LaunchOptions:
         more = tuple(shlex.split(args.launcher_args))
     except ValueError as error:
         raise LaunchError(f"--launcher-args {args.launcher_args!r}: {error}.") from None
-    nproc, retries = ranks(args.nproc), count("--retries", args.retries, least=0)
+    nproc, retries = count("-n", args.nproc), count("--retries", args.retries, least=0)
     rejoin = seconds("--rejoin", args.rejoin)
     wanted = elastic.from_words(args.elastic, rejoin, args.spare_hosts, nproc, retries, args.stage is not None)
     return LaunchOptions(
@@ -206,16 +206,6 @@ def launch_options(args: argparse.Namespace) -> LaunchOptions:
         stage=stage.from_words(args.stage, args.stage_to, args.stage_keep),
         elastic=wanted,
     )
-
-
-def ranks(text: str | None) -> int | None:
-    if text is None:
-        return None
-    if not re.fullmatch(r"-?\d+", text):
-        raise LaunchError(f"-n {text}: not a number of ranks. Give a whole number, at least 1.")
-    if int(text) < 1:
-        raise LaunchError(f"-n {text}: the number of ranks on a host must be from 1 to {MAX_RANKS}.")
-    return int(text)
 
 
 def count(name: str, text: str | None, least: int = 1) -> int | None:

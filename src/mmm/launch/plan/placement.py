@@ -1,20 +1,24 @@
 """How many ranks each of the hosts gets. In this order:
 
 -ppn    as many on each host; with -n until these are placed, host after host
--n      evenly over the hosts, and on none more than it has slots; evenly all the same if all slots are too few
+-n      evenly over the hosts, and on none more than it has slots, if all slots are enough
 slots   a rank a slot: of --hosts and --hostfile; else those that the job asked for
 else    a rank an accelerator; 1
+
+More ranks than slots are refused where hosts have different numbers of slots; where all have the same, -ppn or -n
+decides, and a note says so: a job often has one task a host, for launch to start the ranks.
 """
 
 from dataclasses import dataclass
 
 from mmm.errors import LaunchError
 from mmm.launch.plan import hosts
-from mmm.launch.plan.counts import spread
+from mmm.launch.plan.counts import in_words, is_even, spread
 from mmm.launch.plan.job import Job
 from mmm.launch.plan.options import MAX_RANKS, LaunchOptions
 
 NO_REASON = "nothing says more"
+SHOWN = 8  # hosts in a message
 
 
 @dataclass(frozen=True)
@@ -53,7 +57,14 @@ def place(options: LaunchOptions, job: Job, listed: hosts.Hosts, devices: int | 
             f"{max(counts)} ranks on each host: the number of ranks on a host must be from 1 to {MAX_RANKS}."
         )
     if slots is not None and any(count > room for count, room in zip(counts, slots, strict=True)):
-        notes.append(f"{sum(counts)} ranks are on {sum(slots)} slots ({slots_why}): {why.partition(',')[0]} decides")
+        asked = why.partition(",")[0]
+        if not is_even(slots):
+            raise LaunchError(
+                f"{asked}: the ranks would be {in_words(counts, SHOWN)}, and the slots {in_words(slots, SHOWN)} "
+                f"({slots_why}). Hosts with different numbers of slots get a rank a slot.\n  Ask for at most "
+                f"{sum(slots)} ranks, by -n alone, or say how many the hosts have: --hosts {names[0]}:{max(counts)},…"
+            )
+        notes.append(f"{sum(counts)} ranks are on {sum(slots)} slots ({slots_why}): {asked} decides")
     if why.startswith(NO_REASON):
         notes.append("no accelerators known: 1 rank on each host (choose with -ppn or -n)")
     used = [(name, count) for name, count in zip(names, counts, strict=True) if count]

@@ -1,6 +1,15 @@
-"""The life of one run, whatever started its ranks: failures, the signals that come to launch, and its clocks.
+"""The life of one run, wherever its ranks are and whatever has started them.
 
-`Supervisor` (this host's ranks) and `Controller` (ranks on many hosts) are the two kinds.
+    STARTING ──▶ RUNNING ──▶ ENDING ──▶ DONE       ENDING: the exit code is decided, and what is left is being ended;
+        ▲           │           │                  a run that goes well needs none
+        └───────────┴───────────┘ an elastic run's next attempt
+
+`Run` hears of the ranks by a `Transport`, decides, and has the ranks signalled by it. `LocalRanks` are this host's,
+over pipes to their fork server; `RemoteRanks` are over links to agents, on many hosts.
+
+From SIGTERM to the exit code: `Signals` has it wake `Run.wait`; `interrupted` decides that the code is 143, and `end`
+has the transport send it to the ranks and sets the clock of `kill`; when the transport's `advance` says that nothing is
+left, `attempt_over` ends the run. A rank that fails comes by `failed`, and `decide` takes the place of `interrupted`.
 """
 
 import os
@@ -8,158 +17,273 @@ import selectors
 import signal
 import time
 from abc import ABC, abstractmethod
-from typing import Any
+from enum import Enum
 
-from mmm.contract import ENDING, REPEAT
+from mmm.contract import ENDING
 from mmm.launch.channel import failures
 from mmm.launch.channel.failures import Failure, say, signal_name
 from mmm.launch.channel.wire import PASSED_ON
 from mmm.launch.plan.walltime import Limits
 from mmm.launch.run import stacks
+from mmm.launch.run.attempts import Attempts
+from mmm.launch.run.clocks import Clocks
 from mmm.launch.run.output import Output
+from mmm.launch.run.signals import Signals
 
 GRACE = 1.0  # s that ranks have between the signal that ends them and SIGKILL
 SAVING = 60.0  # s, the same of ranks that save when somebody ends the run, and no --grace says otherwise
 
 
-class RunControl(ABC):
-    """What `Supervisor` and `Controller` have in common. They say how to start, serve, signal and kill."""
+class RunState(Enum):
+    """Where a run is."""
 
-    def __init__(self, total: int, limits: Limits | None = None) -> None:
-        self.total = total  # ranks
-        self.limits = limits or Limits()
-        self.termination_reason = ""  # why launch ends the ranks, if not because it was told to
-        self.ended: set[int] = set()
-        self.failures: list[Failure] = []
-        self.exit_code: int | None = None  # once it is decided
-        self.decide_at: float | None = None  # when the cause is looked for among the failures known by then
-        self.kill_at: float | None = None
-        self.grace: float | None = None  # s, of the signal that ends the ranks; None: GRACE
-        self.after_failure: float | None = None  # s, the same of those that are left when one has failed
-        self.saves = False  # ranks have said that they save when somebody ends the run
-        self.interrupted_at = -REPEAT
-        self.again = False  # a new start may help: no signal, no user's mistake
-        self.attempts_left = 0  # how often --retries may start it after this one
-        self.ignored: set[int] = set()  # signals that this process was started to ignore
-        self.signalled = False  # the signal before the job's end is out
-        self.output: Output | None = None  # where launch copies what ranks print
-        self.selector = selectors.DefaultSelector()
+    STARTING = "starting"
+    RUNNING = "running"
+    ENDING = "ending"
+    DONE = "done"
+
+
+class Transport(ABC):
+    """Starts what holds the ranks, tells its run what becomes of them, and ends them where the run says so.
+
+    Attributes:
+        margin: seconds beyond the ranks' grace after which the run kills them itself.
+    """
+
+    margin = 0.0
 
     @abstractmethod
-    def start(self) -> None:
+    def start(self, run: "Run") -> None:
         """Start the ranks, or what starts them."""
 
     @abstractmethod
-    def serve(self) -> bool:
-        """Take in what has happened. False once it is over."""
+    def take_in(self, ready: set[int]) -> None:
+        """Tell the run what has happened, by the file descriptors that have something to read."""
 
     @abstractmethod
-    def send(self, number: int) -> bool:
-        """Send every rank signal `number`. False if there is none yet."""
+    def advance(self) -> bool:
+        """Do what follows, now that the run has decided what that means. True once nothing is left of the attempt."""
 
     @abstractmethod
-    def forward_signal(self, number: int) -> None:
+    def forward(self, number: int) -> None:
         """Send every rank a signal that is the program's to handle, once there are ranks."""
+
+    @abstractmethod
+    def end(self, number: int, reason: str, grace: float | None) -> bool:
+        """Send every rank signal `number`, which ends it, and tell it the reason. False if there is none yet."""
 
     @abstractmethod
     def kill(self) -> None:
         """End every rank by SIGKILL."""
 
     @abstractmethod
-    def finish(self) -> int:
-        """The exit code, once nothing runs."""
+    def locate(self) -> None:
+        """Find out where the ranks are, and call `Run.located`."""
+
+    @abstractmethod
+    def finish(self) -> tuple[str, int]:
+        """Nothing is left of the attempt but what outlives its ranks: end that.
+
+        Returns:
+            How what held the ranks has ended, in words, and the exit code that this means if they had not.
+        """
 
     @abstractmethod
     def clean_up(self) -> None:
         """Whatever has happened, also after an error of launch's own: leave no process."""
 
+    def stop(self) -> None:
+        """Ctrl-Z: stop launch, until it is continued."""
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+
+class Run:
+    """One run; launch's part of it. An agent's is `mmm.launch.host.agent_supervisor`.
+
+    Attributes:
+        transport: reaches the ranks.
+        total: ranks of this attempt.
+        limits: what the command line says of time.
+        attempts: of an elastic run: says whether another follows, and of how many ranks.
+        is_retried: another run follows where that may help.
+        state: where it is.
+        exit_code: launch's, once it is decided.
+        ended: the ranks that have.
+        failures: what is known of them.
+        first_at: when the first of them was looked at, `time.monotonic()`.
+        again: a new start may help: no signal, no user's mistake.
+        saves: ranks have said that they save when somebody ends the run.
+        grace: s, of the signal that ends the ranks; None: GRACE.
+        signalled: the signal before the job's end is out.
+        output: where launch copies what ranks print, if it does.
+        clocks, signals, selector: what it waits for.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        total: int,
+        limits: Limits | None = None,
+        attempts: Attempts | None = None,
+        is_retried: bool = False,
+    ) -> None:
+        self.transport, self.limits = transport, limits or Limits()
+        self.attempts, self.is_retried = attempts, is_retried
+        self.signalled = False
+        self.output: Output | None = None
+        self.clocks, self.signals, self.selector = Clocks(), Signals(), selectors.DefaultSelector()
+        self.renew(total)
+
+    def renew(self, total: int) -> None:
+        """For an attempt of so many ranks: what was heard of those before is over."""
+        self.total = total
+        self.state = RunState.STARTING
+        self.exit_code: int | None = None
+        self.ended: set[int] = set()
+        self.failures: list[Failure] = []
+        self.first_at: float | None = None
+        self.again = self.saves = False
+        self.grace: float | None = None
+        self.clocks.clear(self.decide, self.kill)
+
     def run(self) -> int:
-        previous = self.take_signals()
-        if self.limits.signal in self.ignored:
+        """The exit code. No process of the run is left then."""
+        self.signals.take(self.selector)
+        if self.limits.signal in self.signals.ignored:
             name = signal_name(self.limits.signal)
             say(
                 f"launch: --signal: {name} is ignored here (a script's `launch … &` ignores SIGINT, nohup SIGHUP), so "
                 "it is by ranks that do not handle it themselves"
             )
         try:
-            self.start()
-            while self.serve():
-                self.decide(time.monotonic())
-            return self.finish()
+            self.transport.start(self)
+            while self.state is not RunState.DONE:
+                self.transport.take_in(self.wait())
+                self.decide()
+                self.set_clocks()  # something may have come out
+                self.clocks.act()
+                while self.state is not RunState.DONE and self.transport.advance():
+                    self.attempt_over()
+            assert self.exit_code is not None
+            return self.exit_code
         finally:
-            self.clean_up()
-            for number, handler in previous.items():
-                signal.signal(number, handler)
+            self.transport.clean_up()
+            if self.output is not None:
+                self.output.close()
+            self.signals.give_back()
             self.selector.close()
-            os.close(signal.set_wakeup_fd(-1))
-            os.close(self.wake)
 
     def wait(self) -> set[int]:
         """The file descriptors that have something to read, once one has or a clock is due."""
-        deadlines = [t for t in self.deadlines() if t is not None]
-        timeout = max(0.0, min(deadlines) - time.monotonic()) if deadlines else None
-        ready = {key.fd for key, _ in self.selector.select(timeout)}
-        if self.wake in ready:
-            for number in os.read(self.wake, 4096):
-                self.on_signal(number)
+        self.set_clocks()
+        ready = {key.fd for key, _ in self.selector.select(self.clocks.timeout())}
+        for number in self.signals.read(ready):
+            self.on_signal(number)
         if self.output is not None:
-            self.output.copy(ready, self.selector)
+            self.output.copy(ready)
         return ready
 
-    def deadlines(self) -> list[float | None]:
-        """When `decide` has something to do though nothing has happened, `time.monotonic()`."""
-        return [self.decide_at, self.kill_at, self.idle_at(), self.signal_due()]
+    # What the transport tells.
 
-    def decide(self, now: float) -> None:
-        """Find the cause once later failures had time to arrive; kill those whose grace is over; look at the clocks."""
-        if self.exit_code is None and self.failures:
-            if self.decide_at is None:
-                self.first_at = now
-            self.decide_at = self.first_at + failures.patience(self.failures)
-            if now >= self.decide_at or len(self.ended) == self.total:
-                self.fail()
-        if self.kill_at is not None and now >= self.kill_at:
-            self.kill()
-        due = self.signal_due()
-        if due is not None and now >= due:
-            self.signal_ranks()
-        idle = self.idle_at()
-        if idle is not None and now >= idle:
-            self.hangs()
+    def failed(self, failure: Failure) -> None:
+        self.failures.append(failure)
 
-    def fail(self) -> None:
-        """Print the failure that caused the others, and end the rest."""
+    def rank_ended(self, rank: int) -> None:
+        self.ended.add(rank)
+
+    def will_save(self) -> None:
+        self.saves = True
+
+    def ranks_started(self) -> None:
+        """The ranks have been started, or told to: from now on silence counts."""
+        if self.state is RunState.STARTING:
+            self.state = RunState.RUNNING
+        if self.output is not None:
+            self.output.last = time.monotonic()
+
+    # Decisions.
+
+    def decide(self) -> None:
+        """Find the cause, once later failures had time to arrive."""
+        if self.exit_code is not None or not self.failures:
+            return
+        now = time.monotonic()
+        self.first_at = now if self.first_at is None else self.first_at
+        due = self.first_at + failures.patience(self.failures)
+        if now >= due or len(self.ended) == self.total:
+            first = self.name_cause()
+            self.end(signal.SIGTERM, "" if first.final else failures.in_a_line(first))
+        else:
+            self.clocks.set(self.decide, due)
+
+    def name_cause(self) -> Failure:
+        """Print the failure that caused the others; its exit code is the run's."""
         first = failures.cause(self.failures)
-        self.exit_code, self.decide_at = first.exit_code, None
-        self.again = first.again and not self.signalled
+        self.ends(first.exit_code, again=first.again and not self.signalled)
         failures.tell(first, self.failures)
-        self.grace = self.grace_to_save() if first.final else self.after_failure
-        self.end(signal.SIGTERM, "" if first.final else failures.in_a_line(first))
+        self.grace = self.attempts.after_failure(first, self.failures) if self.attempts is not None else None
+        if first.final:
+            self.grace = self.grace_to_save()
+        return first
 
-    def end(self, number: int, termination_reason: str = "") -> None:
+    def ends(self, exit_code: int, again: bool) -> None:
+        """How the run ends is decided."""
+        self.state, self.exit_code, self.again = RunState.ENDING, exit_code, again
+        self.clocks.clear(self.decide)
+
+    def give_up(self, text: str, exit_code: int) -> None:
+        """End the ranks of a run that cannot go on."""
+        self.ends(exit_code, again=True)
+        say(f"launch: {text}")
+        self.end(signal.SIGTERM, text)
+
+    def end(self, number: int, reason: str = "") -> None:
         """Send the ranks signal `number`, and SIGKILL after the grace. They can read the reason when it comes."""
-        self.termination_reason, self.kill_at = termination_reason, time.monotonic() + (self.grace or GRACE)
-        if not self.send(number):  # none has started: there is nothing that could end in order
+        self.clocks.set(self.kill, time.monotonic() + (self.grace or GRACE) + self.transport.margin)
+        if not self.transport.end(number, reason, self.grace):  # there is nothing that could end in order
             self.kill()
+
+    def kill(self) -> None:
+        self.clocks.clear(self.kill)
+        self.transport.kill()
+
+    def attempt_over(self) -> None:
+        """Nothing is left of the attempt: is there another?"""
+        self.clocks.clear(self.kill)
+        text, code = self.transport.finish()
+        if self.exit_code is None and self.failures:
+            self.name_cause()
+        elif self.exit_code is None and len(self.ended) < self.total:
+            self.ends(code, again=True)
+            say(f"launch: {text}")
+        self.exit_code = self.exit_code or 0
+        if self.attempts is not None and self.attempts.go_on(self.exit_code, self.again):
+            self.renew(0)
+        else:
+            self.state = RunState.DONE
+
+    # Clocks.
+
+    def set_clocks(self) -> None:
+        """Those that change while nothing happens, or by what ranks print."""
+        self.clocks.set(self.hangs, self.idle_at())
+        self.clocks.set(self.signal_ranks, self.signal_due())
 
     def idle_at(self) -> float | None:
-        if self.limits.timeout is None or self.output is None or self.exit_code is not None:
+        """When a run that goes on printing nothing hangs."""
+        if self.limits.timeout is None or self.output is None or self.state is not RunState.RUNNING:
             return None
         return self.output.last + self.limits.timeout
 
     def hangs(self) -> None:
         """Nothing has come from any rank for too long."""
-        self.exit_code, self.again = failures.WATCHDOG_EXIT, True
+        self.ends(failures.WATCHDOG_EXIT, again=True)
         say(f"launch: {self.silence()}: ending {self.left()}")
-        self.locate()
+        self.transport.locate()
 
-    @abstractmethod
-    def locate(self) -> None:
-        """Find out where the ranks are, and give that to `located`."""
-
-    def located(self, found: dict[int, stacks.Stack], hosts: dict[int, str]) -> None:
+    def located(self, stacks_of_ranks: dict[int, stacks.Stack], hosts: dict[int, str]) -> None:
         """Say which ranks hang, and end all."""
-        if text := stacks.explain(found, hosts):
+        if text := stacks.explain(stacks_of_ranks, hosts):
             say(text)
         self.end(signal.SIGTERM, self.silence())
 
@@ -177,59 +301,38 @@ class RunControl(ABC):
         number = self.limits.signal or 0
         left = max((self.limits.job_end or 0.0) - time.time(), 0.0)
         say(f"launch: {left:.0f} s before the job's end: {signal_name(number)} to {self.left()}")
-        self.forward_signal(number)
+        self.transport.forward(number)
 
     def left(self) -> str:
         left = self.total - len(self.ended)
         return f"{left} rank{'' if left == 1 else 's'}"
 
-    def take_signals(self) -> dict[int, Any]:
-        """Have signals wake `serve`. One that launch was started to ignore (nohup, a script's `launch … &`) stays
-        ignored, here and in the ranks; except SIGTERM, by which launch itself ends them."""
-        self.wake, write = os.pipe()
-        os.set_blocking(write, False)
-        signal.set_wakeup_fd(write, warn_on_full_buffer=False)
-        self.selector.register(self.wake, selectors.EVENT_READ)
-        previous: dict[int, Any] = {}
-        for number in (*ENDING, *PASSED_ON, signal.SIGTSTP):
-            if signal.getsignal(number) == signal.SIG_IGN and number != signal.SIGTERM:
-                self.ignored.add(int(number))
-            else:
-                previous[number] = signal.signal(number, lambda *_: None)
-        return previous
+    # Signals.
 
     def on_signal(self, number: int) -> None:
         if number == signal.SIGTSTP:
-            self.stop()
+            self.transport.stop()
         if number in PASSED_ON:
-            self.forward_signal(number)
+            self.transport.forward(number)
         if number not in ENDING:
             return
-        now = time.monotonic()
-        if number == signal.SIGINT:
-            again = self.interrupted_at > 0 and now - self.interrupted_at > REPEAT
-            self.interrupted_at = max(self.interrupted_at, now) if self.interrupted_at < 0 else self.interrupted_at
-            if again:
-                self.kill()
-                return
-        self.interrupted(number)
+        if number == signal.SIGINT and self.signals.is_second_interrupt():
+            self.kill()
+        else:
+            self.interrupted(number)
 
     def interrupted(self, number: int) -> None:
         """launch itself was told to end."""
-        self.again = False
-        if self.exit_code is None:
-            self.exit_code = 128 + number
-            self.decide_at = None
-            saving = ", once they have saved" if self.saves and number != signal.SIGHUP else ""
-            saving += " (Ctrl-C again: at once)" if saving and number == signal.SIGINT else ""
-            say(f"launch: {signal_name(number)}: ending {self.left()}{saving}")
-            self.grace = None if number == signal.SIGHUP else self.grace_to_save()
-            self.end(number)
+        if self.exit_code is not None:
+            self.again = False
+            return
+        self.ends(128 + number, again=False)
+        saving = ", once they have saved" if self.saves and number != signal.SIGHUP else ""
+        saving += " (Ctrl-C again: at once)" if saving and number == signal.SIGINT else ""
+        say(f"launch: {signal_name(number)}: ending {self.left()}{saving}")
+        self.grace = None if number == signal.SIGHUP else self.grace_to_save()
+        self.end(number)
 
     def grace_to_save(self) -> float | None:
         """Seconds, where somebody ends the run."""
         return self.limits.grace or (SAVING if self.saves else None)
-
-    def stop(self) -> None:
-        """Ctrl-Z: stop launch, until it is continued."""
-        os.kill(os.getpid(), signal.SIGSTOP)

@@ -9,12 +9,14 @@ import time
 from mmm import streams
 
 CHUNK = 1 << 16
+DRAIN = 1.0  # s for the rest
 
 
 class Output:
     """Two pipes; `last` is when something last came out of one, `time.monotonic()`."""
 
     def __init__(self, selector: selectors.BaseSelector) -> None:
+        self.selector = selector
         out, self.stdout = os.pipe()  # the write ends: for the process that is started
         err, self.stderr = os.pipe()
         self.duplicates = {out: 1, err: 2}
@@ -28,23 +30,24 @@ class Output:
         os.close(self.stderr)
         self.last = time.monotonic()
 
-    def copy(self, ready: set[int], selector: selectors.BaseSelector) -> None:
+    def copy(self, ready: set[int]) -> None:
         """Copy what is there. What cannot be written, such as after `… | head` has ended, is lost."""
         for fd in [fd for fd in self.duplicates if fd in ready]:
             data = os.read(fd, CHUNK)
             if not data:
-                selector.unregister(fd)
+                self.selector.unregister(fd)
                 os.close(fd)
                 del self.duplicates[fd]
                 continue
             self.last = time.monotonic()
             write(self.duplicates[fd], data)
 
-    def drain(self, selector: selectors.BaseSelector, until: float) -> None:
-        """Copy what is left, until the pipes end or it is `until`: a process that was left behind may hold them."""
+    def drain(self) -> None:
+        """Copy what is left, until the pipes end or `DRAIN` is over: a process that was left behind may hold them."""
+        until = time.monotonic() + DRAIN
         while self.duplicates and (left := until - time.monotonic()) > 0:
             ready, _, _ = select.select(list(self.duplicates), [], [], left)
-            self.copy(set(ready), selector)
+            self.copy(set(ready))
 
     def close(self) -> None:
         for fd in self.duplicates:

@@ -1,4 +1,4 @@
-"""What runs on many hosts have in common: agents connect, prove that they are of the run, and take commands.
+"""Ranks on many hosts: agents connect, prove that they are of the run, and take commands.
 
 What mpiexec or srun starts (`mmm.launch.host.agent`, once a rank or once a host) connects back. When all have, each is
 told to go. From then on launch learns over these connections which rank ended how, and sends its commands over them: no
@@ -10,7 +10,6 @@ import json
 import os
 import secrets
 import selectors
-import signal
 import socket
 import subprocess
 import time
@@ -25,28 +24,34 @@ from mmm.launch.channel.handshake import Reception
 from mmm.launch.channel.link import Lost, Message
 from mmm.launch.plan import mpi
 from mmm.launch.plan.launch_plan import LaunchPlan
-from mmm.launch.run.control import GRACE, Limits, RunControl
+from mmm.launch.run.control import Run, Transport
 from mmm.launch.run.stacks import Stack
 
 START_TIMEOUT = 300.0  # s until every process has connected
 LAST_WORDS = 3.0  # s beyond the grace that hosts have to say that their ranks are gone
+LAUNCHER_END = 1.5  # s that mpiexec or srun has to end once its processes have
 LOCATE = 2.0  # s for the hosts to say where their ranks are
 
 
-class RemoteRun(RunControl):
-    """A run over links to agents. `Controller` and `ElasticController` say who starts these, and what comes when.
+class RemoteRanks(Transport):
+    """Ranks over links to agents. `OneBackend` and `BackendPerHost` say who starts these, and when they are told to go.
 
     Attributes:
-        addresses: and ports at which agents find launch.
+        plan: what is started.
+        start_timeout: s in which all agents have to be there.
+        token: by which they prove that they are of this run.
+        addresses: and ports at which they find launch.
+        reception: takes them in.
         connections: agents by file descriptor. agents: those that have said hello, by index.
-        under_way: the agents have been told to go.
-        rendezvous_ends: when all have to be there, `time.monotonic()`.
+        under_way: they have been told to go.
         pending: signals for ranks that are not there yet.
-        stacks: where ranks of a run that hangs are. silent: agents that have not said so; `locate_until` then.
+        stacks: where ranks of a run that hangs are. silent: agents that have not said so.
     """
 
-    def __init__(self, plan: LaunchPlan, limits: Limits | None, start_timeout: float) -> None:
-        super().__init__(plan.ranks, limits)
+    run: Run
+    margin = LAST_WORDS
+
+    def __init__(self, plan: LaunchPlan, start_timeout: float = START_TIMEOUT) -> None:
         self.plan, self.start_timeout = plan, start_timeout
         self.token = secrets.token_hex(16)
         self.addresses: list[list[Any]] = []
@@ -54,11 +59,9 @@ class RemoteRun(RunControl):
         self.connections: dict[int, RemoteAgent] = {}
         self.agents: dict[int, RemoteAgent] = {}
         self.under_way = False
-        self.rendezvous_ends: float | None = None
         self.pending: list[int] = []
         self.stacks: dict[int, Stack] = {}
         self.silent: set[int] = set()
-        self.locate_until: float | None = None
 
     @abstractmethod
     def expected(self) -> int:
@@ -72,10 +75,13 @@ class RemoteRun(RunControl):
     def drop(self, agent: RemoteAgent) -> None:
         """An agent's connection is over."""
 
+    @abstractmethod
+    def too_late(self) -> None:
+        """Not all agents have come in time."""
+
     def start_backend(self, command: list[str], **told: int) -> subprocess.Popen:
         """Have the launcher backend start agents, `told` this beside where launch is. Raises `LaunchError`."""
-        signal.signal(signal.SIGCHLD, lambda *_: None)  # wakes `wait`
-        plan, output = self.plan, self.output
+        plan, output = self.plan, self.run.output
         launcher = plan.launcher.value
         entry = {"at": self.addresses, "token": self.token, "launcher": launcher, "port": plan.wished_port, **told}
         try:
@@ -98,37 +104,20 @@ class RemoteRun(RunControl):
         """Have agents connect here. own: this host's addresses, as the hosts know it."""
         local = all(address.startswith("127.") for address in own)
         server = socket.create_server((own[0] if local else "", 0), backlog=min(processes + 8, 4096))
-        self.reception = Reception(server, self.token, self.selector)
+        self.reception = Reception(server, self.token, self.run.selector)
         self.addresses = [[address, server.getsockname()[1]] for address in own]
 
     def clean_up(self) -> None:
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         for agent in self.connections.values():
             agent.link.close()
         if self.reception is not None:
             self.reception.close()
-        if self.output is not None:
-            self.output.close()
 
-    def deadlines(self) -> list[float | None]:
-        proof = self.reception.deadline() if self.reception is not None else None
-        return [*super().deadlines(), self.rendezvous_ends, self.locate_until, proof]
-
-    def idle_at(self) -> float | None:
-        return super().idle_at() if self.under_way else None  # nobody prints before every agent has
-
-    def listen_to_agents(self) -> float:
-        """Take in what agents say, or that they are late with it. Returns the time, of `time.monotonic()`."""
-        ready = self.wait()
+    def take_in(self, ready: set[int]) -> None:
         self.welcome(ready)
         for fd in ready & self.connections.keys():
             if fd in self.connections:
                 self.hear(self.connections[fd])
-        now = time.monotonic()
-        if self.locate_until is not None and now >= self.locate_until:
-            self.locate_until = None
-            self.located(self.stacks, {rank: agent.host for agent in self.agents.values() for rank in agent.ranks})
-        return now
 
     def welcome(self, ready: set[int]) -> None:
         """Take in the agents that have proven that they are of this run."""
@@ -136,9 +125,14 @@ class RemoteRun(RunControl):
         refused = self.reception.refused
         for link in self.reception.welcome(ready, self.expected()):
             self.connections[link.fileno()] = RemoteAgent(link)
-            self.selector.register(link, selectors.EVENT_READ)
+            self.run.selector.register(link, selectors.EVENT_READ)
         if self.reception.refused and not refused:
             say("launch: a connection without this run's token was refused")  # once: there may be many
+        self.run.clocks.set(self.refuse, self.reception.deadline())
+
+    def refuse(self) -> None:
+        """A connection has not proven itself in time."""
+        self.welcome(set())
 
     def hear(self, agent: RemoteAgent) -> None:
         try:
@@ -156,7 +150,7 @@ class RemoteRun(RunControl):
             self.on_lost(agent, str(lost))
 
     def disconnect(self, agent: RemoteAgent) -> None:
-        self.selector.unregister(agent.link)
+        self.run.selector.unregister(agent.link)
         del self.connections[agent.link.fileno()]
         agent.link.close()
 
@@ -165,15 +159,14 @@ class RemoteRun(RunControl):
         agent.hello = message["hello"]
         agent.host = agent.hello["host"]
         if "error" in agent.hello:
-            self.failures.append(Failure.of_user(0, agent.hello["error"]))
+            self.run.failed(Failure.of_user(0, agent.hello["error"]))
         else:
             self.join(agent)
 
     def command(self, commands: Iterable[tuple[RemoteAgent, Message]]) -> None:
         """All are ready: tell each what to run."""
         self.under_way = True
-        if self.output is not None:
-            self.output.last = time.monotonic()
+        self.run.ranks_started()
         for agent, message in commands:
             agent.ranks, agent.done = [int(rank["RANK"]) for rank in message["ranks"]], False
             try:
@@ -181,49 +174,52 @@ class RemoteRun(RunControl):
             except Lost as lost:
                 self.lose(agent, lost)
         for number in self.pending:
-            self.send(number)
+            self.tell({"signal": number})
         self.pending = []
 
     def on_message(self, agent: RemoteAgent, message: Message) -> None:
         now = time.monotonic()
         if "failure" in message:
-            self.failures.append(read_failure(message["failure"], agent.host, now))
+            self.run.failed(read_failure(message["failure"], agent.host, now))
         elif "ended" in message:
-            self.ended.add(message["ended"])
+            self.run.rank_ended(message["ended"])
         elif "interrupted" in message:
             number = message["interrupted"]
             text = (
                 f"{signal_name(number)} came to the ranks on {agent.host}, and not from launch: the scheduler, or "
                 f"{self.plan.launcher.value}, ends the run"
             )
-            self.failures.append(Failure(min(agent.ranks, default=0), 128 + number, 0.0, 0, text=text, final=True))
+            self.run.failed(Failure(min(agent.ranks, default=0), 128 + number, 0.0, 0, text=text, final=True))
         elif "saves" in message:
-            self.saves = True
+            self.run.will_save()
         elif "stacks" in message:
             self.stacks.update({int(rank): tuple(stack) for rank, stack in message["stacks"].items()})
             self.silent.discard(agent.index)
-            if not self.silent and self.locate_until is not None:
-                self.locate_until = now
+            if not self.silent and self.run.clocks.is_set(self.all_located):
+                self.run.clocks.set(self.all_located, now)
         elif "bye" in message:
             agent.done = True
             agent.hello["port"] = message["port"]
 
     def on_lost(self, agent: RemoteAgent, reason: str) -> None:
         """An agent is gone that has not said bye: its host is down or cut off, or somebody has killed it."""
-        ranks = [rank for rank in agent.ranks if rank not in self.ended]
+        ranks = [rank for rank in agent.ranks if rank not in self.run.ended]
         which = f"rank{'' if len(ranks) == 1 else 's'} {', '.join(map(str, ranks))}"
         text = f"lost {which} on {agent.host}: the connection to launch broke ({reason})"
-        self.failures.append(Failure(ranks[0] if ranks else 0, 1, time.monotonic(), 0, text=text, host=agent.host))
-        self.ended.update(ranks)
+        self.run.failed(Failure(ranks[0] if ranks else 0, 1, time.monotonic(), 0, text=text, host=agent.host))
+        for rank in ranks:
+            self.run.rank_ended(rank)
 
-    def send(self, number: int) -> bool:
-        if not self.under_way:
-            return False
-        self.tell({"signal": number, "termination_reason": self.termination_reason, "grace": self.grace})
-        return True
+    def end(self, number: int, reason: str, grace: float | None) -> bool:
+        """The hosts see to the grace of their ranks; launch waits for them a little longer."""
+        if self.under_way:
+            self.tell({"end": number, "reason": reason, "grace": grace})
+        return self.under_way
 
-    def forward_signal(self, number: int) -> None:
-        if not self.send(number):
+    def forward(self, number: int) -> None:
+        if self.under_way:
+            self.tell({"signal": number})
+        else:
             self.pending.append(number)
 
     def tell(self, message: Message) -> None:
@@ -233,12 +229,9 @@ class RemoteRun(RunControl):
 
     def locate(self) -> None:
         self.silent = {agent.index for agent in self.connections.values() if not agent.done}
-        self.locate_until = time.monotonic() + LOCATE
+        self.run.clocks.set(self.all_located, time.monotonic() + LOCATE)
         self.tell({"where": True})
 
-    def end(self, number: int, termination_reason: str = "") -> None:
-        """The hosts see to the grace of their ranks; launch waits for them a little longer."""
-        self.termination_reason = termination_reason
-        self.kill_at = time.monotonic() + (self.grace or GRACE) + LAST_WORDS
-        if not self.send(number):
-            self.kill()
+    def all_located(self) -> None:
+        """Every agent has said where its ranks are, or has had its time."""
+        self.run.located(self.stacks, {rank: agent.host for agent in self.agents.values() for rank in agent.ranks})

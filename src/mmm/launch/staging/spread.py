@@ -22,12 +22,8 @@ class Staging:
 
     def __init__(self, plan: LaunchPlan, agents: list[RemoteAgent], failures: list[Failure]) -> None:
         assert plan.stage is not None
-        self.stage, self.suffix, self.agents, self.failures = (
-            plan.stage,
-            plan.machine.value.host_suffix,
-            agents,
-            failures,
-        )
+        self.stage, self.suffix = plan.stage, plan.machine.value.host_suffix
+        self.agents, self.failures = agents, failures
         self.addresses = addresses(plan)
         self.released = False
         self.began = time.monotonic()

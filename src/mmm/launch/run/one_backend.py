@@ -1,6 +1,5 @@
-"""One attempt on many hosts: mpiexec or srun is started, all agents are waited for, every rank is ended everywhere."""
+"""Ranks on many hosts, whose agents one mpiexec or srun starts: all are waited for, and told to go together."""
 
-import signal
 import subprocess
 import time
 
@@ -8,38 +7,37 @@ from mmm.contract import open_files
 from mmm.errors import LaunchError
 from mmm.launch.channel import failures
 from mmm.launch.channel.commands import RemoteAgent, addresses, start_commands
-from mmm.launch.channel.failures import Failure, say
+from mmm.launch.channel.failures import Failure
 from mmm.launch.channel.link import Message
 from mmm.launch.plan import hosts
 from mmm.launch.plan.launch_plan import LaunchPlan
 from mmm.launch.run import processes
-from mmm.launch.run.control import Limits
+from mmm.launch.run.control import Run, RunState
 from mmm.launch.run.output import Output
-from mmm.launch.run.remote import START_TIMEOUT, RemoteRun
+from mmm.launch.run.remote import LAUNCHER_END, START_TIMEOUT, RemoteRanks
 from mmm.launch.staging.spread import Staging
 
-LAUNCHER_END = 1.5  # s that mpiexec or srun has to end once its processes have
 REMOVAL = 60.0  # s that hosts have to remove what --stage has copied
 LAUNCHER_LINGERS = 20.0  # s that it has after a run that went well: others of its processes may still write
 SPARE_FILES = 64
 
 
-class Controller(RemoteRun):
-    """One attempt, whose agents one launcher backend starts.
+class OneBackend(RemoteRanks):
+    """One attempt; its end is that of mpiexec or srun.
 
     Attributes:
-        launcher_ended: when mpiexec or srun has ended. stop_launcher_at: when it is to be.
+        launcher: mpiexec or srun. has_ended: it is gone.
+        staging: of the environment, once all agents are there.
     """
 
-    def __init__(self, plan: LaunchPlan, limits: Limits | None = None, start_timeout: float = START_TIMEOUT) -> None:
-        super().__init__(plan, limits, start_timeout)
+    def __init__(self, plan: LaunchPlan, start_timeout: float = START_TIMEOUT) -> None:
+        super().__init__(plan, start_timeout)
         self.launcher: subprocess.Popen | None = None
-        self.launcher_ended: float | None = None
-        self.stop_launcher_at: float | None = None
+        self.has_ended = False
         self.staging: Staging | None = None
 
-    def start(self) -> None:
-        plan = self.plan
+    def start(self, run: Run) -> None:
+        self.run, plan = run, self.plan
         limit = open_files()
         if plan.processes + SPARE_FILES > limit:
             raise LaunchError(
@@ -47,49 +45,48 @@ class Controller(RemoteRun):
                 "(ulimit -Hn).\n  Use --ranks-by host: one connection a host."
             )
         self.listen(addresses(plan), plan.processes)
-        self.output = Output(self.selector)
-        self.rendezvous_ends = time.monotonic() + self.start_timeout
+        run.output = Output(run.selector)
+        run.clocks.set(self.too_late, time.monotonic() + self.start_timeout)
         self.launcher = self.start_backend(plan.command, processes=plan.processes)
-        self.output.started()
+        run.output.started()
 
     def clean_up(self) -> None:
         if self.launcher is not None and self.launcher.returncode is None:
             self.stop_launcher()
         super().clean_up()
 
-    def deadlines(self) -> list[float | None]:
-        waiting = self.launcher_ended + LAUNCHER_END if self.launcher_ended is not None else None
-        return [*super().deadlines(), self.stop_launcher_at, waiting]
-
-    def serve(self) -> bool:
-        """Take in what has happened. False once the launcher backend has ended and nobody is connected."""
-        now = self.listen_to_agents()
-        if self.rendezvous_ends is not None and now >= self.rendezvous_ends and self.exit_code is None:
-            self.rendezvous_ends = None
-            self.give_up(f"after {self.start_timeout:g} s {self.missing()}", 1)
-        if self.stop_launcher_at is not None and now >= self.stop_launcher_at:
-            self.stop_launcher_at = None
-            self.stop_launcher()
+    def advance(self) -> bool:
+        """True once the launcher backend has ended and nobody is connected."""
+        run, decided = self.run, self.run.state is RunState.ENDING
+        if self.staging is not None and self.under_way and (decided or not run.failures):
+            self.staging.release(again=run.again and run.is_retried)
         assert self.launcher is not None
         if self.launcher.poll() is None:
-            return True
-        if self.launcher_ended is None:
-            self.launcher_ended = now
-        if self.connections and now < self.launcher_ended + LAUNCHER_END:
-            return True  # the last words of the ranks may be on their way
-        if self.connections and self.exit_code is None:
+            return False
+        if not self.has_ended:  # the last words of the ranks may be on their way
+            self.has_ended = True
+            run.clocks.set(self.launcher_is_gone, time.monotonic() + LAUNCHER_END)
+        awaited = run.clocks.is_set(self.launcher_is_gone) or run.clocks.is_set(run.kill)
+        return not (self.connections and awaited)
+
+    def launcher_is_gone(self) -> None:
+        assert self.launcher is not None
+        if self.connections and self.run.state is not RunState.ENDING:
             reason, code = failures.end_of_process(self.launcher.returncode)
-            self.give_up(f"{self.plan.command[0]} {reason} while its ranks ran", code)
-        return bool(self.connections) and self.kill_at is not None
+            self.run.give_up(f"{self.plan.command[0]} {reason} while its ranks ran", code)
+
+    def too_late(self) -> None:
+        if self.run.state is RunState.STARTING:
+            self.run.give_up(f"after {self.start_timeout:g} s {self.missing()}", 1)
 
     def expected(self) -> int:
         return self.plan.processes - len(self.agents)
 
     def drop(self, agent: RemoteAgent) -> None:
         self.disconnect(agent)
-        if not self.connections and (self.under_way or self.exit_code is not None):
-            left = LAUNCHER_END if self.exit_code is not None else LAUNCHER_LINGERS
-            self.stop_launcher_at = time.monotonic() + left
+        decided = self.run.state is RunState.ENDING
+        if not self.connections and (self.under_way or decided):
+            self.stop_launcher_in(LAUNCHER_END if decided else LAUNCHER_LINGERS)
 
     def join(self, agent: RemoteAgent) -> None:
         index, world, wanted = agent.hello["rank"], agent.hello["world"], self.plan.processes
@@ -99,25 +96,24 @@ class Controller(RemoteRun):
             if world == wanted:
                 text = f"{launcher} has started rank {index} on {self.agents[index].host} and on {agent.host}"
             text += ": its options (--launcher-args) contradict launch's."
-            self.failures.append(Failure.of_user(index, text))
+            self.run.failed(Failure.of_user(index, text))
             return
         agent.index = index
         self.agents[index] = agent
-        if len(self.agents) == self.plan.processes and self.exit_code is None:
-            self.rendezvous_ends = None
+        if not self.expected() and self.run.state is RunState.STARTING:
+            self.run.clocks.clear(self.too_late)
             if self.plan.stage is None:
                 self.go()
             else:
-                self.staging = Staging(self.plan, [self.agents[i] for i in range(len(self.agents))], self.failures)
+                self.staging = Staging(self.plan, self.in_order(), self.run.failures)
                 self.staging.begin()
 
-    def decide(self, now: float) -> None:
-        super().decide(now)
-        if self.staging is not None and self.under_way and (self.exit_code is not None or not self.failures):
-            self.staging.release(again=self.again and self.attempts_left > 0)
+    def in_order(self) -> list[RemoteAgent]:
+        """All agents, by the launcher backend's own numbers."""
+        return [self.agents[index] for index in range(len(self.agents))]
 
     def go(self) -> None:
-        agents = [self.agents[index] for index in range(len(self.agents))]
+        agents = self.in_order()
         commands = start_commands(self.plan, agents)
         if self.staging is not None:
             commands = [c | {"stage": self.staging.told(agent)} for c, agent in zip(commands, agents, strict=True)]
@@ -125,7 +121,7 @@ class Controller(RemoteRun):
 
     def on_message(self, agent: RemoteAgent, message: Message) -> None:
         if "stage" in message and self.staging is not None:
-            if self.staging.hear(agent, message["stage"]) and self.exit_code is None:
+            if self.staging.hear(agent, message["stage"]) and self.run.state is RunState.STARTING:
                 self.go()
         else:
             super().on_message(agent, message)
@@ -138,11 +134,6 @@ class Controller(RemoteRun):
         else:
             del self.agents[agent.index]  # the launcher backend will say more, or the rendezvous times out
 
-    def give_up(self, text: str, code: int) -> None:
-        self.exit_code, self.again = code, True
-        say(f"launch: {text}")
-        self.end(signal.SIGTERM, text)
-
     def missing(self) -> str:
         """Who has not connected."""
         known = {agent.host.partition(".")[0] for agent in self.agents.values()}
@@ -154,16 +145,19 @@ class Controller(RemoteRun):
             f"not connected to launch{where}"
         )
 
-    def end(self, number: int, termination_reason: str = "") -> None:
-        super().end(number, termination_reason)
-        if self.under_way and not self.connections:
-            self.stop_launcher_at = time.monotonic() + LAUNCHER_END
+    def end(self, number: int, reason: str, grace: float | None) -> bool:
+        there = super().end(number, reason, grace)
+        if there and not self.connections:
+            self.stop_launcher_in(LAUNCHER_END)
+        return there
 
     def kill(self) -> None:
         self.tell({"kill": True})
-        self.kill_at = None
         patience = LAUNCHER_END if self.under_way else 0.0
-        self.stop_launcher_at = time.monotonic() + (patience if self.staging is None else REMOVAL)
+        self.stop_launcher_in(patience if self.staging is None else REMOVAL)
+
+    def stop_launcher_in(self, seconds: float) -> None:
+        self.run.clocks.set(self.stop_launcher, time.monotonic() + seconds)
 
     def stop_launcher(self) -> None:
         """End mpiexec or srun, and what it has started on this host."""
@@ -171,19 +165,10 @@ class Controller(RemoteRun):
         processes.end(self.launcher.pid, "-", grace=0.5)
         self.launcher.wait()
 
-    def finish(self) -> int:
+    def finish(self) -> tuple[str, int]:
         assert self.launcher is not None
-        assert self.output is not None
-        code = self.launcher.wait()
-        self.output.drain(self.selector, time.monotonic() + 1.0)
-        if self.exit_code is None and self.failures:
-            self.fail()
-        if self.exit_code is not None:
-            return self.exit_code
-        if len(self.ended) == self.total:
-            return 0
-        reason, code = failures.end_of_process(code)
+        assert self.run.output is not None
+        reason, code = failures.end_of_process(self.launcher.wait())
+        self.run.output.drain()
         what = "while its ranks ran" if self.under_way else f"before the ranks could start: {self.missing()}"
-        say(f"launch: {self.plan.command[0]} {reason} {what}")
-        self.again = True
-        return code
+        return f"{self.plan.command[0]} {reason} {what}", code
