@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from mmm.runtime.log import ignore_views
 from mmm.runtime.process_group import process_group
 from mmm.runtime.ranks import Rank
 from mmm.torch_private.operators import tree_leaves
@@ -43,7 +44,7 @@ def run_rank(rank: Rank, subject: Subject, reference: Reference, dropout: bool, 
     Args:
         dropout: whether to leave it on; then without what the plain model does.
     """
-    with process_group(rank, torch.device("cpu"), timeout):
+    with process_group(rank, torch.device("cpu"), timeout), ignore_views():
         mesh = init_device_mesh("cpu", tuple(subject.axes.values()), mesh_dim_names=tuple(subject.axes))
         batch = make_batch(subject)
         own = local_batch(subject, batch, mesh, rank.rank)
