@@ -108,11 +108,15 @@ def train(
 ) -> list[Curve]:
     """Train once for each optimizer of the case, in one process group. A collective."""
     device = choose_device(device_type, rank)
-    get_logger().setLevel(logging.ERROR)  # what a plan names in vain has been said once, before any ranks
-    with process_group(rank, device, timeout), ignore_views():
-        mesh = build_mesh(ready.layout, device.type, timeout, experts=ready.experts)
-        curves = [_train(rank, ready, mesh, device, name, references[name]) for name in ready.case.optimizers]
-    return curves
+    logger = get_logger()
+    level = logger.level
+    logger.setLevel(logging.ERROR)  # what a plan names in vain has been said once, before any ranks
+    try:
+        with process_group(rank, device, timeout), ignore_views():
+            mesh = build_mesh(ready.layout, device.type, timeout, experts=ready.experts)
+            return [_train(rank, ready, mesh, device, name, references[name]) for name in ready.case.optimizers]
+    finally:
+        logger.setLevel(level)
 
 
 def _train(

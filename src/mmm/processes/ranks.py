@@ -8,7 +8,7 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
@@ -23,11 +23,16 @@ GRACE_DOUBTFUL = 1.0  # s, if all that is known so far looks like a consequence
 
 
 class RanksFailed(Exception):
-    """A rank raised, died, or gave no answer in time: which, and why, in one line. `details`: its traceback."""
+    """A rank raised, died, or gave no answer in time: which, and why, in one line.
 
-    def __init__(self, reason: str, details: str = "") -> None:
+    Attributes:
+        details: its traceback; of ranks that gave no answer, where each of them was.
+        frames: the same, by rank.
+    """
+
+    def __init__(self, reason: str, details: str = "", frames: Mapping[int, str] | None = None) -> None:
         super().__init__(reason)
-        self.details = details
+        self.details, self.frames = details, dict(frames or {})
 
 
 def fork_ranks(
@@ -105,8 +110,9 @@ def collect(ranks: Sequence[Child], timeout: float, interrupt: Connection | None
         if not ready and not failures:
             named = ", ".join(map(str, sorted(waiting.values())))
             reason = f"no answer in {timeout:g} s from rank{'s' * (len(waiting) > 1)} {named} of {len(ranks)}"
-            where = [f"rank {number}:\n{ranks[number].frames()}" for number in waiting.values()]
-            raise RanksFailed(reason, "\n".join(where))
+            frames = {number: ranks[number].frames() for number in waiting.values()}
+            where = "\n".join(f"rank {number}:\n{stack}" for number, stack in frames.items())
+            raise RanksFailed(reason, where, frames)
         if not ready:
             break
         if interrupt in ready:

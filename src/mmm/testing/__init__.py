@@ -1,25 +1,32 @@
-"""A pytest plugin that runs functions on forked ranks: real processes of this host; none is left behind.
+"""A pytest plugin for tests on ranks: real processes of this host, none of which is left behind.
 
-A model's own tests use the pytest plugin. Its fixture runs a function on ranks 0 … n - 1 inside a process group of
-theirs, and returns what each rank returned::
+Installed with the package, it needs no conftest. A test with the mark ``ranks`` runs on so many forked ranks, each
+inside their process group (gloo, or the accelerators' backend with ``--ranks-device``)::
 
-    # tests/conftest.py
-    pytest_plugins = ["mmm.testing.plugin"]
-
-    # tests/test_model.py
+    import pytest
     import torch
     import torch.distributed as dist
 
-    def total(rank, factor):                       # a function of a module: ranks find it by its name
-        numbers = torch.full((3,), float(factor * rank.rank))
+    @pytest.mark.ranks(4)
+    def test_total():
+        numbers = torch.ones(3) * dist.get_rank()
         dist.all_reduce(numbers)
-        return numbers                             # by value, to the test
+        assert numbers.tolist() == [6.0] * 3
 
-    def test_total(run_on_ranks):
-        for numbers in run_on_ranks(total, 4, 10, timeout=60):
-            assert numbers.tolist() == [60.0] * 3
+    @pytest.mark.ranks("dp2,tp2")                  # four ranks, and the mesh that they stand on
+    def test_mesh(mesh, tmp_path):
+        assert mesh["tp"].size() == 2
 
-`fork_ranks` does the same without pytest, on new processes each time (`mmm.processes`).
+    def test_that_it_is_right(verify):             # docs/verify.md
+        verify(make_model, parallelize, make_batch, mesh="dp2,tp2")
+
+Ranks are forked where the test begins, so fixtures of every scope, closures and a patched environment are there as
+they are; what ranks change in them is lost with them. What each prints is shown with its rank. A rank that fails, or
+dies, fails that test alone. Ranks that have not ended after ``--ranks-timeout`` seconds (10) fail it too, with where
+each of them was, and which one the others waited for.
+
+`run_on_ranks` is a fixture that runs a function on ranks that stay, and gives what each returned; `fork_ranks` does it
+without pytest, on new ranks (`mmm.processes`).
 """
 
 from mmm.processes import RanksFailed, fork_ranks, free_port
