@@ -17,6 +17,7 @@ SUBCOMMANDS = {
     "doctor": ("mmm.cli.doctor", "check this machine and this installation, with a fix for what is wrong"),
     "dry-run": ("mmm.cli.dry_run", "what a rank of so many would hold and send: any program, without its devices"),
     "examples": ("mmm.examples.__main__", "list the runnable examples and trainers"),
+    "exercise": ("mmm.cli.exercise", "ten small things to write, each with a check that says where an answer is wrong"),
     "export": ("mmm.cli.export", "write a language model's weights as transformers loads them"),
     "history": ("mmm.cli.history", "show the record of a run: finished, running or killed"),
     "import": ("mmm.cli.import_", "weights of the Llama family, safetensors or GGUF, as a checkpoint"),

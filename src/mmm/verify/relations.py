@@ -121,9 +121,11 @@ def relation(
         if any(one is None or one.shape != value.shape for one in group):
             continue
         stacked = torch.stack([one for one in group if one is not None])
+        if size_of(stacked - stacked[0]) <= ALIKE * scale:
+            continue  # all have the same
         if like(stacked.sum(0)):
             return f"partial over {axis}: the ranks' tensors add up to it, and nothing has added them up"
-        if like(stacked.mean(0)) and size_of(stacked - stacked[0]) > ALIKE * scale:
+        if like(stacked.mean(0)):
             return f"each rank of {axis} has its own: their mean is right, and nothing has taken it"
     flat, ought = value.flatten(), expected.flatten()
     norm = torch.linalg.vecdot(ought, ought).real.item()
