@@ -111,22 +111,8 @@ def relation(
         near = relative(value, expected, scale) < LOW_PRECISION
         return f"is rounded to {kind}" if near else f"is {kind}, and differs"
 
-    def like(one: Tensor | None) -> bool:
-        return one is not None and one.shape == expected.shape and relative(one, expected, scale) <= ALIKE
-
-    for axis, size in subject.axes.items():
-        if size == 1:
-            continue
-        group = [others(other)[0] for other in subject.group(rank, axis)]
-        if any(one is None or one.shape != value.shape for one in group):
-            continue
-        stacked = torch.stack([one for one in group if one is not None])
-        if size_of(stacked - stacked[0]) <= ALIKE * scale:
-            continue  # all have the same
-        if like(stacked.sum(0)):
-            return f"partial over {axis}: the ranks' tensors add up to it, and nothing has added them up"
-        if like(stacked.mean(0)):
-            return f"each rank of {axis} has its own: their mean is right, and nothing has taken it"
+    if words := _over_ranks(value, expected, scale, rank, others, subject):
+        return words
     flat, ought = value.flatten(), expected.flatten()
     norm = torch.linalg.vecdot(ought, ought).real.item()
     factor = (torch.linalg.vecdot(ought, flat).real.item() / norm) if norm else math.nan
@@ -141,6 +127,31 @@ def relation(
         if relative(value, theirs, size_of(theirs)) <= ALIKE:
             return f"rank {other}'s part"
     return "differs"
+
+
+def _over_ranks(
+    value: Tensor,
+    expected: Tensor,
+    scale: float,
+    rank: int,
+    others: Callable[[int], tuple[Tensor | None, Tensor | None]],
+    subject: Subject,
+) -> str:
+    """Whether what the ranks of an axis have comes to what it should be together. Arguments as of `relation`."""
+    for axis, size in subject.axes.items():
+        if size == 1:
+            continue
+        group = [one for one in (others(other)[0] for other in subject.group(rank, axis)) if one is not None]
+        if len(group) < size or any(one.shape != value.shape for one in group):
+            continue
+        stacked = torch.stack(group)
+        if size_of(stacked - stacked[0]) <= ALIKE * scale:
+            continue  # all have the same
+        if relative(stacked.sum(0), expected, scale) <= ALIKE:
+            return f"partial over {axis}: the ranks' tensors add up to it, and nothing has added them up"
+        if relative(stacked.mean(0), expected, scale) <= ALIKE:
+            return f"each rank of {axis} has its own: their mean is right, and nothing has taken it"
+    return ""
 
 
 def _times(factor: float, subject: Subject) -> str:
