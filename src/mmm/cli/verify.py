@@ -42,7 +42,7 @@ def _parser() -> argparse.ArgumentParser:
         help="(batch, mesh) -> a rank's batch, where it is no equal part of the samples",
     )
     parser.add_argument("--optimizer", metavar="MODULE:NAME", help="parameters -> optimizer; default: SGD")
-    parser.add_argument("--timeout", type=float, default=60.0, help="seconds that a collective may take (60)")
+    parser.add_argument("--timeout", type=float, default=120.0, help="seconds that the ranks may take (120)")
     parser.add_argument("--json", metavar="FILE", type=Path, help="write the verdict with versions, hashes and command")
     parser.add_argument("--badge", metavar="FILE", type=Path, help="write it as a picture of one line (SVG)")
     return parser

@@ -78,7 +78,7 @@ def _train(rank: Rank, model: nn.Module, optimizer: torch.optim.Optimizer, first
 
 def _before(rank: Rank, folder: str) -> list[float]:
     """Train, save, and go on. Returns the losses after the checkpoint."""
-    with process_group(rank, torch.device("cpu"), TIMEOUT), ignore_views():
+    with process_group(rank, torch.device("cpu"), 2 * TIMEOUT), ignore_views():
         model, optimizer = _program(rank, 0)
         _train(rank, model, optimizer, 0)
         model_state, optimizer_state = get_state_dict(model, optimizer)
@@ -88,7 +88,7 @@ def _before(rank: Rank, folder: str) -> list[float]:
 
 def _after(rank: Rank, folder: str, load: Callable[..., Any]) -> list[float]:
     """Begin with other weights, load, and go on."""
-    with process_group(rank, torch.device("cpu"), TIMEOUT), ignore_views():
+    with process_group(rank, torch.device("cpu"), 2 * TIMEOUT), ignore_views():
         model, optimizer = _program(rank, 1)
         load(model, optimizer, folder)
         return _train(rank, model, optimizer, STEPS)
@@ -98,9 +98,9 @@ def check(load: Callable[[nn.Module, torch.optim.Optimizer, str], None]) -> Resu
     """Losses after the checkpoint, on two ranks that went on and on four that have loaded it."""
     with tempfile.TemporaryDirectory() as parent:
         folder = os.path.join(parent, "checkpoint")
-        expected, *_ = fork_ranks(_before, 2, folder, timeout=4 * TIMEOUT)
+        expected, *_ = fork_ranks(_before, 2, folder, timeout=TIMEOUT)
         try:
-            losses, *_ = fork_ranks(_after, 4, folder, load, timeout=4 * TIMEOUT)
+            losses, *_ = fork_ranks(_after, 4, folder, load, timeout=TIMEOUT)
         except RanksFailed as error:
             return failed(FUNCTION, error, error.details)
     for number, (loss, ought) in enumerate(zip(losses, expected, strict=True)):

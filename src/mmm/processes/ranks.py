@@ -19,6 +19,7 @@ from mmm.processes.children import LEAVE, Child, Children, ended
 from mmm.runtime.ranks import Rank
 
 GRACE = 0.1  # s to wait, after a first failure, for one that came before it
+IN_TORCH = "torch/distributed"  # in the frames of a rank that is in a collective
 GRACE_DOUBTFUL = 1.0  # s, if all that is known so far looks like a consequence
 
 
@@ -137,3 +138,29 @@ def collect(ranks: Sequence[Child], timeout: float, interrupt: Connection | None
         _, number, reason, details = min(failures, key=lambda failure: failure[0])  # of equals the first
         raise RanksFailed(f"rank {number}: {' '.join(reason.split())}", details)
     return [results[number] for number in range(len(ranks))]
+
+
+def blame(frames: Mapping[int, str], ranks: int) -> str:
+    """Which ranks the others waited for: those that had ended, or were not in a collective.
+
+    Args:
+        frames: of `RanksFailed`: those of the ranks that gave no answer. ranks: how many there were.
+    """
+    ended = sorted(set(range(ranks)) - set(frames))
+    elsewhere = sorted(rank for rank, stack in frames.items() if IN_TORCH not in _main_thread(stack))
+    inside = sorted(set(frames) - set(elsewhere))
+    if ended and inside:
+        return f"rank {listed(inside)} waited in a collective, and rank {listed(ended)} had ended: it made fewer calls"
+    if elsewhere and inside:
+        return f"rank {listed(inside)} waited in a collective to which rank {listed(elsewhere)} did not come"
+    return "all of them were in collectives: not in the same one" if inside else "none of them was in a collective"
+
+
+def _main_thread(stack: str) -> str:
+    """Of the frames of a process those of the thread that runs the test: its own are said last."""
+    return stack.rpartition("Current thread")[2] or stack
+
+
+def listed(ranks: Sequence[int]) -> str:
+    """``0, 2, 3``"""
+    return ", ".join(map(str, ranks))

@@ -10,7 +10,7 @@ import sys
 import tempfile
 import threading
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from multiprocessing.connection import Connection
 from typing import IO, Any
 
@@ -18,12 +18,11 @@ import pytest
 
 from mmm.launch.plan.hosts import free_port
 from mmm.processes.children import Children
-from mmm.processes.ranks import RanksFailed, collect
+from mmm.processes.ranks import RanksFailed, blame, collect, listed
 from mmm.runtime.ranks import Rank
 
 MORE = 30.0  # s that a collective may take beyond the test's time: the parent speaks first, of all ranks
 MOST_RANKS = 64
-IN_TORCH = "torch/distributed"
 OURS, NEXT = "mmm/testing/marked.py", "\n"  # in a stack, and between its frames
 PASSED, SKIPPED, XFAILED = "passed", "skipped", "xfailed"
 
@@ -175,30 +174,7 @@ def _message(error: RanksFailed, marked: Marked) -> str:
         return f"{error}\n{error.details.rstrip()}"
     # From the innermost frame down to the test; below it are ours, and pytest's.
     where = [f"rank {rank}:\n{stack.partition(OURS)[0].rpartition(NEXT)[0]}" for rank, stack in error.frames.items()]
-    return "\n".join([str(error), _blame(error.frames, marked.ranks), *where])
-
-
-def _blame(frames: Mapping[int, str], ranks: int) -> str:
-    """Which ranks the others waited for: those that had ended, or were not in a collective."""
-    ended = sorted(set(range(ranks)) - set(frames))
-    elsewhere = sorted(rank for rank, stack in frames.items() if IN_TORCH not in _main_thread(stack))
-    inside = sorted(set(frames) - set(elsewhere))
-    if ended and inside:
-        return (
-            f"rank {_numbers(inside)} waited in a collective, and rank {_numbers(ended)} had ended: it made fewer calls"
-        )
-    if elsewhere and inside:
-        return f"rank {_numbers(inside)} waited in a collective to which rank {_numbers(elsewhere)} did not come"
-    return "all of them were in collectives: not in the same one" if inside else "none of them was in a collective"
-
-
-def _main_thread(stack: str) -> str:
-    """Of the frames of a process those of the thread that runs the test: its own are said last."""
-    return stack.rpartition("Current thread")[2] or stack
-
-
-def _numbers(ranks: list[int]) -> str:
-    return ", ".join(map(str, ranks))
+    return "\n".join([str(error), blame(error.frames, marked.ranks), *where])
 
 
 def _conclude(outcomes: list[tuple[str, str]]) -> None:
@@ -211,4 +187,4 @@ def _conclude(outcomes: list[tuple[str, str]]) -> None:
         pytest.skip(text)
     if kinds == {XFAILED}:
         pytest.xfail(text)
-    pytest.fail(f"rank {_numbers(skipped)} left the test ({text}), and the others did not", pytrace=False)
+    pytest.fail(f"rank {listed(skipped)} left the test ({text}), and the others did not", pytrace=False)

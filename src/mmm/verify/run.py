@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from mmm.errors import ConfigError, UserError
 from mmm.processes import RanksFailed, fork_ranks
+from mmm.processes.ranks import blame
 from mmm.runtime.ranks import Rank
 from mmm.torch_private.dynamo import import_dynamo
 from mmm.verify.evaluate import Evaluation, dropout_findings
@@ -20,7 +21,8 @@ from mmm.verify.reference import Reference, compute_reference, make_batch
 from mmm.verify.subject import Subject, make_subject
 from mmm.verify.verdict import NOT_COMPARABLE, NOT_SAME, Finding, Verdict
 
-TIMEOUT = 60.0  # s that a collective may take; the ranks have twice as long for all
+TIMEOUT = 120.0  # s that one device, and then the ranks, may take
+MORE = 60.0  # s that a collective may take beyond it: where it hangs is said here, and not by gloo
 
 
 def verify(
@@ -52,7 +54,7 @@ def verify(
         batch_axes: the axes whose ranks have different samples. Default: those called dp, data, fsdp, replicate, …
         local_batch_fn: (batch, mesh) → a rank's batch. Default: equal parts of the samples over `batch_axes`.
         optimizer_fn: parameters → the optimizer. Default: SGD.
-        timeout: seconds that a collective may take.
+        timeout: seconds that the step on one device may take, and that on the ranks.
 
     Returns:
         The verdict; true where the two are the same.
@@ -82,7 +84,7 @@ def verify_subject(subject: Subject, timeout: float = TIMEOUT) -> Verdict:
     if reference.reason:
         return verdict
     try:
-        observed = fork_ranks(run_rank, ranks, subject, reference, False, timeout, timeout=2 * timeout)
+        observed = fork_ranks(run_rank, ranks, subject, reference, False, timeout + MORE, timeout=timeout)
     except RanksFailed as error:
         return _failed(verdict, error)
     verdict = Evaluation(subject, reference, observed, batch).verdict()
@@ -100,7 +102,7 @@ def _on_one_process(subject: Subject, timeout: float) -> tuple[Reference, Any]:
         UserError: as `compute_reference`. ConfigError: the process died, or took too long.
     """
     try:
-        ((error, reference, batch),) = fork_ranks(_reference, 1, subject, timeout=2 * timeout)
+        ((error, reference, batch),) = fork_ranks(_reference, 1, subject, timeout=timeout)
     except RanksFailed as failure:
         raise ConfigError(f"the model on one device: {str(failure).removeprefix('rank 0: ')}") from None
     if error is not None:
@@ -116,16 +118,17 @@ def _reference(rank: Rank, subject: Subject) -> tuple[UserError | None, Referenc
 
 
 def _failed(verdict: Verdict, error: RanksFailed) -> Verdict:
-    finding = Finding("program", "the parallel program", None, f"fails: {error}")
+    why = f"{error}: {blame(error.frames, verdict.ranks)}" if error.frames else str(error)
+    finding = Finding("program", "the parallel program", None, f"fails: {why}")
     return replace(
-        verdict, result=NOT_SAME, findings=(finding,), first=f"the program itself: {error}", details=error.details
+        verdict, result=NOT_SAME, findings=(finding,), first=f"the program itself: {why}", details=error.details
     )
 
 
 def _with_dropout(subject: Subject, reference: Reference, verdict: Verdict, timeout: float) -> Verdict:
     """Once more, with dropout."""
     try:
-        observed = fork_ranks(run_rank, verdict.ranks, subject, reference, True, timeout, timeout=2 * timeout)
+        observed = fork_ranks(run_rank, verdict.ranks, subject, reference, True, timeout + MORE, timeout=timeout)
     except RanksFailed as error:
         return _failed(verdict, error)
     findings, advice = dropout_findings(subject, reference, [rank.parallel for rank in observed])
