@@ -34,6 +34,7 @@ class Reference:
         floor: by parameter, how far its gradient moves by splitting the batch; loss_floor: likewise.
         has_dropout: whether dropout was turned off. evaluating: whether the model had to be in evaluation mode.
         unlike: the first module whose outputs notice the rest of the batch; empty if none does.
+        split: how near the batch in parts comes to the batch, in words; empty where it was not split.
         reason: why nothing can be compared; empty if it can.
         notes: what a reader of the verdict has to know.
     """
@@ -46,6 +47,7 @@ class Reference:
     has_dropout: bool = False
     evaluating: bool = False
     unlike: str = ""
+    split: str = ""
     reason: str = ""
     notes: list[str] = field(default_factory=list)
 
@@ -56,11 +58,6 @@ class Reference:
     def tolerance(self, name: str) -> float:
         """How far a parameter's gradient, or value after a step, may be off, relative to the largest element."""
         return max(TOLERANCE, FLOOR * self.floor.get(name, worst([0.0, *self.floor.values()])))
-
-    @property
-    def worst_floor(self) -> float:
-        """Of the loss and all gradients."""
-        return worst([self.loss_floor, *self.floor.values()])
 
     @property
     def largest_gradient(self) -> float:
@@ -212,6 +209,7 @@ def _split(subject: Subject, reference: Reference, batch: Any) -> None:
         scale = scale_of(gradient.local, largest)
         reference.floor[name] = relative(torch.as_tensor(mean), gradient.local, scale)
     floor = worst([reference.loss_floor, *reference.floor.values()])
+    reference.split = f"; with the batch split to {floor:.0e}"
     if floor <= TOLERANCE:
         return
     reference.unlike = first_unlike(whole, pieces)

@@ -88,7 +88,7 @@ def verify_subject(subject: Subject, timeout: float = TIMEOUT) -> Verdict:
     except RanksFailed as error:
         return _failed(verdict, error)
     verdict = Evaluation(subject, reference, observed, batch).verdict()
-    alone = f"the same twice; with the batch split to {reference.worst_floor:.0e}"
+    alone = f"the same twice{reference.split}"
     verdict = replace(verdict, compared={"model": alone, **verdict.compared})
     if verdict.same and reference.has_dropout:
         verdict = _with_dropout(subject, reference, verdict, timeout)
