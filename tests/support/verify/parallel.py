@@ -227,11 +227,10 @@ def ddp(model, mesh, mistake=None):
     if mistake == "not_wrapped":
         return model
     if mistake == "buffers_forgotten":
+        wrapped = DistributedDataParallel(model, process_group=mesh["dp"].get_group())
         for norm in [m for m in model.modules() if isinstance(m, nn.BatchNorm2d)]:
-            norm.running_mean = norm.running_mean.clone() + dist.get_rank()
-        return DistributedDataParallel(
-            model, process_group=mesh["dp"].get_group(), broadcast_buffers=False, init_sync=False
-        )
+            norm.running_mean += dist.get_rank()
+        return wrapped
     return DistributedDataParallel(model, process_group=mesh["dp"].get_group())
 
 

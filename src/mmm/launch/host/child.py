@@ -17,7 +17,7 @@ import sys
 import threading
 import time
 import traceback
-from importlib.machinery import SourceFileLoader
+from importlib.machinery import ModuleSpec, SourceFileLoader
 from types import CodeType, FrameType, ModuleType, TracebackType
 from typing import Any, NoReturn
 
@@ -27,6 +27,7 @@ from mmm.errors import UserError
 from mmm.launch.channel.wire import FAILURE_VARIABLE
 from mmm.launch.host import lifeline
 from mmm.launch.host.import_timer import ImportTimer
+from mmm.launch.program import modules
 from mmm.launch.program import target as targets
 from mmm.launch.program.preloads import OURS, is_installed
 from mmm.launch.program.target import Target
@@ -108,6 +109,14 @@ def _note_start(target: Target) -> None:
         program.own, program.stop = timer.seconds, timer.stop
 
 
+def _code_of(spec: ModuleSpec) -> CodeType | None:
+    """A module's code. pytest's loader, which has what a plugin's package has, gives none: then of its source."""
+    if (get_code := getattr(spec.loader, "get_code", None)) is not None:
+        return get_code(spec.name)
+    text = modules.source(spec)
+    return None if text is None else compile(text, spec.origin or spec.name, "exec", dont_inherit=True)
+
+
 def _code(target: Target, main: ModuleType) -> CodeType:
     """The target's code. Gives the module `main` what python gives `__main__`."""
     main.__dict__.update(__builtins__=builtins, __annotations__={})
@@ -122,7 +131,7 @@ def _code(target: Target, main: ModuleType) -> CodeType:
     spec = importlib.util.find_spec(target.name)  # imports the packages it is in
     if spec is not None and spec.submodule_search_locations is not None:
         spec = importlib.util.find_spec(f"{target.name}.__main__")
-    code = getattr(spec.loader, "get_code", lambda name: None)(spec.name) if spec is not None else None
+    code = _code_of(spec) if spec is not None else None
     if spec is None or code is None:
         raise ImportError(f"python cannot run a module named {target.name!r}", name=target.name)
     main.__spec__, main.__loader__, main.__package__, main.__file__ = spec, spec.loader, spec.parent, spec.origin
