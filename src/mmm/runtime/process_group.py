@@ -10,6 +10,7 @@ import gc
 import os
 import signal
 import socket
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -29,6 +30,8 @@ from mmm.torch_private.groups import can_split, default_group, default_timeout, 
 
 # By which NCCL and XCCL, which end a process without asking Python, give up later than `mmm.runtime.hang`.
 MARGIN = timedelta(seconds=20)
+
+LINGER = 0.05  # s, at the end of a process that had a group
 
 FULL = "Too many open files"
 
@@ -123,7 +126,14 @@ def _free_in_time() -> None:
     # A forked process has none of the threads that a group waits for when it is freed: its collector leaves alone what
     # came from its parent, or it hangs there, or frees memory twice.
     os.register_at_fork(before=free, after_in_child=gc.freeze)
-    atexit.register(free)
+
+    def leave() -> None:
+        free()
+        # A thread of gloo lets a collective's tensors go after it has said that it is done, and needs Python's lock for
+        # it. Where it asks while Python ends, it ends the process with SIGABRT. Here it gets the lock.
+        time.sleep(LINGER)
+
+    atexit.register(leave)
 
 
 def locate(rank: Rank, timeout: float = 600.0) -> Rank:
