@@ -11,7 +11,11 @@ from mmm.exercises import NAMES
 from mmm.exercises.check import check_file, exercise, file_of
 from support.answers import ANSWERS
 
-CASES = [(name, number) for name in NAMES for number in range(len(ANSWERS[name][1]))]
+CASES = [
+    pytest.param(name, number, marks=[pytest.mark.long] if number else [])
+    for name in NAMES
+    for number in range(len(ANSWERS[name][1]))
+]
 
 
 def write(folder, name, code):
