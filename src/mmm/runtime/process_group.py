@@ -32,7 +32,6 @@ from mmm.torch_private.groups import can_split, default_group, default_timeout, 
 MARGIN = timedelta(seconds=20)
 
 LINGER = 0.05  # s, at the end of a process that had a group
-
 FULL = "Too many open files"
 
 # The groups of the last `process_group` that ended, until ranks meet again, the process forks (a fork has none of their
@@ -126,14 +125,10 @@ def _free_in_time() -> None:
     # A forked process has none of the threads that a group waits for when it is freed: its collector leaves alone what
     # came from its parent, or it hangs there, or frees memory twice.
     os.register_at_fork(before=free, after_in_child=gc.freeze)
-
-    def leave() -> None:
-        free()
-        # A thread of gloo lets a collective's tensors go after it has said that it is done, and needs Python's lock for
-        # it. Where it asks while Python ends, it ends the process with SIGABRT. Here it gets the lock.
-        time.sleep(LINGER)
-
-    atexit.register(leave)
+    # Last, so registered first: a thread of gloo lets a collective's tensors go after it has said that it is done, and
+    # needs Python's lock for it. Where it asks while Python ends, it ends the process with SIGABRT.
+    atexit.register(time.sleep, LINGER)
+    atexit.register(free)
 
 
 def locate(rank: Rank, timeout: float = 600.0) -> Rank:

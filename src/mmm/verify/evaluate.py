@@ -147,12 +147,12 @@ class Evaluation:
         scale: float,
     ) -> str:
         def others(other: int) -> tuple[Tensor | None, Tensor | None]:
-            return summed(tensors, other, self.subject), self._ought(name, other, tensors, full)
+            return summed(tensors, other), self._ought(name, other, tensors, full)
 
         alone = self.ranks[rank].alone
         own = getattr(alone, kind).get(name) if alone is not None else None
         by_itself = self._ought(name, rank, tensors, own.local) if own is not None else None
-        value = summed(tensors, rank, self.subject)
+        value = summed(tensors, rank)
         return relation(value, ought, scale, rank, others, by_itself, self.subject)
 
     def _ought(self, name: str, rank: int, tensors: list[LocalTensor | None], full: Tensor) -> Tensor | None:
@@ -204,7 +204,7 @@ class Evaluation:
         tolerance = max(TOLERANCE, 32 * self.reference.loss_floor)
         groups: dict[int, list[Tensor]] = {}
         for rank, loss in enumerate(losses):
-            value = summed(losses, rank, self.subject)
+            value = summed(losses, rank)
             if loss is not None and value is not None and value.numel() == 1:
                 groups.setdefault(self.subject.batch_part(rank), []).append(value.reshape(()).double())
         if not groups:
@@ -252,7 +252,7 @@ class Evaluation:
         self, name: str, rank: int, tensors: list[LocalTensor | None], full: LocalTensor | None, largest: float
     ) -> float:
         """How far a rank's gradient is off; adds a finding if it is too far."""
-        value = summed(tensors, rank, self.subject)
+        value = summed(tensors, rank)
         if full is None:
             if value is None or size_of(value) == 0:
                 return 0.0

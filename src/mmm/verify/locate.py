@@ -110,7 +110,7 @@ def _wrong(
         return ""
     for axis in subject.axes:
         group = [outputs[other] for other in subject.group(rank, axis)]
-        if axis in own.partial or (own.box is None and axis not in subject.batch_axes):
+        if own.partial or (own.box is None and axis not in subject.batch_axes):
             locals_ = [one.local for one in group if one is not None and one.local.shape == own.local.shape]
             if len(locals_) == len(group) and relative(torch.stack(locals_).sum(0), ought, scale) <= ALIKE:
                 return ""  # a sum that a later module makes

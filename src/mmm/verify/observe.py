@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -35,12 +36,12 @@ class LocalTensor:
     Attributes:
         local: its own elements, on the CPU.
         box: which part of the full tensor they are; None of a plain tensor, which does not say.
-        partial: the axes of the mesh along which a DTensor is a sum that is still to be made.
+        partial: where a DTensor is a sum that is still to be made, over which ranks; for each dim of its mesh.
     """
 
     local: Tensor
     box: ShardBox | None = None
-    partial: tuple[str, ...] = ()
+    partial: tuple[tuple[int, ...], ...] = ()
 
 
 @dataclass
@@ -143,8 +144,11 @@ def local_tensor(tensor: Any) -> LocalTensor:
     local = to_local(tensor.detach()).clone().cpu()
     if not isinstance(tensor, DTensor):
         return LocalTensor(local)
-    names = tensor.device_mesh.mesh_dim_names or ()
-    partial = [names[index] for index, p in enumerate(tensor.placements) if p.is_partial() and index < len(names)]
+    partial = [
+        tuple(dist.get_process_group_ranks(tensor.device_mesh.get_group(index)))
+        for index, placement in enumerate(tensor.placements)
+        if placement.is_partial()
+    ]
     try:
         box = local_box(tensor)
     except AssertionError:  # shards of a size that `torch.chunk` does not make

@@ -62,16 +62,15 @@ def place_of(tensor: LocalTensor, full: Tensor) -> Place | None:
     return Place(tuple(torch.tensor(found) if d == dim else None for d in range(full.ndim)))
 
 
-def summed(tensors: Sequence[LocalTensor | None], rank: int, subject: Subject) -> Tensor | None:
+def summed(tensors: Sequence[LocalTensor | None], rank: int) -> Tensor | None:
     """A rank's tensor, where a DTensor is a sum still to be made the sum. None where another rank has none."""
     own = tensors[rank]
     if own is None:
         return None
-    total, ranks = own.local, [rank]
-    for axis in own.partial:
-        ranks = (
-            sorted({other for one in ranks for other in subject.group(one, axis)}) if axis in subject.axes else ranks
-        )
+    total, ranks = own.local, {rank}
+    for dim in range(len(own.partial)):
+        holders = [tensors[other] for other in ranks]
+        ranks = {one for holder in holders if holder and len(holder.partial) > dim for one in holder.partial[dim]}
     if len(ranks) > 1:
         parts = [tensors[other] for other in ranks]
         if any(part is None or part.local.shape != total.shape for part in parts):
