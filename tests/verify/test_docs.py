@@ -29,6 +29,7 @@ def test_output(command, output, tmp_path, monkeypatch, capsys):
     assert code == (0 if output.startswith("same") else 1)
 
 
+@pytest.mark.long
 def test_tests(tmp_path):
     """The page's tests pass in a pytest of their own."""
     for name in ("mlp", "test_mlp"):

@@ -21,7 +21,7 @@ def test_right(case):
 
 @pytest.mark.parametrize(
     "case",
-    [case if number % 4 == 0 else pytest.param(case, marks=pytest.mark.long) for number, case in enumerate(MISTAKES)],
+    [case if number % 8 == 0 else pytest.param(case, marks=pytest.mark.long) for number, case in enumerate(MISTAKES)],
     ids=str,
 )
 def test_mistake(case):
