@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from mmm.exercises.check import Result, verified
-from mmm.exercises.tools import add_up_gradients, numbers
+from mmm.exercises.tools import numbers, step_on_parts
 
 FUNCTION = "attention"
 TEMPLATE = '''
@@ -69,13 +69,7 @@ def check(attention: Callable[[Tensor, Tensor, Tensor, Any], Tensor]) -> Result:
         return tuple(tensor.chunk(mesh.size(), dim=1)[mesh.get_local_rank()] for tensor in batch)
 
     def step(model: nn.Module, batch: tuple[Tensor, Tensor], mesh: DeviceMesh | None) -> Tensor:
-        inputs, targets = batch
-        ranks = 1 if mesh is None else mesh.size()
-        loss = F.mse_loss(model(inputs), targets, reduction="sum") / (targets.numel() * ranks)
-        if mesh is not None:
-            loss.backward()
-            add_up_gradients(list(model.parameters()), mesh.get_group())
-        return loss
+        return step_on_parts(model, batch, mesh, list(model.parameters()))
 
     return verified(
         FUNCTION,

@@ -7,7 +7,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 
 class _Enter(torch.autograd.Function):
@@ -87,6 +89,20 @@ def all_gather(part: Tensor, group: dist.ProcessGroup) -> Tensor:
     parts = [torch.empty_like(part) for _ in range(dist.get_world_size(group))]
     dist.all_gather(parts, part, group=group)
     return torch.cat(parts)
+
+
+def step_on_parts(
+    model: nn.Module, batch: tuple[Tensor, Tensor], mesh: DeviceMesh | None, shared: Sequence[nn.Parameter]
+) -> Tensor:
+    """The loss of a rank's part of the batch, whose sum over the ranks is the mean; on ranks with backward, and with
+    the gradients of `shared`, which every rank has, added up."""
+    inputs, targets = batch
+    ranks = 1 if mesh is None else mesh.size()
+    loss = F.mse_loss(model(inputs), targets, reduction="sum") / (targets.numel() * ranks)
+    if mesh is not None:
+        loss.backward()
+        add_up_gradients(shared, mesh.get_group())
+    return loss
 
 
 def add_up_gradients(parameters: Sequence[nn.Parameter], group: dist.ProcessGroup) -> None:

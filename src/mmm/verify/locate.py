@@ -12,7 +12,7 @@ from mmm.torch_private.operators import tree_leaves
 from mmm.verify.observe import LocalTensor
 from mmm.verify.rank import RankObserved
 from mmm.verify.reference import Reference, innermost_first, relative, size_of
-from mmm.verify.relations import ALIKE, relation
+from mmm.verify.relations import ALIKE, place_of, relation
 from mmm.verify.subject import Subject
 
 
@@ -96,10 +96,10 @@ def _wrong(
         return ""
     ought = full
     if own.box is not None:
-        if own.box.full != tuple(full.shape):
+        place = place_of(own, full)
+        if place is None:
             return ""
-        for dim, (start, length) in enumerate(zip(own.box.start, own.box.length, strict=True)):
-            ought = ought.narrow(dim, start, length)
+        ought = place.of(full)
     elif own.local.shape != full.shape:
         parts = _parts(subject, own.local, full, rank)
         if not parts:

@@ -7,12 +7,10 @@ that a program that is wrong is not held up, and holds up nothing.
 from __future__ import annotations
 
 import contextlib
-import random
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -26,7 +24,6 @@ from mmm.torch_private.operators import tree_leaves
 from mmm.verify.subject import Subject
 
 MOST_CALLS = 64  # of one module that are kept
-WHOLE = ""  # the name of the model itself
 
 
 @dataclass(frozen=True)
@@ -183,12 +180,6 @@ def watched(modules: list[nn.Module], seen: Observed) -> Iterator[None]:
     finally:
         for handle in handles:
             handle.remove()
-
-
-def seed_all(seed: int) -> None:
-    torch.manual_seed(seed)
-    random.seed(seed)
-    np.random.seed(seed)
 
 
 def is_dropout(module: nn.Module) -> bool:

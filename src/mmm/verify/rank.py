@@ -11,8 +11,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from mmm.runtime.log import ignore_views
 from mmm.runtime.process_group import process_group
 from mmm.runtime.ranks import Rank
+from mmm.runtime.seed import seed_all
 from mmm.torch_private.operators import tree_leaves
-from mmm.verify.observe import Observed, observe, seed_all
+from mmm.verify.observe import Observed, observe
 from mmm.verify.reference import SEED, Reference, make_batch, make_model
 from mmm.verify.subject import Subject, part_of
 

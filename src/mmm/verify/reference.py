@@ -13,8 +13,9 @@ from torch.nn.parameter import is_lazy
 from mmm.comparison import worst
 from mmm.errors import ConfigError
 from mmm.models.draw import convert
+from mmm.runtime.seed import seed_all
 from mmm.torch_private.operators import tree_map_only
-from mmm.verify.observe import Observed, named_parameters, observe, seed_all, without_dropout
+from mmm.verify.observe import Observed, named_parameters, observe, without_dropout
 from mmm.verify.subject import Subject, check_parts, part_of, samples_of
 
 SEED = 0
@@ -33,7 +34,6 @@ class Reference:
         state: weights that every rank begins with, by name. observed: the step on the full batch.
         floor: by parameter, how far its gradient moves by splitting the batch; loss_floor: likewise.
         has_dropout: whether dropout was turned off. evaluating: whether the model had to be in evaluation mode.
-        unlike: the first module whose outputs notice the rest of the batch; empty if none does.
         split: how near the batch in parts comes to the batch, in words; empty where it was not split.
         reason: why nothing can be compared; empty if it can.
         notes: what a reader of the verdict has to know.
@@ -46,7 +46,6 @@ class Reference:
     loss_floor: float = 0.0
     has_dropout: bool = False
     evaluating: bool = False
-    unlike: str = ""
     split: str = ""
     reason: str = ""
     notes: list[str] = field(default_factory=list)
@@ -212,11 +211,11 @@ def _split(subject: Subject, reference: Reference, batch: Any) -> None:
     reference.split = f"; with the batch split to {floor:.0e}"
     if floor <= TOLERANCE:
         return
-    reference.unlike = first_unlike(whole, pieces)
+    unlike = first_unlike(whole, pieces)
     if not floor <= LOOSE:  # not rounding: samples see each other, or are counted
         what = (
-            f"{reference.unlike} notices the other samples of a batch"
-            if reference.unlike
+            f"{unlike} notices the other samples of a batch"
+            if unlike
             else ("the loss of a batch is not the mean of its parts' losses, such as a mean over a count that differs")
         )
         reference.notes.append(f"{what}: a rank that has a part of them computes something else by itself")
