@@ -48,6 +48,7 @@ class InitRules:
     others", which must not draw a mask.
 
     Attributes:
+        names: of all parameters; of one with several names the first.
         tied_aliases: of a parameter with several names, each further name → the first, by which it is drawn.
     """
 
@@ -57,6 +58,7 @@ class InitRules:
         self.of_buffer: Callable[[str], Init | None] = getattr(model, "buffer_rule", lambda name: None)
         named = [(canonical_name(name), id(p)) for name, p in model.named_parameters(remove_duplicate=False)]
         firsts = {of: name for name, of in reversed(named)}
+        self.names = [name for name, of in named if name == firsts[of]]
         self.tied_aliases = {name: firsts[of] for name, of in named if name != firsts[of]}
 
     def first_name(self, name: str) -> str:

@@ -123,6 +123,11 @@ class ParallelModel:
                 loss=lambda output, targets: self._measure(output, targets),
             )
 
+    @property
+    def names(self) -> list[str]:
+        """Of all parameters of the full model, in its order; of a tied weight the first."""
+        return self._rules.names
+
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """What an optimizer updates on this rank, full or sharded, by the names in the full model. A tied weight has
         its first name; a rank that has it in two stages has it twice (`StageTies`)."""

@@ -21,6 +21,9 @@ class ProfileOptions:
     tracker: Literal["tensorboard", "wandb", "mlflow"] | None = None
     """Rows go there as well, in the run's folder. wandb is offline, and mlflow a folder, unless WANDB_MODE or
     MLFLOW_TRACKING_URI says otherwise."""
+    fingerprints: Annotated[int | None, tyro.conf.arg(metavar="STEPS")] = None
+    """Keep fingerprints of batch, loss, gradients and weights, every so many steps: `mmm diverge` finds by them where
+    two runs part, whatever their layouts."""
     profile: Literal["torch", "pyinstrument"] | None = None
     """torch: PyTorch's profiler on all ranks; trace.json.gz in the run's folder, for ui.perfetto.dev. pyinstrument:
     Python's calls on rank 0; profile.html and profile.txt."""
@@ -32,6 +35,8 @@ class ProfileOptions:
     def check(self) -> None:
         """Raises ConfigError: a value that is wrong, or has no effect, or a package that is not installed."""
         check_tracker(self.tracker)
+        if self.fingerprints is not None and self.fingerprints < 1:
+            raise ConfigError(f"--fingerprints {self.fingerprints}: it must be at least 1, the steps between two")
         if self.profile is None and (self.profile_steps or self.profile_ranks):
             flag = "profile_steps" if self.profile_steps else "profile_ranks"
             raise ConfigError(f"--{flag} without --profile: nothing is profiled; leave it out, or give --profile torch")

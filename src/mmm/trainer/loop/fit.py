@@ -20,6 +20,7 @@ from mmm.trainer.config.profile import ProfileOptions
 from mmm.trainer.config.run import EvaluationOptions
 from mmm.trainer.config.training import CheckpointOptions
 from mmm.trainer.loop.checkpoints import Checkpoints, RowSoFar
+from mmm.trainer.loop.fingerprints import Fingerprints
 from mmm.trainer.loop.progress import StepsBar, epochs_bar
 from mmm.trainer.loop.schedule import Schedule, constant
 from mmm.trainer.loop.tasks import Task
@@ -148,11 +149,14 @@ class _Loop:
         else:
             self.rows = RowAStep(options.steps, run.log_every, options.evaluation)
         self.evaluated: dict[str, float] = {}
+        self.fingerprints: Fingerprints | None = None
 
     def run_all(self, bar: StepsBar) -> dict[str, float]:
         """Every step that is left."""
         run, options, checkpoints = self.run, self.options, self.checkpoints
         first, so_far = checkpoints.load()
+        if options.profile.fingerprints is not None and not run.dry:
+            self.fingerprints = Fingerprints(run, self.model, options.profile.fingerprints, first)
         checkpoints.compare_rates(lambda step: max(self.rates) * options.schedule(step))
         batches, profile = (
             self.task.all_batches(first),
@@ -207,6 +211,8 @@ class _Loop:
         count = None if batch.has_padding else batch.count
         loss = model.step(batch.inputs, batch.targets, count, scaler, **of_samples)
         scaler.unscale_(self.optimizer)
+        if self.fingerprints is not None:
+            self.fingerprints.gradients(step, loss, batch.inputs, batch.targets)
         norms, skip = None, None
         if options.skip or not scaler.is_enabled():  # else an overflow is the scaler's affair
             norms, skip = self._look_for_not_finite(step, loss)
@@ -217,6 +223,8 @@ class _Loop:
             scaler.step_unless(skip, self.optimizer)
         scaler.update()
         self.optimizer.zero_grad()
+        if self.fingerprints is not None:
+            self.fingerprints.weights(step)
         return StepResult(loss, grad_norm, skip)
 
     def _look_for_not_finite(self, step: int, loss: Tensor) -> tuple[list[Tensor], Tensor | None]:

@@ -1,0 +1,63 @@
+"""Fingerprints of tensors that do not depend on how these are sharded: what `mmm.history.diverge` compares two runs by.
+
+A fingerprint of x has the sums Σ r_k(i)·x(i), k < `PROJECTIONS`, and Σ x(i)². The signs r_k(i) = ±1 are products of one
+sign for each index of the element i in the full tensor, drawn from the tensor's name. So the fingerprints of shards add
+up to that of the full tensor; and of two tensors that differ by Δ the sums differ by about the norm of Δ.
+
+Source: Achlioptas, "Database-friendly random projections", 2003; the signs as products: Charikar et al., "Finding
+frequent items in data streams", 2002.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from mmm.models.draw import ShardBox, random_bits, stream_key
+
+PROJECTIONS = 2
+COLUMNS = PROJECTIONS + 1  # and the square of the norm
+
+
+def signs_of(name: str, box: ShardBox, like: Tensor) -> list[Tensor]:
+    """The signs of the elements in a box of the tensor called `name`, on the device of `like`, a local tensor of it.
+
+    Returns:
+        For each dim (length, PROJECTIONS), ±1; of a complex tensor also (2, PROJECTIONS), for the two parts.
+    """
+    dims = list(zip(box.start, box.length, strict=True)) + ([(0, 2)] if like.is_complex() else [])
+    signs = []
+    for dim, (start, length) in enumerate(dims):
+        index = torch.arange(start, start + length)
+        bits = [random_bits(stream_key(0, f"{name}/{dim}/{k}"), index) & 1 for k in range(PROJECTIONS)]
+        signs.append((2 * torch.stack(bits, dim=1) - 1).to(like.device, project_dtype(like)))
+    return signs
+
+
+@torch.no_grad()
+def fingerprint(local: Tensor, signs: Sequence[Tensor]) -> Tensor:
+    """Of a shard.
+
+    Args:
+        local: of any shape; integers and complex numbers too.
+        signs: `signs_of` its box.
+
+    Returns:
+        (COLUMNS,), in `project_dtype`.
+    """
+    values = torch.view_as_real(local) if local.is_complex() else local
+    values = values.detach().to(project_dtype(local))
+    squares = torch.linalg.vector_norm(values).square().view(1)
+    if not signs:
+        return torch.cat((values.expand(PROJECTIONS), squares))
+    projected = values @ signs[-1]
+    for of_dim in reversed(signs[:-1]):
+        projected = (projected * of_dim).sum(-2)
+    return torch.cat((projected, squares))
+
+
+def project_dtype(tensor: Tensor) -> torch.dtype:
+    """float64 of float64 and complex128, else float32."""
+    return torch.float64 if tensor.dtype in (torch.float64, torch.complex128) else torch.float32
