@@ -64,7 +64,8 @@ class RankVariables(NamedTuple):
     local_world: tuple[str, ...]
 
 
-# In this order: what was started last, and so stands closest to the process, comes first.
+# A launcher whose ranks find their places without `launch` is one row here, and one in docs/clusters.md. In this order:
+# what was started last, and so stands closest to the process, comes first.
 RANK_VARIABLES = {
     "torchrun": RankVariables(("RANK",), ("WORLD_SIZE",), ("LOCAL_RANK",), ("LOCAL_WORLD_SIZE",)),
     "openmpi": RankVariables(
@@ -119,15 +120,23 @@ def numbering(environ: Mapping[str, str]) -> str | None:
             or ("SLURM_STEP_ID" in environ and environ.get("PMIX_RANK", environ[rank[0]]) == environ[rank[0]])
         ):
             return source
-    foreign = [name for name in environ if environ[name].isdigit() and (name in UNSIZED or RANK_LIKE.fullmatch(name))]
+    foreign = [name for name in environ if environ[name].isdigit() and _says_rank(name, environ)]
     if foreign:
         name = min(foreign)
         raise LaunchError(
-            f"{name}={environ[name]} says that some launcher has started this process as a rank, and nothing that is "
-            f"known here says of how many: each would be a run of its own. Set RANK, WORLD_SIZE, LOCAL_RANK and "
-            f"LOCAL_WORLD_SIZE, start with `launch`, or, if this is no rank, unset {name}"
+            f"{name}={environ[name]} says that some launcher has started this process as a rank, and it is none that "
+            f"is known here, or does not say of how many: each would be a run of its own. Set RANK, WORLD_SIZE, "
+            f"LOCAL_RANK and LOCAL_WORLD_SIZE, start with `launch`, or, if this is no rank, unset {name}"
         )
     return None
+
+
+def _says_rank(name: str, environ: Mapping[str, str]) -> bool:
+    """Whether a variable, of no launcher known here, is called as ranks are, or has a size above 1 beside it."""
+    prefix, _, last = name.rpartition("_")
+    size = environ.get(f"{prefix}_SIZE", "")
+    beside = last == "RANK" and prefix not in ("LOCAL", "NODE", "GROUP") and size.isdigit() and int(size) > 1
+    return beside or name in UNSIZED or RANK_LIKE.fullmatch(name) is not None
 
 
 def port_of(identity: str) -> int:

@@ -24,6 +24,22 @@ LLAMA_CONFIG = {
 }
 
 
+def test_a_machine_of_ones_own_has_as_many_hosts_as_its_file_says(tmp_path, capsys, monkeypatch):
+    dgx = json.loads((BUILT_IN / "dgx-h100.json").read_text())
+    (tmp_path / "mybox.json").write_text(
+        json.dumps(dgx | {"name": "MyBox", "hosts": 2, "match": {}, "scheduler": "", "script": []})
+    )
+    monkeypatch.setenv("MMM_MACHINES", str(tmp_path))
+    script = tmp_path / "job.sh"
+    asked = ["plan", "--model", "gpt2", "--site", "mybox", "--global_batch", "48", "--script", str(script)]
+    assert main(asked) == 0
+    assert "MyBox: 2 × 8 devices" in capsys.readouterr().out
+    assert "--hosts HOSTS" in script.read_text()
+    assert "# HOSTS are the names of your 2 hosts" in script.read_text()
+    assert main([*SMALL[:5], "--global_batch", "32"]) == 2
+    assert "--hosts is missing: how many of the 560 of Polaris?" in capsys.readouterr().err
+
+
 def test_all_that_is_written(tmp_path, capsys):
     files = {name: tmp_path / name for name in ("plan.json", "job.sh", "plots")}
     flags = ["--json", str(files["plan.json"]), "--script", str(files["job.sh"]), "--plots", str(files["plots"])]

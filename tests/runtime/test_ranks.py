@@ -73,6 +73,7 @@ MEET = {"MASTER_ADDR": "x1", "MASTER_PORT": "29500"}
         ({**TORCHRUN, "PMIX_RANK": "3", "ALPS_APP_PE": "2", "FLUX_TASK_RANK": "1"}, (5, 8, 1, 4, "torchrun")),
         ({"FLUX_JOB_ID": "f1", "FLUX_JOB_SIZE": "2", "FLUX_JOB_NNODES": "2"}, (0, 1, 0, 1, "alone")),  # flux batch
         ({"NODE_RANK": "1", "GROUP_RANK": "1", "LOCAL_RANK": "1", "X_TASK_RANK": ""}, (0, 1, 0, 1, "alone")),
+        ({"NODE_RANK": "1", "NODE_SIZE": "4", "X_RANK": "0", "X_SIZE": "1"}, (0, 1, 0, 1, "alone")),
         (UNSAID, (5, 8, 1, None, "torchrun")),
         ({**UNSAID, "MASTER_ADDR": "127.0.0.1"}, (5, 8, 1, 8, "torchrun")),
         ({**UNSAID, "RANK": "0", "WORLD_SIZE": "1"}, (0, 1, 1, 1, "torchrun")),
@@ -97,6 +98,7 @@ def test_a_batch_script_is_no_rank():
         {"ALPS_APP_PE": "1"},
         {"HOROVOD_RANK": "1", "HOROVOD_SIZE": "2"},
         {"NEW_COMM_WORLD_RANK": "1", "NEW_COMM_WORLD_SIZE": "2"},  # of some launcher to come
+        {"NEW_RANK": "0", "NEW_SIZE": "2", "NEW_LOCAL_RANK": "0"},
         {"PMIX_RANK": "5", "SLURM_PROCID": "1", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2"},  # of its daemons
     ],
     ids=lambda env: " ".join(env),

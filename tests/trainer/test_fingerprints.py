@@ -14,6 +14,7 @@ from mmm.models.transformer import Transformer, TransformerConfig
 from mmm.parallel.dp.wrapped import unwrapped
 from mmm.parallel.local import to_local
 from mmm.parallel.plans.transformer import transformer_plan
+from mmm.processes.ranks import RanksFailed
 from mmm.runtime.clock import PARTS, PIPELINE_PARTS, StepClock
 from mmm.runtime.device import Precision
 from mmm.trainer.config.layout import SequenceLayoutOptions, techniques_of
@@ -88,6 +89,19 @@ def wrong_gradient(rank, model, task):
     model.step = wrong
 
 
+def no_number(rank, model, task):
+    begun, step = counted(model), model.step
+
+    def wrong(*args, **kwargs):
+        loss = step(*args, **kwargs)
+        if len(begun) > WRONG:
+            (gradient,) = (to_local(p.grad) for name, p in model.named_parameters() if name == LAYER)
+            gradient[0, 0] = float("nan")
+        return loss
+
+    model.step = wrong
+
+
 def wrong_forward(rank, model, task):
     """One block returns something else."""
     begun, block = counted(model), unwrapped(model.modules[0]).get_submodule("layers.1")
@@ -99,7 +113,7 @@ def other_samples(rank, model, task):
     task.all_batches = lambda first: itertools.islice(batches(first), WRONG, None)
 
 
-PLANT = {"gradient": wrong_gradient, "forward": wrong_forward, "samples": other_samples}
+PLANT = {"gradient": wrong_gradient, "nan": no_number, "forward": wrong_forward, "samples": other_samples}
 LAYOUTS = [
     (2, {"parallel": "ddp"}),
     (2, {"tpsize": 2}),
@@ -147,6 +161,13 @@ def test_one_ranks_gradient(run_on_ranks, one_rank, tmp_path, capsys):
     code, text = report(capsys, one_rank, tmp_path)
     assert code == 1
     assert text.startswith(f"they part at step 2, at the gradient of {LAYER}: off by ")
+
+
+def test_a_run_whose_gradient_is_no_number(run_on_ranks, one_rank, tmp_path):
+    with pytest.raises(RanksFailed, match="DivergedError"):
+        run_on_ranks(train, 1, tmp_path, {}, "nan")
+    result = diverge(one_rank, tmp_path)
+    assert (result.step, result.entry) == (WRONG, f"gradient of {LAYER}")
 
 
 def test_the_rank_where_the_layouts_are_the_same(run_on_ranks, tmp_path):

@@ -3,6 +3,7 @@
 import json
 import re
 import time
+from functools import partial
 
 import pytest
 import torch
@@ -121,6 +122,25 @@ def test_a_program_that_fails(parallelize, says):
     assert verdict.exit_code == 1
     assert re.search(says, verdict.first)
     assert time.monotonic() - began < 45
+
+
+def wrong_on_rank_1(model, mesh):
+    """Gradients are averaged over the ranks, and rank 1 then has another of the first."""
+    first = next(model.parameters())
+
+    def average(parameter):
+        torch.distributed.all_reduce(parameter.grad)
+        parameter.grad /= mesh.size() if mesh.get_rank() == 0 or parameter is not first else 1
+
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(average)
+
+
+def test_a_gradient_that_is_wrong_on_one_rank():
+    verdict = verify(Mixer, wrong_on_rank_1, fields, mesh="dp2", optimizer_fn=partial(torch.optim.SGD, lr=0.0))
+    assert verdict.exit_code == 1
+    (finding,) = verdict.findings
+    assert (finding.stage, finding.rank) == ("gradients", 1)
 
 
 def test_mesh():

@@ -124,7 +124,7 @@ def machine_of(args: argparse.Namespace) -> Machine:
     changed = machine.changed({"hosts": args.hosts, "ranks_per_host": args.gpus_per_host, "gpu_memory": memory})
     if args.site is not None and args.hosts is not None and 0 < machine.hosts < args.hosts:
         raise ConfigError(f"--hosts {args.hosts:,}: {machine.name} has {machine.hosts:,}")
-    if args.hosts is None and machine.hosts > 1:
+    if args.hosts is None and machine.hosts > 1 and Path(machine.file).parent == find.BUILT_IN:
         raise ConfigError(f"--hosts is missing: how many of the {machine.hosts:,} of {machine.name}?")
     return changed
 

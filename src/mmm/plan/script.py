@@ -44,6 +44,7 @@ def launch_line(candidate: Candidate, spec: ModelSpec, machine: Machine, global_
     where = ["-n", str(machine.ranks)]
     if machine.hosts > 1:
         where += ["-ppn", str(machine.ranks_per_host)]
+        where += ["--hosts", "HOSTS"] if not machine.scheduler else []
     if machine.device == "cpu":
         where += ["--device", "cpu"]
     if not spec.program:
@@ -61,4 +62,6 @@ def job_script(line: str, machine: Machine) -> str:
         head.append('cd "$PBS_O_WORKDIR"')
     if "PROJECT" in "\n".join(machine.script):
         head.append("# PROJECT, the queue and the time are yours to fill in.")
+    if not machine.scheduler and machine.hosts > 1:
+        head.append(f"# HOSTS are the names of your {machine.hosts} hosts, with commas between.")
     return "\n".join([*head, ". .venv/bin/activate", line, ""])

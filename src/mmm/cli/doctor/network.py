@@ -13,12 +13,11 @@ from pathlib import Path
 
 from mmm.cli.doctor.finding import Finding, Place
 from mmm.errors import LaunchError, MachineError
-from mmm.launch.plan.scheduler import detect
+from mmm.launch.plan.scheduler import SCHEDULERS, detect
 from mmm.machines import find
 
 SIOCGIFADDR = 0xC0206921 if sys.platform == "darwin" else 0x8915  # asks for an interface's IPv4 address
 FAST = ("hsn", "ib", "bond")  # names of the networks between a cluster's nodes
-NAMES = {"pbs": "PBS", "slurm": "Slurm"}
 SHOWN = 6
 Lookup = Callable[[str], list[str]]
 
@@ -43,7 +42,9 @@ def check_job(place: Place, lookup: Lookup = addresses_of) -> Iterator[Finding]:
         yield Finding("scheduler", "ok", "none: no job of PBS or Slurm, so `launch` starts ranks on this host")
         return
     shown = ", ".join(job.hosts[:SHOWN]) + (f" and {len(job.hosts) - SHOWN} more" if len(job.hosts) > SHOWN else "")
-    yield Finding("scheduler", "ok", f"{NAMES[job.scheduler]}, {len(job.hosts)} hosts: {shown} ({job.why['hosts']})")
+    yield Finding(
+        "scheduler", "ok", f"{SCHEDULERS[job.scheduler].spoken}, {len(job.hosts)} hosts: {shown} ({job.why['hosts']})"
+    )
     unknown = [host for host in job.hosts if not lookup(host)]
     if unknown:
         yield Finding(

@@ -29,7 +29,7 @@ from mmm.launch.plan import (
 )
 from mmm.launch.plan.accelerators import Accelerators
 from mmm.launch.plan.backend import Backend, agent, choose_backend, each_host, request_of
-from mmm.launch.plan.counts import is_filled
+from mmm.launch.plan.counts import fills_host_after_host
 from mmm.launch.plan.job import Job
 from mmm.launch.plan.launch_plan import LaunchPlan, Value
 from mmm.launch.plan.options import LaunchOptions
@@ -127,7 +127,7 @@ def _started_by(
     options: LaunchOptions, backend: Backend, counts: tuple[int, ...]
 ) -> tuple[LaunchOptions, tuple[str, ...]]:
     """The options, with a process a host where the backend cannot start these ranks; and what is to be said."""
-    if backend.kind != "pals" or options.by != "rank" or is_filled(counts):
+    if backend.kind != "pals" or options.by != "rank" or fills_host_after_host(counts):
         return options, ()
     note = "pals puts as many ranks on each host: here it starts one process a host, which forks its ranks"
     return replace(options, by="host"), (note,)

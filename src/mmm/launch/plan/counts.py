@@ -22,7 +22,7 @@ def is_even(counts: Sequence[int]) -> bool:
     return len(set(counts)) == 1
 
 
-def is_filled(counts: Sequence[int]) -> bool:
+def fills_host_after_host(counts: Sequence[int]) -> bool:
     """Whether one number a host says it all: each host is filled with so many before the next, the last with the rest.
 
     So hydra and PALS read -ppn; srun shares the ranks evenly.

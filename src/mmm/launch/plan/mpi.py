@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from mmm.errors import LaunchError
-from mmm.launch.plan.counts import is_filled
+from mmm.launch.plan.counts import fills_host_after_host
 from mmm.launch.plan.hosts import is_here
 
 AGENT_VARIABLE = "MMM_CLUSTER"  # where the agents find launch, JSON: {"at": [[address, port], …], "token": …, …}
@@ -100,7 +100,7 @@ def line(kind: str, mpiexec: str, request: Request) -> list[str]:
 def _mpich(kind: str, request: Request) -> list[str]:
     """The words of hydra and of PALS, which spells some in another way. Both pass their own environment on."""
     words = ["-ppn", str(request.counts[0])]
-    if not is_filled(request.counts):  # hydra; PALS starts one process a host then
+    if not fills_host_after_host(request.counts):  # hydra; PALS starts one process a host then
         words = ["-hosts", joined(request.slots)]
     elif request.hostfile is not None:
         words += ["-f" if kind == "hydra" else "--hostfile", request.hostfile]

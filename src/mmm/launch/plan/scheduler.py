@@ -9,18 +9,32 @@ included, while `qsub` exports nothing unless it is told to. The one that was no
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from typing import NamedTuple
 
 from mmm.errors import LaunchError
 from mmm.launch.plan import pbs, slurm
 from mmm.launch.plan.job import Job
 
-SCHEDULERS = ("slurm", "pbs")
+
+class Scheduler(NamedTuple):
+    """spoken: its name in messages. variables: which all its jobs have, that of the job's id first."""
+
+    spoken: str
+    variables: tuple[str, str]
+    detect: Callable[[Mapping[str, str]], Job | None]
+
+
+# The first that has left a job counts.
+SCHEDULERS = {
+    "slurm": Scheduler("Slurm", ("SLURM_JOB_ID", "SLURM_JOB_NODELIST"), slurm.detect),
+    "pbs": Scheduler("PBS", ("PBS_JOBID", "PBS_NODEFILE"), pbs.detect),
+}
 
 
 def detect(environ: Mapping[str, str] = os.environ, scheduler: str | None = None) -> Job:
-    """The job of a process with this environment. `scheduler` ("slurm", "pbs", "none") leaves out all others.
+    """The job of a process with this environment. `scheduler` (one of `SCHEDULERS`, "none") leaves out all others.
 
     Raises:
         LaunchError: `scheduler` was asked for and has left no job here, or its variables or files cannot be read.
@@ -28,21 +42,22 @@ def detect(environ: Mapping[str, str] = os.environ, scheduler: str | None = None
     if scheduler == "none":
         return Job(why={"scheduler": "--scheduler none"})
     if scheduler is not None:
-        job = {"slurm": slurm, "pbs": pbs}[scheduler].detect(environ)
+        known = SCHEDULERS[scheduler]
+        job = known.detect(environ)
         if job is None:
-            needs = {"slurm": "SLURM_JOB_ID and SLURM_JOB_NODELIST", "pbs": "PBS_JOBID and PBS_NODEFILE"}[scheduler]
+            needs = " and ".join(known.variables)
             raise LaunchError(f"--scheduler {scheduler}: this is not inside a job of it ({needs} are not set).")
         return job
-    found = slurm.detect(environ)
-    if found is None:
-        found = pbs.detect(environ)
-        halves = {"SLURM_JOB_ID": "SLURM_JOB_NODELIST", "PBS_JOBID": "PBS_NODEFILE"}
-        half = next((f"{name}, but no {other}: no job" for name, other in halves.items() if environ.get(name)), None)
-        return found or Job(why={"scheduler": half or "no SLURM_JOB_ID, no PBS_JOBID in the environment"})
-    if environ.get("PBS_JOBID"):
-        note = (
-            f"PBS job {environ['PBS_JOBID']} is in the environment too, and not used: Slurm's job counts "
-            "(--scheduler pbs if it should not)"
-        )
-        return replace(found, notes=(note,))
-    return found
+    jobs = {name: found for name, known in SCHEDULERS.items() if (found := known.detect(environ)) is not None}
+    if not jobs:
+        ids = [known.variables for known in SCHEDULERS.values()]
+        half = next((f"{name}, but no {other}: no job" for name, other in ids if environ.get(name)), None)
+        return Job(why={"scheduler": half or ", ".join(f"no {name}" for name, _ in ids) + " in the environment"})
+    first, job = next(iter(jobs.items()))
+    ignored = [
+        f"{known.spoken} job {environ[known.variables[0]]} is in the environment too, and not used: "
+        f"{SCHEDULERS[first].spoken}'s job counts (--scheduler {name} if it should not)"
+        for name, known in SCHEDULERS.items()
+        if name != first and environ.get(known.variables[0])
+    ]
+    return replace(job, notes=(*job.notes, *ignored)) if ignored else job

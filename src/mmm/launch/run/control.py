@@ -10,6 +10,12 @@ over pipes to their fork server; `RemoteRanks` are over links to agents, on many
 From SIGTERM to the exit code: `Signals` has it wake `Run.wait`; `interrupted` decides that the code is 143, and `end`
 has the transport send it to the ranks and sets the clock of `kill`; when the transport's `advance` says that nothing is
 left, `attempt_over` ends the run. A rank that fails comes by `failed`, and `decide` takes the place of `interrupted`.
+Before `Signals` are taken, and between two attempts of ``--retries``, SIGTERM ends launch by itself. The waits, in s:
+
+    to SIGKILL after SIGTERM    --grace; else `SAVING` where ranks have said that they save, else `GRACE`
+    more of it on other hosts   `remote.LAST_WORDS`
+    after a rank has failed     `failures`: until it is known which rank failed first
+    at the end of agents        `one_backend.REMOVAL` with --stage, else `remote.LAUNCHER_END`
 """
 
 import os
