@@ -1,5 +1,6 @@
 """Plots exist and show something; a plot that fails costs a warning; the command prints a summary."""
 
+import json
 import logging
 import re
 import subprocess
@@ -202,6 +203,39 @@ def test_a_run_by_epochs_shows_its_losses_and_its_accuracy(tmp_path):
     assert [text.get_text() for text in losses.get_legend().get_texts()] == ["train_loss", "test_loss"]
     assert accuracy.get_ylabel() == "test_acc [%]"
     assert times.get_title(loc="left") == "Time of an epoch"
+
+
+def test_the_limits_have_the_validation_loss_inside(tmp_path):
+    with History(tmp_path / "run", ranks=RANKS[:1]) as history:
+        for step in range(30):
+            history.update({"iter": step, "loss": 3.0 - 0.01 * step} | ({"val_loss": 1.0} if step == 9 else {}), {})
+    figure = drawing.metric_figure(load(tmp_path / "run"), "loss")
+    assert figure.axes[0].get_ylim()[0] < 1.0
+
+
+def test_several_trainings_in_one_record_are_lines_of_their_own(tmp_path):
+    with History(tmp_path / "run", ranks=RANKS[:1]) as history:
+        for stage in range(3):
+            for step in range(10):
+                history.update({"iter": step, "stage": stage, "loss": 3.0 - 0.1 * step}, {})
+    (line,) = drawing.metric_figure(load(tmp_path / "run"), "loss").axes[0].lines
+    gaps = [index for index, y in enumerate(line.get_ydata()) if y != y]
+    assert gaps == [10, 21]
+    assert len(line.get_ydata()) == 32
+
+
+def test_the_summary_of_a_vision_run(tmp_path, capsys):
+    (tmp_path / "run").mkdir()
+    config = {"data": {"dataset": "digits", "source": "scikit-learn's"}}
+    (tmp_path / "run" / "config.json").write_text(json.dumps(config))
+    with History(tmp_path / "run", ranks=RANKS[:1]) as history:
+        for epoch, accuracy in enumerate((90.0, 97.5, 96.0), 1):
+            history.update({"epoch": epoch, "train_loss": 1 / epoch, "test_loss": 2 / epoch, "test_acc": accuracy}, {})
+    assert command.main([str(tmp_path / "run")]) == 0
+    text = capsys.readouterr().out
+    assert "  data       digits, scikit-learn's\n" in text
+    assert "  train_loss 0.333333 (first 1.000000, lowest 0.333333 at epoch 3)\n" in text
+    assert "  test_acc   96.00 (first 90.00, highest 97.50 at epoch 2)\n" in text
 
 
 def test_on_a_terminal_the_summary_is_a_table(tmp_path, monkeypatch, capsys):

@@ -9,10 +9,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from mmm.cli import show
-from mmm.outside import printable
+from mmm.outside import parse_json, printable
 
 if TYPE_CHECKING:
     import xarray
+
+
+LOSSES = ("loss", "train_loss", "val_loss", "test_loss")
 
 
 def main(argv: list[str]) -> int:
@@ -73,18 +76,18 @@ def summary(ds: "xarray.Dataset", state: str) -> list[tuple[str, str]]:
     from mmm.history.record.journal import LEFT_OUT
 
     known, rows = metrics(ds), ds.sizes["draw"]
-    table = [("state", state), ("size", facts(ds))]
+    table = [("state", state), ("size", facts(ds)), *data_of(ds)]
     for name in ("iter", "epoch"):
         if name in ds and rows:
             table.append((name, f"{ds[name].values[0]:g} to {ds[name].values[-1]:g}"))
-    for name in ("loss", "val_loss"):
+    for name, best, digits in (*((loss, "lowest", 6) for loss in LOSSES), ("test_acc", "highest", 2)):
         if name in known and np.isfinite(y := series(ds, name).y).any():
             s = series(ds, name)
             kept = np.flatnonzero(np.isfinite(y))
-            low = kept[np.argmin(y[kept])]
-            lowest = f"lowest {y[low]:.6f} at {s.x_name} {s.x[low]:g}"
+            row = kept[np.argmin(y[kept]) if best == "lowest" else np.argmax(y[kept])]
+            extreme = f"{best} {y[row]:.{digits}f} at {s.x_name} {s.x[row]:g}"
             missing = f", {rows - len(kept)} rows without" if name == "loss" and len(kept) < rows else ""
-            table.append((name, f"{y[kept[-1]]:.6f} (first {y[kept[0]]:.6f}, {lowest}{missing})"))
+            table.append((name, f"{y[kept[-1]]:.{digits}f} (first {y[kept[0]]:.{digits}f}, {extreme}{missing})"))
     if "dt" in known and np.isfinite(y := series(ds, "dt").y).any():
         first = f"; the first took {y[0]:.6f} s" if np.isfinite(y[0]) else ""
         table.append(("dt", f"{np.nanmedian(y):.6f} s a step, median of {rows} rows{first}"))
@@ -99,6 +102,17 @@ def summary(ds: "xarray.Dataset", state: str) -> list[tuple[str, str]]:
     if slow := straggler(ds):
         table.append(("slowest", slow))
     return table
+
+
+def data_of(ds: "xarray.Dataset") -> list[tuple[str, str]]:
+    """What the run was trained on, where the record says."""
+    try:
+        data = parse_json(ds.attrs.get("config", "{}")).get("data")
+    except ValueError:  # another program's, or damaged: the rest is shown
+        return []
+    if not isinstance(data, dict) or not data.get("dataset"):
+        return []
+    return [("data", printable(", ".join(str(data[key]) for key in ("dataset", "source") if data.get(key))))]
 
 
 def straggler(ds: "xarray.Dataset") -> str | None:

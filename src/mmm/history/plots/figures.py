@@ -14,6 +14,7 @@ from mmm.history.plots.series import (
     metrics,
     outside,
     parts,
+    restarts,
     series,
     slowest,
 )
@@ -100,10 +101,16 @@ def draw_series(axes: "Axes", s: Series, ds: "xarray.Dataset", color: str = BLUE
         axes.plot(*thin(x, y), color=color, lw=0.8, alpha=0.35, label="each row")
         axes.plot(*thin(x, middle), color=color, lw=1.8, label=f"running median of {window}")
     else:
-        axes.plot(x, y, color=color, lw=1.6, marker="o" if len(x) <= 25 else None, ms=3, label=s.name)
-    top = max(shown.high, _overlay(axes, s, ds, shown))
-    set_limits(axes, s, shown._replace(high=top))
+        marker = "o" if len(x) <= 25 else None
+        axes.plot(*_with_gaps(x, y, restarts(ds)), color=color, lw=1.6, marker=marker, ms=3, label=s.name)
+    set_limits(axes, s, _overlay(axes, s, ds, shown))
     _marks(axes, s.x, ds)
+
+
+def _with_gaps(x: np.ndarray, y: np.ndarray, before: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The line with a gap before each x in `before`."""
+    at = np.searchsorted(x, before)
+    return np.insert(x.astype(np.float64), at, np.nan), np.insert(y, at, np.nan)
 
 
 def _marks(axes: "Axes", x: np.ndarray, ds: "xarray.Dataset") -> None:
@@ -128,18 +135,19 @@ def _spread(axes: "Axes", s: Series, color: str) -> None:
             axes.plot(*thin(s.x, s.by_rank[:, slow]), color=ORANGE, lw=1.0, alpha=0.8, label=f"rank {slow}, slowest")
 
 
-def _overlay(axes: "Axes", s: Series, ds: "xarray.Dataset", shown: AxisLimits) -> float:
-    """Draw the validation or test metric of the same name as markers. Returns the largest value shown."""
+def _overlay(axes: "Axes", s: Series, ds: "xarray.Dataset", shown: AxisLimits) -> AxisLimits:
+    """Draw the validation or test metric of the same name as markers. Returns limits that have it inside."""
     twins = (f"val_{s.name}", f"test_{s.name.removeprefix('train_')}")
     twin = next((name for name in twins if name in metrics(ds) and name != s.name), None)
     if twin is None:
-        return shown.high
+        return shown
     v = series(ds, twin)
     finite = np.isfinite(v.y)
     if not finite.any():
-        return shown.high
+        return shown
     axes.plot(v.x[finite], v.y[finite], "o", ms=5, mfc="white", mec=ORANGE, mew=1.5, label=twin, zorder=5)
-    return float(v.y[finite].max())
+    low, high = float(v.y[finite].min()), float(v.y[finite].max())
+    return shown._replace(low=min(shown.low, low), high=max(shown.high, high))
 
 
 def set_limits(axes: "Axes", s: Series, shown: AxisLimits) -> None:

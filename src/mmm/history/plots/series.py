@@ -161,6 +161,14 @@ def _over_ranks(values: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]
     return low, middle, high
 
 
+def restarts(ds: "xarray.Dataset") -> np.ndarray:
+    """The x of the rows at which a program began another training in one record: its steps count from 0 again."""
+    if "iter" not in ds.data_vars or ds["iter"].ndim != 1:
+        return np.empty(0)
+    x, _ = _x(ds)
+    return x[1:][np.diff(ds["iter"].values.astype(np.float64)) <= 0]
+
+
 def _x(ds: "xarray.Dataset") -> tuple[np.ndarray, str]:
     """The first of iter, epoch that grows from row to row, or else the number of the row."""
     for name in ("iter", "epoch"):

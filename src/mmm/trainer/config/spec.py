@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from mmm.data import Batch, Tokens
 from mmm.errors import DataError
@@ -116,7 +119,14 @@ def model_summary(model: nn.Module, inputs: Tensor) -> str:
         inputs: what forward takes, on the meta device.
     """
     import torchinfo
+    from torch.utils.flop_counter import FlopCounterMode
 
     model = copy.deepcopy(model).to("meta")  # torchinfo moves what it is given, buffers with values as well
     columns = ("output_size", "num_params")
-    return str(torchinfo.summary(model, input_data=inputs, depth=2, col_names=columns, verbose=0, device="meta"))
+    text = str(torchinfo.summary(model, input_data=inputs, depth=2, col_names=columns, verbose=0, device="meta"))
+    # torchinfo's own count is of a token where a layer sees many. Attention by matrix products: the counter does not
+    # know every fused kernel.
+    with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+        model(inputs)
+    count = f"{counter.get_total_flops() // 2:,}, of forward's matrix products and convolutions"
+    return re.sub(r"Total mult-adds .*", f"Total mult-adds: {count}", text)
