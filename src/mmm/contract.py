@@ -134,7 +134,7 @@ def numbering(environ: Mapping[str, str]) -> str | None:
 def _says_rank(name: str, environ: Mapping[str, str]) -> bool:
     """Whether a variable, of no launcher known here, is called as ranks are, or has a size above 1 beside it."""
     prefix, _, last = name.rpartition("_")
-    size = environ.get(f"{prefix}_SIZE", "")
+    size = environ.get("_".join((prefix, "SIZE")), "")
     beside = last == "RANK" and prefix not in ("LOCAL", "NODE", "GROUP") and size.isdigit() and int(size) > 1
     return beside or name in UNSIZED or RANK_LIKE.fullmatch(name) is not None
 
