@@ -68,8 +68,11 @@ def apply(
     _apply_to_buffers(model, mesh, precision, techniques)  # before checkpointing, whose forward contains theirs
     # 1. Tensor parallel: finds modules by name, and decides which heads and hidden units are local to this rank.
     if layout.tp > 1:
+        frozen = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
         apply_tensor_parallel(model, mesh["tp"], plan)
         retie(model, ties, f"tp {layout.tp}")
+        for name in frozen:  # some of PyTorch's styles forget it
+            model.get_parameter(name).requires_grad_(False)
     # 2. Context parallel: replaces the attention over these local heads.
     if layout.cp > 1:
         apply_context_parallel(model, mesh["cp"], plan, techniques.cp_style)

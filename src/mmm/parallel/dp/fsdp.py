@@ -31,6 +31,7 @@ from mmm.parallel.plan import Plan, find
 from mmm.parallel.ties import join_tied
 from mmm.runtime.device import Precision
 from mmm.torch_private.fsdp import pre_backward, reshards_after_forward, unsharded_of
+from mmm.torch_private.module import own_parameters
 from mmm.torch_private.operators import tree_leaves
 
 
@@ -60,9 +61,12 @@ def apply_fsdp(model: nn.Module, mesh: DeviceMesh, plan: Plan, precision: Precis
         mesh: (dp_shard,) or (dp_replicate, dp_shard).
     """
     where, units = offload_policy(mesh, techniques.offload), fsdp_units_of(model, plan)
+    check_dtypes(model, units)
     for group in units:
-        together = group if len(group) > 1 else group[0]
-        fully_shard(together, mesh=mesh, mp_policy=mixed_precision(precision, False), offload_policy=where)
+        together, policy = group if len(group) > 1 else group[0], mixed_precision(precision, False)
+        if _is_complex(group[0]):  # there is no complex bf16
+            policy = MixedPrecisionPolicy(cast_forward_inputs=False)
+        fully_shard(together, mesh=mesh, mp_policy=policy, offload_policy=where)
     fully_shard(model, mesh=mesh, mp_policy=mixed_precision(precision, True), offload_policy=where)
     for module in model.modules():
         if isinstance(module, FSDPModule):
@@ -156,13 +160,42 @@ def prefetch_next(units: Sequence[Sequence[nn.Module]]) -> None:
 
 
 def fsdp_units_of(model: nn.Module, plan: Plan) -> list[list[nn.Module]]:
-    """The modules of each unit of the plan, in its order; units that share a parameter are one, in the last's place."""
+    """The modules of each unit of the plan, in its order; units that share a parameter are one, in the last's place.
+    FSDP gathers one dtype as one: a module that has complex parameters alone is a unit, named or not."""
     groups: list[list[nn.Module]] = []
     for unit in plan.fsdp_units:
         patterns = (unit,) if isinstance(unit, str) else unit
         modules = [module for pattern in patterns for module in find(model, pattern)]
         groups += [modules] if isinstance(unit, tuple) else [[module] for module in modules]
-    return join_tied(model, list(filter(None, groups)))
+    named = {id(module) for group in groups for module in group}
+    units = [[module] for module in model.modules() if module is not model and id(module) not in named]
+    return join_tied(model, [[module] for [module] in units if _is_complex(module)] + list(filter(None, groups)))
+
+
+def _is_complex(module: nn.Module) -> bool:
+    """Whether parameters of the module itself are complex."""
+    return any(p is not None and p.is_complex() for p in own_parameters(module).values())
+
+
+def check_dtypes(model: nn.Module, units: Sequence[Sequence[nn.Module]]) -> None:
+    """Raises ConfigError where a unit would have real and complex parameters.
+
+    Args:
+        units: of `fsdp_units_of`; what is in none is a unit as well.
+    """
+    seen: set[int] = set()
+    for unit in (*units, [model]):
+        names: dict[bool, str] = {}
+        for module in unit:
+            for name, parameter in module.named_parameters():
+                if id(parameter) not in seen:
+                    names.setdefault(parameter.is_complex(), name)
+        seen |= {id(parameter) for module in unit for parameter in module.parameters()}
+        if len(names) > 1:
+            raise ConfigError(
+                f"data_parallel fsdp with {names[True]}, which is complex, beside {names[False]}, which is real: FSDP "
+                f"gathers one dtype as one; give complex parameters a module of their own, or use ddp, zero1 or zero2"
+            )
 
 
 def gathered_twice(model: nn.Module) -> Iterator[nn.Parameter]:

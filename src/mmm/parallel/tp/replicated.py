@@ -106,6 +106,8 @@ class _SameGradients:
         local = to_local(gradient)
         if is_fake(local):
             return
+        if local.is_complex():  # collectives find no maximum of complex numbers
+            local = torch.view_as_real(local)
         group, first = self.mesh.get_group(), local.detach().contiguous().clone()
         dist.broadcast(first, group=group, group_src=0)
         finite = local.isfinite().all() & first.isfinite().all()
