@@ -11,8 +11,8 @@
         evaluate(…)
         save_model(run, model)
 
-Averaging ``model.parameters()`` by hand would be wrong under zero1 and zero2, whose shards an optimizer's step alone
-gathers, and under FSDP while a unit is gathered.
+Averaging ``model.parameters()`` by hand would be wrong under FSDP while a unit is gathered, and where it writes through
+``.data`` under zero1 and zero2, whose shards are then not gathered.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from torch import Tensor
@@ -39,11 +40,11 @@ def unsharded_of(parameter: Any) -> Tensor | None:
     return getattr(parameter, "_unsharded_param", None)
 
 
-def shards_version(group: Any) -> int:
-    """Of a group's shards: higher after each change.
+def shards_version(shards: Iterable[Any]) -> int:
+    """Of shards, `DTensor`: higher after each change.
 
     Private: DTensor._local_tensor, seen in 2.10 to 2.14; instead: to_local, which makes a view."""
-    return sum(version_of(p.sharded_param) + version_of(p.sharded_param._local_tensor) for p in group.fsdp_params)
+    return sum(version_of(shard) + version_of(shard._local_tensor) for shard in shards)
 
 
 def pre_backward(unit: Any) -> Any:

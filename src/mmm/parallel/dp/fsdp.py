@@ -61,7 +61,6 @@ def apply_fsdp(model: nn.Module, mesh: DeviceMesh, plan: Plan, precision: Precis
         mesh: (dp_shard,) or (dp_replicate, dp_shard).
     """
     where, units = offload_policy(mesh, techniques.offload), fsdp_units_of(model, plan)
-    check_dtypes(model, units)
     for group in units:
         together, policy = group if len(group) > 1 else group[0], mixed_precision(precision, False)
         if _is_complex(group[0]):  # there is no complex bf16
@@ -167,35 +166,14 @@ def fsdp_units_of(model: nn.Module, plan: Plan) -> list[list[nn.Module]]:
         patterns = (unit,) if isinstance(unit, str) else unit
         modules = [module for pattern in patterns for module in find(model, pattern)]
         groups += [modules] if isinstance(unit, tuple) else [[module] for module in modules]
-    named = {id(module) for group in groups for module in group}
-    units = [[module] for module in model.modules() if module is not model and id(module) not in named]
-    return join_tied(model, [[module] for [module] in units if _is_complex(module)] + list(filter(None, groups)))
+    named = {id(module) for module in (model, *(module for group in groups for module in group))}
+    others = [[module] for module in model.modules() if _is_complex(module) and id(module) not in named]
+    return join_tied(model, [*reversed(others), *filter(None, groups)])
 
 
 def _is_complex(module: nn.Module) -> bool:
     """Whether parameters of the module itself are complex."""
     return any(p is not None and p.is_complex() for p in own_parameters(module).values())
-
-
-def check_dtypes(model: nn.Module, units: Sequence[Sequence[nn.Module]]) -> None:
-    """Raises ConfigError where a unit would have real and complex parameters.
-
-    Args:
-        units: of `fsdp_units_of`; what is in none is a unit as well.
-    """
-    seen: set[int] = set()
-    for unit in (*units, [model]):
-        names: dict[bool, str] = {}
-        for module in unit:
-            for name, parameter in module.named_parameters():
-                if id(parameter) not in seen:
-                    names.setdefault(parameter.is_complex(), name)
-        seen |= {id(parameter) for module in unit for parameter in module.parameters()}
-        if len(names) > 1:
-            raise ConfigError(
-                f"data_parallel fsdp with {names[True]}, which is complex, beside {names[False]}, which is real: FSDP "
-                f"gathers one dtype as one; give complex parameters a module of their own, or use ddp, zero1 or zero2"
-            )
 
 
 def gathered_twice(model: nn.Module) -> Iterator[nn.Parameter]:

@@ -256,13 +256,16 @@ def follow_shards(model: FSDPModule) -> None:
     assert isinstance(model, nn.Module)
     gathered: dict[Any, int] = {}  # the shards' versions of which a unit is gathered
 
+    def version(group: Any) -> int:
+        return shards_version(p.sharded_param for p in group.fsdp_params)
+
     def each() -> Iterator[tuple[FSDPModule, Any]]:
         units = (module for module in model.modules() if isinstance(module, FSDPModule))
         return ((unit, group) for unit in units for group in groups_of(unit))
 
     def before(*_: Any) -> None:
         for unit, group in each():
-            if group.is_unsharded and gathered.get(group) not in (None, shards_version(group)):
+            if group.is_unsharded and gathered.get(group) not in (None, version(group)):
                 unit.reshard()
             for p in group.fsdp_params:
                 unsharded = unsharded_of(p)
@@ -271,7 +274,7 @@ def follow_shards(model: FSDPModule) -> None:
 
     def after(*_: Any) -> None:
         gathered.clear()
-        gathered.update((group, shards_version(group)) for _, group in each() if group.is_unsharded)
+        gathered.update((group, version(group)) for _, group in each() if group.is_unsharded)
 
     model.register_forward_pre_hook(before, prepend=True)
     model.register_forward_hook(after)

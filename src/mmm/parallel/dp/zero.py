@@ -17,8 +17,9 @@ A step, on a parameter with rows A B C D and two ranks::
 
 ``parameters()`` of the wrapped model are the shards, as `DTensor` with ``Shard(0)``, under the names and with the full
 shapes of the parameters. So every optimizer that treats each element by itself (SGD, Adam, AdamW, …) is correct, and so
-are gradient clipping, GradScaler and learning-rate schedules; its state has the shape of FSDP's. ``state_dict()`` has
-the full parameters, and ``module`` is the model.
+are gradient clipping, GradScaler and learning-rate schedules; its state has the shape of FSDP's. Shards that a loop
+has updated by itself are gathered before the next forward. ``state_dict()`` has the full parameters, and ``module`` is
+the model.
 
 With offload the shards, their gradients and so the optimizer's state and its step are on the host; the updated shard
 goes up to the device, and is then gathered (`mmm.parallel.memory.offload`).
@@ -43,6 +44,7 @@ from mmm.parallel.dp.replicas import Part, Replicas
 from mmm.parallel.local import to_local
 from mmm.runtime.device import Precision
 from mmm.runtime.process_group import all_gather
+from mmm.torch_private.fsdp import shards_version
 
 # PyTorch 2.13 has a new name for it, and warns of the old one.
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -132,7 +134,7 @@ class Zero(Replicas):
         self, module: nn.Module, mesh: DeviceMesh, precision: Precision, keep_gradients: bool, offload: bool = False
     ) -> None:
         super().__init__(module, mesh, precision)
-        self.keep_gradients, self.offload = keep_gradients, offload
+        self.keep_gradients, self.offload, self._gathered = keep_gradients, offload, 0
         self.sharded: dict[str, ShardedParameter] = {}
 
     def connect(self) -> None:
@@ -142,6 +144,7 @@ class Zero(Replicas):
             if parameter.requires_grad:
                 self.sharded[name] = ShardedParameter(name, parameter, self.mesh, self.keep_gradients, host)
         self._reduce(list(reversed(self.sharded.values())))  # as backward makes their gradients, about
+        self.module.register_state_dict_pre_hook(self._refresh)
         if self.offload:
             self.module.register_load_state_dict_post_hook(lambda *_: self._to_host())
         # After the step of whichever optimizer has the shards.
@@ -154,7 +157,18 @@ class Zero(Replicas):
                 zero.gather()
 
         weakref.finalize(self, register_optimizer_step_post_hook(after_step).remove)
-        self.connected = True
+        self._gathered, self.connected = self._shards_version(), True
+
+    def _shards_version(self) -> int:
+        return shards_version(one.shard for one in self.sharded.values())
+
+    def _refresh(self, *_: Any) -> None:
+        if self._shards_version() != self._gathered:
+            self.gather()
+
+    def forward(self, *inputs: Any, **named: Any) -> Any:
+        self._refresh()
+        return super().forward(*inputs, **named)
 
     def _to_host(self) -> None:
         """Copy this rank's rows of the full parameters to the shards on the host."""
@@ -172,6 +186,7 @@ class Zero(Replicas):
         """Make the full parameters those of the shards. Done after every step of the optimizer. A collective."""
         for work in [one.gather() for one in self.sharded.values()]:
             work.wait()
+        self._gathered = self._shards_version()
 
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True

@@ -15,6 +15,7 @@ from mmm.models.meta import meta_parameters
 from mmm.parallel import Mesh, Plan, apply, build_mesh, loaded_values, materialize
 from mmm.parallel.dp.wrapped import unwrapped
 from mmm.parallel.initial_weights import InitName
+from mmm.parallel.own_model import check_own_model, refuse_written_parameters
 from mmm.parallel.state_dict import StateDict
 from mmm.parallel.values import Values
 from mmm.runtime.ranks import DRY_RUN
@@ -62,13 +63,18 @@ def build_model(
     keep = init is None and weights is None and not dry
     with nullcontext() if dry else _construction(run, name), meta_parameters(keep):
         model = make()
+    how = Techniques(**techniques)
+    if run.device.type != "mps":  # where one rank has the model as it is
+        check_own_model(model, plan, how.data_parallel)
     values = None if dry or weights is None else loaded_values(model, weights)
     seed = run.seed
     construction = _construction_of(run)
     if name is not None or construction.unnamed_models:
         seed = derived_seed(seed, "model", name or construction.unnamed_models)
     construction.unnamed_models += name is None
-    return on_mesh(run, model, plan, Techniques(**techniques), seed, "by_name" if dry else init, values)[1]
+    trained = on_mesh(run, model, plan, how, seed, "by_name" if dry else init, values)[1]
+    refuse_written_parameters(trained)
+    return trained
 
 
 class Construction(Hook):
