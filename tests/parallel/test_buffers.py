@@ -230,3 +230,22 @@ def test_a_forward_that_skips_nothing_is_refused_under_pp(kind, words):
         partition_model(net, plan(), Layout(pp=2, dp_shard=1), Techniques(), torch.empty(4, 8, device="meta"))
     assert "test_buffers.py:" in str(caught.value)
     assert "or use pp 1" in str(caught.value)
+
+
+class Dictionary(Net):
+    """Each stage gives a dict, and takes one."""
+
+    def forward(self, x):
+        x = self.first(x) if self.first is not None else x["x"]
+        for block in self.blocks:
+            x = block(x)
+        return self.last(x) if self.last is not None else {"x": x}
+
+
+def test_a_stage_that_sends_no_tensors_is_refused_under_pp():
+    with meta_parameters():
+        net = Dictionary()
+    net.eval()
+    words = r"stage 0 of Dictionary \(first, blocks\.0\) cannot run by itself: TypeError: it returns dict, and can send"
+    with pytest.raises(LayoutError, match=words):
+        partition_model(net, plan(), Layout(pp=2, dp_shard=1), Techniques(), torch.empty(4, 8, device="meta"))

@@ -12,9 +12,15 @@ from mmm.models.draw import Init as Init
 from mmm.models.draw import ShardBox, canonical_name, fill_all, full_box
 
 
+def class_name(module: object) -> str:
+    """Of a module's class as its author wrote it: ``fully_shard`` makes another of it, called FSDP and that name."""
+    kind, *bases = type(module).__mro__
+    return (bases[1] if bases[0].__name__ == "FSDPModule" else kind).__name__
+
+
 def parameter_problems(model: nn.Module) -> list[str]:
     """One sentence about the parameters of `model` without a rule; empty when there are none."""
-    rule_of, of = InitRules(model), type(model).__name__
+    rule_of, of = InitRules(model), class_name(model)
     lacking = [name for name, _ in model.named_parameters() if rule_of.parameter(name) is None]
     return lacking and [
         f"nothing says how {_first(lacking, 'parameter')} of {of} starts: give {of} a method init_rule(name) that "
@@ -25,7 +31,7 @@ def parameter_problems(model: nn.Module) -> list[str]:
 
 def buffer_problems(model: nn.Module) -> list[str]:
     """One sentence about the buffers of `model` that have no values and no rule; empty when there are none."""
-    rule_of, of = InitRules(model), type(model).__name__
+    rule_of, of = InitRules(model), class_name(model)
     lacking = [name for name, buffer in model.named_buffers() if buffer.is_meta and rule_of.buffer(name, True) is None]
     return lacking and [
         f"{_first(lacking, 'buffer')} of {of} lies on the meta device, where it has no values: build the model inside "

@@ -14,7 +14,7 @@ from mmm.models.meta import KEPT, drop_values
 from mmm.parallel.dp.wrapped import Wrapper, is_offloaded, unwrapped
 from mmm.parallel.local import local_box, to_local
 from mmm.parallel.ties import find_ties, retie
-from mmm.parallel.values import Values, class_name, constructed_values
+from mmm.parallel.values import Values, constructed_values
 from mmm.torch_private.module import own_buffers
 
 InitName = Literal["by_name"]
@@ -81,7 +81,7 @@ def _take(model: nn.Module, values: Values, empty: Collection[str]) -> None:
         if shard is not None:
             to_local(tensor).copy_(shard)
         elif isinstance(tensor, nn.Parameter) or full_name in empty:
-            raise ConfigError(f"nothing gives {name} of {class_name(model)} its values")
+            raise ConfigError(f"nothing gives {name} of {weights.class_name(model)} its values")
 
 
 def _restore_buffers(model: nn.Module, buffers: Mapping[str, Tensor], device: torch.device) -> None:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from mmm.errors import ConfigError
 from mmm.layout import UNSHARDED
 from mmm.models.draw import canonical_name
+from mmm.models.weights import class_name
 from mmm.parallel.dp.fsdp import fsdp_units_of
 from mmm.parallel.dp.wrapped import Wrapper, all_groups, unwrapped
 from mmm.parallel.plan import Plan
@@ -52,7 +53,7 @@ def _check_units(model: nn.Module, units: list[list[nn.Module]]) -> None:
         for module in unit:
             if module is not model and type(module).forward is nn.Module.forward:
                 raise ConfigError(
-                    f"fsdp_units names {names[id(module)]}, a {type(module).__name__}, which is never called: name "
+                    f"fsdp_units names {names[id(module)]}, a {class_name(module)}, which is never called: name "
                     f"what is called in it, in a tuple to gather it as one"
                 )
             inside |= {

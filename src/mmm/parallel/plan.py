@@ -14,6 +14,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Ro
 
 from mmm.errors import LayoutError
 from mmm.layout import Layout
+from mmm.models.weights import class_name
 from mmm.runtime.log import get_logger
 
 
@@ -112,7 +113,7 @@ def unmatched(plan: Plan, model: nn.Module) -> list[str]:
             optional = any(fnmatchcase(name, pattern) for pattern in lacking)
             if name and not optional and not any(matches(name, path) for path in paths):
                 fields_by_name.setdefault(name, []).append(field_name)
-    of = type(model).__name__
+    of = class_name(model)
     return [
         f"the plan names {name!r} ({', '.join(where)}), and {of} has no such module: it is passed over"
         + "".join(f"; did you mean {path!r}?" for path in get_close_matches(name, general, n=1))

@@ -13,7 +13,9 @@ from torch import Tensor, nn
 from mmm.checkpoint.state import one_line
 from mmm.errors import CheckpointError, ConfigError
 from mmm.models.draw import ShardBox, canonical_name, full_box
+from mmm.models.weights import class_name
 from mmm.outside import open_file
+from mmm.parallel.dp.wrapped import unwrapped
 from mmm.parallel.ties import find_ties
 from mmm.parallel.values import NAMED, Values, names_in_message, shard_of
 from mmm.weights.safetensors import SafetensorsFile
@@ -49,7 +51,7 @@ def loaded_values(model: nn.Module, weights: StateDict) -> Values:
     """
     tensors = {canonical_name(n): t for n, t in model.state_dict().items() if isinstance(t, Tensor)}
     buffers = {canonical_name(name) for name, _ in model.named_buffers()}
-    of = type(model).__name__
+    of = class_name(unwrapped(model))
     if callable(weights):
         return _asked_of(weights, of, tensors, buffers)
     source = _of_mapping(weights) if isinstance(weights, Mapping) else _of_file(Path(weights))

@@ -15,6 +15,7 @@ from torch.nn.parameter import is_lazy
 from mmm.errors import ConfigError
 from mmm.models.draw import ShardBox, canonical_name
 from mmm.models.meta import kept_value, pop_value
+from mmm.models.weights import class_name
 from mmm.parallel.local import to_local
 from mmm.runtime.log import get_logger
 
@@ -128,10 +129,6 @@ def _checksum(tensor: Tensor) -> int:
 def _owner(model: nn.Module, name: str) -> tuple[nn.Module, str]:
     path, _, own = name.rpartition(".")
     return model.get_submodule(path), own
-
-
-def class_name(model: nn.Module) -> str:
-    return type(model).__name__.removeprefix("FSDP")  # which `fully_shard` puts before it
 
 
 def shard_of(full: Tensor, box: ShardBox) -> Tensor:

@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from mmm.errors import ConfigError, config_field
 from mmm.layout import Layout, Techniques
+from mmm.models.weights import class_name
 from mmm.parallel.local import to_local
 from mmm.parallel.mesh import Mesh
 from mmm.torch_private.autograd import in_backward
@@ -48,6 +49,15 @@ def batch_norms(model: nn.Module) -> list[tuple[str, BatchNorm]]:
     return [(name, module) for name, module in named if module.training or module.running_mean is None]
 
 
+def in_parts(name: str, norm: nn.Module, other: str = "") -> str:
+    """Why a BatchNorm takes no micro-batches. Args: other: advice."""
+    return (
+        f"{name}, a {class_name(norm)}: it normalizes by the statistics of the global batch, and a micro-batch does "
+        f"not know those; {other}use a norm of each sample (GroupNorm, LayerNorm), or call eval() on it, which takes "
+        f"the statistics that it has"
+    )
+
+
 def check_batch_norm(model: nn.Module, layout: Layout, techniques: Techniques) -> None:
     """Whether batch normalization can be that of the global batch; needs no process group.
 
@@ -55,21 +65,14 @@ def check_batch_norm(model: nn.Module, layout: Layout, techniques: Techniques) -
         ConfigError: micro-batches or a pipeline, or a module of its own that is no more than derived from PyTorch's.
     """
     for name, module in batch_norms(model):
-        several = (techniques.microbatches or 1) > 1
-        if layout.pp > 1 or several:
-            what = f"{config_field('microbatches')} {techniques.microbatches}"
+        if layout.pp > 1 or (techniques.microbatches or 1) > 1:
             pp = config_field("pp") if layout.pp > 1 else "pp"
-            if layout.pp > 1:
-                what = f"{pp} {layout.pp}"
-            raise ConfigError(
-                f"{what} with {name}, a {type(module).__name__}: it normalizes by the statistics of the global batch, "
-                f"and a micro-batch does not know those; leave micro-batches and {pp} out, use a norm of each sample "
-                f"(GroupNorm, LayerNorm), or call eval() on it, which takes the statistics that it has",
-            )
+            what = f"{pp} {layout.pp}" if layout.pp > 1 else f"{config_field('microbatches')} {techniques.microbatches}"
+            raise ConfigError(f"{what} with {in_parts(name, module, f'leave micro-batches and {pp} out, ')}")
         own = type(module).forward not in (BatchNorm.forward, nn.SyncBatchNorm.forward)
         if own and any(getattr(layout, axis) > 1 for axis in AXES):
             raise ConfigError(
-                f"{name} is a {type(module).__name__}, whose forward is its own: its statistics would be those of each "
+                f"{name} is a {class_name(module)}, whose forward is its own: its statistics would be those of each "
                 f"rank's samples; use nn.BatchNorm1d, 2d or 3d"
             )
 

@@ -27,7 +27,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from mmm.errors import ConfigError, LayoutError, config_field
 from mmm.layout import UNSHARDED, Layout, Techniques
-from mmm.parallel.dp.batch_norm import batch_norms
+from mmm.parallel.dp.batch_norm import batch_norms, in_parts
 from mmm.parallel.dp.buffers import WrittenBuffers
 from mmm.parallel.dp.ddp import DDP
 from mmm.parallel.dp.fsdp import RESHARD_AFTER_FORWARD, apply_expert_fsdp, apply_fsdp, fsdp_units_of, prefetch_next
@@ -117,12 +117,7 @@ def sync_gradients(model: nn.Module, now: bool) -> None:
         ConfigError: batch normalization, which has to see the global batch at once.
     """
     if not now and (norms := batch_norms(model)):
-        name, norm = norms[0]
-        raise ConfigError(
-            f"micro-batches with {name}, a {type(norm).__name__}: it normalizes by the statistics of the global batch, "
-            f"and a micro-batch does not know those; use a norm of each sample (GroupNorm, LayerNorm), or call eval() "
-            f"on it, which takes the statistics that it has"
-        )
+        raise ConfigError(f"micro-batches with {in_parts(*norms[0])}")
     if isinstance(model, Replicas):
         model.sync_gradients(now)
     elif isinstance(model, FSDPModule):

@@ -35,12 +35,12 @@ from mmm.torch_private.module import own_parameters
 from mmm.torch_private.operators import tree_leaves
 
 
-def mixed_precision(precision: Precision, root: bool) -> MixedPrecisionPolicy:
+def mixed_precision(precision: Precision, root: bool, is_complex: bool = False) -> MixedPrecisionPolicy:
     """Compute in ``precision.compute``, reduce gradients in the dtype of the weights.
 
     Inputs are cast only where they enter the model: inside it, wide tensors (rotary angles) stay wide.
     """
-    if not precision.mixed:
+    if not precision.mixed or is_complex:  # there is no complex bf16
         return MixedPrecisionPolicy(cast_forward_inputs=False)
     return MixedPrecisionPolicy(precision.compute, reduce_dtype=precision.storage, cast_forward_inputs=root)
 
@@ -62,11 +62,9 @@ def apply_fsdp(model: nn.Module, mesh: DeviceMesh, plan: Plan, precision: Precis
     """
     where, units = offload_policy(mesh, techniques.offload), fsdp_units_of(model, plan)
     for group in units:
-        together, policy = group if len(group) > 1 else group[0], mixed_precision(precision, False)
-        if _is_complex(group[0]):  # there is no complex bf16
-            policy = MixedPrecisionPolicy(cast_forward_inputs=False)
-        fully_shard(together, mesh=mesh, mp_policy=policy, offload_policy=where)
-    fully_shard(model, mesh=mesh, mp_policy=mixed_precision(precision, True), offload_policy=where)
+        policy = mixed_precision(precision, False, _is_complex(group[0]))
+        fully_shard(group if len(group) > 1 else group[0], mesh=mesh, mp_policy=policy, offload_policy=where)
+    fully_shard(model, mesh=mesh, mp_policy=mixed_precision(precision, True, _is_complex(model)), offload_policy=where)
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)

@@ -18,8 +18,7 @@ A step, on a parameter with rows A B C D and two ranks::
 ``parameters()`` of the wrapped model are the shards, as `DTensor` with ``Shard(0)``, under the names and with the full
 shapes of the parameters. So every optimizer that treats each element by itself (SGD, Adam, AdamW, …) is correct, and so
 are gradient clipping, GradScaler and learning-rate schedules; its state has the shape of FSDP's. Shards that a loop
-has updated by itself are gathered before the next forward. ``state_dict()`` has the full parameters, and ``module`` is
-the model.
+updates by itself are gathered before a forward. ``state_dict()`` has the full parameters; ``module`` is the model.
 
 With offload the shards, their gradients and so the optimizer's state and its step are on the host; the updated shard
 goes up to the device, and is then gathered (`mmm.parallel.memory.offload`).

@@ -29,6 +29,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from mmm.errors import LayoutError
+from mmm.models.weights import class_name
 from mmm.parallel.plan import Plan, matches
 from mmm.torch_private.module import own_modules
 
@@ -139,10 +140,13 @@ def check_stages(model: nn.Module, parts: Sequence[Part], stages: Sequence[range
         try:
             with torch.no_grad():
                 output = stage(*stage_inputs)
+            stage_inputs = output if isinstance(output, tuple) else (output,)
+            others = [class_name(part) for part in stage_inputs if not isinstance(part, Tensor)]
+            if others and stage_id + 1 < len(stages):
+                raise TypeError(f"it returns {others[0]}, and can send the next stage tensors alone, one or a tuple")
         except Exception as error:  # whatever the user's forward raises
             names = [name for part in stage_parts for name in parts[part]]
             raise LayoutError(_why(error, model, stage, stage_id, names)) from error
-        stage_inputs = output if isinstance(output, tuple) else (output,)
 
 
 def _why(error: Exception, model: nn.Module, stage: nn.Module, stage_id: int, names: Sequence[str]) -> str:
@@ -152,7 +156,7 @@ def _why(error: Exception, model: nn.Module, stage: nn.Module, stage_id: int, na
         module, file = frame.f_locals.get("self"), frame.f_code.co_filename
         if isinstance(module, nn.Module) and not file.startswith(TORCH):
             own.append((module, file, line))
-    what = f"pp: stage {stage_id} of {type(model).__name__} ({', '.join(names)})"
+    what = f"pp: stage {stage_id} of {class_name(model)} ({', '.join(names)})"
     where = ""
     if own:
         module, file, line = own[-1]
