@@ -24,14 +24,15 @@ from mmm.errors import CheckpointError
 from mmm.torch_private.checkpoint import chunks_of
 
 Region = tuple[tuple[int, ...], tuple[int, ...]]  # offsets and sizes in the full tensor
-Needs = dict[str, tuple[tuple[int, ...], list[Region]]]  # by name in the model: the full shape, and what is local of it
+Name = str | tuple[str, str]  # in the model, whatever the group; or group and name, where several have one name
+Needs = dict[Name, tuple[tuple[int, ...], list[Region]]]  # the full shape, and what is local of it
 
 
-def needs_of(tensors: Mapping[str, Tensor]) -> Needs:
+def needs_of(tensors: Mapping[Any, Tensor]) -> Needs:
     """What a rank is to load.
 
     Args:
-        tensors: plain or DTensors, by their names in the full model.
+        tensors: plain or DTensors, by `Name`.
     """
     return {
         name: (tuple(x.shape), [(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in chunks_of(x.detach())])
@@ -58,7 +59,8 @@ class Overlaps:
         state: dict[str, TensorStorageMetadata] = {}
         paths: Mapping[str, Any] = self.found.planner_data or {}
         for name, entry in cast(dict[str, TensorStorageMetadata], self.found.state_dict_metadata).items():
-            needed = needs.get(str(paths.get(name, (name,) * 2)[1]))
+            group, of, *_ = map(str, paths.get(name, (name,) * 2))
+            needed = needs.get(of, needs.get((group, of)))
             if needed is None:
                 continue
             shape, boxes = needed
@@ -86,12 +88,12 @@ def _begin(chunk: ChunkStorageMetadata) -> int:
     return chunk.offsets[0] if chunk.offsets else 0
 
 
-def metadata_of_rank(folder: Path, files: Mapping[str, FileSum], tensors: Mapping[str, Tensor]) -> Metadata:
+def metadata_of_rank(folder: Path, files: Mapping[str, FileSum], tensors: Mapping[Any, Tensor]) -> Metadata:
     """The part of a checkpoint's metadata that this rank needs to load `tensors`, and the optimizer's state for them. A
     collective.
 
     Args:
-        tensors: plain or DTensors, by their names in the full model.
+        tensors: plain or DTensors, by `Name`.
 
     Raises:
         CheckpointError: the metadata cannot be read; on every rank.

@@ -33,9 +33,14 @@ def training_state(
         parameters: what the optimizer updates. buffers: those that are saved. Both by names in the full model; plain,
             the same on all ranks that have the name, or DTensors.
     """
+    return {MODEL: {**parameters, **buffers}, OPTIMIZER: tensors_of(optimizer, parameters)}
+
+
+def tensors_of(optimizer: torch.optim.Optimizer, parameters: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
+    """What an optimizer keeps for each of these parameters, where it keeps tensors."""
     state = {name: optimizer.state.get(parameter, {}) for name, parameter in parameters.items()}
     tensors = {name: {key: x for key, x in of.items() if isinstance(x, Tensor)} for name, of in state.items()}
-    return {MODEL: {**parameters, **buffers}, OPTIMIZER: {name: of for name, of in tensors.items() if of}}
+    return {name: of for name, of in tensors.items() if of}
 
 
 def shapes_of(found: Metadata) -> dict[tuple[str, ...], Any]:
@@ -63,27 +68,53 @@ def load_tensors(
     Raises:
         CheckpointError: the checkpoint lacks a tensor, or has it in another shape; or it cannot be read. On every rank.
     """
-    found = metadata_of_rank(folder, files, {**parameters, **buffers})
+    tensors = {**parameters, **buffers}
+    found = metadata_of_rank(folder, files, tensors)
+    moments = read_tensors(folder, found, {MODEL: tensors}, {OPTIMIZER: parameters}, fetch)[OPTIMIZER]
+    of_parameter = {id(parameter): moments.get(name) for name, parameter in parameters.items()}
+    for name, parameter in repeated:
+        parameter.detach().copy_(parameters[name].detach())
+        of_parameter[id(parameter)] = {key: value.clone() for key, value in moments.get(name, {}).items()}
+    give_state(optimizer, of_parameter)
+
+
+def read_tensors(
+    folder: Path,
+    found: Metadata,
+    tensors: Mapping[str, Mapping[str, Tensor]],
+    optimizers: Mapping[str, Mapping[str, Tensor]],
+    fetch: Callable[[list[str]], None],
+) -> dict[str, dict[str, dict[str, Tensor]]]:
+    """Read groups of tensors, in place, and of each optimizer what it keeps for these parameters. A collective.
+
+    Args:
+        found: of `metadata_of_rank`. tensors: by group and name. optimizers: their parameters, likewise.
+        fetch: as for `load_tensors`.
+
+    Returns:
+        By optimizer, parameter, and as the optimizer calls it.
+    """
     fetch(sorted({stored.relative_path for stored in cast(dict, found.storage_data).values()}))
-    moments: dict[str, dict[str, Tensor]] = {}  # by parameter, then as the optimizer calls them
+    moments: dict[str, dict[str, dict[str, Tensor]]] = {group: {} for group in optimizers}
     for path, entry in shapes_of(found).items():
-        if path[0] == OPTIMIZER and path[1] in parameters:
-            _, name, key = path
-            parameter, dtype = parameters[name].detach(), entry.properties.dtype
+        if path[1] in optimizers.get(path[0], ()):
+            group, name, key = path
+            parameter, dtype = optimizers[group][name].detach(), entry.properties.dtype
             same = entry.size == parameter.size()  # sharded as its parameter is
             empty = torch.empty_like(parameter, dtype=dtype) if same else torch.empty(entry.size, dtype=dtype)
-            moments.setdefault(name, {})[key] = empty
-    state = {MODEL: {**parameters, **buffers}, OPTIMIZER: moments}
+            moments[group].setdefault(name, {})[key] = empty
+    state = {**tensors, **moments}
     try:
         dcp.load(state, storage_reader=Reader(folder, found))
     except CheckpointException as error:
         first = next(iter(error.failures.values()))[0]
         text = str(first) if isinstance(first, CheckpointError) else f"{folder} is not loaded: {one_line(first)}"
         raise CheckpointError(text, on_every_rank=True) from None
-    of_parameter = {id(parameter): moments.get(name) for name, parameter in parameters.items()}
-    for name, parameter in repeated:
-        parameter.detach().copy_(parameters[name].detach())
-        of_parameter[id(parameter)] = {key: value.clone() for key, value in moments.get(name, {}).items()}
+    return moments
+
+
+def give_state(optimizer: torch.optim.Optimizer, of_parameter: Mapping[int, dict[str, Any] | None]) -> None:
+    """Let an optimizer go on with what it keeps for each parameter, by the parameter's id."""
     order = [of_parameter.get(id(parameter)) for group in optimizer.param_groups for parameter in group["params"]]
     # PyTorch's own way in: it puts each value on the device, and into the dtype, that the optimizer wants.
     own = {number: state for number, state in enumerate(order) if state}

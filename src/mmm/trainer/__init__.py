@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from mmm.runtime.ranks import whoami
     from mmm.trainer.config.command_line import parse, run_main
     from mmm.trainer.config.run import BaseOptions, BatchOptions, RunOptions
+    from mmm.trainer.config.training import CheckpointOptions
     from mmm.trainer.loop.loader_steps import evaluate, train_steps
     from mmm.trainer.loop.save import save_model
     from mmm.trainer.run.build import build_model
@@ -26,6 +27,7 @@ __getattr__, __dir__ = lazy(
         "mmm.runtime.ranks": "whoami",
         "mmm.trainer.config.command_line": "parse run_main",
         "mmm.trainer.config.run": "BaseOptions BatchOptions RunOptions",
+        "mmm.trainer.config.training": "CheckpointOptions",
         "mmm.trainer.loop.loader_steps": "evaluate train_steps",
         "mmm.trainer.loop.save": "save_model",
         "mmm.parallel.optimizer": "make_optimizer",

@@ -16,7 +16,7 @@ from mmm.trainer.config.command_line import parse, run_main
 from mmm.trainer.config.images import ImageOptions
 from mmm.trainer.config.layout import LayoutOptions, techniques_of
 from mmm.trainer.config.profile import ProfileOptions
-from mmm.trainer.config.training import CheckpointOptions, ClippedOptions, EpochRun, check_resume
+from mmm.trainer.config.training import ClippedOptions, EpochRun, TrainerCheckpoint, check_resume
 from mmm.trainer.loop.fit import FitConfig, fit
 from mmm.trainer.loop.image_task import ImageTask
 from mmm.trainer.loop.save import save_model
@@ -35,7 +35,7 @@ class Config:
     data: ImageOptions = ImageOptions()
     layout: LayoutOptions = LayoutOptions()
     optimizer: ClippedOptions = ClippedOptions(lr=1e-3)
-    checkpoint: CheckpointOptions = CheckpointOptions()
+    checkpoint: TrainerCheckpoint = TrainerCheckpoint()
     profile: ProfileOptions = ProfileOptions()
     run: EpochRun = EpochRun()
 

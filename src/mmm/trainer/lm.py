@@ -33,10 +33,10 @@ from mmm.trainer.config.resolve_plan import ParallelSpec, chunk_loss, resolve_pl
 from mmm.trainer.config.resolve_text import resolve_text
 from mmm.trainer.config.run import ValidationOptions
 from mmm.trainer.config.training import (
-    CheckpointOptions,
     ExpertOptions,
     MemoryOptions,
     ScheduledOptions,
+    TrainerCheckpoint,
     TrainerRun,
     check_resume,
 )
@@ -73,7 +73,7 @@ class Config:
     memory: MemoryOptions = MemoryOptions()
     evaluation: ValidationOptions = ValidationOptions()
     sample: SampleOptions = SampleOptions()
-    checkpoint: CheckpointOptions = CheckpointOptions()
+    checkpoint: TrainerCheckpoint = TrainerCheckpoint()
     profile: ProfileOptions = ProfileOptions()
     run: TrainerRun = TrainerRun()
 

@@ -28,9 +28,9 @@ from mmm.trainer.config.resolve_plan import ParallelSpec, resolve_plan
 from mmm.trainer.config.run import EvaluationOptions
 from mmm.trainer.config.spec import TrainingSpec
 from mmm.trainer.config.training import (
-    CheckpointOptions,
     RecomputeOptions,
     ScheduledOptions,
+    TrainerCheckpoint,
     TrainerRun,
     check_resume,
 )
@@ -84,7 +84,7 @@ class Config:
     optimizer: ScheduledOptions = ScheduledOptions(lr=1e-3, max_norm=1.0, warmup=10)
     memory: RecomputeOptions = RecomputeOptions()
     evaluation: EvaluationOptions = EvaluationOptions()
-    checkpoint: CheckpointOptions = CheckpointOptions()
+    checkpoint: TrainerCheckpoint = TrainerCheckpoint()
     profile: ProfileOptions = ProfileOptions()
     run: TrainerRun = TrainerRun()
 

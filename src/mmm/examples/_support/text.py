@@ -30,7 +30,7 @@ from mmm.trainer.config.run import (
 )
 from mmm.trainer.config.spec import TextData, TrainingSpec
 from mmm.trainer.run.core import Run
-from mmm.trainer.run.steps import Step, mean_loss, steps_over, validation_batches
+from mmm.trainer.run.steps import Step, mean_loss, steps_over
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,7 +159,7 @@ def text_steps(
     def before_row(step: Step) -> None:
         if local_loss is not None and evaluation is not None and evaluation.is_due(step.number, steps):
             with loss_parallel():
-                batches = validation_batches(run, resolved, evaluation.eval_batches)
+                batches = resolved.validation_batches(evaluation.eval_batches, run.rank.rank, run.device)
                 step.row["val_loss"] = mean_loss(run, batches, local_loss)
             step.due = True
         if one_device is not None:

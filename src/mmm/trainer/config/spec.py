@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -78,6 +78,13 @@ class TrainingSpec(RunSpec):
     def local_batch(self, tokens: Tokens, step: int, coordinate: int) -> Batch:
         """The samples of a step of a data-parallel coordinate."""
         return tokens.batch(step, self.global_batch_size, coordinate * self.local_batch_size, self.local_batch_size)
+
+    def validation_batches(self, batches: int, rank: int, device: torch.device) -> Iterator[Batch]:
+        """A rank's samples of the first global batches of the validation text, on its device: the same on every mesh,
+        every time. Where the text has fewer, all of them."""
+        validation, coordinate = self.data.validation, self.layout.dp_coordinate(rank)
+        for step in range(min(batches, validation.steps_per_epoch(self.global_batch_size))):
+            yield self.local_batch(validation, step, coordinate).to(device)
 
 
 @dataclass(frozen=True)

@@ -155,8 +155,6 @@ class MemoryOptions(RecomputeOptions):
 class CheckpointOptions:
     """What the run saves, and what it goes on from."""
 
-    save_model: bool = False
-    """Leave one unsharded state dict, model.pt, in the run's folder; plain PyTorch loads it."""
     checkpoint_every: int | None = None
     """Steps between two checkpoints, checkpoints/step-N of the run's folder; one more at the end. Default: none."""
     keep: int | None = None
@@ -188,6 +186,14 @@ class CheckpointOptions:
             checkpoint_mode=self.checkpoint_mode,
             replica=self.replica,
         )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainerCheckpoint(CheckpointOptions):
+    """What the run saves, and what it goes on from."""
+
+    save_model: bool = False
+    """Leave one unsharded state dict, model.pt, in the run's folder; plain PyTorch loads it."""
 
 
 def check_resume(checkpoint: CheckpointOptions, run: BaseOptions) -> None:

@@ -18,7 +18,7 @@ from mmm.parallel.parallel_model import ParallelModel
 from mmm.runtime.seed import seed_step
 from mmm.trainer.config.profile import ProfileOptions
 from mmm.trainer.config.run import EvaluationOptions
-from mmm.trainer.config.training import CheckpointOptions
+from mmm.trainer.config.training import TrainerCheckpoint
 from mmm.trainer.loop.checkpoints import Checkpoints, RowSoFar
 from mmm.trainer.loop.fingerprints import Fingerprints
 from mmm.trainer.loop.progress import StepsBar, epochs_bar
@@ -50,7 +50,7 @@ class FitConfig:
     by_epoch: bool = False
     balance_rate: float = BALANCE_RATE
     skip: bool = False
-    checkpoint: CheckpointOptions = CheckpointOptions()
+    checkpoint: TrainerCheckpoint = TrainerCheckpoint()
     profile: ProfileOptions = ProfileOptions()
 
 

@@ -18,7 +18,6 @@ from mmm.errors import DataError
 from mmm.parallel.parallel_model import ParallelModel
 from mmm.trainer.config.spec import TrainingSpec
 from mmm.trainer.run.core import Run
-from mmm.trainer.run.steps import validation_batches
 
 
 class Task(ABC):
@@ -102,7 +101,7 @@ class TokenTask(Task):
         return found
 
     def _losses(self, model: ParallelModel) -> dict[str, float]:
-        batches = validation_batches(self.run, self.resolved, self.eval_batches)
+        batches = self.resolved.validation_batches(self.eval_batches, self.run.rank.rank, self.run.device)
         if self.resolved.data.validation.has_padding:  # batches have different numbers of targets
             parts = [self._loss_and_count(model, batch) for batch in batches]
             total, count = (sum(each[1:], each[0]) for each in zip(*parts, strict=True))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
@@ -29,9 +29,9 @@ from mmm.history.record.resume import Resume, check_over
 from mmm.runtime.device import Precision
 from mmm.runtime.process_group import broadcast_object, gather_objects
 from mmm.runtime.stop import StopSignal, stop_signal
-from mmm.trainer.config.run import StepOptions
+from mmm.trainer.config.run import BaseOptions
 from mmm.trainer.config.spec import TrainingSpec
-from mmm.trainer.config.training import CheckpointOptions
+from mmm.trainer.config.training import CheckpointOptions, check_resume
 from mmm.trainer.run.core import Run
 from mmm.trainer.run.record import Record
 
@@ -44,12 +44,14 @@ SCALER = {"scale", "growth_factor", "backoff_factor", "growth_interval", "_growt
 
 @dataclass(frozen=True)
 class Origin:
-    """The checkpoint that a run goes on from. rows: of the record that stay. in_memory: it is a copy in the hosts'."""
+    """The checkpoint that a run goes on from. rows: of the record that stay. in_memory: it is a copy in the hosts'.
+    interrupted: as of `RunFolder`."""
 
     path: Path
     manifest: Manifest
     rows: int
     in_memory: bool = False
+    interrupted: bool = False
 
 
 @dataclass(frozen=True)
@@ -82,11 +84,17 @@ class ResumableRecord(Record):
         identity: of those that it can go on from.
         memory: of the hosts, with --replica.
         stop: the signal to, if one has come.
+        finish_save: waits for the save under way, once the program's loop saves.
     """
 
-    def __init__(self, options: CheckpointOptions) -> None:
+    def __init__(self, options: CheckpointOptions | None = None) -> None:
+        """
+        Args:
+            options: None: those of the run's config, which are checked; the record of one without is as `Record`.
+        """
         super().__init__()
         self.options = options
+        self.finish_save: Callable[[], object] | None = None
         self.folder: RunFolder | None = None
         self.origin: Origin | None = None
         self.identity: dict[str, Any] = {}
@@ -94,14 +102,22 @@ class ResumableRecord(Record):
         self.stop = StopSignal()
         self._stack = ExitStack()
 
+    def before(self, run: Run) -> None:
+        if self.options is None and (options := options_in(run.config)) is not None:
+            options.check()
+            check_resume(options, run.options)
+            self.options = options
+
     def prepare(self, run: Run) -> None:
-        assert isinstance(run.options, StepOptions)
+        if self.options is None:
+            return super().prepare(run)
         self.folder = prepare(run.name, run.options, self.options, this_attempt())
         self._folder_note = self.folder.note or ""
         run.outdir = self.folder.outdir
+        return None
 
     def start(self, run: Run) -> None:
-        if self.options.checkpoint_every is not None:
+        if self.options is not None and self.options.checkpoint_every is not None:
             self.stop = self._stack.enter_context(stop_signal())
         super().start(run)
 
@@ -110,13 +126,21 @@ class ResumableRecord(Record):
         return None if self.folder is None else record_goes_on(self.folder, self.origin, str(run.layout))
 
     def close(self, run: Run, error: BaseException | None) -> None:
+        if error is None and self.finish_save is not None:
+            self.finish_save()  # of a loop that was left before its end
         try:
             super().close(run, error)
         finally:
             self._stack.close()
 
 
-def prepare(module: str, run: StepOptions, options: CheckpointOptions, this: Attempt | None) -> RunFolder:
+def options_in(config: Any) -> CheckpointOptions | None:
+    """The flags of checkpoints of a program's config, which may be one of its groups; None where it has none."""
+    groups = (config, *vars(config).values())
+    return next((group for group in groups if isinstance(group, CheckpointOptions)), None)
+
+
+def prepare(module: str, run: BaseOptions, options: CheckpointOptions, this: Attempt | None) -> RunFolder:
     """Prepare the folder of a run; on rank 0, before any process group.
 
     Raises:
@@ -128,7 +152,7 @@ def prepare(module: str, run: StepOptions, options: CheckpointOptions, this: Att
     needed = {
         "checkpoint_every": options.checkpoint_every,
         "outdir": run.outdir,
-        "global_batch_size": run.global_batch_size,
+        "global_batch_size": getattr(run, "global_batch_size", None),
     }
     missing = [f"--{name}" for name, value in needed.items() if value is None]
     if missing and ELASTIC_VARIABLE in os.environ:
@@ -174,7 +198,7 @@ def prepare(module: str, run: StepOptions, options: CheckpointOptions, this: Att
     return RunFolder(outdir, tuple(found), auto, goes_on, interrupted, note, mfu)
 
 
-def _was_interrupted(outdir: Path, options: StepOptions, this: Attempt | None) -> bool:
+def _was_interrupted(outdir: Path, options: BaseOptions, this: Attempt | None) -> bool:
     """Whether a folder's run was to end where this one does, and has not finished, or is of this launch."""
     config = read_config(outdir)
     ending = config_ending(config)
@@ -182,7 +206,8 @@ def _was_interrupted(outdir: Path, options: StepOptions, this: Attempt | None) -
         there = dict(parsed(config)["options"])
     except (ValueError, KeyError, TypeError):  # a user may edit it
         return False
-    alike = all(name in there and there[name] == getattr(options, name) for name in ("max_iters", "epochs"))
+    given = {name: getattr(options, name) for name in ("max_iters", "epochs") if hasattr(options, name)}
+    alike = all(name in there and there[name] == value for name, value in given.items())
     return alike and (_of_this_launch(config, this) or (ending is not None and ending.state != FINISHED))
 
 
@@ -209,8 +234,14 @@ def _at(path: Path) -> list[Path]:
     )
 
 
-def identity_of(module: str, resolved: TrainingSpec, seed: int, precision: Precision) -> dict[str, Any]:
-    """What has to be equal for a run to go on as the same curve, as JSON has it: not the layout."""
+def identity_of(module: str, resolved: TrainingSpec | None, seed: int, precision: Precision) -> dict[str, Any]:
+    """What has to be equal for a run to go on as the same curve, as JSON has it: not the layout.
+
+    Args:
+        resolved: None of a program with a loop of its own, which compares the rest itself.
+    """
+    if resolved is None:
+        return {"program": module, "--dtype": precision.name, "--seed": seed}
     data = resolved.describe_data() or {}
     sizes = {name: value for name, value in asdict(resolved.sizes).items() if not isinstance(value, str)}
     identity = {
@@ -236,10 +267,8 @@ def choose(run: Run, record: ResumableRecord) -> None:
             run's last step. On every rank.
     """
     options, spec = record.options, run.training_spec
-    if options.resume is None and options.checkpoint_every is None:
+    if options is None or (options.resume is None and options.checkpoint_every is None):
         return
-    assert spec is not None
-    assert isinstance(run.options, StepOptions)
     record.identity = identity_of(run.name, spec, run.seed, run.precision)
     folder = record.folder
     found, auto, goes_on, interrupted = broadcast_object(
@@ -259,10 +288,11 @@ def choose(run: Run, record: ResumableRecord) -> None:
             assert memory is not None
             path, (manifest, problem) = memory.path(place.step), memory.check(place)
         if problem is None:
-            record.origin = Origin(
-                path, manifest, manifest.state.get("rows", 0) if goes_on else 0, not isinstance(place, Path)
-            )
-            _check(record.origin, record.identity, run.options, spec.steps, interrupted)
+            rows = manifest.state.get("rows", 0) if goes_on else 0
+            record.origin = Origin(path, manifest, rows, not isinstance(place, Path), interrupted)
+            _check(record.origin, record.identity, own_loop=spec is None)
+            if spec is not None:
+                check_steps_left(record.origin, run.options, spec.steps)
             break
         if not auto or isinstance(problem, CheckpointError):
             raise CheckpointError(str(problem), on_every_rank=True)
@@ -303,18 +333,23 @@ def record_goes_on(prepared: RunFolder, origin: Origin | None, layout: str) -> R
     return Resume(rows, {"step": step, "layout": layout, "time": datetime.now(timezone.utc).isoformat("T", "seconds")})
 
 
-def _check(origin: Origin, identity: Mapping[str, Any], options: StepOptions, steps: int, interrupted: bool) -> None:
+def _check(origin: Origin, identity: Mapping[str, Any], own_loop: bool) -> None:
     path, manifest = origin.path, origin.manifest
     if wrong := manifest.differences(identity):
         raise CheckpointError(f"{path} is of another run: {'; '.join(wrong)}", on_every_rank=True)
-    if not _has_state(manifest):
+    if not (type(origin.rows) is int and origin.rows >= 0 if own_loop else _has_state(manifest)):
         raise CheckpointError(f"{path} is damaged: what a run goes on with is not what mmm has written")
-    if manifest.step > steps or (manifest.step == steps and not interrupted):
-        given = {"max_iters": options.max_iters, "epochs": options.epochs}
-        limits = [f"--{name}" for name, value in given.items() if value is not None]
+
+
+def check_steps_left(origin: Origin, options: BaseOptions, steps: int) -> None:
+    """Raises CheckpointError where a run of so many steps has none to make, and was not interrupted at its end."""
+    done = origin.manifest.step
+    if done > steps or (done == steps and not origin.interrupted):
+        flags = [name for name in ("max_iters", "epochs") if hasattr(options, name)]
+        limits = [f"--{name}" for name in flags if getattr(options, name) is not None]
+        more = "by " + (" and ".join(limits) or "--max_iters") if flags else "to train_steps"
         raise CheckpointError(
-            f"{path} is of step {manifest.step}, and the run has {steps}: no step is left; give more by "
-            f"{' and '.join(limits) or '--max_iters'}",
+            f"{origin.path} is of step {done}, and the run has {steps}: no step is left; give more {more}",
             on_every_rank=True,
         )
 

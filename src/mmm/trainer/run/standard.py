@@ -16,7 +16,6 @@ from mmm.trainer.run.core import Hook, Run
 from mmm.trainer.run.hang import Hang
 from mmm.trainer.run.memory_check import MemoryCheck
 from mmm.trainer.run.prediction import PredictedAndMeasured
-from mmm.trainer.run.record import Record
 from mmm.trainer.run.resume import ResumableRecord
 from mmm.trainer.run.startup import StartUp
 from mmm.trainer.run.trace_picture import TracePicture
@@ -40,7 +39,7 @@ def standard_hooks(checkpoint: CheckpointOptions, profile: ProfileOptions, *befo
 
 def script_hooks() -> list[Hook]:
     """Those of a program of one's own."""
-    return [Agreement(), Hang(), StartUp(), Record()]
+    return [Agreement(), Hang(), StartUp(), ResumableRecord()]
 
 
 def start_run(

@@ -25,12 +25,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mmm.data import Batch
 from mmm.errors import ConfigError, DataError
 from mmm.parallel.local import detached
 from mmm.parallel.optimizer import learning_rate
 from mmm.runtime.seed import seed_step
-from mmm.trainer.config.spec import TrainingSpec
 from mmm.trainer.run.core import Run
 
 
@@ -81,6 +79,8 @@ def steps_over(
     tokens: int = 0,
     at: Mapping[str, int] | None = None,
     before_row: Callable[[Step], object] = lambda step: None,
+    after_row: Callable[[Step], object] = lambda step: None,
+    first: int = 0,
     depth: int = 2,
 ) -> Iterator[Step]:
     """The steps of a loop, fetched, timed, logged and recorded around its body. Before each the default generators are
@@ -91,7 +91,8 @@ def steps_over(
         samples: in the global batch.
         tokens: likewise.
         at: what a row says besides its step, such as ``{"stage": 1}``.
-        before_row: called between the body and the row.
+        before_row, after_row: called between the body and the row, and after it.
+        first: step that is made.
         depth: as of `Run.row`.
 
     Raises:
@@ -101,7 +102,7 @@ def steps_over(
     """
     rates = laps_updates(run, optimizer)
     coordinate = run.layout.dp_coordinate(run.rank.rank)
-    for number in range(steps):
+    for number in range(first, steps):
         run.clock.start()
         run.clock.step = number
         seed_step(run.seed, number, coordinate)
@@ -122,6 +123,7 @@ def steps_over(
             due=step.due,
             depth=depth,
         )
+        after_row(step)
 
 
 def laps_updates(run: Run, optimizer: torch.optim.Optimizer) -> dict[str, float]:
@@ -162,11 +164,3 @@ def on_device(run: Run, batch: Any) -> Any:
     if isinstance(batch, dict):
         return {name: on_device(run, part) for name, part in batch.items()}
     return [on_device(run, part) for part in batch] if isinstance(batch, list | tuple) else batch
-
-
-def validation_batches(run: Run, resolved: TrainingSpec, batches: int) -> Iterator[Batch]:
-    """This rank's samples of the first global batches of the validation text, on the run's device: the same on every
-    mesh, every time. Where the text has fewer, all of them."""
-    validation, coordinate = resolved.data.validation, run.layout.dp_coordinate(run.rank.rank)
-    for step in range(min(batches, validation.steps_per_epoch(resolved.global_batch_size))):
-        yield resolved.local_batch(validation, step, coordinate).to(run.device)

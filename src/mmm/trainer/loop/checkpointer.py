@@ -1,0 +1,160 @@
+"""When a run saves, and when a signal ends it; what it saves is for the loop to say: that of the trainers
+(`mmm.trainer.loop.checkpoints`), or a script's own (`mmm.trainer.loop.script_checkpoints`)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from shutil import disk_usage
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from mmm.checkpoint import Manifest, Saver
+from mmm.checkpoint.manifest import FileSum
+from mmm.checkpoint.model_metadata import ModelMetadata
+from mmm.contract import SAVED_EXIT
+from mmm.history.record.folder import versions
+from mmm.runtime.clock import event_class
+from mmm.runtime.process_group import broadcast_object
+from mmm.runtime.ranks import command_line
+from mmm.trainer.config.training import CheckpointOptions
+from mmm.trainer.run.core import Run
+from mmm.trainer.run.resume import CHECKPOINTS, Origin, ResumableRecord
+
+
+class Checkpointer:
+    """Does nothing without ``--checkpoint_every`` and ``--resume``.
+
+    Attributes:
+        record: of the run. every: steps between two checkpoints; None: none are saved.
+    """
+
+    def __init__(self, run: Run, options: CheckpointOptions, metadata: ModelMetadata) -> None:
+        """A collective."""
+        self.run, self.options, self.every = run, options, options.checkpoint_every
+        record = run.hook(ResumableRecord)
+        assert record is not None, "the hooks of a program with checkpoints have none that resumes"
+        self.record, record.finish_save = record, self.wait
+        self.saver: Saver | None = None
+        self._blocking = options.checkpoint_mode == "blocking"
+        self._event = event_class(run.device)
+        self._asked: tuple[Tensor, Any] | None = None  # of the step before, on the host once the event has come
+        if self.every is not None:
+            folder: Path = broadcast_object(run.outdir)  # which rank 0 has made
+            keep, keep_every = options.keep or 2, options.keep_every
+            group = dist.new_group(backend="gloo")  # which sends from the host, whatever the device
+            self.saver = Saver(folder / CHECKPOINTS, group, keep, keep_every, run.note, metadata)
+        self.replicas: ReplicaSaver | None = None
+        if (memory := record.memory) is not None:
+            from mmm.checkpoint.replica import ReplicaSaver  # a run with --replica only
+
+            self.replicas = ReplicaSaver(
+                memory.folder, memory.group, 1, None, self._copy_failed, what="copy in memory", memory=memory
+            )
+            self._copy_noted = False
+
+    def fetch(self, origin: Origin, files: Mapping[str, FileSum], names: list[str]) -> None:
+        """Get the files that this rank needs of an origin in memory. A collective."""
+        if origin.in_memory and self.record.memory is not None:
+            self.record.memory.fetch(origin.path, files, names)
+
+    def note_origin(self, origin: Origin) -> bool:
+        """Say where the run goes on. Whether it is on another layout."""
+        there = origin.manifest.about["layout"]
+        moved = there != str(self.run.layout)
+        where = "a copy in memory" if origin.in_memory else origin.path
+        saved = f", saved on the layout {there}" if moved else ""
+        self.run.note(f"resumed from {where} at step {origin.manifest.step}{saved}")
+        return moved
+
+    def stop_asked(self) -> bool:
+        """Whether a signal to stop has come to any rank. A collective. On CUDA and XPU, where the host is ahead of the
+        device, whether one had come when the step before was over: the host waits for that step alone."""
+        if self.every is None:
+            return False
+        if self.replicas is not None:  # then no more steps are lost than lie between two copies
+            self.replicas.wait()
+        run = self.run
+        asked = float(self.record.stop.came is not None)
+        came = torch.full((1,), asked, device=run.device)  # a kernel: no copy to wait for
+        if run.rank.world_size > 1:
+            dist.all_reduce(came, dist.ReduceOp.MAX)
+        if self._event is None:
+            return bool(came.item())
+        on_host, ready = came.to("cpu", non_blocking=True), self._event()
+        ready.record()
+        before, self._asked = self._asked, (on_host, ready)
+        if before is None:
+            return False
+        before[1].synchronize()
+        return bool(before[0].item())
+
+    def due(self, step: int, last: bool) -> list[Saver]:
+        """By which to save after this step."""
+        savers: list[Saver] = []
+        if self.saver is not None and self.every is not None and ((step + 1) % self.every == 0 or last):
+            savers.append(self.saver)
+        if self.replicas is not None and (step + 1) % (self.options.replica or 1) == 0 and not last:
+            savers.append(self.replicas)
+        return savers
+
+    def write(self, savers: list[Saver], done: int, state: Mapping[str, Any], tensors: dict[str, Any]) -> None:
+        """Begin to save. A collective.
+
+        Args:
+            savers: of `due`.
+            done: steps.
+            state: of the manifest, without the rows.
+            tensors: of this rank, as `mmm.checkpoint.training_state`; they may change as soon as this returns.
+        """
+        rows = self.record.history
+        if rows is not None:
+            rows.flush()  # the rows that the checkpoint counts on
+        about = {"layout": str(self.run.layout), "command": command_line(), "versions": versions()}
+        counted = {"rows": 0 if rows is None else len(rows), **state}
+        manifest = Manifest(done, self.record.identity, counted, about, {})
+        for saver in savers:
+            saver.save(tensors, manifest)
+        if self._blocking:
+            self.wait()
+
+    def poll(self) -> None:
+        """Say what has gone wrong with a save, if it has ended."""
+        if self.saver is not None:
+            self.saver.poll()
+
+    def _copy_failed(self, text: str) -> None:
+        if not self._copy_noted:
+            self.run.note(f"{text}; others are tried, and no more is said")
+        self._copy_noted = True
+
+    def predict_copies(self, size: int) -> None:
+        """Say what copies take of the memory of rank 0's host. A collective.
+
+        Args:
+            size: bytes of this rank's part of a copy.
+        """
+        memory = self.record.memory
+        assert memory is not None
+        sizes, times = memory.gather(size), 2 if len(memory.hosts) == 1 else 4
+        needed, free = times * sum(sizes[rank] for rank in memory.local), disk_usage(memory.folder).free
+        text = f"--replica {self.options.replica}: copies take at most {needed / 1e9:,.2f} GB of a host's memory"
+        self.run.note(text + (f", and {memory.folder} has {free / 1e9:,.2f} GB left" if needed > free else ""))
+
+    def stop(self, done: int) -> NoReturn:
+        """End the run, which is saved as of so many steps. A collective."""
+        complete, saved = self.wait(), ""
+        if complete and self.saver is not None:
+            where = self.saver.folder.parent if self.run.options.outdir is None else "auto"
+            saved = f", and saved: the same command with --resume {where} goes on from there"
+        self.run.note(f"stopped by a signal after {done} steps{saved}")
+        raise SystemExit(SAVED_EXIT if complete else 1)
+
+    def wait(self) -> bool:
+        """Wait for the save under way. Whether the newest is complete."""
+        if self.replicas is not None:
+            self.replicas.wait()
+        return self.saver is None or self.saver.wait()

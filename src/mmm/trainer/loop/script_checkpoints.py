@@ -1,0 +1,225 @@
+"""The checkpoints of a script's own loop (`mmm.trainer.train_steps`): what `script_state` has sorted, on any layout."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from mmm.checkpoint import Saver
+from mmm.checkpoint.local_metadata import metadata_of_rank
+from mmm.checkpoint.model_metadata import ModelMetadata
+from mmm.checkpoint.objects import decode, saved_tensors
+from mmm.checkpoint.state import give_state, read_tensors, tensors_of
+from mmm.errors import CheckpointError
+from mmm.parallel.local import to_local
+from mmm.trainer.config.training import CheckpointOptions
+from mmm.trainer.loop.checkpointer import Checkpointer
+from mmm.trainer.loop.script_state import Optimizer, ScriptState, check_alike
+from mmm.trainer.run.core import Run
+from mmm.trainer.run.resume import Origin, check_steps_left
+from mmm.trainer.run.steps import Step
+
+
+class ScriptCheckpoints(Checkpointer):
+    """Saves after a row, and goes on.
+
+    Attributes:
+        state: to save. samples: in a global batch, which has to be the same where the run goes on.
+    """
+
+    def __init__(self, run: Run, options: CheckpointOptions, state: ScriptState, samples: int) -> None:
+        super().__init__(run, options, ModelMetadata())
+        self.state, self.samples = state, samples
+        self._savers: list[Saver] = []
+        self._stops = self._can_be_saved = self._predicted = False
+
+    def load(self, steps: int) -> int:
+        """The step to begin with, of so many. A collective.
+
+        Raises:
+            CheckpointError: the checkpoint is not of these objects, or of another global batch, or no step is left.
+        """
+        if (origin := self.record.origin) is None:
+            return 0
+        check_steps_left(origin, self.run.options, steps)
+        with _damage(origin):
+            about, samples = origin.manifest.state["objects"], origin.manifest.state["samples"]
+            if samples != self.samples:
+                raise _refused(origin, f"its global batch has {samples} samples, and this one {self.samples}")
+            here, tensors = self.state.describe()
+            check_fits(origin, about, here)
+            states = self._read(origin, about, tensors)
+        for name, state in states.items():
+            self.state.others[name].load_state_dict(state)
+        self.state.gather_updated()
+        self.note_origin(origin)
+        return origin.manifest.step
+
+    def _read(
+        self, origin: Origin, about: Mapping[str, Any], tensors: Mapping[str, Mapping[str, Tensor]]
+    ) -> dict[str, Any]:
+        """Read models and optimizers, and return what the others are to load."""
+        state, files = self.state, origin.manifest.files
+        into = {name: dict(state.models[name]) for name in state.models}
+        for name in state.others:
+            into[name] = self._room(origin, name, about[name]["state"], tensors[name])
+        named = {(group, at): tensor for groups in (into, state.parameters) for group in groups
+                 for at, tensor in groups[group].items()}  # fmt: skip
+        found = metadata_of_rank(origin.path, files, named)
+        state.reshard()
+        moments = read_tensors(
+            origin.path, found, into, state.parameters, lambda names: self.fetch(origin, files, names)
+        )
+        for name, optimizer in state.optimizers.items():
+            self._restore_optimizer(origin, name, optimizer, about[name], moments[name])
+        return {name: decode(about[name]["state"], into[name]) for name in state.others}
+
+    def _room(self, origin: Origin, name: str, saved: Any, here: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Where an object's tensors are read to: sharded as those that it has now."""
+        rooms: dict[str, Tensor] = {}
+        for path, shape, dtype, place in saved_tensors(saved):
+            now = here.get(path)
+            if now is None and place == "sharded":
+                raise _refused(origin, f"{name} has not made its {path} yet, which was sharded as that is to be here")
+            if isinstance(now, DTensor) and now.shape != shape:
+                raise _refused(origin, f"{path} of {name} has shape {list(shape)}, and here {list(now.shape)}")
+            if isinstance(now, DTensor):
+                rooms[path] = torch.empty_like(now, dtype=dtype)
+            else:
+                lay = torch.device("cpu") if place == "host" else self.run.device
+                rooms[path] = torch.empty(shape, dtype=dtype, device=lay if now is None else now.device)
+        return rooms
+
+    def _restore_optimizer(
+        self,
+        origin: Origin,
+        name: str,
+        optimizer: Optimizer,
+        about: Mapping[str, Any],
+        moments: Mapping[str, dict[str, Tensor]],
+    ) -> None:
+        of_parameter: dict[int, dict[str, Any] | None] = {}
+        for at, parameter in self.state.parameters[name].items():
+            numbers = {key: decode(value, {}) for key, value in about["numbers"].get(at, {}).items()}
+            for key, value in moments.get(at, {}).items():
+                if isinstance(parameter, DTensor) and value.numel() > 1 and value.shape != parameter.shape:
+                    shapes = f"shape {list(value.shape)}, and the parameter {list(parameter.shape)}"
+                    raise _refused(origin, f"{name}'s {key} of {at} has {shapes}: it is not sharded as that is")
+            of_parameter[id(parameter)] = {**moments.get(at, {}), **numbers}
+        give_state(optimizer, of_parameter)
+        for at, parameter in self.state.parameters[name].items():
+            for key, value in moments.get(at, {}).items():
+                if (dtype := optimizer.state[parameter][key].dtype) != value.dtype and value.is_floating_point():
+                    raise _refused(origin, f"{name}'s {key} of {at} is of {value.dtype}, and would become {dtype}")
+        names = {id(parameter): at for at, parameter in self.state.parameters[name].items()}
+        saved = {at: group for group in about["groups"] for at in group["parameters"]}
+        for made, group in zip(self.state.made[name], optimizer.param_groups, strict=True):
+            first, *others = [saved[names[id(parameter)]] for parameter in group["params"]]
+            if any(other["values"] != first["values"] for other in others):
+                raise _refused(origin, f"{name} has in one group parameters that were in several, with other values")
+            self._note_values(name, made, first)
+            for key, value in first["values"].items():
+                if isinstance(group.get(key), Tensor):
+                    group[key].fill_(value)
+                else:
+                    group[key] = decode(value, {})
+
+    def _note_values(self, name: str, made: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
+        """Say which values of a group the script would now have otherwise: those of the checkpoint count."""
+        for key in made.keys() & saved["made"].keys():
+            if made[key] != saved["made"][key]:
+                self.run.note(
+                    f"{name}'s {key} was made as {saved['made'][key]} in the run that goes on, and now as {made[key]}: "
+                    f"the checkpoint's {saved['values'][key]} is taken"
+                )
+
+    def before_row(self, step: Step) -> None:
+        """Find out whether to save after this step, which then has a row. A collective."""
+        self._stops = self.stop_asked()
+        self._savers = self.due(step.number, step.last or self._stops)
+        step.due = step.due or bool(self._savers)
+
+    def after_row(self, step: Step) -> None:
+        """Save, and stop, if it is time to. A collective."""
+        if self._savers:
+            self._save(self._savers, step.number + 1)
+        elif self.every is not None and not self._can_be_saved:
+            self.state.describe()  # optimizers have what they keep from now on: what cannot be saved is refused
+        self._can_be_saved = True
+        self.poll()
+        if self._stops and not step.last:
+            self.stop(step.number + 1)
+        if step.last:
+            self.wait()
+
+    def _save(self, savers: list[Saver], done: int) -> None:
+        state = self.state
+        state.reshard()
+        about, tensors = state.describe()
+        check_alike(self.run, about, {name: tensors[name] for name in state.others})
+        tensors |= {name: tensors_of(each, state.parameters[name]) for name, each in state.optimizers.items()}
+        if self.replicas is not None and not self._predicted:
+            self._predicted = True
+            self.predict_copies(_bytes(tensors))
+        self.write(savers, done, {"samples": self.samples, "objects": about}, tensors)
+
+
+def check_fits(origin: Origin, saved: Mapping[str, Any], here: Mapping[str, Any]) -> None:
+    """Raises CheckpointError where a checkpoint has other objects than ``state=``, or their tensors are others."""
+    missing, unknown = sorted(here.keys() - saved.keys()), sorted(saved.keys() - here.keys())
+    problems = [
+        f"it has no {', '.join(missing)} of state=" if missing else "",
+        f"state= has no {', '.join(unknown)} of it" if unknown else "",
+    ]
+    if any(problems):
+        raise _refused(origin, "; ".join(filter(None, problems)))
+    for name, now in here.items():
+        before = saved[name]
+        kinds = [f"a {each['kind']}" if each["kind"] == "model" else each["type"] for each in (before, now)]
+        if before["kind"] != now["kind"] or kinds[0] != kinds[1]:
+            raise _refused(origin, f"{name} is {kinds[0]} there, and {kinds[1]} here")
+        if now["kind"] == "model":
+            _check_names(origin, name, before["shapes"], now["shapes"])
+            for at, shape in now["shapes"].items():
+                if shape != before["shapes"][at]:
+                    raise _refused(origin, f"{at} of {name} has shape {before['shapes'][at]} there, and {shape} here")
+        elif now["kind"] == "optimizer":
+            of_both = [{at: 0 for group in each["groups"] for at in group["parameters"]} for each in (before, now)]
+            _check_names(origin, name, *of_both)
+
+
+def _check_names(origin: Origin, name: str, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    for names, text in (
+        (before.keys() - now.keys(), "there, and not here"),
+        (now.keys() - before.keys(), "here alone"),
+    ):
+        if names:
+            first, *others = sorted(names)
+            raise _refused(origin, f"{name} has {first}{f' and {len(others)} more' if others else ''} {text}")
+
+
+def _refused(origin: Origin, why: str) -> CheckpointError:
+    return CheckpointError(f"{origin.path} does not go on in this script: {why}", on_every_rank=True)
+
+
+@contextmanager
+def _damage(origin: Origin) -> Iterator[None]:
+    """What is not as it was written is a CheckpointError."""
+    try:
+        yield
+    except (KeyError, TypeError, AttributeError) as error:
+        text = f"what a run goes on with is not what mmm has written ({type(error).__name__}: {error})"
+        raise CheckpointError(f"{origin.path} is damaged: {text}") from error
+
+
+def _bytes(tensors: Any) -> int:
+    """Of this rank's part of nested tensors."""
+    if isinstance(tensors, Tensor):
+        local = to_local(tensors)
+        return local.numel() * local.element_size()
+    return sum(map(_bytes, tensors.values()))

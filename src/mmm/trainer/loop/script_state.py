@@ -1,0 +1,247 @@
+"""What a script's loop is to save, ``train_steps(…, state={"model": model, "optimizer": optimizer, …})``: sorted into
+models, optimizers and others, and checked."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from mmm.checkpoint.objects import encode
+from mmm.errors import ConfigError
+from mmm.models.draw import canonical_name
+from mmm.parallel.dp.fsdp import reshard
+from mmm.parallel.dp.wrapped import unwrapped
+from mmm.parallel.dp.zero import Zero
+from mmm.parallel.parallel_model import ParallelModel
+from mmm.trainer.run.core import Run
+
+Optimizer = torch.optim.Optimizer
+# Of a group of an optimizer: how it computes, which is as it was made, and what it is of.
+NOT_SAVED = {"params", "param_names", "foreach", "fused", "capturable", "differentiable"}
+
+
+@dataclass
+class ScriptState:
+    """The objects of ``state=``, by their names in it.
+
+    Attributes:
+        modules: of the models, which data parallelism may have wrapped.
+        models: parameters and saved buffers of each model, by name.
+        optimizers: as they were given.
+        parameters: of each optimizer, as ``model.fc.weight``: the model's name, and that in the model.
+        others: with ``state_dict`` and ``load_state_dict``.
+        made: of each optimizer the values of its groups before a step: learning rate, momentum, …
+    """
+
+    modules: list[nn.Module] = field(default_factory=list)
+    models: dict[str, dict[str, Tensor]] = field(default_factory=dict)
+    optimizers: dict[str, Optimizer] = field(default_factory=dict)
+    parameters: dict[str, dict[str, Tensor]] = field(default_factory=dict)
+    others: dict[str, Any] = field(default_factory=dict)
+    made: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
+
+    def describe(self) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
+        """What is saved now: all but tensors by name, as JSON has it; and the tensors of models and others.
+
+        Raises:
+            ConfigError: an optimizer, or another object, keeps something that cannot be saved.
+        """
+        about: dict[str, Any] = {}
+        tensors: dict[str, dict[str, Any]] = {**self.models}
+        for name, of_model in self.models.items():
+            about[name] = {"kind": "model", "shapes": {at: list(tensor.shape) for at, tensor in of_model.items()}}
+        for name, optimizer in self.optimizers.items():
+            about[name] = self._describe_optimizer(name, optimizer)
+        for name, other in self.others.items():
+            tensors[name] = {}
+            found = encode(other.state_dict(), name, tensors[name])
+            about[name] = {"kind": "object", "type": type(other).__name__, "state": found}
+        return about, tensors
+
+    def _describe_optimizer(self, name: str, optimizer: Optimizer) -> dict[str, Any]:
+        names = {id(parameter): at for at, parameter in self.parameters[name].items()}
+        numbers: dict[str, dict[str, Any]] = {}
+        for parameter, state in optimizer.state.items():
+            if id(parameter) not in names:
+                raise ConfigError(
+                    f"{name} in state= keeps a state that is of none of its parameters", on_every_rank=True
+                )
+            for key, value in state.items():
+                if not isinstance(value, Tensor):
+                    encoded = encode_number(value, f"{name}'s {key} of {names[id(parameter)]}")
+                    numbers.setdefault(names[id(parameter)], {})[key] = encoded
+                elif isinstance(parameter, DTensor) and value.numel() > 1:
+                    check_sharded(name, f"{key} of {names[id(parameter)]}", value, parameter)
+        groups = []
+        for made, values, group in zip(
+            self.made[name], values_of(name, optimizer), optimizer.param_groups, strict=True
+        ):
+            of_group = [names[id(parameter)] for parameter in group["params"]]
+            groups.append({"parameters": of_group, "made": made, "values": values})
+        return {"kind": "optimizer", "type": type(optimizer).__name__, "groups": groups, "numbers": numbers}
+
+    def reshard(self) -> None:
+        """Free what FSDP has gathered: `models` are the shards."""
+        for module in self.modules:
+            reshard(module)
+
+    def gather_updated(self) -> None:
+        """What ZeRO-1 and ZeRO-2 do after a step, where something else has changed the shards. A collective."""
+        for module in self.modules:
+            if isinstance(module, Zero):
+                module.gather()
+
+
+def check_sharded(name: str, what: str, value: Tensor, parameter: DTensor) -> None:
+    """Raises ConfigError where what an optimizer keeps for a sharded parameter does not say which part is local."""
+    if not isinstance(value, DTensor) or value.shape != parameter.shape:
+        found = "a DTensor" if isinstance(value, DTensor) else "a plain tensor"
+        raise ConfigError(
+            f"{name} in state= cannot be saved: its {what} is {found} of shape {list(value.shape)}, and the parameter "
+            f"a DTensor of shape {list(parameter.shape)}; what an optimizer keeps has to be sharded as its parameter",
+            on_every_rank=True,
+        )
+
+
+def encode_number(value: Any, name: str) -> Any:
+    """`encode`, of what is to have no tensors but of one element, which become numbers. Raises ConfigError also for
+    others: PyTorch's optimizers would not know how they are sharded."""
+    found: dict[str, Tensor] = {}
+    encoded = encode(value.item() if isinstance(value, Tensor) and value.numel() == 1 else value, name, found)
+    if found:
+        raise ConfigError(f"{name} in state= cannot be saved: it is, or has in it, a tensor", on_every_rank=True)
+    return encoded
+
+
+def values_of(name: str, optimizer: Optimizer) -> list[dict[str, Any]]:
+    """The values of an optimizer's groups, as JSON has them."""
+    return [
+        {key: encode_number(value, f"{name}'s {key}") for key, value in group.items() if key not in NOT_SAVED}
+        for group in optimizer.param_groups
+    ]
+
+
+def sort_state(state: Mapping[str, Any], optimizer: Optimizer) -> ScriptState:
+    """The objects of ``state=``, sorted.
+
+    Args:
+        optimizer: that `train_steps` was given.
+
+    Raises:
+        ConfigError: an object that cannot be saved, or two names of one; an optimizer of a parameter that is in no
+            model; the optimizer, or a scheduler of one, that is not there.
+    """
+    found, seen = ScriptState(), dict[int, str]()
+    for name, each in state.items():
+        if type(name) is not str or not name or "." in name:
+            raise ConfigError(f"{name!r} in state=: a name is a text without a dot")
+        if (first := seen.setdefault(id(each), name)) != name:
+            raise ConfigError(f"state= has one object under two names, {first} and {name}: leave one out")
+        if isinstance(each, nn.Module | ParallelModel):
+            _add_model(found, name, each)
+        elif isinstance(each, Optimizer):
+            found.optimizers[name] = each
+        elif callable(getattr(each, "state_dict", None)) and callable(getattr(each, "load_state_dict", None)):
+            found.others[name] = each
+        else:
+            raise ConfigError(
+                f"{name} in state= is {_article(each)}, which has no state_dict and load_state_dict: give an object "
+                f"that has both"
+            )
+    for name, each in found.optimizers.items():
+        _check_optimizer(found, name, each)
+    if id(optimizer) not in seen:
+        raise ConfigError(f"state= lacks the optimizer that train_steps was given, {_article(optimizer)}")
+    found.describe()
+    return found
+
+
+def _add_model(found: ScriptState, name: str, model: nn.Module | ParallelModel) -> None:
+    if isinstance(model, ParallelModel) and model.pipeline is not None:
+        raise ConfigError(f"{name} in state= is a pipeline, of which each rank has another part: trainers save it")
+    modules = [model] if isinstance(model, nn.Module) else list(model.modules.values())
+    for module in modules:
+        reshard(module)
+    found.modules += modules
+    found.models[name] = {canonical_name(at): parameter for at, parameter in model.named_parameters()}
+    for inner in map(unwrapped, modules):
+        saved = inner.state_dict().keys()
+        buffers = {canonical_name(at): buffer for at, buffer in inner.named_buffers() if at in saved}
+        found.models[name] |= buffers
+
+
+def _check_optimizer(found: ScriptState, name: str, optimizer: Optimizer) -> None:
+    kind = type(optimizer)
+    if kind.state_dict is not Optimizer.state_dict or kind.load_state_dict is not Optimizer.load_state_dict:
+        raise ConfigError(
+            f"{name} in state= is {_article(optimizer)} with a state_dict or load_state_dict of its own; what "
+            f"PyTorch's has is saved, and no more"
+        )
+    names: dict[int, str] = {}
+    for model, tensors in found.models.items():
+        for at, tensor in tensors.items():
+            names.setdefault(id(tensor), f"{model}.{at}")
+    found.parameters[name] = {}
+    for parameter in (each for group in optimizer.param_groups for each in group["params"]):
+        if id(parameter) not in names:
+            raise ConfigError(
+                f"{name} in state= updates a parameter of shape {list(parameter.shape)} that is in none of the models "
+                f"of state=: {', '.join(found.models) or 'there is none'}"
+            )
+        found.parameters[name][names[id(parameter)]] = parameter
+    found.made[name] = values_of(name, optimizer)
+    scheduled = any("initial_lr" in group for group in optimizer.param_groups)
+    if scheduled and not any(getattr(other, "optimizer", None) is optimizer for other in found.others.values()):
+        raise ConfigError(f"state= lacks the scheduler of {name}'s learning rate: it would begin anew")
+
+
+def _article(each: object) -> str:
+    name = type(each).__name__
+    return f"{'an' if name[:1] in 'AEIOU' else 'a'} {name}"
+
+
+@torch.no_grad()
+def check_alike(run: Run, about: Mapping[str, Any], tensors: Mapping[str, Mapping[str, Tensor]]) -> None:
+    """What each rank has in full, and one of them saves, is the same on all. A collective.
+
+    Args:
+        about, tensors: as of `ScriptState.describe`, or some of it.
+
+    Raises:
+        ConfigError: it is not; on every rank, with the first name.
+    """
+    if run.rank.world_size == 1 or run.dry:
+        return
+    own = {name: hashlib.sha256(repr(each).encode()).hexdigest() for name, each in about.items()}
+    for name, of_object in tensors.items():
+        plain = {at: tensor for at, tensor in of_object.items() if not isinstance(tensor, DTensor)}
+        own |= {f"{name}.{at}": f"{list(tensor.shape)} {_sum(tensor)}" for at, tensor in plain.items()}
+    everyones: list[Any] = [None] * run.rank.world_size
+    dist.all_gather_object(everyones, own)
+    if wrong := _first_difference(everyones):
+        raise ConfigError(
+            f"{wrong} in state= is not the same on all ranks, which have it in full: one rank's would be saved for all",
+            on_every_rank=True,
+        )
+
+
+def _sum(tensor: Tensor) -> str:
+    """Of all elements, to the last bit."""
+    real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    return float(real.double().sum()).hex()
+
+
+def _first_difference(everyones: Iterable[Mapping[str, Any]]) -> str | None:
+    first, *others = everyones
+    for other in others:
+        for name in {**first, **other}:
+            if first.get(name) != other.get(name):
+                return name
+    return None

@@ -1,0 +1,161 @@
+"""A loop of one's own, of two models, two optimizers, two schedulers, averages of weights and an object of its own: it
+saves, ends in the middle, and goes on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from unittest.mock import patch
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+from torch.utils.data import DataLoader, Dataset
+
+from mmm.errors import UserError
+from mmm.parallel import EMA, Layout, Plan, batch_sizes, local_batches
+from mmm.trainer import BatchOptions, CheckpointOptions, build_model, start_run, train_steps
+from support.pool import program_on
+from support.resuming import Ended
+
+WIDTH = 6
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(BatchOptions, CheckpointOptions):
+    steps: int = 6
+    tp: int = 1
+    parallel: str = "fsdp"
+    noise: bool = True
+    lr: float = 0.05
+
+
+class Network(nn.Module):
+    def __init__(self, inputs, outputs):
+        super().__init__()
+        self.up, self.down = nn.Linear(inputs, 8), nn.Linear(8, outputs)
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x):
+        if self.training:
+            self.calls += 1
+        return self.down(torch.tanh(self.up(x)))
+
+
+PLAN = Plan({"up": ColwiseParallel(), "down": RowwiseParallel()}, fsdp_units=("up", "down"))
+
+
+class Points(Dataset):
+    """By number, and with noise from the default generator."""
+
+    def __init__(self, noise: bool):
+        self.noise = noise
+
+    def __getitem__(self, number):
+        numbers = torch.Generator().manual_seed(number)
+        point = torch.randn(WIDTH, generator=numbers, dtype=torch.float64)
+        seed = torch.randn(WIDTH, generator=numbers, dtype=torch.float64)
+        return point + self.noise * 0.1 * torch.randn(WIDTH, dtype=torch.float64), seed
+
+
+class Tally:
+    """Plain numbers of several kinds, and a tensor that the first step makes."""
+
+    def __init__(self):
+        self.seen, self.best, self.by_step, self.total = 0, float("inf"), {}, None
+
+    def add(self, step: int, loss: float):
+        self.seen, self.best = self.seen + 1, min(self.best, loss)
+        self.by_step[step] = (loss, f"step {step}")
+        self.total = torch.tensor([loss], dtype=torch.float64) + (0 if self.total is None else self.total)
+
+    def state_dict(self):
+        return vars(self)
+
+    def load_state_dict(self, state):
+        vars(self).update(state)
+
+
+def objects(run, config: Config) -> dict:
+    generator = build_model(run, lambda: Network(WIDTH, WIDTH), PLAN, name="generator", data_parallel=config.parallel)
+    critic = build_model(run, lambda: Network(WIDTH, 1), PLAN, name="critic", data_parallel=config.parallel)
+    opt_g = torch.optim.AdamW(generator.parameters(), lr=config.lr)
+    opt_d = torch.optim.SGD(critic.parameters(), lr=config.lr, momentum=0.9)
+    return {
+        "generator": generator,
+        "critic": critic,
+        "opt_g": opt_g,
+        "opt_d": opt_d,
+        "ema": EMA(generator, 0.9),
+        "rate_g": torch.optim.lr_scheduler.ExponentialLR(opt_g, 0.9),
+        "rate_d": torch.optim.lr_scheduler.OneCycleLR(opt_d, max_lr=0.1, total_steps=20),
+        "tally": Tally(),
+    }
+
+
+def train(
+    rank,
+    flags: dict,
+    ends_at: int | None = None,
+    change: Callable[[dict], object] = lambda state: None,
+    body: Callable[[int, dict], object] = lambda step, state: None,
+) -> str:
+    """Run it; what a user's error says, or nothing.
+
+    Args:
+        ends_at: the step in whose body the run ends, on all ranks.
+        change: the objects, before they are given to ``state=``.
+        body: called at the end of each step's.
+    """
+    config = Config(device="cpu", dtype="fp64", global_batch_size=8, flush_every=2, **flags)
+    layout = Layout(tp=config.tp).fit(rank.world_size)
+    batch, global_batch = batch_sizes(None, config.global_batch_size, layout.dp, default=8)
+    first = layout.dp_coordinate(rank.rank) * batch
+    try:
+        with (
+            program_on(rank),
+            patch("mmm.runtime.agreement.FIRST_WORD", 0.0),
+            start_run("gan", config, layout) as run,
+        ):
+            samples = local_batches(40, global_batch, first, batch, 0)
+            loop(run, config, global_batch, samples, ends_at, change, body)
+    except Ended:
+        return "ended"
+    except UserError as error:
+        return str(error)
+    return ""
+
+
+def loop(run, config, global_batch, samples, ends_at, change, body):
+    state = objects(run, config)
+    generator, critic, opt_g, opt_d, ema, rate_g, rate_d, tally = state.values()
+    given = dict(state)
+    if (other := change(given)) is not None:
+        given = other
+    batches = DataLoader(Points(config.noise), batch_sampler=samples)
+    for step in train_steps(run, batches, opt_g, config.steps, samples=global_batch, state=given or None):
+        if step.number == ends_at:
+            raise Ended
+        points, seeds = step.batch
+        fake = generator(seeds + config.noise * 0.1 * torch.randn_like(seeds))
+        loss_d = (F.softplus(-critic(points)) + F.softplus(critic(fake.detach()))).sum() / global_batch
+        loss_d.backward()
+        opt_d.step()
+        loss = F.softplus(-critic(fake)).sum() / global_batch
+        step.log(loss)
+        loss.backward()
+        opt_g.step()
+        for optimizer in (opt_g, opt_d):
+            optimizer.zero_grad()
+        ema.update()
+        rate_g.step()
+        rate_d.step()
+        tally.add(step.number, run.global_sum(loss))
+        step.row["tally"] = float(tally.total.sum())
+        body(step.number, state)
+
+
+def flags_of(folder: Path, **more) -> dict:
+    return {"checkpoint_every": 3, "checkpoint_mode": "blocking", "outdir": folder, **more}

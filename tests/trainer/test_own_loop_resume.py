@@ -1,0 +1,176 @@
+"""A loop of one's own that ends in the middle and goes on is the one that did not: to the last bit, or on another
+layout to 1e-12; and what cannot be saved is refused by its name."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+import mmm.history
+from mmm.checkpoint import read_manifest
+from mmm.checkpoint.storage import Reader, read_metadata
+from mmm.history.record.dataset import marks_of
+from support import own_loop
+from support.own_loop import flags_of
+from support.resuming import curve
+
+STEPS = 6
+LAYOUTS = [
+    pytest.param(1, {}, id="one device", marks=pytest.mark.long),
+    pytest.param(2, {}, id="fsdp", marks=pytest.mark.long),
+    pytest.param(2, {"parallel": "ddp"}, id="ddp", marks=pytest.mark.long),
+    pytest.param(2, {"parallel": "zero1"}, id="zero1"),
+    pytest.param(4, {"tp": 2}, id="dp2·tp2", marks=pytest.mark.long),
+]
+
+
+def tensors(folder: Path) -> dict[str, torch.Tensor]:
+    """All tensors of a checkpoint, full, by group and name."""
+    from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
+    from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
+
+    state: dict = {}
+    reader = Reader(folder, read_metadata(folder, read_manifest(folder).files))
+    _load_state_dict(state, storage_reader=reader, planner=_EmptyStateDictLoadPlanner(), no_dist=True)
+    found = {}
+    for group, named in state.items():
+        for name, value in named.items():
+            parts = value.items() if isinstance(value, dict) else [("", value)]
+            found |= {f"{group} {name} {key}".strip(): tensor for key, tensor in parts}
+    return found
+
+
+def stopped(run_on_ranks, ranks, folder, ends_at=4, **flags):
+    """A run that has saved step 3, and ends in the step after it."""
+    ended = run_on_ranks(own_loop.train, ranks, flags_of(folder, **flags), ends_at, timeout=120)
+    assert ended == ["ended"] * ranks
+    assert len(curve(folder)) == ends_at
+
+
+def go_on(run_on_ranks, ranks, folder, **flags):
+    found = run_on_ranks(own_loop.train, ranks, flags_of(folder, resume=Path("auto"), **flags), timeout=120)
+    assert found == [""] * ranks
+
+
+def one_record(folder):
+    ds = mmm.history.load(folder)
+    assert ds["iter"].values.tolist() == list(range(STEPS))
+    assert [(mark["draw"], mark["step"]) for mark in marks_of(ds)] == [(3, 3)]
+
+
+@pytest.mark.parametrize(("ranks", "layout"), LAYOUTS)
+def test_to_the_last_bit(run_on_ranks, tmp_path, ranks, layout):
+    one, two = tmp_path / "one", tmp_path / "two"
+    assert run_on_ranks(own_loop.train, ranks, flags_of(one, **layout), timeout=120) == [""] * ranks
+    stopped(run_on_ranks, ranks, two, **layout)
+    go_on(run_on_ranks, ranks, two, **layout)
+    one_record(two)
+    for name in ("loss", "lr", "tally"):
+        assert curve(two, name) == curve(one, name)
+    ends = [tensors(folder / "checkpoints/step-6") for folder in (one, two)]
+    assert ends[0].keys() == ends[1].keys()
+    assert {"generator up.weight", "critic calls", "ema up.weight", "tally total"} <= ends[0].keys()
+    assert {"opt_g generator.up.weight exp_avg", "opt_d critic.up.bias momentum_buffer"} <= ends[0].keys()
+    for name, tensor in ends[0].items():
+        assert torch.equal(tensor, ends[1][name]), name
+    states = [read_manifest(folder / "checkpoints/step-6").state for folder in (one, two)]
+    assert states[0] == states[1]
+
+
+@pytest.mark.long
+def test_on_another_layout(run_on_ranks, tmp_path):
+    """Saved on dp2·tp2, and on one device. Without what each coordinate draws for itself."""
+    one, grid = tmp_path / "one", tmp_path / "dp2·tp2"
+    assert run_on_ranks(own_loop.train, 1, flags_of(one, noise=False), timeout=120) == [""]
+    stopped(run_on_ranks, 4, grid, noise=False, tp=2)
+    alone = shutil.copytree(one, tmp_path / "alone")
+    shutil.rmtree(alone / "checkpoints/step-6")
+    expected = tensors(one / "checkpoints/step-6")
+    for begun, ranks, layout in (
+        (grid, 1, {}),
+        (grid, 2, {"parallel": "ddp"}),
+        (grid, 2, {"parallel": "zero1"}),
+        (grid, 4, {}),
+        (alone, 4, {"tp": 2}),
+    ):
+        folder = shutil.copytree(begun, tmp_path / "goes on")
+        go_on(run_on_ranks, ranks, folder, noise=False, **layout)
+        one_record(folder) if begun == grid else None
+        assert curve(folder) == pytest.approx(curve(one), rel=1e-12, abs=1e-13)
+        found = tensors(folder / "checkpoints/step-6")
+        assert found.keys() == expected.keys()
+        for name, tensor in expected.items():
+            torch.testing.assert_close(found[name], tensor, rtol=1e-12, atol=1e-12)
+        shutil.rmtree(folder)
+
+
+def without(name):
+    def change(state):
+        del state[name]
+
+    return change
+
+
+def also(**more):
+    def change(state):
+        state.update(more)
+
+    return change
+
+
+class OwnFormat(torch.optim.SGD):
+    def state_dict(self):
+        return {**super().state_dict(), "more": 1}
+
+
+def another_format(state):
+    state["opt_d"] = OwnFormat(state["critic"].parameters(), lr=0.1)
+
+
+def twice(state):
+    state["again"] = state["ema"]
+
+
+def with_a_function(state):
+    state["tally"].by_step = {0: len}
+
+
+def plain_module(state):
+    """One that each rank has for itself."""
+    state["head"] = torch.nn.Linear(2, 2)
+    with torch.no_grad():
+        state["head"].weight.fill_(torch.distributed.get_rank())
+
+
+REFUSED = [
+    (without("opt_g"), "state= lacks the optimizer that train_steps was given, an AdamW"),
+    (
+        without("critic"),
+        "opt_d in state= updates a parameter of shape [8, 6] that is in none of the models of state=: ",
+    ),
+    (without("rate_g"), "state= lacks the scheduler of opt_g's learning rate: it would begin anew"),
+    (also(seed=3), "seed in state= is an int, which has no state_dict and load_state_dict"),
+    (also(**{"a.b": None}), "'a.b' in state=: a name is a text without a dot"),
+    (twice, "state= has one object under two names, ema and again: leave one out"),
+    (another_format, "opt_d in state= is an OwnFormat with a state_dict or load_state_dict of its own"),
+    (
+        with_a_function,
+        "tally in state= cannot be saved: its state dict has by_step.0, a builtin_function_or_method; it",
+    ),
+    (dict.clear, "--checkpoint_every 3: this loop saves nothing, because its train_steps(…) has no state=; give it"),
+]
+
+
+@pytest.mark.parametrize(("change", "words"), REFUSED, ids=lambda value: value if isinstance(value, str) else "")
+def test_refused_before_the_first_step(run_on_ranks, tmp_path, change, words):
+    (said,) = run_on_ranks(own_loop.train, 1, flags_of(tmp_path), None, change, timeout=120)
+    assert words in said
+    assert "\n" not in said
+    assert mmm.history.load(tmp_path).sizes["draw"] == 0
+
+
+def test_what_differs_by_rank_is_refused(run_on_ranks, tmp_path):
+    (said, other) = run_on_ranks(own_loop.train, 2, flags_of(tmp_path), None, plain_module, timeout=120)
+    assert said == other
+    assert said.startswith("head.weight in state= is not the same on all ranks, which have it in full")
