@@ -109,7 +109,7 @@ def train(
         change: the objects, before they are given to ``state=``.
         body: called at the end of each step's.
     """
-    config = Config(device="cpu", dtype="fp64", global_batch_size=8, flush_every=2, **flags)
+    config = Config(**{"device": "cpu", "dtype": "fp64", "global_batch_size": 8, "flush_every": 2, **flags})
     layout = Layout(tp=config.tp).fit(rank.world_size)
     batch, global_batch = batch_sizes(None, config.global_batch_size, layout.dp, default=8)
     first = layout.dp_coordinate(rank.rank) * batch

@@ -1,7 +1,11 @@
 """A loop of one's own that ends in the middle and goes on is the one that did not: to the last bit, or on another
 layout to 1e-12; and what cannot be saved is refused by its name."""
 
+import json
+import os
 import shutil
+import signal
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -105,18 +109,12 @@ def test_on_another_layout(run_on_ranks, tmp_path):
         shutil.rmtree(folder)
 
 
-def without(name):
-    def change(state):
-        del state[name]
-
-    return change
+def without(name, state):
+    del state[name]
 
 
-def also(**more):
-    def change(state):
-        state.update(more)
-
-    return change
+def also(name, value, state):
+    state[name] = value
 
 
 class OwnFormat(torch.optim.SGD):
@@ -124,8 +122,9 @@ class OwnFormat(torch.optim.SGD):
         return {**super().state_dict(), "more": 1}
 
 
-def another_format(state):
-    state["opt_d"] = OwnFormat(state["critic"].parameters(), lr=0.1)
+def another_optimizer(kind, state):
+    state["opt_d"] = kind(state["critic"].parameters(), lr=0.1)
+    del state["rate_d"]
 
 
 def twice(state):
@@ -144,16 +143,19 @@ def plain_module(state):
 
 
 REFUSED = [
-    (without("opt_g"), "state= lacks the optimizer that train_steps was given, an AdamW"),
+    (partial(without, "opt_g"), "state= lacks the optimizer that train_steps was given, an AdamW"),
     (
-        without("critic"),
-        "opt_d in state= updates a parameter of shape [8, 6] that is in none of the models of state=: ",
+        partial(without, "critic"),
+        "opt_d in state= updates a parameter of shape [8, 6] that is in none of the models of s",
     ),
-    (without("rate_g"), "state= lacks the scheduler of opt_g's learning rate: it would begin anew"),
-    (also(seed=3), "seed in state= is an int, which has no state_dict and load_state_dict"),
-    (also(**{"a.b": None}), "'a.b' in state=: a name is a text without a dot"),
+    (partial(without, "rate_g"), "state= lacks the scheduler of opt_g's learning rate: it would begin anew"),
+    (partial(also, "seed", 3), "seed in state= is an int, which has no state_dict and load_state_dict"),
+    (partial(also, "a.b", None), "'a.b' in state=: a name is a text without a dot"),
     (twice, "state= has one object under two names, ema and again: leave one out"),
-    (another_format, "opt_d in state= is an OwnFormat with a state_dict or load_state_dict of its own"),
+    (
+        partial(another_optimizer, OwnFormat),
+        "opt_d in state= is an OwnFormat with a state_dict or load_state_dict of it",
+    ),
     (
         with_a_function,
         "tally in state= cannot be saved: its state dict has by_step.0, a builtin_function_or_method; it",
@@ -162,15 +164,120 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(("change", "words"), REFUSED, ids=lambda value: value if isinstance(value, str) else "")
-def test_refused_before_the_first_step(run_on_ranks, tmp_path, change, words):
-    (said,) = run_on_ranks(own_loop.train, 1, flags_of(tmp_path), None, change, timeout=120)
-    assert words in said
-    assert "\n" not in said
-    assert mmm.history.load(tmp_path).sizes["draw"] == 0
+def refusals(rank, folder):
+    """What is said to each of `REFUSED`, and the rows that were made."""
+    found = []
+    for number, (change, _) in enumerate(REFUSED):
+        said = own_loop.train(rank, flags_of(folder / f"{number}"), change=change)
+        found.append((said, mmm.history.load(folder / f"{number}").sizes["draw"]))
+    return found
+
+
+def test_refused_before_the_first_step(run_on_ranks, tmp_path):
+    (found,) = run_on_ranks(refusals, 1, tmp_path, timeout=120)
+    for (said, rows), (_, words) in zip(found, REFUSED, strict=True):
+        assert words in said
+        assert "\n" not in said
+        assert rows == 0
 
 
 def test_what_differs_by_rank_is_refused(run_on_ranks, tmp_path):
     (said, other) = run_on_ranks(own_loop.train, 2, flags_of(tmp_path), None, plain_module, timeout=120)
     assert said == other
     assert said.startswith("head.weight in state= is not the same on all ranks, which have it in full")
+
+
+def keeps_rows(step, state):
+    """What an optimizer keeps that is neither a number nor sharded as its parameter is."""
+    parameter = state["opt_d"].param_groups[0]["params"][0]
+    state["opt_d"].state[parameter]["rows"] = torch.zeros(3, 3)
+
+
+def keeps_a_list(step, state):
+    parameter = state["opt_d"].param_groups[0]["params"][0]
+    state["opt_d"].state[parameter]["rows"] = [torch.zeros(3)]
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        (
+            keeps_rows,
+            "opt_d in state= cannot be saved: its rows of critic.up.weight is a plain tensor of shape [3, 3], and",
+        ),
+        (keeps_a_list, "opt_d's rows of critic.up.weight in state= cannot be saved: it is, or has in it, a tensor"),
+    ],
+)
+def test_what_an_optimizer_keeps_is_refused_after_the_first_step(run_on_ranks, tmp_path, body, words):
+    for said in run_on_ranks(own_loop.train, 2, flags_of(tmp_path), None, no_change, body, timeout=120):
+        assert words in said
+    assert len(curve(tmp_path)) == 1
+
+
+def no_change(state):
+    return None
+
+
+def swapped(state):
+    return {**state, "generator": state["critic"], "critic": state["generator"]}
+
+
+ELSEWHERE = [
+    ({}, partial(without, "ema"), "does not go on in this script: state= has no ema of it"),
+    ({}, partial(also, "more", own_loop.Tally()), "does not go on in this script: it has no more of state="),
+    ({}, partial(another_optimizer, torch.optim.Adagrad), "state= has no rate_d of it"),
+    ({}, swapped, "down.weight of generator has shape [6, 8] there, and [1, 8] here"),
+    ({"global_batch_size": 4}, no_change, "its global batch has 8 samples, and this one 4"),
+    ({"seed": 1}, no_change, "is of another run: --seed 0 there, 1 here"),
+    ({"steps": 3}, no_change, "is of step 3, and the run has 3: no step is left; give more to train_steps"),
+    ({"steps": 4, "lr": 0.01}, no_change, ""),
+]
+
+
+def elsewhere(rank, folder):
+    assert own_loop.train(rank, flags_of(folder / "begun", steps=3)) == ""
+    found = []
+    for number, (flags, change, _) in enumerate(ELSEWHERE):
+        given = flags_of(folder / f"{number}", resume=folder / "begun", **flags)
+        found.append(own_loop.train(rank, given, change=change))
+    return found
+
+
+def test_a_checkpoint_that_does_not_fit(run_on_ranks, tmp_path):
+    (found,) = run_on_ranks(elsewhere, 1, tmp_path, timeout=120)
+    for said, (_, _, words) in zip(found, ELSEWHERE, strict=True):
+        assert words in said
+        assert said.count("\n") == 0
+        assert bool(said) == bool(words)
+    notes = json.loads((tmp_path / f"{len(ELSEWHERE) - 1}/config.json").read_text())["notes"]
+    (note,) = [note for note in notes if "opt_g's lr" in note]
+    assert note.startswith(
+        "opt_g's lr was made as 0.05 in the run that goes on, and now as 0.01: the checkpoint's 0.0364"
+    )
+    assert curve(tmp_path / f"{len(ELSEWHERE) - 1}", "lr") == [pytest.approx(0.05 * 0.9**3)]
+
+
+def signalled(step, state):
+    if step == 1 and torch.distributed.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+def stopped_by_a_signal(rank, flags):
+    try:
+        return own_loop.train(rank, flags, body=signalled)
+    except SystemExit as ended:
+        return ended.code
+
+
+@pytest.mark.long
+def test_a_signal_on_one_rank_saves(run_on_ranks, tmp_path):
+    one, two = tmp_path / "one", tmp_path / "two"
+    assert run_on_ranks(own_loop.train, 2, flags_of(one), timeout=120) == ["", ""]
+    given = flags_of(two, checkpoint_every=100)
+    assert run_on_ranks(stopped_by_a_signal, 2, given, timeout=120) == [75, 75]
+    assert os.listdir(two / "checkpoints") == ["step-2"]
+    assert mmm.history.load(two).attrs["state"] == "interrupted"
+    go_on(run_on_ranks, 2, two)
+    assert curve(two) == curve(one)
+    ends = [tensors(folder / "checkpoints/step-6") for folder in (one, two)]
+    assert all(torch.equal(tensor, ends[1][name]) for name, tensor in ends[0].items())

@@ -3,7 +3,9 @@
 import importlib
 import importlib.util
 import json
+import os
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -17,6 +19,7 @@ import mmm.history
 import mmm.trainer
 from mmm.errors import ConfigError, DataError
 from support.clock import PATIENCE
+from support.launcher import Launcher
 from support.pool import program_on
 
 PAGE = (Path(__file__).parent.parent.parent / "docs" / "your-script.md").read_text(encoding="utf-8")
@@ -38,6 +41,30 @@ def test_it_has_at_most_60_lines_of_code(script):
     assert f"That is {len(code)} lines of code." in PAGE
     assert len(code) <= 60
     assert max(map(len, code)) <= 120
+
+
+@pytest.fixture(scope="module")
+def resumable(script):
+    """The script, with the page's lines on checkpoints."""
+    (diff,) = re.findall(r"```diff\n(.*?)```", PAGE, re.DOTALL)
+    code = script.read_text()
+    for hunk in diff.split("@@\n"):
+        old, new = (
+            "".join(f"{line[1:]}\n" for line in hunk.splitlines() if line[0] in kinds) for kinds in (" -", " +")
+        )
+        assert code.count(old) == 1, old
+        code = code.replace(old, new)
+    path = script.with_name("resumable.py")
+    path.write_text(code)
+    return path
+
+
+@pytest.fixture
+def launcher(tmp_path):
+    made = Launcher(tmp_path)
+    yield made
+    if made.process is not None and made.process.poll() is None:
+        made.process.kill()
 
 
 def load(path):
@@ -119,15 +146,67 @@ def test_plain_pytorch_reads_its_model(script, alone):
     model.load_state_dict(torch.load(alone / "model.pt", weights_only=True))
 
 
+def test_it_stops_and_goes_on(resumable, tmp_path):
+    """By a signal in its third step; and then by nothing."""
+    denoise = load(resumable)
+    steps = denoise.train_steps
+
+    def interrupted(*given, **named):
+        for step in steps(*given, **named):
+            if step.number == 2:
+                signal.raise_signal(signal.SIGTERM)
+            yield step
+
+    def train(folder, **more):
+        denoise.train(denoise.Config(**FLAGS, device="cpu", outdir=tmp_path / folder, checkpoint_every=50, **more))
+
+    train("one")
+    with patch.object(denoise, "train_steps", interrupted), pytest.raises(SystemExit, match="75"):
+        train("two")
+    torch.distributed.destroy_process_group()
+    assert len(mmm.history.load(tmp_path / "two").loss) == 3
+    train("two", resume=Path("auto"))
+    one, two = (mmm.history.load(tmp_path / folder) for folder in ("one", "two"))
+    assert two.loss.values.tolist() == one.loss.values.tolist()
+    assert two.lr.values.tolist() == one.lr.values.tolist()
+    states = [torch.load(tmp_path / folder / "model.pt", weights_only=True) for folder in ("one", "two")]
+    assert all(torch.equal(tensor, states[1][name]) for name, tensor in states[0].items())
+
+
 @pytest.mark.long
-@pytest.mark.parametrize("launcher", ["launch", "torchrun"])
-def test_the_same_losses_under_each_launcher(script, alone, tmp_path, launcher):
+def test_it_is_killed_and_goes_on(resumable, launcher):
+    """One rank, by SIGKILL."""
+    line = ["-n", "2", "--device", "cpu", "python3", str(resumable), "--dtype", "fp64", "--checkpoint_every", "10"]
+    line += ["--global_batch_size", "8", "--steps", "40", "--outdir"]
+    assert launcher.run(*line, "one").returncode == 0
+    process = launcher.start(*line, "two")
+    launcher.wait_for("two/checkpoints/step-10")
+    pids = [rank["pid"] for rank in json.loads((launcher.folder / "two/config.json").read_text())["ranks"]]
+    os.kill(pids[1], signal.SIGKILL)
+    process.communicate(timeout=PATIENCE)
+    assert process.returncode != 0
+    before = len(mmm.history.load(launcher.folder / "two").loss)
+    done = launcher.run(*line, "two", "--resume", "auto")
+    assert done.returncode == 0, done.stdout + done.stderr
+    one, two = (mmm.history.load(launcher.folder / folder) for folder in ("one", "two"))
+    assert two["iter"].values.tolist() == list(range(40))
+    assert two.loss.values.tolist() == one.loss.values.tolist()
+    (resumed,) = [int(step) for step in re.findall(r"resumed from \S+ at step (\d+)", done.stdout)]
+    assert 10 <= resumed < 40
+    assert before - resumed <= 2 * 10
+    states = [torch.load(launcher.folder / folder / "model.pt", weights_only=True) for folder in ("one", "two")]
+    assert all(torch.equal(tensor, states[1][name]) for name, tensor in states[0].items())
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("started_by", ["launch", "torchrun"])
+def test_the_same_losses_under_each_launcher(script, alone, tmp_path, started_by):
     start = {
         "launch": [BIN / "launch", "-n", "4", "--device", "cpu", "python3"],
         "torchrun": [BIN / "torchrun", "--standalone", "--nproc-per-node", "4"],
     }
     flags = [word for name, value in FLAGS.items() for word in (f"--{name}", str(value))]
-    command = [*start[launcher], script, *flags, "--tp", "2", "--device", "cpu", "--outdir", tmp_path / "out"]
+    command = [*start[started_by], script, *flags, "--tp", "2", "--device", "cpu", "--outdir", tmp_path / "out"]
     done = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=PATIENCE)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("[denoise:") >= FLAGS["steps"]

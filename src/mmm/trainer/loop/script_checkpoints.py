@@ -9,17 +9,18 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from mmm.checkpoint import Saver
 from mmm.checkpoint.local_metadata import metadata_of_rank
 from mmm.checkpoint.model_metadata import ModelMetadata
 from mmm.checkpoint.objects import decode, saved_tensors
 from mmm.checkpoint.state import give_state, read_tensors, tensors_of
-from mmm.errors import CheckpointError
+from mmm.errors import CheckpointError, ConfigError
 from mmm.parallel.local import to_local
 from mmm.trainer.config.training import CheckpointOptions
 from mmm.trainer.loop.checkpointer import Checkpointer
-from mmm.trainer.loop.script_state import Optimizer, ScriptState, check_alike
+from mmm.trainer.loop.script_state import Optimizer, ScriptState, article, check_alike
 from mmm.trainer.run.core import Run
 from mmm.trainer.run.resume import Origin, check_steps_left
 from mmm.trainer.run.steps import Step
@@ -37,6 +38,8 @@ class ScriptCheckpoints(Checkpointer):
         self.state, self.samples = state, samples
         self._savers: list[Saver] = []
         self._stops = self._can_be_saved = self._predicted = False
+        self._left_out: list[Optimizer] = []  # that have made a step, and are not in the state
+        self._watch = register_optimizer_step_post_hook(self._after_update)
 
     def load(self, steps: int) -> int:
         """The step to begin with, of so many. A collective.
@@ -138,6 +141,20 @@ class ScriptCheckpoints(Checkpointer):
                     f"the checkpoint's {saved['values'][key]} is taken"
                 )
 
+    def _after_update(self, optimizer: Optimizer, *_: object) -> None:
+        if not any(optimizer is each for each in (*self.state.optimizers.values(), *self._left_out)):
+            self._left_out.append(optimizer)
+
+    def _check_left_out(self) -> None:
+        """Raises ConfigError where an optimizer has changed a model of the state, and is not in it."""
+        saved = {id(tensor) for of_model in self.state.models.values() for tensor in of_model.values()}
+        for optimizer in self._left_out:
+            text = f"state= lacks an optimizer that has made a step, {article(optimizer)}"
+            parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+            if any(id(parameter) in saved for parameter in parameters):
+                raise ConfigError(f"{text}, of a model that is in it", on_every_rank=True)
+            self.run.note(f"{text}, and what that has changed: it is not saved")
+
     def before_row(self, step: Step) -> None:
         """Find out whether to save after this step, which then has a row. A collective."""
         self._stops = self.stop_asked()
@@ -146,6 +163,7 @@ class ScriptCheckpoints(Checkpointer):
 
     def after_row(self, step: Step) -> None:
         """Save, and stop, if it is time to. A collective."""
+        self._check_left_out()
         if self._savers:
             self._save(self._savers, step.number + 1)
         elif self.every is not None and not self._can_be_saved:
@@ -156,6 +174,7 @@ class ScriptCheckpoints(Checkpointer):
             self.stop(step.number + 1)
         if step.last:
             self.wait()
+            self._watch.remove()
 
     def _save(self, savers: list[Saver], done: int) -> None:
         state = self.state

@@ -152,13 +152,13 @@ def sort_state(state: Mapping[str, Any], optimizer: Optimizer) -> ScriptState:
             found.others[name] = each
         else:
             raise ConfigError(
-                f"{name} in state= is {_article(each)}, which has no state_dict and load_state_dict: give an object "
+                f"{name} in state= is {article(each)}, which has no state_dict and load_state_dict: give an object "
                 f"that has both"
             )
     for name, each in found.optimizers.items():
         _check_optimizer(found, name, each)
     if id(optimizer) not in seen:
-        raise ConfigError(f"state= lacks the optimizer that train_steps was given, {_article(optimizer)}")
+        raise ConfigError(f"state= lacks the optimizer that train_steps was given, {article(optimizer)}")
     found.describe()
     return found
 
@@ -181,7 +181,7 @@ def _check_optimizer(found: ScriptState, name: str, optimizer: Optimizer) -> Non
     kind = type(optimizer)
     if kind.state_dict is not Optimizer.state_dict or kind.load_state_dict is not Optimizer.load_state_dict:
         raise ConfigError(
-            f"{name} in state= is {_article(optimizer)} with a state_dict or load_state_dict of its own; what "
+            f"{name} in state= is {article(optimizer)} with a state_dict or load_state_dict of its own; what "
             f"PyTorch's has is saved, and no more"
         )
     names: dict[int, str] = {}
@@ -202,9 +202,10 @@ def _check_optimizer(found: ScriptState, name: str, optimizer: Optimizer) -> Non
         raise ConfigError(f"state= lacks the scheduler of {name}'s learning rate: it would begin anew")
 
 
-def _article(each: object) -> str:
+def article(each: object) -> str:
+    """An object's class, as ``an AdamW``."""
     name = type(each).__name__
-    return f"{'an' if name[:1] in 'AEIOU' else 'a'} {name}"
+    return f"{'an' if name[:1].lower() in 'aeiou' else 'a'} {name}"
 
 
 @torch.no_grad()
