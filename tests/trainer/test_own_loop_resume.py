@@ -230,6 +230,8 @@ ELSEWHERE = [
     ({"global_batch_size": 4}, no_change, "its global batch has 8 samples, and this one 4"),
     ({"seed": 1}, no_change, "is of another run: --seed 0 there, 1 here"),
     ({"steps": 3}, no_change, "is of step 3, and the run has 3: no step is left; give more to train_steps"),
+    ({"keep": 0}, no_change, "--keep 0: it must be at least 1"),
+    ({"overwrite": True}, no_change, "--resume and --overwrite contradict each other: leave one out"),
     ({"steps": 4, "lr": 0.01}, no_change, ""),
 ]
 
@@ -240,6 +242,8 @@ def elsewhere(rank, folder):
     for number, (flags, change, _) in enumerate(ELSEWHERE):
         given = flags_of(folder / f"{number}", resume=folder / "begun", **flags)
         found.append(own_loop.train(rank, given, change=change))
+    again = own_loop.train(rank, flags_of(folder / "begun", steps=3, resume=Path("auto")))
+    assert "no step is left" in again
     return found
 
 
@@ -249,6 +253,8 @@ def test_a_checkpoint_that_does_not_fit(run_on_ranks, tmp_path):
         assert words in said
         assert said.count("\n") == 0
         assert bool(said) == bool(words)
+    begun = mmm.history.load(tmp_path / "begun")  # as it was
+    assert (begun.attrs["state"], begun.sizes["draw"], marks_of(begun)) == ("finished", 3, [])
     notes = json.loads((tmp_path / f"{len(ELSEWHERE) - 1}/config.json").read_text())["notes"]
     (note,) = [note for note in notes if "opt_g's lr" in note]
     assert note.startswith(

@@ -10,7 +10,7 @@ An example that teaches one technique calls these functions itself; what takes a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 
 import torch
@@ -139,12 +139,7 @@ class ParallelModel:
 
     def saved_buffers(self) -> dict[str, Tensor]:
         """The buffers of this rank that a checkpoint has, such as experts' biases, by the names in the full model."""
-        buffers: dict[str, Tensor] = {}
-        for module in self.modules.values():
-            inner = unwrapped(module)
-            saved = inner.state_dict().keys()
-            buffers |= {canonical_name(name): buffer for name, buffer in inner.named_buffers() if name in saved}
-        return buffers
+        return saved_buffers(self.modules.values())
 
     def gather_updated(self) -> None:
         """What ZeRO-1 and ZeRO-2 do after a step, where something else has changed the shards. A collective."""
@@ -338,3 +333,12 @@ class ParallelModel:
     def _timed(self, part: str) -> None:
         if self._lap is not None:
             self._lap(part)
+
+
+def saved_buffers(modules: Iterable[nn.Module]) -> dict[str, Tensor]:
+    """The buffers of modules that a checkpoint has, by canonical name."""
+    buffers: dict[str, Tensor] = {}
+    for inner in map(unwrapped, modules):
+        saved = inner.state_dict().keys()
+        buffers |= {canonical_name(name): buffer for name, buffer in inner.named_buffers() if name in saved}
+    return buffers

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -16,7 +17,7 @@ from mmm.checkpoint.local_metadata import metadata_of_rank
 from mmm.checkpoint.model_metadata import ModelMetadata
 from mmm.checkpoint.objects import decode, saved_tensors
 from mmm.checkpoint.state import give_state, read_tensors, tensors_of
-from mmm.errors import CheckpointError, ConfigError
+from mmm.errors import CheckpointError, ConfigError, UserError
 from mmm.parallel.local import to_local
 from mmm.trainer.config.training import CheckpointOptions
 from mmm.trainer.loop.checkpointer import Checkpointer
@@ -39,7 +40,13 @@ class ScriptCheckpoints(Checkpointer):
         self._savers: list[Saver] = []
         self._stops = self._can_be_saved = self._predicted = False
         self._left_out: list[Optimizer] = []  # that have made a step, and are not in the state
-        self._watch = register_optimizer_step_post_hook(self._after_update)
+        own = weakref.ref(self)
+
+        def after_update(optimizer: Optimizer, *_: object) -> None:
+            if (here := own()) is not None:
+                here._after_update(optimizer)
+
+        weakref.finalize(self, register_optimizer_step_post_hook(after_update).remove)
 
     def load(self, steps: int) -> int:
         """The step to begin with, of so many. A collective.
@@ -60,6 +67,7 @@ class ScriptCheckpoints(Checkpointer):
         for name, state in states.items():
             self.state.others[name].load_state_dict(state)
         self.state.gather_updated()
+        self.record.go_on(self.run)
         self.note_origin(origin)
         return origin.manifest.step
 
@@ -68,7 +76,7 @@ class ScriptCheckpoints(Checkpointer):
     ) -> dict[str, Any]:
         """Read models and optimizers, and return what the others are to load."""
         state, files = self.state, origin.manifest.files
-        into = {name: dict(state.models[name]) for name in state.models}
+        into = state.of_models()
         for name in state.others:
             into[name] = self._room(origin, name, about[name]["state"], tensors[name])
         named = {(group, at): tensor for groups in (into, state.parameters) for group in groups
@@ -141,13 +149,13 @@ class ScriptCheckpoints(Checkpointer):
                     f"the checkpoint's {saved['values'][key]} is taken"
                 )
 
-    def _after_update(self, optimizer: Optimizer, *_: object) -> None:
+    def _after_update(self, optimizer: Optimizer) -> None:
         if not any(optimizer is each for each in (*self.state.optimizers.values(), *self._left_out)):
             self._left_out.append(optimizer)
 
     def _check_left_out(self) -> None:
         """Raises ConfigError where an optimizer has changed a model of the state, and is not in it."""
-        saved = {id(tensor) for of_model in self.state.models.values() for tensor in of_model.values()}
+        saved = {id(parameter) for named in self.state.named.values() for parameter in named.values()}
         for optimizer in self._left_out:
             text = f"state= lacks an optimizer that has made a step, {article(optimizer)}"
             parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
@@ -174,7 +182,6 @@ class ScriptCheckpoints(Checkpointer):
             self.stop(step.number + 1)
         if step.last:
             self.wait()
-            self._watch.remove()
 
     def _save(self, savers: list[Saver], done: int) -> None:
         state = self.state
@@ -231,7 +238,9 @@ def _damage(origin: Origin) -> Iterator[None]:
     """What is not as it was written is a CheckpointError."""
     try:
         yield
-    except (KeyError, TypeError, AttributeError) as error:
+    except UserError:
+        raise
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
         text = f"what a run goes on with is not what mmm has written ({type(error).__name__}: {error})"
         raise CheckpointError(f"{origin.path} is damaged: {text}") from error
 

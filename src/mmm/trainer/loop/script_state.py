@@ -6,6 +6,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 import torch
@@ -17,9 +18,8 @@ from mmm.checkpoint.objects import encode
 from mmm.errors import ConfigError
 from mmm.models.draw import canonical_name
 from mmm.parallel.dp.fsdp import reshard
-from mmm.parallel.dp.wrapped import unwrapped
 from mmm.parallel.dp.zero import Zero
-from mmm.parallel.parallel_model import ParallelModel
+from mmm.parallel.parallel_model import ParallelModel, saved_buffers
 from mmm.trainer.run.core import Run
 
 Optimizer = torch.optim.Optimizer
@@ -32,16 +32,16 @@ class ScriptState:
     """The objects of ``state=``, by their names in it.
 
     Attributes:
-        modules: of the models, which data parallelism may have wrapped.
-        models: parameters and saved buffers of each model, by name.
+        modules: of each model, which data parallelism may have wrapped.
+        named: the parameters of each model, by name.
         optimizers: as they were given.
         parameters: of each optimizer, as ``model.fc.weight``: the model's name, and that in the model.
         others: with ``state_dict`` and ``load_state_dict``.
         made: of each optimizer the values of its groups before a step: learning rate, momentum, …
     """
 
-    modules: list[nn.Module] = field(default_factory=list)
-    models: dict[str, dict[str, Tensor]] = field(default_factory=dict)
+    modules: dict[str, list[nn.Module]] = field(default_factory=dict)
+    named: dict[str, dict[str, nn.Parameter]] = field(default_factory=dict)
     optimizers: dict[str, Optimizer] = field(default_factory=dict)
     parameters: dict[str, dict[str, Tensor]] = field(default_factory=dict)
     others: dict[str, Any] = field(default_factory=dict)
@@ -54,8 +54,8 @@ class ScriptState:
             ConfigError: an optimizer, or another object, keeps something that cannot be saved.
         """
         about: dict[str, Any] = {}
-        tensors: dict[str, dict[str, Any]] = {**self.models}
-        for name, of_model in self.models.items():
+        tensors: dict[str, dict[str, Any]] = self.of_models()
+        for name, of_model in tensors.items():
             about[name] = {"kind": "model", "shapes": {at: list(tensor.shape) for at, tensor in of_model.items()}}
         for name, optimizer in self.optimizers.items():
             about[name] = self._describe_optimizer(name, optimizer)
@@ -64,6 +64,10 @@ class ScriptState:
             found = encode(other.state_dict(), name, tensors[name])
             about[name] = {"kind": "object", "type": type(other).__name__, "state": found}
         return about, tensors
+
+    def of_models(self) -> dict[str, dict[str, Tensor]]:
+        """Parameters and saved buffers of each model. A forward may have put other buffers in their place."""
+        return {name: {**of_model, **saved_buffers(self.modules[name])} for name, of_model in self.named.items()}
 
     def _describe_optimizer(self, name: str, optimizer: Optimizer) -> dict[str, Any]:
         names = {id(parameter): at for at, parameter in self.parameters[name].items()}
@@ -88,13 +92,13 @@ class ScriptState:
         return {"kind": "optimizer", "type": type(optimizer).__name__, "groups": groups, "numbers": numbers}
 
     def reshard(self) -> None:
-        """Free what FSDP has gathered: `models` are the shards."""
-        for module in self.modules:
+        """Free what FSDP has gathered: `named` are the shards."""
+        for module in chain.from_iterable(self.modules.values()):
             reshard(module)
 
     def gather_updated(self) -> None:
         """What ZeRO-1 and ZeRO-2 do after a step, where something else has changed the shards. A collective."""
-        for module in self.modules:
+        for module in chain.from_iterable(self.modules.values()):
             if isinstance(module, Zero):
                 module.gather()
 
@@ -169,12 +173,8 @@ def _add_model(found: ScriptState, name: str, model: nn.Module | ParallelModel) 
     modules = [model] if isinstance(model, nn.Module) else list(model.modules.values())
     for module in modules:
         reshard(module)
-    found.modules += modules
-    found.models[name] = {canonical_name(at): parameter for at, parameter in model.named_parameters()}
-    for inner in map(unwrapped, modules):
-        saved = inner.state_dict().keys()
-        buffers = {canonical_name(at): buffer for at, buffer in inner.named_buffers() if at in saved}
-        found.models[name] |= buffers
+    found.modules[name] = modules
+    found.named[name] = {canonical_name(at): parameter for at, parameter in model.named_parameters()}
 
 
 def _check_optimizer(found: ScriptState, name: str, optimizer: Optimizer) -> None:
@@ -185,15 +185,15 @@ def _check_optimizer(found: ScriptState, name: str, optimizer: Optimizer) -> Non
             f"PyTorch's has is saved, and no more"
         )
     names: dict[int, str] = {}
-    for model, tensors in found.models.items():
-        for at, tensor in tensors.items():
-            names.setdefault(id(tensor), f"{model}.{at}")
+    for model, named in found.named.items():
+        for at, parameter in named.items():
+            names.setdefault(id(parameter), f"{model}.{at}")
     found.parameters[name] = {}
     for parameter in (each for group in optimizer.param_groups for each in group["params"]):
         if id(parameter) not in names:
             raise ConfigError(
                 f"{name} in state= updates a parameter of shape {list(parameter.shape)} that is in none of the models "
-                f"of state=: {', '.join(found.models) or 'there is none'}"
+                f"of state=: {', '.join(found.named) or 'there is none'}"
             )
         found.parameters[name][names[id(parameter)]] = parameter
     found.made[name] = values_of(name, optimizer)

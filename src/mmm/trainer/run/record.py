@@ -77,6 +77,10 @@ class Record(Hook):
             rank_table(self.ranks) if self.ranks else "(rank 0 has the table)",
         )
         self._describe_resolved(run)
+        self.open(run)
+
+    def open(self, run: Run) -> None:
+        """Begin the rows, or go on with those that are there. A collective."""
         resume = self.resume(run)
         if run.outdir is not None:
             self._folder = run.outdir

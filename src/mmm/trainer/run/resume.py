@@ -104,7 +104,7 @@ class ResumableRecord(Record):
 
     def before(self, run: Run) -> None:
         if self.options is None and (options := options_in(run.config)) is not None:
-            options.check()
+            CheckpointOptions.check(options)  # a config that derives from it may have another first
             check_resume(options, run.options)
             self.options = options
 
@@ -121,13 +121,23 @@ class ResumableRecord(Record):
             self.stop = self._stack.enter_context(stop_signal())
         super().start(run)
 
-    def resume(self, run: Run) -> Resume | None:
+    def open(self, run: Run) -> None:
         choose(run, self)
+        if self.origin is None or run.training_spec is not None:  # else a loop of its own compares more, and opens it
+            super().open(run)
+
+    def go_on(self, run: Run) -> None:
+        """The loop's own objects fit the checkpoint. A collective."""
+        super().open(run)
+
+    def resume(self, run: Run) -> Resume | None:
         return None if self.folder is None else record_goes_on(self.folder, self.origin, str(run.layout))
 
     def close(self, run: Run, error: BaseException | None) -> None:
         if error is None and self.finish_save is not None:
             self.finish_save()  # of a loop that was left before its end
+        elif error is None and self.options is not None and (self.options.resume or self.options.checkpoint_every):
+            run.note("--resume and --checkpoint_every had no effect: no loop of this program reads them")
         try:
             super().close(run, error)
         finally:

@@ -1,15 +1,4 @@
-"""Around the steps of a loop: what a program with a model, data and a loop of its own takes from the package
-(docs/your-script.md), and on it the steps of the examples, on text and on images.
-
-::
-
-    model = build_model(run, UNet, PLAN)
-    for step in train_steps(run, loader, optimizer, 40, samples=64):
-        loss = local_loss(step.batch)  # forward
-        step.log(loss)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+"""Around the steps of a loop: of a program with a loop of its own (docs/your-script.md), and of the examples.
 
 The batch has been fetched when the body begins (``dtd``); `Step.log` ends the forward (``dtf``), the optimizer's step
 the backward (``dtb``), and the end of the body the rest (``dto``). Then the step is logged and recorded. The row is a
