@@ -92,6 +92,6 @@ def saved_tensors(value: Any) -> Iterator[SavedTensor]:
             yield from saved_tensors(content)
             return
         path, shape, dtype, place = content
-        if not isinstance(found := getattr(torch, dtype), torch.dtype):
+        if not isinstance(found := getattr(torch, dtype, None), torch.dtype):
             raise TypeError(f"{dtype} is no dtype")
         yield SavedTensor(path, torch.Size(shape), found, place)
