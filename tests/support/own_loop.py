@@ -33,6 +33,7 @@ class Config(BatchOptions, CheckpointOptions):
     tp: int = 1
     parallel: str = "fsdp"
     noise: bool = True
+    of_critic: str = "SGD"
     lr: float = 0.05
 
 
@@ -86,7 +87,10 @@ def objects(run, config: Config) -> dict:
     generator = build_model(run, lambda: Network(WIDTH, WIDTH), PLAN, name="generator", data_parallel=config.parallel)
     critic = build_model(run, lambda: Network(WIDTH, 1), PLAN, name="critic", data_parallel=config.parallel)
     opt_g = torch.optim.AdamW(generator.parameters(), lr=config.lr)
-    opt_d = torch.optim.SGD(critic.parameters(), lr=config.lr, momentum=0.9)
+    if config.of_critic == "SGD":
+        opt_d = torch.optim.SGD(critic.parameters(), lr=config.lr, momentum=0.9)
+    else:
+        opt_d = torch.optim.NAdam(critic.parameters(), lr=config.lr)
     return {
         "generator": generator,
         "critic": critic,

@@ -39,7 +39,8 @@ class ScriptCheckpoints(Checkpointer):
         self.state, self.samples = state, samples
         self._savers: list[Saver] = []
         self._stops = self._can_be_saved = self._predicted = False
-        self._left_out: list[Optimizer] = []  # that have made a step, and are not in the state
+        self._known = list(state.optimizers.values())  # that may make a step
+        self._left_out: list[Optimizer] = []  # that have made one, and are not in the state
         own = weakref.ref(self)
 
         def after_update(optimizer: Optimizer, *_: object) -> None:
@@ -118,15 +119,16 @@ class ScriptCheckpoints(Checkpointer):
         for at, parameter in self.state.parameters[name].items():
             numbers = {key: decode(value, {}) for key, value in about["numbers"].get(at, {}).items()}
             for key, value in moments.get(at, {}).items():
-                if isinstance(parameter, DTensor) and value.numel() > 1 and value.shape != parameter.shape:
+                if isinstance(parameter, DTensor) and value.dim() and value.shape != parameter.shape:
                     shapes = f"shape {list(value.shape)}, and the parameter {list(parameter.shape)}"
                     raise _refused(origin, f"{name}'s {key} of {at} has {shapes}: it is not sharded as that is")
             of_parameter[id(parameter)] = {**moments.get(at, {}), **numbers}
         give_state(optimizer, of_parameter)
         for at, parameter in self.state.parameters[name].items():
             for key, value in moments.get(at, {}).items():
-                if (dtype := optimizer.state[parameter][key].dtype) != value.dtype and value.is_floating_point():
-                    raise _refused(origin, f"{name}'s {key} of {at} is of {value.dtype}, and would become {dtype}")
+                given = optimizer.state[parameter][key]
+                if given.dtype != value.dtype:  # PyTorch has made it the parameter's
+                    optimizer.state[parameter][key] = value.to(given.device)
         names = {id(parameter): at for at, parameter in self.state.parameters[name].items()}
         saved = {at: group for group in about["groups"] for at in group["parameters"]}
         for made, group in zip(self.state.made[name], optimizer.param_groups, strict=True):
@@ -150,11 +152,14 @@ class ScriptCheckpoints(Checkpointer):
                 )
 
     def _after_update(self, optimizer: Optimizer) -> None:
-        if not any(optimizer is each for each in (*self.state.optimizers.values(), *self._left_out)):
+        if not any(optimizer is each for each in self._known):
+            self._known.append(optimizer)
             self._left_out.append(optimizer)
 
     def _check_left_out(self) -> None:
         """Raises ConfigError where an optimizer has changed a model of the state, and is not in it."""
+        if not self._left_out:
+            return
         saved = {id(parameter) for named in self.state.named.values() for parameter in named.values()}
         for optimizer in self._left_out:
             text = f"state= lacks an optimizer that has made a step, {article(optimizer)}"
@@ -162,6 +167,7 @@ class ScriptCheckpoints(Checkpointer):
             if any(id(parameter) in saved for parameter in parameters):
                 raise ConfigError(f"{text}, of a model that is in it", on_every_rank=True)
             self.run.note(f"{text}, and what that has changed: it is not saved")
+        self._left_out.clear()
 
     def before_row(self, step: Step) -> None:
         """Find out whether to save after this step, which then has a row. A collective."""

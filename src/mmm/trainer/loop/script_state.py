@@ -81,7 +81,7 @@ class ScriptState:
                 if not isinstance(value, Tensor):
                     encoded = encode_number(value, f"{name}'s {key} of {names[id(parameter)]}")
                     numbers.setdefault(names[id(parameter)], {})[key] = encoded
-                elif isinstance(parameter, DTensor) and value.numel() > 1:
+                elif isinstance(parameter, DTensor) and value.dim():
                     check_sharded(name, f"{key} of {names[id(parameter)]}", value, parameter)
         groups = []
         for made, values, group in zip(
