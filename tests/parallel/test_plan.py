@@ -119,8 +119,8 @@ def unnamed(rank):
 def test_a_parameter_without_a_style_is_refused_where_there_is_tp(run_on_ranks):
     words = (
         "tp 2: the plan's `tensor` has no style for blocks.1.1.weight, blocks.1.1.bias, blocks.2.1.weight and 3 more: "
-        "name their modules there, as Replicated() where every rank computes the same, as PartialGradient() where each "
-        "computes on its own heads or channels"
+        "name them, or their modules, as Replicated() where every rank computes the same, PartialGradient() where each "
+        "has its own heads"
     )
     assert run_on_ranks(unnamed, 2) == [words, words]
 

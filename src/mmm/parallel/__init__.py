@@ -1,6 +1,5 @@
-"""Meshes, plans, and a folder a technique; ``plans/`` says how each model is parallelized.
-
-The names below are what a program of one's own uses (docs/your-script.md, docs/models.md), and stay.
+"""Meshes, plans, and a folder a technique. The names below are what a program of one's own uses (docs/your-script.md,
+docs/models.md), and stay; ``plans/`` says how each model of ours is parallelized.
 """
 
 from typing import TYPE_CHECKING
@@ -29,13 +28,13 @@ if TYPE_CHECKING:
     from mmm.parallel.memory.chunked_loss import loss_of as loss_of
     from mmm.parallel.mesh import Mesh as Mesh
     from mmm.parallel.mesh import build_mesh as build_mesh
+    from mmm.parallel.own_plan import Plan as Plan
     from mmm.parallel.parallel_model import ParallelModel as ParallelModel
     from mmm.parallel.parallelize import apply as apply
     from mmm.parallel.partition import Partition as Partition
     from mmm.parallel.partition import partition_model as partition_model
-    from mmm.parallel.plan import Plan as Plan
     from mmm.parallel.state_dict import loaded_values as loaded_values
-    from mmm.parallel.tp.replicated import PartialGradient as PartialGradient
+    from mmm.parallel.tp.partial_gradient import PartialGradient as PartialGradient
     from mmm.parallel.tp.replicated import Replicated as Replicated
 
 __getattr__, __dir__ = lazy(
@@ -54,11 +53,12 @@ __getattr__, __dir__ = lazy(
         "mmm.parallel.initial_weights": "check_weights materialize",
         "mmm.parallel.memory.chunked_loss": "loss_of",
         "mmm.parallel.mesh": "Mesh build_mesh",
+        "mmm.parallel.own_plan": "Plan",
         "mmm.parallel.parallel_model": "ParallelModel",
         "mmm.parallel.parallelize": "apply",
         "mmm.parallel.partition": "Partition partition_model",
-        "mmm.parallel.plan": "Plan",
-        "mmm.parallel.tp.replicated": "PartialGradient Replicated",
+        "mmm.parallel.tp.partial_gradient": "PartialGradient",
+        "mmm.parallel.tp.replicated": "Replicated",
         "mmm.parallel.state_dict": "loaded_values",
     },
 )

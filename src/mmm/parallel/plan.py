@@ -23,7 +23,8 @@ class Plan:
     """How a model is parallelized. Names are module paths; ``*`` stands for one component: ``layers.*.attention``.
 
     Attributes:
-        tensor: module → how its matrices and activations are sharded over the tp axis.
+        tensor: module, or for `Replicated` and `PartialGradient` also parameter → how its matrices and activations are
+            sharded over the tp axis.
         fsdp_units: modules that FSDP gathers and frees as one; a tuple of names is one unit. What is in none
             goes with the root.
         compiled: modules compiled on their own. compiled_with_tp: the same where tp > 1.
@@ -60,6 +61,10 @@ class Plan:
     optional: tuple[str, ...] = ()
     uniform: bool = False
 
+    def placed(self, model: nn.Module, tp: int) -> Plan:
+        """The plan with its `tensor` checked for `model`, by `mmm.parallel.Plan`; those of this class are proven."""
+        return self
+
 
 def check_axes(plan: Plan, layout: Layout) -> None:
     """Raises LayoutError where the model cannot be sharded along axes of the layout, one sentence each."""
@@ -79,11 +84,13 @@ def sharded_dim(model: nn.Module, plan: Plan, name: str) -> int | None:
     """The dim along which tp shards the parameter of that name; None for one that it replicates."""
     module_name, _, own_name = name.rpartition(".")
     style = next((style for pattern, style in plan.tensor.items() if matches(pattern, module_name)), None)
+    if not isinstance(style, ColwiseParallel | RowwiseParallel):
+        return None
     by_rows = isinstance(style, RowwiseParallel)
-    if isinstance(style, ColwiseParallel) or (by_rows and own_name != "bias"):
-        linear = isinstance(model.get_submodule(module_name), nn.Linear)
-        return 1 if by_rows and linear else 0  # Linear keeps its matrix transposed; an embedding's rows are its rows
-    return None
+    if own_name == "bias":
+        return None if by_rows else 0
+    # A Linear keeps its matrix transposed; an embedding's rows are its rows.
+    return int(by_rows == isinstance(model.get_submodule(module_name), nn.Linear))
 
 
 def find(model: nn.Module, pattern: str) -> list[nn.Module]:
@@ -109,9 +116,10 @@ def unmatched(plan: Plan, model: nn.Module) -> list[str]:
     for field_name in NAMING:
         value = getattr(plan, field_name)
         entries = [value] if isinstance(value, str) else list(value)
+        known = [*paths, *dict(model.named_parameters(remove_duplicate=False))] if field_name == "tensor" else paths
         for name in (name for entry in entries for name in ((entry,) if isinstance(entry, str) else entry)):
             optional = any(fnmatchcase(name, pattern) for pattern in lacking)
-            if name and not optional and not any(matches(name, path) for path in paths):
+            if name and not optional and not any(matches(name, path) for path in known):
                 fields_by_name.setdefault(name, []).append(field_name)
     of = class_name(model)
     return [

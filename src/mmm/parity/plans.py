@@ -12,7 +12,8 @@ from mmm.errors import LayoutError
 from mmm.layout import Layout
 from mmm.parallel.plan import Plan
 from mmm.parallel.rules import HEADS, HIDDEN, context_rules, refuse, tp_rule
-from mmm.parallel.tp.replicated import PartialGradient, Replicated
+from mmm.parallel.tp.partial_gradient import PartialGradient
+from mmm.parallel.tp.replicated import Replicated
 from mmm.parity.fixtures import head_norm
 from mmm.parity.fixtures.gpt import GPTConfig
 

@@ -1,8 +1,9 @@
-"""Modules whose parameters every rank of the tp axis has.
+"""Modules and parameters that every rank of the tp axis has.
 
 Their parameters become `DTensor` all the same, replicated over tp. Beside sharded ones, plain tensors would break what
-takes all parameters at once (AdamW's foreach, gradient clipping, FSDP's groups). What matters is whose activations they
-see::
+takes all parameters at once (AdamW's foreach, gradient clipping, FSDP's groups). A forward computes with this rank's
+plain tensors, so that a module may be of any kind, and take and return what it likes. What matters is whose activations
+it sees::
 
     Replicated                              PartialGradient
     x, the same on each rank                x₀ │ x₁      this rank's heads, channels or tokens
@@ -11,132 +12,157 @@ see::
 
 A norm before a matrix that is sharded by columns is the first; a norm over the dim of each head, between such a matrix
 and one that is sharded by rows, the second. A sum of the first would be tp times too large. The second, not summed, has
-the right loss and a wrong gradient: so `Replicated` compares the ranks' gradients in the first backward.
+the right loss and a wrong gradient. So both compare the ranks' gradients in the first backward.
 """
 
 from __future__ import annotations
 
-from functools import partial
+from collections.abc import Callable
+from copy import copy
+from functools import partial, wraps
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_module, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle
+from typing_extensions import Self
 
 from mmm.errors import LayoutError
-from mmm.parallel.local import to_local
 from mmm.torch_private.module import is_fake, own_parameters
+from mmm.torch_private.operators import tree_map_only
+
+Own = dict[str, tuple[nn.Module, str]]  # name → the module that has the parameter, and its name there
 
 
-class Replicated(ParallelStyle):
-    """Replicate a module's parameters over tp; its input and output are full tensors, the same on each rank.
+class NamedStyle(ParallelStyle):
+    """A style that a plan may give to single parameters as well, and that says in its messages where it stands.
+
+    Attributes:
+        path: of the module whose forward uses them. names: of the parameters there; None: all that have no style yet.
+    """
+
+    path: str = ""
+    names: frozenset[str] | None = None
+
+    def at(self, path: str, names: frozenset[str] | None) -> Self:
+        style = copy(self)
+        style.path, style.names = path, names
+        return style
+
+
+class Replicated(NamedStyle):
+    """Replicate parameters over tp, for a module that computes the same on each rank; what it takes and returns are
+    full tensors.
 
     Raises:
         LayoutError: in the first backward that gives a parameter a gradient, where that is not the same on each rank.
     """
 
-    def __init__(self, path: str = "") -> None:
-        """path: of the module, for the message."""
-        super().__init__()
-        self.path = path
-
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        check = _SameGradients(device_mesh, self.path)
-        module.register_forward_pre_hook(lambda module, inputs: check.watch(module))
-        return distribute_module(module, device_mesh, None, _enter, _leave)  # type: ignore[arg-type]
+        check = GradientCheck(device_mesh, self.path)
 
+        def local(name: str, parameter: DTensor) -> Tensor:
+            return check.watch(name, parameter.to_local(grad_placements=[Replicate()]))
 
-class PartialGradient(ParallelStyle):
-    """Replicate the parameters of a module that computes on activations of this rank alone, such as its heads: their
-    gradients are partial sums, and are added up over tp. Input and output stay as they are on each rank."""
-
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        own: list[tuple[nn.Module, str]] = []  # those of modules inside that have another style are that style's
-        for inner in module.modules():
-            for name, parameter in own_parameters(inner).items():
-                if parameter is not None and not isinstance(parameter, DTensor):
-                    full = distribute_tensor(parameter.detach(), device_mesh, [Replicate()])
-                    own_parameters(inner)[name] = nn.Parameter(full, requires_grad=parameter.requires_grad)
-                    own.append((inner, name))
-        replaced: list[tuple[nn.Module, str, Any]] = []
-
-        def enter(module: nn.Module, inputs: tuple[Any, ...]) -> None:
-            for inner, name in own:
-                parameter: Any = own_parameters(inner)[name]
-                replaced.append((inner, name, parameter))
-                own_parameters(inner)[name] = parameter.to_local(grad_placements=[Partial()])
-
-        def leave(module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
-            while replaced:
-                inner, name, parameter = replaced.pop()
-                own_parameters(inner)[name] = parameter
-
-        module.register_forward_pre_hook(enter)
-        module.register_forward_hook(leave, always_call=True)
+        compute_with(module, replicate(module, self.names, device_mesh), local)
+        if self.names is None:
+            module.register_forward_pre_hook(lambda module, args, kwargs: _full((args, kwargs)), with_kwargs=True)
+            module.register_forward_hook(lambda module, args, output: _full(output))
         return module
 
 
-class _SameGradients:
-    """Compares a module's gradients over tp, until each parameter has had one that is not 0."""
+def replicate(module: nn.Module, names: frozenset[str] | None, mesh: DeviceMesh) -> Own:
+    """Replicate over tp those parameters of `module` that no style has taken yet, in place; of `names`, or all."""
+    own: Own = {}
+    for name, parameter in list(module.named_parameters(remove_duplicate=False)):
+        if (names is None or name in names) and not isinstance(parameter, DTensor):
+            path, _, own_name = name.rpartition(".")
+            own[name] = owner, _ = module.get_submodule(path), own_name
+            full = distribute_tensor(parameter.detach(), mesh, [Replicate()])
+            own_parameters(owner)[own_name] = nn.Parameter(full, requires_grad=parameter.requires_grad)
+    return own
+
+
+def compute_with(module: nn.Module, own: Own, local: Callable[[str, DTensor], Tensor]) -> None:
+    """Have the forward of `module` find other tensors in the place of parameters; in place. It is the forward and no
+    hook, so that activation checkpointing computes it again in the same way.
+
+    Args:
+        own: of `replicate`. local: (name, the parameter) → what forward finds.
+    """
+    forward = module.forward
+
+    @wraps(forward)
+    def local_forward(*args: Any, **kwargs: Any) -> Any:
+        replaced: list[tuple[nn.Module, str, nn.Parameter]] = []
+        try:
+            for name, (owner, own_name) in own.items():
+                parameter = own_parameters(owner)[own_name]
+                if isinstance(parameter, DTensor):  # else in a forward of this module already
+                    replaced.append((owner, own_name, parameter))
+                    own_parameters(owner)[own_name] = local(name, parameter)  # type: ignore[assignment]
+            return forward(*args, **kwargs)
+        finally:
+            for owner, own_name, parameter in replaced:
+                own_parameters(owner)[own_name] = parameter
+
+    module.forward = local_forward  # type: ignore[method-assign]
+
+
+def _full(tensors: Any) -> Any:
+    """Full plain tensors, the same on each rank, in the place of each `DTensor` in a structure of any kind."""
+    return tree_map_only(DTensor, lambda x: x.redistribute(placements=[Replicate()]).to_local(), tensors)
+
+
+class GradientCheck:
+    """Compares the ranks' gradients of parameters, until it is known of each that they are as they have to be: here
+    the same."""
 
     def __init__(self, mesh: DeviceMesh, path: str) -> None:
         self.mesh, self.path = mesh, path
-        self.watched: dict[str, nn.Parameter] = {}  # those still to compare
         self.compared: set[str] = set()
 
-    def watch(self, module: nn.Module) -> None:
-        """Before a forward: FSDP has gathered the parameters that its backward gives gradients to."""
-        if not torch.is_grad_enabled() or torch.compiler.is_compiling():
-            return
-        for name, parameter in module.named_parameters():
-            if name not in self.compared and parameter.requires_grad and self.watched.get(name) is not parameter:
-                self.watched[name] = parameter
-                parameter.register_hook(partial(self.compare, name))
+    def watch(self, name: str, local: Tensor) -> Tensor:
+        """Before a forward that computes with `local`, which is returned."""
+        watched = name not in self.compared and local.requires_grad and torch.is_grad_enabled()
+        if watched and not torch.compiler.is_compiling():  # `mmm.parallel.own_plan` says what is not compared
+            local.register_hook(partial(self.compare, name))
+        return local
 
-    @torch.no_grad()
-    def compare(self, name: str, gradient: Tensor) -> None:
+    def compare(self, name: str, local: Tensor) -> None:
         """A collective over tp."""
-        if name in self.compared or (
-            isinstance(gradient, DTensor) and any(p.is_partial() for p in gradient.placements)
-        ):
-            return  # a partial sum is added up
-        local = to_local(gradient)
-        if is_fake(local):
-            return
-        if local.is_complex():  # collectives find no maximum of complex numbers
-            local = torch.view_as_real(local)
-        group, first = self.mesh.get_group(), local.detach().contiguous().clone()
-        dist.broadcast(first, group=group, group_src=0)
-        finite = local.isfinite().all() & first.isfinite().all()
-        facts = torch.stack([(local - first).abs().max(), first.abs().max(), (~finite).to(local.dtype)]).nan_to_num()
-        dist.all_reduce(facts, dist.ReduceOp.MAX, group=group)
-        off, size, not_finite = facts.tolist()
-        if not_finite or size == off == 0:
-            return  # the next one
-        self.compared.add(name)
-        self.watched.pop(name, None)
-        if not off <= torch.finfo(local.dtype).eps ** 0.5 * size:
+        sizes = None if name in self.compared else difference(local, self.mesh)
+        if sizes and (wrong := self.judge(name, local, *sizes)):
             path = f"{self.path}.{name}".lstrip(".")
-            raise LayoutError(
-                f"tp {self.mesh.size()}: {path} is Replicated(), and the ranks' gradients of it are not the same (off "
-                f"by {off:.1e}, the largest is {size:.1e}): where each rank computes on its own heads, channels or "
-                f"tokens, as between a matrix sharded by columns and one by rows, the plan has to say "
-                f"PartialGradient(), which adds the gradients up",
-                on_every_rank=True,
-            )
+            raise LayoutError(f"tp {self.mesh.size()}: {path} is {wrong}", on_every_rank=True)
+
+    def judge(self, name: str, local: Tensor, off: float, size: float) -> str:
+        """What is wrong with a gradient that is off by so much between the ranks; empty where nothing is."""
+        self.compared.add(name)
+        if off <= torch.finfo(local.dtype).eps ** 0.5 * size:
+            return ""
+        return (
+            f"Replicated(), and the ranks' gradients of it are not the same (off by {off:.1e}, the largest is "
+            f"{size:.1e}): where each rank computes on its own heads, channels or tokens, as between a matrix sharded "
+            f"by columns and one by rows, the plan has to say PartialGradient(), which adds the gradients up"
+        )
 
 
-def _enter(module: nn.Module, inputs: tuple[Any, ...], mesh: DeviceMesh) -> tuple[Any, ...]:
-    return tuple(
-        DTensor.from_local(x, mesh, [Replicate()], run_check=False)
-        if isinstance(x, Tensor) and not isinstance(x, DTensor)
-        else x
-        for x in inputs
-    )
-
-
-def _leave(module: nn.Module, output: DTensor, mesh: DeviceMesh) -> Tensor:
-    return output.redistribute(placements=[Replicate()]).to_local()
+@torch.no_grad()
+def difference(local: Tensor, mesh: DeviceMesh) -> tuple[float, float] | None:
+    """How far a tensor is off that of the first rank, at most, and the largest element there; None where all are zero
+    or one is no number. A collective over `mesh`: the same on each rank."""
+    if is_fake(local):
+        return None
+    if local.is_complex():  # collectives find no maximum of complex numbers
+        local = torch.view_as_real(local)
+    group, first = mesh.get_group(), local.detach().contiguous().clone()
+    dist.broadcast(first, group=group, group_src=0)
+    finite = local.isfinite().all() & first.isfinite().all()
+    facts = torch.stack([(local - first).abs().max(), first.abs().max(), (~finite).to(local.dtype)]).nan_to_num()
+    dist.all_reduce(facts, dist.ReduceOp.MAX, group=group)
+    off, size, not_finite = facts.tolist()
+    return None if not_finite or size == off == 0 else (off, size)

@@ -21,7 +21,7 @@ from mmm.errors import LayoutError
 from mmm.models.dropout import Dropout
 from mmm.parallel.plan import Plan, find
 from mmm.parallel.ties import find_ties
-from mmm.parallel.tp.replicated import Replicated
+from mmm.parallel.tp.replicated import NamedStyle
 from mmm.torch_private.groups import leave_generators_alone
 
 
@@ -31,15 +31,17 @@ def apply_tensor_parallel(model: nn.Module, mesh: DeviceMesh, plan: Plan) -> Non
     Module by module, because `parallelize_module` with a plan would shard a module with two names twice.
 
     Raises:
-        LayoutError: a parameter without a style: beside sharded ones it would not compute, or not be updated, alike.
+        LayoutError: a parameter without a style: beside sharded ones it would not compute, or not be updated, alike;
+            and as ``plan.placed``.
     """
     tied = {name for tie in find_ties(model) for name in tie}  # `retie` refuses those
     _leave_generators_alone(mesh)
     paths = {id(module): path for path, module in model.named_modules()}
     # Inner modules first: what is left of a module's parameters is then for its own style.
-    for pattern, style in sorted(plan.tensor.items(), key=lambda item: -item[0].count(".")):
-        for module in find(model, pattern):
-            named = Replicated(paths[id(module)]) if type(style) is Replicated else style
+    styles = plan.placed(model, mesh.size()).tensor
+    for pattern, style in sorted(styles.items(), key=lambda item: -item[0].count(".")):
+        for module in find(model, pattern) if pattern else [model]:
+            named = style.at(paths[id(module)], style.names) if isinstance(style, NamedStyle) else style
             parallelize_module(module, mesh, named)
     experts = {id(p) for pattern in plan.experts for module in find(model, pattern) for p in module.parameters()}
     plain = [name for name, p in model.named_parameters() if not isinstance(p, DTensor) and id(p) not in experts]
@@ -47,8 +49,8 @@ def apply_tensor_parallel(model: nn.Module, mesh: DeviceMesh, plan: Plan) -> Non
     if without:
         raise LayoutError(
             f"tp {mesh.size()}: the plan's `tensor` has no style for {', '.join(without[:3])}"
-            f"{f' and {len(without) - 3} more' if len(without) > 3 else ''}: name their modules there, as Replicated() "
-            f"where every rank computes the same, as PartialGradient() where each computes on its own heads or channels"
+            f"{f' and {len(without) - 3} more' if len(without) > 3 else ''}: name them, or their modules, "
+            f"as Replicated() where every rank computes the same, PartialGradient() where each has its own heads"
         )
 
 

@@ -12,10 +12,11 @@ from mmm.errors import ConfigError
 from mmm.layout import Techniques
 from mmm.models.experts import has_experts
 from mmm.models.meta import meta_parameters
-from mmm.parallel import Mesh, Plan, apply, build_mesh, loaded_values, materialize
+from mmm.parallel import Mesh, apply, build_mesh, loaded_values, materialize
 from mmm.parallel.dp.wrapped import unwrapped
 from mmm.parallel.initial_weights import InitName
 from mmm.parallel.own_model import check_own_model, refuse_written_parameters
+from mmm.parallel.plan import Plan
 from mmm.parallel.state_dict import StateDict
 from mmm.parallel.values import Values
 from mmm.runtime.ranks import DRY_RUN

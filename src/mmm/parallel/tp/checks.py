@@ -1,0 +1,166 @@
+"""What a style can be right on. All else is refused before a rank computes: wrong gradients would not show in the loss.
+
+================  ==================================================================================================
+style             takes
+================  ==================================================================================================
+ColwiseParallel,  one matrix: a Linear, an Embedding or a Conv1D (transformers' matrix, kept as (in, out)), or a class
+RowwiseParallel,  derived from these that takes and returns one tensor; each rank columns or rows of its own
+FusedColumns
+SequenceParallel  a module that computes each token by itself, and takes and returns one tensor
+Replicated        any module or parameter
+PartialGradient   any but statistics over what other ranks have
+================  ==================================================================================================
+
+A style of the user's own, also one derived from these, is taken as it is.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.tensor import Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, SequenceParallel
+
+from mmm.errors import LayoutError
+from mmm.models.weights import class_name
+from mmm.parallel.tp.conv1d import is_conv1d
+from mmm.parallel.tp.fused import FusedColumns
+from mmm.parallel.tp.partial_gradient import PartialGradient
+from mmm.torch_private.module import Convolution, NormBase
+
+FUSED = re.compile(r"qkv|query_key_value|c_attn|in_proj|gate_up|gate_and_up|w12|w13|kv_proj$", re.IGNORECASE)
+REPLICATE = "name it Replicated()"
+# What they compute for a token depends on others or on the place of channels; embeddings take tokens of another shape.
+BESIDE_TOKENS = (Convolution, NormBase, nn.GroupNorm, nn.RNNBase, nn.Bilinear, nn.PReLU, nn.Embedding, nn.EmbeddingBag)
+
+
+def is_matrix(module: nn.Module) -> bool:
+    return isinstance(module, nn.Linear | nn.Embedding) or is_conv1d(module)
+
+
+def one_tensor(module: nn.Module, path: str, style: ParallelStyle) -> None:
+    """Have a module give its only input by place, where PyTorch's styles look for it, and refuse other outputs."""
+
+    def by_place(module: nn.Module, args: Any, kwargs: Any) -> Any:
+        return ((*args, *kwargs.values()), {}) if kwargs else None
+
+    def check_output(module: nn.Module, args: Any, output: Any) -> None:
+        if not isinstance(output, Tensor):
+            raise LayoutError(
+                _message(path, module, style, f"takes one tensor from it, not a {type(output).__name__}: {REPLICATE}")
+            )
+
+    module.register_forward_pre_hook(by_place, with_kwargs=True)
+    if type(module) not in (nn.Linear, nn.Embedding):
+        module.register_forward_hook(check_output)
+
+
+def check_style(model: nn.Module, path: str, style: ParallelStyle, tp: int) -> None:
+    """Raises LayoutError where a style cannot be right on the module at `path`, with the module's class and what to do.
+
+    Args:
+        model: no style applied to it yet. tp: ranks.
+    """
+    module = model.get_submodule(path)
+    wrong = next(filter(None, map(_hook_problem, module.modules())), "")
+    if not wrong and is_known(style):
+        if isinstance(style, ColwiseParallel | RowwiseParallel):
+            wrong = _place_problem(model, path) or _matrix_problem(module, style)
+            wrong = wrong or _width_problem(module, style, tp)
+        elif isinstance(style, SequenceParallel):
+            wrong = _tokens_problem(module)
+        elif isinstance(style, PartialGradient):
+            wrong = next(filter(None, map(style.problem, module.modules())), "")
+    if wrong:
+        raise LayoutError(f"tp {tp}: " + _message(path, module, style, wrong))
+
+
+def is_fused(name: str, module: nn.Module, style: ParallelStyle) -> bool:
+    """Whether a matrix that is given to ranks by columns looks like several, by its own name or its shape."""
+    if type(style) is not ColwiseParallel or not isinstance(module, nn.Linear):
+        return False
+    return bool(FUSED.search(name)) or module.out_features == 3 * module.in_features
+
+
+def is_known(style: ParallelStyle) -> bool:
+    """Whether a style is PyTorch's or ours."""
+    return type(style).__module__.partition(".")[0] in ("torch", "mmm")
+
+
+def _message(path: str, module: nn.Module, style: ParallelStyle, wrong: str) -> str:
+    return f"{path} ({class_name(module)}): {type(style).__name__} {wrong}"
+
+
+def _hook_problem(module: nn.Module) -> str:
+    for name, value in vars(module).items():
+        source = next((own for own, _ in module.named_parameters(recurse=False) if own.startswith(f"{name}_")), None)
+        if isinstance(value, Tensor) and source:
+            return (
+                f"does not reach its {name}, which a hook computes from {source} before each forward: use "
+                f"torch.nn.utils.parametrizations, or make it permanent"
+            )
+    if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None:
+        return "does not keep what max_norm writes into the weight in forward: leave max_norm out"
+    return ""
+
+
+def _place_problem(model: nn.Module, path: str) -> str:
+    around = [model, *(model.get_submodule(path.rsplit(".", n)[0]) for n in range(1, path.count(".") + 1))]
+    if any(isinstance(module, nn.MultiheadAttention) for module in around):
+        return "would not be called: MultiheadAttention reads the weight itself: name that as Replicated()"
+    return ""
+
+
+def _matrix_problem(module: nn.Module, style: Any) -> str:
+    """Why a module is no matrix that can be sharded by columns or rows, and what to do; empty where it is one."""
+    own = dict(module.named_parameters(recurse=False))
+    if not is_matrix(module):
+        inside = "name the matrices inside it, or " * any(map(is_matrix, module.modules()))
+        return f"shards one matrix, that of a Linear, an Embedding or a Conv1D: {inside}{REPLICATE}"
+    if list(module.children()) or "weight" not in own:
+        return f"shards its own weight alone, and here others are part of it: {REPLICATE}"
+    if inputs := _inputs_problem(module):
+        return inputs
+    weight = own["weight"]
+    sizes = [getattr(module, name, None) for name in ("out_features", "in_features")]
+    if isinstance(module, nn.Linear) and sizes != list(weight.shape):
+        return f"shards a matrix of {sizes[0]} × {sizes[1]}, and its weight is {tuple(weight.shape)}: {REPLICATE}"
+    others = [name for name, p in own.items() if name not in ("weight", "bias") and p.shape[:1] != weight.shape[:1]]
+    if others and not isinstance(style, RowwiseParallel):
+        return f"would shard its {others[0]} like its weight, which has other rows: keep it in a module around this one"
+    if isinstance(module, nn.Embedding) and getattr(style, "input_layouts", None) == (Shard(-1),):
+        return "takes the tokens for this rank's part of them: give it input_layouts=Replicate()"
+    return ""
+
+
+def _tokens_problem(module: nn.Module) -> str:
+    if list(module.children()) or isinstance(module, BESIDE_TOKENS):
+        return f"takes a module that computes each token by itself, without modules inside: {REPLICATE}"
+    if any(not parameter.is_floating_point() for parameter in module.parameters()):
+        return f"takes no integers, as in quantized weights: {REPLICATE}"
+    return _inputs_problem(module)
+
+
+def _inputs_problem(module: nn.Module) -> str:
+    inputs = inspect.signature(module.forward).parameters.values()
+    required = [p.name for p in inputs if p.default is p.empty]
+    if len(required) != 1:
+        return f"gives it one tensor, and its forward takes {', '.join(required)}: {REPLICATE}"
+    return ""
+
+
+def _width_problem(module: nn.Module, style: Any, tp: int) -> str:
+    """Ranks that give each other, or take, plain tensors of unequal widths do not know the full one."""
+    if isinstance(style, FusedColumns):
+        return style.problem(module, tp)
+    weight, by_rows = module.get_parameter("weight"), isinstance(style, RowwiseParallel)
+    if is_conv1d(module) and not by_rows and weight.shape[1] == 3 * weight.shape[0]:
+        return f"would split q, k and v, side by side in it, as one: FusedColumns({', '.join([str(len(weight))] * 3)})"
+    width = weight.shape[int(by_rows == isinstance(module, nn.Linear))]
+    plain = style.input_layouts if by_rows else style.output_layouts * style.use_local_output
+    if plain == (Shard(-1),) and width % tp:
+        return f"splits {width} {'rows' if by_rows else 'columns'}, which {tp} ranks do not divide: use a tp that does"
+    return ""

@@ -1,0 +1,130 @@
+"""Parameters of one's own beside sharded modules: named by themselves or by their module, right on every mesh."""
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+
+from mmm.errors import LayoutError
+from mmm.parallel import Layout, PartialGradient, Plan, Replicated, apply, build_mesh, materialize
+from support.own_model import CPU, FP64, gradients
+
+DIM, HEADS = 8, 4
+
+
+class Block(nn.Module):
+    """Scales of each head, of a list, and of the residual, in one module with the matrices."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(DIM), nn.Linear(DIM, DIM * HEADS), nn.Linear(DIM * HEADS, DIM)
+        self.head_scale = nn.Parameter(torch.rand(DIM))
+        self.shifts = nn.ParameterList([torch.rand(DIM), torch.rand(1)])
+        self.residual = nn.Parameter(torch.rand(DIM))
+
+    def forward(self, x):
+        heads = self.up(self.norm(x)).unflatten(-1, (-1, DIM)) * self.head_scale + self.shifts[0] * self.shifts[1]
+        return x * self.residual + self.down(torch.tanh(heads).flatten(-2))
+
+
+class Net(nn.Module):
+    """A class token and positions that are the model's own, as in a ViT."""
+
+    def __init__(self):
+        super().__init__()
+        self.token, self.positions = nn.Parameter(torch.rand(1, 1, DIM)), nn.Parameter(torch.rand(6, DIM))
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.head = nn.Linear(DIM, 3)
+
+    def forward(self, x):  # (batch, 5, dim) → (batch, 3)
+        x = torch.cat([self.token.expand(len(x), -1, -1), x], 1) + self.positions
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x[:, 0])
+
+
+MATRICES = {
+    "blocks.*.norm": Replicated(),
+    "blocks.*.up": ColwiseParallel(),
+    "blocks.*.down": RowwiseParallel(),
+    "head": Replicated(),
+}
+OWN = {
+    "token": Replicated(),
+    "positions": Replicated(),
+    "blocks.*.head_scale": PartialGradient(),
+    "blocks.*.shifts": PartialGradient(),  # a ParameterList
+    "blocks.*.residual": Replicated(),
+}
+BY_MODULE = {**OWN, "blocks.*": PartialGradient()}  # what is not named by itself
+del BY_MODULE["blocks.*.head_scale"], BY_MODULE["blocks.*.shifts"]
+
+
+def train(rank, layout, styles, fields):
+    """How far outputs and gradients of two micro-batches are off plain PyTorch."""
+    torch.manual_seed(0)
+    model = Net()
+    plain = Net().double()
+    plain.load_state_dict(model.state_dict())
+    x = torch.randn(8, 5, DIM, dtype=torch.float64)
+    plain(x).square().sum().backward()
+    plan = Plan({**MATRICES, **styles}, fsdp_units=("blocks.*",), checkpointed=("blocks.*",))
+    model = apply(model, build_mesh(layout, "cpu"), plan, FP64, **fields)
+    materialize(model, CPU, 0)
+    own = 8 // layout.dp
+    for part in x[layout.dp_coordinate(rank.rank) * own :][:own].chunk(2):
+        model(part).square().sum().backward()
+    expected = {name: p.grad for name, p in plain.named_parameters()}
+    return {
+        name: ((g - expected[name]).abs().max() / expected[name].abs().max()).item()
+        for name, g in gradients(model).items()
+    }
+
+
+TP2, DP2_TP2 = Layout(dp_shard=1, tp=2), Layout(dp_shard=2, tp=2)
+CASES = [(DP2_TP2, OWN, {"checkpointing": "full"})]
+LONG = [
+    (TP2, OWN, {}),
+    (TP2, BY_MODULE, {}),
+    (TP2, OWN, {"checkpointing": "selective"}),
+    (DP2_TP2, BY_MODULE, {"reshard_after_forward": "always"}),
+    (Layout(dp_replicate=2, dp_shard=1, tp=2), BY_MODULE, {}),
+]
+
+
+@pytest.mark.parametrize(
+    ("layout", "styles", "fields"), [*CASES, *(pytest.param(*case, marks=pytest.mark.long) for case in LONG)]
+)
+def test_own_parameters(run_on_ranks, layout, styles, fields):
+    for off in run_on_ranks(train, layout.ranks, layout, styles, fields):
+        assert len(off) == 24
+        assert max(off.values()) < 1e-13, off
+
+
+def refusal(rank, styles):
+    try:
+        train(rank, TP2, styles, {})
+    except LayoutError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize(
+    ("styles", "words"),
+    [
+        (
+            {n: s for n, s in OWN.items() if "residual" not in n},
+            "no style for blocks.0.residual, blocks.1.residual: name",
+        ),
+        ({**OWN, "blocks.*.residual": PartialGradient()}, "blocks.1.residual is PartialGradient(), and the ranks have"),
+        ({**OWN, "blocks.*.head_scale": Replicated()}, "blocks.1.head_scale is Replicated(), and the ranks' gradients"),
+        (
+            {**OWN, "blocks.1.residual": PartialGradient()},
+            "gives blocks.1.residual Replicated() and PartialGradient(): le",
+        ),
+    ],
+)
+def test_refused_by_name(run_on_ranks, styles, words):
+    for message in run_on_ranks(refusal, 2, styles):
+        assert message
+        assert message.startswith("tp 2: ")
+        assert words in message
