@@ -22,8 +22,9 @@ from mmm.parallel import plan
 from mmm.parallel.plan import matches
 from mmm.parallel.tp.checks import check_style, is_fused, is_known, one_tensor
 from mmm.parallel.tp.conv1d import is_conv1d, shard_conv1d
+from mmm.parallel.tp.gradient_check import GradientCheck
 from mmm.parallel.tp.partial_gradient import refuse_same_input
-from mmm.parallel.tp.replicated import NamedStyle
+from mmm.parallel.tp.replicated import NamedStyle, Replicated
 from mmm.parallel.values import names_in_message
 from mmm.runtime.log import get_logger
 from mmm.torch_private.dynamo import is_compiled
@@ -62,6 +63,8 @@ class InTurn(ParallelStyle):
         for style in self.styles:
             if is_known(style) and isinstance(style, ColwiseParallel | RowwiseParallel | SequenceParallel):
                 one_tensor(module, self.path, style)
+            if isinstance(style, Replicated):
+                style.watch = GradientCheck(device_mesh, style.path).watch
             if isinstance(style, SequenceParallel):
                 refuse_same_input(module, device_mesh, f"{self.path} is SequenceParallel()")
             if is_conv1d(module) and type(style) in (ColwiseParallel, RowwiseParallel):

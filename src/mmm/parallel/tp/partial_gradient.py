@@ -13,7 +13,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial
 
 from mmm.errors import LayoutError
-from mmm.parallel.tp.replicated import GradientCheck, NamedStyle, compute_with, difference, replicate
+from mmm.parallel.tp.gradient_check import GradientCheck, difference
+from mmm.parallel.tp.replicated import NamedStyle, compute_with, replicate
 from mmm.torch_private.module import BatchNorm
 
 ALIKE = 8  # elements that are the same on each rank are then no coincidence

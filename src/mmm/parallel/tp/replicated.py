@@ -12,26 +12,23 @@ it sees::
 
 A norm before a matrix that is sharded by columns is the first; a norm over the dim of each head, between such a matrix
 and one that is sharded by rows, the second. A sum of the first would be tp times too large. The second, not summed, has
-the right loss and a wrong gradient. So both compare the ranks' gradients in the first backward.
+the right loss and a wrong gradient. So the ranks' gradients are compared in the first backward (`gradient_check`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from copy import copy
-from functools import partial, wraps
+from functools import wraps
 from typing import Any
 
-import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle
 from typing_extensions import Self
 
-from mmm.errors import LayoutError
-from mmm.torch_private.module import is_fake, own_parameters
+from mmm.torch_private.module import own_parameters
 from mmm.torch_private.operators import tree_map_only
 
 Own = dict[str, tuple[nn.Module, str]]  # name → the module that has the parameter, and its name there
@@ -42,10 +39,12 @@ class NamedStyle(ParallelStyle):
 
     Attributes:
         path: of the module whose forward uses them. names: of the parameters there; None: all that have no style yet.
+        watch: (name, what forward computes with) → the same, its gradient watched (`mmm.parallel.own_plan`).
     """
 
     path: str = ""
     names: frozenset[str] | None = None
+    watch: Callable[[str, Tensor], Tensor] | None = None
 
     def at(self, path: str, names: frozenset[str] | None) -> Self:
         style = copy(self)
@@ -58,14 +57,14 @@ class Replicated(NamedStyle):
     full tensors.
 
     Raises:
-        LayoutError: in the first backward that gives a parameter a gradient, where that is not the same on each rank.
+        LayoutError: from a `mmm.parallel.Plan`, in the first backward that gives a parameter a gradient, where that is
+            not the same on each rank.
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        check = GradientCheck(device_mesh, self.path)
-
         def local(name: str, parameter: DTensor) -> Tensor:
-            return check.watch(name, parameter.to_local(grad_placements=[Replicate()]))
+            tensor = parameter.to_local(grad_placements=[Replicate()])
+            return tensor if self.watch is None else self.watch(name, tensor)
 
         compute_with(module, replicate(module, self.names, device_mesh), local)
         if self.names is None:
@@ -115,54 +114,3 @@ def compute_with(module: nn.Module, own: Own, local: Callable[[str, DTensor], Te
 def _full(tensors: Any) -> Any:
     """Full plain tensors, the same on each rank, in the place of each `DTensor` in a structure of any kind."""
     return tree_map_only(DTensor, lambda x: x.redistribute(placements=[Replicate()]).to_local(), tensors)
-
-
-class GradientCheck:
-    """Compares the ranks' gradients of parameters, until it is known of each that they are as they have to be: here
-    the same."""
-
-    def __init__(self, mesh: DeviceMesh, path: str) -> None:
-        self.mesh, self.path = mesh, path
-        self.compared: set[str] = set()
-
-    def watch(self, name: str, local: Tensor) -> Tensor:
-        """Before a forward that computes with `local`, which is returned."""
-        watched = name not in self.compared and local.requires_grad and torch.is_grad_enabled()
-        if watched and not torch.compiler.is_compiling():  # `mmm.parallel.own_plan` says what is not compared
-            local.register_hook(partial(self.compare, name))
-        return local
-
-    def compare(self, name: str, local: Tensor) -> None:
-        """A collective over tp."""
-        sizes = None if name in self.compared else difference(local, self.mesh)
-        if sizes and (wrong := self.judge(name, local, *sizes)):
-            path = f"{self.path}.{name}".lstrip(".")
-            raise LayoutError(f"tp {self.mesh.size()}: {path} is {wrong}", on_every_rank=True)
-
-    def judge(self, name: str, local: Tensor, off: float, size: float) -> str:
-        """What is wrong with a gradient that is off by so much between the ranks; empty where nothing is."""
-        self.compared.add(name)
-        if off <= torch.finfo(local.dtype).eps ** 0.5 * size:
-            return ""
-        return (
-            f"Replicated(), and the ranks' gradients of it are not the same (off by {off:.1e}, the largest is "
-            f"{size:.1e}): where each rank computes on its own heads, channels or tokens, as between a matrix sharded "
-            f"by columns and one by rows, the plan has to say PartialGradient(), which adds the gradients up"
-        )
-
-
-@torch.no_grad()
-def difference(local: Tensor, mesh: DeviceMesh) -> tuple[float, float] | None:
-    """How far a tensor is off that of the first rank, at most, and the largest element there; None where all are zero
-    or one is no number. A collective over `mesh`: the same on each rank."""
-    if is_fake(local):
-        return None
-    if local.is_complex():  # collectives find no maximum of complex numbers
-        local = torch.view_as_real(local)
-    group, first = mesh.get_group(), local.detach().contiguous().clone()
-    dist.broadcast(first, group=group, group_src=0)
-    finite = local.isfinite().all() & first.isfinite().all()
-    facts = torch.stack([(local - first).abs().max(), first.abs().max(), (~finite).to(local.dtype)]).nan_to_num()
-    dist.all_reduce(facts, dist.ReduceOp.MAX, group=group)
-    off, size, not_finite = facts.tolist()
-    return None if not_finite or size == off == 0 else (off, size)
