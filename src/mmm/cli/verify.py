@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+from mmm.errors import ConfigError
+
+if TYPE_CHECKING:
+    from mmm.verify.subject import Subject
 
 EPILOG = """\
 MODULE:NAME is a function of yours, looked for in the working directory too:
 
-  MODEL          make_model() -> nn.Module, on the CPU
+  MODEL          make_model() -> nn.Module, on the CPU; or hf:config.json, torchvision:NAME, timm:NAME: random weights
   --parallelize  parallelize(model, mesh) -> what the ranks run, or None where it changes the model in place
   --batch        make_batch() -> the global batch: a tensor, or a tuple, list or dict of tensors, samples along dim 0
   --step         step(model, batch) -> the mean loss; with a third parameter it gets the mesh, None on one device
@@ -21,12 +28,13 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="mmm verify", description=__doc__, epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("model", metavar="MODEL", help="MODULE:NAME of what makes the model on one device")
-    parser.add_argument("--parallelize", metavar="MODULE:NAME", required=True, help="what makes it parallel")
-    parser.add_argument("--batch", metavar="MODULE:NAME", required=True, help="what makes the global batch")
+    parser.add_argument("model", metavar="MODEL", help="what makes the model on one device")
+    parser.add_argument("--parallelize", metavar="MODULE:NAME", help="what makes it parallel; default: a plan is found")
+    parser.add_argument("--write", metavar="FILE.py", type=Path, help="write the found plan as code")
+    parser.add_argument("--batch", metavar="MODULE:NAME", help="what makes the global batch; default: one is made")
     parser.add_argument("--step", metavar="MODULE:NAME", help="default: cross-entropy, or mean squares, of a pair")
     parser.add_argument(
-        "--mesh", nargs="+", default=["dp2"], help="axes with sizes, such as dp2,tp2; one or more meshes"
+        "--mesh", nargs="+", help="axes with sizes, such as dp2,tp2; one or more meshes (dp2; of a found plan dp2 tp2)"
     )
     parser.add_argument(
         "--batch_axes",
@@ -51,26 +59,36 @@ def _parser() -> argparse.ArgumentParser:
 def main(argv: list[str]) -> int:
     """Verify on one or more meshes. Returns the largest exit code of them. Raises UserError."""
     args = _parser().parse_args(argv)
-    from mmm.verify.run import verify_subject  # imports torch
+    from mmm.propose.models import default_batch, load_model  # imports torch
+    from mmm.verify.run import verify_subject
     from mmm.verify.subject import load_function, make_subject
     from mmm.verify.verdict import Verdict, write_badge, write_json
 
     def named(spec: str | None, flag: str):  # type: ignore[no-untyped-def]
         return None if spec is None else load_function(spec, flag)
 
+    if args.write is not None and args.parallelize is not None:
+        raise ConfigError("--write with --parallelize: a plan is found, and written, where none is given")
+    model = load_model(args.model)
+    parallelize_fn = named(args.parallelize, "--parallelize")
+    step_fn = named(args.step, "--step") or model.step_fn
+    batch_fn = named(args.batch, "--batch") or default_batch(model)
     subjects = [
         make_subject(
-            load_function(args.model, "MODEL"),
-            load_function(args.parallelize, "--parallelize"),
-            load_function(args.batch, "--batch"),
-            named(args.step, "--step"),
+            model.model_fn,
+            parallelize_fn,
+            batch_fn,
+            step_fn,
             mesh,
             batch_axes=args.batch_axes,
             local_batch_fn=named(args.local_batch, "--local_batch"),
             optimizer_fn=named(args.optimizer, "--optimizer"),
         )
-        for mesh in args.mesh
+        for mesh in args.mesh or (["dp2"] if parallelize_fn is not None else ["dp2", "tp2"])
     ]
+    lacking = 0
+    if parallelize_fn is None:
+        subjects, lacking = _with_found_plan(subjects, args.model, args.write, args.timeout)
     verdicts: list[Verdict] = []
     for subject in subjects:
         verdict = verify_subject(subject, args.timeout)
@@ -78,9 +96,34 @@ def main(argv: list[str]) -> int:
         if verdict.details:
             print(verdict.details.rstrip(), flush=True)
         verdicts.append(verdict)
+    if not verdicts:
+        return lacking
     worst = max(verdicts, key=lambda verdict: verdict.exit_code)
     if args.json is not None:
         write_json(verdicts, subjects[-1], args.json)
     if args.badge is not None:
         write_badge(worst, [verdict.layout for verdict in verdicts], args.badge)
-    return worst.exit_code
+    return max(worst.exit_code, lacking if args.mesh else 0)
+
+
+def _with_found_plan(
+    subjects: list[Subject], model: str, path: Path | None, timeout: float
+) -> tuple[list[Subject], int]:
+    """Find a plan, print and write it. Returns the subjects that have it, without those whose mesh it has nothing for,
+    and the exit code for those."""
+    from mmm.propose.code import load_code
+    from mmm.propose.find import find_plan
+
+    proposal = find_plan(subjects, model, timeout)
+    print(proposal, flush=True)
+    parallelize_fn = load_code(proposal.code, path)
+    if path is not None:
+        print(f"{'  written':<16}{path}: parallelize(model, mesh)")
+    print(flush=True)
+    with_plan = []
+    for subject in subjects:
+        if set(subject.axes) - set(subject.batch_axes) and not (proposal.tensor and proposal.tensor.groups):
+            print(f"no plan for {subject.layout}: no matrices were found to shard over tp", flush=True)
+        else:
+            with_plan.append(replace(subject, parallelize_fn=parallelize_fn))
+    return with_plan, 2 if len(with_plan) < len(subjects) else 0

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
 import math
-import os
-import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from difflib import get_close_matches
@@ -22,6 +19,7 @@ from mmm.models.transformer import TransformerConfig
 from mmm.plan.hugging_face import LARGEST, read_config
 from mmm.plan.models import cnn_spec, transformer_spec, vit_spec
 from mmm.plan.spec import Matrix, ModelSpec, PartKind
+from mmm.verify.subject import load_function
 
 MOST_LAYERS = 1000  # how they are split over stages takes a minute
 SIZES = ("n_layers", "dim", "n_heads", "n_kv_heads", "ffn_dim", "vocab_size", "n_experts", "top_k", "expert_dim")
@@ -99,18 +97,14 @@ def _transformer(
 
 def _factory(name: str) -> ModelSpec:
     """A user's module: its parameters by the parts that its longest list of layers has; data parallelism alone."""
-    where, _, attribute = name.partition(":")
-    sys.path.insert(0, os.getcwd())
+    make = load_function(name, "--model")
     try:
-        make = getattr(importlib.import_module(where), attribute)
         with meta_parameters(keep_values=False):
             model = make()
     except UserError:
         raise
     except Exception as error:  # whatever the user's code raises
         raise ConfigError(f"--model {name}: {type(error).__name__}: {error}") from None
-    finally:
-        sys.path.pop(0)
     if not isinstance(model, nn.Module):
         raise ConfigError(f"--model {name}: it returns {type(model).__name__}, and has to return an nn.Module")
     lists = [m for m in model.modules() if isinstance(m, nn.ModuleList | nn.ModuleDict | nn.Sequential) and len(m) > 1]

@@ -85,10 +85,10 @@ def apply_batch_norm(model: nn.Module, mesh: Mesh, techniques: Techniques, mixed
         return
     for module in model.modules():
         if isinstance(module, BatchNorm):
-            module.forward = _Forward(module, groups)  # type: ignore[method-assign, assignment]
+            module.forward = GlobalForward(module, groups)  # type: ignore[method-assign, assignment]
 
 
-class _Forward:
+class GlobalForward:
     """The forward of a BatchNorm."""
 
     def __init__(self, module: BatchNorm, groups: Sequence[dist.ProcessGroup]) -> None:

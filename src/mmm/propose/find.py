@@ -1,0 +1,99 @@
+"""All that is found for a model, on one process that is then gone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from mmm.errors import ConfigError, UserError
+from mmm.processes import RanksFailed, fork_ranks
+from mmm.propose.code import Axes, write_code
+from mmm.propose.cuts import Cuts, find_cuts
+from mmm.propose.models import keep_no_cache
+from mmm.propose.report import describe
+from mmm.propose.tensor import TensorPlan, find_tensor_plan
+from mmm.propose.trace import trace
+from mmm.propose.units import Units, find_units
+from mmm.runtime.ranks import Rank
+from mmm.verify.reference import make_batch, make_model
+from mmm.verify.subject import Subject
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """A found plan.
+
+    Attributes:
+        units: for FSDP. tensor: for tp; None where the mesh has no such axis. cuts: for pp.
+        code: the source of a module with ``parallelize(model, mesh)``.
+    """
+
+    units: Units
+    tensor: TensorPlan | None = None
+    cuts: Cuts = field(default_factory=Cuts)
+    code: str = ""
+
+    def __str__(self) -> str:
+        return describe(self.units, self.tensor, self.cuts)
+
+
+def find_plan(subjects: Sequence[Subject], name: str, timeout: float) -> Proposal:
+    """What can be found for a model.
+
+    Args:
+        subjects: one a mesh, which have all else in common. name: of the model, for the code.
+
+    Raises:
+        UserError: the model, its batch or its step cannot be used, or the meshes have other axes.
+    """
+    axes, parts = axes_of(subjects)
+    try:
+        ((error, proposal),) = fork_ranks(_find, 1, subjects[0], name, axes, parts, timeout=timeout)
+    except RanksFailed as failure:
+        raise ConfigError(f"finding a plan: {str(failure).removeprefix('rank 0: ')}") from None
+    if error is not None:
+        raise error
+    return proposal
+
+
+def axes_of(subjects: Sequence[Subject]) -> tuple[Axes, int]:
+    """The axes of meshes by what they are for, and the ranks over which matrices are sharded (1: none).
+
+    Raises:
+        ConfigError: a mesh has more than one axis besides those of data, or two meshes have different ones.
+    """
+    batch: dict[tuple[str, ...], None] = {}
+    tensor: dict[tuple[str, int], None] = {}
+    for subject in subjects:
+        others = [axis for axis in subject.axes if axis not in subject.batch_axes]
+        if len(others) > 1 or {"pp", "cp", "ep"} & set(others):
+            mesh = ",".join(f"{axis}{size}" for axis, size in subject.axes.items())
+            raise ConfigError(
+                f"--mesh {mesh}: without --parallelize a plan is found for data parallelism and one axis of tensor "
+                f"parallelism, such as dp2,tp2"
+            )
+        batch |= {subject.batch_axes: None} if subject.batch_axes else {}
+        tensor |= {(axis, subject.axes[axis]): None for axis in others}
+    if len(batch) > 1 or len(tensor) > 1:
+        raise ConfigError("--mesh: one plan is found for all meshes, whose axes need the same names, and tp one size")
+    axis, parts = next(iter(tensor), ("", 1))
+    return Axes(next(iter(batch), ()), axis), parts
+
+
+def _find(rank: Rank, subject: Subject, name: str, axes: Axes, parts: int) -> tuple[UserError | None, Proposal | None]:
+    try:
+        return None, _proposal(subject, name, axes, parts)
+    except UserError as error:
+        return type(error)(str(error)), None
+
+
+def _proposal(subject: Subject, name: str, axes: Axes, parts: int) -> Proposal:
+    model = make_model(subject, None, dropout=False, evaluating=True)
+    keep_no_cache(model)
+    batch = make_batch(subject)
+    traced = trace(model, lambda model: subject.step(model, batch, None))
+    units = find_units(traced)
+    tensor = find_tensor_plan(traced, parts) if axes.tensor else None
+    cuts = find_cuts(traced, units.blocks)
+    code = write_code(model, name, axes, units if axes.batch else None, tensor)
+    return Proposal(units, tensor, cuts, code)

@@ -1,0 +1,270 @@
+"""The model that ``mmm verify MODEL`` names, and a batch for it: of one's own module, or of a library."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from difflib import get_close_matches
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mmm.data.images.torchvision_shim import import_torchvision
+from mmm.errors import ConfigError, DataError
+from mmm.outside import read_json
+from mmm.torch_private.module import Convolution
+from mmm.torch_private.operators import tree_leaves
+from mmm.verify.reference import make_model
+from mmm.verify.subject import load_function, make_subject, plain_step
+
+LIBRARIES = ("hf", "torchvision", "timm")
+SAMPLES = 4
+LENGTHS = (16, 8, 4)  # of sequences that are tried
+SIDES = (64, 96, 128, 160, 192, 224, 256, 299, 384)  # of images
+AUTO_CLASSES = {  # of transformers, by the mapping that says which configs they take; the first that takes one is meant
+    "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING": "AutoModelForSeq2SeqLM",
+    "MODEL_FOR_MASKED_LM_MAPPING": "AutoModelForMaskedLM",
+    "MODEL_FOR_CAUSAL_LM_MAPPING": "AutoModelForCausalLM",
+    "MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING": "AutoModelForImageClassification",
+}
+
+Batch = Callable[[], Any]
+
+
+@dataclass(frozen=True)
+class NamedModel:
+    """A model by its name.
+
+    Attributes:
+        model_fn: () → the model, with random weights. batches: functions that make a batch for it, of which the first
+            that its forward takes is meant; empty where they depend on the model itself. step_fn: where it is not
+        `plain_step`.
+    """
+
+    model_fn: Callable[[], nn.Module]
+    batches: tuple[Batch, ...] = ()
+    step_fn: Callable[[nn.Module, Any], Tensor] = plain_step
+
+
+def load_model(name: str) -> NamedModel:
+    """The model that a command line names: ``module:function``, ``hf:config.json``, ``torchvision:NAME``, ``timm:NAME``.
+
+    Raises:
+        ConfigError: there is none, or the library is not installed.
+    """
+    library, _, rest = name.partition(":")
+    if library not in LIBRARIES:
+        return NamedModel(load_function(name, "MODEL"))
+    if not rest:
+        raise ConfigError(f"MODEL {name}: write {library}:{'config.json' if library == 'hf' else 'NAME'}")
+    return {"hf": _hugging_face, "torchvision": _torchvision, "timm": _timm}[library](rest)
+
+
+def keep_no_cache(model: nn.Module) -> None:
+    """Have a model of transformers keep nothing for the next token: that would be there in a second forward."""
+    if hasattr(getattr(model, "config", None), "use_cache"):
+        model.config.use_cache = False  # type: ignore[union-attr]
+
+
+def default_batch(named: NamedModel) -> Batch:
+    """`choose_batch` of a new model. Raises ConfigError: as that; or the model's function raises, or gives none."""
+    model = make_model(make_subject(named.model_fn, _nothing, dict, None, "dp1"), None, False, True)
+    keep_no_cache(model)
+    return choose_batch(named, model)
+
+
+def _nothing(model: nn.Module, mesh: Any) -> None:
+    """Leave the model as it is."""
+
+
+def choose_batch(named: NamedModel, model: nn.Module, samples: int = SAMPLES) -> Batch:
+    """A function that makes a batch that a model takes: tokens where it begins with an embedding, images where it begins
+    with a convolution, else floats.
+
+    Raises:
+        ConfigError: its forward takes none of those that were tried.
+    """
+    candidates = named.batches or _batches_of(model, samples)
+    problems = []
+    for make in candidates:
+        try:
+            with torch.no_grad():
+                named.step_fn(model, _double(make()))
+            return make
+        except Exception as error:  # whatever the model's code raises
+            first = (str(error).strip() or type(error).__name__).splitlines()[0]
+            problems.append(f"{_shape_of(make())}: {first}")
+    tried = f"; tried {problems[0]}" if problems else ""
+    raise ConfigError(f"no --batch is given, and none was found that the model takes{tried}: give --batch MODULE:NAME")
+
+
+def _double(batch: Any) -> Any:
+    if isinstance(batch, dict):
+        return {name: _double(value) for name, value in batch.items()}
+    return batch.double() if batch.is_floating_point() else batch
+
+
+def _shape_of(batch: Any) -> str:
+    tensor: Tensor = next(iter(batch.values())) if isinstance(batch, dict) else batch
+    kind = "floats" if tensor.is_floating_point() else "tokens"
+    return f"{kind} of {tuple(tensor.shape)}"
+
+
+def _floats(*shape: int) -> Batch:
+    return lambda: torch.randn(shape)
+
+
+def _tokens(vocab_size: int, *shape: int) -> Batch:
+    """Of the upper half of a vocabulary: tokens of padding, and others that mean more, are among the first."""
+    return lambda: torch.randint(vocab_size // 2, vocab_size, shape)
+
+
+def _batches_of(model: nn.Module, samples: int) -> tuple[Batch, ...]:
+    """Batches by the first module that has parameters."""
+    if _is_hugging_face(model):
+        return _hugging_face_batches(model.config, samples, True)
+    for module in model.modules():
+        if isinstance(module, nn.Embedding):
+            return tuple(_tokens(module.num_embeddings, samples, length) for length in LENGTHS)
+        if isinstance(module, Convolution):
+            dims = len(module.kernel_size)
+            sides = SIDES if dims < 3 else SIDES[:1]
+            return tuple(_floats(samples, module.in_channels, *[side] * dims) for side in sides)
+        width = next((getattr(module, name, None) for name in ("embed_dim", "in_features")), None)
+        shape = getattr(module, "normalized_shape", None)
+        width = shape[-1] if isinstance(shape, tuple) else width
+        if isinstance(width, int) and any(True for _ in module.parameters(recurse=False)):
+            return (*(_floats(samples, length, width) for length in LENGTHS), _floats(samples, width))
+    return ()
+
+
+def _library(name: str) -> ModuleType:
+    """Import a library beside a torchvision whose compiled part may not load.
+
+    Raises:
+        ConfigError: it is not installed, or does not import.
+    """
+    try:
+        import_torchvision("transforms")
+    except DataError as error:
+        if name != "transformers":  # which can do without
+            raise ConfigError(f"{name}: {error}") from None
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"{error.name} is not installed: pip install {error.name}") from None
+    except Exception as error:  # whatever a library raises as it is imported
+        raise ConfigError(f"{name} does not import: {type(error).__name__}: {error}") from None
+
+
+def _near(kind: str, name: str, known: list[str]) -> ConfigError:
+    near = get_close_matches(name, known, n=3, cutoff=0.5)
+    hint = f"; did you mean {', '.join(near)}?" if near else ""
+    return ConfigError(f"{kind} {name}: there is no such model{hint}")
+
+
+def _torchvision(name: str) -> NamedModel:
+    models = _part("models")
+    known = models.list_models()
+    if name not in known:
+        raise _near("torchvision", name, known)
+    return NamedModel(lambda: models.get_model(name, weights=None), _images(3, SIDES))
+
+
+def _part(part: str) -> Any:
+    try:
+        return import_torchvision(part)
+    except DataError as error:
+        raise ConfigError(str(error)) from None
+
+
+def _images(channels: int, sides: tuple[int, ...]) -> tuple[Batch, ...]:
+    return tuple(_floats(SAMPLES, channels, side, side) for side in sides)
+
+
+def _timm(name: str) -> NamedModel:
+    timm = _library("timm")
+    known = timm.list_models()
+    base = name.partition(".")[0]  # behind it stands which weights
+    if base not in known:
+        raise _near("timm", name, known)
+    config = timm.get_pretrained_cfg(base)
+    channels, height, width = config.input_size if config is not None else (3, 224, 224)
+    if config is not None and config.fixed_input_size:
+        batches: tuple[Batch, ...] = (_floats(SAMPLES, channels, height, width),)
+    else:
+        batches = _images(channels, (*(side for side in SIDES if side < height), height))
+    return NamedModel(lambda: timm.create_model(base, pretrained=False), batches)
+
+
+def _hugging_face(path: str) -> NamedModel:
+    """A model of a config, with random weights."""
+    transformers = _library("transformers")
+    file = Path(path) / "config.json" if Path(path).is_dir() else Path(path)
+    values = read_json(file, ConfigError)
+    kind = values.pop("model_type", None)
+    known = list(transformers.CONFIG_MAPPING)
+    if kind not in known:
+        near = get_close_matches(str(kind), known, n=3, cutoff=0.5)
+        hint = f"; did you mean {', '.join(near)}?" if near else ""
+        raise ConfigError(f"{file}: transformers {transformers.__version__} has no model_type {kind}{hint}")
+    try:
+        config = transformers.AutoConfig.for_model(kind, **values)
+    except Exception as error:  # of a library that checks in many ways
+        first = (str(error).strip() or "it fails").splitlines()[0]
+        raise ConfigError(f"{file}: transformers refuses it: {type(error).__name__}: {first}") from None
+    config.use_cache = False  # what is kept for the next token is of no use in a step
+    with_loss = bool(getattr(config, "architectures", None)) or _auto_class(config) != "AutoModel"
+    batches = _hugging_face_batches(config, SAMPLES, with_loss)
+    return NamedModel(lambda: hugging_face_model(config), batches, plain_step if with_loss else square_of_output)
+
+
+def square_of_output(model: nn.Module, batch: Any) -> Tensor:
+    """The loss of a model that has none: the mean square of the first tensor that it returns."""
+    return tree_leaves(tuple(model(**batch).values()))[0].square().mean()
+
+
+def hugging_face_model(config: Any) -> nn.Module:
+    """A model of a config of transformers: of the class that it names, else the first that is made for its kind."""
+    transformers = _library("transformers")
+    for name in getattr(config, "architectures", None) or ():
+        if hasattr(transformers, name):
+            return getattr(transformers, name)(config)
+    return getattr(transformers, _auto_class(config)).from_config(config)
+
+
+def _auto_class(config: Any) -> str:
+    transformers = _library("transformers")
+    kinds = (kind for mapping, kind in AUTO_CLASSES.items() if type(config) in getattr(transformers, mapping))
+    return next(kinds, "AutoModel")
+
+
+def _is_hugging_face(model: nn.Module) -> bool:
+    return any(kind.__name__ == "PreTrainedModel" for kind in type(model).__mro__) and hasattr(model, "config")
+
+
+def _hugging_face_batches(config: Any, samples: int, with_loss: bool) -> tuple[Batch, ...]:
+    """Tokens with labels, or images with labels."""
+    vocab = getattr(config, "vocab_size", None)
+    if vocab is None:
+        side, channels = getattr(config, "image_size", None) or 224, getattr(config, "num_channels", None) or 3
+        labels = getattr(config, "num_labels", 2)
+        return (
+            lambda: {
+                "pixel_values": torch.randn(samples, channels, side, side),
+                "labels": torch.randint(labels, (samples,)),
+            },
+        )
+
+    def tokens(length: int) -> Batch:
+        def make() -> dict[str, Tensor]:
+            ids = _tokens(vocab, samples, length)()
+            return {"input_ids": ids, "labels": ids.clone()} if with_loss else {"input_ids": ids}
+
+        return make
+
+    return tuple(tokens(length) for length in LENGTHS)

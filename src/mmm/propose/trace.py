@@ -1,0 +1,163 @@
+"""One forward of a model, watched: the modules that it calls, and autograd's graph between them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
+from torch.utils.hooks import RemovableHandle
+
+from mmm.errors import ConfigError
+from mmm.torch_private.operators import tree_leaves
+
+
+@dataclass
+class Call:
+    """One call of a module.
+
+    Attributes:
+        path: of the module. arguments: what it was called with, by position and by name.
+        entered, left: the edges of the graph at its first tensor, and at each tensor that it returned; None where that
+            needs no gradient. output: the elements of the first that it returned, of matrices alone.
+    """
+
+    path: str
+    arguments: tuple[tuple[Any, ...], dict[str, Any]]
+    entered: GradientEdge | None
+    width: int
+    left: list[GradientEdge | None] = field(default_factory=list)
+    output: Tensor | None = None
+
+
+@dataclass
+class Trace:
+    """What a forward did.
+
+    Attributes:
+        model: that it was of. calls: of each module that was called, by path, in the order of the first calls.
+        users: by node of the graph, those that take what its operator gives: nearer to the loss. root: the loss.
+    """
+
+    model: nn.Module
+    calls: dict[str, list[Call]]
+    users: dict[Node, list[Node]]
+    root: Node
+
+    def inside(self, call: Call) -> set[Node]:
+        """The nodes of what a module computed in a call: between what it returned and what it took."""
+        stop = {call.entered.node} if call.entered is not None else set()
+        return set(backward_from([edge.node for edge in call.left if edge is not None], stop))
+
+
+def is_matrix(module: nn.Module) -> bool:
+    """Whether a module multiplies by a matrix of its own: nn.Linear, or Hugging Face's Conv1D, whose weight is (in,
+    out)."""
+    return isinstance(module, nn.Linear) or is_transposed(module)
+
+
+def is_transposed(module: nn.Module) -> bool:
+    """Whether it is Hugging Face's Conv1D: known by its name, so that transformers need not be there."""
+    return type(module).__name__ == "Conv1D" and hasattr(module, "nf")
+
+
+def widths(module: nn.Module) -> tuple[int, int]:
+    """Input and output channels of a matrix."""
+    weight = module.get_parameter("weight")
+    return (weight.shape[0], weight.shape[1]) if is_transposed(module) else (weight.shape[1], weight.shape[0])
+
+
+def backward_from(nodes: list[Node], stop: set[Node]) -> Iterator[Node]:
+    """The nodes from which `nodes` come, themselves among them, breadth first; not `stop`, and not beyond."""
+    seen = set(stop)
+    level = nodes
+    while level:
+        deeper: list[Node] = []
+        for node in level:
+            if node in seen:
+                continue
+            seen.add(node)
+            yield node
+            deeper += [before for before, _ in node.next_functions if before is not None]
+        level = deeper
+
+
+def edge_of(tensor: Any) -> GradientEdge | None:
+    """Where a tensor stands in the graph; None where it is in none, or is a parameter."""
+    if not isinstance(tensor, Tensor) or tensor.grad_fn is None:
+        return None
+    return get_gradient_edge(tensor)
+
+
+def trace(model: nn.Module, step: Any) -> Trace:
+    """Take a forward.
+
+    Args:
+        step: model → the loss.
+
+    Raises:
+        ConfigError: it raises, or the loss depends on no parameter.
+    """
+    calls: dict[str, list[Call]] = {}
+    handles = [handle for path, module in model.named_modules() for handle in _watch(path, module, calls)]
+    try:
+        loss = step(model)
+    except Exception as error:  # whatever the user's code raises
+        raise ConfigError(f"a step on one device raises {type(error).__name__}: {first_line(error)}") from error
+    finally:
+        for handle in handles:
+            handle.remove()
+    if not isinstance(loss, Tensor) or loss.grad_fn is None:
+        raise ConfigError("the loss on one device depends on no parameter: does the step use the model?")
+    users: dict[Node, list[Node]] = {loss.grad_fn: []}
+    for node in backward_from([loss.grad_fn], set()):
+        for before, _ in node.next_functions:
+            if before is not None:
+                users.setdefault(before, []).append(node)
+    return Trace(model, calls, users, loss.grad_fn)
+
+
+def _watch(path: str, module: nn.Module, calls: dict[str, list[Call]]) -> list[RemovableHandle]:
+    """Note each call of a module in `calls`."""
+    open_calls: list[Call] = []
+
+    def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        first = next((leaf for leaf in tensors if leaf.is_floating_point()), tensors[0] if tensors else None)
+        width = first.shape[-1] if first is not None and first.ndim else 0
+        call = Call(path, (args, kwargs), edge_of(first), width)
+        calls.setdefault(path, []).append(call)
+        open_calls.append(call)
+
+    def leave(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        call = open_calls.pop()
+        tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
+        call.left = [edge_of(tensor) for tensor in tensors]
+        if is_matrix(module) and tensors:
+            call.output = tensors[0].detach().clone()
+
+    return [
+        module.register_forward_pre_hook(enter, with_kwargs=True),
+        module.register_forward_hook(leave),
+    ]
+
+
+def first_line(error: BaseException) -> str:
+    """An error's message in a line."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+def pattern_of(path: str) -> str:
+    """A path with a star for each number: ``layers.0.mlp`` → ``layers.*.mlp``."""
+    return ".".join("*" if part.isdigit() else part for part in path.split("."))
+
+
+def parent_of(path: str) -> str:
+    return path.rpartition(".")[0]
+
+
+def generator(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
