@@ -150,7 +150,7 @@ def run(name: str, folder: Path, verbose: bool) -> Row:
     begin, row = time.monotonic(), Row(name)
     try:
         model = named_model(name, folder)
-        batch_fn = default_batch(model)
+        batch_fn = default_batch(model, TIMEOUT)
         dp, tp = (
             make_subject(model.model_fn, lambda model, mesh: None, batch_fn, model.step_fn, mesh)
             for mesh in ("dp2", "tp2")
@@ -194,6 +194,8 @@ def main() -> None:
     names = [*CONFIGS, *FACTORIES]
     if args.only:
         names = [name for name in names if any(word in name for word in args.only)]
+    torchvision_model("resnet18")  # imported here once, and not in each process that is forked
+    timm_model("vit_tiny_patch16_224")
     rows = []
     with tempfile.TemporaryDirectory() as folder, contextlib.suppress(KeyboardInterrupt):
         for name in names:

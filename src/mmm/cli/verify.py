@@ -72,7 +72,7 @@ def main(argv: list[str]) -> int:
     model = load_model(args.model)
     parallelize_fn = named(args.parallelize, "--parallelize")
     step_fn = named(args.step, "--step") or model.step_fn
-    batch_fn = named(args.batch, "--batch") or default_batch(model)
+    batch_fn = named(args.batch, "--batch") or default_batch(model, args.timeout)
     subjects = [
         make_subject(
             model.model_fn,
@@ -118,7 +118,7 @@ def _with_found_plan(
     print(proposal, flush=True)
     parallelize_fn = load_code(proposal.code, path)
     if path is not None:
-        print(f"{'  written':<16}{path}: parallelize(model, mesh)")
+        print(f"  written         {path}: parallelize(model, mesh)")
     print(flush=True)
     with_plan = []
     for subject in subjects:

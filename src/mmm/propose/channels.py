@@ -1,7 +1,7 @@
 """Which channels of a matrix's output reach which part of the next matrix's input: asked of autograd.
 
-The gradient of a part of the channels, at a tensor before them, is zero where nothing of that tensor reaches them. So one
-backward for each rank's part says what the rank needs, whatever operators lie in between::
+The gradient of a part of the channels, at a tensor before them, is zero where nothing of that tensor reaches them. So
+one backward for each rank's part says what the rank needs, whatever operators lie in between::
 
     v  of rank 0      [ × × × × · · · · ]                     input channels of the second matrix
       │ backward
@@ -80,7 +80,8 @@ def sections_of(mask: list[int], parts: int) -> Sections | None:
     sections: list[tuple[int, int]] = []
     runs = [(bits, len(list(run))) for bits, run in groupby(mask)]
     while runs:
-        taken, reached = [], 0
+        taken: list[int] = []
+        reached = 0
         while runs and reached != everything:
             bits, width = runs.pop(0)
             if reached & bits or (taken and width != taken[0]) or bits != _next_bits(reached, bits, parts):

@@ -85,7 +85,7 @@ def _imports(used: str) -> list[str]:
         "torch.distributed.tensor.parallel": ["ColwiseParallel", "RowwiseParallel", "parallelize_module"],
         "mmm.parallel": ["PartialGradient"],
         "mmm.parallel.dp.sync_batch_norm": ["sync_batch_norm"],
-        "mmm.parallel.tp.sections": ["SectionedColwise", "TransposedRowwise"],
+        "mmm.parallel.tp.sections": ["OwnedRowwise", "SectionedColwise"],
     }
     needed = {module: [name for name in names if f"{name}(" in used] for module, names in modules.items()}
     lines = [f"from {module} import {', '.join(names)}" for module, names in needed.items() if names]
@@ -118,11 +118,13 @@ def _styles(model: nn.Module, group: Group) -> dict[str, str]:
         plain = len(sections) == 1 and sections[0][1] > 1
         words = [] if plain else [str(section) for section in sections]
         words += ["transposed=True"] if transposed else []
-        styles[path] = f"SectionedColwise({', '.join(words)})" if words else "ColwiseParallel()"
+        own = words or path in group.written
+        styles[path] = f"SectionedColwise({', '.join(words)})" if own else "ColwiseParallel()"
     styles |= dict.fromkeys(group.between, "PartialGradient()")
     for path in group.consumers:
         transposed = is_transposed(model.get_submodule(path))
-        styles[path] = "TransposedRowwise()" if transposed else "RowwiseParallel()"
+        style = "OwnedRowwise()" if path in group.written else "RowwiseParallel()"
+        styles[path] = "OwnedRowwise(transposed=True)" if transposed else style
     return styles
 
 
@@ -154,10 +156,12 @@ def _tensor(model: nn.Module, plan: TensorPlan, axes: Axes) -> list[str]:
     lines = [f'if "{axes.tensor}" in mesh.mesh_dim_names:', f'{INDENT}tp = mesh["{axes.tensor}"]']
     lines.append(f"{INDENT}parallelize_module(model, tp, TENSOR)")
     for name in dict.fromkeys(name for _, name in fixes):
-        paths = [path for path, own in fixes if own == name]
-        lines += [
-            f"{INDENT}{line}" for line in _statements(model, paths, lambda each, n=name: f"{each}.{n} //= tp.size()")
-        ]  # type: ignore[misc]  # noqa: E501
+        paths = [path for path, attribute in fixes if attribute == name]
+
+        def divide(each: str, name: str = name) -> str:
+            return f"{each}.{name} //= tp.size()"
+
+        lines += [f"{INDENT}{line}" for line in _statements(model, paths, divide)]
     if fixes:
         lines.insert(3, f"{INDENT}# Of what its forward counts, each rank has a part.")
     return lines

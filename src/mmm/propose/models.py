@@ -16,21 +16,24 @@ from torch import Tensor, nn
 from mmm.data.images.torchvision_shim import import_torchvision
 from mmm.errors import ConfigError, DataError
 from mmm.outside import read_json
+from mmm.processes import RanksFailed, fork_ranks
+from mmm.runtime.ranks import Rank
+from mmm.runtime.seed import seed_all
 from mmm.torch_private.module import Convolution
-from mmm.torch_private.operators import tree_leaves
-from mmm.verify.reference import make_model
+from mmm.torch_private.operators import tree_leaves, tree_map_only
+from mmm.verify.reference import SEED, make_model
 from mmm.verify.subject import load_function, make_subject, plain_step
 
 LIBRARIES = ("hf", "torchvision", "timm")
 SAMPLES = 4
 LENGTHS = (16, 8, 4)  # of sequences that are tried
 SIDES = (64, 96, 128, 160, 192, 224, 256, 299, 384)  # of images
-AUTO_CLASSES = {  # of transformers, by the mapping that says which configs they take; the first that takes one is meant
-    "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING": "AutoModelForSeq2SeqLM",
-    "MODEL_FOR_MASKED_LM_MAPPING": "AutoModelForMaskedLM",
-    "MODEL_FOR_CAUSAL_LM_MAPPING": "AutoModelForCausalLM",
-    "MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING": "AutoModelForImageClassification",
-}
+MAPPINGS = (  # of transformers: config → class; the first that has a config is meant
+    "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING",
+    "MODEL_FOR_MASKED_LM_MAPPING",
+    "MODEL_FOR_CAUSAL_LM_MAPPING",
+    "MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING",
+)
 
 Batch = Callable[[], Any]
 
@@ -51,7 +54,7 @@ class NamedModel:
 
 
 def load_model(name: str) -> NamedModel:
-    """The model that a command line names: ``module:function``, ``hf:config.json``, ``torchvision:NAME``, ``timm:NAME``.
+    """The model of ``module:function``, ``hf:config.json``, ``torchvision:NAME`` or ``timm:NAME``.
 
     Raises:
         ConfigError: there is none, or the library is not installed.
@@ -70,42 +73,54 @@ def keep_no_cache(model: nn.Module) -> None:
         model.config.use_cache = False  # type: ignore[union-attr]
 
 
-def default_batch(named: NamedModel) -> Batch:
-    """`choose_batch` of a new model. Raises ConfigError: as that; or the model's function raises, or gives none."""
-    model = make_model(make_subject(named.model_fn, _nothing, dict, None, "dp1"), None, False, True)
+def default_batch(named: NamedModel, timeout: float) -> Batch:
+    """A function that makes a batch that a model takes, chosen by a process that is then gone.
+
+    Tokens where the model begins with an embedding, images where it begins with a convolution, else floats.
+
+    Args:
+        timeout: seconds that it may take.
+
+    Raises:
+        ConfigError: the model's function raises, or gives none; or its forward takes none of what was tried.
+    """
+    try:
+        ((problem, batch),) = fork_ranks(_choose_batch, 1, named, timeout=timeout)
+    except RanksFailed as failure:
+        raise ConfigError(f"finding a batch: {str(failure).removeprefix('rank 0: ')}") from None
+    if problem:
+        raise ConfigError(problem)
+    return lambda: batch
+
+
+def _choose_batch(rank: Rank, named: NamedModel) -> tuple[str, Any]:
+    """Why there is none, or the batch."""
+    try:
+        model = make_model(make_subject(named.model_fn, _nothing, dict, None, "dp1"), None, False, True)
+    except ConfigError as error:
+        return str(error), None
     keep_no_cache(model)
-    return choose_batch(named, model)
+    problems = []
+    for make in named.batches or _batches_of(model, SAMPLES):
+        seed_all(SEED)
+        batch = make()
+        try:
+            with torch.no_grad():
+                named.step_fn(model, tree_map_only(Tensor, _double, batch))
+            return "", batch
+        except Exception as error:  # whatever the model's code raises
+            first = (str(error).strip() or type(error).__name__).splitlines()[0]
+            problems.append(f"{_shape_of(batch)}: {first}")
+    tried = f"; tried {problems[0]}" if problems else ""
+    return f"no --batch is given, and none was found that the model takes{tried}: give --batch MODULE:NAME", None
 
 
 def _nothing(model: nn.Module, mesh: Any) -> None:
     """Leave the model as it is."""
 
 
-def choose_batch(named: NamedModel, model: nn.Module, samples: int = SAMPLES) -> Batch:
-    """A function that makes a batch that a model takes: tokens where it begins with an embedding, images where it begins
-    with a convolution, else floats.
-
-    Raises:
-        ConfigError: its forward takes none of those that were tried.
-    """
-    candidates = named.batches or _batches_of(model, samples)
-    problems = []
-    for make in candidates:
-        try:
-            with torch.no_grad():
-                named.step_fn(model, _double(make()))
-            return make
-        except Exception as error:  # whatever the model's code raises
-            first = (str(error).strip() or type(error).__name__).splitlines()[0]
-            problems.append(f"{_shape_of(make())}: {first}")
-    tried = f"; tried {problems[0]}" if problems else ""
-    raise ConfigError(f"no --batch is given, and none was found that the model takes{tried}: give --batch MODULE:NAME")
-
-
-def _double(batch: Any) -> Any:
-    if isinstance(batch, dict):
-        return {name: _double(value) for name, value in batch.items()}
-    return batch.double() if batch.is_floating_point() else batch
+def _double(tensor: Tensor) -> Tensor:
+    return tensor.double() if tensor.is_floating_point() else tensor
 
 
 def _shape_of(batch: Any) -> str:
@@ -207,6 +222,7 @@ def _hugging_face(path: str) -> NamedModel:
     file = Path(path) / "config.json" if Path(path).is_dir() else Path(path)
     values = read_json(file, ConfigError)
     kind = values.pop("model_type", None)
+    values.setdefault("experts_implementation", "eager")  # kernels of grouped experts have no float64
     known = list(transformers.CONFIG_MAPPING)
     if kind not in known:
         near = get_close_matches(str(kind), known, n=3, cutoff=0.5)
@@ -218,29 +234,31 @@ def _hugging_face(path: str) -> NamedModel:
         first = (str(error).strip() or "it fails").splitlines()[0]
         raise ConfigError(f"{file}: transformers refuses it: {type(error).__name__}: {first}") from None
     config.use_cache = False  # what is kept for the next token is of no use in a step
-    with_loss = bool(getattr(config, "architectures", None)) or _auto_class(config) != "AutoModel"
+    kind, with_loss = _class_of(config)
     batches = _hugging_face_batches(config, SAMPLES, with_loss)
-    return NamedModel(lambda: hugging_face_model(config), batches, plain_step if with_loss else square_of_output)
+    return NamedModel(lambda: kind(config), batches, plain_step if with_loss else square_of_output)
+
+
+def _class_of(config: Any) -> tuple[Any, bool]:
+    """The class that a config of transformers names, else the first that is made for its kind; and whether that
+    computes a loss."""
+    transformers = _library("transformers")
+    for name in getattr(config, "architectures", None) or ():
+        if hasattr(transformers, name):
+            return getattr(transformers, name), "For" in name or "LMHead" in name
+    for mapping in (getattr(transformers, name) for name in MAPPINGS):
+        if type(config) in mapping:
+            kind = mapping[type(config)]
+            return kind[0] if isinstance(kind, tuple) else kind, True
+    if type(config) in transformers.MODEL_MAPPING:
+        kind = transformers.MODEL_MAPPING[type(config)]
+        return kind[0] if isinstance(kind, tuple) else kind, False
+    raise ConfigError(f"transformers {transformers.__version__} has no model for a {type(config).__name__}")
 
 
 def square_of_output(model: nn.Module, batch: Any) -> Tensor:
     """The loss of a model that has none: the mean square of the first tensor that it returns."""
     return tree_leaves(tuple(model(**batch).values()))[0].square().mean()
-
-
-def hugging_face_model(config: Any) -> nn.Module:
-    """A model of a config of transformers: of the class that it names, else the first that is made for its kind."""
-    transformers = _library("transformers")
-    for name in getattr(config, "architectures", None) or ():
-        if hasattr(transformers, name):
-            return getattr(transformers, name)(config)
-    return getattr(transformers, _auto_class(config)).from_config(config)
-
-
-def _auto_class(config: Any) -> str:
-    transformers = _library("transformers")
-    kinds = (kind for mapping, kind in AUTO_CLASSES.items() if type(config) in getattr(transformers, mapping))
-    return next(kinds, "AutoModel")
 
 
 def _is_hugging_face(model: nn.Module) -> bool:

@@ -81,13 +81,11 @@ def _line(label: str, text: str) -> list[str]:
 
 
 def _describe_units(units: Units) -> list[str]:
-    lines = []
-    texts = [
-        *(f"{one}: repeated blocks" if "…" in one else one for one in ranges(units.blocks)),
-        *(f"{path}: large" for path in units.large),
-    ]
-    for index, text in enumerate(texts or ["the model as one unit: it has no repeated blocks, nor a large module"]):
-        lines += _line("FSDP units" if index == 0 else "", text)
+    texts = [f"{', '.join(ranges(units.blocks))}: repeated blocks"] if units.blocks else []
+    texts += [f"{', '.join(units.large)}: large"] if units.large else []
+    lines: list[str] = []
+    for text in texts or ["the model as one: it has no repeated blocks, and no large module"]:
+        lines += _line("" if lines else "FSDP units", text)
     for pattern, why in units.root.items():
         lines += _line("", f"{pattern} goes with the root: {why}")
     if units.batch_norms:
@@ -95,14 +93,12 @@ def _describe_units(units: Units) -> list[str]:
         lines += _line("", f"{count} batch norms see the other samples: over the batch of all ranks")
     if units.own_batch_norms:
         path = units.own_batch_norms[0]
-        lines += _line(
-            "", f"{path} and others normalize over the batch in a forward of their own: over each rank's part"
-        )
+        lines += _line("", f"{path} and others, with a forward of their own, normalize over each rank's part of it")
     return lines
 
 
 def _describe_tensor(plan: TensorPlan) -> list[str]:
-    lines = []
+    lines: list[str] = []
     for alike in groups_by_pattern(plan.groups).values():
         lines += _line("" if lines else "columns→rows", group_reason(alike[0], len(alike), plan.parts))
     if not lines:
@@ -117,7 +113,7 @@ def _describe_tensor(plan: TensorPlan) -> list[str]:
 
 
 def _describe_cuts(cuts: Cuts) -> list[str]:
-    lines = []
+    lines: list[str] = []
     if cuts.after:
         lines += _line("stages end", f"after {', '.join(ranges(cuts.after))}: one tensor alone goes on")
     by_reason: dict[str, list[str]] = {}

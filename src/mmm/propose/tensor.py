@@ -1,7 +1,7 @@
 """Tensor parallelism, found: which matrices can be sharded by columns, and which after them by rows.
 
-A matrix whose input comes of other matrices' outputs by nothing but operators that keep channels, or heads, apart can be
-sharded by rows, and those others by columns: no communication lies between (Shoeybi et al., "Megatron-LM", 2019).
+A matrix whose input comes of other matrices' outputs by nothing but operators that keep channels, or heads, apart can
+be sharded by rows, and those others by columns: no communication lies between (Shoeybi et al., "Megatron-LM", 2019).
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from torch.autograd.graph import GradientEdge, Node
 from mmm.propose.channels import (
     ACCUMULATE,
     Consumer,
-    Sections,
     mixing_node,
     operator_of,
     parts_reached,
@@ -176,6 +175,7 @@ def _group(
     producers = sorted(producers, key=lambda call: order[call.path])
     group = Group({call.path: () for call in producers}, [call.path for call in consumers])
     group.around = _around(trace, group.members)
+    group.written = [call.path for call in (*producers, *consumers) if call.written]
     group.refused = _uneven(trace, group, parts, tied)
     if group.refused:
         return group

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
 from mmm.errors import ConfigError
+from mmm.torch_private.module import version_of
 from mmm.torch_private.operators import tree_leaves
 
 
@@ -23,6 +25,7 @@ class Call:
         path: of the module. arguments: what it was called with, by position and by name.
         entered, left: the edges of the graph at its first tensor, and at each tensor that it returned; None where that
             needs no gradient. output: the elements of the first that it returned, of matrices alone.
+        returned: the tensors that it returned. version: of the first of them, as it was returned.
     """
 
     path: str
@@ -31,6 +34,13 @@ class Call:
     width: int
     left: list[GradientEdge | None] = field(default_factory=list)
     output: Tensor | None = None
+    returned: list[Tensor] = field(default_factory=list)
+    version: int = 0
+
+    @property
+    def written(self) -> bool:
+        """Whether what it returned was written in place."""
+        return bool(self.returned) and version_of(self.returned[0]) != self.version
 
 
 @dataclass
@@ -46,6 +56,21 @@ class Trace:
     calls: dict[str, list[Call]]
     users: dict[Node, list[Node]]
     root: Node
+
+    def is_used(self, call: Call, tensor: Tensor) -> bool:
+        """Whether a tensor that a module returned is used outside: in the graph, or by a module called with it."""
+        edge = edge_of(tensor)
+        if edge is not None:
+            inside = self.inside(call)
+            if any(user not in inside for user in self.users.get(edge.node, [])):
+                return True
+        return id(tensor) in self.taken
+
+    @cached_property
+    def taken(self) -> set[int]:
+        """The ids of all tensors that modules were called with; the calls hold them."""
+        arguments = [call.arguments for calls in self.calls.values() for call in calls]
+        return {id(leaf) for leaf in tree_leaves(arguments) if isinstance(leaf, Tensor)}
 
     def inside(self, call: Call) -> set[Node]:
         """The nodes of what a module computed in a call: between what it returned and what it took."""
@@ -136,6 +161,8 @@ def _watch(path: str, module: nn.Module, calls: dict[str, list[Call]]) -> list[R
         call = open_calls.pop()
         tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
         call.left = [edge_of(tensor) for tensor in tensors]
+        call.returned = tensors
+        call.version = version_of(tensors[0]) if tensors else 0
         if is_matrix(module) and tensors:
             call.output = tensors[0].detach().clone()
 

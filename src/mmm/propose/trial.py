@@ -1,8 +1,8 @@
 """Whether a group of matrices may be sharded, tried on one process: the sum over the parts is the whole.
 
-The module around them is called once for each rank, with that rank's rows and columns, and with what it was called with
-in the trace. What the row-wise matrix gives, summed over the ranks, has to be what it gave. Where that fails, an integer
-that the module keeps, such as its number of heads, may have to be divided: `fixes` are looked for.
+The module around them is called once for each rank, with that rank's rows and columns, and with what it was called
+with in the trace. What the row-wise matrix gives, summed over the ranks, has to be what it gave. Where that fails, an
+integer that the module keeps, such as its number of heads, may have to be divided: `fixes` are looked for.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from torch.func import functional_call
 
 from mmm.propose.channels import Sections, channels_of
 from mmm.propose.trace import Trace, first_line, is_matrix, is_transposed, widths
+from mmm.torch_private.operators import tree_leaves
 
 TOLERANCE = 1e-5  # relative; a module inside may compute in float32
 MOST_INTEGERS = 8  # that are tried, and of them
@@ -38,6 +39,7 @@ class Group:
         producers: path → the sections of its output. consumers: paths. around: the innermost module that has them all.
         between: the modules in between whose parameters see a rank's channels alone.
         fixes: integers that have to be divided by the size of tp.
+        written: of the matrices, those whose output is written in place.
         refused: why it cannot be sharded; empty if it can.
     """
 
@@ -46,15 +48,12 @@ class Group:
     around: str = ""
     between: list[str] = field(default_factory=list)
     fixes: list[Fix] = field(default_factory=list)
+    written: list[str] = field(default_factory=list)
     refused: str = ""
 
     @property
     def members(self) -> list[str]:
         return [*self.producers, *self.consumers]
-
-
-class _Enough(Exception):
-    """All consumers have been called."""
 
 
 def try_group(trace: Trace, group: Group, parts: int, known: Sequence[str]) -> None:
@@ -73,20 +72,30 @@ def try_group(trace: Trace, group: Group, parts: int, known: Sequence[str]) -> N
         group.refused = f"{group.around or 'the model'} gives something else when it is called again"
         return
     weights = [_weights(trace.model, group, part, parts) for part in range(parts)]
-    why = ""
+    problems: list[_Problem] = []
     for fixes in _subsets(_integers(trace, group, parts), known):
         problem = _problem(trace, group, weights, fixes, whole)
         if not problem:
             group.fixes = list(fixes)
             return
-        why = why or problem  # of none divided, the first
-    group.refused = why
+        problems.append(problem)
+    same_file = [problem for problem in problems if problem.file == problems[0].file]
+    group.refused = max(same_file, key=lambda problem: problem.line).text  # the farthest that its forward came
+
+
+@dataclass(frozen=True)
+class _Problem:
+    """Why the sum over the parts is not the whole, and where in the model's code that came up."""
+
+    text: str
+    file: str = ""
+    line: int = 0
 
 
 def _problem(
     trace: Trace, group: Group, weights: list[dict[str, Tensor]], fixes: Sequence[Fix], whole: list[Tensor]
-) -> str:
-    """What is wrong with the sum over the parts; empty if nothing is."""
+) -> _Problem | None:
+    """What is wrong with the sum over the parts; None if nothing is."""
     total: list[Tensor] = []
     # What a transposed matrix keeps as the channels that it gives; of a DTensor it is that of the full one, and right.
     own_widths = [(path, "nf") for path in group.producers if is_transposed(trace.model.get_submodule(path))]
@@ -96,16 +105,17 @@ def _problem(
         for own in weights:
             try:
                 outputs = _outputs(trace, group, own)
+            except _Leak as error:
+                return _Problem(str(error))
             except Exception as error:  # shapes that do not fit
                 return _place_of(error)
             total = [one + other for one, other in zip(total, outputs, strict=True)] if total else outputs
             if any(one.shape != other.shape for one, other in zip(total, whole, strict=True)):
-                return f"with a part of the channels the output of {group.consumers[0]} has another shape"
+                return _Problem(f"with a part of the channels the output of {group.consumers[0]} has another shape")
     if _near(total, whole):
-        return ""
-    return (
-        f"what {' and '.join(group.consumers)} computes of the parts, summed, is not what it computes of all channels"
-    )
+        return None
+    names = " and ".join(group.consumers)
+    return _Problem(f"what {names} computes of the parts, summed, is not what it computes of all channels")
 
 
 def _near(tensors: Sequence[Tensor | None], others: Sequence[Tensor | None]) -> bool:
@@ -118,13 +128,20 @@ def _near(tensors: Sequence[Tensor | None], others: Sequence[Tensor | None]) -> 
 
 
 def _outputs(trace: Trace, group: Group, weights: Mapping[str, Tensor]) -> list[Tensor]:
-    """What the consumers give when the module around them is called with these weights in place of its own."""
+    """What the consumers give when the module around them is called with these weights in place of its own.
+
+    It goes on with what they gave in the trace, as a rank goes on with the sum.
+
+    Raises:
+        _Leak: what it returns is of another shape, and is used.
+    """
     outputs: dict[str, Tensor] = {}
 
-    def keep(path: str, output: Tensor) -> None:
-        outputs.setdefault(path, output.detach())
-        if len(outputs) == len(group.consumers):
-            raise _Enough
+    def keep(path: str, output: Tensor) -> Tensor:
+        outputs.setdefault(path, output.detach().clone())
+        whole = trace.calls[path][0].output
+        assert whole is not None
+        return whole.clone()
 
     handles = [
         trace.model.get_submodule(path).register_forward_hook(
@@ -132,18 +149,26 @@ def _outputs(trace: Trace, group: Group, weights: Mapping[str, Tensor]) -> list[
         )
         for path in group.consumers
     ]
-    args, kwargs = trace.calls[group.around][0].arguments
+    call = trace.calls[group.around][0]
     prefix = f"{group.around}." if group.around else ""
     own = {name.removeprefix(prefix): value for name, value in weights.items()}
+    args, kwargs = call.arguments
     try:
         with torch.no_grad():
-            functional_call(trace.model.get_submodule(group.around), own, args, kwargs)
-    except _Enough:
-        pass
+            result = functional_call(trace.model.get_submodule(group.around), own, args, kwargs)
     finally:
         for handle in handles:
             handle.remove()
+    returned = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+    for before, after in zip(call.returned, returned, strict=True):
+        if before.shape != after.shape and trace.is_used(call, before):
+            shapes = f"{tuple(before.shape)}, which would be {tuple(after.shape)}"
+            raise _Leak(f"{group.around} also returns a tensor of {shapes}, and others take it")
     return [outputs[path] for path in group.consumers]
+
+
+class _Leak(Exception):
+    """Something other than the consumers' outputs depends on how many channels a rank has."""
 
 
 def _weights(model: nn.Module, group: Group, part: int, parts: int) -> dict[str, Tensor]:
@@ -210,7 +235,7 @@ def _changed(model: nn.Module, values: Mapping[Fix, int]) -> Iterator[None]:
             setattr(module, name, value)
 
 
-def _place_of(error: BaseException) -> str:
+def _place_of(error: BaseException) -> _Problem:
     """The line of the model's code where an error came up, and what it says."""
     frames = [
         frame
@@ -218,7 +243,8 @@ def _place_of(error: BaseException) -> str:
         if not frame.filename.startswith(TORCH) and not frame.filename.startswith(os.path.dirname(__file__))
     ]
     if not frames:
-        return first_line(error)
+        return _Problem(first_line(error))
     last = frames[-1]
     line = linecache.getline(last.filename, last.lineno or 0).strip()
-    return f"{os.path.basename(last.filename)}:{last.lineno}: {line}: {first_line(error)}"
+    text = f"{os.path.basename(last.filename)}:{last.lineno}: {line}: {first_line(error)}"
+    return _Problem(text, last.filename, last.lineno or 0)

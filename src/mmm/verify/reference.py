@@ -199,6 +199,8 @@ def _split(subject: Subject, reference: Reference, batch: Any) -> None:
     assert whole.loss is not None
     losses = [piece.loss.local for piece in pieces if piece.loss is not None]
     reference.loss_floor = relative(torch.stack(losses).mean(), whole.loss.local, size_of(whole.loss.local))
+    if whole.loss.local.dtype in (torch.float32, torch.bfloat16, torch.float16):  # it may be equal by chance
+        reference.loss_floor = worst([reference.loss_floor, torch.finfo(whole.loss.local.dtype).eps])
     largest = reference.largest_gradient
     for name, gradient in whole.gradients.items():
         if gradient is None:

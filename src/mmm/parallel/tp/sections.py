@@ -1,7 +1,7 @@
 """Matrices that `ColwiseParallel` and `RowwiseParallel` do not take as they are.
 
-A fused matrix computes several things at once, one after the other, such as queries, keys and values. Equal parts of its
-columns are then not what a rank computes on::
+A fused matrix computes several things at once, one after the other, such as queries, keys and values. Equal parts of
+its columns are then not what a rank computes on::
 
     columns           [ q₀ q₁ │ k₀ k₁ │ v₀ v₁ ]       with 2 ranks, a rank would have [ q₀ q₁ k₀ ]
       │ matmul, columns in equal parts; all-gather
@@ -10,9 +10,12 @@ columns are then not what a rank computes on::
       │ backward: the ranks' gradients are partial sums: reduce-scatter
       ▼
 
-The weight is a `DTensor` of equal parts all the same: a checkpoint has it as one device has. What it costs beside columns
-whose order fits is an all-gather of the activations. Some matrices, such as the ``Conv1D`` of Hugging Face's GPT-2, keep
-their weight as (in, out), where ``nn.Linear`` has (out, in).
+The weight is a `DTensor` of equal parts all the same: a checkpoint has it as one device has. What it costs beside
+columns whose order fits is an all-gather of the activations. Some matrices, such as the ``Conv1D`` of Hugging Face's
+GPT-2, keep their weight as (in, out), where ``nn.Linear`` has (out, in).
+
+What both give may be written in place, as ``output += x`` and ``nn.ReLU(inplace=True)`` do; PyTorch's styles give a
+view that refuses it.
 """
 
 from __future__ import annotations
@@ -47,7 +50,7 @@ class SectionedColwise(ParallelStyle):
 
         def leave(module: nn.Module, output: DTensor, mesh: DeviceMesh) -> Tensor:
             if not self.sections:
-                return output.redistribute(placements=[Shard(-1)]).to_local()
+                return output.redistribute(placements=[Shard(-1)]).to_local().clone()
             full = output.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
             own = []  # (…, channels / parts) of each section
             for (channels, parts), section in zip(self.sections, full.split(self.widths(full), -1), strict=True):
@@ -64,14 +67,23 @@ class SectionedColwise(ParallelStyle):
         return widths
 
 
-class TransposedRowwise(ParallelStyle):
-    """`RowwiseParallel` of a matrix whose weight is (in, out)."""
+class OwnedRowwise(ParallelStyle):
+    """`RowwiseParallel` whose output may be written in place.
+
+    Args:
+        transposed: whether the weight is (in, out).
+    """
+
+    def __init__(self, transposed: bool = False) -> None:
+        super().__init__()
+        self.transposed = transposed
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         def leave(module: nn.Module, output: DTensor, mesh: DeviceMesh) -> Tensor:
-            return output.redistribute(placements=[Replicate()]).to_local()
+            return output.redistribute(placements=[Replicate()]).to_local().clone()
 
-        return _distribute(module, device_mesh, {"weight": Shard(0), "bias": Replicate()}, Shard(-1), leave)
+        placements: dict[str, Placement] = {"weight": Shard(0 if self.transposed else 1), "bias": Replicate()}
+        return _distribute(module, device_mesh, placements, Shard(-1), leave)
 
 
 def _part(mesh: DeviceMesh, parts: int) -> int:
