@@ -80,6 +80,13 @@ def torchvision_model(name: str, **sizes: Any) -> nn.Module:
     return getattr(import_torchvision("models"), name)(**sizes)
 
 
+def convnext() -> nn.Module:
+    """As convnext_tiny, with fewer and narrower blocks."""
+    models = import_torchvision("models.convnext")
+    setting = [models.CNBlockConfig(32, 64, 2), models.CNBlockConfig(64, None, 2)]
+    return models.ConvNeXt(setting, num_classes=10)
+
+
 def timm_model(name: str, **sizes: Any) -> nn.Module:
     import_torchvision("transforms")
     import timm
@@ -99,7 +106,7 @@ FACTORIES: dict[str, Callable[[], nn.Module]] = {
     "torchvision resnet18": partial(torchvision_model, "resnet18"),
     "torchvision mobilenet_v3_small": partial(torchvision_model, "mobilenet_v3_small"),
     "torchvision efficientnet_b0": partial(torchvision_model, "efficientnet_b0"),
-    "torchvision convnext_tiny": partial(torchvision_model, "convnext_tiny"),
+    "torchvision ConvNeXt": convnext,
     "torchvision VisionTransformer": partial(
         torchvision_model, "VisionTransformer", image_size=64, patch_size=16, num_layers=3, num_heads=4,
         hidden_dim=64, mlp_dim=128, num_classes=10,

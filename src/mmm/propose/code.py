@@ -16,7 +16,7 @@ from mmm.errors import RecordError
 from mmm.parallel.plan import matches
 from mmm.propose.report import group_reason, groups_by_pattern
 from mmm.propose.tensor import TensorPlan
-from mmm.propose.trace import is_transposed, pattern_of
+from mmm.propose.trace import is_transposed
 from mmm.propose.trial import Fix, Group
 from mmm.propose.units import Units
 
@@ -133,11 +133,22 @@ def _without_numbers(model: nn.Module, paths: Sequence[str], styles: dict[str, s
     named = [path for path, _ in model.named_modules(remove_duplicate=False)]
     result: dict[str, str] = {}
     for path in paths:
-        pattern = pattern_of(path)
-        meant = [other for other in named if matches(pattern, other)]
-        same = all(styles.get(other) == styles[path] for other in meant)
-        result[pattern if same and _everywhere(pattern, meant, named) else path] = styles[path]
+        chosen = path
+        for pattern in _patterns(path):
+            meant = [other for other in named if matches(pattern, other)]
+            if all(styles.get(other) == styles[path] for other in meant) and _everywhere(pattern, meant, named):
+                chosen = pattern
+                break
+        result[chosen] = styles[path]
     return result
+
+
+def _patterns(path: str) -> list[str]:
+    """A path with stars for all numbers, for all but the last, …"""
+    parts = path.split(".")
+    numbers = [index for index, part in enumerate(parts) if part.isdigit()]
+    starred = (set(numbers[:count]) for count in range(len(numbers), 0, -1))
+    return [".".join("*" if index in stars else part for index, part in enumerate(parts)) for stars in starred]
 
 
 def _everywhere(pattern: str, meant: Sequence[str], named: Sequence[str]) -> bool:

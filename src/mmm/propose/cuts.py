@@ -60,13 +60,17 @@ def _why_not(trace: Trace, path: str, cuts: Cuts) -> str:
     shared = [parameters_of(trace, node) for node in both if node.name() == ACCUMULATE]
     crossing = [node for node in both if node.name() != ACCUMULATE]
     if crossing:
-        return f"{_source(trace, crossing, after)} goes past it as well"
+        return f"{_source(trace, crossing, after - before)} goes past it as well"
     cuts.shared += sorted(name for name in shared if name and name not in cuts.shared)
     return ""
 
 
 def _source(trace: Trace, crossing: list[Node], after: set[Node]) -> str:
-    """Whose output a crossing tensor is: of the innermost module that returned it."""
+    """Whose output a crossing tensor is: of the innermost module that returned it.
+
+    Args:
+        after: nodes behind the cut alone.
+    """
     names: dict[Node, str] = {}
     for path, calls in trace.calls.items():  # inner modules begin after outer ones, and are named last
         for call in calls:

@@ -82,12 +82,13 @@ def axes_of(subjects: Sequence[Subject]) -> tuple[Axes, int]:
 
 def _find(rank: Rank, subject: Subject, name: str, axes: Axes, parts: int) -> tuple[UserError | None, Proposal | None]:
     try:
-        return None, _proposal(subject, name, axes, parts)
+        return None, propose(subject, name, axes, parts)
     except UserError as error:
         return type(error)(str(error)), None
 
 
-def _proposal(subject: Subject, name: str, axes: Axes, parts: int) -> Proposal:
+def propose(subject: Subject, name: str, axes: Axes, parts: int) -> Proposal:
+    """`find_plan` in this process, for a mesh of these axes, of which that of tp has `parts` ranks."""
     model = make_model(subject, None, dropout=False, evaluating=True)
     keep_no_cache(model)
     batch = make_batch(subject)

@@ -149,9 +149,9 @@ def _batches_of(model: nn.Module, samples: int) -> tuple[Batch, ...]:
             dims = len(module.kernel_size)
             sides = SIDES if dims < 3 else SIDES[:1]
             return tuple(_floats(samples, module.in_channels, *[side] * dims) for side in sides)
-        width = next((getattr(module, name, None) for name in ("embed_dim", "in_features")), None)
         shape = getattr(module, "normalized_shape", None)
-        width = shape[-1] if isinstance(shape, tuple) else width
+        width = shape[-1] if isinstance(shape, tuple) else getattr(module, "embed_dim", None)
+        width = getattr(module, "in_features", None) if width is None else width
         if isinstance(width, int) and any(True for _ in module.parameters(recurse=False)):
             return (*(_floats(samples, length, width) for length in LENGTHS), _floats(samples, width))
     return ()

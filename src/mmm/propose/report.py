@@ -37,7 +37,7 @@ def group_name(group: Group) -> str:
     prefix = f"{around}." if around else ""
 
     def short(paths: Sequence[str]) -> str:
-        return ", ".join(dict.fromkeys(pattern_of(path.removeprefix(prefix)) for path in paths))
+        return ", ".join(path.removeprefix(prefix) for path in paths)
 
     name = f"{pattern_of(around)}: " if around else ""
     return f"{name}{short(list(group.producers))} → {short(group.consumers)}"

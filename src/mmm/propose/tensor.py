@@ -105,7 +105,7 @@ def find_tensor_plan(trace: Trace, parts: int) -> TensorPlan:
     matrices = _Matrices(trace)
     tied = _tied(trace.model)
     candidates = [(call, *matrices.before(call)) for call in matrices.calls]
-    candidates.sort(key=lambda candidate: len(candidate[2]))  # a residual stream is longer than what it carries
+    candidates.sort(key=lambda candidate: _order(trace, candidate))
     taken: set[str] = set()
     known: list[str] = []
     for call, producers, _ in candidates:
@@ -133,6 +133,14 @@ def find_tensor_plan(trace: Trace, parts: int) -> TensorPlan:
     refused = {path for group in plan.refused for path in group.members}
     plan.replicated = _replicated(trace, tied, taken | refused)
     return plan
+
+
+def _order(trace: Trace, candidate: tuple[Call, list[Call], list[Node]]) -> tuple[int, int]:
+    """Matrices of one inner module first; then those with less between them: a residual stream is longer than what
+    feeds it."""
+    call, producers, between = candidate
+    around = _around(trace, [call.path, *(producer.path for producer in producers)])
+    return -len(around.split(".")) if around else 0, len(between)
 
 
 def _closure(matrices: _Matrices, call: Call) -> tuple[list[Call], list[Call], list[Node]] | None:
@@ -181,24 +189,35 @@ def _group(
         return group
     inputs = [Consumer(call.entered, (*_leading(call), call.width)) for call in consumers if call.entered is not None]
     edges: list[GradientEdge] = [call.left[0] for call in producers if call.left[0] is not None]
+    stop = {edge.node for edge in edges}
     for call, mask in zip(producers, parts_reached(inputs, edges, parts), strict=True):
         sections = sections_of(mask, parts)
         if sections is None:
             group.refused = f"the channels of {call.path} do not go to the ranks in sections"
+            group.refused = _mixing(trace, inputs, stop, parts) or group.refused
             return group
         group.producers[call.path] = sections
-    shared = [path for path, sections in group.producers.items() if all(pieces == 1 for _, pieces in sections)]
-    if len(shared) < len(producers):
+    everything = [section for sections in group.producers.values() for section in sections]
+    if all(pieces == 1 for _, pieces in everything):
+        group.refused = "each channel of the one goes into each of the other"
+    else:
         group.refused = _between(trace, group, between)
-    if not group.refused and len(shared) < len(producers):
+    if not group.refused:
         try_group(trace, group, parts, known)
-    if shared and (group.refused or len(shared) == len(producers)):
-        node = mixing_node(inputs, {edge.node for edge in edges}, parts)
-        if node is not None:
-            path = _module_of(trace, node)
-            where = f"{path} ({operator_of(node)})" if path else operator_of(node)
-            group.refused = f"{where} computes with channels of all heads: a rank would have a part of them"
+    # A section as wide as the input is no key or value that heads share.
+    if group.refused and any(pieces == 1 and width >= inputs[0].shape[-1] for width, pieces in everything):
+        group.refused = _mixing(trace, inputs, stop, parts) or group.refused
     return group
+
+
+def _mixing(trace: Trace, inputs: list[Consumer], stop: set[Node], parts: int) -> str:
+    """Which operator computes with the channels of several ranks, in words; empty if none is found."""
+    node = mixing_node(inputs, stop, parts)
+    if node is None:
+        return ""
+    path = _module_of(trace, node)
+    where = f"{path} ({operator_of(node)})" if path else operator_of(node)
+    return f"{where} computes with channels of all heads: a rank would have a part of them"
 
 
 def _leading(call: Call) -> tuple[int, ...]:

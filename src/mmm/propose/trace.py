@@ -148,6 +148,7 @@ def trace(model: nn.Module, step: Any) -> Trace:
 def _watch(path: str, module: nn.Module, calls: dict[str, list[Call]]) -> list[RemovableHandle]:
     """Note each call of a module in `calls`."""
     open_calls: list[Call] = []
+    matrix = is_matrix(module)
 
     def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
@@ -157,14 +158,18 @@ def _watch(path: str, module: nn.Module, calls: dict[str, list[Call]]) -> list[R
         calls.setdefault(path, []).append(call)
         open_calls.append(call)
 
-    def leave(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+    def leave(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         call = open_calls.pop()
+        if matrix and isinstance(output, Tensor):
+            # What F.linear gives is a view: written in place, it would come of another node than the one noted here.
+            output = output.clone()
         tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
         call.left = [edge_of(tensor) for tensor in tensors]
         call.returned = tensors
         call.version = version_of(tensors[0]) if tensors else 0
-        if is_matrix(module) and tensors:
+        if matrix and tensors:
             call.output = tensors[0].detach().clone()
+        return output
 
     return [
         module.register_forward_pre_hook(enter, with_kwargs=True),

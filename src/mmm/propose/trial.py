@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import linecache
+import math
 import os
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
@@ -79,17 +80,18 @@ def try_group(trace: Trace, group: Group, parts: int, known: Sequence[str]) -> N
             group.fixes = list(fixes)
             return
         problems.append(problem)
-    same_file = [problem for problem in problems if problem.file == problems[0].file]
+    same_file = [problem for problem in problems if problem.file in (problems[0].file, "")]
     group.refused = max(same_file, key=lambda problem: problem.line).text  # the farthest that its forward came
 
 
 @dataclass(frozen=True)
 class _Problem:
-    """Why the sum over the parts is not the whole, and where in the model's code that came up."""
+    """Why the sum over the parts is not the whole, and where in the model's code that came up: without a file, after
+    all of it."""
 
     text: str
     file: str = ""
-    line: int = 0
+    line: float = math.inf
 
 
 def _problem(
