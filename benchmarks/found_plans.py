@@ -16,6 +16,7 @@ import json
 import platform
 import re
 import tempfile
+import textwrap
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -94,6 +95,13 @@ def timm_model(name: str, **sizes: Any) -> nn.Module:
     return timm.create_model(name, pretrained=False, **sizes)
 
 
+def mixer() -> nn.Module:
+    import_torchvision("transforms")
+    from timm.models.mlp_mixer import MlpMixer
+
+    return MlpMixer(img_size=64, patch_size=16, num_blocks=3, embed_dim=64)
+
+
 def encoder() -> nn.Module:
     return nn.TransformerEncoder(nn.TransformerEncoderLayer(32, 4, 64, batch_first=True), 3)
 
@@ -122,7 +130,7 @@ FACTORIES: dict[str, Callable[[], nn.Module]] = {
     "timm beit_base_patch16_224": partial(
         timm_model, "beit_base_patch16_224", img_size=64, depth=3, embed_dim=64, num_heads=4
     ),
-    "timm mixer_s16_224": partial(timm_model, "mixer_s16_224", img_size=64, num_blocks=3, embed_dim=64),
+    "timm MlpMixer": mixer,
     "timm swin_tiny_patch4_window7_224": partial(
         timm_model, "swin_tiny_patch4_window7_224", img_size=64, window_size=4, embed_dim=32, depths=(2, 2),
         num_heads=(2, 4),
@@ -190,7 +198,8 @@ def columns(row: Row) -> list[str]:
     refused += [f"{pattern}: {why}" for pattern, why in plan.replicated.items() if not plan.groups]
     splits = f"{len(cuts.after)} of {len(cuts.after) + len(cuts.refused)}"
     why = refused or list(dict.fromkeys(cuts.refused.values()))
-    return [row.name, proven[row.fsdp], f"{len(plan.groups)}: {found}", proven[row.tensor], splits, "; ".join(why[:2])]
+    whys = "; ".join(textwrap.shorten(text, 200, placeholder=" …") for text in why[:2])
+    return [row.name, proven[row.fsdp], f"{len(plan.groups)}: {found}", proven[row.tensor], splits, whys]
 
 
 def main() -> None:

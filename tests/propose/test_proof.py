@@ -48,13 +48,14 @@ def test_every_kind_of_group_on_both_axes():
     ("model_fn", "batch_fn", "mesh"),
     [
         (models.llama, floats, "dp2,tp2"),
+        (models.llama, floats, "tp4"),  # 2 heads of keys
         (models.encoder, floats, "dp2,tp2"),
         (models.Skips, floats, "tp4"),
         (models.Shares, floats, "dp2"),
         (models.ConvNet, images, "dp2"),
         (lambda: nn.Linear(16, 4), floats, "dp2"),
     ],
-    ids=["grouped heads", "encoder", "skips", "shares", "convolutions", "one matrix"],
+    ids=["grouped heads", "fewer of them than ranks", "encoder", "skips", "shares", "convolutions", "one matrix"],
 )
 def test_others(model_fn, batch_fn, mesh):
     _, verdict = proven(model_fn, batch_fn, mesh)

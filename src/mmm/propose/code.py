@@ -101,21 +101,21 @@ def _table(model: nn.Module, plan: TensorPlan) -> list[str]:
     """The styles of the modules, a group after the other."""
     styles: dict[str, str] = {}
     for group in plan.groups:
-        styles |= _styles(model, group)
+        styles |= _styles(model, group, plan.parts)
     lines = [f"TENSOR = {{  # module: how its weight is sharded over {plan.parts} ranks"]
     for groups in groups_by_pattern(plan.groups).values():
         lines += _comment(group_reason(groups[0], len(groups), plan.parts), INDENT)
-        paths = [path for group in groups for path in _styles(model, group)]
+        paths = [path for group in groups for path in _styles(model, group, plan.parts)]
         lines += [f'{INDENT}"{path}": {style},' for path, style in _without_numbers(model, paths, styles).items()]
     return [*lines, "}"]
 
 
-def _styles(model: nn.Module, group: Group) -> dict[str, str]:
+def _styles(model: nn.Module, group: Group, parts: int) -> dict[str, str]:
     """By path, the style of a module as source."""
     styles: dict[str, str] = {}
     for path, sections in group.producers.items():
         transposed = is_transposed(model.get_submodule(path))
-        plain = len(sections) == 1 and sections[0][1] > 1
+        plain = len(sections) == 1 and sections[0][1] == parts
         words = [] if plain else [str(section) for section in sections]
         words += ["transposed=True"] if transposed else []
         own = words or path in group.written

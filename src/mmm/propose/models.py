@@ -149,12 +149,19 @@ def _batches_of(model: nn.Module, samples: int) -> tuple[Batch, ...]:
             dims = len(module.kernel_size)
             sides = SIDES if dims < 3 else SIDES[:1]
             return tuple(_floats(samples, module.in_channels, *[side] * dims) for side in sides)
-        shape = getattr(module, "normalized_shape", None)
-        width = shape[-1] if isinstance(shape, tuple) else getattr(module, "embed_dim", None)
-        width = getattr(module, "in_features", None) if width is None else width
-        if isinstance(width, int) and any(True for _ in module.parameters(recurse=False)):
+        width = _width_of(module)
+        if width:
             return (*(_floats(samples, length, width) for length in LENGTHS), _floats(samples, width))
     return ()
+
+
+def _width_of(module: nn.Module) -> int:
+    """The last dim of what a module takes; 0 of one that does not say."""
+    if isinstance(module, nn.LayerNorm):
+        return module.normalized_shape[-1]
+    if isinstance(module, nn.MultiheadAttention):
+        return module.embed_dim
+    return module.in_features if isinstance(module, nn.Linear) else 0
 
 
 def _library(name: str) -> ModuleType:

@@ -21,7 +21,10 @@ def groups_by_pattern(groups: Sequence[Group]) -> dict[tuple[object, ...], list[
     alike: dict[tuple[object, ...], list[Group]] = {}
     for group in groups:
         key = (
-            *((pattern_of(path), sections) for path, sections in group.producers.items()),
+            *(
+                (pattern_of(path), sections if len(sections) > 1 and not group.refused else 1)
+                for path, sections in group.producers.items()
+            ),
             *(pattern_of(path) for path in group.consumers),
             *((pattern_of(path), name) for path, name in group.fixes),
             *(pattern_of(path) for path in group.between),
@@ -56,8 +59,9 @@ def group_reason(group: Group, count: int, parts: int) -> str:
             words.append(f"all ranks need the same {' and '.join(map(str, shared))} channels of {own}")
     for path in group.between:
         words.append(f"{path.rpartition('.')[2]} sees a rank's heads or channels alone: its gradients are partial")
-    for name in dict.fromkeys(name for _, name in group.fixes):
-        words.append(f"its forward counts by {name}, which is divided by {parts}")
+    if group.fixes:
+        names = " and ".join(dict.fromkeys(name for _, name in group.fixes))
+        words.append(f"its forward counts by {names}: divided by {parts}")
     return "; ".join(words)
 
 

@@ -217,7 +217,7 @@ def _mixing(trace: Trace, inputs: list[Consumer], stop: set[Node], parts: int) -
         return ""
     path = _module_of(trace, node)
     where = f"{path} ({operator_of(node)})" if path else operator_of(node)
-    return f"{where} computes with channels of all heads: a rank would have a part of them"
+    return f"{where} computes with the channels of several ranks"
 
 
 def _leading(call: Call) -> tuple[int, ...]:
@@ -306,7 +306,7 @@ def _replicated(trace: Trace, tied: dict[str, str], others: set[str]) -> dict[st
             continue
         if path not in trace.calls:
             above = parent_of(path)
-            reason = f"it is not called: {above or 'the model'} uses its weight, or nothing does"
+            reason = f"it is not called: {pattern_of(above) or 'the model'} uses its weight, or nothing does"
         elif f"{path}.weight" in tied:
             reason = f"tied to {tied[f'{path}.weight']}"
         else:

@@ -1,0 +1,118 @@
+"""Plans for unedited models of transformers and timm; benchmarks/found_plans.py has more of them."""
+
+import json
+
+import pytest
+
+from mmm.cli.main import main
+from mmm.propose.code import Axes
+from mmm.propose.find import propose
+from mmm.propose.models import default_batch, load_model
+from mmm.verify.subject import make_subject
+
+pytestmark = pytest.mark.interop
+
+LLAMA = {
+    "model_type": "llama", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "vocab_size": 64, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+GPT2 = {
+    "model_type": "gpt2", "n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 64, "n_positions": 64,
+    "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+OPT = {**LLAMA, "model_type": "opt", "ffn_dim": 64, "word_embed_proj_dim": 32, "max_position_embeddings": 64}
+OLMO2 = {**LLAMA, "model_type": "olmo2"}
+T5 = {
+    "model_type": "t5", "d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4, "vocab_size": 64,
+    "decoder_start_token_id": 0,
+}  # fmt: skip
+BLOOM = {"model_type": "bloom", "hidden_size": 32, "n_layer": 2, "n_head": 4, "vocab_size": 64, "pad_token_id": 0}
+
+
+def found(name):
+    model = load_model(name)
+    batch_fn = default_batch(model, 100.0)
+    subject = make_subject(model.model_fn, None, batch_fn, model.step_fn, "dp2")
+    return propose(subject, name, Axes(("dp",), "tp"), 2)
+
+
+def written(config, folder):
+    (folder / "config.json").write_text(json.dumps(config))
+    return f"hf:{folder}"
+
+
+def consumers(proposal):
+    return [group.consumers[0] for group in proposal.tensor.groups]
+
+
+def test_a_llama_from_its_config(tmp_path, capsys):
+    """From the command line, proven on both axes."""
+    assert main(["verify", written(LLAMA, tmp_path), "--mesh", "dp2,tp2", "--write", str(tmp_path / "plan.py")]) == 0
+    out = capsys.readouterr().out
+    assert "model.layers.*.self_attn: q_proj, k_proj, v_proj → o_proj (2 times)" in out
+    assert "same: dp2·tp2" in out
+
+
+@pytest.mark.parametrize(
+    ("config", "group", "sections", "fixes"),
+    [
+        (GPT2, "transformer.h.0.attn.c_proj", [((32, 2),) * 3], ["split_size"]),
+        (OPT, "model.decoder.layers.1.self_attn.out_proj", [((32, 2),)] * 3, ["num_heads"]),
+        (BLOOM, "transformer.h.0.mlp.dense_4h_to_h", [((128, 2),)], []),
+    ],
+    ids=["gpt2", "opt", "bloom"],
+)
+def test_groups(config, group, sections, fixes, tmp_path):
+    proposal = found(written(config, tmp_path))
+    (one,) = [one for one in proposal.tensor.groups if one.consumers == [group]]
+    assert list(one.producers.values()) == sections
+    assert [name for _, name in one.fixes] == fixes
+
+
+@pytest.mark.parametrize(
+    ("config", "says"),
+    [
+        (OLMO2, "q_norm (mul) computes with the channels of several ranks"),
+        (BLOOM, "alibi.baddbmm("),
+        (T5, "and others take it"),
+    ],
+    ids=["olmo2", "bloom", "t5"],
+)
+def test_refusals(config, says, tmp_path):
+    proposal = found(written(config, tmp_path))
+    assert any(says in group.refused for group in proposal.tensor.refused), str(proposal)
+    assert len(proposal.tensor.groups) >= 2  # the MLPs
+
+
+def test_a_decoder_that_sees_an_encoder_has_no_cuts(tmp_path):
+    cuts = found(written(T5, tmp_path)).cuts
+    assert cuts.after == ["encoder.block.1"]  # the encoder's last; what its first computes of positions goes to all
+    assert all("goes past it as well" in why for why in cuts.refused.values())
+
+
+def test_timm():
+    proposal = found("timm:vit_tiny_patch16_224")
+    assert consumers(proposal) == [f"blocks.{number}.mlp.fc2" for number in range(12)]
+    assert proposal.tensor.refused[0].refused.startswith("blocks.0.attn")  # 3 heads do not go to 2 ranks
+    assert len(proposal.units.blocks) == len(proposal.cuts.after) + 1 == 12
+
+
+@pytest.mark.parametrize(
+    ("config", "says"),
+    [
+        ({"model_type": "lama"}, "has no model_type lama; did you mean llama"),
+        ({}, "has no model_type None"),
+        ({**LLAMA, "hidden_size": "wide"}, "transformers refuses it"),
+        ({**LLAMA, "architectures": ["T5ForConditionalGeneration"]}, "the model's function raises"),
+    ],
+)
+def test_configs_that_cannot_be_used(config, says, tmp_path, capsys):
+    assert main(["verify", written(config, tmp_path)]) == 2
+    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("mmm: error")]
+    assert len(lines) == 1
+    assert says in lines[0]
+
+
+def test_a_name_misspelt(capsys):
+    assert main(["verify", "timm:vit_tiny_patch61_224"]) == 2
+    assert "did you mean vit_tiny_patch16_224" in capsys.readouterr().err
