@@ -27,6 +27,9 @@ IN_STRINGS = {
     ("launch/plan/options.py", "mmm.examples.fsdp_tp"),
     ("models/weights.py", "mmm.parallel.meta_parameters"),
     ("plan/models.py", "mmm.trainer.cnn"),
+    ("propose/code.py", "mmm.parallel"),  # the code that it writes
+    ("propose/code.py", "mmm.parallel.dp.sync_batch_norm"),
+    ("propose/code.py", "mmm.parallel.tp.sections"),
     ("plan/utilization.py", "mmm.machines.peaks"),  # which a message names
     ("trainer/run/record.py", "mmm.history.plots.draw"),  # which it runs
     ("plan/models.py", "mmm.trainer.lm"),

@@ -44,7 +44,7 @@ def write_code(model: nn.Module, name: str, axes: Axes, units: Units | None, pla
     table = _table(model, plan) if tensor and plan is not None else []
     used = "\n".join([*table, *body])
     lines = [
-        f'"""{name}, made parallel: a plan that `mmm verify` found, and verified."""',
+        f'"""{name}, made parallel: a plan that `mmm verify` found."""',
         "",
         *_imports(used),
         *(["", *table] if table else []),
