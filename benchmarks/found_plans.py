@@ -31,7 +31,7 @@ from mmm.data.images.torchvision_shim import import_torchvision
 from mmm.errors import UserError
 from mmm.propose.code import load_code
 from mmm.propose.find import Proposal, find_plan
-from mmm.propose.models import NamedModel, default_batch, load_model
+from mmm.propose.models import SAMPLES, NamedModel, default_batch, load_model
 from mmm.propose.report import group_name, groups_by_pattern
 from mmm.verify.run import verify_subject
 from mmm.verify.subject import make_subject
@@ -165,7 +165,7 @@ def run(name: str, folder: Path, verbose: bool) -> Row:
     begin, row = time.monotonic(), Row(name)
     try:
         model = named_model(name, folder)
-        batch_fn = default_batch(model, TIMEOUT)
+        batch_fn = default_batch(model, SAMPLES, TIMEOUT)
         dp, tp = (
             make_subject(model.model_fn, lambda model, mesh: None, batch_fn, model.step_fn, mesh)
             for mesh in ("dp2", "tp2")
@@ -195,7 +195,8 @@ def columns(row: Row) -> list[str]:
     found = "; ".join(dict.fromkeys(group_name(groups[0]).rpartition(": ")[2] for groups in alike)) or "none"
     proven = {True: "yes", False: "**no**", None: "–"}
     refused = [f"{group_name(groups[0])}: {groups[0].refused}" for groups in groups_by_pattern(plan.refused).values()]
-    refused += [f"{pattern}: {why}" for pattern, why in plan.replicated.items() if not plan.groups]
+    functions = ("it is not called", "a parameter of")
+    refused += [f"{n}: {why}" for n, why in plan.replicated.items() if not plan.groups or why.startswith(functions)]
     splits = f"{len(cuts.after)} of {len(cuts.after) + len(cuts.refused)}"
     why = refused or list(dict.fromkeys(cuts.refused.values()))
     whys = "; ".join(textwrap.shorten(text, 200, placeholder=" …") for text in why[:2])

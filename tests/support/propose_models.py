@@ -17,6 +17,7 @@ class Heads(nn.Module):
         self.num_heads = heads
         self.head_dim = dim // heads
         self.qkv, self.out = nn.Linear(dim, 3 * dim), nn.Linear(dim, dim)
+        self.register_buffer("mask", torch.ones(6, 6, dtype=torch.bool).tril())
 
     def normed(self, q, k):  # (batch, seq, channels)
         return q, k
@@ -26,7 +27,7 @@ class Heads(nn.Module):
         q, k = self.normed(q, k)
         heads = 4 if self.fixed else self.num_heads
         q, k, v = (t.view(*x.shape[:2], heads, self.head_dim).transpose(1, 2) for t in (q, k, v))
-        y = F.scaled_dot_product_attention(q, k, v)
+        y = F.scaled_dot_product_attention(q, k, v, self.mask)
         return self.out(y.transpose(1, 2).flatten(2))
 
 

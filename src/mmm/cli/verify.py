@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -59,7 +60,7 @@ def _parser() -> argparse.ArgumentParser:
 def main(argv: list[str]) -> int:
     """Verify on one or more meshes. Returns the largest exit code of them. Raises UserError."""
     args = _parser().parse_args(argv)
-    from mmm.propose.models import default_batch, load_model  # imports torch
+    from mmm.propose.models import SAMPLES, default_batch, load_model  # imports torch
     from mmm.verify.run import verify_subject
     from mmm.verify.subject import load_function, make_subject
     from mmm.verify.verdict import Verdict, write_badge, write_json
@@ -72,12 +73,11 @@ def main(argv: list[str]) -> int:
     model = load_model(args.model)
     parallelize_fn = named(args.parallelize, "--parallelize")
     step_fn = named(args.step, "--step") or model.step_fn
-    batch_fn = named(args.batch, "--batch") or default_batch(model, args.timeout)
     subjects = [
         make_subject(
             model.model_fn,
             parallelize_fn,
-            batch_fn,
+            named(args.batch, "--batch"),
             step_fn,
             mesh,
             batch_axes=args.batch_axes,
@@ -86,6 +86,10 @@ def main(argv: list[str]) -> int:
         )
         for mesh in args.mesh or (["dp2"] if parallelize_fn is not None else ["dp2", "tp2"])
     ]
+    if args.batch is None:
+        parts = math.lcm(*(subject.parts for subject in subjects))
+        batch_fn = default_batch(model, parts * math.ceil(SAMPLES / parts), args.timeout)
+        subjects = [replace(subject, batch_fn=batch_fn) for subject in subjects]
     lacking = 0
     if parallelize_fn is None:
         subjects, lacking = _with_found_plan(subjects, args.model, args.write, args.timeout)

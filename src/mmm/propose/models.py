@@ -43,13 +43,14 @@ class NamedModel:
     """A model by its name.
 
     Attributes:
-        model_fn: () → the model, with random weights. batches: functions that make a batch for it, of which the first
-            that its forward takes is meant; empty where they depend on the model itself. step_fn: where it is not
-        `plain_step`.
+        model_fn: () → the model, with random weights.
+        batches: samples → functions that make a batch of as many, of which the first that its forward takes is meant.
+            None where they depend on the model itself.
+        step_fn: where it is not `plain_step`.
     """
 
     model_fn: Callable[[], nn.Module]
-    batches: tuple[Batch, ...] = ()
+    batches: Callable[[int], tuple[Batch, ...]] | None = None
     step_fn: Callable[[nn.Module, Any], Tensor] = plain_step
 
 
@@ -73,19 +74,19 @@ def keep_no_cache(model: nn.Module) -> None:
         model.config.use_cache = False  # type: ignore[union-attr]
 
 
-def default_batch(named: NamedModel, timeout: float) -> Batch:
+def default_batch(named: NamedModel, samples: int, timeout: float) -> Batch:
     """A function that makes a batch that a model takes, chosen by a process that is then gone.
 
     Tokens where the model begins with an embedding, images where it begins with a convolution, else floats.
 
     Args:
-        timeout: seconds that it may take.
+        samples: of the batch. timeout: seconds that it may take.
 
     Raises:
         ConfigError: the model's function raises, or gives none; or its forward takes none of what was tried.
     """
     try:
-        ((problem, batch),) = fork_ranks(_choose_batch, 1, named, timeout=timeout)
+        ((problem, batch),) = fork_ranks(_choose_batch, 1, named, samples, timeout=timeout)
     except RanksFailed as failure:
         raise ConfigError(f"finding a batch: {str(failure).removeprefix('rank 0: ')}") from None
     if problem:
@@ -93,7 +94,7 @@ def default_batch(named: NamedModel, timeout: float) -> Batch:
     return lambda: batch
 
 
-def _choose_batch(rank: Rank, named: NamedModel) -> tuple[str, Any]:
+def _choose_batch(rank: Rank, named: NamedModel, samples: int) -> tuple[str, Any]:
     """Why there is none, or the batch."""
     try:
         model = make_model(make_subject(named.model_fn, _nothing, dict, None, "dp1"), None, False, True)
@@ -101,7 +102,7 @@ def _choose_batch(rank: Rank, named: NamedModel) -> tuple[str, Any]:
         return str(error), None
     keep_no_cache(model)
     problems = []
-    for make in named.batches or _batches_of(model, SAMPLES):
+    for make in named.batches(samples) if named.batches else _batches_of(model, samples):
         seed_all(SEED)
         batch = make()
         try:
@@ -141,7 +142,7 @@ def _tokens(vocab_size: int, *shape: int) -> Batch:
 def _batches_of(model: nn.Module, samples: int) -> tuple[Batch, ...]:
     """Batches by the first module that has parameters."""
     if _is_hugging_face(model):
-        return _hugging_face_batches(model.config, samples, True)
+        return _hugging_face_batches(type(model), model.config, samples, True)
     for module in model.modules():
         if isinstance(module, nn.Embedding):
             return tuple(_tokens(module.num_embeddings, samples, length) for length in LENGTHS)
@@ -194,7 +195,7 @@ def _torchvision(name: str) -> NamedModel:
     known = models.list_models()
     if name not in known:
         raise _near("torchvision", name, known)
-    return NamedModel(lambda: models.get_model(name, weights=None), _images(3, SIDES))
+    return NamedModel(lambda: models.get_model(name, weights=None), lambda samples: _images(samples, 3, SIDES))
 
 
 def _part(part: str) -> Any:
@@ -204,8 +205,8 @@ def _part(part: str) -> Any:
         raise ConfigError(str(error)) from None
 
 
-def _images(channels: int, sides: tuple[int, ...]) -> tuple[Batch, ...]:
-    return tuple(_floats(SAMPLES, channels, side, side) for side in sides)
+def _images(samples: int, channels: int, sides: tuple[int, ...]) -> tuple[Batch, ...]:
+    return tuple(_floats(samples, channels, side, side) for side in sides)
 
 
 def _timm(name: str) -> NamedModel:
@@ -216,10 +217,13 @@ def _timm(name: str) -> NamedModel:
         raise _near("timm", name, known)
     config = timm.get_pretrained_cfg(base)
     channels, height, width = config.input_size if config is not None else (3, 224, 224)
-    if config is not None and config.fixed_input_size:
-        batches: tuple[Batch, ...] = (_floats(SAMPLES, channels, height, width),)
-    else:
-        batches = _images(channels, (*(side for side in SIDES if side < height), height))
+    fixed = config is not None and config.fixed_input_size
+
+    def batches(samples: int) -> tuple[Batch, ...]:
+        if fixed:
+            return (_floats(samples, channels, height, width),)
+        return _images(samples, channels, (*(side for side in SIDES if side < height), height))
+
     return NamedModel(lambda: timm.create_model(base, pretrained=False), batches)
 
 
@@ -242,8 +246,11 @@ def _hugging_face(path: str) -> NamedModel:
         raise ConfigError(f"{file}: transformers refuses it: {type(error).__name__}: {first}") from None
     config.use_cache = False  # what is kept for the next token is of no use in a step
     kind, with_loss = _class_of(config)
-    batches = _hugging_face_batches(config, SAMPLES, with_loss)
-    return NamedModel(lambda: kind(config), batches, plain_step if with_loss else square_of_output)
+    return NamedModel(
+        lambda: kind(config),
+        lambda samples: _hugging_face_batches(kind, config, samples, with_loss),
+        plain_step if with_loss else square_of_output,
+    )
 
 
 def _class_of(config: Any) -> tuple[Any, bool]:
@@ -268,22 +275,21 @@ def square_of_output(model: nn.Module, batch: Any) -> Tensor:
     return tree_leaves(tuple(model(**batch).values()))[0].square().mean()
 
 
+def _labelled_images(config: Any, samples: int, with_loss: bool) -> dict[str, Tensor]:
+    side, channels = getattr(config, "image_size", None) or 224, getattr(config, "num_channels", None) or 3
+    images = {"pixel_values": torch.randn(samples, channels, side, side)}
+    return images | ({"labels": torch.randint(config.num_labels, (samples,))} if with_loss else {})
+
+
 def _is_hugging_face(model: nn.Module) -> bool:
     return any(kind.__name__ == "PreTrainedModel" for kind in type(model).__mro__) and hasattr(model, "config")
 
 
-def _hugging_face_batches(config: Any, samples: int, with_loss: bool) -> tuple[Batch, ...]:
+def _hugging_face_batches(kind: Any, config: Any, samples: int, with_loss: bool) -> tuple[Batch, ...]:
     """Tokens with labels, or images with labels."""
-    vocab = getattr(config, "vocab_size", None)
-    if vocab is None:
-        side, channels = getattr(config, "image_size", None) or 224, getattr(config, "num_channels", None) or 3
-        labels = getattr(config, "num_labels", 2)
-        return (
-            lambda: {
-                "pixel_values": torch.randn(samples, channels, side, side),
-                "labels": torch.randint(labels, (samples,)),
-            },
-        )
+    vocab = getattr(config, "vocab_size", 0)
+    if getattr(kind, "main_input_name", "") == "pixel_values":
+        return (lambda: _labelled_images(config, samples, with_loss),)
 
     def tokens(length: int) -> Batch:
         def make() -> dict[str, Tensor]:

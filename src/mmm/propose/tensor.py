@@ -22,7 +22,9 @@ from mmm.propose.channels import (
 )
 from mmm.propose.trace import Call, Trace, backward_from, is_matrix, parent_of, pattern_of, widths
 from mmm.propose.trial import Group, try_group
+from mmm.torch_private.module import Convolution
 
+LARGE = 0.02  # of all parameters: from which on one is named that is in no matrix
 MOST_CONSUMERS = 4  # of a group: more is a residual stream
 
 
@@ -187,7 +189,7 @@ def _group(
     group.refused = _uneven(trace, group, parts, tied)
     if group.refused:
         return group
-    inputs = [Consumer(call.entered, (*_leading(call), call.width)) for call in consumers if call.entered is not None]
+    inputs = [Consumer(call.entered, call.shape) for call in consumers if call.entered is not None]
     edges: list[GradientEdge] = [call.left[0] for call in producers if call.left[0] is not None]
     stop = {edge.node for edge in edges}
     for call, mask in zip(producers, parts_reached(inputs, edges, parts), strict=True):
@@ -218,12 +220,6 @@ def _mixing(trace: Trace, inputs: list[Consumer], stop: set[Node], parts: int) -
     path = _module_of(trace, node)
     where = f"{path} ({operator_of(node)})" if path else operator_of(node)
     return f"{where} computes with the channels of several ranks"
-
-
-def _leading(call: Call) -> tuple[int, ...]:
-    args, kwargs = call.arguments
-    tensor = args[0] if args else next(iter(kwargs.values()))
-    return tuple(tensor.shape[:-1])
 
 
 def _around(trace: Trace, paths: Sequence[str]) -> str:
@@ -312,4 +308,10 @@ def _replicated(trace: Trace, tied: dict[str, str], others: set[str]) -> dict[st
         else:
             reason = "no second matrix follows, or goes before, by channels alone"
         reasons.setdefault(pattern_of(path), reason)
+    total = sum(parameter.numel() for parameter in trace.model.parameters())
+    for name, parameter in trace.model.named_parameters():
+        module = trace.model.get_submodule(parent_of(name))
+        known = is_matrix(module) or isinstance(module, nn.Embedding | Convolution)
+        if not known and parameter.ndim > 1 and parameter.numel() >= LARGE * total:
+            reasons.setdefault(pattern_of(name), f"a parameter of {type(module).__name__} itself, in no matrix module")
     return reasons

@@ -22,7 +22,7 @@ class Call:
     """One call of a module.
 
     Attributes:
-        path: of the module. arguments: what it was called with, by position and by name.
+        path: of the module. arguments: what it was called with, by position and by name. shape: of its first tensor.
         entered, left: the edges of the graph at its first tensor, and at each tensor that it returned; None where that
             needs no gradient. output: the elements of the first that it returned, of matrices alone.
         returned: the tensors that it returned. version: of the first of them, as it was returned.
@@ -31,7 +31,7 @@ class Call:
     path: str
     arguments: tuple[tuple[Any, ...], dict[str, Any]]
     entered: GradientEdge | None
-    width: int
+    shape: tuple[int, ...]
     left: list[GradientEdge | None] = field(default_factory=list)
     output: Tensor | None = None
     returned: list[Tensor] = field(default_factory=list)
@@ -153,8 +153,7 @@ def _watch(path: str, module: nn.Module, calls: dict[str, list[Call]]) -> list[R
     def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         first = next((leaf for leaf in tensors if leaf.is_floating_point()), tensors[0] if tensors else None)
-        width = first.shape[-1] if first is not None and first.ndim else 0
-        call = Call(path, (args, kwargs), edge_of(first), width)
+        call = Call(path, (args, kwargs), edge_of(first), tuple(first.shape) if first is not None else ())
         calls.setdefault(path, []).append(call)
         open_calls.append(call)
 

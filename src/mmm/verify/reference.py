@@ -66,6 +66,7 @@ class Reference:
 
 def size_of(tensor: Tensor) -> float:
     """The largest element's magnitude."""
+    tensor = tensor.byte() if tensor.dtype == torch.bool else tensor  # bools have no abs
     return tensor.abs().max().item() if tensor.numel() else 0.0
 
 
