@@ -76,6 +76,27 @@ def test_what_else_a_module_returns_is_followed():
     assert "first also returns a tensor of (1, 4, 1, 1), which would be (1, 2, 1, 1), and others take it" in why
 
 
+def test_a_matrix_whose_output_goes_elsewhere_too():
+    assert found(models.Gated, floats).tensor.groups == []
+
+
+def test_a_matrix_that_is_called_in_other_company():
+    proposal = found(models.SharedRows, floats)
+    assert proposal.tensor.groups == []
+    assert refusal_of(proposal, "mlp.down") == "mlp.down is called 2 times a forward, others of the group not"
+
+
+def test_matrices_that_are_tied():
+    proposal = found(models.TiedUps, floats)
+    assert proposal.tensor.groups == []
+    assert refusal_of(proposal, "mlps.0.down") == "the weight of mlps.0.up is that of mlps.1.up.weight too"
+
+
+def test_a_weight_that_is_used_outside_of_its_module():
+    proposal = found(lambda: models.WeightInFunction(models.Heads), tokens)
+    assert proposal.units.root["embedding"] == "weight is used outside of its forward too"
+
+
 def test_ties_go_with_the_root():
     proposal = decoder(models.Heads, tie=True)
     assert proposal.units.blocks == ["layers.0", "layers.1"]

@@ -149,6 +149,48 @@ class Shares(nn.Module):
         return self.second(x + y, bias)[0]
 
 
+class Gated(nn.Module):
+    """What the first matrix gives goes past the second as well."""
+
+    def __init__(self, dim=16):
+        super().__init__()
+        self.up, self.down = nn.Linear(dim, 2 * dim), nn.Linear(2 * dim, dim)
+
+    def forward(self, x):
+        y = self.up(x)
+        return self.down(y.relu()) * y.mean(-1, keepdim=True)
+
+
+class SharedRows(nn.Module):
+    """The second matrix of an MLP is called once more, after another first one."""
+
+    def __init__(self, dim=16):
+        super().__init__()
+        self.mlp, self.other = Mlp(dim), nn.Linear(dim, 2 * dim)
+
+    def forward(self, x):
+        return self.mlp(x) + self.mlp.down(self.other(x).tanh())
+
+
+class TiedUps(nn.Module):
+    """Two MLPs with one first matrix."""
+
+    def __init__(self):
+        super().__init__()
+        self.mlps = nn.ModuleList([Mlp(), Mlp()])
+        self.mlps[1].up.weight = self.mlps[0].up.weight
+
+    def forward(self, x):
+        return self.mlps[1](self.mlps[0](x).tanh())
+
+
+class WeightInFunction(Decoder):
+    """The embedding's weight computes the logits, without a module that is tied to it."""
+
+    def forward(self, tokens):
+        return F.linear(self.layers[0](self.embedding(tokens)), self.embedding.weight)
+
+
 class ConvNet(nn.Module):
     def __init__(self):
         super().__init__()

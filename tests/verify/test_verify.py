@@ -14,7 +14,8 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 from mmm.cli.main import main
 from mmm.errors import ConfigError, LayoutError, UserError
 from mmm.verify import verify
-from mmm.verify.subject import batch_axes_of, parse_axes
+from mmm.verify.reference import compute_reference
+from mmm.verify.subject import batch_axes_of, make_subject, parse_axes
 from support.verify.models import GPT, Mixer, fields, tokens
 
 
@@ -90,6 +91,12 @@ def test_float32_inside_is_said_and_compared_to_its_noise():
     verdict = verify(make, by_mean, fields, mesh="dp2")
     assert verdict.same, str(verdict)
     assert "something in it computes in less than float64, first seen in the gradient of 1." in str(verdict)
+
+
+def test_a_loss_in_float32_is_compared_as_one():
+    """Though the loss of the batch and those of its parts are equal, by chance."""
+    subject = make_subject(Mixer, nothing, fields, lambda model, batch: model(batch[0]).float().mul(0).sum(), "dp2")
+    assert compute_reference(subject).loss_floor == torch.finfo(torch.float32).eps
 
 
 def test_dropout_that_repeats_is_advice():
