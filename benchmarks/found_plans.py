@@ -21,6 +21,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -226,7 +227,8 @@ def main() -> None:
         lines = ["| model | FSDP on dp2 | tensor groups | on tp2 | splits | not sharded, or not split |",
                  "| --- | --- | --- | --- | --- | --- |"]  # fmt: skip
         lines += ["| " + " | ".join(text.replace("|", "\\|") for text in columns(row)) + " |" for row in rows]
-        versions = f"PyTorch {torch.__version__}, Python {platform.python_version()}"
+        libraries = ", ".join(f"{name} {version(name)}" for name in ("transformers", "timm", "torchvision"))
+        versions = f"PyTorch {torch.__version__}, {libraries}, Python {platform.python_version()}"
         page = args.table.read_text(encoding="utf-8")
         inner = "\n".join([BEGIN, "", *lines, "", f"Made with {versions}.", END])
         args.table.write_text(re.sub(f"{re.escape(BEGIN)}.*?{re.escape(END)}", lambda _: inner, page, flags=re.DOTALL))
