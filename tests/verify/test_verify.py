@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from mmm.cli.main import main
 from mmm.errors import ConfigError, LayoutError, UserError
-from mmm.verify import verify
+from mmm.verify import reference, verify
 from mmm.verify.reference import compute_reference
 from mmm.verify.subject import batch_axes_of, make_subject, parse_axes
 from support.verify.models import GPT, Mixer, fields, tokens
@@ -148,6 +148,12 @@ def test_a_gradient_that_is_wrong_on_one_rank():
     assert verdict.exit_code == 1
     (finding,) = verdict.findings
     assert (finding.stage, finding.rank) == ("gradients", 1)
+
+
+def test_larger_than_memory(monkeypatch):
+    monkeypatch.setattr(reference, "host_memory", lambda: 1000)
+    with pytest.raises(ConfigError, match=r"[\d,]+ parameters in float64 take about .* GiB on 2 ranks.* are free here"):
+        verify(Mixer, nothing, fields, mesh="dp2")
 
 
 def test_mesh():

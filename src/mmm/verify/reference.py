@@ -13,6 +13,7 @@ from torch.nn.parameter import is_lazy
 from mmm.comparison import worst
 from mmm.errors import ConfigError
 from mmm.models.draw import convert
+from mmm.runtime.memory import host_memory
 from mmm.runtime.seed import seed_all
 from mmm.torch_private.operators import tree_map_only
 from mmm.verify.observe import Observed, named_parameters, observe, without_dropout
@@ -23,6 +24,7 @@ NOISE = 0.02  # added to initial weights, of their own spread: no zeros that hid
 TOLERANCE = 1e-9  # relative, of float64
 LOOSE = 1e-4  # a noise floor above it decides nothing
 FLOOR = 32  # how far above the noise floor a difference has to be
+COPIES = 4  # of the parameters on each process: weights, gradients, and what is kept of both
 ROUNDING = 64  # a tensor at most so many roundings of the largest gradient is 0
 
 
@@ -82,7 +84,7 @@ def make_model(subject: Subject, state: Mapping[str, Tensor] | None, dropout: bo
     """The model in float64, with the weights of `state`, or its own with a little noise.
 
     Raises:
-        ConfigError: `model_fn` raises, or gives no module that can be computed with.
+        ConfigError: `model_fn` raises, or gives no module that can be computed with; one that is too large.
     """
     seed_all(SEED)
     try:
@@ -91,6 +93,8 @@ def make_model(subject: Subject, state: Mapping[str, Tensor] | None, dropout: bo
         raise ConfigError(f"the model's function raises {type(error).__name__}: {error}") from error
     if not isinstance(model, nn.Module):
         raise ConfigError(f"the model's function returns {type(model).__name__}, and has to return an nn.Module")
+    if state is None:
+        _check_memory(model, len(subject.places))
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if tensor.device.type != "cpu" or is_lazy(tensor):
             raise ConfigError(f"{name} is on {tensor.device.type} or has no size yet: the model has to have its values")
@@ -111,6 +115,18 @@ def make_model(subject: Subject, state: Mapping[str, Tensor] | None, dropout: bo
             if state is not None and name in state:
                 buffer.copy_(state[name])
     return model
+
+
+def _check_memory(model: nn.Module, ranks: int) -> None:
+    """Raises ConfigError where the ranks' models, which are full until they are sharded, cannot all be in memory."""
+    elements = sum(parameter.numel() for parameter in model.parameters())
+    needed, free = 8 * COPIES * ranks * elements, host_memory()
+    if free is not None and needed > free:
+        raise ConfigError(
+            f"{elements:,} parameters in float64 take about {needed / 2**30:,.1f} GiB on {ranks} "
+            f"rank{'s' * (ranks > 1)}, each of which begins with the full model, and {free / 2**30:,.1f} GiB are free "
+            f"here: verify it with fewer layers, or narrower"
+        )
 
 
 def make_batch(subject: Subject) -> Any:
