@@ -32,9 +32,6 @@ TP, DP = ("tp2", "dp2·tp2"), ("fsdp", "ddp", "zero1", "zero2")
 FSDP = ("1 rank", "fsdp", *TP)
 # What is not the same: the model → layouts → the words by which it is refused; None: an error of PyTorch's, so far.
 OTHERWISE: dict[str, dict[tuple[str, ...], str | None]] = {
-    "LSTM": {TP: None},
-    "GRU": {TP: None},
-    "TransformerEncoderLayer": {TP: None},
     "norm over all heads": {TP: None},
     "PINN, u''": {FSDP: "create_graph=True .* use ddp, zero1 or zero2"},
     "own parameters and buffers": {TP: "no style for gain"},
@@ -44,7 +41,10 @@ OTHERWISE: dict[str, dict[tuple[str, ...], str | None]] = {
         ("1 rank", *DP): "forward writes the parameter code",
         TP: "no style for code",
     },
-    "Embedding with max_norm": {("1 rank", *DP): r"forward writes the parameter 0\.weight.*max_norm", TP: None},
+    "Embedding with max_norm": {
+        ("1 rank", *DP): r"forward writes the parameter 0\.weight.*max_norm",
+        TP: "does not keep what max_norm writes",
+    },
     "ModuleDict as a unit": {FSDP: "fsdp_units names heads, a ModuleDict, which is never called"},
     "complex beside real": {FSDP: "weight, which is complex, beside bias, which is real"},
     "lazy shapes": {tuple(LAYOUTS): r"0\.weight, 0\.bias of Sequential would get its shape"},
