@@ -77,6 +77,7 @@ ANYTHING: dict[str, tuple[str, ...]] = {
     "image_size": ("5", "9", "16", "0"),
     "patch_size": ("3", "5", "1", "0"),
     "channels": ("1", "3", "2", "0"),
+    "fingerprints": ("1", "2", "0", "x"),
     "profile_steps": ("0:1", "1:2", "2:1", "x"),
     "profile_ranks": ("1", "2", "0"),
     "classes": ("2", "10", "3", "0"),
@@ -168,6 +169,8 @@ def draw(seed: int, number: int, data: Path) -> Case:
     if "profile" in flags_of(program) and not spoilt and profiled.random() < 0.1:
         flags |= {"profile": "torch", "profile_steps": profiled.choice(ANYTHING["profile_steps"][:2])}
         flags["profile_ranks"] = profiled.choice(ANYTHING["profile_ranks"][:2])
+    if "fingerprints" in flags_of(program) and not spoilt and profiled.random() < 0.1:
+        flags["fingerprints"] = profiled.choice(ANYTHING["fingerprints"][:2])
     case = Case(f"{seed}/{number}", program, ranks, flags, tuple(spoilt), data)
     resumed = random.Random(f"{seed}/{number}/resume")
     return case if spoilt or resumed.random() > RESUMED else _resumed(resumed, case, problem)
