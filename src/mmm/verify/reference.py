@@ -93,11 +93,11 @@ def make_model(subject: Subject, state: Mapping[str, Tensor] | None, dropout: bo
         raise ConfigError(f"the model's function raises {type(error).__name__}: {error}") from error
     if not isinstance(model, nn.Module):
         raise ConfigError(f"the model's function returns {type(model).__name__}, and has to return an nn.Module")
-    if state is None:
-        _check_memory(model, len(subject.places))
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if tensor.device.type != "cpu" or is_lazy(tensor):
             raise ConfigError(f"{name} is on {tensor.device.type} or has no size yet: the model has to have its values")
+    if state is None:
+        _check_memory(model, len(subject.places))
     convert(model, torch.float64)
     model.train(not evaluating)
     if not dropout:
