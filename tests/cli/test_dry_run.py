@@ -149,6 +149,7 @@ def test_an_example_that_runs_its_stages_itself(dry_run, name, layout):
     assert f"layout {layout}, cpu, fp32: 2 of them" in out
 
 
+@pytest.mark.long
 def test_the_alias(tmp_path):
     """Of several ranks here rank 0 alone follows it."""
     program = ["python3", "-m", "mmm.trainer.lm", "--device", "cpu", "--preset", "debug", "--dataset", "random"]

@@ -105,6 +105,7 @@ def test_the_users_machines_replace_ours(tmp_path):
         load({"MMM_MACHINES": f"{places[0]}{os.pathsep}/no/such"})
 
 
+@pytest.mark.long
 def test_old_names_are_said_once(tmp_path):
     (tmp_path / "train.py").write_text("")
     put(tmp_path / ".config/mmm/sites", "Mine", **{k: v for k, v in MINE.items() if k != "name"})

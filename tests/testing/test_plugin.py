@@ -195,6 +195,7 @@ def test_sum(number):
 """
 
 
+@pytest.mark.long
 def test_with_xdist_and_without_capture(tmp_path):
     assert "6 passed" in run(tmp_path, WITH_XDIST, "-n", "2")[1]
     code, said = run(tmp_path, WITH_XDIST.replace("assert", "print('number', number)\n    assert"), "-s")

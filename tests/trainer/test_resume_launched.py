@@ -82,7 +82,8 @@ run_main(lambda: lm.train(parse(lm.Config, "")))
 """
 
 
-@pytest.mark.parametrize("supervised", [["--retries", "1"], pytest.param(["--elastic", "1:2"], marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("supervised", [["--retries", "1"], ["--elastic", "1:2"]])
 def test_killed_after_the_last_step(launcher, supervised):
     """No step is left, but the model is not saved yet."""
     (launcher.folder / "end.py").write_text(KILLED_IN_ITS_END)
