@@ -27,7 +27,7 @@ from mmm.history.record.journal import read_journal
 from mmm.runtime.stop import stop_signal
 from mmm.trainer.config.run import BaseOptions
 from mmm.trainer.config.training import CheckpointOptions, check_resume
-from mmm.trainer.run.resume import _has_state
+from mmm.trainer.run.origin import has_state
 from support.disk import CAN_MOUNT, small_disk
 from support.resuming import curve, tensors, train
 
@@ -262,11 +262,11 @@ STATE = {"rows": 3, "since": 0, "counted": 3.0, "lr": 1e-3, "scaler": {}, "losse
 def test_a_state_of_other_types_is_refused(change):
     about = {"layout": "dp2"}
     scaler = torch.amp.GradScaler("cpu").state_dict()
-    assert _has_state(Manifest(1, {}, STATE, about, {}))
-    assert _has_state(Manifest(1, {}, {**STATE, "scaler": scaler}, about, {}))
-    assert not _has_state(Manifest(1, {}, {**STATE, **change}, about, {}))
-    assert not _has_state(Manifest(1, {}, STATE, {"layout": ["dp2"]}, {}))
-    assert not _has_state(Manifest(1, {}, {}, about, {}))
+    assert has_state(Manifest(1, {}, STATE, about, {}))
+    assert has_state(Manifest(1, {}, {**STATE, "scaler": scaler}, about, {}))
+    assert not has_state(Manifest(1, {}, {**STATE, **change}, about, {}))
+    assert not has_state(Manifest(1, {}, STATE, {"layout": ["dp2"]}, {}))
+    assert not has_state(Manifest(1, {}, {}, about, {}))
 
 
 @CAN_MOUNT

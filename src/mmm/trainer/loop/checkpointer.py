@@ -22,7 +22,8 @@ from mmm.runtime.process_group import broadcast_object
 from mmm.runtime.ranks import command_line
 from mmm.trainer.config.training import CheckpointOptions
 from mmm.trainer.run.core import Run
-from mmm.trainer.run.resume import CHECKPOINTS, Origin, ResumableRecord
+from mmm.trainer.run.origin import Origin
+from mmm.trainer.run.resume import CHECKPOINTS, ResumableRecord
 
 
 class Checkpointer:

@@ -23,7 +23,7 @@ from mmm.trainer.config.training import CheckpointOptions
 from mmm.trainer.loop.checkpointer import Checkpointer
 from mmm.trainer.loop.script_state import Optimizer, ScriptState, article, check_alike
 from mmm.trainer.run.core import Run
-from mmm.trainer.run.resume import Origin, check_steps_left
+from mmm.trainer.run.origin import Origin, check_steps_left
 from mmm.trainer.run.steps import Step
 
 

@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mmm import history
 from mmm.checkpoint.manifest import (
-    LaterVersionError,
-    Manifest,
-    broken_file,
-    read_manifest,
     remove_partial,
     steps_of,
 )
@@ -26,32 +21,18 @@ from mmm.history.record.attempts import Attempt, attempt_of, make_room, this_att
 from mmm.history.record.ending import FINISHED, config_ending, parsed, read_config
 from mmm.history.record.folder import DATASET, JOURNAL, writable
 from mmm.history.record.resume import Resume, check_over
-from mmm.runtime.device import Precision
-from mmm.runtime.process_group import broadcast_object, gather_objects
+from mmm.runtime.process_group import broadcast_object
 from mmm.runtime.stop import StopSignal, stop_signal
 from mmm.trainer.config.run import BaseOptions
-from mmm.trainer.config.spec import TrainingSpec
 from mmm.trainer.config.training import CheckpointOptions, check_resume
 from mmm.trainer.run.core import Run
+from mmm.trainer.run.origin import Origin, check_files, check_origin, check_steps_left, identity_of, newest_first
 from mmm.trainer.run.record import Record
 
 if TYPE_CHECKING:
     from mmm.checkpoint.replica import HostMemory, Replica
 
 AUTO, CHECKPOINTS = Path("auto"), "checkpoints"
-SCALER = {"scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker"}  # torch.amp.GradScaler's
-
-
-@dataclass(frozen=True)
-class Origin:
-    """The checkpoint that a run goes on from. rows: of the record that stay. in_memory: it is a copy in the hosts'.
-    interrupted: as of `RunFolder`."""
-
-    path: Path
-    manifest: Manifest
-    rows: int
-    in_memory: bool = False
-    interrupted: bool = False
 
 
 @dataclass(frozen=True)
@@ -244,31 +225,6 @@ def _at(path: Path) -> list[Path]:
     )
 
 
-def identity_of(module: str, resolved: TrainingSpec | None, seed: int, precision: Precision) -> dict[str, Any]:
-    """What has to be equal for a run to go on as the same curve, as JSON has it: not the layout.
-
-    Args:
-        resolved: None of a program with a loop of its own, which compares the rest itself.
-    """
-    if resolved is None:
-        return {"program": module, "--dtype": precision.name, "--seed": seed}
-    data = resolved.describe_data() or {}
-    sizes = {name: value for name, value in asdict(resolved.sizes).items() if not isinstance(value, str)}
-    identity = {
-        "program": module,
-        **sizes,
-        "sample": list(resolved.sample.shape[1:]),
-        "global_batch_size": resolved.global_batch_size,
-        "data": data.get("dataset"),
-        "data's sha256": data.get("sha256"),
-        "--dtype": precision.name,
-        "--optimizer": resolved.optimizer,
-        "--seed": seed,
-        **{f"--{name}": True for name in data.get("documents", ())},
-    }
-    return json.loads(json.dumps(identity))
-
-
 def choose(run: Run, record: ResumableRecord) -> None:
     """Set a record's identity and origin: the first checkpoint that is whole. A collective.
 
@@ -291,16 +247,16 @@ def choose(run: Run, record: ResumableRecord) -> None:
 
         record.memory = memory = HostMemory.find(Path(os.environ[MEMORY_VARIABLE]))
         replicas = memory.replicas() if auto else []
-    for place in _newest_first(found, replicas):
+    for place in newest_first(found, replicas):
         if isinstance(place, Path):
-            path, (manifest, problem) = place, _check_files(run, place)
+            path, (manifest, problem) = place, check_files(run, place)
         else:
             assert memory is not None
             path, (manifest, problem) = memory.path(place.step), memory.check(place)
         if problem is None:
             rows = manifest.state.get("rows", 0) if goes_on else 0
             record.origin = Origin(path, manifest, rows, not isinstance(place, Path), interrupted)
-            _check(record.origin, record.identity, own_loop=spec is None)
+            check_origin(record.origin, record.identity, own_loop=spec is None)
             if spec is not None:
                 check_steps_left(record.origin, run.options, spec.steps)
             break
@@ -315,25 +271,6 @@ def choose(run: Run, record: ResumableRecord) -> None:
         memory.keep_only(record.origin.manifest.step if record.origin is not None and record.origin.in_memory else None)
 
 
-def _newest_first(found: Sequence[Path], replicas: Sequence[Replica]) -> list[Path | Replica]:
-    """Checkpoints on disk before replicas of the same step."""
-
-    def key(place: Path | Replica) -> tuple[int, bool]:
-        return (int(place.name.removeprefix("step-")), True) if isinstance(place, Path) else (place.step, False)
-
-    return sorted([*found, *replicas], key=key, reverse=True)
-
-
-def _check_files(run: Run, path: Path) -> tuple[Any, Any]:
-    """A checkpoint's manifest, and what is wrong with it. Every rank checks some of its files. A collective."""
-    manifest, problem = broadcast_object(_try_read(path) if run.rank.is_main else None)
-    if manifest is not None:
-        names = sorted(manifest.files)[run.rank.rank :: run.rank.world_size]
-        broken = gather_objects(run.rank, broken_file(path, {name: manifest.files[name] for name in names}))
-        problem = broadcast_object(next(filter(None, broken), None))
-    return manifest, problem
-
-
 def record_goes_on(prepared: RunFolder, origin: Origin | None, layout: str) -> Resume | None:
     """How the record goes on; None for one that begins."""
     there = any((prepared.outdir / name).exists() for name in (DATASET, JOURNAL))
@@ -341,51 +278,3 @@ def record_goes_on(prepared: RunFolder, origin: Origin | None, layout: str) -> R
         return None
     rows, step = (origin.rows, origin.manifest.step) if origin else (0, 0)
     return Resume(rows, {"step": step, "layout": layout, "time": datetime.now(timezone.utc).isoformat("T", "seconds")})
-
-
-def _check(origin: Origin, identity: Mapping[str, Any], own_loop: bool) -> None:
-    path, manifest = origin.path, origin.manifest
-    if wrong := manifest.differences(identity):
-        raise CheckpointError(f"{path} is of another run: {'; '.join(wrong)}", on_every_rank=True)
-    if not (type(origin.rows) is int and origin.rows >= 0 if own_loop else _has_state(manifest)):
-        raise CheckpointError(f"{path} is damaged: what a run goes on with is not what mmm has written")
-
-
-def check_steps_left(origin: Origin, options: BaseOptions, steps: int) -> None:
-    """Raises CheckpointError where a run of so many steps has none to make, and was not interrupted at its end."""
-    done = origin.manifest.step
-    if done > steps or (done == steps and not origin.interrupted):
-        flags = [name for name in ("max_iters", "epochs") if hasattr(options, name)]
-        limits = [f"--{name}" for name in flags if getattr(options, name) is not None]
-        more = "by " + (" and ".join(limits) or "--max_iters") if flags else "to train_steps"
-        raise CheckpointError(
-            f"{origin.path} is of step {done}, and the run has {steps}: no step is left; give more {more}",
-            on_every_rank=True,
-        )
-
-
-def _has_state(manifest: Manifest) -> bool:
-    """Whether a manifest has what `mmm.trainer.loop.checkpoints` reads of it, each of its type."""
-    state, number = manifest.state, (int, float)
-    scaler, losses, ranks = (state.get(name) for name in ("scaler", "losses", "loss_ranks"))
-    return (
-        all(type(state.get(name)) is int and state[name] >= 0 for name in ("rows", "since"))
-        and type(state.get("counted")) in number
-        and type(state.get("lr", 0.0)) in number
-        and isinstance(manifest.about.get("layout"), str)
-        and isinstance(scaler, dict)
-        and (not scaler or (scaler.keys() == SCALER and all(type(value) in number for value in scaler.values())))
-        and isinstance(losses, list)
-        and all(type(loss) in number for loss in losses)
-        and isinstance(ranks, list)
-        and all(type(rank) is int and 0 <= rank < len(losses) for rank in ranks)
-    )
-
-
-def _try_read(path: Path) -> tuple[Manifest | None, str | CheckpointError | None]:
-    try:
-        return read_manifest(path), None
-    except LaterVersionError as error:  # an older checkpoint would lose what a later mmm has done
-        return None, CheckpointError(str(error))
-    except CheckpointError as error:
-        return None, str(error)
