@@ -101,6 +101,11 @@ def test_slurm_comes_before_pbs_and_says_so(pbs):
     assert detect(pbs("a") | SLURM, "none").scheduler == "none"
 
 
+def test_where_slurm_counts_pbs_is_not_read(pbs, tmp_path):
+    gone = pbs("a") | SLURM | {"PBS_NODEFILE": str(tmp_path / "gone")}
+    assert detect(gone).scheduler == "slurm"
+
+
 @pytest.mark.parametrize("scheduler", ["pbs", "slurm"])
 def test_a_scheduler_asked_for_that_is_not_there(scheduler):
     with pytest.raises(LaunchError, match=f"--scheduler {scheduler}: this is not inside a job of it"):

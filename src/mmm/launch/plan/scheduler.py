@@ -48,12 +48,12 @@ def detect(environ: Mapping[str, str] = os.environ, scheduler: str | None = None
             needs = " and ".join(known.variables)
             raise LaunchError(f"--scheduler {scheduler}: this is not inside a job of it ({needs} are not set).")
         return job
-    jobs = {name: found for name, known in SCHEDULERS.items() if (found := known.detect(environ)) is not None}
-    if not jobs:
+    jobs = ((name, known.detect(environ)) for name, known in SCHEDULERS.items())
+    first, job = next(((name, job) for name, job in jobs if job is not None), ("", None))  # those after it are not read
+    if job is None:
         ids = [known.variables for known in SCHEDULERS.values()]
         half = next((f"{name}, but no {other}: no job" for name, other in ids if environ.get(name)), None)
         return Job(why={"scheduler": half or ", ".join(f"no {name}" for name, _ in ids) + " in the environment"})
-    first, job = next(iter(jobs.items()))
     ignored = [
         f"{known.spoken} job {environ[known.variables[0]]} is in the environment too, and not used: "
         f"{SCHEDULERS[first].spoken}'s job counts (--scheduler {name} if it should not)"
