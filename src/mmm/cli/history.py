@@ -112,7 +112,7 @@ def data_of(ds: "xarray.Dataset") -> list[tuple[str, str]]:
         return []
     if not isinstance(data, dict) or not data.get("dataset"):
         return []
-    return [("data", printable(", ".join(str(data[key]) for key in ("dataset", "source") if data.get(key))))]
+    return [("data", ", ".join(str(data[key]) for key in ("dataset", "source") if data.get(key)))]
 
 
 def straggler(ds: "xarray.Dataset") -> str | None:

@@ -70,8 +70,9 @@ class FingerprintFile:
     def __init__(self, outdir: Path, first: int, header: Header) -> None:
         self.path = outdir / f"fingerprints-{first}.bin"
         try:
-            self._file: IO[bytes] = open(self.path, "wb", buffering=0)  # noqa: SIM115
+            self._file: IO[bytes] = open(self.path, "wb")  # noqa: SIM115
             self._file.write(json.dumps(asdict(header)).encode() + b"\n")
+            self._file.flush()
         except OSError as error:
             raise cannot_write(self.path, error) from None
 
@@ -80,11 +81,9 @@ class FingerprintFile:
         row = np.concatenate(([step], local.ravel())).astype("<f8")
         try:
             self._file.write(row.tobytes())
+            self._file.flush()  # all of the row, or an error
         except OSError as error:
             raise cannot_write(self.path, error) from None
-
-    def close(self) -> None:
-        self._file.close()
 
 
 def read_fingerprints(outdir: Path) -> dict[int, Fingerprints]:

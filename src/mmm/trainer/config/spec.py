@@ -130,10 +130,9 @@ def model_summary(model: nn.Module, inputs: Tensor) -> str:
 
     model = copy.deepcopy(model).to("meta")  # torchinfo moves what it is given, buffers with values as well
     columns = ("output_size", "num_params")
-    text = str(torchinfo.summary(model, input_data=inputs, depth=2, col_names=columns, verbose=0, device="meta"))
     # torchinfo's own count is of a token where a layer sees many. Attention by matrix products: the counter does not
     # know every fused kernel.
-    with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
-        model(inputs)
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+        text = str(torchinfo.summary(model, input_data=inputs, depth=2, col_names=columns, verbose=0, device="meta"))
     count = f"{counter.get_total_flops() // 2:,}, of forward's matrix products and convolutions"
     return re.sub(r"Total mult-adds .*", f"Total mult-adds: {count}", text)

@@ -90,6 +90,7 @@ class Fingerprints:
         self._outputs = OutputSquares(model.modules.values(), blocks)
         self.entries = [INPUTS, TARGETS, *(OUTPUT + block for block in blocks), LOSS]
         self.entries += [GRADIENT + name for name in reversed(names)] + [WEIGHT + name for name in names]
+        self._boxes: dict[str, ShardBox] = {}  # by parameter
         self._signs: dict[tuple[str, ShardBox], list[Tensor]] = {}
         self._taken: dict[str, Tensor] = {}
         self._file: FingerprintFile | None = None
@@ -116,7 +117,7 @@ class Fingerprints:
             self._take(LOSS, LOSS, loss, full_box(loss))
         for name, parameter in self.named.items():
             if parameter.grad is not None:
-                self._take(GRADIENT + name, name, parameter.grad, local_box(parameter))
+                self._take(GRADIENT + name, name, parameter.grad, self._boxes[name])
 
     def weights(self, step: int) -> None:
         """Of the weights after a step; and write what was taken of it. A collective."""
@@ -132,7 +133,7 @@ class Fingerprints:
         """Find out who holds what, and begin the file, with the weights as they are. A collective."""
         boxes = {INPUTS: self._box_of_samples(inputs), TARGETS: self._box_of_samples(targets)}
         for name, parameter in self.named.items():
-            boxes[GRADIENT + name] = boxes[WEIGHT + name] = local_box(parameter)
+            self._boxes[name] = boxes[GRADIENT + name] = boxes[WEIGHT + name] = local_box(parameter)
         if self._has_loss():
             layout, rank = self.run.layout, self.run.rank.rank
             part = layout.dp_coordinate(rank) * layout.cp + layout.coordinates(rank)["cp"]
@@ -159,7 +160,10 @@ class Fingerprints:
         for index, entry in enumerate(self.entries):
             if entry in boxes:
                 local[index] = math.prod(boxes[entry].length) / max(1, math.prod(boxes[entry].full))
-        return gather_table(local.to(self.run.device)).sum(0).clamp(min=1.0)
+        total = local.to(self.run.device)
+        if self.run.rank.world_size > 1:
+            dist.all_reduce(total)
+        return total.clamp(min=1.0)
 
     def _has_loss(self) -> bool:
         layout = self.run.layout
@@ -172,7 +176,7 @@ class Fingerprints:
 
     def _take_weights(self) -> None:
         for name, parameter in self.named.items():
-            self._take(WEIGHT + name, name, parameter, local_box(parameter))
+            self._take(WEIGHT + name, name, parameter, self._boxes[name])
 
     def _take(self, entry: str, name: str, tensor: Tensor, box: ShardBox) -> None:
         local = to_local(tensor.detach())
