@@ -324,7 +324,10 @@ def test_is_here():
     assert hosts.is_here(own)
     assert hosts.is_here(f"{own.partition('.')[0]}.example.org")
     assert hosts.is_here("localhost")
+    assert hosts.is_here(f"{own.partition('.')[0]}-hsn0.hsn.cm.example.org")  # as PBS names it on Sunspot
     assert not hosts.is_here("another-host")
+    assert hosts.host_key("n-hsn12.example.org") == "n"
+    assert hosts.host_key("rack-hsn0-n1") == "rack-hsn0-n1"
 
 
 def test_a_free_port_is_none_that_a_connection_may_get(monkeypatch):

@@ -55,6 +55,19 @@ def test_aurora(pbs):
     assert (host.processes, host.ranks, host.bind[:13]) == (2, 24, "list:4-7:8-11")
 
 
+def test_sunspot(pbs):
+    """Aurora's ranks and binding; its host file names the hosts by their first adapter."""
+    names = [f"x1921c1s{blade}b0n0-hsn0.hsn.cm.sunspot.alcf.anl.gov" for blade in (0, 1)]
+    job = "12464028.sunspot-pbs-0001.head.cm.sunspot.alcf.anl.gov"
+    made = plan(pbs(*names, job=job), PALS)
+    assert line(made) == line(plan(pbs(*names, job="9.aurora-pbs-0001.host"), PALS))
+    assert made.machine.value.name == "Sunspot"
+    assert made.variables["MASTER_ADDR"] == names[0]
+    assert plan(pbs(*names, job=job), PALS, hosts="x1921c1s1b0n0").hosts.value == ("x1921c1s1b0n0",)
+    short = plan(pbs("x1921c1s0b0n0", "x1921c1s1b0n0", job=job), PALS)
+    assert short.variables["MASTER_ADDR"] == "x1921c1s0b0n0.hsn.cm.sunspot.alcf.anl.gov"
+
+
 def test_polaris(pbs):
     made = plan(pbs("x3005c0s7b0n0", "x3005c0s13b0n0", PBS_O_HOST="polaris-login-01"), PALS)
     assert re.sub(r"/\S+/nodes", "$PBS_NODEFILE", line(made)) == (

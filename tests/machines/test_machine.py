@@ -22,7 +22,8 @@ def written(folder, data):
 
 
 def test_known_machines():
-    assert {"aurora", "polaris", "perlmutter", "frontier", "sophia", "dgx-h100", "dgx-h200", "laptop"} <= set(KNOWN)
+    sites = {"aurora", "sunspot", "polaris", "perlmutter", "frontier", "sophia"}
+    assert sites | {"dgx-h100", "dgx-h200", "laptop"} <= set(KNOWN)
     assert {path.stem for path in BUILT_IN.glob("*.json")} == set(KNOWN)
 
 

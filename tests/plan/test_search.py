@@ -233,7 +233,10 @@ def test_the_frontier_falls(aurora):
     assert [c.cost.seconds for c in edge] == sorted((c.cost.seconds for c in edge), reverse=True)
 
 
-@pytest.mark.parametrize(("site", "word"), [("aurora", "#PBS -l select=4"), ("frontier", "#SBATCH -N 4")])
+@pytest.mark.parametrize(
+    ("site", "word"),
+    [("aurora", "#PBS -l select=4"), ("sunspot", "#PBS -q workq"), ("frontier", "#SBATCH -N 4")],
+)
 def test_job_scripts(site, word):
     machine = named({}, site).changed({"hosts": 4})
     script = job_script("launch true", machine)

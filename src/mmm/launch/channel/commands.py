@@ -57,8 +57,8 @@ def counts_of(plan: LaunchPlan, agents: list[RemoteAgent]) -> list[int]:
     """How many ranks each agent has, one agent a host: as planned for a host of its name, which the launcher backend
     may have numbered in another order; where names are others here and there, as planned for its place."""
     hosts_and_counts = zip(plan.hosts.value, plan.counts.value, strict=True)
-    planned = {name.partition(".")[0]: count for name, count in hosts_and_counts}
-    names = [agent.host.partition(".")[0] for agent in agents]
+    planned = {hosts.host_key(name): count for name, count in hosts_and_counts}
+    names = [hosts.host_key(agent.host) for agent in agents]
     return [planned[name] for name in names] if sorted(names) == sorted(planned) else list(plan.counts.value)
 
 
@@ -98,7 +98,7 @@ def addresses(plan: LaunchPlan) -> list[str]:
     suffix, other = plan.machine.value.host_suffix, others[0]
     own = socket.gethostname()
     found = []
-    for name in [other.partition(".")[0] + suffix] * bool(suffix) + [other]:
+    for name in [hosts.host_key(other) + suffix] * bool(suffix) + [other]:
         with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             probe.connect((name, 9))  # sends nothing: it asks which of our addresses leads there
             found.append(probe.getsockname()[0])

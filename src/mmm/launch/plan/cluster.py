@@ -112,8 +112,8 @@ def _hosts(options: LaunchOptions, environ: Mapping[str, str]) -> tuple[Job, tup
         names = [name for name in job.hosts if name not in options.spare]
         return job, (dict.fromkeys(names, 0), job.why.get("hosts", ""))
     listed = hosts.merged(listed)
-    short = {name.partition(".")[0] for name in job.hosts}
-    strange = [name for name in listed if name.partition(".")[0] not in short] if job.hosts else []
+    short = {hosts.host_key(name) for name in job.hosts}
+    strange = [name for name in listed if hosts.host_key(name) not in short] if job.hosts else []
     if strange:
         raise LaunchError(
             f"{why}: {', '.join(strange)} {'is' if len(strange) == 1 else 'are'} not among the "

@@ -52,9 +52,9 @@ def from_words(
 
 def check_hosts(spare: Sequence[str], used: Sequence[str], of_job: Sequence[str]) -> None:
     """Raise `LaunchError` where --spare-hosts are none."""
-    short = {name.partition(".")[0] for name in of_job}
+    short = {hosts.host_key(name) for name in of_job}
     for name in spare:
         if name in used:
             raise LaunchError(f"--spare-hosts {','.join(spare)}: {name} is to have ranks from the beginning.")
-        if short and name.partition(".")[0] not in short:
+        if short and hosts.host_key(name) not in short:
             raise LaunchError(f"--spare-hosts {','.join(spare)}: {name} is not among the job's hosts.")

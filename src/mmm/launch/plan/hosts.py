@@ -16,6 +16,7 @@ from mmm.errors import LaunchError
 NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?")
 MOST = 1 << 17  # hosts of a job, ranks of one, and slots: more is a slip, and would fill this host's memory
 BRACKETS = 8  # of one name
+INTERFACE = re.compile(r"-hsn[0-9]+$")  # by which PBS names hosts with Slingshot, in the host files of some machines
 Hosts = dict[str, int]  # name → its slots, or how often it was listed; 0: once, without a number. In the list's order
 
 
@@ -115,10 +116,15 @@ def _expand_word(word: str, text: str) -> list[str]:
     return [name + t[1:] for name in found for t in tails]
 
 
+def host_key(name: str) -> str:
+    """What two names of one host have in common: no domain, and not which of its network interfaces is meant."""
+    return INTERFACE.sub("", name.partition(".")[0])
+
+
 def is_here(name: str) -> bool:
     """Is `name` this host? By its name, with or without domain; not by asking a name server."""
     own = socket.gethostname()
-    return name in ("localhost", "127.0.0.1", own) or name.partition(".")[0] == own.partition(".")[0]
+    return name in ("localhost", "127.0.0.1", own) or host_key(name) == host_key(own)
 
 
 def merged(listed: Hosts) -> Hosts:

@@ -79,8 +79,8 @@ def _slots(job: Job, listed: hosts.Hosts) -> tuple[list[int] | None, str]:
         return [count or 1 for count in listed.values()], "slots in the list of hosts"
     if not job.tasks:
         return None, ""
-    tasks = {name.partition(".")[0]: count for name, count in zip(job.hosts, job.tasks, strict=True)}
-    found = [tasks[name.partition(".")[0]] for name in listed]
+    tasks = {hosts.host_key(name): count for name, count in zip(job.hosts, job.tasks, strict=True)}
+    found = [tasks[hosts.host_key(name)] for name in listed]
     return (found, job.why["tasks"]) if any(found) else (None, "")
 
 

@@ -136,9 +136,9 @@ class OneBackend(RemoteRanks):
 
     def missing(self) -> str:
         """Who has not connected."""
-        known = {agent.host.partition(".")[0] for agent in self.agents.values()}
+        known = {hosts.host_key(agent.host) for agent in self.agents.values()}
         others = [name for name in self.plan.hosts.value if not hosts.is_here(name)]
-        silent = [name for name in others if name.partition(".")[0] not in known]
+        silent = [name for name in others if hosts.host_key(name) not in known]
         where = f"; nothing was heard from {', '.join(silent[:8])}{' …' if len(silent) > 8 else ''}" if silent else ""
         return (
             f"{self.expected()} of {self.plan.processes} processes that {self.plan.launcher.value} was to start have "
