@@ -3,7 +3,7 @@ and each rank's part of its tensors."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,7 +20,7 @@ from mmm.models.rope import RopeScaling
 from mmm.models.sampling import Sampling
 from mmm.models.transformer import Transformer, TransformerConfig
 from mmm.parallel import build_mesh, partition_model
-from mmm.parallel.generate import generate
+from mmm.parallel.generate import Likeliest, generate
 from mmm.parallel.local import local_box, to_local
 from mmm.parallel.parallel_model import ParallelModel
 from mmm.parallel.plans.transformer import transformer_plan
@@ -74,13 +74,15 @@ def sample_text(
     vocabulary: int,
     stop: Sequence[int] = (),
     bos: Sequence[int] = (),
+    show: int = 0,
+    on_token: Callable[[int, Likeliest], object] | None = None,
 ) -> tuple[str, int]:
     """The prompt, without the `bos` that it begins with, and what follows; of how many tokens that is. A collective.
 
     Args: as of `generate`.
     """
     most = min(vocabulary, tokenizer.vocab_size)
-    found = generate(model, prompt, tokens, block, sampling, most, stop)
+    found = generate(model, prompt, tokens, block, sampling, most, stop, show, on_token)
     return tokenizer.decode([*prompt[len(bos) :], *(token for token in found if token not in stop)]), len(found)
 
 

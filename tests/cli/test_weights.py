@@ -1,6 +1,7 @@
 """``mmm import``, ``mmm export`` and ``mmm sample`` as commands."""
 
 import json
+import re
 
 import pytest
 import torch
@@ -72,6 +73,17 @@ def test_sample_writes_what_the_weights_say(folder, imported, expected, capsys, 
     out = capsys.readouterr()
     assert out.out == expected + "\n"
     assert f"{TOKENS} tokens in " in out.err
+
+
+def test_the_likeliest_tokens_are_shown(imported, expected, capsys):
+    assert cli.main(["sample", str(imported), *FLAGS, "--dtype", "fp64", "--show"]) == 0
+    out = capsys.readouterr().out
+    assert out.endswith(f"\n\n{expected}\n")
+    bars = re.findall(r"^  [ >] (?: +(\d+\.\d) %)? (#*) +('.+'|token \d+)$", out, re.MULTILINE)
+    assert TOKENS * 5 <= len(bars) <= TOKENS * 6
+    assert all(round(float(percent or 0) * 0.3) - len(bar) in (-1, 0, 1) for percent, bar, _ in bars)
+    assert out.count("\n  > ") == TOKENS
+    assert out.isprintable() or set(filter(lambda char: not char.isprintable(), out)) == {"\n"}
 
 
 @pytest.mark.long

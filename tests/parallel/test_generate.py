@@ -43,7 +43,15 @@ def texts(rank, axes, fields):
     inputs, targets = inputs[: 2 * model.layout.pp], targets[: 2 * model.layout.pp]
     model.train(False)
     before = model.evaluate(inputs, targets, 1)
-    found = [generate(model, PROMPT, TOKENS, BLOCK, each, 70) for each in (HOT, Sampling(temperature=0))]
+    shown = []
+
+    def keep(token, likeliest):
+        shown.append((token, likeliest))
+
+    given = model, PROMPT, TOKENS, BLOCK
+    found = [generate(*given, HOT, 70), generate(*given, Sampling(temperature=0), 70, show=3, on_token=keep)]
+    assert [token for token, _ in shown] == [likeliest[0][0] for _, likeliest in shown] == found[1]
+    assert all(1 > a > b > c > 0 for _, ((_, a), (_, b), (_, c)) in shown)
     assert torch.equal(model.evaluate(inputs, targets, 1), before)  # attention is the model's own again
     return found
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from mmm.errors import UserError
 
+SHOWN = 5  # tokens, of --show
 EPILOG = """\
 CKPT is a checkpoint or a folder of a run of mmm.trainer.lm, a checkpoint of mmm import, a folder of safetensors, or a
 GGUF file. On several ranks, whose tokens are the same in float64:
@@ -38,6 +39,7 @@ def main(argv: list[str]) -> int:
         text = about if default is None else f"{about} ({default})"
         flags = dict.fromkeys((f"--{name}", f"--{name.replace('-', '_')}"))
         parser.add_argument(*flags, type=kind, default=default, metavar="N", help=text)
+    parser.add_argument("--show", action="store_true", help="at each step, the five likeliest tokens as bars")
     parser.add_argument("--dtype", default="auto", choices=["auto", "fp32", "bf16", "fp64"])
     parser.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda", "xpu", "mps"])
     args = parser.parse_args(argv)
@@ -56,6 +58,7 @@ def main(argv: list[str]) -> int:
 
 
 def _sample(args: Any) -> None:
+    from mmm.cli.written_text import TextWriter
     from mmm.errors import ConfigError
     from mmm.generate import (
         checked,
@@ -95,9 +98,13 @@ def _sample(args: Any) -> None:
         load_weights(rank, model, weights)
         began, vocabulary, most = time.monotonic(), config.vocab_size, args.max_new_tokens
         ends = metadata.eos, metadata.bos
-        text, many = sample_text(model, prompt, tokenizer, most, sampling, block, vocabulary, *ends)
-        if rank.is_main:
-            print(text, flush=True)
+        writer = TextWriter(tokenizer, metadata.eos, bars=args.show) if rank.is_main else None
+        if writer is not None:
+            writer.begin(prompt[len(metadata.bos) :])
+        shown = SHOWN if args.show else 0, None if writer is None else writer.add
+        _, many = sample_text(model, prompt, tokenizer, most, sampling, block, vocabulary, *ends, *shown)
+        if writer is not None:
+            writer.end()
             seconds = time.monotonic() - began
             for line in (*metadata.notes, f"{many} tokens in {seconds:.1f} s on {layout}, {precision.name}"):
                 print(line, file=sys.stderr)

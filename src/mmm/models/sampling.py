@@ -54,3 +54,15 @@ class Sampling:
             total = total[: int((total < self.top_p).sum()) + 1]
         drawn = uniform01(stream_key(self.seed, "sample"), torch.tensor([token_index])) * total[-1]
         return int(tokens[min(int(torch.searchsorted(total, drawn)), len(total) - 1)])
+
+
+def likeliest(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """The `count` most probable tokens, int64, and their probabilities, float32, as the model has them: before
+    temperature and the rest of `Sampling`. Each (count,), or as many as there are.
+
+    Args:
+        logits: (tokens,).
+    """
+    probabilities = logits.detach().to("cpu").double().softmax(0)
+    top = probabilities.topk(min(count, len(probabilities)))
+    return top.indices, top.values.float()

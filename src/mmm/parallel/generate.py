@@ -8,7 +8,7 @@ all ranks compute the same; FSDP gathers its units for each token.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
-from mmm.models.sampling import Sampling
+from mmm.models.sampling import Sampling, likeliest
 from mmm.parallel.dp.fsdp import reshard
 from mmm.parallel.local import to_local, unsharded
 from mmm.parallel.memory.chunked_loss import DeferredLMHead
@@ -26,6 +26,7 @@ from mmm.parallel.parallel_model import ParallelModel
 from mmm.torch_private.dynamo import is_dynamo_loaded
 
 AT_ONCE = 256  # tokens of a prompt, whose logits exist together
+Likeliest = list[tuple[int, float]]  # tokens and their probabilities, the largest first
 
 
 class KVCache:
@@ -181,6 +182,8 @@ def generate(
     sampling: Sampling,
     vocabulary: int,
     stop: Sequence[int] = (),
+    show: int = 0,
+    on_token: Callable[[int, Likeliest], object] | None = None,
 ) -> list[int]:
     """Tokens that go on with a prompt, the same on every rank. A collective.
 
@@ -188,6 +191,8 @@ def generate(
         prompt: at least one token, and at most `block`. tokens: how many, unless one of `stop` ends the text.
         block: tokens that the model sees at once; where there are more, it goes on from the last half of a block.
         vocabulary: tokens from there on are never drawn.
+        show: so many of the likeliest tokens are found at each step, on every rank.
+        on_token: called with each token as it comes, and with these.
     """
     decoder = Decoder(model, min(block, len(prompt) + tokens))
     source, world = _drawing_rank(model), dist.get_world_size()
@@ -198,13 +203,21 @@ def generate(
                 decoder.restart()
                 new_tokens = [*prompt, *generated][-(block // 2 or 1) :]
             logits = decoder.logits(torch.tensor([new_tokens], device=model.device))
-            token = torch.zeros((), dtype=torch.int64, device=model.device)
+            show = min(show, vocabulary)
+            drawn = torch.zeros(1 + show, dtype=torch.int64, device=model.device)  # the token, then the likeliest
+            probabilities = torch.zeros(show, device=model.device)
             if logits is not None:
-                token.fill_(sampling.draw(logits[:vocabulary], len(generated)))
+                drawn[0] = sampling.draw(logits[:vocabulary], len(generated))
+                drawn[1:], probabilities[:] = likeliest(logits[:vocabulary], show)
             if world > 1:
-                dist.broadcast(token, source)
-            new_tokens = [int(token)]
-            generated += new_tokens
+                dist.broadcast(drawn, source)
+                if show:
+                    dist.broadcast(probabilities, source)
+            token, *shown = drawn.tolist()
+            new_tokens = [token]
+            generated.append(token)
+            if on_token is not None:
+                on_token(token, list(zip(shown, probabilities.tolist(), strict=True)))
     return generated
 
 
