@@ -14,8 +14,8 @@ from mmm.parallel.parallel_model import ParallelModel
 from mmm.parallel.partition import partition_model
 from mmm.parallel.plans.cnn import cnn_plan
 from mmm.parallel.plans.transformer import transformer_plan
-from mmm.parity.fixtures import gpt
-from mmm.parity.plans import gpt_plan
+from mmm.parity.fixtures import plain_gpt
+from mmm.parity.plans import plain_gpt_plan
 from mmm.runtime.device import Precision
 from mmm.traffic.count import count_traffic
 from mmm.traffic.formulas import expected_traffic
@@ -104,8 +104,8 @@ def test_nothing_is_left_gathered_by_an_evaluation(run_on_ranks):
 
 def test_a_unit_of_tied_weights_is_the_last():
     with meta_parameters():
-        model = gpt.small_model()
-    assert fsdp_units_of(model, gpt_plan())[-1] == [model.tokens, model.norm, model.head]
+        model = plain_gpt.small_model()
+    assert fsdp_units_of(model, plain_gpt_plan())[-1] == [model.tokens, model.norm, model.head]
 
 
 def prefetched(rank):

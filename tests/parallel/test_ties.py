@@ -24,8 +24,8 @@ from mmm.parallel.plans.transformer import transformer_plan
 from mmm.parallel.ties import find_ties
 from mmm.parallel.tp.replicated import Replicated
 from mmm.parity import models
-from mmm.parity.fixtures import gpt
-from mmm.parity.plans import gpt_plan
+from mmm.parity.fixtures import plain_gpt
+from mmm.parity.plans import plain_gpt_plan
 from mmm.parity.reference import Training, batch
 from mmm.parity.train import gradient_differences
 from mmm.runtime.device import Precision
@@ -35,13 +35,13 @@ from support.clock import PATIENCE
 
 CPU = torch.device("cpu")
 FP64 = Precision("fp64", torch.float64, torch.float64)
-GPT = models.find("gpt")
+GPT = models.find("plain_gpt")
 TIE = ("tokens.weight", "head.weight")
 STEPS, RATE, MAX_NORM = 2, 0.3, 0.05
 
 
 @lru_cache
-def plain(make=gpt.small_model):
+def plain(make=plain_gpt.small_model):
     """Losses, gradients of the first step, norms before clipping, and the state at the end, by plain PyTorch."""
     model = make().double()
     weights.initialize(model, 0)
@@ -60,7 +60,7 @@ def plain(make=gpt.small_model):
     return losses, first, norms, model.state_dict()
 
 
-def train(rank, layout, techniques, gradients, tied=TIE, make=gpt.small_model, make_plan=gpt_plan):
+def train(rank, layout, techniques, gradients, tied=TIE, make=plain_gpt.small_model, make_plan=plain_gpt_plan):
     with meta_parameters():
         model = make()
     plan, techniques = make_plan(), Techniques(**techniques)
@@ -263,8 +263,8 @@ def test_a_tie_whose_stages_have_other_shards_is_refused(run_on_ranks):
 
 def unlike(rank, styles):
     with meta_parameters():
-        model = gpt.small_model()
-    plan = gpt_plan()
+        model = plain_gpt.small_model()
+    plan = plain_gpt_plan()
     tensor = {name: style for name, style in plan.tensor.items() if name != "head"} | styles
     mesh = build_mesh(TP2, "cpu")
     with pytest.raises(LayoutError) as caught:

@@ -14,7 +14,20 @@ from mmm.parity.layouts import ParityCase, canonical, matrix, optimizers_for, ra
 from mmm.parity.registry import REGISTRY
 
 SOURCE = Path(layouts.__file__).parent.parent
-MODELS = ("transformer", "llama", "moe", "gpt", "head_norm", "regression", "branches", "batch_norm", "vit", "cnn")
+MODELS = (
+    "transformer",
+    "llama",
+    "moe",
+    "gpt",
+    "gpt_dropout",
+    "plain_gpt",
+    "head_norm",
+    "regression",
+    "branches",
+    "batch_norm",
+    "vit",
+    "cnn",
+)
 CASES = {name: list(matrix(name)) for name in MODELS}
 
 

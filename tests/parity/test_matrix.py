@@ -29,7 +29,9 @@ QUICK = {  # model: layouts, with what their sizes leave open
         "pp2·dp2": {"schedule": "ZBVZeroBubble"},
     },
     "moe": {"dp2·cp2·ep2": {}},
-    "gpt": {"pp2": {}},
+    "gpt": {"cp2·tp2": {"data": "packed"}},
+    "gpt_dropout": {"tp2": {}},
+    "plain_gpt": {"pp2": {}},
     "cnn": {"dp2·tp2": {"optimizers": ("sgd", "adamw")}, "dp2": {"data_parallel": "zero1"}},
     "vit": {"dp_replicate2·dp_shard2": {}},
 }

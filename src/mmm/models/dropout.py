@@ -31,26 +31,32 @@ class Dropout(nn.Module):
         layer: which of the model's layers with dropout this is: each draws its own numbers.
 
     Attributes:
-        shard: which shard of the last dim is local to this rank, where tensor parallel shards it in equal parts.
+        shard: which shard of a sample's elements is local to this rank, where tensor parallel shards it in equal parts.
     """
 
     def __init__(self, p: float, layer: int) -> None:
         super().__init__()
         self.p, self.layer, self.shard = p, layer, 0
 
-    def forward(self, x: Tensor, keys: Tensor | None) -> Tensor:
+    def forward(self, x: Tensor, keys: Tensor | None, positions: Tensor | None = None) -> Tensor:
         """
         Args:
-            x: (batch, …, local elements of the last dim); sharded, it has two dims.
+            x: (batch, …); sharded, the first of the other dims is.
             keys: `sample_keys`, (batch,); None: drawn from the rank's generator, as PyTorch's dropout is.
+            positions: of the tokens in the sequence, where x is (batch, seq, dim) and cp shards the sequence: (seq,)
+                int64; or (seq · tp,), of which tp shards x's in turn.
         """
         if not self.training or self.p == 0:
             return x
         if keys is None:
             return F.dropout(x, self.p)
-        elements = x[0].numel()
-        first = (self.layer << _LAYER) + self.shard * elements
-        element = torch.arange(first, first + elements, device=x.device)
+        if positions is None:
+            elements = x[0].numel()
+            element = torch.arange(elements, device=x.device) + self.shard * elements
+        else:
+            own = positions.unflatten(0, (-1, x.shape[1]))[self.shard]
+            element = (own[:, None] * x.shape[2] + torch.arange(x.shape[2], device=x.device)).flatten()
+        element += self.layer << _LAYER
         dropped = random_bits(keys[:, None], element) < int(self.p * (1 << BITS))  # (batch, elements)
         return x.masked_fill(dropped.view_as(x), 0) / (1 - self.p)
 

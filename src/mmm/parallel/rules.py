@@ -111,11 +111,17 @@ def transformer_rules(config: TransformerConfig, layout: Layout, seq_length: int
         broken |= tp_rule("n_heads", config.n_heads, tp, HEADS)
     if not config.n_experts:  # which are not sharded over tp
         broken |= tp_rule("ffn_dim", config.hidden_dim, tp, HIDDEN)
+    return broken | sequence_rules(config.vocab_size, layout, seq_length)
+
+
+def sequence_rules(vocab_size: int, layout: Layout, seq_length: int) -> dict[str, str]:
+    """What keeps the sequence between the matrices, and the vocabulary, from being sharded over tp."""
+    tp, broken = layout.tp, dict[str, str]()
     if layout.cp == 1:  # else `context_rules` has a stricter rule
         why = "between the sharded matrices each rank takes the same number of tokens"
         broken |= tp_rule("seq_length", seq_length, tp, why)
-    if (tp - 1) * -(-config.vocab_size // tp) >= config.vocab_size:
-        text = f"vocab_size {config.vocab_size} sharded over tp {tp} leaves a rank without any of it"
+    if (tp - 1) * -(-vocab_size // tp) >= vocab_size:
+        text = f"vocab_size {vocab_size} sharded over tp {tp} leaves a rank without any of it"
         broken["vocab_size"] = text
     return broken
 

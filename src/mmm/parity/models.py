@@ -15,7 +15,20 @@ if TYPE_CHECKING:
     from mmm.parity.parity_model import ParityModel
 
 # Of the registry, which imports torch: the command answers without.
-NAMES = ("transformer", "llama", "moe", "gpt", "head_norm", "regression", "branches", "batch_norm", "vit", "cnn")
+NAMES = (
+    "transformer",
+    "llama",
+    "moe",
+    "gpt",
+    "gpt_dropout",
+    "plain_gpt",
+    "head_norm",
+    "regression",
+    "branches",
+    "batch_norm",
+    "vit",
+    "cnn",
+)
 
 
 def find(name: str) -> ParityModel:

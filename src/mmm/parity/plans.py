@@ -15,12 +15,12 @@ from mmm.parallel.rules import HEADS, HIDDEN, context_rules, refuse, tp_rule
 from mmm.parallel.tp.partial_gradient import PartialGradient
 from mmm.parallel.tp.replicated import Replicated
 from mmm.parity.fixtures import head_norm
-from mmm.parity.fixtures.gpt import GPTConfig
+from mmm.parity.fixtures.plain_gpt import GPTConfig
 
 
-def gpt_plan() -> Plan:
-    """The plan of `fixtures.gpt.GPT`, of any size: in each block columns, then rows; the vocabulary by rows, in the
-    embedding and in the output matrix, which are one tied weight and so are sharded alike. What is between is
+def plain_gpt_plan() -> Plan:
+    """The plan of `fixtures.plain_gpt.GPT`, of any size: in each block columns, then rows; the vocabulary by rows, in
+    the embedding and in the output matrix, which are one tied weight and so are sharded alike. What is between is
     replicated."""
     styles: dict[str, ParallelStyle] = {
         "tokens": RowwiseParallel(input_layouts=Replicate()),
@@ -49,11 +49,11 @@ def gpt_plan() -> Plan:
         sequence=True,
         output="head",
         refused={"ep": "the GPT has no experts"},
-        check=lambda model, layout, inputs, cp_style: check_gpt(model.config, layout, inputs, cp_style),
+        check=lambda model, layout, inputs, cp_style: check_plain_gpt(model.config, layout, inputs, cp_style),
     )
 
 
-def check_gpt(config: GPTConfig, layout: Layout, inputs: Tensor, cp_style: str) -> None:
+def check_plain_gpt(config: GPTConfig, layout: Layout, inputs: Tensor, cp_style: str) -> None:
     """Whether a GPT of these sizes fits the layout; needs no process group.
 
     Raises:

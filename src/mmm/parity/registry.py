@@ -1,11 +1,25 @@
 """The models of mmm that the proof trains."""
 
 from mmm.parallel.plans.cnn import cnn_plan
+from mmm.parallel.plans.gpt import gpt_plan
 from mmm.parallel.plans.transformer import transformer_plan
 from mmm.parallel.plans.vit import vit_plan
-from mmm.parity.fixtures import batch_norm, branches, cnn, gpt, head_norm, llama, moe, regression, transformer, vit
+from mmm.parity.fixtures import (
+    batch_norm,
+    branches,
+    cnn,
+    gpt,
+    gpt_dropout,
+    head_norm,
+    llama,
+    moe,
+    plain_gpt,
+    regression,
+    transformer,
+    vit,
+)
 from mmm.parity.parity_model import ParityModel
-from mmm.parity.plans import batch_norm_plan, branches_plan, gpt_plan, head_norm_plan, regression_plan
+from mmm.parity.plans import batch_norm_plan, branches_plan, head_norm_plan, plain_gpt_plan, regression_plan
 
 REGISTRY = {
     "transformer": ParityModel(
@@ -22,7 +36,14 @@ REGISTRY = {
         documents=transformer.make_documents,
         after_step=moe.balance,
     ),
-    "gpt": ParityModel(model=gpt.small_model, plan=gpt_plan, batch=transformer.make_batch),
+    "gpt": ParityModel(
+        model=gpt.small_model,
+        plan=gpt_plan,
+        batch=transformer.make_batch,
+        documents=transformer.make_documents,
+    ),
+    "gpt_dropout": ParityModel(model=gpt_dropout.small_model, plan=gpt_plan, batch=transformer.make_batch),
+    "plain_gpt": ParityModel(model=plain_gpt.small_model, plan=plain_gpt_plan, batch=transformer.make_batch),
     "head_norm": ParityModel(model=head_norm.HeadNorm, plan=head_norm_plan, batch=head_norm.make_batch),
     "regression": ParityModel(
         model=regression.Regression,

@@ -11,6 +11,7 @@ Needs no process group. In bytes; on each axis of n ranks, c = (n-1)/n; of one r
                                                           them; in a pipeline all does, until the step ends: c P' + c G)
           hsdp         that within dp_shard, and 2 c G / S over dp_replicate, S: ranks of dp_shard
     tp    Transformer  (8 L + 4 of the full model) c A, and 2 c (norms' gradients + 3 elements a token)
+          GPT          as much, the gradients of the norms' biases, and 2 k c A', of one sample, for positions
           ViT          4 L · 2 c A                     A  batch · local tokens along cp · dim, L layers
           CNN          2 c (features + classes) batch
     pp                 A / (tp of the Transformer) for each boundary of stages that it faces another rank across, once
@@ -42,6 +43,7 @@ from torch import nn
 
 from mmm.layout import Layout, Techniques
 from mmm.models.cnn import CNN
+from mmm.models.gpt import GPT
 from mmm.models.transformer import Transformer
 from mmm.models.vit import ViT
 from mmm.parallel.dp.fsdp import RESHARD_AFTER_FORWARD, fsdp_units_of
@@ -82,6 +84,9 @@ def expected_traffic(
     by_axis = _data_parallel(own, plan, layout, precision, techniques, partition.microbatches)
     if layout.tp > 1:
         by_axis["tp"] = sum(_tensor(stage, *sizes) for stage in own.values())
+        if isinstance(model, GPT) and 0 in own:  # the positions of one sequence, as tokens, for each micro-batch
+            tokens = partition.microbatches * seq_length // layout.cp
+            by_axis["tp"] += 2 * factor("all_gather", layout.tp) * tokens * model.config.dim * _size(precision.compute)
     if layout.cp > 1:
         by_axis["cp"] = by_axis.get("cp", 0.0) + sum(_context(s, *sizes, techniques.cp_style) for s in own.values())
     if layout.pp > 1:
@@ -157,7 +162,7 @@ def _data_parallel(
 def _activations(model: nn.Module, layout: Layout, batch: int, seq_length: int, precision: Precision) -> float:
     """Bytes of what passes between two layers of this rank, for all samples of the step."""
     size = _size(precision.compute)
-    if isinstance(model, Transformer):
+    if isinstance(model, Transformer | GPT):
         return batch * seq_length / layout.cp / layout.tp * model.config.dim * size
     if isinstance(model, ViT):
         return batch * model.config.patches * model.config.dim * size
@@ -166,7 +171,7 @@ def _activations(model: nn.Module, layout: Layout, batch: int, seq_length: int, 
 
 def _tensor(model: nn.Module, layout: Layout, batch: int, seq_length: int, precision: Precision) -> float:
     part, size = factor("all_gather", layout.tp), _size(precision.compute)
-    if isinstance(model, Transformer):
+    if isinstance(model, Transformer | GPT):
         tokens, dim, layers = batch * seq_length // layout.cp, model.config.dim, len(model.layers)
         first, last = model.tok_embeddings is not None, model.output is not None
         # An all-gather before columns, a reduce-scatter after rows, and in backward each the other way round.
@@ -175,6 +180,8 @@ def _tensor(model: nn.Module, layout: Layout, batch: int, seq_length: int, preci
         accum_size = max(_size(precision.compute), 4)
         loss = 3 * tokens * accum_size * last  # the largest logit, the sum of exponentials, the target's own logit
         summed = norms * dim * size + loss
+        if isinstance(model, GPT) and model.config.bias:  # of the norms
+            summed += norms * dim * size
         return part * (gathers_and_scatters * tokens * dim * size + 2 * summed)
     if isinstance(model, ViT):
         return 4 * len(model.layers) * 2 * part * batch * model.config.patches * model.config.dim * size
@@ -185,7 +192,7 @@ def _tensor(model: nn.Module, layout: Layout, batch: int, seq_length: int, preci
 
 
 def _context(model: nn.Module, layout: Layout, batch: int, seq_length: int, precision: Precision, style: str) -> float:
-    if not isinstance(model, Transformer):
+    if not isinstance(model, Transformer | GPT):
         raise ValueError(f"no formula for {type(model).__name__} over cp")
     config, n, size = model.config, layout.cp, _size(precision.compute)
     heads, kv_heads = config.n_heads // layout.tp, config.n_kv_heads // layout.tp

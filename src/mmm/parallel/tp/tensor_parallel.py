@@ -100,8 +100,8 @@ class KVHeads(ColwiseParallel):
 
 
 class ShardedDropout(ParallelStyle):
-    """For a `mmm.models.dropout.Dropout` of (batch, units), whose units are sharded in equal parts: each rank draws for
-    its own shard of them."""
+    """For a `mmm.models.dropout.Dropout` whose input's second dim (units, heads, tokens) is sharded in equal parts:
+    each rank draws for its own shard."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         assert isinstance(module, Dropout)

@@ -1,0 +1,103 @@
+"""How the GPT is sharded over tp: as the Transformer is (`mmm.parallel.plans.transformer`), with the sequence sharded
+between the matrices.
+
+::
+
+    activations        (batch, seq/tp, dim)          norms, residuals, their dropout: each rank its local tokens
+      │ all-gather over the sequence
+      ▼                (batch, seq, dim)
+    wqkv, w1           [ A₀ │ A₁ │ A₂ │ A₃ ]         columns, with their biases: some of the heads, of the hidden units
+      │
+      ▼                (batch, seq, heads/tp, …)     attention, the dropout of its weights, and GELU: no communication
+                       ┌ A₀ ┐
+    wo, w2             │ A₁ │  + bias, once          rows: each rank a partial sum
+                       └ ⋮  ┘
+      │ reduce-scatter over the sequence
+      ▼                (batch, seq/tp, dim)
+
+    tok_embeddings     rows (the vocabulary), and likewise
+    pos_embeddings     rows (the positions): each rank looks up its shard; reduce-scatter over the sequence
+    output             columns (the vocabulary): the embedding's matrix, and so sharded alike
+"""
+
+from __future__ import annotations
+
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+)
+
+from mmm.layout import Layout
+from mmm.models.gpt import GPTConfig
+from mmm.parallel.plan import Plan
+from mmm.parallel.rules import HEADS, HIDDEN, context_rules, refuse, sequence_rules, tp_rule
+from mmm.parallel.tp.tensor_parallel import ShardedDropout
+
+
+def gpt_plan() -> Plan:
+    """The plan of `mmm.models.gpt.GPT`, of any size."""
+    styles: dict[str, ParallelStyle] = {
+        "tok_embeddings": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
+        "pos_embeddings": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
+        "dropout": ShardedDropout(),
+        "layers.*.attention_norm": SequenceParallel(),
+        "layers.*.attention": PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=Replicate()),
+        "layers.*.attention.wqkv": ColwiseParallel(),
+        "layers.*.attention.dropout": ShardedDropout(),
+        "layers.*.attention.wo": RowwiseParallel(output_layouts=Shard(1)),
+        "layers.*.dropout1": ShardedDropout(),
+        "layers.*.ffn_norm": SequenceParallel(),
+        "layers.*.feed_forward": PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=Replicate()),
+        "layers.*.feed_forward.w1": ColwiseParallel(),
+        "layers.*.feed_forward.w2": RowwiseParallel(output_layouts=Shard(1)),
+        "layers.*.dropout2": ShardedDropout(),
+        "norm": SequenceParallel(),
+        "output": ColwiseParallel(input_layouts=Shard(1), output_layouts=Shard(-1), use_local_output=False),
+    }
+    return Plan(
+        tensor=styles,
+        fsdp_units=(("tok_embeddings", "pos_embeddings"), "layers.*", ("norm", "output")),
+        uniform=True,
+        compiled=("layers.*",),
+        checkpointed=("layers.*",),
+        stages=(("tok_embeddings", "pos_embeddings"), "layers.*", ("norm", "output")),
+        attention=("layers.*.attention",),
+        sequence=True,
+        refused={"ep": "the GPT has no experts"},
+        check=lambda model, layout, inputs, style: check_gpt(model.config, layout, inputs.shape[1], style),
+        output="output",
+        tiled=("layers.*.feed_forward",),
+        # No compiled_with_tp: modules that take a DTensor have silently wrong gradients when compiled (PyTorch 2.13).
+    )
+
+
+def gpt_rules(config: GPTConfig, layout: Layout, seq_length: int, cp_style: str) -> dict[str, str]:
+    """Of a GPT. Arguments as of `mmm.parallel.rules.transformer_rules`."""
+    wrong = config.problems() + ([f"seq_length is {seq_length}: it must be at least 1"] if seq_length < 1 else [])
+    if wrong:
+        return {problem: problem for problem in wrong}
+    broken = context_rules(config.n_heads, layout, seq_length, cp_style)
+    if seq_length > config.block_size:
+        broken["block_size"] = f"seq_length {seq_length}: the model has positions for block_size {config.block_size}"
+    if layout.cp > 1 and config.weights_dropout > 0:
+        broken["attention_dropout"] = (
+            f"attention_dropout {config.weights_dropout} with cp {layout.cp}: a rank has not all weights of a head; "
+            "use cp 1, or attention_dropout 0"
+        )
+    if layout.tp == 1:
+        return broken
+    if layout.cp == 1 or cp_style == "ring":  # under ulysses `context_rules` has a stricter rule
+        broken |= tp_rule("n_heads", config.n_heads, layout.tp, HEADS)
+    broken |= tp_rule("ffn_dim", config.hidden_dim, layout.tp, HIDDEN)
+    if (layout.tp - 1) * -(-config.block_size // layout.tp) >= config.block_size:
+        broken["block_size"] = f"block_size {config.block_size} sharded over tp {layout.tp} leaves a rank without any"
+    return broken | sequence_rules(config.vocab_size, layout, seq_length)
+
+
+def check_gpt(config: GPTConfig, layout: Layout, seq_length: int, cp_style: str = "ring") -> None:
+    """Raises LayoutError with every rule that such a GPT breaks. Arguments as of `gpt_rules`."""
+    refuse(gpt_rules(config, layout, seq_length, cp_style))
