@@ -330,6 +330,33 @@ def test_a_full_disk(monkeypatch, tmp_path):
     assert statuses(storage.check_outdir(Place(outdir=tmp_path)))["free disk"] == "warn"
 
 
+def test_striping(mounts, monkeypatch):
+    """`lfs` is asked where a folder is on Lustre, and there alone."""
+    (mounts / "lfs").write_text('#!/bin/sh\n[ "$*" = "getstripe -d -c /" ] && echo "$STRIPES"\n')
+    (mounts / "lfs").chmod(0o755)
+    text = (mounts / "proc/self/mountinfo").read_text()
+    (mounts / "proc/self/mountinfo").write_text(text.replace("ext4 /dev/sda1", "lustre 10.0.0.1@tcp:/root"))
+
+    def found(stripes, path=str(mounts)):
+        monkeypatch.setenv("STRIPES", stripes)
+        return one(storage.check_striping(Place(outdir=Path("/gone"), root=mounts, environ={"PATH": path})))
+
+    for stripes, seen, advice in (
+        ("1", "1 stripe, so as many", True),
+        ("0", "1 stripe, so", True),
+        ("8", "8 stripes, so", False),
+        ("-1", "over all targets", False),
+        ("  lcm_layout_gen:    0\n    lmm_stripe_count:  4", "4 stripes", False),
+        ("no such thing", "lfs does not say", True),
+    ):
+        assert (seen in found(stripes).seen, "lfs setstripe -c 8 /" in found(stripes).fix) == (True, advice), stripes
+    assert "lfs does not say" in found("1", path="/gone").seen
+    on_disk = Place(outdir=Path("/home/me"), root=mounts, environ={"PATH": str(mounts)})
+    assert list(storage.check_striping(on_disk)) == []
+    data = Place(outdir=Path("/home/me"), root=mounts, environ={"PATH": "", "MMM_DATA": "/scratch"})
+    assert one(storage.check_striping(data)).name == "striping, data"
+
+
 def test_home(tmp_path, monkeypatch):
     home = lambda **environ: one(storage.check_home(Place(environ=environ)))  # noqa: E731
     assert home(HOME=str(tmp_path)).status == "ok"

@@ -78,12 +78,13 @@ ANYTHING: dict[str, tuple[str, ...]] = {
     "patch_size": ("3", "5", "1", "0"),
     "channels": ("1", "3", "2", "0"),
     "fingerprints": ("1", "2", "0", "x"),
+    "project": ("mine", "a/b"),
     "profile_steps": ("0:1", "1:2", "2:1", "x"),
     "profile_ranks": ("1", "2", "0"),
     "classes": ("2", "10", "3", "0"),
 }
 GIVEN = names("outdir data_dir text model resume")  # paths, which the fuzzer sets itself; a model that is the only one
-NOT_SPOILT = names("device plots compile dataset model preset tracker profile")  # other machines, network, minutes
+NOT_SPOILT = names("device plots compile dataset model preset tracker project profile")  # machines, network, minutes
 STEERED = NOT_SPOILT | names(
     "dtype optimizer summary parallel schedule cp_style activation_checkpointing attention sdpa_backend dropout "
     "decayed offload scale_lr overwrite checkpoint_mode pack document_mask"

@@ -8,7 +8,7 @@ import pytest
 
 from mmm.errors import ConfigError
 from mmm.history import History, load
-from mmm.history.trackers import PACKAGES, Tracked, check_tracker
+from mmm.history.trackers import PACKAGES, PROJECT_VARIABLES, Tracked, check_tracker
 from mmm.trainer import lm
 from mmm.trainer.config.command_line import configure, parse
 
@@ -62,6 +62,60 @@ def test_what_wandb_is_told(tmp_path, monkeypatch):
         (3.5, 2),
     ]
     run.finish.assert_called_once_with()
+
+
+def test_the_project(tmp_path, monkeypatch):
+    """Given, else named by the tracker's own variable, else mmm."""
+    wandb, mlflow = MagicMock(), MagicMock()
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    monkeypatch.setitem(sys.modules, "mlflow", mlflow)
+    client = mlflow.MlflowClient.return_value
+    client.get_experiment_by_name.return_value = None
+    for variable in PROJECT_VARIABLES.values():
+        monkeypatch.delenv(variable, raising=False)
+
+    def projects(given):
+        for name in ("wandb", "mlflow"):
+            Tracked(name, tmp_path, {}, given)
+        return wandb.init.call_args.kwargs["project"], client.create_experiment.call_args.args[0]
+
+    assert projects(None) == ("mmm", "mmm")
+    monkeypatch.setenv("WANDB_PROJECT", "theirs")
+    assert projects(None) == ("theirs", "mmm")
+    assert projects("ours") == ("ours", "ours")
+
+
+def test_the_log_and_the_config_are_kept_at_the_end(tmp_path, monkeypatch, caplog):
+    wandb, mlflow = MagicMock(), MagicMock()
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    monkeypatch.setitem(sys.modules, "mlflow", mlflow)
+    (tmp_path / "log.txt").write_text("iter=0")
+    run = wandb.init.return_value
+    run.id = "r1"
+    Tracked("wandb", tmp_path, {}).close()
+    wandb.Artifact.assert_called_once_with("log-r1", type="log")  # there is no config.json
+    wandb.Artifact.return_value.add_file.assert_called_once_with(str(tmp_path / "log.txt"))
+    run.log_artifact.assert_called_once_with(wandb.Artifact.return_value)
+    (tmp_path / "config.json").write_text("{}")
+    Tracked("mlflow", tmp_path, {}).close()
+    kept = [call.args[1] for call in mlflow.MlflowClient.return_value.log_artifact.call_args_list]
+    assert kept == [str(tmp_path / "config.json"), str(tmp_path / "log.txt")]
+    assert "given up" not in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("tracker", "project", "words"),
+    [
+        (None, "mine", "--project mine: without --tracker nothing is sent"),
+        ("tensorboard", "mine", "--project mine: TensorBoard has no projects"),
+        ("wandb", "", "a name has 1 to 128 letters"),
+        ("mlflow", "a/b", "none of #%/:"),
+    ],
+)
+def test_projects_that_are_refused(tracker, project, words, monkeypatch):
+    monkeypatch.setattr("mmm.history.trackers.PACKAGES", dict.fromkeys(PACKAGES, "json"))
+    with pytest.raises(ConfigError, match=words):
+        check_tracker(tracker, project)
 
 
 def test_what_mlflow_is_told(tmp_path, monkeypatch):

@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from mmm.history.trackers import Tracked
+from mmm.history.trackers import PROJECT_VARIABLES, Tracked
 
 pytestmark = pytest.mark.interop
 
@@ -14,13 +14,14 @@ CONFIG = {"layout": "tp2", "lr": 0.001}
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    for name in ("WANDB_MODE", "MLFLOW_TRACKING_URI"):
+    for name in ("WANDB_MODE", "MLFLOW_TRACKING_URI", *PROJECT_VARIABLES.values()):
         monkeypatch.delenv(name, raising=False)
+    (tmp_path / "log.txt").write_text("[INFO] iter=0 loss=4.5\n")
     return tmp_path
 
 
 def track(name, folder, caplog):
-    tracked = Tracked(name, folder, CONFIG)
+    tracked = Tracked(name, folder, CONFIG, None if name == "tensorboard" else "trials")
     for row in ROWS:
         tracked.row(row)
     tracked.close()
@@ -42,9 +43,11 @@ def test_mlflow(folder, caplog):
 
     track("mlflow", folder, caplog)
     client = mlflow.MlflowClient(f"sqlite:///{folder / 'mlflow.db'}")
-    (run,) = client.search_runs([client.get_experiment_by_name("mmm").experiment_id])
+    (run,) = client.search_runs([client.get_experiment_by_name("trials").experiment_id])
     assert run.info.status == "FINISHED"
     assert run.data.params == {"layout": "tp2", "lr": "0.001"}
+    assert [each.path for each in client.list_artifacts(run.info.run_id)] == ["log.txt"]
+    assert "iter=0 loss" in "".join(path.read_text() for path in folder.glob("mlflow/*/artifacts/log.txt"))
     history = client.get_metric_history(run.info.run_id, "loss")
     assert [(metric.step, metric.value) for metric in history] == [(0, 4.5), (1, 4.25), (2, 3.5)]
 
@@ -55,7 +58,7 @@ def test_wandb(folder, caplog):
     (path,) = (folder / "wandb").glob("offline-run-*/run-*.wandb")
 
     def places():
-        return [path.read_bytes().find(value) for value in (b"4.25", b"4.75", b"3.5")]
+        return [path.read_bytes().find(value) for value in (b"4.25", b"4.75", b"3.5", b"log.txt", b"trials")]
 
     deadline = time.monotonic() + 100
     while -1 in places() and time.monotonic() < deadline:  # a process of wandb's own writes it, and ends later

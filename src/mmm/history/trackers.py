@@ -16,7 +16,12 @@ from pathlib import Path
 from typing import Any
 
 from mmm.errors import ConfigError
+from mmm.history.record.folder import CONFIG, LOG
 
+PROJECT = "mmm"
+PROJECT_VARIABLES = {"wandb": "WANDB_PROJECT", "mlflow": "MLFLOW_EXPERIMENT_NAME"}  # of the trackers that have projects
+MOST_LETTERS = 128  # of a project's name, which is wandb's limit
+NOT_IN_A_NAME = frozenset("/\\#?%:")  # likewise
 PACKAGES = {"tensorboard": "tensorboard", "wandb": "wandb", "mlflow": "mlflow"}  # by name, what it needs
 log = logging.getLogger("mmm")
 Row = Mapping[str, float | int]
@@ -26,15 +31,19 @@ class Tracker(ABC):
     """Made on rank 0, once the run's folder is there.
 
     Args:
-        outdir: the run's folder. config: of the record, to keep with the run.
+        outdir: the run's folder. config: of the record, to keep with the run. project: that the run belongs to.
     """
 
     @abstractmethod
-    def __init__(self, outdir: Path, config: Mapping[str, Any]) -> None: ...
+    def __init__(self, outdir: Path, config: Mapping[str, Any], project: str) -> None: ...
 
     @abstractmethod
     def row(self, step: int, row: Row) -> None:
         """Numbers of a step."""
+
+    @abstractmethod
+    def keep(self, file: Path) -> None:
+        """A copy of a file of the run, where the tracker has a place for files."""
 
     @abstractmethod
     def close(self) -> None:
@@ -47,9 +56,9 @@ def step_of(row: Mapping[str, Any]) -> int:
 
 
 class TensorBoardTracker(Tracker):
-    """The folder tensorboard: ``tensorboard --logdir OUTDIR``."""
+    """The folder tensorboard: ``tensorboard --logdir OUTDIR``. It has no projects, and keeps no files."""
 
-    def __init__(self, outdir: Path, config: Mapping[str, Any]) -> None:
+    def __init__(self, outdir: Path, config: Mapping[str, Any], project: str) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
         self.folder, self.kind = str(outdir / "tensorboard"), SummaryWriter
@@ -62,6 +71,9 @@ class TensorBoardTracker(Tracker):
             self.writer.add_scalar(name, value, step)
         self.writer.flush()
 
+    def keep(self, file: Path) -> None:
+        """It lies beside the folder."""
+
     def close(self) -> None:
         if self.writer is not None:
             self.writer.close()
@@ -70,14 +82,20 @@ class TensorBoardTracker(Tracker):
 class WandbTracker(Tracker):
     """The folder wandb, for ``wandb sync``; a server where WANDB_MODE says ``online``."""
 
-    def __init__(self, outdir: Path, config: Mapping[str, Any]) -> None:
+    def __init__(self, outdir: Path, config: Mapping[str, Any], project: str) -> None:
         import wandb
 
         mode = os.environ.get("WANDB_MODE", "offline")
-        self.run = wandb.init(project="mmm", dir=str(outdir), config=dict(config), mode=mode, name=outdir.name)
+        self.run = wandb.init(project=project, dir=str(outdir), config=dict(config), mode=mode, name=outdir.name)
+        self.artifact = wandb.Artifact
 
     def row(self, step: int, row: Row) -> None:
         self.run.log(dict(row), step=step)
+
+    def keep(self, file: Path) -> None:
+        artifact = self.artifact(f"{file.stem}-{self.run.id}", type=file.stem)
+        artifact.add_file(str(file))
+        self.run.log_artifact(artifact)
 
     def close(self) -> None:
         self.run.finish()
@@ -87,15 +105,15 @@ class MLflowTracker(Tracker):
     """The file mlflow.db, for ``mlflow ui --backend-store-uri sqlite:///OUTDIR/mlflow.db``; a server where
     MLFLOW_TRACKING_URI names one. (MLflow 3.17 refuses its older way, a folder of files.)"""
 
-    def __init__(self, outdir: Path, config: Mapping[str, Any]) -> None:
+    def __init__(self, outdir: Path, config: Mapping[str, Any], project: str) -> None:
         import mlflow
 
         self.entities = mlflow.entities
         folder = outdir.resolve()
         self.client = mlflow.MlflowClient(os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{folder / 'mlflow.db'}")
-        known = self.client.get_experiment_by_name("mmm")
+        known = self.client.get_experiment_by_name(project)
         files = (folder / "mlflow").as_uri()
-        experiment = known.experiment_id if known else self.client.create_experiment("mmm", files)
+        experiment = known.experiment_id if known else self.client.create_experiment(project, files)
         self.run = self.client.create_run(experiment, run_name=outdir.name).info.run_id
         parameters = [self.entities.Param(name, str(value)[:500]) for name, value in config.items()]
         self.client.log_batch(self.run, params=parameters)
@@ -104,6 +122,9 @@ class MLflowTracker(Tracker):
         now = int(time.time() * 1e3)
         metrics = [self.entities.Metric(name, value, now, step) for name, value in row.items()]
         self.client.log_batch(self.run, metrics=metrics)
+
+    def keep(self, file: Path) -> None:
+        self.client.log_artifact(self.run, str(file))
 
     def close(self) -> None:
         self.client.set_terminated(self.run)
@@ -116,8 +137,21 @@ KINDS: dict[str, type[Tracker]] = {
 }
 
 
-def check_tracker(name: str | None) -> None:
-    """Raises ConfigError where the package that a tracker needs is not installed."""
+def project_of(tracker: str, given: str | None) -> str:
+    """The project that a run belongs to: given, else named by the tracker's own variable, else `PROJECT`."""
+    return given or os.environ.get(PROJECT_VARIABLES.get(tracker, ""), "") or PROJECT
+
+
+def check_tracker(name: str | None, project: str | None = None) -> None:
+    """Raises ConfigError: a package that is not installed; a project where there is none, or by no name for one."""
+    if project is not None and name not in PROJECT_VARIABLES:
+        has = "TensorBoard has no projects" if name else "without --tracker nothing is sent"
+        raise ConfigError(
+            f"--project {project}: {has}; leave it out, or give --tracker {' or '.join(PROJECT_VARIABLES)}"
+        )
+    if project is not None and not (0 < len(project) <= MOST_LETTERS and NOT_IN_A_NAME.isdisjoint(project)):
+        others = "".join(sorted(NOT_IN_A_NAME))
+        raise ConfigError(f"--project {project!r}: a name has 1 to {MOST_LETTERS} letters, and none of {others}")
     if name is not None and importlib.util.find_spec(PACKAGES[name]) is None:
         package = PACKAGES[name]
         raise ConfigError(
@@ -129,12 +163,14 @@ class Tracked:
     """A tracker that is given up once it fails; or none.
 
     Args:
-        name: a key of `KINDS`, or None.
+        name: a key of `KINDS`, or None. project: that the run belongs to; None for `project_of`.
     """
 
-    def __init__(self, name: str | None, outdir: Path, config: Mapping[str, Any]) -> None:
-        self.name, self.tracker = name, None
-        self._try("start", lambda: setattr(self, "tracker", KINDS[name](outdir, config)) if name else None)
+    def __init__(self, name: str | None, outdir: Path, config: Mapping[str, Any], project: str | None = None) -> None:
+        self.name, self.outdir, self.tracker = name, outdir, None
+        if name:
+            kind, of_project = KINDS[name], project_of(name, project)
+            self._try("start", lambda: setattr(self, "tracker", kind(outdir, config, of_project)))
 
     def row(self, row: Row) -> None:
         step = step_of(row)
@@ -142,6 +178,10 @@ class Tracked:
             self._try("take a row", lambda: self.tracker.row(step, row))
 
     def close(self) -> None:
+        """The run is over. Its log and config.json are kept with it."""
+        for file in (self.outdir / CONFIG, self.outdir / LOG):
+            if self.tracker is not None and file.exists():
+                self._try(f"keep {file.name}", lambda file=file: self.tracker.keep(file))
         if self.tracker is not None:
             self._try("end", lambda: self.tracker.close())
 

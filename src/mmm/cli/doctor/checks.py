@@ -32,6 +32,7 @@ CHECKS = (
     Check("host name", network.check_host_name, "names are looked up in DNS, which does not answer"),
     Check("venv", storage.check_environment, STUCK),
     Check("outdir", storage.check_outdir, STUCK),
+    Check("striping", storage.check_striping, STUCK),
     Check("home", storage.check_home, STUCK),
 )
 # Of an Intel GPU, whose driver does not survive a fork: each of these imports torch for itself.

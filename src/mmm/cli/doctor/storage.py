@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import shutil
+import subprocess
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +17,7 @@ from mmm.cli.doctor.finding import Finding, Place
 PARALLEL = ("lustre", "gpfs", "beegfs", "panfs", "ceph", "daos", "fuse.daos", "fuse.dfuse", "wekafs", "pvfs2")
 SHARED = (*PARALLEL, "nfs", "nfs4", "afs", "cifs", "smb3", "fuse.sshfs", "glusterfs", "fuse.glusterfs")
 MEMORY = ("tmpfs", "ramfs")
+SPREAD = "spread those of gigabytes before they are written, lfs setstripe -c 8"
 GIB = 1 << 30
 LEAST_FREE = 1 * GIB
 
@@ -90,6 +93,35 @@ def check_outdir(place: Place) -> Iterator[Finding]:
     else:
         yield Finding("outdir", "ok", seen)
     yield from check_space("free disk", there, place)
+
+
+def check_striping(place: Place) -> Iterator[Finding]:
+    """On Lustre, over how many targets a new file is spread: where runs write, and where data sets are."""
+    given = place.environ.get("MMM_DATA")
+    for name, folder in (("striping", place.outdir), ("striping, data", Path(given) if given else None)):
+        there = folder and next(each for each in [folder.absolute(), *folder.absolute().parents] if each.exists())
+        if there is None or file_system(there, place.root)[0] != "lustre":
+            continue
+        count = stripe_count(there, place.environ.get("PATH", ""))
+        seen = f"new files in {there}: " + ("unknown, lfs does not say" if count is None else stripes(count))
+        yield Finding(name, "ok", seen, f"files that all ranks read: {SPREAD} {there}" if count in (None, 1) else "")
+
+
+def stripe_count(folder: Path, path: str) -> int | None:
+    """The stripes of a new file in a folder on Lustre; -1: over all targets; None where Lustre's `lfs` does not say.
+
+    Of a layout that grows with the file (PFL) it is that of its last part.
+    """
+    lfs = shutil.which("lfs", path=path)
+    if lfs is None:
+        return None
+    asked = subprocess.run([lfs, "getstripe", "-d", "-c", str(folder)], capture_output=True, text=True, check=False)
+    found = re.findall(r"(?:^|\s)(-?[0-9]+)\s*$", asked.stdout, re.MULTILINE)
+    return int(found[-1]) or 1 if asked.returncode == 0 and found else None  # 0: the file system's usual number, 1
+
+
+def stripes(count: int) -> str:
+    return "over all targets" if count < 0 else f"{count} stripe{'s' * (count != 1)}, so as many targets"
 
 
 def check_space(name: str, folder: Path, place: Place) -> Iterator[Finding]:

@@ -21,6 +21,9 @@ class ProfileOptions:
     tracker: Literal["tensorboard", "wandb", "mlflow"] | None = None
     """Rows go there as well, in the run's folder. wandb is offline, and mlflow a folder, unless WANDB_MODE or
     MLFLOW_TRACKING_URI says otherwise."""
+    project: Annotated[str | None, tyro.conf.arg(metavar="NAME")] = None
+    """With --tracker, the project of wandb, or experiment of mlflow, that the run belongs to. Default: what
+    WANDB_PROJECT or MLFLOW_EXPERIMENT_NAME says, else mmm."""
     fingerprints: Annotated[int | None, tyro.conf.arg(metavar="STEPS")] = None
     """Keep fingerprints of batch, loss, gradients and weights, every so many steps: `mmm diverge` finds by them where
     two runs part, whatever their layouts."""
@@ -34,7 +37,7 @@ class ProfileOptions:
 
     def check(self) -> None:
         """Raises ConfigError: a value that is wrong, or has no effect, or a package that is not installed."""
-        check_tracker(self.tracker)
+        check_tracker(self.tracker, self.project)
         if self.fingerprints is not None and self.fingerprints < 1:
             raise ConfigError(f"--fingerprints {self.fingerprints}: it must be at least 1, the steps between two")
         if self.profile is None and (self.profile_steps or self.profile_ranks):

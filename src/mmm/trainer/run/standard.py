@@ -32,7 +32,7 @@ def standard_hooks(checkpoint: CheckpointOptions, profile: ProfileOptions, *befo
         PredictedAndMeasured(),
         *before_record,
         ResumableRecord(checkpoint),
-        Trackers(profile.tracker),
+        Trackers(profile.tracker, profile.project),
         TracePicture(),
     ]
 

@@ -11,14 +11,14 @@ from mmm.trainer.run.rows import Row
 class Trackers(Hook):
     """It stands after the record, into whose folder most trackers write."""
 
-    def __init__(self, tracker: str | None) -> None:
-        self.tracker = tracker
+    def __init__(self, tracker: str | None, project: str | None = None) -> None:
+        self.tracker, self.project = tracker, project
         self.tracked: Tracked | None = None
 
     def start(self, run: Run) -> None:
         if run.outdir is not None:
             config = {"command": command_line(), "layout": str(run.layout)}
-            self.tracked = Tracked(self.tracker, run.outdir, config)
+            self.tracked = Tracked(self.tracker, run.outdir, config, self.project)
 
     def row(self, run: Run, row: Row) -> None:
         if self.tracked is not None:
