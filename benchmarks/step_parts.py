@@ -119,7 +119,7 @@ def import_part() -> float:
 FIGURES = {  # name: (what measures it, its bound, whether that is the most, how to print it)
     "row": (row_cost, ROW_BOUND, True, "{:.3f} ms"),
     "optimizer": (optimizer_part, OPTIMIZER_BOUND, True, "{:.1%}"),
-    "mfu": (mfu, MFU_BOUND, False, "{:.1%}"),
+    "mfu": (mfu, MFU_BOUND, False, "{:.3f}"),
     "import": (import_part, IMPORT_BOUND, True, "{:.1%}"),
 }
 

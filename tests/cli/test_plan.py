@@ -136,6 +136,16 @@ def test_bad_input(monkeypatch, capsys, flags, words):
     assert error.startswith("mmm: error: ")
 
 
+def test_the_tree_is_shown_where_nothing_fits_and_where_tp_spans_hosts(capsys):
+    polaris = ["plan", "--site", "polaris", "--hosts"]
+    assert main([*polaris, "1", "--model", "llama-70b", "--seq_length", "8192"]) == 2
+    out = capsys.readouterr().out
+    assert "the decision tree says: " in out
+    assert "does the model fit on one device?              no" in out
+    assert main([*polaris, "4", "--model", "llama-8b", "--tp", "8", "--global_batch", "16"]) == 0
+    assert "note: tp 8 spans hosts of 4 devices" in capsys.readouterr().out
+
+
 TRIED = ["plan", "--model", "debug", "--seq_length", "64", "--global_batch", "8"]
 
 

@@ -49,7 +49,15 @@ def test_log(finished):
     head = r"\[[-\d]+ [:\d.]+\]\[INFO\]\[fsdp_tp:\d+\] - "
     assert re.match(head + r"iter=0 loss=5\.\d{6} dt=\d+\.\d{6} dtd=\S+ dtf=\S+ dtb=\S+ dto=", steps[0])
     assert (finished[1] / "log.txt").read_text().count(" - iter=") == 7
-    assert any("4 ranks (launch), layout dp2·tp2, cpu" in line for line in lines)
+    assert any("4 ranks (launch), layout dp2·tp2, cpu" in line and "; gloo; " in line for line in lines)
+    mesh = lines.index("ranks on the mesh, along tp")
+    assert lines[mesh + 1 : mesh + 3] == ["dp_shard 0   0 1", "dp_shard 1   2 3"]
+    assert any(" - data: text, Python " in line and " train bytes, " in line for line in lines)
+    assert sum(line.endswith("a row's columns") for line in lines) == 1
+    assert "  dtf          forward time, s" in lines
+    assert any(re.search(r"s from `launch`; [\d.]+ CPU s of 4 ranks; resident memory .* MiB \(rank", x) for x in lines)
+    assert "<xarray.Dataset>" in finished[0].stdout
+    assert any(re.search(r"dt \[s\] .* dtf \[s\] .* dtb \[s\]", line) for line in lines)
     assert any(line.startswith("Total params:") for line in lines)
     assert any("feed_forward.w2.weight" in line and "dim 1 over tp, dim 0 over dp_shard" in line for line in lines)
     assert any("record:" in line and "train_dataset.h5" in line for line in lines)
@@ -67,6 +75,10 @@ def test_record(finished):
     assert np.isfinite(data.val_loss.values).nonzero()[0].tolist() == [2, 5, 6]
     with h5py.File(outdir / "train_dataset.h5") as file:
         assert file["loss"].shape == (7,)
+    cost = json.loads((outdir / "config.json").read_text())["cost"]
+    assert [len(cost[name]) for name in ("cpu_seconds", "peak_resident_bytes")] == [4, 4]
+    assert min(cost["cpu_seconds"]) > 0
+    assert min(cost["peak_resident_bytes"]) > 2**26
     assert (outdir / "plots/mplot/pngs/summary.png").stat().st_size > 10_000
     assert (outdir / "plots/mplot/svgs/loss.svg").exists()
     assert (outdir / "plots/tplot/loss.txt").read_text().strip()

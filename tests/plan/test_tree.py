@@ -5,7 +5,7 @@ import pytest
 from mmm.machines.find import named
 from mmm.plan.memory import MemoryModel
 from mmm.plan.named_model import read_model
-from mmm.plan.tree import Facts, decide, facts_of
+from mmm.plan.tree import Facts, across_hosts, decide, facts_of
 
 
 def tree(**facts):
@@ -83,3 +83,12 @@ def test_a_layer_that_does_not_fit():
     spec = read_model("llama-70b", {"dim": 65536, "n_heads": 512, "ffn_dim": 262144}, 2048)
     machine = named({}, "polaris").changed({"hosts": 16})
     assert not facts_of(spec, machine, MemoryModel(spec, "cuda", "bf16"))[0].largest_fits
+
+
+def test_a_tensor_parallel_group_over_hosts():
+    polaris, aurora = named({}, "polaris").changed({"hosts": 4}), named({}, "aurora").changed({"hosts": 4})
+    assert "tp 8 spans hosts of 4 devices" in across_hosts(8, polaris)
+    assert across_hosts(8, polaris).endswith("tp 4 stays inside")
+    assert across_hosts(4, polaris) == ""
+    assert across_hosts(8, aurora).endswith("tp 6 stays inside")  # 12 ranks of a host: the second group has 4 of each
+    assert across_hosts(8, polaris.changed({"hosts": 1})) == ""

@@ -144,3 +144,22 @@ def test_what_tells_devices_apart(monkeypatch, kind, hip, mask, same):
     assert (devices.identity(torch.device(kind, 0)) == first) is same
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: object())
     assert devices.identity(torch.device("cuda", 0)) == ""
+
+
+def test_devices_in_use(accelerators, monkeypatch):
+    accelerators(cuda=8)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "H200")
+    assert devices.devices_in_use(torch.device("cuda", 0), 4) == "4 ranks on 4 of 8 H200"
+    accelerators(cuda=1)  # a scheduler that shows each rank its own
+    assert devices.devices_in_use(torch.device("cuda", 0), 4) == "4 ranks, each on its H200"
+    assert devices.devices_in_use(torch.device("cuda", 0), 1) == "1 rank on 1 of 1 H200"
+    monkeypatch.setattr("os.cpu_count", lambda: 16)
+    assert devices.devices_in_use(torch.device("cpu"), 2) == "2 ranks on 16 CPU cores"
+
+
+def test_the_collective_library_has_its_version(monkeypatch):
+    assert devices.collective_library() == "no process group"
+    monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
+    monkeypatch.setattr("torch.distributed.get_backend", lambda: "nccl")
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 27, 5))
+    assert devices.collective_library() == "nccl 2.27.5"

@@ -1,9 +1,14 @@
-"""The summary of a model before it is sharded."""
+"""What a run says at its start: of its model, its ranks on the mesh and on hosts, its optimizer."""
 
 import torch
+from torch import nn
 
+from mmm.layout import Layout
 from mmm.models.vit import ViT, ViTConfig
+from mmm.parallel.optimizer import make_optimizer
 from mmm.trainer.config.spec import model_summary
+from mmm.trainer.loop.schedule import optimizer_text
+from mmm.trainer.run.tables import mesh_table, tp_over_hosts
 
 
 def test_multiply_adds_are_those_of_all_tokens():
@@ -14,3 +19,30 @@ def test_multiply_adds_are_those_of_all_tokens():
     layer = tokens * (4 * dim * dim + 2 * 4 * dim * dim) + 2 * tokens * 16 * dim  # projections, MLP, attention
     expected = tokens * patch * dim + 2 * layer + 3 * dim * sizes.classes
     assert f"Total mult-adds: {expected:,}, of forward's matrix products" in model_summary(model, images)
+
+
+def test_ranks_on_the_mesh():
+    table = mesh_table(Layout(pp=2, dp_shard=2, tp=3)).splitlines()
+    assert table[0] == "ranks on the mesh, along tp"
+    assert table[2] == "pp 0  dp_shard 1    3  4  5"
+    assert table[4] == "pp 1  dp_shard 1    9 10 11"
+    assert mesh_table(Layout(dp_shard=8)) == ""
+    assert len(mesh_table(Layout(dp_shard=8, tp=8)).splitlines()) == 9
+    assert mesh_table(Layout(dp_shard=16, tp=8)) == ""
+
+
+def test_a_tensor_parallel_group_on_two_hosts_is_said():
+    layout = Layout(dp_shard=3, tp=2)
+
+    def ranks(per_host):
+        return [{"rank": r, "host": f"h{r // per_host}", **layout.coordinates(r)} for r in range(6)]
+
+    assert tp_over_hosts(ranks(6)) == tp_over_hosts(ranks(2)) == ""
+    assert "1 of 3 tensor-parallel groups span hosts, the first of ranks 2 on h0, 3 on h1:" in tp_over_hosts(ranks(3))
+
+
+def test_an_optimizer_in_words():
+    model = nn.Linear(4, 2)
+    text = optimizer_text(make_optimizer("adamw", model.parameters(), 0.003, 0.1, "matrices"))
+    assert text == "LocalAdamW, lr 0.003, betas (0.9, 0.999), weight decay 0.1 of 8 of 10 parameters"
+    assert optimizer_text(make_optimizer("sgd", model.parameters(), 0.5)) == "SGD, lr 0.5"

@@ -175,20 +175,17 @@ def main(argv: list[str]) -> int:
 
 
 def _report(args: argparse.Namespace, search: Search, found: Found) -> None:
-    from mmm.plan import report, script, tree
+    from mmm.plan import report, script
 
     machine, spec = search.machine, search.spec
     kinds = report.why_each(found, machine.budget)
     write_json(args.json, report.as_json(found, kinds))
     if not found.best:
+        print("\n".join(_tree_lines(search, True, args.tp)))
         raise ConfigError(_missing(search, found))
     lines = report.text_of(search, found, kinds, args.top)
-    facts, numbers = tree.facts_of(spec, machine, search.memory)
-    decision = tree.decide(facts)
-    lines += ["", f"the decision tree says: {decision.answer}"]
+    lines += ["", *_tree_lines(search, args.explain, found.best[0].layout.tp)]
     if args.explain:
-        lines += [f"  {question:<46} {answer}" for question, answer in decision.path]
-        lines += [f"  {line}" for line in numbers]
         lines += ["", f"the best in detail, {found.best[0].layout}", *report.details(search, found.best[0])]
         lines += ["", "assumed", *machine.explain()]
     line = script.launch_line(found.best[0], spec, machine, search.global_batch, search.dtype)
@@ -201,6 +198,21 @@ def _report(args: argparse.Namespace, search: Search, found: Found) -> None:
 
         lines += [f"picture: {path}" for path in draw(search, found, kinds, args.plots)]
     print("\n".join(lines))
+
+
+def _tree_lines(search: Search, explain: bool, tp: int | None) -> list[str]:
+    """What the decision tree says, and what it must not be read as: tp, of what was found or asked for, over hosts."""
+    from mmm.plan import tree
+
+    facts, numbers = tree.facts_of(search.spec, search.machine, search.memory)
+    decision = tree.decide(facts)
+    lines = [f"the decision tree says: {decision.answer}"]
+    if explain:
+        lines += [f"  {question:<46} {answer}" for question, answer in decision.path]
+        lines += [f"  {line}" for line in numbers]
+    if tp and (warning := tree.across_hosts(tp, search.machine)):
+        lines.append(f"note: {warning}")
+    return lines
 
 
 def _missing(search: Search, found: Found) -> str:

@@ -81,7 +81,7 @@ def why_each(found: Found, budget: float) -> list[Candidate]:
 def line_of(candidate: Candidate) -> str:
     rate = candidate.tokens_per_second
     return (
-        f"{candidate.layout!s:<36} {candidate.cost.seconds:9.3f} s {rate:13,.0f} {candidate.mfu:6.1%} "
+        f"{candidate.layout!s:<36} {candidate.cost.seconds:9.3f} s {rate:13,.0f} {candidate.mfu:6.3f} "
         f"{candidate.bytes / GIB:7.1f} GiB   {choices(candidate)}"
     )
 

@@ -102,3 +102,17 @@ def facts_of(spec: ModelSpec, machine: Machine, memory: MemoryModel) -> tuple[Fa
     if machine.ranks > 1:
         lines.append(f"{where} a device has {rate / 1e9:,.1f} GB/s; fast is {least / 1e9:,.0f} and more")
     return facts, lines
+
+
+def across_hosts(tp: int, machine: Machine) -> str:
+    """What a tensor-parallel group costs that does not lie on one host; "" of one that does."""
+    if machine.hosts == 1 or machine.ranks_per_host % tp == 0:
+        return ""
+    inside = max(
+        size for size in range(1, machine.ranks_per_host + 1) if machine.ranks_per_host % size == 0 and size <= tp
+    )
+    between, link = machine.network_bandwidth / machine.ranks_per_host, machine.link_bandwidth
+    return (
+        f"tp {tp} spans hosts of {machine.ranks_per_host} devices: each layer waits for the network between them, "
+        f"{between / 1e9:,.1f} GB/s a device, {link / 1e9:,.0f} inside a host; tp {inside} stays inside"
+    )

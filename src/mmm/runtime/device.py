@@ -100,6 +100,26 @@ def backend_for(device: torch.device) -> str:
     return "gloo"
 
 
+def collective_library() -> str:
+    """What the process group communicates by: ``gloo``, ``nccl 2.27.5``; ``no process group`` where there is none."""
+    name = dist.get_backend() if dist.is_initialized() else "no process group"
+    return f"nccl {'.'.join(map(str, torch.cuda.nccl.version()))}" if name == "nccl" else name
+
+
+def devices_in_use(device: torch.device, ranks: int) -> str:
+    """Of this host: ``4 ranks on 2 CPU cores``, ``4 ranks on 4 of 8 NVIDIA H200``. ranks: those of this host."""
+    count = f"{ranks} rank{'s' if ranks > 1 else ''}"
+    if device.type in ("cuda", "xpu"):
+        module = getattr(torch, device.type)
+        shown, name = module.device_count(), module.get_device_name(device)
+        return (
+            f"{count} on {min(ranks, shown)} of {shown} {name}"
+            if shown > 1 or ranks == 1
+            else f"{count}, each on its {name}"
+        )
+    return f"{count} on {os.cpu_count()} CPU cores" if device.type == "cpu" else f"{count} on {device.type}"
+
+
 def synchronize(device: torch.device) -> None:
     """Wait until the device has done what was asked of it; nothing to do on a CPU."""
     if device.type != "cpu":

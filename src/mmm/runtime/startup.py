@@ -1,4 +1,5 @@
-"""Where the time goes between the shell and the end of the first step, on each rank. Imports no torch.
+"""Where the time goes between the shell and the end of the first step, on each rank; and what a process has cost.
+Imports no torch.
 
 Six marks, each the seconds since 1970 at which
 
@@ -18,6 +19,8 @@ from __future__ import annotations
 
 import math
 import os
+import resource
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -124,6 +127,11 @@ def span(record: Mapping[str, Any]) -> tuple[datetime, datetime] | None:
     return datetime.fromtimestamp(min(record["marks"]["started"])), datetime.fromtimestamp(max(ends))
 
 
+def since(source: str) -> str:
+    """What `Times.source` is called in a sentence: "seconds from …"."""
+    return SINCE.get(source, source)
+
+
 def table(record: Mapping[str, Any], hosts: Sequence[str]) -> str:
     """The parts with their median over the ranks, the slowest rank, and the packages that took longest to import."""
     by_part = parts(record)
@@ -132,9 +140,8 @@ def table(record: Mapping[str, Any], hosts: Sequence[str]) -> str:
     last = "the end of the first step" if "first step" in by_part else "the process group"
     ranks = len(totals)
     among = f", median of {ranks} ranks; rank {slow} on {hosts[slow]}: {max(totals):.2f} s" if ranks > 1 else ""
-    since = SINCE.get(record["started_from"], record["started_from"])
     lines = [
-        f"start-up: {median(totals):.2f} s from {since} to {last}{among}",
+        f"start-up: {median(totals):.2f} s from {since(record['started_from'])} to {last}{among}",
         f"  {'part':<22}{'median s':>10}" + ("" if ranks == 1 else f"{'slowest s':>11}{'rank':>6}"),
     ]
     for name, values in by_part.items():
@@ -157,3 +164,10 @@ def _packages(record: Mapping[str, Any]) -> str:
     says = [f"{name} {seconds:.2f}" for name, seconds in long.items()]
     says += [f"{len(rest)} others {sum(rest):.2f}"] if rest else []
     return (("once for all: " if shared else "") + ", ".join(says)) if says else ""
+
+
+def process_cost() -> tuple[float, int]:
+    """CPU seconds of this process and of its children that have ended; the most bytes it had resident at once."""
+    own, children = resource.getrusage(resource.RUSAGE_SELF), resource.getrusage(resource.RUSAGE_CHILDREN)
+    peak = own.ru_maxrss if sys.platform == "darwin" else 1024 * own.ru_maxrss
+    return own.ru_utime + own.ru_stime + children.ru_utime + children.ru_stime, peak

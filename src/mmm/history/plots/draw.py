@@ -1,4 +1,5 @@
-"""``python -m mmm.history.plots.draw OUTDIR``: pictures of a run's rows, and its loss in the terminal.
+"""``python -m mmm.history.plots.draw OUTDIR``: pictures of a run's rows, and in the terminal its dataset, its loss, and
+small plots of its accuracy and of where a step's time went.
 
 A run draws them by a process of its own when it is over: what the pictures need, and what may go wrong with them, is
 then no part of the run.
@@ -9,8 +10,10 @@ from pathlib import Path
 
 from mmm.errors import RecordError
 from mmm.history.plots.files import plot_all
-from mmm.history.plots.terminal import terminal_plot
+from mmm.history.plots.terminal import side_by_side, terminal_plot
 from mmm.history.record.reader import load
+
+SMALL = ("test_acc", "val_loss", "dt", "dtf", "dtb")
 
 
 def main(argv: list[str]) -> int:
@@ -25,7 +28,8 @@ def main(argv: list[str]) -> int:
     if loss is None or data.sizes["draw"] < 2:
         return 1
     plot_all(data, outdir)
-    print(terminal_plot(data, loss))
+    small = [name for name in SMALL if name in data or f"{name}_median" in data][:4]
+    print(data, terminal_plot(data, loss), side_by_side(data, small), sep="\n\n")
     return 0
 
 

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Sequence
+from itertools import zip_longest
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -25,6 +26,11 @@ def terminal_plot(ds: "xarray.Dataset", metric: str, width: int = 100, height: i
     s = series(ds, metric)
     name = f"{s.title} ({s.label})" if s.title != s.name else s.label
     name += f", median of {s.ranks} ranks" if s.high is not None else ""
+    return _plot(s, name, width, height, color)
+
+
+def _plot(s: Series, name: str, width: int, height: int, color: bool) -> str:
+    """The median over the ranks, where they differ."""
     s = s._replace(low=None, high=None)
     shown = limits(s)
     if shown is None:
@@ -32,6 +38,15 @@ def terminal_plot(ds: "xarray.Dataset", metric: str, width: int = 100, height: i
     note = outside(s, shown)
     drawn = _draw(s, shown, name, width, height - bool(note), color)
     return plain(drawn, color) + (f"  {note}\n" if note else "")
+
+
+def side_by_side(ds: "xarray.Dataset", metrics: Sequence[str], width: int = 100, height: int = 10) -> str:
+    """A small plot of each metric that has a curve, beside each other in `width` characters."""
+    curves = [s for metric in metrics if np.isfinite((s := series(ds, metric)).y).sum() > 1]
+    each = width // max(len(curves), 1) - 1
+    columns = [_plot(s, s.label, each, height, False).splitlines() for s in curves]
+    lines = zip_longest(*columns, fillvalue="")
+    return "".join(" ".join(f"{cell:<{each}}" for cell in line).rstrip() + "\n" for line in lines)
 
 
 def plain(drawn: str, color: bool = False) -> str:

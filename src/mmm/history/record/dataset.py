@@ -52,7 +52,10 @@ _ABOUT = {  # name: (what it is, its unit or "")
     "lr": ("learning rate", ""),
     "grad_norm": ("gradient norm", ""),
     "val_bpb": ("validation loss per byte", "bit/byte"),
-    "mfu": ("model FLOPs utilisation", ""),
+    "sps_per_gpu": ("samples per second of a rank", "samples/s"),
+    "tps_per_gpu": ("tokens per second of a rank", "tokens/s"),
+    "mfu": ("model FLOPs utilisation, a part of the devices' peak", ""),
+    "skipped": ("steps that were skipped since the last row", ""),
 }
 _REDUCED = re.compile(r"(.+)_(min|median|max|argmax)$")
 _OVER = {"min": "smallest over ranks", "median": "median over ranks", "max": "largest over ranks"}
@@ -70,6 +73,17 @@ def about(name: str) -> dict[str, str]:
         unit = _ABOUT[prefix[1]][1]
     attrs = {"long_name": f"{what}, {_OVER[over]}" if over else what}
     return {**attrs, "units": unit} if unit else attrs
+
+
+def legend(names: Iterable[str]) -> str:
+    """A line for each of a row's columns that has more to say than its name."""
+    lines = []
+    for name in names:
+        attrs = about(name)
+        unit = f", {attrs['units']}" if "units" in attrs else ""
+        if attrs["long_name"] != name:
+            lines.append(f"  {name:<12} {attrs['long_name']}{unit}")
+    return "\n".join(["a row's columns", *lines])
 
 
 class Columns(NamedTuple):

@@ -22,7 +22,7 @@ from mmm.trainer.config.training import TrainerCheckpoint
 from mmm.trainer.loop.checkpoints import Checkpoints, RowSoFar
 from mmm.trainer.loop.fingerprints import Fingerprints
 from mmm.trainer.loop.progress import StepsBar, epochs_bar
-from mmm.trainer.loop.schedule import Schedule, constant
+from mmm.trainer.loop.schedule import Schedule, constant, optimizer_text
 from mmm.trainer.loop.tasks import Task
 from mmm.trainer.run.core import Run
 
@@ -128,6 +128,7 @@ def fit(
     Returns:
         The last evaluation, the same on every rank.
     """
+    run.log.info("optimizer: %s", optimizer_text(optimizer))
     with StepsBar(run.rank) as bar:
         return _Loop(run, model, optimizer, task, options).run_all(bar)
 

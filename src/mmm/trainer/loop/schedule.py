@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
+import torch
+
 from mmm.trainer.config.training import ScheduledOptions
 from mmm.trainer.run.core import Run
 
@@ -64,3 +66,17 @@ def step_decay(steps_per_epoch: int, gamma: float) -> Schedule:
 
 def constant(step: int) -> float:
     return 1.0
+
+
+def optimizer_text(optimizer: torch.optim.Optimizer) -> str:
+    """``LocalAdamW, lr 0.003, betas (0.9, 0.95), weight decay 0.1 of 816,000 of 816,256 parameters``; in a pipeline, of
+    this rank's stage."""
+    groups = optimizer.param_groups
+    sizes = [sum(parameter.numel() for parameter in group["params"]) for group in groups]
+    rates = sorted({f"{group['lr']:g}" for group in groups}, key=float, reverse=True)
+    words = [type(optimizer).__name__, f"lr {' and '.join(rates)}"]
+    words += [f"{name} {groups[0][name]}" for name in ("betas", "momentum") if groups[0].get(name)]
+    for decay in sorted({group["weight_decay"] for group in groups if group.get("weight_decay")}):
+        decayed = sum(size for size, group in zip(sizes, groups, strict=True) if group.get("weight_decay") == decay)
+        words.append(f"weight decay {decay:g} of {decayed:,} of {sum(sizes):,} parameters")
+    return ", ".join(words)

@@ -7,7 +7,7 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,14 +17,16 @@ from mmm import history
 from mmm.contract import ELASTIC_VARIABLE, LINE_VARIABLE, SITE_VARIABLE
 from mmm.errors import ConfigError, RecordError
 from mmm.history.record.attempts import make_room, this_attempt
+from mmm.history.record.dataset import legend
 from mmm.history.record.ending import RUNNING, Ending
 from mmm.runtime.agreement import agree
+from mmm.runtime.device import collective_library, devices_in_use
 from mmm.runtime.process_group import gather_objects
 from mmm.runtime.ranks import command_line
 from mmm.trainer.config.run import StepOptions, flags_of
 from mmm.trainer.run.core import Hook, Run
 from mmm.trainer.run.rows import Row
-from mmm.trainer.run.tables import rank_table
+from mmm.trainer.run.tables import mesh_table, rank_table, tp_over_hosts
 
 if TYPE_CHECKING:
     from mmm.history.record.resume import Resume
@@ -48,6 +50,7 @@ class Record(Hook):
         self._encoded: dict[str, str] = {}  # config.json, once the folder is known to be this run's
         self._folder: Path | None = None
         self._folder_note = ""
+        self._has_legend = False
         self._is_curve = False  # a record of the first row alone has none
 
     def meet(self, run: Run, store: dist.Store) -> None:
@@ -66,16 +69,9 @@ class Record(Hook):
         self.ranks = all_ranks(run)
         self.describe(run, facts_of(run) | {"ranks": self.ranks})
         self.facts["hosts"] = sorted({about["host"] for about in self.ranks})
-        run.log.info(
-            "%d ranks (%s), layout %s, %s, %s (%s)\n%s",
-            run.rank.world_size,
-            run.rank.source,
-            run.layout,
-            run.device.type,
-            run.precision.name,
-            run.precision.reason,
-            rank_table(self.ranks) if self.ranks else "(rank 0 has the table)",
-        )
+        run.log.info("%s\n%s", opening(run, self.ranks), tables(run, self.ranks))
+        if warning := tp_over_hosts(self.ranks):
+            run.note(warning)
         self._describe_resolved(run)
         self.open(run)
 
@@ -95,6 +91,7 @@ class Record(Hook):
             run.note(self._folder_note)
         if (data := run.resolved.describe_data()) is not None:
             self.describe(run, {"data": data})
+            run.log.info("data: %s", data_text(data))
             if data.get("note"):  # another data set stands in for the one asked for, say
                 run.note(data["note"])
         if (spec := run.training_spec) is not None:
@@ -129,6 +126,9 @@ class Record(Hook):
     def row(self, run: Run, row: Row) -> None:
         self._is_curve |= any(row.at.values())
         if self.history is not None:
+            if not self._has_legend:
+                self._has_legend = True
+                run.log.info("%s", legend(row.numbers))
             row.line = self.history.update(row.numbers, row.per_rank)
 
     def end(self, run: Run, error: BaseException | None) -> None:
@@ -145,6 +145,27 @@ class Record(Hook):
             run.log.info("record: %s", self.history.outdir / "train_dataset.h5")
 
 
+def opening(run: Run, ranks: Sequence[Mapping[str, Any]]) -> str:
+    """What the run is on: ``4 ranks (launch), layout dp2·tp2, cpu, fp32 (why); gloo; vm: 4 ranks on 2 CPU cores``.
+
+    Args:
+        ranks: of `all_ranks`, on rank 0.
+    """
+    here = socket.gethostname()
+    devices = devices_in_use(run.device, sum(about["host"] == here for about in ranks) or 1)
+    return (
+        f"{run.rank.world_size} ranks ({run.rank.source}), layout {run.layout}, {run.device.type}, "
+        f"{run.precision.name} ({run.precision.reason}); {collective_library()}; {here}: {devices}"
+    )
+
+
+def tables(run: Run, ranks: Sequence[dict[str, Any]]) -> str:
+    """The ranks, and how they lie on the mesh."""
+    if not ranks:
+        return "(rank 0 has the table)"
+    return "\n".join(filter(None, (rank_table(ranks), mesh_table(run.layout))))
+
+
 def draws_plots(run: Run) -> bool:
     """Whether --plots says so; not of a program that has no such flag."""
     return isinstance(run.options, StepOptions) and run.options.plots
@@ -156,6 +177,12 @@ def draw_plots(run: Run, outdir: Path) -> None:
     drawn = subprocess.run([sys.executable, "-m", DRAW, str(outdir)], check=False).returncode == 0
     if drawn:
         run.log.info("pictures: %s", outdir / "plots" / "mplot" / "pngs" / "summary.png")
+
+
+def data_text(data: Mapping[str, Any]) -> str:
+    """``text, my.txt: 1 files, 1,003,854 train bytes, 111,540 validation bytes``."""
+    counts = [f"{value:,} {name.replace('_', ' ')}" for name, value in data.items() if isinstance(value, int)]
+    return f"{', '.join(str(data[name]) for name in ('dataset', 'source') if name in data)}: {', '.join(counts)}"
 
 
 def add_row(run: Run, numbers: Mapping[str, float]) -> None:

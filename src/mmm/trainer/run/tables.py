@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich.console import Console
@@ -12,12 +12,14 @@ from rich.table import Table
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from mmm.layout import Layout
 from mmm.models.draw import canonical_name
 from mmm.parallel.local import to_local
 from mmm.runtime.log import get_logger
 from mmm.runtime.ranks import whoami
 
 RANKS_SHOWN = 32
+MESH_RANKS = 64  # that a mesh is drawn to
 
 
 def print_on_rank0(text: str) -> None:
@@ -92,3 +94,43 @@ def rank_table(ranks: Sequence[dict[str, Any]]) -> str:
         elif i == half:
             table.add_row("…", "", f"({len(skip)} more)")
     return _as_text(table)
+
+
+def mesh_table(layout: Layout) -> str:
+    """The ranks as they lie on the mesh, a line along its innermost axis; "" for one axis, or more than 64 ranks::
+
+    ranks on the mesh, along tp
+    dp_shard 0   0 1
+    dp_shard 1   2 3
+    """
+    axes = [axis for axis, size in layout.sizes.items() if size > 1]
+    if len(axes) < 2 or layout.ranks > MESH_RANKS:
+        return ""
+    length, width = layout.sizes[axes[-1]], len(str(layout.ranks - 1))
+    lines = [f"ranks on the mesh, along {axes[-1]}"]
+    for first in range(0, layout.ranks, length):
+        place = layout.coordinates(first)
+        along = " ".join(f"{rank:>{width}}" for rank in range(first, first + length))
+        lines.append("  ".join([*(f"{axis} {place[axis]}" for axis in axes[:-1]), f" {along}"]))
+    return "\n".join(lines)
+
+
+def tp_over_hosts(ranks: Sequence[Mapping[str, Any]]) -> str:
+    """The tensor-parallel groups whose ranks are not on one host, in words; "" for none.
+
+    Args:
+        ranks: each with ``rank``, ``host``, and its coordinates; neighbours on tp stand side by side.
+    """
+    groups: list[list[Mapping[str, Any]]] = []
+    for rank in ranks:
+        if rank["tp"] == 0:
+            groups.append([])
+        groups[-1].append(rank)
+    spanning = [group for group in groups if len({rank["host"] for rank in group}) > 1]
+    if not spanning:
+        return ""
+    first = ", ".join(f"{rank['rank']} on {rank['host']}" for rank in spanning[0][:16])
+    return (
+        f"{len(spanning)} of {len(groups)} tensor-parallel groups span hosts, the first of ranks {first}: each layer "
+        f"waits for the network between them; let --tp divide the ranks of a host"
+    )

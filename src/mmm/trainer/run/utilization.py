@@ -7,17 +7,6 @@ from mmm.trainer.run.core import Hook, Run
 from mmm.trainer.run.resume import ResumableRecord
 from mmm.trainer.run.rows import Row
 
-LEGEND = """a row's columns
-iter         optimizer step, from 0
-loss         of the global batch, on which the step is made: the training loss
-dt           seconds of the step; of them dtd for data, dtf forward, dtb backward, dto clipping and optimizer, and in a
-             pipeline dtw waiting
-lr           learning rate of the step; of parameters with several the largest
-grad_norm    2-norm of the full gradient before it is clipped
-val_loss     mean loss of the validation batches; val_bpb the same in bits a byte of text
-sps, tps     samples and tokens a second, of all ranks; sps_per_gpu, tps_per_gpu a rank
-mfu          model FLOPs utilisation: FLOPs of the model's matrix products a second, of the devices' peak"""
-
 
 class Utilization(Hook):
     """Adds to each row, of a program that trains a language model, how well the devices are used. It stands before the
@@ -51,7 +40,7 @@ class Utilization(Hook):
             self.peak, source = peak_flops(run.device, run.precision.compute)
         run.describe(mfu={"flops_per_sample": self.flops, "peak_flops_per_rank": self.peak, "peak": source})
         peak = f"{self.peak / 1e12:.4g} TFLOP/s a rank" if self.peak else "unknown, so that there is no mfu"
-        run.log.info("%s; peak: %s (%s)", LEGEND, peak, source)
+        run.log.info("mfu is of the peak: %s (%s)", peak, source)
 
     def row(self, run: Run, row: Row) -> None:
         if row.numbers and self.flops:
