@@ -146,6 +146,9 @@ def test_the_straggler_is_named_by_its_own_work(run, capsys):
     assert slowest(series(load(run), "dtf")) is None  # may contain waiting
     assert command.main([str(run), "--metric", "loss"]) == 0
     out = capsys.readouterr().out
+    assert dict(command.summary(load(run), "finished"))["waiting"].endswith(
+        "s for other ranks, for each second of computation"
+    )
     for text in ("finished", "30 rows", "4 ranks", "2 hosts", "tp 2", "loss       0.333333", "training loss"):
         assert text in out
     assert "rank 2 (host node1, local_rank 0, tp 0): dt_own 0.350000 s, 15.9 % over the median rank" in out
