@@ -139,6 +139,7 @@ class Techniques:
         compile: compile what the plan says can be compiled.
         loss_chunks: chunks of the sequence that logits and loss are computed in; the loss is then `loss_of` the model.
         tile: tiles of the sequence that MLPs are computed in.
+        tile_weights: tiles that FSDP's large matrices are gathered in, one after the other.
         offload: keep what the optimizer updates, and its state, in the host's memory.
     """
 
@@ -152,6 +153,7 @@ class Techniques:
     compile: bool = False
     loss_chunks: int = 1
     tile: int = 1
+    tile_weights: int = 1
     offload: bool = False
 
 

@@ -41,6 +41,7 @@ ANYTHING: dict[str, tuple[str, ...]] = {
     "eval_batches": ("1", "3", "0", "1000"),
     "loss_chunks": ("1", "2", "3", "4", "0", "999"),
     "tile": ("1", "2", "3", "4", "0", "999"),
+    "tile_weights": ("2", "3", "1", "0", "999"),
     "prompt": ("the", ""),
     "sample_tokens": ("3", "0"),
     "sample_temperature": ("0", "0.5", "-1", "nan"),

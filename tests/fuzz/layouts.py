@@ -117,6 +117,12 @@ def _techniques(rng: random.Random, program: str, flags: Flags, axes: dict[str, 
     sharded = out.get("parallel", "fsdp") in ("fsdp", "zero3", "hsdp")
     if "reshard_after_forward" in known and sharded and rng.random() < 0.2:
         out["reshard_after_forward"] = rng.choice(("always", "never") if pp == 1 else ("auto", "never"))
+    replicas = int(out.get("dp_replicate", 2 if out.get("parallel") == "hsdp" else 1)) or 1
+    gathered = sharded and not experts and (dp // replicas * cp > 1 or "offload" in out)
+    whole = "compile" in out or out.get("activation_checkpointing") == "selective"
+    splits = "ZeroBubble" in out.get("schedule", "") or out.get("schedule") == "DualPipeV"
+    if "tile_weights" in known and gathered and not whole and not splits and rng.random() < 0.25:
+        out["tile_weights"] = rng.choice(("2", "3"))
     return out
 
 

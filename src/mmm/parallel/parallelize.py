@@ -17,6 +17,7 @@ from mmm.parallel.cp.context_parallel import apply_context_parallel
 from mmm.parallel.dp.batch_norm import apply_batch_norm
 from mmm.parallel.dp.buffers import cast_buffers
 from mmm.parallel.dp.data_parallel import apply_data_parallel
+from mmm.parallel.dp.weight_tiles import apply_weight_tiles
 from mmm.parallel.ep.expert_parallel import apply_expert_parallel
 from mmm.parallel.memory.checkpointing import apply_checkpointing
 from mmm.parallel.memory.chunked_loss import apply_chunked_loss, keep_output_gathered
@@ -65,6 +66,7 @@ def apply(
     # 0. Chunked loss and tiles change the modules' inputs and outputs, so they precede TP, which adapts those.
     plan = apply_chunked_loss(model, plan, techniques.loss_chunks, precision.compute)
     plan = apply_tiling(model, plan, techniques.tile)
+    apply_weight_tiles(model, plan, techniques, precision.compute)
     _apply_to_buffers(model, mesh, precision, techniques)  # before checkpointing, whose forward contains theirs
     # 1. Tensor parallel: finds modules by name, and decides which heads and hidden units are local to this rank.
     if layout.tp > 1:

@@ -39,6 +39,7 @@ class Plan:
             fit the layout. None: all do.
         output: the matrix that computes the logits of a sequence, which the chunked loss defers.
         tiled: MLPs that can be computed in tiles of the sequence, (batch, seq, dim) in and out.
+        weight_tiled: the Linears that can be gathered in tiles; every rank calls them in the same order (`uniform`).
         uniform: whether forward calls the same FSDP units in the same order, whatever the samples. Then ranks do not
             compare what they have called (`mmm.parallel.dp.unit_order`).
         optional: names above that some models of this kind lack (here ``*`` stands for anything): `unmatched` is silent
@@ -58,6 +59,7 @@ class Plan:
     check: Callable[[Any, Layout, Tensor, str], None] | None = None
     output: str = ""
     tiled: tuple[str, ...] = ()
+    weight_tiled: tuple[str, ...] = ()
     optional: tuple[str, ...] = ()
     uniform: bool = False
 

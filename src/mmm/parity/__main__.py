@@ -70,6 +70,8 @@ class Options:
     """For --layout. Default: 2, or with pp what the schedule needs at least."""
     activation_checkpointing: Literal["none", "full", "selective"] | None = None
     """For --layout. Default: none."""
+    tile_weights: int | None = None
+    """For --layout with dp or cp: tiles that large matrices are gathered in. Default: 1."""
     data: Literal["made_up", "digits", "packed"] | None = None
     """For --layout: digits are real images, for models that take images; packed: several documents in a sequence, for
     the Transformer. Default: made up by the model's own file."""
@@ -86,7 +88,7 @@ class Options:
 
     def check(self) -> None:
         """Raises ConfigError for the first value that is wrong by itself."""
-        for name in ("steps", "global_batch_size", "microbatches", "stages_per_rank"):
+        for name in ("steps", "global_batch_size", "microbatches", "stages_per_rank", "tile_weights"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"--{name} {value}: it must be at least 1")
@@ -106,6 +108,7 @@ class Options:
             "cp_style",
             "microbatches",
             "activation_checkpointing",
+            "tile_weights",
             "data",
         )
         return {name: getattr(self, name) for name in names if getattr(self, name) is not None}

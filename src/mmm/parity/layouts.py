@@ -51,6 +51,7 @@ class ParityCase(Techniques):
             dp: bool({"dp_replicate", "dp_shard"} & sizes.keys()),
             self.cp_style: "cp" in sizes,
             f"{self.checkpointing} checkpointing": self.checkpointing != "none",
+            f"weights in {self.tile_weights} tiles": self.tile_weights > 1,
             self.data: self.data != "made_up",
         }
         return ", ".join(name for name, needed in shown.items() if needed)
@@ -115,7 +116,7 @@ def optimizers_for(case: ParityCase) -> tuple[str, ...]:
     """Both where one technique stands alone (on up to 4 ranks: 8 are slow); for products SGD, which shows a gradient
     that is wrong by a factor."""
     alone = len(case.sizes) < 2 or case.sizes.keys() in ({"dp_replicate", "dp_shard"}, {"dp_shard", "ep"})
-    plain = (case.checkpointing, case.data) == ("none", "made_up")
+    plain = (case.checkpointing, case.data, case.tile_weights) == ("none", "made_up", 1)
     return OPTIMIZERS if alone and plain and case.ranks <= 4 else ("sgd",)
 
 
@@ -144,11 +145,11 @@ _REAL = {layout: f"{_IMAGES[layout]} digits" for layout in ("dp2", "pp2")}
 MATRIX: dict[str, dict[str, str]] = {
     "transformer": {
         "1": "- full selective packed",
-        "dp2": f"{_ALL_DP} packed ddp+packed",
-        "dp4": _ALL_DP,
+        "dp2": f"{_ALL_DP} packed ddp+packed tiles full+tiles",
+        "dp4": f"{_ALL_DP} tiles",
         "dp8": "fsdp",
         "dp_replicate2": "fsdp ddp",
-        "dp_replicate2·dp_shard2": "fsdp packed",
+        "dp_replicate2·dp_shard2": "fsdp packed tiles",
         "tp2": "- packed",
         "tp4": "-",
         "tp8": "-",
@@ -157,15 +158,15 @@ MATRIX: dict[str, dict[str, str]] = {
         "cp8": "ring",
         "pp2": f"{_SCHEDULES} packed ZBVZeroBubble+packed",
         "pp4": _SCHEDULES,
-        "dp2·tp2": "- full packed full+packed",
+        "dp2·tp2": "- full packed full+packed tiles",
         "dp4·tp2": "-",
-        "dp2·tp4": "-",
-        "dp2·cp2": "ring ulysses",
+        "dp2·tp4": "- tiles",
+        "dp2·cp2": "ring ulysses tiles",
         "cp2·tp2": "ring ulysses packed ulysses+packed",
         "cp2·tp4": "-",
         "dp_replicate2·tp2": "-",
         "dp_replicate2·cp2": "-",
-        "pp2·dp2": f"{_SCHEDULES} packed",
+        "pp2·dp2": f"{_SCHEDULES} packed tiles Interleaved1F1B+tiles",
         "pp4·dp2": "-",
         "pp2·dp_replicate2": "-",
         "pp2·tp2": "1F1B ZBVZeroBubble",
@@ -175,7 +176,7 @@ MATRIX: dict[str, dict[str, str]] = {
         "dp_replicate2·dp_shard2·cp2": "-",
         "pp2·dp_replicate2·dp_shard2": "-",
         "dp2·cp2·tp2": "ring ulysses packed",
-        "pp2·dp2·tp2": "1F1B Interleaved1F1B ZBVZeroBubble packed",
+        "pp2·dp2·tp2": "1F1B Interleaved1F1B ZBVZeroBubble packed tiles",
         "pp2·cp2·tp2": "- packed",
         "pp2·dp2·cp2": "- packed ulysses+packed",
     },
@@ -277,7 +278,7 @@ MATRIX: dict[str, dict[str, str]] = {
         "dp2·tp2": "-",
         "dp_replicate2·dp_shard2·tp2": "-",
     },
-    "vit": {**_IMAGES, **_REAL, "pp4": _SCHEDULES},
+    "vit": {**_IMAGES, **_REAL, "pp4": _SCHEDULES, "dp2·tp2": "- tiles"},
     "cnn": {**_IMAGES, **_REAL},
 }
 FIELDS = {
@@ -286,13 +287,15 @@ FIELDS = {
     **dict.fromkeys(("ring", "ulysses"), "cp_style"),
     **dict.fromkeys(("full", "selective"), "checkpointing"),
     **dict.fromkeys(("digits", "packed"), "data"),
+    "tiles": "tile_weights",
 }
+VALUES = {"tiles": 3}  # of a name that is not its value; 3 divides no shard
 
 
 def matrix(model: str) -> Iterator[ParityCase]:
     """The cases of a model; of one that the matrix does not name, those of images."""
     for layout, entries in MATRIX.get(model, _IMAGES).items():
         for entry in entries.split():
-            named = {FIELDS[name]: name for name in entry.split("+") if name != "-"}
+            named = {FIELDS[name]: VALUES.get(name, name) for name in entry.split("+") if name != "-"}
             case = ParityCase(model=model, layout=canonical(layout), **named)  # type: ignore[arg-type]
             yield replace(case, optimizers=optimizers_for(case))

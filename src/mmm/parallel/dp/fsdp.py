@@ -11,6 +11,7 @@ Source: Zhao et al., "PyTorch FSDP", 2023; ``torch.distributed.fsdp.fully_shard`
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -24,6 +25,7 @@ from mmm.errors import ConfigError
 from mmm.layout import Techniques
 from mmm.parallel.dp.outputs import tensors_in
 from mmm.parallel.dp.unit_order import UnitOrder, follow_shards, reduce_unused
+from mmm.parallel.dp.weight_tiles import shard_tiled_weights
 from mmm.parallel.dp.wrapped import all_groups
 from mmm.parallel.ep.expert_parallel import experts_of
 from mmm.parallel.local import to_local
@@ -61,10 +63,12 @@ def apply_fsdp(model: nn.Module, mesh: DeviceMesh, plan: Plan, precision: Precis
         mesh: (dp_shard,) or (dp_replicate, dp_shard).
     """
     where, units = offload_policy(mesh, techniques.offload), fsdp_units_of(model, plan)
+    shard = partial(
+        fully_shard, mesh=mesh, offload_policy=where, ignored_params=shard_tiled_weights(model, mesh, where)
+    )
     for group in units:
-        policy = mixed_precision(precision, False, _is_complex(group[0]))
-        fully_shard(group if len(group) > 1 else group[0], mesh=mesh, mp_policy=policy, offload_policy=where)
-    fully_shard(model, mesh=mesh, mp_policy=mixed_precision(precision, True, _is_complex(model)), offload_policy=where)
+        shard(group if len(group) > 1 else group[0], mp_policy=mixed_precision(precision, False, _is_complex(group[0])))
+    shard(model, mp_policy=mixed_precision(precision, True, _is_complex(model)))
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)

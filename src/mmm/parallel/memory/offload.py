@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from mmm.errors import ConfigError, config_field
 from mmm.parallel.dp.fsdp import gathered_twice
 from mmm.parallel.dp.replicas import Replicas
+from mmm.parallel.dp.weight_tiles import tiled_weights
 from mmm.parallel.local import to_local
 
 
@@ -60,7 +61,7 @@ def moved(models: Iterable[nn.Module], optimizer: torch.optim.Optimizer) -> dict
     for model in models:
         parameter_bytes += sum(to_local(p).nbytes for p in model.parameters())
         if not isinstance(model, Replicas):
-            gathered_again += sum(to_local(p).nbytes for p in gathered_twice(model))
+            gathered_again += sum(to_local(p).nbytes for p in (*gathered_twice(model), *tiled_weights(model)))
     values = (value for of_one in optimizer.state.values() for value in of_one.values())
     state = sum(to_local(value).nbytes for value in values if isinstance(value, Tensor) and value.ndim)
     return {

@@ -56,6 +56,7 @@ def vit_plan() -> Plan:
         compiled_with_tp=("layers.*.mlp",),
         checkpointed=("layers.*",),
         tiled=("layers.*.mlp",),
+        weight_tiled=("layers.*.attention.w[qkvo]", "layers.*.mlp.fc[12]"),
         stages=("embedding", "layers.*", ("norm", "head")),
         refused={"cp": "the ViT's sequence is not sharded", "ep": "the ViT has no experts"},
         check=lambda model, layout, inputs, cp_style: check_vit(model.config, layout),

@@ -99,22 +99,34 @@ def check_pipeline(layout: Layout, techniques: Techniques, batch: int, parts: in
             + (", or a schedule with one stage a rank (1F1B)" if kind.least > 1 and pp <= parts else "")
         )
     wrong += _microbatch_problems(schedule, pp, microbatches, batch)
-    if techniques.compile and kind.splits:
+    wrong += _split_problems(schedule, techniques) if kind.splits else []
+    if wrong:
+        raise LayoutError("; ".join(wrong))
+    return stages_per_rank, microbatches
+
+
+def _split_problems(schedule: str, techniques: Techniques) -> list[str]:
+    """What does not go with a schedule that splits the backward of a stage in two."""
+    wrong = []
+    if techniques.compile:
         wrong.append(
             f"{config_field('compile')} "
             f"with {schedule}, which splits the backward of a stage in two: PyTorch cannot split a compiled "
             f"one; leave {config_field('compile')} out, or use 1F1B or Interleaved1F1B"
         )
-    if techniques.checkpointing == "selective" and kind.splits:
+    if techniques.checkpointing == "selective":
         wrong.append(
             f"{config_field('checkpointing')} "
             f"selective with {schedule}, which goes through the backward of a stage twice, for its input "
             f"and for its weights: what was kept, PyTorch gives back once; use full (which then "
             f"recomputes the forward twice), or 1F1B or Interleaved1F1B"
         )
-    if wrong:
-        raise LayoutError("; ".join(wrong))
-    return stages_per_rank, microbatches
+    if techniques.tile_weights > 1:
+        wrong.append(
+            f"{config_field('tile_weights')} {techniques.tile_weights} with {schedule}, which goes through the "
+            f"backward of a stage twice, and would gather its tiles twice: use 1F1B or Interleaved1F1B"
+        )
+    return wrong
 
 
 def _microbatch_problems(schedule: str, pp: int, microbatches: int, batch: int) -> list[str]:

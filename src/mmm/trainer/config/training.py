@@ -136,6 +136,9 @@ class RecomputeOptions:
     tile: int = 1
     """Tiles of the sequence (of an image, of its patches) that each MLP is computed in, and recomputed in backward:
     1 / tile of its activations."""
+    tile_weights: int = 1
+    """Tiles that the large matrices are gathered in, under fsdp and hsdp: used and freed one after the other, forward
+    and backward, where a layer's weights are too large to be gathered whole."""
     compile: bool = False
     """torch.compile what is known to give right gradients on this layout."""
 
