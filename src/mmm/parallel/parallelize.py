@@ -64,9 +64,7 @@ def apply(
     draw.convert(model, precision.storage)
 
     # 0. Chunked loss and tiles change the modules' inputs and outputs, so they precede TP, which adapts those.
-    plan = apply_chunked_loss(model, plan, techniques.loss_chunks, precision.compute)
-    plan = apply_tiling(model, plan, techniques.tile)
-    apply_weight_tiles(model, plan, techniques, precision.compute)
+    plan = _apply_pieces(model, plan, precision, techniques)
     _apply_to_buffers(model, mesh, precision, techniques)  # before checkpointing, whose forward contains theirs
     # 1. Tensor parallel: finds modules by name, and decides which heads and hidden units are local to this rank.
     if layout.tp > 1:
@@ -91,6 +89,14 @@ def apply(
     check_tied(model, ties, f"the layout {layout}")
     keep_output_gathered(trained)
     return trained
+
+
+def _apply_pieces(model: nn.Module, plan: Plan, precision: Precision, techniques: Techniques) -> Plan:
+    """What is computed, or gathered, piece by piece; the plan for the changed model."""
+    plan = apply_chunked_loss(model, plan, techniques.loss_chunks, precision.compute)
+    plan = apply_tiling(model, plan, techniques.tile)
+    apply_weight_tiles(model, plan, techniques, precision.compute)
+    return plan
 
 
 def _apply_to_buffers(model: nn.Module, mesh: Mesh, precision: Precision, techniques: Techniques) -> None:

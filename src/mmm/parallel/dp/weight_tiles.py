@@ -54,7 +54,7 @@ class TiledLinear(nn.Linear):
     def __init__(self, linear: nn.Linear, tiles: int, dtype: torch.dtype) -> None:
         nn.Module.__init__(self)
         self.in_features, self.out_features = linear.in_features, linear.out_features
-        self.weight, self.tiles, self.dtype = linear.weight, tiles, dtype
+        self.weight, self.tiles, self.dtype = linear.get_parameter("weight"), tiles, dtype
         self.register_parameter("bias", linear.bias)
         self.mesh: DeviceMesh | None = None
 
