@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
+from torch import nn
 
 from mmm.checkpoint.model_metadata import ModelMetadata
 from mmm.data.text.byte_tokenizer import Tokenizer
@@ -15,18 +16,20 @@ from mmm.data.text.tokenizer import tokenizer_of
 from mmm.errors import CheckpointError, ConfigError, DataError
 from mmm.layout import Layout, Techniques
 from mmm.models.draw import Init
-from mmm.models.experts import has_experts, transformer_of
+from mmm.models.experts import has_experts
+from mmm.models.gpt import GPTConfig, LanguageConfig
 from mmm.models.rope import RopeScaling
 from mmm.models.sampling import Sampling
-from mmm.models.transformer import Transformer, TransformerConfig
+from mmm.models.transformer import TransformerConfig
 from mmm.parallel import build_mesh, partition_model
 from mmm.parallel.generate import Likeliest, generate
 from mmm.parallel.local import local_box, to_local
 from mmm.parallel.parallel_model import ParallelModel
-from mmm.parallel.plans.transformer import transformer_plan
+from mmm.parallel.plans.language import language_model, language_plan
 from mmm.runtime.device import Precision
 from mmm.runtime.process_group import broadcast_object, gather_objects
 from mmm.runtime.ranks import Rank
+from mmm.weights import gpt
 from mmm.weights.weights import Weights
 
 
@@ -35,6 +38,12 @@ def checked(sampling: Sampling, prefix: str = "") -> Sampling:
     for name, rule in sampling.problems():
         raise ConfigError(f"--{prefix}{name} {getattr(sampling, name)}: {rule}")
     return sampling
+
+
+def check_block(config: LanguageConfig, block: int) -> None:
+    """Raises ConfigError where a model has not as many positions as it is to see tokens at once."""
+    if isinstance(config, GPTConfig) and block > config.block_size:
+        raise ConfigError(f"--block {block}: the model has positions for {config.block_size} tokens; use fewer")
 
 
 def encode_prompt(
@@ -86,17 +95,21 @@ def sample_text(
     return tokenizer.decode([*prompt[len(bos) :], *(token for token in found if token not in stop)]), len(found)
 
 
-def config_of(weights: Weights) -> TransformerConfig:
+def config_of(weights: Weights) -> LanguageConfig:
     """The sizes of a model on disk.
 
     Raises:
         CheckpointError: they do not go together.
     """
-    try:
-        scaling = RopeScaling.of(weights.sizes.get("rope_scaling"))
-    except ValueError as error:
-        raise CheckpointError(f"{weights.path}: {error}") from None
-    config = TransformerConfig(**{**weights.sizes, "rope_scaling": scaling})
+    config: LanguageConfig
+    if gpt.is_gpt(weights.sizes):
+        config = GPTConfig(**weights.sizes)
+    else:
+        try:
+            scaling = RopeScaling.of(weights.sizes.get("rope_scaling"))
+        except ValueError as error:
+            raise CheckpointError(f"{weights.path}: {error}") from None
+        config = TransformerConfig(**{**weights.sizes, "rope_scaling": scaling})
     if wrong := config.problems():
         raise CheckpointError(f"{weights.path}: {wrong[0]}")
     return config
@@ -108,7 +121,7 @@ def tokenizer_on_disk(metadata: ModelMetadata) -> Tokenizer | None:
 
 
 def evaluation_model(
-    config: TransformerConfig, layout: Layout, precision: Precision, device: torch.device, timeout: float
+    config: LanguageConfig, layout: Layout, precision: Precision, device: torch.device, timeout: float
 ) -> ParallelModel:
     """A model to load weights into, for forward alone. A collective.
 
@@ -116,9 +129,9 @@ def evaluation_model(
         UserError: it does not go onto the layout.
     """
     with torch.device("meta"):
-        model = without_draws(transformer_of(config))
+        model = without_draws(language_model(config))
         inputs = torch.zeros(layout.pp, 2 * layout.cp * layout.tp, dtype=torch.int64)
-    plan, techniques = transformer_plan(config), Techniques()
+    plan, techniques = language_plan(config), Techniques()
     partition = partition_model(model, plan, layout, techniques, inputs)
     mesh = build_mesh(layout, device.type, timeout, experts=has_experts(model))
     if layout.dp * layout.cp == 1:  # nothing for FSDP to shard: it would copy each unit, for each token
@@ -129,9 +142,9 @@ def evaluation_model(
     return parallel
 
 
-def without_draws(model: Transformer) -> Transformer:
+def without_draws(model: nn.Module) -> nn.Module:
     """The model, whose weights start as zeros: others are loaded over them."""
-    model.init_rule = lambda name: Init("constant", 0.0)  # type: ignore[method-assign]
+    model.init_rule = lambda name: Init("constant", 0.0)  # type: ignore[assignment]
     return model
 
 

@@ -21,7 +21,7 @@ WEIGHTS = {"lm": 36, "vit": 24, "cnn": 16, "4d": 14, "fsdp_tp": 10}
 
 # What a flag that is neither a choice nor a switch may be spoilt by. A flag that is not here is not known, and a test
 # fails.
-ANYTHING: dict[str, tuple[str, ...]] = {
+ANYTHING: dict[str, tuple[Value, ...]] = {
     "flush_every": ("1", "3", "0"),
     "timeout": ("60", "0", "inf", "1e6"),
     "batch_size": ("1", "3", "5", "0", "4000"),
@@ -56,6 +56,10 @@ ANYTHING: dict[str, tuple[str, ...]] = {
     "vocab_size": ("257", "300", "5", "0"),
     "decay": ("0", "2", "100", "-1"),
     "weight_decay": ("0", "0.1", "-1", "inf"),
+    "betas": (("0.9", "0.99"), ("0", "0"), ("0.9", "1"), ("0.9",)),
+    "min_lr": ("0", "1e-5", "-1", "1", "nan"),
+    "dropout": ("0", "0.1", "0.5", "1"),
+    "attention_dropout": ("0", "0.3", "-1"),
     "norm_eps": ("1e-3", "0", "nan"),
     "rope_theta": ("10000", "0", "inf"),
     "rope_scaling": ('{"rope_type": "linear", "factor": 2}', "{}", "x", '{"rope_type": "yarn"}'),
@@ -208,7 +212,7 @@ def check_known(program: str) -> None:
         )
 
 
-def _anything(rng: random.Random, program: str) -> tuple[str, str]:
+def _anything(rng: random.Random, program: str) -> tuple[str, Value]:
     known = flags_of(program)
     name = rng.choice([name for name in known if name not in GIVEN | NOT_SPOILT])
     return name, rng.choice(known[name].choices or ANYTHING[name])
@@ -305,6 +309,10 @@ def _lm(rng: random.Random, data: Path) -> dict[str, Value]:
         }
         if rng.random() < 0.5:
             flags["expert_dim"] = str(rng.choice((8, 12, 20)))
+    elif (own := random.Random(str(flags))).random() < 0.25:
+        flags = {name: value for name, value in flags.items() if name not in ("preset", "n_kv_heads", "ffn_dim")}
+        flags |= {"model": "gpt", "dropout": own.choice(("0", "0.1", "0.3"))}
+        flags |= own.choice(({}, {"attention_dropout": "0"}, {"attention_dropout": "0", "bias": "on"}))
     return flags
 
 

@@ -49,7 +49,7 @@ def run(rank, outdir, flags):
 
 def saved(folder, **flags):
     config = configure(lm.Config, **SMALL, **flags)
-    model = transformer_of(config.model.model_sizes(config.experts, None, 256)).double()
+    model = transformer_of(config.model.model_sizes(config.experts, None, 32, 256)).double()
     model.load_state_dict(torch.load(folder / "model.pt", weights_only=True))
     return model
 

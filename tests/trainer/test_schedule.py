@@ -27,6 +27,18 @@ def test_warmup_stable_decay():
     assert [warmup_stable_decay(3, 0, 0)(step) for step in range(3)] == [1.0] * 3
 
 
+def test_the_least_rate():
+    """What is left of 1 is `least` higher at its lowest, in proportion between."""
+    for made in (lambda **least: warmup_cosine(20, 4, **least), lambda **least: warmup_stable_decay(20, 4, 9, **least)):
+        plain, raised = made(), made(least=0.1)
+        assert [raised(step) for step in range(4)] == [plain(step) for step in range(4)]
+        for step in range(4, 20):
+            assert raised(step) == pytest.approx(0.1 + 0.9 * plain(step))
+    assert warmup_cosine(20, 4, 0.1)(19) == pytest.approx(0.1)
+    chosen = ScheduledOptions(lr=2e-3, min_lr=2e-4)
+    assert schedule_of(SimpleNamespace(note=print), 20, chosen)(19) == pytest.approx(0.1)
+
+
 def test_the_schedule_that_the_flags_ask_for():
     notes = []
     run = SimpleNamespace(note=notes.append)

@@ -61,6 +61,7 @@ def _sample(args: Any) -> None:
     from mmm.cli.written_text import TextWriter
     from mmm.errors import ConfigError
     from mmm.generate import (
+        check_block,
         checked,
         config_of,
         encode_prompt,
@@ -88,6 +89,7 @@ def _sample(args: Any) -> None:
     config, tokenizer = config_of(weights), tokenizer_on_disk(weights.metadata)
     metadata = weights.metadata
     block = args.block or metadata.block or 2048
+    check_block(config, block)
     prompt = encode_prompt(args.prompt, tokenizer, block, config.vocab_size, metadata.bos)
     assert tokenizer is not None
     rank = locate(rank, args.timeout)

@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from mmm.parallel.local import to_local
 
+BETAS = (0.9, 0.999)  # PyTorch's
 FUSED = {"cpu", "cuda", "xpu", "mps"}  # where PyTorch has AdamW as one kernel
 
 
@@ -35,6 +36,7 @@ def make_optimizer(
     lr: float,
     weight_decay: float | None = None,
     decayed: str = "all",
+    betas: tuple[float, float] | None = None,
 ) -> torch.optim.Optimizer:
     """``adamw`` (PyTorch's defaults) or ``sgd`` (no momentum).
 
@@ -42,11 +44,12 @@ def make_optimizer(
 
     Args:
         weight_decay: of AdamW. None: PyTorch's. decayed: ``all``, or ``matrices``: what has two dims or more.
+        betas: of AdamW. None: PyTorch's.
     """
     groups = groups_of(parameters, weight_decay, decayed)
     if name == "sgd":
         return torch.optim.SGD([{"params": group["params"]} for group in groups], lr=lr)
-    return LocalAdamW(groups, lr=lr, fused=fused(groups))
+    return LocalAdamW(groups, lr=lr, betas=betas or BETAS, fused=fused(groups))
 
 
 def groups_of(

@@ -10,7 +10,7 @@ The losses are the same on every layout.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
 
@@ -18,10 +18,11 @@ from torch.optim import Optimizer
 
 from mmm.errors import ConfigError
 from mmm.generate import tokenizer_on_disk, without_draws
-from mmm.models.experts import transformer_of
+from mmm.models.draw import parameter_count
+from mmm.models.gpt import position_parameters
 from mmm.parallel.memory.offload import moved_text
 from mmm.parallel.parallel_model import ParallelModel
-from mmm.parallel.plans.transformer import transformer_plan
+from mmm.parallel.plans.language import check_language, language_model, language_plan
 from mmm.runtime.ranks import whoami
 from mmm.trainer.config.command_line import parse, run_main
 from mmm.trainer.config.data import DocumentOptions
@@ -62,6 +63,14 @@ class LanguageOptimizer(ScheduledOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
+class LanguageValidation(ValidationOptions):
+    """How often to evaluate, and on how much text."""
+
+    eval_train: bool = False
+    """Evaluate as many batches of the training text as well, without dropout: train_loss."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Config:
     """A language model. The ranks that --pp, --cp and --tpsize leave are data parallel."""
 
@@ -71,7 +80,7 @@ class Config:
     layout: SequenceLayoutOptions = SequenceLayoutOptions()
     optimizer: LanguageOptimizer = LanguageOptimizer(max_norm=1.0, warmup=10)
     memory: MemoryOptions = MemoryOptions()
-    evaluation: ValidationOptions = ValidationOptions()
+    evaluation: LanguageValidation = LanguageValidation()
     sample: SampleOptions = SampleOptions()
     checkpoint: TrainerCheckpoint = TrainerCheckpoint()
     profile: ProfileOptions = ProfileOptions()
@@ -114,22 +123,28 @@ def resolve(config: Config) -> LanguageModelSpec:
     techniques = techniques_of(config.layout, config.memory)
     weights = config.model.weights()
     sources = config.data.sources(lambda: None if weights is None else tokenizer_on_disk(weights.metadata))
-    sizes = config.model.model_sizes(config.experts, weights, None if sources is None else sources.vocab_size)
+    vocabulary, seq_length = None if sources is None else sources.vocab_size, config.data.seq_length
+    sizes = config.model.model_sizes(config.experts, weights, seq_length, vocabulary)
     own = resolve_text(
         config.run,
         sizes,
         layout,
         techniques,
         config.optimizer.optimizer,
-        config.data.seq_length,
+        seq_length,
         partial(config.data.load, sources, sizes.vocab_size, config.run.seed),
-        build=transformer_of,
+        build=language_model,
+        check=check_language,
         evaluation=config.evaluation,
     )
-    tokens = config.data.seq_length // (layout.cp * layout.tp)
-    spec = resolve_plan(own, transformer_plan(sizes), config.run.dtype, tokens)
+    spec = resolve_plan(own, language_plan(sizes), config.run.dtype, seq_length // (layout.cp * layout.tp))
     if config.memory.loss_chunks is None:
         spec = chunk_loss(spec, config.run.dtype)
+    if positions := position_parameters(sizes):
+        count = parameter_count(spec.model)
+        spec = replace(
+            spec, notes=(*spec.notes, f"{count:,} parameters, {count - positions:,} without those of positions")
+        )
     bos, eos = text_ends(weights, spec.data.tokenizer)
     check_prompt(config.sample, spec, bos)
     return LanguageModelSpec(**vars(spec), weights=weights, bos=bos, eos=eos)
@@ -140,7 +155,7 @@ def build_optimizer(config: LanguageOptimizer, model: ParallelModel, spec: Paral
     if config.optimizer == "muon":
         from mmm.trainer.loop.muon import make_muon
 
-        return make_muon(model, spec.plan, config.lr, config.weight_decay, config.decayed)
+        return make_muon(model, spec.plan, config.lr, config.weight_decay, config.decayed, config.betas)
     return config.make(model.parameters())
 
 
@@ -158,13 +173,14 @@ def train(config: Config) -> None:
         start_from(run, model, spec.weights)
         optimizer = build_optimizer(config.optimizer, model, spec)
         sample = partial(log_sample, run, resolved=spec, options=config.sample, bos=spec.bos, stop=spec.eos)
-        task = TokenTask(run, spec, config.evaluation.eval_batches, spec.bos, spec.eos, sample)
+        evaluation = config.evaluation
+        task = TokenTask(run, spec, evaluation.eval_batches, evaluation.eval_train, spec.bos, spec.eos, sample)
         run.log.info("%d steps of %d × %d tokens", spec.steps, spec.global_batch_size, config.data.seq_length)
         fit_config = FitConfig(
             steps=spec.steps,
             max_norm=config.optimizer.max_norm,
             schedule=schedule_of(run, spec.steps, config.optimizer),
-            evaluation=config.evaluation,
+            evaluation=evaluation,
             balance_rate=config.experts.balance(),
             skip=config.optimizer.on_nan == "skip",
             checkpoint=config.checkpoint,

@@ -28,7 +28,7 @@ from mmm.checkpoint.storage import Writer, read_metadata
 from mmm.errors import CheckpointError
 from mmm.outside import open_file, short
 from mmm.torch_private.checkpoint import storage_info
-from mmm.weights import llama
+from mmm.weights import gpt, llama
 from mmm.weights.llama_keys import tokens_of
 from mmm.weights.weights import TensorEntry, Weights
 
@@ -69,8 +69,9 @@ class OwnWeights(Weights):
         identity = self.manifest.identity
         if (program := identity.get("program")) not in (TRAINED, IMPORTED):
             raise CheckpointError(f"{path} is of the program {short(program)}, whose model is no language model of lm")
-        self.sizes = {name: identity.get(name, default) for name, default in FIELDS.items()}
-        scaling = self.sizes["rope_scaling"]
+        known = dict.fromkeys(gpt.TYPES) if gpt.is_gpt(identity) else FIELDS
+        self.sizes = {name: identity.get(name, default) for name, default in known.items()}
+        scaling = self.sizes.get("rope_scaling")
         if isinstance(scaling, dict) and scaling.get("rope_type") == "linear":
             self.sizes["rope_scaling"] = {name: scaling[name] for name in ("rope_type", "factor") if name in scaling}
         if problem := broken_file(path, self.manifest.files, sums=False):
@@ -132,17 +133,19 @@ class OwnWeights(Weights):
 
 def _check_sizes(sizes: Mapping[str, Any], entries: Mapping[str, TensorEntry], where: Path) -> None:
     """Raises CheckpointError where sizes are of another type, or not those of the tensors."""
+    types = gpt.TYPES if gpt.is_gpt(sizes) else TYPES
     for name, value in sizes.items():
-        kinds, least = TYPES.get(name, ((int,), 1))
+        kinds, least = types.get(name, ((int,), 1))
         if type(value) not in kinds or (type(value) is int and value < least):
             raise CheckpointError(f"{where}: {name} is {short(value)}, which no model of lm has")
     largest = max((max(entry.shape, default=1) for entry in entries.values()), default=0)
-    if sizes["n_layers"] > len(entries) or sizes["n_experts"] > largest:
-        text = f"{sizes['n_layers']} layers and {sizes['n_experts']} experts"
+    experts = sizes.get("n_experts", 0)
+    if sizes["n_layers"] > len(entries) or experts > largest:
+        text = f"{sizes['n_layers']} layers and {experts} experts"
         raise CheckpointError(f"{where} has {len(entries)} tensors, which are too few for {text}")
-    if sizes["n_experts"]:
+    if experts:
         return
-    shapes = llama.shapes_of(sizes)
+    shapes = gpt.shapes_of(sizes) if gpt.is_gpt(sizes) else llama.shapes_of(sizes)
     if more := sorted(entries.keys() - shapes.keys()):
         raise CheckpointError(f"{where} has the tensor {short(more[0])}, which a model of these sizes has not")
     for name, shape in shapes.items():

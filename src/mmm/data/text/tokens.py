@@ -39,11 +39,13 @@ class Batch:
 
     def to(self, device: torch.device) -> Batch:
         """On the device. The host does not wait for the copy to CUDA or XPU, which is made from pinned memory."""
-        tensors = [self.inputs, self.targets, *([] if self.document_starts is None else [self.document_starts])]
-        if pinned := device.type in ("cuda", "xpu"):
-            tensors = [tensor.pin_memory() for tensor in tensors]
-        inputs, targets, *starts = (tensor.to(device, non_blocking=pinned) for tensor in tensors)
-        return Batch(inputs, targets, self.count, self.has_padding, *starts)
+        pinned = device.type in ("cuda", "xpu")
+
+        def moved(tensor: Tensor) -> Tensor:
+            return (tensor.pin_memory() if pinned else tensor).to(device, non_blocking=pinned)
+
+        further = (None if tensor is None else moved(tensor) for tensor in (self.document_starts, self.sample_keys))
+        return Batch(moved(self.inputs), moved(self.targets), self.count, self.has_padding, *further)
 
 
 class TokenArray(Protocol):

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from torch import nn
 
+from mmm.layout import Layout
 from mmm.models.experts import transformer_of
 from mmm.models.gpt import GPT, GPTConfig, LanguageConfig
 from mmm.parallel.plan import Plan
-from mmm.parallel.plans.gpt import gpt_plan
+from mmm.parallel.plans.gpt import check_gpt, gpt_plan
 from mmm.parallel.plans.transformer import transformer_plan
+from mmm.parallel.rules import check_transformer
 
 
 def language_model(config: LanguageConfig) -> nn.Module:
@@ -19,3 +21,11 @@ def language_model(config: LanguageConfig) -> nn.Module:
 def language_plan(config: LanguageConfig) -> Plan:
     """How it is sharded."""
     return gpt_plan() if isinstance(config, GPTConfig) else transformer_plan(config)
+
+
+def check_language(config: LanguageConfig, layout: Layout, seq_length: int, cp_style: str = "ring") -> None:
+    """Raises LayoutError with every rule that such a model breaks. Arguments as of `check_transformer`."""
+    if isinstance(config, GPTConfig):
+        check_gpt(config, layout, seq_length, cp_style)
+    else:
+        check_transformer(config, layout, seq_length, cp_style)

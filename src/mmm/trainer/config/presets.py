@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 _DECAY: dict[str, Any] = {"weight_decay": 0.1, "decayed": "matrices"}
@@ -38,6 +39,53 @@ TRAINING: dict[str, dict[str, Any]] = {
     "gpt2": {**_DECAY, "seq_length": 1024, "lr": 6e-4, "warmup": 100},
     "llama-1b": {**_DECAY, "seq_length": 2048, "lr": 3e-4, "warmup": 100},
 }
+_NANOGPT: dict[str, Any] = {**_DECAY, "log_every": 10, "eval_train": True}
+# Of --model gpt: nanoGPT's config/train_gpt2.py, config/train_shakespeare_char.py, and what its README changes of it
+# for a CPU.
+GPT_TRAINING: dict[str, dict[str, Any]] = {
+    "gpt2": {
+        **_NANOGPT,
+        "seq_length": 1024,
+        "global_batch_size": 480,
+        "lr": 6e-4,
+        "min_lr": 6e-5,
+        "betas": (0.9, 0.95),
+        "warmup": 2000,
+        "max_iters": 600_000,
+        "eval_every": 1000,
+        "eval_batches": 5,  # of 480: as many samples as its 200 of 12
+    },
+    "shakespeare": {
+        **_NANOGPT,
+        "dataset": "shakespeare",
+        "tokenizer": Path("chars"),
+        "seq_length": 256,
+        "global_batch_size": 64,
+        "lr": 1e-3,
+        "min_lr": 1e-4,
+        "betas": (0.9, 0.99),
+        "warmup": 100,
+        "max_iters": 5000,
+        "eval_every": 250,
+        "eval_batches": 200,
+        "checkpoint_every": 5000,
+    },
+    "shakespeare-cpu": {
+        **_NANOGPT,
+        "dataset": "shakespeare",
+        "tokenizer": Path("chars"),
+        "seq_length": 64,
+        "global_batch_size": 12,
+        "lr": 1e-3,
+        "min_lr": 1e-4,
+        "betas": (0.9, 0.99),
+        "warmup": 100,
+        "max_iters": 2000,
+        "eval_every": 250,
+        "eval_batches": 20,
+        "checkpoint_every": 2000,
+    },
+}
 
 
 def preset_defaults(words: Sequence[str]) -> dict[str, Any]:
@@ -48,12 +96,14 @@ def preset_defaults(words: Sequence[str]) -> dict[str, Any]:
     """
     flags = [word.partition("=")[0].replace("-", "_") for word in words]
     given = [word.partition("=")[2] or after for word, after in zip(words, [*words[1:], ""], strict=False)]
-    named = [value for flag, value in zip(flags, given, strict=True) if flag == "__preset"]
-    if not named or named[-1] not in TRAINING:
+    last = dict(zip(flags, given, strict=True))
+    named, of = last.get("__preset"), GPT_TRAINING if last.get("__model") == "gpt" else TRAINING
+    if named not in of:
         return {}
-    found = {"preset": named[-1], **TRAINING[named[-1]]}
+    found = {"preset": named, **of[named]}
     for flag, name in (
         ("text", "dataset"),
+        ("text", "tokenizer"),
         ("batch_size", "global_batch_size"),
         ("lr_schedule", "decay"),
         ("epochs", "max_iters"),
@@ -61,5 +111,5 @@ def preset_defaults(words: Sequence[str]) -> dict[str, Any]:
         if f"__{flag}" in flags:
             found.pop(name, None)
     if ("__optimizer", "sgd") in zip(flags, given, strict=True):
-        found = {name: value for name, value in found.items() if name not in _DECAY}
+        found = {name: value for name, value in found.items() if name not in {**_DECAY, "betas": ()}}
     return found

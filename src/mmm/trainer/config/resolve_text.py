@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
+from torch import nn
 
 from mmm.errors import LayoutError
 from mmm.layout import Layout, Techniques, batch_sizes
-from mmm.models.transformer import Transformer, TransformerConfig
+from mmm.models.transformer import Transformer
 from mmm.parallel.rules import check_transformer
 from mmm.trainer.config.run import DEFAULT_BATCH_SIZE, DEFAULT_MAX_ITERS, StepOptions, ValidationOptions
 from mmm.trainer.config.spec import TextData, TrainingSpec
@@ -16,14 +18,15 @@ from mmm.trainer.config.spec import TextData, TrainingSpec
 
 def resolve_text(
     run: StepOptions,
-    sizes: TransformerConfig,
+    sizes: Any,
     layout: Layout,
     techniques: Techniques,
     optimizer: str,
     seq_length: int,
     load: Callable[[], TextData],
     *,
-    build: Callable[[TransformerConfig], Transformer] = Transformer,
+    build: Callable[[Any], nn.Module] = Transformer,
+    check: Callable[[Any, Layout, int, str], None] = check_transformer,
     evaluation: ValidationOptions | None = None,
     default_batch_size: int = DEFAULT_BATCH_SIZE,
     default_max_iters: int = DEFAULT_MAX_ITERS,
@@ -34,7 +37,7 @@ def resolve_text(
         layout: fitted to the number of ranks.
         optimizer: its name.
         load: finds the text.
-        build: makes the model of its sizes.
+        build: makes the model of its sizes. check: whether these fit the layout.
         evaluation: None of a program that does not validate.
         default_batch_size: samples a step, per data-parallel coordinate, where no flag says.
         default_max_iters: steps, where no flag says.
@@ -42,7 +45,7 @@ def resolve_text(
     Raises:
         UserError: anything that does not fit.
     """
-    check_transformer(sizes, layout, seq_length, techniques.cp_style)
+    check(sizes, layout, seq_length, techniques.cp_style)
     local_batch_size, global_batch_size = batch_sizes(
         run.batch_size, run.global_batch_size, layout.dp, default_batch_size
     )

@@ -79,12 +79,14 @@ class TrainingSpec(RunSpec):
         """The samples of a step of a data-parallel coordinate."""
         return tokens.batch(step, self.global_batch_size, coordinate * self.local_batch_size, self.local_batch_size)
 
-    def validation_batches(self, batches: int, rank: int, device: torch.device) -> Iterator[Batch]:
-        """A rank's samples of the first global batches of the validation text, on its device: the same on every mesh,
-        every time. Where the text has fewer, all of them."""
-        validation, coordinate = self.data.validation, self.layout.dp_coordinate(rank)
-        for step in range(min(batches, validation.steps_per_epoch(self.global_batch_size))):
-            yield self.local_batch(validation, step, coordinate).to(device)
+    def validation_batches(
+        self, batches: int, rank: int, device: torch.device, tokens: Tokens | None = None
+    ) -> Iterator[Batch]:
+        """A rank's samples of the first global batches of the validation text, or of `tokens`, on its device: the same
+        on every mesh, every time. Where the text has fewer, all of them."""
+        tokens, coordinate = tokens or self.data.validation, self.layout.dp_coordinate(rank)
+        for step in range(min(batches, tokens.steps_per_epoch(self.global_batch_size))):
+            yield self.local_batch(tokens, step, coordinate).to(device)
 
 
 @dataclass(frozen=True)

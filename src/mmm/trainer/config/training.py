@@ -104,8 +104,12 @@ class ScheduledOptions(ClippedOptions):
     """Steps over which the learning rate rises; then --lr_schedule."""
     lr_schedule: Literal["cosine", "wsd"] = "cosine"
     """After the warm-up. cosine: falls as half a cosine. wsd: stays, and falls in a line over --decay steps."""
+    min_lr: float = 0.0
+    """The learning rate that it falls to."""
     decay: int | None = None
     """With --lr_schedule wsd, the last steps, over which the learning rate falls. Default: a fifth of the run."""
+    betas: tuple[float, float] | None = None
+    """How much of the means of gradients and of their squares AdamW keeps a step. Default: PyTorch's, 0.9 0.999."""
     weight_decay: float | None = None
     """Part of a weight that AdamW takes off a step, times the learning rate. Default: PyTorch's, 0.01."""
     decayed: Literal["all", "matrices"] = "all"
@@ -116,6 +120,14 @@ class ScheduledOptions(ClippedOptions):
         check_counts(0, warmup=self.warmup, decay=self.decay)
         if self.weight_decay is not None and not 0 <= self.weight_decay < math.inf:
             raise ConfigError(f"--weight_decay {self.weight_decay}: it must be a number from 0 on, and finite")
+        if not 0 <= self.min_lr <= self.lr:
+            raise ConfigError(f"--min_lr {self.min_lr}: it must be from 0 to --lr {self.lr}")
+        if self.betas is not None and not all(0 <= beta < 1 for beta in self.betas):
+            raise ConfigError(f"--betas {self.betas[0]} {self.betas[1]}: both must be at least 0, and below 1")
+        if self.betas is not None and self.optimizer == "sgd":
+            raise ConfigError(
+                f"--betas {self.betas[0]} {self.betas[1]} with --optimizer sgd, which has none: leave it out"
+            )
         for name, value in (("weight_decay", self.weight_decay), ("decayed", self.decayed)):
             if self.optimizer == "sgd" and value not in (None, "all"):
                 raise ConfigError(f"--{name} {value} with --optimizer sgd, which has no weight decay: leave it out")
@@ -124,7 +136,7 @@ class ScheduledOptions(ClippedOptions):
 
     def make(self, parameters: Iterable[nn.Parameter], lr: float | None = None) -> torch.optim.Optimizer:
         rate = self.lr if lr is None else lr
-        return make_optimizer(self.optimizer, parameters, rate, self.weight_decay, self.decayed)
+        return make_optimizer(self.optimizer, parameters, rate, self.weight_decay, self.decayed, self.betas)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -28,7 +28,7 @@ from torch.distributed.tensor import DTensor
 
 from mmm.models.draw import canonical_name
 from mmm.parallel.local import local_box, to_local
-from mmm.parallel.optimizer import LocalAdamW, fused, groups_of
+from mmm.parallel.optimizer import BETAS, LocalAdamW, fused, groups_of
 from mmm.parallel.parallel_model import ParallelModel
 from mmm.parallel.plan import Plan, matches
 from mmm.torch_private.groups import ignore_gathers_in_turns
@@ -109,7 +109,12 @@ def hidden_matrices(model: ParallelModel, plan: Plan) -> list[nn.Parameter]:
 
 
 def make_muon(
-    model: ParallelModel, plan: Plan, lr: float, weight_decay: float | None = None, decayed: str = "all"
+    model: ParallelModel,
+    plan: Plan,
+    lr: float,
+    weight_decay: float | None = None,
+    decayed: str = "all",
+    betas: tuple[float, float] | None = None,
 ) -> Muon:
     """Muon for the `hidden_matrices` of a model, and AdamW for the rest; arguments as of `make_optimizer`."""
     # PyTorch warns that a matrix sharded twice is gathered in two turns: that is fine here.
@@ -118,4 +123,4 @@ def make_muon(
     own = {id(parameter) for parameter in matrices}
     rest = groups_of((p for p in model.parameters() if id(p) not in own), weight_decay, decayed)
     groups = [group | {"muon": True} for group in groups_of(matrices, weight_decay)]
-    return Muon([*groups, *rest], lr=lr, fused=fused([*groups, *rest]))
+    return Muon([*groups, *rest], lr=lr, betas=betas or BETAS, fused=fused([*groups, *rest]))

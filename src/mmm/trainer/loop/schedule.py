@@ -13,8 +13,8 @@ from mmm.trainer.run.core import Run
 Schedule = Callable[[int], float]
 
 
-def warmup_cosine(steps: int, warmup: int) -> Schedule:
-    """Up in a straight line over `warmup` steps, then half a cosine from 1 down to 0 at the last of `steps`.
+def warmup_cosine(steps: int, warmup: int, least: float = 0.0) -> Schedule:
+    """Up in a straight line over `warmup` steps, then half a cosine from 1 down to `least` at the last of `steps`.
 
     Source: Loshchilov and Hutter, "SGDR", 2017.
     """
@@ -23,14 +23,14 @@ def warmup_cosine(steps: int, warmup: int) -> Schedule:
         if step < warmup:
             return (step + 1) / warmup
         along = (step - warmup) / max(steps - 1 - warmup, 1)
-        return 0.5 * (1 + math.cos(math.pi * min(along, 1.0)))
+        return least + (1 - least) * 0.5 * (1 + math.cos(math.pi * min(along, 1.0)))
 
     return factor
 
 
-def warmup_stable_decay(steps: int, warmup: int, decay: int) -> Schedule:
+def warmup_stable_decay(steps: int, warmup: int, decay: int, least: float = 0.0) -> Schedule:
     """Up in a straight line over `warmup` steps, then 1, and over the last `decay` of `steps` down in a straight line,
-    to 0 after the last.
+    to `least` after the last.
 
     Source: Hu et al., "MiniCPM", 2024.
     """
@@ -38,7 +38,7 @@ def warmup_stable_decay(steps: int, warmup: int, decay: int) -> Schedule:
     def factor(step: int) -> float:
         if step < warmup:
             return (step + 1) / warmup
-        return min(1.0, (steps - step) / (decay + 1))
+        return least + (1 - least) * min(1.0, (steps - step) / (decay + 1))
 
     return factor
 
@@ -50,13 +50,14 @@ def schedule_of(run: Run, steps: int, options: ScheduledOptions) -> Schedule:
     if warmup > most:
         run.note(f"warm-up: {most} instead of {warmup} steps, half of the {steps} of this run")
         warmup = most
+    least = options.min_lr / options.lr
     if options.lr_schedule == "cosine":
-        return warmup_cosine(steps, warmup)
+        return warmup_cosine(steps, warmup, least)
     decay = max(steps // 5, 1) if options.decay is None else options.decay
     if decay > steps - warmup:
         run.note(f"decay: {steps - warmup} instead of {decay} steps, all that the warm-up leaves")
         decay = steps - warmup
-    return warmup_stable_decay(steps, warmup, decay)
+    return warmup_stable_decay(steps, warmup, decay, least)
 
 
 def step_decay(steps_per_epoch: int, gamma: float) -> Schedule:

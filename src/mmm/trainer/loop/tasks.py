@@ -9,12 +9,15 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from itertools import count
 
 from torch import Tensor
 
 from mmm.checkpoint.model_metadata import ModelMetadata
-from mmm.data import Batch
+from mmm.data import Batch, Tokens
 from mmm.errors import DataError
+from mmm.models.dropout import has_dropout, sample_keys
 from mmm.parallel.parallel_model import ParallelModel
 from mmm.trainer.config.spec import TrainingSpec
 from mmm.trainer.run.core import Run
@@ -64,6 +67,7 @@ class TokenTask(Task):
     """The next token of a text.
 
     Args:
+        eval_train: evaluate as many batches of the training text as well.
         bos, eos: the tokens that begin and that end a text, for the checkpoints.
         sample: called after each evaluation, with the model.
     """
@@ -73,11 +77,13 @@ class TokenTask(Task):
         run: Run,
         resolved: TrainingSpec,
         eval_batches: int,
+        eval_train: bool = False,
         bos: tuple[int, ...] = (),
         eos: tuple[int, ...] = (),
         sample: Callable[[ParallelModel], object] = lambda model: None,
     ):
-        self.run, self.resolved, self.eval_batches = run, resolved, eval_batches
+        self.run, self.resolved, self.eval_batches, self.eval_train = run, resolved, eval_batches, eval_train
+        self.has_dropout = has_dropout(resolved.model)
         self.global_batch_size = resolved.global_batch_size
         train = resolved.data.train
         self.tokens = self.global_batch_size * train.seq_length
@@ -89,32 +95,45 @@ class TokenTask(Task):
     def batches(self, epoch: int, first: int = 0) -> Iterator[Batch]:
         coordinate = self.run.layout.dp_coordinate(self.run.rank.rank)
         steps = range(epoch * self.steps_per_epoch + first, (epoch + 1) * self.steps_per_epoch)
-        batches = (self.resolved.local_batch(self.resolved.data.train, step, coordinate) for step in steps)
+        batches: Iterator[Batch] = (
+            self.resolved.local_batch(self.resolved.data.train, step, coordinate) for step in steps
+        )
+        if self.has_dropout:
+            batches = map(self._with_keys, batches, count(epoch * self.steps_per_epoch + first))
         for batch in batches if self.run.device.type == "cpu" else fetched_ahead(batches):
             yield batch.to(self.run.device)
 
+    def _with_keys(self, batch: Batch, step: int) -> Batch:
+        """With the keys of its samples, which decide what dropout drops, on any mesh."""
+        size = self.resolved.local_batch_size
+        first_sample = self.run.layout.dp_coordinate(self.run.rank.rank) * size
+        return replace(batch, sample_keys=sample_keys(self.run.seed, step, first_sample, size))
+
     def evaluate(self, model: ParallelModel) -> dict[str, float]:
         """Mean loss ``val_loss`` over the first global batches of the validation text: the same ones every time. In
-        bits a byte, ``val_bpb``, where the bytes of the text are known. Then a sample, where there is to be one."""
-        found = self._losses(model)
+        bits a byte, ``val_bpb``, where the bytes of the text are known. With `eval_train` also ``train_loss``, of as
+        many of the training text. Then a sample, where there is to be one."""
+        data = self.resolved.data
+        loss = self._loss(model, data.validation)
+        bytes_per_token = data.bytes_per_token
+        found = {"val_loss": loss} | ({} if not bytes_per_token else {"val_bpb": loss / math.log(2) / bytes_per_token})
+        if self.eval_train:
+            found["train_loss"] = self._loss(model, data.train)
         self.sample(model)
         return found
 
-    def _losses(self, model: ParallelModel) -> dict[str, float]:
-        batches = self.resolved.validation_batches(self.eval_batches, self.run.rank.rank, self.run.device)
-        if self.resolved.data.validation.has_padding:  # batches have different numbers of targets
+    def _loss(self, model: ParallelModel, tokens: Tokens) -> float:
+        batches = self.resolved.validation_batches(self.eval_batches, self.run.rank.rank, self.run.device, tokens)
+        if tokens.has_padding:  # batches have different numbers of targets
             parts = [self._loss_and_count(model, batch) for batch in batches]
-            total, count = (sum(each[1:], each[0]) for each in zip(*parts, strict=True))
-            if not int(count):
+            total, targets = (sum(each[1:], each[0]) for each in zip(*parts, strict=True))
+            if not int(targets):
                 raise DataError(
                     "no token of the validation batches has a target: use more --eval_batches", on_every_rank=True
                 )
-            loss = self.run.global_sum(total) / int(count)
-        else:
-            losses = [model.evaluate(batch.inputs, batch.targets, batch.count) for batch in batches]
-            loss = self.run.global_sum(sum(losses[1:], losses[0])) / len(losses)
-        bytes_per_token = self.resolved.data.bytes_per_token
-        return {"val_loss": loss} | ({} if not bytes_per_token else {"val_bpb": loss / math.log(2) / bytes_per_token})
+            return self.run.global_sum(total) / int(targets)
+        losses = [model.evaluate(batch.inputs, batch.targets, batch.count) for batch in batches]
+        return self.run.global_sum(sum(losses[1:], losses[0])) / len(losses)
 
     @staticmethod
     def _loss_and_count(model: ParallelModel, batch: Batch) -> tuple[Tensor, Tensor]:
