@@ -53,6 +53,7 @@ CASES = {
     "llama fsdp·tp": (4, f"{LLAMA} --tp 2"),
     "llama cp ring": (4, f"{LLAMA} --cp 4"),
     "llama cp ulysses": (2, f"{LLAMA} --cp 2 --cp_style ulysses"),
+    "llama cp usp": (4, f"{LLAMA} --cp 4 --cp_style usp --ulysses 2"),
     "llama fsdp·cp": (4, f"{LLAMA} --cp 2"),
     "llama cp·tp": (4, f"{LLAMA} --cp 2 --tp 2"),
     "llama pp gpipe": (2, f"{DEEP} --pp 2 --schedule GPipe"),

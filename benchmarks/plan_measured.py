@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from mmm.layout import Techniques
 from mmm.models.experts import has_experts
 from mmm.plan.sent_calls import SentCall, SentInOrder
 from mmm.processes.ranks import fork_ranks
@@ -38,7 +39,8 @@ class Measurement(Observer):
         clock = run.clock
         traffic = SentInOrder(lambda: clock.phase)
         model = getattr(run.resolved, "model", None)
-        names = axes_of(run.layout, whoami().rank, model is not None and has_experts(model))
+        ulysses = getattr(run.resolved, "techniques", Techniques()).ulysses_size(run.layout.cp)
+        names = axes_of(run.layout, whoami().rank, model is not None and has_experts(model), ulysses)
         with run.group, peaks_by_phase(lambda: clock.phase) as peaks, count_traffic(traffic=traffic, names=names):
             yield
         self.measured = Measured(peaks, traffic.calls)

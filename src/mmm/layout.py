@@ -21,6 +21,7 @@ from typing import Literal
 from mmm.errors import ConfigError, LayoutError, config_field
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+CP_AXES = ("cp_ring", "cp_ulysses")  # of cp, where it is both
 DATA_PARALLEL = ("ddp", "zero1", "zero2", "zero3", "fsdp", "hsdp")  # zero3 is fsdp
 UNSHARDED = ("ddp", "zero1", "zero2")  # every rank keeps all parameters
 PADDING = -100  # a target that cross-entropy passes over: PyTorch's default
@@ -131,7 +132,9 @@ class Techniques:
         data_parallel: ``ddp``, ``zero1``, ``zero2``, ``fsdp`` (the same as ``zero3``) or ``hsdp``.
         reshard_after_forward: the FSDP units that are freed after forward, and gathered again for backward. ``auto``:
             all but the last, in a pipeline none. ``always``: all. ``never``: none.
-        cp_style: of attention over a sharded sequence, where the mesh has cp: ``ring`` or ``ulysses``.
+        cp_style: of attention over a sharded sequence, where the mesh has cp: ``ring``, ``ulysses`` or ``usp``.
+        ulysses: of ``usp``, the neighbours along cp that shard heads among them, a divisor of cp; a ring goes between
+            these groups.
         schedule: of a pipeline. stages_per_rank: None for the fewest that the schedule takes.
         microbatches: of a step. None: with pp what the schedule needs at least, else 1. With pp they have the same
             size; else they differ by one sample at most (gradient accumulation).
@@ -146,6 +149,7 @@ class Techniques:
     data_parallel: str = "fsdp"
     reshard_after_forward: str = "auto"
     cp_style: str = "ring"
+    ulysses: int | None = None
     schedule: ScheduleName = "1F1B"
     microbatches: int | None = None
     stages_per_rank: int | None = None
@@ -155,6 +159,10 @@ class Techniques:
     tile: int = 1
     tile_weights: int = 1
     offload: bool = False
+
+    def ulysses_size(self, cp: int) -> int:
+        """Ranks of cp that shard heads among them in attention: 1 under ``ring``, all under ``ulysses``."""
+        return {"ulysses": cp, "usp": self.ulysses or 1}.get(self.cp_style, 1)
 
 
 def check_data_parallel(data_parallel: str, layout: Layout) -> None:

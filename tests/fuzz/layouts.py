@@ -67,11 +67,12 @@ def _techniques(rng: random.Random, program: str, flags: Flags, axes: dict[str, 
             return None
     if model == "cnn" and tp > 1 and (tp > 4 or tp == 3):
         return None
-    style = rng.choice(("ring", "ulysses"))
-    if cp > 1:
-        if style == "ulysses" and "cp_style" in known and heads % (cp * tp):
+    if cp > 1 and "cp_style" in known:
+        style = rng.choice(("ring", "ulysses", "usp"))
+        ulysses = {"ring": 1, "ulysses": cp}.get(style) or rng.choice([n for n in range(1, cp + 1) if cp % n == 0])
+        if ulysses > 1 and heads % (ulysses * tp):
             return None
-        out |= {"cp_style": style} if "cp_style" in known else {}
+        out |= {"cp_style": style} | ({"ulysses": str(ulysses)} if style == "usp" else {})
     out |= {name: str(size) for name, size in (("pp", pp), ("cp", cp), ("tpsize", tp)) if size > 1 and name in known}
     # data parallel
     if "parallel" in known:

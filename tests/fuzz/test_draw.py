@@ -21,7 +21,7 @@ DATA = Path("/data")
 
 @pytest.fixture(scope="module")
 def cases():
-    return [draw(1, number, DATA) for number in range(4000)]
+    return [draw(1, number, DATA) for number in range(6000)]
 
 
 def test_the_same_seed_gives_the_same_cases(cases):

@@ -8,24 +8,24 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from mmm.data import Batch
-from mmm.errors import ConfigError, LayoutError
+from mmm.errors import ConfigError, LayoutError, UserError
 from mmm.models.cnn import CNNConfig
 from mmm.models.transformer import Transformer, TransformerConfig, causal_attention
 from mmm.models.vit import ViTConfig
 from mmm.parallel import (
     Layout,
+    Techniques,
     build_mesh,
     check_compile,
 )
 from mmm.parallel.cp import block_attention
 from mmm.parallel.cp.block_attention import block_backward, block_forward, merge, tiled_backward, tiled_forward
-from mmm.parallel.cp.context_parallel import apply_context_parallel
-from mmm.parallel.cp.ring import RingAttention, positions_of
-from mmm.parallel.cp.ulysses import UlyssesAttention
+from mmm.parallel.cp.context_parallel import apply_context_parallel, attention_over_cp
+from mmm.parallel.cp.ring import positions_of
 from mmm.parallel.plans.cnn import check_cnn, cnn_plan
 from mmm.parallel.plans.transformer import check_transformer, transformer_plan
 from mmm.parallel.plans.vit import check_vit
-from mmm.parallel.rules import CP_STYLES
+from mmm.parallel.rules import CP_STYLES, check_context_parallel, resolve_ulysses
 from support import anywhere, reference
 from support.shards import shard_batch
 
@@ -189,10 +189,15 @@ def test_keys_and_values_are_not_copied_for_each_head(run_on_ranks):
     assert run_on_ranks(kv_heads_seen, 2, "ulysses") == [[1] * 2] * 2
 
 
+def techniques_of(style):
+    """And of usp, whose cp is 4 here, the size of its groups."""
+    return {"cp_style": style, "ulysses": 2} if style == "usp" else {"cp_style": style}
+
+
 def attend(rank, cp, style, heads, kv_heads, dtype, *documents):
     """This rank's part of the output, and of the gradients of q, k, v."""
-    mesh = build_mesh(Layout(dp_shard=1, cp=cp), "cpu")["cp"]
-    attention = RingAttention(mesh) if style == "ring" else UlyssesAttention(mesh, causal_attention)
+    mesh, ulysses = build_mesh(Layout(dp_shard=1, cp=cp), "cpu"), Techniques(**techniques_of(style)).ulysses_size(cp)
+    attention = attention_over_cp(mesh, ulysses, causal_attention)
     tensors = qkv(heads, kv_heads, dtype=dtype)
     *inputs, gradient = (t[:, :, positions_of(rank.rank, cp, 16)] for t in tensors)
     inputs = [t.requires_grad_() for t in inputs]
@@ -200,11 +205,15 @@ def attend(rank, cp, style, heads, kv_heads, dtype, *documents):
     return [t.detach() for t in (out, *torch.autograd.grad(out, inputs, gradient))]
 
 
-@pytest.mark.parametrize("style", CP_STYLES)
 @pytest.mark.parametrize("documents", [(), (STARTS,)], ids=["one text", "documents"])
 @pytest.mark.parametrize(
-    ("cp", "heads", "kv_heads"),
-    [(2, 4, 4), (2, 8, 2), (2, 4, 1), (4, 8, 2), pytest.param(4, 8, 1, marks=pytest.mark.long)],
+    ("style", "cp", "heads", "kv_heads"),
+    [
+        *((style, *sizes) for style in ("ring", "ulysses") for sizes in ((2, 4, 4), (2, 8, 2), (2, 4, 1), (4, 8, 2))),
+        ("usp", 4, 8, 2),
+        ("usp", 4, 6, 1),
+        *(pytest.param(style, 4, 8, 1, marks=pytest.mark.long) for style in ("ring", "ulysses")),
+    ],
 )
 def test_attention(run_on_ranks, style, cp, heads, kv_heads, documents):
     *inputs, gradient = qkv(heads, kv_heads)
@@ -216,7 +225,7 @@ def test_attention(run_on_ranks, style, cp, heads, kv_heads, documents):
             assert (mine - whole[:, :, positions_of(coordinate, cp, 16)]).abs().max() <= 1e-12
 
 
-@pytest.mark.parametrize("style", CP_STYLES)
+@pytest.mark.parametrize("style", ["ring", "ulysses"])
 def test_attention_in_half_precision(run_on_ranks, style):
     """Put together in float32: as close to the truth as bfloat16 is."""
     *inputs, gradient = qkv(8, 2)
@@ -233,8 +242,8 @@ def test_attention_in_half_precision(run_on_ranks, style):
 @pytest.mark.parametrize("style", CP_STYLES)
 @pytest.mark.parametrize("checkpointing", ["full", "selective"])
 def test_with_activation_checkpointing(run_on_ranks, checkpointing, style):
-    techniques = {"cp_style": style, "checkpointing": checkpointing}
-    ranks = run_on_ranks(anywhere.train, 2, Layout(dp_shard=1, cp=2), techniques)
+    techniques, cp = techniques_of(style) | {"checkpointing": checkpointing}, 4 if style == "usp" else 2
+    ranks = run_on_ranks(anywhere.train, cp, Layout(dp_shard=1, cp=cp), techniques)
     anywhere.assert_same(ranks, reference.train("sgd", torch.float64, 2))
 
 
@@ -242,30 +251,59 @@ def test_with_activation_checkpointing(run_on_ranks, checkpointing, style):
 
 
 @pytest.mark.parametrize(
-    ("config", "layout", "seq", "style", "words"),
+    ("layout", "seq", "ulysses", "words"),
     [
-        ({}, Layout(dp_shard=1, cp=4), 36, "ring", r"seq_length 36 .* 2 · cp 4 = 8 "),
-        ({}, Layout(dp_shard=1, cp=2, tp=2), 4, "ring", r"seq_length 4 .* cp 2 · tp 2 = 8 "),
-        ({}, Layout(dp_shard=1, cp=3), 96, "ulysses", r"n_heads 32 .* cp 3 \(under ulysses .* ring"),
-        ({}, Layout(dp_shard=1, cp=16, tp=4), 512, "ulysses", r"n_heads 32 .* = 64 "),
+        (Layout(dp_shard=1, cp=4), 36, 1, r"seq_length 36 .* 2 · cp 4 = 8 "),
+        (Layout(dp_shard=1, cp=2, tp=2), 4, 1, r"seq_length 4 .* cp 2 · tp 2 = 8 "),
+        (Layout(dp_shard=1, cp=3), 96, 3, r"n_heads 32 .* cp 3 \(under ulysses .* ring"),
+        (Layout(dp_shard=1, cp=16, tp=4), 512, 16, r"n_heads 32 .* = 64 "),
+        (Layout(dp_shard=1, cp=6), 96, 3, r"n_heads 32 is not divisible by ulysses 3 \("),
+        (Layout(dp_shard=1, cp=32, tp=4), 512, 16, r"n_heads 32 is not divisible by ulysses 16 · tp 4 = 64 "),
     ],
 )
-def test_a_sequence_that_cannot_be_cut(config, layout, seq, style, words):
+def test_a_sequence_that_cannot_be_cut(layout, seq, ulysses, words):
     with pytest.raises(LayoutError, match=words):
-        check_transformer(TransformerConfig(**config), layout, seq, style)
+        check_transformer(TransformerConfig(), layout, seq, ulysses)
 
 
 def test_refused():
     layout = Layout(dp_shard=1, cp=2)
-    check_transformer(TransformerConfig(), Layout(dp_shard=1, cp=3), 96, "ring")
-    with pytest.raises(ConfigError, match="cp_style 'rings' is not one of ring, ulysses"):
-        check_transformer(TransformerConfig(), layout, 64, "rings")
+    check_transformer(TransformerConfig(), Layout(dp_shard=1, cp=3), 96)
     with pytest.raises(LayoutError, match=r"compile with cp 2: .* use cp 1"):
         check_compile(transformer_plan(), layout)
     with pytest.raises(LayoutError, match="cp 2: the ViT"):
         check_vit(ViTConfig(), layout)
     with pytest.raises(LayoutError, match="cp 2: an image has no sequence"):
         check_cnn(CNNConfig(), layout)
+
+
+@pytest.mark.parametrize(
+    ("techniques", "words"),
+    [
+        ({"cp_style": "rings"}, "cp_style 'rings' is not one of ring, ulysses, usp"),
+        ({"cp_style": "ring", "ulysses": 2}, "ulysses 2 with cp_style ring: it says"),
+        ({"cp_style": "usp"}, "cp_style usp: give ulysses, ranks of cp that share heads, a divisor of cp 12"),
+        ({"cp_style": "usp", "ulysses": 5}, "ulysses 5 does not divide cp 12: give one of 1, 2, 3, 4, 6, 12"),
+        ({"cp_style": "usp", "ulysses": 0}, "ulysses 0 does not divide cp 12"),
+    ],
+    ids=str,
+)
+def test_a_style_that_does_not_go(techniques, words):
+    with pytest.raises(UserError, match=words):
+        check_context_parallel(Techniques(**techniques), Layout(dp_shard=1, cp=12))
+
+
+@pytest.mark.parametrize(
+    ("cp", "tp", "heads", "ranks_per_host", "expected"),
+    [(8, 1, 32, 4, 4), (8, 2, 32, 4, 2), (8, 1, 6, 4, 2), (8, 4, 32, 2, 1), (4, 1, 32, 8, 4), (12, 1, 32, 6, 2)],
+)
+def test_by_default_the_ranks_of_a_host_share_heads(cp, tp, heads, ranks_per_host, expected):
+    layout = Layout(dp_shard=12, cp=cp, tp=tp)
+    assert resolve_ulysses(Techniques(cp_style="usp"), layout, heads, ranks_per_host).ulysses == expected
+    assert resolve_ulysses(Techniques(cp_style="ring"), layout, heads, ranks_per_host) == Techniques()
+    for unknown in (None, 7):
+        with pytest.raises(ConfigError, match="nothing says which ranks of cp share a host: give ulysses, one of 1, "):
+            resolve_ulysses(Techniques(cp_style="usp"), layout, heads, unknown)
 
 
 def test_a_plan_without_attention_is_refused(run_on_ranks):
@@ -275,4 +313,4 @@ def test_a_plan_without_attention_is_refused(run_on_ranks):
 def refused_plan(rank):
     mesh = build_mesh(Layout(dp_shard=1, cp=2), "cpu")
     with pytest.raises(ConfigError, match="cp 2: the plan of this model names no attention"):
-        apply_context_parallel(Transformer(TransformerConfig()), mesh["cp"], cnn_plan(), "ring")
+        apply_context_parallel(Transformer(TransformerConfig()), mesh, cnn_plan(), 1)

@@ -90,7 +90,7 @@ def test_the_matrix_has_what_was_promised():
         assert layout in {case.layout for case in text}
     assert {case.schedule for case in text if case.layout == "pp4"} == set(SCHEDULES)
     assert {case.data_parallel for case in text if case.layout == "dp4"} == {"fsdp", "ddp", "zero1", "zero2"}
-    assert {case.cp_style for case in text if case.layout == "cp4"} == {"ring", "ulysses"}
+    assert {case.cp_style for case in text if case.layout == "cp4"} == {"ring", "ulysses", "usp"}
     assert {case.layout for case in CASES["cnn"] if case.data == "digits"} == {"dp2", "pp2"}
     pairs = {frozenset(case.sizes) for case in text if len(case.sizes) == 2}
     axes = ({"pp"}, {"dp_shard"}, {"cp"}, {"tp"})
@@ -112,6 +112,7 @@ def test_techniques_in_words():
     assert ParityCase(model="vit", layout="cp2", cp_style="ulysses", checkpointing="full").technique == (
         "ulysses, full checkpointing"
     )
+    assert ParityCase(model="gpt", layout="cp4", cp_style="usp", ulysses=2).technique == "usp 2"
     assert str(ParityCase(model="vit", layout="1")) == "vit 1"
 
 

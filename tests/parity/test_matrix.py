@@ -26,6 +26,7 @@ QUICK = {  # model: layouts, with what their sizes leave open
         "dp2·tp2": {"optimizers": ("sgd", "adamw")},
         "dp2·cp2": {},
         "cp2·tp2": {"cp_style": "ulysses", "data": "packed"},
+        "cp4": {"cp_style": "usp", "ulysses": 2, "data": "packed"},
         "pp2·dp2": {"schedule": "ZBVZeroBubble"},
     },
     "moe": {"dp2·cp2·ep2": {}},

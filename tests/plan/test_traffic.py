@@ -32,6 +32,7 @@ CASES = [
     (Layout(dp_shard=2, tp=2), {}),
     (Layout(dp_shard=1, cp=4), {}),
     (Layout(dp_shard=2, cp=2), {"cp_style": "ulysses"}),
+    (Layout(dp_shard=1, cp=4), {"cp_style": "usp", "ulysses": 2}),
     (Layout(dp_shard=1, cp=2, tp=2), {}),
     (Layout(pp=2, dp_shard=1), {"schedule": "GPipe"}),
     (Layout(pp=2, dp_shard=2), {"schedule": "1F1B"}),

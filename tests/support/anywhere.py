@@ -14,6 +14,7 @@ from mmm.models.draw import canonical_name
 from mmm.models.transformer import Transformer, TransformerConfig
 from mmm.parallel import (
     Layout,
+    Techniques,
     apply,
     build_mesh,
     clip_grad_norm,
@@ -58,7 +59,7 @@ def train(
     Args:
         pieces: what `apply` takes by name. accumulate: micro-batches, of a pipeline as well.
     """
-    check_transformer(config, layout, seq, pieces.get("cp_style", "ring"))
+    check_transformer(config, layout, seq, Techniques(**pieces).ulysses_size(layout.cp))
     mesh, plan = build_mesh(layout, "cpu"), transformer_plan(config)
     precision = Precision("test", dtype, compute or dtype)
     with torch.device("meta"):

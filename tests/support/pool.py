@@ -23,6 +23,7 @@ ASK = (
     "mmm.trainer.lm",
     "mmm.trainer.vit",
     "mmm.examples._support.four_axes",
+    "mmm.trainer.config.resolve_text",
     "mmm.examples._support.text",
     "mmm.examples.fsdp",
     "mmm.examples.moe",

@@ -63,7 +63,9 @@ def one_step(rank, kind, layout, technique, cp_style="ring", precision=FP32, mic
     model, mesh = build(kind), build_mesh(layout, "cpu")
     plan = PLANS[type(model)]()
     inputs, targets, count, more = sample(kind, layout, rank.rank)
-    techniques, partition = Techniques(data_parallel=technique, cp_style=cp_style), Partition([], [], [], microbatches)
+    ulysses = 2 if cp_style == "usp" else None
+    techniques = Techniques(data_parallel=technique, cp_style=cp_style, ulysses=ulysses)
+    partition = Partition([], [], [], microbatches)
     sizes = {"batch": len(inputs), "seq_length": reference.SEQ, "precision": precision}
     expected = expected_traffic(model, plan, layout, techniques, partition, **sizes)
     model = apply(model, mesh, plan, precision, techniques)
@@ -108,6 +110,7 @@ LAYOUTS = {
     "tp of the CNN": ("cnn", Layout(tp=4), "fsdp"),
     "cp, ring": ("text", Layout(cp=4), "fsdp"),
     "cp, ulysses": ("text", Layout(cp=4), "fsdp", "ulysses"),
+    "cp, usp": ("text", Layout(cp=4), "fsdp", "usp"),
     "fsdp × tp": ("text", Layout(tp=2), "fsdp"),
     "fsdp × tp, 2 micro-batches": ("text", Layout(tp=2), "fsdp", "ring", FP32, 2),
     "fsdp × tp, bf16": ("text", Layout(tp=2), "fsdp", "ring", BF16),

@@ -40,7 +40,7 @@ PP2, PLAN = Layout(pp=2, dp_shard=1), transformer_plan()
             "--compile with ZBVZeroBubble.* leave --compile out.*; --activation_checkpointing selective with",
         ),
         (lambda: check_compile(PLAN, Layout(tp=2)), "--compile with tp 2: .* leave --compile out"),
-        (lambda: check_cp_style("rings"), "--cp_style 'rings' is not one of ring, ulysses"),
+        (lambda: check_cp_style("rings"), "--cp_style 'rings' is not one of ring, ulysses, usp"),
     ],
 )
 def test_fields_become_flags(check, words):

@@ -19,6 +19,8 @@ EXPERTS = "without --n_experts: there are no experts"
         (lm, {"schedule": "GPipe"}, f"--schedule GPipe {STAGES}"),
         (lm, {"stages_per_rank": 1}, f"--stages_per_rank 1 {STAGES}"),
         (lm, {"cp_style": "ring"}, "--cp_style ring without --cp: no sequence is sharded"),
+        (lm, {"cp": 1, "cp_style": "usp"}, "--cp_style usp without --cp: no sequence is sharded"),
+        (lm, {"ulysses": 2}, "--ulysses 2 without --cp_style usp: a ring is one of all of cp"),
         (lm, {"top_k": 2}, f"--top_k 2 {EXPERTS}"),
         (lm, {"expert_dim": 64}, f"--expert_dim 64 {EXPERTS}"),
         (lm, {"balance_rate": 0.01}, f"--balance_rate 0.01 {EXPERTS}"),

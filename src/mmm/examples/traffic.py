@@ -70,6 +70,7 @@ def cases(ranks: int, microbatches: int) -> list[TrafficCase]:
         TrafficCase(f"cp, {style}", Layout(cp=ranks), Techniques(cp_style=style)) for style in ("ring", "ulysses")
     ]
     if ranks % 2 == 0 and ranks > 2:
+        found.append(TrafficCase("cp, usp", Layout(cp=ranks), Techniques(cp_style="usp", ulysses=2)))
         found.append(TrafficCase("hsdp", Layout(dp_replicate=2), Techniques(data_parallel="hsdp")))
         found.append(TrafficCase("fsdp × tp", Layout(tp=2)))
         found.append(TrafficCase("pp × tp", Layout(pp=2, tp=ranks // 2), pipe["1F1B"]))

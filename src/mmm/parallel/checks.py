@@ -13,6 +13,7 @@ from mmm.parallel.memory.checkpointing import check_checkpointing
 from mmm.parallel.memory.offload import check_offload
 from mmm.parallel.memory.tiling import check_tiling
 from mmm.parallel.plan import Plan
+from mmm.parallel.rules import check_context_parallel
 
 
 def check_techniques(model: nn.Module, plan: Plan, layout: Layout, techniques: Techniques, dtype: str = "") -> None:
@@ -25,6 +26,7 @@ def check_techniques(model: nn.Module, plan: Plan, layout: Layout, techniques: T
         ConfigError, LayoutError: the first rule that is broken; with what to change.
     """
     check_data_parallel(techniques.data_parallel, layout)
+    check_context_parallel(techniques, layout)
     check_reshard(techniques, layout)
     check_batch_norm(model, layout, techniques)
     check_checkpointing(plan, techniques.checkpointing)

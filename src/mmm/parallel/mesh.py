@@ -18,9 +18,17 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from mmm.errors import LayoutError
-from mmm.layout import AXES, Layout
+from mmm.layout import AXES, CP_AXES, Layout
 from mmm.runtime.process_group import bound_if_it_splits
-from mmm.torch_private.groups import MESH_MAKERS, default_group, default_timeout, flatten, set_timeout, usual_timeout
+from mmm.torch_private.groups import (
+    MESH_MAKERS,
+    default_group,
+    default_timeout,
+    flatten,
+    set_timeout,
+    unflatten,
+    usual_timeout,
+)
 
 
 @dataclass(frozen=True)
@@ -40,6 +48,7 @@ class Mesh:
             trained.
         p2p: of a pipeline on an accelerator: a group for what one rank sends another, by their coordinates (sender,
             receiver) on pp; those of this rank (`mmm.parallel.pp.p2p` says why). Gloo needs none.
+        limit: that a collective may take. None: PyTorch's.
     """
 
     layout: Layout
@@ -47,6 +56,7 @@ class Mesh:
     experts: DeviceMesh | None = None
     no_data_parallel: bool = False
     p2p: Mapping[tuple[int, int], dist.ProcessGroup] = field(default_factory=dict)
+    limit: timedelta | None = None
     _axes: dict[str, DeviceMesh] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @classmethod
@@ -73,9 +83,26 @@ class Mesh:
             self._axes[axis] = flatten(self.device_mesh["dp_shard", "cp"], axis) if joined else self.device_mesh[axis]
         return self._axes[axis]
 
+    def split_cp(self, ulysses: int) -> tuple[DeviceMesh | None, DeviceMesh | None]:
+        """The cp axis as rings of groups of `ulysses` neighbours, ``cp_ring`` and ``cp_ulysses``. A collective.
+
+        Returns:
+            The two; None for one of a single rank.
+        """
+        if ulysses == 1:
+            return self["cp"], None
+        if ulysses == self.layout.cp:
+            return None, self["cp"]
+        if CP_AXES[0] not in self._axes:
+            with default_timeout(self.limit or usual_timeout("gloo")), bound_if_it_splits():
+                parts = unflatten(self["cp"], (self.layout.cp // ulysses, ulysses), CP_AXES)
+            self._axes.update({axis: parts[axis] for axis in CP_AXES})
+        return self._axes[CP_AXES[0]], self._axes[CP_AXES[1]]
+
     def groups(self) -> dict[str, dist.ProcessGroup]:
         """The process group of each axis that this rank is in; where names repeat, the experts' are left out."""
         meshes = [self.device_mesh, *([self["dp_shard_cp"]] if self.layout.cp > 1 else [])]
+        meshes += [self._axes[axis] for axis in CP_AXES if axis in self._axes]
         meshes += [self.experts] if self.experts is not None else []
         by_axis: dict[str, dist.ProcessGroup] = {}
         for mesh in meshes:
@@ -104,7 +131,7 @@ def build_mesh(layout: Layout, device_type: str, timeout: float | None = None, e
         device_mesh = init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
         expert_mesh = _build_expert_mesh(layout, device_type) if layout.ep > 1 or (experts and layout.tp > 1) else None
         p2p = build_p2p_groups(layout) if layout.pp > 1 and device_type != "cpu" else {}
-        mesh = Mesh(layout, device_mesh, expert_mesh, no_data_parallel, p2p)
+        mesh = Mesh(layout, device_mesh, expert_mesh, no_data_parallel, p2p, limit)
         groups = [*mesh.groups().values(), *(expert_mesh.get_all_groups() if expert_mesh is not None else [])]
         groups += p2p.values()
     with warnings.catch_warnings():

@@ -84,7 +84,7 @@ class ParallelModel:
             lap: `StepClock.lap`, of a clock with the parts dtf and dtb, and with pp also dtw.
         """
         self.mesh = mesh = Mesh.of(mesh)
-        self.layout, self.device, self._lap = mesh.layout, device, lap
+        self.layout, self.techniques, self.device, self._lap = mesh.layout, techniques, device, lap
         self.microbatches, self._positions = partition.microbatches, plan.sequence
         self.coordinates = mesh.layout.coordinates(dist.get_rank())
         self._experts, self.has_dropout = has_experts(model), has_dropout(model)

@@ -75,7 +75,7 @@ def apply(
             model.get_parameter(name).requires_grad_(False)
     # 2. Context parallel: replaces the attention over these local heads.
     if layout.cp > 1:
-        apply_context_parallel(model, mesh["cp"], plan, techniques.cp_style)
+        apply_context_parallel(model, mesh, plan, techniques.ulysses_size(layout.cp))
     # 3. Expert parallel: shards the experts. Before checkpointing, which then recomputes the all-to-all with its block.
     apply_expert_parallel(model, mesh, plan)
     # 4. Activation checkpointing: around sharded modules, so that what it recomputes is sharded too.

@@ -68,7 +68,7 @@ def partition_model(
             f"tile {techniques.tile}: the feed-forward layers of this model are experts, which have no tiles"
         )
     if plan.check is not None:
-        plan.check(model, layout, inputs, techniques.cp_style)
+        plan.check(model, layout, inputs, techniques.ulysses_size(layout.cp))
     if layout.pp == 1:
         return Partition([], [], [], _gradient_accumulation(techniques, len(inputs)))
     parts = parts_of(model, plan)

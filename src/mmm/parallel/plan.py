@@ -35,8 +35,8 @@ class Plan:
             What is in none (and has no parameters) is in every stage.
         sequence: whether the model takes (batch, seq) tokens and ``positions`` of them.
         refused: axes along which the model cannot be sharded, and why.
-        check: (model, layout, inputs of a step, cp_style) → nothing; raises LayoutError where the model's sizes do not
-            fit the layout. None: all do.
+        check: (model, layout, inputs of a step, ulysses) → nothing; raises LayoutError where the model's sizes do not
+            fit the layout. ulysses: ranks of cp that shard heads in attention (1: a ring alone). None: all fit.
         output: the matrix that computes the logits of a sequence, which the chunked loss defers.
         tiled: MLPs that can be computed in tiles of the sequence, (batch, seq, dim) in and out.
         weight_tiled: the Linears that can be gathered in tiles; every rank calls them in the same order (`uniform`).
@@ -56,7 +56,7 @@ class Plan:
     experts: tuple[str, ...] = ()
     sequence: bool = False
     refused: Mapping[str, str] = field(default_factory=dict)
-    check: Callable[[Any, Layout, Tensor, str], None] | None = None
+    check: Callable[[Any, Layout, Tensor, int], None] | None = None
     output: str = ""
     tiled: tuple[str, ...] = ()
     weight_tiled: tuple[str, ...] = ()

@@ -64,8 +64,10 @@ class Options:
     """For --layout with pp. Default: 1F1B."""
     stages_per_rank: int | None = None
     """For --layout with pp. Default: the fewest that the schedule takes."""
-    cp_style: Literal["ring", "ulysses"] | None = None
+    cp_style: Literal["ring", "ulysses", "usp"] | None = None
     """For --layout with cp. Default: ring."""
+    ulysses: int | None = None
+    """For --cp_style usp: ranks of cp that share heads."""
     microbatches: int | None = None
     """For --layout. Default: 2, or with pp what the schedule needs at least."""
     activation_checkpointing: Literal["none", "full", "selective"] | None = None
@@ -106,6 +108,7 @@ class Options:
             "schedule",
             "stages_per_rank",
             "cp_style",
+            "ulysses",
             "microbatches",
             "activation_checkpointing",
             "tile_weights",
@@ -130,6 +133,7 @@ class Options:
                 ("schedule", ("pp",)),
                 ("stages_per_rank", ("pp",)),
                 ("cp_style", ("cp",)),
+                ("ulysses", ("cp",)),
             ):
                 if flag in self.techniques() and not any(set(axes) & case.sizes.keys() for case in cases):
                     raise LayoutError(f"--{flag} {getattr(self, flag)}, and no --layout has {' or '.join(axes)}")

@@ -49,7 +49,7 @@ class ParityCase(Techniques):
         shown = {
             self.schedule: "pp" in sizes,
             dp: bool({"dp_replicate", "dp_shard"} & sizes.keys()),
-            self.cp_style: "cp" in sizes,
+            self.cp_style + (f" {self.ulysses}" if self.ulysses else ""): "cp" in sizes,
             f"{self.checkpointing} checkpointing": self.checkpointing != "none",
             f"weights in {self.tile_weights} tiles": self.tile_weights > 1,
             self.data: self.data != "made_up",
@@ -154,8 +154,8 @@ MATRIX: dict[str, dict[str, str]] = {
         "tp4": "-",
         "tp8": "-",
         "cp2": "ring ulysses packed ulysses+packed",
-        "cp4": "ring ulysses packed ulysses+packed",
-        "cp8": "ring",
+        "cp4": "ring ulysses usp packed ulysses+packed usp+packed",
+        "cp8": "ring usp",
         "pp2": f"{_SCHEDULES} packed ZBVZeroBubble+packed",
         "pp4": _SCHEDULES,
         "dp2·tp2": "- full packed full+packed tiles",
@@ -164,6 +164,8 @@ MATRIX: dict[str, dict[str, str]] = {
         "dp2·cp2": "ring ulysses tiles",
         "cp2·tp2": "ring ulysses packed ulysses+packed",
         "cp2·tp4": "-",
+        "cp4·tp2": "usp usp+packed",
+        "dp2·cp4": "usp",
         "dp_replicate2·tp2": "-",
         "dp_replicate2·cp2": "-",
         "pp2·dp2": f"{_SCHEDULES} packed tiles Interleaved1F1B+tiles",
@@ -172,6 +174,7 @@ MATRIX: dict[str, dict[str, str]] = {
         "pp2·tp2": "1F1B ZBVZeroBubble",
         "pp4·tp2": "-",
         "pp2·cp2": "ring ulysses",
+        "pp2·cp4": "usp usp+packed",
         "dp_replicate2·dp_shard2·tp2": "-",
         "dp_replicate2·dp_shard2·cp2": "-",
         "pp2·dp_replicate2·dp_shard2": "-",
@@ -189,6 +192,7 @@ MATRIX: dict[str, dict[str, str]] = {
         "dp4·ep4": "-",
         "dp8·ep4": "-",
         "dp2·cp2·ep2": "ring ulysses packed",
+        "dp2·cp4·ep2": "usp",
         "dp2·tp2·ep2": "-",
         "dp_replicate2·dp_shard2·ep2": "-",
         "pp2·dp2·ep2": "1F1B ZBVZeroBubble packed",
@@ -202,7 +206,7 @@ MATRIX: dict[str, dict[str, str]] = {
         "tp2": "- packed",
         "tp4": "-",
         "cp2": "ring ulysses packed ulysses+packed",
-        "cp4": "ring",
+        "cp4": "ring usp usp+packed",
         "pp2": f"{_SCHEDULES} packed",
         "pp4": "1F1B",
         "dp2·tp2": "- full packed",
@@ -233,6 +237,7 @@ MATRIX: dict[str, dict[str, str]] = {
         "tp2": "-",
         "tp4": "-",
         "cp2": "ring",
+        "cp4": "usp",
         "dp2·tp2": "- full",
         "dp2·cp2·tp2": "-",
         "pp2": "1F1B",
@@ -243,6 +248,7 @@ MATRIX: dict[str, dict[str, str]] = {
         "dp2": "fsdp zero2",
         "tp2": "-",
         "cp2": "ring",
+        "cp4": "usp",
         "pp2": _SCHEDULES,
         "dp2·tp2": "-",
         "pp2·dp2": "1F1B ZBVZeroBubble",
@@ -284,7 +290,7 @@ MATRIX: dict[str, dict[str, str]] = {
 FIELDS = {
     **dict.fromkeys(("fsdp", "ddp", "zero1", "zero2"), "data_parallel"),
     **dict.fromkeys(_SCHEDULES.split(), "schedule"),
-    **dict.fromkeys(("ring", "ulysses"), "cp_style"),
+    **dict.fromkeys(("ring", "ulysses", "usp"), "cp_style"),
     **dict.fromkeys(("full", "selective"), "checkpointing"),
     **dict.fromkeys(("digits", "packed"), "data"),
     "tiles": "tile_weights",
@@ -297,5 +303,6 @@ def matrix(model: str) -> Iterator[ParityCase]:
     for layout, entries in MATRIX.get(model, _IMAGES).items():
         for entry in entries.split():
             named = {FIELDS[name]: VALUES.get(name, name) for name in entry.split("+") if name != "-"}
-            case = ParityCase(model=model, layout=canonical(layout), **named)  # type: ignore[arg-type]
+            ulysses = 2 if named.get("cp_style") == "usp" else None
+            case = ParityCase(model=model, layout=canonical(layout), ulysses=ulysses, **named)  # type: ignore[arg-type]
             yield replace(case, optimizers=optimizers_for(case))

@@ -49,11 +49,11 @@ def plain_gpt_plan() -> Plan:
         sequence=True,
         output="head",
         refused={"ep": "the GPT has no experts"},
-        check=lambda model, layout, inputs, cp_style: check_plain_gpt(model.config, layout, inputs, cp_style),
+        check=lambda model, layout, inputs, ulysses: check_plain_gpt(model.config, layout, inputs, ulysses),
     )
 
 
-def check_plain_gpt(config: GPTConfig, layout: Layout, inputs: Tensor, cp_style: str) -> None:
+def check_plain_gpt(config: GPTConfig, layout: Layout, inputs: Tensor, ulysses: int) -> None:
     """Whether a GPT of these sizes fits the layout; needs no process group.
 
     Raises:
@@ -62,7 +62,7 @@ def check_plain_gpt(config: GPTConfig, layout: Layout, inputs: Tensor, cp_style:
     seq_length = inputs.shape[1]
     if seq_length > config.seq_length:
         raise LayoutError(f"{seq_length} tokens in a sequence, and the GPT has places for {config.seq_length}")
-    broken = context_rules(config.n_heads, layout, seq_length, cp_style)
+    broken = context_rules(config.n_heads, layout, seq_length, ulysses)
     for name in ("n_heads", "vocab_size"):
         if getattr(config, name) % layout.tp and name not in broken:
             broken[name] = f"{name} {getattr(config, name)} is not divisible by tp {layout.tp}"
@@ -85,7 +85,7 @@ def head_norm_plan() -> Plan:
         checkpointed=("blocks.*",),
         stages=("blocks.*", "head"),
         refused={"cp": "this attention sees the full sequence", "ep": "the model has no experts"},
-        check=lambda model, layout, inputs, cp_style: refuse(tp_rule("heads", head_norm.HEADS, layout.tp, HEADS)),
+        check=lambda model, layout, inputs, ulysses: refuse(tp_rule("heads", head_norm.HEADS, layout.tp, HEADS)),
     )
 
 
@@ -151,6 +151,6 @@ def batch_norm_plan() -> Plan:
     )
 
 
-def _check_hidden(model: Any, layout: Layout, inputs: Tensor, cp_style: str) -> None:
+def _check_hidden(model: Any, layout: Layout, inputs: Tensor, ulysses: int) -> None:
     """Raises LayoutError where tp does not divide the hidden units."""
     refuse(tp_rule("hidden", model.hidden, layout.tp, HIDDEN))

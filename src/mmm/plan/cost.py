@@ -110,7 +110,7 @@ class CostModel:
         batch: float,
         checkpointing: str,
         tile: int,
-        style: str,
+        ulysses: int,
         replicas: bool,
         splits: bool,
     ) -> Layer:
@@ -140,7 +140,7 @@ class CostModel:
                 size = tokens * config.dim * c
                 waits["tp"] = pairs * (2 + repeated) * self._gather_and_reduce(groups["tp"], size)
             if cp > 1:
-                waits["cp"] = self._context(groups["cp"], tp, tokens, scores, style, repeated)
+                waits["cp"] = self._context(cp, ulysses, tp, tokens, scores, repeated)
             if ep > 1:
                 size = tokens / tp * config.top_k * config.dim * c
                 waits["ep"] = (4 + 2 * repeated) * collective("all_to_all", groups["ep"], size, machine)
@@ -151,21 +151,24 @@ class CostModel:
         calls = ("all_gather", "reduce_scatter")
         return sum(collective(call, group, size, self.machine) for call in calls)
 
-    def _context(self, group: Group, tp: int, tokens: float, scores: float, style: str, repeated: float) -> float:
-        """Seconds that attention over cp waits in a layer."""
-        config, c, machine, n = self.spec.config, self.memory.compute, self.machine, group.size
-        kv = max(config.n_kv_heads / tp, 1) * config.head_dim * tokens * c  # keys, or values
-        if style == "ulysses":
-            heads = config.n_heads / tp
-            sent = (2 * heads + 2 * math.lcm(max(config.n_kv_heads // tp, 1), n)) * config.head_dim * tokens * c
-            return (2 + repeated) * collective("all_to_all", group, sent, machine, calls=2)
-        hop, hidden = send(2 * kv, group, machine), machine.overlap * scores / n / self.rate
+    def _context(self, cp: int, ulysses: int, tp: int, tokens: float, scores: float, repeated: float) -> float:
+        """Seconds that attention over cp waits in a layer: for all-to-alls of `ulysses` neighbours, and hops."""
+        config, c, machine, ring, waits = self.spec.config, self.memory.compute, self.machine, cp // ulysses, 0.0
+        heads, kv_heads = config.n_heads / tp, math.lcm(max(config.n_kv_heads // tp, 1), ulysses)
+        kv = kv_heads * config.head_dim * tokens * c  # keys, or values; under Ulysses fewer heads of more tokens
+        if ulysses > 1:
+            group, sent = group_of(ulysses, tp, machine), 2 * heads * config.head_dim * tokens * c + 2 * kv
+            waits = (2 + repeated) * collective("all_to_all", group, sent, machine, calls=2)
+        if ring == 1:
+            return waits
+        hop = send(2 * kv, group_of(ring, tp * ulysses, machine), machine)
+        hidden = machine.overlap * scores / ring / self.rate
         wide = max(4 / c, 1.0)
         # What each hop adds to the sums of the others, in float32: read, read the hop's, write.
-        merged = 12 * config.n_heads / tp * config.head_dim * tokens / self.memory_rate
-        forward = (n - 1) * (max(hop - hidden, 0.0) + merged)
-        backward = n * (max((1 + wide) * hop - 2 * hidden, 0.0) + merged)
-        return (1 + repeated) * forward + backward
+        merged = 12 * heads * config.head_dim * tokens / self.memory_rate
+        forward = (ring - 1) * (max(hop - hidden, 0.0) + merged)
+        backward = ring * (max((1 + wide) * hop - 2 * hidden, 0.0) + merged)
+        return waits + (1 + repeated) * forward + backward
 
     def _head(self, tp: int, cp: int, batch: float, chunks: int) -> tuple[float, float]:
         """Seconds of embedding, output and loss: compute, and what tp waits."""
@@ -192,7 +195,7 @@ class CostModel:
             batch,
             techniques.checkpointing,
             techniques.tile,
-            techniques.cp_style,
+            techniques.ulysses_size(layout.cp),
             techniques.data_parallel in UNSHARDED,
             layout.pp > 1 and SCHEDULES[techniques.schedule].splits,
         )

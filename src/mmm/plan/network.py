@@ -34,14 +34,16 @@ def group_of(size: int, stride: int, machine: Machine) -> Group:
     return Group(size, max(math.gcd(span, each) // stride, 1) if crosses else size, crosses)
 
 
-def groups_of(layout: Layout, machine: Machine) -> dict[str, Group]:
-    """Of each axis, of ``ep``, and of ``fsdp``: dp_shard and cp as one."""
+def groups_of(layout: Layout, machine: Machine, ulysses: int = 1) -> dict[str, Group]:
+    """Of each axis, of ``ep``, of ``fsdp``: dp_shard and cp as one; and of the two that usp makes of cp."""
     found, stride = {}, 1
     for axis in reversed(AXES):
         size = getattr(layout, axis)
         found[axis] = group_of(size, stride, machine)
         stride *= size
     found["fsdp"] = group_of(layout.dp_shard * layout.cp, layout.tp, machine)
+    found["cp_ulysses"] = group_of(ulysses, layout.tp, machine)
+    found["cp_ring"] = group_of(layout.cp // ulysses, layout.tp * ulysses, machine)
     found["ep"] = group_of(layout.ep, layout.tp * layout.cp, machine)
     return found
 

@@ -30,7 +30,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from mmm.contract import DRY_RUN_VARIABLE, RANK_VARIABLES
-from mmm.layout import Layout
+from mmm.layout import Layout, Techniques
 from mmm.models import draw, weights
 from mmm.models.experts import has_experts
 from mmm.parallel.parallel_model import ParallelModel
@@ -66,6 +66,7 @@ class Rehearsal(Observer):
     device: torch.device | None = None
     precision: str = ""
     has_experts: bool = False
+    ulysses: int = 1
     stages: tuple[int, ...] = ()
     notes: tuple[str, ...] = ()
     memory: MemoryTracker | None = None
@@ -81,6 +82,7 @@ class Rehearsal(Observer):
         partition = getattr(resolved, "partition", None)
         self.has_experts = model is not None and has_experts(model)
         self.notes = getattr(resolved, "notes", ())
+        self.ulysses = getattr(resolved, "techniques", Techniques()).ulysses_size(layout.cp)
         if partition is not None and partition.stages:
             self.stages = partition.parameters(model, layout.pp, resolved.techniques.schedule)
         self.memory = MemoryTracker(device.type, lambda: clock.phase, logit_widths(resolved, layout))
@@ -103,7 +105,9 @@ class Rehearsal(Observer):
         assert self.memory is not None
         enter(FakeTensorMode(allow_non_fake_inputs=True))
         enter(self.memory.tracking())
-        enter(count_traffic(traffic=self.traffic, names=axes_of(self.layout, self.rank, self.has_experts)))
+        enter(
+            count_traffic(traffic=self.traffic, names=axes_of(self.layout, self.rank, self.has_experts, self.ulysses))
+        )
         enter(_Answers())  # the mode entered last is the first to see an operator
 
     def peaks(self) -> dict[str, MemoryPeak]:

@@ -19,6 +19,7 @@ AXIS_NAMES = {
     "dp_shard": "gathering and reducing parameters",
     "dp_replicate": "summing over replicas",
 }
+WAITED = {"dp_shard_cp": "dp_shard", "cp_ring": "cp", "cp_ulysses": "cp"}  # axis of what is sent → of what waits for it
 
 
 def choices(candidate: Candidate) -> str:
@@ -31,7 +32,7 @@ def choices(candidate: Candidate) -> str:
     if techniques.checkpointing != "none":
         words.append(f"{techniques.checkpointing} checkpointing")
     if candidate.layout.cp > 1:
-        words.append(techniques.cp_style)
+        words.append(techniques.cp_style + (f" {techniques.ulysses}" if techniques.ulysses else ""))
     if techniques.loss_chunks > 1:
         words.append(f"{techniques.loss_chunks} loss chunks")
     if techniques.reshard_after_forward != "auto":
@@ -124,11 +125,11 @@ def details(search: Search, candidate: Candidate) -> list[str]:
             f"{name:<16}" + "".join(f"{parts[p] / GIB:13.2f}" for p in PARTS) + f"{sum(parts.values()) / GIB:10.2f}"
         )
     sent = sent_bytes(search.memory, stages[0], layout, techniques, candidate.local_batch, count)
-    groups = groups_of(layout, machine)
+    groups = groups_of(layout, machine, techniques.ulysses_size(layout.cp))
     lines += ["", f"{'sent a step, GB':<16}{'inside':>13}{'between hosts':>15}{'a rank waits':>15}"]
     for axis, size in sent.items():
         outside = between_hosts(axis, size, groups["fsdp" if axis == "dp_shard_cp" else axis])
-        waits = candidate.cost.exposed.get("dp_shard" if axis == "dp_shard_cp" else axis, 0.0)
+        waits = candidate.cost.exposed.get(WAITED.get(axis, axis), 0.0)
         lines.append(f"{axis:<16}{(size - outside) / 1e9:13.3f}{outside / 1e9:15.3f}{waits:13.4f} s")
     cost = candidate.cost
     parts = {"compute": cost.compute, "waiting": sum(cost.exposed.values()), "optimizer": cost.optimizer}

@@ -24,6 +24,7 @@ def trainer_flags(candidate: Candidate, spec: ModelSpec, global_batch: int, dtyp
         flags += ["--schedule", techniques.schedule, "--stages_per_rank", str(techniques.stages_per_rank)]
     if layout.cp > 1:
         flags += ["--cp_style", techniques.cp_style]
+        flags += ["--ulysses", str(techniques.ulysses)] if techniques.ulysses else []
     for name, value, usual in (
         ("reshard_after_forward", techniques.reshard_after_forward, "auto"),
         ("activation_checkpointing", techniques.checkpointing, "none"),

@@ -29,7 +29,6 @@ from mmm.plan.memory import MemoryModel, PlannedStage, distinct, full_model, sta
 from mmm.plan.spec import ModelSpec
 
 CHECKPOINTING = ("none", "selective", "full")
-STYLES = ("ring", "ulysses")
 CHUNK_BYTES = 250_000_000  # of the logits of a chunk, as the trainers choose it
 TILES = 8
 MOST_STAGES_PER_RANK = 4
@@ -66,7 +65,7 @@ class Search:
     def _stages(self, schedule: str, pp: int, own: int) -> tuple[PlannedStage, ...]:
         return tuple(distinct(stages_for(self.spec, self.splits(pp * own), schedule, pp)))
 
-    def _broken(self, tp: int, cp: int, ep: int, style: str) -> str:
+    def _broken(self, tp: int, cp: int, ep: int, ulysses: int) -> str:
         """The first rule of the model that such axes break; "" for none."""
         spec, layout = self.spec, Layout(tp=tp, cp=cp, ep=ep, dp_shard=ep)
         if spec.plan is None:
@@ -76,12 +75,18 @@ class Search:
                 return why
         broken: dict[str, str] = {}
         if isinstance(spec.config, TransformerConfig):
-            broken = rules.transformer_rules(spec.config, layout, spec.seq_length, style)
+            broken = rules.transformer_rules(spec.config, layout, spec.seq_length, ulysses)
         elif isinstance(spec.config, ViTConfig):
             broken = rules.vit_rules(spec.config, layout)
         elif spec.config is not None:
             broken = rules.cnn_rules(spec.config, layout)
         return next(iter(broken.values()), "")
+
+    def _ulysses(self, tp: int, cp: int) -> list[int]:
+        """Ranks of cp that may shard heads among them: one (a ring), all, and where these differ a host's (usp)."""
+        if not (heads := getattr(self.spec.config, "n_heads", 0)):
+            return [1]
+        return list(dict.fromkeys((1, cp, rules.host_ulysses(cp, tp, heads, self.machine.ranks_per_host))))
 
     def layouts(self, refused: dict[str, str]) -> Iterator[tuple[Layout, str]]:
         """Layouts with a data-parallel technique. refused: kinds are added, with why one of its layouts does not go."""
@@ -92,7 +97,7 @@ class Search:
             for cp in divisors(ranks // tp):
                 if not self._wanted("cp", cp):
                     continue
-                why = [self.broken(tp, cp, 1, style) for style in (STYLES if cp > 1 else STYLES[:1])]
+                why = [self.broken(tp, cp, 1, ulysses) for ulysses in self._ulysses(tp, cp)]
                 if all(why):
                     refused.setdefault(kind_of(Layout(tp=tp, cp=cp, dp_shard=ranks // (tp * cp)), "fsdp"), why[0])
                     continue
@@ -169,11 +174,11 @@ class Search:
         """Seconds that no choice on a layout can go below: its layers, what tp and cp make them wait, and the bubble of
         the schedule that has least."""
         batch, pp = self.global_batch // layout.dp, layout.pp
-        styles = [style for style in STYLES if not self.broken(layout.tp, layout.cp, 1, style)]
+        sizes = [n for n in self._ulysses(layout.tp, layout.cp) if not self.broken(layout.tp, layout.cp, 1, n)]
         layers = sum(1 for kind in self.spec.sequence if self.spec.kinds[kind].role == "layer")
         own = max(min(MOST_STAGES_PER_RANK, len(self.spec.sequence) // pp), 1)
         bubble = (pp - 1) / (3 * batch * own + pp - 1) if batch >= pp else bubble_of("GPipe", pp, batch, own)
-        times = (self.cost.layer(layout.tp, layout.cp, 1, batch, "none", 1, style, False, False) for style in styles)
+        times = (self.cost.layer(layout.tp, layout.cp, 1, batch, "none", 1, n, False, False) for n in sizes)
         return layers * min(time.total for time in times) / pp / (1 - min(bubble, bubble_of("GPipe", pp, batch, own)))
 
     def best_choice(self, layout: Layout, technique: str) -> Candidate | None:
@@ -208,11 +213,13 @@ class Search:
             return []
         found, plan = [], self.spec.plan
         modes = CHECKPOINTING if plan is not None and plan.checkpointed else CHECKPOINTING[:1]
-        for style in STYLES if shape.cp > 1 else STYLES[:1]:
-            if self.broken(shape.tp, shape.cp, shape.ep, style):
+        for ulysses in self._ulysses(shape.tp, shape.cp):
+            if self.broken(shape.tp, shape.cp, shape.ep, ulysses):
                 continue
+            style = {1: "ring", shape.cp: "ulysses"}.get(ulysses, "usp") if shape.cp > 1 else "ring"
             for mode in modes:
                 common = {"data_parallel": technique, "cp_style": style, "offload": offload, "checkpointing": mode}
+                common |= {"ulysses": ulysses} if style == "usp" else {}
                 if not all(self._wanted(name, value) for name, value in common.items() if name != "data_parallel"):
                     continue
                 pick = self._without_pipeline if shape.pp == 1 else self._pipelines
@@ -246,7 +253,7 @@ class Search:
 
     def _waits_for_host(self, shape: Layout, batch: int) -> bool:
         """Whether a layer of so many samples takes no less time than one of half as many."""
-        layer = self.cost.layer(shape.tp, shape.cp, 1, batch, "none", 1, "ring", False, False)
+        layer = self.cost.layer(shape.tp, shape.cp, 1, batch, "none", 1, 1, False, False)
         return layer.forward < 1.5 * self.machine.layer_overhead
 
     def _has_tiles(self, layout: Layout) -> bool:

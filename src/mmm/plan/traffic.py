@@ -14,7 +14,7 @@ from mmm.models.transformer import TransformerConfig
 from mmm.models.vit import ViTConfig
 from mmm.plan.memory import MemoryModel, PlannedStage
 from mmm.plan.network import Group
-from mmm.traffic.collective_bytes import factor
+from mmm.traffic.collective_bytes import context_bytes, factor
 
 
 def sent_bytes(
@@ -56,13 +56,11 @@ def sent_bytes(
             summed = (2 * layers + head) * config.dim * c + 3 * tokens * max(c, 4) * head
             found["tp"] = factor("all_gather", layout.tp) * (pairs * tokens * config.dim * c + 2 * summed)
         if layout.cp > 1:
-            n, a_head = layout.cp, tokens * config.head_dim
-            heads, kv_heads = config.n_heads // layout.tp, config.n_kv_heads // layout.tp or 1
-            if techniques.cp_style == "ring":
-                sent = 2 * kv_heads * a_head * (2 * (n - 1) * c + n * max(c, 4))
-            else:
-                sent = 2 * factor("all_to_all", n) * 2 * (heads + math.lcm(kv_heads, n)) * a_head * c
-            found["cp"] = found.get("cp", 0.0) + layers * sent
+            ulysses, a_head = techniques.ulysses_size(layout.cp), tokens * config.head_dim
+            heads, kv_heads = config.n_heads // layout.tp, math.lcm(config.n_kv_heads // layout.tp or 1, ulysses)
+            by_axis = context_bytes(layout.cp, ulysses, heads * a_head, 2 * kv_heads * a_head, c, layers)
+            for axis, sent in by_axis.items():
+                found[axis] = found.get(axis, 0.0) + sent
         if layout.ep > 1:
             sent = tokens / layout.tp * config.top_k * config.dim * c
             found["ep"] = 4 * layers * factor("all_to_all", layout.ep) * sent

@@ -72,7 +72,7 @@ class TorchProfiler:
             activities.append(getattr(ProfilerActivity, clock.device.type.upper()))
         self.torch = torch.profiler.profile(activities=activities)
         experts = any(has_experts(module) for module in model.modules.values())
-        self.calls = CallRecorder(axes_of(layout, rank, experts))
+        self.calls = CallRecorder(axes_of(layout, rank, experts, model.techniques.ulysses_size(layout.cp)))
         self.actions, self.parts = ActionNames(), list[Slice]()
         self.undo = ExitStack()
         self.first, self.last = 0, 0  # marks of the step, ns

@@ -145,6 +145,13 @@ def flatten(mesh: DeviceMesh, name: str) -> DeviceMesh:
     return mesh._flatten(name)
 
 
+def unflatten(mesh: DeviceMesh, sizes: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
+    """A mesh of one axis as several. A collective.
+
+    Private: DeviceMesh._unflatten, seen in 2.13; instead: a DeviceMesh of the ranks, with groups for all axes."""
+    return mesh._unflatten(0, sizes, names)
+
+
 def dtensor_like(local: Tensor, like: Any) -> Any:
     """A DTensor with mesh and placements of another, whose local tensor may be on another device than the mesh.
 

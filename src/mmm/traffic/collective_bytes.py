@@ -114,3 +114,18 @@ def factor(operation: str, ranks: int) -> float:
         "receive": 0.0,
         "barrier": 0.0,
     }[operation]
+
+
+def context_bytes(cp: int, ulysses: int, queries: float, keys: float, size: int, layers: int) -> dict[str, float]:
+    """Bytes that attention over cp sends, by axis.
+
+    Args:
+        queries, keys: elements of a rank's queries, and of its keys and values, these repeated until `ulysses` divides
+            their heads. size: bytes of an element.
+    """
+    ring, sent = cp // ulysses, {"cp_ring": 0.0, "cp_ulysses": 0.0}
+    if ulysses > 1:  # queries, keys and values, outputs
+        sent["cp_ulysses"] = 2 * layers * factor("all_to_all", ulysses) * (2 * queries + keys) * size
+    if ring > 1:  # as large as before: fewer heads of more tokens
+        sent["cp_ring"] = layers * keys * (2 * (ring - 1) * size + ring * max(size, 4))
+    return sent if 1 < ulysses < cp else {"cp": sum(sent.values())}

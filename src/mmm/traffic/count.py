@@ -31,7 +31,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from mmm.layout import Layout
+from mmm.layout import CP_AXES, Layout
 from mmm.parallel.mesh import Mesh
 from mmm.torch_private.groups import group_of_name
 from mmm.torch_private.operators import TorchDispatchMode, schema_arguments, schema_name, tree_leaves
@@ -120,11 +120,11 @@ def count_traffic(
         yield traffic
 
 
-def axes_of(layout: Layout, rank: int, experts: bool = False) -> dict[tuple[int, ...], str]:
+def axes_of(layout: Layout, rank: int, experts: bool = False, ulysses: int = 1) -> dict[tuple[int, ...], str]:
     """By the ranks of each group that a rank is in on a mesh of `layout`, its axis; needs no process group.
 
     Args:
-        experts: as of `build_mesh`.
+        experts: as of `build_mesh`. ulysses: as of `Mesh.split_cp`.
     """
     ranks = np.arange(layout.ranks).reshape(list(layout.sizes.values()))  # (pp, dp_replicate, dp_shard, cp, tp)
     coordinates = list(layout.coordinates(rank).values())
@@ -139,6 +139,10 @@ def axes_of(layout: Layout, rank: int, experts: bool = False) -> dict[tuple[int,
             axes.setdefault(along(ranks, coordinates, dim), axis)
     if layout.cp > 1:
         axes.setdefault(along(ranks, coordinates, 2, 3), "dp_shard_cp")
+        split = ranks.reshape(*ranks.shape[:3], layout.cp // ulysses, ulysses, layout.tp)
+        place = [*coordinates[:3], *divmod(coordinates[3], ulysses), coordinates[4]]
+        for dim, axis in enumerate(CP_AXES if 1 < ulysses < layout.cp else ()):
+            axes.setdefault(along(split, place, 3 + dim), axis)
     if layout.ep == 1 and not (experts and layout.tp > 1):
         return axes
     pp, dp_replicate, dp_shard, cp, tp = layout.sizes.values()

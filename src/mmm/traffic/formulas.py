@@ -20,6 +20,7 @@ Needs no process group. In bytes; on each axis of n ranks, c = (n-1)/n; of one r
                        the gradient of a weight that a stage on another rank has as well
     cp    ring         L (2 (n-1) K + n K'')           K  its keys and values, K'' their gradients, at least float32
           ulysses      2 L c (Q + K + O)               Q, O its queries and outputs; K repeated until n divides heads
+          usp          ulysses over cp_ulysses, ring over cp_ring, each of its own n; K as ulysses has repeated it
 
 The axes simply add up, with three remarks. Where there is cp, FSDP shards over dp_shard × cp together, as an axis of
 its own, ``dp_shard_cp`` (with dp_shard 1 it is ``cp``). Under tp each rank has shards of the parameters and local
@@ -54,7 +55,7 @@ from mmm.parallel.plan import Plan, sharded_dim
 from mmm.parallel.pp.stages import take_stage
 from mmm.parallel.ties import stage_ties
 from mmm.runtime.device import Precision
-from mmm.traffic.collective_bytes import factor
+from mmm.traffic.collective_bytes import context_bytes, factor
 
 LOSS = 8  # bytes of a pipeline's loss
 
@@ -90,7 +91,9 @@ def expected_traffic(
             tokens = partition.microbatches * seq_length // layout.cp
             by_axis["tp"] += 2 * factor("all_gather", layout.tp) * tokens * model.config.dim * _size(precision.compute)
     if layout.cp > 1:
-        by_axis["cp"] = by_axis.get("cp", 0.0) + sum(_context(s, *sizes, techniques.cp_style) for s in own.values())
+        for stage in own.values():
+            for axis, sent in _context(stage, *sizes, techniques.ulysses_size(layout.cp)).items():
+                by_axis[axis] = by_axis.get(axis, 0.0) + sent
     if layout.pp > 1:
         faced = sum(1 for k in own for other in (k - 1, k + 1) if 0 <= other < count and other not in own)
         sent = _activations(next(iter(own.values())), *sizes)
@@ -200,14 +203,13 @@ def _tensor(model: nn.Module, layout: Layout, batch: int, seq_length: int, preci
     raise ValueError(f"no formula for {type(model).__name__} over tp")
 
 
-def _context(model: nn.Module, layout: Layout, batch: int, seq_length: int, precision: Precision, style: str) -> float:
+def _context(
+    model: nn.Module, layout: Layout, batch: int, seq_length: int, precision: Precision, ulysses: int
+) -> dict[str, float]:
+    """By axis: all-to-alls of so many ranks, a ring of the others."""
     if not isinstance(model, Transformer | GPT):
         raise ValueError(f"no formula for {type(model).__name__} over cp")
-    config, n, size = model.config, layout.cp, _size(precision.compute)
-    heads, kv_heads = config.n_heads // layout.tp, config.n_kv_heads // layout.tp
-    a_head = batch * seq_length // n * config.head_dim  # elements in one head of this rank's tokens
-    if style == "ring":
-        keys, accum_size = 2 * kv_heads * a_head, max(size, 4)
-        return len(model.layers) * keys * (2 * (n - 1) * size + n * accum_size)
-    sent = heads + 2 * math.lcm(kv_heads, n) + heads  # queries, keys and values, outputs
-    return 2 * len(model.layers) * factor("all_to_all", n) * sent * a_head * size
+    config, size = model.config, _size(precision.compute)
+    heads, kv_heads = config.n_heads // layout.tp, math.lcm(config.n_kv_heads // layout.tp, ulysses)
+    a_head = batch * seq_length // layout.cp * config.head_dim  # elements in one head of this rank's tokens
+    return context_bytes(layout.cp, ulysses, heads * a_head, 2 * kv_heads * a_head, size, len(model.layers))

@@ -42,7 +42,7 @@ def cnn_plan() -> Plan:
         uniform=True,
         stages=("conv1", "conv2", "fc1", "fc2"),
         refused={"cp": "an image has no sequence to shard", "ep": "the CNN has no experts"},
-        check=lambda model, layout, inputs, cp_style: check_cnn(model.config, layout),
+        check=lambda model, layout, inputs, ulysses: check_cnn(model.config, layout),
     )
 
 

@@ -68,19 +68,19 @@ def gpt_plan() -> Plan:
         attention=("layers.*.attention",),
         sequence=True,
         refused={"ep": "the GPT has no experts"},
-        check=lambda model, layout, inputs, style: check_gpt(model.config, layout, inputs.shape[1], style),
+        check=lambda model, layout, inputs, ulysses: check_gpt(model.config, layout, inputs.shape[1], ulysses),
         output="output",
         tiled=("layers.*.feed_forward",),
         # No compiled_with_tp: modules that take a DTensor have silently wrong gradients when compiled (PyTorch 2.13).
     )
 
 
-def gpt_rules(config: GPTConfig, layout: Layout, seq_length: int, cp_style: str) -> dict[str, str]:
+def gpt_rules(config: GPTConfig, layout: Layout, seq_length: int, ulysses: int) -> dict[str, str]:
     """Of a GPT. Arguments as of `mmm.parallel.rules.transformer_rules`."""
     wrong = config.problems() + ([f"seq_length is {seq_length}: it must be at least 1"] if seq_length < 1 else [])
     if wrong:
         return {problem: problem for problem in wrong}
-    broken = context_rules(config.n_heads, layout, seq_length, cp_style)
+    broken = context_rules(config.n_heads, layout, seq_length, ulysses)
     if seq_length > config.block_size:
         broken["block_size"] = f"seq_length {seq_length}: the model has positions for block_size {config.block_size}"
     if layout.cp > 1 and config.weights_dropout > 0:
@@ -90,7 +90,7 @@ def gpt_rules(config: GPTConfig, layout: Layout, seq_length: int, cp_style: str)
         )
     if layout.tp == 1:
         return broken
-    if layout.cp == 1 or cp_style == "ring":  # under ulysses `context_rules` has a stricter rule
+    if layout.cp == 1 or ulysses == 1:  # else `context_rules` has a stricter rule
         broken |= tp_rule("n_heads", config.n_heads, layout.tp, HEADS)
     broken |= tp_rule("ffn_dim", config.hidden_dim, layout.tp, HIDDEN)
     if (layout.tp - 1) * -(-config.block_size // layout.tp) >= config.block_size:
@@ -98,6 +98,6 @@ def gpt_rules(config: GPTConfig, layout: Layout, seq_length: int, cp_style: str)
     return broken | sequence_rules(config.vocab_size, layout, seq_length)
 
 
-def check_gpt(config: GPTConfig, layout: Layout, seq_length: int, cp_style: str = "ring") -> None:
+def check_gpt(config: GPTConfig, layout: Layout, seq_length: int, ulysses: int = 1) -> None:
     """Raises LayoutError with every rule that such a GPT breaks. Arguments as of `gpt_rules`."""
-    refuse(gpt_rules(config, layout, seq_length, cp_style))
+    refuse(gpt_rules(config, layout, seq_length, ulysses))

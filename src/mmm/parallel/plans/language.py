@@ -23,9 +23,9 @@ def language_plan(config: LanguageConfig) -> Plan:
     return gpt_plan() if isinstance(config, GPTConfig) else transformer_plan(config)
 
 
-def check_language(config: LanguageConfig, layout: Layout, seq_length: int, cp_style: str = "ring") -> None:
+def check_language(config: LanguageConfig, layout: Layout, seq_length: int, ulysses: int = 1) -> None:
     """Raises LayoutError with every rule that such a model breaks. Arguments as of `check_transformer`."""
     if isinstance(config, GPTConfig):
-        check_gpt(config, layout, seq_length, cp_style)
+        check_gpt(config, layout, seq_length, ulysses)
     else:
-        check_transformer(config, layout, seq_length, cp_style)
+        check_transformer(config, layout, seq_length, ulysses)

@@ -59,7 +59,7 @@ def vit_plan() -> Plan:
         weight_tiled=("layers.*.attention.w[qkvo]", "layers.*.mlp.fc[12]"),
         stages=("embedding", "layers.*", ("norm", "head")),
         refused={"cp": "the ViT's sequence is not sharded", "ep": "the ViT has no experts"},
-        check=lambda model, layout, inputs, cp_style: check_vit(model.config, layout),
+        check=lambda model, layout, inputs, ulysses: check_vit(model.config, layout),
     )
 
 

@@ -84,15 +84,19 @@ class SequenceLayoutOptions(LayoutOptions):
     """Ranks that share the experts of a model out: a divisor of --dp_shard, whose ranks they are."""
     cp: int = 1
     """Ranks along cp: over how many each sequence is sharded."""
-    cp_style: Literal["ring", "ulysses"] | None = None
+    cp_style: Literal["ring", "ulysses", "usp"] | None = None
     """With cp. ring: keys and values go round. ulysses: attention is sharded over its heads, which cp · tp divides.
-    Default: ring."""
+    usp: ulysses among --ulysses neighbours, a ring between these groups. Default: ring."""
+    ulysses: int | None = None
+    """With --cp_style usp: a divisor of --cp that, times --tp, divides the heads. Default: the most on a host."""
 
     def check_layout(self, layout: Layout) -> None:
         super().check_layout(layout)
-        check_cp_effect(layout, self.cp_style)
+        check_cp_effect(layout, self.cp_style, self.ulysses)
 
 
-def check_cp_effect(layout: Layout, cp_style: str | None) -> None:
-    """Raises ConfigError for a --cp_style that has no effect."""
+def check_cp_effect(layout: Layout, cp_style: str | None, ulysses: int | None) -> None:
+    """Raises ConfigError for a --cp_style or --ulysses that has no effect."""
     check_effect(layout.cp > 1, "--cp", "no sequence is sharded", "--cp 2", cp_style=cp_style)
+    why = "a ring is one of all of cp, and so is ulysses"
+    check_effect(cp_style == "usp", "--cp_style usp", why, "--cp_style usp", ulysses=ulysses)

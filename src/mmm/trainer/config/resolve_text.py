@@ -11,7 +11,8 @@ from torch import nn
 from mmm.errors import LayoutError
 from mmm.layout import Layout, Techniques, batch_sizes
 from mmm.models.transformer import Transformer
-from mmm.parallel.rules import check_transformer
+from mmm.parallel.rules import check_context_parallel, check_transformer, resolve_ulysses
+from mmm.runtime.ranks import DRY_RUN, whoami
 from mmm.trainer.config.run import DEFAULT_BATCH_SIZE, DEFAULT_MAX_ITERS, StepOptions, ValidationOptions
 from mmm.trainer.config.spec import TextData, TrainingSpec
 
@@ -26,7 +27,7 @@ def resolve_text(
     load: Callable[[], TextData],
     *,
     build: Callable[[Any], nn.Module] = Transformer,
-    check: Callable[[Any, Layout, int, str], None] = check_transformer,
+    check: Callable[[Any, Layout, int, int], None] = check_transformer,
     evaluation: ValidationOptions | None = None,
     default_batch_size: int = DEFAULT_BATCH_SIZE,
     default_max_iters: int = DEFAULT_MAX_ITERS,
@@ -45,12 +46,13 @@ def resolve_text(
     Raises:
         UserError: anything that does not fit.
     """
-    check(sizes, layout, seq_length, techniques.cp_style)
+    techniques, notes = _with_ulysses(techniques, layout, sizes.n_heads)
+    check_context_parallel(techniques, layout)
+    check(sizes, layout, seq_length, techniques.ulysses_size(layout.cp))
     local_batch_size, global_batch_size = batch_sizes(
         run.batch_size, run.global_batch_size, layout.dp, default_batch_size
     )
     data = load()
-    notes = []
     if evaluation is None:
         steps_per_epoch = data.train.steps_per_epoch(global_batch_size)
     else:
@@ -72,6 +74,16 @@ def resolve_text(
         optimizer=optimizer,
         notes=tuple(notes),
     )
+
+
+def _with_ulysses(techniques: Techniques, layout: Layout, n_heads: int) -> tuple[Techniques, list[str]]:
+    """`resolve_ulysses` for the ranks of this host, and what there is to say of it."""
+    rank = whoami()
+    ranks_per_host = None if rank.source == DRY_RUN else rank.local_world_size  # a dry run has no hosts
+    resolved = resolve_ulysses(techniques, layout, n_heads, ranks_per_host)
+    if resolved == techniques:
+        return techniques, []
+    return resolved, [f"--ulysses {resolved.ulysses}: the most ranks of cp that share a host and divide the heads"]
 
 
 def check_own_kv_heads(spec: TrainingSpec) -> None:
