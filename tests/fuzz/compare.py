@@ -47,7 +47,7 @@ class Verdict:
 
 
 def twin(case: Case, facts: dict | None = None) -> Case:
-    """The same problem on one rank: no flags of the layout, the same global batch, and the rate as it is scaled.
+    """The same problem on one rank: no flags of the layout, and the same global batch.
 
     Args:
         facts: of the record of the case, where it ran. None: it was refused, for a value of any other flag perhaps.
@@ -63,9 +63,6 @@ def twin(case: Case, facts: dict | None = None) -> Case:
     elif "batch_size" in flags:
         flags.setdefault("global_batch_size", str(int(str(flags["batch_size"])) * dp))
     flags.pop("batch_size", None)
-    scaling = flags.pop("scale_lr", "none")
-    if scaling != "none":
-        flags["lr"] = repr(float(str(flags.get("lr", 1e-3))) * {"sqrt": dp**0.5, "linear": float(dp)}[str(scaling)])
     flags["device"] = "cpu"
     if "save_model" in known:
         flags["save_model"] = "on"

@@ -30,6 +30,7 @@ ANYTHING: dict[str, tuple[Value, ...]] = {
     "max_iters": ("1", "2", "0"),
     "epochs": ("1", "0"),
     "lr": ("0", "1e-4", "-1", "nan"),
+    "base_batch_size": ("1", "8", "0"),
     "log_every": ("2", "5", "0"),
     "checkpoint_every": ("1", "2", "0"),
     "keep": ("1", "3", "0"),
@@ -186,7 +187,7 @@ def draw(seed: int, number: int, data: Path) -> Case:
 def _resumed(rng: random.Random, case: Case, problem: dict[str, Value]) -> Case:
     """The case, where it can, as the end of a run that began on another layout."""
     flags = case.flags
-    alike = "global_batch_size" in flags and "scale_lr" not in flags and "compile" not in flags  # on any layout
+    alike = "global_batch_size" in flags and "compile" not in flags  # on any layout
     if "resume" not in flags_of(case.program) or not alike or flags.keys() & {"profile", "summary", "epochs"}:
         return case
     every = rng.choice(("1", "2"))
@@ -225,19 +226,21 @@ def _anything(rng: random.Random, program: str) -> tuple[str, Value]:
 def _common(rng: random.Random, program: str) -> dict[str, Value]:
     """Flags of every run: few steps, no pictures."""
     known = flags_of(program)
-    optimizer = rng.choice(("adamw", "sgd", "muon") if "muon" in known["optimizer"].choices else ("adamw", "sgd"))
+    optimizer = rng.choice(("adamw", *known["optimizer"].choices))
     half = 1 if program == "cnn" else 4  # a CPU's convolutions in half precision take seconds
     dtypes = {"fp64": 30, "fp32": 8, "bf16": half, "fp16": 2 * half, "auto": 1}
     flags: dict[str, Value] = {
         "plots": "off",
         "max_iters": rng.choice(("3", "3", "4", "5")),
         "optimizer": optimizer,
-        "lr": rng.choice(("0.1", "0.3") if optimizer == "sgd" else ("1e-3", "1e-2")),
+        "lr": rng.choice({"sgd": ("0.1", "0.3"), "lars": ("1", "4")}.get(optimizer, ("1e-3", "1e-2"))),
         "dtype": rng.choices(list(dtypes), list(dtypes.values()))[0],
         "seed": rng.choice(("0", "1", "2", "7", "-5", "123456789012")),
     }
     if "decayed" in known and optimizer != "sgd" and rng.random() < 0.3:
         flags["decayed"] = "matrices"
+    if "scale_lr" in known and rng.random() < 0.1:
+        flags |= {"scale_lr": rng.choice(("sqrt", "linear")), "base_batch_size": rng.choice(("4", "8", "16"))}
     if flags["dtype"] not in known["dtype"].choices:
         flags["dtype"] = "fp64"
     if flags["dtype"] == "fp16" and rng.random() < 0.5:
@@ -357,8 +360,6 @@ def _cnn(rng: random.Random, data: Path) -> dict[str, Value]:
     _images(rng, data, flags, ("mnist",) * 9 + ("fashion_mnist",) * 6 + ("cifar10", "digits") * 3 + ("fake",))
     if rng.random() < 0.3:
         flags["gamma"] = rng.choice(("0.5", "1"))
-    if rng.random() < 0.3:
-        flags["scale_lr"] = rng.choice(("sqrt", "linear"))
     return flags
 
 

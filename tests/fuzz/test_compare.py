@@ -47,8 +47,8 @@ def test_the_twin_is_the_same_problem_on_one_rank():
         "1",
         False,
     )
-    scaled = twin(case("cnn", 8, tpsize="2", scale_lr="sqrt", lr="0.1"))
-    assert (scaled.flags["lr"], "scale_lr" in scaled.flags) == (repr(0.1 * 4**0.5), False)
+    scaled = twin(case("cnn", 8, tpsize="2", scale_lr="sqrt", lr="0.1"), {"global_batch_size": 256})
+    assert (scaled.flags["lr"], scaled.flags["scale_lr"], scaled.flags["global_batch_size"]) == ("0.1", "sqrt", "256")
 
 
 @pytest.mark.parametrize(

@@ -82,7 +82,7 @@ def test_the_axes_are_those_of_the_mesh():
 def test_the_matrix_has_what_was_promised():
     cases = [case for some in CASES.values() for case in some]
     assert len(cases) == len(set(cases))
-    assert len({(case.model, case.layout, case.technique) for case in cases}) == len(cases) >= 60
+    assert len({(case.model, case.layout, case.technique, case.optimizers) for case in cases}) == len(cases) >= 60
     assert len({case.layout for case in cases}) >= 30
     assert {case.ranks for case in cases} == {1, 2, 4, 8}
     text = CASES["transformer"]
@@ -98,11 +98,14 @@ def test_the_matrix_has_what_was_promised():
 
 
 def test_optimizers():
-    """SGD everywhere; AdamW too where a technique stands alone."""
+    """SGD everywhere; AdamW too where a technique stands alone; LARS and LAMB in rows of their own."""
     both = {case.layout for case in CASES["transformer"] if case.optimizers == ("sgd", "adamw")}
     assert {"dp2", "tp4", "cp2", "pp4", "dp_replicate2·dp_shard2"} < both
     assert not {"dp2·tp2", "pp2·dp2·tp2"} & both
-    assert all("sgd" in case.optimizers for some in CASES.values() for case in some)
+    own = [case for some in CASES.values() for case in some if "sgd" not in case.optimizers]
+    assert {case.optimizers for case in own} == {("lars", "lamb")}
+    assert {"dp2", "tp2", "pp2", "dp2·tp2", "pp2·dp2·tp2", "dp2·tp2·ep2"} <= {case.layout for case in own}
+    assert {"fsdp", "ddp", "zero1", "zero2"} == {case.data_parallel for case in own if case.layout == "dp2"}
     assert optimizers_for(ParityCase(model="cnn", layout="pp2·dp2")) == ("sgd",)
 
 

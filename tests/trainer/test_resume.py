@@ -89,6 +89,7 @@ LAYOUTS = [
     pytest.param(4, {"pp": 2}, id="pp2·dp2", marks=pytest.mark.long),
     pytest.param(4, {"pp": 2, "optimizer": "muon"}, id="pp2·dp2, Muon", marks=pytest.mark.long),
     pytest.param(4, {"tpsize": 2, "optimizer": "muon"}, id="dp2·tp2, Muon", marks=pytest.mark.long),
+    pytest.param(4, {"tpsize": 2, "optimizer": "lamb"}, id="dp2·tp2, LAMB", marks=pytest.mark.long),
     pytest.param(4, {"cp": 2, "optimizer": "sgd"}, id="dp2·cp2, SGD", marks=pytest.mark.long),
     pytest.param(4, {"ep": 2, **MOE}, id="dp4·ep2", marks=pytest.mark.long),
     pytest.param(
@@ -360,6 +361,15 @@ def test_on_another_layout(run_on_ranks, tmp_path, begun, ranks, layout):
         if "bias" in name:
             assert torch.equal(tensor, expected[name])
         torch.testing.assert_close(tensor, expected[name], rtol=1e-6, atol=1e-9)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("optimizer", "lr"), [("lars", 4.0), ("lamb", 0.02)])
+def test_lars_and_lamb_on_another_layout(run_on_ranks, tmp_path, text, optimizer, lr):
+    flags = {**TEXT, "text": text, "optimizer": optimizer, "lr": lr}
+    one, two = begin(run_on_ranks, LM, 4, {**flags, "pp": 2, "tpsize": 2}, tmp_path)
+    assert go_on(run_on_ranks, LM, 2, {**flags, "parallel": "zero1"}, two) == [""] * 2
+    assert curve(two) == pytest.approx(curve(one), rel=1e-9)
 
 
 @pytest.mark.long

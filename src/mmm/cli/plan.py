@@ -71,7 +71,7 @@ def parser() -> argparse.ArgumentParser:
     add(*_both("seq_length"), metavar="N", type=int, default=2048, help="tokens of a sample (default: 2048)")
     add(*_both("global_batch"), *_both("global_batch_size"), metavar="N", type=int, help="samples of a step")
     add("--dtype", choices=("bf16", "fp32", "fp64"), help="default: bf16, on a CPU fp32")
-    add("--optimizer", choices=("adamw", "sgd", "muon"), default="adamw")
+    add("--optimizer", choices=("adamw", "sgd", "muon", "lars", "lamb"), default="adamw")
     sizes = made.add_argument_group("sizes that differ from the preset's")
     for name in SIZES:
         sizes.add_argument(*_both(name), metavar="N", type=int)

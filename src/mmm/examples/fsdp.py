@@ -36,7 +36,7 @@ from mmm.runtime.ranks import whoami
 from mmm.trainer.config.cnn import CNNOptions, resolve_cnn
 from mmm.trainer.config.images import ImageOptions
 from mmm.trainer.config.layout import DataParallelOptions, techniques_of
-from mmm.trainer.config.run import StepOptions
+from mmm.trainer.config.run import ScaledOptions, StepOptions
 from mmm.trainer.loop.save import save_model
 
 
@@ -55,7 +55,7 @@ class Config(example.BreakOptions, DataParallelOptions):
     """Leave one unsharded state dict, model.pt, in the run's folder; plain PyTorch loads it."""
     model: CNNOptions = CNNOptions()
     data: ImageOptions = ImageOptions()
-    optimizer: example.OptimizerOptions = example.OptimizerOptions(lr=1e-3)
+    optimizer: ScaledOptions = ScaledOptions(lr=1e-3)
     run: StepOptions = StepOptions()
 
 
@@ -87,8 +87,8 @@ def parallelize(run: example.Run, model: CNN, config: Config) -> nn.Module:
 
 def train(config: Config) -> None:
     layout, techniques = config.fit(whoami().world_size), techniques_of(config)
-    updates, dropout = (config.optimizer.optimizer, config.optimizer.lr), config.break_ is None  # one device has none
-    resolved = resolve_cnn(config.model, config.data, config.run, layout, techniques, *updates, dropout=dropout)
+    updates, dropout = config.optimizer, config.break_ is None  # one device has none
+    resolved = resolve_cnn(config.model, config.data, config.run, layout, techniques, updates, dropout=dropout)
     if config.run.summary:
         example.print_on_rank0(resolved.summary())
         return

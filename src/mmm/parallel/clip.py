@@ -60,7 +60,7 @@ def clip_grad_norm(
     gradients = [p.grad for p in parameters if p.grad is not None]
     by_sharding: dict[tuple[DeviceMesh, tuple[int, ...]] | None, list[Tensor]] = {}
     for gradient, norm in zip(gradients, local_norms(gradients) if norms is None else norms, strict=True):
-        by_sharding.setdefault(_sharding(gradient), []).append(norm)
+        by_sharding.setdefault(sharding_of(gradient), []).append(norm)
     totals: list[Tensor] = []
     for sharding, some in by_sharding.items():
         squares = torch.stack(some).square().sum()
@@ -84,10 +84,10 @@ def clip_grad_norm(
     return norm
 
 
-def _sharding(gradient: Tensor) -> tuple[DeviceMesh, tuple[int, ...]] | None:
-    """The mesh of a gradient and the axes that shard it; None if it is plain."""
-    if not isinstance(gradient, DTensor):
+def sharding_of(tensor: Tensor) -> tuple[DeviceMesh, tuple[int, ...]] | None:
+    """The mesh of a tensor and the axes that shard it; None if it is plain."""
+    if not isinstance(tensor, DTensor):
         return None
-    assert not any(placement.is_partial() for placement in gradient.placements), "backward leaves no partial sums"
-    axes = (i for i, placement in enumerate(gradient.placements) if not placement.is_replicate())
-    return gradient.device_mesh, tuple(i for i in axes if gradient.device_mesh.size(i) > 1)
+    assert not any(placement.is_partial() for placement in tensor.placements), "backward leaves no partial sums"
+    axes = (i for i, placement in enumerate(tensor.placements) if not placement.is_replicate())
+    return tensor.device_mesh, tuple(i for i in axes if tensor.device_mesh.size(i) > 1)

@@ -24,7 +24,7 @@ from mmm.runtime.device import Precision
 from mmm.runtime.memory import device_memory, host_memory
 from mmm.runtime.ranks import Rank
 
-STATE = {"adamw": 2, "muon": 1, "sgd": 0}  # of muon, at least
+STATE = {"adamw": 2, "lamb": 2, "muon": 1, "lars": 1, "sgd": 0}  # of muon, at least
 
 
 @dataclass(frozen=True)

@@ -56,8 +56,9 @@ class Options:
     """Of initial weights and data."""
     json: Path | None = None
     """Write the table there, as a list of mappings."""
-    optimizer: Annotated[tuple[Literal["sgd", "adamw"], ...], tyro.conf.UseAppendAction] = ()
-    """Repeatable. Default: both where one technique stands alone on up to 4 ranks, else sgd."""
+    optimizer: Annotated[tuple[Literal["sgd", "adamw", "lars", "lamb"], ...], tyro.conf.UseAppendAction] = ()
+    """Repeatable. Default: sgd, and adamw where one technique stands alone on up to 4 ranks; in some rows of the matrix
+    lars and lamb."""
     data_parallel: Literal["fsdp", "ddp", "zero1", "zero2"] | None = None
     """For --layout with dp: what its ranks keep. Default: fsdp, which with dp_replicate is hsdp."""
     schedule: ScheduleName | None = None

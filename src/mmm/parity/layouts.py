@@ -15,6 +15,7 @@ from mmm.layout import AXES, Layout, ScheduleName, Techniques
 
 NAMES = (*AXES[:3], "dp", *AXES[3:], "ep")
 OPTIMIZERS = ("sgd", "adamw")
+LARGE_BATCH = ("lars", "lamb")  # they need norms of full tensors
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,23 +146,23 @@ _REAL = {layout: f"{_IMAGES[layout]} digits" for layout in ("dp2", "pp2")}
 MATRIX: dict[str, dict[str, str]] = {
     "transformer": {
         "1": "- full selective packed",
-        "dp2": f"{_ALL_DP} packed ddp+packed tiles full+tiles",
+        "dp2": f"{_ALL_DP} packed ddp+packed tiles full+tiles lars+lamb zero1+lars+lamb zero2+lars+lamb ddp+lars+lamb",
         "dp4": f"{_ALL_DP} tiles",
         "dp8": "fsdp",
         "dp_replicate2": "fsdp ddp",
-        "dp_replicate2·dp_shard2": "fsdp packed tiles",
-        "tp2": "- packed",
+        "dp_replicate2·dp_shard2": "fsdp packed tiles lars+lamb",
+        "tp2": "- packed lars+lamb",
         "tp4": "-",
         "tp8": "-",
         "cp2": "ring ulysses packed ulysses+packed",
         "cp4": "ring ulysses usp packed ulysses+packed usp+packed",
         "cp8": "ring usp",
-        "pp2": f"{_SCHEDULES} packed ZBVZeroBubble+packed",
+        "pp2": f"{_SCHEDULES} packed ZBVZeroBubble+packed lars+lamb",
         "pp4": _SCHEDULES,
-        "dp2·tp2": "- full packed full+packed tiles",
+        "dp2·tp2": "- full packed full+packed tiles lars+lamb",
         "dp4·tp2": "-",
         "dp2·tp4": "- tiles",
-        "dp2·cp2": "ring ulysses tiles",
+        "dp2·cp2": "ring ulysses tiles lars+lamb",
         "cp2·tp2": "ring ulysses packed ulysses+packed",
         "cp2·tp4": "-",
         "cp4·tp2": "usp usp+packed",
@@ -179,7 +180,7 @@ MATRIX: dict[str, dict[str, str]] = {
         "dp_replicate2·dp_shard2·cp2": "-",
         "pp2·dp_replicate2·dp_shard2": "-",
         "dp2·cp2·tp2": "ring ulysses packed",
-        "pp2·dp2·tp2": "1F1B Interleaved1F1B ZBVZeroBubble packed tiles",
+        "pp2·dp2·tp2": "1F1B Interleaved1F1B ZBVZeroBubble packed tiles lars+lamb",
         "pp2·cp2·tp2": "- packed",
         "pp2·dp2·cp2": "- packed ulysses+packed",
     },
@@ -193,9 +194,9 @@ MATRIX: dict[str, dict[str, str]] = {
         "dp8·ep4": "-",
         "dp2·cp2·ep2": "ring ulysses packed",
         "dp2·cp4·ep2": "usp",
-        "dp2·tp2·ep2": "-",
+        "dp2·tp2·ep2": "- lars+lamb",
         "dp_replicate2·dp_shard2·ep2": "-",
-        "pp2·dp2·ep2": "1F1B ZBVZeroBubble packed",
+        "pp2·dp2·ep2": "1F1B ZBVZeroBubble packed lars+lamb",
         "pp2·dp2·tp2·ep2": "-",
     },
     "gpt": {
@@ -238,7 +239,7 @@ MATRIX: dict[str, dict[str, str]] = {
         "tp4": "-",
         "cp2": "ring",
         "cp4": "usp",
-        "dp2·tp2": "- full",
+        "dp2·tp2": "- full lars+lamb",
         "dp2·cp2·tp2": "-",
         "pp2": "1F1B",
         "pp2·dp2": "-",
@@ -302,7 +303,8 @@ def matrix(model: str) -> Iterator[ParityCase]:
     """The cases of a model; of one that the matrix does not name, those of images."""
     for layout, entries in MATRIX.get(model, _IMAGES).items():
         for entry in entries.split():
-            named = {FIELDS[name]: VALUES.get(name, name) for name in entry.split("+") if name != "-"}
+            own = tuple(name for name in entry.split("+") if name in LARGE_BATCH)
+            named = {FIELDS[name]: VALUES.get(name, name) for name in entry.split("+") if name not in ("-", *own)}
             ulysses = 2 if named.get("cp_style") == "usp" else None
             case = ParityCase(model=model, layout=canonical(layout), ulysses=ulysses, **named)  # type: ignore[arg-type]
-            yield replace(case, optimizers=optimizers_for(case))
+            yield replace(case, optimizers=own or optimizers_for(case))

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from mmm.data.images import digits
 from mmm.data.images.image_set import ImagesInMemory
@@ -15,10 +14,10 @@ from mmm.errors import ConfigError
 from mmm.layout import PADDING
 from mmm.models import draw, weights
 from mmm.models.dropout import has_dropout, sample_keys
+from mmm.parity.optimizers import make_optimizer
 from mmm.parity.parity_model import ParityModel
 
 GLOBAL_BATCH = 16  # samples, if not said otherwise: 8 data-parallel coordinates of 2 micro-batches, or 4 stages of 8
-RATES = {"sgd": 0.3, "adamw": 1e-2}
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32}
 
 
@@ -78,17 +77,11 @@ def _digits(size: int, channels: int) -> ImagesInMemory:
     return digits.load(size, channels)[0]
 
 
-def make_optimizer(name: str, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-    """SGD without momentum, or AdamW as PyTorch has it."""
-    kind = {"sgd": torch.optim.SGD, "adamw": torch.optim.AdamW}[name]
-    return kind(parameters, lr=RATES[name])
-
-
 def train(parity: ParityModel, training: Training, optimizer: str) -> Reference:
     """Train the model.
 
     Args:
-        optimizer: ``sgd`` or ``adamw``.
+        optimizer: a key of `mmm.parity.optimizers.RATES`.
     """
     model = parity.model()  # its buffers are what its constructor makes them
     draw.convert(model, DTYPES[training.dtype])

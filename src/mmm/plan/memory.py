@@ -35,7 +35,7 @@ from mmm.plan.spec import ModelSpec
 Moment = tuple[float, float, float]  # bytes of gradients, gathered parameters, buffers
 PARTS = ("parameters", "gradients", "optimizer", "activations", "gathered", "buffers", "logits")
 WIDTHS = {"bf16": (4, 2), "fp16": (4, 2), "fp32": (4, 4), "fp64": (8, 8)}  # dtype → bytes of storage, of compute
-STATE = {"adamw": 2, "muon": 1, "sgd": 0}  # elements of optimizer state for a parameter
+STATE = {"adamw": 2, "lamb": 2, "muon": 1, "lars": 1, "sgd": 0}  # elements of optimizer state for a parameter
 
 
 class Sizes(NamedTuple):

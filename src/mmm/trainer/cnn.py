@@ -47,8 +47,7 @@ class Config:
 def resolve(config: Config) -> CNNSpec:
     """`resolve_cnn`, on the layout that the flags ask for."""
     layout, techniques = config.layout.fit(whoami().world_size), techniques_of(config.layout)
-    chosen = config.optimizer
-    return resolve_cnn(config.model, config.data, config.run, layout, techniques, chosen.optimizer, chosen.lr)
+    return resolve_cnn(config.model, config.data, config.run, layout, techniques, config.optimizer)
 
 
 def train(config: Config) -> None:

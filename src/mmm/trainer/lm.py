@@ -32,7 +32,8 @@ from mmm.trainer.config.presets import preset_defaults
 from mmm.trainer.config.profile import ProfileOptions
 from mmm.trainer.config.resolve_plan import ParallelSpec, chunk_loss, resolve_plan
 from mmm.trainer.config.resolve_text import resolve_text
-from mmm.trainer.config.run import ValidationOptions
+from mmm.trainer.config.run import DEFAULT_BATCH_SIZE, ValidationOptions
+from mmm.trainer.config.spec import with_scaled_lr
 from mmm.trainer.config.training import (
     ExpertOptions,
     MemoryOptions,
@@ -58,8 +59,10 @@ from mmm.weights.weights import Weights
 class LanguageOptimizer(ScheduledOptions):
     """How weights are updated."""
 
-    optimizer: Literal["adamw", "sgd", "muon"] = "adamw"  # type: ignore[assignment]
-    """muon: matrices by the orthogonalized momentum, embedding, output and norms by AdamW."""
+    optimizer: Literal["adamw", "sgd", "muon", "lars", "lamb"] = "adamw"  # type: ignore[assignment]
+    """lars, lamb: SGD with momentum, and AdamW, whose step of each tensor is in proportion to the tensor's norm: for
+    large batches, and large rates. muon: matrices by the orthogonalized momentum, embedding, output and norms by
+    AdamW."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,6 +140,7 @@ def resolve(config: Config) -> LanguageModelSpec:
         check=check_language,
         evaluation=config.evaluation,
     )
+    own = with_scaled_lr(own, config.optimizer, DEFAULT_BATCH_SIZE)
     spec = resolve_plan(own, language_plan(sizes), config.run.dtype, seq_length // (layout.cp * layout.tp))
     if config.memory.loss_chunks is None:
         spec = chunk_loss(spec, config.run.dtype)
@@ -155,8 +159,9 @@ def build_optimizer(config: LanguageOptimizer, model: ParallelModel, spec: Paral
     if config.optimizer == "muon":
         from mmm.trainer.loop.muon import make_muon
 
-        return make_muon(model, spec.plan, config.lr, config.weight_decay, config.decayed, config.betas)
-    return config.make(model.parameters())
+        decayed = config.decayed or "all"
+        return make_muon(model, spec.plan, spec.lr or config.lr, config.weight_decay, decayed, config.betas)
+    return config.make(model.parameters(), spec.lr)
 
 
 def train(config: Config) -> None:

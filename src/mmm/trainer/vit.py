@@ -26,7 +26,7 @@ from mmm.trainer.config.layout import LayoutOptions, techniques_of
 from mmm.trainer.config.profile import ProfileOptions
 from mmm.trainer.config.resolve_plan import ParallelSpec, resolve_plan
 from mmm.trainer.config.run import EvaluationOptions
-from mmm.trainer.config.spec import TrainingSpec
+from mmm.trainer.config.spec import TrainingSpec, with_scaled_lr
 from mmm.trainer.config.training import (
     RecomputeOptions,
     ScheduledOptions,
@@ -103,8 +103,9 @@ def resolve(config: Config) -> ParallelSpec:
     layout, device = config.layout.fit(rank.world_size), choose_device(config.run.device, rank)
     sizes, notes = config.model.sizes(device.type != "cpu")
     check_vit(sizes, layout)
+    default_batch_size = 16 if device.type == "cpu" else 64
     local_batch_size, global_batch_size = batch_sizes(
-        config.run.batch_size, config.run.global_batch_size, layout.dp, 16 if device.type == "cpu" else 64
+        config.run.batch_size, config.run.global_batch_size, layout.dp, default_batch_size
     )
     data, steps = None, 0
     if not config.run.summary:
@@ -129,6 +130,7 @@ def resolve(config: Config) -> ParallelSpec:
         optimizer=config.optimizer.optimizer,
         notes=notes,
     )
+    spec = with_scaled_lr(spec, config.optimizer, default_batch_size)
     return resolve_plan(spec, vit_plan(), config.run.dtype, sizes.patches)
 
 
@@ -140,7 +142,7 @@ def train(config: Config) -> None:
 
     with start_run("vit", config, spec, standard_hooks(config.checkpoint, config.profile), runs_on_mps=True) as run:
         model, data, chosen = build_parallel_model(run, spec), spec.data, config.optimizer
-        optimizer = chosen.make(model.parameters())
+        optimizer = chosen.make(model.parameters(), spec.lr)
         task = ImageTask(run, spec, config.data.workers)
         images = data.train.samples
         run.log.info("%s, %d images: %d steps of %d", data.name, images, spec.steps, spec.global_batch_size)

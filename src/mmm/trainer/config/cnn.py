@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
@@ -14,8 +14,8 @@ from mmm.parallel.plans.cnn import check_cnn, cnn_plan
 from mmm.runtime.ranks import whoami
 from mmm.trainer.config.images import ImageOptions, check_images
 from mmm.trainer.config.resolve_plan import ParallelSpec, resolve_plan
-from mmm.trainer.config.run import StepOptions
-from mmm.trainer.config.spec import TrainingSpec
+from mmm.trainer.config.run import ScaledOptions, StepOptions
+from mmm.trainer.config.spec import TrainingSpec, with_scaled_lr
 
 
 @dataclass(frozen=True)
@@ -38,8 +38,6 @@ class CNNOptions:
 
     gamma: float | None = None
     """Factor of the learning rate after each epoch. Default: 0.7 (digits 0.85)."""
-    scale_lr: Literal["none", "sqrt", "linear"] = "none"
-    """Scale the learning rate with the number of data-parallel ranks."""
     dropout: bool = True
 
     def check(self) -> None:
@@ -61,7 +59,7 @@ class CNNSpec(ParallelSpec):
     gamma: float
 
     def describe(self) -> dict[str, Any]:
-        return super().describe() | {"scaled_lr": self.lr, "gamma": self.gamma}
+        return super().describe() | {"gamma": self.gamma}
 
 
 def resolve_cnn(
@@ -70,8 +68,7 @@ def resolve_cnn(
     run: StepOptions,
     layout: Layout,
     techniques: Techniques,
-    optimizer: str,
-    lr: float,
+    optimizer: ScaledOptions,
     *,
     dropout: bool = True,
 ) -> CNNSpec:
@@ -79,8 +76,7 @@ def resolve_cnn(
 
     Args:
         layout: fitted to the number of ranks.
-        optimizer: its name.
-        lr: as the flag says.
+        optimizer: its flags.
         dropout: False: none, whatever the flags say.
 
     Raises:
@@ -106,9 +102,9 @@ def resolve_cnn(
         data=data,
         steps=run.steps(steps_per_epoch, defaults.epochs * steps_per_epoch),
         techniques=techniques,
-        optimizer=optimizer,
+        optimizer=optimizer.optimizer,
     )
+    spec = with_scaled_lr(spec, optimizer, defaults.global_batch or defaults.batch)
     parallel = resolve_plan(spec, cnn_plan(), run.dtype)
-    factor = {"none": 1.0, "sqrt": layout.dp**0.5, "linear": float(layout.dp)}[options.scale_lr]
     gamma = defaults.gamma if options.gamma is None else options.gamma
-    return CNNSpec(**vars(parallel), lr=lr * factor, gamma=gamma)
+    return CNNSpec(**vars(parallel), gamma=gamma)

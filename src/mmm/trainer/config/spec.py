@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from mmm.data import Batch, Tokens
 from mmm.errors import DataError
 from mmm.layout import Layout, Techniques
+from mmm.trainer.config.run import ScaledOptions
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +49,7 @@ class TrainingSpec(RunSpec):
         steps: of the run.
         techniques: on the layout.
         optimizer: its name.
+        lr: its learning rate, as scaled; None where it is that of the flag.
     """
 
     sizes: Any
@@ -56,6 +58,7 @@ class TrainingSpec(RunSpec):
     steps: int
     techniques: Techniques
     optimizer: str
+    lr: float | None = None
 
     @property
     def local_batch_size(self) -> int:
@@ -73,7 +76,8 @@ class TrainingSpec(RunSpec):
 
     def describe(self) -> dict[str, Any]:
         """What the record keeps."""
-        return {"model": self.sizes, "global_batch_size": self.global_batch_size, "steps": self.steps}
+        scaled = {} if self.lr is None else {"scaled_lr": self.lr}
+        return {"model": self.sizes, "global_batch_size": self.global_batch_size, "steps": self.steps, **scaled}
 
     def local_batch(self, tokens: Tokens, step: int, coordinate: int) -> Batch:
         """The samples of a step of a data-parallel coordinate."""
@@ -87,6 +91,16 @@ class TrainingSpec(RunSpec):
         tokens, coordinate = tokens or self.data.validation, self.layout.dp_coordinate(rank)
         for step in range(min(batches, tokens.steps_per_epoch(self.global_batch_size))):
             yield self.local_batch(tokens, step, coordinate).to(device)
+
+
+def with_scaled_lr(spec: TrainingSpec, options: ScaledOptions, default_base: int) -> TrainingSpec:
+    """The spec with the learning rate that the flags ask for, of its global batch, and a note of how it comes about.
+
+    Args:
+        default_base: samples, where no flag says which global batch --lr is for.
+    """
+    lr, notes = options.scaled(spec.global_batch_size, default_base)
+    return replace(spec, lr=lr, notes=(*spec.notes, *notes))
 
 
 @dataclass(frozen=True)

@@ -14,11 +14,12 @@ from torch import nn
 
 from mmm.errors import ConfigError
 from mmm.models.transformer import TransformerConfig
+from mmm.parallel.layerwise import make_layerwise
 from mmm.parallel.optimizer import make_optimizer
 from mmm.trainer.config.run import (
     BaseOptions,
-    OptimizerOptions,
     RowOptions,
+    ScaledOptions,
     StepOptions,
     check_counts,
     check_effect,
@@ -79,9 +80,12 @@ class ExpertOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ClippedOptions(OptimizerOptions):
+class ClippedOptions(ScaledOptions):
     """How weights are updated, in the shared training loop."""
 
+    optimizer: Literal["adamw", "sgd", "lars", "lamb"] = "adamw"  # type: ignore[assignment]
+    """lars, lamb: SGD with momentum, and AdamW, whose step of each tensor is in proportion to the tensor's norm: for
+    large batches, and large rates."""
     max_norm: float = 0.0
     """Clip the gradient's norm to this; 0 leaves it."""
     on_nan: Literal["stop", "skip"] = "stop"
@@ -94,6 +98,22 @@ class ClippedOptions(OptimizerOptions):
             raise ConfigError(
                 f"--max_norm {self.max_norm}: it must be a number from 0 on, and finite; 0 leaves the gradient as it is"
             )
+
+    def make(self, parameters: Iterable[nn.Parameter], lr: float | None = None) -> torch.optim.Optimizer:
+        return self._make(parameters, lr)
+
+    def _make(
+        self,
+        parameters: Iterable[nn.Parameter],
+        lr: float | None,
+        weight_decay: float | None = None,
+        decayed: str | None = None,
+        betas: tuple[float, float] | None = None,
+    ) -> torch.optim.Optimizer:
+        rate = self.lr if lr is None else lr
+        if self.optimizer in ("lars", "lamb"):
+            return make_layerwise(self.optimizer, parameters, rate, weight_decay, decayed, betas)
+        return make_optimizer(self.optimizer, parameters, rate, weight_decay, decayed or "all", betas)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,11 +129,13 @@ class ScheduledOptions(ClippedOptions):
     decay: int | None = None
     """With --lr_schedule wsd, the last steps, over which the learning rate falls. Default: a fifth of the run."""
     betas: tuple[float, float] | None = None
-    """How much of the means of gradients and of their squares AdamW keeps a step. Default: PyTorch's, 0.9 0.999."""
+    """How much of the means of gradients and of their squares AdamW, and LAMB, keep a step. Default: PyTorch's, 0.9 0.999."""
     weight_decay: float | None = None
-    """Part of a weight that AdamW takes off a step, times the learning rate. Default: PyTorch's, 0.01."""
-    decayed: Literal["all", "matrices"] = "all"
-    """What that is taken off. matrices: not off norms and biases, which have one dim."""
+    """Part of a weight that a step takes off, times the learning rate. Default: 0.01, as PyTorch's AdamW has it; of
+    lars 0.0005."""
+    decayed: Literal["all", "matrices"] | None = None
+    """What that is taken off. matrices: not off norms and biases, which have one dim. Default: all; of lars and lamb
+    matrices."""
 
     def check(self) -> None:
         super().check()
@@ -124,10 +146,9 @@ class ScheduledOptions(ClippedOptions):
             raise ConfigError(f"--min_lr {self.min_lr}: it must be from 0 to --lr {self.lr}")
         if self.betas is not None and not all(0 <= beta < 1 for beta in self.betas):
             raise ConfigError(f"--betas {self.betas[0]} {self.betas[1]}: both must be at least 0, and below 1")
-        if self.betas is not None and self.optimizer == "sgd":
-            raise ConfigError(
-                f"--betas {self.betas[0]} {self.betas[1]} with --optimizer sgd, which has none: leave it out"
-            )
+        if self.betas is not None and self.optimizer in ("sgd", "lars"):
+            given = f"--betas {self.betas[0]} {self.betas[1]} with --optimizer {self.optimizer}"
+            raise ConfigError(f"{given}, which has none: leave it out")
         for name, value in (("weight_decay", self.weight_decay), ("decayed", self.decayed)):
             if self.optimizer == "sgd" and value not in (None, "all"):
                 raise ConfigError(f"--{name} {value} with --optimizer sgd, which has no weight decay: leave it out")
@@ -135,8 +156,7 @@ class ScheduledOptions(ClippedOptions):
         check_effect(self.lr_schedule == "wsd", wsd, "the learning rate falls all along", wsd, decay=self.decay)
 
     def make(self, parameters: Iterable[nn.Parameter], lr: float | None = None) -> torch.optim.Optimizer:
-        rate = self.lr if lr is None else lr
-        return make_optimizer(self.optimizer, parameters, rate, self.weight_decay, self.decayed, self.betas)
+        return self._make(parameters, lr, self.weight_decay, self.decayed, self.betas)
 
 
 @dataclass(frozen=True, kw_only=True)
