@@ -239,7 +239,7 @@ def _common(rng: random.Random, program: str) -> dict[str, Value]:
     }
     if "decayed" in known and optimizer != "sgd" and rng.random() < 0.3:
         flags["decayed"] = "matrices"
-    if "scale_lr" in known and rng.random() < 0.1:
+    if "scale_lr" in known and rng.random() < 0.15:
         flags |= {"scale_lr": rng.choice(("sqrt", "linear")), "base_batch_size": rng.choice(("4", "8", "16"))}
     if flags["dtype"] not in known["dtype"].choices:
         flags["dtype"] = "fp64"

@@ -129,7 +129,7 @@ class ScheduledOptions(ClippedOptions):
     decay: int | None = None
     """With --lr_schedule wsd, the last steps, over which the learning rate falls. Default: a fifth of the run."""
     betas: tuple[float, float] | None = None
-    """How much of the means of gradients and of their squares AdamW, and LAMB, keep a step. Default: PyTorch's, 0.9 0.999."""
+    """How much of the means of gradients and of their squares AdamW and LAMB keep a step. Default: 0.9 0.999."""
     weight_decay: float | None = None
     """Part of a weight that a step takes off, times the learning rate. Default: 0.01, as PyTorch's AdamW has it; of
     lars 0.0005."""
