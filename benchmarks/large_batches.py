@@ -3,9 +3,9 @@
     python benchmarks/large_batches.py [--epochs 20] [--batches 16,64,256,1024] [--only "adamw sqrt"] [--seeds 1]
 
 Trains `mmm.trainer.vit` on the digits that come with the package (1,437 to train on, 360 to test on; four patches of
-4 × 4 pixels), on one rank. The rate of each optimizer is the best of a few at a batch of 16; --scale_lr makes
-that of the larger batches. Prints a table in Markdown: test accuracy in percent, of several seeds the median. Minutes on
-two cores.
+4 × 4 pixels), on one rank. The rate of each optimizer is the best of a few at a batch of 16; --scale_lr makes that of
+the larger batches. Prints a table in Markdown: test accuracy in percent, of several seeds the median. Minutes on two
+cores.
 """
 
 import argparse
