@@ -87,7 +87,7 @@ def test_no_table_names_a_flag_that_is_none():
 
 
 def test_command_lines_are_what_the_programs_take(cases, monkeypatch):
-    for case in cases[:20]:
+    for case in [case for case in cases[:40] if not case.spoilt][:20]:  # what is spoilt may be refused
         monkeypatch.setattr("sys.argv", [case.program, *arguments(case.program, case.flags)])
         config = parse(PROGRAMS[case.program].Config)
         assert str(config.run.max_iters) == case.flags["max_iters"]
