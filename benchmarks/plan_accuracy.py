@@ -73,6 +73,8 @@ CASES = {
     "llama loss in chunks": (2, f"{LLAMA} --loss_chunks 4"),
     "llama tp, loss in chunks": (2, f"{LLAMA} --tp 2 --loss_chunks 4"),
     "llama tiles": (2, f"{LLAMA} --tile 4"),
+    "llama weights in tiles": (4, f"{LLAMA} --tile_weights 4"),
+    "llama pp·fsdp, weights in tiles": (4, f"{DEEP} --pp 2 --tile_weights 4"),
     "llama offload": (2, f"{LLAMA} --offload"),
     "llama zero2 offload": (2, f"{LLAMA} --offload --parallel zero2"),
     "llama microbatches": (2, f"{LLAMA} --microbatches 4"),

@@ -43,6 +43,7 @@ FIXED = {  # flag → axis, or field of Techniques
     "activation_checkpointing": "checkpointing",
     "schedule": "schedule",
     "loss_chunks": "loss_chunks",
+    "tile_weights": "tile_weights",
 }
 TRY_HOSTS = 6  # doublings, to say how many hosts would do
 TRY_SECONDS = 4.0

@@ -239,6 +239,7 @@ class CostModel:
         machine, replicas = self.machine, techniques.data_parallel in UNSHARDED
         work = self.work(stages, replace(layout, dp_replicate=1, dp_shard=layout.ep), techniques, batch, microbatches)
         shard, replicate, local = self._data_parallel(stages, layout, techniques, microbatches, work)
+        shard += self._in_tiles(stages, layout, techniques, microbatches)
         updated = 10 * self.memory.storage * local  # gradients are clipped; AdamW reads four tensors and writes three
         optimizer, offload = updated / self.memory_rate, 0.0
         if techniques.offload:
@@ -275,8 +276,10 @@ class CostModel:
         technique = techniques.data_parallel
         forward, backward = machine.overlap * work.forward, machine.overlap * work.backward
         unsharded = technique in UNSHARDED
-        sizes = max((memory.of(stage, layout, technique) for stage in stages), key=lambda of: of.local)
+        tiles = techniques.tile_weights
+        sizes = max((memory.of(stage, layout, technique, tiles) for stage in stages), key=lambda of: of.local)
         local, padded, sharded, tensors, units = sizes[:5]
+        padded -= sizes.tiled
         storage, compute = memory.storage, memory.compute
         if unsharded:
             group = groups["dp_replicate"] if layout.dp_replicate > 1 else groups["dp_shard"]
@@ -308,3 +311,18 @@ class CostModel:
         last = max(again + reduce - backward, 0.1 * reduce) - max(again - backward, 0.0)
         left = max(backward - again - reduce, 0.0)
         return waits + max(last, 0.0), max(replicate - left, 0.1 * replicate), sharded
+
+    def _in_tiles(
+        self, stages: tuple[PlannedStage, ...], layout: Layout, techniques: Techniques, microbatches: int
+    ) -> float:
+        """Seconds of a step that matrices gathered in tiles make a rank wait: nothing hides them."""
+        if techniques.tile_weights == 1:
+            return 0.0
+        memory, group = self.memory, self.groups(layout)["fsdp"]
+        of = max(
+            (memory.of(stage, layout, techniques.data_parallel, techniques.tile_weights) for stage in stages),
+            key=lambda of: of.tiled,
+        )
+        gather = collective("all_gather", group, of.tiled * memory.compute, self.machine, calls=of.tiles)
+        reduce = collective("reduce_scatter", group, of.tiled * memory.storage, self.machine, calls=of.tiles)
+        return microbatches * (2 * gather + reduce)

@@ -44,7 +44,9 @@ class Sizes(NamedTuple):
     Attributes:
         local: as tp and ep leave them. padded: until their rows divide over the ranks that shard them; sharded: of
             these its own. tensors, units: how many parameters and FSDP units they are.
-        last, largest, layer: padded, of the last part, the largest, and the largest but for the head.
+        last, largest, layer: padded, of the last part, the largest, and the largest but for the head; of what FSDP
+            gathers as one.
+        tiled: padded, of what is gathered in tiles instead. tile: the largest of them. tiles: how many they are.
     """
 
     local: int
@@ -55,6 +57,9 @@ class Sizes(NamedTuple):
     last: int = 0
     largest: int = 0
     layer: int = 0
+    tiled: int = 0
+    tile: int = 0
+    tiles: int = 0
 
 
 class Backward(NamedTuple):
@@ -111,8 +116,8 @@ class MemoryModel:
         self.totals = lru_cache(maxsize=None)(self._of_stage)
         self.activations = lru_cache(maxsize=None)(self._activations)
 
-    def _sizes(self, kind: int, tp: int, ep: int, shards: int, expert_shards: int) -> Sizes:
-        local = padded = sharded = 0
+    def _sizes(self, kind: int, tp: int, ep: int, shards: int, expert_shards: int, tiles: int) -> Sizes:
+        local = padded = sharded = tiled = tile = count = 0
         for matrix in self.spec.kinds[kind].matrices:
             shape = matrix.local(tp, ep)
             n = expert_shards if matrix.expert else shards
@@ -123,7 +128,11 @@ class MemoryModel:
             local += math.prod(shape)
             sharded += each * others
             padded += each * n * others
-        return Sizes(local, padded, sharded)
+            if matrix.tiled and tiles > 1:
+                tiled += each * n * others
+                tile = max(tile, -(-each // tiles) * n * others)
+                count += min(tiles, each)
+        return Sizes(local, padded, sharded, tiled=tiled, tile=tile, tiles=count)
 
     def shards(self, layout: Layout, data_parallel: str) -> tuple[int, int]:
         """Over how many ranks a parameter is sharded, and an expert's."""
@@ -131,14 +140,17 @@ class MemoryModel:
             return layout.dp, layout.dp
         return layout.dp_shard * layout.cp, max(layout.dp_shard // layout.ep, 1) * layout.cp * layout.tp
 
-    def _of_stage(self, stage: PlannedStage, tp: int, ep: int, shards: tuple[int, int], pipeline: bool) -> Sizes:
+    def _of_stage(
+        self, stage: PlannedStage, tp: int, ep: int, shards: tuple[int, int], pipeline: bool, tiles: int
+    ) -> Sizes:
         """All parameters of a stage."""
-        by_kind = {kind: (self.sizes(kind, tp, ep, *shards), count) for kind, count in stage.kinds}
+        by_kind = {kind: (self.sizes(kind, tp, ep, *shards, tiles), count) for kind, count in stage.kinds}
         local, padded, sharded = (
             sum(count * getattr(sizes, name) for sizes, count in by_kind.values()) for name in Sizes._fields[:3]
         )
-        largest = max(sizes.padded for sizes, _ in by_kind.values())
-        others = [sizes.padded for kind, (sizes, _) in by_kind.items() if self.spec.kinds[kind].role != "head"]
+        units = {kind: sizes.padded - sizes.tiled for kind, (sizes, _) in by_kind.items()}
+        largest = max(units.values())
+        others = [size for kind, size in units.items() if self.spec.kinds[kind].role != "head"]
         if self.spec.tied and not pipeline:  # one parameter, which two parts have
             rows, dim = max((m.local(tp, 1) for m in self.spec.kinds[0].matrices), key=math.prod)
             each = -(-rows // shards[0]) * dim
@@ -149,14 +161,17 @@ class MemoryModel:
             sharded=sharded,
             tensors=sum(count * len(self.spec.kinds[kind].matrices) for kind, count in stage.kinds),
             units=sum(count for _, count in stage.kinds),
-            last=by_kind[stage.last_kind][0].padded,
+            last=units[stage.last_kind],
             largest=largest,
             layer=max(others, default=largest),
+            tiled=sum(count * sizes.tiled for sizes, count in by_kind.values()),
+            tile=max(sizes.tile for sizes, _ in by_kind.values()),
+            tiles=sum(count * sizes.tiles for sizes, count in by_kind.values()),
         )
 
-    def of(self, stage: PlannedStage, layout: Layout, data_parallel: str) -> Sizes:
-        """Parameters of a stage on a rank of a layout."""
-        return self.totals(stage, layout.tp, layout.ep, self.shards(layout, data_parallel), layout.pp > 1)
+    def of(self, stage: PlannedStage, layout: Layout, data_parallel: str, tiles: int = 1) -> Sizes:
+        """Parameters of a stage on a rank of a layout. tiles: `Techniques.tile_weights`."""
+        return self.totals(stage, layout.tp, layout.ep, self.shards(layout, data_parallel), layout.pp > 1, tiles)
 
     def _kept(self, tp: int, replicas: bool) -> KeptActivations:
         config, c = self.spec.config, self.compute
@@ -222,7 +237,8 @@ class MemoryModel:
             layout: fitted. batch: samples of a micro-batch. microbatches: of a step.
         """
         technique = techniques.data_parallel
-        sizes, replicas, pipeline = self.of(stage, layout, technique), technique in UNSHARDED, layout.pp > 1
+        replicas, pipeline = technique in UNSHARDED, layout.pp > 1
+        sizes = self.of(stage, layout, technique, techniques.tile_weights)
         left = self.activations(stage, layout.tp, layout.cp, replicas, techniques.checkpointing, techniques.tile, batch)
         logits, summed = self.logits(layout, techniques, batch) if stage.has_head else (0.0, 0.0)
         flying, passed = 1.0, 0.0
@@ -262,18 +278,25 @@ class MemoryModel:
         """Of fsdp and hsdp: gradients, gathered parameters and buffers of each moment; parameters and optimizer."""
         storage, compute, own = self.storage, self.compute, float(sizes.sharded * self.storage)
         several = microbatches > 1 or pipeline
-        unsharded = float(sizes.local * storage) if several else 0.0
-        never = pipeline or RESHARD_AFTER_FORWARD[techniques.reshard_after_forward] == slice(0)
-        everything = float(sizes.local * compute) if never else 0.0
         shard = own / max(sizes.padded, 1)  # bytes of a rank's gradients for an element of the model
+        moved = 0.0 if techniques.offload else 1.0  # with offload a rank's gradients are on the host
+        as_one = sizes.local - sizes.tiled  # what FSDP gathers
+        unsharded = as_one * storage + moved * shard * sizes.tiled if several else 0.0
+        never = pipeline or RESHARD_AFTER_FORWARD[techniques.reshard_after_forward] == slice(0)
+        everything = float(as_one * compute) if never else 0.0
+        # A tile, or its gradient in the dtype of compute and as it is reduced.
+        tile = sizes.tile * (storage + (compute if compute != storage else 0))
         # A gradient in the dtype of compute, and the same on its way; with several micro-batches it is there already.
         leaving = storage if several else storage + compute
-        moved = 0.0 if techniques.offload else 1.0  # with offload a rank's gradients are on the host
         layer, largest, last = sizes.layer, sizes.largest, sizes.last
         moments = (
             (unsharded, everything or last * compute, 0.0),
-            (unsharded or moved * shard * last, everything or 2 * layer * compute, float(last * storage)),
-            (unsharded or moved * (own - shard * layer), everything or 2 * layer * compute, float(layer * leaving)),
+            (unsharded or moved * shard * last, (everything or 2 * layer * compute) + tile, float(last * storage)),
+            (
+                unsharded or moved * (own - shard * layer),
+                (everything or 2 * layer * compute) + tile,
+                float(layer * leaving),
+            ),
             (unsharded + moved * own, everything or largest * compute, float(largest * leaving)),
         )
         return moments, (moved * own, moved * self.state * own)

@@ -78,7 +78,8 @@ def _matrices(model: nn.Module, plan: Plan, part: Part) -> tuple[Matrix, ...]:
             path = name.rpartition(".")[0]
             expert = any(matches(f"{pattern}.experts", path) for pattern in plan.experts)
             dim = None if expert else sharded_dim(model, plan, name)
-            found.append(Matrix(tuple(parameter.shape), dim, expert))
+            tiled = own.endswith("weight") and any(matches(pattern, path) for pattern in plan.weight_tiled)
+            found.append(Matrix(tuple(parameter.shape), dim, expert, tiled))
     return tuple(found)
 
 

@@ -39,6 +39,8 @@ def choices(candidate: Candidate) -> str:
         words.append(f"reshard {techniques.reshard_after_forward}")
     if techniques.tile > 1:
         words.append(f"tile {techniques.tile}")
+    if techniques.tile_weights > 1:
+        words.append(f"weights in {techniques.tile_weights} tiles")
     if techniques.offload:
         words.append("offload")
     return ", ".join([techniques.data_parallel, *words])

@@ -29,6 +29,7 @@ def trainer_flags(candidate: Candidate, spec: ModelSpec, global_batch: int, dtyp
         ("reshard_after_forward", techniques.reshard_after_forward, "auto"),
         ("activation_checkpointing", techniques.checkpointing, "none"),
         ("tile", techniques.tile, 1),
+        ("tile_weights", techniques.tile_weights, 1),
     ):
         if value != usual:
             flags += [f"--{name}", str(value)]

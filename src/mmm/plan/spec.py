@@ -15,11 +15,13 @@ from mmm.parallel.plan import Plan
 
 @dataclass(frozen=True)
 class Matrix:
-    """A parameter. dim: that tp shards, None for none. expert: whether ep shards it, along its first dim."""
+    """A parameter. dim: that tp shards, None for none. expert: whether ep shards it, along its first dim. tiled:
+    whether it can be gathered in tiles."""
 
     shape: tuple[int, ...]
     dim: int | None = None
     expert: bool = False
+    tiled: bool = False
 
     def local(self, tp: int, ep: int) -> tuple[int, ...]:
         """Its shape on the rank that has most of it, before data parallelism shards it."""

@@ -32,7 +32,7 @@ def sent_bytes(
     """
     spec, config, storage, compute = memory.spec, memory.spec.config, memory.storage, memory.compute
     technique = techniques.data_parallel
-    sizes, shards = memory.of(stage, layout, technique), memory.shards(layout, technique)[0]
+    sizes, shards = memory.of(stage, layout, technique, techniques.tile_weights), memory.shards(layout, technique)[0]
     roles = {spec.kinds[kind].role: count for kind, count in stage.kinds}
     layers, head, embedding = roles.get("layer", 0), "head" in roles, "embedding" in roles
     found: dict[str, float] = {}
@@ -44,11 +44,13 @@ def sent_bytes(
         found["dp_replicate" if layout.dp_replicate > 1 else "dp_shard"] = storage * (reduced + updated)
     else:
         axis = "dp_shard" if layout.cp == 1 else "cp" if layout.dp_shard == 1 else "dp_shard_cp"
-        last = sizes.padded if spec.tied and len(stage.kinds) == 1 else sizes.last
-        again = {"auto": sizes.padded - last, "always": sizes.padded, "never": 0}[techniques.reshard_after_forward]
-        gathered = sizes.padded if layout.pp > 1 else microbatches * (sizes.padded + again)
-        found[axis] = factor("all_gather", shards) * (compute * gathered + storage * sizes.padded)
-        found["dp_replicate"] = factor("all_reduce", layout.dp_replicate) * sizes.sharded * storage
+        as_one, tiled = sizes.padded - sizes.tiled, microbatches * sizes.tiled
+        last = as_one if spec.tied and len(stage.kinds) == 1 else sizes.last
+        again = {"auto": as_one - last, "always": as_one, "never": 0}[techniques.reshard_after_forward]
+        gathered = (as_one if layout.pp > 1 else microbatches * (as_one + again)) + 2 * tiled
+        found[axis] = factor("all_gather", shards) * (compute * gathered + storage * (as_one + tiled))
+        reduced = sizes.sharded + (tiled - sizes.tiled) / shards
+        found["dp_replicate"] = factor("all_reduce", layout.dp_replicate) * reduced * storage
     tokens, c = local_batch * spec.tokens / layout.cp, compute
     if isinstance(config, TransformerConfig):
         if layout.tp > 1:
