@@ -30,36 +30,12 @@ from mmm.parallel.dp.data_parallel import needs_no_fsdp
 from mmm.parallel.dp.fsdp import RESHARD_AFTER_FORWARD
 from mmm.parallel.pp.schedules import stages_of
 from mmm.plan.activations import KeptActivations, transformer_layer, vit_layer
-from mmm.plan.spec import ModelSpec
+from mmm.plan.spec import ModelSpec, Sizes
 
 Moment = tuple[float, float, float]  # bytes of gradients, gathered parameters, buffers
 PARTS = ("parameters", "gradients", "optimizer", "activations", "gathered", "buffers", "logits")
 WIDTHS = {"bf16": (4, 2), "fp16": (4, 2), "fp32": (4, 4), "fp64": (8, 8)}  # dtype → bytes of storage, of compute
 STATE = {"adamw": 2, "lamb": 2, "muon": 1, "lars": 1, "sgd": 0}  # elements of optimizer state for a parameter
-
-
-class Sizes(NamedTuple):
-    """Elements of parameters on a rank.
-
-    Attributes:
-        local: as tp and ep leave them. padded: until their rows divide over the ranks that shard them; sharded: of
-            these its own. tensors, units: how many parameters and FSDP units they are.
-        last, largest, layer: padded, of the last part, the largest, and the largest but for the head; of what FSDP
-            gathers as one.
-        tiled: padded, of what is gathered in tiles instead. tile: the largest of them. tiles: how many they are.
-    """
-
-    local: int
-    padded: int
-    sharded: int
-    tensors: int = 0
-    units: int = 0
-    last: int = 0
-    largest: int = 0
-    layer: int = 0
-    tiled: int = 0
-    tile: int = 0
-    tiles: int = 0
 
 
 class Backward(NamedTuple):

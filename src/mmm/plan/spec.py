@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 from mmm.parallel.plan import Plan
 
@@ -31,6 +31,30 @@ class Matrix:
         elif self.dim is not None:
             shape[self.dim] = -(-shape[self.dim] // tp)
         return tuple(shape)
+
+
+class Sizes(NamedTuple):
+    """Elements of parameters on a rank.
+
+    Attributes:
+        local: as tp and ep leave them. padded: until their rows divide over the ranks that shard them; sharded: of
+            these its own. tensors, units: how many parameters and FSDP units they are.
+        last, largest, layer: padded, of the last part, the largest, and the largest but for the head; of what FSDP
+            gathers as one.
+        tiled: padded, of what is gathered in tiles instead. tile: the largest of them. tiles: how many they are.
+    """
+
+    local: int
+    padded: int
+    sharded: int
+    tensors: int = 0
+    units: int = 0
+    last: int = 0
+    largest: int = 0
+    layer: int = 0
+    tiled: int = 0
+    tile: int = 0
+    tiles: int = 0
 
 
 @dataclass(frozen=True, eq=False)
