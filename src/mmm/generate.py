@@ -12,6 +12,7 @@ from torch import nn
 
 from mmm.checkpoint.model_metadata import ModelMetadata
 from mmm.data.text.byte_tokenizer import Tokenizer
+from mmm.data.text.chat_template import chat_template_of
 from mmm.data.text.tokenizer import tokenizer_of
 from mmm.errors import CheckpointError, ConfigError, DataError
 from mmm.layout import Layout, Techniques
@@ -117,7 +118,37 @@ def config_of(weights: Weights) -> LanguageConfig:
 
 def tokenizer_on_disk(metadata: ModelMetadata) -> Tokenizer | None:
     """The tokenizer of a model on disk, if it has one."""
-    return None if metadata.tokenizer is None else tokenizer_of(Path(metadata.tokenizer[0]), metadata.tokenizer[1])
+    if metadata.tokenizer is None:
+        return None
+    tokenizer = tokenizer_of(Path(metadata.tokenizer[0]), metadata.tokenizer[1])
+    tokenizer.chat = metadata.chat
+    return tokenizer
+
+
+def chat_prompt(prompt: str, tokenizer: Tokenizer | None) -> str:
+    """A message by the tokenizer's chat template, up to where its answer begins. A tokenizer without one gets the
+    plain one.
+
+    Raises:
+        DataError: no tokenizer; the template does not take it.
+    """
+    if tokenizer is None:
+        raise DataError("--chat: no tokenizer is known, which a chat template belongs to")
+    template = chat_template_of(tokenizer)
+    tokenizer.chat = template.format
+    return template.render([{"role": "user", "content": prompt}], add_generation_prompt=True)
+
+
+def end_of_answers(tokenizer: Tokenizer | None) -> tuple[int, ...]:
+    """The token that ends an answer, where the tokenizer's chat template has one."""
+    if tokenizer is None or tokenizer.chat is None:
+        return ()
+    text = tokenizer.chat.special_tokens.get("eos_token", "")
+    try:
+        tokens = tokenizer.encode(text.encode()).tolist()
+    except DataError:
+        return ()
+    return tuple(tokens) if len(tokens) == 1 else ()
 
 
 def evaluation_model(

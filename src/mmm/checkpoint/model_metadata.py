@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,19 @@ TOKENIZERS = ("tokenizer.json", "tokenizer.model")  # names of their files, in w
 
 
 @dataclass(frozen=True)
+class ChatFormat:
+    """How a conversation is written as text.
+
+    Attributes:
+        template: in Jinja, as `transformers` takes it; empty where a tokenizer has none.
+        special_tokens: by the names that the template calls them by, such as ``eos_token``.
+    """
+
+    template: str = ""
+    special_tokens: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
 class ModelMetadata:
     """
     Attributes:
@@ -24,6 +38,7 @@ class ModelMetadata:
             none.
         notes: what is not taken along, for people.
         bos: the tokens that begin a text; empty where nobody says.
+        chat: of the tokenizer; None where nobody says.
     """
 
     block: int | None = None
@@ -31,11 +46,13 @@ class ModelMetadata:
     tokenizer: tuple[str, bytes] | None = None
     notes: tuple[str, ...] = ()
     bos: tuple[int, ...] = ()
+    chat: ChatFormat | None = None
 
     def describe(self) -> dict[str, Any]:
         """What a checkpoint's `Manifest.about` says of the model, beside its file of the tokenizer."""
         tokenizer = None if self.tokenizer is None else self.tokenizer[0]
-        return {"block": self.block, "bos": list(self.bos), "eos": list(self.eos), "tokenizer": tokenizer}
+        about = {"block": self.block, "bos": list(self.bos), "eos": list(self.eos), "tokenizer": tokenizer}
+        return about if self.chat is None else about | {"chat": asdict(self.chat)}
 
     def write_tokenizer(self, folder: Path) -> dict[str, FileSum]:
         """Write the tokenizer's file into a folder; its sum, by name. Empty where there is no file."""

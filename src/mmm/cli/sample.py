@@ -39,6 +39,7 @@ def main(argv: list[str]) -> int:
         text = about if default is None else f"{about} ({default})"
         flags = dict.fromkeys((f"--{name}", f"--{name.replace('-', '_')}"))
         parser.add_argument(*flags, type=kind, default=default, metavar="N", help=text)
+    parser.add_argument("--chat", action="store_true", help="the prompt is a message, by the model's chat template")
     parser.add_argument("--show", action="store_true", help="at each step, the five likeliest tokens as bars")
     parser.add_argument("--dtype", default="auto", choices=["auto", "fp32", "bf16", "fp64"])
     parser.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda", "xpu", "mps"])
@@ -61,10 +62,12 @@ def _sample(args: Any) -> None:
     from mmm.cli.written_text import TextWriter
     from mmm.errors import ConfigError
     from mmm.generate import (
+        chat_prompt,
         check_block,
         checked,
         config_of,
         encode_prompt,
+        end_of_answers,
         evaluation_model,
         load_weights,
         sample_text,
@@ -90,7 +93,11 @@ def _sample(args: Any) -> None:
     metadata = weights.metadata
     block = args.block or metadata.block or 2048
     check_block(config, block)
-    prompt = encode_prompt(args.prompt, tokenizer, block, config.vocab_size, metadata.bos)
+    text, bos, ends = args.prompt, metadata.bos, metadata.eos
+    if args.chat:
+        text, bos = chat_prompt(args.prompt, tokenizer), ()
+        ends = (*metadata.eos, *end_of_answers(tokenizer))
+    prompt = encode_prompt(text, tokenizer, block, config.vocab_size, bos)
     assert tokenizer is not None
     rank = locate(rank, args.timeout)
     device = choose_device(args.device, rank)
@@ -99,12 +106,11 @@ def _sample(args: Any) -> None:
         model = evaluation_model(config, layout, precision, device, args.timeout)
         load_weights(rank, model, weights)
         began, vocabulary, most = time.monotonic(), config.vocab_size, args.max_new_tokens
-        ends = metadata.eos, metadata.bos
-        writer = TextWriter(tokenizer, metadata.eos, bars=args.show) if rank.is_main else None
+        writer = TextWriter(tokenizer, ends, bars=args.show) if rank.is_main else None
         if writer is not None:
-            writer.begin(prompt[len(metadata.bos) :])
+            writer.begin(prompt[len(bos) :], is_part=not args.chat)
         shown = SHOWN if args.show else 0, None if writer is None else writer.add
-        _, many = sample_text(model, prompt, tokenizer, most, sampling, block, vocabulary, *ends, *shown)
+        _, many = sample_text(model, prompt, tokenizer, most, sampling, block, vocabulary, ends, bos, *shown)
         if writer is not None:
             writer.end()
             seconds = time.monotonic() - began

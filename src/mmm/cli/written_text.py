@@ -30,8 +30,14 @@ class TextWriter:
         self._terminal = sys.stdout.isatty()
         self._color = self._terminal and "NO_COLOR" not in os.environ and os.environ.get("TERM") != "dumb"
 
-    def begin(self, prompt: Sequence[int]) -> None:
-        self._write(self._stream.add(prompt))
+    def begin(self, prompt: Sequence[int], is_part: bool = True) -> None:
+        """
+        Args:
+            is_part: of the text that is written.
+        """
+        text = self._stream.add(prompt)
+        if is_part:
+            self._write(text)
 
     def add(self, token: int, likeliest: Sequence[tuple[int, float]]) -> None:
         """A token that has been drawn.

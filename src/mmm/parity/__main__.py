@@ -75,9 +75,9 @@ class Options:
     """For --layout. Default: none."""
     tile_weights: int | None = None
     """For --layout with dp or cp: tiles that large matrices are gathered in. Default: 1."""
-    data: Literal["made_up", "digits", "packed"] | None = None
-    """For --layout: digits are real images, for models that take images; packed: several documents in a sequence, for
-    the Transformer. Default: made up by the model's own file."""
+    data: Literal["made_up", "digits", "packed", "chats"] | None = None
+    """For --layout: digits are real images, for models that take images; for the Transformer packed, several
+    documents in a sequence, and chats, of which only answers have targets. Default: made up by the model's own file."""
     timeout: float = 300.0
     """Seconds that a layout may take before it counts as hanging."""
     outdir: Path | None = None

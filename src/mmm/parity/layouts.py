@@ -25,7 +25,7 @@ class ParityCase(Techniques):
     Attributes:
         model: its name (`mmm.parity.models`). layout: the name as `canonical` writes it.
         data: ``made_up``, by the model's own module; ``digits``, real images; ``packed``, made up, several documents in
-            a sequence, whose attention and positions end with them.
+            a sequence, whose attention and positions end with them; ``chats``, of which only answers have targets.
         optimizers: one training each.
     """
 
@@ -145,19 +145,20 @@ _IMAGES = {
 _REAL = {layout: f"{_IMAGES[layout]} digits" for layout in ("dp2", "pp2")}
 MATRIX: dict[str, dict[str, str]] = {
     "transformer": {
-        "1": "- full selective packed",
-        "dp2": f"{_ALL_DP} packed ddp+packed tiles full+tiles lars+lamb zero1+lars+lamb zero2+lars+lamb ddp+lars+lamb",
+        "1": "- full selective packed chats",
+        "dp2": f"{_ALL_DP} packed ddp+packed tiles full+tiles lars+lamb zero1+lars+lamb zero2+lars+lamb ddp+lars+lamb "
+        "chats",
         "dp4": f"{_ALL_DP} tiles",
         "dp8": "fsdp",
         "dp_replicate2": "fsdp ddp",
         "dp_replicate2·dp_shard2": "fsdp packed tiles lars+lamb",
-        "tp2": "- packed lars+lamb",
+        "tp2": "- packed lars+lamb chats",
         "tp4": "-",
         "tp8": "-",
-        "cp2": "ring ulysses packed ulysses+packed",
+        "cp2": "ring ulysses packed ulysses+packed chats",
         "cp4": "ring ulysses usp packed ulysses+packed usp+packed",
         "cp8": "ring usp",
-        "pp2": f"{_SCHEDULES} packed ZBVZeroBubble+packed lars+lamb",
+        "pp2": f"{_SCHEDULES} packed ZBVZeroBubble+packed lars+lamb chats",
         "pp4": _SCHEDULES,
         "dp2·tp2": "- full packed full+packed tiles lars+lamb",
         "dp4·tp2": "-",
@@ -179,8 +180,8 @@ MATRIX: dict[str, dict[str, str]] = {
         "dp_replicate2·dp_shard2·tp2": "-",
         "dp_replicate2·dp_shard2·cp2": "-",
         "pp2·dp_replicate2·dp_shard2": "-",
-        "dp2·cp2·tp2": "ring ulysses packed",
-        "pp2·dp2·tp2": "1F1B Interleaved1F1B ZBVZeroBubble packed tiles lars+lamb",
+        "dp2·cp2·tp2": "ring ulysses packed chats",
+        "pp2·dp2·tp2": "1F1B Interleaved1F1B ZBVZeroBubble packed tiles lars+lamb chats",
         "pp2·cp2·tp2": "- packed",
         "pp2·dp2·cp2": "- packed ulysses+packed",
     },
@@ -293,7 +294,7 @@ FIELDS = {
     **dict.fromkeys(_SCHEDULES.split(), "schedule"),
     **dict.fromkeys(("ring", "ulysses", "usp"), "cp_style"),
     **dict.fromkeys(("full", "selective"), "checkpointing"),
-    **dict.fromkeys(("digits", "packed"), "data"),
+    **dict.fromkeys(("digits", "packed", "chats"), "data"),
     "tiles": "tile_weights",
 }
 VALUES = {"tiles": 3}  # of a name that is not its value; 3 divides no shard

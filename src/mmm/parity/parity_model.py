@@ -22,6 +22,7 @@ class ParityModel:
             batch. None: cross-entropy.
         documents: as `batch`, for ``--data packed``: with `PADDING` where a token has no target, and as a third tensor
             ``document_starts``, (batch, seq).
+        chats: as `batch`, for ``--data chats``: with `PADDING` for each token that is of no answer.
         after_step: changes the model after the optimizer's step, on one device, as a step on a mesh does.
         least_microbatches: of a step without a pipeline, where the layout leaves so many samples to a rank. 2, so that
             a loss which is wrong by their number shows.
@@ -32,6 +33,7 @@ class ParityModel:
     batch: Callable[[int, torch.Generator], tuple[Tensor, Tensor]]
     loss: Callable[[Tensor, Tensor], Tensor] | None = None
     documents: Callable[[int, torch.Generator], tuple[Tensor, Tensor, Tensor]] | None = None
+    chats: Callable[[int, torch.Generator], tuple[Tensor, Tensor]] | None = None
     after_step: Callable[[nn.Module], None] | None = None
     least_microbatches: int = 2
 

@@ -18,6 +18,7 @@ from mmm.parity.optimizers import make_optimizer
 from mmm.parity.parity_model import ParityModel
 
 GLOBAL_BATCH = 16  # samples, if not said otherwise: 8 data-parallel coordinates of 2 micro-batches, or 4 stages of 8
+WITH_PADDING = ("packed", "chats")  # data of which some tokens have no target
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32}
 
 
@@ -50,13 +51,17 @@ def batch(parity: ParityModel, training: Training, step: int) -> tuple[Tensor, .
     ``document_starts``, which the model's forward takes.
 
     Raises:
-        ConfigError: digits for a model that takes no images, packed for one that takes no documents.
+        ConfigError: digits for a model that takes no images, packed or chats for one that takes none of these.
     """
     generator = torch.Generator().manual_seed(1_000_003 * training.seed + step)
     if training.data == "packed":
         if parity.documents is None:
             raise ConfigError("--data packed: the model takes no documents (ParityModel.documents); leave it out")
         return parity.documents(training.global_batch, generator)
+    if training.data == "chats":
+        if parity.chats is None:
+            raise ConfigError("--data chats: the model takes no conversations (ParityModel.chats); leave it out")
+        return parity.chats(training.global_batch, generator)
     inputs, targets = parity.batch(training.global_batch, generator)
     if training.data == "digits":
         if inputs.ndim != 4 or inputs.shape[-1] != inputs.shape[-2]:
@@ -93,7 +98,7 @@ def train(parity: ParityModel, training: Training, optimizer: str) -> Reference:
         named = {"document_starts": documents[0]} if documents else {}
         if has_dropout(model):
             named["sample_keys"] = sample_keys(training.seed, step, 0, training.global_batch)
-        count = int((targets != PADDING).sum()) if documents else targets.numel()
+        count = int((targets != PADDING).sum()) if training.data in WITH_PADDING else targets.numel()
         loss = parity.mean_loss(model(inputs, **named), targets, count)
         loss.backward()
         for parameter in model.parameters():  # what no sample of the batch has used

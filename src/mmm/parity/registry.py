@@ -27,6 +27,7 @@ REGISTRY = {
         plan=transformer_plan,
         batch=transformer.make_batch,
         documents=transformer.make_documents,
+        chats=transformer.make_chats,
     ),
     "llama": ParityModel(model=llama.small_model, plan=transformer_plan, batch=transformer.make_batch),
     "moe": ParityModel(

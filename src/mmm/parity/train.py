@@ -30,7 +30,7 @@ from mmm.parallel.pp.schedules import SCHEDULES
 from mmm.parity.layouts import LARGE_BATCH, ParityCase
 from mmm.parity.optimizers import RATES, make_optimizer
 from mmm.parity.parity_model import ParityModel
-from mmm.parity.reference import DTYPES, Reference, Training, batch
+from mmm.parity.reference import DTYPES, WITH_PADDING, Reference, Training, batch
 from mmm.runtime.device import Precision, choose_device
 from mmm.runtime.log import get_logger, ignore_views
 from mmm.runtime.process_group import gather_floats, process_group
@@ -155,7 +155,7 @@ def _train(
     differences: dict[str, float] = {}
     for step in range(training.steps):
         inputs, targets, *documents = batch(parity, training, step)
-        count = None if documents else targets.numel()
+        count = None if training.data in WITH_PADDING else targets.numel()
         named: dict[str, Any] = {"document_starts": documents[0][own].to(device)} if documents else {}
         if parallel_model.has_dropout:
             named["sample_keys"] = sample_keys(training.seed, step, first_sample, size, device)

@@ -14,6 +14,7 @@ from mmm.checkpoint.model_metadata import ModelMetadata
 from mmm.errors import CheckpointError
 from mmm.outside import short
 from mmm.weights import llama
+from mmm.weights.chat_format import chat_format_of_gguf
 from mmm.weights.gguf_format import open_parts
 from mmm.weights.gguf_tokenizer import GGUFTokenizer
 from mmm.weights.llama_keys import note_of, unknown_keys
@@ -71,7 +72,8 @@ class GGUFWeights(Weights):
         tokenizer = GGUFTokenizer(self.keys, path)
         notes = (*note_of(passed_over), *tokenizer.notes)
         block = self.keys.get(f"{ARCHITECTURE}context_length")
-        self.metadata = ModelMetadata(block, tokenizer.eos, tokenizer.file, notes, tokenizer.bos)
+        chat = None if tokenizer.file is None else chat_format_of_gguf(self.keys, path)
+        self.metadata = ModelMetadata(block, tokenizer.eos, tokenizer.file, notes, tokenizer.bos, chat)
 
     def _sizes(self) -> tuple[dict[str, Any], list[str]]:
         """Fields of ``TransformerConfig``, and the keys that are passed over."""

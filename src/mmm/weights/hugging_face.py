@@ -18,6 +18,7 @@ from mmm.errors import CheckpointError
 from mmm.history.record.folder import cannot_write
 from mmm.outside import is_plain_name, printable, read_json
 from mmm.weights import llama, llama_keys, safetensors
+from mmm.weights.chat_format import TEMPLATE, chat_format_of
 from mmm.weights.first_tokens import CONFIGS, first_tokens
 from mmm.weights.weights import TensorEntry, Weights
 
@@ -63,11 +64,13 @@ class HuggingFace(Weights):
         path = next((self.path / name for name in TOKENIZERS if (self.path / name).exists()), None)
         tokenizer = None if path is None else (path.name, read_tokenizer(path))
         bos: tuple[int, ...] = ()
+        chat = None
         if tokenizer is not None:
             about = {key: value for name in CONFIGS for key, value in _json(self.path / name, {}).items()}
             bos, note = first_tokens(tokenizer, about, self.path)
             self._notes += [note] if note else []
-        return ModelMetadata(config.get("max_position_embeddings"), eos, tokenizer, tuple(self._notes), bos)
+            chat = chat_format_of(about, self.path)
+        return ModelMetadata(config.get("max_position_embeddings"), eos, tokenizer, tuple(self._notes), bos, chat)
 
     def _files(self) -> list[safetensors.SafetensorsFile]:
         """The files of tensors, as `transformers` chooses them: the one file, before an index that is there as well."""
@@ -179,14 +182,25 @@ def export(weights: Weights, folder: Path, dtype: torch.dtype | None, shard: int
         tokenizer = metadata.tokenizer
         if tokenizer is not None and tokenizer[0] and not tokenizer[1].startswith(b'{"kind": "chars"'):
             (partial / tokenizer[0]).write_bytes(tokenizer[1])
-            if tokenizer[0] == SENTENCE_PIECE:  # which does not say it itself
-                (partial / CONFIGS[1]).write_text(json.dumps({"add_bos_token": bool(metadata.bos)}))
+            _write_tokenizer_config(partial, metadata)
         elif tokenizer is not None:
             say("the tokenizer is bytes or characters, which transformers has no file for: it is left out")
         os.rename(partial, folder)
     except OSError as error:
         shutil.rmtree(partial, ignore_errors=True)
         raise cannot_write(folder, error) from None
+
+
+def _write_tokenizer_config(folder: Path, metadata: ModelMetadata) -> None:
+    """What the tokenizer's file does not say: a SentencePiece model, whether texts begin with BOS; a chat template."""
+    about: dict[str, Any] = {}
+    if metadata.tokenizer is not None and metadata.tokenizer[0] == SENTENCE_PIECE:
+        about["add_bos_token"] = bool(metadata.bos)
+    if metadata.chat is not None and metadata.chat.template:
+        about |= metadata.chat.special_tokens
+        (folder / TEMPLATE).write_text(metadata.chat.template, encoding="utf-8")
+    if about:
+        (folder / CONFIGS[1]).write_text(json.dumps(about))
 
 
 def _head_slabs(entry: TensorEntry, rows: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:

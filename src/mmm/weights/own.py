@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from mmm.checkpoint.manifest import MANIFEST, PARTIAL, FileSum, Manifest, broken_file, discard, read_manifest
-from mmm.checkpoint.model_metadata import TOKENIZERS, ModelMetadata, read_tokenizer
+from mmm.checkpoint.model_metadata import TOKENIZERS, ChatFormat, ModelMetadata, read_tokenizer
 from mmm.checkpoint.state import MODEL, one_line, shapes_of
 from mmm.checkpoint.storage import Writer, read_metadata
 from mmm.errors import CheckpointError
@@ -165,7 +165,18 @@ def _metadata(path: Path, manifest: Manifest) -> ModelMetadata:
         raise CheckpointError(f"{path}: its longest sequence is {short(block)}, which is no number of tokens")
     tokenizer = None if name is None else (name, read_tokenizer(path / name) if name else b"")
     first, last = (tokens_of(about, key, path / MANIFEST) for key in ("bos", "eos"))
-    return ModelMetadata(block, last, tokenizer, bos=first)
+    return ModelMetadata(block, last, tokenizer, bos=first, chat=_chat(about.get("chat"), path))
+
+
+def _chat(about: Any, path: Path) -> ChatFormat | None:
+    if about is None:
+        return None
+    template, tokens = (about.get(key) for key in ("template", "special_tokens")) if isinstance(about, dict) else "??"
+    if not (
+        isinstance(template, str) and isinstance(tokens, dict) and all(isinstance(t, str) for t in tokens.values())
+    ):
+        raise CheckpointError(f"{path}: its chat template is {short(about)}, which is none")
+    return ChatFormat(template, tokens)
 
 
 class _Slabs(DefaultSavePlanner):

@@ -77,7 +77,7 @@ def test_refused(tmp_path, name, content, words):
 
 def test_what_a_program_takes(tmp_path):
     (tmp_path / "a.jsonl").write_text(LINES)
-    with pytest.raises(DataError, match=r"--text .*a.jsonl is JSON lines: prepare it by mmm tokens .*a.jsonl -o a"):
+    with pytest.raises(DataError, match=r"--text .*a.jsonl is JSON lines, whose .* by mmm tokens .*a.jsonl -o a"):
         read_text_files([tmp_path / "a.jsonl"], check=refuse_other_formats)
     (tmp_path / "b.txt").write_bytes(b"a" * 40 + b"\xff")
     (tmp_path / "a.txt").write_text(TEXT)

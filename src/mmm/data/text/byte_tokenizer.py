@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from mmm.checkpoint.model_metadata import ChatFormat
 from mmm.data.text.tokens import BYTES
 from mmm.errors import ConfigError
 
@@ -18,6 +19,7 @@ class Tokenizer(ABC):
     Attributes:
         kind: bytes, chars, tokenizers or sentencepiece. vocab_size: tokens.
         content, file: what to keep beside tokens to decode them again, and its name; both empty for bytes.
+        chat: how conversations are written for it; None where nobody says.
         splittable: a text may be split between any two characters and encodes to the same tokens.
     """
 
@@ -25,6 +27,7 @@ class Tokenizer(ABC):
     vocab_size: int
     content = b""
     file = ""
+    chat: ChatFormat | None = None
     splittable = False
 
     @abstractmethod

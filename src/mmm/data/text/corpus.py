@@ -30,6 +30,7 @@ class Corpus:
         unit: what a token is called. tokenizer: None for bytes, and where nobody knows.
         documents: gives (documents,) int64, the tokens before the end of each document, over training and validation;
             None where no document's end is known.
+        is_chats: a target is a token of an answer (`mmm.data.text.chat_tokens`).
         bytes_per_token: of the text for validation; of a token file, of all its text. None where nobody knows.
     """
 
@@ -42,6 +43,7 @@ class Corpus:
     tokenizer: Tokenizer | None = None
     documents: Callable[[], TokenArray] | None = None
     bytes_per_token: float | None = None
+    is_chats: bool = False
 
     def describe(self) -> dict[str, object]:
         """What a run's record keeps of the data."""

@@ -9,7 +9,8 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterable
 from functools import lru_cache
-from typing import NamedTuple
+from pathlib import Path
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -30,13 +31,13 @@ def first_after(ends: TokenArray, token: int, begin: int = 0) -> int:
     return bisect_right(range(len(ends)), token, begin, key=lambda number: int(ends[number : number + 1][0]))
 
 
-def first_in(ends: TokenArray, text: TokenFile) -> int:
+def first_in(ends: TokenArray, text: TokenPart) -> int:
     """The first document of a part of a file. At the file's begin it is not searched for, by an order that they may not
     have: `edges_of` sees that, where it gets them all."""
     return first_after(ends, text.begin) if text.begin else 0
 
 
-def edges_of(text: TokenFile, ends: TokenArray, begin: int, end: int) -> np.ndarray:
+def edges_of(text: TokenPart, ends: TokenArray, begin: int, end: int) -> np.ndarray:
     """In tokens of the part of the file: the ends of documents begin … end - 1, and before them the first's begin.
 
     Raises:
@@ -46,6 +47,14 @@ def edges_of(text: TokenFile, ends: TokenArray, begin: int, end: int) -> np.ndar
     if (edges[1:] < edges[:-1]).any():
         raise DataError(f"{text.path}: the ends of its documents are not in order: prepare it again")
     return np.clip(edges, text.begin, text.end) - text.begin
+
+
+class TokenPart(TokenArray, Protocol):
+    """A file of tokens, or a part of it, or what is like it in memory. begin, end: of the part, in tokens."""
+
+    path: Path
+    begin: int
+    end: int
 
 
 class DocumentTokens(FileTokens):
@@ -123,7 +132,7 @@ class PackedTokens(Tokens):
 
     def __init__(
         self,
-        text: TokenFile,
+        text: TokenPart,
         ends: TokenArray,
         seq_length: int,
         seed: int,
@@ -165,10 +174,18 @@ class PackedTokens(Tokens):
             tokens = self.text[begin : begin + length + 1]
             check_vocabulary(self.text.path, tokens, self.vocab_size)
             at = slice(filled, filled + length)
-            row[0, at], row[1, at], row[2, at] = tokens[:-1], tokens[1:], filled
+            row[0, at], row[1, at], row[2, at] = tokens[:-1], self.targets(begin, tokens), filled
             filled += length
         row[2, filled:] = filled
         return row if self.document_starts else row[:2]
+
+    def targets(self, begin: int, tokens: np.ndarray) -> np.ndarray:
+        """Of all tokens but the last: the next one.
+
+        Args:
+            begin: the first token's place in the text.
+        """
+        return tokens[1:]
 
     def _pieces(self, group: int, slot: int) -> Iterable[tuple[int, int]]:
         """Of a sequence of a group, its documents: the first token of each, and how many inputs."""

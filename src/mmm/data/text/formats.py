@@ -153,4 +153,7 @@ def refuse_other_formats(path: Path) -> None:
     """For a text that ``--text`` names: as `check_text_file`, and raises DataError for JSON lines too."""
     if check_text_file(path, f"--text {path}"):
         made = f"mmm tokens {path} -o {path.stem}"
-        raise DataError(f"--text {path} is JSON lines: prepare it by {made}, and give that folder")
+        raise DataError(
+            f"--text {path} is JSON lines, whose first has neither messages nor prompt: of texts, prepare it by "
+            f"{made}, and give that folder"
+        )

@@ -53,7 +53,8 @@ class Mixture(Tokens):
 
     def sample(self, epoch: int, place: int) -> np.ndarray:
         source, count = self.source_of(epoch * self.samples + place)
-        return self.sources[source].sample(*divmod(count, self.sources[source].samples))
+        row = self.sources[source].sample(*divmod(count, self.sources[source].samples))
+        return np.stack((row[:-1], row[1:])) if self.has_padding and row.ndim == 1 else row
 
 
 @lru_cache(maxsize=4)

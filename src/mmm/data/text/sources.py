@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from mmm.data.text.byte_tokenizer import ByteTokenizer, Tokenizer
+from mmm.data.text.chat_sources import Chats, chat_samples, encode_chats, notes_of, read_chat_files
+from mmm.data.text.chat_tokens import FilledUp
+from mmm.data.text.chats import is_chat_file
 from mmm.data.text.corpus import Corpus, read_text_files, standard_library
 from mmm.data.text.documents import DocumentTokens, PackedTokens
 from mmm.data.text.file_tokens import FileTokens
@@ -61,7 +64,7 @@ class Sources:
         """
         flag = "--pack" if pack else "--document_mask"
         for corpus in self.corpora:
-            if (pack or document_mask) and corpus.documents is None:
+            if (pack or document_mask) and corpus.documents is None and not corpus.is_chats:
                 raise ConfigError(
                     f"{flag}: {corpus.source} does not say where documents end: prepare its texts by mmm tokens"
                 )
@@ -70,7 +73,9 @@ class Sources:
             found: list[Tokens] = []
             for corpus in self.corpora:
                 text, documents = part(corpus), corpus.documents
-                if isinstance(text, TokenFile) and documents is not None and (pack or document_mask):
+                if corpus.is_chats:
+                    found.append(chat_samples(text, seq_length, seed, shuffle, vocab_size, pack, document_mask))
+                elif isinstance(text, TokenFile) and documents is not None and (pack or document_mask):
                     given = (text, documents(), seq_length, seed, shuffle)
                     if pack:
                         found.append(PackedTokens(*given, vocab_size=vocab_size, document_starts=document_mask))
@@ -82,7 +87,15 @@ class Sources:
                     found.append(TextTokens(text, seq_length, seed, shuffle, unit=corpus.unit))
             return found[0] if len(found) == 1 else Mixture(found, self.weights, seed)
 
-        return samples(lambda corpus: corpus.train, True), samples(lambda corpus: corpus.validation, False)
+        train, validation = (
+            samples(lambda corpus: corpus.train, True),
+            samples(lambda corpus: corpus.validation, False),
+        )
+        return train, FilledUp(validation) if any(corpus.is_chats for corpus in self.corpora) else validation
+
+    def notes(self, seq_length: int) -> list[str]:
+        """What is to be said of the data at the start of a run."""
+        return [note for corpus in self.corpora if corpus.is_chats for note in notes_of(corpus, seq_length)]
 
     def describe(self) -> dict[str, object]:
         """What a run's record keeps of the data."""
@@ -116,23 +129,29 @@ def open_sources(
         without = next(path for path, weight in given if weight is None)
         raise ConfigError(f"--text {without} has no weight, and {weighted[0]} has one: give each one, or none")
     files = [open_tokens(path) for path, _ in given]
-    if any(files) and len(files) > 1 and not weighted:
+    chats = [found is None and is_chat_file(path) for found, (path, _) in zip(files, given, strict=True)]
+    if (any(files) or (any(chats) and not all(chats))) and len(files) > 1 and not weighted:
         example = " ".join(f"{path}:{1 / len(given):.2g}" for path in text)
-        raise ConfigError(f"--text: give each of several token files a weight, such as {example}")
+        kind = "token files" if any(files) else "files, of texts and of conversations,"
+        raise ConfigError(f"--text: give each of several {kind} a weight, such as {example}")
     chosen, of_text = _tokenizer(files, tokenizer), tokenizer == CharTokenizer.kind
     if chosen is None and not of_text and not (files and all(files)):
         chosen = default() or ByteTokenizer()
     between_characters = chosen is None or chosen.kind != ByteTokenizer.kind
+    texts: list[Corpus | Chats]
     if any(files) or weighted:
-        texts = [found or _read([path], between_characters) for found, (path, _) in zip(files, given, strict=True)]
+        texts = [
+            found or (read_chat_files([path]) if is_chat else _read([path], between_characters))
+            for found, is_chat, (path, _) in zip(files, chats, given, strict=True)
+        ]
     else:
-        texts = [_read(text, between_characters) if text else standard_library()]
+        texts = [
+            read_chat_files(text) if any(chats) else _read(text, between_characters) if text else standard_library()
+        ]
         weights = [1.0]
     if chosen is None and of_text:
-        chosen = CharTokenizer.of(
-            part[:].tobytes() for each in texts if each.unit == "bytes" for part in (each.train, each.validation)
-        )
-    corpora = tuple(each if each.unit == "tokens" else _encoded(each, chosen) for each in texts)  # type: ignore[arg-type]
+        chosen = CharTokenizer.of(part for each in texts for part in _parts(each))
+    corpora = tuple(_encoded(each, chosen) for each in texts)  # type: ignore[arg-type]
     return Sources(corpora, tuple(weight / math.fsum(weights) for weight in weights), chosen)
 
 
@@ -140,12 +159,24 @@ def _read(paths: Sequence[Path], between_characters: bool) -> Corpus:
     return read_text_files(paths, between_characters, refuse_other_formats)
 
 
-def _encoded(corpus: Corpus, tokenizer: Tokenizer) -> Corpus:
-    """A text of bytes as the tokens of another tokenizer, in memory.
+def _parts(text: Corpus | Chats) -> Iterable[bytes]:
+    """The text of what is not in tokens yet."""
+    if isinstance(text, Chats):
+        return text.plain_texts()
+    return (part[:].tobytes() for part in (text.train, text.validation) if text.unit == "bytes")
+
+
+def _encoded(corpus: Corpus | Chats, tokenizer: Tokenizer) -> Corpus:
+    """A text of bytes as the tokens of another tokenizer, in memory; what is in tokens as it is.
 
     Raises:
-        DataError: the text is no UTF-8, or has a character that the vocabulary lacks.
+        DataError: the text is no UTF-8, or has a character that the vocabulary lacks; a conversation that the chat
+            template does not take.
     """
+    if isinstance(corpus, Chats):
+        return encode_chats(corpus, tokenizer)
+    if corpus.unit == "tokens":
+        return corpus
     if tokenizer.kind == ByteTokenizer.kind:
         return corpus
     try:

@@ -14,6 +14,7 @@ from mmm.data.text.byte_tokenizer import ByteTokenizer, Tokenizer
 from mmm.data.text.tokens import BYTES
 from mmm.errors import ConfigError, DataError
 from mmm.outside import parse_json, read_file
+from mmm.weights.chat_format import chat_format_of_folder
 
 
 class CharTokenizer(Tokenizer):
@@ -124,7 +125,9 @@ def load_tokenizer(name: str | Path) -> Tokenizer:
         content = read_file(name)
     except OSError as error:
         raise DataError(f"--tokenizer {name}: {error.strerror or error}; give bytes, chars or a file") from None
-    return tokenizer_of(Path(name), content)
+    tokenizer = tokenizer_of(Path(name), content)
+    tokenizer.chat = chat_format_of_folder(Path(name).parent)
+    return tokenizer
 
 
 def tokenizer_of(name: Path, content: bytes) -> Tokenizer:

@@ -23,8 +23,9 @@ class TextOptions:
     """text: the Python standard library's source, byte by byte (or --text). shakespeare: 1.1 MB of plays, downloaded
     once a host. random: uniform tokens, to time."""
     text: tuple[Path, ...] = ()
-    """What to train on instead: files of text; or a folder of `mmm tokens`, nanoGPT's or llm.c's .bin, Megatron's .idx
-    and .bin. A mixture: each with a weight, as A:0.7 B:0.3."""
+    """What to train on instead: files of text, or of conversations (.jsonl: messages, or prompt and answer; the loss is
+    that of the answers); a folder of `mmm tokens`, nanoGPT's or llm.c's .bin, Megatron's .idx and .bin. A mixture: each
+    with a weight, as A:0.7 B:0.3."""
     tokenizer: Path | None = None
     """bytes, chars, a Hugging Face tokenizer.json or a SentencePiece .model. Default: that of a folder of `mmm tokens`,
     else bytes."""
@@ -82,6 +83,8 @@ class TextOptions:
         about: dict[str, object] = {"dataset": self.dataset, **sources.describe()}
         if given := [name for name, value in self.documents().items() if value]:
             about["documents"] = given
+        if notes := sources.notes(self.seq_length):
+            about["note"] = "; ".join(notes)
         return TextData(*tokens, about, sources.bytes_per_token, sources.tokenizer)
 
 

@@ -11,7 +11,7 @@ import tyro
 
 from mmm.data.text.byte_tokenizer import Tokenizer
 from mmm.errors import ConfigError
-from mmm.generate import checked, config_of
+from mmm.generate import checked, config_of, end_of_answers
 from mmm.models import gpt
 from mmm.models.gpt import GPTConfig, LanguageConfig
 from mmm.models.rope import RopeScaling
@@ -176,13 +176,14 @@ class SampleOptions:
 
 def text_ends(weights: Weights | None, tokenizer: Tokenizer | None) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """The tokens that begin a text, and those that end one: as the weights have them, but for a text of another
-    tokenizer than theirs, whose tokens mean something else.
+    tokenizer than theirs, whose tokens mean something else. Where nobody says what ends one: what ends an answer.
 
     Args:
         tokenizer: of the text; None where nobody knows.
     """
+    of_answers = end_of_answers(tokenizer)
     if weights is None:
-        return (), ()
+        return (), of_answers
     if tokenizer is not None and (own := weights.metadata.tokenizer) is not None and own[1] != tokenizer.content:
-        return (), ()
-    return weights.metadata.bos, weights.metadata.eos
+        return (), of_answers
+    return weights.metadata.bos, weights.metadata.eos or of_answers

@@ -90,7 +90,8 @@ class TokenTask(Task):
         self.steps_per_epoch = train.steps_per_epoch(self.global_batch_size)
         tokenizer = resolved.data.tokenizer
         kept = None if tokenizer is None else (tokenizer.file, tokenizer.content)
-        self.metadata, self.sample = ModelMetadata(train.seq_length, eos, kept, bos=bos), sample
+        chat = None if tokenizer is None else tokenizer.chat
+        self.metadata, self.sample = ModelMetadata(train.seq_length, eos, kept, bos=bos, chat=chat), sample
 
     def batches(self, epoch: int, first: int = 0) -> Iterator[Batch]:
         coordinate = self.run.layout.dp_coordinate(self.run.rank.rank)
