@@ -48,10 +48,10 @@ def test_table_and_plot_of_logs(study, capsys):
     assert command.main(study) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split() for line in lines[:4]] == [
-        ["model", "ranks", "start", "stop", "seconds"],
-        ["GPT1T", "8", "2023-11-02", "12:00:00", "2023-11-02", "12:01:10", "70"],
-        ["GPT25B", "8", "2023-11-02", "18:33:23", "2023-11-02", "18:33:50", "27"],
-        ["GPT25B", "16", "2023-11-02", "18:59:52", "2023-11-02", "19:00:46", "54"],
+        ["model", "ranks", "start", "stop", "seconds", "log"],
+        ["GPT1T", "8", "2023-11-02", "12:00:00", "2023-11-02", "12:01:10", "70", "c.log"],
+        ["GPT25B", "8", "2023-11-02", "18:33:23", "2023-11-02", "18:33:50", "27", "a.log"],
+        ["GPT25B", "16", "2023-11-02", "18:59:52", "2023-11-02", "19:00:46", "54", "b.log"],
     ]
     assert any("seconds against ranks" in line for line in lines)
     assert lines[-1] == "  a GPT1T   b GPT25B"
@@ -59,6 +59,44 @@ def test_table_and_plot_of_logs(study, capsys):
     assert sum(line.count("b") for line in drawn) == 2
     assert sum(line.count("a") for line in drawn) == 1
     assert max(map(len, lines)) <= 100
+
+
+def test_a_study_of_119_logs_is_one_table(tmp_path, capsys):
+    """Named as Megatron-DeepSpeed's job scripts name them: model and ranks are in the path alone; some never began."""
+    models, paths = ("SP_actCkpt_GPT125M", "actCkpt_GPT1T_4L", "GPT2_7B"), []
+    for number in range(119):
+        hosts, start = 2 ** (number % 4), f"{10 + number // 60:02}{number % 60:02}30"
+        folder = tmp_path / f"gpt_{models[number % 3]}_z1_seqlen2048_mp8_pp2_sp1_nl4_hs25600_gb16_mb1" / "logs"
+        folder.mkdir(parents=True, exist_ok=True)
+        path = folder / f"user-x3004c0s13b0n0-nhosts{hosts}-ngpu{4 * hosts}-2023-11-02-{start}.log"
+        stop = f"{10 + (number + 1) // 60:02}:{(number + 1) % 60:02}:{number % 60:02},122"  # of the next minute
+        step = f"[2023-11-02 {stop}] [INFO] [logging.py:96:log_dist] [Rank 0] step=0, skipped=0, lr=[0.0, 0.0]"
+        path.write_text(f"Job started at: 2023-11-02-{start} on x3004c0s13b0n0\n{step if number else ''}\n")
+        paths.append(str(path))
+    assert cli.main(["startup", *paths]) == 0
+    out, error = capsys.readouterr()
+    rows = [line.split() for line in out.splitlines()[1:119]]
+    assert [row[0] for row in rows] == sorted(row[0] for row in rows)
+    assert {row[0] for row in rows} == {"GPT125M", "GPT1T_4L", "GPT2_7B"}
+    assert {row[1] for row in rows} == {"4", "8", "16", "32"}
+    assert len({row[7] for row in rows}) == 118  # of each its log
+    by_log = {row[7]: row for row in rows}
+    assert by_log["user-x3004c0s13b0n0-nhosts8-ngpu32-2023-11-02-105930.log"][6] == "89"  # 10:59:30 to 11:00:59
+    assert error.startswith(f"left out: {paths[0]}: a job began")
+
+
+def test_a_report_of_logs(tmp_path, capsys):
+    """Its seconds are those between its times: 19:11:01 to 19:12:15 are 74, not 191215 - 191101."""
+    row = "> |  `user-nid1-nhosts2-ngpu8-2023-10-05-{0}.log`  | GPT1T_1L |  8  | 2023-10-05-{0} | {1} | 1 | 2 | 114 |"
+    times = [("191101", "2023-10-05-191215"), ("235930", "2023-10-06-000031")]
+    rows = "\n".join(row.format(*each) for each in times)
+    (tmp_path / "report.md").write_text(f"# Times\n> | **model** | dt |\n> |:--:|:--:|\n{rows}\n")
+    assert cli.main(["startup", str(tmp_path / "report.md")]) == 0
+    found = [line.split() for line in capsys.readouterr().out.splitlines()[1:3]]
+    assert [(each[0], each[1], each[6]) for each in found] == [("GPT1T_1L", "8", "74"), ("GPT1T_1L", "8", "61")]
+    (tmp_path / "report.md").write_text(row.format("191101", "2023-10-05-191059"))
+    assert cli.main(["startup", str(tmp_path / "report.md")]) == 2
+    assert "lies before the start of its job" in capsys.readouterr().err
 
 
 def test_picture(study, tmp_path, capsys):
@@ -75,7 +113,7 @@ def test_records(study, tmp_path, capsys):
     assert command.main([run]) == 0
     out = capsys.readouterr().out
     assert out.splitlines()[1].split()[0:2] == ["fsdp_tp", "2"]
-    assert out.splitlines()[1].endswith(" 5.25")
+    assert out.splitlines()[1].endswith(f" 5.25  {run}")
     assert "rank 1 on b: 5.25 s" in out
     assert command.main([run, *study, "--model", "mine"]) == 0
     out = capsys.readouterr().out

@@ -19,6 +19,8 @@ RUN is a run's folder; its start lasts from `launch` (or MMM_STARTED_AT) to the 
 LOG is any program's log with a line `Job started at: 2023-11-02-183323 on HOST`, which a job script writes with
   echo "Job started at: $(date +%Y-%m-%d-%H%M%S) on $(hostname)"
 and a later line with a time and `iter` or `step` and its number. A log may hold several jobs, one after another.
+Of logs named …GPT1T_4L_z1_…/logs/…-nhosts4-ngpu16-….log model and ranks are in the path. LOG may also be a report of
+such logs: a Markdown table of log, model, ranks, start and stop.
 """
 
 
@@ -94,14 +96,14 @@ def _read(path: Path, model: str | None, ranks: int | None) -> tuple[list[Logged
 
 
 def table(starts: Sequence[LoggedStart]) -> str:
-    """model, ranks, start, stop, seconds: a line each."""
+    """model, ranks, start, stop, seconds, log: a line each."""
     width = max(5, *(len(each.model) for each in starts))
-    lines = [f"{'model':<{width}}{'ranks':>7}  {'start':<19}  {'stop':<19}{'seconds':>10}"]
+    lines = [f"{'model':<{width}}{'ranks':>7}  {'start':<19}  {'stop':<19}{'seconds':>10}  log"]
     for each in starts:
         full_seconds = not each.start.microsecond and not each.stop.microsecond
         lines.append(
             f"{each.model:<{width}}{each.ranks:>7}  {each.start:%Y-%m-%d %H:%M:%S}  "
-            f"{each.stop:%Y-%m-%d %H:%M:%S}{each.seconds:>10.{0 if full_seconds else 2}f}"
+            f"{each.stop:%Y-%m-%d %H:%M:%S}{each.seconds:>10.{0 if full_seconds else 2}f}  {each.log}"
         )
     return "\n".join(lines)
 
@@ -130,7 +132,7 @@ def _of_record(folder: Path, config: dict[str, Any], model: str | None) -> Logge
             f"{folder}: this run had no first step ({config.get('module')} does not train), so its start "
             "has no end; its parts are in config.json, under `startup`."
         )
-    return LoggedStart(model or str(config["module"]), len(config["ranks"]), *span)
+    return LoggedStart(model or str(config["module"]), len(config["ranks"]), *span, str(folder))
 
 
 if __name__ == "__main__":
