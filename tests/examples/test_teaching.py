@@ -2,6 +2,8 @@
 
 import json
 import math
+import re
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -235,6 +237,19 @@ def test_collectives_draw_and_time(tmp_path):
         np.testing.assert_allclose(moved, factor(name, 2) * data.bytes, rtol=1e-9)
 
 
+@pytest.mark.long
+def test_a_rank_that_is_absent_is_named(tmp_path):
+    command = [LAUNCH, "-n", "3", "--device", "cpu", "python3", "-m", "mmm.examples.collectives", "--break", "absent"]
+    done = subprocess.run([*command, "--outdir", tmp_path], capture_output=True, text=True, timeout=PATIENCE)
+    assert done.returncode == 1
+    host = re.escape(socket.gethostname())
+    waits = r"all_reduce \(number \d+ of the world, ranks 0-2, \(3,\) Float\)"
+    assert re.search(rf"hang: rank 2 on {host} did not come to {waits} within 3 s", done.stderr), done.stderr
+    assert re.search(rf"  rank 2 \({host}\): before the first step, at mmm/examples/collectives.py", done.stderr)
+    assert re.search(rf"  ranks 0-1 .* waiting in {waits}, at mmm/examples/collectives.py", done.stderr)
+    assert mmm.history.state(tmp_path) == "failed"
+
+
 def test_factors():
     factors = {name: factor(name, 4) for name in collectives.COLLECTIVES}
     part = dict.fromkeys(("all_gather", "scatter", "reduce_scatter", "all_to_all"), 0.75)
@@ -250,6 +265,7 @@ def test_factors():
         (tensor_parallel, {}, 5, "5 ranks do not divide the sequence of 24 and the widths: start 1 or 2 or 3 or 4"),
         (collectives, {"sizes": (2,)}, 2, "repeats begin at 1, and sizes at 4 bytes"),
         (collectives, {"repeats": 0}, 2, "--repeats 0"),
+        (collectives, {"break_": "absent"}, 1, "--break absent on 1 rank: nobody waits for it"),
     ],
     ids=lambda value: value.__name__.rpartition(".")[2] if hasattr(value, "__name__") else "",
 )

@@ -1,13 +1,12 @@
 """Collectives: what each rank holds before and after, and how fast they are.
 
     launch python3 -m mmm.examples.collectives
+    launch -n 4 --device cpu python3 -m mmm.examples.collectives --break absent
 
-Every way of training is made of these seven, and of sends from one rank to another. First each moves a few numbers
-(rank r begins with r0, r1, …, one for each rank; sums are over ranks), and a table shows what is where; then larger
-buffers are timed.
+Every way of training is made of these seven, and of sends. First each moves a few numbers (rank r begins with r0, r1,
+…, one for each rank; sums are over ranks), and a table shows what is where; then larger buffers are timed.
 
-With S the bytes of the whole buffer, and N ranks on links of bandwidth B in each direction, no algorithm is faster than
-(factor · S) / B::
+S: the bytes of the whole buffer. On N ranks with links of B bytes/s each way, none is faster than factor · S / B::
 
       all-reduce                     2 (N-1)/N     each byte leaves every rank once to be summed, and comes back once
       all-gather, reduce-scatter       (N-1)/N     S: what all parts make together; the rank has 1/N of it already
@@ -15,54 +14,55 @@ With S the bytes of the whole buffer, and N ranks on links of bandwidth B in eac
       broadcast, reduce                   1        all S have to leave rank 0, or to get there
 
 so factor · S / seconds is the bandwidth that the links were used at, whatever N; NCCL's tests call it bus bandwidth.
-
 Source: github.com/NVIDIA/nccl-tests, doc/PERFORMANCE.md.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
-from time import perf_counter
-from typing import NamedTuple
+from time import perf_counter, sleep
+from typing import ClassVar, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from mmm.errors import ConfigError
+from mmm.examples import _support as example
 from mmm.layout import Layout
 from mmm.parallel.dp.zero import all_gather, reduce_scatter
 from mmm.runtime.device import synchronize
 from mmm.runtime.process_group import gather_floats
 from mmm.runtime.ranks import whoami
 from mmm.traffic.collective_bytes import factor
-from mmm.trainer.config.command_line import parse, run_main
 from mmm.trainer.config.run import BaseOptions
 from mmm.trainer.run.record import add_row
 from mmm.trainer.run.standard import start_run
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(BaseOptions):
+class Config(example.BreakOptions):
     """Collectives, shown and timed; nothing is trained."""
 
+    BREAKS: ClassVar = {
+        "absent": "the last rank never comes to the first all-reduce, as one that alone validates, saves or has left "
+        "the loop. The others wait for it, without a word, until the time for a collective (here 3 s) is over.",
+    }
     sizes: tuple[int, ...] = (1 << 12, 1 << 16, 1 << 20, 1 << 23)
     """Bytes of the whole buffer, S; rounded to 4-byte numbers that the ranks divide."""
     repeats: int = 5
+    run: BaseOptions = BaseOptions()
 
 
 class Collective(NamedTuple):
-    """`call` takes (before, after) = (b, a): what a rank has, and where to put what it gets (at first its own).
-
-    `begins`, `ends`: how much each has, ``full`` (S bytes) or ``shard`` (1/N). `alone`: the side that only rank 0 has.
-    """
+    """`call` takes (before, after) = (b, a): what a rank has, and where to put what it gets (at first its own)."""
 
     call: Callable[[Tensor, Tensor], object]
-    begins: str = "full"
+    begins: str = "full"  # how much each has: full (S bytes) or shard (1/N)
     ends: str = "full"
-    alone: str = ""
+    alone: str = ""  # the side that only rank 0 has
 
 
 def scatter(before: Tensor, after: Tensor) -> None:
@@ -119,11 +119,16 @@ def seconds(collective: Collective, part: int, repeats: int, device: torch.devic
 
 
 def train(config: Config) -> None:
-    if config.repeats < 1 or not config.sizes or min(config.sizes) < 4:
-        sizes = " ".join(map(str, config.sizes))
-        raise ConfigError(f"--repeats {config.repeats} --sizes {sizes}: repeats begin at 1, and sizes at 4 bytes")
+    if (least := min(config.sizes, default=0)) < 4 or config.repeats < 1:
+        raise ConfigError(f"--repeats {config.repeats} --sizes {least}: repeats begin at 1, and sizes at 4 bytes")
     ranks = whoami().world_size
+    if config.break_ and ranks == 1:
+        raise ConfigError("--break absent on 1 rank: nobody waits for it; start with `launch -n 4`")
+    if config.break_:
+        config = replace(config, run=replace(config.run, timeout=min(config.run.timeout, 3.0)))
     with start_run("collectives", config, Layout().fit(ranks)) as run:
+        if config.break_ and run.rank.rank == ranks - 1:
+            sleep(10 * config.run.timeout)
         for name, collective in COLLECTIVES.items():
             by_rank: list = [None] * ranks
             dist.all_gather_object(by_rank, show(collective, run.device))
@@ -142,4 +147,4 @@ def train(config: Config) -> None:
 
 
 if __name__ == "__main__":
-    run_main(lambda: train(parse(Config, __doc__)))
+    example.run_main(lambda: train(example.parse(Config, __doc__)))

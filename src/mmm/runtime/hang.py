@@ -43,6 +43,7 @@ STILL = 5.0  # s without a mark of the clock, from which on a rank asks the stor
 ANSWERS = 5.0  # s that the first rank waits for the others' answers
 LINGER = 1.0  # s in which the message is read, and the rank that says it is ahead
 TIMED_OUT = re.compile("timed out|timeout", re.IGNORECASE)
+OTHERS = re.compile("/torch/|/lib/python3|<frozen|/mmm/runtime/")  # files that are not the program's
 PARTS = {  # function → part of the step
     "all_batches": "data",
     MODULE_CALL: "forward",
@@ -134,7 +135,10 @@ class HangWatch:
                 self._waits_in = entry or self._waits_in  # PyTorch drops what has timed out before its error arrives
                 late = entry is not None and _age(entry) > self.limit + self.pause
                 if late or (now - since > min(STILL, self.limit / 2) and self._asked()):
-                    self._tell(_stack(sys._current_frames().get(self._main)), timed_out=late)
+                    stack = _stack(sys._current_frames().get(self._main))
+                    if self._stop.is_set():  # the main thread has timed out too, and answers by its error
+                        return
+                    self._tell(stack, timed_out=late)
                     if not self._stop.wait(2 * LINGER):  # the main thread has not ended by itself
                         os._exit(1)
 
@@ -189,7 +193,7 @@ class HangWatch:
         if any("/torch/optim/" in file for file, *_ in stack):
             part = "optimizer"
         step = "before the first step" if self.clock.step is None else f"step {self.clock.step}"
-        own = [frame for frame in stack if not re.search(r"/torch/|/lib/python3|<frozen", frame[0])] or stack
+        own = [frame for frame in stack if not OTHERS.search(frame[0])] or stack
         file, line, name = own[-1] if own else ("?", 0, "?")
         place = f"{'/'.join(file.split('/')[-3:])}:{line} in {name}"
         entry = oldest_collective() or (self._waits_in if timed_out else None)
