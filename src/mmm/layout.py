@@ -179,21 +179,20 @@ def check_data_parallel(data_parallel: str, layout: Layout) -> None:
             f"hsdp keeps replicas of a model that is sharded over dp_shard, and the layout {layout} has one replica: "
             f"give dp_replicate, or use fsdp"
         )
-    if data_parallel in UNSHARDED:
-        if others := [axis for axis in ("pp", "cp", "tp", "ep") if getattr(layout, axis) > 1]:
-            there, alone = (
-                " · ".join(f"{axis} {size}" for axis, size in sizes)
-                for sizes in ([(axis, getattr(layout, axis)) for axis in others], [(axis, 1) for axis in others])
-            )
-            raise LayoutError(
-                f"{data_parallel} keeps the full model on every rank, which does not go with {there}: "
-                f"use fsdp, or {alone}"
-            )
-        if layout.dp_replicate > 1 and layout.dp_shard > 1:
-            raise LayoutError(
-                f"{data_parallel} has one data-parallel axis, and the layout has dp_replicate {layout.dp_replicate} "
-                f"and dp_shard {layout.dp_shard}: use hsdp, or leave dp_replicate 1"
-            )
+    others = [axis for axis in ("pp", "cp", "tp", "ep") if getattr(layout, axis) > 1]
+    there = " · ".join(f"{axis} {getattr(layout, axis)}" for axis in others)
+    if data_parallel == "ddp" and others:
+        alone = " · ".join(f"{axis} 1" for axis in others)
+        raise LayoutError(
+            f"ddp keeps the full model on every rank, which does not go with {there}: use zero1, which keeps what they "
+            f"leave of it, or fsdp, or {alone}"
+        )
+    if data_parallel in UNSHARDED and layout.dp_replicate > 1 and (layout.dp_shard > 1 or others):
+        with_others = f"dp_shard {layout.dp_shard}" if layout.dp_shard > 1 else there
+        raise LayoutError(
+            f"{data_parallel} has one data-parallel axis, and the layout has dp_replicate {layout.dp_replicate} and "
+            f"{with_others}: use hsdp, or leave dp_replicate 1"
+        )
 
 
 def batch_sizes(batch_size: int | None, global_batch_size: int | None, dp: int, default: int) -> tuple[int, int]:

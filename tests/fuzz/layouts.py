@@ -82,7 +82,7 @@ def _techniques(rng: random.Random, program: str, flags: Flags, axes: dict[str, 
         and dp > 1
         and "ep" in known
         and int(out.get("dp_replicate", 1)) in (0, 1)
-        and out.get("parallel", "fsdp") in ("fsdp", "zero3")
+        and out.get("parallel", "fsdp") in ("fsdp", "zero3", "zero1", "zero2")
         and rng.random() < 0.7
     ):
         sizes = [n for n in range(1, dp + 1) if dp % n == 0 and experts % n == 0]
@@ -132,6 +132,8 @@ def _data_parallel(rng: random.Random, others: int, dp: int) -> dict[str, Value]
     if dp > 1 and others == 1 and rng.random() < 0.5:
         kind = rng.choice(("ddp", "zero1", "zero2"))
         return {"parallel": kind} | ({"dp_replicate": str(dp)} if rng.random() < 0.3 else {})
+    if others > 1 and rng.random() < 0.3:
+        return {"parallel": rng.choice(("zero1", "zero1", "zero2"))}
     replicas = [n for n in range(2, dp + 1) if dp % n == 0]
     if replicas and rng.random() < 0.35:
         count = rng.choice(replicas)

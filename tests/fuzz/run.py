@@ -221,7 +221,7 @@ def _together(answers: list[Outcome], outdir: Path, goes_on: bool) -> Outcome:
 def _read(outcome: Outcome, outdir: Path) -> Outcome:
     """What the run has left on disk."""
     names = {path.name for path in outdir.iterdir()}
-    if outcome.kind == "ran" and (strange := names - RECORD):
+    if outcome.kind == "ran" and (strange := {name for name in names - RECORD if not name.startswith("fingerprints-")}):
         return Outcome("crashed", f"the run has left {', '.join(sorted(strange))}")
     with h5py.File(outdir / "train_dataset.h5") as data:  # a tenth of the time that xarray takes
         outcome.resumed_at = [mark["step"] for mark in json.loads(data.attrs.get("resumed", "[]"))]

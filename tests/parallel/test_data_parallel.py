@@ -229,8 +229,17 @@ def test_order_matters_and_is_said(run_on_ranks):
 @pytest.mark.parametrize(
     ("technique", "layout", "words"),
     [
-        ("ddp", Layout(dp_shard=2, tp=2), "ddp keeps the full model on every rank, .* tp 2: use fsdp, or tp 1"),
-        ("zero2", Layout(dp_shard=2, pp=2), "zero2 .* pp 2: use fsdp, or pp 1"),
+        (
+            "ddp",
+            Layout(dp_shard=2, tp=2),
+            "ddp keeps the full model on every rank, .* tp 2: use zero1, .* or fsdp, or tp",
+        ),
+        ("ddp", Layout(dp_shard=2, pp=2, ep=2), "ddp .* pp 2 · ep 2: use zero1, .* or fsdp, or pp 1 · ep 1"),
+        (
+            "zero1",
+            Layout(dp_replicate=2, dp_shard=1, tp=2),
+            "dp_replicate 2 and tp 2: use hsdp, or leave dp_replicate 1",
+        ),
         ("zero1", Layout(dp_replicate=2, dp_shard=2), "dp_replicate 2 and dp_shard 2: use hsdp, or leave"),
         ("hsdp", Layout(dp_shard=4), "the layout dp4 has one replica: give dp_replicate, or use fsdp"),
     ],

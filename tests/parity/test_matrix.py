@@ -44,6 +44,14 @@ CASES = [
     for case in [ParityCase(model=model, layout=layout, **{"optimizers": ("sgd",), **fields})]
 ]
 CASES += [
+    pytest.param(
+        ParityCase(model=model, layout=layout, data_parallel="zero1", optimizers=("sgd",)),
+        "fp64",
+        id=f"{model}-{layout}-zero1-fp64".replace("·", "."),
+    )
+    for model, layout in (("moe", "dp2·cp2·ep2"), ("moe", "dp2·tp2·ep2"), ("plain_gpt", "pp2·dp2"))
+]
+CASES += [
     pytest.param(case, "fp64", id=f"{case} of the matrix", marks=pytest.mark.long)
     for model in MATRIX
     for case in matrix(model)

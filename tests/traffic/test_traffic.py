@@ -116,6 +116,14 @@ LAYOUTS = {
     "fsdp × tp, bf16": ("text", Layout(tp=2), "fsdp", "ring", BF16),
     "fsdp × cp, ring": ("text", Layout(cp=2), "fsdp"),
     "cp × tp, ring": ("text", Layout(cp=2, tp=2), "fsdp"),
+    "zero1 × tp": ("text", Layout(tp=2), "zero1"),
+    "zero1 × tp, 2 micro-batches": ("text", Layout(tp=2), "zero1", "ring", FP32, 2),
+    "zero1 × tp, bf16": ("text", Layout(tp=2), "zero1", "ring", BF16),
+    "zero1 × cp, bf16": ("text", Layout(cp=2), "zero1", "ring", BF16),
+    "zero1 × cp, ulysses": ("text", Layout(cp=2), "zero1", "ulysses"),
+    "zero1 × tp of the ViT, bf16": ("vit", Layout(tp=2), "zero1", "ring", BF16),
+    "zero1 × tp of the CNN, bf16": ("cnn", Layout(tp=2), "zero1", "ring", BF16),
+    "zero2 × cp, ring": ("text", Layout(cp=2), "zero2"),
     "cp × tp, ulysses": ("text", Layout(cp=2, tp=2), "fsdp", "ulysses"),
 }
 

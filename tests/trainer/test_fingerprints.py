@@ -119,7 +119,7 @@ LAYOUTS = [
     (2, {"tpsize": 2}),
     (2, {"pp": 2}),
     (2, {"cp": 2}),
-    pytest.param((4, {"parallel": "zero1"}), marks=pytest.mark.long),
+    pytest.param((4, {"parallel": "zero1", "tpsize": 2}), marks=pytest.mark.long),
     pytest.param((2, {"parallel": "zero2", "microbatches": 2}), marks=pytest.mark.long),
     pytest.param((8, {"parallel": "hsdp", "tpsize": 2}, {"checkpointing": "full"}), marks=pytest.mark.long),
 ]

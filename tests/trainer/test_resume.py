@@ -101,6 +101,8 @@ LAYOUTS = [
     pytest.param(2, {"parallel": "zero2", "dtype": "bf16"}, id="zero2, bf16", marks=pytest.mark.long),
     pytest.param(2, {"dtype": "fp16", "parallel": "ddp", **MOE}, id="ddp, fp16, experts", marks=pytest.mark.long),
     pytest.param(2, {"parallel": "zero1", "offload": True}, id="zero1 on the host", marks=pytest.mark.long),
+    pytest.param(4, {"parallel": "zero1", "tpsize": 2}, id="zero1 on dp2·tp2", marks=pytest.mark.long),
+    pytest.param(4, {"parallel": "zero1", "pp": 2, "optimizer": "muon"}, id="zero1 on pp2·dp2", marks=pytest.mark.long),
     pytest.param(4, {"parallel": "hsdp", "optimizer": "sgd"}, id="hsdp", marks=pytest.mark.long),
     pytest.param(4, {"tpsize": 2, "ep": 2, **MOE}, id="dp2·tp2·ep2", marks=pytest.mark.long),
 ]
@@ -326,10 +328,12 @@ def test_vit(run_on_ranks, tmp_path):
 
 ELSEWHERE = [
     pytest.param(1, {}, id="one device", marks=pytest.mark.long),
-    pytest.param(2, {"tpsize": 2}, id="tp2"),
+    pytest.param(2, {"tpsize": 2}, id="tp2", marks=pytest.mark.long),
     pytest.param(4, {"pp": 2, "tpsize": 2}, id="pp2·tp2", marks=pytest.mark.long),
     pytest.param(4, {"pp": 2, "ep": 2}, id="pp2·dp2·ep2", marks=pytest.mark.long),
     pytest.param(2, {"parallel": "zero1", "microbatches": 2}, id="zero1", marks=pytest.mark.long),
+    pytest.param(4, {"parallel": "zero1", "tpsize": 2, "ep": 2}, id="zero1-tp-ep"),
+    pytest.param(4, {"parallel": "zero1", "pp": 2, "ep": 2}, id="zero1 on pp2·dp2·ep2", marks=pytest.mark.long),
     pytest.param(2, {"parallel": "ddp"}, id="ddp", marks=pytest.mark.long),
     pytest.param(4, {"parallel": "hsdp"}, id="hsdp", marks=pytest.mark.long),
     pytest.param(4, {"cp": 2, "cp_style": "ulysses", "tpsize": 2}, id="cp2·tp2", marks=pytest.mark.long),
@@ -370,6 +374,19 @@ def test_lars_and_lamb_on_another_layout(run_on_ranks, tmp_path, text, optimizer
     one, two = begin(run_on_ranks, LM, 4, {**flags, "pp": 2, "tpsize": 2}, tmp_path)
     assert go_on(run_on_ranks, LM, 2, {**flags, "parallel": "zero1"}, two) == [""] * 2
     assert curve(two) == pytest.approx(curve(one), rel=1e-9)
+
+
+@pytest.mark.long
+def test_zero1_of_several_axes_on_another_layout(run_on_ranks, tmp_path, text):
+    """And by another technique, and back."""
+    flags = {**TEXT, "text": text}
+    one, two = begin(run_on_ranks, LM, 4, {**flags, "parallel": "zero1", "tpsize": 2}, tmp_path)
+    others = {"alone": (1, {}), "fsdp": (2, {}), "stages": (4, {"parallel": "zero1", "pp": 2})}
+    for name, (ranks, layout) in others.items():
+        folder = tmp_path / name
+        given = {**flags, **layout}
+        assert go_on(run_on_ranks, LM, ranks, given, folder, two / "checkpoints/step-10") == [""] * ranks
+        assert curve(folder) == pytest.approx(curve(one)[EVERY:], rel=1e-9)
 
 
 @pytest.mark.long

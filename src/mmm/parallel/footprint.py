@@ -4,8 +4,8 @@
 
     of P parameters, k elements of state for each     parameters   gradients   optimizer state
       ddp                                              P            P           k P
-      zero1                                            P            P           k P / dp
-      zero2                                            P            P / dp      k P / dp
+      zero1                                            P            P           k P / (dp · cp)
+      zero2                                            P            each of them / (dp · cp)
       fsdp, zero3, hsdp                                each / (dp_shard · cp)
 
 P: of the stages of a pipeline rank, over tp. A lower bound: parameters that tp replicates, padding where ranks do not
@@ -45,8 +45,8 @@ class Footprint:
         """Of parameters, gradients and optimizer state together, on a rank of each pp coordinate, at least."""
         parameters, gradients, state = 1.0, 1.0, float(self.state)
         if self.data_parallel in UNSHARDED:
-            state /= layout.dp if self.data_parallel != "ddp" else 1
-            gradients /= layout.dp if self.data_parallel == "zero2" else 1
+            state /= layout.dp * layout.cp if self.data_parallel != "ddp" else 1
+            gradients /= layout.dp * layout.cp if self.data_parallel == "zero2" else 1
         else:
             parameters, gradients, state = (n / (layout.dp_shard * layout.cp) for n in (parameters, gradients, state))
         return [int(count * (parameters + gradients + state) / layout.tp) for count in self.parameters]

@@ -114,7 +114,7 @@ def vit_layer(config: ViTConfig, tp: int, compute: int, residual: int) -> KeptAc
         full=residual * d,
         working=2 * c * hidden + 2 * c * d,
         tiled=2 * c * hidden,
-        boundary=c * d,
+        boundary=residual * d,
         head=norm + c * d,
         traffic=c * (10 * d + 2 * hidden),
     )

@@ -131,13 +131,14 @@ class CostModel:
         repeated = 1.0 if checkpointing != "none" else 0.0
         if tile > 1:
             again += 4 * config.dim * config.hidden_dim * tokens / tp / self.rate  # the first two products
+        through_tp = (c + (self.memory.storage if replicas else c)) / 2  # `mmm.traffic.formulas`: half of them are wide
         if isinstance(config, ViTConfig) and tp > 1:
-            size = tokens * config.dim * c
+            size = tokens * config.dim * through_tp
             waits["tp"] = (4 + 2 * repeated) * collective("all_reduce", groups["tp"], size, machine)
         elif isinstance(config, TransformerConfig):
             if tp > 1:
                 pairs = 1 if config.n_experts else 2
-                size = tokens * config.dim * c
+                size = tokens * config.dim * through_tp
                 waits["tp"] = pairs * (2 + repeated) * self._gather_and_reduce(groups["tp"], size)
             if cp > 1:
                 waits["cp"] = self._context(cp, ulysses, tp, tokens, scores, repeated)
@@ -213,7 +214,12 @@ class CostModel:
             slowest = max(slowest, (compute + waits + layers * (layer.cp + layer.ep), compute, waits, layers, modules))
         total, compute, waits, layers, modules = slowest
         if layout.pp > 1:
-            passed = self.memory.kept(layout.tp, False).boundary * batch * spec.tokens / layout.cp
+            passed = (
+                self.memory.kept(layout.tp, techniques.data_parallel in UNSHARDED).boundary
+                * batch
+                * spec.tokens
+                / layout.cp
+            )
             pipeline = group_of(layout.pp, machine.ranks // layout.pp, machine)
             p2p = 2 * stages[0].own * send(passed, pipeline, machine)
             bubble = bubble_of(techniques.schedule, layout.pp, microbatches, stages[0].own)
@@ -282,7 +288,7 @@ class CostModel:
         padded -= sizes.tiled
         storage, compute = memory.storage, memory.compute
         if unsharded:
-            group = groups["dp_replicate"] if layout.dp_replicate > 1 else groups["dp_shard"]
+            group = groups["dp_replicate"] if layout.dp_replicate > 1 else groups["fsdp"]
             axis = 1 if layout.dp_replicate > 1 else 0
             size = float(local * storage)
             if technique == "ddp":
@@ -291,7 +297,7 @@ class CostModel:
                 reduce = collective(
                     "all_reduce" if technique == "zero1" else "reduce_scatter", group, size, machine, calls=tensors
                 )
-            waits = max(reduce - backward, 0.1 * reduce)
+            waits = max(reduce - backward, 0.1 * reduce) if layout.pp == 1 else reduce  # after all micro-batches
             if technique != "ddp":
                 waits += collective("all_gather", group, size, machine, calls=tensors)
             return (0.0, waits, sharded) if axis else (waits, 0.0, local if technique == "ddp" else sharded)

@@ -112,9 +112,8 @@ class MemoryModel:
 
     def shards(self, layout: Layout, data_parallel: str) -> tuple[int, int]:
         """Over how many ranks a parameter is sharded, and an expert's."""
-        if data_parallel in UNSHARDED:
-            return layout.dp, layout.dp
-        return layout.dp_shard * layout.cp, max(layout.dp_shard // layout.ep, 1) * layout.cp * layout.tp
+        ranks = layout.dp if data_parallel in UNSHARDED else layout.dp_shard
+        return ranks * layout.cp, max(ranks // layout.ep, 1) * layout.cp * layout.tp
 
     def _of_stage(
         self, stage: PlannedStage, tp: int, ep: int, shards: tuple[int, int], pipeline: bool, tiles: int
@@ -220,7 +219,7 @@ class MemoryModel:
         flying, passed = 1.0, 0.0
         if pipeline:
             flying = in_flight(techniques.schedule, layout.pp, stage.number, microbatches, stage.own)
-            passed = self.kept(layout.tp, False).boundary * batch * self.spec.tokens / layout.cp * stage.own
+            passed = self.kept(layout.tp, replicas).boundary * batch * self.spec.tokens / layout.cp * stage.own
         # At the loss, at the backward of the last layer, at that of the first, and at the end.
         activations = (
             flying * (left.layers + left.head + passed),
@@ -229,7 +228,7 @@ class MemoryModel:
             0.0,
         )
         if replicas or needs_no_fsdp(layout, self.storage != self.compute, techniques):
-            moments, base = self._replicas(technique, sizes, microbatches)
+            moments, base = self._replicas(technique, sizes, microbatches > 1 or pipeline, flying)
         else:
             moments, base = self._sharded(sizes, techniques, microbatches, pipeline)
         totals = [
@@ -278,19 +277,23 @@ class MemoryModel:
         return moments, (moved * own, moved * self.state * own)
 
     def _replicas(
-        self, technique: str, sizes: Sizes, microbatches: int
+        self, technique: str, sizes: Sizes, several: bool, flying: float
     ) -> tuple[tuple[Moment, ...], tuple[float, float]]:
         """As `_sharded`, of ddp, zero1, zero2 and a model left as it is: all parameters, and where autocast is on a
-        copy to compute in."""
+        copy to compute in, which each micro-batch under way has.
+
+        Args:
+            several: whether gradients of several micro-batches add up.
+        """
         full, own = float(sizes.local * self.storage), float(sizes.sharded * self.storage)
         copied = float(sizes.local * self.compute) if self.compute != self.storage else 0.0
-        before = full if microbatches > 1 or technique == "ddp" else 0.0  # DDP's buckets stay
+        before = full if several or technique == "ddp" else 0.0  # DDP's buckets stay
         # All reductions of a backward are under way until its end.
         gradients, outgoing = (own, full) if technique == "zero2" else (full, 0.0)
         layer = sizes.layer * self.storage
         moments = (
-            (before, copied, 0.0),
-            (before or float(sizes.last * self.storage), copied, 0.0),
+            (before, flying * copied, 0.0),
+            (before or float(sizes.last * self.storage), flying * copied, 0.0),
             (before or full - layer, copied, 0.0),
             (gradients, copied, outgoing),
         )

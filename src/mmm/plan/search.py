@@ -113,7 +113,7 @@ class Search:
                         continue
                     if self.global_batch % shape.dp:
                         text = f"global batch {self.global_batch} does not divide over {shape.dp} data-parallel ranks"
-                        for technique in ("fsdp", *(UNSHARDED if pp * cp * tp == 1 else ())):
+                        for technique in ("fsdp", *self._unsharded(shape)):
                             refused.setdefault(kind_of(shape, technique), text)
                         continue
                     yield from self._data_parallel(shape)
@@ -121,13 +121,20 @@ class Search:
     def _wanted(self, name: str, value: object) -> bool:
         return name not in self.fixed or self.fixed[name] == value
 
+    def _unsharded(self, shape: Layout) -> tuple[str, ...]:
+        """Techniques by which each rank has all parameters that the axes of a layout leave it. With more axes than dp
+        zero2 is left out where it was not asked for: it needs the memory of zero1 until the last micro-batch ends."""
+        if shape.pp * shape.cp * shape.tp == 1:
+            return UNSHARDED
+        return ("zero2",) if self.fixed.get("data_parallel") == "zero2" else ("zero1",)
+
     def _data_parallel(self, shape: Layout) -> Iterator[tuple[Layout, str]]:
         """The techniques on a layout whose data-parallel ranks are all on dp_shard, and with experts each ep."""
         dp, experts = shape.dp_shard, getattr(self.spec.config, "n_experts", 0)
-        if shape.pp * shape.cp * shape.tp == 1:
-            for technique in UNSHARDED:
-                if (dp > 1 or technique == "ddp") and self._wanted("data_parallel", technique):
-                    yield from self._fixed_sizes(shape, technique)
+        for technique in self._unsharded(shape):
+            if (dp * shape.cp > 1 or technique == "ddp") and self._wanted("data_parallel", technique):
+                for ep in divisors(math.gcd(experts, dp)) if experts and technique != "ddp" else (1,):
+                    yield from self._fixed_sizes(replace(shape, ep=ep), technique)
         for replicas in divisors(dp):
             sharded = replace(shape, dp_replicate=replicas, dp_shard=dp // replicas)
             if replicas > 1 and sharded.dp_shard * sharded.cp == 1:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mmm.layout import Layout
+from mmm.layout import UNSHARDED, Layout
 from mmm.models import draw
 from mmm.models.experts import has_experts
 from mmm.parallel.cp.ring import positions_of
@@ -67,12 +67,14 @@ class StageShapes:
     def _forward(self, number: int, given: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         resolved, layout = self.resolved, self.layout
         partition, plan = resolved.partition, resolved.plan
+        # FSDP casts a stage and what comes into it; zero1 and zero2 leave both wide, for autocast to cast.
+        autocast = resolved.techniques.data_parallel in UNSHARDED and self.precision.mixed
         with unset_fake_temporarily():
             stage = take_stage(resolved.model, partition.parts, partition.stages[number])
         key = (_described(stage), tuple((tuple(x.shape), x.dtype) for x in given))
         if key not in self._outputs:
             with unset_fake_temporarily():
-                draw.convert(stage, self.precision.compute)
+                draw.convert(stage, self.precision.storage if autocast else self.precision.compute)
                 if layout.tp > 1:
                     if self._mesh is None:
                         self._mesh = build_mesh(layout, self.device.type, experts=has_experts(stage))
@@ -81,8 +83,10 @@ class StageShapes:
             named = {}
             if plan.sequence:
                 named["positions"] = positions_of(0, layout.cp, resolved.sample.shape[1]).to(self.device)
-            cast = (x.to(self.precision.compute) if x.is_floating_point() else x for x in given)
-            output = stage(*cast, **named)
+            if not autocast:
+                given = tuple(x.to(self.precision.compute) if x.is_floating_point() else x for x in given)
+            with torch.autocast(self.device.type, self.precision.compute, enabled=autocast):
+                output = stage(*given, **named)
             outputs = output if isinstance(output, tuple) else (output,)
             self._outputs[key] = tuple(to_contiguous(x) for x in outputs)
         return self._outputs[key]

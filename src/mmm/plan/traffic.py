@@ -30,33 +30,18 @@ def sent_bytes(
     Args:
         local_batch: samples of a step, of a data-parallel coordinate.
     """
-    spec, config, storage, compute = memory.spec, memory.spec.config, memory.storage, memory.compute
-    technique = techniques.data_parallel
-    sizes, shards = memory.of(stage, layout, technique, techniques.tile_weights), memory.shards(layout, technique)[0]
+    spec, config, technique = memory.spec, memory.spec.config, techniques.data_parallel
     roles = {spec.kinds[kind].role: count for kind, count in stage.kinds}
     layers, head, embedding = roles.get("layer", 0), "head" in roles, "embedding" in roles
-    found: dict[str, float] = {}
-    if technique in UNSHARDED:
-        reduced = factor("all_reduce", shards) * sizes.local
-        if technique == "zero2":
-            reduced = factor("reduce_scatter", shards) * sizes.padded
-        updated = factor("all_gather", shards) * sizes.padded if technique != "ddp" else 0.0
-        found["dp_replicate" if layout.dp_replicate > 1 else "dp_shard"] = storage * (reduced + updated)
-    else:
-        axis = "dp_shard" if layout.cp == 1 else "cp" if layout.dp_shard == 1 else "dp_shard_cp"
-        as_one, tiled = sizes.padded - sizes.tiled, microbatches * sizes.tiled
-        last = as_one if spec.tied and len(stage.kinds) == 1 else sizes.last
-        again = {"auto": as_one - last, "always": as_one, "never": 0}[techniques.reshard_after_forward]
-        gathered = (as_one if layout.pp > 1 else microbatches * (as_one + again)) + 2 * tiled
-        found[axis] = factor("all_gather", shards) * (compute * gathered + storage * (as_one + tiled))
-        reduced = sizes.sharded + (tiled - sizes.tiled) / shards
-        found["dp_replicate"] = factor("all_reduce", layout.dp_replicate) * reduced * storage
-    tokens, c = local_batch * spec.tokens / layout.cp, compute
+    found = _data_parallel(memory, stage, layout, techniques, microbatches)
+    tokens, c = local_batch * spec.tokens / layout.cp, memory.compute
+    residual = memory.storage if technique in UNSHARDED else c
     if isinstance(config, TransformerConfig):
         if layout.tp > 1:
-            pairs = 2 * ((2 if config.n_experts else 4) * layers + embedding + head)
-            summed = (2 * layers + head) * config.dim * c + 3 * tokens * max(c, 4) * head
-            found["tp"] = factor("all_gather", layout.tp) * (pairs * tokens * config.dim * c + 2 * summed)
+            products = 1 if config.n_experts else 2
+            pairs = 2 * (products * layers * (residual + c) + (embedding + head) * residual)
+            summed = (2 * layers + head) * config.dim * residual + 3 * tokens * max(c, 4) * head
+            found["tp"] = factor("all_gather", layout.tp) * (pairs * tokens * config.dim + 2 * summed)
         if layout.cp > 1:
             ulysses, a_head = techniques.ulysses_size(layout.cp), tokens * config.head_dim
             heads, kv_heads = config.n_heads // layout.tp, math.lcm(config.n_kv_heads // layout.tp or 1, ulysses)
@@ -67,13 +52,37 @@ def sent_bytes(
             sent = tokens / layout.tp * config.top_k * config.dim * c
             found["ep"] = 4 * layers * factor("all_to_all", layout.ep) * sent
     elif isinstance(config, ViTConfig) and layout.tp > 1:
-        found["tp"] = 8 * layers * factor("all_gather", layout.tp) * tokens * config.dim * c
+        found["tp"] = 4 * layers * factor("all_gather", layout.tp) * tokens * config.dim * (residual + c)
     if layout.pp > 1:
         faced = 2 * stage.own - (stage.number in (0, layout.pp - 1))
         if techniques.schedule in ("ZBVZeroBubble", "DualPipeV"):  # first and last stage on one rank, or two neighbours
             faced = 2 if stage.number in (0, layout.pp - 1) else 4
-        found["pp"] = faced * memory.kept(layout.tp, False).boundary * tokens + 8 * factor("all_reduce", layout.pp)
+        boundary = memory.kept(layout.tp, technique in UNSHARDED).boundary
+        found["pp"] = faced * boundary * tokens + 8 * factor("all_reduce", layout.pp)
     return {axis: sent for axis, sent in found.items() if sent}
+
+
+def _data_parallel(
+    memory: MemoryModel, stage: PlannedStage, layout: Layout, techniques: Techniques, microbatches: int
+) -> dict[str, float]:
+    technique, storage, spec = techniques.data_parallel, memory.storage, memory.spec
+    sizes, shards = memory.of(stage, layout, technique, techniques.tile_weights), memory.shards(layout, technique)[0]
+    axis = "dp_shard" if layout.cp == 1 else "cp" if layout.dp_shard == 1 else "dp_shard_cp"
+    if technique in UNSHARDED:
+        reduced = factor("all_reduce", shards) * sizes.local
+        if technique == "zero2":
+            reduced = factor("reduce_scatter", shards) * sizes.padded
+        updated = factor("all_gather", shards) * sizes.padded if technique != "ddp" else 0.0
+        return {"dp_replicate" if layout.dp_replicate > 1 else axis: storage * (reduced + updated)}
+    as_one, tiled = sizes.padded - sizes.tiled, microbatches * sizes.tiled
+    last = as_one if spec.tied and len(stage.kinds) == 1 else sizes.last
+    again = {"auto": as_one - last, "always": as_one, "never": 0}[techniques.reshard_after_forward]
+    gathered = (as_one if layout.pp > 1 else microbatches * (as_one + again)) + 2 * tiled
+    reduced = sizes.sharded + (tiled - sizes.tiled) / shards
+    return {
+        axis: factor("all_gather", shards) * (memory.compute * gathered + storage * (as_one + tiled)),
+        "dp_replicate": factor("all_reduce", layout.dp_replicate) * reduced * storage,
+    }
 
 
 def between_hosts(axis: str, sent: float, group: Group) -> float:

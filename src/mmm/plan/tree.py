@@ -10,8 +10,8 @@
     else, many hosts    fast links    → ZeRO, or pp · tp · dp
                         slow links    → dp · pp · tp with ZeRO-1
 
-ZeRO-1 together with pp or tp is hsdp in this package: what is sharded stays on a host, and only the sum of gradients
-passes the slow links.
+ZeRO-1 is ``zero1``: once a step the slow links pass the sum of gradients, and the parameters that were updated. Where
+that does not fit there is hsdp, sharded inside a host: only the sum of gradients passes them.
 
 Tiling is of the largest layer's weights, gathered one after the other (``--tile_weights``), or where these would fit
 of its activations, a stretch of the sequence after the other (``--tile``).
@@ -80,7 +80,7 @@ def decide(facts: Facts) -> Decision:
         (False, True): ("tp, pp or ZeRO (fsdp), about even", ("tp", "pp", "dp")),
         (False, False): ("pp, before tp or ZeRO (fsdp)", ("pp",)),
         (True, True): ("ZeRO (fsdp, hsdp), or pp·tp·dp", ("dp", "pp", "tp")),
-        (True, False): ("dp·pp·tp with ZeRO-1 (here hsdp, sharded inside a host)", ("dp", "pp", "tp")),
+        (True, False): ("dp·pp·tp with ZeRO-1 (zero1)", ("dp", "pp", "tp")),
     }[facts.hosts > 1, facts.fast]
     if not facts.largest_fits:
         answer = f"tp, or {tiling}, since a layer does not fit; then {answer}"

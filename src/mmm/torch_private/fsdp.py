@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from mmm.torch_private.module import version_of
 
@@ -45,6 +46,16 @@ def shards_version(shards: Iterable[Any]) -> int:
 
     Private: DTensor._local_tensor, seen in 2.10 to 2.14; instead: to_local, which makes a view."""
     return sum(version_of(shard) + version_of(shard._local_tensor) for shard in shards)
+
+
+def set_local(parameter: Any, local: Tensor) -> None:
+    """Give a parameter, plain or a `DTensor`, other memory for its local tensor, of the same shape.
+
+    Private: DTensor._local_tensor, seen in 2.10 to 2.14; instead: to_local, which makes a view."""
+    if isinstance(parameter, DTensor):
+        parameter._local_tensor = local
+    else:
+        parameter.data = local
 
 
 def pre_backward(unit: Any) -> Any:

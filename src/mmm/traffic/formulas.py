@@ -22,8 +22,12 @@ Needs no process group. In bytes; on each axis of n ranks, c = (n-1)/n; of one r
           ulysses      2 L c (Q + K + O)               Q, O its queries and outputs; K repeated until n divides heads
           usp          ulysses over cp_ulysses, ring over cp_ring, each of its own n; K as ulysses has repeated it
 
-The axes simply add up, with three remarks. Where there is cp, FSDP shards over dp_shard × cp together, as an axis of
-its own, ``dp_shard_cp`` (with dp_shard 1 it is ``cp``). Under tp each rank has shards of the parameters and local
+Under autocast (zero1 and zero2 in mixed precision) the residual stream, and with it A, has the dtype of the weights:
+that is what stages pass on, and what is gathered before a product, in backward scattered; what a product gives has that
+of compute.
+
+The axes simply add up, with three remarks. Where there is cp, FSDP and ZeRO shard over dp_shard × cp, as an axis
+of its own, ``dp_shard_cp`` (with dp_shard 1 it is ``cp``). Under tp each rank has shards of the parameters and local
 heads, and A is sharded where the plan does so. Under pp the terms are those of the rank's stages. Gradients of
 parameters are summed once, for all micro-batches.
 
@@ -43,7 +47,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import nn
 
-from mmm.layout import Layout, Techniques
+from mmm.layout import UNSHARDED, Layout, Techniques
 from mmm.models.cnn import CNN
 from mmm.models.gpt import GPT
 from mmm.models.transformer import Transformer
@@ -83,20 +87,21 @@ def expected_traffic(
         ValueError: there is no formula for a model of that kind on an axis of the layout.
     """
     count, sizes = len(partition.stages), (layout, batch, seq_length, precision)
+    residual = precision.storage if techniques.data_parallel in UNSHARDED else precision.compute
     own = {n: take_stage(model, partition.parts, partition.stages[n]) if count else model for n in stage_ids}
     by_axis = _data_parallel(own, plan, layout, precision, techniques, partition.microbatches)
     if layout.tp > 1:
-        by_axis["tp"] = sum(_tensor(stage, *sizes) for stage in own.values())
+        by_axis["tp"] = sum(_tensor(stage, *sizes, _size(residual)) for stage in own.values())
         if isinstance(model, GPT) and 0 in own:  # the positions of one sequence, as tokens, for each micro-batch
             tokens = partition.microbatches * seq_length // layout.cp
-            by_axis["tp"] += 2 * factor("all_gather", layout.tp) * tokens * model.config.dim * _size(precision.compute)
+            by_axis["tp"] += 2 * factor("all_gather", layout.tp) * tokens * model.config.dim * _size(residual)
     if layout.cp > 1:
         for stage in own.values():
             for axis, sent in _context(stage, *sizes, techniques.ulysses_size(layout.cp)).items():
                 by_axis[axis] = by_axis.get(axis, 0.0) + sent
     if layout.pp > 1:
         faced = sum(1 for k in own for other in (k - 1, k + 1) if 0 <= other < count and other not in own)
-        sent = _activations(next(iter(own.values())), *sizes)
+        sent = _activations(next(iter(own.values())), layout, batch, seq_length, _size(residual))
         by_axis["pp"] = faced * sent + factor("all_reduce", layout.pp) * LOSS
         for tie in stage_ties(model, partition.names()):
             local = tie.keys() & own.keys()
@@ -141,9 +146,10 @@ def _data_parallel(
         rows = sum(-(-shape[0] // ranks) * ranks * math.prod(shape[1:]) for shape in some)
         return rows * _size(precision.storage)
 
-    if technique in ("ddp", "zero1", "zero2"):
-        axis = "dp_replicate" if replicas > 1 else "dp_shard"
-        n = max(replicas, layout.dp_shard)
+    axis = "dp_shard" if layout.cp == 1 else "cp" if layout.dp_shard == 1 else "dp_shard_cp"
+    if technique in UNSHARDED:
+        axis = "dp_replicate" if replicas > 1 else axis
+        n = max(replicas, shards)
         if technique == "ddp":
             return {axis: factor("all_reduce", n) * unpadded}
         reduced = factor("all_reduce", n) * unpadded
@@ -163,7 +169,6 @@ def _data_parallel(
     tiled, again = microbatches * of(by_tiles), of(twice - by_tiles)
     total = padded(shards) - of(by_tiles)
     gathered = total if layout.pp > 1 else microbatches * (total + again)
-    axis = "dp_shard" if layout.cp == 1 else "cp" if layout.dp_shard == 1 else "dp_shard_cp"
     return {
         axis: factor("all_gather", shards) * narrow * (gathered + 2 * tiled)
         + factor("reduce_scatter", shards) * (total + tiled),
@@ -171,9 +176,8 @@ def _data_parallel(
     }
 
 
-def _activations(model: nn.Module, layout: Layout, batch: int, seq_length: int, precision: Precision) -> float:
-    """Bytes of what passes between two layers of this rank, for all samples of the step."""
-    size = _size(precision.compute)
+def _activations(model: nn.Module, layout: Layout, batch: int, seq_length: int, size: int) -> float:
+    """Bytes of what passes between two layers of this rank, for all samples of the step. size: of an element."""
     if isinstance(model, Transformer | GPT):
         return batch * seq_length / layout.cp / layout.tp * model.config.dim * size
     if isinstance(model, ViT):
@@ -181,22 +185,26 @@ def _activations(model: nn.Module, layout: Layout, batch: int, seq_length: int, 
     raise ValueError(f"no formula for what passes between the stages of {type(model).__name__}")
 
 
-def _tensor(model: nn.Module, layout: Layout, batch: int, seq_length: int, precision: Precision) -> float:
+def _tensor(
+    model: nn.Module, layout: Layout, batch: int, seq_length: int, precision: Precision, residual: int
+) -> float:
+    """residual: bytes of an element of the residual stream."""
     part, size = factor("all_gather", layout.tp), _size(precision.compute)
     if isinstance(model, Transformer | GPT):
         tokens, dim, layers = batch * seq_length // layout.cp, model.config.dim, len(model.layers)
         first, last = model.tok_embeddings is not None, model.output is not None
         # An all-gather before columns, a reduce-scatter after rows, and in backward each the other way round.
-        gathers_and_scatters = 2 * (4 * layers + first + last)
+        gathers_and_scatters = 2 * (2 * layers * (residual + size) + (first + last) * residual)
         norms = 2 * layers + last  # each rank has the gradient of its local tokens
         accum_size = max(_size(precision.compute), 4)
         loss = 3 * tokens * accum_size * last  # the largest logit, the sum of exponentials, the target's own logit
-        summed = norms * dim * size + loss
+        summed = norms * dim * residual + loss
         if isinstance(model, GPT) and model.config.bias:  # of the norms
-            summed += norms * dim * size
-        return part * (gathers_and_scatters * tokens * dim * size + 2 * summed)
+            summed += norms * dim * residual
+        return part * (gathers_and_scatters * tokens * dim + 2 * summed)
     if isinstance(model, ViT):
-        return 4 * len(model.layers) * 2 * part * batch * model.config.patches * model.config.dim * size
+        elements = batch * model.config.patches * model.config.dim
+        return 2 * len(model.layers) * 2 * part * elements * (residual + size)
     if isinstance(model, CNN):
         ways = model.config.features * (model.fc1 is not None) + model.config.classes * (model.fc2 is not None)
         return 2 * part * batch * ways * size

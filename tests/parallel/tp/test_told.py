@@ -75,9 +75,10 @@ def train(rank, wrong, layout, fields, first):
 
 
 TP2, DP2_TP2 = Layout(dp_shard=1, tp=2), Layout(dp_shard=2, tp=2)
-CASES = {  # ddp, zero1 and zero2 do not go with tp
+CASES = {  # ddp does not go with tp
     "fsdp": (DP2_TP2, {}, ""),
     "evaluation": (TP2, {}, "evaluation"),
+    "zero1": (DP2_TP2, {"data_parallel": "zero1"}, ""),
     "hsdp": (Layout(dp_replicate=2, dp_shard=1, tp=2), {}, ""),
     "checkpointing": (DP2_TP2, {"checkpointing": "full"}, "evaluation"),
     "selective": (TP2, {"checkpointing": "selective"}, ""),

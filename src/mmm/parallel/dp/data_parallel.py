@@ -32,7 +32,8 @@ from mmm.parallel.dp.buffers import WrittenBuffers
 from mmm.parallel.dp.ddp import DDP
 from mmm.parallel.dp.fsdp import RESHARD_AFTER_FORWARD, apply_expert_fsdp, apply_fsdp, fsdp_units_of, prefetch_next
 from mmm.parallel.dp.replicas import Replicas
-from mmm.parallel.dp.zero import Zero
+from mmm.parallel.dp.zero import Zero, replicas_of
+from mmm.parallel.ep.expert_parallel import experts_of
 from mmm.parallel.mesh import Mesh
 from mmm.parallel.plan import Plan
 from mmm.runtime.device import Precision
@@ -102,10 +103,10 @@ def apply_data_parallel(
         if mesh.layout.ep > 1 and mesh.device_mesh.device_type != "cpu":  # where gathering is not asynchronous
             prefetch_next(fsdp_units_of(model, plan))
         return model
-    replicas = mesh["dp_replicate" if mesh.layout.dp_replicate > 1 else "dp_shard"]
     if technique == "ddp":
-        return DDP(model, replicas, precision)
-    return Zero(model, replicas, precision, keep_gradients=technique == "zero1", offload=offload)
+        return DDP(model, replicas_of(mesh), precision)
+    experts = experts_of(model, plan) if mesh.experts is not None else []
+    return Zero(model, mesh, precision, experts, keep_gradients=technique == "zero1", offload=offload)
 
 
 def sync_gradients(model: nn.Module, now: bool) -> None:

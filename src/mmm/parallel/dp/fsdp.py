@@ -27,8 +27,7 @@ from mmm.parallel.dp.outputs import tensors_in
 from mmm.parallel.dp.unit_order import UnitOrder, follow_shards, reduce_unused
 from mmm.parallel.dp.weight_tiles import shard_tiled_weights
 from mmm.parallel.dp.wrapped import all_groups
-from mmm.parallel.ep.expert_parallel import experts_of
-from mmm.parallel.local import to_local
+from mmm.parallel.ep.expert_parallel import expert_dim, experts_of
 from mmm.parallel.plan import Plan, find
 from mmm.parallel.ties import join_tied
 from mmm.runtime.device import Precision
@@ -103,15 +102,8 @@ def apply_expert_fsdp(
             mesh=over,
             mp_policy=mixed_precision(precision, False),
             offload_policy=offload_policy(over, offload),
-            shard_placement_fn=lambda parameter: Shard(_fsdp_dim(parameter, ranks)),
+            shard_placement_fn=lambda parameter: Shard(expert_dim(parameter, ranks)),
         )
-
-
-def _fsdp_dim(parameter: Tensor, ranks: int) -> int:
-    """The dim that FSDP shards a rank's experts along: 0, experts, where they divide over the ranks; else 1, the rows
-    of each, where those divide; else 0 all the same (some ranks then have one expert less)."""
-    experts, rows = to_local(parameter).shape[:2]
-    return 1 if experts % ranks and rows % ranks == 0 else 0
 
 
 def refuse_double_backward(model: nn.Module) -> None:

@@ -47,7 +47,7 @@ class Part(ABC):
 
 
 class Replicas(Wrapper):
-    """A wrapper around a model of which every rank of `mesh` (one-dimensional) has a replica."""
+    """A wrapper around a model of which every rank of `mesh` has a replica, or what tp leaves of one."""
 
     def __init__(self, module: nn.Module, mesh: DeviceMesh, precision: Precision) -> None:
         super().__init__()
@@ -66,6 +66,11 @@ class Replicas(Wrapper):
     def sync_gradients(self, now: bool) -> None:
         """Whether the next backwards sum over the ranks, or only add to this rank's own gradients."""
         self.reduce_now = now
+
+    def reduce_gradients(self) -> None:
+        """Sum over the ranks what backwards that do not have left. A collective."""
+        self._next = 0
+        self._finish()
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
         """The model's own, its matrix products in ``precision.compute`` (weights stay as they are)."""

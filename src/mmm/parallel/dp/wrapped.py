@@ -19,7 +19,7 @@ class Wrapper(nn.Module, ABC):
 
     Attributes:
         module: the model.
-        mesh: the ranks that have it, one-dimensional.
+        mesh: the ranks that have it, or with tp what tp leaves of it.
     """
 
     module: nn.Module

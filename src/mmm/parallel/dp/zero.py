@@ -20,6 +20,20 @@ shapes of the parameters. So every optimizer that treats each element by itself 
 are gradient clipping, GradScaler and learning-rate schedules; its state has the shape of FSDP's. Shards that a loop
 updates by itself are gathered before a forward. ``state_dict()`` has the full parameters; ``module`` is the model.
 
+On a layout with more axes each rank has what tp, pp and ep leave it of the model. The ranks that a gradient is summed
+over share the update of that. A matrix of eight rows on dp2·tp2, its rows over tp::
+
+                    tp 0                tp 1
+    dp 0            rows 0 1 2 3        rows 4 5 6 7      in memory, of parameters and gradients
+    dp 1            rows 0 1 2 3        rows 4 5 6 7
+    dp 0 updates    rows 0 1            rows 4 5          with the optimizer's state of these
+    dp 1 updates    rows     2 3        rows     6 7
+
+Those ranks are dp, with cp dp × cp (whose ranks have other tokens and the same parameters), and for experts expert_dp
+(`mmm.parallel.ep.expert_parallel`). The shards are those of a mesh (tp, dp): tp, outer, shards first. A stage of a
+pipeline is reduced once a step, after its micro-batches. That suits slow links between hosts: dp sends its 3 P once a
+step, however many micro-batches there are, where fsdp gathers each unit's parameters twice in each.
+
 With offload the shards, their gradients and so the optimizer's state and its step are on the host; the updated shard
 goes up to the device, and is then gathered (`mmm.parallel.memory.offload`).
 
@@ -29,7 +43,7 @@ Source: Rajbhandari et al., "ZeRO: memory optimizations toward training trillion
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -40,58 +54,88 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from mmm.parallel.dp.replicas import Part, Replicas
+from mmm.parallel.ep.expert_parallel import expert_dim
 from mmm.parallel.local import to_local
+from mmm.parallel.mesh import Mesh
 from mmm.runtime.device import Precision
 from mmm.runtime.process_group import all_gather
-from mmm.torch_private.fsdp import shards_version
+from mmm.torch_private.fsdp import set_local, shards_version
 
 # PyTorch 2.13 has a new name for it, and warns of the old one.
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 class ShardedParameter(Part):
-    """A full parameter and the rows of it that this rank updates.
+    """A rank's local tensor of a parameter, and the rows of it that this rank updates.
 
     Rank r has rows r·c … (r + 1)·c - 1 with c = ceil(rows / ranks), as ``torch.chunk`` splits; the last ranks may have
     fewer, or none.
 
     Attributes:
-        full: the model's parameter. shard: this rank's rows of it, in the same memory.
-        memory: that of `full`, padded until all ranks have the same number of rows, as collectives need it.
+        full: the model's parameter: plain, or a `DTensor` over tp or ep.
+        shard: this rank's rows of its local tensor, in the same memory.
+        memory: that of the local tensor, `dim` first, padded until all ranks have the same number of rows, as
+            collectives need it.
         host: with offload the memory of `shard`, on the host; else None.
         keep_full: sum the full gradient on every rank.
     """
 
     def __init__(
-        self, name: str, full: nn.Parameter, mesh: DeviceMesh, keep_full: bool, host: DeviceMesh | None = None
+        self,
+        name: str,
+        full: nn.Parameter,
+        over: DeviceMesh,
+        mesh: DeviceMesh,
+        dim: int = 0,
+        *,
+        keep_full: bool,
+        offload: bool = False,
     ) -> None:
+        """
+        Args:
+            over: the ranks that have the same local tensor, one-dimensional.
+            mesh: of the shards: the axes of `full`, then `over`. dim: whose rows are sharded.
+        """
         if full.ndim == 0:
             raise ValueError(f"parameter {name} is a scalar, which has no rows to shard: give it shape (1,)")
-        rows, ranks, rank = full.shape[0], mesh.size(), mesh.get_local_rank()
-        chunk = -(-rows // ranks)
-        self.full, self.mesh, self.group, self.keep_full = full, host or mesh, mesh.get_group(), keep_full
-        self.parameters = [full]
+        self.full, self.mesh, self.dim, self.keep_full = full, mesh, dim, keep_full
+        self.group, self.parameters = over.get_group(), [full]
         self.summed: Tensor | None = None  # this rank's rows of the sum
-        self.memory = full.data.new_zeros(chunk * ranks, *full.shape[1:])
-        self.memory[:rows] = full.data
-        full.data = self.memory[:rows]
+        by_rows = to_local(full.detach()).movedim(dim, 0)
+        rows, ranks, rank = len(by_rows), over.size(), over.get_local_rank()
+        chunk = -(-rows // ranks)
+        self.local_rows = rows
+        self.memory = by_rows.new_zeros(chunk * ranks, *by_rows.shape[1:])
+        self.memory[:rows] = by_rows
+        set_local(full, self.memory[:rows].movedim(0, dim))
         self.rows = slice(min(rank * chunk, rows), min((rank + 1) * chunk, rows))
         self.padded_rows = slice(rank * chunk, (rank + 1) * chunk)
-        local = self.memory[self.rows]
-        pinned = mesh.device_type != "cpu"
-        self.host = torch.empty(local.shape, dtype=local.dtype, pin_memory=pinned).copy_(local) if host else None
-        self.shard = nn.Parameter(self._as_dtensor(local if self.host is None else self.host))
+        own = self.memory[self.rows]
+        pinned = over.device_type != "cpu"
+        self.host = torch.empty(own.shape, dtype=own.dtype, pin_memory=pinned).copy_(own) if offload else None
+        self.shard = nn.Parameter(self._as_dtensor(own if self.host is None else self.host))
 
     def _as_dtensor(self, rows: Tensor) -> DTensor:
         """This rank's rows as a shard of the full tensor; no copy."""
+        placements = [*(self.full.placements if isinstance(self.full, DTensor) else ()), Shard(self.dim)]
         shape, stride = self.full.shape, self.full.stride()
-        return DTensor.from_local(rows, self.mesh, [Shard(0)], run_check=False, shape=shape, stride=stride)
+        local = rows.movedim(0, self.dim)
+        return DTensor.from_local(local, self.mesh, placements, run_check=False, shape=shape, stride=stride)
+
+    def _own_gradient(self) -> Tensor:
+        """This rank's gradient of its local tensor, rows first; it is taken from the parameter."""
+        gradient, self.full.grad = self.full.grad, None
+        if gradient is None:
+            return torch.zeros_like(self.memory[: self.local_rows])
+        if isinstance(self.full, DTensor):  # a partial sum over tp, such as that of a norm, is added up
+            assert isinstance(gradient, DTensor)
+            gradient = gradient.redistribute(placements=self.full.placements)
+        return to_local(gradient.detach()).movedim(self.dim, 0).contiguous()
 
     @torch.no_grad()
     def begin(self) -> dist.Work:
         """Begin to sum the gradient over the ranks; the full one of this rank's samples is freed."""
-        gradient, self.full.grad = self.full.grad, None
-        gradient = torch.zeros_like(self.full) if gradient is None else gradient.detach().contiguous()
+        gradient = self._own_gradient()
         if self.keep_full:
             self.summed = gradient[self.rows]
             return dist.all_reduce(gradient, group=self.group, async_op=True)
@@ -113,13 +157,37 @@ class ShardedParameter(Part):
         if self.shard.grad is None:
             self.shard.grad = self._as_dtensor(rows)
         else:
-            to_local(self.shard.grad).add_(rows)
+            to_local(self.shard.grad).add_(rows.movedim(0, self.dim))
 
     def gather(self) -> dist.Work:
         """Begin to fill in the rows that other ranks have updated."""
         if self.host is not None:
             self.memory[self.rows].copy_(self.host)
         return all_gather(self.memory, self.memory[self.padded_rows].clone(), group=self.group, async_op=True)
+
+
+def replicas_of(mesh: Mesh) -> DeviceMesh:
+    """The ranks that have the same parameters, experts apart, and other samples or other tokens of them."""
+    if mesh.layout.dp_replicate > 1:  # `check_data_parallel`: it is then the only axis
+        return mesh["dp_replicate"]
+    return mesh["dp_shard" if mesh.layout.cp == 1 else "dp_shard_cp"]
+
+
+def mesh_of_shards(over: DeviceMesh, own: DeviceMesh | None, device_type: str) -> DeviceMesh:
+    """The mesh of what `over` shards of a local tensor: the axis that made it local is the outer one, so that shards of
+    a dim that both shard are consecutive.
+
+    Args:
+        over: one-dimensional. own: the same, of the parameter; None: it is full.
+    """
+    if own is None:
+        return over if over.device_type == device_type else DeviceMesh.from_group(over.get_group(), device_type)
+    groups = [own.get_group(), over.get_group()]
+    names = tuple(axis for mesh in (own, over) for axis in mesh.mesh_dim_names or ())
+    own_ranks, over_ranks = map(dist.get_process_group_ranks, groups)
+    # A rank is a sum of terms, one an axis.
+    ranks = [[row + column - dist.get_rank() for column in over_ranks] for row in own_ranks]
+    return DeviceMesh.from_group(groups, device_type, ranks, mesh_dim_names=names)
 
 
 class Zero(Replicas):
@@ -130,18 +198,32 @@ class Zero(Replicas):
     """
 
     def __init__(
-        self, module: nn.Module, mesh: DeviceMesh, precision: Precision, keep_gradients: bool, offload: bool = False
+        self,
+        module: nn.Module,
+        mesh: Mesh,
+        precision: Precision,
+        experts: Sequence[nn.Module] = (),
+        *,
+        keep_gradients: bool,
+        offload: bool = False,
     ) -> None:
-        super().__init__(module, mesh, precision)
+        """
+        Args:
+            experts: modules in `module` whose parameters are those of ``mesh.experts``.
+        """
+        self.over = replicas_of(mesh)
+        tp = mesh["tp"] if mesh.layout.tp > 1 else None
+        super().__init__(module, mesh_of_shards(self.over, tp, self.over.device_type), precision)
+        self.experts, self.over_experts = experts, mesh.experts["expert_dp"] if mesh.experts is not None else self.over
         self.keep_gradients, self.offload, self._gathered = keep_gradients, offload, 0
         self.sharded: dict[str, ShardedParameter] = {}
+        self._meshes: dict[tuple[str, ...], DeviceMesh] = {}
 
     def connect(self) -> None:
-        # The same ranks, for shards on the host. It is not for sending: the group's backend may not send from there.
-        host = DeviceMesh.from_group(self.mesh.get_group(), "cpu") if self.offload else None
+        experts = {id(parameter) for module in self.experts for parameter in module.parameters()}
         for name, parameter in self.module.named_parameters():
             if parameter.requires_grad:
-                self.sharded[name] = ShardedParameter(name, parameter, self.mesh, self.keep_gradients, host)
+                self.sharded[name] = self._shard(name, parameter, id(parameter) in experts)
         self._reduce(list(reversed(self.sharded.values())))  # as backward makes their gradients, about
         self.module.register_state_dict_pre_hook(self._refresh)
         if self.offload:
@@ -157,6 +239,17 @@ class Zero(Replicas):
 
         weakref.finalize(self, register_optimizer_step_post_hook(after_step).remove)
         self._gathered, self.connected = self._shards_version(), True
+
+    def _shard(self, name: str, full: nn.Parameter, is_expert: bool) -> ShardedParameter:
+        over = self.over_experts if is_expert else self.over
+        dim = expert_dim(full, over.size()) if is_expert else 0
+        own = full.device_mesh if isinstance(full, DTensor) else None
+        axes = tuple(axis for mesh in (own, over) if mesh is not None for axis in mesh.mesh_dim_names or ())
+        if axes not in self._meshes:
+            # Shards on the host have a mesh of the same ranks that is not for sending: groups may not send from there.
+            self._meshes[axes] = mesh_of_shards(over, own, "cpu" if self.offload else over.device_type)
+        mesh = self._meshes[axes]
+        return ShardedParameter(name, full, over, mesh, dim, keep_full=self.keep_gradients, offload=self.offload)
 
     def _shards_version(self) -> int:
         return shards_version(one.shard for one in self.sharded.values())

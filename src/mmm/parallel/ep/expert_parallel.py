@@ -72,6 +72,13 @@ def experts_of(model: nn.Module, plan: Plan) -> list[Experts]:
     return [module for layer in layers for module in layer.modules() if isinstance(module, Experts)]
 
 
+def expert_dim(parameter: Tensor, ranks: int) -> int:
+    """The dim that `ranks` with the same experts shard a rank's experts along: 0, experts, where they divide over the
+    ranks; else 1, the rows of each, where those divide; else 0 all the same (some ranks then have one expert less)."""
+    experts, rows = to_local(parameter).shape[:2]
+    return 1 if experts % ranks and rows % ranks == 0 else 0
+
+
 class ExpertParallel:
     """Experts sharded over `mesh` (one-dimensional): replaces `mmm.models.experts.expert_forward`."""
 

@@ -30,6 +30,8 @@ from torch.distributed.pipelining import schedules
 
 from mmm.models.draw import accum_dtype
 from mmm.parallel.dp.fsdp import reshard, widen_gradients
+from mmm.parallel.dp.replicas import Replicas
+from mmm.parallel.dp.wrapped import Wrapper
 from mmm.parallel.local import detached
 from mmm.parallel.mesh import Mesh
 from mmm.parallel.pp.p2p import P2PStage, batch_by_group, contiguous_between_stages
@@ -110,6 +112,16 @@ class TimedStage(P2PStage):
             super().set_local_bwd_input(next_stage_bwd_outputs, mb_index)
 
 
+class ForwardOf(nn.Module):
+    """A wrapped model as PyTorch's schedules have to see it. Where they split a backward they look for the parameters
+    that forward computes with; those of the wrapper are what an optimizer updates."""
+
+    def __init__(self, wrapper: Wrapper) -> None:
+        super().__init__()
+        self.module = wrapper.module
+        self.forward = wrapper.__call__
+
+
 def sum_over_stages(losses: Iterable[Tensor], device: torch.device, group: dist.ProcessGroup) -> Tensor:
     """The local losses of a step's micro-batches, summed, on all stages alike: only the last has any. A collective.
 
@@ -160,6 +172,9 @@ class Pipeline:
                 unit.set_reshard_after_forward(False, recurse=False)
             module.register_forward_pre_hook(self._add_unsplit, with_kwargs=True)
             contiguous_between_stages(module, stage_id == 0, stage_id == count - 1)
+            if isinstance(module, Replicas):
+                module.sync_gradients(False)  # `step` does, once
+                module = ForwardOf(module)
             stage = TimedStage(module, stage_id, count, device, group=self.group)
             stage.times, stage.p2p = self.times, Mesh.of(mesh).p2p
             timed_stages.append(stage)
@@ -186,7 +201,11 @@ class Pipeline:
         """
         if self.times.recorder is not None:
             self.times.recorder.start()
-        return self._run(self.schedule.step, inputs, targets, split, unsplit)
+        loss = self._run(self.schedule.step, inputs, targets, split, unsplit)
+        for module in self.stages.values():  # PyTorch's schedules have FSDP alone do it
+            if isinstance(module, Replicas):
+                self.times.timed("dtb", module.reduce_gradients)
+        return loss
 
     @torch.no_grad()
     def evaluate(self, inputs: Tensor, targets: Tensor, split: Mapping[str, Tensor] = {}, **unsplit: Any) -> Tensor:
