@@ -21,9 +21,11 @@ from torch import nn
 parser = argparse.ArgumentParser()
 parser.add_argument("--text", type=Path, required=True)
 parser.add_argument("--steps", type=int, default=2000)
+parser.add_argument("--batch", type=int, default=12)
+parser.add_argument("--stamps", action="store_true", help="print the time of each step's end alone")
 args = parser.parse_args()
 
-LAYERS, HEADS, DIM, BLOCK, BATCH = 4, 4, 128, 64, 12
+LAYERS, HEADS, DIM, BLOCK, BATCH = 4, 4, 128, 64, args.batch
 RATE, LEAST_RATE, WARMUP, EVERY, BATCHES = 1e-3, 1e-4, 100, 250, 20
 
 
@@ -103,7 +105,11 @@ for step in range(args.steps + 1):
     nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
+    if args.stamps:
+        print(time.time())
 seconds = time.perf_counter() - begin
+if args.stamps:
+    raise SystemExit
 every_window = range(0, len(validation) - BLOCK - 1, BLOCK)
 print(f"seconds {seconds:.2f}")
 print(f"val_loss {evaluate(validation, [every_window[i : i + 256] for i in range(0, len(every_window), 256)]):.4f}")

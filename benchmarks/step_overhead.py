@@ -1,11 +1,11 @@
 """What the log, the record and the checks of a program cost a step, against a bare PyTorch loop.
 
-    python benchmarks/step_overhead.py [--program fsdp_tp|vit|cnn] [--layout 1|dp2tp2] [--pairs 3] [--steps 20]
+    python benchmarks/step_overhead.py [--program fsdp_tp|vit|cnn|gpt] [--layout 1|dp2tp2] [--pairs 3] [--steps 20]
 
 Runs the program and ``benchmarks/bare_*.py`` in turn, whole commands in float32, and compares the time from one step's
 end to the next's: the program's from the time stamps of its log, so that everything it does is in it. (The CNN logs one
-row an epoch: its steps are those of the row.) Without --program and --layout, all three on both. Exit code 1 where a
-median ratio of the pairs is above 1.02, or a step is shorter than 0.1 s.
+row an epoch: its steps are those of the row. The GPT's loop is nanoGPT's, on one rank.) Without --program and
+--layout, all on both. Exit code 1 where a median ratio of the pairs is above 1.02, or a step is shorter than 0.1 s.
 """
 
 import argparse
@@ -70,7 +70,18 @@ def cnn(launch: list[str], ranks: int, tp: int, steps: int, folder: str) -> tupl
     return float(re.findall(r" dt=(\S+)", log)[1]) / epoch, (times[-1] - times[epoch - 1]) / epoch
 
 
-PROGRAMS = {"fsdp_tp": fsdp_tp, "vit": vit, "cnn": cnn}
+def gpt(launch: list[str], ranks: int, tp: int, steps: int, folder: str) -> tuple[float, float]:
+    """Seconds a step of the language-model trainer on nanoGPT's model for a CPU, and of nanoGPT's loop."""
+    text, batch = Path(folder).with_name("text"), 48  # steps long enough to be compared
+    text.write_text("".join(path.read_text() for path in sorted(HERE.glob("*.py"))))
+    flags = f"--model gpt --preset shakespeare-cpu --text {text} --tokenizer chars --global_batch_size {batch}"
+    once = "--eval_every 0 --eval_batches 1 --no-eval_train --log_every 1 --no-plots"
+    log = run(launch, "-m", "mmm.trainer.lm", *flags.split(), *once.split(), "--max_iters", steps, "--outdir", folder)
+    bare = run(launch, HERE / "bare_nanogpt.py", "--text", text, "--batch", batch, "--steps", steps, "--stamps")
+    return seconds_a_step(stamps(log)), seconds_a_step([float(line) for line in bare.split()][:-1])
+
+
+PROGRAMS = {"fsdp_tp": fsdp_tp, "vit": vit, "cnn": cnn, "gpt": gpt}
 
 
 def compare(program: str, layout: str, pairs: int, steps: int) -> bool:
@@ -107,7 +118,7 @@ def main() -> int:
     )
     met = True
     for program in args.program or PROGRAMS:
-        for layout in args.layout or LAYOUTS:
+        for layout in args.layout or LAYOUTS if program != "gpt" else ["1"]:
             met &= compare(program, layout, args.pairs, args.steps)
     return int(not met)
 

@@ -114,7 +114,7 @@ class GPTAttention(nn.Module):
     def forward(self, x: Tensor, document_starts: Tensor | None = None, sample_keys: Tensor | None = None) -> Tensor:
         batch, seq, _ = x.shape
         qkv = self.wqkv(x).view(batch, seq, -1, 3, self.head_dim)  # (batch, seq, local heads, 3, head_dim)
-        q, k, v = qkv.transpose(1, 2).unbind(3)  # each (batch, local heads, seq, head_dim)
+        q, k, v = (t.transpose(1, 2) for t in qkv.unbind(3))  # each (batch, local heads, seq, head_dim)
         if self.training and self.dropout.p > 0:
             out = self._dropping(q, k, v, document_starts, sample_keys)
         else:

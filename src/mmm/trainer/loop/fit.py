@@ -164,6 +164,7 @@ class _Loop:
             _profile_of(run, self.model, options.profile, first, options.steps),
         )
         profile(first)
+        self.model.train()
         run.clock.start()
         for step in self.rows.over(range(first, options.steps), bar, run):
             result = self.train_step(step, batches)
@@ -197,7 +198,6 @@ class _Loop:
     def train_step(self, step: int, batches: Iterator[Batch]) -> StepResult:
         """One optimizer step. The laps dtd, dtf, dtb and, with pp, dtw end in it."""
         run, model, scaler, options = self.run, self.model, self.scaler, self.options
-        model.train()
         run.clock.step = step
         seed_step(run.seed, step, self.coordinate)
         for group, rate in zip(self.optimizer.param_groups, self.rates, strict=True):
@@ -270,6 +270,7 @@ class _Loop:
     def evaluate(self) -> dict[str, float]:
         self.model.train(False)
         self.evaluated = self.task.evaluate(self.model)
+        self.model.train()
         return self.evaluated
 
 
