@@ -4,7 +4,9 @@ import pytest
 import torch
 
 from mmm.bubble.replay import action_lists
+from mmm.models.dropout import sample_keys
 from mmm.models.experts import MixtureOfExperts, RoutedBlock, transformer_of
+from mmm.models.gpt import GPTBlock, GPTConfig
 from mmm.models.transformer import TransformerBlock, TransformerConfig, rotary_table
 from mmm.models.vit import ViT, ViTConfig
 from mmm.parallel import Layout, Techniques
@@ -14,7 +16,7 @@ from mmm.parallel.memory.measure import Peak
 from mmm.parallel.memory.tiling import apply_tiling
 from mmm.parallel.plans.transformer import transformer_plan
 from mmm.parallel.pp.schedules import SCHEDULES, stages_of
-from mmm.plan.activations import transformer_layer, vit_layer
+from mmm.plan.activations import gpt_layer, transformer_layer, vit_layer
 from mmm.plan.memory import PARTS, MemoryModel, full_model, in_flight, stages_for
 from mmm.plan.named_model import read_model
 
@@ -68,6 +70,17 @@ def test_what_experts_keep():
     kept = transformer_layer(config, 1, 4, 4, composite_norm=True, repeats_kv=False)
     found = kept_bytes(lambda: block(x, cos, sin), weights)
     assert kept.none * batch * seq + kept.a_position * seq == pytest.approx(found, rel=0.03)
+
+
+@pytest.mark.parametrize("dropped", [(0.0, 0.0), (0.2, 0.0), (0.2, 0.2)], ids=str)
+def test_what_a_block_of_the_gpt_keeps(dropped):
+    dropout, of_weights = dropped
+    config = GPTConfig(dim=64, n_layers=1, n_heads=4, block_size=32, dropout=dropout, attention_dropout=of_weights)
+    block, positions = GPTBlock(config, 0), torch.arange(32)
+    x, keys = torch.randn(4, 32, 64, requires_grad=True), sample_keys(0, 0, 0, 4)
+    weights = {p.untyped_storage().data_ptr() for p in block.parameters()}
+    found = kept_bytes(lambda: block(x, positions, None, keys), weights)
+    assert gpt_layer(config, 1, 32, 4, 4).none * 4 * 32 == pytest.approx(found, rel=0.03)
 
 
 def test_what_a_block_of_the_vit_keeps():

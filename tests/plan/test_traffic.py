@@ -1,12 +1,16 @@
 """Bytes by axis, by arithmetic on a `ModelSpec`, are those that `expected_traffic` reads from the modules."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
+from mmm.models import gpt
 from mmm.models.transformer import PRESETS, Transformer
 from mmm.models.vit import PRESETS as VITS
 from mmm.models.vit import ViT
 from mmm.parallel import Layout, Techniques, partition_model
+from mmm.parallel.plans.gpt import gpt_plan
 from mmm.parallel.plans.transformer import transformer_plan
 from mmm.parallel.plans.vit import vit_plan
 from mmm.parallel.pp.schedules import stages_of
@@ -97,6 +101,16 @@ def test_one_weight_for_embedding_and_output():
     plan = transformer_plan(config)
     for layout, techniques in ((Layout(dp_shard=4), {"data_parallel": "ddp"}), (Layout(dp_shard=4), {})):
         _compare("gpt2", model, plan, sample, layout, techniques, FP32, SEQ)
+
+
+@pytest.mark.parametrize(
+    "layout", [Layout(dp_shard=4), Layout(dp_shard=2, tp=2), Layout(dp_shard=1, cp=2, tp=2)], ids=str
+)
+def test_gpt(layout):
+    config = replace(gpt.PRESETS["shakespeare-cpu"], block_size=SEQ)
+    with torch.device("meta"):
+        model, sample = gpt.GPT(config), torch.zeros(BATCH, SEQ, dtype=torch.int64)
+    _compare("gpt-shakespeare-cpu", model, gpt_plan(), sample, layout, {}, FP32, SEQ)
 
 
 @pytest.mark.parametrize("layout", [Layout(dp_shard=4), Layout(dp_shard=2, tp=2), Layout(pp=2, dp_shard=2)], ids=str)

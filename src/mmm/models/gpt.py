@@ -46,7 +46,7 @@ class GPTConfig:
     norm_eps: float = 1e-5
 
     # What other language models' configurations have, and formulas of memory and traffic read.
-    n_experts = 0
+    n_experts, top_k = 0, 0
     tie_word_embeddings = True
 
     @property

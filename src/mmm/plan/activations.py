@@ -22,6 +22,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from mmm.models.gpt import GPTConfig
 from mmm.models.transformer import TransformerConfig
 from mmm.models.vit import ViTConfig
 
@@ -95,6 +96,35 @@ def transformer_layer(
         head=norm + c * d + STATISTIC / tp,
         traffic=traffic,
         a_position=8.0 * e,  # cosine and sine, of queries and of keys, half a head each
+    )
+
+
+def gpt_layer(config: GPTConfig, tp: int, seq_length: int, compute: int, residual: int) -> KeptActivations:
+    """Of a block of `mmm.models.gpt`, whose norms are kernels of their own. Arguments as of `transformer_layer`.
+
+    Dropout keeps a byte for each element that it may drop; that of attention's weights, which are then no kernel's own,
+    also keeps them before and after it.
+    """
+    d, c, hidden = config.dim, compute, config.hidden_dim / tp
+    heads = config.n_heads / tp
+    attention = 4 * c * d / tp + STATISTIC * heads
+    if config.weights_dropout:
+        wide = max(c, STATISTIC)
+        attention += heads * (seq_length * (wide + c + 1 + (wide != c) * c) - STATISTIC)
+    dropped = 2 * d / tp * (config.dropout > 0)
+    norm = (residual * d + 2 * STATISTIC) / tp
+    none = 2 * (norm + c * d) + attention + 2 * c * hidden + dropped
+    boundary = residual * d / tp
+    selective = min(boundary + c * 4 * d / tp + c * d + c * hidden + c * d + STATISTIC * heads, none)
+    return KeptActivations(
+        none=none,
+        selective=selective,
+        full=boundary,
+        working=2 * c * hidden + 2 * c * d,
+        tiled=2 * c * hidden + c * d * (tp > 1),
+        boundary=boundary,
+        head=norm + c * d,
+        traffic=c * (10 * d / tp + 2 * hidden),
     )
 
 

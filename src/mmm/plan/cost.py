@@ -25,7 +25,7 @@ from typing import NamedTuple
 from mmm.bubble.replay import bubble_formula
 from mmm.layout import UNSHARDED, Layout, Techniques
 from mmm.machines.machine import Machine
-from mmm.models.transformer import TransformerConfig
+from mmm.models.gpt import LanguageConfig
 from mmm.models.vit import ViTConfig
 from mmm.parallel.pp.schedules import SCHEDULES
 from mmm.plan.memory import MemoryModel, PlannedStage
@@ -135,7 +135,7 @@ class CostModel:
         if isinstance(config, ViTConfig) and tp > 1:
             size = tokens * config.dim * through_tp
             waits["tp"] = (4 + 2 * repeated) * collective("all_reduce", groups["tp"], size, machine)
-        elif isinstance(config, TransformerConfig):
+        elif isinstance(config, LanguageConfig):
             if tp > 1:
                 pairs = 1 if config.n_experts else 2
                 size = tokens * config.dim * through_tp
@@ -176,7 +176,7 @@ class CostModel:
         spec, c = self.spec, self.memory.compute
         tokens = batch * spec.tokens / cp
         flops = sum(kind.flops for kind in spec.kinds if kind.role in ("embedding", "head")) * batch / (tp * cp)
-        if not isinstance(spec.config, TransformerConfig):
+        if not isinstance(spec.config, LanguageConfig):
             return 3 * flops / self.rate, 0.0
         times = 4 if chunks > 1 else 3
         traffic = tokens * (spec.config.vocab_size / tp * (3 * c + 32) + 12 * c * spec.config.dim)

@@ -23,7 +23,7 @@ from mmm.models.transformer import Transformer, TransformerBlock, TransformerCon
 from mmm.parallel.plans.transformer import transformer_plan
 from mmm.parallel.tp.tensor_parallel import apply_tensor_parallel
 from mmm.plan.memory import MemoryModel
-from mmm.plan.models import transformer_spec
+from mmm.plan.models import language_spec
 from mmm.processes import fork_ranks
 from mmm.runtime.device import is_available, synchronize
 from mmm.runtime.memory import device_memory, host_memory
@@ -67,7 +67,7 @@ def layer_traffic_rate(device: torch.device, product_rate: float, overhead: floa
     """Bytes/s at which a layer's element-wise kernels and attention go through memory: what is left of the seconds of
     its forward after its products, over the bytes that `CostModel` counts for them."""
     batch, seq = 4, 256
-    spec = transformer_spec(USUAL, seq)
+    spec = language_spec(USUAL, seq)
     kind = next(kind for kind in spec.kinds if kind.role == "layer")
     traffic = batch * seq * MemoryModel(spec, device.type, "fp32").kept(1, False).traffic
     products = batch * (kind.flops - kind.attention_flops / 2) / product_rate

@@ -24,12 +24,13 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from mmm.layout import UNSHARDED, Layout, Techniques
+from mmm.models.gpt import GPTConfig, LanguageConfig
 from mmm.models.transformer import TransformerConfig
 from mmm.models.vit import ViTConfig
 from mmm.parallel.dp.data_parallel import needs_no_fsdp
 from mmm.parallel.dp.fsdp import RESHARD_AFTER_FORWARD
 from mmm.parallel.pp.schedules import stages_of
-from mmm.plan.activations import KeptActivations, transformer_layer, vit_layer
+from mmm.plan.activations import KeptActivations, gpt_layer, transformer_layer, vit_layer
 from mmm.plan.spec import ModelSpec, Sizes
 
 Moment = tuple[float, float, float]  # bytes of gradients, gathered parameters, buffers
@@ -130,6 +131,8 @@ class MemoryModel:
             rows, dim = max((m.local(tp, 1) for m in self.spec.kinds[0].matrices), key=math.prod)
             each = -(-rows // shards[0]) * dim
             local, padded, sharded = local - rows * dim, padded - each * shards[0], sharded - each
+            units[stage.last_kind] += units[0] - each * shards[0]  # and one unit, which also has learned positions
+            largest = max(largest, units[stage.last_kind])
         return Sizes(
             local=local,
             padded=padded,
@@ -154,6 +157,8 @@ class MemoryModel:
         if isinstance(config, TransformerConfig):
             grouped = self.device == "cpu" or (self.device == "cuda" and c == 2)
             return transformer_layer(config, tp, c, residual, self.device == "cpu", not grouped)
+        if isinstance(config, GPTConfig):
+            return gpt_layer(config, tp, self.spec.seq_length, c, residual)
         if isinstance(config, ViTConfig):
             return vit_layer(config, tp, c, residual)
         return KeptActivations(0, 0, 0, 0, 0, 0, 0, 0)
@@ -189,7 +194,7 @@ class MemoryModel:
         """Bytes of the logits of a micro-batch and all that the loss makes of them, at their peak; and of the gradients
         of the output matrix and of its input that a loss in chunks sums up."""
         config = self.spec.config
-        if not isinstance(config, TransformerConfig):
+        if not isinstance(config, LanguageConfig):
             return 0.0, 0.0
         s, c = max(self.compute, 4), self.compute
         tokens = batch * self.spec.tokens / layout.cp

@@ -12,12 +12,11 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from mmm.models.cnn import CNN, CNNConfig
-from mmm.models.experts import transformer_of
-from mmm.models.transformer import TransformerConfig
+from mmm.models.gpt import GPTConfig, LanguageConfig
 from mmm.models.vit import ViT, ViTConfig
 from mmm.parallel.plan import Plan, matches, sharded_dim
 from mmm.parallel.plans.cnn import cnn_plan
-from mmm.parallel.plans.transformer import transformer_plan
+from mmm.parallel.plans.language import language_model, language_plan
 from mmm.parallel.plans.vit import vit_plan
 from mmm.parallel.pp.stages import Part, part_costs, parts_of
 from mmm.plan.spec import Matrix, ModelSpec, PartKind
@@ -30,21 +29,21 @@ def spec_of(config: Any, seq_length: int, flops: bool = True) -> ModelSpec | Non
     Args:
         seq_length: of a Transformer. flops: whether step times are to be predicted: counting takes 20 ms.
     """
-    if isinstance(config, TransformerConfig):
-        return transformer_spec(config, seq_length, flops)
+    if isinstance(config, LanguageConfig):
+        return language_spec(config, seq_length, flops)
     if isinstance(config, ViTConfig):
         return vit_spec(config, flops)
     return cnn_spec(config) if isinstance(config, CNNConfig) else None
 
 
-def transformer_spec(config: TransformerConfig, seq_length: int, flops: bool = True) -> ModelSpec:
+def language_spec(config: LanguageConfig, seq_length: int, flops: bool = True) -> ModelSpec:
     # Built with one layer, which stands for all: a thousand layers cost what one does.
     with torch.device("meta"):
-        model, sample = transformer_of(replace(config, n_layers=1)), torch.zeros(1, seq_length, dtype=torch.int64)
-    plan = transformer_plan(config)
+        model, sample = language_model(replace(config, n_layers=1)), torch.zeros(1, seq_length, dtype=torch.int64)
+    plan = language_plan(config)
     scores = 4 * seq_length**2 * config.n_heads * config.head_dim
     return ModelSpec(
-        name="transformer",
+        name="gpt" if isinstance(config, GPTConfig) else "transformer",
         plan=plan,
         config=config,
         kinds=_kinds(model, plan, sample if flops else None, {"layer": scores}),

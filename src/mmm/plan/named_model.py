@@ -12,12 +12,12 @@ from typing import Any
 from torch import nn
 
 from mmm.errors import ConfigError, UserError
-from mmm.models import transformer, vit
+from mmm.models import gpt, transformer, vit
 from mmm.models.cnn import CNNConfig
 from mmm.models.meta import meta_parameters
 from mmm.models.transformer import TransformerConfig
 from mmm.plan.hugging_face import LARGEST, read_config
-from mmm.plan.models import cnn_spec, transformer_spec, vit_spec
+from mmm.plan.models import cnn_spec, language_spec, vit_spec
 from mmm.plan.spec import Matrix, ModelSpec, PartKind
 from mmm.verify.subject import load_function
 
@@ -29,8 +29,8 @@ def read_model(name: str, sizes: Mapping[str, int | None], seq_length: int, tie:
     """The model that ``--model`` names.
 
     Args:
-        name: a preset of the Transformer; ``vit``, ``vit-base`` …; ``cnn``; the path of a Hugging Face config.json; or
-            ``module:factory``. sizes: those of `SIZES` that the command line changes.
+        name: a preset of the Transformer; ``gpt``, ``gpt-shakespeare`` …; ``vit``, ``vit-base`` …; ``cnn``; the path
+            of a Hugging Face config.json; or ``module:factory``. sizes: those of `SIZES` that the command line changes.
 
     Raises:
         ConfigError: no such model, or sizes that do not fit together.
@@ -55,11 +55,21 @@ def read_model(name: str, sizes: Mapping[str, int | None], seq_length: int, tie:
     if base == "vit" and (size or "large") in vit.PRESETS:
         preset = size or "large"
         return replace(vit_spec(vit.PRESETS[preset]), name=name, flags=("--preset", preset))
+    if base == "gpt" and (size or "gpt2") in gpt.PRESETS:
+        preset = size or "gpt2"
+        sizes_of_gpt = replace(gpt.PRESETS[preset], block_size=seq_length)  # as the trainer's
+        own = ("--model", "gpt", "--preset", preset, "--vocab_size", str(sizes_of_gpt.vocab_size))
+        return replace(language_spec(sizes_of_gpt, seq_length), name=name, flags=own)
     if name == "cnn":
         return cnn_spec(CNNConfig())
     if ":" in name:
         return _factory(name)
-    known = [*transformer.PRESETS, *(f"vit-{size}" for size in vit.PRESETS), "cnn"]
+    known = [
+        *transformer.PRESETS,
+        *(f"gpt-{size}" for size in gpt.PRESETS),
+        *(f"vit-{size}" for size in vit.PRESETS),
+        "cnn",
+    ]
     near = get_close_matches(name, known, n=1)
     hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(known)}, a config.json, and MODULE:FACTORY"
     raise ConfigError(f"--model {name}: not known; {hint}")
@@ -92,7 +102,7 @@ def _transformer(
     flags += ("--tie_word_embeddings",) if tie else ()
     if "--vocab_size" not in flags:  # else the trainer takes that of its text
         flags += ("--vocab_size", str(config.vocab_size))
-    return replace(transformer_spec(config, seq_length), name=name, flags=flags, notes=notes)
+    return replace(language_spec(config, seq_length), name=name, flags=flags, notes=notes)
 
 
 def _factory(name: str) -> ModelSpec:

@@ -18,9 +18,11 @@ from functools import lru_cache
 
 from mmm.layout import UNSHARDED, Layout, Techniques
 from mmm.machines.machine import Machine
+from mmm.models.gpt import GPTConfig, LanguageConfig
 from mmm.models.transformer import TransformerConfig
 from mmm.models.vit import ViTConfig
 from mmm.parallel import rules
+from mmm.parallel.plans.gpt import gpt_rules
 from mmm.parallel.pp.schedules import SCHEDULES
 from mmm.parallel.pp.stages import balance_stages
 from mmm.plan.candidate import Candidate, Choice, Found, divisors, is_better, kind_of, rank_of
@@ -74,7 +76,9 @@ class Search:
             if getattr(layout, axis, 1) > 1:
                 return why
         broken: dict[str, str] = {}
-        if isinstance(spec.config, TransformerConfig):
+        if isinstance(spec.config, GPTConfig):
+            broken = gpt_rules(spec.config, layout, spec.seq_length, ulysses)
+        elif isinstance(spec.config, TransformerConfig):
             broken = rules.transformer_rules(spec.config, layout, spec.seq_length, ulysses)
         elif isinstance(spec.config, ViTConfig):
             broken = rules.vit_rules(spec.config, layout)
@@ -306,7 +310,7 @@ class Search:
         config = self.spec.config
         if "loss_chunks" in self.fixed:
             return replace(techniques, loss_chunks=self.fixed["loss_chunks"])  # type: ignore[arg-type]
-        if not isinstance(config, TransformerConfig):
+        if not isinstance(config, LanguageConfig):
             return techniques
         width = 8 if self.dtype == "fp64" else 4
         logits = -(-config.vocab_size // layout.tp) * batch * self.spec.tokens // layout.cp * width

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 
 from mmm.layout import UNSHARDED, Layout, Techniques
-from mmm.models.transformer import TransformerConfig
+from mmm.models.gpt import GPTConfig, LanguageConfig
 from mmm.models.vit import ViTConfig
 from mmm.plan.memory import MemoryModel, PlannedStage
 from mmm.plan.network import Group
@@ -36,11 +36,14 @@ def sent_bytes(
     found = _data_parallel(memory, stage, layout, techniques, microbatches)
     tokens, c = local_batch * spec.tokens / layout.cp, memory.compute
     residual = memory.storage if technique in UNSHARDED else c
-    if isinstance(config, TransformerConfig):
+    if isinstance(config, LanguageConfig):
         if layout.tp > 1:
             products = 1 if config.n_experts else 2
             pairs = 2 * (products * layers * (residual + c) + (embedding + head) * residual)
             summed = (2 * layers + head) * config.dim * residual + 3 * tokens * max(c, 4) * head
+            if isinstance(config, GPTConfig):  # the norms' biases; positions, of one sample a micro-batch
+                summed += (2 * layers + head) * config.dim * residual * config.bias
+                summed += embedding * microbatches * spec.seq_length / layout.cp * config.dim * residual
             found["tp"] = factor("all_gather", layout.tp) * (pairs * tokens * config.dim + 2 * summed)
         if layout.cp > 1:
             ulysses, a_head = techniques.ulysses_size(layout.cp), tokens * config.head_dim
