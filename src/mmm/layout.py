@@ -184,8 +184,7 @@ def check_data_parallel(data_parallel: str, layout: Layout) -> None:
     if data_parallel == "ddp" and others:
         alone = " · ".join(f"{axis} 1" for axis in others)
         raise LayoutError(
-            f"ddp keeps the full model on every rank, which does not go with {there}: use zero1, which keeps what they "
-            f"leave of it, or fsdp, or {alone}"
+            f"ddp keeps the full model on every rank, which does not go with {there}: use zero1 or fsdp, or {alone}"
         )
     if data_parallel in UNSHARDED and layout.dp_replicate > 1 and (layout.dp_shard > 1 or others):
         with_others = f"dp_shard {layout.dp_shard}" if layout.dp_shard > 1 else there

@@ -19,6 +19,8 @@ CASES = [
     (4, f"{LLAMA} --parallel ddp"),
     (4, f"{LLAMA} --parallel zero1"),
     (4, f"{LLAMA} --parallel zero2"),
+    (4, f"{LLAMA} --parallel zero1 --tp 2"),
+    (4, f"{LLAMA} --parallel zero1 --cp 2"),
     (4, f"{LLAMA} --parallel hsdp"),
     (4, f"{LLAMA} --tp 2"),
     (2, f"{LLAMA} --tp 2 --loss_chunks 4"),

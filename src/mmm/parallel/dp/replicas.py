@@ -73,18 +73,21 @@ class Replicas(Wrapper):
         self._finish()
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
-        """The model's own, its matrix products in ``precision.compute`` (weights stay as they are)."""
-        if not self.connected:
-            raise RuntimeError("this model has no weights yet: call parallel.materialize(model, device, seed) first")
-        if torch.is_grad_enabled():
-            self._before_forward()
-        with torch.autocast(self.mesh.device_type, self.precision.compute, enabled=self.precision.mixed):
-            output = self.module(*inputs, **named)
+        output = self.compute(*inputs, **named)
         if torch.is_grad_enabled():
             for tensor in tensors_in(output):
                 if tensor.grad_fn is not None:
                     tensor.register_hook(lambda _, node=tensor.grad_fn: self._entered(node))
         return output
+
+    def compute(self, *inputs: Any, **named: Any) -> Any:
+        """The model's own forward, its matrix products in ``precision.compute`` (weights stay as they are)."""
+        if not self.connected:
+            raise RuntimeError("this model has no weights yet: call parallel.materialize(model, device, seed) first")
+        if torch.is_grad_enabled():
+            self._before_forward()
+        with torch.autocast(self.mesh.device_type, self.precision.compute, enabled=self.precision.mixed):
+            return self.module(*inputs, **named)
 
     def _before_forward(self) -> None:
         for name, parameter in self._frozen:

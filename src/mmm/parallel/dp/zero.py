@@ -258,9 +258,9 @@ class Zero(Replicas):
         if self._shards_version() != self._gathered:
             self.gather()
 
-    def forward(self, *inputs: Any, **named: Any) -> Any:
+    def compute(self, *inputs: Any, **named: Any) -> Any:
         self._refresh()
-        return super().forward(*inputs, **named)
+        return super().compute(*inputs, **named)
 
     def _to_host(self) -> None:
         """Copy this rank's rows of the full parameters to the shards on the host."""

@@ -31,7 +31,6 @@ from torch.distributed.pipelining import schedules
 from mmm.models.draw import accum_dtype
 from mmm.parallel.dp.fsdp import reshard, widen_gradients
 from mmm.parallel.dp.replicas import Replicas
-from mmm.parallel.dp.wrapped import Wrapper
 from mmm.parallel.local import detached
 from mmm.parallel.mesh import Mesh
 from mmm.parallel.pp.p2p import P2PStage, batch_by_group, contiguous_between_stages
@@ -113,13 +112,18 @@ class TimedStage(P2PStage):
 
 
 class ForwardOf(nn.Module):
-    """A wrapped model as PyTorch's schedules have to see it. Where they split a backward they look for the parameters
-    that forward computes with; those of the wrapper are what an optimizer updates."""
+    """A wrapped model as PyTorch's schedules have to see it, its gradients not summed (`Pipeline.step` does, once).
 
-    def __init__(self, wrapper: Wrapper) -> None:
+    Where a schedule splits a backward it looks for the parameters that forward computes with; those of the wrapper are
+    what an optimizer updates. Nor has its output the wrapper's hooks: they refer to the graph, which a split backward
+    retains, and would keep all activations until Python's collector comes.
+    """
+
+    def __init__(self, replicas: Replicas) -> None:
         super().__init__()
-        self.module = wrapper.module
-        self.forward = wrapper.__call__
+        replicas.sync_gradients(False)
+        self.module = replicas.module
+        self.forward = replicas.compute
 
 
 def sum_over_stages(losses: Iterable[Tensor], device: torch.device, group: dist.ProcessGroup) -> Tensor:
@@ -170,11 +174,10 @@ class Pipeline:
             # backward in two: it looks for the gathered parameters, and otherwise silently loses gradients.
             for unit in (unit for unit in module.modules() if isinstance(unit, FSDPModule)):
                 unit.set_reshard_after_forward(False, recurse=False)
+            if isinstance(module, Replicas):
+                module = ForwardOf(module)
             module.register_forward_pre_hook(self._add_unsplit, with_kwargs=True)
             contiguous_between_stages(module, stage_id == 0, stage_id == count - 1)
-            if isinstance(module, Replicas):
-                module.sync_gradients(False)  # `step` does, once
-                module = ForwardOf(module)
             stage = TimedStage(module, stage_id, count, device, group=self.group)
             stage.times, stage.p2p = self.times, Mesh.of(mesh).p2p
             timed_stages.append(stage)
