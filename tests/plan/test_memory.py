@@ -132,7 +132,7 @@ def test_peak_of_a_step(sizes, techniques):
 
 @pytest.mark.parametrize(
     ("measured", "techniques"),
-    [(140.6, {}), (52.8, {"loss_chunks": 8}), (107.0, {"tile": 8}), (19.2, {"loss_chunks": 8, "tile": 8})],
+    [(142.1, {}), (52.3, {"loss_chunks": 8}), (108.6, {"tile": 8}), (18.7, {"loss_chunks": 8, "tile": 8})],
     ids=str,
 )
 def test_figures_of_the_docs(measured, techniques):
