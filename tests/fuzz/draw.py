@@ -42,6 +42,7 @@ ANYTHING: dict[str, tuple[Value, ...]] = {
     "eval_batches": ("1", "3", "0", "1000"),
     "loss_chunks": ("1", "2", "3", "4", "0", "999"),
     "tile": ("1", "2", "3", "4", "0", "999"),
+    "offload": ("host", "disk:gone", "disk:", "floppy"),
     "tile_weights": ("2", "3", "1", "0", "999"),
     "prompt": ("the", ""),
     "sample_tokens": ("3", "0"),

@@ -112,7 +112,7 @@ def _techniques(rng: random.Random, program: str, flags: Flags, axes: dict[str, 
         and rng.random() < 0.15
         and out.get("parallel") != "ddp"
     ):
-        out["offload"] = "on"
+        out["offload"] = "host"
     if "compile" in known and rng.random() < (0.004 if tp * cp == 1 else 0.03):
         out["compile"] = "on"
     sharded = out.get("parallel", "fsdp") in ("fsdp", "zero3", "hsdp")

@@ -184,6 +184,16 @@ def test_parts_by_data_parallel_technique():
     assert several["gradients"] >= sizes  # unsharded, until the last micro-batch
 
 
+def test_what_offload_puts_where():
+    """Of AdamW, parameters and gradients on the host, and the moments with them, or on a disk."""
+    spec = read_model("small", {}, 64)
+    memory, stage, layout, size = MemoryModel(spec, "cuda", "fp32"), full_model(spec), Layout(dp_shard=1), 4.0
+    for offload, host, disk in ((False, 0, 0), (True, 4, 0), ("host", 4, 0), ("disk:/x", 2, 2)):
+        techniques = Techniques(offload=offload)
+        assert memory.on_host(stage, layout, techniques) == host * spec.parameters * size
+        assert memory.on_disk(stage, layout, techniques) == disk * spec.parameters * size
+
+
 def test_stages_are_those_of_the_partition():
     spec = read_model("small", {"n_layers": 6}, 64)
     stages = stages_for(spec, [range(3), range(3, 5), range(5, 7), range(7, 8)], "ZBVZeroBubble", 2)

@@ -240,6 +240,8 @@ def test_the_saved_model_is_the_one_that_was_judged(alone):
         ({"tile": 33}, "--tile 33: it must be at least 1, and at most the 32 tokens"),
         ({"loss_chunks": 0}, "--loss_chunks 0: it must be at least 1"),
         ({"offload": True, "optimizer": "muon"}, "--optimizer muon with --offload"),
+        ({"offload": "floppy"}, "offload floppy: it is host, or disk: and a folder"),
+        ({"offload": "disk:/tmp", "optimizer": "sgd"}, "keeps the state of AdamW, and no other's"),
         ({"offload": True, "dtype": "fp16"}, "offload with dtype fp16"),
         ({"n_experts": 4, "tile": 4}, "feed-forward layers of this model are experts"),
         ({"top_k": 3}, "--top_k 3 without --n_experts"),

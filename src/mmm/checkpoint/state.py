@@ -58,7 +58,8 @@ def load_tensors(
     repeated: Iterable[tuple[str, Tensor]] = (),
     fetch: Callable[[list[str]], None] = lambda names: None,
 ) -> None:
-    """Load into a model, in place, and into an optimizer that has made no step. A collective.
+    """Load into a model, in place, and into an optimizer that has made no step; in place where it has its state already
+    (on a disk). A collective.
 
     Args:
         files: the checkpoint's, of its manifest. parameters, buffers: as for `training_state`.
@@ -70,7 +71,8 @@ def load_tensors(
     """
     tensors = {**parameters, **buffers}
     found = metadata_of_rank(folder, files, tensors)
-    moments = read_tensors(folder, found, {MODEL: tensors}, {OPTIMIZER: parameters}, fetch)[OPTIMIZER]
+    into = {OPTIMIZER: tensors_of(optimizer, parameters)}
+    moments = read_tensors(folder, found, {MODEL: tensors}, {OPTIMIZER: parameters}, fetch, into)[OPTIMIZER]
     of_parameter = {id(parameter): moments.get(name) for name, parameter in parameters.items()}
     for name, parameter in repeated:
         parameter.detach().copy_(parameters[name].detach())
@@ -84,12 +86,14 @@ def read_tensors(
     tensors: Mapping[str, Mapping[str, Tensor]],
     optimizers: Mapping[str, Mapping[str, Tensor]],
     fetch: Callable[[list[str]], None],
+    into: Mapping[str, Mapping[str, Mapping[str, Tensor]]] | None = None,
 ) -> dict[str, dict[str, dict[str, Tensor]]]:
     """Read groups of tensors, in place, and of each optimizer what it keeps for these parameters. A collective.
 
     Args:
         found: of `metadata_of_rank`. tensors: by group and name. optimizers: their parameters, likewise.
         fetch: as for `load_tensors`.
+        into: what optimizers keep already, as is returned: read in place.
 
     Returns:
         By optimizer, parameter, and as the optimizer calls it.
@@ -101,8 +105,10 @@ def read_tensors(
             group, name, key = path
             parameter, dtype = optimizers[group][name].detach(), entry.properties.dtype
             same = entry.size == parameter.size()  # sharded as its parameter is
-            empty = torch.empty_like(parameter, dtype=dtype) if same else torch.empty(entry.size, dtype=dtype)
-            moments[group].setdefault(name, {})[key] = empty
+            there = (into or {}).get(group, {}).get(name, {}).get(key)
+            if there is None or (there.size(), there.dtype) != (entry.size, dtype):
+                there = torch.empty_like(parameter, dtype=dtype) if same else torch.empty(entry.size, dtype=dtype)
+            moments[group].setdefault(name, {})[key] = there
     state = {**tensors, **moments}
     try:
         dcp.load(state, storage_reader=Reader(folder, found))

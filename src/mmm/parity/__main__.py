@@ -73,6 +73,8 @@ class Options:
     """For --layout. Default: 2, or with pp what the schedule needs at least."""
     activation_checkpointing: Literal["none", "full", "selective"] | None = None
     """For --layout. Default: none."""
+    offload: str | None = None
+    """For --layout: host, or disk:FOLDER (AdamW). Default: neither."""
     tile_weights: int | None = None
     """For --layout with dp or cp: tiles that large matrices are gathered in. Default: 1."""
     data: Literal["made_up", "digits", "packed", "chats"] | None = None
@@ -112,6 +114,7 @@ class Options:
             "ulysses",
             "microbatches",
             "activation_checkpointing",
+            "offload",
             "tile_weights",
             "data",
         )

@@ -6,6 +6,7 @@ Imports no torch: a wrong name costs no import.
 from __future__ import annotations
 
 import re
+import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import get_args
@@ -43,6 +44,11 @@ class ParityCase(Techniques):
         return Layout(**{"dp_shard": 1, **self.sizes}).ranks
 
     @property
+    def on_disk(self) -> bool:
+        """Whether the optimizer's state is."""
+        return isinstance(self.offload, str) and self.offload.startswith("disk:")
+
+    @property
     def technique(self) -> str:
         """What the sizes of the layout leave open, such as ``1F1B, fsdp``."""
         sizes = self.sizes
@@ -53,6 +59,7 @@ class ParityCase(Techniques):
             self.cp_style + (f" {self.ulysses}" if self.ulysses else ""): "cp" in sizes,
             f"{self.checkpointing} checkpointing": self.checkpointing != "none",
             f"weights in {self.tile_weights} tiles": self.tile_weights > 1,
+            "offload to the disk" if self.on_disk else "offload": bool(self.offload),
             self.data: self.data != "made_up",
         }
         return ", ".join(name for name, needed in shown.items() if needed)
@@ -116,6 +123,8 @@ def ranks_of(texts: Sequence[str]) -> set[int]:
 def optimizers_for(case: ParityCase) -> tuple[str, ...]:
     """Both where one technique stands alone (on up to 4 ranks: 8 are slow); for products SGD, which shows a gradient
     that is wrong by a factor."""
+    if case.on_disk:
+        return ("adamw",)
     alone = len(case.sizes) < 2 or case.sizes.keys() in ({"dp_replicate", "dp_shard"}, {"dp_shard", "ep"})
     plain = (case.checkpointing, case.data, case.tile_weights) == ("none", "made_up", 1)
     return OPTIMIZERS if alone and plain and case.ranks <= 4 else ("sgd",)
@@ -147,7 +156,7 @@ MATRIX: dict[str, dict[str, str]] = {
     "transformer": {
         "1": "- full selective packed chats",
         "dp2": f"{_ALL_DP} packed ddp+packed tiles full+tiles lars+lamb zero1+lars+lamb zero2+lars+lamb ddp+lars+lamb "
-        "chats",
+        "chats host disk zero2+disk tiles+disk",
         "dp4": f"{_ALL_DP} tiles",
         "dp8": "fsdp",
         "dp_replicate2": "fsdp ddp",
@@ -160,7 +169,7 @@ MATRIX: dict[str, dict[str, str]] = {
         "cp8": "ring usp",
         "pp2": f"{_SCHEDULES} packed ZBVZeroBubble+packed lars+lamb chats",
         "pp4": _SCHEDULES,
-        "dp2·tp2": "- full packed full+packed tiles lars+lamb zero1 zero2 lars+lamb+zero1",
+        "dp2·tp2": "- full packed full+packed tiles lars+lamb zero1 zero2 lars+lamb+zero1 disk",
         "dp4·tp2": "-",
         "dp2·tp4": "- tiles",
         "dp2·cp2": "ring ulysses tiles lars+lamb zero1 ulysses+zero2",
@@ -170,7 +179,7 @@ MATRIX: dict[str, dict[str, str]] = {
         "dp2·cp4": "usp",
         "dp_replicate2·tp2": "-",
         "dp_replicate2·cp2": "-",
-        "pp2·dp2": f"{_SCHEDULES} packed tiles Interleaved1F1B+tiles zero1 zero2 ZBVZeroBubble+zero1",
+        "pp2·dp2": f"{_SCHEDULES} packed tiles Interleaved1F1B+tiles zero1 zero2 ZBVZeroBubble+zero1 disk",
         "pp4·dp2": "-",
         "pp2·dp_replicate2": "-",
         "pp2·tp2": "1F1B ZBVZeroBubble",
@@ -296,8 +305,10 @@ FIELDS = {
     **dict.fromkeys(("full", "selective"), "checkpointing"),
     **dict.fromkeys(("digits", "packed", "chats"), "data"),
     "tiles": "tile_weights",
+    **dict.fromkeys(("host", "disk"), "offload"),
 }
-VALUES = {"tiles": 3}  # of a name that is not its value; 3 divides no shard
+# Of a name that is not its value; 3 divides no shard.
+VALUES: dict[str, int | str] = {"tiles": 3, "disk": f"disk:{tempfile.gettempdir()}"}
 
 
 def matrix(model: str) -> Iterator[ParityCase]:

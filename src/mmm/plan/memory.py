@@ -29,6 +29,7 @@ from mmm.models.transformer import TransformerConfig
 from mmm.models.vit import ViTConfig
 from mmm.parallel.dp.data_parallel import needs_no_fsdp
 from mmm.parallel.dp.fsdp import RESHARD_AFTER_FORWARD
+from mmm.parallel.memory.offload import disk_of
 from mmm.parallel.pp.schedules import stages_of
 from mmm.plan.activations import KeptActivations, gpt_layer, transformer_layer, vit_layer
 from mmm.plan.spec import ModelSpec, Sizes
@@ -305,10 +306,16 @@ class MemoryModel:
         return moments, (full, self.state * (full if technique == "ddp" else own))
 
     def on_host(self, stage: PlannedStage, layout: Layout, techniques: Techniques) -> float:
-        """Bytes of the host that a rank with offload takes."""
+        """Bytes of the host's memory that a rank with offload takes."""
         if not techniques.offload:
             return 0.0
-        return self.of(stage, layout, techniques.data_parallel).sharded * self.storage * (2.0 + self.state)
+        in_memory = 2.0 + (0 if disk_of(techniques.offload) else self.state)
+        return self.of(stage, layout, techniques.data_parallel).sharded * self.storage * in_memory
+
+    def on_disk(self, stage: PlannedStage, layout: Layout, techniques: Techniques) -> float:
+        """Bytes of a disk of the host that a rank takes with offload to it."""
+        own = self.of(stage, layout, techniques.data_parallel).sharded * self.storage
+        return own * self.state if disk_of(techniques.offload) else 0.0
 
 
 def stages_for(spec: ModelSpec, splits: list[range], schedule: str, pp: int) -> list[PlannedStage]:

@@ -133,6 +133,18 @@ def details(search: Search, candidate: Candidate) -> list[str]:
         outside = between_hosts(axis, size, groups["fsdp" if axis == "dp_shard_cp" else axis])
         waits = candidate.cost.exposed.get(WAITED.get(axis, axis), 0.0)
         lines.append(f"{axis:<16}{(size - outside) / 1e9:13.3f}{outside / 1e9:15.3f}{waits:13.4f} s")
+    if techniques.offload:
+        in_file = replace(techniques, offload="disk:FOLDER")
+        host, less, disk = (
+            max(of(stage, layout, how) for stage in stages) / GIB
+            for of, how in (
+                (search.memory.on_host, techniques),
+                (search.memory.on_host, in_file),
+                (search.memory.on_disk, in_file),
+            )
+        )
+        lines += ["", f"a rank has {host:,.2f} GiB of its host's memory; with --offload disk:FOLDER {less:,.2f}, and"]
+        lines[-1] += f" {disk:,.2f} of a disk"
     cost = candidate.cost
     parts = {"compute": cost.compute, "waiting": sum(cost.exposed.values()), "optimizer": cost.optimizer}
     parts |= {"bubble": cost.bubble * (cost.seconds - cost.optimizer), "offload": cost.offload}

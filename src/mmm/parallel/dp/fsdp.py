@@ -61,7 +61,7 @@ def apply_fsdp(model: nn.Module, mesh: DeviceMesh, plan: Plan, precision: Precis
     Args:
         mesh: (dp_shard,) or (dp_replicate, dp_shard).
     """
-    where, units = offload_policy(mesh, techniques.offload), fsdp_units_of(model, plan)
+    where, units = offload_policy(mesh, bool(techniques.offload)), fsdp_units_of(model, plan)
     shard = partial(
         fully_shard, mesh=mesh, offload_policy=where, ignored_params=shard_tiled_weights(model, mesh, where)
     )

@@ -109,6 +109,7 @@ def parse(config: type[Config], doc: str | None = None) -> Config:
         made: Config = tyro.cli(
             config,
             prog=shlex.join(command_line()[: -len(sys.argv[1:]) or None]),
+            args=with_values(sys.argv[1:]),
             description=None if doc is None else _wrapped(doc),
             default=default,
             use_underscores=True,
@@ -116,6 +117,20 @@ def parse(config: type[Config], doc: str | None = None) -> Config:
         )
     check(made)
     return for_a_few_steps(made) if whoami().source == DRY_RUN else made
+
+
+BARE = {"offload": "host"}  # flags that may stand alone, and what they then mean
+
+
+def with_values(argv: Sequence[str]) -> list[str]:
+    """A command line whose flags of `BARE` have values."""
+    found: list[str] = []
+    for word, after in pairwise([*argv, "--"]):
+        found.append(word)
+        name = word.removeprefix("--")
+        if word != name and name in BARE and after.startswith("-"):
+            found.append(BARE[name])
+    return found
 
 
 def _wrapped(doc: str) -> str:

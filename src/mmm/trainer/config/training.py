@@ -182,8 +182,9 @@ class MemoryOptions(RecomputeOptions):
     loss_chunks: int | None = None
     """Chunks of the sequence that logits and loss are computed in: the full logits never exist. Default: 1, or as many
     as keep them small where they would have more than 1 GB on a rank."""
-    offload: bool = False
-    """Keep a rank's part of parameters, gradients and optimizer state on the host, and update it there."""
+    offload: str = ""
+    """Keep a rank's part of parameters, gradients and optimizer state on the host, and update it there. Alone, or
+    host: in memory. disk:FOLDER: the optimizer's state (AdamW's) in a file on a disk of the host."""
 
 
 @dataclass(frozen=True, kw_only=True)
