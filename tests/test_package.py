@@ -22,6 +22,8 @@ NAME = re.compile(r"\bmmm(?:\.\w+)+")
 IN_STRINGS = {
     ("examples/_support/four_axes.py", "mmm.trainer.cnn"),
     ("examples/_support/four_axes.py", "mmm.trainer.vit"),
+    ("examples/scaling.py", "mmm.launch"),
+    ("examples/scaling.py", "mmm.trainer.lm"),
     ("trainer/config/command_line.py", "mmm.cli.main"),  # which the program becomes
     ("launch/main.py", "mmm.examples.fsdp_tp"),
     ("launch/plan/options.py", "mmm.examples.fsdp_tp"),

@@ -1,0 +1,150 @@
+"""Scaling: the same training on more and more ranks; speed-up and efficiency beside what is predicted, and ideal.
+
+    python3 -m mmm.examples.scaling --ranks 1,2,4                        # weak: a rank's batch stays
+    python3 -m mmm.examples.scaling --ranks 1,2,4 --strong               # the global batch stays
+    python3 -m mmm.examples.scaling --ranks 4,8,64 --site polaris --outdir s     # scripts; once they ran: draw
+
+Start it without `launch`: each point is a run of a trainer that it launches, with a record of its own, OUTDIR/weak-4. A
+point whose record is there, of the same command, is not run again. R(n) are the samples a second of n ranks, of the
+fewest m::
+
+      speed-up      m · R(n) / R(m)          ideal: n         efficiency: over n
+
+      weak          a data-parallel rank keeps its batch: n times the work, ideally in the same time (Gustafson)
+      strong        the global batch stays: the same work in 1/n of the time; what does not shrink limits it (Amdahl)
+
+Where the time went are the parts of a step, and what a rank waited in collectives meanwhile (dt - dt_own). Predicted is
+what `mmm plan` computes for such a run, where the machine's rates are known: `mmm machine --measure` finds this one's.
+
+Sources: Amdahl, "Validity of the single processor approach", 1967; Gustafson, "Reevaluating Amdahl's law", 1988.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import mmm.history
+from mmm.errors import ConfigError
+from mmm.examples import _support as example
+from mmm.examples._support.scaling_report import Point, read_point, table, write_report
+from mmm.launch.plan import scheduler
+from mmm.machines import find
+from mmm.machines.machine import Machine
+from mmm.plan.script import job_script
+from mmm.runtime.ranks import whoami
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """What runs, and on how many ranks."""
+
+    ranks: str = "1,2,4"
+    """Numbers of ranks, the fewest first."""
+    weak: bool = False
+    """A data-parallel rank keeps its batch. The default."""
+    strong: bool = False
+    """The global batch stays."""
+    batch_size: int = 4
+    """Samples a step: of a data-parallel rank; with --strong, of the global batch for each of the most ranks."""
+    steps: int = 20
+    """Steps of a run. The first two do not count."""
+    program: str = "mmm.trainer.lm"
+    flags: str = "--preset debug --dataset random --seq_length 256 --dim 256 --vocab_size 2048 --eval_batches 1"
+    """Of the program: its model, its layout. As one word: --flags="--preset gpt2 --tp 2"."""
+    device: Literal["auto", "cpu", "cuda", "xpu"] = "auto"
+    site: str | None = None
+    """Write a job script of this machine for each point, and run nothing. Default: as of the environment, if it is a
+    known machine's, or a scheduler's."""
+    outdir: Path | None = None
+    """Folder of the records. Default: outputs/scaling/<time>."""
+
+    def check(self) -> None:
+        """Raises ConfigError for the first value that is wrong."""
+        if self.weak and self.strong:
+            raise ConfigError("--weak and --strong contradict each other: leave one out")
+        counts = self.ranks.split(",")
+        if not all(word.strip().isdigit() for word in counts) or self.numbers() != sorted({*self.numbers()} - {0}):
+            raise ConfigError(f"--ranks {self.ranks}: give numbers from 1, each more than the one before, as in 1,2,4")
+        if self.batch_size < 1 or self.steps < 4:
+            raise ConfigError(f"--batch_size {self.batch_size} --steps {self.steps}: at least 1, and at least 4")
+
+    def numbers(self) -> list[int]:
+        return [int(word) for word in self.ranks.split(",")]
+
+    @property
+    def kind(self) -> str:
+        return "weak" if self.weak or not self.strong else "strong"
+
+
+def program_line(config: Config, ranks: int, outdir: Path) -> list[str]:
+    """The program of a point, and its flags."""
+    batch = ["--batch_size", str(config.batch_size)]
+    if config.strong:
+        batch = ["--global_batch_size", str(config.batch_size * max(config.numbers()))]
+    line = ["python3", "-m", config.program, *shlex.split(config.flags), *batch, "--max_iters", str(config.steps)]
+    line += ["--device", config.device] if config.device != "auto" else []
+    return [*line, "--no-plots", "--overwrite", "--outdir", str(outdir / f"{config.kind}-{ranks}")]
+
+
+def run_point(config: Config, ranks: int, line: list[str]) -> None:
+    """Launch a point; what it prints is in its log.txt. Raises SystemExit, with its exit code, where it fails."""
+    device = ["--device", config.device] if config.device != "auto" else []
+    # A rank of every point has as many threads: else one rank alone would have all cores of a CPU.
+    environ = {"OMP_NUM_THREADS": "1", **os.environ}
+    command = [sys.executable, "-m", "mmm.launch", "-n", str(ranks), *device, *line]
+    print(f"{ranks} ranks: {shlex.join(command[1:])}", flush=True)
+    if code := subprocess.run(command, stdout=subprocess.DEVNULL, env=environ).returncode:
+        raise SystemExit(code)
+
+
+def cluster(config: Config) -> Machine | None:
+    """The machine whose scheduler starts the points; None on a host of one's own.
+
+    Raises: UserError, where it is not known, or too small."""
+    machine, _ = find.find(os.environ, config.site)
+    if not machine.name and (job := scheduler.detect(os.environ)).scheduler != "none":
+        raise ConfigError(f"a job of {job.scheduler} on a machine that is not known: say which, with --site NAME")
+    most = max(config.numbers())
+    if machine.name and 0 < machine.hosts < (hosts := -(-most // machine.ranks_per_host)):
+        raise ConfigError(f"--ranks {most} are {hosts:,} hosts, and {machine.name} has {machine.hosts:,}")
+    return machine if machine.name else None
+
+
+def write_script(ranks: int, line: list[str], machine: Machine, path: Path) -> None:
+    """The job script of a point."""
+    hosts = -(-ranks // machine.ranks_per_host)
+    launch = f"launch -n {ranks} -ppn {-(-ranks // hosts)} {shlex.join(line)}"
+    path.write_text(job_script(launch, machine.changed({"hosts": hosts})), encoding="utf-8")
+    print(f"{'qsub' if machine.scheduler == 'pbs' else 'sbatch' if machine.scheduler else 'bash'} {path}")
+
+
+def main(config: Config) -> None:
+    if whoami().source != "alone":
+        raise ConfigError("scaling launches the ranks of each point itself: start it without `launch`")
+    machine = cluster(config)
+    outdir = mmm.history.prepare(config.outdir, "scaling")
+    points: dict[int, Point | None] = {}
+    for ranks in config.numbers():
+        line = program_line(config, ranks, outdir)
+        if read_point(ranks, line) is None and machine is None:
+            run_point(config, ranks, line)
+        elif read_point(ranks, line) is None and machine is not None:
+            write_script(ranks, line, machine, outdir / f"{config.kind}-{ranks}.sh")
+        points[ranks] = read_point(ranks, line)
+    if known := [point for point in points.values() if point is not None]:
+        print(table(known))
+    missing = [ranks for ranks, point in points.items() if point is None]
+    if missing:
+        print(f"no record yet of {', '.join(map(str, missing))} ranks: once they have run, the same line draws")
+        return
+    print("\n".join(map(str, write_report(known, config.kind, config.program, outdir))))
+
+
+if __name__ == "__main__":
+    example.run_main(lambda: main(example.parse(Config, __doc__)))

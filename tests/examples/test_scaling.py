@@ -1,0 +1,106 @@
+"""Speed-up, efficiency and the parts of a step: what is computed of records, what runs, and what is refused."""
+
+import json
+import sys
+from pathlib import Path
+
+import h5py
+import numpy as np
+import pytest
+
+from mmm.errors import UserError
+from mmm.examples import scaling
+from mmm.examples._support import scaling_report
+from mmm.examples._support.scaling_report import Point, read_point, speed_ups, table, write_report
+from mmm.trainer.config.command_line import configure
+
+LINE = ["python3", "-m", "mmm.trainer.lm", "--outdir"]
+SMALL = "--preset debug --dataset random --seq_length 16 --n_layers 1 --dim 32 --ffn_dim 48 --eval_batches 1"
+
+
+def point(ranks, seconds, predicted, batch=8):
+    return Point(ranks, f"dp{ranks}", batch, seconds, {"dtf": seconds / 4, "dtb": 0.75 * seconds}, 0.1, predicted, "vm")
+
+
+def test_speed_ups():
+    """Of the fewest ranks, which need not be one: strong, and weak, whose batch grows."""
+    strong = [point(2, 8.0, 4.0), point(4, 5.0, 2.0), point(8, 4.0, 2.0)]
+    for found, expected in zip(speed_ups(strong), ([2, 3.2, 4], [2, 4, 4]), strict=True):
+        np.testing.assert_allclose(found, expected)
+    weak = [point(1, 1.0, None), point(4, 2.0, None, batch=32)]
+    measured, predicted = speed_ups(weak)
+    np.testing.assert_allclose(measured, [1, 2])
+    assert np.isnan(predicted).all()
+    rows = [line.split() for line in table(strong).splitlines()]
+    assert rows[2][:7] == ["4", "1.6", "3.20", "4.00", "80%", "100%", "5.0000"]
+    assert rows[2][7:10] == ["25%", "75%", "2%"]
+    assert "no prediction: the machine's rates are not known" in table(weak)
+
+
+def test_what_is_written(tmp_path):
+    written = write_report([point(2, 8.0, 4.0), point(4, 5.0, 2.0)], "strong", "mmm.trainer.lm", tmp_path)
+    assert [path.name for path in written] == ["strong.h5", "strong.png", "strong.svg"]
+    assert all(path.stat().st_size > 1000 for path in written)
+    with h5py.File(tmp_path / "strong.h5") as file:
+        assert file["speed_up"][:].tolist() == [2, 3.2]
+        assert file["predicted_seconds"][:].tolist() == [4, 2]
+
+
+def test_a_script_for_each_point(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(scaling.subprocess, "run", lambda *_, **__: pytest.fail("something was run"))
+    flags = "--preset gpt2 --tp 2"
+    scaling.main(configure(scaling.Config, ranks="2,8", strong=True, site="polaris", outdir=tmp_path, flags=flags))
+    said = capsys.readouterr().out
+    assert f"qsub {tmp_path}/strong-2.sh\nqsub {tmp_path}/strong-8.sh\nno record yet of 2, 8 ranks" in said
+    text = (tmp_path / "strong-8.sh").read_text()
+    assert "#PBS -l select=2:" in text
+    assert "launch -n 8 -ppn 4 python3 -m mmm.trainer.lm --preset gpt2 --tp 2 --global_batch_size 32" in text
+    assert "launch -n 2 -ppn 2 " in (tmp_path / "strong-2.sh").read_text()
+
+
+def test_a_record_of_another_line_is_no_point(monkeypatch, tmp_path):
+    line = [*LINE, str(tmp_path)]
+    config = {"command": line, "ranks": [{}], "layout": "1", "global_batch_size": 4}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    monkeypatch.setattr(scaling_report.mmm.history, "state", lambda _: "running")
+    assert read_point(1, line) is None
+    monkeypatch.setattr(scaling_report.mmm.history, "state", lambda _: "finished")
+    monkeypatch.setattr(scaling_report.mmm.history, "load", lambda _: pytest.fail("it was read"))
+    assert read_point(2, line) is None
+    assert read_point(1, [*LINE, "--max_iters", "3", str(tmp_path)]) is None
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ({"ranks": "4,2"}, "--ranks 4,2: give numbers from 1"),
+        ({"ranks": "1,x"}, "--ranks 1,x: give numbers from 1"),
+        ({"weak": True, "strong": True}, "--weak and --strong contradict each other"),
+        ({"steps": 3}, "--steps 3: at least 1, and at least 4"),
+        ({"site": "nowhere"}, "machine nowhere: not known"),
+        ({"site": "polaris", "ranks": "4,4000"}, "--ranks 4000 are 1,000 hosts, and Polaris has 560"),
+    ],
+    ids=str,
+)
+def test_refused_before_anything_is_written(monkeypatch, tmp_path, flags, words):
+    monkeypatch.setattr(scaling.subprocess, "run", lambda *_, **__: pytest.fail("something was run"))
+    with pytest.raises(UserError, match=words):
+        scaling.main(configure(scaling.Config, outdir=tmp_path / "new", **flags))
+    assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.long
+def test_two_points(monkeypatch, tmp_path, capsys):
+    """They run, are drawn, and are not run a second time."""
+    monkeypatch.setattr(sys, "argv", ["scaling"])
+    config = configure(scaling.Config, ranks="1,2", device="cpu", steps=5, outdir=tmp_path, flags=SMALL)
+    scaling.main(config)
+    said = capsys.readouterr().out
+    rows = [line.split() for line in said[said.index(" ranks  samples/s") :].splitlines()]
+    assert [row[0] for row in rows[1:3]] == ["1", "2"]
+    assert rows[2][-2:] == ["dp2,", "8"]
+    assert {path.name for path in tmp_path.iterdir()} == {"weak-1", "weak-2", "weak.h5", "weak.png", "weak.svg"}
+    found = read_point(2, scaling.program_line(config, 2, Path(tmp_path)))
+    assert sum(found.parts.values()) == pytest.approx(found.seconds, rel=0.02)
+    monkeypatch.setattr(scaling.subprocess, "run", lambda *_, **__: pytest.fail("it was run again"))
+    scaling.main(config)
