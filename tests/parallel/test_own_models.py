@@ -27,16 +27,18 @@ LAYOUTS = {
     **{technique: (Layout(dp_shard=2), technique) for technique in ("fsdp", "ddp", "zero1", "zero2")},
     "tp2": (Layout(dp_shard=1, tp=2), "fsdp"),
     "dp2·tp2": (Layout(dp_shard=2, tp=2), "fsdp"),
+    "dp2·tp2 zero1": (Layout(dp_shard=2, tp=2), "zero1"),
 }
-TP, DP = ("tp2", "dp2·tp2"), ("fsdp", "ddp", "zero1", "zero2")
-FSDP = ("1 rank", "fsdp", *TP)
+ZERO_TP = "dp2·tp2 zero1"
+TP, DP = ("tp2", "dp2·tp2", ZERO_TP), ("fsdp", "ddp", "zero1", "zero2")
+FSDP = ("1 rank", "fsdp", "tp2", "dp2·tp2")
 # What is not the same: the model → layouts → the words by which it is refused; None: an error of PyTorch's, so far.
 OTHERWISE: dict[str, dict[tuple[str, ...], str | None]] = {
     "norm over all heads": {TP: None},
-    "PINN, u''": {FSDP: "create_graph=True .* use ddp, zero1 or zero2"},
+    "PINN, u''": {FSDP: "create_graph=True .* use ddp, zero1 or zero2", (ZERO_TP,): None},
     "own parameters and buffers": {TP: "no style for gain"},
-    "own scalar": {(*FSDP, "zero1", "zero2"): r"log_scale, which is a scalar.* \(1,\), or use ddp"},
-    "own mean in a buffer": {(*DP, "dp2·tp2"): "forward writes the buffer mean, other values on other ranks"},
+    "own scalar": {(*FSDP, "zero1", "zero2", ZERO_TP): r"log_scale, which is a scalar.* \(1,\), or use ddp"},
+    "own mean in a buffer": {(*DP, "dp2·tp2", ZERO_TP): "forward writes the buffer mean, other values on other ranks"},
     "frozen parameter that forward writes": {
         ("1 rank", *DP): "forward writes the parameter code",
         TP: "no style for code",
@@ -46,7 +48,10 @@ OTHERWISE: dict[str, dict[tuple[str, ...], str | None]] = {
         TP: "does not keep what max_norm writes",
     },
     "ModuleDict as a unit": {FSDP: "fsdp_units names heads, a ModuleDict, which is never called"},
-    "complex beside real": {FSDP: "weight, which is complex, beside bias, which is real"},
+    "complex beside real": {
+        FSDP: "weight, which is complex, beside bias, which is real",
+        (ZERO_TP,): "no style for weight, bias",
+    },
     "lazy shapes": {tuple(LAYOUTS): r"0\.weight, 0\.bias of Sequential would get its shape"},
 }
 QUICK = {

@@ -295,7 +295,7 @@ MATRIX: dict[str, dict[str, str]] = {
         "dp2·tp2": "- zero1",
         "dp_replicate2·dp_shard2·tp2": "-",
     },
-    "vit": {**_IMAGES, **_REAL, "pp4": _SCHEDULES, "dp2·tp2": "- tiles"},
+    "vit": {**_IMAGES, **_REAL, "pp4": _SCHEDULES, "dp2·tp2": "- zero1 tiles"},
     "cnn": {**_IMAGES, **_REAL},
 }
 FIELDS = {
