@@ -24,7 +24,7 @@ from mmm.trainer import vit
 from mmm.trainer.config.command_line import configure
 
 IMAGES, BASE = 1437, 16
-RATES = {"sgd": 0.1, "adamw": 2e-3, "lars": 10.0, "lamb": 0.01}
+RATES = {"sgd": 1.0, "adamw": 1e-3, "lars": 10.0, "lamb": 0.03}
 # Setting: optimizer, --scale_lr, and whether the first fifth of the run is warm-up.
 SETTINGS = {
     "sgd": ("sgd", "none", False),
@@ -34,6 +34,8 @@ SETTINGS = {
     "adamw sqrt": ("adamw", "sqrt", False),
     "adamw sqrt, warm-up": ("adamw", "sqrt", True),
     "adamw linear, warm-up": ("adamw", "linear", True),
+    "lars, warm-up": ("lars", "none", True),
+    "lars sqrt, warm-up": ("lars", "sqrt", True),
     "lars linear, warm-up": ("lars", "linear", True),
     "lamb sqrt, warm-up": ("lamb", "sqrt", True),
 }

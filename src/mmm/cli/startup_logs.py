@@ -31,7 +31,7 @@ RANKS = (
     re.compile(r"\branks\s*[=:]\s*(\d+)", re.IGNORECASE),
 )
 
-PATH_MODEL = re.compile(r"(?:^|_)([A-Z][A-Za-z]*\d\w*?)_z\d+_")
+PATH_MODEL = re.compile(r"(?:^|_)([A-Z][A-Za-z]*\d\w*?)_z\d+(?:_|$)")
 PATH_RANKS = re.compile(r"-nhosts\d+-ngpus?(\d+)-")
 STAMP = r"\d{4}-\d\d-\d\d[-T ]\d\d:?\d\d:?\d\d"
 ROW = re.compile(rf"\|\s*`?([^|`]+?\.log)`?\s*\|\s*([^|]+?)\s*\|\s*(\d+)\s*\|\s*({STAMP})\s*\|\s*({STAMP})\s*\|")

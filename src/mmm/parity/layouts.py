@@ -204,7 +204,7 @@ MATRIX: dict[str, dict[str, str]] = {
         "dp8·ep4": "-",
         "dp2·cp2·ep2": "ring ulysses packed zero1",
         "dp2·cp4·ep2": "usp",
-        "dp2·tp2·ep2": "- lars+lamb zero1",
+        "dp2·tp2·ep2": "- lars+lamb zero2+lars+lamb zero1",
         "dp_replicate2·dp_shard2·ep2": "-",
         "pp2·dp2·ep2": "1F1B ZBVZeroBubble packed lars+lamb zero1 ZBVZeroBubble+zero1",
         "pp2·dp2·tp2·ep2": "- zero1",
