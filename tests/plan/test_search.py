@@ -17,7 +17,7 @@ from mmm.plan.candidate import Choice, divisors
 from mmm.plan.cost import bubble_of
 from mmm.plan.named_model import read_model
 from mmm.plan.pictures import frontier
-from mmm.plan.report import as_json, missing, text_of, why_each
+from mmm.plan.report import as_json, details, missing, text_of, why_each
 from mmm.plan.script import job_script, launch_line
 from mmm.plan.search import Search
 from mmm.trainer import cnn, lm, vit
@@ -213,6 +213,19 @@ def test_each_kind_has_a_reason(aurora):
     assert "why each other kind lost" in text
     for candidate in kinds[1:]:
         assert candidate.kind in text
+
+
+def test_usp_where_a_sequence_spans_hosts():
+    """The all-to-all inside a host, the ring between: `details` says so."""
+    search, found = searched("llama-8b", "polaris", 8, 2, 131072, fixed={"cp": 16, "tp": 1, "pp": 1})
+    best = found.best[0]
+    assert (best.techniques.cp_style, best.techniques.ulysses) == ("usp", 4)
+    assert "--cp 16 --cp_style usp --ulysses 4" in launch_line(best, search.spec, search.machine, 2, "bf16")
+    rows = {
+        line.split()[0]: [float(word) for word in line.split()[1:3]] for line in details(search, best) if "cp_" in line
+    }
+    assert rows["cp_ulysses"][1] == 0 < rows["cp_ulysses"][0]
+    assert rows["cp_ring"][0] == 0 < rows["cp_ring"][1]
 
 
 def test_json(aurora):
