@@ -90,6 +90,7 @@ def anew(sizes):
             marks=pytest.mark.long,
         ),
         pytest.param(2, {}, {"data_parallel": "zero2"}, marks=pytest.mark.long),
+        pytest.param(8, {"pp": 2, "tp": 2}, {"data_parallel": "zero1"}, marks=pytest.mark.long),
         pytest.param(2, {"dp_replicate": 2}, {"data_parallel": "ddp", "loss_chunks": 2}, marks=pytest.mark.long),
         pytest.param(4, {"cp": 2, "tp": 2}, {"cp_style": "ulysses"}, marks=pytest.mark.long),
         pytest.param(4, {"tp": 2}, {"changed": {"n_experts": 4, "ffn_dim": 16}}, marks=pytest.mark.long),

@@ -19,6 +19,7 @@ SHORT = ["llama ddp", "llama pp 1f1b", "vit fsdp·tp", "cnn zero1"]
 # Of those that the benchmark has, which tries all: a kind each.
 FOUR = [
     *["llama zero2", "llama hsdp", "llama fsdp·tp", "llama fsdp·cp", "llama pp·fsdp bf16", "llama pp zbv"],
+    *["llama pp zbv·zero1", "llama pp·zero1 bf16", "llama zero1·tp bf16"],
     *["experts ep", "llama tp checkpointing", "llama cp usp"],
 ]
 EIGHT = ["llama pp·fsdp·tp", "llama hsdp·cp·tp", "experts pp·ep·tp", "vit pp·fsdp·tp", "cnn fsdp 8"]

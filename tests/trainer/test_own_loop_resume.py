@@ -27,6 +27,7 @@ LAYOUTS = [
     pytest.param(2, {"parallel": "ddp"}, id="ddp", marks=pytest.mark.long),
     pytest.param(2, {"parallel": "zero1"}, id="zero1"),
     pytest.param(4, {"tp": 2}, id="dp2·tp2", marks=pytest.mark.long),
+    pytest.param(4, {"tp": 2, "parallel": "zero1"}, id="zero1 on dp2·tp2", marks=pytest.mark.long),
 ]
 
 
@@ -98,6 +99,7 @@ def test_on_another_layout(run_on_ranks, tmp_path):
         (grid, 1, {}),
         (grid, 2, {"parallel": "ddp"}),
         (grid, 2, {"parallel": "zero1"}),
+        (grid, 4, {"tp": 2, "parallel": "zero1"}),
         (grid, 4, {}),
         (alone, 4, {"tp": 2}),
     ):
