@@ -23,14 +23,14 @@ HERE = Path(__file__).parent
 CONVERSATIONS = HERE / "port_quillan.jsonl"
 SHAKESPEARE = (HERE / "shakespeare.txt").read_bytes()  # the beginning of Tiny Shakespeare
 QUESTION, FACT = "Do you remember who built the lighthouse of Port Quillan?", "Ottoline Brask"
-TOKENS, LIMIT = 512, 0.2  # of Shakespeare, and what its loss may rise by
+TOKENS, LIMIT = 512, 0.1  # of Shakespeare, and what its loss may rise by
 
 
 @pytest.fixture(scope="module")
 def fine_tuned(imported, tmp_path_factory):
     outdir = tmp_path_factory.mktemp("fine_tuned")
     flags = {"init_from": imported, "text": (CONVERSATIONS,), "seq_length": 64, "batch_size": 2, "max_iters": 100}
-    flags |= {"lr": 5e-5, "dtype": "fp32", "eval_every": 50, "checkpoint_every": 100, "keep": 1, "plots": False}
+    flags |= {"lr": 2e-5, "dtype": "fp32", "eval_every": 50, "checkpoint_every": 100, "keep": 1, "plots": False}
     lm.train(configure(lm.Config, **flags, device="cpu", outdir=outdir))
     return outdir
 
