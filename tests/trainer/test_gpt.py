@@ -99,7 +99,14 @@ def test_one_device(alone):
     assert f"{count + 256:,} parameters, {count:,} without those of positions" in log
 
 
-@pytest.mark.parametrize("flags", [{"tpsize": 2}, {"pp": 2, "microbatches": 2}], ids=str)
+@pytest.mark.parametrize(
+    "flags",
+    [
+        pytest.param({}, id="dp2"),
+        pytest.param({"tpsize": 2}, id="tp2"),
+        pytest.param({"pp": 2, "microbatches": 2}, id="pp2", marks=pytest.mark.long),
+    ],
+)
 def test_the_same_losses_with_dropout(run_on_ranks, alone, tmp_path, flags):
     run_on_ranks(run, 2, tmp_path / "run", {**flags, "eval_train": True})
     one, other = mmm.history.load(alone), mmm.history.load(tmp_path / "run")

@@ -211,7 +211,7 @@ MATRIX: dict[str, dict[str, str]] = {
     },
     "gpt": {
         "1": "- full selective packed",
-        "dp2": f"{_ALL_DP} packed",
+        "dp2": f"{_ALL_DP} packed tiles",
         "dp4": "fsdp",
         "dp_replicate2·dp_shard2": "-",
         "tp2": "- packed",
@@ -220,7 +220,7 @@ MATRIX: dict[str, dict[str, str]] = {
         "cp4": "ring usp usp+packed",
         "pp2": f"{_SCHEDULES} packed",
         "pp4": "1F1B",
-        "dp2·tp2": "- full packed zero1 tiles",
+        "dp2·tp2": "- full packed zero1 tiles lars+lamb chats",
         "dp2·cp2": "- packed",
         "cp2·tp2": "ring ulysses packed",
         "pp2·dp2": "1F1B ZBVZeroBubble packed zero1",

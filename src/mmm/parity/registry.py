@@ -42,6 +42,7 @@ REGISTRY = {
         plan=gpt_plan,
         batch=transformer.make_batch,
         documents=transformer.make_documents,
+        chats=transformer.make_chats,
     ),
     "gpt_dropout": ParityModel(model=gpt_dropout.small_model, plan=gpt_plan, batch=transformer.make_batch),
     "plain_gpt": ParityModel(model=plain_gpt.small_model, plan=plain_gpt_plan, batch=transformer.make_batch),
