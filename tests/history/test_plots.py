@@ -12,7 +12,9 @@ from mmm.cli import history as command
 from mmm.errors import RecordError
 from mmm.history import History, load, plot_all, terminal_plot
 from mmm.history.plots import figures as drawing
+from mmm.history.plots import terminal as drawing_text
 from mmm.history.plots.series import limits, metrics, outside, series, slowest
+from mmm.history.plots.terminal import side_by_side
 
 RANKS = [{"rank": r, "local_rank": r % 2, "host": f"node{r // 2}", "tp": r % 2} for r in range(4)]
 
@@ -216,7 +218,7 @@ def test_the_limits_have_the_validation_loss_inside(tmp_path):
     assert figure.axes[0].get_ylim()[0] < 1.0
 
 
-def test_several_trainings_in_one_record_are_lines_of_their_own(tmp_path):
+def test_several_trainings_in_one_record_are_lines_of_their_own(tmp_path, monkeypatch):
     with History(tmp_path / "run", ranks=RANKS[:1]) as history:
         for stage in range(3):
             for step in range(10):
@@ -225,6 +227,13 @@ def test_several_trainings_in_one_record_are_lines_of_their_own(tmp_path):
     gaps = [index for index, y in enumerate(line.get_ydata()) if y != y]
     assert gaps == [10, 21]
     assert len(line.get_ydata()) == 32
+    monkeypatch.setattr(drawing_text, "chart", lambda signals, *_: "\n".join(str(signal.y[-1]) for signal in signals))
+    assert terminal_plot(load(tmp_path / "run"), "loss").splitlines() == ["2.1", "2.1", "2.1"]
+    monkeypatch.undo()
+    small = side_by_side(load(tmp_path / "run"), ["loss", "stage"], 80, 10).splitlines()
+    assert re.fullmatch(r" +loss +stage", small[0])
+    assert max(map(len, small)) <= 80
+    assert side_by_side(load(tmp_path / "run"), []) == ""
 
 
 def test_the_summary_of_a_vision_run(tmp_path, capsys):

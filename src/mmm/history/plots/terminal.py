@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from mmm.history.plots.series import AxisLimits, Series, limits, outside, series
+from mmm.history.plots.series import AxisLimits, Series, limits, outside, restarts, series
 
 if TYPE_CHECKING:
     import xarray
@@ -26,17 +26,21 @@ def terminal_plot(ds: "xarray.Dataset", metric: str, width: int = 100, height: i
     s = series(ds, metric)
     name = f"{s.title} ({s.label})" if s.title != s.name else s.label
     name += f", median of {s.ranks} ranks" if s.high is not None else ""
-    return _plot(s, name, width, height, color)
+    return _plot(s, restarts(ds), name, width, height, color)
 
 
-def _plot(s: Series, name: str, width: int, height: int, color: bool) -> str:
-    """The median over the ranks, where they differ."""
+def _plot(s: Series, begins: np.ndarray, name: str, width: int, height: int, color: bool) -> str:
+    """The median over the ranks, where they differ.
+
+    Args:
+        begins: the x at which another training begins, of `restarts`.
+    """
     s = s._replace(low=None, high=None)
     shown = limits(s)
     if shown is None:
         return f"{name}: no finite value in {len(s.y)} rows\n"
     note = outside(s, shown)
-    drawn = _draw(s, shown, name, width, height - bool(note), color)
+    drawn = _draw(s, begins, shown, name, width, height - bool(note), color)
     return plain(drawn, color) + (f"  {note}\n" if note else "")
 
 
@@ -44,7 +48,7 @@ def side_by_side(ds: "xarray.Dataset", metrics: Sequence[str], width: int = 100,
     """A small plot of each metric that has a curve, beside each other in `width` characters."""
     curves = [s for metric in metrics if np.isfinite((s := series(ds, metric)).y).sum() > 1]
     each = width // max(len(curves), 1) - 1
-    columns = [_plot(s, s.label, each, height, False).splitlines() for s in curves]
+    columns = [_plot(s, restarts(ds), s.label, each, height, False).splitlines() for s in curves]
     lines = zip_longest(*columns, fillvalue="")
     return "".join(" ".join(f"{cell:<{each}}" for cell in line).rstrip() + "\n" for line in lines)
 
@@ -54,14 +58,15 @@ def plain(drawn: str, color: bool = False) -> str:
     return "\n".join(line.rstrip() for line in (drawn if color else _ESCAPES.sub("", drawn)).splitlines()) + "\n"
 
 
-def _draw(s: Series, shown: AxisLimits, title: str, width: int, height: int, color: bool) -> str:
+def _draw(s: Series, begins: np.ndarray, shown: AxisLimits, title: str, width: int, height: int, color: bool) -> str:
     inside = np.isfinite(s.y) & ~shown.above & ~shown.below
     x, y = s.x[inside], s.y[inside]
     bottom, top = shown.low, shown.high
     if top - bottom <= 1e-9 * max(abs(top), abs(bottom)):  # a constant: plotext needs a range
         bottom, top = bottom - 0.5 * (abs(bottom) or 1), top + 0.5 * (abs(top) or 1)
     x_ticks = ticks(float(x[0]), float(x[-1]), max(2, width // 14), integer=True)
-    signals = [ChartSeries(x.tolist(), y.tolist(), "hd", not s.sparse)]
+    trainings = [each for each in np.split(np.arange(len(x)), np.searchsorted(x, begins)) if len(each)]
+    signals = [ChartSeries(x[each].tolist(), y[each].tolist(), "hd", not s.sparse) for each in trainings]
     axes = ChartAxes(title, s.x_name, x_ticks, None, ticks(bottom, top, max(2, height // 3)), (bottom, top))
     return chart(signals, axes, width, height, color)
 
