@@ -1,7 +1,7 @@
 """Every model on every layout against plain PyTorch on one process: losses, and every gradient of the first step.
 
-`make test` has a layout of each kind, `make test-long` the whole matrix of the proof on up to 4 ranks, and what saves
-memory.
+`make test` has a layout of each kind, 4 steps of it. `make test-long` has the whole matrix of the proof on up to 4 ranks,
+and what saves memory: a step, and one with what that has left.
 """
 
 from contextlib import nullcontext
@@ -95,8 +95,9 @@ def curves_of(rank, case, training, references):
 
 
 @pytest.mark.parametrize(("case", "dtype"), CASES)
-def test_same_as_plain_pytorch(run_on_ranks, case, dtype):
-    training = Training(steps=4, dtype=dtype, data=case.data)
+def test_same_as_plain_pytorch(run_on_ranks, request, case, dtype):
+    steps = 2 if request.node.get_closest_marker("long") else 4
+    training = Training(steps=steps, dtype=dtype, data=case.data)
     references = {optimizer: reference_of(case.model, training, optimizer) for optimizer in case.optimizers}
     ranks = run_on_ranks(curves_of, case.ranks, case, training, references)
     for optimizer, curves in zip(case.optimizers, zip(*ranks, strict=True), strict=True):
