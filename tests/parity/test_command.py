@@ -230,7 +230,7 @@ def test_a_fourth_model_by_the_recipe(parity, tmp_path):
         (("--model", "vit", "--layout", "pp2", "--schedule", "DualPipeV", "--microbatches", "2"), "at least 4"),
         (("--model", "cnn", "--layout", "dp3"), "16 samples does not divide over 3 data-parallel coordinates"),
         (("--model", "cnn", "--layout", "tp2", "--data_parallel", "ddp"), "no --layout has dp_replicate or dp_shard"),
-        (("--model", "cnn", "--layout", "dp2.tp2", "--data_parallel", "ddp"), "use fsdp, or tp 1"),
+        (("--model", "cnn", "--layout", "dp2.tp2", "--data_parallel", "ddp"), "use zero1 or fsdp, or tp 1"),
         (("--model", "cnn", "--layout", "dp2", "--schedule", "GPipe"), "--schedule GPipe, and no --layout has pp"),
         (("--schedule", "GPipe"), "--schedule goes with --layout"),
         (("--layout", "dp2", "--ranks", "4"), "--ranks 4: the layouts asked for have 2 ranks"),
