@@ -1,6 +1,6 @@
 """Every model on every layout against plain PyTorch on one process: losses, and every gradient of the first step.
 
-`make test` has a layout of each kind, 4 steps of it. `make test-long` has the whole matrix of the proof on up to 4 ranks,
+`make test` has a layout of each kind, 4 steps of it; `make test-long` the whole matrix of the proof on up to 4 ranks,
 and what saves memory: a step, and one with what that has left.
 """
 
