@@ -19,6 +19,7 @@ OF_PYTHON |= {"_actions", "_lru_cache_wrapper", "_run_exitfuncs"}
 OVERRIDDEN = {"_init_group", "_unscale_grads_", "_apply", "_slice_file", "_step_supports_amp_scaling"}
 OVERRIDDEN_AT = {  # the files that call the overridden method, or set the attribute
     ("parallel/optimizer.py", "_init_group"),
+    ("parallel/memory/disk.py", "_init_group"),
     ("trainer/loop/muon.py", "_init_group"),
     ("trainer/loop/muon.py", "_step_supports_amp_scaling"),
     ("parallel/dp/replicas.py", "_apply"),
@@ -38,6 +39,7 @@ TEXTS |= {
     "_output",
     "_plan",
     "_sources",
+    "_token_id",
     "_weights",
 }
 

@@ -102,7 +102,6 @@ class Saver:
     _running: tuple[int, Future] | None = None
     _complete: bool = True  # the newest save that has ended
     _host_copy: HostCopy = field(default_factory=HostCopy)
-    _thread: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "checkpoint"))
 
     def save(self, state: dict[str, Any], manifest: Manifest) -> None:
         """Begin to save; wait first for the save before it. A collective.
@@ -112,7 +111,9 @@ class Saver:
         """
         self.wait()
         copied = self._host_copy.of(state)
-        self._running = (manifest.step, self._thread.submit(self.write, copied, manifest))
+        thread = ThreadPoolExecutor(1, "checkpoint")
+        self._running = (manifest.step, thread.submit(self.write, copied, manifest))
+        thread.shutdown(wait=False)  # it ends with the save
 
     def write(self, state: dict[str, Any], manifest: Manifest) -> None:
         """Write a state that is on the host. A collective; in the saver's thread."""

@@ -79,8 +79,12 @@ def random_bits(key: int | Tensor, index: Tensor) -> Tensor:
     Args:
         key: of the stream; or one for each row of `index`, int64, (rows, 1).
     """
-    z = index * _signed(_GAMMA)
-    z = z + key + _signed(_GAMMA) if isinstance(key, Tensor) else z.add_(_signed(key + _GAMMA))
+    if isinstance(key, Tensor):
+        # key / γ modulo 2⁶⁴, added before the product: torch.compile makes of an arange times γ a formula of integers
+        # beyond 64 bits, which Triton refuses.
+        z = (index + (key + _signed(_GAMMA)) * _signed(pow(_GAMMA, -1, 1 << 64))).mul_(_signed(_GAMMA))
+    else:
+        z = (index * _signed(_GAMMA)).add_(_signed(key + _GAMMA))
     # From here on in place: memory is what it costs.
     shifted = torch.empty_like(z)
     z.bitwise_xor_(_logical_shift(z, 30, shifted)).mul_(_signed(_MIX1))

@@ -6,7 +6,6 @@ from collections.abc import Iterable
 from typing import Any
 
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from mmm.torch_private.module import version_of
 
@@ -52,7 +51,7 @@ def set_local(parameter: Any, local: Tensor) -> None:
     """Give a parameter, plain or a `DTensor`, other memory for its local tensor, of the same shape.
 
     Private: DTensor._local_tensor, seen in 2.10 to 2.14; instead: to_local, which makes a view."""
-    if isinstance(parameter, DTensor):
+    if hasattr(parameter, "_local_tensor"):
         parameter._local_tensor = local
     else:
         parameter.data = local

@@ -113,4 +113,4 @@ def test_the_host_does_not_wait_for_the_copy(monkeypatch, device, pinned):
     )
     batch = RandomTokens(50, 16, 0).batch(0, 2, 0, 2)
     assert torch.equal(batch.to(torch.device(device)).targets, batch.targets)
-    assert calls == ["pinned"] * 2 * pinned + [(device, pinned)] * 2
+    assert calls == [*["pinned"] * pinned, (device, pinned)] * 2

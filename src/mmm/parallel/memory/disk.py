@@ -35,6 +35,7 @@ from mmm.errors import ConfigError, config_field
 from mmm.parallel.local import to_local
 from mmm.parallel.memory.offload import DISK
 from mmm.parallel.optimizer import LocalAdamW
+from mmm.torch_private.groups import dtensor_like
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 UNIT = 1 << 28  # bytes of moments that are in memory at once, unless one parameter has more
@@ -133,7 +134,7 @@ class DiskAdamW(LocalAdamW):
         for parameter, both in starts.items():
             local = to_local(parameter.detach())
             moments = {
-                key: _as(parameter, self.file.tensor(start, local) if local.numel() else torch.zeros_like(local))
+                key: _like(parameter, self.file.tensor(start, local) if local.numel() else torch.zeros_like(local))
                 for key, start in zip(MOMENTS, both, strict=True)
             }
             self.state[parameter] = {"step": torch.zeros((), dtype=torch.float32), **moments}
@@ -180,12 +181,9 @@ def _pages(size: int) -> int:
     return -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
-def _as(parameter: Tensor, local: Tensor) -> Tensor:
-    """`local`, sharded as a parameter is."""
-    if not isinstance(parameter, DTensor):
-        return local
-    mesh, placements, shape, stride = parameter.device_mesh, parameter.placements, parameter.shape, parameter.stride()
-    return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
+def _like(parameter: Tensor, local: Tensor) -> Tensor:
+    """`local`, on the host, sharded as a parameter is."""
+    return dtensor_like(local, parameter) if isinstance(parameter, DTensor) else local
 
 
 def bytes_on_disk(optimizer: torch.optim.Optimizer) -> int:
