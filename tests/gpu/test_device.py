@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from mmm.layout import Layout, Techniques
+from mmm.models.dropout import Dropout, sample_keys
 from mmm.models.meta import meta_parameters
 from mmm.models.transformer import Transformer, TransformerConfig
 from mmm.parallel.footprint import Footprint
@@ -152,3 +153,12 @@ def test_the_host_waits_for_rows_alone(training, kind, capfd, monkeypatch):
     assert counted[False] == {"synchronizations": 0, "reads": 0}
     assert counted[True]["reads"] == 1
     assert counted[True]["synchronizations"] <= 1
+
+
+def test_compiled_dropout_drops_what_it_drops_on_a_cpu(kind):
+    """Its numbers are integers of 64 bits, which torch.compile counts in 32 where it can."""
+    dropout, keys = Dropout(0.3, layer=3).train(), sample_keys(0, 0, 0, 4)
+    x = torch.ones(4, 8, 64)
+    compiled = torch.compile(dropout, dynamic=False)(x.to(kind), keys.to(kind))
+    assert torch.equal(compiled.cpu(), dropout(x, keys))
+    assert 0.2 < float((compiled == 0).float().mean()) < 0.4

@@ -73,18 +73,18 @@ def _logical_shift(z: Tensor, bits: int, out: Tensor) -> Tensor:
     return torch.bitwise_right_shift(z, bits, out=out).bitwise_and_((1 << (64 - bits)) - 1)
 
 
-def random_bits(key: int | Tensor, index: Tensor) -> Tensor:
-    """`BITS` random bits each, as int64, for the int64 element indices `index` (any shape).
+def random_bits(key: int | Tensor, index: Tensor, first: int = 0) -> Tensor:
+    """`BITS` random bits each, as int64, for the int64 element indices first + `index` (any shape).
 
     Args:
         key: of the stream; or one for each row of `index`, int64, (rows, 1).
     """
     if isinstance(key, Tensor):
-        # key / γ modulo 2⁶⁴, added before the product: torch.compile makes of an arange times γ a formula of integers
-        # beyond 64 bits, which Triton refuses.
-        z = (index + (key + _signed(_GAMMA)) * _signed(pow(_GAMMA, -1, 1 << 64))).mul_(_signed(_GAMMA))
+        # key / γ modulo 2⁶⁴, added before the product: torch.compile counts an arange in 32 bits, and makes of one
+        # times γ a formula of integers beyond 64, both of which Triton refuses.
+        z = (index + (key * _signed(pow(_GAMMA, -1, 1 << 64)) + (first + 1))).mul_(_signed(_GAMMA))
     else:
-        z = (index * _signed(_GAMMA)).add_(_signed(key + _GAMMA))
+        z = (index * _signed(_GAMMA)).add_(_signed(key + (first + 1) * _GAMMA))
     # From here on in place: memory is what it costs.
     shifted = torch.empty_like(z)
     z.bitwise_xor_(_logical_shift(z, 30, shifted)).mul_(_signed(_MIX1))

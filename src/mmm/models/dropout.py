@@ -56,8 +56,8 @@ class Dropout(nn.Module):
         else:
             own = positions.unflatten(0, (-1, x.shape[1]))[self.shard]
             element = (own[:, None] * x.shape[2] + torch.arange(x.shape[2], device=x.device)).flatten()
-        element += self.layer << _LAYER
-        dropped = random_bits(keys[:, None], element) < int(self.p * (1 << BITS))  # (batch, elements)
+        bits = random_bits(keys[:, None], element, first=self.layer << _LAYER)  # (batch, elements)
+        dropped = bits < int(self.p * (1 << BITS))
         return x.masked_fill(dropped.view_as(x), 0) / (1 - self.p)
 
     def extra_repr(self) -> str:
