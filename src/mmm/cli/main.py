@@ -24,6 +24,7 @@ SUBCOMMANDS = {
     "import": ("mmm.cli.import_", "weights of the Llama family, safetensors or GGUF, as a checkpoint"),
     "machine": ("mmm.cli.machine", "the machines that are known, and a file of the one that this is"),
     "plan": ("mmm.cli.plan", "which layouts fit a machine, what they need, send and take, before a job is queued"),
+    "runs": ("mmm.cli.runs", "a table of many runs: state, steps, losses, rates, hours, and the flags that differ"),
     "sample": ("mmm.cli.sample", "text from a language model, on one device or sharded over ranks"),
     "startup": ("mmm.cli.startup", "how long runs took to start, from their records or from other programs' logs"),
     "tokens": ("mmm.cli.tokens", "prepare a file of tokens from text, in parallel, to train on"),

@@ -77,7 +77,7 @@ def load(outdir: Path | str) -> "xarray.Dataset":
         RecordError: no such folder, no record in it, or a file of it is damaged.
     """
     folder = _existing(outdir)
-    return dataset_of(folder, _ending_by_journal(folder))
+    return dataset_of(folder, ending_by_journal(folder))
 
 
 def dataset_of(folder: Path, ending: Ending | None) -> "xarray.Dataset":
@@ -128,14 +128,14 @@ def state(outdir: Path | str) -> str:
         RecordError: no such folder, or its dataset is damaged.
     """
     folder = _existing(outdir)
-    ending = _ending_by_journal(folder)
+    ending = ending_by_journal(folder)
     if ending is None:
         dataset = read_dataset(folder / DATASET)
         ending = (read_ending(dataset.attrs) if dataset is not None else None) or recorded_state(folder)
     return ending.state if ending else FINISHED  # an older record says nothing
 
 
-def _ending_by_journal(folder: Path) -> Ending | None:
+def ending_by_journal(folder: Path) -> Ending | None:
     """How the run in the folder ended, or that it runs; None without a journal: then the dataset says it."""
     path = folder / JOURNAL
     try:

@@ -1,0 +1,135 @@
+"""``mmm runs [DIR]``: a table of the runs in a folder."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mmm.cli import show
+from mmm.cli.written import write_json
+from mmm.errors import ConfigError, RecordError
+from mmm.outside import printable, printable_lines
+
+if TYPE_CHECKING:
+    from mmm.history.runs import Run
+
+COLUMNS = ("name", "state", "layout", "step", "loss", "val_loss", "rate", "hours", "device_hours", "flags")
+NUMBERS = ("step", "loss", "val_loss", "rate", "hours", "device_hours")
+HEADS = {"device_hours": "device-h", "rate": "mean rate"}
+LONGEST_VALUE = 32  # characters of a flag's value
+MOST_FLAGS = 8
+EPILOG = """\
+Hours are those of steps: start-up, validation and checkpoints are not in them; device-hours are hours × ranks. The rate
+is tokens (t/s) or samples (s/s) a second over all steps. The flags are those whose values differ between these runs;
+what is left to the program (None) is in --json alone.
+"""
+
+
+def main(argv: list[str]) -> int:
+    """Print the table. Returns 0. Raises UserError for a column or a folder that is not there."""
+    parser = argparse.ArgumentParser(
+        prog="mmm runs",
+        description="The runs in a folder: finished, failed, killed, and those that run.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("folder", nargs="?", default="outputs", metavar="DIR", help="searched (default: outputs)")
+    parser.add_argument("--sort", default="name", metavar="COLUMN", help=f"one of {', '.join(COLUMNS[:-1])}")
+    parser.add_argument("--reverse", action="store_true", help="the largest first")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the table to FILE as well")
+    args = parser.parse_args(argv)
+    column = args.sort.replace("-", "_")
+    if column not in COLUMNS[:-1]:
+        raise ConfigError(f"--sort {printable(args.sort)}: there are the columns {', '.join(COLUMNS[:-1])}")
+
+    from mmm.history.runs import read_run, run_folders
+
+    runs: list[Run] = []
+    for folder in run_folders(args.folder):
+        try:
+            runs.append(read_run(folder))
+        except RecordError as error:  # another program's config.json, or a damaged record: the others are shown
+            why = " ".join(str(error).split()).split(". ")[0]
+            print(f"left out: {printable(why)}", file=sys.stderr)
+    if not runs:
+        raise RecordError(f"{args.folder} holds no run. Give the folder that holds the runs, e.g. outputs.")
+    rows = sorted(table(runs, Path(args.folder).expanduser()), key=lambda row: row["name"])
+    known = [row for row in rows if row[column] is not None]
+    known.sort(key=lambda row: row[column], reverse=args.reverse)
+    rows = known + [row for row in rows if row[column] is None]
+    show(printable_lines(text(rows, shutil.get_terminal_size().columns if sys.stdout.isatty() else None)) + "\n")
+    write_json(args.json, rows)
+    return 0
+
+
+def table(runs: Sequence[Run], root: Path) -> list[dict[str, Any]]:
+    """A mapping a run, by `COLUMNS`, and what they are made of; None for what is not known."""
+    from mmm.history.runs import differing, last
+
+    flags = differing([run.flags for run in runs])
+    rows = []
+    for run in runs:
+        rate = next((name for name in ("tps", "sps") if run.mean_rate(name) is not None), None)
+        loss = next((name for name in ("loss", "train_loss") if name in run.rows), "loss")
+        rows.append(
+            {
+                "name": str(run.folder.relative_to(root)) if run.folder != root else str(root),
+                "folder": str(run.folder),
+                "state": run.ending.state,
+                "error": run.ending.error,
+                "layout": run.layout,
+                "step": run.steps_done,
+                "steps": run.steps,
+                "loss": last(run.rows.get(loss)),
+                "val_loss": last(run.rows.get("val_loss", run.rows.get("test_loss"))),
+                "rate": run.mean_rate(rate) if rate else None,
+                "rate_of": {"tps": "tokens", "sps": "samples"}.get(rate or ""),
+                "hours": run.hours,
+                "device_hours": None if run.hours is None else run.hours * run.ranks,
+                "flags": {name: run.flags[name] for name in flags if name in run.flags},
+            }
+        )
+    return rows
+
+
+def text(rows: Sequence[Mapping[str, Any]], width: int | None) -> str:
+    """The table. `width`: of a terminal, at which lines are cut."""
+    cells = [[HEADS.get(name, name) for name in COLUMNS]] + [[_cell(row, name) for name in COLUMNS] for row in rows]
+    widths = [max(len(line[place]) for line in cells) for place in range(len(COLUMNS))]
+    lines = []
+    for line in cells:
+        aligned = [
+            f"{cell:>{size}}" if name in NUMBERS else f"{cell:<{size}}"
+            for name, cell, size in zip(COLUMNS, line, widths, strict=True)
+        ]
+        joined = "  ".join(aligned).rstrip()
+        lines.append(joined if width is None or len(joined) <= width else f"{joined[: max(width - 1, 1)]}…")
+    return "\n".join(lines)
+
+
+def _cell(row: Mapping[str, Any], name: str) -> str:
+    value = row[name]
+    if name == "flags":
+        shown = [f"{flag}={_value(of)}" for flag, of in value.items() if of is not None]
+        return " ".join(shown[:MOST_FLAGS]) + (
+            f" and {len(shown) - MOST_FLAGS} more" if len(shown) > MOST_FLAGS else ""
+        )
+    if value is None or value == "":
+        return "-"
+    if name == "step":
+        return f"{value:g}" if row["steps"] is None else f"{value:.0f}/{row['steps']:.0f}"
+    if name == "rate":
+        return f"{value:,.{0 if value >= 100 else 1}f} {row['rate_of'][0]}/s"
+    if name in ("hours", "device_hours"):
+        return f"{value:,.1f}" if value >= 10 else f"{value:.2g}"
+    return f"{value:.4f}" if isinstance(value, float) else printable(str(value))
+
+
+def _value(value: Any) -> str:
+    plain = value if isinstance(value, str) else json.dumps(value)
+    return plain if len(plain) <= LONGEST_VALUE else f"…{plain[1 - LONGEST_VALUE :]}"
