@@ -14,6 +14,7 @@ from mmm.outside import printable_lines
 
 # Subcommand -> module with main(argv) -> exit code, and one line for the list.
 SUBCOMMANDS = {
+    "compare": ("mmm.cli.compare", "what differs between runs, and a metric of all of them in one plot"),
     "diverge": ("mmm.cli.diverge", "the first step at which two runs part, whatever their layouts, and where in it"),
     "doctor": ("mmm.cli.doctor", "check this machine and this installation, with a fix for what is wrong"),
     "dry-run": ("mmm.cli.dry_run", "what a rank of so many would hold and send: any program, without its devices"),

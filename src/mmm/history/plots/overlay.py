@@ -1,0 +1,161 @@
+"""One metric of several runs in one plot: by letters in a terminal, by colours in a picture."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from mmm.errors import RecordError
+from mmm.history.plots.series import Series, limits
+from mmm.history.plots.terminal import ChartAxes, ChartSeries, chart, plain, ticks
+from mmm.history.record.dataset import about
+from mmm.history.record.folder import reason
+from mmm.history.runs import Run
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+# Okabe and Ito's, which colour-blind people tell apart (https://jfly.uni-koeln.de/color/), without their pale yellow.
+COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#22303C")
+DASHES = ("-", "--", ":", "-.")  # by which runs beyond the colours differ
+LETTERS = "abcdefghijklmnopqrstuvwxyz"
+LONGEST_NAME = 70  # characters in a legend
+AXES = {"step": "", "tokens": "tokens", "hours": "hours in steps"}
+
+
+def common_metrics(runs: Sequence[Run]) -> list[str]:
+    """What all runs have a number of."""
+    names = [name for name in runs[0].rows if name not in ("draw", "iter", "epoch")]
+    return [name for name in names if all(np.isfinite(run.rows.get(name, np.nan)).any() for run in runs)]
+
+
+def overlaid(runs: Sequence[Run], metric: str, by: str = "step") -> list[Series]:
+    """The metric of each run, without the rows that lack it.
+
+    Args:
+        by: step (iter, else epoch, else the row, whichever all runs have), tokens or hours.
+
+    Raises:
+        RecordError: a run lacks the metric, or what `by` needs.
+    """
+    if metric not in (known := common_metrics(runs)):
+        raise RecordError(f"not all of these runs have a {metric!r}. All have: {', '.join(known) or 'nothing'}.")
+    steps = next(name for name in ("iter", "epoch", "draw") if all(name in run.rows for run in runs))
+    says = about(metric)
+    result = []
+    for run in runs:
+        y = run.rows[metric]
+        kept = np.isfinite(y)
+        x = _places(run, by, steps)
+        result.append(
+            Series(metric, says["long_name"], says.get("units", ""), x[kept], AXES[by] or _said(steps), y[kept])
+        )
+    return result
+
+
+def _said(steps: str) -> str:
+    return "row" if steps == "draw" else steps
+
+
+def _places(run: Run, by: str, steps: str) -> np.ndarray:
+    """(draw,): the x of each row."""
+    if by == "step":
+        return run.rows[steps]
+    needed = "tps" if by == "tokens" else "dt"
+    if needed not in run.rows or "dt" not in run.rows:
+        raise RecordError(f"{run.folder} has no {needed} in its rows, which --by {by} needs. Leave --by out.")
+    return np.cumsum(run.amount("tps") if by == "tokens" else run.seconds / 3600)
+
+
+def _range(curves: Sequence[Series]) -> tuple[float, float]:
+    shown = [limits(s) for s in curves]
+    low = min(each.low for each in shown if each is not None)
+    high = max(each.high for each in shown if each is not None)
+    if high - low <= 1e-9 * max(abs(high), abs(low)):
+        return low - 0.5 * (abs(low) or 1), high + 0.5 * (abs(high) or 1)
+    return low, high
+
+
+def terminal_overlay(curves: Sequence[Series], names: Sequence[str], width: int, height: int) -> str:
+    """The curves by letters, and a line a run below: its letter, name and last value. Of points that coincide the last
+    run's is shown."""
+    low, high = _range(curves)
+    x = np.concatenate([s.x for s in curves])
+    left, right = float(x.min()), float(x.max())
+    whole = curves[0].x_name in ("iter", "epoch", "row")
+    title = f"{curves[0].title} ({curves[0].label})" if curves[0].title != curves[0].name else curves[0].label
+    axes = ChartAxes(
+        title,
+        curves[0].x_name,
+        ticks(left, right, max(2, width // 14), integer=whole),
+        (left, right) if right > left else (left - 1, right + 1),
+        ticks(low, high, max(2, height // 3)),
+        (low, high),
+    )
+    signals = []
+    for s, letter in zip(curves, LETTERS * len(curves), strict=False):
+        inside = np.flatnonzero((s.y >= low) & (s.y <= high))
+        inside = inside[:: max(1, len(inside) // width)]
+        signals.append(ChartSeries(s.x[inside].tolist(), s.y[inside].tolist(), letter, False))
+    drawn = plain(chart(signals, axes, width, height))
+    legend = [
+        f"  {letter} {name}: {s.y[-1]:.6g} at {f'{s.x_name} {s.x[-1]:g}' if whole else f'{s.x[-1]:,.4g} {s.x_name}'}"
+        for s, name, letter in zip(curves, names, LETTERS * len(curves), strict=False)
+    ]
+    return drawn + "\n".join(legend) + "\n"
+
+
+def overlay_figure(curves: Sequence[Series], names: Sequence[str]) -> Figure:
+    """The curves, with the legend below them, in which each name has its place."""
+    from mmm.history.plots.figures import new_figure, sentence, thin
+
+    shown = [name if len(name) <= LONGEST_NAME else f"…{name[1 - LONGEST_NAME :]}" for name in names]
+    columns = max(1, min(4, LONGEST_NAME // (max(map(len, shown)) + 6)))
+    lines = -(-len(shown) // columns)
+    height = 3.8 + 0.2 * lines
+    figure = new_figure(7.2, height)
+    figure.subplots_adjust(left=0.125, right=0.97, top=1 - 0.35 / height, bottom=(0.6 + 0.2 * lines) / height)
+    axes = figure.add_subplot()
+    for place, (s, name) in enumerate(zip(curves, shown, strict=True)):
+        hidden = any(_coincide(s, other) for other in curves[:place])
+        axes.plot(
+            *thin(s.x, s.y),
+            "--" if hidden else DASHES[place // len(COLORS) % len(DASHES)],  # in whose gaps the other is seen
+            color=COLORS[place % len(COLORS)],
+            lw=1.6,
+            marker="o" if len(s.x) <= 25 else None,
+            ms=3,
+            label=name,
+        )
+    low, high = _range(curves)
+    axes.set_ylim(low - 0.05 * (high - low), high + 0.05 * (high - low))
+    axes.set_title(sentence(curves[0].title))
+    axes.set_xlabel(curves[0].x_name)
+    axes.set_ylabel(curves[0].label)
+    figure.legend(ncols=columns, loc="lower left", bbox_to_anchor=(0.115, 0.0), frameon=False)
+    return figure
+
+
+def _coincide(a: Series, b: Series) -> bool:
+    """Whether one curve would hide the other."""
+    span = max(float(np.ptp(a.y)), 1e-12 * abs(float(a.y[0])))
+    return len(a.y) == len(b.y) and bool(np.all(a.x == b.x) and np.all(np.abs(a.y - b.y) <= 5e-3 * span))
+
+
+def save_overlay(curves: Sequence[Series], names: Sequence[str], folder: Path) -> list[Path]:
+    """Write ``<metric>.png`` and ``.svg`` to the folder, and return their paths. RecordError where that fails."""
+    from mmm.history.plots.figures import style
+
+    paths = [folder / f"{curves[0].name}{suffix}" for suffix in (".png", ".svg")]
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with style():
+            figure = overlay_figure(curves, names)
+            figure.savefig(paths[0])
+            figure.savefig(paths[1], metadata={"Date": None})
+    except OSError as error:
+        raise RecordError(f"cannot write {paths[0]}: {reason(error)}. Give another folder.") from error
+    return paths

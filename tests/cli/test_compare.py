@@ -1,0 +1,91 @@
+"""``mmm compare``: what differs between runs, the curves in one plot, and what is refused."""
+
+import pytest
+
+from mmm.cli import compare as command
+from mmm.cli.main import main as mmm
+from mmm.history import History, write_config
+from mmm.history.plots.overlay import overlaid, overlay_figure
+from mmm.history.runs import read_run
+
+
+def made_run(folder, losses, lr=0.1, dt=36.0, metric="loss", every=1, **more):
+    folder.mkdir(parents=True)
+    write_config(folder, {"module": "lm", "layout": "dp2", "options": {"lr": lr, "outdir": str(folder)}} | more)
+    with History(folder, ranks=[{}]) as history:
+        for row, loss in enumerate(losses):
+            history.update({"iter": every * row, metric: loss, "tps": 10.0, "dt": dt})
+    return folder
+
+
+@pytest.fixture
+def two(tmp_path):
+    a = made_run(tmp_path / "runs" / "a", [3.0, 2.0, 1.0], versions={"torch": "2.1", "numpy": "2"})
+    b = made_run(
+        tmp_path / "runs" / "b", [3.0, 2.5], 0.2, every=4, versions={"torch": "2.2", "numpy": "2"}, commit="f0"
+    )
+    return a, b
+
+
+def test_what_differs(two, capsys):
+    assert command.main([*map(str, two), "--metric", "loss"]) == 0
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert lines[:4] == [
+        ["a", "a", "b", "b"],
+        ["commit", "-", "f0"],
+        ["versions.torch", "2.1", "2.2"],
+        ["--lr", "0.1", "0.2"],
+    ]
+    assert lines[-2:] == [["a", "a:", "1", "at", "iter", "2"], ["b", "b:", "2.5", "at", "iter", "4"]]
+
+
+def test_runs_that_are_alike(tmp_path, capsys):
+    runs = [str(made_run(tmp_path / name, [2.0, 2.0])) for name in "ab"]
+    assert command.main(runs) == 0
+    assert "nothing that is recorded differs" in capsys.readouterr().out
+
+
+def test_by_step_tokens_and_hours(two):
+    runs = [read_run(folder, None) for folder in two]
+    places = {by: [s.x.tolist() for s in overlaid(runs, "loss", by)] for by in ("step", "tokens", "hours")}
+    assert places["step"] == [[0, 1, 2], [0, 4]]
+    assert places["tokens"] == [[360, 720, 1080], [360, 1800]]  # the second row of b stands for four steps
+    assert places["hours"] == [pytest.approx([0.01, 0.02, 0.03]), pytest.approx([0.01, 0.05])]
+
+
+def test_pictures(two, tmp_path, capsys):
+    assert command.main([*map(str, two), "--plots", str(tmp_path / "p")]) == 0
+    assert {path.name for path in (tmp_path / "p").iterdir()} == {"loss.png", "loss.svg"}
+    runs = [read_run(folder, None) for folder in two]
+    names = ["short", "a/very/long/name/" * 10]
+    figure = overlay_figure(overlaid(runs, "loss"), names)
+    figure.draw_without_rendering()
+    legend = figure.legends[0].get_window_extent()
+    assert legend.x0 >= 0
+    assert legend.x1 <= figure.bbox.x1
+    assert legend.y1 <= figure.axes[0].get_window_extent().y0
+    colors = [line.get_color() for line in figure.axes[0].lines]
+    assert len(set(colors)) == 2
+    alike = overlay_figure([*overlaid([runs[0]] * 2, "loss"), *overlaid([runs[1]], "loss")], ["a", "a", "b"])
+    assert [line.get_linestyle() for line in alike.axes[0].lines] == ["-", "--", "-"]  # the first is seen in the gaps
+
+
+def test_what_the_user_can_fix(two, tmp_path, capsys):
+    other = made_run(tmp_path / "other", [1.0], metric="accuracy")
+    for argv, said in (
+        ([two[0]], "takes 2 to 26 runs, and 1 is given"),
+        ([*two, "--metric", "speed"], "not all of these runs have a 'speed'. All have: loss, tps, dt."),
+        ([two[0], other, "--metric", "loss"], "not all of these runs have a 'loss'. All have: tps, dt."),
+        ([two[0], tmp_path / "none"], "is no folder"),
+        ([two[0], tmp_path], "holds no run's record"),
+    ):
+        assert mmm(["compare", *map(str, argv)]) == 2
+        err = capsys.readouterr().err
+        assert said in err
+        assert len(err.splitlines()) == 1
+
+
+def test_no_metric_in_common(two, tmp_path, capsys):
+    write_config(tmp_path, {"module": "lm"})
+    assert mmm(["compare", str(two[0]), str(tmp_path)]) == 2
+    assert capsys.readouterr().err == "mmm: error: these runs have no metric in common: there is no plot\n"
