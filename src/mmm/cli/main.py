@@ -30,6 +30,7 @@ SUBCOMMANDS = {
     "startup": ("mmm.cli.startup", "how long runs took to start, from their records or from other programs' logs"),
     "tokens": ("mmm.cli.tokens", "prepare a file of tokens from text, in parallel, to train on"),
     "verify": ("mmm.cli.verify", "does a parallel program compute what its model does on one device? Anyone's model"),
+    "watch": ("mmm.cli.watch", "runs while they run: their curve, time left, age of the last row and checkpoint"),
 }
 
 

@@ -80,8 +80,8 @@ def _range(curves: Sequence[Series]) -> tuple[float, float]:
 
 
 def terminal_overlay(curves: Sequence[Series], names: Sequence[str], width: int, height: int) -> str:
-    """The curves by letters, and a line a run below: its letter, name and last value. Of points that coincide the last
-    run's is shown."""
+    """The curves by letters (one alone as a line), and a line a run below: its letter, name and last value. Of points
+    that coincide the last run's is shown."""
     low, high = _range(curves)
     x = np.concatenate([s.x for s in curves])
     left, right = float(x.min()), float(x.max())
@@ -99,7 +99,8 @@ def terminal_overlay(curves: Sequence[Series], names: Sequence[str], width: int,
     for s, letter in zip(curves, LETTERS * len(curves), strict=False):
         inside = np.flatnonzero((s.y >= low) & (s.y <= high))
         inside = inside[:: max(1, len(inside) // width)]
-        signals.append(ChartSeries(s.x[inside].tolist(), s.y[inside].tolist(), letter, False))
+        marker, joined = (letter, False) if len(curves) > 1 else ("hd", not s.sparse)
+        signals.append(ChartSeries(s.x[inside].tolist(), s.y[inside].tolist(), marker, joined))
     drawn = plain(chart(signals, axes, width, height))
     legend = [
         f"  {letter} {name}: {s.y[-1]:.6g} at {f'{s.x_name} {s.x[-1]:g}' if whole else f'{s.x[-1]:,.4g} {s.x_name}'}"

@@ -1,0 +1,195 @@
+"""``mmm watch DIR …``: runs while they run: their curve, the time left, how old the last row and checkpoint are."""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from mmm.cli import show
+from mmm.cli.compare import USUAL, short_names
+from mmm.errors import ConfigError, RecordError
+from mmm.outside import printable, printable_lines
+
+if TYPE_CHECKING:
+    from mmm.history.runs import Run
+
+RECENT_ROWS = 50  # whose mean is the time of the steps that are left
+SILENT = 60.0  # s without a row, from which on a run is silent,
+SILENT_STEPS = 10  # if it is that many steps as well
+BUSY = 0.2  # the part of the time that reading may take
+CLEAR, HOME, TO_LINE_END, TO_END = "\x1b[2J", "\x1b[H", "\x1b[K", "\x1b[J"
+EPILOG = """\
+A folder that is no run stands for the runs below it that are running. It ends when all runs have ended, or by Ctrl-C,
+with exit code 0. On a pipe it prints a line for each run at a time. The time left is that of steps, without validation.
+"""
+
+
+def main(argv: list[str]) -> int:
+    """Show runs until they have ended. Returns 0. Raises UserError for a folder that is not there, or no run."""
+    parser = argparse.ArgumentParser(
+        prog="mmm watch",
+        description="Follow runs while they run.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("folders", nargs="+", metavar="DIR", type=Path, help="a run's folder, or one that holds runs")
+    parser.add_argument("--metric", help="what to plot (default: loss, or else the first that all have)")
+    parser.add_argument("--every", type=float, default=5.0, metavar="SECONDS", help="between two looks (default: 5)")
+    parser.add_argument("--once", action="store_true", help="print once, and end")
+    args = parser.parse_args(argv)
+    if not 0 < args.every <= 86400:
+        raise ConfigError(f"--every {args.every:g}: it must be above 0 and at most 86400 s")
+    try:
+        return _watch(args.folders, args.metric, args.every, args.once)
+    except KeyboardInterrupt:
+        print()
+        return 0
+
+
+def _watch(folders: Sequence[Path], metric: str | None, every: float, once: bool) -> int:
+    redraw = sys.stdout.isatty() and not once
+    seen: list[Path] = []
+    while True:
+        began = time.monotonic()
+        runs = _runs(folders, seen)
+        width, height = shutil.get_terminal_size((100, 30))
+        text = frame(runs, metric, width, height) if redraw or once else "\n".join(status_lines(runs))
+        text = printable_lines(text)
+        if redraw:
+            lines = [line[:width] for line in text.split("\n")[: height - 1]]  # more would scroll
+            text = (HOME if seen else CLEAR + HOME) + "".join(f"{line}{TO_LINE_END}\n" for line in lines) + TO_END
+        show(text if redraw else f"{text}\n")
+        sys.stdout.flush()
+        if once or all(run.ending.state != "running" for run in runs):
+            return 0
+        seen = [run.folder for run in runs]
+        time.sleep(max(every, (time.monotonic() - began) * (1 / BUSY - 1)))
+
+
+def _runs(folders: Sequence[Path], seen: Sequence[Path]) -> list[Run]:
+    """The runs that are named, and those below other folders that run, or did at an earlier look."""
+    from mmm.history.record.ending import RUNNING
+    from mmm.history.record.folder import DATASET, JOURNAL
+    from mmm.history.runs import read_run, run_folders
+
+    runs: dict[Path, Run] = {}
+    ended = 0
+    for given in folders:
+        root = given.expanduser()
+        for folder in run_folders(root):
+            if folder not in (root, *seen) and (folder / DATASET).exists() and not (folder / JOURNAL).exists():
+                ended += 1
+                continue
+            try:
+                run = read_run(folder, columns=None)
+            except RecordError as error:
+                if folder == root:
+                    raise
+                print(f"left out: {printable(str(error).split('. ')[0])}", file=sys.stderr)
+                continue
+            if folder == root or folder in seen or run.ending.state == RUNNING:
+                runs[folder] = run
+            else:
+                ended += 1
+    if not runs:
+        names = ", ".join(map(str, folders))
+        raise RecordError(f"no run in {names} is running ({ended} have ended). `mmm runs` shows those.")
+    return list(runs.values())
+
+
+def frame(runs: Sequence[Run], metric: str | None, width: int, height: int) -> str:
+    """A line a run, and below it the curves of a metric that all have."""
+    from mmm.history.plots.overlay import LETTERS, common_metrics, overlaid, terminal_overlay
+
+    lines = status_lines(runs)
+    begun = [run for run in runs if len(run.rows.get("draw", ()))][: len(LETTERS)]
+    common = common_metrics(begun) if begun else []
+    name = metric or next((name for name in (*USUAL, *common) if name in common), None)
+    if name is None:
+        return "\n".join([*lines, "no rows yet" if not begun else "no metric in common: there is no plot"])
+    curves = overlaid(begun, name)
+    most = max(8, min(height - len(lines) - len(begun) - 3, 22))
+    return "\n".join(
+        [*lines, "", terminal_overlay(curves, short_names([run.folder for run in begun]), width, most).rstrip()]
+    )
+
+
+def status_lines(runs: Sequence[Run]) -> list[str]:
+    """A line a run, in columns."""
+    cells = [_status(run, name) for run, name in zip(runs, short_names([run.folder for run in runs]), strict=True)]
+    widths = [max(len(line[place]) for line in cells) for place in range(len(cells[0]))]
+    return [
+        "  ".join(f"{cell:<{width}}" for cell, width in zip(line, widths, strict=True) if width).rstrip()
+        for line in cells
+    ]
+
+
+def _status(run: Run, name: str) -> list[str]:
+    from mmm.history.record.ending import RUNNING
+    from mmm.history.runs import last
+
+    running = run.ending.state == RUNNING
+    step = "starts" if run.steps_done is None and running else f"{run.steps_done or 0:g}"
+    of = f" of {run.steps:g}" if run.steps and run.steps_done is not None else ""
+    losses = [f"{metric} {value:.4f}" for metric in USUAL if (value := last(run.rows.get(metric))) is not None]
+    rate = next((rate for rate in ("tps", "sps") if last(run.rows.get(rate))), None)
+    speed = f"{last(run.rows[rate]):,.0f} {'tokens' if rate == 'tps' else 'samples'}/s" if rate else ""
+    left = seconds_left(run) if running else None
+    cells = [name, str(run.ending) if not running else "running", f"step {step}{of}", " ".join(losses), speed]
+    return [*cells, f"{duration(left)} left" if left is not None else "", _age(run) if running else "", checkpoint(run)]
+
+
+def seconds_per_step(run: Run) -> float | None:
+    """The mean of the last rows, without the first of all, which starts what is slow to start; None before a row."""
+    dt = run.rows.get("dt")
+    if dt is None:
+        return None
+    timed = dt[np.isfinite(dt)]
+    recent = timed[1:][-RECENT_ROWS:] if len(timed) > 1 else timed
+    return float(np.mean(recent)) if len(recent) else None
+
+
+def seconds_left(run: Run) -> float | None:
+    """For the steps that are left, at the time of the last rows; None where it is not known."""
+    each = seconds_per_step(run)
+    if each is None or run.steps is None or run.steps_done is None:
+        return None
+    return max(run.steps - run.steps_done, 0.0) * each
+
+
+def _age(run: Run) -> str:
+    """How long ago the last row came, by the time of the journal."""
+    from mmm.history.record.folder import JOURNAL
+
+    try:
+        age = max(time.time() - (run.folder / JOURNAL).stat().st_mtime, 0.0)
+    except OSError:  # not begun, or ended meanwhile
+        return ""
+    silent = age > max(SILENT, SILENT_STEPS * (seconds_per_step(run) or 0.0))
+    return f"silent for {duration(age)}" if silent else f"written {duration(age)} ago"
+
+
+def checkpoint(run: Run) -> str:
+    """The last checkpoint that is complete, and its age."""
+    from mmm.checkpoint.manifest import steps_of
+
+    try:
+        newest = steps_of(run.folder / "checkpoints")[0]
+        return f"{newest.name} saved {duration(max(time.time() - newest.stat().st_mtime, 0.0))} ago"
+    except (OSError, IndexError):
+        return ""
+
+
+def duration(seconds: float) -> str:
+    """As "40 s", "12 min", "3.5 h", "2.1 days"."""
+    for size, unit in ((86400, "days"), (3600, "h")):
+        if seconds >= size:
+            return f"{seconds / size:.1f} {unit}"
+    return f"{seconds / 60:.0f} min" if seconds >= 60 else f"{seconds:.0f} s"

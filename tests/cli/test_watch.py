@@ -1,0 +1,120 @@
+"""``mmm watch``: what it says of runs that go on, and when it ends."""
+
+import os
+import sys
+import time
+
+import pytest
+
+from mmm.cli import watch as command
+from mmm.cli.main import main as mmm
+from mmm.history import History, write_config
+
+STEPS = 10
+
+
+def begun(folder, rows=3, dt=30.0):
+    """A run that is under way."""
+    folder.mkdir(parents=True, exist_ok=True)
+    write_config(folder, {"module": "lm", "layout": "dp2", "steps": STEPS})
+    history = History(folder, ranks=[{}], flush_every=1)
+    for step in range(rows):
+        history.update({"iter": step, "loss": 3.0 - step, "tps": 1500.0, "dt": dt})
+    return history
+
+
+@pytest.fixture
+def run(tmp_path):
+    with begun(tmp_path / "runs" / "a") as history:
+        yield history
+
+
+def aged(path, seconds):
+    os.utime(path, (time.time() - seconds,) * 2)
+
+
+def test_once(run, capsys):
+    for step in (2, 3):
+        (run.outdir / "checkpoints" / f"step-{step}").mkdir(parents=True)
+    aged(run.outdir / "checkpoints" / "step-3", 7200)
+    assert command.main([str(run.outdir), "--once"]) == 0
+    status, _, title, *plot = capsys.readouterr().out.splitlines()
+    assert status.startswith("a  running  step 3 of 10  loss 1.0000  1,500 tokens/s  4 min left  written ")
+    assert status.endswith("s ago  step-3 saved 2.0 h ago")
+    assert title.strip() == "training loss (loss)"
+    assert plot[-1] == "  a a: 1 at iter 2"
+
+
+@pytest.mark.parametrize(("dt", "age", "said"), [(1.0, 240, "silent for 4 min"), (30.0, 240, "written 4 min ago")])
+def test_a_silent_run_is_one_that_misses_its_own_pace(tmp_path, dt, age, said, capsys):
+    with begun(tmp_path / "a", dt=dt) as history:
+        aged(tmp_path / "a" / "journal.jsonl", age)
+        assert command.main([str(tmp_path / "a"), "--once"]) == 0
+        assert said in capsys.readouterr().out
+        history.update({"iter": 3, "loss": 0.5, "dt": dt})
+        assert command.main([str(tmp_path / "a"), "--once"]) == 0
+        assert "written 0 s ago" in capsys.readouterr().out
+
+
+def test_on_a_pipe_a_line_at_a_time_until_all_have_ended(run, tmp_path, capsys, monkeypatch):
+    begun(tmp_path / "runs" / "old").close()
+    other = begun(tmp_path / "runs" / "b")
+    ends = iter([lambda: run.close(), lambda: other.close(ValueError("no"))])
+    monkeypatch.setattr(time, "sleep", lambda seconds: next(ends)())
+    assert command.main([str(tmp_path / "runs")]) == 0
+    lines = [line.split()[:3] for line in capsys.readouterr().out.splitlines()]
+    assert lines == [
+        ["a", "running", "step"],
+        ["b", "running", "step"],
+        ["a", "finished", "step"],
+        ["b", "running", "step"],
+        ["a", "finished", "step"],
+        ["b", "failed:", "ValueError:"],
+    ]
+
+
+def test_a_terminal_is_redrawn_until_ctrl_c(run, capsys, monkeypatch):
+    looks = []
+
+    def sleep(seconds):
+        looks.append(seconds)
+        if len(looks) == 2:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(time, "sleep", sleep)
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    assert command.main([str(run.outdir)]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("\x1b[2J\x1b[Ha  running")
+    assert out.count("\x1b[2J") == 1
+    assert out.count("\x1b[H") == 2
+    assert min(looks) >= 5
+
+
+def test_a_run_without_rows_starts(tmp_path, capsys):
+    with begun(tmp_path / "a", rows=0):
+        assert command.main([str(tmp_path / "a"), "--once"]) == 0
+    status, more = capsys.readouterr().out.splitlines()
+    assert status.split()[:4] == ["a", "running", "step", "starts"]
+    assert more == "no rows yet"
+
+
+def test_what_the_user_can_fix(tmp_path, capsys):
+    begun(tmp_path / "runs" / "old").close()
+    for argv, said in (
+        ([tmp_path / "runs"], "is running (1 have ended)"),
+        ([tmp_path / "none"], "is no folder"),
+        ([tmp_path / "runs", "--every", "0"], "--every 0: it must be above 0"),
+        ([tmp_path / "runs" / "old", "--metric", "speed", "--once"], "have a 'speed'. All have: loss, tps, dt."),
+    ):
+        assert mmm(["watch", *map(str, argv)]) == 2
+        err = capsys.readouterr().err
+        assert said in err
+        assert len(err.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("seconds", "said"), [(0.4, "0 s"), (59, "59 s"), (240, "4 min"), (5400, "1.5 h"), (180000, "2.1 days")]
+)
+def test_durations(seconds, said):
+    assert command.duration(seconds) == said
