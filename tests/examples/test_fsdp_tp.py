@@ -58,6 +58,7 @@ def test_log(finished):
     assert any(re.search(r"s from `launch`; [\d.]+ CPU s of 4 ranks; resident memory .* MiB \(rank", x) for x in lines)
     assert "<xarray.Dataset>" in finished[0].stdout
     assert any(re.search(r"dt \[s\] .* dtf \[s\] .* dtb \[s\]", line) for line in lines)
+    assert any(line.startswith("waiting: ") for line in lines)
     assert any(line.startswith("Total params:") for line in lines)
     assert any("feed_forward.w2.weight" in line and "dim 1 over tp, dim 0 over dp_shard" in line for line in lines)
     assert any("record:" in line and "train_dataset.h5" in line for line in lines)

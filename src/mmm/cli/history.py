@@ -74,6 +74,7 @@ def summary(ds: "xarray.Dataset", state: str) -> list[tuple[str, str]]:
     from mmm.history.plots.figures import facts
     from mmm.history.plots.series import PARTS, metrics, series
     from mmm.history.record.journal import LEFT_OUT
+    from mmm.history.waiting import waiting_text
 
     known, rows = metrics(ds), ds.sizes["draw"]
     table = [("state", state), ("size", facts(ds)), *data_of(ds)]
@@ -94,8 +95,8 @@ def summary(ds: "xarray.Dataset", state: str) -> list[tuple[str, str]]:
         spent = {part: float(np.nanmedian(series(ds, part).y)) for part in PARTS if part in known}
         if spent:
             table.append(("parts", ", ".join(f"{part} {seconds:.6f} s" for part, seconds in spent.items())))
-    if (ratio := communication(ds)) is not None:
-        table.append(("waiting", f"{ratio:.3f} s for other ranks, for each second of computation"))
+    if (waiting := waiting_text(ds)) is not None:
+        table.append(("waiting", waiting))
     for name in ("tps", "sps"):
         if name in known and np.isfinite(y := series(ds, name).y).any():
             table.append((name, f"{np.nanmedian(y):,.1f} {series(ds, name).unit}, median"))
@@ -115,20 +116,6 @@ def data_of(ds: "xarray.Dataset") -> list[tuple[str, str]]:
     if not isinstance(data, dict) or not data.get("dataset"):
         return []
     return [("data", ", ".join(str(data[key]) for key in ("dataset", "source") if data.get(key)))]
-
-
-def communication(ds: "xarray.Dataset") -> float | None:
-    """`communication_to_computation` of a record; of one with more than `full_ranks` ranks by their medians."""
-    from mmm.history.record.folder import OWN
-    from mmm.history.waiting import communication_to_computation
-
-    if ds.sizes.get("rank", 1) < 2:
-        return None
-    for suffix in ("", "_median"):
-        if f"dt{suffix}" in ds and f"{OWN}{suffix}" in ds:
-            dt, own = (ds[f"{name}{suffix}"].values.reshape(ds.sizes["draw"], -1) for name in ("dt", OWN))
-            return communication_to_computation(dt, own)
-    return None
 
 
 def straggler(ds: "xarray.Dataset") -> str | None:

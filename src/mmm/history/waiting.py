@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import numpy as np
+
+from mmm.history.record.folder import OWN
+
+if TYPE_CHECKING:
+    import xarray
 
 
 def communication_to_computation(dt: np.ndarray, own: np.ndarray) -> float | None:
@@ -19,3 +26,15 @@ def communication_to_computation(dt: np.ndarray, own: np.ndarray) -> float | Non
     both[:1] &= len(dt) == 1
     computed = own[both].sum()
     return float((dt[both] - own[both]).sum() / computed) if computed > 0 else None
+
+
+def waiting_text(ds: xarray.Dataset) -> str | None:
+    """`communication_to_computation` of a record, in words; of more than `full_ranks` ranks by their medians."""
+    if ds.sizes.get("rank", 1) < 2:
+        return None
+    for suffix in ("", "_median"):
+        if f"dt{suffix}" in ds and f"{OWN}{suffix}" in ds:
+            dt, own = (ds[f"{name}{suffix}"].values.reshape(ds.sizes["draw"], -1) for name in ("dt", OWN))
+            ratio = communication_to_computation(dt, own)
+            return None if ratio is None else f"{ratio:.3f} s for other ranks, for each second of computation"
+    return None
