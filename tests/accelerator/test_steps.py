@@ -56,7 +56,7 @@ def name(answer):
     case = dict(answer["case"])
     model, layout = case.pop("model"), case.pop("layout")
     return " ".join(
-        [answer["kind"], model, layout, *(word if value is True else value for word, value in case.items())]
+        [answer["kind"], model, layout, *(word if value is True else str(value) for word, value in case.items())]
     )
 
 
@@ -177,24 +177,25 @@ def test_each_direction_of_a_pipeline_has_a_group_of_its_own(library, tmp_path):
 
 
 def others():
-    """The rest of the matrix, one kind after the other; how many ranks an axis has makes no difference to what is
-    checked."""
+    """The rest of the matrix, one kind of device after the other: of each model every set of axes, and every technique,
+    once. How many ranks an axis has makes no difference to what is checked."""
 
-    def kind_of(case):
-        return name({"kind": "", "case": {**case, "layout": re.sub(r"\d", "", case["layout"])}})
+    def parts_of(case):
+        """What a case is there for."""
+        techniques = {str(value) for field, value in case.items() if field not in ("model", "layout")}
+        return {(case["model"], part) for part in (re.sub(r"\d", "", case["layout"]), *techniques)}
 
-    there = {kind_of(case) for of in (CASES, MORE_CASES) for cases in of.values() for case in cases}
+    there = {part for of in (CASES, MORE_CASES) for cases in of.values() for case in cases for part in parts_of(case)}
     found = {kind: [] for kind in KINDS}
     for model in ("transformer", "moe", "gpt", "vit", "cnn"):
         for case in matrix(model):
             if "pp" in case.sizes or case.data_parallel == "ddp" or case.data != "made_up":
                 continue
-            words = {field: getattr(case, field) for field in ("data_parallel", "cp_style", "checkpointing")}
-            known = {"data_parallel": "fsdp", "cp_style": "ring", "checkpointing": "none"}
-            words = {field: value for field, value in words.items() if value != known[field]}
+            known = {"data_parallel": "fsdp", "cp_style": "ring", "ulysses": None, "checkpointing": "none"}
+            words = {field: getattr(case, field) for field in known if getattr(case, field) != known[field]}
             case = {"model": model, "layout": case.layout.replace("·", "."), **words}
-            if kind_of(case) not in there:
-                there.add(kind_of(case))
+            if not parts_of(case) <= there:
+                there |= parts_of(case)
                 found[KINDS[len(found["cuda"]) > len(found["xpu"])]].append(case)
     return found
 
