@@ -109,7 +109,7 @@ def test_what_is_left(parity, tmp_path):
         ("same_samples_on_all_dp_ranks", ("cnn", "dp2"), r"the loss of step \d differs"),
         pytest.param(
             "keys_bias_gets_a_gradient",
-            ("gpt", "dp2"),
+            ("plain_gpt", "dp2"),
             r"the gradient of \S*key\.bias on rank \d",
             marks=pytest.mark.long,
         ),

@@ -2,10 +2,9 @@
 
 import torch
 
-import mmm.trainer.lm
-import mmm.trainer.run.standard
 from mmm.errors import ConfigError
 from mmm.layout import Layout
+from mmm.trainer.run.startup import StartUp
 from support import parity_bugs
 
 
@@ -55,11 +54,11 @@ def _raise(error):
 
 
 def _at_the_end(act):
-    """After the last step, which is the last thing that ranks do together."""
-    right = mmm.trainer.lm.fit
+    """After what the run has cost is gathered, which is the last thing that ranks do together."""
+    right = StartUp.end
 
-    def fit(run, *args):
-        right(run, *args)
+    def end(self, run, error):
+        right(self, run, error)
         act(run)
 
-    mmm.trainer.lm.fit = fit
+    StartUp.end = end
