@@ -139,7 +139,8 @@ def counted(kind, words):
     local = training.global_batch // ready.layout.dp
     with process_group(case.ranks):
         mesh = build_mesh(ready.layout, kind, experts=ready.experts)
-        mesh.split_cp(ready.techniques.ulysses_size(ready.layout.cp))  # its ranks are numbers, which no FakeTensor has
+        if ready.layout.cp > 1:  # made here: its ranks are numbers, which no FakeTensor has
+            mesh.split_cp(ready.techniques.ulysses_size(ready.layout.cp))
         with meta_parameters():
             module = parity.model()
         clock = StepClock(device, PARTS if ready.layout.pp == 1 else PIPELINE_PARTS)

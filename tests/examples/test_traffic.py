@@ -23,7 +23,7 @@ def test_every_layout_on_four_ranks(tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
     assert "counted and formula differ by 0." in done.stdout
     found = json.loads((tmp_path / "config.json").read_text())["traffic"]
-    assert len(found) == 12
+    assert len(found) == 13
     for name, by_rank in found.items():
         assert len(by_rank) == 4
         for step in by_rank:
