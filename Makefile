@@ -8,6 +8,7 @@ BIN    := $(VENV)/bin
 READY  := $(VENV)/.installed
 CONSTRAINTS ?= constraints.txt
 LINT   := $(VENV)/.installed-lint
+DOCS   := $(VENV)/.installed-docs
 
 DEMO_FLAGS ?=
 MINUTES ?= 5
@@ -15,7 +16,7 @@ SEED ?=
 TEST_FLAGS ?=
 INTEROP ?= $(HOME)/.cache/mmm/interop
 
-.PHONY: demo test test-torch test-long test-cluster test-gpu test-interop fuzz fuzz-files mutants lint install clean
+.PHONY: demo docs test test-torch test-long test-cluster test-gpu test-interop fuzz fuzz-files mutants lint install clean
 
 install: $(READY)
 
@@ -27,6 +28,10 @@ $(READY): pyproject.toml $(CONSTRAINTS)
 $(LINT): $(READY)
 	$(BIN)/python -m pip install --quiet --constraint $(CONSTRAINTS) --editable '.[dev]'
 	touch $(LINT)
+
+$(DOCS): $(READY)
+	$(BIN)/python -m pip install --quiet --constraint $(CONSTRAINTS) --editable '.[docs,test]'
+	touch $(DOCS)
 
 demo: $(READY)
 	$(BIN)/launch -n 4 --device cpu python3 -m mmm.examples.fsdp_tp --tpsize 2 --dim 128 --n_heads 4 --n_kv_heads 2 \
@@ -81,6 +86,12 @@ mutants: MINUTES =
 mutants: $(READY)
 	PYTHONPATH=tests $(BIN)/python -m mutants $(ONLY) $(if $(MINUTES),--minutes $(MINUTES)) $(if $(TABLE),--table $(TABLE))
 
+# The site, in site/, from docs/: open site/index.html. Then the tests of it: each link, and what the pages' commands print.
+# MMM_WRITE_DOCS=1 make docs writes outputs and pictures anew.
+docs: $(DOCS)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	$(BIN)/python -m pytest -m docs tests/docs $(TEST_FLAGS)
+
 lint: $(LINT)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -88,4 +99,4 @@ lint: $(LINT)
 	$(BIN)/lint-imports
 
 clean:
-	rm -rf $(VENV) build dist src/*.egg-info .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) site build dist src/*.egg-info .mypy_cache .ruff_cache .pytest_cache

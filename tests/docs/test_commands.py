@@ -1,0 +1,79 @@
+"""Each command in a block of a page is there, and takes its flags."""
+
+import re
+
+import pytest
+
+from support.commands import Parsed, check_command, commands_in
+from support.pages import PAGES, ROOT, name_of
+
+COMMANDS = {page: commands_in(page.read_text(encoding="utf-8")) for page in PAGES}
+
+
+def wrong(lines, monkeypatch, capsys):
+    """Of each line that is not right, what its program says."""
+    found = []
+    for line in lines:
+        try:
+            check_command(line, monkeypatch)
+        except (Exception, SystemExit) as error:
+            found.append(f"{line}\n    {error!r} {capsys.readouterr().err[-500:]}")
+    return found
+
+
+@pytest.mark.docs
+@pytest.mark.parametrize("page", [page for page in PAGES if COMMANDS[page]], ids=name_of)
+def test_a_command_is_there_and_takes_its_flags(page, monkeypatch, capsys):
+    assert "\n".join(wrong(COMMANDS[page], monkeypatch, capsys)) == ""
+
+
+@pytest.mark.docs
+def test_commands_from_the_talks(monkeypatch, capsys):
+    """The last column of each row."""
+    rows = re.findall(
+        r"^\| \d+ \| .+ \| .+ \| `([^`]+)` \|$", (ROOT / "docs/from-the-talks.md").read_text(), re.MULTILINE
+    )
+    assert len(rows) > 100
+    assert "\n".join(wrong(dict.fromkeys(rows), monkeypatch, capsys)) == ""
+
+
+@pytest.mark.docs
+@pytest.mark.parametrize(
+    "line",
+    [
+        "launch --nprocs 2 python3 -m mmm.examples.ddp",
+        "launch -n 2 python3 -m mmm.examples.ddpp",
+        "launch -n 2 --device cpu python3 -m mmm.trainer.lm --tpp 2",
+        "launch -n 2 python3 -m mmm.trainer.lm --schedule 2F2B",
+        "python3 -m mmm.examples.ddp --break nothing",
+        "python3 -m mmm.parity --layouts dp2",
+        "python3 benchmarks/gone.py",
+        "mpiexec -n 2 python3 -m mmm.examples.fsdp --epoch x",
+        "mmm planned --model gpt2",
+        "mmm plan --modell gpt2",
+        "mmm dry-run 8 -- python3 -m mmm.trainer.lm --tp two",
+        "make tests",
+        "mmm.history.loads",
+    ],
+)
+def test_a_wrong_one_is_seen(line, monkeypatch, capsys):
+    with pytest.raises((Exception, SystemExit)) as caught:
+        check_command(line, monkeypatch)
+    assert not isinstance(caught.value, Parsed)
+
+
+def test_what_counts_as_a_command():
+    text = """
+```
+$ A=1 launch -n 2 \\
+      python3 -m mmm.examples.ddp   # so
+launch: no accelerator found
+mmm runs [DIR] [--sort COLUMN]
+mmm doctor | head
+```
+
+```python
+make it = 3
+```
+"""
+    assert commands_in(text) == ["launch -n 2 python3 -m mmm.examples.ddp", "mmm doctor"]

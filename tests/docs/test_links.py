@@ -1,0 +1,155 @@
+"""Each link leads somewhere: in the repository, and on the site that `make docs` has built. Addresses elsewhere are
+only looked at: there may be no network."""
+
+import re
+from functools import cache
+from html.parser import HTMLParser
+from itertools import pairwise
+from urllib.parse import unquote, urlsplit
+
+import pytest
+
+from support.pages import PAGES, SITE, anchors, name_of, prose
+
+LINK = re.compile(r"""(?:\]\(|\b(?:href|src|srcset)=")([^)\s"]+)""")
+ELSEWHERE = re.compile(r"https?://[\w.-]+\.[a-z]{2,}(:\d+)?(/[^\s<>]*)?|mailto:\S+@\S+")
+
+
+def wrong_links(page):
+    """The links of a page of the repository that lead nowhere."""
+    text = page.read_text(encoding="utf-8")
+    return [link for link in LINK.findall(prose(text)) if not leads_somewhere(link, page)]
+
+
+def leads_somewhere(link, page):
+    if re.match(r"\w+:", link):
+        return ELSEWHERE.fullmatch(link) is not None
+    name, _, part = link.partition("#")
+    file = page.parent / name if name else page
+    if not file.exists():
+        return False
+    if not part:
+        return True
+    if file.suffix == ".md":
+        return part in anchors(file.read_text(encoding="utf-8"))
+    lines = re.fullmatch(r"L(\d+)(?:-L(\d+))?", part)
+    return lines is not None and int(lines[2] or lines[1]) <= len(file.read_text(encoding="utf-8").splitlines())
+
+
+class Parts(HTMLParser):
+    """What a page of the site links to, loads, and has anchors for."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.links, self.loaded, self.anchors = set(), set(), {"", "__skip"}
+        self.feed(text)
+
+    def handle_starttag(self, tag, attrs):
+        given = dict(attrs)
+        self.anchors |= {given[name] for name in ("id", "name") if given.get(name)}
+        if tag == "a" and given.get("href"):
+            self.links.add(given["href"])
+        if tag in ("script", "img", "iframe", "source", "object", "embed"):
+            self.loaded |= {given[name].split()[0] for name in ("src", "srcset", "data") if given.get(name)}
+        if tag == "link" and given.get("rel") in ("stylesheet", "icon", "preload", "preconnect", "modulepreload"):
+            self.loaded.add(given["href"])
+
+
+@cache
+def parts(file):
+    return Parts(file.read_text(encoding="utf-8"))
+
+
+def wrong_on_site(page, site):
+    """The links and files of a page of the site that are not there, or not the site's own."""
+    wrong = [target for target in parts(page).loaded if urlsplit(target).scheme not in ("", "data")]
+    for link in parts(page).links | parts(page).loaded:
+        there = urlsplit(link)
+        if there.scheme or there.netloc:
+            if not ELSEWHERE.fullmatch(link) and there.scheme != "data":
+                wrong.append(link)
+            continue
+        path = unquote(there.path)
+        start = site if path.startswith("/") else page.parent  # as in 404.html, which is shown anywhere
+        file = (start / path.lstrip("/")).resolve() if path else page
+        if file.is_dir():
+            file /= "index.html"
+        if (
+            not file.is_file()
+            or not file.is_relative_to(site)
+            or (file.suffix == ".html" and unquote(there.fragment) not in parts(file).anchors)
+        ):
+            wrong.append(link)
+    return sorted(set(wrong))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_links_of_the_repository(page):
+    assert wrong_links(page) == []
+
+
+@pytest.mark.docs
+def test_links_of_the_site():
+    pages = sorted(SITE.rglob("*.html"))
+    assert len(pages) > len(PAGES)
+    wrong = {str(page.relative_to(SITE)): found for page in pages if (found := wrong_on_site(page, SITE))}
+    assert wrong == {}
+
+
+@pytest.mark.docs
+def test_no_style_fetches_anything():
+    for style in SITE.rglob("*.css"):
+        assert not re.findall(r"(?:url\(|@import)\s*['\"]?(?:https?:)?//[^)'\"]*", style.read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize(
+    "link",
+    [
+        "gone.md",
+        "a.md#no-such-part",
+        "#no-such-part",
+        "../a.md",
+        "code.py#L3",
+        "code.py#part",
+        "https://nowhere",
+        "http//example.org/a",
+        "htps://example.org/a",
+    ],
+)
+def test_a_wrong_link_is_seen(link, tmp_path):
+    page = tmp_path / "a.md"
+    (tmp_path / "code.py").write_text("1\n2\n")
+    right = "[a](a.md#a--b) [b](#a--b) [c](code.py#L1-L2) [d](https://example.org/a) `[e](gone.md)`"
+    page.write_text(f"# A & `b`\n\n{right}\n")
+    assert wrong_links(page) == []
+    page.write_text(f"# A & `b`\n\n[a]({link})\n")
+    assert wrong_links(page) == [link]
+
+
+def test_a_wrong_link_of_the_site_is_seen(tmp_path):
+    (tmp_path / "a").mkdir()
+    page, other = tmp_path / "a" / "a.html", tmp_path / "b.html"
+    other.write_text('<h1 id="b">b</h1>')
+    right = '<a href="../b.html#b">b</a> <img src="data:x"> <a href="https://example.org/b">c</a>'
+    wrong = ["../b.html#c", "../c.html", "../../c.html", "https://nowhere"]
+    loaded = ["https://example.org/x.js", "x.css"]
+    page.write_text(right)
+    assert wrong_on_site(page, tmp_path) == []
+    links = [f'<a href="{each}">x</a>' for each in wrong]
+    page.with_name("c.html").write_text(
+        f'{"".join(links)}<script src="{loaded[0]}"></script><link rel="stylesheet" href="x.css">'
+    )
+    assert wrong_on_site(page.with_name("c.html"), tmp_path) == sorted([*wrong, *loaded])
+
+
+ITEM = re.compile(r"([-*]|\d+\.) \S|\|")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_lists_and_tables_begin_after_an_empty_line(page):
+    """GitHub shows them without, and the site as one paragraph."""
+    lines = prose(page.read_text(encoding="utf-8")).splitlines()
+    pairs = pairwise(lines)
+    assert [
+        line for before, line in pairs if ITEM.match(line) and re.match(r"\w", before) and not ITEM.match(before)
+    ] == []

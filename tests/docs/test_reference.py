@@ -1,0 +1,52 @@
+"""The site's reference has every command, flag, column and public name."""
+
+import html
+import importlib
+import re
+from dataclasses import fields, is_dataclass
+
+import pytest
+
+from mmm.cli.main import SUBCOMMANDS
+from mmm.history.record.dataset import legend
+from support.pages import SITE
+
+pytestmark = pytest.mark.docs
+
+
+def page(name):
+    text = (SITE / "reference" / f"{name}.html").read_text(encoding="utf-8")
+    assert "made from the code" not in text, "a part that is not filled in"
+    return html.unescape(re.sub(r"<[^>]*>", "", text))
+
+
+def test_commands():
+    text = page("commands")
+    for name in [*(f"mmm {each}" for each in SUBCOMMANDS), "launch"]:
+        assert re.search(rf"usage: {name}\b", text), name
+
+
+@pytest.mark.parametrize("program", ["lm", "vit", "cnn"])
+def test_flags(program):
+    text = page("flags")
+    config = importlib.import_module(f"mmm.trainer.{program}").Config()
+    own = text[text.rindex(f"mmm.trainer.{program}") :]
+    groups = [value for each in fields(config) if is_dataclass(value := getattr(config, each.name))]
+    assert len(groups) > 5
+    for flag in (each.name.rstrip("_") for group in groups for each in fields(group)):
+        assert re.search(rf"--{flag}\b", own), flag
+
+
+def test_columns():
+    text = page("record")
+    for line in legend(["loss", "dt", "val_bpb", "mfu", "tps"]).splitlines()[1:]:
+        what = line.split(maxsplit=1)[1].partition(",")[0]
+        assert what in text, what
+
+
+def test_names():
+    text = page("api")
+    for package in ("parallel", "history", "checkpoint"):
+        for name in dir(importlib.import_module(f"mmm.{package}")):
+            assert re.search(rf"\b{name}\b", text), name
+    assert "Args" in text or "Parameters" in text

@@ -1,0 +1,112 @@
+"""Is a command line right? It is taken apart by the programs' own parsers, and nothing of it is done."""
+
+import argparse
+import importlib
+import importlib.util
+import re
+import shlex
+import sys
+
+from mmm.cli.main import SUBCOMMANDS
+from mmm.cli.main import main as mmm
+from mmm.history.trackers import PACKAGES
+from mmm.launch.plan.options import launch_options, parser, split
+from mmm.trainer import vit  # which mmm.examples.vit is
+from mmm.trainer.config.command_line import parse
+from support.pages import ROOT, blocks
+
+STARTERS = ("mpiexec", "srun", "torchrun")
+# A block's line that is a command of ours, maybe after a prompt, and variables that are set for it alone.
+OURS = re.compile(rf"(?:\$ )?(?:\w+=\S+ )*((?:launch|mmm|make|python3? -m|{'|'.join(STARTERS)}) [^: ].*)")
+SYNOPSIS = re.compile(r"(?<!\S)(?:\[[-A-Z]|[A-Z_]{2,}(?!\S)|<\w+>)")  # words that stand for others
+
+
+class Parsed(Exception):
+    """A command line is right; nothing is done about it."""
+
+
+def check_command(line, monkeypatch):
+    """AssertionError, SystemExit with a code, or the program's own error: a program or a flag that is not there."""
+    parse_args = argparse.ArgumentParser.parse_args
+
+    def and_no_more(self, args=None, namespace=None):
+        parse_args(self, args, namespace)
+        raise Parsed
+
+    with monkeypatch.context() as patch:
+        patch.setattr(argparse.ArgumentParser, "parse_args", and_no_more)
+        patch.setattr("mmm.history.trackers.PACKAGES", dict.fromkeys(PACKAGES, "json"))  # as if installed
+        _check(shlex.split(line), patch)
+
+
+def parse_alone(call):
+    try:
+        code = call()
+    except Parsed:
+        return
+    raise AssertionError(f"nothing is parsed, or wrongly: exit code {code}")
+
+
+def _check(words, patch):
+    program, rest = words[0], words[1:]
+    if program == "launch":
+        given, command = split(rest)
+        parse_alone(lambda: launch_options(parser().parse_args(given)))
+        if command:  # else the page has `…` there
+            _check(command, patch)
+    elif program in STARTERS:
+        if "-m" in rest:
+            _check_python(rest[rest.index("-m") :], patch)
+    elif program in ("python3", "python"):
+        _check_python(rest, patch)
+    elif program == "mmm":
+        assert rest[0] in SUBCOMMANDS
+        parse_alone(lambda: mmm(rest))
+        if "--" in rest:  # and then a program
+            _check(rest[rest.index("--") + 1 :], patch)
+    elif program == "make":
+        assert re.search(rf"^{rest[0]}:", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
+    else:  # a name in Python
+        assert not rest
+        module, _, name = program.rpartition(".")
+        assert hasattr(importlib.import_module(module), name)
+
+
+def _check_python(words, patch):
+    if words[0] != "-m":
+        assert not words[0].startswith("benchmarks/") or (ROOT / words[0]).is_file()
+        return
+    module, flags = words[1], words[2:]
+    if module in ("mmm.cli.main", "mmm.launch"):
+        _check(["mmm" if module == "mmm.cli.main" else "launch", *flags], patch)
+    elif module.startswith("mmm."):
+        _check_module(module, flags, patch)
+    else:  # one that runs another
+        assert importlib.util.find_spec(module) is not None
+        if "-m" in flags:
+            _check_python(flags[flags.index("-m") :], patch)
+
+
+def _check_module(module, flags, patch):
+    found = importlib.import_module("mmm.parity.__main__" if module == "mmm.parity" else module)
+    patch.setattr(sys, "argv", [module, *flags])
+    config = found.Options if module == "mmm.parity" else getattr(found, "Config", vit.Config)
+    try:
+        parse(config)
+    except SystemExit as leaving:
+        if "--help" not in flags or leaving.code:
+            raise
+
+
+def commands_in(text):
+    """The commands of ours in a page's blocks, without comments, pipes and `…`; no synopsis, and no output."""
+    found = []
+    for block in blocks(text):
+        if block.language in ("", "bash", "sh", "console"):
+            lines = re.sub(r" *\\\n *", " ", block.text).splitlines()
+            lines = [re.sub(r"\s+#\s.*|\s+…(?!\S)", "", line) for line in lines]
+            found += [
+                match[1] for line in lines for each in line.split(" && ") if (match := OURS.fullmatch(each.strip()))
+            ]
+    lines = [re.split(r"\s+(?:[|>&]|2>)", line)[0] for line in found]
+    return list(dict.fromkeys(line for line in lines if not SYNOPSIS.search(line)))

@@ -1,0 +1,231 @@
+"""Blocks of a page that show a terminal: each command is run, and what it prints is compared with what the page says.
+
+    ```console
+    $ command                 run by bash, in a folder of the page's own; its output follows
+    words of the output
+    …                         any lines
+    loss 2.61 … tokens/s      any text inside a line
+    ```
+
+Words have to be equal. So do whole numbers; others may differ by `TOLERANCE`. Times, rates, dates, paths of this
+machine, its name, ports and pids are free, and so are the points of a plot. A command that fails has to show it: some
+of its output is written down.
+
+MMM_WRITE_DOCS=1 writes the outputs anew. Lines that a page leaves out stay out.
+"""
+
+import os
+import re
+import socket
+import subprocess
+import sys
+from itertools import groupby
+from pathlib import Path
+from typing import NamedTuple
+
+from support.clock import PATIENCE
+from support.pages import blocks
+
+WRITE = "MMM_WRITE_DOCS"  # the variable
+GAP = "…"
+TOLERANCE = 0.02
+NUMBER = r"[-+]?\d[\d,]*(?:\.\d+)?(?:e[-+]?\d+)?"
+TIMED = r"s|ms|µs|us|min|h|d|MB/s|GB/s|MiB/s|GiB/s|Gbit/s|TFLOP/s|samples/s|tokens/s|t/s|i/s|steps/s"
+# What differs from run to run, and from machine to machine: → a word that stands for it.
+FREE = [
+    (r"\d{4}-\d\d-\d\d[ T-]\d\d:?\d\d:?\d\d(?:\.\d+)?", "<time>"),
+    (r"\bdownloaded \(.*?\)", "downloaded (…)"),
+    (rf"\b((?:dt|sps|tps)\w*|mfu|seconds|pid|port)([= ]){NUMBER}", r"\1\2<free>"),
+    (rf"(?<![\w.])(?:{NUMBER}) (?:{TIMED})(?![\w/])", "<free>"),
+    (r"\b[0-9a-f]{7,40}\b(?=.*\bcommit\b)|(?<=commit )[0-9a-f]{7,40}", "<free>"),
+]
+POINTS = re.compile(r"[▀▄▚▞▌▐▖▗▘▝▛▜▙▟]")
+FRAME = re.compile(r"[─│┤├└┘┌┐┬┴]")
+
+
+class Shown(NamedTuple):
+    """A command of a page, and the lines of output that the page shows for it."""
+
+    command: str
+    lines: list[str]
+
+
+def commands_of(text):
+    """The commands of a block's text."""
+    found = []
+    for line in text.splitlines():
+        if line.startswith("$ "):
+            found.append(Shown(line[2:], []))
+        elif found and not found[-1].lines and found[-1].command.endswith("\\"):
+            found[-1] = Shown(f"{found[-1].command}\n{line}", [])
+        elif found:
+            found[-1].lines.append(line)
+        else:
+            raise ValueError(f"a console block begins with a command, and not with {line!r}")
+    return found
+
+
+def run(commands, folder):
+    """What each command prints, and its exit code; all in one bash, without a network."""
+    mark = "=== the next command ==="
+    script = "".join(f"{command}\nprintf '\\n{mark} %s\\n' $?\n" for command in commands)
+    done = subprocess.run(
+        ["bash", "-c", script],
+        cwd=folder,
+        env=environment(folder),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=PATIENCE,
+    )
+    printed = re.split(rf"\n{mark} (\d+)\n", done.stdout)
+    if len(printed) != 2 * len(commands) + 1:
+        raise AssertionError(f"bash has ended early, or a command's quotes are open:\n{done.stdout}")
+    return [
+        (clean(text, folder).splitlines(), int(code)) for text, code in zip(printed[::2], printed[1::2], strict=False)
+    ]
+
+
+def environment(folder):
+    """Where the programs are those of this environment, nothing is downloaded, and a line has 120 characters."""
+    programs = Path(sys.executable).parent
+    ours = {"PATH": f"{programs}:{os.environ['PATH']}", "COLUMNS": "120", "XDG_CACHE_HOME": str(folder / "cache")}
+    return os.environ | dict.fromkeys(("https_proxy", "HTTPS_PROXY"), "http://127.0.0.1:9") | ours
+
+
+def clean(text, folder):
+    """An output without what this machine has of its own."""
+    text = re.sub(rf"\b{re.escape(socket.gethostname())}\b", "vm", text).replace(str(folder), "~")
+    return "\n".join(line.rstrip() for line in text.splitlines()).strip("\n")
+
+
+def plain(lines):
+    """Lines with words for what is free, and a plot as one."""
+    groups, at = [], 0
+    while at < len(lines):
+        end = at
+        while end < len(lines) and (FRAME.search(lines[end]) or POINTS.search(lines[end])):
+            end += 1
+        drawn = lines[at:end]
+        if any(POINTS.search(line) or re.match(r"\s*[\d.e+-]+┤", line) for line in drawn):
+            groups.append("<plot>")
+            while end < len(lines) and re.fullmatch(r"(\s*([\d.,e+-]+|iter|epoch|tokens|hours))*\s*", lines[end]):
+                end += 1  # its axis
+        else:
+            end = max(end, at + 1)
+            groups += [without_free(line) for line in lines[at:end]]
+        at = end
+    return [line for line in groups if line and not re.search(r"\d rows? (above|below) the plot", line)]
+
+
+def without_free(line):
+    for pattern, word in FREE:
+        line = re.sub(pattern, word, line)
+    return " ".join(line.split())
+
+
+def same_line(shown, printed, numbers=True):
+    """Whether a printed line is one that a page shows; both from `plain`."""
+    parts = [re.split(f"({NUMBER})", part) for part in shown.split(GAP)]
+    expected = [number for part in parts for number in part[1::2]]
+    pattern = ".*?".join(
+        "".join(f"({NUMBER})" if at % 2 else re.escape(text) for at, text in enumerate(part)) for part in parts
+    )
+    found = re.fullmatch(pattern, printed)
+    return found is not None and (not numbers or all(map(close, expected, found.groups())))
+
+
+def close(shown, printed):
+    """Whether two numbers are the same: whole ones to the last digit."""
+    a, b = (float(number.replace(",", "")) for number in (shown, printed))
+    if re.fullmatch(r"[-+]?[\d,]+", shown):
+        return a == b
+    last = 10 ** -len(shown.partition(".")[2].partition("e")[0]) if "e" not in shown else 0
+    return abs(a - b) <= max(TOLERANCE * max(abs(a), abs(b)), 1.01 * last)
+
+
+def matches(shown, printed, numbers=True):
+    """Whether the lines that a page shows are the ones that are printed; both from `plain`."""
+    reached = {0}  # how many printed lines the lines up to here may stand for
+    for line in shown:
+        if line == GAP:
+            reached = set(range(min(reached), len(printed) + 1))
+        else:
+            reached = {at + 1 for at in reached if at < len(printed) and same_line(line, printed[at], numbers)}
+        if not reached:
+            return False
+    return len(printed) in reached
+
+
+def difference(shown, printed, code, numbers=True):
+    """What is wrong with a page's output; empty where nothing is."""
+    expected, found = plain(shown.lines), plain(printed)
+    if not matches(expected, found, numbers):
+        return "\n".join([f"$ {shown.command}", "the page shows:", *shown.lines, "it prints:", *printed])
+    if code and not [line for line in expected if line != GAP]:
+        return "\n".join([f"$ {shown.command}", f"fails with {code}, and the page does not show it:", *printed])
+    return ""
+
+
+def anew(shown, printed):
+    """The lines of a page for what is printed now: those that the page has with other numbers, where its words are
+    still right; else as many before and after what it leaves out as it had."""
+    if GAP not in shown.lines:
+        return printed
+    if matches(plain(shown.lines), plain(printed)):
+        return shown.lines
+    placed = aligned(shown.lines, printed)
+    if placed is not None:
+        return placed
+    if shown.lines.count(GAP) > 1:
+        return [GAP, *printed, GAP]  # to be shortened by hand
+    first = shown.lines.index(GAP)
+    last = len(shown.lines) - first - 1
+    return [*printed[:first], GAP, *printed[len(printed) - last :]]
+
+
+def aligned(lines, printed):
+    """The printed lines that have the words of a page's, each run of them at the first place; None without them."""
+    found, at = [], 0
+    for gap, group in groupby(lines, lambda line: line == GAP):
+        run = list(group)
+        if gap:
+            found += run
+            continue
+        wanted = [without_free(line) for line in run]
+        last = len(printed) - len(run)
+        starts = range(at, last + 1) if found else [0]
+        starts = [last] if run[-1] is lines[-1] and last >= at else starts
+        for start in starts:
+            lines_there = [without_free(line) for line in printed[start : start + len(run)]]
+            pairs = zip(wanted, lines_there, strict=False)
+            if len(lines_there) == len(run) and all(same_line(a, b, numbers=False) for a, b in pairs):
+                found += [old if GAP in old else new for old, new in zip(run, printed[start:], strict=False)]
+                at = start + len(run)
+                break
+        else:
+            return None
+    return found
+
+
+def check_page(page, folder, numbers=True):
+    """Run a page's console blocks in order; what differs. With MMM_WRITE_DOCS, write what they print instead."""
+    text = page.read_text(encoding="utf-8")
+    wrong, written, end = [], [], 0
+    for block in blocks(text):
+        if block.language != "console":
+            continue
+        shown = commands_of(block.text)
+        results = run([each.command for each in shown], folder)
+        found = [difference(each, *result, numbers) for each, result in zip(shown, results, strict=True)]
+        wrong += [f"{page.name}:{block.line}: {each}" for each in found if each]
+        lines = []
+        for each, (printed, _) in zip(shown, results, strict=True):
+            lines += [*f"$ {each.command}".splitlines(), *anew(each, printed)]
+        written += [text[end : block.span[0]], "".join(f"{line}\n" for line in lines)]
+        end = block.span[1]
+    if os.environ.get(WRITE):
+        page.write_text("".join([*written, text[end:]]), encoding="utf-8")
+        return []
+    return wrong

@@ -1,0 +1,56 @@
+"""The pages of the documentation, and the fenced blocks in them."""
+
+import re
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+SITE = ROOT / "site"
+PAGES = sorted([ROOT / "README.md", ROOT / "CHANGELOG.md", *DOCS.rglob("*.md")])
+FENCE = re.compile(
+    r"^(?P<indent> *)(?P<ticks>`{3,})(?P<language>\w*)[^\n]*\n(?P<text>.*?)^ *(?P=ticks)`*$", re.DOTALL | re.M
+)
+
+
+class Block(NamedTuple):
+    """A fenced block.
+
+    Attributes:
+        line: of the page, at which its text begins, from 1.
+        span: of its text in the page's.
+    """
+
+    language: str
+    text: str
+    line: int
+    span: tuple[int, int]
+
+
+def name_of(page):
+    """A page's path, for the names of tests."""
+    return str(page.relative_to(ROOT))
+
+
+def blocks(text):
+    """The fenced blocks of a page's text."""
+    return [
+        Block(found["language"], found["text"], text.count("\n", 0, found.start("text")) + 1, found.span("text"))
+        for found in FENCE.finditer(text)
+    ]
+
+
+def prose(text):
+    """A page's text without code."""
+    return re.sub(r"(`+)(?!`).+?(?<!`)\1(?!`)", "", FENCE.sub("", text), flags=re.DOTALL)
+
+
+def anchors(text):
+    """The anchors of a page's headings, as GitHub makes them."""
+    found = []
+    for head in re.findall(r"^#+ (.+)$", FENCE.sub("", text), re.MULTILINE):
+        anchor = (
+            re.sub(r"[^\w\- ]", "", re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", head)).strip().replace(" ", "-").lower()
+        )
+        found.append(anchor if anchor not in found else f"{anchor}-{sum(each.startswith(anchor) for each in found)}")
+    return found
