@@ -22,7 +22,12 @@ def made_run(folder, losses, lr=0.1, dt=36.0, metric="loss", every=1, **more):
 def two(tmp_path):
     a = made_run(tmp_path / "runs" / "a", [3.0, 2.0, 1.0], versions={"torch": "2.1", "numpy": "2"})
     b = made_run(
-        tmp_path / "runs" / "b", [3.0, 2.5], 0.2, every=4, versions={"torch": "2.2", "numpy": "2"}, commit="f0"
+        tmp_path / "runs" / "b",
+        [3.0, 2.5],
+        0.2,
+        every=4,
+        versions={"torch": "2.2", "numpy": "2"},
+        repository={"commit": "f0" * 20, "changed": 2},
     )
     return a, b
 
@@ -32,7 +37,7 @@ def test_what_differs(two, capsys):
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert lines[:4] == [
         ["a", "a", "b", "b"],
-        ["commit", "-", "f0"],
+        ["commit", "-", "f0f0f0f0f0f0", "+", "2", "changed", "files"],
         ["versions.torch", "2.1", "2.2"],
         ["--lr", "0.1", "0.2"],
     ]

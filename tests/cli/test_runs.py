@@ -9,7 +9,7 @@ import pytest
 from mmm.cli import runs as command
 from mmm.cli.main import main as mmm
 from mmm.history import History, write_config
-from mmm.history.runs import read_rows, read_run, run_folders
+from mmm.history.runs import names_of, read_rows, read_run, run_folders
 
 
 def made_run(folder, losses, error=None, ranks=2, every=1, **more):
@@ -41,15 +41,30 @@ def test_the_table(tmp_path, capsys):
     _, lines, err = table(capsys, tmp_path, "--sort", "loss", "--json", tmp_path / "t.json")
     running.close()
     assert err == ""
-    assert lines[0][:9] == ["lm/a", "failed", "dp2", "2/8", "1.0000", "-", "10.0", "t/s", "0.02"]
-    assert lines[1][:9] == ["b", "finished", "dp2", "5/8", "1.5000", "-", "10.0", "t/s", "0.05"]
-    assert lines[2][:9] == ["c", "running", "dp2", "4/8", "2.5000", "-", "10.0", "t/s", "0.04"]
-    assert [line[9:] for line in lines] == [["0.04", "lr=0.2"], ["0.1", "lr=0.1"], ["0.08", "lr=0.1"]]
+    assert lines[0][:10] == ["lm/a", "failed", "-", "dp2", "2/8", "1.0000", "-", "10.0", "t/s", "0.02"]
+    assert lines[1][:10] == ["b", "finished", "-", "dp2", "5/8", "1.5000", "-", "10.0", "t/s", "0.05"]
+    assert lines[2][:10] == ["c", "running", "-", "dp2", "4/8", "2.5000", "-", "10.0", "t/s", "0.04"]
+    assert [line[10:] for line in lines] == [["0.04", "lr=0.2"], ["0.1", "lr=0.1"], ["0.08", "lr=0.1"]]
     told = json.loads((tmp_path / "t.json").read_text())
     assert [row["name"] for row in told] == ["lm/a", "b", "c"]
     assert told[0]["flags"] == {"lr": 0.2}
     assert told[0]["error"] == "ValueError: no"
     assert told[1]["device_hours"] == pytest.approx(2 * 5 * 36 / 3600)
+
+
+def test_names_times_and_commits(tmp_path, capsys):
+    """A name that the folder has is not said twice; what somebody wrote into config.json harms nothing."""
+    times = {"started": "2026-11-26T09:00:00+00:00", "ended": "2026-11-26T10:00:00+00:00"}
+    made_run(tmp_path / "x", [2.0], name="wide", repository={"commit": "ab" * 20, "changed": 1}, **times)
+    made_run(tmp_path / "deep-2", [2.0], name="deep", started=7, ended="long ago", repository=[])
+    _, lines, _ = table(capsys, tmp_path, "--sort", "started", "--json", tmp_path / "t.json")
+    assert [line[:2] for line in lines] == [["wide", "(x)"], ["deep-2", "finished"]]
+    told = json.loads((tmp_path / "t.json").read_text())
+    assert told[0]["ended"] - told[0]["started"] == 3600
+    assert [row["commit"] for row in told] == ["abababababab + 1 changed file", None]
+    runs = [read_run(tmp_path / name) for name in ("x", "deep-2")]
+    assert names_of(runs) == ["wide", "deep"]
+    assert names_of([runs[0]] * 2) == ["x", "x"]
 
 
 def test_a_killed_run_and_one_that_has_no_value_to_sort_by(tmp_path, capsys):

@@ -91,6 +91,22 @@ def test_a_terminal_is_redrawn_until_ctrl_c(run, capsys, monkeypatch):
     assert min(looks) >= 5
 
 
+@pytest.mark.parametrize(("own", "said"), [(0.5, "rank 1 on n1 is slow: 0.4 of 0.5 s a step"), (0.11, "")])
+def test_a_slow_rank_is_named(tmp_path, capsys, own, said):
+    ranks = [{"host": f"n{rank}"} for rank in range(3)]
+    folder = tmp_path / "a"
+    folder.mkdir()
+    write_config(folder, {"module": "lm", "steps": STEPS, "ranks": ranks})
+    with History(folder, ranks=ranks, flush_every=1) as history:
+        for step in range(60):
+            slow = step > 5 or own < 0.5
+            history.update({"iter": step, "loss": 1.0}, {"dt": [0.5] * 3, "dt_own": [0.1, own if slow else 0.1, 0.1]})
+        assert command.main([str(folder), "--once"]) == 0
+    status = capsys.readouterr().out.splitlines()[0]
+    assert status.endswith(said)
+    assert ("slow" in status) == bool(said)
+
+
 def test_a_run_without_rows_starts(tmp_path, capsys):
     with begun(tmp_path / "a", rows=0):
         assert command.main([str(tmp_path / "a"), "--once"]) == 0

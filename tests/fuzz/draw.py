@@ -22,6 +22,7 @@ WEIGHTS = {"lm": 36, "vit": 24, "cnn": 16, "4d": 14, "fsdp_tp": 10}
 # What a flag that is neither a choice nor a switch may be spoilt by. A flag that is not here is not known, and a test
 # fails.
 ANYTHING: dict[str, tuple[Value, ...]] = {
+    "name": ("a", "b c", "a/b"),
     "flush_every": ("1", "3", "0"),
     "timeout": ("60", "0", "inf", "1e6"),
     "batch_size": ("1", "3", "5", "0", "4000"),

@@ -34,7 +34,7 @@ LAYOUT = names(
 )
 # Of the run as such: no number depends on them.
 HARMLESS = names(
-    "device outdir overwrite flush_every log_all_ranks timeout save_model workers fingerprints project profile "
+    "device name outdir overwrite flush_every log_all_ranks timeout save_model workers fingerprints project profile "
     "profile_steps profile_ranks checkpoint_mode keep keep_every resume"
 )
 

@@ -168,7 +168,7 @@ def test_without_own_work_no_rank_is_named(tmp_path, full_ranks):
 def test_the_waiting_of_a_pipeline_is_known(tmp_path):
     with History(tmp_path, ranks=[{"rank": r, "pp": r, "tp": 0} for r in range(3)]) as history:
         history.update({}, {"dt": [0.5, 0.5, 0.51], "dtw": [0.4, 0.1, 0.4]})
-    assert command.straggler(load(tmp_path)).startswith("rank 1 (pp 1, tp 0): dt - dtw 0.400000 s, 263.6 % over")
+    assert command.straggler(load(tmp_path)).startswith("rank 1 (pp 1): dt - dtw 0.400000 s, 263.6 % over")
 
 
 def test_the_command_finalizes_and_plots(tmp_path, capsys):

@@ -26,6 +26,12 @@ def test_default_folder_is_module_and_time(tmp_path, monkeypatch):
     assert second.is_dir()
 
 
+def test_a_name_is_the_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    made = [prepare(None, "lm", name="wide run") for _ in range(2)]
+    assert made == [tmp_path / "outputs" / "lm" / name for name in ("wide run", "wide run-2")]
+
+
 def test_given_folder_is_the_folder(tmp_path):
     assert prepare(tmp_path / "a" / "b", "vit", False) == tmp_path / "a" / "b"
     (tmp_path / "a" / "b" / "notes.txt").write_text("mine")

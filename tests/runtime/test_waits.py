@@ -1,6 +1,7 @@
 """A rank's own work: the time of a step without waiting for the others. Rank 1 sleeps in each step."""
 
 import math
+import re
 import time
 from unittest.mock import patch
 
@@ -13,6 +14,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from mmm.cli.history import straggler
+from mmm.cli.main import main as mmm
 from mmm.history import load
 from mmm.runtime.clock import StepClock, timed_waits
 from mmm.trainer import lm
@@ -72,8 +74,14 @@ def train(rank, outdir, flags):
 
 
 @pytest.mark.parametrize("parallel", ["fsdp", pytest.param("ddp", marks=pytest.mark.long)])
-def test_the_slow_rank_of_a_run_is_named(run_on_ranks, tmp_path, parallel):
+def test_the_slow_rank_of_a_run_is_named(run_on_ranks, tmp_path, capsys, parallel):
     run_on_ranks(train, 3, tmp_path, {"parallel": parallel})
     record = load(tmp_path)
     assert record["dt_own"].dims == ("draw", "rank")
     assert straggler(record).startswith("rank 1 (")
+    assert mmm(["history", str(tmp_path), "--ranks"]) == 0
+    table, _, sentence = capsys.readouterr().out.rpartition("\n\n")
+    assert sentence.startswith("slowest: rank 1 (host ")
+    assert [row.split()[3] for row in table.splitlines()[-3:]] == ["···", "███", "···"]
+    assert mmm(["watch", str(tmp_path), "--once"]) == 0
+    assert re.search(r"  rank 1 on \S+ is slow: 0\.\d+ of 0\.\d+ s a step$", capsys.readouterr().out, re.MULTILINE)

@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 import warnings
 from contextlib import ExitStack
 from dataclasses import replace
@@ -18,6 +19,7 @@ import torch
 
 import mmm.history
 from mmm.errors import DeviceError, DivergedError, RecordError, UserError
+from mmm.history.runs import read_run
 from mmm.parallel import Layout
 from mmm.runtime import process_group
 from mmm.runtime.device import Precision, _computes_bf16
@@ -108,6 +110,30 @@ def test_a_table_is_encoded_once(tmp_path):
         added = {"table": [{"rank": 0}], "value": 2, "text": ["π\n", {}], "state": "running"}
         assert list(config.items())[-4:] == list(added.items())
         assert text == json.dumps(config, indent=2, ensure_ascii=False) + "\n"
+
+
+def test_what_the_record_keeps_of_a_run(tmp_path):
+    """Its name, when it was and how long, and its mean rates: rows of every third step stand for three."""
+    options = RunOptions(device="cpu", outdir=tmp_path, plots=False, name="wide", log_every=3)
+    with start_run("test", options, Layout().fit(1)) as run:
+        for step in range(7):
+            run.clock.start()
+            run.clock.lap("dto")
+            run.step(step, torch.tensor(1.0), samples=4, tokens=8)
+    config = json.loads((tmp_path / "config.json").read_text())
+    kept = read_run(tmp_path)
+    assert config["name"] == kept.name == "wide"
+    assert kept.started < kept.ended <= time.time()
+    assert config["device_hours"] == pytest.approx(config["seconds"] / 3600)
+    assert config["mean_rates"] == {name: pytest.approx(kept.mean_rate(name), rel=1e-6) for name in ("sps", "tps")}
+    assert config["state"] == "finished"
+    assert set(config["repository"] or {"commit": None}) >= {"commit"}
+
+
+@pytest.mark.parametrize("name", ["", "a/b", ".", "~x", "a\tb", "x" * 81])
+def test_what_names_no_run(name):
+    with pytest.raises(UserError, match=r"--name .*: needed are 1 to 80 printable characters"):
+        RunOptions(name=name).check()
 
 
 def test_what_is_added_to_the_record_of_a_run_that_has_ended_may_fail(tmp_path, caplog):

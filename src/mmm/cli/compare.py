@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,7 +18,7 @@ if TYPE_CHECKING:
 
 USUAL = ("loss", "train_loss", "val_loss", "test_loss")
 GROUPS = ("versions", "data", "model", "techniques")  # of config.json, each a mapping
-SINGLE = ("module", "layout", "commit", "global_batch_size", "steps", "parameters", "python")
+SINGLE = ("module", "layout", "global_batch_size", "steps", "parameters", "python")
 NOT_ASKED = "-"
 LONGEST_CELL = 34  # characters
 
@@ -37,12 +36,12 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--plots", type=Path, metavar="DIR", help="write the plot to DIR as PNG and SVG as well")
     args = parser.parse_args(argv)
     from mmm.history.plots.overlay import LETTERS, common_metrics, overlaid, save_overlay, terminal_overlay
-    from mmm.history.runs import read_run
+    from mmm.history.runs import names_of, read_run
 
     if not 2 <= len(args.runs) <= len(LETTERS):
         raise ConfigError(f"mmm compare takes 2 to {len(LETTERS)} runs, and {len(args.runs)} is given")
     runs = [read_run(folder.expanduser(), columns=None) for folder in args.runs]
-    names = short_names(args.runs)
+    names = names_of(runs)
     show(printable_lines(difference_table(runs, names)) + "\n")
     common = common_metrics(runs)
     metric = args.metric or next((name for name in (*USUAL, *common) if name in common), None)
@@ -56,17 +55,12 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def short_names(folders: Sequence[Path]) -> list[str]:
-    """The folders without what all have in front."""
-    absolute = [folder.expanduser().absolute() for folder in folders]
-    shared = Path(os.path.commonpath(absolute))
-    return [printable(str(folder.relative_to(shared)) if folder != shared else folder.name) for folder in absolute]
-
-
 def facts(run: Run) -> dict[str, Any]:
     """What can differ between runs, by name: the flags with their dashes."""
+    from mmm.history.record.repository import commit_text
+
     result: dict[str, Any] = {name: run.config.get(name) for name in SINGLE}
-    result |= {"state": run.ending.state, "ranks": run.ranks}
+    result |= {"state": run.ending.state, "ranks": run.ranks, "commit": commit_text(run.config.get("repository"))}
     precision = run.config.get("precision")
     result["precision"] = precision.get("name") if isinstance(precision, dict) else None
     for group in GROUPS:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from mmm.cli import show
+from mmm.cli.history_ranks import place, ranks_text
 from mmm.outside import parse_json, printable
 
 if TYPE_CHECKING:
@@ -30,6 +31,7 @@ def main(argv: list[str]) -> int:
         "--finalize", "--fold", action="store_true", help="make train_dataset.h5 from a killed run's journal"
     )
     parser.add_argument("--plot", action="store_true", help="draw every metric to OUTDIR/plots")
+    parser.add_argument("--ranks", action="store_true", help="ranks × steps of own work, and the slowest rank or host")
     args = parser.parse_args(argv)
 
     from mmm.history import finalize, load, plot_all, terminal_plot
@@ -39,6 +41,9 @@ def main(argv: list[str]) -> int:
     if args.finalize:
         print(f"finalized: {finalize(args.outdir)}")
     ds = load(args.outdir)
+    if args.ranks:
+        show(ranks_text(ds, min(shutil.get_terminal_size((120, 30)).columns, 160)) + "\n")
+        return 0
     ended = str(read_ending(ds.attrs) or Ending(FINISHED))
     show_summary(args.outdir, [(name, printable(text)) for name, text in summary(ds, ended)])
     names = metrics(ds)
@@ -125,6 +130,7 @@ def straggler(ds: "xarray.Dataset") -> str | None:
     is a pipeline and nothing else dt - dtw. The median over the rows; above `full_ranks` ranks, the rank that had the
     most in most rows.
     """
+    from mmm.history.own_work import NOT_KNOWN, is_pipeline
     from mmm.history.plots.series import median_by_rank
     from mmm.history.record.folder import OWN
 
@@ -138,29 +144,17 @@ def straggler(ds: "xarray.Dataset") -> str | None:
         if not len(found):
             return None
         rank = int(found[np.argmax(times)])
-        return f"rank {rank} ({_place(ds, rank)}): the largest {OWN} in {times.max()} of {len(ranks)} rows"
-    elif all(name in ds and ds[name].ndim == 2 for name in ("dt", "dtw")) and _is_pipeline(ds):
+        return f"rank {rank} ({place(ds, rank)}): the largest {OWN} in {times.max()} of {len(ranks)} rows"
+    elif all(name in ds and ds[name].ndim == 2 for name in ("dt", "dtw")) and is_pipeline(ds):
         name, each = "dt - dtw", median_by_rank(ds["dt"].values - ds["dtw"].values)
     else:
         known = "dt" in ds or "dt_argmax" in ds
-        return "not known: each rank's dt contains its waiting for the others, which was not timed" if known else None
+        return NOT_KNOWN if known else None
     if not np.isfinite(each).any():
         return None
     rank, middle = int(np.nanargmax(each)), float(np.nanmedian(each))
     over = f", {100 * (each[rank] / middle - 1):.1f} % over the median rank" if middle else ""
-    return f"rank {rank} ({_place(ds, rank)}): {name} {each[rank]:.6f} s{over}"
-
-
-def _is_pipeline(ds: "xarray.Dataset") -> bool:
-    """Whether ranks differ by their stage alone."""
-    axes = [str(name) for name in ds.coords if str(name).startswith("axis_")]
-    return bool(axes) and all(name == "axis_pp" or not ds[name].values.any() for name in axes)
-
-
-def _place(ds: "xarray.Dataset", rank: int) -> str:
-    names = ["host", "local_rank", *sorted(str(name) for name in ds.coords if str(name).startswith("axis_"))]
-    at = [f"{name.removeprefix('axis_')} {ds[name].values[rank]}" for name in names if name in ds.coords]
-    return ", ".join(at) or "place unknown"
+    return f"rank {rank} ({place(ds, rank)}): {name} {each[rank]:.6f} s{over}"
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ import argparse
 import json
 import shutil
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,7 +19,7 @@ from mmm.outside import printable, printable_lines
 if TYPE_CHECKING:
     from mmm.history.runs import Run
 
-COLUMNS = ("name", "state", "layout", "step", "loss", "val_loss", "rate", "hours", "device_hours", "flags")
+COLUMNS = ("name", "state", "started", "layout", "step", "loss", "val_loss", "rate", "hours", "device_hours", "flags")
 NUMBERS = ("step", "loss", "val_loss", "rate", "hours", "device_hours")
 HEADS = {"device_hours": "device-h", "rate": "mean rate"}
 LONGEST_VALUE = 32  # characters of a flag's value
@@ -69,6 +70,7 @@ def main(argv: list[str]) -> int:
 
 def table(runs: Sequence[Run], root: Path) -> list[dict[str, Any]]:
     """A mapping a run, by `COLUMNS`, and what they are made of; None for what is not known."""
+    from mmm.history.record.repository import commit_text
     from mmm.history.runs import differing, last
 
     flags = differing([run.flags for run in runs])
@@ -78,8 +80,11 @@ def table(runs: Sequence[Run], root: Path) -> list[dict[str, Any]]:
         loss = next((name for name in ("loss", "train_loss") if name in run.rows), "loss")
         rows.append(
             {
-                "name": str(run.folder.relative_to(root)) if run.folder != root else str(root),
+                "name": _name(run, root),
                 "folder": str(run.folder),
+                "started": run.started,
+                "ended": run.ended,
+                "commit": commit_text(run.config.get("repository")),
                 "state": run.ending.state,
                 "error": run.ending.error,
                 "layout": run.layout,
@@ -95,6 +100,12 @@ def table(runs: Sequence[Run], root: Path) -> list[dict[str, Any]]:
             }
         )
     return rows
+
+
+def _name(run: Run, root: Path) -> str:
+    """Its folder below `root`, and the name that it was given, where that is another."""
+    folder = str(run.folder.relative_to(root)) if run.folder != root else str(root)
+    return folder if run.name is None or run.folder.name.startswith(run.name) else f"{run.name} ({folder})"
 
 
 def text(rows: Sequence[Mapping[str, Any]], width: int | None) -> str:
@@ -121,6 +132,8 @@ def _cell(row: Mapping[str, Any], name: str) -> str:
         )
     if value is None or value == "":
         return "-"
+    if name == "started":
+        return time.strftime("%m-%d %H:%M", time.localtime(value))
     if name == "step":
         return f"{value:g}" if row["steps"] is None else f"{value:.0f}/{row['steps']:.0f}"
     if name == "rate":

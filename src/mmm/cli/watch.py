@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from mmm.cli import show
-from mmm.cli.compare import USUAL, short_names
+from mmm.cli.compare import USUAL
 from mmm.errors import ConfigError, RecordError
 from mmm.outside import printable, printable_lines
 
@@ -107,6 +107,7 @@ def _runs(folders: Sequence[Path], seen: Sequence[Path]) -> list[Run]:
 def frame(runs: Sequence[Run], metric: str | None, width: int, height: int) -> str:
     """A line a run, and below it the curves of a metric that all have."""
     from mmm.history.plots.overlay import LETTERS, common_metrics, overlaid, terminal_overlay
+    from mmm.history.runs import names_of
 
     lines = status_lines(runs)
     begun = [run for run in runs if len(run.rows.get("draw", ()))][: len(LETTERS)]
@@ -116,14 +117,14 @@ def frame(runs: Sequence[Run], metric: str | None, width: int, height: int) -> s
         return "\n".join([*lines, "no rows yet" if not begun else "no metric in common: there is no plot"])
     curves = overlaid(begun, name)
     most = max(8, min(height - len(lines) - len(begun) - 3, 22))
-    return "\n".join(
-        [*lines, "", terminal_overlay(curves, short_names([run.folder for run in begun]), width, most).rstrip()]
-    )
+    return "\n".join([*lines, "", terminal_overlay(curves, names_of(begun), width, most).rstrip()])
 
 
 def status_lines(runs: Sequence[Run]) -> list[str]:
     """A line a run, in columns."""
-    cells = [_status(run, name) for run, name in zip(runs, short_names([run.folder for run in runs]), strict=True)]
+    from mmm.history.runs import names_of
+
+    cells = [_status(run, name) for run, name in zip(runs, names_of(runs), strict=True)]
     widths = [max(len(line[place]) for line in cells) for place in range(len(cells[0]))]
     return [
         "  ".join(f"{cell:<{width}}" for cell, width in zip(line, widths, strict=True) if width).rstrip()
@@ -142,8 +143,10 @@ def _status(run: Run, name: str) -> list[str]:
     rate = next((rate for rate in ("tps", "sps") if last(run.rows.get(rate))), None)
     speed = f"{last(run.rows[rate]):,.0f} {'tokens' if rate == 'tps' else 'samples'}/s" if rate else ""
     left = seconds_left(run) if running else None
-    cells = [name, str(run.ending) if not running else "running", f"step {step}{of}", " ".join(losses), speed]
-    return [*cells, f"{duration(left)} left" if left is not None else "", _age(run) if running else "", checkpoint(run)]
+    ended = f" {duration(max(time.time() - run.ended, 0.0))} ago" if not running and run.ended else ""
+    cells = [name, f"{run.ending}{ended}" if not running else "running", f"step {step}{of}", " ".join(losses), speed]
+    cells += [f"{duration(left)} left" if left is not None else "", _age(run) if running else "", checkpoint(run)]
+    return [*cells, slowest(run)]
 
 
 def seconds_per_step(run: Run) -> float | None:
@@ -185,6 +188,18 @@ def checkpoint(run: Run) -> str:
         return f"{newest.name} saved {duration(max(time.time() - newest.stat().st_mtime, 0.0))} ago"
     except (OSError, IndexError):
         return ""
+
+
+def slowest(run: Run) -> str:
+    """The rank, or host, that the others wait for in the last rows; empty where there is none, or it is not known."""
+    from mmm.history.own_work import slow
+
+    work = run.own_work(RECENT_ROWS + 1)
+    if work is None or (found := slow(work, hosts := run.hosts)) is None:
+        return ""
+    host = f" on {hosts[found.rank]}" if found.rank < len(hosts) else ""
+    who = f"host {hosts[found.rank]}" if found.is_host else f"rank {found.rank}{host}"
+    return f"{who} is slow: {found.over:.2g} of {found.step:.2g} s a step"
 
 
 def duration(seconds: float) -> str:

@@ -1,6 +1,8 @@
 """Many runs at a time: which folders are runs, and what each is and has reached. xarray is not needed for it.
 
-Of a dataset only the columns that are asked for are read, and of a rank's column the median over the ranks.
+Of a dataset only the columns that are asked for are read, and of a rank's column the median over the ranks. Of a rank's
+own work (`mmm.history.own_work`) it is also kept which rank had the most, as columns of their own: ARGMAX and OVER, and
+of a step's time the largest, LONGEST.
 """
 
 from __future__ import annotations
@@ -10,27 +12,40 @@ import os
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from mmm.errors import RecordError
+from mmm.history.own_work import OwnWork, known_ranks, longest, most_of
 from mmm.history.record.dataset import no_record
 from mmm.history.record.ending import FINISHED, KILLED, RUNNING, Ending, parsed, read_config
-from mmm.history.record.folder import CONFIG, DATASET, JOURNAL, PLOTS, reason
+from mmm.history.record.folder import CONFIG, DATASET, JOURNAL, OWN, PLOTS, reason
 from mmm.history.record.journal import LoggedRow, read_journal
 from mmm.history.record.reader import RECENT, ending_by_journal, recorded_state
-from mmm.outside import open_file
+from mmm.outside import open_file, printable
 
 if TYPE_CHECKING:
     import h5py
 
 Rows = dict[str, np.ndarray]  # name: (draw,) float64, NaN where a row lacks it; also "draw"
 PROGRESS = ("iter", "epoch", "loss", "train_loss", "val_loss", "test_loss", "test_acc", "dt", "tps", "sps")
+ARGMAX, OVER, LONGEST = f"{OWN}_argmax", f"{OWN}_over", "dt_max"  # the second in seconds over the median rank
 MOST_ELEMENTS = 200_000_000  # of a column: a file may declare any number
 NOT_SEARCHED = (PLOTS, "checkpoints")
-NOT_SETTINGS = ("outdir", "overwrite", "plots", "summary", "flush_every", "log_every", "log_all_ranks", "timeout")
+NOT_SETTINGS = (
+    "name",
+    "outdir",
+    "overwrite",
+    "plots",
+    "summary",
+    "flush_every",
+    "log_every",
+    "log_all_ranks",
+    "timeout",
+)
 
 
 @dataclass(frozen=True)
@@ -52,9 +67,32 @@ class Run:
         return str(self.config.get("layout") or "")
 
     @property
+    def name(self) -> str | None:
+        """That it was given (--name)."""
+        name = self.config.get("name")
+        return name if isinstance(name, str) and name else None
+
+    @property
+    def started(self) -> float | None:
+        """In seconds since 1970."""
+        return _seconds(self.config.get("started"))
+
+    @property
+    def ended(self) -> float | None:
+        """In seconds since 1970; None while it runs, and of one that was killed."""
+        return _seconds(self.config.get("ended"))
+
+    @property
     def ranks(self) -> int:
         ranks = self.config.get("ranks")
         return len(ranks) if isinstance(ranks, list) and ranks else 1
+
+    @property
+    def hosts(self) -> list[str]:
+        """By rank; empty where config.json does not say."""
+        ranks = self.config.get("ranks")
+        listed = ranks if isinstance(ranks, list) else []
+        return [str(about.get("host", "")) for about in listed if isinstance(about, dict)]
 
     @property
     def flags(self) -> dict[str, Any]:
@@ -96,6 +134,14 @@ class Run:
         """In steps: without start-up, validation and checkpoints. None without times."""
         return float(self.seconds.sum()) / 3600 if "dt" in self.rows else None
 
+    def own_work(self, newest: int) -> OwnWork | None:
+        """Of the newest rows; None where the record does not say."""
+        needed = (LONGEST, ARGMAX, OVER)
+        if not all(name in self.rows for name in needed):
+            return None
+        dt, rank, over = (self.rows[name][-newest:] for name in needed)
+        return OwnWork(OWN, dt, rank, over)
+
     def amount(self, rate: str) -> np.ndarray:
         """(draw,): tokens (of ``tps``) or samples (of ``sps``) since the row before."""
         return np.nan_to_num(self.rows[rate] * self.seconds, nan=0.0, posinf=0.0, neginf=0.0)
@@ -113,6 +159,24 @@ def last(column: np.ndarray | None) -> float | None:
         return None
     kept = column[np.isfinite(column)]
     return float(kept[-1]) if len(kept) else None
+
+
+def _seconds(time: Any) -> float | None:
+    """Since 1970, of a time as ISO 8601."""
+    try:
+        return datetime.fromisoformat(time).timestamp()
+    except (TypeError, ValueError, OverflowError, OSError):  # anybody may edit config.json
+        return None
+
+
+def names_of(runs: Sequence[Run]) -> list[str]:
+    """Of each run: its name, where no other of these has it, or else its folder without what all have in front."""
+    folders = [run.folder.expanduser().absolute() for run in runs]
+    shared = Path(os.path.commonpath(folders))
+    short = [str(folder.relative_to(shared)) if folder != shared else folder.name for folder in folders]
+    given = [run.name for run in runs]
+    named = zip(given, short, strict=True)
+    return [printable(name if name and given.count(name) == 1 else folder) for name, folder in named]
 
 
 def run_folders(root: Path | str) -> list[Path]:
@@ -182,9 +246,9 @@ def _columns(rows: Sequence[LoggedRow], columns: Collection[str] | None) -> Rows
     for place, row in enumerate(rows):
         for name, value in [*row.row.items(), *row.per_rank.items()]:
             if (plain := name.removesuffix("_median")) and (columns is None or plain in columns):
-                column = found.setdefault(plain, np.full(len(rows), np.nan))
-                column[place] = _median(np.array([value], dtype=np.float64).reshape(1, -1))[0]
-    return found
+                for column, of in _reduced(plain, np.array([value], dtype=np.float64).reshape(1, -1)).items():
+                    found.setdefault(column, np.full(len(rows), np.nan))[place] = of[0]
+    return _with_over(found)
 
 
 def _stored(path: Path, columns: Collection[str] | None) -> Rows | None:
@@ -204,8 +268,10 @@ def _stored(path: Path, columns: Collection[str] | None) -> Rows | None:
                 raise ValueError(f"it has {size} rows")
             names = {name.removesuffix("_median"): name for name in dataset if _is_column(dataset, name, size)}
             wanted = [name for name in names if columns is None or name in columns]
-            read = {"draw": "draw"} | {name: names[name] for name in wanted}
-            return {name: _median(dataset[variable][()]) for name, variable in read.items()}
+            read: Rows = {"draw": _median(dataset["draw"][()])}
+            for name in wanted:
+                read |= _reduced(name, dataset[names[name]][()])
+            return _with_over(read)
     except Exception as error:  # HDF5 and its wrapper raise OSError, KeyError, RuntimeError, ValueError, …
         raise RecordError(f"{path} is not a run's dataset or is damaged: {error}.") from error
 
@@ -218,6 +284,25 @@ def _is_column(dataset: h5py.File, name: str, size: int) -> bool:
     if np.prod([float(length) for length in shape]) > MOST_ELEMENTS:
         raise ValueError(f"{name} has {shape} elements")
     return "/draw" in [scale.name for scale in dataset[name].dims[0].values()]
+
+
+def _reduced(name: str, values: np.ndarray) -> Rows:
+    """A column by name, and of own work by rank also `ARGMAX` and `OVER`."""
+    if name == ARGMAX:
+        return {name: known_ranks(_median(values))}
+    if name not in ("dt", OWN) or values.ndim == 1 or values.shape[1] == 1:
+        return {name: _median(values)}
+    if name == "dt":
+        return {name: _median(values), LONGEST: longest(values)}
+    rank, over = most_of(values.astype(np.float64))
+    return {name: _median(values), ARGMAX: rank, OVER: over}
+
+
+def _with_over(rows: Rows) -> Rows:
+    """`OVER` where the record has the largest over the ranks alone."""
+    if OVER not in rows and {OWN, f"{OWN}_max"} <= rows.keys():
+        rows[OVER] = rows[f"{OWN}_max"] - rows[OWN]
+    return rows
 
 
 def _median(values: np.ndarray) -> np.ndarray:

@@ -55,6 +55,11 @@ def step_of(row: Mapping[str, Any]) -> int:
     return int(row.get("iter") or row.get("epoch") or 0)
 
 
+def name_of(outdir: Path, config: Mapping[str, Any]) -> str:
+    """Of a run: --name, or else its folder's."""
+    return str(config.get("name") or outdir.name)
+
+
 class TensorBoardTracker(Tracker):
     """The folder tensorboard: ``tensorboard --logdir OUTDIR``. It has no projects, and keeps no files."""
 
@@ -86,7 +91,9 @@ class WandbTracker(Tracker):
         import wandb
 
         mode = os.environ.get("WANDB_MODE", "offline")
-        self.run = wandb.init(project=project, dir=str(outdir), config=dict(config), mode=mode, name=outdir.name)
+        self.run = wandb.init(
+            project=project, dir=str(outdir), config=dict(config), mode=mode, name=name_of(outdir, config)
+        )
         self.artifact = wandb.Artifact
 
     def row(self, step: int, row: Row) -> None:
@@ -114,7 +121,7 @@ class MLflowTracker(Tracker):
         known = self.client.get_experiment_by_name(project)
         files = (folder / "mlflow").as_uri()
         experiment = known.experiment_id if known else self.client.create_experiment(project, files)
-        self.run = self.client.create_run(experiment, run_name=outdir.name).info.run_id
+        self.run = self.client.create_run(experiment, run_name=name_of(outdir, config)).info.run_id
         parameters = [self.entities.Param(name, str(value)[:500]) for name, value in config.items()]
         self.client.log_batch(self.run, params=parameters)
 

@@ -49,22 +49,25 @@ _OWN = (
 _PACKAGES = ("torch", "numpy", "xarray", "h5netcdf", "h5py")
 
 
-def prepare(outdir: Path | str | None, module: str, overwrite: bool = False, goes_on: bool = False) -> Path:
+def prepare(
+    outdir: Path | str | None, module: str, overwrite: bool = False, goes_on: bool = False, name: str | None = None
+) -> Path:
     """Make the folder of a run and return its absolute path. Call it once, on rank 0, before any process group.
 
     Args:
         outdir: the folder itself; None makes ``outputs/<module>/<YYYY-MM-DD-HHMMSS>`` under the working directory
-            (``-2``, ``-3``, … is added when two runs start in the same second).
+            (``-2``, ``-3``, … is added where that is there).
         module: what is being run, e.g. ``fsdp_tp``. Only used when `outdir` is None.
         overwrite: a folder that already holds a record loses the record's own files (config.json, the dataset, the
             journal, log.txt, the plots drawn here, traces, profiles). Checkpoints and other files stay.
         goes_on: a record that is there stays, for `History` to go on with.
+        name: of the run: without `outdir` its folder is ``outputs/<module>/<name>``.
 
     Raises:
         RecordError: the folder holds a record and `overwrite` is off, or it cannot be made or written.
     """
     if outdir is None:
-        return writable(_fresh(Path.cwd() / "outputs" / module))
+        return writable(_fresh(Path.cwd() / "outputs" / module, name))
     folder = Path(outdir).expanduser().absolute()
     if folder.exists() and not folder.is_dir():
         raise RecordError(f"--outdir {folder} is a file, and a run's record is a folder. Give another --outdir.")
@@ -158,13 +161,13 @@ def reason(error: OSError) -> str:
     return error.strerror or str(error) or type(error).__name__
 
 
-def _fresh(parent: Path) -> Path:
-    """A folder under `parent` that did not exist before, named after this second."""
+def _fresh(parent: Path, name: str | None = None) -> Path:
+    """A folder under `parent` that did not exist before, named so, or after this second."""
     _make(parent)
-    stamp = datetime.now().strftime("%Y-%m-%d-%H%M%S")
+    name = name or datetime.now().strftime("%Y-%m-%d-%H%M%S")
     count = 1
     while True:
-        folder = parent / (stamp if count == 1 else f"{stamp}-{count}")
+        folder = parent / (name if count == 1 else f"{name}-{count}")
         try:
             folder.mkdir()
             return folder

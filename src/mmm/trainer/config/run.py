@@ -23,6 +23,7 @@ from mmm.runtime.ranks import LONGEST
 
 Config = TypeVar("Config")
 DEFAULT_MAX_ITERS = 50
+LONGEST_NAME = 80  # characters, of a run
 DEFAULT_BATCH_SIZE = 16  # samples a step, per data-parallel coordinate
 # Flags that are not called as the field is, of a layout, of its techniques, or of a model's sizes.
 FLAGS = {
@@ -38,7 +39,9 @@ class BaseOptions:
 
     device: Literal["auto", "cpu", "cuda", "xpu", "mps"] = "auto"
     outdir: Path | None = None
-    """The run's own folder. Default: outputs/<module>/<time>."""
+    """The run's own folder. Default: outputs/<module>/<name, or else the time>."""
+    name: str | None = None
+    """What the run is called, in `mmm runs` and in a tracker."""
     overwrite: bool = False
     """Replace a record that is already in --outdir."""
     flush_every: int = 10
@@ -54,6 +57,10 @@ class BaseOptions:
         Raises:
             ConfigError: the first of them.
         """
+        if self.name is not None and not is_name(self.name):
+            raise ConfigError(
+                f"--name {self.name!r}: needed are 1 to {LONGEST_NAME} printable characters, no / or \\, no . ~ first"
+            )
         if self.flush_every < 1:
             raise ConfigError(f"--flush_every {self.flush_every}: it must be at least 1")
         if not 0 < self.timeout <= LONGEST:
@@ -235,6 +242,11 @@ class ValidationOptions(EvaluationOptions):
     def check(self) -> None:
         super().check()
         check_counts(eval_batches=self.eval_batches)
+
+
+def is_name(name: str) -> bool:
+    """Whether it can name a run, and its folder."""
+    return 0 < len(name) <= LONGEST_NAME and name.isprintable() and not set(name) & set("/\\") and name[0] not in ".~ "
 
 
 def run_options(config: Any) -> BaseOptions:

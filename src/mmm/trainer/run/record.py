@@ -7,25 +7,29 @@ import os
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
 from mmm import history
-from mmm.contract import ELASTIC_VARIABLE, LINE_VARIABLE, SITE_VARIABLE
+from mmm.contract import ELASTIC_VARIABLE, LINE_VARIABLE, SITE_VARIABLE, started
 from mmm.errors import ConfigError, RecordError
 from mmm.history.record.attempts import make_room, this_attempt
 from mmm.history.record.dataset import legend
 from mmm.history.record.ending import RUNNING, Ending
+from mmm.history.record.repository import repository_of
 from mmm.runtime.agreement import agree
 from mmm.runtime.device import collective_library, devices_in_use
 from mmm.runtime.process_group import gather_objects
 from mmm.runtime.ranks import command_line
 from mmm.trainer.config.run import StepOptions, flags_of
 from mmm.trainer.run.core import Hook, Run
-from mmm.trainer.run.rows import Row
+from mmm.trainer.run.rows import Row, Totals
 from mmm.trainer.run.tables import mesh_table, rank_table, tp_over_hosts
 
 if TYPE_CHECKING:
@@ -41,17 +45,24 @@ class Record(Hook):
         history: the rows; on rank 0, while the run goes on and after it.
         facts: of config.json.
         ranks: what each rank says of itself; on rank 0.
+        totals: of the rows, on rank 0.
     """
 
     def __init__(self) -> None:
         self.history: history.History | None = None
         self.facts: dict[str, Any] = {"notes": []}
         self.ranks: list[dict[str, Any]] = []
+        self.totals = Totals()
         self._encoded: dict[str, str] = {}  # config.json, once the folder is known to be this run's
         self._folder: Path | None = None
         self._folder_note = ""
         self._has_legend = False
         self._is_curve = False  # a record of the first row alone has none
+
+    def before(self, run: Run) -> None:
+        if run.rank.is_main and not run.dry:
+            file = getattr(sys.modules.get("__main__"), "__file__", None)
+            self.facts["repository"] = repository_of(file)
 
     def meet(self, run: Run, store: dist.Store) -> None:
         agree(store, run.rank, {}, then=lambda: self.prepare(run))
@@ -63,7 +74,7 @@ class Record(Hook):
             raise ConfigError(f"launch --elastic: {run.name} saves no checkpoints, from which other ranks could go on")
         if outdir is not None:
             self._folder_note = make_room(Path(outdir).expanduser().absolute(), this_attempt()) or ""
-        run.outdir = history.prepare(outdir, run.name, run.options.overwrite)
+        run.outdir = history.prepare(outdir, run.name, run.options.overwrite, name=run.options.name)
 
     def start(self, run: Run) -> None:
         self.ranks = all_ranks(run)
@@ -126,6 +137,7 @@ class Record(Hook):
     def row(self, run: Run, row: Row) -> None:
         self._is_curve |= any(row.at.values())
         if self.history is not None:
+            self.totals.add(row)
             if not self._has_legend:
                 self._has_legend = True
                 run.log.info("%s", legend(row.numbers))
@@ -140,6 +152,9 @@ class Record(Hook):
         """The record is complete. error: what has ended the run."""
         if self.history is None:
             return
+        if self.history.ending.state == RUNNING:
+            with suppress(RecordError):  # the history says it, if it cannot be written either
+                self.describe(run, end_of(run, self.totals))
         self.history.__exit__(None if error is None else type(error), error, None)
         if error is None and len(self.history):
             run.log.info("record: %s", self.history.outdir / "train_dataset.h5")
@@ -192,11 +207,34 @@ def add_row(run: Run, numbers: Mapping[str, float]) -> None:
         record.history.update(numbers)
 
 
+def end_of(run: Run, totals: Totals) -> dict[str, Any]:
+    """What config.json says of a run that is over; of one that was resumed, of its last part. On rank 0."""
+    seconds = time.time() - began()
+    return {
+        "ended": utc(time.time()),
+        "seconds": seconds,
+        "device_hours": seconds * run.rank.world_size / 3600,
+        "mean_rates": totals.rates(),
+    }
+
+
+def began() -> float:
+    """When `launch`, or else this process, was started: in seconds since 1970."""
+    return started(os.environ, time.time())[0]
+
+
+def utc(seconds: float) -> str:
+    """A time since 1970 as ISO 8601."""
+    return datetime.fromtimestamp(seconds, timezone.utc).isoformat(timespec="seconds")
+
+
 def facts_of(run: Run) -> dict[str, Any]:
     """What config.json says of every run."""
     attempt = this_attempt()
     return {
         "module": run.name,
+        "name": run.options.name,
+        "started": utc(began()),
         "command": command_line(),
         "options": flags_of(run.config),
         "layout": str(run.layout),

@@ -84,6 +84,7 @@ class ResumableRecord(Record):
         self._stack = ExitStack()
 
     def before(self, run: Run) -> None:
+        super().before(run)
         if self.options is None and (options := options_in(run.config)) is not None:
             CheckpointOptions.check(options)  # a config that derives from it may have another first
             check_resume(options, run.options)
@@ -182,7 +183,7 @@ def prepare(module: str, run: BaseOptions, options: CheckpointOptions, this: Att
         note = make_room(given, this)
     interrupted = auto and given is not None and _was_interrupted(given, run, this)
     mfu = _measured(given, this) if goes_on and given is not None else None
-    outdir = history.prepare(run.outdir, module, run.overwrite, goes_on)
+    outdir = history.prepare(run.outdir, module, run.overwrite, goes_on, run.name)
     if saves:
         writable(outdir / CHECKPOINTS)
         remove_partial(outdir / CHECKPOINTS)

@@ -62,6 +62,34 @@ class Row:
         self.per_rank = {part: each for part, each in per_rank.items() if part != OWN or np.isfinite(each).all()}
 
 
+@dataclass
+class Totals:
+    """What the rows of a run add up to, on rank 0. A row is of one step, and stands for those since the row before.
+
+    Attributes:
+        seconds: in steps. samples, tokens: of all ranks.
+    """
+
+    seconds: float = 0.0
+    samples: float = 0.0
+    tokens: float = 0.0
+    _before: int | None = None
+
+    def add(self, row: Row) -> None:
+        step = row.at.get("iter")
+        steps = step - self._before if step is not None and self._before is not None else 1
+        self._before = step
+        steps = max(steps, 1)  # where another training begins, its first step
+        self.seconds += steps * row.numbers["dt"]
+        self.samples += steps * row.samples
+        self.tokens += steps * row.tokens
+
+    def rates(self) -> dict[str, float]:
+        """Mean samples a second (``sps``), and tokens where there are (``tps``); empty without a row."""
+        amounts = {"sps": self.samples, "tps": self.tokens}
+        return {name: amount / self.seconds for name, amount in amounts.items() if amount and self.seconds > 0}
+
+
 def on_host(table: Tensor) -> np.ndarray:
     return table.cpu().numpy()
 

@@ -17,7 +17,8 @@ class Trackers(Hook):
 
     def start(self, run: Run) -> None:
         if run.outdir is not None:
-            config = {"command": command_line(), "layout": str(run.layout)}
+            named = {} if run.options.name is None else {"name": run.options.name}
+            config = named | {"command": command_line(), "layout": str(run.layout)}
             self.tracked = Tracked(self.tracker, run.outdir, config, self.project)
 
     def row(self, run: Run, row: Row) -> None:

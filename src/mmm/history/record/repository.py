@@ -1,0 +1,74 @@
+"""The git repository that a program's file is in: which commit, and whether files differ from it.
+
+git is asked once, without a shell and without the hooks that a repository may bring along, and is not waited for long.
+Where there is no git, or no repository, nothing is started.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+LONGEST_WAIT = 2.0  # s
+STATUS = ("status", "--porcelain=v2", "--branch", "--untracked-files=no", "--ignore-submodules=all")
+# A repository's own settings may name a program to start: a monitor of its files.
+SAFE = ("--no-optional-locks", "-c", "core.fsmonitor=false", "-c", "core.hooksPath=/dev/null")
+
+
+def repository_of(file: str | os.PathLike[str] | None) -> dict[str, Any] | None:
+    """What a run's record says of the repository.
+
+    Args:
+        file: the program's; None for one without, such as of ``python3 -c``, whose folder is the current one.
+
+    Returns:
+        ``folder``, ``commit`` (its full hash; None before the first), ``branch`` (None where there is none), and
+        ``changed``, the number of files that differ from the commit, without those that git does not know. Where git
+        fails, ``folder`` and ``problem``. None without git or a repository.
+    """
+    here = Path(file).absolute().parent if file else Path.cwd()
+    folder = next((place for place in (here, *here.parents) if (place / ".git").exists()), None)
+    git = shutil.which("git")
+    if folder is None or git is None:
+        return None
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
+    try:
+        done = subprocess.run(
+            [git, *SAFE, "-C", str(here), *STATUS],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            timeout=LONGEST_WAIT,
+            check=False,
+            env=environment,
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        slow = isinstance(error, subprocess.TimeoutExpired)
+        return {"folder": str(folder), "problem": f"git took more than {LONGEST_WAIT:g} s" if slow else str(error)}
+    if done.returncode:
+        said = done.stderr.decode(errors="replace").partition("\n")[0]
+        return {"folder": str(folder), "problem": said or f"git ended with exit code {done.returncode}"}
+    return {"folder": str(folder), **_read(done.stdout.decode(errors="replace"))}
+
+
+def _read(status: str) -> dict[str, Any]:
+    lines = status.splitlines()
+    heads = dict(line.removeprefix("# ").split(" ", 1) for line in lines if line.startswith("# branch."))
+    commit, branch = heads.get("branch.oid"), heads.get("branch.head")
+    return {
+        "commit": None if commit == "(initial)" else commit,
+        "branch": None if branch == "(detached)" else branch,
+        "changed": sum(not line.startswith("#") for line in lines),
+    }
+
+
+def commit_text(repository: Any) -> str | None:
+    """As ``1e1563faabc1``, and ``+ 2 changed files`` where they are. None where the record does not say."""
+    if not isinstance(repository, dict) or not isinstance(commit := repository.get("commit"), str):
+        return None
+    changed = repository.get("changed")
+    if not isinstance(changed, int) or changed <= 0:
+        return commit[:12]
+    return f"{commit[:12]} + {changed} changed file{'s' if changed > 1 else ''}"

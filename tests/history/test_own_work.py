@@ -1,0 +1,97 @@
+"""Who the others wait for: a rank, a host whose ranks take turns, or nobody; and the table of it."""
+
+import numpy as np
+import pytest
+
+from mmm.cli import history as command
+from mmm.cli.main import main as mmm
+from mmm.history import History, load
+from mmm.history.own_work import OwnWork, most_of, own_work, slow
+from mmm.history.runs import read_run
+
+
+def work(own, dt=1.0):
+    rank, over = most_of(np.array(own))
+    return OwnWork("dt_own", np.full(len(own), dt), rank, over)
+
+
+def test_a_rank_over_the_median_rank():
+    found = slow(work([[9, 0, 0, 0], [0.1, 0.1, 0.5, 0.2], [0.1, 0.1, 0.5, 0.2]]))  # the first row is not in it
+    assert (found.rank, found.is_host, found.rows, found.of) == (2, False, 2, 2)
+    assert found.over == pytest.approx(0.4)
+    assert slow(work([[0.5, 0.1]] * 2)).over == pytest.approx(0.4)  # of two over the other
+    assert slow(work([[0.5, np.nan, 0.1]] * 2)).rank == 0
+
+
+def test_nobody():
+    assert slow(work([[0.1, 0.14, 0.1]] * 3)) is None  # 4 % of a step
+    assert slow(work([[0.1, 0.5, 0.1], [0.1, 0.5, 0.1], [0.5, 0.1, 0.1]])) is None  # taking turns, on no host
+    assert slow(work([[np.nan] * 3] * 3)) is None
+    assert slow(work(np.zeros((0, 3)))) is None
+
+
+def test_a_host_whose_ranks_take_turns():
+    turns = [[0.1, 0.1, 0.1, 0.1, *pair] for pair in ((0.1, 0.1), (0.5, 0.4), (0.4, 0.5), (0.5, 0.4), (0.4, 0.5))]
+    found = slow(work(turns), ["a", "a", "a", "b", "c", "c"])
+    assert (found.rank, found.is_host, found.rows, found.of) == (4, True, 4, 4)
+
+
+def made(folder, count, full_ranks=64, rows=9, slow_rank=1):
+    """A run of four ranks a host, one of which sleeps 0.4 s of each step of 0.5 s."""
+    folder.mkdir(exist_ok=True)
+    ranks = [{"rank": r, "local_rank": r % 4, "host": f"node{r // 4}", "dp_shard": r} for r in range(count)]
+    with History(folder, ranks=ranks, full_ranks=full_ranks) as history:
+        for step in range(rows):
+            own = [0.5 if rank == slow_rank else 0.1 for rank in range(count)]
+            history.update({"iter": step, "loss": 1.0}, {"dt": [0.3] * (count - 1) + [0.5], "dt_own": own})
+    return folder
+
+
+@pytest.mark.parametrize(("count", "rows"), [(2, 3), (4, 300), (64, 9)])
+def test_the_map_of_ranks_and_steps(tmp_path, capsys, monkeypatch, count, rows):
+    monkeypatch.setenv("COLUMNS", "120")
+    assert command.main([str(made(tmp_path, count, rows=rows)), "--ranks"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 120
+    of_ranks = [line.split() for line in lines[4 : 4 + count]]
+    assert [line[0] for line in of_ranks] == [str(rank) for rank in range(count)]
+    columns = min(rows, len(of_ranks[0][3]))
+    assert columns == rows or columns > 60
+    assert [line[3] for line in of_ranks[:2]] == ["·" * columns, "█" * columns]
+    assert [line[4:] for line in of_ranks[:2]] == [["0.1", "80", "%"], ["0.5", "0", "%"]]
+    assert " ".join(map(str.strip, lines[5 + count :])) == (
+        "slowest: rank 1 (host node0, local_rank 1, dp_shard 1): 0.4 s of work over the median rank in a step of 0.5 "
+        f"s, in {rows - 1} of {rows - 1} rows; the others wait for it"
+    )
+
+
+def test_more_ranks_than_are_kept_in_full(tmp_path, capsys):
+    assert command.main([str(made(tmp_path, 8, full_ranks=4, rows=24, slow_rank=6)), "--ranks"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 18
+    assert lines[3].split()[:6] == ["0", "to", "1", "0.1", "0.1", "0.5"]
+    assert lines[3].endswith("rank 6 (host node1, local_rank 2, dp_shard 6) in 2 of 2 rows")
+    assert lines[16].startswith("slowest: rank 6 (host node1, local_rank 2, dp_shard 6): 0.4 s of work")
+    run = read_run(tmp_path, None)
+    assert slow(run.own_work(51)).rank == 6
+
+
+def test_nobody_is_said(tmp_path, capsys):
+    assert command.main([str(made(tmp_path, 4, slow_rank=None)), "--ranks"]) == 0
+    assert capsys.readouterr().out.endswith("\nno rank holds the others up by more than 5 % of a step\n")
+
+
+def test_what_there_is_no_table_of(tmp_path, capsys):
+    for name, ranks, times, said in (
+        ("one", 1, {"dt": [1.0], "dt_own": [1.0]}, "--ranks: the run is of one rank"),
+        ("gpu", 2, {"dt": [1.0, 1.0]}, "--ranks: not known: each rank's dt contains its waiting"),
+        ("none", 2, None, "--ranks: the run has no rows yet"),
+    ):
+        with History(tmp_path / name, ranks=[{}] * ranks) as history:
+            if times is not None:
+                history.update({}, times)
+        assert mmm(["history", str(tmp_path / name), "--ranks"]) == 2
+        err = capsys.readouterr().err
+        assert said in err
+        assert len(err.splitlines()) == 1
+        assert own_work(load(tmp_path / name)) is None or ranks == 1
