@@ -90,7 +90,7 @@ def rewritten(markdown, path, uri):
 
 def source_page(path):
     """A page with a file of the repository, its lines numbered, or with what a folder of it holds."""
-    head = f"---\nsearch: {{exclude: true}}\n---\n\n# `{path}`\n\n"
+    head = f"---\nsearch: {{exclude: true}}\nhide: [navigation, toc]\n---\n\n# `{path}`\n\n"
     if (ROOT / path).is_dir():
         files = sorted((ROOT / path).glob("*.py"))
         return head + "\n".join(f"- `{file.name}`: {summary(file)}" for file in files)

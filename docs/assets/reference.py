@@ -63,7 +63,7 @@ def group_table(group):
     """The flags of a group, given with its defaults."""
     about = field_docs(type(group))
     types = typing.get_type_hints(type(group))
-    lines = ["| flag | type | default | |", "| --- | --- | --- | --- |"]
+    lines = ["| flag | type | default | what it does |", "| --- | --- | --- | --- |"]
     for field in fields(group):
         value = getattr(group, field.name)
         default = "" if value is None else f"`{value}`"
