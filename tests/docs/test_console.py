@@ -28,6 +28,7 @@ OTHER_PLOT = "2.4┤ ▚▄  │\n  │ ▝▀▄ │\n  │     │\n  └─�
     [
         ("loss 2.613306", "loss 2.613309"),
         ("a  b 3", "a b  3"),
+        ("to 8e-16", "to 3e-15"),
         ("dt=0.483 dtf=1.2 tps=120.5 loss=2.5", "dt=1.9 dtf=0.1 tps=3 loss=2.51"),
         ("takes 4.88 s, 1,176 tokens/s", "takes 0.2 s, 95 tokens/s"),
         ("[2026-11-26 07:24:42.520614][INFO] x", "[2027-01-02 17:24:42.1][INFO] x"),
@@ -57,6 +58,7 @@ def test_what_is_the_same(shown, printed):
         ("one\n…\nlast", "one\n2\nlast\n3"),
         ("a … 3 b", "a 1 2 c 4 b"),
         ("25.0% of it", "35.0% of it"),
+        ("to 8e-16", "to 3e-5"),
         ("dp2·tp2", "dp2·tp4"),
         (f"{PLOT}\nend", "end"),
         ("┌──┐\n│a │\n└──┘", "┌──┐\n│b │\n└──┘"),
@@ -74,11 +76,12 @@ def page_of(folder, text):
 
 def test_a_page(tmp_path, monkeypatch):
     monkeypatch.delenv(WRITE, raising=False)
-    first = "# A\n\n```console\n$ X=3\n$ echo $X \\\n  b\n3 b\n$ seq 5\n1\n…\n5\n```\n"
+    first = "# A\n\n```python\n# f.py\nprint(7)\n```\n\n```console\n$ python3 f.py\n7\n```\n"
+    first += "\n```console\n$ X=3\n$ echo $X \\\n  b\n3 b\n$ seq 5\n1\n…\n5\n```\n"
     right = f"{first}\n```console\n$ false; cat none\ncat: none: No such file or directory\n```\n"
     assert check_page(page_of(tmp_path, right), tmp_path) == []
     (wrong,) = check_page(page_of(tmp_path, right.replace("…\n5", "…\n6")), tmp_path)
-    assert wrong.startswith("page.md:4: $ seq 5\nthe page shows:")
+    assert wrong.startswith("page.md:14: $ seq 5\nthe page shows:")
 
 
 def test_a_command_that_fails_unseen(tmp_path, monkeypatch):

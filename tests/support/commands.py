@@ -27,14 +27,22 @@ class Parsed(Exception):
 
 def check_command(line, monkeypatch):
     """AssertionError, SystemExit with a code, or the program's own error: a program or a flag that is not there."""
-    parse_args = argparse.ArgumentParser.parse_args
+    parse_args, parse_known_args = argparse.ArgumentParser.parse_args, argparse.ArgumentParser.parse_known_args
 
     def and_no_more(self, args=None, namespace=None):
         parse_args(self, args, namespace)
         raise Parsed
 
+    def and_a_trainers(self, args=None, namespace=None):
+        found, rest = parse_known_args(self, args, namespace)
+        if self.prog == "mmm draw":
+            _check_module(found.what if found.what.startswith("mmm.") else "mmm.trainer.lm", rest, patch)
+            raise Parsed
+        return found, rest
+
     with monkeypatch.context() as patch:
         patch.setattr(argparse.ArgumentParser, "parse_args", and_no_more)
+        patch.setattr(argparse.ArgumentParser, "parse_known_args", and_a_trainers)
         patch.setattr("mmm.history.trackers.PACKAGES", dict.fromkeys(PACKAGES, "json"))  # as if installed
         _check(shlex.split(line), patch)
 

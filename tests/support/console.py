@@ -9,7 +9,7 @@
 
 Words have to be equal. So do whole numbers; others may differ by `TOLERANCE`. Times, rates, dates, paths of this
 machine, its name, ports and pids are free, and so are the points of a plot. A command that fails has to show it: some
-of its output is written down.
+of its output is written down. A block of Python whose first line is ``# name.py`` is that file.
 
 MMM_WRITE_DOCS=1 writes the outputs anew. Lines that a page leaves out stay out.
 """
@@ -29,6 +29,7 @@ from support.pages import blocks
 WRITE = "MMM_WRITE_DOCS"  # the variable
 GAP = "…"
 TOLERANCE = 0.02
+ROUNDING = 1e-9  # what is smaller is float64's, and differs between machines
 NUMBER = r"[-+]?\d[\d,]*(?:\.\d+)?(?:e[-+]?\d+)?"
 TIMED = r"s|ms|µs|us|min|h|d|MB/s|GB/s|MiB/s|GiB/s|Gbit/s|TFLOP/s|samples/s|tokens/s|t/s|i/s|steps/s"
 # What differs from run to run, and from machine to machine: → a word that stands for it.
@@ -141,6 +142,8 @@ def close(shown, printed):
     a, b = (float(number.replace(",", "")) for number in (shown, printed))
     if re.fullmatch(r"[-+]?[\d,]+", shown):
         return a == b
+    if max(abs(a), abs(b)) < ROUNDING:
+        return True
     last = 10 ** -len(shown.partition(".")[2].partition("e")[0]) if "e" not in shown else 0
     return abs(a - b) <= max(TOLERANCE * max(abs(a), abs(b)), 1.01 * last)
 
@@ -214,6 +217,8 @@ def check_page(page, folder, numbers=True):
     text = page.read_text(encoding="utf-8")
     wrong, written, end = [], [], 0
     for block in blocks(text):
+        if block.language == "python" and (name := re.match(r"# (\w+\.py)\n", block.text)):
+            (folder / name[1]).write_text(block.text, encoding="utf-8")
         if block.language != "console":
             continue
         shown = commands_of(block.text)

@@ -1,0 +1,35 @@
+"""The pictures of docs/pictures are those that their commands draw: docs/pictures/commands.txt has a line each,
+``name.svg: mmm draw …``. MMM_WRITE_DOCS=1 draws them anew."""
+
+import os
+import shlex
+
+import pytest
+
+from mmm.cli.main import main as mmm
+from support.console import WRITE
+from support.pages import DOCS
+
+FOLDER = DOCS / "pictures"
+LIST = FOLDER / "commands.txt"
+LINES = LIST.read_text(encoding="utf-8").splitlines() if LIST.exists() else []
+PICTURES = dict(line.split(": ", 1) for line in LINES if line and not line.startswith("#"))
+
+
+def test_each_has_a_command():
+    drawn = {path.name for path in FOLDER.glob("*.svg")} | {path.name for path in FOLDER.glob("*.png")}
+    assert drawn <= PICTURES.keys()
+    assert os.environ.get(WRITE) or drawn == PICTURES.keys()
+
+
+@pytest.mark.docs
+@pytest.mark.parametrize("name", PICTURES)
+def test_a_picture_is_what_its_command_draws(name, tmp_path, monkeypatch):
+    words = shlex.split(PICTURES[name])
+    assert words[:2] == ["mmm", "draw"]
+    monkeypatch.chdir(tmp_path)
+    assert mmm([*words[1:], "--out", name]) == 0
+    drawn = (tmp_path / name).read_bytes()
+    if os.environ.get(WRITE):
+        (FOLDER / name).write_bytes(drawn)
+    assert (FOLDER / name).read_bytes() == drawn
