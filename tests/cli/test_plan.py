@@ -198,3 +198,38 @@ def test_check_of_a_layout(tmp_path, capfd):
     (rank,) = found["ranks"]
     assert abs(rank["error"]) < 0.03
     assert sum(rank["parts"].values()) == pytest.approx(rank["bytes"], rel=0.03)
+
+
+def test_a_run_of_so_many_tokens(capsys):
+    flags = ["--tokens", "20B", "--walltime", "6:00", "--seq_length", "2048"]
+    assert main([*SMALL, *flags]) == 0
+    text = capsys.readouterr().out
+    seconds = float(text.split("\nthe best")[1].splitlines()[1].split()[1])
+    steps = -(-20_000_000_000 // (32 * 2048))
+    tokens, jobs, size, _, submit = text.splitlines()[-5:]
+    assert tokens.startswith(f"20,000,000,000 tokens: {steps:,} steps, {steps * seconds / 86400:,.0f}"[:-2])
+    assert tokens.endswith(" node-hours")
+    hours = float(tokens.split()[-2].replace(",", ""))
+    assert hours == pytest.approx(4 * steps * seconds / 3600, rel=1e-2)
+    assert int(jobs.split()[0].replace(",", "")) == pytest.approx(hours / 4 / (6 - 1 / 12), rel=1e-2, abs=1)
+    assert jobs.endswith(" of 6 h, of which the last 5 min are for saving; start-up comes on top")
+    assert size.startswith("a checkpoint is 96.36 GB; 2 stay (--keep), 192.73 GB, and 289.09 GB while")
+    assert submit.startswith("mmm submit --site polaris -N 4 -t 6:00 --project PROJECT --until-done -- launch -n 16 ")
+    assert f" --max_iters {steps} --checkpoint_every " in submit
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ("--tokens many", "--tokens many: write a number of tokens, such as 300M, 20B or 1.5T"),
+        ("--tokens 0B", "--tokens 0B: write a number"),
+        ("--tokens 20BB", "--tokens 20BB: write a number"),
+        ("--tokens 20B --walltime 6", "--walltime 6: write 6h"),
+        ("--walltime 6h", "--walltime 6h: it is of a run's jobs; say how long that is: --tokens 20B"),
+        ("--tokens 20B --dry-run", "--tokens 20B: --check and --dry_run make a few steps"),
+        ("--tokens 20B --model vit", "--tokens 20B: vit has no sequence of tokens"),
+    ],
+)
+def test_tokens_and_times_that_are_refused(flags, words, capsys):
+    assert main([*SMALL, *flags.split()]) == 2
+    assert capsys.readouterr().err.startswith(f"mmm: error: {words}")

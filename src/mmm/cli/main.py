@@ -28,6 +28,7 @@ SUBCOMMANDS = {
     "runs": ("mmm.cli.runs", "a table of many runs: state, steps, losses, rates, hours, and the flags that differ"),
     "sample": ("mmm.cli.sample", "text from a language model, on one device or sharded over ranks"),
     "startup": ("mmm.cli.startup", "how long runs took to start, from their records or from other programs' logs"),
+    "submit": ("mmm.cli.submit", "a job script, shown and submitted; or a job after the other until a run is done"),
     "tokens": ("mmm.cli.tokens", "prepare a file of tokens from text, in parallel, to train on"),
     "verify": ("mmm.cli.verify", "does a parallel program compute what its model does on one device? Anyone's model"),
     "watch": ("mmm.cli.watch", "runs while they run: their curve, time left, age of the last row and checkpoint"),

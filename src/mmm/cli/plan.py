@@ -10,15 +10,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
+from mmm.campaign.command import time_to_save
 from mmm.cli import machine as machine_command
-from mmm.cli.sizes import parse_bytes
+from mmm.cli.sizes import parse_bytes, parse_time, parse_tokens
 from mmm.cli.written import write_json, write_text
 from mmm.errors import ConfigError
 from mmm.machines import find
 from mmm.machines.machine import Machine, read
 
 if TYPE_CHECKING:
-    from mmm.plan.candidate import Found
+    from mmm.plan.candidate import Candidate, Found
     from mmm.plan.search import Search
 
 EPILOG = """\
@@ -26,6 +27,7 @@ examples:
   mmm plan --model llama-8b --site aurora --hosts 128 --seq_length 8192 --global_batch 1024
   mmm plan --model llama-8b --hosts 128 --gpus-per-host 12 --gpu-memory 64GiB --seq_length 8192 --global_batch 1024
   mmm plan --model config.json --site perlmutter --hosts 4 --global_batch 64 --explain --script job.sh
+  mmm plan --model llama-8b --site perlmutter --hosts 64 --global_batch 512 --tokens 20B --walltime 6h
   mmm machine --measure here.json; mmm plan --model small --machine here.json
   mmm plan --model debug --seq_length 128 --global_batch 16 --check dp2,tp2
   mmm plan --model llama-8b --site aurora --hosts 128 --global_batch 1536 --dry-run
@@ -81,6 +83,9 @@ def parser() -> argparse.ArgumentParser:
     for name in FIXED:
         number = name not in ("parallel", "activation_checkpointing", "schedule")
         fixed.add_argument(*_both(name), metavar="N" if number else "NAME", type=int if number else str)
+    run = made.add_argument_group("the run as a whole")
+    run.add_argument("--tokens", metavar="N", help="days, node-hours and checkpoints of so many, such as 300M or 20B")
+    run.add_argument("-t", "--walltime", metavar="TIME", help="of a job, such as 6h or 6:00: how many jobs that makes")
     shown = made.add_argument_group("what is shown")
     shown.add_argument("--top", metavar="N", type=int, default=5, help="of the best (default: 5)")
     shown.add_argument(
@@ -130,6 +135,14 @@ def machine_of(args: argparse.Namespace) -> Machine:
     return changed
 
 
+def run_of(args: argparse.Namespace) -> tuple[float, float | None]:
+    """The tokens of the run, 0 where none are named, and the seconds of a job. Raises ConfigError."""
+    walltime = None if args.walltime is None else parse_time(args.walltime, "--walltime")
+    if walltime is not None and walltime < 60:
+        raise ConfigError(f"--walltime {args.walltime}: schedulers count in minutes; give at least 1m")
+    return (0.0 if args.tokens is None else parse_tokens(args.tokens, "--tokens")), walltime
+
+
 def main(argv: list[str]) -> int:
     """Search, and say what was found, or try it. Returns the exit code. Raises UserError for what is wrong, or where
     nothing fits."""
@@ -144,6 +157,11 @@ def main(argv: list[str]) -> int:
         raise ConfigError(f"--top {args.top}: it must be at least 1")
     if args.check is not None and args.dry_run is not None:
         raise ConfigError("--check and --dry_run: --check makes the dry run as well; leave one out")
+    if args.walltime is not None and args.tokens is None:
+        raise ConfigError(f"--walltime {args.walltime}: it is of a run's jobs; say how long that is: --tokens 20B")
+    if args.tokens is not None and (args.check is not None or args.dry_run is not None):
+        raise ConfigError(f"--tokens {args.tokens}: --check and --dry_run make a few steps; leave one out")
+    run_of(args)
     for line in find.old_places(os.environ):
         print(f"mmm: {line}", file=sys.stderr)
     from mmm.cli import plan_try
@@ -163,6 +181,8 @@ def main(argv: list[str]) -> int:
     spec = read_model(
         args.model, {name: getattr(args, name) for name in SIZES}, args.seq_length, args.tie_word_embeddings
     )
+    if args.tokens is not None and not spec.seq_length:
+        raise ConfigError(f"--tokens {args.tokens}: {args.model} has no sequence of tokens")
     dtype = args.dtype or ("fp32" if machine.device == "cpu" else "bf16")
     fixed = {field: getattr(args, name) for name, field in FIXED.items() if getattr(args, name) is not None}
     search = Search(spec, machine, global_batch, dtype, args.optimizer, fixed | sizes)
@@ -191,6 +211,8 @@ def _report(args: argparse.Namespace, search: Search, found: Found) -> None:
         lines += ["", "assumed", *machine.explain()]
     line = script.launch_line(found.best[0], spec, machine, search.global_batch, search.dtype)
     lines += ["", line]
+    if args.tokens is not None:
+        lines += ["", *_run_lines(args, search, found.best[0], line)]
     if args.script is not None:
         write_text(args.script, script.job_script(line, machine), "--script")
         lines.append(f"job script: {args.script}")
@@ -199,6 +221,23 @@ def _report(args: argparse.Namespace, search: Search, found: Found) -> None:
 
         lines += [f"picture: {path}" for path in draw(search, found, kinds, args.plots)]
     print("\n".join(lines))
+
+
+def _run_lines(args: argparse.Namespace, search: Search, best: Candidate, launch: str) -> list[str]:
+    """What the whole run takes, and the line that submits it."""
+    from mmm.plan.campaign import lines_of, run_cost
+
+    tokens, walltime = run_of(args)
+    cost = run_cost(search, best, tokens)
+    before_end = 0.0 if walltime is None else time_to_save(walltime)
+    lines = lines_of(cost, walltime, before_end)
+    machine = search.machine
+    if walltime is not None and machine.scheduler and search.spec.program:
+        project = " --project PROJECT" if "{project}" in " ".join(machine.script) else ""
+        saves = f"--max_iters {cost.steps} --checkpoint_every {cost.interval}"
+        where = f"--site {args.site} -N {machine.hosts} -t {args.walltime}{project}"
+        lines += ["", f"mmm submit {where} --until-done -- {launch} {saves}"] if args.site else []
+    return lines
 
 
 def _tree_lines(search: Search, explain: bool, tp: int | None) -> list[str]:

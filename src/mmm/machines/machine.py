@@ -28,7 +28,9 @@ class Machine:
     Attributes:
         about: one line. source: the page of what launch sets, where `sources` does not name another.
         match: environment variable → regular expression; the machine is recognised where one of them is found.
-        scheduler: "pbs" or "slurm". script: lines of a job script after the shell's, ``{hosts}`` filled in.
+        scheduler: "pbs" or "slurm". script: lines of a job script after the shell's, ``{hosts}``, ``{time}``,
+            ``{queue}`` and ``{project}`` filled in. queue: where jobs go if nothing else is said.
+        setup: lines of a job script that load what the machine has: modules of Python, of a plugin for its network.
         device: cuda, xpu or cpu. hosts: that there are. ranks_per_host: devices, with one rank each.
         mpi: "pals", "hydra" or "openmpi", for an mpiexec that does not say what it is. backend: of torch.distributed.
         device_variable, device_order: local rank i is shown only device `device_order[i]`, by that variable, unless
@@ -62,6 +64,8 @@ class Machine:
     match: dict[str, str] = field(default_factory=dict)
     scheduler: str = ""
     script: list[str] = field(default_factory=list)
+    queue: str = ""
+    setup: list[str] = field(default_factory=list)
     device: str = ""
     hosts: int = 0
     ranks_per_host: int = 0

@@ -1,12 +1,16 @@
-"""A candidate as the line that starts it, and as a job script of the machine's scheduler."""
+"""A candidate as the line that starts it, and as a job script of the machine's scheduler. Imports no torch."""
 
 from __future__ import annotations
 
 import shlex
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from mmm.machines.machine import Machine
-from mmm.plan.candidate import Candidate
-from mmm.plan.spec import ModelSpec
+
+if TYPE_CHECKING:
+    from mmm.plan.candidate import Candidate
+    from mmm.plan.spec import ModelSpec
 
 
 def trainer_flags(candidate: Candidate, spec: ModelSpec, global_batch: int, dtype: str) -> list[str]:
@@ -56,14 +60,32 @@ def launch_line(candidate: Candidate, spec: ModelSpec, machine: Machine, global_
     return f"launch {shlex.join(where)} python3 -m {spec.program} {shlex.join(flags)}"
 
 
-def job_script(line: str, machine: Machine) -> str:
-    """A job script that runs `line`: PBS or Slurm, as the machine has it; else a script for a shell."""
+def job_script(
+    line: str,
+    machine: Machine,
+    fill: Mapping[str, str] | None = None,
+    begin: Sequence[str] = (". .venv/bin/activate",),
+    directives: Sequence[str] = (),
+) -> str:
+    """A job script that runs `line`: PBS or Slurm, as the machine has it; else a script for a shell.
+
+    Args:
+        fill: what `Machine.script` leaves open: hosts, time, queue, project; without them an hour of the machine's
+            usual queue, for a project that is to be filled in.
+        begin: lines of the shell before `line`. directives: further lines for the scheduler.
+    """
+    words = {"hosts": str(machine.hosts), "time": "01:00:00", "queue": machine.queue or "QUEUE", "project": "PROJECT"}
     head = ["#!/bin/bash -l" if machine.scheduler == "pbs" else "#!/bin/bash"]
-    head += [text.replace("{hosts}", str(machine.hosts)) for text in machine.script]
-    if machine.scheduler == "pbs":
+    for text in machine.script:
+        for name, value in (words | dict(fill or {})).items():
+            text = text.replace(f"{{{name}}}", value)
+        head.append(text)
+    head += directives
+    if machine.scheduler == "pbs" and fill is None:
         head.append('cd "$PBS_O_WORKDIR"')
-    if "PROJECT" in "\n".join(machine.script):
+    if "PROJECT" in "\n".join(head[1:]):
         head.append("# PROJECT, the queue and the time are yours to fill in.")
     if not machine.scheduler and machine.hosts > 1:
         head.append(f"# HOSTS are the names of your {machine.hosts} hosts, with commas between.")
-    return "\n".join([*head, ". .venv/bin/activate", line, ""])
+    advice = [f"# {text}" for text in machine.advice] if machine.scheduler and machine.hosts > 1 else []
+    return "\n".join([*head, *advice, *machine.setup, *begin, line, ""])

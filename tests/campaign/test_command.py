@@ -1,0 +1,67 @@
+"""A program's command line as a job runs it."""
+
+import shlex
+from pathlib import Path
+
+import pytest
+
+from mmm.campaign.command import folder_of, going_on, launch_line, name_of, value_of
+from mmm.errors import ConfigError
+
+LM = shlex.split("python3 -m mmm.trainer.lm --preset debug")
+
+
+@pytest.mark.parametrize(
+    ("words", "value"),
+    [("--a_b 1", "1"), ("--a-b=1", "1"), ("--a_b 1 --a-b 2", "2"), ("--a_bc 1", None), ("--a_b", ""), ("", None)],
+)
+def test_value_of_a_flag(words, value):
+    assert value_of(shlex.split(words), "a_b") == value
+
+
+@pytest.mark.parametrize(
+    ("words", "name"),
+    [
+        ("python3 -m mmm.trainer.lm --preset x", "lm"),
+        ("launch -ppn 4 python3 ./my-run.py a.py", "my_run"),
+        ("./a.out", "job"),
+    ],
+)
+def test_what_a_program_is_called(words, name):
+    assert name_of(words.split()) == name
+
+
+def test_jobs_go_on_in_one_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    command = [*LM, "--checkpoint-every", "5"]
+    folder = folder_of(command)
+    assert folder.parent == tmp_path / "outputs" / "lm"
+    assert going_on(command, folder) == [*command, "--outdir", str(folder), "--resume", "auto"]
+    own = [*command, "--outdir=a", "--resume=auto"]
+    assert folder_of(own) == Path(tmp_path / "a")
+    assert going_on(own, folder) == own
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        ([], "--until-done: the command has no --checkpoint_every"),
+        (["--checkpoint_every", "5", "--resume", "other"], "has --resume other, from which every job would begin"),
+    ],
+)
+def test_a_command_that_cannot_go_on(more, words, tmp_path):
+    with pytest.raises(ConfigError, match=words):
+        going_on([*LM, *more], tmp_path)
+    with pytest.raises(ConfigError, match="--outdir is given no folder"):
+        folder_of([*LM, "--outdir"])
+
+
+def test_the_line_of_launch():
+    saves = [*LM, "--checkpoint_every", "5", "--name", "two words"]
+    assert launch_line(saves, 3600, 300).split(" python3 ") == [
+        "launch --signal USR1@300 --walltime $((3600 - SECONDS))",
+        "-m mmm.trainer.lm --preset debug --checkpoint_every 5 --name 'two words'",
+    ]
+    assert launch_line(LM, 3600, 60).startswith("launch --signal TERM@60 --walltime $((3600 - SECONDS)) python3 ")
+    own = ["launch", "--signal", "USR1@5", "-ppn", "2", *LM]
+    assert launch_line(own, 60, 9, "my env.tar") == f"launch --stage 'my env.tar' {shlex.join(own[1:])}"

@@ -1,0 +1,81 @@
+"""`mmm submit --until-done` on a real Slurm: three jobs, one of which is killed, one record and one curve."""
+
+import json
+import re
+import sys
+
+import pytest
+
+import mmm.history
+from mmm.history.record.dataset import marks_of
+
+# The first job makes six steps and waits for the end of its time; the second makes six more, and waits to be killed.
+PROGRAM = """
+import pathlib, sys, time
+from mmm.trainer import lm, run_main, parse
+from mmm.trainer.run.core import Run
+from mmm.trainer.run.resume import ResumableRecord
+row = Run.row
+def waiting(self, at, *args, **kw):
+    done = row(self, at, *args, **kw)
+    stop = self.hook(ResumableRecord).stop
+    while at["iter"] == 5 and stop.came is None:
+        time.sleep(0.05)
+    if at["iter"] == 11 and not pathlib.Path("killed").exists():
+        pathlib.Path("ready").touch()
+        time.sleep(300)
+    return done
+Run.row = waiting
+run_main(lambda: lm.train(parse(lm.Config, "")))
+"""
+FLAGS = "--preset debug --dataset random --dtype fp64 --no-plots --seq_length 16 --global_batch_size 4 --eval_every 0"
+FLAGS += " --max_iters 14 --checkpoint_every 4 --checkpoint_mode blocking --flush_every 1 --outdir run"
+BEFORE_END = "24s"  # of a job's minute, in which the first one starts and makes its steps
+
+
+def test_three_jobs_and_one_curve(launcher, slurm):
+    launcher.write("t.py", PROGRAM)
+    command = f"-N 2 -t 1m --before-end {BEFORE_END} --until-done -- python3 t.py {FLAGS}".split()
+    variables = launcher.environment(MASTER_ADDR="127.0.0.1")
+    submitted = slurm.run(
+        sys.executable, "-m", "mmm.cli.main", "submit", *command, variables=variables, cwd=launcher.folder
+    )
+    assert submitted.returncode == 0, submitted.stderr
+    assert "#SBATCH -N 2 -t 00:01:00\n" in submitted.stdout
+    jobs = launcher.folder / "run" / "jobs"
+    campaign = jobs / "campaign.json"
+    launcher.wait_for("ready")
+    second = json.loads(campaign.read_text())["jobs"][1]["id"]
+    launcher.write("killed", "")
+    slurm.run("scancel", "--full", "--signal=KILL", second)  # its script as well: it cannot say how it ended
+    slurm.wait(lambda: json.loads(campaign.read_text())["over"], "end of the campaign")
+    slurm.idle()
+
+    told = json.loads(campaign.read_text())
+    said = {path.stem: path.read_text() for path in jobs.glob("*.out")}
+    assert told["over"] == "the run is finished, after 3 jobs", said
+    assert [job["exit_code"] for job in told["jobs"]] == [75, None, 0], said
+    assert sorted(said) == sorted(job["id"] for job in told["jobs"]), "a fourth job has run"
+    assert "SIGUSR1 to 2 ranks" in said[told["jobs"][0]["id"]]
+    steps = [job["at"] for job in told["jobs"]]
+    assert steps in ([0, 6, 8], [0, 7, 8])  # one more, where the signal comes late in a step
+    run = mmm.history.load(launcher.folder / "run")
+    assert (run.attrs["state"], run.iter.values.tolist()) == ("finished", list(range(14)))
+    assert [(mark["draw"], mark["step"]) for mark in marks_of(run)] == [(step, step) for step in steps[1:]]
+    rows = [row for text in said.values() for row in re.findall(r" iter=(\d+) .*?loss=([\d.]+)", text)]
+    assert len(rows) >= 14 + 12 - 8  # the steps that were lost with the second job, and made again
+    for step, loss in rows:
+        assert float(loss) == pytest.approx(run.loss.values[int(step)], abs=1e-6)
+
+
+def test_the_network_between_two_hosts(launcher, two_hosts):
+    launcher.prefix = two_hosts.start_words()
+    words = [*two_hosts.options("mpich"), "--device", "cpu", "python3", "-m", "mmm.cli.main", "doctor", "--network"]
+    done = launcher.run(*words, "--json", XDG_CACHE_HOME=str(launcher.folder), **two_hosts.variables)
+    assert done.returncode == 0, done.stderr
+    inside, between = json.loads(done.stdout)
+    assert inside["name"] == "inside a host"
+    assert "all-reduce of 2 ranks in 2 hosts at once" in inside["seen"]
+    assert between["name"] == "between hosts"
+    assert "all-reduce of 2 ranks in 2 groups at once" in between["seen"]
+    assert [found["fix"][:25] for found in (inside, between)] == ["no figure to compare with"] * 2
