@@ -36,12 +36,15 @@ TIMED = r"s|ms|µs|us|min|h|d|MB/s|GB/s|MiB/s|GiB/s|Gbit/s|TFLOP/s|samples/s|tok
 FREE = [
     (r"\d{4}-\d\d-\d\d[ T-]\d\d:?\d\d:?\d\d(?:\.\d+)?", "<time>"),
     (r"\bdownloaded \(.*?\)", "downloaded (…)"),
+    (r"\]\[\w+:\d+\] - ", "] - "),  # a line of the source
+    (r"\bleft=\S+", "left=<free>"),
     (rf"\b((?:dt|sps|tps)\w*|mfu|seconds|pid|port)([= ]){NUMBER}", r"\1\2<free>"),
     (rf"(?<![\w.])(?:{NUMBER}) (?:{TIMED})(?![\w/])", "<free>"),
     (r"\b[0-9a-f]{7,40}\b(?=.*\bcommit\b)|(?<=commit )[0-9a-f]{7,40}", "<free>"),
 ]
 POINTS = re.compile(r"[▀▄▚▞▌▐▖▗▘▝▛▜▙▟]")
 FRAME = re.compile(r"[─│┤├└┘┌┐┬┴]")
+AXIS = re.compile(rf"{NUMBER}|iter|epoch|tokens|hours")  # the words below a plot
 
 
 class Shown(NamedTuple):
@@ -109,10 +112,10 @@ def plain(lines):
         while end < len(lines) and (FRAME.search(lines[end]) or POINTS.search(lines[end])):
             end += 1
         drawn = lines[at:end]
-        if any(POINTS.search(line) or re.match(r"\s*[\d.e+-]+┤", line) for line in drawn):
+        if any(POINTS.search(line) or re.search(r"^\s*[\d.e+-]+┤|└┬", line) for line in drawn):
             groups.append("<plot>")
-            while end < len(lines) and re.fullmatch(r"(\s*([\d.,e+-]+|iter|epoch|tokens|hours))*\s*", lines[end]):
-                end += 1  # its axis
+            while end < len(lines) and all(AXIS.fullmatch(word) for word in lines[end].split()):
+                end += 1
         else:
             end = max(end, at + 1)
             groups += [without_free(line) for line in lines[at:end]]
@@ -212,8 +215,12 @@ def aligned(lines, printed):
     return found
 
 
-def check_page(page, folder, numbers=True):
-    """Run a page's console blocks in order; what differs. With MMM_WRITE_DOCS, write what they print instead."""
+def check_page(page, folder, numbers=True, only=None):
+    """Run a page's console blocks in order; what differs. With MMM_WRITE_DOCS, write what they print instead.
+
+    Args:
+        numbers: they count, and not the words alone. only: the block that begins with this command.
+    """
     text = page.read_text(encoding="utf-8")
     wrong, written, end = [], [], 0
     for block in blocks(text):
@@ -222,6 +229,8 @@ def check_page(page, folder, numbers=True):
         if block.language != "console":
             continue
         shown = commands_of(block.text)
+        if only not in (None, shown[0].command):
+            continue
         results = run([each.command for each in shown], folder)
         found = [difference(each, *result, numbers) for each, result in zip(shown, results, strict=True)]
         wrong += [f"{page.name}:{block.line}: {each}" for each in found if each]
