@@ -17,6 +17,7 @@ SUBCOMMANDS = {
     "compare": ("mmm.cli.compare", "what differs between runs, and a metric of all of them in one plot"),
     "diverge": ("mmm.cli.diverge", "the first step at which two runs part, whatever their layouts, and where in it"),
     "doctor": ("mmm.cli.doctor", "check this machine and this installation, with a fix for what is wrong"),
+    "draw": ("mmm.cli.draw", "a layout as a picture: what each rank holds, what it sends, and when"),
     "dry-run": ("mmm.cli.dry_run", "what a rank of so many would hold and send: any program, without its devices"),
     "examples": ("mmm.examples.__main__", "list the runnable examples and trainers"),
     "exercise": ("mmm.cli.exercise", "ten small things to write, each with a check that says where an answer is wrong"),

@@ -3,6 +3,7 @@ others."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -40,26 +41,41 @@ def unsharded(tensor: Tensor) -> Tensor:
 
 
 def local_box(parameter: Tensor) -> draw.ShardBox:
-    """Which part of the full parameter is local to this rank.
-
-    A dim that several axes shard is sharded by one after the other, each time as ``torch.chunk`` splits: outer axes
-    first, except that strided shards (FSDP, applied over dp to what tensor parallel left) come last.
-    """
+    """Which part of the full parameter is local to this rank."""
     if not isinstance(parameter, DTensor):
         return draw.full_box(parameter)
-    start, length = [0] * parameter.ndim, list(parameter.shape)
     coordinate = parameter.device_mesh.get_coordinate()
     assert coordinate is not None
+    mesh = parameter.device_mesh
+    box = shard_box(
+        tuple(parameter.shape), [(dim, mesh.size(axis), coordinate[axis]) for axis, dim in shards_of(parameter)]
+    )
+    shape = tuple(parameter.to_local().shape)
+    assert shape == box.length, f"the local tensor is {shape}, computed {box.length} of {tuple(parameter.shape)}"
+    return box
+
+
+def shards_of(parameter: DTensor) -> list[tuple[int, int]]:
+    """(axis of its mesh, dim) of each sharding, in the order in which they are applied: outer axes first, except that
+    strided shards (FSDP, applied over dp to what tensor parallel left) come last."""
     shards = [(axis, p) for axis, p in enumerate(parameter.placements) if getattr(p, "dim", None) is not None]
-    for axis, placement in sorted(shards, key=lambda pair: type(pair[1]) is not Shard):
-        dim = placement.dim  # type: ignore[attr-defined]
-        chunk = -(-length[dim] // parameter.device_mesh.size(axis))
-        first = min(coordinate[axis] * chunk, length[dim])
+    ordered = sorted(shards, key=lambda pair: type(pair[1]) is not Shard)
+    return [(axis, placement.dim) for axis, placement in ordered]  # type: ignore[attr-defined]
+
+
+def shard_box(shape: tuple[int, ...], shards: Iterable[tuple[int, int, int]]) -> draw.ShardBox:
+    """The part of a tensor that is left of one sharding after the other, each as ``torch.chunk`` splits.
+
+    Args:
+        shape: of the full tensor. shards: (dim, ranks, coordinate) of each.
+    """
+    start, length = [0] * len(shape), list(shape)
+    for dim, ranks, coordinate in shards:
+        chunk = -(-length[dim] // ranks)
+        first = min(coordinate * chunk, length[dim])
         start[dim] += first
         length[dim] = min(chunk, length[dim] - first)
-    shape = tuple(parameter.to_local().shape)
-    assert shape == tuple(length), f"the local tensor is {shape}, computed {length} of {tuple(parameter.shape)}"
-    return draw.ShardBox(tuple(start), tuple(length), tuple(parameter.shape))
+    return draw.ShardBox(tuple(start), tuple(length), tuple(shape))
 
 
 def draw_weights(model: nn.Module, device: torch.device, seed: int) -> None:

@@ -17,6 +17,7 @@ from functools import partial
 from multiprocessing.connection import Connection, wait
 
 from mmm.errors import ConfigError, UserError
+from mmm.plan.held import HeldTensors
 from mmm.plan.program import Rehearsal, rehearsing
 from mmm.plan.sent_calls import SentCall
 from mmm.plan.tracker import MemoryPeak
@@ -34,6 +35,7 @@ class RankReport:
         peaks: the most bytes at once in each phase of the run (`StepClock.phase`), in their order.
         calls: to process groups in the last step, in their order.
         seconds: that the dry run took. notes: of what was chosen where no flag says.
+        held: which shards of its tensors it has.
     """
 
     rank: int
@@ -46,6 +48,7 @@ class RankReport:
     calls: list[SentCall]
     seconds: float
     notes: tuple[str, ...] = ()
+    held: HeldTensors | None = None
 
     @property
     def peak(self) -> MemoryPeak:
@@ -180,4 +183,5 @@ def _report(rehearsal: Rehearsal, seconds: float) -> RankReport:
         [sent for sent in traffic.calls if sent.phase == last],
         seconds,
         rehearsal.notes,
+        rehearsal.held,
     )

@@ -34,6 +34,7 @@ from mmm.layout import Layout, Techniques
 from mmm.models import draw, weights
 from mmm.models.experts import has_experts
 from mmm.parallel.parallel_model import ParallelModel
+from mmm.plan.held import HeldTensors
 from mmm.plan.refusals import no_checkpoint, no_other_group, one_model
 from mmm.plan.sent_calls import SentInOrder
 from mmm.plan.stage_shapes import StageShapes, known_shapes
@@ -57,7 +58,7 @@ class Rehearsal(Observer):
     Attributes:
         layout, device, precision: of the run, once it has started. stages: of a pipeline, by coordinate on pp, the
             elements of the parameters of its ranks; empty without.
-        memory, traffic: once it has started.
+        memory, traffic, held: once it has started.
     """
 
     rank: int
@@ -71,6 +72,7 @@ class Rehearsal(Observer):
     notes: tuple[str, ...] = ()
     memory: MemoryTracker | None = None
     traffic: SentInOrder | None = None
+    held: HeldTensors | None = None
 
     @contextmanager
     def group(self, run: WatchedRun) -> Iterator[None]:
@@ -86,12 +88,14 @@ class Rehearsal(Observer):
         if partition is not None and partition.stages:
             self.stages = partition.parameters(model, layout.pp, resolved.techniques.schedule)
         self.memory = MemoryTracker(device.type, lambda: clock.phase, logit_widths(resolved, layout))
-        self.traffic = SentInOrder(lambda: clock.phase)
+        self.traffic = SentInOrder(lambda: clock.phase, self.memory.doing)
+        self.held = HeldTensors(layout, resolved)
         dry_run.register_fake_group()
         dist.init_process_group("fake", store=dist.HashStore(), rank=self.rank, world_size=self.world_size)
         with ExitStack() as stack:
             enter = stack.enter_context
-            enter(_changed(self.memory))
+            enter(_changed(self.memory, self.held))
+            enter(self.held.watching())
             if partition is not None and partition.stages:
                 enter(known_shapes(StageShapes(resolved, layout, device, precision, self.memory)))
             enter(_with_memory(lambda: self._begin(enter)))
@@ -176,9 +180,9 @@ def _with_memory(begin: Callable[[], None]) -> Iterator[None]:
 
 
 @contextmanager
-def _changed(memory: MemoryTracker) -> Iterator[None]:
+def _changed(memory: MemoryTracker, held: HeldTensors) -> Iterator[None]:
     """Inside, PyTorch and the package pass over what needs elements."""
-    changes = [*_without_elements(memory), *_without_ranks(), *_uncounted(memory)]
+    changes = [*_without_elements(memory, held), *_without_ranks(), *_uncounted(memory)]
     before = [(owner, name, vars(owner).get(name)) for (owner, name), _ in changes]
     try:
         for (owner, name), value in changes:
@@ -192,11 +196,16 @@ def _changed(memory: MemoryTracker) -> Iterator[None]:
                 setattr(owner, name, value)
 
 
-def _without_elements(memory: MemoryTracker) -> Iterator[tuple[Place, Any]]:
+def _without_elements(memory: MemoryTracker, held: HeldTensors) -> Iterator[tuple[Place, Any]]:
     """What reads elements: weights are marked instead of drawn, and NumPy and Python get zeros."""
+
+    def fill_all(tensors: Sequence[tuple[str, torch.Tensor, Any]], *_: Any) -> None:
+        memory.mark("parameters", [tensor for _, tensor, _ in tensors])
+        held.add((name, tensor) for name, tensor, _ in tensors)
 
     def drawn(model: torch.nn.Module, *_: Any, **__: Any) -> None:
         memory.mark("parameters", [*model.parameters(), *model.buffers()])
+        held.add(model.named_parameters())
 
     def numpy(tensor: torch.Tensor, **_: Any) -> np.ndarray:
         return np.zeros(tuple(tensor.shape))
@@ -207,7 +216,7 @@ def _without_elements(memory: MemoryTracker) -> Iterator[tuple[Place, Any]]:
     yield dry_run.module_apply(), one_model(memory)
     yield (dcp, "save"), no_checkpoint
     yield (weights, "initialize"), drawn
-    yield (draw, "fill_all"), lambda tensors, *_: memory.mark("parameters", [tensor for _, tensor, _ in tensors])
+    yield (draw, "fill_all"), fill_all
     yield (FakeTensor, "numpy"), numpy
     yield (FakeTensor, "tolist"), tolist
     yield (ParallelModel, "check_targets"), lambda *_: None

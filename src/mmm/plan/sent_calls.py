@@ -11,20 +11,26 @@ from mmm.traffic.count import Traffic
 
 @dataclass(frozen=True)
 class SentCall:
-    """A call to a process group. phase: when, of `StepClock.phase`; axis: of the mesh, in which the group lies."""
+    """A call to a process group.
+
+    Attributes:
+        phase: when, of `StepClock.phase`. axis: of the mesh, in which the group lies.
+        doing: ``forward``, ``backward`` or ``optimizer``, of `MemoryTracker.doing`.
+    """
 
     phase: str
     axis: str
     call: Call
+    doing: str = ""
 
 
 class SentInOrder(Traffic):
     """`Traffic` that also keeps each call."""
 
-    def __init__(self, phase: Callable[[], str]) -> None:
+    def __init__(self, phase: Callable[[], str], doing: Callable[[], str]) -> None:
         super().__init__()
-        self.phase, self.calls = phase, list[SentCall]()
+        self.phase, self.doing, self.calls = phase, doing, list[SentCall]()
 
     def add(self, axis: str, call: Call, on_gloo: bool) -> None:
         super().add(axis, call, on_gloo)
-        self.calls.append(SentCall(self.phase(), axis, call))
+        self.calls.append(SentCall(self.phase(), axis, call, self.doing()))

@@ -38,7 +38,8 @@ class Call:
 
     Attributes:
         operation: a row of the table above, such as ``all_reduce``.
-        size: ranks of the group. rank: this one's number in it. root: that of the root, where there is one.
+        size: ranks of the group. rank: this one's number in it. root: that of the root, where there is one; of a
+            send, the receiver's.
         payload: W, in bytes.
         leaving: bytes sent to others directly, for all_to_all, scatter, gather and send.
         tensors: of the call, to each of which gloo adds its bytes.

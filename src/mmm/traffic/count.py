@@ -260,7 +260,7 @@ def _scatter(arguments: Mapping[str, Any], size: int, rank: int) -> list[Call]:
 
 def _send(arguments: Mapping[str, Any], size: int, rank: int) -> list[Call]:
     count = _bytes(arguments["tensors"] if "tensors" in arguments else arguments["tensor"])
-    return [Call("send", size, rank, count, leaving=count)]
+    return [Call("send", size, rank, count, root=arguments.get("dst", 0), leaving=count)]
 
 
 def _receive(arguments: Mapping[str, Any], size: int, rank: int) -> list[Call]:

@@ -1,0 +1,155 @@
+"""``mmm draw LAYOUT|PROGRAM``: what each rank holds, what it sends, and when, as a picture."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import shutil
+import sys
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
+
+from mmm.cli import show
+from mmm.cli.draw_layout import HELP, layout_of, trainer_flags
+from mmm.cli.written import write_text
+from mmm.errors import ConfigError
+from mmm.launch.plan.counts import spread
+from mmm.launch.program import target as targets
+from mmm.launch.program.target import Target
+from mmm.machines import find
+
+if TYPE_CHECKING:
+    from mmm.plan.dry_run import DryRun
+
+EPILOG = f"""\
+LAYOUT: {HELP}.
+PROGRAM: a module or a script that a dry run takes, with its flags; -n says how many ranks (default: 4).
+  mmm draw dp2·tp2 --out dp2-tp2.svg
+  mmm draw zero1 --out zero1.svg
+  mmm draw dp64·tp4 --site polaris --hosts 64 --out many.svg
+  mmm draw mmm.examples.fsdp_tp --tpsize 2 -n 4 --out program.svg
+Other flags go to the program: of a layout mmm.trainer.lm, on a small model unless they say another.
+docs/draw.md says how to read it.
+"""
+RANKS, PER_HOST, ONE_HOST = 4, 8, 16  # of a program; of a host where nobody says; on one where nobody says
+KINDS = (".svg", ".png")
+
+
+class _DrawParser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(message)
+
+
+def main(argv: list[str]) -> int:
+    """Draw it. Returns the exit code. Raises UserError: no layout, no program, or one that does not fit."""
+    args, given = _parser().parse_known_args(argv)
+    if args.out is not None and args.out.suffix.lower() not in KINDS:
+        raise ConfigError(f"--out {args.out}: its name says what is drawn, and ends with {' or '.join(KINDS)}")
+    if args.out is not None and not args.out.absolute().parent.is_dir():
+        raise ConfigError(f"--out {args.out}: there is no folder {args.out.parent}")
+    target, ranks = _program(args.what, given, args.ranks)
+    hosts = hosts_of(ranks, args.site, args.hosts)
+
+    from mmm.launch.host.child import run_as_main
+    from mmm.plan.dry_run import ProgramExited, dry_run  # imports torch
+
+    try:
+        dry = dry_run(partial(run_as_main, target), ranks)
+    except ProgramExited as exited:
+        return int(exited.args[0])
+    except RuntimeError as error:
+        print(error, file=sys.stderr)
+        return 1
+    _draw(args, dry, hosts, argv)
+    return 0
+
+
+def _draw(args: argparse.Namespace, dry: DryRun, hosts: tuple[int, ...], argv: list[str]) -> None:
+    from mmm.plan.picture.compose import picture, shown_ranks
+    from mmm.plan.picture.facts import Facts
+    from mmm.plan.picture.svg import svg
+    from mmm.plan.picture.terminal import text_of
+
+    facts = Facts(dry, hosts, args.site or "")
+    if args.terminal or args.out is None:
+        color = sys.stdout.isatty() and "NO_COLOR" not in os.environ
+        show(text_of(facts, shown_ranks(facts), shutil.get_terminal_size((100, 40)).columns, color))
+    if args.out is None:
+        return
+    words = [word for word in argv if word not in ("--out", f"--out={args.out}", str(args.out), "--terminal")]
+    scene = picture(facts, shlex.join(["mmm", "draw", *words]))
+    if args.out.suffix.lower() == ".svg":
+        write_text(args.out, svg(scene, args.theme), "--out")
+    else:
+        from mmm.plan.picture.png import write_png
+
+        try:
+            write_png(scene, args.out, args.theme)
+        except OSError as error:
+            raise ConfigError(f"--out {args.out}: it cannot be written: {error.strerror}") from None
+    print(args.out)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _DrawParser(
+        prog="mmm draw",
+        usage="mmm draw LAYOUT|PROGRAM [-n RANKS] [--site NAME] [--hosts N] [--out FILE.svg|FILE.png] [FLAGS …]",
+        description=__doc__,
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("what", metavar="LAYOUT|PROGRAM")
+    parser.add_argument("-n", dest="ranks", metavar="RANKS", type=int, help="ranks of a program (default: 4)")
+    parser.add_argument("--site", metavar="NAME", help="a known machine, whose hosts the ranks are on")
+    parser.add_argument("--hosts", metavar="N", type=int, help="hosts that the ranks are on (default: as few as do)")
+    parser.add_argument("--out", metavar="FILE", type=Path, help="an .svg or a .png; without: in the terminal")
+    parser.add_argument("--terminal", action="store_true", help="in the terminal as well")
+    parser.add_argument(
+        "--theme",
+        choices=("auto", "light", "dark"),
+        default="auto",
+        help="auto: as the reader's browser is set; a .png is light",
+    )
+    return parser
+
+
+def _program(what: str, given: list[str], ranks: int | None) -> tuple[Target, int]:
+    """What runs, and on how many ranks. Raises UserError."""
+    if ranks is not None and not 1 <= ranks <= 2**20:
+        raise ConfigError(f"-n {ranks}: it must be from 1 to {2**20:,} ranks")
+    if what.endswith(".py") or what.startswith("mmm.") or os.path.exists(what):
+        target = Target("script" if what.endswith(".py") else "module", what, tuple(given))
+        targets.check(target)
+        return target, ranks or RANKS
+    layout = layout_of(what)
+    if ranks is not None and ranks != layout.ranks:
+        raise ConfigError(f"-n {ranks}: the layout {what} has {layout.ranks:,} ranks; leave -n out")
+    return Target("module", "mmm.trainer.lm", tuple(trainer_flags(layout, given))), layout.ranks
+
+
+def hosts_of(ranks: int, site: str | None, hosts: int | None) -> tuple[int, ...]:
+    """Ranks on each host: as many as the machine's have, host after host; on `hosts` evenly.
+
+    Raises:
+        UserError: no such machine, or too few or too many hosts.
+    """
+    if hosts is not None and not 1 <= hosts <= ranks:
+        raise ConfigError(f"--hosts {hosts}: {ranks:,} ranks are on 1 to {ranks:,} hosts")
+    machine = None if site is None else find.named(os.environ, site)
+    each = machine.ranks_per_host if machine is not None else 0
+    if hosts is not None:
+        if each and ranks > hosts * each:
+            raise ConfigError(
+                f"--hosts {hosts}: with {each} ranks a host of {site} that is {hosts * each:,} ranks, and the layout "
+                f"has {ranks:,}: --hosts {-(-ranks // each)}"
+            )
+        return tuple(spread(ranks, [each or ranks] * hosts))
+    each = each or (ranks if ranks <= ONE_HOST else PER_HOST)
+    return tuple(min(each, ranks - first) for first in range(0, ranks, each))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,1 @@
+"""The picture of a layout: what each rank holds, what it sends, and when."""

@@ -1,0 +1,210 @@
+"""Where the ranks' cards stand, and what joins them: the stages of a pipeline side by side, in each the innermost axis
+from left to right, and the others from top to bottom; an arrow between neighbours on an axis, as wide as the bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from mmm.layout import AXES
+from mmm.plan.picture import words
+from mmm.plan.picture.cards import ALIASES, card, color_of
+from mmm.plan.picture.facts import Facts
+from mmm.plan.picture.scene import Item, Rect, Text, arrow
+
+MOST_COLUMNS, WIDEST, NARROWEST = 8, 214.0, 96.0  # cards in a row; widths of one
+BETWEEN, BESIDE, BLOCKS = 56.0, 48.0, 74.0  # rows; columns; stages
+THICK, THIN = 15.0, 1.6  # arrows
+HOST = 12.0  # from a host's frame to its cards
+
+
+@dataclass
+class Arrangement:
+    """Of the cards of some ranks, in a width."""
+
+    facts: Facts
+    ranks: Sequence[int]
+    width: float
+    x: float
+    y: float
+
+    @cached_property
+    def columns_axis(self) -> str:
+        """The innermost axis, besides pp, on which these ranks differ."""
+        places = [self.facts.layout.coordinates(rank) for rank in self.ranks]
+        differ = [axis for axis in AXES[1:] if len({place[axis] for place in places}) > 1]
+        return differ[-1] if differ else "tp"
+
+    @cached_property
+    def cells(self) -> dict[int, tuple[int, int, int]]:
+        """Of each rank: stage, row and column."""
+        places = {rank: self.facts.layout.coordinates(rank) for rank in self.ranks}
+        count = len({place[self.columns_axis] for place in places.values()})
+        per_row = next(n for n in range(min(count, self.most_columns), 0, -1) if count % n == 0)
+        found, rows = {}, dict[tuple[int, ...], int]()
+        for rank, place in places.items():
+            turn, column = divmod(place[self.columns_axis], per_row)
+            others = tuple(place[axis] for axis in AXES[1:] if axis != self.columns_axis)
+            row = rows.setdefault((*others, turn), len(rows))
+            found[rank] = place["pp"], row, column
+        first = min(stage for stage, _, _ in found.values())
+        return {rank: (stage - first, row, column) for rank, (stage, row, column) in found.items()}
+
+    @property
+    def most_columns(self) -> int:
+        stages = len({self.facts.layout.coordinates(rank)["pp"] for rank in self.ranks})
+        return 4 if len(self.ranks) % 4 == 0 and len(self.ranks) > 8 and stages == 1 else MOST_COLUMNS
+
+    @cached_property
+    def counts(self) -> tuple[int, int, int]:
+        """Stages, rows and columns."""
+        return tuple(max(cell[at] for cell in self.cells.values()) + 1 for at in range(3))  # type: ignore[return-value]
+
+    @cached_property
+    def card_width(self) -> float:
+        stages, _, columns = self.counts
+        gaps = stages * (columns - 1) * BESIDE + (stages - 1) * BLOCKS + 2 * HOST
+        return min(max((self.width - gaps) / (stages * columns), NARROWEST), WIDEST)
+
+    @cached_property
+    def card_height(self) -> float:
+        return max(card(self.facts, rank, 0, 0, self.card_width)[1] for rank in self.ranks)
+
+    @property
+    def full_width(self) -> float:
+        stages = self.counts[0]
+        return stages * self._block + (stages - 1) * BLOCKS + 2 * HOST
+
+    @property
+    def _block(self) -> float:
+        return self.counts[2] * self.card_width + (self.counts[2] - 1) * BESIDE
+
+    @property
+    def bottom(self) -> float:
+        rows = self.counts[1]
+        return self.y + 2 * HOST + 14 + rows * self.card_height + (rows - 1) * BETWEEN
+
+    def corner(self, rank: int) -> tuple[float, float]:
+        """Left and top of a card."""
+        stage, row, column = self.cells[rank]
+        left = self.x + HOST + stage * (self._block + BLOCKS) + column * (self.card_width + BESIDE)
+        return left, self.y + HOST + 14 + row * (self.card_height + BETWEEN)
+
+    def items(self) -> list[Item]:
+        """Frames of hosts, cards, and the arrows between them."""
+        found = self._hosts()
+        for rank in self.ranks:
+            x, y = self.corner(rank)
+            found.append(Rect(x, y, self.card_width, self.card_height, fill="paper", stroke="ink", line=1, radius=6))
+            found += card(self.facts, rank, x, y, self.card_width)[0]
+        return found + self._arrows()
+
+    def _hosts(self) -> list[Item]:
+        """A frame around the cards of a host, where they stand together; else each card's host in its corner."""
+        found: list[Item] = []
+        by_host: dict[int, list[int]] = {}
+        for rank in self.ranks:
+            by_host.setdefault(self.facts.host_of(rank), []).append(rank)
+        for host, ranks in by_host.items():
+            corners = [self.corner(rank) for rank in ranks]
+            left, top = min(x for x, _ in corners), min(y for _, y in corners)
+            right = max(x for x, _ in corners) + self.card_width
+            bottom = max(y for _, y in corners) + self.card_height
+            inside = [rank for rank in self.ranks if _within(self.corner(rank), left, right, top, bottom)]
+            name = f"host {host}" + (f" of {self.facts.site}" if self.facts.site else "")
+            if inside == ranks:
+                pad = HOST - 2 if len(by_host) > 1 else HOST
+                box = left - pad, top - pad - 12, right - left + 2 * pad, bottom - top + 2 * pad + 10
+                found.append(Rect(*box, fill="idle", stroke="grid", radius=10))
+                found.append(Text(left, top - pad + 1, name, 10, opacity=0.8))
+            else:
+                found += [Text(x, y - 4, name, 9, opacity=0.8) for x, y in corners]
+        return found
+
+    def _arrows(self) -> list[Item]:
+        found: list[Item] = []
+        at = {cell: rank for rank, cell in self.cells.items()}
+        for (stage, row, column), rank in at.items():
+            if (right := at.get((stage, row, column + 1))) is not None:
+                found += self._beside(rank, right)
+            if (below := at.get((stage, row + 1, column))) is not None:
+                found += self._below(rank, below, column)
+            if column == self.counts[2] - 1 and (stage + 1, row, column) in at:
+                found += self._between_stages(rank, at[stage + 1, row, column], row)
+        return found
+
+    def _beside(self, rank: int, other: int) -> list[Item]:
+        x, y = self.corner(rank)
+        left, found = x + self.card_width, list[Item]()
+        flows = self._over(rank, other)
+        y += 0.42 * self.card_height - 22 * (len(flows) - 1)
+        for axis, sent in flows:
+            line = self.line(sent)
+            middle = left + BESIDE / 2
+            found += arrow(left + 3, y, left + BESIDE - 3, y, line, color_of(axis), both=True)
+            found.append(Text(middle, y - line / 2 - 6, axis, 9, "middle", bold=True))
+            found.append(Text(middle, y + line / 2 + 13, words.size(sent), 9, "middle"))
+            y += 52
+        return found
+
+    def _below(self, rank: int, other: int, column: int) -> list[Item]:
+        x, y = self.corner(rank)
+        top, found = y + self.card_height, list[Item]()
+        for at, (axis, sent) in enumerate(self._over(rank, other)):
+            middle = x + self.card_width * (0.25 + 0.4 * at)
+            found += arrow(middle, top + 3, middle, top + BETWEEN - 15, self.line(sent), color_of(axis), both=True)
+            near = middle + self.line(sent) / 2 + 7
+            found.append(Text(near, top + 18, axis, 9, bold=True))
+            found.append(Text(near, top + 30, words.size(sent), 9))
+        return found
+
+    def _between_stages(self, rank: int, other: int, row: int) -> list[Item]:
+        """Activations to the right, above; their gradients to the left."""
+        x, y = self.corner(rank)
+        left, found = x + self.card_width, list[Item]()
+        there = left + BLOCKS
+        y += 0.36 * self.card_height
+        for sender, part in ((rank, "forward"), (other, "backward")):
+            forward = part == "forward"
+            flows = [flow for flow in self.facts.flows(sender) if (flow.axis, flow.operation) == ("pp", "send")]
+            count = sum(flow.sent for flow in flows if flow.part == part)
+            line, ends = self.line(count), (left + 4, there - 4)
+            begin, end = ends if forward else ends[::-1]
+            found += arrow(begin, y, end, y, line, color_of("pp"))
+            text = "activations" if forward else "gradients"
+            found.append(Text((left + there) / 2, y - line / 2 - 6, text, 9, "middle", bold=True))
+            found.append(Text((left + there) / 2, y + line / 2 + 13, words.size(count), 9, "middle"))
+            y += 54
+        return found
+
+    def _over(self, rank: int, other: int) -> list[tuple[str, float]]:
+        """The axes on which two ranks are in one group, and what the first sends over each in a step."""
+        places = [self.facts.layout.coordinates(each) for each in (rank, other)]
+        differ = {axis for axis in AXES if places[0][axis] != places[1][axis]}
+        found = []
+        for axis, sent in self.facts.sent(rank).items():
+            of = set(_axes_of(axis))
+            if axis in ("ep", "expert_dp"):
+                ep, (a, b) = self.facts.layout.ep, [place["dp_shard"] for place in places]
+                together = differ == {"dp_shard"} and (a // ep == b // ep if axis == "ep" else a % ep == b % ep)
+            else:
+                together = bool(differ) and differ <= of
+            if together and sent:
+                found.append((axis, sent))
+        return found
+
+    def line(self, sent: float) -> float:
+        """Width of an arrow: in proportion to the bytes, of the most that any rank sends over an axis."""
+        most = max((count for rank in self.ranks for count in self.facts.sent(rank).values()), default=1.0)
+        return max(THICK * sent / max(most, 1.0), THIN)
+
+
+def _within(corner: tuple[float, float], left: float, right: float, top: float, bottom: float) -> bool:
+    return left <= corner[0] < right and top <= corner[1] < bottom
+
+
+def _axes_of(axis: str) -> tuple[str, ...]:
+    if axis == "dp_shard_cp":
+        return ("dp_shard", "cp")
+    return AXES if axis == "world" else (ALIASES.get(axis, axis),)

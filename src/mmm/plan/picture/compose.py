@@ -1,0 +1,125 @@
+"""The whole picture of a layout: its name, the cards of its ranks, what travels and when, and where it is from."""
+
+from __future__ import annotations
+
+from mmm.plan.picture import words
+from mmm.plan.picture.arrange import Arrangement
+from mmm.plan.picture.cards import filled
+from mmm.plan.picture.crowd import crowd
+from mmm.plan.picture.facts import Facts, Shard
+from mmm.plan.picture.scene import Item, Scene, Text, wrapped
+from mmm.plan.picture.strip import strip
+
+WIDTH, MARGIN = 960.0, 24.0
+SHOWN = 16  # ranks in full
+
+
+def picture(facts: Facts, made_by: str) -> Scene:
+    """Args:
+    made_by: the command that has drawn it.
+    """
+    layout, items = facts.layout, list[Item]()
+    name = words.title(facts)
+    ranks = "1 rank" if layout.ranks == 1 else f"{layout.ranks:,} ranks"
+    items.append(Text(MARGIN, 36, name, 20, bold=True))
+    items.append(Text(WIDTH - MARGIN, 36, f"{layout}, {ranks}" if layout.ranks > 1 else ranks, 13, "end", opacity=0.75))
+    y = 48.0
+    for sentence in words.sentences(facts):
+        for line in wrapped(sentence, WIDTH - 2 * MARGIN, 12):
+            y += 16
+            items.append(Text(MARGIN, y, line, 12))
+    y += 14
+    items += _heading("What each rank holds", MARGIN, y + 12)
+    items += _legend(facts, y + 12)
+    arranged = Arrangement(facts, shown_ranks(facts), WIDTH - 2 * MARGIN, MARGIN, y + 26)
+    width = max(WIDTH, arranged.full_width + 2 * MARGIN)
+    arranged.x = MARGIN + max(0.0, (width - 2 * MARGIN - arranged.full_width) / 2)
+    items += arranged.items()
+    y = arranged.bottom + 10
+    if len(arranged.ranks) < layout.ranks:
+        more, y = crowd(facts, arranged.ranks, MARGIN, y, width - 2 * MARGIN)
+        items += more
+    y += 16
+    items += _heading("What travels, and when: one step", MARGIN, y + 12)
+    y += 24
+    reports = facts.dry.ranks
+    for report in reports:
+        if len(reports) > 1:
+            stage = report.coordinates["pp"]
+            items.append(Text(MARGIN, y + 14, f"rank {report.rank}, stage {stage}", 12, bold=True))
+            y += 24
+        more, y = strip(facts, report.rank, MARGIN, y + 4, width - 2 * MARGIN)
+        items += more
+        y += 8
+    for line in _footer(facts, made_by):
+        y += 14
+        items.append(Text(MARGIN, y, line, 10, opacity=0.7))
+    text = " ".join([*words.sentences(facts), *_spoken(facts)])
+    return Scene(width, y + 18, f"{name}: {layout}, {ranks}", text, items)
+
+
+def shown_ranks(facts: Facts) -> list[int]:
+    """The ranks in full: all of a few, else those of the first host."""
+    return list(range(facts.layout.ranks if facts.layout.ranks <= SHOWN else min(facts.hosts[0], SHOWN)))
+
+
+def _heading(text: str, x: float, y: float) -> list[Item]:
+    return [Text(x, y, text, 14, bold=True)]
+
+
+def _legend(facts: Facts, y: float) -> list[Item]:
+    """At the right of the heading: what the colours say."""
+    shards = {shard.axis: shard.count for grid in facts.grids(0) for shard in grid.shards}
+    every = [*facts.grids(0), *facts.batch(0)]
+    shards |= {shard.axis: shard.count for grid in facts.batch(0) for shard in grid.shards if shard.axis not in shards}
+    shards |= {"pp": facts.layout.pp} if facts.layout.pp > 1 else {}
+    entries: list[tuple[str, list[Shard]]] = []
+    if any(not grid.shards for grid in every):
+        entries.append(("not sharded", []))
+    for axis, count in shards.items():
+        shades = range(count) if count <= 4 else (0, count // 3, 2 * count // 3, count - 1)
+        entries.append((axis, [Shard(axis, at, count) for at in shades]))
+    items, x = list[Item](), WIDTH - MARGIN
+    for text, some in reversed(entries):
+        label = Text(x, y, text, 9.5, "end", opacity=0.8)
+        items.append(label)
+        x -= 1.1 * label.width
+        for shard in reversed(some):
+            x -= 10
+            items += filled([shard], x - 2, y - 8, 9, 9)
+        if not some:
+            x -= 10
+            items += filled([], x - 2, y - 8, 9, 9)
+        x -= 16
+    text = "filled: what it has. Colour: the axis that shards it. Shade: which shard."
+    return [*items, Text(x, y, text, 9.5, "end", opacity=0.8)]
+
+
+def _spoken(facts: Facts) -> list[str]:
+    """What travels, for who does not see the picture."""
+    found = []
+    for report in facts.dry.ranks:
+        for flow in facts.flows(report.rank):
+            operation, what = words.OPERATIONS.get(flow.operation, flow.operation), words.meaning(flow)
+            sent = f"{flow.calls} {operation} over {flow.axis}, {words.size(flow.sent)}"
+            found.append(f"Rank {report.rank}, {flow.part}: {sent}" + (f" ({what})." if what else "."))
+    return found
+
+
+def _footer(facts: Facts, made_by: str) -> list[str]:
+    matrices = ", ".join(f"{every_layer(each.name)} ({' × '.join(map(str, each.shape))})" for each in facts.matrices)
+    several = len(facts.dry.ranks) > 1
+    ranks = ", ".join(str(report.rank) for report in facts.dry.ranks)
+    who = f"ranks {ranks} send" if several else f"rank {ranks} sends"
+    report = facts.dry.ranks[0]
+    return [
+        f"Drawn: {matrices}. Gradient and optimizer state: of the first." if facts.matrices else "",
+        f"Parts: placements of the program's DTensors. Bytes: what {who} in a step, counted in a dry run "
+        f"({report.precision}, {report.device}); a ring's bytes for collectives.",
+        made_by,
+    ]
+
+
+def every_layer(name: str) -> str:
+    """``layers.*.w1`` of ``layers.0.w1``."""
+    return ".".join("*" if word.isdigit() else word for word in name.split("."))

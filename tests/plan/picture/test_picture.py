@@ -1,0 +1,140 @@
+"""A picture of a layout: well-formed, reproducible, inside its frame, arrows as wide as the bytes."""
+
+import re
+import xml.etree.ElementTree as ET
+from types import SimpleNamespace
+
+import pytest
+
+from mmm.layout import Layout, Techniques
+from mmm.palette import AXES, DARK, LIGHT
+from mmm.parallel.cp.ring import positions_of
+from mmm.plan.dry_run import DryRun, RankReport
+from mmm.plan.held import HeldTensor, HeldTensors, Sharding
+from mmm.plan.picture.arrange import THICK, Arrangement
+from mmm.plan.picture.cards import filled, shade
+from mmm.plan.picture.compose import picture
+from mmm.plan.picture.facts import Facts, Shard
+from mmm.plan.picture.png import write_png
+from mmm.plan.picture.scene import Line, Polygon, Rect, Text
+from mmm.plan.picture.svg import svg
+from mmm.plan.picture.terminal import text_of
+from mmm.plan.sent_calls import SentCall
+from mmm.traffic.collective_bytes import Call
+
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+def made_up(layout, hosts=None):
+    """Facts without a dry run: one matrix of 64 × 32, rows over dp_shard, columns over tp."""
+    resolved = SimpleNamespace(techniques=Techniques(), sample=SimpleNamespace(shape=(2, 64)))
+    held = HeldTensors(layout, resolved)
+    shards = (Sharding(1, "tp", layout.tp), Sharding(0, "dp_shard", layout.dp_shard))
+    local = (-(-64 // layout.dp_shard), 32 // layout.tp)
+    held.parameters.append(HeldTensor("layers.0.w.weight", (64, 32), shards, local))
+    held.updated.append(HeldTensor("", (64, 32), shards, local, local[0] * local[1]))
+    calls = [
+        SentCall("step 1", "dp_shard", Call("all_gather", layout.dp_shard, 0, 8000), "forward"),
+        SentCall("step 1", "tp", Call("all_reduce", layout.tp, 0, 1000), "forward"),
+        SentCall("step 1", "dp_shard", Call("reduce_scatter", layout.dp_shard, 0, 8000), "backward"),
+    ]
+    report = RankReport(0, str(layout), "cpu", "fp32", layout.coordinates(0), (), {}, calls, 1.0, (), held)
+    return Facts(DryRun(layout.ranks, [report]), hosts or (layout.ranks,), "polaris" if hosts else "")
+
+
+FEW, MANY = made_up(Layout(dp_shard=2, tp=2)), made_up(Layout(dp_shard=256, tp=4), (4,) * 256)
+
+
+@pytest.mark.parametrize(
+    "facts", [FEW, MANY, made_up(Layout(dp_shard=1)), made_up(Layout(dp_shard=16))], ids=lambda facts: str(facts.layout)
+)
+def test_everything_is_inside(facts):
+    scene = picture(facts, "mmm draw")
+    for item in scene.items:
+        if isinstance(item, Rect):
+            xs, ys = (item.x, item.x + item.width), (item.y, item.y + item.height)
+        elif isinstance(item, Polygon):
+            xs, ys = zip(*item.points, strict=True)
+        elif isinstance(item, Line):
+            xs, ys = (item.x1, item.x2), (item.y1, item.y2)
+        else:
+            left = item.x - {"start": 0, "middle": 0.5, "end": 1}[item.anchor] * item.width
+            xs, ys = (left, left + item.width), (item.y - item.size, item.y)
+        assert 0 <= min(xs) <= max(xs) <= scene.width, item
+        assert 0 <= min(ys) <= max(ys) <= scene.height, item
+
+
+def test_svg_is_the_same_every_time_and_says_what_it_is():
+    scene = picture(FEW, "mmm draw <a & b>")
+    text = svg(scene)
+    assert text == svg(picture(FEW, "mmm draw <a & b>"))
+    root = ET.fromstring(text)
+    assert root.find(f"{SVG}title").text == "FSDP (ZeRO-3) × tensor parallel: dp2·tp2, 4 ranks"
+    assert "all-gather over dp_shard" in root.find(f"{SVG}desc").text
+    assert [each.text for each in root.iter(f"{SVG}text")][-1] == "mmm draw <a & b>"
+
+
+def test_themes():
+    scene = picture(FEW, "")
+    auto, light, dark = (svg(scene, theme) for theme in ("auto", "light", "dark"))
+    assert "prefers-color-scheme: dark" in auto
+    assert DARK.ink in auto
+    assert "<style>" not in light + dark
+    assert DARK.ink not in light
+    assert LIGHT.ink not in dark
+
+
+def test_png(tmp_path):
+    for name in ("a.png", "b.png"):
+        write_png(picture(FEW, "$x$"), tmp_path / name)
+    assert (tmp_path / "a.png").read_bytes() == (tmp_path / "b.png").read_bytes()
+
+
+def test_arrows_are_as_wide_as_the_bytes():
+    arranged = Arrangement(FEW, range(4), 900, 0, 0)
+    over_dp, over_tp = FEW.sent(0)["dp_shard"], FEW.sent(0)["tp"]
+    assert (over_dp, over_tp) == (8000, 1000)
+    assert arranged.line(over_dp) == THICK
+    assert arranged.line(over_tp) == THICK / 8
+    arrows = {item.fill for item in arranged.items() if isinstance(item, Polygon) and len(item.points) > 4}
+    assert arrows == {AXES["dp_shard"], AXES["tp"]}
+
+
+def test_the_same_color_is_the_same_part():
+    seen = {}
+    for rank in range(4):
+        grid = FEW.grids(rank)[0]
+        look = tuple((item.fill, item.opacity) for item in filled(grid.shards, 0, 0, 1, 1))
+        seen.setdefault(look, set()).add((grid.top, grid.left))
+    assert len(seen) == 4
+    assert all(len(parts) == 1 for parts in seen.values())
+    assert [shade(Shard("tp", at, 3)) for at in range(3)] == [1.0, 0.64, pytest.approx(0.28)]
+
+
+def test_samples_and_tokens_are_shared_out_once():
+    facts, seen = made_up(Layout(dp_shard=2, cp=2)), []
+    for rank in range(4):
+        for piece in facts.batch(rank):
+            seen += [(s, t) for s in range(piece.top, piece.bottom) for t in range(piece.left, piece.right)]
+            assert set(range(piece.left, piece.right)) <= {*positions_of(rank % 2, 2, 64).tolist()}
+    assert sorted(seen) == [(s, t) for s in range(4) for t in range(64)]
+
+
+def test_of_many_ranks_one_host_is_in_full():
+    texts = [item.text for item in picture(MANY, "").items if isinstance(item, Text)]
+    assert [text for text in texts if re.fullmatch(r"rank \d+", text)] == [f"rank {n}" for n in range(4)]
+    assert any("The other 1,020, on 256 hosts together" in text for text in texts)
+    assert "dp_shard: groups of 256 ranks on 256 hosts; a rank sends 15.6 KiB in a step." in texts
+    assert "tp: groups of 4 ranks inside a host; a rank sends 1.46 KiB in a step." in texts
+    squares = [item for item in picture(MANY, "").items if isinstance(item, Polygon) and len(item.points) == 3]
+    assert len(squares) >= 2 * 1024
+
+
+def test_terminal():
+    text = text_of(FEW, range(4), 100, color=False)
+    assert "\x1b" not in text
+    assert "\x1b[38;2;" in text_of(FEW, range(4), 100, color=True)
+    (row,) = [line for line in text.splitlines() if "all-gather" in line]
+    assert row.strip("█ ").startswith("1 × all-gather")
+    assert row.endswith("3.91 KiB  a layer's weights, before it computes; freed after it")
+    assert max(map(len, text_of(FEW, range(4), 60, color=False).splitlines()[:30])) <= 60
