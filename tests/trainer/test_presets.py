@@ -54,7 +54,7 @@ def test_every_value_is_of_a_flag():
 
 
 def test_the_quick_start_ends_with_weights(monkeypatch, tmp_path, capsys):
-    """`mmm.trainer.lm --preset shakespeare-cpu … --outdir DIR`, then `mmm sample DIR`, as the README has them."""
+    """`mmm.trainer.lm --preset shakespeare-cpu … --outdir DIR`, then `mmm sample DIR`: docs/language-model.md."""
     (tmp_path / "a.txt").write_text("ROMEO: but soft, what light\n" * 400)
     line = f"--preset shakespeare-cpu --tokenizer chars --text {tmp_path / 'a.txt'} --outdir {tmp_path / 'b'}"
     small = "--max_iters 2 --n_layers 1 --dim 32 --n_heads 2 --n_kv_heads 2 --ffn_dim 32 --eval_batches 1 --no_plots"
