@@ -28,10 +28,12 @@ import torch  # noqa: E402
 from device import Count, numpy_zeros, outside_fake_mode, process_group  # noqa: E402
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode  # noqa: E402
 
+from mmm.history.plots.style import new_figure, save, style  # noqa: E402
 from mmm.layout import Layout, Techniques  # noqa: E402
 from mmm.models.experts import transformer_of  # noqa: E402
 from mmm.models.meta import meta_parameters  # noqa: E402
 from mmm.models.transformer import TransformerConfig  # noqa: E402
+from mmm.palette import SERIES  # noqa: E402
 from mmm.parallel import parallel_model  # noqa: E402
 from mmm.parallel.mesh import Mesh, build_mesh  # noqa: E402
 from mmm.parallel.optimizer import make_optimizer  # noqa: E402
@@ -169,28 +171,26 @@ PANELS = (
 
 
 def draw(rows: list[dict], file: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(2, 2, figsize=(11, 8), layout="constrained")
-    layouts = list(dict.fromkeys(row["layout"] for row in rows))
-    for axis, (title, columns, unit) in zip(axes.flat, PANELS, strict=True):
-        for column, style in zip(columns, ("-o", "--s", ":^"), strict=False):
-            for number, layout in enumerate(layouts):
-                own = [row for row in rows if row["layout"] == layout]
-                label = f"{layout}: {column.removesuffix(' bytes')}"
-                axis.plot(
-                    [row["ranks"] for row in own],
-                    [row[column] / unit for row in own],
-                    style,
-                    color=f"C{number}",
-                    label=label,
-                )
-        axis.set(title=title, xscale="log", xlabel="ranks", ylim=(0, None))
-        axis.legend(fontsize=7)
-    figure.savefig(file, dpi=110)
+    """A colour a layout, a dash a kind of step; the curves of a panel are named in its legend."""
+    with style():
+        figure = new_figure(11, 8.4)
+        figure.subplots_adjust(left=0.06, right=0.99, bottom=0.06, top=0.88, hspace=0.28, wspace=0.13)
+        title = "One rank's program on PyTorch's fake process group, on more and more ranks"
+        figure.text(0.02, 0.985, title, fontsize=13, fontweight="bold", va="top")
+        layouts = list(dict.fromkeys(row["layout"] for row in rows))
+        for axis, (title, columns, unit) in zip(figure.subplots(2, 2).flat, PANELS, strict=True):
+            for column, dash in zip(columns, ("-o", "--s", ":^"), strict=False):
+                for color, layout in zip(SERIES, layouts, strict=False):
+                    own = [row for row in rows if row["layout"] == layout]
+                    points = [row["ranks"] for row in own], [row[column] / unit for row in own]
+                    label = f"{layout}: {column.removesuffix(' bytes')}"
+                    axis.plot(*points, dash, ms=5, color=color, label=label, clip_on=False, zorder=3)
+            axis.set(title=title, xscale="log", xlabel="ranks", ylim=(0, None))
+            axis.set_xticks([row["ranks"] for row in rows], [f"{row['ranks']:,}" for row in rows])
+            axis.minorticks_off()
+            axis.margins(y=0.3)
+            axis.legend(fontsize=8, ncols=len(layouts), loc="best")
+        save(figure, file)
 
 
 def table(rows: list[dict]) -> str:

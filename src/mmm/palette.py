@@ -33,19 +33,22 @@ MEMORY = {
     "activations": SKY,
     "logits": VERMILION,
     "gathered": PURPLE,
+    "communication": YELLOW,
     "other": GREY,
 }
 
 
 class Theme(NamedTuple):
-    """What a picture is drawn on: paper, its text and frame, its grid, and what is idle or not there."""
+    """What a picture is drawn on: paper, its text, text and lines that are less important, its grid, and what is idle
+    or not there."""
 
     paper: str
     ink: str
+    muted: str
     grid: str
     idle: str
 
 
-LIGHT = Theme(paper="#ffffff", ink="#22303c", grid="#d9dfe5", idle="#eef1f4")
-DARK = Theme(paper="#12181f", ink="#e6ebf0", grid="#37424d", idle="#232c35")
+LIGHT = Theme(paper="#ffffff", ink="#22303c", muted="#66727e", grid="#d9dfe5", idle="#eef1f4")
+DARK = Theme(paper="#12181f", ink="#e6ebf0", muted="#9aa5b1", grid="#37424d", idle="#232c35")
 THEMES = {"light": LIGHT, "dark": DARK}

@@ -55,7 +55,7 @@ def test_all_that_is_written(tmp_path, capsys):
     fitting = [entry["step_seconds"] for entry in listed if entry["fits"]]
     assert len(fitting) > 10
     assert [entry["fits"] for entry in listed] == sorted((entry["fits"] for entry in listed), reverse=True)
-    assert {path.name for path in files["plots"].iterdir()} == {"memory.png", "ranks.png", "frontier.png"}
+    assert {path.stem for path in files["plots"].iterdir()} == {"memory", "sharding", "ranks", "frontier"}
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in files["plots"].iterdir())
 
 

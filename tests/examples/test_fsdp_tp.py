@@ -81,8 +81,9 @@ def test_record(finished):
     assert min(cost["cpu_seconds"]) > 0
     assert min(cost["peak_resident_bytes"]) > 2**26
     assert (outdir / "plots/mplot/pngs/summary.png").stat().st_size > 10_000
-    assert (outdir / "plots/mplot/svgs/loss.svg").exists()
-    assert (outdir / "plots/tplot/loss.txt").read_text().strip()
+    assert "training loss (loss)" in (outdir / "plots/tplot/summary.txt").read_text()
+    drawn = [path.relative_to(outdir / "plots").as_posix() for path in (outdir / "plots").rglob("*") if path.is_file()]
+    assert sorted(drawn) == ["files.json", "mplot/pngs/summary.png", "tplot/summary.txt"]
     assert not (outdir / "journal.jsonl").exists()
 
 

@@ -14,6 +14,8 @@ from mmm.history import History, load, plot_all, terminal_plot
 from mmm.history.plots import figures as drawing
 from mmm.history.plots import terminal as drawing_text
 from mmm.history.plots.series import limits, metrics, outside, series, slowest
+from mmm.history.plots.style import style
+from mmm.history.plots.summary import summary_figure
 from mmm.history.plots.terminal import side_by_side
 
 RANKS = [{"rank": r, "local_rank": r % 2, "host": f"node{r // 2}", "tp": r % 2} for r in range(4)]
@@ -201,8 +203,8 @@ def test_a_run_by_epochs_shows_its_losses_and_its_accuracy(tmp_path):
         for epoch in range(1, 5):
             row = {"epoch": epoch, "train_loss": 1 / epoch, "test_loss": 2 / epoch, "test_acc": 90.0 + epoch}
             history.update(row, {"dt": [3.0], "dtf": [1.0], "dtb": [2.0]})
-    with drawing.style():
-        figure = drawing.summary_figure(load(tmp_path / "run"), "run")
+    with style():
+        figure = summary_figure(load(tmp_path / "run"), "run")
     losses, accuracy, times = figure.axes
     assert losses.get_title(loc="left") == "Training loss"
     assert [text.get_text() for text in losses.get_legend().get_texts()] == ["train_loss", "test_loss"]
@@ -223,12 +225,17 @@ def test_several_trainings_in_one_record_are_lines_of_their_own(tmp_path, monkey
         for stage in range(3):
             for step in range(10):
                 history.update({"iter": step, "stage": stage, "loss": 3.0 - 0.1 * step}, {})
-    (line,) = drawing.metric_figure(load(tmp_path / "run"), "loss").axes[0].lines
-    gaps = [index for index, y in enumerate(line.get_ydata()) if y != y]
-    assert gaps == [10, 21]
-    assert len(line.get_ydata()) == 32
-    monkeypatch.setattr(drawing_text, "chart", lambda signals, *_: "\n".join(str(signal.y[-1]) for signal in signals))
-    assert terminal_plot(load(tmp_path / "run"), "loss").splitlines() == ["2.1", "2.1", "2.1"]
+    lines = drawing.metric_figure(load(tmp_path / "run"), "loss").axes[0].lines
+    assert [line.get_label() for line in lines] == ["stage 0", "stage 1", "stage 2"]
+    assert all(line.get_xdata().tolist() == list(range(10)) for line in lines)
+    widths = [line.get_linewidth() for line in lines]
+    assert widths == sorted(widths, reverse=True)  # they coincide: each is seen beside the next
+    assert widths[1] > widths[2]
+    monkeypatch.setattr(drawing_text, "chart", lambda signals, *_: "\n".join(f"{s.marker} {s.y[-1]}" for s in signals))
+    assert terminal_plot(load(tmp_path / "run"), "loss").splitlines() == [
+        *["a 2.1", "b 2.1", "c 2.1"],
+        "  a stage 0   b stage 1   c stage 2   (where they coincide the last is shown)",
+    ]
     monkeypatch.undo()
     small = side_by_side(load(tmp_path / "run"), ["loss", "stage"], 80, 10).splitlines()
     assert re.fullmatch(r" +loss +stage", small[0])

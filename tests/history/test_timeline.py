@@ -6,7 +6,7 @@ import pytest
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 
 from mmm.history import plot_timeline
-from mmm.history.plots import figures
+from mmm.history.plots.style import style
 from mmm.history.plots.timeline import Panel, Span, legend_text, timeline_figure, timeline_text
 
 ROWS = [
@@ -32,7 +32,7 @@ def test_characters():
 
 def test_picture():
     many = [[Span("FB"[i % 2], str(i), 0, i / 20, (i + 0.9) / 20) for i in range(14)] for _ in range(4)]
-    with figures.style():
+    with style():
         figure = timeline_figure([PANEL, Panel("wall", many)], "ZBVZeroBubble, 4 ranks, 1,024 micro-batches")
         canvas = FigureCanvasAgg(figure)
         canvas.draw()

@@ -27,6 +27,7 @@ docs/plan.md says what a dry run sees, and what it does not.
 NOT_FITTING_EXIT = 1
 FAILED_EXIT = 1
 LAUNCHERS = ("launch", "mpiexec", "mpirun", "srun", "torchrun")
+VALUED = ("--rank", "--memory", "--json", "--plots", "--theme")  # flags that take a value
 PYTHONS = ("python", "python3", sys.executable)
 
 
@@ -46,6 +47,8 @@ def main(argv: list[str]) -> int:
     budget = None if args.memory is None else int(parse_bytes(args.memory, "--memory"))
     if args.json is not None and not args.json.absolute().parent.is_dir():
         raise ConfigError(f"--json {args.json}: there is no folder {args.json.parent}")
+    if args.plots is not None and args.plots.exists() and not args.plots.is_dir():
+        raise ConfigError(f"--plots {args.plots}: it is a file; give a folder")
     target = target_of(command)
     if not whoami().is_main:
         return 0
@@ -64,6 +67,10 @@ def main(argv: list[str]) -> int:
     if budget is None:
         budget = _device_memory(found.ranks[0].device)
     print(dry_run_report.text_of(found, budget), flush=True)
+    if args.plots is not None:
+        from mmm.plan.dry_run_picture import draw
+
+        print(f"picture: {draw(found, budget, args.plots, args.theme)}")
     write_json(args.json, dry_run_report.json_of(found, budget, ["mmm", "dry-run", *argv]))
     return 0 if dry_run_report.verdict(found, budget)[0] else NOT_FITTING_EXIT
 
@@ -71,7 +78,7 @@ def main(argv: list[str]) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="mmm dry-run",
-        usage="mmm dry-run WORLD_SIZE [--rank R] [--memory SIZE] [--json FILE] -- PROGRAM …",
+        usage="mmm dry-run WORLD_SIZE [--rank R] [--memory SIZE] [--json FILE] [--plots DIR] -- PROGRAM …",
         description=__doc__,
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -84,6 +91,8 @@ def _parser() -> argparse.ArgumentParser:
         "--memory", metavar="SIZE", help="of a rank's device, such as 64GiB (what the device here has, if there is one)"
     )
     parser.add_argument("--json", metavar="FILE", type=Path, help="where to write all of it")
+    parser.add_argument("--plots", metavar="DIR", type=Path, help="draw memory over the last step, by part")
+    parser.add_argument("--theme", choices=("light", "dark"), default="light", help="of the picture (default: light)")
     return parser
 
 
@@ -92,7 +101,7 @@ def split(words: Sequence[str]) -> tuple[list[str], list[str]]:
     place, positionals = 0, 0
     while place < len(words) and words[place] != "--":
         word = words[place]
-        takes_value = word in ("--rank", "--memory", "--json") and words[place + 1 : place + 2] != ["--"]
+        takes_value = word in VALUED and words[place + 1 : place + 2] != ["--"]
         positionals += not word.startswith("--")
         if positionals == 2:
             return list(words[:place]), list(words[place:])

@@ -30,9 +30,14 @@ def main(argv: list[str]) -> int:
     parser.add_argument(
         "--finalize", "--fold", action="store_true", help="make train_dataset.h5 from a killed run's journal"
     )
-    parser.add_argument("--plot", action="store_true", help="draw every metric to OUTDIR/plots")
+    parser.add_argument(
+        "--plots", "--plot", action="store_true", help="draw every metric, or that of --metric, to OUTDIR/plots"
+    )
+    parser.add_argument("--theme", choices=("light", "dark"), help="of the pictures of --plots (default: light)")
     parser.add_argument("--ranks", action="store_true", help="ranks × steps of own work, and the slowest rank or host")
     args = parser.parse_args(argv)
+    if args.theme and not args.plots:
+        parser.error(f"--theme {args.theme} without --plots: nothing is drawn")
 
     from mmm.history import finalize, load, plot_all, terminal_plot
     from mmm.history.plots.series import metrics
@@ -52,8 +57,8 @@ def main(argv: list[str]) -> int:
         width, height = shutil.get_terminal_size((100, 30))
         color = sys.stdout.isatty() and "NO_COLOR" not in os.environ
         show("\n" + terminal_plot(ds, metric, min(width, 140), max(12, min(height - 16, 24)), color))
-    if args.plot:
-        written = plot_all(ds, args.outdir)
+    if args.plots:
+        written = plot_all(ds, args.outdir, args.metric and [args.metric], args.theme or "light")
         print(f"{len(written)} plots in {args.outdir}/plots" + (f", first {written[0]}" if written else ""))
     return 0
 
@@ -76,8 +81,7 @@ def show_summary(title: str, rows: list[tuple[str, str]]) -> None:
 
 def summary(ds: "xarray.Dataset", state: str) -> list[tuple[str, str]]:
     """The lines of the table: name and text."""
-    from mmm.history.plots.figures import facts
-    from mmm.history.plots.series import PARTS, metrics, series
+    from mmm.history.plots.series import PARTS, facts, metrics, series
     from mmm.history.record.journal import LEFT_OUT
     from mmm.history.waiting import waiting_text
 

@@ -1,10 +1,10 @@
 """Collectives: what each rank holds before and after, and how fast they are.
 
-    launch python3 -m mmm.examples.collectives
+    launch python3 -m mmm.examples.collectives --plots
     launch -n 4 --device cpu python3 -m mmm.examples.collectives --break absent
 
 Every way of training is made of these seven, and of sends. First each moves a few numbers (rank r begins with r0, r1,
-…, one for each rank; sums are over ranks), and a table shows what is where; then larger buffers are timed.
+…, one for each rank; sums are over ranks), and boxes show what is where; then larger buffers are timed.
 
 S: the bytes of the whole buffer. On N ranks with links of B bytes/s each way, none is faster than factor · S / B::
 
@@ -19,7 +19,7 @@ Source: github.com/NVIDIA/nccl-tests, doc/PERFORMANCE.md.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from statistics import median
 from time import perf_counter, sleep
@@ -31,6 +31,7 @@ from torch import Tensor
 
 from mmm.errors import ConfigError
 from mmm.examples import _support as example
+from mmm.examples._support import collective_boxes
 from mmm.layout import Layout
 from mmm.parallel.dp.zero import all_gather, reduce_scatter
 from mmm.runtime.device import synchronize
@@ -53,6 +54,8 @@ class Config(example.BreakOptions):
     sizes: tuple[int, ...] = (1 << 12, 1 << 16, 1 << 20, 1 << 23)
     """Bytes of the whole buffer, S; rounded to 4-byte numbers that the ranks divide."""
     repeats: int = 5
+    plots: bool = False
+    """Draw what each rank has before and after, as a picture in the run's folder."""
     run: BaseOptions = BaseOptions()
 
 
@@ -96,14 +99,6 @@ def show(collective: Collective, device: torch.device) -> tuple[list[int], list[
     return [] if elsewhere == "begins" else before.int().tolist(), [] if elsewhere == "ends" else after.int().tolist()
 
 
-def drawn(name: str, by_rank: Sequence[tuple[list[int], list[int]]]) -> str:
-    """A line a rank: what it has before and after."""
-    texts = [[" ".join(f"{n:2d}" for n in side) or "-" for side in sides] for sides in by_rank]
-    width = max(6, *(len(before) for before, _ in texts))
-    lines = [f"  rank {rank:<7} {before:<{width}}  →  {after}" for rank, (before, after) in enumerate(texts)]
-    return "\n".join([f"{name.replace('_', '-'):14} {'before':<{width}}     after", *lines])
-
-
 def seconds(collective: Collective, part: int, repeats: int, device: torch.device) -> float:
     """Of one call, parts of `part` numbers: the median over the repeats, and of the ranks the slowest."""
     before, after = buffers(collective, part, device)
@@ -129,10 +124,14 @@ def train(config: Config) -> None:
     with start_run("collectives", config, Layout().fit(ranks)) as run:
         if config.break_ and run.rank.rank == ranks - 1:
             sleep(10 * config.run.timeout)
+        shown: dict[str, list] = {}
         for name, collective in COLLECTIVES.items():
-            by_rank: list = [None] * ranks
-            dist.all_gather_object(by_rank, show(collective, run.device))
-            run.log.info("%s", drawn(name, by_rank))
+            shown[name] = [None] * ranks
+            dist.all_gather_object(shown[name], show(collective, run.device))
+            if run.rank.is_main:
+                collective_boxes.show(run.log, name, shown[name])
+        for file in collective_boxes.draw(shown, run.outdir) if config.plots and run.outdir is not None else ():
+            run.log.info("picture: %s", file)
         if ranks == 1:
             run.note("one rank: nothing moves, so there is no bandwidth; start with `launch -n 4`")
         for asked in config.sizes:

@@ -15,9 +15,10 @@ from rich.console import Console
 from rich.table import Table
 
 from mmm.comparison import relative_error, worst
-from mmm.history.plots import figures
+from mmm.history.plots.style import new_figure, save, style, theme
 from mmm.history.record.dataset import Columns, plain_attrs, write_dataset
 from mmm.history.record.folder import cannot_write, write_atomically
+from mmm.palette import BLUE, VERMILION
 from mmm.parity.layouts import ParityCase
 from mmm.parity.reference import Reference, Training
 from mmm.parity.train import Curve
@@ -227,7 +228,7 @@ def picture(rows: Sequence[Comparison], training: Training) -> Any:
     if not drawn:
         return None
     width, height = 1.3 + 3.8 * max(len(models), 2), 1.3 + 4.2 * len(optimizers)
-    figure = figures.new_figure(width, height)
+    figure = new_figure(width, height)
     figure.subplots_adjust(
         left=0.85 / width, right=1 - 0.2 / width, bottom=0.55 / height, top=1 - 0.95 / height, wspace=0.22, hspace=0.28
     )
@@ -254,14 +255,14 @@ def picture(rows: Sequence[Comparison], training: Training) -> Any:
 def _draw_curves(above: Any, below: Any, rows: Sequence[Comparison], training: Training) -> None:
     """The losses of rows of one model and optimizer, and below how far they are from the reference, with the limit."""
     steps = np.arange(1, training.steps + 1)
-    above.plot(steps, rows[0].expected_losses, color=figures.PALE, lw=7)
+    above.plot(steps, rows[0].expected_losses, color=theme().grid, lw=7)
     for row in rows:
-        color = figures.BLUE if row.passed else figures.ORANGE
+        color = BLUE if row.passed else VERMILION
         above.plot(steps, row.losses, color=color, lw=0.8)
         off = np.abs(np.array(row.losses) / np.array(row.expected_losses) - 1)
         below.plot(steps, np.maximum(off, NO_DIFFERENCE), ".-", ms=3, lw=0.6, alpha=0.5, color=color)
     limit = LOSS_LIMIT[training.dtype]
-    below.axhline(limit, color=figures.INK, lw=1, ls="--")
+    below.axhline(limit, color=theme().ink, lw=1, ls="--")
     below.annotate(
         f"limit {limit:.0e}",
         (0.99, limit),
@@ -280,9 +281,9 @@ def _add_texts(figure: Any, width: float, height: float) -> None:
     from matplotlib.lines import Line2D
 
     lines = {
-        "plain PyTorch, one device": Line2D([], [], color=figures.PALE, lw=7),
-        "each layout, on top of each other": Line2D([], [], color=figures.BLUE, lw=0.8),
-        "a layout that fails": Line2D([], [], color=figures.ORANGE, lw=0.8),
+        "plain PyTorch, one device": Line2D([], [], color=theme().grid, lw=7),
+        "each layout, on top of each other": Line2D([], [], color=BLUE, lw=0.8),
+        "a layout that fails": Line2D([], [], color=VERMILION, lw=0.8),
     }
     anchor = (0.75 / width, 1 - 0.36 / height)
     figure.legend(lines.values(), lines.keys(), ncols=3, loc="upper left", bbox_to_anchor=anchor, borderpad=0)
@@ -304,9 +305,7 @@ def write(
     if rows:
         write_dataset(dataset(rows, training, attrs), folder / DATASET)
         written.append(folder / DATASET)
-    with figures.style():
+    with style():
         if plots and (figure := picture(rows, training)) is not None:
-            for ending, options in (("png", {}), ("svg", {"metadata": {"Date": None}})):
-                figure.savefig(folder / f"{PICTURE}.{ending}", **options)
-                written.append(folder / f"{PICTURE}.{ending}")
+            written += save(figure, folder / f"{PICTURE}.png", folder / f"{PICTURE}.svg")
     return written

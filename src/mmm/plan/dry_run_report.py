@@ -20,16 +20,16 @@ def text_of(found: DryRun, budget: int | None = None) -> str:
     seconds = sum(report.seconds for report in found.ranks)
     lines = [f"dry run of {head}: {len(found.ranks)} of them in {seconds:.1f} s", *first.notes, "", *_memory(found)]
     for report in found.ranks:
-        lines += ["", f"collectives of a step, {_name(report)}", *_collectives(report)]
+        lines += ["", f"collectives of a step, {rank_name(report)}", *_collectives(report)]
     return "\n".join([*lines, "", verdict(found, budget)[1]])
 
 
-def _name(report: RankReport) -> str:
+def rank_name(report: RankReport) -> str:
     return f"rank {report.rank}" + (f" (pp {report.coordinates['pp']})" if report.stages else "")
 
 
 def _memory(found: DryRun) -> list[str]:
-    names = [_name(report) for report in found.ranks]
+    names = [rank_name(report) for report in found.ranks]
     lines = [f"{'memory at the peak, MiB':<26}" + "".join(f"{name:>20}" for name in names)]
     peaks = [report.peak for report in found.ranks]
     for part in PARTS:
@@ -56,7 +56,7 @@ def _collectives(report: RankReport) -> list[str]:
     return lines
 
 
-def _size(count: int) -> str:
+def size_text(count: int) -> str:
     return f"{count / GIB:,.2f} GiB" if count >= GIB else f"{count / MIB:,.2f} MiB"
 
 
@@ -64,15 +64,15 @@ def verdict(found: DryRun, budget: int | None) -> tuple[bool, str]:
     """Whether the run fits into `budget` bytes a rank, and a sentence."""
     worst = found.worst
     peak = worst.peak
-    needs = f"{_name(worst)} needs {_size(peak.bytes)} at its peak"
+    needs = f"{rank_name(worst)} needs {size_text(peak.bytes)} at its peak"
     if budget is None:
         return True, f"{needs}; give --memory to compare it with what a device has"
     if peak.bytes <= budget:
-        return True, f"fits: {needs}, of {_size(budget)}"
+        return True, f"fits: {needs}, of {size_text(budget)}"
     (most, size), *_ = sorted(peak.parts.items(), key=lambda item: -item[1])
-    over = f"{_size(peak.bytes - budget)} more than {_size(budget)}"
+    over = f"{size_text(peak.bytes - budget)} more than {size_text(budget)}"
     where = f"in {peak.phase}, {peak.doing}"
-    return False, f"does not fit: {needs}, {over}, {where}; the largest part, {most}, has {_size(size)}"
+    return False, f"does not fit: {needs}, {over}, {where}; the largest part, {most}, has {size_text(size)}"
 
 
 def json_of(found: DryRun, budget: int | None, command: Sequence[str]) -> dict[str, Any]:

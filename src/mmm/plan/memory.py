@@ -36,6 +36,7 @@ from mmm.plan.spec import ModelSpec, Sizes
 
 Moment = tuple[float, float, float]  # bytes of gradients, gathered parameters, buffers
 PARTS = ("parameters", "gradients", "optimizer", "activations", "gathered", "buffers", "logits")
+MOMENTS = ("the loss", "backward of the last layer", "backward of the first", "the end of backward")
 WIDTHS = {"bf16": (4, 2), "fp16": (4, 2), "fp32": (4, 4), "fp64": (8, 8)}  # dtype → bytes of storage, of compute
 STATE = {"adamw": 2, "lamb": 2, "muon": 1, "lars": 1, "sgd": 0}  # elements of optimizer state for a parameter
 
@@ -212,11 +213,14 @@ class MemoryModel:
     def of_stage(
         self, stage: PlannedStage, layout: Layout, techniques: Techniques, batch: float, microbatches: int
     ) -> dict[str, float]:
-        """Bytes by part, on a rank of a stage, at the peak.
+        """Bytes by part, on a rank of a stage, at the peak: of the `moments` the one that needs most."""
+        return max(self.moments(stage, layout, techniques, batch, microbatches), key=lambda parts: sum(parts.values()))
 
-        Args:
-            layout: fitted. batch: samples of a micro-batch. microbatches: of a step.
-        """
+    def moments(
+        self, stage: PlannedStage, layout: Layout, techniques: Techniques, batch: float, microbatches: int
+    ) -> list[dict[str, float]]:
+        """Bytes by part, on a rank of a stage of a fitted layout, at each of `MOMENTS`. batch: samples of one of a
+        step's `microbatches`."""
         technique = techniques.data_parallel
         replicas, pipeline = technique in UNSHARDED, layout.pp > 1
         sizes = self.of(stage, layout, technique, techniques.tile_weights)
@@ -226,7 +230,6 @@ class MemoryModel:
         if pipeline:
             flying = in_flight(techniques.schedule, layout.pp, stage.number, microbatches, stage.own)
             passed = self.kept(layout.tp, replicas).boundary * batch * self.spec.tokens / layout.cp * stage.own
-        # At the loss, at the backward of the last layer, at that of the first, and at the end.
         activations = (
             flying * (left.layers + left.head + passed),
             flying * (left.layers + passed) + left.working + (flying - 1) * left.head,
@@ -237,21 +240,18 @@ class MemoryModel:
             moments, base = self._replicas(technique, sizes, microbatches > 1 or pipeline, flying)
         else:
             moments, base = self._sharded(sizes, techniques, microbatches, pipeline)
-        totals = [
-            gradients + gathered + buffers + kept + (logits + summed if number == 0 else 0.0)
+        return [
+            {
+                "parameters": base[0],
+                "gradients": gradients,
+                "optimizer": base[1],
+                "activations": kept,
+                "gathered": gathered,
+                "buffers": buffers + (summed if number == 0 else 0.0),
+                "logits": logits if number == 0 else 0.0,
+            }
             for number, ((gradients, gathered, buffers), kept) in enumerate(zip(moments, activations, strict=True))
         ]
-        peak = totals.index(max(totals))
-        gradients, gathered, buffers = moments[peak]
-        return {
-            "parameters": base[0],
-            "gradients": gradients,
-            "optimizer": base[1],
-            "activations": activations[peak],
-            "gathered": gathered,
-            "buffers": buffers + (summed if peak == 0 else 0.0),
-            "logits": logits if peak == 0 else 0.0,
-        }
 
     def _sharded(
         self, sizes: Sizes, techniques: Techniques, microbatches: int, pipeline: bool

@@ -239,7 +239,7 @@ class Search:
                 for stages, more in pick(shape, local, mode, technique):
                     techniques = Techniques(**common, **more)  # type: ignore[arg-type]
                     batch = -(-local // (techniques.microbatches or 1))
-                    techniques = self._chunked(shape, techniques, batch)
+                    techniques = self.chunked(shape, techniques, batch)
                     work = self.cost.work(stages, shape, techniques, batch, techniques.microbatches or 1)
                     found.append(Choice(work.seconds, techniques, stages, batch))
         # Of those that are no faster, and need no less, whatever the data-parallel axes are, none can be the answer.
@@ -305,7 +305,7 @@ class Search:
                             more = {"schedule": name, "stages_per_rank": own, "microbatches": count}
                             yield stages, {**more, "tile_weights": weights}
 
-    def _chunked(self, layout: Layout, techniques: Techniques, batch: int) -> Techniques:
+    def chunked(self, layout: Layout, techniques: Techniques, batch: int) -> Techniques:
         """With the loss in chunks where the trainers would compute it so."""
         config = self.spec.config
         if "loss_chunks" in self.fixed:

@@ -57,6 +57,24 @@ class MemoryPeak:
     doing: str
 
 
+@dataclass(frozen=True)
+class MemoryTimeline:
+    """A phase, change by change: where the bytes came and went.
+
+    Attributes:
+        parts: the bytes of each of `PARTS` after each change.
+        doing: ``forward``, ``backward`` or ``optimizer`` at each.
+    """
+
+    phase: str
+    parts: dict[str, list[int]]
+    doing: list[str]
+
+    @property
+    def total(self) -> list[int]:
+        return [sum(parts) for parts in zip(*self.parts.values(), strict=True)]
+
+
 @dataclass
 class _Change:
     storage: int  # its number
@@ -189,6 +207,17 @@ class MemoryTracker:
     def _change(self, number: int, count: int) -> None:
         if count:
             self.changes.append(_Change(number, count, self.phase(), self.doing()))
+
+    def timeline(self, phase: str) -> MemoryTimeline:
+        """All changes of a phase."""
+        now, parts, doing = dict.fromkeys(PARTS, 0), {part: list[int]() for part in PARTS}, list[str]()
+        for change in self.changes:
+            now[self._kinds[change.storage]] += change.bytes
+            if change.phase == phase:
+                doing.append(change.doing)
+                for part, bytes_now in now.items():
+                    parts[part].append(bytes_now)
+        return MemoryTimeline(phase, parts, doing)
 
     def peaks(self) -> dict[str, MemoryPeak]:
         """The peak of each phase."""

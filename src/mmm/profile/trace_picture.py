@@ -8,15 +8,16 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mmm.history.plots.figures import GREY, INK, PART_COLORS, PART_NAMES, new_figure, style
+from mmm.history.plots.series import PART_NAMES
+from mmm.history.plots.style import new_figure, save, style, text_on, theme
+from mmm.palette import GREEN, PURPLE, STEP_PARTS
 from mmm.profile.rank_trace import CALLS, STEPS
 from mmm.profile.trace_file import OURS, read_trace
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-COLORS = {**PART_COLORS, "dtw": "#f3d6cf", "collective": "#6b4fa3", "send": "#d9730d", "recv": "#d9730d"}
-COLORS["wait"] = "#c9bfe0"
+COLORS = {**STEP_PARTS, "collective": PURPLE, "wait": "#ead1df", "send": GREEN, "recv": GREEN}
 NAMES = {
     **PART_NAMES,
     "dtw": "waiting for another stage",
@@ -44,8 +45,7 @@ def draw_trace(path: Path, picture: Path) -> Path:
     """
     rows, arrows = _read(path)
     with style():
-        figure = _figure(rows, arrows)
-        figure.savefig(picture, bbox_inches="tight")
+        save(_figure(rows, arrows), picture)
     return picture
 
 
@@ -87,12 +87,12 @@ def _figure(rows: dict[int, _Row], arrows: dict[int, list[dict[str, Any]]]) -> A
     close = (begin, first + CLOSE * (end - begin))
     _draw(both[0], rows, arrows, (begin, end), begin, "send")
     both[0].set_title(f"{name}: upper half of a row the parts of the step, lower half communication", fontsize=10.5)
-    both[0].axvspan(close[0] - begin, close[1] - begin, color=GREY, alpha=0.13, linewidth=0, zorder=0)
+    both[0].axvspan(close[0] - begin, close[1] - begin, color=theme().muted, alpha=0.13, linewidth=0, zorder=0)
     _draw(both[1], rows, arrows, close, begin, "collective")
     both[1].set_title(
         "the shaded part; each line joins the calls of one collective, from the first rank to the last", fontsize=10.5
     )
-    both[1].set_xlabel("ms from the beginning of the step", color=GREY)
+    both[1].set_xlabel("ms from the beginning of the step", color=theme().muted)
     used = {kind for row in rows.values() for kind, *_ in row.slices}
     handles = [Patch(color=COLORS[kind], label=label) for kind, label in NAMES.items() if kind in used]
     figure.legend(
@@ -121,18 +121,15 @@ def _draw(
     for rank, row in rows.items():
         for kind in COLORS:
             shown = [each for each in row.slices if each[0] == kind and each[3] > low and each[2] < high]
-            part = kind in PART_COLORS
+            part = kind in STEP_PARTS
             place = places[rank] + (-0.42 if part else 0.06)
             bars = [(begin - zero, end - begin) for _, _, begin, end in shown]
             axes.broken_barh(bars, (place, 0.46 if part else 0.32), facecolors=COLORS[kind], linewidth=0, zorder=2)
             for _, name, begin, end in shown if part else ():
                 left, right = max(begin, low), min(end, high)
                 text = _short(name, (right - left) / (high - low) * points)
-                dark = kind in ("dtw", "dtf", "dtd", "dto")
-                text_at = ((left + right) / 2 - zero, place + 0.23)
-                axes.text(
-                    *text_at, text, ha="center", va="center", fontsize=7.5, color=INK if dark else "white", zorder=4
-                )
+                look = {"ha": "center", "va": "center", "fontsize": 7.5, "color": text_on(COLORS[kind]), "zorder": 4}
+                axes.text((left + right) / 2 - zero, place + 0.23, text, **look)  # type: ignore[arg-type]
     for ends in arrows.values():
         inside = [end for end in ends if end["pid"] in places and low <= end["ts"] / 1e3 <= high]
         if len(inside) == len(ends) and ends[0]["name"] == joined:
@@ -153,6 +150,6 @@ def _short(name: str, points: float) -> str:
     """As much of a slice's name as there is room for."""
     parts: Sequence[str] = name.split()
     for text in (name, parts[-1]):
-        if 4.4 * len(text) + 2 < points:
+        if 4.9 * len(text) + 2 < points:
             return text
     return ""

@@ -12,11 +12,12 @@ import numpy as np
 
 import mmm.history
 from mmm.errors import RecordError
-from mmm.history.plots import figures
+from mmm.history.plots.series import PART_NAMES, PARTS
+from mmm.history.plots.style import new_figure, save, style, theme
 from mmm.history.record.dataset import Columns, write_dataset
+from mmm.palette import BLUE, ORANGE, PURPLE, STEP_PARTS
 
 SKIPPED = 2  # rows: the first steps start what is slow to start
-PARTS = ("dtd", "dtf", "dtb", "dto", "dtw")
 
 
 class Point(NamedTuple):
@@ -85,7 +86,7 @@ def speed_ups(points: Sequence[Point]) -> tuple[np.ndarray, np.ndarray]:
 def table(points: Sequence[Point]) -> str:
     """A line a point."""
     heads = f"{'ranks':>6}{'samples/s':>11}{'speed-up':>10}{'predicted':>11}{'efficiency':>12}{'predicted':>11}"
-    heads += f"{'step, s':>10}" + "".join(f"{figures.PART_NAMES[part]:>11}" for part in points[0].parts)
+    heads += f"{'step, s':>10}" + "".join(f"{PART_NAMES[part]:>11}" for part in points[0].parts)
     lines = [f"{heads}{'in collectives':>16}   layout, global batch"]
     for point, up, foreseen in zip(points, *speed_ups(points), strict=True):
         text = f"{point.ranks:>6}{point.rate:>11.4g}{up:>10.2f}{_or_dash(foreseen, '.2f'):>11}"
@@ -127,27 +128,22 @@ def write_report(points: Sequence[Point], kind: str, program: str, folder: Path)
     }
     path = folder / f"{kind}.h5"
     write_dataset(Columns(variables, coordinates, {"scaling": kind, "program": program}), path)
-    written = [path]
-    with figures.style():
-        figure = picture(points, kind, program)
-        for ending, options in (("png", {}), ("svg", {"metadata": {"Date": None}})):
-            written.append(folder / f"{kind}.{ending}")
-            figure.savefig(written[-1], bbox_inches="tight", **options)
-    return written
+    with style():
+        return [path, *save(picture(points, kind, program), folder / f"{kind}.png", folder / f"{kind}.svg")]
 
 
 def picture(points: Sequence[Point], kind: str, program: str) -> Any:
     """Speed-up, efficiency, and the parts of a step, beside each other."""
     ranks, (measured, predicted) = np.array([point.ranks for point in points]), speed_ups(points)
-    figure = figures.new_figure(13, 4.2)
-    figure.subplots_adjust(wspace=0.28, top=0.82)
+    figure = new_figure(13, 4.2)
+    figure.subplots_adjust(left=0.05, right=0.99, bottom=0.13, top=0.82, wspace=0.22)
     above, efficiency, parts = figure.subplots(1, 3)
     foreseen = f"predicted ({points[0].machine})"
     for axes, over in ((above, 1), (efficiency, ranks)):
-        axes.plot(ranks, ranks / over, color=figures.GREY, linestyle="--", label="ideal")
+        axes.plot(ranks, ranks / over, color=theme().muted, linestyle="--", label="ideal")
         if not np.isnan(predicted).any():
-            axes.plot(ranks, predicted / over, color=figures.ORANGE, marker="s", markersize=5, label=foreseen)
-        axes.plot(ranks, measured / over, color=figures.BLUE, marker="o", label="measured")
+            axes.plot(ranks, predicted / over, color=ORANGE, marker="s", markersize=5, label=foreseen)
+        axes.plot(ranks, measured / over, color=BLUE, marker="o", label="measured")
         axes.set_xscale("log", base=2)
         axes.set_xticks(ranks, [f"{n:,}" for n in ranks])
         axes.set_xlabel("ranks")
@@ -162,7 +158,7 @@ def picture(points: Sequence[Point], kind: str, program: str) -> Any:
     efficiency.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
     _draw_parts(parts, points)
     batch = "the global batch stays" if kind == "strong" else "a rank's batch stays"
-    figure.suptitle(f"{kind} scaling of {shlex.quote(program)}: {batch}", x=0.125, ha="left", fontweight="bold")
+    figure.suptitle(f"{kind} scaling of {shlex.quote(program)}: {batch}", x=0.05, ha="left", fontweight="bold")
     return figure
 
 
@@ -171,10 +167,10 @@ def _draw_parts(axes: Any, points: Sequence[Point]) -> None:
     bottom, places = np.zeros(len(points)), np.arange(len(points))
     for part in points[0].parts:
         height = np.array([point.parts[part] for point in points]) * 1e3
-        axes.bar(places - 0.13, height, 0.5, bottom, color=figures.PART_COLORS[part], label=figures.PART_NAMES[part])
+        axes.bar(places - 0.13, height, 0.5, bottom, color=STEP_PARTS[part], label=PART_NAMES[part])
         bottom += height
     waited = [point.waited * 1e3 for point in points]
-    axes.bar(places + 0.27, waited, 0.2, color=figures.INK, label="in collectives")
+    axes.bar(places + 0.27, waited, 0.2, color=PURPLE, label="in collectives")
     axes.set_xticks(places, [f"{point.ranks:,}" for point in points])
     axes.set_ylim(0, 1.45 * max(bottom))
     axes.grid(axis="x", visible=False)

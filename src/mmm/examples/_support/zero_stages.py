@@ -18,6 +18,7 @@ from mmm.runtime.process_group import gather_floats
 from mmm.trainer.run.core import Run
 
 KINDS = ("parameters", "gradients", "optimizer_state")
+MARKS = dict(zip(KINDS, "█▓░", strict=True))
 TECHNIQUES = ("ddp", "zero1", "zero2", "zero3")  # by stage
 
 
@@ -46,6 +47,17 @@ def table(elements: Sequence[dict[str, int]], full: int, ranks: int, width: int)
     return "\n".join(lines)
 
 
+def bars(elements: Sequence[dict[str, int]], length: int = 60) -> str:
+    """A bar a stage, of the elements that a rank keeps, in units of the most that one does."""
+    most = max(sum(numbers.values()) for numbers in elements) or 1
+    lines = ["         " + "   ".join(f"{mark} {kind.replace('_', ' ')}" for kind, mark in MARKS.items())]
+    for stage, numbers in enumerate(elements):
+        ends = [round(sum(list(numbers.values())[:n]) * length / most) for n in range(len(KINDS) + 1)]
+        bar = "".join(mark * (ends[n + 1] - ends[n]) for n, mark in enumerate(MARKS.values()))
+        lines.append(f"{stage} {TECHNIQUES[stage]:<7}{bar} {sum(numbers.values()) / most:.0%}")
+    return "\n".join(lines)
+
+
 def report_stages(run: Run, stages: Sequence[tuple[dict[str, int], list[float]]], model: nn.Module) -> bool:
     """Log and record what the stages held. Whether their losses are the same.
 
@@ -55,7 +67,7 @@ def report_stages(run: Run, stages: Sequence[tuple[dict[str, int], list[float]]]
     elements, losses = zip(*stages, strict=True)
     full, limit = parameter_count(model), TOLERANCE[run.precision.name]
     text = table(elements, full, run.layout.dp, run.precision.storage.itemsize)
-    run.log.info("numbers kept, on the rank that keeps most\n%s", text, stacklevel=2)
+    run.log.info("numbers kept, on the rank that keeps most\n%s\n\n%s", text, bars(elements), stacklevel=2)
     apart = worst(relative_error(*pair) for curve in losses for pair in zip(curve, losses[0], strict=True))
     run.log.info("the losses of the stages differ by %.1e at most (allowed: %.0e)", apart, limit, stacklevel=2)
     run.describe(parameters=full, local=elements, losses_differ=apart)

@@ -6,15 +6,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mmm.errors import RecordError
-from mmm.history.plots.terminal import ChartAxes, ChartSeries, chart, plain, ticks
+from mmm.history.plots.style import new_figure, save, style
+from mmm.history.plots.terminal import LETTERS, ChartAxes, ChartSeries, chart, plain, ticks
 from mmm.history.record.folder import reason
+from mmm.palette import SERIES
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 Curves = Mapping[str, Sequence[tuple[float, float]]]  # name: its points
 HEIGHT = 20  # characters
-COLORS = ("#2563b8", "#d9730d", "#2f855a", "#8b5cb8", "#c8553d", "#7b8794")
 
 
 def terminal_curves(curves: Curves, title: str, width: int) -> str:
@@ -22,7 +23,7 @@ def terminal_curves(curves: Curves, title: str, width: int) -> str:
     points = [point for curve in curves.values() for point in curve]
     xs, ys = sorted({x for x, _ in points}), [y for _, y in points]
     left, right, top = min(0.0, xs[0]), max(*xs, xs[0] + 1), max(*ys, 1e-9) * 1.05
-    marks = dict(zip(curves, "abcdefghijklmnopqrstuvwxyz", strict=False))
+    marks = dict(zip(curves, LETTERS, strict=False))
     few = len(xs) <= width // 12
     x_ticks = (xs, [f"{x:g}" for x in xs]) if few else ticks(xs[0], right, width // 14, integer=True)
     axes = ChartAxes(title, "ranks", x_ticks, (left, right), ticks(0.0, top, HEIGHT // 3), (0.0, top))
@@ -40,13 +41,12 @@ def fitting_width() -> int:
 
 def curves_figure(panels: Mapping[str, Curves]) -> "Figure":
     """A panel for each set of curves, `panels` by the name of its y axis, side by side."""
-    from mmm.history.plots.figures import new_figure
-
     figure = new_figure(5.2 * len(panels), 3.8)
     figure.subplots_adjust(left=0.14 / len(panels), right=0.97, bottom=0.14, top=0.93, wspace=0.25)
     for axes, (label, curves) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels.items(), strict=True):
-        for (name, curve), color in zip(curves.items(), COLORS * len(curves), strict=False):
-            axes.plot(*zip(*sorted(curve), strict=True), "o-", ms=4, lw=1.5, color=color, label=name)
+        for (name, curve), color in zip(curves.items(), SERIES * len(curves), strict=False):
+            look = {"ms": 4, "lw": 1.5, "color": color, "clip_on": False, "zorder": 3}
+            axes.plot(*zip(*sorted(curve), strict=True), "o-", label=name, **look)
         ranks = sorted({x for curve in curves.values() for x, _ in curve})
         if len(ranks) <= 8:
             axes.set_xticks(ranks, [f"{x:g}" for x in ranks])
@@ -63,12 +63,9 @@ def save_curves(panels: Mapping[str, Curves], path: Path) -> Path:
     Raises:
         RecordError: it cannot be written, or the suffix is no picture format.
     """
-    from mmm.history.plots.figures import style
-
     with style():
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            curves_figure(panels).savefig(path)
+            save(curves_figure(panels), path)
         except OSError as error:
             raise RecordError(f"cannot write {path}: {reason(error)}. Give another file.") from error
         except ValueError as error:  # matplotlib names the suffixes it knows

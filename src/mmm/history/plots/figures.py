@@ -1,93 +1,62 @@
-"""The pictures of a run, drawn with matplotlib on `Figure` objects: no pyplot, no window, no global state."""
+"""The picture of one metric of a run, drawn with matplotlib on `Figure` objects: no pyplot, no window."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+import math
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from mmm.history.plots.series import (
-    AxisLimits,
-    Series,
-    limits,
-    mean_over_ranks,
-    metrics,
-    outside,
-    parts,
-    restarts,
-    series,
-    slowest,
-)
+from mmm.history.plots.lines import draw_lines, sentence, thin
+from mmm.history.plots.series import AxisLimits, Series, limits, metrics, outside, series, slowest, together, trainings
+from mmm.history.plots.style import new_figure, theme
 from mmm.history.record.dataset import marks_of
+from mmm.palette import BLUE, GREEN, ORANGE, STEP_PARTS, VERMILION
 
 if TYPE_CHECKING:
     import xarray
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-INK, GREY, PALE = "#22303c", "#7b8794", "#d9dfe5"
-BLUE, ORANGE = "#2563b8", "#d9730d"
-PART_COLORS = {"dtd": "#9aa5b1", "dtf": "#7db3e8", "dtb": "#2563b8", "dto": "#e0a840", "dtw": "#c8553d"}
-PART_NAMES = {"dtd": "data", "dtf": "forward", "dtb": "backward", "dto": "optimizer", "dtw": "waiting"}
 MOST_BARS = 60
-MOST_POINTS = 1000  # a line of more is thinned: a page has no more pixels
-RC: Any = {
-    "font.size": 10,
-    "axes.edgecolor": GREY,
-    "axes.labelcolor": INK,
-    "axes.titlecolor": INK,
-    "axes.titlesize": 12,
-    "axes.titleweight": "bold",
-    "axes.titlelocation": "left",
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.grid": True,
-    "axes.axisbelow": True,
-    "grid.color": PALE,
-    "grid.linewidth": 0.6,
-    "xtick.color": INK,
-    "ytick.color": INK,
-    "text.color": INK,
-    "legend.frameon": False,
-    "legend.fontsize": 9,
-    "figure.dpi": 150,
-    "svg.hashsalt": "mmm",
-}
-
-
-@contextmanager
-def style() -> Iterator[None]:
-    import matplotlib
-
-    with matplotlib.rc_context(RC):
-        yield
-
-
-def new_figure(width: float, height: float) -> "Figure":
-    from matplotlib.figure import Figure
-
-    return Figure(figsize=(width, height))
+RATES = ("tps", "sps")
+NOTE = "note"  # the mark of a text above the axes
 
 
 def metric_figure(ds: "xarray.Dataset", name: str) -> "Figure":
     """One metric over the steps: a line; or the median over ranks, a band from min to max, a thin line a rank."""
     s = series(ds, name)
     figure = new_figure(7.2, 3.8)
-    figure.subplots_adjust(left=0.125, right=0.97, bottom=0.14, top=0.86)  # fixed: every metric lines up
+    figure.subplots_adjust(left=0.125, right=0.97, bottom=0.14, top=0.82)  # fixed: every metric lines up
     axes = figure.add_subplot()
     draw_series(axes, s, ds)
     head(axes, s.title if s.title == s.name else sentence(s.title))
-    axes.set_xlabel(s.x_name)
     axes.set_ylabel(s.label)
     return figure
 
 
-def draw_series(axes: "Axes", s: Series, ds: "xarray.Dataset", color: str = BLUE) -> None:
-    """Draw `s` and set the limits; a note above the axes names the points outside them."""
+def color_of(name: str) -> str:
+    """Of a metric's line: parts of a step have theirs, as where they are stacked."""
+    return STEP_PARTS.get(name, GREEN if name in RATES else BLUE)
+
+
+def draw_series(axes: "Axes", s: Series, ds: "xarray.Dataset") -> None:
+    """Draw `s`, in each training of the record, and set the limits; a note above the axes names the points outside."""
+    curves = trainings(ds, s.name)
+    s = together(list(curves.values())) if len(curves) > 1 else s
+    axes.set_xlabel(s.x_name)
     shown = limits(s)
     if shown is None:
-        axes.text(0.5, 0.5, "no finite value", ha="center", va="center", transform=axes.transAxes, color=GREY)
+        axes.text(0.5, 0.5, "no finite value", ha="center", va="center", transform=axes.transAxes, color=theme().muted)
         return
+    if len(curves) > 1:
+        draw_lines(axes, list(curves.items()))
+        set_limits(axes, s, shown)
+        return
+    _draw_one(axes, s, shown, color_of(s.name))
+    set_limits(axes, s, _overlay(axes, s, ds, shown))
+    resumptions(axes, s.x, ds)
+
+
+def _draw_one(axes: "Axes", s: Series, shown: AxisLimits, color: str) -> None:
     finite = np.isfinite(s.y)
     x, y = s.x[finite], s.y[finite]
     if s.high is not None and s.low is not None:
@@ -96,29 +65,29 @@ def draw_series(axes: "Axes", s: Series, ds: "xarray.Dataset", color: str = BLUE
     elif s.name.endswith("_argmax"):
         axes.plot(x, y, ".", ms=4, color=color)
     elif s.sparse or len(x) < 3:
-        axes.plot(x, y, "o-", ms=4, lw=1.2, color=color)
+        axes.plot(x, y, color=color, lw=1.2)
+        _markers(axes, x, y, shown, color, 4)
     elif len(x) >= 100 and noisy(y, middle := running_median(y, window := max(5, len(x) // 40) | 1)):
         axes.plot(*thin(x, y), color=color, lw=0.8, alpha=0.35, label="each row")
         axes.plot(*thin(x, middle), color=color, lw=1.8, label=f"running median of {window}")
     else:
-        marker = "o" if len(x) <= 25 else None
-        axes.plot(*_with_gaps(x, y, restarts(ds)), color=color, lw=1.6, marker=marker, ms=3, label=s.name)
-    set_limits(axes, s, _overlay(axes, s, ds, shown))
-    _marks(axes, s.x, ds)
+        axes.plot(*thin(x, y), color=color, lw=1.6, label=s.name)
+        if len(x) <= 25:
+            _markers(axes, x, y, shown, color, 3)
 
 
-def _with_gaps(x: np.ndarray, y: np.ndarray, before: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The line with a gap before each x in `before`."""
-    at = np.searchsorted(x, before)
-    return np.insert(x.astype(np.float64), at, np.nan), np.insert(y, at, np.nan)
+def _markers(axes: "Axes", x: np.ndarray, y: np.ndarray, shown: AxisLimits, color: str, size: float) -> None:
+    """Those within the limits, none of them cut by the frame."""
+    inside = (y >= shown.low) & (y <= shown.high)
+    axes.plot(x[inside], y[inside], "o", ms=size, color=color, clip_on=False, zorder=4)
 
 
-def _marks(axes: "Axes", x: np.ndarray, ds: "xarray.Dataset") -> None:
+def resumptions(axes: "Axes", x: np.ndarray, ds: "xarray.Dataset") -> None:
     """A line between two rows, where the run was resumed."""
     for number, mark in enumerate(marks_of(ds)):
         first = int(np.searchsorted(ds["draw"].values, mark["draw"]))
         between = x[max(first - 1, 0) : first + 1].mean()
-        axes.axvline(between, color=GREY, lw=1.0, ls=":", label="" if number else "resumed")
+        axes.axvline(between, color=theme().muted, lw=1.0, ls=":", label="" if number else "resumed")
 
 
 def _spread(axes: "Axes", s: Series, color: str) -> None:
@@ -130,9 +99,11 @@ def _spread(axes: "Axes", s: Series, color: str) -> None:
     if s.by_rank is not None:
         width = 0.5 if s.ranks > 8 else 0.7
         for rank in range(s.by_rank.shape[1]):
-            axes.plot(*thin(s.x, s.by_rank[:, rank]), color=color, lw=width, alpha=0.35)
+            label = "" if rank else "each rank"
+            axes.plot(*thin(s.x, s.by_rank[:, rank]), color=color, lw=width, alpha=0.65, label=label)
         if (slow := slowest(s)) is not None:
-            axes.plot(*thin(s.x, s.by_rank[:, slow]), color=ORANGE, lw=1.0, alpha=0.8, label=f"rank {slow}, slowest")
+            slow_y = s.by_rank[:, slow]
+            axes.plot(*thin(s.x, slow_y), color=VERMILION, lw=1.0, alpha=0.8, label=f"rank {slow}, slowest")
 
 
 def _overlay(axes: "Axes", s: Series, ds: "xarray.Dataset", shown: AxisLimits) -> AxisLimits:
@@ -145,14 +116,15 @@ def _overlay(axes: "Axes", s: Series, ds: "xarray.Dataset", shown: AxisLimits) -
     finite = np.isfinite(v.y)
     if not finite.any():
         return shown
-    axes.plot(v.x[finite], v.y[finite], "o", ms=5, mfc="white", mec=ORANGE, mew=1.5, label=twin, zorder=5)
+    look = {"mfc": theme().paper, "mec": ORANGE, "mew": 1.5}
+    axes.plot(v.x[finite], v.y[finite], "o", ms=5, label=twin, zorder=5, clip_on=False, **look)  # type: ignore[arg-type]
     low, high = float(v.y[finite].min()), float(v.y[finite].max())
     return shown._replace(low=min(shown.low, low), high=max(shown.high, high))
 
 
 def set_limits(axes: "Axes", s: Series, shown: AxisLimits) -> None:
-    """Limits with a margin; triangles at the edge and a note above the axes for points outside."""
-    from matplotlib.ticker import EngFormatter, MaxNLocator
+    """Limits with a margin; triangles within the edge and a note above the axes for points outside."""
+    from matplotlib.ticker import MaxNLocator
 
     margin = 0.06 * (shown.high - shown.low) or 0.05 * abs(shown.high) or 1.0
     low, high = shown.low - margin, shown.high + margin
@@ -162,139 +134,65 @@ def set_limits(axes: "Axes", s: Series, shown: AxisLimits) -> None:
     logarithmic = "loss" in s.name and finite.min() > 0 and finite.max() > 100 * finite.min()
     if logarithmic:
         axes.set_yscale("log")
-    else:
-        axes.set_ylim(low, high)
-    beside = 0.55 * bar_step(s.x) if len(s.x) <= MOST_BARS else 0.01 * float(s.x[-1] - s.x[0])
-    axes.set_xlim(s.x[0] - beside, s.x[-1] + beside)
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=9, steps=[1, 2, 5, 10]))
-    if not logarithmic and max(abs(low), abs(high)) >= 1e6:
-        axes.yaxis.set_major_formatter(EngFormatter())
-    elif not logarithmic and max(abs(low), abs(high)) >= 1e4:
-        axes.yaxis.set_major_formatter("{x:,.0f}")
-    elif not logarithmic and max(abs(low), abs(high)) < 1e-3:
-        axes.yaxis.set_major_formatter("{x:.1e}")
-    if s.name.endswith("_argmax"):
+    elif s.name.endswith("_argmax"):
         axes.set_ylim(-0.5, s.ranks - 0.5)
         axes.yaxis.set_major_locator(MaxNLocator(integer=True, nbins=8, steps=[1, 2, 5, 10]))
-    for where, edge, marker in ((shown.above, high, "^"), (shown.below, low, "v")):
+    else:
+        axes.set_ylim(low, high)
+        _format(axes, max(abs(low), abs(high)))
+    beside = 0.55 * bar_step(s.x) if len(s.x) <= MOST_BARS else 0.02 * float(s.x.max() - s.x.min())
+    axes.set_xlim(s.x.min() - beside, s.x.max() + beside)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=9, steps=[1, 2, 5, 10]))
+    smallest = s.y if s.low is None else s.low
+    shown = shown._replace(below=shown.below & (smallest < low))  # from zero on the axis may have them all
+    for where, place, marker in ((shown.above, 0.972, "^"), (shown.below, 0.028, "v")):
         if where.any():
-            axes.plot(s.x[where], np.full(where.sum(), edge), marker, color=ORANGE, ms=6, clip_on=False, zorder=6)
+            at = np.full(where.sum(), place)
+            axes.plot(s.x[where], at, marker, color=VERMILION, ms=6, transform=axes.get_xaxis_transform(), zorder=6)
     if note := outside(s, shown):
-        axes.text(0, 1.02, note, transform=axes.transAxes, color=ORANGE, fontsize=8.5, va="bottom")
+        axes.text(0, 1.02, note, transform=axes.transAxes, color=VERMILION, fontsize=8.5, va="bottom", gid=NOTE)
 
 
-def sentence(text: str) -> str:
-    return text[:1].upper() + text[1:]
+def _format(axes: "Axes", largest: float) -> None:
+    """Numbers that are short and exact."""
+    from matplotlib.ticker import EngFormatter
+
+    if largest >= 1e6:
+        axes.yaxis.set_major_formatter(EngFormatter())
+    elif largest >= 1e4:
+        axes.yaxis.set_major_formatter("{x:,.0f}")
+    elif largest < 1e-3:
+        axes.yaxis.set_major_formatter("{x:.1e}")
 
 
 def head(axes: "Axes", title: str, size: float = 12) -> None:
-    """Title (left) and legend (right) above the axes, and above the note if there is one."""
-    up = 20 if axes.texts else 6  # points
-    axes.set_title(title, fontsize=size, pad=up, y=1.0)  # y: not computed at each draw
-    if len(axes.get_legend_handles_labels()[0]) > 1:
-        tall = axes.get_window_extent().height * 72 / axes.get_figure(root=True).dpi  # type: ignore[union-attr]
-        corner = (1.01, 1 + (up - 3) / tall)
+    """Title (left) and legend (right) above the axes, and above the note if there is one. Where a line has not the room
+    for both, the title stands above the legend, which may have several lines."""
+    up = 20 if any(text.get_gid() == NOTE for text in axes.texts) else 6  # points
+    names = axes.get_legend_handles_labels()[1]
+    if len(names) > 1:
+        frame, dpi = axes.get_window_extent(), axes.get_figure(root=True).dpi  # type: ignore[union-attr]
+        wide, tall = frame.width * 72 / dpi, frame.height * 72 / dpi
+        needs = sum(5.2 * len(name) + 30 for name in names)
+        crowded = 0.62 * size * len(title) + needs > wide
+        rows = math.ceil(needs / wide)
         axes.legend(
-            ncols=6,
-            loc="lower right",
-            bbox_to_anchor=corner,
+            ncols=math.ceil(len(names) / rows),
+            loc="lower left" if crowded else "lower right",
+            bbox_to_anchor=(-0.01 if crowded else 1.01, 1 + (up - 3) / tall),
             borderpad=0,
             borderaxespad=0.2,
             columnspacing=1.1,
             handlelength=1.2,
         )
-
-
-def summary_figure(ds: "xarray.Dataset", name: str) -> "Figure | None":
-    """The run on one page: loss, accuracy, parts of the step's time, throughput. None without any of them."""
-    known = metrics(ds)
-    split = parts(ds)
-    names = {
-        "loss": next((n for n in ("loss", "train_loss") if n in known), None),
-        "accuracy": "test_acc" if "test_acc" in known else None,
-        "time": "dt" if split or "dt" in known else None,
-        "rate": next((n for n in ("tps", "sps") if n in known), None),
-    }
-    panels = {panel: n for panel, n in names.items() if n is not None}
-    if not panels or not ds.sizes["draw"]:
-        return None
-    height = 0.95 + 2.5 * len(panels)
-    figure = new_figure(8.0, height)
-    figure.text(0.02, 1 - 0.12 / height, name, fontsize=13, fontweight="bold", va="top")
-    figure.text(0.02, 1 - 0.40 / height, facts(ds), color=GREY, fontsize=9, va="top")
-    figure.subplots_adjust(left=0.125, right=0.97, bottom=0.5 / height, top=1 - 0.95 / height, hspace=0.3)
-    rows: Any = figure.subplots(len(panels), 1, sharex=True, squeeze=False)[:, 0]
-    for axes, (panel, metric) in zip(rows, panels.items(), strict=True):
-        if panel == "time" and split:
-            _stack(axes, ds, split)
-            continue
-        s = series(ds, metric)
-        draw_series(axes, s, ds, color="#2f855a" if panel == "rate" else BLUE)
-        head(axes, sentence(s.title), 10.5)
-        axes.set_ylabel(s.label)
-    rows[-1].set_xlabel(series(ds, known[0]).x_name)
-    return figure
-
-
-def _stack(axes: "Axes", ds: "xarray.Dataset", split: dict[str, np.ndarray]) -> None:
-    """The parts of a step stacked, and the full step as a line: the gap is time that no part accounts for."""
-    full = parts_sum = np.sum([np.nan_to_num(part) for part in split.values()], axis=0)
-    first = series(ds, next(iter(split)))
-    x, x_name = first.x, first.x_name
-    if "dt" in metrics(ds):
-        first = series(ds, "dt")
-        full = mean_over_ranks(first)
-    span = "epoch" if x_name == "epoch" else "step"
-    finite = np.isfinite(full)
-    total = Series("dt", "time of a step", "s", x[finite], x_name, np.maximum(full, parts_sum)[finite])
-    shown = limits(total)
-    if shown is None:
-        return
-    heights = [thin(x[finite], np.nan_to_num(part[finite])) for part in split.values()]
-    steps, base = heights[0][0], np.zeros(len(heights[0][0]))
-    bars = len(steps) <= MOST_BARS  # with few steps, an area would join a slow first step to the second
-    for name, (_, part) in zip(split, heights, strict=True):
-        if bars:
-            axes.bar(steps, part, 0.85 * bar_step(steps), base, color=PART_COLORS[name], label=PART_NAMES[name])
-        else:
-            axes.fill_between(steps, base, base + part, color=PART_COLORS[name], lw=0, label=PART_NAMES[name])
-        base = base + part
-    axes.plot(*thin(x[finite], full[finite]), "_" if bars else "-", color=INK, lw=1.0, label=f"full {span}")
-    set_limits(axes, total, shown)
-    axes.set_ylim(0, shown.high * 1.06)
-    _marks(axes, x, ds)
-    reduction = "mean" if "dt" in ds or "dtf" in ds else "median"
-    over = f", {reduction} over ranks" if ds.sizes.get("rank", 1) > 1 else ""
-    head(axes, f"Time of {'an' if span == 'epoch' else 'a'} {span}", 10.5)
-    axes.set_ylabel(f"dt [s]{over}")
-
-
-def facts(ds: "xarray.Dataset") -> str:
-    """One line about the run: rows, ranks, hosts, mesh."""
-    ranks = ds.sizes.get("rank", 1)
-    says = [f"{ds.sizes['draw']} rows", f"{ranks} rank{'s' if ranks > 1 else ''}"]
-    if "host" in ds.coords:
-        hosts = len(set(ds["host"].values.tolist()))
-        says.append(f"{hosts} host{'s' if hosts > 1 else ''}")
-    axes = [
-        (str(name)[5:], int(ds[name].max()) + 1)
-        for name in ds.coords
-        if str(name).startswith("axis_") and ds[name].dtype.kind in "iu"
-    ]
-    return " · ".join(says + [f"{axis} {size}" for axis, size in axes if size > 1])
-
-
-def thin(x: np.ndarray, y: np.ndarray, keep: np.ufunc | None = None) -> tuple[np.ndarray, np.ndarray]:
-    """At most `MOST_POINTS` points: every k-th, or of each k the one that `keep` (np.fmax, np.fmin) selects."""
-    if len(x) <= MOST_POINTS:
-        return x, y
-    starts = np.arange(0, len(x), -(-len(x) // MOST_POINTS))
-    return x[starts], y[starts] if keep is None else keep.reduceat(y, starts)
+        up += 1 + 15 * rows if crowded else 0
+    axes.set_title(title, fontsize=size, pad=up, y=1.0)  # y: not computed at each draw
 
 
 def bar_step(x: np.ndarray) -> float:
     """The smallest distance between two steps."""
-    return float(np.diff(x).min()) if len(x) > 1 else 1.0
+    different = np.unique(x)
+    return float(np.diff(different).min()) if len(different) > 1 else 1.0
 
 
 def noisy(y: np.ndarray, middle: np.ndarray) -> bool:

@@ -1,15 +1,15 @@
-"""Every plot of a run, to its files. A plot that fails is a warning, never the end of a run."""
+"""The plots of a run, to their files. A plot that fails is a warning, never the end of a run."""
 
 import json
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mmm.errors import RecordError
-from mmm.history.plots.series import metrics
-from mmm.history.plots.terminal import terminal_plot
+from mmm.history.plots.series import config_of, main_loss, metrics, told_apart_by
+from mmm.history.plots.terminal import terminal_plot, terminal_summary
 from mmm.history.record.folder import PLOT_LIST, PLOTS, write_atomically
 from mmm.outside import read_json
 
@@ -19,37 +19,68 @@ if TYPE_CHECKING:
 
     from mmm.history.plots.timeline import Panel
 
+    Draw = Callable[[], Figure | None]
+
 log = logging.getLogger("mmm")
 
 
-def plot_all(ds: "xarray.Dataset", outdir: Path | str) -> list[Path]:
-    """Draw each metric of `ds` under ``outdir/plots`` and return the files that were written.
+def plot_summary(ds: "xarray.Dataset", outdir: Path | str) -> list[Path]:
+    """Draw what a run leaves under ``outdir/plots``: ``mplot/pngs/summary.png``, with loss, accuracy, the step's time
+    in its parts, throughput; ``tplot/summary.txt``, its loss and small plots (100 characters wide, UTF-8).
 
-    ``mplot/pngs/<metric>.png``, ``mplot/svgs/<metric>.svg``, ``tplot/<metric>.txt`` (100 × 24 characters, UTF-8), and
-    ``mplot/pngs/summary.png`` with its svg: loss, the step's time in its parts, throughput. Nothing is raised: what
-    cannot be drawn or written is logged as a warning (logger ``mmm``) and left out of the list.
+    Nothing is raised: what cannot be drawn or written is logged as a warning (logger ``mmm``). Returns the files that
+    were written.
+    """
+    folder, loss = Path(outdir), main_loss(ds)
+    written = [] if loss is None else _attempt("summary", partial(_text, partial(terminal_summary, ds, loss), folder))
+    written += _pictures({"summary": _summary(ds, folder)}, folder, (".png",), "light")
+    _attempt("the list of plots", partial(_list, folder, written))
+    return written
+
+
+def plot_all(
+    ds: "xarray.Dataset", outdir: Path | str, names: Sequence[str] | None = None, theme: str = "light"
+) -> list[Path]:
+    """Draw metrics of `ds` under ``outdir/plots`` and return the files that were written, as `plot_summary` does.
+
+    ``mplot/pngs/<metric>.png``, ``mplot/svgs/<metric>.svg``, ``tplot/<metric>.txt`` (100 × 24 characters, UTF-8).
+
+    Args:
+        names: of the metrics; None for all, and the summary.
+        theme: of the pictures, light or dark.
     """
     folder = Path(outdir)
-    written: list[Path] = []
-    names = metrics(ds)
     if not ds.sizes.get("draw"):
         log.warning("no plots in %s: the record has no rows", folder)
         return []
-    for name in names:
+    drawn = [name for name in metrics(ds) if name != told_apart_by(ds)] if names is None else list(names)
+    written: list[Path] = []
+    for name in drawn:
         written += _attempt(name, partial(_text, partial(terminal_plot, ds, name, 100, 24), folder, name))
-    try:
-        from mmm.history.plots import figures
-
-        with figures.style():
-            for name in names:
-                written += _attempt(name, partial(_picture, partial(figures.metric_figure, ds, name), folder, name))
-            title = " · ".join(Path(outdir).absolute().parts[-2:])
-            draw = partial(figures.summary_figure, ds, title)
-            written += _attempt("summary", partial(_picture, draw, folder, "summary"))
-    except Exception as error:  # matplotlib itself is missing or broken
-        log.warning("no pictures in %s: %s: %s", folder / PLOTS, type(error).__name__, error)
+    figures: dict[str, Draw] = {name: _metric(ds, name) for name in drawn}
+    figures |= {"summary": _summary(ds, folder)} if names is None else {}
+    written += _pictures(figures, folder, (".png", ".svg"), theme)
     _attempt("the list of plots", partial(_list, folder, written))
     return written
+
+
+def _metric(ds: "xarray.Dataset", name: str) -> "Draw":
+    def draw() -> "Figure":
+        from mmm.history.plots import figures
+
+        return figures.metric_figure(ds, name)
+
+    return draw
+
+
+def _summary(ds: "xarray.Dataset", folder: Path) -> "Draw":
+    def draw() -> "Figure | None":
+        from mmm.history.plots import summary
+
+        *_, above, name = ("", *folder.absolute().parts)
+        return summary.summary_figure(ds, f"{config_of(ds).get('module') or above} · {name}")
+
+    return draw
 
 
 def plot_timeline(panels: "Sequence[Panel]", title: str, outdir: Path | str, name: str) -> list[Path]:
@@ -61,16 +92,36 @@ def plot_timeline(panels: "Sequence[Panel]", title: str, outdir: Path | str, nam
 
     folder = Path(outdir)
 
-    def picture() -> list[Path]:
-        from mmm.history.plots import figures
+    def draw() -> "Figure":
         from mmm.history.plots.timeline import timeline_figure
 
-        with figures.style():
-            return _picture(lambda: timeline_figure(panels, title), folder, name)
+        return timeline_figure(panels, title)
 
     text = partial(_text, lambda: "\n\n".join(map(timeline_text, panels)) + "\n", folder, name)
-    written = _attempt(name, text) + _attempt(name, picture)
+    written = _attempt(name, text)
     _attempt("the list of plots", partial(_list, folder, written))
+    return written + plot_figure(draw, folder, name, (".png", ".svg"))
+
+
+def plot_figure(draw: "Draw", outdir: Path | str, name: str, suffixes: Sequence[str] = (".png",)) -> list[Path]:
+    """Draw a program's own figure to ``plots/mplot/pngs/<name>.png``. As with `plot_all`, nothing is raised."""
+    folder = Path(outdir)
+    written = _pictures({name: draw}, folder, suffixes, "light")
+    _attempt("the list of plots", partial(_list, folder, written))
+    return written
+
+
+def _pictures(figures: "Mapping[str, Draw]", folder: Path, suffixes: Sequence[str], theme: str) -> list[Path]:
+    """Draw each figure to a file of its name for each suffix, and return those that were written."""
+    written: list[Path] = []
+    try:
+        from mmm.history.plots.style import style
+
+        with style(theme):
+            for name, draw in figures.items():
+                written += _attempt(name, partial(_picture, draw, folder, name, suffixes))
+    except Exception as error:  # matplotlib itself is missing or broken
+        log.warning("no pictures in %s: %s: %s", folder / PLOTS, type(error).__name__, error)
     return written
 
 
@@ -82,21 +133,20 @@ def _attempt(name: str, draw: Callable[[], list[Path]]) -> list[Path]:
         return []
 
 
-def _text(draw: Callable[[], str], folder: Path, name: str) -> list[Path]:
-    path = _parent(folder / PLOTS / "tplot" / f"{name}.txt")
+def _text(draw: Callable[[], str], folder: Path, name: str = "summary") -> list[Path]:
+    path = folder / PLOTS / "tplot" / f"{name}.txt"
+    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(draw(), encoding="utf-8")
     return [path]
 
 
-def _picture(draw: "Callable[[], Figure | None]", folder: Path, name: str) -> list[Path]:
+def _picture(draw: "Draw", folder: Path, name: str, suffixes: Sequence[str]) -> list[Path]:
+    from mmm.history.plots.style import save
+
     figure = draw()
     if figure is None:
         return []
-    png = _parent(folder / PLOTS / "mplot" / "pngs" / f"{name}.png")
-    svg = _parent(folder / PLOTS / "mplot" / "svgs" / f"{name}.svg")
-    figure.savefig(png, pil_kwargs={"compress_level": 3})
-    figure.savefig(svg, metadata={"Date": None})
-    return [png, svg]
+    return save(figure, *(folder / PLOTS / "mplot" / f"{kind[1:]}s" / f"{name}{kind}" for kind in suffixes))
 
 
 def _list(folder: Path, written: list[Path]) -> list[Path]:
@@ -107,8 +157,3 @@ def _list(folder: Path, written: list[Path]) -> list[Path]:
     if known:
         write_atomically(path, json.dumps(sorted(known), indent=1).encode())
     return []
-
-
-def _parent(path: Path) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    return path

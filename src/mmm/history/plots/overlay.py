@@ -9,20 +9,20 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from mmm.errors import RecordError
+from mmm.history.plots.lines import draw_lines, sentence
 from mmm.history.plots.series import Series, limits
-from mmm.history.plots.terminal import ChartAxes, ChartSeries, chart, plain, ticks
+from mmm.history.plots.style import new_figure, save, style
+from mmm.history.plots.terminal import LETTERS, ChartAxes, ChartSeries, chart, plain, ticks
 from mmm.history.record.dataset import about
 from mmm.history.record.folder import reason
-from mmm.history.runs import Run
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-# Okabe and Ito's, which colour-blind people tell apart (https://jfly.uni-koeln.de/color/), without their pale yellow.
-COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#22303C")
-DASHES = ("-", "--", ":", "-.")  # by which runs beyond the colours differ
-LETTERS = "abcdefghijklmnopqrstuvwxyz"
+    from mmm.history.runs import Run
+
 LONGEST_NAME = 70  # characters in a legend
+WHOLE = ("iter", "epoch", "row")  # names of x that have whole numbers
 AXES = {"step": "", "tokens": "tokens", "hours": "hours in steps"}
 
 
@@ -85,7 +85,7 @@ def terminal_overlay(curves: Sequence[Series], names: Sequence[str], width: int,
     low, high = _range(curves)
     x = np.concatenate([s.x for s in curves])
     left, right = float(x.min()), float(x.max())
-    whole = curves[0].x_name in ("iter", "epoch", "row")
+    whole = curves[0].x_name in WHOLE
     title = f"{curves[0].title} ({curves[0].label})" if curves[0].title != curves[0].name else curves[0].label
     axes = ChartAxes(
         title,
@@ -111,7 +111,7 @@ def terminal_overlay(curves: Sequence[Series], names: Sequence[str], width: int,
 
 def overlay_figure(curves: Sequence[Series], names: Sequence[str]) -> Figure:
     """The curves, with the legend below them, in which each name has its place."""
-    from mmm.history.plots.figures import new_figure, sentence, thin
+    from matplotlib.ticker import MaxNLocator
 
     shown = [name if len(name) <= LONGEST_NAME else f"…{name[1 - LONGEST_NAME :]}" for name in names]
     columns = max(1, min(4, LONGEST_NAME // (max(map(len, shown)) + 6)))
@@ -120,19 +120,11 @@ def overlay_figure(curves: Sequence[Series], names: Sequence[str]) -> Figure:
     figure = new_figure(7.2, height)
     figure.subplots_adjust(left=0.125, right=0.97, top=1 - 0.35 / height, bottom=(0.6 + 0.2 * lines) / height)
     axes = figure.add_subplot()
-    for place, (s, name) in enumerate(zip(curves, shown, strict=True)):
-        hidden = any(_coincide(s, other) for other in curves[:place])
-        axes.plot(
-            *thin(s.x, s.y),
-            "--" if hidden else DASHES[place // len(COLORS) % len(DASHES)],  # in whose gaps the other is seen
-            color=COLORS[place % len(COLORS)],
-            lw=1.6,
-            marker="o" if len(s.x) <= 25 else None,
-            ms=3,
-            label=name,
-        )
+    draw_lines(axes, list(zip(shown, curves, strict=True)))
     low, high = _range(curves)
     axes.set_ylim(low - 0.05 * (high - low), high + 0.05 * (high - low))
+    if curves[0].x_name in WHOLE:
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set_title(sentence(curves[0].title))
     axes.set_xlabel(curves[0].x_name)
     axes.set_ylabel(curves[0].label)
@@ -140,23 +132,11 @@ def overlay_figure(curves: Sequence[Series], names: Sequence[str]) -> Figure:
     return figure
 
 
-def _coincide(a: Series, b: Series) -> bool:
-    """Whether one curve would hide the other."""
-    span = max(float(np.ptp(a.y)), 1e-12 * abs(float(a.y[0])))
-    return len(a.y) == len(b.y) and bool(np.all(a.x == b.x) and np.all(np.abs(a.y - b.y) <= 5e-3 * span))
-
-
 def save_overlay(curves: Sequence[Series], names: Sequence[str], folder: Path) -> list[Path]:
     """Write ``<metric>.png`` and ``.svg`` to the folder, and return their paths. RecordError where that fails."""
-    from mmm.history.plots.figures import style
-
     paths = [folder / f"{curves[0].name}{suffix}" for suffix in (".png", ".svg")]
     try:
-        folder.mkdir(parents=True, exist_ok=True)
         with style():
-            figure = overlay_figure(curves, names)
-            figure.savefig(paths[0])
-            figure.savefig(paths[1], metadata={"Date": None})
+            return save(overlay_figure(curves, names), *paths)
     except OSError as error:
         raise RecordError(f"cannot write {paths[0]}: {reason(error)}. Give another folder.") from error
-    return paths

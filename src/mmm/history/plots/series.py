@@ -1,18 +1,21 @@
 """The data of one metric's plot: x, y, the spread over ranks, and the limits of its axis."""
 
 import re
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from mmm.errors import RecordError
 from mmm.history.record.dataset import about
 from mmm.history.record.folder import OWN
+from mmm.outside import parse_json, printable
 
 if TYPE_CHECKING:
     import xarray
 
-PARTS = ("dtd", "dtf", "dtb", "dto", "dtw")
+PART_NAMES = {"dtd": "data", "dtf": "forward", "dtb": "backward", "dto": "optimizer", "dtw": "waiting"}
+PARTS = tuple(PART_NAMES)
 ALONE = (OWN, "dtd")  # of a step's times, those in which no rank waits for another
 _RATE = re.compile(r"(dt|sps|tps)")  # of these, rare outliers (start-up, hiccups) are left out
 
@@ -58,6 +61,11 @@ def metrics(ds: "xarray.Dataset") -> list[str]:
     return list(dict.fromkeys(over.get(name, name) for name in names))
 
 
+def main_loss(ds: "xarray.Dataset") -> str | None:
+    """What a run is judged by; None where it trains nothing."""
+    return next((name for name in ("loss", "train_loss") if name in metrics(ds)), None)
+
+
 def series(ds: "xarray.Dataset", name: str) -> Series:
     """The metric `name` of `ds`. RecordError where it has none of that name."""
     x, x_name = _x(ds)
@@ -89,7 +97,7 @@ def limits(s: Series) -> AxisLimits | None:
         return None
     top, bottom = float(high[finite].max()), float(low[finite].min())
     none = np.zeros(len(s.y), bool)
-    if _RATE.match(s.name) and finite.sum() >= 5:
+    if _RATE.match(s.name) and not s.name.endswith("_argmax") and finite.sum() >= 5:
         left_out = max(1, int(finite.sum()) // 50)
         most = float(np.sort(high[finite])[-1 - left_out])
         least = float(np.sort(low[finite])[left_out])
@@ -150,6 +158,37 @@ def mean_over_ranks(s: Series) -> np.ndarray:
     return np.divide(total, counted, out=np.full(len(total), np.nan), where=counted > 0)
 
 
+def facts(ds: "xarray.Dataset") -> str:
+    """One line about the run: rows, ranks, hosts, layout."""
+    ranks = ds.sizes.get("rank", 1)
+    says = [f"{ds.sizes['draw']} rows", f"{ranks} rank{'s' if ranks > 1 else ''}"]
+    if "host" in ds.coords:
+        hosts = len(set(ds["host"].values.tolist()))
+        says.append(f"{hosts} host{'s' if hosts > 1 else ''}")
+    if layout := _layout(ds):
+        return " · ".join([*says, f"layout {layout}"])
+    axes = [
+        (str(name)[5:], int(ds[name].max()) + 1)
+        for name in ds.coords
+        if str(name).startswith("axis_") and ds[name].dtype.kind in "iu"
+    ]
+    return " · ".join(says + [f"{axis} {size}" for axis, size in axes if size > 1])
+
+
+def _layout(ds: "xarray.Dataset") -> str:
+    """As the run's config says it: with ep, which ranks have no coordinate of; empty where it does not."""
+    layout = config_of(ds).get("layout")
+    return printable(layout) if isinstance(layout, str) and layout != "1" else ""
+
+
+def config_of(ds: "xarray.Dataset") -> dict[str, Any]:
+    """The run's config.json; empty where there is none, of another program, or damaged."""
+    try:
+        return dict(parse_json(ds.attrs.get("config", "{}")))
+    except ValueError:
+        return {}
+
+
 def _over_ranks(values: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """(draw, rank) → smallest, median, largest over the ranks that gave a number, (draw,) each."""
     known = ~np.isnan(values).all(axis=1)
@@ -162,11 +201,42 @@ def _over_ranks(values: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]
 
 
 def restarts(ds: "xarray.Dataset") -> np.ndarray:
-    """The x of the rows at which a program began another training in one record: its steps count from 0 again."""
+    """The rows at which a program began another training in one record: its steps count from 0 again."""
     if "iter" not in ds.data_vars or ds["iter"].ndim != 1:
-        return np.empty(0)
-    x, _ = _x(ds)
-    return x[1:][np.diff(ds["iter"].values.astype(np.float64)) <= 0]
+        return np.empty(0, int)
+    return np.flatnonzero(np.diff(ds["iter"].values.astype(np.float64)) <= 0) + 1
+
+
+def trainings(ds: "xarray.Dataset", name: str) -> dict[str, Series]:
+    """The metric in each of the trainings that a record has, over their own steps, by their names: as ``stage 2`` by
+    the column that tells them apart. A record of one training has that alone, without a name."""
+    s, begins = series(ds, name), restarts(ds)
+    if not len(begins):
+        return {"": s}
+    rows = np.split(np.arange(len(s.y)), begins)
+    column, x = told_apart_by(ds), ds["iter"].values.astype(np.float64)
+    names = [f"{column} {ds[column].values[own[0]]:g}" if column else f"training {n}" for n, own in enumerate(rows, 1)]
+    return {
+        one: s._replace(x=x[own], x_name="iter", y=s.y[own], low=None, high=None, by_rank=None)
+        for one, own in zip(names, rows, strict=True)
+    }
+
+
+def together(curves: Sequence[Series]) -> Series:
+    """One series that has the points of all of them."""
+    return curves[0]._replace(x=np.concatenate([s.x for s in curves]), y=np.concatenate([s.y for s in curves]))
+
+
+def told_apart_by(ds: "xarray.Dataset") -> str | None:
+    """The first column that has one whole number in each training of a record, and another in each."""
+    begins = restarts(ds)
+    for name in metrics(ds) if len(begins) else ():
+        if name in ds.data_vars and ds[name].ndim == 1 and ds[name].dtype.kind in "iuf":
+            each = [np.unique(own) for own in np.split(ds[name].values, begins)]
+            values = {own[0] for own in each if len(own) == 1 and float(own[0]).is_integer()}
+            if len(values) == len(each):
+                return name
+    return None
 
 
 def _x(ds: "xarray.Dataset") -> tuple[np.ndarray, str]:

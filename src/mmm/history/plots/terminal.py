@@ -1,17 +1,20 @@
 """A plot made of characters, for a terminal or a text file."""
 
 import re
-from collections.abc import Sequence
+import textwrap
+from collections.abc import Mapping, Sequence
 from itertools import zip_longest
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from mmm.history.plots.series import AxisLimits, Series, limits, outside, restarts, series
+from mmm.history.plots.series import AxisLimits, Series, limits, metrics, outside, series, together, trainings
 
 if TYPE_CHECKING:
     import xarray
 
+SMALL = ("test_acc", "val_loss", "dt", "dtf", "dtb")
+LETTERS = "abcdefghijklmnopqrstuvwxyz"
 _ESCAPES = re.compile(r"\x1b\[[0-9;]*m")
 
 
@@ -26,30 +29,35 @@ def terminal_plot(ds: "xarray.Dataset", metric: str, width: int = 100, height: i
     s = series(ds, metric)
     name = f"{s.title} ({s.label})" if s.title != s.name else s.label
     name += f", median of {s.ranks} ranks" if s.high is not None else ""
-    return _plot(s, restarts(ds), name, width, height, color)
+    return _plot(trainings(ds, metric), name, width, height, color)
 
 
-def _plot(s: Series, begins: np.ndarray, name: str, width: int, height: int, color: bool) -> str:
-    """The median over the ranks, where they differ.
-
-    Args:
-        begins: the x at which another training begins, of `restarts`.
-    """
-    s = s._replace(low=None, high=None)
+def _plot(curves: Mapping[str, Series], name: str, width: int, height: int, color: bool, legend: bool = True) -> str:
+    """The median over the ranks, where they differ; of several trainings each by a letter, with a legend."""
+    s = together(list(curves.values()))._replace(low=None, high=None)
     shown = limits(s)
     if shown is None:
         return f"{name}: no finite value in {len(s.y)} rows\n"
-    note = outside(s, shown)
-    drawn = _draw(s, begins, shown, name, width, height - bool(note), color)
-    return plain(drawn, color) + (f"  {note}\n" if note else "")
+    below = textwrap.wrap(outside(s, shown), width - 2)
+    if len(curves) > 1 and legend:
+        said = "   ".join(f"{mark} {one}" for mark, one in zip(LETTERS * len(curves), curves, strict=False))
+        below += textwrap.wrap(f"{said}   (where they coincide the last is shown)", width - 2)
+    drawn = _draw(curves, shown, name, width, height - len(below), color)
+    return plain(drawn, color) + "".join(f"  {line}\n" for line in below)
 
 
-def side_by_side(ds: "xarray.Dataset", metrics: Sequence[str], width: int = 100, height: int = 10) -> str:
+def terminal_summary(ds: "xarray.Dataset", loss: str) -> str:
+    """The loss, and small plots of accuracy or validation loss and of where a step's time went."""
+    small = [name for name in SMALL if name in metrics(ds)][:4]
+    return f"{terminal_plot(ds, loss)}\n{side_by_side(ds, small)}"
+
+
+def side_by_side(ds: "xarray.Dataset", names: Sequence[str], width: int = 100, height: int = 10) -> str:
     """A small plot of each metric that has a curve, beside each other in `width` characters."""
-    curves = [s for metric in metrics if np.isfinite((s := series(ds, metric)).y).sum() > 1]
-    each = width // max(len(curves), 1) - 1
-    columns = [_plot(s, restarts(ds), s.label, each, height, False).splitlines() for s in curves]
-    lines = zip_longest(*columns, fillvalue="")
+    drawn = [name for name in names if np.isfinite(series(ds, name).y).sum() > 1]
+    each = width // max(len(drawn), 1) - 1
+    plots = [_plot(trainings(ds, name), series(ds, name).label, each, height, False, legend=False) for name in drawn]
+    lines = zip_longest(*(plot.splitlines() for plot in plots), fillvalue="")
     return "".join(" ".join(f"{cell:<{each}}" for cell in line).rstrip() + "\n" for line in lines)
 
 
@@ -58,17 +66,19 @@ def plain(drawn: str, color: bool = False) -> str:
     return "\n".join(line.rstrip() for line in (drawn if color else _ESCAPES.sub("", drawn)).splitlines()) + "\n"
 
 
-def _draw(s: Series, begins: np.ndarray, shown: AxisLimits, title: str, width: int, height: int, color: bool) -> str:
-    inside = np.isfinite(s.y) & ~shown.above & ~shown.below
-    x, y = s.x[inside], s.y[inside]
+def _draw(curves: Mapping[str, Series], shown: AxisLimits, title: str, width: int, height: int, color: bool) -> str:
     bottom, top = shown.low, shown.high
     if top - bottom <= 1e-9 * max(abs(top), abs(bottom)):  # a constant: plotext needs a range
         bottom, top = bottom - 0.5 * (abs(bottom) or 1), top + 0.5 * (abs(top) or 1)
-    x_ticks = ticks(float(x[0]), float(x[-1]), max(2, width // 14), integer=True)
-    trainings = [each for each in np.split(np.arange(len(x)), np.searchsorted(x, begins)) if len(each)]
-    signals = [ChartSeries(x[each].tolist(), y[each].tolist(), "hd", not s.sparse) for each in trainings]
-    axes = ChartAxes(title, s.x_name, x_ticks, None, ticks(bottom, top, max(2, height // 3)), (bottom, top))
-    return chart(signals, axes, width, height, color)
+    signals, x_name = [], next(iter(curves.values())).x_name
+    for s, letter in zip(curves.values(), LETTERS * len(curves), strict=False):
+        inside = np.isfinite(s.y) & (s.y >= bottom) & (s.y <= top)
+        marker, joined = (letter, False) if len(curves) > 1 else ("hd", not s.sparse)
+        signals.append(ChartSeries(s.x[inside].tolist(), s.y[inside].tolist(), marker, joined))
+    x = [place for signal in signals for place in signal.x]
+    x_ticks = ticks(float(min(x)), float(max(x)), max(2, width // 14), integer=True)
+    y_ticks = ticks(bottom, top, max(2, height // 3))
+    return chart(signals, ChartAxes(title, x_name, x_ticks, None, y_ticks, (bottom, top)), width, height, color)
 
 
 class ChartSeries(NamedTuple):

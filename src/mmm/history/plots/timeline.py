@@ -3,14 +3,13 @@
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
+from mmm.palette import PIPELINE
+
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 NAMES = {"F": "forward", "B": "backward", "I": "backward: input", "W": "backward: weights"}
-COLORS = {"F": "#7db3e8", "B": "#2563b8", "I": "#6b4fa3", "W": "#2f855a"}
-LIGHT = ("F",)  # kinds whose boxes take dark text
-IDLE = "#eef1f4"
 LINES = {"F": "─", "B": "━", "I": "═", "W": "┄"}
 
 
@@ -25,20 +24,38 @@ class Span(NamedTuple):
 
 
 class Panel(NamedTuple):
-    """A chart: `rows` by rank."""
+    """A chart.
+
+    Attributes:
+        rows: a rank's spans each. ranks: their numbers; none for those from 0 on. until: seconds from the first begin
+            that the axis shows at least, so that two panels have one scale.
+    """
 
     title: str
     rows: Sequence[Sequence[Span]]
+    ranks: Sequence[int] = ()
+    until: float = 0.0
+
+    @property
+    def names(self) -> list[str]:
+        return [f"rank {rank}" for rank in self.ranks or range(len(self.rows))]
+
+    @property
+    def window(self) -> tuple[float, float]:
+        """First and last second that the axis shows."""
+        spans = [span for row in self.rows for span in row]
+        start = min(span.begin for span in spans)
+        return start, max(start + self.until, *(span.end for span in spans))
 
 
 def timeline_text(panel: Panel, width: int = 100) -> str:
     """A line a rank: ``F3──`` is forward of micro-batch 3, small letters are later stages, ``·`` is idle."""
-    end = max(span.end for row in panel.rows for span in row)
-    start = min(span.begin for row in panel.rows for span in row)
+    start, end = panel.window
     columns = width - 9
     lines = [panel.title]
-    for rank, row in enumerate(panel.rows):
-        cells = ["·"] * columns
+    last_end = max(span.end for row in panel.rows for span in row)
+    for name, row in zip(panel.names, panel.rows, strict=True):
+        cells = ["·"] * round((last_end - start) / (end - start) * columns)
         for span in row:
             first, last = (round((time - start) / (end - start) * columns) for time in (span.begin, span.end))
             kind = span.kind if span.turn == 0 else span.kind.lower()
@@ -46,7 +63,7 @@ def timeline_text(panel: Panel, width: int = 100) -> str:
             room = last - first
             drawn = text if len(text) <= room else kind
             cells[first:last] = list(f"{drawn}{LINES[span.kind] * room}"[:room])
-        lines.append(f"rank {rank:<3} " + "".join(cells))
+        lines.append(f"{name:<8} " + "".join(cells))
     ruler = f"{'':9}0{(end - start) * 1e3:>{columns - 4},.1f} ms"
     return "\n".join([*lines, ruler])
 
@@ -62,7 +79,7 @@ def timeline_figure(panels: Sequence[Panel], title: str) -> "Figure":
     """Panels below each other, each with its own time axis."""
     from matplotlib.patches import Patch
 
-    from mmm.history.plots.figures import new_figure
+    from mmm.history.plots.style import new_figure, theme
 
     ranks = len(panels[0].rows)
     panel_height = 0.42 * ranks + 0.85  # inches
@@ -71,10 +88,10 @@ def timeline_figure(panels: Sequence[Panel], title: str) -> "Figure":
     figure.text(0.02, 1 - 0.10 / height, title, fontsize=13, fontweight="bold", va="top")
     spans = [span for panel in panels for row in panel.rows for span in row]
     kinds = [kind for kind in NAMES if any(span.kind == kind for span in spans)]
-    patches = [Patch(color=COLORS[kind], label=NAMES[kind]) for kind in kinds]
+    patches = [Patch(color=PIPELINE[kind], label=NAMES[kind]) for kind in kinds]
     if any(span.turn for span in spans):
-        patches.append(Patch(facecolor=faded(COLORS["F"]), edgecolor="none", label="paler: a rank's later stage"))
-    patches.append(Patch(color=IDLE, label="idle"))
+        patches.append(Patch(facecolor=faded(PIPELINE["F"]), edgecolor="none", label="paler: a rank's later stage"))
+    patches.append(Patch(color=theme().idle, label="idle"))
     figure.legend(
         handles=patches,
         ncols=len(patches),
@@ -94,42 +111,37 @@ def timeline_figure(panels: Sequence[Panel], title: str) -> "Figure":
 
 
 def faded(color: str) -> tuple[float, float, float]:
-    """Half way to white."""
+    """Half way to the paper."""
     from matplotlib.colors import to_rgb
 
-    red, green, blue = to_rgb(color)
-    return (red + 1) / 2, (green + 1) / 2, (blue + 1) / 2
+    from mmm.history.plots.style import theme
+
+    red, green, blue = ((one + paper) / 2 for one, paper in zip(to_rgb(color), to_rgb(theme().paper), strict=True))
+    return red, green, blue
 
 
 def _draw(axes: "Axes", panel: Panel) -> None:
-    from mmm.history.plots.figures import GREY, INK
+    from mmm.history.plots.style import text_on, theme
 
-    start = min(span.begin for row in panel.rows for span in row)
-    end = max(span.end for row in panel.rows for span in row)
+    start, end = panel.window
+    last_end = max(span.end for row in panel.rows for span in row)
     points = axes.get_window_extent().width * 72 / axes.get_figure(root=True).dpi  # type: ignore[union-attr]
     for rank, row in enumerate(panel.rows):
-        axes.broken_barh([(0, (end - start) * 1e3)], (rank - 0.4, 0.8), facecolors=IDLE, zorder=1)
+        axes.broken_barh([(0, (last_end - start) * 1e3)], (rank - 0.4, 0.8), facecolors=theme().idle, zorder=1)
         bars = [((span.begin - start) * 1e3, (span.end - span.begin) * 1e3) for span in row]
-        colors = [faded(COLORS[span.kind]) if span.turn else COLORS[span.kind] for span in row]
-        axes.broken_barh(bars, (rank - 0.4, 0.8), facecolors=colors, edgecolors="white", linewidths=0.5, zorder=2)
-        for span, (left, wide) in zip(row, bars, strict=True):
+        colors = [faded(PIPELINE[span.kind]) if span.turn else PIPELINE[span.kind] for span in row]
+        look = {"facecolors": colors, "edgecolors": theme().paper, "linewidths": 0.5}
+        axes.broken_barh(bars, (rank - 0.4, 0.8), zorder=2, **look)  # type: ignore[arg-type]
+        for span, (left, wide), color in zip(row, bars, colors, strict=True):
             if wide / ((end - start) * 1e3) * points > 6.5 * len(span.label) + 2:
-                dark = span.kind in LIGHT or span.turn
-                axes.text(
-                    left + wide / 2,
-                    rank,
-                    span.label,
-                    ha="center",
-                    va="center",
-                    fontsize=8,
-                    color=INK if dark else "white",
-                    zorder=3,
-                )
+                place = (left + wide / 2, rank)
+                look = {"ha": "center", "va": "center", "fontsize": 8, "color": text_on(color), "zorder": 3}
+                axes.text(*place, span.label, **look)  # type: ignore[arg-type]
     axes.set_title(panel.title, fontsize=10.5)
     axes.set_xlim(0, (end - start) * 1e3)
     axes.set_ylim(len(panel.rows) - 0.5, -0.5)
-    axes.set_yticks(range(len(panel.rows)), [f"rank {rank}" for rank in range(len(panel.rows))])
+    axes.set_yticks(range(len(panel.rows)), panel.names)
     axes.tick_params(axis="y", length=0)
     axes.grid(False)
     axes.spines["left"].set_visible(False)
-    axes.set_xlabel("ms", color=GREY)
+    axes.set_xlabel("ms", color=theme().muted)

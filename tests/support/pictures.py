@@ -1,0 +1,80 @@
+"""What is true of every picture that is fit to be seen."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+SLACK = 1.5  # pixels
+
+
+def flaws(figure: Any) -> list[str]:
+    """What is wrong with a figure: points outside their axes, markers and texts that are cut, titles and legends that
+    lie on each other, lines that no legend names."""
+    canvas = FigureCanvasAgg(figure)
+    canvas.draw()
+    renderer = canvas.get_renderer()
+    found = []
+    for axes in figure.axes:
+        name = axes.get_title(loc="left") or axes.get_ylabel()
+        found += [f"{name}: {flaw}" for flaw in [*_markers(axes, renderer), *_names(axes)]]
+        boxes = {"title": axes._left_title} | {f"text {text.get_text()!r}": text for text in axes.texts}
+        boxes |= {f"label {label.get_text()!r}": label for label in _labels(axes)}
+        boxes |= {"x name": axes.xaxis.label, "y name": axes.yaxis.label}
+        for what, text in boxes.items():
+            if text.get_text() and text.get_visible() and not _inside(text, figure.bbox, renderer):
+                found.append(f"{name}: {what} is cut")
+        if (legend := axes.get_legend()) is not None:
+            if not _inside(legend, figure.bbox, renderer):
+                found.append(f"{name}: the legend is cut")
+            if legend.get_window_extent(renderer).overlaps(axes._left_title.get_window_extent(renderer)):
+                found.append(f"{name}: title and legend lie on each other")
+    return found + [
+        f"figure: {text.get_text()!r} is cut" for text in figure.texts if not _inside(text, figure.bbox, renderer)
+    ]
+
+
+def _labels(axes: Any) -> Iterator[Any]:
+    """Of the ticks that are drawn."""
+    for axis in (axes.xaxis, axes.yaxis):
+        low, high = sorted(axis.get_view_interval())
+        yield from (tick.label1 for tick in axis.get_major_ticks() if low <= tick.get_loc() <= high)
+
+
+def _inside(artist: Any, frame: Any, renderer: Any) -> bool:
+    box = artist.get_window_extent(renderer)
+    return bool(
+        box.x0 >= frame.x0 - SLACK
+        and box.y0 >= frame.y0 - SLACK
+        and box.x1 <= frame.x1 + SLACK
+        and box.y1 <= frame.y1 + SLACK
+    )
+
+
+def _markers(axes: Any, renderer: Any) -> Iterator[str]:
+    frame = axes.get_window_extent(renderer)
+    for line in axes.lines:
+        if line.get_marker() in (None, "", "None", "none", " "):
+            continue
+        points = line.get_transform().transform(np.asarray(line.get_xydata(), float))
+        points = points[np.isfinite(points).all(axis=1)]
+        radius = line.get_markersize() / 2 * axes.figure.dpi / 72
+        spare = radius if line.get_clip_on() else 0.0  # what is clipped has to be inside with its edge
+        low = points - spare - (frame.x0, frame.y0) + SLACK
+        high = (frame.x1, frame.y1) - points - spare + SLACK
+        if len(points) and not ((low >= 0) & (high >= 0)).all():
+            yield f"markers of {line.get_label()!r} outside the axes, or cut"
+
+
+def _names(axes: Any) -> Iterator[str]:
+    shown = axes.get_legend() or next(iter(axes.figure.legends), None)
+    said = {text.get_text() for text in shown.get_texts()} if shown is not None else set()
+    colors = {str(line.get_color()) for line in axes.lines if line.get_marker() not in "^v"}  # whose note is above
+    lines = [line for line in axes.lines if not str(line.get_label()).startswith("_")]
+    if len({str(line.get_color()) for line in lines}) > 1:
+        yield from (f"no legend names {line.get_label()!r}" for line in lines if line.get_label() not in said)
+    if len(colors) > 1 and shown is None:
+        yield "lines of several colours, and no legend"
