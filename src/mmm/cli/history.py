@@ -10,6 +10,7 @@ import numpy as np
 
 from mmm.cli import show
 from mmm.cli.history_ranks import place, ranks_text
+from mmm.errors import ConfigError
 from mmm.outside import parse_json, printable
 
 if TYPE_CHECKING:
@@ -37,7 +38,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--ranks", action="store_true", help="ranks × steps of own work, and the slowest rank or host")
     args = parser.parse_args(argv)
     if args.theme and not args.plots:
-        parser.error(f"--theme {args.theme} without --plots: nothing is drawn")
+        raise ConfigError(f"--theme {args.theme} without --plots: nothing is drawn; give both")
 
     from mmm.history import finalize, load, plot_all, terminal_plot
     from mmm.history.plots.series import metrics
