@@ -61,5 +61,4 @@ def stop_signal() -> Iterator[StopSignal]:
         yield wish
     finally:
         for number, handler in before.items():
-            late = number == signal.SIGUSR1 and handler == signal.SIG_DFL  # to a run that is over, and would be killed
-            signal.signal(number, signal.SIG_IGN if late else handler)
+            signal.signal(number, handler)
