@@ -149,6 +149,18 @@ def test_the_tree_is_shown_where_nothing_fits_and_where_tp_spans_hosts(capsys):
 TRIED = ["plan", "--model", "debug", "--seq_length", "64", "--global_batch", "8"]
 
 
+def test_exactly_one_layout(tmp_path, capsys):
+    file = tmp_path / "plan.json"
+    assert main([*SMALL, "--exactly", "--tp", "4", "--microbatches", "2", "--json", str(file)]) == 0
+    (entry,) = json.loads(file.read_text())
+    assert (entry["layout"]["dp_shard"], entry["layout"]["tp"]) == (4, 4)
+    assert entry["sent_bytes"].keys() == {"dp_shard", "tp"}
+    assert "--tp 4 --microbatches 2" in capsys.readouterr().out.splitlines()[-1]
+    assert main([*SMALL, "--exactly", "--tp", "3"]) == 2
+    error = capsys.readouterr().err
+    assert "no layout of llama-8b on 16 devices: tp 3 needs a multiple of 3 ranks" in error
+
+
 @pytest.mark.parametrize(
     ("flags", "said"),
     [

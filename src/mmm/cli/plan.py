@@ -31,6 +31,7 @@ examples:
   mmm machine --measure here.json; mmm plan --model small --machine here.json
   mmm plan --model debug --seq_length 128 --global_batch 16 --check dp2,tp2
   mmm plan --model llama-8b --site aurora --hosts 128 --global_batch 1536 --dry-run
+  mmm plan --exactly --model llama-8b --site polaris --hosts 16 --tp 4 --pp 2 --global_batch 64
 docs/plan.md says what is assumed.
 """
 SIZES = ("n_layers", "dim", "n_heads", "n_kv_heads", "ffn_dim", "vocab_size", "n_experts", "top_k", "expert_dim")
@@ -44,6 +45,8 @@ FIXED = {  # flag → axis, or field of Techniques
     "parallel": "data_parallel",
     "activation_checkpointing": "checkpointing",
     "schedule": "schedule",
+    "stages_per_rank": "stages_per_rank",
+    "cp_style": "cp_style",
     "loss_chunks": "loss_chunks",
     "tile_weights": "tile_weights",
 }
@@ -81,8 +84,10 @@ def parser() -> argparse.ArgumentParser:
     sizes.add_argument(*_both("tie_word_embeddings"), action="store_true")
     fixed = made.add_argument_group("only layouts with")
     for name in FIXED:
-        number = name not in ("parallel", "activation_checkpointing", "schedule")
+        number = name not in ("parallel", "activation_checkpointing", "schedule", "cp_style")
         fixed.add_argument(*_both(name), metavar="N" if number else "NAME", type=int if number else str)
+    one = "one layout: axes that are not named are 1, techniques as usual"
+    fixed.add_argument("--exactly", action="store_true", help=one)
     run = made.add_argument_group("the run as a whole")
     run.add_argument("--tokens", metavar="N", help="days, node-hours and checkpoints of so many, such as 300M or 20B")
     run.add_argument("-t", "--walltime", metavar="TIME", help="of a job, such as 6h or 6:00: how many jobs that makes")
@@ -178,6 +183,7 @@ def main(argv: list[str]) -> int:
     if not 1 <= args.seq_length <= 10**8:
         raise ConfigError(f"--seq_length {args.seq_length}: it must be from 1 to 100,000,000 tokens")
 
+    from mmm.plan.asked import exactly
     from mmm.plan.named_model import read_model
     from mmm.plan.search import Search  # imports torch
 
@@ -188,7 +194,8 @@ def main(argv: list[str]) -> int:
         raise ConfigError(f"--tokens {args.tokens}: {args.model} has no sequence of tokens")
     dtype = args.dtype or ("fp32" if machine.device == "cpu" else "bf16")
     fixed = {field: getattr(args, name) for name, field in FIXED.items() if getattr(args, name) is not None}
-    search = Search(spec, machine, global_batch, dtype, args.optimizer, fixed | sizes)
+    fixed = exactly(fixed | sizes) if args.exactly else fixed | sizes
+    search = Search(spec, machine, global_batch, dtype, args.optimizer, fixed)
     if args.check is not None or args.dry_run is not None:
         found = search.run()
         if not found.best:
@@ -203,7 +210,7 @@ def _report(args: argparse.Namespace, search: Search, found: Found) -> None:
 
     machine, spec = search.machine, search.spec
     kinds = report.why_each(found, machine.budget)
-    write_json(args.json, report.as_json(found, kinds))
+    write_json(args.json, report.as_json(search, found, kinds))
     if not found.best:
         print("\n".join(_tree_lines(search, True, args.tp)))
         raise ConfigError(_missing(search, found))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, replace
 from typing import Any
 
+from mmm.plan.asked import why_not
 from mmm.plan.candidate import GIB, Candidate, Found
 from mmm.plan.memory import PARTS, PlannedStage
 from mmm.plan.network import groups_of
@@ -112,21 +113,34 @@ def text_of(search: Search, found: Found, kinds: list[Candidate], top: int) -> l
     return lines
 
 
+def planned_stages(search: Search, candidate: Candidate) -> tuple[PlannedStage, ...]:
+    """Of a candidate's pipeline ranks those that differ."""
+    layout, techniques = candidate.layout, candidate.techniques
+    if layout.pp == 1:
+        return search.one_stage
+    return search.stages(techniques.schedule, layout.pp, techniques.stages_per_rank or 1)
+
+
+def sent_by_axis(search: Search, candidate: Candidate) -> dict[str, float]:
+    """Bytes that a rank of the first stage sends in a step."""
+    stage = planned_stages(search, candidate)[0]
+    layout, techniques, count = candidate.layout, candidate.techniques, candidate.microbatches
+    return sent_bytes(search.memory, stage, layout, techniques, candidate.local_batch, count)
+
+
 def details(search: Search, candidate: Candidate) -> list[str]:
     """Memory by part of each stage, bytes by axis, and seconds of the step."""
     layout, techniques, machine, count = candidate.layout, candidate.techniques, search.machine, candidate.microbatches
     batch = -(-candidate.local_batch // count)
     lines = [f"{'memory, GiB':<16}" + "".join(f"{name:>13}" for name in PARTS) + f"{'all':>10}"]
-    stages: tuple[PlannedStage, ...] = search.one_stage
-    if layout.pp > 1:
-        stages = search.stages(techniques.schedule, layout.pp, techniques.stages_per_rank or 1)
+    stages = planned_stages(search, candidate)
     for stage in stages:
         parts = search.memory.of_stage(stage, layout, techniques, batch, count)
         name = f"rank {stage.number} of pp" if layout.pp > 1 else "each rank"
         lines.append(
             f"{name:<16}" + "".join(f"{parts[p] / GIB:13.2f}" for p in PARTS) + f"{sum(parts.values()) / GIB:10.2f}"
         )
-    sent = sent_bytes(search.memory, stages[0], layout, techniques, candidate.local_batch, count)
+    sent = sent_by_axis(search, candidate)
     groups = groups_of(layout, machine, techniques.ulysses_size(layout.cp))
     lines += ["", f"{'sent a step, GB':<16}{'inside':>13}{'between hosts':>15}{'a rank waits':>15}"]
     for axis, size in sent.items():
@@ -152,7 +166,7 @@ def details(search: Search, candidate: Candidate) -> list[str]:
     return lines
 
 
-def as_json(found: Found, kinds: list[Candidate]) -> list[dict[str, Any]]:
+def as_json(search: Search, found: Found, kinds: list[Candidate]) -> list[dict[str, Any]]:
     """What ``--json`` writes: the fitting layouts, fastest first, then the best of the kinds that do not fit."""
     reasons = {(candidate.layout, candidate.techniques): candidate.why for candidate in kinds}
     listed = [
@@ -164,7 +178,12 @@ def as_json(found: Found, kinds: list[Candidate]) -> list[dict[str, Any]]:
             "layout": {**candidate.layout.sizes, "ep": candidate.layout.ep},
             "techniques": {**asdict(candidate.techniques), "microbatches": candidate.microbatches},
             "memory_bytes": {name: round(candidate.memory[name]) for name in PARTS},
+            "sent_bytes": sent_by_axis(search, candidate),
             "step_seconds": candidate.cost.seconds,
+            "compute_seconds": candidate.cost.compute,
+            "optimizer_seconds": candidate.cost.optimizer,
+            "wait_seconds": dict(candidate.cost.exposed),
+            "bubble": candidate.cost.bubble,
             "tokens_per_second": candidate.tokens_per_second,
             "mfu": candidate.mfu,
             "fits": candidate.fits,
@@ -178,7 +197,7 @@ def missing(search: Search, found: Found, more_hosts: int | None) -> str:
     """Why nothing fits: how much is missing, and what would do. more_hosts: with how many it would fit, if known."""
     machine = search.machine
     if not found.kinds:
-        why = next(iter(found.refused.values()), "no layout goes with the model")
+        why = why_not(search) or next(iter(found.refused.values()), "no layout goes with the model")
         return f"no layout of {search.spec.name} on {machine.ranks:,} devices: {why}"
     least = min(found.kinds, key=lambda candidate: candidate.bytes)
     over = least.bytes - machine.budget

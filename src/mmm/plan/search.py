@@ -196,6 +196,7 @@ class Search:
         """The fastest choice on a layout that fits; where none does, that which needs least. None where none goes."""
         shape = replace(layout, dp_replicate=1, dp_shard=layout.ep)
         found, can_offload = None, technique != "ddp" and self.spec.offloads and self.machine.device != "cpu"
+        can_offload = can_offload and self._wanted("offload", True)
         for offload in (False, True):
             least: tuple[float, Choice] | None = None
             for choice in self.choices(shape, self.global_batch // layout.dp, technique, offload):
@@ -212,7 +213,7 @@ class Search:
                     found = candidate
             if found is None and least is not None and not (can_offload and not offload):
                 found = self._evaluate(layout, least[1])
-            if found is not None or not can_offload or not self._wanted("offload", True):
+            if found is not None or not can_offload:
                 break
         return found
 
