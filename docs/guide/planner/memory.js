@@ -56,7 +56,8 @@ function stagesFor({ layout, sequence, flops, schedule, stages: own }) {
   const splits = balanceStages(sequence.map((kind) => flops[kind]), pp * own);
   const distinct = new Map(); // of stages that are alike the first
   for (let number = 0; number < pp; number++) {
-    const turns = SCHEDULES[schedule].v ? [number, 2 * pp - 1 - number] : [...Array(own).keys()].map((t) => number + t * pp);
+    const round = [...Array(own).keys()].map((turn) => number + turn * pp);
+    const turns = SCHEDULES[schedule].v ? [number, 2 * pp - 1 - number] : round;
     const stage = {
       kinds: counted(turns.map((turn) => splits[turn])),
       number,
@@ -99,7 +100,7 @@ function sizesOfKind({ matrices }, { tp, ep }, [shards, expertShards]) {
 
 function sizesOf(c, stage) {
   const { model, layout } = c, shards = shardsOf(c);
-  const rows = stage.kinds.map(({ kind, count }) => ({ kind, count, ...sizesOfKind(model.kinds[kind], layout, shards) }));
+  const rows = stage.kinds.map((each) => ({ ...each, ...sizesOfKind(model.kinds[each.kind], layout, shards) }));
   const total = (name) => sum(rows.map((row) => row.count * row[name]));
   const units = new Map(rows.map((row) => [row.kind, row.padded]));
   const sizes = { local: total("local"), padded: total("padded"), sharded: total("sharded") };

@@ -19,7 +19,6 @@ const CONTROLS = [
     label: "Devices a host",
     start: 4,
     values: (q) => STEPS.filter((n) => n <= machineOf(q).ranks_per_host),
-    otherwise: (q) => machineOf(q).ranks_per_host,
   },
   { key: "tp", label: "tp, tensor parallel", start: 4, values: () => STEPS.filter((n) => n <= 64) },
   { key: "cp", label: "cp, context parallel", start: 1, values: () => STEPS.filter((n) => n <= 64) },
@@ -97,7 +96,8 @@ function readAddress() {
 }
 
 function read(address) {
-  for (const [key, text] of new URLSearchParams(address)) {
+  const named = new URLSearchParams(address);
+  for (const [key, text] of named) {
     const control = CONTROLS.find((each) => each.key === key);
     if (!control) continue;
     const value = isNumber(control) ? Number(text) : text;
@@ -105,6 +105,7 @@ function read(address) {
       wanted[key] = value;
     }
   }
+  if (named.has("machine") && !named.has("devices")) wanted.devices = machineOf(wanted).ranks_per_host;
 }
 
 function addressOf(question) {
@@ -168,7 +169,8 @@ function makeControl(control, changed) {
   }
   const input = element("input", { id, type: "range", min: 0, step: 1 });
   input.addEventListener("input", () => changed(control.key, Number(input.dataset.values.split(" ")[input.value])));
-  return element("div", { class: "control", id: `${id}-row` }, label, input, element("output", { for: id, "aria-live": "off" }));
+  const output = element("output", { for: id, "aria-live": "off" }); // the slider says it itself
+  return element("div", { class: "control", id: `${id}-row` }, label, input, output);
 }
 
 function showControl(control, question) {
@@ -214,7 +216,8 @@ function table(caption, heads, rows) {
     const cells = figures.map((text) => element("td", {}, text));
     return element("tr", {}, element("th", { scope: "row" }, swatch, name), ...cells);
   });
-  return element("table", {}, element("caption", {}, caption), element("thead", {}, head), element("tbody", {}, ...body));
+  const parts = [element("caption", {}, caption), element("thead", {}, head), element("tbody", {}, ...body)];
+  return element("table", { class: "figures" }, ...parts);
 }
 
 function memoryShown(plan) {
@@ -225,7 +228,8 @@ function memoryShown(plan) {
   drawn.append(mark);
   const rows = parts.map(([part, size, color]) => [part, color, false, gib(size)]);
   rows.push(["together", "transparent", false, gib(plan.total)], ["budget", "var(--ink)", false, gib(plan.budget)]);
-  return section("Memory", drawn, table("of the rank that needs most, at the moment when it needs most", ["part", "size"], rows));
+  const caption = "of the rank that needs most, at the moment when it needs most";
+  return section("Memory", drawn, table(caption, ["part", "size"], rows));
 }
 
 function sentShown(plan) {
@@ -268,8 +272,10 @@ function verdictOf(question, plan) {
   const memory = plan.fits
     ? `fits: ${gib(plan.total)} of ${gib(plan.budget)}`
     : `does not fit: ${gib(plan.total)} of ${gib(plan.budget)}, ${gib(plan.total - plan.budget)} are missing`;
-  const pace = `A step takes ${rounded(plan.seconds)} s: ${count(plan.tokensPerSecond)} tokens/s, MFU ${plan.mfu.toFixed(3)}`;
-  const batch = `Each of ${count(plan.layout.dp)} parts of the batch has ${count(plan.local)}, in micro-batches of ${count(plan.microBatch)}`;
+  const rate = `${count(plan.tokensPerSecond)} tokens/s, MFU ${plan.mfu.toFixed(3)}`;
+  const pace = `A step takes ${rounded(plan.seconds)} s: ${rate}`;
+  const own = `${count(plan.local)} of ${count(question.batch)} samples, in micro-batches of ${count(plan.microBatch)}`;
+  const batch = `Each of ${count(plan.layout.dp)} data-parallel ranks takes ${own}`;
   return `${model} as ${plan.name} on ${count(plan.ranks)} devices of ${machine} ${memory}. ${pace}. ${batch}.`;
 }
 
@@ -289,8 +295,8 @@ function show() {
 
 function colors({ paper, ink, grid, idle }) {
   const { cp: yes, tp: no, dp_shard: accent } = AXIS_COLORS; // green, vermilion and blue
-  const variables = Object.entries({ paper, ink, grid, idle, yes, no, accent }).map(([name, color]) => `--${name}: ${color};`);
-  return `#planner { ${variables.join(" ")} }`;
+  const named = Object.entries({ paper, ink, grid, idle, yes, no, accent });
+  return `#planner { ${named.map(([name, color]) => `--${name}: ${color};`).join(" ")} }`;
 }
 
 // A link to a question, further down the page: what it does not name is as it was at first.
@@ -305,12 +311,14 @@ function start() {
   const theme = `${colors(light)} @media (prefers-color-scheme: dark) { ${colors(dark)} }`;
   const changed = (key, value) => {
     wanted[key] = value;
+    if (key === "machine") wanted.devices = machineOf(wanted).ranks_per_host;
     history.replaceState(null, "", show());
   };
+  const controls = CONTROLS.map((control) => makeControl(control, changed));
   document.getElementById("planner").replaceChildren(
     element("style", {}, theme),
     element("output", { id: "planner-verdict" }),
-    element("form", { "aria-label": "a model, a machine, a layout" }, ...CONTROLS.map((each) => makeControl(each, changed))),
+    element("form", { "aria-label": "a model, a machine, a layout" }, ...controls),
     element(
       "div",
       { id: "planner-answer" },

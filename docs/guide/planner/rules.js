@@ -83,12 +83,13 @@ function transformerRules({ model, layout, seq, ulysses }) {
   const { cp, tp } = layout;
   const first = contextRules(model, layout, seq, ulysses) || expertRules(model, layout);
   if (first || tp === 1) return first;
-  const rank = "between the sharded matrices each rank takes the same number of tokens";
+  const tokens = "between the sharded matrices each rank takes the same number of tokens";
+  const units = "each rank takes the same number of hidden units";
   return (
     kvHeadRules(model, tp) ||
     (cp === 1 || ulysses === 1 ? tpRule("n_heads", model.n_heads, tp, HEADS) : "") ||
-    (model.n_experts ? "" : tpRule("ffn_dim", model.hidden_dim, tp, "each rank takes the same number of hidden units")) ||
-    (cp === 1 ? tpRule("seq_length", seq, tp, rank) : "") ||
+    (model.n_experts ? "" : tpRule("ffn_dim", model.hidden_dim, tp, units)) ||
+    (cp === 1 ? tpRule("seq_length", seq, tp, tokens) : "") ||
     ((tp - 1) * Math.ceil(model.vocab_size / tp) >= model.vocab_size
       ? `vocab_size ${model.vocab_size} sharded over tp ${tp} leaves a rank without any of it`
       : "")

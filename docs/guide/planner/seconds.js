@@ -71,8 +71,8 @@ function sentByData(c, stage) {
   const sizes = sizesOf(c, stage), [shards] = shardsOf(c);
   const axis = layout.cp === 1 ? "dp_shard" : layout.dp_shard === 1 ? "cp" : "dp_shard_cp";
   if (replicas) {
-    const reduced =
-      parallel === "zero2" ? factor("reduce_scatter", shards) * sizes.padded : factor("all_reduce", shards) * sizes.local;
+    const [operation, elements] = parallel === "zero2" ? ["reduce_scatter", sizes.padded] : ["all_reduce", sizes.local];
+    const reduced = factor(operation, shards) * elements;
     const updated = parallel === "ddp" ? 0 : factor("all_gather", shards) * sizes.padded;
     return { [layout.dp_replicate > 1 ? "dp_replicate" : axis]: STORAGE * (reduced + updated) };
   }
