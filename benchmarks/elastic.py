@@ -94,7 +94,7 @@ class Follower:
                     self.from_memory += "a copy in memory" in line
                     self.lost.append(self.step + 1 - int(line.partition(" at step ")[2].split(",")[0]))
                     self.step -= self.lost[-1]
-                elif match := re.search(r" iter=(\d+) ", line):
+                elif match := re.search(r" iter=(\d+)\b", line):
                     self.step = int(match[1])
                 if " iter=" in line and self.trains:
                     for at, ranks in self.killed:

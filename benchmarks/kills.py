@@ -70,7 +70,7 @@ def kill(process: subprocess.Popen, what: str, outdir: Path, chance: random.Rand
 def logged(outdir: Path) -> int:
     """The last step that the run has logged; 0 before."""
     log = outdir / "log.txt"
-    steps = re.findall(r" iter=(\d+) ", log.read_text()) if log.exists() else []
+    steps = re.findall(r" iter=(\d+)\b", log.read_text()) if log.exists() else []
     return int(steps[-1]) if steps else 0
 
 

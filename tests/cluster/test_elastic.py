@@ -69,7 +69,7 @@ def test_a_host_is_cut_off_and_the_run_goes_on_from_memory(launcher, two_hosts, 
     words += ["--checkpoint_every", "1000", "--replica", "4"]
     process = launcher.start(*words, **two_hosts.variables)
     for line in process.stdout:
-        if " iter=17 " in line:
+        if " iter=17/" in line:
             two_hosts.cut()
             break
     out, err = process.communicate(timeout=PATIENCE)

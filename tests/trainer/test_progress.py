@@ -17,7 +17,7 @@ from mmm.trainer.loop.progress import StepsBar, terminal
 RUN = ["-m", "mmm.trainer.lm", "--preset", "debug", "--seq_length", "16", "--batch_size", "2", "--max_iters", "4"]
 RUN += ["--device", "cpu", "--no-plots", "--eval_batches", "1"]
 LAUNCH = [sys.executable, "-m", "mmm.launch", "-n", "2", "--device", "cpu"]
-ROW = re.compile(r"iter=(\d) loss=\S+ .* mfu=\S+")
+ROW = re.compile(r"iter=(\d)/4 loss=\S+ .* tps=\d+\b")
 
 
 def on_terminal(command, env):

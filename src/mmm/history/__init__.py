@@ -2,7 +2,7 @@
 
 >>> outdir = prepare(None, "fsdp_tp")                        # rank 0, before any process group
 >>> with History(outdir, ranks=[{"rank": 0, "host": "x1"}]) as history:
-...     line = history.update({"iter": 0, "loss": 10.78, "dt": 0.4})
+...     history.update({"iter": 0, "loss": 10.78, "dt": 0.4})
 >>> load(outdir).loss                                        # also while it runs, and after a kill
 
 Importing this package imports neither torch, xarray, matplotlib nor plotext: `load` and the plots do when called.

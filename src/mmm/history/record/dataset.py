@@ -75,6 +75,11 @@ def about(name: str) -> dict[str, str]:
     return {**attrs, "units": unit} if unit else attrs
 
 
+def is_known(name: str) -> bool:
+    """Whether a column is one of those that many programs have, by a name of ours."""
+    return name in _ABOUT
+
+
 def legend(names: Iterable[str]) -> str:
     """A line for each of a row's columns that has more to say than its name."""
     lines = []
@@ -83,7 +88,9 @@ def legend(names: Iterable[str]) -> str:
         unit = f", {attrs['units']}" if "units" in attrs else ""
         if attrs["long_name"] != name:
             lines.append(f"  {name:<12} {attrs['long_name']}{unit}")
-    return "\n".join(["a row's columns", *lines])
+    return "\n".join(
+        ["a row's columns", *lines, "  (its line has as many as 120 columns hold, and the record has all)"]
+    )
 
 
 class Columns(NamedTuple):

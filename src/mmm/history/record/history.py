@@ -88,13 +88,12 @@ class History:
 
     def update(
         self, row: Mapping[str, float | int], per_rank: Mapping[str, Sequence[float] | np.ndarray] | None = None
-    ) -> str:
-        """Keep one row, and return its line for the log: ``iter=2 loss=10.783049 dt=0.400887``.
+    ) -> None:
+        """Keep one row.
 
         Args:
-            row: values by name, in the order they are printed. A name may appear later; earlier rows then hold NaN.
-            per_rank: one value a rank by name, in rank order. The line shows rank 0's, where `row` has the name (that
-                value is not kept) or else at the end.
+            row: values by name. A name may appear later; earlier rows then hold NaN.
+            per_rank: one value a rank by name, in rank order; a value that `row` has by that name is not kept.
 
         Raises:
             RecordError: a name or a value does not fit, or, when the rows are due, the journal cannot be written.
@@ -103,20 +102,18 @@ class History:
         if self._closed:
             raise RecordError(f"the history in {self.outdir} is closed: no row can be added.")
         per_rank = per_rank or {}
-        shown: dict[str, float | int] = {}
         scalars: dict[str, float | int] = {}
         spread: dict[str, list[float | int]] = {}
         for name, value in row.items():
             if name not in self._names:
                 self._admit(name)
-            shown[name] = value if type(value) is float or type(value) is int else _number(name, value)
+            number = value if type(value) is float or type(value) is int else _number(name, value)
             if name not in per_rank:
-                scalars[name] = shown[name]
+                scalars[name] = number
         for name, rank_values in per_rank.items():
             if name not in self._names:
                 self._admit(name)
             values = self._one_a_rank(name, rank_values)
-            shown[name] = values[0] if self._full else _number(name, values[0])
             if self._full:
                 spread[name] = values
             else:
@@ -125,7 +122,6 @@ class History:
         self._next += 1
         if len(self._pending) >= self.flush_every or time.monotonic() - self._flushed >= FLUSH_SECONDS:
             self.flush()
-        return " ".join([f"{name}={_shown(value)}" for name, value in shown.items()])
 
     def flush(self) -> None:
         """Write the rows kept since the last write. RecordError if that fails; they stay in memory."""
@@ -235,10 +231,3 @@ def _reduced(name: str, values: list[float | int]) -> dict[str, float | int]:
         f"{name}_max": float(np.nanmax(column)),
         f"{name}_argmax": int(np.nanargmax(column)),
     }
-
-
-def _shown(value: float | int) -> str:
-    if type(value) is int:
-        return str(value)
-    size = abs(value)
-    return f"{value:.6e}" if 0 < size < 1e-4 or size >= 1e6 else f"{value:.6f}"

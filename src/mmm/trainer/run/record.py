@@ -29,6 +29,7 @@ from mmm.runtime.process_group import gather_objects
 from mmm.runtime.ranks import command_line
 from mmm.trainer.config.run import StepOptions, flags_of
 from mmm.trainer.run.core import Hook, Run
+from mmm.trainer.run.lines import done, row_line
 from mmm.trainer.run.rows import Row, Totals
 from mmm.trainer.run.tables import mesh_table, rank_table, tp_over_hosts
 
@@ -141,12 +142,29 @@ class Record(Hook):
             if not self._has_legend:
                 self._has_legend = True
                 run.log.info("%s", legend(row.numbers))
-            row.line = self.history.update(row.numbers, row.per_rank)
+            self.history.update(row.numbers, row.per_rank)
+            steps = self.steps(run, row.at)
+            row.line = row_line(row.numbers, run.name, steps, self.totals.left(steps))
+
+    def steps(self, run: Run, at: Mapping[str, int]) -> float | None:
+        """How many there will be of what a row counts; None where that is not known."""
+        if "iter" not in at:
+            return getattr(run.options, "epochs", None)
+        steps = self.facts.get("steps")
+        return steps if isinstance(steps, int) else None
 
     def end(self, run: Run, error: BaseException | None) -> None:
         self.close(run, error)
+        if error is None and self.history is not None and self._is_curve:
+            run.log.info("%s", done(self.totals, time.time() - began()))
+            for line in self.kept(run, self.history.outdir):
+                run.log.info("%s", line)
         if error is None and self._is_curve and run.outdir is not None and draws_plots(run):
             draw_plots(run, run.outdir)
+
+    def kept(self, run: Run, outdir: Path) -> list[str]:
+        """Where the weights are, at the run's end, and the line that goes on from them."""
+        return []
 
     def close(self, run: Run, error: BaseException | None) -> None:
         """The record is complete. error: what has ended the run."""

@@ -25,6 +25,7 @@ from mmm.runtime.process_group import broadcast_object
 from mmm.runtime.stop import StopSignal, stop_signal
 from mmm.trainer.config.run import BaseOptions
 from mmm.trainer.config.training import CheckpointOptions, check_resume
+from mmm.trainer.run.closing import below, line_that_goes_on
 from mmm.trainer.run.core import Run
 from mmm.trainer.run.origin import Origin, check_files, check_origin, check_steps_left, identity_of, newest_first
 from mmm.trainer.run.record import Record
@@ -114,6 +115,16 @@ class ResumableRecord(Record):
 
     def resume(self, run: Run) -> Resume | None:
         return None if self.folder is None else record_goes_on(self.folder, self.origin, str(run.layout))
+
+    def kept(self, run: Run, outdir: Path) -> list[str]:
+        if self.options is None:
+            return []
+        model, found = outdir / "model.pt", steps_of(outdir / CHECKPOINTS)
+        files = [below(path) for path in (model, *found[:1]) if path.exists()]
+        lines = [f"weights: {', '.join(files) if files else 'none are kept'}"]
+        if found:
+            lines.append(f"to go on: {line_that_goes_on(outdir, run.options, self.totals.count)}")
+        return lines
 
     def close(self, run: Run, error: BaseException | None) -> None:
         if error is None and self.finish_save is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 import socket
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -17,6 +18,8 @@ from torch.nn.utils.rnn import pad_sequence
 from mmm.runtime.clock import OWN
 from mmm.runtime.process_group import broadcast_object, gather_objects
 from mmm.runtime.ranks import Rank
+
+RECENT_ROWS = 50
 
 
 @dataclass
@@ -68,21 +71,43 @@ class Totals:
 
     Attributes:
         seconds: in steps. samples, tokens: of all ranks.
+        at: the step of the last row, as ("iter", 19), or its epoch. last: the last of each number.
+        recent: seconds of a step, or epoch, of the last rows, without the first, which starts what is slow to start.
     """
 
     seconds: float = 0.0
     samples: float = 0.0
     tokens: float = 0.0
+    at: tuple[str, int] | None = None
+    last: dict[str, float] = field(default_factory=dict)
+    recent: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT_ROWS))
     _before: int | None = None
 
     def add(self, row: Row) -> None:
+        if self.at is not None:
+            self.recent.append(row.numbers["dt"])
         step = row.at.get("iter")
+        self.at = next(((name, row.at[name]) for name in ("iter", "epoch") if name in row.at), ("row", 0))
+        self.last |= row.numbers
         steps = step - self._before if step is not None and self._before is not None else 1
         self._before = step
         steps = max(steps, 1)  # where another training begins, its first step
         self.seconds += steps * row.numbers["dt"]
         self.samples += steps * row.samples
         self.tokens += steps * row.tokens
+
+    @property
+    def count(self) -> int:
+        """Steps that are done, or epochs."""
+        name, number = self.at or ("row", 0)
+        return number + 1 if name == "iter" else number
+
+    def left(self, total: float | None) -> float | None:
+        """Seconds for the rest of so many steps, or epochs, at the pace of the last rows; None where there is no rest,
+        or no pace is known."""
+        if total is None or not self.recent or total <= self.count:
+            return None
+        return (total - self.count) * sum(self.recent) / len(self.recent)
 
     def rates(self) -> dict[str, float]:
         """Mean samples a second (``sps``), and tokens where there are (``tps``); empty without a row."""

@@ -1,0 +1,91 @@
+"""The lines of a run in the log: of each row, in 120 columns, and of its end. The record has every number, in full."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from mmm.history.record.dataset import is_known
+from mmm.trainer.run.rows import Totals
+
+WIDTH = 120
+HEAD = len("[2025-01-03 09:58:07.893360][INFO][:227] - ")  # before the line, without the program's name
+LOSSES = ("loss", "train_loss", "val_loss", "test_loss")
+# What a program adds by a name of its own is always there, and so are these.
+FIRST = ("iter", "epoch", *LOSSES, "test_acc", "dt")
+THEN = (("dtf", "dtb"), ("dtw",), ("grad_norm",), ("lr",), ("mfu",), ("val_bpb",), ("dto",))  # while there is room
+DROPPED = ("left", "dt")  # in turn, from a row that is too long without the others, such as one with an evaluation
+RATES = ("sps", "tps", "sps_per_gpu", "tps_per_gpu")
+RATE_UNITS = {"tps": "tokens/s", "sps": "samples/s"}
+UNITS = ((86400.0, "d"), (3600.0, "h"), (60.0, "m"))
+
+
+def row_line(
+    numbers: Mapping[str, float | int], program: str, steps: float | None = None, left: float | None = None
+) -> str:
+    """``iter=19/120 loss=2.6133 dt=0.483 dtf=0.182 dtb=0.299 tps=4237 left=49s``, in the order of `numbers`.
+
+    Args:
+        program: the name that stands in the line's head.
+        steps: of the run, or epochs; None where that is not known. left: seconds for those that are left.
+    """
+    words = {name: f"{name}={shown(name, value)}" for name, value in numbers.items()}
+    place = next((name for name in ("iter", "epoch") if name in words), None)
+    if steps and place:
+        words[place] += f"/{steps:.0f}"
+    if left is not None:
+        words["left"] = f"left={short_duration(left)}"
+    always = {*FIRST, "left", "tps" if "tps" in words else "sps", *(["skipped"] if numbers.get("skipped") else [])}
+    kept = {name: word for name, word in words.items() if name in always or not is_known(name)}
+    most = WIDTH - HEAD - len(program)
+    for name in DROPPED:
+        if len(" ".join(kept.values())) > most:
+            kept.pop(name, None)
+    for names in THEN:
+        more = kept | {name: words[name] for name in names if name in words}
+        if len(" ".join(more.values())) > most:
+            break
+        kept = more
+    return " ".join(word for name, word in words.items() if name in kept)
+
+
+def shown(name: str, value: float | int) -> str:
+    """Four decimals of a loss, three digits of others, no fraction of a large rate."""
+    if type(value) is int:
+        return str(value)
+    if name in LOSSES or name == "val_bpb":
+        size = abs(value)
+        return f"{value:.4f}" if 0.1 <= size < 1e3 else f"{value:#.4g}" if 1e-4 <= size < 1e3 else f"{value:.4e}"
+    if name in RATES and abs(value) >= 100:
+        return f"{value:.0f}"
+    return f"{value:#.3g}".removesuffix(".") if not 1e3 <= abs(value) < 1e6 else f"{value:.0f}"
+
+
+def short_duration(seconds: float) -> str:
+    """As "40s", "12m", "3.5h", "2.1d"."""
+    for size, unit in UNITS:
+        if seconds >= size:
+            return f"{seconds / size:.0f}{unit}" if unit == "m" else f"{seconds / size:.1f}{unit}"
+    return f"{seconds:.0f}s"
+
+
+def done(totals: Totals, seconds: float) -> str:
+    """``done: 120 steps; 1.2 min since the start, 58.3 s in steps, 4,237 tokens/s on average; loss 2.6133``.
+
+    Args:
+        seconds: since the start.
+    """
+    count = totals.count
+    rates = totals.rates()
+    rate = next((f", {rates[name]:,.0f} {unit} on average" for name, unit in RATE_UNITS.items() if name in rates), "")
+    what = "epoch" if "epoch" in (totals.at or ()) else "step"
+    took = f"{in_words(seconds)} since the start, {in_words(totals.seconds)} in steps"
+    last = [f"{name} {shown(name, value)}" for name, value in totals.last.items() if name in (*LOSSES, "test_acc")]
+    return f"done: {count} {what}{'s' if count != 1 else ''}; {took}{rate}; {', '.join(last)}"
+
+
+def in_words(seconds: float) -> str:
+    """As "58.3 s", "12.5 min", "3.5 h"."""
+    for size, unit in ((3600.0, "h"), (60.0, "min")):
+        if seconds >= size:
+            return f"{seconds / size:.1f} {unit}"
+    return f"{seconds:.1f} s"

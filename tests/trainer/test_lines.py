@@ -1,0 +1,118 @@
+"""A row's line fits 120 columns, whatever a trainer logs; and what a run says at its end."""
+
+import math
+import shlex
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from mmm.contract import LINE_VARIABLE
+from mmm.trainer.run.closing import below, line_that_goes_on, without
+from mmm.trainer.run.lines import HEAD, WIDTH, done, in_words, row_line, short_duration, shown
+from mmm.trainer.run.rows import Row, Totals
+
+TIMES = {"dt": 0.483317, "dtd": 0.00092, "dtf": 0.18197, "dtb": 0.299444, "dto": 0.000983}
+MORE = {"lr": 0.003, "grad_norm": 1.23456, "sps": 33.104, "tps": 4237.31, "sps_per_gpu": 8.276, "tps_per_gpu": 1059.3}
+
+
+def row(step=119, **more):
+    return {"iter": step, "loss": 2.613306, **TIMES, **MORE, **more}
+
+
+def test_the_line_of_the_main_example():
+    line = row_line(row(), "fsdp_tp", 120, 240.4)
+    assert line == "iter=119/120 loss=2.6133 dt=0.483 dtf=0.182 dtb=0.299 tps=4237 left=4m"
+    assert HEAD + len("fsdp_tp") + len(line) == WIDTH
+    assert row_line(row(), "lm").startswith("iter=119 loss=2.6133 dt=0.483 dtf=0.182 dtb=0.299 ")
+
+
+@pytest.mark.parametrize("step", [0, 12345])
+@pytest.mark.parametrize("more", [{}, {"val_loss": 2.42, "val_bpb": 3.5, "mfu": 0.41}], ids=["plain", "validated"])
+@pytest.mark.parametrize("program", ["lm", "context_parallel"])
+def test_no_line_is_longer(step, more, program):
+    line = row_line(row(step, **more), program, 20000, 36000)
+    assert HEAD + len(program) + len(line) <= WIDTH
+    for name in ("iter", "loss", "tps", *(["val_loss"] if more else ["dt"])):
+        assert f"{name}=" in line
+    assert ("dtf=" in line) == ("dtb=" in line)
+
+
+def test_what_is_always_there():
+    """Columns of a program's own; steps that were skipped, where there are; a rate."""
+    line = row_line(row(imbalance=1.25, skipped=0, stage=1), "x" * 60, 20000, 36000)
+    assert " imbalance=1.25 stage=1" in line
+    assert "skipped" not in line
+    assert " skipped=3 " in row_line(row(skipped=3), "lm", 5, 1)
+    vision = {"epoch": 1, "train_loss": 0.5, "test_loss": 0.4, "test_acc": 91.25, "dt": 3.0, "sps": 512.4}
+    assert row_line(vision, "cnn", 3) == "epoch=1/3 train_loss=0.5000 test_loss=0.4000 test_acc=91.2 dt=3.00 sps=512"
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "text"),
+    [
+        ("loss", 10.783049, "10.7830"),
+        ("loss", 0.002576, "0.002576"),
+        ("loss", 3e-7, "3.0000e-07"),
+        ("loss", 0.0, "0.0000e+00"),
+        ("loss", math.nan, "nan"),
+        ("loss", math.inf, "inf"),
+        ("tps", 123456.7, "123457"),
+        ("sps", 0.512345, "0.512"),
+        ("dt", 0.000983, "0.000983"),
+        ("dt", 1234.5, "1234"),
+        ("dt", 481.2, "481"),
+        ("lr", 0.0003, "0.000300"),
+        ("x", 7, "7"),
+    ],
+)
+def test_digits(name, value, text):
+    assert shown(name, value) == text
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(0.2, "0s"), (59.4, "59s"), (240, "4m"), (5400, "1.5h"), (180000, "2.1d")]
+)
+def test_time_left(seconds, text):
+    assert short_duration(seconds) == text
+
+
+def totals(*steps):
+    kept = Totals()
+    for step, dt in steps:
+        kept.add(Row({"iter": step}, 1.0, 4, 8, {"iter": step, "loss": 2.5, "val_loss": 3.5, "dt": dt}))
+    return kept
+
+
+def test_totals():
+    kept = totals((0, 10.0), (3, 1.0), (6, 2.0))
+    assert kept.rates() == {"sps": 28 / 19, "tps": 56 / 19}  # of rows that stand for 1, 3 and 3 steps
+    assert kept.left(10) == 3 * 1.5  # the first row, which starts what is slow to start, is not in it
+    assert totals((0, 10.0)).left(10) is None
+    assert kept.left(None) is None
+    assert kept.left(7) is None
+    assert Totals().rates() == {}
+
+
+def test_what_a_run_says_at_its_end():
+    said = (
+        "done: 7 steps; 1.5 min since the start, 19.0 s in steps, 3 tokens/s on average; loss 2.5000, val_loss 3.5000"
+    )
+    assert done(totals((0, 10.0), (3, 1.0), (6, 2.0)), 90.0) == said
+    assert [in_words(seconds) for seconds in (1, 60, 7200)] == ["1.0 s", "1.0 min", "2.0 h"]
+
+
+def test_the_line_that_goes_on(tmp_path, monkeypatch):
+    typed = "launch -n 2 python3 -m mmm.trainer.lm --max-iters 5 --overwrite --resume=a --lr 0.1 --outdir 'b c'"
+    monkeypatch.setenv(LINE_VARIABLE, typed)
+    begin = ["launch", "-n", "2", "python3", "-m", "mmm.trainer.lm", "--lr", "0.1", "--outdir", str(tmp_path)]
+    for options, more in (
+        (SimpleNamespace(max_iters=5, epochs=None), ["--max_iters", "10"]),
+        (SimpleNamespace(max_iters=None, epochs=3), ["--epochs", "6"]),
+        (SimpleNamespace(), []),
+    ):
+        assert shlex.split(line_that_goes_on(tmp_path, options, 5)) == [*begin, "--resume", "auto", *more]
+    assert without(["--a", "1", "2", "--b"], ["a"]) == ["2", "--b"]
+    monkeypatch.chdir(tmp_path)
+    assert below(tmp_path / "out") == "out"
+    assert below(Path("/elsewhere")) == "/elsewhere"
