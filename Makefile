@@ -89,7 +89,7 @@ mutants: $(READY)
 # The site, in site/, from docs/: open site/index.html. Then the tests of it: each link, and what the pages' commands print.
 # MMM_WRITE_DOCS=1 make docs writes outputs and pictures anew.
 docs: $(DOCS)
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 	$(BIN)/python -m pytest -m docs tests/docs $(TEST_FLAGS)
 
 lint: $(LINT)
