@@ -73,7 +73,8 @@ class HeldTensors:
     Attributes:
         techniques: on the layout.
         sample: shape of what a step's forward takes of one data-parallel coordinate; empty where nobody says.
-        stages: of a pipeline, the modules on each coordinate of pp; empty without. microbatches: of a step.
+        stages: of a pipeline, the modules on each coordinate of pp; empty without. stages_per_rank: of it; else 1.
+        microbatches: of a step.
         parameters: in the model's order. updated: by the optimizer, once it has made a step.
     """
 
@@ -85,9 +86,11 @@ class HeldTensors:
         partition = getattr(resolved, "partition", None)
         self.microbatches: int = 1 if partition is None else partition.microbatches
         self.stages: tuple[tuple[str, ...], ...] = ()
+        self.stages_per_rank = 1
         if partition is not None and partition.stages:
             names, pp, schedule = partition.names(), layout.pp, self.techniques.schedule
-            numbers = [stages_of(coordinate, pp, schedule, len(names) // pp) for coordinate in range(pp)]
+            self.stages_per_rank = len(names) // pp
+            numbers = [stages_of(coordinate, pp, schedule, self.stages_per_rank) for coordinate in range(pp)]
             self.stages = tuple(tuple(name for stage in own for name in names[stage]) for own in numbers)
 
     def add(self, named: Iterable[tuple[str, Tensor]]) -> None:

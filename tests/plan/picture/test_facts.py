@@ -76,6 +76,7 @@ def test_bytes_are_those_that_are_counted(name):
         for flow in facts.flows(report.rank):
             calls, sent = shown.get((flow.axis, flow.operation), (0, 0.0))
             shown[flow.axis, flow.operation] = calls + flow.calls, sent + flow.sent
+        assert facts.frees_weights == (name == "dp2.tp2")
         assert shown == {key: (entry.calls, entry.sent) for key, entry in counted.items()}
 
 
@@ -88,6 +89,8 @@ def test_of_a_pipeline():
         assert facts.modules(rank) == facts.modules(rank + 1)
     assert facts.modules(0) == ("tok_embeddings", "layers.0", "layers.1")
     assert facts.modules(2) == ("layers.2", "layers.3", "norm", "output")
+    assert not facts.frees_weights  # FSDP keeps them for all micro-batches
+    assert not facts.loops
 
 
 @pytest.mark.parametrize(

@@ -136,5 +136,5 @@ def test_terminal():
     assert "\x1b[38;2;" in text_of(FEW, range(4), 100, color=True)
     (row,) = [line for line in text.splitlines() if "all-gather" in line]
     assert row.strip("█ ").startswith("1 × all-gather")
-    assert row.endswith("3.91 KiB  a layer's weights, before it computes; freed after it")
+    assert row.endswith("3.91 KiB  a layer's weights, before it computes; they stay until the step ends")
     assert max(map(len, text_of(FEW, range(4), 60, color=False).splitlines()[:30])) <= 60

@@ -117,7 +117,7 @@ class Arrangement:
                 pad = HOST - 2 if len(by_host) > 1 else HOST
                 box = left - pad, top - pad - 12, right - left + 2 * pad, bottom - top + 2 * pad + 10
                 found.append(Rect(*box, fill="idle", stroke="grid", radius=10))
-                found.append(Text(left, top - pad + 1, name, 10, opacity=0.8))
+                found.append(Text(right, top - pad + 1, name, 10, "end", opacity=0.8))
             else:
                 found += [Text(x, y - 4, name, 9, opacity=0.8) for x, y in corners]
         return found
@@ -165,6 +165,8 @@ class Arrangement:
         left, found = x + self.card_width, list[Item]()
         there = left + BLOCKS
         y += 0.36 * self.card_height
+        if self.facts.loops:
+            return self._both_ways(left, there, y)
         for sender, part in ((rank, "forward"), (other, "backward")):
             forward = part == "forward"
             flows = [flow for flow in self.facts.flows(sender) if (flow.axis, flow.operation) == ("pp", "send")]
@@ -177,6 +179,14 @@ class Arrangement:
             found.append(Text((left + there) / 2, y + line / 2 + 13, words.size(count), 9, "middle"))
             y += 54
         return found
+
+    def _both_ways(self, left: float, right: float, y: float) -> list[Item]:
+        """Of ranks with several stages, whose messages are not told apart."""
+        sent = self.facts.sent(self.ranks[0]).get("pp", 0.0)
+        line, middle = self.line(sent), (left + right) / 2
+        found = arrow(left + 4, y, right - 4, y, line, color_of("pp"), both=True)
+        found.append(Text(middle, y - line / 2 - 6, "pp", 9, "middle", bold=True))
+        return [*found, Text(middle, y + line / 2 + 13, words.size(sent), 9, "middle")]
 
     def _over(self, rank: int, other: int) -> list[tuple[str, float]]:
         """The axes on which two ranks are in one group, and what the first sends over each in a step."""

@@ -16,6 +16,7 @@ from mmm.plan.picture.scene import Item, Line, Polygon, Rect, Text, wrapped
 
 PAD, SIDE = 9.0, 36.0  # inside a card; the longer side of a grid
 SMALL, LABEL = 9.0, 9.5  # sizes of text
+LEAST = 2.0  # sides of a part that is drawn
 NARROW = 130.0  # a card that is narrower says less
 ALIASES = {"dp_shard_cp": "dp_shard", "expert_dp": "dp_shard", "cp_ring": "cp", "cp_ulysses": "cp"}
 
@@ -163,5 +164,5 @@ def _batch(facts: Facts, rank: int, left: float, top: float, width: float) -> tu
 def _inside(part: Grid, x: float, y: float, width: float, height: float) -> tuple[float, float, float, float]:
     """Where a part is, in the rectangle of all."""
     across, down = width / part.columns, height / part.rows
-    corner = x + part.left * across, y + part.top * down
-    return *corner, max((part.right - part.left) * across, 1.2), max((part.bottom - part.top) * down, 1.2)
+    wide, high = max((part.right - part.left) * across, LEAST), max((part.bottom - part.top) * down, LEAST)
+    return min(x + part.left * across, x + width - wide), min(y + part.top * down, y + height - high), wide, high

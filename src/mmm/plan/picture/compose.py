@@ -45,8 +45,8 @@ def picture(facts: Facts, made_by: str) -> Scene:
     reports = facts.dry.ranks
     for report in reports:
         if len(reports) > 1:
-            stage = report.coordinates["pp"]
-            items.append(Text(MARGIN, y + 14, f"rank {report.rank}, stage {stage}", 12, bold=True))
+            name = f"rank {report.rank}, pp {report.coordinates['pp']}"
+            items.append(Text(MARGIN, y + 14, name, 12, bold=True))
             y += 24
         more, y = strip(facts, report.rank, MARGIN, y + 4, width - 2 * MARGIN)
         items += more
@@ -100,7 +100,7 @@ def _spoken(facts: Facts) -> list[str]:
     found = []
     for report in facts.dry.ranks:
         for flow in facts.flows(report.rank):
-            operation, what = words.OPERATIONS.get(flow.operation, flow.operation), words.meaning(flow)
+            operation, what = words.OPERATIONS.get(flow.operation, flow.operation), words.meaning(facts, flow)
             sent = f"{flow.calls} {operation} over {flow.axis}, {words.size(flow.sent)}"
             found.append(f"Rank {report.rank}, {flow.part}: {sent}" + (f" ({what})." if what else "."))
     return found

@@ -113,6 +113,19 @@ class Facts:
         """The first rank after each host."""
         return list(accumulate(self.hosts))
 
+    @property
+    def loops(self) -> bool:
+        """Whether the ranks of a pipeline have several stages each. Then a message to a rank may be of a forward or of
+        a backward: they are not told apart."""
+        return self.held(0).stages_per_rank > 1
+
+    @property
+    def frees_weights(self) -> bool:
+        """Whether what FSDP has gathered for forward is gathered once more for backward."""
+        data = ("dp_shard", "dp_shard_cp", "cp", "expert_dp")
+        flows = [flow for report in self.dry.ranks for flow in self.flows(report.rank)]
+        return any((f.part, f.operation) == ("backward", "all_gather") and f.axis in data for f in flows)
+
     @cached_property
     def matrices(self) -> list[HeldTensor]:
         """The matrices that are drawn: the largest of a layer, and where tp shards some by rows and others by columns,
@@ -204,7 +217,7 @@ class Facts:
         """The calls of a step that send something, in their order, each with its part of the step."""
         report = self.report(rank)
         calls = [each for each in report.calls if each.call.size > 1 and each.call.operation not in SILENT]
-        return list(zip(_parts_of(calls, report.coordinates["pp"]), calls, strict=True))
+        return list(zip(_parts_of(calls, self.loops), calls, strict=True))
 
     def flows(self, rank: int) -> list[Flow]:
         """What a rank sends in a step, in the order in which each came first."""
@@ -260,16 +273,20 @@ def _runs(positions: Sequence[int]) -> list[tuple[int, int]]:
     return runs
 
 
-def _parts_of(calls: Sequence[SentCall], pp: int) -> list[str]:
+def _parts_of(calls: Sequence[SentCall], loops: bool) -> list[str]:
     """The part of a step that each call belongs to. A message to the next stage is of a forward, one to the stage
-    before of a backward. What comes after the last backward is of the optimizer, but for sums of gradients."""
+    before of a backward. What comes after the last backward is of the optimizer, but for sums of gradients.
+
+    Args:
+        loops: as `Facts.loops`: all messages count as forward's.
+    """
     in_backward = [at for at, each in enumerate(calls) if each.doing == "backward" or each.call.operation == "send"]
     last = in_backward[-1] if in_backward else len(calls)
     parts = []
     for at, each in enumerate(calls):
         call = each.call
         if each.axis == "pp" and call.operation == "send":
-            parts.append("forward" if call.root == (pp + 1) % call.size and call.rank < call.size - 1 else "backward")
+            parts.append("forward" if loops or call.root > call.rank else "backward")
         elif call.operation == "reduce_scatter" and at > last:
             parts.append("backward")
         else:

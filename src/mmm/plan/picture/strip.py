@@ -67,7 +67,7 @@ def _row(facts: Facts, flow: Flow, x: float, y: float, width: float) -> tuple[li
         Text(x + 14, y + 23, f"{flow.axis} · {words.size(flow.sent)}", 10),
     ]
     below = y + 28
-    if what := words.meaning(flow):
+    if what := words.meaning(facts, flow):
         for line in wrapped(what, width - 14, 10):
             items.append(Text(x + 14, below + 7, line, 10, opacity=0.75))
             below += 12

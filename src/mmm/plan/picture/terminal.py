@@ -111,12 +111,12 @@ def _sent(facts: Facts, rank: int, color: bool) -> list[str]:
     for part in PARTS:
         here = [flow for flow in flows if flow.part == part]
         lines.append(HEADS[part] + ("" if here else ": nothing travels"))
-        lines += [_row(flow, most, color) for flow in here]
+        lines += [_row(facts, flow, most, color) for flow in here]
     return lines
 
 
-def _row(flow: Flow, most: float, color: bool) -> str:
+def _row(facts: Facts, flow: Flow, most: float, color: bool) -> str:
     bar = FULL * max(1, round(BAR * flow.sent / most))
     operation = words.OPERATIONS.get(flow.operation, flow.operation)
-    text = f"{f'{flow.calls} × {operation}':<22}{flow.axis:<14}{words.size(flow.sent):>9}  {words.meaning(flow)}"
+    text = f"{f'{flow.calls} × {operation}':<22}{flow.axis:<14}{words.size(flow.sent):>9}  {words.meaning(facts, flow)}"
     return f"  {_painted(f'{bar:<{BAR}}', flow.axis, color)}  {text}".rstrip()

@@ -24,7 +24,7 @@ HELD = {
     "zero2": "Every rank has all weights; of gradients and optimizer state it has its own rows alone. It updates "
     "these, and then gathers the rows that the others have updated.",
     "fsdp": "Every rank has its rows of each weight, of its gradient and of its optimizer state. A layer's weights are "
-    "gathered just before it computes, and freed after it.",
+    "gathered just before it computes, {freed}.",
     "hsdp": "Inside a group of dp_shard every rank has its rows of each weight, as in FSDP; the groups of dp_replicate "
     "have the same rows and other samples, and sum the gradients of these.",
 }
@@ -32,8 +32,13 @@ AXES = {
     "tp": "Over tp each matrix is sharded by rows or columns: the ranks of a group have the same samples, and send "
     "activations, never weights.",
     "pp": "Over pp the layers are split into stages: activations go to the next stage, their gradients come back.",
-    "cp": "Over cp each rank has its part of every sequence; attention needs the keys and values of the others.",
+    "cp": "Over cp each rank has two pieces of every sequence, which gives all the same work in causal attention.",
     "ep": "Over ep the experts are shared out: each token travels to the experts that it has chosen, and back.",
+}
+CP = {
+    "ring": "In attention the keys and values go round the ring, until each rank has seen those of all.",
+    "ulysses": "In attention a rank gets all tokens of some heads in exchange for its tokens of the others.",
+    "usp": "In attention neighbours exchange heads for tokens, and keys and values go round a ring of such groups.",
 }
 SEQUENCE = "Between the products a rank keeps its own tokens alone (sequence parallel): those in the frame."
 DATA = ("dp_shard", "dp_replicate", "dp_shard_cp", "expert_dp", "cp")
@@ -97,8 +102,13 @@ def sentences(facts: Facts) -> list[str]:
     texts = []
     if layout.dp > 1 or layout.cp > 1:
         hybrid = layout.dp_replicate > 1 and layout.dp_shard > 1
-        texts.append(HELD["hsdp" if hybrid else "fsdp" if technique in ("zero3", "hsdp") else technique])
+        text = HELD["hsdp" if hybrid else "fsdp" if technique in ("zero3", "hsdp") else technique]
+        texts.append(text.format(freed="and freed after it" if facts.frees_weights else "and stay until the step ends"))
     texts += [text for axis, text in AXES.items() if getattr(layout, axis) > 1]
+    if layout.cp > 1:
+        texts.append(CP[facts.techniques.cp_style])
+    if layout.pp > 1:
+        texts.append(f"The samples of a step go through the stages in {facts.held(0).microbatches} micro-batches.")
     return [*texts, SEQUENCE] if facts.between_products(0) else texts
 
 
@@ -118,10 +128,14 @@ def others(facts: Facts, shown: Sequence[int]) -> list[str]:
     return lines
 
 
-def meaning(flow: Flow) -> str:
+def meaning(facts: Facts, flow: Flow) -> str:
     """What a flow is for; empty where nothing is known."""
+    if flow.axis == "pp" and flow.operation == "send" and facts.loops:
+        return "activations, and in backward their gradients, between stages"
     kind = "cp" if flow.axis.startswith("cp") and flow.operation in ("send", "all_to_all") else flow.axis
     kind = "data" if kind in DATA and kind == flow.axis and (kind != "cp" or flow.operation != "send") else kind
+    if (kind, flow.operation, flow.part) == ("data", "all_gather", "forward") and not facts.frees_weights:
+        return "a layer's weights, before it computes; they stay until the step ends"
     small = "a few numbers: the gradients' norm, the loss"
     if flow.operation == "all_reduce" and flow.part == "optimizer" and flow.sent / flow.calls < FEW:
         return small
