@@ -1,7 +1,6 @@
 """The example as a user runs it."""
 
 import re
-import subprocess
 import sys
 from pathlib import Path
 
@@ -16,24 +15,23 @@ from mmm.examples.context_parallel import Config, positions_of, ring_attention, 
 from mmm.parallel.cp.ring import RingAttention
 from mmm.parallel.cp.ring import positions_of as package_positions
 from mmm.trainer.config.command_line import configure
-from support.clock import PATIENCE
+from support.programs import run_program
 
 LAUNCH = str(Path(sys.executable).parent / "launch")
 
 
 @pytest.mark.long
-def test_same_losses_as_on_one_device(tmp_path):
+def test_same_losses_as_on_one_device(run_on_ranks, tmp_path):
     """cp2·tp2 by a ring, against a process that nothing started as a rank."""
     flags = ["--preset", "debug", "--seq_length", "32", "--global_batch_size", "4", "--eval_batches", "1"]
-    flags += ["--dtype", "fp64", "--max_iters", "3", "--tp", "2", "--outdir", str(tmp_path / "four")]
-    command = [LAUNCH, "-n", "4", "--device", "cpu", "python3", "-m", "mmm.examples.context_parallel", *flags]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE)
+    flags += ["--dtype", "fp64", "--max_iters", "3", "--tp", "2", "--no-plots", "--outdir", tmp_path / "four"]
+    done = run_program(run_on_ranks, 4, "mmm.examples.context_parallel", *flags)
     assert done.returncode == 0, done.stderr
     assert "layout cp2·tp2" in done.stdout
     assert "dim 1 over tp, dim 0 over dp_shard_cp" in done.stdout
     assert "Warning" not in done.stderr
     sizes = {"preset": "debug", "seq_length": 32, "global_batch_size": 4, "eval_batches": 1}
-    train(configure(Config, **sizes, outdir=tmp_path / "one", max_iters=3, dtype="fp64"))
+    train(configure(Config, **sizes, outdir=tmp_path / "one", max_iters=3, dtype="fp64", plots=False))
     one, four = (mmm.history.load(tmp_path / name) for name in ("one", "four"))
     np.testing.assert_allclose(one.loss, four.loss, rtol=1e-9)
     np.testing.assert_allclose(one.val_loss, four.val_loss, rtol=1e-9)
@@ -80,10 +78,10 @@ def test_the_ring_by_hand_is_the_packages(run_on_ranks, ranks):
 
 @pytest.mark.long
 @pytest.mark.parametrize("mistake", ["positions", "triangle"])
-def test_a_mistake_shows_and_ends_with_1(tmp_path, mistake):
+def test_a_mistake_shows_and_ends_with_1(run_on_ranks, tmp_path, mistake):
     flags = ["--seq_length", "32", "--global_batch_size", "4", "--eval_batches", "1", "--dtype", "fp64", "--no-plots"]
-    command = [LAUNCH, "-n", "2", "--device", "cpu", "python3", "-m", "mmm.examples.context_parallel", *flags]
-    done = subprocess.run([*command, "--break", mistake, "--outdir", tmp_path], capture_output=True, text=True)
+    flags += ["--break", mistake, "--outdir", tmp_path]
+    done = run_program(run_on_ranks, 2, "mmm.examples.context_parallel", *flags)
     assert done.returncode == 1, done.stderr
     assert f"--break {mistake}, on purpose" in done.stdout
     assert "It shows first in the loss of step 0" in done.stdout

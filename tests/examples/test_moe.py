@@ -1,7 +1,6 @@
 """The example as a user runs it."""
 
 import re
-import subprocess
 import sys
 from pathlib import Path
 
@@ -21,18 +20,17 @@ from mmm.parallel.plans.transformer import transformer_plan
 from mmm.runtime.device import Precision
 from mmm.traffic.count import count_traffic
 from mmm.trainer.config.command_line import configure
-from support.clock import PATIENCE
+from support.programs import run_program
 
 LAUNCH = str(Path(sys.executable).parent / "launch")
 
 
 @pytest.mark.long
 @pytest.mark.parametrize(("flags", "layout"), [(["--ep", "2"], "dp4·ep2"), (["--ep", "2", "--tp", "2"], "dp2·tp2·ep2")])
-def test_same_losses_as_on_one_device(tmp_path, flags, layout):
+def test_same_losses_as_on_one_device(run_on_ranks, tmp_path, flags, layout):
     flags += ["--seq_length", "32", "--global_batch_size", "8", "--eval_batches", "1", "--dtype", "fp64"]
     flags += ["--max_iters", "4", "--no-plots", "--outdir", str(tmp_path / "four")]
-    command = [LAUNCH, "-n", "4", "--device", "cpu", "python3", "-m", "mmm.examples.moe", *flags]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE)
+    done = run_program(run_on_ranks, 4, "mmm.examples.moe", *flags)
     assert done.returncode == 0, done.stderr
     assert f"layout {layout}" in done.stdout
     assert "dim 0 over ep, then expert_dp" in done.stdout
@@ -145,10 +143,10 @@ def test_the_layer_by_hand_is_the_models(run_on_ranks, ranks):
 
 
 @pytest.mark.long
-def test_a_capacity_shows_and_ends_with_1(tmp_path):
+def test_a_capacity_shows_and_ends_with_1(run_on_ranks, tmp_path):
     flags = ["--seq_length", "32", "--global_batch_size", "4", "--eval_batches", "1", "--dtype", "fp64", "--no-plots"]
-    command = [LAUNCH, "-n", "2", "--device", "cpu", "python3", "-m", "mmm.examples.moe", "--ep", "2", *flags]
-    done = subprocess.run([*command, "--break", "capacity", "--outdir", tmp_path], capture_output=True, text=True)
+    flags += ["--ep", "2", "--break", "capacity", "--outdir", tmp_path]
+    done = run_program(run_on_ranks, 2, "mmm.examples.moe", *flags)
     assert done.returncode == 1, done.stderr
     assert "--break capacity, on purpose" in done.stdout
     assert "It shows first in the loss of step 0" in done.stdout

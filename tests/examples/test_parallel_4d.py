@@ -2,7 +2,6 @@
 
 import json
 import re
-import subprocess
 import sys
 from pathlib import Path
 
@@ -21,7 +20,7 @@ from mmm.parallel.local import detached
 from mmm.parallel.plans.transformer import transformer_plan
 from mmm.runtime.device import Precision
 from mmm.trainer.config.command_line import configure, parse, run_main
-from support.clock import PATIENCE
+from support.programs import run_program
 
 LAUNCH = str(Path(sys.executable).parent / "launch")
 SMALL = {"max_iters": 4, "global_batch_size": 8, "dtype": "fp64", "optimizer": "sgd", "lr": 0.3, "seq_length": 32}
@@ -37,11 +36,10 @@ SMALL = {"max_iters": 4, "global_batch_size": 8, "dtype": "fp64", "optimizer": "
         (8, "--pp 2 --cp 2 --tp 2", "pp2·cp2·tp2"),
     ],
 )
-def test_losses_of_one_rank(tmp_path, monkeypatch, ranks, flags, layout):
-    command = [LAUNCH, "-n", str(ranks), "--device", "cpu", "python3", "-m", "mmm.examples.parallel_4d"]
-    command += [word for name, value in SMALL.items() for word in (f"--{name}", str(value))]
-    command += ["--no-plots", "--outdir", str(tmp_path / "many"), *flags.split()]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE)
+def test_losses_of_one_rank(run_on_ranks, tmp_path, monkeypatch, ranks, flags, layout):
+    words = [word for name, value in SMALL.items() for word in (f"--{name}", value)]
+    words += ["--no-plots", "--outdir", tmp_path / "many", *flags.split()]
+    done = run_program(run_on_ranks, ranks, "mmm.examples.parallel_4d", *words)
     assert done.returncode == 0, done.stdout + done.stderr
     config = json.loads((tmp_path / "many/config.json").read_text())
     assert config["layout"] == layout
@@ -124,11 +122,10 @@ def test_refused_in_one_line(monkeypatch, capsys, tmp_path, flags, words):
 
 @pytest.mark.long
 @pytest.mark.parametrize(("mistake", "flags"), [("samples", "--dp_shard 2"), ("init", "--pp 2")])
-def test_a_mistake_shows_and_ends_with_1(tmp_path, mistake, flags):
-    command = [LAUNCH, "-n", "2", "--device", "cpu", "python3", "-m", "mmm.examples.parallel_4d", "--no-plots"]
-    command += [word for name, value in SMALL.items() for word in (f"--{name}", str(value))]
-    command += [*flags.split(), "--break", mistake, "--outdir", str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE)
+def test_a_mistake_shows_and_ends_with_1(run_on_ranks, tmp_path, mistake, flags):
+    words = [word for name, value in SMALL.items() for word in (f"--{name}", value)]
+    words += ["--no-plots", *flags.split(), "--break", mistake, "--outdir", tmp_path]
+    done = run_program(run_on_ranks, 2, "mmm.examples.parallel_4d", *words)
     assert done.returncode == 1, done.stderr
     assert f"--break {mistake}, on purpose" in done.stdout
     assert "It shows first in the loss of step 0" in done.stdout

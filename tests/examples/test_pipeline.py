@@ -15,6 +15,7 @@ from mmm.errors import ConfigError
 from mmm.examples import fsdp_tp, pipeline
 from mmm.trainer.config.command_line import configure
 from support.clock import PATIENCE
+from support.programs import run_program
 
 LAUNCH = str(Path(sys.executable).parent / "launch")
 TINY = {
@@ -39,7 +40,7 @@ def launch(ranks, outdir, *flags):
 def one_device(tmp_path_factory):
     """The losses of the main example on one device."""
     outdir = tmp_path_factory.mktemp("one") / "out"
-    fsdp_tp.train(configure(fsdp_tp.Config, **TINY, outdir=outdir))
+    fsdp_tp.train(configure(fsdp_tp.Config, **TINY, plots=False, outdir=outdir))
     return mmm.history.load(outdir)
 
 
@@ -49,8 +50,9 @@ def one_device(tmp_path_factory):
     [(2, ("--schedule", "ZBVZeroBubble")), (4, ("--tp", "2", "--microbatches", "4"))],
     ids=["pp2 ZBV", "pp2 tp2 1F1B"],
 )
-def test_same_losses_as_on_one_device(one_device, tmp_path, ranks, flags):
-    done = launch(ranks, tmp_path / "out", *flags)
+def test_same_losses_as_on_one_device(run_on_ranks, one_device, tmp_path, ranks, flags):
+    words = [*FLAGS, "--no-plots", "--outdir", tmp_path / "out"]
+    done = run_program(run_on_ranks, ranks, "mmm.examples.pipeline", *words, *flags)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count(" - iter=") == 5
     assert "stage 0, " in done.stdout
@@ -109,8 +111,9 @@ def test_summary_costs_no_run(monkeypatch, tmp_path, capsys):
 
 
 @pytest.mark.long
-def test_gradients_divided_twice_show_and_end_with_1(tmp_path):
-    done = launch(2, tmp_path, "--break", "scale", "--microbatches", "4", "--no-plots")
+def test_gradients_divided_twice_show_and_end_with_1(run_on_ranks, tmp_path):
+    words = [*FLAGS, "--no-plots", "--outdir", tmp_path, "--break", "scale", "--microbatches", "4"]
+    done = run_program(run_on_ranks, 2, "mmm.examples.pipeline", *words)
     assert done.returncode == 1, done.stderr
     assert "--break scale, on purpose" in done.stdout
     assert (

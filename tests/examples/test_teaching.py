@@ -27,6 +27,7 @@ from mmm.runtime.device import choose_precision
 from mmm.traffic.collective_bytes import factor
 from mmm.trainer.config.command_line import configure
 from support.clock import PATIENCE
+from support.programs import run_program
 from support.runs import make_run
 
 LAUNCH = str(Path(sys.executable).parent / "launch")
@@ -34,9 +35,8 @@ SIZES = {"seq_length": 16, "max_iters": 3, "global_batch_size": 8, "dtype": "fp6
 CPU = torch.device("cpu")
 
 
-def launch(ranks, name, outdir, *flags, code=0):
-    command = [LAUNCH, "-n", str(ranks), "--device", "cpu", "python3", "-m", f"mmm.examples.{name}"]
-    done = subprocess.run([*command, "--outdir", str(outdir), *flags], capture_output=True, text=True, timeout=PATIENCE)
+def program(run_on_ranks, ranks, name, outdir, *flags, code=0):
+    done = run_program(run_on_ranks, ranks, f"mmm.examples.{name}", "--outdir", outdir, *flags)
     assert done.returncode == code, done.stdout + done.stderr
     return done.stdout
 
@@ -60,8 +60,8 @@ def alone(tmp_path_factory):
 
 
 @pytest.mark.long
-def test_ddp(alone, tmp_path):
-    out = launch(2, "ddp", tmp_path, *flags(**SIZES, accumulate=2))
+def test_ddp(run_on_ranks, alone, tmp_path):
+    out = program(run_on_ranks, 2, "ddp", tmp_path, "--no-plots", *flags(**SIZES, accumulate=2))
     np.testing.assert_allclose(mmm.history.load(tmp_path).loss, alone, rtol=1e-9)
     config = config_of(tmp_path)
     assert config["by_hand_difference"] < 1e-12
@@ -70,8 +70,8 @@ def test_ddp(alone, tmp_path):
 
 
 @pytest.mark.long
-def test_hsdp(alone, tmp_path):
-    launch(4, "hsdp", tmp_path, *flags(**SIZES))
+def test_hsdp(run_on_ranks, alone, tmp_path):
+    program(run_on_ranks, 4, "hsdp", tmp_path, "--no-plots", *flags(**SIZES))
     np.testing.assert_allclose(mmm.history.load(tmp_path).loss, alone, rtol=1e-9)
     config = config_of(tmp_path)
     assert config["groups"] == {"dp_shard": [[0, 1], [2, 3]], "dp_replicate": [[0, 2], [1, 3]]}
@@ -187,8 +187,8 @@ def test_tensor_parallel_with_a_mistake(run_on_ranks, mistake, where):
 
 @pytest.mark.long
 @pytest.mark.parametrize("flags", [["--forget_all_reduce"], ["--break", "all_reduce"]])
-def test_tensor_parallel_notices_a_bug(tmp_path, flags):
-    out = launch(2, "tensor_parallel", tmp_path, *flags, code=1)
+def test_tensor_parallel_notices_a_bug(run_on_ranks, tmp_path, flags):
+    out = program(run_on_ranks, 2, "tensor_parallel", tmp_path, *flags, code=1)
     assert [line.split()[0] for line in out.splitlines() if line.endswith("WRONG")] == ["rows_by_hand"]
     assert "--break all_reduce, on purpose" in out
     data = mmm.history.load(tmp_path)
@@ -223,8 +223,9 @@ def test_collectives(run_on_ranks, ranks):
 
 
 @pytest.mark.long
-def test_collectives_draw_and_time(tmp_path):
-    out = launch(2, "collectives", tmp_path, "--sizes", "4096", "65537", "--repeats", "2").splitlines()
+def test_collectives_draw_and_time(run_on_ranks, tmp_path):
+    words = ["--sizes", "4096", "65537", "--repeats", "2"]
+    out = program(run_on_ranks, 2, "collectives", tmp_path, *words).splitlines()
     at = next(i for i, line in enumerate(out) if "all-to-all" in line)
     assert [line.split() for line in out[at + 1 : at + 3]] == [
         ["rank", "0", "0", "1", "→", "0", "10"],

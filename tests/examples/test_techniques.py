@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -29,9 +28,9 @@ from mmm.runtime.device import choose_precision
 from mmm.testing import free_port
 from mmm.trainer.config.command_line import configure, for_a_few_steps
 from support.clock import PATIENCE
+from support.programs import run_program
 from support.runs import make_run
 
-LAUNCH = str(Path(sys.executable).parent / "launch")
 CPU = torch.device("cpu")
 F64 = choose_precision("fp64", CPU)
 STEPS, SAMPLES, SEED = 3, 8, 5  # SAMPLES: of the global batch
@@ -321,11 +320,10 @@ def test_every_mistake_is_listed():
 
 @pytest.mark.long
 @pytest.mark.parametrize(("name", "mistake"), SHOWS)
-def test_a_mistake_shows(tmp_path, name, mistake):
+def test_a_mistake_shows(run_on_ranks, tmp_path, name, mistake):
     flags, where = SHOWS[name, mistake]
-    command = [LAUNCH, "-n", "4", "--device", "cpu", "python3", "-m", f"mmm.examples.{name}", *flags]
-    command += ["--dtype", "fp64", "--max_iters", "2", "--no-plots", "--outdir", str(tmp_path), "--break", mistake]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE)
+    flags = [*flags, "--dtype", "fp64", "--max_iters", "2", "--no-plots", "--outdir", tmp_path, "--break", mistake]
+    done = run_program(run_on_ranks, 4, f"mmm.examples.{name}", *flags)
     assert done.returncode == 1, done.stderr
     assert "Traceback" not in done.stderr
     assert f"--break {mistake}, on purpose" in done.stdout

@@ -24,7 +24,6 @@ CPU = torch.device("cpu")
 NARROW = {"dim": 64, "n_layers": 4, "n_heads": 8, "n_kv_heads": 2, "ffn_dim": 192, "vocab_size": 256}
 WIDE = {"dim": 256, "n_layers": 4, "n_heads": 8, "n_kv_heads": 8, "ffn_dim": 704, "vocab_size": 512}
 VOCABULARY = {**NARROW, "vocab_size": 8192}
-pytestmark = pytest.mark.usefixtures("one_thread")
 ROUTED = {**NARROW, "n_experts": 8, "top_k": 2}
 
 

@@ -14,6 +14,8 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 from mmm.runtime.ranks import Rank
 
+MEASURED = 64  # rows of the product that tells a run what its CPU can do at most
+
 # The modules that may ask which rank they are on.
 ASK = (
     "mmm.trainer.run.core",
@@ -41,6 +43,7 @@ def program_on(rank: Rank) -> Iterator[None]:
     """A trainer or an example that is called inside runs on this rank of the pool, and prints nothing."""
     with ExitStack() as stack:
         stack.enter_context(patch("mmm.trainer.run.core.process_group", meeting_only))
+        stack.enter_context(patch("mmm.plan.utilization.SIZE", MEASURED))
         for name in ASK:
             if hasattr(sys.modules.get(name), "whoami"):
                 stack.enter_context(patch(f"{name}.whoami", lambda: rank))

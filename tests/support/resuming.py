@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import cache
 from pathlib import Path
 from unittest.mock import patch
 
@@ -19,6 +20,7 @@ from mmm.checkpoint import read_manifest
 from mmm.checkpoint.storage import Reader, read_metadata
 from mmm.contract import MEMORY_VARIABLE
 from mmm.errors import UserError
+from mmm.parallel import build_mesh
 from mmm.trainer.config.command_line import configure
 from support.pool import program_on
 
@@ -78,6 +80,18 @@ def train(rank, program: str, flags: dict, ends_at: int | None = None, memory: P
         except UserError as error:
             return str(error)
     return ""
+
+
+def train_in_turn(rank, program: str, runs: list[tuple], memory: Path | None = None) -> list[str]:
+    """Runs on one layout, one after the other: what `train` says of each.
+
+    They share their mesh. DTensor finds only once how an operator goes on it, which takes longer than these runs.
+
+    Args:
+        runs: of each the flags, and `ends_at`.
+    """
+    with patch("mmm.trainer.run.parallel_model.build_mesh", cache(build_mesh)):
+        return [train(rank, program, flags, ends_at, memory) for flags, ends_at in runs]
 
 
 def tensors(folder: Path) -> dict[str, torch.Tensor]:

@@ -223,22 +223,22 @@ def held(run_script, name, folder, layouts, **flags):
 @pytest.mark.parametrize(
     "name", [name if name == "lora" else pytest.param(name, marks=pytest.mark.long) for name in NAMES]
 )
-def test_a_script_on_a_mesh_is_plain_pytorch(run_script, one_thread, tmp_path, name):
+def test_a_script_on_a_mesh_is_plain_pytorch(run_script, tmp_path, name):
     held(run_script, name, tmp_path, ["dp2·tp2"])
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", NAMES)
-def test_a_script_on_one_rank_and_on_two(run_script, one_thread, tmp_path, name):
+def test_a_script_on_one_rank_and_on_two(run_script, tmp_path, name):
     held(run_script, name, tmp_path, ["1 rank", "dp2"])
 
 
 @pytest.mark.long
-def test_the_base_of_lora(run_script, one_thread, tmp_path):
+def test_the_base_of_lora(run_script, tmp_path):
     assert_same(run_script("lora", 4, 2), plain_base(load("lora", tmp_path)))
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("technique", ["ddp", "zero1", "zero2"])
-def test_the_average_of_each_technique(run_script, one_thread, tmp_path, technique):
+def test_the_average_of_each_technique(run_script, tmp_path, technique):
     held(run_script, "diffusion", tmp_path, ["dp2"], data_parallel=technique)

@@ -30,9 +30,9 @@ from mmm.trainer.config.run import BaseOptions
 from mmm.trainer.config.training import CheckpointOptions, check_resume
 from mmm.trainer.run.origin import has_state
 from support.disk import CAN_MOUNT, small_disk
-from support.resuming import curve, tensors, train
+from support.resuming import curve, tensors, train, train_in_turn
 
-STEPS, EVERY, ENDS = 20, 10, 13
+STEPS, EVERY, ENDS = 8, 4, 6
 LM, FSDP, VIT = "mmm.trainer.lm", "mmm.trainer.cnn", "mmm.trainer.vit"
 TEXT = {
     "preset": "debug",
@@ -44,7 +44,7 @@ TEXT = {
     "max_iters": STEPS,
     "checkpoint_every": EVERY,
     "eval_batches": 1,
-    "eval_every": 7,
+    "eval_every": 3,
 }
 MOE = {"n_experts": 4, "expert_dim": 24}
 DIGITS = {"dataset": "digits", "global_batch_size": 72, "max_iters": 24, "checkpoint_every": 5, "workers": 0}
@@ -57,12 +57,13 @@ def text(tmp_path_factory):
     return (path,)
 
 
-def begin(run_on_ranks, program, ranks, flags, folder, ends_at=ENDS):
-    """A run in one go, and one that ends in the middle."""
+def begin(run_on_ranks, program, ranks, flags, folder, ends_at=ENDS, goes_on=False):
+    """A run in one go, and one that ends in the middle; which then may go on."""
     one, two = folder / "one", folder / "two"
-    assert run_on_ranks(train, ranks, program, {**flags, "outdir": one}, timeout=120) == [""] * ranks
-    ended = run_on_ranks(train, ranks, program, {**flags, "outdir": two}, ends_at, timeout=120)
-    assert ended == ["ended"] * ranks
+    runs = [({**flags, "outdir": one}, None), ({**flags, "outdir": two}, ends_at)]
+    runs += [({**flags, "outdir": two, "resume": Path("auto")}, None)] * goes_on
+    ended = run_on_ranks(train_in_turn, ranks, program, runs, timeout=240)
+    assert ended == [["", "ended", ""][: len(runs)]] * ranks
     return one, two
 
 
@@ -113,14 +114,14 @@ LAYOUTS = [
 @pytest.mark.parametrize(("ranks", "layout"), LAYOUTS)
 def test_to_the_last_bit(run_on_ranks, tmp_path, text, ranks, layout):
     flags = {**TEXT, "text": text, **layout}
-    one, two = begin(run_on_ranks, LM, ranks, flags, tmp_path)
-    assert go_on(run_on_ranks, LM, ranks, flags, two) == [""] * ranks
+    one, two = begin(run_on_ranks, LM, ranks, flags, tmp_path, goes_on=True)
     same_bits(one, two)
-    assert sorted(os.listdir(two / "checkpoints")) == ["step-10", "step-20"]
+    assert sorted(os.listdir(two / "checkpoints")) == [f"step-{EVERY}", f"step-{STEPS}"]
     if "n_experts" in layout:
-        assert any(tensor.any() for name, tensor in tensors(two / "checkpoints/step-10").items() if "bias" in name)
+        saved = tensors(two / f"checkpoints/step-{EVERY}")
+        assert any(tensor.any() for name, tensor in saved.items() if "bias" in name)
     if layout.get("dtype") == "fp16":
-        assert read_manifest(two / "checkpoints/step-20").state["scaler"]["_growth_tracker"] == STEPS
+        assert read_manifest(two / f"checkpoints/step-{STEPS}").state["scaler"]["_growth_tracker"] == STEPS
 
 
 @pytest.mark.parametrize(
@@ -175,7 +176,7 @@ def notes_of(folder):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("more", "said"), [({}, 0), ({"lr": 0.02}, 1), ({"max_iters": 30}, 1)], ids=str)
+@pytest.mark.parametrize(("more", "said"), [({}, 0), ({"lr": 0.02}, 1), ({"max_iters": STEPS + 4}, 1)], ids=str)
 def test_only_another_curve_is_said(run_on_ranks, tmp_path, text, more, said):
     flags = {**TEXT, "text": text, "lr": 0.01, "warmup": 2, "outdir": tmp_path}
     assert run_on_ranks(train, 1, LM, flags, ENDS, timeout=120) == ["ended"]
@@ -193,7 +194,7 @@ def test_the_record_is_one(run_on_ranks, tmp_path, text):
     assert ds["iter"].values.tolist() == list(range(STEPS))
     assert [(mark["draw"], mark["step"]) for mark in marks_of(ds)] == [(EVERY, EVERY)]
     notes = json.loads((two / "config.json").read_text())["notes"]
-    assert f"resumed from {two}/checkpoints/step-10 at step 10" in notes
+    assert f"resumed from {two}/checkpoints/step-{EVERY} at step {EVERY}" in notes
 
 
 def counted(rank, flags):
@@ -216,18 +217,18 @@ def test_the_rows_that_a_checkpoint_counts_are_on_the_disk(run_on_ranks, tmp_pat
 
 # Ranks, layout, and the step before which the run ends.
 CUTS = [
-    (4, {}, 4),
-    (2, {"tpsize": 2}, 8),
-    (4, {"pp": 2}, 11),
-    (4, {}, 14),
-    (2, {"tpsize": 2}, 17),
+    (4, {}, 3),
+    (2, {"tpsize": 2}, 5),
+    (4, {"pp": 2}, 7),
+    (4, {}, 9),
+    (2, {"tpsize": 2}, 11),
     (4, {"pp": 2}, None),
 ]
 
 
 @pytest.mark.long
 def test_five_cuts_on_three_layouts_make_one_curve(run_on_ranks, tmp_path, text):
-    flags = {**TEXT, "text": text, "checkpoint_every": 3}
+    flags = {**TEXT, "text": text, "max_iters": 12, "checkpoint_every": 2}
     one, two = tmp_path / "one", tmp_path / "two"
     assert run_on_ranks(train, 1, LM, {**flags, "outdir": one}) == [""]
     for ranks, layout, ends_at in CUTS:
@@ -235,13 +236,13 @@ def test_five_cuts_on_three_layouts_make_one_curve(run_on_ranks, tmp_path, text)
         ended = run_on_ranks(train, ranks, LM, given, ends_at, timeout=120)
         assert ended == ["" if ends_at is None else "ended"] * ranks
     ds = mmm.history.load(two)
-    assert ds["iter"].values.tolist() == list(range(STEPS))
+    assert ds["iter"].values.tolist() == list(range(12))
     assert ds["loss"].values.tolist() == pytest.approx(curve(one), rel=1e-9)
     marks = [(mark["draw"], mark["step"], mark["layout"]) for mark in marks_of(ds)]
-    assert marks == [(3, 3, "tp2"), (6, 6, "pp2·dp2"), (9, 9, "dp4"), (12, 12, "tp2"), (15, 15, "pp2·dp2")]
+    assert marks == [(2, 2, "tp2"), (4, 4, "pp2·dp2"), (6, 6, "dp4"), (8, 8, "tp2"), (10, 10, "pp2·dp2")]
     (axes,) = metric_figure(ds, "loss").axes
     dotted = [line.get_xdata()[0] for line in axes.lines if line.get_linestyle() == ":"]
-    assert dotted == [2.5, 5.5, 8.5, 11.5, 14.5]
+    assert dotted == [1.5, 3.5, 5.5, 7.5, 9.5]
 
 
 STATE = {"rows": 3, "since": 0, "counted": 3.0, "lr": 1e-3, "scaler": {}, "losses": [0.5, 0.25], "loss_ranks": [0, 1]}
@@ -305,8 +306,7 @@ def test_a_full_disk_does_not_end_the_run(run_on_ranks, tmp_path, text):
 @pytest.mark.parametrize(("ranks", "parallel"), [(1, "fsdp"), (2, "ddp")])
 def test_dropout_and_an_epoch_in_the_middle(run_on_ranks, tmp_path, ranks, parallel):
     flags = {**DIGITS, "parallel": parallel, "optimizer": "sgd" if ranks == 2 else "adamw"}
-    one, two = begin(run_on_ranks, FSDP, ranks, flags, tmp_path)
-    assert go_on(run_on_ranks, FSDP, ranks, flags, two) == [""] * ranks
+    one, two = begin(run_on_ranks, FSDP, ranks, flags, tmp_path, goes_on=True)
     same_bits(one, two, 24, "train_loss")
     assert len(curve(two, "train_loss")) == 2  # of 19 and 5 steps
     assert curve(one, "test_loss") == curve(two, "test_loss")
@@ -346,13 +346,13 @@ ELSEWHERE = [
 
 @pytest.fixture(scope="module")
 def begun(request, tmp_path_factory, text):
-    """A run on dp4·ep2 that has ended after step 10, and one that has not."""
+    """A run on dp4·ep2 that has ended after step `EVERY`, and one that has not."""
     from mmm.testing.plugin import _pool
 
     flags = {**TEXT, "text": text, **MOE}
     folder = tmp_path_factory.mktemp("begun")
     one, two = begin(_pool(request.config).run, LM, 4, {**flags, "ep": 2}, folder)
-    return flags, one, two / "checkpoints/step-10"
+    return flags, one, two / f"checkpoints/step-{EVERY}"
 
 
 @pytest.mark.parametrize(("ranks", "layout"), ELSEWHERE)
@@ -362,7 +362,7 @@ def test_on_another_layout(run_on_ranks, tmp_path, begun, ranks, layout):
     ds = mmm.history.load(tmp_path)
     assert ds["iter"].values.tolist() == list(range(EVERY, STEPS))
     assert ds["loss"].values.tolist() == pytest.approx(curve(one)[EVERY:], rel=1e-9)
-    found, expected = tensors(tmp_path / "checkpoints/step-20"), tensors(one / "checkpoints/step-20")
+    found, expected = (tensors(path / f"checkpoints/step-{STEPS}") for path in (tmp_path, one))
     for name, tensor in found.items():
         if "bias" in name:
             assert torch.equal(tensor, expected[name])
@@ -387,19 +387,19 @@ def test_zero1_of_several_axes_on_another_layout(run_on_ranks, tmp_path, text):
     for name, (ranks, layout) in others.items():
         folder = tmp_path / name
         given = {**flags, **layout}
-        assert go_on(run_on_ranks, LM, ranks, given, folder, two / "checkpoints/step-10") == [""] * ranks
+        assert go_on(run_on_ranks, LM, ranks, given, folder, two / f"checkpoints/step-{EVERY}") == [""] * ranks
         assert curve(folder) == pytest.approx(curve(one)[EVERY:], rel=1e-9)
 
 
 @pytest.mark.long
 def test_a_tied_weight_on_another_layout(run_on_ranks, tmp_path, text):
     """From one parameter to two stages of one rank, and back to one."""
-    flags = {**TEXT, "text": text, "tie_word_embeddings": True, "checkpoint_every": 5}
-    one, two = begin(run_on_ranks, LM, 2, flags, tmp_path)
-    assert "output.weight" not in tensors(two / "checkpoints/step-10")
+    flags = {**TEXT, "text": text, "tie_word_embeddings": True, "checkpoint_every": 2}
+    one, two = begin(run_on_ranks, LM, 2, flags, tmp_path, ends_at=5)
+    assert "output.weight" not in tensors(two / "checkpoints/step-4")
     v = {**flags, "pp": 2, "schedule": "ZBVZeroBubble", "outdir": two, "resume": Path("auto")}
-    assert run_on_ranks(train, 2, LM, v, 17, timeout=120) == ["ended"] * 2
-    assert "output.weight" not in tensors(two / "checkpoints/step-15")
+    assert run_on_ranks(train, 2, LM, v, 7, timeout=120) == ["ended"] * 2
+    assert "output.weight" not in tensors(two / "checkpoints/step-6")
     assert go_on(run_on_ranks, LM, 1, flags, two) == [""]
     assert curve(two) == pytest.approx(curve(one), rel=1e-9)
 
@@ -422,7 +422,7 @@ def test_refused(run_on_ranks, tmp_path, begun):
     refused(run_on_ranks, flags, tmp_path / "b", path, "n_experts 4 there, 0 here", n_experts=0, expert_dim=None)
     refused(run_on_ranks, flags, tmp_path / "c", path, "data text there, random here", dataset="random", text=())
     refused(run_on_ranks, flags, tmp_path / "d", path, "global_batch_size 8 there, 4 here", global_batch_size=4)
-    refused(run_on_ranks, flags, tmp_path / "e", path, "step 10, and the run has 10: no step is left", max_iters=10)
+    refused(run_on_ranks, flags, tmp_path / "e", path, f"step {EVERY}, and the run has {EVERY}: no", max_iters=EVERY)
     refused(run_on_ranks, flags, tmp_path / "f", tmp_path, f"--resume {tmp_path}: no checkpoint is there")
     refused(
         run_on_ranks, flags, tmp_path / "g", "auto", "--checkpoint_every 0: it must be at least 1", checkpoint_every=0
@@ -493,7 +493,7 @@ def test_a_folder_with_checkpoints_is_not_mixed_up(run_on_ranks, tmp_path, begun
     flags, _, path = begun
     given = {**flags, "outdir": path.parent.parent, "overwrite": True}
     for text in run_on_ranks(train, 2, LM, given):
-        assert "has checkpoints of an earlier run (step-10 is the newest)" in text
+        assert f"has checkpoints of an earlier run (step-{EVERY} is the newest)" in text
     assert path.exists()
 
 
@@ -506,18 +506,18 @@ def test_from_the_beginning_where_there_is_no_checkpoint(run_on_ranks, tmp_path,
 
 @pytest.mark.long
 def test_the_newest_whole_one_is_taken(run_on_ranks, tmp_path, text):
-    flags = {**TEXT, "text": text, "checkpoint_every": 5, "keep": 3}
-    one, two = begin(run_on_ranks, LM, 2, flags, tmp_path, ends_at=17)
-    file = two / "checkpoints/step-15/__1_0.distcp"
+    flags = {**TEXT, "text": text, "checkpoint_every": 2, "keep": 3}
+    one, two = begin(run_on_ranks, LM, 2, flags, tmp_path, ends_at=7)
+    file = two / "checkpoints/step-6/__1_0.distcp"
     content = file.read_bytes()
     file.write_bytes(content[:-9] + b"flip" + content[-5:])
     refused(run_on_ranks, flags, tmp_path / "x", file.parent, f"{file} is damaged: its checksum")
     assert go_on(run_on_ranks, LM, 2, flags, two) == ["", ""]
     same_bits(one, two)
-    assert [mark["step"] for mark in marks_of(mmm.history.load(two))] == [10]
+    assert [mark["step"] for mark in marks_of(mmm.history.load(two))] == [4]
     notes = json.loads((two / "config.json").read_text())["notes"]
-    older = two / "checkpoints/step-15"
-    refused(run_on_ranks, flags, two, older, f"--resume {older}: step-20 is newer, and the run's folder would have two")
+    older = two / "checkpoints/step-6"
+    refused(run_on_ranks, flags, two, older, f"--resume {older}: step-8 is newer, and the run's folder would have two")
     assert any(note.startswith(f"{file} is damaged") and "the checkpoint before it is taken" in note for note in notes)
 
 
@@ -593,10 +593,10 @@ def test_a_signal_on_one_rank_ends_the_run_after_the_step(run_on_ranks, tmp_path
     one, two = tmp_path / "one", tmp_path / "two"
     assert run_on_ranks(train, 2, LM, {**flags, "outdir": one}) == ["", ""]
     before = signal.getsignal(number)
-    assert run_on_ranks(stopped, 2, {**flags, "outdir": two}, number, 5 - ahead, ahead) == [75, 75]
+    assert run_on_ranks(stopped, 2, {**flags, "outdir": two}, number, 2 - ahead, ahead) == [75, 75]
     assert signal.getsignal(number) == before
-    assert os.listdir(two / "checkpoints") == ["step-6"]
-    assert len(curve(two)) == 6
+    assert os.listdir(two / "checkpoints") == ["step-3"]
+    assert len(curve(two)) == 3
     ds = mmm.history.load(two)
     assert (ds.attrs["state"], ds.attrs["error"]) == ("interrupted", "a signal; the state is saved")
     assert go_on(run_on_ranks, LM, 2, flags, two) == ["", ""]

@@ -4,7 +4,6 @@ import json
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,17 +16,16 @@ from mmm.data.images.datasets import load_images
 from mmm.errors import UserError
 from mmm.examples import collectives, fsdp, parallel_4d, tensor_parallel
 from mmm.models.cnn import CNN, CNNConfig
+from mmm.testing.plugin import _pool
 from mmm.trainer import cnn as cnn_trainer
 from mmm.trainer import vit
 from mmm.trainer.config.command_line import configure, parse
 from support.clock import PATIENCE, children_cpu
+from support.programs import run_program
 
-LAUNCH = str(Path(sys.executable).parent / "launch")
 
-
-def launch(ranks, module, outdir, *flags):
-    command = [LAUNCH, "-n", str(ranks), "--device", "cpu", "python3", "-m", module, "--outdir", str(outdir), *flags]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE)
+def run(run_on_ranks, ranks, module, outdir, *flags):
+    done = run_program(run_on_ranks, ranks, module, "--outdir", outdir, "--no-plots", *flags)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -36,12 +34,12 @@ CNN_FLAGS = ["--dataset", "digits", "--global_batch_size", "24", "--max_iters", 
 
 
 @pytest.fixture(scope="module")
-def cnn(tmp_path_factory):
+def cnn(request, tmp_path_factory):
     """The explicit example on one rank and on three, which do not divide the 360 test images."""
     folder = tmp_path_factory.mktemp("cnn")
     options = {"dataset": "digits", "global_batch_size": 24, "max_iters": 3, "dtype": "fp64"}
-    fsdp.train(configure(fsdp.Config, **options, outdir=folder / "1"))
-    out = launch(3, "mmm.examples.fsdp", folder / "3", *CNN_FLAGS, "--save_model")
+    fsdp.train(configure(fsdp.Config, **options, plots=False, outdir=folder / "1"))
+    out = run(_pool(request.config).run, 3, "mmm.examples.fsdp", folder / "3", *CNN_FLAGS, "--save_model")
     return folder, out
 
 
@@ -79,8 +77,8 @@ def test_the_saved_model_is_plain_pytorch(cnn):
 
 
 @pytest.mark.long
-def test_the_trainer_saves_full_parameters_of_zero2(cnn, tmp_path):
-    launch(3, "mmm.trainer.cnn", tmp_path, *CNN_FLAGS, "--save_model", "--parallel", "zero2")
+def test_the_trainer_saves_full_parameters_of_zero2(run_on_ranks, cnn, tmp_path):
+    run(run_on_ranks, 3, "mmm.trainer.cnn", tmp_path, *CNN_FLAGS, "--save_model", "--parallel", "zero2")
     saved, expected = (torch.load(path / "model.pt", weights_only=True) for path in (tmp_path, cnn[0] / "3"))
     assert list(saved) == list(expected)
     for name, tensor in saved.items():
@@ -96,6 +94,7 @@ def test_the_trainer_does_what_the_example_does(cnn, tmp_path):
         max_iters=3,
         dtype="fp64",
         microbatches=3,
+        plots=False,
         outdir=tmp_path,
     )
     cnn_trainer.train(config)
@@ -120,10 +119,10 @@ def test_digits_stand_in_and_the_record_says_so(tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.long
-def test_vit_on_tp(tmp_path):
+def test_vit_on_tp(run_on_ranks, tmp_path):
     flags = ["--dataset", "digits", "--image_size", "16", "--patch_size", "4", "--channels", "1", "--global_batch_size"]
-    flags += ["16", "--max_iters", "3", "--dtype", "fp64", "--warmup", "2", "--no-plots"]
-    out = launch(2, "mmm.trainer.vit", tmp_path / "2", *flags, "--tpsize", "2")
+    flags += ["16", "--max_iters", "3", "--dtype", "fp64", "--warmup", "2"]
+    out = run(run_on_ranks, 2, "mmm.trainer.vit", tmp_path / "2", *flags, "--tpsize", "2")
     assert "preset debug: no accelerator here; --preset large asks for large" in out
     shape = {"image_size": 16, "patch_size": 4, "channels": 1, "global_batch_size": 16, "warmup": 2}
     shape |= {"plots": False, "dataset": "digits", "max_iters": 3, "dtype": "fp64", "attention": "native"}
@@ -143,11 +142,11 @@ def test_vit_on_tp(tmp_path):
         (cnn_trainer, "--dp_replicate 2 --tp 2 --microbatches 3", "dp_replicate2·tp2"),
     ],
 )
-def test_losses_of_one_rank_on_several_axes(tmp_path, program, flags, layout):
+def test_losses_of_one_rank_on_several_axes(run_on_ranks, tmp_path, program, flags, layout):
     config = {"dataset": "digits", "max_iters": 4, "global_batch_size": 8, "dtype": "fp64", "lr": 0.03, "plots": False}
     config |= {"image_size": 16, "patch_size": 4, "channels": 1} if program is vit else {}
     words = [w for name, value in config.items() if not isinstance(value, bool) for w in (f"--{name}", str(value))]
-    launch(4, program.__name__, tmp_path / "many", *words, "--no-plots", *flags.split())
+    run(run_on_ranks, 4, program.__name__, tmp_path / "many", *words, *flags.split())
     program.train(configure(program.Config, **config, outdir=tmp_path / "one"))
     recorded = json.loads((tmp_path / "many/config.json").read_text())
     assert recorded["layout"] == layout
