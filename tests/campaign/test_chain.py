@@ -5,7 +5,7 @@ import json
 import pytest
 
 from mmm.campaign import chain
-from mmm.campaign.chain import Campaign, begin, end, read, stop
+from mmm.campaign.chain import Campaign, begin, end, read, status, stop
 from mmm.errors import LaunchError, RecordError
 from mmm.history import History, write_config
 from support.queue import StandIn
@@ -176,6 +176,42 @@ def test_stop(campaign, queue, queued):
     assert queue.calls()[-1][1] == [queued(1)]
     assert begin(campaign.folder, environ(campaign, "9")) == (False, "nothing to do: mmm submit --stop")
     assert stop(campaign.folder) == "it was over before: mmm submit --stop"
+
+
+def test_jobs_that_are_all_in_the_queue(campaign, queue):
+    campaign.ahead = True
+    campaign.write()
+    assert begin(campaign.folder, environ(campaign, "1"))[1] == "job 1, 1 of at most 4, from step 0; all are queued"
+    saved(campaign, 5)
+    assert end(campaign.folder, 75) == (0, "saved at step 5; the next goes on")
+    begin(campaign.folder, environ(campaign, "2"))
+    assert status(campaign.folder)[-1] == "others wait, as far as --jobs were submitted"
+    assert end(campaign.folder, 0)[1] == "no job follows: the run is finished, after 2 jobs"
+    assert begin(campaign.folder, environ(campaign, "3"))[0] is False
+    assert queue.calls() == []
+
+
+def test_status(campaign, queued):
+    assert status(campaign.folder) == ["no job is known to wait"]
+    begin(campaign.folder, environ(campaign, "7"))
+    saved(campaign, 20)
+    end(campaign.folder, 75)
+    begin(campaign.folder, environ(campaign, "8"))
+    saved(campaign, 40)
+    write_config(campaign.folder, {"module": "lm", "steps": 90})
+    assert status(campaign.folder) == [
+        "job 7            from step 0 to 20   exit code 75",
+        "job 8            from step 20 to 40   runs, or has been killed",
+        f"job {queued(2)} waits",
+        "saved: step 40 of 90; about 3 more jobs like these",
+    ]
+    begin(campaign.folder, environ(campaign, "9"))
+    end(campaign.folder, 2)
+    assert status(campaign.folder)[1:] == [
+        "job 8            from step 20 to 40   killed",
+        "job 9            from step 40 to 40   exit code 2",
+        "over: job 9 refuses what it was asked for (exit code 2); its output says why",
+    ]
 
 
 def test_no_campaign_and_a_damaged_one(campaign, tmp_path):

@@ -74,6 +74,8 @@ def test_the_script_of_a_campaign(capsys, tmp_path):
         (f"{SITE} --until-done -- python3 -m mmm.trainer.lm", "has no --checkpoint_every"),
         (f"--site laptop -t 1h {LM}", "--site Laptop: its file names no scheduler"),
         (f"--site dgx-h100 -t 1h --queue q {LM}", "has no {queue} in its script"),
+        (f"{SITE} --ahead {LM}", "--ahead: it is of --until-done"),
+        ("--status nowhere", "has no campaign"),
         ("--stop nowhere", "has no campaign"),
         ("--end . x", "--end . x: the second is the exit code"),
     ],
@@ -99,6 +101,16 @@ def test_without_a_scheduler_and_with_one_that_refuses(capsys, tmp_path, monkeyp
     assert mmm(words) == 2
     assert capsys.readouterr().err == "mmm: error: sbatch: sbatch: error: invalid account\n"
     assert [path.name for path in tmp_path.iterdir()] == ["bin"]
+
+
+def test_all_jobs_at_once(capsys, tmp_path, monkeypatch):
+    queue = StandIn(tmp_path / "bin", "slurm", monkeypatch)
+    assert mmm(["submit", *f"-t 1h --until-done --ahead --jobs 3 {LM} --outdir run".split()]) == 0
+    assert "submitted: jobs 1, 2, 3" in capsys.readouterr().out
+    assert [call[1][2:] for call in queue.calls()] == [[], ["--dependency=afterany:1"], ["--dependency=afterany:2"]]
+    assert len({call[2] for call in queue.calls()}) == 1
+    assert mmm(["submit", "--status", "run"]) == 0
+    assert read(tmp_path / "run").ahead
 
 
 def test_without_torch(tmp_path):

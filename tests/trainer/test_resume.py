@@ -634,6 +634,17 @@ def test_sigterm_after_another_ranks_failure_saves_nothing(monkeypatch):
         signal.signal(signal.SIGTERM, before)
 
 
+def test_the_signal_before_a_jobs_end_that_comes_when_the_run_is_over():
+    before = signal.signal(signal.SIGUSR1, signal.SIG_DFL)
+    try:
+        with stop_signal() as wish:
+            pass
+        signal.raise_signal(signal.SIGUSR1)  # else this process is killed by it
+        assert wish.came is None
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+
 def test_a_second_ctrl_c_does_what_the_first_did_before(monkeypatch, capfd):
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     monkeypatch.setattr("mmm.runtime.stop.REPEAT", 0.2)

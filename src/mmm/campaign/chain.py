@@ -8,6 +8,7 @@ once, to follow this one however it ends, so that one that is killed with its ho
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 from collections.abc import Mapping
@@ -45,7 +46,8 @@ class Campaign:
     """
     Attributes:
         folder: of the run. script: that each job runs.
-        most: jobs that there may be.
+        most: jobs that there may be. ahead: all are in the queue from the beginning: none queues another, or takes one
+            out; those that are not needed find nothing to do.
         jobs: that have begun. queued: the one that waits for the last of them, if any.
         over: why no other follows; empty while one may.
     """
@@ -55,6 +57,7 @@ class Campaign:
     name: str
     script: str
     most: int
+    ahead: bool = False
     jobs: list[Job] = field(default_factory=list)
     queued: str = ""
     over: str = ""
@@ -91,7 +94,7 @@ class Campaign:
         if last.exit_code == USER_ERROR_EXIT:
             return f"job {last.id} refuses what it was asked for (exit code {last.exit_code}); its output says why"
         if _of_the_program(last.exit_code, ending):
-            error = f": {ending.error}" if ending is not None and ending.error else ""
+            error = f": {ending.error}" if ending is not None and ending.error else "; its output says why"
             return f"the run fails by its own error, in job {last.id}{error}"
         at = [job.at for job in self.jobs[-IDLE:]] + [self.saved()]
         if len(at) > IDLE and len(set(at)) == 1:
@@ -153,6 +156,8 @@ def begin(folder: Path, environ: Mapping[str, str] = os.environ) -> tuple[bool, 
     place = f"job {own}, {len(campaign.jobs)} of at most {campaign.most}, from step {campaign.jobs[-1].at}"
     if len(campaign.jobs) == campaign.most:
         return True, f"{place}; it is the last"
+    if campaign.ahead:
+        return True, f"{place}; all are queued"
     try:
         queued = queues.submit(campaign.scheduler, Path(campaign.script).read_text(), campaign.name, own)
     except (LaunchError, OSError) as error:  # the steps of this job are worth more
@@ -175,9 +180,9 @@ def end(folder: Path, exit_code: int) -> tuple[int, str]:
         line = _leave(campaign, why)
         return exit_code, f"no job follows: {why}{line}"
     campaign.write()
-    if not campaign.queued:
+    if not campaign.queued and not campaign.ahead:
         return exit_code, "none is queued: submit the same line again"
-    return 0, f"saved at step {campaign.saved()}; job {campaign.queued} goes on"
+    return 0, f"saved at step {campaign.saved()}; {f'job {campaign.queued}' if campaign.queued else 'the next'} goes on"
 
 
 def stop(folder: Path) -> str:
@@ -188,13 +193,38 @@ def stop(folder: Path) -> str:
     line = _leave(campaign, campaign.over or "mmm submit --stop")
     if was:
         return f"it was over before: {was}"
-    if not campaign.jobs:
-        return "its first job, if it still waits, will find nothing to do"
+    if not campaign.jobs or campaign.ahead:
+        return "jobs that still wait will find nothing to do"
     taken = f"job {waiting} is out of the queue" if waiting and not line else "no other job waits"
     cancel = queues.QUEUES[campaign.scheduler].cancel
     return f"{taken}{line}" + (
         f"; if job {running.id} still runs, {cancel} {running.id} ends it" if running is not None else ""
     )
+
+
+def status(folder: Path) -> list[str]:
+    """A line a job that has begun, and what is to come. Raises RecordError: as `read`."""
+    campaign = read(folder)
+    saved = campaign.saved()
+    lines = []
+    for job, after in zip(campaign.jobs, [*(job.at for job in campaign.jobs), saved][1:], strict=True):
+        ended = f"exit code {job.exit_code}" if job.exit_code is not None else "killed"
+        if job.exit_code is None and job is campaign.jobs[-1]:
+            ended = "runs, or has been killed"
+        lines.append(f"job {job.id:<12} from step {job.at:,} to {after:,}   {ended}")
+    if campaign.over:
+        return [*lines, f"over: {campaign.over}"]
+    waits = f"job {campaign.queued} waits" if campaign.queued else "no job is known to wait"
+    lines.append("others wait, as far as --jobs were submitted" if campaign.ahead else waits)
+    try:
+        steps = read_run(folder).steps
+    except RecordError:
+        steps = None
+    made = saved - campaign.jobs[0].at if campaign.jobs else 0
+    if steps and made > 0:
+        left = math.ceil((steps - saved) * len(campaign.jobs) / made)
+        lines.append(f"saved: step {saved:,} of {steps:,.0f}; about {left:,} more jobs like these")
+    return lines
 
 
 def _leave(campaign: Campaign, why: str) -> str:

@@ -61,6 +61,7 @@ def parser() -> argparse.ArgumentParser:
     add("--queue", "-q", metavar="Q", help="default: the machine's usual one")
     add("--until-done", action="store_true", help="queue a job after the other until the run has made its steps")
     add("--jobs", metavar="N", type=int, default=DEFAULT_JOBS, help=f"at most so many (default: {DEFAULT_JOBS})")
+    add("--ahead", action="store_true", help="submit all of --jobs now: where a job may not submit the next")
     add("--before-end", metavar="TIME", help="that long before its end a job saves (default: 5m, or a tenth of -t)")
     add("--stage", metavar="PATH", help="an environment that launch copies to each host's own disk")
     add("--setup", metavar="LINE", action="append", help="of the script, instead of the machine's modules; repeatable")
@@ -72,6 +73,7 @@ def parser() -> argparse.ArgumentParser:
         help="a line for the scheduler: --directive=--gpus-per-node=4",
     )
     add("--dry-run", "--show", action="store_true", help="print the script and what would submit it, and do nothing")
+    add("--status", metavar="DIR", type=Path, help="the jobs that this run's folder has had, and how many are to come")
     add("--stop", metavar="DIR", type=Path, help="no other job follows the one of this run's folder that runs")
     inside = made.add_argument_group("what a job's script calls")
     inside.add_argument("--begin", metavar="DIR", type=Path, help="queue the next job; exit code 1: nothing is to do")
@@ -85,7 +87,7 @@ def main(argv: list[str]) -> int:
     place = argv.index("--") if "--" in argv else len(argv)
     own, command = argv[:place], argv[place + 1 :]
     args = parser().parse_args(own)
-    if args.begin or args.end or args.stop:
+    if args.begin or args.end or args.stop or args.status:
         return _of_a_campaign(args)
     if not command or command == [commands.LAUNCH]:
         raise ConfigError("what is to run comes last, after two dashes: mmm submit … -- python3 -m mmm.trainer.lm …")
@@ -95,11 +97,12 @@ def main(argv: list[str]) -> int:
     if args.dry_run:
         print(f"not submitted (--dry-run); it would be by: {shlex.join(words)}")
         return 0
-    job = _submit_first(script, args.jobs)
-    print(f"submitted: job {job}")
+    jobs = _submit(script, args.jobs, args.ahead)
+    print(f"submitted: job{'s' * (len(jobs) > 1)} {', '.join(jobs)}")
     if script.folder is not None:
-        print(f"its folder: {script.folder}\nto follow:  mmm watch {shlex.quote(str(script.folder))}")
-        print(f"to stop:    mmm submit --stop {shlex.quote(str(script.folder))}")
+        where = shlex.quote(str(script.folder))
+        print(f"its jobs:  mmm submit --status {where}\nto follow: mmm watch {where}")
+        print(f"to stop:   mmm submit --stop {where}")
     return 0
 
 
@@ -115,6 +118,8 @@ def make_script(args: argparse.Namespace, command: Sequence[str]) -> JobScript:
         before_end = parse_time(args.before_end, "--before-end")
     if before_end >= walltime:
         raise ConfigError(f"--before-end {args.before_end}: the job has {clock_time(walltime)}, and would save at once")
+    if args.ahead and not args.until_done:
+        raise ConfigError("--ahead: it is of --until-done, which queues more than one job")
     if not 1 <= args.jobs <= MOST_JOBS:
         raise ConfigError(f"--jobs {args.jobs}: it must be from 1 to {MOST_JOBS:,}")
     machine = _machine(args)
@@ -127,7 +132,12 @@ def make_script(args: argparse.Namespace, command: Sequence[str]) -> JobScript:
         command = commands.going_on(command, folder)
         where = shlex.quote(str(folder))
         directives.append(words.output.format(shlex.quote(str(folder / "jobs"))))
-        begin.append(f"mmm submit --begin {where} || exit  # queues this script again, to follow this job")
+        what = (
+            "exit 0  # where nothing is left to do"
+            if args.ahead
+            else "exit  # queues this script again, after this job"
+        )
+        begin.append(f"mmm submit --begin {where} || {what}")
         after = f"\nmmm submit --end {where} $?  # is the next job needed?"
     line = commands.launch_line(command, walltime, before_end, args.stage)
     fill = {"hosts": str(args.hosts), "time": clock_time(walltime)}
@@ -167,10 +177,10 @@ def _activation() -> str:
     return f"export PATH={shlex.quote(str(Path(sys.executable).parent))}:$PATH"
 
 
-def _submit_first(script: JobScript, most: int) -> str:
-    """Submit a script; where jobs are chained, after what they need is in the run's folder. Returns the job's id."""
+def _submit(script: JobScript, most: int, ahead: bool) -> list[str]:
+    """Submit a script; where jobs are chained, after what they need is in the run's folder. Returns the jobs' ids."""
     if script.folder is None:
-        return queues.submit(script.scheduler, script.text, script.name)
+        return [queues.submit(script.scheduler, script.text, script.name)]
     from mmm.campaign.chain import FILE, JOBS, Campaign, read  # reads records
 
     jobs = script.folder / JOBS
@@ -187,8 +197,8 @@ def _submit_first(script: JobScript, most: int) -> str:
     except OSError as error:
         raise ConfigError(f"{file} cannot be written: {error.strerror}") from None
     try:
-        Campaign(script.folder, script.scheduler, script.name, str(file), most).write()
-        return queues.submit(script.scheduler, script.text, script.name)
+        Campaign(script.folder, script.scheduler, script.name, str(file), most, ahead).write()
+        submitted = [queues.submit(script.scheduler, script.text, script.name)]
     except UserError:
         for written in (file, jobs / FILE):
             written.unlink(missing_ok=True)
@@ -196,6 +206,13 @@ def _submit_first(script: JobScript, most: int) -> str:
             with contextlib.suppress(OSError):
                 folder.rmdir()
         raise
+    for _ in range(most - 1 if ahead else 0):
+        try:
+            submitted.append(queues.submit(script.scheduler, script.text, script.name, submitted[-1]))
+        except UserError as error:  # a bound of the queue
+            print(f"mmm submit: no more than {len(submitted)} jobs: {error}", file=sys.stderr)
+            break
+    return submitted
 
 
 def _of_a_campaign(args: argparse.Namespace) -> int:
@@ -203,6 +220,9 @@ def _of_a_campaign(args: argparse.Namespace) -> int:
 
     if args.stop:
         print(f"mmm submit: {chain.stop(args.stop.expanduser().absolute())}")
+        return 0
+    if args.status:
+        print("\n".join(chain.status(args.status.expanduser().absolute())))
         return 0
     if args.begin:
         goes, line = chain.begin(args.begin)

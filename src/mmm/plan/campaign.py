@@ -62,10 +62,10 @@ def run_cost(search: Search, candidate: Candidate, tokens: float) -> RunCost:
 def lines_of(cost: RunCost, walltime: float | None, before_end: float) -> list[str]:
     """The figures, in words. `walltime`: seconds of a job, where one is asked for."""
     days = cost.seconds / 86400
-    long = f"{days:,.1f} days" if days >= 1 else f"{cost.seconds / 3600:,.2f} hours"
+    long = f"{days:,.1f} days" if days >= 1 else f"{cost.seconds / 3600:.3g} hours"
     lines = [
         f"{cost.tokens:,.0f} tokens: {cost.steps:,} steps, {long} of steps, "
-        f"{cost.node_hours:,.{0 if cost.node_hours >= 100 else 1}f} node-hours"
+        f"{f'{cost.node_hours:,.0f}' if cost.node_hours >= 100 else f'{cost.node_hours:.3g}'} node-hours"
     ]
     if walltime is not None:
         jobs = cost.jobs(walltime, before_end)
@@ -82,4 +82,5 @@ def lines_of(cost: RunCost, walltime: float | None, before_end: float) -> list[s
 
 
 def _size(size: float) -> str:
-    return f"{size / 1e12:,.2f} TB" if size >= 1e12 else f"{size / 1e9:,.2f} GB"
+    name, unit = next(((name, unit) for name, unit in (("TB", 1e12), ("GB", 1e9)) if size >= unit), ("MB", 1e6))
+    return f"{size / unit:,.2f} {name}"

@@ -61,4 +61,5 @@ def stop_signal() -> Iterator[StopSignal]:
         yield wish
     finally:
         for number, handler in before.items():
-            signal.signal(number, handler)
+            late = number == signal.SIGUSR1 and handler == signal.SIG_DFL  # to a run that is over, and would be killed
+            signal.signal(number, signal.SIG_IGN if late else handler)
