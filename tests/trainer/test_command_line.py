@@ -11,7 +11,8 @@ from mmm.parallel.compile import check_compile
 from mmm.parallel.plans.transformer import transformer_plan
 from mmm.parallel.pp.schedules import check_pipeline
 from mmm.parallel.rules import check_cp_style
-from mmm.trainer.config.command_line import run_main, with_flags
+from mmm.trainer import lm
+from mmm.trainer.config.command_line import parse, run_main, with_flags, without_none
 
 PP2, PLAN = Layout(pp=2, dp_shard=1), transformer_plan()
 
@@ -71,3 +72,23 @@ def test_a_program_says_flags(monkeypatch, capsys):
         run_main(program)
     assert left.value.code == 2
     assert capsys.readouterr().err == "error: --microbatches 3: microbatches-like words, and `--microbatches` too\n"
+
+
+def test_help_has_real_defaults(monkeypatch, capsys):
+    """None is what nobody gives: a flag's text says what is taken without it."""
+    monkeypatch.setattr(sys, "argv", ["train.py", "--help"])
+    monkeypatch.setenv("COLUMNS", "100")
+    with pytest.raises(SystemExit):
+        parse(lm.Config, "A program.")
+    text = capsys.readouterr().out
+    assert "None" not in text
+    assert "(default: )" not in text
+    lines = [line.strip() for line in text.splitlines()]
+    assert lines[lines.index("--n_layers INT") + 1] == "Blocks. Default, as of the flags below: the preset's."
+    assert lines[lines.index("--cp_style {ring,ulysses,usp}") + 1].startswith("With cp. ring:")
+    assert "(default: 0.003)" in text
+
+
+def test_columns_of_help_stay():
+    shown = "  --a {None}|STR  Text. (default:\n                  None)\n  --b INT, --c {None}|INT\n  --d (default: )\n"
+    assert without_none(shown) == "  --a STR         Text.\n  --b INT, --c INT\n  --d\n"

@@ -88,9 +88,7 @@ def legend(names: Iterable[str]) -> str:
         unit = f", {attrs['units']}" if "units" in attrs else ""
         if attrs["long_name"] != name:
             lines.append(f"  {name:<12} {attrs['long_name']}{unit}")
-    return "\n".join(
-        ["a row's columns", *lines, "  (its line has as many as 120 columns hold, and the record has all)"]
-    )
+    return "\n".join(["a row's columns", *lines])
 
 
 class Columns(NamedTuple):

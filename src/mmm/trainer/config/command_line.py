@@ -6,11 +6,14 @@ As a rank of ``mmm dry-run`` a program makes a few steps, and leaves nothing beh
 
 from __future__ import annotations
 
+import io
 import os
+import re
 import shlex
 import sys
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import fields, is_dataclass
 from itertools import pairwise
 from typing import Any, NoReturn, Protocol, TypeVar, runtime_checkable
@@ -105,7 +108,7 @@ def parse(config: type[Config], doc: str | None = None) -> Config:
     default: Any = tyro.MISSING_NONPROP
     if issubclass(config, WithDefaults):
         default = replace_flags(config(), **config.defaults(sys.argv[1:]))
-    with print_once():
+    with print_once(), real_defaults():
         made: Config = tyro.cli(
             config,
             prog=shlex.join(command_line()[: -len(sys.argv[1:]) or None]),
@@ -117,6 +120,30 @@ def parse(config: type[Config], doc: str | None = None) -> Config:
         )
     check(made)
     return for_a_few_steps(made) if whoami().source == DRY_RUN else made
+
+
+@contextmanager
+def real_defaults() -> Iterator[None]:
+    """Inside, nothing printed speaks of None, which nobody gives: a flag's text says what is taken without it."""
+    out = io.StringIO()
+    try:
+        with redirect_stdout(out):
+            yield
+    finally:
+        sys.stdout.write(without_none(out.getvalue()))
+
+
+def without_none(text: str) -> str:
+    """A text of ``--help`` without ``{None}|`` and ``(default: None)``; its columns stay."""
+    lines = []
+    for line in text.split("\n"):
+        short = line.replace("{None}|", "").replace("{None,", "{")
+        gap = re.search(r"(?<=\S)(?=  )", short)
+        at = gap.start() if gap else len(short)
+        lines.append(short[:at] + " " * (len(line) - len(short)) + short[at:])
+    marked = re.sub(r" ?\(default:(\s*?)(\n?)(\s*)(None)?\)", r"\0\2\0", "\n".join(lines))
+    kept = [line for line in marked.split("\n") if "\0" not in line or line.strip(" \0")]
+    return "\n".join(line.replace("\0", "").rstrip() for line in kept)
 
 
 BARE = {"offload": "host"}  # flags that may stand alone, and what they then mean

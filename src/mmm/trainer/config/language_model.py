@@ -42,7 +42,8 @@ class LanguageModelOptions(TransformerOptions):
     """Sizes to start from; the flags below change single ones. Default: small, of a GPT shakespeare-cpu, or those of
     --init_from."""
     dropout: float | None = None
-    """Of a GPT: the part of the embeddings, and of what blocks add to the residual stream, that training drops."""
+    """Of a GPT: the part of the embeddings, and of what blocks add to the residual stream, that training drops. Of a
+    preset by default."""
     attention_dropout: float | None = None
     """Of a GPT: the part of attention's weights that training drops. Default: as --dropout."""
     bias: bool = False
@@ -50,9 +51,9 @@ class LanguageModelOptions(TransformerOptions):
     tie_word_embeddings: Annotated[bool, tyro.conf.arg(aliases=["--tie_embeddings"])] = False
     """The output matrix is the embedding's, also where the preset has two."""
     norm_eps: float | None = None
-    """Added to the mean square that a norm divides by."""
+    """Added to the mean square that a norm divides by. Default: the preset's."""
     rope_theta: float | None = None
-    """Base of the wavelengths of rotary positions."""
+    """Base of the wavelengths of rotary positions. Default: the preset's."""
     rope_scaling: str | None = None
     """Scaling of rotary frequencies, as JSON with the names of Hugging Face's config.json: {"rope_type": "linear",
     "factor": 2.0}, or llama3 with all its numbers; {} for none where the preset has one."""

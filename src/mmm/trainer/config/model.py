@@ -30,11 +30,17 @@ class TransformerOptions:
     preset: Preset = "small"
     """Sizes to start from; the flags below change single ones."""
     n_layers: int | None = None
+    """Blocks. Default, as of the flags below: the preset's."""
     dim: int | None = None
+    """Width of the residual stream."""
     n_heads: int | None = None
+    """Heads of attention."""
     n_kv_heads: int | None = None
+    """Heads of keys and values, which groups of the others share."""
     ffn_dim: int | None = None
+    """Width of the feed-forward layer. Default: the preset's, or of another --dim in proportion."""
     vocab_size: int | None = None
+    """Tokens that there are. Default: those of the text's tokenizer."""
 
     def changed_sizes(self) -> dict[str, Any]:
         """What differs from the preset, of the fields of `TransformerConfig`."""

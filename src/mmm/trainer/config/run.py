@@ -87,9 +87,9 @@ class BatchOptions(SeededOptions):
     """Where it runs, on how large batches, and what it leaves."""
 
     batch_size: int | None = None
-    """Samples a step, per data-parallel coordinate."""
+    """Samples a step, per data-parallel coordinate. Default: 16, unless a preset or the text above says otherwise."""
     global_batch_size: int | None = None
-    """Samples a step, over all ranks: keep it the same to compare meshes."""
+    """Samples a step, over all ranks: keep it the same to compare meshes. Default: --batch_size on each coordinate."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,7 +100,7 @@ class StepOptions(BatchOptions):
     """End after this many optimizer steps, whatever --epochs says. With neither: 50, unless the text above says
     otherwise."""
     epochs: int | None = None
-    """End after this many passes over the data."""
+    """End after this many passes over the data. Default: none, unless the text above says otherwise."""
     plots: bool = True
     """Draw the history at the end: pictures in the run's folder, and the loss in the terminal."""
     summary: bool = False

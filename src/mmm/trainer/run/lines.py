@@ -8,6 +8,7 @@ from mmm.history.record.dataset import is_known
 from mmm.trainer.run.rows import Totals
 
 WIDTH = 120
+WHAT_A_LINE_HAS = "a line has as many of them as 120 columns hold, and the record has all"
 HEAD = len("[2025-01-03 09:58:07.893360][INFO][:227] - ")  # before the line, without the program's name
 LOSSES = ("loss", "train_loss", "val_loss", "test_loss")
 # What a program adds by a name of its own is always there, and so are these.

@@ -29,7 +29,7 @@ from mmm.runtime.process_group import gather_objects
 from mmm.runtime.ranks import command_line
 from mmm.trainer.config.run import StepOptions, flags_of
 from mmm.trainer.run.core import Hook, Run
-from mmm.trainer.run.lines import done, row_line
+from mmm.trainer.run.lines import WHAT_A_LINE_HAS, done, row_line
 from mmm.trainer.run.rows import Row, Totals
 from mmm.trainer.run.tables import mesh_table, rank_table, tp_over_hosts
 
@@ -141,7 +141,7 @@ class Record(Hook):
             self.totals.add(row)
             if not self._has_legend:
                 self._has_legend = True
-                run.log.info("%s", legend(row.numbers))
+                run.log.info("%s\n  (%s)", legend(row.numbers), WHAT_A_LINE_HAS)
             self.history.update(row.numbers, row.per_rank)
             steps = self.steps(run, row.at)
             row.line = row_line(row.numbers, run.name, steps, self.totals.left(steps))
