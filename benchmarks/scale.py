@@ -28,7 +28,7 @@ import torch  # noqa: E402
 from device import Count, numpy_zeros, outside_fake_mode, process_group  # noqa: E402
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode  # noqa: E402
 
-from mmm.history.plots.style import new_figure, save, style  # noqa: E402
+from mmm.history.plots.style import new_figure, save, style, theme  # noqa: E402
 from mmm.layout import Layout, Techniques  # noqa: E402
 from mmm.models.experts import transformer_of  # noqa: E402
 from mmm.models.meta import meta_parameters  # noqa: E402
@@ -171,25 +171,29 @@ PANELS = (
 
 
 def draw(rows: list[dict], file: Path) -> None:
-    """A colour a layout, a dash a kind of step; the curves of a panel are named in its legend."""
+    """A colour a layout, a dash a kind of step."""
+    from matplotlib.lines import Line2D
+
+    layouts = dict(zip(dict.fromkeys(row["layout"] for row in rows), SERIES, strict=False))
+    ranks = sorted({row["ranks"] for row in rows})
     with style():
         figure = new_figure(11, 8.4)
-        figure.subplots_adjust(left=0.06, right=0.99, bottom=0.06, top=0.88, hspace=0.28, wspace=0.13)
+        figure.subplots_adjust(left=0.06, right=0.97, bottom=0.06, top=0.86, hspace=0.28, wspace=0.13)
         title = "One rank's program on PyTorch's fake process group, on more and more ranks"
         figure.text(0.02, 0.985, title, fontsize=13, fontweight="bold", va="top")
-        layouts = list(dict.fromkeys(row["layout"] for row in rows))
+        colors = [Line2D([], [], color=color, lw=3, label=layout) for layout, color in layouts.items()]
+        figure.legend(handles=colors, ncols=len(colors), loc="upper left", bbox_to_anchor=(0.01, 0.957))
         for axis, (title, columns, unit) in zip(figure.subplots(2, 2).flat, PANELS, strict=True):
             for column, dash in zip(columns, ("-o", "--s", ":^"), strict=False):
-                for color, layout in zip(SERIES, layouts, strict=False):
+                for layout, color in layouts.items():
                     own = [row for row in rows if row["layout"] == layout]
                     points = [row["ranks"] for row in own], [row[column] / unit for row in own]
-                    label = f"{layout}: {column.removesuffix(' bytes')}"
-                    axis.plot(*points, dash, ms=5, color=color, label=label, clip_on=False, zorder=3)
+                    axis.plot(*points, dash, ms=5, color=color, clip_on=False, zorder=3)
+                axis.plot([], [], dash, ms=5, color=theme().ink, label=column.removesuffix(" bytes"))
             axis.set(title=title, xscale="log", xlabel="ranks", ylim=(0, None))
-            axis.set_xticks([row["ranks"] for row in rows], [f"{row['ranks']:,}" for row in rows])
+            axis.set_xticks(ranks, [f"{count:,}" for count in ranks])
             axis.minorticks_off()
-            axis.margins(y=0.3)
-            axis.legend(fontsize=8, ncols=len(layouts), loc="best")
+            axis.legend()
         save(figure, file)
 
 

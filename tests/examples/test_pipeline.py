@@ -76,7 +76,7 @@ def test_timeline(tmp_path):
     done = launch(2, tmp_path / "out", "--schedule", "ZBVZeroBubble", "--timeline", "--max_iters", "3")
     assert done.returncode == 0, done.stderr
     assert "ZBVZeroBubble, 8 micro-batches: F forward, I backward: input, W backward: weights" in done.stdout
-    assert len(re.findall(r"\nrank 1   \S", done.stdout)) == 2  # replayed, and by the clock
+    assert len(re.findall(r"\nrank 1   \S", done.stdout)) == 3  # ideal, replayed, by the clock
     bubble = json.loads((tmp_path / "out" / "config.json").read_text())["bubble"]
     assert bubble["formula"] == pytest.approx(1 / 49)
     assert 0 < bubble["replayed"] < 1

@@ -79,7 +79,8 @@ def _figure(rows: dict[int, _Row], arrows: dict[int, list[dict[str, Any]]]) -> A
     height = 0.46 * len(rows) + 0.7
     figure = new_figure(13, 2 * height + 0.7)
     both = figure.subplots(2, 1)
-    figure.subplots_adjust(hspace=0.9 / height, top=1 - 0.75 / (2 * height + 0.7))
+    left, tall = 0.012 + 0.0066 * max(len(row.name) for row in rows.values()), 2 * height + 0.7
+    figure.subplots_adjust(left=left, right=0.985, bottom=0.5 / tall, top=1 - 0.75 / tall, hspace=0.9 / height)
     first = min(
         (b for row in rows.values() for kind, _, b, _ in row.slices if kind == "collective" and b > begin),
         default=begin,
@@ -99,7 +100,7 @@ def _figure(rows: dict[int, _Row], arrows: dict[int, list[dict[str, Any]]]) -> A
         handles=handles,
         ncols=len(handles),
         loc="upper left",
-        bbox_to_anchor=(0.115, 1.0),
+        bbox_to_anchor=(0.005, 1.0),
         fontsize=8.5,
         handlelength=1.1,
         columnspacing=1.1,

@@ -142,7 +142,7 @@ def picture(points: Sequence[Point], kind: str, program: str) -> Any:
     for axes, over in ((above, 1), (efficiency, ranks)):
         axes.plot(ranks, ranks / over, color=theme().muted, linestyle="--", label="ideal")
         if not np.isnan(predicted).any():
-            axes.plot(ranks, predicted / over, color=ORANGE, marker="s", markersize=5, label=foreseen)
+            axes.plot(ranks, predicted / over, color=ORANGE, marker="s", markersize=9, label=foreseen)
         axes.plot(ranks, measured / over, color=BLUE, marker="o", label="measured")
         axes.set_xscale("log", base=2)
         axes.set_xticks(ranks, [f"{n:,}" for n in ranks])

@@ -65,7 +65,7 @@ def _draw_one(axes: "Axes", s: Series, shown: AxisLimits, color: str) -> None:
     elif s.name.endswith("_argmax"):
         axes.plot(x, y, ".", ms=4, color=color)
     elif s.sparse or len(x) < 3:
-        axes.plot(x, y, color=color, lw=1.2)
+        axes.plot(x, y, color=color, lw=1.2, label=s.name)
         _markers(axes, x, y, shown, color, 4)
     elif len(x) >= 100 and noisy(y, middle := running_median(y, window := max(5, len(x) // 40) | 1)):
         axes.plot(*thin(x, y), color=color, lw=0.8, alpha=0.35, label="each row")
