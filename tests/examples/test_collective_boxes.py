@@ -52,9 +52,7 @@ def test_picture(tmp_path):
 
 
 def test_bars_of_zero():
-    held = [
-        dict(zip(("parameters", "gradients", "optimizer_state"), row, strict=True)) for row in ((4, 4, 8), (1, 1, 2))
-    ]
+    held = [dict(zip(KINDS, row, strict=True)) for row in ((4, 4, 8), (1, 1, 2))]
     assert bars(held, 16).splitlines() == [
         "         █ parameters   ▓ gradients   ░ optimizer state",
         "0 ddp    ████▓▓▓▓░░░░░░░░ 100%",
