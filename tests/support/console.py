@@ -44,7 +44,10 @@ FREE = [
 ]
 POINTS = re.compile(r"[▀▄▚▞▌▐▖▗▘▝▛▜▙▟]")
 FRAME = re.compile(r"[─│┤├└┘┌┐┬┴]")
-AXIS = re.compile(rf"{NUMBER}|iter|epoch|tokens|hours")  # the words below a plot
+# What stands below a plot: its axis, and what is outside.
+BELOW = re.compile(
+    rf"^(?:{NUMBER}|iter|epoch|tokens|hours|at (?:iter|epoch) {NUMBER}|)$|^\d+ rows? (?:above|below) the plot"
+)
 
 
 class Shown(NamedTuple):
@@ -114,13 +117,13 @@ def plain(lines):
         drawn = lines[at:end]
         if any(POINTS.search(line) or re.search(r"^\s*[\d.e+-]+┤|└┬", line) for line in drawn):
             groups.append("<plot>")
-            while end < len(lines) and all(AXIS.fullmatch(word) for word in lines[end].split()):
+            while end < len(lines) and all(BELOW.search(part) for part in re.split(r"\s{3,}", lines[end].strip())):
                 end += 1
         else:
             end = max(end, at + 1)
             groups += [without_free(line) for line in lines[at:end]]
         at = end
-    return [line for line in groups if line and not re.search(r"\d rows? (above|below) the plot", line)]
+    return [line for line in groups if line]
 
 
 def without_free(line):
