@@ -72,7 +72,7 @@ def _draw(args: argparse.Namespace, dry: DryRun, hosts: tuple[int, ...], argv: l
     from mmm.plan.picture.svg import svg
     from mmm.plan.picture.terminal import text_of
 
-    facts = Facts(dry, hosts, args.site or "")
+    facts = Facts(dry, hosts, args.site or "", assumed=len(hosts) > 1 and args.site is None and args.hosts is None)
     if args.terminal or args.out is None:
         color = sys.stdout.isatty() and "NO_COLOR" not in os.environ
         show(text_of(facts, shown_ranks(facts), shutil.get_terminal_size((100, 40)).columns, color))

@@ -13,7 +13,7 @@ from mmm.plan.dry_run import DryRun, RankReport
 from mmm.plan.held import HeldTensor, HeldTensors, Sharding
 from mmm.plan.picture.arrange import THICK, Arrangement
 from mmm.plan.picture.cards import filled, shade
-from mmm.plan.picture.compose import picture
+from mmm.plan.picture.compose import MARGIN, WIDTH, picture
 from mmm.plan.picture.facts import Facts, Shard
 from mmm.plan.picture.png import write_png
 from mmm.plan.picture.scene import Line, Polygon, Rect, Text
@@ -31,6 +31,7 @@ def made_up(layout, hosts=None):
     held = HeldTensors(layout, resolved)
     shards = (Sharding(1, "tp", layout.tp), Sharding(0, "dp_shard", layout.dp_shard))
     local = (-(-64 // layout.dp_shard), 32 // layout.tp)
+    held.stages = tuple((f"layers.{at}",) for at in range(layout.pp)) if layout.pp > 1 else ()
     held.parameters.append(HeldTensor("layers.0.w.weight", (64, 32), shards, local))
     held.updated.append(HeldTensor("", (64, 32), shards, local, local[0] * local[1]))
     calls = [
@@ -38,16 +39,22 @@ def made_up(layout, hosts=None):
         SentCall("step 1", "tp", Call("all_reduce", layout.tp, 0, 1000), "forward"),
         SentCall("step 1", "dp_shard", Call("reduce_scatter", layout.dp_shard, 0, 8000), "backward"),
     ]
-    report = RankReport(0, str(layout), "cpu", "fp32", layout.coordinates(0), (), {}, calls, 1.0, (), held)
-    return Facts(DryRun(layout.ranks, [report]), hosts or (layout.ranks,), "polaris" if hosts else "")
+    if layout.pp > 1:
+        calls.append(SentCall("step 1", "pp", Call("send", layout.pp, 0, 500, 1, 500), "forward"))
+    reports = [
+        RankReport(rank, str(layout), "cpu", "fp32", layout.coordinates(rank), (), {}, calls, 1.0, (), held)
+        for rank in {0, layout.ranks // layout.pp * (layout.pp - 1)}
+    ]
+    return Facts(DryRun(layout.ranks, reports), hosts or (layout.ranks,), "polaris" if hosts else "")
 
 
 FEW, MANY = made_up(Layout(dp_shard=2, tp=2)), made_up(Layout(dp_shard=256, tp=4), (4,) * 256)
 
 
-@pytest.mark.parametrize(
-    "facts", [FEW, MANY, made_up(Layout(dp_shard=1)), made_up(Layout(dp_shard=16))], ids=lambda facts: str(facts.layout)
-)
+ALONE, WRAPPED, WIDE = (made_up(each) for each in (Layout(dp_shard=1), Layout(dp_shard=16), Layout(4, 1, 2, 1, 2)))
+
+
+@pytest.mark.parametrize("facts", [FEW, MANY, ALONE, WRAPPED, WIDE], ids=lambda facts: str(facts.layout))
 def test_everything_is_inside(facts):
     scene = picture(facts, "mmm draw")
     for item in scene.items:
@@ -74,6 +81,13 @@ def test_svg_is_the_same_every_time_and_says_what_it_is():
     assert [each.text for each in root.iter(f"{SVG}text")][-1] == "mmm draw <a & b>"
 
 
+def test_a_picture_that_is_wider():
+    scene = picture(WIDE, "")
+    assert scene.title == "Pipeline × FSDP (ZeRO-3) × tensor parallel: pp4·dp2·tp2, 16 ranks"
+    assert scene.width > WIDTH
+    assert max(item.x for item in scene.items if isinstance(item, Text) and item.y == 36) == scene.width - MARGIN
+
+
 def test_themes():
     scene = picture(FEW, "")
     auto, light, dark = (svg(scene, theme) for theme in ("auto", "light", "dark"))
@@ -98,6 +112,18 @@ def test_arrows_are_as_wide_as_the_bytes():
     assert arranged.line(over_tp) == THICK / 8
     arrows = {item.fill for item in arranged.items() if isinstance(item, Polygon) and len(item.points) > 4}
     assert arrows == {AXES["dp_shard"], AXES["tp"]}
+
+
+def test_where_the_cards_stand():
+    """Stage, row and column of each rank: the innermost axis from left to right, or one that is longer."""
+    for layout, expected in (
+        (Layout(2, 1, 2, 1, 2), {0: (0, 0, 0), 1: (0, 0, 1), 2: (0, 1, 0), 7: (1, 1, 1)}),
+        (Layout(dp_shard=4, tp=2), {0: (0, 0, 0), 1: (0, 1, 0), 2: (0, 0, 1), 7: (0, 1, 3)}),
+        (Layout(dp_shard=16), {3: (0, 0, 3), 4: (0, 1, 0), 15: (0, 3, 3)}),
+    ):
+        cells = Arrangement(made_up(layout), range(layout.ranks), 900, 0, 0).cells
+        assert len({*cells.values()}) == layout.ranks
+        assert {rank: cells[rank] for rank in expected} == expected
 
 
 def test_the_same_color_is_the_same_part():

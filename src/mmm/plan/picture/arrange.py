@@ -31,10 +31,12 @@ class Arrangement:
 
     @cached_property
     def columns_axis(self) -> str:
-        """The innermost axis, besides pp, on which these ranks differ."""
+        """The innermost axis, besides pp, on which these ranks differ, or one on which more do, if they have room."""
         places = [self.facts.layout.coordinates(rank) for rank in self.ranks]
-        differ = [axis for axis in AXES[1:] if len({place[axis] for place in places}) > 1]
-        return differ[-1] if differ else "tp"
+        counts = {axis: len({place[axis] for place in places}) for axis in AXES}
+        inner = next((axis for axis in reversed(AXES[1:]) if counts[axis] > 1), "tp")
+        longest = max(AXES[1:], key=lambda axis: counts[axis])
+        return longest if counts["pp"] * counts[longest] <= MOST_COLUMNS and counts[longest] > counts[inner] else inner
 
     @cached_property
     def cells(self) -> dict[int, tuple[int, int, int]]:

@@ -101,7 +101,7 @@ def _head(facts: Facts, rank: int, left: float, top: float, width: float) -> tup
         return items, top + 16
     if own + Text(0, 0, text, SMALL).width <= width:
         return [*items, Text(left + width, top + 10, text, SMALL, "end", opacity=0.75)], top + 16
-    lines = wrapped(text, width, SMALL)
+    lines = [text] if Text(0, 0, text, SMALL).width <= width else named
     items += [Text(left, top + 22 + 11 * at, line, SMALL, opacity=0.75) for at, line in enumerate(lines)]
     return items, top + 17 + 11 * len(lines)
 

@@ -18,44 +18,53 @@ def picture(facts: Facts, made_by: str) -> Scene:
     """Args:
     made_by: the command that has drawn it.
     """
-    layout, items = facts.layout, list[Item]()
-    name = words.title(facts)
-    ranks = "1 rank" if layout.ranks == 1 else f"{layout.ranks:,} ranks"
-    items.append(Text(MARGIN, 36, name, 20, bold=True))
-    items.append(Text(WIDTH - MARGIN, 36, f"{layout}, {ranks}" if layout.ranks > 1 else ranks, 13, "end", opacity=0.75))
-    y = 48.0
-    for sentence in words.sentences(facts):
-        for line in wrapped(sentence, WIDTH - 2 * MARGIN, 12):
-            y += 16
-            items.append(Text(MARGIN, y, line, 12))
-    y += 14
-    items += _heading("What each rank holds", MARGIN, y + 12)
-    items += _legend(facts, y + 12)
-    arranged = Arrangement(facts, shown_ranks(facts), WIDTH - 2 * MARGIN, MARGIN, y + 26)
+    layout, shown = facts.layout, shown_ranks(facts)
+    arranged = Arrangement(facts, shown, WIDTH - 2 * MARGIN, MARGIN, 0.0)
     width = max(WIDTH, arranged.full_width + 2 * MARGIN)
     arranged.x = MARGIN + max(0.0, (width - 2 * MARGIN - arranged.full_width) / 2)
+    about = "1 rank" if layout.ranks == 1 else f"{layout}, {layout.ranks:,} ranks"
+    items, y = _top(facts, about, width)
+    arranged.y = y
     items += arranged.items()
     y = arranged.bottom + 10
-    if len(arranged.ranks) < layout.ranks:
-        more, y = crowd(facts, arranged.ranks, MARGIN, y, width - 2 * MARGIN)
+    if len(shown) < layout.ranks:
+        more, y = crowd(facts, shown, MARGIN, y, width - 2 * MARGIN)
         items += more
-    y += 16
-    items += _heading("What travels, and when: one step", MARGIN, y + 12)
-    y += 24
-    reports = facts.dry.ranks
-    for report in reports:
-        if len(reports) > 1:
-            name = f"rank {report.rank}, pp {report.coordinates['pp']}"
-            items.append(Text(MARGIN, y + 14, name, 12, bold=True))
-            y += 24
-        more, y = strip(facts, report.rank, MARGIN, y + 4, width - 2 * MARGIN)
-        items += more
-        y += 8
+    more, y = _step(facts, y + 16, width)
+    items += more
     for line in _footer(facts, made_by):
         y += 14
         items.append(Text(MARGIN, y, line, 10, opacity=0.7))
     text = " ".join([*words.sentences(facts), *_spoken(facts)])
-    return Scene(width, y + 18, f"{name}: {layout}, {ranks}", text, items)
+    return Scene(width, y + 18, f"{words.title(facts)}: {about}", text, items)
+
+
+def _top(facts: Facts, about: str, width: float) -> tuple[list[Item], float]:
+    """What it is, in words; and where that ends."""
+    items: list[Item] = [Text(MARGIN, 36, words.title(facts), 20, bold=True)]
+    items.append(Text(width - MARGIN, 36, about, 13, "end", opacity=0.75))
+    y = 48.0
+    for sentence in words.sentences(facts):
+        for line in wrapped(sentence, width - 2 * MARGIN, 12):
+            y += 16
+            items.append(Text(MARGIN, y, line, 12))
+    y += 26
+    items.append(Text(MARGIN, y, "What each rank holds", 14, bold=True))
+    return items + _legend(facts, width - MARGIN, y), y + 14
+
+
+def _step(facts: Facts, y: float, width: float) -> tuple[list[Item], float]:
+    """What travels, of each rank of the dry run; and where that ends."""
+    items: list[Item] = [Text(MARGIN, y + 12, "What travels, and when: one step", 14, bold=True)]
+    y += 24
+    for report in facts.dry.ranks:
+        if len(facts.dry.ranks) > 1:
+            items.append(Text(MARGIN, y + 14, f"rank {report.rank}, pp {report.coordinates['pp']}", 12, bold=True))
+            y += 24
+        more, y = strip(facts, report.rank, MARGIN, y + 4, width - 2 * MARGIN)
+        items += more
+        y += 8
+    return items, y
 
 
 def shown_ranks(facts: Facts) -> list[int]:
@@ -63,11 +72,7 @@ def shown_ranks(facts: Facts) -> list[int]:
     return list(range(facts.layout.ranks if facts.layout.ranks <= SHOWN else min(facts.hosts[0], SHOWN)))
 
 
-def _heading(text: str, x: float, y: float) -> list[Item]:
-    return [Text(x, y, text, 14, bold=True)]
-
-
-def _legend(facts: Facts, y: float) -> list[Item]:
+def _legend(facts: Facts, right: float, y: float) -> list[Item]:
     """At the right of the heading: what the colours say."""
     shards = {shard.axis: shard.count for grid in facts.grids(0) for shard in grid.shards}
     every = [*facts.grids(0), *facts.batch(0)]
@@ -79,7 +84,7 @@ def _legend(facts: Facts, y: float) -> list[Item]:
     for axis, count in shards.items():
         shades = range(count) if count <= 4 else (0, count // 3, 2 * count // 3, count - 1)
         entries.append((axis, [Shard(axis, at, count) for at in shades]))
-    items, x = list[Item](), WIDTH - MARGIN
+    items, x = list[Item](), right
     for text, some in reversed(entries):
         label = Text(x, y, text, 9.5, "end", opacity=0.8)
         items.append(label)

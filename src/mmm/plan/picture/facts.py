@@ -76,11 +76,13 @@ class Facts:
 
     Args:
         hosts: ranks on each host, in order. site: name of the machine; empty where nobody says.
+        assumed: nobody says how many ranks a host has.
     """
 
     dry: DryRun
     hosts: tuple[int, ...]
     site: str = ""
+    assumed: bool = False
 
     @cached_property
     def layout(self) -> Layout:

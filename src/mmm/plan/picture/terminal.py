@@ -11,7 +11,7 @@ from mmm.plan.picture.facts import PARTS, Facts, Flow, Grid
 from mmm.plan.picture.scene import CHARACTER, wrapped
 from mmm.plan.picture.strip import HEADS
 
-ROWS, COLUMNS, BAR = 4, 8, 24  # characters of a grid; of the longest bar
+ROWS, COLUMNS, BAR = 4, 9, 24  # characters of a grid; of the longest bar
 FULL, EMPTY = "█", "░"
 
 

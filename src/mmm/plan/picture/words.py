@@ -118,7 +118,7 @@ def others(facts: Facts, shown: Sequence[int]) -> list[str]:
     where = f"on {hosts:,} hosts" if hosts > 1 else "on the same host"
     lines = [
         f"Ranks {shown[0]} to {shown[-1]} in full. The other {left:,}, {where} together, hold and send as much: the "
-        f"parts that their places say."
+        f"parts that their places say." + " Hosts of so many ranks are assumed: --site says which." * facts.assumed
     ]
     for axis, sent in facts.sent(0).items():
         if sent and axis in facts.groups:
