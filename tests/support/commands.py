@@ -112,6 +112,8 @@ def commands_in(text):
     for block in blocks(text):
         if block.language in ("", "bash", "sh", "console"):
             lines = re.sub(r" *\\\n *", " ", block.text).splitlines()
+            if block.language == "console":
+                lines = [line for line in lines if line.startswith("$ ")]
             lines = [re.sub(r"\s+#\s.*|\s+…(?!\S)", "", line) for line in lines]
             found += [
                 match[1] for line in lines for each in line.split(" && ") if (match := OURS.fullmatch(each.strip()))
