@@ -164,6 +164,23 @@ def test_exactly_one_layout(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
+        ("--loss_chunks 0", "--loss_chunks 0: it must be at least 1"),
+        ("--tile_weights 0", "--tile_weights 0: it must be at least 1"),
+        ("--exactly --microbatches 0", "--microbatches 0: it must be at least 1"),
+        ("--exactly --parallel nonsense", "data_parallel 'nonsense' is not one of ddp, "),
+        ("--exactly --cp 2 --cp_style nonsense", "cp_style 'nonsense' is not one of ring, ulysses, usp"),
+        ("--exactly --pp 2 --schedule nonsense", "schedule 'nonsense' is not one of GPipe, "),
+    ],
+    ids=str,
+)
+def test_no_such_technique(capsys, flags, said):
+    assert main([*SMALL, *flags.split()]) == 2
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
         (["--check", "dp2,xp2"], "'xp2' is no axis with its size"),
         (["--check", "dp"], "'dp' is no axis with its size"),
         (["--check", "--site", "aurora"], "--check runs on this host: leave --site out"),

@@ -45,6 +45,7 @@ def test_one_layout_is_looked_at():
         ({"dp_replicate": 2}, "fsdp has no replicas, and the layout has dp_replicate 2: use hsdp"),
         ({"cp": 16, "cp_style": "ulysses", "batch": 1, "hosts": 16}, "global batch 1 does not divide over 8"),
         ({"cp": 64, "cp_style": "ulysses", "hosts": 8}, "n_heads 32 is not divisible by cp 64 (under ulysses"),
+        ({"cp": 2, "cp_style": "usp"}, "cp_style usp: of cp 2 all or none can share heads on a host"),
         ({"batch": 8}, "global batch 8 does not divide over 16 data-parallel ranks"),
         ({"microbatches": 3}, "microbatches 3: a batch of 4 a data-parallel coordinate cannot be split into as many"),
         ({"pp": 4, "microbatches": 2}, "microbatches 2: 1F1B with pp 4 needs at least 4"),

@@ -151,6 +151,17 @@ def run_of(args: argparse.Namespace) -> tuple[float, float | None]:
     return (0.0 if args.tokens is None else parse_tokens(args.tokens, "--tokens")), walltime
 
 
+def fixed_by(args: argparse.Namespace) -> dict[str, int | str]:
+    """Axis, or field of `Techniques`, → the value that it has to have. Raises ConfigError."""
+    fixed = {field: getattr(args, name) for name, field in FIXED.items() if getattr(args, name) is not None}
+    for name in ("microbatches", "stages_per_rank", "loss_chunks", "tile_weights"):
+        if fixed.get(name, 1) < 1:
+            raise ConfigError(f"--{name} {fixed[name]}: it must be at least 1")
+    if fixed.get("data_parallel") == "zero3":
+        fixed["data_parallel"] = "fsdp"  # the same
+    return fixed
+
+
 def main(argv: list[str]) -> int:
     """Search, and say what was found, or try it. Returns the exit code. Raises UserError for what is wrong, or where
     nothing fits."""
@@ -193,8 +204,8 @@ def main(argv: list[str]) -> int:
     if args.tokens is not None and not spec.seq_length:
         raise ConfigError(f"--tokens {args.tokens}: {args.model} has no sequence of tokens")
     dtype = args.dtype or ("fp32" if machine.device == "cpu" else "bf16")
-    fixed = {field: getattr(args, name) for name, field in FIXED.items() if getattr(args, name) is not None}
-    fixed = exactly(fixed | sizes) if args.exactly else fixed | sizes
+    fixed = fixed_by(args) | sizes
+    fixed = exactly(fixed) if args.exactly else fixed
     search = Search(spec, machine, global_batch, dtype, args.optimizer, fixed)
     if args.check is not None or args.dry_run is not None:
         found = search.run()

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from mmm.errors import UserError
 from mmm.layout import AXES, Layout, Techniques, check_data_parallel
 from mmm.parallel.pp.schedules import SCHEDULES, check_pipeline
+from mmm.parallel.rules import check_cp_style, host_ulysses
 
 if TYPE_CHECKING:
     from mmm.plan.search import Search
@@ -52,9 +53,14 @@ def why_not(search: Search) -> str:
 
 def _why_not_this(search: Search, layout: Layout, techniques: Techniques) -> str:
     """Of one layout with all its techniques. Raises UserError: the same."""
+    check_cp_style(techniques.cp_style)
     technique, group = techniques.data_parallel, layout.dp_shard * layout.cp
     if broken := search.broken(layout.tp, layout.cp, layout.ep, techniques.ulysses_size(layout.cp)):
         return broken
+    heads, per_host = getattr(search.spec.config, "n_heads", 0), search.machine.ranks_per_host
+    if techniques.cp_style == "usp" and layout.cp > 1:
+        if not 1 < host_ulysses(layout.cp, layout.tp, heads, per_host) < layout.cp:
+            return f"cp_style usp: of cp {layout.cp} all or none can share heads on a host: use ulysses or ring"
     if layout.pp > len(search.spec.sequence) or search.global_batch % layout.dp:
         return ""  # which the search says
     if technique in ("zero1", "zero2", "hsdp") and group == 1:
