@@ -27,12 +27,12 @@ const PLANNER_DATA = {
     "sunspot": {"hosts": 128, "device": "xpu", "scheduler": "pbs", "ranks_per_host": 12, "gpu_memory": 68719476736, "memory_bandwidth": 1000000000000.0, "link_bandwidth": 45000000000.0, "link_latency": 6e-06, "network_bandwidth": 200000000000.0, "network_latency": 1.5e-05, "matmul_efficiency": 0.39, "memory_efficiency": 1.0, "link_efficiency": 0.8, "network_efficiency": 0.8, "overlap": 0.9, "layer_overhead": 0.0006, "budget_part": 0.92, "peak": 419000000000000.0},
   },
   colors: {
-    "memory": {"parameters": "#0072b2", "gradients": "#e69f00", "optimizer": "#009e73", "activations": "#56b4e9", "logits": "#d55e00", "gathered": "#cc79a7", "other": "#9aa5b1"},
+    "memory": {"parameters": "#0072b2", "gradients": "#e69f00", "optimizer": "#009e73", "activations": "#56b4e9", "logits": "#d55e00", "gathered": "#cc79a7", "communication": "#f0e442", "other": "#9aa5b1"},
     "axes": {"pp": "#cc79a7", "dp_replicate": "#e69f00", "dp_shard": "#0072b2", "cp": "#009e73", "tp": "#d55e00", "ep": "#56b4e9"},
     "parts": {"dtd": "#9aa5b1", "dtf": "#56b4e9", "dtb": "#0072b2", "dto": "#e69f00", "dtw": "#d55e00"},
   },
   themes: {
-    "light": {"paper": "#ffffff", "ink": "#22303c", "grid": "#d9dfe5", "idle": "#eef1f4"},
-    "dark": {"paper": "#12181f", "ink": "#e6ebf0", "grid": "#37424d", "idle": "#232c35"},
+    "light": {"paper": "#ffffff", "ink": "#22303c", "muted": "#66727e", "grid": "#d9dfe5", "idle": "#eef1f4"},
+    "dark": {"paper": "#12181f", "ink": "#e6ebf0", "muted": "#9aa5b1", "grid": "#37424d", "idle": "#232c35"},
   },
 };
