@@ -58,9 +58,9 @@ def _why_not_this(search: Search, layout: Layout, techniques: Techniques) -> str
     if broken := search.broken(layout.tp, layout.cp, layout.ep, techniques.ulysses_size(layout.cp)):
         return broken
     heads, per_host = getattr(search.spec.config, "n_heads", 0), search.machine.ranks_per_host
-    if techniques.cp_style == "usp" and layout.cp > 1:
-        if not 1 < host_ulysses(layout.cp, layout.tp, heads, per_host) < layout.cp:
-            return f"cp_style usp: of cp {layout.cp} all or none can share heads on a host: use ulysses or ring"
+    sharing = host_ulysses(layout.cp, layout.tp, heads, per_host)
+    if techniques.cp_style == "usp" and layout.cp > 1 and sharing in (1, layout.cp):
+        return f"cp_style usp: of cp {layout.cp} all or none can share heads on a host: use ulysses or ring"
     if layout.pp > len(search.spec.sequence) or search.global_batch % layout.dp:
         return ""  # which the search says
     if technique in ("zero1", "zero2", "hsdp") and group == 1:
