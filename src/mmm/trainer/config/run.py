@@ -102,7 +102,7 @@ class StepOptions(BatchOptions):
     epochs: int | None = None
     """End after this many passes over the data. Default: none, unless the text above says otherwise."""
     plots: bool = True
-    """Draw the history at the end: pictures in the run's folder, and the loss in the terminal."""
+    """Draw the run's summary at the end, in the terminal and in the run's folder."""
     summary: bool = False
     """Print the model's summary and leave."""
 
