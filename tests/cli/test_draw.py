@@ -28,6 +28,17 @@ def test_names_of_layouts(text, sizes, technique):
     assert layout.technique == technique
 
 
+@pytest.mark.parametrize("text", ["tp3", "ulysses3.tp2", "cp3", "pp5.tp12", "usp4", "dp6.ep3"])
+def test_the_small_model_goes_with_the_layout(text):
+    words = trainer_flags(layout_of(text), [])
+    pairs = dict(zip(words[::2], words[1::2], strict=True))
+    sizes, heads = layout_of(text).sizes, int(pairs["--n_heads"])
+    assert heads % (sizes["tp"] * (sizes["cp"] if "--cp_style" in pairs else 1)) == 0
+    assert int(pairs["--seq_length"]) % (2 * sizes["cp"] * sizes["tp"]) == 0
+    assert int(pairs["--n_layers"]) >= sizes["pp"]
+    assert int(pairs.get("--n_experts", sizes["ep"])) % sizes["ep"] == 0
+
+
 def test_flags_of_the_user_count():
     flags = trainer_flags(layout_of("dp2.tp2"), ["--preset", "llama-8b", "--seq-length=64"])
     assert "--dim" not in flags
@@ -39,6 +50,7 @@ def test_flags_of_the_user_count():
     ("words", "message"),
     [
         (["dp2.pt2"], "layout dp2.pt2: 'pt2' is no axis with its size: such as dp2·tp2"),
+        (["dp2.tp"], "'tp' is no axis with its size"),
         (["dp0"], "layout dp0: dp0: an axis has 1 to 1,048,576 ranks"),
         (["dp2.dp2"], "layout dp2.dp2 has dp_shard twice"),
         (["ddp.zero1"], "layout ddp.zero1 has ddp and zero1: give one of them"),
@@ -49,6 +61,8 @@ def test_flags_of_the_user_count():
         (["dp64.tp4", "--site", "polaris", "--hosts", "32"], "the layout has 256: --hosts 64"),
         (["dp4", "--site", "polariss"], "Did you mean polaris?"),
         (["dp4", "--hosts", "5"], "--hosts 5: 4 ranks are on 1 to 4 hosts"),
+        (["no.such.module"], "no module named 'no.such.module'"),
+        (["no_such.py"], "no such script: no_such.py"),
         (["mmm.examples.fsdp_pt"], "Did you mean mmm.examples.fsdp_tp?"),
         ([], "the following arguments are required: LAYOUT|PROGRAM"),
         (["dp2", "--theme", "pink"], "argument --theme: invalid choice: 'pink'"),

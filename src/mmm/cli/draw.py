@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import shlex
 import shutil
 import sys
@@ -12,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from mmm.cli import show
-from mmm.cli.draw_layout import HELP, layout_of, trainer_flags
+from mmm.cli.draw_layout import HELP, layout_of, looks_like_one, trainer_flags
 from mmm.cli.written import write_text
 from mmm.errors import ConfigError
 from mmm.launch.plan.counts import spread
@@ -120,7 +121,7 @@ def _program(what: str, given: list[str], ranks: int | None) -> tuple[Target, in
     """What runs, and on how many ranks. Raises UserError."""
     if ranks is not None and not 1 <= ranks <= 2**20:
         raise ConfigError(f"-n {ranks}: it must be from 1 to {2**20:,} ranks")
-    if what.endswith(".py") or what.startswith("mmm.") or os.path.exists(what):
+    if what.endswith(".py") or (re.fullmatch(r"\w+(\.\w+)+", what) and not looks_like_one(what)):
         target = Target("script" if what.endswith(".py") else "module", what, tuple(given))
         targets.check(target)
         return target, ranks or RANKS

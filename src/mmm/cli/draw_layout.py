@@ -69,6 +69,11 @@ def layout_of(text: str) -> NamedLayout:
     return found
 
 
+def looks_like_one(text: str) -> bool:
+    """Whether a part of the text is an axis with its size, or a technique: no module is called so."""
+    return any(re.fullmatch(rf"({'|'.join(TECHNIQUES)})|[a-z_]+\d+|\d+", word) for word in re.split(SEPARATORS, text))
+
+
 def _fill_in(found: NamedLayout, given: set[str]) -> None:
     """A technique without a number is on 4 ranks, or on those that the name gives data parallel."""
     if found.technique and not given & {"dp_shard", "dp_replicate"}:
@@ -83,8 +88,14 @@ def _fill_in(found: NamedLayout, given: set[str]) -> None:
 
 def _near(word: str) -> str:
     name = re.sub(r"\W|\d", "", word)
+    if name == word:
+        return f". How many ranks, such as {name}2?"
     near = difflib.get_close_matches(name, [*AXES, "dp", "ep", "ddp", "fsdp", "hsdp", "zero1", *STYLES], 1)
     return f". Did you mean {near[0]}?" if near else ""
+
+
+def _multiple(of: int, least: int) -> int:
+    return -(-least // of) * of
 
 
 def trainer_flags(layout: NamedLayout, given: Sequence[str]) -> list[str]:
@@ -96,13 +107,15 @@ def trainer_flags(layout: NamedLayout, given: Sequence[str]) -> list[str]:
     sizes = layout.sizes
     flags = {f"--{axis}": size for axis, size in sizes.items() if size > 1 and axis not in ("dp_shard", "tp")}
     flags |= {"--tpsize": sizes["tp"]} if sizes["tp"] > 1 else {}
-    heads = max(4, sizes["tp"] * (sizes["cp"] if layout.cp_style in ("ulysses", "usp") else 1))
+    by_heads = sizes["tp"] * (sizes["cp"] if layout.cp_style in ("ulysses", "usp") else 1)
+    heads, pieces = _multiple(by_heads, 4), 2 * sizes["cp"] * sizes["tp"]
     wanted = {
         "--parallel": layout.technique or ("hsdp" if sizes["dp_replicate"] > 1 else "fsdp"),
         **({"--cp_style": layout.cp_style} if layout.cp_style else {}),
+        **({"--ulysses": 2} if layout.cp_style == "usp" else {}),
         "--dataset": "random",
         "--device": "cpu",
-        "--seq_length": 16 * max(8, sizes["cp"] * sizes["tp"]),
+        "--seq_length": _multiple(pieces, 128),
         "--batch_size": max(2, sizes["pp"]),
     }
     model = {

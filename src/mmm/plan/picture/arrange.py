@@ -9,7 +9,7 @@ from functools import cached_property
 
 from mmm.layout import AXES
 from mmm.plan.picture import words
-from mmm.plan.picture.cards import ALIASES, card, color_of
+from mmm.plan.picture.cards import card, color_of
 from mmm.plan.picture.facts import Facts
 from mmm.plan.picture.scene import Item, Rect, Text, arrow
 
@@ -192,19 +192,8 @@ class Arrangement:
 
     def _over(self, rank: int, other: int) -> list[tuple[str, float]]:
         """The axes on which two ranks are in one group, and what the first sends over each in a step."""
-        places = [self.facts.layout.coordinates(each) for each in (rank, other)]
-        differ = {axis for axis in AXES if places[0][axis] != places[1][axis]}
-        found = []
-        for axis, sent in self.facts.sent(rank).items():
-            of = set(_axes_of(axis))
-            if axis in ("ep", "expert_dp"):
-                ep, (a, b) = self.facts.layout.ep, [place["dp_shard"] for place in places]
-                together = differ == {"dp_shard"} and (a // ep == b // ep if axis == "ep" else a % ep == b % ep)
-            else:
-                together = bool(differ) and differ <= of
-            if together and sent:
-                found.append((axis, sent))
-        return found
+        groups = self.facts.groups(rank)
+        return [(axis, sent) for axis, sent in self.facts.sent(rank).items() if sent and other in groups.get(axis, ())]
 
     def line(self, sent: float) -> float:
         """Width of an arrow: in proportion to the bytes, of the most that any rank sends over an axis."""
@@ -214,9 +203,3 @@ class Arrangement:
 
 def _within(corner: tuple[float, float], left: float, right: float, top: float, bottom: float) -> bool:
     return left <= corner[0] < right and top <= corner[1] < bottom
-
-
-def _axes_of(axis: str) -> tuple[str, ...]:
-    if axis == "dp_shard_cp":
-        return ("dp_shard", "cp")
-    return AXES if axis == "world" else (ALIASES.get(axis, axis),)

@@ -100,12 +100,11 @@ class Facts:
     def held(self, rank: int) -> HeldTensors:
         return _held(self.report(rank))
 
-    @cached_property
-    def groups(self) -> dict[str, tuple[int, int]]:
-        """By axis, the ranks of rank 0's group, and the hosts that these are on."""
+    def groups(self, rank: int) -> dict[str, tuple[int, ...]]:
+        """By axis, the ranks of the group that a rank is in."""
         ulysses = self.techniques.ulysses_size(self.layout.cp)
-        by_ranks = axes_of(self.layout, 0, self.experts is not None, ulysses)
-        return {axis: (len(ranks), len({*map(self.host_of, ranks)})) for ranks, axis in by_ranks.items()}
+        found = axes_of(self.layout, rank, self.experts is not None, ulysses)
+        return {"world": tuple(range(self.layout.ranks)), **{axis: ranks for ranks, axis in found.items()}}
 
     def host_of(self, rank: int) -> int:
         return bisect_right(self._ends, rank)
@@ -282,12 +281,12 @@ def _parts_of(calls: Sequence[SentCall], loops: bool) -> list[str]:
     Args:
         loops: as `Facts.loops`: all messages count as forward's.
     """
-    in_backward = [at for at, each in enumerate(calls) if each.doing == "backward" or each.call.operation == "send"]
-    last = in_backward[-1] if in_backward else len(calls)
+    sends = [each.axis == "pp" and each.call.operation == "send" for each in calls]
+    last = max((at for at, each in enumerate(calls) if each.doing == "backward" or sends[at]), default=len(calls))
     parts = []
     for at, each in enumerate(calls):
         call = each.call
-        if each.axis == "pp" and call.operation == "send":
+        if sends[at]:
             parts.append("forward" if loops or call.root > call.rank else "backward")
         elif call.operation == "reduce_scatter" and at > last:
             parts.append("backward")

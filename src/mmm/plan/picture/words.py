@@ -120,11 +120,14 @@ def others(facts: Facts, shown: Sequence[int]) -> list[str]:
         f"Ranks {shown[0]} to {shown[-1]} in full. The other {left:,}, {where} together, hold and send as much: the "
         f"parts that their places say." + " Hosts of so many ranks are assumed: --site says which." * facts.assumed
     ]
+    groups = facts.groups(0)
     for axis, sent in facts.sent(0).items():
-        if sent and axis in facts.groups:
-            ranks, on = facts.groups[axis]
+        if sent and axis in groups:
+            on = len({*map(facts.host_of, groups[axis])})
             spread = f"on {on:,} hosts" if on > 1 else "inside a host"
-            lines.append(f"{axis}: groups of {ranks:,} ranks {spread}; a rank sends {size(sent)} in a step.")
+            lines.append(
+                f"{axis}: groups of {len(groups[axis]):,} ranks {spread}; a rank sends {size(sent)} in a step."
+            )
     return lines
 
 
