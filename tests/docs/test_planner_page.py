@@ -158,6 +158,9 @@ def test_figures_are_those_of_the_command(browser, tmp_path, capsys, monkeypatch
         assert figures["fits"] == entry["fits"] == (not error), (line, error)
         # Those of the command are whole bytes.
         assert figures["memory"] == pytest.approx(entry["memory_bytes"], rel=TOLERANCE, abs=1), line
+        assert figures["moments"].keys() == entry["memory_by_moment"].keys()
+        for moment, memory in entry["memory_by_moment"].items():
+            assert near(figures["moments"][moment], memory), (line, moment)
         for shown, name in (
             ("sent", "sent_bytes"),
             ("waits", "wait_seconds"),

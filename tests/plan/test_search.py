@@ -230,7 +230,7 @@ def test_usp_where_a_sequence_spans_hosts():
 
 def test_json(aurora):
     search, found = aurora
-    keys = {"layout", "techniques", "memory_bytes", "sent_bytes", "step_seconds", "compute_seconds"}
+    keys = {"layout", "techniques", "memory_bytes", "memory_by_moment", "sent_bytes", "step_seconds", "compute_seconds"}
     keys |= {"optimizer_seconds", "wait_seconds", "bubble", "tokens_per_second", "mfu", "fits", "why"}
     listed = as_json(search, found, why_each(found, search.machine.budget))
     assert all(set(entry) == keys for entry in listed)

@@ -11,6 +11,7 @@ const STATISTIC = 4; // bytes of a float32
 const CHUNK_BYTES = 250e6;
 const UNSHARDED = ["ddp", "zero1", "zero2"]; // every rank keeps all parameters
 const PARTS = ["parameters", "gradients", "optimizer", "activations", "gathered", "buffers", "logits"];
+const MOMENTS = ["the loss", "backward of the last layer", "backward of the first", "the end of backward"];
 
 const sum = (numbers) => numbers.reduce((total, number) => total + number, 0);
 const product = (numbers) => numbers.reduce((total, number) => total * number, 1);
@@ -198,8 +199,8 @@ function inFlight(schedule, p, r, m, v) {
   return Math.min(m * v, 2 * p + 1) / v;
 }
 
-// Bytes by part of a rank of a stage, at the moment of a step at which they are most.
-function memoryOfStage(c, stage, batch, chunks) {
+// Bytes by part of a rank of a stage, at each of MOMENTS.
+function momentsOf(c, stage, batch, chunks) {
   const { layout, microbatches, parallel, replicas } = c, pipeline = layout.pp > 1;
   const sizes = sizesOf(c, stage), left = activationsOf(c, stage, batch);
   const [logits, summed] = stage.hasHead ? logitsOf(c, batch, chunks) : [0, 0];
@@ -216,7 +217,7 @@ function memoryOfStage(c, stage, batch, chunks) {
   ];
   const several = microbatches > 1 || pipeline;
   const held = replicas ? replicated(parallel, sizes, several, flying) : sharded(sizes, several, pipeline);
-  const moments = held.moments.map(([gradients, gathered, buffers], moment) => ({
+  return held.moments.map(([gradients, gathered, buffers], moment) => ({
     parameters: held.parameters,
     gradients,
     optimizer: held.optimizer,
@@ -225,7 +226,6 @@ function memoryOfStage(c, stage, batch, chunks) {
     buffers: buffers + (moment === 0 ? summed : 0),
     logits: moment === 0 ? logits : 0,
   }));
-  return largestBy(moments, totalOf);
 }
 
 function totalOf(memory) {

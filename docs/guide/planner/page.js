@@ -220,16 +220,21 @@ function table(caption, heads, rows) {
   return element("table", { class: "figures" }, ...parts);
 }
 
+const partsOf = (memory) => PARTS.map((part) => [part, memory[part], MEMORY_COLORS[part]]).filter(([, size]) => size);
+
 function memoryShown(plan) {
-  const parts = PARTS.map((part) => [part, plan.memory[part], MEMORY_COLORS[part]]).filter(([, size]) => size);
-  const whole = 1.02 * Math.max(plan.budget, plan.total), drawn = bar(parts, whole);
-  const mark = element("span", { class: "budget" });
-  mark.style.left = `${(100 * plan.budget) / whole}%`;
-  drawn.append(mark);
-  const rows = parts.map(([part, size, color]) => [part, color, false, gib(size)]);
+  const whole = 1.02 * Math.max(plan.budget, plan.total);
+  const drawn = Object.entries(plan.moments).flatMap(([moment, memory]) => {
+    const shown = bar(partsOf(memory), whole), mark = element("span", { class: "budget" });
+    mark.style.left = `${(100 * plan.budget) / whole}%`;
+    shown.append(mark);
+    return [element("div", { class: "moment" }, `at ${moment}: ${gib(totalOf(memory))}`), shown];
+  });
+  const peak = Object.entries(plan.moments).find(([, memory]) => totalOf(memory) === plan.total)[0];
+  const rows = partsOf(plan.memory).map(([part, size, color]) => [part, color, false, gib(size)]);
   rows.push(["together", "transparent", false, gib(plan.total)], ["budget", "var(--ink)", false, gib(plan.budget)]);
-  const caption = "of the rank that needs most, at the moment when it needs most";
-  return section("Memory", drawn, table(caption, ["part", "size"], rows));
+  const caption = `of the rank that needs most, at ${peak}; the line is the budget`;
+  return section("Memory", ...drawn, table(caption, ["part", "size"], rows));
 }
 
 function sentShown(plan) {
@@ -285,7 +290,7 @@ function show() {
   const verdict = document.getElementById("planner-verdict");
   verdict.textContent = verdictOf(question, plan);
   verdict.className = plan.why || !plan.fits ? "no" : "yes";
-  const shown = plan.why ? [] : [memoryShown(plan), secondsShown(plan), sentShown(plan)];
+  const shown = plan.why ? [] : [memoryShown(plan), element("div", {}, secondsShown(plan), sentShown(plan))];
   document.getElementById("planner-shown").replaceChildren(...shown);
   const lines = [commandOf(question), ...(plan.why ? [] : [launchLine(question, plan)])];
   document.getElementById("planner-lines").textContent = lines.join("\n\n");

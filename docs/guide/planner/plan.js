@@ -34,8 +34,9 @@ function planOf(data, question) {
   const c = contextOf(data, question), why = whyNot(c);
   if (why) return { why };
   const stages = stagesFor(c), batch = c.local / c.microbatches, chunks = lossChunks(c, batch);
-  const memories = stages.map((stage) => memoryOfStage(c, stage, batch, chunks));
-  const memory = largestBy(memories, totalOf), budget = c.machine.gpu_memory * c.machine.budget_part;
+  const needsMost = (moments) => Math.max(...moments.map(totalOf));
+  const moments = largestBy(stages.map((stage) => momentsOf(c, stage, batch, chunks)), needsMost);
+  const memory = largestBy(moments, totalOf), budget = c.machine.gpu_memory * c.machine.budget_part;
   const cost = stepCost(c, stages, batch, chunks), sent = sentBytes(c, stages[0]), groups = groupsOf(c);
   const between = Object.entries(sent).map(([axis, bytes]) => [axis, betweenHosts(axis, bytes, groups[axis])]);
   const flops = 3 * sum(c.sequence.map((kind) => c.flops[kind]));
@@ -48,6 +49,7 @@ function planOf(data, question) {
     microBatch: batch,
     lossChunks: chunks,
     memory,
+    moments: Object.fromEntries(MOMENTS.map((name, place) => [name, moments[place]])),
     total: totalOf(memory),
     budget,
     fits: totalOf(memory) <= budget,

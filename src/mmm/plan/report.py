@@ -7,7 +7,7 @@ from typing import Any
 
 from mmm.plan.asked import why_not
 from mmm.plan.candidate import GIB, Candidate, Found
-from mmm.plan.memory import PARTS, PlannedStage
+from mmm.plan.memory import MOMENTS, PARTS, PlannedStage
 from mmm.plan.network import groups_of
 from mmm.plan.search import Search
 from mmm.plan.traffic import between_hosts, sent_bytes
@@ -128,6 +128,16 @@ def sent_by_axis(search: Search, candidate: Candidate) -> dict[str, float]:
     return sent_bytes(search.memory, stage, layout, techniques, candidate.local_batch, count)
 
 
+def memory_by_moment(search: Search, candidate: Candidate) -> dict[str, dict[str, float]]:
+    """Bytes by part, at each of `MOMENTS`, of the rank that needs most."""
+    layout, techniques, count = candidate.layout, candidate.techniques, candidate.microbatches
+    batch = -(-candidate.local_batch // count)
+    stages = planned_stages(search, candidate)
+    of_ranks = [search.memory.moments(stage, layout, techniques, batch, count) for stage in stages]
+    most = max(of_ranks, key=lambda moments: max(sum(parts.values()) for parts in moments))
+    return dict(zip(MOMENTS, most, strict=True))
+
+
 def details(search: Search, candidate: Candidate) -> list[str]:
     """Memory by part of each stage, bytes by axis, and seconds of the step."""
     layout, techniques, machine, count = candidate.layout, candidate.techniques, search.machine, candidate.microbatches
@@ -178,6 +188,7 @@ def as_json(search: Search, found: Found, kinds: list[Candidate]) -> list[dict[s
             "layout": {**candidate.layout.sizes, "ep": candidate.layout.ep},
             "techniques": {**asdict(candidate.techniques), "microbatches": candidate.microbatches},
             "memory_bytes": {name: round(candidate.memory[name]) for name in PARTS},
+            "memory_by_moment": memory_by_moment(search, candidate),
             "sent_bytes": sent_by_axis(search, candidate),
             "step_seconds": candidate.cost.seconds,
             "compute_seconds": candidate.cost.compute,
