@@ -1,6 +1,7 @@
 """Experts sharded over ranks: losses, every gradient, loads and biases as in plain PyTorch on one process."""
 
 import math
+from contextlib import nullcontext
 from functools import lru_cache
 
 import pytest
@@ -40,6 +41,7 @@ from mmm.parallel.plans.transformer import check_transformer, transformer_plan
 from mmm.runtime.device import Precision
 from mmm.runtime.process_group import gather_floats
 from support import reference
+from support.compiling import without_code
 from support.shards import shard_batch
 
 CPU = torch.device("cpu")
@@ -166,7 +168,8 @@ def check(run_on_ranks, layout, steps, optimizer="sgd", biases=(), config=CONFIG
 
 
 def with_keywords(rank, arguments, keywords):
-    return train(rank, *arguments, **keywords)
+    with without_code() if "compile" in keywords else nullcontext():
+        return train(rank, *arguments, **keywords)
 
 
 @pytest.mark.long

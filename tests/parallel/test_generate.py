@@ -1,5 +1,6 @@
 """The same tokens on every layout, with the keys and values kept, as when all is computed anew for each token."""
 
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import cache
 from unittest.mock import patch
@@ -16,6 +17,7 @@ from mmm.parallel.generate import Decoder, generate
 from mmm.parallel.parallel_model import ParallelModel
 from mmm.parallel.plans.transformer import transformer_plan
 from mmm.runtime.device import Precision
+from support.compiling import without_code
 
 CPU, FP64 = torch.device("cpu"), Precision("fp64", torch.float64, torch.float64)
 SIZES = TransformerConfig(dim=48, n_layers=2, n_heads=12, n_kv_heads=6, vocab_size=71, ffn_dim=60)
@@ -38,7 +40,8 @@ def made(axes, sizes=SIZES, **fields):
 def texts(rank, axes, fields):
     fields = dict(fields)
     sizes = replace(SIZES, **fields.pop("changed", {}))
-    model = made(axes, sizes, **fields)
+    with without_code() if "compile" in fields else nullcontext():
+        model = made(axes, sizes, **fields)
     inputs, targets = torch.arange(96).view(4, 24) % 71, torch.arange(1, 97).view(4, 24) % 71
     inputs, targets = inputs[: 2 * model.layout.pp], targets[: 2 * model.layout.pp]
     model.train(False)

@@ -5,19 +5,23 @@ and what saves memory: a step, and one with what that has left.
 """
 
 from contextlib import nullcontext
-from functools import lru_cache
+from dataclasses import replace
+from functools import cache, lru_cache
 from unittest.mock import patch
 
 import pytest
 
+from mmm.parallel.mesh import build_mesh
 from mmm.parallel.pp.schedules import SCHEDULES
 from mmm.parity import models, reference
 from mmm.parity.layouts import MATRIX, ParityCase, matrix
+from mmm.parity.parity_model import ParityModel
 from mmm.parity.reference import Training
 from mmm.parity.report import evaluate
 from mmm.parity.train import prepare, train
+from mmm.processes import RanksFailed
+from support.clock import PATIENCE
 
-pytestmark = pytest.mark.usefixtures("one_thread")
 MOST_RANKS = 4
 QUICK = {  # model: layouts, with what their sizes leave open
     "transformer": {
@@ -83,23 +87,91 @@ CASES += [
 ]
 
 
+LAYERS = {
+    1: 2,
+    2: 4,
+}  # at most, by the size of pp: a stage of two on each rank has a layer, and there are parts to spare
+
+
+def parity_of(name: str, pp: int) -> ParityModel:
+    """A model of the proof, with fewer layers where they are alike and the pipeline needs no more."""
+    parity = models.find(name)
+
+    def with_fewer():
+        model = parity.model()
+        if getattr(getattr(model, "config", None), "n_layers", 0) <= LAYERS.get(pp, 6):
+            return model
+        return type(model)(replace(model.config, n_layers=LAYERS[pp]))
+
+    return replace(parity, model=with_fewer)
+
+
 @lru_cache
-def reference_of(model: str, training: Training, optimizer: str) -> reference.Reference:
-    return reference.train(models.find(model), training, optimizer)
+def reference_of(model: str, pp: int, training: Training, optimizer: str) -> reference.Reference:
+    return reference.train(parity_of(model, pp), training, optimizer)
 
 
-def curves_of(rank, case, training, references):
-    """In the process group that there is."""
-    with patch("mmm.parity.train.process_group", lambda *_: nullcontext()):
-        return train(rank, prepare(models.find(case.model), case, training), references, timeout=300.0)
+def curves_of(rank, cases, references):
+    """Of each case and its training, in the process group that there is. They have a layout in common, and so its mesh:
+    DTensor has found only once how an operator goes on it."""
+    with (
+        patch("mmm.parity.train.process_group", lambda *_: nullcontext()),
+        patch("mmm.parity.train.build_mesh", cache(build_mesh)),
+    ):
+        return [
+            train(rank, prepare(parity_of(case.model, pp_of(case)), case, training), expected, timeout=300.0)
+            for (case, training), expected in zip(cases, references, strict=True)
+        ]
+
+
+def pp_of(case):
+    return case.sizes.get("pp", 1)
+
+
+def training_of(item):
+    """Of a test's item."""
+    case, dtype = (item.callspec.params[name] for name in ("case", "dtype"))
+    return Training(steps=2 if item.get_closest_marker("long") else 4, dtype=dtype, data=case.data)
+
+
+def train_on_ranks(run_on_ranks, items):
+    """Of each item, the curves of all ranks."""
+    cases = [(item.callspec.params["case"], training_of(item)) for item in items]
+    references = [
+        {optimizer: reference_of(case.model, pp_of(case), training, optimizer) for optimizer in case.optimizers}
+        for case, training in cases
+    ]
+    ranks = run_on_ranks(curves_of, cases[0][0].ranks, cases, references, timeout=PATIENCE)
+    return zip(*ranks, strict=True)
+
+
+def layout_of(item):
+    case = item.callspec.params["case"]
+    return case.model, case.layout
+
+
+TRAINED = {}
+
+
+@pytest.fixture
+def curves(run_on_ranks, request):
+    """Of each rank, for the test's case. All cases of a model on one layout are trained in one call: most of a call is
+    its start."""
+    own = request.node
+    if own.nodeid not in TRAINED:
+        group = [item for item in request.session.items if item.path == own.path and layout_of(item) == layout_of(own)]
+        try:
+            TRAINED.update(zip((item.nodeid for item in group), train_on_ranks(run_on_ranks, group), strict=True))
+        except RanksFailed:  # one case; the others are not to fail with it
+            TRAINED.update({item.nodeid: None for item in group})
+    found = TRAINED.pop(own.nodeid)
+    return next(train_on_ranks(run_on_ranks, [own])) if found is None else found
 
 
 @pytest.mark.parametrize(("case", "dtype"), CASES)
-def test_same_as_plain_pytorch(run_on_ranks, request, case, dtype):
-    steps = 2 if request.node.get_closest_marker("long") else 4
-    training = Training(steps=steps, dtype=dtype, data=case.data)
-    references = {optimizer: reference_of(case.model, training, optimizer) for optimizer in case.optimizers}
-    ranks = run_on_ranks(curves_of, case.ranks, case, training, references)
-    for optimizer, curves in zip(case.optimizers, zip(*ranks, strict=True), strict=True):
-        row = evaluate(case, optimizer, training, references[optimizer], curves)
+def test_same_as_plain_pytorch(curves, request, case, dtype):
+    training = training_of(request.node)
+    for optimizer, by_rank in zip(case.optimizers, zip(*curves, strict=True), strict=True):
+        expected = reference_of(case.model, pp_of(case), training, optimizer)
+        row = evaluate(case, optimizer, training, expected, by_rank)
         assert row.passed, row.reason

@@ -14,7 +14,7 @@ from mmm.trainer.run import resume
 from support.resuming import curve, tensors, train
 
 LM, CNN = "mmm.trainer.lm", "mmm.trainer.cnn"
-STEPS, EVERY, REPLICA, ENDS = 16, 8, 3, 13  # the last copy is of step 12, the last checkpoint of step 8
+STEPS, EVERY, REPLICA, ENDS = 8, 4, 3, 7  # the last copy is of step 6, the last checkpoint of step 4
 FLAGS = {"max_iters": STEPS, "checkpoint_every": EVERY, "replica": REPLICA, "dtype": "fp64"}
 TEXT = {
     **FLAGS,
@@ -53,7 +53,7 @@ def begin(run_on_ranks, program, ranks, flags, tmp_path, memory):
     elsewhere.mkdir()
     assert run(run_on_ranks, program, ranks, flags, one, elsewhere) == [""] * ranks
     assert run(run_on_ranks, program, ranks, flags, two, memory, ENDS) == ["ended"] * ranks
-    assert [path.name for path in steps_of(memory)] == ["step-12"]
+    assert [path.name for path in steps_of(memory)] == ["step-6"]
     return one, two
 
 
@@ -78,7 +78,7 @@ def same_bits(one, two):
 def test_to_the_last_bit(run_on_ranks, tmp_path, memory, program, ranks, flags):
     one, two = begin(run_on_ranks, program, ranks, flags, tmp_path, memory)
     assert run(run_on_ranks, program, ranks, flags, two, memory) == [""] * ranks
-    assert "resumed from a copy in memory at step 12" in notes(two)
+    assert "resumed from a copy in memory at step 6" in notes(two)
     if program == LM:
         same_bits(one, two)
     else:
@@ -89,14 +89,14 @@ def test_to_the_last_bit(run_on_ranks, tmp_path, memory, program, ranks, flags):
 def test_on_another_layout(run_on_ranks, tmp_path, memory):
     one, two = begin(run_on_ranks, LM, 4, TEXT, tmp_path, memory)
     assert run(run_on_ranks, LM, 2, TEXT | {"tpsize": 2}, two, memory) == [""] * 2
-    assert "resumed from a copy in memory at step 12, saved on the layout dp4" in notes(two)
+    assert "resumed from a copy in memory at step 6, saved on the layout dp4" in notes(two)
     assert curve(two) == pytest.approx(curve(one), rel=1e-9)
 
 
 @pytest.mark.long
 def test_a_flipped_bit(run_on_ranks, tmp_path, memory):
     one, two = begin(run_on_ranks, LM, 2, TEXT, tmp_path, memory)
-    path = memory / "step-12/__1_0.distcp"
+    path = memory / "step-6/__1_0.distcp"
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 1
     path.write_bytes(content)
@@ -104,7 +104,7 @@ def test_a_flipped_bit(run_on_ranks, tmp_path, memory):
     said = notes(two)
     damaged = "is damaged: its checksum is not the one that was written: the checkpoint before it is taken"
     assert f"{path} {damaged}" in said
-    assert f"resumed from {two}/checkpoints/step-8 at step 8" in said
+    assert f"resumed from {two}/checkpoints/step-4 at step 4" in said
     same_bits(one, two)
 
 
