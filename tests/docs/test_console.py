@@ -12,7 +12,8 @@ WITH_CONSOLE = [page for page in PAGES if any(each.language == "console" for eac
 @pytest.mark.docs
 @pytest.mark.parametrize("page", [page for page in WITH_CONSOLE if page.name not in LONG], ids=name_of)
 def test_a_page_shows_what_its_commands_print(page, tmp_path):
-    assert "\n\n".join(check_page(page, tmp_path)) == ""
+    if wrong := check_page(page, tmp_path):
+        pytest.fail("\n\n".join(wrong))
 
 
 def compared(shown, printed):
