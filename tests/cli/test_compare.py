@@ -4,6 +4,7 @@ import pytest
 
 from mmm.cli import compare as command
 from mmm.cli.main import main as mmm
+from mmm.errors import RecordError
 from mmm.history import History, write_config
 from mmm.history.plots.overlay import overlaid, overlay_figure
 from mmm.history.runs import read_run
@@ -57,6 +58,14 @@ def test_by_step_tokens_and_hours(two):
     assert places["step"] == [[0, 1, 2], [0, 4]]
     assert places["tokens"] == [[360, 720, 1080], [360, 1800]]  # the second row of b stands for four steps
     assert places["hours"] == [pytest.approx([0.01, 0.02, 0.03]), pytest.approx([0.01, 0.05])]
+
+
+def test_rows_that_do_not_say_their_step(tmp_path, two):
+    odd = made_run(tmp_path / "odd", [3.0, 2.0], every=float("nan"))
+    runs = [read_run(odd, None), read_run(two[0], None)]
+    with pytest.raises(RecordError, match="odd: no row that has loss says at which step it was"):
+        overlaid(runs, "loss")
+    assert overlaid(runs, "loss", "hours")[0].x.tolist() == pytest.approx([0.01, 0.02])
 
 
 def test_pictures(two, tmp_path, capsys):

@@ -11,10 +11,13 @@ import numpy as np
 
 from fuzz_files.kinds import Kind
 from mmm import history
+from mmm.cli import compare as cli_compare
 from mmm.cli import history as cli_history
+from mmm.cli import runs as cli_runs
 from mmm.cli import startup as cli_startup
+from mmm.cli import watch as cli_watch
 from mmm.cli.startup_logs import read_log
-from mmm.errors import RecordError
+from mmm.errors import RecordError, UserError
 from mmm.history.record.attempts import Attempt, attempt_of, make_room
 from mmm.history.record.ending import read_config
 from mmm.history.record.folder import JOURNAL, TRACE
@@ -127,6 +130,40 @@ def read_dataset(folder: Path) -> Any:
     return found
 
 
+def make_many(folder: Path) -> None:
+    """A run that has finished, one that was killed, and one that stays as it is."""
+    about = {"module": "lm", "name": "wide", "ranks": RANKS, "options": {"lr": 0.1}, "layout": "tp2", "steps": ROWS}
+    about |= {"started": "2026-11-26T09:00:00+00:00", "ended": "2026-11-26T10:00:00+00:00", "versions": {"torch": "2"}}
+    about |= {"repository": {"commit": "ab" * 20, "changed": 1}}
+    for name in ("finished", "killed", "sound"):
+        (folder / name).mkdir()
+        history.write_config(folder / name, about)
+        kept = history.History(folder / name, ranks=RANKS, flush_every=1)
+        for row in range(ROWS):
+            times = {"dt": [0.5, 0.5], "dt_own": [0.1, 0.5]}
+            kept.update({"iter": row, "loss": 5.0 - row / 10, "tps": 9.0}, times)
+        kept._journal.close() if name == "killed" else kept.close()
+
+
+def read_many(folder: Path) -> Any:
+    """What `mmm runs`, `watch`, `compare` and `history --ranks` do; each refuses for itself."""
+    refused = None
+    finished, killed, sound = (str(folder / name) for name in ("finished", "killed", "sound"))
+    for command, argv in (
+        (cli_runs, [str(folder), "--sort", "started"]),
+        (cli_watch, [finished, killed, "--once"]),
+        (cli_compare, [finished, sound]),
+        (cli_compare, [killed, sound]),
+        (cli_history, [killed, "--ranks"]),
+    ):
+        try:
+            command.main(argv)
+        except UserError as error:
+            refused = error
+    if refused is not None:
+        raise refused
+
+
 def read_plots(folder: Path) -> Any:
     """Overwritten, a record loses its own files, and no others."""
     return history.prepare(folder / "run", "lm", True)
@@ -174,6 +211,7 @@ KINDS = (
     Kind("record-journal", make_journal, (f"run/{JOURNAL}",), read_journal, wrong_journal, seal_journal),
     Kind("record-config", make_record, ("run/config.json",), read_record),
     Kind("record-dataset", make_record, ("run/*.h5",), read_dataset),
+    Kind("records-many", make_many, ("finished/config.json", "finished/*.h5", "killed/*.json*"), read_many),
     Kind("record-plots", make_record, ("run/plots/*.json",), read_plots),
     Kind("trace", make_trace, (TRACE,), read_trace, trusted=True),
     Kind("log", make_log, ("job.log",), read_logs, trusted=True),

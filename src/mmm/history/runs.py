@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     import h5py
 
 Rows = dict[str, np.ndarray]  # name: (draw,) float64, NaN where a row lacks it; also "draw"
+OVER_RANKS = ("draw", "rank", "local_rank", "pid")  # coordinates; so are axis_tp, startup_ready, …
 PROGRESS = ("iter", "epoch", "loss", "train_loss", "val_loss", "test_loss", "test_acc", "dt", "tps", "sps")
 ARGMAX, OVER, LONGEST = f"{OWN}_argmax", f"{OWN}_over", "dt_max"  # the second in seconds over the median rank
 MOST_ELEMENTS = 200_000_000  # of a column: a file may declare any number
@@ -277,13 +278,14 @@ def _stored(path: Path, columns: Collection[str] | None) -> Rows | None:
 
 
 def _is_column(dataset: h5py.File, name: str, size: int) -> bool:
-    """Whether a variable has a number, or one a rank, for each row."""
+    """Whether a variable has a number, or one a rank, for each row. It goes by names which of them lie over the ranks:
+    HDF5 can read for minutes in damaged dimensions."""
     shape, kind = dataset[name].shape, dataset[name].dtype.kind
     if not 1 <= len(shape) <= 2 or shape[0] != size or kind not in "iuf":
         return False
     if np.prod([float(length) for length in shape]) > MOST_ELEMENTS:
         raise ValueError(f"{name} has {shape} elements")
-    return "/draw" in [scale.name for scale in dataset[name].dims[0].values()]
+    return name not in OVER_RANKS and not name.startswith(("axis_", "startup_"))
 
 
 def _reduced(name: str, values: np.ndarray) -> Rows:

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
     from mmm.history.runs import Run
 
+LARGEST = 1e100  # of what is plotted against
 LONGEST_NAME = 70  # characters in a legend
 WHOLE = ("iter", "epoch", "row")  # names of x that have whole numbers
 AXES = {"step": "", "tokens": "tokens", "hours": "hours in steps"}
@@ -48,8 +49,10 @@ def overlaid(runs: Sequence[Run], metric: str, by: str = "step") -> list[Series]
     result = []
     for run in runs:
         y = run.rows[metric]
-        kept = np.isfinite(y)
         x = _places(run, by, steps)
+        kept = np.isfinite(y) & (np.abs(x) < LARGEST)  # a damaged record may say anything
+        if not kept.any():
+            raise RecordError(f"{run.folder}: no row that has {metric} says at which {by} it was.")
         result.append(
             Series(metric, says["long_name"], says.get("units", ""), x[kept], AXES[by] or _said(steps), y[kept])
         )
