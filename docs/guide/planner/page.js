@@ -268,7 +268,7 @@ function secondsShown(plan) {
 }
 
 function section(title, ...children) {
-  return element("section", {}, element("h3", {}, title), ...children);
+  return element("section", {}, element("h2", {}, title), ...children);
 }
 
 function verdictOf(question, plan) {
@@ -328,7 +328,7 @@ function start() {
       "div",
       { id: "planner-answer" },
       element("div", { id: "planner-shown" }),
-      element("h3", {}, "The same by command"),
+      element("h2", {}, "The same by command"),
       element("pre", {}, element("code", { id: "planner-lines" })),
       element("details", {}, element("summary", {}, "All figures as JSON"), element("pre", { id: "planner-json" }))
     )
