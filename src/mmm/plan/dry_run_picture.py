@@ -57,9 +57,9 @@ def step_figure(found: DryRun, budget: int | None = None) -> Figure:
     from matplotlib.patches import Patch
 
     shown = [(report, report.timeline) for report in found.ranks if report.timeline and report.timeline.doing]
-    height = 1.3 + 3.0 * len(shown)
+    height = 1.1 + 3.0 * len(shown)
     figure = new_figure(10, height)
-    figure.subplots_adjust(left=0.085, right=0.98, top=1 - 1.0 / height, bottom=0.75 / height, hspace=0.35)
+    figure.subplots_adjust(left=0.085, right=0.98, top=1 - 0.8 / height, bottom=0.75 / height, hspace=0.35)
     first = found.ranks[0]
     title = f"Memory over a step: {found.world_size:,} ranks, layout {first.layout}, {first.precision}"
     figure.text(0.02, 1 - 0.12 / height, title, fontsize=13, fontweight="bold", va="top")

@@ -88,10 +88,9 @@ def sharding_figure(search: Search) -> Figure | None:
         techniques = search.chunked(layout, Techniques(data_parallel=technique), batch)
         moments = search.memory.moments(search.one_stage[0], layout, techniques, batch, 1)
         bars.append(_peak(name, moments))
-    samples = f"{batch} sample{'s' * (batch > 1)}"
-    if search.spec.seq_length:
-        samples += f" of {search.spec.seq_length:,} tokens"
-    title = f"{search.spec.name}: memory of a rank with data parallelism alone, over {ranks:,} ranks, {samples} each"
+    sample = f" × {search.spec.seq_length:,} tokens" if search.spec.seq_length else f" sample{'s' * (batch > 1)}"
+    has = f"{ranks:,} ranks, {batch}{sample} each, no checkpointing"
+    title = f"{search.spec.name}: memory of a rank under data parallelism alone ({has})"
     return _memory(title, bars, search, max(_total(bar.memory) for bar in bars) / GIB)
 
 
