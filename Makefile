@@ -90,7 +90,7 @@ mutants: $(READY)
 # MMM_WRITE_DOCS=1 make docs writes outputs and pictures anew.
 docs: $(DOCS)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
-	$(BIN)/python -m pytest -m docs tests/docs $(TEST_FLAGS)
+	$(BIN)/python -m pytest -m docs $(if $(MMM_WRITE_DOCS),--numprocesses 0,--dist load) tests/docs $(TEST_FLAGS)
 
 lint: $(LINT)
 	$(BIN)/ruff check .
