@@ -65,17 +65,25 @@ def sides(grid: Grid) -> tuple[float, float]:
     return (SIDE, SIDE / ratio) if ratio >= 1 else (SIDE * ratio, SIDE)
 
 
+def _label(grid: Grid) -> str:
+    """What a grid is, and of experts which are here."""
+    if grid.label != EXPERTS or grid.empty:
+        return grid.label
+    several = grid.right - grid.left > 1
+    return f"expert{'s' * several} {grid.left}" + (f"–{grid.right - 1}" if several else "") + f" of {grid.columns}"
+
+
 def card(facts: Facts, rank: int, x: float, y: float, width: float) -> tuple[list[Item], float]:
     """A rank's card without its frame, and its height."""
     items, below = _head(facts, rank, x + PAD, y + PAD, width - 2 * PAD)
     inner, left = width - 2 * PAD, x + PAD
     slot = left
     for each in facts.grids(rank):
-        (wide, high), label = sides(each), Text(slot, below + 10, each.label, 8.5)
+        (wide, high), label = sides(each), Text(slot, below + 10, _label(each), 8.5)
         needed = max(wide, 1.08 * label.width)
         if slot > left and slot + needed > left + inner:
             slot, below = left, below + SIDE + 20
-        items.append(Text(slot, below + 10, each.label, 8.5))
+        items.append(Text(slot, below + 10, label.text, 8.5))
         items += grid(each, slot, below + 15, wide, high)
         slot += needed + 6
     below += SIDE + 22 if facts.matrices else 0

@@ -33,7 +33,8 @@ AXES = {
     "activations, never weights.",
     "pp": "Over pp the layers are split into stages: activations go to the next stage, their gradients come back.",
     "cp": "Over cp each rank has two pieces of every sequence, which gives all the same work in causal attention.",
-    "ep": "Over ep the experts are shared out: each token travels to the experts that it has chosen, and back.",
+    "ep": "Over ep the experts are shared out: each token travels to the experts that it has chosen, and back. "
+    "The ranks with the same experts are expert_dp, over which FSDP shards these.",
 }
 CP = {
     "ring": "In attention the keys and values go round the ring, until each rank has seen those of all.",
