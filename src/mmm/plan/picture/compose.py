@@ -12,6 +12,7 @@ from mmm.plan.picture.strip import strip
 
 WIDTH, MARGIN = 960.0, 24.0
 SHOWN = 16  # ranks in full
+EVENLY = " Each expert gets as many tokens."
 
 
 def picture(facts: Facts, made_by: str) -> Scene:
@@ -120,7 +121,9 @@ def _footer(facts: Facts, made_by: str) -> list[str]:
     return [
         f"Drawn: {matrices}. Gradient and optimizer state: of the first." if facts.matrices else "",
         f"Parts: placements of the program's DTensors. Bytes: what {who} in a step, counted in a dry run "
-        f"({report.precision}, {report.device}); a ring's bytes for collectives.",
+        f"({report.precision}, {report.device}); a ring's bytes for collectives."
+        + EVENLY
+        * (facts.experts is not None),
         made_by,
     ]
 
