@@ -117,7 +117,7 @@ def _footer(facts: Facts, made_by: str) -> list[str]:
     several = len(facts.dry.ranks) > 1
     ranks = ", ".join(str(report.rank) for report in facts.dry.ranks)
     who = f"ranks {ranks} send" if several else f"rank {ranks} sends"
-    report = facts.dry.ranks[0]
+    report, even = facts.dry.ranks[0], EVENLY if facts.experts is not None else ""
     return [
         f"Drawn: {matrices}. Gradient and optimizer state: of the first." if facts.matrices else "",
         f"Parts: placements of the program's DTensors. Bytes: what {who} in a step, counted in a dry run "
