@@ -121,9 +121,7 @@ def _footer(facts: Facts, made_by: str) -> list[str]:
     return [
         f"Drawn: {matrices}. Gradient and optimizer state: of the first." if facts.matrices else "",
         f"Parts: placements of the program's DTensors. Bytes: what {who} in a step, counted in a dry run "
-        f"({report.precision}, {report.device}); a ring's bytes for collectives."
-        + EVENLY
-        * (facts.experts is not None),
+        f"({report.precision}, {report.device}); a ring's bytes for collectives.{even}",
         made_by,
     ]
 
