@@ -121,15 +121,18 @@ def frame(runs: Sequence[Run], metric: str | None, width: int, height: int) -> s
 
 
 def status_lines(runs: Sequence[Run]) -> list[str]:
-    """A line a run, in columns."""
+    """A line a run, in columns, and one for each whose ranks wait for one of them."""
     from mmm.history.runs import names_of
 
-    cells = [_status(run, name) for run, name in zip(runs, names_of(runs), strict=True)]
+    names = names_of(runs)
+    cells = [_status(run, name) for run, name in zip(runs, names, strict=True)]
     widths = [max(len(line[place]) for line in cells) for place in range(len(cells[0]))]
-    return [
+    lines = [
         "  ".join(f"{cell:<{width}}" for cell, width in zip(line, widths, strict=True) if width).rstrip()
         for line in cells
     ]
+    waits = [f"{name}: {said}" for name, run in zip(names, runs, strict=True) if (said := slowest(run))]
+    return [*lines, *waits]
 
 
 def _status(run: Run, name: str) -> list[str]:
@@ -145,8 +148,7 @@ def _status(run: Run, name: str) -> list[str]:
     left = seconds_left(run) if running else None
     ended = f" {duration(max(time.time() - run.ended, 0.0))} ago" if not running and run.ended else ""
     cells = [name, f"{run.ending}{ended}" if not running else "running", f"step {step}{of}", " ".join(losses), speed]
-    cells += [f"{duration(left)} left" if left is not None else "", _age(run) if running else "", checkpoint(run)]
-    return [*cells, slowest(run)]
+    return [*cells, f"{duration(left)} left" if left is not None else "", _age(run) if running else "", checkpoint(run)]
 
 
 def seconds_per_step(run: Run) -> float | None:
