@@ -15,7 +15,7 @@ class SentCall:
 
     Attributes:
         phase: when, of `StepClock.phase`. axis: of the mesh, in which the group lies.
-        doing: ``forward``, ``backward`` or ``optimizer``, of `MemoryTracker.doing`.
+        doing: ``forward``, ``backward`` or ``optimizer``, of `MemoryTracker.doing`; empty where nobody asks.
     """
 
     phase: str
@@ -27,7 +27,7 @@ class SentCall:
 class SentInOrder(Traffic):
     """`Traffic` that also keeps each call."""
 
-    def __init__(self, phase: Callable[[], str], doing: Callable[[], str]) -> None:
+    def __init__(self, phase: Callable[[], str], doing: Callable[[], str] = lambda: "") -> None:
         super().__init__()
         self.phase, self.doing, self.calls = phase, doing, list[SentCall]()
 
