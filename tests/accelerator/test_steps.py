@@ -177,13 +177,17 @@ def test_each_direction_of_a_pipeline_has_a_group_of_its_own(library, tmp_path):
 
 
 def others():
-    """The rest of the matrix, one kind of device after the other: of each model every set of axes, and every technique,
-    once. How many ranks an axis has makes no difference to what is checked."""
+    """The rest of the matrix, one kind of device after the other: each model once with FSDP, and once with each set of
+    the axes that change its own layers; of any model each set of all axes, and each technique, once, with ep once
+    more. How many ranks an axis has makes no difference to what is checked."""
 
     def parts_of(case):
         """What a case is there for."""
+        axes = frozenset(re.sub(r"\d", "", case["layout"]).split("."))
         techniques = {str(value) for field, value in case.items() if field not in ("model", "layout")}
-        return {(case["model"], part) for part in (re.sub(r"\d", "", case["layout"]), *techniques)}
+        own = axes - {"", "dp", "dp_replicate", "dp_shard"}
+        parts = {axes, (case["model"], own), *(("ep" in axes, technique) for technique in techniques)}
+        return parts | ({(case["model"], "dp")} if "dp" in axes else set())
 
     there = {part for of in (CASES, MORE_CASES) for cases in of.values() for case in cases for part in parts_of(case)}
     found = {kind: [] for kind in KINDS}

@@ -13,7 +13,14 @@ import pytest
 from mmm.errors import LayoutError
 from mmm.plan.dry_run import ProgramExited, dry_run
 
-BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "plan_accuracy.py"
+# The benchmark runs the real ranks again while a peak differs by more than 0.1 %: here 1 %.
+BENCHMARK = f"""
+import sys
+sys.path.insert(0, {str(Path(__file__).parents[2] / "benchmarks")!r})
+import plan_accuracy
+plan_accuracy.EXACT = plan_accuracy.MEDIAN
+sys.exit(plan_accuracy.main())
+"""
 LM = ["-m", "mmm.trainer.lm", "--device", "cpu", "--preset", "debug", "--dataset", "random"]
 SHORT = ["llama ddp", "llama pp 1f1b", "vit fsdp·tp", "cnn zero1"]
 # Of those that the benchmark has, which tries all: a kind each.
@@ -29,7 +36,7 @@ LAST = 12287
 def compare(tmp_path, names):
     """The benchmark's rows."""
     rows = tmp_path / "rows.json"
-    words = [sys.executable, str(BENCHMARK), "--json", str(rows), "--only", *names]
+    words = [sys.executable, "-c", BENCHMARK, "--json", str(rows), "--only", *names]
     done = subprocess.run(words, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return json.loads(rows.read_text())
@@ -45,9 +52,7 @@ def run(asked, *flags, cwd=None):
     "names",
     [
         SHORT[:1],
-        pytest.param(SHORT[1:], marks=pytest.mark.long),
-        *(pytest.param(FOUR[i : i + 2], marks=pytest.mark.long) for i in range(0, len(FOUR), 2)),
-        *(pytest.param([name], marks=pytest.mark.long) for name in EIGHT),
+        *(pytest.param(names, marks=pytest.mark.long) for names in (SHORT[1:], FOUR, EIGHT)),
     ],
     ids=", ".join,
 )

@@ -25,9 +25,9 @@ STEPS = [
     "--eval_every",
     "0",
     "--max_iters",
-    "200",
+    "120",
     "--checkpoint_every",
-    "20",
+    "10",
     "--no-plots",
     "--flush_every",
     "7",
@@ -43,25 +43,34 @@ def launcher(tmp_path):
         made.process.kill()
 
 
+LINE = ["-n", "2", "--device", "cpu", "--retries", "1", "python3", *RUN.split(), *STEPS]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    """The folder of a run that nothing ends."""
+    launcher = Launcher(tmp_path_factory.mktemp("undisturbed"))
+    assert launcher.run(*LINE, "one").returncode == 0
+    return launcher.folder / "one"
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGUSR1])
-def test_retries_go_on(launcher, number):
-    line = ["-n", "2", "--device", "cpu", "--retries", "1", "python3", *RUN.split(), *STEPS]
-    assert launcher.run(*line, "one").returncode == 0
-    process = launcher.start(*line, "two")
-    launcher.wait_for("two/checkpoints/step-40")
+def test_retries_go_on(launcher, undisturbed, number):
+    process = launcher.start(*LINE, "two")
+    launcher.wait_for("two/checkpoints/step-20")
     pids = [rank["pid"] for rank in json.loads((launcher.folder / "two/config.json").read_text())["ranks"]]
     os.kill(pids[1], number)
     out, err = process.communicate(timeout=400)
     assert process.returncode == 0, out + err
     assert len(re.findall("starting again", err)) == 1
-    one, two = launcher.folder / "one", launcher.folder / "two"
-    assert curve(one) == curve(two)
-    assert len(curve(two)) == 200
-    a, b = (tensors(folder / "checkpoints/step-200") for folder in (one, two))
+    two = launcher.folder / "two"
+    assert curve(undisturbed) == curve(two)
+    assert len(curve(two)) == 120
+    a, b = (tensors(folder / "checkpoints/step-120") for folder in (undisturbed, two))
     assert all(a[name].equal(b[name]) for name in a)
     (mark,) = marks_of(mmm.history.load(two))
-    assert mark["step"] >= 40
+    assert mark["step"] >= 20
     assert not list(Path(two).glob("attempt-*"))
 
 
