@@ -35,6 +35,7 @@ def test_a_machine_of_ones_own_has_as_many_hosts_as_its_file_says(tmp_path, caps
     assert main(asked) == 0
     assert "MyBox: 2 × 8 devices" in capsys.readouterr().out
     assert "--hosts HOSTS" in script.read_text()
+    assert script.read_text().rstrip().endswith(" --dataset random --max_iters 20")
     assert "# HOSTS are the names of your 2 hosts" in script.read_text()
     assert main([*SMALL[:5], "--global_batch", "32"]) == 2
     assert "--hosts is missing: how many of the 560 of Polaris?" in capsys.readouterr().err

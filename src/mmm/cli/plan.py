@@ -235,7 +235,7 @@ def _report(args: argparse.Namespace, search: Search, found: Found) -> None:
     if args.tokens is not None:
         lines += ["", *_run_lines(args, search, found.best[0], line)]
     if args.script is not None:
-        write_text(args.script, script.job_script(line, machine), "--script")
+        write_text(args.script, script.trial_script(line, spec, machine), "--script")
         lines.append(f"job script: {args.script}")
     if args.plots is not None:
         from mmm.plan.pictures import draw

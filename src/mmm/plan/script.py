@@ -12,6 +12,8 @@ if TYPE_CHECKING:
     from mmm.plan.candidate import Candidate
     from mmm.plan.spec import ModelSpec
 
+BEGIN = (". .venv/bin/activate",)
+
 
 def trainer_flags(candidate: Candidate, spec: ModelSpec, global_batch: int, dtype: str) -> list[str]:
     """Flags of the trainer that runs the model, so that it runs this layout and no other."""
@@ -60,11 +62,22 @@ def launch_line(candidate: Candidate, spec: ModelSpec, machine: Machine, global_
     return f"launch {shlex.join(where)} python3 -m {spec.program} {shlex.join(flags)}"
 
 
+def trial_script(line: str, spec: ModelSpec, machine: Machine) -> str:
+    """The job script of a launch line that has no data yet: of a language model some steps on random tokens."""
+    if spec.program != "mmm.trainer.lm":
+        return job_script(line, machine)
+    about = (
+        "# 20 steps on random tokens: does the layout fit, and how fast is it? For a training, in place of the last",
+        "# two flags: --text FOLDER --max_iters N --checkpoint_every 100 --outdir runs/a --resume auto",
+    )
+    return job_script(f"{line} --dataset random --max_iters 20", machine, begin=(*BEGIN, *about))
+
+
 def job_script(
     line: str,
     machine: Machine,
     fill: Mapping[str, str] | None = None,
-    begin: Sequence[str] = (". .venv/bin/activate",),
+    begin: Sequence[str] = BEGIN,
     directives: Sequence[str] = (),
 ) -> str:
     """A job script that runs `line`: PBS or Slurm, as the machine has it; else a script for a shell.
