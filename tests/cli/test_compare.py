@@ -52,6 +52,18 @@ def test_runs_that_are_alike(tmp_path, capsys):
     assert "nothing that is recorded differs" in capsys.readouterr().out
 
 
+def test_how_far_runs_are_apart(tmp_path, capsys):
+    made = {"a": [3.0, 2.0, 1.0], "b": [3.0, 2.0, 1.0], "c": [3.0, 2.3, 1.0, 0.5], "d": [3.0]}
+    assert command.main([str(made_run(tmp_path / name, losses)) for name, losses in made.items()]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.partition(";")[2] for line in lines[-4:]] == [
+        "",
+        " 3 steps off a by 0e+00 at most",
+        " 3 steps off a by 1e-01 at most",
+        "",
+    ]
+
+
 def test_by_step_tokens_and_hours(two):
     runs = [read_run(folder, None) for folder in two]
     places = {by: [s.x.tolist() for s in overlaid(runs, "loss", by)] for by in ("step", "tokens", "hours")}

@@ -10,7 +10,7 @@ from mmm.examples import fsdp_tp, hsdp, moe, parallel_4d
 from mmm.examples._support import parse
 from mmm.trainer import lm
 
-MOST_FLAGS = 30
+MOST_FLAGS = 31
 
 
 def help_of(program, monkeypatch, capsys):

@@ -227,7 +227,7 @@ def test_refused_before_any_process_group(tmp_path, monkeypatch, program, config
     [
         (fsdp, ("warmup", "eval_every", "activation_checkpointing", "compile", "log_every", "accumulate")),
         (cnn_trainer, ("warmup", "eval_every", "activation_checkpointing", "compile", "log_every")),
-        (collectives, ("lr", "seed", "dtype", "compile", "max_iters", "log_every", "plots", "summary")),
+        (collectives, ("lr", "seed", "dtype", "compile", "max_iters", "log_every", "summary")),
         (tensor_parallel, ("lr", "compile", "max_iters", "log_every", "plots", "summary")),
     ],
     ids=lambda value: value.__name__.rpartition(".")[2] if hasattr(value, "__name__") else "",

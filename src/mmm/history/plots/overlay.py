@@ -107,9 +107,22 @@ def terminal_overlay(curves: Sequence[Series], names: Sequence[str], width: int,
     drawn = plain(chart(signals, axes, width, height))
     legend = [
         f"  {letter} {name}: {s.y[-1]:.6g} at {f'{s.x_name} {s.x[-1]:g}' if whole else f'{s.x[-1]:,.4g} {s.x_name}'}"
+        + (_apart(curves[0], s) if whole and s is not curves[0] else "")
         for s, name, letter in zip(curves, names, LETTERS * len(curves), strict=False)
     ]
     return drawn + "\n".join(legend) + "\n"
+
+
+def _apart(first: Series, s: Series) -> str:
+    """How far a run is from the first one, where both have two steps or more: one curve may cover the other."""
+    _, mine, others = np.intersect1d(s.x, first.x, return_indices=True)
+    if len(mine) < 2:
+        return ""
+    a, b = first.y[others], s.y[mine]
+    largest = np.maximum(np.abs(a), np.abs(b)).max()
+    relative = float(np.abs(a - b).max() / largest) if largest > 0 else 0.0
+    steps = "epochs" if s.x_name == "epoch" else "steps"
+    return f"; {len(mine)} {steps} off {LETTERS[0]} by {relative:.0e} at most"
 
 
 def overlay_figure(curves: Sequence[Series], names: Sequence[str]) -> Figure:
