@@ -69,10 +69,10 @@ def test_three_jobs_and_one_curve(launcher, slurm):
     run = mmm.history.load(launcher.folder / "run")
     assert (run.attrs["state"], run.iter.values.tolist()) == ("finished", list(range(14)))
     assert [(mark["draw"], mark["step"]) for mark in marks_of(run)] == [(step, step) for step in steps[1:]]
-    rows = [row for text in said.values() for row in re.findall(r" iter=(\d+) .*?loss=([\d.]+)", text)]
+    rows = [row for text in said.values() for row in re.findall(r" iter=(\d+)/14 .*?loss=([\d.]+)", text)]
     assert len(rows) == 14 + 12 - 8  # the steps that were lost with the second job, and made again
     for step, loss in rows:
-        assert float(loss) == pytest.approx(run.loss.values[int(step)], abs=1e-6)
+        assert float(loss) == pytest.approx(run.loss.values[int(step)], abs=1e-4)
 
 
 def test_the_network_between_two_hosts(launcher, two_hosts):
