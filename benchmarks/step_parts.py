@@ -24,6 +24,9 @@ import time
 from collections.abc import Sequence
 
 import torch
+import xarray
+
+import mmm.history
 
 ROW_BOUND, OPTIMIZER_BOUND, MFU_BOUND, IMPORT_BOUND = 0.5, 0.08, 0.70, 0.10
 DIM, LAYERS, SEQ, BATCH, VOCAB, HIDDEN = 512, 8, 512, 4, 256, 1440
@@ -55,14 +58,17 @@ def run(words: Sequence[str]) -> str:
     return subprocess.run([sys.executable, *words], check=True, capture_output=True, text=True).stdout
 
 
-def column(log: str, name: str) -> list[float]:
-    """Values of the rows of a log; the first three, which warm up, and the last, which evaluates, are left out."""
-    return [float(value) for value in re.findall(rf" {name}=(\S+)", log)][3:-1]
+def column(data: xarray.Dataset, name: str) -> list[float]:
+    """Values of a record's rows, on its one rank; the first three, which warm up, and the last, which evaluates, are
+    left out."""
+    return data[name].values.ravel().tolist()[3:-1]
 
 
-def trained(*words: str) -> str:
+def trained(*words: str) -> xarray.Dataset:
+    """The record of a run."""
     with tempfile.TemporaryDirectory() as folder:
-        return run([*LM, "--eval_batches", "1", "--outdir", f"{folder}/run", *words])
+        run([*LM, "--eval_batches", "1", "--outdir", f"{folder}/run", *words])
+        return mmm.history.load(f"{folder}/run").load()
 
 
 def row_cost() -> float:
@@ -74,8 +80,8 @@ def row_cost() -> float:
 
 
 def optimizer_part() -> float:
-    log = trained("--max_iters", "24")
-    return statistics.median(a / b for a, b in zip(column(log, "dto"), column(log, "dt"), strict=True))
+    data = trained("--max_iters", "24")
+    return statistics.median(a / b for a, b in zip(column(data, "dto"), column(data, "dt"), strict=True))
 
 
 def product_rate() -> float:
@@ -93,11 +99,11 @@ def mfu() -> float:
     sizes = {"dim": DIM, "n_layers": LAYERS, "n_heads": 8, "n_kv_heads": 8, "vocab_size": VOCAB, "ffn_dim": HIDDEN}
     words = [word for name, value in sizes.items() for word in (f"--{name}", str(value))]
     before = product_rate()
-    log = trained("--seq_length", str(SEQ), "--batch_size", str(BATCH), "--max_iters", "14", *words)
+    data = trained("--seq_length", str(SEQ), "--batch_size", str(BATCH), "--max_iters", "14", *words)
     rate = (before + product_rate()) / 2
     weights = LAYERS * (4 * DIM**2 + 3 * DIM * HIDDEN) + DIM * VOCAB
     attention = LAYERS * 2 * SEQ * DIM  # scores and their product with the values, a token, half of them below
-    return statistics.median(column(log, "tps")) * (6 * weights + 3 * attention) / rate
+    return statistics.median(column(data, "tps")) * (6 * weights + 3 * attention) / rate
 
 
 def imported(*words: str) -> dict[str, float]:
