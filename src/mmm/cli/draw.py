@@ -10,10 +10,11 @@ import shutil
 import sys
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 
 from mmm.cli import show
 from mmm.cli.draw_layout import HELP, layout_of, looks_like_one, trainer_flags
+from mmm.cli.parser import Parser
 from mmm.cli.written import write_text
 from mmm.errors import ConfigError
 from mmm.launch.plan.counts import spread
@@ -36,11 +37,6 @@ docs/draw.md says how to read it.
 """
 RANKS, PER_HOST, ONE_HOST = 4, 8, 16  # of a program; of a host where nobody says; on one where nobody says
 KINDS = (".svg", ".png")
-
-
-class _DrawParser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(message)
 
 
 def main(argv: list[str]) -> int:
@@ -94,7 +90,7 @@ def _draw(args: argparse.Namespace, dry: DryRun, hosts: tuple[int, ...], argv: l
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = _DrawParser(
+    parser = Parser(
         prog="mmm draw",
         usage="mmm draw LAYOUT|PROGRAM [-n RANKS] [--site NAME] [--hosts N] [--out FILE.svg|FILE.png] [FLAGS …]",
         description=__doc__,

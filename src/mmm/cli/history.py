@@ -135,7 +135,7 @@ def straggler(ds: "xarray.Dataset") -> str | None:
     is a pipeline and nothing else dt - dtw. The median over the rows; above `full_ranks` ranks, the rank that had the
     most in most rows.
     """
-    from mmm.history.own_work import NOT_KNOWN, is_pipeline
+    from mmm.history.own_work import NOT_KNOWN, is_pipeline, most_often
     from mmm.history.plots.series import median_by_rank
     from mmm.history.record.folder import OWN
 
@@ -145,11 +145,12 @@ def straggler(ds: "xarray.Dataset") -> str | None:
         name, each = OWN, median_by_rank(ds[OWN].values)
     elif f"{OWN}_argmax" in ds:
         ranks = ds[f"{OWN}_argmax"].values
-        found, times = np.unique(ranks[np.isfinite(ranks) & (ranks >= 0)], return_counts=True)
-        if not len(found):
+        known_ranks = ranks[np.isfinite(ranks) & (ranks >= 0)]
+        if not len(known_ranks):
             return None
-        rank = int(found[np.argmax(times)])
-        return f"rank {rank} ({place(ds, rank)}): the largest {OWN} in {times.max()} of {len(ranks)} rows"
+        often, times = most_often(known_ranks)
+        rank = int(often)
+        return f"rank {rank} ({place(ds, rank)}): the largest {OWN} in {times} of {len(ranks)} rows"
     elif all(name in ds and ds[name].ndim == 2 for name in ("dt", "dtw")) and is_pipeline(ds):
         name, each = "dt - dtw", median_by_rank(ds["dt"].values - ds["dtw"].values)
     else:

@@ -111,9 +111,10 @@ def _labels(ds: xarray.Dataset) -> list[str]:
 
 def _spans(ds: xarray.Dataset, work: OwnWork) -> list[str]:
     """A line for some rows: smallest, median and largest over the ranks, and which had the largest most often."""
+    from mmm.history.own_work import most_often
+
     spans = np.array_split(np.arange(len(work.dt)), min(SPANS, len(work.dt)))
-    x = _x(ds)
-    name, values = x
+    name, values = _x(ds)
     lines = [
         f"own work ({work.name}: a step less waiting for others), over {ds.sizes['rank']} ranks, in s",
         "",
@@ -124,9 +125,8 @@ def _spans(ds: xarray.Dataset, work: OwnWork) -> list[str]:
         ranks = work.rank[span][np.isfinite(work.rank[span])].astype(int)
         which = "-"
         if len(ranks):
-            found, times = np.unique(ranks, return_counts=True)
-            rank = int(found[times.argmax()])
-            which = f"rank {rank} ({place(ds, rank)}) in {times.max()} of {len(span)} rows"
+            rank, times = most_often(ranks)
+            which = f"rank {rank} ({place(ds, rank)}) in {times} of {len(span)} rows"
         rows = f"{values[span[0]]:g} to {values[span[-1]]:g}"
         lines.append(f"{rows:>16}  " + "  ".join(f"{column:>8.3g}" for column in columns) + f"  {which}")
     return lines

@@ -8,10 +8,11 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 
 from mmm.campaign.command import time_to_save
 from mmm.cli import machine as machine_command
+from mmm.cli.parser import Parser
 from mmm.cli.sizes import parse_bytes, parse_time, parse_tokens
 from mmm.cli.written import write_json, write_text
 from mmm.errors import ConfigError
@@ -54,17 +55,12 @@ TRY_HOSTS = 6  # doublings, to say how many hosts would do
 TRY_SECONDS = 4.0
 
 
-class _PlanParser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(message)
-
-
 def _both(name: str) -> list[str]:
     return sorted({f"--{name}", f"--{name.replace('_', '-')}"})
 
 
 def parser() -> argparse.ArgumentParser:
-    made = _PlanParser(
+    made = Parser(
         prog="mmm plan", description=__doc__, epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = made.add_argument

@@ -11,10 +11,11 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple, NoReturn
+from typing import NamedTuple
 
 from mmm.campaign import command as commands
 from mmm.campaign import queues
+from mmm.cli.parser import Parser
 from mmm.cli.sizes import clock_time, parse_time
 from mmm.errors import ConfigError, UserError
 from mmm.machines import find
@@ -31,11 +32,6 @@ COMMAND is started by launch, and may begin with it: `-- launch --stage env.tar 
 DEFAULT_JOBS, MOST_JOBS = 20, 1000
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(message)
-
-
 class JobScript(NamedTuple):
     """What is submitted. name: of the job. folder: of the run, where jobs are chained."""
 
@@ -46,7 +42,7 @@ class JobScript(NamedTuple):
 
 
 def parser() -> argparse.ArgumentParser:
-    made = _Parser(
+    made = Parser(
         prog="mmm submit",
         usage="mmm submit -N HOSTS -t TIME [OPTIONS] -- COMMAND",
         description=__doc__,

@@ -119,19 +119,20 @@ def slow(work: OwnWork, hosts: Sequence[str] = ()) -> Slow | None:
     rank, over, dt = rank[known], over[known], dt[known]
     if not len(rank):
         return None
-    one = _most_often(rank)
+    one, _ = most_often(rank)
     had, is_host = rank == one, False
     if 2 * had.sum() <= len(rank) and len(set(hosts)) > 1 and rank.max() < len(hosts):
         where = np.array(hosts)[rank.astype(int)]
-        had, is_host = where == _most_often(where), True
-        one = _most_often(rank[had])
+        had, is_host = where == most_often(where)[0], True
+        one, _ = most_often(rank[had])
     found = Slow(int(one), is_host, float(np.median(over[had])), float(np.median(dt)), int(had.sum()), len(rank))
     return found if 2 * found.rows > found.of and found.over > SLOW * found.step else None
 
 
-def _most_often(values: np.ndarray) -> Any:
+def most_often(values: np.ndarray) -> tuple[Any, int]:
+    """Which of the values, at least one, is there most often, the smallest of several, and how often."""
     found, times = np.unique(values, return_counts=True)
-    return found[times.argmax()]
+    return found[times.argmax()], int(times.max())
 
 
 def is_pipeline(ds: xarray.Dataset) -> bool:

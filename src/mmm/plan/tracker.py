@@ -14,6 +14,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -70,7 +71,7 @@ class MemoryTimeline:
     parts: dict[str, list[int]]
     doing: list[str]
 
-    @property
+    @cached_property
     def total(self) -> list[int]:
         return [sum(parts) for parts in zip(*self.parts.values(), strict=True)]
 
