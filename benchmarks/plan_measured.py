@@ -57,7 +57,7 @@ class Stopwatch(Observer):
     @contextmanager
     def group(self, run: WatchedRun) -> Iterator[None]:
         clock = run.clock
-        start, read, lap, began, ended = clock.start, clock.seconds, clock.lap, 0.0, 0.0
+        start, read, lap, began, ended = clock.start, clock.read, clock.lap, 0.0, 0.0
 
         def started() -> None:
             nonlocal began
@@ -75,7 +75,7 @@ class Stopwatch(Observer):
             self.busy.append(ended - began)
             return found
 
-        clock.start, clock.lap, clock.seconds = started, lapped, kept  # type: ignore[method-assign]
+        clock.start, clock.lap, clock.read = started, lapped, kept  # type: ignore[method-assign]
         with run.group:
             yield
 

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from mmm.cli.history import straggler
 from mmm.cli.main import main as mmm
 from mmm.history import load
-from mmm.runtime.clock import StepClock, timed_waits
+from mmm.runtime.clock import OWN, StepClock, timed_waits
 from mmm.trainer import lm
 from mmm.trainer.config.command_line import configure
 from support.pool import program_on
@@ -25,7 +25,7 @@ NAP = 0.3  # s
 
 
 def steps(rank, kind):
-    """dt and own work of a last step."""
+    """dt and own work of the last of three steps."""
     torch.manual_seed(0)
     mesh, clock, model = init_device_mesh("cpu", (3,)), StepClock(torch.device("cpu")), torch.nn.Linear(9, 9)
     wait = Work.wait
@@ -35,6 +35,7 @@ def steps(rank, kind):
         elif kind == "torch ddp":
             model = DistributedDataParallel(model)
         for _ in range(3):
+            clock.read()
             clock.start()
             loss = model(torch.ones(2, 9)).sum()
             clock.lap("dtf")
@@ -46,7 +47,8 @@ def steps(rank, kind):
             clock.lap("dto")
         time.sleep(NAP)  # after the last lap
     assert Work.wait is wait
-    return clock.seconds()["dt"], clock.own()
+    read = clock.read()
+    return read["dt"], read[OWN]
 
 
 @pytest.mark.parametrize("kind", ["fsdp", "dtensor"])

@@ -120,7 +120,7 @@ class Run:
 
     @functools.cached_property
     def seconds(self) -> np.ndarray:
-        """(draw,): the time of the steps since the row before. A row is of one step, and stands for those between."""
+        """(draw,): the time of the steps since the row before, of which ``dt`` is the mean."""
         dt = self.rows.get("dt")
         if dt is None:
             return np.zeros(len(self.rows.get("draw", ())))

@@ -34,13 +34,14 @@ def event_class(device: torch.device) -> Any:
 
 
 class StepClock:
-    """Stopwatch of one step.
+    """Stopwatch of steps.
 
     ``start()``, then ``lap("dtd")``, ``lap("dtf")`` … at the end of each part. A part may be marked many times in a
-    step (micro-batches): its seconds add up. The parts add up to ``dt`` because ``dt`` is their sum.
+    step (micro-batches): its seconds add up. `read` is the mean of the steps since it was last called; the parts add up
+    to ``dt`` because ``dt`` is their sum.
 
     On CUDA and XPU a mark is an event in the device's queue, and a part the time between the device's reaching two of
-    them. The host goes on; it waits in `seconds`, and at both ends of the very first step. Elsewhere a mark is the
+    them. The host goes on; it waits in `read`, and at both ends of the very first step. Elsewhere a mark is the
     host's time, once the device has finished.
 
     Attributes:
@@ -57,14 +58,15 @@ class StepClock:
         self._event = event_class(device)
         self._last: Any = None  # mark
         self._laps: list[tuple[str, Any, Any]] = []  # part and the marks around it: those not yet added up
-        self._seconds: dict[str, float] = {}
+        self._seconds = dict.fromkeys(parts, 0.0)  # since `read`
+        self._steps = 0  # begun since `read`
         self._step: int | None = None
         self.phase = "start"
         self.first_start: float | None = None
         self.first_end: float | None = None
         self.on_mark: Callable[[str | None], None] | None = None
         self.waited: Callable[[], float] = lambda: math.nan
-        self._waited = (math.nan, math.nan)  # at `start`, and at the last lap
+        self._waits, self._waited = 0.0, math.nan  # since `read`; `waited` at the last mark
 
     @property
     def step(self) -> int | None:
@@ -78,8 +80,8 @@ class StepClock:
         if self.first_start is None:
             synchronize(self.device)
             self.first_start, self.step = time(), 0
-        self._seconds, self._laps = dict.fromkeys(self.parts, 0.0), []
-        self._waited = (self.waited(), math.nan)
+        self._steps += 1
+        self._waited = self.waited()
         self._last = self._mark()
         if self.on_mark is not None:
             self.on_mark(None)
@@ -89,7 +91,8 @@ class StepClock:
         now = self._mark()
         self._laps.append((part, self._last, now))
         self._last = now
-        self._waited = (self._waited[0], self.waited())
+        waited = self.waited()
+        self._waits, self._waited = self._waits + (waited - self._waited), waited
         if self.on_mark is not None:
             self.on_mark(part)
         if part == self.parts[-1]:
@@ -102,15 +105,15 @@ class StepClock:
             synchronize(self.device)
             self.first_end = time()
 
-    def seconds(self) -> dict[str, float]:
-        """``dt`` and each part, in seconds, of the step since ``start()``. The host waits for the last mark."""
+    def read(self) -> dict[str, float]:
+        """Seconds of a step: ``dt``, each part, and ``dt_own``, which is ``dt`` less what the host waited for other
+        ranks (NaN: not known). Each is the mean of the steps since the last call. The host waits for the last mark."""
         self._add_up(len(self._laps))
-        return {"dt": sum(self._seconds.values()), **self._seconds}
-
-    def own(self) -> float:
-        """``dt`` less what the host waited in it for other ranks, in seconds; NaN where that is not known."""
-        begin, end = self._waited
-        return sum(self._seconds.values()) - (end - begin)
+        parts = {part: seconds / self._steps for part, seconds in self._seconds.items()}
+        dt = sum(parts.values())
+        read = {"dt": dt, **parts, OWN: dt - self._waits / self._steps}
+        self._seconds, self._steps, self._waits = dict.fromkeys(self.parts, 0.0), 0, 0.0
+        return read
 
     @property
     def last_mark(self) -> object:

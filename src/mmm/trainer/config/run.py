@@ -126,7 +126,7 @@ class RowOptions(StepOptions):
     """Where it runs, for how long, and what it leaves."""
 
     log_every: int = 1
-    """Steps between two logged rows."""
+    """Steps between two logged rows; a row's seconds and rates are means over the steps since the row before."""
 
     def check(self) -> None:
         super().check()

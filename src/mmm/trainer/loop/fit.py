@@ -56,7 +56,7 @@ class FitConfig:
 
 @dataclass(frozen=True)
 class RowAStep:
-    """When rows are due: after each ``--log_every`` steps, an evaluation or a save; a row is of one step."""
+    """When rows are due: after each ``--log_every`` steps, an evaluation or a save; a row has a step's loss."""
 
     steps: int
     log_every: int

@@ -27,7 +27,7 @@ from torch import Tensor
 from mmm.errors import DeviceError, DivergedError
 from mmm.layout import Layout
 from mmm.parallel.local import detached
-from mmm.runtime.clock import OWN, PARTS, PIPELINE_PARTS, StepClock, event_class, timed_waits
+from mmm.runtime.clock import PARTS, PIPELINE_PARTS, StepClock, event_class, timed_waits
 from mmm.runtime.device import Precision, choose_device, choose_precision, full_float32, left_out
 from mmm.runtime.log import get_logger, ignore_views, logging_to, say_once
 from mmm.runtime.observer import WatchedRun, observed
@@ -194,7 +194,7 @@ class Run:
         depth: int = 1,
     ) -> Row | None:
         """Log and record what has happened since the clock was started. A collective where the row is due: only then
-        the host waits for the device.
+        the host waits for the device. Its seconds and rates are the means of the steps since the last row that was due.
 
         Args:
             at: where the run is, such as ``{"iter": 3}``.
@@ -215,8 +215,7 @@ class Run:
             return None
         numbers: dict[str, Any] = dict(more or {})
         tensors = {key: value for key, value in numbers.items() if isinstance(value, Tensor)}
-        seconds = self.clock.seconds()
-        timed = {**seconds, OWN: self.clock.own()}
+        timed = self.clock.read()
         by_rank = self._gather_row(local, tensors, timed)
         table = None if self.outdir is None else on_host(by_rank)  # the other ranks' hosts do not wait for the device
         if table is not None:
@@ -229,7 +228,7 @@ class Run:
             numbers |= dict(zip(tensors, table[self.rank.rank].tolist()[UnreadLosses.COLUMNS :], strict=False))
             numbers |= {} if skipped is None else {"skipped": skipped}
             row.fill(
-                name, seconds, numbers, dict(zip(timed, table.T[UnreadLosses.COLUMNS + len(tensors) :], strict=True))
+                name, timed, numbers, dict(zip(timed, table.T[UnreadLosses.COLUMNS + len(tensors) :], strict=True))
             )
         for hook in self.hooks:
             hook.row(self, row)

@@ -29,10 +29,11 @@ class Row:
     Attributes:
         at: where the run is, such as ``{"iter": 3}``.
         loss: of the global batch.
-        samples: since the row before, of all ranks.
+        samples: of a step, or of the epoch, of all ranks.
         tokens: likewise; 0 where samples are no tokens.
         numbers: on rank 0, by name, in the order of the log's line; hooks may add to them. Empty on the other ranks.
-        per_rank: on rank 0, seconds of each part of the step, (ranks,).
+        per_rank: on rank 0, seconds of a step, or of the epoch, and of its parts, (ranks,): as `StepClock.read`, means
+            since the row before.
         line: for the log; empty where no hook has made one.
     """
 
@@ -55,11 +56,12 @@ class Row:
 
         Args:
             name: of the loss.
-            seconds: of rank 0, dt and its parts.
+            seconds: of rank 0, as `StepClock.read`.
             numbers: further ones.
             per_rank: every rank's seconds.
         """
-        self.numbers = {**self.at, name: self.loss, **seconds, **numbers, "sps": self.samples / seconds["dt"]}
+        parts = {part: value for part, value in seconds.items() if part != OWN}  # per rank, or not known
+        self.numbers = {**self.at, name: self.loss, **parts, **numbers, "sps": self.samples / seconds["dt"]}
         if self.tokens:
             self.numbers["tps"] = self.tokens / seconds["dt"]
         self.per_rank = {part: each for part, each in per_rank.items() if part != OWN or np.isfinite(each).all()}
@@ -67,7 +69,8 @@ class Row:
 
 @dataclass
 class Totals:
-    """What the rows of a run add up to, on rank 0. A row is of one step, and stands for those since the row before.
+    """What the rows of a run add up to, on rank 0. A row's seconds are the mean of the steps since the
+    row before.
 
     Attributes:
         seconds: in steps. samples, tokens: of all ranks.
