@@ -10,7 +10,7 @@ from mmm.palette import MEMORY
 from mmm.plan.dry_run import DryRun, RankReport
 from mmm.plan.dry_run_picture import _thinned, draw, step_figure
 from mmm.plan.named_model import read_model
-from mmm.plan.pictures import SHARDING, frontier_figure, memory_figure, ranks_figure, sharding_figure
+from mmm.plan.pictures import SHARDING, _doublings, frontier_figure, memory_figure, ranks_figure, sharding_figure
 from mmm.plan.report import why_each
 from mmm.plan.search import Search
 from mmm.plan.tracker import PARTS, MemoryPeak, MemoryTimeline
@@ -20,7 +20,8 @@ GIB, MIB = 2**30, 2**20
 
 
 @pytest.fixture(
-    scope="module", params=[("llama-8b", "perlmutter", 2), ("vit-base", "laptop", 1), ("gpt2", "polaris", 1)]
+    scope="module",
+    params=[("llama-8b", "perlmutter", 2), ("vit-base", "laptop", 1), ("gpt2", "polaris", 1), ("small", "polaris", 2)],
 )
 def searched(request):
     model, site, hosts = request.param
@@ -58,7 +59,31 @@ def test_each_stage_of_zero_keeps_less_beside_the_budget(searched):
     optimizer = [bar for bar in axes.patches if bar.get_facecolor()[:3] == pytest.approx((0, 0x9E / 255, 0x73 / 255))]
     widths = [bar.get_width() for bar in optimizer]
     assert widths[0] == pytest.approx(widths[1] * search.machine.ranks, rel=0.1)
-    assert axes.lines[0].get_xdata()[0] == pytest.approx(search.machine.budget / GIB)
+    assert all(line.get_xdata()[0] == pytest.approx(search.machine.budget / GIB) for line in axes.lines)
+    assert f"budget {search.machine.budget / GIB:,.1f} GiB" in " ".join(text.get_text() for text in axes.texts)
+
+
+def test_bars_and_points_are_long_enough_to_read(searched):
+    """Also of a model that is tiny beside the device: a budget far beyond is named, and the axis ends before it."""
+    search, found = searched
+    budget = f"{search.machine.budget / GIB:,.1f} GiB"
+    bars, points = memory_figure(search, found.kinds).axes[0], frontier_figure(search, found).axes[0]
+    longest = max(patch.get_x() + patch.get_width() for patch in bars.patches)
+    assert longest > 0.3 * bars.get_xlim()[1]
+    assert any(budget in text.get_text() for text in bars.texts)
+    assert points.collections[0].get_offsets()[:, 0].max() > 0.3 * points.get_xlim()[1]
+    assert any(budget in text.get_text() for text in points.get_legend().get_texts())
+    drawn = [axes.get_xlim()[1] >= search.machine.budget / GIB for axes in (bars, points)]
+    assert [
+        sum(line.get_linestyle() == "--" and len(line.get_xdata()) > 0 for line in axes.lines)
+        for axes in (bars, points)
+    ] == drawn
+
+
+def test_rates_are_in_round_numbers():
+    assert _doublings(1.11e6, 4.4e6) == [1e6, 2e6, 4e6, 8e6]
+    assert _doublings(12_400, 50_000) == [10_000, 20_000, 40_000, 80_000]
+    assert _doublings(0.8, 0.8) == [pytest.approx(0.8)]
 
 
 def test_ranks_of_one_host_are_its_devices():

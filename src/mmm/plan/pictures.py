@@ -26,6 +26,7 @@ SHARDING = {"ddp": "DDP", "zero1": "ZeRO-1", "zero2": "ZeRO-2", "fsdp": "ZeRO-3,
 MOST_BARS = 14
 POINTS = 7  # numbers of ranks
 LONGEST = 1.6  # of a bar, in budgets: one that is longer is broken off, and says how long it is
+ROOM = 3.0  # a budget beyond so many of the longest bar is named, and not drawn: the bars would be too short to read
 
 
 class Bar(NamedTuple):
@@ -126,13 +127,15 @@ def _memory(title: str, bars: Sequence[Bar], search: Search, longest: float) -> 
         size = _total(bar.memory) / GIB
         said = f" {'» ' if size > 1.001 * longest else ''}{size:,.3g} GiB, at {bar.moment}"
         axes.text(1.0, row, said, transform=axes.get_yaxis_transform(), va="center", fontsize=8)
-    axes.axvline(budget, color=theme().ink, linewidth=1.2, linestyle="--")
-    right = budget > 0.7 * longest
-    said = f" budget {budget:,.1f} GiB "
-    axes.text(budget, -0.85, said, fontsize=9, va="center", ha="right" if right else "left")
+    near = budget <= ROOM * longest
+    edge = max(longest, budget) if near else longest
+    if near:
+        axes.axvline(budget, color=theme().ink, linewidth=1.2, linestyle="--")
+    said = f" budget {budget:,.1f} GiB{'' if near else ', beyond this axis →'} "
+    axes.text(min(budget, edge), -0.85, said, fontsize=9, va="center", ha="right" if budget > 0.7 * longest else "left")
     axes.set_yticks(range(len(bars)), [bar.name for bar in bars], fontsize=8)
     axes.set_ylim(len(bars) - 0.5, -1.3)
-    axes.set_xlim(0, 1.02 * max(longest, budget))
+    axes.set_xlim(0, 1.02 * edge)
     axes.grid(axis="y", visible=False)
     axes.set_xlabel("GiB on the rank that needs most, at the moment at which it needs most")
     figure.text(0.012, 1 - 0.12 / height, title, fontsize=12, fontweight="bold", va="top")
@@ -149,6 +152,8 @@ def _color(part: str) -> str:
 def ranks_figure(search: Search, found: Found) -> Figure | None:
     """The batch stays a rank's: of each number of ranks the best layout, and a line through the first without loss.
     None where no two numbers of ranks, by halves, hold the model."""
+    from matplotlib.ticker import EngFormatter
+
     machine, points = search.machine, list[tuple[int, Candidate]]()
     for step in reversed(range(POINTS)):
         hosts, devices = machine.hosts >> step, machine.ranks_per_host
@@ -175,16 +180,24 @@ def ranks_figure(search: Search, found: Found) -> Figure | None:
     axes.set_xscale("log", base=2)
     axes.set_yscale("log", base=2)
     axes.set_xlim(ranks[0] / 1.25, ranks[-1] * (ranks[-1] / ranks[0]) ** 0.18)  # with room for the last label
-    low, high = math.floor(math.log2(min(rates))), math.ceil(math.log2(max(*rates, *ideal)))
-    axes.set_ylim(2.0 ** (low - 0.6), 2.0**high * 1.2)
+    ticks = _doublings(min(rates), max(*rates, *ideal))
+    axes.set_ylim(ticks[0] / 1.5, ticks[-1] * 1.2)
     axes.set_xticks(ranks, [f"{n:,}" for n in ranks])
-    ticks = [2.0**n for n in range(low, high + 1)]
-    axes.set_yticks(ticks, [f"{tick / 1000:,.3g} k" if tick >= 1000 else f"{tick:.3g}" for tick in ticks])
+    axes.set_yticks(ticks, [EngFormatter()(tick) for tick in ticks])
     axes.minorticks_off()
     axes.set_xlabel("ranks (the batch grows with them)")
     axes.set_ylabel("tokens/s" if search.spec.seq_length else "samples/s")
     head(axes, f"{search.spec.name} on {machine.name or 'this machine'}: rate against ranks")
     return figure
+
+
+def _doublings(low: float, high: float) -> list[float]:
+    """From a round number that is not above `low` to one that is not below `high`, each twice the one before."""
+    power = 10.0 ** math.floor(math.log10(low))
+    ticks = [power * max(digit for digit in (1, 2, 4, 5, 8) if digit * power <= low * 1.000001)]
+    while ticks[-1] < high:
+        ticks.append(2 * ticks[-1])
+    return ticks
 
 
 def _paper() -> dict[str, object]:
@@ -218,11 +231,17 @@ def frontier_figure(search: Search, found: Found) -> Figure:
         drawstyle="steps-post",
         label="frontier: none is faster and smaller",
     )
-    budget = search.machine.budget / GIB
-    axes.axvline(budget, color=theme().ink, linewidth=1.2, linestyle="--", label=f"budget {budget:,.1f} GiB")
-    axes.set_xlim(0, 1.06 * budget)
+    budget, most = search.machine.budget / GIB, max(memory)
+    near = budget <= ROOM * most
+    dashes = {"color": theme().ink, "linewidth": 1.2, "linestyle": "--"}
+    if near:
+        axes.axvline(budget, label=f"budget {budget:,.1f} GiB", **dashes)  # type: ignore[arg-type]
+    else:
+        axes.plot([], [], label=f"budget {budget:,.1f} GiB, beyond this axis", **dashes)  # type: ignore[arg-type]
+    edge_of_axis = 1.06 * (budget if near else most)
+    axes.set_xlim(0, edge_of_axis)
     axes.set_ylim(min(times) - 0.12 * (top - min(times) or top), top + 0.06 * (top - min(times) or top))
-    _label(axes, edge, budget, top - min(times) or top)
+    _label(axes, edge, edge_of_axis, top - min(times) or top)
     axes.set_xlabel("GiB on the rank that needs most")
     axes.set_ylabel("seconds a step")
     head(axes, f"{search.spec.name} on {search.machine.ranks:,} devices: time against memory")
@@ -238,8 +257,16 @@ def _label(axes: Axes, edge: Sequence[Candidate], width: float, height: float) -
         if not near:
             labelled.append(place)
             left = place[0] < 0.2 * width  # else there is nothing left of it and below
-            look = {"ha": "left" if left else "right", "va": "top", "fontsize": 8, "bbox": _paper()}
-            axes.annotate(str(candidate.layout), place, (6 if left else -6, -4), textcoords="offset points", **look)  # type: ignore[arg-type]
+            # left of a point, on its level: below it is the next one of the frontier; only below the last there is none
+            down = left or candidate is edge[-1]
+            look = {
+                "ha": "left" if left else "right",
+                "va": "top" if down else "bottom",
+                "fontsize": 8,
+                "bbox": _paper(),
+            }
+            offset = (6 if left else -6, -4 if down else -1)
+            axes.annotate(str(candidate.layout), place, offset, textcoords="offset points", **look)  # type: ignore[arg-type]
 
 
 def frontier(candidates: Sequence[Candidate]) -> list[Candidate]:

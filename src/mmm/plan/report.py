@@ -77,7 +77,7 @@ def why_each(found: Found, budget: float) -> list[Candidate]:
             mode = candidate.techniques.checkpointing
             alone = "compute alone" if mode == "none" else f"it fits with {mode} checkpointing only"
             reason = largest_wait(candidate) or alone
-            why = f"{slower:.0%} slower: {reason}" if slower >= 0.01 else "as fast, with more axes"
+            why = f"{slower:.0%} slower: {reason}" if slower >= 0.01 else "as fast, to 1%"
         explained.append(replace(candidate, why=why))
     return explained
 
