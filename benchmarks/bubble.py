@@ -16,7 +16,8 @@ from statistics import mean, pstdev
 import torch
 import torch.distributed as dist
 
-from mmm.bubble.replay import Recorded, bubble_formula, gather, replay
+from mmm.bubble.formula import bubble_formula
+from mmm.bubble.replay import Recorded, gather, replay
 from mmm.models.transformer import Transformer, TransformerConfig
 from mmm.parallel import Layout, Techniques, apply, build_mesh, cross_entropy, materialize
 from mmm.parallel.plans.transformer import transformer_plan

@@ -5,7 +5,8 @@ import itertools
 import pytest
 import torch
 
-from mmm.bubble.replay import action_lists, bubble_formula, gather, replay
+from mmm.bubble.formula import bubble_formula
+from mmm.bubble.replay import action_lists, gather, replay
 from mmm.models.transformer import Transformer, TransformerConfig
 from mmm.parallel import Layout, apply, build_mesh, cross_entropy, materialize
 from mmm.parallel.plans.transformer import transformer_plan

@@ -9,7 +9,8 @@ from dataclasses import replace
 
 import pytest
 
-from mmm.bubble.replay import action_lists, bubble_formula, replay
+from mmm.bubble.formula import bubble_formula
+from mmm.bubble.replay import action_lists, replay
 from mmm.machines.find import named
 from mmm.parallel import Layout, Techniques
 from mmm.parallel.pp.schedules import SCHEDULES, stages_of

@@ -10,19 +10,7 @@ free and what it needs is there::
 so that only the order and the seconds of the actions determine who waits for whom, not how many cores the ranks share,
 nor how long a message takes. The bubble is the fraction of ranks × time in which ranks are idle.
 
-For stages that all take the same time, with p ranks, V stages on each, and m micro-batches::
-
-    GPipe, 1F1B                                (p-1) / (m + p-1)        however long backward takes
-    Interleaved1F1B, LoopedBFS                 (p-1) / (m V + p-1)      m at least p
-    InterleavedZeroBubble, ZBVZeroBubble,      (p-1) / (3 m V + p-1)    where F, I and W take the same time, and m is
-    DualPipeV                                                           at least p (ZBVZeroBubble: 3 p / 2)
-
-The last is "zero bubble" only if one ignores that the pipeline fills, p - 1 forwards long, and that all ranks end
-together.
-
-Sources: Narayanan et al., "Efficient large-scale language model training on GPU clusters using Megatron-LM", 2021,
-section 2.2 (the first two); Qi et al., "Zero Bubble Pipeline Parallelism", 2023, section 2: ZB-H1 waits (p-1) (F+I-W);
-Qi et al., "Pipeline Parallelism with Controllable Memory", 2024 (ZB-V); DeepSeek-AI, "DeepSeek-V3", 2024 (DualPipe).
+For stages that all take the same time there is `mmm.bubble.formula.bubble_formula`.
 """
 
 from __future__ import annotations
@@ -122,22 +110,6 @@ def _stuck(
             missing = next(either for either in needs if not any(action in ends for action in either))
             waiting.append(f"rank {rank} waits at {actions[len(row)]} for {' or '.join(map(str, missing))}")
     return ", ".join(waiting)
-
-
-def bubble_formula(schedule: str, pp: int, microbatches: int, stages_per_rank: int = 1) -> float | None:
-    """The bubble where all stages, and of schedules that split backward F, I and W, take the same time; None where
-    there is no closed formula.
-
-    Args:
-        schedule: a key of `mmm.parallel.pp.schedules.SCHEDULES`.
-    """
-    p, m, v = pp, microbatches, stages_per_rank
-    if schedule in ("GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS"):
-        return None if m < p and v > 1 else (p - 1) / (m * v + p - 1)
-    least = {"InterleavedZeroBubble": p, "ZBVZeroBubble": 3 * p // 2, "DualPipeV": p}.get(schedule)
-    if least is None or m < least:
-        return None
-    return (p - 1) / (3 * m * v + p - 1)
 
 
 def action_lists(schedule: str, pp: int, microbatches: int, stages: Sequence[Sequence[int]]) -> list[list[Action]]:

@@ -10,7 +10,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.pipelining import PipelineStage
 
-from mmm.bubble.replay import PipelineTimeline, bubble_formula, gather, replay
+from mmm.bubble.formula import bubble_formula
+from mmm.bubble.replay import PipelineTimeline, gather, replay
 from mmm.history.plots.files import plot_timeline
 from mmm.history.plots.timeline import Panel, Span, legend_text, timeline_text
 from mmm.parallel.pp.pipeline import StageTimes, TimedStage, sum_over_stages

@@ -21,10 +21,12 @@ this is; the terms are those of `mmm.models`. `tests/plan/test_memory.py` compar
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from mmm.models.gpt import GPTConfig
-from mmm.models.transformer import TransformerConfig
-from mmm.models.vit import ViTConfig
+if TYPE_CHECKING:
+    from mmm.models.gpt import GPTConfig
+    from mmm.models.transformer import TransformerConfig
+    from mmm.models.vit import ViTConfig
 
 STATISTIC = 4  # bytes of a float32
 

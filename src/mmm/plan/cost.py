@@ -10,8 +10,8 @@
 
 Tensor parallelism, Ulysses and experts' all-to-all wait for each collective (`mmm.plan.network`); a ring of cp hides
 behind `Machine.overlap` of its attention, data parallelism behind as much of the compute around it. The bubble is
-`mmm.bubble.replay.bubble_formula`'s. Ranks on more than the cores of a host (`Machine.cores`) take turns: their step
-is as long as those need for what all ranks together compute and send.
+`bubble_formula`'s. Ranks on more than the cores of a host (`Machine.cores`) take turns: their step is as long as those
+need for what all ranks together compute and send.
 """
 
 from __future__ import annotations
@@ -22,11 +22,10 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
 
-from mmm.bubble.replay import bubble_formula
+from mmm.bubble.formula import bubble_formula
 from mmm.layout import UNSHARDED, Layout, Techniques
 from mmm.machines.machine import Machine
 from mmm.models.gpt import LanguageConfig
-from mmm.models.vit import ViTConfig
 from mmm.parallel.pp.schedules import SCHEDULES
 from mmm.plan.memory import MemoryModel, PlannedStage
 from mmm.plan.network import Group, collective, group_of, groups_of, send
@@ -132,10 +131,7 @@ class CostModel:
         if tile > 1:
             again += 4 * config.dim * config.hidden_dim * tokens / tp / self.rate  # the first two products
         through_tp = (c + (self.memory.storage if replicas else c)) / 2  # `mmm.traffic.formulas`: half of them are wide
-        if isinstance(config, ViTConfig) and tp > 1:
-            size = tokens * config.dim * through_tp
-            waits["tp"] = (4 + 2 * repeated) * collective("all_reduce", groups["tp"], size, machine)
-        elif isinstance(config, LanguageConfig):
+        if isinstance(config, LanguageConfig):
             if tp > 1:
                 pairs = 1 if config.n_experts else 2
                 size = tokens * config.dim * through_tp
@@ -145,6 +141,9 @@ class CostModel:
             if ep > 1:
                 size = tokens / tp * config.top_k * config.dim * c
                 waits["ep"] = (4 + 2 * repeated) * collective("all_to_all", groups["ep"], size, machine)
+        elif tp > 1:  # a ViT's
+            size = tokens * config.dim * through_tp
+            waits["tp"] = (4 + 2 * repeated) * collective("all_reduce", groups["tp"], size, machine)
         return Layer(forward, 2 * forward + again, **waits)
 
     def _gather_and_reduce(self, group: Group, size: float) -> float:

@@ -26,7 +26,6 @@ from typing import NamedTuple
 from mmm.layout import UNSHARDED, Layout, Techniques
 from mmm.models.gpt import GPTConfig, LanguageConfig
 from mmm.models.transformer import TransformerConfig
-from mmm.models.vit import ViTConfig
 from mmm.parallel.dp.data_parallel import needs_no_fsdp
 from mmm.parallel.dp.fsdp import RESHARD_AFTER_FORWARD
 from mmm.parallel.memory.offload import disk_of
@@ -161,7 +160,7 @@ class MemoryModel:
             return transformer_layer(config, tp, c, residual, self.device == "cpu", not grouped)
         if isinstance(config, GPTConfig):
             return gpt_layer(config, tp, self.spec.seq_length, c, residual)
-        if isinstance(config, ViTConfig):
+        if any(kind.role == "layer" for kind in self.spec.kinds):
             return vit_layer(config, tp, c, residual)
         return KeptActivations(0, 0, 0, 0, 0, 0, 0, 0)
 

@@ -17,7 +17,8 @@ from mmm.models.cnn import CNNConfig
 from mmm.models.meta import meta_parameters
 from mmm.models.transformer import TransformerConfig
 from mmm.plan.hugging_face import LARGEST, read_config
-from mmm.plan.models import cnn_spec, language_spec, vit_spec
+from mmm.plan.image_models import cnn_spec, vit_spec
+from mmm.plan.models import language_spec
 from mmm.plan.spec import Matrix, ModelSpec, PartKind
 from mmm.verify.subject import load_function
 

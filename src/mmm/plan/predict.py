@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from mmm.plan.memory import MemoryModel, PlannedStage, full_model, stages_for
-from mmm.plan.models import spec_of
 
 if TYPE_CHECKING:
     from mmm.machines.machine import Machine
@@ -36,22 +35,21 @@ class Prediction:
 
 
 def predict(resolved: Any, device: str, dtype: str, machine: Machine | None = None) -> Prediction | None:
-    """What a run will need and take; None for a model that has no formulas. With a machine it counts FLOPs, 20 ms.
+    """What a run will need and take; None for a model that has no formulas.
 
     Args:
-        resolved: a `mmm.trainer.config.spec.TrainingSpec`. device: type of the device. dtype: name of the precision.
+        resolved: a `mmm.trainer.config.resolve_plan.ParallelSpec`. device: its type. dtype: name of the precision.
         machine: on which; None: then only memory is predicted.
     """
     layout, sample = resolved.layout, resolved.sample
-    spec = spec_of(resolved.sizes, sample.shape[-1], flops=machine is not None)
+    spec = resolved.as_planned(flops=machine is not None)
     if spec is None:
         return None
     techniques = resolved.techniques
-    partition = getattr(resolved, "partition", None)
-    microbatches = partition.microbatches if partition is not None else techniques.microbatches or 1
+    partition = resolved.partition
+    microbatches = partition.microbatches
     stages: list[PlannedStage] = [full_model(spec)]
     if layout.pp > 1:
-        assert partition is not None, "a pipeline is made by a partition"
         stages = stages_for(spec, partition.stages, techniques.schedule, layout.pp)
     batch = -(-len(sample) // microbatches)
     memory = MemoryModel(spec, device, dtype, resolved.optimizer)

@@ -1,6 +1,7 @@
 """A model as the search sees it: the parts that a pipeline may split, their matrices, FLOPs and activations.
 
-Parts that are alike, such as the layers of a Transformer, are one `PartKind`. `mmm.plan.models` reads them.
+Parts that are alike, such as the layers of a Transformer, are one `PartKind`. `mmm.plan.models` and
+`mmm.plan.image_models` read them.
 """
 
 from __future__ import annotations

@@ -1,7 +1,11 @@
-"""A picture of a trace file of many ranks: one step, and a part of it from close by."""
+"""A picture of a trace file of many ranks: one step, and a part of it from close by.
+
+``python -m mmm.profile.trace_picture TRACE PICTURE``: a run with --profile draws it by a process of its own.
+"""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -154,3 +158,17 @@ def _short(name: str, points: float) -> str:
         if 4.9 * len(text) + 2 < points:
             return text
     return ""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Draw. Returns 0; 1 where that cannot be done."""
+    try:
+        draw_trace(Path(argv[0]), Path(argv[1]))
+    except Exception as error:  # whatever is wrong with it, the run is over and well
+        print(f"no picture of the trace: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

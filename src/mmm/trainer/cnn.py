@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from mmm.runtime.ranks import whoami
 from mmm.trainer.config.cnn import CNNOptions, CNNSpec, resolve_cnn
@@ -25,6 +26,9 @@ from mmm.trainer.run.core import start_run
 from mmm.trainer.run.parallel_model import build_parallel_model
 from mmm.trainer.run.standard import standard_hooks
 from mmm.trainer.run.tables import print_on_rank0
+
+if TYPE_CHECKING:
+    from mmm.plan.spec import ModelSpec
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,10 +48,21 @@ class Config:
         check_resume(self.checkpoint, self.run)
 
 
-def resolve(config: Config) -> CNNSpec:
+@dataclass(frozen=True, kw_only=True)
+class PlannedCNNSpec(CNNSpec):
+    """What a run of the MNIST net needs."""
+
+    def as_planned(self, flops: bool) -> ModelSpec:
+        from mmm.plan.image_models import cnn_spec  # a prediction alone needs it
+
+        return cnn_spec(self.sizes)
+
+
+def resolve(config: Config) -> PlannedCNNSpec:
     """`resolve_cnn`, on the layout that the flags ask for."""
     layout, techniques = config.layout.fit(whoami().world_size), techniques_of(config.layout)
-    return resolve_cnn(config.model, config.data, config.run, layout, techniques, config.optimizer)
+    spec = resolve_cnn(config.model, config.data, config.run, layout, techniques, config.optimizer)
+    return PlannedCNNSpec(**vars(spec))
 
 
 def train(config: Config) -> None:

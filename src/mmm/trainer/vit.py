@@ -9,7 +9,7 @@ Without --preset: large where there is an accelerator, debug where there is none
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 
@@ -42,6 +42,9 @@ from mmm.trainer.run.core import start_run
 from mmm.trainer.run.parallel_model import build_parallel_model
 from mmm.trainer.run.standard import standard_hooks
 from mmm.trainer.run.tables import print_on_rank0
+
+if TYPE_CHECKING:
+    from mmm.plan.spec import ModelSpec
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,7 +96,17 @@ class Config:
         check_resume(self.checkpoint, self.run)
 
 
-def resolve(config: Config) -> ParallelSpec:
+@dataclass(frozen=True, kw_only=True)
+class ViTSpec(ParallelSpec):
+    """What a run of a ViT needs."""
+
+    def as_planned(self, flops: bool) -> ModelSpec:
+        from mmm.plan.image_models import vit_spec  # a prediction alone needs it
+
+        return vit_spec(self.sizes, flops)
+
+
+def resolve(config: Config) -> ViTSpec:
     """Find the images, and decide on layout, model, batch and steps; needs no process group.
 
     Raises:
@@ -131,7 +144,7 @@ def resolve(config: Config) -> ParallelSpec:
         notes=notes,
     )
     spec = with_scaled_lr(spec, config.optimizer, default_batch_size)
-    return resolve_plan(spec, vit_plan(), config.run.dtype, sizes.patches)
+    return ViTSpec(**vars(resolve_plan(spec, vit_plan(), config.run.dtype, sizes.patches)))
 
 
 def train(config: Config) -> None:

@@ -159,8 +159,9 @@ class Record(Hook):
             run.log.info("%s", done(self.totals, time.time() - began()))
             for line in self.kept(run, self.history.outdir):
                 run.log.info("%s", line)
-        if error is None and self._is_curve and run.outdir is not None and draws_plots(run):
-            draw_plots(run, run.outdir)
+        ended, outdir = error is None and self._is_curve, run.outdir
+        if ended and outdir is not None and draws_plots(run) and draw(DRAW, outdir):
+            run.log.info("pictures: %s", outdir / "plots" / "mplot" / "pngs" / "summary.png")
 
     def kept(self, run: Run, outdir: Path) -> list[str]:
         """Where the weights are, at the run's end, and the line that goes on from them."""
@@ -204,12 +205,10 @@ def draws_plots(run: Run) -> bool:
     return isinstance(run.options, StepOptions) and run.options.plots
 
 
-def draw_plots(run: Run, outdir: Path) -> None:
-    """Pictures of the rows, and the loss in the terminal: by a process of its own."""
+def draw(module: str, *paths: Path) -> bool:
+    """Have a module draw by a process of its own; whether it did."""
     sys.stdout.flush()
-    drawn = subprocess.run([sys.executable, "-m", DRAW, str(outdir)], check=False).returncode == 0
-    if drawn:
-        run.log.info("pictures: %s", outdir / "plots" / "mplot" / "pngs" / "summary.png")
+    return subprocess.run([sys.executable, "-m", module, *map(str, paths)], check=False).returncode == 0
 
 
 def data_text(data: Mapping[str, Any]) -> str:

@@ -1,4 +1,4 @@
-"""The hooks that most programs have, in their order."""
+"""The hooks that most programs have, in their order; and those that are a few lines around what another room has."""
 
 from __future__ import annotations
 
@@ -6,20 +6,27 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
+from mmm.history.record.folder import TRACE, TRACE_PICTURE
+from mmm.history.trackers import Tracked
 from mmm.layout import Layout
+from mmm.parallel.footprint import STATE, Footprint, check_fits
+from mmm.parallel.memory.offload import disk_of
+from mmm.runtime.hang import HangWatch
+from mmm.runtime.ranks import command_line
 from mmm.trainer.config.profile import ProfileOptions
+from mmm.trainer.config.resolve_plan import ParallelSpec
 from mmm.trainer.config.spec import RunSpec
 from mmm.trainer.config.training import CheckpointOptions
 from mmm.trainer.run import core
 from mmm.trainer.run.agreement import Agreement
 from mmm.trainer.run.core import Hook, Run
-from mmm.trainer.run.hang import Hang
-from mmm.trainer.run.memory_check import MemoryCheck
 from mmm.trainer.run.prediction import PredictedAndMeasured
+from mmm.trainer.run.record import draw, draws_plots
 from mmm.trainer.run.resume import ResumableRecord
+from mmm.trainer.run.rows import Row
 from mmm.trainer.run.startup import StartUp
-from mmm.trainer.run.trace_picture import TracePicture
-from mmm.trainer.run.trackers import Trackers
+
+DRAW_TRACE = "mmm.profile.trace_picture"  # the module, which no run imports
 
 
 def standard_hooks(checkpoint: CheckpointOptions, profile: ProfileOptions, *before_record: Hook) -> list[Hook]:
@@ -51,3 +58,71 @@ def start_run(
         hooks: None for `script_hooks`.
     """
     return core.start_run(name, config, resolved, script_hooks() if hooks is None else hooks)
+
+
+class MemoryCheck(Hook):
+    """A model of the package's that cannot fit into the memory that is there is refused before the ranks meet."""
+
+    def before(self, run: Run) -> None:
+        spec = run.resolved
+        if isinstance(spec, ParallelSpec) and not run.dry:
+            techniques = spec.techniques
+            parameters = spec.partition.parameters(spec.model, spec.layout.pp, techniques.schedule)
+            state, disk = STATE[spec.optimizer], disk_of(techniques.offload)
+            if disk is not None:
+                from mmm.parallel.memory.disk import check_disk  # such a run only
+
+                check_disk(disk)
+                state = 0
+            holds = Footprint(parameters, techniques.data_parallel, state, bool(techniques.offload))
+            check_fits(holds, run.layout, run.rank, run.device, run.precision)
+
+
+class Hang(Hook):
+    """A collective that times out ends the run with a message that says which ranks have not come."""
+
+    def __init__(self) -> None:
+        self.watch: HangWatch | None = None
+
+    def start(self, run: Run) -> None:
+        if not run.dry:
+            self.watch = HangWatch(run.rank, run.options.timeout, run.clock)
+            self.watch.__enter__()
+
+    def end(self, run: Run, error: BaseException | None) -> None:
+        if self.watch is not None:
+            self.watch.__exit__(type(error), error, None)
+
+
+class Trackers(Hook):
+    """--tracker: a run's rows where others look for them. It stands after the record, into whose folder most trackers
+    write."""
+
+    def __init__(self, tracker: str | None, project: str | None = None) -> None:
+        self.tracker, self.project = tracker, project
+        self.tracked: Tracked | None = None
+
+    def start(self, run: Run) -> None:
+        if run.outdir is not None:
+            named = {} if run.options.name is None else {"name": run.options.name}
+            config = named | {"command": command_line(), "layout": str(run.layout)}
+            self.tracked = Tracked(self.tracker, run.outdir, config, self.project)
+
+    def row(self, run: Run, row: Row) -> None:
+        if self.tracked is not None:
+            of_rank_0 = {name: float(values[0]) for name, values in row.per_rank.items()}
+            self.tracked.row({**row.numbers, **of_rank_0})
+
+    def end(self, run: Run, error: BaseException | None) -> None:
+        if self.tracked is not None:
+            self.tracked.close()
+
+
+class TracePicture(Hook):
+    """A picture of the trace that --profile has left (`mmm.trainer.loop.profile`)."""
+
+    def end(self, run: Run, error: BaseException | None) -> None:
+        if error is not None or run.outdir is None or not draws_plots(run) or not (run.outdir / TRACE).exists():
+            return
+        if draw(DRAW_TRACE, run.outdir / TRACE, run.outdir / TRACE_PICTURE):
+            run.log.info("picture of the trace: %s", run.outdir / TRACE_PICTURE)

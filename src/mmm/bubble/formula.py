@@ -1,0 +1,31 @@
+"""The bubble of a pipeline in closed form, where all stages take the same time.
+
+With p ranks, V stages on each, and m micro-batches::
+
+    GPipe, 1F1B                                (p-1) / (m + p-1)        however long backward takes
+    Interleaved1F1B, LoopedBFS                 (p-1) / (m V + p-1)      m at least p
+    InterleavedZeroBubble, ZBVZeroBubble,      (p-1) / (3 m V + p-1)    where F, I and W take the same time, and m is
+    DualPipeV                                                           at least p (ZBVZeroBubble: 3 p / 2)
+
+The last is "zero bubble" only if one ignores that the pipeline fills, p - 1 forwards long, and that all ranks end
+together.
+
+Sources: Narayanan et al., "Efficient large-scale language model training on GPU clusters using Megatron-LM", 2021,
+section 2.2 (the first two); Qi et al., "Zero Bubble Pipeline Parallelism", 2023, section 2: ZB-H1 waits (p-1) (F+I-W);
+Qi et al., "Pipeline Parallelism with Controllable Memory", 2024 (ZB-V); DeepSeek-AI, "DeepSeek-V3", 2024 (DualPipe).
+"""
+
+
+def bubble_formula(schedule: str, pp: int, microbatches: int, stages_per_rank: int = 1) -> float | None:
+    """The bubble; None where there is no closed formula.
+
+    Args:
+        schedule: a key of `mmm.parallel.pp.schedules.SCHEDULES`.
+    """
+    p, m, v = pp, microbatches, stages_per_rank
+    if schedule in ("GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS"):
+        return None if m < p and v > 1 else (p - 1) / (m * v + p - 1)
+    least = {"InterleavedZeroBubble": p, "ZBVZeroBubble": 3 * p // 2, "DualPipeV": p}.get(schedule)
+    if least is None or m < least:
+        return None
+    return (p - 1) / (3 * m * v + p - 1)
