@@ -1,5 +1,6 @@
 """Each exercise: the file that one begins with is told so, wrong answers are told apart, the right one passes."""
 
+import ast
 import re
 import time
 from pathlib import Path
@@ -88,6 +89,18 @@ def test_what_the_page_shows(tmp_path, monkeypatch, capsys):
     (tmp_path / "column_row.py").write_text(begun[: begun.index("def mlp")] + code)
     assert main(["exercise", "check", "column_row.py"]) == 1
     assert plain(capsys.readouterr().out) == plain(shown)
+
+
+def test_the_page_of_answers():
+    page = (Path(__file__).parents[2] / "docs" / "answers.md").read_text(encoding="utf-8")
+    shown = dict(re.findall(r"^## `(\w+)`$.*?^```python\n(.*?)^```", page, re.DOTALL | re.MULTILINE))
+    assert list(shown) == list(NAMES)
+    assert {name: tree(code) for name, code in shown.items()} == {name: tree(ANSWERS[name][0]) for name in NAMES}
+
+
+def tree(code):
+    """A program without its spaces and quotes."""
+    return ast.dump(ast.parse(code))
 
 
 def plain(text):

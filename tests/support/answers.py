@@ -10,7 +10,8 @@ def answer(name, right, *wrong):
 answer(
     "all_reduce",
     """
-import torch, torch.distributed as dist
+import torch
+import torch.distributed as dist
 
 def all_reduce(x, group):
     size, rank = dist.get_world_size(group), dist.get_rank(group)
@@ -31,7 +32,8 @@ def all_reduce(x, group):
     ),
     (
         """
-import torch, torch.distributed as dist
+import torch
+import torch.distributed as dist
 def all_reduce(x, group):
     size, rank = dist.get_world_size(group), dist.get_rank(group)
     if rank:
@@ -50,7 +52,8 @@ def all_reduce(x, group):
 answer(
     "column_row",
     """
-import torch, torch.nn.functional as F
+import torch
+import torch.nn.functional as F
 from mmm.exercises.tools import enter, leave
 
 def mlp(x, w1, b1, w2, b2, group):
@@ -59,7 +62,8 @@ def mlp(x, w1, b1, w2, b2, group):
 """,
     (
         """
-import torch, torch.nn.functional as F
+import torch
+import torch.nn.functional as F
 from mmm.exercises.tools import enter, leave
 def mlp(x, w1, b1, w2, b2, group):
     return leave(F.linear(torch.tanh(F.linear(x, w1, b1)), w2), group) + b2
@@ -68,7 +72,8 @@ def mlp(x, w1, b1, w2, b2, group):
     ),
     (
         """
-import torch, torch.nn.functional as F
+import torch
+import torch.nn.functional as F
 from mmm.exercises.tools import enter, leave
 def mlp(x, w1, b1, w2, b2, group):
     return leave(F.linear(torch.tanh(F.linear(enter(x, group), w1, b1)), w2, b2), group)
@@ -77,7 +82,8 @@ def mlp(x, w1, b1, w2, b2, group):
     ),
     (
         """
-import torch, torch.nn.functional as F
+import torch
+import torch.nn.functional as F
 from mmm.exercises.tools import enter, leave
 def mlp(x, w1, b1, w2, b2, group):
     return F.linear(torch.tanh(F.linear(enter(x, group), w1, b1)), w2) + b2
@@ -117,7 +123,9 @@ answer(
 answer(
     "fsdp_sum",
     """
-import torch, torch.distributed as dist, torch.nn.functional as F
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
 
 def local_loss(logits, targets, group):
     count = (targets != -100).sum()
@@ -132,7 +140,9 @@ def local_loss(logits, targets, group):
     ),
     (
         """
-import torch, torch.distributed as dist, torch.nn.functional as F
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
 def local_loss(logits, targets, group):
     count = (targets != -100).sum()
     dist.all_reduce(count, group=group)
@@ -177,7 +187,8 @@ answer(
     ),
 )
 ACCUMULATE = """
-import torch, torch.nn.functional as F
+import torch
+import torch.nn.functional as F
 
 def accumulate(model, inputs, targets, microbatches):
     count, total = (targets != -100).sum(), 0.0
@@ -201,7 +212,9 @@ answer(
     ),
 )
 RING = """
-import math, torch, torch.distributed as dist
+import math
+import torch
+import torch.distributed as dist
 from mmm.exercises.tools import shift
 
 def attention(q, k, v, group):
@@ -238,7 +251,8 @@ answer(
     ),
 )
 ROUTE = """
-import torch, torch.distributed as dist
+import torch
+import torch.distributed as dist
 from mmm.exercises.tools import all_to_all
 
 def route(tokens, expert_of, expert, group):
