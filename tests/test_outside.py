@@ -2,6 +2,8 @@
 
 import json
 import os
+import subprocess
+import sys
 
 import pytest
 
@@ -16,7 +18,17 @@ from mmm.history import History, write_config
 from mmm.history.record.attempts import Attempt, attempt_of
 from mmm.history.record.folder import own_files
 from mmm.machines import machine
-from mmm.outside import DEEPEST, is_plain_name, open_file, parse_json, printable, printable_lines, read_file, read_json
+from mmm.outside import (
+    DEEPEST,
+    check_heaps,
+    is_plain_name,
+    open_file,
+    parse_json,
+    printable,
+    printable_lines,
+    read_file,
+    read_json,
+)
 from mmm.plan import hugging_face
 from mmm.runtime.startup import MARKS
 from mmm.weights.gguf_format import GGUFFile
@@ -179,6 +191,23 @@ def test_files_that_are_not_json_are_not_waited_for_either(tmp_path):
     for read in (GGUFFile, SafetensorsFile):
         with pytest.raises(UserError, match="it is no regular file"):
             read(tmp_path / "model.safetensors")
+
+
+def test_a_dataset_that_hdf5_reads_without_an_end(tmp_path):
+    """It would not return to Python: another process says whether it does. A heap's first text is overwritten."""
+    with History(tmp_path, ranks=[{"host": "n1"}] * 2) as history:
+        history.update({"iter": 0, "loss": 1.0}, {"dt": [1.0, 1.0]})
+    path = tmp_path / "train_dataset.h5"
+    content = bytearray(path.read_bytes())
+    check_heaps(content)
+    begin = content.find(b"GCOL\x01")
+    content[begin + 32 : begin + 96] = bytes(64)
+    path.write_bytes(content)
+    done = subprocess.run(
+        [sys.executable, "-m", "mmm.cli.main", "history", str(tmp_path)], capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 2
+    assert f"damaged: the heap at byte {begin} has an entry without a size" in done.stderr
 
 
 def test_a_manifest_of_other_types(tmp_path):

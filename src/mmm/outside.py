@@ -12,6 +12,7 @@ import json
 import os
 import reprlib
 import stat
+import struct
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -26,6 +27,7 @@ LONGEST_NUMBER = 300  # digits of an integer: what has no more fits into a float
 LONGEST_NAME = 255  # bytes; of most file systems
 LONGEST_SHOWN = 60  # characters of a value
 OTHERS_WRITE = 0o022  # of a mode
+HEAP = b"GCOL\x01"  # of texts, in a file of HDF5 (its format specification, III.E)
 KINDS = {dict: "object", list: "list", object: "value"}
 
 _REPR = reprlib.Repr()
@@ -56,6 +58,19 @@ def open_file(path: Path | str) -> BinaryIO:
         os.close(descriptor)
         raise OSError(errno.EINVAL, "it is no regular file", str(path))
     return open(descriptor, "rb")
+
+
+def check_heaps(content: bytes) -> None:
+    """Raises ValueError where HDF5 would read without an end: in a heap of texts, at free space without a size."""
+    begin = content.find(HEAP)
+    while begin >= 0:
+        entry, end = begin + 16, min(begin + int.from_bytes(content[begin + 8 : begin + 16], "little"), len(content))
+        while entry + 16 <= end:
+            number, size = struct.unpack("<H6xQ", content[entry : entry + 16])
+            if number == size == 0:
+                raise ValueError(f"the heap at byte {begin} has an entry without a size")
+            entry += 16 * (number > 0) - size // -8 * 8
+        begin = content.find(HEAP, begin + 1)
 
 
 def read_file(path: Path | str, most: int = LARGEST) -> bytes:

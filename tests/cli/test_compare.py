@@ -6,7 +6,7 @@ from mmm.cli import compare as command
 from mmm.cli.main import main as mmm
 from mmm.errors import RecordError
 from mmm.history import History, write_config
-from mmm.history.plots.overlay import overlaid, overlay_figure
+from mmm.history.plots.overlay import overlaid, overlay_figure, terminal_overlay
 from mmm.history.runs import read_run
 from support.pictures import flaws
 
@@ -62,6 +62,20 @@ def test_how_far_runs_are_apart(tmp_path, capsys):
         " 3 steps off a by 1e-01 at most",
         "",
     ]
+
+
+def test_runs_of_several_trainings(tmp_path):
+    """Their steps begin anew: rows are compared, which are no steps, so that nothing is said of how far they are."""
+    for name, every in (("a", 1), ("b", 2)):
+        folder = made_run(tmp_path / name, [])
+        (folder / "train_dataset.h5").unlink()
+        with History(folder, ranks=[{}]) as history:
+            for row in range(6):
+                history.update({"iter": every * (row % 3), "loss": 3.0 - every * row})
+    runs = [read_run(tmp_path / name, None) for name in "ab"]
+    curves = overlaid(runs, "loss")
+    assert [(s.x_name, s.x.tolist()) for s in curves] == [("row", [0, 1, 2, 3, 4, 5])] * 2
+    assert "off a" not in terminal_overlay(curves, ["a", "b"], 80, 12)
 
 
 def test_by_step_tokens_and_hours(two):

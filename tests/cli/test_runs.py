@@ -1,15 +1,18 @@
 """``mmm runs``: which folders are runs, what the table says of each, and what it leaves out."""
 
 import json
+import math
 import os
 
 import numpy as np
 import pytest
 
 from mmm.cli import runs as command
+from mmm.cli import watch
 from mmm.cli.main import main as mmm
 from mmm.history import History, write_config
-from mmm.history.runs import names_of, read_rows, read_run, run_folders
+from mmm.history.run_folders import names_of, run_folders
+from mmm.history.runs import read_rows, read_run
 
 
 def made_run(folder, losses, error=None, ranks=2, every=1, **more):
@@ -91,6 +94,80 @@ def test_what_is_no_run_is_left_out_in_a_line(tmp_path, capsys):
     assert [line[0] for line in lines] == ["run"]
     assert len(err.splitlines()) == 4
     assert all(line.startswith("left out: ") for line in err.splitlines())
+
+
+def test_a_run_whose_loss_is_no_number_any_more(tmp_path, capsys):
+    """It does not stand in the table with its last good loss; a run that validates in rows of its own does."""
+    made_run(tmp_path / "bad", [3.0, 2.0, math.nan])
+    made_run(tmp_path / "good", [4.0])
+    with made_run(tmp_path / "val", [5.0], False) as history:
+        history.update({"iter": 1, "val_loss": 4.0})
+    _, lines, _ = table(capsys, tmp_path, "--sort", "loss", "--json", tmp_path / "t.json")
+    assert [(line[0], line[5]) for line in lines] == [("good", "4.0000"), ("val", "5.0000"), ("bad", "nan")]
+    told = json.loads((tmp_path / "t.json").read_text(), parse_constant=pytest.fail)  # NaN is no JSON
+    assert [row["loss"] for row in told] == [4.0, 5.0, "nan"]
+    assert watch.main([str(tmp_path / "bad"), "--once"]) == 0
+    assert "  loss nan  " in capsys.readouterr().out
+
+
+def test_numbers_of_any_size(tmp_path, capsys):
+    made_run(tmp_path / "a", [1e-5, 1.5e-5], every=1_234_567, steps=2_000_000)
+    made_run(tmp_path / "b", [1e300, 1.5e300], steps=float("1e999"))
+    _, lines, _ = table(capsys, tmp_path)
+    assert [line[4:6] for line in lines] == [["1234568/2000000", "1.5e-05"], ["2", "1.5e+300"]]
+    assert watch.main([str(tmp_path / "a"), "--once"]) == 0
+    out = capsys.readouterr().out
+    assert "step 1234568 of 2000000  loss 1.5e-05  " in out
+    assert "1.5e-05 at iter 1234567\n" in out
+
+
+def test_what_others_wrote_stays_in_its_line(tmp_path, capsys):
+    odd = "x\n\x1b[2Jy"
+    made_run(tmp_path / odd, [2.0], options={"lr": odd, odd: 1})
+    made_run(tmp_path / "b", [2.0], options={odd: 2})
+    assert command.main([str(tmp_path)]) == 0
+    out = capsys.readouterr().out
+    assert len(out.splitlines()) == 3
+    assert "lr=x\\n\\x1b[2Jy" in out
+    assert "\x1b" not in out
+
+
+def test_links_and_folders_that_are_not_ours(tmp_path, capsys, monkeypatch):
+    """A run that a link leads to is found, and once; a folder that cannot be looked into is named."""
+    made_run(tmp_path / "outputs" / "a", [2.0])
+    made_run(tmp_path / "elsewhere" / "b", [2.0])
+    (tmp_path / "outputs" / "latest").symlink_to("a")
+    (tmp_path / "outputs" / "b").symlink_to(tmp_path / "elsewhere" / "b")
+    (tmp_path / "outputs" / "c").symlink_to(tmp_path / "elsewhere" / "b")
+    (tmp_path / "outputs" / "round").symlink_to(tmp_path)
+    (tmp_path / "outputs" / "mine").mkdir()
+    scandir = os.scandir
+
+    def refuses(place):
+        if str(place).endswith("mine"):
+            raise PermissionError(13, "Permission denied", str(place))
+        return scandir(place)
+
+    monkeypatch.setattr(os, "scandir", refuses)
+    _, lines, err = table(capsys, tmp_path / "outputs")
+    assert [line[0] for line in lines] == ["a", "b"]
+    assert err == f"left out: [Errno 13] Permission denied: '{tmp_path}/outputs/mine'\n"
+    assert run_folders(tmp_path / "outputs" / "latest") == [tmp_path / "outputs" / "latest"]
+
+
+def test_hours_and_rates_of_a_part_of_the_rows(tmp_path):
+    """Rows that say no rate, or are no steps, and ranks that were more before a resumption."""
+    write_config(tmp_path, {"module": "lm", "ranks": [{}] * 2})
+    with History(tmp_path, ranks=[{}] * 4) as history:
+        history.update({"iter": 0}, {"dt": [1800.0] * 4})
+        history.update({"batch_size": 4})  # of a table
+        history.update({"iter": 3, "tps": 10.0}, {"dt": [1200.0] * 2 + [math.nan] * 2})
+    run = read_run(tmp_path)
+    assert run.seconds.tolist() == [1800, 0, 3600]
+    assert (run.hours, run.device_hours) == (1.5, 4 * 0.5 + 2 * 1.0)
+    assert run.mean_rate("tps") == 10
+    assert run.amount("tps").tolist() == [18000, 0, 36000]
+    assert run.mean_rate("sps") is None
 
 
 def test_what_the_user_can_fix(tmp_path, capsys):

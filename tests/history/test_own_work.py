@@ -36,6 +36,25 @@ def test_a_host_whose_ranks_take_turns():
     assert (found.rank, found.is_host, found.rows, found.of) == (4, True, 4, 4)
 
 
+def test_chance_blames_nobody():
+    """Of two equal ranks, or hosts, one has the most in about half of the rows."""
+    of_two = np.where(np.arange(41)[:, None] % 20 < 11, [0.3, 0.1], [0.1, 0.3])
+    assert slow(work(of_two), ["a", "a"]) is None
+    assert slow(work(of_two[:, [0, 0, 1, 1]]), ["a", "a", "b", "b"]) is None
+    assert slow(work(of_two[:, [1, 1, 1, 0]]), ["a", "a", "a", "b"]) is None
+    assert slow(work(np.where(np.arange(41)[:, None] % 20 < 17, [0.3, 0.1], [0.1, 0.3])), ["a", "a"]).rank == 0
+
+
+def test_ranks_of_a_host_that_are_not_beside_each_other(tmp_path, capsys):
+    ranks = [{"host": "ab"[r % 2], "tp": r} for r in range(12)]
+    with History(tmp_path, ranks=ranks) as history:
+        for step in range(13):
+            own = [0.5 if r == 2 * (step % 6) else 0.1 for r in range(12)]
+            history.update({"iter": step}, {"dt": [0.5] * 12, "dt_own": own})
+    assert command.main([str(tmp_path), "--ranks"]) == 0
+    assert "slowest: host a (ranks 0, 2, 4, 6 and 2 more, most often 0): 0.4 s" in capsys.readouterr().out
+
+
 def made(folder, count, full_ranks=64, rows=9, slow_rank=1):
     """A run of four ranks a host, one of which sleeps 0.4 s of each step of 0.5 s."""
     folder.mkdir(exist_ok=True)
@@ -78,7 +97,7 @@ def test_more_ranks_than_are_kept_in_full(tmp_path, capsys):
 
 def test_nobody_is_said(tmp_path, capsys):
     assert command.main([str(made(tmp_path, 4, slow_rank=None)), "--ranks"]) == 0
-    assert capsys.readouterr().out.endswith("\nno rank holds the others up by more than 5 % of a step\n")
+    assert capsys.readouterr().out.endswith("\nslowest: no rank holds the others up by more than 5 % of a step\n")
 
 
 def test_what_there_is_no_table_of(tmp_path, capsys):

@@ -36,7 +36,8 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--plots", type=Path, metavar="DIR", help="write the plot to DIR as PNG and SVG as well")
     args = parser.parse_args(argv)
     from mmm.history.plots.overlay import LETTERS, common_metrics, overlaid, save_overlay, terminal_overlay
-    from mmm.history.runs import names_of, read_run
+    from mmm.history.run_folders import names_of
+    from mmm.history.runs import read_run
 
     if not 2 <= len(args.runs) <= len(LETTERS):
         raise ConfigError(f"mmm compare takes 2 to {len(LETTERS)} runs, and {len(args.runs)} is given")

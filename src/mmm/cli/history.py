@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from mmm.cli import show
-from mmm.cli.history_ranks import place, ranks_text
+from mmm.cli import show, whole
+from mmm.cli.history_ranks import ranks_text, sentence
 from mmm.errors import ConfigError
 from mmm.outside import parse_json, printable
 
@@ -90,14 +90,15 @@ def summary(ds: "xarray.Dataset", state: str) -> list[tuple[str, str]]:
     table = [("state", state), ("size", facts(ds)), *data_of(ds)]
     for name in ("iter", "epoch"):
         if name in ds and rows:
-            table.append((name, f"{ds[name].values[0]:g} to {ds[name].values[-1]:g}"))
+            table.append((name, f"{whole(ds[name].values[0])} to {whole(ds[name].values[-1])}"))
     for name, best, digits in (*((loss, "lowest", 6) for loss in LOSSES), ("test_acc", "highest", 2)):
         if name in known and np.isfinite(y := series(ds, name).y).any():
             s = series(ds, name)
             kept = np.flatnonzero(np.isfinite(y))
             row = kept[np.argmin(y[kept]) if best == "lowest" else np.argmax(y[kept])]
-            extreme = f"{best} {y[row]:.{digits}f} at {s.x_name} {s.x[row]:g}"
+            extreme = f"{best} {y[row]:.{digits}f} at {s.x_name} {whole(s.x[row])}"
             missing = f", {rows - len(kept)} rows without" if name == "loss" and len(kept) < rows else ""
+            missing += f": none since {s.x_name} {whole(s.x[kept[-1]])}" if missing and kept[-1] < rows - 1 else ""
             table.append((name, f"{y[kept[-1]]:.{digits}f} (first {y[kept[0]]:.{digits}f}, {extreme}{missing})"))
     if "dt" in known and np.isfinite(y := series(ds, "dt").y).any():
         first = f"; the first took {y[0]:.6f} s" if np.isfinite(y[0]) else ""
@@ -129,38 +130,14 @@ def data_of(ds: "xarray.Dataset") -> list[tuple[str, str]]:
 
 
 def straggler(ds: "xarray.Dataset") -> str | None:
-    """The rank with the most work of its own, and where it is; None if the record is not by rank.
-
-    In a synchronous step every rank waits for the slowest, so dt is alike on all: dt_own is compared, or in a mesh that
-    is a pipeline and nothing else dt - dtw. The median over the rows; above `full_ranks` ranks, the rank that had the
-    most in most rows.
-    """
-    from mmm.history.own_work import NOT_KNOWN, is_pipeline, most_often
-    from mmm.history.plots.series import median_by_rank
-    from mmm.history.record.folder import OWN
+    """Which rank or host the others wait for, by their own work; None if there is one rank."""
+    from mmm.history.own_work import NOT_KNOWN, own_work
 
     if ds.sizes.get("rank", 1) < 2 or not ds.sizes["draw"]:
         return None
-    if OWN in ds and ds[OWN].ndim == 2:
-        name, each = OWN, median_by_rank(ds[OWN].values)
-    elif f"{OWN}_argmax" in ds:
-        ranks = ds[f"{OWN}_argmax"].values
-        known_ranks = ranks[np.isfinite(ranks) & (ranks >= 0)]
-        if not len(known_ranks):
-            return None
-        often, times = most_often(known_ranks)
-        rank = int(often)
-        return f"rank {rank} ({place(ds, rank)}): the largest {OWN} in {times} of {len(ranks)} rows"
-    elif all(name in ds and ds[name].ndim == 2 for name in ("dt", "dtw")) and is_pipeline(ds):
-        name, each = "dt - dtw", median_by_rank(ds["dt"].values - ds["dtw"].values)
-    else:
-        known = "dt" in ds or "dt_argmax" in ds
-        return NOT_KNOWN if known else None
-    if not np.isfinite(each).any():
-        return None
-    rank, middle = int(np.nanargmax(each)), float(np.nanmedian(each))
-    over = f", {100 * (each[rank] / middle - 1):.1f} % over the median rank" if middle else ""
-    return f"rank {rank} ({place(ds, rank)}): {name} {each[rank]:.6f} s{over}"
+    if (work := own_work(ds)) is not None:
+        return sentence(ds, work)
+    return NOT_KNOWN if "dt" in ds or "dt_argmax" in ds else None
 
 
 if __name__ == "__main__":

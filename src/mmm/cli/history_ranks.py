@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from mmm.cli import whole
 from mmm.errors import RecordError
 from mmm.outside import printable
 
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 SHADES = ((0.05, "·"), (0.10, "░"), (0.25, "▒"), (0.50, "▓"), (np.inf, "█"))  # below which part of the step
 LONGEST_HOST = 20  # characters
 SPANS = 12  # lines of a record of many ranks
+MOST_NAMED = 4  # ranks of a host
 
 
 def ranks_text(ds: xarray.Dataset, width: int) -> str:
@@ -32,25 +34,32 @@ def ranks_text(ds: xarray.Dataset, width: int) -> str:
     if work is None:
         raise RecordError(f"--ranks: {NOT_KNOWN} (docs/trainers.md says where it is)")
     table = _map(ds, work, width) if work.by_rank is not None else _spans(ds, work)
-    return "\n".join([*table, "", textwrap.fill(sentence(ds, work), width, subsequent_indent="  ")])
+    return "\n".join([*table, "", textwrap.fill(f"slowest: {sentence(ds, work)}", width, subsequent_indent="  ")])
 
 
 def sentence(ds: xarray.Dataset, work: OwnWork) -> str:
     """Who the others wait for, and how long."""
-    from mmm.history.own_work import SLOW, slow
+    from mmm.history.own_work import SLOW, hosts_of, slow
 
-    hosts = [str(host) for host in ds["host"].values] if "host" in ds.coords else []
+    hosts = hosts_of(ds)
     found = slow(work, hosts)
     if found is None:
         return f"no rank holds the others up by more than {100 * SLOW:.0f} % of a step"
     who = f"rank {found.rank} ({place(ds, found.rank)})"
     if found.is_host:
         of = [rank for rank, host in enumerate(hosts) if host == hosts[found.rank]]
-        who = f"host {printable(hosts[found.rank])} (ranks {of[0]} to {of[-1]}, most often {found.rank})"
+        who = f"host {printable(hosts[found.rank])} (ranks {_ranks(of)}, most often {found.rank})"
     return (
-        f"slowest: {who}: {found.over:.3g} s of work over the median rank in a step of {found.step:.3g} s, "
+        f"{who}: {found.over:.3g} s of work over the median rank in a step of {found.step:.3g} s, "
         f"in {found.rows} of {found.of} rows; the others wait for it"
     )
+
+
+def _ranks(of: list[int]) -> str:
+    """As "4 to 7", or where others are between them "0, 2, 4 and 13 more"."""
+    if of == list(range(of[0], of[-1] + 1)):
+        return f"{of[0]} to {of[-1]}"
+    return ", ".join(map(str, of[:MOST_NAMED])) + (f" and {len(of) - MOST_NAMED} more" if len(of) > MOST_NAMED else "")
 
 
 def place(ds: xarray.Dataset, rank: int) -> str:
@@ -127,7 +136,7 @@ def _spans(ds: xarray.Dataset, work: OwnWork) -> list[str]:
         if len(ranks):
             rank, times = most_often(ranks)
             which = f"rank {rank} ({place(ds, rank)}) in {times} of {len(span)} rows"
-        rows = f"{values[span[0]]:g} to {values[span[-1]]:g}"
+        rows = f"{whole(values[span[0]])} to {whole(values[span[-1]])}"
         lines.append(f"{rows:>16}  " + "  ".join(f"{column:>8.3g}" for column in columns) + f"  {which}")
     return lines
 
@@ -150,4 +159,4 @@ def _x(ds: xarray.Dataset) -> tuple[str, np.ndarray]:
 
 def _range(ds: xarray.Dataset) -> str:
     name, values = _x(ds)
-    return f"{name} {values[0]:g} to {values[-1]:g}"
+    return f"{name} {whole(values[0])} to {whole(values[-1])}"

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import difflib
+import errno
 import importlib
+import io
 import os
 import sys
 
@@ -49,13 +51,44 @@ def _usage() -> str:
     )
 
 
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)  # of what standard output is written to
+
+
 def main(argv: list[str] | None = None) -> int:
     """Run a subcommand.
 
     Returns:
         The exit code: 2 for a user's error, printed as one message.
     """
-    arguments = sys.argv[1:] if argv is None else argv
+    if sys.stdout is None:  # it is closed
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115
+    if isinstance(sys.stdout, io.TextIOWrapper):  # what its encoding lacks becomes a question mark
+        sys.stdout.reconfigure(errors="replace")
+    try:
+        try:
+            return _run(sys.argv[1:] if argv is None else argv)
+        finally:
+            sys.stdout.flush()  # here, where an error of it is caught
+    except KeyboardInterrupt:
+        print("mmm: interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:  # the reader, such as `head`, has seen enough
+        _write_no_more()
+        return 0
+    except OSError as error:
+        if error.errno not in FULL or error.filename is not None:
+            raise
+        _write_no_more()
+        print(f"mmm: error: standard output cannot be written: {error.strerror}", file=sys.stderr)
+        return 2
+
+
+def _write_no_more() -> None:
+    """What is still in standard output's buffer goes nowhere."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _run(arguments: list[str]) -> int:
     if arguments and arguments[0] in ("-V", "--version"):
         print(f"mmm {__version__}")
         return 0
@@ -74,12 +107,6 @@ def main(argv: list[str] | None = None) -> int:
     except UserError as error:
         print(f"mmm: error: {printable_lines(error)}", file=sys.stderr)
         return 2
-    except KeyboardInterrupt:
-        print("mmm: interrupted", file=sys.stderr)
-        return 130
-    except BrokenPipeError:  # the reader, such as `head`, has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
 
 
 if __name__ == "__main__":

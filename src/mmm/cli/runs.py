@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mmm.cli import show
+from mmm.cli import decimal, show, whole
 from mmm.cli.written import write_json
 from mmm.errors import ConfigError, RecordError
 from mmm.outside import printable, printable_lines
@@ -48,24 +48,29 @@ def main(argv: list[str]) -> int:
     if column not in COLUMNS[:-1]:
         raise ConfigError(f"--sort {printable(args.sort)}: there are the columns {', '.join(COLUMNS[:-1])}")
 
-    from mmm.history.runs import read_run, run_folders
+    from mmm.history.run_folders import run_folders
+    from mmm.history.runs import read_run
 
     runs: list[Run] = []
-    for folder in run_folders(args.folder):
+    for folder in run_folders(args.folder, left_out):
         try:
             runs.append(read_run(folder))
         except RecordError as error:  # another program's config.json, or a damaged record: the others are shown
-            why = " ".join(str(error).split()).split(". ")[0]
-            print(f"left out: {printable(why)}", file=sys.stderr)
+            left_out(error)
     if not runs:
         raise RecordError(f"{args.folder} holds no run. Give the folder that holds the runs, e.g. outputs.")
     rows = sorted(table(runs, Path(args.folder).expanduser()), key=lambda row: row["name"])
-    known = [row for row in rows if row[column] is not None]
+    known = [row for row in rows if row[column] is not None and row[column] == row[column]]  # nor NaN
     known.sort(key=lambda row: row[column], reverse=args.reverse)
-    rows = known + [row for row in rows if row[column] is None]
+    rows = known + [row for row in rows if row not in known]
     show(printable_lines(text(rows, shutil.get_terminal_size().columns if sys.stdout.isatty() else None)) + "\n")
     write_json(args.json, rows)
     return 0
+
+
+def left_out(error: Exception) -> None:
+    """Say on stderr which folder is not shown, and why."""
+    print(f"left out: {printable(' '.join(str(error).split()).split('. ')[0])}", file=sys.stderr)
 
 
 def table(runs: Sequence[Run], root: Path) -> list[dict[str, Any]]:
@@ -77,7 +82,6 @@ def table(runs: Sequence[Run], root: Path) -> list[dict[str, Any]]:
     rows = []
     for run in runs:
         rate = next((name for name in ("tps", "sps") if run.mean_rate(name) is not None), None)
-        loss = next((name for name in ("loss", "train_loss") if name in run.rows), "loss")
         rows.append(
             {
                 "name": _name(run, root),
@@ -90,12 +94,12 @@ def table(runs: Sequence[Run], root: Path) -> list[dict[str, Any]]:
                 "layout": run.layout,
                 "step": run.steps_done,
                 "steps": run.steps,
-                "loss": last(run.rows.get(loss)),
+                "loss": run.loss,
                 "val_loss": last(run.rows.get("val_loss", run.rows.get("test_loss"))),
                 "rate": run.mean_rate(rate) if rate else None,
                 "rate_of": {"tps": "tokens", "sps": "samples"}.get(rate or ""),
                 "hours": run.hours,
-                "device_hours": None if run.hours is None else run.hours * run.ranks,
+                "device_hours": run.device_hours,
                 "flags": {name: run.flags[name] for name in flags if name in run.flags},
             }
         )
@@ -126,7 +130,7 @@ def text(rows: Sequence[Mapping[str, Any]], width: int | None) -> str:
 def _cell(row: Mapping[str, Any], name: str) -> str:
     value = row[name]
     if name == "flags":
-        shown = [f"{flag}={_value(of)}" for flag, of in value.items() if of is not None]
+        shown = [f"{printable(flag)}={_value(of)}" for flag, of in value.items() if of is not None]
         return " ".join(shown[:MOST_FLAGS]) + (
             f" and {len(shown) - MOST_FLAGS} more" if len(shown) > MOST_FLAGS else ""
         )
@@ -135,14 +139,14 @@ def _cell(row: Mapping[str, Any], name: str) -> str:
     if name == "started":
         return time.strftime("%m-%d %H:%M", time.localtime(value))
     if name == "step":
-        return f"{value:g}" if row["steps"] is None else f"{value:.0f}/{row['steps']:.0f}"
+        return whole(value) if row["steps"] is None else f"{whole(value)}/{whole(row['steps'])}"
     if name == "rate":
-        return f"{value:,.{0 if value >= 100 else 1}f} {row['rate_of'][0]}/s"
+        return f"{decimal(value, 0 if value >= 100 else 1)} {row['rate_of'][0]}/s"
     if name in ("hours", "device_hours"):
-        return f"{value:,.1f}" if value >= 10 else f"{value:.2g}"
-    return f"{value:.4f}" if isinstance(value, float) else printable(str(value))
+        return decimal(value, 1) if value >= 10 else f"{value:.2g}"
+    return decimal(value, 4) if isinstance(value, float) else printable(str(value))
 
 
 def _value(value: Any) -> str:
-    plain = value if isinstance(value, str) else json.dumps(value)
+    plain = printable(value if isinstance(value, str) else json.dumps(value))
     return plain if len(plain) <= LONGEST_VALUE else f"…{plain[1 - LONGEST_VALUE :]}"

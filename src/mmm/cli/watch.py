@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from mmm.cli import show
+from mmm.cli import decimal, show, whole
 from mmm.cli.compare import USUAL
 from mmm.errors import ConfigError, RecordError
 from mmm.outside import printable, printable_lines
@@ -77,7 +77,8 @@ def _runs(folders: Sequence[Path], seen: Sequence[Path]) -> list[Run]:
     """The runs that are named, and those below other folders that run, or did at an earlier look."""
     from mmm.history.record.ending import RUNNING
     from mmm.history.record.folder import DATASET, JOURNAL
-    from mmm.history.runs import read_run, run_folders
+    from mmm.history.run_folders import run_folders
+    from mmm.history.runs import read_run
 
     runs: dict[Path, Run] = {}
     ended = 0
@@ -107,7 +108,7 @@ def _runs(folders: Sequence[Path], seen: Sequence[Path]) -> list[Run]:
 def frame(runs: Sequence[Run], metric: str | None, width: int, height: int) -> str:
     """A line a run, and below it the curves of a metric that all have."""
     from mmm.history.plots.overlay import LETTERS, common_metrics, overlaid, terminal_overlay
-    from mmm.history.runs import names_of
+    from mmm.history.run_folders import names_of
 
     lines = status_lines(runs)
     begun = [run for run in runs if len(run.rows.get("draw", ()))][: len(LETTERS)]
@@ -122,7 +123,7 @@ def frame(runs: Sequence[Run], metric: str | None, width: int, height: int) -> s
 
 def status_lines(runs: Sequence[Run]) -> list[str]:
     """A line a run, in columns, and one for each whose ranks wait for one of them."""
-    from mmm.history.runs import names_of
+    from mmm.history.run_folders import names_of
 
     names = names_of(runs)
     cells = [_status(run, name) for run, name in zip(runs, names, strict=True)]
@@ -140,11 +141,13 @@ def _status(run: Run, name: str) -> list[str]:
     from mmm.history.runs import last
 
     running = run.ending.state == RUNNING
-    step = "starts" if run.steps_done is None and running else f"{run.steps_done or 0:g}"
-    of = f" of {run.steps:g}" if run.steps and run.steps_done is not None else ""
-    losses = [f"{metric} {value:.4f}" for metric in USUAL if (value := last(run.rows.get(metric))) is not None]
+    step = "starts" if run.steps_done is None and running else whole(run.steps_done or 0)
+    of = f" of {whole(run.steps)}" if run.steps and run.steps_done is not None else ""
+    values = {metric: last(run.rows.get(metric)) for metric in USUAL}
+    values |= {run.loss_name: run.loss} if run.loss_name else {}
+    losses = [f"{metric} {decimal(value, 4)}" for metric, value in values.items() if value is not None]
     rate = next((rate for rate in ("tps", "sps") if last(run.rows.get(rate))), None)
-    speed = f"{last(run.rows[rate]):,.0f} {'tokens' if rate == 'tps' else 'samples'}/s" if rate else ""
+    speed = f"{decimal(last(run.rows[rate]) or 0.0, 0)} {'tokens' if rate == 'tps' else 'samples'}/s" if rate else ""
     left = seconds_left(run) if running else None
     ended = f" {duration(max(time.time() - run.ended, 0.0))} ago" if not running and run.ended else ""
     cells = [name, f"{run.ending}{ended}" if not running else "running", f"step {step}{of}", " ".join(losses), speed]

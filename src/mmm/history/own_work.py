@@ -70,6 +70,11 @@ def own_work(ds: xarray.Dataset) -> OwnWork | None:
     return None
 
 
+def hosts_of(ds: xarray.Dataset) -> list[str]:
+    """By rank; empty where the record does not say."""
+    return [str(host) for host in ds["host"].values] if "host" in ds.coords else []
+
+
 def _by_rank(name: str, dt: np.ndarray, own: np.ndarray) -> OwnWork | None:
     rank, over = most_of(own)
     return OwnWork(name, longest(dt), rank, over, own) if np.isfinite(rank).any() else None
@@ -110,6 +115,9 @@ def slow(work: OwnWork, hosts: Sequence[str] = ()) -> Slow | None:
     """The rank that had the most in more than half of the rows, or else the host, if that holds the others up by more
     than `SLOW` of a step. The first row, which starts what is slow to start, counts only if it is alone.
 
+    Chance alone gives each of n the most in 1/n of the rows: the half is of the rows beyond those, so that of two equal
+    ones none is named.
+
     Args:
         hosts: by rank.
     """
@@ -121,12 +129,15 @@ def slow(work: OwnWork, hosts: Sequence[str] = ()) -> Slow | None:
         return None
     one, _ = most_often(rank)
     had, is_host = rank == one, False
-    if 2 * had.sum() <= len(rank) and len(set(hosts)) > 1 and rank.max() < len(hosts):
+    ranks = len(hosts) or (0 if work.by_rank is None else work.by_rank.shape[1])
+    by_chance = 1 / ranks if ranks > 1 else 0.0
+    if not had.mean() > (1 + by_chance) / 2 and len(set(hosts)) > 1 and rank.max() < len(hosts):
         where = np.array(hosts)[rank.astype(int)]
-        had, is_host = where == most_often(where)[0], True
+        host, _ = most_often(where)
+        had, is_host, by_chance = where == host, True, list(hosts).count(str(host)) / len(hosts)
         one, _ = most_often(rank[had])
     found = Slow(int(one), is_host, float(np.median(over[had])), float(np.median(dt)), int(had.sum()), len(rank))
-    return found if 2 * found.rows > found.of and found.over > SLOW * found.step else None
+    return found if had.mean() > (1 + by_chance) / 2 and found.over > SLOW * found.step else None
 
 
 def most_often(values: np.ndarray) -> tuple[Any, int]:

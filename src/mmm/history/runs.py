@@ -1,16 +1,16 @@
-"""Many runs at a time: which folders are runs, and what each is and has reached. xarray is not needed for it.
+"""Many runs at a time: what each is, and has reached. xarray is not needed for it.
 
 Of a dataset only the columns that are asked for are read, and of a rank's column the median over the ranks. Of a rank's
 own work (`mmm.history.own_work`) it is also kept which rank had the most, as columns of their own: ARGMAX and OVER, and
-of a step's time the largest, LONGEST.
+of a step's time the largest, LONGEST, and how many ranks gave one, RANKS.
 """
 
 from __future__ import annotations
 
 import functools
-import os
+import math
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -22,10 +22,10 @@ from mmm.errors import RecordError
 from mmm.history.own_work import OwnWork, known_ranks, longest, most_of
 from mmm.history.record.dataset import no_record
 from mmm.history.record.ending import FINISHED, KILLED, RUNNING, Ending, parsed, read_config
-from mmm.history.record.folder import CONFIG, DATASET, JOURNAL, OWN, PLOTS, reason
+from mmm.history.record.folder import CONFIG, DATASET, JOURNAL, OWN, reason
 from mmm.history.record.journal import LoggedRow, read_journal
 from mmm.history.record.reader import RECENT, ending_by_journal, recorded_state
-from mmm.outside import open_file, printable
+from mmm.outside import open_file
 
 if TYPE_CHECKING:
     import h5py
@@ -34,8 +34,9 @@ Rows = dict[str, np.ndarray]  # name: (draw,) float64, NaN where a row lacks it;
 OVER_RANKS = ("draw", "rank", "local_rank", "pid")  # coordinates; so are axis_tp, startup_ready, …
 PROGRESS = ("iter", "epoch", "loss", "train_loss", "val_loss", "test_loss", "test_acc", "dt", "tps", "sps")
 ARGMAX, OVER, LONGEST = f"{OWN}_argmax", f"{OWN}_over", "dt_max"  # the second in seconds over the median rank
+RANKS = "dt_ranks"
+LOSSES = ("loss", "train_loss")
 MOST_ELEMENTS = 200_000_000  # of a column: a file may declare any number
-NOT_SEARCHED = (PLOTS, "checkpoints")
 NOT_SETTINGS = (
     "name",
     "outdir",
@@ -116,7 +117,21 @@ class Run:
         options = self.config.get("options")
         epochs = options.get("epochs") if isinstance(options, dict) else None
         total = epochs if "iter" not in self.rows and "epoch" in self.rows else self.config.get("steps")
-        return float(total) if isinstance(total, (int, float)) else None
+        return float(total) if isinstance(total, (int, float)) and math.isfinite(total) else None
+
+    @property
+    def loss_name(self) -> str | None:
+        """Of the training loss."""
+        return next((name for name in LOSSES if name in self.rows), None)
+
+    @property
+    def loss(self) -> float | None:
+        """The last training loss: NaN where the last step that was timed has none that is finite, None without any."""
+        if self.loss_name is None:
+            return None
+        column = self.rows[self.loss_name]
+        timed = np.flatnonzero(np.isfinite(self.rows.get("dt", [])))
+        return math.nan if len(timed) and not np.isfinite(column[timed[-1] :]).any() else last(column)
 
     @functools.cached_property
     def seconds(self) -> np.ndarray:
@@ -125,15 +140,25 @@ class Run:
         if dt is None:
             return np.zeros(len(self.rows.get("draw", ())))
         steps = np.ones(len(dt))
-        if "iter" in self.rows and len(dt):
-            between = np.diff(self.rows["iter"])
-            steps[1:] = np.where(between > 0, between, 1)  # where another training begins, its first step
+        if "iter" in self.rows:
+            of_steps = np.flatnonzero(np.isfinite(self.rows["iter"]))  # others are no steps, such as a table's lines
+            between = np.diff(self.rows["iter"][of_steps])
+            steps[of_steps[1:]] = np.where(between > 0, between, 1)  # where another training begins, its first step
         return np.nan_to_num(dt * steps, nan=0.0, posinf=0.0, neginf=0.0)
 
     @property
     def hours(self) -> float | None:
         """In steps: without start-up, validation and checkpoints. None without times."""
         return float(self.seconds.sum()) / 3600 if "dt" in self.rows else None
+
+    @property
+    def device_hours(self) -> float | None:
+        """`hours`, each times the ranks that made it: a run that was resumed may have had more or fewer before. Of rows
+        that do not say how many, those of config.json."""
+        if "dt" not in self.rows:
+            return None
+        ranks = self.rows.get(RANKS, np.full(len(self.seconds), np.nan))
+        return float((self.seconds * np.where(ranks > 0, ranks, self.ranks)).sum()) / 3600
 
     def own_work(self, newest: int) -> OwnWork | None:
         """Of the newest rows; None where the record does not say."""
@@ -144,14 +169,18 @@ class Run:
         return OwnWork(OWN, dt, rank, over)
 
     def amount(self, rate: str) -> np.ndarray:
-        """(draw,): tokens (of ``tps``) or samples (of ``sps``) since the row before."""
-        return np.nan_to_num(self.rows[rate] * self.seconds, nan=0.0, posinf=0.0, neginf=0.0)
+        """(draw,): tokens (of ``tps``) or samples (of ``sps``) since the row before; of a row that has no rate, at the
+        mean of the others."""
+        rates = np.where(np.isfinite(self.rows[rate]), self.rows[rate], self.mean_rate(rate) or 0.0)
+        return np.nan_to_num(rates * self.seconds, nan=0.0, posinf=0.0, neginf=0.0)
 
     def mean_rate(self, rate: str) -> float | None:
-        """Tokens (of ``tps``) or samples (of ``sps``) a second, over all steps; None where it is not known."""
-        if rate not in self.rows or not self.seconds.sum() > 0:
+        """Tokens (of ``tps``) or samples (of ``sps``) a second, over the steps of which it is known; None without."""
+        if rate not in self.rows:
             return None
-        return float(self.amount(rate).sum() / self.seconds.sum()) or None
+        known = np.isfinite(self.rows[rate]) & (self.seconds > 0)
+        seconds = float(self.seconds[known].sum())
+        return float((self.rows[rate][known] * self.seconds[known]).sum() / seconds) or None if seconds > 0 else None
 
 
 def last(column: np.ndarray | None) -> float | None:
@@ -168,35 +197,6 @@ def _seconds(time: Any) -> float | None:
         return datetime.fromisoformat(time).timestamp()
     except (TypeError, ValueError, OverflowError, OSError):  # anybody may edit config.json
         return None
-
-
-def names_of(runs: Sequence[Run]) -> list[str]:
-    """Of each run: its name, where no other of these has it, or else its folder without what all have in front."""
-    folders = [run.folder.expanduser().absolute() for run in runs]
-    shared = Path(os.path.commonpath(folders))
-    short = [str(folder.relative_to(shared)) if folder != shared else folder.name for folder in folders]
-    given = [run.name for run in runs]
-    named = zip(given, short, strict=True)
-    return [printable(name if name and given.count(name) == 1 else folder) for name, folder in named]
-
-
-def run_folders(root: Path | str) -> list[Path]:
-    """The folders below `root`, and itself, that have a file of a record, by name.
-
-    Raises:
-        RecordError: there is no such folder.
-    """
-    folder = Path(root).expanduser()
-    if not folder.is_dir():
-        raise RecordError(f"{folder} is no folder. Give the folder that holds the runs, e.g. outputs.")
-    return sorted(_walk(folder))
-
-
-def _walk(folder: Path) -> Iterator[Path]:
-    for place, inside, files in os.walk(folder):
-        if not {CONFIG, DATASET, JOURNAL}.isdisjoint(files):
-            yield Path(place)
-            inside[:] = [name for name in inside if name not in NOT_SEARCHED]
 
 
 def read_run(folder: Path, columns: Collection[str] | None = PROGRESS) -> Run:
@@ -295,7 +295,7 @@ def _reduced(name: str, values: np.ndarray) -> Rows:
     if name not in ("dt", OWN) or values.ndim == 1 or values.shape[1] == 1:
         return {name: _median(values)}
     if name == "dt":
-        return {name: _median(values), LONGEST: longest(values)}
+        return {name: _median(values), LONGEST: longest(values), RANKS: np.isfinite(values).sum(axis=1) * 1.0}
     rank, over = most_of(values.astype(np.float64))
     return {name: _median(values), ARGMAX: rank, OVER: over}
 

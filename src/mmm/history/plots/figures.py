@@ -51,16 +51,16 @@ def draw_series(axes: "Axes", s: Series, ds: "xarray.Dataset") -> None:
         draw_lines(axes, list(curves.items()))
         set_limits(axes, s, shown)
         return
-    _draw_one(axes, s, shown, color_of(s.name))
+    _draw_one(axes, s, shown, color_of(s.name), slowest(s, ds))
     set_limits(axes, s, _overlay(axes, s, ds, shown))
     resumptions(axes, s.x, ds)
 
 
-def _draw_one(axes: "Axes", s: Series, shown: AxisLimits, color: str) -> None:
+def _draw_one(axes: "Axes", s: Series, shown: AxisLimits, color: str, slow: int | None) -> None:
     finite = np.isfinite(s.y)
     x, y = s.x[finite], s.y[finite]
     if s.high is not None and s.low is not None:
-        _spread(axes, s, color)
+        _spread(axes, s, color, slow)
         axes.plot(*thin(x, y), color=color, lw=1.6, label=f"median of {s.ranks} ranks")
     elif s.name.endswith("_argmax"):
         axes.plot(x, y, ".", ms=4, color=color)
@@ -90,7 +90,7 @@ def resumptions(axes: "Axes", x: np.ndarray, ds: "xarray.Dataset") -> None:
         axes.axvline(between, color=theme().muted, lw=1.0, ls=":", label="" if number else "resumed")
 
 
-def _spread(axes: "Axes", s: Series, color: str) -> None:
+def _spread(axes: "Axes", s: Series, color: str, slow: int | None) -> None:
     if s.low is None or s.high is None:
         return
     x, low = thin(s.x, s.low, np.fmin)
@@ -101,7 +101,7 @@ def _spread(axes: "Axes", s: Series, color: str) -> None:
         for rank in range(s.by_rank.shape[1]):
             label = "" if rank else "each rank"
             axes.plot(*thin(s.x, s.by_rank[:, rank]), color=color, lw=width, alpha=0.65, label=label)
-        if (slow := slowest(s)) is not None:
+        if slow is not None:
             slow_y = s.by_rank[:, slow]
             axes.plot(*thin(s.x, slow_y), color=VERMILION, lw=1.0, alpha=0.8, label=f"rank {slow}, slowest")
 

@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 
 LARGEST = 1e100  # of what is plotted against
 LONGEST_NAME = 70  # characters in a legend
-WHOLE = ("iter", "epoch", "row")  # names of x that have whole numbers
+STEPS = ("iter", "epoch")
+WHOLE = (*STEPS, "row")  # names of x that have whole numbers
 AXES = {"step": "", "tokens": "tokens", "hours": "hours in steps"}
 
 
@@ -37,14 +38,14 @@ def overlaid(runs: Sequence[Run], metric: str, by: str = "step") -> list[Series]
     """The metric of each run, without the rows that lack it.
 
     Args:
-        by: step (iter, else epoch, else the row, whichever all runs have), tokens or hours.
+        by: step (iter, else epoch, whichever rises from row to row in all runs, else the row), tokens or hours.
 
     Raises:
         RecordError: a run lacks the metric, or what `by` needs.
     """
     if metric not in (known := common_metrics(runs)):
         raise RecordError(f"not all of these runs have a {metric!r}. All have: {', '.join(known) or 'nothing'}.")
-    steps = next(name for name in ("iter", "epoch", "draw") if all(name in run.rows for run in runs))
+    steps = next((name for name in STEPS if all(_rises(run.rows.get(name)) for run in runs)), "draw")
     says = about(metric)
     result = []
     for run in runs:
@@ -57,6 +58,11 @@ def overlaid(runs: Sequence[Run], metric: str, by: str = "step") -> list[Series]
             Series(metric, says["long_name"], says.get("units", ""), x[kept], AXES[by] or _said(steps), y[kept])
         )
     return result
+
+
+def _rises(column: np.ndarray | None) -> bool:
+    """Whether it places the rows: in a record of several trainings their steps begin anew."""
+    return column is not None and bool((np.diff(column[np.isfinite(column)]) > 0).all())
 
 
 def _said(steps: str) -> str:
@@ -106,8 +112,8 @@ def terminal_overlay(curves: Sequence[Series], names: Sequence[str], width: int,
         signals.append(ChartSeries(s.x[inside].tolist(), s.y[inside].tolist(), marker, joined))
     drawn = plain(chart(signals, axes, width, height))
     legend = [
-        f"  {letter} {name}: {s.y[-1]:.6g} at {f'{s.x_name} {s.x[-1]:g}' if whole else f'{s.x[-1]:,.4g} {s.x_name}'}"
-        + (_apart(curves[0], s) if whole and s is not curves[0] else "")
+        f"  {letter} {name}: {s.y[-1]:.6g} at {f'{s.x_name} {s.x[-1]:.15g}' if whole else f'{s.x[-1]:,.4g} {s.x_name}'}"
+        + (_apart(curves[0], s) if curves[0].x_name in STEPS and s is not curves[0] else "")
         for s, name, letter in zip(curves, names, LETTERS * len(curves), strict=False)
     ]
     return drawn + "\n".join(legend) + "\n"

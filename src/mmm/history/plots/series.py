@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from mmm.errors import RecordError
+from mmm.history.own_work import hosts_of, own_work, slow
 from mmm.history.record.dataset import about
 from mmm.history.record.folder import OWN
 from mmm.outside import parse_json, printable
@@ -126,11 +127,15 @@ def outside(s: Series, shown: AxisLimits) -> str:
     return "; ".join(says)
 
 
-def slowest(s: Series) -> int | None:
-    """The rank whose median over the rows is the largest, if that is 5 % above the median of all ranks; None for times
-    that contain waiting, which is longest on the ranks that are not slow."""
+def slowest(s: Series, ds: "xarray.Dataset") -> int | None:
+    """Of own work the rank that the others wait for (`mmm.history.own_work.slow`); of the time for data the rank whose
+    median over the rows is the largest, if that is 5 % above the median of all ranks. None for times that contain
+    waiting, which is longest on the ranks that are not slow."""
     if s.by_rank is None or s.ranks < 2 or s.name not in ALONE:
         return None
+    if s.name == OWN:
+        found = slow(work, hosts_of(ds)) if (work := own_work(ds)) is not None else None
+        return None if found is None or found.is_host else found.rank
     medians = median_by_rank(s.by_rank)
     if not np.isfinite(medians).any():
         return None

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 from mmm.errors import RecordError
 from mmm.history.record.folder import cannot_write, reason, write_atomically
-from mmm.outside import Lock, lock, open_file, parse_json, short
+from mmm.outside import Lock, lock, open_file, parse_json, printable, short
 
 VERSION = 1
 LEFT_OUT = "left_out"  # the dataset's attribute: lines of a journal that are no rows
@@ -213,7 +213,7 @@ def read_journal(path: Path) -> JournalContents | None:
         reasons = [f"line {number} is not a row ({problems[number]})" for number in sorted(problems)[:MOST_SAID]]
         more = [f"and {len(problems) - MOST_SAID} more"] if len(problems) > MOST_SAID else []
         left_out = f"{len(problems)} of {sum(map(bool, lines[1:]))} lines left out: {', '.join([*reasons, *more])}"
-        log.warning("%s: %s", path, left_out)
+        log.warning("%s: %s", printable(str(path)), left_out)
     return JournalContents(header, [row for number, row in rows if number not in problems], len(content), left_out)
 
 

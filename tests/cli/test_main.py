@@ -1,0 +1,42 @@
+"""What `mmm` does where its output cannot be written, or not all of it."""
+
+import io
+import os
+import subprocess
+import sys
+
+import pytest
+
+from mmm.cli.main import SUBCOMMANDS
+from mmm.cli.main import main as mmm
+
+MMM = [sys.executable, "-m", "mmm.cli.main"]
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="Linux")
+@pytest.mark.parametrize("argv", [["machine"], ["--help"]])
+def test_output_that_nobody_takes(argv):
+    """A disk that is full is said in a line; a reader that has seen enough is no error; a closed output is one."""
+    with open("/dev/full", "w") as full:
+        done = subprocess.run([*MMM, *argv], stdout=full, stderr=subprocess.PIPE, text=True)
+    assert (done.returncode, done.stderr) == (
+        2,
+        "mmm: error: standard output cannot be written: No space left on device\n",
+    )
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run([*MMM, *argv], stdout=writer, stderr=subprocess.PIPE, text=True)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (0, "")
+    command = 'exec "$0" -m mmm.cli.main "$@" >&-'
+    done = subprocess.run(["bash", "-c", command, sys.executable, *argv], stderr=subprocess.PIPE, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_characters_that_the_output_lacks(monkeypatch):
+    """Such as × and ·, or the bytes of a path that are no text."""
+    buffer = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(buffer, encoding="ascii"))
+    monkeypatch.setattr(f"{SUBCOMMANDS['runs'][0]}.main", lambda argv: print("dp2·tp2 \udcff"))
+    assert mmm(["runs"]) == 0
+    assert buffer.getvalue() == b"dp2?tp2 ?\n"
