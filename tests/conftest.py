@@ -1,13 +1,70 @@
 """Ranks are real processes, from a pool that is forked once, before this process computes anything."""
 
+import compileall
+import gc
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))
+TESTS = Path(__file__).parent
+sys.path.insert(0, str(TESTS))
 
 pytest_plugins = ["mmm.testing.plugin"]
+
+# Files of which some test takes minutes, the longest first: a worker that began one at the end would be alone with it.
+LONGEST = (
+    "parity/test_matrix.py",
+    "trainer/test_resume.py",
+    "trainer/test_resume_launched.py",
+    "trainer/test_elastic.py",
+    "accelerator/test_steps.py",
+    "test_three_lines.py",
+    "plan/test_dry_run.py",
+    "trainer/test_replica.py",
+    "fuzz/test_finds.py",
+    "testing/test_plugin.py",
+    "launch/test_elastic.py",
+    "fuzz_files/test_finds.py",
+    "parallel/test_scale.py",
+)
+
+
+def pytest_configure(config):
+    """The package's bytecode, for the hundreds of processes that tests start: where PYTHONDONTWRITEBYTECODE is set, as
+    in many images, each would compile all that it imports."""
+    if sys.dont_write_bytecode and not hasattr(config, "workerinput"):
+        compileall.compile_dir(TESTS.parent / "src", quiet=2)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection():
+    """Without the collector, which looks again and again at modules that stay; with bytecode of the tests."""
+    before = sys.dont_write_bytecode
+    sys.dont_write_bytecode = False
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        sys.dont_write_bytecode = before
+        gc.enable()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection_finish():
+    gc.enable()  # in the pool as well, which is forked now
+    result = yield
+    gc.freeze()  # after that: the pool asks the collector for caches
+    return result
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items):
+    """The order in which workers take files: the longest, then those of many tests."""
+    tests = Counter(item.path for item in items)
+    longest = {TESTS / name: place for place, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: (longest.get(item.path, len(longest)), -tests[item.path]))
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -60,7 +60,7 @@ def copy_of_package(copy: Path) -> Path:
 def run_tests(copy: Path, paths: Iterable[str], *flags: str, longest: float = LONGEST) -> tuple[int | None, str]:
     """Pytest's exit code, None if it took too long, and what it has printed."""
     command = [sys.executable, "-m", "pytest", *paths, *FLAGS, *flags]
-    env = {**os.environ, "PYTHONPATH": str(copy / "src")}
+    env = {**os.environ, "PYTHONPATH": str(copy / "src"), "PYTHONDONTWRITEBYTECODE": ""}
     piped = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "errors": "replace"}
     with subprocess.Popen(command, cwd=copy, env=env, start_new_session=True, **piped) as process:
         try:
