@@ -5,13 +5,16 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import pytest
 
+from mmm.cli.main import main as mmm
 from mmm.errors import LayoutError
 from mmm.plan.dry_run import ProgramExited, dry_run
+from support.programs import main_of
 
 # The benchmark runs the real ranks again while a peak differs by more than 0.1 %: here 1 %.
 BENCHMARK = f"""
@@ -106,10 +109,14 @@ def test_what_the_real_run_would_refuse(flags, message):
     assert "Traceback" not in done.stderr
 
 
-def error_of(done):
+def error_of(said):
     """The message, without the rank and host that a real run says."""
-    last = done.stderr.strip().splitlines()[-1]
-    return re.sub(r"^(?:mmm: )?error: (\[rank \d+ on [^]]*\] )?", "", last)
+    return re.sub(r"^(?:mmm: )?error: (\[rank \d+ on [^]]*\] )?", "", said.strip().splitlines()[-1])
+
+
+def real_start(rank, words):
+    """On a rank of the pool, as the first of 12,288."""
+    return main_of(replace(rank, world_size=LAST + 1), "mmm.trainer.lm", [*LM[2:], *words])
 
 
 @pytest.mark.long
@@ -123,18 +130,11 @@ def error_of(done):
     ],
     ids=" ".join,
 )
-def test_what_fails_on_12288_ranks_fails_here_with_the_same_error(words):
-    numbers = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(LAST + 1), "LOCAL_WORLD_SIZE": "1"}
-    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
-    real = subprocess.run(
-        [sys.executable, *LM, *words],
-        capture_output=True,
-        text=True,
-        check=False,
-        env={**os.environ, **numbers, **meeting},
-    )
-    dry = run([str(LAST + 1)], *words)
-    assert real.returncode == dry.returncode == 2, real.stderr + dry.stderr
+def test_what_fails_on_12288_ranks_fails_here_with_the_same_error(run_on_ranks, capfd, words):
+    ((code, _, real),) = run_on_ranks(real_start, 1, words)
+    dry_code = mmm(["dry-run", str(LAST + 1), "--", "python3", *LM, *words])
+    dry = capfd.readouterr().err
+    assert code == dry_code == 2, real + dry
     # But for what to do about it: start so many ranks, or try so many.
     assert error_of(dry).partition(": try that many, ")[0] == error_of(real).partition(": start that many, ")[0]
 
