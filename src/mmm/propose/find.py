@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
 
 from mmm.errors import ConfigError, UserError
 from mmm.processes import RanksFailed, fork_ranks
@@ -15,6 +18,7 @@ from mmm.propose.tensor import TensorPlan, find_tensor_plan
 from mmm.propose.trace import trace
 from mmm.propose.units import Units, find_units
 from mmm.runtime.ranks import Rank
+from mmm.verify.observe import float64_by_default
 from mmm.verify.reference import make_batch, make_model
 from mmm.verify.subject import Subject
 
@@ -92,7 +96,18 @@ def propose(subject: Subject, name: str, axes: Axes, parts: int) -> Proposal:
     model = make_model(subject, None, dropout=False, evaluating=True)
     keep_no_cache(model)
     batch = make_batch(subject)
+    with float64_by_default():
+        return _propose(subject, model, batch, name, axes, parts)
+
+
+def _propose(subject: Subject, model: nn.Module, batch: Any, name: str, axes: Axes, parts: int) -> Proposal:
     traced = trace(model, lambda model: subject.step(model, batch, None))
+    if axes.batch and "" not in traced.calls:
+        raise ConfigError(
+            f"the step calls {' and '.join(dict.fromkeys(path.partition('.')[0] for path in traced.calls))} of "
+            f"{type(model).__name__}, and never {type(model).__name__} itself: FSDP gathers parameters where the model "
+            "is called. Call them in its forward, or give --parallelize"
+        )
     units = find_units(traced)
     tensor = find_tensor_plan(traced, parts) if axes.tensor else None
     cuts = find_cuts(traced, units.blocks)

@@ -21,6 +21,7 @@ from mmm.runtime.ranks import Rank
 from mmm.runtime.seed import seed_all
 from mmm.torch_private.module import Convolution
 from mmm.torch_private.operators import tree_leaves, tree_map_only
+from mmm.verify.observe import float64_by_default
 from mmm.verify.reference import SEED, make_model
 from mmm.verify.subject import load_function, make_subject, plain_step
 
@@ -106,7 +107,7 @@ def _choose_batch(rank: Rank, named: NamedModel, samples: int) -> tuple[str, Any
         seed_all(SEED)
         batch = make()
         try:
-            with torch.no_grad():
+            with torch.no_grad(), float64_by_default():
                 named.step_fn(model, tree_map_only(Tensor, _double, batch))
             return "", batch
         except Exception as error:  # whatever the model's code raises

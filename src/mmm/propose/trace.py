@@ -15,6 +15,7 @@ from torch.utils.hooks import RemovableHandle
 from mmm.errors import ConfigError
 from mmm.torch_private.module import version_of
 from mmm.torch_private.operators import tree_leaves
+from mmm.verify.reference import failure_of
 
 
 @dataclass
@@ -127,11 +128,14 @@ def trace(model: nn.Module, step: Any) -> Trace:
         ConfigError: it raises, or the loss depends on no parameter.
     """
     calls: dict[str, list[Call]] = {}
+    for path, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            raise ConfigError(f"{path} is compiled by torch.jit: no plan is found for it; give --parallelize")
     handles = [handle for path, module in model.named_modules() for handle in _watch(path, module, calls)]
     try:
         loss = step(model)
     except Exception as error:  # whatever the user's code raises
-        raise ConfigError(f"a step on one device raises {type(error).__name__}: {first_line(error)}") from error
+        raise ConfigError(f"a step on one device raises {failure_of(error)}") from error
     finally:
         for handle in handles:
             handle.remove()

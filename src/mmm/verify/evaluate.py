@@ -12,10 +12,11 @@ from torch import Tensor
 
 from mmm.comparison import worst
 from mmm.torch_private.operators import tree_leaves
+from mmm.verify.difference import finite_size_of, relative, same_elements, size_of
 from mmm.verify.locate import first_wrong_module, rows_of_batch
 from mmm.verify.observe import LocalTensor, Observed
 from mmm.verify.rank import RankObserved
-from mmm.verify.reference import ROUNDING, TOLERANCE, Reference, innermost_first, relative, scale_of, size_of
+from mmm.verify.reference import ROUNDING, TOLERANCE, Reference, innermost_first, scale_of
 from mmm.verify.relations import Place, place_of, relation, summed
 from mmm.verify.subject import Subject
 from mmm.verify.verdict import NOT_COMPARABLE, NOT_SAME, SAME, Finding, Verdict
@@ -115,7 +116,7 @@ class Evaluation:
                     continue
                 self.places[rank][name] = place
                 ought = place.of(full.local)
-                if tensor.local.shape != ought.shape or not torch.equal(tensor.local.to(ought.dtype), ought):
+                if tensor.local.shape != ought.shape or not same_elements(tensor.local.to(ought.dtype), ought):
                     scale = size_of(full.local)
                     words = self._relation("weights", name, rank, tensors, ought, full.local, scale)
                     off = relative(tensor.local, ought, scale) if tensor.local.shape == ought.shape else math.inf
@@ -246,7 +247,8 @@ class Evaluation:
             self.first = "every gradient" if everything else f"the gradient of {wrong[0]}, the first on the way back"
             self.first = self._located() or self.first
         else:
-            self.compared["gradients"] = f"same: {len(self.reference.observed.gradients)}, to {worst(errors):.0e}"
+            count = sum(gradient is not None for gradient in expected.values())
+            self.compared["gradients"] = f"same: {count}, to {worst(errors):.0e}"
 
     def _gradient(
         self, name: str, rank: int, tensors: list[LocalTensor | None], full: LocalTensor | None, largest: float
@@ -280,7 +282,7 @@ class Evaluation:
                 if tensor is None or place is None:
                     continue
                 ought = place.of(full.local)
-                scale = size_of(full.local)
+                scale = finite_size_of(full.local)
                 same_shape = tensor.local.shape == ought.shape
                 error = relative(tensor.local, ought, scale) if same_shape else math.inf
                 errors.append(error)

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from mmm.torch_private.operators import tree_leaves
+from mmm.verify.difference import relative, size_of
 from mmm.verify.observe import LocalTensor
 from mmm.verify.rank import RankObserved
-from mmm.verify.reference import Reference, innermost_first, relative, size_of
+from mmm.verify.reference import Reference, innermost_first
 from mmm.verify.relations import ALIKE, place_of, relation
 from mmm.verify.subject import Subject
 

@@ -7,7 +7,7 @@ that a program that is wrong is not held up, and holds up nothing.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from mmm.errors import ConfigError
 from mmm.models.draw import ShardBox, canonical_name
 from mmm.parallel.local import local_box, to_local
 from mmm.torch_private.autograd import in_backward
@@ -64,6 +65,18 @@ class Observed:
     drops: dict[str, Tensor] = field(default_factory=dict)
 
 
+@contextlib.contextmanager
+def float64_by_default() -> Iterator[None]:
+    """What a forward makes without a dtype, such as ``torch.zeros(n)``, is float64, as the weights are."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+@float64_by_default()
 def observe(
     subject: Subject,
     program: Any,
@@ -75,8 +88,12 @@ def observe(
     """Take one step.
 
     Args:
-        program: what `step_fn` gets: a module, or a tuple with modules in it.
+        program: what `step_fn` gets: a module, or a tuple, list or dict with modules in it.
         outputs: whether to keep what modules return. step: whether to take the optimizer's step.
+
+    Raises:
+        ConfigError: the program has no module, or the step returns no number; on one device also where the step has
+            called ``backward``, and not on the loss that it returns.
     """
     modules = modules_of(program)
     seen = Observed()
@@ -87,9 +104,17 @@ def observe(
     optimizer = subject.optimizer_fn(trained) if step and trained else None
     with watched(modules, seen) if outputs else contextlib.nullcontext():
         loss = subject.step(program, batch, mesh)
+    if not isinstance(loss, Tensor | float | int | None):
+        raise ConfigError(f"the step's function returns {type(loss).__name__}: it has to return the loss, one number")
     seen.loss = None if loss is None else local_tensor(loss)
-    if not any(p.grad is not None for p in trained) and isinstance(loss, Tensor) and loss.requires_grad:
-        loss.backward()
+    if isinstance(loss, Tensor) and loss.requires_grad:
+        if not any(p.grad is not None for p in trained):
+            loss.backward()
+        elif mesh is None and _is_left(loss, trained):
+            raise ConfigError(
+                "the step calls backward, and the loss that it returns can go backward once more: its gradients would "
+                "not be seen. Leave backward to verify, or call it on all of the loss and return loss.detach()"
+            )
     seen.gradients = {
         name: None if p.grad is None else local_tensor(p.grad)
         for module in modules
@@ -108,11 +133,32 @@ def observe(
 
 
 def modules_of(program: Any) -> list[nn.Module]:
-    """The modules of what a step gets."""
-    if isinstance(program, nn.Module):
-        return [program]
-    elements = program if isinstance(program, list | tuple) else ()
-    return [element for element in elements if isinstance(element, nn.Module)]
+    """The modules of what a step gets.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    elements = program.values() if isinstance(program, Mapping) else program
+    modules = [element for element in elements if isinstance(element, nn.Module)] if _is_several(program) else [program]
+    if not modules or not isinstance(modules[0], nn.Module):
+        raise ConfigError(
+            f"--parallelize returns {type(program).__name__} without a module: it has to return the module, a tuple, "
+            f"list or dict with modules in it, or nothing where the model is changed in place"
+        )
+    return modules
+
+
+def _is_several(program: Any) -> bool:
+    return isinstance(program, list | tuple | Mapping)
+
+
+def _is_left(loss: Tensor, trained: list[nn.Parameter]) -> bool:
+    """Whether a loss has not gone backward yet: its graph has what a backward frees."""
+    try:
+        gradients = torch.autograd.grad(loss, trained, allow_unused=True)
+    except RuntimeError:  # backward through the graph a second time
+        return False
+    return any(gradient is not None for gradient in gradients)
 
 
 def named_parameters(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
@@ -159,6 +205,8 @@ def watched(modules: list[nn.Module], seen: Observed) -> Iterator[None]:
     handles = []
     for root in modules:
         for full_name, module in root.named_modules():
+            if isinstance(module, torch.jit.ScriptModule):  # takes no hooks
+                continue
             name = canonical_name(full_name)
 
             def keep(module: nn.Module, args: object, output: Any, name: str = name) -> None:
@@ -193,7 +241,7 @@ def without_dropout(model: nn.Module) -> bool:
     for module in model.modules():
         for name, value in list(vars(module).items()):
             rate = "drop" in name.lower() or (name == "p" and is_dropout(module))
-            if rate and isinstance(value, float) and value > 0:
+            if rate and isinstance(value, float) and 0 < value <= 1:
                 setattr(module, name, 0.0)
                 found = True
     return found

@@ -11,13 +11,14 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from mmm.comparison import worst
-from mmm.errors import ConfigError
+from mmm.errors import ConfigError, UserError
 from mmm.models.draw import convert
 from mmm.runtime.memory import host_memory
 from mmm.runtime.seed import seed_all
 from mmm.torch_private.operators import tree_map_only
+from mmm.verify.difference import relative, same_elements, size_of
 from mmm.verify.observe import Observed, named_parameters, observe, without_dropout
-from mmm.verify.subject import Subject, check_parts, part_of, samples_of
+from mmm.verify.subject import SAME_SAMPLES, Subject, check_parts, part_of, samples_of
 
 SEED = 0
 NOISE = 0.02  # added to initial weights, of their own spread: no zeros that hide a gradient, no rows alike
@@ -66,20 +67,6 @@ class Reference:
         return worst(sizes) if sizes else 0.0
 
 
-def size_of(tensor: Tensor) -> float:
-    """The largest element's magnitude."""
-    tensor = tensor.byte() if tensor.dtype == torch.bool else tensor  # bools have no abs
-    return tensor.abs().max().item() if tensor.numel() else 0.0
-
-
-def relative(tensor: Tensor, expected: Tensor, scale: float) -> float:
-    """max|tensor - expected| / scale; of integers and bools, 0 where they are equal, else infinity."""
-    if not (expected.is_floating_point() or expected.is_complex()):
-        return 0.0 if torch.equal(tensor, expected) else float("inf")
-    off = size_of(tensor.to(expected.dtype) - expected)
-    return off / scale if scale else (0.0 if off == 0 else float("inf"))
-
-
 def make_model(subject: Subject, state: Mapping[str, Tensor] | None, dropout: bool, evaluating: bool) -> nn.Module:
     """The model in float64, with the weights of `state`, or its own with a little noise.
 
@@ -99,6 +86,7 @@ def make_model(subject: Subject, state: Mapping[str, Tensor] | None, dropout: bo
     if state is None:
         _check_memory(model, len(subject.places))
     convert(model, torch.float64)
+    model.zero_grad()  # of a function that gives one and the same model each time
     model.train(not evaluating)
     if not dropout:
         without_dropout(model)
@@ -109,7 +97,7 @@ def make_model(subject: Subject, state: Mapping[str, Tensor] | None, dropout: bo
                 parameter.copy_(state[name])
             elif parameter.is_floating_point() or parameter.is_complex():
                 spread = parameter.std().item() if parameter.numel() > 1 else 0.0
-                noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+                noise = torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype)
                 parameter.add_(noise * NOISE * (spread or 1.0))
         for name, buffer in model.named_buffers():
             if state is not None and name in state:
@@ -167,10 +155,30 @@ def compute_reference(subject: Subject) -> Reference:
     if not torch.isfinite(first.loss.local).all():
         reference.reason = f"the loss on one device is {first.loss.local.item()}"
         return reference
+    for name, gradient in first.gradients.items():
+        if gradient is not None and not torch.isfinite(gradient.local).all():
+            reference.reason = f"the gradient of {name} on one device is not finite"
+            return reference
+    _say_what_is_not_seen(subject, reference)
     _twice(subject, reference, batch)
     if not reference.reason:
         _split(subject, reference, batch)
     return reference
+
+
+def _say_what_is_not_seen(subject: Subject, reference: Reference) -> None:
+    """Notes on parameters that this step gives no gradient, and on axes that may be meant to split the batch."""
+    lacking = [name for name, gradient in reference.observed.gradients.items() if gradient is None]
+    if lacking:
+        more = f" and {len(lacking) - 1} more" if len(lacking) > 1 else ""
+        reference.notes.append(
+            f"{lacking[0]}{more} get no gradient on one device, from this batch and step: none is compared"
+        )
+    for axis, size in subject.axes.items():
+        if size > 1 and axis not in subject.batch_axes and not set(axis.lower().split("_")) & set(SAME_SAMPLES):
+            reference.notes.append(
+                f"all ranks of {axis} have the same samples. If they are for different ones: --batch_axes {axis}"
+            )
 
 
 def _observed(
@@ -180,8 +188,18 @@ def _observed(
     seed_all(seed)
     try:
         return observe(subject, model, batch, None)
+    except UserError:
+        raise
     except Exception as error:  # whatever the user's code raises
-        raise ConfigError(f"a step on one device raises {type(error).__name__}: {error}") from error
+        raise ConfigError(f"a step on one device raises {failure_of(error)}") from error
+
+
+def failure_of(error: Exception) -> str:
+    """An error of the user's step in words, with what to change where that is known."""
+    words = f"{type(error).__name__}: {error}"
+    if isinstance(error, RuntimeError) and "dtype" in str(error):
+        words += ". All is computed in float64: a .float() in the code gives float32, and .to(x.dtype) what x is"
+    return words
 
 
 def _twice(subject: Subject, reference: Reference, batch: Any) -> None:
@@ -196,6 +214,13 @@ def _twice(subject: Subject, reference: Reference, batch: Any) -> None:
     still = first_difference(reference.observed, again)
     if still is None:
         reference.notes.append(f"{module} draws random numbers in training: compared in evaluation mode")
+        return
+    again = _observed(subject, reference.state, batch, seed=1, evaluating=True)
+    if first_difference(reference.observed, again) is None:
+        reference.reason = (
+            f"random numbers are drawn in evaluation mode too, first seen in {still}: draw them in the batch's "
+            "function, so that one device and the ranks have the same"
+        )
     else:
         reference.reason = f"not deterministic: {still} gives something else the second time, on one device"
 
@@ -261,7 +286,7 @@ def first_difference(one: Observed, other: Observed) -> str | None:
     """The first module, or what else, in which two steps of one program differ; None if nothing does."""
     for name in innermost_first(one):
         for call, again in zip(one.outputs[name], other.outputs.get(name, []), strict=False):
-            if any(not torch.equal(a.local, b.local) for a, b in zip(call, again, strict=False)):
+            if any(not same_elements(a.local, b.local) for a, b in zip(call, again, strict=False)):
                 return name or "the model"
     if one.loss is not None and other.loss is not None and not torch.equal(one.loss.local, other.loss.local):
         return "the loss"

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from mmm.verify.difference import relative, size_of
 from mmm.verify.observe import LocalTensor
-from mmm.verify.reference import relative, size_of
 from mmm.verify.subject import Subject
 
 ALIKE = 1e-7  # relative: a relation holds
@@ -101,7 +101,7 @@ def relation(
         return f"has shape {tuple(value.shape)}, and ought to have {tuple(expected.shape)}"
     if not value.is_floating_point() and not value.is_complex():
         return "has other elements"
-    if not torch.isfinite(value).all():
+    if torch.isfinite(expected).all() and not torch.isfinite(value).all():
         return "is not finite"
     if size_of(value) == 0:
         return "is zero"

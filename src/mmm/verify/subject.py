@@ -22,6 +22,21 @@ from mmm.errors import ConfigError, LayoutError
 from mmm.torch_private.operators import tree_leaves, tree_map_only
 
 BATCH_AXES = ("dp", "data", "fsdp", "ddp", "hsdp", "replicate", "shard", "batch")  # an axis of these, or one_of_these
+SAME_SAMPLES = (
+    "tp",
+    "cp",
+    "sp",
+    "pp",
+    "ep",
+    "mp",
+    "tensor",
+    "model",
+    "context",
+    "sequence",
+    "seq",
+    "pipeline",
+    "expert",
+)
 MOST_RANKS = 64
 
 
@@ -236,6 +251,10 @@ def load_function(spec: str, flag: str) -> Any:
         if not hasattr(value, part):
             raise ConfigError(f"{flag} {spec}: {where} has no {name}")
         value = getattr(value, part)
+    if isinstance(value, nn.Module):
+        raise ConfigError(
+            f"{flag} {spec}: it is a {type(value).__name__}, and has to be a function: def make(): return …"
+        )
     if not callable(value):
         raise ConfigError(f"{flag} {spec}: it is {type(value).__name__}, and has to be a function")
     return value

@@ -1,0 +1,37 @@
+"""How far a tensor is from what it should be."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def size_of(tensor: Tensor) -> float:
+    """The largest element's magnitude."""
+    tensor = tensor.byte() if tensor.dtype == torch.bool else tensor  # bools have no abs
+    return tensor.abs().max().item() if tensor.numel() else 0.0
+
+
+def relative(tensor: Tensor, expected: Tensor, scale: float) -> float:
+    """max|tensor - expected| / scale; of integers and bools, 0 where they are equal, else infinity. Infinities and NaN,
+    as of a mask, are right where both have them."""
+    if not (expected.is_floating_point() or expected.is_complex()):
+        return 0.0 if torch.equal(tensor, expected) else float("inf")
+    value = tensor.to(expected.dtype)
+    off = size_of((value - expected).masked_fill(_alike(value, expected), 0))
+    return off / scale if scale else (0.0 if off == 0 else float("inf"))
+
+
+def finite_size_of(tensor: Tensor) -> float:
+    """The largest element's magnitude of those that are finite."""
+    return size_of(tensor[torch.isfinite(tensor)])
+
+
+def _alike(one: Tensor, other: Tensor) -> Tensor:
+    """Where two tensors have the same, a NaN in both included."""
+    return (one == other) | ((one != one) & (other != other))
+
+
+def same_elements(one: Tensor, other: Tensor) -> bool:
+    """As `torch.equal`, and a NaN is the same as a NaN."""
+    return one.shape == other.shape and bool(_alike(one, other).all())
