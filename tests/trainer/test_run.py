@@ -130,6 +130,31 @@ def test_what_the_record_keeps_of_a_run(tmp_path):
     assert set(config["repository"] or {"commit": None}) >= {"commit"}
 
 
+def ended_by(error, outdir, steps):
+    options = RunOptions(device="cpu", outdir=outdir, plots=False)
+    with pytest.raises(type(error)), start_run("test", options, Layout().fit(1)) as run:
+        for step in range(steps):
+            run.clock.start()
+            run.clock.lap("dto")
+            run.step(step, torch.tensor(1.0), samples=4)
+        raise error
+    torch.distributed.destroy_process_group()
+
+
+def test_a_run_that_is_refused_before_its_first_row_leaves_no_record(tmp_path):
+    """The next try may have the same --outdir. What has rows stays, and so does a fault that is no user's."""
+    out = tmp_path / "out"
+    ended_by(UserError("the plan does not fit"), out, steps=0)
+    assert not out.exists()
+    out.mkdir()
+    (out / "notes.txt").write_text("mine")
+    ended_by(UserError("the plan does not fit"), out, steps=0)
+    assert [path.name for path in out.iterdir()] == ["notes.txt"]
+    for name, error, steps in (("a", UserError("a row"), 1), ("b", DivergedError("nan"), 0), ("c", RuntimeError(), 0)):
+        ended_by(error, tmp_path / name, steps)
+        assert mmm.history.state(tmp_path / name) == "failed"
+
+
 @pytest.mark.parametrize("name", ["", "a/b", ".", "~x", "a\tb", "x" * 81])
 def test_what_names_no_run(name):
     with pytest.raises(UserError, match=r"--name .*: needed are 1 to 80 printable characters"):

@@ -225,6 +225,15 @@ def _remove_record(folder: Path) -> None:
             ) from error
 
 
+def remove_new(folder: Path) -> None:
+    """Remove what a run has made that is refused before its first row, also the folder, if nothing else is in it."""
+    with contextlib.suppress(OSError, RecordError):
+        _remove_record(folder)
+        for empty in (folder / "checkpoints", folder):
+            if empty.is_dir() and not any(empty.iterdir()):
+                empty.rmdir()
+
+
 def _plain(value: Any) -> Any:
     """`value` in JSON's own types."""
     if value is None or (isinstance(value, (str, bool, int)) and not isinstance(value, enum.Enum)):

@@ -16,7 +16,7 @@ import mmm
 from mmm.errors import RecordError
 from mmm.history.record.dataset import finalize_now
 from mmm.history.record.ending import RUNNING, Ending, ending_of, write_ending
-from mmm.history.record.folder import DATASET, JOURNAL, reason
+from mmm.history.record.folder import DATASET, JOURNAL, reason, remove_new
 from mmm.history.record.journal import Header, Journal, LoggedRow, name_problem, taken_names
 
 if TYPE_CHECKING:
@@ -68,6 +68,7 @@ class History:
         self._next = 0  # draw
         self._flushed = time.monotonic()
         self._closed = False
+        self._is_new = resume is None
         existing = [name for name in (DATASET, JOURNAL) if (self.outdir / name).exists()]
         if existing and resume is None:
             raise RecordError(
@@ -149,6 +150,15 @@ class History:
             self._journal.close()
             self._closed = True
         return self.outdir / DATASET
+
+    def discard(self) -> bool:
+        """Leave nothing of a record that this run has begun and that has no row. Returns whether it was one."""
+        if self._next or not self._is_new:
+            return False
+        self._journal.close()
+        self._closed = True
+        remove_new(self.outdir)
+        return True
 
     def __len__(self) -> int:
         """Rows; where the record goes on, with those before."""

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from mmm import history
 from mmm.contract import ELASTIC_VARIABLE, LINE_VARIABLE, SITE_VARIABLE, started
-from mmm.errors import ConfigError, RecordError
+from mmm.errors import ConfigError, DivergedError, RecordError, UserError
 from mmm.history.record.attempts import make_room, this_attempt
 from mmm.history.record.dataset import legend
 from mmm.history.record.ending import RUNNING, Ending
@@ -170,6 +170,10 @@ class Record(Hook):
     def close(self, run: Run, error: BaseException | None) -> None:
         """The record is complete. error: what has ended the run."""
         if self.history is None:
+            return
+        refused = isinstance(error, UserError) and not isinstance(error, DivergedError)
+        if refused and self.history.discard():  # the next try may have the same --outdir
+            self._folder = None
             return
         if self.history.ending.state == RUNNING:
             with suppress(RecordError):  # the history says it, if it cannot be written either
