@@ -74,6 +74,8 @@ def test_the_script_of_a_campaign(capsys, tmp_path):
         (f"{SITE} --until-done -- python3 -m mmm.trainer.lm", "has no --checkpoint_every"),
         (f"--site laptop -t 1h {LM}", "--site Laptop: its file names no scheduler"),
         (f"--site dgx-h100 -t 1h --queue q {LM}", "has no {queue} in its script"),
+        (f"{SITE} {LM} --text FOLDER", "FOLDER stands for what is yours: fill it in"),
+        (f"--site perlmutter -t 1h --project PROJECT {LM}", "PROJECT stands for what is yours: fill it in"),
         (f"{SITE} --ahead {LM}", "--ahead: it is of --until-done"),
         ("--status nowhere", "has no campaign"),
         ("--stop nowhere", "has no campaign"),

@@ -227,7 +227,7 @@ def _report(args: argparse.Namespace, search: Search, found: Found) -> None:
         lines += ["", f"the best in detail, {found.best[0].layout}", *report.details(search, found.best[0])]
         lines += ["", "assumed", *machine.explain()]
     line = script.launch_line(found.best[0], spec, machine, search.global_batch, search.dtype)
-    lines += ["", line]
+    lines += ["", *script.trial(line, spec)]
     if args.tokens is not None:
         lines += ["", *_run_lines(args, search, found.best[0], line)]
     if args.script is not None:
@@ -242,6 +242,7 @@ def _report(args: argparse.Namespace, search: Search, found: Found) -> None:
 
 def _run_lines(args: argparse.Namespace, search: Search, best: Candidate, launch: str) -> list[str]:
     """What the whole run takes, and the line that submits it."""
+    from mmm.plan import script
     from mmm.plan.campaign import lines_of, run_cost
 
     tokens, walltime = run_of(args)
@@ -250,8 +251,9 @@ def _run_lines(args: argparse.Namespace, search: Search, best: Candidate, launch
     lines = lines_of(cost, walltime, before_end)
     machine = search.machine
     if walltime is not None and machine.scheduler and search.spec.program:
-        project = " --project PROJECT" if "{project}" in " ".join(machine.script) else ""
-        saves = f"--max_iters {cost.steps} --checkpoint_every {cost.interval}"
+        project = f" --project {script.PROJECT}" if "{project}" in " ".join(machine.script) else ""
+        data = f"--text {script.FOLDER} " if search.spec.program == "mmm.trainer.lm" else ""
+        saves = f"{data}--max_iters {cost.steps} --checkpoint_every {cost.interval} --outdir runs/a"
         where = f"--site {args.site} -N {machine.hosts} -t {args.walltime}{project}"
         lines += ["", f"mmm submit {where} --until-done -- {launch} {saves}"] if args.site else []
     return lines

@@ -20,7 +20,7 @@ from mmm.cli.sizes import clock_time, parse_time
 from mmm.errors import ConfigError, UserError
 from mmm.machines import find
 from mmm.machines.machine import Machine
-from mmm.plan.script import job_script
+from mmm.plan.script import FOLDER, PROJECT, job_script
 
 EPILOG = """\
 examples:
@@ -87,6 +87,9 @@ def main(argv: list[str]) -> int:
         return _of_a_campaign(args)
     if not command or command == [commands.LAUNCH]:
         raise ConfigError("what is to run comes last, after two dashes: mmm submit … -- python3 -m mmm.trainer.lm …")
+    unfilled = {FOLDER, PROJECT} & {args.project, *command}
+    if unfilled and not args.dry_run:
+        raise ConfigError(f"{min(unfilled)} stands for what is yours: fill it in")
     script = make_script(args, command)
     words = queues.submit_words(script.scheduler, script.name)
     print(script.text)

@@ -13,6 +13,11 @@ if TYPE_CHECKING:
     from mmm.plan.spec import ModelSpec
 
 BEGIN = (". .venv/bin/activate",)
+FOLDER, PROJECT = "FOLDER", "PROJECT"  # for the user to fill in
+TRIAL = (
+    "# 20 steps on random tokens: does the layout fit, and how fast is it? For a training, in place of the last",
+    f"# two flags: --text {FOLDER} --max_iters N --checkpoint_every 100 --outdir runs/a --resume auto",
+)
 
 
 def trainer_flags(candidate: Candidate, spec: ModelSpec, global_batch: int, dtype: str) -> list[str]:
@@ -62,15 +67,15 @@ def launch_line(candidate: Candidate, spec: ModelSpec, machine: Machine, global_
     return f"launch {shlex.join(where)} python3 -m {spec.program} {shlex.join(flags)}"
 
 
+def trial(line: str, spec: ModelSpec) -> list[str]:
+    """A launch line that can be started as it stands, after comments: of a language model with data."""
+    return [*TRIAL, f"{line} --dataset random --max_iters 20"] if spec.program == "mmm.trainer.lm" else [line]
+
+
 def trial_script(line: str, spec: ModelSpec, machine: Machine) -> str:
-    """The job script of a launch line that has no data yet: of a language model some steps on random tokens."""
-    if spec.program != "mmm.trainer.lm":
-        return job_script(line, machine)
-    about = (
-        "# 20 steps on random tokens: does the layout fit, and how fast is it? For a training, in place of the last",
-        "# two flags: --text FOLDER --max_iters N --checkpoint_every 100 --outdir runs/a --resume auto",
-    )
-    return job_script(f"{line} --dataset random --max_iters 20", machine, begin=(*BEGIN, *about))
+    """The job script of a trial."""
+    *about, started = trial(line, spec)
+    return job_script(started, machine, begin=(*BEGIN, *about))
 
 
 def job_script(
@@ -87,7 +92,7 @@ def job_script(
             usual queue, for a project that is to be filled in.
         begin: lines of the shell before `line`. directives: further lines for the scheduler.
     """
-    words = {"hosts": str(machine.hosts), "time": "01:00:00", "queue": machine.queue or "QUEUE", "project": "PROJECT"}
+    words = {"hosts": str(machine.hosts), "time": "01:00:00", "queue": machine.queue or "QUEUE", "project": PROJECT}
     head = ["#!/bin/bash -l" if machine.scheduler == "pbs" else "#!/bin/bash"]
     for text in machine.script:
         for name, value in (words | dict(fill or {})).items():
@@ -96,8 +101,8 @@ def job_script(
     head += directives
     if machine.scheduler == "pbs" and fill is None:
         head.append('cd "$PBS_O_WORKDIR"')
-    if "PROJECT" in "\n".join(head[1:]):
-        head.append("# PROJECT, the queue and the time are yours to fill in.")
+    if PROJECT in "\n".join(head[1:]):
+        head.append(f"# {PROJECT}, the queue and the time are yours to fill in.")
     if not machine.scheduler and machine.hosts > 1:
         head.append(f"# HOSTS are the names of your {machine.hosts} hosts, with commas between.")
     advice = [f"# {text}" for text in machine.advice] if machine.scheduler and machine.hosts > 1 else []
