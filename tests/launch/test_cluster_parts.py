@@ -19,7 +19,7 @@ from mmm.launch.channel.commands import RemoteAgent
 from mmm.launch.channel.failures import Failure
 from mmm.launch.host.agent import numbers
 from mmm.launch.plan import binding, hosts, walltime
-from mmm.launch.plan.job import Job
+from mmm.launch.plan.hosts import Job
 from mmm.launch.plan.launch_plan import LaunchPlan, Value
 from mmm.launch.program.target import Target
 from mmm.launch.run import stacks

@@ -5,10 +5,9 @@ import re
 import pytest
 
 from mmm.errors import LaunchError
-from mmm.launch.plan import cluster, counts
+from mmm.launch.plan import cluster, hosts
 from mmm.launch.plan.accelerators import Accelerators
-from mmm.launch.plan.elastic import Elastic
-from mmm.launch.plan.options import LaunchOptions
+from mmm.launch.plan.options import Elastic, LaunchOptions
 from mmm.launch.plan.table import shown, table
 from mmm.launch.program.target import Target
 from mmm.launch.run.attempts import Attempts
@@ -154,11 +153,11 @@ def test_more_ranks_than_slots_where_hosts_are_alike(options):
 
 
 def test_ranks_spread_over_hosts():
-    assert counts.spread(7, [1, 8, 8]) == [1, 3, 3]
-    assert counts.spread(6, [4, 4, 4]) == [2, 2, 2]
-    assert counts.spread(4, [4, 4, 4]) == [2, 2, 0]
-    assert counts.in_words([4] * 20, 8) == "4 a host"
-    assert counts.in_words([4, 3] * 20, 8) == "on these hosts 4 3 4 3 4 3 4 3 …"
+    assert hosts.spread(7, [1, 8, 8]) == [1, 3, 3]
+    assert hosts.spread(6, [4, 4, 4]) == [2, 2, 2]
+    assert hosts.spread(4, [4, 4, 4]) == [2, 2, 0]
+    assert hosts.in_words([4] * 20, 8) == "4 a host"
+    assert hosts.in_words([4, 3] * 20, 8) == "on these hosts 4 3 4 3 4 3 4 3 …"
 
 
 def test_too_many_on_one_of_the_hosts():

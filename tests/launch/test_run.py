@@ -9,8 +9,8 @@ import pytest
 
 from mmm.launch.channel.failures import Failure
 from mmm.launch.run import control
-from mmm.launch.run.clocks import Clocks
 from mmm.launch.run.control import Run, RunState, Transport
+from mmm.launch.run.waking import Clocks
 
 
 class Listed(Transport):

@@ -17,7 +17,7 @@ from mmm.cli.draw_layout import HELP, layout_of, looks_like_one, trainer_flags
 from mmm.cli.parser import Parser
 from mmm.cli.written import write_text
 from mmm.errors import ConfigError
-from mmm.launch.plan.counts import spread
+from mmm.launch.plan.hosts import spread
 from mmm.launch.program import target as targets
 from mmm.launch.program.target import Target
 from mmm.machines import find

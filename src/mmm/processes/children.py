@@ -17,8 +17,7 @@ from multiprocessing.connection import Connection
 from typing import IO, Any, NoReturn
 
 from mmm.launch.channel.failures import signal_name
-from mmm.launch.host import lifeline
-from mmm.launch.host.threads import renew_thread_pools
+from mmm.launch.host import forks
 
 REAP = 10.0  # s to wait for a killed process; one in an uninterruptible call is left to the system
 LEAVE = 0.2  # s for a process that has closed its pipe to end by itself
@@ -145,9 +144,9 @@ def _live(
         faulthandler.register(signal.SIGQUIT, stack)
         os.setpgid(0, 0)
         if parent is not None:
-            lifeline.die_with_parent(parent)
-        lifeline.tie_forks()
-        renew_thread_pools(1)  # the parent's OpenMP threads, of which the fork has none, are waited for otherwise
+            forks.die_with_parent(parent)
+        forks.tie_forks()
+        forks.renew_thread_pools(1)  # the parent's OpenMP threads, of which the fork has none, are waited for otherwise
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         main(end)
         code = 0

@@ -25,12 +25,11 @@ from mmm import contract, streams
 from mmm.contract import ENDING, USER_ERROR_EXIT
 from mmm.errors import UserError
 from mmm.launch.channel.wire import FAILURE_VARIABLE
-from mmm.launch.host import lifeline
+from mmm.launch.host import forks
 from mmm.launch.host.import_timer import ImportTimer
-from mmm.launch.program import modules
 from mmm.launch.program import target as targets
 from mmm.launch.program.preloads import OURS, is_installed
-from mmm.launch.program.target import Target
+from mmm.launch.program.target import Target, source_of
 from mmm.launch.run.stacks import STACK_FILE
 
 INTERRUPTED = 128 + signal.SIGINT
@@ -54,7 +53,7 @@ def prepare() -> None:
     if hasattr(os, "memfd_create"):  # Linux: launch asks a run that hangs where it is
         faulthandler.register(signal.SIGQUIT, file=os.memfd_create(STACK_FILE), all_threads=False)
     _repeat_lost_signals()
-    lifeline.tie_forks()
+    forks.tie_forks()
     # Held back while a fork makes the new process's handling its own: Python would forget one that came in between.
     nested = threading.local()
     os.register_at_fork(
@@ -113,7 +112,7 @@ def _code_of(spec: ModuleSpec) -> CodeType | None:
     """A module's code. pytest's loader, which has what a plugin's package has, gives none: then of its source."""
     if (get_code := getattr(spec.loader, "get_code", None)) is not None:
         return get_code(spec.name)
-    text = modules.source(spec)
+    text = source_of(spec)
     return None if text is None else compile(text, spec.origin or spec.name, "exec", dont_inherit=True)
 
 

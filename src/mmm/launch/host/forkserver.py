@@ -31,9 +31,8 @@ from mmm.launch.channel.wire import (
     Instructions,
     Status,
 )
-from mmm.launch.host import child, lifeline, memory
+from mmm.launch.host import child, forks, memory
 from mmm.launch.host.import_timer import ImportTimer
-from mmm.launch.host.threads import renew_thread_pools
 from mmm.launch.plan import binding
 from mmm.launch.program.preloads import OURS, preloads
 from mmm.launch.program.target import Target
@@ -63,7 +62,7 @@ def main() -> NoReturn:
         signal.signal(number, signal.SIG_IGN)
     if todo.persistent:  # a rank that cannot save does not end of being asked to
         todo.ignored.append(signal.SIGUSR1)
-    lifeline.die_with_parent(todo.launch_pid)  # until there are ranks, which have to be ended first
+    forks.die_with_parent(todo.launch_pid)  # until there are ranks, which have to be ended first
     for fd in (todo.control, todo.status, todo.failure):
         os.set_inheritable(fd, False)
     target = child.own_target()  # None where ranks are not forked
@@ -81,7 +80,7 @@ def main() -> NoReturn:
                 child.finish(child.run(target)) if forked and target is not None else execute(todo)
             server.started(int(variables["RANK"]), pid)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING)
-        lifeline.outlive_parent()
+        forks.outlive_parent()
         ranks = server.watch()
         contract.program.shared = dict.fromkeys(contract.program.shared, 0.0)  # imported for the ranks before
     os._exit(0)  # nothing here has anything to write, and taking torch down takes 0.4 s
@@ -212,7 +211,7 @@ class ForkServer:
         Args:
             forked: whether the rank goes on in this process; else it executes its command.
         """
-        lifeline.die_with_parent(self.pid)
+        forks.die_with_parent(self.pid)
         signal.set_wakeup_fd(-1)
         for number in (signal.SIGCHLD, signal.SIGTERM, *PASSED_ON):
             signal.signal(number, signal.SIG_IGN if number in self.todo.ignored else signal.SIG_DFL)
@@ -225,7 +224,7 @@ class ForkServer:
             contract.attach(self.todo.failure)
             child.prepare()
             threads = variables.get("OMP_NUM_THREADS")  # torch has read the fork server's when it was loaded
-            renew_thread_pools(int(threads) if threads else None)
+            forks.renew_thread_pools(int(threads) if threads else None)
             numpy = sys.modules.get("numpy.random")
             if numpy is not None:  # or all ranks would draw the same "random" numbers
                 numpy.seed()

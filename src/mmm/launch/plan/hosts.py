@@ -1,13 +1,17 @@
-"""Host names as people and schedulers write them: host files, comma lists, Slurm's `n[01-03,7]`; and this host.
+"""Host names as people and schedulers write them: host files, comma lists, Slurm's `n[01-03,7]`; and this host; a
+scheduler's job, which has hosts; and numbers of ranks, host after host.
 
 python-hostlist reads the last of these three alone, and is a dependency more.
 """
+
+from __future__ import annotations
 
 import contextlib
 import re
 import secrets
 import socket
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from mmm.contract import PORTS
@@ -167,3 +171,63 @@ def _add(found: Hosts, name: str, count: int, where: str) -> None:
     if not NAME.fullmatch(name):
         raise LaunchError(f"{where}: {name!r} is not a host name.")
     found[name] = max(found[name], 1) + max(count, 1) if name in found else count
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a scheduler says of the job this process is in; `scheduler` "none" where there is none.
+
+    Attributes:
+        hosts: in the scheduler's order, each once.
+        why: for each value that was found, the variable it came from.
+        tasks: what the job asked for on each of `hosts`; empty where it did not say.
+        gpus_per_host: None where the scheduler does not say.
+        end_time: seconds since 1970 at which the scheduler ends the job.
+        hostfile: the scheduler's own file with each host once, if it wrote one.
+        notes: what was also found, and not used.
+    """
+
+    scheduler: str = "none"
+    job_id: str = ""
+    hosts: tuple[str, ...] = ()
+    why: dict[str, str] = field(default_factory=dict)
+    tasks: tuple[int, ...] = ()
+    gpus_per_host: int | None = None
+    end_time: float | None = None
+    hostfile: str | None = None
+    notes: tuple[str, ...] = ()
+
+
+def spread(total: int, limits: Sequence[int]) -> list[int]:
+    """`total` ranks over hosts, as evenly as the limits of the hosts allow, the first hosts filled first.
+
+    The sum of the limits has to be at least `total`.
+    """
+    most = -(-total // len(limits))
+    while sum(min(most, limit) for limit in limits) < total:
+        most += 1
+    counts: list[int] = []
+    for limit in limits:
+        counts.append(min(most, limit, total - sum(counts)))
+    return counts
+
+
+def is_even(counts: Sequence[int]) -> bool:
+    """Whether all hosts have the same number."""
+    return len(set(counts)) == 1
+
+
+def fills_host_after_host(counts: Sequence[int]) -> bool:
+    """Whether one number a host says it all: each host is filled with so many before the next, the last with the rest.
+
+    So hydra and PALS read -ppn; srun shares the ranks evenly.
+    """
+    return set(counts[:-1]) <= {counts[0]} and counts[-1] <= counts[0]
+
+
+def in_words(counts: Sequence[int], shown: int) -> str:
+    """`4 a host`; where they differ, the numbers of the first `shown` hosts."""
+    if is_even(counts):
+        return f"{counts[0]} a host"
+    some = " ".join(map(str, counts[:shown])) + (" …" if len(counts) > shown else "")
+    return f"on these hosts {some}"

@@ -3,8 +3,8 @@
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
-from mmm.launch.plan.elastic import Elastic
-from mmm.launch.plan.job import Job
+from mmm.launch.plan.hosts import Job
+from mmm.launch.plan.options import Elastic
 from mmm.launch.plan.stage import Stage
 from mmm.launch.program.target import Target
 from mmm.machines.machine import Machine

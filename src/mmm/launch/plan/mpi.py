@@ -7,8 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from mmm.errors import LaunchError
-from mmm.launch.plan.counts import fills_host_after_host
-from mmm.launch.plan.hosts import is_here
+from mmm.launch.plan.hosts import fills_host_after_host, is_here
 
 AGENT_VARIABLE = "MMM_CLUSTER"  # where the agents find launch, JSON: {"at": [[address, port], …], "token": …, …}
 FLAVOURS = ("hydra", "pals", "openmpi")

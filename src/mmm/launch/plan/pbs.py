@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 from mmm.errors import LaunchError
 from mmm.launch.plan import hosts
-from mmm.launch.plan.job import Job
+from mmm.launch.plan.hosts import Job
 
 
 def detect(environ: Mapping[str, str]) -> Job | None:

@@ -13,8 +13,7 @@ from dataclasses import dataclass
 
 from mmm.errors import LaunchError
 from mmm.launch.plan import hosts
-from mmm.launch.plan.counts import in_words, is_even, spread
-from mmm.launch.plan.job import Job
+from mmm.launch.plan.hosts import Job, in_words, is_even, spread
 from mmm.launch.plan.options import MAX_RANKS, LaunchOptions
 
 NO_REASON = "nothing says more"

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from mmm.errors import LaunchError
 from mmm.launch.plan import pbs, slurm
-from mmm.launch.plan.job import Job
+from mmm.launch.plan.hosts import Job
 
 
 class Scheduler(NamedTuple):

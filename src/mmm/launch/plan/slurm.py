@@ -5,8 +5,7 @@ from collections.abc import Mapping, Sequence
 
 from mmm.errors import LaunchError
 from mmm.launch.plan import hosts
-from mmm.launch.plan.counts import is_even, spread
-from mmm.launch.plan.job import Job
+from mmm.launch.plan.hosts import Job, is_even, spread
 from mmm.launch.plan.mpi import Request, joined
 
 

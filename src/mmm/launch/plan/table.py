@@ -5,7 +5,7 @@ import shlex
 import sys
 
 from mmm.contract import DEVICE_VARIABLE, SITE_VARIABLE
-from mmm.launch.plan import counts
+from mmm.launch.plan import hosts
 from mmm.launch.plan.host_plan import HostPlan
 from mmm.launch.plan.launch_plan import LaunchPlan, Value
 
@@ -44,7 +44,7 @@ def table(plan: LaunchPlan, explain: bool = False) -> str:
     site, job, shared = plan.machine.value, plan.job, plan.shared
     names = plan.hosts.value
     some = " ".join(names[:SHOWN_HOSTS]) + (" …" if len(names) > SHOWN_HOSTS else "")
-    ranks = f"{plan.ranks}, {counts.in_words(plan.counts.value, SHOWN_HOSTS)}"
+    ranks = f"{plan.ranks}, {hosts.in_words(plan.counts.value, SHOWN_HOSTS)}"
     started = "each by it" if plan.by == "rank" else "one process a host, which forks its ranks"
     backend = f", {site.backend}" if site.backend and plan.device.value == site.device else ""
     machine = f"{site.name}: {site.about}" if site.name else f"not a known site ({platform.machine()})"

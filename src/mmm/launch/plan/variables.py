@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from mmm.contract import DEVICE_VARIABLE, port_of
 from mmm.errors import LaunchError
 from mmm.launch.plan import accelerators, hosts
-from mmm.launch.plan.job import Job
+from mmm.launch.plan.hosts import Job
 from mmm.launch.plan.launch_plan import Value
 from mmm.launch.plan.options import LaunchOptions
 from mmm.machines.machine import Machine

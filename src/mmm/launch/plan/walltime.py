@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from mmm.errors import LaunchError
-from mmm.launch.plan.job import Job
+from mmm.launch.plan.hosts import Job
 
 ASK_TIMEOUT = 20.0  # s for the scheduler to answer
 

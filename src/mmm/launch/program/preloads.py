@@ -10,8 +10,7 @@ from dataclasses import dataclass, field
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 
-from mmm.launch.program import modules
-from mmm.launch.program.target import Target
+from mmm.launch.program.target import Target, find_module, locations, read_source, source_of
 
 MAX_FILES = 400  # of the user's own that are read; a bound, not a target
 INSTALLED = ("site-packages", "dist-packages")
@@ -35,7 +34,7 @@ def preloads(target: Target) -> list[Preload]:
         scan.text(target.name, "", is_main=True)
     elif target.kind == "script":
         path = Path(target.name)
-        scan.text(modules.read(path / "__main__.py" if path.is_dir() else path), "", is_main=True)
+        scan.text(read_source(path / "__main__.py" if path.is_dir() else path), "", is_main=True)
     elif target.kind == "module":
         scan.target(target.name)
     return list(scan.found)
@@ -50,15 +49,15 @@ class _Scan:
     root: str = ""  # its top-level package: read, not imported
 
     def target(self, name: str) -> None:
-        spec = modules.find(name, self.first)
-        if spec is not None and modules.locations(spec):
-            name, spec = f"{name}.__main__", modules.find(f"{name}.__main__", self.first)
+        spec = find_module(name, self.first)
+        if spec is not None and locations(spec):
+            name, spec = f"{name}.__main__", find_module(f"{name}.__main__", self.first)
         self.main, self.root = name, name.partition(".")[0]
         parent = name.rpartition(".")[0]
         if parent:
             self.module(parent, ())
         if spec is not None:
-            self.text(modules.source(spec), parent, is_main=True)
+            self.text(source_of(spec), parent, is_main=True)
 
     def module(self, name: str, names: tuple[str, ...]) -> None:
         """`import name` or `from name import names`."""
@@ -68,7 +67,7 @@ class _Scan:
         if top == OURS:
             self.found[Preload(name, tuple(n for n in names if f"{name}.{n}" != self.main))] = None
             return
-        spec = modules.find(top, self.first)
+        spec = find_module(top, self.first)
         if spec is None:
             return  # missing: the target itself will say so
         if top != self.root and is_installed(top, spec):
@@ -85,10 +84,10 @@ class _Scan:
         if name in self.seen or name == self.main or len(self.seen) >= MAX_FILES:
             return
         self.seen.add(name)
-        spec = modules.find(name, self.first)
+        spec = find_module(name, self.first)
         if spec is not None:
-            package = name if modules.locations(spec) else name.rpartition(".")[0]
-            self.text(modules.source(spec), package)
+            package = name if locations(spec) else name.rpartition(".")[0]
+            self.text(source_of(spec), package)
 
     def text(self, source: str | None, package: str, is_main: bool = False) -> None:
         """Follow the imports of a source text, which lies in `package`."""
@@ -112,7 +111,7 @@ class _Scan:
         for inner in ast.walk(tree):
             if isinstance(inner, ast.Attribute) and isinstance(inner.value, ast.Name):
                 module = ours.get(inner.value.id, "")
-                if module.partition(".")[0] == OURS and modules.find(module, self.first) is not None:
+                if module.partition(".")[0] == OURS and find_module(module, self.first) is not None:
                     used.setdefault(module, {})[inner.attr] = None
         for module, names in used.items():
             self.module(module, tuple(names))
@@ -139,7 +138,7 @@ def is_installed(top: str, spec: ModuleSpec) -> bool:
     """Is top-level package `top` the standard library's or an installed one, rather than the user's own?"""
     if top in sys.builtin_module_names or top in sys.stdlib_module_names or top == "torch":
         return True
-    places = [spec.origin] if spec.origin else modules.locations(spec)
+    places = [spec.origin] if spec.origin else locations(spec)
     return any(set(Path(place).parts) & set(INSTALLED) for place in places)
 
 

@@ -1,15 +1,16 @@
 """What each rank runs: CMD taken apart, and checked without importing or running any of it."""
 
 import difflib
+import importlib.util
 import os
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 
 from mmm.errors import LaunchError
-from mmm.launch.program import modules
 
 VALUE_FLAGS = "WX"  # python's own flags that take a value; -m and -c end the flags
 PLAIN_FLAGS = "bBdEIOPqRsSuv"  # those that do not; with any other (-i, -x, -V, -h) python is run as it is
@@ -125,7 +126,7 @@ def _check_program(target: Target) -> None:
         hint = f"python3 {name}" if name.endswith(".py") else None
         fix = f"Try: launch {hint} …" if hint else f"Make it executable: chmod +x {name}"
         raise LaunchError(f"{name} is a file, but not a program that can be run.\n  {fix}")
-    if name == "-m" or modules.find(name, [os.getcwd()]) is not None:
+    if name == "-m" or find_module(name, [os.getcwd()]) is not None:
         raise LaunchError(f"no program called {name!r} on PATH; it is a module.\n  Try: launch python3 -m {name} …")
     where = "there is no such file" if os.sep in name else "looked in every folder on PATH"
     raise LaunchError(f"no program called {name!r}: {where}.")
@@ -163,15 +164,15 @@ def _check_module(target: Target) -> None:
     above: list[str] = []
     for depth in range(1, len(parts) + 1):
         dotted = ".".join(parts[:depth])
-        spec = modules.find(dotted, first)
+        spec = find_module(dotted, first)
         if spec is None:
-            parent = modules.find(".".join(parts[: depth - 1]), first) if depth > 1 else None
-            if parent is not None and "__path__" in (modules.source(parent) or ""):
+            parent = find_module(".".join(parts[: depth - 1]), first) if depth > 1 else None
+            if parent is not None and "__path__" in (source_of(parent) or ""):
                 return  # it changes where its modules are found: let python decide
             raise LaunchError(_no_module(name, dotted, parts[depth - 1], above, parent is not None, path0))
-        above = modules.locations(spec)
-    if above and modules.find(f"{name}.__main__", first) is None:
-        names = modules.names_in(above)
+        above = locations(spec)
+    if above and find_module(f"{name}.__main__", first) is None:
+        names = names_in(above)
         some = f" Its modules: {', '.join(names[:12])}{', …' if len(names) > 12 else ''}." if names else ""
         raise LaunchError(f"{name} is a package without a __main__: python -m cannot run it.{some}")
 
@@ -180,10 +181,69 @@ def _no_module(name: str, dotted: str, part: str, above: list[str], inside: bool
     if inside:
         parent = dotted.rpartition(".")[0]
         where = f"{parent} ({', '.join(above)}) has no module {part!r}" if above else f"{parent} is not a package"
-        near = difflib.get_close_matches(part, modules.names_in(above), n=1)
+        near = difflib.get_close_matches(part, names_in(above), n=1)
     else:
         cwd = "the current folder and " if path0 is not None else ""
         where = f"{part!r} is not in {cwd}the {len(sys.path)} places on sys.path"
-        near = difflib.get_close_matches(part, modules.names_in([] if path0 is None else [path0]), n=1)
+        near = difflib.get_close_matches(part, names_in([] if path0 is None else [path0]), n=1)
     guess = ".".join([*dotted.split(".")[:-1], *near, *name.split(".")[dotted.count(".") + 1 :]]) if near else ""
     return f"no module named {name!r}: {where}." + (f" Did you mean {guess}?" if guess else "")
+
+
+def find_module(name: str, first: Sequence[str] = ()) -> ModuleSpec | None:
+    """The spec of module `name`, looked for in the folders `first`, then where `import` looks. None if there is none.
+
+    Packages that change their own `__path__` while they are imported cannot be followed: for what is below them the
+    answer may be None although the import works.
+    """
+    head, *rest = name.split(".")
+    spec = PathFinder.find_spec(head, list(first)) if first else None
+    if spec is None or spec.origin is None:  # a folder without __init__.py gives way to a real package further on
+        spec = next((s for f in sys.meta_path if (s := _ask(f, head)) is not None), None) or spec
+    for part in rest:
+        folders = locations(spec)
+        spec = PathFinder.find_spec(part, folders) if folders else None  # by its last name: finders use no other
+    return spec
+
+
+def locations(spec: ModuleSpec | None) -> list[str]:
+    """The folders in which a package's modules lie; [] for a module that is no package."""
+    return list(spec.submodule_search_locations or []) if spec is not None else []
+
+
+def source_of(spec: ModuleSpec) -> str | None:
+    """The module's source text, or None where it has none that can be read."""
+    if not spec.origin or not spec.origin.endswith(".py"):
+        return None
+    return read_source(Path(spec.origin))
+
+
+def read_source(path: Path) -> str | None:
+    """A source file's text in its declared encoding, or None if it cannot be read."""
+    try:
+        return importlib.util.decode_source(path.read_bytes())
+    except (OSError, SyntaxError, UnicodeDecodeError):
+        return None
+
+
+def names_in(folders: Iterable[str]) -> list[str]:
+    """Names of the modules and packages that lie in these folders."""
+    found = set()
+    for folder in folders:
+        try:
+            entries = list(os.scandir(folder or os.curdir))
+        except OSError:
+            continue
+        for entry in entries:
+            stem, suffix = os.path.splitext(entry.name)
+            if suffix == ".py" or (not suffix and stem.isidentifier() and entry.is_dir()):
+                found.add(stem)
+    return sorted(found - {"__init__", "__pycache__"})
+
+
+def _ask(finder: object, name: str) -> ModuleSpec | None:
+    find_spec = getattr(finder, "find_spec", None)
+    try:
+        return find_spec(name, None) if find_spec else None
+    except (ImportError, AttributeError, ValueError):
+        return None

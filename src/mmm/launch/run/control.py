@@ -32,9 +32,8 @@ from mmm.launch.channel.wire import PASSED_ON
 from mmm.launch.plan.walltime import Limits
 from mmm.launch.run import stacks
 from mmm.launch.run.attempts import Attempts
-from mmm.launch.run.clocks import Clocks
 from mmm.launch.run.output import Output
-from mmm.launch.run.signals import Signals
+from mmm.launch.run.waking import Clocks, Signals
 
 GRACE = 1.0  # s that ranks have between the signal that ends them and SIGKILL
 SAVING = 60.0  # s, the same of ranks that save when somebody ends the run, and no --grace says otherwise
