@@ -16,7 +16,7 @@ from mmm.plan.picture.cards import filled, shade
 from mmm.plan.picture.compose import MARGIN, WIDTH, picture
 from mmm.plan.picture.facts import Facts, Shard
 from mmm.plan.picture.png import write_png
-from mmm.plan.picture.scene import Line, Polygon, Rect, Text
+from mmm.plan.picture.scene import Line, Polygon, Rect, Text, text_width
 from mmm.plan.picture.svg import svg
 from mmm.plan.picture.terminal import text_of
 from mmm.plan.sent_calls import SentCall
@@ -120,6 +120,66 @@ def test_arrows_join_ranks_of_a_group():
     assert over == {(0, 1): ["tp"], (2, 3): ["tp"], (0, 2): ["dp_shard"], (1, 3): ["dp_shard"], (0, 3): [], (1, 2): []}
 
 
+def test_messages_between_stages_are_not_between_two_cards():
+    """Rank 1 is beside rank 4, and sends to rank 5: the arrow goes from a frame of a stage to the next one's."""
+    arranged = Arrangement(made_up(Layout(2, 1, 2, 1, 2)), range(8), 912, 0, 0)
+    items = arranged.items()
+    (left, right) = [item for item in items if isinstance(item, Rect) and item.dashed]
+    for rank in range(8):
+        x, _ = arranged.corner(rank)
+        frame = left if rank < 4 else right
+        assert frame.x < x < x + arranged.card_width < frame.x + frame.width
+    over_pp = [item.points for item in items if isinstance(item, Polygon) and item.fill == AXES["pp"]]
+    assert over_pp
+    for points in over_pp:
+        assert left.x + left.width <= min(x for x, _ in points) <= max(x for x, _ in points) <= right.x
+    texts = [item.text for item in items if isinstance(item, Text)]
+    assert [text for text in texts if "↔" in text] == ["0 ↔ 4, 1 ↔ 5", "2 ↔ 6, 3 ↔ 7"]
+
+
+def test_ranks_of_ep_are_beside_and_of_expert_dp_below():
+    cells = Arrangement(made_up(Layout(dp_shard=4, ep=2)), range(4), 912, 0, 0).cells
+    assert cells == {0: (0, 0, 0), 1: (0, 0, 1), 2: (0, 1, 0), 3: (0, 1, 1)}
+
+
+def test_names_of_axes_have_room_between_the_cards():
+    for layout in (Layout(dp_shard=4), Layout(dp_replicate=4)):
+        arranged = Arrangement(made_up(layout), range(4), 912, 0, 0)
+        assert all(text_width(axis, 9, bold=True) < arranged.beside for axis in arranged.facts.sent(0))
+
+
+def test_what_hybrid_data_parallel_shards_has_both_colours():
+    """Samples are shared out over both axes, each with as many shades as the legend has."""
+    facts = made_up(Layout(dp_replicate=2, dp_shard=2))
+    assert [facts.batch(rank)[0].shards for rank in (0, 3)] == [
+        (Shard("dp_replicate", 0, 2), Shard("dp_shard", 0, 2)),
+        (Shard("dp_replicate", 1, 2), Shard("dp_shard", 1, 2)),
+    ]
+    assert [facts.batch(rank)[0].top for rank in range(4)] == [0, 2, 4, 6]
+
+
+@pytest.mark.parametrize("count", [2, 3, 4])
+def test_colours_of_several_axes_fill_the_part(count):
+    parts = filled([Shard(axis, 0, 2) for axis in list(AXES)[:count]], 1, 2, 10, 4)
+    assert len({part.fill for part in parts}) == count
+
+    def area(points):
+        around = zip(points, points[1:] + points[:1], strict=True)
+        return abs(sum(x * down - across * y for (x, y), (across, down) in around)) / 2
+
+    assert sum(area(part.points) for part in parts) == pytest.approx(40)
+
+
+def test_gradients_are_of_the_backward_also_between_forwards():
+    """A stage of several sums the gradients of one while another is in its forward."""
+    facts = made_up(Layout(dp_shard=2, tp=2))
+    for axis, operation in (("dp_shard", "reduce_scatter"), ("tp", "reduce_scatter")):
+        facts.dry.ranks[0].calls.insert(0, SentCall("step 1", axis, Call(operation, 2, 0, 8000), "forward"))
+    parts = {(flow.axis, flow.operation, flow.part) for flow in facts.flows(0)}
+    assert ("tp", "reduce_scatter", "forward") in parts
+    assert ("dp_shard", "reduce_scatter", "forward") not in parts
+
+
 def test_where_the_cards_stand():
     """Stage, row and column of each rank: the innermost axis from left to right, or one that is longer."""
     for layout, expected in (
@@ -155,7 +215,7 @@ def test_samples_and_tokens_are_shared_out_once():
 def test_of_many_ranks_one_host_is_in_full():
     texts = [item.text for item in picture(MANY, "").items if isinstance(item, Text)]
     assert [text for text in texts if re.fullmatch(r"rank \d+", text)] == [f"rank {n}" for n in range(4)]
-    assert any("The other 1,020, on 256 hosts together" in text for text in texts)
+    assert any("The other 1,020, on 255 more hosts" in text for text in texts)
     assert "dp_shard: groups of 256 ranks on 256 hosts; a rank sends 15.6 KiB in a step." in texts
     assert "tp: groups of 4 ranks inside a host; a rank sends 1.46 KiB in a step." in texts
     squares = [item for item in picture(MANY, "").items if isinstance(item, Polygon) and len(item.points) == 3]
@@ -168,5 +228,18 @@ def test_terminal():
     assert "\x1b[38;2;" in text_of(FEW, range(4), 100, color=True)
     (row,) = [line for line in text.splitlines() if "all-gather" in line]
     assert row.strip("█ ").startswith("1 × all-gather")
-    assert row.endswith("3.91 KiB  a layer's weights, before it computes; they stay until the step ends")
+    assert row.endswith(" 3.91 KiB")
+    wide = text_of(FEW, range(4), 160, color=False)
+    assert "3.91 KiB  a layer's weights, before it computes; they stay until the step ends" in wide
+    for width in (80, 100, 120):
+        assert max(map(len, text_of(FEW, range(4), width, color=False).splitlines())) <= width
     assert max(map(len, text_of(FEW, range(4), 60, color=False).splitlines()[:30])) <= 60
+
+
+def test_terminal_has_no_card_alone_and_no_frame():
+    text = text_of(made_up(Layout(dp_shard=4)), range(4), 100, color=False)
+    assert [line.split() for line in text.splitlines() if line.startswith("rank ")] == [
+        ["rank", "0", "rank", "1"],
+        ["rank", "2", "rank", "3"],
+    ]
+    assert "frame" not in text

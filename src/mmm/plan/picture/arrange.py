@@ -11,10 +11,13 @@ from mmm.layout import AXES
 from mmm.plan.picture import words
 from mmm.plan.picture.cards import card, color_of
 from mmm.plan.picture.facts import Facts
-from mmm.plan.picture.scene import Item, Rect, Text, arrow
+from mmm.plan.picture.scene import Item, Rect, Text, arrow, text_width
+
+PLACES = (*AXES, "ep")  # outermost first
 
 MOST_COLUMNS, WIDEST, NARROWEST = 8, 214.0, 96.0  # cards in a row; widths of one
-BETWEEN, BESIDE, BLOCKS = 56.0, 48.0, 74.0  # rows; columns; stages
+BETWEEN, BESIDE, BLOCKS = 56.0, 48.0, 80.0  # rows; columns, at least; stages
+STAGE = 6.0  # from a stage's frame to its cards
 THICK, THIN = 15.0, 1.6  # arrows
 HOST = 12.0  # from a host's frame to its cards
 
@@ -32,22 +35,27 @@ class Arrangement:
     @cached_property
     def columns_axis(self) -> str:
         """The innermost axis, besides pp, on which these ranks differ, or one on which more do, if they have room."""
-        places = [self.facts.layout.coordinates(rank) for rank in self.ranks]
-        counts = {axis: len({place[axis] for place in places}) for axis in AXES}
-        inner = next((axis for axis in reversed(AXES[1:]) if counts[axis] > 1), "tp")
-        longest = max(AXES[1:], key=lambda axis: counts[axis])
+        counts = {axis: len({self._place(rank)[axis] for rank in self.ranks}) for axis in PLACES}
+        inner = next((axis for axis in reversed(PLACES[1:]) if counts[axis] > 1), "tp")
+        longest = max(PLACES[1:], key=lambda axis: counts[axis])
         return longest if counts["pp"] * counts[longest] <= MOST_COLUMNS and counts[longest] > counts[inner] else inner
+
+    def _place(self, rank: int) -> dict[str, int]:
+        """Coordinates, of which ep takes its part of dp_shard: side by side are ranks of one ep group, below each other
+        those of one expert_dp group."""
+        place, ep = self.facts.layout.coordinates(rank), self.facts.layout.ep
+        return place | {"dp_shard": place["dp_shard"] // ep, "ep": place["dp_shard"] % ep}
 
     @cached_property
     def cells(self) -> dict[int, tuple[int, int, int]]:
         """Of each rank: stage, row and column."""
-        places = {rank: self.facts.layout.coordinates(rank) for rank in self.ranks}
+        places = {rank: self._place(rank) for rank in self.ranks}
         count = len({place[self.columns_axis] for place in places.values()})
         per_row = next(n for n in range(min(count, self.most_columns), 0, -1) if count % n == 0)
         found, rows = {}, dict[tuple[int, ...], int]()
         for rank, place in places.items():
             turn, column = divmod(place[self.columns_axis], per_row)
-            others = tuple(place[axis] for axis in AXES[1:] if axis != self.columns_axis)
+            others = tuple(place[axis] for axis in PLACES[1:] if axis != self.columns_axis)
             row = rows.setdefault((*others, turn), len(rows))
             found[rank] = place["pp"], row, column
         first = min(stage for stage, _, _ in found.values())
@@ -64,9 +72,15 @@ class Arrangement:
         return tuple(max(cell[at] for cell in self.cells.values()) + 1 for at in range(3))  # type: ignore[return-value]
 
     @cached_property
+    def beside(self) -> float:
+        """Between two columns: the names of the axes have room."""
+        names = [axis for axis, sent in self.facts.sent(self.ranks[0]).items() if sent and axis != "pp"]
+        return max(BESIDE, *(1.1 * text_width(name, 9, bold=True) + 8 for name in names), 0.0)
+
+    @cached_property
     def card_width(self) -> float:
         stages, _, columns = self.counts
-        gaps = stages * (columns - 1) * BESIDE + (stages - 1) * BLOCKS + 2 * HOST
+        gaps = stages * (columns - 1) * self.beside + (stages - 1) * BLOCKS + 2 * HOST
         return min(max((self.width - gaps) / (stages * columns), NARROWEST), WIDEST)
 
     @cached_property
@@ -80,7 +94,7 @@ class Arrangement:
 
     @property
     def _block(self) -> float:
-        return self.counts[2] * self.card_width + (self.counts[2] - 1) * BESIDE
+        return self.counts[2] * self.card_width + (self.counts[2] - 1) * self.beside
 
     @property
     def bottom(self) -> float:
@@ -90,12 +104,12 @@ class Arrangement:
     def corner(self, rank: int) -> tuple[float, float]:
         """Left and top of a card."""
         stage, row, column = self.cells[rank]
-        left = self.x + HOST + stage * (self._block + BLOCKS) + column * (self.card_width + BESIDE)
+        left = self.x + HOST + stage * (self._block + BLOCKS) + column * (self.card_width + self.beside)
         return left, self.y + HOST + 14 + row * (self.card_height + BETWEEN)
 
     def items(self) -> list[Item]:
-        """Frames of hosts, cards, and the arrows between them."""
-        found = self._hosts()
+        """Frames of hosts and of stages, cards, and the arrows between them."""
+        found = self._hosts() + self._stages()
         for rank in self.ranks:
             x, y = self.corner(rank)
             found.append(Rect(x, y, self.card_width, self.card_height, fill="paper", stroke="ink", line=1, radius=6))
@@ -124,6 +138,19 @@ class Arrangement:
                 found += [Text(x, y - 4, name, 9, opacity=0.8) for x, y in corners]
         return found
 
+    def _stages(self) -> list[Item]:
+        """A frame around the cards of a stage, of several: what goes to the next stage goes from frame to frame."""
+        stages, rows, columns = self.counts
+        if stages == 1 or rows * columns == 1:
+            return []
+        high = rows * self.card_height + (rows - 1) * BETWEEN + 2 * STAGE
+        found: list[Item] = []
+        for stage in range(stages):
+            left = self.x + HOST + stage * (self._block + BLOCKS) - STAGE
+            box = left, self.y + HOST + 14 - STAGE, self._block + 2 * STAGE, high
+            found.append(Rect(*box, stroke=color_of("pp"), radius=9, dashed=True))
+        return found
+
     def _arrows(self) -> list[Item]:
         found: list[Item] = []
         at = {cell: rank for rank, cell in self.cells.items()}
@@ -133,7 +160,9 @@ class Arrangement:
             if (below := at.get((stage, row + 1, column))) is not None:
                 found += self._below(rank, below, column)
             if column == self.counts[2] - 1 and (stage + 1, row, column) in at:
-                found += self._between_stages(rank, at[stage + 1, row, column], row)
+                found += self._between_stages(rank, at[stage + 1, row, column])
+                ends = [(at[stage, row, each], at[stage + 1, row, each]) for each in range(self.counts[2])]
+                found += self._pairs(ends) if len(self.ranks) > self.counts[0] else []
         return found
 
     def _beside(self, rank: int, other: int) -> list[Item]:
@@ -143,8 +172,8 @@ class Arrangement:
         y += 0.42 * self.card_height - 22 * (len(flows) - 1)
         for axis, sent in flows:
             line = self.line(sent)
-            middle = left + BESIDE / 2
-            found += arrow(left + 3, y, left + BESIDE - 3, y, line, color_of(axis), both=True)
+            middle = left + self.beside / 2
+            found += arrow(left + 3, y, left + self.beside - 3, y, line, color_of(axis), both=True)
             found.append(Text(middle, y - line / 2 - 6, axis, 9, "middle", bold=True))
             found.append(Text(middle, y + line / 2 + 13, words.size(sent), 9, "middle"))
             y += 52
@@ -153,19 +182,28 @@ class Arrangement:
     def _below(self, rank: int, other: int, column: int) -> list[Item]:
         x, y = self.corner(rank)
         top, found = y + self.card_height, list[Item]()
-        for at, (axis, sent) in enumerate(self._over(rank, other)):
-            middle = x + self.card_width * (0.25 + 0.4 * at)
+        middle = x + 0.25 * self.card_width
+        for axis, sent in self._over(rank, other):
             found += arrow(middle, top + 3, middle, top + BETWEEN - 15, self.line(sent), color_of(axis), both=True)
             near = middle + self.line(sent) / 2 + 7
             found.append(Text(near, top + 18, axis, 9, bold=True))
             found.append(Text(near, top + 30, words.size(sent), 9))
+            middle = max(middle + 0.4 * self.card_width, near + 1.1 * text_width(axis, 9, bold=True) + THICK)
         return found
 
-    def _between_stages(self, rank: int, other: int, row: int) -> list[Item]:
+    def _pairs(self, ends: Sequence[tuple[int, int]]) -> list[Item]:
+        """Below the arrows between the stages of a row: each rank, and the one in its place of the next stage."""
+        x, y = self.corner(ends[-1][0])
+        middle, y = x + self.card_width + BLOCKS / 2, y + 0.36 * self.card_height + (40 if self.facts.loops else 94)
+        texts = [f"{rank} ↔ {other}" for rank, other in ends]
+        lines = [", ".join(texts[first : first + 2]) for first in range(0, len(texts), 2)]
+        return [Text(middle, y + 11 * at, line, 8.5, "middle", opacity=0.8) for at, line in enumerate(lines)]
+
+    def _between_stages(self, rank: int, other: int) -> list[Item]:
         """Activations to the right, above; their gradients to the left."""
         x, y = self.corner(rank)
-        left, found = x + self.card_width, list[Item]()
-        there = left + BLOCKS
+        found, frame = list[Item](), STAGE if len(self.ranks) > self.counts[0] else 0.0
+        left, there = x + self.card_width + frame, x + self.card_width + BLOCKS - frame
         y += 0.36 * self.card_height
         if self.facts.loops:
             return self._both_ways(left, there, y)

@@ -1,8 +1,8 @@
 """A rank as a card: its number and place, and small grids of what it holds.
 
 The outline of a grid is the full tensor, what is filled is the rank's part of it. The colour is that of the axis which
-shards it, and the shade says which shard: the same colour in the same place is the same bytes. Grey: every rank has
-them. Two axes shard it: the colour of each in one corner.
+shards it, and the shade says which shard: the same colour in the same place is the same bytes. Grey: no axis
+shards it. Several axes shard it: the colours of all, side by side.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from mmm.plan.picture.scene import Item, Line, Polygon, Rect, Text, wrapped
 PAD, SIDE = 9.0, 36.0  # inside a card; the longer side of a grid
 SMALL, LABEL = 9.0, 9.5  # sizes of text
 LEAST = 2.0  # sides of a part that is drawn
+LONG = 3.0  # of a part of several colours, the longer side over the shorter one
 NARROW = 130.0  # a card that is narrower says less
 ALIASES = {"dp_shard_cp": "dp_shard", "expert_dp": "dp_shard", "cp_ring": "cp", "cp_ulysses": "cp"}
 
@@ -37,13 +38,31 @@ def filled(shards: Sequence[Shard], x: float, y: float, width: float, height: fl
         return [Rect(x, y, width, height, fill=palette.GREY)]
     if len(shards) == 1:
         return [Rect(x, y, width, height, fill=color_of(shards[0].axis), opacity=shade(shards[0]))]
-    first, second = shards[-2:]
-    upper = ((x, y), (x + width, y), (x, y + height))
-    lower = ((x + width, y), (x + width, y + height), (x, y + height))
-    return [
-        Polygon(upper, color_of(first.axis), shade(first)),
-        Polygon(lower, color_of(second.axis), shade(second)),
-    ]
+    found: list[Item] = []
+    wide, high = (
+        max(1, round(width / height / LONG)),
+        max(1, round(height / width / LONG)),
+    )  # a long part: several times
+    width, height = width / wide, height / high
+    for left, top in ((x + at * width, y + down * height) for at in range(wide) for down in range(high)):
+        for at, shard in enumerate(shards):
+            points = _band(2 * at / len(shards), 2 * (at + 1) / len(shards))
+            corners = tuple((left + across * width, top + down * height) for across, down in points)
+            found.append(Polygon(corners, color_of(shard.axis), shade(shard)))
+    return found
+
+
+def _band(begin: float, end: float) -> list[tuple[float, float]]:
+    """The part of a unit square between two diagonals, on which the coordinates add up to `begin` and to `end`."""
+
+    def ends(total: float) -> tuple[tuple[float, float], tuple[float, float]]:
+        most = min(total, 1.0)
+        return (most, total - most), (total - most, most)
+
+    (first, last), (second, third) = ends(begin), ends(end)
+    corners = [(1.0, 0.0), (0.0, 1.0)] if begin < 1 < end else []
+    points = [first, *corners[:1], second, third, *corners[1:], last]
+    return [point for at, point in enumerate(points) if point != points[at - 1]]
 
 
 def grid(grid: Grid, x: float, y: float, width: float, height: float) -> list[Item]:
@@ -85,7 +104,7 @@ def card(facts: Facts, rank: int, x: float, y: float, width: float) -> tuple[lis
             slot, below = left, below + SIDE + 20
         items.append(Text(slot, below + 10, label.text, 8.5))
         items += grid(each, slot, below + 15, wide, high)
-        slot += needed + 6
+        slot += needed + 5
     below += SIDE + 22 if facts.matrices else 0
     for part in (_modules, _batch):
         more, below = part(facts, rank, left, below, inner)
@@ -93,8 +112,10 @@ def card(facts: Facts, rank: int, x: float, y: float, width: float) -> tuple[lis
     local, full = facts.elements(rank)
     if full and width >= NARROW:
         share = f"{local:,} of {full:,} parameters" if local != full else f"all {full:,} parameters"
-        items.append(Text(left, below + 9, share, SMALL, opacity=0.75))
-        below += 14
+        for line in wrapped(share + " of its stage" * (facts.layout.pp > 1), inner, SMALL):
+            items.append(Text(left, below + 9, line, SMALL, opacity=0.75))
+            below += 12
+        below += 2
     return items, below + PAD - 4 - y
 
 

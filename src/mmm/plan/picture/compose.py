@@ -7,11 +7,12 @@ from mmm.plan.picture.arrange import Arrangement
 from mmm.plan.picture.cards import filled
 from mmm.plan.picture.crowd import crowd
 from mmm.plan.picture.facts import Facts, Shard
-from mmm.plan.picture.scene import Item, Scene, Text, wrapped
+from mmm.plan.picture.scene import Item, Scene, Text, text_width, wrapped
 from mmm.plan.picture.strip import strip
 
 WIDTH, MARGIN = 960.0, 24.0
 SHOWN = 16  # ranks in full
+READ = "Outline: the full tensor. Filled: what the rank has of it. Colour: the axis that shards it. Shade: which shard."
 EVENLY = " Each expert gets as many tokens."
 
 
@@ -51,7 +52,10 @@ def _top(facts: Facts, about: str, width: float) -> tuple[list[Item], float]:
             items.append(Text(MARGIN, y, line, 12))
     y += 26
     items.append(Text(MARGIN, y, "What each rank holds", 14, bold=True))
-    return items + _legend(facts, width - MARGIN, y), y + 14
+    items += _legend(facts, width - MARGIN, y)
+    several = any(len(grid.shards) > 1 for grid in [*facts.grids(0), *facts.batch(0)])
+    text = READ + " Several colours: several axes." * several
+    return [*items, Text(MARGIN, y + 16, text, 9.5, opacity=0.8)], y + 28
 
 
 def _step(facts: Facts, y: float, width: float) -> tuple[list[Item], float]:
@@ -74,7 +78,7 @@ def shown_ranks(facts: Facts) -> list[int]:
 
 
 def _legend(facts: Facts, right: float, y: float) -> list[Item]:
-    """At the right of the heading: what the colours say."""
+    """At the right of the heading: the colours of the axes."""
     shards = {shard.axis: shard.count for grid in facts.grids(0) for shard in grid.shards}
     every = [*facts.grids(0), *facts.batch(0)]
     shards |= {shard.axis: shard.count for grid in facts.batch(0) for shard in grid.shards if shard.axis not in shards}
@@ -87,9 +91,8 @@ def _legend(facts: Facts, right: float, y: float) -> list[Item]:
         entries.append((axis, [Shard(axis, at, count) for at in shades]))
     items, x = list[Item](), right
     for text, some in reversed(entries):
-        label = Text(x, y, text, 9.5, "end", opacity=0.8)
-        items.append(label)
-        x -= 1.1 * label.width
+        x -= 1.1 * text_width(text, 9.5)
+        items.append(Text(x, y, text, 9.5, opacity=0.8))
         for shard in reversed(some):
             x -= 10
             items += filled([shard], x - 2, y - 8, 9, 9)
@@ -97,8 +100,7 @@ def _legend(facts: Facts, right: float, y: float) -> list[Item]:
             x -= 10
             items += filled([], x - 2, y - 8, 9, 9)
         x -= 16
-    text = "filled: what it has. Colour: the axis that shards it. Shade: which shard."
-    return [*items, Text(x, y, text, 9.5, "end", opacity=0.8)]
+    return items
 
 
 def _spoken(facts: Facts) -> list[str]:

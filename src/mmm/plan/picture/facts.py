@@ -22,6 +22,8 @@ from mmm.plan.sent_calls import SentCall
 from mmm.traffic.count import axes_of
 
 PARTS = ("forward", "backward", "optimizer")  # of a step
+DATA = ("dp_shard", "dp_replicate", "dp_shard_cp", "expert_dp", "cp")  # axes over which gradients are summed
+SAMPLES = ("dp_replicate", "dp_shard", "cp")  # axes that samples and their tokens are shared out over
 SILENT = ("receive", "barrier")
 EXPERTS = "experts"  # label of a grid: an expert a column
 
@@ -123,9 +125,8 @@ class Facts:
     @property
     def frees_weights(self) -> bool:
         """Whether what FSDP has gathered for forward is gathered once more for backward."""
-        data = ("dp_shard", "dp_shard_cp", "cp", "expert_dp")
         flows = [flow for report in self.dry.ranks for flow in self.flows(report.rank)]
-        return any((f.part, f.operation) == ("backward", "all_gather") and f.axis in data for f in flows)
+        return any((f.part, f.operation) == ("backward", "all_gather") and f.axis in DATA for f in flows)
 
     @cached_property
     def matrices(self) -> list[HeldTensor]:
@@ -197,9 +198,8 @@ class Facts:
     def _tokens(self, rank: int, run: tuple[int, int]) -> Grid:
         layout, sample = self.layout, self.held(0).sample
         local, coordinate = sample[0], layout.dp_coordinate(rank)
-        dp = "dp_shard" if layout.dp_shard > 1 else "dp_replicate"
-        shards = [Shard(dp, coordinate, layout.dp)] if layout.dp > 1 else []
-        shards += [Shard("cp", layout.coordinates(rank)["cp"], layout.cp)] if layout.cp > 1 else []
+        place, counts = layout.coordinates(rank), {axis: getattr(layout, axis) for axis in SAMPLES}
+        shards = [Shard(axis, place[axis], count) for axis, count in counts.items() if count > 1]
         first = coordinate * local
         return Grid("batch", local * layout.dp, _length(sample), first, first + local, *run, tuple(shards))
 
@@ -209,7 +209,13 @@ class Facts:
         return stages[self.layout.coordinates(rank)["pp"]] if stages else ()
 
     def elements(self, rank: int) -> tuple[int, int]:
-        """Of the parameters: those that a rank has, and those of its stage."""
+        """Of the parameters: those that a rank has, and those of its stage; none of either where the dry run has no
+        rank of that stage, nor of one with as many modules."""
+        stage = self.layout.coordinates(rank)["pp"]
+        if stage != (seen := self.report(rank).coordinates["pp"]):
+            stages = self.held(rank).stages
+            if len(stages[stage]) != len(stages[seen]):
+                return 0, 0
         parameters = self.held(rank).parameters
         local = (math.prod(each.box(self.layout, rank).length) for each in parameters)
         return sum(local), sum(math.prod(each.shape) for each in parameters)
@@ -276,7 +282,8 @@ def _runs(positions: Sequence[int]) -> list[tuple[int, int]]:
 
 def _parts_of(calls: Sequence[SentCall], loops: bool) -> list[str]:
     """The part of a step that each call belongs to. A message to the next stage is of a forward, one to the stage
-    before of a backward. What comes after the last backward is of the optimizer, but for sums of gradients.
+    before of a backward. What comes after the last backward is of the optimizer, but for sums of gradients, which may
+    also be sent while a later micro-batch is in its forward.
 
     Args:
         loops: as `Facts.loops`: all messages count as forward's.
@@ -288,7 +295,7 @@ def _parts_of(calls: Sequence[SentCall], loops: bool) -> list[str]:
         call = each.call
         if sends[at]:
             parts.append("forward" if loops or call.root > call.rank else "backward")
-        elif call.operation == "reduce_scatter" and at > last:
+        elif call.operation == "reduce_scatter" and (at > last or each.axis in DATA):
             parts.append("backward")
         else:
             parts.append("optimizer" if at > last or each.doing == "optimizer" else each.doing)

@@ -11,8 +11,9 @@ from mmm.plan.picture.facts import PARTS, Facts, Flow, Grid
 from mmm.plan.picture.scene import CHARACTER, wrapped
 from mmm.plan.picture.strip import HEADS
 
-ROWS, COLUMNS, BAR = 4, 9, 24  # characters of a grid; of the longest bar
-FULL, EMPTY = "█", "░"
+ROWS, COLUMNS, BAR = 4, 10, 24  # characters of a grid; of the longest bar
+FLOW = 2 + BAR + 2 + 22 + 14 + 9  # characters of a line about what is sent
+FULL, EMPTY, THIN = "█", "░", "▏"
 
 
 def text_of(facts: Facts, shown: Sequence[int], width: int, color: bool) -> str:
@@ -22,7 +23,7 @@ def text_of(facts: Facts, shown: Sequence[int], width: int, color: bool) -> str:
     layout = facts.layout
     ranks = "1 rank" if layout.ranks == 1 else f"{layout.ranks:,} ranks"
     lines = [f"{words.title(facts)}   {layout}, {ranks}", ""]
-    for sentence in words.sentences(facts):
+    for sentence in words.sentences(facts, "those that are shown"):
         lines += wrapped(sentence, width * CHARACTER, 1)
     lines += ["", "what each rank holds"]
     cards = [_card(facts, rank, color) for rank in shown]
@@ -30,6 +31,8 @@ def text_of(facts: Facts, shown: Sequence[int], width: int, color: bool) -> str:
     per_row = max(1, (width + 3) // side)
     if (fewer := layout.tp) > 1 and per_row > fewer:
         per_row -= per_row % fewer  # the ranks of a group stay in one row
+    elif len(cards) > per_row:
+        per_row = -(-len(cards) // -(-len(cards) // per_row))  # no card alone in the last row
     for first in range(0, len(cards), per_row):
         row = cards[first : first + per_row]
         height = max(len(rows) for _, rows in row)
@@ -40,7 +43,7 @@ def text_of(facts: Facts, shown: Sequence[int], width: int, color: bool) -> str:
         lines += ["", *(line for text in words.others(facts, shown) for line in wrapped(text, width * CHARACTER, 1))]
     for report in facts.dry.ranks:
         lines += ["", f"what rank {report.rank} sends in a step, and when"]
-        lines += _sent(facts, report.rank, color)
+        lines += _sent(facts, report.rank, width, color)
     return "\n".join(lines) + "\n"
 
 
@@ -104,19 +107,27 @@ def _union(rows: Sequence[str]) -> str:
     return "".join(FULL if FULL in letters else EMPTY for letters in zip(*rows, strict=True))
 
 
-def _sent(facts: Facts, rank: int, color: bool) -> list[str]:
+def _sent(facts: Facts, rank: int, width: int, color: bool) -> list[str]:
+    """A line a flow; what each is for is behind it, or below where a line has not the room for all."""
     flows = [flow for flow in facts.flows(rank) if flow.sent]
     most = max((flow.sent for flow in flows), default=1.0)
+    behind = all(FLOW + 2 + len(words.meaning(facts, flow)) <= width for flow in flows)
     lines = []
     for part in PARTS:
         here = [flow for flow in flows if flow.part == part]
         lines.append(HEADS[part] + ("" if here else ": nothing travels"))
-        lines += [_row(facts, flow, most, color) for flow in here]
+        for flow in here:
+            row, meaning = _row(flow, most, color), words.meaning(facts, flow)
+            lines.append(f"{row}  {meaning}".rstrip() if behind else row)
+            if meaning and not behind:
+                indent = " " * (BAR + 4)
+                lines += [indent + line for line in wrapped(meaning, (width - len(indent)) * CHARACTER, 1)]
     return lines
 
 
-def _row(facts: Facts, flow: Flow, most: float, color: bool) -> str:
-    bar = FULL * max(1, round(BAR * flow.sent / most))
+def _row(flow: Flow, most: float, color: bool) -> str:
+    """`FLOW` characters that are seen."""
+    bar = FULL * round(BAR * flow.sent / most) or THIN
     operation = words.OPERATIONS.get(flow.operation, flow.operation)
-    text = f"{f'{flow.calls} × {operation}':<22}{flow.axis:<14}{words.size(flow.sent):>9}  {words.meaning(facts, flow)}"
-    return f"  {_painted(f'{bar:<{BAR}}', flow.axis, color)}  {text}".rstrip()
+    text = f"{f'{flow.calls} × {operation}':<22}{flow.axis:<14}{words.size(flow.sent):>9}"
+    return f"  {_painted(f'{bar:<{BAR}}', flow.axis, color)}  {text}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from mmm.layout import UNSHARDED
-from mmm.plan.picture.facts import Facts, Flow
+from mmm.plan.picture.facts import DATA, Facts, Flow
 
 MIB, KIB = 2**20, 2**10
 FEW = 64  # bytes: what a step sums besides
@@ -41,8 +41,8 @@ CP = {
     "ulysses": "In attention a rank gets all tokens of some heads in exchange for its tokens of the others.",
     "usp": "In attention neighbours exchange heads for tokens, and keys and values go round a ring of such groups.",
 }
-SEQUENCE = "Between the products a rank keeps its own tokens alone (sequence parallel): those in the frame."
-DATA = ("dp_shard", "dp_replicate", "dp_shard_cp", "expert_dp", "cp")
+SEQUENCE = "Between the matrix products a rank keeps its own tokens alone (sequence parallel): {shown}."
+CP_NAMES = {"ring": "ring", "ulysses": "Ulysses", "usp": "ring of Ulysses groups"}
 MEANINGS = {  # (kind of axis, operation, part of the step) → what it is for
     ("data", "all_gather", "forward"): "a layer's weights, before it computes; freed after it",
     ("data", "all_gather", "backward"): "the same weights again, for the gradients",
@@ -88,15 +88,23 @@ def title(facts: Facts) -> str:
         names.append("HSDP" if layout.dp_replicate > 1 and layout.dp_shard > 1 else NAMES.get(technique, "HSDP"))
     names += [
         name
-        for axis, name in (("cp", "context parallel"), ("ep", "expert parallel"), ("tp", "tensor parallel"))
+        for axis, name in (
+            ("cp", f"context parallel ({CP_NAMES.get(facts.techniques.cp_style, 'ring')})"),
+            ("ep", "expert parallel"),
+            ("tp", "tensor parallel"),
+        )
         if getattr(layout, axis) > 1
     ]
     text = " × ".join(names)
     return text[:1].upper() + text[1:]
 
 
-def sentences(facts: Facts) -> list[str]:
-    """What each technique of the layout means."""
+def sentences(facts: Facts, shown: str = "those in the frame") -> list[str]:
+    """What each technique of the layout means.
+
+    Args:
+        shown: which of a rank's tokens are those that sequence parallelism leaves it.
+    """
     layout, technique = facts.layout, facts.techniques.data_parallel
     if layout.ranks == 1:
         return ["One device has everything: weights, gradients, optimizer state and all samples. Nothing travels."]
@@ -110,16 +118,18 @@ def sentences(facts: Facts) -> list[str]:
         texts.append(CP[facts.techniques.cp_style])
     if layout.pp > 1:
         texts.append(f"The samples of a step go through the stages in {facts.held(0).microbatches} micro-batches.")
-    return [*texts, SEQUENCE] if facts.between_products(0) else texts
+    return [*texts, SEQUENCE.format(shown=shown)] if facts.between_products(0) else texts
 
 
 def others(facts: Facts, shown: Sequence[int]) -> list[str]:
     """Of the ranks that are not drawn in full, and of the groups that they form with those that are."""
     left, hosts = facts.layout.ranks - len(shown), len(facts.hosts)
     where = f"on {hosts:,} hosts" if hosts > 1 else "on the same host"
+    if hosts > 1 and len(shown) == facts.hosts[0]:
+        where = f"on {hosts - 1:,} more host{'s' * (hosts > 2)}"
     lines = [
-        f"Ranks {shown[0]} to {shown[-1]} in full. The other {left:,}, {where} together, hold and send as much: the "
-        f"parts that their places say." + " Hosts of so many ranks are assumed: --site says which." * facts.assumed
+        f"Ranks {shown[0]} to {shown[-1]} in full. The other {left:,}, {where}, hold and send as much: each the parts "
+        f"of its own coordinates." + " Hosts of so many ranks are assumed: --site says which." * facts.assumed
     ]
     groups = facts.groups(0)
     for axis, sent in facts.sent(0).items():
@@ -136,8 +146,9 @@ def meaning(facts: Facts, flow: Flow) -> str:
     """What a flow is for; empty where nothing is known."""
     if flow.axis == "pp" and flow.operation == "send" and facts.loops:
         return "activations, and in backward their gradients, between stages"
-    kind = "cp" if flow.axis.startswith("cp") and flow.operation in ("send", "all_to_all") else flow.axis
-    kind = "data" if kind in DATA and kind == flow.axis and (kind != "cp" or flow.operation != "send") else kind
+    kind = "data" if flow.axis in DATA else flow.axis
+    if flow.axis.startswith("cp") and flow.operation in ("send", "all_to_all"):
+        kind = "cp"  # of attention: over cp FSDP gathers and reduces as well
     if (kind, flow.operation, flow.part) == ("data", "all_gather", "forward") and not facts.frees_weights:
         return "a layer's weights, before it computes; they stay until the step ends"
     small = "a few numbers: the gradients' norm, the loss"
