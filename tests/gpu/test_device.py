@@ -3,6 +3,7 @@
 Without one nothing is checked: a skip that can be seen, or a failure where MMM_GPU_TESTS=required is set.
 """
 
+import json
 import os
 import subprocess
 import sys
@@ -132,6 +133,23 @@ def test_speed(training, kind, capfd):
             f"8 sequences of 1,024 tokens"
         )
     assert losses[-1] < first
+
+
+@pytest.mark.timeout(600)
+def test_a_step_takes_what_was_predicted(tmp_path, monkeypatch, capfd):
+    """By the rates that are measured of this device, of a model of which the host does not decide."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    subprocess.run([sys.executable, "-m", "mmm.cli.main", "machine", "--measure"], check=True)
+    sizes = "--preset llama-1b --n_layers 8 --dataset random --vocab_size 32000 --seq_length 2048 --global_batch_size 4"
+    where = "--eval_every 0 --eval_batches 1 --max_iters 31 --log_every 10 --no-plots --outdir"
+    words = ["-m", "mmm.trainer.lm", *sizes.split(), *where.split(), str(tmp_path / "run")]
+    subprocess.run([sys.executable, *words], check=True)
+    config = json.loads((tmp_path / "run/config.json").read_text())
+    ratio = {of: config["measured"][of] / config["predicted"][of] for of in ("step_seconds", "peak_bytes")}
+    with capfd.disabled():
+        print(f"\nmeasured over predicted: step {ratio['step_seconds']:.3f}, memory {ratio['peak_bytes']:.3f}")
+    assert 0.75 < ratio["step_seconds"] < 1.33
+    assert 0.9 < ratio["peak_bytes"] < 1.1
 
 
 def test_the_host_waits_for_rows_alone(training, kind, capfd, monkeypatch):

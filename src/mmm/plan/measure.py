@@ -1,5 +1,5 @@
 """``mmm machine --measure``: what products, memory, layers and collectives reach here, as a machine file of one host,
-whose efficiencies are 1, because its rates are what programs reach. Compute is that of one thread on a CPU."""
+whose efficiencies are 1 where its rates are what programs reach. Compute is that of one thread on a CPU."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import socket
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -25,7 +25,7 @@ from mmm.parallel.tp.tensor_parallel import apply_tensor_parallel
 from mmm.plan.memory import MemoryModel
 from mmm.plan.models import language_spec
 from mmm.processes import fork_ranks
-from mmm.runtime.device import is_available, synchronize
+from mmm.runtime.device import choose_device, is_available, synchronize
 from mmm.runtime.memory import device_memory, host_memory
 from mmm.runtime.process_group import all_gather, process_group
 from mmm.runtime.ranks import Rank
@@ -33,13 +33,36 @@ from mmm.torch_private.dry_run import register_fake_group
 from mmm.traffic.collective_bytes import factor
 
 TRIES, PATIENCE, RANKS = 12, 600.0, 2  # PATIENCE: s that the collectives may take on RANKS ranks
-PRODUCT, STREAM = 768, 1 << 24  # rows of the square matrices; elements of the tensors that are added
-SMALL, LARGE = 1 << 8, 1 << 19  # elements of a collective, for its latency and for its bandwidth
+SMALL = 1 << 8  # elements of a collective, for its latency
 BETWEEN, PRODUCTS, ROUNDS = 384, 3, 8  # rows and number of the products before each of the collectives of one try
 TINY = TransformerConfig(dim=32, n_layers=1, n_heads=4, n_kv_heads=4, ffn_dim=64, vocab_size=64)
 USUAL = TransformerConfig(dim=256, n_layers=1, n_heads=8, n_kv_heads=8, ffn_dim=704, vocab_size=64)
 DTYPES = {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.bfloat16}
+# Of the largest product, what a model's reach on an accelerator: found on A100, and right on an H200 (docs/plan.md).
+OF_LARGEST_PRODUCT = 0.75
 EFFICIENCIES = ("matmul_efficiency", "memory_efficiency", "link_efficiency", "network_efficiency")
+
+
+class Sizes(NamedTuple):
+    """Rows of the square matrices, elements of the tensors that are added, and of a collective for its bandwidth. Large
+    enough for the device: of a small product on an accelerator, no more is seen than how the host starts it."""
+
+    product: int
+    stream: int
+    large: int
+
+
+ON_CPU, ON_ACCELERATOR = Sizes(768, 1 << 24, 1 << 19), Sizes(8192, 1 << 28, 1 << 26)
+
+
+def sizes_for(device: torch.device) -> Sizes:
+    return ON_CPU if device.type == "cpu" else ON_ACCELERATOR
+
+
+def devices_here(rank: Rank) -> tuple[str, int]:
+    """Their kind and number. For a forked process: ranks forked from one that has looked could not use a device."""
+    kind = next((kind for kind in ("cuda", "xpu") if is_available(kind)), "cpu")
+    return kind, min(os.cpu_count() or 1, 4) if kind == "cpu" else getattr(torch, kind).device_count()
 
 
 def best_seconds(work: Callable[[], Any], device: torch.device, waits: bool = False) -> float:
@@ -87,10 +110,15 @@ def tensor_parallel_seconds(device: torch.device) -> float:
         dist.destroy_process_group()
 
 
-def collective_seconds(rank: Rank) -> dict[str, float]:
-    """On each rank of a group over gloo: seconds that collectives add to the products between them. As in a step: a
-    rank that computes comes late, one that waits has to be woken, and what a collective copies left the cache."""
-    a, device = torch.ones(BETWEEN, BETWEEN), torch.device("cpu")
+def collective_seconds(rank: Rank, kind: str) -> dict[str, float]:
+    """On each rank of a group: seconds that collectives add to the products between them. As in a step: a rank that
+    computes comes late, one that waits has to be woken, and what a collective copies left the cache.
+
+    Args:
+        kind: of the ranks' devices.
+    """
+    device = choose_device(kind, rank)
+    a, large = torch.ones(BETWEEN, BETWEEN, device=device), sizes_for(device).large
 
     def seconds_of(call: Callable[[], Any]) -> float:
         def work() -> None:
@@ -104,8 +132,9 @@ def collective_seconds(rank: Rank) -> dict[str, float]:
     seconds: dict[str, float] = {}
     with process_group(rank, device, PATIENCE):
         alone = seconds_of(lambda: None)
-        for count, name in ((SMALL, "small"), (LARGE, "large")):
-            part, full, summed = torch.ones(count), torch.empty(count * rank.world_size), torch.ones(count)
+        for count, name in ((SMALL, "small"), (large, "large")):
+            part, summed = torch.ones(count, device=device), torch.ones(count, device=device)
+            full = torch.empty(count * rank.world_size, device=device)
             dist.barrier()
             gathered = seconds_of(lambda full=full, part=part: all_gather(full, part))  # type: ignore[misc]
             dist.barrier()
@@ -118,37 +147,42 @@ def measured_rates(device: torch.device, seconds: dict[str, float]) -> dict[str,
     """Fields of the machine file: what this host and its device reach. Sets the number of threads.
 
     Args:
-        seconds: of `collective_seconds`.
+        seconds: of `collective_seconds`; empty where there is one device.
     """
-    on_cpu, rates = device.type == "cpu", {}
+    on_cpu, rates, sizes = device.type == "cpu", {}, sizes_for(device)
     if on_cpu:
         torch.set_num_threads(1)  # a rank has one core
     for name, dtype in DTYPES.items():
-        a = torch.ones(PRODUCT, PRODUCT, device=device, dtype=dtype)
-        rates[name] = 2 * PRODUCT**3 / best_seconds(lambda a=a: a @ a, device)  # type: ignore[misc]
-    x, y = torch.ones(STREAM, device=device), torch.ones(STREAM, device=device)
+        a = torch.randn(sizes.product, sizes.product, device=device).to(dtype)  # equal elements take less power
+        rates[name] = 2 * sizes.product**3 / best_seconds(lambda a=a: a @ a, device)  # type: ignore[misc]
+    x, y = torch.ones(sizes.stream, device=device), torch.ones(sizes.stream, device=device)
     stream = 3 * x.nbytes / best_seconds(lambda: x.add_(y), device)  # read twice, written once
     layer = forward_seconds(TransformerBlock(TINY).to(device), TINY, device, 1, 4, 4)
     if on_cpu:  # an accelerator's kernels are as fast as its memory
         stream = min(stream, layer_traffic_rate(device, rates["fp32"], layer))
-    links = [
-        factor(name, RANKS) * size / max(seconds[f"{name} large"] - seconds[f"{name} small"], 1e-9)
-        for name, size in (("all_gather", LARGE * 4 * RANKS), ("all_reduce", LARGE * 4))  # bytes
-    ]
     return {
         "peak_flops": rates,
         "memory_bandwidth": stream,
-        "link_bandwidth": sum(links) / len(links),
-        "link_latency": seconds["all_gather small"] / (RANKS - 1),
+        **link_rates(seconds, sizes.large),
         "layer_overhead": layer,
         "tensor_overhead": max(tensor_parallel_seconds(device) - layer, 0.0),
     }
 
 
-def machine_data(device: torch.device, rates: dict[str, Any]) -> dict[str, Any]:
-    """The machine file of this host. rates: of `measured_rates`."""
+def link_rates(seconds: dict[str, float], large: int) -> dict[str, float]:
+    """Of what `collective_seconds` says of collectives of `large` elements; none where there is one device."""
+    if not seconds:
+        return {}
+    links = [
+        factor(name, RANKS) * size / max(seconds[f"{name} large"] - seconds[f"{name} small"], 1e-9)
+        for name, size in (("all_gather", large * 4 * RANKS), ("all_reduce", large * 4))  # bytes
+    ]
+    return {"link_bandwidth": sum(links) / len(links), "link_latency": seconds["all_gather small"] / (RANKS - 1)}
+
+
+def machine_data(device: torch.device, per_host: int, rates: dict[str, Any]) -> dict[str, Any]:
+    """The machine file of this host. per_host: its ranks. rates: of `measured_rates`."""
     on_cpu, cores, host = device.type == "cpu", os.cpu_count() or 1, float(host_memory() or 0)
-    per_host = min(cores, 4) if on_cpu else getattr(torch, device.type).device_count()
     memory = host / per_host if on_cpu else float(device_memory(device) or 0)
     data = {
         "name": platform.node() or "here",
@@ -159,15 +193,21 @@ def machine_data(device: torch.device, rates: dict[str, Any]) -> dict[str, Any]:
         "gpu_memory": memory,
         "host_memory": host,
         **rates,
-        "host_memory_bandwidth": rates["memory_bandwidth"] * per_host,
         **dict.fromkeys(EFFICIENCIES, 1.0),
-        **({"cores": cores, "overlap": 0.0, "memory_reserve": 0.0} if on_cpu else {}),
     }
+    if on_cpu:
+        data |= {"host_memory_bandwidth": rates["memory_bandwidth"] * per_host}
+        data |= {"cores": cores, "overlap": 0.0, "memory_reserve": 0.0}
+    else:
+        data["matmul_efficiency"] = OF_LARGEST_PRODUCT
     source = f"measured by mmm machine --measure on {socket.gethostname()}, torch {torch.__version__}"
     sources = dict.fromkeys((*rates, "ranks_per_host", "gpu_memory", "host_memory", "cores"), source)
-    sources |= dict.fromkeys(("link_bandwidth", "link_latency"), f"{source}; gloo, {RANKS} ranks")
+    sources |= {name: f"{source}; {RANKS} ranks" for name in ("link_bandwidth", "link_latency") if name in rates}
     sources |= dict.fromkeys(EFFICIENCIES, "the rates are measured")
-    sources["overlap"] = "assumed: on a CPU communication and compute share the cores"
+    if on_cpu:
+        sources["overlap"] = "assumed: on a CPU communication and compute share the cores"
+    else:
+        sources["matmul_efficiency"] = "assumed: of the largest product, the ratio found on A100"
     return {**data, "sources": sources}
 
 
@@ -177,9 +217,12 @@ def measure_machine(path: Path) -> Machine:
     if path.is_dir():
         raise ConfigError(f"{path}: that is a folder; name a file for what is measured")
     try:
-        seconds = fork_ranks(collective_seconds, RANKS, timeout=PATIENCE)[0]  # some drivers do not survive a fork
-        device = torch.device(next((kind for kind in ("cuda", "xpu") if is_available(kind)), "cpu"))
-        data = machine_data(device, measured_rates(device, seconds))
+        ((kind, per_host),) = fork_ranks(devices_here, 1, timeout=PATIENCE)
+        seconds: dict[str, float] = {}
+        if kind == "cpu" or per_host >= RANKS:  # before this process uses a device
+            seconds = fork_ranks(collective_seconds, RANKS, kind, timeout=PATIENCE)[0]
+        device = torch.device(kind)
+        data = machine_data(device, per_host, measured_rates(device, seconds))
     finally:
         torch.set_num_threads(threads)
     try:
