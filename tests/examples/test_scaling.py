@@ -62,10 +62,10 @@ def test_a_record_of_another_line_is_no_point(monkeypatch, tmp_path):
     line = [*LINE, str(tmp_path)]
     config = {"command": line, "ranks": [{}], "layout": "1", "global_batch_size": 4}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    monkeypatch.setattr(scaling_report.mmm.history, "state", lambda _: "running")
+    monkeypatch.setattr(scaling_report, "state", lambda _: "running")
     assert read_point(1, line) is None
-    monkeypatch.setattr(scaling_report.mmm.history, "state", lambda _: "finished")
-    monkeypatch.setattr(scaling_report.mmm.history, "load", lambda _: pytest.fail("it was read"))
+    monkeypatch.setattr(scaling_report, "state", lambda _: "finished")
+    monkeypatch.setattr(scaling_report, "load", lambda _: pytest.fail("it was read"))
     assert read_point(2, line) is None
     assert read_point(1, [*LINE, "--max_iters", "3", str(tmp_path)]) is None
 

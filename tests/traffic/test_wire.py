@@ -9,9 +9,9 @@ from torch.distributed.tensor.parallel import loss_parallel
 
 from mmm.models.transformer import Transformer, TransformerConfig
 from mmm.parallel import Layout, apply, build_mesh, cross_entropy, materialize
-from mmm.parallel.dp.zero import all_gather, reduce_scatter
 from mmm.parallel.plans.transformer import transformer_plan
 from mmm.runtime.device import Precision
+from mmm.runtime.process_group import all_gather, reduce_scatter
 from mmm.traffic.collective_bytes import RECEIVE, Call, factor
 from mmm.traffic.count import count_traffic
 from mmm.traffic.socket_bytes import sent_since, socket_bytes

@@ -12,8 +12,7 @@ from torch.distributed.pipelining import PipelineStage
 
 from mmm.bubble.formula import bubble_formula
 from mmm.bubble.replay import PipelineTimeline, gather, replay
-from mmm.history.plots.files import plot_timeline
-from mmm.history.plots.timeline import Panel, Span, legend_text, timeline_text
+from mmm.history.plots.timeline import Panel, Span, legend_text, plot_timeline, timeline_text
 from mmm.parallel.pp.pipeline import StageTimes, TimedStage, sum_over_stages
 from mmm.parallel.pp.recorder import Action, Recorder
 from mmm.runtime.clock import StepClock

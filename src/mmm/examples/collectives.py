@@ -33,14 +33,13 @@ from mmm.errors import ConfigError
 from mmm.examples import _support as example
 from mmm.examples._support import collective_boxes
 from mmm.layout import Layout
-from mmm.parallel.dp.zero import all_gather, reduce_scatter
 from mmm.runtime.device import synchronize
-from mmm.runtime.process_group import gather_floats
+from mmm.runtime.process_group import all_gather, gather_floats, reduce_scatter
 from mmm.runtime.ranks import whoami
 from mmm.traffic.collective_bytes import factor
 from mmm.trainer.config.run import BaseOptions
+from mmm.trainer.run.hang import Hang
 from mmm.trainer.run.record import add_row
-from mmm.trainer.run.standard import start_run
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,7 +120,8 @@ def train(config: Config) -> None:
         raise ConfigError("--break absent on 1 rank: nobody waits for it; start with `launch -n 4`")
     if config.break_:
         config = replace(config, run=replace(config.run, timeout=min(config.run.timeout, 3.0)))
-    with start_run("collectives", config, Layout().fit(ranks)) as run:
+    hooks = [example.Agreement(), Hang(), example.StartUp(), example.Record()]
+    with example.start_run("collectives", config, Layout().fit(ranks), hooks) as run:
         if config.break_ and run.rank.rank == ranks - 1:
             sleep(10 * config.run.timeout)
         shown: dict[str, list] = {}

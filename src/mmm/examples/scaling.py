@@ -29,15 +29,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-import mmm.history
 from mmm.errors import ConfigError
-from mmm.examples import _support as example
 from mmm.examples._support.scaling_report import Point, read_point, table, write_report
+from mmm.history.record.folder import prepare
 from mmm.launch.plan import scheduler
 from mmm.machines import find
 from mmm.machines.machine import Machine
 from mmm.plan.script import job_script
 from mmm.runtime.ranks import whoami
+from mmm.trainer.config.command_line import parse, run_main
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,7 +128,7 @@ def main(config: Config) -> None:
     if whoami().source != "alone":
         raise ConfigError("scaling launches the ranks of each point itself: start it without `launch`")
     machine = cluster(config)
-    outdir = mmm.history.prepare(config.outdir, "scaling")
+    outdir = prepare(config.outdir, "scaling")
     points: dict[int, Point | None] = {}
     for ranks in config.numbers():
         line = program_line(config, ranks, outdir)
@@ -147,4 +147,4 @@ def main(config: Config) -> None:
 
 
 if __name__ == "__main__":
-    example.run_main(lambda: main(example.parse(Config, __doc__)))
+    run_main(lambda: main(parse(Config, __doc__)))

@@ -22,7 +22,9 @@ from typing import Any, NamedTuple
 
 import torch
 
+from mmm.data.text.tokens import BYTES
 from mmm.errors import LayoutError
+from mmm.examples import _support as example
 from mmm.layout import Layout, Techniques, batch_sizes
 from mmm.models.transformer import Transformer, TransformerConfig
 from mmm.parallel import build_mesh
@@ -32,11 +34,8 @@ from mmm.parallel.plans.transformer import transformer_plan
 from mmm.runtime.ranks import whoami
 from mmm.traffic.formulas import expected_traffic
 from mmm.traffic.step_table import Sent, count_step, max_rel_diff, table
-from mmm.trainer import BatchOptions, parse, run_main, start_run
-from mmm.trainer.config.data import TextOptions
-from mmm.trainer.config.model import SmallTransformerOptions
+from mmm.trainer.config.run import BatchOptions
 from mmm.trainer.config.spec import RunSpec
-from mmm.trainer.run.core import Run
 
 LIMIT = 0.05
 
@@ -47,8 +46,8 @@ class Config:
 
     microbatches: int = 4
     """Of the pipelines."""
-    model: SmallTransformerOptions = SmallTransformerOptions(n_layers=4, n_kv_heads=4)
-    data: TextOptions = TextOptions(seq_length=64)
+    model: example.SmallTransformerOptions = example.SmallTransformerOptions(n_layers=4, n_kv_heads=4)
+    data: example.PlainTextOptions = example.PlainTextOptions(seq_length=64)
     run: BatchOptions = BatchOptions(dtype="fp32")
 
 
@@ -82,7 +81,9 @@ def on_meta(sizes: TransformerConfig) -> Transformer:
         return Transformer(sizes)
 
 
-def measure(run: Run, case: TrafficCase, partition: Partition, sizes: TransformerConfig, size: int) -> list[Sent]:
+def measure(
+    run: example.Run, case: TrafficCase, partition: Partition, sizes: TransformerConfig, size: int
+) -> list[Sent]:
     """The third step on a layout, by rank. A collective. size: samples of the global batch."""
     layout, plan, seed = case.layout, transformer_plan(sizes), run.seed
     mesh, model = build_mesh(layout, run.device.type, run.options.timeout), on_meta(sizes)
@@ -109,13 +110,12 @@ def measure(run: Run, case: TrafficCase, partition: Partition, sizes: Transforme
 
 def train(config: Config) -> bool:
     """Every layout, and the table. Whether all are within 5 % of the formula."""
-    ranks, sources = whoami().world_size, config.data.sources()
-    sizes = config.model.sizes(None if sources is None else sources.vocab_size)
+    ranks, sizes = whoami().world_size, config.model.sizes(BYTES)
     if ranks == 1:
         start = "start with `launch -n 4 --device cpu python3 -m mmm.examples.traffic`"
         raise LayoutError(f"1 rank: there is nobody to send to; {start}")
     _, size = batch_sizes(config.run.batch_size, config.run.global_batch_size, ranks, default=4)
-    data = config.data.load(sources, sizes.vocab_size, config.run.seed)
+    data = config.data.load(sizes.vocab_size, config.run.seed)
     model, plan = on_meta(sizes), transformer_plan(sizes)
     data.train.steps_per_epoch(size)  # there is one
     partitions, why_not = {}, {}
@@ -128,7 +128,9 @@ def train(config: Config) -> bool:
     if not partitions:
         raise next(iter(why_not.values()))
     resolved = RunSpec(layout=Layout().fit(ranks), data=data)
-    with start_run("traffic", config, resolved) as run:
+    with example.start_run(
+        "traffic", config, resolved, [example.Agreement(), example.StartUp(), example.Record()]
+    ) as run:
         run.describe(model=sizes, global_batch_size=size)
         for case, why in why_not.items():
             run.note(f"{case.name} left out: {why}")
@@ -145,4 +147,4 @@ def train(config: Config) -> bool:
 
 
 if __name__ == "__main__":
-    run_main(lambda: sys.exit(not train(parse(Config, __doc__))))
+    example.run_main(lambda: sys.exit(not train(example.parse(Config, __doc__))))

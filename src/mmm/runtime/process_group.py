@@ -241,8 +241,9 @@ def bound_if_it_splits() -> Iterator[None]:
         group.bound_device_id = device
 
 
-# PyTorch 2.13 has a new name for it, and warns of the old one.
+# PyTorch 2.13 has new names for them, and warns of the old ones.
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 def gather_table(own: Tensor) -> Tensor:

@@ -11,12 +11,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from mmm.parallel import partition_model
+from mmm.parallel.plans.cnn import cnn_plan
 from mmm.runtime.ranks import whoami
 from mmm.trainer.config.cnn import CNNOptions, CNNSpec, resolve_cnn
 from mmm.trainer.config.command_line import parse, run_main
 from mmm.trainer.config.images import ImageOptions
 from mmm.trainer.config.layout import LayoutOptions, techniques_of
 from mmm.trainer.config.profile import ProfileOptions
+from mmm.trainer.config.resolve_plan import ParallelSpec
 from mmm.trainer.config.training import ClippedOptions, EpochRun, TrainerCheckpoint, check_resume
 from mmm.trainer.loop.fit import FitConfig, fit
 from mmm.trainer.loop.image_task import ImageTask
@@ -49,8 +52,8 @@ class Config:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlannedCNNSpec(CNNSpec):
-    """What a run of the MNIST net needs."""
+class PlannedCNNSpec(CNNSpec, ParallelSpec):
+    """What a run of the MNIST net needs, and how `mmm.parallel` parallelizes it."""
 
     def as_planned(self, flops: bool) -> ModelSpec:
         from mmm.plan.image_models import cnn_spec  # a prediction alone needs it
@@ -59,10 +62,11 @@ class PlannedCNNSpec(CNNSpec):
 
 
 def resolve(config: Config) -> PlannedCNNSpec:
-    """`resolve_cnn`, on the layout that the flags ask for."""
+    """`resolve_cnn`, on the layout that the flags ask for, and how the package parallelizes the net."""
     layout, techniques = config.layout.fit(whoami().world_size), techniques_of(config.layout)
-    spec = resolve_cnn(config.model, config.data, config.run, layout, techniques, config.optimizer)
-    return PlannedCNNSpec(**vars(spec))
+    own, plan = resolve_cnn(config.model, config.data, config.run, layout, techniques, config.optimizer), cnn_plan()
+    partition = partition_model(own.model, plan, layout, techniques, own.sample, config.run.dtype)
+    return PlannedCNNSpec(**vars(own), plan=plan, partition=partition)
 
 
 def train(config: Config) -> None:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from mmm.examples._support.text import PlainTextConfig, resolve_own
 from mmm.layout import Layout, Techniques
-from mmm.models.experts import transformer_of
-from mmm.parallel import Mesh
+from mmm.models.experts import has_experts, transformer_of
+from mmm.parallel import Mesh, apply, build_mesh, materialize
+from mmm.parallel.dp.wrapped import unwrapped
 from mmm.parallel.plans.transformer import transformer_plan
 from mmm.trainer.config.resolve_plan import ParallelSpec, resolve_plan
-from mmm.trainer.run.build import on_mesh
 from mmm.trainer.run.core import Run
+from mmm.trainer.run.tables import sharded_model
 
 
 def resolve(
@@ -23,4 +24,9 @@ def resolve(
 
 def parallelize_by_package(run: Run, resolved: ParallelSpec) -> Mesh:
     """Make the mesh, and on it the model with its initial weights, by the package; log it. A collective."""
-    return on_mesh(run, resolved.model, resolved.plan, resolved.techniques)[0]
+    model = resolved.model
+    mesh = build_mesh(run.layout, run.device.type, run.options.timeout, experts=has_experts(model))
+    trained = apply(model, mesh, resolved.plan, run.precision, resolved.techniques)
+    materialize(trained, run.device, run.seed)
+    run.log.info("%s\n%s", mesh, sharded_model(unwrapped(trained)), stacklevel=2)
+    return mesh

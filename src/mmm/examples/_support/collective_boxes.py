@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mmm.history.plots.files import plot_figure
+from mmm.history.plots.save import plot_figure
 from mmm.history.plots.style import new_figure, text_on, theme
 from mmm.palette import LIGHT, SERIES, YELLOW
 from mmm.runtime.log import log_through

@@ -12,7 +12,7 @@ from mmm.examples._support.mistakes import STEPS, OneDevice, mistake_of
 from mmm.layout import PADDING
 from mmm.models.cnn import CNN
 from mmm.trainer.config.cnn import CNNSpec
-from mmm.trainer.loop.image_task import ImageTask, evaluate_images
+from mmm.trainer.loop.image_task import ImageTask, evaluate_images, measure_of
 from mmm.trainer.loop.progress import epochs_bar
 from mmm.trainer.run.core import Run
 from mmm.trainer.run.steps import Step, laps_updates
@@ -67,7 +67,7 @@ def image_steps(
                 {"epoch": number // per_epoch + 1},
                 {"train_loss": sum(losses[1:], losses[0]) / len(losses)},
                 samples=len(losses) * resolved.global_batch_size,
-                more={**rates, **step.row, **evaluate_images(run, model, task.test_loader)},
+                more={**rates, **step.row, **evaluate_images(run, measure_of(model), task.test_loader)},
                 depth=2,
             )
             losses.clear()

@@ -10,11 +10,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-import mmm.history
 from mmm.errors import RecordError
 from mmm.history.plots.series import PART_NAMES, PARTS
 from mmm.history.plots.style import new_figure, save, style, theme
 from mmm.history.record.dataset import Columns, write_dataset
+from mmm.history.record.reader import load, state
 from mmm.palette import BLUE, ORANGE, PURPLE, STEP_PARTS
 
 SKIPPED = 2  # rows: the first steps start what is slow to start
@@ -53,9 +53,9 @@ def read_point(ranks: int, line: Sequence[str]) -> Point | None:
     folder = Path(line[-1])
     try:
         config = json.loads((folder / "config.json").read_text("utf-8"))
-        if config["command"] != list(line) or len(config["ranks"]) != ranks or mmm.history.state(folder) != "finished":
+        if config["command"] != list(line) or len(config["ranks"]) != ranks or state(folder) != "finished":
             return None
-        ds = mmm.history.load(folder).isel(draw=slice(SKIPPED, None))
+        ds = load(folder).isel(draw=slice(SKIPPED, None))
     except (OSError, ValueError, KeyError, RecordError):
         return None
 

@@ -1,8 +1,10 @@
 """A timeline of ranks: a row a rank, a box an action; as a picture, or as characters for a terminal."""
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+from mmm.history.plots.save import list_files, plot_figure, save_text
 from mmm.palette import PIPELINE
 
 if TYPE_CHECKING:
@@ -46,6 +48,17 @@ class Panel(NamedTuple):
         spans = [span for row in self.rows for span in row]
         start = min(span.begin for span in spans)
         return start, max(start + self.until, *(span.end for span in spans))
+
+
+def plot_timeline(panels: Sequence[Panel], title: str, outdir: Path | str, name: str) -> list[Path]:
+    """Draw what ranks do when: ``plots/mplot/pngs/<name>.png``, the svg, ``plots/tplot/<name>.txt``; the files written.
+
+    Nothing is raised: what cannot be drawn or written is a warning.
+    """
+    folder = Path(outdir)
+    written = save_text(lambda: "\n\n".join(map(timeline_text, panels)) + "\n", folder, name)
+    list_files(folder, written)
+    return written + plot_figure(lambda: timeline_figure(panels, title), folder, name, (".png", ".svg"))
 
 
 def timeline_text(panel: Panel, width: int = 100) -> str:

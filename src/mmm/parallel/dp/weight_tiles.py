@@ -37,9 +37,8 @@ from torch.nn import functional as F
 
 from mmm.errors import ConfigError, config_field
 from mmm.layout import UNSHARDED, Layout, Techniques
-from mmm.parallel.dp.zero import reduce_scatter
 from mmm.parallel.plan import Plan, find
-from mmm.runtime.process_group import all_gather
+from mmm.runtime.process_group import all_gather, reduce_scatter
 
 
 class TiledLinear(nn.Linear):

@@ -58,11 +58,8 @@ from mmm.parallel.ep.expert_parallel import expert_dim
 from mmm.parallel.local import to_local
 from mmm.parallel.mesh import Mesh
 from mmm.runtime.device import Precision
-from mmm.runtime.process_group import all_gather
+from mmm.runtime.process_group import all_gather, reduce_scatter
 from mmm.torch_private.fsdp import set_local, shards_version
-
-# PyTorch 2.13 has a new name for it, and warns of the old one.
-reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 class ShardedParameter(Part):

@@ -10,10 +10,9 @@ import torch
 from mmm.errors import ConfigError
 from mmm.layout import Layout, Techniques, batch_sizes
 from mmm.models.cnn import CNN, CNNConfig
-from mmm.parallel.plans.cnn import check_cnn, cnn_plan
+from mmm.parallel.rules import cnn_rules, refuse
 from mmm.runtime.ranks import whoami
 from mmm.trainer.config.images import ImageOptions, check_images
-from mmm.trainer.config.resolve_plan import ParallelSpec, resolve_plan
 from mmm.trainer.config.run import ScaledOptions, StepOptions
 from mmm.trainer.config.spec import TrainingSpec, with_scaled_lr
 
@@ -47,7 +46,7 @@ class CNNOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class CNNSpec(ParallelSpec):
+class CNNSpec(TrainingSpec):
     """What a run of the net needs.
 
     Attributes:
@@ -90,7 +89,7 @@ def resolve_cnn(
     sizes = CNNConfig(channels=channels, image_size=size, classes=len(data.classes))
     if not (options.dropout and dropout):
         sizes = sizes.without_dropout()
-    check_cnn(sizes, layout)
+    refuse(cnn_rules(sizes, layout))
     with torch.device("meta"):
         model, sample = CNN(sizes), torch.zeros(local_batch_size, *data.shape)
     steps_per_epoch = check_images(data, global_batch_size, layout.dp)
@@ -105,6 +104,4 @@ def resolve_cnn(
         optimizer=optimizer.optimizer,
     )
     spec = with_scaled_lr(spec, optimizer, defaults.global_batch or defaults.batch)
-    parallel = resolve_plan(spec, cnn_plan(), run.dtype)
-    gamma = defaults.gamma if options.gamma is None else options.gamma
-    return CNNSpec(**vars(parallel), gamma=gamma)
+    return CNNSpec(**vars(spec), gamma=defaults.gamma if options.gamma is None else options.gamma)

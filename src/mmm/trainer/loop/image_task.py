@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mmm.data import Batch
-from mmm.data.images.batches import ImageBatch, ImageBatches, ImageLoader, evaluation
+from mmm.data.images.batches import ImageBatches, ImageLoader, evaluation
 from mmm.layout import PADDING
 from mmm.models.dropout import sample_keys
 from mmm.parallel.local import detached
-from mmm.parallel.parallel_model import ParallelModel
 from mmm.trainer.config.spec import TrainingSpec
 from mmm.trainer.loop.tasks import Task
 from mmm.trainer.run.core import Run
+
+if TYPE_CHECKING:
+    from mmm.parallel.parallel_model import ParallelModel
 
 TEST_BATCH = 64
 
@@ -49,7 +51,8 @@ class ImageTask(Task):
             yield Batch(batch.images, batch.labels, batch.count, sample_keys=keys)
 
     def evaluate(self, model: ParallelModel) -> dict[str, float]:
-        return evaluate_images(self.run, model, self.test_loader)
+        model.train(False)
+        return evaluate_images(self.run, lambda *batch: model.measure(*batch, summed_loss, correct), self.test_loader)
 
 
 def summed_loss(logits: Tensor, labels: Tensor) -> Tensor:
@@ -63,24 +66,26 @@ def correct(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def evaluate_images(run: Run, model: nn.Module | ParallelModel, loader: ImageLoader) -> dict[str, float]:
-    """Mean loss ``test_loss`` and accuracy ``test_acc`` in percent, dropout off. A collective.
+def evaluate_images(run: Run, measure: Callable[[Tensor, Tensor], Tensor], loader: ImageLoader) -> dict[str, float]:
+    """Mean loss ``test_loss`` and accuracy ``test_acc`` in percent. A collective.
 
     Args:
+        measure: of images and labels, `summed_loss` and `correct` of a model in evaluation mode, (2,) float64.
         loader: of `mmm.data.images.batches.evaluation`: what only pads a batch has weight 0.
     """
-    model.train(False)
     images = loader.batches.image_set.samples
     batches = (batch.to(run.device, run.precision.storage) for batch in loader.epoch())
-    first, *others = (_measure(model, batch) for batch in batches)
+    first, *others = (measure(b.images, b.labels.masked_fill(b.weights == 0, PADDING)) for b in batches)
     loss, right = (total / images for total in run.global_sums(sum(others, first)))
     return {"test_loss": loss, "test_acc": 100 * right}
 
 
-def _measure(model: nn.Module | ParallelModel, batch: ImageBatch) -> Tensor:
-    """`summed_loss` and `correct` of a batch, (2,) float64."""
-    labels = batch.labels.masked_fill(batch.weights == 0, PADDING)
-    if isinstance(model, ParallelModel):
-        return model.measure(batch.images, labels, summed_loss, correct)
-    logits = model(batch.images)
-    return torch.stack([detached(summed_loss(logits, labels)), detached(correct(logits, labels))])
+def measure_of(model: nn.Module) -> Callable[[Tensor, Tensor], Tensor]:
+    """`evaluate_images`'s of a plain module, which is set to evaluation mode."""
+    model.eval()
+
+    def measure(images: Tensor, labels: Tensor) -> Tensor:
+        logits = model(images)
+        return torch.stack([detached(summed_loss(logits, labels)), detached(correct(logits, labels))])
+
+    return measure

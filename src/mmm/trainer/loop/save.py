@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -14,10 +15,12 @@ from mmm.history.record.folder import cannot_write
 from mmm.models.draw import canonical_name
 from mmm.parallel.dp.wrapped import unwrapped
 from mmm.parallel.local import unsharded
-from mmm.parallel.parallel_model import ParallelModel
 from mmm.parallel.ties import find_ties
 from mmm.torch_private.groups import ignore_gathers_in_turns
 from mmm.trainer.run.core import Run
+
+if TYPE_CHECKING:
+    from mmm.parallel.parallel_model import ParallelModel
 
 
 def save_model(run: Run, model: nn.Module | ParallelModel) -> Path | None:
@@ -26,7 +29,7 @@ def save_model(run: Run, model: nn.Module | ParallelModel) -> Path | None:
     Returns:
         The file, on rank 0; None elsewhere.
     """
-    modules = model.modules.values() if isinstance(model, ParallelModel) else [model]
+    modules = [model] if isinstance(model, nn.Module) else list(model.modules.values())
     # Ranks that hold the same layers put each tensor together; one of them keeps it, in its host's memory.
     at = run.layout.coordinates(run.rank.rank)
     keeper = not any(place for axis, place in at.items() if axis != "pp")
@@ -35,7 +38,7 @@ def save_model(run: Run, model: nn.Module | ParallelModel) -> Path | None:
     state = {name: tensor.cpu() for name, tensor in full_tensors(modules) if keeper}
     state |= {name: state[first] for name, first in second_names(modules).items() if keeper}
     if run.layout.pp > 1 and keeper:
-        assert isinstance(model, ParallelModel)
+        assert not isinstance(model, nn.Module)  # which has no stages
         state = gather_stages(state, model.mesh["pp"], run.device)
         state |= {name: state[first] for name, first in model.tied_aliases.items() if state}
     if run.outdir is None:

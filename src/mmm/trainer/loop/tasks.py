@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import count
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
@@ -18,9 +19,11 @@ from mmm.checkpoint.model_metadata import ModelMetadata
 from mmm.data import Batch, Tokens
 from mmm.errors import DataError
 from mmm.models.dropout import has_dropout, sample_keys
-from mmm.parallel.parallel_model import ParallelModel
 from mmm.trainer.config.spec import TrainingSpec
 from mmm.trainer.run.core import Run
+
+if TYPE_CHECKING:
+    from mmm.parallel.parallel_model import ParallelModel
 
 
 class Task(ABC):

@@ -12,13 +12,12 @@ from mmm.errors import ConfigError
 from mmm.layout import Techniques
 from mmm.models.experts import has_experts
 from mmm.models.meta import meta_parameters
-from mmm.parallel import Mesh, apply, build_mesh, loaded_values, materialize
+from mmm.parallel import apply, build_mesh, loaded_values, materialize
 from mmm.parallel.dp.wrapped import unwrapped
 from mmm.parallel.initial_weights import InitName
 from mmm.parallel.own_model import check_own_model, refuse_written_parameters
 from mmm.parallel.plan import Plan
 from mmm.parallel.state_dict import StateDict
-from mmm.parallel.values import Values
 from mmm.runtime.ranks import DRY_RUN
 from mmm.runtime.seed import States, derived_seed, generator_states, restore_generators, seed_all
 from mmm.trainer.run.core import Hook, Run
@@ -73,7 +72,10 @@ def build_model(
     if name is not None or construction.unnamed_models:
         seed = derived_seed(seed, "model", name or construction.unnamed_models)
     construction.unnamed_models += name is None
-    trained = on_mesh(run, model, plan, how, seed, "by_name" if dry else init, values)[1]
+    mesh = build_mesh(run.layout, run.device.type, run.options.timeout, experts=has_experts(model))
+    trained = apply(model, mesh, plan, run.precision, how)
+    materialize(trained, run.device, seed, init="by_name" if dry else init, values=values)
+    run.log.info("%s\n%s", mesh, sharded_model(unwrapped(trained)), stacklevel=2)
     refuse_written_parameters(trained)
     return trained
 
@@ -117,24 +119,3 @@ def _construction(run: Run, name: str | None) -> Iterator[None]:
             _construction_of(run).states = generator_states(run.device)
     finally:
         restore_generators(run.device, before)
-
-
-def on_mesh(
-    run: Run,
-    model: nn.Module,
-    plan: Plan,
-    techniques: Techniques,
-    seed: int | None = None,
-    init: InitName | None = None,
-    values: Values | None = None,
-) -> tuple[Mesh, nn.Module]:
-    """The mesh, and on it what to train, with its initial weights; log it. A collective.
-
-    Args:
-        seed: None: the run's. init, values: as for `materialize`.
-    """
-    mesh = build_mesh(run.layout, run.device.type, run.options.timeout, experts=has_experts(model))
-    trained = apply(model, mesh, plan, run.precision, techniques)
-    materialize(trained, run.device, run.seed if seed is None else seed, init=init, values=values)
-    run.log.info("%s\n%s", mesh, sharded_model(unwrapped(trained)), stacklevel=3)
-    return mesh, trained
