@@ -1,8 +1,7 @@
-"""``mmm dry-run`` as a command: whatever program it is given, and the alias ``--dry_run`` of programs."""
+"""``mmm dry-run`` as a command: whatever program it is given."""
 
 import json
 import re
-import subprocess
 import sys
 from pathlib import Path
 
@@ -12,7 +11,6 @@ from mmm.cli import main as cli
 from mmm.cli.dry_run import split, target_of
 from mmm.errors import ConfigError, LaunchError
 from mmm.launch.program.target import Target
-from support.clock import PATIENCE
 
 PAGE = (Path(__file__).parent.parent.parent / "docs" / "your-script.md").read_text(encoding="utf-8")
 EXAMPLE = ["python3", "-m", "mmm.examples.fsdp_tp"]
@@ -147,17 +145,3 @@ def test_an_example_that_runs_its_stages_itself(dry_run, name, layout):
     code, out, err = dry_run(str(4 if name == "pipeline" else 8), "--", "-m", f"mmm.examples.{name}", "--device", "cpu")
     assert code == 0, err
     assert f"layout {layout}, cpu, fp32: 2 of them" in out
-
-
-@pytest.mark.long
-def test_the_alias(tmp_path):
-    """Of several ranks here rank 0 alone follows it."""
-    program = ["python3", "-m", "mmm.trainer.lm", "--device", "cpu", "--preset", "debug", "--dataset", "random"]
-    line = [sys.executable, "-m", "mmm.launch", "-n", "2", "--device", "cpu", *program, "--tp", "2"]
-    line += ["--dry_run", "4", "--dry_run_memory=1KiB"]
-    done = subprocess.run(line, capture_output=True, text=True, check=False, cwd=tmp_path, timeout=PATIENCE)
-    assert done.returncode == 1, done.stdout + done.stderr
-    assert done.stdout.count("dry run of 4 ranks, layout dp2·tp2") == 1
-    same = f"mmm dry-run 4 --memory 1KiB -- {' '.join(program)} --tp 2"
-    assert done.stderr.count(f"--dry_run is an alias of: {same}\n") == 1
-    assert not list(tmp_path.iterdir())

@@ -7,7 +7,7 @@ import mmm.history
 from mmm.errors import ConfigError
 from mmm.trainer import cnn, lm, vit
 from mmm.trainer.config.command_line import configure
-from mmm.trainer.config.run import ScaledOptions
+from mmm.trainer.config.scaled_lr import ScaledOptions
 from support.pool import program_on
 
 FLAGS = {

@@ -34,11 +34,11 @@ from mmm.examples import _support as example
 from mmm.examples._support import collective_boxes
 from mmm.layout import Layout
 from mmm.runtime.device import synchronize
+from mmm.runtime.hang import HangWatch
 from mmm.runtime.process_group import all_gather, gather_floats, reduce_scatter
 from mmm.runtime.ranks import whoami
 from mmm.traffic.collective_bytes import factor
 from mmm.trainer.config.run import BaseOptions
-from mmm.trainer.run.hang import Hang
 from mmm.trainer.run.record import add_row
 
 
@@ -120,8 +120,9 @@ def train(config: Config) -> None:
         raise ConfigError("--break absent on 1 rank: nobody waits for it; start with `launch -n 4`")
     if config.break_:
         config = replace(config, run=replace(config.run, timeout=min(config.run.timeout, 3.0)))
-    hooks = [example.Agreement(), Hang(), example.StartUp(), example.Record()]
-    with example.start_run("collectives", config, Layout().fit(ranks), hooks) as run:
+    hooks = [example.Agreement(), example.StartUp(), example.Record()]
+    started = example.start_run("collectives", config, Layout().fit(ranks), hooks)
+    with started as run, HangWatch(run.rank, run.options.timeout, run.clock):  # which says who has not come
         if config.break_ and run.rank.rank == ranks - 1:
             sleep(10 * config.run.timeout)
         shown: dict[str, list] = {}

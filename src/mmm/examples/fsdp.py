@@ -36,7 +36,8 @@ from mmm.runtime.ranks import whoami
 from mmm.trainer.config.cnn import CNNOptions, resolve_cnn
 from mmm.trainer.config.images import ImageOptions
 from mmm.trainer.config.layout import DataParallelOptions, techniques_of
-from mmm.trainer.config.run import ScaledOptions, StepOptions
+from mmm.trainer.config.run import StepOptions
+from mmm.trainer.config.scaled_lr import ScaledOptions
 from mmm.trainer.loop.save import save_model
 
 

@@ -33,7 +33,7 @@ from mmm.trainer.config.profile import ProfileOptions
 from mmm.trainer.config.resolve_plan import ParallelSpec, chunk_loss, resolve_plan
 from mmm.trainer.config.resolve_text import resolve_text
 from mmm.trainer.config.run import DEFAULT_BATCH_SIZE, ValidationOptions
-from mmm.trainer.config.spec import with_scaled_lr
+from mmm.trainer.config.scaled_lr import with_scaled_lr
 from mmm.trainer.config.training import (
     ExpertOptions,
     MemoryOptions,

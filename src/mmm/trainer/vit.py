@@ -26,7 +26,8 @@ from mmm.trainer.config.layout import LayoutOptions, techniques_of
 from mmm.trainer.config.profile import ProfileOptions
 from mmm.trainer.config.resolve_plan import ParallelSpec, resolve_plan
 from mmm.trainer.config.run import EvaluationOptions
-from mmm.trainer.config.spec import TrainingSpec, with_scaled_lr
+from mmm.trainer.config.scaled_lr import with_scaled_lr
+from mmm.trainer.config.spec import TrainingSpec
 from mmm.trainer.config.training import (
     RecomputeOptions,
     ScheduledOptions,

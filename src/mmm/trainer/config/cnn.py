@@ -13,8 +13,9 @@ from mmm.models.cnn import CNN, CNNConfig
 from mmm.parallel.rules import cnn_rules, refuse
 from mmm.runtime.ranks import whoami
 from mmm.trainer.config.images import ImageOptions, check_images
-from mmm.trainer.config.run import ScaledOptions, StepOptions
-from mmm.trainer.config.spec import TrainingSpec, with_scaled_lr
+from mmm.trainer.config.run import StepOptions
+from mmm.trainer.config.scaled_lr import ScaledOptions, with_scaled_lr
+from mmm.trainer.config.spec import TrainingSpec
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,6 @@ As a rank of ``mmm dry-run`` a program makes a few steps, and leaves nothing beh
 from __future__ import annotations
 
 import io
-import os
 import re
 import shlex
 import sys
@@ -48,9 +47,6 @@ WITHOUT: dict[str, Any] = {
     "resume": None,
     "compile": False,
 }
-ALIAS = "dry_run"
-# Flags of programs that once asked for a dry run → those of ``mmm dry-run``.
-ALIASES = {f"{ALIAS}_{name}": f"--{name}" for name in ("rank", "memory", "json")}
 
 
 @runtime_checkable
@@ -92,8 +88,7 @@ def parse(config: type[Config], doc: str | None = None) -> Config:
     """The command line as a `config`, checked. ``--help`` prints and leaves; so does a wrong flag, with the near miss
     and exit code 2. Either is printed once for the run.
 
-    In a dry run the options are those of a few steps. With ``--dry_run`` this does not return: ``mmm dry-run`` runs
-    instead.
+    In a dry run the options are those of a few steps.
 
     Raises:
         ConfigError: of `check`; or a flag whose value is empty, as of a shell's variable that is not set: a path would
@@ -103,8 +98,6 @@ def parse(config: type[Config], doc: str | None = None) -> Config:
         flag = value[:-1] if value.startswith("--") and value.endswith("=") else before
         if flag.startswith("--") and value in ("", f"{flag}="):
             raise ConfigError(f"{flag} '': the value is empty; give one, or leave {flag} out")
-    if "dry_run" not in {field.name for field in fields(config)}:  # type: ignore[arg-type]
-        follow_alias()
     default: Any = tyro.MISSING_NONPROP
     if issubclass(config, WithDefaults):
         default = replace_flags(config(), **config.defaults(sys.argv[1:]))
@@ -179,40 +172,6 @@ def for_a_few_steps(config: Config) -> Config:
     few = flags.get("parallel", "ddp") != "ddp"
     changes = {"max_iters": STEPS if few else MORE_STEPS, **WITHOUT}
     return replace_flags(config, **{name: value for name, value in changes.items() if name in flags})
-
-
-def follow_alias() -> None:
-    """If the command line has ``--dry_run WORLD_SIZE``, an alias: say what it stands for, and run that instead, on
-    rank 0 alone."""
-    asked, argv = split_alias(sys.argv[1:])
-    if asked is None or whoami().source == DRY_RUN:
-        return
-    if not whoami().is_main:
-        sys.exit(0)
-    program = command_line()[: -len(sys.argv[1:])]
-    line = ["dry-run", *asked, "--", *program, *argv]
-    print(f"--{ALIAS} is an alias of: mmm {shlex.join(line)}", file=sys.stderr, flush=True)
-    sys.stdout.flush()
-    os.execv(sys.executable, [sys.executable, "-m", "mmm.cli.main", *line])
-
-
-def split_alias(argv: Sequence[str]) -> tuple[list[str] | None, list[str]]:
-    """What a program's command line says to ``mmm dry-run``, None where it does not ask; and the rest of it."""
-    world_size: list[str] | None = None
-    flags, rest, words = list[str](), list[str](), list(argv)
-    while words:
-        word = words.pop(0)
-        name, equals, value = word.partition("=")
-        flag = name[2:].replace("-", "_") if name.startswith("--") else ""
-        if flag != ALIAS and flag not in ALIASES:
-            rest.append(word)
-            continue
-        values = [value] if equals else [words.pop(0)] if words else []
-        if flag == ALIAS:
-            world_size = values
-        else:
-            flags += [ALIASES[flag], *values]
-    return (None, list(argv)) if world_size is None else ([*world_size, *flags], rest)
 
 
 def with_flags(error: UserError) -> str:

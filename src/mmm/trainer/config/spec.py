@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,7 +15,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from mmm.data import Batch, Tokens
 from mmm.errors import DataError
 from mmm.layout import Layout, Techniques
-from mmm.trainer.config.run import ScaledOptions
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,16 +90,6 @@ class TrainingSpec(RunSpec):
         tokens, coordinate = tokens or self.data.validation, self.layout.dp_coordinate(rank)
         for step in range(min(batches, tokens.steps_per_epoch(self.global_batch_size))):
             yield self.local_batch(tokens, step, coordinate).to(device)
-
-
-def with_scaled_lr(spec: TrainingSpec, options: ScaledOptions, default_base: int) -> TrainingSpec:
-    """The spec with the learning rate that the flags ask for, of its global batch, and a note of how it comes about.
-
-    Args:
-        default_base: samples, where no flag says which global batch --lr is for.
-    """
-    lr, notes = options.scaled(spec.global_batch_size, default_base)
-    return replace(spec, lr=lr, notes=(*spec.notes, *notes))
 
 
 @dataclass(frozen=True)

@@ -19,11 +19,11 @@ from mmm.parallel.optimizer import make_optimizer
 from mmm.trainer.config.run import (
     BaseOptions,
     RowOptions,
-    ScaledOptions,
     StepOptions,
     check_counts,
     check_effect,
 )
+from mmm.trainer.config.scaled_lr import ScaledOptions
 
 TrainerDtype = Literal["auto", "fp32", "bf16", "fp16", "fp64"]  # fp16 takes the loss scale of the shared loop
 
