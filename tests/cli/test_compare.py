@@ -4,10 +4,11 @@ import pytest
 
 from mmm.cli import compare as command
 from mmm.cli.main import main as mmm
-from mmm.errors import RecordError
+from mmm.errors import ConfigError, RecordError
 from mmm.history import History, write_config
 from mmm.history.plots.overlay import overlaid, overlay_figure, terminal_overlay
 from mmm.history.runs import read_run
+from mmm.palette import DARK
 from support.pictures import flaws
 
 
@@ -97,6 +98,11 @@ def test_rows_that_do_not_say_their_step(tmp_path, two):
 def test_pictures(two, tmp_path, capsys):
     assert command.main([*map(str, two), "--plots", str(tmp_path / "p")]) == 0
     assert {path.name for path in (tmp_path / "p").iterdir()} == {"loss.png", "loss.svg"}
+    light = (tmp_path / "p" / "loss.svg").read_text()
+    assert command.main([*map(str, two), "--plots", str(tmp_path / "p"), "--theme", "dark"]) == 0
+    assert (DARK.paper in light, DARK.paper in (tmp_path / "p" / "loss.svg").read_text()) == (False, True)
+    with pytest.raises(ConfigError, match="--theme dark without --plots"):
+        command.main([*map(str, two), "--theme", "dark"])
     runs = [read_run(folder, None) for folder in two]
     names = ["short", "a/very/long/name/" * 10]
     figure = overlay_figure(overlaid(runs, "loss"), names)

@@ -6,6 +6,7 @@ import time
 
 import pytest
 
+from mmm.campaign.chain import Campaign, Job
 from mmm.cli import watch as command
 from mmm.cli.main import main as mmm
 from mmm.history import History, write_config
@@ -71,6 +72,35 @@ def test_on_a_pipe_a_line_at_a_time_until_all_have_ended(run, tmp_path, capsys, 
         ["a", "finished", "step"],
         ["b", "failed:", "ValueError:"],
     ]
+
+
+def campaign_of(folder, **fields):
+    (folder / "jobs").mkdir(parents=True, exist_ok=True)
+    Campaign(folder, "slurm", "lm", "lm.sh", most=3, **fields).write()
+
+
+def test_it_waits_for_the_jobs_of_a_campaign(tmp_path, capsys, monkeypatch):
+    """Before the first job has a record, and between two of them; not after the last."""
+    folder, parts = tmp_path / "runs" / "a", []
+    campaign_of(folder)
+    second = [Job("1", 0, 75), Job("2", 3)]
+    steps = iter(
+        [
+            lambda: parts.append(begun(folder)),
+            lambda: (campaign_of(folder, jobs=[Job("1", 0)], queued="2"), parts[0].close(SystemExit(75))),
+            lambda: campaign_of(folder, jobs=second, over="the run is finished, after 2 jobs"),
+        ]
+    )
+    monkeypatch.setattr(time, "sleep", lambda seconds: next(steps)())
+    assert command.main([str(folder)]) == 0
+    first, running, between, last = capsys.readouterr().out.splitlines()
+    assert first == "no row yet: the first job waits in the queue, or starts"
+    assert running.startswith("a  running  step 3")
+    assert between.startswith("a  interrupted: a signal; the state is saved, waits for its next job  step 3")
+    assert "waits" not in last
+    campaign_of(folder, jobs=second, queued="3")
+    assert command.main([str(folder.parent), "--once"]) == 0  # found below a folder as well
+    assert "waits for its next job" in capsys.readouterr().out
 
 
 def test_a_terminal_is_redrawn_until_ctrl_c(run, capsys, monkeypatch):

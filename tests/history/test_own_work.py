@@ -5,6 +5,7 @@ import pytest
 
 from mmm.cli import history as command
 from mmm.cli.main import main as mmm
+from mmm.errors import ConfigError
 from mmm.history import History, load
 from mmm.history.own_work import OwnWork, most_of, own_work, slow
 from mmm.history.runs import read_run
@@ -98,6 +99,12 @@ def test_more_ranks_than_are_kept_in_full(tmp_path, capsys):
 def test_nobody_is_said(tmp_path, capsys):
     assert command.main([str(made(tmp_path, 4, slow_rank=None)), "--ranks"]) == 0
     assert capsys.readouterr().out.endswith("\nslowest: no rank holds the others up by more than 5 % of a step\n")
+
+
+@pytest.mark.parametrize("flag", ["--plots", "--metric=loss"])
+def test_it_draws_no_plots(tmp_path, flag):
+    with pytest.raises(ConfigError, match=f"--ranks draws no plots of metrics: leave {flag.partition('=')[0]} out"):
+        command.main([str(tmp_path), "--ranks", flag])
 
 
 def test_what_there_is_no_table_of(tmp_path, capsys):

@@ -236,7 +236,7 @@ def test_command(tmp_path, monkeypatch, capsys):
     for wrong, says in (
         (["linear_of_mine:nope"], "linear_of_mine has no nope"),
         (["no_such_module:x"], "importing no_such_module failed"),
-        (["linear_of_mine"], "write MODULE:NAME"),
+        (["linear_of_mine"], "such as the one of `mmm verify MODEL --write plan.py`, which is plan:parallelize"),
         (["linear_of_mine:right", "--mesh", "dp2", "x"], "write axes with their sizes"),
         (["linear_of_mine:right", "--batch_axes", "tp"], "the mesh has dp"),
         (["linear_of_mine:right", "--json", "nowhere/x.json"], "cannot be written"),

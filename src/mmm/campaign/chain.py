@@ -135,6 +135,16 @@ def _damaged(path: Path) -> Campaign:
     raise RecordError(f"{path} is damaged: it is not what mmm submit has written")
 
 
+def goes_on(folder: Path) -> bool:
+    """Whether the run of a folder has a campaign of which a job is still to come."""
+    try:
+        campaign = read(folder)
+    except RecordError:
+        return False
+    to_come = len(campaign.jobs) < campaign.most if campaign.ahead else campaign.queued or not campaign.jobs
+    return bool(to_come) and not campaign.over
+
+
 def begin(folder: Path, environ: Mapping[str, str] = os.environ) -> tuple[bool, str]:
     """A job begins. Returns whether there is anything to do, and a line that says what follows.
 

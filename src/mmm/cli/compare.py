@@ -34,7 +34,10 @@ def main(argv: list[str]) -> int:
         "--by", choices=("step", "tokens", "hours"), default="step", help="against what (default: step)"
     )
     parser.add_argument("--plots", type=Path, metavar="DIR", help="write the plot to DIR as PNG and SVG as well")
+    parser.add_argument("--theme", choices=("light", "dark"), help="of the pictures of --plots (default: light)")
     args = parser.parse_args(argv)
+    if args.theme and not args.plots:
+        raise ConfigError(f"--theme {args.theme} without --plots: nothing is drawn; give both")
     from mmm.history.plots.overlay import LETTERS, common_metrics, overlaid, save_overlay, terminal_overlay
     from mmm.history.run_folders import names_of
     from mmm.history.runs import read_run
@@ -52,7 +55,8 @@ def main(argv: list[str]) -> int:
     width, height = shutil.get_terminal_size((100, 30))
     show("\n" + printable_lines(terminal_overlay(curves, names, min(width, 120), max(12, min(height - 10, 22)))))
     if args.plots:
-        print("pictures: " + ", ".join(printable(str(path)) for path in save_overlay(curves, names, args.plots)))
+        paths = save_overlay(curves, names, args.plots, args.theme or "light")
+        print("pictures: " + ", ".join(printable(str(path)) for path in paths))
     return 0
 
 

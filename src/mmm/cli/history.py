@@ -37,6 +37,8 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--theme", choices=("light", "dark"), help="of the pictures of --plots (default: light)")
     parser.add_argument("--ranks", action="store_true", help="ranks × steps of own work, and the slowest rank or host")
     args = parser.parse_args(argv)
+    if args.ranks and (args.plots or args.metric):
+        raise ConfigError(f"--ranks draws no plots of metrics: leave {'--plots' if args.plots else '--metric'} out")
     if args.theme and not args.plots:
         raise ConfigError(f"--theme {args.theme} without --plots: nothing is drawn; give both")
 

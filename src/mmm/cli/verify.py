@@ -23,6 +23,10 @@ MODULE:NAME is a function of yours, looked for in the working directory too:
 
 Exit code: 0 the same, 1 not the same, 2 not comparable, or a wrong argument. docs/verify.md says more.
 """
+A_PLAN = (
+    "it names a function parallelize(model, mesh), such as the one of `mmm verify MODEL --write plan.py`, which is "
+    "plan:parallelize; without --parallelize a plan is found"
+)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -66,7 +70,10 @@ def main(argv: list[str]) -> int:
     from mmm.verify.verdict import Verdict, write_badge, write_json
 
     def named(spec: str | None, flag: str):  # type: ignore[no-untyped-def]
-        return None if spec is None else load_function(spec, flag)
+        try:
+            return None if spec is None else load_function(spec, flag)
+        except ConfigError as error:
+            raise ConfigError(f"{error}; {A_PLAN}" if flag == "--parallelize" else error) from None
 
     if args.write is not None and args.parallelize is not None:
         raise ConfigError("--write with --parallelize: a plan is found, and written, where none is given")

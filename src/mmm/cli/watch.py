@@ -26,8 +26,9 @@ SILENT_STEPS = 10  # if it is that many steps as well
 BUSY = 0.2  # the part of the time that reading may take
 CLEAR, HOME, TO_LINE_END, TO_END = "\x1b[2J", "\x1b[H", "\x1b[K", "\x1b[J"
 EPILOG = """\
-A folder that is no run stands for the runs below it that are running. It ends when all runs have ended, or by Ctrl-C,
-with exit code 0. On a pipe it prints a line for each run at a time. The time left is that of steps, without validation.
+A folder that is no run stands for the runs below it that are running. It ends when all runs have ended, and no job of a
+campaign (mmm submit --until-done) is to come, or by Ctrl-C, with exit code 0. On a pipe it prints a line for each run
+at a time. The time left is that of steps, without validation.
 """
 
 
@@ -54,6 +55,8 @@ def main(argv: list[str]) -> int:
 
 
 def _watch(folders: Sequence[Path], metric: str | None, every: float, once: bool) -> int:
+    from mmm.campaign.chain import goes_on
+
     redraw = sys.stdout.isatty() and not once
     seen: list[Path] = []
     while True:
@@ -67,14 +70,16 @@ def _watch(folders: Sequence[Path], metric: str | None, every: float, once: bool
             text = (HOME if seen else CLEAR + HOME) + "".join(f"{line}{TO_LINE_END}\n" for line in lines) + TO_END
         show(text if redraw else f"{text}\n")
         sys.stdout.flush()
-        if once or all(run.ending.state != "running" for run in runs):
+        going = [run for run in runs if run.ending.state == "running" or goes_on(run.folder)]
+        if once or (runs and not going):
             return 0
         seen = [run.folder for run in runs]
         time.sleep(max(every, (time.monotonic() - began) * (1 / BUSY - 1)))
 
 
 def _runs(folders: Sequence[Path], seen: Sequence[Path]) -> list[Run]:
-    """The runs that are named, and those below other folders that run, or did at an earlier look."""
+    """The runs that are named, and those below other folders that run, or wait for a job, or did at an earlier look."""
+    from mmm.campaign.chain import goes_on
     from mmm.history.record.ending import RUNNING
     from mmm.history.record.folder import DATASET, JOURNAL
     from mmm.history.run_folders import run_folders
@@ -85,7 +90,8 @@ def _runs(folders: Sequence[Path], seen: Sequence[Path]) -> list[Run]:
     for given in folders:
         root = given.expanduser()
         for folder in run_folders(root):
-            if folder not in (root, *seen) and (folder / DATASET).exists() and not (folder / JOURNAL).exists():
+            shown = folder in (root, *seen) or goes_on(folder)
+            if not shown and (folder / DATASET).exists() and not (folder / JOURNAL).exists():
                 ended += 1
                 continue
             try:
@@ -95,11 +101,11 @@ def _runs(folders: Sequence[Path], seen: Sequence[Path]) -> list[Run]:
                     raise
                 print(f"left out: {printable(str(error).split('. ')[0])}", file=sys.stderr)
                 continue
-            if folder == root or folder in seen or run.ending.state == RUNNING:
+            if shown or run.ending.state == RUNNING:
                 runs[folder] = run
             else:
                 ended += 1
-    if not runs:
+    if not runs and not any(goes_on(given.expanduser()) for given in folders):
         names = ", ".join(map(str, folders))
         raise RecordError(f"no run in {names} is running ({ended} have ended). `mmm runs` shows those.")
     return list(runs.values())
@@ -111,6 +117,8 @@ def frame(runs: Sequence[Run], metric: str | None, width: int, height: int) -> s
     from mmm.history.run_folders import names_of
 
     lines = status_lines(runs)
+    if not runs:
+        return "\n".join(lines)
     begun = [run for run in runs if len(run.rows.get("draw", ()))][: len(LETTERS)]
     common = common_metrics(begun) if begun else []
     name = metric or next((name for name in (*USUAL, *common) if name in common), None)
@@ -125,6 +133,8 @@ def status_lines(runs: Sequence[Run]) -> list[str]:
     """A line a run, in columns, and one for each whose ranks wait for one of them."""
     from mmm.history.run_folders import names_of
 
+    if not runs:
+        return ["no row yet: the first job waits in the queue, or starts"]
     names = names_of(runs)
     cells = [_status(run, name) for run, name in zip(runs, names, strict=True)]
     widths = [max(len(line[place]) for line in cells) for place in range(len(cells[0]))]
@@ -137,6 +147,7 @@ def status_lines(runs: Sequence[Run]) -> list[str]:
 
 
 def _status(run: Run, name: str) -> list[str]:
+    from mmm.campaign.chain import goes_on
     from mmm.history.record.ending import RUNNING
     from mmm.history.runs import last
 
@@ -150,6 +161,7 @@ def _status(run: Run, name: str) -> list[str]:
     speed = f"{decimal(last(run.rows[rate]) or 0.0, 0)} {'tokens' if rate == 'tps' else 'samples'}/s" if rate else ""
     left = seconds_left(run) if running else None
     ended = f" {duration(max(time.time() - run.ended, 0.0))} ago" if not running and run.ended else ""
+    ended += ", waits for its next job" if not running and goes_on(run.folder) else ""
     cells = [name, f"{run.ending}{ended}" if not running else "running", f"step {step}{of}", " ".join(losses), speed]
     return [*cells, f"{duration(left)} left" if left is not None else "", _age(run) if running else "", checkpoint(run)]
 

@@ -154,11 +154,11 @@ def overlay_figure(curves: Sequence[Series], names: Sequence[str]) -> Figure:
     return figure
 
 
-def save_overlay(curves: Sequence[Series], names: Sequence[str], folder: Path) -> list[Path]:
+def save_overlay(curves: Sequence[Series], names: Sequence[str], folder: Path, theme: str = "light") -> list[Path]:
     """Write ``<metric>.png`` and ``.svg`` to the folder, and return their paths. RecordError where that fails."""
     paths = [folder / f"{curves[0].name}{suffix}" for suffix in (".png", ".svg")]
     try:
-        with style():
+        with style(theme):
             return save(overlay_figure(curves, names), *paths)
     except OSError as error:
         raise RecordError(f"cannot write {paths[0]}: {reason(error)}. Give another folder.") from error
