@@ -231,3 +231,45 @@ def test_no_plan(model, step, says):
 def test_a_model_in_place_of_its_function():
     with pytest.raises(UserError, match="is a Linear, and has to be a function"):
         load_function(f"{__name__}:ONE", "MODEL")
+
+
+def kinds():
+    """Atoms of three kinds, in two molecules: no rows of their own."""
+    kind = torch.tensor([0, 1, 1, 2, 0, 0, 2, 1])
+    return {"kind": kind, "target": torch.linspace(-1, 1, 8)}
+
+
+def of_kinds(model, batch):
+    return (model(batch["kind"]).squeeze(1) - batch["target"]).square().mean()
+
+
+def halves(batch, mesh):
+    return {name: tensor.chunk(2)[mesh.get_rank()] for name, tensor in batch.items()}
+
+
+def overlapping(batch, mesh):
+    return {name: tensor[mesh.get_rank() :][:4] for name, tensor in batch.items()}
+
+
+@pytest.mark.parametrize(("local", "same"), [(halves, True), (overlapping, False)])
+def test_samples_that_are_alike(local, same):
+    verdict = verify(lambda: nn.Embedding(3, 1), average, kinds, of_kinds, "dp2", local_batch_fn=local)
+    assert verdict.same is same, str(verdict)
+    if not same:
+        assert verdict.findings[0].stage == "batch"
+
+
+class Rounds(nn.Linear):
+    """Adds up in another order each time, as threads do."""
+
+    calls = 0
+
+    def forward(self, x):
+        Rounds.calls += 1
+        return super().forward(x) * (1 + 1e-15 * (Rounds.calls % 3))
+
+
+def test_another_order_of_sums_is_no_other_result():
+    verdict = verify(lambda: Rounds(3, 2), average, fields, mesh="dp2")
+    assert verdict.same, str(verdict)
+    assert not verdict.notes

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -180,14 +181,16 @@ class Evaluation:
             before = dealt.setdefault(self.subject.batch_part(rank), rows)
             if before != rows:
                 self._find("batch", "the batch", rank, "has other samples than the ranks of the same part")
-        counts = [row for rows in dealt.values() for row in rows]
-        lacking = set(range(self.reference.samples)) - set(counts)
+        counts = Counter(row for rows in dealt.values() for row in rows)
+        expected = Counter(rows_of_batch(tensors, tensors))
+        lacking, twice = expected - counts, counts - expected
         if lacking:
-            self._find("batch", "the batch", None, f"sample {min(lacking)} and {len(lacking) - 1} more are on no rank")
-        elif len(counts) > self.reference.samples:
+            more = lacking.total() - 1
+            self._find("batch", "the batch", None, f"sample {min(lacking)} and {more} more are on no rank")
+        elif twice:
             self._find("batch", "the batch", None, "samples are with several ranks that split the batch")
         else:
-            self.compared["batch"] = f"same: {len(counts)} samples, each in one of {len(dealt)} parts"
+            self.compared["batch"] = f"same: {counts.total()} samples, each in one of {len(dealt)} parts"
 
     def loss(self) -> None:
         whole = self.reference.observed.loss

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from mmm.torch_private.operators import tree_leaves
-from mmm.verify.difference import relative, size_of
+from mmm.verify.difference import finite_size_of, relative, size_of
 from mmm.verify.observe import LocalTensor
 from mmm.verify.rank import RankObserved
 from mmm.verify.reference import Reference, innermost_first
@@ -18,10 +18,13 @@ from mmm.verify.subject import Subject
 
 
 def rows_of_batch(local: Sequence[Tensor], tensors: Sequence[Tensor]) -> list[int] | None:
-    """Which samples of the batch a rank has, by the rows of its first tensor; None where they are no whole rows."""
+    """Which samples of the batch a rank has, by the rows of its first tensor: of samples that are alike in it, as two
+    atoms of a kind are, the first. None where they are no whole rows."""
     if not local or not tensors or local[0].shape[1:] != tensors[0].shape[1:]:
         return None
-    known = {row.contiguous().numpy().tobytes(): number for number, row in enumerate(tensors[0])}
+    known: dict[bytes, int] = {}
+    for number, row in enumerate(tensors[0]):
+        known.setdefault(row.contiguous().numpy().tobytes(), number)
     rows = [known.get(row.contiguous().numpy().tobytes()) for row in local[0]]
     return None if any(row is None for row in rows) else [row for row in rows if row is not None]
 
@@ -35,6 +38,9 @@ def samples_of_rank(
         part, parts = subject.batch_part(rank), subject.parts
         return list(range(part * samples // parts, (part + 1) * samples // parts))
     tensors = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)]
+    known = rows_of_batch(tensors, tensors)
+    if known != list(range(samples)):  # some are alike
+        return list(range(samples))
     return rows_of_batch(ranks[rank].batch, tensors) or list(range(samples))
 
 
@@ -106,7 +112,7 @@ def _wrong(
         if not parts:
             return ""
         ought = next((part for part in parts if relative(own.local, part, size_of(full)) <= ALIKE), parts[0])
-    scale = size_of(full)
+    scale = finite_size_of(full)
     if relative(own.local, ought, scale) <= ALIKE:
         return ""
     for axis in subject.axes:

@@ -16,7 +16,7 @@ from mmm.models.draw import convert
 from mmm.runtime.memory import host_memory
 from mmm.runtime.seed import seed_all
 from mmm.torch_private.operators import tree_map_only
-from mmm.verify.difference import relative, same_elements, size_of
+from mmm.verify.difference import finite_size_of, relative, size_of
 from mmm.verify.observe import Observed, named_parameters, observe, without_dropout
 from mmm.verify.subject import SAME_SAMPLES, Subject, check_parts, part_of, samples_of
 
@@ -286,16 +286,26 @@ def first_difference(one: Observed, other: Observed) -> str | None:
     """The first module, or what else, in which two steps of one program differ; None if nothing does."""
     for name in innermost_first(one):
         for call, again in zip(one.outputs[name], other.outputs.get(name, []), strict=False):
-            if any(not same_elements(a.local, b.local) for a, b in zip(call, again, strict=False)):
+            if any(_differ(a.local, b.local) for a, b in zip(call, again, strict=False)):
                 return name or "the model"
-    if one.loss is not None and other.loss is not None and not torch.equal(one.loss.local, other.loss.local):
+    if one.loss is not None and other.loss is not None and _differ(one.loss.local, other.loss.local):
         return "the loss"
+    largest = worst([0.0, *(size_of(g.local) for g in one.gradients.values() if g is not None)])
     for name, gradient in one.gradients.items():
         again_gradient = other.gradients.get(name)
         both = gradient is not None and again_gradient is not None
-        if both and not torch.equal(gradient.local, again_gradient.local):  # type: ignore[union-attr]
+        if both and _differ(gradient.local, again_gradient.local, scale_of(gradient.local, largest)):  # type: ignore[union-attr]
             return f"the gradient of {name}"
     return None
+
+
+def _differ(one: Tensor, other: Tensor, scale: float | None = None) -> bool:
+    """By more than another order of sums makes, as of scattered additions on several threads, or a compiler's."""
+    if one.shape != other.shape:
+        return True
+    scale = finite_size_of(one) if scale is None else scale
+    eps = torch.finfo(one.dtype).eps if one.is_floating_point() or one.is_complex() else 0.0
+    return not relative(other, one, scale) <= (0.0 if not eps else max(TOLERANCE / 100, ROUNDING * eps))
 
 
 def innermost_first(observed: Observed) -> list[str]:
