@@ -17,7 +17,8 @@ from mmm.processes.ranks import fork_ranks
 from mmm.runtime.observer import Observer, WatchedRun, observing
 from mmm.runtime.ranks import Rank, whoami
 from mmm.torch_private.dry_run import peaks_by_phase
-from mmm.traffic.count import axes_of, count_traffic
+from mmm.traffic.count import count_traffic
+from mmm.traffic.operators import axes_of
 
 
 @dataclass

@@ -2,7 +2,7 @@
 
     python benchmarks/reading.py [--file tokens.bin] [--tokens 5e8] [--seq_length 2048] [--batch 8] [--steps 200]
 
-A rank maps the file, and reads the pages of its own samples (`mmm.data.text.file_tokens`). Before each step of "disk"
+A rank maps the file, and reads the pages of its own samples (`mmm.data.text.documents`). Before each step of "disk"
 the kernel is asked to forget the file's pages (posix_fadvise), which it does for those that nobody has mapped. Without
 --file one of random uint16 tokens is made, and removed. Printed are medians a step: seconds, and CPU-seconds, which
 others on the machine change less.
@@ -19,7 +19,7 @@ from statistics import median
 
 import numpy as np
 
-from mmm.data.text.file_tokens import FileTokens
+from mmm.data.text.documents import FileTokens
 from mmm.data.text.token_file import TokenFile, open_tokens
 
 VOCABULARY = 50_257

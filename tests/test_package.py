@@ -31,7 +31,7 @@ IN_STRINGS = {
     ("propose/code.py", "mmm.parallel"),  # the code that it writes
     ("propose/code.py", "mmm.parallel.dp.sync_batch_norm"),
     ("propose/code.py", "mmm.parallel.tp.sections"),
-    ("plan/utilization.py", "mmm.machines.peaks"),  # which a message names
+    ("trainer/run/utilization.py", "mmm.machines.peaks"),  # which a message names
     ("trainer/run/record.py", "mmm.history.plots.draw"),  # which it runs
     ("trainer/run/standard.py", "mmm.profile.trace_picture"),  # likewise
     ("plan/models.py", "mmm.trainer.lm"),
@@ -193,11 +193,11 @@ CLOSURES = [  # module, files, lines
     ("mmm.examples.scaling", 51, 5_900),
     ("mmm.examples.tensor_parallel", 59, 7_800),
     ("mmm.examples.tiling", 122, 14_800),
-    ("mmm.examples.traffic", 133, 16_700),
+    ("mmm.examples.traffic", 134, 16_700),
     ("mmm.examples.zero", 74, 9_300),
     ("mmm.parallel.loss", 6, 432),
-    ("mmm.trainer.lm", 224, 28_750),
-    ("mmm.trainer.vit", 202, 25_650),
+    ("mmm.trainer.lm", 216, 28_600),
+    ("mmm.trainer.vit", 200, 25_500),
     ("mmm.launch.__main__", 57, 7_150),
 ]
 

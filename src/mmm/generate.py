@@ -30,8 +30,7 @@ from mmm.parallel.plans.language import language_model, language_plan
 from mmm.runtime.device import Precision
 from mmm.runtime.process_group import broadcast_object, gather_objects
 from mmm.runtime.ranks import Rank
-from mmm.weights import gpt
-from mmm.weights.weights import Weights
+from mmm.weights.weights import Weights, is_gpt
 
 
 def checked(sampling: Sampling, prefix: str = "") -> Sampling:
@@ -103,7 +102,7 @@ def config_of(weights: Weights) -> LanguageConfig:
         CheckpointError: they do not go together.
     """
     config: LanguageConfig
-    if gpt.is_gpt(weights.sizes):
+    if is_gpt(weights.sizes):
         config = GPTConfig(**weights.sizes)
     else:
         try:

@@ -43,7 +43,7 @@ def program_on(rank: Rank) -> Iterator[None]:
     """A trainer or an example that is called inside runs on this rank of the pool, and prints nothing."""
     with ExitStack() as stack:
         stack.enter_context(patch("mmm.trainer.run.core.process_group", meeting_only))
-        stack.enter_context(patch("mmm.plan.utilization.SIZE", MEASURED))
+        stack.enter_context(patch("mmm.trainer.run.utilization.SIZE", MEASURED))
         for name in ASK:
             if hasattr(sys.modules.get(name), "whoami"):
                 stack.enter_context(patch(f"{name}.whoami", lambda: rank))

@@ -36,7 +36,7 @@ def main_of(rank: Rank, module: str, words: Sequence[str]) -> tuple[int, str, st
     with ExitStack() as stack:
         stack.enter_context(patch.dict(os.environ, {name: str(value) for name, value in place.items()}))
         stack.enter_context(patch("mmm.trainer.run.core.process_group", meeting_only))
-        stack.enter_context(patch("mmm.plan.utilization.SIZE", MEASURED))
+        stack.enter_context(patch("mmm.trainer.run.utilization.SIZE", MEASURED))
         stack.enter_context(patch.object(sys, "argv", [module, *words]))
         stack.enter_context(redirect_stdout(out))
         stack.enter_context(redirect_stderr(err))

@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import pytest
 
 from mmm.contract import LINE_VARIABLE
-from mmm.trainer.run.closing import below, line_that_goes_on, without
 from mmm.trainer.run.lines import HEAD, WIDTH, done, in_words, row_line, short_duration, shown
+from mmm.trainer.run.resume import below, line_that_goes_on, without
 from mmm.trainer.run.rows import Row, Totals
 
 TIMES = {"dt": 0.483317, "dtd": 0.00092, "dtf": 0.18197, "dtb": 0.299444, "dto": 0.000983}

@@ -10,10 +10,10 @@ import torch
 
 from mmm.errors import ConfigError
 from mmm.history import load
-from mmm.runtime.clock_offset import clock_offset
 from mmm.trainer import lm
 from mmm.trainer.config import profile
 from mmm.trainer.config.command_line import configure
+from mmm.trainer.loop.profile import clock_offset
 from support.pool import program_on
 from support.traces import check_for_perfetto, flows
 

@@ -44,7 +44,8 @@ from mmm.torch_private import dry_run
 from mmm.torch_private.dry_run import Place
 from mmm.torch_private.fake import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from mmm.torch_private.operators import READ_SCALAR, TorchDispatchMode, wait_operator
-from mmm.traffic.count import axes_of, count_traffic
+from mmm.traffic.count import count_traffic
+from mmm.traffic.operators import axes_of
 
 ATEN = torch.ops.aten
 DEVICE = torch.ops.prim.device.default

@@ -122,7 +122,7 @@ class ModelSpec:
 
     @property
     def flops(self) -> float:
-        """Of forward and backward of one sample, all scores of attention counted, as `mmm.plan.utilization` has."""
+        """Of forward and backward of one sample, all scores of attention counted, as in the trainer's mfu."""
         return 3.0 * sum(self.costs)
 
     @property

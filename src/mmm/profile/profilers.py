@@ -21,7 +21,7 @@ from mmm.parallel.parallel_model import ParallelModel
 from mmm.parallel.pp.recorder import Action, Recorder
 from mmm.profile.rank_trace import STEPS, CallRecorder, RankTrace, Slice
 from mmm.runtime.clock import StepClock
-from mmm.traffic.count import axes_of
+from mmm.traffic.operators import axes_of
 
 PARTS = {"dtd": "data", "dtf": "forward", "dtb": "backward", "dtw": "waiting", "dto": "optimizer"}
 

@@ -26,7 +26,7 @@ from mmm.torch_private.operators import (
     schema_arguments,
 )
 from mmm.traffic.collective_bytes import Call
-from mmm.traffic.count import READERS, operator_name
+from mmm.traffic.operators import READERS, operator_name
 
 STEPS, CALLS = "steps", "communication"  # names of tracks
 WAIT = "_c10d_functional::wait_tensor"
@@ -74,7 +74,7 @@ class CallRecorder:
     place of the program: calls are matched by their order in a group.
 
     Args:
-        axes: by the ranks of a group, its name (`mmm.traffic.count.axes_of`).
+        axes: by the ranks of a group, its name (`mmm.traffic.operators.axes_of`).
 
     Attributes:
         slices: in the order in which they end.

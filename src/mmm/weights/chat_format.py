@@ -2,19 +2,24 @@
 
 Hugging Face: ``chat_template.jinja``; without it ``chat_template`` of tokenizer_config.json, a text or a list of named
 ones, of which "default" counts. GGUF: ``tokenizer.chat_template``, and special tokens by their numbers.
+
+And the tokens that a folder has each text begin with, such as ``<s>``. A tokenizer.json says it by its post-processor;
+where that adds none, ``add_bos_token`` of tokenizer_config.json may. A SentencePiece model says only which token begins
+texts: a Llama's are given it, unless ``add_bos_token`` is false. Source: the tokenizers of Llama in `transformers`,
+versions 4 and 5; where they differ for a tokenizer.json, 5 goes by the post-processor.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
 from mmm.checkpoint.model_metadata import ChatFormat
 from mmm.errors import CheckpointError
 from mmm.history.record.folder import reason
-from mmm.outside import read_file, read_json, short
-from mmm.weights.first_tokens import CONFIGS
+from mmm.outside import parse_json, read_file, read_json, short
 
 TEMPLATE = "chat_template.jinja"
 NAMES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
@@ -60,3 +65,68 @@ def chat_format_of_gguf(keys: Mapping[str, Any], where: object) -> ChatFormat | 
     ids = {name: keys.get(f"tokenizer.ggml.{key}_token_id") for key, name in GGUF_NAMES.items()}
     named = {name: tokens[i] for name, i in ids.items() if type(i) is int and 0 <= i < len(tokens)}
     return ChatFormat(template, named) if template or named else None
+
+
+CONFIGS = ("special_tokens_map.json", "tokenizer_config.json")  # the later one counts
+
+
+def first_tokens(file: tuple[str, bytes], about: Mapping[str, Any], where: Path) -> tuple[tuple[int, ...], str]:
+    """The tokens; and a note where they are not known.
+
+    Args:
+        file: name and content of the tokenizer. about: what the files of `CONFIGS` say. where: the folder.
+
+    Raises:
+        CheckpointError: the token that texts are to begin with is not in the vocabulary, or the file is damaged.
+    """
+    add, name = about.get("add_bos_token"), about.get("bos_token")
+    name = name.get("content") if isinstance(name, Mapping) else name
+    if not file[0].endswith(".json"):
+        return ((), "") if add is False else _of_sentencepiece(file[1])
+    try:
+        tokenizer = parse_json(file[1])
+        found = _of_processor(tokenizer.get("post_processor"))
+        if found or add is not True or not isinstance(name, str):
+            return found, ""
+        vocabulary = _vocabulary(tokenizer)
+    except (ValueError, TypeError, LookupError, AttributeError):
+        raise CheckpointError(f"{where / file[0]} is no tokenizer, or is damaged") from None
+    if name not in vocabulary:
+        raise CheckpointError(f"{where / CONFIGS[1]}: bos_token {name!r} is not in the vocabulary")
+    return (vocabulary[name],), ""
+
+
+def _of_sentencepiece(content: bytes) -> tuple[tuple[int, ...], str]:
+    unknown = "which token begins a text is not known: "
+    try:
+        import sentencepiece
+    except ImportError:
+        return (), f"{unknown}that needs the package sentencepiece, which is not installed"
+    processor = sentencepiece.SentencePieceProcessor()
+    try:
+        processor.LoadFromSerializedProto(content)
+    except RuntimeError:
+        return (), f"{unknown}tokenizer.model is no SentencePiece model"
+    bos = processor.bos_id()
+    return () if bos < 0 else (bos,), ""
+
+
+def _vocabulary(tokenizer: Mapping[str, Any]) -> dict[str, int]:
+    vocabulary = tokenizer["model"]["vocab"]
+    if isinstance(vocabulary, list):  # of a Unigram: pieces with their scores
+        vocabulary = {piece: i for i, (piece, _) in enumerate(vocabulary)}
+    return vocabulary | {each["content"]: each["id"] for each in tokenizer.get("added_tokens", [])}
+
+
+def _of_processor(processor: Any) -> tuple[int, ...]:
+    """What a post_processor of the package tokenizers adds before a text."""
+    kind = None if processor is None else processor["type"]
+    if kind == "Sequence":  # each adds to what those before it have added to
+        return tuple(token for each in reversed(processor["processors"]) for token in _of_processor(each))
+    if kind == "TemplateProcessing":
+        begin = takewhile(lambda piece: "SpecialToken" in piece, processor["single"])
+        names = [piece["SpecialToken"]["id"] for piece in begin]
+        return tuple(token for name in names for token in processor["special_tokens"][name]["ids"])
+    if kind in ("BertProcessing", "RobertaProcessing"):
+        return (processor["cls"][1],)
+    return ()

@@ -18,8 +18,7 @@ from mmm.errors import CheckpointError
 from mmm.history.record.folder import cannot_write
 from mmm.outside import is_plain_name, printable, read_json
 from mmm.weights import llama, llama_keys, safetensors
-from mmm.weights.chat_format import TEMPLATE, chat_format_of
-from mmm.weights.first_tokens import CONFIGS, first_tokens
+from mmm.weights.chat_format import CONFIGS, TEMPLATE, chat_format_of, first_tokens
 from mmm.weights.weights import TensorEntry, Weights
 
 CONFIG, INDEX, ONE_FILE = "config.json", "model.safetensors.index.json", "model.safetensors"

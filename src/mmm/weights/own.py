@@ -26,11 +26,12 @@ from mmm.checkpoint.model_metadata import TOKENIZERS, ChatFormat, ModelMetadata,
 from mmm.checkpoint.state import MODEL, one_line, shapes_of
 from mmm.checkpoint.storage import Writer, read_metadata
 from mmm.errors import CheckpointError
+from mmm.models.gpt import GPT, GPTConfig
 from mmm.outside import open_file, short
 from mmm.torch_private.checkpoint import storage_info
-from mmm.weights import gpt, llama
+from mmm.weights import llama
 from mmm.weights.llama_keys import tokens_of
-from mmm.weights.weights import TensorEntry, Weights
+from mmm.weights.weights import TensorEntry, Weights, is_gpt
 
 TRAINED, IMPORTED = "lm", "import"  # programs whose checkpoints have a Transformer
 # Fields of TransformerConfig, with what a checkpoint that lacks one was made with; None where each has it.
@@ -56,6 +57,16 @@ TYPES: dict[str, tuple[tuple[type, ...], int]] = {
 }
 
 
+# Likewise of GPTConfig.
+GPT_TYPES: dict[str, tuple[tuple[type, ...], int]] = {
+    **dict.fromkeys(("dim", "n_layers", "n_heads", "vocab_size", "block_size"), ((int,), 1)),
+    "dropout": ((int, float), 0),
+    "attention_dropout": ((int, float, type(None)), 0),
+    "bias": ((bool,), 0),
+    "norm_eps": ((int, float), 0),
+}
+
+
 class OwnWeights(Weights):
     """A checkpoint's weights; its optimizer's state is not read.
 
@@ -69,7 +80,7 @@ class OwnWeights(Weights):
         identity = self.manifest.identity
         if (program := identity.get("program")) not in (TRAINED, IMPORTED):
             raise CheckpointError(f"{path} is of the program {short(program)}, whose model is no language model of lm")
-        known = dict.fromkeys(gpt.TYPES) if gpt.is_gpt(identity) else FIELDS
+        known = dict.fromkeys(GPT_TYPES) if is_gpt(identity) else FIELDS
         self.sizes = {name: identity.get(name, default) for name, default in known.items()}
         scaling = self.sizes.get("rope_scaling")
         if isinstance(scaling, dict) and scaling.get("rope_type") == "linear":
@@ -133,7 +144,7 @@ class OwnWeights(Weights):
 
 def _check_sizes(sizes: Mapping[str, Any], entries: Mapping[str, TensorEntry], where: Path) -> None:
     """Raises CheckpointError where sizes are of another type, or not those of the tensors."""
-    types = gpt.TYPES if gpt.is_gpt(sizes) else TYPES
+    types = GPT_TYPES if is_gpt(sizes) else TYPES
     for name, value in sizes.items():
         kinds, least = types.get(name, ((int,), 1))
         if type(value) not in kinds or (type(value) is int and value < least):
@@ -145,7 +156,7 @@ def _check_sizes(sizes: Mapping[str, Any], entries: Mapping[str, TensorEntry], w
         raise CheckpointError(f"{where} has {len(entries)} tensors, which are too few for {text}")
     if experts:
         return
-    shapes = gpt.shapes_of(sizes) if gpt.is_gpt(sizes) else llama.shapes_of(sizes)
+    shapes = gpt_shapes_of(sizes) if is_gpt(sizes) else llama.shapes_of(sizes)
     if more := sorted(entries.keys() - shapes.keys()):
         raise CheckpointError(f"{where} has the tensor {short(more[0])}, which a model of these sizes has not")
     for name, shape in shapes.items():
@@ -251,3 +262,12 @@ def write_own(weights: Weights, folder: Path) -> None:
         discard(partial)
         text = str(first) if isinstance(first, CheckpointError) else f"{folder} is not written: {one_line(first)}"
         raise CheckpointError(text) from None
+
+
+def gpt_shapes_of(sizes: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    """The tensors of a GPT of these sizes, by name; the tied weight once. Raises CheckpointError: they are no sizes."""
+    config = GPTConfig(**sizes)
+    if wrong := config.problems():
+        raise CheckpointError(wrong[0])
+    with torch.device("meta"):
+        return {name: tuple(parameter.shape) for name, parameter in GPT(config).named_parameters()}

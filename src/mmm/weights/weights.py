@@ -13,7 +13,7 @@ shapes and the order of rows are those of this package's Transformer, whatever i
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -81,3 +81,8 @@ class Weights(ABC):
 
 def slices(start: Sequence[int], length: Sequence[int]) -> tuple[slice, ...]:
     return tuple(slice(first, first + size) for first, size in zip(start, length, strict=True))
+
+
+def is_gpt(sizes: Mapping[str, Any]) -> bool:
+    """Whether sizes are a GPT's: it alone has learned positions."""
+    return "block_size" in sizes

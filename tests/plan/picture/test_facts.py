@@ -18,7 +18,7 @@ from mmm.plan.dry_run import dry_run
 from mmm.plan.dry_run_report import totals
 from mmm.plan.held import coordinate_on
 from mmm.plan.picture.facts import Facts
-from mmm.traffic.count import axes_of
+from mmm.traffic.operators import axes_of
 from mmm.trainer import lm
 from mmm.trainer.config.command_line import configure
 from support.pool import program_on

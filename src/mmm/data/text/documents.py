@@ -1,7 +1,8 @@
 """Sequences of several documents: which tokens of a file of tokens they have, and where in them a document begins.
 
-`DocumentTokens`: the file's tokens as they come. `PackedTokens`: whole documents, as many as fit; only one that is
-longer than a sequence is split. In both, no target is the first token of the next document.
+`FileTokens`: of a file whose documents do not matter. `DocumentTokens`: the file's tokens as they come. `PackedTokens`:
+whole documents, as many as fit; only one that is longer than a sequence is split. In the last two, no target is the
+first token of the next document.
 """
 
 from __future__ import annotations
@@ -15,11 +16,48 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from mmm.data.order import permuted
-from mmm.data.text.file_tokens import FileTokens, check_vocabulary
 from mmm.data.text.token_file import TokenFile
-from mmm.data.text.tokens import TokenArray, Tokens
+from mmm.data.text.tokens import TextTokens, TokenArray, Tokens
 from mmm.errors import DataError
 from mmm.layout import PADDING
+
+
+class FileTokens(TextTokens):
+    """As `TextTokens`, of a file of tokens that may have 10¹² of them: the order is computed, place by place.
+
+    Args:
+        vocab_size: of the model: a token that it lacks is refused when it is read.
+
+    Raises:
+        DataError: as of `TextTokens`; the first or the last sample has a token that the vocabulary lacks.
+    """
+
+    def __init__(
+        self, text: TokenFile, seq_length: int, seed: int, shuffle: bool = True, *, vocab_size: int = 1 << 63
+    ) -> None:
+        super().__init__(text, seq_length, seed, shuffle, unit="tokens")
+        self.path, self.vocab_size = text.path, vocab_size
+        for number in (0, self.samples - 1):
+            check_vocabulary(self.path, text[number * seq_length : (number + 1) * seq_length], vocab_size)
+
+    def shuffled(self, epoch: int, place: int) -> int:
+        return permuted(place, self.samples, self.seed, epoch)
+
+    def sample(self, epoch: int, place: int) -> np.ndarray:
+        row = super().sample(epoch, place)
+        check_vocabulary(self.path, row, self.vocab_size)
+        return row
+
+
+def check_vocabulary(path: Path, tokens: np.ndarray, vocab_size: int) -> None:
+    """Raises DataError where tokens of a file are not in the vocabulary."""
+    for token in (int(tokens.min()), int(tokens.max())):
+        if not 0 <= token < vocab_size:
+            raise DataError(
+                f"{path} has token {token}, and the model's vocabulary ends at {vocab_size - 1}: "
+                f"give the --tokenizer that made the file, or its --vocab_size"
+            )
+
 
 WINDOW = 64  # sequences, about, whose documents are packed together
 GROUPS = 1 << 16  # at most so many numbers are kept of a file, however long it is

@@ -9,12 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mmm.data.text.byte_tokenizer import ByteTokenizer, Tokenizer
-from mmm.data.text.chat_sources import Chats, chat_samples, encode_chats, notes_of, read_chat_files
-from mmm.data.text.chat_tokens import FilledUp
+from mmm.data.text.chat_tokens import Chats, FilledUp, chat_samples, encode_chats, notes_of, read_chat_files
 from mmm.data.text.chats import is_chat_file
 from mmm.data.text.corpus import Corpus, read_text_files, standard_library
-from mmm.data.text.documents import DocumentTokens, PackedTokens
-from mmm.data.text.file_tokens import FileTokens
+from mmm.data.text.documents import DocumentTokens, FileTokens, PackedTokens
 from mmm.data.text.formats import refuse_other_formats
 from mmm.data.text.mixture import Mixture
 from mmm.data.text.token_file import TokenFile, open_tokens

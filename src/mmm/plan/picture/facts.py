@@ -19,7 +19,7 @@ from mmm.parallel.cp.ring import positions_of
 from mmm.plan.dry_run import DryRun, RankReport
 from mmm.plan.held import HeldTensor, HeldTensors, coordinate_on
 from mmm.plan.sent_calls import SentCall
-from mmm.traffic.count import axes_of
+from mmm.traffic.operators import axes_of
 
 PARTS = ("forward", "backward", "optimizer")  # of a step
 DATA = ("dp_shard", "dp_replicate", "dp_shard_cp", "expert_dp", "cp")  # axes over which gradients are summed

@@ -6,8 +6,8 @@ import torch
 from mmm.models.transformer import Transformer, TransformerConfig
 from mmm.parallel import meta_parameters
 from mmm.parallel.plans.transformer import transformer_plan
-from mmm.plan import utilization
-from mmm.plan.utilization import measured_flops, peak_flops, step_flops
+from mmm.trainer.run import utilization
+from mmm.trainer.run.utilization import measured_flops, peak_flops, step_flops
 
 CPU = torch.device("cpu")
 

@@ -1,0 +1,158 @@
+"""What an operator on a process group sends, by its arguments; and the axis that a group is, by its ranks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from mmm.layout import CP_AXES, Layout
+from mmm.torch_private.operators import schema_name, tree_leaves
+from mmm.traffic.collective_bytes import Call
+
+
+def operator_name(func: Any) -> str:
+    """``allreduce`` of ``c10d::allreduce_``; a functional operator's has its own underscores."""
+    return schema_name(func).split("::")[1].strip("_").removesuffix("_out")
+
+
+def tensors_in(nested: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(nested) if isinstance(leaf, Tensor)]
+
+
+def _bytes(nested: Any) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors_in(nested))
+
+
+# One function an operation, for both namespaces, which differ in the names of arguments and in who makes the output:
+# (arguments, size of the group, this rank's number in it) → the calls to count.
+Reader = Callable[[Mapping[str, Any], int, int], list[Call]]
+
+
+def _reader(operation: str, *names: str, by_parts: bool = False) -> Reader:
+    """Of an operation whose full buffer is the first of the named arguments; `by_parts`: 1 / size of it is."""
+
+    def read(arguments: Mapping[str, Any], size: int, rank: int) -> list[Call]:
+        buffer = next(arguments[name] for name in names if name in arguments)
+        root = arguments.get("root_rank", arguments.get("src", 0))
+        payload = _bytes(buffer) * (size if by_parts else 1)
+        return [Call(operation, size, rank, payload, root=root, tensors=len(tensors_in(buffer)))]
+
+    return read
+
+
+def _gather_lists(arguments: Mapping[str, Any], size: int, rank: int) -> list[Call]:
+    local = arguments["input_tensors"] if "input_tensors" in arguments else arguments["input_list"]
+    return [Call("all_gather", size, rank, _bytes(local) * size, tensors=len(local))]
+
+
+def _all_to_all_single(arguments: Mapping[str, Any], size: int, rank: int) -> list[Call]:
+    buffer = arguments["input"]
+    rows = list(arguments.get("input_split_sizes") or arguments.get("in_splits") or [])
+    own = rows[rank] * math.prod(buffer.shape[1:]) if rows else buffer.numel() / size
+    payload = _bytes(buffer)
+    return [Call("all_to_all", size, rank, payload, leaving=round(payload - own * buffer.element_size()))]
+
+
+def _all_to_all(arguments: Mapping[str, Any], size: int, rank: int) -> list[Call]:
+    parts = arguments["input_tensors"]
+    return [Call("all_to_all", size, rank, _bytes(parts), leaving=_bytes(parts) - _bytes(parts[rank]))]
+
+
+def _gather(arguments: Mapping[str, Any], size: int, rank: int) -> list[Call]:
+    local, root = _bytes(arguments["input_tensors"]), arguments["root_rank"]
+    return [Call("gather", size, rank, local * size, root=root, leaving=0 if rank == root else local)]
+
+
+def _scatter(arguments: Mapping[str, Any], size: int, rank: int) -> list[Call]:
+    local, root = _bytes(arguments["output_tensors"]), arguments["root_rank"]
+    return [Call("scatter", size, rank, local * size, root=root, leaving=local * (size - 1) if rank == root else 0)]
+
+
+def _send(arguments: Mapping[str, Any], size: int, rank: int) -> list[Call]:
+    count = _bytes(arguments["tensors"] if "tensors" in arguments else arguments["tensor"])
+    return [Call("send", size, rank, count, root=arguments.get("dst", 0), leaving=count)]
+
+
+def _receive(arguments: Mapping[str, Any], size: int, rank: int) -> list[Call]:
+    return [
+        Call("receive", size, rank, _bytes(arguments["tensors"] if "tensors" in arguments else arguments["tensor"]))
+    ]
+
+
+def _batch_p2p(arguments: Mapping[str, Any], size: int, rank: int) -> list[Call]:
+    calls = []
+    for operation, tensor in zip(arguments["op_list"], arguments["tensors"], strict=True):
+        calls += (_send if operation == "isend" else _receive)({"tensor": tensor}, size, rank)
+    return calls
+
+
+READERS: dict[str, Reader] = {
+    # c10d
+    "allreduce": _reader("all_reduce", "tensors"),
+    "allreduce_coalesced": _reader("all_reduce", "tensors"),
+    "broadcast": _reader("broadcast", "tensors", "input"),
+    "reduce": _reader("reduce", "tensors"),
+    "allgather": _gather_lists,
+    "allgather_base": _reader("all_gather", "output_tensor"),
+    "allgather_coalesced": _gather_lists,
+    "allgather_into_tensor_coalesced": _reader("all_gather", "outputs"),
+    "reduce_scatter": _reader("reduce_scatter", "input_tensors"),
+    "reduce_scatter_base": _reader("reduce_scatter", "input_tensor"),
+    "reduce_scatter_tensor_coalesced": _reader("reduce_scatter", "inputs"),
+    "alltoall": _all_to_all,
+    "alltoall_base": _all_to_all_single,
+    "gather": _gather,
+    "scatter": _scatter,
+    "send": _send,
+    "recv": _receive,
+    "recv_any_source": _receive,
+    "barrier": lambda arguments, size, rank: [Call("barrier", size, rank, 0)],
+    "monitored_barrier": lambda arguments, size, rank: [Call("barrier", size, rank, 0)],
+    # _c10d_functional
+    "all_reduce": _reader("all_reduce", "input"),
+    "all_reduce_coalesced": _reader("all_reduce", "inputs"),
+    "all_gather_into_tensor": _reader("all_gather", "input", by_parts=True),
+    "all_gather_into_tensor_coalesced": _reader("all_gather", "inputs", by_parts=True),
+    "reduce_scatter_tensor": _reader("reduce_scatter", "input"),
+    "all_to_all_single": _all_to_all_single,
+    "isend": _send,
+    "irecv": _receive,
+    "batch_p2p_ops": _batch_p2p,
+}
+
+
+def axes_of(layout: Layout, rank: int, experts: bool = False, ulysses: int = 1) -> dict[tuple[int, ...], str]:
+    """By the ranks of each group that a rank is in on a mesh of `layout`, its axis; needs no process group.
+
+    Args:
+        experts: as of `build_mesh`. ulysses: as of `Mesh.split_cp`.
+    """
+    ranks = np.arange(layout.ranks).reshape(list(layout.sizes.values()))  # (pp, dp_replicate, dp_shard, cp, tp)
+    coordinates = list(layout.coordinates(rank).values())
+
+    def along(table: np.ndarray, place: Sequence[int], *dims: int) -> tuple[int, ...]:
+        index = tuple(slice(None) if dim in dims else where for dim, where in enumerate(place))
+        return tuple(sorted(table[index].flatten().tolist()))
+
+    axes: dict[tuple[int, ...], str] = {}
+    for dim, (axis, size) in enumerate(layout.sizes.items()):
+        if size > 1 or axis == "dp_shard":
+            axes.setdefault(along(ranks, coordinates, dim), axis)
+    if layout.cp > 1:
+        axes.setdefault(along(ranks, coordinates, 2, 3), "dp_shard_cp")
+        split = ranks.reshape(*ranks.shape[:3], layout.cp // ulysses, ulysses, layout.tp)
+        place = [*coordinates[:3], *divmod(coordinates[3], ulysses), coordinates[4]]
+        for dim, axis in enumerate(CP_AXES if 1 < ulysses < layout.cp else ()):
+            axes.setdefault(along(split, place, 3 + dim), axis)
+    if layout.ep == 1 and not (experts and layout.tp > 1):
+        return axes
+    pp, dp_replicate, dp_shard, cp, tp = layout.sizes.values()
+    by_expert = ranks.reshape(pp, dp_replicate, dp_shard // layout.ep, layout.ep, cp, tp)
+    coordinates[2:3] = divmod(coordinates[2], layout.ep)
+    axes.setdefault(along(by_expert, coordinates, 2, 4, 5), "expert_dp")
+    axes.setdefault(along(by_expert, coordinates, 3), "ep")
+    return axes
