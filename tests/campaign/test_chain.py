@@ -198,7 +198,10 @@ def test_status(campaign, queued):
     end(campaign.folder, 75)
     begin(campaign.folder, environ(campaign, "8"))
     saved(campaign, 40)
-    write_config(campaign.folder, {"module": "lm", "steps": 90})
+    write_config(campaign.folder, {"module": "cnn", "steps": 90, "options": {"epochs": 9}})
+    history = History(campaign.folder, ranks=[{}], flush_every=1)
+    history.update({"epoch": 4})  # rows of epochs, checkpoints of steps
+    history._journal.close()
     assert status(campaign.folder) == [
         "job 7            from step 0 to 20   exit code 75",
         "job 8            from step 20 to 40   runs, or has been killed",

@@ -63,5 +63,6 @@ def test_the_line_of_launch():
         "-m mmm.trainer.lm --preset debug --checkpoint_every 5 --name 'two words'",
     ]
     assert launch_line(LM, 3600, 60).startswith("launch --signal TERM@60 --walltime $((3600 - SECONDS)) python3 ")
+    assert " --signal TERM@60 " in launch_line([*LM, "--signal", "x"], 3600, 60)  # the program's
     own = ["launch", "--signal", "USR1@5", "-ppn", "2", *LM]
     assert launch_line(own, 60, 9, "my env.tar") == f"launch --stage 'my env.tar' {shlex.join(own[1:])}"

@@ -30,6 +30,7 @@ def test_submit_and_cancel(tmp_path, monkeypatch):
         ["sbatch", ["--parsable", "--job-name=lm", "--dependency=afterany:6"], "#!/bin/sh\n"],
         ["scancel", ["1"], ""],
     ]
+    assert submit("slurm", "cd 'a\udcff'\n", "lm") == "3"  # a folder whose name is no text
     queue.refuse()
     with pytest.raises(LaunchError, match=r"^sbatch: sbatch: error: invalid account$"):
         submit("slurm", "", "lm")

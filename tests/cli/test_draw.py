@@ -52,6 +52,12 @@ def test_flags_of_the_user_count():
         (["dp2.pt2"], "layout dp2.pt2: 'pt2' is no axis with its size: such as dp2·tp2"),
         (["dp2.tp"], "'tp' is no axis with its size"),
         (["dp0"], "layout dp0: dp0: an axis has 1 to 1,048,576 ranks"),
+        (
+            [""],
+            "'' is no axis with its size: such as dp2·tp2, pp2.dp2.tp2, fsdp4, zero1, hsdp, cp4, ulysses4, dp4.ep2; ",
+        ),
+        (["dp" + "9" * 99], "an axis has 1 to 1,048,576 ranks"),
+        (["dp" + "9" * 5000], "is no axis with its size"),
         (["dp2.dp2"], "layout dp2.dp2 has dp_shard twice"),
         (["ddp.zero1"], "layout ddp.zero1 has ddp and zero1: give one of them"),
         (["hsdp3"], "hsdp has two replicas, and 3 is odd"),

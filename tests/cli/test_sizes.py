@@ -2,7 +2,7 @@
 
 import pytest
 
-from mmm.cli.sizes import parse_bytes
+from mmm.cli.sizes import parse_bytes, parse_time
 from mmm.errors import ConfigError
 
 
@@ -12,6 +12,12 @@ from mmm.errors import ConfigError
 )
 def test_units(text, size):
     assert parse_bytes(text, "--gpu_memory") == size
+
+
+@pytest.mark.parametrize("text", ["9" * 5000 + "h", "9" * 5000 + ":00", "6", "6h6", "h", "-1h", "1e3h"])
+def test_wrong_times(text):
+    with pytest.raises(ConfigError, match="-t "):
+        parse_time(text, "-t")
 
 
 @pytest.mark.parametrize(

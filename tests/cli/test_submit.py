@@ -80,6 +80,7 @@ def test_the_script_of_a_campaign(capsys, tmp_path):
         ("--status nowhere", "has no campaign"),
         ("--stop nowhere", "has no campaign"),
         ("--end . x", "--end . x: the second is the exit code"),
+        (f"{SITE} -- launch --nproc 4 --signals X {LM[3:]}", "unknown option --signals. Did you mean --signal?"),
     ],
 )
 def test_what_is_refused(words, message, capsys, tmp_path):
@@ -90,6 +91,51 @@ def test_what_is_refused(words, message, capsys, tmp_path):
     assert err.count("\n") == 1
     assert message in err
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["--project", "m1\n#SBATCH --exclusive"], "--project 'm1\\n#SBATCH --exclusive': it is one word"),
+        (["--queue", "a b"], "--queue 'a b': it is one word"),
+        (["--directive", "--x\nrm -rf y"], "--directive '--x\\nrm -rf y': it is one line"),
+        (["--outdir", "out\n#SBATCH -A other"], "in which a line's end and % ' \" \\ mean something else"),
+        (["--outdir", "at 50%j"], "at 50%j: the jobs' output goes there"),
+        (["--site", "polaris", "--outdir", "host:/etc"], "a line's end and : ' \" \\ mean something else"),
+    ],
+)
+def test_nobody_adds_a_line_to_a_script(more, message, capsys, tmp_path):
+    words, command = f"{SITE} --until-done --dry-run".split(), [*LM.split()]
+    own = [*words, *more, *command] if more[0] != "--outdir" else [*words, *command, *more]
+    if more[0] == "--site":
+        own = [*words, *more[:2], *command, *more[2:]]
+    assert mmm(["submit", *own]) == 2
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n")) == ("", 1) or "\n#SBATCH" in more[-1]
+    assert message in err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_words_of_the_shell_stay_words(capsys, tmp_path):
+    """What a command has is what its program gets, in a folder of any name."""
+    folder = tmp_path / "a $(touch pwned) 'b'\n#SBATCH -A c"
+    folder.mkdir()
+    os.chdir(folder)
+    odd = ["--note", "$(touch pwned) `touch pwned` \"'; touch pwned; #\n!*~{a,b}"]
+    assert mmm(["submit", *SITE.split(), "--dry-run", "--stage", "$(touch pwned)", *LM.split(), *odd]) == 0
+    lines = capsys.readouterr().out.partition("\nnot submitted")[0].split("module load pytorch\n")[1]
+    (tmp_path / "launch").write_text('#!/bin/bash\npwd > "$0.pwd"; printf "%s\\0" "$@" > "$0.argv"\n')
+    (tmp_path / "launch").chmod(0o755)
+    shown = lines.replace(f". {shlex.quote(sys.prefix)}/bin/activate", f"PATH={shlex.quote(str(tmp_path))}:$PATH")
+    subprocess.run(["bash", "-c", shown], check=True)
+    assert (tmp_path / "launch.argv").read_text().split("\0")[4:-1] == [
+        "--stage",
+        "$(touch pwned)",
+        *LM.split()[1:],
+        *odd,
+    ]
+    assert (tmp_path / "launch.pwd").read_text() == f"{folder}\n"
+    assert list(folder.iterdir()) == []
 
 
 def test_without_a_scheduler_and_with_one_that_refuses(capsys, tmp_path, monkeypatch):

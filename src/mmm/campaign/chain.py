@@ -169,7 +169,7 @@ def begin(folder: Path, environ: Mapping[str, str] = os.environ) -> tuple[bool, 
     if campaign.ahead:
         return True, f"{place}; all are queued"
     try:
-        queued = queues.submit(campaign.scheduler, Path(campaign.script).read_text(), campaign.name, own)
+        queued = queues.submit(campaign.scheduler, Path(campaign.script).read_text(**queues.TEXT), campaign.name, own)
     except (LaunchError, OSError) as error:  # the steps of this job are worth more
         return True, f"{place}; none follows it: {error}. Submit the same line again once it is over"
     campaign = read(folder)  # --stop may have been meanwhile
@@ -227,7 +227,7 @@ def status(folder: Path) -> list[str]:
     waits = f"job {campaign.queued} waits" if campaign.queued else "no job is known to wait"
     lines.append("others wait, as far as --jobs were submitted" if campaign.ahead else waits)
     try:
-        steps = read_run(folder).steps
+        steps = read_run(folder, columns=()).steps  # of the optimizer, also where a run logs epochs
     except RecordError:
         steps = None
     made = saved - campaign.jobs[0].at if campaign.jobs else 0

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from mmm.errors import ConfigError
+from mmm.launch.plan.options import split
 
 LAUNCH = "launch"
 SAVING = 300.0  # s
@@ -81,10 +82,14 @@ def launch_line(command: Sequence[str], walltime: float, before_end: float, stag
         command: may begin with ``launch`` and options of it.
         walltime: seconds of the job. before_end: of those, when the signal comes.
         stage: what launch copies to each host first.
+
+    Raises:
+        LaunchError: an option that launch does not have.
     """
     words = list(command[1:] if command[0] == LAUNCH else command)
+    own = words[: len(words) - len(split(words)[1])] if command[0] == LAUNCH else []
     line = [LAUNCH]
-    if value_of(words, "signal") is None:
+    if value_of(own, "signal") is None:  # the program may have a flag of that name
         name = "TERM" if value_of(words, "checkpoint_every") is None else "USR1"
         line += ["--signal", f"{name}@{before_end:.0f}", "--walltime", f"$(({walltime:.0f} - SECONDS))"]
     line += ["--stage", shlex.quote(stage)] if stage else []

@@ -6,13 +6,14 @@ import os
 import shutil
 import subprocess
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from mmm.errors import LaunchError
 from mmm.machines.machine import Machine
 from mmm.outside import printable
 
 PATIENCE = 120.0  # s; a busy scheduler takes its time
+TEXT: dict[str, Any] = {"encoding": "utf-8", "errors": "surrogateescape"}  # of a script: paths may have any bytes
 
 
 class Queue(NamedTuple):
@@ -21,6 +22,7 @@ class Queue(NamedTuple):
     Attributes:
         lines: of a job on a machine that is not known. queue_line, project_line: where these are given.
         output: the line by which a job's output goes to a file of a folder, which bears the job's id.
+        not_in_output: characters of a folder that mean something else there.
     """
 
     submit: tuple[str, ...]
@@ -33,6 +35,7 @@ class Queue(NamedTuple):
     queue_line: str
     project_line: str
     output: str
+    not_in_output: str
 
 
 QUEUES = {
@@ -47,6 +50,7 @@ QUEUES = {
         queue_line="#SBATCH -p {queue}",
         project_line="#SBATCH -A {project}",
         output="#SBATCH -o {}/%j.out",
+        not_in_output="%'\"\\",
     ),
     "pbs": Queue(
         submit=("qsub",),
@@ -59,6 +63,7 @@ QUEUES = {
         queue_line="#PBS -q {queue}",
         project_line="#PBS -A {project}",
         output="#PBS -j oe -o {}/",
+        not_in_output=":'\"\\",
     ),
 }
 
@@ -109,7 +114,7 @@ def _environment(environ: Mapping[str, str]) -> dict[str, str]:
 
 def _run(words: list[str], stdin: str, environ: Mapping[str, str]) -> str:
     try:
-        done = subprocess.run(words, input=stdin, env=environ, capture_output=True, text=True, timeout=PATIENCE)
+        done = subprocess.run(words, input=stdin, env=environ, capture_output=True, timeout=PATIENCE, **TEXT)
     except FileNotFoundError:
         raise LaunchError(
             f"{words[0]} is not on PATH here: submit where it is, or show the script with --dry-run"

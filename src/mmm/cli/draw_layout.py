@@ -43,7 +43,7 @@ def layout_of(text: str) -> NamedLayout:
     for word in re.split(SEPARATORS, text.strip()):
         if word == "1":
             continue
-        match = re.fullmatch(rf"({'|'.join(TECHNIQUES)})[:=]?(\d+)?|([a-z_]+?)=?(\d+)", word)
+        match = re.fullmatch(rf"({'|'.join(TECHNIQUES)})[:=]?(\d{{,99}})|([a-z_]+?)=?(\d{{1,99}})", word)
         if match is None:
             raise ConfigError(f"layout {text}: {word!r} is no axis with its size: {HELP}{_near(word)}")
         technique, of_technique, axis, count = match.groups()
@@ -88,7 +88,7 @@ def _fill_in(found: NamedLayout, given: set[str]) -> None:
 
 def _near(word: str) -> str:
     name = re.sub(r"\W|\d", "", word)
-    if name == word:
+    if name == word and name:
         return f". How many ranks, such as {name}2?"
     near = difflib.get_close_matches(name, [*AXES, "dp", "ep", "ddp", "fsdp", "hsdp", "zero1", *STYLES], 1)
     return f". Did you mean {near[0]}?" if near else ""

@@ -55,8 +55,8 @@ def parse_time(text: str, flag: str) -> float:
     Raises:
         ConfigError: it is none of these, such as a number without a unit, or not above 0.
     """
-    clock = re.fullmatch(r"(?:(\d+)-)?(\d+):(\d\d)(?::(\d\d))?", text)
-    units = re.fullmatch(r"(?:(\d+)d)?(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s)?", text.lower())
+    clock = re.fullmatch(r"(?:(\d{1,9})-)?(\d{1,9}):(\d\d)(?::(\d\d))?", text)
+    units = re.fullmatch(r"(?:(\d{1,9})d)?(?:(\d{1,9})h)?(?:(\d{1,9})m)?(?:(\d{1,9})s)?", text.lower())
     if not text or not (found := clock or units):
         raise ConfigError(f"{flag} {text}: write 6h, 90m, 1d12h, or HOURS:MINUTES, such as 6:00 (a day: 24:00)")
     days, hours, minutes, rest = (int(part or 0) for part in found.groups())

@@ -121,6 +121,7 @@ def make_script(args: argparse.Namespace, command: Sequence[str]) -> JobScript:
         raise ConfigError("--ahead: it is of --until-done, which queues more than one job")
     if not 1 <= args.jobs <= MOST_JOBS:
         raise ConfigError(f"--jobs {args.jobs}: it must be from 1 to {MOST_JOBS:,}")
+    _check_directives(args)
     machine = _machine(args)
     words = queues.QUEUES[machine.scheduler]
     begin = [f"cd {shlex.quote(os.getcwd())}", _activation()]
@@ -128,6 +129,11 @@ def make_script(args: argparse.Namespace, command: Sequence[str]) -> JobScript:
     folder, after = None, ""
     if args.until_done:
         folder = commands.folder_of(command)
+        if not str(folder).isprintable() or set(str(folder)) & set(words.not_in_output):
+            raise ConfigError(
+                f"--outdir {folder}: the jobs' output goes there by a line for the scheduler, in which a line's end "
+                f"and {' '.join(words.not_in_output)} mean something else; give another"
+            )
         command = commands.going_on(command, folder)
         where = shlex.quote(str(folder))
         directives.append(words.output.format(shlex.quote(str(folder / "jobs"))))
@@ -143,6 +149,16 @@ def make_script(args: argparse.Namespace, command: Sequence[str]) -> JobScript:
     fill |= {name: value for name, value in (("queue", args.queue), ("project", args.project)) if value}
     text = job_script(line + after, machine, fill, begin, directives)
     return JobScript(text, machine.scheduler, commands.name_of(command), folder)
+
+
+def _check_directives(args: argparse.Namespace) -> None:
+    """What goes into the scheduler's lines ends none of them, and begins no other word. Raises ConfigError."""
+    for flag, value in (("--project", args.project), ("--queue", args.queue)):
+        if value and shlex.quote(value) != value:
+            raise ConfigError(f"{flag} {value!r}: it is one word of a line for the scheduler, as it was given to you")
+    for text in args.directive:
+        if not text.isprintable():
+            raise ConfigError(f"--directive {text!r}: it is one line; repeat --directive for another")
 
 
 def _machine(args: argparse.Namespace) -> Machine:
@@ -192,7 +208,7 @@ def _submit(script: JobScript, most: int, ahead: bool) -> list[str]:
     file = jobs / f"{script.name}.sh"
     try:
         jobs.mkdir(parents=True, exist_ok=True)
-        file.write_text(script.text, encoding="utf-8")
+        file.write_text(script.text, **queues.TEXT)
     except OSError as error:
         raise ConfigError(f"{file} cannot be written: {error.strerror}") from None
     try:
@@ -228,7 +244,7 @@ def _of_a_campaign(args: argparse.Namespace) -> int:
         print(f"mmm submit: {line}", flush=True)
         return 0 if goes else 1
     folder, code = args.end
-    if not code.isdigit():
+    if not code.isdecimal() or len(code) > 3:
         raise ConfigError(f"--end {folder} {code}: the second is the exit code of launch, a number")
     exit_code, line = chain.end(Path(folder), int(code))
     print(f"mmm submit: {line}", flush=True)
