@@ -24,6 +24,7 @@ from mmm.launch.run.one_backend import REMOVAL
 from mmm.launch.staging import copy as copies
 from mmm.launch.staging import host
 from mmm.launch.staging.copy import Copy
+from support.clock import PATIENCE
 
 MPIEXEC = f"""#!{sys.executable}
 import os, subprocess, sys
@@ -261,7 +262,7 @@ def test_a_host_dies_while_it_copies(hosts):
     for pid in of_host(made.launcher, "h1"):
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
-    _, err = process.communicate(timeout=60)
+    _, err = process.communicate(timeout=PATIENCE)
     assert process.returncode == 1, err
     said = [line for line in err.splitlines() if line.startswith("launch: ")]
     assert said == [
@@ -281,7 +282,7 @@ def test_launch_is_told_to_end_while_hosts_copy(hosts, number):
     process = made.start("python3", "-c", WHERE)
     until_copying(made, "h2")
     process.send_signal(number)
-    out, _ = process.communicate(timeout=60)
+    out, _ = process.communicate(timeout=PATIENCE)
     assert (process.returncode, out) == (128 + number, "")
     assert made.launcher.gone(within=5)
     assert made.left() == []
@@ -294,7 +295,7 @@ def test_launch_is_killed_while_hosts_copy(hosts):
     process = made.start("python3", "-c", WHERE)
     until_copying(made, "h2")
     process.kill()
-    process.communicate(timeout=20)
+    process.communicate(timeout=PATIENCE)
     assert made.launcher.gone(within=10)
     assert made.left() == []
     assert made.codes() == [0] * 3

@@ -34,10 +34,18 @@ def look(launcher):
     return run
 
 
-@pytest.fixture(params=["here", *(pytest.param(each, marks=LONG) for each in ("by host", "by rank", "spawn"))])
+# The ranks' processes are forked, here or on a host; or each imports torch itself, under what it has been told.
+FORKED = ["here", pytest.param("by host", marks=LONG)]
+EVERY_WAY = [*FORKED, *(pytest.param(way, marks=LONG) for way in ("by rank", "spawn"))]
+
+
+@pytest.fixture(params=FORKED)
 def options(request, launcher):
     kind, _, by = request.param.partition(" ")
     return launcher.on_hosts(by) if by else ["--no-prefork"] if kind == "spawn" else []
+
+
+every_way = pytest.mark.parametrize("options", EVERY_WAY, indirect=True)
 
 
 def test_not_bound(look, options):
@@ -60,12 +68,14 @@ def test_bound_to_one_cpu_each(look, options):
 
 @TWO
 @LONG
+@every_way
 def test_bound_to_unlike_numbers(look, options):
     assert look(*options, "--cpu-bind", f"list:{CPUS[0]}:{CPUS[0]},{CPUS[-1]}") == [(1, 1, 1), (2, 2, 2)]
 
 
 @TWO
 @LONG
+@every_way
 def test_what_the_user_says_counts(look, options):
     assert look(*options, *BIND, OMP_NUM_THREADS="2") == [(2, 2, 1)] * 2
 

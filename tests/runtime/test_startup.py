@@ -50,7 +50,7 @@ def test_imports_are_charged_to_their_own_package(packages):
     assert timer.seconds["inner_pkg"] >= 0.15
     assert timer.seconds["outer_pkg"] >= 0.05
     assert sum(timer.seconds.values()) <= took
-    assert took - sum(timer.seconds.values()) < 0.02
+    assert took - sum(timer.seconds.values()) < stretched(0.02)
     assert timer not in sys.meta_path
     loader = outer.__spec__.loader
     assert "exec_module" not in vars(loader)  # the loader is as it was

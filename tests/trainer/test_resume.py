@@ -83,15 +83,11 @@ def same_bits(one, two, steps=STEPS, name="loss"):
 
 LAYOUTS = [
     pytest.param(1, {}, id="one device"),
-    pytest.param(4, {}, id="dp4", marks=pytest.mark.long),
     pytest.param(
         4, {"tpsize": 2, "microbatches": 2, "dtype": "fp32"}, id="dp2·tp2, accumulated", marks=pytest.mark.long
     ),
-    pytest.param(2, {"tpsize": 2}, id="tp2", marks=pytest.mark.long),
-    pytest.param(4, {"pp": 2}, id="pp2·dp2", marks=pytest.mark.long),
     pytest.param(4, {"pp": 2, "optimizer": "muon"}, id="pp2·dp2, Muon", marks=pytest.mark.long),
     pytest.param(4, {"tpsize": 2, "optimizer": "muon"}, id="dp2·tp2, Muon", marks=pytest.mark.long),
-    pytest.param(4, {"tpsize": 2, "optimizer": "lamb"}, id="dp2·tp2, LAMB", marks=pytest.mark.long),
     pytest.param(4, {"cp": 2, "optimizer": "sgd"}, id="dp2·cp2, SGD", marks=pytest.mark.long),
     pytest.param(4, {"ep": 2, **MOE}, id="dp4·ep2", marks=pytest.mark.long),
     pytest.param(
@@ -330,7 +326,6 @@ def test_vit(run_on_ranks, tmp_path):
 
 ELSEWHERE = [
     pytest.param(1, {}, id="one device", marks=pytest.mark.long),
-    pytest.param(2, {"tpsize": 2}, id="tp2", marks=pytest.mark.long),
     pytest.param(4, {"pp": 2, "tpsize": 2}, id="pp2·tp2", marks=pytest.mark.long),
     pytest.param(4, {"pp": 2, "ep": 2}, id="pp2·dp2·ep2", marks=pytest.mark.long),
     pytest.param(2, {"parallel": "zero1", "microbatches": 2}, id="zero1", marks=pytest.mark.long),
