@@ -195,7 +195,7 @@ CLOSURES = [  # module, files, lines
     ("mmm.examples.tiling", 122, 14_800),
     ("mmm.examples.traffic", 134, 16_700),
     ("mmm.examples.zero", 74, 9_300),
-    ("mmm.parallel.loss", 6, 432),
+    ("mmm.parallel.loss", 6, 433),
     ("mmm.trainer.lm", 216, 28_600),
     ("mmm.trainer.vit", 200, 25_500),
     ("mmm.launch.__main__", 57, 7_150),

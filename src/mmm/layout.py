@@ -23,6 +23,7 @@ from mmm.errors import ConfigError, LayoutError, config_field
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 CP_AXES = ("cp_ring", "cp_ulysses")  # of cp, where it is both
 DATA_PARALLEL = ("ddp", "zero1", "zero2", "zero3", "fsdp", "hsdp")  # zero3 is fsdp
+CP_STYLES = ("ring", "ulysses", "usp")
 UNSHARDED = ("ddp", "zero1", "zero2")  # every rank keeps all parameters
 PADDING = -100  # a target that cross-entropy passes over: PyTorch's default
 ScheduleName = Literal[

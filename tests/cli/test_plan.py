@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 
 from mmm.cli.main import main
-from mmm.cli.plan_try import sizes_of
 from mmm.machines.find import BUILT_IN
 from mmm.plan.named_model import read_model
 
@@ -194,13 +193,6 @@ def test_what_cannot_be_tried(capsys, flags, said):
     laptop = str(BUILT_IN / "laptop.json")
     assert main([*TRIED, *(flag.replace("{laptop}", laptop) for flag in flags)]) == 2
     assert said in capsys.readouterr().err
-
-
-def test_sizes_of_a_layout():
-    ones = {"pp": 1, "dp_replicate": 1, "dp_shard": 1, "cp": 1, "tp": 1, "ep": 1}
-    assert sizes_of("1") == ones
-    assert sizes_of("pp2·dp4·tp2") == ones | {"pp": 2, "dp_shard": 4, "tp": 2}
-    assert sizes_of("dp_replicate2,dp_shard=3, cp4") == ones | {"dp_replicate": 2, "dp_shard": 3, "cp": 4}
 
 
 def test_dry_run_of_a_layout(tmp_path, capfd):

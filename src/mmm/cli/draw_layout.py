@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import difflib
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
 
 from mmm.errors import ConfigError
-from mmm.layout import AXES
+from mmm.layout import AXES, CP_STYLES, DATA_PARALLEL
+from mmm.layout_name import ALL_AXES, MOST, parse_layout, words_of
 
-SEPARATORS = r"[·,.*\s]+"
-TECHNIQUES = ("ddp", "zero1", "zero2", "zero3", "fsdp", "hsdp")
-STYLES = ("ring", "ulysses", "usp")  # of cp
+WORDS = dict.fromkeys(DATA_PARALLEL, "dp_shard") | dict.fromkeys(CP_STYLES, "cp")  # whose ranks each is on
 SMALL = ("--preset", "--n_layers", "--n_heads", "--n_kv_heads", "--dim", "--ffn_dim", "--vocab_size", "--n_experts")
-MOST = 2**20  # ranks
 HELP = "such as dp2·tp2, pp2.dp2.tp2, fsdp4, zero1, hsdp, cp4, ulysses4, dp4.ep2; zero1:8 is ZeRO-1 on 8 ranks"
 
 
@@ -28,7 +25,7 @@ class NamedLayout:
     """
 
     text: str
-    sizes: dict[str, int] = field(default_factory=lambda: dict.fromkeys((*AXES, "ep"), 1))
+    sizes: dict[str, int] = field(default_factory=lambda: dict.fromkeys(ALL_AXES, 1))
     technique: str = ""
     cp_style: str = ""
 
@@ -39,59 +36,35 @@ class NamedLayout:
 
 def layout_of(text: str) -> NamedLayout:
     """A name taken apart. Raises ConfigError: it is none."""
-    found, given = NamedLayout(text), set[str]()
-    for word in re.split(SEPARATORS, text.strip()):
-        if word == "1":
-            continue
-        match = re.fullmatch(rf"({'|'.join(TECHNIQUES)})[:=]?(\d{{,99}})|([a-z_]+?)=?(\d{{1,99}})", word)
-        if match is None:
-            raise ConfigError(f"layout {text}: {word!r} is no axis with its size: {HELP}{_near(word)}")
-        technique, of_technique, axis, count = match.groups()
-        size = int(of_technique or count or 0)
-        if (of_technique or count) and not 1 <= size <= MOST:
-            raise ConfigError(f"layout {text}: {word}: an axis has 1 to {MOST:,} ranks")
-        if technique:
-            axis = "dp_shard"
-            if found.technique:
-                raise ConfigError(f"layout {text} has {found.technique} and {technique}: give one of them")
-            found.technique = technique
-        elif axis in STYLES:
-            found.cp_style, axis = axis, "cp"
-        axis = {"dp": "dp_shard"}.get(axis, axis)
-        if axis not in found.sizes:
-            raise ConfigError(f"layout {text}: {word!r} is no axis with its size: {HELP}{_near(word)}")
-        if size and axis in given:
-            raise ConfigError(f"layout {text} has {axis} twice: give each axis once")
-        if size:
-            given.add(axis)
-            found.sizes[axis] = size
-    _fill_in(found, given)
+    sizes, words = parse_layout(text, WORDS)
+    found = NamedLayout(text)
+    found.sizes |= sizes
+    for word in words:
+        kind = "technique" if word in DATA_PARALLEL else "cp_style"
+        if before := getattr(found, kind):
+            raise ConfigError(f"layout {text!r} has {before} and {word}: give one of them")
+        setattr(found, kind, word)
+    _fill_in(found, sizes.keys())
     return found
 
 
 def looks_like_one(text: str) -> bool:
     """Whether a part of the text is an axis with its size, or a technique: no module is called so."""
-    return any(re.fullmatch(rf"({'|'.join(TECHNIQUES)})|[a-z_]+\d+|\d+", word) for word in re.split(SEPARATORS, text))
+    return any(word in DATA_PARALLEL or re.fullmatch(r"[a-z_]*\d+", word) for word in words_of(text))
 
 
-def _fill_in(found: NamedLayout, given: set[str]) -> None:
-    """A technique without a number is on 4 ranks, or on those that the name gives data parallel."""
+def _fill_in(found: NamedLayout, given: Set[str]) -> None:
+    """A technique without a number is on 4 ranks, or on those that the name gives its axis."""
     if found.technique and not given & {"dp_shard", "dp_replicate"}:
         found.sizes["dp_shard"] = 4
+    if found.cp_style and "cp" not in given:
+        found.sizes["cp"] = 4
     if found.technique == "hsdp" and "dp_replicate" not in given:
         if found.sizes["dp_shard"] % 2:
-            raise ConfigError(f"layout {found.text}: hsdp has two replicas, and {found.sizes['dp_shard']} is odd")
+            raise ConfigError(f"layout {found.text!r}: hsdp has two replicas, and {found.sizes['dp_shard']} is odd")
         found.sizes["dp_replicate"], found.sizes["dp_shard"] = 2, found.sizes["dp_shard"] // 2
     if found.ranks > MOST:
-        raise ConfigError(f"layout {found.text} has {found.ranks:,} ranks: at most {MOST:,} are drawn")
-
-
-def _near(word: str) -> str:
-    name = re.sub(r"\W|\d", "", word)
-    if name == word and name:
-        return f". How many ranks, such as {name}2?"
-    near = difflib.get_close_matches(name, [*AXES, "dp", "ep", "ddp", "fsdp", "hsdp", "zero1", *STYLES], 1)
-    return f". Did you mean {near[0]}?" if near else ""
+        raise ConfigError(f"layout {found.text!r} has {found.ranks:,} ranks: at most {MOST:,} are drawn")
 
 
 def _multiple(of: int, least: int) -> int:

@@ -16,6 +16,7 @@ from mmm.cli.parser import Parser
 from mmm.cli.sizes import parse_bytes, parse_time, parse_tokens
 from mmm.cli.written import write_json, write_text
 from mmm.errors import ConfigError
+from mmm.layout_name import ALL_AXES, parse_layout
 from mmm.machines import find
 from mmm.machines.machine import Machine, read
 
@@ -182,7 +183,7 @@ def main(argv: list[str]) -> int:
     from mmm.cli import plan_try
 
     given = args.dry_run if args.check is None else args.check
-    sizes = plan_try.sizes_of(given) if given else {}
+    sizes = dict.fromkeys(ALL_AXES, 1) | parse_layout(given)[0] if given else {}
     machine = machine_of(args) if args.check is None else plan_try.machine_here(args, sizes)
     global_batch = machine.ranks if args.global_batch is None else args.global_batch
     if not 1 <= global_batch <= 10**7:

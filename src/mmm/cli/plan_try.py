@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
-import re
 import shlex
 import subprocess
 import sys
@@ -29,22 +29,6 @@ CHECK_FAILED = 1
 DATA = {"mmm.trainer.lm": "random", "mmm.trainer.vit": "digits", "mmm.trainer.cnn": "digits"}  # without a download
 
 
-def sizes_of(text: str) -> dict[str, int]:
-    """``pp2·dp2·tp2`` → the size of each axis: 1 where the text has none.
-
-    Raises:
-        ConfigError: it is no layout.
-    """
-    sizes = dict.fromkeys((*AXES, "ep"), 1)
-    for word in re.split(r"[·,.*\s]+", text.strip()) if text.strip() != "1" else []:
-        match = re.fullmatch(r"([a-z_]+?)=?(\d+)", word)
-        axis = {"dp": "dp_shard"}.get(match[1], match[1]) if match else ""
-        if match is None or axis not in sizes or not 1 <= int(match[2]) <= 10**6:
-            raise ConfigError(f"layout {text}: {word!r} is no axis with its size; such as pp2·dp2·tp2, or pp2,dp2,tp2")
-        sizes[axis] = int(match[2])
-    return sizes
-
-
 def machine_here(args: argparse.Namespace, sizes: dict[str, int]) -> Machine:
     """This host, with as many ranks as the layout has: measured by mmm machine --measure, now if it has not been.
 
@@ -64,9 +48,7 @@ def machine_here(args: argparse.Namespace, sizes: dict[str, int]) -> Machine:
             print(f"this machine has not been measured: mmm machine --measure {path}", flush=True)
             measure_machine(path)
         machine = read(path)
-    ranks = 1
-    for axis in AXES:
-        ranks *= sizes.get(axis, 1)
+    ranks = math.prod(sizes.get(axis, 1) for axis in AXES)
     return machine.changed({"hosts": 1, "ranks_per_host": ranks if sizes else args.gpus_per_host})
 
 

@@ -7,14 +7,13 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from mmm.errors import ConfigError, LayoutError, config_field
-from mmm.layout import Layout, Techniques
+from mmm.layout import CP_STYLES, Layout, Techniques
 
 if TYPE_CHECKING:
     from mmm.models.cnn import CNNConfig
     from mmm.models.transformer import TransformerConfig
     from mmm.models.vit import ViTConfig
 
-CP_STYLES = ("ring", "ulysses", "usp")
 HEADS = "each rank takes whole heads"
 HIDDEN = "each rank takes the same number of hidden units"
 

@@ -22,9 +22,9 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import tyro
 
 from mmm.errors import ConfigError, LaunchError, LayoutError, UserError
-from mmm.layout import ScheduleName
+from mmm.layout import AXES, ScheduleName
 from mmm.parity import models
-from mmm.parity.layouts import AXES, ParityCase, canonical, matrix, optimizers_for, ranks_of
+from mmm.parity.layouts import ParityCase, canonical, matrix, optimizers_for, ranks_of
 from mmm.runtime.failure import USER_ERROR_EXIT, print_once, report_user_error
 from mmm.runtime.ranks import LONGEST, whoami
 

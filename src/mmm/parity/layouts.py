@@ -11,10 +11,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import get_args
 
-from mmm.errors import ConfigError, LayoutError
-from mmm.layout import AXES, Layout, ScheduleName, Techniques
+from mmm.errors import ConfigError
+from mmm.layout import Layout, ScheduleName, Techniques
+from mmm.layout_name import ALL_AXES, parse_layout
 
-NAMES = (*AXES[:3], "dp", *AXES[3:], "ep")
 OPTIMIZERS = ("sgd", "adamw")
 LARGE_BATCH = ("lars", "lamb")  # they need norms of full tensors
 
@@ -69,34 +69,9 @@ class ParityCase(Techniques):
 
 
 def sizes_of(name: str) -> dict[str, int]:
-    """The axes of a layout's name and their sizes, outermost first, those of one rank left out.
-
-    Args:
-        name: axes in any order with a dot (. or ·) between them; ``1`` for one rank; ``dp`` for dp_shard.
-
-    Raises:
-        LayoutError: it is no such name.
-    """
-    sizes: dict[str, int] = {}
-    for word in re.split(r"[.·]", name.strip()):
-        match = re.fullmatch(r"([a-z_]+)(\d+)", word.strip())
-        if word.strip() == "1":
-            continue
-        if match is None or match[1] not in NAMES:
-            raise LayoutError(
-                f"layout {name!r}: {word.strip()!r} is not an axis with its size; the axes are "
-                f"{', '.join(NAMES)}, as in pp2.dp2.tp2; 1 is a single rank"
-            )
-        if int(match[2]) < 1:
-            raise LayoutError(f"layout {name!r}: {match[1]} {match[2]}: an axis has at least 1 rank")
-        if match[1] in sizes:
-            raise LayoutError(f"layout {name!r} has {match[1]} twice: give each axis once")
-        sizes[match[1]] = int(match[2])
-    if "dp" in sizes and sizes.keys() & {"dp_replicate", "dp_shard"}:
-        raise LayoutError(f"layout {name!r}: dp alone means dp_shard (FSDP); beside dp_replicate write dp_shard")
-    if "dp" in sizes:
-        sizes["dp_shard"] = sizes.pop("dp")
-    return {axis: sizes[axis] for axis in (*AXES, "ep") if sizes.get(axis, 1) > 1}
+    """The axes of a layout's name and their sizes, outermost first, those of one rank left out. Raises ConfigError."""
+    sizes, _ = parse_layout(name)
+    return {axis: sizes[axis] for axis in ALL_AXES if sizes.get(axis, 1) > 1}
 
 
 def canonical(name: str) -> str:
