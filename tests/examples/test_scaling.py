@@ -12,6 +12,7 @@ from mmm.errors import UserError
 from mmm.examples import scaling
 from mmm.examples._support import scaling_report
 from mmm.examples._support.scaling_report import Point, read_point, speed_ups, table, write_report
+from mmm.history.plots.style import style
 from mmm.trainer.config.command_line import configure
 
 LINE = ["python3", "-m", "mmm.trainer.lm", "--outdir"]
@@ -35,6 +36,15 @@ def test_speed_ups():
     assert rows[2][:7] == ["4", "1.6", "3.20", "4.00", "80%", "100%", "5.0000"]
     assert rows[2][7:10] == ["25%", "75%", "2%"]
     assert "no prediction: the machine's rates are not known" in table(weak)
+
+
+def test_every_point_is_between_two_ticks():
+    """Also where more ranks are slower than one, and where they are faster than the ideal."""
+    for seconds in (40.0, 1.0):
+        with style():
+            axes = scaling_report.picture([point(1, 8.0, None), point(4, seconds, None)], "strong", "x").axes[0]
+        ticks, measured = axes.get_yticks(), 8 / seconds
+        assert ticks.min() <= min(measured, 1) <= max(measured, 4) <= ticks.max()
 
 
 def test_what_is_written(tmp_path):

@@ -207,11 +207,13 @@ def test_a_run_by_epochs_shows_its_losses_and_its_accuracy(tmp_path):
             history.update(row, {"dt": [3.0], "dtf": [1.0], "dtb": [2.0]})
     with style():
         figure = summary_figure(load(tmp_path / "run"), "run")
+        alone = drawing.metric_figure(load(tmp_path / "run"), "dt").axes[0]
     losses, accuracy, times = figure.axes
     assert losses.get_title(loc="left") == "Training loss"
     assert [text.get_text() for text in losses.get_legend().get_texts()] == ["train_loss", "test_loss"]
     assert accuracy.get_ylabel() == "test_acc [%]"
     assert times.get_title(loc="left") == "Time of an epoch"
+    assert alone.get_title(loc="left") == "Time of an epoch"
 
 
 def test_the_limits_have_the_validation_loss_inside(tmp_path):

@@ -71,7 +71,8 @@ def test_a_world_that_is_not_there(tmp_path):
     """Its parts add up; nothing but the report is written; what does not fit is exit code 1."""
     report = tmp_path / "report.json"
     asked = ["12288", "--memory", "100KiB", "--json", str(report)]
-    done = run(asked, "--tp", "2", "--pp", "2", "--batch_size", "2", "--n_layers", "2", cwd=tmp_path)
+    flags = ["--tp", "2", "--pp", "2", "--batch_size", "2", "--n_layers", "2", "--vocab_size", "50000"]
+    done = run(asked, *flags, cwd=tmp_path)
     assert done.returncode == 1, done.stderr
     assert "does not fit: rank" in done.stdout.splitlines()[-1]
     assert "more than 0.10 MiB" in done.stdout.splitlines()[-1]

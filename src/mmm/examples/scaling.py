@@ -98,7 +98,7 @@ def run_point(config: Config, ranks: int, line: list[str]) -> None:
     # A rank of every point has as many threads: else one rank alone would have all cores of a CPU.
     environ = {"OMP_NUM_THREADS": "1", **os.environ}
     command = [sys.executable, "-m", "mmm.launch", "-n", str(ranks), *device, *line]
-    print(f"{ranks} ranks: {shlex.join(command[1:])}", flush=True)
+    print(f"{ranks} rank{'s' * (ranks > 1)}: {shlex.join(command[1:])}", flush=True)
     if code := subprocess.run(command, stdout=subprocess.DEVNULL, env=environ).returncode:
         raise SystemExit(code)
 

@@ -36,7 +36,7 @@ PARTS = (
     "gradients",  # sharded or not
     "optimizer state",
     "activations",  # made in forward, also where backward computes it anew
-    "logits",  # whatever has the vocabulary, or this rank's part of it, for its last dim
+    "logits",  # whatever has the vocabulary, or this rank's part of it, for its last dim (`logit_widths`)
     "gathered",  # parameters that FSDP has gathered, and what it gathers them through
     "communication",  # what is sent or received besides: reduce-scatters, a pipeline's messages
     "temporary",  # of backward, clipping and the optimizer: gradients of activations, mostly
@@ -260,13 +260,21 @@ class _Storages(TorchDispatchMode):
 
 
 def logit_widths(resolved: Any, layout: Layout) -> set[int]:
-    """The last dim of the logits of a run's model, on a rank (`MemoryTracker.widths`)."""
+    """The last dim of the logits of a run's model, on a rank (`MemoryTracker.widths`); none where something else of the
+    model has that size too, and a last dim does not say what a tensor is."""
     plan, model = getattr(resolved, "plan", None), getattr(resolved, "model", None)
-    if plan is not None and model is not None and plan.output:
-        sizes = [getattr(output, "out_features", 0) for output in find(model, plan.output)]
-    else:
-        sizes = [getattr(getattr(resolved, "sizes", None), "vocab_size", 0)]
-    return {-(-size // layout.tp) for size in sizes}
+    outputs = find(model, plan.output) if plan is not None and model is not None and plan.output else []
+    sizes = [getattr(output, "out_features", 0) for output in outputs]
+    sizes = sizes or [getattr(getattr(resolved, "sizes", None), "vocab_size", 0)]
+    others = set(
+        getattr(getattr(resolved, "sample", None), "shape", ())[1:]
+    )  # tokens: scores of attention end with them
+    for module in model.modules() if model is not None else ():
+        ours = any(module is output for output in outputs) or getattr(module, "num_embeddings", None) in sizes
+        for parameter in module.parameters(recurse=False):
+            others.update(parameter.shape[1:] if ours else parameter.shape)
+    others |= {-(-size // layout.tp) for size in others}
+    return {-(-size // layout.tp) for size in sizes} - others
 
 
 def tensors_in(nested: Any) -> Iterator[Tensor]:

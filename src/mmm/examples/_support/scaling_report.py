@@ -148,7 +148,9 @@ def picture(points: Sequence[Point], kind: str, program: str) -> Any:
         axes.set_xticks(ranks, [f"{n:,}" for n in ranks])
         axes.set_xlabel("ranks")
     above.set_yscale("log", base=2)  # where the ideal is a line
-    above.set_yticks(ranks, [f"{n:,}" for n in ranks])
+    shown = np.log2([np.nanmin([measured, predicted]), np.nanmax([measured, predicted, ranks])])
+    ticks = [2.0**power for power in range(int(np.floor(shown[0])), int(np.ceil(shown[1])) + 1)]
+    above.set_yticks(ticks, [f"{tick:,g}" for tick in ticks])
     for axes in (above, efficiency):
         axes.minorticks_off()
     efficiency.set_ylim(0, None)

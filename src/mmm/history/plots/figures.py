@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 MOST_BARS = 60
-RATES = ("tps", "sps")
+RATES = ("tps", "sps", "tps_per_gpu", "sps_per_gpu")
 NOTE = "note"  # the mark of a text above the axes
 
 

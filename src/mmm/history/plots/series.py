@@ -72,6 +72,7 @@ def series(ds: "xarray.Dataset", name: str) -> Series:
     x, x_name = _x(ds)
     says = about(name)
     title, unit = says["long_name"], says.get("units", "")
+    title = title.replace("of a step", "of an epoch") if x_name == "epoch" else title
     ranks = ds.sizes.get("rank", 1)
     if name in ds.data_vars:
         values = ds[name].values.astype(np.float64)
