@@ -24,7 +24,8 @@ def write(folder, name, code):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_file_to_begin_with(name, tmp_path):
-    path = tmp_path / "mine.py"
+    path = tmp_path / "mmm" / "mine.py"
+    path.parent.mkdir()
     path.write_text(file_of(name))
     result = check_file(path)
     assert not result.right

@@ -6,6 +6,7 @@ import importlib
 import importlib.util
 import re
 import sys
+import sysconfig
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -18,8 +19,10 @@ from mmm.verify.subject import make_subject
 from mmm.verify.verdict import Verdict
 
 TIMEOUT = 60.0  # s that the ranks may take
-UNWRITTEN = "NotImplementedError"
+UNWRITTEN = "raise NotImplementedError"  # the last line of a file to begin with
 MOST_LINES = 4  # of a failure
+# Where files are not the reader's, who may well work in a folder that is called mmm, too.
+ELSEWHERE = (str(Path(__file__).parents[1]), sysconfig.get_path("stdlib"), "site-packages")
 
 
 @dataclass(frozen=True)
@@ -99,12 +102,11 @@ def verified(function: str, meshes: tuple[str, ...], **program: Any) -> Result:
 
 def _said(function: str, verdict: Verdict) -> str:
     """What is wrong on a mesh."""
-    if UNWRITTEN in verdict.first:
+    if UNWRITTEN in _own(verdict.details):
         return f"nothing is written yet: write {function}"
     if verdict.details:
-        return "\n".join(
-            [f"{verdict.layout}: {function} fails: {verdict.first.partition(': ')[2]}", _own(verdict.details)]
-        )
+        failure = f"{verdict.layout}: {function} fails: {verdict.first.partition(': ')[2]}"
+        return f"{failure}\n{_own(verdict.details)}".rstrip()
     lines = [f"{verdict.layout}: {verdict.result}: they part at {verdict.first}"]
     lines += [f"  {finding}" for finding in verdict.findings[:MOST_LINES]]
     return "\n".join(lines)
@@ -113,12 +115,12 @@ def _said(function: str, verdict: Verdict) -> str:
 def _own(details: str) -> str:
     """Of a traceback, the lines of the reader's file."""
     frames = re.findall(r'  File "([^"]+)", line (\d+), in (\w+)\n    (.+)', details)
-    own = [(line, code) for file, line, _, code in frames if "/mmm/" not in file and "site-packages" not in file]
+    own = [(line, code) for file, line, _, code in frames if not any(place in file for place in ELSEWHERE)]
     return "\n".join(f"  line {line}: {code}" for line, code in own)
 
 
 def failed(function: str, error: Exception, details: str) -> Result:
     """Of a check that forks ranks itself: one of them failed."""
-    if UNWRITTEN in str(error):
+    if UNWRITTEN in _own(details):
         return Result(False, f"nothing is written yet: write {function}")
     return Result(False, "\n".join([f"{function} fails: {error}", _own(details)]).rstrip())

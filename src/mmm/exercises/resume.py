@@ -1,6 +1,7 @@
 """Resume on another mesh: what a run is, besides its weights.
 
-A run has trained on two ranks with FSDP and AdamW, and has saved a checkpoint by torch.distributed.checkpoint (DCP)::
+A run has trained on two ranks with FSDP and AdamW, has halved its learning rate, and has saved a checkpoint by
+torch.distributed.checkpoint (DCP)::
 
     model_state, optimizer_state = get_state_dict(model, optimizer)
     dcp.save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=folder)
@@ -81,6 +82,8 @@ def _before(rank: Rank, folder: str) -> list[float]:
     with process_group(rank, torch.device("cpu"), 2 * TIMEOUT), ignore_views():
         model, optimizer = _program(rank, 0)
         _train(rank, model, optimizer, 0)
+        for group in optimizer.param_groups:
+            group["lr"] /= 2  # get_state_dict has a copy of it, while tensors are the optimizer's own
         model_state, optimizer_state = get_state_dict(model, optimizer)
         dcp.save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=folder)
         return _train(rank, model, optimizer, STEPS)
@@ -108,7 +111,7 @@ def check(load: Callable[[nn.Module, torch.optim.Optimizer, str], None]) -> Resu
             why = (
                 "the weights are not those of the checkpoint"
                 if number == 0
-                else ("the weights are right, and what the optimizer remembers of its steps is not")
+                else ("the weights are right, and what the optimizer has to remember is not: moments, step, lr")
             )
             return Result(False, f"step {STEPS + number}: loss {loss:.9g}, without the stop {ought:.9g}: {why}")
     return Result(True, f"the same losses on four ranks as on the two that went on: {losses[-1]:.9g}")

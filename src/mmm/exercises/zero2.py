@@ -43,6 +43,7 @@ def update(parameters, gradients, momentum, lr, group):
     raise NotImplementedError
 '''
 LR, MOMENTUM, STEPS = 0.1, 0.9, 2
+NEAR = 1e-9
 
 
 class _Optimizer:
@@ -56,15 +57,20 @@ class _Optimizer:
         size = dist.get_world_size() if dist.is_initialized() else 1
         total = sum(p.numel() for p in self.parameters)
         length = -(-total // size) * size
-        gradients = [getattr(p, "own_gradient", p.grad) for p in self.parameters]
-        flat, grad = _flat(self.parameters, length), _flat(gradients, length)
-        momentum = torch.zeros(length // size, dtype=flat.dtype)
-        for _ in range(STEPS):
-            if dist.is_initialized() and size > 1:
-                flat = self.update(flat, grad.clone(), momentum, LR, dist.group.WORLD)
-            else:
-                momentum.mul_(MOMENTUM).add_(grad)
-                flat = flat - LR * momentum
+        own = _flat([getattr(p, "own_gradient", p.grad) for p in self.parameters], length)
+        mean, flat = _flat([p.grad for p in self.parameters], length), _flat(self.parameters, length)
+        momentum, full_momentum = torch.zeros_like(flat[: length // size]), torch.zeros_like(flat)
+        for number in range(STEPS):
+            full_momentum.mul_(MOMENTUM).add_(mean)
+            before, expected = flat, flat - LR * full_momentum
+            if size == 1:
+                flat = expected
+                continue
+            flat = self.update(before.clone(), own.clone(), momentum, LR, dist.group.WORLD)
+            if number == 0 and (why := _wrong(flat, before, expected)):
+                raise ValueError(why)
+            if _wrong(flat, before, expected):
+                raise ValueError("the first step is right, and the second is not: `momentum` is to be changed in place")
         sizes = [parameter.numel() for parameter in self.parameters]
         for parameter, part in zip(self.parameters, flat[:total].split(sizes), strict=True):
             parameter.copy_(part.view_as(parameter))
@@ -77,6 +83,21 @@ class _Optimizer:
 def _flat(tensors: Iterable[Any], length: int) -> Tensor:
     joined = torch.cat([tensor.detach().flatten() for tensor in tensors])
     return F.pad(joined, (0, length - joined.numel()))
+
+
+def _wrong(flat: Tensor, before: Tensor, expected: Tensor) -> str:
+    """What is wrong with the parameters after a step; nothing if they are right."""
+    if flat.shape != expected.shape:
+        return f"{flat.numel()} parameters come back, of {expected.numel()}"
+    size, rank = dist.get_world_size(), dist.get_rank()
+    right = torch.isclose(flat, expected, rtol=NEAR, atol=NEAR)
+    if right.all():
+        return ""
+    if right.chunk(size)[rank].all():
+        return "this rank's part is right, and those of other ranks are not what these have made of them"
+    if torch.allclose(flat - before, size * (expected - before), rtol=NEAR, atol=NEAR):
+        return f"the step is {size} times too large: reduce_scatter adds up, and a mean is wanted"
+    return "this rank's part is not what momentum and the mean of the ranks' gradients make of it"
 
 
 def check(update: Callable[..., Tensor]) -> Result:

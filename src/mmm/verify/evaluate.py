@@ -222,7 +222,11 @@ class Evaluation:
         best = min((math.inf if math.isnan(error) else error) for error in errors)
         if best <= tolerance:
             return "", best
-        return f"is {means.mean().item():.9g} in the mean over the ranks, on one device {whole.item():.9g}", best
+        mean, total = means.mean().item(), everything.sum().item()
+        return (
+            f"is {mean:.9g} in the mean over the ranks, {total:.9g} in their sum, on one device {whole.item():.9g}",
+            best,
+        )
 
     def _located(self) -> str:
         """The first module that returned something else, in words."""
