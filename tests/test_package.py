@@ -193,11 +193,11 @@ CLOSURES = [  # module, files, lines
     ("mmm.examples.scaling", 51, 5_900),
     ("mmm.examples.tensor_parallel", 59, 7_800),
     ("mmm.examples.tiling", 122, 14_800),
-    ("mmm.examples.traffic", 134, 16_700),
+    ("mmm.examples.traffic", 133, 16_700),
     ("mmm.examples.zero", 74, 9_300),
     ("mmm.parallel.loss", 6, 433),
-    ("mmm.trainer.lm", 216, 28_600),
-    ("mmm.trainer.vit", 200, 25_500),
+    ("mmm.trainer.lm", 215, 28_600),
+    ("mmm.trainer.vit", 196, 25_250),
     ("mmm.launch.__main__", 57, 7_150),
 ]
 

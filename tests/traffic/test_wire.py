@@ -14,7 +14,7 @@ from mmm.runtime.device import Precision
 from mmm.runtime.process_group import all_gather, reduce_scatter
 from mmm.traffic.collective_bytes import RECEIVE, Call, factor
 from mmm.traffic.count import count_traffic
-from mmm.traffic.socket_bytes import sent_since, socket_bytes
+from mmm.traffic.step_table import sent_since, socket_bytes
 
 CPU = torch.device("cpu")
 

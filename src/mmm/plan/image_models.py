@@ -16,8 +16,7 @@ from mmm.models.vit import ViT, ViTConfig
 from mmm.parallel.plans.cnn import cnn_plan
 from mmm.parallel.plans.vit import vit_plan
 from mmm.parallel.pp.stages import part_costs, parts_of
-from mmm.plan.models import kinds_of, matrices_of
-from mmm.plan.spec import ModelSpec, PartKind
+from mmm.plan.spec import ModelSpec, PartKind, kinds_of, matrices_of
 from mmm.torch_private.module import base_of, storage_id
 
 

@@ -7,11 +7,15 @@ Parts that are alike, such as the layers of a Transformer, are one `PartKind`. `
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
-from mmm.parallel.plan import Plan
+from torch import Tensor, nn
+
+from mmm.parallel.plan import Plan, matches, sharded_dim
+from mmm.parallel.pp.stages import Part, part_costs, parts_of
 
 
 @dataclass(frozen=True)
@@ -128,3 +132,30 @@ class ModelSpec:
     @property
     def largest_part(self) -> PartKind:
         return max(self.kinds, key=lambda kind: kind.parameters)
+
+
+def kinds_of(model: nn.Module, plan: Plan, sample: Tensor | None, scores: Mapping[str, int]) -> tuple[PartKind, ...]:
+    """Embedding, layer and head of a model with one layer.
+
+    Args:
+        sample: None where FLOPs do not matter. scores: `PartKind.attention_flops`, by role.
+    """
+    parts = parts_of(model, plan)
+    costs = [0] * len(parts) if sample is None else part_costs(model, parts, sample)
+    return tuple(
+        PartKind(role, matrices_of(model, plan, part), cost, scores.get(role, 0))
+        for role, part, cost in zip(("embedding", "layer", "head"), parts, costs, strict=True)
+    )
+
+
+def matrices_of(model: nn.Module, plan: Plan, part: Part) -> tuple[Matrix, ...]:
+    found = []
+    for module in part:
+        for own, parameter in model.get_submodule(module).named_parameters():
+            name = f"{module}.{own}"
+            path = name.rpartition(".")[0]
+            expert = any(matches(f"{pattern}.experts", path) for pattern in plan.experts)
+            dim = None if expert else sharded_dim(model, plan, name)
+            tiled = own.endswith("weight") and any(matches(pattern, path) for pattern in plan.weight_tiled)
+            found.append(Matrix(tuple(parameter.shape), dim, expert, tiled))
+    return tuple(found)
