@@ -47,6 +47,10 @@ for (const link of document.querySelectorAll("a[data-question]")) {
   link.click();
   tried.push(state());
 }
+location.hash = "#seq=1e300&batch=1e15&pp=10000000&tp=-1&cp=<b>&stages=NaN&model=__proto__&machine=toString&schedule=";
+readAddress();
+show();
+tried.push(state());
 """
 LEAVE = """
 const left = document.createElement("pre");
@@ -182,7 +186,7 @@ def test_figures_are_those_of_the_command(browser, tmp_path, capsys, monkeypatch
 @pytest.mark.docs
 def test_a_slider_changes_what_is_shown(browser, tmp_path):
     address = "#model=llama-8b&machine=polaris&hosts=8&devices=4&tp=1&batch=64&microbatches=1"
-    before, after, *linked = opened(browser, tmp_path, MOVE, address)
+    before, after, *linked, hostile = opened(browser, tmp_path, MOVE, address)
     assert "llama-8b as dp32 on 32 devices of polaris" in before["verdict"]
     assert "llama-8b as dp16·tp2 on 32 devices of polaris" in after["verdict"]
     assert before["shown"] != after["shown"]
@@ -193,6 +197,7 @@ def test_a_slider_changes_what_is_shown(browser, tmp_path):
     assert len({state["hash"] for state in linked}) == len(linked) >= 5
     for state in linked:
         assert re.match(r"llama-.* (fits|does not fit): ", state["verdict"]), state
+    assert hostile["verdict"] == linked[-1]["verdict"]
 
 
 def test_the_data_are_of_this_code():

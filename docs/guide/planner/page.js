@@ -5,6 +5,7 @@
 const STEPS = [1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024];
 const MORE = [...STEPS, 1536, 2048, 3072, 4096, 6144, 8192, 12288, 16384];
 const GIB = 2 ** 30;
+const MOST = { seq: 1e8, batch: 1e7, other: 1e6 }; // of a link: what `mmm plan` takes
 const MEMORY_COLORS = { ...PLANNER_DATA.colors.memory, buffers: PLANNER_DATA.colors.memory.other };
 const AXIS_COLORS = { ...PLANNER_DATA.colors.axes, dp_shard_cp: PLANNER_DATA.colors.axes.dp_shard };
 
@@ -101,9 +102,8 @@ function read(address) {
     const control = CONTROLS.find((each) => each.key === key);
     if (!control) continue;
     const value = isNumber(control) ? Number(text) : text;
-    if (isNumber(control) ? Number.isInteger(value) && value > 0 : control.values(wanted).includes(value)) {
-      wanted[key] = value;
-    }
+    const whole = isNumber(control) && Number.isInteger(value) && value > 0 && value <= (MOST[key] ?? MOST.other);
+    if (isNumber(control) ? whole : control.values(wanted).includes(value)) wanted[key] = value;
   }
   if (named.has("machine") && !named.has("devices")) wanted.devices = machineOf(wanted).ranks_per_host;
 }
