@@ -79,6 +79,29 @@ def test_runs_of_several_trainings(tmp_path):
     assert "off a" not in terminal_overlay(curves, ["a", "b"], 80, 12)
 
 
+def test_losses_that_are_no_numbers(tmp_path, capsys):
+    """What no plot can show is left out of it, and said."""
+    nan, inf = float("nan"), float("inf")
+    made = {"a": [3.0, 2.0, nan, nan], "b": [3.0, -1.7e308, 1.7e308, 2.5], "c": [3.0, inf]}
+    runs = [str(made_run(tmp_path / name, losses)) for name, losses in made.items()]
+    assert command.main(runs) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.partition(";")[0] for line in lines[-5:]] == [
+        "  a a: 2 at iter 1",
+        "  b b: 2.5 at iter 3",
+        "  c c: 3 at iter 0",
+        "  a a: its newest loss is not finite",
+        "  c c: its newest loss is not finite",
+    ]
+    for run, said in zip(
+        runs, ("2 rows without: none since iter 1", "1 row above the plot: 1.7e+308 at iter 2", "inf"), strict=True
+    ):
+        assert mmm(["history", run]) == 0
+        assert said in capsys.readouterr().out
+    assert mmm(["compare", *[str(made_run(tmp_path / name, [1.7e308] * 3)) for name in "de"]]) == 2
+    assert "d: no row that has loss" in capsys.readouterr().err
+
+
 def test_by_step_tokens_and_hours(two):
     runs = [read_run(folder, None) for folder in two]
     places = {by: [s.x.tolist() for s in overlaid(runs, "loss", by)] for by in ("step", "tokens", "hours")}

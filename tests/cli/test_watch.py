@@ -74,6 +74,20 @@ def test_on_a_pipe_a_line_at_a_time_until_all_have_ended(run, tmp_path, capsys, 
     ]
 
 
+def test_what_is_not_there_yet_ends_nothing(run, tmp_path, capsys, monkeypatch):
+    """A metric that comes with a later row; a damaged record beside the run is named once."""
+    (tmp_path / "runs" / "torn").mkdir()
+    (tmp_path / "runs" / "torn" / "journal.jsonl").write_text("{")
+    steps = iter([lambda: (run.update({"iter": 3, "val_loss": 2.5, "dt": 1.0}), run.flush()), lambda: run.close()])
+    monkeypatch.setattr(time, "sleep", lambda seconds: next(steps)())
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    assert command.main([str(tmp_path / "runs"), "--metric", "val_loss"]) == 0
+    out, err = capsys.readouterr()
+    assert out.count("not all of these runs have a 'val_loss'") == 1
+    assert out.count("validation loss (val_loss)") == 2
+    assert [line[:10] for line in err.splitlines()] == ["left out: "]
+
+
 def campaign_of(folder, **fields):
     (folder / "jobs").mkdir(parents=True, exist_ok=True)
     Campaign(folder, "slurm", "lm", "lm.sh", most=3, **fields).write()

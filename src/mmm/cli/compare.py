@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -54,6 +55,9 @@ def main(argv: list[str]) -> int:
     curves = overlaid(runs, metric, args.by)
     width, height = shutil.get_terminal_size((100, 30))
     show("\n" + printable_lines(terminal_overlay(curves, names, min(width, 120), max(12, min(height - 10, 22)))))
+    for letter, name, run in zip(LETTERS, names, runs, strict=False):
+        if metric == run.loss_name and run.loss is not None and math.isnan(run.loss):
+            print(f"  {letter} {printable(name)}: its newest {metric} is not finite")
     if args.plots:
         paths = save_overlay(curves, names, args.plots, args.theme or "light")
         print("pictures: " + ", ".join(printable(str(path)) for path in paths))

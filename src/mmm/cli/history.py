@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from mmm.cli import show, whole
+from mmm.cli import decimal, show, whole
 from mmm.cli.history_ranks import ranks_text, sentence
 from mmm.errors import ConfigError
 from mmm.outside import parse_json, printable
@@ -98,10 +98,12 @@ def summary(ds: "xarray.Dataset", state: str) -> list[tuple[str, str]]:
             s = series(ds, name)
             kept = np.flatnonzero(np.isfinite(y))
             row = kept[np.argmin(y[kept]) if best == "lowest" else np.argmax(y[kept])]
-            extreme = f"{best} {y[row]:.{digits}f} at {s.x_name} {whole(s.x[row])}"
+            extreme = f"{best} {decimal(y[row], digits)} at {s.x_name} {whole(s.x[row])}"
             missing = f", {rows - len(kept)} rows without" if name == "loss" and len(kept) < rows else ""
             missing += f": none since {s.x_name} {whole(s.x[kept[-1]])}" if missing and kept[-1] < rows - 1 else ""
-            table.append((name, f"{y[kept[-1]]:.{digits}f} (first {y[kept[0]]:.{digits}f}, {extreme}{missing})"))
+            table.append(
+                (name, f"{decimal(y[kept[-1]], digits)} (first {decimal(y[kept[0]], digits)}, {extreme}{missing})")
+            )
     if "dt" in known and np.isfinite(y := series(ds, "dt").y).any():
         first = f"; the first took {y[0]:.6f} s" if np.isfinite(y[0]) else ""
         table.append(("dt", f"{np.nanmedian(y):.6f} s a step, median of {rows} rows{first}"))

@@ -14,8 +14,9 @@ import numpy as np
 
 from mmm.cli import decimal, show, whole
 from mmm.cli.compare import USUAL
+from mmm.cli.runs import left_out
 from mmm.errors import ConfigError, RecordError
-from mmm.outside import printable, printable_lines
+from mmm.outside import printable_lines
 
 if TYPE_CHECKING:
     from mmm.history.runs import Run
@@ -59,11 +60,19 @@ def _watch(folders: Sequence[Path], metric: str | None, every: float, once: bool
 
     redraw = sys.stdout.isatty() and not once
     seen: list[Path] = []
+    said: set[Path] = set()
     while True:
         began = time.monotonic()
-        runs = _runs(folders, seen)
+        runs = _runs(folders, seen, said)
         width, height = shutil.get_terminal_size((100, 30))
-        text = frame(runs, metric, width, height) if redraw or once else "\n".join(status_lines(runs))
+        text = "\n".join(status_lines(runs))
+        if redraw or once:
+            try:
+                text = frame(runs, metric, width, height)
+            except RecordError as error:
+                if once:
+                    raise
+                text += f"\n{error}"  # a metric may come with a later row
         text = printable_lines(text)
         if redraw:
             lines = [line[:width] for line in text.split("\n")[: height - 1]]  # more would scroll
@@ -77,8 +86,12 @@ def _watch(folders: Sequence[Path], metric: str | None, every: float, once: bool
         time.sleep(max(every, (time.monotonic() - began) * (1 / BUSY - 1)))
 
 
-def _runs(folders: Sequence[Path], seen: Sequence[Path]) -> list[Run]:
-    """The runs that are named, and those below other folders that run, or wait for a job, or did at an earlier look."""
+def _runs(folders: Sequence[Path], seen: Sequence[Path], said: set[Path]) -> list[Run]:
+    """The runs that are named, and those below other folders that run, or wait for a job, or did at an earlier look.
+
+    Args:
+        said: folders of which it has been said why they are left out; others are added.
+    """
     from mmm.campaign.chain import goes_on
     from mmm.history.record.ending import RUNNING
     from mmm.history.record.folder import DATASET, JOURNAL
@@ -99,7 +112,9 @@ def _runs(folders: Sequence[Path], seen: Sequence[Path]) -> list[Run]:
             except RecordError as error:
                 if folder == root:
                     raise
-                print(f"left out: {printable(str(error).split('. ')[0])}", file=sys.stderr)
+                if folder not in said:
+                    left_out(error)
+                said.add(folder)
                 continue
             if shown or run.ending.state == RUNNING:
                 runs[folder] = run

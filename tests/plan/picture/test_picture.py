@@ -79,6 +79,8 @@ def test_svg_is_the_same_every_time_and_says_what_it_is():
     assert root.find(f"{SVG}title").text == "FSDP (ZeRO-3) × tensor parallel: dp2·tp2, 4 ranks"
     assert "all-gather over dp_shard" in root.find(f"{SVG}desc").text
     assert [each.text for each in root.iter(f"{SVG}text")][-1] == "mmm draw <a & b>"
+    odd = ET.fromstring(svg(picture(FEW, "mmm draw 'a\x1b\x00\udcff'")))
+    assert [each.text for each in odd.iter(f"{SVG}text")][-1] == "mmm draw 'a\\x1b\\x00\\udcff'"
 
 
 def test_a_picture_that_is_wider():

@@ -10,7 +10,7 @@ import numpy as np
 
 from mmm.errors import RecordError
 from mmm.history.plots.lines import draw_lines, sentence
-from mmm.history.plots.series import Series, limits
+from mmm.history.plots.series import LARGEST, Series, limits
 from mmm.history.plots.style import new_figure, save, style
 from mmm.history.plots.terminal import LETTERS, ChartAxes, ChartSeries, chart, plain, ticks
 from mmm.history.record.dataset import about
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from mmm.history.runs import Run
 
-LARGEST = 1e100  # of what is plotted against
+MOST = 1e100  # of what is plotted against
 LONGEST_NAME = 70  # characters in a legend
 STEPS = ("iter", "epoch")
 WHOLE = (*STEPS, "row")  # names of x that have whole numbers
@@ -51,7 +51,7 @@ def overlaid(runs: Sequence[Run], metric: str, by: str = "step") -> list[Series]
     for run in runs:
         y = run.rows[metric]
         x = _places(run, by, steps)
-        kept = np.isfinite(y) & (np.abs(x) < LARGEST)  # a damaged record may say anything
+        kept = (np.abs(y) < LARGEST) & (np.abs(x) < MOST)  # a damaged record may say anything
         if not kept.any():
             raise RecordError(f"{run.folder}: no row that has {metric} says at which {by} it was.")
         result.append(

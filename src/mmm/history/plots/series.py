@@ -21,6 +21,9 @@ ALONE = (OWN, "dtd")  # of a step's times, those in which no rank waits for anot
 _RATE = re.compile(r"(dt|sps|tps)")  # of these, rare outliers (start-up, hiccups) are left out
 
 
+LARGEST = 1e300  # that is plotted: the plots add and subtract
+
+
 class Series(NamedTuple):
     """One metric over the rows. Where it differs by rank, y is the median over ranks, between `low` and `high`."""
 
@@ -90,15 +93,14 @@ def limits(s: Series) -> AxisLimits | None:
     """The range of y to show, None if there is nothing to show.
 
     Times and rates leave out up to 2 % of the rows (at least one) that would compress the others: the first step takes
-    many times as long. Any other metric is shown in full.
+    many times as long. Any other metric is shown in full, but for infinities and what is as good as one.
     """
     high = s.y if s.high is None else s.high
     low = s.y if s.low is None else s.low
-    finite = np.isfinite(low) & np.isfinite(high)
+    finite = (np.abs(low) < LARGEST) & (np.abs(high) < LARGEST)
     if not finite.any():
         return None
     top, bottom = float(high[finite].max()), float(low[finite].min())
-    none = np.zeros(len(s.y), bool)
     if _RATE.match(s.name) and not s.name.endswith("_argmax") and finite.sum() >= 5:
         left_out = max(1, int(finite.sum()) // 50)
         most = float(np.sort(high[finite])[-1 - left_out])
@@ -106,9 +108,7 @@ def limits(s: Series) -> AxisLimits | None:
         span = max(most - least, 0.02 * abs(most))
         top = float(high[finite & (high <= most + 3 * span)].max())
         bottom = float(low[finite & (low >= least - 3 * span)].min())
-    above = finite & (high > top) if top < high[finite].max() else none
-    below = finite & (low < bottom) if bottom > low[finite].min() else none
-    return AxisLimits(bottom, top, above, below)
+    return AxisLimits(bottom, top, above=high > top, below=low < bottom)
 
 
 def outside(s: Series, shown: AxisLimits) -> str:

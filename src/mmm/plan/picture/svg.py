@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from xml.sax.saxutils import escape
 
+from mmm.outside import printable_lines
 from mmm.palette import DARK, LIGHT, THEMES, Theme
 from mmm.plan.picture.scene import ROLES, Item, Line, Polygon, Rect, Scene
 
@@ -16,13 +17,18 @@ def svg(scene: Scene, theme: str = "auto") -> str:
     colors = LIGHT if theme == "auto" else THEMES[theme]
     width, height = _number(scene.width), _number(scene.height)
     head = f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" viewBox="0 0 {width} {height}" '
-    lines = [f'{head}role="img" font-family="{FONT}">', f"<title>{escape(scene.title)}</title>"]
-    lines.append(f"<desc>{escape(scene.description)}</desc>")
+    lines = [f'{head}role="img" font-family="{FONT}">', f"<title>{_text(scene.title)}</title>"]
+    lines.append(f"<desc>{_text(scene.description)}</desc>")
     if theme == "auto":
         lines.append(f"<style>@media (prefers-color-scheme: dark) {{{_rules(DARK)}}}</style>")
     lines.append(_item(Rect(0, 0, scene.width, scene.height, fill="paper"), colors))
     lines += [_item(item, colors) for item in scene.items]
     return "\n".join([*lines, "</svg>"]) + "\n"
+
+
+def _text(text: str) -> str:
+    """XML has no escape for what is no character, such as one that somebody has in a file's name."""
+    return escape(printable_lines(text))
 
 
 def _rules(theme: Theme) -> str:
@@ -61,4 +67,4 @@ def _item(item: Item, theme: Theme) -> str:
     anchor = "" if item.anchor == "start" else f' text-anchor="{item.anchor}"'
     bold = ' font-weight="600"' if item.bold else ""
     where = f'x="{number(item.x)}" y="{number(item.y)}" font-size="{number(item.size)}"'
-    return f"<text {where}{anchor}{bold}{_paint(theme, item.fill, opacity=item.opacity)}>{escape(item.text)}</text>"
+    return f"<text {where}{anchor}{bold}{_paint(theme, item.fill, opacity=item.opacity)}>{_text(item.text)}</text>"
