@@ -40,6 +40,15 @@ def test_the_script_of_a_job(capsys, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_job_that_its_queue_does_not_take_is_doubted(capsys):
+    assert mmm(["submit", *f"--site frontier -N 4 -t 6h --project p --dry-run {LM}".split()]) == 0
+    shown = capsys.readouterr()
+    assert shown.err.startswith("mmm submit: queue batch takes 1 to 91 hosts for 2 h, ")
+    assert "such a job is of --queue extended (" in shown.err
+    assert mmm(["submit", *f"--site frontier -N 4 -t 6h --queue extended --project p --dry-run {LM}".split()]) == 0
+    assert capsys.readouterr().err == ""
+
+
 def test_the_script_of_a_campaign(capsys, tmp_path):
     words = f"--site polaris -N 2 -t 30m --project p --setup true --until-done --show {LM} --outdir run".split()
     assert mmm(["submit", *words]) == 0

@@ -70,6 +70,7 @@ def test_every_field_has_a_type_and_every_number_its_bounds():
         ({"match": {"X": "("}}, "is no regular expression"),
         ({"mpi": "lam"}, "not one of pals"),
         ({"scheduler": "lsf"}, "not one of pbs"),
+        ({"queues": ["prod 10 3h"]}, 'not written as "prod 10-24 3h"'),
         ({"srun": ["-c{cores}"]}, "only {per_host}, {cpus} and {gpus}"),
         ({"memory_bandwidht": 1}, "Did you mean 'memory_bandwidth'?"),
         ({"memory_bandwidth": "fast"}, "a number"),

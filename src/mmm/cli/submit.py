@@ -20,6 +20,7 @@ from mmm.cli.sizes import clock_time, parse_time
 from mmm.errors import ConfigError, UserError
 from mmm.machines import find
 from mmm.machines.machine import Machine
+from mmm.machines.queues import not_taken
 from mmm.plan.script import FOLDER, PROJECT, job_script
 
 EPILOG = """\
@@ -33,12 +34,13 @@ DEFAULT_JOBS, MOST_JOBS = 20, 1000
 
 
 class JobScript(NamedTuple):
-    """What is submitted. name: of the job. folder: of the run, where jobs are chained."""
+    """What is submitted. name: of the job. folder: of the run, where jobs are chained. doubt: that it will be taken."""
 
     text: str
     scheduler: str
     name: str
     folder: Path | None
+    doubt: str
 
 
 def parser() -> argparse.ArgumentParser:
@@ -93,6 +95,8 @@ def main(argv: list[str]) -> int:
     script = make_script(args, command)
     words = queues.submit_words(script.scheduler, script.name)
     print(script.text)
+    if script.doubt:  # queues change, so the scheduler has the last word
+        print(f"mmm submit: {script.doubt}", file=sys.stderr)
     if args.dry_run:
         print(f"not submitted (--dry-run); it would be by: {shlex.join(words)}")
         return 0
@@ -148,7 +152,8 @@ def make_script(args: argparse.Namespace, command: Sequence[str]) -> JobScript:
     fill = {"hosts": str(args.hosts), "time": clock_time(walltime)}
     fill |= {name: value for name, value in (("queue", args.queue), ("project", args.project)) if value}
     text = job_script(line + after, machine, fill, begin, directives)
-    return JobScript(text, machine.scheduler, commands.name_of(command), folder)
+    doubt = not_taken(machine, args.queue or machine.queue, args.hosts, walltime)
+    return JobScript(text, machine.scheduler, commands.name_of(command), folder, doubt)
 
 
 def _check_directives(args: argparse.Namespace) -> None:

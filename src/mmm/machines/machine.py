@@ -30,6 +30,7 @@ class Machine:
         match: environment variable → regular expression; the machine is recognised where one of them is found.
         scheduler: "pbs" or "slurm". script: lines of a job script after the shell's, ``{hosts}``, ``{time}``,
             ``{queue}`` and ``{project}`` filled in. queue: where jobs go if nothing else is said.
+        queues: what each takes, hosts and hours of a job, such as "prod 10-24 3h"; a queue may have several of these.
         setup: lines of a job script that load what the machine has: modules of Python, of a plugin for its network.
         device: cuda, xpu or cpu. hosts: that there are. ranks_per_host: devices, with one rank each.
         mpi: "pals", "hydra" or "openmpi", for an mpiexec that does not say what it is. backend: of torch.distributed.
@@ -65,6 +66,7 @@ class Machine:
     scheduler: str = ""
     script: list[str] = field(default_factory=list)
     queue: str = ""
+    queues: list[str] = field(default_factory=list)
     setup: list[str] = field(default_factory=list)
     device: str = ""
     hosts: int = 0
@@ -205,7 +207,8 @@ class Machine:
     def settings(self) -> list[str]:
         """A line for each field and variable that launch goes by."""
         names = [f.name for f in fields(self)]
-        by_launch = ["match", "scheduler", "cpus_per_host", *names[names.index("mpi") : names.index("env")], "advice"]
+        passed = names[names.index("mpi") : names.index("env")]
+        by_launch = ["match", "scheduler", "queues", "cpus_per_host", *passed, "advice"]
         rows = [
             _row(name, value, self.sources.get(name, self.source))
             for name in by_launch
@@ -222,7 +225,7 @@ def _text(value: Any) -> str:
     if isinstance(value, dict):
         return ", ".join(f"{key} {_text(inner)}" for key, inner in value.items())
     if isinstance(value, list):
-        return " ".join(map(str, value))
+        return (", " if " " in str(value[0]) else " ").join(map(str, value))
     if isinstance(value, str):
         return value
     return f"{value:,}" if isinstance(value, int) else f"{value:.4g}"
@@ -256,6 +259,7 @@ BOUNDS: dict[str, tuple[float, float]] = {
         (0.001, 1),
     ),
 }
+QUEUE = re.compile(r"(\S+) (\d{1,6})-(\d{1,6}) (\d{1,5})h")
 CHOICES = {"mpi": ("pals", "hydra", "openmpi"), "scheduler": ("pbs", "slurm")}
 
 
@@ -308,6 +312,9 @@ def _check(name: str, value: Any, where: str) -> None:
             raise MachineError(f"{where}: {name!r} is {short(element)}; it has to be {least}.")
     if value and name in CHOICES and value not in CHOICES[name]:
         raise MachineError(f"{where}: {name} {short(value)} is not one of {', '.join(CHOICES[name])}.")
+    for queue in elements if name == "queues" else []:
+        if not QUEUE.fullmatch(queue):
+            raise MachineError(f'{where}: queues: {short(queue)} is not written as "prod 10-24 3h".')
     for pattern in elements if name == "match" else []:
         try:
             re.compile(pattern)

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from mmm.machines.machine import Machine
+from mmm.machines.queues import queue_for
 
 if TYPE_CHECKING:
     from mmm.plan.candidate import Candidate
@@ -89,10 +90,11 @@ def job_script(
 
     Args:
         fill: what `Machine.script` leaves open: hosts, time, queue, project; without them an hour of the machine's
-            usual queue, for a project that is to be filled in.
+            usual queue, or of one that takes such a job, for a project that is to be filled in.
         begin: lines of the shell before `line`. directives: further lines for the scheduler.
     """
-    words = {"hosts": str(machine.hosts), "time": "01:00:00", "queue": machine.queue or "QUEUE", "project": PROJECT}
+    queue = (machine.queue if fill else queue_for(machine, machine.hosts, 3600)) or "QUEUE"
+    words = {"hosts": str(machine.hosts), "time": "01:00:00", "queue": queue, "project": PROJECT}
     head = ["#!/bin/bash -l" if machine.scheduler == "pbs" else "#!/bin/bash"]
     for text in machine.script:
         for name, value in (words | dict(fill or {})).items():
