@@ -209,11 +209,8 @@ class Machine:
         names = [f.name for f in fields(self)]
         passed = names[names.index("mpi") : names.index("env")]
         by_launch = ["match", "scheduler", "queues", "cpus_per_host", *passed, "advice"]
-        rows = [
-            _row(name, value, self.sources.get(name, self.source))
-            for name in by_launch
-            if (value := getattr(self, name))
-        ]
+        stated = [name for name in by_launch if getattr(self, name)]
+        rows = [_row(name, getattr(self, name), self.sources.get(name, self.source)) for name in stated]
         return rows + [_row(name, value, source) for name, (value, source) in self.variables("rank").items()]
 
 
