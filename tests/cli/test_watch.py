@@ -169,10 +169,3 @@ def test_what_the_user_can_fix(tmp_path, capsys):
         err = capsys.readouterr().err
         assert said in err
         assert len(err.splitlines()) == 1
-
-
-@pytest.mark.parametrize(
-    ("seconds", "said"), [(0.4, "0 s"), (59, "59 s"), (240, "4 min"), (5400, "1.5 h"), (180000, "2.1 days")]
-)
-def test_durations(seconds, said):
-    assert command.duration(seconds) == said

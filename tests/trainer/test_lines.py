@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from mmm.contract import LINE_VARIABLE
-from mmm.trainer.run.lines import HEAD, WIDTH, done, in_words, row_line, short_duration, shown
+from mmm.trainer.run.lines import HEAD, WIDTH, done, row_line, shown
 from mmm.trainer.run.resume import below, line_that_goes_on, without
 from mmm.trainer.run.rows import Row, Totals
 
@@ -70,13 +70,6 @@ def test_digits(name, value, text):
     assert shown(name, value) == text
 
 
-@pytest.mark.parametrize(
-    ("seconds", "text"), [(0.2, "0s"), (59.4, "59s"), (240, "4m"), (5400, "1.5h"), (180000, "2.1d")]
-)
-def test_time_left(seconds, text):
-    assert short_duration(seconds) == text
-
-
 def totals(*steps):
     kept = Totals()
     for step, dt in steps:
@@ -99,7 +92,6 @@ def test_what_a_run_says_at_its_end():
         "done: 7 steps; 1.5 min since the start, 19.0 s in steps, 3 tokens/s on average; loss 2.5000, val_loss 3.5000"
     )
     assert done(totals((0, 10.0), (3, 1.0), (6, 2.0)), 90.0) == said
-    assert [in_words(seconds) for seconds in (1, 60, 7200)] == ["1.0 s", "1.0 min", "2.0 h"]
 
 
 def test_the_line_that_goes_on(tmp_path, monkeypatch):

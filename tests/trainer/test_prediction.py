@@ -33,7 +33,7 @@ def test_predicted_and_measured(tmp_path, monkeypatch, known):
     assert predicted["peak_bytes"] == sum(predicted["memory_bytes"].values()) > 0
     assert measured["step_seconds"] > 0
     assert measured["peak_bytes"] > 0
-    assert f"predicted {predicted['peak_bytes'] / 2**20:,.1f} MiB; step: " in line
+    assert f"predicted {predicted['peak_bytes'] / 2**20:,.2f} MiB; step: " in line
     if known:
         assert predicted["machine"] == "Laptop"
         assert f"step: predicted {predicted['step_seconds']:.4g} s (Laptop), measured" in line

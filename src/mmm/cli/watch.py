@@ -17,6 +17,7 @@ from mmm.cli.compare import USUAL
 from mmm.cli.runs import left_out
 from mmm.errors import ConfigError, RecordError
 from mmm.outside import printable_lines
+from mmm.units import duration
 
 if TYPE_CHECKING:
     from mmm.history.runs import Run
@@ -232,11 +233,3 @@ def slowest(run: Run) -> str:
     host = f" on {hosts[found.rank]}" if found.rank < len(hosts) else ""
     who = f"host {hosts[found.rank]}" if found.is_host else f"rank {found.rank}{host}"
     return f"{who} is slow: {found.over:.2g} of {found.step:.2g} s a step"
-
-
-def duration(seconds: float) -> str:
-    """As "40 s", "12 min", "3.5 h", "2.1 days"."""
-    for size, unit in ((86400, "days"), (3600, "h")):
-        if seconds >= size:
-            return f"{seconds / size:.1f} {unit}"
-    return f"{seconds / 60:.0f} min" if seconds >= 60 else f"{seconds:.0f} s"

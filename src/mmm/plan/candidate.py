@@ -10,7 +10,6 @@ from mmm.layout import Layout, Techniques
 from mmm.plan.cost import StepCost
 from mmm.plan.memory import PlannedStage
 
-GIB = 2**30
 EQUAL = 0.01  # step times that differ by less count as equal: then the simpler layout comes first
 
 

@@ -14,8 +14,8 @@ from mmm.runtime.memory import peak_memory, start_of_peak
 from mmm.runtime.observer import Observer, WatchedRun
 from mmm.runtime.ranks import whoami
 from mmm.torch_private.dry_run import peaks_by_phase
+from mmm.units import MIB
 
-MIB = 2**20
 ALLOWED = 0.03  # of memory: the dry run, and the real rank that it stands for
 DIFFER = 0.01  # the parts, and what they should add up to: then the text says so
 BY_FORMULA = {

@@ -9,12 +9,14 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from mmm import units
 from mmm.errors import ConfigError
 from mmm.history.plots.style import new_figure, save, style, theme
 from mmm.palette import MEMORY
 from mmm.plan.dry_run import DryRun, RankReport
-from mmm.plan.dry_run_report import rank_name, size_text
+from mmm.plan.dry_run_report import rank_name
 from mmm.plan.tracker import MemoryTimeline
+from mmm.units import GIB, MIB
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -32,7 +34,6 @@ ORDER = {
     "temporary": "other",
 }
 MOST_POINTS = 1500
-MIB, GIB = 2**20, 2**30
 ROOM = 1.6  # a budget beyond so many peaks is named, and not drawn
 
 
@@ -86,10 +87,10 @@ def _panel(axes: Axes, report: RankReport, timeline: MemoryTimeline, budget: int
     peak = int(np.argmax(base))
     if budget is not None:
         axes.axhline(budget / unit, color=theme().ink, lw=1.2, ls="--")
-        axes.text(kept[-1], budget / unit, f"budget {size_text(budget)} ", ha="right", va="bottom", fontsize=9)
+        axes.text(kept[-1], budget / unit, f"budget {units.size(budget, 2)} ", ha="right", va="bottom", fontsize=9)
     axes.plot(kept[peak], base[peak], "v", color=theme().ink, ms=6, clip_on=False)
     right = kept[peak] > 0.5 * kept[-1]
-    said = f"most: {size_text(max(timeline.total))}, {timeline.doing[kept[peak]]}"
+    said = f"most: {units.size(max(timeline.total), 2)}, {timeline.doing[kept[peak]]}"
     look = {"ha": "right" if right else "left", "va": "bottom", "fontsize": 9, "textcoords": "offset points"}
     axes.annotate(said, (kept[peak], base[peak]), (-7 if right else 7, 0), **look)  # type: ignore[arg-type]
     axes.set_xlim(0, max(kept[-1], 1))

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
+from mmm import units
 from mmm.plan.dry_run import DryRun, RankReport
 from mmm.plan.tracker import PARTS
 from mmm.traffic.count import OperationTraffic
-
-MIB, GIB = 2**20, 2**30
+from mmm.units import MIB
 
 
 def text_of(found: DryRun, budget: int | None = None) -> str:
@@ -56,23 +56,19 @@ def _collectives(report: RankReport) -> list[str]:
     return lines
 
 
-def size_text(count: int) -> str:
-    return f"{count / GIB:,.2f} GiB" if count >= GIB else f"{count / MIB:,.2f} MiB"
-
-
 def verdict(found: DryRun, budget: int | None) -> tuple[bool, str]:
     """Whether the run fits into `budget` bytes a rank, and a sentence."""
     worst = found.worst
     peak = worst.peak
-    needs = f"{rank_name(worst)} needs {size_text(peak.bytes)} at its peak"
+    needs = f"{rank_name(worst)} needs {units.size(peak.bytes, 2)} at its peak"
     if budget is None:
         return True, f"{needs}; give --memory to compare it with what a device has"
     if peak.bytes <= budget:
-        return True, f"fits: {needs}, of {size_text(budget)}"
+        return True, f"fits: {needs}, of {units.size(budget, 2)}"
     (most, size), *_ = sorted(peak.parts.items(), key=lambda item: -item[1])
-    over = f"{size_text(peak.bytes - budget)} more than {size_text(budget)}"
+    over = f"{units.size(peak.bytes - budget, 2)} more than {units.size(budget, 2)}"
     where = f"in {peak.phase}, {peak.doing}"
-    return False, f"does not fit: {needs}, {over}, {where}; the largest part, {most}, has {size_text(size)}"
+    return False, f"does not fit: {needs}, {over}, {where}; the largest part, {most}, has {units.size(size, 2)}"
 
 
 def json_of(found: DryRun, budget: int | None, command: Sequence[str]) -> dict[str, Any]:

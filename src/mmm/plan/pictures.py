@@ -14,9 +14,10 @@ from mmm.history.plots.figures import head
 from mmm.history.plots.style import new_figure, save, style, theme
 from mmm.layout import Layout, Techniques
 from mmm.palette import BLUE, GREY, MEMORY, ORANGE
-from mmm.plan.candidate import GIB, Candidate, Found
+from mmm.plan.candidate import Candidate, Found
 from mmm.plan.memory import MOMENTS, PARTS, PlannedStage
 from mmm.plan.search import Search
+from mmm.units import GIB
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -6,11 +6,12 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from mmm.plan.asked import why_not
-from mmm.plan.candidate import GIB, Candidate, Found
+from mmm.plan.candidate import Candidate, Found
 from mmm.plan.memory import MOMENTS, PARTS, PlannedStage
 from mmm.plan.network import groups_of
 from mmm.plan.search import Search
 from mmm.plan.traffic import between_hosts, sent_bytes
+from mmm.units import GIB
 
 AXIS_NAMES = {
     "tp": "tensor parallel",

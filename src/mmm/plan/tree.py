@@ -27,10 +27,10 @@ from mmm.layout import Layout, Techniques
 from mmm.machines.machine import Machine
 from mmm.plan.memory import MemoryModel, full_model
 from mmm.plan.spec import ModelSpec
+from mmm.units import GIB
 
 FAST_LINK = 1e11  # bytes/s of a device inside a host: NVLink has several times that, PCIe a third
 FAST_NETWORK = 2e10  # bytes/s of a device between hosts: 200 Gb/s each, and not shared by several
-GIB = 2**30
 
 
 @dataclass(frozen=True)

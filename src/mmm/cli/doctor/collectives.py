@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from mmm import units
 from mmm.cli.doctor.finding import Finding
 from mmm.errors import ConfigError, MachineError
 from mmm.machines import find
@@ -140,7 +141,7 @@ def judged(level: Level, sizes: Sequence[int], machine: Machine | None, backend:
     """ok or warn, with the numbers: those of the slowest group, of each size; of hosts together their sum."""
     rates = level.rates(sizes)
     slowest = [min(column) for column in zip(*rates, strict=True)]
-    shown = ", ".join(f"{_size(size)} {rate / 1e9:.3g}" for size, rate in zip(sizes, slowest, strict=True))
+    shown = ", ".join(f"{units.size(size)} {rate / 1e9:.3g}" for size, rate in zip(sizes, slowest, strict=True))
     latency = max(row[0] for row in level.seconds)
     groups = len(level.groups)
     what = f"{groups} groups" if level.together else f"{groups} hosts"
@@ -184,7 +185,3 @@ def _advice(level: Level, machine: Machine) -> str:
     return (
         say("network") if level.together else f"is the host busy, or are ranks far from their devices? {say('links')}"
     )
-
-
-def _size(size: int) -> str:
-    return f"{size >> 20} MiB" if size >= 1 << 20 else f"{size >> 10} KiB"

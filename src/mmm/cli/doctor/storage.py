@@ -12,13 +12,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from mmm.cli.doctor.finding import Finding, Place
+from mmm.units import GIB
 
 # A thousand ranks that import from one of these ask one server for ten thousand files each.
 PARALLEL = ("lustre", "gpfs", "beegfs", "panfs", "ceph", "daos", "fuse.daos", "fuse.dfuse", "wekafs", "pvfs2")
 SHARED = (*PARALLEL, "nfs", "nfs4", "afs", "cifs", "smb3", "fuse.sshfs", "glusterfs", "fuse.glusterfs")
 MEMORY = ("tmpfs", "ramfs")
 SPREAD = "spread those of gigabytes before they are written, lfs setstripe -c 8"
-GIB = 1 << 30
 LEAST_FREE = 1 * GIB
 
 

@@ -18,7 +18,6 @@ import tyro
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from mmm.comparison import worst
 from mmm.data import Batch
 from mmm.errors import ConfigError
 from mmm.models.draw import canonical_name, convert
@@ -128,7 +127,7 @@ class OneDevice:
         differences = {name: _apart(p.grad, expected[name]) for name, p in parameters.items()}
         everyone: list[Any] = [differences] * dist.get_world_size()
         dist.all_gather_object(everyone, differences)
-        largest = {name: worst(found[name] for found in everyone if name in found) for name in expected}
+        largest = {name: _largest(found[name] for found in everyone if name in found) for name in expected}
         self.steps.append(Difference(loss.item(), largest))
         self.optimizer.step()
         self.optimizer.zero_grad()
@@ -150,7 +149,7 @@ class OneDevice:
         for number, step in enumerate(self.steps):
             wrong = step.wrong(limit)
             where = f" in {wrong[0]}, and wrong in {len(wrong)} of {len(step.gradients)} parameters" if wrong else ""
-            apart = f"{step.gradients[wrong[0]] if wrong else worst(step.gradients.values()):.1e} apart{where}"
+            apart = f"{step.gradients[wrong[0]] if wrong else _largest(step.gradients.values()):.1e} apart{where}"
             lines.append(f"{number:<4}{step.loss:>12.6f}{step.expected:>14.6f}{step.loss_apart:>10.1e}   {apart}")
         lines.append(self._first(limit))
         run.log.info("%s", "\n".join(lines), stacklevel=3)  # of the program
@@ -167,6 +166,11 @@ class OneDevice:
         if not found:
             return f"It does not show in {len(self.steps)} steps on the layout {self.run.layout}."
         return f"It shows first in {', then in '.join(found[:2])}."
+
+
+def _largest(differences: Iterable[float]) -> float:
+    """NaN where one is: Python's `max` may pass it over."""
+    return torch.tensor([*differences], dtype=torch.float64).max().item()
 
 
 @torch.no_grad()

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+from mmm import units
 from mmm.layout import AXES
-from mmm.plan.picture import words
 from mmm.plan.picture.cards import card, color_of
 from mmm.plan.picture.facts import Facts
 from mmm.plan.picture.scene import Item, Rect, Text, arrow, text_width
@@ -175,7 +175,7 @@ class Arrangement:
             middle = left + self.beside / 2
             found += arrow(left + 3, y, left + self.beside - 3, y, line, color_of(axis), both=True)
             found.append(Text(middle, y - line / 2 - 6, axis, 9, "middle", bold=True))
-            found.append(Text(middle, y + line / 2 + 13, words.size(sent), 9, "middle"))
+            found.append(Text(middle, y + line / 2 + 13, units.size(sent), 9, "middle"))
             y += 52
         return found
 
@@ -187,7 +187,7 @@ class Arrangement:
             found += arrow(middle, top + 3, middle, top + BETWEEN - 15, self.line(sent), color_of(axis), both=True)
             near = middle + self.line(sent) / 2 + 7
             found.append(Text(near, top + 18, axis, 9, bold=True))
-            found.append(Text(near, top + 30, words.size(sent), 9))
+            found.append(Text(near, top + 30, units.size(sent), 9))
             middle = max(middle + 0.4 * self.card_width, near + 1.1 * text_width(axis, 9, bold=True) + THICK)
         return found
 
@@ -216,7 +216,7 @@ class Arrangement:
             found += arrow(begin, y, end, y, line, color_of("pp"))
             text = "activations" if forward else "gradients"
             found.append(Text((left + there) / 2, y - line / 2 - 6, text, 9, "middle", bold=True))
-            found.append(Text((left + there) / 2, y + line / 2 + 13, words.size(count), 9, "middle"))
+            found.append(Text((left + there) / 2, y + line / 2 + 13, units.size(count), 9, "middle"))
             y += 54
         return found
 
@@ -226,7 +226,7 @@ class Arrangement:
         line, middle = self.line(sent), (left + right) / 2
         found = arrow(left + 4, y, right - 4, y, line, color_of("pp"), both=True)
         found.append(Text(middle, y - line / 2 - 6, "pp", 9, "middle", bold=True))
-        return [*found, Text(middle, y + line / 2 + 13, words.size(sent), 9, "middle")]
+        return [*found, Text(middle, y + line / 2 + 13, units.size(sent), 9, "middle")]
 
     def _over(self, rank: int, other: int) -> list[tuple[str, float]]:
         """The axes on which two ranks are in one group, and what the first sends over each in a step."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from mmm import units
 from mmm.plan.picture import words
 from mmm.plan.picture.arrange import Arrangement
 from mmm.plan.picture.cards import filled
@@ -145,7 +146,7 @@ def _spoken(facts: Facts) -> list[str]:
     for report in facts.dry.ranks:
         for flow in facts.flows(report.rank):
             operation, what = words.OPERATIONS.get(flow.operation, flow.operation), words.meaning(facts, flow)
-            sent = f"{flow.calls} {operation} over {flow.axis}, {words.size(flow.sent)}"
+            sent = f"{flow.calls} {operation} over {flow.axis}, {units.size(flow.sent)}"
             found.append(f"Rank {report.rank}, {flow.part}: {sent}" + (f" ({what})." if what else "."))
     return found
 

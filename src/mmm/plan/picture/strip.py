@@ -3,6 +3,7 @@ bytes, and below them what the calls of one kind are for."""
 
 from __future__ import annotations
 
+from mmm import units
 from mmm.plan.picture import words
 from mmm.plan.picture.cards import color_of
 from mmm.plan.picture.facts import PARTS, Facts, Flow
@@ -64,7 +65,7 @@ def _row(facts: Facts, flow: Flow, x: float, y: float, width: float) -> tuple[li
     items: list[Item] = [
         Rect(x, y + 2, 9, 9, fill=color_of(flow.axis)),
         Text(x + 14, y + 10, text, 10.5, bold=True),
-        Text(x + 14, y + 23, f"{flow.axis} · {words.size(flow.sent)}", 10),
+        Text(x + 14, y + 23, f"{flow.axis} · {units.size(flow.sent)}", 10),
     ]
     below = y + 28
     if what := words.meaning(facts, flow):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from mmm import units
 from mmm.layout import AXES
 from mmm.plan.picture import words
 from mmm.plan.picture.cards import color_of
@@ -129,5 +130,5 @@ def _row(flow: Flow, most: float, color: bool) -> str:
     """`FLOW` characters that are seen."""
     bar = FULL * round(BAR * flow.sent / most) or THIN
     operation = words.OPERATIONS.get(flow.operation, flow.operation)
-    text = f"{f'{flow.calls} × {operation}':<22}{flow.axis:<14}{words.size(flow.sent):>9}"
+    text = f"{f'{flow.calls} × {operation}':<22}{flow.axis:<14}{units.size(flow.sent):>9}"
     return f"  {_painted(f'{bar:<{BAR}}', flow.axis, color)}  {text}"

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from mmm import units
 from mmm.layout import UNSHARDED
 from mmm.plan.picture.facts import DATA, Facts, Flow
 
-MIB, KIB = 2**20, 2**10
 FEW = 64  # bytes: what a step sums besides
 OPERATIONS = {
     "all_gather": "all-gather",
@@ -66,16 +66,6 @@ MEANINGS = {  # (kind of axis, operation, part of the step) → what it is for
     ("pp", "send", "backward"): "gradients of activations, to the stage before",
     ("pp", "all_reduce", "optimizer"): "the loss, from the last stage to all",
 }
-
-
-def size(count: float) -> str:
-    """Of bytes."""
-    if count >= 100 * KIB * KIB * KIB:
-        return f"{count / MIB / KIB:,.0f} GiB"
-    for unit, name in ((KIB**3, "GiB"), (MIB, "MiB"), (KIB, "KiB")):
-        if count >= 0.95 * unit:
-            return f"{count / unit:.3g} {name}"
-    return f"{count:.0f} B"
 
 
 def title(facts: Facts) -> str:
@@ -137,7 +127,7 @@ def others(facts: Facts, shown: Sequence[int]) -> list[str]:
             on = len({*map(facts.host_of, groups[axis])})
             spread = f"on {on:,} hosts" if on > 1 else "inside a host"
             lines.append(
-                f"{axis}: groups of {len(groups[axis]):,} ranks {spread}; a rank sends {size(sent)} in a step."
+                f"{axis}: groups of {len(groups[axis]):,} ranks {spread}; a rank sends {units.size(sent)} in a step."
             )
     return lines
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from mmm.history.record.dataset import is_known
 from mmm.trainer.run.rows import Totals
+from mmm.units import duration
 
 WIDTH = 120
 WHAT_A_LINE_HAS = "a line has as many of them as 120 columns hold, and the record has all"
@@ -17,7 +18,6 @@ THEN = (("dtf", "dtb"), ("dtw",), ("grad_norm",), ("lr",), ("mfu",), ("val_bpb",
 DROPPED = ("left", "dt")  # in turn, from a row that is too long without the others, such as one with an evaluation
 RATES = ("sps", "tps", "sps_per_gpu", "tps_per_gpu")
 RATE_UNITS = {"tps": "tokens/s", "sps": "samples/s"}
-UNITS = ((86400.0, "d"), (3600.0, "h"), (60.0, "m"))
 
 
 def row_line(
@@ -34,7 +34,7 @@ def row_line(
     if steps and place:
         words[place] += f"/{steps:.0f}"
     if left is not None:
-        words["left"] = f"left={short_duration(left)}"
+        words["left"] = f"left={duration(left, short=True)}"
     always = {*FIRST, "left", "tps" if "tps" in words else "sps", *(["skipped"] if numbers.get("skipped") else [])}
     kept = {name: word for name, word in words.items() if name in always or not is_known(name)}
     most = WIDTH - HEAD - len(program)
@@ -61,14 +61,6 @@ def shown(name: str, value: float | int) -> str:
     return f"{value:#.3g}".removesuffix(".") if not 1e3 <= abs(value) < 1e6 else f"{value:.0f}"
 
 
-def short_duration(seconds: float) -> str:
-    """As "40s", "12m", "3.5h", "2.1d"."""
-    for size, unit in UNITS:
-        if seconds >= size:
-            return f"{seconds / size:.0f}{unit}" if unit == "m" else f"{seconds / size:.1f}{unit}"
-    return f"{seconds:.0f}s"
-
-
 def done(totals: Totals, seconds: float) -> str:
     """``done: 120 steps; 1.2 min since the start, 58.3 s in steps, 4,237 tokens/s on average; loss 2.6133``.
 
@@ -79,14 +71,6 @@ def done(totals: Totals, seconds: float) -> str:
     rates = totals.rates()
     rate = next((f", {rates[name]:,.0f} {unit} on average" for name, unit in RATE_UNITS.items() if name in rates), "")
     what = "epoch" if "epoch" in (totals.at or ()) else "step"
-    took = f"{in_words(seconds)} since the start, {in_words(totals.seconds)} in steps"
+    took = f"{duration(seconds, 1)} since the start, {duration(totals.seconds, 1)} in steps"
     last = [f"{name} {shown(name, value)}" for name, value in totals.last.items() if name in (*LOSSES, "test_acc")]
     return f"done: {count} {what}{'s' if count != 1 else ''}; {took}{rate}; {', '.join(last)}"
-
-
-def in_words(seconds: float) -> str:
-    """As "58.3 s", "12.5 min", "3.5 h"."""
-    for size, unit in ((3600.0, "h"), (60.0, "min")):
-        if seconds >= size:
-            return f"{seconds / size:.1f} {unit}"
-    return f"{seconds:.1f} s"

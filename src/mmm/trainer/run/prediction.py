@@ -16,6 +16,7 @@ from mmm.runtime.memory import peak_memory, start_of_peak
 from mmm.trainer.run.core import Hook, Run
 from mmm.trainer.run.record import Record
 from mmm.trainer.run.rows import Row
+from mmm.units import size
 
 ADVICE = "mmm machine --measure lets later runs predict it"
 LAST_ROWS = 1000  # whose seconds count
@@ -62,9 +63,9 @@ class PredictedAndMeasured(Hook):
         if "failed" in predicted:
             run.log.info("no prediction: %s", predicted["failed"])
             return
-        said = [f"memory of rank {run.rank.rank}: predicted {_mib(predicted['peak_bytes'])}"]
+        said = [f"memory of rank {run.rank.rank}: predicted {size(predicted['peak_bytes'], 2)}"]
         if peak is not None and run.device.type != "cpu":
-            said[0] += f", measured {_mib(peak)} ({source})"
+            said[0] += f", measured {size(peak, 2)} ({source})"
         if step is not None and predicted["step_seconds"] is not None:
             machine = predicted["machine"]
             said.append(f"step: predicted {predicted['step_seconds']:.4g} s ({machine}), measured {step:.4g} s")
@@ -96,7 +97,3 @@ def predict_run(run: Run) -> dict[str, Any] | None:
         "step_seconds": prediction.seconds,
         "machine": prediction.machine or None,
     }
-
-
-def _mib(count: float) -> str:
-    return f"{count / 2**20:,.1f} MiB"
