@@ -91,7 +91,7 @@ def check(search: Search, candidate: Candidate, args: argparse.Namespace) -> int
     from mmm.cli.plan_program import train
     from mmm.plan.check import Checked, RankMemory, json_of, text_of
     from mmm.plan.dry_run import dry_run as run
-    from mmm.plan.script import launch_line
+    from mmm.plan.script import launch_line, trial
 
     program, flags, ranks = search.spec.program, _flags(search, candidate), search.machine.ranks
     dry = run(partial(train, program, flags), ranks)
@@ -99,7 +99,7 @@ def check(search: Search, candidate: Candidate, args: argparse.Namespace) -> int
         _launch([folder, program, *flags], ranks, search.machine.device)
         memory = [RankMemory(**json.loads((Path(folder) / f"{rank}.json").read_text())) for rank in range(ranks)]
     line = launch_line(candidate, search.spec, search.machine, search.global_batch, search.dtype)
-    checked = Checked(dry, memory, line)
+    checked = Checked(dry, memory, trial(line, search.spec)[-1])
     print(text_of(checked))
     write_json(args.json, json_of(checked))
     return 0 if checked.right else CHECK_FAILED

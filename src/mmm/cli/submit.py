@@ -206,7 +206,7 @@ def _submit(script: JobScript, most: int, ahead: bool) -> list[str]:
     jobs = script.folder / JOBS
     if (jobs / FILE).exists() and not (there := read(script.folder)).over:
         raise ConfigError(
-            f"{script.folder} has a campaign under way ({len(there.jobs)} jobs have begun); end it before: "
+            f"{script.folder} has a campaign under way (jobs that have begun: {len(there.jobs)}); end it before: "
             f"mmm submit --stop {shlex.quote(str(script.folder))}"
         )
     made = [folder for folder in (jobs, *jobs.parents) if not folder.exists()]
