@@ -7,20 +7,23 @@ same pipeline stage holds (`HeldTensor.box`).
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from mmm.layout import Layout, Techniques
+from mmm.layout import AXES, Layout, Techniques
 from mmm.models.draw import ShardBox, canonical_name
 from mmm.parallel.local import shard_box, shards_of, to_local
 from mmm.parallel.pp.schedules import stages_of
+
+NAMES = (*AXES, "dp_shard_cp", "ep", "expert_dp")  # of axes, that `coordinate_on` knows
 
 
 class Sharding(NamedTuple):
@@ -96,7 +99,9 @@ class HeldTensors:
     def add(self, named: Iterable[tuple[str, Tensor]]) -> None:
         """Note the parameters among tensors, once they have their memory."""
         self.parameters += [
-            held_tensor(canonical_name(name), tensor) for name, tensor in named if isinstance(tensor, nn.Parameter)
+            held_tensor(canonical_name(name), tensor, self.layout)
+            for name, tensor in named
+            if isinstance(tensor, nn.Parameter)
         ]
 
     @contextmanager
@@ -106,7 +111,7 @@ class HeldTensors:
         def before(optimizer: Optimizer, *_: Any) -> None:
             if not self.updated:
                 parameters = [p for group in optimizer.param_groups for p in group["params"]]
-                self.updated += [held_tensor("", parameter) for parameter in parameters]
+                self.updated += [held_tensor("", parameter, self.layout) for parameter in parameters]
 
         hook = register_optimizer_step_pre_hook(before)
         try:
@@ -115,16 +120,29 @@ class HeldTensors:
             hook.remove()
 
 
-def held_tensor(name: str, tensor: Tensor) -> HeldTensor:
+def held_tensor(name: str, tensor: Tensor, layout: Layout) -> HeldTensor:
     """A tensor as it lies on this rank."""
     shardings: tuple[Sharding, ...] = ()
     if isinstance(tensor, DTensor):
         mesh = tensor.device_mesh
         names = mesh.mesh_dim_names or [f"axis {axis}" for axis in range(mesh.ndim)]
-        shardings = tuple(Sharding(dim, names[axis], mesh.size(axis)) for axis, dim in shards_of(tensor))
+        ranks = {axis: dist.get_process_group_ranks(mesh.get_group(axis)) for axis, _ in shards_of(tensor)}
+        axes = {axis: axis_of(names[axis], ranks[axis], layout) for axis in ranks}
+        shardings = tuple(Sharding(dim, axes[axis], mesh.size(axis)) for axis, dim in shards_of(tensor))
     gradient = 0 if tensor.grad is None else _elements_in_memory(tensor.grad)
     local = tuple(to_local(tensor.detach()).shape)
     return HeldTensor(name, tuple(tensor.shape), shardings, local, gradient)
+
+
+def axis_of(name: str, ranks: Sequence[int], layout: Layout) -> str:
+    """The layout's name of a mesh's axis, which a program may call as it likes: by the ranks of a group on it."""
+    if name in NAMES:
+        return name
+    places = [layout.coordinates(rank) for rank in ranks]
+    differ = tuple(axis for axis in AXES if len({place[axis] for place in places}) > 1)
+    if differ == ("dp_shard", "cp"):
+        return "dp_shard_cp"
+    return differ[0] if len(differ) == 1 else name
 
 
 def _elements_in_memory(gradient: Tensor) -> int:

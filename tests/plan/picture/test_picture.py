@@ -10,7 +10,7 @@ from mmm.layout import Layout, Techniques
 from mmm.palette import AXES, DARK, LIGHT
 from mmm.parallel.cp.ring import positions_of
 from mmm.plan.dry_run import DryRun, RankReport
-from mmm.plan.held import HeldTensor, HeldTensors, Sharding
+from mmm.plan.held import HeldTensor, HeldTensors, Sharding, axis_of
 from mmm.plan.picture.arrange import THICK, Arrangement
 from mmm.plan.picture.cards import filled, shade
 from mmm.plan.picture.compose import MARGIN, WIDTH, picture
@@ -19,6 +19,7 @@ from mmm.plan.picture.png import write_png
 from mmm.plan.picture.scene import Line, Polygon, Rect, Text, text_width
 from mmm.plan.picture.svg import svg
 from mmm.plan.picture.terminal import text_of
+from mmm.plan.picture.words import meaning
 from mmm.plan.sent_calls import SentCall
 from mmm.traffic.collective_bytes import Call
 
@@ -182,6 +183,24 @@ def test_gradients_are_of_the_backward_also_between_forwards():
     assert ("dp_shard", "reduce_scatter", "forward") not in parts
 
 
+def test_what_an_all_reduce_of_tp_is_for():
+    """Without sequence parallelism it sums activations, of images as of text."""
+    facts = made_up(Layout(dp_shard=2, tp=2))
+    (flow,) = [flow for flow in facts.flows(0) if flow.axis == "tp"]
+    assert meaning(facts, flow).startswith("activations: summed")
+    facts.dry.ranks[0].calls.insert(0, SentCall("step 1", "tp", Call("reduce_scatter", 2, 0, 8000), "forward"))
+    assert meaning(facts, flow).startswith("the loss")
+
+
+def test_axes_have_the_names_of_the_layout():
+    """Whatever a program calls them: by the ranks of their groups."""
+    layout = Layout(pp=2, dp_shard=2, cp=2, tp=2)
+    of = {"tp": (0, 1), "cp": (0, 2), "dp_shard": (0, 4), "dp_shard_cp": (0, 2, 4, 6), "pp": (0, 8)}
+    assert {axis_of("mine", ranks, layout): ranks for ranks in of.values()} == of
+    assert axis_of("dp_cp", (0, 2), Layout(dp_shard=2, tp=2)) == "dp_shard"
+    assert axis_of("expert_dp", (0, 2), Layout(dp_shard=2, tp=2)) == "expert_dp"
+
+
 def test_where_the_cards_stand():
     """Stage, row and column of each rank: the innermost axis from left to right, or one that is longer."""
     for layout, expected in (
@@ -202,7 +221,7 @@ def test_the_same_color_is_the_same_part():
         seen.setdefault(look, set()).add((grid.top, grid.left))
     assert len(seen) == 4
     assert all(len(parts) == 1 for parts in seen.values())
-    assert [shade(Shard("tp", at, 3)) for at in range(3)] == [1.0, 0.64, pytest.approx(0.28)]
+    assert [shade(Shard("tp", at, 3)) for at in range(3)] == [1.0, pytest.approx(0.71), pytest.approx(0.42)]
 
 
 def test_samples_and_tokens_are_shared_out_once():

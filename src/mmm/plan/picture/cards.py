@@ -17,6 +17,7 @@ from mmm.plan.picture.scene import Item, Line, Polygon, Rect, Text, wrapped
 PAD, SIDE = 9.0, 36.0  # inside a card; the longer side of a grid
 SMALL, LABEL = 9.0, 9.5  # sizes of text
 LEAST = 2.0  # sides of a part that is drawn
+LIGHTEST = 0.42  # opacity of the last shard: to be seen on dark paper, too
 LONG = 3.0  # of a part of several colours, the longer side over the shorter one
 NARROW = 130.0  # a card that is narrower says less
 ALIASES = {"dp_shard_cp": "dp_shard", "expert_dp": "dp_shard", "cp_ring": "cp", "cp_ulysses": "cp"}
@@ -29,7 +30,7 @@ def color_of(axis: str) -> str:
 
 def shade(shard: Shard) -> float:
     """The opacity of a shard: the first is full, the last the lightest."""
-    return 1.0 if shard.count == 1 else 1.0 - 0.72 * shard.index / (shard.count - 1)
+    return 1.0 if shard.count == 1 else 1.0 - (1 - LIGHTEST) * shard.index / (shard.count - 1)
 
 
 def filled(shards: Sequence[Shard], x: float, y: float, width: float, height: float) -> list[Item]:

@@ -66,6 +66,11 @@ MEANINGS = {  # (kind of axis, operation, part of the step) → what it is for
     ("pp", "send", "backward"): "gradients of activations, to the stage before",
     ("pp", "all_reduce", "optimizer"): "the loss, from the last stage to all",
 }
+# Of tp all-reduces without sequence parallelism, where every rank has all activations.
+UNSCATTERED = {
+    "forward": "activations: summed after a product, every rank has the sum",
+    "backward": "gradients of activations, summed",
+}
 
 
 def title(facts: Facts) -> str:
@@ -141,6 +146,8 @@ def meaning(facts: Facts, flow: Flow) -> str:
         kind = "cp"  # of attention: over cp FSDP gathers and reduces as well
     if (kind, flow.operation, flow.part) == ("data", "all_gather", "forward") and not facts.frees_weights:
         return "a layer's weights, before it computes; they stay until the step ends"
+    if (kind, flow.operation) == ("tp", "all_reduce") and flow.part in UNSCATTERED and not facts.between_products(0):
+        return UNSCATTERED[flow.part]
     small = "a few numbers: the gradients' norm, the loss"
     if flow.operation == "all_reduce" and flow.part == "optimizer" and flow.sent / flow.calls < FEW:
         return small
