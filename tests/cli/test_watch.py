@@ -149,6 +149,18 @@ def test_a_slow_rank_is_named(tmp_path, capsys, own, said):
     assert capsys.readouterr().out.splitlines()[1] == (f"a: {said}" if said else "")
 
 
+def test_a_run_that_can_no_longer_save_says_so(run, capsys):
+    notes = ["other", "no checkpoint of step 2: [Errno 28] No space left on device"]
+    write_config(run.outdir, {"steps": STEPS, "notes": notes})
+    assert command.main([str(run.outdir), "--once"]) == 0
+    assert capsys.readouterr().out.splitlines()[1] == f"a: {notes[1]}"
+    (run.outdir / "checkpoints" / "step-3").mkdir(parents=True)  # it is saved again
+    for kept in (notes, "none", [1]):
+        write_config(run.outdir, {"steps": STEPS, "notes": kept})
+        assert command.main([str(run.outdir), "--once"]) == 0
+        assert "no checkpoint" not in capsys.readouterr().out
+
+
 def test_a_run_without_rows_starts(tmp_path, capsys):
     with begun(tmp_path / "a", rows=0):
         assert command.main([str(tmp_path / "a"), "--once"]) == 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 import shutil
 import sys
 import time
@@ -146,7 +147,7 @@ def frame(runs: Sequence[Run], metric: str | None, width: int, height: int) -> s
 
 
 def status_lines(runs: Sequence[Run]) -> list[str]:
-    """A line a run, in columns, and one for each whose ranks wait for one of them."""
+    """A line a run, in columns, and one for each whose ranks wait for one of them, or that can no longer save."""
     from mmm.history.run_folders import names_of
 
     if not runs:
@@ -158,8 +159,8 @@ def status_lines(runs: Sequence[Run]) -> list[str]:
         "  ".join(f"{cell:<{width}}" for cell, width in zip(line, widths, strict=True) if width).rstrip()
         for line in cells
     ]
-    waits = [f"{name}: {said}" for name, run in zip(names, runs, strict=True) if (said := slowest(run))]
-    return [*lines, *waits]
+    more = [(name, said) for name, run in zip(names, runs, strict=True) for said in (slowest(run), unsaved(run))]
+    return [*lines, *(f"{name}: {said}" for name, said in more if said)]
 
 
 def _status(run: Run, name: str) -> list[str]:
@@ -221,6 +222,22 @@ def checkpoint(run: Run) -> str:
         return f"{newest.name} saved {duration(max(time.time() - newest.stat().st_mtime, 0.0))} ago"
     except (OSError, IndexError):
         return ""
+
+
+def unsaved(run: Run) -> str:
+    """That its last checkpoint has failed, as its notes say; empty where none has failed since one was saved."""
+    from mmm.checkpoint.manifest import steps_of
+
+    notes = run.config.get("notes")
+    texts = [note for note in notes if isinstance(note, str)] if isinstance(notes, list) else []
+    failed = [
+        (int(found[1]), note) for note in texts if (found := re.match(r"no checkpoint of step (\d{1,18}): ", note))
+    ]
+    try:
+        newest = int(steps_of(run.folder / "checkpoints")[0].name.rpartition("-")[2])
+    except (OSError, IndexError):
+        newest = -1
+    return failed[-1][1] if failed and failed[-1][0] > newest else ""
 
 
 def slowest(run: Run) -> str:
