@@ -6,6 +6,7 @@ import pytest
 
 from mmm.campaign import chain
 from mmm.campaign.chain import Campaign, begin, end, read, status, stop
+from mmm.cli.main import main as mmm
 from mmm.errors import LaunchError, RecordError
 from mmm.history import History, write_config
 from support.queue import StandIn
@@ -215,6 +216,16 @@ def test_status(campaign, queued):
         "job 9            from step 40 to 40   exit code 2",
         "over: job 9 refuses what it was asked for (exit code 2); its output says why",
     ]
+
+
+def test_a_campaign_that_somebody_else_wrote_moves_no_cursor(campaign, capsys):
+    campaign.jobs, campaign.over = [chain.Job("7\x1b[2J", 0)], "because\x1b]0;t\x07"
+    campaign.write()
+    for flag in ("--status", "--stop"):
+        assert mmm(["submit", flag, str(campaign.folder)]) == 0
+        out = capsys.readouterr().out
+        assert "because\\x1b]0;t\\x07" in out
+        assert "\x1b" not in out
 
 
 def test_no_campaign_and_a_damaged_one(campaign, tmp_path):

@@ -33,6 +33,25 @@ def test_output_that_nobody_takes(argv):
     assert (done.returncode, done.stderr) == (0, "")
 
 
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        ("doctor --timeout inf", "--timeout inf: it must be greater than 0, and at most 86400"),
+        ("doctor --timeout 1e300", "--timeout 1e+300: it must be"),
+        ("diverge a b --tolerance nan", "--tolerance nan: it must be a number from 0 on"),
+        ("diverge a b --tolerance -1", "--tolerance -1: it must be"),
+        ("runs --sort", "argument --sort: expected one argument"),
+        ("watch", "the following arguments are required: DIR"),
+        ("compare a --by miles", "argument --by: invalid choice: 'miles'"),
+    ],
+)
+def test_numbers_and_words_that_are_none(argv, said, capsys):
+    assert mmm(argv.split()) == 2
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n")) == ("", 1)
+    assert said in err
+
+
 def test_characters_that_the_output_lacks(monkeypatch):
     """Such as × and ·, or the bytes of a path that are no text."""
     buffer = io.BytesIO()

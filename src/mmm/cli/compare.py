@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import shutil
@@ -10,7 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mmm.cli import show
+from mmm.cli import show, told_apart
+from mmm.cli.parser import Parser
 from mmm.errors import ConfigError, RecordError
 from mmm.outside import printable, printable_lines
 
@@ -26,9 +26,7 @@ LONGEST_CELL = 34  # characters
 
 def main(argv: list[str]) -> int:
     """Print what differs and the plot. Returns 0. Raises UserError."""
-    parser = argparse.ArgumentParser(
-        prog="mmm compare", description="What differs between runs, and a metric of all in one plot."
-    )
+    parser = Parser(prog="mmm compare", description="What differs between runs, and a metric of all in one plot.")
     parser.add_argument("runs", nargs="+", metavar="RUN", type=Path, help="the folders of two runs or more")
     parser.add_argument("--metric", help="what to plot (default: loss, or else the first that all have)")
     parser.add_argument(
@@ -87,7 +85,8 @@ def difference_table(runs: Sequence[Run], names: Sequence[str]) -> str:
     known = dict.fromkeys(name for each in of for name in each)
     different = [name for name in known if len({repr(each.get(name)) for each in of}) > 1]
     head = ["", *(f"{letter} {name}" for letter, name in zip(LETTERS, names, strict=False))]
-    lines = [head, *([name, *(_cell(each.get(name)) for each in of)] for name in different)]
+    cells = {name: told_apart([_cell(each.get(name)) for each in of], LONGEST_CELL) for name in different}
+    lines = [head, *([name, *cells[name]] for name in different)]
     widths = [max(len(line[place]) for line in lines) for place in range(len(head))]
     text = ["  ".join(f"{cell:<{size}}" for cell, size in zip(line, widths, strict=True)).rstrip() for line in lines]
     return "\n".join(text if different else [*text, "nothing that is recorded differs"])
@@ -96,5 +95,4 @@ def difference_table(runs: Sequence[Run], names: Sequence[str]) -> str:
 def _cell(value: Any) -> str:
     if value is None:
         return NOT_ASKED
-    text = " ".join((value if isinstance(value, str) else json.dumps(value)).split())
-    return text if len(text) <= LONGEST_CELL else f"{text[: LONGEST_CELL - 1]}…"
+    return " ".join((value if isinstance(value, str) else json.dumps(value)).split())

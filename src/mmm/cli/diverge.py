@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mmm.cli import show
+from mmm.cli.parser import Parser
+from mmm.errors import ConfigError
 from mmm.history.record.fingerprints import GRADIENT, INPUTS, LOSS, TARGETS, WEIGHT
+from mmm.outside import printable_lines
 
 if TYPE_CHECKING:
     from mmm.history.diverge import Divergence
@@ -23,7 +27,7 @@ Exit code: 0 the same, 1 they part, 2 they cannot be compared. docs/verify.md sa
 
 def main(argv: list[str]) -> int:
     """Print where two runs part. Returns the exit code. Raises UserError."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="mmm diverge",
         description="Where do two runs part?",
         epilog=EPILOG,
@@ -34,10 +38,12 @@ def main(argv: list[str]) -> int:
         "--tolerance", type=float, help="relative difference from which on they part (1e-9, 1e-3 or 0.05, by dtype)"
     )
     args = parser.parse_args(argv)
+    if args.tolerance is not None and not 0 <= args.tolerance < math.inf:
+        raise ConfigError(f"--tolerance {args.tolerance:g}: it must be a number from 0 on")
     from mmm.history.diverge import diverge
 
     result = diverge(args.runs[0], args.runs[1], args.tolerance)
-    show(report(result, args.runs) + "\n")
+    show(printable_lines(report(result, args.runs)) + "\n")
     return int(result.step is not None)
 
 

@@ -1,6 +1,5 @@
 """``mmm history OUTDIR``: what a run did, from its record, while it runs or after it ended."""
 
-import argparse
 import os
 import shutil
 import sys
@@ -10,6 +9,7 @@ import numpy as np
 
 from mmm.cli import decimal, show, whole
 from mmm.cli.history_ranks import ranks_text, sentence
+from mmm.cli.parser import Parser
 from mmm.errors import ConfigError
 from mmm.outside import parse_json, printable
 
@@ -22,7 +22,7 @@ LOSSES = ("loss", "train_loss", "val_loss", "test_loss")
 
 def main(argv: list[str]) -> int:
     """Print a run's summary and one metric's plot. Returns 0. Raises UserError where the user can fix it."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="mmm history",
         description="Show the record of a run that has finished, failed or been killed, or that runs.",
     )
@@ -47,13 +47,13 @@ def main(argv: list[str]) -> int:
     from mmm.history.record.ending import FINISHED, Ending, read_ending
 
     if args.finalize:
-        print(f"finalized: {finalize(args.outdir)}")
+        print(f"finalized: {printable(str(finalize(args.outdir)))}")
     ds = load(args.outdir)
     if args.ranks:
         show(ranks_text(ds, min(shutil.get_terminal_size((120, 30)).columns, 160)) + "\n")
         return 0
     ended = str(read_ending(ds.attrs) or Ending(FINISHED))
-    show_summary(args.outdir, [(name, printable(text)) for name, text in summary(ds, ended)])
+    show_summary(printable(args.outdir), [(name, printable(text)) for name, text in summary(ds, ended)])
     names = metrics(ds)
     metric = args.metric or next((name for name in ("loss", *names) if name in names), None)
     if metric and ds.sizes["draw"]:
@@ -62,7 +62,7 @@ def main(argv: list[str]) -> int:
         show("\n" + terminal_plot(ds, metric, min(width, 140), max(12, min(height - 16, 24)), color))
     if args.plots:
         written = plot_all(ds, args.outdir, args.metric and [args.metric], args.theme or "light")
-        print(f"{len(written)} plots in {args.outdir}/plots" + (f", first {written[0]}" if written else ""))
+        print(printable(f"{len(written)} plots in {args.outdir}/plots" + (f", first {written[0]}" if written else "")))
     return 0
 
 

@@ -11,7 +11,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mmm.cli import decimal, show, whole
+from mmm.cli import decimal, show, told_apart, whole
+from mmm.cli.parser import Parser
 from mmm.cli.written import write_json
 from mmm.errors import ConfigError, RecordError
 from mmm.outside import printable, printable_lines
@@ -33,7 +34,7 @@ what is left to the program (None) is in --json alone.
 
 def main(argv: list[str]) -> int:
     """Print the table. Returns 0. Raises UserError for a column or a folder that is not there."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="mmm runs",
         description="The runs in a folder: finished, failed, killed, and those that run.",
         epilog=EPILOG,
@@ -114,7 +115,11 @@ def _name(run: Run, root: Path) -> str:
 
 def text(rows: Sequence[Mapping[str, Any]], width: int | None) -> str:
     """The table. `width`: of a terminal, at which lines are cut."""
-    cells = [[HEADS.get(name, name) for name in COLUMNS]] + [[_cell(row, name) for name in COLUMNS] for row in rows]
+    names = dict.fromkeys(name for row in rows for name in row["flags"])
+    shown = {name: _flag(name, [row["flags"].get(name) for row in rows]) for name in names}
+    flags = [[text for name in names if (text := shown[name][place])] for place in range(len(rows))]
+    cells = [[HEADS.get(name, name) for name in COLUMNS]]
+    cells += [[*(_cell(row, name) for name in COLUMNS[:-1]), _flags(of)] for row, of in zip(rows, flags, strict=True)]
     widths = [max(len(line[place]) for line in cells) for place in range(len(COLUMNS))]
     lines = []
     for line in cells:
@@ -129,11 +134,6 @@ def text(rows: Sequence[Mapping[str, Any]], width: int | None) -> str:
 
 def _cell(row: Mapping[str, Any], name: str) -> str:
     value = row[name]
-    if name == "flags":
-        shown = [f"{printable(flag)}={_value(of)}" for flag, of in value.items() if of is not None]
-        return " ".join(shown[:MOST_FLAGS]) + (
-            f" and {len(shown) - MOST_FLAGS} more" if len(shown) > MOST_FLAGS else ""
-        )
     if value is None or value == "":
         return "-"
     if name == "started":
@@ -147,6 +147,13 @@ def _cell(row: Mapping[str, Any], name: str) -> str:
     return decimal(value, 4) if isinstance(value, float) else printable(str(value))
 
 
-def _value(value: Any) -> str:
-    plain = printable(value if isinstance(value, str) else json.dumps(value))
-    return plain if len(plain) <= LONGEST_VALUE else f"…{plain[1 - LONGEST_VALUE :]}"
+def _flag(name: str, values: Sequence[Any]) -> list[str]:
+    """With its value in each run; empty where it has none."""
+    texts = [printable(value if isinstance(value, str) else json.dumps(value)) for value in values if value is not None]
+    short = iter(told_apart(texts, LONGEST_VALUE))
+    return ["" if value is None else f"{printable(name)}={next(short)}" for value in values]
+
+
+def _flags(texts: Sequence[str]) -> str:
+    more = f" and {len(texts) - MOST_FLAGS} more" if len(texts) > MOST_FLAGS else ""
+    return " ".join(texts[:MOST_FLAGS]) + more

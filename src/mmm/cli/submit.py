@@ -21,6 +21,7 @@ from mmm.errors import ConfigError, UserError
 from mmm.machines import find
 from mmm.machines.machine import Machine
 from mmm.machines.queues import not_taken
+from mmm.outside import printable_lines
 from mmm.plan.script import FOLDER, PROJECT, job_script
 
 EPILOG = """\
@@ -239,10 +240,10 @@ def _of_a_campaign(args: argparse.Namespace) -> int:
     from mmm.campaign import chain
 
     if args.stop:
-        print(f"mmm submit: {chain.stop(args.stop.expanduser().absolute())}")
+        print(printable_lines(f"mmm submit: {chain.stop(args.stop.expanduser().absolute())}"))
         return 0
     if args.status:
-        print("\n".join(chain.status(args.status.expanduser().absolute())))
+        print(printable_lines("\n".join(chain.status(args.status.expanduser().absolute()))))
         return 0
     if args.begin:
         goes, line = chain.begin(args.begin)

@@ -15,6 +15,7 @@ import numpy as np
 
 from mmm.cli import decimal, show, whole
 from mmm.cli.compare import USUAL
+from mmm.cli.parser import Parser
 from mmm.cli.runs import left_out
 from mmm.errors import ConfigError, RecordError
 from mmm.outside import printable_lines
@@ -37,7 +38,7 @@ at a time. The time left is that of steps, without validation.
 
 def main(argv: list[str]) -> int:
     """Show runs until they have ended. Returns 0. Raises UserError for a folder that is not there, or no run."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="mmm watch",
         description="Follow runs while they run.",
         epilog=EPILOG,

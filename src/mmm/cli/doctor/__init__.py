@@ -14,6 +14,8 @@ from mmm.cli.doctor.checks import examine
 from mmm.cli.doctor.finding import Place, as_json, lines, summary
 from mmm.errors import ConfigError, UserError
 
+MOST_SECONDS = 86400
+
 
 def main(argv: list[str]) -> int:
     """Print a line for each check: ok, warn or fail, what was seen, and the fix. Returns 1 if one failed, else 0."""
@@ -38,8 +40,8 @@ def main(argv: list[str]) -> int:
     )
     parser.add_argument("--site", metavar="NAME", help="with --network, the machine whose figures stand beside")
     args = parser.parse_args(argv)
-    if not args.timeout > 0:
-        raise ConfigError(f"--timeout {args.timeout}: it must be greater than 0")
+    if not 0 < args.timeout <= MOST_SECONDS:
+        raise ConfigError(f"--timeout {args.timeout:g}: it must be greater than 0, and at most {MOST_SECONDS}")
     if args.network:
         return _network(args)
     if args.site is not None:
