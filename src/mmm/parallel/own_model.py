@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from mmm.errors import ConfigError
@@ -31,16 +32,24 @@ def check_own_model(model: nn.Module, plan: Plan, technique: str) -> None:
         model: before it is parallelized. technique: of `Techniques.data_parallel`.
 
     Raises:
-        ConfigError: a parameter without dims, or without sizes yet; under FSDP a unit that is never called, or has real
-            and complex parameters.
+        ConfigError: a parameter without dims, or without sizes yet; an embedding with sparse gradients; under FSDP a
+            parameter without elements, a module of ``torch.jit``, a unit that is never called, or has real and complex
+            parameters.
     """
     check_sizes(model)
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
+            raise ConfigError(f"{name or 'the model'} has sparse gradients, which no technique adds up: sparse=False")
+        if isinstance(module, torch.jit.ScriptModule) and technique not in UNSHARDED:
+            raise ConfigError(f"data_parallel {technique} with {name}, of torch.jit: FSDP cannot gather it; use ddp")
     for name, parameter in model.named_parameters():
         if parameter.ndim == 0 and technique != "ddp":
             raise ConfigError(
                 f"data_parallel {technique} with {name}, which is a scalar: it has no rows to shard; give it shape "
                 f"(1,), or use ddp"
             )
+        if not parameter.numel() and technique not in UNSHARDED:
+            raise ConfigError(f"data_parallel {technique} with {name} of {tuple(parameter.shape)}: it has no elements")
     if technique not in UNSHARDED:
         _check_units(model, [*fsdp_units_of(model, plan), [model]])
 
@@ -51,7 +60,8 @@ def _check_units(model: nn.Module, units: list[list[nn.Module]]) -> None:
     for unit in units:
         inside: dict[bool, str] = {}  # whether it is complex → the name of a parameter
         for module in unit:
-            if module is not model and type(module).forward is nn.Module.forward:
+            never = type(module).forward is nn.Module.forward and "forward" not in vars(module)
+            if module is not model and never:
                 raise ConfigError(
                     f"fsdp_units names {names[id(module)]}, a {class_name(module)}, which is never called: name "
                     f"what is called in it, in a tuple to gather it as one"

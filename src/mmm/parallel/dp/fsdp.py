@@ -166,8 +166,11 @@ def fsdp_units_of(model: nn.Module, plan: Plan) -> list[list[nn.Module]]:
 
 
 def _is_complex(module: nn.Module) -> bool:
-    """Whether parameters of the module itself are complex."""
-    return any(p is not None and p.is_complex() for p in own_parameters(module).values())
+    """Whether parameters of the module itself are complex, or of a list of parameters in it, which is never called."""
+    lists = nn.ParameterList | nn.ParameterDict
+    owners = [module, *(child for child in module.children() if isinstance(child, lists))]
+    parameters = [p for owner in owners for p in own_parameters(owner).values() if p is not None]
+    return not isinstance(module, lists) and any(p.is_complex() for p in parameters)
 
 
 def gathered_twice(model: nn.Module) -> Iterator[nn.Parameter]:
