@@ -53,6 +53,13 @@ def test_picture():
         assert first.get_xlim()[1] == pytest.approx(90)
 
 
+def test_a_panel_of_another_scale_says_so():
+    short, long = ([[Span("F", "0", 0, 0.0, seconds)]] for seconds in (0.5, 5.0))
+    with style():
+        figure = timeline_figure([Panel("a", short), Panel("b", short), Panel("c", long)], "title")
+    assert [axes.get_xlabel() for axes in figure.axes] == ["ms", "ms", "ms: another scale than above"]
+
+
 def test_files(tmp_path):
     written = plot_timeline([PANEL], "by hand", tmp_path, "pipeline")
     names = ["plots/mplot/pngs/pipeline.png", "plots/mplot/svgs/pipeline.svg", "plots/tplot/pipeline.txt"]

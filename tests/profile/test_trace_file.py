@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from mmm.profile import trace_picture
 from mmm.profile.rank_trace import CALLS, STEPS, RankTrace, Slice
 from mmm.profile.trace_file import TraceFile, read_trace
 from mmm.profile.trace_picture import draw_trace
@@ -121,6 +122,10 @@ def test_the_picture_and_its_reader(tmp_path):
     assert joined.collectives == 4
     assert sum(event["ph"] == "s" for event in read_trace(path)) == 4
     assert draw_trace(path, tmp_path / "trace.png").stat().st_size > 10_000
+    rows, arrows = trace_picture._read(path)
+    few = {0: rows[0]}
+    titles = [trace_picture._figure(shown, arrows, 2).axes[0].get_title() for shown in (rows, few)]
+    assert ["the first 1 of 2 ranks" in title for title in titles] == [False, True]
     written(path, [RankTrace(0, "rank 0")])
     with pytest.raises(ValueError, match="no step"):
         draw_trace(path, tmp_path / "none.png")

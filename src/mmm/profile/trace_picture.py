@@ -48,8 +48,9 @@ def draw_trace(path: Path, picture: Path) -> Path:
         ValueError: the trace has no step. OSError: a file cannot be read, or written.
     """
     rows, arrows = _read(path)
+    shown = dict(sorted(rows.items())[:MOST_RANKS])
     with style():
-        save(_figure(rows, arrows), picture)
+        save(_figure(shown, arrows, len(rows)), picture)
     return picture
 
 
@@ -69,11 +70,13 @@ def _read(path: Path) -> tuple[dict[int, _Row], dict[int, list[dict[str, Any]]]]
             row.slices.append((kind, event["name"], begin, begin + event["dur"] / 1e3))
         elif event["ph"] in "stf":
             arrows.setdefault(event["id"], []).append(event)
-    shown = sorted(rows)[:MOST_RANKS]
-    return {rank: rows[rank] for rank in shown}, arrows
+    return rows, arrows
 
 
-def _figure(rows: dict[int, _Row], arrows: dict[int, list[dict[str, Any]]]) -> Any:
+def _figure(rows: dict[int, _Row], arrows: dict[int, list[dict[str, Any]]], ranks: int) -> Any:
+    """Args:
+    rows: of the ranks that are shown. ranks: that the trace has.
+    """
     from matplotlib.patches import Patch
 
     steps = [span for span in next(iter(rows.values())).slices if span[0] == "step"] if rows else []
@@ -91,7 +94,8 @@ def _figure(rows: dict[int, _Row], arrows: dict[int, list[dict[str, Any]]]) -> A
     )
     close = (begin, first + CLOSE * (end - begin))
     _draw(both[0], rows, arrows, (begin, end), begin, "send")
-    both[0].set_title(f"{name}: upper half of a row the parts of the step, lower half communication", fontsize=10.5)
+    some = f"{name}, the first {len(rows)} of {ranks} ranks" if len(rows) < ranks else name
+    both[0].set_title(f"{some}: upper half of a row the parts of the step, lower half communication", fontsize=10.5)
     both[0].axvspan(close[0] - begin, close[1] - begin, color=theme().muted, alpha=0.13, linewidth=0, zorder=0)
     _draw(both[1], rows, arrows, close, begin, "collective")
     both[1].set_title(

@@ -136,11 +136,11 @@ def _of_several(ds: "xarray.Dataset", name: str, loss: str, trained: list[str]) 
             _bars(axes, held, 1, colors, {column: column.replace("_", " ") for column in held})
             axes.yaxis.set_major_formatter(EngFormatter(sep=" "))
             head(axes, "What a rank keeps", 10.5)
-            axes.set_ylabel("elements")
+            axes.set_ylabel("elements, and % of the most")
         else:
             _bars(axes, times, 1e3, STEP_PARTS, PART_NAMES)
             head(axes, "Time of a step, median", 10.5)
-            axes.set_ylabel("ms")
+            axes.set_ylabel("ms, and % of the longest")
         axes.set_xticks(range(len(trained)), trained)
     return figure
 

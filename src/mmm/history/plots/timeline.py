@@ -1,5 +1,6 @@
 """A timeline of ranks: a row a rank, a box an action; as a picture, or as characters for a terminal."""
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -119,8 +120,16 @@ def timeline_figure(panels: Sequence[Panel], title: str) -> "Figure":
     between = 0.85 / (panel_height - 0.85)
     figure.subplots_adjust(left=0.07, right=0.985, top=1 - 1.05 / height, bottom=0.5 / height, hspace=between)
     for index, panel in enumerate(panels):
-        _draw(figure.add_subplot(len(panels), 1, index + 1), panel)
+        _draw(axes := figure.add_subplot(len(panels), 1, index + 1), panel)
+        other = not math.isclose(_length(panel), _length(panels[0]), rel_tol=1e-3)
+        axes.set_xlabel("ms: another scale than above" if other else "ms", color=theme().muted)
     return figure
+
+
+def _length(panel: Panel) -> float:
+    """Seconds that the axis shows."""
+    start, end = panel.window
+    return end - start
 
 
 def faded(color: str) -> tuple[float, float, float]:
@@ -157,4 +166,4 @@ def _draw(axes: "Axes", panel: Panel) -> None:
     axes.tick_params(axis="y", length=0)
     axes.grid(False)
     axes.spines["left"].set_visible(False)
-    axes.set_xlabel("ms", color=theme().muted)
+    axes.xaxis.set_major_formatter("{x:,g}")
