@@ -184,8 +184,3 @@ def _pages(size: int) -> int:
 def _like(parameter: Tensor, local: Tensor) -> Tensor:
     """`local`, on the host, sharded as a parameter is."""
     return dtensor_like(local, parameter) if isinstance(parameter, DTensor) else local
-
-
-def bytes_on_disk(optimizer: torch.optim.Optimizer) -> int:
-    """Of an optimizer's state; 0 where it has no file."""
-    return len(optimizer.file.pages) if isinstance(optimizer, DiskAdamW) else 0
