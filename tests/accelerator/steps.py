@@ -58,6 +58,7 @@ from mmm.trainer.run.core import Run  # noqa: E402
 from mmm.trainer.run.resume import ResumableRecord  # noqa: E402
 
 ROWS = 2  # a row is due in every second step
+LAYERS = 2  # at most, where they are no stages of a pipeline: a third does what the second does
 BF16 = Precision("bf16", torch.float32, torch.bfloat16)
 
 
@@ -125,6 +126,16 @@ def noted(mesh, batched):
     return note
 
 
+def of_few_layers(parity):
+    def model():
+        full = parity.model()
+        if getattr(getattr(full, "config", None), "n_layers", 0) <= LAYERS:
+            return full
+        return type(full)(replace(full.config, n_layers=LAYERS))
+
+    return replace(parity, model=model)
+
+
 def counted(kind, words):
     """What a rank does in a step without a row, and in one with."""
     fields = dict(words)
@@ -132,6 +143,8 @@ def counted(kind, words):
     optimizer, skip, disk = fields.pop("optimizer", "adamw"), fields.pop("skip", False), fields.pop("disk", False)
     case = ParityCase(**{**fields, "layout": canonical(fields["layout"])})
     parity, device = models.find(case.model), torch.device(kind, 0)
+    if "pp" not in case.sizes:
+        parity = of_few_layers(parity)
     training = Training(dtype="fp32")
     ready = prepare(parity, case, training)
     rank = Rank(0, case.ranks, 0, 1, "test")

@@ -239,6 +239,22 @@ dist.destroy_process_group()
 """
 
 
+# PyTorch is imported once for all.
+FOUR_RANKS = """
+import os, runpy, sys
+import torch.distributed.fsdp, torch.distributed.tensor.parallel
+children = []
+for rank in range(4):
+    child = os.fork()
+    if not child:
+        os.environ["RANK"] = str(rank)
+        runpy.run_path("mine.py", run_name="__main__")
+        sys.exit()
+    children.append(child)
+sys.exit(max([os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children], key=abs))
+"""
+
+
 @pytest.mark.long
 def test_the_technique_can_be_copied(tmp_path):
     """The lines of `fsdp_tp`, in a file with another model, and nothing of this package."""
@@ -248,20 +264,16 @@ def test_the_technique_can_be_copied(tmp_path):
     assert "mmm" not in text
     (tmp_path / "mine.py").write_text(text.replace("units: list[Any]", "units"))
     environment = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "4"}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "mine.py"],
-            cwd=tmp_path,
-            env=environment | {"RANK": str(rank), "OMP_NUM_THREADS": "1"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(4)
-    ]
-    ended = [rank.communicate(timeout=PATIENCE) for rank in ranks]
-    assert [rank.returncode for rank in ranks] == [0] * 4, ended[0][1]
-    losses = [float(line.split()[1]) for line in ended[0][0].splitlines()]
+    done = subprocess.run(
+        [sys.executable, "-c", FOUR_RANKS],
+        cwd=tmp_path,
+        env=environment | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+    )
+    assert done.returncode == 0, done.stderr
+    losses = [float(line.split()[1]) for line in done.stdout.splitlines()]
     assert len(losses) == 8
     assert losses[-1] < 0.7 * losses[0]
 
