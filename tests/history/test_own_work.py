@@ -6,7 +6,7 @@ import pytest
 from mmm.cli import history as command
 from mmm.cli.main import main as mmm
 from mmm.errors import ConfigError
-from mmm.history import History, load
+from mmm.history import History, load, write_config
 from mmm.history.own_work import OwnWork, most_of, own_work, slow
 from mmm.history.runs import read_run
 
@@ -54,6 +54,25 @@ def test_ranks_of_a_host_that_are_not_beside_each_other(tmp_path, capsys):
             history.update({"iter": step}, {"dt": [0.5] * 12, "dt_own": own})
     assert command.main([str(tmp_path), "--ranks"]) == 0
     assert "slowest: host a (ranks 0, 2, 4, 6 and 2 more, most often 0): 0.4 s" in capsys.readouterr().out
+
+
+def test_rows_of_epochs_are_not_called_steps(tmp_path, capsys):
+    write_config(tmp_path, {"module": "cnn", "steps": 900, "ranks": [{"host": "a"}] * 3, "options": {"epochs": 9}})
+    with History(tmp_path, ranks=[{"host": "a"}] * 3) as history:
+        for epoch in (1, 2, 3):
+            history.update({"epoch": epoch, "train_loss": 1.0}, {"dt": [50.0] * 3, "dt_own": [10.0, 45.0, 10.0]})
+    for argv, said in (
+        (["history", str(tmp_path)], "50.000000 s an epoch, median of 3 rows"),
+        (["history", str(tmp_path)], "35 s of work over the median rank in an epoch of 50 s"),
+        (
+            ["history", str(tmp_path), "--ranks"],
+            "(dt_own: an epoch less waiting), over the median rank, as a part of the",
+        ),
+        (["watch", str(tmp_path), "--once"], "  epoch 3 of 9  train_loss 1.0000"),
+        (["watch", str(tmp_path), "--once"], "rank 1 on a is slow: 35 of 50 s an epoch"),
+    ):
+        assert mmm(argv) == 0
+        assert said in " ".join(capsys.readouterr().out.split("\n"))
 
 
 def made(folder, count, full_ranks=64, rows=9, slow_rank=1):

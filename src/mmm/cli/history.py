@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from mmm.cli import decimal, show, whole
-from mmm.cli.history_ranks import ranks_text, sentence
+from mmm.cli.history_ranks import a_row_of, ranks_text, sentence
 from mmm.cli.parser import Parser
 from mmm.errors import ConfigError
 from mmm.outside import parse_json, printable
@@ -106,7 +106,7 @@ def summary(ds: "xarray.Dataset", state: str) -> list[tuple[str, str]]:
             )
     if "dt" in known and np.isfinite(y := series(ds, "dt").y).any():
         first = f"; the first took {y[0]:.6f} s" if np.isfinite(y[0]) else ""
-        table.append(("dt", f"{np.nanmedian(y):.6f} s a step, median of {rows} rows{first}"))
+        table.append(("dt", f"{np.nanmedian(y):.6f} s {a_row_of(ds)}, median of {rows} rows{first}"))
         spent = {part: float(np.nanmedian(series(ds, part).y)) for part in PARTS if part in known}
         if spent:
             table.append(("parts", ", ".join(f"{part} {seconds:.6f} s" for part, seconds in spent.items())))

@@ -44,13 +44,13 @@ def sentence(ds: xarray.Dataset, work: OwnWork) -> str:
     hosts = hosts_of(ds)
     found = slow(work, hosts)
     if found is None:
-        return f"no rank holds the others up by more than {100 * SLOW:.0f} % of a step"
+        return f"no rank holds the others up by more than {100 * SLOW:.0f} % of {a_row_of(ds)}"
     who = f"rank {found.rank} ({place(ds, found.rank)})"
     if found.is_host:
         of = [rank for rank, host in enumerate(hosts) if host == hosts[found.rank]]
         who = f"host {printable(hosts[found.rank])} (ranks {_ranks(of)}, most often {found.rank})"
     return (
-        f"{who}: {found.over:.3g} s of work over the median rank in a step of {found.step:.3g} s, "
+        f"{who}: {found.over:.3g} s of work over the median rank in {a_row_of(ds)} of {found.step:.3g} s, "
         f"in {found.rows} of {found.of} rows; the others wait for it"
     )
 
@@ -92,7 +92,8 @@ def _map(ds: xarray.Dataset, work: OwnWork, width: int) -> list[str]:
     step = float(_mean(work.dt[1:] if len(work.dt) > 1 else work.dt))
     of = "a row" if len(spans) == len(work.dt) else f"{-(-len(work.dt) // len(spans))} rows"
     lines = [
-        f"own work of each rank ({work.name}: a step less waiting), over the median rank, as a part of the step:",
+        f"own work of each rank ({work.name}: {a_row_of(ds)} less waiting), over the median rank, "
+        f"as a part of the {a_row_of(ds).split()[1]}:",
         f"  {SHADES[0][1]} below 5 %   ░ to 10 %   ▒ to 25 %   ▓ to 50 %   █ above.  A column is {of}; {_range(ds)}.",
         "",
         f"{labels[0]}  {'':<{len(spans)}}  {'own s':>8}  {'waits':>6}",
@@ -125,7 +126,7 @@ def _spans(ds: xarray.Dataset, work: OwnWork) -> list[str]:
     spans = np.array_split(np.arange(len(work.dt)), min(SPANS, len(work.dt)))
     name, values = _x(ds)
     lines = [
-        f"own work ({work.name}: a step less waiting for others), over {ds.sizes['rank']} ranks, in s",
+        f"own work ({work.name}: {a_row_of(ds)} less waiting for others), over {ds.sizes['rank']} ranks, in s",
         "",
         f"{name:>16}  {'min':>8}  {'median':>8}  {'max':>8}  most often the largest",
     ]
@@ -150,6 +151,11 @@ def _mean(values: np.ndarray) -> np.ndarray:
     finite = np.isfinite(values)
     total, count = np.where(finite, values, 0.0).sum(axis=0), finite.sum(axis=0)
     return np.divide(total, count, out=np.full(np.shape(total), np.nan), where=count > 0)
+
+
+def a_row_of(ds: xarray.Dataset) -> str:
+    """Whose seconds a row has."""
+    return "an epoch" if "iter" not in ds and "epoch" in ds else "a step"
 
 
 def _x(ds: xarray.Dataset) -> tuple[str, np.ndarray]:

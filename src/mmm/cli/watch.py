@@ -180,7 +180,13 @@ def _status(run: Run, name: str) -> list[str]:
     left = seconds_left(run) if running else None
     ended = f" {duration(max(time.time() - run.ended, 0.0))} ago" if not running and run.ended else ""
     ended += ", waits for its next job" if not running and goes_on(run.folder) else ""
-    cells = [name, f"{run.ending}{ended}" if not running else "running", f"step {step}{of}", " ".join(losses), speed]
+    cells = [
+        name,
+        f"{run.ending}{ended}" if not running else "running",
+        f"{run.row_of} {step}{of}",
+        " ".join(losses),
+        speed,
+    ]
     return [*cells, f"{duration(left)} left" if left is not None else "", _age(run) if running else "", checkpoint(run)]
 
 
@@ -250,4 +256,6 @@ def slowest(run: Run) -> str:
         return ""
     host = f" on {hosts[found.rank]}" if found.rank < len(hosts) else ""
     who = f"host {hosts[found.rank]}" if found.is_host else f"rank {found.rank}{host}"
-    return f"{who} is slow: {found.over:.2g} of {found.step:.2g} s a step"
+    return (
+        f"{who} is slow: {found.over:.2g} of {found.step:.2g} s {'an' if run.row_of == 'epoch' else 'a'} {run.row_of}"
+    )

@@ -103,6 +103,11 @@ class Run:
         options = options if isinstance(options, dict) else {}
         return {name: value for name, value in options.items() if name not in NOT_SETTINGS}
 
+    @property
+    def row_of(self) -> str:
+        """What a row is of: a step, or an epoch."""
+        return "epoch" if "iter" not in self.rows and "epoch" in self.rows else "step"
+
     @functools.cached_property
     def steps_done(self) -> float | None:
         """Steps or epochs; None before the first row."""
@@ -116,7 +121,7 @@ class Run:
         """Of `steps_done`: how many there will be."""
         options = self.config.get("options")
         epochs = options.get("epochs") if isinstance(options, dict) else None
-        total = epochs if "iter" not in self.rows and "epoch" in self.rows else self.config.get("steps")
+        total = epochs if self.row_of == "epoch" else self.config.get("steps")
         return float(total) if isinstance(total, (int, float)) and math.isfinite(total) else None
 
     @property
