@@ -236,7 +236,8 @@ def test_a_run_of_so_many_tokens(capsys):
     assert int(jobs.split()[0].replace(",", "")) == pytest.approx(hours / 4 / (6 - 1 / 12), rel=1e-2, abs=1)
     assert jobs.endswith(" of 6 h, of which the last 5 min are for saving; start-up comes on top")
     assert size.startswith("a checkpoint is 96.36 GB; 2 stay (--keep), 192.73 GB, and 289.09 GB while")
-    assert submit.startswith("mmm submit --site polaris -N 4 -t 6:00 --project PROJECT --until-done -- launch -n 16 ")
+    where = "--site polaris -N 4 -t 6:00 --queue capacity --project PROJECT"  # prod takes no 4 hosts
+    assert submit.startswith(f"mmm submit {where} --until-done -- launch -n 16 ")
     assert f" --text FOLDER --max_iters {steps} --checkpoint_every " in submit
     assert " --dataset " not in submit
     trial = next(line for line in text.splitlines() if line.startswith("launch "))

@@ -243,6 +243,7 @@ def _report(args: argparse.Namespace, search: Search, found: Found) -> None:
 
 def _run_lines(args: argparse.Namespace, search: Search, best: Candidate, launch: str) -> list[str]:
     """What the whole run takes, and the line that submits it."""
+    from mmm.machines.queues import queue_for
     from mmm.plan import script
     from mmm.plan.campaign import lines_of, run_cost
 
@@ -255,7 +256,9 @@ def _run_lines(args: argparse.Namespace, search: Search, best: Candidate, launch
         project = f" --project {script.PROJECT}" if "{project}" in " ".join(machine.script) else ""
         data = f"--text {script.FOLDER} " if search.spec.program == "mmm.trainer.lm" else ""
         saves = f"{data}--max_iters {cost.steps} --checkpoint_every {cost.interval} --outdir runs/a"
-        where = f"--site {args.site} -N {machine.hosts} -t {args.walltime}{project}"
+        queue = queue_for(machine, machine.hosts, walltime)
+        other = f" --queue {queue}" if queue != machine.queue else ""
+        where = f"--site {args.site} -N {machine.hosts} -t {args.walltime}{other}{project}"
         lines += ["", f"mmm submit {where} --until-done -- {launch} {saves}"] if args.site else []
     return lines
 
