@@ -210,6 +210,11 @@ answer(
         "12 samples at once: a micro-batch has 3",
     ),
     (
+        "import torch.nn.functional as F\ndef accumulate(model, inputs, targets, microbatches):\n"
+        "    logits = [model(x) for x in inputs.chunk(microbatches)]\n    return logits[0].sum()",
+        "before the backward of the micro-batch before it",
+    ),
+    (
         ACCUMULATE.format(
             loss="model.zero_grad(); "
             'loss = F.cross_entropy(model(x).flatten(0, 1), y.flatten(), reduction="sum") / count'
