@@ -138,6 +138,13 @@ def test_a_line_without_text(files, tmp_path, line, words):
     assert str(caught.value).startswith(f"{path}, line 71: {words}")
 
 
+def test_json_lines_are_utf8_by_bytes_too(files, tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b'{"text": "caf\xe9"}\n')
+    with pytest.raises(DataError, match=r"not UTF-8: .* at byte 13: convert it, such as by iconv -f LATIN1 -t UTF-8$"):
+        prepare(Preparation((path,), tmp_path / "out"), 2)
+
+
 def test_json_lines_with_a_separator(tmp_path):
     path = lines(tmp_path / "a.jsonl", ROWS)
     with pytest.raises(ConfigError, match=r"--separator: .*a.jsonl is JSON lines"):

@@ -139,13 +139,13 @@ def check_text(text: bytes, name: object, begin: int = 0) -> bytes:
     return text
 
 
-def check_utf8(text: bytes, name: object, begin: int = 0) -> bytes:
+def check_utf8(text: bytes, name: object, begin: int = 0, advice: str = ", or use --tokenizer bytes") -> bytes:
     """As `check_text`. Raises DataError: it is not UTF-8."""
     try:
         text.decode()
     except UnicodeDecodeError as error:
         raise DataError(
             f"{name}: the text is not UTF-8: {error.reason} at byte {begin + error.start}: convert it, such as by "
-            f"iconv -f LATIN1 -t UTF-8, or use --tokenizer bytes"
+            f"iconv -f LATIN1 -t UTF-8{advice}"
         ) from None
     return text

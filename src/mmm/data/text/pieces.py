@@ -81,7 +81,9 @@ def read_documents(piece: Piece, separator: bytes, field: str, utf8: bool) -> li
     with piece.path.open("rb") as file:
         file.seek(piece.begin)
         text = check_text(file.read(piece.end - piece.begin), piece.path, piece.begin)
-    if utf8 or piece.text_file.jsonl:
+    if piece.text_file.jsonl:
+        check_utf8(text, piece.path, piece.begin, advice="")  # as JSON is, whatever the tokenizer
+    elif utf8:
         check_utf8(text, piece.path, piece.begin)
     if piece.text_file.jsonl:
         lines = enumerate(text.removeprefix(b"" if piece.begin else b"\xef\xbb\xbf").split(b"\n"))
