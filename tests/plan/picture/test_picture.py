@@ -72,6 +72,13 @@ def test_everything_is_inside(facts):
         assert 0 <= min(ys) <= max(ys) <= scene.height, item
 
 
+def test_the_title_of_many_axes_does_not_lie_on_their_names():
+    scene = picture(made_up(Layout(4, 1, 4, 2, 2, 2), (8,) * 8), "")
+    title, about = [item for item in scene.items if isinstance(item, Text) and item.y == 36]
+    assert title.text.endswith("expert parallel × tensor parallel")
+    assert title.x + title.width < about.x - about.width
+
+
 def test_svg_is_the_same_every_time_and_says_what_it_is():
     scene = picture(FEW, "mmm draw <a & b>")
     text = svg(scene)
@@ -255,6 +262,9 @@ def test_terminal():
     for width in (80, 100, 120):
         assert max(map(len, text_of(FEW, range(4), width, color=False).splitlines())) <= width
     assert max(map(len, text_of(FEW, range(4), 60, color=False).splitlines()[:30])) <= 60
+    assert max(map(len, text_of(WIDE, range(16), 80, color=False).splitlines())) <= 80
+    long = made_up(Layout(2, 2, 2, 2, 2))
+    assert max(map(len, text_of(long, range(8), 80, color=False).splitlines())) <= 80
 
 
 def test_terminal_has_no_card_alone_and_no_frame():

@@ -80,7 +80,9 @@ def picture(facts: Facts, made_by: str) -> Scene:
 
 def _top(facts: Facts, about: str, width: float) -> tuple[list[Item], float]:
     """What it is, in words; and where that ends."""
-    items: list[Item] = [Text(MARGIN, 36, words.title(facts), 20, bold=True)]
+    title, room = words.title(facts), width - 2 * MARGIN - 20 - text_width(about, 13)
+    size = min(20.0, 20 * room / text_width(title, 20, bold=True))  # a layout of many axes has a long name
+    items: list[Item] = [Text(MARGIN, 36, title, size, bold=True)]
     items.append(Text(width - MARGIN, 36, about, 13, "end", opacity=0.75))
     y = 48.0
     for sentence in words.sentences(facts):

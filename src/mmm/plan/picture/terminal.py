@@ -23,10 +23,12 @@ def text_of(facts: Facts, shown: Sequence[int], width: int, color: bool) -> str:
     """
     layout = facts.layout
     ranks = "1 rank" if layout.ranks == 1 else f"{layout.ranks:,} ranks"
-    lines = [f"{words.title(facts)}   {layout}, {ranks}", ""]
+    title, about = words.title(facts), f"{layout}, {ranks}"
+    one = f"{title}   {about}"
+    lines = [one, ""] if len(one) <= width else [*wrapped(title, width * CHARACTER, 1), about, ""]
     for sentence in words.sentences(facts, "those that are shown"):
         lines += wrapped(sentence, width * CHARACTER, 1)
-    lines += ["", "what each rank holds"]
+    lines += ["", f"what each rank holds: {FULL} of the full tensor {EMPTY}"]
     cards = [_card(facts, rank, color) for rank in shown]
     side = max(wide for wide, _ in cards) + 3
     per_row = max(1, (width + 3) // side)
