@@ -273,3 +273,15 @@ def test_another_order_of_sums_is_no_other_result():
     verdict = verify(lambda: Rounds(3, 2), average, fields, mesh="dp2")
     assert verdict.same, str(verdict)
     assert not verdict.notes
+
+
+def without_its_buffer(model, mesh):
+    average(model, mesh)
+    del model.mask
+
+
+def test_a_buffer_that_is_gone_is_said():
+    verdict = verify(Masked, without_its_buffer, fields, mesh="dp2")
+    assert verdict.same, str(verdict)
+    assert verdict.compared["weights"].startswith("same: 3 tensors")
+    assert "note: the buffer mask is on no rank of the parallel program: it is not compared" in str(verdict)

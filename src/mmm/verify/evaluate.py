@@ -38,6 +38,7 @@ class Evaluation:
         self.places: list[dict[str, Place]] = [{} for _ in ranks]
         self.names: list[dict[str, str]] = []
         self.first = ""
+        self.notes = list(reference.notes)
         self._counted: dict[str, set[str]] = {}  # by relation, the names that have it
 
     def verdict(self) -> Verdict:
@@ -60,7 +61,7 @@ class Evaluation:
             tuple(self.findings),
             first=self.first or (self.findings[0].name if self.findings else ""),
             reason=reason,
-            notes=tuple(self.reference.notes),
+            notes=tuple(self.notes),
         )
 
     def _match_names(self) -> str:
@@ -103,11 +104,15 @@ class Evaluation:
 
     def weights(self) -> None:
         """Parameters and buffers as they are after the model was parallelized: equal, to the last bit."""
-        expected = self.reference.observed.weights
+        expected, count = self.reference.observed.weights, 0
         for name, full in expected.items():
             tensors = self._tensors("weights", name)
-            if name in self.reference.observed.parameters and not any(tensors):
-                self._find("weights", name, None, "is on no rank of the parallel program")
+            count += any(tensors)
+            if not any(tensors):
+                if name in self.reference.observed.parameters:
+                    self._find("weights", name, None, "is on no rank of the parallel program")
+                else:
+                    self.notes.append(f"the buffer {name} is on no rank of the parallel program: it is not compared")
             for rank, tensor in enumerate(tensors):
                 if tensor is None:
                     continue
@@ -124,7 +129,7 @@ class Evaluation:
                     self._find("weights", name, rank, words, off)
         self._ties()
         if not self.findings:
-            self.compared["weights"] = f"same: {len(expected)} tensors, on {len(self.ranks)} ranks, to the last bit"
+            self.compared["weights"] = f"same: {count} tensors, on {len(self.ranks)} ranks, to the last bit"
 
     def _no_part(self, name: str, rank: int, tensor: LocalTensor, full: Tensor) -> str:
         return f"{tuple(tensor.local.shape)} is no part of the weight of {tuple(full.shape)}: other elements, or shape"
