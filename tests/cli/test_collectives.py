@@ -62,7 +62,7 @@ def test_a_machine_that_is_not_known():
     [
         ("--network", "--network measures between ranks: launch -n 4 mmm doctor --network"),
         ("--site aurora", "--site aurora: it is of --network alone"),
-        ("--network --timeout 0", "--timeout 0.0: it must be greater than 0"),
+        ("--network --timeout 0", "--timeout 0: it must be greater than 0"),
     ],
 )
 def test_what_is_refused(flags, words, capsys):
