@@ -6,6 +6,7 @@ import math
 import pytest
 import torch
 
+from mmm.errors import ConfigError
 from mmm.runtime import clock as module
 from mmm.runtime.clock import MOST_LAPS, OWN, StepClock
 
@@ -69,6 +70,11 @@ def test_it_reads_the_mean_of_the_steps_since_it_was_read(clock):
     assert {part: read[part] for part in SECONDS} == {part: 2 * seconds for part, seconds in SECONDS.items()}
     step(clock)
     assert clock.read()["dt"] == 7.5
+
+
+def test_a_row_without_a_step(clock):
+    with pytest.raises(ConfigError, match="no step has begun"):
+        clock.read()
 
 
 def test_own_work_is_the_mean_as_well(clock):

@@ -19,6 +19,7 @@ import torch
 from torch.distributed.distributed_c10d import Work
 from torch.nn.parallel import DistributedDataParallel
 
+from mmm.errors import ConfigError
 from mmm.runtime.device import synchronize
 from mmm.torch_private.groups import functional_collectives
 
@@ -108,6 +109,8 @@ class StepClock:
     def read(self) -> dict[str, float]:
         """Seconds of a step: ``dt``, each part, and ``dt_own``, which is ``dt`` less what the host waited for other
         ranks (NaN: not known). Each is the mean of the steps since the last call. The host waits for the last mark."""
+        if not self._steps:
+            raise ConfigError("no step has begun since the last row: call clock.start() before each")
         self._add_up(len(self._laps))
         parts = {part: seconds / self._steps for part, seconds in self._seconds.items()}
         dt = sum(parts.values())
