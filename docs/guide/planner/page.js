@@ -140,7 +140,7 @@ function launchLine(q, plan) {
   if (q.cp > 1) words.push(`--cp_style ${q.cp_style}`);
   if (q.checkpointing !== "none") words.push(`--activation_checkpointing ${q.checkpointing}`);
   if (q.microbatches > 1 || q.pp > 1) words.push(`--microbatches ${q.microbatches}`);
-  words.push(`--loss_chunks ${plan.lossChunks}`);
+  words.push(`--loss_chunks ${plan.lossChunks} --dataset random --max_iters 20`);
   return words.join(" ");
 }
 
