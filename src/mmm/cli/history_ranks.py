@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import textwrap
-from typing import TYPE_CHECKING
+from collections.abc import Container
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -153,9 +154,12 @@ def _mean(values: np.ndarray) -> np.ndarray:
     return np.divide(total, count, out=np.full(np.shape(total), np.nan), where=count > 0)
 
 
-def a_row_of(ds: xarray.Dataset) -> str:
-    """Whose seconds a row has."""
-    return "an epoch" if "iter" not in ds and "epoch" in ds else "a step"
+def a_row_of(names: Container[Any]) -> str:
+    """Whose seconds a row with these columns has: "a step", or "an epoch"."""
+    from mmm.history.runs import row_of
+
+    kind = row_of(names)
+    return f"an {kind}" if kind == "epoch" else f"a {kind}"
 
 
 def _x(ds: xarray.Dataset) -> tuple[str, np.ndarray]:

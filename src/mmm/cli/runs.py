@@ -8,6 +8,8 @@ import shutil
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from itertools import compress
+from operator import not_
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -61,9 +63,9 @@ def main(argv: list[str]) -> int:
     if not runs:
         raise RecordError(f"{args.folder} holds no run. Give the folder that holds the runs, e.g. outputs.")
     rows = sorted(table(runs, Path(args.folder).expanduser()), key=lambda row: row["name"])
-    known = [row for row in rows if row[column] is not None and row[column] == row[column]]  # nor NaN
-    known.sort(key=lambda row: row[column], reverse=args.reverse)
-    rows = known + [row for row in rows if row not in known]
+    known = [row[column] is not None and row[column] == row[column] for row in rows]  # nor NaN
+    by_value = sorted(compress(rows, known), key=lambda row: row[column], reverse=args.reverse)
+    rows = [*by_value, *compress(rows, map(not_, known))]
     show(printable_lines(text(rows, shutil.get_terminal_size().columns if sys.stdout.isatty() else None)) + "\n")
     write_json(args.json, rows)
     return 0

@@ -249,6 +249,7 @@ def unsaved(run: Run) -> str:
 
 def slowest(run: Run) -> str:
     """The rank, or host, that the others wait for in the last rows; empty where there is none, or it is not known."""
+    from mmm.cli.history_ranks import a_row_of
     from mmm.history.own_work import slow
 
     work = run.own_work(RECENT_ROWS + 1)
@@ -256,6 +257,4 @@ def slowest(run: Run) -> str:
         return ""
     host = f" on {hosts[found.rank]}" if found.rank < len(hosts) else ""
     who = f"host {hosts[found.rank]}" if found.is_host else f"rank {found.rank}{host}"
-    return (
-        f"{who} is slow: {found.over:.2g} of {found.step:.2g} s {'an' if run.row_of == 'epoch' else 'a'} {run.row_of}"
-    )
+    return f"{who} is slow: {found.over:.2g} of {found.step:.2g} s {a_row_of(run.rows)}"

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import math
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Container, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -106,7 +106,7 @@ class Run:
     @property
     def row_of(self) -> str:
         """What a row is of: a step, or an epoch."""
-        return "epoch" if "iter" not in self.rows and "epoch" in self.rows else "step"
+        return row_of(self.rows)
 
     @functools.cached_property
     def steps_done(self) -> float | None:
@@ -186,6 +186,11 @@ class Run:
         known = np.isfinite(self.rows[rate]) & (self.seconds > 0)
         seconds = float(self.seconds[known].sum())
         return float((self.rows[rate][known] * self.seconds[known]).sum() / seconds) or None if seconds > 0 else None
+
+
+def row_of(names: Container[str]) -> str:
+    """What a row with these columns is of: a step, or an epoch."""
+    return "epoch" if "iter" not in names and "epoch" in names else "step"
 
 
 def last(column: np.ndarray | None) -> float | None:
