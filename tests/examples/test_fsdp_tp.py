@@ -261,10 +261,9 @@ def test_one_clear_message(tmp_path, flags, words):
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
-def test_refused_before_any_process_group(monkeypatch, config, words):
+def test_refused_before_any_process_group(monkeypatch, config, words, no_process_group):
     for name, value in {"RANK": 0, "WORLD_SIZE": 4, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 4, "MASTER_PORT": 1}.items():
         monkeypatch.setenv(name, str(value))
-    monkeypatch.setattr("mmm.trainer.run.core.process_group", lambda *_: pytest.fail("a process group was made"))
     with pytest.raises(UserError, match=re.escape(words)):
         train(configure(Config, **{"tpsize": 4, **config}))
 

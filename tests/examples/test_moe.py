@@ -56,10 +56,9 @@ def test_same_losses_as_on_one_device(run_on_ranks, tmp_path, flags, layout):
     ],
     ids=str,
 )
-def test_refused_before_any_process_group(monkeypatch, config, words):
+def test_refused_before_any_process_group(monkeypatch, config, words, no_process_group):
     for name, value in {"RANK": 0, "WORLD_SIZE": 4, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 4, "MASTER_PORT": 1}.items():
         monkeypatch.setenv(name, str(value))
-    monkeypatch.setattr("mmm.trainer.run.core.process_group", lambda *_: pytest.fail("a process group was made"))
     with pytest.raises(UserError, match=re.escape(words)):
         train(configure(Config, **config))
 

@@ -100,10 +100,9 @@ def test_what_is_given_is_not_chosen():
         ("--schedule DualPipe", "--schedule"),
     ],
 )
-def test_refused_in_one_line(monkeypatch, capsys, tmp_path, flags, words):
+def test_refused_in_one_line(monkeypatch, capsys, tmp_path, flags, words, no_process_group):
     for name, value in {"RANK": 0, "WORLD_SIZE": 4, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 4}.items():
         monkeypatch.setenv(name, str(value))
-    monkeypatch.setattr("mmm.trainer.run.core.process_group", lambda *_: pytest.fail("a process group was made"))
     monkeypatch.setattr(sys, "argv", ["parallel_4d", *flags.split()])
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit) as left:

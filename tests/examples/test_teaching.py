@@ -270,10 +270,9 @@ def test_factors():
     ],
     ids=lambda value: value.__name__.rpartition(".")[2] if hasattr(value, "__name__") else "",
 )
-def test_refused_before_any_process_group(monkeypatch, example, options, ranks, words):
+def test_refused_before_any_process_group(monkeypatch, example, options, ranks, words, no_process_group):
     for name, value in {"RANK": 0, "WORLD_SIZE": ranks, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": ranks}.items():
         monkeypatch.setenv(name, str(value))
     monkeypatch.setenv("MASTER_PORT", "1")
-    monkeypatch.setattr("mmm.trainer.run.core.process_group", lambda *_: pytest.fail("a process group was made"))
     with pytest.raises(UserError, match=words):
         example.train(configure(example.Config, **options))

@@ -51,10 +51,9 @@ def test_table_and_verdict():
         ({"global_batch_size": 10**6}, 4, "fewer than one global batch of 1000000"),
     ],
 )
-def test_refused_before_any_process_group(monkeypatch, options, ranks, words):
+def test_refused_before_any_process_group(monkeypatch, options, ranks, words, no_process_group):
     for name, value in {"RANK": 0, "WORLD_SIZE": ranks, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": ranks}.items():
         monkeypatch.setenv(name, str(value))
-    monkeypatch.setattr("mmm.trainer.run.core.process_group", lambda *_: pytest.fail("a process group was made"))
     monkeypatch.setattr("mmm.history.prepare", lambda *_, **__: pytest.fail("the run's folder was made"))
     with pytest.raises(UserError, match=words):
         traffic.train(configure(traffic.Config, **options))

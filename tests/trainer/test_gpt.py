@@ -148,8 +148,7 @@ def test_weights_on_disk(alone, tmp_path, capsys):
     ],
     ids=str,
 )
-def test_refused_before_anything_is_written(monkeypatch, tmp_path, flags, words):
-    monkeypatch.setattr("mmm.trainer.run.core.process_group", lambda *_: pytest.fail("a process group was made"))
+def test_refused_before_anything_is_written(tmp_path, flags, words, no_process_group):
     with pytest.raises(UserError, match=re.escape(words)):
         run(None, tmp_path / "run", flags)
     assert not (tmp_path / "run").exists()

@@ -266,9 +266,8 @@ def test_the_saved_model_is_the_one_that_was_judged(alone):
     ],
     ids=str,
 )
-def test_refused_before_anything_is_written(monkeypatch, tmp_path, flags, words):
+def test_refused_before_anything_is_written(monkeypatch, tmp_path, flags, words, no_process_group):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("mmm.trainer.run.core.process_group", lambda *_: pytest.fail("a process group was made"))
     (tmp_path / "small.txt").write_text("word " * 1200)
     flags = flags | ({"text": (Path("small.txt"),)} if "text" in flags else {})
     with pytest.raises(UserError, match=re.escape(words)):

@@ -34,9 +34,8 @@ EXPERTS = "without --n_experts: there are no experts"
     ],
     ids=str,
 )
-def test_refused_before_anything_is_written(monkeypatch, tmp_path, program, given, words):
+def test_refused_before_anything_is_written(monkeypatch, tmp_path, program, given, words, no_process_group):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("mmm.trainer.run.core.process_group", lambda *_: pytest.fail("a process group was made"))
     with pytest.raises(ConfigError) as refused:
         program.train(configure(program.Config, **given))
     assert words in str(refused.value)

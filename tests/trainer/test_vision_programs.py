@@ -209,8 +209,7 @@ def idx(folder, damage):
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
-def test_refused_before_any_process_group(tmp_path, monkeypatch, program, config, words):
-    monkeypatch.setattr("mmm.trainer.run.core.process_group", lambda *_: pytest.fail("a process group was made"))
+def test_refused_before_any_process_group(tmp_path, monkeypatch, program, config, words, no_process_group):
     monkeypatch.setattr("mmm.history.prepare", lambda *_, **__: pytest.fail("the run's folder was made"))
     (tmp_path / "EMPTY").mkdir()
     (tmp_path / "DAMAGED").mkdir()

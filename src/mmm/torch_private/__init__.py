@@ -1,7 +1,7 @@
 """Every name of PyTorch that begins with an underscore, or lives in an underscored module, and that `mmm` uses.
 
-PyTorch promises nothing of such names. No other file of the package touches one (``tests/test_torch_private.py``), so
-who moves to another PyTorch reads this folder, a file a subject:
+PyTorch promises nothing of such names. No other file of the package touches one, so who moves to another PyTorch reads
+this folder, a file a subject:
 
     module        modules, tensors and optimizers
     autograd      the backward that is under way
