@@ -1,11 +1,10 @@
 """A training whose ranks are killed at random: does it go on with those that are left, and is its curve the same?
 
-    python benchmarks/elastic.py [--kills 100] [--minutes M] [--ranks 3 8] [--replica N] [--seed 0] [--json FILE]
+    python benchmarks/elastic.py [--kills 100] [--minutes M] [--ranks 3 8] [--seed 0] [--json FILE]
 
 A language model is trained once undisturbed, and once by `launch --elastic 3:8` with `kill -9` of ranks at random
 moments, also while they start and while a checkpoint is written: one after the other until there is room for 3, then
-launch takes all in again. With --replica they go on from copies in memory, and at most N steps are lost. The global
-batch divides over 8, 6, 5, 4 and 3 ranks; 7 are refused, and 6 go on.
+launch takes all in again. The global batch divides over 8, 6, 5, 4 and 3 ranks; 7 are refused, and 6 go on.
 
 Printed for each kill: how many ranks went on, and the pause from the kill to the end of the next step. In the end the
 losses have to be those of the undisturbed run to 1e-9, every step has to be in the record once, and nothing may be left
@@ -44,8 +43,8 @@ TRAINER = (
 )
 
 
-def start(words: list[str], steps: int, outdir: Path, more: list[str] | None = None) -> subprocess.Popen:
-    program = ["python3", *TRAINER.split(), *(more or [])]
+def start(words: list[str], steps: int, outdir: Path) -> subprocess.Popen:
+    program = ["python3", *TRAINER.split()]
     command = [sys.executable, "-m", "mmm.launch", *words, "--device", "cpu", *program]
     return subprocess.Popen(
         [*command, "--max_iters", str(steps), "--outdir", str(outdir)],
@@ -76,7 +75,6 @@ class Follower:
         self.killed: list[tuple[float, int]] = []  # when, of how many ranks; those after which no step has ended
         self.step = 0  # the last
         self.lost: list[int] = []  # steps made once more after each kill
-        self.from_memory = 0
         self.trains = False  # launch has gone on since the last kill
         self.lock = threading.Lock()
         self.threads = [threading.Thread(target=self.follow, args=(pipe,)) for pipe in (run.stdout, run.stderr)]
@@ -91,7 +89,6 @@ class Follower:
                 elif "launch: there is room for" in line:
                     self.room = self.most
                 elif "resumed from " in line:
-                    self.from_memory += "a copy in memory" in line
                     self.lost.append(self.step + 1 - int(line.partition(" at step ")[2].split(",")[0]))
                     self.step -= self.lost[-1]
                 elif match := re.search(r" iter=(\d+)\b", line):
@@ -108,7 +105,7 @@ class Follower:
     def found(self, most: int) -> dict:
         sizes = [int(match[1]) for line in self.said if (match := re.search(r"going on with (\d+) ranks", line))]
         more = {"median_pause": median(self.pauses) if self.pauses else None, "lost": self.lost}
-        return {"sizes": [most, *sizes], "pauses": self.pauses, "from_memory": self.from_memory, **more}
+        return {"sizes": [most, *sizes], "pauses": self.pauses, **more}
 
 
 def disturb(
@@ -117,7 +114,7 @@ def disturb(
     """Train with kills. What was said, how many were killed, and launch's exit code."""
     least, most = given.ranks
     words = ["--elastic", f"{least}:{most}", "--rejoin", f"{longest + REJOIN:.2f}"]
-    run = start(words, given.steps, outdir, ["--replica", str(given.replica)] if given.replica else [])
+    run = start(words, given.steps, outdir)
     until = time.monotonic() + 60 * given.minutes
     says, done, soon = Follower(run, most), 0, False
     while not (outdir / "checkpoints").exists() and run.poll() is None:
@@ -148,7 +145,6 @@ def main() -> int:
     parser = flags(__doc__, 100)
     parser.add_argument("--ranks", type=int, nargs=2, default=[3, 8], metavar=("MIN", "MAX"))
     parser.add_argument("--steps", type=int, help=f"default: {STEPS_A_KILL} a kill")
-    parser.add_argument("--replica", type=int, help="steps between two copies in memory")
     given = parser.parse_args()
     given.steps = given.steps or STEPS_A_KILL * given.kills
     result: dict = {"wrong": [], "steps": given.steps}
@@ -175,12 +171,6 @@ def main() -> int:
     result |= says.found(given.ranks[1]) | {"kills": done, "largest_difference": far}
     print(f"{done} kills of {given.steps} steps; ranks {' '.join(map(str, result['sizes']))}")
     print(f"median pause {pause:.2f} s, longest {max(says.pauses, default=pause):.2f} s; largest difference {far:.1e}")
-    if given.replica:
-        print(f"from memory {result['from_memory']} times; at most {max(result['lost'], default=0)} steps were lost")
-        if max(result["lost"], default=0) > given.replica:
-            wrong.append(f"more than {given.replica} steps were lost")
-        if done >= 10 and not result["from_memory"]:
-            wrong.append("no attempt went on from a copy in memory")
     return end(result, given.json)
 
 

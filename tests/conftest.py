@@ -22,7 +22,6 @@ LONGEST = (
     "accelerator/test_steps.py",
     "test_three_lines.py",
     "plan/test_dry_run.py",
-    "trainer/test_replica.py",
     "fuzz/test_finds.py",
     "testing/test_plugin.py",
     "launch/test_elastic.py",

@@ -26,7 +26,6 @@ ATTEMPT_VARIABLE = "MMM_ATTEMPT"  # 0, 1, …: how often --retries has started t
 ATTEMPTS_VARIABLE = "MMM_ATTEMPTS_OF"  # the same in all attempts of one launch, and in no other launch
 DRY_RUN_VARIABLE = "MMM_DRY_RUN"  # set where the process stands for a rank that is not there
 ELASTIC_VARIABLE = "MMM_ELASTIC"  # MIN:MAX: attempts have different numbers of ranks, and go on from a checkpoint
-MEMORY_VARIABLE = "MMM_MEMORY"  # a folder in the host's memory that outlives the ranks; removed when the run ends
 LINE_VARIABLE = "MMM_LAUNCH_LINE"  # the command line as typed, for a run's record
 TERMINAL_VARIABLE = "MMM_TERMINAL"  # of the terminal that launch copies output to, where it does: COLUMNSxLINES
 SITE_VARIABLE = "MMM_SITE"  # the known machine, and what launch has set for it, for a run's record: JSON

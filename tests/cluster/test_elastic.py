@@ -1,12 +1,10 @@
 """`launch --elastic` on real launcher backends: a host that is cut off, a rank that is killed."""
 
 import os
-import re
 import signal
 
 import pytest
 
-import mmm.history
 from support.clock import PATIENCE
 
 PROGRAM = """
@@ -36,55 +34,6 @@ def test_a_host_is_cut_off(launcher, two_hosts, mpi):
     assert (process.returncode, second(launcher)) == (0, ["mmmA", "mmmA"]), err
     assert "launch: lost ranks 2, 3 on mmmB" in err
     assert launcher.gone(within=10.0)
-
-
-TRAINER = [
-    "python3",
-    "-m",
-    "mmm.trainer.lm",
-    "--preset",
-    "debug",
-    "--dataset",
-    "random",
-    "--dtype",
-    "fp64",
-    "--no-plots",
-]
-TRAINER += ["--seq_length", "16", "--global_batch_size", "8", "--eval_every", "0", "--max_iters", "60"]
-
-
-def test_a_host_is_cut_off_and_the_run_goes_on_from_memory(launcher, two_hosts, tmp_path):
-    """No checkpoint is on disk yet: what the lost host's ranks held is in the other's memory."""
-    launcher.prefix = two_hosts.start_words()
-    words = [
-        "--elastic",
-        "2:4",
-        *two_hosts.options("mpich"),
-        "--device",
-        "cpu",
-        *TRAINER,
-        "--outdir",
-        str(tmp_path / "run"),
-    ]
-    words += ["--checkpoint_every", "1000", "--replica", "4"]
-    process = launcher.start(*words, **two_hosts.variables)
-    for line in process.stdout:
-        if " iter=17/" in line:
-            two_hosts.cut()
-            break
-    out, err = process.communicate(timeout=PATIENCE)
-    assert process.returncode == 0, err
-    assert "launch: lost ranks 2, 3 on mmmB" in err
-    (step,) = re.findall(r"resumed from a copy in memory at step (\d+)", out)
-    assert int(step) >= 16  # a copy is complete before the next row
-    assert launcher.gone(within=10.0)
-
-    launcher.prefix = []
-    alone = launcher.run("-n", "1", "--device", "cpu", *TRAINER, "--outdir", str(tmp_path / "alone"))
-    assert alone.returncode == 0, alone.stderr
-    expected, got = (mmm.history.load(tmp_path / name) for name in ("alone", "run"))
-    assert got.iter.values.tolist() == list(range(60))
-    assert got.loss.values == pytest.approx(expected.loss.values, rel=1e-9)
 
 
 def test_slurm(launcher, slurm):

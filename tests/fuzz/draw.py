@@ -36,7 +36,6 @@ ANYTHING: dict[str, tuple[Value, ...]] = {
     "checkpoint_every": ("1", "2", "0"),
     "keep": ("1", "3", "0"),
     "keep_every": ("2", "0"),
-    "replica": ("1", "0"),
     "max_norm": ("0", "0.01", "1e9", "-1", "inf"),
     "warmup": ("0", "3", "100", "-1"),
     "eval_every": ("0", "1", "2", "-1"),

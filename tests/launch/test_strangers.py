@@ -8,8 +8,6 @@ from pathlib import Path
 import pytest
 
 from mmm.errors import LaunchError
-from mmm.launch.host import memory
-from mmm.launch.host.memory import host_memory
 from mmm.launch.plan.stage import Stage
 from mmm.launch.staging import copy as copies
 from mmm.launch.staging import host
@@ -122,24 +120,6 @@ def test_what_is_unpacked_is_this_users(source, tmp_path):
     os.chown(source / "program", 54321, 54321) if os.geteuid() == 0 else None
     with host.on_this_host(Stage(str(source), str(tmp_path / "t"))) as path:
         assert {each.stat().st_uid for each in (Path(path), Path(path) / "program")} == {os.getuid()}
-
-
-def test_memory_folders_of_others(everybodys, monkeypatch, tmp_path):
-    """`--retries` and `--elastic` look for folders that nobody holds any more, by this user's name."""
-    monkeypatch.setattr(memory, "TMPFS", everybodys)
-    prefix, target = f"{memory.PREFIX}{os.getuid()}-", tmp_path / "target"
-    target.mkdir()
-
-    def plant():
-        os.mkfifo(everybodys / f"{prefix}fifo")
-        (everybodys / f"{prefix}folder").mkdir()
-        (everybodys / f"{prefix}link").symlink_to(target)
-
-    as_a_stranger(plant)
-    with host_memory({}):
-        assert {path.name.removeprefix(prefix) for path in everybodys.iterdir()} > {"fifo", "folder", "link"}
-    assert len(list(everybodys.iterdir())) == 3
-    assert target.exists()
 
 
 def test_a_copy_that_is_being_removed_is_not_waited_for(source, tmp_path):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import os
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -18,7 +17,6 @@ from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 import mmm.history
 from mmm.checkpoint import read_manifest
 from mmm.checkpoint.storage import Reader, read_metadata
-from mmm.contract import MEMORY_VARIABLE
 from mmm.errors import UserError
 from mmm.parallel import build_mesh
 from mmm.trainer.config.command_line import configure
@@ -50,12 +48,11 @@ def ending_before(ends_at: int, checkpoint: Path, seed_step: Callable[..., None]
     return ending
 
 
-def train(rank, program: str, flags: dict, ends_at: int | None = None, memory: Path | None = None) -> str:
+def train(rank, program: str, flags: dict, ends_at: int | None = None) -> str:
     """Run a trainer; what a user's error says, or nothing.
 
     Args:
         ends_at: the step before which the run ends, on all ranks, once the checkpoint before it is complete.
-        memory: the folder in the host's memory.
     """
     module = importlib.import_module(program)
     seed_step = module.fit.__globals__["seed_step"]
@@ -69,7 +66,6 @@ def train(rank, program: str, flags: dict, ends_at: int | None = None, memory: P
         every = flags["checkpoint_every"]
         ending = ending_before(ends_at, flags["outdir"] / f"checkpoints/step-{ends_at // every * every}", announced)
     with ExitStack() as stack:
-        stack.enter_context(patch.dict(os.environ, {MEMORY_VARIABLE: str(memory)} if memory is not None else {}))
         stack.enter_context(program_on(rank))
         stack.enter_context(patch("mmm.runtime.agreement.FIRST_WORD", 0.0))
         stack.enter_context(patch("mmm.trainer.loop.fit.seed_step", ending))
@@ -82,7 +78,7 @@ def train(rank, program: str, flags: dict, ends_at: int | None = None, memory: P
     return ""
 
 
-def train_in_turn(rank, program: str, runs: list[tuple], memory: Path | None = None) -> list[str]:
+def train_in_turn(rank, program: str, runs: list[tuple]) -> list[str]:
     """Runs on one layout, one after the other: what `train` says of each.
 
     They share their mesh. DTensor finds only once how an operator goes on it, which takes longer than these runs.
@@ -91,7 +87,7 @@ def train_in_turn(rank, program: str, runs: list[tuple], memory: Path | None = N
         runs: of each the flags, and `ends_at`.
     """
     with patch("mmm.trainer.run.parallel_model.build_mesh", cache(build_mesh)):
-        return [train(rank, program, flags, ends_at, memory) for flags, ends_at in runs]
+        return [train(rank, program, flags, ends_at) for flags, ends_at in runs]
 
 
 def tensors(folder: Path) -> dict[str, torch.Tensor]:

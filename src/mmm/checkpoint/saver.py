@@ -89,7 +89,7 @@ class Saver:
         folder: on a file system that all ranks share. group: of all ranks, for sending from the host, and for nothing
             else. keep, keep_every: as for `mmm.checkpoint.manifest.complete`.
         failed: called on every rank with why a save has failed; the training goes on.
-        metadata: what each checkpoint keeps of the model besides. what: is saved, for `failed`.
+        metadata: what each checkpoint keeps of the model besides.
     """
 
     folder: Path
@@ -98,7 +98,6 @@ class Saver:
     keep_every: int | None
     failed: Callable[[str], None]
     metadata: ModelMetadata = field(default_factory=ModelMetadata)
-    what: str = "checkpoint"
     _running: tuple[int, Future] | None = None
     _complete: bool = True  # the newest save that has ended
     _host_copy: HostCopy = field(default_factory=HostCopy)
@@ -151,7 +150,7 @@ class Saver:
             first = next((each for each, _ in failures.values()), error)
             if not dist.is_initialized() or dist.get_rank() == 0:
                 discard(self.partial(step))  # the disk may be full
-            self.failed(f"no {self.what} of step {step}: {one_line(first)}")
+            self.failed(f"no checkpoint of step {step}: {one_line(first)}")
         else:
             self._complete = True
         return self._complete

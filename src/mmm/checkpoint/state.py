@@ -6,9 +6,9 @@ it was saved on, and DCP reads of it what another one needs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -56,7 +56,6 @@ def load_tensors(
     buffers: Mapping[str, Tensor],
     optimizer: torch.optim.Optimizer,
     repeated: Iterable[tuple[str, Tensor]] = (),
-    fetch: Callable[[list[str]], None] = lambda names: None,
 ) -> None:
     """Load into a model, in place, and into an optimizer that has made no step; in place where it has its state already
     (on a disk). A collective.
@@ -64,7 +63,6 @@ def load_tensors(
     Args:
         files: the checkpoint's, of its manifest. parameters, buffers: as for `training_state`.
         repeated: further parameters under a name of `parameters`, to be equal to that one, as their states.
-        fetch: called on each rank with the files that it needs; a collective.
 
     Raises:
         CheckpointError: the checkpoint lacks a tensor, or has it in another shape; or it cannot be read. On every rank.
@@ -72,7 +70,7 @@ def load_tensors(
     tensors = {**parameters, **buffers}
     found = metadata_of_rank(folder, files, tensors)
     into = {OPTIMIZER: tensors_of(optimizer, parameters)}
-    moments = read_tensors(folder, found, {MODEL: tensors}, {OPTIMIZER: parameters}, fetch, into)[OPTIMIZER]
+    moments = read_tensors(folder, found, {MODEL: tensors}, {OPTIMIZER: parameters}, into)[OPTIMIZER]
     of_parameter = {id(parameter): moments.get(name) for name, parameter in parameters.items()}
     for name, parameter in repeated:
         parameter.detach().copy_(parameters[name].detach())
@@ -85,20 +83,17 @@ def read_tensors(
     found: Metadata,
     tensors: Mapping[str, Mapping[str, Tensor]],
     optimizers: Mapping[str, Mapping[str, Tensor]],
-    fetch: Callable[[list[str]], None],
     into: Mapping[str, Mapping[str, Mapping[str, Tensor]]] | None = None,
 ) -> dict[str, dict[str, dict[str, Tensor]]]:
     """Read groups of tensors, in place, and of each optimizer what it keeps for these parameters. A collective.
 
     Args:
         found: of `metadata_of_rank`. tensors: by group and name. optimizers: their parameters, likewise.
-        fetch: as for `load_tensors`.
         into: what optimizers keep already, as is returned: read in place.
 
     Returns:
         By optimizer, parameter, and as the optimizer calls it.
     """
-    fetch(sorted({stored.relative_path for stored in cast(dict, found.storage_data).values()}))
     moments: dict[str, dict[str, dict[str, Tensor]]] = {group: {} for group in optimizers}
     for path, entry in shapes_of(found).items():
         if path[1] in optimizers.get(path[0], ()):

@@ -104,12 +104,7 @@ def run_attempts(
         from mmm.launch.staging.host import on_this_host
 
         staged = on_this_host(options.stage)
-    memory: AbstractContextManager[None] = nullcontext()
-    if retries and plan.is_local:
-        from mmm.launch.host.memory import host_memory
-
-        memory = host_memory()
-    with memory, staged as copy:
+    with staged as copy:
         for attempt in range(retries + 1):
             if attempt:  # whose start-up is its own
                 for told in (shared, os.environ):

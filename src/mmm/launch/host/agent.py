@@ -22,7 +22,6 @@ from mmm.launch.channel import link as links
 from mmm.launch.channel.failures import Failure, say
 from mmm.launch.channel.link import Link, Lost
 from mmm.launch.host.agent_supervisor import AgentSupervisor, end_helper, host_name
-from mmm.launch.host.memory import host_memory
 from mmm.launch.plan import binding, host_plan, hosts
 from mmm.launch.plan.host_plan import HostPlan
 from mmm.launch.plan.mpi import AGENT_VARIABLE
@@ -53,8 +52,7 @@ def main() -> int:
     hello["port"] = hosts.free_port("", entry["port"])
     if "index" in entry:  # the only one on its host
         hello["index"] = entry["index"]
-        with host_memory():
-            return Agent(entry, target, hello, ()).run()
+        return Agent(entry, target, hello, ()).run()
     try:
         place = numbers(entry["launcher"], os.environ, entry["processes"])
         hello |= {"rank": place[0], "world": place[1], "local_rank": place[2]}

@@ -31,7 +31,7 @@ from mmm.launch.channel.wire import (
     Instructions,
     Status,
 )
-from mmm.launch.host import child, forks, memory
+from mmm.launch.host import child, forks
 from mmm.launch.host.import_timer import ImportTimer
 from mmm.launch.plan import binding
 from mmm.launch.program.preloads import OURS, preloads
@@ -254,7 +254,6 @@ class ForkServer:
                 data = os.read(self.todo.control, 1 << 16)
                 if not data:
                     processes.end(os.getsid(0), os.environ[MARKER_VARIABLE], grace=0.0)
-                    memory.remove()
                     os.killpg(0, signal.SIGKILL)
                 *lines, self.buffer = (self.buffer + data).split(b"\n")
                 self.messages += map(json.loads, lines)

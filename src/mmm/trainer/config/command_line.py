@@ -43,7 +43,6 @@ WITHOUT: dict[str, Any] = {
     "keep": None,
     "keep_every": None,
     "checkpoint_mode": None,
-    "replica": None,
     "resume": None,
     "compile": False,
 }

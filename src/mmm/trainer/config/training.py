@@ -203,15 +203,10 @@ class CheckpointOptions:
     resume: Path | None = None
     """Go on from a checkpoint, on any layout: a run's folder, one of its checkpoints/step-N, or auto: the newest whole
     one in --outdir, in the same record; from the beginning where there is none yet."""
-    replica: int | None = None
-    """Steps between two copies of the run's state in the memory of its hosts, from which the ranks that are left go on
-    (`launch --elastic`, and on one host `launch --retries`). Default: none."""
 
     def check(self) -> None:
         """Raises ConfigError for a value that is wrong by itself, or has no effect."""
-        check_counts(
-            checkpoint_every=self.checkpoint_every, keep=self.keep, keep_every=self.keep_every, replica=self.replica
-        )
+        check_counts(checkpoint_every=self.checkpoint_every, keep=self.keep, keep_every=self.keep_every)
         check_effect(
             self.checkpoint_every is not None,
             "--checkpoint_every",
@@ -220,7 +215,6 @@ class CheckpointOptions:
             keep=self.keep,
             keep_every=self.keep_every,
             checkpoint_mode=self.checkpoint_mode,
-            replica=self.replica,
         )
 
 

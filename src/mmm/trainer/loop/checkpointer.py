@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from shutil import disk_usage
 from typing import Any, NoReturn
 
 import torch
@@ -13,7 +12,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mmm.checkpoint import Manifest, Saver
-from mmm.checkpoint.manifest import FileSum
 from mmm.checkpoint.model_metadata import ModelMetadata
 from mmm.contract import SAVED_EXIT
 from mmm.history.record.folder import versions
@@ -48,27 +46,13 @@ class Checkpointer:
             keep, keep_every = options.keep or 2, options.keep_every
             group = dist.new_group(backend="gloo")  # which sends from the host, whatever the device
             self.saver = Saver(folder / CHECKPOINTS, group, keep, keep_every, run.note, metadata)
-        self.replicas: ReplicaSaver | None = None
-        if (memory := record.memory) is not None:
-            from mmm.checkpoint.replica import ReplicaSaver  # a run with --replica only
-
-            self.replicas = ReplicaSaver(
-                memory.folder, memory.group, 1, None, self._copy_failed, what="copy in memory", memory=memory
-            )
-            self._copy_noted = False
-
-    def fetch(self, origin: Origin, files: Mapping[str, FileSum], names: list[str]) -> None:
-        """Get the files that this rank needs of an origin in memory. A collective."""
-        if origin.in_memory and self.record.memory is not None:
-            self.record.memory.fetch(origin.path, files, names)
 
     def note_origin(self, origin: Origin) -> bool:
         """Say where the run goes on. Whether it is on another layout."""
         there = origin.manifest.about["layout"]
         moved = there != str(self.run.layout)
-        where = "a copy in memory" if origin.in_memory else origin.path
         saved = f", saved on the layout {there}" if moved else ""
-        self.run.note(f"resumed from {where} at step {origin.manifest.step}{saved}")
+        self.run.note(f"resumed from {origin.path} at step {origin.manifest.step}{saved}")
         return moved
 
     def stop_asked(self) -> bool:
@@ -76,8 +60,6 @@ class Checkpointer:
         device, whether one had come when the step before was over: the host waits for that step alone."""
         if self.every is None:
             return False
-        if self.replicas is not None:  # then no more steps are lost than lie between two copies
-            self.replicas.wait()
         run = self.run
         asked = float(self.record.stop.came is not None)
         came = torch.full((1,), asked, device=run.device)  # a kernel: no copy to wait for
@@ -93,20 +75,14 @@ class Checkpointer:
         before[1].synchronize()
         return bool(before[0].item())
 
-    def due(self, step: int, last: bool) -> list[Saver]:
-        """By which to save after this step."""
-        savers: list[Saver] = []
-        if self.saver is not None and self.every is not None and ((step + 1) % self.every == 0 or last):
-            savers.append(self.saver)
-        if self.replicas is not None and (step + 1) % (self.options.replica or 1) == 0 and not last:
-            savers.append(self.replicas)
-        return savers
+    def due(self, step: int, last: bool) -> bool:
+        """Whether to save after this step."""
+        return self.every is not None and ((step + 1) % self.every == 0 or last)
 
-    def write(self, savers: list[Saver], done: int, state: Mapping[str, Any], tensors: dict[str, Any]) -> None:
-        """Begin to save. A collective.
+    def write(self, done: int, state: Mapping[str, Any], tensors: dict[str, Any]) -> None:
+        """Begin to save. A collective; where a save is `due`.
 
         Args:
-            savers: of `due`.
             done: steps.
             state: of the manifest, without the rows.
             tensors: of this rank, as `mmm.checkpoint.training_state`; they may change as soon as this returns.
@@ -117,8 +93,8 @@ class Checkpointer:
         about = {"layout": str(self.run.layout), "command": command_line(), "versions": versions()}
         counted = {"rows": 0 if rows is None else len(rows), **state}
         manifest = Manifest(done, self.record.identity, counted, about, {})
-        for saver in savers:
-            saver.save(tensors, manifest)
+        assert self.saver is not None
+        self.saver.save(tensors, manifest)
         if self._blocking:
             self.wait()
 
@@ -126,24 +102,6 @@ class Checkpointer:
         """Say what has gone wrong with a save, if it has ended."""
         if self.saver is not None:
             self.saver.poll()
-
-    def _copy_failed(self, text: str) -> None:
-        if not self._copy_noted:
-            self.run.note(f"{text}; others are tried, and no more is said")
-        self._copy_noted = True
-
-    def predict_copies(self, size: int) -> None:
-        """Say what copies take of the memory of rank 0's host. A collective.
-
-        Args:
-            size: bytes of this rank's part of a copy.
-        """
-        memory = self.record.memory
-        assert memory is not None
-        sizes, times = memory.gather(size), 2 if len(memory.hosts) == 1 else 4
-        needed, free = times * sum(sizes[rank] for rank in memory.local), disk_usage(memory.folder).free
-        text = f"--replica {self.options.replica}: copies take at most {needed / 1e9:,.2f} GB of a host's memory"
-        self.run.note(text + (f", and {memory.folder} has {free / 1e9:,.2f} GB left" if needed > free else ""))
 
     def stop(self, done: int) -> NoReturn:
         """End the run, which is saved as of so many steps. A collective."""
@@ -156,6 +114,4 @@ class Checkpointer:
 
     def wait(self) -> bool:
         """Wait for the save under way. Whether the newest is complete."""
-        if self.replicas is not None:
-            self.replicas.wait()
         return self.saver is None or self.saver.wait()

@@ -9,12 +9,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from mmm.checkpoint import Saver, load_tensors, training_state
+from mmm.checkpoint import load_tensors, training_state
 from mmm.checkpoint.model_metadata import ModelMetadata
 from mmm.models.draw import accum_dtype
-from mmm.parallel.footprint import STATE
 from mmm.parallel.grad_scaler import GradScaler
-from mmm.parallel.local import to_local
 from mmm.parallel.optimizer import learning_rate
 from mmm.parallel.parallel_model import ParallelModel
 from mmm.runtime.process_group import gather_floats
@@ -93,10 +91,6 @@ class Checkpoints(Checkpointer):
                 self.repeated.append((name, parameter))
         if self.every is None:
             run.log.info("%s", without_checkpoints(options))
-        if self.replicas is not None:
-            local, spec = [to_local(parameter) for parameter in self.parameters.values()], run.training_spec
-            assert spec is not None
-            self.predict_copies(sum(x.numel() * x.element_size() for x in local) * (1 + STATE[spec.optimizer]))
 
     def load(self) -> tuple[int, RowSoFar]:
         """The step to begin with, and the row under way. A collective."""
@@ -110,7 +104,6 @@ class Checkpoints(Checkpointer):
             self.model.saved_buffers(),
             self.optimizer,
             self.repeated,
-            lambda names: self.fetch(origin, manifest.files, names),
         )
         self.model.gather_updated()
         state = manifest.state
@@ -145,11 +138,10 @@ class Checkpoints(Checkpointer):
                 "--lr and the schedule's flags as they were before go on along the same curve)"
             )
 
-    def save(self, savers: list[Saver], done: int, so_far: RowSoFar) -> None:
-        """Begin to save. A collective.
+    def save(self, done: int, so_far: RowSoFar) -> None:
+        """Begin to save. A collective; where a save is `due`.
 
         Args:
-            savers: of `due`.
             done: steps.
             so_far: the row under way.
         """
@@ -166,4 +158,4 @@ class Checkpoints(Checkpointer):
             "loss_ranks": run.layout.loss_ranks() if losses else [],
         }
         tensors = training_state(self.parameters, self.model.saved_buffers(), self.optimizer)
-        self.write(savers, done, state, tensors)
+        self.write(done, state, tensors)

@@ -170,23 +170,23 @@ class _Loop:
             result = self.train_step(step, batches)
             stop, last = checkpoints.stop_asked(), step == options.steps - 1
             so_far = so_far.with_step(result.loss, result.skip if options.by_epoch else None)
-            savers = checkpoints.due(step, last or stop)
-            due = self.rows.is_due(step, bool(savers))
+            saves = checkpoints.due(step, last or stop)
+            due = self.rows.is_due(step, saves)
             imbalance = self.model.balance_experts(self.scaler.unless_skipped(options.balance_rate), due)
             run.clock.lap("dto")
             ends_row = self.rows.ends_row(step)
             if ends_row:
                 self.write_row(step, so_far, result, imbalance, due, bar)
                 so_far = RowSoFar()
-            if savers:
-                checkpoints.save(savers, step + 1, so_far)
+            if saves:
+                checkpoints.save(step + 1, so_far)
             checkpoints.poll()
             if stop and not last:
                 checkpoints.stop(step + 1)
             profile(step + 1)
             if ends_row:
                 run.clock.start()
-            elif savers:
+            elif saves:
                 run.clock.lap("dto")
         checkpoints.wait()
         if first == options.steps:  # the run was interrupted after its last step

@@ -12,13 +12,11 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from mmm.checkpoint import Saver
 from mmm.checkpoint.local_metadata import metadata_of_rank
 from mmm.checkpoint.model_metadata import ModelMetadata
 from mmm.checkpoint.objects import decode, saved_tensors
 from mmm.checkpoint.state import give_state, read_tensors, tensors_of
 from mmm.errors import CheckpointError, ConfigError, UserError
-from mmm.parallel.local import to_local
 from mmm.trainer.config.training import CheckpointOptions
 from mmm.trainer.loop.checkpointer import Checkpointer
 from mmm.trainer.loop.script_state import Optimizer, ScriptState, article, check_alike
@@ -37,8 +35,7 @@ class ScriptCheckpoints(Checkpointer):
     def __init__(self, run: Run, options: CheckpointOptions, state: ScriptState, samples: int) -> None:
         super().__init__(run, options, ModelMetadata())
         self.state, self.samples = state, samples
-        self._savers: list[Saver] = []
-        self._stops = self._can_be_saved = self._predicted = False
+        self._saves = self._stops = self._can_be_saved = False
         self._known = list(state.optimizers.values())  # that may make a step
         self._left_out: list[Optimizer] = []  # that have made one, and are not in the state
         own = weakref.ref(self)
@@ -84,9 +81,7 @@ class ScriptCheckpoints(Checkpointer):
                  for at, tensor in groups[group].items()}  # fmt: skip
         found = metadata_of_rank(origin.path, files, named)
         state.reshard()
-        moments = read_tensors(
-            origin.path, found, into, state.parameters, lambda names: self.fetch(origin, files, names)
-        )
+        moments = read_tensors(origin.path, found, into, state.parameters)
         for name, optimizer in state.optimizers.items():
             self._restore_optimizer(origin, name, optimizer, about[name], moments[name])
         return {name: decode(about[name]["state"], into[name]) for name in state.others}
@@ -172,14 +167,14 @@ class ScriptCheckpoints(Checkpointer):
     def before_row(self, step: Step) -> None:
         """Find out whether to save after this step, which then has a row. A collective."""
         self._stops = self.stop_asked()
-        self._savers = self.due(step.number, step.last or self._stops)
-        step.due = step.due or bool(self._savers)
+        self._saves = self.due(step.number, step.last or self._stops)
+        step.due = step.due or self._saves
 
     def after_row(self, step: Step) -> None:
         """Save, and stop, if it is time to. A collective."""
         self._check_left_out()
-        if self._savers:
-            self._save(self._savers, step.number + 1)
+        if self._saves:
+            self._save(step.number + 1)
         elif self.every is not None and not self._can_be_saved:
             self.state.describe()  # optimizers have what they keep from now on: what cannot be saved is refused
         self._can_be_saved = True
@@ -189,16 +184,13 @@ class ScriptCheckpoints(Checkpointer):
         if step.last:
             self.wait()
 
-    def _save(self, savers: list[Saver], done: int) -> None:
+    def _save(self, done: int) -> None:
         state = self.state
         state.reshard()
         about, tensors = state.describe()
         check_alike(self.run, about, {name: tensors[name] for name in state.others})
         tensors |= {name: tensors_of(each, state.parameters[name]) for name, each in state.optimizers.items()}
-        if self.replicas is not None and not self._predicted:
-            self._predicted = True
-            self.predict_copies(_bytes(tensors))
-        self.write(savers, done, {"samples": self.samples, "objects": about}, tensors)
+        self.write(done, {"samples": self.samples, "objects": about}, tensors)
 
 
 def check_fits(origin: Origin, saved: Mapping[str, Any], here: Mapping[str, Any]) -> None:
@@ -249,11 +241,3 @@ def _damage(origin: Origin) -> Iterator[None]:
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         text = f"what a run goes on with is not what mmm has written ({type(error).__name__}: {error})"
         raise CheckpointError(f"{origin.path} is damaged: {text}") from error
-
-
-def _bytes(tensors: Any) -> int:
-    """Of this rank's part of nested tensors."""
-    if isinstance(tensors, Tensor):
-        local = to_local(tensors)
-        return local.numel() * local.element_size()
-    return sum(map(_bytes, tensors.values()))

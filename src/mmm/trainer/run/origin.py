@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from mmm.checkpoint.manifest import LaterVersionError, Manifest, broken_file, read_manifest
 from mmm.errors import CheckpointError
@@ -16,21 +16,17 @@ from mmm.trainer.config.run import BaseOptions
 from mmm.trainer.config.spec import TrainingSpec
 from mmm.trainer.run.core import Run
 
-if TYPE_CHECKING:
-    from mmm.checkpoint.replica import Replica
-
 SCALER = {"scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker"}  # torch.amp.GradScaler's
 
 
 @dataclass(frozen=True)
 class Origin:
-    """The checkpoint that a run goes on from. rows: of the record that stay. in_memory: it is a copy in the hosts'.
-    interrupted: as of `RunFolder`."""
+    """The checkpoint that a run goes on from. rows: of the record that stay. interrupted: as of
+    `RunFolder`."""
 
     path: Path
     manifest: Manifest
     rows: int
-    in_memory: bool = False
     interrupted: bool = False
 
 
@@ -57,15 +53,6 @@ def identity_of(module: str, resolved: TrainingSpec | None, seed: int, precision
         **{f"--{name}": True for name in data.get("documents", ())},
     }
     return json.loads(json.dumps(identity))
-
-
-def newest_first(found: Sequence[Path], replicas: Sequence[Replica]) -> list[Path | Replica]:
-    """Checkpoints on disk before replicas of the same step."""
-
-    def key(place: Path | Replica) -> tuple[int, bool]:
-        return (int(place.name.removeprefix("step-")), True) if isinstance(place, Path) else (place.step, False)
-
-    return sorted([*found, *replicas], key=key, reverse=True)
 
 
 def check_files(run: Run, path: Path) -> tuple[Any, Any]:

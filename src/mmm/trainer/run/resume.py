@@ -3,41 +3,33 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+import shlex
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from mmm import history
 from mmm.checkpoint.manifest import (
     remove_partial,
     steps_of,
 )
-from mmm.contract import ELASTIC_VARIABLE, MEMORY_VARIABLE
+from mmm.contract import ELASTIC_VARIABLE, LINE_VARIABLE
 from mmm.errors import CheckpointError, ConfigError
 from mmm.history.record.attempts import Attempt, attempt_of, make_room, this_attempt
 from mmm.history.record.ending import FINISHED, config_ending, parsed, read_config
 from mmm.history.record.folder import DATASET, JOURNAL, writable
 from mmm.history.record.resume import Resume, check_over
 from mmm.runtime.process_group import broadcast_object
+from mmm.runtime.ranks import command_line
 from mmm.runtime.stop import StopSignal, stop_signal
 from mmm.trainer.config.run import BaseOptions
 from mmm.trainer.config.training import CheckpointOptions, check_resume
 from mmm.trainer.run.core import Run
-from mmm.trainer.run.origin import Origin, check_files, check_origin, check_steps_left, identity_of, newest_first
+from mmm.trainer.run.origin import Origin, check_files, check_origin, check_steps_left, identity_of
 from mmm.trainer.run.record import Record
-
-if TYPE_CHECKING:
-    from mmm.checkpoint.replica import HostMemory, Replica
-
-
-import shlex
-from collections.abc import Sequence
-
-from mmm.contract import LINE_VARIABLE
-from mmm.runtime.ranks import command_line
 
 AUTO, CHECKPOINTS = Path("auto"), "checkpoints"
 
@@ -70,7 +62,6 @@ class ResumableRecord(Record):
         folder: of the run, on rank 0.
         origin: the checkpoint that it goes on from, if any.
         identity: of those that it can go on from.
-        memory: of the hosts, with --replica.
         stop: the signal to, if one has come.
         finish_save: waits for the save under way, once the program's loop saves.
     """
@@ -86,7 +77,6 @@ class ResumableRecord(Record):
         self.folder: RunFolder | None = None
         self.origin: Origin | None = None
         self.identity: dict[str, Any] = {}
-        self.memory: HostMemory | None = None
         self.stop = StopSignal()
         self._stack = ExitStack()
 
@@ -154,8 +144,7 @@ def prepare(module: str, run: BaseOptions, options: CheckpointOptions, this: Att
 
     Raises:
         CheckpointError: there is no checkpoint where ``--resume`` says; or there are some, and nothing says to go on.
-        ConfigError: `launch --elastic` is to go on from checkpoints, and there would be none, or not with this batch;
-            or no memory outlives the ranks.
+        ConfigError: `launch --elastic` is to go on from checkpoints, and there would be none, or not with this batch.
         RecordError: the folder holds a record that does not go on, or cannot be written.
     """
     needed = {
@@ -167,11 +156,6 @@ def prepare(module: str, run: BaseOptions, options: CheckpointOptions, this: Att
     if missing and ELASTIC_VARIABLE in os.environ:
         raise ConfigError(
             f"launch --elastic: to go on with another number of ranks {module} needs {' and '.join(missing)} as well"
-        )
-    if options.replica is not None and MEMORY_VARIABLE not in os.environ:
-        raise ConfigError(
-            f"--replica {options.replica}: no memory here outlives the ranks; start them by launch --elastic MIN:MAX, "
-            "or on this host alone by launch --retries N, where the system has /dev/shm"
         )
     given = None if run.outdir is None else run.outdir.expanduser().absolute()
     saves, note = options.checkpoint_every is not None, None
@@ -258,35 +242,22 @@ def choose(run: Run, record: ResumableRecord) -> None:
     found, auto, goes_on, interrupted = broadcast_object(
         None if folder is None else (folder.found, folder.auto, folder.goes_on, folder.interrupted)
     )
-    memory, problems = None, list[str]()
-    replicas: list[Replica] = []
-    if options.replica is not None:
-        from mmm.checkpoint.replica import HostMemory  # a run with --replica only
-
-        record.memory = memory = HostMemory.find(Path(os.environ[MEMORY_VARIABLE]))
-        replicas = memory.replicas() if auto else []
-    for place in newest_first(found, replicas):
-        if isinstance(place, Path):
-            path, (manifest, problem) = place, check_files(run, place)
-        else:
-            assert memory is not None
-            path, (manifest, problem) = memory.path(place.step), memory.check(place)
+    problems: list[str] = []
+    for path in found:
+        manifest, problem = check_files(run, path)
         if problem is None:
             rows = manifest.state.get("rows", 0) if goes_on else 0
-            record.origin = Origin(path, manifest, rows, not isinstance(place, Path), interrupted)
+            record.origin = Origin(path, manifest, rows, interrupted)
             check_origin(record.origin, record.identity, own_loop=spec is None)
             if spec is not None:
                 check_steps_left(record.origin, run.options, spec.steps)
             break
         if not auto or isinstance(problem, CheckpointError):
             raise CheckpointError(str(problem), on_every_rank=True)
-        if isinstance(place, Path):
-            problems.append(problem)
+        problems.append(problem)
         run.note(f"{problem}: the checkpoint before it is taken")
     if problems and record.origin is None:
         raise CheckpointError(f"no checkpoint is whole: {problems[0]}", on_every_rank=True)
-    if memory is not None:
-        memory.keep_only(record.origin.manifest.step if record.origin is not None and record.origin.in_memory else None)
 
 
 def record_goes_on(prepared: RunFolder, origin: Origin | None, layout: str) -> Resume | None:
