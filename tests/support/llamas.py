@@ -141,32 +141,6 @@ def logits(config: dict, weights: dict[str, Tensor], tokens: Tensor) -> Tensor:
     return norm(x, "model.norm.weight") @ w.get("lm_head.weight", w["model.embed_tokens.weight"]).T
 
 
-def in_pairs(name: str, tensor: Tensor, config: dict) -> Tensor:
-    """A tensor as GGUF has it: rows of q and k in Meta's order."""
-    if "q_proj" not in name and "k_proj" not in name:
-        return tensor
-    half = config["hidden_size"] // config["num_attention_heads"] // 2
-    rows = [h * 2 * half + i % 2 * half + i // 2 for h in range(len(tensor) // (2 * half)) for i in range(2 * half)]
-    return tensor[rows]
-
-
-GGUF_NAMES = {
-    "model.embed_tokens": "token_embd",
-    "model.norm": "output_norm",
-    "lm_head": "output",
-    "model.layers.": "blk.",
-    "input_layernorm": "attn_norm",
-    "post_attention_layernorm": "ffn_norm",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-}
-
-
 def byte_bpe(special: tuple[str, ...] = (), post_processor: dict | None = None) -> bytes:
     """A tokenizer.json of Hugging Face's: 256 bytes, no merges, then special tokens from 256 on."""
     from tokenizers import pre_tokenizers
@@ -190,54 +164,3 @@ def begin_with(*names: str, first: int = 256) -> dict:
     one, two = ([{"Sequence": {"id": name, "type_id": i}}] for i, name in enumerate("AB"))
     special = {name: {"id": name, "ids": [i], "tokens": [name]} for i, name in enumerate(names, first)}
     return {"type": "TemplateProcessing", "single": begin + one, "pair": begin + one + two, "special_tokens": special}
-
-
-def write_gguf(path: Path, config: dict = CONFIG, weights: dict[str, Tensor] | None = None, **keys: object) -> Path:
-    """A GGUF file of float32 and float16 tensors.
-
-    Args:
-        keys: further ones, or others in place of these, with __ for a dot.
-    """
-    weights = tensors(config) if weights is None else weights
-    about: dict[str, object] = {
-        "general.architecture": "llama",
-        "llama.block_count": config["num_hidden_layers"],
-        "llama.context_length": config["max_position_embeddings"],
-        "llama.embedding_length": config["hidden_size"],
-        "llama.feed_forward_length": config["intermediate_size"],
-        "llama.attention.head_count": config["num_attention_heads"],
-        "llama.attention.head_count_kv": config["num_key_value_heads"],
-        "llama.attention.layer_norm_rms_epsilon": config["rms_norm_eps"],
-        "llama.rope.freq_base": config["rope_theta"],
-        "tokenizer.ggml.eos_token_id": config["eos_token_id"],
-    }
-    about |= {key.replace("__", "."): value for key, value in keys.items()}
-
-    def string(text: str) -> bytes:
-        return struct.pack("<Q", len(text.encode())) + text.encode()
-
-    def value(of: object) -> bytes:
-        if isinstance(of, str):
-            return struct.pack("<I", 8) + string(of)
-        if isinstance(of, list) and of and isinstance(of[0], int):
-            return struct.pack(f"<IIQ{len(of)}i", 9, 5, len(of), *of)
-        if isinstance(of, list):
-            return struct.pack("<IIQ", 9, 8, len(of)) + b"".join(map(string, of))
-        if isinstance(of, bool):
-            return struct.pack("<I?", 7, of)
-        return struct.pack("<If", 6, of) if isinstance(of, float) else struct.pack("<II", 4, of)
-
-    header = b"GGUF" + struct.pack("<IQQ", 3, len(weights), len(about))
-    header += b"".join(string(key) + value(of) for key, of in about.items())
-    body = b""
-    for name, tensor in weights.items():
-        tensor = in_pairs(name, tensor, config)
-        for theirs, short in GGUF_NAMES.items():
-            name = name.replace(theirs, short)
-        body += b"\0" * (-len(body) % 32)
-        kind = 1 if tensor.dtype == torch.float16 else 0
-        header += string(name) + struct.pack(f"<I{tensor.dim()}Q", tensor.dim(), *reversed(tensor.shape))
-        header += struct.pack("<IQ", kind, len(body))
-        body += tensor.contiguous().view(torch.uint8).numpy().tobytes()
-    path.write_bytes(header + b"\0" * (-len(header) % 32) + body)
-    return path

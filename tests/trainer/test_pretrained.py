@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 
-import mmm.history
 from mmm.errors import CheckpointError, ConfigError, DataError, UserError
 from mmm.generate import tokenizer_on_disk
 from mmm.trainer import lm
@@ -17,7 +16,7 @@ from mmm.trainer.config.command_line import configure
 from mmm.trainer.lm import resolve
 from mmm.weights.open_weights import open_weights
 from mmm.weights.own import write_own
-from support.llamas import CHARS, CONFIG, begin_with, byte_bpe, logits, tensors, write_gguf, write_hugging_face
+from support.llamas import CHARS, CONFIG, begin_with, byte_bpe, logits, tensors, write_hugging_face
 from support.pool import program_on
 from support.resuming import curve
 
@@ -197,14 +196,3 @@ def test_a_prompt_begins_as_texts_of_the_weights_do(tmp_path, text, monkeypatch,
     assert (metadata.bos, metadata.eos) == (((), ()) if other else ((256,), (66,)))
     about = json.loads((tmp_path / "run" / "config.json").read_text())
     assert "passed over, without effect on the computation: unsloth_version" in about["notes"]
-
-
-@pytest.mark.long
-def test_a_gguf_is_a_start_too(folder, alone, tmp_path, text):
-    (tmp_path / "chars.json").write_text(json.dumps({"kind": "chars", "chars": CHARS}))
-    flags = {**alone, "init_from": write_gguf(tmp_path / "a.gguf", TIED, tensors(TIED))}
-    lm.train(
-        configure(lm.Config, **SMALL, **flags, tokenizer=tmp_path / "chars.json", device="cpu", outdir=tmp_path / "out")
-    )
-    np.testing.assert_allclose(curve(tmp_path / "out"), curve(folder / "alone"), rtol=1e-9)
-    assert mmm.history.load(tmp_path / "out").sizes["draw"] == 3

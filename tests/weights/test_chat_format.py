@@ -1,4 +1,4 @@
-"""Chat templates beside weights: read as `transformers` and llama.cpp keep them, taken along, written again."""
+"""Chat templates beside weights: read as `transformers` keeps them, taken along, written again."""
 
 import json
 
@@ -9,7 +9,7 @@ from mmm.cli import main as cli
 from mmm.errors import CheckpointError
 from mmm.weights.chat_format import chat_format_of_folder
 from mmm.weights.open_weights import open_weights
-from support.llamas import CONFIG, byte_bpe, write_gguf, write_hugging_face
+from support.llamas import CONFIG, byte_bpe, write_hugging_face
 
 TOKENS = {"bos_token": "<s>", "eos_token": "</s>"}
 
@@ -52,18 +52,3 @@ def test_it_is_imported_and_exported(tmp_path, capsys):
     manifest = tmp_path / "own" / "checkpoint.json"
     about = json.loads(manifest.read_text())
     assert "chat" in json.dumps(about)
-
-
-def test_of_a_gguf_file(tmp_path):
-    tokens = json.loads(byte_bpe(("<s>", "</s>")))["model"]["vocab"]
-    keys = {
-        "tokenizer__ggml__model": "gpt2",
-        "tokenizer__ggml__pre": "gpt-2",
-        "tokenizer__ggml__tokens": list(tokens),
-        "tokenizer__ggml__merges": ["a b"],
-        "tokenizer__ggml__bos_token_id": tokens["<s>"],
-        "tokenizer__ggml__eos_token_id": tokens["</s>"],
-    }
-    config = {**CONFIG, "vocab_size": 258}
-    path = write_gguf(tmp_path / "a.gguf", config, tokenizer__chat_template="{{ messages }}", **keys)
-    assert open_weights(path).metadata.chat == ChatFormat("{{ messages }}", TOKENS)

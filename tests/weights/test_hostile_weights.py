@@ -10,7 +10,7 @@ import pytest
 import mmm.plan.models  # so that it is not their import that takes a second
 import mmm.trainer.loop.language  # noqa: F401
 from mmm.cli.main import main
-from support.llamas import CONFIG, write_gguf, write_hugging_face
+from support.llamas import CONFIG, write_hugging_face
 
 NORM, EMBEDDING, HEAD = "model.norm.weight", "model.embed_tokens.weight", "lm_head.weight"
 HUGE = 10**9
@@ -160,59 +160,3 @@ def test_a_plan_s_file_of_odd_types(tmp_path, capsys):
     assert main(["plan", "--model", str(tmp_path / "m.json"), "--site", "aurora", "--hosts", "1"]) in (0, 2)
     out = capsys.readouterr()
     assert "\x1b[2J" not in out.out + out.err
-
-
-@pytest.mark.parametrize(
-    ("keys", "words"),
-    [
-        ({"llama__block_count": 2**31}, "which are too few for 2147483648 layers"),
-        ({"llama__block_count": [2, 2]}, "llama.block_count is [2, 2], which is no number of anything"),
-        ({"llama__block_count": "\x1b[2J"}, "llama.block_count is '\\x1b[2J', which is no number"),
-        ({"llama__embedding_length": 2**31}, "and the sizes of the model make it"),
-        ({"llama__attention__head_count": 2**31}, "mmm: error: "),
-        ({"general__alignment": 2**31}, "is truncated"),
-        ({"\x1b]0;mine\x07": 1}, "has the name '\\x1b]0;mine\\x07': names are of printable characters"),
-        ({"llama\nmmm: done": 1}, "names are of printable characters"),
-    ],
-)
-def test_keys_of_a_gguf_file(tmp_path, capsys, keys, words):
-    refused(capsys, write_gguf(tmp_path / "a.gguf", **keys), tmp_path, words)
-
-
-def header(*parts):
-    return b"GGUF" + struct.pack("<IQQ", 3, *parts[:2]) + b"".join(parts[2:])
-
-
-def key(name, kind, content=b""):
-    return struct.pack("<Q", len(name)) + name + struct.pack("<I", kind) + content
-
-
-@pytest.mark.parametrize(
-    "content",
-    [
-        header(2**63, 0),
-        header(0, 2**63),
-        header(0, 1, key(b"a", 8, struct.pack("<Q", 2**63))),
-        header(0, 1, key(b"a", 9, struct.pack("<IQ", 0, 2**63))),
-        header(0, 1, key(b"a", 9, struct.pack("<IQ", 8, 2**63))),
-        header(0, 1, key(b"a", 9, struct.pack("<IQ", 9, 2**40) + struct.pack("<IQ", 0, 0) * 1000)),
-        header(0, 1, key(b"a", 9, struct.pack("<IQ", 9, 1) * 100_000)),
-        header(0, 1, key(b"a", 9, struct.pack("<IQ", 0, 20_000_000) + bytes(20_000_000))),
-        header(0, 1, key(b"a", 77)),
-        header(1, 0, struct.pack("<Q", 1) + b"a" + struct.pack("<I", 2**32 - 1)),
-    ],
-    ids=range(10),
-)
-def test_counts_of_a_gguf_header(tmp_path, capsys, content):
-    (tmp_path / "a.gguf").write_bytes(content + b"\0" * 64)
-    refused(capsys, tmp_path / "a.gguf", tmp_path, "is no GGUF file, or is truncated in its header")
-
-
-def test_tensors_of_a_gguf_file_are_apart(tmp_path, capsys):
-    path = write_gguf(tmp_path / "a.gguf")
-    content = path.read_bytes()
-    at = content.index(b"output_norm.weight") + len(b"output_norm.weight") + 4 + 8 + 4
-    (offset,) = struct.unpack_from("<Q", content, at)
-    for wrong, words in ((offset - 32, "have bytes in common"), (offset + 4, "is on no multiple of 32 bytes")):
-        path.write_bytes(content[:at] + struct.pack("<Q", wrong) + content[at + 8 :])
-        refused(capsys, path, tmp_path, words)

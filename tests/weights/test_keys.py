@@ -1,4 +1,4 @@
-"""Keys of a config.json or of a GGUF file beyond the usual ones: passed over by name, or refused; and their values."""
+"""Keys of a config.json beyond the usual ones: passed over by name, or refused; and their values."""
 
 import dataclasses
 
@@ -8,7 +8,7 @@ from mmm.errors import CheckpointError
 from mmm.generate import config_of
 from mmm.models.rope import RopeScaling
 from mmm.weights.open_weights import open_weights
-from support.llamas import CONFIG, write_gguf, write_hugging_face
+from support.llamas import CONFIG, write_hugging_face
 
 LLAMA_3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32}
 
@@ -83,32 +83,3 @@ def test_a_scaling_with_all_that_it_takes(tmp_path, inside):
     read = open_weights(write_hugging_face(tmp_path / "a", {**CONFIG, **keys}))
     assert config_of(read).rope_scaling == RopeScaling("llama3", 8.0, 1.0, 4.0, 32)
     assert config_of(read).rope_theta == 10_000
-
-
-@pytest.mark.parametrize(
-    ("keys", "named"),
-    [
-        ({"llama__tensor_data_layout": "Meta AI original pth"}, "llama.tensor_data_layout"),
-        ({"llama__key_of_the_next_version": 3}, "llama.key_of_the_next_version"),
-        ({"llama__rope__scaling__original_context_length": 64}, "llama.rope.scaling.original_context_length"),
-        ({"llama__rope__scaling__finetuned": True}, "llama.rope.scaling.finetuned"),
-        ({"llama__rope__scaling__type": "none", "llama__rope__scaling__factor": 2.0}, ""),
-        ({"llama__rope__scaling__type": "linear"}, ""),
-        ({"llama__rope__scaling__type": "yarn", "llama__rope__scaling__factor": 1.0}, ""),
-        ({"llama__rope__scaling__factor": 0.0, "llama__rope__scaling__attn_factor": 1.0}, ""),
-        ({"llama__expert_count": 0, "llama__attention__causal": True}, ""),
-        ({"general__name": "tiny", "quantize__imatrix__file": "a.dat"}, ""),
-    ],
-    ids=str,
-)
-def test_what_is_passed_over_of_a_gguf(tmp_path, keys, named):
-    """As llama.cpp passes it over."""
-    read, plain = open_weights(write_gguf(tmp_path / "a.gguf", **keys)), open_weights(write_gguf(tmp_path / "b.gguf"))
-    assert config_of(read) == config_of(plain)
-    notes = (f"passed over, without effect on the computation: {named}",) if named else ()
-    assert read.metadata.notes == notes + plain.metadata.notes
-
-
-def test_the_older_name_of_a_factor(tmp_path):
-    read = open_weights(write_gguf(tmp_path / "a.gguf", llama__rope__scale_linear=4.0))
-    assert config_of(read).rope_scaling == RopeScaling("linear", 4.0)

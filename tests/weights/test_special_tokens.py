@@ -8,11 +8,10 @@ import pytest
 import tokenizers
 
 from mmm.errors import CheckpointError
-from mmm.generate import tokenizer_on_disk
 from mmm.weights.hugging_face import export
 from mmm.weights.open_weights import open_weights
 from mmm.weights.own import write_own
-from support.llamas import CONFIG, begin_with, byte_bpe, write_gguf, write_hugging_face
+from support.llamas import begin_with, byte_bpe, write_hugging_face
 
 BEGIN, END = "<|begin|>", "<|end|>"  # tokens 256 and 257
 
@@ -143,45 +142,3 @@ def test_a_generation_config_that_is_damaged(tmp_path):
         (path / "generation_config.json").write_text(content)
         with pytest.raises(CheckpointError, match=words):
             open_weights(path)
-
-
-TOKENS = ["a", "b", "c", "Ġ", "ab", "<|user|>", "<|end|>", "<|begin|>", "say a b c"]
-GGUF = {"model": "gpt2", "pre": "gpt-2", "tokens": TOKENS, "merges": ["a b"], "token_type": [1] * 5 + [4, 3, 3, 4]}
-
-
-def gguf(path, **keys):
-    return write_gguf(path, CONFIG, **{f"tokenizer__ggml__{key}": value for key, value in {**GGUF, **keys}.items()})
-
-
-@pytest.mark.parametrize(
-    ("keys", "bos", "eos"),
-    [
-        ({"eos_token_id": 6}, (), (6,)),
-        ({"eos_token_id": 6, "eot_token_id": 5}, (), (6, 5)),
-        ({"eos_token_id": 6, "eot_token_id": 6, "eom_token_id": 3}, (), (6, 3)),
-        ({"bos_token_id": 7}, (), ()),
-        ({"bos_token_id": 7, "add_bos_token": True}, (7,), ()),
-        ({"bos_token_id": 7, "pre": "llama-bpe"}, (7,), ()),
-        ({"bos_token_id": 7, "pre": "llama-bpe", "add_bos_token": False}, (), ()),
-        ({"model": "llama", "bos_token_id": 2}, (2,), ()),
-        ({"model": "llama"}, (1,), ()),
-        ({"add_bos_token": True}, (), ()),
-        ({"add_bos_token": True, "bos_token_id": 9}, (), ()),
-    ],
-    ids=str,
-)
-def test_what_a_gguf_begins_and_ends_texts_with(tmp_path, keys, bos, eos):
-    """As llama.cpp does."""
-    weights = open_weights(gguf(tmp_path / "a.gguf", **{"eos_token_id": 66, **keys}))
-    metadata = weights.metadata
-    assert (metadata.bos, metadata.eos) == (bos, eos)
-    if keys.get("pre", "gpt-2") in ("gpt-2", "llama-bpe") and keys.get("model") != "llama":
-        assert begun_by(weights) == bos
-    notes = [note for note in metadata.notes if "bos_token_id" in note]
-    assert bool(notes) == (keys.get("add_bos_token", False) and not bos)
-
-
-def test_user_defined_tokens_are_whole(tmp_path):
-    tokenizer = tokenizer_on_disk(open_weights(gguf(tmp_path / "a.gguf")).metadata)
-    assert tokenizer.encode(b"<|user|>say a b c<|end|>").tolist() == [5, 8, 6]
-    assert tokenizer.decode([5, 8, 6]) == "<|user|>say a b c<|end|>"

@@ -1,7 +1,6 @@
 """Weights of the Llama family: read in slices, whoever has written them; rotations of halves and of pairs; refusals."""
 
 import json
-import math
 import random
 
 import pytest
@@ -12,12 +11,12 @@ from mmm.errors import CheckpointError
 from mmm.generate import config_of
 from mmm.models.rope import RopeScaling
 from mmm.models.transformer import Transformer
-from mmm.weights import llama, own
+from mmm.weights import own
 from mmm.weights import weights as rows
 from mmm.weights.hugging_face import export
 from mmm.weights.open_weights import open_weights
 from mmm.weights.own import write_own
-from support.llamas import CONFIG, logits, tensors, write_gguf, write_hugging_face
+from support.llamas import CONFIG, logits, tensors, write_hugging_face
 
 TOKENS = torch.arange(40).view(2, 20) * 7 % 67
 TIED = {**CONFIG, "tie_word_embeddings": True, "rope_scaling": {"rope_type": "linear", "factor": 2.0}}
@@ -67,31 +66,12 @@ def test_rows_in_the_wrong_order_are_seen(tmp_path, monkeypatch):
     assert (ours - logits(CONFIG, weights, TOKENS)).abs().max() > 0.01
 
 
-def test_gguf_has_the_same_model(tmp_path, folder):
-    read = open_weights(write_gguf(tmp_path / "a.gguf"))
-    other = open_weights(folder)
-    ours, theirs = full(read), full(other)
-    assert ours.keys() == theirs.keys()
-    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
-    assert config_of(read) == config_of(other)
-    assert (read.metadata.block, read.metadata.eos) == (64, (66,))
-
-
-def test_tied_gguf_and_float16(tmp_path):
-    weights = tensors(TIED, dtype=torch.float16)
-    read = open_weights(write_gguf(tmp_path / "a.gguf", TIED, weights))
-    assert config_of(read).tie_word_embeddings
-    assert read.entries["tok_embeddings.weight"].dtype == torch.float16
-    assert torch.equal(full(read)["tok_embeddings.weight"], weights["model.embed_tokens.weight"])
-
-
 def test_any_slice(folder, imported, tmp_path, monkeypatch):
     monkeypatch.setattr(rows, "ROWS", 1000)
     write_own(open_weights(folder), tmp_path / "in small parts")
-    gguf = write_gguf(tmp_path / "a.gguf")
     numbers = random.Random(0)
     expected = full(open_weights(folder))
-    for path in (folder, gguf, imported, tmp_path / "in small parts"):
+    for path in (folder, imported, tmp_path / "in small parts"):
         weights = open_weights(path)
         for name, tensor in expected.items():
             ends = [sorted(numbers.choices(range(size + 1), k=2)) for size in tensor.shape]
@@ -205,33 +185,6 @@ def test_a_missing_size(tmp_path):
         open_weights(tmp_path / "hf")
 
 
-@pytest.mark.parametrize(
-    ("keys", "words"),
-    [
-        ({"general__architecture": "gemma"}, "the architecture is 'gemma'"),
-        ({"llama__rope__scaling__type": "longrope"}, "is 'longrope' with factor None, which is not known"),
-        ({"llama__rope__scaling__type": "yarn", "llama__rope__scaling__factor": 2.0}, "is 'yarn' with factor 2.0"),
-        ({"llama__rope__scaling__attn_factor": 2.0}, "llama.rope.scaling.attn_factor is 2.0, which this"),
-        ({"llama__rope__new": 2.0}, "unknown key llama.rope.new (2.0): it may change the computation"),
-        ({"llama__attention__head_count": "4"}, "llama.attention.head_count is '4', which is no number of anything"),
-        ({"llama__attention__head_count": 0}, "llama.attention.head_count is 0, which is no number of anything"),
-        ({"llama__attention__head_count": [4, 4]}, "llama.attention.head_count is [4, 4], which is no number"),
-        ({"llama__context_length": "64"}, "llama.context_length is '64', which is no number of anything"),
-        ({"llama__rope__freq_base": "1e4"}, "llama.rope.freq_base is '1e4', which is no number"),
-        ({"general__alignment": 0}, "general.alignment is 0, and has to be a power of 2"),
-        ({"general__alignment": 24}, "general.alignment is 24, and has to be a power of 2"),
-        ({"general__alignment": "32"}, "general.alignment is '32', and has to be a power of 2"),
-        ({"llama__rope__dimension_count": 4}, "llama.rope.dimension_count is 4, and a head has 8 elements"),
-        ({"llama__attention__head_count_kv": 4}, "attn_k.weight is 16×32, and the sizes of the model make it 32×32"),
-    ],
-    ids=lambda value: str(value)[:40],
-)
-def test_what_is_refused_of_a_gguf(tmp_path, keys, words):
-    with pytest.raises(CheckpointError) as refused:
-        open_weights(write_gguf(tmp_path / "a.gguf", **keys))
-    assert words in str(refused.value)
-
-
 def test_a_scaling_said_twice_by_two_names(tmp_path):
     linear = {"factor": 2.0}
     both = {"rope_scaling": {"type": "linear", **linear}, "rope_parameters": {"rope_type": "linear", **linear}}
@@ -239,74 +192,7 @@ def test_a_scaling_said_twice_by_two_names(tmp_path):
     assert config_of(open_weights(path)).rope_scaling == RopeScaling("linear", 2.0)
 
 
-@pytest.mark.parametrize("kind", [{}, {"llama__rope__scaling__type": "linear"}], ids=["", "linear"])
-def test_a_gguf_whose_positions_are_scaled(tmp_path, kind):
-    path = write_gguf(tmp_path / "a.gguf", llama__rope__scaling__factor=4.0, **kind)
-    assert config_of(open_weights(path)).rope_scaling == RopeScaling("linear", 4.0)
-
-
-LLAMA_3_1 = {
-    "rope_type": "llama3",
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 8192,
-}
-
-
-def rope_factors(scaling, theta, head_dim):
-    """What llama.cpp writes for a Llama 3.1, by wavelengths."""
-    low, high, length = (scaling[name] for name in list(LLAMA_3_1)[2:])
-    found = []
-    for wavelength in (2 * math.pi * theta ** (i / head_dim) for i in range(0, head_dim, 2)):
-        smooth = min(max((length / wavelength - low) / (high - low), 0.0), 1.0)
-        found.append(1 / ((1 - smooth) / scaling["factor"] + smooth))
-    return torch.tensor(found)
-
-
-@pytest.mark.parametrize(
-    ("factors", "scaling"),
-    [
-        (rope_factors(LLAMA_3_1, 500_000.0, 8), LLAMA_3_1),
-        (rope_factors({**LLAMA_3_1, "factor": 32.0}, 500_000.0, 8), {**LLAMA_3_1, "factor": 32.0}),
-        (torch.full((4,), 2.5), {"rope_type": "linear", "factor": 2.5}),
-        (torch.ones(4), None),
-    ],
-    ids=["Llama 3.1", "Llama 3.2", "linear", "none"],
-)
-def test_factors_of_rotary_frequencies(tmp_path, factors, scaling):
-    config = {**CONFIG, "rope_theta": 500_000.0}
-    gguf = write_gguf(tmp_path / "a.gguf", config, {**tensors(config), "rope_freqs.weight": factors})
-    there = {**config, "rope_scaling": scaling}
-    hugging_face = write_hugging_face(tmp_path / "hf", there, tensors(config))
-    assert config_of(open_weights(gguf)) == config_of(open_weights(hugging_face))
-
-
-@pytest.mark.parametrize("given", [LLAMA_3_1, {"rope_type": "linear", "factor": 2.5}], ids=lambda of: of["rope_type"])
-def test_divisors_are_what_the_model_computes(given):
-    frequencies = 500_000.0 ** -(torch.arange(0, 64, 2, dtype=torch.float64) / 64)
-    scaled = RopeScaling.of(given).scaled(frequencies)
-    torch.testing.assert_close(scaled * llama.rope_divisors(given, 500_000.0, 64), frequencies, rtol=1e-14, atol=0)
-
-
-@pytest.mark.parametrize(
-    ("factors", "words"),
-    [
-        (rope_factors({**LLAMA_3_1, "low_freq_factor": 2.0}, 500_000.0, 8), "are of no scaling that is known"),
-        (torch.tensor([1.0, 2.0, 1.0, 8.0]), "up to 8.0, are of no scaling that is known"),
-        (torch.ones(5), "rope_freqs.weight is not 4 numbers of float32"),
-    ],
-    ids=["low 2", "any", "too many"],
-)
-def test_factors_that_are_refused(tmp_path, factors, words):
-    config = {**CONFIG, "rope_theta": 500_000.0}
-    gguf = write_gguf(tmp_path / "a.gguf", config, {**tensors(config), "rope_freqs.weight": factors})
-    with pytest.raises(CheckpointError) as refused:
-        open_weights(gguf)
-    assert words in str(refused.value)
-
-
-def test_files_that_are_damaged(folder, imported, tmp_path):
+def test_files_that_are_damaged(folder, imported):
     path = sorted(folder.glob("*.safetensors"))[0]
     content = path.read_bytes()
     for wrong, words in (
@@ -323,19 +209,6 @@ def test_files_that_are_damaged(folder, imported, tmp_path):
     path.unlink()
     with pytest.raises(CheckpointError, match="is missing"):
         open_weights(folder)
-    gguf = write_gguf(tmp_path / "a.gguf")
-    content = gguf.read_bytes()
-    for wrong, words in (
-        (content[:-4], "is truncated"),
-        (content[:300], "truncated in its header"),
-        (b"text", "no GGUF"),
-    ):
-        gguf.write_bytes(wrong)
-        with pytest.raises(CheckpointError, match=words):
-            open_weights(gguf)
-    gguf.write_bytes(b"")
-    with pytest.raises(CheckpointError, match="GGUF"):
-        open_weights(gguf)
     assert open_weights(imported).check() is None
     file = next(imported.glob("*.distcp"))
     file.write_bytes(file.read_bytes()[:-1] + b"!")
@@ -345,6 +218,9 @@ def test_files_that_are_damaged(folder, imported, tmp_path):
 def test_folders_without_weights(tmp_path, imported):
     with pytest.raises(CheckpointError, match="No such file"):
         open_weights(tmp_path / "gone")
+    (tmp_path / "model.gguf").write_bytes(b"GGUF")
+    with pytest.raises(CheckpointError, match=r"model.gguf is a file, .*fine-tune"):
+        open_weights(tmp_path / "model.gguf")
     (tmp_path / "empty").mkdir()
     with pytest.raises(CheckpointError, match="no weights are there; give a checkpoint"):
         open_weights(tmp_path / "empty")

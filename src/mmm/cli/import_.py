@@ -1,4 +1,4 @@
-"""``mmm import DIR|FILE.gguf -o CKPT``: weights of the Llama family as a checkpoint of this package."""
+"""``mmm import DIR -o CKPT``: weights of the Llama family as a checkpoint of this package."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ def main(argv: list[str]) -> int:
     )
     parser.add_argument(
         "weights",
-        metavar="DIR|FILE.gguf",
+        metavar="DIR",
         type=Path,
-        help="a folder with config.json and *.safetensors, as Hugging Face's; or a GGUF file, which is dequantized",
+        help="a folder with config.json and *.safetensors, as Hugging Face's",
     )
     parser.add_argument("-o", "--outdir", required=True, metavar="CKPT", type=Path, help="the folder to make")
     args = parser.parse_args(argv)

@@ -25,7 +25,7 @@ SUBCOMMANDS = {
     "exercise": ("mmm.cli.exercise", "ten small things to write, each with a check that says where an answer is wrong"),
     "export": ("mmm.cli.export", "write a language model's weights as transformers loads them"),
     "history": ("mmm.cli.history", "show the record of a run: finished, running or killed"),
-    "import": ("mmm.cli.import_", "weights of the Llama family, safetensors or GGUF, as a checkpoint"),
+    "import": ("mmm.cli.import_", "weights of the Llama family, as a checkpoint"),
     "machine": ("mmm.cli.machine", "the machines that are known, and a file of the one that this is"),
     "plan": ("mmm.cli.plan", "which layouts fit a machine, what they need, send and take, before a job is queued"),
     "runs": ("mmm.cli.runs", "a table of many runs: state, steps, losses, rates, hours, and the flags that differ"),

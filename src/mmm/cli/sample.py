@@ -12,8 +12,8 @@ from mmm.errors import UserError
 
 SHOWN = 5  # tokens, of --show
 EPILOG = """\
-CKPT is a checkpoint or a folder of a run of mmm.trainer.lm, a checkpoint of mmm import, a folder of safetensors, or a
-GGUF file. On several ranks, whose tokens are the same in float64:
+CKPT is a checkpoint or a folder of a run of mmm.trainer.lm, a checkpoint of mmm import, or a folder of safetensors.
+On several ranks, whose tokens are the same in float64:
   launch -n 3 python3 -m mmm.cli.main sample CKPT --prompt TEXT --tp 3
 """
 

@@ -1,1 +1,1 @@
-"""A model's weights in and out: Hugging Face's safetensors, GGUF, and this package's own checkpoints."""
+"""A model's weights in and out: Hugging Face's safetensors, and this package's own checkpoints."""

@@ -1,7 +1,7 @@
 """The chat template of a tokenizer, and the names of its special tokens, as others keep them beside weights.
 
 Hugging Face: ``chat_template.jinja``; without it ``chat_template`` of tokenizer_config.json, a text or a list of named
-ones, of which "default" counts. GGUF: ``tokenizer.chat_template``, and special tokens by their numbers.
+ones, of which "default" counts.
 
 And the tokens that a folder has each text begin with, such as ``<s>``. A tokenizer.json says it by its post-processor;
 where that adds none, ``add_bos_token`` of tokenizer_config.json may. A SentencePiece model says only which token begins
@@ -23,7 +23,6 @@ from mmm.outside import parse_json, read_file, read_json, short
 
 TEMPLATE = "chat_template.jinja"
 NAMES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
-GGUF_NAMES = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token"}
 
 
 def chat_format_of_folder(folder: Path) -> ChatFormat | None:
@@ -55,16 +54,6 @@ def chat_format_of(about: Mapping[str, Any], folder: Path) -> ChatFormat | None:
     given = {name: value.get("content") if isinstance(value := about.get(name), dict) else value for name in NAMES}
     tokens = {name: token for name, token in given.items() if isinstance(token, str)}
     return ChatFormat(template, tokens) if template or tokens else None
-
-
-def chat_format_of_gguf(keys: Mapping[str, Any], where: object) -> ChatFormat | None:
-    """Of a file's keys. Raises CheckpointError: the template is no text."""
-    template, tokens = keys.get("tokenizer.chat_template", ""), keys.get("tokenizer.ggml.tokens", [])
-    if not isinstance(template, str):
-        raise CheckpointError(f"{where}: tokenizer.chat_template is {short(template)}, which is no text")
-    ids = {name: keys.get(f"tokenizer.ggml.{key}_token_id") for key, name in GGUF_NAMES.items()}
-    named = {name: tokens[i] for name, i in ids.items() if type(i) is int and 0 <= i < len(tokens)}
-    return ChatFormat(template, named) if template or named else None
 
 
 CONFIGS = ("special_tokens_map.json", "tokenizer_config.json")  # the later one counts

@@ -22,7 +22,8 @@ from mmm.weights.chat_format import CONFIGS, TEMPLATE, chat_format_of, first_tok
 from mmm.weights.weights import TensorEntry, Weights
 
 CONFIG, INDEX, ONE_FILE = "config.json", "model.safetensors.index.json", "model.safetensors"
-EMBEDDING, HEAD = (llama.NAMES[name].hugging_face for name in ("tok_embeddings.weight", "output.weight"))
+EMBEDDING = llama.NAMES["tok_embeddings.weight"]
+HEAD = llama.NAMES["output.weight"]
 GENERATION, SENTENCE_PIECE = "generation_config.json", TOKENIZERS[1]
 SHARD = 5_000_000_000  # bytes of a file, of the tensors that fit
 
@@ -52,7 +53,7 @@ class HuggingFace(Weights):
         if self.sizes["tie_word_embeddings"] and HEAD in there:
             self._tie(there)
         entries = {name: place.entry for name, place in there.items()}
-        self.entries = llama.check_entries(entries, self.sizes, llama.hf_name, path)
+        self.entries = llama.check_entries(entries, self.sizes, path)
         self._places = {name: there[llama.hf_name(name)] for name in self.entries}
         self.metadata = self._metadata(config)
 

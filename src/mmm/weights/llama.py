@@ -1,6 +1,6 @@
 """The Llama family elsewhere: what its tensors are called, and the order of its heads' rows.
 
-Rotary positions rotate pairs of a head's elements. In this package, as in Meta's and in GGUF's files, element 2i goes
+Rotary positions rotate pairs of a head's elements. In this package, as in Meta's files, element 2i goes
 with 2i + 1; in Hugging Face's, element i goes with i + head_dim / 2. So the rows of wq and wk have another order there
 (head_dim 8)::
 
@@ -12,53 +12,31 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from typing import Any
 
-import torch
 from torch import Tensor
 
 from mmm.errors import CheckpointError
 from mmm.outside import printable
 from mmm.weights.weights import TensorEntry
 
-
-class Names(NamedTuple):
-    hugging_face: str
-    gguf: str
-
-
 # By the name in this package; * stands for a layer's number.
 NAMES = {
-    "tok_embeddings.weight": Names("model.embed_tokens.weight", "token_embd.weight"),
-    "layers.*.attention_norm.weight": Names("model.layers.*.input_layernorm.weight", "blk.*.attn_norm.weight"),
-    "layers.*.attention.wq.weight": Names("model.layers.*.self_attn.q_proj.weight", "blk.*.attn_q.weight"),
-    "layers.*.attention.wk.weight": Names("model.layers.*.self_attn.k_proj.weight", "blk.*.attn_k.weight"),
-    "layers.*.attention.wv.weight": Names("model.layers.*.self_attn.v_proj.weight", "blk.*.attn_v.weight"),
-    "layers.*.attention.wo.weight": Names("model.layers.*.self_attn.o_proj.weight", "blk.*.attn_output.weight"),
-    "layers.*.ffn_norm.weight": Names("model.layers.*.post_attention_layernorm.weight", "blk.*.ffn_norm.weight"),
-    "layers.*.feed_forward.w1.weight": Names("model.layers.*.mlp.gate_proj.weight", "blk.*.ffn_gate.weight"),
-    "layers.*.feed_forward.w2.weight": Names("model.layers.*.mlp.down_proj.weight", "blk.*.ffn_down.weight"),
-    "layers.*.feed_forward.w3.weight": Names("model.layers.*.mlp.up_proj.weight", "blk.*.ffn_up.weight"),
-    "norm.weight": Names("model.norm.weight", "output_norm.weight"),
-    "output.weight": Names("lm_head.weight", "output.weight"),
+    "tok_embeddings.weight": "model.embed_tokens.weight",
+    "layers.*.attention_norm.weight": "model.layers.*.input_layernorm.weight",
+    "layers.*.attention.wq.weight": "model.layers.*.self_attn.q_proj.weight",
+    "layers.*.attention.wk.weight": "model.layers.*.self_attn.k_proj.weight",
+    "layers.*.attention.wv.weight": "model.layers.*.self_attn.v_proj.weight",
+    "layers.*.attention.wo.weight": "model.layers.*.self_attn.o_proj.weight",
+    "layers.*.ffn_norm.weight": "model.layers.*.post_attention_layernorm.weight",
+    "layers.*.feed_forward.w1.weight": "model.layers.*.mlp.gate_proj.weight",
+    "layers.*.feed_forward.w2.weight": "model.layers.*.mlp.down_proj.weight",
+    "layers.*.feed_forward.w3.weight": "model.layers.*.mlp.up_proj.weight",
+    "norm.weight": "model.norm.weight",
+    "output.weight": "lm_head.weight",
 }
 ROTATED = ("attention.wq.weight", "attention.wk.weight")
-
-
-def rope_divisors(scaling: Mapping[str, Any], theta: float, head_dim: int) -> Tensor:
-    """What each frequency of the rotary positions is divided by, as llama.cpp writes it into a file: (head_dim / 2).
-
-    Args:
-        scaling: ``rope_scaling`` of a config.json, linear or llama3.
-    """
-    wavelengths = 2 * math.pi * theta ** (torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
-    if scaling["rope_type"] == "linear":
-        return torch.full_like(wavelengths, scaling["factor"])
-    low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
-    kept = (scaling["original_max_position_embeddings"] / wavelengths - low) / (high - low)
-    kept = kept.clamp(0, 1)
-    return 1 / (kept + (1 - kept) / scaling["factor"])
 
 
 def hidden_dim(sizes: Mapping[str, Any]) -> int:
@@ -96,30 +74,17 @@ def shapes_of(sizes: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
 
 def hf_name(name: str) -> str:
     """What Hugging Face's files call a tensor, by its name in this package."""
-    layer, names = _names_of(name)
-    return names.hugging_face.replace("*", layer)
-
-
-def gguf_name(name: str) -> str:
-    """What GGUF files call a tensor, by its name in this package."""
-    layer, names = _names_of(name)
-    return names.gguf.replace("*", layer)
-
-
-def _names_of(name: str) -> tuple[str, Names]:
-    """The number of its layer, empty where it has none, and its row of `NAMES`."""
     layer = re.search(r"\.(\d+)\.", name)
-    return ("", NAMES[name]) if layer is None else (layer[1], NAMES[name.replace(layer[0], ".*.", 1)])
+    if layer is None:
+        return NAMES[name]
+    return NAMES[name.replace(layer[0], ".*.", 1)].replace("*", layer[1])
 
 
-def check_entries(
-    there: Mapping[str, TensorEntry], sizes: Mapping[str, Any], name_in_file: Callable[[str], str], where: object
-) -> dict[str, TensorEntry]:
+def check_entries(there: Mapping[str, TensorEntry], sizes: Mapping[str, Any], where: object) -> dict[str, TensorEntry]:
     """The tensors of a model, by their names in this package.
 
     Args:
-        there: what a file has, by names of its own.
-        name_in_file: `hf_name` or `gguf_name`.
+        there: what the files have, by Hugging Face's names.
 
     Raises:
         CheckpointError: one is missing, is of another shape, or is of no use.
@@ -127,9 +92,9 @@ def check_entries(
     if sizes["n_layers"] > len(there):
         raise CheckpointError(f"{where} has {len(there)} tensors, which are too few for {sizes['n_layers']} layers")
     found: dict[str, TensorEntry] = {}
-    names = {name_in_file(name): name for name in shapes_of({**sizes, "tie_word_embeddings": False})}
+    names = {hf_name(name): name for name in shapes_of({**sizes, "tie_word_embeddings": False})}
     for name, shape in shapes_of(sizes).items():
-        other = name_in_file(name)
+        other = hf_name(name)
         if other not in there:
             raise CheckpointError(f"{where} lacks the tensor {other}")
         if there[other].shape != shape:

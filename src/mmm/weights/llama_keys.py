@@ -1,8 +1,8 @@
-"""The sizes of the Llama family elsewhere: which keys of a config.json, or of a GGUF file, mean what.
+"""The sizes of the Llama family elsewhere: which keys of a config.json mean what.
 
 A key is read; or must have the value that this model has, because another one would change the computation; or says
-nothing of the computation. What is none of these is passed over and named, as `transformers` and llama.cpp pass over
-keys that they do not know; unless its name has a word of the computation (`WORDS`): then it is refused.
+nothing of the computation. What is none of these is passed over and named, as `transformers` passes over keys that it
+does not know; unless its name has a word of the computation (`WORDS`): then it is refused.
 """
 
 from __future__ import annotations
@@ -74,37 +74,42 @@ SIZES = {  # fields of TransformerConfig, and their keys there, which a config m
 }
 
 
-def unknown_keys(
-    given: Mapping[str, Any],
-    known: Collection[str],
-    neutral: Mapping[str, tuple[Any, ...]],
-    where: object,
-    prefix: str = "",
-) -> list[str]:
-    """The keys to pass over.
+def unknown_keys(config: Mapping[str, Any], where: object) -> list[str]:
+    """The keys of a config.json that are passed over.
 
     Args:
-        known: keys of any value. neutral: the values that others must have.
-        where: the file. prefix: what stands before the keys there.
+        where: the file, for messages.
 
     Raises:
         CheckpointError: a key changes the computation, or may, by its name.
     """
-    found = []
-    for key, value in given.items():
-        if key in known:
+    passed_over = []
+    for key, value in config.items():
+        if key in READ or key in HARMLESS:
             continue
-        each = value[0] if isinstance(value, list) and value and all(one == value[0] for one in value) else value
-        if key in neutral:
-            if value is not None and each not in neutral[key]:
-                own = f"which this model has not; {neutral[key][0]!r} is" if neutral[key] else "and is not read"
-                raise CheckpointError(f"{where}: {prefix}{key} is {short(value)}, {own}")
+        if key in NEUTRAL:
+            _check_neutral(key, value, where)
         elif value not in (None, [], {}, "") and _changes(key):
-            unknown = f"{printable(prefix + key)} ({short(value)})"
+            unknown = f"{printable(key)} ({short(value)})"
             raise CheckpointError(f"{where} has the unknown key {unknown}: it may change the computation")
         else:
-            found.append(printable(prefix + key))
-    return found
+            passed_over.append(printable(key))
+    return passed_over
+
+
+def _check_neutral(key: str, value: Any, where: object) -> None:
+    """Raises CheckpointError where a key, or an element of its list, has none of its neutral values."""
+    allowed = NEUTRAL[key]
+    one_value = value
+    if isinstance(value, list) and value and all(element == value[0] for element in value):
+        one_value = value[0]
+    if value is None or one_value in allowed:
+        return
+    if allowed:
+        reason = f"which this model has not; {allowed[0]!r} is"
+    else:
+        reason = "and is not read"
+    raise CheckpointError(f"{where}: {key} is {short(value)}, {reason}")
 
 
 def _changes(key: str) -> bool:
@@ -133,7 +138,7 @@ def sizes_of(config: Mapping[str, Any], where: object) -> tuple[dict[str, Any], 
         raise CheckpointError(f"{where}: model_type is {short(kind)}; llama is the one that is known")
     if missing := [key for key in SIZES.values() if key not in config]:
         raise CheckpointError(f"{where} lacks {', '.join(missing)}")
-    passed_over = unknown_keys(config, {*READ, *HARMLESS}, NEUTRAL, where)
+    passed_over = unknown_keys(config, where)
     sizes: dict[str, Any] = {field: config[key] for field, key in SIZES.items()}
     _check_values(config, where)
     heads, dim = sizes["n_heads"], sizes["dim"]

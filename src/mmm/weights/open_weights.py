@@ -10,18 +10,20 @@ from mmm.weights.weights import Weights
 
 
 def open_weights(path: Path) -> Weights:
-    """The weights at a path: a GGUF file, a folder of safetensors and config.json, a checkpoint or a run's folder.
+    """The weights at a path: a folder of safetensors and config.json, a checkpoint or a run's folder.
 
     Raises:
         CheckpointError: there are none, or they are of another kind of model.
     """
     # Here: a format takes a part of torch to import that the others do not need.
-    from mmm.weights.gguf_file import GGUFWeights
     from mmm.weights.hugging_face import HuggingFace
     from mmm.weights.own import OwnWeights
 
     if path.is_file():
-        return GGUFWeights(path)
+        raise CheckpointError(
+            f"{path} is a file, and weights are in a folder: one with config.json and *.safetensors, a checkpoint or a "
+            "run's folder (docs/fine-tune.md says how transformers makes one from a GGUF file)"
+        )
     for folder in (path, *steps_of(path)[:1], *steps_of(path / "checkpoints")[:1]):
         if (folder / MANIFEST).exists():
             return OwnWeights(folder)
@@ -31,5 +33,5 @@ def open_weights(path: Path) -> Weights:
         return HuggingFace(path)
     raise CheckpointError(
         f"{path}: no weights are there; give a checkpoint or a run's folder (where --checkpoint_every leaves them; "
-        "model.pt is for plain PyTorch), a folder with config.json and *.safetensors, or a GGUF file"
+        "model.pt is for plain PyTorch), or a folder with config.json and *.safetensors"
     )

@@ -3,8 +3,8 @@
 ::
 
     checkpoint of this package (`OwnWeights`) ──┐
-    safetensors + config.json (`HuggingFace`) ──┼──► Weights.read(name, start, length)
-    GGUF (`GGUFWeights`)                      ──┘
+                                                ├──► Weights.read(name, start, length)
+    safetensors + config.json (`HuggingFace`) ──┘
 
 A rank reads its own part of each tensor, an export a few rows at a time: nobody has the full model in memory. Names,
 shapes and the order of rows are those of this package's Transformer, whatever is on disk.

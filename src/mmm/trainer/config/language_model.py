@@ -58,8 +58,8 @@ class LanguageModelOptions(TransformerOptions):
     """Scaling of rotary frequencies, as JSON with the names of Hugging Face's config.json: {"rope_type": "linear",
     "factor": 2.0}, or llama3 with all its numbers; {} for none where the preset has one."""
     init_from: Path | None = None
-    """Start from these weights, in place of drawn ones: a folder of safetensors and config.json, a GGUF file, a
-    checkpoint of `mmm import`, or a run's folder. Sizes are theirs, and so is the tokenizer where nothing else says."""
+    """Start from these weights, in place of drawn ones: a folder of safetensors and config.json, a checkpoint
+    of `mmm import`, or a run's folder. Sizes are theirs, and so is the tokenizer where nothing else says."""
 
     def check(self) -> None:
         """Raises ConfigError: two flags that contradict each other."""
