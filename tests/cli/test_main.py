@@ -41,7 +41,6 @@ def test_output_that_nobody_takes(argv):
         ("diverge a b --tolerance nan", "--tolerance nan: it must be a number from 0 on"),
         ("diverge a b --tolerance -1", "--tolerance -1: it must be"),
         ("runs --sort", "argument --sort: expected one argument"),
-        ("watch", "the following arguments are required: DIR"),
         ("compare a --by miles", "argument --by: invalid choice: 'miles'"),
     ],
 )

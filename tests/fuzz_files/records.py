@@ -15,7 +15,6 @@ from mmm.cli import compare as cli_compare
 from mmm.cli import history as cli_history
 from mmm.cli import runs as cli_runs
 from mmm.cli import startup as cli_startup
-from mmm.cli import watch as cli_watch
 from mmm.cli.startup_logs import read_log
 from mmm.errors import RecordError, UserError
 from mmm.history.record.attempts import Attempt, attempt_of, make_room
@@ -146,12 +145,12 @@ def make_many(folder: Path) -> None:
 
 
 def read_many(folder: Path) -> Any:
-    """What `mmm runs`, `watch`, `compare` and `history --ranks` do; each refuses for itself."""
+    """What `mmm runs`, `compare`, `history` and `history --ranks` do; each refuses for itself."""
     refused = None
     finished, killed, sound = (str(folder / name) for name in ("finished", "killed", "sound"))
     for command, argv in (
         (cli_runs, [str(folder), "--sort", "started"]),
-        (cli_watch, [finished, killed, "--once"]),
+        (cli_history, [finished]),
         (cli_compare, [finished, sound]),
         (cli_compare, [killed, sound]),
         (cli_history, [killed, "--ranks"]),

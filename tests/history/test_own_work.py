@@ -8,7 +8,6 @@ from mmm.cli.main import main as mmm
 from mmm.errors import ConfigError
 from mmm.history import History, load, write_config
 from mmm.history.own_work import OwnWork, most_of, own_work, slow
-from mmm.history.runs import read_run
 
 
 def work(own, dt=1.0):
@@ -68,8 +67,6 @@ def test_rows_of_epochs_are_not_called_steps(tmp_path, capsys):
             ["history", str(tmp_path), "--ranks"],
             "(dt_own: an epoch less waiting), over the median rank, as a part of the",
         ),
-        (["watch", str(tmp_path), "--once"], "  epoch 3 of 9  train_loss 1.0000"),
-        (["watch", str(tmp_path), "--once"], "rank 1 on a is slow: 35 of 50 s an epoch"),
     ):
         assert mmm(argv) == 0
         assert said in " ".join(capsys.readouterr().out.split("\n"))
@@ -111,8 +108,6 @@ def test_more_ranks_than_are_kept_in_full(tmp_path, capsys):
     assert lines[3].split()[:6] == ["0", "to", "1", "0.1", "0.1", "0.5"]
     assert lines[3].endswith("rank 6 (host node1, local_rank 2, dp_shard 6) in 2 of 2 rows")
     assert lines[16].startswith("slowest: rank 6 (host node1, local_rank 2, dp_shard 6): 0.4 s of work")
-    run = read_run(tmp_path, None)
-    assert slow(run.own_work(51)).rank == 6
 
 
 def test_nobody_is_said(tmp_path, capsys):

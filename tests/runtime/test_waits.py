@@ -1,7 +1,6 @@
 """A rank's own work: the time of a step without waiting for the others. Rank 1 sleeps in each step."""
 
 import math
-import re
 import time
 from unittest.mock import patch
 
@@ -86,5 +85,3 @@ def test_the_slow_rank_of_a_run_is_named(run_on_ranks, tmp_path, capsys, paralle
     table, _, sentence = capsys.readouterr().out.rpartition("\n\n")
     assert sentence.startswith("slowest: rank 1 (host ")
     assert "·" not in table.splitlines()[-2].split()[3]  # the row of rank 1
-    assert mmm(["watch", str(tmp_path), "--once"]) == 0
-    assert re.search(r"^\S+: rank 1 on \S+ is slow: 0\.\d+ of 0\.\d+ s a step$", capsys.readouterr().out, re.MULTILINE)

@@ -3,11 +3,13 @@
 import os
 import shutil
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from mmm.cli import decimal, show, whole
+from mmm.cli.history_progress import RECENT_ROWS, progress, waits_for_next_job
 from mmm.cli.history_ranks import a_row_of, ranks_text, sentence
 from mmm.cli.parser import Parser
 from mmm.errors import ConfigError
@@ -44,7 +46,8 @@ def main(argv: list[str]) -> int:
 
     from mmm.history import finalize, load, plot_all, terminal_plot
     from mmm.history.plots.series import metrics
-    from mmm.history.record.ending import FINISHED, Ending, read_ending
+    from mmm.history.record.ending import FINISHED, RUNNING, Ending, read_ending
+    from mmm.history.runs import read_run
 
     if args.finalize:
         print(f"finalized: {printable(str(finalize(args.outdir)))}")
@@ -52,8 +55,21 @@ def main(argv: list[str]) -> int:
     if args.ranks:
         show(ranks_text(ds, min(shutil.get_terminal_size((120, 30)).columns, 160)) + "\n")
         return 0
-    ended = str(read_ending(ds.attrs) or Ending(FINISHED))
-    show_summary(printable(args.outdir), [(name, printable(text)) for name, text in summary(ds, ended)])
+    folder = Path(args.outdir).expanduser()
+    ending = read_ending(ds.attrs) or Ending(FINISHED)
+    running = ending.state == RUNNING
+    if running:
+        # Which rank is slow now: early rows would hide one that became slow.
+        newest = ds.isel(draw=slice(-RECENT_ROWS - 1, None))
+        state = str(ending)
+    else:
+        newest = ds
+        state = f"{ending}{waits_for_next_job(folder)}"
+    table = [*summary(ds, state), *progress(read_run(folder, columns=("iter", "epoch", "dt")))]
+    slow = straggler(newest)
+    if slow:
+        table.append(("slowest", slow))
+    show_summary(printable(args.outdir), [(name, printable(text)) for name, text in table])
     names = metrics(ds)
     metric = args.metric or next((name for name in ("loss", *names) if name in names), None)
     if metric and ds.sizes["draw"]:
@@ -117,8 +133,6 @@ def summary(ds: "xarray.Dataset", state: str) -> list[tuple[str, str]]:
             table.append((name, f"{np.nanmedian(y):,.1f} {series(ds, name).unit}, median"))
     if LEFT_OUT in ds.attrs:
         table.append(("journal", ds.attrs[LEFT_OUT]))
-    if slow := straggler(ds):
-        table.append(("slowest", slow))
     return table
 
 

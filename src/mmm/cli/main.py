@@ -34,7 +34,6 @@ SUBCOMMANDS = {
     "submit": ("mmm.cli.submit", "a job script, shown and submitted; or a job after the other until a run is done"),
     "tokens": ("mmm.cli.tokens", "prepare a file of tokens from text, in parallel, to train on"),
     "verify": ("mmm.cli.verify", "does a parallel program compute what its model does on one device? Anyone's model"),
-    "watch": ("mmm.cli.watch", "runs while they run: their curve, time left, age of the last row and checkpoint"),
 }
 
 

@@ -105,7 +105,7 @@ def main(argv: list[str]) -> int:
     print(f"submitted: job{'s' * (len(jobs) > 1)} {', '.join(jobs)}")
     if script.folder is not None:
         where = shlex.quote(str(script.folder))
-        print(f"its jobs:  mmm submit --status {where}\nto follow: mmm watch {where}")
+        print(f"its jobs:  mmm submit --status {where}\nto follow: watch -n 5 mmm history {where}")
         print(f"to stop:   mmm submit --stop {where}")
     return 0
 

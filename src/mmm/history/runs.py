@@ -1,8 +1,7 @@
 """Many runs at a time: what each is, and has reached. xarray is not needed for it.
 
-Of a dataset only the columns that are asked for are read, and of a rank's column the median over the ranks. Of a rank's
-own work (`mmm.history.own_work`) it is also kept which rank had the most, as columns of their own: ARGMAX and OVER, and
-of a step's time the largest, LONGEST, and how many ranks gave one, RANKS.
+Of a dataset only the columns that are asked for are read, and of a rank's column the median over the ranks. Of a step's
+time it is also kept how many ranks gave one, as a column of its own, RANKS.
 """
 
 from __future__ import annotations
@@ -19,10 +18,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mmm.errors import RecordError
-from mmm.history.own_work import OwnWork, known_ranks, longest, most_of
 from mmm.history.record.dataset import no_record
 from mmm.history.record.ending import FINISHED, KILLED, RUNNING, Ending, parsed, read_config
-from mmm.history.record.folder import CONFIG, DATASET, JOURNAL, OWN, reason
+from mmm.history.record.folder import CONFIG, DATASET, JOURNAL, reason
 from mmm.history.record.journal import LoggedRow, read_journal
 from mmm.history.record.reader import RECENT, ending_by_journal, recorded_state
 from mmm.outside import open_file
@@ -33,7 +31,6 @@ if TYPE_CHECKING:
 Rows = dict[str, np.ndarray]  # name: (draw,) float64, NaN where a row lacks it; also "draw"
 OVER_RANKS = ("draw", "rank", "local_rank", "pid")  # coordinates; so are axis_tp, startup_ready, …
 PROGRESS = ("iter", "epoch", "loss", "train_loss", "val_loss", "test_loss", "test_acc", "dt", "tps", "sps")
-ARGMAX, OVER, LONGEST = f"{OWN}_argmax", f"{OWN}_over", "dt_max"  # the second in seconds over the median rank
 RANKS = "dt_ranks"
 LOSSES = ("loss", "train_loss")
 MOST_ELEMENTS = 200_000_000  # of a column: a file may declare any number
@@ -88,13 +85,6 @@ class Run:
     def ranks(self) -> int:
         ranks = self.config.get("ranks")
         return len(ranks) if isinstance(ranks, list) and ranks else 1
-
-    @property
-    def hosts(self) -> list[str]:
-        """By rank; empty where config.json does not say."""
-        ranks = self.config.get("ranks")
-        listed = ranks if isinstance(ranks, list) else []
-        return [str(about.get("host", "")) for about in listed if isinstance(about, dict)]
 
     @property
     def flags(self) -> dict[str, Any]:
@@ -164,14 +154,6 @@ class Run:
             return None
         ranks = self.rows.get(RANKS, np.full(len(self.seconds), np.nan))
         return float((self.seconds * np.where(ranks > 0, ranks, self.ranks)).sum()) / 3600
-
-    def own_work(self, newest: int) -> OwnWork | None:
-        """Of the newest rows; None where the record does not say."""
-        needed = (LONGEST, ARGMAX, OVER)
-        if not all(name in self.rows for name in needed):
-            return None
-        dt, rank, over = (self.rows[name][-newest:] for name in needed)
-        return OwnWork(OWN, dt, rank, over)
 
     def amount(self, rate: str) -> np.ndarray:
         """(draw,): tokens (of ``tps``) or samples (of ``sps``) since the row before; of a row that has no rate, at the
@@ -259,7 +241,7 @@ def _columns(rows: Sequence[LoggedRow], columns: Collection[str] | None) -> Rows
             if (plain := name.removesuffix("_median")) and (columns is None or plain in columns):
                 for column, of in _reduced(plain, np.array([value], dtype=np.float64).reshape(1, -1)).items():
                     found.setdefault(column, np.full(len(rows), np.nan))[place] = of[0]
-    return _with_over(found)
+    return found
 
 
 def _stored(path: Path, columns: Collection[str] | None) -> Rows | None:
@@ -282,7 +264,7 @@ def _stored(path: Path, columns: Collection[str] | None) -> Rows | None:
             read: Rows = {"draw": _median(dataset["draw"][()])}
             for name in wanted:
                 read |= _reduced(name, dataset[names[name]][()])
-            return _with_over(read)
+            return read
     except Exception as error:  # HDF5 and its wrapper raise OSError, KeyError, RuntimeError, ValueError, …
         raise RecordError(f"{path} is not a run's dataset or is damaged: {error}.") from error
 
@@ -299,22 +281,11 @@ def _is_column(dataset: h5py.File, name: str, size: int) -> bool:
 
 
 def _reduced(name: str, values: np.ndarray) -> Rows:
-    """A column by name, and of own work by rank also `ARGMAX` and `OVER`."""
-    if name == ARGMAX:
-        return {name: known_ranks(_median(values))}
-    if name not in ("dt", OWN) or values.ndim == 1 or values.shape[1] == 1:
-        return {name: _median(values)}
-    if name == "dt":
-        return {name: _median(values), LONGEST: longest(values), RANKS: np.isfinite(values).sum(axis=1) * 1.0}
-    rank, over = most_of(values.astype(np.float64))
-    return {name: _median(values), ARGMAX: rank, OVER: over}
-
-
-def _with_over(rows: Rows) -> Rows:
-    """`OVER` where the record has the largest over the ranks alone."""
-    if OVER not in rows and {OWN, f"{OWN}_max"} <= rows.keys():
-        rows[OVER] = rows[f"{OWN}_max"] - rows[OWN]
-    return rows
+    """A column by name, and of a step's time by rank also `RANKS`."""
+    reduced = {name: _median(values)}
+    if name == "dt" and values.ndim == 2 and values.shape[1] > 1:
+        reduced[RANKS] = np.isfinite(values).sum(axis=1).astype(np.float64)
+    return reduced
 
 
 def _median(values: np.ndarray) -> np.ndarray:
