@@ -3,7 +3,7 @@
 import pytest
 
 from mmm.cli import main as cli
-from mmm.cli.draw import hosts_of
+from mmm.cli.draw import hosts_of, name_of
 from mmm.cli.draw_layout import layout_of, trainer_flags
 
 
@@ -60,7 +60,7 @@ def test_flags_of_the_user_count():
         (["dp" + "9" * 5000], "an axis has 1 to 1,048,576 ranks"),
         (["hsdp3"], "hsdp has two replicas, and 3 is odd"),
         (["dp2", "-n", "4"], "-n 4: the layout dp2 has 2 ranks; leave -n out"),
-        (["dp2", "--out", "a.gif"], "--out a.gif: its name says what is drawn, and ends with .svg or .png"),
+        (["dp2", "--out", "a.gif"], "--out a.gif: an SVG is drawn"),
         (["dp2", "--out", "no/such/a.svg"], "--out no/such/a.svg: there is no folder no/such"),
         (["dp64.tp4", "--site", "polaris", "--hosts", "32"], "the layout has 256: --hosts 64"),
         (["dp4", "--site", "polariss"], "Did you mean polaris?"),
@@ -94,3 +94,13 @@ def test_a_program_that_fits_no_layout_is_refused_as_its_run_would_be(capfd, tmp
     assert cli.main(["draw", "dp2.tp2", "--n_heads", "3", "--out", str(tmp_path / "a.svg")]) == 2
     assert "Traceback" not in capfd.readouterr().err
     assert not [*tmp_path.iterdir()]
+
+
+def test_a_file_is_named_after_what_it_shows():
+    assert [name_of(what) for what in ("dp2·tp2", "zero1:8", "1", "mmm.examples.fsdp_tp", "a/slow.py")] == [
+        "dp2-tp2",
+        "zero1-8",
+        "1",
+        "fsdp_tp",
+        "slow",
+    ]

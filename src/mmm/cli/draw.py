@@ -6,13 +6,11 @@ import argparse
 import os
 import re
 import shlex
-import shutil
 import sys
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mmm.cli import show
 from mmm.cli.draw_layout import HELP, layout_of, looks_like_one, trainer_flags
 from mmm.cli.parser import Parser
 from mmm.cli.written import write_text
@@ -28,7 +26,7 @@ if TYPE_CHECKING:
 EPILOG = f"""\
 LAYOUT: {HELP}.
 PROGRAM: a module or a script that a dry run takes, with its flags; -n says how many ranks (default: 4).
-  mmm draw dp2·tp2 --out dp2-tp2.svg
+  mmm draw dp2·tp2
   mmm draw zero1 --out zero1.svg
   mmm draw dp64·tp4 --site polaris --hosts 64 --out many.svg
   mmm draw mmm.examples.fsdp_tp --tpsize 2 -n 4 --out program.svg
@@ -36,17 +34,17 @@ Other flags go to the program: of a layout mmm.trainer.lm, on a small model unle
 docs/draw.md says how to read it.
 """
 RANKS, PER_HOST, ONE_HOST = 4, 8, 16  # of a program; of a host where nobody says; on one where nobody says
-KINDS = (".svg", ".png")
 
 
 def main(argv: list[str]) -> int:
     """Draw it. Returns the exit code. Raises UserError: no layout, no program, or one that does not fit."""
     args, given = _parser().parse_known_args(argv)
-    if args.out is not None and args.out.suffix.lower() not in KINDS:
-        raise ConfigError(f"--out {args.out}: its name says what is drawn, and ends with {' or '.join(KINDS)}")
-    if args.out is not None and not args.out.absolute().parent.is_dir():
-        raise ConfigError(f"--out {args.out}: there is no folder {args.out.parent}")
     target, ranks = _program(args.what, given, args.ranks)
+    out = args.out or Path(f"{name_of(args.what)}.svg")
+    if out.suffix.lower() != ".svg":
+        raise ConfigError(f"--out {out}: an SVG is drawn, so its name ends with .svg")
+    if not out.absolute().parent.is_dir():
+        raise ConfigError(f"--out {out}: there is no folder {out.parent}")
     hosts = hosts_of(ranks, args.site, args.hosts)
 
     from mmm.launch.host.child import run_as_main
@@ -59,40 +57,35 @@ def main(argv: list[str]) -> int:
     except RuntimeError as error:
         print(error, file=sys.stderr)
         return 1
-    _draw(args, dry, hosts, argv)
+    _draw(args, out, dry, hosts, argv)
     return 0
 
 
-def _draw(args: argparse.Namespace, dry: DryRun, hosts: tuple[int, ...], argv: list[str]) -> None:
-    from mmm.plan.picture.compose import picture, shown_ranks
+def name_of(what: str) -> str:
+    """A file's name for a layout or a program: ``dp2-tp2`` of ``dp2·tp2``, ``fsdp_tp`` of ``mmm.examples.fsdp_tp``."""
+    if what.endswith(".py"):
+        return Path(what).stem
+    if what.startswith("mmm."):
+        return what.rpartition(".")[2]
+    return re.sub(r"\W+", "-", what)
+
+
+def _draw(args: argparse.Namespace, out: Path, dry: DryRun, hosts: tuple[int, ...], argv: list[str]) -> None:
+    from mmm.plan.picture.compose import picture
     from mmm.plan.picture.facts import Facts
     from mmm.plan.picture.svg import svg
-    from mmm.plan.picture.terminal import text_of
 
     facts = Facts(dry, hosts, args.site or "", assumed=len(hosts) > 1 and args.site is None and args.hosts is None)
-    if args.terminal or args.out is None:
-        color = sys.stdout.isatty() and "NO_COLOR" not in os.environ
-        show(text_of(facts, shown_ranks(facts), shutil.get_terminal_size((100, 40)).columns, color))
-    if args.out is None:
-        return
-    words = [word for word in argv if word not in ("--out", f"--out={args.out}", str(args.out), "--terminal")]
+    words = [word for word in argv if word not in ("--out", f"--out={args.out}", str(args.out))]
     scene = picture(facts, shlex.join(["mmm", "draw", *words]))
-    if args.out.suffix.lower() == ".svg":
-        write_text(args.out, svg(scene, args.theme), "--out")
-    else:
-        from mmm.plan.picture.png import write_png
-
-        try:
-            write_png(scene, args.out, args.theme)
-        except OSError as error:
-            raise ConfigError(f"--out {args.out}: it cannot be written: {error.strerror}") from None
-    print(args.out)
+    write_text(out, svg(scene, args.theme), "--out")
+    print(out)
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = Parser(
         prog="mmm draw",
-        usage="mmm draw LAYOUT|PROGRAM [-n RANKS] [--site NAME] [--hosts N] [--out FILE.svg|FILE.png] [FLAGS …]",
+        usage="mmm draw LAYOUT|PROGRAM [-n RANKS] [--site NAME] [--hosts N] [--out FILE.svg] [FLAGS …]",
         description=__doc__,
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -102,13 +95,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("-n", dest="ranks", metavar="RANKS", type=int, help="ranks of a program (default: 4)")
     parser.add_argument("--site", metavar="NAME", help="a known machine, whose hosts the ranks are on")
     parser.add_argument("--hosts", metavar="N", type=int, help="hosts that the ranks are on (default: as few as do)")
-    parser.add_argument("--out", metavar="FILE", type=Path, help="an .svg or a .png; without: in the terminal")
-    parser.add_argument("--terminal", action="store_true", help="in the terminal as well")
+    parser.add_argument("--out", metavar="FILE", type=Path, help="the file (default: named after the layout, here)")
     parser.add_argument(
         "--theme",
         choices=("auto", "light", "dark"),
         default="auto",
-        help="auto: as the reader's browser is set; a .png is light",
+        help="auto: as the reader's browser is set",
     )
     return parser
 

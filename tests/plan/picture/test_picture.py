@@ -15,10 +15,8 @@ from mmm.plan.picture.arrange import THICK, Arrangement
 from mmm.plan.picture.cards import filled, shade
 from mmm.plan.picture.compose import MARGIN, WIDTH, picture
 from mmm.plan.picture.facts import Facts, Shard
-from mmm.plan.picture.png import write_png
 from mmm.plan.picture.scene import Line, Polygon, Rect, Text, text_width
 from mmm.plan.picture.svg import svg
-from mmm.plan.picture.terminal import text_of
 from mmm.plan.picture.words import meaning
 from mmm.plan.sent_calls import SentCall
 from mmm.traffic.collective_bytes import Call
@@ -106,12 +104,6 @@ def test_themes():
     assert "<style>" not in light + dark
     assert DARK.ink not in light
     assert LIGHT.ink not in dark
-
-
-def test_png(tmp_path):
-    for name in ("a.png", "b.png"):
-        write_png(picture(FEW, "$x$"), tmp_path / name)
-    assert (tmp_path / "a.png").read_bytes() == (tmp_path / "b.png").read_bytes()
 
 
 def test_arrows_are_as_wide_as_the_bytes():
@@ -250,27 +242,8 @@ def test_of_many_ranks_one_host_is_in_full():
     assert len(squares) >= 2 * 1024
 
 
-def test_terminal():
-    text = text_of(FEW, range(4), 100, color=False)
-    assert "\x1b" not in text
-    assert "\x1b[38;2;" in text_of(FEW, range(4), 100, color=True)
-    (row,) = [line for line in text.splitlines() if "all-gather" in line]
-    assert row.strip("█ ").startswith("1 × all-gather")
-    assert row.endswith(" 3.91 KiB")
-    wide = text_of(FEW, range(4), 160, color=False)
-    assert "3.91 KiB  a layer's weights, before it computes; they stay until the step ends" in wide
-    for width in (80, 100, 120):
-        assert max(map(len, text_of(FEW, range(4), width, color=False).splitlines())) <= width
-    assert max(map(len, text_of(FEW, range(4), 60, color=False).splitlines()[:30])) <= 60
-    assert max(map(len, text_of(WIDE, range(16), 80, color=False).splitlines())) <= 80
-    long = made_up(Layout(2, 2, 2, 2, 2))
-    assert max(map(len, text_of(long, range(8), 80, color=False).splitlines())) <= 80
-
-
-def test_terminal_has_no_card_alone_and_no_frame():
-    text = text_of(made_up(Layout(dp_shard=4)), range(4), 100, color=False)
-    assert [line.split() for line in text.splitlines() if line.startswith("rank ")] == [
-        ["rank", "0", "rank", "1"],
-        ["rank", "2", "rank", "3"],
-    ]
-    assert "frame" not in text
+def test_what_is_sent_has_a_column_for_each_part_of_a_step():
+    texts = [item.text for item in picture(FEW, "").items if isinstance(item, Text)]
+    table = texts[texts.index("forward") :]
+    assert table.index("all-gather") < table.index("backward") < table.index("reduce-scatter")
+    assert table.index("optimizer step") < table.index("nothing travels")

@@ -11,7 +11,7 @@ from mmm.plan.picture.arrange import Arrangement
 from mmm.plan.picture.cards import filled
 from mmm.plan.picture.facts import Facts, Shard
 from mmm.plan.picture.scene import Item, Rect, Scene, Text, text_width, wrapped
-from mmm.plan.picture.strip import strip
+from mmm.plan.picture.sent import sent_table
 
 SIDE, APART = 8.0, 1.5  # of a square; between two
 MOST = 4096  # squares
@@ -105,7 +105,7 @@ def _step(facts: Facts, y: float, width: float) -> tuple[list[Item], float]:
         if len(facts.dry.ranks) > 1:
             items.append(Text(MARGIN, y + 14, f"rank {report.rank}, pp {report.coordinates['pp']}", 12, bold=True))
             y += 24
-        more, y = strip(facts, report.rank, MARGIN, y + 4, width - 2 * MARGIN)
+        more, y = sent_table(facts, report.rank, MARGIN, y + 4, width - 2 * MARGIN)
         items += more
         y += 8
     return items, y

@@ -41,7 +41,7 @@ CP = {
     "ulysses": "In attention a rank gets all tokens of some heads in exchange for its tokens of the others.",
     "usp": "In attention neighbours exchange heads for tokens, and keys and values go round a ring of such groups.",
 }
-SEQUENCE = "Between the matrix products a rank keeps its own tokens alone (sequence parallel): {shown}."
+SEQUENCE = "Between the matrix products a rank keeps its own tokens alone (sequence parallel): those in the frame."
 CP_NAMES = {"ring": "ring", "ulysses": "Ulysses", "usp": "ring of Ulysses groups"}
 MEANINGS = {  # (kind of axis, operation, part of the step) → what it is for
     ("data", "all_gather", "forward"): "a layer's weights, before it computes; freed after it",
@@ -94,12 +94,8 @@ def title(facts: Facts) -> str:
     return text[:1].upper() + text[1:]
 
 
-def sentences(facts: Facts, shown: str = "those in the frame") -> list[str]:
-    """What each technique of the layout means.
-
-    Args:
-        shown: which of a rank's tokens are those that sequence parallelism leaves it.
-    """
+def sentences(facts: Facts) -> list[str]:
+    """What each technique of the layout means."""
     layout, technique = facts.layout, facts.techniques.data_parallel
     if layout.ranks == 1:
         return ["One device has everything: weights, gradients, optimizer state and all samples. Nothing travels."]
@@ -113,7 +109,9 @@ def sentences(facts: Facts, shown: str = "those in the frame") -> list[str]:
         texts.append(CP[facts.techniques.cp_style])
     if layout.pp > 1:
         texts.append(f"The samples of a step go through the stages in {facts.held(0).microbatches} micro-batches.")
-    return [*texts, SEQUENCE.format(shown=shown)] if facts.between_products(0) else texts
+    if facts.between_products(0):
+        texts.append(SEQUENCE)
+    return texts
 
 
 def others(facts: Facts, shown: Sequence[int]) -> list[str]:
