@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from statistics import median
 from typing import NamedTuple
 
-from mmm import contract
-from mmm.errors import LaunchError
+from mmm.launch.errors import LaunchError
 from mmm.launch.plan import mpi
+from mmm.runtime import contract
 
 WAYS = ("forked", "spawned", "torchrun", "mpiexec")
 # Of another launcher: a program started here is no rank of it.

@@ -23,10 +23,10 @@ class UserError(ValueError):
         on_every_rank: every rank is known to raise it, because a collective has told them all: rank 0 alone prints it.
             A check that each rank makes for itself does not count: what fails on one host may pass on the others.
         ranks: to start instead, where the message says "start 8 ranks"; a command line shows the line that does.
-        kind: of the report to launch (`mmm.contract.Report`).
+        reported_as: kind of the report to launch, which looks for this attribute.
     """
 
-    kind = "user"
+    reported_as = "user"
 
     def __init__(
         self, message: object = "", *args: object, on_every_rank: bool = False, ranks: int | None = None
@@ -47,7 +47,7 @@ class ConfigError(UserError):
 class LayoutError(UserError):
     """A mesh layout does not fit the ranks, the model or the batch."""
 
-    kind = "layout"
+    reported_as = "layout"
 
 
 class DeviceError(UserError):
@@ -60,10 +60,6 @@ class DataError(UserError):
 
 class RecordError(UserError):
     """A run's record cannot be written or read."""
-
-
-class MachineError(UserError):
-    """A machine is not known, or its file is wrong or does not say what is needed."""
 
 
 class LaunchError(UserError):

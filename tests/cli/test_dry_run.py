@@ -9,7 +9,8 @@ import pytest
 
 from mmm.cli import main as cli
 from mmm.cli.dry_run import split, target_of
-from mmm.errors import ConfigError, LaunchError
+from mmm.errors import ConfigError
+from mmm.launch.errors import LaunchError
 from mmm.launch.program.target import Target
 
 PAGE = (Path(__file__).parent.parent.parent / "docs" / "your-script.md").read_text(encoding="utf-8")

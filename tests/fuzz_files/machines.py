@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from fuzz_files.kinds import Kind
-from mmm.errors import LaunchError
+from mmm.launch.errors import LaunchError
 from mmm.launch.plan import hosts, slurm
 from mmm.launch.program.preloads import preloads
 from mmm.launch.program.target import Target, read_source

@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from mmm.contract import PORTS, Report
-from mmm.errors import LaunchError
 from mmm.launch import main
 from mmm.launch.channel import commands
 from mmm.launch.channel.commands import RemoteAgent
 from mmm.launch.channel.failures import Failure
+from mmm.launch.contract import PORTS, Report
+from mmm.launch.errors import LaunchError
 from mmm.launch.host.agent import numbers
 from mmm.launch.plan import binding, hosts, walltime
 from mmm.launch.plan.hosts import Job

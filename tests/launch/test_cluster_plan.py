@@ -6,8 +6,8 @@ import re
 
 import pytest
 
-from mmm.errors import LaunchError, MachineError, UserError
 from mmm.launch import main
+from mmm.launch.errors import LaunchError, MachineError, UserError
 from mmm.launch.plan import cluster, mpi
 from mmm.launch.plan.accelerators import Accelerators
 from mmm.launch.plan.options import LaunchOptions

@@ -4,10 +4,10 @@ import signal
 
 import pytest
 
-from mmm import contract
-from mmm.contract import Report
+from mmm.launch import contract
 from mmm.launch.channel.failures import Failure, cause
 from mmm.launch.channel.wire import Status
+from mmm.launch.contract import Report
 
 BOOM = Failure.reported(Report(1, "traceback", "Traceback …\nValueError: boom\n", 1, time=5.0))
 LOST = Failure.reported(Report(0, "traceback", "Traceback …\nRuntimeError: … Connection closed by peer\n", 1, time=4.0))

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from mmm import streams
+from mmm.launch import streams
 from support.clock import PATIENCE
 from support.launcher import START
 

@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from mmm.errors import LaunchError
+from mmm.launch.errors import LaunchError
 from mmm.launch.plan import cluster, hosts
 from mmm.launch.plan.accelerators import Accelerators
 from mmm.launch.plan.options import Elastic, LaunchOptions

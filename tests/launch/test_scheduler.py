@@ -2,7 +2,7 @@
 
 import pytest
 
-from mmm.errors import LaunchError
+from mmm.launch.errors import LaunchError
 from mmm.launch.plan import hosts
 from mmm.launch.plan.scheduler import detect
 

@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 
 import mmm
-from mmm.errors import LaunchError
 from mmm.launch.channel.handshake import reach
 from mmm.launch.channel.link import Link, Lost
+from mmm.launch.errors import LaunchError
 from mmm.launch.plan import stage
 from mmm.launch.plan.stage import Stage
 from mmm.launch.run.one_backend import REMOVAL

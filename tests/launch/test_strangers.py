@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from mmm.errors import LaunchError
+from mmm.launch.errors import LaunchError
 from mmm.launch.plan.stage import Stage
 from mmm.launch.staging import copy as copies
 from mmm.launch.staging import host

@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from mmm.errors import LaunchError
+from mmm.launch.errors import LaunchError
 from mmm.launch.program import target
 from mmm.launch.program.target import Target
 

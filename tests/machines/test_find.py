@@ -9,7 +9,7 @@ import pytest
 
 from mmm.cli.doctor.finding import Place
 from mmm.cli.doctor.network import check_machine
-from mmm.errors import MachineError
+from mmm.launch.errors import MachineError
 from mmm.machines import find
 from mmm.machines.find import load, machine_here, measured_path, named, old_places
 from support.clock import PATIENCE

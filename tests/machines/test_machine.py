@@ -6,7 +6,7 @@ from dataclasses import fields
 
 import pytest
 
-from mmm.errors import MachineError
+from mmm.launch.errors import MachineError
 from mmm.machines.find import BUILT_IN, load
 from mmm.machines.machine import BOUNDS, FIELDS, TYPES, Machine, read
 

@@ -13,7 +13,7 @@ from io import StringIO
 from subprocess import CompletedProcess
 from unittest.mock import patch
 
-from mmm.contract import DEVICE_VARIABLE
+from mmm.launch.contract import DEVICE_VARIABLE
 from mmm.runtime.ranks import Rank
 from support.clock import PATIENCE
 from support.pool import MEASURED, meeting_only

@@ -3,8 +3,8 @@
 import sys
 from dataclasses import dataclass
 
-from mmm.contract import DRY_RUN_VARIABLE
 from mmm.examples import fsdp_tp
+from mmm.runtime.contract import DRY_RUN_VARIABLE
 from mmm.trainer import lm
 from mmm.trainer.config.command_line import configure, for_a_few_steps, parse
 from mmm.trainer.config.run import BatchOptions

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from mmm.contract import ELASTIC_VARIABLE
 from mmm.errors import ConfigError
+from mmm.runtime.contract import ELASTIC_VARIABLE
 from mmm.trainer.config.command_line import configure
 from mmm.trainer.lm import Config
 from mmm.trainer.run import resume

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from mmm.contract import LINE_VARIABLE
+from mmm.runtime.contract import LINE_VARIABLE
 from mmm.trainer.run.lines import HEAD, WIDTH, done, row_line, shown
 from mmm.trainer.run.resume import below, line_that_goes_on, without
 from mmm.trainer.run.rows import Row, Totals

@@ -75,7 +75,7 @@ def test_no_bar_without_a_terminal(capsys):
 def test_only_rank_0_of_launch_has_the_copied_terminal(monkeypatch):
     monkeypatch.setenv("MMM_TERMINAL", "100x30")
     assert terminal(Rank(0, 2, 0, 2, "launch")) is None  # nothing says that launch listens
-    monkeypatch.setattr("mmm.contract.attached", lambda: True)
+    monkeypatch.setattr("mmm.runtime.contract.attached", lambda: True)
     assert terminal(Rank(0, 2, 0, 2, "launch")).width == 100
     assert terminal(Rank(1, 2, 1, 2, "launch")) is None
     monkeypatch.setenv("TERM", "dumb")

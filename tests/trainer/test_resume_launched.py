@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 import mmm.history
-from mmm.contract import REPEAT
 from mmm.history.record.dataset import marks_of
+from mmm.runtime.contract import REPEAT
 from support.clock import PATIENCE
 from support.launcher import Launcher
 from support.resuming import curve, tensors
@@ -76,7 +76,7 @@ def test_retries_go_on(launcher, undisturbed, number):
 
 KILLED_IN_ITS_END = """
 import os, signal
-from mmm.contract import ATTEMPT_VARIABLE
+from mmm.runtime.contract import ATTEMPT_VARIABLE
 from mmm.trainer.config.command_line import run_main
 from mmm.trainer import lm
 from mmm.trainer.config.command_line import parse

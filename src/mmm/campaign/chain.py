@@ -18,12 +18,12 @@ from typing import Any
 
 from mmm.campaign import queues
 from mmm.checkpoint.manifest import steps_of
-from mmm.contract import SAVED_EXIT, USER_ERROR_EXIT
 from mmm.errors import LaunchError, RecordError
 from mmm.history.record.ending import FAILED, FINISHED, Ending
 from mmm.history.record.folder import write_atomically
 from mmm.history.runs import read_run
 from mmm.outside import read_json
+from mmm.runtime.contract import SAVED_EXIT, USER_ERROR_EXIT
 
 JOBS, FILE, CHECKPOINTS = "jobs", "campaign.json", "checkpoints"
 IDLE = 2  # jobs in a row that have saved nothing new end a campaign

@@ -10,9 +10,10 @@ import os
 import sys
 
 from mmm import __version__
-from mmm.contract import check_folder
 from mmm.errors import UserError
+from mmm.launch.errors import UserError as LaunchUserError
 from mmm.outside import printable_lines
+from mmm.runtime.contract import check_folder
 
 # Subcommand -> module with main(argv) -> exit code, and one line for the list.
 SUBCOMMANDS = {
@@ -103,7 +104,7 @@ def _run(arguments: list[str]) -> int:
     try:
         check_folder()
         return int(importlib.import_module(SUBCOMMANDS[name][0]).main(rest) or 0)
-    except UserError as error:
+    except (UserError, LaunchUserError) as error:
         print(f"mmm: error: {printable_lines(error)}", file=sys.stderr)
         return 2
 

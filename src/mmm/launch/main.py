@@ -10,16 +10,16 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 
-from mmm import contract, streams
-from mmm.errors import LaunchError, UserError
+from mmm.launch import contract, streams
 from mmm.launch.channel.failures import say
+from mmm.launch.errors import LaunchError, UserError
+from mmm.launch.files import printable_lines
 from mmm.launch.plan import cluster, local, stage, walltime
 from mmm.launch.plan.launch_plan import LOCAL, LaunchPlan, Value
 from mmm.launch.plan.options import LaunchOptions, count, launch_options, parser, seconds, split, untold
 from mmm.launch.program import target
 from mmm.launch.program.target import Target
 from mmm.launch.run.control import Run, Transport
-from mmm.outside import printable_lines
 
 LEAST_FILES = 64
 

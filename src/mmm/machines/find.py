@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from mmm.errors import MachineError
+from mmm.launch.errors import MachineError
 from mmm.machines.machine import Machine, read
 
 BUILT_IN = Path(__file__).parent / "known"

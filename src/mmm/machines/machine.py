@@ -9,9 +9,9 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from mmm.errors import MachineError
+from mmm.launch.errors import MachineError
+from mmm.launch.files import read_json, short
 from mmm.machines.peaks import named_peak
-from mmm.outside import read_json, short
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,6 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from mmm.contract import DRY_RUN_VARIABLE, RANK_VARIABLES
 from mmm.layout import Layout, Techniques
 from mmm.models import draw, weights
 from mmm.models.experts import has_experts
@@ -39,6 +38,7 @@ from mmm.plan.refusals import no_checkpoint, no_other_group, one_model
 from mmm.plan.sent_calls import SentInOrder
 from mmm.plan.stage_shapes import StageShapes, known_shapes
 from mmm.plan.tracker import MemoryPeak, MemoryTimeline, MemoryTracker, logit_widths
+from mmm.runtime.contract import DRY_RUN_VARIABLE, RANK_VARIABLES
 from mmm.runtime.observer import Observer, WatchedRun, observing
 from mmm.torch_private import dry_run
 from mmm.torch_private.dry_run import Place

@@ -12,10 +12,10 @@ from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-from mmm.contract import CONSEQUENCES
 from mmm.errors import UserError
 from mmm.launch.plan.hosts import free_port
 from mmm.processes.children import LEAVE, Child, Children, ended
+from mmm.runtime.contract import CONSEQUENCES
 from mmm.runtime.ranks import Rank
 
 GRACE = 0.1  # s to wait, after a first failure, for one that came before it

@@ -14,12 +14,11 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import NoReturn
 
-from mmm import contract, streams
-from mmm.contract import DRY_RUN_VARIABLE, RANK_VARIABLES, USER_ERROR_EXIT, report
-from mmm.contract import first_failure as first_failure  # docs/launch.md names it here
 from mmm.errors import UserError
 from mmm.outside import printable_lines
-from mmm.runtime import startup
+from mmm.runtime import contract, startup, streams
+from mmm.runtime.contract import DRY_RUN_VARIABLE, RANK_VARIABLES, USER_ERROR_EXIT, report
+from mmm.runtime.contract import first_failure as first_failure  # docs/launch.md names it here
 from mmm.runtime.ranks import whoami
 
 SHORT = 200  # characters of what a wrong command line is told, where it is repeated
@@ -50,7 +49,7 @@ def report_user_error(error: UserError) -> None:
     Without launch every rank that has an error says it, except where the error is `on_every_rank`: then rank 0 does.
     """
     text = printable_lines(error)
-    if report(error.kind, text, USER_ERROR_EXIT):
+    if report(error.reported_as, text, USER_ERROR_EXIT):
         return
     everywhere = error.on_every_rank
     if rank() == 0 or not everywhere:

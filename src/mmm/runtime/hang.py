@@ -31,10 +31,10 @@ from typing import Any
 
 import torch.distributed as dist
 
-from mmm.contract import CONSEQUENCES, report
 from mmm.errors import HangError
 from mmm.runtime.agreement import name_hosts, name_ranks
 from mmm.runtime.clock import StepClock
+from mmm.runtime.contract import CONSEQUENCES, report
 from mmm.runtime.ranks import Rank
 from mmm.torch_private.groups import default_store, flight_recorders, group_names
 from mmm.torch_private.module import MODULE_CALL

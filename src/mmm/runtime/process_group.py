@@ -21,9 +21,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mmm.contract import ENDING, LOOPBACK, MARKER_VARIABLE, check_loopback, open_files
 from mmm.errors import LaunchError
 from mmm.runtime.agreement import check_devices, find_hosts, rendezvous, unique_key
+from mmm.runtime.contract import ENDING, LOOPBACK, MARKER_VARIABLE, check_loopback, open_files
 from mmm.runtime.device import backend_for, identity
 from mmm.runtime.ranks import DRY_RUN, Rank
 from mmm.torch_private.groups import can_split, default_group, default_timeout, group_names

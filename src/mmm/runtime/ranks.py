@@ -11,8 +11,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from mmm.contract import DRY_RUN_VARIABLE, LOOPBACK, MARKER_VARIABLE, RANK_VARIABLES, numbering, port_of, read_number
 from mmm.errors import LaunchError
+from mmm.runtime.contract import (
+    DRY_RUN_VARIABLE,
+    LOOPBACK,
+    MARKER_VARIABLE,
+    RANK_VARIABLES,
+    numbering,
+    port_of,
+    read_number,
+)
 
 DRY_RUN = "dry run"  # the source of a rank that is not there (`mmm.plan.dry_run`)
 LONGEST = 1e7  # s that a collective may be given, a third of a year: PyTorch's own clock overflows some way above
@@ -25,8 +33,8 @@ class Rank:
     Attributes:
         rank, world_size: over all hosts, 0 ≤ rank < world_size.
         local_rank, local_world_size: the same on this host; None where nothing says them (`process_group.locate`).
-        source: what told us: ``launch``, ``alone``, or its name in `mmm.contract.RANK_VARIABLES`; ``dry run`` for a
-            rank that is not there.
+        source: what told us: ``launch``, ``alone``, or its name in `contract.RANK_VARIABLES`; ``dry run`` for a rank
+            that is not there.
         address, port: where rank 0's store listens; None where this process is alone.
         store: by which the ranks have met; None before.
     """

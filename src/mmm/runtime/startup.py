@@ -10,9 +10,8 @@ Six marks, each the seconds since 1970 at which
     model        the model is built: the first step begins
     first_step   C: the first step has ended, the device waited for
 
-What lies between two is given a name in `table`. `launch` times imports by package up to `ready`: shared ones, once, in
-the process that ranks are forked from; the others in each rank. Without it they are one number, up to the program's
-main function.
+What lies between two is given a name in `table`. `launch` times the imports that ranks share by package, once, in the
+process that ranks are forked from. What a rank imports itself is one number, up to the program's main function.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from datetime import datetime
 from statistics import median
 from typing import Any
 
-from mmm import contract
+from mmm.runtime import contract
 
 _LOADED = time.time()  # for systems that do not say when a process was started
 MARKS = ("started", "began", "ready", "group", "model", "first_step")
@@ -60,23 +59,23 @@ class Times:
         return [float(getattr(self, mark)) for mark in MARKS]
 
 
+_own_imports: dict[str, float] = {}
+
+
 def imported() -> None:
     """The program's main function begins: its imports are done."""
-    program = contract.program
-    if not program.own and not program.shared:
-        program.own["all packages"] = time.time() - _began()
+    _own_imports["all packages"] = time.time() - _began()
 
 
 def ready() -> Times:
-    """All that needs no other rank is done. Imports are timed no further."""
-    contract.program.stop()
+    """All that needs no other rank is done."""
     started, source = contract.started(os.environ, _LOADED)
-    return Times(started, _began(), time.time(), imports=dict(contract.program.own), source=source)
+    return Times(started, _began(), time.time(), imports=dict(_own_imports), source=source)
 
 
 def _began() -> float:
     """When the program began: where nothing has noted it, with its process."""
-    return contract.program.began or contract.process_start() or _LOADED
+    return contract.program_start().began or contract.process_start() or _LOADED
 
 
 def as_record(source: str, marks: Sequence[Sequence[float]], imports: Sequence[Mapping[str, float]]) -> dict[str, Any]:
@@ -89,7 +88,10 @@ def as_record(source: str, marks: Sequence[Sequence[float]], imports: Sequence[M
     return {
         "started_from": source,
         "marks": {name: [None if math.isnan(value) else value for value in values] for name, values in columns},
-        "imports": {"shared": _rounded(contract.program.shared), "ranks": [_rounded(seconds) for seconds in imports]},
+        "imports": {
+            "shared": _rounded(contract.program_start().shared),
+            "ranks": [_rounded(seconds) for seconds in imports],
+        },
     }
 
 

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
-from mmm.contract import REPEAT, attached, first_failure, report
+from mmm.runtime.contract import REPEAT, attached, first_failure, report
 from mmm.runtime.failure import rank
 
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)

@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mmm import units
 from mmm.cli.doctor.finding import Finding
-from mmm.errors import ConfigError, MachineError
+from mmm.errors import ConfigError
+from mmm.launch.errors import MachineError
 from mmm.machines import find
 from mmm.machines.machine import Machine
 

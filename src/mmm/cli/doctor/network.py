@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from mmm.cli.doctor.finding import Finding, Place
-from mmm.errors import LaunchError, MachineError
+from mmm.launch.errors import LaunchError, MachineError
 from mmm.launch.plan.scheduler import SCHEDULERS, detect
 from mmm.machines import find
 

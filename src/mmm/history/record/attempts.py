@@ -10,11 +10,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from mmm.contract import ATTEMPT_VARIABLE, ATTEMPTS_VARIABLE
 from mmm.errors import RecordError
 from mmm.history.record.dataset import finalize_now
 from mmm.history.record.ending import ENDED, KILLED, Ending, config_ending, parsed, read_config
 from mmm.history.record.folder import CONFIG, JOURNAL, own_files, reason
+from mmm.runtime.contract import ATTEMPT_VARIABLE, ATTEMPTS_VARIABLE
 
 
 class Attempt(NamedTuple):

@@ -7,10 +7,10 @@ import socket
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from mmm.contract import Report
 from mmm.launch.channel import link as links
 from mmm.launch.channel.failures import Failure
 from mmm.launch.channel.link import Link, Message
+from mmm.launch.contract import Report
 from mmm.launch.plan import hosts
 from mmm.launch.plan.launch_plan import LaunchPlan
 

@@ -8,8 +8,8 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from mmm.contract import CONSEQUENCES, SAVED_EXIT, USER_ERROR_EXIT, Report, shorten
 from mmm.launch.channel.wire import Status
+from mmm.launch.contract import CONSEQUENCES, SAVED_EXIT, USER_ERROR_EXIT, Report, shorten
 
 WAIT = 0.06  # s to wait, after a first failure, for one that came before it
 WAIT_DOUBTFUL = 0.5  # s, if all that is known so far looks like a consequence

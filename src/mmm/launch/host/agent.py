@@ -15,12 +15,12 @@ import time
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
-from mmm.contract import LOOPBACK, RANK_VARIABLES, check_loopback, read_number
-from mmm.errors import LaunchError, UserError
 from mmm.launch.channel import commands, handshake
 from mmm.launch.channel import link as links
 from mmm.launch.channel.failures import Failure, say
 from mmm.launch.channel.link import Link, Lost
+from mmm.launch.contract import LOOPBACK, RANK_VARIABLES, check_loopback, read_number
+from mmm.launch.errors import LaunchError, UserError
 from mmm.launch.host.agent_supervisor import AgentSupervisor, end_helper, host_name
 from mmm.launch.plan import binding, host_plan, hosts
 from mmm.launch.plan.host_plan import HostPlan

@@ -21,12 +21,10 @@ from importlib.machinery import ModuleSpec, SourceFileLoader
 from types import CodeType, FrameType, ModuleType, TracebackType
 from typing import Any, NoReturn
 
-from mmm import contract, streams
-from mmm.contract import ENDING, USER_ERROR_EXIT
-from mmm.errors import UserError
+from mmm.launch import contract, streams
 from mmm.launch.channel.wire import FAILURE_VARIABLE
+from mmm.launch.contract import ENDING, USER_ERROR_EXIT
 from mmm.launch.host import forks
-from mmm.launch.host.import_timer import ImportTimer
 from mmm.launch.program import target as targets
 from mmm.launch.program.preloads import OURS, is_installed
 from mmm.launch.program.target import Target, source_of
@@ -90,22 +88,12 @@ def run_as_main(target: Target) -> None:
     first = target.first_path()
     if first is not None:
         sys.path.insert(0, first)
-    _note_start(target)
+    contract.note_start()
     if target.kind == "script" and not target.name.endswith(".py"):
         runpy.run_path(target.name, run_name="__main__")  # a folder, a zip file, compiled code, any other name
         return
     sys.modules["__main__"] = main = ModuleType("__main__")  # it stays: runpy's own is gone when atexit runs
     exec(_code(target, main), vars(main))
-
-
-def _note_start(target: Target) -> None:
-    """The program begins. A program of mmm's own measures its start, so its imports are timed."""
-    program = contract.program
-    program.began = time.time()
-    if OURS in (target.name.partition(".")[0], *program.shared):
-        timer = ImportTimer()
-        timer.start()
-        program.own, program.stop = timer.seconds, timer.stop
 
 
 def _code_of(spec: ModuleSpec) -> CodeType | None:
@@ -149,9 +137,8 @@ def _account(error: BaseException, caught: float) -> int:
         return 1
     if isinstance(error, KeyboardInterrupt):
         return INTERRUPTED
-    if isinstance(error, UserError) and contract.attached():
-        if not contract.report(error.kind, str(error), USER_ERROR_EXIT, caught):
-            print(f"error: {error}", file=sys.stderr)
+    kind = getattr(error, "reported_as", None)
+    if isinstance(kind, str) and contract.report(kind, str(error), USER_ERROR_EXIT, caught):
         return USER_ERROR_EXIT
     text = "".join(traceback.format_exception(type(error), error, _own_frames_off(error.__traceback__)))
     if not contract.report("traceback", text, 1, caught):

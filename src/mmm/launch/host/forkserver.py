@@ -20,8 +20,7 @@ import weakref
 from dataclasses import replace
 from typing import NoReturn
 
-from mmm import contract
-from mmm.contract import ENDING, MARKER_VARIABLE
+from mmm.launch import contract
 from mmm.launch.channel.wire import (
     CHILD,
     FAILURE_VARIABLE,
@@ -31,6 +30,7 @@ from mmm.launch.channel.wire import (
     Instructions,
     Status,
 )
+from mmm.launch.contract import ENDING, MARKER_VARIABLE
 from mmm.launch.host import child, forks
 from mmm.launch.host.import_timer import ImportTimer
 from mmm.launch.plan import binding
@@ -82,7 +82,7 @@ def main() -> NoReturn:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING)
         forks.outlive_parent()
         ranks = server.watch()
-        contract.program.shared = dict.fromkeys(contract.program.shared, 0.0)  # imported for the ranks before
+        contract.shared_imports = dict.fromkeys(contract.shared_imports, 0.0)  # imported for the ranks before
     os._exit(0)  # nothing here has anything to write, and taking torch down takes 0.4 s
 
 
@@ -116,7 +116,7 @@ def preload(target: Target, todo: Instructions) -> None:
     if _shadowed(target.first_path()):
         start_anew(todo, "*")
     timer.stop()
-    contract.program.shared = timer.seconds
+    contract.shared_imports = timer.seconds
     for finalizer in getattr(weakref.finalize, "_registry", ()):
         finalizer.atexit = False  # of what all ranks share: PyTorch's take its operators down, one by one, in each rank
     gc.freeze()  # not collected first: that takes longer than what it would free
@@ -180,7 +180,9 @@ def execute(todo: Instructions) -> NoReturn:
         os.execvp(todo.command[0], todo.command)
     except OSError as error:
         contract.attach(todo.failure)
-        contract.report("exit", f"launch: error: {todo.command[0]} cannot be run: {error.strerror}\n", 126)
+        contract.report(
+            "exit", f"launch: error: {todo.command[0]} cannot be run: {error.strerror}\n", 126, time.monotonic()
+        )
         os._exit(126)
 
 

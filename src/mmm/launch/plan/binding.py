@@ -5,7 +5,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from mmm.errors import LaunchError
+from mmm.launch.errors import LaunchError
 
 OURS = "none, cores, or list:0-3:4-7:… (CPUs of local rank 0, 1, …)"
 CPUS_VARIABLE = "MMM_CPUS"  # the CPUs a rank binds itself to: "4-7,36"; taken out before it runs

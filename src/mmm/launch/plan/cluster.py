@@ -17,8 +17,8 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from mmm.contract import SITE_VARIABLE
-from mmm.errors import LaunchError
+from mmm.launch.contract import SITE_VARIABLE
+from mmm.launch.errors import LaunchError
 from mmm.launch.plan import (
     accelerators,
     binding,

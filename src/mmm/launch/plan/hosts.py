@@ -14,8 +14,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from mmm.contract import PORTS
-from mmm.errors import LaunchError
+from mmm.launch.contract import PORTS
+from mmm.launch.errors import LaunchError
 
 NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?")
 MOST = 1 << 17  # hosts of a job, ranks of one, and slots: more is a slip, and would fill this host's memory

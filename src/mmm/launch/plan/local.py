@@ -4,8 +4,8 @@ import os
 import socket
 from collections.abc import Mapping
 
-from mmm.contract import DEVICE_VARIABLE, RANK_VARIABLES, check_loopback, numbering, read_number
-from mmm.errors import LaunchError
+from mmm.launch.contract import DEVICE_VARIABLE, RANK_VARIABLES, check_loopback, numbering, read_number
+from mmm.launch.errors import LaunchError
 from mmm.launch.plan import accelerators, hosts, scheduler, variables
 from mmm.launch.plan.accelerators import Accelerators
 from mmm.launch.plan.host_plan import HostPlan, available_cores, make

@@ -6,7 +6,7 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from mmm.errors import LaunchError
+from mmm.launch.errors import LaunchError
 from mmm.launch.plan.hosts import fills_host_after_host, is_here
 
 AGENT_VARIABLE = "MMM_CLUSTER"  # where the agents find launch, JSON: {"at": [[address, port], …], "token": …, …}

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from mmm.errors import LaunchError
+from mmm.launch.errors import LaunchError
 from mmm.launch.plan import hosts
 from mmm.launch.plan.hosts import Job
 

@@ -11,7 +11,7 @@ decides, and a note says so: a job often has one task a host, for launch to star
 
 from dataclasses import dataclass
 
-from mmm.errors import LaunchError
+from mmm.launch.errors import LaunchError
 from mmm.launch.plan import hosts
 from mmm.launch.plan.hosts import Job, in_words, is_even, spread
 from mmm.launch.plan.options import MAX_RANKS, LaunchOptions

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import NamedTuple
 
-from mmm.errors import LaunchError
+from mmm.launch.errors import LaunchError
 from mmm.launch.plan import pbs, slurm
 from mmm.launch.plan.hosts import Job
 

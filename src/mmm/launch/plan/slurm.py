@@ -3,7 +3,7 @@
 import re
 from collections.abc import Mapping, Sequence
 
-from mmm.errors import LaunchError
+from mmm.launch.errors import LaunchError
 from mmm.launch.plan import hosts
 from mmm.launch.plan.hosts import Job, is_even, spread
 from mmm.launch.plan.mpi import Request, joined

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from mmm.errors import LaunchError
+from mmm.launch.errors import LaunchError
 
 STAGED_VARIABLE = "MMM_STAGED"  # where the copy is, for the program
 MAPPED = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "VIRTUAL_ENV", "CONDA_PREFIX")  # variables that may name the source

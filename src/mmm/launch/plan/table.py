@@ -4,7 +4,7 @@ import platform
 import shlex
 import sys
 
-from mmm.contract import DEVICE_VARIABLE, SITE_VARIABLE
+from mmm.launch.contract import DEVICE_VARIABLE, SITE_VARIABLE
 from mmm.launch.plan import hosts
 from mmm.launch.plan.host_plan import HostPlan
 from mmm.launch.plan.launch_plan import LaunchPlan, Value

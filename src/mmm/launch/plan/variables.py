@@ -4,8 +4,8 @@ import getpass
 import os
 from collections.abc import Mapping, Sequence
 
-from mmm.contract import DEVICE_VARIABLE, port_of
-from mmm.errors import LaunchError
+from mmm.launch.contract import DEVICE_VARIABLE, port_of
+from mmm.launch.errors import LaunchError
 from mmm.launch.plan import accelerators, hosts
 from mmm.launch.plan.hosts import Job
 from mmm.launch.plan.launch_plan import Value

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 
-from mmm.errors import LaunchError
+from mmm.launch.errors import LaunchError
 
 VALUE_FLAGS = "WX"  # python's own flags that take a value; -m and -c end the flags
 PLAIN_FLAGS = "bBdEIOPqRsSuv"  # those that do not; with any other (-i, -x, -V, -h) python is run as it is

@@ -7,7 +7,7 @@
               numbers its layout takes: it refuses others by a `LayoutError`, before its ranks meet. Then the next lower
               number is tried, and that one never again. With fewer than MIN the run ends.
     growth    Slots have come back, and a larger number may do: the ranks get SIGUSR1, save, and exit with code 75
-              (`mmm.contract.SAVED_EXIT`); the next attempt has them all. A program that knows no SIGUSR1 ignores it.
+              (`contract.SAVED_EXIT`); the next attempt has them all. A program that knows no SIGUSR1 ignores it.
 
 What holds the ranks is `mmm.launch.run.backend_per_host`'s.
 """
@@ -16,8 +16,8 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from mmm.contract import SAVED_EXIT
 from mmm.launch.channel.failures import Failure, say
+from mmm.launch.contract import SAVED_EXIT
 from mmm.launch.plan.launch_plan import LaunchPlan
 
 SHORT_GRACE = 0.1  # s for the ranks that are left, when the run goes on without one that was killed

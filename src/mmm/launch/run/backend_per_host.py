@@ -11,7 +11,7 @@ import subprocess
 import time
 from dataclasses import replace
 
-from mmm import contract
+from mmm.launch import contract
 from mmm.launch.channel.commands import RemoteAgent, addresses, slot_commands
 from mmm.launch.channel.failures import Failure, say
 from mmm.launch.channel.link import Lost, Message

@@ -25,10 +25,10 @@ import time
 from abc import ABC, abstractmethod
 from enum import Enum
 
-from mmm.contract import ENDING
 from mmm.launch.channel import failures
 from mmm.launch.channel.failures import Failure, say, signal_name
 from mmm.launch.channel.wire import PASSED_ON
+from mmm.launch.contract import ENDING
 from mmm.launch.plan.walltime import Limits
 from mmm.launch.run import stacks
 from mmm.launch.run.attempts import Attempts

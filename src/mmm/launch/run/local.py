@@ -6,10 +6,10 @@ import selectors
 import signal
 import socket
 
-from mmm.contract import SOCKET_BUFFER, Report
 from mmm.launch.channel import failures
 from mmm.launch.channel.failures import Failure
 from mmm.launch.channel.wire import Status
+from mmm.launch.contract import SOCKET_BUFFER, Report
 from mmm.launch.plan.host_plan import HostPlan
 from mmm.launch.run import processes, stacks
 from mmm.launch.run.control import Run, Transport

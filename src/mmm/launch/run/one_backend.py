@@ -3,12 +3,12 @@
 import subprocess
 import time
 
-from mmm.contract import open_files
-from mmm.errors import LaunchError
 from mmm.launch.channel import failures
 from mmm.launch.channel.commands import RemoteAgent, addresses, start_commands
 from mmm.launch.channel.failures import Failure
 from mmm.launch.channel.link import Message
+from mmm.launch.contract import open_files
+from mmm.launch.errors import LaunchError
 from mmm.launch.plan import hosts
 from mmm.launch.plan.launch_plan import LaunchPlan
 from mmm.launch.run import processes

@@ -6,7 +6,7 @@ import select
 import selectors
 import time
 
-from mmm import streams
+from mmm.launch import streams
 
 CHUNK = 1 << 16
 DRAIN = 1.0  # s for the rest

@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
-from mmm.contract import MARKER_VARIABLE
+from mmm.launch.contract import MARKER_VARIABLE
 
 PROC = Path("/proc")
 KILL_TIMEOUT = 2.0  # s; a process in an uninterruptible call dies only when that returns

@@ -17,11 +17,11 @@ from abc import abstractmethod
 from collections.abc import Iterable
 from typing import Any
 
-from mmm.errors import LaunchError
 from mmm.launch.channel.commands import RemoteAgent, read_failure
 from mmm.launch.channel.failures import Failure, say, signal_name
 from mmm.launch.channel.handshake import Reception
 from mmm.launch.channel.link import Lost, Message
+from mmm.launch.errors import LaunchError
 from mmm.launch.plan import mpi
 from mmm.launch.plan.launch_plan import LaunchPlan
 from mmm.launch.run.control import Run, Transport

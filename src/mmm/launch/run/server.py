@@ -9,9 +9,9 @@ import subprocess
 import uuid
 from typing import Any
 
-from mmm.contract import MARKER_VARIABLE, SOCKET_BUFFER, TERMINAL_VARIABLE, VERDICT_VARIABLE
 from mmm.launch.channel import wire
 from mmm.launch.channel.wire import Instructions
+from mmm.launch.contract import MARKER_VARIABLE, SOCKET_BUFFER, TERMINAL_VARIABLE, VERDICT_VARIABLE
 from mmm.launch.plan.host_plan import HostPlan
 from mmm.launch.run import processes
 from mmm.launch.run.output import Output

@@ -7,8 +7,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from mmm.contract import ENDING, REPEAT
 from mmm.launch.channel.wire import PASSED_ON
+from mmm.launch.contract import ENDING, REPEAT
 
 
 class Signals:

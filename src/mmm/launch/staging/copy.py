@@ -23,9 +23,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 
-from mmm.errors import LaunchError
+from mmm.launch.errors import LaunchError
+from mmm.launch.files import open_own, parse_json, read_file
 from mmm.launch.plan import stage
-from mmm.outside import open_own, parse_json, read_file
 
 CHUNK = 1 << 20  # bytes
 FILE_COSTS = 4096  # bytes of a disk, beyond its contents

@@ -20,11 +20,11 @@ from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import asdict
 from typing import Any
 
-from mmm.contract import ENDING
-from mmm.errors import LaunchError
 from mmm.launch.channel.failures import say
 from mmm.launch.channel.handshake import Reception, reach
 from mmm.launch.channel.link import CONNECT_TIMEOUT, Link, Lost
+from mmm.launch.contract import ENDING
+from mmm.launch.errors import LaunchError
 from mmm.launch.plan.stage import Stage
 from mmm.launch.staging.copy import Copy, Source, pack, scan
 

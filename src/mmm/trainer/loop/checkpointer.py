@@ -13,9 +13,9 @@ from torch import Tensor
 
 from mmm.checkpoint import Manifest, Saver
 from mmm.checkpoint.model_metadata import ModelMetadata
-from mmm.contract import SAVED_EXIT
 from mmm.history.record.folder import versions
 from mmm.runtime.clock import event_class
+from mmm.runtime.contract import SAVED_EXIT
 from mmm.runtime.process_group import broadcast_object
 from mmm.runtime.ranks import command_line
 from mmm.trainer.config.training import CheckpointOptions

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
-from mmm import contract
-from mmm.contract import TERMINAL_VARIABLE
+from mmm.runtime import contract
+from mmm.runtime.contract import TERMINAL_VARIABLE
 from mmm.runtime.log import log_through
 from mmm.runtime.ranks import Rank
 

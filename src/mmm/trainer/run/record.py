@@ -17,13 +17,13 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 
 from mmm import history
-from mmm.contract import ELASTIC_VARIABLE, LINE_VARIABLE, SITE_VARIABLE, started
 from mmm.errors import ConfigError, DivergedError, RecordError, UserError
 from mmm.history.record.attempts import make_room, this_attempt
 from mmm.history.record.dataset import legend
 from mmm.history.record.ending import RUNNING, Ending
 from mmm.history.record.repository import repository_of
 from mmm.runtime.agreement import agree
+from mmm.runtime.contract import ELASTIC_VARIABLE, LINE_VARIABLE, SITE_VARIABLE, started
 from mmm.runtime.device import collective_library, devices_in_use
 from mmm.runtime.process_group import gather_objects
 from mmm.runtime.ranks import command_line

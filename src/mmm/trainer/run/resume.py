@@ -16,12 +16,12 @@ from mmm.checkpoint.manifest import (
     remove_partial,
     steps_of,
 )
-from mmm.contract import ELASTIC_VARIABLE, LINE_VARIABLE
 from mmm.errors import CheckpointError, ConfigError
 from mmm.history.record.attempts import Attempt, attempt_of, make_room, this_attempt
 from mmm.history.record.ending import FINISHED, config_ending, parsed, read_config
 from mmm.history.record.folder import DATASET, JOURNAL, writable
 from mmm.history.record.resume import Resume, check_over
+from mmm.runtime.contract import ELASTIC_VARIABLE, LINE_VARIABLE
 from mmm.runtime.process_group import broadcast_object
 from mmm.runtime.ranks import command_line
 from mmm.runtime.stop import StopSignal, stop_signal

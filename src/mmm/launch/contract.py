@@ -1,23 +1,23 @@
-"""What `launch` and the ranks agree on. Both import this file, and neither imports the other. Standard library only.
+"""What `launch` and its ranks agree on, as launch has it. Standard library only.
 
-Names of environment variables; the variables by which launcher backends number their processes; how many files both may
-open; a rank's report on the failure socket; when a start-up began, and what was imported before the program did.
+Names of environment variables; the variables by which launcher backends number their processes; how many files a
+process may open; a rank's report on the failure socket; when a start-up began, and what was imported before.
+A program that knows launch, such as one of mmm's, has the same names in a module of its own: neither imports the other.
 """
 
 import contextlib
 import json
 import os
-import re
 import signal
 import socket
 import time
 import zlib
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from mmm.errors import LaunchError
+from mmm.launch.errors import LaunchError
 
 VERDICT_VARIABLE = "MMM_LAUNCH_VERDICT"  # path of the file that says why launch ends the run; empty until it does
 MARKER_VARIABLE = "MMM_LAUNCH_ID"  # the same in every process of one launch, and in no other
@@ -31,6 +31,8 @@ TERMINAL_VARIABLE = "MMM_TERMINAL"  # of the terminal that launch copies output 
 SITE_VARIABLE = "MMM_SITE"  # the known machine, and what launch has set for it, for a run's record: JSON
 BEGAN_VARIABLE = "MMM_LAUNCH_BEGAN"  # when launch itself was started, seconds since 1970
 STARTED_VARIABLE = "MMM_STARTED_AT"  # the same of the job, where its script says so: then this one counts
+SOCKET_VARIABLE = "MMM_FAILURE_SOCKET"  # FD:PID: where the process PID, a rank, sends its `Report`s
+PROGRAM_VARIABLE = "MMM_PROGRAM"  # JSON: when the program began, and the seconds of imports before ranks were forked
 
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # each ends a run, launch, and a rank in order
 PORTS = range(20_000, 32_000)  # for rank 0: below those that systems give to outgoing connections
@@ -98,44 +100,17 @@ RANK_VARIABLES = {
     "slurm": RankVariables(("SLURM_PROCID",), ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"), ("SLURM_LOCALID",), ()),
 }
 
-# Ranks of launchers that do not say of how many, and names that no launcher known here uses.
-UNSIZED = ("PMIX_RANK", "ALPS_APP_PE", "PMI_ID", "MPI_RANKID", "MPIRUN_RANK", "MP_CHILD", "HOROVOD_RANK")
-RANK_LIKE = re.compile(r"\w+_(COMM_WORLD|WORLD|GLOBAL|NAMESPACE|JOB|TASK|APP)_(RANK|RANKID|PROCID|PE)")
-
 
 def numbering(environ: Mapping[str, str]) -> str | None:
-    """The name in `RANK_VARIABLES` of the launcher that has made this process a rank; None where it is none.
+    """The name in `RANK_VARIABLES` of the launcher that has made this process a rank; None where it is not a rank.
 
-    A batch script of Slurm's has SLURM_PROCID=0 and SLURM_NTASKS=N too; only inside a step is it a rank.
-
-    Raises:
-        LaunchError: some variable says that it is a rank, of a launcher that is not known or does not say of how many.
+    A batch script of Slurm's has SLURM_PROCID=0 as well. It is a rank only inside a step.
     """
     for source, names in RANK_VARIABLES.items():
-        rank = read_number(environ, names.rank)
-        # PRRTE starts its daemons by srun, so that their places are in the environment of its ranks.
-        if rank is not None and (
-            source != "slurm"
-            or ("SLURM_STEP_ID" in environ and environ.get("PMIX_RANK", environ[rank[0]]) == environ[rank[0]])
-        ):
+        in_step = source != "slurm" or "SLURM_STEP_ID" in environ
+        if in_step and read_number(environ, names.rank) is not None:
             return source
-    foreign = [name for name in environ if environ[name].isdigit() and _says_rank(name, environ)]
-    if foreign:
-        name = min(foreign)
-        raise LaunchError(
-            f"{name}={environ[name]} says that some launcher has started this process as a rank, and it is none that "
-            f"is known here, or does not say of how many: each would be a run of its own. Set RANK, WORLD_SIZE, "
-            f"LOCAL_RANK and LOCAL_WORLD_SIZE, start with `launch`, or, if this is no rank, unset {name}"
-        )
     return None
-
-
-def _says_rank(name: str, environ: Mapping[str, str]) -> bool:
-    """Whether a variable, of no launcher known here, is called as ranks are, or has a size above 1 beside it."""
-    prefix, _, last = name.rpartition("_")
-    size = environ.get("_".join((prefix, "SIZE")), "")
-    beside = last == "RANK" and prefix not in ("LOCAL", "NODE", "GROUP") and size.isdigit() and int(size) > 1
-    return beside or name in UNSIZED or RANK_LIKE.fullmatch(name) is not None
 
 
 def port_of(identity: str) -> int:
@@ -232,55 +207,38 @@ def shorten(text: str, limit: int = MAX_TEXT) -> str:
     return f"{text[:head]}\n… {len(text) - limit} characters left out …\n{text[-tail:]}"
 
 
-class _FailureSocket(NamedTuple):
-    socket: socket.socket
-    owner: int  # the process whose failure is the rank's: not one that it forks
-    rank: int
-
-
-_failure_socket: _FailureSocket | None = None
-
-
 def attach(fd: int) -> None:
-    """Send this process's reports to the socket `fd`. Called in a rank of launch, before its program runs."""
-    global _failure_socket
+    """Send this process's reports to the socket `fd`. Called in a rank of launch, before its program runs.
+
+    The program finds the socket in the environment. What a rank starts has another process number, and sends nothing.
+    """
     end = socket.socket(fileno=fd)
     end.set_inheritable(False)
     end.settimeout(SEND_TIMEOUT)
     with contextlib.suppress(OSError):
         end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SOCKET_BUFFER)
-    _failure_socket = _FailureSocket(end, os.getpid(), int(os.environ["RANK"]))
+    end.detach()
+    os.environ[SOCKET_VARIABLE] = f"{fd}:{os.getpid()}"
 
 
 def attached() -> bool:
     """True where launch listens to this process: it is a rank of launch, and no process that a rank started."""
-    return _failure_socket is not None and os.getpid() == _failure_socket.owner
+    return os.environ.get(SOCKET_VARIABLE, "").endswith(f":{os.getpid()}")
 
 
-def report(kind: str, text: str, exit_code: int, caught: float | None = None) -> bool:
+def report(kind: str, text: str, exit_code: int, caught: float) -> bool:
     """Send launch a `Report`. False if nobody listens: then the caller has to print."""
-    if _failure_socket is None or not attached():
+    if not attached():
         return False
-    message = Report(_failure_socket.rank, kind, text, exit_code, time.monotonic() if caught is None else caught)
+    message = Report(int(os.environ["RANK"]), kind, text, exit_code, caught)
+    end = socket.socket(fileno=int(os.environ[SOCKET_VARIABLE].partition(":")[0]))
     try:
-        _failure_socket.socket.send(message.dumps())
+        end.send(message.dumps())
     except OSError:
         return False
+    finally:
+        end.detach()
     return True
-
-
-def first_failure() -> str | None:
-    """Why launch ends this run, in one line, for a rank that SIGTERM has come to: what failed first, and where.
-
-    None where nothing has failed as far as launch knows: somebody ended the run (Ctrl-C, the scheduler), or launch has
-    not decided yet: the rank that fails itself, and one that fails in consequence, may be asked before. None, too,
-    without launch, and where there is no /proc.
-    """
-    path = os.environ.get(VERDICT_VARIABLE)
-    try:
-        return (path and Path(path).read_text("utf-8")) or None
-    except (OSError, ValueError):
-        return None
 
 
 # The start-up.
@@ -289,23 +247,12 @@ PROC = Path("/proc")
 AHEAD = 1.0  # s; what is later is by another clock, or by this one before it was set back
 
 
-@dataclass
-class ProgramStart:
-    """What is known in this process of the program's start.
-
-    Attributes:
-        began: when the program began, seconds since 1970; None where nothing has noted it.
-        shared: package → seconds of imports before the ranks were forked. own: the same of this rank, from then on.
-        stop: ends the counting of `own`.
-    """
-
-    began: float | None = None
-    shared: dict[str, float] = field(default_factory=dict)
-    own: dict[str, float] = field(default_factory=dict)
-    stop: Callable[[], None] = lambda: None
+shared_imports: dict[str, float] = {}  # package → seconds of imports before the ranks were forked
 
 
-program = ProgramStart()
+def note_start() -> None:
+    """The program begins: tells it when, and what was imported for all ranks."""
+    os.environ[PROGRAM_VARIABLE] = json.dumps({"began": time.time(), "shared": shared_imports})
 
 
 def process_start(name: str = "self") -> float | None:
