@@ -55,7 +55,7 @@ def test_every_field_has_a_type_and_every_number_its_bounds():
     ("content", "words"),
     [
         ("{", "cannot be read"),
-        ("[]", "it is no JSON object"),
+        ("[]", "it is not a JSON object"),
         ("{}", 'one JSON object with a "name"'),
         ('{"name": ""}', 'one JSON object with a "name"'),
         ({"rank_per_host": 2}, "Did you mean 'ranks_per_host'?"),

@@ -8,6 +8,7 @@ A program that knows launch, such as one of mmm's, has the same names in a modul
 import contextlib
 import json
 import os
+import re
 import signal
 import socket
 import time
@@ -101,16 +102,44 @@ RANK_VARIABLES = {
 }
 
 
-def numbering(environ: Mapping[str, str]) -> str | None:
-    """The name in `RANK_VARIABLES` of the launcher that has made this process a rank; None where it is not a rank.
+# Ranks of launchers that do not say of how many, and names that no launcher known here uses.
+UNSIZED = ("PMIX_RANK", "ALPS_APP_PE", "PMI_ID", "MPI_RANKID", "MPIRUN_RANK", "MP_CHILD", "HOROVOD_RANK")
+RANK_LIKE = re.compile(r"\w+_(COMM_WORLD|WORLD|GLOBAL|NAMESPACE|JOB|TASK|APP)_(RANK|RANKID|PROCID|PE)")
 
-    A batch script of Slurm's has SLURM_PROCID=0 as well. It is a rank only inside a step.
+
+def numbering(environ: Mapping[str, str]) -> str | None:
+    """The name in `RANK_VARIABLES` of the launcher that has made this process a rank; None where it is none.
+
+    A batch script of Slurm's has SLURM_PROCID=0 and SLURM_NTASKS=N too; only inside a step is it a rank.
+
+    Raises:
+        LaunchError: some variable says that it is a rank, of a launcher that is not known or does not say of how many.
     """
     for source, names in RANK_VARIABLES.items():
-        in_step = source != "slurm" or "SLURM_STEP_ID" in environ
-        if in_step and read_number(environ, names.rank) is not None:
+        rank = read_number(environ, names.rank)
+        # PRRTE starts its daemons by srun, so that their places are in the environment of its ranks.
+        if rank is not None and (
+            source != "slurm"
+            or ("SLURM_STEP_ID" in environ and environ.get("PMIX_RANK", environ[rank[0]]) == environ[rank[0]])
+        ):
             return source
+    foreign = [name for name in environ if environ[name].isdigit() and _says_rank(name, environ)]
+    if foreign:
+        name = min(foreign)
+        raise LaunchError(
+            f"{name}={environ[name]} says that some launcher has started this process as a rank, and it is none that "
+            f"is known here, or does not say of how many: each would be a run of its own. Set RANK, WORLD_SIZE, "
+            f"LOCAL_RANK and LOCAL_WORLD_SIZE, start with `launch`, or, if this is no rank, unset {name}"
+        )
     return None
+
+
+def _says_rank(name: str, environ: Mapping[str, str]) -> bool:
+    """Whether a variable, of no launcher known here, is called as ranks are, or has a size above 1 beside it."""
+    prefix, _, last = name.rpartition("_")
+    size = environ.get("_".join((prefix, "SIZE")), "")
+    beside = last == "RANK" and prefix not in ("LOCAL", "NODE", "GROUP") and size.isdigit() and int(size) > 1
+    return beside or name in UNSIZED or RANK_LIKE.fullmatch(name) is not None
 
 
 def port_of(identity: str) -> int:
