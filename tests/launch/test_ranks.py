@@ -16,6 +16,8 @@ json.dump({"env": dict(os.environ), "argv": sys.argv, "path": sys.path[0], "name
           open(os.environ["RANK"] + ".json", "w"))
 """
 CHANGING = {
+    "MMM_FAILURE_SOCKET",
+    "MMM_PROGRAM",
     "MASTER_PORT",
     "MMM_LAUNCH_ID",
     "MMM_ATTEMPTS_OF",

@@ -68,7 +68,7 @@ def findings(rank: Rank, device: torch.device, site: str | None, timeout: float)
     with process_group(rank, device, timeout):
         machine, problem = broadcast_object(_machine(site) if rank.is_main else None)
         if machine is None:
-            raise MachineError(problem, on_every_rank=True)
+            raise ConfigError(problem, on_every_rank=True)
         hosts: list[str] = broadcast_object(gather_objects(rank, socket.gethostname()))
         names = [*dict.fromkeys(hosts)]
         each = rank.world_size // len(names)
