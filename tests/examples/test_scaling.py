@@ -56,16 +56,14 @@ def test_what_is_written(tmp_path):
         assert file["predicted_seconds"][:].tolist() == [4, 2]
 
 
-def test_a_script_for_each_point(monkeypatch, tmp_path, capsys):
+def test_a_line_for_each_point(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(scaling.subprocess, "run", lambda *_, **__: pytest.fail("something was run"))
     flags = "--preset gpt2 --tp 2"
-    scaling.main(configure(scaling.Config, ranks="2,8", strong=True, site="polaris", outdir=tmp_path, flags=flags))
-    said = capsys.readouterr().out
-    assert f"qsub {tmp_path}/strong-2.sh\nqsub {tmp_path}/strong-8.sh\nno record yet of 2, 8 ranks" in said
-    text = (tmp_path / "strong-8.sh").read_text()
-    assert "#PBS -l select=2:" in text
-    assert "launch -n 8 -ppn 4 python3 -m mmm.trainer.lm --preset gpt2 --tp 2 --global_batch_size 32" in text
-    assert "launch -n 2 -ppn 2 " in (tmp_path / "strong-2.sh").read_text()
+    scaling.main(configure(scaling.Config, ranks="2,8", strong=True, lines=True, outdir=tmp_path, flags=flags))
+    first, second, rest = capsys.readouterr().out.splitlines()
+    assert first.startswith("launch -n 2 python3 -m mmm.trainer.lm")
+    assert second.startswith("launch -n 8 python3 -m mmm.trainer.lm --preset gpt2 --tp 2 --global_batch_size 32")
+    assert "2, 8" in rest
 
 
 def test_a_record_of_another_line_is_no_point(monkeypatch, tmp_path):
@@ -87,8 +85,6 @@ def test_a_record_of_another_line_is_no_point(monkeypatch, tmp_path):
         ({"ranks": "1,x"}, "--ranks 1,x: give numbers from 1"),
         ({"weak": True, "strong": True}, "--weak and --strong contradict each other"),
         ({"steps": 3}, "--steps 3: at least 1, and at least 4"),
-        ({"site": "nowhere"}, "machine nowhere: not known"),
-        ({"site": "polaris", "ranks": "4,4000"}, "--ranks 4000 are 1,000 hosts, and Polaris has 560"),
     ],
     ids=str,
 )

@@ -48,11 +48,3 @@ def test_a_prediction_that_fails_does_not_end_the_run(tmp_path, monkeypatch):
     assert config["predicted"]["failed"].startswith("MachineError: machine file ")
     assert "no prediction: MachineError" in line
     assert config["measured"]["step_seconds"] > 0
-
-
-@pytest.mark.long
-def test_a_trainer_imports_no_model_of_a_prediction():
-    """Start-up pays for it on rank 0 alone, in the run."""
-    code = "import sys, mmm.trainer.lm; print([name for name in sys.modules if name.startswith('mmm.plan.')])"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"

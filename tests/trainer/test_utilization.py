@@ -46,7 +46,7 @@ def test_an_accelerator_that_is_not_in_the_table_has_no_peak(monkeypatch):
     monkeypatch.setattr("torch.cuda.get_device_name", lambda device: "NVIDIA GB999")
     assert peak_flops(torch.device("cuda", 0), torch.bfloat16) == (
         None,
-        "NVIDIA GB999: not in the table of `mmm.machines.peaks`",
+        "NVIDIA GB999: not in the table of `mmm.runtime.peaks`",
     )
     assert peak_flops(torch.device("mps"), torch.float32)[0] is None
 

@@ -2,7 +2,7 @@
 
     python3 -m mmm.examples.scaling --ranks 1,2,4                        # weak: a rank's batch stays
     python3 -m mmm.examples.scaling --ranks 1,2,4 --strong               # the global batch stays
-    python3 -m mmm.examples.scaling --ranks 4,8,64 --site polaris --outdir s     # scripts; once they ran: draw
+    python3 -m mmm.examples.scaling --ranks 4,8,64 --lines --outdir s            # lines for jobs; once they ran: draw
 
 Start it without `launch`: each point is a run of a trainer that it launches, with a record of its own, OUTDIR/weak-4. A
 point whose record is there, of the same command, is not run again. R(n) are the samples a second of n ranks, of the
@@ -24,7 +24,6 @@ from __future__ import annotations
 import os
 import shlex
 import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -32,10 +31,6 @@ from typing import Literal
 from mmm.errors import ConfigError
 from mmm.examples._support.scaling_report import Point, read_point, table, write_report
 from mmm.history.record.folder import prepare
-from mmm.launch.plan import scheduler
-from mmm.machines import find
-from mmm.machines.machine import Machine
-from mmm.plan.script import job_script
 from mmm.runtime.ranks import whoami
 from mmm.trainer.config.command_line import parse, run_main
 
@@ -58,9 +53,8 @@ class Config:
     flags: str = "--preset debug --dataset random --seq_length 256 --dim 256 --vocab_size 2048 --eval_batches 1"
     """Of the program: its model, its layout. As one word: --flags="--preset gpt2 --tp 2"."""
     device: Literal["auto", "cpu", "cuda", "xpu"] = "auto"
-    site: str | None = None
-    """Write a job script of this machine for each point, and run nothing. Default: as of the environment, if it is a
-    known machine's, or a scheduler's."""
+    lines: bool = False
+    """Print the line of each point that has no record yet, and run nothing: for jobs of a cluster."""
     outdir: Path | None = None
     """Folder of the records. Default: outputs/scaling/<time>."""
 
@@ -103,40 +97,19 @@ def run_point(config: Config, ranks: int, line: list[str]) -> None:
         raise SystemExit(code)
 
 
-def cluster(config: Config) -> Machine | None:
-    """The machine whose scheduler starts the points; None on a host of one's own.
-
-    Raises: UserError, where it is not known, or too small."""
-    machine, _ = find.find(os.environ, config.site)
-    if not machine.name and (job := scheduler.detect(os.environ)).scheduler != "none":
-        raise ConfigError(f"a job of {job.scheduler} on a machine that is not known: say which, with --site NAME")
-    most = max(config.numbers())
-    if machine.name and 0 < machine.hosts < (hosts := -(-most // machine.ranks_per_host)):
-        raise ConfigError(f"--ranks {most} are {hosts:,} hosts, and {machine.name} has {machine.hosts:,}")
-    return machine if machine.name else None
-
-
-def write_script(ranks: int, line: list[str], machine: Machine, path: Path) -> None:
-    """The job script of a point."""
-    hosts = -(-ranks // machine.ranks_per_host)
-    launch = f"launch -n {ranks} -ppn {-(-ranks // hosts)} {shlex.join(line)}"
-    path.write_text(job_script(launch, machine.changed({"hosts": hosts})), encoding="utf-8")
-    print(f"{'qsub' if machine.scheduler == 'pbs' else 'sbatch' if machine.scheduler else 'bash'} {path}")
-
-
 def main(config: Config) -> None:
     if whoami().source != "alone":
         raise ConfigError("scaling launches the ranks of each point itself: start it without `launch`")
-    machine = cluster(config)
     outdir = prepare(config.outdir, "scaling")
     points: dict[int, Point | None] = {}
     for ranks in config.numbers():
         line = program_line(config, ranks, outdir)
-        if read_point(ranks, line) is None and machine is None:
-            run_point(config, ranks, line)
-        elif read_point(ranks, line) is None and machine is not None:
-            write_script(ranks, line, machine, outdir / f"{config.kind}-{ranks}.sh")
         points[ranks] = read_point(ranks, line)
+        if points[ranks] is None and config.lines:
+            print(shlex.join(["launch", "-n", str(ranks), *line]))
+        elif points[ranks] is None:
+            run_point(config, ranks, line)
+            points[ranks] = read_point(ranks, line)
     if known := [point for point in points.values() if point is not None]:
         print(table(known))
     missing = [ranks for ranks, point in points.items() if point is None]

@@ -3,5 +3,4 @@
 machine     what a file says, and its strict reader
 find        the machine of a name, of an environment, of this host; the user's own files
 queues      which jobs the queues of a machine take
-peaks       FLOP/s of accelerators, by name
 """

@@ -11,7 +11,7 @@ from typing import Any
 
 from mmm.launch.errors import MachineError
 from mmm.launch.files import read_json, short
-from mmm.machines.peaks import named_peak
+from mmm.runtime.peaks import named_peak
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Machine:
         env: variables for every rank, such as NCCL_SOCKET_IFNAME, unless the user has set them. env_by_rank: further
             ones, for ranks that the launcher backend has started itself: they need its MPI.
         advice: what launch cannot do, a line each; said where ranks are on several hosts.
-        accelerator: contains a key of `mmm.machines.peaks.PEAKS`, where its peaks are; else `peak_flops`.
+        accelerator: contains a key of `mmm.runtime.peaks.PEAKS`, where its peaks are; else `peak_flops`.
         gpu_memory, host_memory: bytes. peak_flops: dtype → FLOP/s of dense matrix products.
         memory_bandwidth: bytes/s of the device's memory.
         link_bandwidth, link_latency: between two devices of a host, bytes/s and s.

@@ -5,7 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from mmm.models.cnn import CNNConfig
+from mmm.models.gpt import LanguageConfig
+from mmm.models.vit import ViTConfig
+from mmm.plan.image_models import cnn_spec, vit_spec
 from mmm.plan.memory import MemoryModel, PlannedStage, full_model, stages_for
+from mmm.plan.models import language_spec
+from mmm.plan.spec import ModelSpec
 
 if TYPE_CHECKING:
     from mmm.machines.machine import Machine
@@ -34,6 +40,23 @@ class Prediction:
         return max(range(len(self.memory)), key=self.bytes)
 
 
+def spec_of(resolved: Any, flops: bool) -> ModelSpec | None:
+    """The model of a run, as the search sees it; None for a model that has no formulas.
+
+    Args:
+        resolved: a `mmm.trainer.config.resolve_plan.ParallelSpec`.
+        flops: whether they are to be counted, which takes 20 ms.
+    """
+    sizes = resolved.sizes
+    if isinstance(sizes, LanguageConfig):
+        return language_spec(sizes, resolved.sample.shape[-1], flops)
+    if isinstance(sizes, ViTConfig):
+        return vit_spec(sizes, flops)
+    if isinstance(sizes, CNNConfig):
+        return cnn_spec(sizes)
+    return None
+
+
 def predict(resolved: Any, device: str, dtype: str, machine: Machine | None = None) -> Prediction | None:
     """What a run will need and take; None for a model that has no formulas.
 
@@ -42,7 +65,7 @@ def predict(resolved: Any, device: str, dtype: str, machine: Machine | None = No
         machine: on which; None: then only memory is predicted.
     """
     layout, sample = resolved.layout, resolved.sample
-    spec = resolved.as_planned(flops=machine is not None)
+    spec = spec_of(resolved, flops=machine is not None)
     if spec is None:
         return None
     techniques = resolved.techniques

@@ -9,7 +9,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from mmm.parallel import partition_model
 from mmm.parallel.plans.cnn import cnn_plan
@@ -29,9 +28,6 @@ from mmm.trainer.run.core import start_run
 from mmm.trainer.run.parallel_model import build_parallel_model
 from mmm.trainer.run.standard import standard_hooks
 from mmm.trainer.run.tables import print_on_rank0
-
-if TYPE_CHECKING:
-    from mmm.plan.spec import ModelSpec
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,11 +50,6 @@ class Config:
 @dataclass(frozen=True, kw_only=True)
 class PlannedCNNSpec(CNNSpec, ParallelSpec):
     """What a run of the MNIST net needs, and how `mmm.parallel` parallelizes it."""
-
-    def as_planned(self, flops: bool) -> ModelSpec:
-        from mmm.plan.image_models import cnn_spec  # a prediction alone needs it
-
-        return cnn_spec(self.sizes)
 
 
 def resolve(config: Config) -> PlannedCNNSpec:

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from torch.optim import Optimizer
 
@@ -53,9 +53,6 @@ from mmm.trainer.run.standard import standard_hooks
 from mmm.trainer.run.tables import print_on_rank0
 from mmm.trainer.run.utilization import Utilization
 from mmm.weights.weights import Weights
-
-if TYPE_CHECKING:
-    from mmm.plan.spec import ModelSpec
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,11 +117,6 @@ class LanguageModelSpec(ParallelSpec):
     weights: Weights | None
     bos: tuple[int, ...]
     eos: tuple[int, ...]
-
-    def as_planned(self, flops: bool) -> ModelSpec:
-        from mmm.plan.models import language_spec  # a prediction alone needs it
-
-        return language_spec(self.sizes, self.sample.shape[-1], flops)
 
 
 def resolve(config: Config) -> LanguageModelSpec:

@@ -9,7 +9,7 @@ Without --preset: large where there is an accelerator, debug where there is none
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import torch
 
@@ -43,9 +43,6 @@ from mmm.trainer.run.core import start_run
 from mmm.trainer.run.parallel_model import build_parallel_model
 from mmm.trainer.run.standard import standard_hooks
 from mmm.trainer.run.tables import print_on_rank0
-
-if TYPE_CHECKING:
-    from mmm.plan.spec import ModelSpec
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,11 +97,6 @@ class Config:
 @dataclass(frozen=True, kw_only=True)
 class ViTSpec(ParallelSpec):
     """What a run of a ViT needs."""
-
-    def as_planned(self, flops: bool) -> ModelSpec:
-        from mmm.plan.image_models import vit_spec  # a prediction alone needs it
-
-        return vit_spec(self.sizes, flops)
 
 
 def resolve(config: Config) -> ViTSpec:

@@ -10,8 +10,8 @@ from typing import Any
 from mmm.cli.doctor.finding import Finding, Place
 from mmm.cli.doctor.isolated import isolated, shown
 from mmm.launch.plan import accelerators
-from mmm.machines.peaks import named_peak
 from mmm.processes import fork_ranks
+from mmm.runtime.peaks import named_peak
 from mmm.runtime.ranks import Rank
 
 OLDEST = (2, 11)

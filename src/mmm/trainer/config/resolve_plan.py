@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 from mmm.errors import ConfigError
 from mmm.layout import Techniques
 from mmm.parallel.partition import Partition, partition_model
 from mmm.parallel.plan import Plan, find
 from mmm.trainer.config.spec import TrainingSpec
-
-if TYPE_CHECKING:
-    from mmm.plan.spec import ModelSpec
 
 LOGITS = 1_000_000_000  # bytes on a rank, above which the loss is computed in chunks of a quarter of that
 
@@ -29,14 +25,6 @@ class ParallelSpec(TrainingSpec):
 
     plan: Plan
     partition: Partition
-
-    def as_planned(self, flops: bool) -> ModelSpec | None:
-        """The model as `mmm.plan` sees it; None: it has no formulas.
-
-        Args:
-            flops: whether they are to be counted, which takes 20 ms.
-        """
-        return None
 
 
 def check_pieces(techniques: Techniques, tokens: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
+from importlib.metadata import entry_points
 from typing import Any
 
 from mmm.history.record.folder import TRACE, TRACE_PICTURE
@@ -20,7 +21,6 @@ from mmm.trainer.config.training import CheckpointOptions
 from mmm.trainer.run import core
 from mmm.trainer.run.agreement import Agreement
 from mmm.trainer.run.core import Hook, Run
-from mmm.trainer.run.prediction import PredictedAndMeasured
 from mmm.trainer.run.record import draw, draws_plots
 from mmm.trainer.run.resume import ResumableRecord
 from mmm.trainer.run.rows import Row
@@ -36,12 +36,20 @@ def standard_hooks(checkpoint: CheckpointOptions, profile: ProfileOptions, *befo
         Agreement(),
         Hang(),
         StartUp(),
-        PredictedAndMeasured(),
+        *installed_hooks(),
         *before_record,
         ResumableRecord(checkpoint),
         Trackers(profile.tracker, profile.project),
         TracePicture(),
     ]
+
+
+def installed_hooks() -> list[Hook]:
+    """Hooks that other installed packages add to every trainer, such as the planner's prediction.
+
+    A package names each in its entry points: group ``mmm.hooks``, a class that is called without arguments.
+    """
+    return [point.load()() for point in entry_points(group="mmm.hooks")]
 
 
 def script_hooks() -> list[Hook]:

@@ -11,9 +11,9 @@ import time
 import torch
 from torch import Tensor, nn
 
-from mmm.machines.peaks import named_peak
 from mmm.parallel.plan import Plan
 from mmm.parallel.pp.stages import part_costs, parts_of
+from mmm.runtime.peaks import named_peak
 from mmm.trainer.config.resolve_plan import ParallelSpec
 from mmm.trainer.run.core import Hook, Run
 from mmm.trainer.run.resume import ResumableRecord
@@ -87,7 +87,7 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> tuple[float | None, 
     if dtype in short and (known := named_peak(name, short[dtype])) is not None:
         return known, f"{name}: table, {'bfloat16' if short[dtype] == 'bf16' else str(dtype)[6:]}, dense"
     if device.type != "cpu":
-        return None, f"{name or device.type}: not in the table of `mmm.machines.peaks`"
+        return None, f"{name or device.type}: not in the table of `mmm.runtime.peaks`"
     if dtype not in (torch.float32, torch.float64):
         dtype = torch.float32  # narrower types are emulated
     return measured_flops(dtype), f"cpu: measured, a product of {SIZE}² {str(dtype)[6:]}"

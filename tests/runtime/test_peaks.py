@@ -2,7 +2,7 @@
 
 import pytest
 
-from mmm.machines.peaks import PEAKS, named_peak
+from mmm.runtime.peaks import PEAKS, named_peak
 
 
 @pytest.mark.parametrize(

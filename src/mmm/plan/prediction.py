@@ -76,7 +76,7 @@ class PredictedAndMeasured(Hook):
 
 def predict_run(run: Run) -> dict[str, Any] | None:
     """For the record; None where nothing is known of the model."""
-    from mmm.machines.find import machine_here  # every import of a trainer would pay for these
+    from mmm.machines.find import machine_here  # only rank 0 pays for these imports, after its first step
     from mmm.plan.predict import predict
 
     record = run.hook(Record)
