@@ -36,7 +36,7 @@ from fuzz.draw import Case
 from fuzz.flags import PROGRAMS, arguments
 from mmm.data.images.torchvision_shim import import_torchvision
 from mmm.errors import DivergedError, UserError
-from mmm.history.record.folder import TRACE
+from mmm.history.record.folder import TRACES
 from mmm.runtime.ranks import Rank
 from mmm.testing import RanksFailed, fork_ranks
 from mmm.trainer.config.command_line import parse
@@ -47,7 +47,7 @@ from support.resuming import Ended, ending_before
 TIMEOUT = 200.0  # s that a case may take: a hang, also on a machine that is busy with something else
 COMPILE_TIMEOUT = 400.0
 SERIES = ("loss", "train_loss", "val_loss", "test_loss", "test_acc", "imbalance")
-RECORD = {"config.json", "train_dataset.h5", "log.txt", "model.pt", "checkpoints", TRACE}
+RECORD = {"config.json", "train_dataset.h5", "log.txt", "model.pt", "checkpoints", TRACES}
 Plant = Callable[[Rank], None]
 
 

@@ -16,15 +16,12 @@ from mmm.cli import history as cli_history
 from mmm.cli import runs as cli_runs
 from mmm.cli import startup as cli_startup
 from mmm.cli.startup_logs import read_log
-from mmm.errors import RecordError, UserError
+from mmm.errors import UserError
 from mmm.history.record.attempts import Attempt, attempt_of, make_room
 from mmm.history.record.ending import read_config
-from mmm.history.record.folder import JOURNAL, TRACE
+from mmm.history.record.folder import JOURNAL
 from mmm.history.record.journal import Header
 from mmm.history.record.resume import Resume, check_over
-from mmm.profile.rank_trace import CALLS, STEPS, RankTrace, Slice
-from mmm.profile.trace_file import TraceFile
-from mmm.profile.trace_picture import _read
 from mmm.runtime import startup
 from mmm.trainer.run.resume import _measured, _was_interrupted
 
@@ -168,29 +165,6 @@ def read_plots(folder: Path) -> Any:
     return history.prepare(folder / "run", "lm", True)
 
 
-def make_trace(folder: Path) -> None:
-    zero, ms = 1_790_000_000_000_000_000, 1_000_000
-    file = TraceFile(folder / TRACE, [0, 1], zero)
-    for rank in (0, 1):
-        slices = [
-            Slice(STEPS, "step", "step 4", zero, zero + 90 * ms),
-            Slice(STEPS, "dtf", "dtf", zero, zero + 50 * ms),
-        ]
-        slices += [Slice(CALLS, "collective", "all_reduce", zero + 10 * ms, zero + 20 * ms, "world 1", (0, 1))]
-        file.add(RankTrace(rank, f"rank {rank} on n{rank}", slices))
-    file.close(layout="dp2")
-
-
-def read_trace(folder: Path) -> Any:
-    """The picture of it, which the end of a run gives up whatever is wrong (`mmm.trainer.run.tables`)."""
-    try:
-        return sorted(_read(folder / TRACE)[0])
-    except Exception as error:
-        if isinstance(error, MemoryError):
-            raise
-        raise RecordError(str(error)) from None
-
-
 def make_log(folder: Path) -> None:
     lines = [
         "model=big",
@@ -212,6 +186,5 @@ KINDS = (
     Kind("record-dataset", make_record, ("run/*.h5",), read_dataset),
     Kind("records-many", make_many, ("finished/config.json", "finished/*.h5", "killed/*.json*"), read_many),
     Kind("record-plots", make_record, ("run/plots/*.json",), read_plots),
-    Kind("trace", make_trace, (TRACE,), read_trace, trusted=True),
     Kind("log", make_log, ("job.log",), read_logs, trusted=True),
 )

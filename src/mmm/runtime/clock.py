@@ -49,7 +49,6 @@ class StepClock:
         step: the optimizer step that is under way, from 0; None before the first. Whoever makes the steps counts them.
         phase: ``start``, ``step N``, or from its last lap to the next step ``after step N``, where evaluations are.
         first_start, first_end: of the very first step, in seconds since 1970; None before. The last part ends a step.
-        on_mark: called with each part when it ends, by the host's time, and with None when the clock is started.
         waited: the seconds so far in which the host waited for other ranks (`timed_waits`); NaN: not known.
     """
 
@@ -65,7 +64,6 @@ class StepClock:
         self.phase = "start"
         self.first_start: float | None = None
         self.first_end: float | None = None
-        self.on_mark: Callable[[str | None], None] | None = None
         self.waited: Callable[[], float] = lambda: math.nan
         self._waits, self._waited = 0.0, math.nan  # since `read`; `waited` at the last mark
 
@@ -84,8 +82,6 @@ class StepClock:
         self._steps += 1
         self._waited = self.waited()
         self._last = self._mark()
-        if self.on_mark is not None:
-            self.on_mark(None)
 
     def lap(self, part: str) -> None:
         """Charge the time since the last mark to `part`."""
@@ -94,8 +90,6 @@ class StepClock:
         self._last = now
         waited = self.waited()
         self._waits, self._waited = self._waits + (waited - self._waited), waited
-        if self.on_mark is not None:
-            self.on_mark(part)
         if part == self.parts[-1]:
             self.phase = f"after step {self._step}"
         if self._event is None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -65,40 +64,3 @@ def has_kernel(name: str) -> bool:
 
     Private: torch._C._dispatch_has_kernel, seen in 2.10 to 2.14; instead: nothing."""
     return torch._C._dispatch_has_kernel(name)
-
-
-def operators_of(*namespaces: str) -> Iterator[Any]:
-    """All operators of these namespaces, an overload each.
-
-    Private: torch._C._dispatch_get_all_op_names, seen in 2.10 to 2.14; instead: nothing."""
-    for name in torch._C._dispatch_get_all_op_names():
-        namespace, _, full_name = name.partition("::")
-        if namespace in namespaces:
-            operator, _, overload = full_name.partition(".")
-            yield getattr(getattr(getattr(torch.ops, namespace), operator), overload or "default")
-
-
-def end_library(library: torch.library.Library) -> None:
-    """Undo what a library has registered.
-
-    Private: Library._destroy, seen in 2.10 to 2.14; instead: nothing that acts at once."""
-    library._destroy()
-
-
-def keys_below_backend_select() -> Any:
-    """The dispatch keys after BackendSelect.
-
-    Private: torch._C._dispatch_keyset_full_after, seen in 2.10 to 2.14; instead: nothing."""
-    return torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.BackendSelect)
-
-
-def call_backend(operator: Any, keys: Any, *args: Any, **named: Any) -> Any:
-    """Go on to the backend. Not by `redispatch` where there is another way: it keeps the GIL, which gloo's threads need
-    before what is waited for can end.
-
-    Private: torch._C._dispatch_has_kernel_for_dispatch_key and OpOverload._op_dk, seen in 2.10 to 2.14; instead:
-    redispatch, once it gives the GIL away."""
-    for key in (keys.highestPriorityTypeId(), torch._C.DispatchKey.CompositeExplicitAutograd):
-        if torch._C._dispatch_has_kernel_for_dispatch_key(operator.name(), key):
-            return operator._op_dk(key, *args, **named)
-    return operator.redispatch(keys, *args, **named)

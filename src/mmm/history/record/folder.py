@@ -27,8 +27,7 @@ DATASET = "train_dataset.h5"
 JOURNAL = "journal.jsonl"
 LOG = "log.txt"
 PLOTS = "plots"
-TRACE = "trace.json.gz"  # of a profile, and its picture
-TRACE_PICTURE = "trace.png"
+TRACES = "traces"  # of a profile, a file each rank
 PROFILE_TEXT, PROFILE_PAGE = "profile.txt", "profile.html"
 OWN = "dt_own"  # a variable: of a step's time, that in which this rank waits for no other
 PLOT_LIST = "plots/files.json"  # the plots this package drew, so that --overwrite removes those and nothing else
@@ -41,8 +40,6 @@ _OWN = (
     f"{JOURNAL}.tmp",
     LOG,
     PLOT_LIST,
-    TRACE,
-    TRACE_PICTURE,
     PROFILE_TEXT,
     PROFILE_PAGE,
 )
@@ -197,9 +194,15 @@ def writable(folder: Path) -> Path:
     return folder
 
 
+def trace_of(rank: int | str) -> str:
+    """The trace of a rank (``*``: of any), below a run's folder."""
+    return f"{TRACES}/rank-{rank}.json.gz"
+
+
 def own_files(folder: Path) -> list[Path]:
     """The files that a record may have, without the user's files and checkpoints."""
-    own = [folder / name for name in _OWN if _is_below(folder, name)]
+    traces = [f"{TRACES}/{path.name}" for path in folder.glob(trace_of("*"))]
+    own = [folder / name for name in (*_OWN, *traces) if _is_below(folder, name)]
     try:
         plots = read_json(folder / PLOT_LIST, RecordError, list)
         own += [folder / name for name in plots if Path(name).parts[0] == PLOTS and _is_below(folder, name)]
@@ -229,7 +232,7 @@ def remove_new(folder: Path) -> None:
     """Remove what a run has made that is refused before its first row, also the folder, if nothing else is in it."""
     with contextlib.suppress(OSError, RecordError):
         _remove_record(folder)
-        for empty in (folder / "checkpoints", folder):
+        for empty in (folder / "checkpoints", folder / TRACES, folder):
             if empty.is_dir() and not any(empty.iterdir()):
                 empty.rmdir()
 

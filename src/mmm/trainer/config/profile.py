@@ -28,8 +28,8 @@ class ProfileOptions:
     """Keep fingerprints of batch, loss, gradients and weights, every so many steps: `mmm diverge` finds by them where
     two runs part, whatever their layouts."""
     profile: Literal["torch", "pyinstrument"] | None = None
-    """torch: PyTorch's profiler on all ranks; trace.json.gz in the run's folder, for ui.perfetto.dev. pyinstrument:
-    Python's calls on rank 0; profile.html and profile.txt."""
+    """torch: PyTorch's profiler on each rank; traces/rank-0.json.gz, … in the run's folder, for ui.perfetto.dev.
+    pyinstrument: Python's calls on rank 0; profile.html and profile.txt."""
     profile_steps: Annotated[str | None, tyro.conf.arg(metavar="FROM:TO")] = None
     """With --profile, which steps, TO not among them. Default: three, after the first three."""
     profile_ranks: int | None = None

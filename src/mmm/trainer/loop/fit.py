@@ -161,7 +161,7 @@ class _Loop:
         checkpoints.compare_rates(lambda step: max(self.rates) * options.schedule(step))
         batches, profile = (
             self.task.all_batches(first),
-            _profile_of(run, self.model, options.profile, first, options.steps),
+            _profile_of(run, options.profile, first, options.steps),
         )
         profile(first)
         self.model.train()
@@ -274,7 +274,7 @@ class _Loop:
         return self.evaluated
 
 
-def _profile_of(run: Run, model: ParallelModel, options: ProfileOptions, first: int, end: int) -> Callable[[int], None]:
+def _profile_of(run: Run, options: ProfileOptions, first: int, end: int) -> Callable[[int], None]:
     """What is to be called with each step before it begins, and after the last; a collective.
 
     Args:
@@ -284,4 +284,4 @@ def _profile_of(run: Run, model: ParallelModel, options: ProfileOptions, first: 
         return lambda step: None
     from mmm.trainer.loop.profile import Profile  # a run with --profile only
 
-    return Profile(run, model, options, first, end).at
+    return Profile(run, options, first, end).at

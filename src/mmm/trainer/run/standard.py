@@ -7,7 +7,6 @@ from contextlib import AbstractContextManager
 from importlib.metadata import entry_points
 from typing import Any
 
-from mmm.history.record.folder import TRACE, TRACE_PICTURE
 from mmm.history.trackers import Tracked
 from mmm.layout import Layout
 from mmm.parallel.footprint import STATE, Footprint, check_fits
@@ -21,12 +20,9 @@ from mmm.trainer.config.training import CheckpointOptions
 from mmm.trainer.run import core
 from mmm.trainer.run.agreement import Agreement
 from mmm.trainer.run.core import Hook, Run
-from mmm.trainer.run.record import draw, draws_plots
 from mmm.trainer.run.resume import ResumableRecord
 from mmm.trainer.run.rows import Row
 from mmm.trainer.run.startup import StartUp
-
-DRAW_TRACE = "mmm.profile.trace_picture"  # the module, which no run imports
 
 
 def standard_hooks(checkpoint: CheckpointOptions, profile: ProfileOptions, *before_record: Hook) -> list[Hook]:
@@ -40,7 +36,6 @@ def standard_hooks(checkpoint: CheckpointOptions, profile: ProfileOptions, *befo
         *before_record,
         ResumableRecord(checkpoint),
         Trackers(profile.tracker, profile.project),
-        TracePicture(),
     ]
 
 
@@ -124,13 +119,3 @@ class Trackers(Hook):
     def end(self, run: Run, error: BaseException | None) -> None:
         if self.tracked is not None:
             self.tracked.close()
-
-
-class TracePicture(Hook):
-    """A picture of the trace that --profile has left (`mmm.trainer.loop.profile`)."""
-
-    def end(self, run: Run, error: BaseException | None) -> None:
-        if error is not None or run.outdir is None or not draws_plots(run) or not (run.outdir / TRACE).exists():
-            return
-        if draw(DRAW_TRACE, run.outdir / TRACE, run.outdir / TRACE_PICTURE):
-            run.log.info("picture of the trace: %s", run.outdir / TRACE_PICTURE)
