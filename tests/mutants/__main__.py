@@ -26,7 +26,8 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import NamedTuple
 
-from mutants.mistakes import PACKAGE, ROOT, TESTS, Mistake, choose
+from mutants.mistakes import TESTS, Mistake, choose
+from mutants.planting import ROOT
 
 LEFT_OUT = shutil.ignore_patterns(".git", ".venv*", "*.egg-info", "__pycache__", ".*_cache", "outputs", "build", "dist")
 # At the end of the copy's tests/conftest.py: what the tests import is the copy's.
@@ -72,12 +73,13 @@ def run_tests(copy: Path, paths: Iterable[str], *flags: str, longest: float = LO
 
 
 def plant(copy: Path, mistake: Mistake) -> Result:
-    path = copy / PACKAGE / mistake.file
-    text = path.read_text("utf-8")
     try:
-        path.write_text(mistake.planted(text), "utf-8")
+        file, wrong = mistake.planted()
     except ValueError as error:
         return Result(mistake, str(error))
+    path = copy / file.relative_to(ROOT)
+    text = path.read_text("utf-8")
+    path.write_text(wrong, "utf-8")
     began = time.monotonic()
     try:
         code, output = run_tests(copy, mistake.paths, "-x", "--numprocesses=0", *(LONG if mistake.long else ()))

@@ -8,13 +8,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from mutants.planting import planted
+
 if sys.version_info >= (3, 11):
     import tomllib
 else:
     import tomli as tomllib  # which pytest needs there
 
-ROOT = Path(__file__).parents[2]
-PACKAGE, TESTS = Path("src") / "mmm", Path("tests")
+TESTS = Path("tests")
 
 
 class Mistake(NamedTuple):
@@ -22,18 +23,22 @@ class Mistake(NamedTuple):
 
     Attributes:
         room: of the table that it stands in.
-        file: below src/mmm. before: the text there, which it has once. after: what takes its place.
+        function: where it is planted, by its qualified name; of a constant, its name.
+        before: the code there, which the function has once.
+        after: what takes its place.
         tests: below tests/, files or file::test, that ought to see it. seen: what a user would see.
+        module: the end of the module's name, where several define the function.
         long: the tests are of `make test-long`.
     """
 
     room: str
     name: str
-    file: str
+    function: str
     before: str
     after: str
     tests: str
     seen: str
+    module: str = ""
     long: bool = False
 
     @property
@@ -41,11 +46,12 @@ class Mistake(NamedTuple):
         """The tests, for pytest."""
         return [str(TESTS / test) for test in self.tests.split()]
 
-    def planted(self, text: str) -> str:
-        """The file's text with the mistake. Raises ValueError: the text to replace is not there once."""
-        if (count := text.count(self.before)) != 1:
-            raise ValueError(f"{self.name}: {self.file} has the text to replace {count} times, not once")
-        return text.replace(self.before, self.after)
+    def planted(self) -> tuple[Path, str]:
+        """The file that it is in, and its text with the mistake. Raises ValueError: the code is not there once."""
+        try:
+            return planted(self.function, self.before, self.after, self.module)
+        except ValueError as error:
+            raise ValueError(f"{self.name}: {error}") from error
 
 
 def all_mistakes() -> list[Mistake]:

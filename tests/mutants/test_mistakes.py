@@ -1,19 +1,20 @@
 """The list of mistakes fits the code: `make mutants` plants them."""
 
 import ast
+import textwrap
 
 import pytest
 
 from mutants.__main__ import HEAD
-from mutants.mistakes import PACKAGE, ROOT, TESTS, Mistake, all_mistakes
-
-LEAST = 60
+from mutants.mistakes import TESTS, all_mistakes
+from mutants.planting import ROOT, planted
 
 
 @pytest.mark.parametrize("mistake", all_mistakes(), ids=lambda mistake: mistake.name)
 def test_it_can_be_planted_and_its_tests_exist(mistake):
-    text = (ROOT / PACKAGE / mistake.file).read_text("utf-8")
-    ast.parse(mistake.planted(text))
+    _, text = mistake.planted()
+    ast.parse(text)
+    assert mistake.before != mistake.after
     for test in mistake.tests.split():
         file, _, name = test.partition("::")
         path = ROOT / TESTS / file
@@ -21,17 +22,59 @@ def test_it_can_be_planted_and_its_tests_exist(mistake):
         assert f"def {name.partition('[')[0]}(" in (path.read_text("utf-8") if name else "def ("), test
 
 
-def test_a_list_that_has_rotten_is_seen():
-    mistake = Mistake("room", "name", "file", "before", "after", "tests", "seen")
-    assert mistake.planted("a before b") == "a after b"
-    for text in ("a b", "before before"):
-        with pytest.raises(ValueError, match="not once"):
-            mistake.planted(text)
+MODULE = """
+class Sum:
+    def of(self, numbers):
+        if not numbers:  # nothing to add
+            return 0
+        total = sum(
+            numbers, start=0)
+        log(total)
+        return total
+
+LIMITS = {"low": 1, "high": 2}
+"""
+
+
+@pytest.mark.parametrize(
+    ("function", "before", "after", "expected"),
+    [
+        ("Sum.of", "sum(numbers, start=0)", "0", "total = 0"),
+        ("Sum.of", "log(total)", "", "pass"),
+        ("Sum.of", "log(total)\nreturn total", "return log(total)", "return log(total)"),
+        ("Sum.of", "if not numbers:\n    ...", "if numbers:\n    ...", "if numbers:\n    return 0"),
+        ("LIMITS", "{'high': 2}", "{'high': 3}", "{'high': 3, 'low': 1}"),
+        ("LIMITS", "1", "-1", "{'low': -1, 'high': 2}"),
+    ],
+)
+def test_planting_by_the_syntax_tree(tmp_path, function, before, after, expected):
+    path = tmp_path / "src" / "house" / "sums.py"
+    path.parent.mkdir(parents=True)
+    path.write_text(MODULE)
+    file, text = planted(function, before, after, root=tmp_path)
+    assert file == path
+    assert textwrap.dedent(expected).splitlines()[0] in text
+    assert len(ast.parse(text).body) == 2
+
+
+@pytest.mark.parametrize(
+    ("function", "before", "module"),
+    [
+        ("Sum.of", "total", ""),  # several times
+        ("Sum.of", "product(numbers)", ""),  # not there
+        ("Sum.product", "total", ""),
+        ("Sum.of", "log(total)", "products"),
+    ],
+)
+def test_what_is_not_there_once_is_seen(tmp_path, function, before, module):
+    (tmp_path / "src").mkdir()
+    (tmp_path / "src" / "sums.py").write_text(MODULE)
+    with pytest.raises(ValueError, match="times, not once"):
+        planted(function, before, "0", module, root=tmp_path)
 
 
 def test_each_has_its_row_in_the_page():
     names = [mistake.name for mistake in all_mistakes()]
-    assert len(names) >= LEAST
     assert len(set(names)) == len(names)
     table = (ROOT / "docs" / "testing.md").read_text("utf-8").partition(HEAD)[2]
     assert [line.split(" | ")[2].strip("`") for line in table.splitlines()] == names
