@@ -7,7 +7,7 @@ from mmm.cli import told_apart
 from mmm.cli.main import main as mmm
 from mmm.errors import ConfigError, RecordError
 from mmm.history import History, write_config
-from mmm.history.plots.overlay import overlaid, overlay_figure, terminal_overlay
+from mmm.history.overlay import overlaid, overlay_figure, terminal_overlay
 from mmm.history.runs import read_run
 from mmm.palette import DARK
 from support.pictures import flaws

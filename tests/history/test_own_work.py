@@ -7,7 +7,7 @@ from mmm.cli import history as command
 from mmm.cli.main import main as mmm
 from mmm.errors import ConfigError
 from mmm.history import History, load, write_config
-from mmm.history.own_work import OwnWork, most_of, own_work, slow
+from mmm.history.plots.own_work import OwnWork, communication_to_computation, most_of, own_work, slow
 
 
 def work(own, dt=1.0):
@@ -135,3 +135,19 @@ def test_what_there_is_no_table_of(tmp_path, capsys):
         assert said in err
         assert len(err.splitlines()) == 1
         assert own_work(load(tmp_path / name)) is None or ranks == 1
+
+
+def test_seconds_waited_for_each_second_of_computation():
+    """Two ranks: one computes 3 s of 4, the other 1 s; the first row, which starts what is slow to start, is not in."""
+    dt = np.array([[100.0, 100.0], [4.0, 4.0], [4.0, 4.0]])
+    own = np.array([[1.0, 1.0], [3.0, 1.0], [3.0, 1.0]])
+    assert communication_to_computation(dt, own) == pytest.approx((1 + 3) / (3 + 1))
+    assert communication_to_computation(dt[:1], own[:1]) == pytest.approx(198 / 2)  # there is no other
+
+
+def test_where_it_is_not_known():
+    dt = np.full((3, 2), 4.0)
+    assert communication_to_computation(dt, np.full((3, 2), np.nan)) is None
+    assert communication_to_computation(dt[:0], dt[:0]) is None
+    one = np.where([[True, False]] * 3, 2.0, np.nan)  # a rank that does not know is left out
+    assert communication_to_computation(dt, one) == 1.0

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from mmm.history import History, load
-from mmm.history.plots.curves import curves_figure
+from mmm.history.curves import curves_figure
 from mmm.history.plots.figures import metric_figure
 from mmm.history.plots.series import metrics
 from mmm.history.plots.style import style, text_on, theme

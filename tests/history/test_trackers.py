@@ -8,7 +8,7 @@ import pytest
 
 from mmm.errors import ConfigError
 from mmm.history import History, load
-from mmm.history.trackers import PACKAGES, PROJECT_VARIABLES, Tracked, check_tracker
+from mmm.history.record.trackers import PACKAGES, PROJECT_VARIABLES, Tracked, check_tracker
 from mmm.trainer import lm
 from mmm.trainer.config.command_line import configure, parse
 
@@ -33,7 +33,7 @@ def test_one_that_fails_costs_a_warning(tmp_path, caplog, monkeypatch, when):
         raise RuntimeError("no room\nfor it")
 
     monkeypatch.setitem(sys.modules, "wandb", MagicMock())
-    monkeypatch.setattr(f"mmm.history.trackers.WandbTracker.{when}", fails)
+    monkeypatch.setattr(f"mmm.history.record.trackers.WandbTracker.{when}", fails)
     found = keep(tmp_path, Tracked("wandb", tmp_path, {}))
     assert found.loss.values.tolist() == [4.5, 4.25, 3.5]
     assert [r.message for r in caplog.records if "--tracker" in r.message] == [
@@ -113,7 +113,7 @@ def test_the_log_and_the_config_are_kept_at_the_end(tmp_path, monkeypatch, caplo
     ],
 )
 def test_projects_that_are_refused(tracker, project, words, monkeypatch):
-    monkeypatch.setattr("mmm.history.trackers.PACKAGES", dict.fromkeys(PACKAGES, "json"))
+    monkeypatch.setattr("mmm.history.record.trackers.PACKAGES", dict.fromkeys(PACKAGES, "json"))
     with pytest.raises(ConfigError, match=words):
         check_tracker(tracker, project)
 

@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from mmm.history.trackers import PROJECT_VARIABLES, Tracked
+from mmm.history.record.trackers import PROJECT_VARIABLES, Tracked
 
 pytestmark = pytest.mark.interop
 

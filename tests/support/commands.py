@@ -9,7 +9,7 @@ import sys
 
 from mmm.cli.main import SUBCOMMANDS
 from mmm.cli.main import main as mmm
-from mmm.history.trackers import PACKAGES
+from mmm.history.record.trackers import PACKAGES
 from mmm.launch.plan.options import launch_options, parser, split
 from mmm.trainer import vit  # which mmm.examples.vit is
 from mmm.trainer.config.command_line import parse
@@ -43,7 +43,7 @@ def check_command(line, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(argparse.ArgumentParser, "parse_args", and_no_more)
         patch.setattr(argparse.ArgumentParser, "parse_known_args", and_a_trainers)
-        patch.setattr("mmm.history.trackers.PACKAGES", dict.fromkeys(PACKAGES, "json"))  # as if installed
+        patch.setattr("mmm.history.record.trackers.PACKAGES", dict.fromkeys(PACKAGES, "json"))  # as if installed
         _check(shlex.split(line), patch)
 
 

@@ -37,7 +37,7 @@ def main(argv: list[str]) -> int:
     args = parser.parse_args(argv)
     if args.theme and not args.plots:
         raise ConfigError(f"--theme {args.theme} without --plots: nothing is drawn; give both")
-    from mmm.history.plots.overlay import LETTERS, common_metrics, overlaid, save_overlay, terminal_overlay
+    from mmm.history.overlay import LETTERS, common_metrics, overlaid, save_overlay, terminal_overlay
     from mmm.history.run_folders import names_of
     from mmm.history.runs import read_run
 
@@ -79,7 +79,7 @@ def facts(run: Run) -> dict[str, Any]:
 
 def difference_table(runs: Sequence[Run], names: Sequence[str]) -> str:
     """A line for each thing that differs, a column a run; the letters are those of the plot."""
-    from mmm.history.plots.overlay import LETTERS
+    from mmm.history.overlay import LETTERS
 
     of = [facts(run) for run in runs]
     known = dict.fromkeys(name for each in of for name in each)

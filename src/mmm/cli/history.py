@@ -100,9 +100,9 @@ def show_summary(title: str, rows: list[tuple[str, str]]) -> None:
 
 def summary(ds: "xarray.Dataset", state: str) -> list[tuple[str, str]]:
     """The lines of the table: name and text."""
+    from mmm.history.plots.own_work import waiting_text
     from mmm.history.plots.series import PARTS, facts, metrics, series
     from mmm.history.record.journal import LEFT_OUT
-    from mmm.history.waiting import waiting_text
 
     known, rows = metrics(ds), ds.sizes["draw"]
     table = [("state", state), ("size", facts(ds)), *data_of(ds)]
@@ -149,7 +149,7 @@ def data_of(ds: "xarray.Dataset") -> list[tuple[str, str]]:
 
 def straggler(ds: "xarray.Dataset") -> str | None:
     """Which rank or host the others wait for, by their own work; None if there is one rank."""
-    from mmm.history.own_work import NOT_KNOWN, own_work
+    from mmm.history.plots.own_work import NOT_KNOWN, own_work
 
     if ds.sizes.get("rank", 1) < 2 or not ds.sizes["draw"]:
         return None

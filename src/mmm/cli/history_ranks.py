@@ -15,7 +15,7 @@ from mmm.outside import printable
 if TYPE_CHECKING:
     import xarray
 
-    from mmm.history.own_work import OwnWork
+    from mmm.history.plots.own_work import OwnWork
 
 SHADES = ((0.05, "·"), (0.10, "░"), (0.25, "▒"), (0.50, "▓"), (np.inf, "█"))  # below which part of the step
 LONGEST_HOST = 20  # characters
@@ -25,7 +25,7 @@ MOST_NAMED = 4  # ranks of a host
 
 def ranks_text(ds: xarray.Dataset, width: int) -> str:
     """The table and the sentence. RecordError: the record does not tell own work from waiting."""
-    from mmm.history.own_work import NOT_KNOWN, own_work
+    from mmm.history.plots.own_work import NOT_KNOWN, own_work
 
     if ds.sizes.get("rank", 1) < 2:
         raise RecordError("--ranks: the run is of one rank, which waits for no other")
@@ -40,7 +40,7 @@ def ranks_text(ds: xarray.Dataset, width: int) -> str:
 
 def sentence(ds: xarray.Dataset, work: OwnWork) -> str:
     """Who the others wait for, and how long."""
-    from mmm.history.own_work import SLOW, hosts_of, slow
+    from mmm.history.plots.own_work import SLOW, hosts_of, slow
 
     hosts = hosts_of(ds)
     found = slow(work, hosts)
@@ -79,7 +79,7 @@ def _axes(ds: xarray.Dataset) -> list[str]:
 
 def _map(ds: xarray.Dataset, work: OwnWork, width: int) -> list[str]:
     """A line a rank, a column for each row, or for several."""
-    from mmm.history.own_work import median_rank
+    from mmm.history.plots.own_work import median_rank
 
     assert work.by_rank is not None
     labels = _labels(ds)
@@ -122,7 +122,7 @@ def _labels(ds: xarray.Dataset) -> list[str]:
 
 def _spans(ds: xarray.Dataset, work: OwnWork) -> list[str]:
     """A line for some rows: smallest, median and largest over the ranks, and which had the largest most often."""
-    from mmm.history.own_work import most_often
+    from mmm.history.plots.own_work import most_often
 
     spans = np.array_split(np.arange(len(work.dt)), min(SPANS, len(work.dt)))
     name, values = _x(ds)

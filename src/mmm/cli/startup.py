@@ -64,11 +64,11 @@ def main(argv: list[str]) -> int:
         for name in dict.fromkeys(each.model for each in starts)
     }
     if len(starts) > 1:
-        from mmm.history.plots.curves import fitting_width, terminal_curves
+        from mmm.history.curves import fitting_width, terminal_curves
 
         show("\n" + terminal_curves(curves, "start-up: seconds against ranks", fitting_width()))
     if args.png:
-        from mmm.history.plots.curves import save_curves
+        from mmm.history.curves import save_curves
 
         print(f"picture: {save_curves({'start-up [s]': curves}, args.png)}")
     return 0

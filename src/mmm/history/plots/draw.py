@@ -10,10 +10,10 @@ from pathlib import Path
 
 from mmm.errors import RecordError
 from mmm.history.plots.files import plot_summary
+from mmm.history.plots.own_work import waiting_text
 from mmm.history.plots.series import main_loss
 from mmm.history.plots.terminal import terminal_summary
 from mmm.history.record.reader import load
-from mmm.history.waiting import waiting_text
 
 
 def main(argv: list[str]) -> int:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from mmm.errors import RecordError
-from mmm.history.own_work import hosts_of, own_work, slow
+from mmm.history.plots.own_work import hosts_of, own_work, slow
 from mmm.history.record.dataset import about
 from mmm.history.record.folder import OWN
 from mmm.outside import parse_json, printable
@@ -129,9 +129,12 @@ def outside(s: Series, shown: AxisLimits) -> str:
 
 
 def slowest(s: Series, ds: "xarray.Dataset") -> int | None:
-    """Of own work the rank that the others wait for (`mmm.history.own_work.slow`); of the time for data the rank whose
-    median over the rows is the largest, if that is 5 % above the median of all ranks. None for times that contain
-    waiting, which is longest on the ranks that are not slow."""
+    """The slowest rank, for its line in a plot.
+
+    Of own work it is the rank that the others wait for (`mmm.history.plots.own_work.slow`). Of the time for data it is
+    the rank whose median over the rows is the largest, if that is 5 % above the median of all ranks. None for times
+    that contain waiting, which is longest on the ranks that are not slow.
+    """
     if s.by_rank is None or s.ranks < 2 or s.name not in ALONE:
         return None
     if s.name == OWN:

@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 import tyro
 
 from mmm.errors import ConfigError
-from mmm.history.trackers import check_tracker
+from mmm.history.record.trackers import check_tracker
 
 PACKAGES = {"torch": "torch", "pyinstrument": "pyinstrument"}  # by kind, what it needs
 

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager
 from importlib.metadata import entry_points
 from typing import Any
 
-from mmm.history.trackers import Tracked
+from mmm.history.record.trackers import Tracked
 from mmm.layout import Layout
 from mmm.parallel.footprint import STATE, Footprint, check_fits
 from mmm.parallel.memory.offload import disk_of

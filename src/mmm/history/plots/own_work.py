@@ -1,7 +1,8 @@
 """A rank's own work in a step, and which rank or host the others wait for.
 
 Each rank of a synchronous step takes as long as the slowest: the others wait for it inside collectives, and ``dt`` is
-equal on all. What is left of ``dt`` without that waiting, ``dt_own``, tells them apart (`mmm.runtime.clock`).
+equal on all. What is left of ``dt`` without that waiting, ``dt_own``, tells them apart (`mmm.runtime.clock`). Over all
+ranks, what they waited is the ratio of communication to computation, as it was measured.
 """
 
 from __future__ import annotations
@@ -150,3 +151,31 @@ def is_pipeline(ds: xarray.Dataset) -> bool:
     """Whether ranks differ by their stage alone."""
     axes = [str(name) for name in ds.coords if str(name).startswith("axis_")]
     return bool(axes) and all(name == "axis_pp" or not ds[name].values.any() for name in axes)
+
+
+def communication_to_computation(dt: np.ndarray, own: np.ndarray) -> float | None:
+    """Seconds in which ranks waited for others, for each second in which they did not; over all ranks, and all rows but
+    the first, which starts what is slow to start.
+
+    What a rank waits for is communication that nothing hides and ranks that are slower; what computation hides is not
+    in it. None where it is not known (`mmm.runtime.clock.timed_waits`).
+
+    Args:
+        dt: seconds of a step, (rows, ranks). own: ``dt_own`` of the same steps.
+    """
+    both = np.isfinite(dt) & np.isfinite(own)
+    both[:1] &= len(dt) == 1
+    computed = own[both].sum()
+    return float((dt[both] - own[both]).sum() / computed) if computed > 0 else None
+
+
+def waiting_text(ds: xarray.Dataset) -> str | None:
+    """`communication_to_computation` of a record, in words; of more than `full_ranks` ranks by their medians."""
+    if ds.sizes.get("rank", 1) < 2:
+        return None
+    for suffix in ("", "_median"):
+        if f"dt{suffix}" in ds and f"{OWN}{suffix}" in ds:
+            dt, own = (ds[f"{name}{suffix}"].values.reshape(ds.sizes["draw"], -1) for name in ("dt", OWN))
+            ratio = communication_to_computation(dt, own)
+            return None if ratio is None else f"{ratio:.3f} s for other ranks, for each second of computation"
+    return None
