@@ -16,6 +16,7 @@ from mmm.launch.program.target import Target, read_source
 from mmm.launch.staging import copy as copies
 from mmm.machines import find
 from mmm.machines.machine import read
+from mmm.plan.network import peak_rate
 
 BUILT_IN = ("perlmutter", "polaris")
 
@@ -32,7 +33,7 @@ def make_measured(folder: Path) -> None:
 
 def read_machine(folder: Path) -> Any:
     machine = read(folder / "machine.json").changed({"hosts": 2})
-    return machine.bandwidth(2, True), machine.peak("bf16"), machine.explain()
+    return machine.bandwidth(2, True), peak_rate(machine, "bf16"), machine.explain()
 
 
 def read_measured(folder: Path) -> Any:

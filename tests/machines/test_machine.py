@@ -9,6 +9,7 @@ import pytest
 from mmm.launch.errors import MachineError
 from mmm.machines.find import BUILT_IN, load
 from mmm.machines.machine import BOUNDS, FIELDS, TYPES, Machine, read
+from mmm.plan.network import peak_rate
 
 KNOWN = load({})
 TOLD = {"name", "about", "source", "sources", "script", "scheduler", "file"}
@@ -40,7 +41,7 @@ def test_every_value_has_a_source(machine):
         assert machine.source.startswith("https://"), name
     assert set(machine.sources) <= set(stated) | set(machine.env) | set(machine.env_by_rank)
     if not machine.missing():
-        assert machine.peak("fp32" if machine.device == "cpu" else "bf16") > 1e11
+        assert peak_rate(machine, "fp32" if machine.device == "cpu" else "bf16") > 1e11
         assert any("data sheet" in line or "assumed" in line for line in machine.explain())
 
 
@@ -112,7 +113,7 @@ def test_what_a_prediction_misses_has_a_name(tmp_path):
     with pytest.raises(MachineError, match="needs network_bandwidth of 8 devices"):
         read(written(tmp_path, {**GOOD, "ranks_per_host": 4, "link_bandwidth": 1e9})).changed({"hosts": 2})
     with pytest.raises(MachineError, match="--dtype bf16: machine x has no rate for it"):
-        read(written(tmp_path, GOOD)).peak("bf16")
+        peak_rate(read(written(tmp_path, GOOD)), "bf16")
     whole = read(written(tmp_path, GOOD)).changed({})
     assert (whole.device, whole.hosts, whole.ranks_per_host) == ("cuda", 1, 1)
 

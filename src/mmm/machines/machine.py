@@ -11,7 +11,6 @@ from typing import Any
 
 from mmm.launch.errors import MachineError
 from mmm.launch.files import read_json, short
-from mmm.runtime.peaks import named_peak
 
 
 @dataclass(frozen=True)
@@ -42,7 +41,7 @@ class Machine:
         env: variables for every rank, such as NCCL_SOCKET_IFNAME, unless the user has set them. env_by_rank: further
             ones, for ranks that the launcher backend has started itself: they need its MPI.
         advice: what launch cannot do, a line each; said where ranks are on several hosts.
-        accelerator: contains a key of `mmm.runtime.peaks.PEAKS`, where its peaks are; else `peak_flops`.
+        accelerator: name of the device, by which its peak rates are found where `peak_flops` has none.
         gpu_memory, host_memory: bytes. peak_flops: dtype → FLOP/s of dense matrix products.
         memory_bandwidth: bytes/s of the device's memory.
         link_bandwidth, link_latency: between two devices of a host, bytes/s and s.
@@ -144,16 +143,6 @@ class Machine:
     def budget(self) -> float:
         """Bytes of a device that a program can have."""
         return self.gpu_memory * (1 - self.memory_reserve)
-
-    def peak(self, dtype: str) -> float:
-        """FLOP/s of one device at most. Raises MachineError: the machine has no such rate."""
-        rate = self.peak_flops.get(dtype) or named_peak(self.accelerator, dtype)
-        if rate is None:
-            raise MachineError(
-                f"--dtype {dtype}: machine {self.name} has no rate for it in peak_flops, and no accelerator that is "
-                "known: use another, or --machine FILE"
-            )
-        return rate
 
     def bandwidth(self, local: int, hosts: bool) -> float:
         """Bytes/s at which a ring of ranks moves a buffer.

@@ -28,7 +28,7 @@ from mmm.machines.machine import Machine
 from mmm.models.gpt import LanguageConfig
 from mmm.parallel.pp.schedules import SCHEDULES
 from mmm.plan.memory import MemoryModel, PlannedStage
-from mmm.plan.network import Group, collective, group_of, groups_of, send
+from mmm.plan.network import Group, collective, group_of, groups_of, peak_rate, send
 from mmm.plan.spec import ModelSpec
 
 
@@ -88,7 +88,7 @@ class CostModel:
 
     def __init__(self, spec: ModelSpec, machine: Machine, dtype: str, memory: MemoryModel) -> None:
         self.spec, self.machine, self.memory = spec, machine, memory
-        self.rate = machine.peak(dtype) * machine.matmul_efficiency
+        self.rate = peak_rate(machine, dtype) * machine.matmul_efficiency
         self.memory_rate = machine.memory_bandwidth * machine.memory_efficiency
         self.work = lru_cache(maxsize=None)(self._work)
         self.layer = lru_cache(maxsize=None)(self._layer)

@@ -1,4 +1,4 @@
-"""Which ranks of an axis share a host, and how long a collective of theirs takes on a `Machine`.
+"""What a machine does a second: products on a device, and collectives of ranks that share a host or do not.
 
 Messages of a collective go one after the other: n - 1 in a ring, first inside a host, then between hosts; an all-reduce
 may take a tree, 2 log2 n. Its bytes go at the rate of the slowest link that they pass. gloo, on CPUs, makes an
@@ -12,9 +12,22 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
+from mmm.launch.errors import MachineError
 from mmm.layout import AXES, Layout
 from mmm.machines.machine import Machine
+from mmm.runtime.peaks import named_peak
 from mmm.traffic.collective_bytes import factor
+
+
+def peak_rate(machine: Machine, dtype: str) -> float:
+    """FLOP/s of one device at most. Raises MachineError: the machine has no such rate."""
+    rate = machine.peak_flops.get(dtype) or named_peak(machine.accelerator, dtype)
+    if rate is None:
+        raise MachineError(
+            f"--dtype {dtype}: machine {machine.name} has no rate for it in peak_flops, and no accelerator that is "
+            "known: use another, or --machine FILE"
+        )
+    return rate
 
 
 class Group(NamedTuple):

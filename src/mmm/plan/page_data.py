@@ -17,6 +17,7 @@ from mmm.machines import find
 from mmm.machines.machine import Machine, read
 from mmm.models.transformer import PRESETS
 from mmm.plan.named_model import SIZES, read_model
+from mmm.plan.network import peak_rate
 from mmm.plan.spec import ModelSpec
 
 EXPERTS = {"n_experts": 8, "top_k": 2}  # a model each layer of which is as wide, eight times: llama-8b's is Mixtral's
@@ -87,7 +88,7 @@ def machine_data(machine: Machine) -> dict[str, Any]:
         "scheduler": machine.scheduler,
         **rates,
         "budget_part": 1 - machine.memory_reserve,
-        "peak": machine.peak("bf16"),
+        "peak": peak_rate(machine, "bf16"),
     }
 
 

@@ -28,6 +28,7 @@ from mmm.parallel.pp.stages import balance_stages
 from mmm.plan.candidate import Candidate, Choice, Found, divisors, is_better, kind_of, rank_of
 from mmm.plan.cost import CostModel, bubble_of
 from mmm.plan.memory import MemoryModel, PlannedStage, distinct, full_model, stages_for
+from mmm.plan.network import peak_rate
 from mmm.plan.spec import ModelSpec
 
 CHECKPOINTING = ("none", "selective", "full")
@@ -62,7 +63,7 @@ class Search:
         self.broken = lru_cache(maxsize=None)(self._broken)
         self.choices = lru_cache(maxsize=None)(self._choices)
         self.one_stage = (full_model(spec),)
-        self.peak = machine.peak(dtype)
+        self.peak = peak_rate(machine, dtype)
 
     def _stages(self, schedule: str, pp: int, own: int) -> tuple[PlannedStage, ...]:
         return tuple(distinct(stages_for(self.spec, self.splits(pp * own), schedule, pp)))
