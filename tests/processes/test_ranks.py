@@ -12,9 +12,9 @@ import pytest
 import torch
 
 import mmm
-from mmm.errors import LayoutError
 from mmm.processes.ranks import dumps
 from mmm.testing import RanksFailed, fork_ranks
+from mmm.verify.errors import LayoutError
 from support.clock import PATIENCE
 from support.processes import running, wait_for, wait_for_ends
 from support.signals import as_from_a_terminal

@@ -8,10 +8,10 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-from mmm.errors import UserError
 from mmm.propose.find import find_plan
 from mmm.verify import verify
 from mmm.verify.difference import relative
+from mmm.verify.errors import UserError
 from mmm.verify.subject import load_function, make_subject
 
 

@@ -12,8 +12,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from mmm.cli.main import main
-from mmm.errors import ConfigError, LayoutError, UserError
 from mmm.verify import reference, verify
+from mmm.verify.errors import ConfigError, LayoutError, UserError
 from mmm.verify.reference import compute_reference
 from mmm.verify.subject import batch_axes_of, make_subject, parse_axes
 from support.clock import stretched
@@ -152,7 +152,7 @@ def test_a_gradient_that_is_wrong_on_one_rank():
 
 
 def test_larger_than_memory(monkeypatch):
-    monkeypatch.setattr(reference, "host_memory", lambda: 1000)
+    monkeypatch.setattr(reference, "free_memory", lambda: 1000)
     with pytest.raises(ConfigError, match=r"[\d,]+ parameters in float64 take about .* GiB on 2 ranks.* are free here"):
         verify(Mixer, nothing, fields, mesh="dp2")
 

@@ -14,6 +14,7 @@ from mmm.errors import UserError
 from mmm.launch.errors import UserError as LaunchUserError
 from mmm.outside import printable_lines
 from mmm.runtime.contract import check_folder
+from mmm.verify.errors import UserError as VerifyUserError
 
 # Subcommand -> module with main(argv) -> exit code, and one line for the list.
 SUBCOMMANDS = {
@@ -104,7 +105,7 @@ def _run(arguments: list[str]) -> int:
     try:
         check_folder()
         return int(importlib.import_module(SUBCOMMANDS[name][0]).main(rest) or 0)
-    except (UserError, LaunchUserError) as error:
+    except (UserError, LaunchUserError, VerifyUserError) as error:
         print(f"mmm: error: {printable_lines(error)}", file=sys.stderr)
         return 2
 

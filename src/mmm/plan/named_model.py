@@ -20,6 +20,7 @@ from mmm.plan.hugging_face import LARGEST, read_config
 from mmm.plan.image_models import cnn_spec, vit_spec
 from mmm.plan.models import language_spec
 from mmm.plan.spec import Matrix, ModelSpec, PartKind
+from mmm.verify import errors as verify_errors
 from mmm.verify.subject import load_function
 
 MOST_LAYERS = 1000  # how they are split over stages takes a minute
@@ -108,7 +109,10 @@ def _transformer(
 
 def _factory(name: str) -> ModelSpec:
     """A user's module: its parameters by the parts that its longest list of layers has; data parallelism alone."""
-    make = load_function(name, "--model")
+    try:
+        make = load_function(name, "--model")
+    except verify_errors.ConfigError as error:
+        raise ConfigError(error) from None
     try:
         with meta_parameters(keep_values=False):
             model = make()

@@ -4,7 +4,6 @@
 then costs about 0.1 s. `pool` keeps ranks that stay, inside a process group; `children` is any forked process.
 """
 
-from mmm.launch.plan.hosts import free_port
-from mmm.processes.ranks import RanksFailed, fork_ranks
+from mmm.processes.ranks import RanksFailed, fork_ranks, free_port
 
 __all__ = ["RanksFailed", "fork_ranks", "free_port"]

@@ -16,8 +16,7 @@ from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from typing import IO, Any, NoReturn
 
-from mmm.launch.channel.failures import signal_name
-from mmm.launch.host import forks
+from mmm.processes import forks
 
 REAP = 10.0  # s to wait for a killed process; one in an uninterruptible call is left to the system
 LEAVE = 0.2  # s for a process that has closed its pipe to end by itself
@@ -146,7 +145,7 @@ def _live(
         if parent is not None:
             forks.die_with_parent(parent)
         forks.tie_forks()
-        forks.renew_thread_pools(1)  # the parent's OpenMP threads, of which the fork has none, are waited for otherwise
+        forks.use_one_thread()  # the parent's OpenMP threads, of which the fork has none, are waited for otherwise
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         main(end)
         code = 0
@@ -158,4 +157,9 @@ def ended(code: int | None) -> str:
     """How a process ended, by its exit code."""
     if code is None:
         return "cannot be killed"
-    return f"killed by {signal_name(-code)}" if code < 0 else f"exited with code {code} and said nothing"
+    if code >= 0:
+        return f"exited with code {code} and said nothing"
+    try:
+        return f"killed by {signal.Signals(-code).name}"
+    except ValueError:  # a real-time one has no name
+        return f"killed by signal {-code}"

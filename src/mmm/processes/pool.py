@@ -19,12 +19,10 @@ import torch.distributed.fsdp
 import torch.distributed.tensor.debug
 import torch.distributed.tensor.parallel
 
-from mmm.launch.plan.hosts import free_port
 from mmm.processes.children import Children
-from mmm.processes.ranks import RanksFailed, answer, collect, dumps, fork_ranks
-from mmm.runtime.process_group import free_ended_groups, process_group
-from mmm.runtime.ranks import Rank
-from mmm.torch_private.groups import clear_redistribute_cache, clear_sharding_cache
+from mmm.processes.group import free_ended_groups, process_group
+from mmm.processes.ranks import Rank, RanksFailed, answer, collect, dumps, fork_ranks, free_port, ranks_of
+from mmm.verify.torch_private import clear_redistribute_cache, clear_sharding_cache
 
 TIMEOUT = 300.0  # s that a call may take: on a busy machine, each thread of gloo waits long for a core
 LONGER = 10.0  # s that the pool waits beyond it: a collective that hangs says on its rank where
@@ -85,11 +83,10 @@ def _serve(caches: list[Any], end: Connection) -> None:
                     results = fork_ranks(_call, count, job, timeout=timeout, interrupt=end)
                 else:
                     while len(ranks.all) < count:
-                        ranks.fork(partial(_serve_rank, len(ranks.all), caches))
-                    port = free_port()
-                    for child in ranks.all[:count]:
+                        ranks.fork(partial(_serve_rank, caches))
+                    for child, rank in zip(ranks.all, ranks_of(count, free_port()), strict=False):
                         with contextlib.suppress(OSError):  # it has died since: `collect` says how
-                            child.end.send((count, port, timeout, job))
+                            child.end.send((rank, timeout, job))
                     results = collect(ranks.all[:count], timeout + LONGER, end)
                 end.send((results, "", ""))
             except RanksFailed as error:
@@ -97,12 +94,11 @@ def _serve(caches: list[Any], end: Connection) -> None:
                 end.send((None, str(error), error.details))
 
 
-def _serve_rank(number: int, caches: list[Any], end: Connection) -> None:
+def _serve_rank(caches: list[Any], end: Connection) -> None:
     """The life of a rank that stays."""
     with contextlib.suppress(EOFError):
         while True:
-            count, port, timeout, job = end.recv()
-            rank = Rank(number, count, number, count, "pool", "127.0.0.1", port)
+            rank, timeout, job = end.recv()
             answer(end, _call_in_group, rank, timeout, job, caches)
 
 

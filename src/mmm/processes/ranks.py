@@ -2,25 +2,83 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import pickle
+import secrets
 import signal
+import socket
 import sys
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-from mmm.errors import UserError
-from mmm.launch.plan.hosts import free_port
 from mmm.processes.children import LEAVE, Child, Children, ended
-from mmm.runtime.contract import CONSEQUENCES
-from mmm.runtime.ranks import Rank
+from mmm.verify.errors import is_for_user
 
+PORTS = range(20_000, 32_000)  # below those that systems give to outgoing connections
 GRACE = 0.1  # s to wait, after a first failure, for one that came before it
 IN_TORCH = "torch/distributed"  # in the frames of a rank that is in a collective
 GRACE_DOUBTFUL = 1.0  # s, if all that is known so far looks like a consequence
+# What a rank's traceback says when it failed because another had gone.
+CONSEQUENCES = (
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "Connection refused",
+    "Broken pipe",
+    "remote process exited",
+    "DistNetworkError",
+    "DistStoreError",
+    "failed to recv",
+    "Timed out waiting",
+    "NCCL communicator was aborted",
+)
+
+
+@dataclass(frozen=True)
+class Rank:
+    """One of the ranks forked together, all of this host.
+
+    Its attributes are named as those of a rank that a launcher has started, so that a program takes either.
+
+    Attributes:
+        rank, world_size: 0 ≤ rank < world_size. local_rank, local_world_size: the same.
+        source: who has started it.
+        address, port: where rank 0's store listens.
+        store: by which the ranks have met; None before.
+    """
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    source: str
+    address: str
+    port: int
+    store: Any = None
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this one prints and writes for all."""
+        return self.rank == 0
+
+
+def ranks_of(world_size: int, port: int) -> list[Rank]:
+    """The ranks of a group that meets at a port of this host."""
+    return [Rank(rank, world_size, rank, world_size, "forked", "127.0.0.1", port) for rank in range(world_size)]
+
+
+def free_port() -> int:
+    """A TCP port of this host that nobody listens on. The system itself would give one that any connection of another
+    process may take before rank 0 listens on it."""
+    for port in (*secrets.SystemRandom().sample(PORTS, 100), 0):
+        with contextlib.suppress(OSError), socket.socket() as probe:
+            probe.bind(("127.0.0.1", port))
+            return int(probe.getsockname()[1])
+    raise OSError("this host has no free port")
 
 
 class RanksFailed(Exception):
@@ -53,10 +111,8 @@ def fork_ranks(
     Raises:
         RanksFailed: not all did; by then none is left.
     """
-    port = free_port()
     with Children() as children:
-        for number in range(ranks):
-            rank = Rank(number, ranks, number, ranks, "forked", "127.0.0.1", port)
+        for rank in ranks_of(ranks, free_port()):
             children.fork(lambda end, rank=rank: answer(end, function, rank, *args))  # type: ignore[misc]
         return collect(children.all, timeout, interrupt)
 
@@ -92,7 +148,7 @@ def answer(end: Connection, function: Callable[..., Any], *args: Any) -> None:
     try:
         message = dumps((True, function(*args)))
     except BaseException as error:
-        reason = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
+        reason = str(error) if is_for_user(error) else f"{type(error).__name__}: {error}"
         message = pickle.dumps((False, (reason, traceback.format_exc())))
     sys.stdout.flush()
     sys.stderr.flush()

@@ -7,18 +7,18 @@ import tempfile
 import textwrap
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
-from mmm.errors import RecordError
-from mmm.parallel.plan import matches
 from mmm.propose.report import group_reason, groups_by_pattern
 from mmm.propose.tensor import TensorPlan
 from mmm.propose.trace import is_transposed
 from mmm.propose.trial import Fix, Group
 from mmm.propose.units import Units
+from mmm.verify.errors import ConfigError, RecordError
 
 WIDTH = 100
 INDENT = "    "
@@ -63,7 +63,7 @@ def load_code(code: str, path: Path | None) -> Callable[[nn.Module, Any], None]:
         path: of the file; without it the code is written where it is deleted again.
 
     Raises:
-        RecordError: the file cannot be written.
+        RecordError: the file cannot be written. ConfigError: it imports what is not installed here.
     """
     with tempfile.TemporaryDirectory() as folder:
         file = path or Path(folder) / "plan.py"
@@ -75,7 +75,13 @@ def load_code(code: str, path: Path | None) -> Callable[[nn.Module, Any], None]:
         assert spec is not None
         assert spec.loader is not None
         module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
+        try:
+            spec.loader.exec_module(module)
+        except ModuleNotFoundError as error:
+            raise ConfigError(
+                f"the plan needs {error.name}, which is not installed here (pip install mmm): PyTorch has no style for "
+                "matrices that have several parts, or that a module transposes or writes in place"
+            ) from None
     return module.parallelize
 
 
@@ -126,6 +132,13 @@ def _styles(model: nn.Module, group: Group, parts: int) -> dict[str, str]:
         style = "OwnedRowwise()" if path in group.written else "RowwiseParallel()"
         styles[path] = "OwnedRowwise(transposed=True)" if transposed else style
     return styles
+
+
+def matches(pattern: str, name: str) -> bool:
+    """Whether a module's path matches a pattern, component by component."""
+    parts = name.split(".")
+    wanted = pattern.split(".")
+    return len(parts) == len(wanted) and all(map(fnmatchcase, parts, wanted))
 
 
 def _without_numbers(model: nn.Module, paths: Sequence[str], styles: dict[str, str]) -> dict[str, str]:

@@ -8,8 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from mmm.errors import ConfigError, UserError
-from mmm.processes import RanksFailed, fork_ranks
+from mmm.processes.ranks import Rank, RanksFailed, fork_ranks
 from mmm.propose.code import Axes, write_code
 from mmm.propose.cuts import Cuts, find_cuts
 from mmm.propose.models import keep_no_cache
@@ -17,7 +16,7 @@ from mmm.propose.report import describe
 from mmm.propose.tensor import TensorPlan, find_tensor_plan
 from mmm.propose.trace import trace
 from mmm.propose.units import Units, find_units
-from mmm.runtime.ranks import Rank
+from mmm.verify.errors import ConfigError, is_for_user
 from mmm.verify.observe import float64_by_default
 from mmm.verify.reference import make_batch, make_model
 from mmm.verify.subject import Subject
@@ -84,10 +83,12 @@ def axes_of(subjects: Sequence[Subject]) -> tuple[Axes, int]:
     return Axes(next(iter(batch), ()), axis), parts
 
 
-def _find(rank: Rank, subject: Subject, name: str, axes: Axes, parts: int) -> tuple[UserError | None, Proposal | None]:
+def _find(rank: Rank, subject: Subject, name: str, axes: Axes, parts: int) -> tuple[Exception | None, Proposal | None]:
     try:
         return None, propose(subject, name, axes, parts)
-    except UserError as error:
+    except Exception as error:
+        if not is_for_user(error):
+            raise
         return type(error)(str(error)), None
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -13,17 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mmm.data.images.torchvision_shim import import_torchvision
-from mmm.errors import ConfigError, DataError
-from mmm.outside import read_json
-from mmm.processes import RanksFailed, fork_ranks
-from mmm.runtime.ranks import Rank
-from mmm.runtime.seed import seed_all
-from mmm.torch_private.module import Convolution
-from mmm.torch_private.operators import tree_leaves, tree_map_only
+from mmm.processes.ranks import Rank, RanksFailed, fork_ranks
+from mmm.verify.errors import ConfigError, is_for_user
 from mmm.verify.observe import float64_by_default
-from mmm.verify.reference import SEED, make_model
+from mmm.verify.reference import SEED, make_model, seed_all
 from mmm.verify.subject import load_function, make_subject, plain_step
+from mmm.verify.torch_private import Convolution, tree_leaves, tree_map_only
 
 LIBRARIES = ("hf", "torchvision", "timm")
 SAMPLES = 4
@@ -37,6 +33,7 @@ MAPPINGS = (  # of transformers: config → class; the first that has a config i
 )
 
 Batch = Callable[[], Any]
+Importer = Callable[[str], ModuleType]  # the name of a part of torchvision, such as ``models`` → that module
 
 
 @dataclass(frozen=True)
@@ -55,8 +52,27 @@ class NamedModel:
     step_fn: Callable[[nn.Module, Any], Tensor] = plain_step
 
 
-def load_model(name: str) -> NamedModel:
+def import_torchvision(part: str) -> ModuleType:
+    """A part of torchvision, such as ``models``.
+
+    Raises:
+        ConfigError: it is not installed, or does not import.
+    """
+    try:
+        return importlib.import_module(f"torchvision.{part}")
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"{error.name} is not installed: pip install {error.name}") from None
+    except (ImportError, RuntimeError, OSError) as error:
+        raise ConfigError(
+            f"torchvision does not import beside torch {torch.__version__} ({error}): install the release made for it"
+        ) from error
+
+
+def load_model(name: str, importer: Importer = import_torchvision) -> NamedModel:
     """The model of ``module:function``, ``hf:config.json``, ``torchvision:NAME`` or ``timm:NAME``.
+
+    Args:
+        importer: imports torchvision, which all three libraries import where it is there.
 
     Raises:
         ConfigError: there is none, or the library is not installed.
@@ -66,7 +82,7 @@ def load_model(name: str) -> NamedModel:
         return NamedModel(load_function(name, "MODEL"))
     if not rest:
         raise ConfigError(f"MODEL {name}: write {library}:{'config.json' if library == 'hf' else 'NAME'}")
-    return {"hf": _hugging_face, "torchvision": _torchvision, "timm": _timm}[library](rest)
+    return {"hf": _hugging_face, "torchvision": _torchvision, "timm": _timm}[library](rest, importer)
 
 
 def keep_no_cache(model: nn.Module) -> None:
@@ -166,15 +182,17 @@ def _width_of(module: nn.Module) -> int:
     return module.in_features if isinstance(module, nn.Linear) else 0
 
 
-def _library(name: str) -> ModuleType:
-    """Import a library beside a torchvision whose compiled part may not load.
+def _library(name: str, importer: Importer) -> ModuleType:
+    """Import a library that imports torchvision.
 
     Raises:
         ConfigError: it is not installed, or does not import.
     """
     try:
-        import_torchvision("transforms")
-    except DataError as error:
+        importer("transforms")
+    except Exception as error:
+        if not is_for_user(error):
+            raise
         if name != "transformers":  # which can do without
             raise ConfigError(f"{name}: {error}") from None
     try:
@@ -191,27 +209,20 @@ def _near(kind: str, name: str, known: list[str]) -> ConfigError:
     return ConfigError(f"{kind} {name}: there is no such model{hint}")
 
 
-def _torchvision(name: str) -> NamedModel:
-    models = _part("models")
+def _torchvision(name: str, importer: Importer) -> NamedModel:
+    models: Any = importer("models")
     known = models.list_models()
     if name not in known:
         raise _near("torchvision", name, known)
     return NamedModel(lambda: models.get_model(name, weights=None), lambda samples: _images(samples, 3, SIDES))
 
 
-def _part(part: str) -> Any:
-    try:
-        return import_torchvision(part)
-    except DataError as error:
-        raise ConfigError(str(error)) from None
-
-
 def _images(samples: int, channels: int, sides: tuple[int, ...]) -> tuple[Batch, ...]:
     return tuple(_floats(samples, channels, side, side) for side in sides)
 
 
-def _timm(name: str) -> NamedModel:
-    timm = _library("timm")
+def _timm(name: str, importer: Importer) -> NamedModel:
+    timm = _library("timm", importer)
     known = timm.list_models()
     base = name.partition(".")[0]  # behind it stands which weights
     if base not in known:
@@ -228,11 +239,27 @@ def _timm(name: str) -> NamedModel:
     return NamedModel(lambda: timm.create_model(base, pretrained=False), batches)
 
 
-def _hugging_face(path: str) -> NamedModel:
+def _read_config(file: Path) -> dict[str, Any]:
+    """What a config.json says. Raises ConfigError."""
+    reason = "it is no JSON object"
+    try:
+        if file.exists() and not file.is_file():  # a FIFO would be waited for
+            raise ConfigError(f"{file} cannot be read: it is no regular file")
+        values = json.loads(file.read_text(encoding="utf-8"))
+        if isinstance(values, dict):
+            return values
+    except OSError as error:
+        reason = error.strerror or str(error)
+    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+        reason = f"it is no JSON: {error}"
+    raise ConfigError(f"{file} cannot be read: {reason}")
+
+
+def _hugging_face(path: str, importer: Importer) -> NamedModel:
     """A model of a config, with random weights."""
-    transformers = _library("transformers")
+    transformers = _library("transformers", importer)
     file = Path(path) / "config.json" if Path(path).is_dir() else Path(path)
-    values = read_json(file, ConfigError)
+    values = _read_config(file)
     kind = values.pop("model_type", None)
     values.setdefault("experts_implementation", "eager")  # kernels of grouped experts have no float64
     known = list(transformers.CONFIG_MAPPING)
@@ -246,7 +273,7 @@ def _hugging_face(path: str) -> NamedModel:
         first = (str(error).strip() or "it fails").splitlines()[0]
         raise ConfigError(f"{file}: transformers refuses it: {type(error).__name__}: {first}") from None
     config.use_cache = False  # what is kept for the next token is of no use in a step
-    kind, with_loss = _class_of(config)
+    kind, with_loss = _class_of(transformers, config)
     return NamedModel(
         lambda: kind(config),
         lambda samples: _hugging_face_batches(kind, config, samples, with_loss),
@@ -254,10 +281,9 @@ def _hugging_face(path: str) -> NamedModel:
     )
 
 
-def _class_of(config: Any) -> tuple[Any, bool]:
+def _class_of(transformers: Any, config: Any) -> tuple[Any, bool]:
     """The class that a config of transformers names, else the first that is made for its kind; and whether that
     computes a loss."""
-    transformers = _library("transformers")
     for name in getattr(config, "architectures", None) or ():
         if hasattr(transformers, name):
             return getattr(transformers, name), "For" in name or "LMHead" in name

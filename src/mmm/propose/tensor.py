@@ -22,7 +22,7 @@ from mmm.propose.channels import (
 )
 from mmm.propose.trace import Call, Trace, backward_from, is_matrix, parent_of, pattern_of, widths
 from mmm.propose.trial import Group, try_group
-from mmm.torch_private.module import Convolution
+from mmm.verify.torch_private import Convolution
 
 LARGE = 0.02  # of all parameters: from which on one is named that is in no matrix
 MOST_CONSUMERS = 4  # of a group: more is a residual stream

@@ -12,10 +12,9 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
-from mmm.errors import ConfigError
-from mmm.torch_private.module import version_of
-from mmm.torch_private.operators import tree_leaves
+from mmm.verify.errors import ConfigError
 from mmm.verify.reference import failure_of
+from mmm.verify.torch_private import tree_leaves, version_of
 
 
 @dataclass

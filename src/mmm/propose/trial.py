@@ -22,7 +22,7 @@ from torch.func import functional_call
 
 from mmm.propose.channels import Sections, channels_of
 from mmm.propose.trace import Trace, first_line, is_matrix, is_transposed, widths
-from mmm.torch_private.operators import tree_leaves
+from mmm.verify.torch_private import tree_leaves
 
 TOLERANCE = 1e-5  # relative; a module inside may compute in float32
 MOST_INTEGERS = 8  # that are tried, and of them

@@ -8,10 +8,9 @@ from dataclasses import dataclass, field
 from torch import nn
 from torch.autograd.graph import Node
 
-from mmm.parallel.ties import find_ties
 from mmm.propose.channels import ACCUMULATE
 from mmm.propose.trace import Trace, parent_of, pattern_of
-from mmm.torch_private.module import BatchNorm
+from mmm.verify.torch_private import BatchNorm
 
 LARGE = 0.1  # of all parameters: what a module alone has to have to be a unit
 CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
@@ -53,6 +52,14 @@ def find_units(trace: Trace) -> Units:
     return units
 
 
+def _ties(model: nn.Module) -> list[list[str]]:
+    """The names of each parameter that has several."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    return [tie for tie in names.values() if len(tie) > 1]
+
+
 def _blocks(model: nn.Module) -> list[str]:
     """The outermost elements of lists that are of a class of which there are several, in lists."""
     found: list[tuple[str, type]] = []
@@ -84,7 +91,7 @@ def _why_root(trace: Trace, path: str) -> str:
     calls = len(trace.calls.get(path, ()))
     if calls != 1:
         return f"called {calls} times a forward" if calls else "not called by itself"
-    for names in find_ties(trace.model):
+    for names in _ties(trace.model):
         inside = [name for name in names if name.startswith(f"{path}.")]
         outside = [name for name in names if name not in inside]
         if inside and outside:

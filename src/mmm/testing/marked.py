@@ -16,10 +16,8 @@ from typing import IO, Any
 
 import pytest
 
-from mmm.launch.plan.hosts import free_port
 from mmm.processes.children import Children
-from mmm.processes.ranks import RanksFailed, blame, collect, listed
-from mmm.runtime.ranks import Rank
+from mmm.processes.ranks import Rank, RanksFailed, blame, collect, free_port, listed, ranks_of
 
 MORE = 30.0  # s that a collective may take beyond the test's time: the parent speaks first, of all ranks
 MOST_RANKS = 64
@@ -90,11 +88,8 @@ def run(item: pytest.Function, device: str, timeout: float) -> None:
 
 
 def _collect(item: pytest.Function, marked: Marked, device: str, written: Sequence[IO[bytes]]) -> list[tuple[str, str]]:
-    port = free_port()
     with Children() as children:
-        for number in range(marked.ranks):
-            rank = Rank(number, marked.ranks, number, marked.ranks, "forked", "127.0.0.1", port)
-            file = written[number]
+        for rank, file in zip(ranks_of(marked.ranks, free_port()), written, strict=True):
             children.fork(lambda end, rank=rank, file=file: _live(end, item, marked, device, rank, file))  # type: ignore[misc]
         return collect(children.all, marked.timeout)
 
@@ -102,12 +97,11 @@ def _collect(item: pytest.Function, marked: Marked, device: str, written: Sequen
 def _live(end: Connection, item: pytest.Function, marked: Marked, device: str, rank: Rank, written: IO[bytes]) -> None:
     """A rank's life: the test, how it ended, and then to stay until all have ended: who leaves takes the connections
     away from those that still wait for it, who would say that and not whom they wait for."""
-    from mmm.runtime.device import choose_device  # imports torch
-    from mmm.runtime.process_group import process_group
+    from mmm.processes.group import process_group  # imports torch
 
     with _printing_to(written):
         try:
-            chosen = choose_device(device, rank)
+            chosen = _device(device, rank)
             group = process_group(rank, chosen, marked.timeout + MORE)
             group.__enter__()
             message: tuple[bool, tuple[str, str]] = (True, _run_test(item, marked, chosen.type, rank))
@@ -124,7 +118,14 @@ def _live(end: Connection, item: pytest.Function, marked: Marked, device: str, r
 
 def _run_test(item: pytest.Function, marked: Marked, device: str, rank: Rank) -> tuple[str, str]:
     """Call the test's function, with this rank's own `mesh` and `rank`. Returns how it ended, and why."""
-    os.environ |= {"RANK": str(rank.rank), "WORLD_SIZE": str(rank.world_size), "LOCAL_RANK": str(rank.rank)}
+    os.environ |= {
+        "RANK": str(rank.rank),
+        "WORLD_SIZE": str(rank.world_size),
+        "LOCAL_RANK": str(rank.local_rank),
+        "LOCAL_WORLD_SIZE": str(rank.local_world_size),
+        "MASTER_ADDR": rank.address,
+        "MASTER_PORT": str(rank.port),
+    }
     wanted = inspect.signature(item.obj).parameters
     arguments = {name: value for name, value in item.funcargs.items() if name in wanted}
     if "mesh" in arguments:
@@ -138,6 +139,22 @@ def _run_test(item: pytest.Function, marked: Marked, device: str, rank: Rank) ->
     except pytest.xfail.Exception as expected:
         return XFAILED, str(expected)
     return PASSED, ""
+
+
+def _device(kind: str, rank: Rank) -> Any:
+    """The device of a rank: one of those that there are, in turn; of ``auto`` an accelerator where there is one."""
+    import torch
+
+    if kind == "auto":
+        kind = next((name for name in ("cuda", "xpu") if getattr(torch, name).is_available()), "cpu")
+    if kind == "cpu":
+        return torch.device("cpu")
+    devices = getattr(torch, kind)
+    if not devices.is_available():
+        raise pytest.UsageError(f"--ranks-device {kind}: PyTorch {torch.__version__} sees no such device here")
+    device = torch.device(kind, rank.rank % devices.device_count())
+    devices.set_device(device)
+    return device
 
 
 def _mesh(marked: Marked, device: str) -> Any:

@@ -1,24 +1,31 @@
 """Is a parallel program the same as the model on one device? For anyone's model, and anyone's way to parallelize it.
 
 ``verify`` runs a model on one process, and what a function has made of it on the ranks of a mesh, in float64, and says
-where the two part: weights, batches, loss, gradients, the step. None of this package's layers has to be in either.
+where the two part: weights, batches, loss, gradients, the step. It needs PyTorch alone: no layer of another library has
+to be in either.
+
+Importing this package imports no torch: a name is imported when it is asked for.
 """
 
 # ruff: noqa: F401
-from typing import TYPE_CHECKING
-
-from mmm.lazy import lazy
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from mmm.verify.run import verify
     from mmm.verify.subject import Subject
     from mmm.verify.verdict import Finding, Verdict
 
-__getattr__, __dir__ = lazy(
-    __name__,
-    {
-        "mmm.verify.verdict": "Finding Verdict",
-        "mmm.verify.subject": "Subject",
-        "mmm.verify.run": "verify",
-    },
-)
+__version__ = "0.1.0"
+
+MODULES = {"verify": "run", "Subject": "subject", "Finding": "verdict", "Verdict": "verdict"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{MODULES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(MODULES)

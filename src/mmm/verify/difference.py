@@ -2,8 +2,21 @@
 
 from __future__ import annotations
 
+import ctypes
+import math
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor
+
+
+def worst(differences: Iterable[float]) -> float:
+    """The largest of some differences; NaN if one is. ``max(0.0, nan)`` is 0.0.
+
+    Raises:
+        ValueError: there is none: nothing was compared.
+    """
+    return max(differences, key=lambda difference: (math.isnan(difference), difference))
 
 
 def size_of(tensor: Tensor) -> float:
@@ -20,6 +33,12 @@ def relative(tensor: Tensor, expected: Tensor, scale: float) -> float:
     value = tensor.to(expected.dtype)
     off = size_of((value - expected).masked_fill(_alike(value, expected), 0))
     return off / scale if scale else (0.0 if off == 0 else float("inf"))
+
+
+def bytes_of(tensor: Tensor) -> bytes:
+    """A tensor's elements as they are in memory, to look them up by."""
+    own = tensor.contiguous()
+    return ctypes.string_at(own.data_ptr(), own.numel() * own.element_size())
 
 
 def finite_size_of(tensor: Tensor) -> float:

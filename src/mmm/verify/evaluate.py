@@ -11,15 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mmm.comparison import worst
-from mmm.torch_private.operators import tree_leaves
-from mmm.verify.difference import finite_size_of, relative, same_elements, size_of
+from mmm.verify.difference import finite_size_of, relative, same_elements, size_of, worst
 from mmm.verify.locate import first_wrong_module, rows_of_batch
 from mmm.verify.observe import LocalTensor, Observed
 from mmm.verify.rank import RankObserved
 from mmm.verify.reference import ROUNDING, TOLERANCE, Reference, innermost_first, scale_of
 from mmm.verify.relations import Place, place_of, relation, summed
 from mmm.verify.subject import Subject
+from mmm.verify.torch_private import tree_leaves
 from mmm.verify.verdict import NOT_COMPARABLE, NOT_SAME, SAME, Finding, Verdict
 
 

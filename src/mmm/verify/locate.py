@@ -8,13 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mmm.torch_private.operators import tree_leaves
-from mmm.verify.difference import finite_size_of, relative, size_of
+from mmm.verify.difference import bytes_of, finite_size_of, relative, size_of
 from mmm.verify.observe import LocalTensor
 from mmm.verify.rank import RankObserved
 from mmm.verify.reference import Reference, innermost_first
 from mmm.verify.relations import ALIKE, place_of, relation
 from mmm.verify.subject import Subject
+from mmm.verify.torch_private import tree_leaves
 
 
 def rows_of_batch(local: Sequence[Tensor], tensors: Sequence[Tensor]) -> list[int] | None:
@@ -24,8 +24,8 @@ def rows_of_batch(local: Sequence[Tensor], tensors: Sequence[Tensor]) -> list[in
         return None
     known: dict[bytes, int] = {}
     for number, row in enumerate(tensors[0]):
-        known.setdefault(row.contiguous().numpy().tobytes(), number)
-    rows = [known.get(row.contiguous().numpy().tobytes()) for row in local[0]]
+        known.setdefault(bytes_of(row), number)
+    rows = [known.get(bytes_of(row)) for row in local[0]]
     return None if any(row is None for row in rows) else [row for row in rows if row is not None]
 
 

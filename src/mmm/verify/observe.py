@@ -17,12 +17,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from mmm.errors import ConfigError
-from mmm.models.draw import ShardBox, canonical_name
-from mmm.parallel.local import local_box, to_local
-from mmm.torch_private.autograd import in_backward
-from mmm.torch_private.operators import tree_leaves
+from mmm.verify.errors import ConfigError
+from mmm.verify.shards import ShardBox, canonical_name, local_box, to_local
 from mmm.verify.subject import Subject
+from mmm.verify.torch_private import in_backward, tree_leaves
 
 MOST_CALLS = 64  # of one module that are kept
 
@@ -192,11 +190,7 @@ def local_tensor(tensor: Any) -> LocalTensor:
         for index, placement in enumerate(tensor.placements)
         if placement.is_partial()
     ]
-    try:
-        box = local_box(tensor)
-    except AssertionError:  # shards of a size that `torch.chunk` does not make
-        box = None
-    return LocalTensor(local, box, tuple(partial))
+    return LocalTensor(local, local_box(tensor), tuple(partial))
 
 
 @contextlib.contextmanager

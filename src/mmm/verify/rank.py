@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from mmm.runtime.log import ignore_views
-from mmm.runtime.process_group import process_group
-from mmm.runtime.ranks import Rank
-from mmm.runtime.seed import seed_all
-from mmm.torch_private.operators import tree_leaves
+from mmm.processes.group import process_group
+from mmm.processes.ranks import Rank
 from mmm.verify.observe import Observed, observe
-from mmm.verify.reference import SEED, Reference, make_batch, make_model
+from mmm.verify.reference import SEED, Reference, make_batch, make_model, seed_all
 from mmm.verify.subject import Subject, part_of
+from mmm.verify.torch_private import tree_leaves
 
 
 @dataclass(frozen=True)
@@ -45,7 +44,9 @@ def run_rank(rank: Rank, subject: Subject, reference: Reference, dropout: bool, 
     Args:
         dropout: whether to leave it on; then without what the plain model does.
     """
-    with process_group(rank, torch.device("cpu"), timeout), ignore_views():
+    # What FSDP2 advises of outputs that are views: it may be the program as it was given.
+    warnings.filterwarnings("ignore", message=r"FSDP2-wrapped module .* returned a view tensor")
+    with process_group(rank, torch.device("cpu"), timeout):
         mesh = init_device_mesh("cpu", tuple(subject.axes.values()), mesh_dim_names=tuple(subject.axes))
         batch = make_batch(subject)
         own = local_batch(subject, batch, mesh, rank.rank)

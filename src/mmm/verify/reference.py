@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,15 +12,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from mmm.comparison import worst
-from mmm.errors import ConfigError, UserError
-from mmm.models.draw import convert
-from mmm.runtime.memory import host_memory
-from mmm.runtime.seed import seed_all
-from mmm.torch_private.operators import tree_map_only
-from mmm.verify.difference import finite_size_of, relative, size_of
+from mmm.verify.difference import finite_size_of, relative, size_of, worst
+from mmm.verify.errors import ConfigError, is_for_user
+from mmm.verify.memory import free_memory
 from mmm.verify.observe import Observed, named_parameters, observe, without_dropout
 from mmm.verify.subject import SAME_SAMPLES, Subject, check_parts, part_of, samples_of
+from mmm.verify.torch_private import map_tensors, tree_map_only
 
 SEED = 0
 NOISE = 0.02  # added to initial weights, of their own spread: no zeros that hide a gradient, no rows alike
@@ -67,6 +66,22 @@ class Reference:
         return worst(sizes) if sizes else 0.0
 
 
+def seed_all(seed: int) -> None:
+    """Seed the generators that a program draws from: PyTorch's, Python's and, where it is imported, NumPy's."""
+    torch.manual_seed(seed)
+    random.seed(seed)
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        numpy.random.seed(seed)
+
+
+def to_float64(tensor: Tensor) -> Tensor:
+    """Floats in float64, complex numbers in complex128; integers and bools as they are."""
+    if tensor.is_complex():
+        return tensor.to(torch.complex128)
+    return tensor.double() if tensor.is_floating_point() else tensor
+
+
 def make_model(subject: Subject, state: Mapping[str, Tensor] | None, dropout: bool, evaluating: bool) -> nn.Module:
     """The model in float64, with the weights of `state`, or its own with a little noise.
 
@@ -85,7 +100,7 @@ def make_model(subject: Subject, state: Mapping[str, Tensor] | None, dropout: bo
             raise ConfigError(f"{name} is on {tensor.device.type} or has no size yet: the model has to have its values")
     if state is None:
         _check_memory(model, len(subject.places))
-    convert(model, torch.float64)
+    map_tensors(model, to_float64)
     model.zero_grad()  # of a function that gives one and the same model each time
     model.train(not evaluating)
     if not dropout:
@@ -108,7 +123,7 @@ def make_model(subject: Subject, state: Mapping[str, Tensor] | None, dropout: bo
 def _check_memory(model: nn.Module, ranks: int) -> None:
     """Raises ConfigError where the ranks' models, which are full until they are sharded, cannot all be in memory."""
     elements = sum(parameter.numel() for parameter in model.parameters())
-    needed, free = 8 * COPIES * ranks * elements, host_memory()
+    needed, free = 8 * COPIES * ranks * elements, free_memory()
     if free is not None and needed > free:
         raise ConfigError(
             f"{elements:,} parameters in float64 take about {needed / 2**30:,.1f} GiB on {ranks} "
@@ -188,9 +203,9 @@ def _observed(
     seed_all(seed)
     try:
         return observe(subject, model, batch, None)
-    except UserError:
-        raise
     except Exception as error:  # whatever the user's code raises
+        if is_for_user(error):
+            raise
         raise ConfigError(f"a step on one device raises {failure_of(error)}") from error
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mmm.verify.difference import relative, size_of
+from mmm.verify.difference import bytes_of, relative, size_of
 from mmm.verify.observe import LocalTensor
 from mmm.verify.subject import Subject
 
@@ -52,10 +52,9 @@ def place_of(tensor: LocalTensor, full: Tensor) -> Place | None:
     dim = shorter[0]
     rows: dict[bytes, int] = {}
     for number, row in enumerate(full.movedim(dim, 0).flatten(1) if full.ndim > 1 else full[:, None]):
-        rows.setdefault(row.contiguous().numpy().tobytes(), number)
+        rows.setdefault(bytes_of(row), number)
     found = [
-        rows.get(row.contiguous().numpy().tobytes())
-        for row in (local.movedim(dim, 0).flatten(1) if local.ndim > 1 else local[:, None])
+        rows.get(bytes_of(row)) for row in (local.movedim(dim, 0).flatten(1) if local.ndim > 1 else local[:, None])
     ]
     if any(number is None for number in found):
         return None

@@ -10,15 +10,13 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from mmm.errors import ConfigError, UserError
-from mmm.processes import RanksFailed, fork_ranks
-from mmm.processes.ranks import blame
-from mmm.runtime.ranks import Rank
-from mmm.torch_private.dynamo import import_dynamo
+from mmm.processes.ranks import Rank, RanksFailed, blame, fork_ranks
+from mmm.verify.errors import ConfigError, is_for_user
 from mmm.verify.evaluate import Evaluation, dropout_findings
 from mmm.verify.rank import run_rank
 from mmm.verify.reference import Reference, compute_reference, make_batch
 from mmm.verify.subject import Subject, make_subject
+from mmm.verify.torch_private import import_dynamo
 from mmm.verify.verdict import NOT_COMPARABLE, NOT_SAME, Finding, Verdict
 
 TIMEOUT = 120.0  # s that one device, and then the ranks, may take
@@ -110,10 +108,12 @@ def _on_one_process(subject: Subject, timeout: float) -> tuple[Reference, Any]:
     return reference, batch
 
 
-def _reference(rank: Rank, subject: Subject) -> tuple[UserError | None, Reference | None, Any]:
+def _reference(rank: Rank, subject: Subject) -> tuple[Exception | None, Reference | None, Any]:
     try:
         return None, compute_reference(subject), make_batch(subject)
-    except UserError as error:
+    except Exception as error:
+        if not is_for_user(error):
+            raise
         return type(error)(str(error)), None, None
 
 

@@ -18,8 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from mmm.errors import ConfigError, LayoutError
-from mmm.torch_private.operators import tree_leaves, tree_map_only
+from mmm.verify.errors import ConfigError, LayoutError
+from mmm.verify.torch_private import tree_leaves, tree_map_only
 
 BATCH_AXES = ("dp", "data", "fsdp", "ddp", "hsdp", "replicate", "shard", "batch")  # an axis of these, or one_of_these
 SAME_SAMPLES = (

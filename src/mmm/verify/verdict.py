@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
-from mmm import __version__
-from mmm.errors import RecordError
+from mmm.verify import __version__
+from mmm.verify.errors import RecordError
 from mmm.verify.subject import Subject
 
 SAME, NOT_SAME, NOT_COMPARABLE = "same", "not the same", "not comparable"

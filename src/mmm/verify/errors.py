@@ -1,0 +1,31 @@
+"""What a user can fix. A message says what was given, which rule it breaks, and what to change."""
+
+from __future__ import annotations
+
+
+class UserError(ValueError):
+    """Something that the user gave does not fit. Base of all below.
+
+    Attributes:
+        reported_as: kind of the report to a launcher. An exception of any package that has this attribute says in its
+            message all that there is to say, and is shown without a traceback.
+    """
+
+    reported_as = "user"
+
+
+class ConfigError(UserError):
+    """An argument is wrong, or two of them contradict each other."""
+
+
+class LayoutError(UserError):
+    """A mesh does not fit this host or the batch."""
+
+
+class RecordError(UserError):
+    """A file cannot be written."""
+
+
+def is_for_user(error: BaseException) -> bool:
+    """Whether an error is shown without a traceback: a `UserError`, or one of another program that says so."""
+    return hasattr(error, "reported_as")

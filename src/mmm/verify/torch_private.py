@@ -1,0 +1,93 @@
+"""Every name of PyTorch that begins with an underscore, or is in a module that does, and that this package uses.
+
+PyTorch promises nothing of such names. ``Private:`` says in which versions each was seen, and what would replace it
+("nothing": there is no public way).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+# Private: torch.utils._pytree, seen in 2.10 to 2.14; instead: torch.utils.pytree, once it promises to stay.
+from torch.utils._pytree import tree_leaves as tree_leaves
+from torch.utils._pytree import tree_map_only as tree_map_only
+
+# Private: nn.modules.batchnorm._BatchNorm, seen in 2.10 to 2.14; instead: the public classes, one by one.
+BatchNorm = nn.modules.batchnorm._BatchNorm
+# Private: nn.modules.conv._ConvNd, seen in 2.10 to 2.14; instead: the public classes, one by one.
+Convolution = nn.modules.conv._ConvNd
+# Private: how compile, checkpointing and FSDP1 name what they wrap, seen in 2.10 to 2.14; instead: nothing.
+WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module", "module")
+
+
+def map_tensors(module: nn.Module, function: Callable[[Tensor], Tensor]) -> None:
+    """Replace every parameter and buffer by what `function` makes of it, in place.
+
+    Private: Module._apply, seen in 2.10 to 2.14; instead: nothing."""
+    module._apply(function)
+
+
+def version_of(tensor: Tensor) -> int:
+    """How often a tensor's memory has been written.
+
+    Private: Tensor._version, seen in 2.10 to 2.14; instead: nothing."""
+    return tensor._version
+
+
+def in_backward() -> bool:
+    """Whether this thread is in a backward, as a forward that is recomputed is.
+
+    Private: torch._C._current_graph_task_id, seen in 2.10 to 2.14; instead: nothing."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def import_dynamo() -> None:
+    """Import what compiles, as DTensor and optimizers do at their first use. It takes a second.
+
+    Private: torch._dynamo, seen in 2.10 to 2.14; instead: nothing."""
+    import torch._dynamo  # noqa: F401
+
+
+@contextlib.contextmanager
+def default_timeout(limit: timedelta) -> Iterator[None]:
+    """Inside, a process group that is made without a timeout gets this one. The groups of a `DeviceMesh` are made so.
+
+    Private: distributed_c10d._get_default_timeout, seen in 2.10 to 2.14; instead: a timeout of init_device_mesh."""
+    c10d = dist.distributed_c10d
+    default = c10d._get_default_timeout
+    c10d._get_default_timeout = lambda backend: limit
+    try:
+        yield
+    finally:
+        c10d._get_default_timeout = default
+
+
+def all_groups() -> list[dist.ProcessGroup]:
+    """The groups that this rank is in.
+
+    Private: distributed_c10d._world, seen in 2.10 to 2.14; instead: nothing."""
+    return list(dist.distributed_c10d._world.pg_names)
+
+
+def clear_sharding_cache() -> None:
+    """Have DTensor forget how it has sharded operators.
+
+    Private: debug._clear_sharding_prop_cache, seen in 2.11 to 2.14; instead: nothing."""
+    from torch.distributed.tensor import debug
+
+    debug._clear_sharding_prop_cache()
+
+
+def clear_redistribute_cache() -> None:
+    """Have DTensor forget how it has gone from one placement to another.
+
+    Private: torch.distributed.tensor._redistribute, seen in 2.10 to 2.14; instead: nothing."""
+    from torch.distributed.tensor import _redistribute
+
+    _redistribute.clear_redistribute_planner_cache()
