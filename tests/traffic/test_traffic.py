@@ -21,10 +21,10 @@ from mmm.parallel.pp.pipeline import Pipeline
 from mmm.parallel.pp.schedules import check_pipeline, stages_of
 from mmm.parallel.pp.stages import balance_stages, parts_of, take_stage
 from mmm.runtime.device import Precision
-from mmm.torch_private.groups import clear_sharding_cache
 from mmm.traffic.count import count_traffic
 from mmm.traffic.formulas import expected_traffic
 from mmm.traffic.operators import READERS
+from mmm.verify.torch_private import clear_sharding_cache
 from support import reference, vision
 from support.clock import PATIENCE
 from support.shards import shard_batch

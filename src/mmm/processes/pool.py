@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint
 import torch.distributed.fsdp
-import torch.distributed.tensor.debug
 import torch.distributed.tensor.parallel
 
 from mmm.processes.children import Children
@@ -72,6 +71,7 @@ class RankPool:
 
 def _serve(caches: list[Any], end: Connection) -> None:
     """Answer `RankPool.run` until it is gone."""
+    clear_sharding_cache()  # so that what it imports is there before the fork
     with Children() as ranks, contextlib.suppress(EOFError):
         while True:
             request = end.recv()

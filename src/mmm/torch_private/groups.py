@@ -175,21 +175,3 @@ def ignore_gathers_in_turns() -> None:
 
     Private: the logger torch.distributed.tensor._redistribute, seen in 2.10 to 2.14; instead: nothing."""
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
-
-
-def clear_sharding_cache() -> None:
-    """Have DTensor forget how it has sharded operators.
-
-    Private: debug._clear_sharding_prop_cache, seen in 2.11 to 2.14; instead: nothing."""
-    from torch.distributed.tensor import debug
-
-    debug._clear_sharding_prop_cache()
-
-
-def clear_redistribute_cache() -> None:
-    """Have DTensor forget how it has gone from one placement to another.
-
-    Private: torch.distributed.tensor._redistribute, seen in 2.10 to 2.14; instead: nothing."""
-    from torch.distributed.tensor import _redistribute
-
-    _redistribute.clear_redistribute_planner_cache()

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from mmm.verify.errors import ConfigError, is_for_user
 
@@ -94,36 +94,42 @@ def _printable(text: str) -> str:
     return "".join(shown)
 
 
+def _optional(spec: str | None, flag: str) -> Any:
+    """The function that a flag names; None where it is not given."""
+    from mmm.verify.subject import load_function
+
+    return None if spec is None else load_function(spec, flag)
+
+
+def _parallelize(spec: str | None, program: str) -> Any:
+    try:
+        return _optional(spec, "--parallelize")
+    except ConfigError as error:
+        raise ConfigError(f"{error}; {A_PLAN.format(program=program)}") from None
+
+
 def _verify(args: argparse.Namespace, program: str, importer: Callable[[str], ModuleType] | None) -> int:
     """Verify on one or more meshes. Returns the largest exit code of them. Raises UserError."""
     from mmm.propose.models import SAMPLES, default_batch, import_torchvision, load_model  # imports torch
     from mmm.verify.run import verify_subject
-    from mmm.verify.subject import load_function, make_subject
+    from mmm.verify.subject import make_subject
     from mmm.verify.verdict import Verdict, write_badge, write_json
-
-    def named(spec: str | None, flag: str):  # type: ignore[no-untyped-def]
-        try:
-            return None if spec is None else load_function(spec, flag)
-        except ConfigError as error:
-            raise ConfigError(
-                f"{error}; {A_PLAN.format(program=program)}" if flag == "--parallelize" else error
-            ) from None
 
     if args.write is not None and args.parallelize is not None:
         raise ConfigError("--write with --parallelize: a plan is found, and written, where none is given")
     model = load_model(args.model, importer or import_torchvision)
-    parallelize_fn = named(args.parallelize, "--parallelize")
-    step_fn = named(args.step, "--step") or model.step_fn
+    parallelize_fn = _parallelize(args.parallelize, program)
+    step_fn = _optional(args.step, "--step") or model.step_fn
     subjects = [
         make_subject(
             model.model_fn,
             parallelize_fn,
-            named(args.batch, "--batch"),
+            _optional(args.batch, "--batch"),
             step_fn,
             mesh,
             batch_axes=args.batch_axes,
-            local_batch_fn=named(args.local_batch, "--local_batch"),
-            optimizer_fn=named(args.optimizer, "--optimizer"),
+            local_batch_fn=_optional(args.local_batch, "--local_batch"),
+            optimizer_fn=_optional(args.optimizer, "--optimizer"),
         )
         for mesh in args.mesh or (["dp2"] if parallelize_fn is not None else ["dp2", "tp2"])
     ]

@@ -13,6 +13,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 # Private: torch.utils._pytree, seen in 2.10 to 2.14; instead: torch.utils.pytree, once it promises to stay.
 from torch.utils._pytree import tree_leaves as tree_leaves
@@ -78,10 +79,14 @@ def all_groups() -> list[dist.ProcessGroup]:
 def clear_sharding_cache() -> None:
     """Have DTensor forget how it has sharded operators.
 
-    Private: debug._clear_sharding_prop_cache, seen in 2.11 to 2.14; instead: nothing."""
-    from torch.distributed.tensor import debug
-
-    debug._clear_sharding_prop_cache()
+    Private: debug._clear_sharding_prop_cache, seen in 2.11 to 2.14, and what it calls, in 2.13; instead: nothing."""
+    try:
+        from torch.distributed.tensor import debug
+    except ModuleNotFoundError:  # it imports NumPy, which PyTorch does not need
+        DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache_clear()  # type: ignore[attr-defined]
+        torch._C._clear_DTensor_sharding_propagator_cache()
+    else:
+        debug._clear_sharding_prop_cache()
 
 
 def clear_redistribute_cache() -> None:
