@@ -45,14 +45,14 @@ def test_jobs_go_on_in_one_folder(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("more", "words"),
     [
-        ([], "--until-done: the command has no --checkpoint_every"),
-        (["--checkpoint_every", "5", "--resume", "other"], "has --resume other, from which every job would begin"),
+        ([], "--until-done"),
+        (["--checkpoint_every", "5", "--resume", "other"], "--resume"),
     ],
 )
 def test_a_command_that_cannot_go_on(more, words, tmp_path):
     with pytest.raises(ConfigError, match=words):
         going_on([*LM, *more], tmp_path)
-    with pytest.raises(ConfigError, match="--outdir is given no folder"):
+    with pytest.raises(ConfigError, match="--outdir"):
         folder_of([*LM, "--outdir"])
 
 

@@ -60,9 +60,9 @@ def test_a_machine_that_is_not_known():
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        ("--network", "--network measures between ranks: launch -n 4 mmm doctor --network"),
-        ("--site aurora", "--site aurora: it is of --network alone"),
-        ("--network --timeout 0", "--timeout 0: it must be greater than 0"),
+        ("--network", "--network"),
+        ("--site aurora", "--site"),
+        ("--network --timeout 0", "--timeout 0"),
     ],
 )
 def test_what_is_refused(flags, words, capsys):

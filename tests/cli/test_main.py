@@ -36,12 +36,12 @@ def test_output_that_nobody_takes(argv):
 @pytest.mark.parametrize(
     ("argv", "said"),
     [
-        ("doctor --timeout inf", "--timeout inf: it must be greater than 0, and at most 86400"),
-        ("doctor --timeout 1e300", "--timeout 1e+300: it must be"),
-        ("diverge a b --tolerance nan", "--tolerance nan: it must be a number from 0 on"),
-        ("diverge a b --tolerance -1", "--tolerance -1: it must be"),
-        ("runs --sort", "argument --sort: expected one argument"),
-        ("compare a --by miles", "argument --by: invalid choice: 'miles'"),
+        ("doctor --timeout inf", "--timeout"),
+        ("doctor --timeout 1e300", "--timeout 1e+300"),
+        ("diverge a b --tolerance nan", "--tolerance"),
+        ("diverge a b --tolerance -1", "--tolerance -1"),
+        ("runs --sort", "--sort"),
+        ("compare a --by miles", "--by"),
     ],
 )
 def test_numbers_and_words_that_are_none(argv, said, capsys):

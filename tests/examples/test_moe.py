@@ -46,10 +46,10 @@ def test_same_losses_as_on_one_device(run_on_ranks, tmp_path, flags, layout):
 @pytest.mark.parametrize(
     ("config", "words"),
     [
-        ({"ep": 3}, "ep 3 does not divide dp_shard 4"),
-        ({"ep": 4, "n_experts": 6}, "n_experts 6 is not divisible by ep 4"),
+        ({"ep": 3}, "dp_shard 4"),
+        ({"ep": 4, "n_experts": 6}, "n_experts 6"),
         ({"ep": 0}, "ep 0: it is at least 1"),
-        ({"top_k": 9}, "top_k is 9: a token goes to at least 1 and at most all n_experts 8"),
+        ({"top_k": 9}, "top_k is 9"),
         ({"n_experts": 0}, "--n_experts 0"),
         ({"balance_rate": -1.0}, "--balance_rate -1.0"),
         ({"tpsize": 3}, "tp 3 needs a multiple of 3 ranks"),

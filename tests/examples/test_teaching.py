@@ -260,13 +260,13 @@ def test_factors():
 @pytest.mark.parametrize(
     ("example", "options", "ranks", "words"),
     [
-        (ddp, {"accumulate": 3}, 2, "--accumulate 3 does not divide the batch of 8"),
-        (hsdp, {"replicas": 1}, 2, "with one replica HSDP is FSDP; use at least 2"),
-        (hsdp, {"replicas": 2}, 3, "dp_replicate 2 needs a multiple of 2 ranks, and there are 3"),
-        (tensor_parallel, {}, 5, "5 ranks do not divide the sequence of 24 and the widths: start 1 or 2 or 3 or 4"),
+        (ddp, {"accumulate": 3}, 2, "--accumulate 3"),
+        (hsdp, {"replicas": 1}, 2, "HSDP is FSDP"),
+        (hsdp, {"replicas": 2}, 3, "dp_replicate 2"),
+        (tensor_parallel, {}, 5, "5 ranks"),
         (collectives, {"sizes": (2,)}, 2, "repeats begin at 1, and sizes at 4 bytes"),
         (collectives, {"repeats": 0}, 2, "--repeats 0"),
-        (collectives, {"break_": "absent"}, 1, "--break absent on 1 rank: nobody waits for it"),
+        (collectives, {"break_": "absent"}, 1, "--break"),
     ],
     ids=lambda value: value.__name__.rpartition(".")[2] if hasattr(value, "__name__") else "",
 )

@@ -209,7 +209,7 @@ def test_what_does_not_fit_is_refused(tmp_path, row, per_rank, says):
 
 
 def test_ranks_out_of_order_are_refused(tmp_path):
-    with pytest.raises(RecordError, match="place 0 of 2 holds rank 1"):
+    with pytest.raises(RecordError, match="place 0 of 2"):
         History(tmp_path, ranks=ranks(2)[::-1])
 
 

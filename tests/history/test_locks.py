@@ -100,7 +100,7 @@ def test_a_running_run_is_not_finalized(writer):
     assert mmm.history.state(writer.folder) == "running"  # this process has locks, and nobody holds one
     done = fold_elsewhere(writer.folder)
     assert done.returncode == 1
-    assert f"still writing (this file system has no locks, and process {writer.process.pid} on this host" in done.stderr
+    assert f"{writer.process.pid}" in done.stderr
     age(writer.folder, 3600)  # a process that lives counts, however long it has not written
     assert fold_elsewhere(writer.folder).returncode == 1
     age(writer.folder, 3)

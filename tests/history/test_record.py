@@ -116,7 +116,7 @@ def test_a_folder_that_cannot_be_written(tmp_path, monkeypatch):
 
 @pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="needs /proc")
 def test_a_folder_that_cannot_be_made():
-    with pytest.raises(RecordError, match=r"cannot make the folder /proc/mmm/run: \w+"):
+    with pytest.raises(RecordError, match=r"/proc/mmm/run"):
         prepare(Path("/proc/mmm/run"), "vit", False)
 
 

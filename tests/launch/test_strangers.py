@@ -55,7 +55,7 @@ def test_a_planted_copy_is_refused(source, everybodys, way):
     as_a_stranger(plant)
     why = {"folder": "it belongs to somebody else", "link to a folder": "Not a directory", "FIFO": "File exists"}[way]
     with (
-        pytest.raises(LaunchError, match=f"mmm-stage-0: {why} .--stage-to names another"),
+        pytest.raises(LaunchError, match=f"mmm-stage-0: {why} .--stage-to"),
         host.on_this_host(Stage(str(source), str(everybodys))),
     ):
         pass

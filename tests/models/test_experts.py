@@ -199,7 +199,7 @@ def test_weights_and_state():
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"top_k": 7}, "top_k is 7: a token goes to at least 1 and at most all n_experts 6"),
+        ({"top_k": 7}, "top_k is 7"),
         ({"top_k": 0}, "top_k is 0"),
         ({"expert_dim": 0}, "expert_dim is 0"),
         ({"n_experts": -1}, "n_experts is -1"),
@@ -211,5 +211,5 @@ def test_sizes_that_do_not_fit(changes, words):
 
 
 def test_a_dense_model_has_no_experts():
-    with pytest.raises(ValueError, match=r"n_experts is 6: build it by mmm\.models\.experts\.transformer_of"):
+    with pytest.raises(ValueError, match=r"n_experts is 6"):
         Transformer(SMALL)

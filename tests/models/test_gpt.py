@@ -167,11 +167,11 @@ def test_stages_one_after_the_other_are_the_whole(model):
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"n_heads": 5}, "dim 32 is not divisible by n_heads 5"),
-        ({"block_size": 0}, "block_size is 0: it must be at least 1"),
+        ({"n_heads": 5}, "n_heads 5"),
+        ({"block_size": 0}, "block_size is 0"),
         ({"dropout": 1.0}, "dropout is 1.0: it must be at least 0, and below 1"),
         ({"attention_dropout": -0.1}, "attention_dropout is -0.1"),
-        ({"norm_eps": 0.0}, "norm_eps is 0.0: it must be above 0"),
+        ({"norm_eps": 0.0}, "norm_eps is 0.0"),
     ],
 )
 def test_sizes_that_do_not_fit(changes, words):

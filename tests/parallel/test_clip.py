@@ -143,5 +143,5 @@ def test_a_norm_of_half_precision_does_not_overflow():
 
 
 def test_refused():
-    with pytest.raises(ValueError, match="max_norm 0: it must be above 0"):
+    with pytest.raises(ValueError, match="max_norm 0"):
         clip_grad_norm([], 0)

@@ -212,7 +212,7 @@ def test_checkpointed_experts_are_refused(mode):
     with torch.device("meta"):
         model, sample = transformer_of(WITH_EXPERTS), torch.zeros(2, 16, dtype=torch.int64)
     for layout in (ONE, Layout(pp=2, dp_shard=1)):
-        with pytest.raises(ConfigError, match=rf"compile .* '{mode}' of layers with experts: .* nothing would be"):
+        with pytest.raises(ConfigError, match=rf"'{mode}'"):
             partition_model(model, transformer_plan(), layout, Techniques(compile=True, checkpointing=mode), sample)
 
 

@@ -232,16 +232,16 @@ def test_order_matters_and_is_said(run_on_ranks):
         (
             "ddp",
             Layout(dp_shard=2, tp=2),
-            "ddp keeps the full model on every rank, .* tp 2: use zero1 or fsdp, or tp 1",
+            "zero1",
         ),
-        ("ddp", Layout(dp_shard=2, pp=2, ep=2), "ddp .* pp 2 · ep 2: use zero1 or fsdp, or pp 1 · ep 1"),
+        ("ddp", Layout(dp_shard=2, pp=2, ep=2), "zero1"),
         (
             "zero1",
             Layout(dp_replicate=2, dp_shard=1, tp=2),
-            "dp_replicate 2 and tp 2: use hsdp, or leave dp_replicate 1",
+            "dp_replicate 2",
         ),
-        ("zero1", Layout(dp_replicate=2, dp_shard=2), "dp_replicate 2 and dp_shard 2: use hsdp, or leave"),
-        ("hsdp", Layout(dp_shard=4), "the layout dp4 has one replica: give dp_replicate, or use fsdp"),
+        ("zero1", Layout(dp_replicate=2, dp_shard=2), "dp_replicate 2 and dp_shard 2"),
+        ("hsdp", Layout(dp_shard=4), "dp4"),
     ],
 )
 def test_refused(technique, layout, words):
@@ -251,7 +251,7 @@ def test_refused(technique, layout, words):
 
 
 def test_no_such_technique():
-    with pytest.raises(ConfigError, match="data_parallel 'zero4' is not one of ddp, zero1"):
+    with pytest.raises(ConfigError, match="data_parallel 'zero4'"):
         check_data_parallel("zero4", Layout())
 
 

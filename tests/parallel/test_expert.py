@@ -312,8 +312,8 @@ def test_layouts():
 @pytest.mark.parametrize(
     ("changes", "layout", "words"),
     [
-        ({"n_experts": 0}, Layout(dp_shard=2, ep=2), "ep 2: the model has no experts to shard: give it n_experts"),
-        ({"n_experts": 6}, Layout(dp_shard=4, ep=4), "n_experts 6 is not divisible by ep 4 "),
+        ({"n_experts": 0}, Layout(dp_shard=2, ep=2), "n_experts"),
+        ({"n_experts": 6}, Layout(dp_shard=4, ep=4), "n_experts 6"),
         ({"top_k": 9}, Layout(dp_shard=1), "top_k is 9"),
     ],
 )

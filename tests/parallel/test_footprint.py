@@ -79,7 +79,7 @@ def test_by_hosts_devices_and_stages(monkeypatch):
     with pytest.raises(LayoutError, match="the model has 4,000 parameters: 2 ranks here would hold"):
         check(two, Layout(pp=2).fit(2), 2, 63_999, monkeypatch)
     check(two, Layout(pp=2).fit(2), 1, 16_000, monkeypatch)  # a host each: either may be the one with less
-    with pytest.raises(LayoutError, match="1 rank here would hold"):
+    with pytest.raises(LayoutError, match="1 rank"):
         check(two, Layout(pp=2).fit(2), 1, 15_999, monkeypatch)
     check(two, Layout(pp=2).fit(2), 2, 16_000, monkeypatch, "cuda", rank=0)
     with pytest.raises(LayoutError, match=r"a rank would hold at least .* cuda has 0.0 GB left"):

@@ -188,6 +188,6 @@ def test_gradients_in_half_precision_are_refused():
     parameter.grad = torch.ones(1, dtype=torch.float16)
     optimizer, scaler = torch.optim.SGD([parameter]), GradScaler("cpu")
     scaler.scale(torch.ones(()))
-    with pytest.raises(ValueError, match="keep the weights in float32"):
+    with pytest.raises(ValueError, match="float32"):
         scaler.unscale_(optimizer)
     assert clip_grad_norm([parameter], 1.0).isfinite()

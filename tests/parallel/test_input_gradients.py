@@ -73,7 +73,7 @@ def test_gradients_of_inputs(run_on_ranks, kind, techniques):
 
 
 def refused(rank):
-    with pytest.raises(ConfigError, match=r"create_graph=True .* data_parallel fsdp.* use ddp, zero1 or zero2"):
+    with pytest.raises(ConfigError, match=r"create_graph=True"):
         twice(rank, "fsdp", forces)
     return True
 
@@ -192,7 +192,7 @@ def unfrozen(rank):
 
     model = build(frozen, Layout(dp_shard=RANKS), data_parallel="ddp")
     model.module[0].requires_grad_()
-    with pytest.raises(ConfigError, match=r"parameter 0\.weight needs a gradient now, and did not when"):
+    with pytest.raises(ConfigError, match=r"0\.weight"):
         model(X)
     return True
 
@@ -240,5 +240,5 @@ def averages(rank, technique):
 def test_averaged_weights(run_on_ranks, technique):
     for off in run_on_ranks(averages, RANKS, technique):
         assert max(off) < 1e-12, off
-    with pytest.raises(ConfigError, match=r"decay 1\.5 of an EMA"):
+    with pytest.raises(ConfigError, match=r"1\.5"):
         EMA(nn.Linear(1, 1), 1.5)

@@ -30,7 +30,7 @@ def test_drawn_as_on_one_device(n_experts):
 def test_what_it_would_lose_is_refused():
     with torch.device("meta"):
         tied = Transformer(replace(CONFIG, tie_word_embeddings=True))
-    with pytest.raises(ValueError, match=r"tok_embeddings.weight is tied, or has memory already"):
+    with pytest.raises(ValueError, match=r"tok_embeddings.weight"):
         draw_weights(tied, CPU, 0)
     with pytest.raises(ValueError, match="has memory already"):
         draw_weights(Transformer(CONFIG), CPU, 0)

@@ -45,10 +45,10 @@ def test_coordinates_are_those_of_the_mesh():
 @pytest.mark.parametrize(
     ("layout", "ranks", "words"),
     [
-        (Layout(tp=3), 4, "tp 3 needs a multiple of 3 ranks, and there are 4: start 3 ranks, or"),
-        (Layout(tp=3), 1000, "tp 3 needs a multiple of 3 ranks, and there are 1000: start 999 ranks, or"),
-        (Layout(tp=4), 1, "tp 4 needs a multiple of 4 ranks, and there is 1: start 4 ranks, or"),
-        (Layout(dp_shard=2, tp=2), 8, "dp2·tp2 has 4 ranks, and there are 8: start 4 ranks, or"),
+        (Layout(tp=3), 4, "start 3"),
+        (Layout(tp=3), 1000, "start 999"),
+        (Layout(tp=4), 1, "start 4"),
+        (Layout(dp_shard=2, tp=2), 8, "dp2·tp2 has 4"),
         (Layout(tp=0), 4, "tp 0: an axis of the mesh has at least 1"),
         (Layout(dp_shard=-2), 4, "dp_shard -2"),
     ],
@@ -69,8 +69,8 @@ def test_batch_sizes(batch, whole, dp, sizes):
 @pytest.mark.parametrize(
     ("batch", "whole", "dp", "words"),
     [
-        (2, 16, 4, "is 8 samples a step, not global_batch_size 16"),
-        (None, 10, 4, "global_batch_size 10 does not divide over 4 data-parallel coordinates$"),
+        (2, 16, 4, "global_batch_size 16"),
+        (None, 10, 4, "global_batch_size 10"),
         (0, None, 4, "batch_size 0"),
         (None, -8, 4, "global_batch_size -8"),
     ],
@@ -83,12 +83,12 @@ def test_batches_that_do_not_fit(batch, whole, dp, words):
 @pytest.mark.parametrize(
     ("config", "tp", "seq", "words"),
     [
-        ({}, 3, 96, "n_heads 32 is not divisible by tp 3"),
-        ({"n_kv_heads": 32}, 64, 192, "n_heads 32 < tp 64"),
+        ({}, 3, 96, "n_heads 32"),
+        ({"n_kv_heads": 32}, 64, 192, "n_heads 32"),
         ({"ffn_dim": 81}, 2, 96, "ffn_dim 81"),
-        ({}, 4, 30, "seq_length 30 is not divisible by tp 4"),
-        ({"vocab_size": 5}, 4, 32, "vocab_size 5 sharded over tp 4 leaves a rank without any"),
-        ({"n_heads": 3}, 1, 32, "dim 256 is not divisible by n_heads 3"),
+        ({}, 4, 30, "seq_length 30"),
+        ({"vocab_size": 5}, 4, 32, "vocab_size 5"),
+        ({"n_heads": 3}, 1, 32, "n_heads 3"),
         ({}, 1, 0, "seq_length is 0"),
     ],
 )

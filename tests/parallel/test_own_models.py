@@ -203,7 +203,7 @@ def says_its_name(rank):
     assert unmatched(Plan({}, ("gian",)), model)[0].startswith("the plan names 'gian' (fsdp_units), and Custom has no")
     model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
     apply(model, mesh, Plan({}, fsdp_units=("1",)), FP64)
-    with pytest.raises(ConfigError, match="micro-batches with 1, a BatchNorm1d: it normalizes"):
+    with pytest.raises(ConfigError, match="BatchNorm1d"):
         sync_gradients(model, False)
     return True
 

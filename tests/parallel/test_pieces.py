@@ -236,10 +236,10 @@ def vit_gradients(rank, layout, tiles):
 @pytest.mark.parametrize(
     ("refused", "words"),
     [
-        (lambda: apply_tiling(Transformer(LARGE), cnn_plan(), 2), "tile 2: the plan of this model names no MLP"),
-        (lambda: apply_tiling(Transformer(LARGE), transformer_plan(), 0), "tile 0: it must be at least 1"),
+        (lambda: apply_tiling(Transformer(LARGE), cnn_plan(), 2), "MLP"),
+        (lambda: apply_tiling(Transformer(LARGE), transformer_plan(), 0), "tile 0"),
         (lambda: apply_chunked_loss(ViT(vision.CONFIGS["vit"]), vit_plan(), 2, F64), "2: .* names no output matrix"),
-        (lambda: apply_chunked_loss(Transformer(LARGE), transformer_plan(), 0, F64), "loss_chunks 0: it must be"),
+        (lambda: apply_chunked_loss(Transformer(LARGE), transformer_plan(), 0, F64), "loss_chunks 0"),
         (lambda: mmm.parallel.memory.tiling.check_tiling(2, "selective"), "use 'full' or 'none'"),
     ],
 )

@@ -143,13 +143,13 @@ def test_the_next_unit_is_gathered_before_it_is_needed(run_on_ranks):
 def test_refused():
     with torch.device("meta"):
         model = CNN()
-    with pytest.raises(ConfigError, match="reshard_after_forward 'often' is not one of auto, always, never"):
+    with pytest.raises(ConfigError, match="reshard_after_forward"):
         check_techniques(model, cnn_plan(), Layout(dp_shard=1), Techniques(reshard_after_forward="often"))
     techniques = Techniques(reshard_after_forward="never", data_parallel="zero1")
-    with pytest.raises(ConfigError, match="reshard_after_forward never: with zero1 every rank keeps all parameters"):
+    with pytest.raises(ConfigError, match="reshard_after_forward"):
         check_techniques(model, cnn_plan(), Layout(dp_shard=2), techniques)
     techniques = Techniques(reshard_after_forward="always")
-    with pytest.raises(LayoutError, match="reshard_after_forward always: a stage of pp 2 is gathered once a step"):
+    with pytest.raises(LayoutError, match="reshard_after_forward"):
         check_techniques(model, cnn_plan(), Layout(dp_shard=1, pp=2), techniques)
 
 

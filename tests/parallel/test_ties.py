@@ -256,7 +256,7 @@ def unlike_stages(rank):
 
 def test_a_tie_whose_stages_have_other_shards_is_refused(run_on_ranks):
     for message in run_on_ranks(unlike_stages, 4):
-        assert "tok_embeddings.weight and output.weight are one tied weight, and the pipeline has stage 0 " in message
+        assert "tok_embeddings.weight and output.weight" in message
         assert "stage 1 output.weight as" in message
         assert "or untie them" in message
 

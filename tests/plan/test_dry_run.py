@@ -148,9 +148,9 @@ def on_the_last_rank(error):
 
 
 def test_what_fails_on_the_last_rank_alone():
-    with pytest.raises(LayoutError, match="no shard is left for rank 12287"):
+    with pytest.raises(LayoutError, match="rank 12287"):
         dry_run(partial(on_the_last_rank, LayoutError("no shard is left for rank 12287")), LAST + 1, LAST)
-    with pytest.raises(RuntimeError, match=r"(?s)rank 12287 of 12288 failed:.*KeyError: 'no such shard'"):
+    with pytest.raises(RuntimeError, match=r"(?s)rank 12287 of 12288 failed:.*KeyError"):
         dry_run(partial(on_the_last_rank, KeyError("no such shard")), LAST + 1, LAST)
     with pytest.raises(ProgramExited, match=r"^3$"):
         dry_run(partial(on_the_last_rank, KeyError("no such shard")), LAST + 1)

@@ -102,7 +102,7 @@ def test_float64_everywhere_but_on_mps():
         devices.choose_precision("fp64", torch.device("mps"))
     assert devices.choose_precision("auto", torch.device("mps")).name == "fp32"
     for mixed in ("bf16", "fp16"):
-        with pytest.raises(DeviceError, match=f"--dtype {mixed}: .* use --dtype fp32"):
+        with pytest.raises(DeviceError, match=f"--dtype {mixed}"):
             devices.choose_precision(mixed, torch.device("mps"))
 
 

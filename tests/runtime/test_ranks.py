@@ -107,7 +107,7 @@ def test_a_batch_script_is_no_rank():
 def test_a_rank_of_a_launcher_that_is_not_known(env):
     """Alone it would be one of several runs with one folder, each with a world of one."""
     name = next(iter(env))
-    with pytest.raises(LaunchError, match=f"{name}={env[name]} says that some launcher .* unset {name}"):
+    with pytest.raises(LaunchError, match=f"{name}={env[name]}"):
         whoami(env)
     with pytest.raises(launch_errors.LaunchError, match=f"{name}={env[name]}"):
         refuse_inside_a_rank(env)
@@ -132,11 +132,11 @@ def test_ranks_of_one_mpiexec_agree_on_a_port():
 @pytest.mark.parametrize(
     ("env", "words"),
     [
-        ({**TORCHRUN, "RANK": "one"}, "RANK='one' .* not a whole number"),
-        ({**TORCHRUN, "RANK": "8"}, "RANK=8 is not between 0 and WORLD_SIZE=8"),
-        ({"RANK": "0"}, "none of WORLD_SIZE says of how many"),
+        ({**TORCHRUN, "RANK": "one"}, "RANK='one'"),
+        ({**TORCHRUN, "RANK": "8"}, "between 0 and WORLD_SIZE=8"),
+        ({"RANK": "0"}, "WORLD_SIZE"),
         ({k: v for k, v in PALS.items() if k != "PMI_SIZE"}, "none of PMI_SIZE, PALS_SIZE"),
-        ({**SLURM}, "several hosts and MASTER_ADDR and MASTER_PORT"),
+        ({**SLURM}, "MASTER_ADDR and MASTER_PORT"),
         ({**SLURM, "MASTER_ADDR": "x1"}, "MASTER_PORT=29500"),
         (
             {"PMI_RANK": "1", "PMI_SIZE": "4"},

@@ -84,11 +84,11 @@ def test_a_run_that_leaves_no_weights_says_so_at_its_start(tmp_path, program, fl
     program.train(configure(program.Config, **flags, outdir=tmp_path))
     log = (tmp_path / "log.txt").read_text()
     assert 0 < log.index(said) < re.search("iter=0|epoch=1", log).start()
-    with pytest.raises(CheckpointError, match="where --checkpoint_every leaves them; model"):
+    with pytest.raises(CheckpointError, match="--checkpoint_every"):
         open_weights(tmp_path)
 
 
 def test_an_example_takes_no_tied_preset():
-    with pytest.raises(ConfigError, match="--preset gpt2 has one weight for embedding and output"):
+    with pytest.raises(ConfigError, match="--preset gpt2"):
         configure(fsdp_tp.Config, preset="gpt2").sizes()
     assert configure(fsdp_tp.Config, preset="shakespeare").sizes().n_layers == 12

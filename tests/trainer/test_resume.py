@@ -142,7 +142,7 @@ def test_packed_documents(run_on_ranks, tmp_path, text, ranks, layout):
     assert go_on(run_on_ranks, LM, 1, plain, tmp_path / "elsewhere") == [""]
     assert curve(tmp_path / "elsewhere") == pytest.approx(curve(one), rel=1e-9)
     (refused, *_) = go_on(run_on_ranks, LM, 1, {**plain, "document_mask": False, "max_iters": 99}, two)
-    assert "--document_mask True there, none here" in refused
+    assert "--document_mask" in refused
     assert json.loads((one / "config.json").read_text())["data"]["documents"] == ["pack", "document_mask"]
 
 
@@ -429,7 +429,7 @@ def test_refused(run_on_ranks, tmp_path, begun):
 
 def test_flags_that_contradict_each_other():
     checkpoint = CheckpointOptions(resume=Path("auto"), checkpoint_every=1)
-    with pytest.raises(ConfigError, match="--resume and --overwrite contradict each other"):
+    with pytest.raises(ConfigError, match="--resume and --overwrite"):
         check_resume(checkpoint, BaseOptions(overwrite=True, outdir=Path("a")))
     with pytest.raises(ConfigError, match="--resume auto without --outdir"):
         check_resume(checkpoint, BaseOptions())

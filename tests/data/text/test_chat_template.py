@@ -68,10 +68,10 @@ def test_the_plain_template():
 @pytest.mark.parametrize(
     ("template", "messages", "said"),
     [
-        ("{% for", TURNS, "the chat template is no Jinja: line 1: "),
-        (FORGETFUL, TURNS, "writes what is up to message 2 otherwise where it ends there: mark the answers"),
+        ("{% for", TURNS, "line 1"),
+        (FORGETFUL, TURNS, "message 2"),
         (LLAMA_2, [{"role": "tool", "content": "x"}, *TURNS], "does not take it: no role tool"),
-        ("{{ messages[0].content }}", TURNS, r"leaves out, or changes, message 2 \(assistant\)"),
+        ("{{ messages[0].content }}", TURNS, r"message 2"),
         ("{{ messages[9].content.x }}", TURNS, "does not take it: "),
         ("{{ 1 // 0 }}", TURNS, "does not take it: "),
         ("{{ strftime_now('%d') }}", TURNS, "'strftime_now' is undefined"),

@@ -113,13 +113,13 @@ def refusal(rank, styles):
     [
         (
             {n: s for n, s in OWN.items() if "residual" not in n},
-            "no style for blocks.0.residual, blocks.1.residual: name",
+            "blocks.0.residual, blocks.1.residual",
         ),
-        ({**OWN, "blocks.*.residual": PartialGradient()}, "blocks.1.residual is PartialGradient(), and the ranks have"),
-        ({**OWN, "blocks.*.head_scale": Replicated()}, "blocks.1.head_scale is Replicated(), and the ranks' gradients"),
+        ({**OWN, "blocks.*.residual": PartialGradient()}, "blocks.1.residual is PartialGradient()"),
+        ({**OWN, "blocks.*.head_scale": Replicated()}, "blocks.1.head_scale"),
         (
             {**OWN, "blocks.1.residual": PartialGradient()},
-            "gives blocks.1.residual Replicated() and PartialGradient(): le",
+            "blocks.1.residual",
         ),
     ],
 )
