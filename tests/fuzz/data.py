@@ -9,12 +9,12 @@ from pathlib import Path
 import numpy as np
 
 from mmm.data.text.prepare import Preparation, prepare
-from support.cifar import write_cifar
 from support.llamas import CONFIG, write_hugging_face
+from support.published import idx_bytes, write_cifar
 
 LLAMA = {**CONFIG, "num_hidden_layers": 4, "num_key_value_heads": 4, "vocab_size": 264}
 TRAIN, TEST = 72, 20  # images
-DONE = "done-3"  # to be counted up where something else is written
+DONE = "done-4"  # to be counted up where something else is written
 
 
 def make(folder: Path) -> Path:
@@ -24,7 +24,7 @@ def make(folder: Path) -> Path:
         return folder
     shutil.rmtree(folder, ignore_errors=True)  # of an earlier version
     numbers = np.random.RandomState(0)
-    for name in ("idx", "split", "flat"):
+    for name in ("split", "flat"):
         (folder / name).mkdir(parents=True, exist_ok=True)
     rng = random.Random(0)
     words = ["loss", "mesh", "rank", "a", "shard", "of", "the", "batch", "is", "summed", "\n", "å"]
@@ -36,8 +36,12 @@ def make(folder: Path) -> Path:
     (folder / "llama" / "tokenizer.json").unlink()  # tokens are bytes
     for part, count in (("train", TRAIN), ("t10k", TEST)):
         labels = numbers.randint(0, 10, count).astype(np.uint8)
-        _idx(folder / "idx" / f"{part}-images-idx3-ubyte", _pictures(numbers, labels, 28))
-        _idx(folder / "idx" / f"{part}-labels-idx1-ubyte", labels)
+        pictures = _pictures(numbers, labels, 28)
+        for name in ("MNIST", "FashionMNIST"):
+            raw = folder / "idx" / name / "raw"
+            raw.mkdir(parents=True, exist_ok=True)
+            (raw / f"{part}-images-idx3-ubyte").write_bytes(idx_bytes(pictures))
+            (raw / f"{part}-labels-idx1-ubyte").write_bytes(idx_bytes(labels))
     write_cifar(folder / "cifar-10-batches-py", 15)
     _files(folder / "flat", numbers, 3, 20)
     _files(folder / "split" / "train", numbers, 4, 12)
@@ -52,11 +56,6 @@ def _pictures(numbers: np.random.RandomState, labels: np.ndarray, size: int) -> 
     for picture, label in zip(pictures, labels, strict=True):
         picture[2 * label : 2 * label + 3] += 110
     return pictures
-
-
-def _idx(path: Path, array: np.ndarray) -> None:
-    head = b"".join(int(n).to_bytes(4, "big") for n in (2048 + array.ndim, *array.shape))
-    path.write_bytes(head + array.tobytes())
 
 
 def _files(folder: Path, numbers: np.random.RandomState, classes: int, each: int) -> None:

@@ -41,7 +41,7 @@ from mmm.runtime.ranks import Rank
 from mmm.testing import RanksFailed, fork_ranks
 from mmm.trainer.config.command_line import parse
 from mmm.trainer.loop import fit as loop
-from support.cifar import expected_of
+from support.published import expected_cifar
 from support.resuming import Ended, ending_before
 
 TIMEOUT = 200.0  # s that a case may take: a hang, also on a machine that is busy with something else
@@ -155,8 +155,8 @@ def _train(rank: Rank, case: Case, config: Any, words: list[str], folder: Path, 
 
     torch.amp.GradScaler.update = updated  # type: ignore[method-assign]
     if case.flags.get("dataset") == "cifar10":
-        for name, files in expected_of(case.data / "cifar-10-batches-py").items():
-            setattr(import_torchvision("datasets").CIFAR10, name, files)
+        for name, value in expected_cifar(case.data / "cifar-10-batches-py").items():
+            setattr(import_torchvision("datasets").CIFAR10, name, value)
     if plant is not None:
         plant(rank)
     if case.ends_at is not None:

@@ -2,7 +2,7 @@
 
     make fuzz-files                                five minutes
     make fuzz-files MINUTES=20 SEED=7
-    PYTHONPATH=tests python -m fuzz_files --case safetensors:71 one case again, with all that is known of it
+    PYTHONPATH=tests python -m fuzz_files --case safetensors:713   one case again, with all that is known of it
 
 Exit code 1 if a reader ended by anything but its own word for a bad file (`mmm.errors.UserError`), took more than 10 s
 or 1 GB, started a program, wrote outside of the files' folder, or took for right what another reader refuses.

@@ -1,11 +1,10 @@
-"""Files of tokens and texts, and what `mmm tokens` and downloads leave beside them."""
+"""Files of tokens and texts, and what `mmm tokens` leaves beside them."""
 
 from __future__ import annotations
 
 import contextlib
 import json
 import struct
-import time
 from collections.abc import Callable
 from pathlib import Path
 from random import Random
@@ -17,7 +16,6 @@ import numpy as np
 from fuzz_files import mutate
 from fuzz_files.kinds import Kind, is_small_file
 from fuzz_files.weights import TEXT
-from mmm.data import download
 from mmm.data.text import prepare as preparation
 from mmm.data.text.byte_tokenizer import ByteTokenizer
 from mmm.data.text.chats import COMPLETIONS
@@ -270,20 +268,6 @@ def wrong_prepared(folder: Path, found: Any) -> str | None:
     return _differ(found, np.frombuffer(2 * TEXT.encode(), np.uint8), np.array([len(TEXT), 2 * len(TEXT)]))
 
 
-# --- notes ---------------------------------------------------------------------------------------------------------
-
-
-def make_refusal(folder: Path) -> None:
-    note = {"time": time.time() + 1e6, "reason": "no network", "run": download._run()}
-    (folder / "refused.json").write_text(json.dumps(note))
-
-
-def read_refusal(folder: Path) -> Any:
-    reason = download._already_refused(folder / "refused.json", None, 0.0)
-    print(reason)
-    return reason
-
-
 KINDS = (
     Kind("tokens-folder", make_tokens, ("tokens/*",), _read_tokens("tokens"), wrong_tokens, own=own_ends, sparse=True),
     Kind("tokens-nanogpt", make_nanogpt, ("*.bin",), _read_tokens("train.bin"), wrong_nanogpt),
@@ -294,5 +278,4 @@ KINDS = (
     Kind("text", make_text, ("text.txt",), read_text, wrong_text),
     Kind("text-json-lines", make_lines, ("text.jsonl",), read_lines, wrong_lines),
     Kind("text-chats", make_chats, ("chats.jsonl",), read_chats, wrong_chats),
-    Kind("download-note", make_refusal, ("refused.json",), read_refusal),
 )

@@ -9,10 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-import mmm.data.images.datasets
 import mmm.history
-from mmm.data.download import Refused
 from mmm.data.images.datasets import load_images
+from mmm.data.images.torchvision_shim import import_torchvision
 from mmm.errors import UserError
 from mmm.examples import collectives, fsdp, parallel_4d, tensor_parallel
 from mmm.models.cnn import CNN, CNNConfig
@@ -22,6 +21,7 @@ from mmm.trainer import vit
 from mmm.trainer.config.command_line import configure, parse
 from support.clock import PATIENCE, children_cpu
 from support.programs import run_program
+from support.published import write_mnist
 
 
 def run(run_on_ranks, ranks, module, outdir, *flags):
@@ -104,10 +104,7 @@ def test_the_trainer_does_what_the_example_does(cnn, tmp_path):
 
 
 def test_digits_stand_in_and_the_record_says_so(tmp_path, monkeypatch, capsys):
-    def refused(*_, **__):
-        raise Refused("no network")
-
-    monkeypatch.setattr(mmm.data.images.datasets, "obtain", refused)
+    monkeypatch.setattr(import_torchvision("datasets").MNIST, "mirrors", ["http://127.0.0.1:9/"])
     monkeypatch.setenv("MMM_DATA", str(tmp_path / "cache"))
     fsdp.train(configure(fsdp.Config, max_iters=2, plots=False, outdir=tmp_path / "out"))
     config = json.loads((tmp_path / "out/config.json").read_text())
@@ -169,22 +166,10 @@ def test_large_in_the_summary_costs_no_forward(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def idx(folder, damage):
-    """A folder with four files that look like MNIST's, one of them damaged."""
-    images, labels = (2051, (28, 28)), (2049, ())
-    files = {"train-images-idx3": images, "train-labels-idx1": labels, "t10k-images-idx3": images}
-    for name, (magic, size) in {**files, "t10k-labels-idx1": labels}.items():
-        shape = (30 if name.startswith("train") else 10, *size)
-        head = b"".join(int(n).to_bytes(4, "big") for n in (magic, *shape))
-        content = head + bytes(int(np.prod(shape)))
-        (folder / f"{name}-ubyte").write_bytes(content[:-7] if name.startswith(damage) else content)
-    return folder
-
-
 @pytest.mark.parametrize(
     ("program", "config", "words"),
     [
-        (fsdp, {"data_dir": "DAMAGED"}, r"train-images-idx3-ubyte.*2353[06]"),
+        (fsdp, {"data_dir": "DAMAGED"}, r"train-images-idx3-ubyte.gz .* has md5"),
         (fsdp, {"data_dir": "EMPTY"}, "EMPTY"),
         (fsdp, {"dataset": "folder", "data_dir": "EMPTY"}, "It needs a folder for each class"),
         (fsdp, {"dataset": "folder"}, "needs --data_dir"),
@@ -213,7 +198,7 @@ def test_refused_before_any_process_group(tmp_path, monkeypatch, program, config
     monkeypatch.setattr("mmm.history.prepare", lambda *_, **__: pytest.fail("the run's folder was made"))
     (tmp_path / "EMPTY").mkdir()
     (tmp_path / "DAMAGED").mkdir()
-    idx(tmp_path / "DAMAGED", "train-images")
+    write_mnist(tmp_path / "DAMAGED")  # files of a right form, which are not the published ones
     if "data_dir" in config:
         config = {**config, "data_dir": tmp_path / config["data_dir"]}
     with pytest.raises(UserError) as refused:

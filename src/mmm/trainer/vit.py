@@ -117,7 +117,7 @@ def resolve(config: Config) -> ViTSpec:
     if not config.run.summary:
         compute = choose_precision(config.run.dtype, device).compute
         check_sdpa(sizes.sdpa_backend, SDPA_BACKENDS, device, compute, (sizes.patches, sizes.head_dim))
-        data = config.data.load(rank, sizes.image_size, sizes.channels, sizes.classes, config.run.seed)
+        data = config.data.load(sizes.image_size, sizes.channels, sizes.classes, config.run.seed)
         if config.model.classes not in (None, len(data.classes)):
             raise ConfigError(f"--classes {config.model.classes}, but {data.name} has {len(data.classes)} classes")
         sizes = replace(sizes, classes=len(data.classes))

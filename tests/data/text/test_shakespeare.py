@@ -1,13 +1,12 @@
 """--dataset shakespeare: downloaded once, checked, split as any text; without it, --text is named as the way."""
 
 import hashlib
-from dataclasses import replace
 
 import pytest
 
 import mmm.data.text.shakespeare as module
 from mmm.data import read_text_files
-from mmm.data.text.shakespeare import FILE, shakespeare
+from mmm.data.text.shakespeare import shakespeare
 from mmm.errors import ConfigError, DataError
 from mmm.trainer.config.data import TextOptions
 
@@ -19,10 +18,8 @@ def offered(tmp_path, monkeypatch):
     """The file's address, of a play that stands in; the cache is empty."""
     monkeypatch.setenv("MMM_DATA", str(tmp_path / "cache"))
     (tmp_path / "play.txt").write_bytes(PLAY)
-    file = replace(
-        FILE, sha256=hashlib.sha256(PLAY).hexdigest(), size=len(PLAY), urls=((tmp_path / "play.txt").as_uri(),)
-    )
-    monkeypatch.setattr(module, "FILE", file)
+    monkeypatch.setattr(module, "SHA256", hashlib.sha256(PLAY).hexdigest())
+    monkeypatch.setattr(module, "URL", (tmp_path / "play.txt").as_uri())
     return tmp_path / "play.txt"
 
 
@@ -53,7 +50,7 @@ def test_without_it(offered, tmp_path, change):
         offered.write_bytes(PLAY + b".")
     with pytest.raises(DataError) as caught:
         shakespeare()
-    words = "No such file" if change == "gone" else f"more, not {len(PLAY)} of"
+    words = "No such file" if change == "gone" else "invalid hash value"
     assert words in str(caught.value)
     assert str(caught.value).endswith("give a text with --text FILE")
     assert not (tmp_path / "cache" / "shakespeare").exists()

@@ -5,34 +5,33 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from mmm.data.download import File, Refused, cache_folder, obtain
+import torch.hub
+
+from mmm.data.cache import Refused, cache_folder, download_once
 from mmm.errors import DataError
-from mmm.runtime.ranks import Rank
 
-FILE = File(
-    "input.txt",
-    "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed",
-    1_115_394,
-    ("https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt",),
-)
+NAME = "input.txt"
+URL = f"https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/{NAME}"
+SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
 
 
-def shakespeare(ranks: Rank | None = None) -> Path:
+def shakespeare() -> Path:
     """The text's file in the cache, downloaded once a host.
-
-    Args:
-        ranks: who this process is, so that one rank of a host downloads and the others wait for it.
 
     Raises:
         DataError: it is not in the cache, and cannot be downloaded.
     """
     home = cache_folder() / "shakespeare"
-    if not os.path.isfile(home / FILE.name):
+    if not os.path.isfile(home / NAME):
         try:
-            obtain(home, (FILE,), ranks)
+            download_once(home, _download)
         except Refused as refused:
             raise DataError(
                 f"--dataset shakespeare is not in {cache_folder()} and cannot be downloaded ({refused}): "
                 f"give a text with --text FILE"
             ) from None
-    return home / FILE.name
+    return home / NAME
+
+
+def _download(folder: Path) -> None:
+    torch.hub.download_url_to_file(URL, os.fspath(folder / NAME), hash_prefix=SHA256, progress=False)

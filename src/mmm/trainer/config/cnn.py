@@ -11,7 +11,6 @@ from mmm.errors import ConfigError
 from mmm.layout import Layout, Techniques, batch_sizes
 from mmm.models.cnn import CNN, CNNConfig
 from mmm.parallel.rules import cnn_rules, refuse
-from mmm.runtime.ranks import whoami
 from mmm.trainer.config.images import ImageOptions, check_images
 from mmm.trainer.config.run import StepOptions
 from mmm.trainer.config.scaled_lr import ScaledOptions, with_scaled_lr
@@ -82,7 +81,7 @@ def resolve_cnn(
     Raises:
         UserError: anything that does not fit.
     """
-    data = data_options.load(whoami(), seed=run.seed)
+    data = data_options.load(seed=run.seed)
     defaults = SMALL_SET if data.name == "digits" else DEFAULTS
     default = max(defaults.global_batch // layout.dp, 1) if defaults.global_batch else defaults.batch
     local_batch_size, global_batch_size = batch_sizes(run.batch_size, run.global_batch_size, layout.dp, default)

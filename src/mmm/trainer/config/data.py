@@ -11,7 +11,6 @@ from mmm.data import RandomTokens
 from mmm.data.text.byte_tokenizer import Tokenizer
 from mmm.data.text.sources import Sources, open_sources
 from mmm.errors import ConfigError
-from mmm.runtime.ranks import whoami
 from mmm.trainer.config.spec import TextData
 
 
@@ -60,7 +59,7 @@ class TextOptions:
         if self.dataset == "shakespeare":
             from mmm.data.text.shakespeare import shakespeare  # with it comes the downloader
 
-            text = (shakespeare(whoami()),)
+            text = (shakespeare(),)
         return open_sources(text, None if self.tokenizer is None else str(self.tokenizer), default_tokenizer)
 
     def load(self, sources: Sources | None, vocab_size: int, seed: int) -> TextData:

@@ -9,7 +9,6 @@ from typing import Literal
 from mmm.data.images.datasets import load_images
 from mmm.data.images.image_set import ImageData
 from mmm.errors import ConfigError
-from mmm.runtime.ranks import Rank
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,7 +29,7 @@ class ImageOptions:
             raise ConfigError(f"--workers {self.workers}: it must not be negative; 0 reads in the rank itself")
 
     def load(
-        self, rank: Rank, image_size: int | None = None, channels: int | None = None, classes: int = 10, seed: int = 0
+        self, image_size: int | None = None, channels: int | None = None, classes: int = 10, seed: int = 0
     ) -> ImageData:
         """The data set asked for; see `mmm.data.images.datasets.load_images`."""
         return load_images(
@@ -40,7 +39,6 @@ class ImageOptions:
             channels=channels,
             classes=classes,
             seed=seed,
-            ranks=rank,
         )
 
 

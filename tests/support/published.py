@@ -1,0 +1,71 @@
+"""Small data sets in the layouts of MNIST and CIFAR-10, whose hashes torchvision is made to expect."""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import pickle
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mmm.data.images.torchvision_shim import import_torchvision
+
+MNIST_FILES = (
+    "train-images-idx3-ubyte",
+    "train-labels-idx1-ubyte",
+    "t10k-images-idx3-ubyte",
+    "t10k-labels-idx1-ubyte",
+)
+
+
+def mnist_arrays() -> list[np.ndarray]:
+    """Images and labels to train on, and to test on."""
+    numbers = np.random.RandomState(0)
+    shapes = ((20, 28, 28), (20,), (7, 28, 28), (7,))
+    return [numbers.randint(0, 256 if len(shape) > 1 else 10, shape).astype(np.uint8) for shape in shapes]
+
+
+def idx_bytes(array: np.ndarray) -> bytes:
+    head = bytes((0, 0, 8, array.ndim)) + b"".join(size.to_bytes(4, "big") for size in array.shape)
+    return head + array.tobytes()
+
+
+def write_mnist(folder: Path) -> None:
+    """The four files as they are published."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, array in zip(MNIST_FILES, mnist_arrays(), strict=True):
+        (folder / f"{name}.gz").write_bytes(gzip.compress(idx_bytes(array), mtime=0))
+
+
+def expected_mnist(folder: Path) -> dict[str, Any]:
+    """What torchvision's MNIST has to have as ``resources``, to read what `write_mnist` has written."""
+    return {"resources": [(f"{name}.gz", _md5(folder / f"{name}.gz")) for name in MNIST_FILES]}
+
+
+def write_cifar(folder: Path, images: int) -> None:
+    """Six batches of noise, each of so many images, whose labels are the batch's number, 1, 2, 3, …"""
+    dataset = import_torchvision("datasets").CIFAR10
+    folder.mkdir(parents=True)
+    for number, (name, _) in enumerate([*dataset.train_list, *dataset.test_list]):
+        pixels = np.random.RandomState(number).randint(0, 256, (images, 3072)).astype(np.uint8)
+        labels = [number, *(i % 10 for i in range(1, images))]
+        (folder / name).write_bytes(pickle.dumps({"data": pixels, "labels": labels}, protocol=2))
+    names = {dataset.meta["key"]: [f"class {number}" for number in range(10)]}
+    (folder / dataset.meta["filename"]).write_bytes(pickle.dumps(names, protocol=2))
+
+
+def expected_cifar(folder: Path) -> dict[str, Any]:
+    """What torchvision's CIFAR10 has to have as attributes, to read a folder of `write_cifar`."""
+    dataset = import_torchvision("datasets").CIFAR10
+    attributes: dict[str, Any] = {
+        listed: [[name, _md5(folder / name)] for name, _ in getattr(dataset, listed)]
+        for listed in ("train_list", "test_list")
+    }
+    attributes["meta"] = {**dataset.meta, "md5": _md5(folder / dataset.meta["filename"])}
+    return attributes
+
+
+def _md5(path: Path) -> str:
+    return hashlib.md5(path.read_bytes()).hexdigest()
