@@ -73,10 +73,10 @@ class ImageFiles(ImageSet):
                 image = Image.open(file, formats=FORMATS)
                 if image.mode.startswith(DEEP_MODES):
                     raise DataError(f"{path} has more than 8 bits a channel (mode {image.mode}): convert it to 8 bits")
-                image = image.convert("RGB" if self.shape[0] == 3 else "L")
+                converted = image.convert("RGB" if self.shape[0] == 3 else "L")
         except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
             raise DataError(f"{path} is not an image that can be read ({error}): take it out of the folder") from None
-        return self._transform(image)
+        return self._transform(converted)
 
     @cached_property
     def _transform(self) -> Any:
