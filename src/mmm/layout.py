@@ -142,10 +142,7 @@ class Techniques:
         checkpointing: of activations, of the modules that the plan names: ``none``, ``full`` or ``selective``.
         compile: compile what the plan says can be compiled.
         loss_chunks: chunks of the sequence that logits and loss are computed in; the loss is then `loss_of` the model.
-        tile: tiles of the sequence that MLPs are computed in.
-        tile_weights: tiles that FSDP's large matrices are gathered in, one after the other.
-        offload: keep what the optimizer updates, and its state, in the host's memory: ``host`` (or True); its state in
-            a file on the host's disk: ``disk:FOLDER``.
+        offload: keep what the optimizer updates, and its state, in the host's memory.
     """
 
     data_parallel: str = "fsdp"
@@ -158,12 +155,7 @@ class Techniques:
     checkpointing: str = "none"
     compile: bool = False
     loss_chunks: int = 1
-    tile: int = 1
-    tile_weights: int = 1
-    offload: bool | str = ""
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "offload", {True: "host", False: ""}.get(self.offload, self.offload))  # type: ignore
+    offload: bool = False
 
     def ulysses_size(self, cp: int) -> int:
         """Ranks of cp that shard heads among them in attention: 1 under ``ring``, all under ``ulysses``."""

@@ -12,7 +12,6 @@ import importlib.util
 import json
 import os
 import sys
-import tempfile
 import traceback
 from pathlib import Path
 
@@ -34,7 +33,6 @@ from mmm.data import Batch  # noqa: E402
 from mmm.models.experts import MixtureOfExperts  # noqa: E402
 from mmm.models.meta import meta_parameters  # noqa: E402
 from mmm.parallel import parallel_model  # noqa: E402
-from mmm.parallel.memory.disk import DiskAdamW  # noqa: E402
 from mmm.parallel.mesh import build_mesh  # noqa: E402
 from mmm.parallel.optimizer import make_optimizer  # noqa: E402
 from mmm.parallel.parallel_model import ParallelModel  # noqa: E402
@@ -140,7 +138,7 @@ def counted(kind, words):
     """What a rank does in a step without a row, and in one with."""
     fields = dict(words)
     techniques = {name: fields.pop(name) for name in ("offload",) if name in fields}
-    optimizer, skip, disk = fields.pop("optimizer", "adamw"), fields.pop("skip", False), fields.pop("disk", False)
+    optimizer, skip = fields.pop("optimizer", "adamw"), fields.pop("skip", False)
     case = ParityCase(**{**fields, "layout": canonical(fields["layout"])})
     parity, device = models.find(case.model), torch.device(kind, 0)
     if "pp" not in case.sizes:
@@ -183,8 +181,6 @@ def counted(kind, words):
             run = Run("test", RunOptions(log_every=ROWS), ready, rank, device, BF16, clock, hooks, folder)
             task = MadeUp(inputs[:local].to(device), targets[:local].to(device), targets.numel(), traffic)
             updates = make_optimizer(optimizer, parallel.parameters(), 1e-3)
-            if disk:
-                updates = DiskAdamW(updates, Path(tempfile.gettempdir()))
             with contextlib.suppress(Enough):
                 fit(run, parallel, updates, task, FitConfig(steps=100, max_norm=1.0, skip=skip))
     _, without, with_row = task.seen

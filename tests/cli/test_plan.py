@@ -165,7 +165,6 @@ def test_exactly_one_layout(tmp_path, capsys):
     ("flags", "said"),
     [
         ("--loss_chunks 0", "--loss_chunks 0"),
-        ("--tile_weights 0", "--tile_weights 0"),
         ("--exactly --microbatches 0", "--microbatches 0"),
         ("--exactly --parallel nonsense", "data_parallel"),
         ("--exactly --cp 2 --cp_style nonsense", "cp_style"),

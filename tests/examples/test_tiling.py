@@ -1,19 +1,84 @@
-"""The example of loss in chunks, MLP and weights in tiles: less memory, the same losses, and it says when they are
-not."""
+"""The example of loss in chunks, MLP and weights in tiles: the gradients of the plain model, less memory, the same
+losses, and it says when they are not."""
 
 import json
 import math
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import mmm.history
 from mmm.examples import tiling
+from mmm.models.transformer import Transformer, TransformerConfig
+from mmm.parallel import cross_entropy, draw_weights
 from mmm.trainer.config.command_line import configure
 
 SMALL = {"seq_length": 256, "vocab_size": 4096, "ffn_dim": 512, "n_layers": 1, "dtype": "fp64", "plots": False}
+
+
+SIZES = TransformerConfig(dim=16, n_layers=2, n_heads=2, n_kv_heads=2, ffn_dim=48, vocab_size=40)
+CPU = torch.device("cpu")
+
+
+def plain():
+    with torch.device("meta"):
+        model = Transformer(SIZES).to(torch.float64)
+    draw_weights(model, CPU, 3)
+    return model
+
+
+def batch(ranks):
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(0, SIZES.vocab_size, (2, 2 * ranks, 12), generator=generator)  # inputs, targets
+
+
+def whole_name(name):
+    """`body.layers.0.feed_forward.w1.tiles.2.weight` → `layers.0.feed_forward.w1.weight`."""
+    return re.sub(r"\.tiles\.\d+", "", name.removeprefix("body."))
+
+
+def loss_and_gradients(rank, ranks, pieces):
+    model = tiling.LanguageModel(plain(), **pieces)
+    mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("dp_shard",))
+    tiling.shard(model, mesh, MixedPrecisionPolicy())
+    inputs, targets = (full.chunk(ranks)[rank.rank] for full in batch(ranks))
+    loss = model(inputs, targets, targets.numel() * ranks)
+    loss.backward()
+    gradients = {}
+    for name, parameter in model.named_parameters():  # the tiles of a matrix in their order
+        gradients.setdefault(whole_name(name), []).append(parameter.grad.full_tensor())
+    return float(loss), {name: torch.cat(tiles) for name, tiles in gradients.items()}
+
+
+@pytest.mark.parametrize(
+    "pieces",
+    [
+        {"loss_chunks": 5},
+        {"tile": 5},
+        {"tile_weights": 5},
+        {"loss_chunks": 3, "tile": 4, "tile_weights": 7},  # 7 divides neither rows nor ranks
+    ],
+    ids=str,
+)
+def test_same_loss_and_gradients_as_the_plain_model(run_on_ranks, pieces):
+    ranks = 2
+    inputs, targets = batch(ranks)
+    model = plain()
+    loss = cross_entropy(model(inputs), targets, targets.numel())
+    loss.backward()
+    results = run_on_ranks(loss_and_gradients, ranks, ranks, pieces)
+    assert sum(local for local, _ in results) == pytest.approx(float(loss), rel=1e-12)
+    expected = {name: parameter.grad for name, parameter in model.named_parameters()}
+    for _, gradients in results:
+        assert gradients.keys() == expected.keys()
+        for name, gradient in gradients.items():
+            torch.testing.assert_close(gradient, expected[name], rtol=1e-9, atol=1e-12, msg=name)
 
 
 @pytest.mark.long

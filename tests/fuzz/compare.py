@@ -20,7 +20,7 @@ CLIMBED = 1.3  # of half precision: a loss above that many times the first belon
 # The words by which a refusal names what one rank does not have.
 NAMES = re.compile(
     r"\b(ranks?|pp|dp|dp_\w+|cp|tp|tpsize|ep|stages?|stages_per_rank|schedule|micro-?batch(es)?|layout|hsdp|fsdp|ddp|zero\d"
-    r"|data-parallel|tile|tiles|loss_chunks|reshard_after_forward|checkpointing|activation_checkpointing|compile|offload|parallel|cp_style|batch_size)\b"
+    r"|data-parallel|loss_chunks|reshard_after_forward|checkpointing|activation_checkpointing|compile|offload|parallel|cp_style|batch_size)\b"
 )
 KEPT = names(
     "device dataset data_dir text model preset n_layers dim n_heads n_kv_heads ffn_dim seq_length vocab_size "

@@ -99,10 +99,6 @@ def _techniques(rng: random.Random, program: str, flags: Flags, axes: dict[str, 
     tokens = seq // (cp * tp)
     if "activation_checkpointing" in known and model != "cnn" and rng.random() < 0.3:
         out["activation_checkpointing"] = rng.choice(("full", "selective"))
-    plain = not experts and out.get("activation_checkpointing", "none") == "none"
-    if "tile" in known and plain and rng.random() < 0.25:
-        patches = (_number(flags, "image_size", 8) // _number(flags, "patch_size", 4)) ** 2
-        out["tile"] = str(rng.randint(1, min(4, tokens if model == "transformer" else patches)))
     if "loss_chunks" in known and rng.random() < 0.25:
         out["loss_chunks"] = str(rng.randint(1, min(4, tokens)))
     if (
@@ -112,18 +108,12 @@ def _techniques(rng: random.Random, program: str, flags: Flags, axes: dict[str, 
         and rng.random() < 0.15
         and out.get("parallel") != "ddp"
     ):
-        out["offload"] = "host"
+        out["offload"] = "on"
     if "compile" in known and rng.random() < (0.004 if tp * cp == 1 else 0.03):
         out["compile"] = "on"
     sharded = out.get("parallel", "fsdp") in ("fsdp", "zero3", "hsdp")
     if "reshard_after_forward" in known and sharded and rng.random() < 0.2:
         out["reshard_after_forward"] = rng.choice(("always", "never") if pp == 1 else ("auto", "never"))
-    replicas = int(out.get("dp_replicate", 2 if out.get("parallel") == "hsdp" else 1)) or 1
-    gathered = sharded and not experts and (dp // replicas * cp > 1 or "offload" in out)
-    whole = "compile" in out or out.get("activation_checkpointing") == "selective"
-    splits = "ZeroBubble" in out.get("schedule", "") or out.get("schedule") == "DualPipeV"
-    if "tile_weights" in known and gathered and not whole and not splits and rng.random() < 0.25:
-        out["tile_weights"] = rng.choice(("2", "3"))
     return out
 
 

@@ -32,7 +32,7 @@ def test_the_twin_is_the_same_problem_on_one_rank():
         "microbatches": "2",
         "batch_size": "3",
         "lr": "0.1",
-        "tile": "2",
+        "loss_chunks": "2",
         "workers": "2",
         "flush_every": "1",
     }

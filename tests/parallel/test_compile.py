@@ -184,11 +184,10 @@ MORE = [
     ("experts", Layout(dp_shard=2, ep=2), {}),
     ("text", ONE, {"checkpointing": "selective"}),
     ("text", TWO, {"data_parallel": "zero2", "offload": True}),
-    ("text", ONE, {"tile": 2, "checkpointing": "full", "loss_chunks": 2, "offload": True}),
+    ("text", ONE, {"checkpointing": "full", "loss_chunks": 2, "offload": True}),
     ("text", TWO, {"data_parallel": "ddp", "checkpointing": "full"}),
     ("text", Layout(pp=2, dp_shard=1), {"checkpointing": "full"}),
     ("experts", ONE, {"loss_chunks": 2, "offload": True}),
-    ("vit", Layout(dp_shard=1, tp=2), {"tile": 2}),
 ]
 
 

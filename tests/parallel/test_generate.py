@@ -84,7 +84,7 @@ def anew(sizes):
         pytest.param(3, {"tp": 3}, {}, marks=pytest.mark.long),
         (4, {"pp": 2, "tp": 2}, {"changed": {"n_kv_heads": 1, "n_layers": 3, "tie_word_embeddings": True}}),
         pytest.param(2, {"cp": 2, "dp_shard": 1}, {"checkpointing": "full"}, marks=pytest.mark.long),
-        pytest.param(4, {"tp": 2}, {"loss_chunks": 2, "tile": 2}, marks=pytest.mark.long),
+        pytest.param(4, {"tp": 2}, {"loss_chunks": 2}, marks=pytest.mark.long),
         pytest.param(2, {"pp": 2}, {"schedule": "ZBVZeroBubble", "changed": {"n_layers": 4}}, marks=pytest.mark.long),
         pytest.param(
             4,

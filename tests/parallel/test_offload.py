@@ -25,7 +25,7 @@ def train(rank, layout, pieces, techniques):
 @pytest.mark.parametrize(
     ("layout", "pieces"),
     [
-        (Layout(dp_shard=2), {"data_parallel": "fsdp", "loss_chunks": 2, "tile": 2}),
+        (Layout(dp_shard=2), {"data_parallel": "fsdp", "loss_chunks": 2}),
         (Layout(dp_shard=2), {"data_parallel": "zero2"}),
         pytest.param(Layout(dp_shard=2), {"data_parallel": "zero1"}, marks=pytest.mark.long),
         pytest.param(Layout(dp_shard=3), {"data_parallel": "zero2"}, marks=pytest.mark.long),
@@ -43,12 +43,12 @@ def test_same_as_without(run_on_ranks, layout, pieces):
     anywhere.assert_same(ranks, reference.train("adamw", F64, 3, reference.CONFIG, batch))
 
 
-def kept(rank, technique, tiles):
+def kept(rank, technique):
     mesh = build_mesh(Layout(dp_shard=2), "cpu")
     with torch.device("meta"):
         model = Transformer(reference.CONFIG)
     precision = Precision("fp64", F64, F64)
-    model = apply(model, mesh, transformer_plan(), precision, data_parallel=technique, offload=True, tile_weights=tiles)
+    model = apply(model, mesh, transformer_plan(), precision, data_parallel=technique, offload=True)
     materialize(model, CPU, reference.SEED)
     optimizer = torch.optim.AdamW(model.parameters())
     batch = reference.tokens().batch(0, 2, rank.rank, 1)
@@ -65,13 +65,11 @@ def kept(rank, technique, tiles):
 LAST = (reference.CONFIG.vocab_size + 1) * reference.CONFIG.dim * 8 / 2  # norm and output stay gathered until backward
 
 
-@pytest.mark.parametrize(
-    ("technique", "tiles", "times", "once"), [("fsdp", 1, 2, LAST), ("fsdp", 3, 2, LAST), ("zero2", 1, 1, 0)]
-)
-def test_what_is_kept_and_moved(run_on_ranks, technique, tiles, times, once):
+@pytest.mark.parametrize(("technique", "times", "once"), [("fsdp", 2, LAST), ("zero2", 1, 0)])
+def test_what_is_kept_and_moved(run_on_ranks, technique, times, once):
     """Half of all parameters on each of two ranks, in float64; AdamW's state is twice that."""
     half = parameter_count(Transformer(reference.CONFIG)) * 8 / 2
-    for numbers, text in run_on_ranks(kept, 2, technique, tiles):
+    for numbers, text in run_on_ranks(kept, 2, technique):
         expected = {"host_parameters": 1, "host_state": 2, "down": 1}
         expected_bytes = {name: share * half for name, share in expected.items()}
         assert numbers == expected_bytes | {"up": times * half - once}

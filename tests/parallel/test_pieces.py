@@ -1,4 +1,4 @@
-"""Loss in chunks and MLPs in tiles of the sequence: the same losses and gradients as whole, and less at once."""
+"""Loss in chunks: the same losses and gradients as whole, and less at once."""
 
 import pytest
 import torch
@@ -6,20 +6,16 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-import mmm.parallel.memory.chunked_loss
-import mmm.parallel.memory.tiling
 from mmm.errors import ConfigError
 from mmm.layout import PADDING
-from mmm.models import draw, weights
+from mmm.models import weights
 from mmm.models.transformer import Transformer, TransformerConfig
 from mmm.models.vit import ViT
-from mmm.parallel import Layout, build_mesh, cross_entropy, loss_of
+from mmm.parallel import Layout, build_mesh, loss_of
 from mmm.parallel.initial_weights import materialize
 from mmm.parallel.memory.chunked_loss import apply_chunked_loss
 from mmm.parallel.memory.measure import Peak
-from mmm.parallel.memory.tiling import apply_tiling
 from mmm.parallel.parallelize import apply
-from mmm.parallel.plans.cnn import cnn_plan
 from mmm.parallel.plans.transformer import transformer_plan
 from mmm.parallel.plans.vit import vit_plan
 from mmm.runtime.device import Precision
@@ -47,18 +43,18 @@ class Largest(TorchDispatchMode):
         return out
 
 
-def large_model(chunks: int, tiles: int):
+def large_model(chunks: int):
     model = Transformer(LARGE).double()
     weights.initialize(model, reference.SEED)
-    apply_tiling(model, apply_chunked_loss(model, transformer_plan(), chunks, F64), tiles)
+    apply_chunked_loss(model, transformer_plan(), chunks, F64)
     numbers = torch.Generator().manual_seed(1)
     rows = torch.randint(VOCAB, (2, SEQ + 1), generator=numbers)
     return model, rows[:, :-1], rows[:, 1:]
 
 
-def one_step(chunks: int, tiles: int):
+def one_step(chunks: int):
     """Loss, gradients, the largest tensor and the peak of a step in bytes."""
-    model, inputs, targets = large_model(chunks, tiles)
+    model, inputs, targets = large_model(chunks)
     loss_fn = loss_of(model)
     with Largest() as largest:
         loss = loss_fn(model(inputs), targets, targets.numel())
@@ -71,30 +67,27 @@ def one_step(chunks: int, tiles: int):
 
 
 LOGITS = 2 * SEQ * VOCAB * 8  # bytes
-HIDDEN = 2 * SEQ * LARGE.hidden_dim * 8
 
 
 def test_the_whole_never_exists():
     """The largest tensor shrinks with the pieces, and so does the peak; unsharded weights are smaller than a chunk."""
-    plain_loss, plain, largest, peak = one_step(1, 1)
+    plain_loss, plain, largest, peak = one_step(1)
     assert largest >= LOGITS
     assert peak > LOGITS
-    for chunks, tiles in ((6, 1), (6, 6)):
-        loss, gradients, piece, less = one_step(chunks, tiles)
-        assert loss == pytest.approx(plain_loss, rel=1e-12)
-        assert gradients.keys() == plain.keys()
-        for name, gradient in plain.items():
-            assert (gradients[name] - gradient).abs().max() <= 1e-11 * gradient.abs().max(), name
-        assert piece <= max(LOGITS / 6, HIDDEN / (6 if tiles > 1 else 1), 8 * LARGE.vocab_size * LARGE.dim)
-        assert less < peak - 0.8 * LOGITS
-    assert one_step(1, 6)[3] < peak - 2 * HIDDEN
+    loss, gradients, piece, less = one_step(6)
+    assert loss == pytest.approx(plain_loss, rel=1e-12)
+    assert gradients.keys() == plain.keys()
+    for name, gradient in plain.items():
+        assert (gradients[name] - gradient).abs().max() <= 1e-11 * gradient.abs().max(), name
+    assert piece <= max(LOGITS / 6, 2 * SEQ * LARGE.hidden_dim * 8, 8 * LARGE.vocab_size * LARGE.dim)
+    assert less < peak - 0.8 * LOGITS
 
 
 def test_targets_that_are_none():
     """Whether full logits or in chunks, what has no target counts for nothing: loss and gradients of the others."""
     found = []
     for chunks in (1, 5):
-        model, inputs, targets = large_model(chunks, 1)
+        model, inputs, targets = large_model(chunks)
         targets = targets.clone()
         targets[0, 5:30], targets[1, -3:] = PADDING, PADDING
         loss = loss_of(model)(model(inputs), targets, 68)
@@ -102,7 +95,7 @@ def test_targets_that_are_none():
         found.append([loss.detach(), *(p.grad for p in model.parameters())])
     for whole, chunked in zip(*found, strict=True):
         assert (chunked - whole).abs().max() <= 1e-12 * whole.abs().max()
-    model, inputs, targets = large_model(1, 1)
+    model, inputs, targets = large_model(1)
     real = [(0, slice(0, 5)), (0, slice(30, None)), (1, slice(0, -3))]
     parts = [torch.nn.functional.cross_entropy(model(inputs)[at], targets[at], reduction="sum") for at in real]
     assert sum(parts).item() / 68 == pytest.approx(found[0][0].item(), rel=1e-12)
@@ -126,7 +119,7 @@ LONG = [
     ("layout", "techniques"), [*LAYOUTS, *(pytest.param(*case, marks=pytest.mark.long) for case in LONG)], ids=str
 )
 def test_same_as_whole(run_on_ranks, layout, techniques):
-    ranks = run_on_ranks(train, layout.ranks, layout, {"loss_chunks": 3, "tile": 3}, techniques)
+    ranks = run_on_ranks(train, layout.ranks, layout, {"loss_chunks": 3}, techniques)
     anywhere.assert_same(ranks, reference.train("sgd", F64, 2))
 
 
@@ -135,16 +128,15 @@ def train(rank, layout, pieces, techniques):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("pieces", [{"loss_chunks": 5}, {"tile": 5}], ids=str)
 @pytest.mark.parametrize("layout", [Layout(dp_shard=2), Layout(dp_shard=1, tp=2)], ids=str)
-def test_each_alone_for_ten_steps(run_on_ranks, layout, pieces):
-    ranks = run_on_ranks(train, 2, layout, pieces, {"steps": 10, "optimizer": "adamw"})
+def test_ten_steps(run_on_ranks, layout):
+    ranks = run_on_ranks(train, 2, layout, {"loss_chunks": 5}, {"steps": 10, "optimizer": "adamw"})
     anywhere.assert_same(ranks, reference.train("adamw", F64, 10))
 
 
 @pytest.mark.parametrize("technique", ["ddp", pytest.param("zero1", marks=pytest.mark.long), "zero2"])
 def test_copies(run_on_ranks, technique):
-    pieces = {"loss_chunks": 3, "tile": 3, "data_parallel": technique}
+    pieces = {"loss_chunks": 3, "data_parallel": technique}
     ranks = run_on_ranks(train, 2, Layout(dp_shard=2), pieces, {"accumulate": 2})
     anywhere.assert_same(ranks, reference.train("sgd", F64, 2))
 
@@ -152,7 +144,7 @@ def test_copies(run_on_ranks, technique):
 @pytest.mark.long
 @pytest.mark.parametrize("layout", [Layout(dp_shard=2), Layout(dp_shard=1, tp=2)], ids=str)
 def test_with_activation_checkpointing(run_on_ranks, layout):
-    pieces = {"loss_chunks": 2, "tile": 2, "checkpointing": "full"}
+    pieces = {"loss_chunks": 2, "checkpointing": "full"}
     anywhere.assert_same(run_on_ranks(train, 2, layout, pieces, {}), reference.train("sgd", F64, 2))
 
 
@@ -168,9 +160,7 @@ def test_half_precision(run_on_ranks, technique):
     """bf16 products, as close to float64 as without pieces."""
     techniques = {"dtype": torch.float32, "compute": torch.bfloat16, "steps": 1}
     whole = run_on_ranks(train, 2, Layout(dp_shard=2), {"data_parallel": technique}, techniques)[0]
-    pieces = run_on_ranks(
-        train, 2, Layout(dp_shard=2), {"data_parallel": technique, "loss_chunks": 3, "tile": 3}, techniques
-    )[0]
+    pieces = run_on_ranks(train, 2, Layout(dp_shard=2), {"data_parallel": technique, "loss_chunks": 3}, techniques)[0]
     (loss,), gradients = reference.train("sgd", F64, 1)
     assert pieces[0] == pytest.approx([loss], rel=1e-3)
     for name, gradient in gradients.items():
@@ -202,32 +192,10 @@ def gathers(rank, pieces):
 
 
 def test_fsdp_gathers_and_reduces_as_often_as_without(run_on_ranks):
-    whole, pieces = (run_on_ranks(gathers, 2, p)[0] for p in ({}, {"loss_chunks": 4, "tile": 4}))
+    whole, pieces = (run_on_ranks(gathers, 2, p)[0] for p in ({}, {"loss_chunks": 4}))
     assert whole.count("reduce") == 4  # embedding, two layers, output
     assert pieces.count("reduce") == whole.count("reduce")
     assert 4 <= pieces.count("all_ga") <= whole.count("all_ga")
-
-
-@pytest.mark.parametrize("tp", [pytest.param(1, marks=pytest.mark.long), 2])
-def test_vit(run_on_ranks, tp):
-    _, _, expected = vision.train("vit", "sgd")
-    got = run_on_ranks(vit_gradients, 2, Layout(dp_shard=2 // tp, tp=tp), 4)
-    for gradients in got:
-        for name, gradient in expected.items():
-            assert (gradients[name] - gradient).abs().max() <= 1e-8 * gradient.abs().max(), name
-
-
-def vit_gradients(rank, layout, tiles):
-    mesh = build_mesh(layout, "cpu")
-    with torch.device("meta"):
-        model = ViT(vision.CONFIGS["vit"])
-    apply(model, mesh, vit_plan(), Precision("fp64", F64, F64), tile=tiles)
-    materialize(model, CPU, vision.SEED)
-    size = vision.GLOBAL_BATCH // layout.dp
-    mine = layout.dp_coordinate(rank.rank) * size
-    images, classes = (whole[mine : mine + size] for whole in vision.batch("vit", 0))
-    cross_entropy(model(images), classes, vision.GLOBAL_BATCH).backward()
-    return {draw.canonical_name(name): p.grad.full_tensor() for name, p in model.named_parameters()}
 
 
 # ---- what is refused
@@ -236,11 +204,8 @@ def vit_gradients(rank, layout, tiles):
 @pytest.mark.parametrize(
     ("refused", "words"),
     [
-        (lambda: apply_tiling(Transformer(LARGE), cnn_plan(), 2), "MLP"),
-        (lambda: apply_tiling(Transformer(LARGE), transformer_plan(), 0), "tile 0"),
         (lambda: apply_chunked_loss(ViT(vision.CONFIGS["vit"]), vit_plan(), 2, F64), "2: .* names no output matrix"),
         (lambda: apply_chunked_loss(Transformer(LARGE), transformer_plan(), 0, F64), "loss_chunks 0"),
-        (lambda: mmm.parallel.memory.tiling.check_tiling(2, "selective"), "use 'full' or 'none'"),
     ],
 )
 def test_refused(refused, words):

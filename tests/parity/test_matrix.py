@@ -69,7 +69,6 @@ MEMORY = [  # what is computed again, or in pieces: models, layouts, what else
         for name, schedule in SCHEDULES.items()
         for model, fields in (
             ("transformer", {"checkpointing": "full"}),
-            ("transformer", {"tile": 3}),
             ("transformer", {"loss_chunks": 3}),
             ("moe", {"checkpointing": "full"}),
             *(() if schedule.splits else [("transformer", {"checkpointing": "selective"})]),

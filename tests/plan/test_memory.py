@@ -13,7 +13,6 @@ from mmm.parallel import Layout, Techniques
 from mmm.parallel.memory.checkpointing import apply_checkpointing
 from mmm.parallel.memory.chunked_loss import apply_chunked_loss, loss_of
 from mmm.parallel.memory.measure import Peak
-from mmm.parallel.memory.tiling import apply_tiling
 from mmm.parallel.plans.transformer import transformer_plan
 from mmm.parallel.pp.schedules import SCHEDULES, stages_of
 from mmm.plan.activations import gpt_layer, transformer_layer, vit_layer
@@ -105,13 +104,12 @@ def predicted(sizes, batch, seq, **techniques):
 MODES = ("none", "selective", "full")
 CASES = [
     *((NARROW, {"checkpointing": mode}) for mode in MODES),
-    (VOCABULARY, {"tile": 8, "loss_chunks": 8}),
+    (VOCABULARY, {"loss_chunks": 8}),
     *(
         pytest.param(sizes, {"checkpointing": mode}, marks=pytest.mark.long)
         for sizes in (WIDE, VOCABULARY)
         for mode in MODES
     ),
-    *(pytest.param(VOCABULARY, more, marks=pytest.mark.long) for more in ({"loss_chunks": 8}, {"tile": 8})),
     pytest.param(ROUTED, {}, marks=pytest.mark.long),
 ]
 
@@ -121,7 +119,6 @@ def test_peak_of_a_step(sizes, techniques):
     config, batch, seq = TransformerConfig(**sizes), 4, 256
     model, plan = transformer_of(config), transformer_plan(config)
     plan = apply_chunked_loss(model, plan, techniques.get("loss_chunks", 1), torch.float32)
-    plan = apply_tiling(model, plan, techniques.get("tile", 1))
     apply_checkpointing(model, plan, techniques.get("checkpointing", "none"))
     tokens, loss = torch.randint(config.vocab_size, (batch, seq)), loss_of(model)
     with Peak(CPU, model) as peak:
@@ -131,7 +128,7 @@ def test_peak_of_a_step(sizes, techniques):
 
 @pytest.mark.parametrize(
     ("measured", "techniques"),
-    [(142.1, {}), (52.3, {"loss_chunks": 8}), (108.6, {"tile": 8}), (18.7, {"loss_chunks": 8, "tile": 8})],
+    [(145.1, {}), (52.3, {"loss_chunks": 8})],
     ids=str,
 )
 def test_figures_of_the_docs(measured, techniques):
@@ -184,13 +181,11 @@ def test_parts_by_data_parallel_technique():
 
 
 def test_what_offload_puts_where():
-    """Of AdamW, parameters and gradients on the host, and the moments with them, or on a disk."""
+    """Of AdamW, parameters, gradients and both moments on the host."""
     spec = read_model("small", {}, 64)
     memory, stage, layout, size = MemoryModel(spec, "cuda", "fp32"), full_model(spec), Layout(dp_shard=1), 4.0
-    for offload, host, disk in ((False, 0, 0), (True, 4, 0), ("host", 4, 0), ("disk:/x", 2, 2)):
-        techniques = Techniques(offload=offload)
-        assert memory.on_host(stage, layout, techniques) == host * spec.parameters * size
-        assert memory.on_disk(stage, layout, techniques) == disk * spec.parameters * size
+    for offload, host in ((False, 0), (True, 4)):
+        assert memory.on_host(stage, layout, Techniques(offload=offload)) == host * spec.parameters * size
 
 
 def test_stages_are_those_of_the_partition():

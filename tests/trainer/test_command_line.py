@@ -12,7 +12,7 @@ from mmm.parallel.plans.transformer import transformer_plan
 from mmm.parallel.pp.schedules import check_pipeline
 from mmm.parallel.rules import check_cp_style
 from mmm.trainer import lm
-from mmm.trainer.config.command_line import parse, run_main, with_flags, without_none
+from mmm.trainer.config.command_line import host_left_out, parse, run_main, with_flags, without_none
 
 PP2, PLAN = Layout(pp=2, dp_shard=1), transformer_plan()
 
@@ -92,3 +92,15 @@ def test_help_has_real_defaults(monkeypatch, capsys):
 def test_columns_of_help_stay():
     shown = "  --a {None}|STR  Text. (default:\n                  None)\n  --b INT, --c {None}|INT\n  --d (default: )\n"
     assert without_none(shown) == "  --a STR         Text.\n  --b INT, --c INT\n  --d\n"
+
+
+@pytest.mark.parametrize(
+    ("given", "parsed"),
+    [
+        ("--offload host --pp 2", "--offload --pp 2"),
+        ("--offload --pp 2", "--offload --pp 2"),
+        ("--name host --offload", "--name host --offload"),
+    ],
+)
+def test_offload_host_is_offload(given, parsed):
+    assert host_left_out(given.split()) == parsed.split()

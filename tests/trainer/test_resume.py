@@ -9,7 +9,6 @@ import signal
 import sys
 import time
 from pathlib import Path
-from tempfile import gettempdir
 from unittest.mock import patch
 
 import numpy
@@ -101,7 +100,6 @@ LAYOUTS = [
     pytest.param(2, {"parallel": "zero1", "offload": True}, id="zero1 on the host", marks=pytest.mark.long),
     pytest.param(4, {"parallel": "zero1", "tpsize": 2}, id="zero1 on dp2·tp2", marks=pytest.mark.long),
     pytest.param(4, {"parallel": "zero1", "pp": 2, "optimizer": "muon"}, id="zero1 on pp2·dp2", marks=pytest.mark.long),
-    pytest.param(2, {"offload": f"disk:{gettempdir()}"}, id="on a disk", marks=pytest.mark.long),
     pytest.param(4, {"parallel": "hsdp", "optimizer": "sgd"}, id="hsdp", marks=pytest.mark.long),
     pytest.param(4, {"tpsize": 2, "ep": 2, **MOE}, id="dp2·tp2·ep2", marks=pytest.mark.long),
 ]

@@ -50,7 +50,6 @@ FIXED = {  # flag → axis, or field of Techniques
     "stages_per_rank": "stages_per_rank",
     "cp_style": "cp_style",
     "loss_chunks": "loss_chunks",
-    "tile_weights": "tile_weights",
 }
 TRY_HOSTS = 6  # doublings, to say how many hosts would do
 TRY_SECONDS = 4.0
@@ -151,7 +150,7 @@ def run_of(args: argparse.Namespace) -> tuple[float, float | None]:
 def fixed_by(args: argparse.Namespace) -> dict[str, int | str]:
     """Axis, or field of `Techniques`, → the value that it has to have. Raises ConfigError."""
     fixed = {field: getattr(args, name) for name, field in FIXED.items() if getattr(args, name) is not None}
-    for name in ("microbatches", "stages_per_rank", "loss_chunks", "tile_weights"):
+    for name in ("microbatches", "stages_per_rank", "loss_chunks"):
         if fixed.get(name, 1) < 1:
             raise ConfigError(f"--{name} {fixed[name]}: it must be at least 1")
     if fixed.get("data_parallel") == "zero3":

@@ -2,139 +2,127 @@
 
     launch -n 4 python3 -m mmm.examples.tiling
 
-Sharding a model over ranks does not help where one layer is too large for each of them. Three things can be, and
-none of them is needed all at once::
+Sharding a model over ranks does not help where one layer is too large for each of them::
 
                      what is largest                            piece by piece
-      output, loss   logits (seq, V), their softmax             ┌──┐ ▷ ▷ ▷   (seq / chunks, V), --loss_chunks
-                     and gradient                               └──┘
+      output, loss   logits (seq, V), their softmax, gradient   ┌──┐ ▷ ▷ ▷   (seq / chunks, V), --loss_chunks
+                                                                └──┘
       MLP            hidden activations (seq, ffn_dim),         ┌──┐ ▷ ▷ ▷   (seq / tiles, ffn_dim), --tile
                      four of them, kept for backward            └──┘
       weights        a layer's matrices (ffn_dim, dim), which   ┌──┐         (ffn_dim / tiles, dim), --tile_weights
                      FSDP gathers, and their gradients          └──┘ ▽ ▽ ▽
 
-The first two cut the sequence and save activations; the last cuts matrices and saves what is gathered of parameters.
-Of a chunk only the loss is kept, and of a tile nothing: backward recomputes a tile of the sequence, and gathers a tile
-of the weights once more. Gradients of the weights are those of the whole.
+The first two cut the sequence: PyTorch's `checkpoint` around a piece keeps its input alone, and backward recomputes the
+piece. The last cuts a matrix into several, each an FSDP unit: it is gathered, used and freed, forward and backward.
 
-The same 2 steps, from the same weights on the same samples, go by each way, of two models: one with long sequences, and
-one with few tokens and a wide layer. A table says how much memory a step takes at its peak beyond parameters (measured:
-`mmm.parallel.memory.measure`), and that the losses are the same.
+The same 2 steps go by each way, of a model with long sequences and of one with few tokens and a wide layer. A table
+says how much memory a step takes at its peak beyond parameters, and that the losses are the same.
 
-Sources: Rajbhandari et al., "ZeRO-Infinity", 2021 (weights); Bekman et al., "Arctic long sequence training", 2025; Hsu
-et al., "Liger kernel", 2024.
+Sources: "ZeRO-Infinity", 2021 (weights); "Arctic long sequence training", 2025 (MLP); "Liger kernel", 2024 (loss).
 """
 
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass, replace
-from typing import Literal
+from dataclasses import replace
+from typing import Any
 
 import torch
-from torch import nn
-from torch.distributed.tensor.parallel import loss_parallel
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.utils.checkpoint import checkpoint
 
-from mmm.comparison import relative_error, worst
-from mmm.data import RandomTokens
 from mmm.examples import _support as example
+from mmm.examples._support.tiling import SHORT, WAYS, WIDER, Config, Result, report
 from mmm.models.transformer import Transformer
-from mmm.parallel import Mesh, apply, build_mesh, loss_of, materialize
+from mmm.parallel import cross_entropy, draw_weights
 from mmm.parallel.memory.measure import Peak
 from mmm.runtime.process_group import gather_floats
 
-CHUNKS, TILES, WEIGHTS = "loss_chunks", "tile", "tile_weights"
-WAYS = {
-    "full": (),
-    "loss in chunks": (CHUNKS,),
-    "MLP in tiles": (TILES,),
-    "both": (CHUNKS, TILES),
-    "weights in tiles": (WEIGHTS,),
-}
-SHORT, WIDER = 16, 8  # tokens of the second model, whose layer is that many times as wide
-TOLERANCE = {"fp64": 1e-9, "fp32": 1e-4, "bf16": 1e-1}  # relative, of the losses: sums go in another order
+
+class TiledLinear(nn.Module):
+    """A matrix (out, in) as several, of some of its rows each: each makes some columns of the output."""
+
+    def __init__(self, linear: nn.Linear, tiles: int) -> None:
+        super().__init__()
+        self.tiles = nn.ModuleList()
+        for rows in linear.weight.detach().chunk(tiles):
+            tile = nn.Linear(linear.in_features, len(rows), bias=False, device="meta")
+            tile.weight = nn.Parameter(rows.clone())
+            self.tiles.append(tile)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat([tile(x) for tile in self.tiles], dim=-1)  # (batch, seq, out)
 
 
-@dataclass(frozen=True, kw_only=True)
-class TilingText(example.PlainTextOptions):
-    """Where the tokens come from."""
+def in_tiles(mlp: Any, tiles: int) -> None:
+    """An MLP treats each token by itself: its hidden activations (batch, seq, ffn_dim) exist for one tile only."""
+    whole = mlp.forward
 
-    dataset: Literal["text", "random"] = "random"
-    """random: uniform tokens. text: bytes; large logits need a vocabulary that is larger than text's 256."""
+    def forward(x: Tensor) -> Tensor:
+        pieces = [checkpoint(whole, piece, use_reentrant=False) for piece in x.chunk(tiles, dim=1)]
+        return torch.cat(pieces, dim=1)  # (batch, seq, dim)
 
-    def load(self, vocab_size: int, seed: int) -> example.TextData:
-        if self.dataset == "text":
-            return super().load(vocab_size, seed)
-        train, validation = (RandomTokens(vocab_size, self.seq_length, each) for each in (seed, seed + 1))
-        return example.TextData(train, validation, {"dataset": "random"})
+    mlp.forward = forward
 
 
-@dataclass(frozen=True, kw_only=True)
-class Config(example.TensorParallelOptions, example.PlainTextConfig):
-    """Loss in chunks, MLP and weights in tiles on Transformers whose logits, MLPs or matrices are large; --max_iters
-    steps (2 unless given) by each way."""
+class LanguageModel(nn.Module):
+    """A Transformer and its loss, in so many pieces; 1 leaves a thing whole."""
 
-    loss_chunks: int = 8
-    """Chunks of the sequence that logits and loss are computed in: the full logits never exist."""
-    tile: int = 8
-    """Tiles of the sequence that each MLP is computed in, and recomputed in backward: 1 / tile of its activations."""
-    tile_weights: int = 8
-    """Tiles that each large matrix is gathered in: 1 / tile_weights of a matrix is there at once."""
-    model: example.TransformerOptions = example.TransformerOptions(preset="debug", ffn_dim=1024, vocab_size=8192)
-    data: TilingText = TilingText(seq_length=1024)
-    run: example.RowOptions = example.RowOptions(plots=False)
+    def __init__(self, full: Transformer, loss_chunks: int = 1, tile: int = 1, tile_weights: int = 1) -> None:
+        super().__init__()
+        self.output: Any = full.output
+        full.output = None  # its forward then ends with the hidden states
+        self.body = full
+        self.chunks = loss_chunks
+        for layer in full.layers.values():
+            for name in ("w1", "w2", "w3") if tile_weights > 1 else ():
+                setattr(layer.feed_forward, name, TiledLinear(getattr(layer.feed_forward, name), tile_weights))
+            if tile > 1:
+                in_tiles(layer.feed_forward, tile)
 
+    def forward(self, tokens: Tensor, targets: Tensor, count: int) -> Tensor:
+        """The losses of targets (batch, seq), summed, over their count in the global batch."""
+        hidden = self.body(tokens)  # (batch, seq, dim)
+        if self.chunks == 1:
+            return self.loss(hidden, targets, count)
+        pieces = zip(hidden.chunk(self.chunks, dim=1), targets.chunk(self.chunks, dim=1), strict=True)
+        losses = [checkpoint(self.loss, h, t, count, use_reentrant=False) for h, t in pieces]
+        return torch.stack(losses).sum()
 
-def train(config: Config) -> bool:
-    """Every way, and the table. Whether the losses are the same."""
-    layout, techniques = example.fit(tp=config.tpsize), example.techniques_of(config)
-    gathers = layout.dp_shard > 1  # else a rank has all its weights, and there are none to gather
-    techniques = techniques if gathers else replace(techniques, tile_weights=1)
-    resolved = example.resolve(config, layout, techniques, batch_size=1, max_iters=2)
-    if config.run.summary:
-        example.print_on_rank0(resolved.summary())
-        return True
-
-    hooks = [example.Agreement(), example.StartUp(), example.Record()]
-    with example.start_run("tiling", config, resolved, hooks) as run:
-        mesh = build_mesh(resolved.layout, run.device.type, config.run.timeout)
-        ways = [way for way, pieces in WAYS.items() if gathers or WEIGHTS not in pieces]
-        long, wide = ([train_way(run, mesh, resolved, way, wide) for way in ways] for wide in (False, True))
-        curves = [(curve, results[0][1]) for results in (long, wide) for _, curve in results]
-        apart = worst(relative_error(*pair) for curve, full in curves for pair in zip(curve, full, strict=True))
-        limit = TOLERANCE[run.precision.name]
-        lines = [f"{'peak, MB':18}{'long sequence':>15}{'of full':>10}{'wide layer':>15}{'of full':>10}{'loss':>15}"]
-        for way, (a, curve), (b, _) in zip(ways, long, wide, strict=True):
-            peaks = "".join(f"{x / 1e6:15.1f}{x / results[0][0]:10.0%}" for x, results in ((a, long), (b, wide)))
-            lines.append(f"{way:18}{peaks}{curve[-1]:15.9f}")
-        run.log.info("memory of a step beyond parameters, on the rank that needs most\n%s", "\n".join(lines))
-        run.log.info("the losses differ by %.1e at most (allowed: %.0e)", apart, limit)
-        peaks_of = {way: (a[0], b[0]) for way, a, b in zip(ways, long, wide, strict=True)}
-        run.describe(peak_bytes=peaks_of, losses_differ=apart)
-    return apart <= limit
+    def loss(self, hidden: Tensor, targets: Tensor, count: int) -> Tensor:
+        # The logits of a piece, (batch, piece, V), are freed once its loss is known.
+        return cross_entropy(self.output(hidden), targets, count)
 
 
-def train_way(
-    run: example.Run, mesh: Mesh, resolved: example.ParallelSpec, way: str, wide: bool
-) -> tuple[int, list[float]]:
+def shard(model: LanguageModel, mesh: DeviceMesh, policy: MixedPrecisionPolicy) -> None:
+    """FSDP of every tile of a matrix, every layer, and the rest: each of these is gathered as one."""
+    tiles = [tile for module in model.modules() if isinstance(module, TiledLinear) for tile in module.tiles]
+    for unit in [*tiles, *model.body.layers.values(), model]:
+        fully_shard(unit, mesh=mesh, mp_policy=policy)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)  # a sum: each local loss is divided by the global count
+            module.set_force_sum_reduction_for_comms(True)  # gloo has no scaled sum
+
+
+def train_way(run: example.Run, mesh: DeviceMesh, resolved: example.TrainingSpec, way: str, wide: bool) -> Result:
     """A few steps from the initial weights: the peak of the last forward and backward in bytes, and the losses."""
     config = run.config
     assert isinstance(config, Config)
-    sizes = replace(resolved.sizes, ffn_dim=WIDER * resolved.sizes.ffn_dim) if wide else resolved.sizes
+    sizes = replace(resolved.sizes, ffn_dim=resolved.sizes.ffn_dim * (WIDER if wide else 1))
     with torch.device("meta"):
-        model: nn.Module = Transformer(sizes)
-    pieces = {name: getattr(config, name) for name in WAYS[way]}
-    model = apply(model, mesh, resolved.plan, run.precision, **pieces)
-    materialize(model, run.device, config.run.seed)
-    loss_fn = loss_of(model)
+        full = Transformer(sizes).to(run.precision.storage)
+    draw_weights(full, run.device, config.run.seed)
+    model = LanguageModel(full, **{flag: getattr(config, flag) for flag in WAYS[way]})
+    shard(model, mesh, MixedPrecisionPolicy(run.precision.compute, run.precision.storage, cast_forward_inputs=False))
     optimizer = config.optimizer.make(model.parameters())
     losses = []
-    at = {"way": [*WAYS].index(way), "wide": int(wide)}
-    for step in example.text_steps(run, resolved, model, optimizer, at=at):
+    for step in example.text_steps(run, resolved, model, optimizer, at={"way": [*WAYS].index(way), "wide": int(wide)}):
         tokens = slice(SHORT if wide else None)
-        inputs, targets = step.batch.inputs[:, tokens], step.batch.targets[:, tokens]
-        with Peak(run.device, model) as peak, loss_parallel():
-            loss = loss_fn(model(inputs), targets, step.batch.count)
+        with Peak(run.device, model) as peak:
+            loss = model(step.batch.inputs[:, tokens], step.batch.targets[:, tokens], step.batch.count)
             step.log(loss)
             loss.backward()
         optimizer.step()
@@ -142,6 +130,20 @@ def train_way(
         step.row["peak"] = max(row[0] for row in gather_floats([float(peak.bytes)], run.device))
         losses.append(step.local_loss)
     return int(step.row["peak"]), run.global_sums(torch.stack(losses))
+
+
+def train(config: Config) -> bool:
+    """Every way, and the table. Whether the losses are the same."""
+    resolved = example.resolve_own(config, example.fit(), batch_size=1, max_iters=2)
+    if config.run.summary:
+        example.print_on_rank0(resolved.summary())
+        return True
+    hooks = [example.Agreement(), example.StartUp(), example.Record()]
+    with example.start_run("tiling", config, resolved, hooks) as run:
+        mesh = init_device_mesh(run.device.type, (run.layout.dp,), mesh_dim_names=("dp_shard",))
+        long = {way: train_way(run, mesh, resolved, way, wide=False) for way in WAYS}
+        wide = {way: train_way(run, mesh, resolved, way, wide=True) for way in WAYS}
+        return report(run, long, wide)
 
 
 if __name__ == "__main__":

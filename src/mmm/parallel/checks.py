@@ -8,10 +8,8 @@ from mmm.layout import Layout, Techniques, check_data_parallel
 from mmm.parallel.compile import check_compile, check_compiled_experts
 from mmm.parallel.dp.batch_norm import check_batch_norm
 from mmm.parallel.dp.data_parallel import check_reshard
-from mmm.parallel.dp.weight_tiles import check_weight_tiles
 from mmm.parallel.memory.checkpointing import check_checkpointing
-from mmm.parallel.memory.offload import check_offload, disk_of
-from mmm.parallel.memory.tiling import check_tiling
+from mmm.parallel.memory.offload import check_offload
 from mmm.parallel.plan import Plan
 from mmm.parallel.rules import check_context_parallel
 
@@ -30,11 +28,8 @@ def check_techniques(model: nn.Module, plan: Plan, layout: Layout, techniques: T
     check_reshard(techniques, layout)
     check_batch_norm(model, layout, techniques)
     check_checkpointing(plan, techniques.checkpointing)
-    check_tiling(techniques.tile, techniques.checkpointing)
-    check_weight_tiles(model, plan, layout, techniques)
     if techniques.compile:
         check_compile(plan, layout)
         check_compiled_experts(model, plan, techniques.checkpointing)
     if techniques.offload:
-        disk_of(techniques.offload)
         check_offload(techniques.data_parallel, dtype)

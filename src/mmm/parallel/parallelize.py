@@ -17,11 +17,9 @@ from mmm.parallel.cp.context_parallel import apply_context_parallel
 from mmm.parallel.dp.batch_norm import apply_batch_norm
 from mmm.parallel.dp.buffers import cast_buffers
 from mmm.parallel.dp.data_parallel import apply_data_parallel
-from mmm.parallel.dp.weight_tiles import apply_weight_tiles
 from mmm.parallel.ep.expert_parallel import apply_expert_parallel
 from mmm.parallel.memory.checkpointing import apply_checkpointing
 from mmm.parallel.memory.chunked_loss import apply_chunked_loss, keep_output_gathered
-from mmm.parallel.memory.tiling import apply_tiling
 from mmm.parallel.mesh import Mesh, meshes_made_once
 from mmm.parallel.plan import Plan, warn_unmatched
 from mmm.parallel.ties import check_tied, find_ties, retie
@@ -63,8 +61,8 @@ def apply(
     keep_values(model)
     draw.convert(model, precision.storage)
 
-    # 0. Chunked loss and tiles change the modules' inputs and outputs, so they precede TP, which adapts those.
-    plan = _apply_pieces(model, plan, precision, techniques)
+    # 0. A chunked loss changes the output's input and output, so it precedes TP, which adapts those.
+    plan = apply_chunked_loss(model, plan, techniques.loss_chunks, precision.compute)
     _apply_to_buffers(model, mesh, precision, techniques)  # before checkpointing, whose forward contains theirs
     # 1. Tensor parallel: finds modules by name, and decides which heads and hidden units are local to this rank.
     if layout.tp > 1:
@@ -89,14 +87,6 @@ def apply(
     check_tied(model, ties, f"the layout {layout}")
     keep_output_gathered(trained)
     return trained
-
-
-def _apply_pieces(model: nn.Module, plan: Plan, precision: Precision, techniques: Techniques) -> Plan:
-    """What is computed, or gathered, piece by piece; the plan for the changed model."""
-    plan = apply_chunked_loss(model, plan, techniques.loss_chunks, precision.compute)
-    plan = apply_tiling(model, plan, techniques.tile)
-    apply_weight_tiles(model, plan, techniques, precision.compute)
-    return plan
 
 
 def _apply_to_buffers(model: nn.Module, mesh: Mesh, precision: Precision, techniques: Techniques) -> None:

@@ -11,7 +11,7 @@ from mmm.layout import Layout, Techniques
 from mmm.models.draw import parameter_count
 from mmm.parallel.checks import check_techniques
 from mmm.parallel.initial_weights import check_weights
-from mmm.parallel.plan import Plan, check_axes, find
+from mmm.parallel.plan import Plan, check_axes
 from mmm.parallel.pp.schedules import check_pipeline, stages_of
 from mmm.parallel.pp.stages import Part, balance_stages, check_stages, part_costs, parts_of
 
@@ -63,10 +63,6 @@ def partition_model(
     check_weights(model)
     check_axes(plan, layout)
     check_techniques(model, plan, layout, techniques, dtype)
-    if techniques.tile > 1 and plan.tiled and not any(find(model, pattern) for pattern in plan.tiled):
-        raise ConfigError(
-            f"tile {techniques.tile}: the feed-forward layers of this model are experts, which have no tiles"
-        )
     if plan.check is not None:
         plan.check(model, layout, inputs, techniques.ulysses_size(layout.cp))
     if layout.pp == 1:

@@ -38,8 +38,6 @@ class Plan:
         check: (model, layout, inputs of a step, ulysses) → nothing; raises LayoutError where the model's sizes do not
             fit the layout. ulysses: ranks of cp that shard heads in attention (1: a ring alone). None: all fit.
         output: the matrix that computes the logits of a sequence, which the chunked loss defers.
-        tiled: MLPs that can be computed in tiles of the sequence, (batch, seq, dim) in and out.
-        weight_tiled: the Linears that can be gathered in tiles; every rank calls them in the same order (`uniform`).
         uniform: whether forward calls the same FSDP units in the same order, whatever the samples. Then ranks do not
             compare what they have called (`mmm.parallel.dp.unit_order`).
         optional: names above that some models of this kind lack (here ``*`` stands for anything): `unmatched` is silent
@@ -58,8 +56,6 @@ class Plan:
     refused: Mapping[str, str] = field(default_factory=dict)
     check: Callable[[Any, Layout, Tensor, int], None] | None = None
     output: str = ""
-    tiled: tuple[str, ...] = ()
-    weight_tiled: tuple[str, ...] = ()
     optional: tuple[str, ...] = ()
     uniform: bool = False
 

@@ -73,10 +73,8 @@ class Options:
     """For --layout. Default: 2, or with pp what the schedule needs at least."""
     activation_checkpointing: Literal["none", "full", "selective"] | None = None
     """For --layout. Default: none."""
-    offload: str | None = None
-    """For --layout: host, or disk:FOLDER (AdamW). Default: neither."""
-    tile_weights: int | None = None
-    """For --layout with dp or cp: tiles that large matrices are gathered in. Default: 1."""
+    offload: bool | None = None
+    """For --layout: keep what the optimizer updates in the host's memory. Default: it is not."""
     data: Literal["made_up", "digits", "packed", "chats"] | None = None
     """For --layout: digits are real images, for models that take images; for the Transformer packed, several
     documents in a sequence, and chats, of which only answers have targets. Default: made up by the model's own file."""
@@ -93,7 +91,7 @@ class Options:
 
     def check(self) -> None:
         """Raises ConfigError for the first value that is wrong by itself."""
-        for name in ("steps", "global_batch_size", "microbatches", "stages_per_rank", "tile_weights"):
+        for name in ("steps", "global_batch_size", "microbatches", "stages_per_rank"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"--{name} {value}: it must be at least 1")
@@ -115,7 +113,6 @@ class Options:
             "microbatches",
             "activation_checkpointing",
             "offload",
-            "tile_weights",
             "data",
         )
         return {name: getattr(self, name) for name in names if getattr(self, name) is not None}

@@ -6,7 +6,6 @@ Imports no torch: a wrong name costs no import.
 from __future__ import annotations
 
 import re
-import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import get_args
@@ -44,11 +43,6 @@ class ParityCase(Techniques):
         return Layout(**{"dp_shard": 1, **self.sizes}).ranks
 
     @property
-    def on_disk(self) -> bool:
-        """Whether the optimizer's state is."""
-        return isinstance(self.offload, str) and self.offload.startswith("disk:")
-
-    @property
     def technique(self) -> str:
         """What the sizes of the layout leave open, such as ``1F1B, fsdp``."""
         sizes = self.sizes
@@ -58,8 +52,7 @@ class ParityCase(Techniques):
             dp: bool({"dp_replicate", "dp_shard"} & sizes.keys()) or dp != "fsdp",
             self.cp_style + (f" {self.ulysses}" if self.ulysses else ""): "cp" in sizes,
             f"{self.checkpointing} checkpointing": self.checkpointing != "none",
-            f"weights in {self.tile_weights} tiles": self.tile_weights > 1,
-            "offload to the disk" if self.on_disk else "offload": bool(self.offload),
+            "offload": self.offload,
             self.data: self.data != "made_up",
         }
         return ", ".join(name for name, needed in shown.items() if needed)
@@ -98,10 +91,8 @@ def ranks_of(texts: Sequence[str]) -> set[int]:
 def optimizers_for(case: ParityCase) -> tuple[str, ...]:
     """Both where one technique stands alone (on up to 4 ranks: 8 are slow); for products SGD, which shows a gradient
     that is wrong by a factor."""
-    if case.on_disk:
-        return ("adamw",)
     alone = len(case.sizes) < 2 or case.sizes.keys() in ({"dp_replicate", "dp_shard"}, {"dp_shard", "ep"})
-    plain = (case.checkpointing, case.data, case.tile_weights) == ("none", "made_up", 1)
+    plain = (case.checkpointing, case.data) == ("none", "made_up")
     return OPTIMIZERS if alone and plain and case.ranks <= 4 else ("sgd",)
 
 
@@ -130,12 +121,11 @@ _REAL = {layout: f"{_IMAGES[layout]} digits" for layout in ("dp2", "pp2")}
 MATRIX: dict[str, dict[str, str]] = {
     "transformer": {
         "1": "- full selective packed chats",
-        "dp2": f"{_ALL_DP} packed ddp+packed tiles full+tiles lars+lamb zero1+lars+lamb zero2+lars+lamb ddp+lars+lamb "
-        "chats host disk zero2+disk tiles+disk",
-        "dp4": f"{_ALL_DP} tiles",
+        "dp2": f"{_ALL_DP} packed ddp+packed lars+lamb zero1+lars+lamb zero2+lars+lamb ddp+lars+lamb chats offload",
+        "dp4": f"{_ALL_DP}",
         "dp8": "fsdp",
         "dp_replicate2": "fsdp ddp",
-        "dp_replicate2·dp_shard2": "fsdp packed tiles lars+lamb",
+        "dp_replicate2·dp_shard2": "fsdp packed lars+lamb",
         "tp2": "- packed lars+lamb chats",
         "tp4": "-",
         "tp8": "-",
@@ -144,17 +134,17 @@ MATRIX: dict[str, dict[str, str]] = {
         "cp8": "ring usp",
         "pp2": f"{_SCHEDULES} packed ZBVZeroBubble+packed lars+lamb chats",
         "pp4": _SCHEDULES,
-        "dp2·tp2": "- full packed full+packed tiles lars+lamb zero1 zero2 lars+lamb+zero1 disk",
+        "dp2·tp2": "- full packed full+packed lars+lamb zero1 zero2 lars+lamb+zero1",
         "dp4·tp2": "-",
-        "dp2·tp4": "- tiles",
-        "dp2·cp2": "ring ulysses tiles lars+lamb zero1 ulysses+zero2",
+        "dp2·tp4": "-",
+        "dp2·cp2": "ring ulysses lars+lamb zero1 ulysses+zero2",
         "cp2·tp2": "ring ulysses packed ulysses+packed zero1",
         "cp2·tp4": "-",
         "cp4·tp2": "usp usp+packed",
         "dp2·cp4": "usp",
         "dp_replicate2·tp2": "-",
         "dp_replicate2·cp2": "-",
-        "pp2·dp2": f"{_SCHEDULES} packed tiles Interleaved1F1B+tiles zero1 zero2 ZBVZeroBubble+zero1 disk",
+        "pp2·dp2": f"{_SCHEDULES} packed zero1 zero2 ZBVZeroBubble+zero1",
         "pp4·dp2": "-",
         "pp2·dp_replicate2": "-",
         "pp2·tp2": "1F1B ZBVZeroBubble",
@@ -165,7 +155,7 @@ MATRIX: dict[str, dict[str, str]] = {
         "dp_replicate2·dp_shard2·cp2": "-",
         "pp2·dp_replicate2·dp_shard2": "-",
         "dp2·cp2·tp2": "ring ulysses packed chats zero1",
-        "pp2·dp2·tp2": "1F1B Interleaved1F1B ZBVZeroBubble packed tiles lars+lamb chats zero1 DualPipeV+zero1",
+        "pp2·dp2·tp2": "1F1B Interleaved1F1B ZBVZeroBubble packed lars+lamb chats zero1 DualPipeV+zero1",
         "pp2·cp2·tp2": "- packed",
         "pp2·dp2·cp2": "- packed ulysses+packed zero1",
     },
@@ -186,7 +176,7 @@ MATRIX: dict[str, dict[str, str]] = {
     },
     "gpt": {
         "1": "- full selective packed",
-        "dp2": f"{_ALL_DP} packed tiles",
+        "dp2": f"{_ALL_DP} packed",
         "dp4": "fsdp",
         "dp_replicate2·dp_shard2": "-",
         "tp2": "- packed",
@@ -195,7 +185,7 @@ MATRIX: dict[str, dict[str, str]] = {
         "cp4": "ring usp usp+packed",
         "pp2": f"{_SCHEDULES} packed",
         "pp4": "1F1B",
-        "dp2·tp2": "- full packed zero1 tiles lars+lamb chats",
+        "dp2·tp2": "- full packed zero1 lars+lamb chats",
         "dp2·cp2": "- packed",
         "cp2·tp2": "ring ulysses packed",
         "pp2·dp2": "1F1B ZBVZeroBubble packed zero1",
@@ -270,7 +260,7 @@ MATRIX: dict[str, dict[str, str]] = {
         "dp2·tp2": "- zero1",
         "dp_replicate2·dp_shard2·tp2": "-",
     },
-    "vit": {**_IMAGES, **_REAL, "pp4": _SCHEDULES, "dp2·tp2": "- zero1 tiles"},
+    "vit": {**_IMAGES, **_REAL, "pp4": _SCHEDULES, "dp2·tp2": "- zero1"},
     "cnn": {**_IMAGES, **_REAL},
 }
 FIELDS = {
@@ -279,11 +269,9 @@ FIELDS = {
     **dict.fromkeys(("ring", "ulysses", "usp"), "cp_style"),
     **dict.fromkeys(("full", "selective"), "checkpointing"),
     **dict.fromkeys(("digits", "packed", "chats"), "data"),
-    "tiles": "tile_weights",
-    **dict.fromkeys(("host", "disk"), "offload"),
+    "offload": "offload",
 }
-# Of a name that is not its value; 3 divides no shard.
-VALUES: dict[str, int | str] = {"tiles": 3, "disk": f"disk:{tempfile.gettempdir()}"}
+VALUES = {"offload": True}  # Of a name that is not its value.
 
 
 def matrix(model: str) -> Iterator[ParityCase]:

@@ -22,8 +22,6 @@ from mmm.models.dropout import sample_keys
 from mmm.models.experts import has_experts
 from mmm.models.meta import meta_parameters
 from mmm.parallel.layerwise import make_layerwise
-from mmm.parallel.memory.disk import DiskAdamW
-from mmm.parallel.memory.offload import disk_of
 from mmm.parallel.mesh import Mesh, build_mesh
 from mmm.parallel.parallel_model import ParallelModel
 from mmm.parallel.partition import Partition, partition_model
@@ -149,8 +147,6 @@ def _train(
         update: torch.optim.Optimizer = make_layerwise(optimizer, parallel_model.parameters(), RATES[optimizer])
     else:
         update = make_optimizer(optimizer, parallel_model.parameters())
-    if optimizer == "adamw" and (disk := disk_of(ready.techniques.offload)) is not None:
-        update = DiskAdamW(update, disk)
     sent = None
     size = training.global_batch // layout.dp
     first_sample = layout.dp_coordinate(rank.rank) * size

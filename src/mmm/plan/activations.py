@@ -37,8 +37,8 @@ class KeptActivations:
 
     Attributes:
         none, selective, full: kept by each kind of checkpointing. working: that backward needs on top, at its peak.
-        tiled: of `none`, what tiles of the MLP do not keep. boundary: what passes to the next layer.
-        head: kept by the norm before the output. traffic: that element-wise kernels of a forward read and write.
+        boundary: what passes to the next layer. head: kept by the norm before the output.
+        traffic: that element-wise kernels of a forward read and write.
         a_position: bytes a token of the sequence, whatever the batch: rotary angles.
     """
 
@@ -46,7 +46,6 @@ class KeptActivations:
     selective: float
     full: float
     working: float
-    tiled: float
     boundary: float
     head: float
     traffic: float
@@ -93,7 +92,6 @@ def transformer_layer(
         selective=selective,
         full=boundary,
         working=2 * c * hidden + 2 * c * d,
-        tiled=0.0 if routed else 4 * c * hidden + c * d * (tp > 1),
         boundary=boundary,
         head=norm + c * d + STATISTIC / tp,
         traffic=traffic,
@@ -123,7 +121,6 @@ def gpt_layer(config: GPTConfig, tp: int, seq_length: int, compute: int, residua
         selective=selective,
         full=boundary,
         working=2 * c * hidden + 2 * c * d,
-        tiled=2 * c * hidden + c * d * (tp > 1),
         boundary=boundary,
         head=norm + c * d,
         traffic=c * (10 * d / tp + 2 * hidden),
@@ -145,7 +142,6 @@ def vit_layer(config: ViTConfig, tp: int, compute: int, residual: int) -> KeptAc
         selective=selective,
         full=residual * d,
         working=2 * c * hidden + 2 * c * d,
-        tiled=2 * c * hidden,
         boundary=residual * d,
         head=norm + c * d,
         traffic=c * (10 * d + 2 * hidden),

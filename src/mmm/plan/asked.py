@@ -21,8 +21,6 @@ USUAL: dict[str, object] = {
     "reshard_after_forward": "auto",
     "checkpointing": "none",
     "cp_style": "ring",
-    "tile": 1,
-    "tile_weights": 1,
     "offload": False,
 }
 

@@ -108,7 +108,6 @@ class CostModel:
         ep: int,
         batch: float,
         checkpointing: str,
-        tile: int,
         ulysses: int,
         replicas: bool,
         splits: bool,
@@ -128,8 +127,6 @@ class CostModel:
         again *= 2 if splits else 1  # once for the input's gradient, once for the weights'
         config, waits = spec.config, {"tp": 0.0, "cp": 0.0, "ep": 0.0}
         repeated = 1.0 if checkpointing != "none" else 0.0
-        if tile > 1:
-            again += 4 * config.dim * config.hidden_dim * tokens / tp / self.rate  # the first two products
         through_tp = (c + (self.memory.storage if replicas else c)) / 2  # `mmm.traffic.formulas`: half of them are wide
         if isinstance(config, LanguageConfig):
             if tp > 1:
@@ -194,7 +191,6 @@ class CostModel:
             layout.ep,
             batch,
             techniques.checkpointing,
-            techniques.tile,
             techniques.ulysses_size(layout.cp),
             techniques.data_parallel in UNSHARDED,
             layout.pp > 1 and SCHEDULES[techniques.schedule].splits,
@@ -244,7 +240,6 @@ class CostModel:
         machine, replicas = self.machine, techniques.data_parallel in UNSHARDED
         work = self.work(stages, replace(layout, dp_replicate=1, dp_shard=layout.ep), techniques, batch, microbatches)
         shard, replicate, local = self._data_parallel(stages, layout, techniques, microbatches, work)
-        shard += self._in_tiles(stages, layout, techniques, microbatches)
         updated = 10 * self.memory.storage * local  # gradients are clipped; AdamW reads four tensors and writes three
         optimizer, offload = updated / self.memory_rate, 0.0
         if techniques.offload:
@@ -281,10 +276,8 @@ class CostModel:
         technique = techniques.data_parallel
         forward, backward = machine.overlap * work.forward, machine.overlap * work.backward
         unsharded = technique in UNSHARDED
-        tiles = techniques.tile_weights
-        sizes = max((memory.of(stage, layout, technique, tiles) for stage in stages), key=lambda of: of.local)
+        sizes = max((memory.of(stage, layout, technique) for stage in stages), key=lambda of: of.local)
         local, padded, sharded, tensors, units = sizes[:5]
-        padded -= sizes.tiled
         storage, compute = memory.storage, memory.compute
         if unsharded:
             group = groups["dp_replicate"] if layout.dp_replicate > 1 else groups["fsdp"]
@@ -316,18 +309,3 @@ class CostModel:
         last = max(again + reduce - backward, 0.1 * reduce) - max(again - backward, 0.0)
         left = max(backward - again - reduce, 0.0)
         return waits + max(last, 0.0), max(replicate - left, 0.1 * replicate), sharded
-
-    def _in_tiles(
-        self, stages: tuple[PlannedStage, ...], layout: Layout, techniques: Techniques, microbatches: int
-    ) -> float:
-        """Seconds of a step that matrices gathered in tiles make a rank wait: nothing hides them."""
-        if techniques.tile_weights == 1:
-            return 0.0
-        memory, group = self.memory, self.groups(layout)["fsdp"]
-        of = max(
-            (memory.of(stage, layout, techniques.data_parallel, techniques.tile_weights) for stage in stages),
-            key=lambda of: of.tiled,
-        )
-        gather = collective("all_gather", group, of.tiled * memory.compute, self.machine, calls=of.tiles)
-        reduce = collective("reduce_scatter", group, of.tiled * memory.storage, self.machine, calls=of.tiles)
-        return microbatches * (2 * gather + reduce)

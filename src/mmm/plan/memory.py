@@ -28,7 +28,6 @@ from mmm.models.gpt import GPTConfig, LanguageConfig
 from mmm.models.transformer import TransformerConfig
 from mmm.parallel.dp.data_parallel import needs_no_fsdp
 from mmm.parallel.dp.fsdp import RESHARD_AFTER_FORWARD
-from mmm.parallel.memory.offload import disk_of
 from mmm.parallel.pp.schedules import stages_of
 from mmm.plan.activations import KeptActivations, gpt_layer, transformer_layer, vit_layer
 from mmm.plan.spec import ModelSpec, Sizes
@@ -94,8 +93,8 @@ class MemoryModel:
         self.totals = lru_cache(maxsize=None)(self._of_stage)
         self.activations = lru_cache(maxsize=None)(self._activations)
 
-    def _sizes(self, kind: int, tp: int, ep: int, shards: int, expert_shards: int, tiles: int) -> Sizes:
-        local = padded = sharded = tiled = tile = count = 0
+    def _sizes(self, kind: int, tp: int, ep: int, shards: int, expert_shards: int) -> Sizes:
+        local = padded = sharded = 0
         for matrix in self.spec.kinds[kind].matrices:
             shape = matrix.local(tp, ep)
             n = expert_shards if matrix.expert else shards
@@ -106,26 +105,20 @@ class MemoryModel:
             local += math.prod(shape)
             sharded += each * others
             padded += each * n * others
-            if matrix.tiled and tiles > 1:
-                tiled += each * n * others
-                tile = max(tile, -(-each // tiles) * n * others)
-                count += min(tiles, each)
-        return Sizes(local, padded, sharded, tiled=tiled, tile=tile, tiles=count)
+        return Sizes(local, padded, sharded)
 
     def shards(self, layout: Layout, data_parallel: str) -> tuple[int, int]:
         """Over how many ranks a parameter is sharded, and an expert's."""
         ranks = layout.dp if data_parallel in UNSHARDED else layout.dp_shard
         return ranks * layout.cp, max(ranks // layout.ep, 1) * layout.cp * layout.tp
 
-    def _of_stage(
-        self, stage: PlannedStage, tp: int, ep: int, shards: tuple[int, int], pipeline: bool, tiles: int
-    ) -> Sizes:
+    def _of_stage(self, stage: PlannedStage, tp: int, ep: int, shards: tuple[int, int], pipeline: bool) -> Sizes:
         """All parameters of a stage."""
-        by_kind = {kind: (self.sizes(kind, tp, ep, *shards, tiles), count) for kind, count in stage.kinds}
+        by_kind = {kind: (self.sizes(kind, tp, ep, *shards), count) for kind, count in stage.kinds}
         local, padded, sharded = (
             sum(count * getattr(sizes, name) for sizes, count in by_kind.values()) for name in Sizes._fields[:3]
         )
-        units = {kind: sizes.padded - sizes.tiled for kind, (sizes, _) in by_kind.items()}
+        units = {kind: sizes.padded for kind, (sizes, _) in by_kind.items()}
         largest = max(units.values())
         others = [size for kind, size in units.items() if self.spec.kinds[kind].role != "head"]
         if self.spec.tied and not pipeline:  # one parameter, which two parts have
@@ -143,14 +136,11 @@ class MemoryModel:
             last=units[stage.last_kind],
             largest=largest,
             layer=max(others, default=largest),
-            tiled=sum(count * sizes.tiled for sizes, count in by_kind.values()),
-            tile=max(sizes.tile for sizes, _ in by_kind.values()),
-            tiles=sum(count * sizes.tiles for sizes, count in by_kind.values()),
         )
 
-    def of(self, stage: PlannedStage, layout: Layout, data_parallel: str, tiles: int = 1) -> Sizes:
-        """Parameters of a stage on a rank of a layout. tiles: `Techniques.tile_weights`."""
-        return self.totals(stage, layout.tp, layout.ep, self.shards(layout, data_parallel), layout.pp > 1, tiles)
+    def of(self, stage: PlannedStage, layout: Layout, data_parallel: str) -> Sizes:
+        """Parameters of a stage on a rank of a layout."""
+        return self.totals(stage, layout.tp, layout.ep, self.shards(layout, data_parallel), layout.pp > 1)
 
     def _kept(self, tp: int, replicas: bool) -> KeptActivations:
         config, c = self.spec.config, self.compute
@@ -162,10 +152,10 @@ class MemoryModel:
             return gpt_layer(config, tp, self.spec.seq_length, c, residual)
         if any(kind.role == "layer" for kind in self.spec.kinds):
             return vit_layer(config, tp, c, residual)
-        return KeptActivations(0, 0, 0, 0, 0, 0, 0, 0)
+        return KeptActivations(0, 0, 0, 0, 0, 0, 0)
 
     def _activations(
-        self, stage: PlannedStage, tp: int, cp: int, replicas: bool, checkpointing: str, tile: int, batch: float
+        self, stage: PlannedStage, tp: int, cp: int, replicas: bool, checkpointing: str, batch: float
     ) -> Backward:
         """What one micro-batch leaves for backward on a stage.
 
@@ -177,11 +167,6 @@ class MemoryModel:
         positions = self.spec.seq_length / cp * kept.a_position
         a_layer, everything = getattr(kept, checkpointing) * tokens, kept.none * tokens + positions
         working = kept.working * tokens
-        if tile > 1:  # a tile is computed again in backward, and is all there is of the MLP's
-            tiles = min(tile, max(self.spec.tokens // (cp * tp), 1))
-            spared = kept.tiled * tokens
-            everything, working = everything - spared, (working + spared) / tiles
-            a_layer -= spared if checkpointing == "none" else 0.0
         if checkpointing == "none":
             a_layer += positions
         else:
@@ -222,8 +207,8 @@ class MemoryModel:
         step's `microbatches`."""
         technique = techniques.data_parallel
         replicas, pipeline = technique in UNSHARDED, layout.pp > 1
-        sizes = self.of(stage, layout, technique, techniques.tile_weights)
-        left = self.activations(stage, layout.tp, layout.cp, replicas, techniques.checkpointing, techniques.tile, batch)
+        sizes = self.of(stage, layout, technique)
+        left = self.activations(stage, layout.tp, layout.cp, replicas, techniques.checkpointing, batch)
         logits, summed = self.logits(layout, techniques, batch) if stage.has_head else (0.0, 0.0)
         flying, passed = 1.0, 0.0
         if pipeline:
@@ -260,21 +245,18 @@ class MemoryModel:
         several = microbatches > 1 or pipeline
         shard = own / max(sizes.padded, 1)  # bytes of a rank's gradients for an element of the model
         moved = 0.0 if techniques.offload else 1.0  # with offload a rank's gradients are on the host
-        as_one = sizes.local - sizes.tiled  # what FSDP gathers
-        unsharded = as_one * storage + moved * shard * sizes.tiled if several else 0.0
+        unsharded = float(sizes.local * storage) if several else 0.0
         never = pipeline or RESHARD_AFTER_FORWARD[techniques.reshard_after_forward] == slice(0)
-        everything = float(as_one * compute) if never else 0.0
-        # A tile, or its gradient in the dtype of compute and as it is reduced.
-        tile = sizes.tile * (storage + (compute if compute != storage else 0))
+        everything = float(sizes.local * compute) if never else 0.0
         # A gradient in the dtype of compute, and the same on its way; with several micro-batches it is there already.
         leaving = storage if several else storage + compute
         layer, largest, last = sizes.layer, sizes.largest, sizes.last
         moments = (
             (unsharded, everything or last * compute, 0.0),
-            (unsharded or moved * shard * last, (everything or 2 * layer * compute) + tile, float(last * storage)),
+            (unsharded or moved * shard * last, everything or 2 * layer * compute, float(last * storage)),
             (
                 unsharded or moved * (own - shard * layer),
-                (everything or 2 * layer * compute) + tile,
+                everything or 2 * layer * compute,
                 float(layer * leaving),
             ),
             (unsharded + moved * own, everything or largest * compute, float(largest * leaving)),
@@ -308,13 +290,8 @@ class MemoryModel:
         """Bytes of the host's memory that a rank with offload takes."""
         if not techniques.offload:
             return 0.0
-        in_memory = 2.0 + (0 if disk_of(techniques.offload) else self.state)
-        return self.of(stage, layout, techniques.data_parallel).sharded * self.storage * in_memory
-
-    def on_disk(self, stage: PlannedStage, layout: Layout, techniques: Techniques) -> float:
-        """Bytes of a disk of the host that a rank takes with offload to it."""
         own = self.of(stage, layout, techniques.data_parallel).sharded * self.storage
-        return own * self.state if disk_of(techniques.offload) else 0.0
+        return own * (2.0 + self.state)  # parameters, gradients and the optimizer's state
 
 
 def stages_for(spec: ModelSpec, splits: list[range], schedule: str, pp: int) -> list[PlannedStage]:

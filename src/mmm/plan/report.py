@@ -39,10 +39,6 @@ def choices(candidate: Candidate) -> str:
         words.append(f"{techniques.loss_chunks} loss chunks")
     if techniques.reshard_after_forward != "auto":
         words.append(f"reshard {techniques.reshard_after_forward}")
-    if techniques.tile > 1:
-        words.append(f"tile {techniques.tile}")
-    if techniques.tile_weights > 1:
-        words.append(f"weights in {techniques.tile_weights} tiles")
     if techniques.offload:
         words.append("offload")
     return ", ".join([techniques.data_parallel, *words])
@@ -159,17 +155,8 @@ def details(search: Search, candidate: Candidate) -> list[str]:
         waits = candidate.cost.exposed.get(WAITED.get(axis, axis), 0.0)
         lines.append(f"{axis:<16}{(size - outside) / 1e9:13.3f}{outside / 1e9:15.3f}{waits:13.4f} s")
     if techniques.offload:
-        in_file = replace(techniques, offload="disk:FOLDER")
-        host, less, disk = (
-            max(of(stage, layout, how) for stage in stages) / GIB
-            for of, how in (
-                (search.memory.on_host, techniques),
-                (search.memory.on_host, in_file),
-                (search.memory.on_disk, in_file),
-            )
-        )
-        lines += ["", f"a rank has {host:,.2f} GiB of its host's memory; with --offload disk:FOLDER {less:,.2f}, and"]
-        lines[-1] += f" {disk:,.2f} of a disk"
+        host = max(search.memory.on_host(stage, layout, techniques) for stage in stages)
+        lines += ["", f"a rank has {host / GIB:,.2f} GiB of its host's memory"]
     cost = candidate.cost
     parts = {"compute": cost.compute, "waiting": sum(cost.exposed.values()), "optimizer": cost.optimizer}
     parts |= {"bubble": cost.bubble * (cost.seconds - cost.optimizer), "offload": cost.offload}

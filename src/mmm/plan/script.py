@@ -40,8 +40,6 @@ def trainer_flags(candidate: Candidate, spec: ModelSpec, global_batch: int, dtyp
     for name, value, usual in (
         ("reshard_after_forward", techniques.reshard_after_forward, "auto"),
         ("activation_checkpointing", techniques.checkpointing, "none"),
-        ("tile", techniques.tile, 1),
-        ("tile_weights", techniques.tile_weights, 1),
     ):
         if value != usual:
             flags += [f"--{name}", str(value)]

@@ -1,9 +1,9 @@
 """The search: every layout that model, machine and batch allow, with the techniques that make it fit, by step time.
 
 Layouts are pp · dp_replicate · dp_shard · cp · tp, and ep; on each the data-parallel techniques that go with it, every
-schedule, checkpointing, micro-batches, chunks of the loss, and what to do when memory is short: tiles of the MLPs, of
-the weights, offload. The rules are the package's own (`mmm.parallel`), so that a trainer takes what is found here. Of
-one layout the fastest choice that fits counts; of one kind (axes and data-parallel technique) its fastest layout.
+schedule, checkpointing, micro-batches, chunks of the loss, and where memory is short offload. The rules are the
+package's own (`mmm.parallel`), so that a trainer takes what is found here. Of one layout the fastest choice that fits
+counts; of one kind (axes and data-parallel technique) its fastest layout.
 
 A layout is passed over where even its compute alone, and what tp makes it wait, takes longer than the fastest of its
 kind does.
@@ -33,7 +33,6 @@ from mmm.plan.spec import ModelSpec
 
 CHECKPOINTING = ("none", "selective", "full")
 CHUNK_BYTES = 250_000_000  # of the logits of a chunk, as the trainers choose it
-TILES = 8
 MOST_STAGES_PER_RANK = 4
 
 
@@ -190,7 +189,7 @@ class Search:
         layers = sum(1 for kind in self.spec.sequence if self.spec.kinds[kind].role == "layer")
         own = max(min(MOST_STAGES_PER_RANK, len(self.spec.sequence) // pp), 1)
         bubble = (pp - 1) / (3 * batch * own + pp - 1) if batch >= pp else bubble_of("GPipe", pp, batch, own)
-        times = (self.cost.layer(layout.tp, layout.cp, 1, batch, "none", 1, n, False, False) for n in sizes)
+        times = (self.cost.layer(layout.tp, layout.cp, 1, batch, "none", n, False, False) for n in sizes)
         return layers * min(time.total for time in times) / pp / (1 - min(bubble, bubble_of("GPipe", pp, batch, own)))
 
     def best_choice(self, layout: Layout, technique: str) -> Candidate | None:
@@ -203,8 +202,6 @@ class Search:
             for choice in self.choices(shape, self.global_batch // layout.dp, technique, offload):
                 if found is not None and choice.seconds >= found.cost.seconds:
                     break
-                if choice.techniques.tile_weights > 1 and layout.dp_shard * layout.cp == 1 and not offload:
-                    continue  # nothing is gathered
                 most = self._most(layout, choice, self.machine.budget)[0]
                 if most > self.machine.budget:
                     least = min(least or (most, choice), (most, choice), key=lambda each: each[0])
@@ -257,36 +254,17 @@ class Search:
     def _without_pipeline(
         self, shape: Layout, local: int, mode: str, technique: str
     ) -> Iterator[tuple[tuple[PlannedStage, ...], dict[str, object]]]:
-        tiles = (1, TILES) if self._has_tiles(shape) and mode != "selective" else (1,)
         reshards = ("auto",) if technique in UNSHARDED else ("auto", "never")
-        for weights in self._weight_tiles(mode, technique):
-            for tile in tiles:
-                for reshard in reshards:
-                    for count in divisors(local):
-                        more = {"tile": tile, "reshard_after_forward": reshard, "microbatches": count}
-                        if all(self._wanted(name, value) for name, value in more.items()):
-                            yield self.one_stage, {**more, "tile_weights": weights}
-
-    def _weight_tiles(self, mode: str, technique: str, splits: bool = False) -> tuple[int, ...]:
-        """Tiles that matrices are gathered in: one, or where two gathered layers take much of the memory also more."""
-        plan, wanted = self.spec.plan, self.fixed.get("tile_weights")
-        routed = getattr(self.spec.config, "n_experts", 0)
-        if not plan or not plan.weight_tiled or routed or technique in UNSHARDED or mode == "selective" or splits:
-            return (1,) if wanted in (None, 1) else ()
-        if wanted is not None:
-            return (int(str(wanted)),)
-        layer = max(kind.parameters for kind in self.spec.kinds if kind.role == "layer")
-        return (1, TILES) if 2 * layer * self.memory.compute > self.machine.budget / 4 else (1,)
+        for reshard in reshards:
+            for count in divisors(local):
+                more = {"reshard_after_forward": reshard, "microbatches": count}
+                if all(self._wanted(name, value) for name, value in more.items()):
+                    yield self.one_stage, more
 
     def _waits_for_host(self, shape: Layout, batch: int) -> bool:
         """Whether a layer of so many samples takes no less time than one of half as many."""
-        layer = self.cost.layer(shape.tp, shape.cp, 1, batch, "none", 1, 1, False, False)
+        layer = self.cost.layer(shape.tp, shape.cp, 1, batch, "none", 1, False, False)
         return layer.forward < 1.5 * self.machine.layer_overhead
-
-    def _has_tiles(self, layout: Layout) -> bool:
-        plan = self.spec.plan
-        routed = getattr(self.spec.config, "n_experts", 0)
-        return bool(plan and plan.tiled and not routed and self.spec.tokens // (layout.cp * layout.tp) >= TILES)
 
     def _pipelines(
         self, shape: Layout, local: int, mode: str, technique: str
@@ -302,10 +280,8 @@ class Search:
             for own in range(schedule.least, (schedule.most or MOST_STAGES_PER_RANK) + 1):
                 if counts and shape.pp * own <= len(self.spec.sequence) and self._wanted("stages_per_rank", own):
                     stages = self.stages(name, shape.pp, own)
-                    for weights in self._weight_tiles(mode, technique, schedule.splits):
-                        for count in counts:
-                            more = {"schedule": name, "stages_per_rank": own, "microbatches": count}
-                            yield stages, {**more, "tile_weights": weights}
+                    for count in counts:
+                        yield stages, {"schedule": name, "stages_per_rank": own, "microbatches": count}
 
     def chunked(self, layout: Layout, techniques: Techniques, batch: int) -> Techniques:
         """With the loss in chunks where the trainers would compute it so."""

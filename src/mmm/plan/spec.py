@@ -20,13 +20,11 @@ from mmm.parallel.pp.stages import Part, part_costs, parts_of
 
 @dataclass(frozen=True)
 class Matrix:
-    """A parameter. dim: that tp shards, None for none. expert: whether ep shards it, along its first dim. tiled:
-    whether it can be gathered in tiles."""
+    """A parameter. dim: that tp shards, None for none. expert: whether ep shards it, along its first dim."""
 
     shape: tuple[int, ...]
     dim: int | None = None
     expert: bool = False
-    tiled: bool = False
 
     def local(self, tp: int, ep: int) -> tuple[int, ...]:
         """Its shape on the rank that has most of it, before data parallelism shards it."""
@@ -44,9 +42,7 @@ class Sizes(NamedTuple):
     Attributes:
         local: as tp and ep leave them. padded: until their rows divide over the ranks that shard them; sharded: of
             these its own. tensors, units: how many parameters and FSDP units they are.
-        last, largest, layer: padded, of the last part, the largest, and the largest but for the head; of what FSDP
-            gathers as one.
-        tiled: padded, of what is gathered in tiles instead. tile: the largest of them. tiles: how many they are.
+        last, largest, layer: padded, of the last part, the largest, and the largest but for the head.
     """
 
     local: int
@@ -57,9 +53,6 @@ class Sizes(NamedTuple):
     last: int = 0
     largest: int = 0
     layer: int = 0
-    tiled: int = 0
-    tile: int = 0
-    tiles: int = 0
 
 
 @dataclass(frozen=True, eq=False)
@@ -156,6 +149,5 @@ def matrices_of(model: nn.Module, plan: Plan, part: Part) -> tuple[Matrix, ...]:
             path = name.rpartition(".")[0]
             expert = any(matches(f"{pattern}.experts", path) for pattern in plan.experts)
             dim = None if expert else sharded_dim(model, plan, name)
-            tiled = own.endswith("weight") and any(matches(pattern, path) for pattern in plan.weight_tiled)
-            found.append(Matrix(tuple(parameter.shape), dim, expert, tiled))
+            found.append(Matrix(tuple(parameter.shape), dim, expert))
     return tuple(found)

@@ -69,7 +69,7 @@ def _data_parallel(
     memory: MemoryModel, stage: PlannedStage, layout: Layout, techniques: Techniques, microbatches: int
 ) -> dict[str, float]:
     technique, storage, spec = techniques.data_parallel, memory.storage, memory.spec
-    sizes, shards = memory.of(stage, layout, technique, techniques.tile_weights), memory.shards(layout, technique)[0]
+    sizes, shards = memory.of(stage, layout, technique), memory.shards(layout, technique)[0]
     axis = "dp_shard" if layout.cp == 1 else "cp" if layout.dp_shard == 1 else "dp_shard_cp"
     if technique in UNSHARDED:
         reduced = factor("all_reduce", shards) * sizes.local
@@ -77,14 +77,12 @@ def _data_parallel(
             reduced = factor("reduce_scatter", shards) * sizes.padded
         updated = factor("all_gather", shards) * sizes.padded if technique != "ddp" else 0.0
         return {"dp_replicate" if layout.dp_replicate > 1 else axis: storage * (reduced + updated)}
-    as_one, tiled = sizes.padded - sizes.tiled, microbatches * sizes.tiled
-    last = as_one if spec.tied and len(stage.kinds) == 1 else sizes.last
-    again = {"auto": as_one - last, "always": as_one, "never": 0}[techniques.reshard_after_forward]
-    gathered = (as_one if layout.pp > 1 else microbatches * (as_one + again)) + 2 * tiled
-    reduced = sizes.sharded + (tiled - sizes.tiled) / shards
+    last = sizes.padded if spec.tied and len(stage.kinds) == 1 else sizes.last
+    again = {"auto": sizes.padded - last, "always": sizes.padded, "never": 0}[techniques.reshard_after_forward]
+    gathered = sizes.padded if layout.pp > 1 else microbatches * (sizes.padded + again)
     return {
-        axis: factor("all_gather", shards) * (memory.compute * gathered + storage * (as_one + tiled)),
-        "dp_replicate": factor("all_reduce", layout.dp_replicate) * reduced * storage,
+        axis: factor("all_gather", shards) * (memory.compute * gathered + storage * sizes.padded),
+        "dp_replicate": factor("all_reduce", layout.dp_replicate) * sizes.sharded * storage,
     }
 
 

@@ -3,8 +3,8 @@
 ::
 
     the model fits on one device      → nothing, or DDP where there are more devices
-    else, on one device               → offload; where the largest layer does not fit either, tiling as well
-    else, the largest layer does not  → tensor parallel or tiling, and what the questions below say
+    else, on one device               → offload; where the largest layer does not fit either, more devices
+    else, the largest layer does not  → tensor parallel, and what the questions below say
     else, on one host   fast links    → tp, pp or ZeRO, about even
                         slow links    → pp
     else, many hosts    fast links    → ZeRO, or pp · tp · dp
@@ -13,8 +13,7 @@
 ZeRO-1 is ``zero1``: once a step the slow links pass the sum of gradients, and the parameters that were updated. Where
 that does not fit there is hsdp, sharded inside a host: only the sum of gradients passes them.
 
-Tiling is of the largest layer's weights, gathered one after the other (``--tile_weights``), or where these would fit
-of its activations, a stretch of the sequence after the other (``--tile``).
+A layer that does not fit can also be computed in tiles: `mmm.examples.tiling` writes that out.
 
 Source: Hugging Face, "Parallelism methods" (transformers' documentation), whose scalability strategy this is.
 """
@@ -35,21 +34,18 @@ FAST_NETWORK = 2e10  # bytes/s of a device between hosts: 200 Gb/s each, and not
 
 @dataclass(frozen=True)
 class Facts:
-    """What the tree asks. weights_fit: whether the largest layer's would alone. fast: the links that a group over all
-    devices uses."""
+    """What the tree asks. fast: the links that a group over all devices uses."""
 
     fits: bool
     largest_fits: bool
     devices: int
     hosts: int
     fast: bool
-    weights_fit: bool = True
 
 
 @dataclass(frozen=True)
 class Decision:
-    """answer: in words. axes: that the answer may have, of pp, tp, dp, offload, tile and tile_weights. path: question
-    and answer."""
+    """answer: in words. axes: that the answer may have, of pp, tp, dp and offload. path: question and answer."""
 
     answer: str
     axes: tuple[str, ...]
@@ -65,15 +61,11 @@ def decide(facts: Facts) -> Decision:
             return Decision("nothing: one device", (), tuple(path))
         return Decision("DDP", ("dp",), tuple(path))
     path.append(("does the largest layer fit on one device?", "yes" if facts.largest_fits else "no"))
-    flag = "tile" if facts.weights_fit else "tile_weights"
-    tiling = f"tiling of the {'sequence' if facts.weights_fit else 'weights'} (--{flag})"
-    if not facts.largest_fits:
-        path.append(("do that layer's weights and their gradient?", "yes" if facts.weights_fit else "no"))
     path.append(("is there more than one device?", "yes" if facts.devices > 1 else "no"))
     if facts.devices == 1:
         if facts.largest_fits:
             return Decision("ZeRO with offload to the host", ("offload",), tuple(path))
-        return Decision(f"{tiling} and offload to the host", ("offload", flag), tuple(path))
+        return Decision("more devices: a layer does not fit, and tp shards it", (), tuple(path))
     path.append(("is there more than one host?", "yes" if facts.hosts > 1 else "no"))
     path.append(("are the links fast?", "yes" if facts.fast else "no"))
     answer, axes = {
@@ -83,7 +75,7 @@ def decide(facts: Facts) -> Decision:
         (True, False): ("dp·pp·tp with ZeRO-1 (zero1)", ("dp", "pp", "tp")),
     }[facts.hosts > 1, facts.fast]
     if not facts.largest_fits:
-        answer = f"tp, or {tiling}, since a layer does not fit; then {answer}"
+        answer = f"tp, since a layer does not fit; then {answer}"
         axes = ("tp", *(axis for axis in axes if axis != "tp"))
     return Decision(answer, axes, tuple(path))
 
@@ -99,10 +91,7 @@ def facts_of(spec: ModelSpec, machine: Machine, memory: MemoryModel) -> tuple[Fa
     layer = largest.parameters * 2 * memory.compute + (kept.none + kept.working) * spec.tokens
     between = machine.network_bandwidth / machine.ranks_per_host
     fast = between >= FAST_NETWORK if machine.hosts > 1 else machine.link_bandwidth >= FAST_LINK
-    weights = largest.parameters * 2 * memory.compute
-    facts = Facts(
-        full <= machine.budget, layer <= machine.budget, machine.ranks, machine.hosts, fast, weights <= machine.budget
-    )
+    facts = Facts(full <= machine.budget, layer <= machine.budget, machine.ranks, machine.hosts, fast)
     where, rate, least = (
         ("between hosts", between, FAST_NETWORK)
         if machine.hosts > 1

@@ -9,7 +9,6 @@ Needs no process group. In bytes; on each axis of n ranks, c = (n-1)/n; of one r
           fsdp         2 k c P' + c G                  P' in the dtype of compute, k micro-batches (the last unit, and
                                                           what is in none, stay gathered until backward: k c P' of
                                                           them; in a pipeline all does, until the step ends: c P' + c G)
-                       k c (2 T' + T)                  of what it gathers in tiles (`tile_weights`)
           hsdp         that within dp_shard, and 2 c G / S over dp_replicate, S: ranks of dp_shard
     tp    Transformer  (8 L + 4 of the full model) c A, and 2 c (norms' gradients + 3 elements a token)
           GPT          as much, the gradients of the norms' biases, and 2 k c A', of one sample, for positions
@@ -53,7 +52,6 @@ from mmm.models.gpt import GPT
 from mmm.models.transformer import Transformer
 from mmm.models.vit import ViT
 from mmm.parallel.dp.fsdp import RESHARD_AFTER_FORWARD, fsdp_units_of
-from mmm.parallel.dp.weight_tiles import in_tiles
 from mmm.parallel.partition import Partition
 from mmm.parallel.plan import Plan, sharded_dim
 from mmm.parallel.pp.stages import take_stage
@@ -161,18 +159,13 @@ def _data_parallel(
     units = (unit for stage in own.values() for unit in fsdp_units_of(stage, plan)[some])
     twice = {id(parameter) for unit in units for module in unit for parameter in module.parameters()}
     parameters = [parameter for stage in own.values() for parameter in stage.parameters()]
-    by_tiles = {id(matrix.weight) for stage in own.values() for matrix in in_tiles(stage, plan, techniques)}
 
-    def of(ids: set[int]) -> int:
-        return padded(shards, [shape for shape, p in zip(shapes, parameters, strict=True) if id(p) in ids])
-
-    tiled, again = microbatches * of(by_tiles), of(twice - by_tiles)
-    total = padded(shards) - of(by_tiles)
+    again = padded(shards, [shape for shape, p in zip(shapes, parameters, strict=True) if id(p) in twice])
+    total = padded(shards)
     gathered = total if layout.pp > 1 else microbatches * (total + again)
     return {
-        axis: factor("all_gather", shards) * narrow * (gathered + 2 * tiled)
-        + factor("reduce_scatter", shards) * (total + tiled),
-        "dp_replicate": factor("all_reduce", replicas) * (total + tiled) / shards,
+        axis: factor("all_gather", shards) * narrow * gathered + factor("reduce_scatter", shards) * total,
+        "dp_replicate": factor("all_reduce", replicas) * total / shards,
     }
 
 

@@ -20,7 +20,7 @@ from mmm.errors import ConfigError
 from mmm.generate import tokenizer_on_disk, without_draws
 from mmm.models.draw import parameter_count
 from mmm.models.gpt import position_parameters
-from mmm.parallel.memory.offload import disk_of, moved_text
+from mmm.parallel.memory.offload import moved_text
 from mmm.parallel.parallel_model import ParallelModel
 from mmm.parallel.plans.language import check_language, language_model, language_plan
 from mmm.runtime.ranks import whoami
@@ -94,9 +94,6 @@ class Config:
         check_resume(self.checkpoint, self.run)
         if self.optimizer.optimizer == "muon" and self.memory.offload:
             raise ConfigError("--optimizer muon with --offload: it needs full matrices on the device; leave one out")
-        if self.optimizer.optimizer != "adamw" and disk_of(self.memory.offload) is not None:
-            text = f"--offload {self.memory.offload} keeps the state of AdamW, and no other's"
-            raise ConfigError(f"{text}: use --optimizer adamw, or --offload host")
 
     @classmethod
     def defaults(cls, argv: Sequence[str]) -> dict[str, Any]:
@@ -157,22 +154,14 @@ def resolve(config: Config) -> LanguageModelSpec:
     return LanguageModelSpec(**vars(spec), weights=weights, bos=bos, eos=eos)
 
 
-def build_optimizer(
-    config: LanguageOptimizer, model: ParallelModel, spec: ParallelSpec, dry: bool = False
-) -> Optimizer:
-    """The optimizer that the flags ask for; in a dry run nothing of it is on the disk."""
+def build_optimizer(config: LanguageOptimizer, model: ParallelModel, spec: ParallelSpec) -> Optimizer:
+    """The optimizer that the flags ask for."""
     if config.optimizer == "muon":
         from mmm.trainer.loop.muon import make_muon
 
         decayed = config.decayed or "all"
         return make_muon(model, spec.plan, spec.lr or config.lr, config.weight_decay, decayed, config.betas)
-    optimizer = config.make(model.parameters(), spec.lr)
-    disk = disk_of(spec.techniques.offload)
-    if disk is None or dry:
-        return optimizer
-    from mmm.parallel.memory.disk import DiskAdamW
-
-    return DiskAdamW(optimizer, disk)
+    return config.make(model.parameters(), spec.lr)
 
 
 def train(config: Config) -> None:
@@ -187,7 +176,7 @@ def train(config: Config) -> None:
             without_draws(spec.model)
         model = build_parallel_model(run, spec)
         start_from(run, model, spec.weights)
-        optimizer = build_optimizer(config.optimizer, model, spec, run.dry)
+        optimizer = build_optimizer(config.optimizer, model, spec)
         sample = partial(log_sample, run, resolved=spec, options=config.sample, bos=spec.bos, stop=spec.eos)
         evaluation = config.evaluation
         task = TokenTask(run, spec, evaluation.eval_batches, evaluation.eval_train, spec.bos, spec.eos, sample)
@@ -203,10 +192,8 @@ def train(config: Config) -> None:
             profile=config.profile,
         )
         fit(run, model, optimizer, task, fit_config)
-        if config.memory.offload:
-            run.log.info(
-                "%s", moved_text(model.modules.values(), optimizer, run.device, disk_of(config.memory.offload))
-            )
+        if spec.techniques.offload:
+            run.log.info("%s", moved_text(model.modules.values(), optimizer, run.device))
         if config.checkpoint.save_model:
             save_model(run, model)
 

@@ -89,7 +89,7 @@ def apply_data_parallel(
     Raises:
         ConfigError: offload on MPS, which has the host's memory.
     """
-    technique, offload = techniques.data_parallel, bool(techniques.offload)
+    technique, offload = techniques.data_parallel, techniques.offload
     if mesh.no_data_parallel:
         if offload:
             raise ConfigError(f"{config_field('offload')} on mps: it has the host's memory; leave it out")

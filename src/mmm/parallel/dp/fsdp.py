@@ -25,7 +25,6 @@ from mmm.errors import ConfigError
 from mmm.layout import Techniques
 from mmm.parallel.dp.outputs import tensors_in
 from mmm.parallel.dp.unit_order import UnitOrder, follow_shards, reduce_unused
-from mmm.parallel.dp.weight_tiles import shard_tiled_weights
 from mmm.parallel.dp.wrapped import all_groups
 from mmm.parallel.ep.expert_parallel import expert_dim, experts_of
 from mmm.parallel.plan import Plan, find
@@ -61,10 +60,8 @@ def apply_fsdp(model: nn.Module, mesh: DeviceMesh, plan: Plan, precision: Precis
     Args:
         mesh: (dp_shard,) or (dp_replicate, dp_shard).
     """
-    where, units = offload_policy(mesh, bool(techniques.offload)), fsdp_units_of(model, plan)
-    shard = partial(
-        fully_shard, mesh=mesh, offload_policy=where, ignored_params=shard_tiled_weights(model, mesh, where)
-    )
+    where, units = offload_policy(mesh, techniques.offload), fsdp_units_of(model, plan)
+    shard = partial(fully_shard, mesh=mesh, offload_policy=where)
     for group in units:
         shard(group if len(group) > 1 else group[0], mp_policy=mixed_precision(precision, False, _is_complex(group[0])))
     shard(model, mp_policy=mixed_precision(precision, True, _is_complex(model)))

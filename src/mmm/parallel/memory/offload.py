@@ -20,7 +20,6 @@ Sources: Ren et al., "ZeRO-Offload", 2021; ``torch.distributed.fsdp.CPUOffloadPo
 from __future__ import annotations
 
 from collections.abc import Iterable
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -28,21 +27,7 @@ from torch import Tensor, nn
 from mmm.errors import ConfigError, config_field
 from mmm.parallel.dp.fsdp import gathered_twice
 from mmm.parallel.dp.replicas import Replicas
-from mmm.parallel.dp.weight_tiles import tiled_weights
 from mmm.parallel.local import to_local
-
-DISK = "disk:"
-
-
-def disk_of(offload: bool | str) -> Path | None:
-    """The folder of ``disk:PATH``; None for another kind of offload, and for none. Raises ConfigError: no such kind."""
-    if not isinstance(offload, str) or offload in ("", "host"):
-        return None
-    if not offload.startswith(DISK) or offload == DISK:
-        raise ConfigError(
-            f"{config_field('offload')} {offload}: it is host, or disk: and a folder, as disk:/local/scratch"
-        )
-    return Path(offload.removeprefix(DISK))
 
 
 def check_offload(data_parallel: str, dtype: str = "") -> None:
@@ -75,7 +60,7 @@ def moved(models: Iterable[nn.Module], optimizer: torch.optim.Optimizer) -> dict
     for model in models:
         parameter_bytes += sum(to_local(p).nbytes for p in model.parameters())
         if not isinstance(model, Replicas):
-            gathered_again += sum(to_local(p).nbytes for p in (*gathered_twice(model), *tiled_weights(model)))
+            gathered_again += sum(to_local(p).nbytes for p in gathered_twice(model))
     values = (value for of_one in optimizer.state.values() for value in of_one.values())
     state = sum(to_local(value).nbytes for value in values if isinstance(value, Tensor) and value.ndim)
     return {
@@ -86,14 +71,11 @@ def moved(models: Iterable[nn.Module], optimizer: torch.optim.Optimizer) -> dict
     }
 
 
-def moved_text(
-    models: Iterable[nn.Module], optimizer: torch.optim.Optimizer, device: torch.device, disk: Path | None = None
-) -> str:
-    """`moved`, in words; MB: 10⁶ bytes. disk: the folder that the optimizer's state is in; None: in memory."""
+def moved_text(models: Iterable[nn.Module], optimizer: torch.optim.Optimizer, device: torch.device) -> str:
+    """`moved`, in words; MB: 10⁶ bytes."""
     mb = {name: f"{value / 1e6:.2f} MB" for name, value in moved(models, optimizer).items()}
     text = (
-        f"offload: on the host {mb['host_parameters']} of parameters and {mb['host_state']} of optimizer state"
-        f"{'' if disk is None else f' in a file in {disk}'}; a "
+        f"offload: on the host {mb['host_parameters']} of parameters and {mb['host_state']} of optimizer state; a "
         f"step moves {mb['down']} of gradients down and {mb['up']} of parameters up"
     )
     return text + (" (one memory: the device is the CPU)" if device.type == "cpu" else "")

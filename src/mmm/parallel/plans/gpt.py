@@ -70,8 +70,6 @@ def gpt_plan() -> Plan:
         refused={"ep": "the GPT has no experts"},
         check=lambda model, layout, inputs, ulysses: check_gpt(model.config, layout, inputs.shape[1], ulysses),
         output="output",
-        tiled=("layers.*.feed_forward",),
-        weight_tiled=("layers.*.attention.w*", "layers.*.feed_forward.w[12]"),
         # No compiled_with_tp: modules that take a DTensor have silently wrong gradients when compiled (PyTorch 2.13).
     )
 

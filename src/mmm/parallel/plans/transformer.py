@@ -78,8 +78,6 @@ def transformer_plan(config: TransformerConfig | None = None) -> Plan:
         check=lambda model, layout, inputs, ulysses: check_transformer(model.config, layout, inputs.shape[1], ulysses),
         experts=("layers.*.moe",),
         output="output",
-        tiled=("layers.*.feed_forward",),
-        weight_tiled=("layers.*.attention.w[qkvo]", "layers.*.feed_forward.w[123]"),
         optional=("layers.*.feed_forward*", "layers.*.moe*"),  # a model has the one or the other
         # No compiled_with_tp: modules that take a DTensor have silently wrong gradients when compiled (PyTorch 2.13).
     )

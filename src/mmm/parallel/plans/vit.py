@@ -55,8 +55,6 @@ def vit_plan() -> Plan:
         # The MLP only: attention takes a DTensor, whose gradients are silently wrong when compiled (PyTorch 2.13).
         compiled_with_tp=("layers.*.mlp",),
         checkpointed=("layers.*",),
-        tiled=("layers.*.mlp",),
-        weight_tiled=("layers.*.attention.w[qkvo]", "layers.*.mlp.fc[12]"),
         stages=("embedding", "layers.*", ("norm", "head")),
         refused={"cp": "the ViT's sequence is not sharded", "ep": "the ViT has no experts"},
         check=lambda model, layout, inputs, ulysses: check_vit(model.config, layout),

@@ -121,11 +121,6 @@ def _split_problems(schedule: str, techniques: Techniques) -> list[str]:
             f"and for its weights: what was kept, PyTorch gives back once; use full (which then "
             f"recomputes the forward twice), or 1F1B or Interleaved1F1B"
         )
-    if techniques.tile_weights > 1:
-        wrong.append(
-            f"{config_field('tile_weights')} {techniques.tile_weights} with {schedule}, which goes through the "
-            f"backward of a stage twice, and would gather its tiles twice: use 1F1B or Interleaved1F1B"
-        )
     return wrong
 
 

@@ -104,7 +104,7 @@ def parse(config: type[Config], doc: str | None = None) -> Config:
         made: Config = tyro.cli(
             config,
             prog=shlex.join(command_line()[: -len(sys.argv[1:]) or None]),
-            args=with_values(sys.argv[1:]),
+            args=host_left_out(sys.argv[1:]),
             description=None if doc is None else _wrapped(doc),
             default=default,
             use_underscores=True,
@@ -138,18 +138,14 @@ def without_none(text: str) -> str:
     return "\n".join(line.replace("\0", "").rstrip() for line in kept)
 
 
-BARE = {"offload": "host"}  # flags that may stand alone, and what they then mean
-
-
-def with_values(argv: Sequence[str]) -> list[str]:
-    """A command line whose flags of `BARE` have values."""
-    found: list[str] = []
-    for word, after in pairwise([*argv, "--"]):
-        found.append(word)
-        name = word.removeprefix("--")
-        if word != name and name in BARE and after.startswith("-"):
-            found.append(BARE[name])
-    return found
+def host_left_out(argv: Sequence[str]) -> list[str]:
+    """A command line with `--offload host` as `--offload`: the host is the only place."""
+    shorter: list[str] = []
+    for word in argv:
+        if word == "host" and shorter and shorter[-1] == "--offload":
+            continue
+        shorter.append(word)
+    return shorter
 
 
 def _wrapped(doc: str) -> str:

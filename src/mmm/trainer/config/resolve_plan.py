@@ -29,12 +29,11 @@ class ParallelSpec(TrainingSpec):
 
 def check_pieces(techniques: Techniques, tokens: int) -> None:
     """Raises ConfigError where a sequence has fewer tokens on a rank than it is to be computed in pieces."""
-    for name in ("loss_chunks", "tile"):
-        if not 1 <= (value := getattr(techniques, name)) <= tokens:
-            raise ConfigError(
-                f"--{name} {value}: it must be at least 1, and at most the {tokens} tokens (of an image, patches) of a "
-                f"sequence that a rank has"
-            )
+    if not 1 <= techniques.loss_chunks <= tokens:
+        raise ConfigError(
+            f"--loss_chunks {techniques.loss_chunks}: it must be at least 1, and at most the {tokens} tokens of a "
+            f"sequence that a rank has"
+        )
 
 
 def resolve_plan(spec: TrainingSpec, plan: Plan, dtype: str, tokens: int | None = None) -> ParallelSpec:

@@ -165,12 +165,6 @@ class RecomputeOptions:
 
     activation_checkpointing: Literal["none", "full", "selective"] = "none"
     """Recompute activations in backward instead of keeping them."""
-    tile: int = 1
-    """Tiles of the sequence (of an image, of its patches) that each MLP is computed in, and recomputed in backward:
-    1 / tile of its activations."""
-    tile_weights: int = 1
-    """Tiles that the large matrices are gathered in, under fsdp and hsdp: used and freed one after the other, forward
-    and backward, where a layer's weights are too large to be gathered whole."""
     compile: bool = False
     """torch.compile what is known to give right gradients on this layout."""
 
@@ -182,9 +176,9 @@ class MemoryOptions(RecomputeOptions):
     loss_chunks: int | None = None
     """Chunks of the sequence that logits and loss are computed in: the full logits never exist. Default: 1, or as many
     as keep them small where they would have more than 1 GB on a rank."""
-    offload: str = ""
-    """Keep a rank's part of parameters, gradients and optimizer state on the host, and update it there. Alone, or
-    host: in memory. disk:FOLDER: the optimizer's state (AdamW's) in a file on a disk of the host."""
+    offload: bool = False
+    """Keep a rank's part of parameters, gradients and optimizer state in the host's memory, and update it there.
+    --offload host is the same."""
 
 
 @dataclass(frozen=True, kw_only=True)

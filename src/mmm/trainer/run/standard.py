@@ -10,7 +10,6 @@ from typing import Any
 from mmm.history.record.trackers import Tracked
 from mmm.layout import Layout
 from mmm.parallel.footprint import STATE, Footprint, check_fits
-from mmm.parallel.memory.offload import disk_of
 from mmm.runtime.hang import HangWatch
 from mmm.runtime.ranks import command_line
 from mmm.trainer.config.profile import ProfileOptions
@@ -71,13 +70,7 @@ class MemoryCheck(Hook):
         if isinstance(spec, ParallelSpec) and not run.dry:
             techniques = spec.techniques
             parameters = spec.partition.parameters(spec.model, spec.layout.pp, techniques.schedule)
-            state, disk = STATE[spec.optimizer], disk_of(techniques.offload)
-            if disk is not None:
-                from mmm.parallel.memory.disk import check_disk  # such a run only
-
-                check_disk(disk)
-                state = 0
-            holds = Footprint(parameters, techniques.data_parallel, state, bool(techniques.offload))
+            holds = Footprint(parameters, techniques.data_parallel, STATE[spec.optimizer], techniques.offload)
             check_fits(holds, run.layout, run.rank, run.device, run.precision)
 
 

@@ -1,0 +1,47 @@
+"""What each way of the offload example holds where."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from mmm.comparison import relative_error, worst
+from mmm.examples._support.mistakes import TOLERANCE
+from mmm.parallel.local import to_local
+from mmm.runtime.process_group import gather_floats
+from mmm.trainer.run.core import Run
+
+PLACES = ("device", "host", "disk")
+
+
+def bytes_by_place(way: str, optimizer: torch.optim.Optimizer, device: torch.device) -> dict[str, int]:
+    """Bytes of a rank's shards of parameters, gradients and state at each place, of the rank with most; to be called
+    while there are gradients. A collective."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    shards = [*parameters, *(parameter.grad for parameter in parameters)]
+    states = [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
+    where = "device" if way == "device" else "host"
+    local = dict.fromkeys(PLACES, 0)
+    local[where] += sum(to_local(tensor).nbytes for tensor in shards if tensor is not None)
+    local["disk" if way == "disk" else where] += sum(to_local(state).nbytes for state in states if state.ndim)
+    everyone = gather_floats([float(local[place]) for place in PLACES], device)
+    return {place: int(max(rank[i] for rank in everyone)) for i, place in enumerate(PLACES)}
+
+
+def report(run: Run, ways: Mapping[str, tuple[dict[str, int], list[float]]]) -> bool:
+    """Log and record what each way holds at each place. Whether its losses are those of the first way."""
+    lines = ["shards, MB" + "".join(f"{'on the ' + place:>16}" for place in PLACES) + f"{'loss':>16}"]
+    expected = next(iter(ways.values()))[1]
+    errors = []
+    for way, (places, losses) in ways.items():
+        sizes = "".join(f"{places[place] / 1e6:16.2f}" for place in PLACES)
+        lines.append(f"{way:10}{sizes}{losses[-1]:16.9f}")
+        errors += [relative_error(*pair) for pair in zip(losses, expected, strict=True)]
+    difference = worst(errors)
+    limit = TOLERANCE[run.precision.name]
+    run.log.info("what the rank with most holds\n%s", "\n".join(lines), stacklevel=2)
+    run.log.info("the losses differ by %.1e at most (allowed: %.0e)", difference, limit, stacklevel=2)
+    run.describe(bytes_by_place={way: places for way, (places, _) in ways.items()}, losses_differ=difference)
+    return difference <= limit

@@ -1,0 +1,84 @@
+"""The flags of the tiling example, and its table."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from mmm.comparison import relative_error, worst
+from mmm.data import RandomTokens
+from mmm.examples._support.text import PlainTextConfig, PlainTextOptions
+from mmm.trainer.config.model import TransformerOptions
+from mmm.trainer.config.run import RowOptions
+from mmm.trainer.config.spec import TextData
+from mmm.trainer.run.core import Run
+
+TOLERANCE = {"fp64": 1e-9, "fp32": 1e-4, "bf16": 1e-1}  # relative, of the losses: sums go in another order
+
+# way → the flags that it follows
+WAYS = {
+    "full": (),
+    "loss in chunks": ("loss_chunks",),
+    "MLP in tiles": ("tile",),
+    "both": ("loss_chunks", "tile"),
+    "weights in tiles": ("tile_weights",),
+}
+SHORT, WIDER = 16, 8  # tokens of the second model, whose layer is that many times as wide
+
+Result = tuple[int, list[float]]  # peak in bytes, losses
+
+
+@dataclass(frozen=True, kw_only=True)
+class TilingText(PlainTextOptions):
+    """Where the tokens come from."""
+
+    dataset: Literal["text", "random"] = "random"
+    """random: uniform tokens. text: bytes; large logits need a vocabulary that is larger than text's 256."""
+
+    def load(self, vocab_size: int, seed: int) -> TextData:
+        if self.dataset == "text":
+            return super().load(vocab_size, seed)
+        train = RandomTokens(vocab_size, self.seq_length, seed)
+        validation = RandomTokens(vocab_size, self.seq_length, seed + 1)
+        return TextData(train, validation, {"dataset": "random"})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(PlainTextConfig):
+    """Loss in chunks, MLP and weights in tiles on Transformers whose logits, MLPs or matrices are large; --max_iters
+    steps (2 unless given) by each way."""
+
+    loss_chunks: int = 8
+    """Chunks of the sequence that logits and loss are computed in: the full logits never exist."""
+    tile: int = 8
+    """Tiles of the sequence that each MLP is computed in, and recomputed in backward: 1 / tile of its activations."""
+    tile_weights: int = 8
+    """Tiles that each large matrix is gathered in: 1 / tile_weights of a matrix is there at once."""
+    model: TransformerOptions = TransformerOptions(preset="debug", ffn_dim=1024, vocab_size=8192)
+    data: TilingText = TilingText(seq_length=1024)
+    run: RowOptions = RowOptions(plots=False)
+
+
+def report(run: Run, long: Mapping[str, Result], wide: Mapping[str, Result]) -> bool:
+    """Log and record the peaks of each way. Whether its losses are those of the first way.
+
+    Args:
+        long: the model with long sequences. wide: the model with a wide layer.
+    """
+    lines = [f"{'peak, MB':18}{'long sequence':>15}{'of full':>10}{'wide layer':>15}{'of full':>10}{'loss':>15}"]
+    errors = []
+    for way in long:
+        line = f"{way:18}"
+        for model in (long, wide):
+            full_peak, full_losses = next(iter(model.values()))
+            peak, losses = model[way]
+            line += f"{peak / 1e6:15.1f}{peak / full_peak:10.0%}"
+            errors += [relative_error(*pair) for pair in zip(losses, full_losses, strict=True)]
+        lines.append(f"{line}{long[way][1][-1]:15.9f}")
+    difference = worst(errors)
+    limit = TOLERANCE[run.precision.name]
+    run.log.info("memory of a step beyond parameters, on the rank that needs most\n%s", "\n".join(lines), stacklevel=2)
+    run.log.info("the losses differ by %.1e at most (allowed: %.0e)", difference, limit, stacklevel=2)
+    run.describe(peak_bytes={way: (long[way][0], wide[way][0]) for way in long}, losses_differ=difference)
+    return difference <= limit

@@ -1,0 +1,149 @@
+"""Offload: what the optimizer updates in the host's memory, and its state in a file on a disk.
+
+    launch -n 2 python3 -m mmm.examples.offload
+
+A step needs parameters and gradients on the device only while a layer is computed, and the optimizer's state not at
+all. Of a rank's shards (FSDP; AdamW has two elements of state for each parameter)::
+
+                on the device                    in the host's memory             on a disk
+      device    parameters, gradients, state
+      host      a layer, while it is gathered    parameters, gradients, state
+      disk      a layer, while it is gathered    parameters, gradients            state
+
+host: FSDP's `CPUOffloadPolicy`. Gradients come down, the optimizer's step is the host's, parameters go up again.
+disk: the state is memory-mapped. A page of the file is read where the step touches it, and the system writes it back
+when it needs the memory: it belongs to the file, and to no process. After a step its pages are let go.
+
+The same 5 steps, from the same weights on the same samples, go by each way. A table says what the rank that holds most
+has where. (On a CPU device and host are one memory.) A trainer's flag for the host: ``mmm.trainer.lm --offload``.
+
+Sources: Ren et al., "ZeRO-Offload", 2021; Rajbhandari et al., "ZeRO-Infinity", 2021 (which reads and writes ahead, by
+asynchronous I/O); Linux, madvise(2).
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from mmm.examples import _support as example
+from mmm.examples._support.offload_report import bytes_by_place, report
+from mmm.models.transformer import Transformer
+from mmm.parallel import cross_entropy, draw_weights
+
+WAYS = ("device", "host", "disk")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(example.PlainTextConfig):
+    """Offload to the host and to a disk, of a Transformer under FSDP; --max_iters steps (5 unless given) each."""
+
+    folder: Path = Path(tempfile.gettempdir())
+    """Folder on a disk of the host, for the optimizer's state: a file without a name, which ends with the process."""
+    model: example.SmallTransformerOptions = example.SmallTransformerOptions()
+    run: example.RowOptions = example.RowOptions(plots=False)
+
+
+class StateOnDisk:
+    """AdamW's state of some parameters, in a memory-mapped file in a folder."""
+
+    def __init__(self, folder: Path, parameters: list[DTensor]) -> None:
+        shards = [parameter.to_local() for parameter in parameters]
+        size = sum(2 * shard.nbytes for shard in shards)
+        with tempfile.TemporaryFile(dir=folder) as file:
+            # Without room for all of it, a page that cannot be written would later end the process by a signal.
+            os.posix_fallocate(file.fileno(), 0, max(size, 1))
+            self.map = mmap.mmap(file.fileno(), max(size, 1))
+        self.state: dict[Tensor, dict[str, Tensor]] = {}
+        start = 0
+        for parameter, shard in zip(parameters, shards, strict=True):
+            self.state[parameter] = {"step": torch.zeros(())}
+            for name in ("exp_avg", "exp_avg_sq"):
+                self.state[parameter][name] = self._sharded(start, parameter, shard)
+                start += shard.nbytes
+
+    @torch.no_grad()  # to_local then gives the tensor itself, no view of it
+    def _sharded(self, start: int, parameter: DTensor, shard: Tensor) -> Tensor:
+        """The bytes of the file from `start` on, as a tensor that is sharded as the parameter is."""
+        moment = torch.zeros_like(parameter)
+        assert isinstance(moment, DTensor)
+        if shard.numel() > 0:
+            flat = torch.frombuffer(self.map, dtype=shard.dtype, count=shard.numel(), offset=start)
+            moment.to_local().set_(flat.view(shard.shape))  # type: ignore[call-overload]
+        return moment
+
+    def let_go(self, *_: object) -> None:
+        """After a step: the pages stay in the file, and leave this process."""
+        self.map.flush()
+        self.map.madvise(mmap.MADV_DONTNEED)
+
+
+def make_optimizer(model: nn.Module, way: str, folder: Path, lr: float) -> torch.optim.AdamW:
+    """AdamW; on the way to the disk its state is there, zero, before the first step."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr, foreach=False)
+    if way == "disk":
+        on_disk = StateOnDisk(folder, [p for p in model.parameters() if isinstance(p, DTensor)])
+        optimizer.state.update(on_disk.state)
+        optimizer.register_step_post_hook(on_disk.let_go)
+    return optimizer
+
+
+def shard(model: Transformer, mesh: DeviceMesh, way: str, policy: MixedPrecisionPolicy) -> None:
+    """FSDP of every layer and the rest, in place."""
+    where = OffloadPolicy() if way == "device" else CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu")
+    for unit in [*model.layers.values(), model]:
+        fully_shard(unit, mesh=mesh, mp_policy=policy, offload_policy=where)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)  # a sum: each local loss is divided by the global count
+            module.set_force_sum_reduction_for_comms(True)  # gloo has no scaled sum
+
+
+def train_way(
+    run: example.Run, mesh: DeviceMesh, resolved: example.TrainingSpec, way: str
+) -> tuple[dict[str, int], list[float]]:
+    """A few steps from the initial weights: the bytes at each place, of the rank with most, and the losses."""
+    config = run.config
+    assert isinstance(config, Config)
+    with torch.device("meta"):
+        model = Transformer(resolved.sizes).to(run.precision.storage)
+    draw_weights(model, run.device, config.run.seed)
+    policy = MixedPrecisionPolicy(run.precision.compute, run.precision.storage, cast_forward_inputs=False)
+    shard(model, mesh, way, policy)
+    optimizer = make_optimizer(model, way, config.folder, config.optimizer.lr)
+    losses = []
+    for step in example.text_steps(run, resolved, model, optimizer, at={"way": WAYS.index(way)}):
+        loss = cross_entropy(model(step.batch.inputs), step.batch.targets, step.batch.count)
+        step.log(loss)
+        loss.backward()
+        optimizer.step()
+        places = bytes_by_place(way, optimizer, run.device)  # while there are gradients
+        optimizer.zero_grad()
+        losses.append(step.local_loss)
+    return places, run.global_sums(torch.stack(losses))
+
+
+def train(config: Config) -> bool:
+    """Every way, and the table. Whether the losses are the same."""
+    resolved = example.resolve_own(config, example.fit(), batch_size=2, max_iters=5)
+    if config.run.summary:
+        example.print_on_rank0(resolved.summary())
+        return True
+    hooks = [example.Agreement(), example.StartUp(), example.Record()]
+    with example.start_run("offload", config, resolved, hooks) as run:
+        mesh = init_device_mesh(run.device.type, (run.layout.dp,), mesh_dim_names=("dp_shard",))
+        return report(run, {way: train_way(run, mesh, resolved, way) for way in WAYS})
+
+
+if __name__ == "__main__":
+    example.run_main(lambda: sys.exit(not train(example.parse(Config, __doc__))))
