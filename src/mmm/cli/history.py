@@ -13,7 +13,7 @@ from mmm.cli.history_progress import RECENT_ROWS, progress, waits_for_next_job
 from mmm.cli.history_ranks import a_row_of, ranks_text, sentence
 from mmm.cli.parser import Parser
 from mmm.errors import ConfigError
-from mmm.outside import parse_json, printable
+from mmm.outside import printable
 
 if TYPE_CHECKING:
     import xarray
@@ -138,10 +138,9 @@ def summary(ds: "xarray.Dataset", state: str) -> list[tuple[str, str]]:
 
 def data_of(ds: "xarray.Dataset") -> list[tuple[str, str]]:
     """What the run was trained on, where the record says."""
-    try:
-        data = parse_json(ds.attrs.get("config", "{}")).get("data")
-    except ValueError:  # another program's, or damaged: the rest is shown
-        return []
+    from mmm.history.plots.series import config_of
+
+    data = config_of(ds).get("data")
     if not isinstance(data, dict) or not data.get("dataset"):
         return []
     return [("data", ", ".join(str(data[key]) for key in ("dataset", "source") if data.get(key)))]

@@ -5,9 +5,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from mmm.errors import RecordError
+from mmm.history.plots.series import Series
 from mmm.history.plots.style import new_figure, save, style
-from mmm.history.plots.terminal import LETTERS, ChartAxes, ChartSeries, chart, plain, ticks
+from mmm.history.plots.terminal import LETTERS, plot_by_letters
 from mmm.history.record.folder import reason
 from mmm.palette import SERIES
 
@@ -19,20 +22,14 @@ HEIGHT = 20  # characters
 
 
 def terminal_curves(curves: Curves, title: str, width: int) -> str:
-    """The curves' points as letters, with a legend below; of points that coincide the last is shown."""
-    points = [point for curve in curves.values() for point in curve]
-    xs, ys = sorted({x for x, _ in points}), [y for _, y in points]
-    left, right, top = min(0.0, xs[0]), max(*xs, xs[0] + 1), max(*ys, 1e-9) * 1.05
-    marks = dict(zip(curves, LETTERS, strict=False))
-    few = len(xs) <= width // 12
-    x_ticks = (xs, [f"{x:g}" for x in xs]) if few else ticks(xs[0], right, width // 14, integer=True)
-    axes = ChartAxes(title, "ranks", x_ticks, (left, right), ticks(0.0, top, HEIGHT // 3), (0.0, top))
-    signals = [
-        ChartSeries([x for x, _ in curves[name]], [y for _, y in curves[name]], mark, False)
-        for name, mark in marks.items()
+    """The curves' points as letters, with a legend below."""
+    drawn = [
+        Series(name, title, "", np.array([x for x, _ in points]), "ranks", np.array([y for _, y in points]))
+        for name, points in curves.items()
     ]
-    legend = "   ".join(f"{mark} {name}" for name, mark in marks.items())
-    return f"{plain(chart(signals, axes, width, HEIGHT))}  {legend}\n"
+    top = max(float(s.y.max()) for s in drawn)
+    legend = "   ".join(f"{letter} {s.name}" for letter, s in zip(LETTERS, drawn, strict=False))
+    return f"{plot_by_letters(drawn, title, 0.0, 1.05 * top, width, HEIGHT)}  {legend}\n"
 
 
 def fitting_width() -> int:

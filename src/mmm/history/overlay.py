@@ -12,7 +12,7 @@ from mmm.errors import RecordError
 from mmm.history.plots.lines import draw_lines, sentence
 from mmm.history.plots.series import LARGEST, Series, limits
 from mmm.history.plots.style import new_figure, save, style
-from mmm.history.plots.terminal import LETTERS, ChartAxes, ChartSeries, chart, plain, ticks
+from mmm.history.plots.terminal import LETTERS, WHOLE, plot_by_letters, widened
 from mmm.history.record.dataset import about
 from mmm.history.record.folder import reason
 
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 MOST = 1e100  # of what is plotted against
 LONGEST_NAME = 70  # characters in a legend
 STEPS = ("iter", "epoch")
-WHOLE = (*STEPS, "row")  # names of x that have whole numbers
 AXES = {"step": "", "tokens": "tokens", "hours": "hours in steps"}
 
 
@@ -80,43 +79,25 @@ def _places(run: Run, by: str, steps: str) -> np.ndarray:
 
 
 def _range(curves: Sequence[Series]) -> tuple[float, float]:
+    """Lowest and highest of what is shown of them."""
     shown = [limits(s) for s in curves]
     low = min(each.low for each in shown if each is not None)
     high = max(each.high for each in shown if each is not None)
-    if high - low <= 1e-9 * max(abs(high), abs(low)):
-        return low - 0.5 * (abs(low) or 1), high + 0.5 * (abs(high) or 1)
-    return low, high
+    return widened(low, high)
 
 
 def terminal_overlay(curves: Sequence[Series], names: Sequence[str], width: int, height: int) -> str:
-    """The curves by letters (one alone as a line), and a line a run below: its letter, name and last value. Of points
-    that coincide the last run's is shown."""
-    low, high = _range(curves)
-    x = np.concatenate([s.x for s in curves])
-    left, right = float(x.min()), float(x.max())
-    whole = curves[0].x_name in WHOLE
-    title = f"{curves[0].title} ({curves[0].label})" if curves[0].title != curves[0].name else curves[0].label
-    axes = ChartAxes(
-        title,
-        curves[0].x_name,
-        ticks(left, right, max(2, width // 14), integer=whole),
-        (left, right) if right > left else (left - 1, right + 1),
-        ticks(low, high, max(2, height // 3)),
-        (low, high),
-    )
-    signals = []
-    for s, letter in zip(curves, LETTERS * len(curves), strict=False):
-        inside = np.flatnonzero((s.y >= low) & (s.y <= high))
-        inside = inside[:: max(1, len(inside) // width)]
-        marker, joined = (letter, False) if len(curves) > 1 else ("hd", not s.sparse)
-        signals.append(ChartSeries(s.x[inside].tolist(), s.y[inside].tolist(), marker, joined))
-    drawn = plain(chart(signals, axes, width, height))
-    legend = [
-        f"  {letter} {name}: {s.y[-1]:.6g} at {f'{s.x_name} {s.x[-1]:.15g}' if whole else f'{s.x[-1]:,.4g} {s.x_name}'}"
-        + (_apart(curves[0], s) if curves[0].x_name in STEPS and s is not curves[0] else "")
-        for s, name, letter in zip(curves, names, LETTERS * len(curves), strict=False)
-    ]
-    return drawn + "\n".join(legend) + "\n"
+    """The curves by letters, and a line a run below: its letter, name and last value."""
+    first = curves[0]
+    title = f"{first.title} ({first.label})" if first.title != first.name else first.label
+    lines = [plot_by_letters(curves, title, *_range(curves), width, height)]
+    for s, name, letter in zip(curves, names, LETTERS * len(curves), strict=False):
+        place = f"{s.x_name} {s.x[-1]:.15g}" if s.x_name in WHOLE else f"{s.x[-1]:,.4g} {s.x_name}"
+        line = f"  {letter} {name}: {s.y[-1]:.6g} at {place}"
+        if first.x_name in STEPS and s is not first:
+            line += _apart(first, s)
+        lines.append(f"{line}\n")
+    return "".join(lines)
 
 
 def _apart(first: Series, s: Series) -> str:

@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from mmm.history.plots.series import AxisLimits, Series, limits, metrics, outside, series, together, trainings
+from mmm.history.plots.series import Series, limits, metrics, outside, series, together, trainings
 
 if TYPE_CHECKING:
     import xarray
 
 SMALL = ("test_acc", "val_loss", "dt", "dtf", "dtb")
+WHOLE = ("iter", "epoch", "row", "ranks")  # names of x that have whole numbers
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 _ESCAPES = re.compile(r"\x1b\[[0-9;]*m")
 
@@ -42,8 +43,8 @@ def _plot(curves: Mapping[str, Series], name: str, width: int, height: int, colo
     if len(curves) > 1 and legend:
         said = "   ".join(f"{mark} {one}" for mark, one in zip(LETTERS * len(curves), curves, strict=False))
         below += textwrap.wrap(f"{said}   (where they coincide the last is shown)", width - 2)
-    drawn = _draw(curves, shown, name, width, height - len(below), color)
-    return plain(drawn, color) + "".join(f"  {line}\n" for line in below)
+    drawn = plot_by_letters(list(curves.values()), name, shown.low, shown.high, width, height - len(below), color)
+    return drawn + "".join(f"  {line}\n" for line in below)
 
 
 def terminal_summary(ds: "xarray.Dataset", loss: str) -> str:
@@ -66,19 +67,39 @@ def plain(drawn: str, color: bool = False) -> str:
     return "\n".join(line.rstrip() for line in (drawn if color else _ESCAPES.sub("", drawn)).splitlines()) + "\n"
 
 
-def _draw(curves: Mapping[str, Series], shown: AxisLimits, title: str, width: int, height: int, color: bool) -> str:
-    bottom, top = shown.low, shown.high
-    if top - bottom <= 1e-9 * max(abs(top), abs(bottom)):  # a constant: plotext needs a range
-        bottom, top = bottom - 0.5 * (abs(bottom) or 1), top + 0.5 * (abs(top) or 1)
-    signals, x_name = [], next(iter(curves.values())).x_name
-    for s, letter in zip(curves.values(), LETTERS * len(curves), strict=False):
-        inside = np.isfinite(s.y) & (s.y >= bottom) & (s.y <= top)
-        marker, joined = (letter, False) if len(curves) > 1 else ("hd", not s.sparse)
-        signals.append(ChartSeries(s.x[inside].tolist(), s.y[inside].tolist(), marker, joined))
+def plot_by_letters(
+    curves: Sequence[Series], title: str, low: float, high: float, width: int, height: int, color: bool = False
+) -> str:
+    """The curves between two values of y, each by a letter; one alone as a line. Of points that coincide the last is
+    shown."""
+    low, high = widened(low, high)
+    signals = []
+    for s, letter in zip(curves, LETTERS * len(curves), strict=False):
+        inside = np.flatnonzero(np.isfinite(s.y) & (s.y >= low) & (s.y <= high))
+        if len(curves) > 1:
+            inside = inside[:: max(1, len(inside) // width)]
+            signals.append(ChartSeries(s.x[inside].tolist(), s.y[inside].tolist(), letter, connected=False))
+        else:
+            signals.append(ChartSeries(s.x[inside].tolist(), s.y[inside].tolist(), "hd", connected=not s.sparse))
     x = [place for signal in signals for place in signal.x]
-    x_ticks = ticks(float(min(x)), float(max(x)), max(2, width // 14), integer=True)
-    y_ticks = ticks(bottom, top, max(2, height // 3))
-    return chart(signals, ChartAxes(title, x_name, x_ticks, None, y_ticks, (bottom, top)), width, height, color)
+    left, right = min(x), max(x)
+    x_name = curves[0].x_name
+    axes = ChartAxes(
+        title,
+        x_name,
+        ticks(left, right, max(2, width // 14), integer=x_name in WHOLE),
+        (left, right) if right > left else (left - 1, right + 1),
+        ticks(low, high, max(2, height // 3)),
+        (low, high),
+    )
+    return plain(chart(signals, axes, width, height, color), color)
+
+
+def widened(low: float, high: float) -> tuple[float, float]:
+    """A range for an axis: of a constant, one around it."""
+    if high - low <= 1e-9 * max(abs(high), abs(low)):
+        return low - 0.5 * (abs(low) or 1), high + 0.5 * (abs(high) or 1)
+    return low, high
 
 
 class ChartSeries(NamedTuple):
@@ -91,12 +112,12 @@ class ChartSeries(NamedTuple):
 
 
 class ChartAxes(NamedTuple):
-    """Ticks: places and labels. Limits: lowest and highest; None for those of the data."""
+    """Ticks: places and labels. Limits: lowest and highest."""
 
     title: str
     x_name: str
     x_ticks: tuple[list[float], list[str]]
-    x_limits: tuple[float, float] | None
+    x_limits: tuple[float, float]
     y_ticks: tuple[list[float], list[str]]
     y_limits: tuple[float, float]
 
@@ -117,8 +138,7 @@ def chart(signals: Sequence[ChartSeries], axes: ChartAxes, width: int, height: i
             figure.draw(signal)
         figure.title(axes.title)
         figure.label(axes.x_name)
-        if axes.x_limits:
-            figure.ruler("x").lim(*axes.x_limits)
+        figure.ruler("x").lim(*axes.x_limits)
         figure.ruler("y").lim(*axes.y_limits)
         figure.ruler("y").ticks(*axes.y_ticks)
         figure.ruler("x").ticks(*axes.x_ticks)

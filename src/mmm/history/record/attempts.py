@@ -13,7 +13,7 @@ from typing import NamedTuple
 from mmm.errors import RecordError
 from mmm.history.record.dataset import finalize_now
 from mmm.history.record.ending import ENDED, KILLED, Ending, config_ending, parsed, read_config
-from mmm.history.record.folder import CONFIG, JOURNAL, own_files, reason
+from mmm.history.record.folder import CONFIG, JOURNAL, TRACES, own_files, reason
 from mmm.runtime.contract import ATTEMPT_VARIABLE, ATTEMPTS_VARIABLE
 
 
@@ -47,7 +47,7 @@ def make_room(outdir: Path | str, this: Attempt | None) -> str | None:
     target = _free(folder, f"attempt-{earlier.number + 1}")
     for path in sorted(own_files(folder), key=lambda path: path.name == CONFIG):  # last: it says whose they are
         _move(path, target / path.relative_to(folder))
-    for emptied in ("plots/mplot/pngs", "plots/mplot/svgs", "plots/mplot", "plots/tplot", "plots"):
+    for emptied in ("plots/mplot/pngs", "plots/mplot/svgs", "plots/mplot", "plots/tplot", "plots", TRACES):
         with contextlib.suppress(OSError):  # it is missing, or holds other files
             (folder / emptied).rmdir()
     ending = config_ending(config)
