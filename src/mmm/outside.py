@@ -26,29 +26,12 @@ DEEPEST = 100  # lists and objects inside each other
 LONGEST_NUMBER = 300  # digits of an integer: what has no more fits into a float
 LONGEST_NAME = 255  # bytes; of most file systems
 LONGEST_SHOWN = 60  # characters of a value
-OTHERS_WRITE = 0o022  # of a mode
 HEAP = b"GCOL\x01"  # of texts, in a file of HDF5 (its format specification, III.E)
 KINDS = {dict: "object", list: "list", object: "value"}
 
 _REPR = reprlib.Repr()
 _REPR.maxstring = _REPR.maxlong = _REPR.maxother = 2 * LONGEST_SHOWN
 _REPR.maxdict = _REPR.maxlist = _REPR.maxtuple = 20
-
-
-def open_own(path: Path | str) -> int:
-    """A descriptor of the folder `path`, which is this user's, and which nobody else can write to.
-
-    Raises:
-        OSError: it is not there, or it is a link, a FIFO, a file. PermissionError: it is somebody else's, or others can
-            write to it.
-    """
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    info = os.fstat(descriptor)
-    if info.st_uid == os.geteuid() and not info.st_mode & OTHERS_WRITE:
-        return descriptor
-    os.close(descriptor)
-    reason = "others can write to it" if info.st_uid == os.geteuid() else "it belongs to somebody else"
-    raise PermissionError(1, reason, os.fspath(path))
 
 
 def open_file(path: Path | str) -> BinaryIO:

@@ -1,4 +1,4 @@
-"""Files that say what machines there are, and what `launch` reads: hosts, node lists, copies, programs."""
+"""Files that say what machines there are, and what `launch` reads: hosts, node lists, programs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from mmm.launch.errors import LaunchError
 from mmm.launch.plan import hosts, slurm
 from mmm.launch.program.preloads import preloads
 from mmm.launch.program.target import Target, read_source
-from mmm.launch.staging import copy as copies
 from mmm.machines import find
 from mmm.machines.machine import read
 from mmm.plan.network import peak_rate
@@ -83,30 +82,6 @@ def read_slurm(folder: Path) -> Any:
     return slurm.detect(environ), slurm.cpus_of_a_node(environ)
 
 
-def make_copy(folder: Path) -> None:
-    (folder / "env").mkdir()
-    (folder / "env" / "python").write_text("x")
-
-
-def _copy(folder: Path) -> copies.Copy:
-    return copies.Copy(copies.Source(str(folder / "env"), "key", 1, 1), str(folder))
-
-
-def make_staged(folder: Path) -> None:
-    make_copy(folder)
-    copy = folder / f"mmm-stage-{os.getuid()}" / "env-key"
-    copy.mkdir(mode=0o700, parents=True)
-    os.chmod(copy.parent, 0o700)
-    (copy / "python").write_text("x")
-    (copy / copies.MARK).write_text(json.dumps({"contents": copies._contents(copy), "source": "env"}))
-
-
-def read_staged(folder: Path) -> Any:
-    copy = _copy(folder)
-    copy.own_folder()
-    return copy.is_there()
-
-
 def make_program(folder: Path) -> None:
     (folder / "train.py").write_text("# -*- coding: utf-8 -*-\nimport json\nfrom mmm.data import text\nimport helper\n"
                                      "if __name__ == '__main__':\n    import torch\n")  # fmt: skip
@@ -123,6 +98,5 @@ KINDS = (
     Kind("launch-machine", make_launch_machines, ("*.json",), read_launch_machines, sparse=True),
     Kind("hosts", make_hosts, ("hosts",), read_hosts, trusted=True),
     Kind("slurm-variables", make_slurm, ("environ",), read_slurm, trusted=True),
-    Kind("staged-mark", make_staged, ("mmm-stage-*/*/.mmm-stage.json",), read_staged, sparse=True),
     Kind("program", make_program, ("*.py",), read_program, trusted=True),
 )

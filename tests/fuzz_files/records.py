@@ -165,19 +165,18 @@ def read_plots(folder: Path) -> Any:
     return history.prepare(folder / "run", "lm", True)
 
 
+LOG = "GPT1T_4L_z1/job-nhosts1-ngpu2-a.log"
+
+
 def make_log(folder: Path) -> None:
-    lines = [
-        "model=big",
-        "Job started at: 2023-11-02-183323 on x3005",
-        "world_size=2",
-        "[2023-11-02 18:34:00] iter=0 loss=5",
-    ]
-    (folder / "job.log").write_text("\n".join(lines) + "\n")
+    lines = ["Job started at: 2023-11-02-183323 on x3005", "[2023-11-02 18:34:00,000] [INFO] step=0, loss=5"]
+    (folder / LOG).parent.mkdir()
+    (folder / LOG).write_text("\n".join(lines) + "\n")
 
 
 def read_logs(folder: Path) -> Any:
-    print(read_log(folder / "job.log"))
-    return cli_startup.main([str(folder / "job.log")])
+    print(read_log(folder / LOG))
+    return cli_startup.main([str(folder / LOG)])
 
 
 KINDS = (
@@ -186,5 +185,5 @@ KINDS = (
     Kind("record-dataset", make_record, ("run/*.h5",), read_dataset),
     Kind("records-many", make_many, ("finished/config.json", "finished/*.h5", "killed/*.json*"), read_many),
     Kind("record-plots", make_record, ("run/plots/*.json",), read_plots),
-    Kind("log", make_log, ("job.log",), read_logs, trusted=True),
+    Kind("log", make_log, (LOG,), read_logs, trusted=True),
 )

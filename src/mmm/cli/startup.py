@@ -1,4 +1,4 @@
-"""``mmm startup RUN…|LOG…``: how long runs took to start, from their records or from other programs' logs."""
+"""``mmm startup RUN…|LOG…``: how long runs took to start, from their records or from the logs of a study."""
 
 from __future__ import annotations
 
@@ -10,17 +10,16 @@ from typing import Any
 
 from mmm.cli import show
 from mmm.cli.startup_logs import LoggedStart, read_log
-from mmm.errors import ConfigError, RecordError, UserError
+from mmm.errors import RecordError, UserError
 from mmm.outside import printable_lines, read_json
 from mmm.runtime import startup
 
 EPILOG = """\
 RUN is a run's folder; its start lasts from `launch` (or MMM_STARTED_AT) to the end of the first step on the last rank.
-LOG is any program's log with a line `Job started at: 2023-11-02-183323 on HOST`, which a job script writes with
+LOG is one of Megatron-DeepSpeed's job scripts at ALCF, …GPT1T_4L_z1_…/logs/…-nhosts4-ngpu16-….log: model and ranks are
+in its path. It has a line `Job started at: 2023-11-02-183323 on HOST`, which the job script writes with
   echo "Job started at: $(date +%Y-%m-%d-%H%M%S) on $(hostname)"
-and a later line with a time and `iter` or `step` and its number. A log may hold several jobs, one after another.
-Of logs named …GPT1T_4L_z1_…/logs/…-nhosts4-ngpu16-….log model and ranks are in the path. LOG may also be a report of
-such logs: a Markdown table of log, model, ranks, start and stop.
+and a later one with a date and a step, `[2023-11-02 18:34:13,122] … step=0`.
 """
 
 
@@ -30,27 +29,24 @@ def main(argv: list[str]) -> int:
         prog="mmm startup", description=__doc__, epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("paths", nargs="+", metavar="RUN|LOG", type=Path)
-    parser.add_argument("--model", help="the model's name, instead of what each record or log says")
-    parser.add_argument("--ranks", type=int, help="how many ranks, instead of what each log says")
     parser.add_argument(
         "--parts", action="store_true", help="the parts of every run's start; of a single run they are always shown"
     )
     parser.add_argument("--png", type=Path, metavar="FILE", help="draw seconds against ranks to FILE")
     args = parser.parse_args(argv)
-    if args.ranks is not None and args.ranks < 1:
-        raise ConfigError(f"--ranks {args.ranks}: it must be at least 1")
 
     starts: list[LoggedStart] = []
     tables: list[str] = []
     without: list[UserError] = []
     for path in args.paths:
         try:
-            found, parts = _read(path, args.model, args.ranks)
+            start, parts = _read(path)
         except UserError as error:  # of one of many: the others are still shown
             without.append(error)
             continue
-        starts += found
-        tables += parts
+        starts.append(start)
+        if parts:
+            tables.append(parts)
     if not starts:
         raise without[0]
     for reason in without:
@@ -74,25 +70,19 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def _read(path: Path, model: str | None, ranks: int | None) -> tuple[list[LoggedStart], list[str]]:
-    """The starts of a run's folder, or of a log; of a folder also the table of its parts. UserError where none is."""
-    if path.is_dir():
-        config = _config(path)
-        try:
-            start = _of_record(path, config, model)
-            hosts = [about["host"] for about in config["ranks"]]
-            return [start], [f"{path}\n{startup.table(config['startup'], hosts)}"]
-        except (KeyError, TypeError, LookupError, AttributeError, ArithmeticError, OSError, ValueError) as error:
-            if isinstance(error, RecordError):
-                raise
-            raise RecordError(f"{path}: its start-up times cannot be read.") from None
-    log = read_log(path, model, ranks)
-    if log.without:
-        print(
-            f"{path}: {log.without} of {log.without + len(log.starts)} jobs had no first step: left out",
-            file=sys.stderr,
-        )
-    return log.starts, []
+def _read(path: Path) -> tuple[LoggedStart, str]:
+    """The start of a run's folder, with the table of its parts, or of a log, without. UserError where there is none."""
+    if not path.is_dir():
+        return read_log(path), ""
+    config = _config(path)
+    try:
+        start = _of_record(path, config)
+        hosts = [about["host"] for about in config["ranks"]]
+        return start, f"{path}\n{startup.table(config['startup'], hosts)}"
+    except (KeyError, TypeError, LookupError, AttributeError, ArithmeticError, OSError, ValueError) as error:
+        if isinstance(error, RecordError):
+            raise
+        raise RecordError(f"{path}: its start-up times cannot be read.") from None
 
 
 def table(starts: Sequence[LoggedStart]) -> str:
@@ -125,14 +115,14 @@ def _config(folder: Path) -> dict[str, Any]:
     return config
 
 
-def _of_record(folder: Path, config: dict[str, Any], model: str | None) -> LoggedStart:
+def _of_record(folder: Path, config: dict[str, Any]) -> LoggedStart:
     span = startup.span(config["startup"])
     if span is None:
         raise RecordError(
             f"{folder}: this run had no first step ({config.get('module')} does not train), so its start "
             "has no end; its parts are in config.json, under `startup`."
         )
-    return LoggedStart(model or str(config["module"]), len(config["ranks"]), *span, str(folder))
+    return LoggedStart(str(config["module"]), len(config["ranks"]), *span, str(folder))
 
 
 if __name__ == "__main__":

@@ -6,9 +6,8 @@
     run/        the process of `launch`: `Run`, from the start of a plan to its exit code, over a `Transport` to the
                 ranks, on this host or on many; `Attempts` says whether another attempt of an elastic run follows
     host/       what runs on each host: the agent that mpiexec or srun starts, the fork server, a rank's first code
-    staging/    `--stage`: copies of an environment, from host to host
     channel/    what these processes say to each other
 
 It has to answer at once, so the process of `launch` imports the standard library alone. Imports go from `host` to
-`run` to `staging` to `channel` to `plan` to `program`; a process is started by its module's name.
+`run` to `channel` to `plan` to `program`; a process is started by its module's name.
 """

@@ -6,8 +6,8 @@ import shlex
 import sys
 import time
 import uuid
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 
 from mmm.launch import contract, streams
@@ -17,6 +17,7 @@ from mmm.launch.files import printable_lines
 from mmm.launch.plan import cluster, local, stage, walltime
 from mmm.launch.plan.launch_plan import LOCAL, LaunchPlan, Value
 from mmm.launch.plan.options import LaunchOptions, count, launch_options, parser, seconds, split, untold
+from mmm.launch.plan.stage import Stage
 from mmm.launch.program import target
 from mmm.launch.program.target import Target
 from mmm.launch.run.control import Run, Transport
@@ -99,12 +100,14 @@ def run_attempts(
     shared: dict[str, str],
 ) -> int:
     """Start a plan, and where it fails, plan and start again, up to `retries` times; the exit code of the last."""
-    staged: AbstractContextManager[str | None] = nullcontext()
-    if options.stage is not None and plan.is_local:
-        from mmm.launch.staging.host import on_this_host
+    staged: AbstractContextManager[Stage | None] = nullcontext()
+    if options.stage is not None:
+        from mmm.launch.host.stage import packed
 
-        staged = on_this_host(options.stage)
-    with staged as copy:
+        staged = packed(options.stage)
+    with staged as stage_of_run:
+        options = replace(options, stage=stage_of_run)
+        plan = replace(plan, stage=stage_of_run)
         for attempt in range(retries + 1):
             if attempt:  # whose start-up is its own
                 for told in (shared, os.environ):
@@ -114,13 +117,29 @@ def run_attempts(
             plan.shared[contract.ATTEMPT_VARIABLE] = Value(str(attempt), "launch")
             if attempt == 0:
                 announce(plan)
-            run = Run(transport(plan, start_timeout, copy), plan.ranks, limits, is_retried=attempt < retries)
-            code = run.run()
+            with local_copy(plan) as copy:
+                run = Run(transport(plan, start_timeout, copy), plan.ranks, limits, is_retried=attempt < retries)
+                code = run.run()
             if code == 0 or not run.again or attempt == retries:
                 return code
             left = retries - attempt
             print(f"launch: exit code {code}: starting again (--retries; {left} left)", file=sys.stderr, flush=True)
         return code
+
+
+@contextmanager
+def local_copy(plan: LaunchPlan) -> Iterator[str | None]:
+    """Unpacks the environment on this host, where launch itself holds the ranks. On others their agents do."""
+    if plan.stage is None or not plan.is_local:
+        yield None
+        return
+    from mmm.launch.host.stage import unpack
+
+    copy = unpack(plan.stage)
+    try:
+        yield copy.path
+    finally:
+        copy.remove()
 
 
 def startup(environ: Mapping[str, str], otherwise: float) -> dict[str, str]:

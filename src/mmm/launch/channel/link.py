@@ -5,9 +5,8 @@
            ◀ saves: ranks save when somebody ends the run
 
 Both ends have proven that they are of the run (`handshake`), and every message begins with its length and a MAC of its
-place and content: what somebody else puts on the connection, leaves out or repeats ends it. A host that passes an
-environment on (`mmm.launch.staging`) sends its pieces in the same way. Both ends have the kernel ask whether the
-other is still there; an end that hears nothing for LOST_AFTER seconds counts as gone.
+place and content: what somebody else puts on the connection, leaves out or repeats ends it. Both ends have the kernel
+ask whether the other is still there; an end that hears nothing for LOST_AFTER seconds counts as gone.
 """
 
 import hashlib

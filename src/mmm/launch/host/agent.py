@@ -8,7 +8,6 @@ ends its ranks; if launch knows how they ended, its own exit code is 0, so that 
 import contextlib
 import json
 import os
-import select
 import socket
 import sys
 import time
@@ -21,15 +20,17 @@ from mmm.launch.channel.failures import Failure, say
 from mmm.launch.channel.link import Link, Lost
 from mmm.launch.contract import LOOPBACK, RANK_VARIABLES, check_loopback, read_number
 from mmm.launch.errors import LaunchError, UserError
+from mmm.launch.host import stage as stages
 from mmm.launch.host.agent_supervisor import AgentSupervisor, end_helper, host_name
+from mmm.launch.host.stage import Copy
 from mmm.launch.plan import binding, host_plan, hosts
 from mmm.launch.plan.host_plan import HostPlan
 from mmm.launch.plan.mpi import AGENT_VARIABLE
+from mmm.launch.plan.stage import Stage
 from mmm.launch.program import target as targets
 from mmm.launch.program.target import Target
 from mmm.launch.run.local import LocalRanks
 from mmm.launch.run.server import ForkServerProcess
-from mmm.launch.staging.host import Stager
 
 MPI_PREFIXES = ("PMI_", "PMIX_", "OMPI_", "PALS_", "MPI_LOCAL", "HYDI_")
 NAMES = {"srun": "slurm", "hydra": "mpich", "pals": "pals", "openmpi": "openmpi"}  # in `RANK_VARIABLES`
@@ -62,71 +63,79 @@ def main() -> int:
 
 
 class Agent:
-    """Does what launch asks for, until it wants no more: copies, and one attempt; in an elastic run attempt after
-    attempt, all ranks from one fork server.
+    """Gets its host's copy of the environment, with --stage, and does what launch asks for: one attempt; in an elastic
+    run attempt after attempt, all ranks from one fork server.
 
     Attributes:
         entry: where launch is, and what it says of this agent. hello: what this one tells launch.
         inherit: file descriptors for the ranks.
-        stager: once there is something to copy. server: of an elastic run, once ranks have run.
+        copy: the environment that its ranks run from, with --stage. server: of an elastic run, once ranks have run.
     """
 
     def __init__(self, entry: dict[str, Any], target: Target, hello: dict[str, Any], inherit: tuple[int, ...]) -> None:
         self.entry, self.target, self.hello, self.inherit = entry, target, hello, inherit
         self.is_elastic = "index" in entry
-        self.stager: Stager | None = None
+        self.copy: Copy | None = None
         self.server: ForkServerProcess | None = None
 
     def run(self) -> int:
         """This process's exit code."""
         has_begun = is_lost = False
         try:
+            self.unpack()
             link = handshake.reach(self.entry["at"], self.entry["token"], links.CONNECT_TIMEOUT)
             link.send({"hello": self.hello})
             while True:
                 message = link.one(None)
-                if "stage" in message:
-                    self.stager = self.stager or Stager(link, self.entry["token"])
-                    if not self.stager.answer(message["stage"]):
-                        if select.select([link], [], [], 0.0)[0]:
-                            link.one(None)  # `Lost`, if it was launch's end that broke the step off
-                        return 0
-                elif "go" in message:
+                if "go" in message:
                     has_begun = True
                     code, is_over = self.attempt(link, message["go"])
                     if is_over:
                         return code
                 elif "quit" in message or not self.is_elastic:
                     return 0  # or launch ends before anything has begun; another message is for ranks that have ended
+        except SystemExit:
+            return 0  # told to end while it unpacked; at another code an MPI kills other hosts' agents, which clean up
         except Lost as lost:
             is_lost = True
             if not has_begun:
                 say(f"launch: {self.hello['host']} cannot reach launch, or launch has ended: {lost}")
-            return 0 if self.stager is not None else 1  # at a 1 an MPI kills others, which still remove their copies
+            return 1 if self.copy is None else 0  # at a 1 an MPI kills others, which may still remove their copies
         finally:
-            if self.stager is not None and not has_begun:
-                self.stager.wait_and_remove(None)
+            if self.copy is not None and not has_begun:
+                self.copy.remove()
                 if is_lost:
                     end_helper()
             if self.server is not None:
                 self.server.close()
 
+    def unpack(self) -> None:
+        """Get this host's copy of the environment, with --stage. launch hears of it if that fails."""
+        if "stage" not in self.entry:
+            return
+        try:
+            self.copy = stages.unpack(Stage(**self.entry["stage"]))
+        except LaunchError as error:
+            self.hello["error"] = f"{error} (on {self.hello['host']})"
+
     def attempt(self, link: Link, go: dict[str, Any]) -> tuple[int, bool]:
         """Run this host's ranks. Returns an exit code, and whether no attempt can follow. Raises `Lost`."""
+        if self.copy is not None:
+            go["stage"] = {"source": self.entry["stage"]["source"], "copy": self.copy.path}
         try:
             plan = make_plan(self.target, go, self.hello["host"])
         except UserError as error:
             try:
                 refuse(link, go, error)
             finally:
-                if self.stager is not None:
-                    self.stager.wait_and_remove(link)
+                if self.copy is not None:
+                    self.copy.remove()
             return 0, not self.is_elastic
         if go["by"] == "host":
             forget_mpi()
             self.inherit = ()
         ranks = LocalRanks(plan, self.server, self.is_elastic, self.hello["host"], self.inherit)
-        supervisor = AgentSupervisor(ranks, link, self.entry["launcher"], self.stager)
+        supervisor = AgentSupervisor(ranks, link, self.entry["launcher"], self.copy)
         code = supervisor.run()
         self.server = ranks.server
         return code, supervisor.link is None or not self.is_elastic

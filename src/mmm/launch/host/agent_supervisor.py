@@ -13,10 +13,10 @@ from mmm.launch.channel import link as links
 from mmm.launch.channel.failures import Failure, say
 from mmm.launch.channel.link import Link, Lost
 from mmm.launch.channel.wire import PASSED_ON
+from mmm.launch.host.stage import Copy
 from mmm.launch.plan import hosts
 from mmm.launch.run.control import Run
 from mmm.launch.run.local import LocalRanks
-from mmm.launch.staging.host import Stager
 
 # Processes by which an MPI holds a host's ranks. One whose mpiexec was cut off would wait for it for good.
 HELPERS = ("hydra_pmi_proxy", "orted", "prted")
@@ -26,13 +26,13 @@ class AgentSupervisor(Run):
     """Supervises the ranks that this process stands for.
 
     Attributes:
-        ranks: its transport. link: to launch; None once that is gone. stager: has the copy that they run from.
+        ranks: its transport. link: to launch; None once that is gone. copy: the environment that they run from.
         launcher: what has started this process.
     """
 
-    def __init__(self, ranks: LocalRanks, link: Link, launcher: str, stager: Stager | None) -> None:
+    def __init__(self, ranks: LocalRanks, link: Link, launcher: str, copy: Copy | None) -> None:
         super().__init__(ranks, len(ranks.plan.ranks))
-        self.ranks, self.launcher, self.stager = ranks, launcher, stager
+        self.ranks, self.launcher, self.copy = ranks, launcher, copy
         self.link: Link | None = link
         self.selector.register(link, selectors.EVENT_READ)
 
@@ -119,11 +119,12 @@ class AgentSupervisor(Run):
         """Say so."""
         super().attempt_over()
         self.tell({"bye": True, "port": hosts.free_port("")})  # for the next attempt
-        if self.stager is not None:
-            self.stager.wait_and_remove(self.link)
+        if self.copy is not None:
+            self.copy.remove()
         if self.link is None:
             end_helper()
-            self.exit_code = 1
+            # At a 1 an MPI kills the other hosts' agents, which may still remove their copies.
+            self.exit_code = 1 if self.copy is None else 0
 
 
 def host_name() -> str:

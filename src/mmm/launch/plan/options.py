@@ -165,10 +165,9 @@ def _add_run(made: argparse.ArgumentParser) -> None:
     made.add_argument(
         "--stage",
         metavar="PATH",
-        help="copy this environment (a folder, or a tar file) to every host; ranks run from it",
+        help="unpack this environment (a folder, or a tar file) on every host; ranks run from it",
     )
     made.add_argument("--stage-to", metavar="DIR", help="where to on each host (default: its temporary folder)")
-    made.add_argument("--stage-keep", action="store_true", help="leave the copies there, for the next run")
     made.add_argument(
         "--grace",
         metavar="S",
@@ -255,7 +254,7 @@ def launch_options(args: argparse.Namespace) -> LaunchOptions:
         env=dict(_variable(text) for text in args.env),
         device=args.device,
         prefork=not args.no_prefork,
-        stage=stage.from_words(args.stage, args.stage_to, args.stage_keep),
+        stage=stage.from_words(args.stage, args.stage_to),
         elastic=wanted,
     )
 

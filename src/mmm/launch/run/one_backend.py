@@ -6,7 +6,6 @@ import time
 from mmm.launch.channel import failures
 from mmm.launch.channel.commands import RemoteAgent, addresses, start_commands
 from mmm.launch.channel.failures import Failure
-from mmm.launch.channel.link import Message
 from mmm.launch.contract import open_files
 from mmm.launch.errors import LaunchError
 from mmm.launch.plan import hosts
@@ -15,9 +14,9 @@ from mmm.launch.run import processes
 from mmm.launch.run.control import Run, RunState
 from mmm.launch.run.output import Output
 from mmm.launch.run.remote import LAUNCHER_END, START_TIMEOUT, RemoteRanks
-from mmm.launch.staging.spread import Staging
 
-REMOVAL = 60.0  # s that hosts have to remove what --stage has copied
+REMOVAL = 60.0  # s that hosts have to remove their copies of --stage
+UNPACKING_END = 20.0  # s that hosts have to finish a copy that nobody needs any more, and to remove it
 LAUNCHER_LINGERS = 20.0  # s that it has after a run that went well: others of its processes may still write
 SPARE_FILES = 64
 
@@ -27,14 +26,12 @@ class OneBackend(RemoteRanks):
 
     Attributes:
         launcher: mpiexec or srun. has_ended: it is gone.
-        staging: of the environment, once all agents are there.
     """
 
     def __init__(self, plan: LaunchPlan, start_timeout: float = START_TIMEOUT) -> None:
         super().__init__(plan, start_timeout)
         self.launcher: subprocess.Popen | None = None
         self.has_ended = False
-        self.staging: Staging | None = None
 
     def start(self, run: Run) -> None:
         self.run, plan = run, self.plan
@@ -57,9 +54,7 @@ class OneBackend(RemoteRanks):
 
     def advance(self) -> bool:
         """True once the launcher backend has ended and nobody is connected."""
-        run, decided = self.run, self.run.state is RunState.ENDING
-        if self.staging is not None and self.under_way and (decided or not run.failures):
-            self.staging.release(again=run.again and run.is_retried)
+        run = self.run
         assert self.launcher is not None
         if self.launcher.poll() is None:
             return False
@@ -85,6 +80,8 @@ class OneBackend(RemoteRanks):
     def drop(self, agent: RemoteAgent) -> None:
         self.disconnect(agent)
         decided = self.run.state is RunState.ENDING
+        if self.plan.stage is not None and not self.under_way:
+            return  # others may still unpack; they connect, and are told to end
         if not self.connections and (self.under_way or decided):
             self.stop_launcher_in(LAUNCHER_END if decided else LAUNCHER_LINGERS)
 
@@ -100,13 +97,12 @@ class OneBackend(RemoteRanks):
             return
         agent.index = index
         self.agents[index] = agent
+        if self.run.state is RunState.ENDING:
+            # It has unpacked an environment while another host could not, or launch was told to end.
+            self.tell({"kill": True})
         if not self.expected() and self.run.state is RunState.STARTING:
             self.run.clocks.clear(self.too_late)
-            if self.plan.stage is None:
-                self.go()
-            else:
-                self.staging = Staging(self.plan, self.in_order(), self.run.failures)
-                self.staging.begin()
+            self.go()
 
     def in_order(self) -> list[RemoteAgent]:
         """All agents, by the launcher backend's own numbers."""
@@ -115,22 +111,11 @@ class OneBackend(RemoteRanks):
     def go(self) -> None:
         agents = self.in_order()
         commands = start_commands(self.plan, agents)
-        if self.staging is not None:
-            commands = [c | {"stage": self.staging.told(agent)} for c, agent in zip(commands, agents, strict=True)]
         self.command(zip(agents, commands, strict=True))
-
-    def on_message(self, agent: RemoteAgent, message: Message) -> None:
-        if "stage" in message and self.staging is not None:
-            if self.staging.hear(agent, message["stage"]) and self.run.state is RunState.STARTING:
-                self.go()
-        else:
-            super().on_message(agent, message)
 
     def on_lost(self, agent: RemoteAgent, reason: str) -> None:
         if self.under_way:
             super().on_lost(agent, reason)
-        elif self.staging is not None:
-            self.staging.lost(agent, reason)
         else:
             del self.agents[agent.index]  # the launcher backend will say more, or the rendezvous times out
 
@@ -154,7 +139,10 @@ class OneBackend(RemoteRanks):
     def kill(self) -> None:
         self.tell({"kill": True})
         patience = LAUNCHER_END if self.under_way else 0.0
-        self.stop_launcher_in(patience if self.staging is None else REMOVAL)
+        is_second = self.run.clocks.is_set(self.stop_launcher)  # Ctrl-C again: at once
+        if self.plan.stage is not None and not is_second:
+            patience = REMOVAL if self.under_way else UNPACKING_END
+        self.stop_launcher_in(patience)
 
     def stop_launcher_in(self, seconds: float) -> None:
         self.run.clocks.set(self.stop_launcher, time.monotonic() + seconds)
@@ -162,7 +150,8 @@ class OneBackend(RemoteRanks):
     def stop_launcher(self) -> None:
         """End mpiexec or srun, and what it has started on this host."""
         assert self.launcher is not None
-        processes.end(self.launcher.pid, "-", grace=0.5)
+        grace = 0.5 if self.plan.stage is None else UNPACKING_END
+        processes.end(self.launcher.pid, "-", grace)
         self.launcher.wait()
 
     def finish(self) -> tuple[str, int]:

@@ -15,6 +15,7 @@ import subprocess
 import time
 from abc import abstractmethod
 from collections.abc import Iterable
+from dataclasses import asdict
 from typing import Any
 
 from mmm.launch.channel.commands import RemoteAgent, read_failure
@@ -84,6 +85,8 @@ class RemoteRanks(Transport):
         plan, output = self.plan, self.run.output
         launcher = plan.launcher.value
         entry = {"at": self.addresses, "token": self.token, "launcher": launcher, "port": plan.wished_port, **told}
+        if plan.stage is not None:
+            entry["stage"] = asdict(plan.stage)
         try:
             return subprocess.Popen(
                 command,
@@ -160,6 +163,8 @@ class RemoteRanks(Transport):
         agent.host = agent.hello["host"]
         if "error" in agent.hello:
             self.run.failed(Failure.of_user(0, agent.hello["error"]))
+            with contextlib.suppress(Lost):
+                agent.link.send({"kill": True})
         else:
             self.join(agent)
 
