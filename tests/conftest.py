@@ -19,7 +19,6 @@ LONGEST = (
     "trainer/test_resume.py",
     "trainer/test_resume_launched.py",
     "trainer/test_elastic.py",
-    "accelerator/test_steps.py",
     "test_three_lines.py",
     "plan/test_dry_run.py",
     "fuzz/test_finds.py",

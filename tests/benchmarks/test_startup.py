@@ -66,21 +66,6 @@ def test_no_way_is_left():
         startup.main(["--curve", "--ways", "mpiexec", "--mpiexec", "no-such-mpiexec"])
 
 
-@pytest.mark.parametrize(("further", "code"), [(0.1, 0), (1.0, 1)])
-def test_the_curve(monkeypatch, tmp_path, capsys, further, code):
-    """The costs of starts are made up."""
-    forked = {1: Start(3.0, 4.0), 8: Start(3.5, 4.0 + 7 * further)}
-    costs = {ranks: {"forked": forked[ranks], "torchrun": BY_RANKS[ranks]["torchrun"]} for ranks in forked}
-    monkeypatch.setattr(measure, "start", lambda way, ranks, *_: costs[ranks][way])
-    monkeypatch.setattr(measure, "one_import", lambda *_: 4.0)
-    ways = ["--ways", "forked", "torchrun", "mpiexec", "--mpiexec", "no-such-mpiexec"]
-    assert startup.main(["--curve", "--ranks", "1", "8", *ways, "--png", str(tmp_path / "startup.png")]) == code
-    assert (tmp_path / "startup.png").stat().st_size > 10_000
-    printed = capsys.readouterr().out
-    assert "a forked   b torchrun" in printed
-    assert "mpiexec is left out: no no-such-mpiexec here that answers" in printed
-
-
 @pytest.mark.long
 def test_a_start(tmp_path):
     real = start("forked", 2, PROGRAM, "mpiexec", str(tmp_path))
@@ -93,12 +78,3 @@ def test_a_further_forked_rank_costs_a_tenth_of_an_import_at_most(tmp_path):
     folder = str(tmp_path)
     few, many = (min(start("forked", ranks, PROGRAM, "", folder).cpu for _ in range(2)) for ranks in (1, 8))
     assert (many - few) / 7 < 0.1 * one_import(PROGRAM, 2, folder)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("way", ["spawned", "torchrun", "mpiexec"])
-def test_other_ways(tmp_path, way):
-    if way == "mpiexec" and measure.mpi_flavour() is None:
-        pytest.skip("no mpiexec here")
-    forked = start("forked", 2, PROGRAM, "", str(tmp_path)).cpu
-    assert start(way, 2, PROGRAM, "mpiexec", str(tmp_path)).cpu > 1.2 * forked

@@ -3,7 +3,6 @@
 import pytest
 
 from mmm.cli import compare as command
-from mmm.cli import told_apart
 from mmm.cli.main import main as mmm
 from mmm.errors import ConfigError, RecordError
 from mmm.history import History, write_config
@@ -46,35 +45,6 @@ def test_what_differs(two, capsys):
         ["--lr", "0.1", "0.2"],
     ]
     assert lines[-2:] == [["a", "a:", "1", "at", "iter", "2"], ["b", "b:", "2.5", "at", "iter", "4"]]
-
-
-@pytest.mark.parametrize(
-    ("texts", "shown"),
-    [
-        (["a", "b"], ["a", "b"]),
-        (["/scratch/me/data/a", "/scratch/me/data/b", "-"], ["…me/data/a", "…me/data/b", "-"]),
-        (["x" * 30, "-", "x" * 30], ["x" * 11 + "…", "-", "x" * 11 + "…"]),
-        (["/lus/one/tokens/of/all", "/lus/two/tokens/of/all"], ["/lus/one/to…", "/lus/two/to…"]),
-        (["/lus/one/tokens/of/all/a", "/lus/one/tokens/of/all/b", "yes"], None),  # they would look alike
-        (["", "-"], ["", "-"]),
-        ([], []),
-    ],
-)
-def test_long_values_are_told_apart(texts, shown):
-    assert told_apart(texts, 12) == (texts if shown is None else shown)
-
-
-def test_what_differs_in_long_flags_is_seen(tmp_path, capsys):
-    for name in "ab":
-        made_run(tmp_path / name, [2.0], options={"text": f"/scratch/of/a/project/with/a/long/name/{name}/tokens"})
-    assert command.main([str(tmp_path / name) for name in "ab"]) == 0
-    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
-    assert ["--text", "…ng/name/a/tokens", "…ng/name/b/tokens"] in lines
-    assert mmm(["runs", str(tmp_path)]) == 0
-    assert [line.split()[-1] for line in capsys.readouterr().out.splitlines()[1:]] == [
-        "text=…ng/name/a/tokens",
-        "text=…ng/name/b/tokens",
-    ]
 
 
 def test_runs_that_are_alike(tmp_path, capsys):

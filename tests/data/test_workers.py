@@ -1,28 +1,20 @@
 """Workers whose batches cannot go the usual way: they take the slower one, or the run ends with a message."""
 
-import multiprocessing
 import os
 import signal
 import subprocess
 import sys
-import tempfile
 import time
-from multiprocessing import util
-from types import SimpleNamespace
 
 import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset
 
 from mmm.data import workers
-from mmm.data.images.batches import ImageBatches
-from mmm.data.images.fake import FakeImages
 from mmm.errors import DataError
 from support.launcher import Launcher
 
 LONG = "pbs.1234567.polaris-pbs-01.hsn.cm.polaris.alcf.anl.gov/00000000-0000-4000-8000-000000000000/tmp/of/a/job"
-TOO_SMALL = "/dev/shm has 67 MB, too little room: give it more (docker run --shm-size), or use no workers"
-THROUGH_PIPES = "data loader workers hand over batches through pipes, which takes longer: "
 
 
 class Rows(Dataset):
@@ -39,31 +31,10 @@ class Rows(Dataset):
         return {"row": (torch.tensor([index, index**2]), str(index))}
 
 
-def stacked(samples):
-    return {"row": (torch.stack([s["row"][0] for s in samples]), [s["row"][1] for s in samples])}
-
-
 def rows(loader, notes):
     batches = list(workers.read(loader, 60.0, notes.append))
     assert [name for batch in batches for name in batch["row"][1]] == list("012345")
     return torch.cat([batch["row"][0] for batch in batches]).tolist()
-
-
-@pytest.fixture
-def long_tmpdir(tmp_path, monkeypatch):
-    folder = tmp_path / LONG
-    folder.mkdir(parents=True)
-    monkeypatch.setattr(tempfile, "tempdir", str(folder))
-    monkeypatch.setitem(multiprocessing.current_process()._config, "tempdir", None)  # where sockets are
-    return folder
-
-
-def test_a_full_shared_memory_sends_batches_through_pipes(monkeypatch):
-    free = SimpleNamespace(f_bavail=0, f_blocks=16384, f_frsize=4096)
-    monkeypatch.setattr(workers.os, "statvfs", lambda path: free)
-    notes = []
-    assert rows(DataLoader(Rows(), 2, num_workers=2, collate_fn=stacked), notes) == [[i, i * i] for i in range(6)]
-    assert set(notes) == {THROUGH_PIPES + TOO_SMALL}
 
 
 def test_a_collate_that_finds_shared_memory_full_ends_the_run():
@@ -72,30 +43,6 @@ def test_a_collate_that_finds_shared_memory_full_ends_the_run():
 
     with pytest.raises(DataError, match=r"/dev/shm"):
         next(workers.read(DataLoader(Rows(), 2, num_workers=1, collate_fn=collate), 20.0, print))
-
-
-def test_a_temporary_folder_too_long_for_sockets_sends_batches_through_pipes(long_tmpdir, monkeypatch):
-    monkeypatch.setattr(workers, "SHORT_FOLDERS", ())  # there is no other
-    batches, notes = ImageBatches(FakeImages(24, (3, 8, 8), 4, seed=5), 4), []
-    expected = list(batches.loader(workers=0).epoch())
-    for batch, other in zip(batches.loader(workers=1, note=notes.append).epoch(), expected, strict=True):
-        assert torch.equal(batch.images, other.images)
-        assert torch.equal(batch.labels, other.labels)
-    assert notes[0].startswith(THROUGH_PIPES + "sockets cannot be made")
-
-
-def test_sockets_get_a_short_folder(long_tmpdir):
-    notes = []
-    assert rows(DataLoader(Rows(), 2, num_workers=1), notes)[5] == [5, 25]
-    assert len(notes) == 1
-    assert f"TMPDIR has {len(str(long_tmpdir))} bytes" in notes[0]
-    assert util.get_temp_dir().startswith("/tmp/")
-    assert tempfile.gettempdir() == str(long_tmpdir)  # the rest stays where it was asked for
-
-
-def test_a_short_temporary_folder_stays(monkeypatch):
-    monkeypatch.setattr(tempfile, "tempdir", "/tmp")
-    assert workers.use_short_socket_folder() is None
 
 
 @pytest.mark.parametrize(

@@ -62,20 +62,3 @@ def test_a_wrong_one_is_seen(line, monkeypatch, capsys):
     with pytest.raises((Exception, SystemExit)) as caught:
         check_command(line, monkeypatch)
     assert not isinstance(caught.value, Parsed)
-
-
-def test_what_counts_as_a_command():
-    text = """
-```
-$ A=1 launch -n 2 \\
-      python3 -m mmm.examples.ddp   # so
-launch: no accelerator found
-mmm runs [DIR] [--sort COLUMN]
-mmm doctor | head
-```
-
-```python
-make it = 3
-```
-"""
-    assert commands_in(text) == ["launch -n 2 python3 -m mmm.examples.ddp", "mmm doctor"]

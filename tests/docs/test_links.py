@@ -4,7 +4,6 @@ only looked at: there may be no network."""
 import re
 from functools import cache
 from html.parser import HTMLParser
-from itertools import pairwise
 from urllib.parse import unquote, urlsplit
 
 import pytest
@@ -124,32 +123,3 @@ def test_a_wrong_link_is_seen(link, tmp_path):
     assert wrong_links(page) == []
     page.write_text(f"# A & `b`\n\n[a]({link})\n")
     assert wrong_links(page) == [link]
-
-
-def test_a_wrong_link_of_the_site_is_seen(tmp_path):
-    (tmp_path / "a").mkdir()
-    page, other = tmp_path / "a" / "a.html", tmp_path / "b.html"
-    other.write_text('<h1 id="b">b</h1>')
-    right = '<a href="../b.html#b">b</a> <img src="data:x"> <a href="https://example.org/b">c</a>'
-    wrong = ["../b.html#c", "../c.html", "../../c.html", "https://nowhere"]
-    loaded = ["https://example.org/x.js", "x.css"]
-    page.write_text(right)
-    assert wrong_on_site(page, tmp_path) == []
-    links = [f'<a href="{each}">x</a>' for each in wrong]
-    page.with_name("c.html").write_text(
-        f'{"".join(links)}<script src="{loaded[0]}"></script><link rel="stylesheet" href="x.css">'
-    )
-    assert wrong_on_site(page.with_name("c.html"), tmp_path) == sorted([*wrong, *loaded])
-
-
-ITEM = re.compile(r"([-*]|\d+\.) \S|\|")
-
-
-@pytest.mark.parametrize("page", PAGES, ids=name_of)
-def test_lists_and_tables_begin_after_an_empty_line(page):
-    """GitHub shows them without, and the site as one paragraph."""
-    lines = prose(page.read_text(encoding="utf-8")).splitlines()
-    pairs = pairwise(lines)
-    assert [
-        line for before, line in pairs if ITEM.match(line) and re.match(r"\w", before) and not ITEM.match(before)
-    ] == []

@@ -35,15 +35,6 @@ def _place(pieces, lines, indent):
     return len(pieces)
 
 
-def test_what_counts_as_quoted():
-    source = "def f(x):\n    if x:\n        a = 1\n        b = 2\n        c = 3\n\n    return c\n"
-    assert missing("if x:\n    a = 1\n    …\n    c = 3\n", source) is None
-    assert missing("a = 1\nb = 2\n", source) is None
-    assert missing("b = 2\na = 1\n", source) == "b = 2\na = 1\n"
-    assert missing("c = 3\n…\na = 1\n", source) == "a = 1\n"
-    assert missing("a = 1\n…\nreturn c\n", source) == "return c\n"  # it is not as deep in the block
-
-
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT / "docs")))
 def test_a_page_quotes_the_code(page):
     for block in BLOCK.finditer(page.read_text(encoding="utf-8")):

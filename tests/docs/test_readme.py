@@ -16,10 +16,6 @@ def shown_in(page, language):
     return {block: commands_of(block.text)[0] for block in found if block.text.startswith("$ launch")}
 
 
-def test_it_is_short():
-    assert len(README.read_text(encoding="utf-8").splitlines()) <= 150
-
-
 def test_it_shows_the_three_lines():
     printed = {shown.command: shown.lines for shown in shown_in(PAGE, "console").values()}
     text, wrong = README.read_text(encoding="utf-8"), []

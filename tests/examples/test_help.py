@@ -2,7 +2,6 @@
 
 import re
 import sys
-from dataclasses import dataclass
 
 import pytest
 
@@ -50,20 +49,3 @@ def test_the_technique_comes_first(monkeypatch, capsys, program, first):
 def test_a_trainer_shows_its_groups(monkeypatch, capsys):
     groups = ["model", "experts", "data", "layout", "optimizer", "memory", "evaluation", "sample", "checkpoint"]
     assert sections(help_of(lm, monkeypatch, capsys)) == [*groups, "profile", "run"]
-
-
-@pytest.mark.parametrize("program", [fsdp_tp, moe, lm], ids=lambda program: program.__name__)
-def test_lines_are_as_wide_as_a_terminal(monkeypatch, capsys, program):
-    """All but drawings, which begin with more than a space."""
-    lines = help_of(program, monkeypatch, capsys).splitlines()
-    assert max(len(line.rstrip()) for line in lines if not line.startswith("     ")) <= 80
-
-
-def test_a_flag_too_many_is_seen(monkeypatch, capsys):
-    @dataclass(frozen=True, kw_only=True)
-    class Config(fsdp_tp.Config):
-        one: int = 1
-
-    before = len(flag_lines(help_of(fsdp_tp, monkeypatch, capsys)))
-    monkeypatch.setattr(fsdp_tp, "Config", Config)
-    assert len(flag_lines(help_of(fsdp_tp, monkeypatch, capsys))) == before + 1

@@ -4,15 +4,13 @@ import json
 import sys
 from pathlib import Path
 
-import h5py
 import numpy as np
 import pytest
 
 from mmm.errors import UserError
 from mmm.examples import scaling
 from mmm.examples._support import scaling_report
-from mmm.examples._support.scaling_report import Point, read_point, speed_ups, table, write_report
-from mmm.history.plots.style import style
+from mmm.examples._support.scaling_report import Point, read_point, speed_ups, table
 from mmm.trainer.config.command_line import configure
 
 LINE = ["python3", "-m", "mmm.trainer.lm", "--outdir"]
@@ -36,24 +34,6 @@ def test_speed_ups():
     assert rows[2][:7] == ["4", "1.6", "3.20", "4.00", "80%", "100%", "5.0000"]
     assert rows[2][7:10] == ["25%", "75%", "2%"]
     assert "no prediction: the machine's rates are not known" in table(weak)
-
-
-def test_every_point_is_between_two_ticks():
-    """Also where more ranks are slower than one, and where they are faster than the ideal."""
-    for seconds in (40.0, 1.0):
-        with style():
-            axes = scaling_report.picture([point(1, 8.0, None), point(4, seconds, None)], "strong", "x").axes[0]
-        ticks, measured = axes.get_yticks(), 8 / seconds
-        assert ticks.min() <= min(measured, 1) <= max(measured, 4) <= ticks.max()
-
-
-def test_what_is_written(tmp_path):
-    written = write_report([point(2, 8.0, 4.0), point(4, 5.0, 2.0)], "strong", "mmm.trainer.lm", tmp_path)
-    assert [path.name for path in written] == ["strong.h5", "strong.png", "strong.svg"]
-    assert all(path.stat().st_size > 1000 for path in written)
-    with h5py.File(tmp_path / "strong.h5") as file:
-        assert file["speed_up"][:].tolist() == [2, 3.2]
-        assert file["predicted_seconds"][:].tolist() == [4, 2]
 
 
 def test_a_line_for_each_point(monkeypatch, tmp_path, capsys):

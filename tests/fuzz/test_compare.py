@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from fuzz.compare import NAMES, Verdict, judge, kind_of, shrink, twin
+from fuzz.compare import Verdict, judge, shrink, twin
 from fuzz.draw import Case
 from fuzz.run import Outcome
 
@@ -62,56 +62,6 @@ def test_losses_and_evaluations_within_a_bound(dtype, close, far, name):
         many.series[name][1] *= 1 + error
         assert verdict(many, one).kind == kind
     assert "row 1" in verdict(many, one).about
-
-
-def test_what_is_missing_differs():
-    assert verdict(ran(loss=LOSSES[:2]), ran()).kind == "different"
-    assert verdict(ran(loss=[5.0, float("nan"), 3.0]), ran()).kind == "different"
-    assert verdict(ran(loss=LOSSES), ran(loss=LOSSES, val_loss=LOSSES)).kind == "different"
-    good = {"w": (1.0, 9.0)}
-    assert verdict(ran(weights=good), ran(weights={"w": (1.1, 9.0)})).kind == "different"
-    assert verdict(ran(weights=good), ran(weights={"v": (1.0, 9.0)})).kind == "different"
-    assert verdict(ran(weights=good), ran(weights=good)).kind == "equal"
-    nan = {"w": (float("nan"), 9.0)}
-    assert verdict(ran(weights=nan), ran(weights=good)).kind == "different"
-    assert verdict(ran(weights=nan), ran(weights=nan)).kind == "equal"
-
-
-def test_half_precision_is_compared_until_one_of_two_runs_skips_a_step():
-    many, one = (
-        ran("fp16", scales, loss=losses)
-        for scales, losses in (([8, 8, 4], [5.0, 4.0, 3.0]), ([8, 4, 4], [5.0, 4.0, 3.9]))
-    )
-    assert verdict(many, one).kind == "equal"  # they are two runs from step 1 on
-    one.series["loss"][1] = 4.9
-    assert verdict(many, one).kind == "different"
-    noise = ran("fp16", [8, 8, 8], loss=[5.0, 9.0, 30.0]), ran("fp16", [8, 8, 8], loss=[5.0, 8.0, 50.0])
-    assert verdict(*noise).kind == "equal"
-
-
-def test_refusals():
-    no = Outcome("refused", "--lr -1: it must be greater than 0")
-    layout = Outcome("refused", "the layout tp4 has 4 ranks, and there are 3")
-    assert verdict(layout, ran()).kind == "refused"
-    assert verdict(no, no).kind == "refused"
-    assert verdict(no, ran()).kind == "odd"  # one rank takes it, and the reason names nothing of a layout
-    assert verdict(ran(), no).kind == "odd"
-    few = Outcome(
-        "refused", "mnist has 72 images, fewer than a global batch of 128: use --global_batch_size 72, or less"
-    )
-    assert verdict(few, ran()).kind == "refused"  # 64 a data-parallel coordinate
-    assert verdict(few, ran(), global_batch_size="128").kind == "odd"
-    assert verdict(Outcome("refused", "command line: --x"), no).kind == "refused"
-    assert verdict(Outcome("crashed", "rank 1: IndexError"), ran()).kind == "crashed"
-    assert verdict(ran(), Outcome("crashed", "rank 0: IndexError")).kind == "crashed"
-    assert not NAMES.search("--lr -1: it must be greater than 0")
-
-
-def test_one_rule_is_one_kind_of_reason():
-    said = "pp {0} needs {0} ranks: start them, `launch -n {0} x /tmp/{0}`, of /data/{0}/y"
-    first, second = (said.format(n) for n in (2, 3))
-    assert kind_of(first) == kind_of(second)
-    assert kind_of("pp 2 is wrong") != kind_of("tp 2 is wrong")
 
 
 def test_a_faulty_case_loses_what_it_does_not_need():

@@ -14,13 +14,10 @@ import h5py
 import pytest
 
 import mmm.history
-from mmm.cli import main as cli
 from mmm.errors import RecordError
 from mmm.history import History, finalize, load, write_config
-from mmm.history.record import dataset
 from mmm.history.record.folder import cannot_write
 from mmm.history.record.journal import Journal
-from support.disk import CAN_MOUNT, small_disk
 
 RANKS = [{"rank": r, "host": "a"} for r in range(2)]
 WRITER = """
@@ -156,25 +153,6 @@ def test_an_odd_row_is_left_out_and_said(tmp_path, caplog, line, why):
     assert re.search(rf"1 of 5 lines left out: line 4 is not a row \(.*{why}", caplog.text)
 
 
-def test_what_was_left_out_stays_said(tmp_path, capsys):
-    path = journal_of(tmp_path)
-    path.write_text(path.read_text().replace('"loss": 0.0', '"loss": "0.0"'))
-    finalize(tmp_path)  # the journal is gone; what was left out stays said
-    assert load(tmp_path).sizes["draw"] == 4
-    assert cli.main(["history", str(tmp_path)]) == 0
-    assert "line 2" in capsys.readouterr().out
-
-
-def test_what_a_running_history_takes_is_read(tmp_path):
-    history = History(tmp_path, ranks=RANKS, flush_every=1)
-    for value in (2**63, 2**70, float("nan"), float("inf"), -1):
-        history.update({"much": value}, {"dt": [value, value]})
-    history._journal.close()
-    ds = load(tmp_path)
-    assert "left_out" not in ds.attrs
-    assert ds["much"].values[:2].tolist() == [2.0**63, 2.0**70]
-
-
 ODD = (None, True, "x", "", "\0", "\ud800", -1, 2**63, 2**70, 10**400, 1e308, float("nan"), [], [[1]], {}, {"a": [1]})
 
 
@@ -236,17 +214,6 @@ def test_a_broken_header_is_an_error(tmp_path, header):
     path.write_bytes(b"\n".join([header, *path.read_bytes().splitlines()[1:]]))
     with pytest.raises(RecordError, match=r"journal.jsonl.*(header|version 9)"):
         load(tmp_path)
-
-
-def test_a_header_with_a_word_for_a_place_in_the_mesh(tmp_path, capsys):
-    journal = journal_of(tmp_path)
-    first, _, rest = journal.read_text().partition("\n")
-    header = json.loads(first)
-    for rank in header["ranks"]:
-        rank |= {"axis_tp": "left", "axis_pp": 3}
-    journal.write_text(json.dumps(header) + "\n" + rest)
-    assert cli.main(["history", str(tmp_path)]) == 0
-    assert "· pp 4\n" in capsys.readouterr().out
 
 
 def test_a_kill_between_the_dataset_and_the_journal(tmp_path):
@@ -344,23 +311,6 @@ def test_a_full_device(tmp_path, monkeypatch):
     assert load(tmp_path)["iter"].values.tolist() == [0, 1]
 
 
-@CAN_MOUNT
-def test_a_really_full_file_system(tmp_path):
-    with small_disk(tmp_path, "size=64k"):
-        history = History(tmp_path, ranks=RANKS, flush_every=1)
-        kept = 0
-        with pytest.raises(RecordError, match=r"journal\.jsonl"):  # noqa: PT012
-            while kept < 10_000:
-                history.update({"iter": kept, "loss": kept / 3})
-                kept += 1
-        assert 100 < load(tmp_path).sizes["draw"] == kept
-        with pytest.raises(RecordError, match="No space left on device"):
-            history.close()
-        assert load(tmp_path).sizes["draw"] == kept
-        assert sorted(p.name for p in tmp_path.iterdir()) == ["journal.jsonl"]
-        history._journal.close()
-
-
 def test_a_run_that_finished_stays_finished_without_the_last_line_of_its_config(tmp_path, monkeypatch, caplog):
     """A disk may have room for the rows, and none for config.json, which is written beside the one that is there."""
     write_config(tmp_path, {"module": "lm"})
@@ -372,28 +322,3 @@ def test_a_run_that_finished_stays_finished_without_the_last_line_of_its_config(
     assert [p.name for p in sorted(tmp_path.iterdir())] == ["config.json", "train_dataset.h5"]
     assert len(caplog.records) == 1
     assert "config.json: No space left on device" in caplog.text
-
-
-def test_a_failed_finalize_keeps_the_journal(tmp_path, monkeypatch):
-    history = History(tmp_path, ranks=RANKS, flush_every=1)
-    history.update({"iter": 0})
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "fsync", full)  # the dataset's file can be opened but not filled
-        with pytest.raises(RecordError, match=r"train_dataset.h5: No space left"):
-            history.close()
-        assert sorted(p.name for p in tmp_path.iterdir()) == ["journal.jsonl"]
-        history._journal.close()
-        with pytest.raises(RecordError, match=r"train_dataset.h5: No space left"):
-            finalize(tmp_path)
-    assert load(tmp_path).sizes["draw"] == 1
-    history.close()  # a second try, with room
-    assert [p.name for p in tmp_path.iterdir()] == ["train_dataset.h5"]
-
-
-def test_the_first_error_is_the_one_that_is_raised(tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr(dataset, "write_dataset", full)
-    with pytest.raises(ZeroDivisionError), History(tmp_path, ranks=RANKS) as history:  # noqa: PT012
-        history.update({"iter": 0})
-        1 / 0  # noqa: B018
-    assert "was not finalized" in caplog.text
-    assert json.loads((tmp_path / "journal.jsonl").read_text().splitlines()[1])["row"] == {"iter": 0}

@@ -200,27 +200,6 @@ def test_the_writer_notices_that_its_journal_is_gone(tmp_path, caplog, how):
     assert losses(folder) == expected(2)
 
 
-def test_another_runs_journal_is_left_alone(tmp_path):
-    history = History(tmp_path, ranks=[{}], flush_every=1)
-    path = tmp_path / "journal.jsonl"
-    header = json.loads(path.read_text())
-    header["writer"]["pid"] += 1
-    path.unlink()
-    path.write_text(json.dumps(header) + "\n")
-    before = path.read_text()
-    with pytest.raises(RecordError, match="is another run's journal now"):
-        history.update({"loss": 1.0})
-    assert path.read_text() == before
-
-
-def test_a_lock_that_a_reader_had_for_a_moment_is_taken_later(tmp_path, monkeypatch):
-    with monkeypatch.context() as patch:
-        patch.setattr("mmm.history.record.journal.lock", lambda fd: Lock.TAKEN)
-        history = History(tmp_path, ranks=[{}], flush_every=1)
-    history.update({"loss": 1.0})
-    assert mmm.history.state(tmp_path) == "running"
-
-
 LOOK = """
 import os, sys
 from mmm.history.record.reader import why_running

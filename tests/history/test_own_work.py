@@ -6,8 +6,8 @@ import pytest
 from mmm.cli import history as command
 from mmm.cli.main import main as mmm
 from mmm.errors import ConfigError
-from mmm.history import History, load, write_config
-from mmm.history.plots.own_work import OwnWork, communication_to_computation, most_of, own_work, slow
+from mmm.history import History, write_config
+from mmm.history.plots.own_work import OwnWork, communication_to_computation, most_of, slow
 
 
 def work(own, dt=1.0):
@@ -30,12 +30,6 @@ def test_nobody():
     assert slow(work(np.zeros((0, 3)))) is None
 
 
-def test_a_host_whose_ranks_take_turns():
-    turns = [[0.1, 0.1, 0.1, 0.1, *pair] for pair in ((0.1, 0.1), (0.5, 0.4), (0.4, 0.5), (0.5, 0.4), (0.4, 0.5))]
-    found = slow(work(turns), ["a", "a", "a", "b", "c", "c"])
-    assert (found.rank, found.is_host, found.rows, found.of) == (4, True, 4, 4)
-
-
 def test_chance_blames_nobody():
     """Of two equal ranks, or hosts, one has the most in about half of the rows."""
     of_two = np.where(np.arange(41)[:, None] % 20 < 11, [0.3, 0.1], [0.1, 0.3])
@@ -43,16 +37,6 @@ def test_chance_blames_nobody():
     assert slow(work(of_two[:, [0, 0, 1, 1]]), ["a", "a", "b", "b"]) is None
     assert slow(work(of_two[:, [1, 1, 1, 0]]), ["a", "a", "a", "b"]) is None
     assert slow(work(np.where(np.arange(41)[:, None] % 20 < 17, [0.3, 0.1], [0.1, 0.3])), ["a", "a"]).rank == 0
-
-
-def test_ranks_of_a_host_that_are_not_beside_each_other(tmp_path, capsys):
-    ranks = [{"host": "ab"[r % 2], "tp": r} for r in range(12)]
-    with History(tmp_path, ranks=ranks) as history:
-        for step in range(13):
-            own = [0.5 if r == 2 * (step % 6) else 0.1 for r in range(12)]
-            history.update({"iter": step}, {"dt": [0.5] * 12, "dt_own": own})
-    assert command.main([str(tmp_path), "--ranks"]) == 0
-    assert "slowest: host a (ranks 0, 2, 4, 6 and 2 more, most often 0): 0.4 s" in capsys.readouterr().out
 
 
 def test_rows_of_epochs_are_not_called_steps(tmp_path, capsys):
@@ -110,31 +94,10 @@ def test_more_ranks_than_are_kept_in_full(tmp_path, capsys):
     assert lines[16].startswith("slowest: rank 6 (host node1, local_rank 2, dp_shard 6): 0.4 s of work")
 
 
-def test_nobody_is_said(tmp_path, capsys):
-    assert command.main([str(made(tmp_path, 4, slow_rank=None)), "--ranks"]) == 0
-    assert capsys.readouterr().out.endswith("\nslowest: no rank holds the others up by more than 5 % of a step\n")
-
-
 @pytest.mark.parametrize("flag", ["--plots", "--metric=loss"])
 def test_it_draws_no_plots(tmp_path, flag):
     with pytest.raises(ConfigError, match="--ranks"):
         command.main([str(tmp_path), "--ranks", flag])
-
-
-def test_what_there_is_no_table_of(tmp_path, capsys):
-    for name, ranks, times, said in (
-        ("one", 1, {"dt": [1.0], "dt_own": [1.0]}, "--ranks: the run is of one rank"),
-        ("gpu", 2, {"dt": [1.0, 1.0]}, "--ranks: not known: each rank's dt contains its waiting"),
-        ("none", 2, None, "--ranks: the run has no rows yet"),
-    ):
-        with History(tmp_path / name, ranks=[{}] * ranks) as history:
-            if times is not None:
-                history.update({}, times)
-        assert mmm(["history", str(tmp_path / name), "--ranks"]) == 2
-        err = capsys.readouterr().err
-        assert said in err
-        assert len(err.splitlines()) == 1
-        assert own_work(load(tmp_path / name)) is None or ranks == 1
 
 
 def test_seconds_waited_for_each_second_of_computation():

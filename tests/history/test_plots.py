@@ -1,8 +1,6 @@
 """Plots exist and show something; a plot that fails costs a warning; the command prints a summary."""
 
 import json
-import logging
-import re
 import subprocess
 import sys
 
@@ -12,11 +10,9 @@ from mmm.cli import history as command
 from mmm.errors import RecordError
 from mmm.history import History, load, plot_all, terminal_plot
 from mmm.history.plots import figures as drawing
-from mmm.history.plots import terminal as drawing_text
-from mmm.history.plots.series import limits, metrics, outside, series, slowest
+from mmm.history.plots.series import metrics, series, slowest
 from mmm.history.plots.style import style
 from mmm.history.plots.summary import summary_figure
-from mmm.history.plots.terminal import side_by_side
 
 RANKS = [{"rank": r, "local_rank": r % 2, "host": f"node{r // 2}", "tp": r % 2} for r in range(4)]
 
@@ -61,22 +57,6 @@ def test_pictures_show_something(run, drawn):
         assert 0.01 < (pixels < 0.95).any(axis=2).mean() < 0.9, picture  # neither blank nor all ink
 
 
-def test_a_slow_first_step_does_not_flatten_the_rest(run):
-    s = series(load(run), "dt")
-    shown = limits(s)
-    assert shown is not None
-    assert shown.high < 1.0
-    assert outside(s, shown) == "1 row above the plot: 7.71 s at iter 0"
-    rate = series(load(run), "sps")
-    assert outside(rate, limits(rate)) == "1 row below the plot: 1 samples/s at iter 0"
-
-
-def test_a_loss_is_shown_in_full(run):
-    s = series(load(run), "loss")
-    assert limits(s).high == 10.0
-    assert outside(s, limits(s)) == ""
-
-
 def test_terminal_plot_is_plain_and_fits(run):
     text = terminal_plot(load(run), "dtf", width=70, height=14)
     lines = text.splitlines()
@@ -91,19 +71,6 @@ def test_terminal_plot_is_plain_and_fits(run):
     assert curve
 
 
-def test_odd_columns_are_drawn(tmp_path, caplog):
-    nan, inf = float("nan"), float("inf")
-    odd = {"loss": [2.0] * 3, "dt": [nan] * 3, "dtf": [0.0] * 3, "huge": [1e-7, 3e9, 1.0], "sps": [1.0, inf, -inf]}
-    with caplog.at_level(logging.WARNING, logger="mmm"):
-        for rows, names in ((3, list(odd)), (1, ["loss"])):
-            with History(tmp_path / str(rows), ranks=[{}]) as history:
-                for place in range(rows):
-                    history.update({name: odd[name][place] for name in names})
-            written = plot_all(load(tmp_path / str(rows)), tmp_path / str(rows))
-            assert len(written) == 3 * len(names) + 2
-    assert not caplog.records
-
-
 def test_more_ranks_than_are_kept_in_full(tmp_path):
     with History(tmp_path, ranks=[{"rank": r} for r in range(6)], full_ranks=4) as history:
         for _ in range(8):
@@ -114,29 +81,6 @@ def test_more_ranks_than_are_kept_in_full(tmp_path):
     assert {"dt.png", "dt_argmax.png", "summary.png"} <= {p.name for p in written}
     said = command.straggler(ds)
     assert said.startswith("rank 3 (place unknown): 0.8 s of work over the median rank in a step of 0.91 s, in 7 of 7")
-
-
-def test_a_failing_plot_is_a_warning(run, tmp_path, monkeypatch, caplog):
-    whole = drawing.metric_figure
-
-    def breaks(ds, name):
-        if name == "loss":
-            raise RuntimeError("no ink")
-        return whole(ds, name)
-
-    monkeypatch.setattr(drawing, "metric_figure", breaks)
-    with caplog.at_level(logging.WARNING, logger="mmm"):
-        written = plot_all(load(run)[["loss", "sps"]], tmp_path)
-    assert "plot loss failed: RuntimeError: no ink" in caplog.text
-    assert {"sps.png", "loss.txt", "summary.png"} <= {p.name for p in written}
-    assert "loss.png" not in {p.name for p in written}
-
-
-def test_no_place_for_plots_is_a_warning(run, tmp_path, caplog):
-    (tmp_path / "plots").write_text("in the way")
-    with caplog.at_level(logging.WARNING, logger="mmm"):
-        assert plot_all(load(run)[["loss"]], tmp_path) == []
-    assert "failed" in caplog.text
 
 
 def test_unknown_metric_names_the_known(run):
@@ -224,29 +168,6 @@ def test_the_limits_have_the_validation_loss_inside(tmp_path):
     assert figure.axes[0].get_ylim()[0] < 1.0
 
 
-def test_several_trainings_in_one_record_are_lines_of_their_own(tmp_path, monkeypatch):
-    with History(tmp_path / "run", ranks=RANKS[:1]) as history:
-        for stage in range(3):
-            for step in range(10):
-                history.update({"iter": step, "stage": stage, "loss": 3.0 - 0.1 * step}, {})
-    lines = drawing.metric_figure(load(tmp_path / "run"), "loss").axes[0].lines
-    assert [line.get_label() for line in lines] == ["stage 0", "stage 1", "stage 2"]
-    assert all(line.get_xdata().tolist() == list(range(10)) for line in lines)
-    widths = [line.get_linewidth() for line in lines]
-    assert widths == sorted(widths, reverse=True)  # they coincide: each is seen beside the next
-    assert widths[1] > widths[2]
-    monkeypatch.setattr(drawing_text, "chart", lambda signals, *_: "\n".join(f"{s.marker} {s.y[-1]}" for s in signals))
-    assert terminal_plot(load(tmp_path / "run"), "loss").splitlines() == [
-        *["a 2.1", "b 2.1", "c 2.1"],
-        "  a stage 0   b stage 1   c stage 2   (where they coincide the last is shown)",
-    ]
-    monkeypatch.undo()
-    small = side_by_side(load(tmp_path / "run"), ["loss", "stage"], 80, 10).splitlines()
-    assert re.fullmatch(r" +loss +stage", small[0])
-    assert max(map(len, small)) <= 80
-    assert side_by_side(load(tmp_path / "run"), []) == ""
-
-
 def test_the_summary_of_a_vision_run(tmp_path, capsys):
     (tmp_path / "run").mkdir()
     config = {"data": {"dataset": "digits", "source": "scikit-learn's"}}
@@ -259,17 +180,3 @@ def test_the_summary_of_a_vision_run(tmp_path, capsys):
     assert "  data       digits, scikit-learn's\n" in text
     assert "  train_loss 0.333333 (first 1.000000, lowest 0.333333 at epoch 3)\n" in text
     assert "  test_acc   96.00 (first 90.00, highest 97.50 at epoch 2)\n" in text
-
-
-def test_on_a_terminal_the_summary_is_a_table(tmp_path, monkeypatch, capsys):
-    """Its long lines are wrapped, where those of a file are not."""
-    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
-    monkeypatch.setenv("COLUMNS", "60")
-    text = f"[red]{'word ' * 20}end"
-    command.show_summary("run", [("state", "finished"), ("left out", text)])
-    printed = re.sub(r"\x1b\[[0-9;]*m", "", capsys.readouterr().out)
-    assert "[red]word" in printed
-    assert max(map(len, printed.splitlines())) <= 60
-    monkeypatch.setattr("sys.stdout.isatty", lambda: False)
-    command.show_summary("run", [("state", "finished"), ("left out", text)])
-    assert capsys.readouterr().out == f"run\n  state      finished\n  left out   {text}\n"

@@ -2,12 +2,8 @@
 
 import json
 
-import pytest
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-
 from mmm.history import plot_timeline
-from mmm.history.plots.style import style
-from mmm.history.plots.timeline import Panel, Span, legend_text, timeline_figure, timeline_text
+from mmm.history.plots.timeline import Panel, Span, legend_text, timeline_text
 
 ROWS = [
     [Span("F", "0", 0, 0.0, 0.010), Span("F", "1", 0, 0.010, 0.020), Span("B", "0", 0, 0.050, 0.070)],
@@ -28,36 +24,6 @@ def test_characters():
         "F forward, B backward, I backward: input, W backward: weights, small letters: a rank's later stages, · idle"
     )
     assert legend_text(Panel("", [[Span("F", "0", 0, 1, 2)]])) == "F forward, · idle"
-
-
-def test_picture():
-    many = [[Span("FB"[i % 2], str(i), 0, i / 20, (i + 0.9) / 20) for i in range(14)] for _ in range(4)]
-    with style():
-        figure = timeline_figure([PANEL, Panel("wall", many)], "ZBVZeroBubble, 4 ranks, 1,024 micro-batches")
-        canvas = FigureCanvasAgg(figure)
-        canvas.draw()
-        renderer = canvas.get_renderer()
-        legend = figure.legends[0].get_window_extent(renderer)
-        heads = [figure.texts[0], *(axes._left_title for axes in figure.axes)]
-        assert [head.get_text()[:7] for head in heads] == ["ZBVZero", "by hand", "wall"]
-        assert not any(legend.overlaps(head.get_window_extent(renderer)) for head in heads)
-        assert figure.bbox.contains(legend.x1, legend.y1)
-        first, second = figure.axes
-        assert [text.get_text() for text in first.texts] == ["0", "1", "0", "0", "0"]  # 12 has no room
-        assert len(second.texts) == 56
-        for axes, panel in ((first, PANEL.rows), (second, many)):
-            boxes = [text.get_window_extent(renderer) for text in axes.texts]
-            assert not any(a.overlaps(b) for i, a in enumerate(boxes) for b in boxes[:i])
-            bars = [path for part in axes.collections[1::2] for path in part.get_paths()]
-            assert len(bars) == sum(map(len, panel))
-        assert first.get_xlim()[1] == pytest.approx(90)
-
-
-def test_a_panel_of_another_scale_says_so():
-    short, long = ([[Span("F", "0", 0, 0.0, seconds)]] for seconds in (0.5, 5.0))
-    with style():
-        figure = timeline_figure([Panel("a", short), Panel("b", short), Panel("c", long)], "title")
-    assert [axes.get_xlabel() for axes in figure.axes] == ["ms", "ms", "ms: another scale than above"]
 
 
 def test_files(tmp_path):

@@ -24,24 +24,6 @@ def keep(outdir, tracker, rows=ROWS):
     return load(outdir)
 
 
-@pytest.mark.parametrize("when", ["row", "close"])
-def test_one_that_fails_costs_a_warning(tmp_path, caplog, monkeypatch, when):
-    called = []
-
-    def fails(*given):
-        called.append(given)
-        raise RuntimeError("no room\nfor it")
-
-    monkeypatch.setitem(sys.modules, "wandb", MagicMock())
-    monkeypatch.setattr(f"mmm.history.record.trackers.WandbTracker.{when}", fails)
-    found = keep(tmp_path, Tracked("wandb", tmp_path, {}))
-    assert found.loss.values.tolist() == [4.5, 4.25, 3.5]
-    assert [r.message for r in caplog.records if "--tracker" in r.message] == [
-        f"--tracker wandb could not {'take a row' if when == 'row' else 'end'}, and is given up: no room"
-    ]
-    assert len(called) == 1
-
-
 def test_one_that_does_not_start(tmp_path, caplog, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=lambda **given: 1 / 0))
     assert len(keep(tmp_path, Tracked("wandb", tmp_path, {})).loss) == 3
@@ -101,21 +83,6 @@ def test_the_log_and_the_config_are_kept_at_the_end(tmp_path, monkeypatch, caplo
     kept = [call.args[1] for call in mlflow.MlflowClient.return_value.log_artifact.call_args_list]
     assert kept == [str(tmp_path / "config.json"), str(tmp_path / "log.txt")]
     assert "given up" not in caplog.text
-
-
-@pytest.mark.parametrize(
-    ("tracker", "project", "words"),
-    [
-        (None, "mine", "--project"),
-        ("tensorboard", "mine", "--project"),
-        ("wandb", "", "a name has 1 to 128 letters"),
-        ("mlflow", "a/b", "none of #%/:"),
-    ],
-)
-def test_projects_that_are_refused(tracker, project, words, monkeypatch):
-    monkeypatch.setattr("mmm.history.record.trackers.PACKAGES", dict.fromkeys(PACKAGES, "json"))
-    with pytest.raises(ConfigError, match=words):
-        check_tracker(tracker, project)
 
 
 def test_what_mlflow_is_told(tmp_path, monkeypatch):

@@ -60,16 +60,6 @@ def test_an_exit_code(fail, how):
     assert (done.returncode, done.stderr) == (3, "launch: rank 1 exited with code 3\n")
 
 
-def test_a_hard_exit_code(fail):
-    done = fail("os._exit(4)")
-    assert (done.returncode, done.stderr) == (4, "launch: rank 1 exited with code 4\n")
-
-
-def test_exit_with_a_message(fail):
-    done = fail("sys.exit('no data in x')")
-    assert (done.returncode, done.stderr) == (1, "no data in x\n")
-
-
 @SPAWNED_IN_LONG
 @pytest.mark.parametrize("name", ["SIGKILL", "SIGSEGV"])
 def test_death_by_a_signal(fail, how, name):

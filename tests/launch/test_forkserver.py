@@ -3,9 +3,6 @@
 import json
 import os
 
-import pytest
-
-from mmm.launch.host import forkserver
 from support.clock import PATIENCE
 
 LOOK = """
@@ -105,24 +102,6 @@ def test_ranks_that_cannot_use_a_device_after_the_fork_are_started_anew(launcher
     assert (done.returncode, done.stdout) == (0, "False ['--lr', 'a b']\n" * 2), done.stderr
     done = launcher.run("-n", "1", "python3", "t.py", "fails", **path)
     assert (done.returncode, done.stderr.count("OSError: in a rank")) == (1, 1), done.stderr
-
-
-@pytest.mark.parametrize(
-    ("file", "touched"),
-    [
-        ("/dev/nvidia-uvm", True),
-        ("/dev/kfd", True),
-        ("/dev/nvidiactl", False),
-        ("/dev/nvidia0", False),
-        ("/dev/dri/renderD128", False),
-        ("/dev/null", False),
-    ],
-)
-def test_a_device_that_an_import_has_opened_is_seen(tmp_path, monkeypatch, file, touched):
-    """NVML, by which torch counts NVIDIA's devices, opens /dev/nvidiactl, and may be open before a fork."""
-    (tmp_path / "7").symlink_to(file)
-    monkeypatch.setattr(forkserver, "OPEN_FILES", str(tmp_path))
-    assert forkserver._device_open() is touched
 
 
 def test_a_package_that_has_opened_a_device_is_left_to_the_ranks(launcher):

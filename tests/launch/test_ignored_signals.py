@@ -3,7 +3,6 @@
 import os
 import signal
 import subprocess
-import sys
 import time
 
 import pytest
@@ -69,45 +68,6 @@ def test_they_stay_ignored_in_launch_its_ranks_and_what_these_start(launcher, wa
     assert launcher.gone(within=0.5)
 
 
-@pytest.mark.parametrize("by", ["host", "rank"])
-def test_ctrl_c_where_only_the_hosts_ignore_it(launcher, by):
-    """A launcher backend may ignore what launch does not: the ranks there still end in order."""
-    options = launcher.on_hosts(by)
-    text = (launcher.folder / "mpiexec").read_text()
-    launcher.write("mpiexec", text.replace("words =", "import signal; signal.signal(2, signal.SIG_IGN)\nwords =", 1))
-    launcher.write("t.py", LOOK)
-    process = launcher.start(*options, "-n", "2", "--device", "cpu", "python3", "t.py")
-    launcher.wait_for("ready-0", "ready-1")
-    assert (launcher.folder / "ready-0").read_text().split("|")[0] == "SIGINT"
-    process.send_signal(signal.SIGINT)
-    process.communicate(timeout=PATIENCE)
-    assert process.returncode == 130
-    assert {"cleaned-0", "cleaned-1"} <= set(os.listdir(launcher.folder))
-
-
-@pytest.mark.parametrize(
-    "ways", ["prefork", "rank", *(pytest.param(by, marks=pytest.mark.long) for by in ("spawn", "host"))], indirect=True
-)
-def test_without_any_ranks_ignore_none(launcher, ways):
-    launcher.write("t.py", LOOK)
-    process = launcher.start(*ways, "-n", "2", "--device", "cpu", "python3", "t.py")
-    launcher.wait_for("ready-0", "ready-1")
-    assert {(launcher.folder / f"ready-{rank}").read_text().split("|")[0] for rank in (0, 1)} == {""}
-    process.terminate()
-    process.communicate(timeout=PATIENCE)
-
-
-def test_sigterm_ends_even_a_launch_that_was_to_ignore_it(launcher, how):
-    """launch ends ranks by it: they could not end in order otherwise."""
-    launcher.write("t.py", LOOK)
-    process = launcher.start(*how, "-n", "2", "python3", "t.py", ignored=(signal.SIGTERM,), clocks=PATIENT)
-    launcher.wait_for("ready-0", "ready-1")
-    process.terminate()
-    process.communicate(timeout=PATIENCE)
-    assert process.returncode == 143
-    assert {"cleaned-0", "cleaned-1"} <= set(os.listdir(launcher.folder))
-
-
 @SPAWNED_IN_LONG
 def test_a_signal_for_the_program(launcher, how):
     """USR1 that launch ignores does not end ranks that do not expect it, nor after the fork server started anew."""
@@ -147,22 +107,6 @@ def test_a_signal_before_the_end_that_ranks_ignore_is_said(launcher):
     assert done.stderr.startswith("launch: --signal: SIGINT is ignored here")
 
 
-def test_exit_codes_are_known_though_sigchld_is_ignored(launcher, how):
-    done = launcher.run(*how, "-n", "2", "python3", "-c", "raise SystemExit(7)", ignored=(signal.SIGCHLD,))
-    assert done.returncode == 7
-
-
 def test_a_program_gets_sigpipe_as_any_program_does(launcher):
     done = launcher.run("-n", "1", "sh", "-c", "yes | head -1")
     assert (done.stdout, done.stderr) == ("y\n", "")
-
-
-def test_what_a_fork_of_the_tests_ignores(launcher):
-    """The tests' own starting of processes: what this process ignores is not theirs."""
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    try:
-        look = [sys.executable, "-c", "import signal; print(signal.getsignal(signal.SIGHUP) == signal.SIG_IGN)"]
-        assert subprocess.run(look, capture_output=True, text=True).stdout == "True\n"
-        assert launcher.run("-n", "1", *look).stdout == "False\n"
-    finally:
-        signal.signal(signal.SIGHUP, before)

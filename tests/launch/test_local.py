@@ -75,13 +75,6 @@ def test_environment():
     assert made.shared["PYTORCH_NVML_BASED_CUDA_CHECK"] == "1"
 
 
-def test_threads_share_the_cores(monkeypatch):
-    monkeypatch.setattr(host_plan, "available_cores", lambda: 8)
-    assert on_host(nproc=3).shared["OMP_NUM_THREADS"] == "2"
-    assert on_host(nproc=16).shared["OMP_NUM_THREADS"] == "1"
-    assert on_host(nproc=3, environ={"OMP_NUM_THREADS": "5"}).shared["OMP_NUM_THREADS"] == "5"
-
-
 @pytest.mark.parametrize(
     ("change", "reason"),
     [

@@ -1,13 +1,11 @@
 """What ranks and launch print, where it cannot be written: the run goes on, and its exit code is its own."""
 
-import os
 import shlex
 import subprocess
 import sys
 
 import pytest
 
-from mmm.launch import streams
 from support.clock import PATIENCE
 from support.launcher import START
 
@@ -81,19 +79,3 @@ def test_a_working_folder_that_is_gone(launcher, words):
     assert (found, out) == (2, "")
     assert err.startswith("launch: error: the working folder is gone (No such file or directory): ")
     assert err.count("\n") == 1
-
-
-def test_streams_that_are_not_the_processs_own_stay(capsys):
-    before = sys.stdout, sys.stderr
-    streams.never_fail()
-    assert (sys.stdout, sys.stderr) == before
-
-
-@pytest.mark.skipif(os.geteuid() != 0 or not sys.platform.startswith("linux"), reason="needs a network namespace")
-def test_a_host_without_a_loopback_interface(launcher):
-    if subprocess.run(["unshare", "-n", "true"], stderr=subprocess.DEVNULL).returncode:
-        pytest.skip("needs the right to make network namespaces")
-    launcher.prefix = ["unshare", "-n"]
-    done = launcher.run("-n", "2", "--device", "cpu", "python3", "-c", "1")
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith("launch: error: this host cannot reach itself at 127.0.0.1 (Network is unreachable)")

@@ -3,13 +3,10 @@
 import os
 import re
 import signal
-import subprocess
-import sys
 import time
 
 import pytest
 
-from support.clock import PATIENCE
 from support.launcher import SPAWNED_IN_LONG
 
 SOON = 30.0  # s: at once, on a machine with ten times the work that it has cores for
@@ -34,99 +31,6 @@ WAIT = (
     "import os, time\ntry:\n    open('ready-' + os.environ['RANK'], 'w')\n    [time.sleep(0.05) for _ in range(1800)]\n"
     "finally: open('cleaned-' + os.environ['RANK'], 'w')\n"
 )
-# launch as it is; a file is made when it comes to import its own main part, which is after its first lines.
-TOLD = """
-import os, runpy, sys
-def told(event, args):
-    if event == "import" and args[0] == "mmm.launch.main": open(f"begun-{os.getpid()}", "w").close()
-sys.addaudithook(told)
-runpy.run_module("mmm.launch", run_name="__main__", alter_sys=True)
-"""
-
-
-FINALIZER = """
-import os, time
-class Slow:
-    def __del__(self):
-        open("ready-" + os.environ["RANK"], "w").close()
-        [time.sleep(0.05) for _ in range(1800)]
-try:
-    Slow()
-    [time.sleep(0.05) for _ in range(1800)]
-finally:
-    open("cleaned-" + os.environ["RANK"], "w").close()
-"""
-HALF_MADE = """
-import os, time
-class File:
-    def __init__(self):
-        open("ready-" + os.environ["RANK"], "w").close()
-        [time.sleep(0.05) for _ in range(1800)]
-        self.closed = False
-    def __del__(self):
-        if not self.closed: print("closed")
-File()
-"""
-
-
-def test_what_a_signal_leaves_half_made_is_not_told(launcher, how):
-    launcher.write("t.py", HALF_MADE)
-    process = launcher.start(*how, "-n", "2", "python3", "t.py")
-    launcher.wait_for("ready-0", "ready-1")
-    process.send_signal(signal.SIGTERM)
-    _, err = process.communicate(timeout=PATIENCE)
-    assert (process.returncode, err) == (143, "launch: SIGTERM: ending 2 ranks\n")
-
-
-@SPAWNED_IN_LONG
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_inside_a_finalizer_is_not_lost(launcher, how, number):
-    """Python prints what is raised there, and goes on."""
-    launcher.write("t.py", FINALIZER)
-    process = launcher.start(*how, "-n", "2", "python3", "t.py", clocks=PATIENT)
-    launcher.wait_for("ready-0", "ready-1")
-    began = time.monotonic()
-    process.send_signal(number)
-    _, err = process.communicate(timeout=PATIENCE)
-    assert (process.returncode, err) == (128 + number, f"launch: {number.name}: ending 2 ranks\n")
-    assert {"cleaned-0", "cleaned-1"} <= set(os.listdir(launcher.folder))
-    assert time.monotonic() - began < SOON
-
-
-@SPAWNED_IN_LONG
-def test_ctrl_c_at_any_moment_of_the_start(launcher, how, monkeypatch):
-    """While launch imports, starts the fork server, forks, and its ranks begin: no traceback, nothing left.
-
-    It counts from launch's own first lines on: what Python says before it runs any program is Python's.
-    """
-    monkeypatch.setattr("support.launcher.START", [sys.executable, "-c", TOLD])
-    words = [*how, "-n", "4", "python3", "-c", "import time; time.sleep(60)"]
-    processes = [launcher.start(*words) for _ in range(12)]
-    for number, process in enumerate(processes):
-        launcher.wait_for(f"begun-{process.pid}")
-        begun = (launcher.folder / f"begun-{process.pid}").stat().st_mtime
-        time.sleep(max(0.0, begun + 0.1 * number - time.time()))
-        process.send_signal(signal.SIGINT)
-    for process in processes:
-        out, err = process.communicate(timeout=PATIENCE)
-        assert (process.returncode, out, err) in (
-            (130, "", "launch: SIGINT: ending 4 ranks\n"),
-            (-signal.SIGINT, "", ""),
-        )  # there was nothing to end yet
-    assert launcher.gone(within=0.5)
-
-
-def test_nothing_that_takes_long_comes_before_ctrl_c_is_taken(launcher):
-    """What Python imports for launch before that: until then an interrupt prints a traceback."""
-    look = (
-        "import signal, sys\n"
-        "before = set(sys.modules)\n"
-        "def taken(*_): print(*sorted(sys.modules.keys() - before)); sys.exit()\n"
-        "signal.signal = taken\n"
-        "from mmm.launch.__main__ import main; main()"
-    )
-    done = subprocess.run([sys.executable, "-c", look], env=launcher.environment(), capture_output=True, text=True)
-    assert set(done.stdout.split()) == {"mmm", "mmm.launch", "mmm.launch.__main__"}, done.stderr
 
 
 @SPAWNED_IN_LONG
@@ -231,16 +135,6 @@ def test_ctrl_z_stops_the_ranks_and_fg_continues_them(launcher):
     launcher.write("go", "")
     process.communicate(timeout=SOON)
     assert process.returncode == 0
-
-
-@SPAWNED_IN_LONG
-def test_a_workers_own_signal_handling_is_pythons(launcher, how):
-    launcher.write(
-        "t.py",
-        "import multiprocessing as mp, time\np = mp.get_context('fork').Process(target=time.sleep, "
-        "args=(30,))\np.start()\np.terminate()\np.join()\nprint(p.exitcode)",
-    )
-    assert launcher.run(*how, "-n", "1", "python3", "t.py").stdout == "-15\n"
 
 
 def test_launch_killed_while_it_is_stopped(launcher):

@@ -1,7 +1,6 @@
 """The routed feed-forward layer by itself: against a loop over tokens, what it counts, and sizes that do not fit."""
 
 import copy
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -85,26 +84,6 @@ def test_one_product_for_all_experts(monkeypatch):
     torch.testing.assert_close(got, expected, rtol=1e-6, atol=1e-7)
     for ours, right in zip(torch.autograd.grad(got, inputs, gradient), wanted, strict=True):
         torch.testing.assert_close(ours, right, rtol=1e-5, atol=1e-6)
-
-
-def test_where_there_is_one_product(monkeypatch):
-    def there(device, dtype=torch.bfloat16, rows=4, dim=8, hidden=16):
-        class Rows(list):
-            pass
-
-        x = Rows([0] * rows)
-        x.device, x.dtype = torch.device(device), dtype
-        return experts.has_grouped_product(x, SimpleNamespace(dtype=dtype, shape=(2, hidden, dim)))
-
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(major=8))
-    assert there("cuda")
-    assert not there("cuda", torch.float32)
-    assert not there("cuda", dim=12)
-    assert not there("cuda", rows=0)
-    assert not there("cpu")
-    assert not there("xpu")
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(major=7))
-    assert not there("cuda")
 
 
 def test_bias_moves_the_choice_and_not_the_weights():

@@ -4,7 +4,6 @@ import copy
 import itertools
 import math
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,9 +17,7 @@ from mmm.models.transformer import (
     TransformerConfig,
     rotary_table,
     rotate,
-    takes_grouped_heads,
 )
-from mmm.parallel.cp import block_attention
 
 SMALL = TransformerConfig(dim=32, n_layers=3, n_heads=4, n_kv_heads=2, vocab_size=64, ffn_dim=48)
 
@@ -269,26 +266,3 @@ def test_a_tied_output_is_the_embedding():
 def test_sizes_that_do_not_fit(changes, words):
     with pytest.raises(ValueError, match=words):
         Transformer(TransformerConfig(**{**vars(SMALL), **changes}))
-
-
-@pytest.mark.parametrize(
-    ("device", "dtype", "head_dim", "major", "there"),
-    [
-        ("cpu", torch.float32, 64, 0, True),
-        ("cuda", torch.bfloat16, 64, 8, True),
-        ("cuda", torch.float16, 64, 9, True),
-        ("cuda", torch.float16, 64, 7, False),  # V100
-        ("cuda", torch.bfloat16, 512, 8, False),
-        ("cuda", torch.float32, 64, 8, False),
-        ("xpu", torch.bfloat16, 64, 0, False),
-        ("mps", torch.float32, 64, 0, False),
-    ],
-)
-def test_where_flash_attention_is_and_heads_are_grouped_by_the_kernel(
-    monkeypatch, device, dtype, head_dim, major, there
-):
-    """The Transformer's attention and context parallelism's blocks ask alike."""
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(major=major))
-    q = SimpleNamespace(device=torch.device(device), dtype=dtype, shape=(1, 4, 8, head_dim))
-    assert takes_grouped_heads(q) == there
-    assert block_attention._has_flash(q) == (there and device == "cuda")

@@ -46,51 +46,10 @@ def test_a_part_is_what_the_whole_has_there(start):
     assert torch.equal(part, whole[tuple(slice(s, s + n) for s, n in zip(start, length, strict=True))])
 
 
-def test_every_element_of_a_part_has_its_own_number():
-    full, start, length = (5, 6, 7), (1, 2, 3), (3, 3, 4)
-    everything = torch.arange(5 * 6 * 7).view(full)
-    expected = everything[tuple(slice(s, s + n) for s, n in zip(start, length, strict=True))].flatten()
-    cpu = torch.device("cpu")
-    assert torch.equal(draw._element_indices(ShardBox(start, length, full), 0, 36, cpu), expected)
-    assert torch.equal(draw._element_indices(ShardBox(start, length, full), 7, 30, cpu), expected[7:30])
-
-
-def test_a_draw_costs_little_more_than_its_inverse_error_function():
-    """Of a matrix sharded over its rows; in seconds of this process, one thread."""
-    threads, rows = torch.get_num_threads(), torch.empty(512, 2048)
-    values = torch.rand(512, 2048, dtype=torch.float64)
-    torch.set_num_threads(1)
-    try:
-        key, box = draw.stream_key(0, "w"), ShardBox((512, 0), (512, 2048), (2048, 2048))
-        drawing = min(seconds(lambda: draw.fill_(rows, NORMAL, key, box)) for _ in range(5))
-        erfinv = min(seconds(lambda: torch.erfinv(values)) for _ in range(5))
-    finally:
-        torch.set_num_threads(threads)
-    assert drawing < 6 * erfinv  # 2 is usual
-
-
 def seconds(work):
     start = time.process_time()
     work()
     return time.process_time() - start
-
-
-def test_drawn_on_another_device_than_it_lies(monkeypatch):
-    """As with offload: the values are computed where the model trains."""
-    devices, indices = [], draw._element_indices
-    monkeypatch.setattr(draw, "_element_indices", lambda *given: (devices.append(given[-1]), indices(*given))[1])
-    model = torch.nn.Linear(3, 4)
-    weights.initialize(model, 0, device=torch.device("cpu", 0))
-    assert devices == [torch.device("cpu", 0)] * 2
-
-
-def test_chunks_and_strides_do_not_matter(monkeypatch):
-    whole = drawn((40, 50))
-    transposed = torch.empty(50, 40, dtype=torch.float64).T
-    draw.fill_(transposed, NORMAL, draw.stream_key(0, "layers.0.w"), draw.full_box(transposed))
-    monkeypatch.setattr(draw, "CPU_CHUNK", 7)
-    assert torch.equal(drawn((40, 50)), whole)
-    assert torch.equal(transposed, whole)
 
 
 def test_rounded_once_from_float64():

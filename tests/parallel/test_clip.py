@@ -1,7 +1,6 @@
 """Clipping by the norm of the whole gradient, of every kind of gradient at once."""
 
 import math
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -9,7 +8,6 @@ from torch import nn
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from mmm.parallel import Layout, build_mesh, clip_grad_norm
-from mmm.parallel.local import to_group_device
 
 SHAPES = [(5, 3), (7,), (6, 2), (4, 4), (1, 8)]
 
@@ -87,48 +85,6 @@ def test_pipeline_stages(run_on_ranks):
     for (norm, gradient), parameter in zip(run_on_ranks(over_stages, 2), parameters, strict=True):
         assert norm == pytest.approx(expected, rel=1e-13)
         torch.testing.assert_close(gradient, parameter.grad, rtol=1e-13, atol=0)
-
-
-class Group:
-    """Of an accelerator, whose backend sends nothing from the host."""
-
-    _device_types = (torch.device("meta"),)
-
-
-def test_gradients_on_the_host_are_summed_over_the_ranks_on_the_device(run_on_ranks):
-    """As with offload, by each axis's group and then over the stages; what is sent has to be on the device."""
-    group = Group()
-    on_host, on_device = torch.ones(2), torch.ones(2, device="meta")
-    assert to_group_device(on_host, group).device == torch.device("meta")
-    assert to_group_device(on_device, group) is on_device
-    assert run_on_ranks(sent, 2) == [["meta", "meta"]] * 2
-
-
-class Sent(Exception):
-    pass
-
-
-def sent(rank):
-    """Devices of the two sums of a clipping, each ended where it would have been sent."""
-    mesh = build_mesh(Layout(dp_shard=2), "cpu")["dp_shard"]
-    sharded = nn.Parameter(distribute_tensor(torch.ones(4, 4), mesh, [Shard(0)]))
-    sharded.grad = distribute_tensor(torch.ones(4, 4), mesh, [Shard(0)])
-    plain = nn.Parameter(torch.ones(4))
-    plain.grad = torch.ones(4)
-    found = []
-
-    def all_reduce(tensor, group):
-        found.append(tensor.device.type)
-        raise Sent
-
-    with (
-        patch.object(type(mesh), "get_group", lambda *_: Group()),
-        patch("mmm.parallel.clip.dist.all_reduce", all_reduce),
-    ):
-        for parameter, stages in ((sharded, None), (plain, mesh)):
-            with pytest.raises(Sent):
-                clip_grad_norm([parameter], 1.0, stages=stages)
-    return found
 
 
 def test_nothing_to_clip():

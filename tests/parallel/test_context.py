@@ -4,8 +4,6 @@ import math
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from mmm.data import Batch
 from mmm.errors import ConfigError, LayoutError, UserError
@@ -133,60 +131,6 @@ def test_blocks_of_documents(monkeypatch, tile, kv_heads):
             total[:, :, at] += part
     for got, right in zip(found, expected, strict=True):
         assert (got - right).abs().max() <= 2e-13 * right.abs().max()
-
-
-class Largest(TorchDispatchMode):
-    """The most elements of a tensor that an operator makes, views of others left out."""
-
-    elements = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        made = func(*args, **(kwargs or {}))
-        if not any(result.alias_info is not None for result in func._schema.returns):
-            sizes = [each.numel() for each in tree_leaves(made) if isinstance(each, torch.Tensor)]
-            self.elements = max(self.elements, *sizes, 0)
-        return made
-
-
-@pytest.mark.parametrize("causal", [True, pytest.param(False, marks=pytest.mark.long)])
-def test_the_scores_of_a_block_never_exist(monkeypatch, causal):
-    """What is there instead: those of a tile, or what is as large as q."""
-    monkeypatch.setattr(block_attention, "_has_cpu_kernel", lambda *_: False)  # as on a device without a fused kernel
-    monkeypatch.setattr(block_attention, "TILE", 32)
-    q, k, v, gradient = qkv(4, 2, seq=512, dtype=torch.float32)
-    with Largest() as largest:
-        out, lse = block_forward(q, k, v, causal)
-        block_backward(gradient, q, k, v, out, lse, causal)
-    assert largest.elements == max(2 * 4 * 32 * 32, q.numel())
-    assert largest.elements < 2 * 4 * 512 * 512 / 50
-
-
-class KVHeads(TorchDispatchMode):
-    """Heads of keys in each call of the fused kernel."""
-
-    def __init__(self):
-        super().__init__()
-        self.seen = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if "flash_attention_for_cpu" in str(func):
-            self.seen.append(args[2 if "backward" in str(func) else 1].shape[1])
-        return func(*args, **(kwargs or {}))
-
-
-def kv_heads_seen(rank, style):
-    with KVHeads() as heads:
-        attend(rank, 2, style, 8, 2, torch.float64)
-    return heads.seen
-
-
-def test_keys_and_values_are_not_copied_for_each_head(run_on_ranks):
-    *inputs, gradient = qkv(8, 2)
-    with KVHeads() as heads:
-        causal_attention(*(t.requires_grad_() for t in inputs)).backward(gradient)
-    assert heads.seen == [2, 2]
-    assert run_on_ranks(kv_heads_seen, 2, "ring") == [[2] * 4] * 2
-    assert run_on_ranks(kv_heads_seen, 2, "ulysses") == [[1] * 2] * 2
 
 
 def techniques_of(style):

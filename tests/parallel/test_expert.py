@@ -11,11 +11,6 @@ import torch.nn.functional as F
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.tensor.parallel import loss_parallel
 
-import mmm.models.experts
-import mmm.parallel.dp.data_parallel
-import mmm.parallel.ep.balance
-import mmm.parallel.ep.expert_parallel
-import mmm.parallel.mesh
 from mmm.errors import LayoutError
 from mmm.layout import check_data_parallel
 from mmm.models import weights
@@ -33,7 +28,6 @@ from mmm.parallel import (
     materialize,
     sync_gradients,
 )
-from mmm.parallel.dp.fsdp import fsdp_units_of, prefetch_next
 from mmm.parallel.ep.expert_parallel import apply_expert_parallel
 from mmm.parallel.local import detached
 from mmm.parallel.plans.cnn import cnn_plan
@@ -232,43 +226,6 @@ def test_initial_weights_and_what_is_saved(run_on_ranks, layout):
 def test_compiled(run_on_ranks):
     """The attention of a block, and what surrounds its experts."""
     check(run_on_ranks, Layout(dp_shard=2, ep=2), 2, compile=True)
-
-
-def prefetched(rank, layout):
-    """As on an accelerator: each FSDP unit, a layer with its experts, begins to gather the next."""
-    original = mmm.parallel.dp.data_parallel.apply_fsdp
-
-    def applied(model, mesh, plan, *given):
-        original(model, mesh, plan, *given)
-        prefetch_next(fsdp_units_of(model, plan))
-
-    mmm.parallel.dp.data_parallel.apply_fsdp = applied
-    try:
-        return train(rank, layout)
-    finally:
-        mmm.parallel.dp.data_parallel.apply_fsdp = original
-
-
-def test_the_next_layer_and_its_experts_are_gathered_ahead(run_on_ranks):
-    assert_same(run_on_ranks(prefetched, 4, Layout(dp_shard=4, ep=2))[0], reference_run("sgd", STEPS))
-
-
-def reads(rank):
-    """Reads of counts by the host in the forwards of a step."""
-    read, original = [], mmm.models.experts.to_host_list
-    modules = (mmm.models.experts, mmm.parallel.ep.expert_parallel)
-    for module in modules:
-        module.to_host_list = lambda *given: (read.append(1), original(*given))[1]
-    try:
-        train(rank, Layout(dp_shard=2, ep=2), steps=1)
-    finally:
-        for module in modules:
-            module.to_host_list = original
-    return len(read)
-
-
-def test_one_read_a_layer(run_on_ranks):
-    assert run_on_ranks(reads, 2) == [CONFIG.n_layers] * 2
 
 
 # ---- the mesh, and what is refused

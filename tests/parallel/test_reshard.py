@@ -9,7 +9,7 @@ from mmm.models.cnn import CNN
 from mmm.models.transformer import Transformer
 from mmm.parallel import Layout, Partition, Techniques, apply, build_mesh, loss_of, materialize, meta_parameters
 from mmm.parallel.checks import check_techniques
-from mmm.parallel.dp.fsdp import fsdp_units_of, gathered_twice, prefetch_next
+from mmm.parallel.dp.fsdp import fsdp_units_of, gathered_twice
 from mmm.parallel.parallel_model import ParallelModel
 from mmm.parallel.partition import partition_model
 from mmm.parallel.plans.cnn import cnn_plan
@@ -106,38 +106,6 @@ def test_a_unit_of_tied_weights_is_the_last():
     with meta_parameters():
         model = plain_gpt.small_model()
     assert fsdp_units_of(model, plain_gpt_plan())[-1] == [model.tokens, model.norm, model.head]
-
-
-def prefetched(rank):
-    model, mesh, _ = sharded({"reshard_after_forward": "always"})
-    batch = reference.tokens().batch(0, 2, rank.rank, 1)
-    prefetch_next(fsdp_units_of(model, transformer_plan()))
-    order = []
-    for name, module in model.named_modules():
-        if name in ("tok_embeddings", "layers.0", "layers.1", "output"):
-            group = module._get_fsdp_state()._fsdp_param_group
-            unshard = group.unshard
-            group.unshard = lambda *a, u=unshard, g=group, n=name: (
-                order.append(n) if g._all_gather_result is None and not g.is_unsharded else None,
-                u(*a),
-            )
-            module.register_forward_hook(lambda *_, n=name: order.append(f"{n} done"))
-    with count_traffic(mesh) as traffic:
-        loss = loss_of(model)(model(batch.inputs), batch.targets, batch.count)
-        loss.backward()
-    gradients = {name: p.grad.full_tensor() for name, p in model.named_parameters()}
-    return order, traffic.entries["dp_shard", "all_gather"].calls, gradients
-
-
-def test_the_next_unit_is_gathered_before_it_is_needed(run_on_ranks):
-    _, expected = reference.train("sgd", torch.float64, 1, global_batch=2)
-    for order, calls, gradients in run_on_ranks(prefetched, 2):
-        forward = order[: order.index("output done")]
-        for unit, following in (("tok_embeddings", "layers.0"), ("layers.0", "layers.1"), ("layers.1", "output")):
-            assert forward.index(following) < forward.index(f"{unit} done")
-        assert calls == 2 * UNITS
-        for name, gradient in gradients.items():
-            assert (gradient - expected[name]).abs().max() <= 1e-9 * expected[name].abs().max(), name
 
 
 def test_refused():

@@ -268,20 +268,6 @@ def test_not_as_a_rank(monkeypatch, capsys):
     assert "mmm.parity" in capsys.readouterr().err
 
 
-def test_layouts_of_more_ranks_than_devices_are_left_out(monkeypatch, capsys, tmp_path):
-    monkeypatch.setattr("mmm.parity.run.count_devices", lambda device_type: 2)
-    flags = ["--model", "regression", "--steps", "2", "--no_plots", "--outdir", str(tmp_path / "out")]
-    assert main([*flags, "--layout", "dp4"]) == 2
-    assert "no layout of 2 ranks or fewer, one for each cpu device here" in capsys.readouterr().err
-    monkeypatch.setattr(
-        "mmm.parity.run.compare", lambda ready, *_: seen.extend(each.case.layout for each in ready) or ()
-    )
-    seen = []
-    assert main([*flags, "--layout", "dp2", "--layout", "dp4"]) == 0
-    assert seen == ["dp2"]
-    assert "dp4" in capsys.readouterr().out
-
-
 def test_dry_run(capsys):
     assert main(["--dry_run", "--ranks", "4", "--model", "cnn"]) == 0
     lines = capsys.readouterr().out.splitlines()

@@ -1,18 +1,14 @@
 """Names of layouts, and the matrix."""
 
-import ast
-from pathlib import Path
-
 import pytest
 
 from mmm.errors import ConfigError
 from mmm.layout import Layout
 from mmm.parallel.pp.schedules import SCHEDULES
-from mmm.parity import layouts, models
+from mmm.parity import models
 from mmm.parity.layouts import ParityCase, canonical, matrix, optimizers_for, ranks_of, sizes_of
 from mmm.parity.registry import REGISTRY
 
-SOURCE = Path(layouts.__file__).parent.parent
 MODELS = (
     "transformer",
     "llama",
@@ -105,16 +101,6 @@ def test_optimizers():
     assert optimizers_for(ParityCase(model="cnn", layout="pp2·dp2")) == ("sgd",)
 
 
-def test_techniques_in_words():
-    assert str(ParityCase(model="vit", layout="pp2·dp2")) == "vit pp2·dp2 (1F1B, fsdp)"
-    assert ParityCase(model="vit", layout="dp_replicate2·dp_shard2·tp2").technique == "hsdp"
-    assert ParityCase(model="vit", layout="cp2", cp_style="ulysses", checkpointing="full").technique == (
-        "ulysses, full checkpointing"
-    )
-    assert ParityCase(model="gpt", layout="cp4", cp_style="usp", ulysses=2).technique == "usp 2"
-    assert str(ParityCase(model="vit", layout="1")) == "vit 1"
-
-
 def test_models_of_the_registry_and_of_files(tmp_path):
     assert set(MODELS) == set(models.NAMES) == set(REGISTRY)
     assert models.find("gpt") is REGISTRY["gpt"]
@@ -129,23 +115,3 @@ def test_models_of_the_registry_and_of_files(tmp_path):
         (tmp_path / folder / f"beside_{folder}.py").write_text(f"MODEL = {folder!r}.upper")
         (tmp_path / folder / "mlp.py").write_text(f"{text}PARITY = ParityModel(model=MODEL, plan=MODEL, batch=MODEL)")
     assert [models.find(str(tmp_path / folder / "mlp.py")).model() for folder in "aba"] == ["A", "B", "A"]
-
-
-def test_the_reference_knows_no_mesh():
-    """Neither the reference nor anything of mmm that it imports, at whatever depth, imports parallel/."""
-    todo, seen = {"mmm.parity.reference", *(f"mmm.parity.fixtures.{name}" for name in models.NAMES)}, set()
-    while todo:
-        name = todo.pop()
-        seen.add(name)
-        path = SOURCE.joinpath(*name.split(".")[1:])
-        path = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            found = [node.module] if isinstance(node, ast.ImportFrom) else []
-            found += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-            found += [f"{node.module}.{a.name}" for a in node.names] if isinstance(node, ast.ImportFrom) else []
-            for each in found:
-                inside = SOURCE.joinpath(*str(each).split(".")[1:])
-                if str(each).startswith("mmm") and (inside.is_dir() or inside.with_suffix(".py").exists()):
-                    todo |= {str(each)} - seen
-                assert not str(each).startswith(("torch.distributed", "mmm.parallel")), f"{name} imports {each}"
-    assert "mmm.models.weights" in seen

@@ -8,7 +8,7 @@ import torch
 
 from mmm.errors import ConfigError
 from mmm.runtime import clock as module
-from mmm.runtime.clock import MOST_LAPS, OWN, StepClock
+from mmm.runtime.clock import OWN, StepClock
 
 SECONDS = {"dtd": 1.0, "dtf": 2.0, "dtb": 4.0, "dto": 0.5}
 
@@ -88,19 +88,3 @@ def test_own_work_is_the_mean_as_well(clock):
     clock.waited = lambda: math.nan
     step(clock)
     assert math.isnan(clock.read()[OWN])
-
-
-def test_the_host_of_a_device_waits_when_it_is_read(clock):
-    for _ in range(MOST_LAPS // len(SECONDS)):
-        step(clock)
-    assert Time.waits == 0
-    assert clock.read()["dt"] == 7.5
-    assert Time.waits == (clock.device.type == "cuda")
-
-
-def test_marks_do_not_pile_up(clock):
-    """As with a row each 100,000 steps."""
-    for _ in range(MOST_LAPS):
-        step(clock)
-    assert len(clock._laps) <= MOST_LAPS
-    assert clock.read()["dt"] == 7.5

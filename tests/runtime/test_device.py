@@ -87,15 +87,6 @@ def test_bf16_where_an_accelerator_computes_in_it(monkeypatch, real):
     assert precision.reason == ("cuda computes in bf16" if real else "cuda would emulate bf16")
 
 
-def test_float32_on_a_cpu_even_one_with_bf16(monkeypatch):
-    """Twice as long a step where it is small, and losses that depend on the mesh in the third digit."""
-    for name in ("_is_avx512_bf16_supported", "_is_amx_tile_supported"):
-        monkeypatch.setattr(torch.cpu, name, lambda: True, raising=False)
-    precision = devices.choose_precision("auto", torch.device("cpu"))
-    assert (precision.name, precision.reason) == ("fp32", "auto: bf16 on accelerators only")
-    assert devices.choose_precision("bf16", torch.device("cpu")).name == "bf16"
-
-
 def test_float64_everywhere_but_on_mps():
     assert devices.choose_precision("fp64", torch.device("cpu")).compute == torch.float64
     with pytest.raises(DeviceError, match="no float64"):
@@ -112,40 +103,6 @@ def test_an_accelerators_backend_alone():
     assert devices.backend_for(torch.device("cpu")) == "gloo"
 
 
-def test_intel_backend(monkeypatch):
-    xpu = torch.device("xpu")
-    monkeypatch.setattr(torch.distributed, "is_xccl_available", lambda: True)
-    assert devices.backend_for(xpu) == "xccl"
-    monkeypatch.setattr(torch.distributed, "is_xccl_available", lambda: False)
-    with pytest.raises(DeviceError, match="no xccl backend"):
-        devices.backend_for(xpu)
-
-
-class Properties:
-    uuid = "GPU-1"
-
-
-@pytest.mark.parametrize(
-    ("kind", "hip", "mask", "same"),
-    [
-        ("cuda", None, "CUDA_VISIBLE_DEVICES", True),  # one GPU whatever the list it is in
-        ("cuda", "6.4", "ROCR_VISIBLE_DEVICES", False),  # parts of a GPU
-        ("xpu", None, "ZE_AFFINITY_MASK", False),  # tiles of a GPU
-    ],
-)
-def test_what_tells_devices_apart(monkeypatch, kind, hip, mask, same):
-    monkeypatch.setattr(getattr(torch, kind), "get_device_properties", lambda device: Properties())
-    monkeypatch.setattr(torch.version, "hip", hip)
-    for name in ("ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES", "ZE_AFFINITY_MASK"):
-        monkeypatch.delenv(name, raising=False)
-    first, again = devices.identity(torch.device(kind, 0)), devices.identity(torch.device(kind, 0))
-    monkeypatch.setenv(mask, "1")
-    assert first == again
-    assert (devices.identity(torch.device(kind, 0)) == first) is same
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: object())
-    assert devices.identity(torch.device("cuda", 0)) == ""
-
-
 def test_devices_in_use(accelerators, monkeypatch):
     accelerators(cuda=8)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "H200")
@@ -155,11 +112,3 @@ def test_devices_in_use(accelerators, monkeypatch):
     assert devices.devices_in_use(torch.device("cuda", 0), 1) == "1 rank on 1 of 1 H200"
     monkeypatch.setattr("os.cpu_count", lambda: 16)
     assert devices.devices_in_use(torch.device("cpu"), 2) == "2 ranks on 16 CPU cores"
-
-
-def test_the_collective_library_has_its_version(monkeypatch):
-    assert devices.collective_library() == "no process group"
-    monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
-    monkeypatch.setattr("torch.distributed.get_backend", lambda: "nccl")
-    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 27, 5))
-    assert devices.collective_library() == "nccl 2.27.5"

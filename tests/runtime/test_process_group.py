@@ -19,7 +19,7 @@ from mmm.launch.plan.hosts import free_port
 from mmm.parallel import Layout, build_mesh
 from mmm.runtime import agreement
 from mmm.runtime import process_group as groups
-from mmm.runtime.process_group import bound_if_it_splits, gather_floats, locate, process_group
+from mmm.runtime.process_group import gather_floats, locate, process_group
 from mmm.runtime.ranks import Rank
 from mmm.testing import fork_ranks
 from support.clock import PATIENCE
@@ -50,111 +50,6 @@ def waits_for_nobody(rank):
 def test_groups_of_the_mesh_time_out(run_on_ranks):
     """By default they would wait half an hour, whatever the timeout of the default group."""
     assert run_on_ranks(waits_for_nobody, 4)[0] < 2.5
-
-
-def seconds_to_wait(rank):
-    groups = build_mesh(Layout(dp_shard=2, tp=2), "cpu").groups().values()
-    return [group._get_backend(CPU).options._timeout.total_seconds() for group in groups]
-
-
-def test_groups_of_the_mesh_wait_as_long_as_the_default_group(run_on_ranks):
-    assert run_on_ranks(seconds_to_wait, 4, timeout=77) == [[77.0, 77.0]] * 4
-
-
-RECORDS = """
-import sys, torch.distributed as dist
-from torch.testing._internal.distributed.fake_pg import FakeStore, _create_fake_pg
-from mmm.launch.plan.hosts import free_port
-from mmm.parallel import Layout, build_mesh
-seen = []
-def make(common, options):
-    seen.append(common.timeout.total_seconds())
-    return _create_fake_pg(common, options)
-dist.Backend.register_backend("recorder", make, extended_api=True, devices=["cpu"])
-dist.init_process_group("recorder", store=FakeStore(), rank=0, world_size=8)
-seen.clear()
-build_mesh(eval(sys.argv[1]), "cpu", timeout=7.0, experts=True)
-print(seen, dist.distributed_c10d._get_default_timeout("gloo").total_seconds())
-"""
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("layout", ["Layout(dp_shard=4, tp=2, ep=2)", "Layout(dp_shard=2, cp=2, tp=2)"])
-def test_groups_of_any_backend_get_the_timeout(layout):
-    """PyTorch changes the timeout of a group that exists for gloo and nccl alone: not for xccl."""
-    done = subprocess.run(
-        [sys.executable, "-W", "error::UserWarning", "-c", RECORDS, layout], capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    seen, after = done.stdout.rsplit(maxsplit=1)
-    assert len(eval(seen)) >= 4
-    assert set(eval(seen)) == {7.0}
-    assert float(after) == 1800
-
-
-BOUND = """
-import sys, torch, torch.distributed as dist
-from torch.testing._internal.distributed.fake_pg import FakeStore
-from torch.distributed.device_mesh import init_device_mesh
-from mmm.launch.plan.hosts import free_port
-from mmm.parallel import Layout, build_mesh
-from mmm.runtime import process_group as groups
-from mmm.runtime.ranks import Rank
-
-device = torch.device("cuda", 0)
-torch.accelerator.is_available = lambda: True  # of which this PyTorch sees none
-torch.accelerator.device_count = lambda: 8
-torch.accelerator.current_accelerator = lambda *_, **__: torch.device("cuda")
-groups.backend_for = lambda device: "cuda:fake"  # says, as XCCL's does, that it cannot split
-bound = lambda: dist.distributed_c10d._get_default_group().bound_device_id
-if sys.argv[1] == "ours":
-    groups.identity = groups.check_devices = lambda *_: ""
-    groups.dist.rendezvous = lambda *_, **__: iter([(dist.HashStore(), 0, 8)])
-    with groups.process_group(Rank(0, 8, 0, 8, "torchrun", "elsewhere", 1), device):
-        print(bound())
-        init_device_mesh("cpu", (2, 4), mesh_dim_names=("a", "b"))  # as the examples do
-        mesh = build_mesh(Layout(dp_shard=2, cp=2, tp=2), "cpu")
-        print(bound(), sorted(mesh.groups()))
-else:
-    dist.init_process_group("cuda:fake", store=FakeStore(), rank=0, world_size=8, device_id=device)
-    mesh = build_mesh(Layout(dp_shard=2, cp=2, tp=2), "cpu")
-    print(bound(), sorted(mesh.groups()))
-"""
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(
-    ("whose", "before", "after"),
-    [("ours", "None\n", "None"), ("own", "", "cuda:0")],
-)
-def test_meshes_where_the_backend_cannot_split_groups(whose, before, after):
-    """PyTorch would split each group off the default one if that is bound; a user's own group stays as it was."""
-    done = subprocess.run([sys.executable, "-c", BOUND, whose], capture_output=True, text=True, check=False)
-    assert done.stdout == f"{before}{after} ['cp', 'dp_shard', 'dp_shard_cp', 'tp']\n", done.stderr
-
-
-class Group:
-    """A default group whose backend can split."""
-
-    bound_device_id = torch.device("cuda", 1)
-    supports_splitting = True
-
-    def _get_backend(self, device):
-        assert device is self.bound_device_id
-        return self
-
-
-def test_a_device_stays_bound_where_the_backend_splits(monkeypatch):
-    """Unbound, FSDP2 has been seen to hang on NCCL."""
-    group = Group()
-    monkeypatch.setattr(dist, "is_initialized", lambda: True)
-    monkeypatch.setattr(dist.distributed_c10d, "_get_default_group", lambda: group)
-    with bound_if_it_splits():
-        assert group.bound_device_id == torch.device("cuda", 1)
-    group.supports_splitting = False
-    with bound_if_it_splits():
-        assert group.bound_device_id is None
-    assert group.bound_device_id == torch.device("cuda", 1)
 
 
 def test_port_in_use():
@@ -324,47 +219,6 @@ def where_the_store_listens(rank, address):
 def test_the_store_of_a_run_on_one_host_listens_on_loopback_alone(address):
     loopback = "0" * 24 + "01000000" if ":" in address else "0100007F"
     assert fork_ranks(where_the_store_listens, 2, address, timeout=PATIENCE) == [[loopback]] * 2
-
-
-@pytest.mark.parametrize("when", ["init_process_group", "rendezvous"])
-def test_too_few_files_for_a_group(monkeypatch, when):
-    def fail(*_, **__):
-        raise dist.DistNetworkError("[enforce fail at tcp/socket.cc:24] rv != -1. socket: Too many open files")
-
-    monkeypatch.setattr(dist, when, fail)
-    rank = Rank(0, 2, 0, 2, "torchrun", "localhost.localdomain", 1)
-    with (
-        pytest.raises(LaunchError, match=r"a rank's groups need more than the \d+ files that a process may have open"),
-        process_group(rank if when == "rendezvous" else Rank(0, 1, 0, 1, "alone"), CPU, 5.0),
-    ):
-        pass
-
-
-FORKED_AFTER_A_GROUP = """
-import gc, os, torch
-from mmm.runtime.process_group import process_group
-from mmm.runtime.ranks import Rank
-
-class Freed:
-    def __init__(self): self.itself = self
-    def __del__(self): open(f"freed-{os.getpid() == parent}", "w").close()
-
-parent = os.getpid()
-with process_group(Rank(0, 1, 0, 1, "alone"), torch.device("cpu"), 5.0):
-    gc.disable()
-    Freed()  # as a model that has a group, and is garbage by now
-    if os.fork() == 0:
-        gc.collect()
-        os._exit(0)
-    os.wait()
-    gc.collect()
-"""
-
-
-def test_a_forked_process_frees_no_group_of_its_parent(tmp_path):
-    """It has none of the threads that the group would wait for."""
-    subprocess.run([sys.executable, "-c", FORKED_AFTER_A_GROUP], cwd=tmp_path, check=True, timeout=PATIENCE)
-    assert os.listdir(tmp_path) == ["freed-True"]
 
 
 LEAVES = """

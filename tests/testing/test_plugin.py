@@ -227,16 +227,6 @@ def test_verify(tmp_path):
     assert "they part at every gradient" in said
 
 
-@pytest.mark.long
-def test_fifty_tests_take_less_than_a_quarter_of_a_minute(tmp_path):
-    """On two cores that nothing else uses; with slack for a busy machine."""
-    text = WITH_XDIST.replace("range(6)", "range(50)").replace("ranks(2)", "ranks(4)").replace("2 * n", "4 * n")
-    code, said = run(tmp_path, text)
-    assert code == 0, said
-    seconds = float(re.search(r"50 passed in ([\d.]+)s", said)[1])
-    assert seconds < 45
-
-
 @pytest.mark.ranks("dp2,tp2")
 def test_it_is_here_too(mesh, rank):
     assert mesh.get_rank() == rank

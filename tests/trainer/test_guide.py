@@ -42,15 +42,6 @@ def load(name, folder):
     return module
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_a_page_has_one_script_of_at_most_80_lines_of_code(name):
-    lines = [line.strip() for line in code_of(name).splitlines()]
-    assert lines[0] == f"# {name}.py"
-    assert len([line for line in lines if line and not line.startswith("#")]) <= 80
-    assert max(map(len, code_of(name).splitlines())) <= 120
-    assert f"(scripts/{name}.md)" in (DOCS / "your-script.md").read_text(encoding="utf-8")
-
-
 def steps_of(dataset, samples=512, **loader):
     """The global batches of the first steps."""
     batches = DataLoader(dataset, batch_sampler=local_batches(samples, BATCH, 0, BATCH, 0), **loader)

@@ -1,15 +1,8 @@
 """A row's line fits 120 columns, whatever a trainer logs; and what a run says at its end."""
 
-import math
-import shlex
-from pathlib import Path
-from types import SimpleNamespace
-
 import pytest
 
-from mmm.runtime.contract import LINE_VARIABLE
-from mmm.trainer.run.lines import HEAD, WIDTH, done, row_line, shown
-from mmm.trainer.run.resume import below, line_that_goes_on, without
+from mmm.trainer.run.lines import HEAD, WIDTH, done, row_line
 from mmm.trainer.run.rows import Row, Totals
 
 TIMES = {"dt": 0.483317, "dtd": 0.00092, "dtf": 0.18197, "dtb": 0.299444, "dto": 0.000983}
@@ -48,28 +41,6 @@ def test_what_is_always_there():
     assert row_line(vision, "cnn", 3) == "epoch=1/3 train_loss=0.5000 test_loss=0.4000 test_acc=91.2 dt=3.00 sps=512"
 
 
-@pytest.mark.parametrize(
-    ("name", "value", "text"),
-    [
-        ("loss", 10.783049, "10.7830"),
-        ("loss", 0.002576, "0.002576"),
-        ("loss", 3e-7, "3.0000e-07"),
-        ("loss", 0.0, "0.0000e+00"),
-        ("loss", math.nan, "nan"),
-        ("loss", math.inf, "inf"),
-        ("tps", 123456.7, "123457"),
-        ("sps", 0.512345, "0.512"),
-        ("dt", 0.000983, "0.000983"),
-        ("dt", 1234.5, "1234"),
-        ("dt", 481.2, "481"),
-        ("lr", 0.0003, "0.000300"),
-        ("x", 7, "7"),
-    ],
-)
-def test_digits(name, value, text):
-    assert shown(name, value) == text
-
-
 def totals(*steps):
     kept = Totals()
     for step, dt in steps:
@@ -92,19 +63,3 @@ def test_what_a_run_says_at_its_end():
         "done: 7 steps; 1.5 min since the start, 19.0 s in steps, 3 tokens/s on average; loss 2.5000, val_loss 3.5000"
     )
     assert done(totals((0, 10.0), (3, 1.0), (6, 2.0)), 90.0) == said
-
-
-def test_the_line_that_goes_on(tmp_path, monkeypatch):
-    typed = "launch -n 2 python3 -m mmm.trainer.lm --max-iters 5 --overwrite --resume=a --lr 0.1 --outdir 'b c'"
-    monkeypatch.setenv(LINE_VARIABLE, typed)
-    begin = ["launch", "-n", "2", "python3", "-m", "mmm.trainer.lm", "--lr", "0.1", "--outdir", str(tmp_path)]
-    for options, more in (
-        (SimpleNamespace(max_iters=5, epochs=None), ["--max_iters", "10"]),
-        (SimpleNamespace(max_iters=None, epochs=3), ["--epochs", "6"]),
-        (SimpleNamespace(), []),
-    ):
-        assert shlex.split(line_that_goes_on(tmp_path, options, 5)) == [*begin, "--resume", "auto", *more]
-    assert without(["--a", "1", "2", "--b"], ["a"]) == ["2", "--b"]
-    monkeypatch.chdir(tmp_path)
-    assert below(tmp_path / "out") == "out"
-    assert below(Path("/elsewhere")) == "/elsewhere"

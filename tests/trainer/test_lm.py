@@ -4,7 +4,6 @@ import json
 import re
 import subprocess
 import sys
-import threading
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,12 +13,11 @@ import torch
 
 import mmm.history
 from mmm.data.text.prepare import Preparation, prepare
-from mmm.errors import ConfigError, DataError, DivergedError, RecordError, UserError
+from mmm.errors import DataError, DivergedError, RecordError, UserError
 from mmm.examples import fsdp_tp
 from mmm.models.experts import transformer_of
 from mmm.trainer import lm
-from mmm.trainer.config.command_line import configure, parse
-from mmm.trainer.lm import resolve
+from mmm.trainer.config.command_line import configure
 from mmm.trainer.loop.tasks import fetched_ahead
 from support.clock import PATIENCE
 from support.pool import program_on
@@ -270,53 +268,6 @@ def test_refused_before_anything_is_written(monkeypatch, tmp_path, flags, words,
     assert [path.name for path in tmp_path.iterdir()] == ["small.txt"]
 
 
-LARGE = {"vocab_size": 128_256, "dataset": "random", "seq_length": 4096, "global_batch_size": 2}  # 4.2 GB of logits
-
-
-@pytest.mark.parametrize(
-    ("flags", "ranks", "chunks", "logits"),
-    [
-        ({}, 1, 17, "4.2 GB"),
-        ({"microbatches": 2}, 1, 9, "2.1 GB"),
-        ({"tpsize": 2}, 2, 9, "2.1 GB"),
-        ({"parallel": "zero2"}, 2, 9, "2.1 GB"),
-        ({"cp": 4}, 4, 5, "1.1 GB"),
-        ({"pp": 2}, 2, 9, "2.1 GB"),
-        ({"tpsize": 4, "microbatches": 2}, 4, 1, None),
-        ({"loss_chunks": 1}, 1, 1, None),
-        ({"loss_chunks": 3}, 1, 3, None),
-    ],
-    ids=str,
-)
-def test_large_logits_are_computed_in_chunks(monkeypatch, flags, ranks, chunks, logits):
-    monkeypatch.setattr("mmm.trainer.lm.whoami", lambda: SimpleNamespace(world_size=ranks))
-    resolved = resolve(configure(lm.Config, **{**SMALL, **LARGE, "dtype": "fp32", **flags}))
-    assert resolved.techniques.loss_chunks == chunks
-    text = f"--loss_chunks {chunks}: the full logits would have {logits} on a rank"
-    assert resolved.notes == (() if logits is None else (text,))
-
-
-def test_the_next_batch_is_fetched_while_one_is_in_use():
-    fetched, second = [], threading.Event()
-
-    def batches():
-        for number in range(3):
-            fetched.append(number)
-            if number == 1:
-                second.set()
-            yield number
-
-    used = []
-    for number in fetched_ahead(batches()):
-        used.append(number)
-        if number == 0:
-            assert second.wait(PATIENCE)  # before this loop asks for it
-    assert used == fetched == [0, 1, 2]
-    for _ in fetched_ahead(batches()):
-        break  # a run that ends leaves no thread
-    assert not [thread for thread in threading.enumerate() if "ThreadPool" in thread.name]
-
-
 def test_a_batch_that_cannot_be_fetched_is_an_error():
     def batches():
         yield 0
@@ -383,10 +334,3 @@ def test_a_loss_that_is_no_number(tmp_path, dtype, rate):
         lm.train(configure(lm.Config, **flags, device="cpu", outdir=tmp_path))
     torch.distributed.destroy_process_group()  # a run that fails leaves it
     assert str(refused.value).endswith(", or try --dtype fp32") == (dtype == "bf16")
-
-
-@pytest.mark.parametrize("words", [["--outdir", ""], ["--outdir="], ["--text", "a", "--outdir", "", "--lr", "1"]])
-def test_an_empty_value_is_no_path(monkeypatch, words):
-    monkeypatch.setattr("sys.argv", ["lm", *words])
-    with pytest.raises(ConfigError, match="--outdir"):
-        parse(lm.Config)

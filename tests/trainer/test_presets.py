@@ -8,11 +8,8 @@ import pytest
 from mmm.cli import main as cli
 from mmm.errors import CheckpointError, ConfigError
 from mmm.examples import fsdp_tp
-from mmm.models.transformer import PRESETS
 from mmm.trainer import cnn, lm, vit
 from mmm.trainer.config.command_line import configure, parse
-from mmm.trainer.config.presets import TRAINING, preset_defaults
-from mmm.trainer.config.run import flags_of
 from mmm.weights.open_weights import open_weights
 
 
@@ -38,19 +35,6 @@ def test_flags_beside_a_preset(monkeypatch, line):
     assert parsed(monkeypatch, f"{line} --epochs 30").run.steps(1300) == 39_000
     config = parsed(monkeypatch, f"{line} --lr_schedule cosine")
     assert (config.optimizer.lr_schedule, config.optimizer.decay) == ("cosine", None)
-
-
-def test_other_presets_change_nothing(monkeypatch):
-    assert parsed(monkeypatch, "") == lm.Config()
-    assert parsed(monkeypatch, "--preset llama-8b") == configure(lm.Config, preset="llama-8b")
-    assert preset_defaults(["--text", "shakespeare-cpu"]) == {}
-
-
-def test_every_value_is_of_a_flag():
-    assert TRAINING.keys() <= PRESETS.keys()
-    names = flags_of(lm.Config()).keys()
-    for values in TRAINING.values():
-        assert values.keys() <= names
 
 
 def test_the_quick_start_ends_with_weights(monkeypatch, tmp_path, capsys):

@@ -1,6 +1,5 @@
 """The progress bar: on a terminal only, below the log; also where launch copies what ranks write."""
 
-import io
 import os
 import pty
 import re
@@ -10,9 +9,8 @@ import threading
 
 import pytest
 
-from mmm.errors import UserError
 from mmm.runtime.ranks import Rank
-from mmm.trainer.loop.progress import StepsBar, terminal
+from mmm.trainer.loop.progress import StepsBar
 
 RUN = ["-m", "mmm.trainer.lm", "--preset", "debug", "--seq_length", "16", "--batch_size", "2", "--max_iters", "4"]
 RUN += ["--device", "cpu", "--no-plots", "--eval_batches", "1"]
@@ -70,31 +68,3 @@ def test_no_bar_without_a_terminal(capsys):
         assert list(bar.over(range(3))) == [0, 1, 2]
         bar.row(1.0, 2.0)
     assert (*capsys.readouterr(),) == ("", "")
-
-
-def test_only_rank_0_of_launch_has_the_copied_terminal(monkeypatch):
-    monkeypatch.setenv("MMM_TERMINAL", "100x30")
-    assert terminal(Rank(0, 2, 0, 2, "launch")) is None  # nothing says that launch listens
-    monkeypatch.setattr("mmm.runtime.contract.attached", lambda: True)
-    assert terminal(Rank(0, 2, 0, 2, "launch")).width == 100
-    assert terminal(Rank(1, 2, 1, 2, "launch")) is None
-    monkeypatch.setenv("TERM", "dumb")
-    assert terminal(Rank(0, 2, 0, 2, "launch")) is None
-
-
-def test_a_step_that_fails_ends_the_bar():
-    bar = StepsBar(Rank(0, 1, 0, 1, "alone"))
-    from rich.console import Console
-
-    bar.console, lives = Console(force_terminal=True, width=80, file=io.StringIO()), []
-
-    def train():
-        with bar:
-            for _ in bar.over(range(3)):
-                lives.append(bar._bar.live)
-                assert lives[0].is_started
-                raise UserError("no")
-
-    with pytest.raises(UserError):
-        train()
-    assert not lives[0].is_started

@@ -6,7 +6,6 @@ import os
 import re
 import shutil
 import signal
-import sys
 import time
 from pathlib import Path
 from unittest.mock import patch
@@ -167,15 +166,6 @@ def test_another_curve_of_the_learning_rate_is_said(run_on_ranks, tmp_path, text
 
 def notes_of(folder):
     return json.loads((folder / "config.json").read_text())["notes"]
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(("more", "said"), [({}, 0), ({"lr": 0.02}, 1), ({"max_iters": STEPS + 4}, 1)], ids=str)
-def test_only_another_curve_is_said(run_on_ranks, tmp_path, text, more, said):
-    flags = {**TEXT, "text": text, "lr": 0.01, "warmup": 2, "outdir": tmp_path}
-    assert run_on_ranks(train, 1, LM, flags, ENDS, timeout=120) == ["ended"]
-    assert go_on(run_on_ranks, LM, 1, {**flags, **more}, tmp_path) == [""]
-    assert len([note for note in notes_of(tmp_path) if "learning rate leaves" in note]) == said
 
 
 @pytest.mark.long
@@ -611,22 +601,6 @@ def test_a_signal_whose_checkpoint_fails(run_on_ranks, tmp_path, text, mode):
     assert notes[-1] == "stopped by a signal after 3 steps"
 
 
-def test_sigterm_after_another_ranks_failure_saves_nothing(monkeypatch):
-    """No other step could be made: it does what it did before."""
-    monkeypatch.setattr("mmm.runtime.stop.first_failure", lambda: "rank 1 on x: it failed")
-    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    try:
-        with stop_signal() as wish, pytest.raises(SystemExit, match="143"):
-            signal.raise_signal(signal.SIGTERM)
-        assert wish.came is None
-        with stop_signal() as wish:
-            signal.raise_signal(signal.SIGUSR1)
-            signal.raise_signal(signal.SIGUSR1)
-        assert wish.came == signal.SIGUSR1
-    finally:
-        signal.signal(signal.SIGTERM, before)
-
-
 def test_the_signal_before_a_jobs_end_that_comes_when_the_run_is_over():
     before = signal.signal(signal.SIGUSR1, signal.SIG_DFL)
     try:
@@ -636,23 +610,3 @@ def test_the_signal_before_a_jobs_end_that_comes_when_the_run_is_over():
         assert wish.came is None
     finally:
         signal.signal(signal.SIGUSR1, before)
-
-
-def test_a_second_ctrl_c_does_what_the_first_did_before(monkeypatch, capfd):
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    monkeypatch.setattr("mmm.runtime.stop.REPEAT", 0.2)
-    try:
-        with stop_signal() as wish:
-            signal.raise_signal(signal.SIGINT)
-            signal.raise_signal(signal.SIGINT)  # the same, passed on by a launcher
-            assert wish.came == signal.SIGINT
-            time.sleep(0.3)
-            with pytest.raises(KeyboardInterrupt):
-                signal.raise_signal(signal.SIGINT)
-        assert capfd.readouterr().err.count("Ctrl-C again ends it at once") == 1
-        assert signal.signal(signal.SIGINT, signal.SIG_IGN) == signal.default_int_handler
-        with stop_signal() as wish:  # a script's `program &`
-            signal.raise_signal(signal.SIGINT)
-        assert wish.came is None
-    finally:
-        signal.signal(signal.SIGINT, before)

@@ -19,7 +19,6 @@ from support.launcher import Launcher
 from support.resuming import curve, tensors
 from support.signals import as_from_a_terminal
 
-BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "kills.py"
 RUN = "-m mmm.trainer.lm --preset debug --dataset random --seq_length 16 --global_batch_size 8 --device cpu"
 STEPS = [
     "--eval_every",
@@ -103,19 +102,6 @@ def test_killed_after_the_last_step(launcher, supervised):
     assert "no step is left to make" in done.stdout
     assert (launcher.folder / "run/model.pt").exists()
     assert len(curve(launcher.folder / "run")) == 4
-
-
-@pytest.mark.long
-def test_random_kills(tmp_path):
-    """A few of what `benchmarks/kills.py` does by the hundred; test_resume.py has the age of checkpoints that training
-    waits for."""
-    words = [sys.executable, BENCHMARK, "--kills", "3", "--json", tmp_path / "found.json"]
-    done = subprocess.run(list(map(str, words)), capture_output=True, text=True, timeout=PATIENCE)
-    assert done.returncode == 0, done.stdout + done.stderr
-    found = json.loads((tmp_path / "found.json").read_text())
-    assert found["wrong"] == []
-    assert found["kills"] > 0
-    assert found["most_steps_lost"] <= 2 * found["every"]
 
 
 CTRL_C = """

@@ -10,14 +10,13 @@ import time
 import warnings
 from contextlib import ExitStack, suppress
 from dataclasses import replace
-from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
 import torch
 
 import mmm.history
-from mmm.errors import DeviceError, DivergedError, RecordError, UserError
+from mmm.errors import DeviceError, DivergedError, UserError
 from mmm.history.runs import read_run
 from mmm.parallel import Layout
 from mmm.runtime import process_group
@@ -28,7 +27,6 @@ from mmm.trainer.config.command_line import configure
 from mmm.trainer.config.run import BaseOptions, RunOptions
 from mmm.trainer.lm import resolve
 from mmm.trainer.run.standard import start_run
-from mmm.trainer.run.utilization import Utilization
 from support.clock import PATIENCE
 from support.launcher import OURS
 from support.pool import program_on
@@ -86,31 +84,6 @@ def test_a_loss_that_is_no_number_between_two_rows_is_found_by_the_next(run_on_r
         assert collectives == 3
 
 
-class Table(list):
-    """Counts how often it is written."""
-
-    written = 0
-
-    def __iter__(self):
-        type(self).written += 1
-        return super().__iter__()
-
-
-def test_a_table_is_encoded_once(tmp_path):
-    options = RunOptions(device="cpu", outdir=tmp_path, plots=False)
-    Table.written = 0
-    with start_run("test", options, Layout().fit(1)) as run:
-        run.describe(table=Table([{"rank": 0}]))
-        for value in range(3):
-            run.describe(value=value, text=["π\n", {}])
-        assert Table.written == 1
-        text = (tmp_path / "config.json").read_text()
-        config = json.loads(text)
-        added = {"table": [{"rank": 0}], "value": 2, "text": ["π\n", {}], "state": "running"}
-        assert list(config.items())[-4:] == list(added.items())
-        assert text == json.dumps(config, indent=2, ensure_ascii=False) + "\n"
-
-
 def test_what_the_record_keeps_of_a_run(tmp_path):
     """Its name, when it was and how long, and its mean rates: rows of every third step stand for three."""
     options = RunOptions(device="cpu", outdir=tmp_path, plots=False, name="wide", log_every=3)
@@ -158,18 +131,6 @@ def test_a_run_that_is_refused_before_its_first_row_leaves_no_record(tmp_path):
 def test_what_names_no_run(name):
     with pytest.raises(UserError, match=r"--name"):
         RunOptions(name=name).check()
-
-
-def test_what_is_added_to_the_record_of_a_run_that_has_ended_may_fail(tmp_path, caplog):
-    """A disk that is too full for the last line of config.json does not make a run that finished one that failed."""
-    options = RunOptions(device="cpu", outdir=tmp_path, plots=False)
-    no_room = patch("mmm.history.write_encoded", side_effect=RecordError("config.json: No space left on device"))
-    with start_run("test", options, Layout().fit(1)) as run, no_room, pytest.raises(RecordError):
-        run.describe(value=2)
-    with no_room:
-        run.describe(measured=3)
-    assert "config.json: No space left on device" in caplog.text
-    assert mmm.history.state(tmp_path) == "finished"
 
 
 # --- ranks that differ, and a folder that rank 0 cannot have ----------------------------------------------------------
@@ -324,13 +285,3 @@ def test_mps_runs_the_trainers_alone(monkeypatch, no_process_group):
     refused = pytest.raises(DeviceError, match=r"--device")
     with refused, start_run("zero", BaseOptions(), Layout().fit(1)):
         pass
-
-
-@pytest.mark.parametrize("peak", [None, 8.0])
-def test_rows_have_no_mfu_where_no_table_knows_the_peak(peak):
-    utilization = Utilization()
-    utilization.flops, utilization.peak = 2.0, peak
-    row = SimpleNamespace(numbers={"dt": 1.0}, samples=4, tokens=8)
-    utilization.row(SimpleNamespace(rank=SimpleNamespace(world_size=2)), row)
-    rates = {"dt": 1.0, "sps_per_gpu": 2.0, "tps_per_gpu": 4.0}
-    assert row.numbers == (rates if peak is None else {**rates, "mfu": 0.5})

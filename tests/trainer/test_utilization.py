@@ -6,8 +6,7 @@ import torch
 from mmm.models.transformer import Transformer, TransformerConfig
 from mmm.parallel import meta_parameters
 from mmm.parallel.plans.transformer import transformer_plan
-from mmm.trainer.run import utilization
-from mmm.trainer.run.utilization import measured_flops, peak_flops, step_flops
+from mmm.trainer.run.utilization import peak_flops, step_flops
 
 CPU = torch.device("cpu")
 
@@ -40,19 +39,3 @@ def test_peaks_of_known_devices(monkeypatch, name, dtype, peak):
     found, source = peak_flops(torch.device("cuda", 0), dtype)
     assert found == peak
     assert source.startswith(f"{name}: table, ")
-
-
-def test_an_accelerator_that_is_not_in_the_table_has_no_peak(monkeypatch):
-    monkeypatch.setattr("torch.cuda.get_device_name", lambda device: "NVIDIA GB999")
-    assert peak_flops(torch.device("cuda", 0), torch.bfloat16) == (
-        None,
-        "NVIDIA GB999: not in the table of `mmm.runtime.peaks`",
-    )
-    assert peak_flops(torch.device("mps"), torch.float32)[0] is None
-
-
-def test_a_measured_peak(monkeypatch):
-    monkeypatch.setattr(utilization, "SIZE", 64)
-    assert 1e6 < measured_flops(torch.float32) < 1e15
-    for dtype, measured in ((torch.float64, "float64"), (torch.bfloat16, "float32")):  # which is emulated
-        assert peak_flops(CPU, dtype)[1] == f"cpu: measured, a product of 64² {measured}"

@@ -35,14 +35,6 @@ def script(tmp_path_factory):
     return path
 
 
-def test_it_has_at_most_60_lines_of_code(script):
-    lines = [line.strip() for line in script.read_text().splitlines()]
-    code = [line for line in lines if line and not line.startswith("#")]
-    assert f"That is {len(code)} lines of code." in PAGE
-    assert len(code) <= 60
-    assert max(map(len, code)) <= 120
-
-
 @pytest.fixture(scope="module")
 def resumable(script):
     """The script, with the page's lines on checkpoints."""

@@ -1,9 +1,5 @@
 """Image batches: the same global batch whatever the mesh and the workers; every test image counts exactly once."""
 
-import gc
-import multiprocessing
-import time
-
 import numpy as np
 import pytest
 import torch
@@ -113,28 +109,6 @@ def test_a_worker_hands_a_users_error_over_as_it_is():
         next(loader.epoch())
 
 
-@pytest.mark.parametrize("image_set", [FAKE, Unreadable(50, (1, 4, 4), 2, seed=0)], ids=["read", "error"])
-def test_workers_end_with_their_loader(monkeypatch, image_set):
-    monkeypatch.setattr(torch.utils.data._utils, "MP_STATUS_CHECK_INTERVAL", 120.0)  # for one that is not told to end
-    batches = ImageBatches(image_set, 2)
-    loader = batches.loader(workers=2)
-    epoch = loader.epoch()
-    try:
-        next(epoch)
-        assert len(multiprocessing.active_children()) == 2
-    except DataError:
-        pass
-    began = time.monotonic()
-    del loader, epoch
-    gc.collect()
-    assert not multiprocessing.active_children()
-    assert time.monotonic() - began < 60
-
-
-def test_images_in_memory_need_no_workers():
-    assert ImageBatches(FAKE, 4).loader().workers == 0
-
-
 def test_a_batch_moves_and_changes_type_where_it_should():
     batch = ImageBatches(FAKE, 4).batch(0).to(torch.device("cpu"), torch.float64)
     assert (batch.images.dtype, batch.weights.dtype, batch.labels.dtype) == (torch.float64, torch.float64, torch.int64)
@@ -156,16 +130,3 @@ def test_a_small_global_batch_covers_a_set_in_memory():
     image_set = ImagesInMemory(pixels, np.arange(5), "abcde", (0.0,), (1 / 255,))
     images, labels = image_set.images([4, 0, 4])
     assert images.flatten().round().tolist() == [4, 0, 4] == labels.tolist()
-
-
-@pytest.mark.parametrize("size", [6, 8, 12])
-@pytest.mark.parametrize(("stored", "channels"), [(1, 1), (1, 3), (3, 1), (3, 3)])
-def test_strides_are_those_of_the_shape(size, stored, channels):
-    """Convolutions would go on from others, and what they then give cannot be sent between pipeline stages."""
-    pixels = np.random.RandomState(0).randint(0, 256, (20, 8, 8, stored)).astype(np.uint8).transpose(0, 3, 1, 2)
-    images = ImagesInMemory(pixels, np.zeros(20), ("zero",), (0.5,) * stored, (0.25,) * stored, size, channels)
-    for image_set in (images, FakeImages(20, (channels, size, size), 4, seed=5)):
-        for first in (0, 18):  # with padding at the end
-            batches = ImageBatches(image_set, 20, drop_last=False)
-            batch = batches.batch(0, first, 6 if first else 1).to(torch.device("cpu"), torch.float64)
-            assert batch.images.stride() == torch.empty(batch.images.shape).stride()

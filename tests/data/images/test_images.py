@@ -4,7 +4,6 @@ import hashlib
 import subprocess
 import sys
 from importlib import resources
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -171,35 +170,3 @@ assert hasattr(torch.ops.torchvision, "nms") == torchvision.extension._has_ops()
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=PATIENCE)
     assert done.returncode == 0, done.stderr
-
-
-@pytest.mark.parametrize("name", ["_C.so", "_C.cpython-311-darwin.so", "_C_stable.so", "_C.pyd"])
-def test_a_torchvision_that_imports_is_left_alone(monkeypatch, tmp_path, name):
-    """Its compiled part is called by another name since 0.29. Operators declared twice would end the process."""
-    from mmm.data.images import torchvision_shim
-
-    declared: list[str] = []
-    (tmp_path / name).touch()
-    found = SimpleNamespace(submodule_search_locations=[str(tmp_path)])
-    monkeypatch.setattr(torchvision_shim.importlib.util, "find_spec", lambda name: found)
-    monkeypatch.setattr(torch.ops, "load_library", lambda path: None)
-    monkeypatch.setattr(torch.library, "Library", lambda *_: declared.append("library"))
-    torchvision_shim._declare_missing_operators()
-    assert not declared
-
-
-def test_torchvision_that_is_missing_or_broken_is_said_so(monkeypatch):
-    from mmm.data.images import torchvision_shim
-
-    def refuse(error):
-        def imported(name):
-            raise error
-
-        monkeypatch.setattr(torchvision_shim.importlib, "import_module", imported)
-
-    refuse(ModuleNotFoundError("No module named 'torchvision'", name="torchvision"))
-    with pytest.raises(DataError, match="pip install torchvision"):
-        torchvision_shim.import_torchvision("datasets")
-    refuse(RuntimeError("operator torchvision::roi_align does not exist"))
-    with pytest.raises(DataError, match=r"beside torch .*roi_align.*release made for this torch"):
-        torchvision_shim.import_torchvision("datasets")

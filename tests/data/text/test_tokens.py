@@ -102,15 +102,3 @@ def test_too_little_text():
         TextTokens(TEXT[:10], 16, 0)
     with pytest.raises(DataError, match=r"62 sequences"):
         TextTokens(TEXT, 16, 0).steps_per_epoch(64)
-
-
-@pytest.mark.parametrize(("device", "pinned"), [("cpu", False), ("cuda", True), ("xpu", True), ("mps", False)])
-def test_the_host_does_not_wait_for_the_copy(monkeypatch, device, pinned):
-    calls = []
-    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: (calls.append("pinned"), self)[1])
-    monkeypatch.setattr(
-        torch.Tensor, "to", lambda self, to, non_blocking: (calls.append((to.type, non_blocking)), self)[1]
-    )
-    batch = RandomTokens(50, 16, 0).batch(0, 2, 0, 2)
-    assert torch.equal(batch.to(torch.device(device)).targets, batch.targets)
-    assert calls == [*["pinned"] * pinned, (device, pinned)] * 2

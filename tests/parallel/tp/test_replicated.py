@@ -1,15 +1,11 @@
 """Modules that every rank of tp has: those whose gradients are partial sums are added up, or refused by name."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 from torch import nn
-from torch.distributed.tensor import _random as dtensor_random
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 from mmm.parallel import Layout, PartialGradient, Plan, Replicated, apply, build_mesh, materialize
-from mmm.parallel.tp.tensor_parallel import _leave_generators_alone
 from mmm.parity.fixtures.head_norm import HeadNorm, make_batch
 from mmm.parity.plans import head_norm_plan
 from mmm.runtime.device import Precision
@@ -147,15 +143,3 @@ def of_its_own(rank):
 def test_a_parameter_beside_modules_of_other_styles(run_on_ranks):
     for off in run_on_ranks(of_its_own, 2):
         assert max(off) < 1e-14, off
-
-
-@pytest.mark.parametrize(("kind", "there"), [("cuda", False), ("cuda", True), ("xpu", False), ("cpu", True)])
-def test_no_generator_is_asked_for_where_there_is_no_accelerator(monkeypatch, kind, there):
-    """PyTorch's tracker of generators raises without a device: in a dry run, and on fake devices."""
-    made = []
-    monkeypatch.setattr(dtensor_random, "_rng_tracker", None)
-    monkeypatch.setattr(dtensor_random, "OffsetBasedRNGTracker", lambda mesh, **_: made.append(mesh))
-    monkeypatch.setattr(f"torch.{kind}.is_available", lambda: there)
-    mesh = SimpleNamespace(device_type=kind)
-    _leave_generators_alone(mesh)
-    assert made == [mesh] * (there and kind != "cpu")
