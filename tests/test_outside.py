@@ -15,7 +15,6 @@ from mmm.data.text.token_file import TokenFile, open_tokens
 from mmm.data.text.tokenizer import load_tokenizer
 from mmm.errors import RecordError, UserError
 from mmm.history import History, write_config
-from mmm.history.record.attempts import Attempt, attempt_of
 from mmm.history.record.folder import own_files
 from mmm.machines import machine
 from mmm.outside import (
@@ -157,23 +156,6 @@ def test_a_record_s_text_on_a_terminal(tmp_path, capsys):
     assert "failed: \\x1b[2J" in out
     assert "\x1b[2J" not in out
     assert "\x07" not in out
-
-
-@pytest.mark.parametrize(
-    "change", [{"module": 3}, {"module": [1]}, {"ranks": 1}, {"startup": []}, {"startup": {"marks": 1}}], ids=str
-)
-def test_a_record_s_start_of_other_types(tmp_path, capsys, change):
-    marks = {name: [1.0] for name in MARKS}
-    begun = {"started_from": "launch", "marks": marks, "imports": {"shared": {}, "ranks": [{}]}}
-    write_config(tmp_path, {"module": "lm", "ranks": [{"host": "a"}], "startup": begun} | change)
-    assert main(["startup", str(tmp_path)]) == (0 if "module" in change else 2)
-    assert "Traceback" not in capsys.readouterr().err
-
-
-def test_an_attempt_of_no_number():
-    assert attempt_of('{"attempt": {"of": "a", "number": 1}}') == Attempt("a", 1)
-    for number in ("Infinity", "NaN", "[]", "null"):
-        assert attempt_of('{"attempt": {"of": "a", "number": ' + number + "}}") is None
 
 
 @pytest.mark.timeout(20)

@@ -6,7 +6,6 @@ import pytest
 
 from mmm.campaign import chain
 from mmm.campaign.chain import Campaign, begin, end, read, status, stop
-from mmm.cli.main import main as mmm
 from mmm.errors import LaunchError, RecordError
 from mmm.history import History, write_config
 from support.queue import StandIn
@@ -128,39 +127,12 @@ def test_a_job_that_could_not_say_how_it_ended(campaign):
     )
 
 
-@pytest.mark.parametrize("code", [138, None])
-def test_a_signal_that_comes_when_the_run_is_over(campaign, code):
-    begin(campaign.folder, environ(campaign, "1"))
-    recorded(campaign)
-    assert campaign.saved() == 0
-    saved(campaign, 14)
-    line = end(campaign.folder, code)[1] if code else begin(campaign.folder, environ(campaign, "2"))[1]
-    assert line.endswith(": the run is finished, after 1 job")
-
-
-def test_a_record_that_was_finished_before_the_campaign_is_not_its_end(campaign):
-    """--max_iters is larger now; the first job is killed before it opens the record."""
-    recorded(campaign)
-    saved(campaign, 14)
-    begin(campaign.folder, environ(campaign, "1"))
-    assert end(campaign.folder, 137)[1].startswith("saved at step 14; job ")
-
-
 def test_a_job_that_the_scheduler_begins_again_queues_no_second_one(campaign, queue):
     begin(campaign.folder, environ(campaign, "1"))
     goes, line = begin(campaign.folder, environ(campaign, "1"))
     assert goes
     assert line.startswith("job 1 begins again; ")
     assert len(queue.calls()) == 1
-
-
-def test_a_job_that_cannot_queue_the_next_makes_its_steps(campaign, queue):
-    queue.refuse()
-    goes, line = begin(campaign.folder, environ(campaign, "1"))
-    assert goes
-    assert "none follows it: " in line
-    assert "invalid account. Submit the same line again" in line
-    assert end(campaign.folder, 75) == (75, "none is queued: submit the same line again")
 
 
 def test_slurms_variables_of_this_job_are_not_the_nexts(campaign, queue, monkeypatch):
@@ -216,16 +188,6 @@ def test_status(campaign, queued):
         "job 9            from step 40 to 40   exit code 2",
         "over: job 9 refuses what it was asked for (exit code 2); its output says why",
     ]
-
-
-def test_a_campaign_that_somebody_else_wrote_moves_no_cursor(campaign, capsys):
-    campaign.jobs, campaign.over = [chain.Job("7\x1b[2J", 0)], "because\x1b]0;t\x07"
-    campaign.write()
-    for flag in ("--status", "--stop"):
-        assert mmm(["submit", flag, str(campaign.folder)]) == 0
-        out = capsys.readouterr().out
-        assert "because\\x1b]0;t\\x07" in out
-        assert "\x1b" not in out
 
 
 def test_no_campaign_and_a_damaged_one(campaign, tmp_path):

@@ -5,30 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from mmm.campaign.command import folder_of, going_on, launch_line, name_of, value_of
+from mmm.campaign.command import folder_of, going_on, launch_line
 from mmm.errors import ConfigError
 
 LM = shlex.split("python3 -m mmm.trainer.lm --preset debug")
-
-
-@pytest.mark.parametrize(
-    ("words", "value"),
-    [("--a_b 1", "1"), ("--a-b=1", "1"), ("--a_b 1 --a-b 2", "2"), ("--a_bc 1", None), ("--a_b", ""), ("", None)],
-)
-def test_value_of_a_flag(words, value):
-    assert value_of(shlex.split(words), "a_b") == value
-
-
-@pytest.mark.parametrize(
-    ("words", "name"),
-    [
-        ("python3 -m mmm.trainer.lm --preset x", "lm"),
-        ("launch -ppn 4 python3 ./my-run.py a.py", "my_run"),
-        ("./a.out", "job"),
-    ],
-)
-def test_what_a_program_is_called(words, name):
-    assert name_of(words.split()) == name
 
 
 def test_jobs_go_on_in_one_folder(tmp_path, monkeypatch):

@@ -2,14 +2,9 @@
 
 import pytest
 
-from mmm.campaign.queues import QUEUES, cancel, scheduler_here, submit, submit_words, unknown_machine
+from mmm.campaign.queues import cancel, scheduler_here, submit
 from mmm.errors import LaunchError
-from mmm.machines.machine import CHOICES
 from support.queue import StandIn
-
-
-def test_every_scheduler_that_a_machine_may_name_has_its_words():
-    assert set(QUEUES) == set(CHOICES["scheduler"])
 
 
 def test_what_is_on_the_path(tmp_path, monkeypatch):
@@ -34,9 +29,3 @@ def test_submit_and_cancel(tmp_path, monkeypatch):
     queue.refuse()
     with pytest.raises(LaunchError, match=r"^sbatch: sbatch: error: invalid account$"):
         submit("slurm", "", "lm")
-
-
-def test_a_machine_that_is_not_known():
-    assert unknown_machine("slurm", None, None).script == ["#SBATCH -N {hosts} -t {time}"]
-    assert unknown_machine("pbs", "q", "p").script[2:] == ["#PBS -q {queue}", "#PBS -A {project}"]
-    assert submit_words("pbs", "lm", "3.pbs") == ["qsub", "-N", "lm", "-W", "depend=afterany:3.pbs"]

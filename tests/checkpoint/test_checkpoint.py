@@ -12,14 +12,11 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint import metadata as dcp_metadata
-from torch.distributed.checkpoint.utils import _DistWrapper
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from mmm.checkpoint import Manifest, Saver, load_tensors, read_manifest, steps_of
-from mmm.checkpoint.local_metadata import Overlaps
 from mmm.checkpoint.manifest import MANIFEST, FileSum, broken_file, file_sum, remove_partial
 from mmm.checkpoint.state import training_state
 from mmm.checkpoint.storage import METADATA, read_metadata
@@ -161,69 +158,6 @@ def test_a_disk_that_turns_read_only_is_said_on_all(run_on_ranks, tmp_path):
             assert said[0].startswith("no checkpoint of step 2: ")
             assert "Read-only file system" in said[0]
         assert steps_of(tmp_path) == [tmp_path / "step-1"]
-
-
-def test_what_a_failed_save_has_left_does_not_stay(run_on_ranks, tmp_path):
-    (tmp_path / "step-1.partial").mkdir()
-    (tmp_path / "step-1.partial/__7_0.distcp").write_text("of more ranks")
-    (done, said, _), *_ = run_on_ranks(save, 2, tmp_path)
-    assert (done, said) == (True, [])
-    assert "__7_0.distcp" not in os.listdir(tmp_path / "step-1")
-
-
-def broadcast_sizes(rank, folder):
-    sizes, send = [], _DistWrapper.broadcast_object
-
-    def counted(self, value):
-        sizes.append(len(pickle.dumps(value)))
-        return send(self, value)
-
-    with patch.object(_DistWrapper, "broadcast_object", counted):
-        save(rank, folder)
-    return sizes
-
-
-def test_what_every_rank_gets_does_not_grow_with_the_ranks(run_on_ranks, tmp_path):
-    """DCP sends every rank the metadata, which have an entry a rank: of 2,048 ranks that would be 2,048 × 2,048."""
-    two, four = (run_on_ranks(broadcast_sizes, ranks, tmp_path / str(ranks))[0] for ranks in (2, 4))
-    assert two == four
-    assert len(two) == 1
-
-
-def sharded_metadata(ranks, rows):
-    """As DCP writes them, of two tensors whose rows so many ranks have."""
-    properties = dcp_metadata.TensorProperties(dtype=torch.float32)
-    state, storage = {}, {}
-    for name in ("model.a", "optimizer.a.exp_avg"):
-        boxes = [(torch.Size([rank * rows, 0]), torch.Size([rows, 8])) for rank in range(ranks)]
-        chunks = [dcp_metadata.ChunkStorageMetadata(*box) for box in boxes]
-        size = torch.Size([ranks * rows, 8])
-        state[name] = dcp_metadata.TensorStorageMetadata(properties, size, chunks)
-        for rank, (offsets, _) in enumerate(boxes):
-            place = filesystem._StorageInfo(f"__{rank}_0.distcp", 0, rows * 32)
-            storage[dcp_metadata.MetadataIndex(name, offsets)] = place
-    paths = {"model.a": ("model", "a"), "optimizer.a.exp_avg": ("optimizer", "a", "exp_avg")}
-    return dcp_metadata.Metadata(state_dict_metadata=state, planner_data=paths, storage_data=storage)
-
-
-@pytest.mark.parametrize("saved_on", [64, 2048])
-def test_a_rank_is_sent_the_metadata_of_its_own_tensors(saved_on):
-    """Two ranks' entries where it has half of each, whatever the number of ranks; and all ranks together each entry."""
-    rows, overlaps = 4, Overlaps(sharded_metadata(saved_on, 4))
-    sizes, seen = [], set()
-    for rank in range(saved_on):
-        begin = max(rank * rows - 2, 0)
-        local = ((begin, 0), (rank * rows + 2 - begin, 8))
-        part = overlaps.part({"a": ((saved_on * rows, 8), [local]), "b": ((3,), [((0,), (3,))])})
-        expected = [place for place in (rank - 1, rank) if place >= 0]
-        for entry in part.state_dict_metadata.values():
-            assert entry.size == (saved_on * rows, 8)
-            assert [chunk.offsets[0] // rows for chunk in entry.chunks] == expected
-        assert len(part.storage_data) == 2 * len(expected)
-        seen |= set(part.storage_data)
-        sizes.append(len(pickle.dumps(part)))
-    assert len(seen) == 2 * saved_on
-    assert max(sizes) < 1200  # bytes
 
 
 def test_a_file_that_does_not_fit(run_on_ranks, tmp_path):

@@ -6,7 +6,7 @@ from mmm.cli import compare as command
 from mmm.cli.main import main as mmm
 from mmm.errors import ConfigError, RecordError
 from mmm.history import History, write_config
-from mmm.history.overlay import overlaid, overlay_figure, terminal_overlay
+from mmm.history.overlay import overlaid, overlay_figure
 from mmm.history.runs import read_run
 from mmm.palette import DARK
 from support.pictures import flaws
@@ -63,20 +63,6 @@ def test_how_far_runs_are_apart(tmp_path, capsys):
         " 3 steps off a by 1e-01 at most",
         "",
     ]
-
-
-def test_runs_of_several_trainings(tmp_path):
-    """Their steps begin anew: rows are compared, which are no steps, so that nothing is said of how far they are."""
-    for name, every in (("a", 1), ("b", 2)):
-        folder = made_run(tmp_path / name, [])
-        (folder / "train_dataset.h5").unlink()
-        with History(folder, ranks=[{}]) as history:
-            for row in range(6):
-                history.update({"iter": every * (row % 3), "loss": 3.0 - every * row})
-    runs = [read_run(tmp_path / name, None) for name in "ab"]
-    curves = overlaid(runs, "loss")
-    assert [(s.x_name, s.x.tolist()) for s in curves] == [("row", [0, 1, 2, 3, 4, 5])] * 2
-    assert "off a" not in terminal_overlay(curves, ["a", "b"], 80, 12)
 
 
 def test_losses_that_are_no_numbers(tmp_path, capsys):
@@ -155,9 +141,3 @@ def test_what_the_user_can_fix(two, tmp_path, capsys):
         err = capsys.readouterr().err
         assert said in err
         assert len(err.splitlines()) == 1
-
-
-def test_no_metric_in_common(two, tmp_path, capsys):
-    write_config(tmp_path, {"module": "lm"})
-    assert mmm(["compare", str(two[0]), str(tmp_path)]) == 2
-    assert capsys.readouterr().err == "mmm: error: these runs have no metric in common: there is no plot\n"

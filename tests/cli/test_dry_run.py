@@ -2,43 +2,17 @@
 
 import json
 import re
-import sys
 from pathlib import Path
 
 import pytest
 
 from mmm.cli import main as cli
-from mmm.cli.dry_run import split, target_of
+from mmm.cli.dry_run import target_of
 from mmm.errors import ConfigError
 from mmm.launch.errors import LaunchError
-from mmm.launch.program.target import Target
 
 PAGE = (Path(__file__).parent.parent.parent / "docs" / "your-script.md").read_text(encoding="utf-8")
 EXAMPLE = ["python3", "-m", "mmm.examples.fsdp_tp"]
-
-
-@pytest.mark.parametrize(
-    ("words", "expected"),
-    [
-        ("8 --rank 3 -- python3 t.py --rank 5", ("8 --rank 3", "python3 t.py --rank 5")),
-        ("--rank=3 8 -- t.py -- x", ("--rank=3 8", "t.py -- x")),
-        ("--memory 64GiB 8 --json a.json python3 t.py", ("--memory 64GiB 8 --json a.json", "python3 t.py")),
-        ("--rank -- 8", ("--rank", "8")),
-        ("8 --help", ("8 --help", "")),
-    ],
-)
-def test_where_the_program_begins(words, expected):
-    own, program = split(words.split())
-    assert (" ".join(own), " ".join(program)) == expected
-
-
-def test_what_is_a_program(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    Path("t.py").write_text("")
-    target = Target("module", "mmm.examples.ddp", ("--lr", "1"))
-    for python in (["python3"], ["python"], [sys.executable], []):
-        assert target_of([*python, "-m", "mmm.examples.ddp", "--lr", "1"]) == target
-        assert target_of([*python, "t.py", "-m"]) == Target("script", "t.py", ("-m",))
 
 
 @pytest.mark.parametrize(
@@ -138,11 +112,3 @@ def test_a_run_that_cannot_be_tried(dry_run, name, message):
     code, _, err = dry_run("4", "--", "-m", f"mmm.examples.{name}", "--device", "cpu")
     assert code == 2, err
     assert f"{message}" in err
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(("name", "layout"), [("pipeline", "pp2·dp2"), ("parallel_4d", "pp2·dp2·tp2")])
-def test_an_example_that_runs_its_stages_itself(dry_run, name, layout):
-    code, out, err = dry_run(str(4 if name == "pipeline" else 8), "--", "-m", f"mmm.examples.{name}", "--device", "cpu")
-    assert code == 0, err
-    assert f"layout {layout}, cpu, fp32: 2 of them" in out

@@ -1,13 +1,11 @@
 """What `mmm` does where its output cannot be written, or not all of it."""
 
-import io
 import os
 import subprocess
 import sys
 
 import pytest
 
-from mmm.cli.main import SUBCOMMANDS
 from mmm.cli.main import main as mmm
 
 MMM = [sys.executable, "-m", "mmm.cli.main"]
@@ -49,12 +47,3 @@ def test_numbers_and_words_that_are_none(argv, said, capsys):
     out, err = capsys.readouterr()
     assert (out, err.count("\n")) == ("", 1)
     assert said in err
-
-
-def test_characters_that_the_output_lacks(monkeypatch):
-    """Such as × and ·, or the bytes of a path that are no text."""
-    buffer = io.BytesIO()
-    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(buffer, encoding="ascii"))
-    monkeypatch.setattr(f"{SUBCOMMANDS['runs'][0]}.main", lambda argv: print("dp2·tp2 \udcff"))
-    assert mmm(["runs"]) == 0
-    assert buffer.getvalue() == b"dp2?tp2 ?\n"

@@ -59,12 +59,6 @@ def test_all_that_is_written(tmp_path, capsys):
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in files["plots"].iterdir())
 
 
-def test_both_spellings_and_a_machine_without_a_site(capsys):
-    flags = ["--hosts", "2", "--gpus-per-host", "12", "--gpu-memory", "64GiB", "--seq-length", "1024"]
-    assert main(["plan", "--model", "gpt2", *flags, "--global-batch", "48"]) == 0
-    assert "2 × 12 devices of 64 GiB" in capsys.readouterr().out
-
-
 def test_a_hugging_face_config(tmp_path, capsys):
     path = tmp_path / "config.json"
     path.write_text(json.dumps(LLAMA_CONFIG))
@@ -241,20 +235,3 @@ def test_a_run_of_so_many_tokens(capsys):
     assert " --dataset " not in submit
     trial = next(line for line in text.splitlines() if line.startswith("launch "))
     assert trial.endswith(" --dataset random --max_iters 20")  # it starts as it stands
-
-
-@pytest.mark.parametrize(
-    ("flags", "words"),
-    [
-        ("--tokens many", "--tokens many: write a number of tokens, such as 300M, 20B or 1.5T"),
-        ("--tokens 0B", "--tokens 0B: write a number"),
-        ("--tokens 20BB", "--tokens 20BB: write a number"),
-        ("--tokens 20B --walltime 6", "--walltime 6: write 6h"),
-        ("--walltime 6h", "--walltime 6h: it is of a run's jobs; say how long that is: --tokens 20B"),
-        ("--tokens 20B --dry-run", "--tokens 20B: --check and --dry_run make a few steps"),
-        ("--tokens 20B --model vit", "--tokens 20B: vit has no sequence of tokens"),
-    ],
-)
-def test_tokens_and_times_that_are_refused(flags, words, capsys):
-    assert main([*SMALL, *flags.split()]) == 2
-    assert capsys.readouterr().err.startswith(f"mmm: error: {words}")

@@ -107,51 +107,6 @@ def test_a_run_whose_loss_is_no_number_any_more(tmp_path, capsys):
     assert [row["loss"] for row in told] == [4.0, 5.0, "nan"]
 
 
-def test_numbers_of_any_size(tmp_path, capsys):
-    made_run(tmp_path / "a", [1e-5, 1.5e-5], every=1_234_567, steps=2_000_000)
-    made_run(tmp_path / "b", [1e300, 1.5e300], steps=float("1e999"))
-    _, lines, _ = table(capsys, tmp_path)
-    assert [line[4:6] for line in lines] == [["1234568/2000000", "1.5e-05"], ["2", "1.5e+300"]]
-    assert mmm(["history", str(tmp_path / "a")]) == 0
-    out = capsys.readouterr().out
-    assert "0 to 1234567" in out
-    assert "0.000015 (first 0.000010" in out
-
-
-def test_what_others_wrote_stays_in_its_line(tmp_path, capsys):
-    odd = "x\n\x1b[2Jy"
-    made_run(tmp_path / odd, [2.0], options={"lr": odd, odd: 1})
-    made_run(tmp_path / "b", [2.0], options={odd: 2})
-    assert command.main([str(tmp_path)]) == 0
-    out = capsys.readouterr().out
-    assert len(out.splitlines()) == 3
-    assert "lr=x\\n\\x1b[2Jy" in out
-    assert "\x1b" not in out
-
-
-def test_links_and_folders_that_are_not_ours(tmp_path, capsys, monkeypatch):
-    """A run that a link leads to is found, and once; a folder that cannot be looked into is named."""
-    made_run(tmp_path / "outputs" / "a", [2.0])
-    made_run(tmp_path / "elsewhere" / "b", [2.0])
-    (tmp_path / "outputs" / "latest").symlink_to("a")
-    (tmp_path / "outputs" / "b").symlink_to(tmp_path / "elsewhere" / "b")
-    (tmp_path / "outputs" / "c").symlink_to(tmp_path / "elsewhere" / "b")
-    (tmp_path / "outputs" / "round").symlink_to(tmp_path)
-    (tmp_path / "outputs" / "mine").mkdir()
-    scandir = os.scandir
-
-    def refuses(place):
-        if str(place).endswith("mine"):
-            raise PermissionError(13, "Permission denied", str(place))
-        return scandir(place)
-
-    monkeypatch.setattr(os, "scandir", refuses)
-    _, lines, err = table(capsys, tmp_path / "outputs")
-    assert [line[0] for line in lines] == ["a", "b"]
-    assert err == f"left out: [Errno 13] Permission denied: '{tmp_path}/outputs/mine'\n"
-    assert run_folders(tmp_path / "outputs" / "latest") == [tmp_path / "outputs" / "latest"]
-
-
 def test_hours_and_rates_of_a_part_of_the_rows(tmp_path):
     """Rows that say no rate, or are no steps, and ranks that were more before a resumption."""
     write_config(tmp_path, {"module": "lm", "ranks": [{}] * 2})
@@ -196,11 +151,3 @@ def test_rows_of_a_record_that_went_on(tmp_path):
     assert "new" not in read_rows(tmp_path, ["loss"])
     assert run_folders(tmp_path) == [tmp_path]
     assert read_run(tmp_path).seconds.tolist() == [36, 36, 2]
-
-
-def test_epochs_are_steps_where_there_are_no_others(tmp_path):
-    write_config(tmp_path, {"module": "cnn", "steps": 88, "options": {"epochs": 4}})
-    with History(tmp_path, ranks=[{}]) as history:
-        history.update({"epoch": 1, "train_loss": 1.0, "dt": 2.0, "sps": 5.0})
-    run = read_run(tmp_path)
-    assert (run.steps_done, run.steps, run.hours, run.mean_rate("sps")) == (1, 4, 2 / 3600, 5)

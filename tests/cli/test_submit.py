@@ -11,8 +11,7 @@ import pytest
 
 from mmm.campaign.chain import read
 from mmm.cli.main import main as mmm
-from mmm.cli.sizes import clock_time, parse_time
-from mmm.errors import ConfigError
+from mmm.cli.sizes import parse_time
 from support.clock import PATIENCE
 from support.queue import StandIn
 
@@ -249,13 +248,3 @@ def test_a_campaign_of_pbs(tmp_path, monkeypatch, capsys):
 )
 def test_times(text, seconds):
     assert parse_time(text, "-t") == seconds
-
-
-@pytest.mark.parametrize("text", ["", "6", "6.5h", "h", "-6h", "0h", "6:5", "6:99", "1:2:3:4", "99999999h", "nan"])
-def test_what_is_no_time(text):
-    with pytest.raises(ConfigError, match="-t "):
-        parse_time(text, "-t")
-
-
-def test_a_schedulers_time():
-    assert clock_time(100 * 3600 + 61) == "100:01:01"

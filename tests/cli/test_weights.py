@@ -128,29 +128,6 @@ def test_a_text_begins_as_its_tokenizer_has_it(tmp_path, capsys, prompt):
     assert capsys.readouterr().out == tokenizer.decode(expected[1:]) + "\n"
 
 
-def test_a_text_ends_where_generation_config_says(tmp_path, capsys):
-    write_hugging_face(tmp_path / "hf", LARGER)
-    (tmp_path / "hf" / "tokenizer.json").write_bytes(byte_bpe(("<|begin|>", "<|end|>")))
-    tokenizer = tokenizer_on_disk(open_weights(tmp_path / "hf").metadata)
-    prompt = tokenizer.encode(PROMPT.encode()).tolist()
-    written = greedy(prompt)[len(prompt) :]
-    end = written[-1]
-    first = written.index(end)
-    (tmp_path / "hf" / "generation_config.json").write_text(json.dumps({"eos_token_id": [257, end]}))
-    flags = ["--prompt", PROMPT, "--max_new_tokens", str(TOKENS), "--temperature", "0", "--dtype", "fp64"]
-    assert cli.main(["sample", str(tmp_path / "hf"), *flags]) == 0
-    assert capsys.readouterr().out == PROMPT + tokenizer.decode(written[:first]) + "\n"
-
-
-def test_what_is_passed_over_is_said(tmp_path, capsys):
-    path = write_hugging_face(tmp_path / "hf", {**CONFIG, "unsloth_version": "2025.3"})
-    note = "passed over, without effect on the computation: unsloth_version\n"
-    assert cli.main(["import", str(path), "-o", str(tmp_path / "own")]) == 0
-    assert note in capsys.readouterr().err
-    assert cli.main(["sample", str(path), "--prompt", "x", "--max_new_tokens", "1"]) == 0
-    assert note in capsys.readouterr().err
-
-
 @pytest.mark.parametrize(
     ("words", "said"),
     [

@@ -1,9 +1,6 @@
 """What each rank has, as boxes: the numbers stand in colours of the ranks that they are from."""
 
-import logging
-
 from mmm.examples._support import collective_boxes
-from mmm.examples._support.zero_stages import KINDS, bars
 from mmm.history.plots.style import style
 from support.pictures import flaws
 
@@ -30,14 +27,6 @@ def test_the_terminal_has_the_numbers_of_the_table_in_colours():
     assert set(colors) >= set(collective_boxes.COLORS[:RANKS])
 
 
-def test_a_file_has_the_table(caplog):
-    log = logging.getLogger("mmm")
-    with caplog.at_level(logging.INFO, logger="mmm"):
-        collective_boxes.show(log, "all_reduce", EVERYTHING["all_reduce"])
-    assert caplog.records[0].getMessage() == collective_boxes.drawn("all_reduce", EVERYTHING["all_reduce"])
-    assert "\x1b" not in caplog.text
-
-
 def test_picture(tmp_path):
     with style():
         figure = collective_boxes.figure_of(EVERYTHING)
@@ -49,12 +38,3 @@ def test_picture(tmp_path):
     assert file == tmp_path / "plots/mplot/pngs/collectives.png"
     many = [([rank], [rank]) for rank in range(9)]
     assert collective_boxes.draw({"all_gather": many}, tmp_path) == []  # more ranks than colours
-
-
-def test_bars_of_zero():
-    held = [dict(zip(KINDS, row, strict=True)) for row in ((4, 4, 8), (1, 1, 2))]
-    assert bars(held, 16).splitlines() == [
-        "         █ parameters   ▓ gradients   ░ optimizer state",
-        "0 ddp    ████▓▓▓▓░░░░░░░░ 100%",
-        "1 zero1  █▓░░ 25%",
-    ]

@@ -106,18 +106,6 @@ def test_zero(alone, run_on_ranks, ranks):
             assert float(line.split()[8]) == pytest.approx(4 * sum(held.values()) / 1e6, abs=0.006)
 
 
-@pytest.mark.long
-def test_zero_says_when_losses_differ(tmp_path, monkeypatch):
-    monkeypatch.setattr("mmm.history.plot_all", lambda *_: [])  # takes seconds
-    monkeypatch.setattr(zero, "range", lambda _: (0, 1), raising=False)  # two stages
-    config = configure(zero.Config, **SIZES, preset="debug", outdir=tmp_path, overwrite=True)
-    assert zero.train(config)
-    assert config_of(tmp_path)["losses_differ"] < 1e-9
-    assert mmm.history.load(tmp_path).stage.values.tolist() == [0, 0, 0, 1, 1, 1]
-    monkeypatch.setattr(zero_stages, "TOLERANCE", {"fp64": -1.0})
-    assert not zero.train(config)
-
-
 def test_zero_says_when_a_loss_is_nan(tmp_path, monkeypatch):
     curves = iter([[1.0, 2.0], [1.0, math.nan]])
     monkeypatch.setattr("mmm.history.plot_all", lambda *_: [])  # takes seconds
@@ -196,10 +184,6 @@ def test_tensor_parallel_notices_a_bug(run_on_ranks, tmp_path, flags):
     assert data.columns_by_hand_gradient[0] < 1e-12
 
 
-def test_tensor_parallel_alone(tmp_path):
-    assert tensor_parallel.train(configure(tensor_parallel.Config, outdir=tmp_path))
-
-
 def shown(rank):
     return {name: collectives.show(collective, CPU) for name, collective in collectives.COLLECTIVES.items()}
 
@@ -249,12 +233,6 @@ def test_a_rank_that_is_absent_is_named(tmp_path):
     assert re.search(rf"  rank 2 \({host}\): before the first step, at mmm/examples/collectives.py", done.stderr)
     assert re.search(rf"  ranks 0-1 .* waiting in {waits}, at mmm/examples/collectives.py", done.stderr)
     assert mmm.history.state(tmp_path) == "failed"
-
-
-def test_factors():
-    factors = {name: factor(name, 4) for name in collectives.COLLECTIVES}
-    part = dict.fromkeys(("all_gather", "scatter", "reduce_scatter", "all_to_all"), 0.75)
-    assert factors == {"all_reduce": 1.5, "reduce": 1, "broadcast": 1, **part}
 
 
 @pytest.mark.parametrize(

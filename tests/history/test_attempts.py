@@ -9,7 +9,7 @@ import pytest
 import mmm.history
 from mmm.errors import RecordError
 from mmm.history import History, load, plot_all, prepare, write_config
-from mmm.history.record.attempts import Attempt, attempt_of, make_room, this_attempt
+from mmm.history.record.attempts import Attempt, make_room
 from support.clock import PATIENCE
 from support.launcher import Launcher
 
@@ -115,11 +115,6 @@ def test_any_other_record_stays_and_is_refused(tmp_path, this):
     assert make_room(tmp_path, Attempt("x", 1)) is None
 
 
-def test_what_the_environment_says():
-    assert this_attempt({"MMM_ATTEMPTS_OF": "x", "MMM_ATTEMPT": "2"}) == Attempt("x", 2)
-    assert this_attempt({"MMM_ATTEMPT": "2"}) is this_attempt({"MMM_ATTEMPTS_OF": "x"}) is this_attempt({}) is None
-
-
 def test_hosts_get_it_too():
     """What `launch` gives every rank goes to those on other hosts as well."""
     code = (
@@ -130,9 +125,3 @@ def test_hosts_get_it_too():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert "'MMM_ATTEMPTS_OF': 'x'" in done.stdout
-
-
-@pytest.mark.parametrize("number", ["Infinity", "NaN", '"x"', "null", "[]", "1e400"])
-def test_a_number_that_is_none(number):
-    assert attempt_of(f'{{"attempt": {{"of": "a", "number": {number}}}}}') is None
-    assert attempt_of('{"attempt": {"of": "a", "number": 2}}') == ("a", 2)

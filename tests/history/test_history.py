@@ -100,19 +100,6 @@ def test_ranks_are_coordinates(tmp_path):
     assert ds["dt"].where(ds["axis_tp"] == 1, drop=True).values.tolist() == [[1.0, 3.0, 5.0, 7.0]]
 
 
-def test_a_name_may_come_late_and_go(tmp_path):
-    with History(tmp_path, ranks=ranks(2), flush_every=1) as history:
-        history.update({"iter": 0, "loss": 1.0})
-        history.update({"iter": 1, "loss": 0.5, "val_loss": 0.7, "seen": 3}, {"dt": [1.0, 2.0]})
-        history.update({"iter": 2})
-    ds = load(tmp_path)
-    np.testing.assert_array_equal(ds["val_loss"].values, [np.nan, 0.7, np.nan])
-    np.testing.assert_array_equal(ds["loss"].values, [1.0, 0.5, np.nan])
-    np.testing.assert_array_equal(ds["seen"].values, [np.nan, 3.0, np.nan])
-    np.testing.assert_array_equal(ds["dt"].values, [[np.nan] * 2, [1.0, 2.0], [np.nan] * 2])
-    assert ds["iter"].dtype == np.int64
-
-
 def test_ints_stay_ints_only_if_all_are(tmp_path):
     with History(tmp_path, ranks=ranks(2)) as history:
         history.update({"iter": 2**62, "tokens": 7, "mixed": 1, "flag": True, "big": 2**70}, {"bytes": [1, 2]})

@@ -4,9 +4,7 @@ import numpy as np
 import pytest
 
 from mmm.cli import history as command
-from mmm.cli.main import main as mmm
-from mmm.errors import ConfigError
-from mmm.history import History, write_config
+from mmm.history import History
 from mmm.history.plots.own_work import OwnWork, communication_to_computation, most_of, slow
 
 
@@ -39,23 +37,6 @@ def test_chance_blames_nobody():
     assert slow(work(np.where(np.arange(41)[:, None] % 20 < 17, [0.3, 0.1], [0.1, 0.3])), ["a", "a"]).rank == 0
 
 
-def test_rows_of_epochs_are_not_called_steps(tmp_path, capsys):
-    write_config(tmp_path, {"module": "cnn", "steps": 900, "ranks": [{"host": "a"}] * 3, "options": {"epochs": 9}})
-    with History(tmp_path, ranks=[{"host": "a"}] * 3) as history:
-        for epoch in (1, 2, 3):
-            history.update({"epoch": epoch, "train_loss": 1.0}, {"dt": [50.0] * 3, "dt_own": [10.0, 45.0, 10.0]})
-    for argv, said in (
-        (["history", str(tmp_path)], "50.000000 s an epoch, median of 3 rows"),
-        (["history", str(tmp_path)], "35 s of work over the median rank in an epoch of 50 s"),
-        (
-            ["history", str(tmp_path), "--ranks"],
-            "(dt_own: an epoch less waiting), over the median rank, as a part of the",
-        ),
-    ):
-        assert mmm(argv) == 0
-        assert said in " ".join(capsys.readouterr().out.split("\n"))
-
-
 def made(folder, count, full_ranks=64, rows=9, slow_rank=1):
     """A run of four ranks a host, one of which sleeps 0.4 s of each step of 0.5 s."""
     folder.mkdir(exist_ok=True)
@@ -83,21 +64,6 @@ def test_the_map_of_ranks_and_steps(tmp_path, capsys, monkeypatch, count, rows):
         "slowest: rank 1 (host node0, local_rank 1, dp_shard 1): 0.4 s of work over the median rank in a step of 0.5 "
         f"s, in {rows - 1} of {rows - 1} rows; the others wait for it"
     )
-
-
-def test_more_ranks_than_are_kept_in_full(tmp_path, capsys):
-    assert command.main([str(made(tmp_path, 8, full_ranks=4, rows=24, slow_rank=6)), "--ranks"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == 18
-    assert lines[3].split()[:6] == ["0", "to", "1", "0.1", "0.1", "0.5"]
-    assert lines[3].endswith("rank 6 (host node1, local_rank 2, dp_shard 6) in 2 of 2 rows")
-    assert lines[16].startswith("slowest: rank 6 (host node1, local_rank 2, dp_shard 6): 0.4 s of work")
-
-
-@pytest.mark.parametrize("flag", ["--plots", "--metric=loss"])
-def test_it_draws_no_plots(tmp_path, flag):
-    with pytest.raises(ConfigError, match="--ranks"):
-        command.main([str(tmp_path), "--ranks", flag])
 
 
 def test_seconds_waited_for_each_second_of_computation():

@@ -61,39 +61,6 @@ def test_nothing_is_cut_and_everything_is_named(run, stages, name):
         assert flaws(curves_figure({"s": {"a": [(1, 2.0), (8, 0.0)], "b": [(1, 1.0), (8, 3.0)]}})) == []
 
 
-def test_the_rank_with_most_has_no_points_outside(tmp_path):
-    """Above as many ranks as are kept in full, a column says which rank had most: a number, and no time."""
-    with History(tmp_path, ranks=[{"rank": rank} for rank in range(6)], full_ranks=4) as history:
-        for step in range(40):
-            history.update({"iter": step}, {"dt": [0.1 + 0.9 * (rank == (5 if step == 7 else 0)) for rank in range(6)]})
-    figure = metric_figure(load(tmp_path), "dt_argmax")
-    assert flaws(figure) == []
-    assert figure.axes[0].get_ylim() == (-0.5, 5.5)
-    assert not figure.axes[0].texts
-
-
-def test_points_are_outside_only_where_the_axis_ends_before_them(tmp_path):
-    """From zero on it has all of them: none is below the plot."""
-    with History(tmp_path, ranks=RANKS[:1]) as history:
-        for step in range(20):
-            history.update({"iter": step, "tps": 1.0 if step == 4 else 20.0 if step % 2 else 100.0})
-    figure = metric_figure(load(tmp_path), "tps")
-    assert figure.axes[0].get_ylim()[0] == 0
-    assert not figure.axes[0].texts
-
-
-def test_a_flaw_is_seen(run):
-    figure = metric_figure(run, "loss")
-    axes = figure.axes[0]
-    axes.set_ylim(2, 4)
-    axes.plot([3, 4], [3, 3], color="red", label="nobody knows")
-    axes.text(400, 3, "far away")
-    found = "\n".join(flaws(figure))
-    assert "markers of 'val_loss' outside the axes, or cut" in found
-    assert "no legend names 'nobody knows'" in found
-    assert "text 'far away' is cut" in found
-
-
 def test_what_the_stages_of_zero_look_like(stages):
     figure = summary_figure(stages, "zero")
     losses, held, times = figure.axes

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 from mmm.errors import RecordError
-from mmm.history import History, load, plot_all, prepare
-from mmm.history.plots.figures import metric_figure
+from mmm.history import History, load, prepare
 from mmm.history.record.attempts import Attempt
 from mmm.history.record.dataset import marks_of
 from mmm.history.record.journal import Header, Journal
@@ -66,34 +65,6 @@ def test_from_an_older_checkpoint_the_marks_beyond_it_go(tmp_path):
     ds = load(tmp_path)
     assert ds["iter"].values.tolist() == [0, 1, 2, 3]
     assert [mark["draw"] for mark in marks_of(ds)] == [2]
-
-
-def test_in_a_folder_of_its_own(tmp_path):
-    run(tmp_path, 1, 5, 7, Resume(0, {"step": 5}))
-    ds = load(tmp_path)
-    assert ds["iter"].values.tolist() == [5, 6]
-    assert marks_of(ds) == [{"draw": 0, "step": 5}]
-    assert plot_all(ds, tmp_path)
-
-
-def test_the_picture_marks_where(tmp_path):
-    run(tmp_path, 2, 0, 6)
-    axes = metric_figure(load(tmp_path), "loss").axes[0]
-    lines = len(axes.lines)
-    run(tmp_path, 2, 4, 8, Resume(4, {}))
-    for name in ("loss", "dt"):
-        axes = metric_figure(load(tmp_path), name).axes[0]
-        (mark,) = [line for line in axes.lines if line.get_label() == "resumed"]
-        assert list(mark.get_xdata()) == [3.5, 3.5]
-    assert lines
-
-
-def test_a_damaged_mark_is_none(tmp_path):
-    run(tmp_path, 1, 0, 2)
-    ds = load(tmp_path)
-    for text in ("no JSON", "[1]", "{}", '[{"draw": "x"}]'):
-        ds.attrs["resumed"] = text
-        assert marks_of(ds) == []
 
 
 def test_without_resume_it_is_refused_as_ever(tmp_path):

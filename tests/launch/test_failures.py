@@ -128,26 +128,6 @@ def test_ranks_that_are_ended_may_clean_up(launcher, fail):
     assert {"cleaned-0", "cleaned-2"} <= set(os.listdir(launcher.folder))
 
 
-def test_a_long_traceback_is_cut_in_the_middle(fail):
-    done = fail("raise ValueError('head ' + 'x' * 300_000 + ' tail')")
-    assert done.returncode == 1
-    assert "raise ValueError('head '" in done.stderr
-    assert done.stderr.rstrip().endswith(" tail")
-    assert " characters left out " in done.stderr
-
-
-def test_a_process_that_a_rank_forks_is_not_the_rank(launcher):
-    launcher.write(
-        "t.py",
-        "import os\npid = os.fork()\nif pid == 0: raise ValueError('only the child')\n"
-        "os.waitpid(pid, 0)\nprint('fine')",
-    )
-    done = launcher.run("-n", "1", "python3", "t.py")
-    assert (done.returncode, done.stdout) == (0, "fine\n")
-    assert done.stderr.count("ValueError: only the child") == 1
-    assert "launch:" not in done.stderr
-
-
 def test_a_syntax_error(launcher, how):
     launcher.write("t.py", "def (:\n")
     done = launcher.run(*how, "-n", "2", "python3", "t.py")
@@ -173,10 +153,3 @@ def test_a_command_lines_help_and_errors_are_said_once(launcher):
     good = launcher.run("-n", "3", "python3", "t.py", "--help")
     assert (good.returncode, good.stdout.count("usage")) == (0, 1)
     assert launcher.run("-n", "2", "python3", "t.py", "--lr", "1").stdout == "1.0\n1.0\n"
-
-
-def test_a_program_that_cannot_be_executed(launcher):
-    launcher.write("broken", "#!/no/such/interpreter\n").chmod(0o755)
-    done = launcher.run("-n", "2", "./broken")
-    assert done.returncode == 126
-    assert done.stderr.count("./broken cannot be run: No such file or directory") == 1

@@ -57,16 +57,6 @@ def test_a_package_that_fails_to_import_fails_in_the_target_as_ever(launcher):
     assert done.stderr.count("Traceback") == 1
 
 
-def test_a_package_that_exits_or_is_missing(launcher):
-    path = installed(launcher, "leaving", "raise SystemExit(7)")
-    launcher.write("t.py", "import leaving")
-    assert launcher.run("-n", "2", "python3", "t.py", **path).returncode == 7
-    launcher.write("t.py", "import leaving_absent")
-    done = launcher.run("-n", "2", "python3", "t.py", **path)
-    assert done.returncode == 1
-    assert done.stderr.count("ModuleNotFoundError: No module named 'leaving_absent'") == 1
-
-
 def test_a_package_that_must_not_be_imported_before_a_fork(launcher):
     path = installed(launcher, "cupy", "import os\nprint('parent', os.getpid() == int(os.environ.get('X', 0)))")
     installed(launcher, "wraps", "import cupy\nopened = True")
@@ -115,25 +105,6 @@ def test_a_package_that_has_opened_a_device_is_left_to_the_ranks(launcher):
     (launcher.folder / "open" / "7").symlink_to("/dev/kfd")
     done = launcher.run("-n", "2", "python3", "t.py", **path)
     assert (done.returncode, done.stdout) == (0, "True\nTrue\n"), done.stderr
-
-
-def test_what_all_ranks_share_is_not_taken_down_by_each(launcher):
-    """A finalizer of an installed package, made at its import, would remove what the other ranks still use; and
-    PyTorch's take its operators down, which costs each rank 0.04 s. The rank's own run."""
-    made = "import os, weakref\nclass Held: pass\nheld = Held()\n"
-    path = installed(launcher, "shares", made + "weakref.finalize(held, print, 'shared')\n")
-    launcher.write("t.py", made + "import shares\nweakref.finalize(held, print, 'own')\n")
-    done = launcher.run("-n", "2", "python3", "t.py", **path)
-    assert (done.returncode, done.stdout) == (0, "own\nown\n"), done.stderr
-
-
-def test_a_file_beside_the_target_hides_an_installed_package(launcher):
-    """`wants` (installed) imports `shared`; the target has its own `shared.py`, which python would take for both."""
-    path = installed(launcher, "shared", "who = 'installed'")
-    installed(launcher, "wants", "import shared")
-    launcher.write("shared.py", "who = 'own'")
-    launcher.write("t.py", "import wants, shared\nprint(shared.who, wants.shared.who)")
-    assert launcher.run("-n", "1", "python3", "t.py", **path).stdout == "own own\n"
 
 
 def test_four_ranks_of_torch_from_one_import(launcher):

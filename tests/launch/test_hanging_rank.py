@@ -85,21 +85,3 @@ def test_without_launch_every_process_ends(launcher):
     assert text.startswith(f"hang: rank 1 on {HOST} did not come to all_reduce (number 4 of the world, ranks 0-1, ")
     assert len(text.splitlines()) == 3
     assert codes == [1, 1]
-
-
-@pytest.mark.long
-def test_what_a_rank_waited_in_is_known_though_its_error_takes_long(launcher):
-    """As on a busy machine: PyTorch no longer has the collective when the error arrives."""
-    text, codes = run(launcher, ["1", "sleeps", "4", "1.5"], ranks=2)
-    assert text.startswith(f"hang: rank 1 on {HOST} did not come to all_reduce (number 4 of the world, ranks 0-1, ")
-    assert codes == [1, 1]
-
-
-@pytest.mark.long
-def test_a_process_that_is_stopped(launcher):
-    text, codes = run(launcher, ["1", "stops", "4"])
-    assert f"  rank 1 ({HOST}): no answer: it is stopped or gone" in text
-    assert codes == [1, None, 1]
-    text, codes = run(launcher, ["0", "stops", "4"], ranks=2)
-    assert f"hang: rank 1 on {HOST} waited for 4 s (--timeout) in all_reduce (number 4 of the world" in text
-    assert codes == [None, 1]

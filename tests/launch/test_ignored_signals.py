@@ -2,14 +2,12 @@
 
 import os
 import signal
-import subprocess
 import time
 
 import pytest
 
 from support.clock import PATIENCE
-from support.launcher import SPAWNED_IN_LONG, START
-from support.signals import as_from_a_terminal
+from support.launcher import SPAWNED_IN_LONG
 
 BACKGROUND = (signal.SIGINT, signal.SIGQUIT)  # of a script's `launch … &`
 PATIENT = {"GRACE": 80.0}  # s: ranks have time to clean up
@@ -82,31 +80,3 @@ def test_a_signal_for_the_program(launcher, how):
     time.sleep(0.2)
     process.terminate()
     assert process.communicate(timeout=PATIENCE)[1] == "launch: SIGTERM: ending 2 ranks\n"
-
-
-def test_a_scripts_background_job(launcher):
-    """By a real shell, with its own idea of what is ignored."""
-    launcher.write("t.py", LOOK)
-    launch = " ".join(START)
-    script = f"{launch} -n 2 python3 t.py > out 2> err & echo $! > pid.part; mv pid.part pid; wait $!; echo $? > code"
-    shell = subprocess.Popen(
-        ["sh", "-c", script], cwd=launcher.folder, env=launcher.environment(), preexec_fn=as_from_a_terminal()
-    )
-    launcher.wait_for("pid", "ready-0", "ready-1")
-    pid = int((launcher.folder / "pid").read_text())
-    os.kill(pid, signal.SIGINT)
-    time.sleep(0.3)
-    assert (launcher.folder / "ready-0").read_text().split("|")[0] == "SIGINT"
-    os.kill(pid, signal.SIGTERM)
-    shell.wait(timeout=PATIENCE)
-    assert (launcher.folder / "code").read_text() == "143\n"
-
-
-def test_a_signal_before_the_end_that_ranks_ignore_is_said(launcher):
-    done = launcher.run("-n", "1", "--signal", "INT@60", "--walltime", "60", "true", ignored=BACKGROUND)
-    assert done.stderr.startswith("launch: --signal: SIGINT is ignored here")
-
-
-def test_a_program_gets_sigpipe_as_any_program_does(launcher):
-    done = launcher.run("-n", "1", "sh", "-c", "yes | head -1")
-    assert (done.stdout, done.stderr) == ("y\n", "")

@@ -125,26 +125,6 @@ def test_what_ignores_sigterm_is_killed():
         left.communicate()
 
 
-def test_launch_is_killed_while_the_agent_imports(launcher):
-    launcher.write(
-        "site-packages/slow.py", "import time\nopen('importing', 'w')\n[time.sleep(0.05) for _ in range(1800)]"
-    )
-    launcher.write("t.py", "import slow")
-    process = launcher.start("-n", "2", "python3", "t.py", PYTHONPATH=str(launcher.folder / "site-packages"))
-    launcher.wait_for("importing")
-    process.kill()
-    assert launcher.gone(within=SOON)
-    process.wait()
-
-
-def test_a_program_that_is_no_python(launcher):
-    process = launcher.start("-n", "2", "sh", "-c", "sleep 90 & touch ready-$RANK; sleep 91; true")
-    launcher.wait_for("ready-0", "ready-1")
-    process.kill()
-    assert launcher.gone(within=SOON)
-    process.wait()
-
-
 def test_data_loader_workers(launcher):
     launcher.write(
         "t.py",

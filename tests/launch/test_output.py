@@ -59,23 +59,3 @@ def test_a_program_without_launch(launcher):
     )
     assert piped(launcher, f"{sys.executable} t.py | head -1") == (0, "0\n", "")
     assert (launcher.folder / "done").exists()
-
-
-def test_text_that_the_locale_has_not(launcher):
-    """The bytes of a name that are no UTF-8, and an arrow in a locale without one."""
-    launcher.write("t.py", "import os; print(os.fsdecode(b'Gr\\xfc\\xdfe'), '→')")
-    for locale, arrow in (("utf-8", "→"), ("ascii", "\\u2192")):
-        expected = f"Gr\\udcfc\\udcdfe {arrow}\n"
-        variables = {"PYTHONIOENCODING": f"{locale}:strict"}
-        done = launcher.run("-n", "1", "--device", "cpu", "python3", "t.py", **variables)
-        assert (done.returncode, done.stdout, done.stderr) == (0, expected, "")
-
-
-@pytest.mark.parametrize("words", [["-n", "2"], ["--dry-run"]])
-def test_a_working_folder_that_is_gone(launcher, words):
-    (launcher.folder / "gone").mkdir()
-    line = shlex.join([*START, *words, "--device", "cpu", "python3", "-m", "json.tool"])
-    found, out, err = piped(launcher, f"cd gone; rmdir ../gone; {line}")
-    assert (found, out) == (2, "")
-    assert err.startswith("launch: error: the working folder is gone (No such file or directory): ")
-    assert err.count("\n") == 1

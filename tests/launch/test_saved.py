@@ -2,8 +2,6 @@
 
 import signal
 
-import pytest
-
 from support.launcher import SPAWNED_IN_LONG
 
 SLOW = """
@@ -13,11 +11,6 @@ open(f"ready-{rank}", "w").close()
 if rank == "1": time.sleep(1.5)  # longer than launch waits for the cause of a failure
 open(f"saved-{rank}", "w").close()
 sys.exit(75)
-"""
-RETRIED = """
-import os, sys
-if os.environ["MMM_ATTEMPT"] == "0": sys.exit(75)
-open("again-" + os.environ["RANK"], "w").close()
 """
 ONE_FAILS = """
 import os, sys, time
@@ -47,13 +40,6 @@ def test_all_ranks_have_time_to_save(launcher, how):
     assert launcher.gone(within=0.5)
 
 
-def test_it_is_started_again(launcher):
-    done = launcher.run("-n", "2", "--retries", "1", "python3", "-c", RETRIED)
-    again = "launch: exit code 75: starting again (--retries; 1 left)\n"
-    assert (done.returncode, done.stderr) == (0, SAYS + again)
-    assert (launcher.folder / "again-1").exists()
-
-
 def test_a_failure_is_the_cause(launcher):
     done = launcher.run("-n", "2", "python3", "-c", ONE_FAILS)
     assert done.returncode == 1
@@ -70,10 +56,3 @@ def test_sigterm_with_grace(launcher, how):
     assert (process.returncode, err) == (143, "launch: SIGTERM: ending 2 ranks\n")
     assert all((launcher.folder / f"saved-{rank}").exists() for rank in range(2))
     assert launcher.gone(within=0.5)
-
-
-@pytest.mark.parametrize("value", ["0", "soon", "-3"])
-def test_a_wrong_grace(launcher, value):
-    done = launcher.run("--grace", value, "python3", "-c", "pass")
-    words = f"launch: error: --grace {value}: it has to be a number of seconds, greater than 0.\n"
-    assert (done.returncode, done.stderr) == (2, words)

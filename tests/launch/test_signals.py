@@ -1,7 +1,6 @@
 """Signals to launch reach every rank, once; and it ends with the code that belongs to them."""
 
 import os
-import re
 import signal
 import time
 
@@ -107,15 +106,6 @@ def test_before_there_are_ranks(launcher):
     assert launcher.gone(within=0.1)
 
 
-def test_a_program_that_is_no_python(launcher):
-    process = launcher.start("-n", "2", "sh", "-c", "touch ready-$RANK; sleep 90; true", clocks=PATIENT)
-    launcher.wait_for("ready-0", "ready-1")
-    process.send_signal(signal.SIGTERM)
-    process.communicate(timeout=SOON)
-    assert process.returncode == 143
-    assert launcher.gone(within=0.1)  # the shells' own children too
-
-
 def test_ctrl_z_stops_the_ranks_and_fg_continues_them(launcher):
     launcher.write(
         "t.py",
@@ -135,34 +125,3 @@ def test_ctrl_z_stops_the_ranks_and_fg_continues_them(launcher):
     launcher.write("go", "")
     process.communicate(timeout=SOON)
     assert process.returncode == 0
-
-
-def test_launch_killed_while_it_is_stopped(launcher):
-    """The fork server is not stopped with the ranks: it ends them."""
-    launcher.write("t.py", WAIT)
-    process = launcher.start("-n", "2", "python3", "t.py")
-    launcher.wait_for("ready-0", "ready-1")
-    process.send_signal(signal.SIGTSTP)
-    os.waitid(os.P_PID, process.pid, os.WSTOPPED)
-    process.kill()
-    process.communicate(timeout=SOON)
-    assert launcher.gone(within=SOON)
-
-
-def test_a_signal_that_is_due_before_there_are_ranks(launcher):
-    done = launcher.run(
-        "-n",
-        "2",
-        "--signal",
-        "TERM@60",
-        "--walltime",
-        "2",
-        "--retries",
-        "2",
-        "python3",
-        "-c",
-        "import time; [time.sleep(0.05) for _ in range(1800)]",
-    )
-    assert done.returncode == 143
-    assert re.match(r"launch: [0-2] s before the job's end: SIGTERM to 2 ranks\n", done.stderr)
-    assert "starting again" not in done.stderr

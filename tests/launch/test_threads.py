@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 
 import support
-from mmm.launch.plan import binding
 from support.clock import PATIENCE
 
 LOOK = """
@@ -69,13 +68,6 @@ def test_bound_to_one_cpu_each(look, options):
 @TWO
 @LONG
 @every_way
-def test_bound_to_unlike_numbers(look, options):
-    assert look(*options, "--cpu-bind", f"list:{CPUS[0]}:{CPUS[0]},{CPUS[-1]}") == [(1, 1, 1), (2, 2, 2)]
-
-
-@TWO
-@LONG
-@every_way
 def test_what_the_user_says_counts(look, options):
     assert look(*options, *BIND, OMP_NUM_THREADS="2") == [(2, 2, 1)] * 2
 
@@ -84,11 +76,3 @@ def test_what_the_user_says_counts(look, options):
 @LONG
 def test_what_the_user_says_by_an_option_counts(look, options):
     assert look(*options, *BIND, "--env", "OMP_NUM_THREADS=2") == [(2, 2, 1)] * 2
-
-
-def test_what_all_have_is_known_before_the_fork():
-    shared, ranks = {}, [{}, {}, {}]
-    binding.set_threads(shared, ranks, [4, 4, 4])
-    assert (shared, ranks) == ({"OMP_NUM_THREADS": "4"}, [{}, {}, {}])
-    binding.set_threads(shared, ranks, [2, 4, 1])
-    assert (shared, ranks) == ({"OMP_NUM_THREADS": "4"}, [{"OMP_NUM_THREADS": "2"}, {}, {"OMP_NUM_THREADS": "1"}])

@@ -5,7 +5,6 @@ import socket
 
 import pytest
 
-from mmm.runtime.failure import first_failure
 from support.clock import PATIENCE
 from support.launcher import SPAWNED_IN_LONG
 
@@ -58,12 +57,6 @@ def test_a_users_error(launcher):
     assert told(launcher) == f"rank 1 on {HOST}: no such file: x"
 
 
-def test_it_needs_no_open_file(launcher):
-    launcher.write("t.py", PROGRAM)
-    launcher.run("-n", "2", "--no-prefork", "python3", "t.py", "exit", "close", clocks=PATIENT)
-    assert told(launcher) == "rank 1 exited with code 7"
-
-
 @SPAWNED_IN_LONG
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_somebody_ends_the_run(launcher, how, number):
@@ -80,10 +73,3 @@ def test_no_output_for_too_long(launcher):
     launcher.write("t.py", PROGRAM)
     assert launcher.run("-n", "2", "--timeout", "4", "python3", "t.py", "none", clocks=PATIENT).returncode == 124
     assert told(launcher) == "no output from any rank for 4 s (--timeout)"
-
-
-def test_without_launch(monkeypatch):
-    monkeypatch.delenv("MMM_LAUNCH_VERDICT", raising=False)
-    assert first_failure() is None
-    monkeypatch.setenv("MMM_LAUNCH_VERDICT", "/proc/1/fd/no-such-file")
-    assert first_failure() is None

@@ -68,10 +68,6 @@ def test_each_rank_says_its_own(launcher, variables, rank):
     assert done.stderr == f"error: [rank {rank} on {socket.gethostname()}] no such file: x\n"
 
 
-def test_a_rank_that_does_not_know_of_how_many(launcher):
-    assert f"error: [rank 3 on {socket.gethostname()}] no such file: x" in run(launcher, PROGRAM, RANK="3").stderr
-
-
 def test_what_all_ranks_have_rank_0_says(launcher):
     texts = [run(launcher, PROGRAM, "everywhere", **RANKS[0](rank)).stderr for rank in ("0", "3")]
     assert texts == ["error: no such file: x\n", ""]
@@ -93,13 +89,6 @@ def test_a_command_line_that_is_refused(launcher, program, words, short):
     assert short in first.stderr
     assert "[rank" not in first.stderr
     assert other.stderr == f"error: [rank 3 on {socket.gethostname()}] {short}\n"
-
-
-def test_help_is_said_by_rank_0_alone(launcher):
-    first, other = (run(launcher, PARSER, "--help", **RANKS[0](rank)) for rank in ("0", "3"))
-    assert (first.returncode, other.returncode) == (0, 0)
-    assert first.stdout.startswith("usage: t")
-    assert (other.stdout, other.stderr) == ("", "")
 
 
 def test_other_exceptions_stay_what_they_are(launcher):

@@ -11,7 +11,7 @@ from mmm.cli.doctor.finding import Place
 from mmm.cli.doctor.network import check_machine
 from mmm.launch.errors import MachineError
 from mmm.machines import find
-from mmm.machines.find import load, machine_here, measured_path, named, old_places
+from mmm.machines.find import load, machine_here, measured_path, named
 from support.clock import PATIENCE
 
 MINE = {
@@ -103,24 +103,6 @@ def test_the_users_machines_replace_ours(tmp_path):
         assert load(environ)["polaris"].hosts == hosts
     with pytest.raises(MachineError, match="MMM_MACHINES"):
         load({"MMM_MACHINES": f"{places[0]}{os.pathsep}/no/such"})
-
-
-@pytest.mark.long
-def test_old_names_are_said_once(tmp_path):
-    (tmp_path / "train.py").write_text("")
-    put(tmp_path / ".config/mmm/sites", "Mine", **{k: v for k, v in MINE.items() if k != "name"})
-    put(tmp_path / "more", "Other")
-    old = {"MMM_SITES": str(tmp_path / "more")}
-    for argv in (
-        ("mmm.launch", "--dry-run", "python3", "train.py"),
-        ("mmm.cli.main", "plan", "--model", "gpt2", "--site", "mine", "--hosts", "1"),
-        ("mmm.cli.main", "machine"),
-    ):
-        done = command(tmp_path, *argv, **old, **JOB)
-        assert done.returncode == 0, done.stderr
-        assert done.stderr.count("MMM_SITES is now MMM_MACHINES") == 1
-        assert done.stderr.count(".config/mmm/sites are read") == 1
-    assert old_places({"HOME": str(tmp_path / "more")}) == []
 
 
 def test_a_name_that_is_not_known():

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from mmm.models.sampling import Sampling, likeliest
+from mmm.models.sampling import Sampling
 
 PROBABILITIES = torch.tensor([0.05, 0.4, 0.25, 0.3])
 LOGITS = PROBABILITIES.log()
@@ -59,10 +59,3 @@ def test_float32_and_float64_draw_alike():
 )
 def test_what_is_wrong(given, field):
     assert [name for name, _ in Sampling(**given).problems()] == [field]
-
-
-def test_the_likeliest():
-    tokens, probabilities = likeliest(LOGITS + 3, 3)
-    assert tokens.tolist() == [1, 3, 2]
-    torch.testing.assert_close(probabilities, torch.tensor([0.4, 0.3, 0.25]))
-    assert len(likeliest(LOGITS, 9)[0]) == 4

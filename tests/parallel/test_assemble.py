@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from mmm.errors import ConfigError, LayoutError
+from mmm.errors import LayoutError
 from mmm.layout import Techniques
 from mmm.models.draw import canonical_name
 from mmm.models.experts import transformer_of
@@ -109,25 +109,6 @@ CASES = [
 ]
 
 
-def _case_id(value):
-    return str(getattr(value, "schedule", value))
-
-
-@pytest.mark.parametrize(("model", "layout", "techniques"), CASES, ids=_case_id)
-def test_products_of_axes(run_on_ranks, model, layout, techniques):
-    if model == "transformer":
-        losses, gradients = reference.train("sgd", torch.float64, 10)
-    else:
-        losses, _, gradients = vision.train(model, "sgd")
-    ranks = run_on_ranks(train, layout.ranks, model, layout, techniques)
-    assert set().union(*(first for _, first in ranks)) == gradients.keys()
-    for got, first in ranks:
-        assert got == pytest.approx(losses[:STEPS], rel=1e-9)
-        for name, gradient in first.items():
-            off = ((gradient - gradients[name]).abs().max() / gradients[name].abs().max()).item()
-            assert off <= 1e-8, f"gradient of {name} differs by {off:.2e} of its largest element"
-
-
 @pytest.mark.parametrize(
     ("model", "layout", "techniques", "message"),
     [
@@ -142,11 +123,6 @@ def test_products_of_axes(run_on_ranks, model, layout, techniques):
 def test_refused_before_any_process_group(model, layout, techniques, message):
     with pytest.raises(LayoutError, match=message):
         divided(model, layout, techniques)
-
-
-def test_unknown_schedule():
-    with pytest.raises(ConfigError, match="GPipe"):
-        divided("cnn", Layout(pp=2, dp_shard=1), Techniques(schedule="gpipe"))
 
 
 def uneven_loads(rank, measured):

@@ -58,29 +58,6 @@ def test_modes():
         assert less_kept < part * kept
 
 
-@pytest.mark.parametrize("mode", ["full", "selective"])
-def test_compiled_all_the_same(mode):
-    """Written in another way, checkpointing makes torch.compile leave the block alone, and says nothing."""
-    expected, _, _ = one_backward("none")
-    model = ViT(CONFIG).double()
-    weights.initialize(model, 0)
-    apply_checkpointing(model, vit_plan(), mode)
-    graphs = []
-
-    def backend(graph, inputs):
-        graphs.append(graph)
-        return graph.forward
-
-    torch._dynamo.reset()
-    for layer in model.layers.values():
-        layer.compile(backend=backend)
-    images, classes = vision.batch("vit", 0)
-    cross_entropy(model(images), classes, len(classes)).backward()
-    assert graphs
-    for name, parameter in model.named_parameters():
-        torch.testing.assert_close(parameter.grad, expected[name], rtol=1e-9, atol=1e-14)
-
-
 @pytest.mark.parametrize(
     ("mode", "plan", "words"),
     [

@@ -167,25 +167,6 @@ def with_keywords(rank, arguments, keywords):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("steps", [2, STEPS])
-def test_adamw_with_micro_batches_and_checkpointing(run_on_ranks, steps):
-    check(run_on_ranks, Layout(dp_shard=4, ep=2), steps, "adamw", accumulate=2, checkpointing="full")
-
-
-@pytest.mark.long
-def test_selective_checkpointing(run_on_ranks):
-    check(run_on_ranks, Layout(dp_shard=4, ep=2), 2, accumulate=2, checkpointing="selective")
-    check(
-        run_on_ranks, Layout(dp_shard=2, ep=2), 2, accumulate=2, checkpointing="selective"
-    )  # nothing left for FSDP to shard
-
-
-@pytest.mark.long
-def test_ulysses(run_on_ranks):
-    check(run_on_ranks, Layout(dp_shard=2, cp=2, ep=2), 3, cp_style="ulysses")
-
-
-@pytest.mark.long
 @pytest.mark.parametrize("technique", ["ddp", "zero1", "zero2"])
 def test_whole_copies(run_on_ranks, technique):
     check(run_on_ranks, Layout(dp_shard=2), 3, data_parallel=technique)
@@ -220,12 +201,6 @@ def test_initial_weights_and_what_is_saved(run_on_ranks, layout):
     got = run_on_ranks(saved, 4, layout, config)[0]
     assert got.keys() == expected.state_dict().keys()
     assert all(torch.equal(got[name], tensor) for name, tensor in expected.state_dict().items())
-
-
-@pytest.mark.long
-def test_compiled(run_on_ranks):
-    """The attention of a block, and what surrounds its experts."""
-    check(run_on_ranks, Layout(dp_shard=2, ep=2), 2, compile=True)
 
 
 # ---- the mesh, and what is refused

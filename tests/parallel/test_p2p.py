@@ -15,13 +15,11 @@ from mmm.models.transformer import Transformer, TransformerConfig
 from mmm.parallel import Layout, Techniques, apply, build_mesh, clip_grad_norm, cross_entropy, materialize
 from mmm.parallel.mesh import build_p2p_groups, neighbour_rounds
 from mmm.parallel.plans.transformer import transformer_plan
-from mmm.parallel.pp.p2p import batch_by_group
 from mmm.parallel.pp.pipeline import Pipeline
 from mmm.parallel.pp.schedules import SCHEDULES, check_pipeline, stages_of
 from mmm.parallel.pp.stages import balance_stages, part_costs, parts_of, take_stage
 from mmm.runtime.device import Precision
 from mmm.runtime.process_group import gather_floats
-from mmm.torch_private.pipelining import batching
 from support import reference
 
 CPU = torch.device("cpu")
@@ -163,16 +161,3 @@ def test_same_numbers(run_on_ranks, layout, schedules):
 
 def build(rank, layout: Layout, device_type: str):
     return sorted(build_mesh(layout, device_type).p2p)
-
-
-def test_cpu_ranks_have_none(run_on_ranks):
-    assert run_on_ranks(build, 2, Layout(pp=2, dp_shard=1), "cpu") == [[], []]
-
-
-def test_the_schedules_function_comes_back():
-    from torch.distributed.pipelining import schedules
-
-    before = schedules._batch_p2p
-    with batching(batch_by_group):
-        assert schedules._batch_p2p is batch_by_group
-    assert schedules._batch_p2p is before

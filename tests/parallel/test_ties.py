@@ -259,29 +259,3 @@ def test_a_tie_whose_stages_have_other_shards_is_refused(run_on_ranks):
         assert "tok_embeddings.weight and output.weight" in message
         assert "stage 1 output.weight as" in message
         assert "or untie them" in message
-
-
-def unlike(rank, styles):
-    with meta_parameters():
-        model = plain_gpt.small_model()
-    plan = plain_gpt_plan()
-    tensor = {name: style for name, style in plan.tensor.items() if name != "head"} | styles
-    mesh = build_mesh(TP2, "cpu")
-    with pytest.raises(LayoutError) as caught:
-        apply(model, mesh, replace(plan, tensor=tensor), FP64)
-    return str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("styles", "words"),
-    [
-        ({"head": RowwiseParallel()}, "tokens.weight S(0) of 96×64 and of head.weight S(1) of 96×64"),
-        ({"head": Replicated()}, "tokens.weight S(0) of 96×64 and of head.weight R of 96×64"),
-        ({}, "tokens.weight S(0) of 96×64 and of head.weight a plain 96×64"),
-    ],
-    ids=["columns", "whole", "not named"],
-)
-def test_a_tie_whose_names_are_cut_otherwise_is_refused(run_on_ranks, styles, words):
-    for message in run_on_ranks(unlike, 2, styles):
-        assert "tokens.weight and head.weight are one tied weight, and tp 2 makes of " + words in message
-        assert "or untie them" in message

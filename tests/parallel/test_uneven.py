@@ -53,11 +53,6 @@ def test_odd_ranks(run_on_ranks, layout, techniques):
     check(run_on_ranks, layout, techniques.pop("config", THREE), techniques)
 
 
-@pytest.mark.long
-def test_five_layers_on_two_stages(run_on_ranks):
-    check(run_on_ranks, Layout(pp=2, dp_shard=1), replace(SMALL, n_layers=5), {"accumulate": 2, "steps": 1})
-
-
 SHARED = [
     (Layout(dp_shard=2, tp=2), 1, {}),
     (Layout(dp_shard=1, cp=2, tp=2), 1, {"cp_style": "ring"}),

@@ -2,15 +2,12 @@
 
 import pytest
 
-from mmm.cli.main import main
-from mmm.errors import ConfigError
 from mmm.history.plots.style import style
 from mmm.machines.find import named
-from mmm.palette import MEMORY
 from mmm.plan.dry_run import DryRun, RankReport
-from mmm.plan.dry_run_picture import _thinned, draw, step_figure
+from mmm.plan.dry_run_picture import _thinned, step_figure
 from mmm.plan.named_model import read_model
-from mmm.plan.pictures import SHARDING, _doublings, frontier_figure, memory_figure, ranks_figure, sharding_figure
+from mmm.plan.pictures import SHARDING, frontier_figure, memory_figure, ranks_figure, sharding_figure
 from mmm.plan.report import why_each
 from mmm.plan.search import Search
 from mmm.plan.tracker import PARTS, MemoryPeak, MemoryTimeline
@@ -63,29 +60,6 @@ def test_each_stage_of_zero_keeps_less_beside_the_budget(searched):
     assert f"budget {search.machine.budget / GIB:,.1f} GiB" in " ".join(text.get_text() for text in axes.texts)
 
 
-def test_bars_and_points_are_long_enough_to_read(searched):
-    """Also of a model that is tiny beside the device: a budget far beyond is named, and the axis ends before it."""
-    search, found = searched
-    budget = f"{search.machine.budget / GIB:,.1f} GiB"
-    bars, points = memory_figure(search, found.kinds).axes[0], frontier_figure(search, found).axes[0]
-    longest = max(patch.get_x() + patch.get_width() for patch in bars.patches)
-    assert longest > 0.3 * bars.get_xlim()[1]
-    assert any(budget in text.get_text() for text in bars.texts)
-    assert points.collections[0].get_offsets()[:, 0].max() > 0.3 * points.get_xlim()[1]
-    assert any(budget in text.get_text() for text in points.get_legend().get_texts())
-    drawn = [axes.get_xlim()[1] >= search.machine.budget / GIB for axes in (bars, points)]
-    assert [
-        sum(line.get_linestyle() == "--" and len(line.get_xdata()) > 0 for line in axes.lines)
-        for axes in (bars, points)
-    ] == drawn
-
-
-def test_rates_are_in_round_numbers():
-    assert _doublings(1.11e6, 4.4e6) == [1e6, 2e6, 4e6, 8e6]
-    assert _doublings(12_400, 50_000) == [10_000, 20_000, 40_000, 80_000]
-    assert _doublings(0.8, 0.8) == [pytest.approx(0.8)]
-
-
 def test_ranks_of_one_host_are_its_devices():
     """More than a dot. Of a single device there is no curve."""
     spec = read_model("gpt2", {}, 256)
@@ -128,16 +102,3 @@ def test_the_peak_survives_thinning():
     assert len(kept) <= 1501
     assert max(total[place] for place in kept) == 1000
     assert kept == sorted(kept)
-
-
-def test_every_part_of_memory_has_a_colour():
-    assert set(MEMORY) >= {"parameters", "gradients", "optimizer", "activations", "logits", "gathered", "other"}
-
-
-def test_no_folder(tmp_path, capsys):
-    (tmp_path / "file").write_text("x")
-    with pytest.raises(ConfigError, match="cannot be written"):
-        draw(DryRun(1, [report(0, [10, 20, 30])]), None, tmp_path / "file" / "plots")
-    line = ["dry-run", "2", "--plots", str(tmp_path / "file"), "--", "python3", "-m", "mmm.trainer.lm"]
-    assert main(line) == 2
-    assert capsys.readouterr().err == f"mmm: error: --plots {tmp_path / 'file'}: it is a file; give a folder\n"

@@ -1,13 +1,9 @@
 """The bytes of tensors, when they are there, and what they are for."""
 
-from types import SimpleNamespace
-
-import pytest
 import torch
 from torch import nn
 
-from mmm.layout import Layout
-from mmm.plan.tracker import MemoryTracker, logit_widths
+from mmm.plan.tracker import MemoryTracker
 
 
 def test_a_step_of_one_layer():
@@ -65,21 +61,3 @@ def test_logits_are_what_has_the_vocabulary():
         logits, hidden = torch.zeros(4, 32), torch.zeros(4, 16)
     assert tracker.peaks()["step 0"].parts["logits"] == logits.nbytes
     assert tracker.peaks()["step 0"].parts["activations"] == hidden.nbytes
-
-
-@pytest.mark.parametrize(("vocabulary", "tp", "widths"), [(40, 1, {40}), (40, 2, {20}), (32, 1, set()), (16, 1, set())])
-def test_logits_are_not_told_from_what_is_as_wide(vocabulary, tp, widths):
-    """A hidden layer of 32, a sequence of 16: a last dim of these says nothing."""
-    model = torch.nn.Module()
-    model.embedding, model.hidden = torch.nn.Embedding(vocabulary, 8), torch.nn.Linear(8, 32)
-    model.output = torch.nn.Linear(8, vocabulary, bias=False)
-    resolved = SimpleNamespace(plan=SimpleNamespace(output="output"), model=model, sample=torch.zeros(2, 16))
-    assert logit_widths(resolved, Layout(tp=tp)) == widths
-
-
-def test_what_is_tried_is_not_counted():
-    tracker = MemoryTracker("cpu", lambda: "step 0")
-    with tracker.tracking(), tracker.paused():
-        kept = torch.zeros(1000)
-    assert kept.numel() == 1000
-    assert tracker.peaks() == {}

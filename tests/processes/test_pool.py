@@ -7,7 +7,6 @@ import sys
 import threading
 import time
 import warnings
-import weakref
 from pathlib import Path
 
 import pytest
@@ -71,19 +70,6 @@ def gather_a_sharded_tensor(rank, size):
 def test_groups_of_earlier_calls_do_not_pile_up(run_on_ranks):
     counts = [max(run_on_ranks(gather_a_sharded_tensor, 2, 4 + call)) for call in range(5)]
     assert max(counts[1:]) <= counts[0], counts
-
-
-class Gone:
-    proxy = None
-
-
-def keep_a_proxy_of_what_is_gone(rank):
-    Gone.proxy = weakref.proxy(Gone())
-
-
-def test_a_rank_that_keeps_a_proxy_of_what_is_gone(run_on_ranks):
-    for _ in range(2):
-        run_on_ranks(keep_a_proxy_of_what_is_gone, 2)
 
 
 def leave_a_group_at_work(rank):

@@ -1,7 +1,6 @@
 """Forked ranks: what they return, and what is said of those that do not. They compute nothing here."""
 
 import os
-import pickle
 import signal
 import subprocess
 import sys
@@ -12,7 +11,6 @@ import pytest
 import torch
 
 import mmm
-from mmm.processes.ranks import dumps
 from mmm.testing import RanksFailed, fork_ranks
 from mmm.verify.errors import LayoutError
 from support.clock import PATIENCE
@@ -165,16 +163,3 @@ def test_a_process_that_has_computed_on_several_threads(tmp_path):
     words = [sys.executable, str(tmp_path / "t.py")]
     done = subprocess.run(words, capture_output=True, text=True, timeout=PATIENCE, env=environ)
     assert (done.returncode, done.stdout) == (0, "2\n"), done.stderr
-
-
-def test_a_view_goes_with_its_own_elements_alone():
-    large = torch.arange(1 << 20, dtype=torch.float64)
-    views = {"row": large[5:55], "step": large[::1000], "parameter": torch.nn.Parameter(large[:3], False)}
-    views |= {"graph": large[:4].clone().requires_grad_()[1:3], "spread": large[:1].expand(3, 4)}
-    data = dumps(views)
-    assert len(data) < 20_000  # the memory is 8 MiB
-    for name, found in pickle.loads(data).items():
-        assert type(found) is type(views[name])
-        assert torch.equal(found, views[name])
-        assert found.requires_grad == views[name].requires_grad
-    assert views["row"].untyped_storage().nbytes() == 8 << 20  # ours is as it was

@@ -26,14 +26,6 @@ def test_format_and_ranks(capsys, tmp_path, rank, all_ranks, lines):
         assert not (tmp_path / "log.txt").exists()
 
 
-def test_long_lines_are_not_wrapped_and_have_no_colour(capsys):
-    with logging_to(0) as log:
-        log.info("x" * 500)
-    out = capsys.readouterr().out
-    assert out.count("\n") == 1
-    assert "\x1b" not in out
-
-
 def test_silent_outside(capsys):
     with logging_to(0):
         pass

@@ -4,7 +4,6 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor, wait
 from datetime import timedelta
-from threading import Event
 
 import pytest
 import torch.distributed as dist
@@ -28,21 +27,6 @@ class Dying:
         self.left -= 1
         if self.left < 0:
             raise Died
-        return getattr(self.store, name)
-
-
-class Late:
-    """A store whose user comes to its n-th call only when told to, and says when it is there."""
-
-    def __init__(self, store, calls):
-        self.store, self.left = store, calls
-        self.there, self.goes_on = Event(), Event()
-
-    def __getattr__(self, name):
-        if self.left == 0:
-            self.there.set()
-            assert self.goes_on.wait(PATIENCE)
-        self.left -= 1
         return getattr(self.store, name)
 
 
@@ -99,22 +83,6 @@ def test_ranks_that_come_before_rank_0_wait_for_it(before):
         assert not wait(early, 0.3).done
         main = pool.submit(rendezvous, store, first)
         assert {each.result(60) for each in [*early, main]} == {1 if before == "nothing" else 2}
-
-
-@pytest.mark.parametrize("calls", range(5))
-def test_a_rank_may_be_slow_at_any_moment(calls):
-    """Also while the others are at the next meeting already."""
-    store = new_store()
-    first, second = ranks(2)
-    slow = Late(store, calls)
-    with ThreadPoolExecutor() as pool:
-        late = pool.submit(rendezvous, slow, second)
-        mains = pool.submit(lambda: [rendezvous(store, first), rendezvous(store, first)])
-        slow.there.wait(0.2)
-        slow.goes_on.set()
-        assert late.result() == 1
-        assert rendezvous(store, second) == 2
-        assert mains.result() == [1, 2]
 
 
 RESTARTED = """

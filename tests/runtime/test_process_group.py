@@ -3,8 +3,6 @@
 import os
 import resource
 import socket
-import subprocess
-import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +13,6 @@ import torch
 import torch.distributed as dist
 
 from mmm.errors import DeviceError, LaunchError
-from mmm.launch.plan.hosts import free_port
 from mmm.parallel import Layout, build_mesh
 from mmm.runtime import agreement
 from mmm.runtime import process_group as groups
@@ -160,48 +157,11 @@ def test_the_next_run_of_a_process_does_not_meet_where_the_last_one_did(keeps, l
     assert fork_ranks(again, 2, keeps, late, timeout=PATIENCE) == [True, True]
 
 
-END = """
-import sys, time, torch, torch.distributed as dist
-from mmm.runtime.process_group import process_group
-from mmm.runtime.ranks import Rank
-
-torch.set_num_threads(1)
-number, port = map(int, sys.argv[1:])
-
-def program():
-    with process_group(Rank(number, 2, number, 2, "test", "127.0.0.1", port), torch.device("cpu"), 60.0):
-        group = dist.new_group([0, 1])
-        model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(1, 1), process_group=group)
-        time.sleep(2 * number)
-        dist.all_reduce(torch.ones(1000), group=group, async_op=True)
-
-program()
-"""
-
-
-def test_a_process_ends_whatever_gloo_still_does():
-    """A thread of gloo that frees a tensor while Python ends would end the process by SIGABRT."""
-    port = free_port()
-    processes = [subprocess.Popen([sys.executable, "-c", END, str(rank), str(port)]) for rank in range(2)]
-    assert [process.wait(PATIENCE) for process in processes] == [0, 0]
-
-
 def test_alone():
     with process_group(Rank(0, 1, 0, 1, "alone"), CPU):
         assert dist.get_world_size() == 1
         assert gather_floats([2.0], CPU) == [[2.0]]
     assert not dist.is_initialized()
-
-
-def on_ipv6(rank):
-    with process_group(replace(rank, address="::1"), CPU, 20.0):
-        total = torch.ones(1)
-        dist.all_reduce(total)
-        return total.item()
-
-
-def test_a_master_address_may_be_ipv6():
-    assert fork_ranks(on_ipv6, 2, timeout=PATIENCE) == [2.0, 2.0]
 
 
 def where_the_store_listens(rank, address):
@@ -219,33 +179,3 @@ def where_the_store_listens(rank, address):
 def test_the_store_of_a_run_on_one_host_listens_on_loopback_alone(address):
     loopback = "0" * 24 + "01000000" if ":" in address else "0100007F"
     assert fork_ranks(where_the_store_listens, 2, address, timeout=PATIENCE) == [[loopback]] * 2
-
-
-LEAVES = """
-import sys, torch, torch.distributed as dist
-from mmm.runtime.process_group import process_group
-from mmm.runtime.ranks import whoami
-
-sys.setswitchinterval(100)  # a thread that wants Python's lock gets it where this one waits, and not before
-rank = whoami()
-with process_group(rank, torch.device("cpu")):
-    kept = dist.group.WORLD
-    x = torch.zeros(10)
-    everything = [torch.zeros(10) for _ in range(2)] if rank.rank == 0 else None
-    work = dist.gather(x, everything, async_op=True)
-    work.wait()
-    del work, x, everything
-"""
-
-
-@pytest.mark.long
-def test_a_thread_that_still_has_tensors_does_not_end_the_process(tmp_path):
-    (tmp_path / "leaves.py").write_text(LEAVES)
-    for _ in range(4):  # without the wait at the end, about one in two fails
-        port = str(free_port())
-        environment = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-        started = [
-            subprocess.Popen([sys.executable, "leaves.py"], cwd=tmp_path, env={**environment, "RANK": rank})
-            for rank in "01"
-        ]
-        assert [process.wait(PATIENCE) for process in started] == [0, 0]

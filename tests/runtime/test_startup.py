@@ -14,7 +14,7 @@ from mmm.errors import LaunchError
 from mmm.launch.host.import_timer import ImportTimer
 from mmm.runtime import contract
 from mmm.runtime.contract import process_start, started
-from mmm.runtime.startup import MARKS, Times, as_record, parts, span, table
+from mmm.runtime.startup import as_record, parts, table
 from support.clock import PATIENCE, stretched
 
 SLEEP = "import time\ntime.sleep({})\n"
@@ -105,14 +105,6 @@ def test_parts_add_up(shared):
     assert found["model"] == pytest.approx([1.0, 1.0])
 
 
-def test_a_program_without_steps():
-    made = record(first_step=False)
-    assert made["marks"]["first_step"] == [None, None]
-    assert list(parts(made))[-1] == "process group"
-    assert span(made) is None
-    assert "to the process group" in table(made, ["a", "b"])
-
-
 def test_table():
     text = table(record(), ["x1", "x2"]).splitlines()
     assert text[0] == (
@@ -123,18 +115,6 @@ def test_table():
     alone = table(record(ranks=1, shared=False), ["x1"]).splitlines()
     assert alone[0] == "start-up: 7.50 s from `launch` to the end of the first step"
     assert alone[3].split() == ["imports", "0.25", "numpy", "0.25"]
-
-
-def test_marks_are_in_the_order_of_the_names():
-    times = Times(1.0, 2.0, 3.0, 4.0, 5.0, 6.0)
-    assert dict(zip(MARKS, times.marks(), strict=True)) == {
-        "started": 1,
-        "began": 2,
-        "ready": 3,
-        "group": 4,
-        "model": 5,
-        "first_step": 6,
-    }
 
 
 RANK = """

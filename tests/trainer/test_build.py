@@ -1,6 +1,5 @@
 """Models of a user's own start, on every mesh, with what their constructors made, or with a state dict."""
 
-import os
 import random
 from contextlib import nullcontext
 from copy import deepcopy
@@ -12,7 +11,7 @@ from torch import nn
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 import mmm.trainer.run.standard  # noqa: F401  # before `program_on` looks for it
-from mmm.errors import CheckpointError, ConfigError
+from mmm.errors import ConfigError
 from mmm.models.draw import Init
 from mmm.models.meta import KEPT
 from mmm.parallel import (
@@ -190,21 +189,6 @@ class Linears(nn.Sequential):
             nn.init.constant_(parameter, 7)
 
 
-def test_models_drawn_by_name_differ_as_well(tmp_path):
-    with start_run("build", options(tmp_path), Layout().fit(1)) as run:
-        plan, named = Plan({}, fsdp_units=()), {"name": "critic"}
-        a, b, critic, again = (
-            state_of(build_model(run, Linears, plan, init="by_name", **fields)) for fields in ({}, {}, named, named)
-        )
-    with meta_parameters(keep_values=False):
-        net = Linears().double()
-    materialize(net, CPU, SEED, init="by_name")
-    assert same(a, net.state_dict())  # the first is what the seed alone gives
-    assert same(critic, again)
-    assert not torch.equal(a["0.weight"], b["0.weight"])
-    assert not torch.equal(a["0.weight"], critic["0.weight"])
-
-
 class Ruled(Linears):
     def init_rule(self, name):
         return Init("constant", 2.0)
@@ -300,21 +284,6 @@ def test_what_does_not_fit_is_named(change, words):
         materialize(model, CPU, 0, values=loaded_values(model, change(Tied().state_dict())))
 
 
-def test_what_is_no_file_of_weights_is_named(tmp_path):
-    (tmp_path / "text.pt").write_text("no weights")
-    torch.save([1, 2], tmp_path / "list.pt")
-    os.mkfifo(tmp_path / "fifo.pt")
-    for name, words in (
-        ("text.pt", "is not read as a state dict"),
-        ("list.pt", "holds a list, and no state dict"),
-        ("none.pt", "cannot be read: No such file"),
-        (".", "is a folder: give a file"),
-        ("fifo.pt", "cannot be read: it is no regular file"),
-    ):
-        with pytest.raises(CheckpointError, match=words):
-            loaded_values(Tied(), tmp_path / name)
-
-
 # ---- what ranks make differently
 
 
@@ -374,11 +343,6 @@ def test_a_model_built_in_parts_keeps_its_values(run_on_ranks, kind):
             assert (state["0.weight"] == 5).all()
             assert all((state[name] == 7).all() for name in state if name.startswith("1."))
         assert not torch.equal(first["2.weight"], second["2.weight"])
-
-
-def test_values_are_not_lost_without_a_word(run_on_ranks):
-    with pytest.raises(RanksFailed, match=r"1\.0\.weight"):
-        run_on_ranks(built_in_parts, 1, "lost")
 
 
 def test_what_has_no_values_is_named(tmp_path):

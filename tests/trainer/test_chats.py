@@ -139,15 +139,6 @@ def test_the_same_losses_on_every_layout(run_on_ranks, alone, tmp_path, ranks, a
     np.testing.assert_allclose(many.val_loss, one.val_loss, rtol=1e-9)
 
 
-def test_what_is_said(alone):
-    notes = json.loads((alone[1] / "config.json").read_text())["notes"]
-    (said,) = [note for note in notes if "conversations" in note]
-    assert "to train on: 81 conversations, " in said
-    assert "--seq_length 48" in said
-    assert "to validate on: 9 conversations, " in said
-    assert "plain" not in said
-
-
 def test_it_answers_by_its_template(alone, capsys):
     """Which the checkpoint has; the answer ends with its token."""
     weights = open_weights(alone[1])
@@ -174,17 +165,6 @@ def test_a_run_goes_on(run_on_ranks, folder, tmp_path, axes):
     assert (go("one"), go("two", 5), go("two", resume=Path("auto"))) == ([""] * 2, ["ended"] * 2, [""] * 2)
     assert curve(tmp_path / "one") == curve(tmp_path / "two")
     assert len(curve(tmp_path / "one")) == 9
-
-
-def test_without_a_template_there_is_a_plain_one(folder, tmp_path):
-    flags = {**flags_of(folder, preset="debug", tokenizer="chars"), "max_iters": 1, "eval_every": 0}
-    del flags["init_from"]
-    (tmp_path / "few.jsonl").write_text("".join((folder / "chats.jsonl").read_text().splitlines(keepends=True)[:9]))
-    flags |= {"text": (tmp_path / "few.jsonl",), "global_batch_size": 4, "checkpoint_every": 1}
-    lm.train(configure(lm.Config, **flags, device="cpu", outdir=tmp_path / "run"))
-    notes = json.loads((tmp_path / "run" / "config.json").read_text())["notes"]
-    assert "has no chat template: the plain one is used, and an answer ends with '\\x00'" in " ".join(notes)
-    assert open_weights(tmp_path / "run").metadata.eos == (0,)  # of the sorted characters
 
 
 @pytest.mark.parametrize(

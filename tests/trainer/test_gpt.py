@@ -70,14 +70,6 @@ def test_presets_are_nanogpts(monkeypatch, preset, run, optimizer):
     assert all(values.keys() <= flags_of(lm.Config()).keys() for values in GPT_TRAINING.values())
 
 
-def test_flags_beside_a_preset(monkeypatch):
-    config = parsed(monkeypatch, "--preset=shakespeare --model=gpt --text a.txt --lr 0.01 --betas 0.8 0.9")
-    assert (config.data.dataset, config.data.tokenizer, config.optimizer.betas) == ("text", None, (0.8, 0.9))
-    assert parsed(monkeypatch, "--model gpt --preset shakespeare --optimizer sgd").optimizer.betas is None
-    assert parsed(monkeypatch, "--model transformer --preset shakespeare").data.seq_length == 1024
-    assert parsed(monkeypatch, "--preset shakespeare").optimizer.betas is None
-
-
 def run(rank, outdir, flags):
     with program_on(rank) if rank is not None else nullcontext():
         lm.train(configure(lm.Config, **{**SMALL, **flags}, outdir=Path(outdir)))

@@ -2,8 +2,6 @@
 
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -18,8 +16,6 @@ from mmm.examples import fsdp_tp
 from mmm.models.experts import transformer_of
 from mmm.trainer import lm
 from mmm.trainer.config.command_line import configure
-from mmm.trainer.loop.tasks import fetched_ahead
-from support.clock import PATIENCE
 from support.pool import program_on
 
 SMALL = {
@@ -268,15 +264,6 @@ def test_refused_before_anything_is_written(monkeypatch, tmp_path, flags, words,
     assert [path.name for path in tmp_path.iterdir()] == ["small.txt"]
 
 
-def test_a_batch_that_cannot_be_fetched_is_an_error():
-    def batches():
-        yield 0
-        raise OSError("no such file")
-
-    with pytest.raises(OSError, match="no such file"):
-        list(fetched_ahead(batches()))
-
-
 def test_a_full_disk_leaves_no_part_of_a_model(monkeypatch, tmp_path):
     def full(state, path):
         path.write_text("a part")
@@ -288,18 +275,6 @@ def test_a_full_disk_leaves_no_part_of_a_model(monkeypatch, tmp_path):
     torch.distributed.destroy_process_group()  # a run that fails leaves it
     assert not list(tmp_path.glob("model*"))
     assert len(mmm.history.load(tmp_path).loss) == SMALL["max_iters"]
-
-
-@pytest.mark.long
-def test_ranks_that_still_meet_are_ended_without_a_word(tmp_path):
-    """Rank 0 alone looks at the folder; PyTorch would print a page for each rank that a signal finds waiting for it."""
-    (tmp_path / "out").mkdir()
-    (tmp_path / "out" / "config.json").write_text("{}")
-    command = [sys.executable, "-m", "mmm.launch", "-n", "4", "--device", "cpu", "python3", "-m", "mmm.trainer.lm"]
-    command += ["--preset", "debug", "--seq_length", "32", "--max_iters", "1", "--outdir", str(tmp_path / "out")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE)
-    assert done.returncode == 2
-    assert re.fullmatch(r"error: --outdir .* already holds a run's record .*\n", done.stderr)
 
 
 def notes(folder):

@@ -6,7 +6,6 @@ from mmm.errors import ConfigError
 from mmm.examples import context_parallel, parallel_4d
 from mmm.trainer import cnn, lm, vit
 from mmm.trainer.config.command_line import configure
-from mmm.trainer.config.layout import techniques_of
 
 STAGES = "without --pp: there is one stage, the model"
 EXPERTS = "without --n_experts: there are no experts"
@@ -40,13 +39,3 @@ def test_refused_before_anything_is_written(monkeypatch, tmp_path, program, give
         program.train(configure(program.Config, **given))
     assert words in str(refused.value)
     assert not list(tmp_path.iterdir())
-
-
-def test_of_use():
-    configure(lm.Config, schedule="GPipe", stages_per_rank=1, pp=2).layout.fit(2)
-    configure(lm.Config, cp_style="ring", cp=2).layout.fit(2)
-    configure(lm.Config, n_experts=4, top_k=1)
-    chosen = configure(parallel_4d.Config, schedule="GPipe").layout.fit(4)  # no axis given: pp is chosen
-    assert chosen.pp == 2
-    techniques = techniques_of(configure(lm.Config, pp=2, cp=2).layout)
-    assert (techniques.schedule, techniques.cp_style) == ("1F1B", "ring")

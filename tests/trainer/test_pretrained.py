@@ -10,13 +10,12 @@ import pytest
 import torch
 
 from mmm.errors import CheckpointError, ConfigError, DataError, UserError
-from mmm.generate import tokenizer_on_disk
 from mmm.trainer import lm
 from mmm.trainer.config.command_line import configure
 from mmm.trainer.lm import resolve
 from mmm.weights.open_weights import open_weights
 from mmm.weights.own import write_own
-from support.llamas import CHARS, CONFIG, begin_with, byte_bpe, logits, tensors, write_hugging_face
+from support.llamas import CHARS, CONFIG, logits, tensors, write_hugging_face
 from support.pool import program_on
 from support.resuming import curve
 
@@ -174,25 +173,3 @@ def test_weights_that_are_damaged(imported, alone, tmp_path):
             )
         )
     torch.distributed.destroy_process_group()  # which a run that fails leaves
-
-
-@pytest.mark.parametrize("other", [False, True], ids=["its own tokenizer", "another one"])
-def test_a_prompt_begins_as_texts_of_the_weights_do(tmp_path, text, monkeypatch, other):
-    """But not where the text's tokens are another tokenizer's."""
-    config = {**CONFIG, "vocab_size": 258, "unsloth_version": "2025.3"}
-    path = write_hugging_face(tmp_path / "hf", config)
-    content = byte_bpe(("<|begin|>", "<|end|>"), begin_with("<|begin|>"))
-    (path / "tokenizer.json").write_bytes(content)
-    prompts = []
-    monkeypatch.setattr("mmm.generate.generate", lambda model, prompt, *_: prompts.append(prompt) or [256])
-    flags = {"init_from": path, "text": (text,), "prompt": "ab", "checkpoint_every": 2, "max_iters": 2}
-    if other:
-        (tmp_path / "other.json").write_bytes(byte_bpe(("<|end|>",), begin_with("<|end|>")))
-        flags["tokenizer"] = tmp_path / "other.json"
-    lm.train(configure(lm.Config, **{**SMALL, **flags}, device="cpu", outdir=tmp_path / "run"))
-    metadata = open_weights(tmp_path / "run").metadata
-    plain = tokenizer_on_disk(metadata).encode(b"ab").tolist()
-    assert prompts == [plain if other else [256, *plain]]
-    assert (metadata.bos, metadata.eos) == (((), ()) if other else ((256,), (66,)))
-    about = json.loads((tmp_path / "run" / "config.json").read_text())
-    assert "passed over, without effect on the computation: unsloth_version" in about["notes"]

@@ -6,7 +6,6 @@ import os
 import re
 import shutil
 import signal
-import time
 from pathlib import Path
 from unittest.mock import patch
 
@@ -16,7 +15,7 @@ import torch
 
 import mmm.history
 from mmm.checkpoint import Saver, read_manifest
-from mmm.checkpoint.manifest import FileSum, Manifest, steps_of
+from mmm.checkpoint.manifest import FileSum, Manifest
 from mmm.data.text.prepare import Preparation, prepare
 from mmm.errors import ConfigError
 from mmm.history.plots.figures import metric_figure
@@ -460,18 +459,6 @@ def test_a_run_cut_after_its_last_step_ends_once_more(run_on_ranks, tmp_path, pr
     assert after.attrs["state"] == "finished"
 
 
-def test_a_run_that_was_to_go_further_is_not_ended_by_a_shorter_limit(run_on_ranks, tmp_path):
-    """The row under way, and the last evaluation, would be missing in a record that says finished."""
-    flags = {**TEXT, "dataset": "random", "max_iters": 8, "checkpoint_every": 3, "outdir": tmp_path}
-    assert run_on_ranks(train, 2, LM, flags, 4) == ["ended"] * 2
-    (tmp_path / "config.json").write_text(
-        json.dumps({**json.loads((tmp_path / "config.json").read_text()), "state": "killed"})
-    )
-    again = {**flags, "resume": Path("auto"), "max_iters": 3}
-    assert "step 3, and the run has 3: no step is left" in run_on_ranks(train, 2, LM, again)[0]
-    assert run_on_ranks(train, 2, LM, {**again, "max_iters": 8}) == ["", ""]
-
-
 def test_a_folder_with_checkpoints_is_not_mixed_up(run_on_ranks, tmp_path, begun):
     flags, _, path = begun
     given = {**flags, "outdir": path.parent.parent, "overwrite": True}
@@ -510,35 +497,6 @@ def test_none_is_whole(run_on_ranks, tmp_path, text):
     os.remove(tmp_path / "two/checkpoints/step-2/.metadata")
     (said,) = go_on(run_on_ranks, LM, 1, flags, tmp_path / "two")
     assert said == f"no checkpoint is whole: {tmp_path}/two/checkpoints/step-2/.metadata is missing"
-
-
-def whole_ones(rank, flags):
-    """The checkpoints that are complete as each step begins, where writing one takes longer than a step."""
-    found, write = [], Saver.write
-
-    def slowly(saver, state, manifest):
-        time.sleep(0.3)
-        write(saver, state, manifest)
-
-    def look(seed, step, coordinate):
-        paths = steps_of(flags["outdir"] / "checkpoints")
-        found.append(max((read_manifest(path).step for path in paths), default=0))
-
-    with patch.object(Saver, "write", slowly), patch("support.resuming.before_step", look):
-        assert train(rank, LM, flags) == ""
-    return found
-
-
-@pytest.mark.parametrize("mode", ["blocking", "async"])
-def test_how_old_the_newest_checkpoint_is(run_on_ranks, tmp_path, text, mode):
-    """At most one interval where training waits for a checkpoint, and two where it does not."""
-    every, steps = 2, 8
-    flags = {**TEXT, "text": text, "max_iters": steps, "checkpoint_every": every, "eval_every": 0}
-    flags |= {"outdir": tmp_path / "run", "checkpoint_mode": mode}
-    for found in run_on_ranks(whole_ones, 2, flags, timeout=120):
-        waited = [step // every * every for step in range(steps)]
-        assert found == waited if mode == "blocking" else found[every:] < waited[every:]
-        assert all(step - whole < (1 if mode == "blocking" else 2) * every for step, whole in enumerate(found))
 
 
 # --- a signal ---------------------------------------------------------------------------------------------------------

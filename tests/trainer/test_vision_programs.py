@@ -2,8 +2,6 @@
 
 import json
 import re
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -19,7 +17,6 @@ from mmm.testing.plugin import _pool
 from mmm.trainer import cnn as cnn_trainer
 from mmm.trainer import vit
 from mmm.trainer.config.command_line import configure, parse
-from support.clock import PATIENCE, children_cpu
 from support.programs import run_program
 from support.published import write_mnist
 
@@ -156,16 +153,6 @@ def test_losses_of_one_rank_on_several_axes(run_on_ranks, tmp_path, program, fla
     )
 
 
-@pytest.mark.long
-def test_large_in_the_summary_costs_no_forward(tmp_path):
-    begin = children_cpu()
-    command = [sys.executable, "-m", "mmm.examples.vit", "--preset", "large", "--summary"]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=PATIENCE)
-    assert "Total params: 304,250,856" in done.stdout
-    assert children_cpu() - begin < 15  # most of it imports; a forward of this model takes more
-    assert list(tmp_path.iterdir()) == []
-
-
 @pytest.mark.parametrize(
     ("program", "config", "words"),
     [
@@ -230,13 +217,3 @@ def test_a_flag_that_would_do_nothing_is_none(program, flags, monkeypatch, capsy
             parse(program.Config)
         assert stop.value.code == 2
         assert f"--{flag}" in capsys.readouterr().err
-
-
-def test_flags_of_the_loop_that_are_used(monkeypatch):
-    monkeypatch.setattr("sys.argv", ["fsdp", "--accumulate", "2", "--max_norm", "1", "--save_model"])
-    config = parse(cnn_trainer.Config)
-    assert (config.layout.microbatches, config.optimizer.max_norm, config.checkpoint.save_model) == (2, 1.0, True)
-    with pytest.raises(UserError, match=r"--tile 99"):
-        vit.train(configure(vit.Config, tile=99))
-    with pytest.raises(UserError, match="tile 2"):
-        vit.train(configure(vit.Config, tile=2, activation_checkpointing="selective"))

@@ -46,13 +46,6 @@ def test_digits_are_split_alike_in_every_class():
     assert data.sha256 == load_images("digits").sha256 != small.sha256
 
 
-def test_digits_are_normalised():
-    images, labels = load_images("digits").train.images(range(1437))
-    assert (images.dtype, labels.dtype, images.shape) == (torch.float32, torch.int64, (1437, 1, 28, 28))
-    assert images.mean().abs() < 0.01
-    assert images.std() == pytest.approx(1, abs=0.01)
-
-
 # --- made-up images -------------------------------------------------------------------------------------------------
 
 
@@ -68,23 +61,6 @@ def test_made_up_images_can_be_learned(shape):
     assert len(torch.cat([images, test_images]).flatten(1).unique(dim=0)) == 800  # no two alike
 
 
-def test_a_made_up_image_depends_on_seed_and_number_alone():
-    images = FakeImages(40, (3, 8, 8), 4, seed=2)
-    whole = images.pixels(range(40))
-    assert torch.equal(images.pixels([31, 2]), whole[[31, 2]])
-    assert torch.equal(FakeImages(9, (3, 8, 8), 4, seed=2, first=31).pixels([0]), whole[31:32])
-    assert not torch.equal(FakeImages(40, (3, 8, 8), 4, seed=3).pixels(range(40)), whole)
-    assert hashlib.sha256(whole.numpy().tobytes()).hexdigest()[:16] == "37a0b78d07754418"
-
-
-def test_fake_takes_any_shape_and_number():
-    data = load_images("fake", image_size=12, channels=1, classes=7, samples=(30, 11), seed=4)
-    assert (data.shape, len(data.classes), data.train.samples, data.test.samples) == ((1, 12, 12), 7, 30, 11)
-    assert data.sha256 != load_images("fake", image_size=12, channels=1, classes=7, samples=(30, 11), seed=5).sha256
-    with pytest.raises(DataError, match="at least 1 sample, 2 classes"):
-        FakeImages(10, (1, 4, 4), 1, seed=0)
-
-
 # --- shapes ---------------------------------------------------------------------------------------------------------
 
 
@@ -96,16 +72,6 @@ def test_an_image_is_the_same_in_any_batch():
             assert torch.equal(resize(convert_channels(pixels[i : i + 1], channels), (28, 30)), whole[i : i + 1])
     exact = torch.nn.functional.interpolate(pixels.double(), (28, 30), mode="bilinear", antialias=True)
     assert (resize(pixels, (28, 30)) - exact).abs().max() <= 1
-
-
-def test_grey_and_colour():
-    grey = ImagesInMemory(np.full((2, 1, 4, 4), 51, np.uint8), np.array([0, 1]), "ab", (0.1,), (0.5,), 6, 3)
-    assert grey.shape == (3, 6, 6)
-    assert torch.allclose(grey.images([0])[0], torch.full((1, 3, 6, 6), 0.2))
-    colour = np.array([255, 0, 0], np.uint8).reshape(1, 3, 1, 1)
-    assert ImagesInMemory(colour, np.zeros(1), "a", (0.0,) * 3, (1.0,) * 3, channels=1).pixels([0]).item() == 76
-    with pytest.raises(DataError, match="use 1"):
-        ImagesInMemory(colour, np.zeros(1), "a", (0.0,) * 3, (1.0,) * 3, channels=2)
 
 
 def test_images_and_labels_have_to_belong_together():

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mmm.data.text.chat_tokens import ChatText, ChatTokens, FilledUp, PackedChats
+from mmm.data.text.chat_tokens import ChatText, ChatTokens, PackedChats
 from mmm.data.text.chats import ChatArrays
 from mmm.errors import DataError
 from mmm.layout import PADDING
@@ -78,27 +78,6 @@ def test_longer_ones_are_cut_and_said():
     assert text.note(12) == "4 conversations, 20 of 41 tokens are answers"
     with pytest.raises(DataError, match="--seq_length 3"):
         text.cut(3)
-
-
-def test_the_last_tenth_is_for_validation(text):
-    train, validation = text.split()
-    assert [len(part.chats) for part in (train, validation)] == [27, 3]
-    assert len({part.sha256 for part in (text, train, validation)}) == 3
-    mask = ChatArrays(text.chats[0].tokens, ~text.chats[0].answers)
-    assert ChatText(text.path, [mask, *text.chats[1:]]).sha256 != text.sha256
-
-
-def test_validation_has_each_once_however_few_there_are(text):
-    validation = FilledUp(ChatTokens(text.split()[1], SEQ, 0, shuffle=False, vocab_size=10_000))
-    assert validation.steps_per_epoch(2) == 2
-    assert validation.steps_per_epoch(8) == 1
-    rows = validation.batch(0, 8, 0, 8)
-    assert [number for row in zip(rows.inputs.numpy(), rows.targets.numpy(), strict=True) for number in parts(row)] == [
-        28,
-        29,
-        30,
-    ]
-    assert (rows.targets[3:] == PADDING).all()
 
 
 def test_a_token_that_the_vocabulary_lacks(text):

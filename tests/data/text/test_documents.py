@@ -9,7 +9,7 @@ import torch
 
 import mmm.data.text.documents
 from mmm.data import Mixture
-from mmm.data.text.documents import DocumentTokens, PackedTokens, first_after, first_fit_decreasing
+from mmm.data.text.documents import DocumentTokens, PackedTokens, first_fit_decreasing
 from mmm.data.text.prepare import Preparation, prepare
 from mmm.data.text.sources import open_sources
 from mmm.data.text.token_file import TokenFile, open_tokens
@@ -120,31 +120,6 @@ def test_documents_as_they_come(text):
             assert targets[at] == (PADDING if token + 1 in ENDS else token + 1)
 
 
-@pytest.mark.parametrize("at_once", [1 << 18, 100])
-def test_documents_of_one_token_are_refused(monkeypatch, text, at_once):
-    monkeypatch.setattr(mmm.data.text.documents, "AT_ONCE", at_once)
-    single = np.arange(1, len(TOKENS) + 1)
-    with pytest.raises(DataError, match=f"{len(TOKENS)}"):
-        DocumentTokens(text, single, SEQ, 0, vocab_size=1 << 20)
-    some = np.delete(single, 1234)  # a document of two
-    assert DocumentTokens(text, some, SEQ, 0, vocab_size=1 << 20).samples == (len(TOKENS) - 1) // SEQ
-    train, validation = text.split()
-    DocumentTokens(train, some, SEQ, 0, vocab_size=1 << 20)
-    with pytest.raises(DataError, match=f"{len(validation)}"):
-        DocumentTokens(validation, some, SEQ, 0, vocab_size=1 << 20)
-
-
-def test_a_part_of_a_file_has_its_own_documents(text):
-    _, validation = text.split()
-    tokens = DocumentTokens(validation, ENDS, SEQ, 0, shuffle=False, vocab_size=1 << 20)
-    inputs, targets, starts = tokens.sample(0, 2)
-    assert inputs[0] == validation.begin + 2 * SEQ
-    assert [int(token) for token, target in zip(inputs, targets, strict=True) if target == PADDING] == [
-        token for token in range(inputs[0], inputs[0] + SEQ) if token + 1 in ENDS
-    ]
-    assert starts.max() > 0
-
-
 def test_documents_without_tokens(text):
     ends = np.sort(np.concatenate((ENDS, ENDS[::7], ENDS[::7])))
     for place in range(30):
@@ -153,11 +128,6 @@ def test_documents_without_tokens(text):
         assert np.array_equal(*both)
     found = [pieces(packed(text, ends).sample(0, place)) for place in range(packed(text, ends).samples)]
     assert Counter((part[0], part[-1]) for row in found for part in row) == whole()
-
-
-def test_which_document_a_token_is_in():
-    ends = np.array([3, 3, 5, 9])
-    assert [first_after(ends, token) for token in range(10)] == [0, 0, 0, 2, 2, 3, 3, 3, 3, 4]
 
 
 @pytest.mark.parametrize("kind", ["packed", "as they come", "mixture"])
@@ -180,32 +150,6 @@ def test_a_batch_is_a_function_of_seed_and_step(text, kind):
     assert full.has_padding
     assert not torch.equal(make(4).batch(20, 8, 0, 8).inputs, full.inputs)
     assert full.to(torch.device("cpu")).document_starts.equal(full.document_starts)
-
-
-def test_packed_without_a_mask(text):
-    masked, plain = packed(text), packed(text, document_starts=False)
-    assert np.array_equal(plain.sample(0, 5), masked.sample(0, 5)[:2])
-    assert plain.batch(0, 8, 0, 8).document_starts is None
-    assert plain.batch(0, 8, 0, 8).has_padding
-
-
-def test_a_large_file_is_not_read(tmp_path):
-    """10⁹ tokens in 10⁵ documents: nothing but the documents' ends is read until a sample is asked for."""
-    path = tmp_path / "tokens.bin"
-    with path.open("wb") as file:
-        file.truncate(2 * 10**9)
-    reads = []
-
-    class Counted(TokenFile):
-        def __getitem__(self, part):
-            reads.append(part.stop - part.start)
-            return super().__getitem__(part)
-
-    tokens = packed(Counted(path, np.dtype("<u2")), np.arange(1, 10**5 + 1) * 10**4)
-    assert len(tokens.before) <= 10**5
-    reads.clear()
-    tokens.sample(0, 12345)
-    assert sum(reads) <= 2 * SEQ
 
 
 def refused(folder, words, **flags):

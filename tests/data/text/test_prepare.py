@@ -7,7 +7,6 @@ import re
 import signal
 import time
 from itertools import pairwise
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,8 +15,7 @@ import mmm.data.text.prepare as module
 from mmm.data.text import encode as encoding
 from mmm.data.text.prepare import Preparation, prepare
 from mmm.data.text.token_file import open_tokens
-from mmm.data.text.tokenizer import CharTokenizer
-from mmm.errors import ConfigError, DataError
+from mmm.errors import DataError
 
 FORK = multiprocessing.get_context("fork")
 WORDS = [f"Word {i} é 😀 of the text\n" for i in range(400)]
@@ -136,19 +134,6 @@ def test_a_line_without_text(files, tmp_path, line, words):
     with pytest.raises(DataError) as caught:
         prepare(Preparation((files[0], path), tmp_path / "out"), 2)
     assert str(caught.value).startswith(f"{path}, line 71: {words}")
-
-
-def test_json_lines_are_utf8_by_bytes_too(files, tmp_path):
-    path = tmp_path / "a.jsonl"
-    path.write_bytes(b'{"text": "caf\xe9"}\n')
-    with pytest.raises(DataError, match=r"UTF-8"):
-        prepare(Preparation((path,), tmp_path / "out"), 2)
-
-
-def test_json_lines_with_a_separator(tmp_path):
-    path = lines(tmp_path / "a.jsonl", ROWS)
-    with pytest.raises(ConfigError, match=r"--separator: .*a.jsonl is JSON"):
-        prepare(Preparation((path,), tmp_path / "out", separator="\n"), 1)
 
 
 class Stopped(Exception):
@@ -282,28 +267,6 @@ class OwnProcess:
         pass
 
 
-def test_a_folder_that_has_lost_its_end(files, tmp_path):
-    wanted = Preparation(files, tmp_path / "out")
-    prepare(wanted, 1)
-    size = os.path.getsize(wanted.folder / "tokens.bin")
-    os.truncate(wanted.folder / "tokens.bin", size - 1)
-    with pytest.raises(DataError, match=f"tokens.bin has {size - 1}"):
-        prepare(wanted, 1)
-
-
-def test_called_again(files, tmp_path):
-    wanted, said = Preparation(files, tmp_path / "out"), []
-    first = prepare(wanted, 1)
-    assert prepare(wanted, 1, said.append) == first
-    assert said == [f"{tmp_path / 'out'} is complete already"]
-    for other in (Preparation(files[:2], tmp_path / "out"), Preparation(files, tmp_path / "out", "chars")):
-        with pytest.raises(DataError, match="was prepared from other files or with other flags"):
-            prepare(other, 1)
-    files[0].write_text("new")
-    with pytest.raises(DataError, match="was prepared from other files or with other flags"):
-        prepare(wanted, 1)
-
-
 @pytest.mark.parametrize(
     ("flags", "bad", "words"),
     [
@@ -329,19 +292,6 @@ def test_a_file_that_was_refused_and_is_put_right(files, tmp_path, flags, bad, w
         assert said[0].startswith("going on: ")
     straight = Preparation(files, tmp_path / "straight", **flags)
     assert about == prepare(straight, 1)
-    assert content(wanted.folder) == content(straight.folder)
-
-
-def test_a_file_that_changes_between_two_calls(files, tmp_path):
-    wanted, said = Preparation(files, tmp_path / "out"), []
-    stopped_after(wanted, 7)
-    text = files[1].read_text()
-    files[1].write_text("another " + text)
-    changed = prepare(wanted, 1, said.append)
-    of_first = -(-files[0].stat().st_size // 1050)  # pieces; the second file is one, and the third has the others
-    assert said[0].startswith(f"going on: {6 if of_first < 7 else 7} of")
-    straight = Preparation(files, tmp_path / "straight")
-    assert changed == prepare(straight, 1)
     assert content(wanted.folder) == content(straight.folder)
 
 
@@ -402,17 +352,3 @@ def test_what_is_refused(files, tmp_path, write, flags, words):
     assert words in str(caught.value)
     assert "\n" not in str(caught.value)
     assert not (tmp_path / "out").exists()
-
-
-def test_characters_that_a_tokenizer_lacks(files, tmp_path):
-    (tmp_path / "few.json").write_bytes(CharTokenizer("abc").content)
-    with pytest.raises(DataError, match=r"a.txt"):
-        prepare(Preparation(files, tmp_path / "out", str(tmp_path / "few.json")), 2)
-    with pytest.raises(ConfigError, match="the tokenizer bytes has no token 'end'"):
-        prepare(Preparation(files, tmp_path / "eos", eos="end"), 1)
-
-
-def test_a_folder_that_is_in_the_way(files, tmp_path):
-    for folder in (tmp_path, Path("."), Path("/")):
-        with pytest.raises(DataError, match="is there, and is no folder of mmm tokens"):
-            prepare(Preparation(files, folder), 1)

@@ -61,23 +61,6 @@ def test_each_source_has_its_part(monkeypatch):
         assert (of_source[:, 1] * samples + of_source[:, 2] == np.arange(len(of_source))).all()
 
 
-def test_bytes_of_a_token(folder):
-    """Of the text to validate on; of prepared tokens, of all text, over its tokens; of a mixture by weight."""
-
-    def of(*text, tokenizer=None):
-        return open_sources([Path(each) for each in text], tokenizer).bytes_per_token
-
-    text = (folder / "a.txt").read_text()
-    tail = (folder / "a.txt").read_bytes()[-len((folder / "a.txt").read_bytes()) // 10 :]
-    assert of("a.txt") == of("bytes") == of() == 1.0
-    assert of("a.txt", tokenizer="chars") == pytest.approx(len(tail) / len(tail.decode(errors="ignore")), rel=1e-2)
-    assert of("chars") == len(text.encode()) / len(text) > 1.05
-    mixed = 0.25 * of("a.txt", tokenizer="chars") + 0.75 * of("chars")
-    assert of("a.txt:1", "chars:3") == pytest.approx(mixed)
-    (folder / "x.bin").write_bytes(bytes(64))
-    assert of("x.bin") is None
-
-
 def test_a_mixture_is_a_function_of_seed_and_step():
     def mixture(seed=0):
         return Mixture([Counted(0, 100), Counted(1, 100)], [1, 1], seed)
@@ -89,11 +72,6 @@ def test_a_mixture_is_a_function_of_seed_and_step():
     # An epoch of the mixture leaves nothing out: 200 samples, 66 steps of 3, and the next step follows.
     rows = torch.cat([mixture().batch(step, 3, 0, 3).inputs for step in range(80)])
     assert torch.equal(rows, torch.from_numpy(drawn(mixture(), 0, 240))[:, :-1])
-
-
-def test_a_weight_too_small():
-    with pytest.raises(ConfigError, match="less than one sample in 65536"):
-        Mixture([Counted(0, 10), Counted(1, 10)], [1e6, 1], 0)
 
 
 def test_weights_on_the_command_line(folder):
@@ -108,22 +86,6 @@ def test_weights_on_the_command_line(folder):
     train, validation = sources.tokens(8, 0, 256)
     assert isinstance(train, Mixture)
     assert isinstance(validation, Mixture)
-
-
-def test_texts_without_weights_stay_one_text(folder):
-    Path("c:0.5").write_text("a file whose name has a colon, " * 9)
-    Path("split.txt").write_text("é" * 155)  # the last tenth begins within a character
-    for names in (["a.txt"], ["a.txt", "b.txt"], ["c:0.5"], ["split.txt"]):
-        paths = [Path(name) for name in names]
-        (corpus,), plain = open_sources(paths).corpora, read_text_files(paths)
-        assert corpus.describe() == plain.describe()
-        assert np.array_equal(corpus.train, plain.train)
-        train, validation = open_sources(paths).tokens(8, 3, 256)
-        assert torch.equal(train.batch(2, 4, 0, 4).inputs, TextTokens(plain.train, 8, 3).batch(2, 4, 0, 4).inputs)
-        plainly = TextTokens(plain.validation, 8, 3, shuffle=False)
-        assert torch.equal(validation.batch(1, 2, 0, 2).inputs, plainly.batch(1, 2, 0, 2).inputs)
-    assert open_sources([Path("c:0.5:2"), Path("a.txt:1")]).weights == (2 / 3, 1 / 3)
-    assert open_sources().corpora[0].source.endswith("standard library")
 
 
 def test_tokens_of_a_folder_are_those_of_the_text(folder):
@@ -197,8 +159,3 @@ def test_what_does_not_fit_together(folder, text, tokenizer, error, words):
     with pytest.raises(error, match=words) as caught:
         open_sources([Path(each) for each in text], tokenizer)
     assert "\n" not in str(caught.value)
-
-
-def test_a_sequence_longer_than_the_file(folder):
-    with pytest.raises(DataError, match="--seq_length 1000"):
-        open_sources([Path("bytes")]).tokens(1000, 0, 256)

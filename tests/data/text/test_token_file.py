@@ -4,8 +4,6 @@ import gzip
 import json
 import os
 import struct
-import time
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,7 +12,7 @@ import torch
 from mmm.data import FileTokens
 from mmm.data.text.byte_tokenizer import ByteTokenizer
 from mmm.data.text.sources import open_sources
-from mmm.data.text.token_file import TokenFile, open_tokens
+from mmm.data.text.token_file import open_tokens
 from mmm.errors import DataError
 
 TOKENS = np.arange(1000, 2000)
@@ -49,15 +47,6 @@ def megatron(prefix, sequences, documents, code=8, dtype="<u2", magic=b"MMIDIDX\
 
 def all_tokens(corpus):
     return np.concatenate([corpus.train[:], corpus.validation[:]])
-
-
-def test_a_file_of_tokens_is_as_an_array(tmp_path):
-    TOKENS.astype("<u2").tofile(tmp_path / "tokens")
-    for begin, end in ((0, None), (100, 900)):
-        file, array = TokenFile(tmp_path / "tokens", np.dtype("<u2"), begin, end), TOKENS[begin:end]
-        for part in (slice(None), slice(3, 17), slice(5, 5), slice(790, 5000), slice(-7, None)):
-            assert np.array_equal(file[part], array[part])
-        assert len(file) == len(array)
 
 
 def test_nanogpt(tmp_path):
@@ -187,37 +176,6 @@ def test_a_folder(tmp_path):
     assert np.array_equal(all_tokens(corpus), TOKENS % 256)
     assert (corpus.documents()[:].tolist(), corpus.sha256) == ([10, 1000], "0" * 64)
     assert corpus.tokenizer.kind == "bytes"
-
-
-def test_text_is_none(tmp_path):
-    (tmp_path / "text.txt").write_text("text")
-    assert open_tokens(tmp_path / "text.txt") is None
-    assert open_tokens(tmp_path / "missing") is None
-
-
-def resident():
-    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
-
-
-def test_a_thousand_million_tokens(tmp_path):
-    """Opened in under a second; what is read does not stay in memory, nor does an order."""
-    count = 10**9
-    folder = folder_of(tmp_path / "dir", TOKENS, [count], count=count)
-    with (folder / "tokens.bin").open("r+b") as file:
-        file.truncate(2 * count)
-        file.seek(count)
-        np.full(64, 7, "<u2").tofile(file)
-    began = time.process_time()
-    corpus = open_tokens(folder)
-    tokens = FileTokens(corpus.train, 64, seed=0)
-    tokens.batch(0, 8, 0, 8)
-    assert time.process_time() - began < 1
-    assert tokens.samples == (count * 9 // 10 - 1) // 64
-    before = resident()
-    for step in range(1, 100):
-        tokens.batch(step, 8, 0, 8)
-    assert resident() - before < 1 << 20
-    assert 7 in FileTokens(corpus.train, 64, 0, shuffle=False).sample(0, count // 2 // 64)
 
 
 def broken(tmp_path, name):

@@ -42,18 +42,6 @@ def test_an_epoch_has_every_stretch_once():
     assert orders[0] != orders[1] != sorted(orders[1])
 
 
-@pytest.mark.parametrize("make", [lambda s: TextTokens(TEXT, 16, s), lambda s: RandomTokens(50, 16, s)])
-def test_steps_and_seeds_differ(make):
-    batches = [make(seed).batch(step, 8, 0, 8).inputs for seed in (0, 1) for step in (0, 1)]
-    assert len({b.numpy().tobytes() for b in batches}) == 4
-    assert torch.equal(make(0).batch(0, 8, 0, 8).inputs, batches[0])
-
-
-def test_random_tokens_are_of_the_vocabulary():
-    inputs = RandomTokens(50, 64, 0).batch(0, 64, 0, 64).inputs
-    assert (int(inputs.min()), int(inputs.max())) == (0, 49)
-
-
 def test_standard_library_is_split_by_file():
     corpus = standard_library()
     assert corpus.files > 100
@@ -71,11 +59,6 @@ def test_a_new_file_does_not_move_the_split(tmp_path):
     (tmp_path / "a_new_module.py").write_text("# new\n")
     after = standard_library(tmp_path)
     assert bytes(after.validation) in (before, b"# new\n\n" + before)
-
-
-def test_no_sources(tmp_path):
-    with pytest.raises(DataError, match=r"--text"):
-        standard_library(tmp_path)
 
 
 def test_files_as_text(tmp_path):
