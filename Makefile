@@ -16,7 +16,7 @@ SEED ?=
 TEST_FLAGS ?=
 INTEROP ?= $(HOME)/.cache/mmm/interop
 
-.PHONY: demo docs test test-torch test-long test-cluster test-gpu test-interop fuzz fuzz-files mutants lint install clean
+.PHONY: demo docs test test-torch test-long test-cluster test-gpu test-interop fuzz fuzz-files mutants lint wheels install clean
 
 install: $(READY)
 
@@ -92,6 +92,10 @@ docs: $(DOCS)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 	$(BIN)/python -m pytest -m docs $(if $(MMM_WRITE_DOCS),--numprocesses 0,--dist load) tests/docs $(TEST_FLAGS)
 
+# Wheels of the prover, the launcher and the whole, each used in an empty environment.
+wheels:
+	packages/check
+
 lint: $(LINT)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -99,4 +103,4 @@ lint: $(LINT)
 	$(BIN)/lint-imports
 
 clean:
-	rm -rf $(VENV) site build dist src/*.egg-info .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) site build dist src/*.egg-info packages/*/build packages/*/*.egg-info .mypy_cache .ruff_cache .pytest_cache

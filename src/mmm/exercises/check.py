@@ -22,7 +22,7 @@ TIMEOUT = 60.0  # s that the ranks may take
 UNWRITTEN = "raise NotImplementedError"  # the last line of a file to begin with
 MOST_LINES = 4  # of a failure
 # Where files are not the reader's, who may well work in a folder that is called mmm, too.
-ELSEWHERE = (str(Path(__file__).parents[1]), sysconfig.get_path("stdlib"), "site-packages")
+ELSEWHERE = (str(Path(__file__).parents[2]), sysconfig.get_path("stdlib"), "site-packages")
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from mmm.processes.ranks import Rank, RanksFailed, blame, collect, free_port, li
 
 MORE = 30.0  # s that a collective may take beyond the test's time: the parent speaks first, of all ranks
 MOST_RANKS = 64
-OURS, NEXT = "mmm/testing/marked.py", "\n"  # in a stack, and between its frames
+OURS, NEXT = __file__, "\n"  # in a stack, and between its frames
 PASSED, SKIPPED, XFAILED = "passed", "skipped", "xfailed"
 
 

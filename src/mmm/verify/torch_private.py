@@ -13,7 +13,6 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 # Private: torch.utils._pytree, seen in 2.10 to 2.14; instead: torch.utils.pytree, once it promises to stay.
 from torch.utils._pytree import tree_leaves as tree_leaves
@@ -83,6 +82,8 @@ def clear_sharding_cache() -> None:
     try:
         from torch.distributed.tensor import debug
     except ModuleNotFoundError:  # it imports NumPy, which PyTorch does not need
+        from torch.distributed.tensor import DTensor
+
         DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache_clear()  # type: ignore[attr-defined]
         torch._C._clear_DTensor_sharding_propagator_cache()
     else:
