@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -31,7 +30,6 @@ def main(argv: list[str]) -> int:
         prog="mmm diverge",
         description="Where do two runs part?",
         epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("runs", nargs=2, metavar="RUN", type=Path, help="the folder of a run")
     parser.add_argument(

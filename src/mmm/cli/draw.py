@@ -88,7 +88,6 @@ def _parser() -> argparse.ArgumentParser:
         usage="mmm draw LAYOUT|PROGRAM [-n RANKS] [--site NAME] [--hosts N] [--out FILE.svg] [FLAGS …]",
         description=__doc__,
         epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
     parser.add_argument("what", metavar="LAYOUT|PROGRAM")
@@ -138,7 +137,3 @@ def hosts_of(ranks: int, site: str | None, hosts: int | None) -> tuple[int, ...]
         return tuple(spread(ranks, [each or ranks] * hosts))
     each = each or (ranks if ranks <= ONE_HOST else PER_HOST)
     return tuple(min(each, ranks - first) for first in range(0, ranks, each))
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
+from mmm.cli.parser import Parser
 from mmm.cli.sizes import parse_bytes
 from mmm.cli.written import write_json
 from mmm.errors import ConfigError
@@ -76,12 +77,11 @@ def main(argv: list[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="mmm dry-run",
         usage="mmm dry-run WORLD_SIZE [--rank R] [--memory SIZE] [--json FILE] [--plots DIR] -- PROGRAM …",
         description=__doc__,
         epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("world_size", metavar="WORLD_SIZE", type=int, help="ranks of the run")
     parser.add_argument(
@@ -135,7 +135,3 @@ def _device_memory(kind: str) -> int | None:
     from mmm.runtime.memory import device_memory
 
     return None if kind == "cpu" else device_memory(choose_device(kind, whoami()))
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

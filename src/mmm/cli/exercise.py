@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
 
+from mmm.cli.parser import Parser
 from mmm.errors import ConfigError
 
 EPILOG = """\
@@ -16,9 +16,7 @@ mmm exercise check FILE          says whether the answer is right, and else wher
 
 def main(argv: list[str]) -> int:
     """List, start, or check. Returns 0; 1 for a wrong answer. Raises UserError."""
-    parser = argparse.ArgumentParser(
-        prog="mmm exercise", description=__doc__, epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser(prog="mmm exercise", description=__doc__, epilog=EPILOG)
     actions = parser.add_subparsers(dest="action", metavar="start | check")
     start = actions.add_parser("start", help="write the file to begin with")
     start.add_argument("name", metavar="NAME")

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 import time
 from pathlib import Path
 
+from mmm.cli.parser import Parser
 from mmm.errors import CheckpointError, ConfigError
 
 EPILOG = """\
@@ -17,9 +17,7 @@ DIR has config.json, model.safetensors (or several, with an index), and the toke
 
 def main(argv: list[str]) -> int:
     """Export, and say what is in the folder. Returns 0. Raises UserError for what cannot be read or written."""
-    parser = argparse.ArgumentParser(
-        prog="mmm export", description=__doc__, epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser(prog="mmm export", description=__doc__, epilog=EPILOG)
     parser.add_argument(
         "weights", metavar="CKPT", type=Path, help="checkpoints/step-N of a run of mmm.trainer.lm, or the run's folder"
     )
@@ -59,7 +57,3 @@ def main(argv: list[str]) -> int:
     )
     print(f"{args.folder}: {size / 1e6:,.1f} MB, {files} files of tensors; {time.monotonic() - began:.1f} s")
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

@@ -155,7 +155,3 @@ def straggler(ds: "xarray.Dataset") -> str | None:
     if (work := own_work(ds)) is not None:
         return sentence(ds, work)
     return NOT_KNOWN if "dt" in ds or "dt_argmax" in ds else None
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 import time
 from pathlib import Path
+
+from mmm.cli.parser import Parser
 
 EPILOG = """\
 CKPT then is where a run starts, and what text is sampled from:
@@ -16,9 +17,7 @@ CKPT then is where a run starts, and what text is sampled from:
 
 def main(argv: list[str]) -> int:
     """Import, and say what it is. Returns 0. Raises UserError for what cannot be read or is another kind of model."""
-    parser = argparse.ArgumentParser(
-        prog="mmm import", description=__doc__, epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser(prog="mmm import", description=__doc__, epilog=EPILOG)
     parser.add_argument(
         "weights",
         metavar="DIR",
@@ -43,7 +42,3 @@ def main(argv: list[str]) -> int:
         f"{config.vocab_size}; tokenizer: {tokenizer or 'none'}; {time.monotonic() - began:.1f} s"
     )
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

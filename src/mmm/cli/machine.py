@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 from pathlib import Path
 
+from mmm.cli.parser import Parser
 from mmm.errors import ConfigError
 from mmm.machines import find
 from mmm.machines.machine import Machine
@@ -19,11 +19,10 @@ folder that {find.VARIABLE} names; one of the same name replaces ours. docs/clus
 
 def main(argv: list[str]) -> int:
     """List the machines, show one, or measure this one. Returns 0. Raises UserError."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="mmm machine",
         description=__doc__,
         epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("name", metavar="NAME", nargs="?", help="show this one; without it, list all")
     parser.add_argument(

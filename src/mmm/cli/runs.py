@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import shutil
 import sys
@@ -40,7 +39,6 @@ def main(argv: list[str]) -> int:
         prog="mmm runs",
         description="The runs in a folder: finished, failed, killed, and those that run.",
         epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("folder", nargs="?", default="outputs", metavar="DIR", help="searched (default: outputs)")
     parser.add_argument("--sort", default="name", metavar="COLUMN", help=f"one of {', '.join(COLUMNS[:-1])}")

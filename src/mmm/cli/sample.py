@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
+from mmm.cli.parser import Parser
 from mmm.errors import UserError
 
 SHOWN = 5  # tokens, of --show
@@ -20,9 +20,7 @@ On several ranks, whose tokens are the same in float64:
 
 def main(argv: list[str]) -> int:
     """Write a prompt and what follows to stdout. Returns 0. Raises UserError for what does not fit."""
-    parser = argparse.ArgumentParser(
-        prog="mmm sample", description=__doc__, epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser(prog="mmm sample", description=__doc__, epilog=EPILOG)
     parser.add_argument("weights", metavar="CKPT", type=Path)
     parser.add_argument("--prompt", required=True, metavar="TEXT")
     for name, kind, default, about in (
@@ -116,7 +114,3 @@ def _sample(args: Any) -> None:
             seconds = time.monotonic() - began
             for line in (*metadata.notes, f"{many} tokens in {seconds:.1f} s on {layout}, {precision.name}"):
                 print(line, file=sys.stderr)
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

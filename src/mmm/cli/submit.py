@@ -50,7 +50,6 @@ def parser() -> argparse.ArgumentParser:
         usage="mmm submit -N HOSTS -t TIME [OPTIONS] -- COMMAND",
         description=__doc__,
         epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = made.add_argument
     add("--site", metavar="NAME", help="a known machine (mmm machine); default: the one that this is, or its scheduler")

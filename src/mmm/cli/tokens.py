@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 import time
 from pathlib import Path
 
+from mmm.cli.parser import Parser
 from mmm.errors import ConfigError
 
 EPILOG = """\
@@ -19,9 +19,7 @@ and manifest.json. Until all is done, it is called DIR.part.
 
 def main(argv: list[str]) -> int:
     """Prepare the folder and say what is in it. Returns 0. Raises UserError for what cannot be read or does not fit."""
-    parser = argparse.ArgumentParser(
-        prog="mmm tokens", description=__doc__, epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser(prog="mmm tokens", description=__doc__, epilog=EPILOG)
     parser.add_argument(
         "files",
         nargs="+",
@@ -74,7 +72,3 @@ def main(argv: list[str]) -> int:
         f"{about['bytes']} bytes of text; {time.monotonic() - began:.1f} s with {processes} processes"
     )
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
