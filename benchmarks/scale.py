@@ -33,10 +33,10 @@ from mmm.layout import Layout, Techniques  # noqa: E402
 from mmm.models.experts import transformer_of  # noqa: E402
 from mmm.models.meta import meta_parameters  # noqa: E402
 from mmm.models.transformer import TransformerConfig  # noqa: E402
+from mmm.optim.adamw import make_optimizer  # noqa: E402
 from mmm.palette import SERIES  # noqa: E402
 from mmm.parallel import parallel_model  # noqa: E402
 from mmm.parallel.mesh import Mesh, build_mesh  # noqa: E402
-from mmm.parallel.optimizer import make_optimizer  # noqa: E402
 from mmm.parallel.partition import partition_model  # noqa: E402
 from mmm.parallel.plans.transformer import transformer_plan  # noqa: E402
 from mmm.runtime.clock import StepClock  # noqa: E402

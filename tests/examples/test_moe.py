@@ -14,8 +14,8 @@ from mmm.examples import moe
 from mmm.examples._support.by_hand import dense_experts
 from mmm.examples.moe import Config, moe_layer, train
 from mmm.models.experts import MixtureOfExperts, transformer_of
+from mmm.optim.adamw import make_optimizer
 from mmm.parallel import Layout, apply, build_mesh, cross_entropy, materialize
-from mmm.parallel.optimizer import make_optimizer
 from mmm.parallel.plans.transformer import transformer_plan
 from mmm.runtime.device import Precision
 from mmm.traffic.count import count_traffic

@@ -17,9 +17,9 @@ from mmm.layout import Layout, Techniques
 from mmm.models.dropout import Dropout, sample_keys
 from mmm.models.meta import meta_parameters
 from mmm.models.transformer import Transformer, TransformerConfig
+from mmm.optim.adamw import make_optimizer
 from mmm.parallel.footprint import Footprint
 from mmm.parallel.mesh import build_mesh
-from mmm.parallel.optimizer import make_optimizer
 from mmm.parallel.parallel_model import ParallelModel
 from mmm.parallel.partition import partition_model
 from mmm.parallel.plans.transformer import transformer_plan

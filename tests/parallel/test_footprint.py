@@ -5,10 +5,10 @@ import torch
 
 from mmm.errors import LayoutError
 from mmm.models.transformer import Transformer, TransformerConfig
+from mmm.optim.adamw import make_optimizer
 from mmm.parallel import Layout, apply, build_mesh, cross_entropy, footprint, materialize
 from mmm.parallel.footprint import Footprint
 from mmm.parallel.memory.measure import local_elements
-from mmm.parallel.optimizer import make_optimizer
 from mmm.parallel.plans.transformer import transformer_plan
 from mmm.runtime.device import Precision
 from mmm.runtime.ranks import Rank

@@ -15,6 +15,7 @@ from mmm.parallel.mesh import build_mesh
 from mmm.parallel.pp.schedules import SCHEDULES
 from mmm.parity import models, reference
 from mmm.parity.layouts import MATRIX, ParityCase, matrix
+from mmm.parity.optimizers import make_optimizer
 from mmm.parity.parity_model import ParityModel
 from mmm.parity.reference import Training
 from mmm.parity.report import evaluate
@@ -107,7 +108,7 @@ def parity_of(name: str, pp: int) -> ParityModel:
 
 @lru_cache
 def reference_of(model: str, pp: int, training: Training, optimizer: str) -> reference.Reference:
-    return reference.train(parity_of(model, pp), training, optimizer)
+    return reference.train(parity_of(model, pp), training, optimizer, make_optimizer)
 
 
 def curves_of(rank, cases, references):

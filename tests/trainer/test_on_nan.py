@@ -11,9 +11,9 @@ from mmm.errors import DivergedError
 from mmm.layout import Techniques
 from mmm.models.experts import MixtureOfExperts, transformer_of
 from mmm.models.transformer import TransformerConfig
+from mmm.optim.adamw import make_optimizer
 from mmm.parallel import Layout, build_mesh
 from mmm.parallel.local import to_local
-from mmm.parallel.optimizer import make_optimizer
 from mmm.parallel.parallel_model import ParallelModel
 from mmm.parallel.plans.transformer import transformer_plan
 from mmm.runtime.clock import StepClock

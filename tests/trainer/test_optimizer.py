@@ -7,9 +7,9 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from mmm.optim.adamw import make_optimizer
 from mmm.parallel import Layout, build_mesh
 from mmm.parallel.local import to_local
-from mmm.parallel.optimizer import make_optimizer
 
 SHAPES = [(5, 3), (7,), (6, 2), (4, 4), (1, 8)]
 

@@ -5,7 +5,7 @@ from torch import nn
 
 from mmm.layout import Layout
 from mmm.models.vit import ViT, ViTConfig
-from mmm.parallel.optimizer import make_optimizer
+from mmm.optim.adamw import make_optimizer
 from mmm.trainer.config.spec import model_summary
 from mmm.trainer.loop.schedule import optimizer_text
 from mmm.trainer.run.tables import mesh_table, tp_over_hosts

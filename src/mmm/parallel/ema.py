@@ -12,7 +12,8 @@
         save_model(run, model)
 
 Averaging ``model.parameters()`` by hand would be wrong under FSDP while a unit is gathered, and where it writes through
-``.data`` under zero1 and zero2, whose shards are then not gathered.
+``.data`` under zero1 and zero2, whose shards are then not gathered. PyTorch's own
+``torch.optim.swa_utils.AveragedModel`` copies the module, which FSDP refuses.
 """
 
 from __future__ import annotations

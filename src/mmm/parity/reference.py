@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from mmm.data.images import digits
 from mmm.data.images.image_set import ImagesInMemory
@@ -14,11 +15,11 @@ from mmm.errors import ConfigError
 from mmm.layout import PADDING
 from mmm.models import draw, weights
 from mmm.models.dropout import has_dropout, sample_keys
-from mmm.parity.optimizers import make_optimizer
 from mmm.parity.parity_model import ParityModel
 
 GLOBAL_BATCH = 16  # samples, if not said otherwise: 8 data-parallel coordinates of 2 micro-batches, or 4 stages of 8
 WITH_PADDING = ("packed", "chats")  # data of which some tokens have no target
+MakeOptimizer = Callable[[str, Iterable[nn.Parameter]], torch.optim.Optimizer]
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32}
 
 
@@ -82,16 +83,17 @@ def _digits(size: int, channels: int) -> ImagesInMemory:
     return digits.load(size, channels)[0]
 
 
-def train(parity: ParityModel, training: Training, optimizer: str) -> Reference:
+def train(parity: ParityModel, training: Training, optimizer: str, make: MakeOptimizer) -> Reference:
     """Train the model.
 
     Args:
         optimizer: a key of `mmm.parity.optimizers.RATES`.
+        make: makes it, of a name and parameters.
     """
     model = parity.model()  # its buffers are what its constructor makes them
     draw.convert(model, DTYPES[training.dtype])
     weights.initialize(model, training.seed)
-    update = make_optimizer(optimizer, model.parameters())
+    update = make(optimizer, model.parameters())
     losses, gradients = [], {}
     for step in range(training.steps):
         inputs, targets, *documents = batch(parity, training, step)

@@ -12,6 +12,7 @@ import torch
 from mmm.errors import DeviceError, UserError
 from mmm.parity import models, reference
 from mmm.parity.layouts import ParityCase
+from mmm.parity.optimizers import make_optimizer
 from mmm.parity.reference import Reference, Training
 from mmm.parity.report import ERRORS, Comparison, evaluate, failed
 from mmm.parity.train import PreparedCase, plan_problems, prepare, train
@@ -112,7 +113,7 @@ def _compare_one(
 
 def _reference(prepared: PreparedCase, optimizer: str, timeout: float) -> Reference | RanksFailed:
     def alone(rank: Rank) -> Reference:
-        return reference.train(prepared.parity, prepared.training, optimizer)
+        return reference.train(prepared.parity, prepared.training, optimizer, make_optimizer)
 
     try:
         return fork_ranks(alone, 1, timeout=timeout)[0]

@@ -21,14 +21,13 @@ from mmm.models.draw import canonical_name
 from mmm.models.dropout import sample_keys
 from mmm.models.experts import has_experts
 from mmm.models.meta import meta_parameters
-from mmm.parallel.layerwise import make_layerwise
 from mmm.parallel.mesh import Mesh, build_mesh
 from mmm.parallel.parallel_model import ParallelModel
 from mmm.parallel.partition import Partition, partition_model
 from mmm.parallel.plan import unmatched
 from mmm.parallel.pp.schedules import SCHEDULES
-from mmm.parity.layouts import LARGE_BATCH, ParityCase
-from mmm.parity.optimizers import RATES, make_optimizer
+from mmm.parity.layouts import ParityCase
+from mmm.parity.optimizers import make_optimizer
 from mmm.parity.parity_model import ParityModel
 from mmm.parity.reference import DTYPES, WITH_PADDING, Reference, Training, batch
 from mmm.runtime.device import Precision, choose_device
@@ -143,10 +142,7 @@ def _train(
         loss=own_loss,
     )
     expected = least_traffic(ready, parallel_model, precision)
-    if optimizer in LARGE_BATCH:
-        update: torch.optim.Optimizer = make_layerwise(optimizer, parallel_model.parameters(), RATES[optimizer])
-    else:
-        update = make_optimizer(optimizer, parallel_model.parameters())
+    update = make_optimizer(optimizer, parallel_model.parameters())
     sent = None
     size = training.global_batch // layout.dp
     first_sample = layout.dp_coordinate(rank.rank) * size

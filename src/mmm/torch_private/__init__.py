@@ -23,9 +23,9 @@ that this package costs no more than torch; the rest is imported in functions.
 Classes of ours override private methods of PyTorch's, or set an attribute, at their own place. All were seen in 2.10 to
 2.14; behind the semicolon stands what would replace it:
 
-    parallel/optimizer.py, trainer/loop/muon.py  Optimizer._init_group: the tensors that AdamW's kernel gets; nothing
-    trainer/loop/muon.py                    Optimizer._step_supports_amp_scaling; nothing
-    parallel/grad_scaler.py                 GradScaler._unscale_grads_; nothing
+    optim/adamw.py, optim/muon.py           Optimizer._init_group: the tensors that AdamW's kernel gets; nothing
+    optim/muon.py                           Optimizer._step_supports_amp_scaling; nothing
+    optim/grad_scaler.py                    GradScaler._unscale_grads_; nothing
     parallel/dp/replicas.py                 Module._apply, to refuse it; nothing
     parallel/tp/, parallel/memory/chunked_loss.py   ParallelStyle._apply, which PyTorch's tutorials override as well
     checkpoint/storage.py                   FileSystemReader._slice_file, to know the file; an error that names it

@@ -25,8 +25,6 @@ MODULE_CALL = "_call_impl"
 foreach_copy_: Callable[..., None] = torch._foreach_copy_
 foreach_mul_: Callable[..., None] = torch._foreach_mul_
 foreach_norm: Callable[..., Sequence[Tensor]] = torch._foreach_norm
-# Private: of torch.amp.GradScaler, seen in 2.10 to 2.14; instead: nothing.
-unscale_and_check_: Callable[..., None] = torch._amp_foreach_non_finite_check_and_unscale_
 
 
 def own_parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:
@@ -97,20 +95,6 @@ def storage_id(storage: torch.UntypedStorage) -> int:
 
     Private: UntypedStorage._cdata, seen in 2.10 to 2.14; instead: nothing."""
     return storage._cdata
-
-
-def steps_unless_found_inf(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether an optimizer's kernel itself reads whether to skip a step.
-
-    Private: Optimizer._step_supports_amp_scaling, seen in 2.10 to 2.14; instead: nothing."""
-    return getattr(optimizer, "_step_supports_amp_scaling", False)
-
-
-def found_inf_of(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> dict[torch.device, Tensor]:
-    """What a scaler has found in an optimizer's gradients: 1.0 or 0.0 by device.
-
-    Private: GradScaler._per_optimizer_states, seen in 2.10 to 2.14; instead: nothing."""
-    return scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
 
 
 def is_fake(tensor: Tensor) -> bool:

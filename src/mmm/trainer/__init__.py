@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from mmm.lazy import lazy
 
 if TYPE_CHECKING:
-    from mmm.parallel.optimizer import make_optimizer
+    from mmm.optim.adamw import make_optimizer
     from mmm.runtime.ranks import whoami
     from mmm.trainer.config.command_line import parse, run_main
     from mmm.trainer.config.run import BaseOptions, BatchOptions, RunOptions
@@ -30,7 +30,7 @@ __getattr__, __dir__ = lazy(
         "mmm.trainer.config.training": "CheckpointOptions",
         "mmm.trainer.loop.loader_steps": "evaluate train_steps",
         "mmm.trainer.loop.save": "save_model",
-        "mmm.parallel.optimizer": "make_optimizer",
+        "mmm.optim.adamw": "make_optimizer",
         "mmm.trainer.run.build": "build_model",
         "mmm.trainer.run.core": "Hook Run",
         "mmm.trainer.run.standard": "script_hooks start_run",

@@ -157,7 +157,7 @@ def resolve(config: Config) -> LanguageModelSpec:
 def build_optimizer(config: LanguageOptimizer, model: ParallelModel, spec: ParallelSpec) -> Optimizer:
     """The optimizer that the flags ask for."""
     if config.optimizer == "muon":
-        from mmm.trainer.loop.muon import make_muon
+        from mmm.optim.muon import make_muon
 
         decayed = config.decayed or "all"
         return make_muon(model, spec.plan, spec.lr or config.lr, config.weight_decay, decayed, config.betas)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
         resolve_own,
         text_steps,
     )
-    from mmm.parallel.optimizer import make_optimizer
+    from mmm.optim.adamw import make_optimizer
     from mmm.trainer.config.command_line import run_main
     from mmm.trainer.config.layout import check_cp_effect, techniques_of
     from mmm.trainer.config.model import SmallTransformerOptions, TransformerOptions
@@ -49,7 +49,7 @@ __getattr__, __dir__ = lazy(
         "mmm.trainer.config.resolve_text": "check_own_kv_heads",
         "mmm.trainer.config.run": "OptimizerOptions RowOptions TensorParallelOptions",
         "mmm.trainer.config.spec": "TrainingSpec TextData",
-        "mmm.parallel.optimizer": "make_optimizer",
+        "mmm.optim.adamw": "make_optimizer",
         "mmm.trainer.run.agreement": "Agreement",
         "mmm.trainer.run.core": "Run start_run",
         "mmm.trainer.run.record": "Record",

@@ -18,7 +18,7 @@ import tyro
 from torch import nn
 
 from mmm.errors import ConfigError
-from mmm.parallel.optimizer import make_optimizer
+from mmm.optim.adamw import make_optimizer
 from mmm.runtime.ranks import LONGEST
 
 Config = TypeVar("Config")

@@ -14,8 +14,8 @@ from torch import nn
 
 from mmm.errors import ConfigError
 from mmm.models.transformer import TransformerConfig
-from mmm.parallel.layerwise import make_layerwise
-from mmm.parallel.optimizer import make_optimizer
+from mmm.optim.adamw import make_optimizer
+from mmm.optim.layerwise import make_layerwise
 from mmm.trainer.config.run import (
     BaseOptions,
     RowOptions,

@@ -12,8 +12,8 @@ from torch import Tensor
 from mmm.checkpoint import load_tensors, training_state
 from mmm.checkpoint.model_metadata import ModelMetadata
 from mmm.models.draw import accum_dtype
-from mmm.parallel.grad_scaler import GradScaler
-from mmm.parallel.optimizer import learning_rate
+from mmm.optim.adamw import learning_rate
+from mmm.optim.grad_scaler import GradScaler
 from mmm.parallel.parallel_model import ParallelModel
 from mmm.runtime.process_group import gather_floats
 from mmm.trainer.config.training import TrainerCheckpoint

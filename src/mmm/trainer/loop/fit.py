@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from mmm.data import Batch
+from mmm.optim.adamw import learning_rate
+from mmm.optim.grad_scaler import GradScaler, not_finite
 from mmm.parallel.clip import local_norms
 from mmm.parallel.ep.balance import BALANCE_RATE
-from mmm.parallel.grad_scaler import GradScaler, not_finite
-from mmm.parallel.optimizer import learning_rate
 from mmm.parallel.parallel_model import ParallelModel
 from mmm.runtime.seed import seed_step
 from mmm.trainer.config.profile import ProfileOptions
@@ -172,7 +172,7 @@ class _Loop:
             so_far = so_far.with_step(result.loss, result.skip if options.by_epoch else None)
             saves = checkpoints.due(step, last or stop)
             due = self.rows.is_due(step, saves)
-            imbalance = self.model.balance_experts(self.scaler.unless_skipped(options.balance_rate), due)
+            imbalance = self.balance_experts(result.skip, due)
             run.clock.lap("dto")
             ends_row = self.rows.ends_row(step)
             if ends_row:
@@ -218,15 +218,22 @@ class _Loop:
         if options.skip or not scaler.is_enabled():  # else an overflow is the scaler's affair
             norms, skip = self._look_for_not_finite(step, loss)
         grad_norm = model.clip(options.max_norm, norms) if options.max_norm else None
-        if skip is None:
+        if skip is None or not skip.item():
             scaler.step(self.optimizer)
-        else:
-            scaler.step_unless(skip, self.optimizer)
         scaler.update()
         self.optimizer.zero_grad()
         if self.fingerprints is not None:
             self.fingerprints.weights(step)
         return StepResult(loss, grad_norm, skip)
+
+    def balance_experts(self, skip: Tensor | None, due: bool) -> Tensor | None:
+        """Move the experts' biases, but after a step that was skipped; the imbalance, where it is due. A collective."""
+        rate: float | Tensor = self.options.balance_rate
+        if skip is None:
+            skip = self.scaler.found_inf
+        if skip is not None:
+            rate = rate * (1 - skip)
+        return self.model.balance_experts(rate, due)
 
     def _look_for_not_finite(self, step: int, loss: Tensor) -> tuple[list[Tensor], Tensor | None]:
         """Keep on the device whether the loss and the gradients are finite, for the next row.

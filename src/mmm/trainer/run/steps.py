@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from mmm.errors import ConfigError, DataError
+from mmm.optim.adamw import learning_rate
 from mmm.parallel.local import detached
-from mmm.parallel.optimizer import learning_rate
 from mmm.runtime.seed import seed_step
 from mmm.trainer.run.core import Run
 

@@ -8,9 +8,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
+from mmm.optim.layerwise import make_layerwise
 from mmm.parallel import Layout, build_mesh
-from mmm.parallel.layerwise import make_layerwise
-from mmm.parity.optimizers import RATES, make_optimizer
+from mmm.parity.optimizers import RATES
 
 SHAPES = [(5, 3), (7,), (6, 2), (4, 4), (3, 2, 4), (2, 3), (9, 4)]
 STEPS = 3
@@ -36,8 +36,52 @@ def trained(make, kinds):
     return [p.full_tensor().detach() if isinstance(p, DTensor) else p.detach() for p in parameters]
 
 
+class PaperLARS(torch.optim.Optimizer):
+    """You et al., 2017, algorithm 1: μ = 0.9, λ = 5e-4, η = 1e-3; biases and norms without λ and η."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, {})
+
+    @torch.no_grad()
+    def step(self):
+        for w in self.param_groups[0]["params"]:
+            rate, decay = RATES["lars"], 0.0
+            if w.ndim > 1:
+                decay = 5e-4
+                if w.norm() > 0 and w.grad.norm() > 0:
+                    rate *= 1e-3 * w.norm() / (w.grad.norm() + decay * w.norm())
+            v = self.state[w].get("v", torch.zeros_like(w))
+            self.state[w]["v"] = v = 0.9 * v + rate * (w.grad + decay * w)
+            w -= v
+
+
+class PaperLAMB(torch.optim.Optimizer):
+    """You et al., 2020, algorithm 2: β₁ = 0.9, β₂ = 0.999, ε = 1e-6, λ = 0.01, φ(z) = z; biases and norms without λ
+    and the ratio."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, {})
+        self.steps = 0
+
+    @torch.no_grad()
+    def step(self):
+        self.steps += 1
+        for w in self.param_groups[0]["params"]:
+            m, v = self.state[w].get("moments", (torch.zeros_like(w), torch.zeros_like(w)))
+            m, v = 0.9 * m + 0.1 * w.grad, 0.999 * v + 0.001 * w.grad**2
+            self.state[w]["moments"] = m, v
+            update = m / (1 - 0.9**self.steps) / ((v / (1 - 0.999**self.steps)).sqrt() + 1e-6)
+            rate = RATES["lamb"]
+            if w.ndim > 1:
+                update += 0.01 * w
+                if w.norm() > 0 and update.norm() > 0:
+                    rate *= w.norm() / update.norm()
+            w -= rate * update
+
+
 def plain(name):
-    return trained(lambda parameters: make_optimizer(name, parameters), [None] * len(SHAPES))
+    paper = {"lars": PaperLARS, "lamb": PaperLAMB}[name]
+    return trained(paper, [None] * len(SHAPES))
 
 
 def ours(name, kinds):
@@ -72,7 +116,7 @@ def sharded(rank, name):
     both, tp = mesh.device_mesh, mesh["tp"]
     kinds = [None, (tp, [Shard(0)]), (both, [Shard(0), Shard(0)]), (both, [Shard(0), Shard(1)])]
     kinds += [(both, [Shard(0), Replicate()]), (tp, [Shard(1)]), (both, [Shard(0), Shard(0)])]
-    with patch("mmm.parallel.layerwise.dist.all_reduce", side_effect=dist.all_reduce) as all_reduce:
+    with patch("mmm.optim.layerwise.dist.all_reduce", side_effect=dist.all_reduce) as all_reduce:
         found = ours(name, kinds)
     return found, [call.args[0].shape for call in all_reduce.call_args_list]
 

@@ -27,8 +27,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from mmm.models.draw import canonical_name
+from mmm.optim.adamw import BETAS, LocalAdamW, fused, groups_of
 from mmm.parallel.local import local_box, to_local
-from mmm.parallel.optimizer import BETAS, LocalAdamW, fused, groups_of
 from mmm.parallel.parallel_model import ParallelModel
 from mmm.parallel.plan import Plan, matches
 from mmm.torch_private.groups import ignore_gathers_in_turns

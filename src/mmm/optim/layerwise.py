@@ -31,9 +31,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from mmm.optim.adamw import BETAS, groups_of
 from mmm.parallel.clip import local_norms, sharding_of
 from mmm.parallel.local import to_group_device, to_local
-from mmm.parallel.optimizer import BETAS, groups_of
 
 WEIGHT_DECAY = {"lars": 5e-4, "lamb": 0.01}  # of the papers: AlexNet's; BERT's
 
@@ -188,7 +188,7 @@ def make_layerwise(
     decayed: str | None = None,
     betas: tuple[float, float] | None = None,
 ) -> LayerwiseOptimizer:
-    """``lars`` or ``lamb``; arguments as of `mmm.parallel.optimizer.make_optimizer`. decayed: None: ``matrices``."""
+    """``lars`` or ``lamb``; arguments as of `mmm.optim.adamw.make_optimizer`. decayed: None: ``matrices``."""
     rate = WEIGHT_DECAY[name] if weight_decay is None else weight_decay
     groups = groups_of(parameters, rate, decayed or "matrices")
     return LARS(groups, lr) if name == "lars" else LAMB(groups, lr, betas or BETAS)

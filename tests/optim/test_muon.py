@@ -6,9 +6,9 @@ import torch
 from torch import nn
 
 import mmm.history
+from mmm.optim.muon import Muon, orthogonalized
 from mmm.trainer import lm
 from mmm.trainer.config.command_line import configure
-from mmm.trainer.loop.muon import Muon, orthogonalized
 from support.pool import program_on
 
 FLAGS = {
