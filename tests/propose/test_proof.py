@@ -1,5 +1,6 @@
 """Found plans are right, and their code says what it does; what cannot be used is refused in a line."""
 
+import os
 import re
 import sys
 
@@ -9,6 +10,8 @@ from torch import nn
 from mmm.cli.main import main
 from mmm.propose.code import load_code
 from mmm.propose.find import find_plan
+from mmm.propose.models import read_config
+from mmm.verify.errors import ConfigError
 from mmm.verify.run import verify_subject
 from mmm.verify.subject import make_subject
 from support import propose_models as models
@@ -153,3 +156,18 @@ def test_a_model_that_drifts(program, capsys):
 def test_a_mesh_without_a_plan(program, capsys, monkeypatch):
     assert main(["verify", "found_program:lone", "--mesh", "tp2"]) == 2
     assert "tp2" in capsys.readouterr().out
+
+
+def test_a_plan_that_needs_what_is_not_installed(monkeypatch):
+    monkeypatch.setitem(sys.modules, "mmm.parallel", None)
+    with pytest.raises(ConfigError, match=r"mmm\.parallel.*not installed"):
+        load_code("from mmm.parallel import PartialGradient\n", None)
+
+
+def test_a_configuration_that_is_no_file(tmp_path, monkeypatch):
+    """A FIFO would be waited for."""
+    os.mkfifo(tmp_path / "fifo.json")
+    (tmp_path / "list.json").write_text("[]")
+    for name in ("fifo.json", "list.json", "none.json"):
+        with pytest.raises(ConfigError, match=f"{name} cannot be read"):
+            read_config(tmp_path / name)

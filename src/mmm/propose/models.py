@@ -239,7 +239,7 @@ def _timm(name: str, importer: Importer) -> NamedModel:
     return NamedModel(lambda: timm.create_model(base, pretrained=False), batches)
 
 
-def _read_config(file: Path) -> dict[str, Any]:
+def read_config(file: Path) -> dict[str, Any]:
     """What a config.json says. Raises ConfigError."""
     reason = "it is no JSON object"
     try:
@@ -259,7 +259,7 @@ def _hugging_face(path: str, importer: Importer) -> NamedModel:
     """A model of a config, with random weights."""
     transformers = _library("transformers", importer)
     file = Path(path) / "config.json" if Path(path).is_dir() else Path(path)
-    values = _read_config(file)
+    values = read_config(file)
     kind = values.pop("model_type", None)
     values.setdefault("experts_implementation", "eager")  # kernels of grouped experts have no float64
     known = list(transformers.CONFIG_MAPPING)
