@@ -37,7 +37,7 @@ def measure(path: Path, given: argparse.Namespace, cold: bool) -> tuple[float, f
     for step in range(-3, given.steps):  # the first are not counted
         if cold:
             forget(path)
-        corpus = open_tokens(path)
+        corpus = open_tokens(path, given.token_dtype)
         assert corpus is not None
         assert isinstance(corpus.train, TokenFile)
         tokens = FileTokens(corpus.train, given.seq_length, seed=0, vocab_size=VOCABULARY)
@@ -52,6 +52,7 @@ def measure(path: Path, given: argparse.Namespace, cold: bool) -> tuple[float, f
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--file", type=Path)
+    parser.add_argument("--token_dtype", default="uint16")
     parser.add_argument("--tokens", type=float, default=5e8)
     parser.add_argument("--seq_length", type=int, default=2048)
     parser.add_argument("--batch", type=int, default=8)

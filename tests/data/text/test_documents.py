@@ -1,5 +1,6 @@
 """Documents in sequences: whole, each once an epoch; where each begins; no target across an end; what is refused."""
 
+import itertools
 import re
 from collections import Counter
 
@@ -9,7 +10,7 @@ import torch
 
 import mmm.data.text.documents
 from mmm.data import Mixture
-from mmm.data.text.documents import DocumentTokens, PackedTokens, first_fit_decreasing
+from mmm.data.text.documents import DocumentTokens, PackedTokens, firsts_in_order
 from mmm.data.text.prepare import Preparation, prepare
 from mmm.data.text.sources import open_sources
 from mmm.data.text.token_file import TokenFile, open_tokens
@@ -77,7 +78,7 @@ def test_an_epoch_has_every_document_once_and_whole(monkeypatch, text, groups, a
     assert sorted(orders[0]) == sorted(orders[1])
     assert orders[0] != orders[1] != sorted(orders[1])
     filled = sum(len(part) - 1 for row in found for part in row) / (tokens.samples * SEQ)
-    assert filled > 0.85
+    assert filled > 0.75
 
 
 def test_training_and_validation_share_no_target(text):
@@ -88,23 +89,21 @@ def test_training_and_validation_share_no_target(text):
         assert Counter((part[0], part[-1]) for row in found for part in row) == whole(first, last)
 
 
-def test_a_packing_is_first_fit_decreasing():
-    sizes = np.random.RandomState(1).randint(0, 17, (40, 30))
-    sizes[3] = 0
-    sizes[4] = 9  # none fits beside another
-    bins = first_fit_decreasing(sizes, 16)
-    for row, placed in zip(sizes, bins, strict=True):
-        free: list[int] = []
-        for number in sorted(range(len(row)), key=lambda i: -row[i]):
-            if row[number]:
-                room = [at for at, left in enumerate(free) if left >= row[number]]
-                if not room:
-                    free.append(16)
-                at = room[0] if room else len(free) - 1
-                free[at] -= row[number]
-                assert placed[number] == at
-            else:
-                assert placed[number] == -1
+def test_a_size_that_does_not_fit_begins_the_next_bin():
+    assert firsts_in_order(np.array([9, 7, 1, 16, 15, 2]), 16).tolist() == [0, 2, 3, 4, 5, 6]
+    assert firsts_in_order(np.array([], np.int64), 16).tolist() == [0]
+    sizes = np.random.RandomState(1).randint(1, 17, 2000)
+    firsts = firsts_in_order(sizes, 16)
+    bins = np.split(sizes, firsts[1:-1])
+    assert max(map(sum, bins)) == 16
+    for one, following in itertools.pairwise(bins):
+        assert sum(one) + following[0] > 16
+
+
+def test_sequences_have_neighbouring_documents_in_order(text):
+    tokens = packed(text, shuffle=False)
+    found = [part[0] for place in range(tokens.samples) for part in pieces(tokens.sample(0, place))]
+    assert found == sorted(found)
 
 
 def test_documents_as_they_come(text):
@@ -154,7 +153,7 @@ def test_a_batch_is_a_function_of_seed_and_step(text, kind):
 
 def refused(folder, words, **flags):
     with pytest.raises((ConfigError, DataError), match=re.escape(words)) as caught:
-        open_sources([folder]).tokens(SEQ, 0, 256, **flags)
+        open_sources([folder], token_dtype="uint16").tokens(SEQ, 0, 256, **flags)
     assert "\n" not in str(caught.value)
 
 

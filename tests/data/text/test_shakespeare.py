@@ -59,6 +59,7 @@ def test_without_it(offered, tmp_path, change):
 def test_contradictions(offered):
     for options, words in (
         (TextOptions(dataset="shakespeare", text=(offered,)), "--text and --dataset shakespeare contradict"),
+        (TextOptions(text=(offered,), token_dtype="uint16"), "--token_dtype uint16"),
         (TextOptions(dataset="random", text=(offered,)), "--text and --dataset random contradict"),
         (TextOptions(dataset="random", tokenizer="chars"), "--tokenizer and --dataset random contradict"),
     ):

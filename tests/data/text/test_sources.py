@@ -126,13 +126,14 @@ def test_a_text_takes_the_tokenizer_of_the_folder_beside_it(folder):
 
 def test_tokens_without_a_tokenizer(folder):
     np.arange(600, dtype="<u2").tofile("data.bin")
-    assert open_sources([Path("data.bin")]).vocab_size is None
-    assert open_sources([Path("data.bin")], "bytes").vocab_size == 256
+    sources = open_sources([Path("data.bin")], token_dtype="uint16")
+    assert sources.vocab_size is None
+    assert open_sources([Path("data.bin")], "bytes", token_dtype="uint16").vocab_size == 256
     with pytest.raises(DataError, match=r"at 255: .*--vocab_size"):
-        open_sources([Path("data.bin")]).tokens(8, 0, 256)
-    assert open_sources([Path("data.bin")]).tokens(8, 0, 600)[0].samples == 67
+        sources.tokens(8, 0, 256)
+    assert sources.tokens(8, 0, 600)[0].samples == 67
     np.where(np.arange(600) == 300, 999, 1).astype("<u2").tofile("one.bin")
-    train, _ = open_sources([Path("one.bin")]).tokens(8, 0, 256)
+    train, _ = open_sources([Path("one.bin")], token_dtype="uint16").tokens(8, 0, 256)
     with pytest.raises(DataError, match="has token 999"):
         [train.sample(0, place) for place in range(train.samples)]
 

@@ -14,7 +14,7 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 ANSWERS = "assistant"  # the role whose turns a model learns
 Message = dict[str, Any]  # role, content, and what else a template may ask for
 Span = tuple[int, int]  # first character, and the one after the last
-MARKS = re.compile("[\ufdd0\ufdd1]")  # `BEGIN` and `END` of `mmm.data.text.jinja_sandbox`
+MARKS = re.compile("[\ufdd0\ufdd1]")  # `BEGIN` and `END` of `mmm.data.text.jinja_environment`
 END_OF_TEXT = "\0"  # after an answer, where a tokenizer has no special tokens: no text has it
 DEFAULT = """\
 {%- for message in messages %}
@@ -39,7 +39,7 @@ class ChatTemplate:
     """
 
     def __init__(self, chat: ChatFormat) -> None:
-        from mmm.data.text.jinja_sandbox import compile_template  # with it comes Jinja
+        from mmm.data.text.jinja_environment import compile_template  # with it comes Jinja
 
         self.format = chat
         self._render = compile_template(chat.template)

@@ -59,7 +59,7 @@ def check_vocabulary(path: Path, tokens: np.ndarray, vocab_size: int) -> None:
             )
 
 
-WINDOW = 64  # sequences, about, whose documents are packed together
+WINDOW = 64  # sequences, about, of a group of documents
 GROUPS = 1 << 16  # at most so many numbers are kept of a file, however long it is
 AT_ONCE = 1 << 18  # documents that are looked at together
 
@@ -133,27 +133,32 @@ class DocumentTokens(FileTokens):
 class Packing(NamedTuple):
     """How a group of neighbouring documents is packed.
 
+    A piece is a document, or of one that is longer than a sequence a part of it.
+
     Attributes:
-        edges: (documents + 1,), in tokens of the part of the file. pairs: (documents,), inputs with a target of each.
-        full: (documents,), the sequences up to and including each that are one document's alone.
-        bins: (documents,), the sequence that what is left of a document shares, after those; -1 where nothing is left.
+        begins: first token of each piece, (pieces,), counted in the part of the file.
+        sizes: inputs of each piece that have a target, (pieces,).
+        firsts: first piece of each sequence, and at the end the number of pieces, (sequences + 1,).
     """
 
-    edges: np.ndarray
-    pairs: np.ndarray
-    full: np.ndarray
-    bins: np.ndarray
+    begins: np.ndarray
+    sizes: np.ndarray
+    firsts: np.ndarray
+
+    @property
+    def sequences(self) -> int:
+        return len(self.firsts) - 1
 
 
 class PackedTokens(Tokens):
     """Whole documents, packed into sequences.
 
-    A document of n tokens has n - 1 inputs with a target. While it has as many as a sequence takes, they are sequences
-    of their own; what is left shares one, by first-fit decreasing among about `WINDOW` sequences of neighbouring
-    documents. What stays empty has token 0, `PADDING` as targets, and is a document of its own.
+    A document of n tokens has n - 1 inputs with a target. Documents are taken in order: one that does not fit into what
+    is left of a sequence begins the next one. A document that is longer than a sequence fills as many as it can, and
+    the rest of it begins one. What stays empty has token 0, `PADDING` as targets, and is a document of its own.
 
-    Which documents a sequence has, is computed from the lengths of the documents near it. Kept are the numbers of
-    sequences before each of at most `GROUPS` groups of windows, for which all lengths are read once.
+    Groups of neighbouring documents are packed each by itself: a sequence is found from the lengths of its group. Kept
+    are the numbers of sequences before each of at most `GROUPS` groups, for which all lengths are read once.
 
     Args:
         ends: as of `DocumentTokens`. document_starts: whether samples have them.
@@ -161,9 +166,6 @@ class PackedTokens(Tokens):
     Raises:
         DataError: no document has two tokens; the documents do not end where the tokens do; the first or the last
             sample has a token that the vocabulary lacks.
-
-    Source: Johnson, "Near-optimal bin packing algorithms", 1973; Ding et al., "Fewer truncations improve language
-    modeling", 2024.
     """
 
     has_padding = True
@@ -188,8 +190,8 @@ class PackedTokens(Tokens):
             raise DataError(f"{text.path}: its documents end before token {text.end}: prepare it again")
         documents = self.last - self.first
         mean = max(len(text) / documents, 1)
-        self.window = min(max(round(WINDOW * seq_length / mean), 1), 64 * WINDOW, documents)  # documents
-        self.windows = -(-documents // (self.window * GROUPS))  # of a group
+        wanted = round(WINDOW * seq_length / mean)
+        self.group = max(min(wanted, 64 * WINDOW), (documents + GROUPS - 1) // GROUPS, 1)  # documents
         counts = np.fromiter(self._counts(), np.int64)
         self.before = np.concatenate(([0], np.cumsum(counts)))  # (groups + 1,)
         self.samples = int(self.before[-1])
@@ -225,66 +227,52 @@ class PackedTokens(Tokens):
         """
         return tokens[1:]
 
-    def _pieces(self, group: int, slot: int) -> Iterable[tuple[int, int]]:
-        """Of a sequence of a group, its documents: the first token of each, and how many inputs."""
-        edges, pairs, full, bins = self._packing(group)
-        if slot < full[-1]:
-            number = int(np.searchsorted(full, slot, "right"))
-            before = int(full[number - 1]) if number else 0
-            return [(int(edges[number]) + (slot - before) * self.seq_length, self.seq_length)]
-        numbers = np.flatnonzero(bins == slot - full[-1])
-        rest = pairs[numbers] % self.seq_length
-        return zip((edges[numbers] + pairs[numbers] - rest).tolist(), rest.tolist(), strict=True)
-
-    def _pairs(self, edges: np.ndarray, windows: int) -> np.ndarray:
-        """(windows, documents of a window), 0 where there are no more documents."""
-        pairs = np.maximum(np.diff(edges) - 1, 0)
-        return np.pad(pairs, (0, windows * self.window - len(pairs))).reshape(windows, self.window)
+    def _pieces(self, group: int, number: int) -> Iterable[tuple[int, int]]:
+        """Of a sequence of a group, its pieces: the first token of each, and how many inputs."""
+        packing = self._packing(group)
+        pieces = slice(packing.firsts[number], packing.firsts[number + 1])
+        return zip(packing.begins[pieces].tolist(), packing.sizes[pieces].tolist(), strict=True)
 
     def _counts(self) -> Iterable[int]:
         """The sequences of each group."""
-        group = self.window * self.windows
-        step = max(AT_ONCE // group, 1) * group
-        for begin in range(self.first, self.last, step):
-            end = min(begin + step, self.last)
-            groups = -(-(end - begin) // group)
-            pairs = self._pairs(edges_of(self.text, self.ends, begin, end), groups * self.windows)
-            alone = (pairs // self.seq_length).sum(1)
-            shared = first_fit_decreasing(pairs % self.seq_length, self.seq_length).max(1) + 1
-            yield from (alone + shared).reshape(groups, self.windows).sum(1).tolist()
+        at_once = max(AT_ONCE // self.group, 1) * self.group
+        for begin in range(self.first, self.last, at_once):
+            edges = edges_of(self.text, self.ends, begin, min(begin + at_once, self.last))
+            for first in range(0, len(edges) - 1, self.group):
+                yield pack_in_order(edges[first : first + self.group + 1], self.seq_length).sequences
 
     def _pack(self, group: int) -> Packing:
-        size = self.window * self.windows
-        begin = self.first + group * size
-        edges = edges_of(self.text, self.ends, begin, min(begin + size, self.last))
-        pairs = self._pairs(edges, self.windows)
-        bins = first_fit_decreasing(pairs % self.seq_length, self.seq_length)  # (windows, window)
-        shared = bins.max(1) + 1
-        bins = np.where(bins < 0, -1, bins + (shared.cumsum() - shared)[:, None]).flatten()
-        pairs, documents = pairs.flatten(), len(edges) - 1
-        return Packing(edges, pairs[:documents], (pairs[:documents] // self.seq_length).cumsum(), bins[:documents])
+        begin = self.first + group * self.group
+        edges = edges_of(self.text, self.ends, begin, min(begin + self.group, self.last))
+        return pack_in_order(edges, self.seq_length)
 
 
-def first_fit_decreasing(sizes: np.ndarray, room: int) -> np.ndarray:
-    """The bin of each size, row by row: the largest first, each into the first bin that has room for it.
+def pack_in_order(edges: np.ndarray, seq_length: int) -> Packing:
+    """Pack neighbouring documents.
 
     Args:
-        sizes: (rows, sizes), each at most `room`, which is that of a bin.
-
-    Returns:
-        (rows, sizes) int64 from 0, and -1 for size 0.
+        edges: first token of each document, and the end of the last, (documents + 1,).
     """
-    order = np.argsort(-sizes, axis=1, kind="stable")
-    falling = np.take_along_axis(sizes, order, 1)
-    found = np.full(sizes.shape, -1, np.int64)
-    # Of two bins of a row that are in use, one at least is more than half full.
-    free = np.full((len(sizes), 2 * int(sizes.sum(1).max()) // room + 2), room)
-    every, used = np.arange(len(sizes)), 1
-    for number, size in enumerate(falling.T[: np.count_nonzero(falling.any(0))]):
-        found[:, number] = first = (free[:, :used] >= size[:, None]).argmax(1)
-        free[every, first] -= size
-        used = max(used, int(first.max()) + 2)
-    found[falling == 0] = -1
-    bins = np.empty_like(found)
-    np.put_along_axis(bins, order, found, 1)
-    return bins
+    inputs = np.maximum(np.diff(edges) - 1, 0)  # of each document, those with a target
+    pieces = (inputs + seq_length - 1) // seq_length  # of each document
+    document = np.repeat(np.arange(len(inputs)), pieces)  # of each piece
+    number = np.arange(len(document)) - (pieces.cumsum() - pieces)[document]  # of a piece in its document
+    begins = edges[document] + number * seq_length
+    sizes = np.minimum(inputs[document] - number * seq_length, seq_length)
+    return Packing(begins, sizes, firsts_in_order(sizes, seq_length))
+
+
+def firsts_in_order(sizes: np.ndarray, room: int) -> np.ndarray:
+    """The first size of each bin, and the number of sizes: a size that does not fit into the bin begins the next one.
+
+    Args:
+        sizes: from 1 to `room`, which is that of a bin.
+    """
+    ends = sizes.cumsum().tolist()
+    firsts = []
+    first = before = 0
+    while first < len(ends):
+        firsts.append(first)
+        first = bisect_right(ends, before + room, first)
+        before = ends[first - 1]
+    return np.array([*firsts, len(ends)])

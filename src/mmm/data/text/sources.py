@@ -166,7 +166,10 @@ class Sources:
 
 
 def open_sources(
-    text: Sequence[Path] = (), tokenizer: str | None = None, default: Callable[[], Tokenizer | None] = lambda: None
+    text: Sequence[Path] = (),
+    tokenizer: str | None = None,
+    default: Callable[[], Tokenizer | None] = lambda: None,
+    token_dtype: str | None = None,
 ) -> Sources:
     """The data that the flags name.
 
@@ -175,6 +178,7 @@ def open_sources(
             without weights are one text.
         tokenizer: bytes, chars (the characters of the texts) or a tokenizer's file. None: that of the token files, else
             `default`, else bytes.
+        token_dtype: of files of tokens that do not say it, such as ``uint16``.
 
     Raises:
         ConfigError, DataError: what does not fit together, or cannot be read.
@@ -185,7 +189,7 @@ def open_sources(
     if weighted and len(weighted) < len(given):
         without = next(path for path, weight in given if weight is None)
         raise ConfigError(f"--text {without} has no weight, and {weighted[0]} has one: give each one, or none")
-    files = [open_tokens(path) for path, _ in given]
+    files = [open_tokens(path, token_dtype) for path, _ in given]
     chats = [found is None and is_chat_file(path) for found, (path, _) in zip(files, given, strict=True)]
     if (any(files) or (any(chats) and not all(chats))) and len(files) > 1 and not weighted:
         example = " ".join(f"{path}:{1 / len(given):.2g}" for path in text)

@@ -3,7 +3,8 @@
 *A folder of* ``mmm tokens``: ``tokens.bin``, little-endian unsigned integers without a header; ``documents.bin``,
 int64, the number of tokens before the end of each document; the tokenizer's file; ``manifest.json``, written last.
 
-*nanoGPT's* ``.bin``: uint16 without a header. Beside ``train.bin``, ``val.bin`` is the validation text.
+*nanoGPT's* ``.bin``: integers without a header; a flag says their type. Beside ``train.bin``, ``val.bin`` is the
+validation text.
 Source: github.com/karpathy/nanoGPT, data/shakespeare/prepare.py.
 
 *llm.c's* ``.bin``, which modded-nanogpt has as well: 256 int32, little-endian, of which the first are a magic number, a
@@ -144,9 +145,12 @@ def _inside(ends: np.ndarray, total: int, path: Path) -> np.ndarray:
     return ends
 
 
-def open_tokens(path: Path) -> Corpus | None:
+def open_tokens(path: Path, token_dtype: str | None = None) -> Corpus | None:
     """What is at `path`: a folder of ``mmm tokens``, a ``.bin``, an ``.idx`` or what they have in common; None if it is
     none of these, so that it is text.
+
+    Args:
+        token_dtype: of a ``.bin`` without a header, such as ``uint16``.
 
     Raises:
         DataError: it is broken, unfinished, or of another version.
@@ -159,7 +163,7 @@ def open_tokens(path: Path) -> Corpus | None:
         if index.is_file():
             return _open_megatron(index)
         if suffix == ".bin":
-            return _open_bin(path)
+            return _open_bin(path, token_dtype)
     return None
 
 
@@ -207,48 +211,50 @@ def _open_folder(folder: Path) -> Corpus:
     return replace(corpus, bytes_per_token=text_bytes / wanted if text_bytes else None)
 
 
-def _open_bin(path: Path) -> Corpus:
+def _open_bin(path: Path, token_dtype: str | None) -> Corpus:
     """A ``.bin`` without an index: llm.c's by its header, else nanoGPT's."""
-    tokens, other = _bin_tokens(path), path.with_name("val.bin")
+    tokens = _bin_tokens(path, token_dtype)
+    other = path.with_name("val.bin")
     if path.name == "train.bin" and other.is_file():
-        held_out = _bin_tokens(other)
+        held_out = _bin_tokens(other, token_dtype)
         digest = hashlib.sha256(f"{_fingerprint(path)} {_fingerprint(other)}".encode()).hexdigest()
         return Corpus(tokens, held_out, f"{path}, {other}", 2, digest, "tokens")
     return _corpus(tokens, str(path), _fingerprint(path))
 
 
-def _bin_tokens(path: Path) -> TokenFile:
-    """Raises DataError: it is of another format, or is not as long as its header says."""
+def _bin_tokens(path: Path, token_dtype: str | None) -> TokenFile:
+    """Raises DataError: it is of another format, is not as long as its header says, or nothing says what type its
+    tokens have."""
     check_is_file(path)
     try:
         head = read_head(path)
     except OSError as error:
         raise DataError(f"{path}: {error.strerror or error}") from None
+    if not head:
+        raise DataError(f"{path} is empty")
     check_magic(path, head)
     magic, version, count = struct.unpack("<iii", head[:12].ljust(12, b"\0"))
-    if (dtype := _LLMC_TYPES.get((magic, version))) is None:
+    dtype = _LLMC_TYPES.get((magic, version))
+    if dtype is None:
         if 20230101 <= magic <= 20391231 and 0 < version < 100:  # a date: all of llm.c's have one
             raise DataError(
                 f"{path} begins with llm.c's magic number {magic}, version {version}: files of tokens have "
                 f"{' or '.join(f'{magic}, version {version}' for magic, version in _LLMC_TYPES)}"
             )
-        _check_width(path, head)
-        return TokenFile(path, np.dtype("<u2"))
+        if token_dtype is None:
+            raise DataError(
+                f"{path} has no header, and so does not say what type its tokens have: say it by --token_dtype, such "
+                f"as uint16, which nanoGPT writes"
+            )
+        return TokenFile(path, np.dtype(token_dtype).newbyteorder("<"))
+    if token_dtype is not None and np.dtype(token_dtype) != np.dtype(dtype):
+        raise DataError(f"{path}: --token_dtype is {token_dtype}, and its header says {np.dtype(dtype).name}")
     header = _LLMC_HEADER // np.dtype(dtype).itemsize
     tokens = TokenFile(path, np.dtype(dtype), header)
-    if (found := tokens.end - header) != count:
+    found = tokens.end - header
+    if found != count:
         raise DataError(f"{path} has {max(found, 0)} tokens, and its header says {count}: it is truncated, or damaged")
     return tokens
-
-
-def _check_width(path: Path, head: bytes) -> None:
-    """Raises DataError where uint16 are pairs of a token and a number next to 0, as of tokens of 4 or 8 bytes."""
-    pairs = np.frombuffer(head[: len(head) // 4 * 4], "<u2").reshape(-1, 2)
-    if len(pairs) and (pairs[:, 1] < 4).all() and np.mean(pairs[:, 0] > 3) > 0.2:
-        raise DataError(
-            f"{path} has tokens of 4 or 8 bytes, as it seems (every second uint16 is 0 … 3), and a .bin without a "
-            f"header has uint16: write it with dtype uint16, or as llm.c's 20240801"
-        )
 
 
 def _open_megatron(index: Path) -> Corpus:

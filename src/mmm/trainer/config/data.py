@@ -28,6 +28,8 @@ class TextOptions:
     tokenizer: Path | None = None
     """bytes, chars, a Hugging Face tokenizer.json or a SentencePiece .model. Default: that of a folder of `mmm tokens`,
     else bytes."""
+    token_dtype: Literal["uint8", "uint16", "uint32", "int32", "int64"] | None = None
+    """Type of the tokens in a .bin without a header, as of nanoGPT (uint16). Other files say it themselves."""
     seq_length: int = 128
     """Tokens a sample."""
 
@@ -37,6 +39,8 @@ class TextOptions:
 
     def check(self) -> None:
         """Raises ConfigError for flags that contradict each other."""
+        if self.token_dtype and not any(".bin" in path.name for path in self.text):
+            raise ConfigError(f"--token_dtype {self.token_dtype} is for a .bin of --text, and there is none")
         if self.text and self.dataset != "text":
             raise ConfigError(f"--text and --dataset {self.dataset} contradict each other: leave one out")
         if self.dataset == "random":
@@ -60,7 +64,8 @@ class TextOptions:
             from mmm.data.text.shakespeare import shakespeare  # with it comes the downloader
 
             text = (shakespeare(),)
-        return open_sources(text, None if self.tokenizer is None else str(self.tokenizer), default_tokenizer)
+        tokenizer = None if self.tokenizer is None else str(self.tokenizer)
+        return open_sources(text, tokenizer, default_tokenizer, self.token_dtype)
 
     def load(self, sources: Sources | None, vocab_size: int, seed: int) -> TextData:
         """The tokens.

@@ -1,6 +1,7 @@
-"""Chat templates in Jinja, in a sandbox like that of `transformers` (5.24, ``apply_chat_template``), but for the date:
-``strftime_now`` is not defined, because data depend on no day. Templates that ask whether it is have a date of their
-own.
+"""Chat templates in the sandbox of Jinja, which see what ``apply_chat_template`` of `transformers` (5.24) shows them.
+
+But for the date: ``strftime_now`` is not defined, because data depend on no day. Templates that ask whether it is have
+a date of their own.
 """
 
 from __future__ import annotations
