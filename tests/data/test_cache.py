@@ -32,14 +32,17 @@ def slow_download(part):
 
 def failing_download(part):
     (part.parent / "asked").open("a").write("once\n")
-    time.sleep(0.3)
+    time.sleep(2)  # until all others wait
     raise OSError("no network")
 
 
 def race(folder, download, processes):
     """What each of several processes found."""
 
+    ready = FORK.Barrier(processes)
+
     def obtain(queue):
+        ready.wait()
         try:
             download_once(folder, download)
             queue.put(sorted(path.name for path in folder.iterdir()))
