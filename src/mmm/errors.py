@@ -67,7 +67,7 @@ class LaunchError(UserError):
 
 
 class DivergedError(UserError):
-    """The loss, or a gradient, is no longer finite."""
+    """The loss, or a gradient, is no longer finite, or ranks do not compute the same model."""
 
 
 class HangError(SystemExit):

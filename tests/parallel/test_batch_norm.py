@@ -1,4 +1,4 @@
-"""BatchNorm over the global batch, and buffers of a model's own that forward writes."""
+"""BatchNorm over the global batch, and buffers in bf16."""
 
 import pytest
 import torch
@@ -107,50 +107,6 @@ def test_a_forward_of_its_own_is_refused():
     with pytest.raises(ConfigError, match="0 is a Own, whose forward is its own"):
         check_batch_norm(nn.Sequential(Own(2)), Layout(dp_shard=2), Techniques())
     check_batch_norm(nn.Sequential(Own(2)), Layout(dp_shard=1), Techniques())
-
-
-class Running(nn.Module):
-    """Writes buffers: some that know the samples, and some that do not."""
-
-    def __init__(self, kind):
-        super().__init__()
-        self.kind, self.linear = kind, nn.Linear(3, 3)
-        self.register_buffer("mean", torch.zeros(3))
-        self.register_buffer("steps", torch.tensor(0))
-        self.register_buffer("table", None, persistent=False)
-
-    def forward(self, x):
-        if self.training:
-            self.steps += 1
-            self.table = torch.arange(len(x))
-            if self.kind == "in place":
-                self.mean.lerp_(x.mean(0).detach(), 0.1)
-            elif self.kind == "anew" or (self.kind == "late" and self.steps > 1):
-                self.mean = 0.9 * self.mean + 0.1 * x.mean(0).detach()
-        return self.linear(x - self.mean)
-
-
-def running(rank, technique, kind):
-    model = build(lambda: Running(kind), Layout(dp_shard=2), data_parallel=technique)
-    x = own(torch.arange(12, dtype=torch.float64).view(4, 3), rank.rank, 2)
-    if kind == "late":
-        model(x).sum().backward()
-    if kind != "alike":
-        with pytest.raises(ConfigError, match=r"forward writes the buffer mean, other values on .*all_reduce"):
-            model(x)
-    else:
-        for _ in range(2):
-            model(x).sum().backward()
-    model.eval()
-    model(x)
-    return True
-
-
-@pytest.mark.parametrize(
-    ("technique", "kind"), [("fsdp", "in place"), ("ddp", "anew"), ("zero1", "late"), ("ddp", "alike")]
-)
-def test_buffers_that_forward_writes(run_on_ranks, technique, kind):
-    assert run_on_ranks(running, 2, technique, kind) == [True, True]
 
 
 def by_hand(rank):

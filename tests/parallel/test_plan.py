@@ -58,7 +58,7 @@ def test_every_field_that_names_modules_is_looked_at():
     for name in ("fsdp_units", "stages"):
         (text,) = unmatched(replace(RIGHT, **{name: ("blocks.*", ("blocks.0", "x"))}), Net())
         assert f"'x' ({name})" in text
-    other = {"sequence", "refused", "check", "optional", "uniform"}
+    other = {"sequence", "refused", "check", "optional"}
     assert {field.name for field in fields(Plan)} == {*NAMING, *other}  # a new field is one or the other
 
 

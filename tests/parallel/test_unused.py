@@ -1,24 +1,15 @@
-"""Ranks whose samples use other parameters: gradients are those of plain PyTorch on the full batch, where a parameter
-that is not used has the gradient zero."""
-
-import logging
-from unittest import mock
+"""Ranks whose samples use other parameters, without FSDP: gradients are those of plain PyTorch on the full batch. A
+parameter that is not used has the gradient zero."""
 
 import pytest
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 
-from mmm.errors import LayoutError
-from mmm.parallel import Layout, Plan, sync_gradients
-from mmm.runtime.log import get_logger
-from mmm.torch_private.fsdp import groups_of
+from mmm.parallel import Layout, sync_gradients
 from support.own_model import build, furthest, gradients, own, parameters, plain
 
 RANKS = 2
 X = torch.linspace(-3, 3, 48, dtype=torch.float64).view(8, 6).cos()  # rank 0's samples are for `left` alone
-UNITS = ("common", "left", "right", "never", "head")
 
 
 class Net(nn.Module):
@@ -49,10 +40,9 @@ def batches():
         yield x
 
 
-def trained(rank, technique, ranks, micro, plan):
+def trained(rank, technique, ranks, micro):
     """Steps of AdamW: how far each step's gradients are, and the weights in the end."""
-    layout = Layout(dp_replicate=2, dp_shard=2) if technique == "hsdp" else Layout(dp_shard=ranks)
-    model = build(Net, layout, plan, data_parallel=technique)
+    model = build(Net, Layout(dp_shard=ranks), data_parallel=technique)
     net, off = plain(model, Net), []
     optimizers = [torch.optim.AdamW(each.parameters(), lr=0.05) for each in (model, net)]
     for x in batches():
@@ -74,88 +64,17 @@ def trained(rank, technique, ranks, micro, plan):
 
 
 @pytest.mark.parametrize(
-    ("technique", "ranks", "micro", "units"),
+    ("technique", "ranks", "micro"),
     [
-        ("fsdp", 2, 1, UNITS),
-        ("fsdp", 2, 2, UNITS[::-1]),
-        ("ddp", 2, 1, ()),
-        ("zero2", 2, 2, ()),
-        pytest.param("fsdp", 1, 1, UNITS, marks=pytest.mark.long),
-        pytest.param("fsdp", 2, 1, (), marks=pytest.mark.long),
-        pytest.param("fsdp", 2, 1, (("left", "right"), "head"), marks=pytest.mark.long),
-        pytest.param("fsdp", 4, 2, UNITS, marks=pytest.mark.long),
-        pytest.param("hsdp", 4, 1, UNITS, marks=pytest.mark.long),
-        pytest.param("zero1", 4, 1, (), marks=pytest.mark.long),
-        pytest.param("ddp", 4, 2, (), marks=pytest.mark.long),
+        ("ddp", 2, 1),
+        ("zero2", 2, 2),
+        pytest.param("zero1", 4, 1, marks=pytest.mark.long),
+        pytest.param("ddp", 4, 2, marks=pytest.mark.long),
     ],
 )
-def test_unused_parameters_count_as_zero(run_on_ranks, technique, ranks, micro, units):
-    for off in run_on_ranks(trained, ranks, technique, ranks, micro, Plan({}, fsdp_units=units)):
+def test_unused_parameters_count_as_zero(run_on_ranks, technique, ranks, micro):
+    for off in run_on_ranks(trained, ranks, technique, ranks, micro):
         assert max(off) < 1e-12, off
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("when", ["always", "never"])
-def test_whatever_is_freed(run_on_ranks, when):
-    for off in run_on_ranks(freed, RANKS, when):
-        assert max(off) < 1e-12, off
-
-
-def freed(rank, when):
-    """Two forwards before a backward, the ranks' units alike in one of them, either first."""
-    model = build(Net, Layout(dp_shard=RANKS), Plan({}, fsdp_units=UNITS), reshard_after_forward=when)
-    net, off = plain(model, Net), []
-    one, other, *_ = batches()
-    for pair in ((one, other), (other, one), (one, one)):
-        for each, x in ((model, [own(x, rank.rank, RANKS) for x in pair]), (net, pair)):
-            (each(x[0]).square().sum() + each(x[1]).sum()).backward()
-        off.append(furthest(gradients(model), gradients(net)))
-    return off
-
-
-def told(rank):
-    """What is logged."""
-    records = []
-    handler = logging.Handler()
-    handler.emit = lambda record: records.append(record.getMessage())
-    get_logger().addHandler(handler)
-    try:
-        trained(rank, "fsdp", RANKS, 1, Plan({}, fsdp_units=UNITS))
-    finally:
-        get_logger().removeHandler(handler)
-    return [text for text in records if "units" in text]
-
-
-def test_the_units_are_named_once(run_on_ranks):
-    first, second = run_on_ranks(told, RANKS)
-    assert len(first) == 1
-    assert "not called alike by all ranks: left (not by rank 1), right (not by rank 0). In such a step" in first[0]
-    assert second == []
-
-
-class Deeper(nn.Module):
-    """Goes through its one unit as often as the samples say."""
-
-    def __init__(self):
-        super().__init__()
-        self.block, self.head = nn.Linear(6, 6), nn.Linear(6, 6)
-
-    def forward(self, x):
-        for _ in range(1 if x[0, 0] < 0 else 2):
-            x = self.head(self.block(x))
-        return x
-
-
-def looped(rank):
-    model = build(Deeper, Layout(dp_shard=RANKS), Plan({}, fsdp_units=("block", "head")))
-    x = next(batches())
-    with pytest.raises(LayoutError, match=r"rank 1"):
-        model(own(x, rank.rank, RANKS))
-    return True
-
-
-def test_a_unit_that_only_some_ranks_gather_again_is_refused(run_on_ranks):
-    assert run_on_ranks(looped, RANKS) == [True] * RANKS
 
 
 def only_inputs(rank, technique):
@@ -183,30 +102,6 @@ class Gate(nn.Module):
         return x * 2 + torch.zeros_like(x).index_put((first,), self.linear(x[first])) if first.any() else x * 2
 
 
-@pytest.mark.parametrize("technique", ["ddp", "zero2", "fsdp"])
+@pytest.mark.parametrize("technique", ["ddp", "zero2"])
 def test_a_rank_that_uses_no_parameter_at_all(run_on_ranks, technique):
     assert max(run_on_ranks(only_inputs, RANKS, technique)) < 1e-13
-
-
-def ended_twice(rank):
-    """Reductions of the units' gradients in a backward, and in a second end of each unit."""
-    plan = Plan({}, fsdp_units=(("common", "head"), "left", "right", "never"))
-    model, x = build(Net, Layout(dp_shard=RANKS), plan), next(batches())
-    units = [each for each in model.modules() if isinstance(each, FSDPModule)]
-    groups = {id(group): group for unit in units for group in groups_of(unit)}.values()
-    calls = []
-    with mock.patch.object(_fsdp_param_group, "foreach_reduce", counted(calls)):
-        for _ in range(2):  # it is reduced again in the next backward
-            model(own(x, rank.rank, RANKS)).square().sum().backward()
-        first = len(calls)
-        for group in groups:
-            group.post_backward()
-    return len(groups), first, len(calls) - first
-
-
-def counted(calls, reduce=_fsdp_param_group.foreach_reduce):
-    return lambda *given, **named: calls.append(1) or reduce(*given, **named)
-
-
-def test_a_unit_that_ends_twice_is_reduced_once(run_on_ranks):
-    assert run_on_ranks(ended_twice, RANKS) == [(4, 8, 0)] * RANKS

@@ -263,14 +263,11 @@ PLACES: dict[str, tuple[ParallelStyle, ParallelStyle, ParallelStyle, int]] = {
     "Rowwise": (RowwiseParallel(), ColwiseParallel(), Replicated(), 1),
     "Rowwise, of full": (RowwiseParallel(input_layouts=Replicate()), Replicated(), Replicated(), 1),
     "Replicated": (Replicated(), Replicated(), Replicated(), 1),
-    "Replicated, of heads": (Replicated(), ColwiseParallel(), RowwiseParallel(), 2),
     "Partial": (PartialGradient(), ColwiseParallel(), RowwiseParallel(), 2),
-    "Partial, of full": (PartialGradient(), Replicated(), Replicated(), 1),
     "Sequence": (
         SequenceParallel(use_local_output=True),
         RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
         ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
         1,
     ),
-    "Sequence, of full": (SequenceParallel(use_local_output=True), Replicated(), Replicated(), 1),
 }

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from mmm.parallel.partition import Partition as Partition
     from mmm.parallel.partition import partition_model as partition_model
     from mmm.parallel.state_dict import loaded_values as loaded_values
-    from mmm.parallel.tp.partial_gradient import PartialGradient as PartialGradient
+    from mmm.parallel.tp.replicated import PartialGradient as PartialGradient
     from mmm.parallel.tp.replicated import Replicated as Replicated
 
 __getattr__, __dir__ = lazy(
@@ -57,8 +57,7 @@ __getattr__, __dir__ = lazy(
         "mmm.parallel.parallel_model": "ParallelModel",
         "mmm.parallel.parallelize": "apply",
         "mmm.parallel.partition": "Partition partition_model",
-        "mmm.parallel.tp.partial_gradient": "PartialGradient",
-        "mmm.parallel.tp.replicated": "Replicated",
+        "mmm.parallel.tp.replicated": "PartialGradient Replicated",
         "mmm.parallel.state_dict": "loaded_values",
     },
 )

@@ -39,7 +39,7 @@ def materialize(
     values. A collective for ddp, zero1 and zero2, whose ranks connect here: what they send must have memory first.
 
     The weights are those of `values`. Else they are drawn, as the model's method ``init_rule`` says or `init` asks for.
-    Else they are what the constructor made; then this is a collective: ranks that made other values take the first's.
+    Else they are what the constructor made, which has to be the same on every rank.
 
     Args:
         seed: of what is drawn. rules: as for `mmm.models.weights.initialize`.
@@ -48,13 +48,13 @@ def materialize(
         values: where the weights come from, of `loaded_values`.
 
     Raises:
-        ConfigError: nothing says how the weights start; ranks have constructed other modules; and as `check_weights`.
+        ConfigError: nothing says how the weights start; and as `check_weights`.
     """
     inner = unwrapped(model)
     if init not in (None, "by_name"):
         raise ConfigError(f'{config_field("init")} {init!r}: it is None or "by_name"')
     if values is None and init is None and not hasattr(inner, "init_rule"):
-        values = constructed_values(inner, model.mesh if isinstance(model, Wrapper) else None)
+        values = constructed_values(inner)
     if values is None:
         check_weights(inner)
     buffers, ties = dict(inner.named_buffers(remove_duplicate=False)), find_ties(inner)

@@ -1,28 +1,16 @@
-"""What a model of anyone's own is refused for, by name, where PyTorch would say it in other words, or not at all.
-
-A forward may not write parameters, as a codebook that follows its inputs does. Each rank would write what its own
-samples say, and FSDP frees what is written with the gathered parameter: without a word the ranks would part, or nothing
-would have been written. What is written through ``.data`` leaves no trace, and is not found.
-"""
+"""What a model of anyone's own is refused for, by name, where PyTorch would say it in other words, or not at all."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
-
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from mmm.errors import ConfigError
 from mmm.layout import UNSHARDED
-from mmm.models.draw import canonical_name
 from mmm.models.weights import class_name
 from mmm.parallel.dp.fsdp import fsdp_units_of
-from mmm.parallel.dp.wrapped import Wrapper, all_groups, unwrapped
 from mmm.parallel.plan import Plan
 from mmm.parallel.values import check_sizes
-from mmm.torch_private.fsdp import unsharded_of
-from mmm.torch_private.module import version_of
 
 
 def check_own_model(model: nn.Module, plan: Plan, technique: str) -> None:
@@ -78,39 +66,3 @@ def _check_units(model: nn.Module, units: list[list[nn.Module]]) -> None:
                 f"FSDP gathers one dtype as one; give complex parameters a module of their own, or use ddp, zero1 or "
                 f"zero2"
             )
-
-
-def refuse_written_parameters(model: nn.Module) -> None:
-    """Have a forward of `model` that writes one of its parameters in place end in a ConfigError.
-
-    Args:
-        model: as `apply` returns it, with its weights.
-    """
-    inner = unwrapped(model)
-    names = {id(parameter): canonical_name(name) for name, parameter in inner.named_parameters()}
-    gathered = [parameter for group in all_groups(inner) for parameter in group.fsdp_params]
-    replicas = list(inner.parameters()) if isinstance(model, Wrapper) else []
-    before: dict[str, int] = {}
-
-    def each() -> Iterator[tuple[str, Tensor]]:
-        """What forward computes with, by name; of FSDP's from its first forward on."""
-        yield from ((names[id(parameter)], parameter) for parameter in replicas)
-        for parameter in gathered:
-            if (unsharded := unsharded_of(parameter)) is not None:
-                yield names[id(parameter.sharded_param)], unsharded
-
-    def start(*_: Any) -> None:
-        before.clear()
-        before.update((name, version_of(tensor)) for name, tensor in each())
-
-    def end(*_: Any) -> None:
-        for name, tensor in each():
-            if version_of(tensor) != before.get(name, 0):
-                raise ConfigError(
-                    f"forward writes the parameter {name}, in place: each rank would write what its own samples say, "
-                    f"and FSDP would lose it; write it after the step, from what all ranks have together (an "
-                    f"Embedding's max_norm writes as well: leave it out)"
-                )
-
-    inner.register_forward_pre_hook(start)
-    inner.register_forward_hook(end)

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import (
@@ -20,14 +19,9 @@ from torch.distributed.tensor.parallel import (
 from mmm.errors import LayoutError
 from mmm.parallel import plan
 from mmm.parallel.plan import matches
-from mmm.parallel.tp.checks import check_style, is_fused, is_known, one_tensor
+from mmm.parallel.tp.checks import check_style, is_known, one_tensor
 from mmm.parallel.tp.conv1d import is_conv1d, shard_conv1d
-from mmm.parallel.tp.gradient_check import GradientCheck
-from mmm.parallel.tp.partial_gradient import refuse_same_input
-from mmm.parallel.tp.replicated import NamedStyle, Replicated
-from mmm.parallel.values import names_in_message
-from mmm.runtime.log import get_logger
-from mmm.torch_private.dynamo import is_compiled
+from mmm.parallel.tp.replicated import NamedStyle
 
 # Modules without a forward: what they have is used in that of the module around them.
 CONTAINERS = (nn.ParameterList, nn.ParameterDict, nn.ModuleList, nn.ModuleDict)
@@ -46,8 +40,6 @@ class Plan(plan.Plan):
         for path, style in _styles(model, self, tp):
             check_style(model, path, style, tp)
             styles.setdefault(path, []).append(style)
-        _warn_fused(model, styles)
-        _warn_compiled(model, [path for path, some in styles.items() if any(isinstance(s, NamedStyle) for s in some)])
         return replace(self, tensor={path: InTurn(path, some) for path, some in styles.items()})
 
 
@@ -63,10 +55,6 @@ class InTurn(ParallelStyle):
         for style in self.styles:
             if is_known(style) and isinstance(style, ColwiseParallel | RowwiseParallel | SequenceParallel):
                 one_tensor(module, self.path, style)
-            if isinstance(style, Replicated):
-                style.watch = GradientCheck(device_mesh, style.path).watch
-            if isinstance(style, SequenceParallel):
-                refuse_same_input(module, device_mesh, f"{self.path} is SequenceParallel()")
             if is_conv1d(module) and type(style) in (ColwiseParallel, RowwiseParallel):
                 shard_conv1d(module, device_mesh, style)  # type: ignore[arg-type]
             else:
@@ -113,38 +101,3 @@ def _where(model: nn.Module, name: str, given: Any, style: ParallelStyle) -> tup
 
 def _text(style: ParallelStyle) -> str:
     return f"{type(style).__name__}()" if isinstance(style, NamedStyle) else repr(style)
-
-
-def _warn_fused(model: nn.Module, styles: dict[str, list[ParallelStyle]]) -> None:
-    """Say which matrices may be several side by side; interleaved by heads they are right."""
-    modules = [(path, model.get_submodule(path), style) for path, some in styles.items() for style in some]
-    fused = [path for path, module, style in modules if is_fused(path.rpartition(".")[2], module, style)]
-    if fused and dist.get_rank() == 0:
-        get_logger().warning(
-            "tp: %s may be several matrices, which ColwiseParallel() splits as one: where they stand side by side (q, "
-            "k and v, gate and up), the plan has to say FusedColumns(widths) of mmm.parallel.tp.fused; interleaved by "
-            "heads they are right",
-            names_in_message(fused),
-        )
-
-
-def _warn_compiled(model: nn.Module, paths: list[str]) -> None:
-    """Have the first forward say which of the modules are compiled: there the ranks' gradients are not compared."""
-
-    def warn(module: nn.Module, inputs: Any) -> None:
-        hook.remove()
-        inside = [path for path in paths if any(is_compiled(each) for each in _around(model, path))]
-        if inside and dist.get_rank() == 0:
-            get_logger().warning(
-                "compile: %s compiled, where the ranks' gradients are not compared: whether Replicated() and "
-                "PartialGradient() are right there, a step without compile tells",
-                f"{names_in_message(inside)} {'is' if len(inside) == 1 else 'are'}",
-            )
-
-    hook = model.register_forward_pre_hook(warn)
-
-
-def _around(model: nn.Module, path: str) -> list[nn.Module]:
-    """The modules on the way from `model` to the one at a path, that one too."""
-    parts = path.split(".")
-    return [model, *(model.get_submodule(".".join(parts[:n])) for n in range(1, len(parts) + 1) if path)]

@@ -38,8 +38,6 @@ class Plan:
         check: (model, layout, inputs of a step, ulysses) → nothing; raises LayoutError where the model's sizes do not
             fit the layout. ulysses: ranks of cp that shard heads in attention (1: a ring alone). None: all fit.
         output: the matrix that computes the logits of a sequence, which the chunked loss defers.
-        uniform: whether forward calls the same FSDP units in the same order, whatever the samples. Then ranks do not
-            compare what they have called (`mmm.parallel.dp.unit_order`).
         optional: names above that some models of this kind lack (here ``*`` stands for anything): `unmatched` is silent
             on them.
     """
@@ -57,7 +55,6 @@ class Plan:
     check: Callable[[Any, Layout, Tensor, int], None] | None = None
     output: str = ""
     optional: tuple[str, ...] = ()
-    uniform: bool = False
 
     def placed(self, model: nn.Module, tp: int) -> Plan:
         """The plan with its `tensor` checked for `model`, by `mmm.parallel.Plan`; those of this class are proven."""
@@ -98,7 +95,7 @@ def find(model: nn.Module, pattern: str) -> list[nn.Module]:
     return list({id(module): module for name, module in named if name and matches(pattern, name)}.values())
 
 
-NAMING = tuple(f.name for f in fields(Plan) if f.name not in ("sequence", "refused", "check", "optional", "uniform"))
+NAMING = tuple(f.name for f in fields(Plan) if f.name not in ("sequence", "refused", "check", "optional"))
 
 
 def unmatched(plan: Plan, model: nn.Module) -> list[str]:

@@ -12,8 +12,7 @@ from mmm.errors import LayoutError
 from mmm.layout import Layout
 from mmm.parallel.plan import Plan
 from mmm.parallel.rules import HEADS, HIDDEN, context_rules, refuse, tp_rule
-from mmm.parallel.tp.partial_gradient import PartialGradient
-from mmm.parallel.tp.replicated import Replicated
+from mmm.parallel.tp.replicated import PartialGradient, Replicated
 from mmm.parity.fixtures import head_norm
 from mmm.parity.fixtures.plain_gpt import GPTConfig
 
@@ -41,7 +40,6 @@ def plain_gpt_plan() -> Plan:
     return Plan(
         tensor=styles,
         fsdp_units=("tokens", "blocks.*", ("norm", "head")),  # first and last become one: they share a weight
-        uniform=True,
         checkpointed=("blocks.*",),
         compiled=("blocks.*",),
         attention=("blocks.*.attention",),
@@ -99,7 +97,6 @@ def regression_plan() -> Plan:
             "head": Replicated(),
         },
         fsdp_units=("blocks.*",),
-        uniform=True,
         checkpointed=("blocks.*",),
         stages=("standardize", "blocks.*", "head"),
         refused={"cp": "the perceptron has no sequence to shard", "ep": "the perceptron has no experts"},
@@ -141,7 +138,6 @@ def batch_norm_plan() -> Plan:
             "head": Replicated(),
         },
         fsdp_units=(("conv", "norm1"), "up", "down"),
-        uniform=True,
         refused={
             "pp": "a micro-batch does not know the statistics of the batch",
             "cp": "an image has no sequence to shard",

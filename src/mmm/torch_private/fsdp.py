@@ -62,10 +62,3 @@ def pre_backward(unit: Any) -> Any:
 
     Private: FSDPState._pre_backward, seen in 2.10 to 2.14; instead: nothing."""
     return state_of(unit)._pre_backward
-
-
-def end_backward(root: Any) -> None:
-    """What FSDP does at the end of a backward of its root.
-
-    Private: FSDPState._root_post_backward_final_callback, seen in 2.10 to 2.14; instead: nothing."""
-    state_of(root)._root_post_backward_final_callback()

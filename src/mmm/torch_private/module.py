@@ -48,13 +48,6 @@ def own_modules(module: nn.Module) -> dict[str, nn.Module | None]:
     return module._modules
 
 
-def unsaved_buffers(module: nn.Module) -> set[str]:
-    """The names of a module's own buffers that its state dict does not have.
-
-    Private: Module._non_persistent_buffers_set, seen in 2.10 to 2.14; instead: nothing."""
-    return module._non_persistent_buffers_set
-
-
 def map_tensors(module: nn.Module, function: Callable[[Tensor], Tensor]) -> None:
     """Replace every parameter and buffer by what `function` makes of it, in place.
 

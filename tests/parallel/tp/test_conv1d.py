@@ -1,6 +1,5 @@
 """GPT-2's matrices, kept as (in, out): by columns, by rows, and q, k and v side by side; saved as they are."""
 
-import logging
 from dataclasses import replace
 
 import pytest
@@ -13,7 +12,6 @@ from mmm.errors import LayoutError
 from mmm.parallel import Layout, Plan, Replicated, apply, build_mesh, loaded_values, materialize
 from mmm.parallel.plan import sharded_dim
 from mmm.parallel.tp.fused import FusedColumns
-from mmm.runtime.log import get_logger
 from mmm.trainer.loop.save import full_tensors
 from support.module_kinds import Conv1D
 from support.own_model import CPU, FP64, gradients
@@ -120,28 +118,3 @@ def refusal(rank, style):
 def test_widths_are_checked(run_on_ranks, style, words):
     for message in run_on_ranks(refusal, 2, style):
         assert message == f"tp 2: 0.c_attn (Conv1D): {words}"
-
-
-class Timm(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.qkv, self.up, self.gate_up_proj, self.down = (nn.Linear(8, n) for n in (24, 16, 32, 8))
-
-
-def warnings(rank):
-    logger, said = get_logger(), []
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())
-    logger.addHandler(handler)
-    styles = dict.fromkeys(("qkv", "up", "gate_up_proj"), ColwiseParallel()) | {"down": RowwiseParallel()}
-    try:
-        apply(Timm(), build_mesh(Layout(dp_shard=1, tp=2), "cpu"), Plan(styles, fsdp_units=()), FP64)
-    finally:
-        logger.removeHandler(handler)
-    return [text for text in said if "may be several" in text]
-
-
-def test_what_may_be_several_is_said(run_on_ranks):
-    (text,), nothing = run_on_ranks(warnings, 2)
-    assert text.startswith("tp: qkv, gate_up_proj may be several matrices, which ColwiseParallel() splits as one")
-    assert nothing == []

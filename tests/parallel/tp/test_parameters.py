@@ -115,8 +115,6 @@ def refusal(rank, styles):
             {n: s for n, s in OWN.items() if "residual" not in n},
             "blocks.0.residual, blocks.1.residual",
         ),
-        ({**OWN, "blocks.*.residual": PartialGradient()}, "blocks.1.residual is PartialGradient()"),
-        ({**OWN, "blocks.*.head_scale": Replicated()}, "blocks.1.head_scale"),
         (
             {**OWN, "blocks.1.residual": PartialGradient()},
             "blocks.1.residual",

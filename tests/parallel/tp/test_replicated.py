@@ -9,7 +9,6 @@ from mmm.parallel import Layout, PartialGradient, Plan, Replicated, apply, build
 from mmm.parity.fixtures.head_norm import HeadNorm, make_batch
 from mmm.parity.plans import head_norm_plan
 from mmm.runtime.device import Precision
-from mmm.testing import RanksFailed
 
 CPU = torch.device("cpu")
 PRECISIONS = {
@@ -52,62 +51,6 @@ def test_partial_gradients_are_added_up(run_on_ranks, layout, fields):
     for off in run_on_ranks(gradients, layout.ranks, layout, fields):
         assert len(off) == 23
         assert max(off.values()) < 1e-14, off
-
-
-class Gated(nn.Module):
-    """A norm between a matrix sharded by columns and one by rows; `late`: which starts with zeros."""
-
-    def __init__(self, late=False):
-        super().__init__()
-        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
-        self.first, self.inside = nn.LayerNorm(8), nn.LayerNorm(4)
-        if late:
-            nn.init.zeros_(self.down.weight)
-
-    def forward(self, x):
-        return self.down(self.inside(self.up(self.first(x)).unflatten(-1, (-1, 4))).flatten(-2))
-
-
-def steps(rank, inside, precision, late, spoiled=False):
-    """Two steps, each of a forward alone and one with a backward."""
-    torch.manual_seed(0)
-    plan = Plan(
-        {"first": Replicated(), "up": ColwiseParallel(), "inside": inside, "down": RowwiseParallel()}, fsdp_units=()
-    )
-    model = apply(Gated(late), build_mesh(Layout(dp_shard=1, tp=2), "cpu"), plan, PRECISIONS[precision])
-    materialize(model, CPU, 0)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    x = torch.randn(3, 8, dtype=PRECISIONS[precision].storage)
-    for number in range(2):
-        with torch.no_grad():
-            model(x)
-        loss = (model(x) - 1).square().sum()
-        (loss * float("nan") if spoiled and number == 0 else loss).backward()
-        if spoiled:
-            optimizer.zero_grad()
-        optimizer.step()
-    return model.inside.weight.full_tensor()
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("precision", PRECISIONS)
-def test_what_sums_passes(run_on_ranks, precision):
-    a, b = run_on_ranks(steps, 2, PartialGradient(), precision, False)
-    assert torch.equal(a, b)
-
-
-@pytest.mark.parametrize(
-    ("precision", "late", "spoiled"),
-    [
-        pytest.param("fp64", True, False, id="no gradient at first"),
-        pytest.param("fp64", False, False, id="fp64", marks=pytest.mark.long),
-        pytest.param("bf16", False, False, id="bf16", marks=pytest.mark.long),
-        pytest.param("fp64", False, True, id="no number at first", marks=pytest.mark.long),
-    ],
-)
-def test_what_does_not_sum_is_refused_by_name(run_on_ranks, precision, late, spoiled):
-    with pytest.raises(RanksFailed, match=r"tp 2: inside\.(weight|bias) is Replicated\(\), and .* PartialGradient\(\)"):
-        run_on_ranks(steps, 2, Replicated(), precision, late, spoiled)
 
 
 class Shared(nn.Module):

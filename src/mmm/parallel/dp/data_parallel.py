@@ -28,7 +28,6 @@ from torch.distributed.fsdp import FSDPModule
 from mmm.errors import ConfigError, LayoutError, config_field
 from mmm.layout import UNSHARDED, Layout, Techniques
 from mmm.parallel.dp.batch_norm import batch_norms, in_parts
-from mmm.parallel.dp.buffers import WrittenBuffers
 from mmm.parallel.dp.ddp import DDP
 from mmm.parallel.dp.fsdp import RESHARD_AFTER_FORWARD, apply_expert_fsdp, apply_fsdp, fsdp_units_of, prefetch_next
 from mmm.parallel.dp.replicas import Replicas
@@ -94,8 +93,6 @@ def apply_data_parallel(
         if offload:
             raise ConfigError(f"{config_field('offload')} on mps: it has the host's memory; leave it out")
         return model
-    if groups := [mesh[axis].get_group() for axis in ("dp_replicate", "dp_shard") if getattr(mesh.layout, axis) > 1]:
-        WrittenBuffers(model, groups)
     if technique not in UNSHARDED:
         if mesh.experts is not None:
             apply_expert_fsdp(model, mesh.experts, plan, precision, offload)  # before the units that contain them

@@ -23,14 +23,14 @@ from torch.distributed.tensor import Shard
 
 from mmm.errors import ConfigError
 from mmm.layout import Techniques
+from mmm.parallel.dp.forwards import FORWARDS
 from mmm.parallel.dp.outputs import tensors_in
-from mmm.parallel.dp.unit_order import UnitOrder, follow_shards, reduce_unused
 from mmm.parallel.dp.wrapped import all_groups
 from mmm.parallel.ep.expert_parallel import expert_dim, experts_of
 from mmm.parallel.plan import Plan, find
 from mmm.parallel.ties import join_tied
 from mmm.runtime.device import Precision
-from mmm.torch_private.fsdp import pre_backward, reshards_after_forward, unsharded_of
+from mmm.torch_private.fsdp import groups_of, pre_backward, reshards_after_forward, shards_version, unsharded_of
 from mmm.torch_private.module import own_parameters
 from mmm.torch_private.operators import tree_leaves
 
@@ -70,13 +70,10 @@ def apply_fsdp(model: nn.Module, mesh: DeviceMesh, plan: Plan, precision: Precis
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)  # gloo has no scaled sum
             module.register_forward_hook(gather_for_backward)  # type: ignore[type-var]
-    for group in all_groups(model):
-        reduce_unused(group)
     assert isinstance(model, FSDPModule)
     follow_shards(model)
     refuse_double_backward(model)
-    if not plan.uniform:
-        UnitOrder(model, mesh)
+    FORWARDS.watch(model, {name: unit for name, unit in model.named_modules() if name and isinstance(unit, FSDPModule)})
     again = len(units[RESHARD_AFTER_FORWARD[techniques.reshard_after_forward]])
     for module in (inner for group in units[again:] for outer in group for inner in outer.modules()):
         if isinstance(module, FSDPModule):
@@ -101,6 +98,36 @@ def apply_expert_fsdp(
             offload_policy=offload_policy(over, offload),
             shard_placement_fn=lambda parameter: Shard(expert_dim(parameter, ranks)),
         )
+
+
+def follow_shards(model: FSDPModule) -> None:
+    """Have what is gathered follow the shards, which `parameters` has, before each forward: ``requires_grad``, and the
+    values where FSDP has left a unit gathered (after a forward without backward) and an optimizer has made a step."""
+    assert isinstance(model, nn.Module)
+    gathered: dict[Any, int] = {}  # the shards' versions of which a unit is gathered
+
+    def version(group: Any) -> int:
+        return shards_version(p.sharded_param for p in group.fsdp_params)
+
+    def each() -> Iterator[tuple[FSDPModule, Any]]:
+        units = (module for module in model.modules() if isinstance(module, FSDPModule))
+        return ((unit, group) for unit in units for group in groups_of(unit))
+
+    def before(*_: Any) -> None:
+        for unit, group in each():
+            if group.is_unsharded and gathered.get(group) not in (None, version(group)):
+                unit.reshard()
+            for p in group.fsdp_params:
+                unsharded = unsharded_of(p)
+                if unsharded is not None:
+                    unsharded.requires_grad_(p.sharded_param.requires_grad)
+
+    def after(*_: Any) -> None:
+        gathered.clear()
+        gathered.update((group, version(group)) for _, group in each() if group.is_unsharded)
+
+    model.register_forward_pre_hook(before, prepend=True)
+    model.register_forward_hook(after)
 
 
 def refuse_double_backward(model: nn.Module) -> None:

@@ -39,7 +39,6 @@ def cnn_plan() -> Plan:
             "fc2": RowwiseParallel(),
         },
         fsdp_units=("fc1",),
-        uniform=True,
         stages=("conv1", "conv2", "fc1", "fc2"),
         refused={"cp": "an image has no sequence to shard", "ep": "the CNN has no experts"},
         check=lambda model, layout, inputs, ulysses: check_cnn(model.config, layout),

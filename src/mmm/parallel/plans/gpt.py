@@ -61,7 +61,6 @@ def gpt_plan() -> Plan:
     return Plan(
         tensor=styles,
         fsdp_units=(("tok_embeddings", "pos_embeddings"), "layers.*", ("norm", "output")),
-        uniform=True,
         compiled=("layers.*",),
         checkpointed=("layers.*",),
         stages=(("tok_embeddings", "pos_embeddings"), "layers.*", ("norm", "output")),

@@ -69,7 +69,6 @@ def transformer_plan(config: TransformerConfig | None = None) -> Plan:
     return Plan(
         tensor=styles,
         fsdp_units=("tok_embeddings", "layers.*", ("norm", "output")),
-        uniform=True,
         compiled=("layers.*",),
         checkpointed=("layers.*",),
         stages=("tok_embeddings", "layers.*", ("norm", "output")),

@@ -50,7 +50,6 @@ def vit_plan() -> Plan:
     return Plan(
         tensor=styles,
         fsdp_units=("embedding", "layers.*", ("norm", "head")),
-        uniform=True,
         compiled=("layers.*",),
         # The MLP only: attention takes a DTensor, whose gradients are silently wrong when compiled (PyTorch 2.13).
         compiled_with_tp=("layers.*.mlp",),

@@ -17,7 +17,6 @@ A style of the user's own, also one derived from these, is taken as it is.
 from __future__ import annotations
 
 import inspect
-import re
 from typing import Any
 
 from torch import Tensor, nn
@@ -28,10 +27,9 @@ from mmm.errors import LayoutError
 from mmm.models.weights import class_name
 from mmm.parallel.tp.conv1d import is_conv1d
 from mmm.parallel.tp.fused import FusedColumns
-from mmm.parallel.tp.partial_gradient import PartialGradient
+from mmm.parallel.tp.replicated import PartialGradient
 from mmm.torch_private.module import Convolution, NormBase
 
-FUSED = re.compile(r"qkv|query_key_value|c_attn|in_proj|gate_up|gate_and_up|w12|w13|kv_proj$", re.IGNORECASE)
 REPLICATE = "name it Replicated()"
 # What they compute for a token depends on others or on the place of channels; embeddings take tokens of another shape.
 BESIDE_TOKENS = (Convolution, NormBase, nn.GroupNorm, nn.RNNBase, nn.Bilinear, nn.PReLU, nn.Embedding, nn.EmbeddingBag)
@@ -76,13 +74,6 @@ def check_style(model: nn.Module, path: str, style: ParallelStyle, tp: int) -> N
             wrong = next(filter(None, map(style.problem, module.modules())), "")
     if wrong:
         raise LayoutError(f"tp {tp}: " + _message(path, module, style, wrong))
-
-
-def is_fused(name: str, module: nn.Module, style: ParallelStyle) -> bool:
-    """Whether a matrix that is given to ranks by columns looks like several, by its own name or its shape."""
-    if type(style) is not ColwiseParallel or not isinstance(module, nn.Linear):
-        return False
-    return bool(FUSED.search(name)) or module.out_features == 3 * module.in_features
 
 
 def is_known(style: ParallelStyle) -> bool:

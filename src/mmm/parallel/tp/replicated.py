@@ -12,7 +12,7 @@ it sees::
 
 A norm before a matrix that is sharded by columns is the first; a norm over the dim of each head, between such a matrix
 and one that is sharded by rows, the second. A sum of the first would be tp times too large. The second, not summed, has
-the right loss and a wrong gradient. So the ranks' gradients are compared in the first backward (`gradient_check`).
+the right loss and a wrong gradient: ``mmm verify`` finds either, by the name of the parameter.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle
 from typing_extensions import Self
 
-from mmm.torch_private.module import own_parameters
+from mmm.torch_private.module import BatchNorm, own_parameters
 from mmm.torch_private.operators import tree_map_only
 
 Own = dict[str, tuple[nn.Module, str]]  # name → the module that has the parameter, and its name there
@@ -39,12 +39,10 @@ class NamedStyle(ParallelStyle):
 
     Attributes:
         path: of the module whose forward uses them. names: of the parameters there; None: all that have no style yet.
-        watch: (name, what forward computes with) → the same, its gradient watched (`mmm.parallel.own_plan`).
     """
 
     path: str = ""
     names: frozenset[str] | None = None
-    watch: Callable[[str, Tensor], Tensor] | None = None
 
     def at(self, path: str, names: frozenset[str] | None) -> Self:
         style = copy(self)
@@ -54,22 +52,36 @@ class NamedStyle(ParallelStyle):
 
 class Replicated(NamedStyle):
     """Replicate parameters over tp, for a module that computes the same on each rank; what it takes and returns are
-    full tensors.
-
-    Raises:
-        LayoutError: from a `mmm.parallel.Plan`, in the first backward that gives a parameter a gradient, where that is
-            not the same on each rank.
-    """
+    full tensors."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         def local(name: str, parameter: DTensor) -> Tensor:
-            tensor = parameter.to_local(grad_placements=[Replicate()])
-            return tensor if self.watch is None else self.watch(name, tensor)
+            return parameter.to_local(grad_placements=[Replicate()])
 
         compute_with(module, replicate(module, self.names, device_mesh), local)
         if self.names is None:
             module.register_forward_pre_hook(lambda module, args, kwargs: _full((args, kwargs)), with_kwargs=True)
             module.register_forward_hook(lambda module, args, output: _full(output))
+        return module
+
+
+class PartialGradient(NamedStyle):
+    """Replicate parameters over tp, for a module that computes on activations of this rank alone, such as its heads:
+    gradients are partial sums, and are added up over tp. What it takes and returns stays as it is on each rank."""
+
+    def problem(self, module: nn.Module) -> str:
+        """Why this cannot be right on a module, and what to do; empty where it can."""
+        if isinstance(module, BatchNorm):
+            return "would normalize by the statistics of this rank's activations alone: use a norm of each sample"
+        if getattr(module, "scale_grad_by_freq", False):
+            return "would count this rank's tokens alone: leave scale_grad_by_freq out"
+        return ""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        def local(name: str, parameter: DTensor) -> Tensor:
+            return parameter.to_local(grad_placements=[Partial()])
+
+        compute_with(module, replicate(module, self.names, device_mesh), local)
         return module
 
 

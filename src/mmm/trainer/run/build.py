@@ -15,7 +15,7 @@ from mmm.models.meta import meta_parameters
 from mmm.parallel import apply, build_mesh, loaded_values, materialize
 from mmm.parallel.dp.wrapped import unwrapped
 from mmm.parallel.initial_weights import InitName
-from mmm.parallel.own_model import check_own_model, refuse_written_parameters
+from mmm.parallel.own_model import check_own_model
 from mmm.parallel.plan import Plan
 from mmm.parallel.state_dict import StateDict
 from mmm.runtime.ranks import DRY_RUN
@@ -54,8 +54,7 @@ def build_model(
         What to call and optimize: the model, or for ddp, zero1 and zero2 a wrapper around it.
 
     Raises:
-        UserError: what does not go together, as `mmm.parallel.apply`; weights that do not fit; a constructor that makes
-            other values on other ranks.
+        UserError: what does not go together, as `mmm.parallel.apply`; weights that do not fit.
     """
     if init is not None and weights is not None:
         raise ConfigError(f"init {init!r} beside weights=: the weights come from one of them; leave the other out")
@@ -76,7 +75,6 @@ def build_model(
     trained = apply(model, mesh, plan, run.precision, how)
     materialize(trained, run.device, seed, init="by_name" if dry else init, values=values)
     run.log.info("%s\n%s", mesh, sharded_model(unwrapped(trained)), stacklevel=2)
-    refuse_written_parameters(trained)
     return trained
 
 
