@@ -27,7 +27,6 @@ from mmm.parallel import (
     to_local,
 )
 from mmm.runtime.device import Precision
-from mmm.testing import RanksFailed
 from mmm.trainer import BatchOptions, build_model, start_run
 from mmm.trainer.loop.save import full_tensors
 from mmm.weights.safetensors import header_of
@@ -282,8 +281,6 @@ def test_what_does_not_fit_is_named(change, words):
         model = Tied()
     with pytest.raises(ConfigError, match=words):
         materialize(model, CPU, 0, values=loaded_values(model, change(Tied().state_dict())))
-
-
 
 
 def built_in_parts(rank, kind):
