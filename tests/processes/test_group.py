@@ -33,19 +33,19 @@ def test_the_store_listens_on_loopback_alone():
 
 def wait_in_a_group_of_a_mesh(rank):
     with process_group(rank, CPU, 10.0):
-        mesh = init_device_mesh("cpu", (2,))
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
         dist.barrier()
-        if rank.rank == 1:
+        if rank.rank % 2:
             time.sleep(20)
             return ""
         try:
-            dist.all_reduce(torch.ones(1), group=mesh.get_group())
+            dist.all_reduce(torch.ones(1), group=mesh.get_group("tp"))
         except RuntimeError as error:
             return str(error)
 
 
 def test_groups_of_a_mesh_wait_no_longer_than_the_default_group():
-    first, _ = fork_ranks(wait_in_a_group_of_a_mesh, 2, timeout=PATIENCE)
+    first, *_ = fork_ranks(wait_in_a_group_of_a_mesh, 4, timeout=PATIENCE)
     assert "Timed out" in first
 
 
