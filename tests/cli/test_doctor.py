@@ -27,7 +27,7 @@ def test_a_broken_torch_is_reported(tmp_path):
     done = doctor(tmp_path, "--json", PYTHONPATH=str(tmp_path))
     found = {each["name"]: each for each in json.loads(done.stdout)}
     assert done.returncode == 1, done.stderr
-    assert found["torch"]["status"] == found["matmul"]["status"] == found["all-reduce"]["status"] == "fail"
+    assert found["torch"]["status"] == found["devices"]["status"] == found["collectives"]["status"] == "fail"
     assert "libtorch_cpu.so: cannot open" in found["torch"]["seen"]
     assert found["torch"]["fix"]
     assert found["outdir"]["status"] == "ok"
@@ -67,9 +67,11 @@ def test_this_machine(tmp_path):
 
 @pytest.mark.long
 def test_warnings_are_no_failure(tmp_path):
-    done = doctor(tmp_path, HOME="/no/such/home")
+    old = {"PBS_JOBID": "7", "PBS_NODEFILE": str(tmp_path / "nodes")}
+    (tmp_path / "nodes").write_text("localhost\nno-such-host.invalid\n")
+    done = doctor(tmp_path, **old)
     assert done.returncode == 0, done.stdout
-    assert "warn  home" in done.stdout
+    assert "warn  hosts" in done.stdout
 
 
 @pytest.mark.parametrize(

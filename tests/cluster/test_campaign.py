@@ -73,16 +73,3 @@ def test_three_jobs_and_one_curve(launcher, slurm):
     assert len(rows) == 14 + 12 - 8  # the steps that were lost with the second job, and made again
     for step, loss in rows:
         assert float(loss) == pytest.approx(run.loss.values[int(step)], abs=1e-4)
-
-
-def test_the_network_between_two_hosts(launcher, two_hosts):
-    launcher.prefix = two_hosts.start_words()
-    words = [*two_hosts.options("mpich"), "--device", "cpu", "python3", "-m", "mmm.cli.main", "doctor", "--network"]
-    done = launcher.run(*words, "--json", XDG_CACHE_HOME=str(launcher.folder), **two_hosts.variables)
-    assert done.returncode == 0, done.stderr
-    inside, between = json.loads(done.stdout)
-    assert inside["name"] == "inside a host"
-    assert "all-reduce of 2 ranks in 2 hosts at once" in inside["seen"]
-    assert between["name"] == "between hosts"
-    assert "all-reduce of 2 ranks in 2 groups at once" in between["seen"]
-    assert [found["fix"][:25] for found in (inside, between)] == ["no figure to compare with"] * 2

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from mmm.cli.doctor.finding import Place
-from mmm.cli.doctor.network import check_machine
+from mmm.cli.doctor.job import check_machine
 from mmm.launch.errors import MachineError
 from mmm.machines import find
 from mmm.machines.find import load, machine_here, measured_path, named
@@ -74,7 +74,7 @@ def test_a_new_machine_is_one_file_for_all_commands(tmp_path):
     examined = command(tmp_path, "mmm.cli.main", "doctor", "--json", **mine, **JOB)
     (finding,) = [each for each in json.loads(examined.stdout) if each["name"] == "machine"]
     assert finding["status"] == "ok"
-    assert f"Mine (SLURM_CLUSTER_NAME=mine), {tmp_path}/mine.json: 6 devices a host, 34.3 GiB" in finding["seen"]
+    assert f"Mine (SLURM_CLUSTER_NAME=mine), {tmp_path}/mine.json: 6 devices a host" in finding["seen"]
     listed = command(tmp_path, "mmm.cli.main", "machine", **mine)
     assert "\nmine " in listed.stdout
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
-from mmm.cli.doctor import compute, network, python, storage
+from mmm.cli.doctor import collectives, devices, job, python, storage
 from mmm.cli.doctor.finding import Finding, Place
 from mmm.cli.doctor.isolated import isolated
 from mmm.launch.plan import accelerators
@@ -25,20 +25,16 @@ class Check(NamedTuple):
 CHECKS = (
     Check("python", python.check_python),
     Check("packages", python.check_packages, STUCK),
-    Check("torch", compute.check_torch, f"importing torch hangs or crashes: {compute.REINSTALL}, or {STUCK}", True),
-    Check("scheduler", network.check_job, "names are looked up in DNS, which does not answer"),
-    Check("machine", network.check_machine, STUCK),
-    Check("interfaces", network.check_interfaces),
-    Check("host name", network.check_host_name, "names are looked up in DNS, which does not answer"),
-    Check("venv", storage.check_environment, STUCK),
+    Check("torch", devices.check_torch, f"importing torch hangs or crashes: {devices.REINSTALL}, or {STUCK}", True),
+    Check("scheduler", job.check_job, "names are looked up in DNS, which does not answer"),
+    Check("machine", job.check_machine, STUCK),
     Check("outdir", storage.check_outdir, STUCK),
     Check("striping", storage.check_striping, STUCK),
-    Check("home", storage.check_home, STUCK),
 )
 # Of an Intel GPU, whose driver does not survive a fork: each of these imports torch for itself.
 APART = (
-    Check("matmul", compute.check_devices, compute.REINSTALL, True),
-    Check("all-reduce", compute.check_all_reduce, compute.REINSTALL, True),
+    Check("devices", devices.check_devices, devices.REINSTALL, True),
+    Check("collectives", collectives.check_collectives, devices.REINSTALL, True),
 )
 
 
@@ -47,7 +43,7 @@ def examine(place: Place, checks: Iterable[Check] = CHECKS) -> Iterator[Finding]
     for check in checks:
         found = _make(check, place)
         yield from found
-        imported = check.call is compute.check_torch and found[0].status != "fail"
+        imported = check.call is devices.check_torch and found[0].status != "fail"
         if imported and accelerators.torch_build() == "xpu":
             for each in APART:
                 yield from _make(each, place)

@@ -1,188 +1,88 @@
-"""``launch mmm doctor --network``: all-reduces of the ranks inside each host and between hosts, beside the figures that
-`mmm plan` counts with.
-
-The bandwidth is that of the bus: 2 (n - 1) / n times the bytes, over the seconds, which does not depend on the number
-of ranks n as long as links are the limit, and is what a rank of a ring sends.
-"""
+"""A collective of each kind, between two ranks on this host: does it come back, and with the right numbers?"""
 
 from __future__ import annotations
 
-import os
-import socket
-import statistics
-import time
-from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Iterator
+from typing import Any
 
-from mmm import units
-from mmm.cli.doctor.finding import Finding
-from mmm.errors import ConfigError
-from mmm.launch.errors import MachineError
-from mmm.machines import find
-from mmm.machines.machine import Machine
+from mmm.cli.doctor.finding import Finding, Place
+from mmm.cli.doctor.isolated import isolated
+from mmm.launch.plan import accelerators
+from mmm.processes import fork_ranks
 
-if TYPE_CHECKING:
-    import torch
-
-    from mmm.runtime.ranks import Rank
-
-SMALLEST = 8  # bytes, whose time is all latency
-SIZES, ON_ACCELERATORS = (1 << 16, 1 << 20, 1 << 24), 1 << 28  # bytes
-ROUNDS = 5
-SLOW = 0.5  # of the machine's figure
-APART = 0.7  # of the median host's rate
-SHOWN = 4  # hosts
+MEET = "two ranks on this host cannot meet: try export GLOO_SOCKET_IFNAME=lo; is 127.0.0.1 up (ip link set lo up)?"
+NCCL = "see what NCCL_DEBUG=INFO says; on the CPU alone: --device cpu"
+# What each of two ranks has afterwards, where rank r begins with 10 r and 10 r + 1.
+EXPECTED: dict[str, list[list[float]]] = {
+    "all-reduce": [[10, 12], [10, 12]],
+    "all-gather": [[0, 1, 10, 11], [0, 1, 10, 11]],
+    "reduce-scatter": [[10], [12]],
+    "all-to-all": [[0, 10], [1, 11]],
+    "broadcast": [[0, 1], [0, 1]],
+    "send": [[0, 1], [0, 1]],
+}
 
 
-class Level(NamedTuple):
-    """All-reduces of groups of ranks that are alike, all at the same time.
+def check_collectives(place: Place) -> Iterator[Finding]:
+    """Each kind on the CPU, and on two accelerators where there are as many."""
+    found = accelerators.find(place.root, place.environ)
+    devices = ["cpu"]
+    if found.device in ("cuda", "xpu"):
+        if found.count > 1:
+            devices.append(found.device)
+        else:
+            yield Finding("collectives", "ok", f"not tried on {found.device}: there is one, and two ranks need two")
+    for device in devices:
+        for kind in EXPECTED:
 
-    Attributes:
-        name: of the finding. ranks: of a group. groups: what each is called.
-        seconds: (group, size), of `SMALLEST` first; of a group's slowest rank.
-        together: whether a host's rate is that of all groups, because each has one rank of it.
-    """
+            def check(kind: str = kind, device: str = device) -> Iterator[Finding]:
+                return two_ranks(kind, device, place.timeout)
 
-    name: str
-    ranks: int
-    groups: list[str]
-    seconds: list[list[float]]
-    together: bool
-
-    def rates(self, sizes: Sequence[int]) -> list[list[float]]:
-        """Bytes/s of the bus, (group or host, size) without the smallest."""
-        factor = 2 * (self.ranks - 1) / self.ranks
-        rates = [[factor * size / each for size, each in zip(sizes, row[1:], strict=True)] for row in self.seconds]
-        return [[sum(column) for column in zip(*rates, strict=True)]] if self.together else rates
+            yield from isolated(f"{kind} {device}", check, place.timeout, MEET if device == "cpu" else NCCL)
 
 
-def findings(rank: Rank, device: torch.device, site: str | None, timeout: float) -> list[Finding]:
-    """What rank 0 has to say; of the others the same. A collective.
-
-    Raises:
-        ConfigError: hosts have different numbers of ranks. MachineError: no such machine. On every rank.
-    """
-    from mmm.runtime.device import backend_for
-    from mmm.runtime.process_group import broadcast_object, gather_objects, process_group
-
-    with process_group(rank, device, timeout):
-        machine, problem = broadcast_object(_machine(site) if rank.is_main else None)
-        if machine is None:
-            raise ConfigError(problem, on_every_rank=True)
-        hosts: list[str] = broadcast_object(gather_objects(rank, socket.gethostname()))
-        names = [*dict.fromkeys(hosts)]
-        each = rank.world_size // len(names)
-        if hosts != [name for name in names for _ in range(each)]:
-            raise ConfigError("--network needs as many ranks on each host, host after host", on_every_rank=True)
-        sizes = (*SIZES, *([ON_ACCELERATORS] if device.type != "cpu" else []))
-        levels = list(_levels(rank, device, names, each, sizes))
-    known = _figures(machine, site is not None, device.type, len(names), rank.world_size)
-    return [judged(level, sizes, known, backend_for(device)) for level in levels]
+def two_ranks(kind: str, device: str, timeout: float) -> Iterator[Finding]:
+    """Fork two ranks that make one collective."""
+    results = fork_ranks(collective, 2, kind, device, timeout, timeout=timeout)
+    backend = results[0][0]
+    values = [result[1] for result in results]
+    if values == EXPECTED[kind]:
+        yield Finding(f"{kind} {device}", "ok", f"{backend}: right, 2 ranks")
+    else:
+        seen = f"{backend}: the ranks have {values}, and should have {EXPECTED[kind]}"
+        yield Finding(f"{kind} {device}", "fail", seen, "do not train here: report it")
 
 
-def _levels(rank: Rank, device: Any, names: list[str], each: int, sizes: Sequence[int]) -> Iterator[Level]:
-    from torch.distributed.device_mesh import init_device_mesh
-
-    from mmm.runtime.process_group import gather_floats
-
-    mesh = init_device_mesh(device.type, (len(names), each), mesh_dim_names=("host", "local"))
-    axes = (("local", "inside a host", each, False), ("host", "between hosts", len(names), True))
-    for axis, name, ranks, crosses in axes:
-        if ranks == 1:
-            continue
-        own = [all_reduce_seconds(mesh[axis].get_group(), size, device) for size in (SMALLEST, *sizes)]
-        table = gather_floats(own, device)
-        members = [range(host * each, (host + 1) * each) for host in range(len(names))]
-        if crosses:
-            members = [range(local, rank.world_size, each) for local in range(each)]
-        slowest = [[max(table[r][s] for r in group) for s in range(len(own))] for group in members]
-        yield Level(name, ranks, [f"local rank {i}" for i in range(each)] if crosses else names, slowest, crosses)
-
-
-def all_reduce_seconds(group: Any, size: int, device: torch.device) -> float:
-    """Seconds of an all-reduce of `size` bytes of float32, the median of some. A collective of the group."""
+def collective(rank: Any, kind: str, device_type: str, timeout: float) -> tuple[str, list[float]]:
+    """One rank's part: the backend, and what the rank has afterwards. A collective."""
     import torch
     import torch.distributed as dist
 
-    from mmm.runtime.device import synchronize
+    from mmm.runtime.device import backend_for
+    from mmm.runtime.process_group import all_gather, process_group, reduce_scatter
 
-    buffer = torch.ones(max(1, size // 4), device=device)
-    seconds = []
-    for _ in range(2 + ROUNDS):  # the first two connect, and warm up
-        dist.barrier(group)
-        synchronize(device)
-        begin = time.monotonic()
-        dist.all_reduce(buffer, group=group)
-        synchronize(device)
-        seconds.append(time.monotonic() - begin)
-        buffer.fill_(1.0)
-    return statistics.median(seconds[2:])
-
-
-def _machine(site: str | None) -> tuple[Machine | None, str]:
-    """The machine, or what is wrong with it."""
-    try:
-        return find.find(os.environ, site)[0], ""
-    except MachineError as error:
-        return None, str(error)
-
-
-def _figures(machine: Machine, asked: bool, device: str, hosts: int, ranks: int) -> Machine | None:
-    """The machine with its rates, as far as they are known: of its file, or measured on this host, unless it was asked
-    for by name."""
-    try:
-        if asked:
-            return machine.changed({"hosts": hosts, "ranks_per_host": ranks // hosts})
-        return find.machine_here(device, machine.name or None, hosts, ranks)
-    except MachineError:
-        return None  # its file is one for launch alone
-
-
-def judged(level: Level, sizes: Sequence[int], machine: Machine | None, backend: str) -> Finding:
-    """ok or warn, with the numbers: those of the slowest group, of each size; of hosts together their sum."""
-    rates = level.rates(sizes)
-    slowest = [min(column) for column in zip(*rates, strict=True)]
-    shown = ", ".join(f"{units.size(size)} {rate / 1e9:.3g}" for size, rate in zip(sizes, slowest, strict=True))
-    latency = max(row[0] for row in level.seconds)
-    groups = len(level.groups)
-    what = f"{groups} groups" if level.together else f"{groups} hosts"
-    seen = f"{backend}, all-reduce of {level.ranks} ranks" + (f" in {what} at once" if groups > 1 else "")
-    seen += (
-        f": {SMALLEST} B in {latency * 1e6:,.0f} µs; GB/s of the bus{' of a host' if level.together else ''}: {shown}"
-    )
-    if machine is None:
-        return Finding(level.name, "ok", seen, "no figure to compare with: --site NAME, or mmm machine --measure")
-    field, efficiency = (
-        ("network_bandwidth", machine.network_efficiency)
-        if level.together
-        else (
-            "link_bandwidth",
-            machine.link_efficiency,
-        )
-    )
-    expected = getattr(machine, field) * efficiency
-    if not expected:
-        return Finding(level.name, "ok", seen, f"no figure to compare with: {machine.name} has no {field}")
-    seen += f"; {machine.name}: {expected / 1e9:.3g} ({field} × {efficiency:g})"
-    behind = _behind(level, rates)
-    if slowest[-1] >= SLOW * expected and not behind:
-        return Finding(level.name, "ok", seen)
-    advice = f"slow on {behind}: leave it out, or report it" if behind else _advice(level, machine)
-    return Finding(level.name, "warn", seen, advice)
-
-
-def _behind(level: Level, rates: list[list[float]]) -> str:
-    """The hosts whose rate is far below the others'; "" for none."""
-    last = [row[-1] for row in rates]
-    middle = statistics.median(last)
-    slow = [name for name, rate in zip(level.groups, last, strict=False) if len(last) > 1 and rate < APART * middle]
-    return ", ".join(slow[:SHOWN]) + (f" and {len(slow) - SHOWN} more" if len(slow) > SHOWN else "")
-
-
-def _advice(level: Level, machine: Machine) -> str:
-    if level.together and machine.advice:
-        return "; ".join(machine.advice)
-    say: Callable[[str], str] = "NCCL_DEBUG=INFO says which {} it takes".format
-    return (
-        say("network") if level.together else f"is the host busy, or are ranks far from their devices? {say('links')}"
-    )
+    device = torch.device(device_type)
+    if device_type != "cpu":
+        device = torch.device(device_type, rank.rank)
+        getattr(torch, device_type).set_device(device)
+    own = torch.tensor([10.0 * rank.rank, 10.0 * rank.rank + 1], device=device)
+    with process_group(rank, device, timeout):
+        result = own
+        if kind == "all-reduce":
+            dist.all_reduce(own)
+        elif kind == "all-gather":
+            result = own.new_empty(4)
+            all_gather(result, own)
+        elif kind == "reduce-scatter":
+            result = own.new_empty(1)
+            reduce_scatter(result, own)
+        elif kind == "all-to-all":
+            result = own.new_empty(2)
+            dist.all_to_all_single(result, own)
+        elif kind == "broadcast":
+            dist.broadcast(own, src=0)
+        elif rank.rank == 0:
+            dist.send(own, dst=1)
+        else:
+            dist.recv(own, src=0)
+        return backend_for(device), result.tolist()

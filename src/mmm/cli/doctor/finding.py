@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -30,13 +29,12 @@ class Place:
     """What is looked at. Tests put something made up in its place.
 
     Attributes:
-        environ: the environment. root: where /proc, /sys and /dev are looked for. prefix: of the virtual environment.
+        environ: the environment. root: where /proc, /sys and /dev are looked for.
         outdir: where runs write. import_timeout: seconds that importing torch may take. timeout: any other check.
     """
 
     environ: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
     root: Path = Path("/")
-    prefix: Path = Path(sys.prefix)
     outdir: Path = Path("outputs")
     import_timeout: float = 120.0
     timeout: float = 30.0

@@ -1,8 +1,7 @@
-"""Where files lie: the environment's and the runs' file systems, their free space, and a home to keep caches in."""
+"""Is the folder that runs write to fit: can it be written, on which file system is it, how much is free there?"""
 
 from __future__ import annotations
 
-import errno
 import os
 import re
 import shutil
@@ -14,25 +13,21 @@ from pathlib import Path
 from mmm.cli.doctor.finding import Finding, Place
 from mmm.units import GIB
 
-# A thousand ranks that import from one of these ask one server for ten thousand files each.
-PARALLEL = ("lustre", "gpfs", "beegfs", "panfs", "ceph", "daos", "fuse.daos", "fuse.dfuse", "wekafs", "pvfs2")
-SHARED = (*PARALLEL, "nfs", "nfs4", "afs", "cifs", "smb3", "fuse.sshfs", "glusterfs", "fuse.glusterfs")
+ONE_SERVER = ("nfs", "nfs4", "afs", "cifs", "smb3", "fuse.sshfs")
 MEMORY = ("tmpfs", "ramfs")
 SPREAD = "spread those of gigabytes before they are written, lfs setstripe -c 8"
 LEAST_FREE = 1 * GIB
 
 
-def file_system(path: Path, root: Path = Path("/")) -> tuple[str, str]:
-    """The type of the file system that holds `path`, and where that is mounted; by the kernel's list of mounts.
-
-    ("unknown", "") where there is no such list.
-    """
+def file_system(path: Path, root: Path = Path("/")) -> str:
+    """The type of the file system that holds `path`, by the kernel's list of mounts; "unknown" where there is none."""
     try:
         text = (root / "proc/self/mountinfo").read_text()
     except OSError:
-        return "unknown", ""
+        return "unknown"
     where = os.path.realpath(path)
-    best, kind = "", "unknown"
+    kind = "unknown"
+    longest = 0
     for line in text.splitlines():
         before, _, after = line.partition(" - ")
         fields = before.split()
@@ -40,34 +35,18 @@ def file_system(path: Path, root: Path = Path("/")) -> tuple[str, str]:
             continue
         point = fields[4].replace("\\040", " ").replace("\\011", "\t").replace("\\134", "\\")
         inside = point == "/" or where == point or where.startswith(point + "/")
-        if inside and len(point) >= len(best):  # of mounts at one place, the last one counts
-            best, kind = point, after.split()[0]
-    return kind, best
-
-
-def check_environment(place: Place) -> Iterator[Finding]:
-    """The file system of the (virtual) environment, from which every rank imports."""
-    kind, point = file_system(place.prefix, place.root)
-    seen = f"{place.prefix} on {kind}" + (f" ({point})" if point else "")
-    if kind in SHARED:
-        yield Finding(
-            "venv",
-            "warn",
-            seen,
-            "every rank that imports asks its server for thousands of files: copy the "
-            "environment to node-local disk, or let one process a host import (`launch`; on a cluster "
-            "`launch --ranks-by host`)",
-        )
-    else:
-        yield Finding("venv", "ok", seen)
+        if inside and len(point) >= longest:  # of mounts at one place, the last one counts
+            longest = len(point)
+            kind = after.split()[0]
+    return kind
 
 
 def check_outdir(place: Place) -> Iterator[Finding]:
     """Where runs write: the folder, or the nearest above it that exists. Written to for a try."""
     folder = place.outdir.absolute()
-    there = next(each for each in [folder, *folder.parents] if each.exists())
-    kind, point = file_system(there, place.root)
-    seen = f"{folder} on {kind}" + (f" ({point})" if point else "")
+    there = _existing(folder)
+    kind = file_system(there, place.root)
+    seen = f"{folder} on {kind}"
     if not there.is_dir():
         yield Finding("outdir", "fail", f"{there} is a file", "give another --outdir")
         return
@@ -76,19 +55,13 @@ def check_outdir(place: Place) -> Iterator[Finding]:
             file.write(b"mmm")
             file.flush()
     except OSError as error:
-        why = "read-only" if error.errno == errno.EROFS else error.strerror
-        yield Finding(
-            "outdir", "fail", f"{seen}: cannot be written: {why}", "give runs an --outdir that can be, on scratch say"
-        )
+        seen = f"{seen}: cannot be written: {error.strerror}"
+        yield Finding("outdir", "fail", seen, "give runs an --outdir that can be, on scratch say")
         return
     if kind in MEMORY:
-        yield Finding(
-            "outdir",
-            "warn",
-            seen,
-            "files are gone when the node restarts, and count as memory: give an --outdir on a disk",
-        )
-    elif kind in SHARED and kind not in PARALLEL:
+        advice = "files are gone when the node restarts, and count as memory: give an --outdir on a disk"
+        yield Finding("outdir", "warn", seen, advice)
+    elif kind in ONE_SERVER:
         yield Finding("outdir", "ok", seen, "fine for a record; large checkpoints want a parallel file system")
     else:
         yield Finding("outdir", "ok", seen)
@@ -96,32 +69,43 @@ def check_outdir(place: Place) -> Iterator[Finding]:
 
 
 def check_striping(place: Place) -> Iterator[Finding]:
-    """On Lustre, over how many targets a new file is spread: where runs write, and where data sets are."""
-    given = place.environ.get("MMM_DATA")
-    for name, folder in (("striping", place.outdir), ("striping, data", Path(given) if given else None)):
-        there = folder and next(each for each in [folder.absolute(), *folder.absolute().parents] if each.exists())
-        if there is None or file_system(there, place.root)[0] != "lustre":
-            continue
-        count = stripe_count(there, place.environ.get("PATH", ""))
-        seen = f"new files in {there}: " + ("unknown, lfs does not say" if count is None else stripes(count))
-        yield Finding(name, "ok", seen, f"files that all ranks read: {SPREAD} {there}" if count in (None, 1) else "")
+    """On Lustre, over how many targets a new file is spread where runs write."""
+    folder = _existing(place.outdir)
+    if file_system(folder, place.root) != "lustre":
+        return
+    count = stripe_count(folder, place.environ.get("PATH", ""))
+    advice = f"files that all ranks read: {SPREAD} {folder}"
+    if count is None:
+        yield Finding("striping", "ok", f"new files in {folder}: unknown, lfs does not say", advice)
+    elif count < 0:
+        yield Finding("striping", "ok", f"new files in {folder}: over all targets")
+    elif count == 1:
+        yield Finding("striping", "ok", f"new files in {folder}: 1 stripe, so on one target", advice)
+    else:
+        yield Finding("striping", "ok", f"new files in {folder}: {count} stripes, so on as many targets")
+
+
+def _existing(folder: Path) -> Path:
+    """The folder, or the nearest above it that exists."""
+    folder = folder.absolute()
+    while not folder.exists():
+        folder = folder.parent
+    return folder
 
 
 def stripe_count(folder: Path, path: str) -> int | None:
-    """The stripes of a new file in a folder on Lustre; -1: over all targets; None where Lustre's `lfs` does not say.
+    """The stripes of a new file in a folder on Lustre. −1: over all targets. None: Lustre's `lfs` does not say.
 
     Of a layout that grows with the file (PFL) it is that of its last part.
     """
     lfs = shutil.which("lfs", path=path)
     if lfs is None:
         return None
-    asked = subprocess.run([lfs, "getstripe", "-d", "-c", str(folder)], capture_output=True, text=True, check=False)
-    found = re.findall(r"(?:^|\s)(-?[0-9]+)\s*$", asked.stdout, re.MULTILINE)
-    return int(found[-1]) or 1 if asked.returncode == 0 and found else None  # 0: the file system's usual number, 1
-
-
-def stripes(count: int) -> str:
-    return "over all targets" if count < 0 else f"{count} stripe{'s' * (count != 1)}, so as many targets"
+    done = subprocess.run([lfs, "getstripe", "-d", "-c", str(folder)], capture_output=True, text=True, check=False)
+    last = re.search(r"(?:^|\s)(-?[0-9]+)\s*$", done.stdout)
+    if done.returncode or last is None:
+        return None
+    return int(last[1]) or 1  # 0: the file system's usual number, which is 1
 
 
 def check_space(name: str, folder: Path, place: Place) -> Iterator[Finding]:
@@ -132,22 +116,3 @@ def check_space(name: str, folder: Path, place: Place) -> Iterator[Finding]:
         yield Finding(name, "warn", seen, "a run that meets a full disk ends: free some, or give another --outdir")
     else:
         yield Finding(name, "ok", seen)
-
-
-def check_home(place: Place) -> Iterator[Finding]:
-    """A home folder that can be written: torch, matplotlib and mmm keep caches there."""
-    home = place.environ.get("HOME", "")
-    cure = "set HOME, or XDG_CACHE_HOME, MPLCONFIGDIR and TORCH_HOME, to a folder that can be written"
-    if not home:
-        yield Finding("home", "warn", "HOME is not set", cure)
-    elif not Path(home).is_dir():
-        yield Finding("home", "warn", f"HOME={home} is not a folder", cure)
-    else:
-        try:
-            with tempfile.TemporaryFile(dir=home):
-                pass
-        except OSError as error:
-            yield Finding("home", "warn", f"HOME={home} cannot be written: {error.strerror}", cure)
-        else:
-            kind, _ = file_system(Path(home), place.root)
-            yield Finding("home", "ok", f"{home} on {kind}")
