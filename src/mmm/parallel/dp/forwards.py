@@ -43,7 +43,7 @@ class Forwards:
         self._models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._looks_at_optimizers = False
 
-    def watch(self, model: nn.Module, units: Mapping[str, nn.Module]) -> None:
+    def watch(self, model: nn.Module, units: Mapping[str, Any]) -> None:
         """Note what is called of a model that `fully_shard` has sharded.
 
         Args:
@@ -54,7 +54,7 @@ class Forwards:
             self._looks_at_optimizers = True
         self._models.add(model)
         for name, module in units.items():
-            module.register_forward_pre_hook(self._noting(canonical_name(name)))
+            module.register_forward_pre_hook(self._noting(canonical_name(name) or "the model"))
 
     def _noting(self, unit: str) -> Callable[..., None]:
         return lambda *_: self.note(unit)
@@ -68,10 +68,14 @@ class Forwards:
         unused = {id(parameter) for parameter in parameters if parameter.requires_grad and parameter.grad is None}
         if not unused:
             return
-        for model in self._models:
-            for name, parameter in model.named_parameters():
-                if id(parameter) in unused:
-                    self.note(UNUSED + canonical_name(name))
+        names = [
+            canonical_name(name)
+            for model in self._models
+            for name, parameter in model.named_parameters()
+            if id(parameter) in unused
+        ]
+        for name in sorted(names):  # models are in no order
+            self.note(UNUSED + name)
 
     def take(self) -> tuple[int, Counter[str]]:
         """The hash and the calls since this was called last."""

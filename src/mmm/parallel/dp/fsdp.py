@@ -73,7 +73,8 @@ def apply_fsdp(model: nn.Module, mesh: DeviceMesh, plan: Plan, precision: Precis
     assert isinstance(model, FSDPModule)
     follow_shards(model)
     refuse_double_backward(model)
-    FORWARDS.watch(model, {name: unit for name, unit in model.named_modules() if name and isinstance(unit, FSDPModule)})
+    sharded = {name: unit for name, unit in model.named_modules() if isinstance(unit, FSDPModule)}
+    FORWARDS.watch(model, sharded)
     again = len(units[RESHARD_AFTER_FORWARD[techniques.reshard_after_forward]])
     for module in (inner for group in units[again:] for outer in group for inner in outer.modules()):
         if isinstance(module, FSDPModule):
