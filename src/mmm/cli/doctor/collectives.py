@@ -43,7 +43,7 @@ def check_collectives(place: Place) -> Iterator[Finding]:
 
 def two_ranks(kind: str, device: str, timeout: float) -> Iterator[Finding]:
     """Fork two ranks that make one collective."""
-    results = fork_ranks(collective, 2, kind, device, timeout, timeout=timeout)
+    results = fork_ranks(make_collective, 2, kind, device, timeout, timeout=timeout)
     backend = results[0][0]
     values = [result[1] for result in results]
     if values == EXPECTED[kind]:
@@ -53,7 +53,7 @@ def two_ranks(kind: str, device: str, timeout: float) -> Iterator[Finding]:
         yield Finding(f"{kind} {device}", "fail", seen, "do not train here: report it")
 
 
-def collective(rank: Any, kind: str, device_type: str, timeout: float) -> tuple[str, list[float]]:
+def make_collective(rank: Any, kind: str, device_type: str, timeout: float) -> tuple[str, list[float]]:
     """One rank's part: the backend, and what the rank has afterwards. A collective."""
     import torch
     import torch.distributed as dist
