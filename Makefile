@@ -76,7 +76,7 @@ test-interop: $(READY)
 fuzz: $(READY)
 	PYTHONPATH=tests $(BIN)/python -m fuzz --minutes $(MINUTES) $(if $(SEED),--seed $(SEED))
 
-# Files of every kind that mmm reads, changed at random: each is read right, or refused: make fuzz-files MINUTES=20 SEED=7
+# Files of every kind that mmm reads, changed at random: each is read, or refused in a line: make fuzz-files MINUTES=20 SEED=7
 fuzz-files: $(READY)
 	PYTHONPATH=tests $(BIN)/python -m fuzz_files --minutes $(MINUTES) $(if $(SEED),--seed $(SEED))
 

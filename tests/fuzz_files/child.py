@@ -22,11 +22,12 @@ from typing import Any, NamedTuple
 
 from fuzz_files.kinds import Kind
 from mmm.errors import UserError
+from mmm.launch.errors import UserError as LaunchUserError
+from mmm.outside import printable_lines
 from mmm.runtime.failure import report_user_error
 
 SECONDS, MOST = 10.0, 60.0  # of its own, or of waiting; by the clock, where others have the processor
 MEMORY = 1 << 30  # bytes
-LARGEST = 1 << 26  # bytes of a file that an oracle reads
 RUNS = (
     "os.system",
     "os.exec",
@@ -48,7 +49,7 @@ FRAME = re.compile(r'File "[^"]*?/(src/mmm/[^"]*|support/file_faults.py|fuzz_fil
 class Outcome(NamedTuple):
     """
     Attributes:
-        kind: "read", "right" (and an oracle agrees) or "refused"; or a fault, one of `FAULTS`.
+        kind: "read" or "refused"; or a fault, one of `FAULTS`.
         about: what was refused or went wrong. where: the last place in mmm, for a fault.
         text: all that is known of a fault.
     """
@@ -65,7 +66,7 @@ class Outcome(NamedTuple):
         return self.kind in FAULTS
 
 
-FAULTS = ("traceback", "hang", "memory", "executed", "wrong", "crash", "terminal")
+FAULTS = ("traceback", "hang", "memory", "executed", "crash", "terminal")
 _watched: Path | None = None  # the case's folder, in the process of a case
 _seen: list[str] = []
 _unpickles: tuple[str, ...] = ()
@@ -189,21 +190,21 @@ class Child:
 
 
 def outcome_of(kind: Kind, case: Path) -> Outcome:
-    """Read the files, and judge what is read."""
+    """Read the files."""
     try:
-        found = kind.read(case)
-    except UserError as error:
+        kind.read(case)
+    except (UserError, LaunchUserError) as error:
         about = str(error)
-        report_user_error(error)
+        if isinstance(error, UserError):
+            report_user_error(error)
+        else:
+            print(f"launch: error: {printable_lines(error)}", file=sys.stderr)
         return Outcome("memory", about, _place(error)) if NO_MEMORY.search(about) else Outcome("refused", about)
     except (Exception, SystemExit) as error:
         about = "".join(traceback.format_exception_only(error)).strip()
         fault = "memory" if NO_MEMORY.search(about) else "traceback"
         return Outcome(fault, about[:2000], _place(error), "".join(traceback.format_exception(error))[-6000:])
-    if kind.wrong is None or any(path.stat().st_size > LARGEST for path in case.rglob("*") if path.is_file()):
-        return Outcome("read")
-    problem = kind.wrong(case, found)
-    return Outcome("right") if problem is None else Outcome("wrong", problem, re.sub(r"[^a-z ]", "", problem)[:30])
+    return Outcome("read")
 
 
 def _place(error: BaseException) -> str:

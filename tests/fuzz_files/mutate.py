@@ -100,8 +100,6 @@ def _content(kind: Kind, name: str, content: bytes, random: random.Random) -> tu
             ) * 64, "unpacks to 4 GB"
         inside, said = _content(kind, name.removesuffix(".gz"), unpacked, random)
         return gzip.compress(inside, 1, mtime=0), f"unpacked, {said}"
-    if kind.own is not None and random.random() < 0.5 and (done := kind.own(name, content, random)) is not None:
-        return done
     if random.random() < 0.7 and (done := _as_json(content, random)) is not None:
         return done
     return _bytes(content, random)

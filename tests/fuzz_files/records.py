@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import json
-import math
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from fuzz_files.kinds import Kind
 from mmm import history
@@ -61,49 +58,6 @@ def read_journal(folder: Path) -> Any:
     found = read_dataset(folder)
     history.finalize(folder / "run")
     return found, history.load(folder / "run")
-
-
-def wrong_journal(folder: Path, found: Any) -> str | None:
-    """Whether each row is one of the journal's lines, as JSON has them, in their order."""
-    before = found[0]
-    lines = (folder / "run" / "before.jsonl").read_bytes().split(b"\n")[1:]
-    rows: dict[int, list[Any]] = {}
-    for line in lines:
-        try:
-            row = json.loads(line)
-            if isinstance(row["row"], dict) and isinstance(row["per_rank"], dict):  # else it is no row
-                rows.setdefault(row["draw"], []).append(row)
-        except (ValueError, TypeError, KeyError, RecursionError):
-            continue
-    draws = before["draw"].values.tolist()
-    if draws != sorted(set(draws)):
-        return "rows are out of order"
-    for at, draw in enumerate(draws):
-        for name in set(map(str, before.data_vars)):
-            value = before[name].values[at]
-            given = [_value(row, name) for row in rows.get(draw, [])]
-            if not any(_same(value, each) for each in given):
-                return "a value is in no line of the journal"
-    return None
-
-
-def _value(row: Any, name: str) -> Any:
-    return row["per_rank"].get(name, row["row"].get(name))
-
-
-def _same(value: Any, given: Any) -> bool:
-    if given is None:
-        return bool(np.all(np.isnan(value) if value.dtype.kind == "f" else value == -1))
-    given = np.asarray([math.nan if each is None else each for each in np.atleast_1d(given)], dtype=np.float64)
-    if value.ndim:  # a row may have fewer values than there are ranks: the rest is NaN
-        given = np.pad(given, (0, max(0, value.size - given.size)), constant_values=math.nan)
-    return bool(np.all((np.atleast_1d(value) == given) | (np.isnan(np.atleast_1d(value)) & np.isnan(given))))
-
-
-def seal_journal(folder: Path) -> None:
-    """Keep the journal as it is given, for `wrong_journal`: a reader makes a dataset of it."""
-    journal, kept = folder / "run" / JOURNAL, folder / "run" / "before.jsonl"
-    kept.write_bytes(journal.read_bytes() if journal.is_file() else b"")
 
 
 def read_record(folder: Path) -> Any:
@@ -180,7 +134,7 @@ def read_logs(folder: Path) -> Any:
 
 
 KINDS = (
-    Kind("record-journal", make_journal, (f"run/{JOURNAL}",), read_journal, wrong_journal, seal_journal),
+    Kind("record-journal", make_journal, (f"run/{JOURNAL}",), read_journal),
     Kind("record-config", make_record, ("run/config.json",), read_record),
     Kind("record-dataset", make_record, ("run/*.h5",), read_dataset),
     Kind("records-many", make_many, ("finished/config.json", "finished/*.h5", "killed/*.json*"), read_many),

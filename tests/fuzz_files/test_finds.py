@@ -37,24 +37,19 @@ def run(*words):
         ("writes_outside", 2, r"executed\s+.*\n.*outside/new, outside of the folder"),
         ("ends", 2, r"crash .*\n.*\n.*ended by SIGABRT"),
         ("says_it_raw", 2, r"terminal\s+.*\n.*\\\\x1b.* is written to the terminal"),
-        ("takes_all", 8, "wrong +another value"),
     ],
 )
 def test_planted_faults(tmp_path, reader, cases, words):
     done = run("-c", PLANTED, reader, "--cases", str(cases), "--seed", "1", "--scratch", str(tmp_path / "s"))
     assert done.returncode == 1, done.stdout + done.stderr
     assert re.search(words, done.stdout), done.stdout
-    if reader == "takes_all":
-        (case, *_) = re.findall(r"--case (planted:\d+)", done.stdout)
-        again = run("-c", PLANTED, reader, "--case", case, "--scratch", str(tmp_path / "s"))
-        assert (again.returncode, "wrong: 'another value'" in again.stdout) == (1, True), again.stdout + again.stderr
 
 
 @pytest.mark.long
 def test_a_sound_reader_has_none(tmp_path):
     done = run("-c", PLANTED, "sound", "--cases", "150", "--seed", "1", "--scratch", str(tmp_path / "s"))
     assert done.returncode == 0, done.stdout + done.stderr
-    planted = re.findall(r"^planted +(\d+) +(\d+) +(\d+) +·$", done.stdout, re.MULTILINE)
+    planted = re.findall(r"^planted +(\d+) +(\d+) +(\d+)$", done.stdout, re.MULTILINE)
     ((cases, refused, read),) = [tuple(map(int, row)) for row in planted]
     assert (cases, refused + read) == (150, 150)
     assert min(refused, read) > 20
