@@ -14,7 +14,6 @@ from mmm.parallel import Layout, Techniques
 from mmm.parallel.pp.schedules import SCHEDULES
 from mmm.plan.candidate import Choice, divisors
 from mmm.plan.named_model import read_model
-from mmm.plan.pictures import frontier
 from mmm.plan.report import details, missing, text_of, why_each
 from mmm.plan.script import job_script, launch_line
 from mmm.plan.search import Search
@@ -195,12 +194,6 @@ def test_usp_where_a_sequence_spans_hosts():
     }
     assert rows["cp_ulysses"][1] == 0 < rows["cp_ulysses"][0]
     assert rows["cp_ring"][0] == 0 < rows["cp_ring"][1]
-
-
-def test_the_frontier_falls(aurora):
-    edge = frontier(aurora[1].best)
-    assert [c.bytes for c in edge] == sorted(c.bytes for c in edge)
-    assert [c.cost.seconds for c in edge] == sorted((c.cost.seconds for c in edge), reverse=True)
 
 
 @pytest.mark.parametrize(

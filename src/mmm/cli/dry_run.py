@@ -28,7 +28,7 @@ docs/plan.md says what a dry run sees, and what it does not.
 NOT_FITTING_EXIT = 1
 FAILED_EXIT = 1
 LAUNCHERS = ("launch", "mpiexec", "mpirun", "srun", "torchrun")
-VALUED = ("--rank", "--memory", "--json", "--plots", "--theme")  # flags that take a value
+VALUED = ("--rank", "--memory", "--json")  # flags that take a value
 PYTHONS = ("python", "python3", sys.executable)
 
 
@@ -48,8 +48,6 @@ def main(argv: list[str]) -> int:
     budget = None if args.memory is None else int(parse_bytes(args.memory, "--memory"))
     if args.json is not None and not args.json.absolute().parent.is_dir():
         raise ConfigError(f"--json {args.json}: there is no folder {args.json.parent}")
-    if args.plots is not None and args.plots.exists() and not args.plots.is_dir():
-        raise ConfigError(f"--plots {args.plots}: it is a file; give a folder")
     target = target_of(command)
     if not whoami().is_main:
         return 0
@@ -68,10 +66,6 @@ def main(argv: list[str]) -> int:
     if budget is None:
         budget = _device_memory(found.ranks[0].device)
     print(dry_run_report.text_of(found, budget), flush=True)
-    if args.plots is not None:
-        from mmm.plan.dry_run_picture import draw
-
-        print(f"picture: {draw(found, budget, args.plots, args.theme)}")
     write_json(args.json, dry_run_report.json_of(found, budget, ["mmm", "dry-run", *argv]))
     return 0 if dry_run_report.verdict(found, budget)[0] else NOT_FITTING_EXIT
 
@@ -79,7 +73,7 @@ def main(argv: list[str]) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = Parser(
         prog="mmm dry-run",
-        usage="mmm dry-run WORLD_SIZE [--rank R] [--memory SIZE] [--json FILE] [--plots DIR] -- PROGRAM …",
+        usage="mmm dry-run WORLD_SIZE [--rank R] [--memory SIZE] [--json FILE] -- PROGRAM …",
         description=__doc__,
         epilog=EPILOG,
     )
@@ -91,8 +85,6 @@ def _parser() -> argparse.ArgumentParser:
         "--memory", metavar="SIZE", help="of a rank's device, such as 64GiB (what the device here has, if there is one)"
     )
     parser.add_argument("--json", metavar="FILE", type=Path, help="where to write all of it")
-    parser.add_argument("--plots", metavar="DIR", type=Path, help="draw memory over the last step, by part")
-    parser.add_argument("--theme", choices=("light", "dark"), default="light", help="of the picture (default: light)")
     return parser
 
 

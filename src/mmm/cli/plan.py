@@ -94,10 +94,6 @@ def parser() -> argparse.ArgumentParser:
     )
     shown.add_argument("--script", metavar="FILE", type=Path, help="write a job script that runs the best")
     shown.add_argument("--json", metavar="FILE", type=Path, help="write all that fit, best first")
-    shown.add_argument(
-        "--plots", metavar="DIR", type=Path, help="draw memory, sharding, tokens/s against ranks, time and memory"
-    )
-    shown.add_argument("--theme", choices=("light", "dark"), default="light", help="of the pictures (default: light)")
     tried = made.add_argument_group("what is tried: the best layout, or LAYOUT, such as pp2,dp2,tp2")
     tried.add_argument(*_both("dry_run"), metavar="LAYOUT", nargs="?", const="", help="its memory and what it sends")
     tried.add_argument(
@@ -233,10 +229,6 @@ def _report(args: argparse.Namespace, search: Search, found: Found) -> None:
     if args.script is not None:
         write_text(args.script, script.trial_script(line, spec, machine), "--script")
         lines.append(f"job script: {args.script}")
-    if args.plots is not None:
-        from mmm.plan.pictures import draw
-
-        lines += [f"picture: {path}" for path in draw(search, found, kinds, args.plots, args.theme)]
     print("\n".join(lines))
 
 

@@ -20,7 +20,7 @@ from mmm.errors import ConfigError, UserError
 from mmm.plan.held import HeldTensors
 from mmm.plan.program import Rehearsal, rehearsing
 from mmm.plan.sent_calls import SentCall
-from mmm.plan.tracker import MemoryPeak, MemoryTimeline
+from mmm.plan.tracker import MemoryPeak
 from mmm.processes.children import Child, Children, ended
 
 AT_ONCE = 2  # processes
@@ -35,7 +35,7 @@ class RankReport:
         peaks: the most bytes at once in each phase of the run (`StepClock.phase`), in their order.
         calls: to process groups in the last step, in their order.
         seconds: that the dry run took. notes: of what was chosen where no flag says.
-        held: which shards of its tensors it has. timeline: of its memory in the last step.
+        held: which shards of its tensors it has.
     """
 
     rank: int
@@ -49,7 +49,6 @@ class RankReport:
     seconds: float
     notes: tuple[str, ...] = ()
     held: HeldTensors | None = None
-    timeline: MemoryTimeline | None = None
 
     @property
     def peak(self) -> MemoryPeak:
@@ -185,5 +184,4 @@ def _report(rehearsal: Rehearsal, seconds: float) -> RankReport:
         seconds,
         rehearsal.notes,
         rehearsal.held,
-        rehearsal.timeline(),
     )

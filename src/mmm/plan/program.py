@@ -37,7 +37,7 @@ from mmm.plan.held import HeldTensors
 from mmm.plan.refusals import no_checkpoint, no_other_group, one_model
 from mmm.plan.sent_calls import SentInOrder
 from mmm.plan.stage_shapes import StageShapes, known_shapes
-from mmm.plan.tracker import MemoryPeak, MemoryTimeline, MemoryTracker, logit_widths
+from mmm.plan.tracker import MemoryPeak, MemoryTracker, logit_widths
 from mmm.runtime.contract import DRY_RUN_VARIABLE, RANK_VARIABLES
 from mmm.runtime.observer import Observer, WatchedRun, observing
 from mmm.torch_private import dry_run
@@ -118,12 +118,6 @@ class Rehearsal(Observer):
     def peaks(self) -> dict[str, MemoryPeak]:
         assert self.memory is not None, "no run has started"
         return self.memory.peaks()
-
-    def timeline(self) -> MemoryTimeline:
-        """Of the last step."""
-        steps = [phase for phase in self.peaks() if phase.startswith("step ")]
-        assert self.memory is not None
-        return self.memory.timeline(max(steps, default="", key=lambda phase: int(phase.split()[1])))
 
 
 @contextmanager

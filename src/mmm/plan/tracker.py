@@ -14,7 +14,6 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -56,24 +55,6 @@ class MemoryPeak:
     parts: dict[str, int]
     phase: str
     doing: str
-
-
-@dataclass(frozen=True)
-class MemoryTimeline:
-    """A phase, change by change: where the bytes came and went.
-
-    Attributes:
-        parts: the bytes of each of `PARTS` after each change.
-        doing: ``forward``, ``backward`` or ``optimizer`` at each.
-    """
-
-    phase: str
-    parts: dict[str, list[int]]
-    doing: list[str]
-
-    @cached_property
-    def total(self) -> list[int]:
-        return [sum(parts) for parts in zip(*self.parts.values(), strict=True)]
 
 
 @dataclass
@@ -208,17 +189,6 @@ class MemoryTracker:
     def _change(self, number: int, count: int) -> None:
         if count:
             self.changes.append(_Change(number, count, self.phase(), self.doing()))
-
-    def timeline(self, phase: str) -> MemoryTimeline:
-        """All changes of a phase."""
-        now, parts, doing = dict.fromkeys(PARTS, 0), {part: list[int]() for part in PARTS}, list[str]()
-        for change in self.changes:
-            now[self._kinds[change.storage]] += change.bytes
-            if change.phase == phase:
-                doing.append(change.doing)
-                for part, bytes_now in now.items():
-                    parts[part].append(bytes_now)
-        return MemoryTimeline(phase, parts, doing)
 
     def peaks(self) -> dict[str, MemoryPeak]:
         """The peak of each phase."""
