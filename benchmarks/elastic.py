@@ -3,8 +3,9 @@
     python benchmarks/elastic.py [--kills 100] [--minutes M] [--ranks 3 8] [--seed 0] [--json FILE]
 
 A language model is trained once undisturbed, and once by `launch --elastic 3:8` with `kill -9` of ranks at random
-moments, also while they start and while a checkpoint is written: one after the other until there is room for 3, then
-launch takes all in again. The global batch divides over 8, 6, 5, 4 and 3 ranks; 7 are refused, and 6 go on.
+moments, also while they start and while a checkpoint is written. One after the other is killed until fewer than 3 are
+left and launch ends; then it is started again, with 8. The global batch divides over 8, 6, 5, 4 and 3 ranks; 7 are
+refused, and 6 go on.
 
 Printed for each kill: how many ranks went on, and the pause from the kill to the end of the next step. In the end the
 losses have to be those of the undisturbed run to 1e-9, every step has to be in the record once, and nothing may be left
@@ -34,7 +35,6 @@ STEPS_A_KILL = 40  # of the whole run
 BATCH = 120  # divides over every number of ranks from 3 to 8 but 7
 LONGEST = 3.0  # s from one kill to the next, at most
 SHARE = 0.5  # of the undisturbed run's time, in which all kills come: there has to be a run to kill
-REJOIN = 1.0  # s beyond the longest, after the last kill, until launch has room for all ranks again
 SOON = 0.2  # of the kills do not wait until the run has gone on after the one before
 SERVER = b"mmm.launch.host.forkserver"
 TRAINER = (
@@ -45,7 +45,7 @@ TRAINER = (
 
 def start(words: list[str], steps: int, outdir: Path) -> subprocess.Popen:
     program = ["python3", *TRAINER.split()]
-    command = [sys.executable, "-m", "mmm.launch", *words, "--device", "cpu", *program]
+    command = [sys.executable, "-m", "mmm.launch", *words, "--device", "cpu", *program, "--resume", "auto"]
     return subprocess.Popen(
         [*command, "--max_iters", str(steps), "--outdir", str(outdir)],
         stdout=subprocess.PIPE,
@@ -65,11 +65,11 @@ class Follower:
     """What launch and rank 0 say, as it comes.
 
     Attributes:
-        room: for how many ranks there is room, at least. pauses: seconds from each kill to the next step.
+        ranks: that the run goes on with. pauses: seconds from each kill to the next step.
     """
 
-    def __init__(self, run: subprocess.Popen, most: int) -> None:
-        self.room, self.ranks, self.most = most, most, most
+    def __init__(self, most: int) -> None:
+        self.ranks, self.most = most, most
         self.pauses: list[float] = []
         self.said: list[str] = []
         self.killed: list[tuple[float, int]] = []  # when, of how many ranks; those after which no step has ended
@@ -77,6 +77,10 @@ class Follower:
         self.lost: list[int] = []  # steps made once more after each kill
         self.trains = False  # launch has gone on since the last kill
         self.lock = threading.Lock()
+
+    def begin(self, run: subprocess.Popen) -> None:
+        """Another launch, of all ranks."""
+        self.ranks, self.killed, self.trains = self.most, [], False
         self.threads = [threading.Thread(target=self.follow, args=(pipe,)) for pipe in (run.stdout, run.stderr)]
         for thread in self.threads:
             thread.start()
@@ -86,8 +90,6 @@ class Follower:
             with self.lock:
                 if match := re.match(r"launch: .*going on with (\d+) ranks", line):
                     self.ranks, self.trains = int(match[1]), True
-                elif "launch: there is room for" in line:
-                    self.room = self.most
                 elif "resumed from " in line:
                     self.lost.append(self.step + 1 - int(line.partition(" at step ")[2].split(",")[0]))
                     self.step -= self.lost[-1]
@@ -113,32 +115,37 @@ def disturb(
 ) -> tuple[Follower, int, int]:
     """Train with kills. What was said, how many were killed, and launch's exit code."""
     least, most = given.ranks
-    words = ["--elastic", f"{least}:{most}", "--rejoin", f"{longest + REJOIN:.2f}"]
-    run = start(words, given.steps, outdir)
     until = time.monotonic() + 60 * given.minutes
-    says, done, soon = Follower(run, most), 0, False
-    while not (outdir / "checkpoints").exists() and run.poll() is None:
-        time.sleep(0.05)
-    while run.poll() is None and done < given.kills and time.monotonic() < until:
-        time.sleep(chance.uniform(min(0.1, longest), longest))
-        while says.killed and not soon and run.poll() is None:
-            time.sleep(0.02)
-        with says.lock:
-            pids = ranks_of(outdir) if says.room > least else []
-            if not pids:
-                continue
-            try:
-                os.kill(chance.choice(pids), 9)
-            except ProcessLookupError:
-                continue
-            says.killed.append((time.monotonic(), says.ranks))
-            says.room, says.trains = says.room - 1, False
-        done, soon = done + 1, chance.random() < SOON
-        write(given.json, result | says.found(most) | {"kills": done})
+    says, done, soon = Follower(most), 0, False
+    while True:
+        run = start(["--elastic", f"{least}:{most}"], given.steps, outdir)
+        says.begin(run)
+        while not (outdir / "checkpoints").exists() and run.poll() is None:
+            time.sleep(0.05)
+        while run.poll() is None and done < given.kills and time.monotonic() < until:
+            time.sleep(chance.uniform(min(0.1, longest), longest))
+            while says.killed and not soon and run.poll() is None:
+                time.sleep(0.02)
+            with says.lock:
+                pids = ranks_of(outdir)
+                if not pids:
+                    continue
+                try:
+                    os.kill(chance.choice(pids), 9)
+                except ProcessLookupError:
+                    continue
+                says.killed.append((time.monotonic(), says.ranks))
+                says.trains = False
+            done, soon = done + 1, chance.random() < SOON
+            write(given.json, result | says.found(most) | {"kills": done})
+        code = run.wait()
+        for thread in says.threads:
+            thread.join()
+        too_few = "asks for at least" in "".join(says.said[-1:])
+        if code == 0 or not too_few:
+            break
     result["late"] = time.monotonic() >= until
-    for thread in says.threads:
-        thread.join()
-    return says, done, run.wait()
+    return says, done, code
 
 
 def main() -> int:

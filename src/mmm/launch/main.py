@@ -80,14 +80,7 @@ def _main(words: list[str], begin: float) -> int:
             return 1
         return 0
     streams.never_fail()
-    if plan.elastic is not None:
-        from mmm.launch.run.attempts import Attempts
-        from mmm.launch.run.backend_per_host import BackendPerHost
-
-        announce(plan)
-        attempts = Attempts(plan, retries)
-        return Run(BackendPerHost(plan, attempts, start_timeout), plan.ranks, limits, attempts).run()
-    return run_attempts(what, plan, options, limits, start_timeout, retries or 0, shared)
+    return run_attempts(what, plan, options, limits, start_timeout, retries, shared)
 
 
 def run_attempts(
@@ -96,10 +89,12 @@ def run_attempts(
     options: LaunchOptions,
     limits: walltime.Limits,
     start_timeout: float,
-    retries: int,
+    retries: int | None,
     shared: dict[str, str],
 ) -> int:
-    """Start a plan, and where it fails, plan and start again, up to `retries` times; the exit code of the last."""
+    """Start a plan, and where it fails, plan and start again, as `Attempts` says; the exit code of the last."""
+    from mmm.launch.run.attempts import Attempts
+
     staged: AbstractContextManager[Stage | None] = nullcontext()
     if options.stage is not None:
         from mmm.launch.host.stage import packed
@@ -108,23 +103,24 @@ def run_attempts(
     with staged as stage_of_run:
         options = replace(options, stage=stage_of_run)
         plan = replace(plan, stage=stage_of_run)
-        for attempt in range(retries + 1):
-            if attempt:  # whose start-up is its own
-                for told in (shared, os.environ):
-                    told.pop(contract.STARTED_VARIABLE, None)
-                shared[contract.BEGAN_VARIABLE] = repr(time.time())
-                plan = plan_run(what, replace(options, attempt=attempt), shared)
-            plan.shared[contract.ATTEMPT_VARIABLE] = Value(str(attempt), "launch")
-            if attempt == 0:
-                announce(plan)
+        announce(plan)
+        attempts = Attempts(plan, retries)
+        while True:
+            plan.shared[contract.ATTEMPT_VARIABLE] = Value(str(attempts.number), "launch")
+            if plan.elastic is not None:
+                bounds = f"{plan.elastic.least}:{plan.elastic.most}"
+                plan.shared[contract.ELASTIC_VARIABLE] = Value(bounds, "--elastic")
             with local_copy(plan) as copy:
-                run = Run(transport(plan, start_timeout, copy), plan.ranks, limits, is_retried=attempt < retries)
+                run = Run(transport(plan, start_timeout, copy), plan.ranks, limits)
                 code = run.run()
-            if code == 0 or not run.again or attempt == retries:
+            if code == 0 or not attempts.go_on(run, code):
                 return code
-            left = retries - attempt
-            print(f"launch: exit code {code}: starting again (--retries; {left} left)", file=sys.stderr, flush=True)
-        return code
+            # The start-up of the next attempt is its own.
+            shared.pop(contract.STARTED_VARIABLE, None)
+            os.environ.pop(contract.STARTED_VARIABLE, None)
+            shared[contract.BEGAN_VARIABLE] = repr(time.time())
+            places = attempts.in_use() if plan.elastic is not None else {}
+            plan = plan_run(what, replace(options, attempt=attempts.number, places=places), shared)
 
 
 @contextmanager
@@ -153,9 +149,6 @@ def startup(environ: Mapping[str, str], otherwise: float) -> dict[str, str]:
 def plan_run(what: Target, options: LaunchOptions, shared: dict[str, str]) -> LaunchPlan:
     """The plan for the job's hosts, or for this one where there is no job. shared: variables of launch's own."""
     plan = cluster.plan(what, options)
-    if plan is None and options.elastic is not None:
-        local.check(options)
-        plan = cluster.plan(what, replace(options, hosts="localhost"))
     plan = plan or local.plan(what, options)
     plan.shared.update({name: Value(value, "launch" if not plan.is_local else "") for name, value in shared.items()})
     return plan
@@ -174,7 +167,7 @@ def describe(plan: LaunchPlan, explain: bool) -> str:
 
 def announce(plan: LaunchPlan) -> None:
     """Say what was found, where that is more than this host."""
-    if plan.launcher.value not in (LOCAL, "direct"):
+    if plan.launcher.value != LOCAL:
         from mmm.launch.plan.table import table
 
         print(table(plan), file=sys.stderr, flush=True)

@@ -14,8 +14,6 @@ from mmm.launch.contract import Report
 from mmm.launch.plan import hosts
 from mmm.launch.plan.launch_plan import LaunchPlan
 
-DEVICE_VARIABLES = {"cuda": "CUDA_VISIBLE_DEVICES", "xpu": "ZE_AFFINITY_MASK"}
-
 
 @dataclass
 class RemoteAgent:
@@ -35,12 +33,17 @@ def start_commands(plan: LaunchPlan, agents: list[RemoteAgent]) -> list[Message]
     if plan.wished_port is not None:
         shared["MASTER_PORT"] = str(agents[0].hello["port"])  # it has rank 0
     if plan.by == "host":
-        sizes = counts_of(plan, agents)
-        return [plan.start_command(sum(sizes[:place]), size, shared) for place, size in enumerate(sizes)]
+        made: list[Message] = []
+        first = 0
+        for host in hosts_of(plan, agents):
+            count = plan.counts.value[host]
+            made.append(plan.start_command(first, count, shared, host))
+            first += count
+        return made
     by_host: dict[str, list[RemoteAgent]] = {}
     for agent in agents:
         by_host.setdefault(agent.host, []).append(agent)
-    made: list[Message] = []
+    made = []
     for agent in agents:
         peers = by_host[agent.host]
         local: Any = agent.hello.get("local_rank")
@@ -53,28 +56,14 @@ def start_commands(plan: LaunchPlan, agents: list[RemoteAgent]) -> list[Message]
     return made
 
 
-def counts_of(plan: LaunchPlan, agents: list[RemoteAgent]) -> list[int]:
-    """How many ranks each agent has, one agent a host: as planned for a host of its name, which the launcher backend
-    may have numbered in another order; where names are others here and there, as planned for its place."""
-    hosts_and_counts = zip(plan.hosts.value, plan.counts.value, strict=True)
-    planned = {hosts.host_key(name): count for name, count in hosts_and_counts}
+def hosts_of(plan: LaunchPlan, agents: list[RemoteAgent]) -> list[int]:
+    """The place in the plan of each agent's host, one agent a host. The launcher backend may have numbered them in
+    another order. Where names are others here and there, they are taken to be in the plan's."""
+    planned = {hosts.host_key(name): place for place, name in enumerate(plan.hosts.value)}
     names = [hosts.host_key(agent.host) for agent in agents]
-    return [planned[name] for name in names] if sorted(names) == sorted(planned) else list(plan.counts.value)
-
-
-def slot_commands(plan: LaunchPlan, by_host: dict[int, list[int]], shared: dict[str, str]) -> dict[int, Message]:
-    """What each agent of an elastic run is to run. by_host: number of a host → its slots that have a rank."""
-    made: dict[int, Message] = {}
-    first = 0
-    for host, slots in by_host.items():
-        made[host] = plan.start_command(first, len(slots), shared)
-        name = plan.machine.value.device_variable or DEVICE_VARIABLES.get(plan.device.value or "")
-        if slots != list(range(len(slots))) and name:  # a slot is a device, also where another rank takes it
-            shown = [device for device in os.environ.get(name, "").split(",") if device]
-            order = plan.device_order or shown or list(range(plan.per_host))
-            made[host] |= {"device_variable": name, "device_order": [order[slot] for slot in slots]}
-        first += len(slots)
-    return made
+    if sorted(names) == sorted(planned):
+        return [planned[name] for name in names]
+    return list(range(len(agents)))
 
 
 def read_failure(data: dict[str, Any], host: str, now: float) -> Failure:

@@ -30,6 +30,12 @@ class Failure:
     text: str = ""  # where there is no report
     host: str = ""  # "": this one
     final: bool = False  # somebody ended the run: starting it again is not wanted
+    lost: str = ""  # how the connection to the rank's host broke, where it did
+
+    @property
+    def is_killed(self) -> bool:
+        """Whether a signal has ended the rank."""
+        return self.report is None and not self.lost and self.exit_code > 128
 
     @classmethod
     def reported(cls, report: Report, host: str = "") -> "Failure":

@@ -19,7 +19,7 @@ import socket
 import time
 from typing import Any
 
-from mmm.launch.channel.link import Link, Lost, describe
+from mmm.launch.channel.link import CLOSED, Link, Lost, describe
 
 PROOF_TIMEOUT = 5.0  # s that a connection has to prove that it is of this run
 STRANGERS = 32  # connections without a proof, beyond those that are expected
@@ -64,7 +64,7 @@ def _receive(connection: socket.socket, size: int, ends: float) -> bytes:
         connection.settimeout(left)
         piece = connection.recv(size - len(received))
         if not piece:
-            raise Lost("its end was closed")
+            raise Lost(CLOSED)
         received += piece
     return received
 
@@ -86,7 +86,7 @@ class Stranger:
         """Take in what has come: the connection, once it has proven itself. Raises `OSError`, `Lost`."""
         piece = self.socket.recv(2 * SIZE - len(self.received))
         if not piece:
-            raise Lost("its end was closed")
+            raise Lost(CLOSED)
         self.received += piece
         if len(self.received) < 2 * SIZE:
             return None

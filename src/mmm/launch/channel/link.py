@@ -22,6 +22,7 @@ SEND_TIMEOUT = 5.0  # s
 CHUNK = 1 << 18
 LONGEST = 1 << 24  # bytes of a message
 LENGTH, MAC = 4, 32  # bytes
+CLOSED = "its end was closed"
 HEAD = LENGTH + MAC
 
 Message = dict[str, Any]
@@ -82,7 +83,7 @@ class Link:
         except OSError as error:
             raise Lost(describe(error)) from None
         if not data:
-            raise Lost("its end was closed")
+            raise Lost(CLOSED)
         self.buffer += data
         contents = []
         while len(self.buffer) >= LENGTH:

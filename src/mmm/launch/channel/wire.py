@@ -1,6 +1,6 @@
 """What launch and the fork server of its ranks say to each other: names of variables, and the messages.
 
-launch ── control pipe: {"signal": number} to pass on, {"ranks": …} to start; its end: launch is gone ──▶ fork server
+launch ── control pipe: {"signal": number} to pass on; its end: launch is gone ──▶ fork server
 launch ◀── status pipe: one JSON line a rank that started or ended ───────────────────  fork server
 launch ◀── failure socket: one JSON datagram a failed rank, sent before it exits ─────  ranks
 launch ── reason: a file in memory, empty until launch ends a run that has failed; then why ──▶ ranks
@@ -34,7 +34,6 @@ class Instructions:
     ignore_sigterm: bool = False  # SIGTERM comes to every process of the run: not the fork server's
     ignored: list[int] = field(default_factory=list)  # signals that launch was started to ignore
     skip: list[str] = field(default_factory=list)  # modules not to preload; ["*"]: none at all
-    persistent: bool = False  # when these ranks have ended: for the ranks of the next attempt
 
     def write(self) -> int:
         """Into a file without a name, which a new process inherits: its descriptor.

@@ -30,7 +30,6 @@ from mmm.launch.plan.stage import Stage
 from mmm.launch.program import target as targets
 from mmm.launch.program.target import Target
 from mmm.launch.run.local import LocalRanks
-from mmm.launch.run.server import ForkServerProcess
 
 MPI_PREFIXES = ("PMI_", "PMIX_", "OMPI_", "PALS_", "MPI_LOCAL", "HYDI_")
 NAMES = {"srun": "slurm", "hydra": "mpich", "pals": "pals", "openmpi": "openmpi"}  # in `RANK_VARIABLES`
@@ -51,9 +50,6 @@ def main() -> int:
     if hasattr(os, "sched_getaffinity"):
         hello["cpus"] = binding.as_text(sorted(os.sched_getaffinity(0)))
     hello["port"] = hosts.free_port("", entry["port"])
-    if "index" in entry:  # the only one on its host
-        hello["index"] = entry["index"]
-        return Agent(entry, target, hello, ()).run()
     try:
         place = numbers(entry["launcher"], os.environ, entry["processes"])
         hello |= {"rank": place[0], "world": place[1], "local_rank": place[2]}
@@ -63,20 +59,17 @@ def main() -> int:
 
 
 class Agent:
-    """Gets its host's copy of the environment, with --stage, and does what launch asks for: one attempt; in an elastic
-    run attempt after attempt, all ranks from one fork server.
+    """Gets its host's copy of the environment, with --stage, and runs its ranks.
 
     Attributes:
         entry: where launch is, and what it says of this agent. hello: what this one tells launch.
         inherit: file descriptors for the ranks.
-        copy: the environment that its ranks run from, with --stage. server: of an elastic run, once ranks have run.
+        copy: the environment that its ranks run from, with --stage.
     """
 
     def __init__(self, entry: dict[str, Any], target: Target, hello: dict[str, Any], inherit: tuple[int, ...]) -> None:
         self.entry, self.target, self.hello, self.inherit = entry, target, hello, inherit
-        self.is_elastic = "index" in entry
         self.copy: Copy | None = None
-        self.server: ForkServerProcess | None = None
 
     def run(self) -> int:
         """This process's exit code."""
@@ -89,11 +82,8 @@ class Agent:
                 message = link.one(None)
                 if "go" in message:
                     has_begun = True
-                    code, is_over = self.attempt(link, message["go"])
-                    if is_over:
-                        return code
-                elif "quit" in message or not self.is_elastic:
-                    return 0  # or launch ends before anything has begun; another message is for ranks that have ended
+                    return self.run_ranks(link, message["go"])
+                return 0  # launch ends before anything has begun
         except SystemExit:
             return 0  # told to end while it unpacked; at another code an MPI kills other hosts' agents, which clean up
         except Lost as lost:
@@ -106,8 +96,6 @@ class Agent:
                 self.copy.remove()
                 if is_lost:
                     end_helper()
-            if self.server is not None:
-                self.server.close()
 
     def unpack(self) -> None:
         """Get this host's copy of the environment, with --stage. launch hears of it if that fails."""
@@ -118,8 +106,8 @@ class Agent:
         except LaunchError as error:
             self.hello["error"] = f"{error} (on {self.hello['host']})"
 
-    def attempt(self, link: Link, go: dict[str, Any]) -> tuple[int, bool]:
-        """Run this host's ranks. Returns an exit code, and whether no attempt can follow. Raises `Lost`."""
+    def run_ranks(self, link: Link, go: dict[str, Any]) -> int:
+        """Run this host's ranks. Returns an exit code. Raises `Lost`."""
         if self.copy is not None:
             go["stage"] = {"source": self.entry["stage"]["source"], "copy": self.copy.path}
         try:
@@ -130,22 +118,19 @@ class Agent:
             finally:
                 if self.copy is not None:
                     self.copy.remove()
-            return 0, not self.is_elastic
+            return 0
         if go["by"] == "host":
             forget_mpi()
             self.inherit = ()
-        ranks = LocalRanks(plan, self.server, self.is_elastic, self.hello["host"], self.inherit)
-        supervisor = AgentSupervisor(ranks, link, self.entry["launcher"], self.copy)
-        code = supervisor.run()
-        self.server = ranks.server
-        return code, supervisor.link is None or not self.is_elastic
+        ranks = LocalRanks(plan, self.hello["host"], self.inherit)
+        return AgentSupervisor(ranks, link, self.entry["launcher"], self.copy).run()
 
 
 def refuse(link: Link, go: dict[str, Any], error: UserError) -> None:
     """Tell launch why this host starts no ranks. Raises `Lost`."""
     failure = Failure.of_user(int(go["ranks"][0]["RANK"]), str(error))
     link.send({"failure": commands.write_failure(failure, time.monotonic())})
-    link.send({"bye": True, "port": hosts.free_port("")})
+    link.send({"bye": True})
 
 
 def forget_mpi() -> None:

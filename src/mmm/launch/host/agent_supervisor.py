@@ -1,4 +1,4 @@
-"""An agent's part of one attempt: it supervises its ranks as launch does on one host, and launch decides."""
+"""An agent's part of a run: it supervises its ranks as launch does on one host, and launch decides."""
 
 import contextlib
 import os
@@ -14,7 +14,6 @@ from mmm.launch.channel.failures import Failure, say
 from mmm.launch.channel.link import Link, Lost
 from mmm.launch.channel.wire import PASSED_ON
 from mmm.launch.host.stage import Copy
-from mmm.launch.plan import hosts
 from mmm.launch.run.control import Run
 from mmm.launch.run.local import LocalRanks
 
@@ -115,10 +114,10 @@ class AgentSupervisor(Run):
             self.grace = self.grace_to_save()
             self.end(number)
 
-    def attempt_over(self) -> None:
+    def ranks_are_gone(self) -> None:
         """Say so."""
-        super().attempt_over()
-        self.tell({"bye": True, "port": hosts.free_port("")})  # for the next attempt
+        super().ranks_are_gone()
+        self.tell({"bye": True})
         if self.copy is not None:
             self.copy.remove()
         if self.link is None:

@@ -33,13 +33,12 @@ from mmm.launch.channel.wire import (
 from mmm.launch.contract import ENDING, MARKER_VARIABLE
 from mmm.launch.host import child, forks
 from mmm.launch.host.import_timer import ImportTimer
+from mmm.launch.host.torch_startup import TORCH_LATER, TORCH_LATER_FOR, is_in_bad_fork
 from mmm.launch.plan import binding
-from mmm.launch.program.preloads import OURS, preloads
+from mmm.launch.program.preloads import preloads
 from mmm.launch.program.target import Target
 from mmm.launch.run import processes
-from mmm.torch_private.startup import TORCH_LATER, TORCH_LATER_FOR, is_in_bad_fork
 
-READING = ("xarray", "h5netcdf")  # what rank 0 of ours imports to go on with a record, in every attempt but the first
 # Import opens MPI, a device or threads: left to the ranks, also where another package imports them.
 NOT_BEFORE_FORK = (
     *("mpi4py.MPI", "horovod", "cupy", "jaxlib", "tensorflow", "transformer_engine", "deepspeed", "apex", "ray"),
@@ -60,29 +59,25 @@ def main() -> NoReturn:
     signal.signal(signal.SIGINT, signal.SIG_IGN if signal.SIGINT in todo.ignored else signal.SIG_DFL)
     for number in (*PASSED_ON, *([signal.SIGTERM] if todo.ignore_sigterm else [])):
         signal.signal(number, signal.SIG_IGN)
-    if todo.persistent:  # a rank that cannot save does not end of being asked to
-        todo.ignored.append(signal.SIGUSR1)
     forks.die_with_parent(todo.launch_pid)  # until there are ranks, which have to be ended first
     for fd in (todo.control, todo.status, todo.failure):
         os.set_inheritable(fd, False)
     target = child.own_target()  # None where ranks are not forked
     if target is not None:
         preload(target, todo)
-    server, ranks = ForkServer(todo), todo.ranks
-    while ranks:
-        signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)  # each rank takes them once it can end in order
-        for variables in ranks:
-            sys.stdout.flush()
-            pid = os.fork()
-            if pid == 0:
-                forked = target is not None and not _fork_is_bad()
-                server.become_rank(variables, forked)
-                child.finish(child.run(target)) if forked and target is not None else execute(todo)
-            server.started(int(variables["RANK"]), pid)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING)
-        forks.outlive_parent()
-        ranks = server.watch()
-        contract.shared_imports = dict.fromkeys(contract.shared_imports, 0.0)  # imported for the ranks before
+    server = ForkServer(todo)
+    signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)  # each rank takes them once it can end in order
+    for variables in todo.ranks:
+        sys.stdout.flush()
+        pid = os.fork()
+        if pid == 0:
+            forked = target is not None and not _fork_is_bad()
+            server.become_rank(variables, forked)
+            child.finish(child.run(target)) if forked and target is not None else execute(todo)
+        server.started(int(variables["RANK"]), pid)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING)
+    forks.outlive_parent()
+    server.watch()
     os._exit(0)  # nothing here has anything to write, and taking torch down takes 0.4 s
 
 
@@ -109,8 +104,7 @@ def preload(target: Target, todo: Instructions) -> None:
         if any(name in sys.modules for name in NOT_BEFORE_FORK) or _device_open():
             start_anew(todo, each.module)
     later = TORCH_LATER if any(name in sys.modules for name in TORCH_LATER_FOR) else ()
-    ours = any(each.module.partition(".")[0] == OURS for each in wanted)
-    for name in (*later, *(READING if todo.persistent and ours else ())):
+    for name in later:
         with contextlib.suppress(ImportError):
             __import__(name)
     if _shadowed(target.first_path()):
@@ -193,7 +187,7 @@ class ForkServer:
         self.todo = todo
         self.pid = os.getpid()
         self.ranks: dict[int, int] = {}  # pid → rank, of those that live
-        self.buffer, self.messages = b"", list[dict]()
+        self.buffer = b""
         self.wake_read, self.wake_write = os.pipe()
         os.set_blocking(self.wake_write, False)
         signal.signal(signal.SIGCHLD, lambda number, frame: None)
@@ -234,20 +228,10 @@ class ForkServer:
             os.set_inheritable(self.todo.failure, True)
             os.environ[FAILURE_VARIABLE] = str(self.todo.failure)
 
-    def watch(self) -> list[dict[str, str]]:
-        """Serve launch until every rank has ended. If launch is gone, kill all that is left of the run.
-
-        Returns:
-            The variables of each rank to start next; none where launch wants no more.
-        """
+    def watch(self) -> None:
+        """Serve launch until every rank has ended. If launch is gone, kill all that is left of the run."""
         self.reap()
-        while self.ranks or self.todo.persistent:
-            while self.messages:
-                message = self.messages.pop(0)
-                if "ranks" in message:
-                    return list(message["ranks"])
-                for pid in self.ranks:  # not reaped, so the pid is still theirs
-                    os.kill(pid, message["signal"])
+        while self.ranks:
             ready, _, _ = select.select([self.todo.control, self.wake_read], [], [])
             if self.wake_read in ready:
                 os.read(self.wake_read, 4096)
@@ -258,8 +242,9 @@ class ForkServer:
                     processes.end(os.getsid(0), os.environ[MARKER_VARIABLE], grace=0.0)
                     os.killpg(0, signal.SIGKILL)
                 *lines, self.buffer = (self.buffer + data).split(b"\n")
-                self.messages += map(json.loads, lines)
-        return []
+                for line in lines:
+                    for pid in self.ranks:  # not reaped, so the pid is still theirs
+                        os.kill(pid, json.loads(line)["signal"])
 
     def reap(self) -> None:
         while self.ranks:

@@ -42,7 +42,7 @@ from mmm.machines.machine import Machine
 
 @dataclass(frozen=True)
 class Backend:
-    """What starts the processes. kind: as of `LaunchPlan.launcher`. program: mpiexec, srun; "" of "direct"."""
+    """What starts the processes. kind: as of `LaunchPlan.launcher`. program: mpiexec or srun."""
 
     kind: str
     program: str
@@ -50,8 +50,6 @@ class Backend:
 
     def line(self, request: Request, by_host: bool) -> list[str]:
         """The command line, up to what it starts. by_host: a process a host."""
-        if self.kind == "direct":
-            return []
         if self.kind != "srun":
             return mpi.line(self.kind, self.program, request)
         if words := self.site.srun_by_host if by_host else self.site.srun:
@@ -65,14 +63,10 @@ def choose_backend(
     options: LaunchOptions,
     job: Job,
     site: Machine,
-    listed: hosts.Hosts,
     environ: Mapping[str, str],
     version: str | None,
 ) -> tuple[Backend, str]:
     """What starts the processes, and why."""
-    alone = options.mpiexec is None and all(map(hosts.is_here, [*listed, *options.spare]))
-    if alone and options.elastic is not None:
-        return Backend("direct", "", site), "launch itself: all ranks are on this host"
     kind, program, why = _launcher(options, job, site, environ, version)
     return Backend(kind, program, site), why
 
@@ -108,26 +102,17 @@ def request_of(
     """What the launcher backend is asked for. bind: its words for binding."""
     all_of_job = placed.hosts == job.hosts
     all_listed = len(placed.hosts) == len(listed) and not any(listed.values())
+    hostfile = (options.hostfile if all_listed else None) or (job.hostfile if all_of_job else None)
     return Request(
         counts=(1,) * len(placed.hosts) if options.by == "host" else placed.counts,
         hosts=placed.hosts,
-        hostfile=(options.hostfile if all_listed else None) or (job.hostfile if all_of_job else None),
+        hostfile=None if options.places else hostfile,
         subset=not all_of_job,
         bind=bind,
         env=options.env,
         environ=environ,
         more=options.launcher_args,
     )
-
-
-def each_host(
-    target: Target, options: LaunchOptions, backend: Backend, request: Request, job: Job
-) -> dict[str, list[str]]:
-    """`LaunchPlan.agent_commands`. Raises `LaunchError`: the spare hosts cannot be used."""
-    check_spare_hosts(options.spare, request.hosts, job.hosts)
-    one = replace(request, counts=(1,), hostfile=None, subset=True)
-    names = (*request.hosts, *options.spare)
-    return {name: [*backend.line(replace(one, hosts=[name]), True), *agent(target)] for name in names}
 
 
 def agent(target: Target) -> list[str]:
@@ -155,11 +140,15 @@ def plan(
     if not listed:
         return None
     site, site_why = machines.find(environ, options.site)
-    backend, backend_why = choose_backend(options, job, site, listed, environ, version)
+    backend, backend_why = choose_backend(options, job, site, environ, version)
     found = (found or accelerators.find(environ=environ, build=build)) if any(map(hosts.is_here, listed)) else None
     device = _device(options, site, environ, found)
     devices = _devices(device.value, site, job, found)
     placed = placement.place(options, job, listed, None if device.value == "cpu" else devices.value, devices.source)
+    check_spare_hosts(options.spare, placed.hosts, job.hosts)
+    if options.places:
+        counts = tuple(len(places) for places in options.places.values())
+        placed = replace(placed, hosts=tuple(options.places), counts=counts, why="what is left (--elastic)", notes=())
     used, counts = placed.hosts, placed.counts
     options, by_notes = _started_by(options, backend, counts)
     bind, words, binding_words = _binding(options, site, backend.kind, max(counts))
@@ -193,7 +182,7 @@ def plan(
         stage=options.stage,
         notes=(*machines.old_places(environ), *job.notes, *placed.notes, *by_notes),
         elastic=options.elastic,
-        agent_commands=each_host(target, options, backend, request, job) if options.elastic is not None else {},
+        places=tuple(options.places.values()),
     )
 
 

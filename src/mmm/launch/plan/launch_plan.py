@@ -1,5 +1,6 @@
 """What is to be started, on this host alone or on many; each value with where it came from."""
 
+import os
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
@@ -10,6 +11,7 @@ from mmm.launch.program.target import Target
 from mmm.machines.machine import Machine
 
 T = TypeVar("T")
+DEVICE_VARIABLES = {"cuda": "CUDA_VISIBLE_DEVICES", "xpu": "ZE_AFFINITY_MASK"}
 LOCAL = "local"  # the launcher of ranks that launch itself starts and supervises, on this host
 
 
@@ -27,7 +29,7 @@ class LaunchPlan:
     """Everything that a run needs.
 
     Attributes:
-        launcher: `LOCAL`; "srun", "hydra", "pals" or "openmpi"; "direct": launch itself, an agent a host.
+        launcher: `LOCAL`; "srun", "hydra", "pals" or "openmpi".
         hosts: those used, in order. counts: how many ranks each has; the first has ranks 0 … counts[0] − 1.
         device: torch's device type, where one was chosen or found.
         shared: variables for every rank, `settings` too.
@@ -40,8 +42,8 @@ class LaunchPlan:
         machine: the known machine's data, or the empty `Machine`.
         settings: its variables for every rank. device_order: its devices for local rank 0, 1, … of a host.
         environ: what the launcher backend itself gets on top of launch's environment.
-        elastic: what --elastic asks for. agent_commands: then, host → command that starts its agent alone; of the
-            spare hosts too, which come last.
+        elastic: what --elastic asks for.
+        places: of a later attempt of an elastic run, the numbers on each host of the places in use; empty: the first.
     """
 
     target: Target
@@ -65,7 +67,7 @@ class LaunchPlan:
     device_order: list[int] = field(default_factory=list)
     environ: dict[str, str] = field(default_factory=dict)
     elastic: Elastic | None = None
-    agent_commands: dict[str, list[str]] = field(default_factory=dict)
+    places: tuple[list[int], ...] = ()
 
     @property
     def is_local(self) -> bool:
@@ -97,11 +99,27 @@ class LaunchPlan:
         """How many the launcher backend starts."""
         return self.ranks if self.by == "rank" else len(self.hosts.value)
 
-    def start_command(self, first: int, count: int, shared: dict[str, str], **more: Any) -> dict[str, Any]:
+    def order_on(self, host: int) -> tuple[str, list[int]]:
+        """The variable that shows a rank its device, and the devices of local rank 0, 1, … of a host. None where every
+        rank sees all. In an elastic run a place is a device, also where another rank takes it."""
+        variable = self.machine.value.device_variable
+        order = self.device_order
+        places = self.places[host] if self.places else []
+        if places != list(range(len(places))):
+            variable = variable or DEVICE_VARIABLES.get(self.device.value or "", "")
+            shown = [device for device in os.environ.get(variable, "").split(",") if device.isdigit()]
+            everyone = order or [int(device) for device in shown] or list(range(max(places) + 1))
+            order = [everyone[place] for place in places]
+        return variable, order if variable else []
+
+    def start_command(
+        self, first: int, count: int, shared: dict[str, str], host: int = 0, **more: Any
+    ) -> dict[str, Any]:
         """What a process is told that holds ranks `first` … `first` + `count` − 1, all that are on its host.
 
         Args:
-            shared: variables for every rank. more: further entries, or others in the place of these.
+            shared: variables for every rank. host: its place in `hosts`.
+            more: further entries, or others in the place of these.
         """
         told: dict[str, Any] = {
             "by": self.by,
@@ -112,6 +130,7 @@ class LaunchPlan:
             "ranks": [{"RANK": str(first + local), "LOCAL_RANK": str(local)} for local in range(count)],
             "shared": shared | {"LOCAL_WORLD_SIZE": str(count)},
         }
-        if self.device_order:
-            told |= {"device_variable": self.machine.value.device_variable, "device_order": self.device_order}
+        variable, order = self.order_on(host)
+        if order:
+            told |= {"device_variable": variable, "device_order": order}
         return told | more

@@ -35,7 +35,8 @@ def plan(
     found = found or accelerators.find(build=build, environ=environ)
     device = variables.given_device(options.device, environ)
     device = device or Value(found.device, f"found {found.why}" if found.device else "")
-    ranks, device, notes = _ranks(options.nproc or options.per_host, device, found)
+    places = next(iter(options.places.values()), [])
+    ranks, device, notes = _ranks(len(places) or options.nproc or options.per_host, device, found)
     check_loopback()
     shared = {
         "WORLD_SIZE": Value(str(ranks.value), ""),
@@ -65,6 +66,8 @@ def plan(
         bind=bind,
         notes=notes,
         stage=options.stage,
+        elastic=options.elastic,
+        places=tuple(options.places.values()),
     )
 
 

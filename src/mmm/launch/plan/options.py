@@ -13,17 +13,18 @@ from mmm.launch.errors import LaunchError
 from mmm.launch.plan import hosts, mpi, scheduler, stage
 from mmm.launch.plan.stage import Stage
 
-REJOIN = 60.0  # s
-
 
 @dataclass(frozen=True)
 class Elastic:
-    """least, most: ranks that the run may go on with; it begins with the most. rejoin: seconds after the last failure
-    at which ranks that were killed, and hosts that were lost, are tried again. spare: hosts for those that are lost."""
+    """What --elastic asks for.
+
+    Attributes:
+        least, most: numbers of ranks that the run may go on with. It begins with the most.
+        spare: hosts that take the place of those that are lost.
+    """
 
     least: int
     most: int
-    rejoin: float = REJOIN
     spare: tuple[str, ...] = ()
 
     def __str__(self) -> str:
@@ -31,13 +32,12 @@ class Elastic:
 
 
 def elastic_of(
-    words: str | None, rejoin: float | None, spare: str | None, nproc: int | None, retries: int | None, stage: bool
+    words: str | None, spare: str | None, nproc: int | None, retries: int | None, stage: bool
 ) -> Elastic | None:
     """What the command line asks for; None where it is not asked for. Raises `LaunchError`."""
     if words is None:
-        for name, given in (("--rejoin", rejoin), ("--spare-hosts", spare)):
-            if given is not None:
-                raise LaunchError(f"{name} is of --elastic MIN:MAX, which is not given.")
+        if spare is not None:
+            raise LaunchError("--spare-hosts is of --elastic MIN:MAX, which is not given.")
         return None
     match = re.fullmatch(r"(-?\d+):(-?\d+)", words)
     if match is None:
@@ -53,7 +53,7 @@ def elastic_of(
         raise LaunchError(f"--retries 0 --elastic {words}: the run could not go on. Leave --retries out, or give more.")
     if stage:
         raise LaunchError(f"--stage and --elastic {words} do not go together: leave one out.")
-    return Elastic(least, most, rejoin or REJOIN, tuple(hosts.parse_list(spare)) if spare else ())
+    return Elastic(least, most, tuple(hosts.parse_list(spare)) if spare else ())
 
 
 def check_spare_hosts(spare: Sequence[str], used: Sequence[str], of_job: Sequence[str]) -> None:
@@ -108,6 +108,7 @@ class LaunchOptions:
     stage: Stage | None = None
     attempt: int = 0
     elastic: Elastic | None = None
+    places: dict[str, list[int]] = field(default_factory=dict)  # of a later attempt: host → its places in use
 
     @property
     def spare(self) -> tuple[str, ...]:
@@ -152,11 +153,6 @@ def _add_run(made: argparse.ArgumentParser) -> None:
         "--elastic",
         metavar="MIN:MAX",
         help="begin with MAX ranks; go on from the last checkpoint with those that are left, if there are MIN",
-    )
-    made.add_argument(
-        "--rejoin",
-        metavar="S",
-        help="with --elastic: take killed ranks and lost hosts in again, S seconds after a failure (default: 60)",
     )
     made.add_argument(
         "--signal", metavar="NAME@S", help="send every rank signal NAME (USR1, TERM, …) S seconds before the job's end"
@@ -236,8 +232,7 @@ def launch_options(args: argparse.Namespace) -> LaunchOptions:
     except ValueError as error:
         raise LaunchError(f"--launcher-args {args.launcher_args!r}: {error}.") from None
     nproc, retries = count("-n", args.nproc), count("--retries", args.retries, least=0)
-    rejoin = seconds("--rejoin", args.rejoin)
-    wanted = elastic_of(args.elastic, rejoin, args.spare_hosts, nproc, retries, args.stage is not None)
+    wanted = elastic_of(args.elastic, args.spare_hosts, nproc, retries, args.stage is not None)
     return LaunchOptions(
         nproc=nproc if wanted is None else wanted.most,
         per_host=count("-ppn", args.ppn),

@@ -34,6 +34,8 @@ def describe(plan: LaunchPlan, host: HostPlan, preloads: list[str], explain: boo
     for rank in host.ranks:
         lines.append(f"rank {rank['RANK']}:")
         lines += [f"  {name}={value}" for name, value in rank.items()]
+    if plan.elastic is not None:
+        lines.append(f"elastic  {plan.elastic}")
     if plan.stage is not None:
         lines.append(f"stage    {plan.stage}")
     return "\n".join(lines)

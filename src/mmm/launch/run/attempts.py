@@ -1,128 +1,131 @@
-"""`launch --elastic MIN:MAX`: a rank or a host dies, and the ranks that are left go on from the last checkpoint.
+"""Whether a run that has failed is started again, and with which ranks: `--retries N`, `--elastic MIN:MAX`.
 
-    slots     A host has as many as it is to have ranks at most. The slot of a rank that was killed rests, a lost host
-              is away; both are tried again, `rejoin` seconds after the last failure. The slot of a rank that failed by
-              itself (an exception, an exit code) stays out: a program with a mistake ends after MAX - MIN + 1 attempts.
-    attempt   A run of the program on so many ranks: as many as there are slots, at most MAX. CMD itself knows which
-              numbers its layout takes: it refuses others by a `LayoutError`, before its ranks meet. Then the next lower
-              number is tried, and that one never again. With fewer than MIN the run ends.
-    growth    Slots have come back, and a larger number may do: the ranks get SIGUSR1, save, and exit with code 75
-              (`contract.SAVED_EXIT`); the next attempt has them all. A program that knows no SIGUSR1 ignores it.
+Each attempt is a start like the first, and the program goes on from its last checkpoint. With `--elastic` what has
+failed is left out. A place is where one rank runs: a host, and a number on it, which stands for one of its devices.
 
-What holds the ranks is `mmm.launch.run.backend_per_host`'s.
+    a rank that failed      its place is left out
+    a host that was lost    all of its places are left out; `--spare-hosts` come next
+    a number of ranks that  the next lower number is tried, and that one never again. The program itself says which
+    CMD refuses             numbers its layout takes, by a `LayoutError` before its ranks meet
+
+With fewer than MIN ranks the run ends.
 """
 
-import time
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-
 from mmm.launch.channel.failures import Failure, say
+from mmm.launch.channel.link import CLOSED
 from mmm.launch.contract import SAVED_EXIT
 from mmm.launch.plan.launch_plan import LaunchPlan
-
-SHORT_GRACE = 0.1  # s for the ranks that are left, when the run goes on without one that was killed
-
-
-@dataclass
-class Host:
-    """One that ranks may run on. resting, out: slots that have no rank for now, and for good."""
-
-    name: str
-    index: int
-    slots: int
-    is_there: bool = False  # its agent has connected
-    resting: set[int] = field(default_factory=set)
-    out: set[int] = field(default_factory=set)
+from mmm.launch.run.control import Run
 
 
 class Attempts:
-    """Which slots may have a rank, and whether another attempt follows one that is over.
+    """The attempts of one `launch`.
 
     Attributes:
-        bounds: what --elastic asks for.
-        retries: how many failures the run may go on after; None: any number.
-        hosts: all, the spare ones last.
-        number: of the attempt, from 0; −1: before the first.
-        places: host and slot of each of its ranks.
-        cause: the failure that has ended it.
-        fits: number of ranks → whether CMD has taken it.
-        rejoin_at: when what was left out is tried again, `time.monotonic()`.
-        exit_code: of the last attempt that has failed.
+        number: number of the attempt under way, from 0.
+        left: number of further attempts that may follow; None: any number.
+        elastic: what --elastic asks for; None where every attempt has the same ranks.
+        ranks: number of ranks of the attempt under way.
+        places: host and number on it of each place that was not left out. The first `ranks` of them are in use.
+        refused: numbers of ranks that CMD has refused.
+        accepted: numbers of ranks that it has run with.
     """
 
-    def __init__(self, plan: LaunchPlan, retries: int | None = None) -> None:
-        assert plan.elastic is not None
-        self.bounds, self.retries = plan.elastic, retries
-        slots = dict(zip(plan.hosts.value, plan.counts.value, strict=True))
-        names = plan.agent_commands
-        self.hosts = [Host(name, index, slots.get(name, plan.per_host)) for index, name in enumerate(names)]
-        self.number = -1
-        self.places: list[tuple[Host, int]] = []
-        self.cause: Failure | None = None
-        self.fits: dict[int, bool] = {}
-        self.rejoin_at: float | None = None
-        self.exit_code = 1
+    def __init__(self, plan: LaunchPlan, retries: int | None) -> None:
+        self.number = 0
+        self.elastic = plan.elastic
+        self.left = retries
+        if retries is None and self.elastic is None:
+            self.left = 0
+        self.ranks = plan.ranks
+        self.places: list[tuple[str, int]] = []
+        for host, count in zip(plan.hosts.value, plan.counts.value, strict=True):
+            self.places += [(host, number) for number in range(count)]
+        if self.elastic is not None:
+            for host in self.elastic.spare:
+                self.places += [(host, number) for number in range(plan.per_host)]
+        self.refused: set[int] = set()
+        self.accepted: set[int] = set()
 
-    def free(self) -> list[tuple[Host, int]]:
-        """Host and number of each slot that may have a rank."""
-        there = [host for host in self.hosts if host.is_there]
-        return [(host, slot) for host in there for slot in range(host.slots) if slot not in host.resting | host.out]
+    @property
+    def may_follow(self) -> bool:
+        """Whether another attempt follows if this one fails."""
+        return self.left is None or self.left > 0
 
-    def best(self) -> int | None:
-        """With how many ranks the run may go on."""
-        most = min(self.bounds.most, len(self.free()))
-        return next((n for n in range(most, self.bounds.least - 1, -1) if self.fits.get(n, True)), None)
-
-    def begin(self, ranks: int) -> dict[int, list[int]]:
-        """The next attempt, on so many ranks. Returns its slots by the index of their host."""
-        self.number, self.places = self.number + 1, self.free()[:ranks]
-        by_host: dict[int, list[int]] = {}
-        for host, slot in self.places:
-            by_host.setdefault(host.index, []).append(slot)
+    def in_use(self) -> dict[str, list[int]]:
+        """The places of the attempt under way: host → numbers."""
+        by_host: dict[str, list[int]] = {}
+        for host, number in self.places[: self.ranks]:
+            by_host.setdefault(host, []).append(number)
         return by_host
 
-    def after_failure(self, cause: Failure, known: Sequence[Failure]) -> float | None:
-        """Take the slots of `known`, of which `cause` is the first, out of use. Returns the grace of the other ranks:
-        a short one where enough are left to go on after one that was killed, for they have nothing to save or to say.
-        """
-        self.cause = cause
-        left = len(self.free()) - len(known)
-        goes_on = cause.report is None and cause.exit_code > 128 and self.retries != 0 and left >= self.bounds.least
-        if cause.exit_code != SAVED_EXIT and (cause.report is None or not cause.report.is_users):
-            for failure in known:
-                killed = failure.report is None and failure.exit_code > 128
-                is_own = failure is cause or (killed and not failure.doubt)
-                if is_own and 0 <= failure.rank < len(self.places):
-                    host, slot = self.places[failure.rank]
-                    if host.is_there:
-                        (host.resting if killed or failure.doubt else host.out).add(slot)
-        return SHORT_GRACE if goes_on else None
-
-    def go_on(self, exit_code: int, again: bool) -> bool:
-        """No rank is left: whether another attempt follows."""
-        ranks, report = len(self.places), self.cause.report if self.cause is not None else None
-        self.cause = None
-        refused = report is not None and report.kind == "layout" and not self.fits.get(ranks)
-        if refused and (self.number or ranks < self.bounds.most):
-            self.fits[ranks] = False
-        else:
-            saved = exit_code == SAVED_EXIT
-            if not again or (self.retries == 0 and not saved):
+    def go_on(self, run: Run, exit_code: int) -> bool:
+        """Decide what follows an attempt that has failed. Returns False where nothing does."""
+        if self.elastic is None:
+            if not run.again or not self.may_follow:
                 return False
-            self.fits[ranks] = True
-            if not saved:
-                self.retries = None if self.retries is None else self.retries - 1
-                self.rejoin_at = time.monotonic() + self.bounds.rejoin
-        self.exit_code = exit_code
-        if (next_ranks := self.best()) is not None:
-            left = "" if self.retries is None else f"; --retries: {self.retries} left"
-            text = f"{ranks} ranks do not fit" if refused else f"exit code {exit_code}"
-            say(f"launch: {text}: going on with {next_ranks} ranks (--elastic{left})")
+            self.count_down()
+            self.number += 1
+            say(f"launch: exit code {exit_code}: starting again (--retries; {self.left} left)")
+            return True
+        if self.is_refused(run.cause):
+            self.refused.add(self.ranks)
+            reason = f"{self.ranks} ranks do not fit"
+        else:
+            if not run.again or not self.may_follow:
+                return False
+            self.accepted.add(self.ranks)
+            self.count_down()
+            self.leave_out(run)
+            reason = f"exit code {exit_code}"
+        best = self.best_number()
+        if best is None:
+            least = self.elastic.least
+            say(f"launch: there is room for {len(self.places)} ranks, and --elastic asks for at least {least}")
+            return False
+        self.ranks = best
+        self.number += 1
+        left = ""
+        if self.left is not None:
+            left = f"; --retries: {self.left} left"
+        say(f"launch: {reason}: going on with {best} ranks (--elastic{left})")
         return True
 
-    def too_few(self) -> str:
-        """In words why there is no attempt."""
-        absent = [host.name for host in self.hosts if not host.is_there]
-        silent = f"; nothing is heard from {', '.join(absent)}" if absent else ""
-        least = self.bounds.least
-        return f"there is room for {len(self.free())} ranks, and --elastic asks for at least {least}{silent}"
+    def count_down(self) -> None:
+        if self.left is not None:
+            self.left -= 1
+
+    def is_refused(self, cause: Failure | None) -> bool:
+        """Whether CMD's layout does not take this number of ranks. The first number is the user's own mistake."""
+        if cause is None or cause.report is None or cause.report.kind != "layout":
+            return False
+        return self.number > 0 and self.ranks not in self.accepted
+
+    def leave_out(self, run: Run) -> None:
+        """Take the places of what has failed out of use."""
+        used = self.places[: self.ranks]
+        hosts = set(run.silent_hosts)
+        if hosts >= {host for host, _ in used}:
+            hosts = set()  # nothing has started: no host is to blame
+        places = set()
+        for failure in run.failures:
+            if failure.exit_code == SAVED_EXIT or not 0 <= failure.rank < len(used):
+                continue
+            place = used[failure.rank]
+            is_cause = failure is run.cause
+            if failure.lost:
+                # An MPI kills its other processes when one is gone: their connections are closed.
+                if is_cause or failure.lost != CLOSED:
+                    hosts.add(place[0])
+            elif is_cause or (failure in run.own_failures and failure.is_killed and not failure.doubt):
+                places.add(place)
+        self.places = [place for place in self.places if place not in places and place[0] not in hosts]
+
+    def best_number(self) -> int | None:
+        """The largest number of ranks that the run may go on with."""
+        assert self.elastic is not None
+        most = min(self.elastic.most, len(self.places))
+        for number in range(most, self.elastic.least - 1, -1):
+            if number not in self.refused:
+                return number
+        return None

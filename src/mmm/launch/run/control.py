@@ -1,16 +1,16 @@
 """The life of one run, wherever its ranks are and whatever has started them.
 
     STARTING ──▶ RUNNING ──▶ ENDING ──▶ DONE       ENDING: the exit code is decided, and what is left is being ended;
-        ▲           │           │                  a run that goes well needs none
-        └───────────┴───────────┘ an elastic run's next attempt
+                                                   a run that goes well needs none
 
 `Run` hears of the ranks by a `Transport`, decides, and has the ranks signalled by it. `LocalRanks` are this host's,
 over pipes to their fork server; `RemoteRanks` are over links to agents, on many hosts.
 
 From SIGTERM to the exit code: `Signals` has it wake `Run.wait`; `interrupted` decides that the code is 143, and `end`
 has the transport send it to the ranks and sets the clock of `kill`; when the transport's `advance` says that nothing is
-left, `attempt_over` ends the run. A rank that fails comes by `failed`, and `decide` takes the place of `interrupted`.
-Before `Signals` are taken, and between two attempts of ``--retries``, SIGTERM ends launch by itself. The waits, in s:
+left, `ranks_are_gone` ends the run. A rank that fails comes by `failed`, and `decide` takes the place of `interrupted`.
+Before `Signals` are taken, and between two attempts (`mmm.launch.run.attempts`), SIGTERM ends launch by
+itself. The waits, in s:
 
     to SIGKILL after SIGTERM    --grace; else `SAVING` where ranks have said that they save, else `GRACE`
     more of it on other hosts   `remote.LAST_WORDS`
@@ -31,7 +31,6 @@ from mmm.launch.channel.wire import PASSED_ON
 from mmm.launch.contract import ENDING
 from mmm.launch.plan.walltime import Limits
 from mmm.launch.run import stacks
-from mmm.launch.run.attempts import Attempts
 from mmm.launch.run.output import Output
 from mmm.launch.run.waking import Clocks, Signals
 
@@ -67,7 +66,7 @@ class Transport(ABC):
 
     @abstractmethod
     def advance(self) -> bool:
-        """Do what follows, now that the run has decided what that means. True once nothing is left of the attempt."""
+        """Do what follows, now that the run has decided what that means. True once nothing is left of the run."""
 
     @abstractmethod
     def forward(self, number: int) -> None:
@@ -87,7 +86,7 @@ class Transport(ABC):
 
     @abstractmethod
     def finish(self) -> tuple[str, int]:
-        """Nothing is left of the attempt but what outlives its ranks: end that.
+        """No rank is left: end what has held them.
 
         Returns:
             How what held the ranks has ended, in words, and the exit code that this means if they had not.
@@ -107,14 +106,14 @@ class Run:
 
     Attributes:
         transport: reaches the ranks.
-        total: ranks of this attempt.
+        total: number of ranks.
         limits: what the command line says of time.
-        attempts: of an elastic run: says whether another follows, and of how many ranks.
-        is_retried: another run follows where that may help.
         state: where it is.
         exit_code: launch's, once it is decided.
         ended: the ranks that have.
-        failures: what is known of them.
+        failures: what is known of them. cause: the one that caused the others, once that is decided.
+        own_failures: those known by then. Later ones come of launch's ending the ranks.
+        silent_hosts: hosts whose agents have not connected, where the run has ended because of it.
         first_at: when the first of them was looked at, `time.monotonic()`.
         again: a new start may help: no signal, no user's mistake.
         saves: ranks have said that they save when somebody ends the run.
@@ -129,27 +128,22 @@ class Run:
         transport: Transport,
         total: int,
         limits: Limits | None = None,
-        attempts: Attempts | None = None,
-        is_retried: bool = False,
     ) -> None:
         self.transport, self.limits = transport, limits or Limits()
-        self.attempts, self.is_retried = attempts, is_retried
         self.signalled = False
         self.output: Output | None = None
         self.clocks, self.signals, self.selector = Clocks(), Signals(), selectors.DefaultSelector()
-        self.renew(total)
-
-    def renew(self, total: int) -> None:
-        """For an attempt of so many ranks: what was heard of those before is over."""
         self.total = total
         self.state = RunState.STARTING
         self.exit_code: int | None = None
         self.ended: set[int] = set()
         self.failures: list[Failure] = []
+        self.own_failures: list[Failure] = []
+        self.cause: Failure | None = None
+        self.silent_hosts: list[str] = []
         self.first_at: float | None = None
         self.again = self.saves = False
         self.grace: float | None = None
-        self.clocks.clear(self.decide, self.kill)
 
     def run(self) -> int:
         """The exit code. No process of the run is left then."""
@@ -167,8 +161,8 @@ class Run:
                 self.decide()
                 self.set_clocks()  # something may have come out
                 self.clocks.act()
-                while self.state is not RunState.DONE and self.transport.advance():
-                    self.attempt_over()
+                if self.transport.advance():
+                    self.ranks_are_gone()
             assert self.exit_code is not None
             return self.exit_code
         finally:
@@ -223,10 +217,10 @@ class Run:
 
     def name_cause(self) -> Failure:
         """Print the failure that caused the others; its exit code is the run's."""
-        first = failures.cause(self.failures)
+        self.own_failures = list(self.failures)
+        self.cause = first = failures.cause(self.failures)
         self.ends(first.exit_code, again=first.again and not self.signalled)
         failures.tell(first, self.failures)
-        self.grace = self.attempts.after_failure(first, self.failures) if self.attempts is not None else None
         if first.final:
             self.grace = self.grace_to_save()
         return first
@@ -252,8 +246,8 @@ class Run:
         self.clocks.clear(self.kill)
         self.transport.kill()
 
-    def attempt_over(self) -> None:
-        """Nothing is left of the attempt: is there another?"""
+    def ranks_are_gone(self) -> None:
+        """Nothing is left of the run: its exit code is decided, if it was not."""
         self.clocks.clear(self.kill)
         text, code = self.transport.finish()
         if self.exit_code is None and self.failures:
@@ -262,10 +256,7 @@ class Run:
             self.ends(code, again=True)
             say(f"launch: {text}")
         self.exit_code = self.exit_code or 0
-        if self.attempts is not None and self.attempts.go_on(self.exit_code, self.again):
-            self.renew(0)
-        else:
-            self.state = RunState.DONE
+        self.state = RunState.DONE
 
     # Clocks.
 

@@ -24,8 +24,7 @@ class LocalRanks(Transport):
 
     Attributes:
         plan: what is started.
-        server: the fork server, of the attempt before too.
-        persistent: it is to stay, for another attempt.
+        server: the fork server, once it has been started.
         host: an agent's: said of failures. Then a scheduler may signal all of the run's processes, the server too.
         inherit: further file descriptors that the ranks get.
         pids: rank → pid, of those started.
@@ -35,16 +34,10 @@ class LocalRanks(Transport):
 
     run: Run
 
-    def __init__(
-        self,
-        plan: HostPlan,
-        server: ForkServerProcess | None = None,
-        persistent: bool = False,
-        host: str = "",
-        inherit: tuple[int, ...] = (),
-    ) -> None:
-        self.plan, self.server, self.persistent = plan, server, persistent
+    def __init__(self, plan: HostPlan, host: str = "", inherit: tuple[int, ...] = ()) -> None:
+        self.plan = plan
         self.host, self.inherit = host, inherit
+        self.server: ForkServerProcess | None = None
         self.pids: dict[int, int] = {}
         self.buffer = b""
         self.is_gone = False
@@ -55,28 +48,20 @@ class LocalRanks(Transport):
         assert self.server is not None
         return self.server
 
-    @property
-    def at_rest(self) -> bool:
-        """Whether all ranks have ended, and their fork server waits for the next."""
-        return self.persistent and len(self.run.ended) == self.run.total
-
     def start(self, run: Run) -> None:
-        """Start the ranks, and their fork server if there is none yet."""
+        """Start the fork server, which starts the ranks."""
         self.run = run
-        if self.server is None:
-            run.output = Output(run.selector) if run.limits.timeout is not None else None
-            self.server = ForkServerProcess(
-                self.plan,
-                run.output,
-                ignore_sigterm=bool(self.host),
-                ignored=run.signals.ignored,
-                passed_fds=self.inherit,
-                persistent=self.persistent,
-            )
-            if run.output is not None:
-                run.output.started()
-        else:
-            self.server.begin(self.plan)
+        if run.limits.timeout is not None:
+            run.output = Output(run.selector)
+        self.server = ForkServerProcess(
+            self.plan,
+            run.output,
+            ignore_sigterm=bool(self.host),
+            ignored=run.signals.ignored,
+            passed_fds=self.inherit,
+        )
+        if run.output is not None:
+            run.output.started()
         for source in (self.server.status, self.server.reports.fileno()):
             run.selector.register(source, selectors.EVENT_READ)
         run.ranks_started()
@@ -92,7 +77,7 @@ class LocalRanks(Transport):
             self.on_status(Status.loads(line))
 
     def advance(self) -> bool:
-        return self.is_gone or self.at_rest
+        return self.is_gone
 
     def read_reports(self) -> None:
         with contextlib.suppress(BlockingIOError):
@@ -130,10 +115,7 @@ class LocalRanks(Transport):
         self.run.located(self.stacks(), dict.fromkeys(self.pids, socket.gethostname()))
 
     def kill(self) -> None:
-        if self.persistent and len(self.pids) == self.run.total:
-            processes.send(self.others(), signal.SIGKILL)
-        else:  # not reaped yet, so the number is still the fork server's
-            self.fork_server.kill()
+        self.fork_server.kill()  # not reaped yet, so the number is still its own
 
     def others(self) -> set[int]:
         """All processes of the run but the fork server."""
@@ -141,25 +123,21 @@ class LocalRanks(Transport):
 
     def finish(self) -> tuple[str, int]:
         self.read_reports()
-        server, gone = self.fork_server, not self.at_rest
-        if gone and hasattr(os, "waitid"):  # not on macOS before Python 3.13; its status pipe is closed in any case
+        server = self.fork_server
+        if hasattr(os, "waitid"):  # not on macOS before Python 3.13; its status pipe is closed in any case
             os.waitid(os.P_PID, server.pid, os.WEXITED | os.WNOWAIT)
         goes_well = self.run.exit_code is None and not self.run.failures
-        processes.end(
-            server.pid, server.marker, LEFTOVER_GRACE if goes_well else 0.0, spare=None if gone else server.pid
-        )
-        if gone:
-            server.kill()
-            server.process.wait()
+        processes.end(server.pid, server.marker, LEFTOVER_GRACE if goes_well else 0.0)
+        server.kill()
+        server.process.wait()
         if self.run.output is not None:
             self.run.output.drain()
         reason, code = failures.end_of_process(server.process.returncode or 0)
         return f"the process that holds the ranks (pid {server.pid}) {reason}; the ranks were killed", code
 
     def clean_up(self) -> None:
-        if self.server is not None and not self.at_rest:
+        if self.server is not None:
             self.server.close()
-            self.server = None
 
     def stop(self) -> None:
         """Ctrl-Z: stop the ranks and launch, until launch is continued. The fork server goes on, to notice its end."""

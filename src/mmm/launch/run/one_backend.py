@@ -22,16 +22,18 @@ SPARE_FILES = 64
 
 
 class OneBackend(RemoteRanks):
-    """One attempt; its end is that of mpiexec or srun.
+    """Its end is that of mpiexec or srun.
 
     Attributes:
         launcher: mpiexec or srun. has_ended: it is gone.
+        heard: hosts whose agents have connected, as `hosts.host_key` has them.
     """
 
     def __init__(self, plan: LaunchPlan, start_timeout: float = START_TIMEOUT) -> None:
         super().__init__(plan, start_timeout)
         self.launcher: subprocess.Popen | None = None
         self.has_ended = False
+        self.heard: set[str] = set()
 
     def start(self, run: Run) -> None:
         self.run, plan = run, self.plan
@@ -72,6 +74,7 @@ class OneBackend(RemoteRanks):
 
     def too_late(self) -> None:
         if self.run.state is RunState.STARTING:
+            self.run.silent_hosts = self.silent_hosts()
             self.run.give_up(f"after {self.start_timeout:g} s {self.missing()}", 1)
 
     def expected(self) -> int:
@@ -97,6 +100,7 @@ class OneBackend(RemoteRanks):
             return
         agent.index = index
         self.agents[index] = agent
+        self.heard.add(hosts.host_key(agent.host))
         if self.run.state is RunState.ENDING:
             # It has unpacked an environment while another host could not, or launch was told to end.
             self.tell({"kill": True})
@@ -119,11 +123,13 @@ class OneBackend(RemoteRanks):
         else:
             del self.agents[agent.index]  # the launcher backend will say more, or the rendezvous times out
 
+    def silent_hosts(self) -> list[str]:
+        """Hosts from which nothing was heard."""
+        return [name for name in self.plan.hosts.value if hosts.host_key(name) not in self.heard]
+
     def missing(self) -> str:
         """Who has not connected."""
-        known = {hosts.host_key(agent.host) for agent in self.agents.values()}
-        others = [name for name in self.plan.hosts.value if not hosts.is_here(name)]
-        silent = [name for name in others if hosts.host_key(name) not in known]
+        silent = [name for name in self.silent_hosts() if not hosts.is_here(name)]
         where = f"; nothing was heard from {', '.join(silent[:8])}{' …' if len(silent) > 8 else ''}" if silent else ""
         return (
             f"{self.expected()} of {self.plan.processes} processes that {self.plan.launcher.value} was to start have "
@@ -159,5 +165,8 @@ class OneBackend(RemoteRanks):
         assert self.run.output is not None
         reason, code = failures.end_of_process(self.launcher.wait())
         self.run.output.drain()
-        what = "while its ranks ran" if self.under_way else f"before the ranks could start: {self.missing()}"
+        what = "while its ranks ran"
+        if not self.under_way:
+            self.run.silent_hosts = self.silent_hosts()
+            what = f"before the ranks could start: {self.missing()}"
         return f"{self.plan.command[0]} {reason} {what}", code

@@ -38,29 +38,21 @@ def of_run(session: int, marker: str) -> list[int]:
     return found
 
 
-def end(session: int, marker: str, grace: float, spare: int | None = None) -> int:
-    """End what is left of a run: SIGTERM, `grace` seconds to follow it, SIGKILL. Returns how many there were.
-
-    Args:
-        spare: a process that is left as it is.
-    """
-
-    def others() -> list[int]:
-        return [pid for pid in of_run(session, marker) if pid != spare]
-
-    left = others()
+def end(session: int, marker: str, grace: float) -> int:
+    """End what is left of a run: SIGTERM, `grace` seconds to follow it, SIGKILL. Returns how many there were."""
+    left = of_run(session, marker)
     count = len(left)
     if left and grace > 0:
         send(left, signal.SIGTERM)
         deadline = time.monotonic() + grace
         while left and time.monotonic() < deadline:
             time.sleep(0.01)
-            left = others()
+            left = of_run(session, marker)
     deadline = time.monotonic() + KILL_TIMEOUT
     while left and time.monotonic() < deadline:  # again until none: one may have forked in between
         send(left, signal.SIGKILL)
         time.sleep(0.005)
-        left = others()
+        left = of_run(session, marker)
     return count
 
 

@@ -204,14 +204,15 @@ class RemoteRanks(Transport):
                 self.run.clocks.set(self.all_located, now)
         elif "bye" in message:
             agent.done = True
-            agent.hello["port"] = message["port"]
 
     def on_lost(self, agent: RemoteAgent, reason: str) -> None:
         """An agent is gone that has not said bye: its host is down or cut off, or somebody has killed it."""
         ranks = [rank for rank in agent.ranks if rank not in self.run.ended]
         which = f"rank{'' if len(ranks) == 1 else 's'} {', '.join(map(str, ranks))}"
         text = f"lost {which} on {agent.host}: the connection to launch broke ({reason})"
-        self.run.failed(Failure(ranks[0] if ranks else 0, 1, time.monotonic(), 0, text=text, host=agent.host))
+        self.run.failed(
+            Failure(ranks[0] if ranks else 0, 1, time.monotonic(), 0, text=text, host=agent.host, lost=reason)
+        )
         for rank in ranks:
             self.run.rank_ended(rank)
 

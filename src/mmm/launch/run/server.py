@@ -18,7 +18,7 @@ from mmm.launch.run.output import Output
 
 
 class ForkServerProcess:
-    """One for the ranks of `plan`; if it is `persistent`, for those of any number of attempts, until it is closed.
+    """One for the ranks of `plan`.
 
     Attributes:
         status, reports: to read. marker: in the environment of every process of the run.
@@ -32,10 +32,9 @@ class ForkServerProcess:
         ignore_sigterm: bool,
         ignored: set[int],
         passed_fds: tuple[int, ...],
-        persistent: bool,
     ) -> None:
         """Start it, in a session of its own: the terminal's Ctrl-C comes to launch alone."""
-        self.persistent, self.marker = persistent, uuid.uuid4().hex
+        self.marker = uuid.uuid4().hex
         control_read, self.control = os.pipe()
         self.status, status_write = os.pipe()
         self.reports, failure_write = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
@@ -57,7 +56,6 @@ class ForkServerProcess:
             os.getpid(),
             ignore_sigterm,
             ignored=sorted(ignored),
-            persistent=persistent,
         )
         instructions = todo.write()
         own = {MARKER_VARIABLE: self.marker, wire.FORK_SERVER_VARIABLE: str(instructions)}
@@ -86,12 +84,6 @@ class ForkServerProcess:
     @property
     def pid(self) -> int:
         return self.process.pid
-
-    def begin(self, plan: HostPlan) -> None:
-        """Have it start the ranks of the next attempt; those before have ended."""
-        if self.reason_fd is not None:
-            os.ftruncate(self.reason_fd, 0)
-        self.tell({"ranks": [plan.shared | rank for rank in plan.ranks]})
 
     def tell(self, message: dict[str, Any]) -> None:
         """It reads this once all ranks have been started."""
