@@ -45,6 +45,7 @@ if len(agents) < len(hosts): time.sleep(1.0)
 while len(agents) == len(hosts) and None in [agent.poll() for agent in agents]:
     if any((agent.poll() or 0) < 0 for agent in agents): break
     time.sleep(0.02)
+time.sleep(0.3)  # a busy machine: launch has to hear first of the one that was killed
 for agent in agents: agent.kill()
 sys.exit(max([abs(agent.wait()) for agent in agents] + [len(agents) < len(hosts)]))
 """

@@ -64,9 +64,9 @@ class Attempts:
         if self.elastic is None:
             if not run.again or not self.may_follow:
                 return False
+            say(f"launch: exit code {exit_code}: starting again (--retries; {self.left} left)")
             self.count_down()
             self.number += 1
-            say(f"launch: exit code {exit_code}: starting again (--retries; {self.left} left)")
             return True
         if self.is_refused(run.cause):
             self.refused.add(self.ranks)
