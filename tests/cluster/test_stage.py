@@ -70,7 +70,8 @@ def test_a_disk_is_full(launcher, two_hosts, staged, early):
     if not early:
         subprocess.run(["tar", "czf", launcher.folder / "env.tgz", "-C", env, "."], check=True)
         words = [word if word != str(env) else str(launcher.folder / "env.tgz") for word in words]
-    done = launcher.run(*words, "python3", "-c", WHERE, timeout=120, **two_hosts.variables)
+    # One process a host: of two, the second tries as well, and may be ended while it does.
+    done = launcher.run(*words, "--ranks-by", "host", "python3", "-c", WHERE, timeout=120, **two_hosts.variables)
     assert done.returncode == 2
     assert "(on mmmB)" in done.stderr
     assert (" MB are needed in " if early else "No space left on device") in done.stderr
