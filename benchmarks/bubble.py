@@ -16,13 +16,13 @@ from statistics import mean, pstdev
 import torch
 import torch.distributed as dist
 
-from mmm.bubble.formula import bubble_formula
-from mmm.bubble.replay import Recorded, gather, replay
 from mmm.models.transformer import Transformer, TransformerConfig
 from mmm.parallel import Layout, Techniques, apply, build_mesh, cross_entropy, materialize
 from mmm.parallel.plans.transformer import transformer_plan
+from mmm.parallel.pp.bubble import bubble_formula
 from mmm.parallel.pp.pipeline import Pipeline
 from mmm.parallel.pp.recorder import Recorder
+from mmm.parallel.pp.replay import Recorded, gather, replay
 from mmm.parallel.pp.schedules import SCHEDULES, check_pipeline, stages_of
 from mmm.parallel.pp.stages import balance_stages, parts_of, take_stage
 from mmm.runtime.device import Precision

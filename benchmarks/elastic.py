@@ -36,7 +36,7 @@ BATCH = 120  # divides over every number of ranks from 3 to 8 but 7
 LONGEST = 3.0  # s from one kill to the next, at most
 SHARE = 0.5  # of the undisturbed run's time, in which all kills come: there has to be a run to kill
 SOON = 0.2  # of the kills do not wait until the run has gone on after the one before
-SERVER = b"mmm.launch.host.forkserver"
+SERVER = b"mmm_launch.host.forkserver"
 TRAINER = (
     f"-m mmm.trainer.lm --preset debug --dataset random --seq_length 4 --global_batch_size {BATCH} --device cpu "
     f"--dtype fp64 --eval_every 0 --no-plots --flush_every 1 --checkpoint_every {EVERY}"
@@ -45,7 +45,7 @@ TRAINER = (
 
 def start(words: list[str], steps: int, outdir: Path) -> subprocess.Popen:
     program = ["python3", *TRAINER.split()]
-    command = [sys.executable, "-m", "mmm.launch", *words, "--device", "cpu", *program, "--resume", "auto"]
+    command = [sys.executable, "-m", "mmm_launch", *words, "--device", "cpu", *program, "--resume", "auto"]
     return subprocess.Popen(
         [*command, "--max_iters", str(steps), "--outdir", str(outdir)],
         stdout=subprocess.PIPE,

@@ -235,7 +235,7 @@ FAULTS: dict[str, Callable[[Disturbed], During]] = {
 def one(name: str, folder: Path, chance: random.Random) -> tuple[int | None, list[str]]:
     """The run's exit code with this fault, and what does not hold."""
     outdir = folder / f"run{chance.randrange(10**9)}"
-    launch = [sys.executable, "-m", "mmm.launch", "-n", "2", "--device", "cpu", *chance.choice([[], ["--no-prefork"]])]
+    launch = [sys.executable, "-m", "mmm_launch", "-n", "2", "--device", "cpu", *chance.choice([[], ["--no-prefork"]])]
     command = [*launch, "python3", *shlex.split(TRAINER), "--outdir", str(outdir)]
     run = Disturbed(outdir, chance, command, os.environ | {MARK: outdir.name})
     during = FAULTS[name](run)

@@ -30,12 +30,12 @@ from torch import nn
 
 from mmm.data.images.torchvision_shim import import_torchvision
 from mmm.errors import UserError
-from mmm.propose.code import load_code
-from mmm.propose.find import Proposal, find_plan
-from mmm.propose.models import SAMPLES, NamedModel, default_batch, load_model
-from mmm.propose.report import group_name, groups_by_pattern
-from mmm.verify.run import verify_subject
-from mmm.verify.subject import make_subject
+from mmm_verify.propose.code import load_code
+from mmm_verify.propose.find import Proposal, find_plan
+from mmm_verify.propose.models import SAMPLES, NamedModel, default_batch, load_model
+from mmm_verify.propose.report import group_name, groups_by_pattern
+from mmm_verify.run import verify_subject
+from mmm_verify.subject import make_subject
 
 BEGIN, END = "<!-- found plans: python3 benchmarks/found_plans.py --table docs/verify.md -->", "<!-- end -->"
 TIMEOUT = 300.0  # s, of one part of one model

@@ -45,7 +45,7 @@ TRAINER = (
 def start(ranks: int, steps: int, outdir: Path, layout: str, mode: str) -> subprocess.Popen:
     trainer = f"{TRAINER} --checkpoint_mode {mode} {layout}"
     words = ["-n", str(ranks), "--device", "cpu", "python3", *shlex.split(trainer)]
-    command = [sys.executable, "-m", "mmm.launch", *words, "--max_iters", str(steps), "--outdir", str(outdir)]
+    command = [sys.executable, "-m", "mmm_launch", *words, "--max_iters", str(steps), "--outdir", str(outdir)]
     return subprocess.Popen(
         command,
         stdout=subprocess.DEVNULL,

@@ -23,9 +23,9 @@ from pathlib import Path
 
 from plan_measured import Measured, measure
 
-from mmm.plan.dry_run import dry_run
 from mmm.trainer.config.command_line import for_a_few_steps, parse
 from mmm.trainer.config.run import replace_flags
+from mmm_lab.planner.dry_run import dry_run
 
 MEDIAN, WORST, EXACT = 0.01, 0.03, 1e-3
 MOST = 5  # runs of the real ranks

@@ -12,10 +12,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from mmm.machines.find import named
-from mmm.plan.candidate import kind_of
-from mmm.plan.named_model import read_model
-from mmm.plan.search import Search
+from mmm_lab.planner.candidate import kind_of
+from mmm_lab.planner.named_model import read_model
+from mmm_lab.planner.search import Search
+from mmm_launch.machines.find import named
 
 H100 = "torchtitan, benchmarks/llama3_h100_202412_torchtitan.md"
 A100 = "torchtitan, docs/performance.md"
@@ -36,7 +36,7 @@ MT_NLG = {
 
 @dataclass(frozen=True)
 class Published:
-    """A published run. tokens: a second and device. fixed: its layout and techniques (`mmm.plan.search.Search`).
+    """A published run. tokens: a second and device. fixed: its layout and techniques (`mmm_lab.planner.search.Search`).
     machine: what differs from that of `site`."""
 
     name: str

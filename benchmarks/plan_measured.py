@@ -12,13 +12,13 @@ from typing import NamedTuple
 
 from mmm.layout import Techniques
 from mmm.models.experts import has_experts
-from mmm.plan.sent_calls import SentCall, SentInOrder
-from mmm.processes.ranks import fork_ranks
 from mmm.runtime.observer import Observer, WatchedRun, observing
 from mmm.runtime.ranks import Rank, whoami
 from mmm.torch_private.dry_run import peaks_by_phase
 from mmm.traffic.count import count_traffic
 from mmm.traffic.operators import axes_of
+from mmm_lab.planner.sent_calls import SentCall, SentInOrder
+from mmm_verify.ranks.ranks import fork_ranks
 
 
 @dataclass

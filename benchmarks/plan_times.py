@@ -23,11 +23,11 @@ from pathlib import Path
 
 from plan_measured import StepTime, step_times
 
-from mmm.machines.machine import Machine, read
-from mmm.plan.measure import measure_machine
-from mmm.plan.predict import predict
 from mmm.trainer.config.command_line import for_a_few_steps, parse
 from mmm.trainer.config.run import replace_flags
+from mmm_lab.planner.measure import measure_machine
+from mmm_lab.planner.predict import predict
+from mmm_launch.machines.machine import Machine, read
 
 CORRELATION, MEDIAN = 0.9, 0.15
 STEPS = 5

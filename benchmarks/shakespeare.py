@@ -30,7 +30,7 @@ TIME_BOUND = {"transformer": 0.5, "gpt": 1.05}
 def trainer(text: Path, steps: int, ranks: int, model: str) -> tuple[float, float]:
     """Seconds of the whole command, and the loss of its last evaluation."""
     with tempfile.TemporaryDirectory() as folder:
-        command = f"-m mmm.launch -n {ranks} --device cpu python3 -m mmm.trainer.lm --preset shakespeare-cpu --no-plots"
+        command = f"-m mmm_launch -n {ranks} --device cpu python3 -m mmm.trainer.lm --preset shakespeare-cpu --no-plots"
         command += f" --model {model}" + (" --tokenizer chars" if model == "gpt" else "")
         words = [*command.split(), "--text", text, "--max_iters", steps, "--outdir", Path(folder, "run")]
         begin = time.perf_counter()

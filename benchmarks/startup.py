@@ -40,7 +40,7 @@ import startup_cost as measure
 from startup_cost import Start
 
 from mmm.errors import ConfigError, UserError
-from mmm.history.curves import fitting_width, save_curves, terminal_curves
+from mmm_lab.runs.curves import fitting_width, save_curves, terminal_curves
 
 CPU_BOUND = 0.28
 WALL_BOUND = 0.40

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from statistics import median
 from typing import NamedTuple
 
-from mmm.launch.errors import LaunchError
-from mmm.launch.plan import mpi
 from mmm.runtime import contract
+from mmm_launch.errors import LaunchError
+from mmm_launch.spec import mpi
 
 WAYS = ("forked", "spawned", "torchrun", "mpiexec")
 # Of another launcher: a program started here is no rank of it.
@@ -63,7 +63,7 @@ def command(way: str, ranks: int, target: Sequence[str], mpiexec: str = "mpiexec
     python = sys.executable
     if way in ("forked", "spawned"):
         options = ["-n", str(ranks), "--device", "cpu", *(["--no-prefork"] if way == "spawned" else [])]
-        return [python, "-m", "mmm.launch", *options, "python3", *target]
+        return [python, "-m", "mmm_launch", *options, "python3", *target]
     if way == "torchrun":
         return [python, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), *target]
     flavour = mpi_flavour(mpiexec)

@@ -87,7 +87,7 @@ PROGRAMS = {"fsdp_tp": fsdp_tp, "vit": vit, "cnn": cnn, "gpt": gpt}
 def compare(program: str, layout: str, pairs: int, steps: int) -> bool:
     """Print the pairs and their median. Returns whether the bounds are met."""
     ranks, tp = LAYOUTS[layout]
-    launch = [sys.executable, "-m", "mmm.launch", "-n", str(ranks), "--device", "cpu"]
+    launch = [sys.executable, "-m", "mmm_launch", "-n", str(ranks), "--device", "cpu"]
     ratios, bares = [], []
     for pair in range(pairs):
         with tempfile.TemporaryDirectory() as folder:

@@ -11,21 +11,21 @@ import pytest
 TESTS = Path(__file__).parent
 sys.path.insert(0, str(TESTS))
 
-pytest_plugins = ["mmm.testing.plugin"]
+pytest_plugins = ["mmm_verify.testing.plugin"]
 
 # Files of which some test takes minutes, the longest first: a worker that began one at the end would be alone with it.
 LONGEST = (
-    "parity/test_matrix.py",
-    "trainer/test_resume.py",
-    "trainer/test_resume_launched.py",
-    "trainer/test_elastic.py",
+    "mmm_lab/parity/test_matrix.py",
+    "mmm/trainer/test_resume.py",
+    "mmm/trainer/test_resume_launched.py",
+    "mmm/trainer/test_elastic.py",
     "test_three_lines.py",
-    "plan/test_dry_run.py",
+    "mmm_lab/planner/test_dry_run.py",
     "fuzz/test_finds.py",
-    "testing/test_plugin.py",
-    "launch/test_elastic.py",
+    "mmm_verify/testing/test_plugin.py",
+    "mmm_launch/test_elastic.py",
     "fuzz_files/test_finds.py",
-    "parallel/test_scale.py",
+    "mmm/parallel/test_scale.py",
 )
 
 

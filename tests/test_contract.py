@@ -1,7 +1,7 @@
 """launch and the programs have the names that they agree on in a module each: they are the same."""
 
-from mmm.launch import contract as of_launch
 from mmm.runtime import contract as of_programs
+from mmm_launch import contract as of_launch
 
 CONSTANTS = [name for name in vars(of_programs) if name.isupper() and hasattr(of_launch, name)]
 

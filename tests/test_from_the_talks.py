@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from mmm.cli.main import main as mmm
-from mmm.launch.main import main as launch
+from mmm_lab.cli.main import main as mmm
+from mmm_launch.main import main as launch
 from support.clock import PATIENCE
 
 ROOT = Path(__file__).parents[1]
@@ -55,7 +55,7 @@ def test_some_run_for_seconds(line, tmp_path, monkeypatch, capsys):
         assert mmm(rest) == 0
         said = capsys.readouterr().out
     else:
-        command = [sys.executable, "-m", "mmm.launch", *rest]
+        command = [sys.executable, "-m", "mmm_launch", *rest]
         done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, check=False)
         assert done.returncode == 0, done.stdout + done.stderr
         said = done.stdout

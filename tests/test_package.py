@@ -34,14 +34,14 @@ def test_import_is_light():
 @pytest.mark.parametrize(
     "command",
     [
-        ["-m", "mmm.launch", "--help"],
-        ["-m", "mmm.cli.main", "--help"],
-        ["-m", "mmm.cli.main", "examples"],
+        ["-m", "mmm_launch", "--help"],
+        ["-m", "mmm_lab.cli.main", "--help"],
+        ["-m", "mmm_lab.cli.main", "examples"],
         ["-m", "mmm.examples"],
         ["-m", "mmm.examples", "--help"],
-        ["-m", "mmm.cli.main", "--version"],
-        ["-m", "mmm.parity", "--help"],
-        ["-m", "mmm.parity", "--dry_run"],
+        ["-m", "mmm_lab.cli.main", "--version"],
+        ["-m", "mmm_lab.parity", "--help"],
+        ["-m", "mmm_lab.parity", "--dry_run"],
     ],
     ids=lambda c: " ".join(c[1:]),
 )
@@ -69,5 +69,5 @@ def test_list_of_examples():
 
 
 def test_unknown_subcommand():
-    done = subprocess.run([sys.executable, "-m", "mmm.cli.main", "histroy"], capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-m", "mmm_lab.cli.main", "histroy"], capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (2, "mmm: error: no subcommand 'histroy': did you mean history?\n")

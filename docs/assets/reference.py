@@ -11,10 +11,10 @@ import typing
 from dataclasses import fields, is_dataclass
 from types import NoneType
 
-from mmm.cli.main import SUBCOMMANDS
-from mmm.cli.main import main as mmm
 from mmm.history.record import dataset
-from mmm.launch.main import main as launch
+from mmm_lab.cli.main import SUBCOMMANDS
+from mmm_lab.cli.main import main as mmm
+from mmm_launch.main import main as launch
 
 PROGRAMS = ("lm", "vit", "cnn")
 # The packages whose names are for programs of one's own.

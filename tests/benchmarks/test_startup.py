@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from mmm.errors import ConfigError
-from mmm.launch.errors import LaunchError
+from mmm_launch.errors import LaunchError
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 measure = importlib.import_module("startup_cost")

@@ -44,7 +44,7 @@ def test_three_jobs_and_one_curve(launcher, slurm):
     command = f"-N 2 -t {TIME} --before-end {BEFORE_END} --until-done -- python3 t.py {FLAGS}".split()
     variables = launcher.environment(MASTER_ADDR="127.0.0.1")
     submitted = slurm.run(
-        sys.executable, "-m", "mmm.cli.main", "submit", *command, variables=variables, cwd=launcher.folder
+        sys.executable, "-m", "mmm_lab.cli.main", "submit", *command, variables=variables, cwd=launcher.folder
     )
     assert submitted.returncode == 0, submitted.stderr
     assert "#SBATCH -N 2 -t 00:02:00\n" in submitted.stdout

@@ -36,7 +36,7 @@ EXAMPLE = [
     "--outdir",
     "out",
 ]
-LAUNCH = [sys.executable, "-m", "mmm.launch"]
+LAUNCH = [sys.executable, "-m", "mmm_launch"]
 
 
 @pytest.fixture(scope="session")

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import mmm
-from mmm.launch.host.agent_supervisor import HELPERS
+from mmm_launch.host.agent_supervisor import HELPERS
 from support.stranger import UID as STRANGER
 
 # One write a line: lines of several ranks do not mix.

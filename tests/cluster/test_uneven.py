@@ -4,10 +4,10 @@ import sys
 
 import pytest
 
-from mmm.launch.plan.hosts import free_port
+from mmm_launch.spec.hosts import free_port
 from support.clock import PATIENCE
 
-LAUNCH = [sys.executable, "-m", "mmm.launch", "--device", "cpu"]
+LAUNCH = [sys.executable, "-m", "mmm_launch", "--device", "cpu"]
 PROGRAM = """
 import os, socket
 import torch, torch.distributed as dist

@@ -48,7 +48,7 @@ def test_commands_from_the_talks(monkeypatch, capsys):
         "launch -n 2 --device cpu python3 -m mmm.trainer.lm --tpp 2",
         "launch -n 2 python3 -m mmm.trainer.lm --schedule 2F2B",
         "python3 -m mmm.examples.ddp --break nothing",
-        "python3 -m mmm.parity --layouts dp2",
+        "python3 -m mmm_lab.parity --layouts dp2",
         "python3 benchmarks/gone.py",
         "mpiexec -n 2 python3 -m mmm.examples.fsdp --epoch x",
         "mmm planned --model gpt2",

@@ -6,7 +6,7 @@ import shlex
 
 import pytest
 
-from mmm.cli.main import main as mmm
+from mmm_lab.cli.main import main as mmm
 from support.console import WRITE
 from support.pages import DOCS
 

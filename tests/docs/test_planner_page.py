@@ -14,10 +14,10 @@ import subprocess
 
 import pytest
 
-from mmm.cli.plan import main
 from mmm.errors import UserError
 from mmm.parallel.pp.schedules import SCHEDULES
-from mmm.plan import page_data
+from mmm_lab.cli.plan import main
+from mmm_lab.planner import page_data
 from support.pages import DOCS, SITE
 
 STRICT = os.environ.get("MMM_CLUSTER_TESTS") == "required"
@@ -145,7 +145,7 @@ def near(shown, expected):
 
 @pytest.mark.docs
 def test_figures_are_those_of_the_command(browser, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("mmm.cli.plan.TRY_HOSTS", 0)  # how many hosts would do the page does not say
+    monkeypatch.setattr("mmm_lab.cli.plan.TRY_HOSTS", 0)  # how many hosts would do the page does not say
     asked = list(questions())
     answers = opened(browser, tmp_path, f"const QUESTIONS = {json.dumps(asked)};{ASK}")
     refused = pipelines = 0

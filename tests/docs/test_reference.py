@@ -7,8 +7,8 @@ from dataclasses import fields, is_dataclass
 
 import pytest
 
-from mmm.cli.main import SUBCOMMANDS
 from mmm.history.record.dataset import legend
+from mmm_lab.cli.main import SUBCOMMANDS
 from support.pages import SITE
 
 pytestmark = pytest.mark.docs

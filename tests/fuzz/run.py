@@ -38,9 +38,9 @@ from mmm.data.images.torchvision_shim import import_torchvision
 from mmm.errors import DivergedError, UserError
 from mmm.history.record.folder import TRACES
 from mmm.runtime.ranks import Rank
-from mmm.testing import RanksFailed, fork_ranks
 from mmm.trainer.config.command_line import parse
 from mmm.trainer.loop import fit as loop
+from mmm_verify.testing import RanksFailed, fork_ranks
 from support.published import expected_cifar
 from support.resuming import Ended, ending_before
 

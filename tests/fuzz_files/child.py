@@ -22,9 +22,9 @@ from typing import Any, NamedTuple
 
 from fuzz_files.kinds import Kind
 from mmm.errors import UserError
-from mmm.launch.errors import UserError as LaunchUserError
 from mmm.outside import printable_lines
 from mmm.runtime.failure import report_user_error
+from mmm_launch.errors import UserError as LaunchUserError
 
 SECONDS, MOST = 10.0, 60.0  # of its own, or of waiting; by the clock, where others have the processor
 MEMORY = 1 << 30  # bytes

@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from fuzz_files.kinds import Kind
-from mmm.launch.errors import LaunchError
-from mmm.launch.plan import hosts, slurm
-from mmm.launch.program.preloads import preloads
-from mmm.launch.program.target import Target, read_source
-from mmm.machines import find
-from mmm.machines.machine import read
-from mmm.plan.network import peak_rate
+from mmm_lab.planner.network import peak_rate
+from mmm_launch.errors import LaunchError
+from mmm_launch.machines import find
+from mmm_launch.machines.machine import read
+from mmm_launch.program.preloads import preloads
+from mmm_launch.program.target import Target, read_source
+from mmm_launch.spec import hosts, slurm
 
 BUILT_IN = ("perlmutter", "polaris")
 

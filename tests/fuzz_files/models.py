@@ -14,7 +14,7 @@ from fuzz_files.weights import SMALL, TEXT
 from mmm.data.text.tokenizer import load_tokenizer, train_bpe
 from mmm.models.draw import full_box
 from mmm.parallel.state_dict import loaded_values
-from mmm.plan.named_model import read_model
+from mmm_lab.planner.named_model import read_model
 from support.llamas import write_safetensors
 
 

@@ -8,11 +8,6 @@ from typing import Any
 
 from fuzz_files.kinds import Kind
 from mmm import history
-from mmm.cli import compare as cli_compare
-from mmm.cli import history as cli_history
-from mmm.cli import runs as cli_runs
-from mmm.cli import startup as cli_startup
-from mmm.cli.startup_logs import read_log
 from mmm.errors import UserError
 from mmm.history.record.attempts import Attempt, attempt_of, make_room
 from mmm.history.record.ending import read_config
@@ -21,6 +16,11 @@ from mmm.history.record.journal import Header
 from mmm.history.record.resume import Resume, check_over
 from mmm.runtime import startup
 from mmm.trainer.run.resume import _measured, _was_interrupted
+from mmm_lab.cli import compare as cli_compare
+from mmm_lab.cli import history as cli_history
+from mmm_lab.cli import runs as cli_runs
+from mmm_lab.cli import startup as cli_startup
+from mmm_lab.cli.startup_logs import read_log
 
 ROWS = 6
 RANKS = [{"rank": rank, "host": f"n{rank}", "local_rank": 0, "pid": 10 + rank, "axis_tp": rank} for rank in range(2)]

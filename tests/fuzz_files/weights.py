@@ -10,10 +10,10 @@ from typing import Any
 
 from fuzz_files.kinds import Kind, is_small_file
 from mmm.checkpoint.manifest import MANIFEST
-from mmm.cli import export
 from mmm.generate import config_of, tokenizer_on_disk
 from mmm.weights.open_weights import open_weights
 from mmm.weights.own import write_own
+from mmm_lab.cli import export
 from support.llamas import CONFIG, begin_with, byte_bpe, write_hugging_face
 
 SMALL = {**CONFIG, "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1,

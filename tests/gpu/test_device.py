@@ -89,7 +89,7 @@ def training(kind):
 
 @pytest.mark.timeout(3600)
 def test_every_layout_of_as_many_ranks_as_there_are_devices(kind, tmp_path):
-    words = [sys.executable, "-m", "mmm.parity", "--device", kind, "--outdir", tmp_path / "parity", "--no-plots"]
+    words = [sys.executable, "-m", "mmm_lab.parity", "--device", kind, "--outdir", tmp_path / "parity", "--no-plots"]
     assert subprocess.run(words, check=False).returncode == 0
 
 
@@ -139,7 +139,7 @@ def test_speed(training, kind, capfd):
 def test_a_step_takes_what_was_predicted(tmp_path, monkeypatch, capfd):
     """By the rates that are measured of this device, of a model of which the host does not decide."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    subprocess.run([sys.executable, "-m", "mmm.cli.main", "machine", "--measure"], check=True)
+    subprocess.run([sys.executable, "-m", "mmm_lab.cli.main", "machine", "--measure"], check=True)
     sizes = "--preset llama-1b --n_layers 8 --dataset random --vocab_size 32000 --seq_length 2048 --global_batch_size 4"
     where = "--eval_every 0 --eval_batches 1 --max_iters 31 --log_every 10 --no-plots --outdir"
     words = ["-m", "mmm.trainer.lm", *sizes.split(), *where.split(), str(tmp_path / "run")]

@@ -4,12 +4,12 @@ import json
 
 import pytest
 
-from mmm.cli.main import main
 from mmm.data.images.torchvision_shim import import_torchvision
-from mmm.propose.code import Axes
-from mmm.propose.find import propose
-from mmm.propose.models import default_batch, load_model
-from mmm.verify.subject import make_subject
+from mmm_lab.cli.main import main
+from mmm_verify.propose.code import Axes
+from mmm_verify.propose.find import propose
+from mmm_verify.propose.models import default_batch, load_model
+from mmm_verify.subject import make_subject
 
 pytestmark = pytest.mark.interop
 

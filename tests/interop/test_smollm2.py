@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 import torch
 
-from mmm.cli import export, import_
 from mmm.generate import config_of, evaluation_model, load_weights, sample_text, tokenizer_on_disk
 from mmm.layout import PADDING
 from mmm.models.sampling import Sampling
 from mmm.parallel import Layout
 from mmm.runtime.device import Precision
 from mmm.weights.open_weights import open_weights
+from mmm_lab.cli import export, import_
 
 pytestmark = pytest.mark.interop
 

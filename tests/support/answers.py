@@ -54,7 +54,7 @@ answer(
     """
 import torch
 import torch.nn.functional as F
-from mmm.exercises.tools import enter, leave
+from mmm_lab.exercises.tools import enter, leave
 
 def mlp(x, w1, b1, w2, b2, group):
     hidden = torch.tanh(F.linear(enter(x, group), w1, b1))
@@ -64,7 +64,7 @@ def mlp(x, w1, b1, w2, b2, group):
         """
 import torch
 import torch.nn.functional as F
-from mmm.exercises.tools import enter, leave
+from mmm_lab.exercises.tools import enter, leave
 def mlp(x, w1, b1, w2, b2, group):
     return leave(F.linear(torch.tanh(F.linear(x, w1, b1)), w2), group) + b2
 """,
@@ -74,7 +74,7 @@ def mlp(x, w1, b1, w2, b2, group):
         """
 import torch
 import torch.nn.functional as F
-from mmm.exercises.tools import enter, leave
+from mmm_lab.exercises.tools import enter, leave
 def mlp(x, w1, b1, w2, b2, group):
     return leave(F.linear(torch.tanh(F.linear(enter(x, group), w1, b1)), w2, b2), group)
 """,
@@ -84,7 +84,7 @@ def mlp(x, w1, b1, w2, b2, group):
         """
 import torch
 import torch.nn.functional as F
-from mmm.exercises.tools import enter, leave
+from mmm_lab.exercises.tools import enter, leave
 def mlp(x, w1, b1, w2, b2, group):
     return F.linear(torch.tanh(F.linear(enter(x, group), w1, b1)), w2) + b2
 """,
@@ -162,7 +162,7 @@ def local_loss(logits, targets, group):
 )
 UPDATE = """
 import torch.distributed as dist
-from mmm.exercises.tools import all_gather, reduce_scatter
+from mmm_lab.exercises.tools import all_gather, reduce_scatter
 
 def update(parameters, gradients, momentum, lr, group):
     size, rank = dist.get_world_size(group), dist.get_rank(group)
@@ -226,7 +226,7 @@ RING = """
 import math
 import torch
 import torch.distributed as dist
-from mmm.exercises.tools import shift
+from mmm_lab.exercises.tools import shift
 
 def attention(q, k, v, group):
     size, rank = dist.get_world_size(group), dist.get_rank(group)
@@ -264,7 +264,7 @@ answer(
 ROUTE = """
 import torch
 import torch.distributed as dist
-from mmm.exercises.tools import all_to_all
+from mmm_lab.exercises.tools import all_to_all
 
 def route(tokens, expert_of, expert, group):
     size = dist.get_world_size(group)

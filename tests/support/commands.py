@@ -7,12 +7,12 @@ import re
 import shlex
 import sys
 
-from mmm.cli.main import SUBCOMMANDS
-from mmm.cli.main import main as mmm
 from mmm.history.record.trackers import PACKAGES
-from mmm.launch.plan.options import launch_options, parser, split
 from mmm.trainer import vit  # which mmm.examples.vit is
 from mmm.trainer.config.command_line import parse
+from mmm_lab.cli.main import SUBCOMMANDS
+from mmm_lab.cli.main import main as mmm
+from mmm_launch.spec.options import launch_options, parser, split
 from support.pages import ROOT, blocks
 
 STARTERS = ("mpiexec", "srun", "torchrun")
@@ -85,8 +85,8 @@ def _check_python(words, patch):
         assert not words[0].startswith("benchmarks/") or (ROOT / words[0]).is_file()
         return
     module, flags = words[1], words[2:]
-    if module in ("mmm.cli.main", "mmm.launch"):
-        _check(["mmm" if module == "mmm.cli.main" else "launch", *flags], patch)
+    if module in ("mmm_lab.cli.main", "mmm_launch"):
+        _check(["mmm" if module == "mmm_lab.cli.main" else "launch", *flags], patch)
     elif module.startswith("mmm."):
         _check_module(module, flags, patch)
     else:  # one that runs another
@@ -96,9 +96,9 @@ def _check_python(words, patch):
 
 
 def _check_module(module, flags, patch):
-    found = importlib.import_module("mmm.parity.__main__" if module == "mmm.parity" else module)
+    found = importlib.import_module("mmm_lab.parity.__main__" if module == "mmm_lab.parity" else module)
     patch.setattr(sys, "argv", [module, *flags])
-    config = found.Options if module == "mmm.parity" else getattr(found, "Config", vit.Config)
+    config = found.Options if module == "mmm_lab.parity" else getattr(found, "Config", vit.Config)
     try:
         parse(config)
     except SystemExit as leaving:

@@ -24,9 +24,9 @@ OURS = (
     "OMP_NUM_THREADS",
 )
 LEFT_BEHIND = 10.0  # s in which processes that outlive launch may still make a file
-START = [sys.executable, "-m", "mmm.launch"]
+START = [sys.executable, "-m", "mmm_launch"]
 WITH_CLOCKS = (
-    "from mmm.launch import __main__; from mmm.launch.run import control; vars(control).update({clocks}); "
+    "from mmm_launch import __main__; from mmm_launch.run import control; vars(control).update({clocks}); "
     "__main__.main()"
 )
 MPIEXEC = f"""#!{sys.executable}
@@ -69,7 +69,7 @@ class Launcher:
     ) -> subprocess.Popen:
         """Start launch, with default signal handling but for those `ignored`.
 
-        `clocks`: of mmm.launch.run.control, such as a GRACE so long that a test can tell that it was not needed.
+        `clocks`: of mmm_launch.run.control, such as a GRACE so long that a test can tell that it was not needed.
         """
         self.write("typed", "for launch's own stdin, not the ranks'")
         start = [*START[:1], "-c", WITH_CLOCKS.format(clocks=clocks)] if clocks else START

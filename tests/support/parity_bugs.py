@@ -20,7 +20,7 @@ def same_samples_on_all_dp_ranks():
 
 
 def rank_1_of_2_is_killed():
-    import mmm.parity.train as train
+    import mmm_lab.parity.train as train
 
     right = train._train
 

@@ -13,8 +13,8 @@ from io import StringIO
 from subprocess import CompletedProcess
 from unittest.mock import patch
 
-from mmm.launch.contract import DEVICE_VARIABLE
 from mmm.runtime.ranks import Rank
+from mmm_launch.contract import DEVICE_VARIABLE
 from support.clock import PATIENCE
 from support.pool import MEASURED, meeting_only
 

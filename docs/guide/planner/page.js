@@ -128,7 +128,7 @@ function commandOf(q) {
   return words.join(" ");
 }
 
-// As src/mmm/plan/script.py has it.
+// As src/mmm_lab/planner/script.py has it.
 function launchLine(q, plan) {
   const words = [`launch -n ${plan.ranks}`];
   if (q.hosts > 1) words.push(`-ppn ${q.devices}`);

@@ -1,6 +1,6 @@
 // What a rank sends in a step, by axis, and how long the step takes.
 //
-// A copy of src/mmm/plan/traffic.py, src/mmm/plan/network.py and src/mmm/plan/cost.py for a Transformer in bfloat16 with
+// A copy of src/mmm_lab/planner/traffic.py, src/mmm_lab/planner/network.py and src/mmm_lab/planner/cost.py for a Transformer in bfloat16 with
 // AdamW, on an accelerator. Functions have the names of those that they are copies of, where the comments stand.
 
 "use strict";

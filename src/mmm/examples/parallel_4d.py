@@ -38,9 +38,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Replicate, Shard
 
-from mmm.bubble.timeline import PipelineTimes
 from mmm.data import Batch
 from mmm.examples import _support as example
+from mmm.examples._support.pipeline_times import PipelineTimes
 from mmm.examples.context_parallel import positions_of, ring_attention
 from mmm.models.draw import convert
 from mmm.models.transformer import Transformer, TransformerConfig

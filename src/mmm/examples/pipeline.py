@@ -32,10 +32,10 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage, schedules
 from torch.distributed.tensor.parallel import loss_parallel
 
-from mmm.bubble.timeline import PipelineTimes
 from mmm.data import Batch
 from mmm.errors import ConfigError, LayoutError
 from mmm.examples import _support as example
+from mmm.examples._support.pipeline_times import PipelineTimes
 from mmm.layout import ScheduleName
 from mmm.models.transformer import Transformer, TransformerConfig
 from mmm.parallel import apply, build_mesh, cross_entropy, materialize

@@ -92,7 +92,7 @@ def run_point(config: Config, ranks: int, line: list[str]) -> None:
     device = ["--device", config.device] if config.device != "auto" else []
     # A rank of every point has as many threads: else one rank alone would have all cores of a CPU.
     environ = {"OMP_NUM_THREADS": "1", **os.environ}
-    command = [sys.executable, "-m", "mmm.launch", "-n", str(ranks), *device, *line]
+    command = [sys.executable, "-m", "mmm_launch", "-n", str(ranks), *device, *line]
     print(f"{ranks} rank{'s' * (ranks > 1)}: {shlex.join(command[1:])}", flush=True)
     if code := subprocess.run(command, stdout=subprocess.DEVNULL, env=environ).returncode:
         raise SystemExit(code)

@@ -1,4 +1,4 @@
-"""Fingerprints of tensors that do not depend on how these are sharded: what `mmm.history.diverge` compares two runs by.
+"""Fingerprints of tensors that do not depend on how these are sharded: `mmm diverge` compares two runs by them.
 
 A fingerprint of x has the sums Σ r_k(i)·x(i), k < `PROJECTIONS`, and Σ x(i)². The signs r_k(i) = ±1 are products of one
 sign for each index of the element i in the full tensor, drawn from the tensor's name. So the fingerprints of shards add

@@ -22,7 +22,7 @@ from mmm.runtime.contract import (
     read_number,
 )
 
-DRY_RUN = "dry run"  # the source of a rank that is not there (`mmm.plan.dry_run`)
+DRY_RUN = "dry run"  # the source of a rank that is not there (`mmm_lab.planner.dry_run`)
 LONGEST = 1e7  # s that a collective may be given, a third of a year: PyTorch's own clock overflows some way above
 
 

@@ -18,7 +18,7 @@ With W the bytes of the full buffer and n ranks, a rank sends::
 
 W is an all-gather's output, a reduce-scatter's input. With no algorithm does the busiest rank send less; latency is not
 counted. Besides, gloo adds 96 bytes to every message that it sends and 48 to every one that it receives, and its rings
-split the buffer in two; the right column includes that. `tests/traffic/test_wire.py` compares it with the bytes that
+split the buffer in two; the right column includes that. A test (test_wire.py) compares it with the bytes that
 the kernel counts on a rank's sockets.
 
 Sources: Thakur, Rabenseifner, Gropp, "Optimization of collective communication operations in MPICH", 2005; Patarasuk

@@ -6,7 +6,7 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 
-from mmm.verify.subject import part_of, plain_step
+from mmm_verify.subject import part_of, plain_step
 from support.verify.models import CNN, GPT, GraphNet, Llama, Mixer
 from support.verify.parallel import (
     also,

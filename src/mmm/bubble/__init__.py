@@ -1,1 +1,0 @@
-"""The bubble of a pipeline: measured, replayed, and as a picture."""

@@ -1,0 +1,196 @@
+"""The bubble of a pipeline: how long its ranks wait, computed from the schedule's actions and their seconds.
+
+A schedule is a list of actions for each rank: F forward, B backward, or its two halves, I the gradient of the input and
+W that of the weights, of one micro-batch through one stage. `replay` lets every action begin as soon as its rank is
+free and what it needs is there::
+
+    F of a stage     needs F of the stage before             I, B    need I or B of the stage after, and their own F
+                                                             W       needs its I
+
+so that only the order and the seconds of the actions determine who waits for whom, not how many cores the ranks share,
+nor how long a message takes. The bubble is the fraction of ranks × time in which ranks are idle.
+
+For stages that all take the same time there is `mmm.parallel.pp.bubble.bubble_formula`.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.pipelining import schedules
+
+from mmm.parallel.pp.recorder import Action, ActionSpan, Recorder
+
+KINDS = "FBIW"
+
+
+@dataclass(frozen=True)
+class PipelineTimeline:
+    """When each rank does what; `rows` by coordinate on pp, each in order."""
+
+    rows: Sequence[Sequence[ActionSpan]]
+
+    @property
+    def seconds(self) -> float:
+        """From the first beginning to the last end."""
+        spans = [span for row in self.rows for span in row]
+        return max(span.end for span in spans) - min(span.begin for span in spans)
+
+    def idle(self, rank: int) -> float:
+        """The fraction of the time in which that rank is idle."""
+        return 1 - sum(span.end - span.begin for span in self.rows[rank]) / self.seconds
+
+    @property
+    def bubble(self) -> float:
+        return sum(self.idle(rank) for rank in range(len(self.rows))) / len(self.rows)
+
+
+def replay(
+    lists: Sequence[Sequence[Action]], seconds: Mapping[Action, float] | Callable[[Action], float]
+) -> PipelineTimeline:
+    """Begin every action as early as the order of its rank, and the actions that it needs, allow.
+
+    Args:
+        lists: by coordinate on pp, the actions of each rank in order. seconds: of each.
+
+    Raises:
+        ValueError: an action occurs twice, or ranks wait for each other or for a missing action; with who for what.
+    """
+    takes = seconds.__getitem__ if isinstance(seconds, Mapping) else seconds
+    everything = [action for row in lists for action in row]
+    if twice := [str(action) for action, times in Counter(everything).items() if times > 1]:
+        raise ValueError(f"actions that occur more than once: {', '.join(twice)}")
+    last = max(action.stage for action in everything)
+    ends: dict[Action, float] = {}
+    rows: list[list[ActionSpan]] = [[] for _ in lists]
+    while any(len(row) < len(actions) for row, actions in zip(rows, lists, strict=True)):
+        before = len(ends)
+        for row, actions in zip(rows, lists, strict=True):
+            while len(row) < len(actions):
+                action = actions[len(row)]
+                arrived = [next((ends[a] for a in either if a in ends), None) for either in _needs(action, last)]
+                ready = [end for end in arrived if end is not None]
+                if len(ready) < len(arrived):
+                    break
+                begin = max([row[-1].end if row else 0.0, *ready])
+                row.append(ActionSpan(action, begin, begin + takes(action)))
+                ends[action] = row[-1].end
+        if len(ends) == before:
+            raise ValueError(f"the schedule is stuck: {_stuck(rows, lists, ends, last)}")
+    return PipelineTimeline(rows)
+
+
+def _needs(action: Action, last: int) -> list[tuple[Action, ...]]:
+    """The actions that have to precede one: of each tuple, one."""
+    stage, kind, microbatch = action
+    if kind == "F":
+        return [(Action(stage - 1, "F", microbatch),)] if stage else []
+    if kind == "W":
+        return [(Action(stage, "I", microbatch),)]
+    after = [tuple(Action(stage + 1, half, microbatch) for half in "BI")] if stage < last else []
+    return [(Action(stage, "F", microbatch),), *after]
+
+
+def _stuck(
+    rows: Sequence[Sequence[ActionSpan]], lists: Sequence[Sequence[Action]], ends: Mapping[Action, float], last: int
+) -> str:
+    waiting = []
+    for rank, (row, actions) in enumerate(zip(rows, lists, strict=True)):
+        if len(row) < len(actions):
+            needs = _needs(actions[len(row)], last)
+            missing = next(either for either in needs if not any(action in ends for action in either))
+            waiting.append(f"rank {rank} waits at {actions[len(row)]} for {' or '.join(map(str, missing))}")
+    return ", ".join(waiting)
+
+
+def action_lists(schedule: str, pp: int, microbatches: int, stages: Sequence[Sequence[int]]) -> list[list[Action]]:
+    """What each rank does in a step, in order, as PyTorch's schedule has it. Needs no process group.
+
+    GPipe and 1F1B are listed here as PyTorch runs them: there they are code, and its list of 1F1B (2.13) begins with
+    micro-batch 1 on the last rank.
+
+    Args:
+        schedule: a key of `mmm.parallel.pp.schedules.SCHEDULES`.
+        stages: of each rank the numbers of its stages, as `mmm.parallel.pp.schedules.stages_of` gives them:
+            ``[[0, 3], [1, 2]]``.
+    """
+    if schedule in ("GPipe", "1F1B"):
+        return [_single(schedule, rank, pp, microbatches) for rank in range(pp)]
+    # PyTorch makes the lists of all ranks when it makes a schedule, from no more of its stages than these attributes.
+    count = sum(map(len, stages))
+    own_stages = [
+        SimpleNamespace(
+            stage_index=n,
+            num_stages=count,
+            group_size=pp,
+            group_rank=0,
+            has_backward=True,
+            is_first=n == 0,
+            is_last=n == count - 1,
+            device=torch.device("cpu"),
+            submod=nn.Identity(),
+        )
+        for n in stages[0]
+    ]
+    made = getattr(schedules, f"Schedule{schedule}")(
+        own_stages, microbatches, loss_fn=lambda *_: None, scale_grads=False
+    )
+    rows = (made.pipeline_order_with_comms[rank] for rank in range(pp))
+    return [[ours for action in row for ours in _actions(action)] for row in rows]
+
+
+def _actions(action: Any) -> list[Action]:
+    """Our actions for one of PyTorch's: two for an overlapped forward and backward, in the order in which it runs them;
+    none for communication."""
+    parts = action.sub_actions or (action,)
+    return [
+        Action(a.stage_index, a.computation_type.value, a.microbatch_index)
+        for a in parts
+        if a.computation_type.value in KINDS
+    ]
+
+
+def _single(schedule: str, rank: int, pp: int, microbatches: int) -> list[Action]:
+    ahead = microbatches if schedule == "GPipe" else min(microbatches, pp - rank)
+    actions = [Action(rank, "F", i) for i in range(ahead)]
+    for i in range(microbatches):
+        actions.append(Action(rank, "B", i))
+        if ahead + i < microbatches:
+            actions.append(Action(rank, "F", ahead + i))
+    return actions
+
+
+class Recorded(NamedTuple):
+    """The order of all ranks' actions, the median seconds of each, and the last step by the clock."""
+
+    lists: list[list[Action]]
+    seconds: dict[Action, float]
+    wall: PipelineTimeline
+
+
+def gather(recorder: Recorder) -> Recorded:
+    """The records of all ranks of a pipeline, on each of them. A collective of the pp group.
+
+    Ranks of one host have one clock. Clocks of several hosts are aligned at the begin of the step, which is as exact as
+    a barrier.
+    """
+    everyone: list[Any] = [None] * dist.get_world_size(recorder.group)
+    dist.all_gather_object(everyone, (socket.gethostname(), recorder.zero, recorder.steps), group=recorder.group)
+    one_clock = len({host for host, _, _ in everyone}) == 1
+    first = min(zero for _, zero, _ in everyone)
+    rows: list[list[ActionSpan]] = []
+    seconds: dict[Action, float] = {}
+    for _, own, steps in everyone:
+        zero = first if one_clock else own
+        rows.append([ActionSpan(action, begin - zero, end - zero) for action, begin, end in steps[-1][0]])
+        seconds |= {action: median(taken[action] for _, taken in steps) for action in steps[-1][1]}
+    return Recorded([[span.action for span in row] for row in rows], seconds, PipelineTimeline(rows))

@@ -1,1 +1,0 @@
-"""The proof: every layout against plain PyTorch. ``python3 -m mmm.parity``"""

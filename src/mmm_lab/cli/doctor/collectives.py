@@ -1,0 +1,88 @@
+"""A collective of each kind, between two ranks on this host: does it come back, and with the right numbers?"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from mmm_lab.cli.doctor.finding import Finding, Place
+from mmm_lab.cli.doctor.isolated import isolated
+from mmm_launch.spec import accelerators
+from mmm_verify.ranks import fork_ranks
+
+MEET = "two ranks on this host cannot meet: try export GLOO_SOCKET_IFNAME=lo; is 127.0.0.1 up (ip link set lo up)?"
+NCCL = "see what NCCL_DEBUG=INFO says; on the CPU alone: --device cpu"
+# What each of two ranks has afterwards, where rank r begins with 10 r and 10 r + 1.
+EXPECTED: dict[str, list[list[float]]] = {
+    "all-reduce": [[10, 12], [10, 12]],
+    "all-gather": [[0, 1, 10, 11], [0, 1, 10, 11]],
+    "reduce-scatter": [[10], [12]],
+    "all-to-all": [[0, 10], [1, 11]],
+    "broadcast": [[0, 1], [0, 1]],
+    "send": [[0, 1], [0, 1]],
+}
+
+
+def check_collectives(place: Place) -> Iterator[Finding]:
+    """Each kind on the CPU, and on two accelerators where there are as many."""
+    found = accelerators.find(place.root, place.environ)
+    devices = ["cpu"]
+    if found.device in ("cuda", "xpu"):
+        if found.count > 1:
+            devices.append(found.device)
+        else:
+            yield Finding("collectives", "ok", f"not tried on {found.device}: there is one, and two ranks need two")
+    for device in devices:
+        for kind in EXPECTED:
+
+            def check(kind: str = kind, device: str = device) -> Iterator[Finding]:
+                return two_ranks(kind, device, place.timeout)
+
+            yield from isolated(f"{kind} {device}", check, place.timeout, MEET if device == "cpu" else NCCL)
+
+
+def two_ranks(kind: str, device: str, timeout: float) -> Iterator[Finding]:
+    """Fork two ranks that make one collective."""
+    results = fork_ranks(make_collective, 2, kind, device, timeout, timeout=timeout)
+    backend = results[0][0]
+    values = [result[1] for result in results]
+    if values == EXPECTED[kind]:
+        yield Finding(f"{kind} {device}", "ok", f"{backend}: right, 2 ranks")
+    else:
+        seen = f"{backend}: the ranks have {values}, and should have {EXPECTED[kind]}"
+        yield Finding(f"{kind} {device}", "fail", seen, "do not train here: report it")
+
+
+def make_collective(rank: Any, kind: str, device_type: str, timeout: float) -> tuple[str, list[float]]:
+    """One rank's part: the backend, and what the rank has afterwards. A collective."""
+    import torch
+    import torch.distributed as dist
+
+    from mmm.runtime.device import backend_for
+    from mmm.runtime.process_group import all_gather, process_group, reduce_scatter
+
+    device = torch.device(device_type)
+    if device_type != "cpu":
+        device = torch.device(device_type, rank.rank)
+        getattr(torch, device_type).set_device(device)
+    own = torch.tensor([10.0 * rank.rank, 10.0 * rank.rank + 1], device=device)
+    with process_group(rank, device, timeout):
+        result = own
+        if kind == "all-reduce":
+            dist.all_reduce(own)
+        elif kind == "all-gather":
+            result = own.new_empty(4)
+            all_gather(result, own)
+        elif kind == "reduce-scatter":
+            result = own.new_empty(1)
+            reduce_scatter(result, own)
+        elif kind == "all-to-all":
+            result = own.new_empty(2)
+            dist.all_to_all_single(result, own)
+        elif kind == "broadcast":
+            dist.broadcast(own, src=0)
+        elif rank.rank == 0:
+            dist.send(own, dst=1)
+        else:
+            dist.recv(own, src=0)
+        return backend_for(device), result.tolist()

@@ -1,0 +1,62 @@
+"""The scheduler's hosts, and the machine that this is."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable, Iterator
+
+from mmm_lab.cli.doctor.finding import Finding, Place
+from mmm_launch.errors import LaunchError, MachineError
+from mmm_launch.machines import find
+from mmm_launch.spec.scheduler import SCHEDULERS, detect
+
+SHOWN = 6  # hosts
+
+
+def is_known(name: str) -> bool:
+    """Whether a host's name has an address here."""
+    try:
+        return bool(socket.getaddrinfo(name, None, type=socket.SOCK_STREAM))
+    except OSError:
+        return False
+
+
+def check_job(place: Place, lookup: Callable[[str], bool] = is_known) -> Iterator[Finding]:
+    """The scheduler, its host file, and whether every host's name is known here."""
+    try:
+        job = detect(place.environ)
+    except LaunchError as error:
+        yield Finding("scheduler", "fail", str(error), "start a new job, or unset what another job has left")
+        return
+    if job.scheduler == "none":
+        yield Finding("scheduler", "ok", "none: no job of PBS or Slurm, so `launch` starts ranks on this host")
+        return
+    names = _first(job.hosts)
+    seen = f"{SCHEDULERS[job.scheduler].spoken}, {len(job.hosts)} hosts: {names} ({job.why['hosts']})"
+    yield Finding("scheduler", "ok", seen)
+    unknown = [host for host in job.hosts if not lookup(host)]
+    if not unknown:
+        yield Finding("hosts", "ok", "every host's name is known here")
+        return
+    status = "fail" if unknown[0] == job.hosts[0] else "warn"
+    seen = f"{len(unknown)} of {len(job.hosts)} names are not known here: {_first(unknown)}"
+    yield Finding("hosts", status, seen, "set MASTER_ADDR to an address of the first host that the others can reach")
+
+
+def _first(hosts: list[str] | tuple[str, ...]) -> str:
+    names = ", ".join(hosts[:SHOWN])
+    return names if len(hosts) <= SHOWN else f"{names} and {len(hosts) - SHOWN} more"
+
+
+def check_machine(place: Place) -> Iterator[Finding]:
+    """Which known machine this environment is of, and whether all files of machines can be read."""
+    try:
+        machine, why = find.find(place.environ)
+    except MachineError as error:
+        yield Finding("machine", "fail", str(error), f"correct that file, or move it away; {find.VARIABLE} names files")
+        return
+    if not machine.name:
+        yield Finding("machine", "ok", f"none that is known: {why}")
+        return
+    devices = machine.ranks_per_host or "unknown"
+    yield Finding("machine", "ok", f"{machine.name} ({why}), {machine.file}: {devices} devices a host")

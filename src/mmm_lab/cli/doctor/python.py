@@ -1,0 +1,65 @@
+"""Python itself, and the packages: from their metadata, none is imported."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import sys
+from collections.abc import Iterator
+from importlib import metadata
+
+from mmm_lab.cli.doctor.finding import Finding, Place
+
+OLDEST = (3, 10)
+
+
+def check_python(place: Place, version: tuple[int, ...] = sys.version_info[:3]) -> Iterator[Finding]:
+    """The interpreter, and whether it is a virtual environment's."""
+    seen = f"{'.'.join(map(str, version))} ({platform.machine()}), {sys.executable}"
+    if version[:2] < OLDEST:
+        wanted = ".".join(map(str, OLDEST))
+        yield Finding("python", "fail", seen, f"mmm needs Python {wanted} or newer: make the environment with one")
+    else:
+        yield Finding("python", "ok", seen)
+
+
+def check_packages(place: Place, distribution: str = "mmm") -> Iterator[Finding]:
+    """Are the packages that mmm's own metadata asks for installed, in the versions that it names?"""
+    try:
+        requirements = metadata.requires(distribution) or []
+    except metadata.PackageNotFoundError:
+        seen = f"{distribution} is not installed here, so what it needs is not known"
+        yield Finding("packages", "warn", seen, "pip install --editable . in its folder")
+        return
+    installed: list[str] = []
+    wrong: list[str] = []
+    to_install: list[str] = []
+    for requirement in requirements:
+        if "extra ==" in requirement:
+            continue
+        wanted = requirement.split(";")[0].strip()
+        name = re.split(r"[^\w.-]", wanted)[0]
+        oldest = re.search(r">=\s*([\w.]+)", wanted)
+        try:
+            version = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            wrong.append(f"no {name}")
+            to_install.append(f"'{wanted}'")
+            continue
+        if oldest and as_numbers(version) < as_numbers(oldest[1]):
+            wrong.append(f"{name} {version} < {oldest[1]}")
+            to_install.append(f"'{wanted}'")
+        else:
+            installed.append(f"{name} {version}")
+    if wrong:
+        fix = f"{os.path.basename(sys.executable)} -m pip install {' '.join(to_install)}"
+        yield Finding("packages", "fail", ", ".join(wrong), fix)
+    else:
+        yield Finding("packages", "ok", ", ".join(installed))
+
+
+def as_numbers(version: str) -> list[int]:
+    """``2.13.0+cpu`` → [2, 13, 0]."""
+    match = re.match(r"\d+(\.\d+)*", version)
+    return [int(part) for part in match[0].split(".")] if match else [0]

@@ -1,0 +1,118 @@
+"""Is the folder that runs write to fit: can it be written, on which file system is it, how much is free there?"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from mmm.units import GIB
+from mmm_lab.cli.doctor.finding import Finding, Place
+
+ONE_SERVER = ("nfs", "nfs4", "afs", "cifs", "smb3", "fuse.sshfs")
+MEMORY = ("tmpfs", "ramfs")
+SPREAD = "spread those of gigabytes before they are written, lfs setstripe -c 8"
+LEAST_FREE = 1 * GIB
+
+
+def file_system(path: Path, root: Path = Path("/")) -> str:
+    """The type of the file system that holds `path`, by the kernel's list of mounts; "unknown" where there is none."""
+    try:
+        text = (root / "proc/self/mountinfo").read_text()
+    except OSError:
+        return "unknown"
+    where = os.path.realpath(path)
+    kind = "unknown"
+    longest = 0
+    for line in text.splitlines():
+        before, _, after = line.partition(" - ")
+        fields = before.split()
+        if len(fields) < 5 or not after:
+            continue
+        point = fields[4].replace("\\040", " ").replace("\\011", "\t").replace("\\134", "\\")
+        inside = point == "/" or where == point or where.startswith(point + "/")
+        if inside and len(point) >= longest:  # of mounts at one place, the last one counts
+            longest = len(point)
+            kind = after.split()[0]
+    return kind
+
+
+def check_outdir(place: Place) -> Iterator[Finding]:
+    """Where runs write: the folder, or the nearest above it that exists. Written to for a try."""
+    folder = place.outdir.absolute()
+    there = _existing(folder)
+    kind = file_system(there, place.root)
+    seen = f"{folder} on {kind}"
+    if not there.is_dir():
+        yield Finding("outdir", "fail", f"{there} is a file", "give another --outdir")
+        return
+    try:
+        with tempfile.TemporaryFile(dir=there) as file:
+            file.write(b"mmm")
+            file.flush()
+    except OSError as error:
+        seen = f"{seen}: cannot be written: {error.strerror}"
+        yield Finding("outdir", "fail", seen, "give runs an --outdir that can be, on scratch say")
+        return
+    if kind in MEMORY:
+        advice = "files are gone when the node restarts, and count as memory: give an --outdir on a disk"
+        yield Finding("outdir", "warn", seen, advice)
+    elif kind in ONE_SERVER:
+        yield Finding("outdir", "ok", seen, "fine for a record; large checkpoints want a parallel file system")
+    else:
+        yield Finding("outdir", "ok", seen)
+    yield from check_space("free disk", there, place)
+
+
+def check_striping(place: Place) -> Iterator[Finding]:
+    """On Lustre, over how many targets a new file is spread where runs write."""
+    folder = _existing(place.outdir)
+    if file_system(folder, place.root) != "lustre":
+        return
+    count = stripe_count(folder, place.environ.get("PATH", ""))
+    advice = f"files that all ranks read: {SPREAD} {folder}"
+    if count is None:
+        yield Finding("striping", "ok", f"new files in {folder}: unknown, lfs does not say", advice)
+    elif count < 0:
+        yield Finding("striping", "ok", f"new files in {folder}: over all targets")
+    elif count == 1:
+        yield Finding("striping", "ok", f"new files in {folder}: 1 stripe, so on one target", advice)
+    else:
+        yield Finding("striping", "ok", f"new files in {folder}: {count} stripes, so on as many targets")
+
+
+def _existing(folder: Path) -> Path:
+    """The folder, or the nearest above it that exists."""
+    folder = folder.absolute()
+    while not folder.exists():
+        folder = folder.parent
+    return folder
+
+
+def stripe_count(folder: Path, path: str) -> int | None:
+    """The stripes of a new file in a folder on Lustre. −1: over all targets. None: Lustre's `lfs` does not say.
+
+    Of a layout that grows with the file (PFL) it is that of its last part.
+    """
+    lfs = shutil.which("lfs", path=path)
+    if lfs is None:
+        return None
+    done = subprocess.run([lfs, "getstripe", "-d", "-c", str(folder)], capture_output=True, text=True, check=False)
+    last = re.search(r"(?:^|\s)(-?[0-9]+)\s*$", done.stdout)
+    if done.returncode or last is None:
+        return None
+    return int(last[1]) or 1  # 0: the file system's usual number, which is 1
+
+
+def check_space(name: str, folder: Path, place: Place) -> Iterator[Finding]:
+    """The free space where `folder` is. Quotas are not seen."""
+    free = shutil.disk_usage(folder).free
+    seen = f"{free / GIB:,.1f} GiB free at {folder}"
+    if free < LEAST_FREE:
+        yield Finding(name, "warn", seen, "a run that meets a full disk ends: free some, or give another --outdir")
+    else:
+        yield Finding(name, "ok", seen)

@@ -1,0 +1,157 @@
+"""``mmm history OUTDIR``: what a run did, from its record, while it runs or after it ended."""
+
+import os
+import shutil
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from mmm.errors import ConfigError
+from mmm.outside import printable
+from mmm_lab.cli import decimal, show, whole
+from mmm_lab.cli.history_progress import RECENT_ROWS, progress, waits_for_next_job
+from mmm_lab.cli.history_ranks import a_row_of, ranks_text, sentence
+from mmm_lab.cli.parser import Parser
+
+if TYPE_CHECKING:
+    import xarray
+
+
+LOSSES = ("loss", "train_loss", "val_loss", "test_loss")
+
+
+def main(argv: list[str]) -> int:
+    """Print a run's summary and one metric's plot. Returns 0. Raises UserError where the user can fix it."""
+    parser = Parser(
+        prog="mmm history",
+        description="Show the record of a run that has finished, failed or been killed, or that runs.",
+    )
+    parser.add_argument("outdir", help="the run's folder, e.g. outputs/<module>/<timestamp>")
+    parser.add_argument("--metric", help="what to plot here (default: loss, or else the first there is)")
+    parser.add_argument(
+        "--finalize", "--fold", action="store_true", help="make train_dataset.h5 from a killed run's journal"
+    )
+    parser.add_argument(
+        "--plots", "--plot", action="store_true", help="draw every metric, or that of --metric, to OUTDIR/plots"
+    )
+    parser.add_argument("--theme", choices=("light", "dark"), help="of the pictures of --plots (default: light)")
+    parser.add_argument("--ranks", action="store_true", help="ranks × steps of own work, and the slowest rank or host")
+    args = parser.parse_args(argv)
+    if args.ranks and (args.plots or args.metric):
+        raise ConfigError(f"--ranks draws no plots of metrics: leave {'--plots' if args.plots else '--metric'} out")
+    if args.theme and not args.plots:
+        raise ConfigError(f"--theme {args.theme} without --plots: nothing is drawn; give both")
+
+    from mmm.history import finalize, load, plot_all, terminal_plot
+    from mmm.history.plots.series import metrics
+    from mmm.history.record.ending import FINISHED, RUNNING, Ending, read_ending
+    from mmm_lab.runs.runs import read_run
+
+    if args.finalize:
+        print(f"finalized: {printable(str(finalize(args.outdir)))}")
+    ds = load(args.outdir)
+    if args.ranks:
+        show(ranks_text(ds, min(shutil.get_terminal_size((120, 30)).columns, 160)) + "\n")
+        return 0
+    folder = Path(args.outdir).expanduser()
+    ending = read_ending(ds.attrs) or Ending(FINISHED)
+    running = ending.state == RUNNING
+    if running:
+        # Which rank is slow now: early rows would hide one that became slow.
+        newest = ds.isel(draw=slice(-RECENT_ROWS - 1, None))
+        state = str(ending)
+    else:
+        newest = ds
+        state = f"{ending}{waits_for_next_job(folder)}"
+    table = [*summary(ds, state), *progress(read_run(folder, columns=("iter", "epoch", "dt")))]
+    slow = straggler(newest)
+    if slow:
+        table.append(("slowest", slow))
+    show_summary(printable(args.outdir), [(name, printable(text)) for name, text in table])
+    names = metrics(ds)
+    metric = args.metric or next((name for name in ("loss", *names) if name in names), None)
+    if metric and ds.sizes["draw"]:
+        width, height = shutil.get_terminal_size((100, 30))
+        color = sys.stdout.isatty() and "NO_COLOR" not in os.environ
+        show("\n" + terminal_plot(ds, metric, min(width, 140), max(12, min(height - 16, 24)), color))
+    if args.plots:
+        written = plot_all(ds, args.outdir, args.metric and [args.metric], args.theme or "light")
+        print(printable(f"{len(written)} plots in {args.outdir}/plots" + (f", first {written[0]}" if written else "")))
+    return 0
+
+
+def show_summary(title: str, rows: list[tuple[str, str]]) -> None:
+    """A line a row; on a terminal a table, whose long cells are wrapped."""
+    if not sys.stdout.isatty():
+        show("\n".join([title, *(f"  {name:<11}{text}" for name, text in rows)]) + "\n")
+        return
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(title=Text(title), title_justify="left", show_header=False, box=None, padding=(0, 2))
+    table.add_column(style="bold")
+    for name, text in rows:
+        table.add_row(name, Text(text))
+    Console().print(table)
+
+
+def summary(ds: "xarray.Dataset", state: str) -> list[tuple[str, str]]:
+    """The lines of the table: name and text."""
+    from mmm.history.plots.own_work import waiting_text
+    from mmm.history.plots.series import PARTS, facts, metrics, series
+    from mmm.history.record.journal import LEFT_OUT
+
+    known, rows = metrics(ds), ds.sizes["draw"]
+    table = [("state", state), ("size", facts(ds)), *data_of(ds)]
+    for name in ("iter", "epoch"):
+        if name in ds and rows:
+            table.append((name, f"{whole(ds[name].values[0])} to {whole(ds[name].values[-1])}"))
+    for name, best, digits in (*((loss, "lowest", 6) for loss in LOSSES), ("test_acc", "highest", 2)):
+        if name in known and np.isfinite(y := series(ds, name).y).any():
+            s = series(ds, name)
+            kept = np.flatnonzero(np.isfinite(y))
+            row = kept[np.argmin(y[kept]) if best == "lowest" else np.argmax(y[kept])]
+            extreme = f"{best} {decimal(y[row], digits)} at {s.x_name} {whole(s.x[row])}"
+            missing = f", {rows - len(kept)} rows without" if name == "loss" and len(kept) < rows else ""
+            missing += f": none since {s.x_name} {whole(s.x[kept[-1]])}" if missing and kept[-1] < rows - 1 else ""
+            table.append(
+                (name, f"{decimal(y[kept[-1]], digits)} (first {decimal(y[kept[0]], digits)}, {extreme}{missing})")
+            )
+    if "dt" in known and np.isfinite(y := series(ds, "dt").y).any():
+        first = f"; the first took {y[0]:.6f} s" if np.isfinite(y[0]) else ""
+        table.append(("dt", f"{np.nanmedian(y):.6f} s {a_row_of(ds)}, median of {rows} rows{first}"))
+        spent = {part: float(np.nanmedian(series(ds, part).y)) for part in PARTS if part in known}
+        if spent:
+            table.append(("parts", ", ".join(f"{part} {seconds:.6f} s" for part, seconds in spent.items())))
+    if (waiting := waiting_text(ds)) is not None:
+        table.append(("waiting", waiting))
+    for name in ("tps", "sps"):
+        if name in known and np.isfinite(y := series(ds, name).y).any():
+            table.append((name, f"{np.nanmedian(y):,.1f} {series(ds, name).unit}, median"))
+    if LEFT_OUT in ds.attrs:
+        table.append(("journal", ds.attrs[LEFT_OUT]))
+    return table
+
+
+def data_of(ds: "xarray.Dataset") -> list[tuple[str, str]]:
+    """What the run was trained on, where the record says."""
+    from mmm.history.plots.series import config_of
+
+    data = config_of(ds).get("data")
+    if not isinstance(data, dict) or not data.get("dataset"):
+        return []
+    return [("data", ", ".join(str(data[key]) for key in ("dataset", "source") if data.get(key)))]
+
+
+def straggler(ds: "xarray.Dataset") -> str | None:
+    """Which rank or host the others wait for, by their own work; None if there is one rank."""
+    from mmm.history.plots.own_work import NOT_KNOWN, own_work
+
+    if ds.sizes.get("rank", 1) < 2 or not ds.sizes["draw"]:
+        return None
+    if (work := own_work(ds)) is not None:
+        return sentence(ds, work)
+    return NOT_KNOWN if "dt" in ds or "dt_argmax" in ds else None

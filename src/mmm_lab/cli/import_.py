@@ -1,0 +1,44 @@
+"""``mmm import DIR -o CKPT``: weights of the Llama family as a checkpoint of this package."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+
+from mmm_lab.cli.parser import Parser
+
+EPILOG = """\
+CKPT then is where a run starts, and what text is sampled from:
+  launch python3 -m mmm.trainer.lm --init_from CKPT --text FILES…
+  mmm sample CKPT --prompt "Once upon a time"
+"""
+
+
+def main(argv: list[str]) -> int:
+    """Import, and say what it is. Returns 0. Raises UserError for what cannot be read or is another kind of model."""
+    parser = Parser(prog="mmm import", description=__doc__, epilog=EPILOG)
+    parser.add_argument(
+        "weights",
+        metavar="DIR",
+        type=Path,
+        help="a folder with config.json and *.safetensors, as Hugging Face's",
+    )
+    parser.add_argument("-o", "--outdir", required=True, metavar="CKPT", type=Path, help="the folder to make")
+    args = parser.parse_args(argv)
+    from mmm.generate import config_of, tokenizer_on_disk
+    from mmm.weights.open_weights import open_weights
+    from mmm.weights.own import write_own  # imports torch
+
+    began = time.monotonic()
+    weights = open_weights(args.weights)
+    config, tokenizer = config_of(weights), tokenizer_on_disk(weights.metadata)
+    write_own(weights, args.outdir)
+    for note in weights.metadata.notes:
+        print(f"{args.weights}: {note}", file=sys.stderr)
+    elements = sum(entry.elements for entry in weights.entries.values())
+    print(
+        f"{args.outdir}: {elements:,} parameters, {config.n_layers} layers, dim {config.dim}, vocabulary "
+        f"{config.vocab_size}; tokenizer: {tokenizer or 'none'}; {time.monotonic() - began:.1f} s"
+    )
+    return 0

@@ -1,0 +1,62 @@
+"""``mmm machine``: the known machines; one of them, each value with its source; a file of the machine that this is."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+from mmm.errors import ConfigError
+from mmm_lab.cli.parser import Parser
+from mmm_launch.machines import find
+from mmm_launch.machines.machine import Machine
+
+EPILOG = f"""\
+A machine is one JSON file, for launch, mmm plan and mmm doctor. Yours go to ~/.config/mmm/machines, or to a file or
+folder that {find.VARIABLE} names; one of the same name replaces ours. docs/clusters.md says what is in it.
+"""
+
+
+def main(argv: list[str]) -> int:
+    """List the machines, show one, or measure this one. Returns 0. Raises UserError."""
+    parser = Parser(
+        prog="mmm machine",
+        description=__doc__,
+        epilog=EPILOG,
+    )
+    parser.add_argument("name", metavar="NAME", nargs="?", help="show this one; without it, list all")
+    parser.add_argument(
+        "--measure",
+        metavar="FILE",
+        type=Path,
+        nargs="?",
+        const=find.measured_path(),
+        help="measure this machine, and write its file; without FILE the one by which runs here are predicted",
+    )
+    args = parser.parse_args(argv)
+    if args.measure is not None:
+        if args.name is not None:
+            raise ConfigError(f"{args.name} --measure: this machine is measured, so leave the name out")
+        from mmm_lab.planner.measure import measure_machine  # imports torch
+
+        print("\n".join(measure_machine(args.measure).explain()))
+        print(f"written: {args.measure}; mmm plan --machine {args.measure} reads it")
+        return 0
+    for line in find.old_places(os.environ):
+        print(f"mmm: {line}", file=sys.stderr)
+    if args.name is None:
+        print("\n".join(_line(machine) for machine in find.load(os.environ).values()))
+    else:
+        print("\n".join(_shown(find.named(os.environ, args.name))))
+    return 0
+
+
+def _line(machine: Machine) -> str:
+    missing = machine.missing()
+    rates = f"; no {', '.join(missing)}, so not for mmm plan" if missing else ""
+    return f"{machine.name.lower():<14} {machine.about}{rates}"
+
+
+def _shown(machine: Machine) -> list[str]:
+    lines = [f"{machine.name}: {machine.about}", machine.file, "", "what launch goes by", *machine.settings()]
+    return [*lines, "", "what mmm plan counts with", *machine.explain()]

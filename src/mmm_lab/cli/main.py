@@ -1,0 +1,123 @@
+"""``mmm SUBCOMMAND …``"""
+
+from __future__ import annotations
+
+import difflib
+import errno
+import importlib
+import io
+import os
+import sys
+
+from mmm import __version__
+from mmm.errors import UserError
+from mmm.outside import printable_lines
+from mmm.runtime.contract import check_folder
+from mmm_launch.errors import UserError as LaunchUserError
+from mmm_verify.errors import UserError as VerifyUserError
+
+# Subcommand -> module with main(argv) -> exit code, and one line for the list.
+SUBCOMMANDS = {
+    "compare": ("mmm_lab.cli.compare", "what differs between runs, and a metric of all of them in one plot"),
+    "diverge": (
+        "mmm_lab.cli.diverge",
+        "the first step at which two runs part, whatever their layouts, and where in it",
+    ),
+    "doctor": ("mmm_lab.cli.doctor", "check this machine and this installation, with a fix for what is wrong"),
+    "draw": ("mmm_lab.cli.draw", "a layout as a picture: what each rank holds, what it sends, and when"),
+    "dry-run": ("mmm_lab.cli.dry_run", "what a rank of so many would hold and send: any program, without its devices"),
+    "examples": ("mmm.examples.__main__", "list the runnable examples and trainers"),
+    "exercise": (
+        "mmm_lab.cli.exercise",
+        "ten small things to write, each with a check that says where an answer is wrong",
+    ),
+    "export": ("mmm_lab.cli.export", "write a language model's weights as transformers loads them"),
+    "history": ("mmm_lab.cli.history", "show the record of a run: finished, running or killed"),
+    "import": ("mmm_lab.cli.import_", "weights of the Llama family, as a checkpoint"),
+    "machine": ("mmm_lab.cli.machine", "the machines that are known, and a file of the one that this is"),
+    "plan": ("mmm_lab.cli.plan", "which layouts fit a machine, what they need, send and take, before a job is queued"),
+    "runs": ("mmm_lab.cli.runs", "a table of many runs: state, steps, losses, rates, hours, and the flags that differ"),
+    "sample": ("mmm_lab.cli.sample", "text from a language model, on one device or sharded over ranks"),
+    "startup": ("mmm_lab.cli.startup", "how long runs took to start, from their records or from other programs' logs"),
+    "submit": ("mmm_lab.cli.submit", "a job script, shown and submitted; or a job after the other until a run is done"),
+    "tokens": ("mmm_lab.cli.tokens", "prepare a file of tokens from text, in parallel, to train on"),
+    "verify": (
+        "mmm_lab.cli.verify",
+        "does a parallel program compute what its model does on one device? Anyone's model",
+    ),
+}
+
+
+def _usage() -> str:
+    lines = [f"  {name:<12} {about}" for name, (_, about) in SUBCOMMANDS.items()]
+    return "\n".join(
+        [
+            "usage: mmm SUBCOMMAND [ARGUMENTS]      (mmm SUBCOMMAND --help says more)",
+            "",
+            *lines,
+            "",
+            "To start a program on many ranks: launch --help",
+        ]
+    )
+
+
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)  # of what standard output is written to
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run a subcommand.
+
+    Returns:
+        The exit code: 2 for a user's error, printed as one message.
+    """
+    if sys.stdout is None:  # it is closed
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115
+    if isinstance(sys.stdout, io.TextIOWrapper):  # what its encoding lacks becomes a question mark
+        sys.stdout.reconfigure(errors="replace")
+    try:
+        try:
+            return _run(sys.argv[1:] if argv is None else argv)
+        finally:
+            sys.stdout.flush()  # here, where an error of it is caught
+    except KeyboardInterrupt:
+        print("mmm: interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:  # the reader, such as `head`, has seen enough
+        _write_no_more()
+        return 0
+    except OSError as error:
+        if error.errno not in FULL or error.filename is not None:
+            raise
+        _write_no_more()
+        print(f"mmm: error: standard output cannot be written: {error.strerror}", file=sys.stderr)
+        return 2
+
+
+def _write_no_more() -> None:
+    """What is still in standard output's buffer goes nowhere."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _run(arguments: list[str]) -> int:
+    if arguments and arguments[0] in ("-V", "--version"):
+        print(f"mmm {__version__}")
+        return 0
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print(_usage())
+        return 0 if arguments else 2
+    name, rest = arguments[0], arguments[1:]
+    if name not in SUBCOMMANDS:
+        near = difflib.get_close_matches(name, SUBCOMMANDS, 1)
+        hint = f": did you mean {near[0]}?" if near else f"; there are {', '.join(SUBCOMMANDS)}"
+        print(f"mmm: error: no subcommand {name!r}{hint}", file=sys.stderr)
+        return 2
+    try:
+        check_folder()
+        return int(importlib.import_module(SUBCOMMANDS[name][0]).main(rest) or 0)
+    except (UserError, LaunchUserError, VerifyUserError) as error:
+        print(f"mmm: error: {printable_lines(error)}", file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,256 @@
+"""``mmm submit … -- COMMAND``: a job script of this machine, shown and submitted; or a job after the other, to the end
+of the run."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import shlex
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+
+from mmm.errors import ConfigError, UserError
+from mmm.outside import printable_lines
+from mmm_lab.campaign import command as commands
+from mmm_lab.campaign import queues
+from mmm_lab.cli.parser import Parser
+from mmm_lab.cli.sizes import clock_time, parse_time
+from mmm_lab.planner.script import FOLDER, PROJECT, job_script
+from mmm_launch.machines import find
+from mmm_launch.machines.machine import Machine
+from mmm_launch.machines.queues import not_taken
+
+EPILOG = """\
+examples:
+  mmm submit --site perlmutter -N 4 -t 6:00 --project m1234 --dry-run -- python3 -m mmm.trainer.lm --preset llama-1b
+  mmm submit -N 4 -t 6:00 --project m1234 --until-done -- python3 -m mmm.trainer.lm … --checkpoint_every 500
+  mmm submit --stop outputs/lm/2026-01-01-120000
+COMMAND is started by launch, and may begin with it: `-- launch --stage env.tar python3 …`. docs/clusters.md says more.
+"""
+DEFAULT_JOBS, MOST_JOBS = 20, 1000
+
+
+class JobScript(NamedTuple):
+    """What is submitted. name: of the job. folder: of the run, where jobs are chained. doubt: that it will be taken."""
+
+    text: str
+    scheduler: str
+    name: str
+    folder: Path | None
+    doubt: str
+
+
+def parser() -> argparse.ArgumentParser:
+    made = Parser(
+        prog="mmm submit",
+        usage="mmm submit -N HOSTS -t TIME [OPTIONS] -- COMMAND",
+        description=__doc__,
+        epilog=EPILOG,
+    )
+    add = made.add_argument
+    add("--site", metavar="NAME", help="a known machine (mmm machine); default: the one that this is, or its scheduler")
+    add("-N", "--hosts", metavar="N", type=int, default=1, help="hosts of a job (default: 1)")
+    add("-t", "--time", metavar="TIME", help="of a job: 6h, 90m, or HOURS:MINUTES, such as 6:00")
+    add("--project", "-A", metavar="P", help="that is charged")
+    add("--queue", "-q", metavar="Q", help="default: the machine's usual one")
+    add("--until-done", action="store_true", help="queue a job after the other until the run has made its steps")
+    add("--jobs", metavar="N", type=int, default=DEFAULT_JOBS, help=f"at most so many (default: {DEFAULT_JOBS})")
+    add("--ahead", action="store_true", help="submit all of --jobs now: where a job may not submit the next")
+    add("--before-end", metavar="TIME", help="that long before its end a job saves (default: 5m, or a tenth of -t)")
+    add("--stage", metavar="PATH", help="an environment that launch copies to each host's own disk")
+    add("--setup", metavar="LINE", action="append", help="of the script, instead of the machine's modules; repeatable")
+    add(
+        "--directive",
+        metavar="TEXT",
+        action="append",
+        default=[],
+        help="a line for the scheduler: --directive=--gpus-per-node=4",
+    )
+    add("--dry-run", "--show", action="store_true", help="print the script and what would submit it, and do nothing")
+    add("--status", metavar="DIR", type=Path, help="the jobs that this run's folder has had, and how many are to come")
+    add("--stop", metavar="DIR", type=Path, help="no other job follows the one of this run's folder that runs")
+    inside = made.add_argument_group("what a job's script calls")
+    inside.add_argument("--begin", metavar="DIR", type=Path, help="queue the next job; exit code 1: nothing is to do")
+    inside.add_argument("--end", nargs=2, metavar=("DIR", "CODE"), help="launch has ended so: is the next one needed?")
+    return made
+
+
+def main(argv: list[str]) -> int:
+    """Show the script, and submit it. Returns 0, or what a script asks for. Raises UserError: before anything is
+    written, or the scheduler takes no job."""
+    place = argv.index("--") if "--" in argv else len(argv)
+    own, command = argv[:place], argv[place + 1 :]
+    args = parser().parse_args(own)
+    if args.begin or args.end or args.stop or args.status:
+        return _of_a_campaign(args)
+    if not command or command == [commands.LAUNCH]:
+        raise ConfigError("what is to run comes last, after two dashes: mmm submit … -- python3 -m mmm.trainer.lm …")
+    unfilled = {FOLDER, PROJECT} & {args.project, *command}
+    if unfilled and not args.dry_run:
+        raise ConfigError(f"{min(unfilled)} stands for what is yours: fill it in")
+    script = make_script(args, command)
+    words = queues.submit_words(script.scheduler, script.name)
+    print(script.text)
+    if script.doubt:  # queues change, so the scheduler has the last word
+        print(f"mmm submit: {script.doubt}", file=sys.stderr)
+    if args.dry_run:
+        print(f"not submitted (--dry-run); it would be by: {shlex.join(words)}")
+        return 0
+    jobs = _submit(script, args.jobs, args.ahead)
+    print(f"submitted: job{'s' * (len(jobs) > 1)} {', '.join(jobs)}")
+    if script.folder is not None:
+        where = shlex.quote(str(script.folder))
+        print(f"its jobs:  mmm submit --status {where}\nto follow: watch -n 5 mmm history {where}")
+        print(f"to stop:   mmm submit --stop {where}")
+    return 0
+
+
+def make_script(args: argparse.Namespace, command: Sequence[str]) -> JobScript:
+    """The job script of the flags. Raises UserError: they do not fit each other, or the machine."""
+    if args.time is None:
+        raise ConfigError("-t is missing: how long may a job take? Such as -t 6:00 (6 hours)")
+    walltime = parse_time(args.time, "-t")
+    if walltime < 60:
+        raise ConfigError(f"-t {args.time}: schedulers count in minutes; give at least 1m")
+    before_end = commands.time_to_save(walltime)
+    if args.before_end is not None:
+        before_end = parse_time(args.before_end, "--before-end")
+    if before_end >= walltime:
+        raise ConfigError(f"--before-end {args.before_end}: the job has {clock_time(walltime)}, and would save at once")
+    if args.ahead and not args.until_done:
+        raise ConfigError("--ahead: it is of --until-done, which queues more than one job")
+    if not 1 <= args.jobs <= MOST_JOBS:
+        raise ConfigError(f"--jobs {args.jobs}: it must be from 1 to {MOST_JOBS:,}")
+    _check_directives(args)
+    machine = _machine(args)
+    words = queues.QUEUES[machine.scheduler]
+    begin = [f"cd {shlex.quote(os.getcwd())}", _activation()]
+    directives = [f"{words.directive} {text}" for text in args.directive]
+    folder, after = None, ""
+    if args.until_done:
+        folder = commands.folder_of(command)
+        if not str(folder).isprintable() or set(str(folder)) & set(words.not_in_output):
+            raise ConfigError(
+                f"--outdir {folder}: the jobs' output goes there by a line for the scheduler, in which a line's end "
+                f"and {' '.join(words.not_in_output)} mean something else; give another"
+            )
+        command = commands.going_on(command, folder)
+        where = shlex.quote(str(folder))
+        directives.append(words.output.format(shlex.quote(str(folder / "jobs"))))
+        what = (
+            "exit 0  # where nothing is left to do"
+            if args.ahead
+            else "exit  # queues this script again, after this job"
+        )
+        begin.append(f"mmm submit --begin {where} || {what}")
+        after = f"\nmmm submit --end {where} $?  # is the next job needed?"
+    line = commands.launch_line(command, walltime, before_end, args.stage)
+    fill = {"hosts": str(args.hosts), "time": clock_time(walltime)}
+    fill |= {name: value for name, value in (("queue", args.queue), ("project", args.project)) if value}
+    text = job_script(line + after, machine, fill, begin, directives)
+    doubt = not_taken(machine, args.queue or machine.queue, args.hosts, walltime)
+    return JobScript(text, machine.scheduler, commands.name_of(command), folder, doubt)
+
+
+def _check_directives(args: argparse.Namespace) -> None:
+    """What goes into the scheduler's lines ends none of them, and begins no other word. Raises ConfigError."""
+    for flag, value in (("--project", args.project), ("--queue", args.queue)):
+        if value and shlex.quote(value) != value:
+            raise ConfigError(f"{flag} {value!r}: it is one word of a line for the scheduler, as it was given to you")
+    for text in args.directive:
+        if not text.isprintable():
+            raise ConfigError(f"--directive {text!r}: it is one line; repeat --directive for another")
+
+
+def _machine(args: argparse.Namespace) -> Machine:
+    """With the hosts, and the modules, that are asked for. Raises UserError."""
+    machine, _ = find.find(os.environ, args.site)
+    if args.hosts < 1 or 0 < machine.hosts < args.hosts:
+        most = f"{machine.name} has {machine.hosts:,}" if machine.hosts else "it must be at least 1"
+        raise ConfigError(f"-N {args.hosts:,}: {most}")
+    if machine.name and not machine.scheduler:
+        raise ConfigError(f"--site {machine.name}: its file names no scheduler")
+    if not machine.name:
+        machine = queues.unknown_machine(queues.scheduler_here(), args.queue, args.project)
+    lines = "\n".join(machine.script)
+    where = f"the file of machine {machine.name} ({machine.file})"
+    for flag, name, value in (("-t", "time", args.time), ("--project", "project", args.project)):
+        if value and f"{{{name}}}" not in lines:
+            raise ConfigError(f"{flag} {value}: {where} has no {{{name}}} in its script")
+        if not value and (f"{{{name}}}" in lines or "PROJECT" in lines):
+            raise ConfigError(f"--project is missing: {machine.name} charges one")
+    if args.queue and "{queue}" not in lines:
+        raise ConfigError(f"--queue {args.queue}: {where} has no {{queue}} in its script")
+    if "{queue}" in lines and not (args.queue or machine.queue):
+        raise ConfigError(f"--queue is missing: {where} names none")
+    return replace(machine, hosts=args.hosts, setup=machine.setup if args.setup is None else args.setup)
+
+
+def _activation() -> str:
+    """The line by which a job has this Python, and `mmm` and `launch` beside it."""
+    if sys.prefix != sys.base_prefix:
+        return f". {shlex.quote(sys.prefix)}/bin/activate"
+    return f"export PATH={shlex.quote(str(Path(sys.executable).parent))}:$PATH"
+
+
+def _submit(script: JobScript, most: int, ahead: bool) -> list[str]:
+    """Submit a script; where jobs are chained, after what they need is in the run's folder. Returns the jobs' ids."""
+    if script.folder is None:
+        return [queues.submit(script.scheduler, script.text, script.name)]
+    from mmm_lab.campaign.chain import FILE, JOBS, Campaign, read  # reads records
+
+    jobs = script.folder / JOBS
+    if (jobs / FILE).exists() and not (there := read(script.folder)).over:
+        raise ConfigError(
+            f"{script.folder} has a campaign under way (jobs that have begun: {len(there.jobs)}); end it before: "
+            f"mmm submit --stop {shlex.quote(str(script.folder))}"
+        )
+    made = [folder for folder in (jobs, *jobs.parents) if not folder.exists()]
+    file = jobs / f"{script.name}.sh"
+    try:
+        jobs.mkdir(parents=True, exist_ok=True)
+        file.write_text(script.text, **queues.TEXT)
+    except OSError as error:
+        raise ConfigError(f"{file} cannot be written: {error.strerror}") from None
+    try:
+        Campaign(script.folder, script.scheduler, script.name, str(file), most, ahead).write()
+        submitted = [queues.submit(script.scheduler, script.text, script.name)]
+    except UserError:
+        for written in (file, jobs / FILE):
+            written.unlink(missing_ok=True)
+        for folder in made:
+            with contextlib.suppress(OSError):
+                folder.rmdir()
+        raise
+    for _ in range(most - 1 if ahead else 0):
+        try:
+            submitted.append(queues.submit(script.scheduler, script.text, script.name, submitted[-1]))
+        except UserError as error:  # a bound of the queue
+            print(f"mmm submit: no more than {len(submitted)} jobs: {error}", file=sys.stderr)
+            break
+    return submitted
+
+
+def _of_a_campaign(args: argparse.Namespace) -> int:
+    from mmm_lab.campaign import chain
+
+    if args.stop:
+        print(printable_lines(f"mmm submit: {chain.stop(args.stop.expanduser().absolute())}"))
+        return 0
+    if args.status:
+        print(printable_lines("\n".join(chain.status(args.status.expanduser().absolute()))))
+        return 0
+    if args.begin:
+        goes, line = chain.begin(args.begin)
+        print(f"mmm submit: {line}", flush=True)
+        return 0 if goes else 1
+    folder, code = args.end
+    if not code.isdecimal() or len(code) > 3:
+        raise ConfigError(f"--end {folder} {code}: the second is the exit code of launch, a number")
+    exit_code, line = chain.end(Path(folder), int(code))
+    print(f"mmm submit: {line}", flush=True)
+    return exit_code

@@ -1,0 +1,74 @@
+"""``mmm tokens FILES… -o DIR``: prepare a file of tokens, in parallel; called again, it goes on where it was killed."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from pathlib import Path
+
+from mmm.errors import ConfigError
+from mmm_lab.cli.parser import Parser
+
+EPILOG = """\
+To train on it: launch python3 -m mmm.trainer.lm --text DIR
+DIR has tokens.bin (unsigned integers without a header), documents.bin (where each document ends), the tokenizer's file
+and manifest.json. Until all is done, it is called DIR.part.
+"""
+
+
+def main(argv: list[str]) -> int:
+    """Prepare the folder and say what is in it. Returns 0. Raises UserError for what cannot be read or does not fit."""
+    parser = Parser(prog="mmm tokens", description=__doc__, epilog=EPILOG)
+    parser.add_argument(
+        "files",
+        nargs="+",
+        metavar="FILE",
+        type=Path,
+        help="text: each file is a document; JSON lines (.jsonl, .ndjson, .json): each line",
+    )
+    parser.add_argument("-o", "--outdir", required=True, metavar="DIR", type=Path, help="the folder to make")
+    parser.add_argument(
+        "--tokenizer",
+        metavar="bytes|chars|PATH",
+        help="bytes (the default), the characters of the files, a tokenizer.json, or a SentencePiece .model",
+    )
+    parser.add_argument(
+        "--train-bpe", "--train_bpe", metavar="N", type=int, help="train a byte-level BPE of N tokens on the files"
+    )
+    parser.add_argument(
+        "--separator",
+        default="",
+        metavar="TEXT",
+        help=r"what stands between the documents of a file; \n is a line's end",
+    )
+    parser.add_argument(
+        "--eos", metavar="TOKEN", help="token to put at the end of each document; with --train-bpe <|endoftext|>"
+    )
+    parser.add_argument(
+        "--field", metavar="NAME", default="text", help="of JSON lines, what has the text (default text); '': all of it"
+    )
+    parser.add_argument("--processes", metavar="N", type=int, help="default: one a core that this process may use")
+    args = parser.parse_args(argv)
+    if args.train_bpe is not None and args.tokenizer is not None:
+        raise ConfigError("--train-bpe and --tokenizer contradict each other: leave one out")
+    if args.train_bpe is not None and args.eos is not None:
+        raise ConfigError("--train-bpe and --eos contradict each other: a trained tokenizer has <|endoftext|>")
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    processes = cores if args.processes is None else args.processes
+    if processes < 1:
+        raise ConfigError(f"--processes {processes}: it must be at least 1")
+
+    from mmm.data.text.prepare import Preparation, prepare  # imports NumPy
+
+    separator = args.separator.replace("\\n", "\n")
+    tokenizer = args.tokenizer or "bytes"
+    wanted = Preparation(tuple(args.files), args.outdir, tokenizer, args.train_bpe, separator, args.eos, args.field)
+    began = time.monotonic()
+    about = prepare(wanted, processes, lambda line: print(line, file=sys.stderr))
+    kind, size = about["tokenizer"]["kind"], about["tokenizer"]["vocab_size"]
+    print(
+        f"{args.outdir}: {about['tokens']} tokens ({kind}, vocabulary {size}), {about['documents']} documents, "
+        f"{about['bytes']} bytes of text; {time.monotonic() - began:.1f} s with {processes} processes"
+    )
+    return 0

@@ -1,0 +1,18 @@
+"""Ten exercises: each is a file with one function to write, and a check that says where the answer is wrong.
+
+An exercise is a module here. Its docstring is what it asks for; `TEMPLATE` is the file that a reader begins with;
+`check` holds what that file has become against one device, mostly by `mmm_verify`. The answers are not here.
+"""
+
+NAMES = (
+    "all_reduce",
+    "column_row",
+    "sequence_norms",
+    "fsdp_sum",
+    "zero2",
+    "microbatches",
+    "ring_attention",
+    "expert_all_to_all",
+    "two_d",
+    "resume",
+)

@@ -1,0 +1,117 @@
+"""Resume on another mesh: what a run is, besides its weights.
+
+A run has trained on two ranks with FSDP and AdamW, has halved its learning rate, and has saved a checkpoint by
+torch.distributed.checkpoint (DCP)::
+
+    model_state, optimizer_state = get_state_dict(model, optimizer)
+    dcp.save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=folder)
+
+It goes on with four ranks, which have other shards. DCP loads into tensors that are there already, and knows of each
+which part is local. What it has loaded has to get into the model and the optimizer. The next losses are then those of
+the run that was never stopped.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from mmm.runtime.log import ignore_views
+from mmm.runtime.process_group import process_group
+from mmm.runtime.ranks import Rank
+from mmm_lab.exercises.check import TIMEOUT, Result, failed
+from mmm_lab.exercises.tools import Net, numbers
+from mmm_verify.ranks import RanksFailed, fork_ranks
+
+FUNCTION = "load"
+TEMPLATE = '''
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+
+def load(model, optimizer, folder):
+    """Load the checkpoint in `folder` into `model` and `optimizer`, in place.
+
+    Args:
+        model: sharded by fully_shard over four ranks, with weights of its own. optimizer: AdamW, that has made no step.
+    """
+    raise NotImplementedError
+'''
+STEPS = 3  # before the checkpoint, and after it
+NEAR = 1e-9
+
+
+def _program(rank: Rank, seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(seed)
+    model = Net().double()
+    mesh = init_device_mesh("cpu", (rank.world_size,), mesh_dim_names=("dp",))
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return model, torch.optim.AdamW(model.parameters(), lr=0.03)
+
+
+def _train(rank: Rank, model: nn.Module, optimizer: torch.optim.Optimizer, first: int) -> list[float]:
+    """The losses of some steps, over all ranks."""
+    losses = []
+    for step in range(first, first + STEPS):
+        torch.manual_seed(1000 + step)
+        inputs, targets = (tensor.double().chunk(rank.world_size)[rank.rank] for tensor in numbers())
+        loss = F.mse_loss(model(inputs), targets)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        mean = loss.detach().clone()
+        torch.distributed.all_reduce(mean)
+        losses.append(mean.item() / rank.world_size)
+    return losses
+
+
+def _before(rank: Rank, folder: str) -> list[float]:
+    """Train, save, and go on. Returns the losses after the checkpoint."""
+    with process_group(rank, torch.device("cpu"), 2 * TIMEOUT), ignore_views():
+        model, optimizer = _program(rank, 0)
+        _train(rank, model, optimizer, 0)
+        for group in optimizer.param_groups:
+            group["lr"] /= 2  # get_state_dict has a copy of it, while tensors are the optimizer's own
+        model_state, optimizer_state = get_state_dict(model, optimizer)
+        dcp.save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=folder)
+        return _train(rank, model, optimizer, STEPS)
+
+
+def _after(rank: Rank, folder: str, load: Callable[..., Any]) -> list[float]:
+    """Begin with other weights, load, and go on."""
+    with process_group(rank, torch.device("cpu"), 2 * TIMEOUT), ignore_views():
+        model, optimizer = _program(rank, 1)
+        load(model, optimizer, folder)
+        return _train(rank, model, optimizer, STEPS)
+
+
+def check(load: Callable[[nn.Module, torch.optim.Optimizer, str], None]) -> Result:
+    """Losses after the checkpoint, on two ranks that went on and on four that have loaded it."""
+    with tempfile.TemporaryDirectory() as parent:
+        folder = os.path.join(parent, "checkpoint")
+        expected, *_ = fork_ranks(_before, 2, folder, timeout=TIMEOUT)
+        try:
+            losses, *_ = fork_ranks(_after, 4, folder, load, timeout=TIMEOUT)
+        except RanksFailed as error:
+            return failed(FUNCTION, error, error.details)
+    for number, (loss, ought) in enumerate(zip(losses, expected, strict=True)):
+        if not abs(loss - ought) <= NEAR * abs(ought):
+            why = (
+                "the weights are not those of the checkpoint"
+                if number == 0
+                else ("the weights are right, and what the optimizer has to remember is not: moments, step, lr")
+            )
+            return Result(False, f"step {STEPS + number}: loss {loss:.9g}, without the stop {ought:.9g}: {why}")
+    return Result(True, f"the same losses on four ranks as on the two that went on: {losses[-1]:.9g}")

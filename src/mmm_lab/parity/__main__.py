@@ -1,0 +1,254 @@
+"""Train models on every layout, and hold each against plain PyTorch on one device.
+
+    python3 -m mmm_lab.parity                                         # the whole matrix
+    python3 -m mmm_lab.parity --ranks 1..4 --model vit                # of one model, on up to 4 ranks
+    python3 -m mmm_lab.parity --model cnn --layout pp2.dp2.tp2        # one layout; also a model of your own
+    python3 -m mmm_lab.parity --device cuda                           # on this host's GPUs, held against its CPU
+
+It starts the ranks itself. A layout passes where the losses of all steps and every gradient of step 1 are those of
+one device, to rounding. The exit code is 0 if all passed, 1 if not, 2 for wrong flags.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import tyro
+
+from mmm.errors import ConfigError, LaunchError, LayoutError, UserError
+from mmm.layout import AXES, ScheduleName
+from mmm.runtime.failure import USER_ERROR_EXIT, print_once, report_user_error
+from mmm.runtime.ranks import LONGEST, whoami
+from mmm_lab.parity import models
+from mmm_lab.parity.layouts import ParityCase, canonical, matrix, optimizers_for, ranks_of
+
+if TYPE_CHECKING:
+    from mmm_lab.parity.report import Comparison
+
+INTERRUPTED = 130
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What to train, and how long."""
+
+    model: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
+    """transformer, llama, moe, gpt, gpt_dropout, plain_gpt, head_norm, regression, branches, batch_norm, vit, cnn, or
+    your own (docs/models.md); repeatable. Default: all."""
+    layout: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
+    """Such as pp2.dp2.tp2; repeatable. Axes in any order: pp dp_replicate dp_shard dp cp tp ep; dp alone means FSDP.
+    Default: the matrix of docs/parity.md."""
+    ranks: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
+    """Only layouts of that many ranks: 4, or 1..8; repeatable."""
+    device: Literal["cpu", "cuda", "xpu"] = "cpu"
+    """Of the ranks, one each; layouts of more ranks than there are devices are left out."""
+    dtype: Literal["fp64", "fp32"] = "fp64"
+    steps: int = 10
+    global_batch_size: int = 16
+    """Samples of a step, which have to be a multiple of the data-parallel ranks: for dp3, say, 18."""
+    seed: int = 0
+    """Of initial weights and data."""
+    json: Path | None = None
+    """Write the table there, as a list of mappings."""
+    optimizer: Annotated[tuple[Literal["sgd", "adamw", "lars", "lamb"], ...], tyro.conf.UseAppendAction] = ()
+    """Repeatable. Default: sgd, and adamw where one technique stands alone on up to 4 ranks; in some rows of the matrix
+    lars and lamb."""
+    data_parallel: Literal["fsdp", "ddp", "zero1", "zero2"] | None = None
+    """For --layout with dp: what its ranks keep. Default: fsdp, which with dp_replicate is hsdp."""
+    schedule: ScheduleName | None = None
+    """For --layout with pp. Default: 1F1B."""
+    stages_per_rank: int | None = None
+    """For --layout with pp. Default: the fewest that the schedule takes."""
+    cp_style: Literal["ring", "ulysses", "usp"] | None = None
+    """For --layout with cp. Default: ring."""
+    ulysses: int | None = None
+    """For --cp_style usp: ranks of cp that share heads."""
+    microbatches: int | None = None
+    """For --layout. Default: 2, or with pp what the schedule needs at least."""
+    activation_checkpointing: Literal["none", "full", "selective"] | None = None
+    """For --layout. Default: none."""
+    offload: bool | None = None
+    """For --layout: keep what the optimizer updates in the host's memory. Default: it is not."""
+    data: Literal["made_up", "digits", "packed", "chats"] | None = None
+    """For --layout: digits are real images, for models that take images; for the Transformer packed, several
+    documents in a sequence, and chats, of which only answers have targets. Default: made up by the model's own file."""
+    timeout: float = 300.0
+    """Seconds that a layout may take before it counts as hanging."""
+    outdir: Path | None = None
+    """Folder of the record. Default: outputs/parity/<time>."""
+    overwrite: bool = False
+    """Replace a record that is already in --outdir."""
+    plots: bool = True
+    """Draw the curves of all layouts."""
+    dry_run: bool = False
+    """Print what would be trained, and leave."""
+
+    def check(self) -> None:
+        """Raises ConfigError for the first value that is wrong by itself."""
+        for name in ("steps", "global_batch_size", "microbatches", "stages_per_rank"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"--{name} {value}: it must be at least 1")
+        if not 0 < self.timeout <= LONGEST:
+            raise ConfigError(f"--timeout {self.timeout}: it must be greater than 0, and at most {LONGEST:.0e} s")
+        if not 0 <= self.seed < 2**32:
+            raise ConfigError(f"--seed {self.seed}: it must be from 0 to 2³² - 1")
+        if not self.layout and (flags := self.techniques()):
+            raise ConfigError(f"--{next(iter(flags))} goes with --layout: the matrix has its own")
+
+    def techniques(self) -> dict[str, object]:
+        """The flags that go with --layout and were given."""
+        names = (
+            "data_parallel",
+            "schedule",
+            "stages_per_rank",
+            "cp_style",
+            "ulysses",
+            "microbatches",
+            "activation_checkpointing",
+            "offload",
+            "data",
+        )
+        return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+
+    def cases(self) -> list[ParityCase]:
+        """What was asked for, still to be checked against the models.
+
+        Raises:
+            UserError: no such layout or model, or nothing is left.
+        """
+        named = list(dict.fromkeys(self.model or sorted(models.NAMES)))
+        if unknown := [name for name in named if "." not in name and name not in models.NAMES]:
+            models.find(unknown[0])  # raises
+        if self.layout:
+            layouts = dict.fromkeys(map(canonical, self.layout))
+            cases = [self._picked(model, layout) for model in named for layout in layouts]
+            for flag, axes in (
+                ("data_parallel", AXES[1:3]),
+                ("schedule", ("pp",)),
+                ("stages_per_rank", ("pp",)),
+                ("cp_style", ("cp",)),
+                ("ulysses", ("cp",)),
+            ):
+                if flag in self.techniques() and not any(set(axes) & case.sizes.keys() for case in cases):
+                    raise LayoutError(f"--{flag} {getattr(self, flag)}, and no --layout has {' or '.join(axes)}")
+        else:
+            cases = [case for model in named for case in matrix(model)]
+        if self.optimizer:
+            cases = [replace(case, optimizers=tuple(dict.fromkeys(self.optimizer))) for case in cases]
+        if self.ranks:
+            wanted = ranks_of(self.ranks)
+            counts = ", ".join(map(str, sorted({case.ranks for case in cases})))
+            cases = [case for case in cases if case.ranks in wanted]
+            if not cases:
+                raise LayoutError(f"--ranks {' '.join(self.ranks)}: the layouts asked for have {counts} ranks")
+        return cases
+
+    def _picked(self, model: str, layout: str) -> ParityCase:
+        fields = self.techniques()
+        fields["checkpointing"] = fields.pop("activation_checkpointing", "none")
+        case = ParityCase(model=model, layout=layout, **fields)  # type: ignore[arg-type]
+        return replace(case, optimizers=optimizers_for(case))
+
+
+def main(argv: list[str] | None = None) -> int:
+    """The command.
+
+    Returns:
+        The exit code.
+    """
+    try:
+        with print_once():
+            options = tyro.cli(
+                Options, prog="python3 -m mmm_lab.parity", description=__doc__, args=argv, use_underscores=True
+            )
+        return compare(options)
+    except UserError as error:
+        report_user_error(error)
+        return USER_ERROR_EXIT
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return INTERRUPTED
+
+
+def compare(options: Options) -> int:
+    """Train, compare, report; the exit code."""
+    if (me := whoami()).world_size > 1:
+        raise LaunchError(
+            f"this is one of {me.world_size} ranks (of {me.source}), and mmm_lab.parity starts ranks itself: "
+            f"run it alone, python3 -m mmm_lab.parity"
+        )
+    options.check()
+    cases = options.cases()
+    if options.dry_run:
+        print("\n".join(f"{case.ranks} ranks  {case}: {', '.join(case.optimizers)}" for case in cases))
+        return 0
+
+    # torch and all else: a wrong flag has not waited for it
+    from mmm.history.record.folder import prepare, versions, write_config
+    from mmm_lab.parity import report, run
+    from mmm_lab.parity.reference import Training
+
+    began, devices = time.perf_counter(), run.count_devices(options.device)
+    cases = _with_devices(cases, devices, options.device)
+    training = Training(options.steps, options.seed, options.dtype, options.global_batch_size)
+    ready, refused = run.prepare_cases(cases, training)
+    if refused and (options.model or not ready):
+        raise LayoutError("; ".join(dict.fromkeys(f"--model {case.model}: {why}" for case, why in refused)))
+    for case, why in refused:
+        print(f"left out: {case.model}: {why}", flush=True)
+    if options.json is not None:  # tried now, not after all trainings
+        report.write_json([], options.json.parent, options.json.name)
+    folder = prepare(options.outdir, "parity", options.overwrite)
+    (folder / report.ERRORS).unlink(missing_ok=True)
+    about = {"options": asdict(options), "versions": versions(), "command": sys.argv}
+    write_config(folder, about)
+    rows: list[Comparison] = []
+    interrupted = False
+    try:
+        for row in run.compare(ready, options.timeout, folder, partial(print, flush=True), options.device):
+            rows.append(row)
+            report.write_json(rows, folder)  # at once: a run that is killed leaves what it has found
+    except KeyboardInterrupt:
+        interrupted = True
+    print(f"\n{report.table(rows)}\n", flush=True)
+    written = report.write(rows, training, folder, options.plots, {"versions": versions(), "command": sys.argv})
+    if options.json is not None:
+        written.append(report.write_json(rows, options.json.parent, options.json.name))
+    print("record: " + " ".join(map(str, written)))
+    bad = sum(not row.passed for row in rows)
+    layouts = {(row.model, row.layout, row.technique) for row in rows}
+    print(
+        f"{len(rows) - bad} of {len(rows)} trainings on {len(layouts)} layouts passed, "
+        f"in {time.perf_counter() - began:.0f} s; limits: loss {report.LOSS_LIMIT[options.dtype]:.0e}, gradient "
+        f"{report.GRADIENT_LIMIT[options.dtype]:.0e}"
+    )
+    if interrupted:
+        print(f"interrupted: {len(ready) - len(layouts)} of {len(ready)} layouts were not tried", file=sys.stderr)
+        return INTERRUPTED
+    return 1 if bad else 0
+
+
+def _with_devices(cases: Sequence[ParityCase], devices: int, kind: str) -> list[ParityCase]:
+    """The cases whose ranks have a device each; says which are left out.
+
+    Raises:
+        LayoutError: none is left.
+    """
+    fitting = [case for case in cases if case.ranks <= devices]
+    if not fitting:
+        raise LayoutError(f"no layout of {devices} ranks or fewer, one for each {kind} device here")
+    too_many = dict.fromkeys(case.layout for case in cases if case.ranks > devices)
+    if too_many:
+        print(f"left out: {', '.join(too_many)}, of more ranks than {kind} devices here ({devices})", flush=True)
+    return fitting
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,20 @@
+"""The optimizers of the reference, of full tensors: PyTorch's, and the package's own LARS and LAMB, which
+`tests/mmm/optim/test_layerwise.py` holds against the papers' formulas."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+
+from mmm.optim.layerwise import make_layerwise
+
+RATES = {"sgd": 0.3, "adamw": 1e-2, "lars": 1.0, "lamb": 1e-2}
+
+
+def make_optimizer(name: str, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    """SGD without momentum, or AdamW as PyTorch has it; LARS or LAMB."""
+    if name in ("lars", "lamb"):
+        return make_layerwise(name, parameters, RATES[name])
+    return {"sgd": torch.optim.SGD, "adamw": torch.optim.AdamW}[name](parameters, lr=RATES[name])

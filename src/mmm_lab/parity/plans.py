@@ -1,0 +1,152 @@
+"""How the models that the proof alone needs are sharded. A user's plan may refuse sizes by a function of its own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, PrepareModuleInput, RowwiseParallel
+
+from mmm.errors import LayoutError
+from mmm.layout import Layout
+from mmm.parallel.plan import Plan
+from mmm.parallel.rules import HEADS, HIDDEN, context_rules, refuse, tp_rule
+from mmm.parallel.tp.replicated import PartialGradient, Replicated
+from mmm_lab.parity.fixtures import head_norm
+from mmm_lab.parity.fixtures.plain_gpt import GPTConfig
+
+
+def plain_gpt_plan() -> Plan:
+    """The plan of `fixtures.plain_gpt.GPT`, of any size: in each block columns, then rows; the vocabulary by rows, in
+    the embedding and in the output matrix, which are one tied weight and so are sharded alike. What is between is
+    replicated."""
+    styles: dict[str, ParallelStyle] = {
+        "tokens": RowwiseParallel(input_layouts=Replicate()),
+        "places": Replicated(),
+        "blocks.*.norm1": Replicated(),
+        # One entrance for the three: their gradients are added here before they are added over tp.
+        "blocks.*.attention": PrepareModuleInput(input_layouts=Replicate(), desired_input_layouts=Replicate()),
+        "blocks.*.attention.query": ColwiseParallel(),
+        "blocks.*.attention.key": ColwiseParallel(),
+        "blocks.*.attention.value": ColwiseParallel(),
+        "blocks.*.attention.out": RowwiseParallel(),
+        "blocks.*.norm2": Replicated(),
+        "blocks.*.up": ColwiseParallel(),
+        "blocks.*.down": RowwiseParallel(),
+        "norm": Replicated(),
+        "head": ColwiseParallel(output_layouts=Shard(-1), use_local_output=False),
+    }
+    return Plan(
+        tensor=styles,
+        fsdp_units=("tokens", "blocks.*", ("norm", "head")),  # first and last become one: they share a weight
+        checkpointed=("blocks.*",),
+        compiled=("blocks.*",),
+        attention=("blocks.*.attention",),
+        stages=(("tokens", "places"), "blocks.*", ("norm", "head")),
+        sequence=True,
+        output="head",
+        refused={"ep": "the GPT has no experts"},
+        check=lambda model, layout, inputs, ulysses: check_plain_gpt(model.config, layout, inputs, ulysses),
+    )
+
+
+def check_plain_gpt(config: GPTConfig, layout: Layout, inputs: Tensor, ulysses: int) -> None:
+    """Whether a GPT of these sizes fits the layout; needs no process group.
+
+    Raises:
+        LayoutError: every rule that is broken, with its numbers.
+    """
+    seq_length = inputs.shape[1]
+    if seq_length > config.seq_length:
+        raise LayoutError(f"{seq_length} tokens in a sequence, and the GPT has places for {config.seq_length}")
+    broken = context_rules(config.n_heads, layout, seq_length, ulysses)
+    for name in ("n_heads", "vocab_size"):
+        if getattr(config, name) % layout.tp and name not in broken:
+            broken[name] = f"{name} {getattr(config, name)} is not divisible by tp {layout.tp}"
+    refuse(broken)
+
+
+def head_norm_plan() -> Plan:
+    """The plan of `fixtures.head_norm.HeadNorm`: q, k and v by columns, so that a rank has some of the heads;
+    the norms over these by `PartialGradient`, since each rank sees its own heads alone; out by rows."""
+    return Plan(
+        tensor={
+            "blocks.*.norm": Replicated(),
+            **{f"blocks.*.{name}": ColwiseParallel() for name in ("q", "k", "v")},
+            "blocks.*.q_norm": PartialGradient(),
+            "blocks.*.k_norm": PartialGradient(),
+            "blocks.*.out": RowwiseParallel(),
+            "head": Replicated(),
+        },
+        fsdp_units=("blocks.*",),
+        checkpointed=("blocks.*",),
+        stages=("blocks.*", "head"),
+        refused={"cp": "this attention sees the full sequence", "ep": "the model has no experts"},
+        check=lambda model, layout, inputs, ulysses: refuse(tp_rule("heads", head_norm.HEADS, layout.tp, HEADS)),
+    )
+
+
+def regression_plan() -> Plan:
+    """The plan of `fixtures.regression.Regression`, any size: up by columns, down by rows; the rest is replicated."""
+    return Plan(
+        tensor={
+            "blocks.*.norm": Replicated(),
+            "blocks.*.up": ColwiseParallel(),
+            "blocks.*.down": RowwiseParallel(),
+            "head": Replicated(),
+        },
+        fsdp_units=("blocks.*",),
+        checkpointed=("blocks.*",),
+        stages=("standardize", "blocks.*", "head"),
+        refused={"cp": "the perceptron has no sequence to shard", "ep": "the perceptron has no experts"},
+        check=_check_hidden,
+    )
+
+
+def branches_plan() -> Plan:
+    """The plan of `fixtures.branches.Branches`, any size: up by columns, down by rows; each branch a unit of FSDP."""
+    return Plan(
+        tensor={
+            "first": Replicated(),
+            "branches.*.up": ColwiseParallel(),
+            "branches.*.down": RowwiseParallel(),
+            "branches.*.extra": Replicated(),
+            "head": Replicated(),
+        },
+        fsdp_units=("branches.*", "head"),
+        checkpointed=("branches.*",),
+        refused={
+            "pp": "which branch a sample takes is known only as it arrives",
+            "cp": "the perceptron has no sequence to shard",
+            "ep": "the perceptron has no experts",
+        },
+        check=_check_hidden,
+    )
+
+
+def batch_norm_plan() -> Plan:
+    """The plan of `fixtures.batch_norm.BatchNormNet`, of any size: the perceptron by columns, then rows; norms are
+    replicated."""
+    return Plan(
+        tensor={
+            "conv": Replicated(),
+            "norm1": Replicated(),
+            "up": ColwiseParallel(),
+            "down": RowwiseParallel(),
+            "norm2": Replicated(),
+            "head": Replicated(),
+        },
+        fsdp_units=(("conv", "norm1"), "up", "down"),
+        refused={
+            "pp": "a micro-batch does not know the statistics of the batch",
+            "cp": "an image has no sequence to shard",
+            "ep": "the CNN has no experts",
+        },
+        check=_check_hidden,
+    )
+
+
+def _check_hidden(model: Any, layout: Layout, inputs: Tensor, ulysses: int) -> None:
+    """Raises LayoutError where tp does not divide the hidden units."""
+    refuse(tp_rule("hidden", model.hidden, layout.tp, HIDDEN))

@@ -1,0 +1,116 @@
+"""What every layout is held against: plain PyTorch, one process, the whole batch at once. Nothing here knows a mesh."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch import Tensor, nn
+
+from mmm.data.images import digits
+from mmm.data.images.image_set import ImagesInMemory
+from mmm.errors import ConfigError
+from mmm.layout import PADDING
+from mmm.models import draw, weights
+from mmm.models.dropout import has_dropout, sample_keys
+from mmm_lab.parity.parity_model import ParityModel
+
+GLOBAL_BATCH = 16  # samples, if not said otherwise: 8 data-parallel coordinates of 2 micro-batches, or 4 stages of 8
+WITH_PADDING = ("packed", "chats")  # data of which some tokens have no target
+MakeOptimizer = Callable[[str, Iterable[nn.Parameter]], torch.optim.Optimizer]
+DTYPES = {"fp64": torch.float64, "fp32": torch.float32}
+
+
+@dataclass(frozen=True)
+class Training:
+    """How long, and of what: the same for the reference and for every layout.
+
+    Attributes:
+        dtype: a key of `DTYPES`. global_batch: samples of a step.
+        data: as of `mmm_lab.parity.layouts.ParityCase`.
+    """
+
+    steps: int = 10
+    seed: int = 0
+    dtype: str = "fp64"
+    global_batch: int = GLOBAL_BATCH
+    data: str = "made_up"
+
+
+@dataclass(frozen=True)
+class Reference:
+    """Losses of each step, and each parameter's gradient at step 1."""
+
+    losses: list[float]
+    gradients: dict[str, Tensor]
+
+
+def batch(parity: ParityModel, training: Training, step: int) -> tuple[Tensor, ...]:
+    """Inputs and targets of a step's global batch, which depends on seed and step alone; if packed, also
+    ``document_starts``, which the model's forward takes.
+
+    Raises:
+        ConfigError: digits for a model that takes no images, packed or chats for one that takes none of these.
+    """
+    generator = torch.Generator().manual_seed(1_000_003 * training.seed + step)
+    if training.data == "packed":
+        if parity.documents is None:
+            raise ConfigError("--data packed: the model takes no documents (ParityModel.documents); leave it out")
+        return parity.documents(training.global_batch, generator)
+    if training.data == "chats":
+        if parity.chats is None:
+            raise ConfigError("--data chats: the model takes no conversations (ParityModel.chats); leave it out")
+        return parity.chats(training.global_batch, generator)
+    inputs, targets = parity.batch(training.global_batch, generator)
+    if training.data == "digits":
+        if inputs.ndim != 4 or inputs.shape[-1] != inputs.shape[-2]:
+            raise ConfigError(
+                f"--data digits: the model takes no square images, but inputs of shape "
+                f"{tuple(inputs.shape[1:])}; leave it out"
+            )
+        images = _digits(inputs.shape[-1], inputs.shape[1])
+        inputs, targets = images.images(torch.randint(images.samples, targets.shape, generator=generator).numpy())
+    dtype = DTYPES[training.dtype]
+    inputs, targets = (some.to(dtype) if some.is_floating_point() else some for some in (inputs, targets))
+    return inputs, targets
+
+
+@lru_cache
+def _digits(size: int, channels: int) -> ImagesInMemory:
+    """Handwritten digits, brought to the model's size as the trainers do."""
+    return digits.load(size, channels)[0]
+
+
+def train(parity: ParityModel, training: Training, optimizer: str, make: MakeOptimizer) -> Reference:
+    """Train the model.
+
+    Args:
+        optimizer: a key of `mmm_lab.parity.optimizers.RATES`.
+        make: makes it, of a name and parameters.
+    """
+    model = parity.model()  # its buffers are what its constructor makes them
+    draw.convert(model, DTYPES[training.dtype])
+    weights.initialize(model, training.seed)
+    update = make(optimizer, model.parameters())
+    losses, gradients = [], {}
+    for step in range(training.steps):
+        inputs, targets, *documents = batch(parity, training, step)
+        named = {"document_starts": documents[0]} if documents else {}
+        if has_dropout(model):
+            named["sample_keys"] = sample_keys(training.seed, step, 0, training.global_batch)
+        count = int((targets != PADDING).sum()) if training.data in WITH_PADDING else targets.numel()
+        loss = parity.mean_loss(model(inputs, **named), targets, count)
+        loss.backward()
+        for parameter in model.parameters():  # what no sample of the batch has used
+            if parameter.grad is None and parameter.requires_grad:
+                parameter.grad = torch.zeros_like(parameter)
+        if step == 0:
+            gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+        update.step()
+        update.zero_grad()
+        if parity.after_step is not None:
+            parity.after_step(model)
+        losses.append(loss.item())
+    return Reference(losses, gradients)

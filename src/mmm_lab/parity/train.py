@@ -1,0 +1,224 @@
+"""What one rank does: train a model on a layout, and hold it against the reference."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from mmm.comparison import worst
+from mmm.errors import LayoutError
+from mmm.layout import Layout, Techniques
+from mmm.models.draw import canonical_name
+from mmm.models.dropout import sample_keys
+from mmm.models.experts import has_experts
+from mmm.models.meta import meta_parameters
+from mmm.parallel.mesh import Mesh, build_mesh
+from mmm.parallel.parallel_model import ParallelModel
+from mmm.parallel.partition import Partition, partition_model
+from mmm.parallel.plan import unmatched
+from mmm.parallel.pp.schedules import SCHEDULES
+from mmm.runtime.device import Precision, choose_device
+from mmm.runtime.log import get_logger, ignore_views
+from mmm.runtime.process_group import gather_floats, process_group
+from mmm.runtime.ranks import Rank
+from mmm.torch_private.groups import ignore_gathers_in_turns
+from mmm.traffic.count import count_traffic
+from mmm.traffic.formulas import expected_traffic
+from mmm_lab.parity.layouts import ParityCase
+from mmm_lab.parity.optimizers import make_optimizer
+from mmm_lab.parity.parity_model import ParityModel
+from mmm_lab.parity.reference import DTYPES, WITH_PADDING, Reference, Training, batch
+
+ROUNDING = 16  # a gradient at most that many roundings of the model's largest one is 0
+
+
+@dataclass(frozen=True)
+class PreparedCase:
+    """A case that has been checked, before any rank is started. experts: whether the model has any."""
+
+    parity: ParityModel
+    case: ParityCase
+    training: Training
+    layout: Layout
+    techniques: Techniques
+    partition: Partition
+    experts: bool
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Of one training: each step's loss, and the gradients of step 1 that this rank has, sharded or full.
+
+    Attributes:
+        differences: max|g - g₀| / max|g₀| by name. seconds: of all steps.
+        sent: bytes that this rank handed to process groups in step 2, by the best algorithms (`mmm.traffic.count`);
+            None with one step. expected: what the layout needs at least (`mmm.traffic.formulas`); None where
+            there is no formula.
+    """
+
+    losses: list[float]
+    differences: dict[str, float]
+    seconds: float
+    sent: int | None
+    expected: float | None
+
+
+def prepare(parity: ParityModel, case: ParityCase, training: Training) -> PreparedCase:
+    """Check that a model goes onto a layout; needs no process group.
+
+    Raises:
+        UserError: it does not; with the reason.
+    """
+    layout = Layout(**{"dp_shard": 1, **case.sizes}).fit(case.ranks)
+    if training.global_batch % layout.dp:
+        raise LayoutError(
+            f"layout {case.layout}: the global batch of {training.global_batch} samples does not divide over "
+            f"{layout.dp} data-parallel coordinates: change --global_batch_size, or dp"
+        )
+    microbatches = case.microbatches
+    if microbatches is None and layout.pp == 1:
+        microbatches = min(parity.least_microbatches, training.global_batch // layout.dp)
+    elif microbatches is None and case.schedule in SCHEDULES:
+        microbatches = max(parity.least_microbatches, SCHEDULES[case.schedule].microbatches(layout.pp)[0])
+    techniques = replace(case, microbatches=microbatches)
+    inputs = batch(parity, training, 0)[0][: training.global_batch // layout.dp]
+    meta = inputs.to("meta", torch.float32 if inputs.is_floating_point() else inputs.dtype)
+    with meta_parameters(keep_values=False):
+        module = parity.model()
+    partition = partition_model(module, parity.plan(), layout, techniques, meta)
+    return PreparedCase(parity, case, training, layout, techniques, partition, has_experts(module))
+
+
+def plan_problems(parity: ParityModel) -> list[str]:
+    """What the plan of a model names in vain."""
+    with meta_parameters(keep_values=False):
+        return unmatched(parity.plan(), parity.model())
+
+
+def train(
+    rank: Rank, ready: PreparedCase, references: Mapping[str, Reference], timeout: float, device_type: str = "cpu"
+) -> list[Curve]:
+    """Train once for each optimizer of the case, in one process group. A collective."""
+    device = choose_device(device_type, rank)
+    logger = get_logger()
+    level = logger.level
+    logger.setLevel(logging.ERROR)  # what a plan names in vain has been said once, before any ranks
+    try:
+        with process_group(rank, device, timeout), ignore_views():
+            mesh = build_mesh(ready.layout, device.type, timeout, experts=ready.experts)
+            return [_train(rank, ready, mesh, device, name, references[name]) for name in ready.case.optimizers]
+    finally:
+        logger.setLevel(level)
+
+
+def _train(
+    rank: Rank, ready: PreparedCase, mesh: Mesh, device: torch.device, optimizer: str, reference: Reference
+) -> Curve:
+    began = time.perf_counter()
+    parity, training, layout = ready.parity, ready.training, ready.layout
+    dtype = DTYPES[training.dtype]
+    with meta_parameters(keep_values=False):
+        module = parity.model()
+    precision = Precision(training.dtype, dtype, dtype)
+    own_loss = parity.mean_loss if parity.loss is not None else None
+    parallel_model = ParallelModel(
+        module,
+        parity.plan(),
+        mesh,
+        precision,
+        ready.techniques,
+        ready.partition,
+        device=device,
+        seed=training.seed,
+        loss=own_loss,
+    )
+    expected = least_traffic(ready, parallel_model, precision)
+    update = make_optimizer(optimizer, parallel_model.parameters())
+    sent = None
+    size = training.global_batch // layout.dp
+    first_sample = layout.dp_coordinate(rank.rank) * size
+    own = slice(first_sample, first_sample + size)
+    losses: list[float] = []
+    differences: dict[str, float] = {}
+    for step in range(training.steps):
+        inputs, targets, *documents = batch(parity, training, step)
+        count = None if training.data in WITH_PADDING else targets.numel()
+        named: dict[str, Any] = {"document_starts": documents[0][own].to(device)} if documents else {}
+        if parallel_model.has_dropout:
+            named["sample_keys"] = sample_keys(training.seed, step, first_sample, size, device)
+        # The first step of a pipeline, or of DDP, sends more than the others.
+        with count_traffic(mesh) if step == 1 else nullcontext() as traffic:
+            local_loss = parallel_model.step(inputs[own].to(device), targets[own].to(device), count, **named)
+            if step == 0:
+                differences = gradient_differences(parallel_model, reference.gradients)
+            update.step()
+        sent = sent if traffic is None else traffic.sent
+        update.zero_grad()
+        parallel_model.balance_experts()
+        local_losses = gather_floats([local_loss.item()], device)
+        losses.append(sum(local_losses[loss_rank][0] for loss_rank in layout.loss_ranks()))
+    return Curve(losses, differences, time.perf_counter() - began, sent, expected)
+
+
+def least_traffic(ready: PreparedCase, parallel_model: ParallelModel, precision: Precision) -> float | None:
+    """Bytes that this rank has to send a step; None where there is no formula.
+
+    There is none for experts, whose tokens go where the router sends them, nor for layers whose forward is repeated.
+    """
+    if ready.experts or ready.techniques.checkpointing != "none":
+        return None
+    with meta_parameters(keep_values=False):
+        module = ready.parity.model()
+    inputs, *_ = batch(ready.parity, ready.training, 0)
+    try:
+        by_axis = expected_traffic(
+            module,
+            ready.parity.plan(),
+            ready.layout,
+            ready.techniques,
+            ready.partition,
+            parallel_model.modules,
+            batch=ready.training.global_batch // ready.layout.dp,
+            seq_length=inputs.shape[1],
+            precision=precision,
+        )
+    except ValueError:  # "no formula for …"
+        return None
+    return sum(by_axis.values())
+
+
+def gradient_differences(parallel_model: ParallelModel, expected: Mapping[str, Tensor]) -> dict[str, float]:
+    """max|g - g₀| / max|g₀| of each gradient that is here, gathered where it is sharded. A collective.
+
+    A gradient that is 0 but for rounding (a key's bias moves all scores of a token alike, which softmax does not see)
+    has no size of its own: it is measured against the largest gradient of the model. One that is missing, and one of a
+    parameter that the reference does not have, are infinitely far off.
+    """
+    # It warns that two collectives gather what FSDP shards over tp's shards: they do, once.
+    ignore_gathers_in_turns()
+    sizes = {name: gradient.abs().max().item() for name, gradient in expected.items()}
+    largest = worst(sizes.values())
+    differences: dict[str, float] = {}
+    for full_name, parameter in parallel_model.named_parameters():
+        name, gradient = canonical_name(full_name), parameter.grad
+        if isinstance(gradient, DTensor):
+            gradient = gradient.full_tensor()
+        if gradient is None or name not in expected or gradient.shape != expected[name].shape:
+            differences[name] = math.inf
+            continue
+        off, size = (gradient.cpu() - expected[name]).abs().max().item(), sizes[name]
+        if size <= ROUNDING * torch.finfo(gradient.dtype).eps * largest:
+            size = largest
+        difference = off / size if size else (0.0 if off == 0 else math.inf)
+        # The worst of a tied weight that is in two stages of this rank.
+        differences[name] = worst((difference, differences.get(name, 0.0)))
+    return differences

@@ -1,0 +1,73 @@
+"""A layout that was asked for by its sizes: what is not named is as usual; and why none has what was asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any
+
+from mmm.errors import UserError
+from mmm.layout import AXES, Layout, Techniques, check_data_parallel
+from mmm.parallel.pp.schedules import SCHEDULES, check_pipeline
+from mmm.parallel.rules import check_cp_style, host_ulysses
+
+if TYPE_CHECKING:
+    from mmm_lab.planner.search import Search
+
+# The axes and techniques of a trainer that is given none. Chunks of the loss follow from the batch, as there.
+USUAL: dict[str, object] = {
+    **{axis: 1 for axis in (*AXES, "ep") if axis != "dp_shard"},
+    "data_parallel": "fsdp",
+    "reshard_after_forward": "auto",
+    "checkpointing": "none",
+    "cp_style": "ring",
+    "offload": False,
+}
+
+
+def exactly(fixed: Mapping[str, object]) -> dict[str, Any]:
+    """What was asked for, and of all that was not what is usual; one layout alone has it."""
+    chosen: dict[str, Any] = {**USUAL, "schedule": "1F1B", **fixed}
+    pp, schedule = chosen["pp"], SCHEDULES.get(chosen["schedule"])
+    if pp > 1 and schedule is not None:
+        return {"stages_per_rank": schedule.least, "microbatches": schedule.microbatches(pp)[0], **chosen}
+    return {"microbatches": 1, **chosen}
+
+
+def why_not(search: Search) -> str:
+    """The first rule that what was asked for breaks, whatever else a layout has. "" where only the search can say."""
+    fixed = search.fixed
+    sizes: dict[str, Any] = {axis: fixed[axis] for axis in (*AXES, "ep") if axis in fixed}
+    named = {f.name for f in fields(Techniques)} & fixed.keys()
+    techniques = Techniques(**{name: fixed[name] for name in named})  # type: ignore[arg-type]
+    try:
+        layout = Layout(**sizes).fit(search.machine.ranks)
+        if techniques.data_parallel != "hsdp" or "dp_replicate" in fixed:
+            check_data_parallel(techniques.data_parallel, layout)
+        return _why_not_this(search, layout, techniques) if fixed.keys() >= USUAL.keys() else ""
+    except UserError as error:
+        return str(error)
+
+
+def _why_not_this(search: Search, layout: Layout, techniques: Techniques) -> str:
+    """Of one layout with all its techniques. Raises UserError: the same."""
+    check_cp_style(techniques.cp_style)
+    technique, group = techniques.data_parallel, layout.dp_shard * layout.cp
+    if broken := search.broken(layout.tp, layout.cp, layout.ep, techniques.ulysses_size(layout.cp)):
+        return broken
+    heads, per_host = getattr(search.spec.config, "n_heads", 0), search.machine.ranks_per_host
+    sharing = host_ulysses(layout.cp, layout.tp, heads, per_host)
+    if techniques.cp_style == "usp" and layout.cp > 1 and sharing in (1, layout.cp):
+        return f"cp_style usp: of cp {layout.cp} all or none can share heads on a host: use ulysses or ring"
+    if layout.pp > len(search.spec.sequence) or search.global_batch % layout.dp:
+        return ""  # which the search says
+    if technique in ("zero1", "zero2", "hsdp") and group == 1:
+        return f"{technique} shards over dp_shard and cp, and the layout {layout} has one rank there: use fsdp or ddp"
+    if technique == "fsdp" and layout.dp_replicate > 1:
+        return f"fsdp has no replicas, and the layout has dp_replicate {layout.dp_replicate}: use hsdp"
+    local, count = search.global_batch // layout.dp, techniques.microbatches or 1
+    if layout.pp > 1:
+        check_pipeline(layout, techniques, local, len(search.spec.sequence))
+    elif count < 1 or local % count:
+        return f"microbatches {count}: a batch of {local} a data-parallel coordinate cannot be split into as many"
+    return ""

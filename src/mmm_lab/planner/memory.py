@@ -1,0 +1,324 @@
+"""What a rank has in memory at the peak of a step, by part, from the model's sizes alone.
+
+The parts are those of the moment at which their sum is largest; of these::
+
+    loss        all activations, the logits and their gradients
+    backward    all layers' activations, what backward of the last one needs on top, the head's gradients
+    first       one layer's activations, what its backward needs, the gradients of all layers
+    end         no activations, all gradients, those of the embedding on their way to the other ranks
+
+With FSDP a rank has a unit gathered, the one after it on its way, and the gradients of one going out. With several
+micro-batches a step (and in a pipeline) it has the unsharded gradients of all its layers until the last of them; a
+pipeline also keeps its stage gathered, and the activations of the micro-batches that are under way.
+
+It is what this package's trainers do on PyTorch 2.13, in a step after the first. Not counted: the allocator's
+fragmentation and the communication library (`Machine.memory_reserve`), and what a kernel uses inside itself.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
+
+from mmm.layout import UNSHARDED, Layout, Techniques
+from mmm.models.gpt import GPTConfig, LanguageConfig
+from mmm.models.transformer import TransformerConfig
+from mmm.parallel.dp.data_parallel import needs_no_fsdp
+from mmm.parallel.dp.fsdp import RESHARD_AFTER_FORWARD
+from mmm.parallel.pp.schedules import stages_of
+from mmm_lab.planner.activations import KeptActivations, gpt_layer, transformer_layer, vit_layer
+from mmm_lab.planner.spec import ModelSpec, Sizes
+
+Moment = tuple[float, float, float]  # bytes of gradients, gathered parameters, buffers
+PARTS = ("parameters", "gradients", "optimizer", "activations", "gathered", "buffers", "logits")
+MOMENTS = ("the loss", "backward of the last layer", "backward of the first", "the end of backward")
+WIDTHS = {"bf16": (4, 2), "fp16": (4, 2), "fp32": (4, 4), "fp64": (8, 8)}  # dtype → bytes of storage, of compute
+STATE = {"adamw": 2, "lamb": 2, "muon": 1, "lars": 1, "sgd": 0}  # elements of optimizer state for a parameter
+
+
+class Backward(NamedTuple):
+    """Bytes that a micro-batch leaves for backward: of all layers, of the head, of one layer; and what backward of a
+    layer needs on top."""
+
+    layers: float
+    head: float
+    working: float
+    layer: float
+
+
+@dataclass(frozen=True)
+class PlannedStage:
+    """What one pipeline rank has. kinds: kind of part → how many. own: how many stages. number: its coordinate."""
+
+    kinds: tuple[tuple[int, int], ...]
+    number: int
+    has_head: bool
+    last_kind: int
+    own: int = 1
+
+
+def in_flight(schedule: str, pp: int, coordinate: int, microbatches: int, own: int) -> float:
+    """Forwards of a rank whose backward is still to come, at most, in micro-batches through all of its stages.
+
+    Of the schedules that split backward an upper bound, which the delay of the weights' part makes.
+    """
+    m, p, r, v = microbatches, pp, coordinate, own
+    if schedule in ("GPipe", "LoopedBFS"):
+        return m
+    if schedule == "1F1B":
+        return min(m, p - r)
+    if schedule == "Interleaved1F1B":
+        return min(m * v, (v - 1) * p + 2 * (p - r - 1) + 1) / v
+    if schedule == "InterleavedZeroBubble":
+        return min(m * v, (v - 1) * p + 2 * (p - r - 1) + 1 + p) / v
+    return min(m * v, 2 * p + 1) / v  # ZBVZeroBubble, DualPipeV
+
+
+class MemoryModel:
+    """Memory of the ranks of a model.
+
+    Args:
+        device: cuda, xpu or cpu: kernels differ. dtype: name of a precision. optimizer: a key of `STATE`.
+    """
+
+    def __init__(self, spec: ModelSpec, device: str, dtype: str, optimizer: str = "adamw") -> None:
+        self.spec, self.device = spec, device
+        self.storage, self.compute = WIDTHS[dtype]
+        self.state = STATE[optimizer]
+        self.sizes = lru_cache(maxsize=None)(self._sizes)
+        self.kept = lru_cache(maxsize=None)(self._kept)
+        self.totals = lru_cache(maxsize=None)(self._of_stage)
+        self.activations = lru_cache(maxsize=None)(self._activations)
+
+    def _sizes(self, kind: int, tp: int, ep: int, shards: int, expert_shards: int) -> Sizes:
+        local = padded = sharded = 0
+        for matrix in self.spec.kinds[kind].matrices:
+            shape = matrix.local(tp, ep)
+            n = expert_shards if matrix.expert else shards
+            rows, others = shape[0], math.prod(shape[1:])
+            if matrix.expert and rows % n and shape[1] % n == 0:  # `mmm.parallel.ep.expert_parallel` shards their rows
+                rows, others = rows * shape[1], math.prod(shape[2:])
+            each = -(-rows // n)
+            local += math.prod(shape)
+            sharded += each * others
+            padded += each * n * others
+        return Sizes(local, padded, sharded)
+
+    def shards(self, layout: Layout, data_parallel: str) -> tuple[int, int]:
+        """Over how many ranks a parameter is sharded, and an expert's."""
+        ranks = layout.dp if data_parallel in UNSHARDED else layout.dp_shard
+        return ranks * layout.cp, max(ranks // layout.ep, 1) * layout.cp * layout.tp
+
+    def _of_stage(self, stage: PlannedStage, tp: int, ep: int, shards: tuple[int, int], pipeline: bool) -> Sizes:
+        """All parameters of a stage."""
+        by_kind = {kind: (self.sizes(kind, tp, ep, *shards), count) for kind, count in stage.kinds}
+        local, padded, sharded = (
+            sum(count * getattr(sizes, name) for sizes, count in by_kind.values()) for name in Sizes._fields[:3]
+        )
+        units = {kind: sizes.padded for kind, (sizes, _) in by_kind.items()}
+        largest = max(units.values())
+        others = [size for kind, size in units.items() if self.spec.kinds[kind].role != "head"]
+        if self.spec.tied and not pipeline:  # one parameter, which two parts have
+            rows, dim = max((m.local(tp, 1) for m in self.spec.kinds[0].matrices), key=math.prod)
+            each = -(-rows // shards[0]) * dim
+            local, padded, sharded = local - rows * dim, padded - each * shards[0], sharded - each
+            units[stage.last_kind] += units[0] - each * shards[0]  # and one unit, which also has learned positions
+            largest = max(largest, units[stage.last_kind])
+        return Sizes(
+            local=local,
+            padded=padded,
+            sharded=sharded,
+            tensors=sum(count * len(self.spec.kinds[kind].matrices) for kind, count in stage.kinds),
+            units=sum(count for _, count in stage.kinds),
+            last=units[stage.last_kind],
+            largest=largest,
+            layer=max(others, default=largest),
+        )
+
+    def of(self, stage: PlannedStage, layout: Layout, data_parallel: str) -> Sizes:
+        """Parameters of a stage on a rank of a layout."""
+        return self.totals(stage, layout.tp, layout.ep, self.shards(layout, data_parallel), layout.pp > 1)
+
+    def _kept(self, tp: int, replicas: bool) -> KeptActivations:
+        config, c = self.spec.config, self.compute
+        residual = self.storage if replicas else c
+        if isinstance(config, TransformerConfig):
+            grouped = self.device == "cpu" or (self.device == "cuda" and c == 2)
+            return transformer_layer(config, tp, c, residual, self.device == "cpu", not grouped)
+        if isinstance(config, GPTConfig):
+            return gpt_layer(config, tp, self.spec.seq_length, c, residual)
+        if any(kind.role == "layer" for kind in self.spec.kinds):
+            return vit_layer(config, tp, c, residual)
+        return KeptActivations(0, 0, 0, 0, 0, 0, 0)
+
+    def _activations(
+        self, stage: PlannedStage, tp: int, cp: int, replicas: bool, checkpointing: str, batch: float
+    ) -> Backward:
+        """What one micro-batch leaves for backward on a stage.
+
+        Args:
+            replicas: whether every rank keeps the full model. batch: samples of a micro-batch.
+        """
+        kept = self.kept(tp, replicas)
+        tokens = batch * self.spec.tokens / cp
+        positions = self.spec.seq_length / cp * kept.a_position
+        a_layer, everything = getattr(kept, checkpointing) * tokens, kept.none * tokens + positions
+        working = kept.working * tokens
+        if checkpointing == "none":
+            a_layer += positions
+        else:
+            working += everything - a_layer  # one layer is computed again
+        layers = sum(count for number, count in stage.kinds if self.spec.kinds[number].role == "layer")
+        head = kept.head * tokens if stage.has_head and layers else 0.0
+        modules = sum(count * self.spec.kinds[number].saved for number, count in stage.kinds) * self.compute * batch
+        return Backward(layers * a_layer + modules, head, working, a_layer if layers else 0.0)
+
+    def logits(self, layout: Layout, techniques: Techniques, batch: float) -> tuple[float, float]:
+        """Bytes of the logits of a micro-batch and all that the loss makes of them, at their peak; and of the gradients
+        of the output matrix and of its input that a loss in chunks sums up."""
+        config = self.spec.config
+        if not isinstance(config, LanguageConfig):
+            return 0.0, 0.0
+        s, c = max(self.compute, 4), self.compute
+        tokens = batch * self.spec.tokens / layout.cp
+        vocabulary = -(-config.vocab_size // layout.tp)
+        if techniques.loss_chunks == 1:
+            # log-softmax, its gradient, and that of the logits; under tp the sum of two more
+            return tokens * vocabulary * (s * 3 if layout.tp == 1 else s * 4), 0.0
+        chunk = math.ceil(self.spec.tokens / layout.cp / techniques.loss_chunks) * batch
+        mixed = c if c != s else 0
+        # The logits of a chunk are still there while those of the next are made.
+        summed = vocabulary * config.dim * (s + mixed) + tokens * config.dim * c
+        return chunk * vocabulary * 2 * (s + mixed), summed
+
+    def of_stage(
+        self, stage: PlannedStage, layout: Layout, techniques: Techniques, batch: float, microbatches: int
+    ) -> dict[str, float]:
+        """Bytes by part, on a rank of a stage, at the peak: of the `moments` the one that needs most."""
+        return max(self.moments(stage, layout, techniques, batch, microbatches), key=lambda parts: sum(parts.values()))
+
+    def moments(
+        self, stage: PlannedStage, layout: Layout, techniques: Techniques, batch: float, microbatches: int
+    ) -> list[dict[str, float]]:
+        """Bytes by part, on a rank of a stage of a fitted layout, at each of `MOMENTS`. batch: samples of one of a
+        step's `microbatches`."""
+        technique = techniques.data_parallel
+        replicas, pipeline = technique in UNSHARDED, layout.pp > 1
+        sizes = self.of(stage, layout, technique)
+        left = self.activations(stage, layout.tp, layout.cp, replicas, techniques.checkpointing, batch)
+        logits, summed = self.logits(layout, techniques, batch) if stage.has_head else (0.0, 0.0)
+        flying, passed = 1.0, 0.0
+        if pipeline:
+            flying = in_flight(techniques.schedule, layout.pp, stage.number, microbatches, stage.own)
+            passed = self.kept(layout.tp, replicas).boundary * batch * self.spec.tokens / layout.cp * stage.own
+        activations = (
+            flying * (left.layers + left.head + passed),
+            flying * (left.layers + passed) + left.working + (flying - 1) * left.head,
+            left.layer + left.working,
+            0.0,
+        )
+        if replicas or needs_no_fsdp(layout, self.storage != self.compute, techniques):
+            moments, base = self._replicas(technique, sizes, microbatches > 1 or pipeline, flying)
+        else:
+            moments, base = self._sharded(sizes, techniques, microbatches, pipeline)
+        return [
+            {
+                "parameters": base[0],
+                "gradients": gradients,
+                "optimizer": base[1],
+                "activations": kept,
+                "gathered": gathered,
+                "buffers": buffers + (summed if number == 0 else 0.0),
+                "logits": logits if number == 0 else 0.0,
+            }
+            for number, ((gradients, gathered, buffers), kept) in enumerate(zip(moments, activations, strict=True))
+        ]
+
+    def _sharded(
+        self, sizes: Sizes, techniques: Techniques, microbatches: int, pipeline: bool
+    ) -> tuple[tuple[Moment, ...], tuple[float, float]]:
+        """Of fsdp and hsdp: gradients, gathered parameters and buffers of each moment; parameters and optimizer."""
+        storage, compute, own = self.storage, self.compute, float(sizes.sharded * self.storage)
+        several = microbatches > 1 or pipeline
+        shard = own / max(sizes.padded, 1)  # bytes of a rank's gradients for an element of the model
+        moved = 0.0 if techniques.offload else 1.0  # with offload a rank's gradients are on the host
+        unsharded = float(sizes.local * storage) if several else 0.0
+        never = pipeline or RESHARD_AFTER_FORWARD[techniques.reshard_after_forward] == slice(0)
+        everything = float(sizes.local * compute) if never else 0.0
+        # A gradient in the dtype of compute, and the same on its way; with several micro-batches it is there already.
+        leaving = storage if several else storage + compute
+        layer, largest, last = sizes.layer, sizes.largest, sizes.last
+        moments = (
+            (unsharded, everything or last * compute, 0.0),
+            (unsharded or moved * shard * last, everything or 2 * layer * compute, float(last * storage)),
+            (
+                unsharded or moved * (own - shard * layer),
+                everything or 2 * layer * compute,
+                float(layer * leaving),
+            ),
+            (unsharded + moved * own, everything or largest * compute, float(largest * leaving)),
+        )
+        return moments, (moved * own, moved * self.state * own)
+
+    def _replicas(
+        self, technique: str, sizes: Sizes, several: bool, flying: float
+    ) -> tuple[tuple[Moment, ...], tuple[float, float]]:
+        """As `_sharded`, of ddp, zero1, zero2 and a model left as it is: all parameters, and where autocast is on a
+        copy to compute in, which each micro-batch under way has.
+
+        Args:
+            several: whether gradients of several micro-batches add up.
+        """
+        full, own = float(sizes.local * self.storage), float(sizes.sharded * self.storage)
+        copied = float(sizes.local * self.compute) if self.compute != self.storage else 0.0
+        before = full if several or technique == "ddp" else 0.0  # DDP's buckets stay
+        # All reductions of a backward are under way until its end.
+        gradients, outgoing = (own, full) if technique == "zero2" else (full, 0.0)
+        layer = sizes.layer * self.storage
+        moments = (
+            (before, flying * copied, 0.0),
+            (before or float(sizes.last * self.storage), flying * copied, 0.0),
+            (before or full - layer, copied, 0.0),
+            (gradients, copied, outgoing),
+        )
+        return moments, (full, self.state * (full if technique == "ddp" else own))
+
+    def on_host(self, stage: PlannedStage, layout: Layout, techniques: Techniques) -> float:
+        """Bytes of the host's memory that a rank with offload takes."""
+        if not techniques.offload:
+            return 0.0
+        own = self.of(stage, layout, techniques.data_parallel).sharded * self.storage
+        return own * (2.0 + self.state)  # parameters, gradients and the optimizer's state
+
+
+def stages_for(spec: ModelSpec, splits: list[range], schedule: str, pp: int) -> list[PlannedStage]:
+    """What each pipeline rank has, by coordinate.
+
+    Args:
+        splits: the parts of each stage. schedule: which says which rank has which stage.
+    """
+    own = len(splits) // pp
+    found = []
+    for coordinate in range(pp):
+        numbers = stages_of(coordinate, pp, schedule, own)
+        kinds = Counter(spec.sequence[part] for number in numbers for part in splits[number])
+        has_head = len(splits) - 1 in numbers
+        last = spec.sequence[splits[max(numbers)][-1]]
+        found.append(PlannedStage(tuple(sorted(kinds.items())), coordinate, has_head, last, own))
+    return found
+
+
+def distinct(stages: list[PlannedStage]) -> list[PlannedStage]:
+    """Of stages that are alike the first, which has the most micro-batches under way."""
+    found: dict[tuple[object, ...], PlannedStage] = {}
+    for stage in stages:
+        found.setdefault((stage.kinds, stage.has_head, stage.last_kind), stage)
+    return list(found.values())
+
+
+def full_model(spec: ModelSpec) -> PlannedStage:
+    kinds = Counter(spec.sequence)
+    return PlannedStage(tuple(sorted(kinds.items())), 0, True, spec.sequence[-1])

@@ -1,0 +1,243 @@
+"""Where the ranks' cards stand, and what joins them: the stages of a pipeline side by side, in each the innermost axis
+from left to right, and the others from top to bottom; an arrow between neighbours on an axis, as wide as the bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from mmm import units
+from mmm.layout import AXES
+from mmm_lab.planner.picture.cards import card, color_of
+from mmm_lab.planner.picture.facts import Facts
+from mmm_lab.planner.picture.scene import Item, Rect, Text, arrow, text_width
+
+PLACES = (*AXES, "ep")  # outermost first
+
+MOST_COLUMNS, WIDEST, NARROWEST = 8, 214.0, 96.0  # cards in a row; widths of one
+BETWEEN, BESIDE, BLOCKS = 56.0, 48.0, 80.0  # rows; columns, at least; stages
+STAGE = 6.0  # from a stage's frame to its cards
+THICK, THIN = 15.0, 1.6  # arrows
+HOST = 12.0  # from a host's frame to its cards
+
+
+@dataclass
+class Arrangement:
+    """Of the cards of some ranks, in a width."""
+
+    facts: Facts
+    ranks: Sequence[int]
+    width: float
+    x: float
+    y: float
+
+    @cached_property
+    def columns_axis(self) -> str:
+        """The innermost axis, besides pp, on which these ranks differ, or one on which more do, if they have room."""
+        counts = {axis: len({self._place(rank)[axis] for rank in self.ranks}) for axis in PLACES}
+        inner = next((axis for axis in reversed(PLACES[1:]) if counts[axis] > 1), "tp")
+        longest = max(PLACES[1:], key=lambda axis: counts[axis])
+        return longest if counts["pp"] * counts[longest] <= MOST_COLUMNS and counts[longest] > counts[inner] else inner
+
+    def _place(self, rank: int) -> dict[str, int]:
+        """Coordinates, of which ep takes its part of dp_shard: side by side are ranks of one ep group, below each other
+        those of one expert_dp group."""
+        place, ep = self.facts.layout.coordinates(rank), self.facts.layout.ep
+        return place | {"dp_shard": place["dp_shard"] // ep, "ep": place["dp_shard"] % ep}
+
+    @cached_property
+    def cells(self) -> dict[int, tuple[int, int, int]]:
+        """Of each rank: stage, row and column."""
+        places = {rank: self._place(rank) for rank in self.ranks}
+        count = len({place[self.columns_axis] for place in places.values()})
+        per_row = next(n for n in range(min(count, self.most_columns), 0, -1) if count % n == 0)
+        found, rows = {}, dict[tuple[int, ...], int]()
+        for rank, place in places.items():
+            turn, column = divmod(place[self.columns_axis], per_row)
+            others = tuple(place[axis] for axis in PLACES[1:] if axis != self.columns_axis)
+            row = rows.setdefault((*others, turn), len(rows))
+            found[rank] = place["pp"], row, column
+        first = min(stage for stage, _, _ in found.values())
+        return {rank: (stage - first, row, column) for rank, (stage, row, column) in found.items()}
+
+    @property
+    def most_columns(self) -> int:
+        stages = len({self.facts.layout.coordinates(rank)["pp"] for rank in self.ranks})
+        return 4 if len(self.ranks) % 4 == 0 and len(self.ranks) > 8 and stages == 1 else MOST_COLUMNS
+
+    @cached_property
+    def counts(self) -> tuple[int, int, int]:
+        """Stages, rows and columns."""
+        return tuple(max(cell[at] for cell in self.cells.values()) + 1 for at in range(3))  # type: ignore[return-value]
+
+    @cached_property
+    def beside(self) -> float:
+        """Between two columns: the names of the axes have room."""
+        names = [axis for axis, sent in self.facts.sent(self.ranks[0]).items() if sent and axis != "pp"]
+        return max(BESIDE, *(1.1 * text_width(name, 9, bold=True) + 8 for name in names), 0.0)
+
+    @cached_property
+    def card_width(self) -> float:
+        stages, _, columns = self.counts
+        gaps = stages * (columns - 1) * self.beside + (stages - 1) * BLOCKS + 2 * HOST
+        return min(max((self.width - gaps) / (stages * columns), NARROWEST), WIDEST)
+
+    @cached_property
+    def card_height(self) -> float:
+        return max(card(self.facts, rank, 0, 0, self.card_width)[1] for rank in self.ranks)
+
+    @property
+    def full_width(self) -> float:
+        stages = self.counts[0]
+        return stages * self._block + (stages - 1) * BLOCKS + 2 * HOST
+
+    @property
+    def _block(self) -> float:
+        return self.counts[2] * self.card_width + (self.counts[2] - 1) * self.beside
+
+    @property
+    def bottom(self) -> float:
+        rows = self.counts[1]
+        return self.y + 2 * HOST + 14 + rows * self.card_height + (rows - 1) * BETWEEN
+
+    def corner(self, rank: int) -> tuple[float, float]:
+        """Left and top of a card."""
+        stage, row, column = self.cells[rank]
+        left = self.x + HOST + stage * (self._block + BLOCKS) + column * (self.card_width + self.beside)
+        return left, self.y + HOST + 14 + row * (self.card_height + BETWEEN)
+
+    def items(self) -> list[Item]:
+        """Frames of hosts and of stages, cards, and the arrows between them."""
+        found = self._hosts() + self._stages()
+        for rank in self.ranks:
+            x, y = self.corner(rank)
+            found.append(Rect(x, y, self.card_width, self.card_height, fill="paper", stroke="ink", line=1, radius=6))
+            found += card(self.facts, rank, x, y, self.card_width)[0]
+        return found + self._arrows()
+
+    def _hosts(self) -> list[Item]:
+        """A frame around the cards of a host, where they stand together; else each card's host in its corner."""
+        found: list[Item] = []
+        by_host: dict[int, list[int]] = {}
+        for rank in self.ranks:
+            by_host.setdefault(self.facts.host_of(rank), []).append(rank)
+        for host, ranks in by_host.items():
+            corners = [self.corner(rank) for rank in ranks]
+            left, top = min(x for x, _ in corners), min(y for _, y in corners)
+            right = max(x for x, _ in corners) + self.card_width
+            bottom = max(y for _, y in corners) + self.card_height
+            inside = [rank for rank in self.ranks if _within(self.corner(rank), left, right, top, bottom)]
+            name = f"host {host}" + (f" of {self.facts.site}" if self.facts.site else "")
+            if inside == ranks:
+                pad = HOST - 2 if len(by_host) > 1 else HOST
+                box = left - pad, top - pad - 12, right - left + 2 * pad, bottom - top + 2 * pad + 10
+                found.append(Rect(*box, fill="idle", stroke="grid", radius=10))
+                found.append(Text(right, top - pad + 1, name, 10, "end", opacity=0.8))
+            else:
+                found += [Text(x, y - 4, name, 9, opacity=0.8) for x, y in corners]
+        return found
+
+    def _stages(self) -> list[Item]:
+        """A frame around the cards of a stage, of several: what goes to the next stage goes from frame to frame."""
+        stages, rows, columns = self.counts
+        if stages == 1 or rows * columns == 1:
+            return []
+        high = rows * self.card_height + (rows - 1) * BETWEEN + 2 * STAGE
+        found: list[Item] = []
+        for stage in range(stages):
+            left = self.x + HOST + stage * (self._block + BLOCKS) - STAGE
+            box = left, self.y + HOST + 14 - STAGE, self._block + 2 * STAGE, high
+            found.append(Rect(*box, stroke=color_of("pp"), radius=9, dashed=True))
+        return found
+
+    def _arrows(self) -> list[Item]:
+        found: list[Item] = []
+        at = {cell: rank for rank, cell in self.cells.items()}
+        for (stage, row, column), rank in at.items():
+            if (right := at.get((stage, row, column + 1))) is not None:
+                found += self._beside(rank, right)
+            if (below := at.get((stage, row + 1, column))) is not None:
+                found += self._below(rank, below, column)
+            if column == self.counts[2] - 1 and (stage + 1, row, column) in at:
+                found += self._between_stages(rank, at[stage + 1, row, column])
+                ends = [(at[stage, row, each], at[stage + 1, row, each]) for each in range(self.counts[2])]
+                found += self._pairs(ends) if len(self.ranks) > self.counts[0] else []
+        return found
+
+    def _beside(self, rank: int, other: int) -> list[Item]:
+        x, y = self.corner(rank)
+        left, found = x + self.card_width, list[Item]()
+        flows = self._over(rank, other)
+        y += 0.42 * self.card_height - 22 * (len(flows) - 1)
+        for axis, sent in flows:
+            line = self.line(sent)
+            middle = left + self.beside / 2
+            found += arrow(left + 3, y, left + self.beside - 3, y, line, color_of(axis), both=True)
+            found.append(Text(middle, y - line / 2 - 6, axis, 9, "middle", bold=True))
+            found.append(Text(middle, y + line / 2 + 13, units.size(sent), 9, "middle"))
+            y += 52
+        return found
+
+    def _below(self, rank: int, other: int, column: int) -> list[Item]:
+        x, y = self.corner(rank)
+        top, found = y + self.card_height, list[Item]()
+        middle = x + 0.25 * self.card_width
+        for axis, sent in self._over(rank, other):
+            found += arrow(middle, top + 3, middle, top + BETWEEN - 15, self.line(sent), color_of(axis), both=True)
+            near = middle + self.line(sent) / 2 + 7
+            found.append(Text(near, top + 18, axis, 9, bold=True))
+            found.append(Text(near, top + 30, units.size(sent), 9))
+            middle = max(middle + 0.4 * self.card_width, near + 1.1 * text_width(axis, 9, bold=True) + THICK)
+        return found
+
+    def _pairs(self, ends: Sequence[tuple[int, int]]) -> list[Item]:
+        """Below the arrows between the stages of a row: each rank, and the one in its place of the next stage."""
+        x, y = self.corner(ends[-1][0])
+        middle, y = x + self.card_width + BLOCKS / 2, y + 0.36 * self.card_height + (40 if self.facts.loops else 94)
+        texts = [f"{rank} ↔ {other}" for rank, other in ends]
+        lines = [", ".join(texts[first : first + 2]) for first in range(0, len(texts), 2)]
+        return [Text(middle, y + 11 * at, line, 8.5, "middle", opacity=0.8) for at, line in enumerate(lines)]
+
+    def _between_stages(self, rank: int, other: int) -> list[Item]:
+        """Activations to the right, above; their gradients to the left."""
+        x, y = self.corner(rank)
+        found, frame = list[Item](), STAGE if len(self.ranks) > self.counts[0] else 0.0
+        left, there = x + self.card_width + frame, x + self.card_width + BLOCKS - frame
+        y += 0.36 * self.card_height
+        if self.facts.loops:
+            return self._both_ways(left, there, y)
+        for sender, part in ((rank, "forward"), (other, "backward")):
+            forward = part == "forward"
+            flows = [flow for flow in self.facts.flows(sender) if (flow.axis, flow.operation) == ("pp", "send")]
+            count = sum(flow.sent for flow in flows if flow.part == part)
+            line, ends = self.line(count), (left + 4, there - 4)
+            begin, end = ends if forward else ends[::-1]
+            found += arrow(begin, y, end, y, line, color_of("pp"))
+            text = "activations" if forward else "gradients"
+            found.append(Text((left + there) / 2, y - line / 2 - 6, text, 9, "middle", bold=True))
+            found.append(Text((left + there) / 2, y + line / 2 + 13, units.size(count), 9, "middle"))
+            y += 54
+        return found
+
+    def _both_ways(self, left: float, right: float, y: float) -> list[Item]:
+        """Of ranks with several stages, whose messages are not told apart."""
+        sent = self.facts.sent(self.ranks[0]).get("pp", 0.0)
+        line, middle = self.line(sent), (left + right) / 2
+        found = arrow(left + 4, y, right - 4, y, line, color_of("pp"), both=True)
+        found.append(Text(middle, y - line / 2 - 6, "pp", 9, "middle", bold=True))
+        return [*found, Text(middle, y + line / 2 + 13, units.size(sent), 9, "middle")]
+
+    def _over(self, rank: int, other: int) -> list[tuple[str, float]]:
+        """The axes on which two ranks are in one group, and what the first sends over each in a step."""
+        groups = self.facts.groups(rank)
+        return [(axis, sent) for axis, sent in self.facts.sent(rank).items() if sent and other in groups.get(axis, ())]
+
+    def line(self, sent: float) -> float:
+        """Width of an arrow: in proportion to the bytes, of the most that any rank sends over an axis."""
+        most = max((count for rank in self.ranks for count in self.facts.sent(rank).values()), default=1.0)
+        return max(THICK * sent / max(most, 1.0), THIN)
+
+
+def _within(corner: tuple[float, float], left: float, right: float, top: float, bottom: float) -> bool:
+    return left <= corner[0] < right and top <= corner[1] < bottom

@@ -1,0 +1,172 @@
+"""The whole picture of a layout: its name, the cards of its ranks (of many, squares for those not drawn in full), what
+travels and when, and where it is from."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from mmm import units
+from mmm_lab.planner.picture import words
+from mmm_lab.planner.picture.arrange import Arrangement
+from mmm_lab.planner.picture.cards import filled
+from mmm_lab.planner.picture.facts import Facts, Shard
+from mmm_lab.planner.picture.scene import Item, Rect, Scene, Text, text_width, wrapped
+from mmm_lab.planner.picture.sent import sent_table
+
+SIDE, APART = 8.0, 1.5  # of a square; between two
+MOST = 4096  # squares
+
+
+def crowd(facts: Facts, shown: Sequence[int], x: float, y: float, width: float) -> tuple[list[Item], float]:
+    """The squares, hosts together, and what is the same for all; and where it ends."""
+    items = list[Item]()
+    for text in words.others(facts, shown):
+        for line in wrapped(text, width, 11):
+            y += 15
+            items.append(Text(x, y, line, 11))
+    y += 12
+    if facts.layout.ranks > MOST:
+        return items, y
+    left, rank = x, 0
+    for count in facts.hosts:
+        wide = count * (SIDE + APART) + 4
+        if left + wide > x + width:
+            left, y = x, y + SIDE + 7
+        if rank in shown:
+            items.append(Rect(left - 3, y - 3, wide + 1, SIDE + 6, stroke="ink", radius=2))
+        for own in range(rank, rank + count):
+            items += filled(_shards(facts, own), left + (own - rank) * (SIDE + APART), y, SIDE, SIDE)
+        rank, left = rank + count, left + wide + 4
+    items.append(Text(x, y + SIDE + 15, "each square a rank, each group of squares a host", 9.5, opacity=0.75))
+    return items, y + SIDE + 22
+
+
+def _shards(facts: Facts, rank: int) -> list[Shard]:
+    grids, pp = facts.grids(rank), facts.layout.pp
+    stage = [Shard("pp", facts.layout.coordinates(rank)["pp"], pp)] if pp > 1 else []
+    return [*stage, *(grids[0].shards if grids else ())]
+
+
+WIDTH, MARGIN = 960.0, 24.0
+SHOWN = 16  # ranks in full
+READ = "Outline: the full tensor. Filled: what the rank has of it. Colour: the axis that shards it. Shade: which shard."
+EVENLY = " Each expert gets as many tokens."
+
+
+def picture(facts: Facts, made_by: str) -> Scene:
+    """Args:
+    made_by: the command that has drawn it.
+    """
+    layout, shown = facts.layout, shown_ranks(facts)
+    arranged = Arrangement(facts, shown, WIDTH - 2 * MARGIN, MARGIN, 0.0)
+    width = max(WIDTH, arranged.full_width + 2 * MARGIN)
+    arranged.x = MARGIN + max(0.0, (width - 2 * MARGIN - arranged.full_width) / 2)
+    about = "1 rank" if layout.ranks == 1 else f"{layout}, {layout.ranks:,} ranks"
+    items, y = _top(facts, about, width)
+    arranged.y = y
+    items += arranged.items()
+    y = arranged.bottom + 10
+    if len(shown) < layout.ranks:
+        more, y = crowd(facts, shown, MARGIN, y, width - 2 * MARGIN)
+        items += more
+    more, y = _step(facts, y + 16, width)
+    items += more
+    for line in _footer(facts, made_by):
+        y += 14
+        items.append(Text(MARGIN, y, line, 10, opacity=0.7))
+    text = " ".join([*words.sentences(facts), *_spoken(facts)])
+    return Scene(width, y + 18, f"{words.title(facts)}: {about}", text, items)
+
+
+def _top(facts: Facts, about: str, width: float) -> tuple[list[Item], float]:
+    """What it is, in words; and where that ends."""
+    title, room = words.title(facts), width - 2 * MARGIN - 20 - text_width(about, 13)
+    size = min(20.0, 20 * room / text_width(title, 20, bold=True))  # a layout of many axes has a long name
+    items: list[Item] = [Text(MARGIN, 36, title, size, bold=True)]
+    items.append(Text(width - MARGIN, 36, about, 13, "end", opacity=0.75))
+    y = 48.0
+    for sentence in words.sentences(facts):
+        for line in wrapped(sentence, width - 2 * MARGIN, 12):
+            y += 16
+            items.append(Text(MARGIN, y, line, 12))
+    y += 26
+    items.append(Text(MARGIN, y, "What each rank holds", 14, bold=True))
+    items += _legend(facts, width - MARGIN, y)
+    several = any(len(grid.shards) > 1 for grid in [*facts.grids(0), *facts.batch(0)])
+    text = READ + " Several colours: several axes." * several
+    return [*items, Text(MARGIN, y + 16, text, 9.5, opacity=0.8)], y + 28
+
+
+def _step(facts: Facts, y: float, width: float) -> tuple[list[Item], float]:
+    """What travels, of each rank of the dry run; and where that ends."""
+    items: list[Item] = [Text(MARGIN, y + 12, "What travels, and when: one step", 14, bold=True)]
+    y += 24
+    for report in facts.dry.ranks:
+        if len(facts.dry.ranks) > 1:
+            items.append(Text(MARGIN, y + 14, f"rank {report.rank}, pp {report.coordinates['pp']}", 12, bold=True))
+            y += 24
+        more, y = sent_table(facts, report.rank, MARGIN, y + 4, width - 2 * MARGIN)
+        items += more
+        y += 8
+    return items, y
+
+
+def shown_ranks(facts: Facts) -> list[int]:
+    """The ranks in full: all of a few, else those of the first host."""
+    return list(range(facts.layout.ranks if facts.layout.ranks <= SHOWN else min(facts.hosts[0], SHOWN)))
+
+
+def _legend(facts: Facts, right: float, y: float) -> list[Item]:
+    """At the right of the heading: the colours of the axes."""
+    shards = {shard.axis: shard.count for grid in facts.grids(0) for shard in grid.shards}
+    every = [*facts.grids(0), *facts.batch(0)]
+    shards |= {shard.axis: shard.count for grid in facts.batch(0) for shard in grid.shards if shard.axis not in shards}
+    shards |= {"pp": facts.layout.pp} if facts.layout.pp > 1 else {}
+    entries: list[tuple[str, list[Shard]]] = []
+    if any(not grid.shards for grid in every):
+        entries.append(("not sharded", []))
+    for axis, count in shards.items():
+        shades = range(count) if count <= 4 else (0, count // 3, 2 * count // 3, count - 1)
+        entries.append((axis, [Shard(axis, at, count) for at in shades]))
+    items, x = list[Item](), right
+    for text, some in reversed(entries):
+        x -= 1.1 * text_width(text, 9.5)
+        items.append(Text(x, y, text, 9.5, opacity=0.8))
+        for shard in reversed(some):
+            x -= 10
+            items += filled([shard], x - 2, y - 8, 9, 9)
+        if not some:
+            x -= 10
+            items += filled([], x - 2, y - 8, 9, 9)
+        x -= 16
+    return items
+
+
+def _spoken(facts: Facts) -> list[str]:
+    """What travels, for who does not see the picture."""
+    found = []
+    for report in facts.dry.ranks:
+        for flow in facts.flows(report.rank):
+            operation, what = words.OPERATIONS.get(flow.operation, flow.operation), words.meaning(facts, flow)
+            sent = f"{flow.calls} {operation} over {flow.axis}, {units.size(flow.sent)}"
+            found.append(f"Rank {report.rank}, {flow.part}: {sent}" + (f" ({what})." if what else "."))
+    return found
+
+
+def _footer(facts: Facts, made_by: str) -> list[str]:
+    matrices = ", ".join(f"{every_layer(each.name)} ({' × '.join(map(str, each.shape))})" for each in facts.matrices)
+    several = len(facts.dry.ranks) > 1
+    ranks = ", ".join(str(report.rank) for report in facts.dry.ranks)
+    who = f"ranks {ranks} send" if several else f"rank {ranks} sends"
+    report, even = facts.dry.ranks[0], EVENLY if facts.experts is not None else ""
+    return [
+        f"Drawn: {matrices}. Gradient and optimizer state: of the first." if facts.matrices else "",
+        f"Parts: placements of the program's DTensors. Bytes: what {who} in a step, counted in a dry run "
+        f"({report.precision}, {report.device}); a ring's bytes for collectives.{even}",
+        made_by,
+    ]
+
+
+def every_layer(name: str) -> str:
+    """``layers.*.w1`` of ``layers.0.w1``."""
+    return ".".join("*" if word.isdigit() else word for word in name.split("."))

@@ -1,0 +1,51 @@
+"""What a rank sends in a step: a column for each part of the step, and in it what the calls of one kind are for."""
+
+from __future__ import annotations
+
+from mmm import units
+from mmm_lab.planner.picture import words
+from mmm_lab.planner.picture.cards import color_of
+from mmm_lab.planner.picture.facts import PARTS, Facts, Flow
+from mmm_lab.planner.picture.scene import Item, Line, Rect, Text, wrapped
+
+COLUMNS = {"forward": 0.39, "backward": 0.39, "optimizer": 0.22}  # of the width
+HEADS = {"forward": "forward", "backward": "backward", "optimizer": "optimizer step"}
+GAP = 14.0  # between two columns
+
+
+def sent_table(facts: Facts, rank: int, x: float, y: float, width: float) -> tuple[list[Item], float]:
+    """The table of one rank, and where it ends."""
+    items = list[Item]()
+    left, bottom = x, y
+    for part in PARTS:
+        column = COLUMNS[part] * width
+        items.append(Text(left, y + 11, HEADS[part], 11, bold=True))
+        items.append(Line(left, y + 18, left + column - GAP, y + 18, "ink", 1))
+        below = y + 24
+        flows = [flow for flow in facts.flows(rank) if flow.part == part and flow.sent]
+        for flow in flows:
+            more, below = _row(facts, flow, left, below, column - GAP)
+            items += more
+        if not flows:
+            items.append(Text(left, below + 12, "nothing travels", 10.5, opacity=0.75))
+            below += 20
+        bottom = max(bottom, below)
+        left += column
+    return items, bottom
+
+
+def _row(facts: Facts, flow: Flow, x: float, y: float, width: float) -> tuple[list[Item], float]:
+    """One kind of call: how often, over which axis, its bytes, and what for; and where it ends."""
+    count = f"{flow.calls} × " if flow.calls > 1 else ""
+    operation = words.OPERATIONS.get(flow.operation, flow.operation)
+    items: list[Item] = [
+        Rect(x, y + 2, 9, 9, fill=color_of(flow.axis)),
+        Text(x + 14, y + 10, f"{count}{operation}", 10.5, bold=True),
+        Text(x + 14, y + 23, f"{flow.axis} · {units.size(flow.sent)}", 10),
+    ]
+    below = y + 28
+    meaning = words.meaning(facts, flow)
+    for line in wrapped(meaning, width - 14, 10) if meaning else []:
+        items.append(Text(x + 14, below + 7, line, 10, opacity=0.75))
+        below += 12
+    return items, below + 5

@@ -1,0 +1,85 @@
+"""What one run will need and take: `MemoryModel` and `CostModel` of the layout and the techniques that it has."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from mmm.models.cnn import CNNConfig
+from mmm.models.gpt import LanguageConfig
+from mmm.models.vit import ViTConfig
+from mmm_lab.planner.image_models import cnn_spec, vit_spec
+from mmm_lab.planner.memory import MemoryModel, PlannedStage, full_model, stages_for
+from mmm_lab.planner.models import language_spec
+from mmm_lab.planner.spec import ModelSpec
+
+if TYPE_CHECKING:
+    from mmm_launch.machines.machine import Machine
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Of a step.
+
+    Attributes:
+        memory: bytes by part (`mmm_lab.planner.memory.PARTS`) at the peak of a rank, by coordinate on pp.
+        seconds: None where the machine's rates are not known. machine: whose rates they are.
+    """
+
+    memory: tuple[dict[str, float], ...]
+    seconds: float | None = None
+    machine: str = ""
+
+    def bytes(self, coordinate: int = 0) -> float:
+        """Of a rank with this coordinate on pp."""
+        return sum(self.memory[coordinate].values())
+
+    @property
+    def worst(self) -> int:
+        """The coordinate on pp that needs the most memory."""
+        return max(range(len(self.memory)), key=self.bytes)
+
+
+def spec_of(resolved: Any, flops: bool) -> ModelSpec | None:
+    """The model of a run, as the search sees it; None for a model that has no formulas.
+
+    Args:
+        resolved: a `mmm.trainer.config.resolve_plan.ParallelSpec`.
+        flops: whether they are to be counted, which takes 20 ms.
+    """
+    sizes = resolved.sizes
+    if isinstance(sizes, LanguageConfig):
+        return language_spec(sizes, resolved.sample.shape[-1], flops)
+    if isinstance(sizes, ViTConfig):
+        return vit_spec(sizes, flops)
+    if isinstance(sizes, CNNConfig):
+        return cnn_spec(sizes)
+    return None
+
+
+def predict(resolved: Any, device: str, dtype: str, machine: Machine | None = None) -> Prediction | None:
+    """What a run will need and take; None for a model that has no formulas.
+
+    Args:
+        resolved: a `mmm.trainer.config.resolve_plan.ParallelSpec`. device: its type. dtype: name of the precision.
+        machine: on which; None: then only memory is predicted.
+    """
+    layout, sample = resolved.layout, resolved.sample
+    spec = spec_of(resolved, flops=machine is not None)
+    if spec is None:
+        return None
+    techniques = resolved.techniques
+    partition = resolved.partition
+    microbatches = partition.microbatches
+    stages: list[PlannedStage] = [full_model(spec)]
+    if layout.pp > 1:
+        stages = stages_for(spec, partition.stages, techniques.schedule, layout.pp)
+    batch = -(-len(sample) // microbatches)
+    memory = MemoryModel(spec, device, dtype, resolved.optimizer)
+    parts = tuple(memory.of_stage(stage, layout, techniques, batch, microbatches) for stage in stages)
+    if machine is None:
+        return Prediction(parts)
+    from mmm_lab.planner.cost import CostModel  # a run of a machine that is not known does without
+
+    cost = CostModel(spec, machine, dtype, memory).step(tuple(stages), layout, techniques, batch, microbatches)
+    return Prediction(parts, cost.seconds, machine.name)

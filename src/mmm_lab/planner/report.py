@@ -1,0 +1,215 @@
+"""What a search has found, for people and for programs: text, JSON, and why each kind lost."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, replace
+from typing import Any
+
+from mmm.units import GIB
+from mmm_lab.planner.asked import why_not
+from mmm_lab.planner.candidate import Candidate, Found
+from mmm_lab.planner.memory import MOMENTS, PARTS, PlannedStage
+from mmm_lab.planner.network import groups_of
+from mmm_lab.planner.search import Search
+from mmm_lab.planner.traffic import between_hosts, sent_bytes
+
+AXIS_NAMES = {
+    "tp": "tensor parallel",
+    "cp": "context parallel",
+    "ep": "experts' all-to-all",
+    "pp": "sending between stages",
+    "dp_shard": "gathering and reducing parameters",
+    "dp_replicate": "summing over replicas",
+}
+WAITED = {"dp_shard_cp": "dp_shard", "cp_ring": "cp", "cp_ulysses": "cp"}  # axis of what is sent → of what waits for it
+
+
+def choices(candidate: Candidate) -> str:
+    """The techniques, in words; what is as usual is left out."""
+    techniques, words = candidate.techniques, []
+    if candidate.layout.pp > 1:
+        words.append(f"{techniques.schedule}×{techniques.stages_per_rank}")
+    if candidate.microbatches > 1 or candidate.layout.pp > 1:
+        words.append(f"{candidate.microbatches} micro-batches")
+    if techniques.checkpointing != "none":
+        words.append(f"{techniques.checkpointing} checkpointing")
+    if candidate.layout.cp > 1:
+        words.append(techniques.cp_style + (f" {techniques.ulysses}" if techniques.ulysses else ""))
+    if techniques.loss_chunks > 1:
+        words.append(f"{techniques.loss_chunks} loss chunks")
+    if techniques.reshard_after_forward != "auto":
+        words.append(f"reshard {techniques.reshard_after_forward}")
+    if techniques.offload:
+        words.append("offload")
+    return ", ".join([techniques.data_parallel, *words])
+
+
+def largest_wait(candidate: Candidate) -> str:
+    """What a step waits for most, in words; "" for nothing."""
+    cost = candidate.cost
+    waits = {AXIS_NAMES[axis]: seconds for axis, seconds in cost.exposed.items()}
+    if cost.bubble:
+        waits[f"a bubble of {cost.bubble:.0%}"] = cost.bubble * cost.seconds
+    if cost.offload:
+        waits["offload"] = cost.offload + cost.optimizer
+    name, seconds = max(waits.items(), key=lambda each: each[1], default=("", 0.0))
+    return f"{name} takes {seconds:.3g} s of {cost.seconds:.3g}" if seconds > 0.02 * cost.seconds else ""
+
+
+def why_each(found: Found, budget: float) -> list[Candidate]:
+    """The best of each kind, each with why it is where it is."""
+    fastest = found.best[0].cost.seconds if found.best else 0.0
+    explained = []
+    for candidate in found.kinds:
+        if not candidate.fits:
+            part, size = max(candidate.memory.items(), key=lambda each: each[1])
+            over = candidate.bytes - budget
+            why = f"needs {candidate.bytes / GIB:,.1f} GiB of {budget / GIB:,.1f} ({part} {size / GIB:,.1f})"
+            if over <= 0:
+                why = f"its offload needs {candidate.host_memory / GIB:,.1f} GiB a rank of the host"
+        elif found.best and candidate.kind == found.best[0].kind:
+            why = "the fastest that fits"
+        else:
+            slower = candidate.cost.seconds / fastest - 1
+            mode = candidate.techniques.checkpointing
+            alone = "compute alone" if mode == "none" else f"it fits with {mode} checkpointing only"
+            reason = largest_wait(candidate) or alone
+            why = f"{slower:.0%} slower: {reason}" if slower >= 0.01 else "as fast, to 1%"
+        explained.append(replace(candidate, why=why))
+    return explained
+
+
+def line_of(candidate: Candidate) -> str:
+    rate = candidate.tokens_per_second
+    return (
+        f"{candidate.layout!s:<36} {candidate.cost.seconds:9.3f} s {rate:13,.0f} {candidate.mfu:6.3f} "
+        f"{candidate.bytes / GIB:7.1f} GiB   {choices(candidate)}"
+    )
+
+
+def text_of(search: Search, found: Found, kinds: list[Candidate], top: int) -> list[str]:
+    """The best few, and a line why each other kind lost."""
+    machine, spec = search.machine, search.spec
+    what = "tokens/s" if spec.seq_length else "samples/s" if spec.tokens == 1 else "patches/s"
+    lines = [
+        f"{spec.name}: {spec.parameters:,} parameters, {search.dtype}, global batch {search.global_batch}"
+        + (f" × {spec.seq_length:,} tokens" if spec.seq_length else ""),
+        f"{machine.name}: {machine.hosts:,} × {machine.ranks_per_host} devices of {machine.gpu_memory / GIB:,.0f} "
+        f"GiB, of which {machine.budget / GIB:,.1f} can be used; {found.layouts:,} layouts",
+        *(f"note: {note}" for note in spec.notes),
+        "",
+        f"{'the best':<36} {'step':>11} {what:>13} {'mfu':>6} {'memory':>11}",
+        *(line_of(candidate) for candidate in found.best[:top]),
+        "",
+        "why each other kind lost",
+    ]
+    winner = found.best[0].kind if found.best else ""
+    lines += [f"{c.kind:<22} {c.layout!s:<36} {c.why}" for c in kinds if c.kind != winner]
+    refused = {kind: why for kind, why in found.refused.items() if not kind.endswith("no dp")}
+    lines += [f"{kind:<22} {'':<36} not possible: {why}" for kind, why in refused.items()]
+    return lines
+
+
+def planned_stages(search: Search, candidate: Candidate) -> tuple[PlannedStage, ...]:
+    """Of a candidate's pipeline ranks those that differ."""
+    layout, techniques = candidate.layout, candidate.techniques
+    if layout.pp == 1:
+        return search.one_stage
+    return search.stages(techniques.schedule, layout.pp, techniques.stages_per_rank or 1)
+
+
+def sent_by_axis(search: Search, candidate: Candidate) -> dict[str, float]:
+    """Bytes that a rank of the first stage sends in a step."""
+    stage = planned_stages(search, candidate)[0]
+    layout, techniques, count = candidate.layout, candidate.techniques, candidate.microbatches
+    return sent_bytes(search.memory, stage, layout, techniques, candidate.local_batch, count)
+
+
+def memory_by_moment(search: Search, candidate: Candidate) -> dict[str, dict[str, float]]:
+    """Bytes by part, at each of `MOMENTS`, of the rank that needs most."""
+    layout, techniques, count = candidate.layout, candidate.techniques, candidate.microbatches
+    batch = -(-candidate.local_batch // count)
+    stages = planned_stages(search, candidate)
+    of_ranks = [search.memory.moments(stage, layout, techniques, batch, count) for stage in stages]
+    most = max(of_ranks, key=lambda moments: max(sum(parts.values()) for parts in moments))
+    return dict(zip(MOMENTS, most, strict=True))
+
+
+def details(search: Search, candidate: Candidate) -> list[str]:
+    """Memory by part of each stage, bytes by axis, and seconds of the step."""
+    layout, techniques, machine, count = candidate.layout, candidate.techniques, search.machine, candidate.microbatches
+    batch = -(-candidate.local_batch // count)
+    lines = [f"{'memory, GiB':<16}" + "".join(f"{name:>13}" for name in PARTS) + f"{'all':>10}"]
+    stages = planned_stages(search, candidate)
+    for stage in stages:
+        parts = search.memory.of_stage(stage, layout, techniques, batch, count)
+        name = f"rank {stage.number} of pp" if layout.pp > 1 else "each rank"
+        lines.append(
+            f"{name:<16}" + "".join(f"{parts[p] / GIB:13.2f}" for p in PARTS) + f"{sum(parts.values()) / GIB:10.2f}"
+        )
+    sent = sent_by_axis(search, candidate)
+    groups = groups_of(layout, machine, techniques.ulysses_size(layout.cp))
+    lines += ["", f"{'sent a step, GB':<16}{'inside':>13}{'between hosts':>15}{'a rank waits':>15}"]
+    for axis, size in sent.items():
+        outside = between_hosts(axis, size, groups["fsdp" if axis == "dp_shard_cp" else axis])
+        waits = candidate.cost.exposed.get(WAITED.get(axis, axis), 0.0)
+        lines.append(f"{axis:<16}{(size - outside) / 1e9:13.3f}{outside / 1e9:15.3f}{waits:13.4f} s")
+    if techniques.offload:
+        host = max(search.memory.on_host(stage, layout, techniques) for stage in stages)
+        lines += ["", f"a rank has {host / GIB:,.2f} GiB of its host's memory"]
+    cost = candidate.cost
+    parts = {"compute": cost.compute, "waiting": sum(cost.exposed.values()), "optimizer": cost.optimizer}
+    parts |= {"bubble": cost.bubble * (cost.seconds - cost.optimizer), "offload": cost.offload}
+    lines += ["", "seconds: " + ", ".join(f"{name} {value:.4f}" for name, value in parts.items() if value)]
+    return lines
+
+
+def as_json(search: Search, found: Found, kinds: list[Candidate]) -> list[dict[str, Any]]:
+    """What ``--json`` writes: the fitting layouts, fastest first, then the best of the kinds that do not fit."""
+    reasons = {(candidate.layout, candidate.techniques): candidate.why for candidate in kinds}
+    listed = [
+        replace(candidate, why=reasons.get((candidate.layout, candidate.techniques), "another of its kind is faster"))
+        for candidate in found.best
+    ]
+    return [
+        {
+            "layout": {**candidate.layout.sizes, "ep": candidate.layout.ep},
+            "techniques": {**asdict(candidate.techniques), "microbatches": candidate.microbatches},
+            "memory_bytes": {name: round(candidate.memory[name]) for name in PARTS},
+            "memory_by_moment": memory_by_moment(search, candidate),
+            "sent_bytes": sent_by_axis(search, candidate),
+            "step_seconds": candidate.cost.seconds,
+            "compute_seconds": candidate.cost.compute,
+            "optimizer_seconds": candidate.cost.optimizer,
+            "wait_seconds": dict(candidate.cost.exposed),
+            "bubble": candidate.cost.bubble,
+            "tokens_per_second": candidate.tokens_per_second,
+            "mfu": candidate.mfu,
+            "fits": candidate.fits,
+            "why": candidate.why,
+        }
+        for candidate in [*listed, *(candidate for candidate in kinds if not candidate.fits)]
+    ]
+
+
+def missing(search: Search, found: Found, more_hosts: int | None) -> str:
+    """Why nothing fits: how much is missing, and what would do. more_hosts: with how many it would fit, if known."""
+    machine = search.machine
+    if not found.kinds:
+        why = why_not(search) or next(iter(found.refused.values()), "no layout goes with the model")
+        return f"no layout of {search.spec.name} on {machine.ranks:,} devices: {why}"
+    least = min(found.kinds, key=lambda candidate: candidate.bytes)
+    over = least.bytes - machine.budget
+    advice = f"; {more_hosts:,} hosts of this kind would do" if more_hosts else ""
+    part, size = max(least.memory.items(), key=lambda each: each[1])
+    if over <= 0:
+        each, there = least.host_memory * machine.ranks_per_host / GIB, machine.host_memory / GIB
+        return (
+            f"nothing fits on {machine.hosts:,} × {machine.ranks_per_host} devices: with offload, {least.layout} needs "
+            f"{each:,.1f} GiB of a host's memory of {there:,.1f}: {each - there:,.1f} GiB are missing{advice}"
+        )
+    return (
+        f"nothing fits on {machine.hosts:,} × {machine.ranks_per_host} devices: the least, {least.layout} with "
+        f"{choices(least)}, needs {least.bytes / GIB:,.1f} GiB a device ({part} {size / GIB:,.1f}) of "
+        f"{machine.budget / GIB:,.1f}: {over / GIB:,.1f} GiB are missing{advice}"
+    )

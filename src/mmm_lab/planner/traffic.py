@@ -1,0 +1,95 @@
+"""What a rank sends in a step, by axis, inside a host and between hosts: `mmm.traffic.formulas` by arithmetic.
+
+The formulas are those of that module, which reads them from a model's modules; here they are computed from a
+`ModelSpec`, and for ``ep`` what the tokens take that travel to their experts. `tests/mmm_lab/planner/test_traffic.py`
+compares the two.
+"""
+
+from __future__ import annotations
+
+import math
+
+from mmm.layout import UNSHARDED, Layout, Techniques
+from mmm.models.gpt import GPTConfig, LanguageConfig
+from mmm.models.vit import ViTConfig
+from mmm.traffic.collective_bytes import context_bytes, factor
+from mmm_lab.planner.memory import MemoryModel, PlannedStage
+from mmm_lab.planner.network import Group
+
+
+def sent_bytes(
+    memory: MemoryModel,
+    stage: PlannedStage,
+    layout: Layout,
+    techniques: Techniques,
+    local_batch: int,
+    microbatches: int,
+) -> dict[str, float]:
+    """Bytes that a rank of a stage sends in a step, by axis; axes on which it sends nothing are left out.
+
+    Args:
+        local_batch: samples of a step, of a data-parallel coordinate.
+    """
+    spec, config, technique = memory.spec, memory.spec.config, techniques.data_parallel
+    roles = {spec.kinds[kind].role: count for kind, count in stage.kinds}
+    layers, head, embedding = roles.get("layer", 0), "head" in roles, "embedding" in roles
+    found = _data_parallel(memory, stage, layout, techniques, microbatches)
+    tokens, c = local_batch * spec.tokens / layout.cp, memory.compute
+    residual = memory.storage if technique in UNSHARDED else c
+    if isinstance(config, LanguageConfig):
+        if layout.tp > 1:
+            products = 1 if config.n_experts else 2
+            pairs = 2 * (products * layers * (residual + c) + (embedding + head) * residual)
+            summed = (2 * layers + head) * config.dim * residual + 3 * tokens * max(c, 4) * head
+            if isinstance(config, GPTConfig):  # the norms' biases; positions, of one sample a micro-batch
+                summed += (2 * layers + head) * config.dim * residual * config.bias
+                summed += embedding * microbatches * spec.seq_length / layout.cp * config.dim * residual
+            found["tp"] = factor("all_gather", layout.tp) * (pairs * tokens * config.dim + 2 * summed)
+        if layout.cp > 1:
+            ulysses, a_head = techniques.ulysses_size(layout.cp), tokens * config.head_dim
+            heads, kv_heads = config.n_heads // layout.tp, math.lcm(config.n_kv_heads // layout.tp or 1, ulysses)
+            by_axis = context_bytes(layout.cp, ulysses, heads * a_head, 2 * kv_heads * a_head, c, layers)
+            for axis, sent in by_axis.items():
+                found[axis] = found.get(axis, 0.0) + sent
+        if layout.ep > 1:
+            sent = tokens / layout.tp * config.top_k * config.dim * c
+            found["ep"] = 4 * layers * factor("all_to_all", layout.ep) * sent
+    elif isinstance(config, ViTConfig) and layout.tp > 1:
+        found["tp"] = 4 * layers * factor("all_gather", layout.tp) * tokens * config.dim * (residual + c)
+    if layout.pp > 1:
+        faced = 2 * stage.own - (stage.number in (0, layout.pp - 1))
+        if techniques.schedule in ("ZBVZeroBubble", "DualPipeV"):  # first and last stage on one rank, or two neighbours
+            faced = 2 if stage.number in (0, layout.pp - 1) else 4
+        boundary = memory.kept(layout.tp, technique in UNSHARDED).boundary
+        found["pp"] = faced * boundary * tokens + 8 * factor("all_reduce", layout.pp)
+    return {axis: sent for axis, sent in found.items() if sent}
+
+
+def _data_parallel(
+    memory: MemoryModel, stage: PlannedStage, layout: Layout, techniques: Techniques, microbatches: int
+) -> dict[str, float]:
+    technique, storage, spec = techniques.data_parallel, memory.storage, memory.spec
+    sizes, shards = memory.of(stage, layout, technique), memory.shards(layout, technique)[0]
+    axis = "dp_shard" if layout.cp == 1 else "cp" if layout.dp_shard == 1 else "dp_shard_cp"
+    if technique in UNSHARDED:
+        reduced = factor("all_reduce", shards) * sizes.local
+        if technique == "zero2":
+            reduced = factor("reduce_scatter", shards) * sizes.padded
+        updated = factor("all_gather", shards) * sizes.padded if technique != "ddp" else 0.0
+        return {"dp_replicate" if layout.dp_replicate > 1 else axis: storage * (reduced + updated)}
+    last = sizes.padded if spec.tied and len(stage.kinds) == 1 else sizes.last
+    again = {"auto": sizes.padded - last, "always": sizes.padded, "never": 0}[techniques.reshard_after_forward]
+    gathered = sizes.padded if layout.pp > 1 else microbatches * (sizes.padded + again)
+    return {
+        axis: factor("all_gather", shards) * (memory.compute * gathered + storage * sizes.padded),
+        "dp_replicate": factor("all_reduce", layout.dp_replicate) * sizes.sharded * storage,
+    }
+
+
+def between_hosts(axis: str, sent: float, group: Group) -> float:
+    """Of the bytes that a rank sends on an axis those that leave its host, on average over the group."""
+    if not group.crosses:
+        return 0.0
+    if axis == "ep":  # everybody sends to everybody
+        return sent * (group.size - group.local) / max(group.size - 1, 1)
+    return sent / group.local  # of a ring's ranks on a host one sends to the next host

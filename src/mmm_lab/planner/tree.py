@@ -1,0 +1,120 @@
+"""The decision tree: which kind of parallelism, from a few questions, without a search.
+
+::
+
+    the model fits on one device      → nothing, or DDP where there are more devices
+    else, on one device               → offload; where the largest layer does not fit either, more devices
+    else, the largest layer does not  → tensor parallel, and what the questions below say
+    else, on one host   fast links    → tp, pp or ZeRO, about even
+                        slow links    → pp
+    else, many hosts    fast links    → ZeRO, or pp · tp · dp
+                        slow links    → dp · pp · tp with ZeRO-1
+
+ZeRO-1 is ``zero1``: once a step the slow links pass the sum of gradients, and the parameters that were updated. Where
+that does not fit there is hsdp, sharded inside a host: only the sum of gradients passes them.
+
+A layer that does not fit can also be computed in tiles: `mmm.examples.tiling` writes that out.
+
+Source: Hugging Face, "Parallelism methods" (transformers' documentation), whose scalability strategy this is.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mmm.layout import Layout, Techniques
+from mmm.units import GIB
+from mmm_lab.planner.memory import MemoryModel, full_model
+from mmm_lab.planner.spec import ModelSpec
+from mmm_launch.machines.machine import Machine
+
+FAST_LINK = 1e11  # bytes/s of a device inside a host: NVLink has several times that, PCIe a third
+FAST_NETWORK = 2e10  # bytes/s of a device between hosts: 200 Gb/s each, and not shared by several
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What the tree asks. fast: the links that a group over all devices uses."""
+
+    fits: bool
+    largest_fits: bool
+    devices: int
+    hosts: int
+    fast: bool
+
+
+@dataclass(frozen=True)
+class Decision:
+    """answer: in words. axes: that the answer may have, of pp, tp, dp and offload. path: question and answer."""
+
+    answer: str
+    axes: tuple[str, ...]
+    path: tuple[tuple[str, str], ...]
+
+
+def decide(facts: Facts) -> Decision:
+    """The tree's answer, and the path to it."""
+    path = [("does the model fit on one device?", "yes" if facts.fits else "no")]
+    if facts.fits:
+        path.append(("is there more than one device?", "yes" if facts.devices > 1 else "no"))
+        if facts.devices == 1:
+            return Decision("nothing: one device", (), tuple(path))
+        return Decision("DDP", ("dp",), tuple(path))
+    path.append(("does the largest layer fit on one device?", "yes" if facts.largest_fits else "no"))
+    path.append(("is there more than one device?", "yes" if facts.devices > 1 else "no"))
+    if facts.devices == 1:
+        if facts.largest_fits:
+            return Decision("ZeRO with offload to the host", ("offload",), tuple(path))
+        return Decision("more devices: a layer does not fit, and tp shards it", (), tuple(path))
+    path.append(("is there more than one host?", "yes" if facts.hosts > 1 else "no"))
+    path.append(("are the links fast?", "yes" if facts.fast else "no"))
+    answer, axes = {
+        (False, True): ("tp, pp or ZeRO (fsdp), about even", ("tp", "pp", "dp")),
+        (False, False): ("pp, before tp or ZeRO (fsdp)", ("pp",)),
+        (True, True): ("ZeRO (fsdp, hsdp), or pp·tp·dp", ("dp", "pp", "tp")),
+        (True, False): ("dp·pp·tp with ZeRO-1 (zero1)", ("dp", "pp", "tp")),
+    }[facts.hosts > 1, facts.fast]
+    if not facts.largest_fits:
+        answer = f"tp, since a layer does not fit; then {answer}"
+        axes = ("tp", *(axis for axis in axes if axis != "tp"))
+    return Decision(answer, axes, tuple(path))
+
+
+def facts_of(spec: ModelSpec, machine: Machine, memory: MemoryModel) -> tuple[Facts, list[str]]:
+    """What the tree asks of a model and a machine; and the numbers behind the answers, a line each."""
+    alone = Layout(dp_shard=1)
+    checkpoints = spec.plan is not None and spec.plan.checkpointed
+    techniques = Techniques(data_parallel="ddp", checkpointing="full" if checkpoints else "none", loss_chunks=64)
+    full = sum(memory.of_stage(full_model(spec), alone, techniques, 1, 1).values())
+    largest = spec.largest_part
+    kept = memory.kept(1, False)
+    layer = largest.parameters * 2 * memory.compute + (kept.none + kept.working) * spec.tokens
+    between = machine.network_bandwidth / machine.ranks_per_host
+    fast = between >= FAST_NETWORK if machine.hosts > 1 else machine.link_bandwidth >= FAST_LINK
+    facts = Facts(full <= machine.budget, layer <= machine.budget, machine.ranks, machine.hosts, fast)
+    where, rate, least = (
+        ("between hosts", between, FAST_NETWORK)
+        if machine.hosts > 1
+        else (("inside the host", machine.link_bandwidth, FAST_LINK))
+    )
+    lines = [
+        f"one device would hold {full / GIB:,.1f} GiB (one sample, full checkpointing) of {machine.budget / GIB:,.1f}",
+        f"the largest layer, {largest.parameters:,} parameters, needs {layer / GIB:,.1f} GiB with its gradient",
+    ]
+    if machine.ranks > 1:
+        lines.append(f"{where} a device has {rate / 1e9:,.1f} GB/s; fast is {least / 1e9:,.0f} and more")
+    return facts, lines
+
+
+def across_hosts(tp: int, machine: Machine) -> str:
+    """What a tensor-parallel group costs that does not lie on one host; "" of one that does."""
+    if machine.hosts == 1 or machine.ranks_per_host % tp == 0:
+        return ""
+    inside = max(
+        size for size in range(1, machine.ranks_per_host + 1) if machine.ranks_per_host % size == 0 and size <= tp
+    )
+    between, link = machine.network_bandwidth / machine.ranks_per_host, machine.link_bandwidth
+    return (
+        f"tp {tp} spans hosts of {machine.ranks_per_host} devices: each layer waits for the network between them, "
+        f"{between / 1e9:,.1f} GB/s a device, {link / 1e9:,.0f} inside a host; tp {inside} stays inside"
+    )

@@ -1,0 +1,122 @@
+"""What went wrong on which rank, which of several failures caused the others, and how it is said, once."""
+
+import contextlib
+import signal
+import socket
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from mmm_launch.channel.wire import Status
+from mmm_launch.contract import CONSEQUENCES, SAVED_EXIT, USER_ERROR_EXIT, Report, shorten
+
+WAIT = 0.06  # s to wait, after a first failure, for one that came before it
+WAIT_DOUBTFUL = 0.5  # s, if all that is known so far looks like a consequence
+WAIT_SAVED = 60.0  # s, if all that have ended so far have saved their state: the others are about to
+WATCHDOG_EXIT = 124  # as `timeout` exits
+LINE = 1000  # characters of a failure in one line
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A rank that ended badly: by its own report, or by how the system says it ended."""
+
+    rank: int
+    exit_code: int
+    time: float  # time.monotonic() when it was noticed where it happened
+    doubt: int  # 0: a cause; 1: SIGABRT, which may be a consequence; 2: a lost connection; 3: saved, and no failure
+    report: Report | None = None
+    text: str = ""  # where there is no report
+    host: str = ""  # "": this one
+    final: bool = False  # somebody ended the run: starting it again is not wanted
+    lost: str = ""  # how the connection to the rank's host broke, where it did
+
+    @property
+    def is_killed(self) -> bool:
+        """Whether a signal has ended the rank."""
+        return self.report is None and not self.lost and self.exit_code > 128
+
+    @classmethod
+    def reported(cls, report: Report, host: str = "") -> "Failure":
+        last = report.text.strip().rpartition("\n")[2]
+        lost = report.kind == "traceback" and any(sign in report.text[-2000:] or sign in last for sign in CONSEQUENCES)
+        return cls(report.rank, report.exit_code, report.time, 2 if lost else 0, report, host=host)
+
+    @classmethod
+    def ended(cls, status: Status, host: str = "") -> "Failure":
+        code = status.code or 0
+        if code < 0:
+            text = f"rank {status.rank} (pid {status.pid}) was killed by {signal_name(-code)}"
+            return cls(
+                status.rank,
+                128 - code,
+                status.time,
+                int(-code == signal.SIGABRT),
+                text=f"{text} on {host or socket.gethostname()}",
+            )
+        if code == SAVED_EXIT:
+            text = "a signal has stopped the run, and its state is saved: --resume auto goes on from there"
+            return cls(status.rank, code, status.time, 3, text=text)
+        where = f" on {host}" if host else ""
+        return cls(status.rank, code, status.time, 0, text=f"rank {status.rank} exited with code {code}{where}")
+
+    @classmethod
+    def of_user(cls, rank: int, text: str) -> "Failure":
+        """A mistake of the user's, found before there was a program to tell it."""
+        return cls(rank, USER_ERROR_EXIT, time.monotonic(), 0, Report(rank, "user", text, USER_ERROR_EXIT, 0.0))
+
+    @property
+    def again(self) -> bool:
+        """May a new start help? Not after the user's own mistake, which would end the same way."""
+        return not self.final and (self.report is None or not self.report.is_users)
+
+
+def cause(failures: Sequence[Failure]) -> Failure:
+    """The failure that came first in order of cause: those that look like a consequence come last."""
+    return min(failures, key=lambda f: (f.doubt, f.time))
+
+
+def patience(found: Sequence[Failure]) -> float:
+    """Seconds to wait after the first failure for one that came before it."""
+    if all(failure.exit_code == SAVED_EXIT for failure in found):
+        return WAIT_SAVED
+    return WAIT_DOUBTFUL if all(failure.doubt for failure in found) else WAIT
+
+
+def tell(first: Failure, failures: Sequence[Failure]) -> None:
+    """Print `first`, which caused the others of `failures`."""
+    report = first.report
+    if report is None:
+        say(f"launch: {first.text}")
+    elif report.kind == "traceback":
+        others = len({f.rank for f in failures} - {first.rank})
+        after = f"; {others} other{'s' if others > 1 else ''} failed after it" if others else ""
+        say(f"launch: rank {first.rank} failed on {first.host or socket.gethostname()}{after}:\n{report.text.rstrip()}")
+    else:
+        say(f"error: {report.text}" if report.is_users else report.text.rstrip("\n"))
+
+
+def in_a_line(first: Failure) -> str:
+    """What `tell` says at length, for the ranks that launch ends."""
+    if first.report is None:
+        return first.text
+    lines = first.report.text.strip().splitlines() or [f"exit code {first.exit_code}"]
+    where = f"rank {first.rank} on {first.host or socket.gethostname()}"
+    return shorten(f"{where}: {lines[-1] if first.report.kind == 'traceback' else ' '.join(lines)}", LINE)
+
+
+def signal_name(number: int) -> str:
+    return signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
+
+
+def end_of_process(code: int) -> tuple[str, int]:
+    """How a process of launch's ended that should not have, in words, and the exit code that this means for launch."""
+    if code < 0:
+        return f"was killed by {signal_name(-code)}", 128 - code
+    return f"exited with code {code}", code or 1
+
+
+def say(text: str) -> None:
+    with contextlib.suppress(OSError):  # nobody reads it any more, or its disk is full: what is to be done still is
+        print(text, file=sys.stderr, flush=True)

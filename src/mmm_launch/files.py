@@ -1,0 +1,113 @@
+"""Files that somebody else may have written, and their text on a terminal.
+
+A file of another user may be a FIFO that nobody writes to, or have no end: reading it here is refused, and never waits.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import reprlib
+import stat
+from pathlib import Path
+from typing import Any
+
+from mmm_launch.errors import UserError
+
+LARGEST = 1 << 24  # bytes of a file of JSON
+LONGEST_SHOWN = 60  # characters of a value in a message
+OTHERS_WRITE = 0o022  # of a file's mode: its group and all others may write to it
+
+_REPR = reprlib.Repr()
+_REPR.maxstring = _REPR.maxlong = _REPR.maxother = 2 * LONGEST_SHOWN
+_REPR.maxdict = _REPR.maxlist = _REPR.maxtuple = 20
+
+
+def open_own(path: Path | str) -> int:
+    """Open a folder of this user's, to which nobody else can write.
+
+    Returns:
+        A file descriptor of the folder.
+
+    Raises:
+        OSError: the folder is not there, or it is a link, a FIFO or a file.
+        PermissionError: it is somebody else's, or others can write to it.
+    """
+    flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    descriptor = os.open(path, flags)
+    info = os.fstat(descriptor)
+    if info.st_uid != os.geteuid():
+        reason = "it belongs to somebody else"
+    elif info.st_mode & OTHERS_WRITE:
+        reason = "others can write to it"
+    else:
+        return descriptor
+    os.close(descriptor)
+    raise PermissionError(1, reason, os.fspath(path))
+
+
+def read_file(path: Path | str, most: int = LARGEST) -> bytes:
+    """Read a regular file. A FIFO is not waited for, and a device is not read.
+
+    Raises:
+        OSError: the file cannot be read, is not a regular file, or has more than `most` bytes.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    with open(descriptor, "rb") as file:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise OSError(22, "it is not a regular file", str(path))
+        content = file.read(most + 1)
+    if len(content) > most:
+        raise OSError(27, f"it has more than {most:,} bytes", str(path))
+    return content
+
+
+def parse_json(content: bytes | str) -> dict[str, Any]:
+    """Parse a JSON object. Raises ValueError that says what is wrong with the text."""
+    try:
+        value = json.loads(content)
+    except RecursionError:
+        raise ValueError("its lists and objects are nested too deep") from None
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"it is not JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise ValueError("it is not a JSON object")
+    return value
+
+
+def read_json(path: Path, error: type[UserError], name: object = None) -> dict[str, Any]:
+    """Read a file with one JSON object.
+
+    Args:
+        error: class of the error to raise.
+        name: the file's name in messages. Default: its path.
+
+    Raises:
+        UserError: of the class `error`, where the file is not there, is not a regular file, or is not a JSON object.
+    """
+    try:
+        return parse_json(read_file(path))
+    except OSError as problem:
+        reason = problem.strerror or str(problem)
+    except ValueError as problem:
+        reason = str(problem)
+    raise error(f"{name or path} cannot be read: {reason}")
+
+
+def short(value: object) -> str:
+    """A value as messages show it: its `repr`, of at most 60 characters."""
+    text = _REPR.repr(value)
+    if len(text) <= LONGEST_SHOWN:
+        return text
+    return f"{text[: LONGEST_SHOWN - 3]}..."
+
+
+def printable_lines(text: object) -> str:
+    """A text with escapes in place of what moves a terminal's cursor or changes its colours. Tabs and lines stay."""
+    return "".join(_printable(character) for character in str(text))
+
+
+def _printable(character: str) -> str:
+    if character.isprintable() or character in "\t\n":
+        return character
+    return character.encode("unicode_escape").decode()

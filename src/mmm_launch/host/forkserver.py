@@ -1,0 +1,260 @@
+"""The process between launch and its ranks: it imports once what the target will need, and forks the ranks.
+
+It runs `python [flags] -m mmm_launch.host.forkserver -m module args…`. Only in the forked ranks does the target run:
+here nothing of the user's is imported, no accelerator is touched and no thread is started. Where ranks cannot be forked
+it imports nothing, and executes each rank as a new process.
+
+Afterwards it passes on signals, tells launch which rank ended how, and if launch itself is gone it kills every process
+of the run.
+"""
+
+import contextlib
+import gc
+import json
+import os
+import select
+import signal
+import sys
+import time
+import weakref
+from dataclasses import replace
+from typing import NoReturn
+
+from mmm_launch import contract
+from mmm_launch.channel.wire import (
+    CHILD,
+    FAILURE_VARIABLE,
+    FORK_SERVER,
+    FORK_SERVER_VARIABLE,
+    PASSED_ON,
+    Instructions,
+    Status,
+)
+from mmm_launch.contract import ENDING, MARKER_VARIABLE
+from mmm_launch.host import child, forks
+from mmm_launch.host.import_timer import ImportTimer
+from mmm_launch.host.torch_startup import TORCH_LATER, TORCH_LATER_FOR, is_in_bad_fork
+from mmm_launch.program.preloads import preloads
+from mmm_launch.program.target import Target
+from mmm_launch.run import processes
+from mmm_launch.spec import binding
+
+# Import opens MPI, a device or threads: left to the ranks, also where another package imports them.
+NOT_BEFORE_FORK = (
+    *("mpi4py.MPI", "horovod", "cupy", "jaxlib", "tensorflow", "transformer_engine", "deepspeed", "apex", "ray"),
+    *("intel_extension_for_pytorch", "oneccl_bindings_for_pytorch"),
+)
+# What a runtime keeps open once it has touched a device: CUDA's, also of Windows, and AMD's. NVML, by which PyTorch
+# counts NVIDIA's devices, opens /dev/nvidiactl and /dev/nvidia0, …, but no /dev/nvidia-uvm, which CUDA maps memory by;
+# what counts AMD's opens /dev/dri, but no /dev/kfd. A fork does not hurt those. /dev/dri says nothing of Intel's
+# devices either: there `_fork_is_bad` tells.
+DEVICE_FILES = ("/dev/nvidia-uvm", "/dev/dxg", "/dev/kfd")
+OPEN_FILES = "/proc/self/fd"
+PYTHONS = (signal.SIGPIPE, signal.SIGXFSZ)  # what Python ignores in its own process; no other program expects it
+
+
+def main() -> NoReturn:
+    """The fork server's whole life, and that of each rank it forks."""
+    todo = Instructions.read(int(os.environ.pop(FORK_SERVER_VARIABLE)))
+    signal.signal(signal.SIGINT, signal.SIG_IGN if signal.SIGINT in todo.ignored else signal.SIG_DFL)
+    for number in (*PASSED_ON, *([signal.SIGTERM] if todo.ignore_sigterm else [])):
+        signal.signal(number, signal.SIG_IGN)
+    forks.die_with_parent(todo.launch_pid)  # until there are ranks, which have to be ended first
+    for fd in (todo.control, todo.status, todo.failure):
+        os.set_inheritable(fd, False)
+    target = child.own_target()  # None where ranks are not forked
+    if target is not None:
+        preload(target, todo)
+    server = ForkServer(todo)
+    signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)  # each rank takes them once it can end in order
+    for variables in todo.ranks:
+        sys.stdout.flush()
+        pid = os.fork()
+        if pid == 0:
+            forked = target is not None and not _fork_is_bad()
+            server.become_rank(variables, forked)
+            child.finish(child.run(target)) if forked and target is not None else execute(todo)
+        server.started(int(variables["RANK"]), pid)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING)
+    forks.outlive_parent()
+    server.watch()
+    os._exit(0)  # nothing here has anything to write, and taking torch down takes 0.4 s
+
+
+def preload(target: Target, todo: Instructions) -> None:
+    """Import what `target` will import and is safe to have before a fork. If that goes wrong, start anew without it.
+
+    An import that fails here would fail in the target too, and may have left half its work behind: the ranks get a
+    process in which it was never tried, and raise it themselves.
+    """
+    gc.disable()
+    timer = ImportTimer()
+    timer.start()
+    wanted = [] if "*" in todo.skip else [w for w in preloads(target) if w.module not in todo.skip]
+    for each in wanted:
+        if each.module in NOT_BEFORE_FORK or each.module.partition(".")[0] in NOT_BEFORE_FORK:
+            continue
+        try:
+            __import__(each.module, fromlist=each.names)
+        except ModuleNotFoundError as error:
+            if error.name != each.module.partition(".")[0]:
+                start_anew(todo, each.module)
+        except BaseException:
+            start_anew(todo, each.module)
+        if any(name in sys.modules for name in NOT_BEFORE_FORK) or _device_open():
+            start_anew(todo, each.module)
+    later = TORCH_LATER if any(name in sys.modules for name in TORCH_LATER_FOR) else ()
+    for name in later:
+        with contextlib.suppress(ImportError):
+            __import__(name)
+    if _shadowed(target.first_path()):
+        start_anew(todo, "*")
+    timer.stop()
+    contract.shared_imports = timer.seconds
+    for finalizer in getattr(weakref.finalize, "_registry", ()):
+        finalizer.atexit = False  # of what all ranks share: PyTorch's take its operators down, one by one, in each rank
+    gc.freeze()  # not collected first: that takes longer than what it would free
+    gc.enable()
+
+
+def start_anew(todo: Instructions, skip: str) -> NoReturn:
+    """Replace this process by a new fork server that does not preload module `skip`."""
+    for fd in (todo.control, todo.status, todo.failure):
+        os.set_inheritable(fd, True)
+    skip = "*" if len(todo.skip) >= 3 else skip
+    os.environ[FORK_SERVER_VARIABLE] = str(replace(todo, skip=[*todo.skip, skip]).write())
+    flags = sys.orig_argv[1 : sys.orig_argv.index("-m")]
+    os.execv(sys.executable, [sys.executable, *flags, "-m", FORK_SERVER, *sys.argv[1:]])
+
+
+def _device_open() -> bool:
+    """Whether an import has touched a device: as torch says, or by the files that this process has open."""
+    torch = sys.modules.get("torch")
+    if any(getattr(getattr(torch, kind, None), "is_initialized", bool)() for kind in ("cuda", "xpu")):
+        return True
+    with contextlib.suppress(OSError):
+        for name in os.listdir(OPEN_FILES):
+            with contextlib.suppress(OSError):  # closed since
+                if os.readlink(f"{OPEN_FILES}/{name}").startswith(DEVICE_FILES):
+                    return True
+    return False
+
+
+def _fork_is_bad() -> bool:
+    """Whether torch says, in a forked rank, that a device was touched before the fork: on ROCm counting them does it,
+    where AMD's library for that is not installed."""
+    torch = sys.modules.get("torch")
+    return any(is_in_bad_fork(getattr(torch, kind, None)) for kind in ("cuda", "xpu"))
+
+
+def _shadowed(first: str | None) -> list[str]:
+    """Preloaded modules in whose place the target would have got a file of the same name beside it."""
+    if first is None:
+        return []
+    try:
+        names = {os.path.splitext(name)[0] for name in os.listdir(first or os.curdir)}
+    except OSError:
+        return []
+    found = []
+    for name in names & set(sys.modules) - set(sys.stdlib_module_names):
+        origin = getattr(sys.modules[name], "__file__", None)
+        beside = [os.path.join(first, name + ".py"), os.path.join(first, name, "__init__.py")]
+        if origin and any(os.path.exists(path) and not os.path.samefile(path, origin) for path in beside):
+            found.append(name)
+    return found
+
+
+def execute(todo: Instructions) -> NoReturn:
+    """Become the rank's command. `launch` has checked that it exists; if it still cannot run, the report says why."""
+    if CHILD not in todo.command:  # which takes them itself; another never would
+        for number in PYTHONS:
+            signal.signal(number, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING)
+    try:
+        os.execvp(todo.command[0], todo.command)
+    except OSError as error:
+        contract.attach(todo.failure)
+        contract.report(
+            "exit", f"launch: error: {todo.command[0]} cannot be run: {error.strerror}\n", 126, time.monotonic()
+        )
+        os._exit(126)
+
+
+class ForkServer:
+    """Knows the ranks, and watches over them until the last is gone."""
+
+    def __init__(self, todo: Instructions) -> None:
+        self.todo = todo
+        self.pid = os.getpid()
+        self.ranks: dict[int, int] = {}  # pid → rank, of those that live
+        self.buffer = b""
+        self.wake_read, self.wake_write = os.pipe()
+        os.set_blocking(self.wake_write, False)
+        signal.signal(signal.SIGCHLD, lambda number, frame: None)
+        signal.set_wakeup_fd(self.wake_write, warn_on_full_buffer=False)
+
+    def started(self, rank: int, pid: int) -> None:
+        self.ranks[pid] = rank
+        self.tell(Status(rank, pid, None, time.monotonic()))
+
+    def tell(self, status: Status) -> None:
+        with contextlib.suppress(BrokenPipeError):  # launch is gone: `watch` sees it too
+            os.write(self.todo.status, status.dumps())
+
+    def become_rank(self, variables: dict[str, str], forked: bool) -> None:
+        """In the forked child: drop everything of the fork server's, take the rank's own environment.
+
+        Args:
+            forked: whether the rank goes on in this process; else it executes its command.
+        """
+        forks.die_with_parent(self.pid)
+        signal.set_wakeup_fd(-1)
+        for number in (signal.SIGCHLD, signal.SIGTERM, *PASSED_ON):
+            signal.signal(number, signal.SIG_IGN if number in self.todo.ignored else signal.SIG_DFL)
+        for fd in (self.todo.control, self.todo.status, self.wake_read, self.wake_write):
+            os.close(fd)
+        os.environ.update(variables)
+        if cpus := os.environ.pop(binding.CPUS_VARIABLE, None):
+            os.sched_setaffinity(0, binding.cpu_list(cpus))
+        if forked:
+            contract.attach(self.todo.failure)
+            child.prepare()
+            threads = variables.get("OMP_NUM_THREADS")  # torch has read the fork server's when it was loaded
+            forks.renew_thread_pools(int(threads) if threads else None)
+            numpy = sys.modules.get("numpy.random")
+            if numpy is not None:  # or all ranks would draw the same "random" numbers
+                numpy.seed()
+        else:
+            os.set_inheritable(self.todo.failure, True)
+            os.environ[FAILURE_VARIABLE] = str(self.todo.failure)
+
+    def watch(self) -> None:
+        """Serve launch until every rank has ended. If launch is gone, kill all that is left of the run."""
+        self.reap()
+        while self.ranks:
+            ready, _, _ = select.select([self.todo.control, self.wake_read], [], [])
+            if self.wake_read in ready:
+                os.read(self.wake_read, 4096)
+            self.reap()
+            if self.todo.control in ready:
+                data = os.read(self.todo.control, 1 << 16)
+                if not data:
+                    processes.end(os.getsid(0), os.environ[MARKER_VARIABLE], grace=0.0)
+                    os.killpg(0, signal.SIGKILL)
+                *lines, self.buffer = (self.buffer + data).split(b"\n")
+                for line in lines:
+                    for pid in self.ranks:  # not reaped, so the pid is still theirs
+                        os.kill(pid, json.loads(line)["signal"])
+
+    def reap(self) -> None:
+        while self.ranks:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+            if pid == 0:
+                return
+            if pid in self.ranks:
+                rank = self.ranks.pop(pid)
+                self.tell(Status(rank, pid, os.waitstatus_to_exitcode(status), time.monotonic()))
+
+
+if __name__ == "__main__":
+    main()

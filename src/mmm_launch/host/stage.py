@@ -1,0 +1,350 @@
+"""`launch --stage`: launch writes one archive, and every host unpacks it on its own disk before its ranks start.
+
+    launch      packed(stage)      one tar file in the working folder, which all hosts see; removed when launch ends
+    each host   unpack(stage)      read once, checked by its sha256; removed when the host's ranks have ended
+
+Ranks run what is in a copy, and others can foretell where copies lie. So they lie in a folder that this user alone can
+write to, or are refused. Every process of a run on a host holds a lock on the run's copy: the last one removes it, and
+a copy that nobody has locked is what a killed run has left.
+"""
+
+import contextlib
+import fcntl
+import hashlib
+import os
+import secrets
+import shutil
+import signal
+import stat
+import subprocess
+import tarfile
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import IO
+
+from mmm_launch.channel.failures import say
+from mmm_launch.contract import ENDING
+from mmm_launch.errors import LaunchError
+from mmm_launch.files import OTHERS_WRITE, open_own
+from mmm_launch.spec import stage as plan
+from mmm_launch.spec.stage import Stage
+
+CHUNK = 1 << 20  # bytes
+CHECK = "import mmm_launch.host.forkserver"
+LONGEST_SCRIPT = 1 << 20  # bytes; a larger file in bin is no script
+
+
+class HashedFile:
+    """A file that is read, or written, from its begin to its end, and its sha256."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self.file = file
+        self.digest = hashlib.sha256()
+
+    def read(self, size: int) -> bytes:
+        data = self.file.read(size)
+        self.digest.update(data)
+        return data
+
+    def write(self, data: bytes) -> int:
+        self.digest.update(data)
+        return self.file.write(data)
+
+    def read_rest(self) -> None:
+        while self.read(CHUNK):
+            pass
+
+
+# What launch does.
+
+
+@contextlib.contextmanager
+def packed(stage: Stage) -> Iterator[Stage]:
+    """Makes the archive that hosts unpack, if the source is none itself, and removes it in the end.
+
+    Raises:
+        LaunchError: the source cannot be read, or the archive not be written.
+    """
+    with ending_raises():
+        if os.path.isfile(stage.source):
+            archive = os.path.realpath(stage.source)
+            with _errors(stage), open_archive(archive) as file:
+                hashed = HashedFile(file)
+                hashed.read_rest()
+            yield replace(stage, archive=archive, sha256=hashed.digest.hexdigest(), run=secrets.token_hex(8))
+            return
+        with _errors(stage):
+            descriptor, archive = tempfile.mkstemp(prefix=".mmm-stage-", suffix=".tar", dir=os.getcwd())
+        try:
+            with _errors(stage), os.fdopen(descriptor, "wb") as file:
+                sha256 = _pack(stage.source, archive, file)
+            yield replace(stage, archive=archive, sha256=sha256, run=secrets.token_hex(8))
+        finally:
+            os.unlink(archive)
+
+
+def _pack(folder: str, archive: str, file: IO[bytes]) -> str:
+    """Writes what is in `folder` as a tar file. Returns its sha256."""
+
+    def choose(member: tarfile.TarInfo) -> tarfile.TarInfo | None:
+        if os.path.basename(member.name) == os.path.basename(archive):
+            return None  # the folder is the working folder, which has the archive too
+        return _check(member)
+
+    begin = time.monotonic()
+    hashed = HashedFile(file)
+    # GNU's format keeps hard links and long names.
+    with tarfile.open(fileobj=hashed, mode="w|", bufsize=CHUNK, format=tarfile.GNU_FORMAT) as tar:  # type: ignore[call-overload]
+        tar.add(folder, arcname=os.path.basename(folder), filter=choose)
+    file.flush()
+    size = os.fstat(file.fileno()).st_size
+    say(f"launch: {folder} is packed ({size / 1e6:,.0f} MB, in {time.monotonic() - begin:.1f} s)")
+    return hashed.digest.hexdigest()
+
+
+def _check(member: tarfile.TarInfo) -> tarfile.TarInfo:
+    """Raises `LaunchError` for what no environment has."""
+    if member.isfile() or member.isdir() or member.issym() or member.islnk():
+        return member
+    raise LaunchError(f"{member.name} is a FIFO or a device")
+
+
+# What each host does.
+
+
+class Copy:
+    """This host's copy of a run's environment, for one of the run's processes.
+
+    Attributes:
+        folder: everything that was unpacked.
+        path: the environment: the only folder in it, or the folder itself, where an archive has no folder around it.
+        lock: descriptor of the folder, with a shared lock. None: removed.
+    """
+
+    def __init__(self, folder: Path, lock: int) -> None:
+        self.folder = folder
+        self.lock: int | None = lock
+        inside = list(folder.iterdir())
+        has_one_folder = len(inside) == 1 and inside[0].is_dir()
+        self.path = str(inside[0] if has_one_folder else folder)
+
+    def remove(self) -> None:
+        """Gives up the copy. The last process that does so removes it."""
+        if self.lock is None:
+            return
+        for number in ENDING:  # this process ends in any case, and this is what it has left to do
+            signal.signal(number, signal.SIG_IGN)
+        with _alone(self.folder.parent), contextlib.suppress(BlockingIOError):
+            fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(self.folder, ignore_errors=True)
+        os.close(self.lock)
+        self.lock = None
+
+
+def unpack(stage: Stage) -> Copy:
+    """Unpacks the archive on this host's disk, unless another process of the run has done so.
+
+    Raises:
+        LaunchError: the archive or the folder for copies is somebody else's, or the archive has changed, or is none; no
+            room; ranks cannot run by the Python in it.
+    """
+    with ending_raises(), _errors(stage):
+        parent = own_folder(stage.to)
+        folder = parent / stage.run
+        with _alone(parent):
+            # Who unpacks has the lock of `parent`: a copy that is locked here is complete.
+            if folder.exists() and _is_locked(folder):
+                return Copy(folder, _lock(folder))
+            for path in parent.iterdir():
+                if not _is_locked(path):
+                    shutil.rmtree(path, ignore_errors=True)
+            folder.mkdir(mode=0o700)
+            try:
+                with open_archive(stage.archive) as file:
+                    check_space(file, parent)
+                    _extract(file, folder, stage.sha256)
+                copy = Copy(folder, _lock(folder))
+                _repoint(Path(copy.path), stage.source)
+                _try_python(copy.path, stage.source)
+                return copy
+            except BaseException:
+                shutil.rmtree(folder, ignore_errors=True)
+                raise
+
+
+def own_folder(to: str | None) -> Path:
+    """Makes the folder that copies are in. Raises `LaunchError`: somebody else can write to it, or to the one above."""
+    parent = Path(to or tempfile.gettempdir()) / f"mmm-stage-{os.getuid()}"
+    try:
+        parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        os.close(open_own(parent))
+    except OSError as error:
+        raise LaunchError(f"{parent}: {error.strerror} (--stage-to names another)") from None
+    mode = parent.parent.stat().st_mode
+    if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
+        raise LaunchError(f"{parent.parent}: anybody can replace what is in it (--stage-to names another)")
+    return parent
+
+
+def open_archive(path: str) -> IO[bytes]:
+    """Opens an archive that nobody but this user or root can write to. Raises `LaunchError`, OSError."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    info = os.fstat(descriptor)
+    reason = ""
+    if not stat.S_ISREG(info.st_mode):
+        reason = "it is no regular file"
+    elif info.st_uid not in (os.geteuid(), 0):
+        reason = "it belongs to somebody else (cp makes one of your own)"
+    elif info.st_mode & OTHERS_WRITE:
+        reason = "others can write to it (chmod go-w)"
+    if reason:
+        os.close(descriptor)
+        raise LaunchError(f"{path}: {reason}")
+    return os.fdopen(descriptor, "rb")
+
+
+def check_space(archive: IO[bytes], folder: Path) -> None:
+    """Raises `LaunchError` where the archive's own size is more than what the disk has free."""
+    needed = os.fstat(archive.fileno()).st_size
+    free = shutil.disk_usage(folder).free
+    if needed > free:
+        raise LaunchError(
+            f"{needed / 1e6:,.0f} MB are needed in {folder}, and {free / 1e6:,.0f} MB are free (--stage-to)"
+        )
+
+
+def _extract(archive: IO[bytes], folder: Path, sha256: str) -> None:
+    """Raises `LaunchError`: the archive is not the one that launch has read, or it is cut short, or no tar."""
+    if not hasattr(tarfile, "tar_filter"):
+        raise LaunchError("this Python's tarfile cannot check names: it has to be 3.10.12, 3.11.4 or newer")
+
+    def own(member: tarfile.TarInfo, path: str) -> tarfile.TarInfo:
+        """What is unpacked belongs to who unpacks it, also to root, whatever the archive says."""
+        inside = tarfile.tar_filter(_check(member), path)
+        return inside.replace(uid=None, gid=None, uname=None, gname=None, deep=False)  # type: ignore[arg-type]
+
+    hashed = HashedFile(archive)
+    try:
+        with tarfile.open(fileobj=hashed, mode="r|*", bufsize=CHUNK) as tar:  # type: ignore[call-overload]
+            tar.extractall(folder, filter=own)
+            # Two blocks of zeros end an archive. tarfile has read one of them, and does not miss the other.
+            if not tar.fileobj.read(1):
+                raise tarfile.ReadError("it has no end")
+    except tarfile.TarError as error:
+        raise LaunchError(f"the archive is cut short, or no tar ({error})") from None
+    hashed.read_rest()
+    if hashed.digest.hexdigest() != sha256:
+        raise LaunchError("the archive has changed since launch read it: its sha256 is another")
+
+
+def _repoint(copy: Path, source: str) -> None:
+    """Names the copy where installers write absolute paths: in the first lines of scripts, and in `.pth` files."""
+    packages: list[Path] = []
+    for pattern in ("*.pth", "__editable__*.py"):
+        packages += copy.glob(f"lib/python*/site-packages/{pattern}")
+    for path in [*copy.glob("bin/*"), *packages]:
+        if path.is_symlink() or not path.is_file() or path.stat().st_size > LONGEST_SCRIPT:
+            continue
+        text = path.read_bytes()
+        head = b""
+        if path in packages:
+            head = text
+        elif text.startswith(b"#!"):
+            head = b"".join(text.splitlines(keepends=True)[:3])
+        changed = head.replace(f"{source}/".encode(), f"{copy}/".encode())
+        if changed != head:
+            mode = path.stat().st_mode
+            path.chmod(mode | stat.S_IWUSR)
+            path.write_bytes(changed + text[len(head) :])
+            path.chmod(mode)
+
+
+def _try_python(copy: str, source: str) -> None:
+    """Raises `LaunchError` unless ranks can run by the copied Python. What conda-pack has packed is first unpacked."""
+    python = plan.interpreter(source, copy)
+    if python is None:
+        return
+    commands = [[python, "-c", CHECK]]
+    conda_unpack = os.path.join(copy, "bin", "conda-unpack")
+    if os.path.exists(conda_unpack):
+        commands.insert(0, [python, conda_unpack])
+    environ = {**os.environ, **plan.environment(os.environ, source, copy)}
+    for command in commands:
+        done = subprocess.run(
+            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace", cwd="/", env=environ
+        )
+        if done.returncode:
+            last = (done.stderr.strip() or f"exit code {done.returncode}").splitlines()[-1]
+            raise LaunchError(f"the copied Python cannot start ranks ({last}): mmm has to be installed in it")
+
+
+@contextlib.contextmanager
+def _alone(parent: Path) -> Iterator[None]:
+    """Within it, no other process of this user's makes or removes a copy on this host."""
+    folder = open_own(parent)
+    try:
+        fcntl.flock(folder, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(folder)
+
+
+def _lock(folder: Path) -> int:
+    """A descriptor of a copy's folder with a shared lock."""
+    descriptor = open_own(folder)
+    fcntl.flock(descriptor, fcntl.LOCK_SH)
+    return descriptor
+
+
+def _is_locked(path: Path) -> bool:
+    """Whether a living process of this user's uses a copy."""
+    try:
+        descriptor = open_own(path)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(descriptor)
+    return False
+
+
+@contextlib.contextmanager
+def _errors(stage: Stage) -> Iterator[None]:
+    """Makes one error of all that can go wrong, which names what was asked for."""
+    try:
+        yield
+    except OSError as error:
+        reason = error.strerror or str(error)
+        if error.filename:
+            reason = f"{reason}: {error.filename}"
+    except LaunchError as error:
+        reason = str(error)
+    else:
+        return
+    raise LaunchError(f"--stage {stage.source}: {reason}")
+
+
+@contextlib.contextmanager
+def ending_raises() -> Iterator[None]:
+    """Within it, a signal that ends this process raises `SystemExit`, once: what is half made is removed."""
+    previous = {number: signal.getsignal(number) for number in ENDING}
+
+    def end(number: int, frame: object) -> None:
+        for each in previous:
+            signal.signal(each, signal.SIG_IGN)
+        raise SystemExit(128 + number)
+
+    for number, handler in previous.items():
+        if number == signal.SIGTERM or handler != signal.SIG_IGN:
+            signal.signal(number, end)
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)

@@ -1,0 +1,312 @@
+"""A known machine: what `launch` sets on it, and every number that a prediction assumes, by name, with its source."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any
+
+from mmm_launch.errors import MachineError
+from mmm_launch.files import read_json, short
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Hosts of devices, how ranks are started on them, and what they reach. Every field but `name` may be left out of
+    its file: 0 and "" stand for what it does not say.
+
+    In `bind_args`, `srun` and `srun_by_host`, `{per_host}` is ranks a host, `{cpus}` the CPUs of each (`cpus_per_host`
+    over ranks), `{gpus}` the accelerators of a host (`ranks_per_host`).
+
+    Rates, from `accelerator` on, are per device and direction, of the maker's data sheet unless the source says
+    otherwise; what a program reaches of them are the fields that end in ``_efficiency``.
+
+    Attributes:
+        about: one line. source: the page of what launch sets, where `sources` does not name another.
+        match: environment variable → regular expression; the machine is recognised where one of them is found.
+        scheduler: "pbs" or "slurm". script: lines of a job script after the shell's, ``{hosts}``, ``{time}``,
+            ``{queue}`` and ``{project}`` filled in. queue: where jobs go if nothing else is said.
+        queues: what each takes, hosts and hours of a job, such as "prod 10-24 3h"; a queue may have several of these.
+        setup: lines of a job script that load what the machine has: modules of Python, of a plugin for its network.
+        device: cuda, xpu or cpu. hosts: that there are. ranks_per_host: devices, with one rank each.
+        mpi: "pals", "hydra" or "openmpi", for an mpiexec that does not say what it is. backend: of torch.distributed.
+        device_variable, device_order: local rank i is shown only device `device_order[i]`, by that variable, unless
+            srun gives each task its own device (`--gpu-bind`).
+        bind: how launch binds ranks itself, with --ranks-by host. bind_args: what mpiexec is given for the same.
+        srun, srun_by_host: further arguments of srun, one process a rank, or one a host.
+        host_suffix: what makes a host's name an address on the fast network, for MASTER_ADDR. port: MASTER_PORT.
+        env: variables for every rank, such as NCCL_SOCKET_IFNAME, unless the user has set them. env_by_rank: further
+            ones, for ranks that the launcher backend has started itself: they need its MPI.
+        advice: what launch cannot do, a line each; said where ranks are on several hosts.
+        accelerator: name of the device, by which its peak rates are found where `peak_flops` has none.
+        gpu_memory, host_memory: bytes. peak_flops: dtype → FLOP/s of dense matrix products.
+        memory_bandwidth: bytes/s of the device's memory.
+        link_bandwidth, link_latency: between two devices of a host, bytes/s and s.
+        network_bandwidth: of all adapters of a host together, bytes/s. network_latency: s between hosts.
+        host_link_bandwidth: bytes/s between a device and the host's memory. host_memory_bandwidth: of a host, bytes/s.
+        matmul_efficiency, memory_efficiency, link_efficiency, network_efficiency: what is reached of each peak.
+        overlap: the part of compute that communication of data parallelism and of a ring of cp can hide behind.
+        layer_overhead: s that the host needs to start the kernels of a layer's forward; a layer takes no less.
+        tensor_overhead: s that it needs beyond that where the layer is sharded over tp: what DTensor looks up for each
+            operation.
+        memory_reserve: part of gpu_memory that context, communication library and fragmentation take.
+        cores: of a host, where the devices are ranks on its CPU, whose rates are those of one core; else 0.
+        sources: field, or variable in `env`, → where its value is from.
+        file: that it was read from; no key of it.
+    """
+
+    name: str
+    about: str = ""
+    source: str = ""
+    match: dict[str, str] = field(default_factory=dict)
+    scheduler: str = ""
+    script: list[str] = field(default_factory=list)
+    queue: str = ""
+    queues: list[str] = field(default_factory=list)
+    setup: list[str] = field(default_factory=list)
+    device: str = ""
+    hosts: int = 0
+    ranks_per_host: int = 0
+    cpus_per_host: int = 0
+
+    mpi: str | None = None
+    backend: str = ""
+    device_variable: str = ""
+    device_order: list[int] = field(default_factory=list)
+    bind: str | None = None
+    bind_args: list[str] = field(default_factory=list)
+    srun: list[str] = field(default_factory=list)
+    srun_by_host: list[str] = field(default_factory=list)
+    host_suffix: str = ""
+    port: int = 0
+    env: dict[str, str] = field(default_factory=dict)
+    env_by_rank: dict[str, str] = field(default_factory=dict)
+    advice: list[str] = field(default_factory=list)
+
+    accelerator: str = ""
+    gpu_memory: float = 0.0
+    host_memory: float = 0.0
+    peak_flops: dict[str, float] = field(default_factory=dict)
+    memory_bandwidth: float = 0.0
+    link_bandwidth: float = 0.0
+    link_latency: float = 6e-6
+    network_bandwidth: float = 0.0
+    network_latency: float = 1.5e-5
+    host_link_bandwidth: float = 0.0
+    host_memory_bandwidth: float = 0.0
+    matmul_efficiency: float = 0.6
+    memory_efficiency: float = 0.8
+    link_efficiency: float = 0.8
+    network_efficiency: float = 0.8
+    overlap: float = 0.9
+    layer_overhead: float = 6e-4
+    tensor_overhead: float = 0.0
+    memory_reserve: float = 0.08
+    cores: int = 0
+
+    sources: dict[str, str] = field(default_factory=dict)
+    file: str = ""
+
+    def variables(self, by: str) -> dict[str, tuple[str, str]]:
+        """Variable → value and source, of ranks started by ("rank") the launcher backend or by ("host") launch."""
+        groups = {"env": self.env} | ({"env_by_rank": self.env_by_rank} if by == "rank" else {})
+        return {
+            name: (value, self.source_of(name if name in self.sources else group))
+            for group, variables in groups.items()
+            for name, value in variables.items()
+        }
+
+    def source_of(self, name: str) -> str:
+        """The machine's name, and the page that a field or variable of launch's is from."""
+        return f"{self.name}: {self.sources.get(name, self.source)}".removesuffix(": ")
+
+    def shows_devices(self, by: str, launcher: str, device: str | None) -> bool:
+        """Whether launch shows each rank its device, because the launcher backend does not."""
+        by_srun = launcher == "srun" and by == "rank" and any(word.startswith("--gpu-bind") for word in self.srun)
+        return bool(self.device_variable) and device == self.device and not by_srun
+
+    def fill(self, arguments: list[str], per_host: int) -> list[str]:
+        """`arguments` with their `{…}` filled in."""
+        cpus = max(1, self.cpus_per_host // per_host)
+        values = {"per_host": per_host, "cpus": cpus, "gpus": self.ranks_per_host or per_host}
+        return [argument.format(**values) for argument in arguments]
+
+    @property
+    def ranks(self) -> int:
+        """Devices of all hosts."""
+        return self.hosts * self.ranks_per_host
+
+    @property
+    def budget(self) -> float:
+        """Bytes of a device that a program can have."""
+        return self.gpu_memory * (1 - self.memory_reserve)
+
+    def bandwidth(self, local: int, hosts: bool) -> float:
+        """Bytes/s at which a ring of ranks moves a buffer.
+
+        Args:
+            local: ranks of the group on a host. hosts: whether it is on several. The rings of a group use the adapters
+                of all its local ranks, and are no faster than the links inside the host.
+        """
+        inside = self.link_bandwidth * self.link_efficiency
+        if not hosts:
+            return inside
+        outside = self.network_bandwidth * self.network_efficiency * local / self.ranks_per_host
+        return min(inside, outside) if local > 1 else outside
+
+    def missing(self) -> list[str]:
+        """The fields that a prediction cannot be made without, and that the file does not have."""
+        needed = ["gpu_memory", "memory_bandwidth"]
+        needed += ["link_bandwidth"] * (self.ranks_per_host > 1) + ["network_bandwidth"] * (self.hosts > 1)
+        return [name for name in needed if not getattr(self, name) > 0]
+
+    def changed(self, values: Mapping[str, Any]) -> Machine:
+        """What a prediction is made for: this machine, on one host and with one rank where its file does not say.
+
+        Args:
+            values: field → value of the command line, which counts instead; None: the machine's.
+
+        Raises:
+            MachineError: names the fields that are missing.
+        """
+        chosen = {name: value for name, value in values.items() if value is not None}
+        sources = {**self.sources, **dict.fromkeys(chosen, "the command line")}
+        usual = {"device": self.device or "cuda", "hosts": self.hosts or 1, "ranks_per_host": self.ranks_per_host or 1}
+        machine = replace(self, **{**usual, **chosen}, sources=sources)
+        if missing := machine.missing():
+            raise MachineError(
+                f"machine file {self.file or self.name}: mmm plan needs {', '.join(missing)} of {machine.ranks:,} "
+                f"device{'s' * (machine.ranks > 1)}, and the file has none"
+            )
+        return machine
+
+    def explain(self) -> list[str]:
+        """A line a number that a prediction counts with: its value, and where it is from."""
+        names = [f.name for f in fields(self)]
+        rates = names[names.index("accelerator") : names.index("sources")]
+        return [
+            _row(name, value, self.sources.get(name, "assumed"))
+            for name in ("device", "hosts", "ranks_per_host", *rates)
+            if (value := getattr(self, name))
+        ]
+
+    def settings(self) -> list[str]:
+        """A line for each field and variable that launch goes by."""
+        names = [f.name for f in fields(self)]
+        passed = names[names.index("mpi") : names.index("env")]
+        by_launch = ["match", "scheduler", "queues", "cpus_per_host", *passed, "advice"]
+        stated = [name for name in by_launch if getattr(self, name)]
+        rows = [_row(name, getattr(self, name), self.sources.get(name, self.source)) for name in stated]
+        return rows + [_row(name, value, source) for name, (value, source) in self.variables("rank").items()]
+
+
+def _row(name: str, value: Any, source: str) -> str:
+    return f"{name:<22} {_text(value):<14} {source}".rstrip()
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, dict):
+        return ", ".join(f"{key} {_text(inner)}" for key, inner in value.items())
+    if isinstance(value, list):
+        return (", " if " " in str(value[0]) else " ").join(map(str, value))
+    if isinstance(value, str):
+        return value
+    return f"{value:,}" if isinstance(value, int) else f"{value:.4g}"
+
+
+OLD_NAMES = {"gpus_per_host": "ranks_per_host"}
+OLD_FIELDS = ("site",)  # which another file described once
+FIELDS = {f.name: str(f.type).removesuffix(" | None") for f in fields(Machine) if f.name != "file"}  # name → type
+# Type → that of the whole, that of what is in it, and both in words.
+TYPES: dict[str, tuple[type | tuple[type, ...], type | tuple[type, ...] | None, str]] = {
+    "str": (str, None, "a string"),
+    "int": (int, None, "a whole number"),
+    "float": ((int, float), None, "a number"),
+    "list[str]": (list, str, "a list of strings"),
+    "list[int]": (list, int, "a list of whole numbers"),
+    "dict[str, str]": (dict, str, "an object of strings"),
+    "dict[str, float]": (dict, (int, float), "an object of numbers"),
+}
+# Field, or type → the least and the most that a number may be.
+BOUNDS: dict[str, tuple[float, float]] = {
+    "int": (1, 10**6),
+    "list[int]": (0, 10**6),
+    "float": (0, 1e30),
+    "dict[str, float]": (0, 1e30),
+    "port": (1, 65535),
+    "cores": (0, 10**6),
+    "overlap": (0, 1),
+    "memory_reserve": (0, 0.99),
+    **dict.fromkeys(
+        ("matmul_efficiency", "memory_efficiency", "link_efficiency", "network_efficiency"),
+        (0.001, 1),
+    ),
+}
+QUEUE = re.compile(r"(\S+) (\d{1,6})-(\d{1,6}) (\d{1,5})h")
+CHOICES = {"mpi": ("pals", "hydra", "openmpi"), "scheduler": ("pbs", "slurm")}
+
+
+def read(path: Path | str) -> Machine:
+    """The machine of one file. Raises MachineError, with the file's name and what is wrong in it."""
+    where = f"machine file {path}"
+    return parse(read_json(Path(path), MachineError, name=where), where, str(path))
+
+
+def parse(data: dict[str, Any], where: str, file: str = "") -> Machine:
+    """The machine of what a file says.
+
+    Args:
+        where: the beginning of messages.
+
+    Raises:
+        MachineError: a field that is not known, of another type, or that cannot be.
+    """
+    data = {OLD_NAMES.get(name, name): value for name, value in data.items() if name not in OLD_FIELDS}
+    for name, value in data.items():
+        if name not in FIELDS:
+            near = difflib.get_close_matches(name[:100], FIELDS, n=1)
+            hint = f" Did you mean {near[0]!r}?" if near else f" There are {', '.join(FIELDS)}."
+            raise MachineError(f"{where}: {short(name)} is not known.{hint}")
+        _check(name, value, where)
+    if not data.get("name"):
+        raise MachineError(f'{where}: it has to be one JSON object with a "name".')
+    machine = Machine(**data, file=file)
+    for arguments in (machine.bind_args, machine.srun, machine.srun_by_host):
+        try:
+            machine.fill(arguments, 1)
+        except (KeyError, IndexError, ValueError, AttributeError):
+            raise MachineError(
+                f"{where}: {short(arguments)}: only {{per_host}}, {{cpus}} and {{gpus}} can be filled in."
+            ) from None
+    return machine
+
+
+def _check(name: str, value: Any, where: str) -> None:
+    """Raises MachineError: `value` cannot be that of the field."""
+    outer, inner, wanted = TYPES[FIELDS[name]]
+    elements = [*value.values()] if isinstance(value, dict) else value if isinstance(value, list) else [value]
+    right = isinstance(value, outer) and all(_is(element, inner or outer) for element in elements)
+    if not right:
+        raise MachineError(f"{where}: {name!r} is {short(value)}; it has to be {wanted}.")
+    low, high = BOUNDS.get(name, BOUNDS.get(FIELDS[name], (0, 0)))
+    for element in elements:
+        if not isinstance(element, str) and not low <= element <= high:  # NaN is neither
+            least = f"at least {low:g}" if high >= 1e30 else f"at least {low:g} and at most {high:,g}"
+            raise MachineError(f"{where}: {name!r} is {short(element)}; it has to be {least}.")
+    if value and name in CHOICES and value not in CHOICES[name]:
+        raise MachineError(f"{where}: {name} {short(value)} is not one of {', '.join(CHOICES[name])}.")
+    for queue in elements if name == "queues" else []:
+        if not QUEUE.fullmatch(queue):
+            raise MachineError(f'{where}: queues: {short(queue)} is not written as "prod 10-24 3h".')
+    for pattern in elements if name == "match" else []:
+        try:
+            re.compile(pattern)
+        except (re.error, OverflowError, RecursionError) as error:
+            raise MachineError(f"{where}: match: {short(pattern)} is no regular expression: {error}") from None
+
+
+def _is(element: Any, types: type | tuple[type, ...]) -> bool:
+    return isinstance(element, types) and not isinstance(element, bool)

@@ -1,0 +1,152 @@
+"""Which modules a target will import, read from its source: the ones worth importing once, before ranks are forked.
+
+Nothing of the user's is imported or run for it. The user's own modules are read as text, and followed to what they
+import in turn; what is worth preloading are installed packages and mmm's own modules.
+"""
+
+import ast
+import sys
+from dataclasses import dataclass, field
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+
+from mmm_launch.program.target import Target, find_module, locations, read_source, source_of
+
+MAX_FILES = 400  # of the user's own that are read; a bound, not a target
+INSTALLED = ("site-packages", "dist-packages")
+OURS = ("mmm", "mmm_launch", "mmm_verify", "mmm_lab")  # imported from a source tree too
+MAIN_TEST = "__name__ == '__main__'"
+
+
+@dataclass(frozen=True)
+class Preload:
+    """`import module`, or `from module import names` (a name may be a submodule)."""
+
+    module: str
+    names: tuple[str, ...] = ()
+
+
+def preloads(target: Target) -> list[Preload]:
+    """What `target` imports at the top level of its modules, in the order in which it would."""
+    path0 = target.first_path()
+    scan = _Scan([] if path0 is None else [path0])
+    if target.kind == "code":
+        scan.text(target.name, "", is_main=True)
+    elif target.kind == "script":
+        path = Path(target.name)
+        scan.text(read_source(path / "__main__.py" if path.is_dir() else path), "", is_main=True)
+    elif target.kind == "module":
+        scan.target(target.name)
+    return list(scan.found)
+
+
+@dataclass
+class _Scan:
+    first: list[str]  # searched before sys.path
+    found: dict[Preload, None] = field(default_factory=dict)  # ordered
+    seen: set[str] = field(default_factory=set)
+    main: str = ""  # the target's name: never preloaded
+    root: str = ""  # its top-level package: read, not imported
+
+    def target(self, name: str) -> None:
+        spec = find_module(name, self.first)
+        if spec is not None and locations(spec):
+            name, spec = f"{name}.__main__", find_module(f"{name}.__main__", self.first)
+        self.main, self.root = name, name.partition(".")[0]
+        parent = name.rpartition(".")[0]
+        if parent:
+            self.module(parent, ())
+        if spec is not None:
+            self.text(source_of(spec), parent, is_main=True)
+
+    def module(self, name: str, names: tuple[str, ...]) -> None:
+        """`import name` or `from name import names`."""
+        top = name.partition(".")[0]
+        if name == self.main:
+            return
+        if top in OURS:
+            self.found[Preload(name, tuple(n for n in names if f"{name}.{n}" != self.main))] = None
+            return
+        spec = find_module(top, self.first)
+        if spec is None:
+            return  # missing: the target itself will say so
+        if top != self.root and is_installed(top, spec):
+            self.found[Preload(name, names)] = None
+            return
+        parts = name.split(".")
+        for depth in range(1, len(parts) + 1):
+            self.local(".".join(parts[:depth]))
+        for each in names:
+            self.local(f"{name}.{each}")
+
+    def local(self, name: str) -> None:
+        """Read one of the user's own modules, if it is one and has not been read."""
+        if name in self.seen or name == self.main or len(self.seen) >= MAX_FILES:
+            return
+        self.seen.add(name)
+        spec = find_module(name, self.first)
+        if spec is not None:
+            package = name if locations(spec) else name.rpartition(".")[0]
+            self.text(source_of(spec), package)
+
+    def text(self, source: str | None, package: str, is_main: bool = False) -> None:
+        """Follow the imports of a source text, which lies in `package`."""
+        try:
+            tree = ast.parse(source or "")
+        except (SyntaxError, ValueError, RecursionError):
+            return  # the target itself will raise it
+        self._block(tree.body, package, is_main)
+        self._names_of_ours(tree, package)
+
+    def _names_of_ours(self, tree: ast.Module, package: str) -> None:
+        """`package.name`, where `package` is one of ours: it imports the name when it is asked for."""
+        ours: dict[str, str] = {}  # as the text calls it → module
+        for node in tree.body:
+            if isinstance(node, ast.Import):
+                ours |= {alias.asname: alias.name for alias in node.names if alias.asname}
+            elif isinstance(node, ast.ImportFrom):
+                name = _absolute(node, package)
+                ours |= {alias.asname or alias.name: f"{name}.{alias.name}" for alias in node.names}
+        used: dict[str, dict[str, None]] = {}
+        for inner in ast.walk(tree):
+            if isinstance(inner, ast.Attribute) and isinstance(inner.value, ast.Name):
+                module = ours.get(inner.value.id, "")
+                if module.partition(".")[0] in OURS and find_module(module, self.first) is not None:
+                    used.setdefault(module, {})[inner.attr] = None
+        for module, names in used.items():
+            self.module(module, tuple(names))
+
+    def _block(self, body: list[ast.stmt], package: str, is_main: bool) -> None:
+        for node in body:
+            if isinstance(node, ast.Import):
+                for alias in node.names:
+                    self.module(alias.name, ())
+            elif isinstance(node, ast.ImportFrom):
+                name = _absolute(node, package)
+                if name:
+                    self.module(name, tuple(a.name for a in node.names if a.name != "*"))
+            elif isinstance(node, ast.Try):
+                self._block(node.body, package, is_main)
+                self._block(node.orelse + node.finalbody, package, is_main)
+            elif isinstance(node, ast.With) or (
+                isinstance(node, ast.If) and is_main and ast.unparse(node.test) == MAIN_TEST
+            ):
+                self._block(node.body, package, is_main)  # any other `if` may not be taken: left to the ranks
+
+
+def is_installed(top: str, spec: ModuleSpec) -> bool:
+    """Is top-level package `top` the standard library's or an installed one, rather than the user's own?"""
+    if top in sys.builtin_module_names or top in sys.stdlib_module_names or top == "torch":
+        return True
+    places = [spec.origin] if spec.origin else locations(spec)
+    return any(set(Path(place).parts) & set(INSTALLED) for place in places)
+
+
+def _absolute(node: ast.ImportFrom, package: str) -> str:
+    if not node.level:
+        return node.module or ""
+    parts = package.split(".") if package else []
+    kept = parts[: len(parts) - node.level + 1]
+    if not package or len(parts) < node.level:
+        return ""
+    return ".".join([*kept, *([node.module] if node.module else [])])

@@ -1,0 +1,65 @@
+"""Copies what ranks print to launch's own stdout and stderr, where launch has to know that something was printed."""
+
+import contextlib
+import os
+import select
+import selectors
+import time
+
+from mmm_launch import streams
+
+CHUNK = 1 << 16
+DRAIN = 1.0  # s for the rest
+
+
+class Output:
+    """Two pipes; `last` is when something last came out of one, `time.monotonic()`."""
+
+    def __init__(self, selector: selectors.BaseSelector) -> None:
+        self.selector = selector
+        out, self.stdout = os.pipe()  # the write ends: for the process that is started
+        err, self.stderr = os.pipe()
+        self.duplicates = {out: 1, err: 2}
+        self.last = time.monotonic()
+        for fd in self.duplicates:
+            selector.register(fd, selectors.EVENT_READ)
+
+    def started(self) -> None:
+        """The process has its ends: close ours, so that the pipes end when it does."""
+        os.close(self.stdout)
+        os.close(self.stderr)
+        self.last = time.monotonic()
+
+    def copy(self, ready: set[int]) -> None:
+        """Copy what is there. What cannot be written, such as after `… | head` has ended, is lost."""
+        for fd in [fd for fd in self.duplicates if fd in ready]:
+            data = os.read(fd, CHUNK)
+            if not data:
+                self.selector.unregister(fd)
+                os.close(fd)
+                del self.duplicates[fd]
+                continue
+            self.last = time.monotonic()
+            write(self.duplicates[fd], data)
+
+    def drain(self) -> None:
+        """Copy what is left, until the pipes end or `DRAIN` is over: a process that was left behind may hold them."""
+        until = time.monotonic() + DRAIN
+        while self.duplicates and (left := until - time.monotonic()) > 0:
+            ready, _, _ = select.select(list(self.duplicates), [], [], left)
+            self.copy(set(ready))
+
+    def close(self) -> None:
+        for fd in self.duplicates:
+            with contextlib.suppress(OSError):
+                os.close(fd)
+        self.duplicates = {}
+
+
+def write(fd: int, data: bytes) -> None:
+    """All of `data`; from the first error on nothing is written."""
+    try:
+        while data:
+            data = data[os.write(fd, data) :]
+    except OSError as error:
+        streams.lose(fd, error)

@@ -1,0 +1,106 @@
+"""Which CPUs of this host each of its ranks runs on, where launch binds them itself."""
+
+import os
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from mmm_launch.errors import LaunchError
+
+OURS = "none, cores, or list:0-3:4-7:… (CPUs of local rank 0, 1, …)"
+CPUS_VARIABLE = "MMM_CPUS"  # the CPUs a rank binds itself to: "4-7,36"; taken out before it runs
+SYSTEM = Path("/sys/devices/system/cpu")
+
+
+def cpu_list(text: str) -> list[int]:
+    """`0-3,8` → 0, 1, 2, 3, 8. Raises `ValueError`."""
+    found: list[int] = []
+    for part in text.split(","):
+        low, _, high = part.partition("-")
+        found += range(int(low), int(high or low) + 1)
+    return found
+
+
+def as_text(cpus: Sequence[int]) -> str:
+    """The inverse of `cpu_list`: 0, 1, 2, 3, 8 → `0-3,8`."""
+    parts: list[list[int]] = []
+    for cpu in sorted(cpus):
+        if parts and parts[-1][1] == cpu - 1:
+            parts[-1][1] = cpu
+        else:
+            parts.append([cpu, cpu])
+    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in parts)
+
+
+def check(bind: str) -> None:
+    """Raises `LaunchError` unless launch can bind ranks by `bind` itself."""
+    if bind in ("none", "cores"):
+        return
+    kind, _, rest = bind.partition(":")
+    try:
+        if kind == "list" and all(cpu_list(part) for part in rest.split(":")):
+            return
+    except ValueError:
+        pass
+    raise LaunchError(f"--cpu-bind {bind}: here launch binds the ranks itself, and knows {OURS}.")
+
+
+def split(bind: str, ranks: int, allowed: Sequence[int] | None = None, system: Path = SYSTEM) -> list[str | None]:
+    """For each of `ranks` ranks on this host the CPUs it is bound to, as text; None: not bound.
+
+    `cores`: each rank gets as many whole cores as the next, side by side, with all threads of each.
+
+    Raises:
+        LaunchError: fewer cores, or fewer CPUs in the list, than ranks; or CPUs that this process may not use.
+    """
+    check(bind)
+    if bind == "none":
+        return [None] * ranks
+    if not hasattr(os, "sched_setaffinity"):
+        raise LaunchError(f"--cpu-bind {bind}: this system cannot bind a process to CPUs. Leave it out.")
+    allowed = sorted(os.sched_getaffinity(0)) if allowed is None else allowed
+    if bind == "cores":
+        cores = _cores(allowed, system)
+        if len(cores) < ranks:
+            raise LaunchError(
+                f"--cpu-bind cores: {ranks} ranks on this host, but {len(cores)} cores. Start at most "
+                f"{len(cores)} ranks a host, or use --cpu-bind none."
+            )
+        each = len(cores) // ranks
+        return [as_text([cpu for core in cores[i * each : (i + 1) * each] for cpu in core]) for i in range(ranks)]
+    parts = bind.partition(":")[2].split(":")
+    if len(parts) < ranks:
+        raise LaunchError(f"--cpu-bind {bind}: CPUs for {len(parts)} ranks, but there are {ranks} on this host.")
+    for rank, part in enumerate(parts[:ranks]):
+        if not set(cpu_list(part)) <= set(allowed):
+            raise LaunchError(
+                f"--cpu-bind {bind}: local rank {rank} is to have CPUs {part}, but this process may use "
+                f"{as_text(allowed)} only."
+            )
+    return list(parts[:ranks])
+
+
+def set_threads(shared: dict[str, str], ranks: Sequence[dict[str, str]], threads: Sequence[int]) -> None:
+    """Put OMP_NUM_THREADS into `shared`, the variables of all ranks of this host; into a rank's own if it has fewer.
+
+    Libraries read it when they are loaded, which is before the fork, in the fork server: it gets what is shared.
+    """
+    most = max(threads)
+    shared["OMP_NUM_THREADS"] = str(most)
+    for rank, number in zip(ranks, threads, strict=True):
+        if number != most:
+            rank["OMP_NUM_THREADS"] = str(number)
+
+
+def _cores(allowed: Sequence[int], system: Path) -> list[list[int]]:
+    """The allowed CPUs, by core; cores in the order of their package and first CPU."""
+    cores: dict[tuple[int, int], list[int]] = {}
+    for cpu in allowed:
+        topology = system / f"cpu{cpu}" / "topology"
+        try:
+            package = int((topology / "physical_package_id").read_text())
+            first = int(re.split("[,-]", (topology / "thread_siblings_list").read_text())[0])
+        except (OSError, ValueError):
+            package, first = 0, cpu  # not said: each CPU is a core
+        cores.setdefault((package, first), []).append(cpu)
+    return [cores[key] for key in sorted(cores)]

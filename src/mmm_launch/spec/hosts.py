@@ -1,0 +1,233 @@
+"""Host names as people and schedulers write them: host files, comma lists, Slurm's `n[01-03,7]`; and this host; a
+scheduler's job, which has hosts; and numbers of ranks, host after host.
+
+python-hostlist reads the last of these three alone, and is a dependency more.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import secrets
+import socket
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from mmm_launch.contract import PORTS
+from mmm_launch.errors import LaunchError
+
+NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?")
+MOST = 1 << 17  # hosts of a job, ranks of one, and slots: more is a slip, and would fill this host's memory
+BRACKETS = 8  # of one name
+INTERFACE = re.compile(r"-hsn[0-9]+$")  # by which PBS names hosts with Slingshot, in the host files of some machines
+Hosts = dict[str, int]  # name → its slots, or how often it was listed; 0: once, without a number. In the list's order
+
+
+def parse_list(text: str) -> Hosts:
+    """`a,b` or `a:4,b:4`, each host once. Raises `LaunchError`."""
+    found: Hosts = {}
+    for word in text.split(","):
+        name, colon, slots = word.strip().partition(":")
+        _add(found, name, _slots(slots, f"--hosts {text}") if colon else 0, f"--hosts {text}")
+    return found
+
+
+def parse_file(path: str | Path, what: str = "--hostfile") -> Hosts:
+    """A host file: a name a line, repeated once a slot (PBS), or with `slots=4` (Open MPI) or `:4` (MPICH) behind it.
+
+    Empty lines and `#` comments are skipped. Raises `LaunchError`: no such file, no host in it, or a wrong line.
+    """
+    try:
+        text = Path(path).read_text(encoding="utf-8-sig")
+    except OSError as error:
+        raise LaunchError(f"{what} {path} cannot be read: {error.strerror}.") from None
+    except UnicodeDecodeError:
+        raise LaunchError(f"{what} {path} is not a text file.") from None
+    found: Hosts = {}
+    for number, line in enumerate(text.splitlines(), start=1):
+        words = line.partition("#")[0].split()
+        if not words:
+            continue
+        where = f"{what} {path}, line {number} ({line.strip()!r})"
+        name, colon, slots = words[0].partition(":")
+        count = _slots(slots, where) if colon else 0
+        for word in words[1:]:
+            key, _, value = word.partition("=")
+            if key in ("slots", "max_slots", "max-slots"):
+                count = _slots(value, where) if key == "slots" else count
+            else:
+                raise LaunchError(
+                    f"{where}: {word!r} is not understood. Write a host name a line, or NAME slots=4, or NAME:4."
+                )
+        _add(found, name, count, where)
+    if not found:
+        raise LaunchError(f"{what} {path} names no host.")
+    return found
+
+
+def expand(text: str) -> list[str]:
+    """The hosts in Slurm's compact form, in order: `n[1-2,07],gpu3` is n1, n2, n07, gpu3. Raises `LaunchError`."""
+    found: list[str] = []
+    for word in _split(text):
+        if word.count("[") > BRACKETS:
+            raise LaunchError(f"host list {text[:80]!r}: {word[:40]!r} has more than {BRACKETS} brackets.")
+        found += _expand_word(word, text)
+        _check_number(len(found), text)
+    return found
+
+
+def _check_number(number: int, text: str) -> None:
+    if number > MOST:
+        raise LaunchError(f"host list {text[:80]!r} names more than {MOST:,} hosts.")
+
+
+def bounded_number(text: str) -> int | None:
+    """The whole number from 0 to `MOST` that `text` is, in plain digits; None: it is none."""
+    return int(text) if re.fullmatch(r"[0-9]{1,9}", text) and int(text) <= MOST else None
+
+
+def _split(text: str) -> Iterable[str]:
+    """The words between the commas outside of brackets."""
+    word, depth = "", 0
+    for letter in text.strip():
+        depth += (letter == "[") - (letter == "]")
+        if letter == "," and depth == 0:
+            yield word
+            word = ""
+        else:
+            word += letter
+    yield word
+
+
+def _expand_word(word: str, text: str) -> list[str]:
+    head, bracket, rest = word.partition("[")
+    if not bracket:
+        if not NAME.fullmatch(word):
+            raise LaunchError(f"host list {text!r}: {word!r} is not a host name.")
+        return [word]
+    inside, closed, tail = rest.partition("]")
+    tails = _expand_word("x" + tail, text) if tail else ["x"]  # a second bracket: rack[1-2]n[1-2]
+    found: list[str] = []
+    for part in inside.split(","):
+        low, _, high = part.partition("-")
+        high = high or low
+        numbers = re.fullmatch(r"[0-9]{1,18}", low) and re.fullmatch(r"[0-9]{1,18}", high)
+        if not closed or not numbers or int(high) < int(low):
+            raise LaunchError(f"host list {text!r}: [{inside}] is not a list of numbers and ranges such as [1-3,07].")
+        _check_number((len(found) + int(high) - int(low) + 1) * len(tails), text)
+        found += [f"{head}{number:0{len(low)}d}" for number in range(int(low), int(high) + 1)]
+    return [name + t[1:] for name in found for t in tails]
+
+
+def host_key(name: str) -> str:
+    """What two names of one host have in common: no domain, and not which of its network interfaces is meant."""
+    return INTERFACE.sub("", name.partition(".")[0])
+
+
+def is_here(name: str) -> bool:
+    """Is `name` this host? By its name, with or without domain; not by asking a name server."""
+    own = socket.gethostname()
+    return name in ("localhost", "127.0.0.1", own) or host_key(name) == host_key(own)
+
+
+def merged(listed: Hosts) -> Hosts:
+    """This host's names as one, the first: an MPI takes localhost and 127.0.0.1 for two hosts, with GPUs each."""
+    found: Hosts = {}
+    own = next((name for name in listed if is_here(name)), "")
+    for name, count in listed.items():
+        _add(found, own if is_here(name) else name, count, "hosts")
+    return found
+
+
+def free_port(address: str = "127.0.0.1", first: int | None = None) -> int:
+    """A TCP port of this host that nobody listens on at that address (of its own; "": at any).
+
+    first: the one to give where it is free. The system would give one that any connection of another process may take
+    before rank 0 listens on it.
+    """
+
+    def bind(port: int) -> int:
+        with socket.socket() as probe:
+            probe.bind((address, port))
+            return int(probe.getsockname()[1])
+
+    for attempt in range(100):
+        with contextlib.suppress(OSError):
+            return bind(secrets.choice(PORTS) if first is None or attempt else first)
+    return bind(0)
+
+
+def _slots(text: str, where: str) -> int:
+    if ":" in text:
+        raise LaunchError(f"{where}: an IPv6 address cannot name a host here. Write its name, or its IPv4 address.")
+    slots = bounded_number(text)
+    if not slots:
+        raise LaunchError(f"{where}: {text!r} is not a number of slots: a whole number from 1 to {MOST} is.")
+    return slots
+
+
+def _add(found: Hosts, name: str, count: int, where: str) -> None:
+    if not NAME.fullmatch(name):
+        raise LaunchError(f"{where}: {name!r} is not a host name.")
+    found[name] = max(found[name], 1) + max(count, 1) if name in found else count
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a scheduler says of the job this process is in; `scheduler` "none" where there is none.
+
+    Attributes:
+        hosts: in the scheduler's order, each once.
+        why: for each value that was found, the variable it came from.
+        tasks: what the job asked for on each of `hosts`; empty where it did not say.
+        gpus_per_host: None where the scheduler does not say.
+        end_time: seconds since 1970 at which the scheduler ends the job.
+        hostfile: the scheduler's own file with each host once, if it wrote one.
+        notes: what was also found, and not used.
+    """
+
+    scheduler: str = "none"
+    job_id: str = ""
+    hosts: tuple[str, ...] = ()
+    why: dict[str, str] = field(default_factory=dict)
+    tasks: tuple[int, ...] = ()
+    gpus_per_host: int | None = None
+    end_time: float | None = None
+    hostfile: str | None = None
+    notes: tuple[str, ...] = ()
+
+
+def spread(total: int, limits: Sequence[int]) -> list[int]:
+    """`total` ranks over hosts, as evenly as the limits of the hosts allow, the first hosts filled first.
+
+    The sum of the limits has to be at least `total`.
+    """
+    most = -(-total // len(limits))
+    while sum(min(most, limit) for limit in limits) < total:
+        most += 1
+    counts: list[int] = []
+    for limit in limits:
+        counts.append(min(most, limit, total - sum(counts)))
+    return counts
+
+
+def is_even(counts: Sequence[int]) -> bool:
+    """Whether all hosts have the same number."""
+    return len(set(counts)) == 1
+
+
+def fills_host_after_host(counts: Sequence[int]) -> bool:
+    """Whether one number a host says it all: each host is filled with so many before the next, the last with the rest.
+
+    So hydra and PALS read -ppn; srun shares the ranks evenly.
+    """
+    return set(counts[:-1]) <= {counts[0]} and counts[-1] <= counts[0]
+
+
+def in_words(counts: Sequence[int], shown: int) -> str:
+    """`4 a host`; where they differ, the numbers of the first `shown` hosts."""
+    if is_even(counts):
+        return f"{counts[0]} a host"
+    some = " ".join(map(str, counts[:shown])) + (" …" if len(counts) > shown else "")
+    return f"on these hosts {some}"

@@ -1,0 +1,136 @@
+"""What is to be started, on this host alone or on many; each value with where it came from."""
+
+import os
+from dataclasses import dataclass, field
+from typing import Any, Generic, TypeVar
+
+from mmm_launch.machines.machine import Machine
+from mmm_launch.program.target import Target
+from mmm_launch.spec.hosts import Job
+from mmm_launch.spec.options import Elastic
+from mmm_launch.spec.stage import Stage
+
+T = TypeVar("T")
+DEVICE_VARIABLES = {"cuda": "CUDA_VISIBLE_DEVICES", "xpu": "ZE_AFFINITY_MASK"}
+LOCAL = "local"  # the launcher of ranks that launch itself starts and supervises, on this host
+
+
+@dataclass(frozen=True)
+class Value(Generic[T]):
+    """A value, and in words where it came from; "": nothing is to be said. is_wish: another may take its place."""
+
+    value: T
+    source: str
+    is_wish: bool = False
+
+
+@dataclass(frozen=True)
+class LaunchSpec:
+    """Everything that a run needs.
+
+    Attributes:
+        launcher: `LOCAL`; "srun", "hydra", "pals" or "openmpi".
+        hosts: those used, in order. counts: how many ranks each has; the first has ranks 0 … counts[0] − 1.
+        device: torch's device type, where one was chosen or found.
+        shared: variables for every rank, `settings` too.
+        threads: OMP_NUM_THREADS; None: of the cores that ranks have.
+        by: "rank": the launcher backend starts every rank; "host": one process a host, which forks that host's ranks.
+        prefork: whether ranks may be forked.
+        bind: how launch binds ranks itself; None: it does not. binding: in words.
+        notes: said before the start.
+        command: the launcher backend's whole command line.
+        machine: the known machine's data, or the empty `Machine`.
+        settings: its variables for every rank. device_order: its devices for local rank 0, 1, … of a host.
+        environ: what the launcher backend itself gets on top of launch's environment.
+        elastic: what --elastic asks for.
+        places: of a later attempt of an elastic run, the numbers on each host of the places in use; empty: the first.
+    """
+
+    target: Target
+    launcher: Value[str]
+    job: Job
+    hosts: Value[tuple[str, ...]]
+    counts: Value[tuple[int, ...]]
+    device: Value[str | None]
+    shared: dict[str, Value[str]]
+    threads: Value[int | None]
+    by: str
+    prefork: bool
+    bind: str | None
+    notes: tuple[str, ...]
+    stage: Stage | None
+    machine: Value[Machine] = field(default_factory=lambda: Value(Machine(""), ""))
+    command: list[str] = field(default_factory=list)
+    binding: Value[str] = Value("", "")
+    accelerators: Value[str] = Value("", "")
+    settings: dict[str, str] = field(default_factory=dict)
+    device_order: list[int] = field(default_factory=list)
+    environ: dict[str, str] = field(default_factory=dict)
+    elastic: Elastic | None = None
+    places: tuple[list[int], ...] = ()
+
+    @property
+    def is_local(self) -> bool:
+        """Whether launch itself holds the ranks, and no agent does."""
+        return self.launcher.value == LOCAL
+
+    @property
+    def variables(self) -> dict[str, str]:
+        """Those of `shared`, for the ranks."""
+        return {name: variable.value for name, variable in self.shared.items()}
+
+    @property
+    def wished_port(self) -> int | None:
+        """MASTER_PORT where the host of rank 0 may have another; None: it has been given, or is known to be free."""
+        return int(self.shared["MASTER_PORT"].value) if self.shared["MASTER_PORT"].is_wish else None
+
+    @property
+    def ranks(self) -> int:
+        """In all."""
+        return sum(self.counts.value)
+
+    @property
+    def per_host(self) -> int:
+        """The most that a host has."""
+        return max(self.counts.value)
+
+    @property
+    def processes(self) -> int:
+        """How many the launcher backend starts."""
+        return self.ranks if self.by == "rank" else len(self.hosts.value)
+
+    def order_on(self, host: int) -> tuple[str, list[int]]:
+        """The variable that shows a rank its device, and the devices of local rank 0, 1, … of a host. None where every
+        rank sees all. In an elastic run a place is a device, also where another rank takes it."""
+        variable = self.machine.value.device_variable
+        order = self.device_order
+        places = self.places[host] if self.places else []
+        if places != list(range(len(places))):
+            variable = variable or DEVICE_VARIABLES.get(self.device.value or "", "")
+            shown = [device for device in os.environ.get(variable, "").split(",") if device.isdigit()]
+            everyone = order or [int(device) for device in shown] or list(range(max(places) + 1))
+            order = [everyone[place] for place in places]
+        return variable, order if variable else []
+
+    def start_command(
+        self, first: int, count: int, shared: dict[str, str], host: int = 0, **more: Any
+    ) -> dict[str, Any]:
+        """What a process is told that holds ranks `first` … `first` + `count` − 1, all that are on its host.
+
+        Args:
+            shared: variables for every rank. host: its place in `hosts`.
+            more: further entries, or others in the place of these.
+        """
+        told: dict[str, Any] = {
+            "by": self.by,
+            "device": self.device.value,
+            "bind": self.bind,
+            "prefork": self.prefork,
+            "threads": self.threads.value,
+            "ranks": [{"RANK": str(first + local), "LOCAL_RANK": str(local)} for local in range(count)],
+            "shared": shared | {"LOCAL_WORLD_SIZE": str(count)},
+        }
+        variable, order = self.order_on(host)
+        if order:
+            told |= {"device_variable": variable, "device_order": order}
+        return told | more

@@ -1,0 +1,129 @@
+"""An MPI's mpiexec: which one it is, and its command line."""
+
+import re
+import shutil
+import subprocess
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from mmm_launch.errors import LaunchError
+from mmm_launch.spec.hosts import fills_host_after_host, is_here
+
+AGENT_VARIABLE = "MMM_CLUSTER"  # where the agents find launch, JSON: {"at": [[address, port], …], "token": …, …}
+FLAVOURS = ("hydra", "pals", "openmpi")
+VERSION_TIMEOUT = 20.0  # s; an mpiexec on a busy file system
+LONGEST = 100_000  # characters of a list of hosts on a command line; Linux ends at 131,071
+
+# Open MPI carries no variable to other hosts unless told to. These prefixes are what programs read; launch's own values
+# come over launch's own connection.
+CARRIED = (
+    *("MMM_", "PYTHON", "PATH", "LD_", "VIRTUAL_ENV", "CONDA_", "TMPDIR", "XDG_"),
+    *("OMP_", "MKL_", "KMP_", "TORCH", "TRITON_", "HF_", "WANDB_", "http_proxy", "https_proxy", "no_proxy"),
+    *("NCCL_", "RCCL_", "GLOO_", "CCL_", "UCX_", "FI_"),
+    *("CUDA_", "HIP_", "ROCR_", "HSA_", "ZE_", "ONEAPI_"),
+)
+
+
+@dataclass(frozen=True)
+class Request:
+    """What mpiexec or srun is to start: `counts` processes on each of `hosts`."""
+
+    counts: Sequence[int]
+    hosts: Sequence[str]
+    hostfile: str | None = None  # a file with exactly these hosts, each once
+    subset: bool = False  # these are not all of the job's hosts
+    bind: Sequence[str] = ()  # words that say how processes are bound
+    env: Mapping[str, str] = field(default_factory=dict)  # in the environment of mpiexec: `ps` shows words to everybody
+    environ: Mapping[str, str] = field(default_factory=dict)  # launch's own
+    more: Sequence[str] = ()  # --launcher-args
+
+    @property
+    def processes(self) -> int:
+        return sum(self.counts)
+
+    @property
+    def slots(self) -> list[str]:
+        """`host:count` of each."""
+        return [f"{host}:{count}" for host, count in zip(self.hosts, self.counts, strict=True)]
+
+
+def find(name: str | None, environ: Mapping[str, str]) -> str:
+    """The mpiexec to use: `name`, or the first on PATH of mpiexec, mpirun. Raises `LaunchError`."""
+    for each in [name] if name else ["mpiexec", "mpirun"]:
+        if shutil.which(each, path=environ.get("PATH")):
+            return each
+    wanted = f"--mpiexec {name}: there is no such program" if name else "no mpiexec and no mpirun on PATH"
+    raise LaunchError(
+        f"{wanted}, and the ranks on the job's hosts are started by one.\n  Load the site's MPI module, "
+        "give --mpiexec PATH, or run on this host alone: --scheduler none"
+    )
+
+
+def flavour(mpiexec: str) -> tuple[str | None, str]:
+    """Which MPI's it is, by what `mpiexec --version` prints, and that line. None: not one that is known."""
+    try:
+        done = subprocess.run(
+            [mpiexec, "--version"],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=VERSION_TIMEOUT,
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise LaunchError(f"{mpiexec} --version does not run: {error}") from None
+    return read_version(done.stdout + "\n" + done.stderr)
+
+
+def read_version(text: str) -> tuple[str | None, str]:
+    """The flavour in the text of `mpiexec --version`, and the words that tell it."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    for kind, pattern in (
+        ("openmpi", r"open ?mpi|openrte|prrte"),
+        ("hydra", r"hydra|mpich|intel\(r\) mpi"),
+        ("pals", r"\bpals\b"),
+    ):
+        for line in lines:
+            if re.search(pattern, line, re.IGNORECASE):
+                number = re.search(r"^version:?\s+(\S+)", "\n".join(lines), re.IGNORECASE | re.MULTILINE)
+                return kind, f"{line.rstrip(':')} {number[1]}" if number and not re.search(r"\d", line) else line
+    return None, lines[0] if lines else "nothing"
+
+
+def line(kind: str, mpiexec: str, request: Request) -> list[str]:
+    """The words before the command that every process runs."""
+    words = _openmpi(request) if kind == "openmpi" else _mpich(kind, request)
+    return [mpiexec, "-n", str(request.processes), *words, *request.more]
+
+
+def _mpich(kind: str, request: Request) -> list[str]:
+    """The words of hydra and of PALS, which spells some in another way. Both pass their own environment on."""
+    words = ["-ppn", str(request.counts[0])]
+    if not fills_host_after_host(request.counts):  # hydra; PALS starts one process a host then
+        words = ["-hosts", joined(request.slots)]
+    elif request.hostfile is not None:
+        words += ["-f" if kind == "hydra" else "--hostfile", request.hostfile]
+    else:
+        words += ["-hosts" if kind == "hydra" else "--hosts", joined(request.hosts)]
+    return [*words, *request.bind]
+
+
+def _openmpi(request: Request) -> list[str]:
+    words = ["--host", joined(request.slots), "--map-by", "slot", "--bind-to", "none"]
+    for name in request.env:
+        words += ["-x", name]
+    if not all(map(is_here, request.hosts)):
+        for name in sorted({*request.environ, AGENT_VARIABLE}):
+            if name.startswith(CARRIED) and name not in request.env:
+                words += ["-x", name]
+    return words
+
+
+def joined(names: Sequence[str]) -> str:
+    hosts = ",".join(names)
+    if len(hosts) > LONGEST:
+        raise LaunchError(
+            f"the list of hosts has {len(hosts)} characters, more than fit on a command line. Write each "
+            "host once into a file and give --hostfile FILE."
+        )
+    return hosts

@@ -1,0 +1,63 @@
+"""Which job this process runs in, by the job's own environment; never by a command that happens to be on PATH.
+
+    Slurm, then PBS, then none.
+
+Where both have left their variables, Slurm's count: `sbatch` exports the environment it is called from, a PBS job's
+included, while `qsub` exports nothing unless it is told to. The one that was not taken is named in `Job.notes`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import NamedTuple
+
+from mmm_launch.errors import LaunchError
+from mmm_launch.spec import pbs, slurm
+from mmm_launch.spec.hosts import Job
+
+
+class Scheduler(NamedTuple):
+    """spoken: its name in messages. variables: which all its jobs have, that of the job's id first."""
+
+    spoken: str
+    variables: tuple[str, str]
+    detect: Callable[[Mapping[str, str]], Job | None]
+
+
+# The first that has left a job counts.
+SCHEDULERS = {
+    "slurm": Scheduler("Slurm", ("SLURM_JOB_ID", "SLURM_JOB_NODELIST"), slurm.detect),
+    "pbs": Scheduler("PBS", ("PBS_JOBID", "PBS_NODEFILE"), pbs.detect),
+}
+
+
+def detect(environ: Mapping[str, str] = os.environ, scheduler: str | None = None) -> Job:
+    """The job of a process with this environment. `scheduler` (one of `SCHEDULERS`, "none") leaves out all others.
+
+    Raises:
+        LaunchError: `scheduler` was asked for and has left no job here, or its variables or files cannot be read.
+    """
+    if scheduler == "none":
+        return Job(why={"scheduler": "--scheduler none"})
+    if scheduler is not None:
+        known = SCHEDULERS[scheduler]
+        job = known.detect(environ)
+        if job is None:
+            needs = " and ".join(known.variables)
+            raise LaunchError(f"--scheduler {scheduler}: this is not inside a job of it ({needs} are not set).")
+        return job
+    jobs = ((name, known.detect(environ)) for name, known in SCHEDULERS.items())
+    first, job = next(((name, job) for name, job in jobs if job is not None), ("", None))  # those after it are not read
+    if job is None:
+        ids = [known.variables for known in SCHEDULERS.values()]
+        half = next((f"{name}, but no {other}: no job" for name, other in ids if environ.get(name)), None)
+        return Job(why={"scheduler": half or ", ".join(f"no {name}" for name, _ in ids) + " in the environment"})
+    ignored = [
+        f"{known.spoken} job {environ[known.variables[0]]} is in the environment too, and not used: "
+        f"{SCHEDULERS[first].spoken}'s job counts (--scheduler {name} if it should not)"
+        for name, known in SCHEDULERS.items()
+        if name != first and environ.get(known.variables[0])
+    ]
+    return replace(job, notes=(*job.notes, *ignored)) if ignored else job

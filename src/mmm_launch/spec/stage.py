@@ -1,0 +1,106 @@
+"""`launch --stage PATH`: which environment every host gets, and what changes for ranks that run from the copy.
+
+`mmm_launch.host.stage` writes the archive and unpacks it.
+"""
+
+import os
+import sys
+import tarfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from mmm_launch.errors import LaunchError
+
+STAGED_VARIABLE = "MMM_STAGED"  # where the copy is, for the program
+MAPPED = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "VIRTUAL_ENV", "CONDA_PREFIX")  # variables that may name the source
+INTERPRETERS = ("bin/python3", "bin/python")
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A folder, or a tar archive of one, that each host unpacks on its own disk before its ranks start.
+
+    Attributes:
+        source: absolute path of the folder or the archive.
+        to: folder on each host that gets the copy. None: that host's temporary folder.
+        archive: path of the archive that all hosts read, once there is one.
+        sha256: of the archive.
+        run: name of the run's copy on each host, which no other run has.
+    """
+
+    source: str
+    to: str | None = None
+    archive: str = ""
+    sha256: str = ""
+    run: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.source} to {self.to or 'the temporary folder'} of each host"
+
+
+def from_words(path: str | None, to: str | None) -> Stage | None:
+    """Reads the options `--stage` and `--stage-to`. Raises `LaunchError`."""
+    if path is None:
+        if to is not None:
+            raise LaunchError("--stage-to: there is no --stage PATH to copy.")
+        return None
+    source = os.path.abspath(os.path.expanduser(path))
+    if not os.path.exists(source):
+        raise LaunchError(f"--stage {path}: there is no such folder or archive.")
+    is_readable = os.access(source, os.R_OK)
+    if not is_readable or not (os.path.isdir(source) or (os.path.isfile(source) and tarfile.is_tarfile(source))):
+        raise LaunchError(f"--stage {path}: it has to be a folder, or a tar archive, that can be read.")
+    if to is not None and not os.path.isabs(to):
+        raise LaunchError(f"--stage-to {to}: give a whole path, of a folder on each host's own disk.")
+    return Stage(source, to)
+
+
+def notes(stage: Stage) -> list[str]:
+    """Says so where ranks will not read mmm's own files in the copy."""
+    package = str(Path(__file__).parents[2])
+    if is_inside(sys.prefix, stage.source) and not is_inside(package, stage.source):
+        return [f"--stage: mmm itself is not in {stage.source} but in {package}: ranks read it there"]
+    return []
+
+
+def interpreter(source: str, copy: str) -> str | None:
+    """Finds the Python in `copy` by which ranks run: this process's own, if that is in `source`, or any other.
+
+    None: there is none.
+    """
+    names = list(INTERPRETERS)
+    if is_inside(sys.executable, source):
+        names = [os.path.relpath(sys.executable, source)]
+    for name in names:
+        path = os.path.join(copy, name)
+        if os.access(path, os.X_OK):
+            return path
+    return None
+
+
+def environment(environ: Mapping[str, str], source: str, copy: str) -> dict[str, str]:
+    """Gives the variables in which a rank that runs from `copy` differs from `environ`. Its programs come first."""
+    changed = {STAGED_VARIABLE: copy}
+    for name in MAPPED:
+        if name in environ:
+            parts = [mapped(part, source, copy) for part in environ[name].split(os.pathsep)]
+            changed[name] = os.pathsep.join(parts)
+    programs = os.path.join(copy, "bin")
+    if os.path.isdir(programs):
+        path = changed.get("PATH", os.defpath).split(os.pathsep)
+        changed["PATH"] = os.pathsep.join([programs, *(part for part in path if part != programs)])
+    if os.path.exists(os.path.join(copy, "pyvenv.cfg")):
+        changed["VIRTUAL_ENV"] = copy
+    return {name: value for name, value in changed.items() if environ.get(name) != value}
+
+
+def mapped(path: str, source: str, copy: str) -> str:
+    """`path`, or if that is in `source`, the same place in `copy`."""
+    if not is_inside(path, source):
+        return path
+    return os.path.normpath(os.path.join(copy, os.path.relpath(path, source)))
+
+
+def is_inside(path: str, folder: str) -> bool:
+    return path == folder or path.startswith(folder.rstrip(os.sep) + os.sep)

@@ -1,0 +1,31 @@
+"""Is a parallel program the same as the model on one device? For anyone's model, and anyone's way to parallelize it.
+
+``verify`` runs a model on one process, and what a function has made of it on the ranks of a mesh, in float64, and says
+where the two part: weights, batches, loss, gradients, the step. It needs PyTorch alone: no layer of another library has
+to be in either.
+
+Importing this package imports no torch: a name is imported when it is asked for.
+"""
+
+# ruff: noqa: F401
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from mmm_verify.run import verify
+    from mmm_verify.subject import Subject
+    from mmm_verify.verdict import Finding, Verdict
+
+__version__ = "0.1.0"
+
+MODULES = {"verify": "run", "Subject": "subject", "Finding": "verdict", "Verdict": "verdict"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{MODULES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(MODULES)

@@ -1,0 +1,241 @@
+"""One step of a program, watched: its weights, loss, gradients and what each module returned. Nothing is judged here.
+
+What is kept of a tensor is this rank's own memory and what a DTensor says of it; no rank communicates to keep it, so
+that a program that is wrong is not held up, and holds up nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from mmm_verify.errors import ConfigError
+from mmm_verify.shards import ShardBox, canonical_name, local_box, to_local
+from mmm_verify.subject import Subject
+from mmm_verify.torch_private import in_backward, tree_leaves
+
+MOST_CALLS = 64  # of one module that are kept
+
+
+@dataclass(frozen=True)
+class LocalTensor:
+    """What a rank has of a tensor.
+
+    Attributes:
+        local: its own elements, on the CPU.
+        box: which part of the full tensor they are; None of a plain tensor, which does not say.
+        partial: where a DTensor is a sum that is still to be made, over which ranks; for each dim of its mesh.
+    """
+
+    local: Tensor
+    box: ShardBox | None = None
+    partial: tuple[tuple[int, ...], ...] = ()
+
+
+@dataclass
+class Observed:
+    """What was seen of one step, on one rank.
+
+    Attributes:
+        weights: parameters and buffers before it, by name. ties: names of one and the same parameter.
+        loss, loss_after: of the batch, before and after the optimizer's step; None where the rank has none.
+        gradients: of what requires one; None where there is none. after: parameters and buffers after the step.
+        outputs: by module, in the order of the first calls: of each call its tensors.
+        drops: by module of dropout, where its first output is 0.
+    """
+
+    weights: dict[str, LocalTensor] = field(default_factory=dict)
+    parameters: set[str] = field(default_factory=set)
+    ties: list[tuple[str, ...]] = field(default_factory=list)
+    loss: LocalTensor | None = None
+    gradients: dict[str, LocalTensor | None] = field(default_factory=dict)
+    after: dict[str, LocalTensor] = field(default_factory=dict)
+    loss_after: LocalTensor | None = None
+    outputs: dict[str, list[list[LocalTensor]]] = field(default_factory=dict)
+    drops: dict[str, Tensor] = field(default_factory=dict)
+
+
+@contextlib.contextmanager
+def float64_by_default() -> Iterator[None]:
+    """What a forward makes without a dtype, such as ``torch.zeros(n)``, is float64, as the weights are."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+@float64_by_default()
+def observe(
+    subject: Subject,
+    program: Any,
+    batch: Any,
+    mesh: DeviceMesh | None,
+    outputs: bool = True,
+    step: bool = True,
+) -> Observed:
+    """Take one step.
+
+    Args:
+        program: what `step_fn` gets: a module, or a tuple, list or dict with modules in it.
+        outputs: whether to keep what modules return. step: whether to take the optimizer's step.
+
+    Raises:
+        ConfigError: the program has no module, or the step returns no number; on one device also where the step has
+            called ``backward``, and not on the loss that it returns.
+    """
+    modules = modules_of(program)
+    seen = Observed()
+    seen.weights, seen.ties = tensors_of(modules)
+    seen.parameters = {name for module in modules for name, _ in named_parameters(module)}
+    # As programs do, before the first forward: FSDP has other parameters in place until it has sharded them again.
+    trained = [p for p in {id(p): p for module in modules for p in module.parameters()}.values() if p.requires_grad]
+    optimizer = subject.optimizer_fn(trained) if step and trained else None
+    with watched(modules, seen) if outputs else contextlib.nullcontext():
+        loss = subject.step(program, batch, mesh)
+    if not isinstance(loss, Tensor | float | int | None):
+        raise ConfigError(f"the step's function returns {type(loss).__name__}: it has to return the loss, one number")
+    seen.loss = None if loss is None else local_tensor(loss)
+    if isinstance(loss, Tensor) and loss.requires_grad:
+        if not any(p.grad is not None for p in trained):
+            loss.backward()
+        elif mesh is None and _is_left(loss, trained):
+            raise ConfigError(
+                "the step calls backward, and the loss that it returns can go backward once more: its gradients would "
+                "not be seen. Leave backward to verify, or call it on all of the loss and return loss.detach()"
+            )
+    seen.gradients = {
+        name: None if p.grad is None else local_tensor(p.grad)
+        for module in modules
+        for name, p in named_parameters(module)
+        if p.requires_grad
+    }
+    if not step:
+        return seen
+    if optimizer is not None:
+        optimizer.step()
+        optimizer.zero_grad()
+    seen.after, _ = tensors_of(modules)
+    loss_after = subject.step(program, batch, mesh)
+    seen.loss_after = None if loss_after is None else local_tensor(loss_after)
+    return seen
+
+
+def modules_of(program: Any) -> list[nn.Module]:
+    """The modules of what a step gets.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    elements = program.values() if isinstance(program, Mapping) else program
+    modules = [element for element in elements if isinstance(element, nn.Module)] if _is_several(program) else [program]
+    if not modules or not isinstance(modules[0], nn.Module):
+        raise ConfigError(
+            f"--parallelize returns {type(program).__name__} without a module: it has to return the module, a tuple, "
+            f"list or dict with modules in it, or nothing where the model is changed in place"
+        )
+    return modules
+
+
+def _is_several(program: Any) -> bool:
+    return isinstance(program, list | tuple | Mapping)
+
+
+def _is_left(loss: Tensor, trained: list[nn.Parameter]) -> bool:
+    """Whether a loss has not gone backward yet: its graph has what a backward frees."""
+    try:
+        gradients = torch.autograd.grad(loss, trained, allow_unused=True)
+    except RuntimeError:  # backward through the graph a second time
+        return False
+    return any(gradient is not None for gradient in gradients)
+
+
+def named_parameters(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """All names, those of tied parameters too."""
+    return [(canonical_name(name), p) for name, p in module.named_parameters(remove_duplicate=False)]
+
+
+def tensors_of(modules: list[nn.Module]) -> tuple[dict[str, LocalTensor], list[tuple[str, ...]]]:
+    """Parameters and buffers by name, and the names of those that are one tensor."""
+    kept: dict[str, LocalTensor] = {}
+    names: dict[int, list[str]] = {}
+    for module in modules:
+        for name, parameter in named_parameters(module):
+            kept[name] = local_tensor(parameter)
+            names.setdefault(id(parameter), []).append(name)
+        for name, buffer in module.named_buffers(remove_duplicate=False):
+            kept[canonical_name(name)] = local_tensor(buffer)
+    return kept, [tuple(sorted(set(group))) for group in names.values() if len(set(group)) > 1]
+
+
+@torch.no_grad()
+def local_tensor(tensor: Any) -> LocalTensor:
+    """A copy of what is local. A number becomes a scalar tensor."""
+    if not isinstance(tensor, Tensor):
+        return LocalTensor(torch.tensor(tensor, dtype=torch.float64))
+    local = to_local(tensor.detach()).clone().cpu()
+    if not isinstance(tensor, DTensor):
+        return LocalTensor(local)
+    partial = [
+        tuple(dist.get_process_group_ranks(tensor.device_mesh.get_group(index)))
+        for index, placement in enumerate(tensor.placements)
+        if placement.is_partial()
+    ]
+    return LocalTensor(local, local_box(tensor), tuple(partial))
+
+
+@contextlib.contextmanager
+def watched(modules: list[nn.Module], seen: Observed) -> Iterator[None]:
+    """Keep what modules return in a forward, also what they return when the forward is not repeated in a backward."""
+    handles = []
+    for root in modules:
+        for full_name, module in root.named_modules():
+            if isinstance(module, torch.jit.ScriptModule):  # takes no hooks
+                continue
+            name = canonical_name(full_name)
+
+            def keep(module: nn.Module, args: object, output: Any, name: str = name) -> None:
+                calls = seen.outputs.setdefault(name, [])
+                if in_backward() or len(calls) >= MOST_CALLS:
+                    return
+                tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
+                calls.append([local_tensor(tensor) for tensor in tensors])
+                if is_dropout(module) and tensors and name not in seen.drops:
+                    seen.drops[name] = calls[-1][0].local == 0
+
+            def reserve(module: nn.Module, args: object, name: str = name) -> None:
+                seen.outputs.setdefault(name, [])  # in the order in which they begin
+
+            handles.append(module.register_forward_pre_hook(reserve))
+            handles.append(module.register_forward_hook(keep))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def is_dropout(module: nn.Module) -> bool:
+    return "drop" in type(module).__name__.lower()
+
+
+def without_dropout(model: nn.Module) -> bool:
+    """Set every rate of dropout to 0, in place: of PyTorch's modules, and any attribute named so. Returns whether any
+    was above."""
+    found = False
+    for module in model.modules():
+        for name, value in list(vars(module).items()):
+            rate = "drop" in name.lower() or (name == "p" and is_dropout(module))
+            if rate and isinstance(value, float) and 0 < value <= 1:
+                setattr(module, name, 0.0)
+                found = True
+    return found

@@ -1,0 +1,349 @@
+"""The model on one process: what it computes, and how far that can be compared at all."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from mmm_verify.difference import finite_size_of, relative, size_of, worst
+from mmm_verify.errors import ConfigError, is_for_user
+from mmm_verify.memory import free_memory
+from mmm_verify.observe import Observed, named_parameters, observe, without_dropout
+from mmm_verify.subject import SAME_SAMPLES, Subject, check_parts, part_of, samples_of
+from mmm_verify.torch_private import map_tensors, tree_map_only
+
+SEED = 0
+NOISE = 0.02  # added to initial weights, of their own spread: no zeros that hide a gradient, no rows alike
+TOLERANCE = 1e-9  # relative, of float64
+LOOSE = 1e-4  # a noise floor above it decides nothing
+FLOOR = 32  # how far above the noise floor a difference has to be
+COPIES = 4  # of the parameters on each process: weights, gradients, and what is kept of both
+ROUNDING = 64  # a tensor at most so many roundings of the largest gradient is 0
+
+
+@dataclass
+class Reference:
+    """What one process computes.
+
+    Attributes:
+        state: weights that every rank begins with, by name. observed: the step on the full batch.
+        floor: by parameter, how far its gradient moves by splitting the batch; loss_floor: likewise.
+        has_dropout: whether dropout was turned off. evaluating: whether the model had to be in evaluation mode.
+        split: how near the batch in parts comes to the batch, in words; empty where it was not split.
+        reason: why nothing can be compared; empty if it can.
+        notes: what a reader of the verdict has to know.
+    """
+
+    state: dict[str, Tensor]
+    observed: Observed
+    samples: int
+    floor: dict[str, float] = field(default_factory=dict)
+    loss_floor: float = 0.0
+    has_dropout: bool = False
+    evaluating: bool = False
+    split: str = ""
+    reason: str = ""
+    notes: list[str] = field(default_factory=list)
+
+    def gradient(self, name: str) -> Tensor | None:
+        gradient = self.observed.gradients.get(name)
+        return None if gradient is None else gradient.local
+
+    def tolerance(self, name: str) -> float:
+        """How far a parameter's gradient, or value after a step, may be off, relative to the largest element."""
+        return max(TOLERANCE, FLOOR * self.floor.get(name, worst([0.0, *self.floor.values()])))
+
+    @property
+    def largest_gradient(self) -> float:
+        sizes = [size_of(g.local) for g in self.observed.gradients.values() if g is not None]
+        return worst(sizes) if sizes else 0.0
+
+
+def seed_all(seed: int) -> None:
+    """Seed the generators that a program draws from: PyTorch's, Python's and, where it is imported, NumPy's."""
+    torch.manual_seed(seed)
+    random.seed(seed)
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        numpy.random.seed(seed)
+
+
+def to_float64(tensor: Tensor) -> Tensor:
+    """Floats in float64, complex numbers in complex128; integers and bools as they are."""
+    if tensor.is_complex():
+        return tensor.to(torch.complex128)
+    return tensor.double() if tensor.is_floating_point() else tensor
+
+
+def make_model(subject: Subject, state: Mapping[str, Tensor] | None, dropout: bool, evaluating: bool) -> nn.Module:
+    """The model in float64, with the weights of `state`, or its own with a little noise.
+
+    Raises:
+        ConfigError: `model_fn` raises, or gives no module that can be computed with; one that is too large.
+    """
+    seed_all(SEED)
+    try:
+        model = subject.model_fn()
+    except Exception as error:  # whatever the user's code raises
+        raise ConfigError(f"the model's function raises {type(error).__name__}: {error}") from error
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"the model's function returns {type(model).__name__}, and has to return an nn.Module")
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if tensor.device.type != "cpu" or is_lazy(tensor):
+            raise ConfigError(f"{name} is on {tensor.device.type} or has no size yet: the model has to have its values")
+    if state is None:
+        _check_memory(model, len(subject.places))
+    map_tensors(model, to_float64)
+    model.zero_grad()  # of a function that gives one and the same model each time
+    model.train(not evaluating)
+    if not dropout:
+        without_dropout(model)
+    with torch.no_grad():
+        generator = torch.Generator().manual_seed(SEED)
+        for name, parameter in dict(named_parameters(model)).items():
+            if state is not None:
+                parameter.copy_(state[name])
+            elif parameter.is_floating_point() or parameter.is_complex():
+                spread = parameter.std().item() if parameter.numel() > 1 else 0.0
+                noise = torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype)
+                parameter.add_(noise * NOISE * (spread or 1.0))
+        for name, buffer in model.named_buffers():
+            if state is not None and name in state:
+                buffer.copy_(state[name])
+    return model
+
+
+def _check_memory(model: nn.Module, ranks: int) -> None:
+    """Raises ConfigError where the ranks' models, which are full until they are sharded, cannot all be in memory."""
+    elements = sum(parameter.numel() for parameter in model.parameters())
+    needed, free = 8 * COPIES * ranks * elements, free_memory()
+    if free is not None and needed > free:
+        raise ConfigError(
+            f"{elements:,} parameters in float64 take about {needed / 2**30:,.1f} GiB on {ranks} "
+            f"rank{'s' * (ranks > 1)}, each of which begins with the full model, and {free / 2**30:,.1f} GiB are free "
+            f"here: verify it with fewer layers, or narrower"
+        )
+
+
+def make_batch(subject: Subject) -> Any:
+    """The global batch, its floats in float64.
+
+    Raises:
+        ConfigError: `batch_fn` raises, or gives nothing with samples.
+    """
+    seed_all(SEED)
+    try:
+        batch = subject.batch_fn()
+    except Exception as error:  # whatever the user's code raises
+        raise ConfigError(f"the batch's function raises {type(error).__name__}: {error}") from error
+    samples_of(batch)
+    return tree_map_only(Tensor, lambda tensor: tensor.double() if tensor.is_floating_point() else tensor, batch)
+
+
+def compute_reference(subject: Subject) -> Reference:
+    """The model against itself: as it is, once more, and with its batch split.
+
+    Raises:
+        ConfigError: the model, the batch or the step cannot be used. LayoutError: the batch does not divide.
+    """
+    batch = make_batch(subject)
+    check_parts(subject, batch)
+    model = make_model(subject, None, dropout=True, evaluating=False)
+    has_dropout = without_dropout(model)
+    state = {name: p.detach().clone() for name, p in dict(named_parameters(model)).items()}
+    state |= {name: buffer.clone() for name, buffer in model.named_buffers()}
+    first = _observed(subject, state, batch, seed=1)
+    reference = Reference(state, first, samples_of(batch), has_dropout=has_dropout)
+    if first.loss is None:
+        raise ConfigError("the step's function returns None on one device: it has to return the loss")
+    if first.loss.local.numel() != 1:
+        raise ConfigError(f"the loss has shape {tuple(first.loss.local.shape)}: it has to be one number, the mean")
+    if not any(gradient is not None for gradient in first.gradients.values()):
+        raise ConfigError("no parameter has got a gradient on one device: does the loss depend on the model?")
+    if not torch.isfinite(first.loss.local).all():
+        reference.reason = f"the loss on one device is {first.loss.local.item()}"
+        return reference
+    for name, gradient in first.gradients.items():
+        if gradient is not None and not torch.isfinite(gradient.local).all():
+            reference.reason = f"the gradient of {name} on one device is not finite"
+            return reference
+    _say_what_is_not_seen(subject, reference)
+    _twice(subject, reference, batch)
+    if not reference.reason:
+        _split(subject, reference, batch)
+    return reference
+
+
+def _say_what_is_not_seen(subject: Subject, reference: Reference) -> None:
+    """Notes on parameters that this step gives no gradient, and on axes that may be meant to split the batch."""
+    lacking = [name for name, gradient in reference.observed.gradients.items() if gradient is None]
+    if lacking:
+        more = f" and {len(lacking) - 1} more" if len(lacking) > 1 else ""
+        reference.notes.append(
+            f"{lacking[0]}{more} get no gradient on one device, from this batch and step: none is compared"
+        )
+    for axis, size in subject.axes.items():
+        if size > 1 and axis not in subject.batch_axes and not set(axis.lower().split("_")) & set(SAME_SAMPLES):
+            reference.notes.append(
+                f"all ranks of {axis} have the same samples. If they are for different ones: --batch_axes {axis}"
+            )
+
+
+def _observed(
+    subject: Subject, state: Mapping[str, Tensor], batch: Any, seed: int, evaluating: bool = False
+) -> Observed:
+    model = make_model(subject, state, dropout=False, evaluating=evaluating)
+    seed_all(seed)
+    try:
+        return observe(subject, model, batch, None)
+    except Exception as error:  # whatever the user's code raises
+        if is_for_user(error):
+            raise
+        raise ConfigError(f"a step on one device raises {failure_of(error)}") from error
+
+
+def failure_of(error: Exception) -> str:
+    """An error of the user's step in words, with what to change where that is known."""
+    words = f"{type(error).__name__}: {error}"
+    if isinstance(error, RuntimeError) and "dtype" in str(error):
+        words += ". All is computed in float64: a .float() in the code gives float32, and .to(x.dtype) what x is"
+    return words
+
+
+def _twice(subject: Subject, reference: Reference, batch: Any) -> None:
+    """Once more with other random numbers: what differs draws them, or is not deterministic."""
+    again = _observed(subject, reference.state, batch, seed=2)
+    module = first_difference(reference.observed, again)
+    if module is None:
+        return
+    reference.evaluating = reference.has_dropout = True
+    reference.observed = _observed(subject, reference.state, batch, seed=1, evaluating=True)
+    again = _observed(subject, reference.state, batch, seed=2, evaluating=True)
+    still = first_difference(reference.observed, again)
+    if still is None:
+        reference.notes.append(f"{module} draws random numbers in training: compared in evaluation mode")
+        return
+    again = _observed(subject, reference.state, batch, seed=1, evaluating=True)
+    if first_difference(reference.observed, again) is None:
+        reference.reason = (
+            f"random numbers are drawn in evaluation mode too, first seen in {still}: draw them in the batch's "
+            "function, so that one device and the ranks have the same"
+        )
+    else:
+        reference.reason = f"not deterministic: {still} gives something else the second time, on one device"
+
+
+def _split(subject: Subject, reference: Reference, batch: Any) -> None:
+    """The batch in parts: the mean of the parts' gradients is that of the batch, to rounding, if no sample sees
+    another."""
+    parts = subject.parts if subject.parts > 1 and subject.local_batch_fn is None else 2
+    if reference.samples % parts:
+        parts = reference.samples if reference.samples <= 8 else 1
+    if parts == 1:
+        return
+    pieces = [
+        _observed(subject, reference.state, part_of(batch, part, parts), 1, reference.evaluating)
+        for part in range(parts)
+    ]
+    whole = reference.observed
+    assert whole.loss is not None
+    losses = [piece.loss.local for piece in pieces if piece.loss is not None]
+    reference.loss_floor = relative(torch.stack(losses).mean(), whole.loss.local, size_of(whole.loss.local))
+    if whole.loss.local.dtype in (torch.float32, torch.bfloat16, torch.float16):  # it may be equal by chance
+        reference.loss_floor = worst([reference.loss_floor, torch.finfo(whole.loss.local.dtype).eps])
+    largest = reference.largest_gradient
+    for name, gradient in whole.gradients.items():
+        if gradient is None:
+            continue
+        split = [piece.gradients[name] for piece in pieces]
+        mean = sum(g.local for g in split if g is not None) / parts
+        scale = scale_of(gradient.local, largest)
+        reference.floor[name] = relative(torch.as_tensor(mean), gradient.local, scale)
+    floor = worst([reference.loss_floor, *reference.floor.values()])
+    reference.split = f"; with the batch split to {floor:.0e}"
+    if floor <= TOLERANCE:
+        return
+    unlike = first_unlike(whole, pieces)
+    if not floor <= LOOSE:  # not rounding: samples see each other, or are counted
+        what = (
+            f"{unlike} notices the other samples of a batch"
+            if unlike
+            else ("the loss of a batch is not the mean of its parts' losses, such as a mean over a count that differs")
+        )
+        reference.notes.append(f"{what}: a rank that has a part of them computes something else by itself")
+        reference.floor.clear()
+        reference.loss_floor = 0.0
+    else:
+        # From the loss back: rounding in one module moves the gradients of all before it.
+        moved = [name for name, off in reference.floor.items() if off > TOLERANCE]
+        where = f", first seen in the gradient of {moved[-1]}" if moved else ""
+        reference.notes.append(
+            f"the model itself is right to {floor:.0e} alone (the batch split in {parts}): something in it computes in "
+            f"less than float64{where}. Differences below {FLOOR} times that are not seen"
+        )
+
+
+def scale_of(gradient: Tensor, largest: float) -> float:
+    """What a gradient's differences are measured by: its largest element; of one that is 0 but for rounding, the
+    model's largest."""
+    size = size_of(gradient)
+    return size if size > ROUNDING * torch.finfo(torch.float64).eps * largest else largest
+
+
+def first_difference(one: Observed, other: Observed) -> str | None:
+    """The first module, or what else, in which two steps of one program differ; None if nothing does."""
+    for name in innermost_first(one):
+        for call, again in zip(one.outputs[name], other.outputs.get(name, []), strict=False):
+            if any(_differ(a.local, b.local) for a, b in zip(call, again, strict=False)):
+                return name or "the model"
+    if one.loss is not None and other.loss is not None and _differ(one.loss.local, other.loss.local):
+        return "the loss"
+    largest = worst([0.0, *(size_of(g.local) for g in one.gradients.values() if g is not None)])
+    for name, gradient in one.gradients.items():
+        again_gradient = other.gradients.get(name)
+        both = gradient is not None and again_gradient is not None
+        if both and _differ(gradient.local, again_gradient.local, scale_of(gradient.local, largest)):  # type: ignore[union-attr]
+            return f"the gradient of {name}"
+    return None
+
+
+def _differ(one: Tensor, other: Tensor, scale: float | None = None) -> bool:
+    """By more than another order of sums makes, as of scattered additions on several threads, or a compiler's."""
+    if one.shape != other.shape:
+        return True
+    scale = finite_size_of(one) if scale is None else scale
+    eps = torch.finfo(one.dtype).eps if one.is_floating_point() or one.is_complex() else 0.0
+    return not relative(other, one, scale) <= (0.0 if not eps else max(TOLERANCE / 100, ROUNDING * eps))
+
+
+def innermost_first(observed: Observed) -> list[str]:
+    """The modules that were called, in the order of their first calls; those with others inside after those."""
+    names = list(observed.outputs)
+    parents = {"" if "." not in name else name.rpartition(".")[0] for name in names if name}
+    outer = {
+        parent for parent in names if parent in parents or any(n.startswith(f"{parent}.") for n in names if parent)
+    }
+    return [name for name in names if name not in outer] + [name for name in reversed(names) if name in outer]
+
+
+def first_unlike(whole: Observed, pieces: list[Observed]) -> str:
+    """The first module whose output for the batch is not those for its parts, one after the other; empty if none is."""
+    for name in innermost_first(whole):
+        calls = [whole.outputs[name], *(piece.outputs.get(name, []) for piece in pieces)]
+        if any(len(of_one) != 1 for of_one in calls):
+            continue
+        for output, *split in zip(*(of_one[0] for of_one in calls), strict=False):
+            full, parts = output.local, [part.local for part in split]
+            if not full.ndim or any(part.shape[1:] != full.shape[1:] for part in parts):
+                continue
+            joined = torch.cat(parts)
+            if joined.shape == full.shape and not relative(joined, full, size_of(full)) <= TOLERANCE:
+                return name or "the model"
+    return ""

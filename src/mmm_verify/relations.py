@@ -1,0 +1,163 @@
+"""How a tensor of a rank is to the full tensor: which part it is, and, where it is not that, what it is instead."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from mmm_verify.difference import bytes_of, relative, size_of
+from mmm_verify.observe import LocalTensor
+from mmm_verify.subject import Subject
+
+ALIKE = 1e-7  # relative: a relation holds
+LOW_PRECISION = 0.1  # relative: how far rounding may move what is computed in bf16
+MOST_ROWS = 1 << 16  # that are looked up one by one
+
+
+@dataclass(frozen=True)
+class Place:
+    """Which part of a full tensor is local: per dim its indices, None for all of them."""
+
+    indices: tuple[Tensor | None, ...]
+
+    def of(self, full: Tensor) -> Tensor:
+        for dim, index in enumerate(self.indices):
+            if index is not None:
+                full = full.index_select(dim, index)
+        return full
+
+
+def place_of(tensor: LocalTensor, full: Tensor) -> Place | None:
+    """Which part of `full` a tensor is: as a DTensor says; else, of a plain one, by its shape and elements. None where
+    it is no part of it."""
+    if tensor.box is not None:
+        if tensor.box.full != tuple(full.shape):
+            return None
+        spans = zip(tensor.box.start, tensor.box.length, tensor.box.full, strict=True)
+        return Place(
+            tuple(None if length == all_ else torch.arange(first, first + length) for first, length, all_ in spans)
+        )
+    local = tensor.local
+    if local.shape == full.shape:
+        return Place((None,) * full.ndim)
+    if local.ndim != full.ndim:
+        return None
+    shorter = [dim for dim in range(full.ndim) if local.shape[dim] != full.shape[dim]]
+    if len(shorter) != 1 or local.shape[shorter[0]] > full.shape[shorter[0]] or full.shape[shorter[0]] > MOST_ROWS:
+        return None
+    dim = shorter[0]
+    rows: dict[bytes, int] = {}
+    for number, row in enumerate(full.movedim(dim, 0).flatten(1) if full.ndim > 1 else full[:, None]):
+        rows.setdefault(bytes_of(row), number)
+    found = [
+        rows.get(bytes_of(row)) for row in (local.movedim(dim, 0).flatten(1) if local.ndim > 1 else local[:, None])
+    ]
+    if any(number is None for number in found):
+        return None
+    return Place(tuple(torch.tensor(found) if d == dim else None for d in range(full.ndim)))
+
+
+def summed(tensors: Sequence[LocalTensor | None], rank: int) -> Tensor | None:
+    """A rank's tensor, where a DTensor is a sum still to be made the sum. None where another rank has none."""
+    own = tensors[rank]
+    if own is None:
+        return None
+    total, ranks = own.local, {rank}
+    for dim in range(len(own.partial)):
+        holders = [tensors[other] for other in ranks]
+        ranks = {one for holder in holders if holder and len(holder.partial) > dim for one in holder.partial[dim]}
+    if len(ranks) > 1:
+        parts = [tensors[other] for other in ranks]
+        if any(part is None or part.local.shape != total.shape for part in parts):
+            return None
+        total = torch.stack([part.local for part in parts if part is not None]).sum(0)
+    return total
+
+
+def relation(
+    value: Tensor | None,
+    expected: Tensor,
+    scale: float,
+    rank: int,
+    others: Callable[[int], tuple[Tensor | None, Tensor | None]],
+    alone: Tensor | None,
+    subject: Subject,
+) -> str:
+    """What a tensor that is wrong is instead, in words.
+
+    Args:
+        scale: what differences are measured by.
+        others: rank → what it has, and what it ought to have.
+        alone: what the plain model has, on this rank's batch alone.
+    """
+    if value is None:
+        return "is not there"
+    if value.shape != expected.shape:
+        return f"has shape {tuple(value.shape)}, and ought to have {tuple(expected.shape)}"
+    if not value.is_floating_point() and not value.is_complex():
+        return "has other elements"
+    if torch.isfinite(expected).all() and not torch.isfinite(value).all():
+        return "is not finite"
+    if size_of(value) == 0:
+        return "is zero"
+    if value.dtype != expected.dtype:
+        kind = str(value.dtype).removeprefix("torch.")
+        near = relative(value, expected, scale) < LOW_PRECISION
+        return f"is rounded to {kind}" if near else f"is {kind}, and differs"
+
+    if words := _over_ranks(value, expected, scale, rank, others, subject):
+        return words
+    flat, ought = value.flatten(), expected.flatten()
+    norm = torch.linalg.vecdot(ought, ought).real.item()
+    factor = (torch.linalg.vecdot(ought, flat).real.item() / norm) if norm else math.nan
+    if math.isfinite(factor) and factor and relative(value, expected * factor, size_of(value)) <= ALIKE:
+        return f"{_times(factor, subject)} what it should be"
+    if alone is not None and alone.shape == value.shape and relative(value, alone, size_of(alone)) <= ALIKE:
+        return "what this rank has by itself, without the others: its own samples or positions, from 0"
+    for other in range(len(subject.places)):
+        theirs = others(other)[1]
+        if other == rank or theirs is None or theirs.shape != value.shape:
+            continue
+        if relative(value, theirs, size_of(theirs)) <= ALIKE:
+            return f"rank {other}'s part"
+    return "differs"
+
+
+def _over_ranks(
+    value: Tensor,
+    expected: Tensor,
+    scale: float,
+    rank: int,
+    others: Callable[[int], tuple[Tensor | None, Tensor | None]],
+    subject: Subject,
+) -> str:
+    """Whether what the ranks of an axis have comes to what it should be together. Arguments as of `relation`."""
+    for axis, size in subject.axes.items():
+        if size == 1:
+            continue
+        group = [one for one in (others(other)[0] for other in subject.group(rank, axis)) if one is not None]
+        if len(group) < size or any(one.shape != value.shape for one in group):
+            continue
+        stacked = torch.stack(group)
+        if size_of(stacked - stacked[0]) <= ALIKE * scale:
+            continue  # all have the same
+        if relative(stacked.sum(0), expected, scale) <= ALIKE:
+            return f"partial over {axis}: the ranks' tensors add up to it, and nothing has added them up"
+        if relative(stacked.mean(0), expected, scale) <= ALIKE:
+            return f"each rank of {axis} has its own: their mean is right, and nothing has taken it"
+    return ""
+
+
+def _times(factor: float, subject: Subject) -> str:
+    """``2 times (the size of dp)``."""
+    sizes = {**subject.axes, "the mesh": len(subject.places)}
+    for axis, size in sizes.items():
+        if size > 1 and math.isclose(factor, size, rel_tol=1e-6):
+            return f"{size} times (the size of {axis})"
+        if size > 1 and math.isclose(factor, 1 / size, rel_tol=1e-6):
+            return f"1/{size} (of the size of {axis}) times"
+    return f"{factor:.6g} times"

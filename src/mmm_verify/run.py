@@ -1,0 +1,138 @@
+"""``verify``: the model on one process, the program on the ranks of a mesh, and where the two part."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from mmm_verify.errors import ConfigError, is_for_user
+from mmm_verify.evaluate import Evaluation, dropout_findings
+from mmm_verify.rank import run_rank
+from mmm_verify.ranks.ranks import Rank, RanksFailed, blame, fork_ranks
+from mmm_verify.reference import Reference, compute_reference, make_batch
+from mmm_verify.subject import Subject, make_subject
+from mmm_verify.torch_private import import_dynamo
+from mmm_verify.verdict import NOT_COMPARABLE, NOT_SAME, Finding, Verdict
+
+TIMEOUT = 120.0  # s that one device, and then the ranks, may take
+MORE = 60.0  # s that a collective may take beyond it: where it hangs is said here, and not by gloo
+
+
+def verify(
+    model_fn: Callable[[], nn.Module],
+    parallelize_fn: Callable[[Any, DeviceMesh], Any],
+    batch_fn: Callable[[], Any],
+    step_fn: Callable[..., Any] | None = None,
+    mesh: str | Mapping[str, int] = "dp2",
+    *,
+    batch_axes: Sequence[str] | None = None,
+    local_batch_fn: Callable[[Any, DeviceMesh], Any] | None = None,
+    optimizer_fn: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] | None = None,
+    timeout: float = TIMEOUT,
+) -> Verdict:
+    """Whether a parallel program computes what its model does on one device.
+
+    Both take one step in float64, from the same weights and the same global batch, on CPU ranks of this host. Weights,
+    batch, loss, every rank's gradients, and what the step makes of the weights decide; what modules return says where.
+    Dropout is off for it; whether ranks agree on what is dropped is looked at by itself.
+
+    Args:
+        model_fn: () → the model on one device, on the CPU.
+        parallelize_fn: (model, mesh) → what the ranks run: the model made parallel by PyTorch's means; None where it is
+            changed in place; a tuple with the modules in it where a step needs more, such as a pipeline's schedule.
+        batch_fn: () → the global batch: a tensor, or a tuple, list or dict of tensors, the samples along dim 0.
+        step_fn: (model, batch) → the mean loss over the batch. With a third parameter it gets the mesh, None on one
+            device. It may call ``backward``, and else does not need to. Default: `mmm_verify.subject.plain_step`.
+        mesh: axes and sizes, such as ``"dp2,tp2"``.
+        batch_axes: the axes whose ranks have different samples. Default: those called dp, data, fsdp, replicate, …
+        local_batch_fn: (batch, mesh) → a rank's batch. Default: equal parts of the samples over `batch_axes`.
+        optimizer_fn: parameters → the optimizer. Default: SGD.
+        timeout: seconds that the step on one device may take, and that on the ranks.
+
+    Returns:
+        The verdict; true where the two are the same.
+
+    Raises:
+        UserError: the model, batch or step cannot be used on one device, or the mesh not with them.
+    """
+    subject = make_subject(
+        model_fn,
+        parallelize_fn,
+        batch_fn,
+        step_fn,
+        mesh,
+        batch_axes=batch_axes,
+        local_batch_fn=local_batch_fn,
+        optimizer_fn=optimizer_fn,
+    )
+    return verify_subject(subject, timeout)
+
+
+def verify_subject(subject: Subject, timeout: float = TIMEOUT) -> Verdict:
+    """As `verify`. This process starts others, and computes little."""
+    import_dynamo()  # what each rank would import
+    reference, batch = _on_one_process(subject, timeout)
+    ranks = len(subject.places)
+    verdict = Verdict(NOT_COMPARABLE, subject.layout, ranks, reason=reference.reason, notes=tuple(reference.notes))
+    if reference.reason:
+        return verdict
+    try:
+        observed = fork_ranks(run_rank, ranks, subject, reference, False, timeout + MORE, timeout=timeout)
+    except RanksFailed as error:
+        return _failed(verdict, error)
+    verdict = Evaluation(subject, reference, observed, batch).verdict()
+    alone = f"the same twice{reference.split}"
+    verdict = replace(verdict, compared={"model": alone, **verdict.compared})
+    if verdict.same and reference.has_dropout:
+        verdict = _with_dropout(subject, reference, verdict, timeout)
+    return verdict
+
+
+def _on_one_process(subject: Subject, timeout: float) -> tuple[Reference, Any]:
+    """The reference and the batch, computed by a process that is then gone.
+
+    Raises:
+        UserError: as `compute_reference`. ConfigError: the process died, or took too long.
+    """
+    try:
+        ((error, reference, batch),) = fork_ranks(_reference, 1, subject, timeout=timeout)
+    except RanksFailed as failure:
+        raise ConfigError(f"the model on one device: {str(failure).removeprefix('rank 0: ')}") from None
+    if error is not None:
+        raise error
+    return reference, batch
+
+
+def _reference(rank: Rank, subject: Subject) -> tuple[Exception | None, Reference | None, Any]:
+    try:
+        return None, compute_reference(subject), make_batch(subject)
+    except Exception as error:
+        if not is_for_user(error):
+            raise
+        return type(error)(str(error)), None, None
+
+
+def _failed(verdict: Verdict, error: RanksFailed) -> Verdict:
+    why = f"{error}: {blame(error.frames, verdict.ranks)}" if error.frames else str(error)
+    finding = Finding("program", "the parallel program", None, f"fails: {why}")
+    return replace(
+        verdict, result=NOT_SAME, findings=(finding,), first=f"the program itself: {why}", details=error.details
+    )
+
+
+def _with_dropout(subject: Subject, reference: Reference, verdict: Verdict, timeout: float) -> Verdict:
+    """Once more, with dropout."""
+    try:
+        observed = fork_ranks(run_rank, verdict.ranks, subject, reference, True, timeout + MORE, timeout=timeout)
+    except RanksFailed as error:
+        return _failed(verdict, error)
+    findings, advice = dropout_findings(subject, reference, [rank.parallel for rank in observed])
+    if findings:
+        return replace(verdict, result=NOT_SAME, findings=tuple(findings), first=findings[0].name)
+    compared = {**verdict.compared, "dropout": "ranks with the same samples drop the same"}
+    return replace(verdict, compared=compared, advice=tuple(advice))

@@ -1,0 +1,360 @@
+"""What an example writes out is what `mmm.parallel` does, can be copied, and each of its mistakes shows."""
+
+import importlib
+import inspect
+import json
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import loss_parallel
+from torch.nn.parallel import DistributedDataParallel
+
+from mmm.comparison import relative_error, worst
+from mmm.examples import ddp, fsdp, fsdp_tp, hsdp, zero
+from mmm.examples._support.mistakes import OneDevice
+from mmm.models.cnn import CNN, CNNConfig
+from mmm.models.draw import canonical_name
+from mmm.models.transformer import PRESETS, Transformer
+from mmm.parallel import Layout, apply, build_mesh, cross_entropy, materialize
+from mmm.parallel.plans.cnn import cnn_plan
+from mmm.parallel.plans.transformer import transformer_plan
+from mmm.runtime.device import choose_precision
+from mmm.trainer.config.command_line import configure, for_a_few_steps
+from mmm_verify.testing import free_port
+from support.clock import PATIENCE
+from support.programs import run_program
+from support.runs import make_run
+
+CPU = torch.device("cpu")
+F64 = choose_precision("fp64", CPU)
+STEPS, SAMPLES, SEED = 3, 8, 5  # SAMPLES: of the global batch
+# example, --parallel → the layout of 4 ranks, and what `apply` calls it
+CASES = {
+    "fsdp_tp": (Layout(dp_shard=2, tp=2), "fsdp"),
+    "hsdp": (Layout(dp_replicate=2, dp_shard=2), "hsdp"),
+    "ddp": (Layout(dp_shard=4), "ddp"),
+    "zero1": (Layout(dp_shard=4), "zero1"),
+    "zero2": (Layout(dp_shard=4), "zero2"),
+    "cnn ddp": (Layout(dp_shard=4), "ddp"),
+    "cnn fsdp": (Layout(dp_shard=4), "fsdp"),
+    "cnn hsdp": (Layout(dp_replicate=2, dp_shard=2), "hsdp"),
+}
+
+
+def full(name):
+    with torch.device("meta"):
+        if name.startswith("cnn"):
+            return CNN(CNNConfig(image_size=12, width1=4, width2=8, hidden=32, conv_dropout=0, fc_dropout=0)).double()
+        return Transformer(PRESETS["debug"]).double()
+
+
+def run_of(rank, layout, **options):
+    config = configure(fsdp.Config, seed=SEED, dtype="fp64", lr=0.1, optimizer="sgd", **options)
+    return make_run(rank, config, layout, F64)[0]
+
+
+def written_out(name, rank, layout):
+    """The model as the example makes it, with weights; and what its losses are multiplied by."""
+    model = full(name)
+    if name.startswith("cnn"):
+        technique = name.split()[1]
+        run = run_of(rank, layout, parallel=technique)
+        return fsdp.parallelize(run, model, run.config), layout.dp if technique == "ddp" else 1
+    if name == "fsdp_tp":
+        mesh = init_device_mesh("cpu", (layout.dp, layout.tp), mesh_dim_names=("dp_shard", "tp"))
+        fsdp_tp.shard(model, mesh, F64)
+    if name == "hsdp":
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_replicate", "dp_shard"))
+        hsdp.shard(model, mesh, F64)
+    materialize(model, CPU, SEED)
+    if name == "ddp":
+        return DistributedDataParallel(model, gradient_as_bucket_view=True), layout.dp
+    if name.startswith("zero"):
+        return zero.Slices(model, init_device_mesh("cpu", (layout.dp,)), int(name[-1])), 1
+    return model, 1
+
+
+def taken(name, layout, technique):
+    """The same from `mmm.parallel`."""
+    plan = cnn_plan() if name.startswith("cnn") else transformer_plan()
+    model = apply(full(name), build_mesh(layout, "cpu"), plan, F64, data_parallel=technique)
+    materialize(model, CPU, SEED)
+    return model
+
+
+def batch_of(name, first, size):
+    numbers = torch.Generator().manual_seed(1)
+    if name.startswith("cnn"):
+        inputs = torch.randn(SAMPLES, 1, 12, 12, generator=numbers, dtype=torch.float64)
+        targets = torch.randint(10, (SAMPLES,), generator=numbers)
+    else:
+        inputs, targets = torch.randint(256, (2, SAMPLES, 16), generator=numbers)
+    return inputs[first : first + size], targets[first : first + size], targets.numel()
+
+
+def trained(name, rank, layout, model, factor=1):
+    """Losses of this rank, and the full gradients, of a few steps."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    size = SAMPLES // layout.dp
+    inputs, targets, count = batch_of(name, layout.dp_coordinate(rank.rank) * size, size)
+    found = []
+    for _ in range(STEPS):
+        with loss_parallel():
+            loss = cross_entropy(model(inputs), targets, count)
+            (loss * factor).backward()
+        gradients = {canonical_name(n): p.grad for n, p in model.named_parameters()}
+        gradients = {
+            n: (g.full_tensor() if isinstance(g, DTensor) else g).flatten().clone() for n, g in gradients.items()
+        }
+        found.append((float(loss.full_tensor() if isinstance(loss, DTensor) else loss), gradients))
+        optimizer.step()
+        if isinstance(model, zero.Slices):
+            model.gather()
+        optimizer.zero_grad()
+    return found
+
+
+def apart(rank, name):
+    """The largest relative difference of a loss, or of a gradient's element."""
+    layout, technique = CASES[name]
+    ours = trained(name, rank, layout, *written_out(name, rank, layout))
+    theirs = trained(name, rank, layout, taken(name, layout, technique))
+    off = 0.0
+    for (loss, gradients), (other, others) in zip(ours, theirs, strict=True):
+        assert set(gradients) == set(others)
+        off = worst((off, relative_error(loss, other)))
+        for parameter, gradient in gradients.items():
+            expected = others[parameter]
+            gradient = gradient[: len(expected)]  # a slice by hand is padded
+            off = worst((off, float((gradient - expected).abs().max() / expected.abs().max())))
+    return off
+
+
+LONG = {"hsdp", "zero1", "zero2", "cnn ddp", "cnn hsdp"}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.long] if name in LONG else []) for name in CASES]
+)
+def test_written_out_is_what_parallel_does(run_on_ranks, name):
+    assert worst(run_on_ranks(apart, 4, name)) < 1e-9
+
+
+def broken_apart(rank):
+    layout = CASES["fsdp_tp"][0]
+    model = full("fsdp_tp")
+    mesh = init_device_mesh("cpu", (layout.dp, layout.tp), mesh_dim_names=("dp_shard", "tp"))
+    fsdp_tp.shard(model, mesh, F64, "norms")
+    materialize(model, CPU, SEED)
+    ours = trained("fsdp_tp", rank, layout, model)
+    theirs = trained("fsdp_tp", rank, layout, taken("fsdp_tp", layout, "fsdp"))
+    name = "layers.0.ffn_norm.weight"
+    return float((ours[0][1][name] - theirs[0][1][name]).abs().max() / theirs[0][1][name].abs().max())
+
+
+def test_a_mistake_is_not_within_the_bound(run_on_ranks):
+    assert min(run_on_ranks(broken_apart, 4)) > 1e-3
+
+
+MODEL = '''
+import os
+from types import SimpleNamespace
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+class Attention(nn.Module):
+    """One head after another; `scale` and `shift` stand for what a model of one's own passes along."""
+
+    def __init__(self):
+        super().__init__()
+        self.wq, self.wk, self.wv, self.wo = (nn.Linear(16, 16, bias=False) for _ in range(4))
+
+    def forward(self, x, scale, shift):
+        q, k, v = (w(x).unflatten(-1, (-1, 4)).transpose(1, 2) for w in (self.wq, self.wk, self.wv))
+        out = F.scaled_dot_product_attention(q * scale + shift, k, v, is_causal=True)
+        return self.wo(out.transpose(1, 2).flatten(-2))
+
+
+class FeedForward(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.w1, self.w3, self.w2 = (nn.Linear(*sizes, bias=False) for sizes in ((16, 32), (16, 32), (32, 16)))
+
+    def forward(self, x):
+        return self.w2(F.silu(self.w1(x)) * self.w3(x))
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.attention_norm, self.ffn_norm = nn.LayerNorm(16), nn.LayerNorm(16)
+        self.attention, self.feed_forward = Attention(), FeedForward()
+
+    def forward(self, x):
+        x = x + self.attention(self.attention_norm(x), torch.tensor(1.0), torch.tensor(0.0))
+        return x + self.feed_forward(self.ffn_norm(x))
+
+
+class Mine(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.tok_embeddings, self.norm = nn.Embedding(64, 16), nn.LayerNorm(16)
+        self.layers = nn.ModuleDict({str(i): Block() for i in range(2)})
+        self.output = nn.Linear(16, 64, bias=False)
+
+    def forward(self, tokens):
+        x = self.tok_embeddings(tokens)
+        for layer in self.layers.values():
+            x = layer(x)
+        return self.output(self.norm(x))
+'''
+LOOP = """
+dist.init_process_group("gloo")
+mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_shard", "tp"))
+torch.manual_seed(0)
+model = Mine()
+shard(model, mesh, SimpleNamespace(compute=torch.float32, storage=torch.float32))
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+torch.manual_seed(mesh["dp_shard"].get_local_rank())
+tokens = torch.randint(64, (4, 9))
+for step in range(8):
+    with loss_parallel():
+        loss = F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten()) / 2
+        loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    if dist.get_rank() == 0:
+        print("loss", float(loss.full_tensor()), flush=True)
+dist.destroy_process_group()
+"""
+
+
+# PyTorch is imported once for all.
+FOUR_RANKS = """
+import os, runpy, sys
+import torch.distributed.fsdp, torch.distributed.tensor.parallel
+children = []
+for rank in range(4):
+    child = os.fork()
+    if not child:
+        os.environ["RANK"] = str(rank)
+        runpy.run_path("mine.py", run_name="__main__")
+        sys.exit()
+    children.append(child)
+sys.exit(max([os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children], key=abs))
+"""
+
+
+@pytest.mark.long
+def test_the_technique_can_be_copied(tmp_path):
+    """The lines of `fsdp_tp`, in a file with another model, and nothing of this package."""
+    source = inspect.getsource(fsdp_tp)
+    imports = source[source.index("from torch.distributed.device_mesh") : source.index("from mmm.")]
+    text = "from __future__ import annotations\n" + MODEL + imports + "\n" + inspect.getsource(fsdp_tp.shard) + LOOP
+    assert "mmm" not in text
+    (tmp_path / "mine.py").write_text(text.replace("units: list[Any]", "units"))
+    environment = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "4"}
+    done = subprocess.run(
+        [sys.executable, "-c", FOUR_RANKS],
+        cwd=tmp_path,
+        env=environment | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+    )
+    assert done.returncode == 0, done.stderr
+    losses = [float(line.split()[1]) for line in done.stdout.splitlines()]
+    assert len(losses) == 8
+    assert losses[-1] < 0.7 * losses[0]
+
+
+def compared(rank):
+    """What a run that is not broken is found to differ by."""
+    layout = Layout(dp_shard=rank.world_size)
+    run, model = run_of(rank, layout), full("cnn")
+    parallel = fsdp.parallelize(run, model, run.config)
+    optimizer = torch.optim.SGD(parallel.parameters(), lr=0.1)
+    found = OneDevice(run, full("cnn"), [parallel], optimizer, lambda _: Whole(*batch_of("cnn", 0, SAMPLES)))
+    trained_losses = []
+    size = SAMPLES // rank.world_size
+    inputs, targets, count = batch_of("cnn", rank.rank * size, size)
+    for _ in range(STEPS):
+        loss = cross_entropy(parallel(inputs), targets, count)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        found.loss(run.global_sum(float(loss)))
+        trained_losses.append(found.steps[-1])
+    return [(step.loss_apart, step.wrong(1e-9), step.wrong(-1.0)) for step in trained_losses]
+
+
+class Whole:
+    def __init__(self, inputs, targets, count):
+        self.inputs, self.targets, self.count = inputs, targets, count
+
+
+def test_what_is_not_broken_is_as_on_one_device(run_on_ranks):
+    for steps in run_on_ranks(compared, 2):
+        for loss, wrong, compared_with in steps:
+            assert loss < 1e-12
+            assert wrong == []
+            assert len(compared_with) == 8  # all parameters were compared
+
+
+# example → flags of a small run, and where each mistake shows first
+TEXT = ["--preset", "debug", "--seq_length", "16", "--global_batch_size", "8"]
+SHOWS = {
+    ("fsdp_tp", "averaged"): (["--tpsize", "2", *TEXT], "the gradients of step 0 (tok_embeddings.weight)"),
+    ("fsdp_tp", "norms"): (["--tpsize", "2", *TEXT], "the gradients of step 0 (layers.0.ffn_norm.weight)"),
+    ("fsdp", "averaged"): (["--dataset", "digits", "--global_batch_size", "16"], "the loss of step 0"),
+    ("hsdp", "one_axis"): (TEXT, "the gradients of step 0 (tok_embeddings.weight)"),
+    ("hsdp", "own_weights"): (TEXT, "the loss of step 0"),
+    ("zero", "no_gather"): (TEXT, "the loss of step 1"),
+    ("ddp", "no_all_reduce"): (TEXT, "the gradients of step 0 (tok_embeddings.weight)"),
+    ("ddp", "same_samples"): (TEXT, "the loss of step 0"),
+}
+
+
+def test_every_mistake_is_listed():
+    programs = {name: importlib.import_module(f"mmm.examples.{name}") for name, _ in SHOWS}
+    assert {(name, mistake) for name, program in programs.items() for mistake in program.Config.BREAKS} == set(SHOWS)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("name", "mistake"), SHOWS)
+def test_a_mistake_shows(run_on_ranks, tmp_path, name, mistake):
+    flags, where = SHOWS[name, mistake]
+    flags = [*flags, "--dtype", "fp64", "--max_iters", "2", "--no-plots", "--outdir", tmp_path, "--break", mistake]
+    done = run_program(run_on_ranks, 4, f"mmm.examples.{name}", *flags)
+    assert done.returncode == 1, done.stderr
+    assert "Traceback" not in done.stderr
+    assert f"--break {mistake}, on purpose" in done.stdout
+    assert f"It shows first in {where}" in done.stdout
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert config["state"] == "finished"
+    assert config["broken"]["name"] == mistake
+    if name == "fsdp_tp":
+        wrong = [n for n, apart in config["broken"]["steps"][0]["gradients"].items() if apart > 1e-9]
+        assert wrong == [f"layers.{i}.ffn_norm.weight" for i in range(2)] or mistake == "averaged"
+        np.testing.assert_allclose(
+            config["broken"]["steps"][0]["loss"], config["broken"]["steps"][0]["expected"], 1e-12
+        )
+
+
+def test_a_mistake_there_is_not():
+    with pytest.raises(ValueError, match="--break"):
+        fsdp_tp.train(configure(fsdp_tp.Config, break_="norm"))
+    with pytest.raises(ValueError, match="--break"):
+        ddp.train(configure(ddp.Config, break_="averaged"))
+    with pytest.raises(ValueError, match="--break"):
+        for_a_few_steps(configure(fsdp_tp.Config, break_="norms"))

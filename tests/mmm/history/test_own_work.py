@@ -1,0 +1,82 @@
+"""Who the others wait for: a rank, a host whose ranks take turns, or nobody; and the table of it."""
+
+import numpy as np
+import pytest
+
+from mmm.history import History
+from mmm.history.plots.own_work import OwnWork, communication_to_computation, most_of, slow
+from mmm_lab.cli import history as command
+
+
+def work(own, dt=1.0):
+    rank, over = most_of(np.array(own))
+    return OwnWork("dt_own", np.full(len(own), dt), rank, over)
+
+
+def test_a_rank_over_the_median_rank():
+    found = slow(work([[9, 0, 0, 0], [0.1, 0.1, 0.5, 0.2], [0.1, 0.1, 0.5, 0.2]]))  # the first row is not in it
+    assert (found.rank, found.is_host, found.rows, found.of) == (2, False, 2, 2)
+    assert found.over == pytest.approx(0.4)
+    assert slow(work([[0.5, 0.1]] * 2)).over == pytest.approx(0.4)  # of two over the other
+    assert slow(work([[0.5, np.nan, 0.1]] * 2)).rank == 0
+
+
+def test_nobody():
+    assert slow(work([[0.1, 0.14, 0.1]] * 3)) is None  # 4 % of a step
+    assert slow(work([[0.1, 0.5, 0.1], [0.1, 0.5, 0.1], [0.5, 0.1, 0.1]])) is None  # taking turns, on no host
+    assert slow(work([[np.nan] * 3] * 3)) is None
+    assert slow(work(np.zeros((0, 3)))) is None
+
+
+def test_chance_blames_nobody():
+    """Of two equal ranks, or hosts, one has the most in about half of the rows."""
+    of_two = np.where(np.arange(41)[:, None] % 20 < 11, [0.3, 0.1], [0.1, 0.3])
+    assert slow(work(of_two), ["a", "a"]) is None
+    assert slow(work(of_two[:, [0, 0, 1, 1]]), ["a", "a", "b", "b"]) is None
+    assert slow(work(of_two[:, [1, 1, 1, 0]]), ["a", "a", "a", "b"]) is None
+    assert slow(work(np.where(np.arange(41)[:, None] % 20 < 17, [0.3, 0.1], [0.1, 0.3])), ["a", "a"]).rank == 0
+
+
+def made(folder, count, full_ranks=64, rows=9, slow_rank=1):
+    """A run of four ranks a host, one of which sleeps 0.4 s of each step of 0.5 s."""
+    folder.mkdir(exist_ok=True)
+    ranks = [{"rank": r, "local_rank": r % 4, "host": f"node{r // 4}", "dp_shard": r} for r in range(count)]
+    with History(folder, ranks=ranks, full_ranks=full_ranks) as history:
+        for step in range(rows):
+            own = [0.5 if rank == slow_rank else 0.1 for rank in range(count)]
+            history.update({"iter": step, "loss": 1.0}, {"dt": [0.3] * (count - 1) + [0.5], "dt_own": own})
+    return folder
+
+
+@pytest.mark.parametrize(("count", "rows"), [(2, 3), (4, 300), (64, 9)])
+def test_the_map_of_ranks_and_steps(tmp_path, capsys, monkeypatch, count, rows):
+    monkeypatch.setenv("COLUMNS", "120")
+    assert command.main([str(made(tmp_path, count, rows=rows)), "--ranks"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 120
+    of_ranks = [line.split() for line in lines[4 : 4 + count]]
+    assert [line[0] for line in of_ranks] == [str(rank) for rank in range(count)]
+    columns = min(rows, len(of_ranks[0][3]))
+    assert columns == rows or columns > 60
+    assert [line[3] for line in of_ranks[:2]] == ["·" * columns, "█" * columns]
+    assert [line[4:] for line in of_ranks[:2]] == [["0.1", "80", "%"], ["0.5", "0", "%"]]
+    assert " ".join(map(str.strip, lines[5 + count :])) == (
+        "slowest: rank 1 (host node0, local_rank 1, dp_shard 1): 0.4 s of work over the median rank in a step of 0.5 "
+        f"s, in {rows - 1} of {rows - 1} rows; the others wait for it"
+    )
+
+
+def test_seconds_waited_for_each_second_of_computation():
+    """Two ranks: one computes 3 s of 4, the other 1 s; the first row, which starts what is slow to start, is not in."""
+    dt = np.array([[100.0, 100.0], [4.0, 4.0], [4.0, 4.0]])
+    own = np.array([[1.0, 1.0], [3.0, 1.0], [3.0, 1.0]])
+    assert communication_to_computation(dt, own) == pytest.approx((1 + 3) / (3 + 1))
+    assert communication_to_computation(dt[:1], own[:1]) == pytest.approx(198 / 2)  # there is no other
+
+
+def test_where_it_is_not_known():
+    dt = np.full((3, 2), 4.0)
+    assert communication_to_computation(dt, np.full((3, 2), np.nan)) is None
+    assert communication_to_computation(dt[:0], dt[:0]) is None
+    one = np.where([[True, False]] * 3, 2.0, np.nan)  # a rank that does not know is left out
+    assert communication_to_computation(dt, one) == 1.0

@@ -1,0 +1,107 @@
+"""Pictures of runs: every point, marker and text is inside, and the legend names each line; light and dark."""
+
+import json
+
+import pytest
+
+from mmm.history import History, load
+from mmm.history.plots.figures import metric_figure
+from mmm.history.plots.series import metrics
+from mmm.history.plots.style import style, text_on, theme
+from mmm.history.plots.summary import summary_figure
+from mmm.history.plots.terminal import terminal_summary
+from mmm.palette import DARK, LIGHT, MEMORY, SERIES, STEP_PARTS
+from mmm_lab.runs.curves import curves_figure
+from support.pictures import flaws
+
+RANKS = [{"rank": rank, "host": "node"} for rank in range(4)]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """Whatever is hard to draw: a first step that takes long, a value of 0, a loss of validation at both ends, a rank
+    that is slow, rates that begin low."""
+    folder = tmp_path_factory.mktemp("run")
+    (folder / "config.json").write_text(json.dumps({"layout": "dp4·ep2", "module": "moe"}))
+    with History(folder, ranks=RANKS) as history:
+        for step in range(70):
+            row = {
+                "iter": step,
+                "loss": 5 - 0.05 * step,
+                "mfu": 0.0 if step < 3 else 0.4,
+                "tps": 9e4 if step else 800.0,
+            }
+            if step in (0, 69):
+                row["val_loss"] = 9.0 if step else 1.2
+            own = [(6.0 if step == 0 else 0.02 if step == 40 else 0.2) * (1.5 if rank == 2 else 1) for rank in range(4)]
+            history.update(row, {"dt": [max(own)] * 4, "dtf": [0.01] * 4, "dtw": [0.0] * 4, "dt_own": own})
+    return load(folder)
+
+
+@pytest.fixture(scope="module")
+def stages(tmp_path_factory):
+    """Four trainings in one record, as `mmm.examples.zero` leaves."""
+    folder = tmp_path_factory.mktemp("stages")
+    with History(folder, ranks=RANKS) as history:
+        for stage in range(4):
+            for step in range(5):
+                held = {"parameters": 400 // (stage + 1), "gradients": 300, "optimizer_state": 800 // (stage + 1)}
+                row = {"stage": stage, "iter": step, "loss": 5.0 - step, **held}
+                history.update(row, {"dt": [0.3] * 4, "dtf": [0.1 + 0.01 * step] * 4, "dtb": [0.2] * 4})
+    return load(folder)
+
+
+@pytest.mark.parametrize("name", ["light", "dark"])
+def test_nothing_is_cut_and_everything_is_named(run, stages, name):
+    with style(name):
+        for ds in (run, stages):
+            assert flaws(summary_figure(ds, "a run of mmm")) == []
+            for metric in metrics(ds):
+                assert flaws(metric_figure(ds, metric)) == [], metric
+        assert flaws(curves_figure({"s": {"a": [(1, 2.0), (8, 0.0)], "b": [(1, 1.0), (8, 3.0)]}})) == []
+
+
+def test_what_the_stages_of_zero_look_like(stages):
+    figure = summary_figure(stages, "zero")
+    losses, held, times = figure.axes
+    assert [line.get_label() for line in losses.lines] == [f"stage {n}" for n in range(4)]
+    assert losses.get_xlim()[1] < 5  # over the steps of each
+    assert [text.get_text() for text in held.texts] == ["100%", "60%", "47%", "40%"]
+    assert [text.get_text() for text in held.get_xticklabels()] == [f"stage {n}" for n in range(4)]
+    assert [text.get_text() for text in times.get_legend().get_texts()] == ["forward", "backward"]
+    assert times.patches[0].get_height() == pytest.approx(120)  # ms, the median
+    text = terminal_summary(stages, "loss")
+    assert "a stage 0   b stage 1   c stage 2   d stage 3" in text
+    assert max(map(len, text.splitlines())) <= 100
+
+
+def test_ep_and_what_ran(run):
+    with style():
+        texts = [text.get_text() for text in summary_figure(run, "moe · run").texts]
+    assert texts == ["moe · run", "70 rows · 4 ranks · 1 host · layout dp4·ep2"]
+
+
+def test_one_thing_has_one_colour(run):
+    stacked = summary_figure(run, "run").axes[1]
+    named = dict(zip(*reversed(stacked.get_legend_handles_labels()), strict=True))
+    alone = metric_figure(run, "dtf").axes[0].lines
+    assert {str(line.get_color()) for line in alone if line.get_label().startswith("median")} == {STEP_PARTS["dtf"]}
+    assert named["forward"].get_facecolor()[0].tolist()[:3] == pytest.approx([0x56 / 255, 0xB4 / 255, 0xE9 / 255])
+
+
+def test_themes():
+    import matplotlib
+
+    before = dict(matplotlib.rcParams)
+    assert theme() == LIGHT
+    with style("dark"):
+        assert theme() == DARK
+    assert dict(matplotlib.rcParams) == before
+    for color in {*SERIES, *STEP_PARTS.values(), *MEMORY.values()}:
+        light, dark = (abs(_luminance(color) - _luminance(text)) for text in (LIGHT.paper, LIGHT.ink))
+        assert text_on(color) == (LIGHT.paper if light > dark else LIGHT.ink) or abs(light - dark) < 0.25
+
+
+def _luminance(color):
+    red, green, blue = (int(color[i : i + 2], 16) / 255 for i in (1, 3, 5))
+    return 0.3 * red + 0.59 * green + 0.11 * blue

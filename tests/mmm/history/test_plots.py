@@ -1,0 +1,140 @@
+"""Plots exist and show something; a plot that fails costs a warning; the command prints a summary."""
+
+import json
+
+import pytest
+
+from mmm.errors import RecordError
+from mmm.history import History, load, plot_all, terminal_plot
+from mmm.history.plots import figures as drawing
+from mmm.history.plots.series import metrics, series, slowest
+from mmm.history.plots.style import style
+from mmm.history.plots.summary import summary_figure
+from mmm_lab.cli import history as command
+
+RANKS = [{"rank": r, "local_rank": r % 2, "host": f"node{r // 2}", "tp": r % 2} for r in range(4)]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """30 rows of 4 ranks, rank 2 slow, the others waiting for it, a slow first step, val_loss on every tenth row."""
+    folder = tmp_path_factory.mktemp("outputs") / "module" / "run"
+    with History(folder, ranks=RANKS) as history:
+        for step in range(30):
+            row = {"iter": step, "loss": 10.0 / (step + 1), "sps": 1.0 if step == 0 else 80.0 + step % 3}
+            if step % 10 == 9:
+                row["val_loss"] = row["loss"] + 0.1
+            dtf = [(5.0 if step == 0 else 0.1) * (1.5 if r == 2 else 1 + 0.01 * r) for r in range(4)]
+            own = [f + 0.2 for f in dtf]
+            times = {"dt": [max(own) + 0.01 * (r == 1) for r in range(4)], "dtf": dtf, "dtb": [0.2] * 4, "dt_own": own}
+            history.update(row, times)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def drawn(run):
+    return plot_all(load(run).drop_vars(["sps", "dtb", "dt_own"]), run)
+
+
+def test_every_metric_has_a_picture_and_a_text(run, drawn):
+    assert set(metrics(load(run))) == {"loss", "sps", "val_loss", "dt", "dtf", "dtb", "dt_own"}
+    names = {"loss", "val_loss", "dt", "dtf"}
+    pngs, svgs, texts = run / "plots/mplot/pngs", run / "plots/mplot/svgs", run / "plots/tplot"
+    assert {p.stem for p in pngs.iterdir()} == {p.stem for p in svgs.iterdir()} == names | {"summary"}
+    assert {p.stem for p in texts.iterdir()} == names
+    assert sorted(drawn) == sorted([*pngs.iterdir(), *svgs.iterdir(), *texts.iterdir()])
+
+
+def test_terminal_plot_is_plain_and_fits(run):
+    text = terminal_plot(load(run), "dtf", width=70, height=14)
+    lines = text.splitlines()
+    assert "forward time" in text
+    assert "median of 4 ranks" in text
+    assert "1 row above the plot: 5.1 s at iter 0" in lines[-1]
+    assert len(lines) == 14
+    assert max(map(len, lines)) <= 70
+    assert "\x1b" not in text
+    assert "\x1b[" in terminal_plot(load(run), "dtf", width=70, height=14, color=True)
+    curve = {c for line in lines for c in line} & set("▖▗▘▝▀▄▌▐▙▟▛▜▚▞█")
+    assert curve
+
+
+def test_unknown_metric_names_the_known(run):
+    with pytest.raises(RecordError, match=r"no 'lost'.*loss, sps"):
+        terminal_plot(load(run), "lost")
+
+
+def test_the_straggler_is_named_by_its_own_work(run, capsys):
+    assert slowest(series(load(run), "dt_own"), load(run)) == 2
+    assert slowest(series(load(run), "dtf"), load(run)) is None  # may contain waiting
+    assert command.main([str(run), "--metric", "loss"]) == 0
+    out = capsys.readouterr().out
+    assert dict(command.summary(load(run), "finished"))["waiting"].endswith(
+        "s for other ranks, for each second of computation"
+    )
+    for text in ("finished", "30 rows", "4 ranks", "2 hosts", "tp 2", "loss       0.333333", "training loss"):
+        assert text in out
+    said = "rank 2 (host node1, local_rank 0, tp 0): 0.049 s of work over the median rank in a step of 0.36 s"
+    assert said in out
+    assert command.main([str(run), "--ranks"]) == 0
+    assert said in " ".join(capsys.readouterr().out.split())  # there is one answer
+
+
+@pytest.mark.parametrize("full_ranks", [64, 2])
+def test_without_own_work_no_rank_is_named(tmp_path, full_ranks):
+    with History(
+        tmp_path, ranks=[{"rank": r, "pp": r // 2, "tp": r % 2} for r in range(4)], full_ranks=full_ranks
+    ) as h:
+        h.update({}, {"dt": [0.5, 0.5, 0.51, 0.5], "dtw": [0.1, 0.3, 0.4, 0.0]})
+    assert command.straggler(load(tmp_path)).startswith("not known: each rank's dt contains its waiting for the others")
+
+
+def test_the_command_finalizes_and_plots(tmp_path, capsys):
+    history = History(tmp_path, ranks=[{}], flush_every=1)
+    history.update({"loss": 1.5})
+    assert command.main([str(tmp_path)]) == 0
+    assert "running" in capsys.readouterr().out
+    with pytest.raises(RecordError, match="still writing"):
+        command.main([str(tmp_path), "--fold"])
+    history._journal.close()  # what a kill leaves: the file, and no lock on it
+    assert command.main([str(tmp_path), "--finalize", "--plot"]) == 0
+    assert "5 plots in" in capsys.readouterr().out
+    assert (tmp_path / "train_dataset.h5").exists()
+
+
+def test_a_run_by_epochs_shows_its_losses_and_its_accuracy(tmp_path):
+    with History(tmp_path / "run", ranks=RANKS[:1]) as history:
+        for epoch in range(1, 5):
+            row = {"epoch": epoch, "train_loss": 1 / epoch, "test_loss": 2 / epoch, "test_acc": 90.0 + epoch}
+            history.update(row, {"dt": [3.0], "dtf": [1.0], "dtb": [2.0]})
+    with style():
+        figure = summary_figure(load(tmp_path / "run"), "run")
+        alone = drawing.metric_figure(load(tmp_path / "run"), "dt").axes[0]
+    losses, accuracy, times = figure.axes
+    assert losses.get_title(loc="left") == "Training loss"
+    assert [text.get_text() for text in losses.get_legend().get_texts()] == ["train_loss", "test_loss"]
+    assert accuracy.get_ylabel() == "test_acc [%]"
+    assert times.get_title(loc="left") == "Time of an epoch"
+    assert alone.get_title(loc="left") == "Time of an epoch"
+
+
+def test_the_limits_have_the_validation_loss_inside(tmp_path):
+    with History(tmp_path / "run", ranks=RANKS[:1]) as history:
+        for step in range(30):
+            history.update({"iter": step, "loss": 3.0 - 0.01 * step} | ({"val_loss": 1.0} if step == 9 else {}), {})
+    figure = drawing.metric_figure(load(tmp_path / "run"), "loss")
+    assert figure.axes[0].get_ylim()[0] < 1.0
+
+
+def test_the_summary_of_a_vision_run(tmp_path, capsys):
+    (tmp_path / "run").mkdir()
+    config = {"data": {"dataset": "digits", "source": "scikit-learn's"}}
+    (tmp_path / "run" / "config.json").write_text(json.dumps(config))
+    with History(tmp_path / "run", ranks=RANKS[:1]) as history:
+        for epoch, accuracy in enumerate((90.0, 97.5, 96.0), 1):
+            history.update({"epoch": epoch, "train_loss": 1 / epoch, "test_loss": 2 / epoch, "test_acc": accuracy}, {})
+    assert command.main([str(tmp_path / "run")]) == 0
+    text = capsys.readouterr().out
+    assert "  data       digits, scikit-learn's\n" in text
+    assert "  train_loss 0.333333 (first 1.000000, lowest 0.333333 at epoch 3)\n" in text
+    assert "  test_acc   96.00 (first 90.00, highest 97.50 at epoch 2)\n" in text

@@ -1,0 +1,163 @@
+"""The bubble: replays of lists whose bubble is known, every schedule against its formula, and what real ranks did."""
+
+import itertools
+
+import pytest
+import torch
+
+from mmm.models.transformer import Transformer, TransformerConfig
+from mmm.parallel import Layout, apply, build_mesh, cross_entropy, materialize
+from mmm.parallel.plans.transformer import transformer_plan
+from mmm.parallel.pp.bubble import bubble_formula
+from mmm.parallel.pp.pipeline import Pipeline
+from mmm.parallel.pp.recorder import Action, Recorder
+from mmm.parallel.pp.replay import action_lists, gather, replay
+from mmm.parallel.pp.schedules import SCHEDULES, stages_of
+from mmm.parallel.pp.stages import balance_stages, parts_of, take_stage
+from mmm.runtime.device import Precision
+from support import reference
+
+CPU = torch.device("cpu")
+DEEP = TransformerConfig(dim=32, n_layers=6, n_heads=4, n_kv_heads=2, ffn_dim=48, vocab_size=256)  # 8 parts
+UNIT = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}
+
+
+def actions(text: str) -> list[Action]:
+    """Of ``0F0 0F1 0B0``."""
+    return [Action(int(word[0]), word[1], int(word[2:])) for word in text.split()]
+
+
+def test_by_hand():
+    """Two stages, two micro-batches; B twice as long as F.
+
+    rank 0   F0 F1  ·  · B0 B0  · B1 B1
+    rank 1    · F0 B0 B0 F1 B1 B1  ·  ·
+    """
+    rows = [actions("0F0 0F1 0B0 0B1"), actions("1F0 1B0 1F1 1B1")]
+    found = replay(rows, lambda action: UNIT[action.kind])
+    assert [(str(b.action), b.begin, b.end) for b in found.rows[0]] == [
+        ("0F0", 0, 1),
+        ("0F1", 1, 2),
+        ("0B0", 4, 6),
+        ("0B1", 7, 9),
+    ]
+    assert [b.begin for b in found.rows[1]] == [1, 2, 4, 5]
+    assert found.seconds == 9
+    assert found.idle(0) == found.idle(1) == pytest.approx(1 / 3)
+    assert found.bubble == pytest.approx(bubble_formula("1F1B", 2, 2))
+
+
+def test_unequal_times():
+    """The slow rank never waits once it has begun; the other does whenever it is not needed."""
+    rows = [actions("0F0 0F1 0B0 0B1"), actions("1F0 1B0 1F1 1B1")]
+    found = replay(rows, {a: 3.0 if a.stage else 1.0 for row in rows for a in row})
+    assert found.seconds == 1 + 4 * 3 + 1
+    assert found.idle(1) == pytest.approx(2 / 14)
+    assert found.idle(0) == pytest.approx(10 / 14)
+    assert found.bubble == pytest.approx(6 / 14)
+
+
+def test_split_backward():
+    """W fills what B would leave: nobody needs it."""
+    rows = [actions("0F0 0I0 0W0"), actions("1F0 1I0 1W0")]
+    found = replay(rows, lambda action: UNIT[action.kind])
+    assert [b.begin for b in found.rows[0]] == [0, 3, 4]
+    assert [b.begin for b in found.rows[1]] == [1, 2, 3]
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize(("pp", "microbatches"), [(2, 4), (4, 8), (4, 16), (3, 6), (8, 16)])
+def test_equal_times_are_the_formula(schedule, pp, microbatches):
+    for each in {SCHEDULES[schedule].least, SCHEDULES[schedule].most or 3}:
+        stages = [stages_of(rank, pp, schedule, each) for rank in range(pp)]
+        lists = action_lists(schedule, pp, microbatches, stages)
+        found = replay(lists, lambda action: UNIT[action.kind])
+        assert found.bubble == pytest.approx(bubble_formula(schedule, pp, microbatches, each), rel=1e-12)
+        for rank, row in enumerate(lists):
+            done = {(a.stage, kind, a.microbatch) for a in row for kind in ("IW" if a.kind == "B" else a.kind)}
+            assert done == set(itertools.product(stages[rank], "FIW", range(microbatches)))
+
+
+def test_formula_has_its_bounds():
+    assert bubble_formula("GPipe", 4, 2) == 3 / 5
+    assert bubble_formula("LoopedBFS", 4, 2, 2) is None
+    assert bubble_formula("ZBVZeroBubble", 4, 5, 2) is None
+    stages = [stages_of(rank, 4, "ZBVZeroBubble", 2) for rank in range(4)]
+    for microbatches in (5, 6):
+        bubble = replay(action_lists("ZBVZeroBubble", 4, microbatches, stages), lambda a: UNIT[a.kind]).bubble
+        assert (bubble > 3 / (3 * microbatches * 2 + 3) + 1e-9) == (microbatches == 5)
+
+
+def test_refused():
+    with pytest.raises(ValueError, match="0B0"):
+        replay([actions("0B0 0F0"), actions("1F0 1B0")], lambda _: 1.0)
+    with pytest.raises(ValueError, match=r"0B1"):
+        replay([actions("0F0 0F1 0B1 0B0"), actions("1B0 1F0 1F1 1B1")], lambda _: 1.0)
+    with pytest.raises(ValueError, match="1F1"):  # nobody does 0F1
+        replay([actions("0F0"), actions("1F0 1F1")], lambda _: 1.0)
+    with pytest.raises(ValueError, match="more than once: 0F0"):
+        replay([actions("0F0 0F0")], lambda _: 1.0)
+
+
+def run_schedules(rank, names, microbatches):
+    """Of each schedule what the ranks did in two steps, and this rank's losses with and without being recorded."""
+    layout, plan = Layout(pp=rank.world_size).fit(rank.world_size), transformer_plan()
+    mesh, found = build_mesh(layout, "cpu"), {}
+    batch = reference.tokens().batch(0, 8, 0, 8)
+    for name in names:
+        with torch.device("meta"):
+            model = Transformer(DEEP)
+        parts, each = parts_of(model, plan), SCHEDULES[name].least
+        cuts = balance_stages([1.0] * len(parts), layout.pp * each)
+        mine = {n: take_stage(model, parts, cuts[n]) for n in stages_of(rank.rank, layout.pp, name, each)}
+        for stage in mine.values():
+            apply(stage, mesh, plan, Precision("fp32", torch.float32, torch.float32))
+            materialize(stage, CPU, 0)
+        pipeline = Pipeline(
+            mine,
+            len(cuts),
+            mesh,
+            schedule=name,
+            microbatches=microbatches,
+            device=CPU,
+            loss=lambda output, targets: cross_entropy(output, targets, batch.count),
+        )
+        recorder, losses = Recorder(CPU, mesh["pp"].get_group()), []
+        for step in range(5):
+            pipeline.times.recorder = recorder if step in (0, 2) else None
+            if step == 3:
+                losses.append(pipeline.evaluate(batch.inputs, batch.targets).item())
+            else:
+                losses.append(pipeline.step(batch.inputs, batch.targets).item())
+        assert losses == [pytest.approx(losses[0], rel=1e-6)] * 5
+        assert len(recorder.steps) == 2
+        found[name] = gather(recorder)
+    return found
+
+
+def check_recorded(everyone, ranks, microbatches):
+    for name in everyone[0]:
+        each = SCHEDULES[name].least
+        stages = [stages_of(rank, ranks, name, each) for rank in range(ranks)]
+        recorded = everyone[0][name]
+        assert all(found[name] == recorded for found in everyone)
+        assert recorded.lists == action_lists(name, ranks, microbatches, stages)
+        assert set(recorded.seconds) == {action for row in recorded.lists for action in row}
+        assert min(recorded.seconds.values()) > 0
+        for row in recorded.wall.rows:
+            assert all(a.end <= b.begin for a, b in itertools.pairwise(row))
+            assert all(0 <= box.begin < box.end for box in row)
+        needs_input = [box for row in recorded.wall.rows for box in row if box.action.kind == "F" and box.action.stage]
+        ends = {box.action: box.end for row in recorded.wall.rows for box in row}
+        assert all(box.begin >= ends[box.action._replace(stage=box.action.stage - 1)] for box in needs_input)
+        assert 0 < replay(recorded.lists, recorded.seconds).bubble < 1
+
+
+def test_two_real_ranks(run_on_ranks):
+    """Every action once, in the order of PyTorch's list; recording changes nothing, and ends."""
+    check_recorded(run_on_ranks(run_schedules, 2, ["1F1B", "ZBVZeroBubble"], 4), 2, 4)
+
+
+@pytest.mark.long
+def test_all_schedules_on_four_ranks(run_on_ranks):
+    check_recorded(run_on_ranks(run_schedules, 4, list(SCHEDULES), 8), 4, 8)

@@ -1,0 +1,309 @@
+"""Models as people write them (`support.own_models`), three steps on each layout: losses and weights are those of plain
+PyTorch on the full batch, or the model is refused by name, or `mmm verify` finds it."""
+
+import re
+import warnings
+from contextlib import nullcontext
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from mmm.errors import ConfigError, UserError
+from mmm.parallel import Layout, Plan, apply, build_mesh, loaded_values, materialize, meta_parameters, sync_gradients
+from mmm.parallel.dp.fsdp import fsdp_units_of
+from mmm.parallel.own_model import check_own_model
+from mmm.parallel.plan import unmatched
+from mmm.runtime.device import Precision
+from mmm.trainer.loop.save import full_tensors
+from support.own_model import CPU, FP64
+from support.own_models import CASES
+from support.own_modules import Custom
+
+PAGE = Path(__file__).parent.parent.parent.parent / "docs" / "your-script.md"
+BF16 = Precision("bf16", torch.float32, torch.bfloat16)
+BATCH, STEPS, BOUND = 8, 3, 1e-12  # of the losses, and of each tensor of the weights beside its largest element
+LAYOUTS = {
+    "1 rank": (Layout(dp_shard=1), "fsdp"),
+    **{technique: (Layout(dp_shard=2), technique) for technique in ("fsdp", "ddp", "zero1", "zero2")},
+    "tp2": (Layout(dp_shard=1, tp=2), "fsdp"),
+    "dp2·tp2": (Layout(dp_shard=2, tp=2), "fsdp"),
+    "dp2·tp2 zero1": (Layout(dp_shard=2, tp=2), "zero1"),
+}
+ZERO_TP = "dp2·tp2 zero1"
+TP, DP = ("tp2", "dp2·tp2", ZERO_TP), ("fsdp", "ddp", "zero1", "zero2")
+FSDP = ("1 rank", "fsdp", "tp2", "dp2·tp2")
+# Wrong, and found by `mmm verify` before training (`tests/mmm_verify/test_wrong_plans.py`).
+VERIFY = "verify"
+# Ranks call other FSDP units: not run here, since their collectives do not pair up (`test_forwards.py`).
+ENDS = "ends"
+# What is not the same: the model → layouts → the words by which it is refused; None: an error of PyTorch's, so far.
+OTHERWISE: dict[str, dict[tuple[str, ...], str | None]] = {
+    "routed experts": {("fsdp", "dp2·tp2"): ENDS},
+    "norm over all heads": {TP: None},
+    "PINN, u''": {FSDP: "create_graph=True .* use ddp, zero1 or zero2", (ZERO_TP,): None},
+    "own parameters and buffers": {TP: "no style for gain"},
+    "own scalar": {(*FSDP, "zero1", "zero2", ZERO_TP): r"log_scale, which is a scalar.* \(1,\), or use ddp"},
+    "own mean in a buffer": {(*DP, "dp2·tp2", ZERO_TP): VERIFY},
+    "frozen parameter that forward writes": {("1 rank", *DP): VERIFY, TP: "no style for code"},
+    "Embedding with max_norm": {("1 rank", *DP): VERIFY, TP: "does not keep what max_norm writes"},
+    "ModuleDict as a unit": {FSDP: "fsdp_units names heads, a ModuleDict, which is never called"},
+    "complex beside real": {
+        FSDP: "weight, which is complex, beside bias, which is real",
+        (ZERO_TP,): "no style for weight, bias",
+    },
+    "lazy shapes": {tuple(LAYOUTS): r"0\.weight, 0\.bias of Sequential would get its shape"},
+}
+QUICK = {
+    "fsdp": [
+        "FNO, complex weights",
+        "ModuleDict as a unit",
+        "complex beside real",
+    ],
+    "zero2": ["update by hand", "own scalar"],
+    "tp2": ["LoRA, tied head"],
+}
+
+
+def outcome(name, layout):
+    """same, refused, verify, ends or error; and the words."""
+    for layouts, words in OTHERWISE.get(name, {}).items():
+        if layout in layouts:
+            if words in (VERIFY, ENDS):
+                return words, None
+            return ("error" if words is None else "refused"), words
+    return "same", None
+
+
+class Gather(torch.autograd.Function):
+    """All ranks' samples; in backward what all of them have for this rank's."""
+
+    @staticmethod
+    def forward(ctx, x, group):
+        ctx.group, ctx.samples = group, len(x)
+        parts = [torch.empty_like(x) for _ in range(dist.get_world_size(group))]
+        dist.all_gather(parts, x.contiguous(), group=group)
+        return torch.cat(parts)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        total = gradient.contiguous()
+        dist.all_reduce(total, group=ctx.group)
+        return total.split(ctx.samples)[dist.get_rank(ctx.group)], None
+
+
+def zero_missing(optimizer, *_):
+    """What no sample has used has the gradient zero on ranks; in plain PyTorch it has none (docs/your-script.md)."""
+    for parameter in optimizer.param_groups[0]["params"]:
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+
+
+def steps(case, models, first, samples, gather):
+    """The losses, (steps,). Args: first, samples: of each global batch."""
+    optimizers = []
+    for model in models:
+        parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        kind, rate = (torch.optim.SGD, 0.1) if case.sgd else (torch.optim.AdamW, 1e-2)
+        optimizers.append(kind(parameters, lr=rate))
+        optimizers[-1].register_step_pre_hook(zero_missing)
+    starts = [step * BATCH + first for step in range(STEPS)]
+    batches = [case.batch(range(start, start + samples)) for start in starts]
+    return torch.stack([case.step(case, models, optimizers, batch, gather, BATCH) for batch in batches])
+
+
+def plain(case):
+    """Losses, and weights and buffers by name, of each model."""
+    torch.manual_seed(0)
+    models = [make().double() for make in case.makes]
+    for parameter in (parameter for model in models for parameter in model.parameters()):
+        if parameter.is_complex():  # which `double` leaves
+            parameter.data = parameter.data.to(torch.complex128)
+    return steps(case, models, 0, BATCH, lambda x: (x, 0)), [model.state_dict() for model in models]
+
+
+def parallel(rank, case, layout, technique):
+    torch.manual_seed(0)
+    mesh, models = build_mesh(layout, "cpu"), []
+    for make, plan in zip(case.makes, case.plans, strict=True):
+        with meta_parameters():
+            model = make()
+        check_own_model(model, plan, technique)
+        models.append(apply(model, mesh, plan, FP64, data_parallel=technique))
+        materialize(models[-1], CPU, 0)
+    group, samples = mesh["dp_shard"].get_group(), BATCH // layout.dp
+    first = layout.dp_coordinate(rank.rank) * samples
+    losses = steps(case, models, first, samples, lambda x: (Gather.apply(x, group), first))
+    dist.all_reduce(losses, group=group)
+    return losses, [dict(full_tensors([model])) for model in models]
+
+
+def off(found, expected):
+    """The largest difference beside the largest element."""
+    return ((found - expected).abs().max() / expected.abs().max().clamp(min=1e-300)).item()
+
+
+def compared(rank, names, layout, technique):
+    """For each model how far losses and weights are off at most, or (class, text) of the error that ends it."""
+    results = {}
+    for name in names:
+        try:
+            losses, states = parallel(rank, CASES[name], layout, technique)
+        except Exception as error:  # alike on all ranks
+            results[name] = (type(error), str(error))
+            continue
+        expected_losses, expected = plain(CASES[name])
+        pairs = [(losses, expected_losses)]
+        for state, wanted in zip(states, expected, strict=True):
+            assert state.keys() <= wanted.keys()  # a tied weight is there once
+            pairs += [(tensor, wanted[name].to(tensor.dtype)) for name, tensor in state.items()]
+        results[name] = max(off(*pair) for pair in pairs)
+    return results
+
+
+def held(run_on_ranks, names, layout):
+    names = [name for name in names if outcome(name, layout)[0] != ENDS]
+    for results in run_on_ranks(compared, LAYOUTS[layout][0].ranks, names, *LAYOUTS[layout]):
+        for name in names:
+            (kind, words), result = outcome(name, layout), results[name]
+            if kind == "same":
+                assert isinstance(result, float), (name, result)
+            if kind == "refused":
+                assert isinstance(result, tuple), (name, result)
+                assert issubclass(result[0], UserError), (name, result)
+                assert re.search(words, result[1]), (name, result)
+            if isinstance(result, float) and kind != VERIFY:
+                assert result <= BOUND, (name, result)
+
+
+@pytest.mark.parametrize("layout", QUICK)
+def test_some_of_them(run_on_ranks, layout):
+    held(run_on_ranks, QUICK[layout], layout)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_same_or_refused(run_on_ranks, layout):
+    held(run_on_ranks, [name for name in CASES if name not in QUICK.get(layout, ())], layout)
+
+
+def says_its_name(rank):
+    """Messages about a model that FSDP has made another class of."""
+    mesh = build_mesh(Layout(dp_shard=2), "cpu")
+    model, plan = Custom(), Plan({}, fsdp_units=())
+    with torch.device("meta"):
+        apply(model, mesh, plan, FP64)
+    assert type(model).__name__ == "FSDPCustom"
+    with pytest.raises(ConfigError, match=r"parameter gain \(and 5 more\) of Custom starts: give Custom a method"):
+        materialize(model, CPU, 0, init="by_name")
+    with pytest.raises(ConfigError, match=r"it has no gain, .* of Custom"):
+        loaded_values(model, {})
+    assert unmatched(Plan({}, ("gian",)), model)[0].startswith("the plan names 'gian' (fsdp_units), and Custom has no")
+    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    apply(model, mesh, Plan({}, fsdp_units=("1",)), FP64)
+    with pytest.raises(ConfigError, match="BatchNorm1d"):
+        sync_gradients(model, False)
+    return True
+
+
+def test_messages_name_the_class_of_its_author(run_on_ranks):
+    assert run_on_ranks(says_its_name, 2) == [True, True]
+
+
+class Turn(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.full((4,), 1 + 2j))
+
+    def forward(self, x):
+        return (x.float() * self.weight).imag.to(x.dtype)
+
+
+def complex_in_bf16(rank):
+    """Of what dtype forward finds weights where FSDP computes in bf16, and a gradient."""
+    with meta_parameters():
+        model = nn.Sequential(nn.Linear(4, 4), Turn())
+    model = apply(model, build_mesh(Layout(dp_shard=2), "cpu"), Plan({}, fsdp_units=()), BF16)
+    materialize(model, CPU, 0)
+    seen = []
+    for module in model:
+        module.register_forward_pre_hook(lambda module, _: seen.append(module.weight.dtype))
+    model(torch.ones(2, 4)).sum().backward()
+    return seen, model[1].weight.grad.full_tensor()
+
+
+def test_complex_parameters_stay_so_in_bf16(run_on_ranks):
+    for seen, gradient in run_on_ranks(complex_in_bf16, 2):
+        assert seen == [torch.bfloat16, torch.complex64]
+        assert gradient.dtype == torch.complex64
+        assert (gradient.imag != 0).all()
+
+
+def table():
+    """Of docs/your-script.md: models that fare alike are in one row."""
+    alike: dict[tuple[str, ...], list[str]] = {}
+    for name in CASES:
+        alike.setdefault(tuple(outcome(name, layout)[0] for layout in LAYOUTS), []).append(name)
+    rows = [("model", *LAYOUTS), ("---",) * (1 + len(LAYOUTS))]
+    rows += [("; ".join(names), *outcomes) for outcomes, names in alike.items()]
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+
+def test_the_table_of_the_page():
+    assert table() in PAGE.read_text(encoding="utf-8"), table()
+
+
+class Filters(nn.Module):
+    """Complex weights in a dict, beside none of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.weights = nn.ParameterDict({"low": nn.Parameter(torch.ones(3, 4, dtype=torch.cfloat))})
+
+    def forward(self, x):
+        return x * self.weights["low"]
+
+
+class Nothing(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.extra = nn.Parameter(torch.zeros(0, 4))
+
+
+class Scripted(nn.Module):
+    def __init__(self):
+        super().__init__()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            self.inner = torch.jit.script(nn.Linear(4, 4))
+
+
+def test_a_list_of_parameters_is_part_of_the_module_that_has_it():
+    model, plan = nn.Sequential(Filters(), nn.Linear(4, 4)), Plan({}, fsdp_units=())
+    assert fsdp_units_of(model, plan) == [[model[0]]]
+    check_own_model(model, plan, "fsdp")
+
+
+def test_a_forward_of_the_object_is_called():
+    compiled = nn.Module()  # as torch.compile makes it
+    compiled.inner = nn.Linear(4, 4)
+    compiled.forward = compiled.inner.forward
+    model = nn.Sequential(compiled, nn.Linear(4, 4))
+    check_own_model(model, Plan({}, fsdp_units=("0",)), "fsdp")
+
+
+@pytest.mark.parametrize(
+    ("make", "technique", "says"),
+    [
+        (lambda: nn.Sequential(nn.Embedding(4, 4, sparse=True)), "ddp", "0 has sparse gradients"),
+        (Nothing, "fsdp", r"fsdp with extra of \(0, 4\): it has no elements"),
+        (Scripted, "fsdp", "fsdp with inner, of torch.jit: FSDP cannot gather it; use ddp"),
+        (Nothing, "ddp", None),
+        (Scripted, "ddp", None),
+    ],
+)
+def test_what_no_technique_can_shard(make, technique, says):
+    with nullcontext() if says is None else pytest.raises(ConfigError, match=says):
+        check_own_model(make(), Plan({}, fsdp_units=()), technique)

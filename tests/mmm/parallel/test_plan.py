@@ -1,0 +1,153 @@
+"""Names in a plan that fit no module are said, once, for the whole model."""
+
+import json
+import logging
+from dataclasses import fields, replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+
+from mmm.errors import LayoutError
+from mmm.layout import Techniques
+from mmm.models.transformer import Transformer, TransformerConfig
+from mmm.parallel import Layout, apply, build_mesh, meta_parameters
+from mmm.parallel.parallel_model import ParallelModel
+from mmm.parallel.partition import partition_model
+from mmm.parallel.plan import NAMING, Plan, unmatched
+from mmm.parallel.plans.transformer import transformer_plan
+from mmm.parallel.tp.replicated import Replicated
+from mmm.runtime.device import Precision
+from mmm.trainer.run.parallel_model import build_parallel_model
+from mmm_lab.parity import models
+
+CPU = torch.device("cpu")
+FP64 = Precision("fp64", torch.float64, torch.float64)
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)) for _ in range(4))
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+RIGHT = Plan(
+    tensor={"blocks.*.0": Replicated(), "blocks.*.1": Replicated()}, fsdp_units=("blocks.*",), stages=("blocks.*",)
+)
+WRONG = replace(RIGHT, fsdp_units=("block.*",), tensor={**RIGHT.tensor, "head": ColwiseParallel()})
+WORDS = [
+    "the plan names 'head' (tensor), and Net has no such module: it is passed over",
+    "the plan names 'block.*' (fsdp_units), and Net has no such module: it is passed over; did you mean 'blocks.*'?",
+]
+
+
+def test_every_field_that_names_modules_is_looked_at():
+    assert unmatched(RIGHT, Net()) == []
+    assert unmatched(WRONG, Net()) == WORDS
+    single = {"tensor": {"x": Replicated()}, "output": "x"}
+    for name in NAMING:
+        (text,) = unmatched(replace(RIGHT, **{name: single.get(name, ("x",))}), Net())
+        assert f"'x' ({name})" in text
+    for name in ("fsdp_units", "stages"):
+        (text,) = unmatched(replace(RIGHT, **{name: ("blocks.*", ("blocks.0", "x"))}), Net())
+        assert f"'x' ({name})" in text
+    other = {"sequence", "refused", "check", "optional"}
+    assert {field.name for field in fields(Plan)} == {*NAMING, *other}  # a new field is one or the other
+
+
+@pytest.mark.parametrize("name", models.NAMES)
+def test_the_packages_own_plans_name_nothing_in_vain(name):
+    parity = models.find(name)
+    with meta_parameters():
+        assert unmatched(parity.plan(), parity.model()) == []
+
+
+def test_what_is_optional_is_still_looked_at_elsewhere():
+    config = TransformerConfig(dim=8, n_layers=1, n_heads=2, n_kv_heads=2)
+    plan = replace(transformer_plan(), checkpointed=("layer.*",))
+    (text,) = unmatched(plan, Transformer(config))
+    assert "'layer.*' (checkpointed)" in text
+
+
+def warnings(rank, layout, plan, directly):
+    """What the package's logger has been told on this rank."""
+    records = []
+    handler = logging.Handler()
+    handler.emit = lambda record: records.append(record.getMessage())
+    logger = logging.getLogger("mmm")
+    logger.addHandler(handler)
+    try:
+        mesh = build_mesh(layout, "cpu")
+        with meta_parameters():
+            net = Net()
+        if directly:
+            apply(net, mesh, plan, FP64)
+        else:
+            partition = partition_model(net, plan, layout, Techniques(), torch.empty(4, 4, device="meta"))
+            ParallelModel(net, plan, mesh, FP64, Techniques(), partition, device=CPU, seed=0)
+    finally:
+        logger.removeHandler(handler)
+    return [text for text in records if text.startswith("the plan names")]
+
+
+@pytest.mark.parametrize(
+    ("layout", "directly"),
+    [(Layout(dp_shard=2), True), (Layout(dp_shard=1, tp=2), False), (Layout(pp=2, dp_shard=1), False)],
+    ids=["apply, dp2", "tp2", "pp2"],
+)
+def test_said_once_on_rank_0(run_on_ranks, layout, directly):
+    assert run_on_ranks(warnings, 2, layout, WRONG, directly) == [WORDS, []]
+    assert run_on_ranks(warnings, 2, layout, RIGHT, directly) == [[], []]
+
+
+def unnamed(rank):
+    with meta_parameters():
+        net = Net()
+    styles = {"blocks.*.0": ColwiseParallel(), "blocks.0.1": RowwiseParallel()}
+    with pytest.raises(LayoutError) as caught:
+        apply(net, build_mesh(Layout(tp=2, dp_shard=1), "cpu", 30), replace(RIGHT, tensor=styles), FP64)
+    return str(caught.value)
+
+
+def test_a_parameter_without_a_style_is_refused_where_there_is_tp(run_on_ranks):
+    words = (
+        "tp 2: the plan's `tensor` has no style for blocks.1.1.weight, blocks.1.1.bias, blocks.2.1.weight and 3 more: "
+        "name them, or their modules, as Replicated() where every rank computes the same, PartialGradient() where each "
+        "has its own heads"
+    )
+    assert run_on_ranks(unnamed, 2) == [words, words]
+
+
+def notes(rank):
+    """What `build_parallel_model` leaves in the notes of a run."""
+    with meta_parameters():
+        net = Net()
+    kept = []
+    quiet = SimpleNamespace(info=lambda *given, **named: None)
+    options = SimpleNamespace(timeout=30)
+    run = SimpleNamespace(
+        rank=rank,
+        layout=Layout(dp_shard=1),
+        device=CPU,
+        options=options,
+        seed=0,
+        precision=FP64,
+        log=quiet,
+        clock=SimpleNamespace(lap=None),
+        describe=lambda **facts: kept.append(facts.get("note")),
+    )
+    partition = partition_model(net, WRONG, run.layout, Techniques(), torch.empty(4, 4, device="meta"))
+    resolved = SimpleNamespace(model=net, plan=WRONG, techniques=Techniques(), partition=partition)
+    build_parallel_model(run, resolved)
+    return json.dumps([note for note in kept if note is not None])
+
+
+def test_kept_in_the_runs_notes(run_on_ranks):
+    assert json.loads(run_on_ranks(notes, 1)[0]) == WORDS

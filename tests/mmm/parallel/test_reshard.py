@@ -1,0 +1,126 @@
+"""Which FSDP units stay gathered from forward to backward: as many all-gathers as said, and the same numbers."""
+
+import pytest
+import torch
+from torch.distributed.tensor import DTensor
+
+from mmm.errors import ConfigError, LayoutError
+from mmm.models.cnn import CNN
+from mmm.models.transformer import Transformer
+from mmm.parallel import Layout, Partition, Techniques, apply, build_mesh, loss_of, materialize, meta_parameters
+from mmm.parallel.checks import check_techniques
+from mmm.parallel.dp.fsdp import fsdp_units_of, gathered_twice
+from mmm.parallel.parallel_model import ParallelModel
+from mmm.parallel.partition import partition_model
+from mmm.parallel.plans.cnn import cnn_plan
+from mmm.parallel.plans.transformer import transformer_plan
+from mmm.runtime.device import Precision
+from mmm.traffic.count import count_traffic
+from mmm.traffic.formulas import expected_traffic
+from mmm.trainer import lm
+from mmm.trainer.config.command_line import configure
+from mmm.trainer.config.layout import techniques_of
+from mmm_lab.parity.fixtures import plain_gpt
+from mmm_lab.parity.plans import plain_gpt_plan
+from support import anywhere, reference
+from support.clock import PATIENCE
+
+CPU = torch.device("cpu")
+FP64 = Precision("fp64", torch.float64, torch.float64)
+DP2 = Layout(dp_shard=2)
+UNITS = 4  # of the reference's Transformer: embedding, two layers, norm and output
+
+
+def sharded(techniques):
+    mesh, plan = build_mesh(DP2, "cpu"), transformer_plan()
+    with torch.device("meta"):
+        model = Transformer(reference.CONFIG)
+    sizes = {"batch": 1, "seq_length": reference.SEQ, "precision": FP64}
+    formula = expected_traffic(model, plan, DP2, Techniques(**techniques), Partition([], [], [], 1), **sizes)
+    apply(model, mesh, plan, FP64, **techniques)
+    materialize(model, CPU, reference.SEED)
+    return model, mesh, formula
+
+
+def gathers(rank, techniques):
+    """All-gathers of FSDP in a step; and all its bytes, counted and by the formula."""
+    model, mesh, formula = sharded(techniques)
+    batch = reference.tokens().batch(0, 2, rank.rank, 1)
+    with count_traffic(mesh) as traffic:
+        loss_of(model)(model(batch.inputs), batch.targets, batch.count).backward()
+    twice = sum(p.numel() for p in gathered_twice(model))
+    return traffic.entries["dp_shard", "all_gather"].calls, traffic.by_axis, formula, twice
+
+
+@pytest.mark.parametrize(
+    ("techniques", "calls"),
+    [
+        ({}, 2 * UNITS - 1),
+        ({"reshard_after_forward": "always"}, 2 * UNITS),
+        ({"reshard_after_forward": "never"}, UNITS),
+    ],
+    ids=str,
+)
+def test_gathers_and_their_bytes(run_on_ranks, techniques, calls):
+    again = {2 * UNITS - 1: reference.CONFIG.vocab_size * reference.CONFIG.dim + reference.CONFIG.dim, 2 * UNITS: 0}
+    total = sum(p.numel() for p in Transformer(reference.CONFIG).parameters())
+    for counted, by_axis, formula, twice in run_on_ranks(gathers, 2, techniques):
+        assert counted == calls
+        assert by_axis == pytest.approx(formula)
+        assert twice == total - again.get(calls, total)
+
+
+@pytest.mark.parametrize("when", ["always", "never"])
+@pytest.mark.parametrize(
+    ("layout", "pieces"),
+    [
+        (DP2, {}),
+        pytest.param(DP2, {"loss_chunks": 2, "offload": True}, marks=pytest.mark.long),
+        pytest.param(Layout(dp_replicate=2, dp_shard=2), {"data_parallel": "hsdp"}, marks=pytest.mark.long),
+        pytest.param(Layout(dp_shard=2, tp=2), {"checkpointing": "full"}, marks=pytest.mark.long),
+    ],
+    ids=str,
+)
+def test_same_numbers(run_on_ranks, layout, pieces, when):
+    pieces = {**pieces, "reshard_after_forward": when}
+    ranks = run_on_ranks(anywhere.train, layout.ranks, layout, pieces, timeout=PATIENCE)
+    anywhere.assert_same(ranks, reference.train("sgd", torch.float64, 2))
+
+
+def after_evaluation(rank):
+    with torch.device("meta"):
+        model = Transformer(reference.CONFIG)
+    plan, inputs = transformer_plan(), reference.tokens().batch(0, 2, rank.rank, 1)
+    partition = partition_model(model, plan, DP2, Techniques(), inputs.inputs)
+    mesh = build_mesh(DP2, "cpu")
+    model = ParallelModel(model, plan, mesh, FP64, Techniques(), partition, device=CPU, seed=reference.SEED)
+    model.evaluate(inputs.inputs, inputs.targets, inputs.count)
+    return [name for name, p in model.named_parameters() if not isinstance(p, DTensor)]
+
+
+def test_nothing_is_left_gathered_by_an_evaluation(run_on_ranks):
+    assert run_on_ranks(after_evaluation, 2) == [[], []]
+
+
+def test_a_unit_of_tied_weights_is_the_last():
+    with meta_parameters():
+        model = plain_gpt.small_model()
+    assert fsdp_units_of(model, plain_gpt_plan())[-1] == [model.tokens, model.norm, model.head]
+
+
+def test_refused():
+    with torch.device("meta"):
+        model = CNN()
+    with pytest.raises(ConfigError, match="reshard_after_forward"):
+        check_techniques(model, cnn_plan(), Layout(dp_shard=1), Techniques(reshard_after_forward="often"))
+    techniques = Techniques(reshard_after_forward="never", data_parallel="zero1")
+    with pytest.raises(ConfigError, match="reshard_after_forward"):
+        check_techniques(model, cnn_plan(), Layout(dp_shard=2), techniques)
+    techniques = Techniques(reshard_after_forward="always")
+    with pytest.raises(LayoutError, match="reshard_after_forward"):
+        check_techniques(model, cnn_plan(), Layout(dp_shard=1, pp=2), techniques)
+
+
+def test_the_flag():
+    assert techniques_of(configure(lm.Config, reshard_after_forward="never")).reshard_after_forward == "never"
+    assert techniques_of(lm.Config()).reshard_after_forward == "auto"

@@ -1,0 +1,192 @@
+"""Training on conversations: the loss is that of the answers, on every layout; what it leaves answers."""
+
+import json
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import mmm.history
+from mmm.errors import ConfigError, DataError
+from mmm.generate import config_of
+from mmm.models.transformer import Transformer
+from mmm.trainer import lm
+from mmm.trainer.config.command_line import configure
+from mmm.trainer.lm import resolve
+from mmm.weights.open_weights import open_weights
+from mmm_lab.cli import main as cli
+from support.llamas import CONFIG, byte_bpe, write_hugging_face
+from support.pool import program_on
+from support.resuming import curve, train
+
+END = "<|end|>"
+TEMPLATE = (
+    "{% for m in messages %}{{ m.role[0] + ':' + m.content }}"
+    "{% if m.role == 'assistant' %}{{ eos_token }}{% endif %}{{ '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}a:{% endif %}"
+)
+SMALL = {
+    "seq_length": 48,
+    "global_batch_size": 8,
+    "max_iters": 4,
+    "dtype": "fp64",
+    "plots": False,
+    "optimizer": "sgd",
+    "lr": 0.3,
+    "warmup": 2,
+    "eval_every": 2,
+    "eval_batches": 2,
+    "checkpoint_every": 4,
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Conversations of one to three turns, some longer than a sequence; and weights with a chat template."""
+    folder, dice = tmp_path_factory.mktemp("chats"), random.Random(0)
+
+    def words(most):
+        return "".join(dice.choices("abcdef", k=dice.randint(1, most)))
+
+    with (folder / "chats.jsonl").open("w") as file:
+        for _ in range(90):
+            turns = [(words(12), words(9)) for _ in range(dice.randint(1, 3))]
+            messages = [
+                {"role": role, "content": content}
+                for turn in turns
+                for role, content in zip(("user", "assistant"), turn, strict=True)
+            ]
+            file.write(json.dumps({"messages": messages}) + "\n")
+    write_hugging_face(folder / "hf", {**CONFIG, "vocab_size": 257, "eos_token_id": 256})
+    (folder / "hf" / "tokenizer.json").write_bytes(byte_bpe((END,)))
+    (folder / "hf" / "tokenizer_config.json").write_text(json.dumps({"chat_template": TEMPLATE, "eos_token": END}))
+    return folder
+
+
+def flags_of(folder, **more):
+    return {**SMALL, "text": (folder / "chats.jsonl",), "init_from": folder / "hf", **more}
+
+
+@pytest.fixture(scope="module", params=["padded", "packed"])
+def alone(folder, request):
+    """Flags, and the folder of a run on one rank."""
+    pack = {"pack": True, "document_mask": True} if request.param == "packed" else {}
+    flags, outdir = flags_of(folder, **pack), folder / request.param
+    lm.train(configure(lm.Config, **flags, device="cpu", outdir=outdir))
+    return flags, outdir
+
+
+def by_hand(record, tokenizer):
+    """Tokens of a conversation up to --seq_length, and which are of answers."""
+    ids, mask = [], []
+    for message in json.loads(record)["messages"]:
+        answer = message["role"] == "assistant"
+        for text, counts in ((f"{message['role'][0]}:", False), (message["content"], answer)):
+            ids += tokenizer.encode(text.encode()).tolist()
+            mask += [counts] * len(text)
+        ids += [*([256] if answer else []), *tokenizer.encode(b"\n").tolist()]
+        mask += [*([True] if answer else []), False]
+    return ids[: SMALL["seq_length"] + 1], mask[: SMALL["seq_length"] + 1]
+
+
+def test_the_first_loss_is_the_mean_over_the_tokens_of_answers(folder, alone):
+    """Of each conversation by itself, whose text is made by hand."""
+    flags, outdir = alone
+    weights, data = open_weights(folder / "hf"), resolve(configure(lm.Config, **flags)).data
+    batch = data.train.batch(0, 8, 0, 8)
+    model = Transformer(config_of(weights)).double()
+    model.load_state_dict({n: weights.read(n, (0,) * len(e.shape), e.shape) for n, e in weights.entries.items()})
+    chats = [by_hand(record, data.tokenizer) for record in (folder / "chats.jsonl").read_text().splitlines()]
+    starts = batch.document_starts if batch.document_starts is not None else torch.zeros_like(batch.inputs)
+    total = count = 0
+    for row, first in zip(batch.inputs, starts, strict=True):
+        for start in first.unique():
+            there = row[first == start].tolist()
+            of_one = [(i, m) for i, m in chats if there[: len(i) - 1] == i[:-1] and not any(there[len(i) - 1 :])]
+            assert of_one or not any(there)
+            for ids, mask in of_one[:1]:
+                with torch.no_grad():
+                    logits = model(torch.tensor([ids[:-1]]))[0][mask[1:]]
+                total += torch.nn.functional.cross_entropy(logits, torch.tensor(ids[1:])[mask[1:]], reduction="sum")
+                count += sum(mask[1:])
+    assert count == int((batch.targets != -100).sum())
+    assert curve(outdir)[0] == pytest.approx(float(total) / count, rel=1e-10)
+
+
+def run(rank, outdir, flags):
+    with program_on(rank):
+        lm.train(configure(lm.Config, **flags, device="cpu", outdir=outdir))
+
+
+@pytest.mark.parametrize(
+    ("ranks", "axes"),
+    [
+        (4, {"pp": 2, "tpsize": 2}),
+        pytest.param(4, {"cp": 2}, marks=pytest.mark.long),
+        pytest.param(4, {"parallel": "hsdp", "loss_chunks": 2}, marks=pytest.mark.long),
+        pytest.param(4, {"tpsize": 2, "cp": 2, "cp_style": "ulysses"}, marks=pytest.mark.long),
+        pytest.param(2, {"parallel": "ddp", "microbatches": 2}, marks=pytest.mark.long),
+    ],
+    ids=str,
+)
+def test_the_same_losses_on_every_layout(run_on_ranks, alone, tmp_path, ranks, axes):
+    flags, outdir = alone
+    run_on_ranks(run, ranks, tmp_path, flags | axes)
+    one, many = mmm.history.load(outdir), mmm.history.load(tmp_path)
+    np.testing.assert_allclose(many.loss, one.loss, rtol=1e-9)
+    np.testing.assert_allclose(many.val_loss, one.val_loss, rtol=1e-9)
+
+
+def test_it_answers_by_its_template(alone, capsys):
+    """Which the checkpoint has; the answer ends with its token."""
+    weights = open_weights(alone[1])
+    assert weights.metadata.chat.template == TEMPLATE
+    assert weights.metadata.eos == (256,)
+    command = ["sample", str(alone[1]), "--prompt", "ab", "--max_new_tokens", "12", "--seed", "1", "--dtype", "fp64"]
+    assert cli.main([*command, "--chat"]) == 0
+    answer = capsys.readouterr().out
+    assert cli.main([*command[:3], "u:ab\na:", *command[4:]]) == 0
+    assert capsys.readouterr().out == f"u:ab\na:{answer}"
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("axes", [{"tpsize": 2}, {"pp": 2, "pack": True, "document_mask": True}], ids=str)
+def test_a_run_goes_on(run_on_ranks, folder, tmp_path, axes):
+    flags = flags_of(folder, **axes) | {"checkpoint_every": 3, "max_iters": 9}
+    del flags["plots"]
+
+    def go(name, *ends_at, **more):
+        return run_on_ranks(
+            train, 2, "mmm.trainer.lm", {**flags, **more, "outdir": tmp_path / name}, *ends_at, timeout=120
+        )
+
+    assert (go("one"), go("two", 5), go("two", resume=Path("auto"))) == ([""] * 2, ["ended"] * 2, [""] * 2)
+    assert curve(tmp_path / "one") == curve(tmp_path / "two")
+    assert len(curve(tmp_path / "one")) == 9
+
+
+@pytest.mark.parametrize(
+    ("more", "error", "said"),
+    [
+        ({"document_mask": True}, ConfigError, "--document_mask"),
+        ({"seq_length": 2}, DataError, "--seq_length 2"),
+        ({"global_batch_size": 88}, DataError, "the data has 81 sequences of 48 tokens, fewer than one global batch"),
+    ],
+)
+def test_refused(folder, more, error, said):
+    with pytest.raises(error, match=said):
+        resolve(configure(lm.Config, **flags_of(folder, **more)))
+
+
+def test_a_mixture_with_text(folder, tmp_path):
+    (tmp_path / "text").write_text("words, " * 300)
+    both = (folder / "chats.jsonl", tmp_path / "text")
+    with pytest.raises(ConfigError, match="give each of several files, of texts and of conversations, a weight"):
+        resolve(configure(lm.Config, **flags_of(folder, text=both)))
+    data = resolve(configure(lm.Config, **flags_of(folder, text=tuple(Path(f"{path}:0.5") for path in both)))).data
+    batch = data.train.batch(0, 8, 0, 8)
+    full = (batch.targets != -100).all(1)
+    assert 0 < full.sum() < 8
+    assert (batch.inputs[full][:, 1:] == batch.targets[full][:, :-1]).all()

@@ -1,0 +1,47 @@
+"""Trainers under `launch --elastic`: on fewer ranks, and on all again, the curve is the same."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from mmm.errors import ConfigError
+from mmm.runtime.contract import ELASTIC_VARIABLE
+from mmm.trainer.config.command_line import configure
+from mmm.trainer.lm import Config
+from mmm.trainer.run import resume
+from support.clock import PATIENCE
+
+BENCHMARK = Path(__file__).parents[3] / "benchmarks" / "elastic.py"
+
+
+@pytest.mark.parametrize(
+    ("given", "missing"),
+    [
+        ({}, "--checkpoint_every and --outdir and --global_batch_size"),
+        ({"checkpoint_every": 5, "global_batch_size": 8}, "--outdir"),
+    ],
+)
+def test_what_it_needs(monkeypatch, given, missing):
+    monkeypatch.setenv(ELASTIC_VARIABLE, "1:4")
+    config = configure(Config, **given)
+    with pytest.raises(ConfigError) as error:
+        resume.prepare("lm", config.run, config.checkpoint, None)
+    words = f"launch --elastic: to go on with another number of ranks lm needs {missing} as well"
+    assert str(error.value) == words
+
+
+@pytest.mark.long
+def test_random_kills(tmp_path):
+    """A few of what `benchmarks/elastic.py` does by the hundred: the second kill waits until all are in again."""
+    words = [sys.executable, BENCHMARK, "--kills", "2", "--steps", "80", "--ranks", "3", "4"]
+    done = subprocess.run(
+        [*map(str, words), "--json", tmp_path / "found.json"], capture_output=True, text=True, timeout=PATIENCE
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert (found["wrong"], found["kills"]) == ([], 2)
+    assert found["largest_difference"] < 1e-9
+    assert min(found["sizes"]) < 4

@@ -1,0 +1,224 @@
+"""Fingerprints of runs on different layouts agree, and show where a run goes wrong: step, place and rank."""
+
+import itertools
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from mmm.errors import RecordError
+from mmm.models.transformer import Transformer, TransformerConfig
+from mmm.parallel.dp.wrapped import unwrapped
+from mmm.parallel.local import to_local
+from mmm.parallel.plans.transformer import transformer_plan
+from mmm.runtime.clock import PARTS, PIPELINE_PARTS, StepClock
+from mmm.runtime.device import Precision
+from mmm.trainer.config.layout import SequenceLayoutOptions, techniques_of
+from mmm.trainer.config.profile import ProfileOptions
+from mmm.trainer.config.resolve_plan import resolve_plan
+from mmm.trainer.config.run import RunOptions
+from mmm.trainer.config.spec import TextData, TrainingSpec
+from mmm.trainer.loop.fit import FitConfig, fit
+from mmm.trainer.loop.tasks import TokenTask
+from mmm.trainer.run.parallel_model import build_parallel_model
+from mmm_lab.cli import diverge as command
+from mmm_lab.runs.diverge import diverge
+from mmm_verify.ranks.ranks import RanksFailed
+from support import reference as texts
+from support.runs import make_run
+
+FP64 = Precision("fp64", torch.float64, torch.float64)
+SIZES = TransformerConfig(dim=32, n_layers=2, n_heads=4, n_kv_heads=2, vocab_size=256)
+STEPS, WRONG = 4, 2  # the step in which a mistake begins
+LAYER = "layers.1.feed_forward.w2.weight"
+
+
+def train(rank, folder, flags=None, mistake="", changes=None):
+    """A run with fingerprints in `folder`, with a mistake in it."""
+    given = {"every": 1, "lr": 0.01, "max_norm": 1.0, "seed": 0, "checkpointing": "none"} | (changes or {})
+    options = SequenceLayoutOptions(**(flags or {}))
+    layout = options.fit(rank.world_size)
+    with torch.device("meta"):
+        model, sample = Transformer(SIZES), torch.zeros(8 // layout.dp, texts.SEQ, dtype=torch.int64)
+    own = TrainingSpec(
+        layout=layout,
+        sizes=SIZES,
+        model=model,
+        sample=sample,
+        data=TextData(texts.tokens(), texts.tokens(), {}),
+        steps=STEPS,
+        techniques=replace(techniques_of(options), checkpointing=given["checkpointing"]),
+        optimizer="adamw",
+    )
+    resolved = resolve_plan(own, transformer_plan(), "fp64")
+    clock = StepClock(torch.device("cpu"), PARTS if layout.pp == 1 else PIPELINE_PARTS)
+    run, _ = make_run(rank, RunOptions(lr=given["lr"], dtype="fp64", seed=given["seed"]), layout, FP64, clock=clock)
+    run.outdir = Path(folder) if rank.is_main else None
+    model = build_parallel_model(run, resolved)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=given["lr"])
+    task = TokenTask(run, resolved, eval_batches=1)
+    PLANT.get(mistake, lambda *_: None)(rank, model, task)
+    profile = ProfileOptions(fingerprints=given["every"])
+    fit(run, model, optimizer, task, FitConfig(steps=STEPS, max_norm=given["max_norm"], profile=profile))
+
+
+def counted(model):
+    """The steps that `model` has begun."""
+    step, begun = model.step, []
+
+    def with_count(*args, **kwargs):
+        begun.append(1)
+        return step(*args, **kwargs)
+
+    model.step = with_count
+    return begun
+
+
+def wrong_gradient(rank, model, task):
+    """Rank 1 has another gradient of one weight, as where its memory fails: its replicas do not."""
+    begun, step = counted(model), model.step
+
+    def wrong(*args, **kwargs):
+        loss = step(*args, **kwargs)
+        if rank.rank == 1 and len(begun) > WRONG:
+            (gradient,) = (to_local(p.grad) for name, p in model.named_parameters() if name == LAYER)
+            gradient.mul_(1.01)
+        return loss
+
+    model.step = wrong
+
+
+def no_number(rank, model, task):
+    begun, step = counted(model), model.step
+
+    def wrong(*args, **kwargs):
+        loss = step(*args, **kwargs)
+        if len(begun) > WRONG:
+            (gradient,) = (to_local(p.grad) for name, p in model.named_parameters() if name == LAYER)
+            gradient[0, 0] = float("nan")
+        return loss
+
+    model.step = wrong
+
+
+def wrong_forward(rank, model, task):
+    """One block returns something else."""
+    begun, block = counted(model), unwrapped(model.modules[0]).get_submodule("layers.1")
+    block.register_forward_hook(lambda *call: call[-1] * 1.01 if len(begun) > WRONG else None, prepend=True)
+
+
+def other_samples(rank, model, task):
+    batches = task.all_batches
+    task.all_batches = lambda first: itertools.islice(batches(first), WRONG, None)
+
+
+PLANT = {"gradient": wrong_gradient, "nan": no_number, "forward": wrong_forward, "samples": other_samples}
+LAYOUTS = [
+    (2, {"parallel": "ddp"}),
+    (2, {"tpsize": 2}),
+    (2, {"pp": 2}),
+    (2, {"cp": 2}),
+    pytest.param((4, {"parallel": "zero1", "tpsize": 2}), marks=pytest.mark.long),
+    pytest.param((2, {"parallel": "zero2", "microbatches": 2}), marks=pytest.mark.long),
+    pytest.param((8, {"parallel": "hsdp", "tpsize": 2}, {"checkpointing": "full"}), marks=pytest.mark.long),
+]
+
+
+@pytest.fixture
+def one_rank(run_on_ranks, tmp_path_factory):
+    """The folder of a run on one rank."""
+    folder = tmp_path_factory.getbasetemp() / "one"
+    if not folder.exists():
+        folder.mkdir()
+        run_on_ranks(train, 1, folder)
+    return folder
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_runs_on_any_layout_are_the_same(run_on_ranks, one_rank, tmp_path, layout):
+    ranks, flags, *changes = layout
+    run_on_ranks(train, ranks, tmp_path, flags, "", *changes)
+    result = diverge(one_rank, tmp_path)
+    assert result.step is None
+    assert list(result.largest) == [-1, 0, 1, 2, 3]
+    assert 0 < max(result.largest.values()) < 1e-9
+
+
+def report(capsys, *runs):
+    code = command.main([str(run) for run in runs])
+    return code, capsys.readouterr().out
+
+
+def test_one_ranks_gradient(run_on_ranks, one_rank, tmp_path, capsys):
+    run_on_ranks(train, 4, tmp_path, {"parallel": "ddp"}, "gradient")
+    result = diverge(one_rank, tmp_path)
+    assert (result.step, result.entry) == (WRONG, f"gradient of {LAYER}")
+    assert result.at_once
+    assert result.ranks == "rank 1 of the second run: other values than 3 ranks with its shard"
+    assert "loss" in result.same
+    assert all(entry.startswith("weight ") for entry in result.likewise)
+    code, text = report(capsys, one_rank, tmp_path)
+    assert code == 1
+    assert text.startswith(f"they part at step 2, at the gradient of {LAYER}: off by ")
+
+
+def test_a_run_whose_gradient_is_no_number(run_on_ranks, one_rank, tmp_path):
+    with pytest.raises(RanksFailed, match="DivergedError"):
+        run_on_ranks(train, 1, tmp_path, {}, "nan")
+    result = diverge(one_rank, tmp_path)
+    assert (result.step, result.entry) == (WRONG, f"gradient of {LAYER}")
+
+
+def test_the_rank_where_the_layouts_are_the_same(run_on_ranks, tmp_path):
+    folders = [tmp_path / "right", tmp_path / "wrong"]
+    for folder, mistake in zip(folders, ("", "gradient"), strict=True):
+        folder.mkdir()
+        run_on_ranks(train, 2, folder, {"tpsize": 2}, mistake)
+    result = diverge(*folders)
+    assert (result.step, result.entry) == (WRONG, f"gradient of {LAYER}")
+    assert result.ranks == "rank 1 of the ranks 0, 1 that hold a part of it"
+
+
+def test_a_block_that_returns_something_else(run_on_ranks, one_rank, tmp_path, capsys):
+    run_on_ranks(train, 2, tmp_path, {"tpsize": 2}, "forward")
+    result = diverge(one_rank, tmp_path)
+    assert (result.step, result.entry, result.block) == (WRONG, "loss", "output of layers.1")
+    assert "  begins at  the output of layers.1" in report(capsys, one_rank, tmp_path)[1]
+
+
+@pytest.mark.parametrize(
+    ("mistake", "changes", "step", "entry"),
+    [
+        ("", {"seed": 3}, -1, "weight tok_embeddings.weight"),
+        ("samples", {}, 0, "the batch's inputs"),
+        ("", {"lr": 0.02}, 0, "weight tok_embeddings.weight"),
+        ("", {"max_norm": 0.1}, 0, "weight tok_embeddings.weight"),  # gradients are taken before they are clipped
+    ],
+)
+def test_what_is_other(run_on_ranks, one_rank, tmp_path, mistake, changes, step, entry):
+    run_on_ranks(train, 1, tmp_path, {}, mistake, changes)
+    result = diverge(one_rank, tmp_path)
+    assert (result.step, result.entry) == (step, entry)
+
+
+def test_every_second_step_and_a_file_that_was_cut_off(run_on_ranks, one_rank, tmp_path):
+    run_on_ranks(train, 1, tmp_path, {}, "", {"every": 2})
+    assert list(diverge(one_rank, tmp_path).largest) == [-1, 0, 2]
+    (file,) = tmp_path.glob("fingerprints-*.bin")
+    file.write_bytes(file.read_bytes()[:-5])
+    assert list(diverge(one_rank, tmp_path).largest) == [-1, 0]
+
+
+def test_what_cannot_be_compared(one_rank, tmp_path):
+    with pytest.raises(RecordError, match="--fingerprints 1"):
+        diverge(one_rank, tmp_path)
+    file = tmp_path / "fingerprints-0.bin"
+    for content, message in [
+        (b"", "is no file of fingerprints"),
+        (b'{"version": 9}\n', "is of version 9"),
+        (b'{"version": 1, "entries": []}\n', "is no file of fingerprints"),
+    ]:
+        file.write_bytes(content)
+        with pytest.raises(RecordError, match=message):
+            diverge(one_rank, tmp_path)

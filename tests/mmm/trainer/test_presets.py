@@ -1,0 +1,78 @@
+"""What a preset sets besides sizes, and what a command line may say against it."""
+
+import re
+import shlex
+
+import pytest
+
+from mmm.errors import CheckpointError, ConfigError
+from mmm.examples import fsdp_tp
+from mmm.trainer import cnn, lm, vit
+from mmm.trainer.config.command_line import configure, parse
+from mmm.weights.open_weights import open_weights
+from mmm_lab.cli import main as cli
+
+
+def parsed(monkeypatch, line):
+    monkeypatch.setattr("sys.argv", ["lm", *shlex.split(line)])
+    return parse(lm.Config)
+
+
+@pytest.mark.parametrize("line", ["--preset shakespeare-cpu", "--preset=shakespeare-cpu"])
+def test_flags_beside_a_preset(monkeypatch, line):
+    config = parsed(monkeypatch, line)
+    assert (config.model.preset, config.data.seq_length, config.run.global_batch_size) == ("shakespeare-cpu", 64, 12)
+    assert (config.data.dataset, config.optimizer.weight_decay, config.optimizer.decayed) == (
+        "shakespeare",
+        0.1,
+        "matrices",
+    )
+    config = parsed(monkeypatch, f"{line} --seq-length 32 --batch_size 4 --text a.txt --decayed all")
+    assert (config.data.seq_length, config.run.batch_size, config.run.global_batch_size) == (32, 4, None)
+    assert (config.data.dataset, config.optimizer.decayed, config.optimizer.weight_decay) == ("text", "all", 0.1)
+    assert parsed(monkeypatch, f"{line} --optimizer sgd").optimizer.weight_decay is None
+    assert parsed(monkeypatch, f"{line} --prompt sgd").optimizer.weight_decay == 0.1
+    assert parsed(monkeypatch, f"{line} --epochs 30").run.steps(1300) == 39_000
+    config = parsed(monkeypatch, f"{line} --lr_schedule cosine")
+    assert (config.optimizer.lr_schedule, config.optimizer.decay) == ("cosine", None)
+
+
+def test_the_quick_start_ends_with_weights(monkeypatch, tmp_path, capsys):
+    """`mmm.trainer.lm --preset shakespeare-cpu … --outdir DIR`, then `mmm sample DIR`: docs/language-model.md."""
+    (tmp_path / "a.txt").write_text("ROMEO: but soft, what light\n" * 400)
+    line = f"--preset shakespeare-cpu --tokenizer chars --text {tmp_path / 'a.txt'} --outdir {tmp_path / 'b'}"
+    small = "--max_iters 2 --n_layers 1 --dim 32 --n_heads 2 --n_kv_heads 2 --ffn_dim 32 --eval_batches 1 --no_plots"
+    lm.train(parsed(monkeypatch, f"{line} {small} --device cpu"))
+    assert "will leave no weights" not in capsys.readouterr().out
+    assert (
+        cli.main(["sample", str(tmp_path / "b"), "--prompt", "ROMEO:", "--max_new_tokens", "3", "--device", "cpu"]) == 0
+    )
+    assert capsys.readouterr().out.startswith("ROMEO:")
+
+
+LITTLE = {"max_iters": 1, "plots": False, "device": "cpu", "preset": "debug"}
+RANDOM = {**LITTLE, "dataset": "random", "seq_length": 16}
+CNN = {"max_iters": 1, "plots": False, "device": "cpu", "dataset": "digits"}
+
+
+@pytest.mark.parametrize(
+    ("program", "flags", "said"),
+    [
+        (lm, RANDOM, "this run will leave no weights; --checkpoint_every N"),
+        pytest.param(lm, {**RANDOM, "save_model": True}, "leave model.pt, which plain", marks=pytest.mark.long),
+        pytest.param(vit, LITTLE, "this run will leave no weights", marks=pytest.mark.long),
+        pytest.param(cnn, CNN, "this run will leave no weights", marks=pytest.mark.long),
+    ],
+)
+def test_a_run_that_leaves_no_weights_says_so_at_its_start(tmp_path, program, flags, said):
+    program.train(configure(program.Config, **flags, outdir=tmp_path))
+    log = (tmp_path / "log.txt").read_text()
+    assert 0 < log.index(said) < re.search("iter=0|epoch=1", log).start()
+    with pytest.raises(CheckpointError, match="--checkpoint_every"):
+        open_weights(tmp_path)
+
+
+def test_an_example_takes_no_tied_preset():
+    with pytest.raises(ConfigError, match="--preset gpt2"):
+        configure(fsdp_tp.Config, preset="gpt2").sizes()
+    assert configure(fsdp_tp.Config, preset="shakespeare").sizes().n_layers == 12

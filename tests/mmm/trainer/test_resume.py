@@ -1,0 +1,570 @@
+"""A run that ends in the middle and goes on is the run that did not: to the last bit, or on another layout to 1e-9."""
+
+import json
+import math
+import os
+import re
+import shutil
+import signal
+from pathlib import Path
+from unittest.mock import patch
+
+import numpy
+import pytest
+import torch
+
+import mmm.history
+from mmm.checkpoint import Saver, read_manifest
+from mmm.checkpoint.manifest import FileSum, Manifest
+from mmm.data.text.prepare import Preparation, prepare
+from mmm.errors import ConfigError
+from mmm.history.plots.figures import metric_figure
+from mmm.history.record.dataset import marks_of
+from mmm.history.record.folder import JOURNAL
+from mmm.history.record.journal import read_journal
+from mmm.runtime.stop import stop_signal
+from mmm.trainer.config.run import BaseOptions
+from mmm.trainer.config.training import CheckpointOptions, check_resume
+from mmm.trainer.run.origin import has_state
+from support.disk import CAN_MOUNT, small_disk
+from support.resuming import curve, tensors, train, train_in_turn
+
+STEPS, EVERY, ENDS = 8, 4, 6
+LM, FSDP, VIT = "mmm.trainer.lm", "mmm.trainer.cnn", "mmm.trainer.vit"
+TEXT = {
+    "preset": "debug",
+    "dim": 32,
+    "ffn_dim": 48,
+    "seq_length": 16,
+    "global_batch_size": 8,
+    "dtype": "fp64",
+    "max_iters": STEPS,
+    "checkpoint_every": EVERY,
+    "eval_batches": 1,
+    "eval_every": 3,
+}
+MOE = {"n_experts": 4, "expert_dim": 24}
+DIGITS = {"dataset": "digits", "global_batch_size": 72, "max_iters": 24, "checkpoint_every": 5, "workers": 0}
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    path = tmp_path_factory.mktemp("text") / "words.txt"
+    path.write_text("".join(f"{i * i % 97} and {i}, " for i in range(4000)))
+    return (path,)
+
+
+def begin(run_on_ranks, program, ranks, flags, folder, ends_at=ENDS, goes_on=False):
+    """A run in one go, and one that ends in the middle; which then may go on."""
+    one, two = folder / "one", folder / "two"
+    runs = [({**flags, "outdir": one}, None), ({**flags, "outdir": two}, ends_at)]
+    runs += [({**flags, "outdir": two, "resume": Path("auto")}, None)] * goes_on
+    ended = run_on_ranks(train_in_turn, ranks, program, runs, timeout=240)
+    assert ended == [["", "ended", ""][: len(runs)]] * ranks
+    return one, two
+
+
+def go_on(run_on_ranks, program, ranks, flags, folder, resume="auto", **more):
+    given = {**flags, "outdir": folder, "resume": Path(resume), **more}
+    return run_on_ranks(train, ranks, program, given, timeout=120)
+
+
+def same_bits(one, two, steps=STEPS, name="loss"):
+    assert curve(one, name) == curve(two, name)
+    a, b = tensors(one / f"checkpoints/step-{steps}"), tensors(two / f"checkpoints/step-{steps}")
+    assert a.keys() == b.keys()
+    assert all(torch.equal(a[key], b[key]) for key in a)
+    states = [read_manifest(folder / f"checkpoints/step-{steps}").state for folder in (one, two)]
+    assert states[0] == states[1]
+
+
+LAYOUTS = [
+    pytest.param(1, {}, id="one device"),
+    pytest.param(
+        4, {"tpsize": 2, "microbatches": 2, "dtype": "fp32"}, id="dp2·tp2, accumulated", marks=pytest.mark.long
+    ),
+    pytest.param(4, {"pp": 2, "optimizer": "muon"}, id="pp2·dp2, Muon", marks=pytest.mark.long),
+    pytest.param(4, {"tpsize": 2, "optimizer": "muon"}, id="dp2·tp2, Muon", marks=pytest.mark.long),
+    pytest.param(4, {"cp": 2, "optimizer": "sgd"}, id="dp2·cp2, SGD", marks=pytest.mark.long),
+    pytest.param(4, {"ep": 2, **MOE}, id="dp4·ep2", marks=pytest.mark.long),
+    pytest.param(
+        2,
+        {"pp": 2, "schedule": "ZBVZeroBubble", "tie_word_embeddings": True},
+        id="pp2, tied",
+        marks=pytest.mark.long,
+    ),
+    pytest.param(2, {"parallel": "zero2", "dtype": "bf16"}, id="zero2, bf16", marks=pytest.mark.long),
+    pytest.param(2, {"dtype": "fp16", "parallel": "ddp", **MOE}, id="ddp, fp16, experts", marks=pytest.mark.long),
+    pytest.param(2, {"parallel": "zero1", "offload": True}, id="zero1 on the host", marks=pytest.mark.long),
+    pytest.param(4, {"parallel": "zero1", "tpsize": 2}, id="zero1 on dp2·tp2", marks=pytest.mark.long),
+    pytest.param(4, {"parallel": "zero1", "pp": 2, "optimizer": "muon"}, id="zero1 on pp2·dp2", marks=pytest.mark.long),
+    pytest.param(4, {"parallel": "hsdp", "optimizer": "sgd"}, id="hsdp", marks=pytest.mark.long),
+    pytest.param(4, {"tpsize": 2, "ep": 2, **MOE}, id="dp2·tp2·ep2", marks=pytest.mark.long),
+]
+
+
+@pytest.mark.parametrize(("ranks", "layout"), LAYOUTS)
+def test_to_the_last_bit(run_on_ranks, tmp_path, text, ranks, layout):
+    flags = {**TEXT, "text": text, **layout}
+    one, two = begin(run_on_ranks, LM, ranks, flags, tmp_path, goes_on=True)
+    same_bits(one, two)
+    assert sorted(os.listdir(two / "checkpoints")) == [f"step-{EVERY}", f"step-{STEPS}"]
+    if "n_experts" in layout:
+        saved = tensors(two / f"checkpoints/step-{EVERY}")
+        assert any(tensor.any() for name, tensor in saved.items() if "bias" in name)
+    if layout.get("dtype") == "fp16":
+        assert read_manifest(two / f"checkpoints/step-{STEPS}").state["scaler"]["_growth_tracker"] == STEPS
+
+
+@pytest.mark.parametrize(
+    ("ranks", "layout"),
+    [(2, {"tpsize": 2}), (4, {"pp": 2, "loss_chunks": 2})],
+    ids=str,
+)
+@pytest.mark.long
+def test_packed_documents(run_on_ranks, tmp_path, text, ranks, layout):
+    """A mixture of them, to the last bit; and on another layout."""
+    folders = []
+    for separator in (",", "and"):
+        folders.append(tmp_path / f"of {separator}")
+        prepare(Preparation(text, folders[-1], separator=separator), 1)
+    mixture = tuple(Path(f"{folder}:{weight}") for folder, weight in zip(folders, (0.4, 0.6), strict=True))
+    flags = {**TEXT, "text": mixture, "pack": True, "document_mask": True, **layout}
+    one, two = begin(run_on_ranks, LM, ranks, flags, tmp_path)
+    shutil.copytree(two, tmp_path / "elsewhere")
+    assert go_on(run_on_ranks, LM, ranks, flags, two) == [""] * ranks
+    same_bits(one, two)
+    plain = {name: value for name, value in flags.items() if name not in layout}
+    assert go_on(run_on_ranks, LM, 1, plain, tmp_path / "elsewhere") == [""]
+    assert curve(tmp_path / "elsewhere") == pytest.approx(curve(one), rel=1e-9)
+    (refused, *_) = go_on(run_on_ranks, LM, 1, {**plain, "document_mask": False, "max_iters": 99}, two)
+    assert "--document_mask" in refused
+    assert json.loads((one / "config.json").read_text())["data"]["documents"] == ["pack", "document_mask"]
+
+
+def rates(folder):
+    return mmm.history.load(folder)["lr"].values.tolist()
+
+
+def test_another_curve_of_the_learning_rate_is_said(run_on_ranks, tmp_path, text):
+    """A run that had come to its end, at 0, goes on at 0.25 of its height: both are in the record, and in one line."""
+    flags = {**TEXT, "text": text, "n_layers": 1, "lr": 0.01, "warmup": 2, "checkpoint_every": 4, "eval_every": 0}
+    assert run_on_ranks(train, 1, LM, {**flags, "max_iters": 8, "outdir": tmp_path}, timeout=120) == [""]
+    cosine = [0.005 * (1 + math.cos(math.pi * along / 5)) for along in range(6)]
+    assert rates(tmp_path) == pytest.approx([0.005, 0.01, *cosine], abs=1e-15)
+    assert go_on(run_on_ranks, LM, 1, {**flags, "max_iters": 12}, tmp_path) == [""]
+    cosine = [0.005 * (1 + math.cos(math.pi * along / 9)) for along in range(10)]
+    assert rates(tmp_path)[8:] == pytest.approx(cosine[6:], abs=1e-15)
+    (note,) = [note for note in notes_of(tmp_path) if "learning rate" in note]
+    assert note.startswith(
+        "the learning rate leaves its curve: it was 0 in step 7, for which this run's flags say 0.00413176; "
+        "step 8, the next, is made with 0.0025 ("
+    )
+    assert note in (tmp_path / "log.txt").read_text()
+
+
+def notes_of(folder):
+    return json.loads((folder / "config.json").read_text())["notes"]
+
+
+@pytest.mark.long
+def test_the_record_is_one(run_on_ranks, tmp_path, text):
+    flags = {**TEXT, "text": text}
+    _, two = begin(run_on_ranks, LM, 1, flags, tmp_path)
+    assert len(curve(two)) == ENDS
+    assert go_on(run_on_ranks, LM, 1, flags, two) == [""]
+    ds = mmm.history.load(two)
+    assert ds["iter"].values.tolist() == list(range(STEPS))
+    assert [(mark["draw"], mark["step"]) for mark in marks_of(ds)] == [(EVERY, EVERY)]
+    notes = json.loads((two / "config.json").read_text())["notes"]
+    assert f"resumed from {two}/checkpoints/step-{EVERY} at step {EVERY}" in notes
+
+
+def counted(rank, flags):
+    """At each save, the rows that the checkpoint counts, and those on the disk."""
+    found, right = [], Saver.save
+
+    def save(self, state, manifest):
+        found.append((manifest.state["rows"], len(read_journal(self.folder.parent / JOURNAL).rows)))
+        right(self, state, manifest)
+
+    with patch.object(Saver, "save", save):
+        assert train(rank, LM, flags) == ""
+    return found
+
+
+def test_the_rows_that_a_checkpoint_counts_are_on_the_disk(run_on_ranks, tmp_path, text):
+    flags = {**TEXT, "text": text, "n_layers": 1, "max_iters": 8, "checkpoint_every": 4, "outdir": tmp_path}
+    assert run_on_ranks(counted, 1, flags) == [[(4, 4), (8, 8)]]
+
+
+# Ranks, layout, and the step before which the run ends.
+CUTS = [
+    (4, {}, 3),
+    (2, {"tpsize": 2}, 5),
+    (4, {"pp": 2}, 7),
+    (4, {}, 9),
+    (2, {"tpsize": 2}, 11),
+    (4, {"pp": 2}, None),
+]
+
+
+@pytest.mark.long
+def test_five_cuts_on_three_layouts_make_one_curve(run_on_ranks, tmp_path, text):
+    flags = {**TEXT, "text": text, "max_iters": 12, "checkpoint_every": 2}
+    one, two = tmp_path / "one", tmp_path / "two"
+    assert run_on_ranks(train, 1, LM, {**flags, "outdir": one}) == [""]
+    for ranks, layout, ends_at in CUTS:
+        given = {**flags, **layout, "outdir": two, "resume": Path("auto")}
+        ended = run_on_ranks(train, ranks, LM, given, ends_at, timeout=120)
+        assert ended == ["" if ends_at is None else "ended"] * ranks
+    ds = mmm.history.load(two)
+    assert ds["iter"].values.tolist() == list(range(12))
+    assert ds["loss"].values.tolist() == pytest.approx(curve(one), rel=1e-9)
+    marks = [(mark["draw"], mark["step"], mark["layout"]) for mark in marks_of(ds)]
+    assert marks == [(2, 2, "tp2"), (4, 4, "pp2·dp2"), (6, 6, "dp4"), (8, 8, "tp2"), (10, 10, "pp2·dp2")]
+    (axes,) = metric_figure(ds, "loss").axes
+    dotted = [line.get_xdata()[0] for line in axes.lines if line.get_linestyle() == ":"]
+    assert dotted == [1.5, 3.5, 5.5, 7.5, 9.5]
+
+
+STATE = {"rows": 3, "since": 0, "counted": 3.0, "lr": 1e-3, "scaler": {}, "losses": [0.5, 0.25], "loss_ranks": [0, 1]}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"rows": "3"},
+        {"rows": -1},
+        {"since": None},
+        {"counted": [1]},
+        {"lr": "fast"},
+        {"scaler": {"scale": 2.0}},
+        {"scaler": []},
+        {"losses": [None, None]},
+        {"losses": 0.5},
+        {"loss_ranks": [2]},
+        {"loss_ranks": ["0"]},
+    ],
+    ids=str,
+)
+def test_a_state_of_other_types_is_refused(change):
+    about = {"layout": "dp2"}
+    scaler = torch.amp.GradScaler("cpu").state_dict()
+    assert has_state(Manifest(1, {}, STATE, about, {}))
+    assert has_state(Manifest(1, {}, {**STATE, "scaler": scaler}, about, {}))
+    assert not has_state(Manifest(1, {}, {**STATE, **change}, about, {}))
+    assert not has_state(Manifest(1, {}, STATE, {"layout": ["dp2"]}, {}))
+    assert not has_state(Manifest(1, {}, {}, about, {}))
+
+
+@CAN_MOUNT
+def test_a_folder_that_is_read_only(run_on_ranks, tmp_path, text):
+    with small_disk(tmp_path, "ro"):
+        found = run_on_ranks(train, 2, LM, {**TEXT, "text": text, "outdir": tmp_path / "run"})
+    words = f"cannot make the folder {tmp_path}/run: Read-only file system. Give an --outdir you may write to."
+    assert found == [words] * 2
+
+
+@pytest.mark.long
+@CAN_MOUNT
+def test_a_full_disk_does_not_end_the_run(run_on_ranks, tmp_path, text):
+    flags = {**TEXT, "text": text, "max_iters": 6, "checkpoint_every": 2, "outdir": tmp_path / "a/run"}
+    assert run_on_ranks(train, 2, LM, flags) == ["", ""]
+    size = sum(path.stat().st_size for path in (tmp_path / "a/run/checkpoints/step-6").iterdir())
+    (tmp_path / "b").mkdir()
+    with small_disk(tmp_path / "b", f"size={int(1.5 * size) // 1024}k"):
+        outdir = tmp_path / "b/run"
+        assert run_on_ranks(train, 2, LM, {**flags, "outdir": outdir}) == ["", ""]
+        assert os.listdir(outdir / "checkpoints") == ["step-2"]
+        assert curve(outdir) == curve(tmp_path / "a/run")
+        notes = json.loads((outdir / "config.json").read_text())["notes"]
+        assert [note for note in notes if re.match(r"no checkpoint of step [46]: .*No space left on device", note)]
+        again = {**flags, "outdir": tmp_path / "c", "resume": outdir}
+        assert run_on_ranks(train, 1, LM, again) == [""]
+    assert curve(tmp_path / "c") == pytest.approx(curve(tmp_path / "a/run")[2:], rel=1e-9)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("ranks", "parallel"), [(1, "fsdp"), (2, "ddp")])
+def test_dropout_and_an_epoch_in_the_middle(run_on_ranks, tmp_path, ranks, parallel):
+    flags = {**DIGITS, "parallel": parallel, "optimizer": "sgd" if ranks == 2 else "adamw"}
+    one, two = begin(run_on_ranks, FSDP, ranks, flags, tmp_path, goes_on=True)
+    same_bits(one, two, 24, "train_loss")
+    assert len(curve(two, "train_loss")) == 2  # of 19 and 5 steps
+    assert curve(one, "test_loss") == curve(two, "test_loss")
+
+
+@pytest.mark.long
+def test_a_row_that_another_layout_has_begun(run_on_ranks, tmp_path):
+    """An epoch's loss, the first part of which is of two ranks that share their samples."""
+    one, two = begin(run_on_ranks, FSDP, 2, {**DIGITS, "tpsize": 2}, tmp_path)
+    assert go_on(run_on_ranks, FSDP, 1, DIGITS, two) == [""]
+    assert curve(two, "train_loss") == pytest.approx(curve(one, "train_loss"), rel=1e-4)
+
+
+@pytest.mark.long
+def test_vit(run_on_ranks, tmp_path):
+    flags = {"preset": "debug", "batch_size": 8, "max_iters": 8, "checkpoint_every": 4, "dtype": "fp64"}
+    one, two = begin(run_on_ranks, VIT, 2, {**flags, "pp": 2}, tmp_path, ends_at=6)
+    assert go_on(run_on_ranks, VIT, 2, {**flags, "tpsize": 2}, two) == [""] * 2
+    assert curve(two) == pytest.approx(curve(one), rel=1e-9)
+
+
+ELSEWHERE = [
+    pytest.param(1, {}, id="one device", marks=pytest.mark.long),
+    pytest.param(4, {"pp": 2, "tpsize": 2}, id="pp2·tp2", marks=pytest.mark.long),
+    pytest.param(4, {"pp": 2, "ep": 2}, id="pp2·dp2·ep2", marks=pytest.mark.long),
+    pytest.param(2, {"parallel": "zero1", "microbatches": 2}, id="zero1", marks=pytest.mark.long),
+    pytest.param(4, {"parallel": "zero1", "tpsize": 2, "ep": 2}, id="zero1-tp-ep"),
+    pytest.param(4, {"parallel": "zero1", "pp": 2, "ep": 2}, id="zero1 on pp2·dp2·ep2", marks=pytest.mark.long),
+    pytest.param(2, {"parallel": "ddp"}, id="ddp", marks=pytest.mark.long),
+    pytest.param(4, {"parallel": "hsdp"}, id="hsdp", marks=pytest.mark.long),
+    pytest.param(4, {"cp": 2, "cp_style": "ulysses", "tpsize": 2}, id="cp2·tp2", marks=pytest.mark.long),
+    pytest.param(4, {"ep": 4}, id="dp4·ep4", marks=pytest.mark.long),
+    pytest.param(2, {"offload": True, "ep": 2}, id="dp2·ep2 on the host", marks=pytest.mark.long),
+]
+
+
+@pytest.fixture(scope="module")
+def begun(request, tmp_path_factory, text):
+    """A run on dp4·ep2 that has ended after step `EVERY`, and one that has not."""
+    from mmm_verify.testing.plugin import _pool
+
+    flags = {**TEXT, "text": text, **MOE}
+    folder = tmp_path_factory.mktemp("begun")
+    one, two = begin(_pool(request.config).run, LM, 4, {**flags, "ep": 2}, folder)
+    return flags, one, two / f"checkpoints/step-{EVERY}"
+
+
+@pytest.mark.parametrize(("ranks", "layout"), ELSEWHERE)
+def test_on_another_layout(run_on_ranks, tmp_path, begun, ranks, layout):
+    flags, one, checkpoint = begun
+    assert go_on(run_on_ranks, LM, ranks, {**flags, **layout}, tmp_path, checkpoint) == [""] * ranks
+    ds = mmm.history.load(tmp_path)
+    assert ds["iter"].values.tolist() == list(range(EVERY, STEPS))
+    assert ds["loss"].values.tolist() == pytest.approx(curve(one)[EVERY:], rel=1e-9)
+    found, expected = (tensors(path / f"checkpoints/step-{STEPS}") for path in (tmp_path, one))
+    for name, tensor in found.items():
+        if "bias" in name:
+            assert torch.equal(tensor, expected[name])
+        torch.testing.assert_close(tensor, expected[name], rtol=1e-6, atol=1e-9)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("optimizer", "lr"), [("lars", 4.0), ("lamb", 0.02)])
+def test_lars_and_lamb_on_another_layout(run_on_ranks, tmp_path, text, optimizer, lr):
+    flags = {**TEXT, "text": text, "optimizer": optimizer, "lr": lr}
+    one, two = begin(run_on_ranks, LM, 4, {**flags, "pp": 2, "tpsize": 2}, tmp_path)
+    assert go_on(run_on_ranks, LM, 2, {**flags, "parallel": "zero1"}, two) == [""] * 2
+    assert curve(two) == pytest.approx(curve(one), rel=1e-9)
+
+
+@pytest.mark.long
+def test_zero1_of_several_axes_on_another_layout(run_on_ranks, tmp_path, text):
+    """And by another technique, and back."""
+    flags = {**TEXT, "text": text}
+    one, two = begin(run_on_ranks, LM, 4, {**flags, "parallel": "zero1", "tpsize": 2}, tmp_path)
+    others = {"alone": (1, {}), "fsdp": (2, {}), "stages": (4, {"parallel": "zero1", "pp": 2})}
+    for name, (ranks, layout) in others.items():
+        folder = tmp_path / name
+        given = {**flags, **layout}
+        assert go_on(run_on_ranks, LM, ranks, given, folder, two / f"checkpoints/step-{EVERY}") == [""] * ranks
+        assert curve(folder) == pytest.approx(curve(one)[EVERY:], rel=1e-9)
+
+
+@pytest.mark.long
+def test_a_tied_weight_on_another_layout(run_on_ranks, tmp_path, text):
+    """From one parameter to two stages of one rank, and back to one."""
+    flags = {**TEXT, "text": text, "tie_word_embeddings": True, "checkpoint_every": 2}
+    one, two = begin(run_on_ranks, LM, 2, flags, tmp_path, ends_at=5)
+    assert "output.weight" not in tensors(two / "checkpoints/step-4")
+    v = {**flags, "pp": 2, "schedule": "ZBVZeroBubble", "outdir": two, "resume": Path("auto")}
+    assert run_on_ranks(train, 2, LM, v, 7, timeout=120) == ["ended"] * 2
+    assert "output.weight" not in tensors(two / "checkpoints/step-6")
+    assert go_on(run_on_ranks, LM, 1, flags, two) == [""]
+    assert curve(two) == pytest.approx(curve(one), rel=1e-9)
+
+
+# --- what is refused, in one line -------------------------------------------------------------------------------------
+
+
+def refused(run_on_ranks, flags, folder, resume, *words, ranks=2, **more):
+    texts = go_on(run_on_ranks, LM, ranks, flags, folder, resume, **more)
+    assert len(set(texts)) == 1
+    for word in words:
+        assert word in texts[0]
+    assert "\n" not in texts[0]
+
+
+def test_refused(run_on_ranks, tmp_path, begun):
+    flags, _, path = begun
+    new = tmp_path / "new"
+    refused(run_on_ranks, flags, new, path, "dim 32 there, 64 here; ffn_dim 48 there, 96 here", dim=64, ffn_dim=96)
+    refused(run_on_ranks, flags, tmp_path / "b", path, "n_experts 4 there, 0 here", n_experts=0, expert_dim=None)
+    refused(run_on_ranks, flags, tmp_path / "c", path, "data text there, random here", dataset="random", text=())
+    refused(run_on_ranks, flags, tmp_path / "d", path, "global_batch_size 8 there, 4 here", global_batch_size=4)
+    refused(run_on_ranks, flags, tmp_path / "e", path, f"step {EVERY}, and the run has {EVERY}: no", max_iters=EVERY)
+    refused(run_on_ranks, flags, tmp_path / "f", tmp_path, f"--resume {tmp_path}: no checkpoint is there")
+    refused(
+        run_on_ranks, flags, tmp_path / "g", "auto", "--checkpoint_every 0: it must be at least 1", checkpoint_every=0
+    )
+    (tmp_path / "h").mkdir()
+    (tmp_path / "h/checkpoints").write_text("in the way")
+    refused(run_on_ranks, flags, tmp_path / "h", "auto", "h/checkpoints is a file")
+
+
+def test_flags_that_contradict_each_other():
+    checkpoint = CheckpointOptions(resume=Path("auto"), checkpoint_every=1)
+    with pytest.raises(ConfigError, match="--resume and --overwrite"):
+        check_resume(checkpoint, BaseOptions(overwrite=True, outdir=Path("a")))
+    with pytest.raises(ConfigError, match="--resume auto without --outdir"):
+        check_resume(checkpoint, BaseOptions())
+
+
+def test_the_flag_that_ends_the_run_is_named(run_on_ranks, tmp_path):
+    flags = {**DIGITS, "max_iters": None, "epochs": 1, "checkpoint_every": 19, "outdir": tmp_path}
+    assert run_on_ranks(train, 1, FSDP, flags) == [""]
+    (text,) = run_on_ranks(train, 1, FSDP, {**flags, "resume": Path("auto")})
+    assert "step 19, and the run has 19: no step is left; give more by --epochs" in text
+    (text,) = run_on_ranks(train, 1, FSDP, {**flags, "resume": Path("auto"), "max_iters": 19})
+    assert "give more by --max_iters and --epochs" in text
+
+
+@pytest.mark.parametrize("program", [LM, FSDP, VIT])
+def test_a_run_cut_after_its_last_step_ends_once_more(run_on_ranks, tmp_path, program):
+    """As one that was killed while it saved its model or made its plots."""
+    flags = {
+        LM: {**TEXT, "dataset": "random"},
+        FSDP: DIGITS,
+        VIT: {"preset": "debug", "batch_size": 8, "dtype": "fp64", "eval_every": 0},
+    }[program] | {"max_iters": 3, "checkpoint_every": 2, "outdir": tmp_path}
+    flags.pop("epochs", None)
+    assert run_on_ranks(train, 2, program, flags) == ["", ""]
+    before, weights = mmm.history.load(tmp_path), tensors(tmp_path / "checkpoints/step-3")
+    flags |= {"resume": Path("auto"), "save_model": True}
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert "no step is left" in run_on_ranks(train, 2, program, flags)[0]
+    assert json.loads((tmp_path / "config.json").read_text()) == config
+    (tmp_path / "config.json").write_text(json.dumps({**config, "state": "running"}))
+    assert run_on_ranks(train, 2, program, flags) == ["", ""]
+    after = mmm.history.load(tmp_path)
+    for name in before.data_vars:
+        numpy.testing.assert_array_equal(after[name].values, before[name].values)
+    notes = json.loads((tmp_path / "config.json").read_text())["notes"]
+    assert "no step is left to make; the model is evaluated once more" in notes
+    saved = torch.load(tmp_path / "model.pt", weights_only=True)
+    assert saved
+    assert all(torch.equal(saved[name], weights[name]) for name in saved)
+    assert after.attrs["state"] == "finished"
+
+
+def test_a_folder_with_checkpoints_is_not_mixed_up(run_on_ranks, tmp_path, begun):
+    flags, _, path = begun
+    given = {**flags, "outdir": path.parent.parent, "overwrite": True}
+    for text in run_on_ranks(train, 2, LM, given):
+        assert f"has checkpoints of an earlier run (step-{EVERY} is the newest)" in text
+    assert path.exists()
+
+
+def test_from_the_beginning_where_there_is_no_checkpoint(run_on_ranks, tmp_path, text):
+    flags = {**TEXT, "text": text, "max_iters": 4, "checkpoint_every": 3}
+    assert go_on(run_on_ranks, LM, 1, flags, tmp_path) == [""]
+    assert len(curve(tmp_path)) == 4
+    assert marks_of(mmm.history.load(tmp_path)) == []
+
+
+@pytest.mark.long
+def test_the_newest_whole_one_is_taken(run_on_ranks, tmp_path, text):
+    flags = {**TEXT, "text": text, "checkpoint_every": 2, "keep": 3}
+    one, two = begin(run_on_ranks, LM, 2, flags, tmp_path, ends_at=7)
+    file = two / "checkpoints/step-6/__1_0.distcp"
+    content = file.read_bytes()
+    file.write_bytes(content[:-9] + b"flip" + content[-5:])
+    refused(run_on_ranks, flags, tmp_path / "x", file.parent, f"{file} is damaged: its checksum")
+    assert go_on(run_on_ranks, LM, 2, flags, two) == ["", ""]
+    same_bits(one, two)
+    assert [mark["step"] for mark in marks_of(mmm.history.load(two))] == [4]
+    notes = json.loads((two / "config.json").read_text())["notes"]
+    older = two / "checkpoints/step-6"
+    refused(run_on_ranks, flags, two, older, f"--resume {older}: step-8 is newer, and the run's folder would have two")
+    assert any(note.startswith(f"{file} is damaged") and "the checkpoint before it is taken" in note for note in notes)
+
+
+def test_none_is_whole(run_on_ranks, tmp_path, text):
+    flags = {**TEXT, "text": text, "max_iters": 4, "checkpoint_every": 2}
+    begin(run_on_ranks, LM, 1, flags, tmp_path, ends_at=3)
+    os.remove(tmp_path / "two/checkpoints/step-2/.metadata")
+    (said,) = go_on(run_on_ranks, LM, 1, flags, tmp_path / "two")
+    assert said == f"no checkpoint is whole: {tmp_path}/two/checkpoints/step-2/.metadata is missing"
+
+
+# --- a signal ---------------------------------------------------------------------------------------------------------
+
+
+def stopped(rank, flags, number, at, ahead=False):
+    """A run that a signal comes to on rank 1 alone, while it makes a step; its exit code on this rank.
+
+    Args:
+        ahead: whether the host is taken to be ahead of the device.
+    """
+
+    def step(seed, step, coordinate):
+        if step == at and rank.rank == 1:
+            os.kill(os.getpid(), number)
+
+    event = torch.cpu.Event if ahead else None
+    with (
+        patch("support.resuming.before_step", step),
+        patch("mmm.trainer.loop.checkpointer.event_class", lambda _: event),
+    ):
+        try:
+            return train(rank, LM, flags)
+        except SystemExit as ended:
+            return ended.code
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("number", "ahead"), [(signal.SIGTERM, False), (signal.SIGUSR1, False), (signal.SIGUSR1, True)]
+)
+def test_a_signal_on_one_rank_ends_the_run_after_the_step(run_on_ranks, tmp_path, text, number, ahead):
+    """After the next one, where the host is ahead of the device."""
+    flags = {**TEXT, "text": text}
+    one, two = tmp_path / "one", tmp_path / "two"
+    assert run_on_ranks(train, 2, LM, {**flags, "outdir": one}) == ["", ""]
+    before = signal.getsignal(number)
+    assert run_on_ranks(stopped, 2, {**flags, "outdir": two}, number, 2 - ahead, ahead) == [75, 75]
+    assert signal.getsignal(number) == before
+    assert os.listdir(two / "checkpoints") == ["step-3"]
+    assert len(curve(two)) == 3
+    ds = mmm.history.load(two)
+    assert (ds.attrs["state"], ds.attrs["error"]) == ("interrupted", "a signal; the state is saved")
+    assert go_on(run_on_ranks, LM, 2, flags, two) == ["", ""]
+    same_bits(one, two)
+
+
+def stopped_without_a_checkpoint(rank, flags):
+    wrong = patch("mmm.checkpoint.storage.file_sum", lambda path: FileSum(0, ""))
+    with wrong:
+        return stopped(rank, flags, signal.SIGTERM, 2)
+
+
+@pytest.mark.parametrize("mode", ["blocking", "async"])
+def test_a_signal_whose_checkpoint_fails(run_on_ranks, tmp_path, text, mode):
+    """The exit code that says "go on from here" would be a lie, also where the loop has heard of the failure before."""
+    flags = {**TEXT, "text": text, "outdir": tmp_path / "run", "checkpoint_mode": mode}
+    assert run_on_ranks(stopped_without_a_checkpoint, 2, flags) == [1, 1]
+    notes = json.loads((tmp_path / "run/config.json").read_text())["notes"]
+    assert notes[-1] == "stopped by a signal after 3 steps"
+
+
+def test_the_signal_before_a_jobs_end_that_comes_when_the_run_is_over():
+    before = signal.signal(signal.SIGUSR1, signal.SIG_DFL)
+    try:
+        with stop_signal() as wish:
+            pass
+        signal.raise_signal(signal.SIGUSR1)  # else this process is killed by it
+        assert wish.came is None
+    finally:
+        signal.signal(signal.SIGUSR1, before)

@@ -1,0 +1,219 @@
+"""The vision programs as a user runs them: examples.fsdp, trainer.fsdp, trainer.vit."""
+
+import json
+import re
+
+import numpy as np
+import pytest
+import torch
+
+import mmm.history
+from mmm.data.images.datasets import load_images
+from mmm.data.images.torchvision_shim import import_torchvision
+from mmm.errors import UserError
+from mmm.examples import collectives, fsdp, parallel_4d, tensor_parallel
+from mmm.models.cnn import CNN, CNNConfig
+from mmm.trainer import cnn as cnn_trainer
+from mmm.trainer import vit
+from mmm.trainer.config.command_line import configure, parse
+from mmm_verify.testing.plugin import _pool
+from support.programs import run_program
+from support.published import write_mnist
+
+
+def run(run_on_ranks, ranks, module, outdir, *flags):
+    done = run_program(run_on_ranks, ranks, module, "--outdir", outdir, "--no-plots", *flags)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+CNN_FLAGS = ["--dataset", "digits", "--global_batch_size", "24", "--max_iters", "3", "--dtype", "fp64"]
+
+
+@pytest.fixture(scope="module")
+def cnn(request, tmp_path_factory):
+    """The explicit example on one rank and on three, which do not divide the 360 test images."""
+    folder = tmp_path_factory.mktemp("cnn")
+    options = {"dataset": "digits", "global_batch_size": 24, "max_iters": 3, "dtype": "fp64"}
+    fsdp.train(configure(fsdp.Config, **options, plots=False, outdir=folder / "1"))
+    out = run(_pool(request.config).run, 3, "mmm.examples.fsdp", folder / "3", *CNN_FLAGS, "--save_model")
+    return folder, out
+
+
+@pytest.mark.long
+def test_losses_and_accuracy_do_not_depend_on_the_ranks(cnn):
+    one, three = (mmm.history.load(cnn[0] / ranks) for ranks in ("1", "3"))
+    for name in ("train_loss", "test_loss"):
+        np.testing.assert_allclose(three[name], one[name], rtol=1e-9)
+    assert three.test_acc.values.tolist() == one.test_acc.values.tolist()
+    assert json.loads((cnn[0] / "3/config.json").read_text())["data"]["test_images"] == 360
+
+
+@pytest.mark.long
+def test_a_row_an_epoch(cnn):
+    lines = [line for line in cnn[1].splitlines() if " - epoch=" in line]
+    assert len(lines) == 1
+    for word in ("epoch=1 ", " train_loss=", " test_loss=", " test_acc=", " sps="):
+        assert word in lines[0]
+    assert "Total params: 1,199,882" in cnn[1]
+    assert "\x1b" not in cnn[1]
+
+
+@pytest.mark.long
+def test_the_saved_model_is_plain_pytorch(cnn):
+    model = CNN(CNNConfig())
+    model.load_state_dict(torch.load(cnn[0] / "3/model.pt", weights_only=True))
+    model.double().eval()
+    images, labels = load_images("digits").test.images(range(360))
+    with torch.no_grad():
+        logits = model(images.double())
+    right, loss = (logits.argmax(1) == labels).double().mean(), torch.nn.functional.cross_entropy(logits, labels)
+    evaluated = mmm.history.load(cnn[0] / "3")  # padded to 384 images, which must not count
+    assert 100 * right.item() == pytest.approx(float(evaluated.test_acc[-1]), abs=1e-9)
+    assert loss.item() == pytest.approx(float(evaluated.test_loss[-1]), rel=1e-9)
+
+
+@pytest.mark.long
+def test_the_trainer_saves_full_parameters_of_zero2(run_on_ranks, cnn, tmp_path):
+    run(run_on_ranks, 3, "mmm.trainer.cnn", tmp_path, *CNN_FLAGS, "--save_model", "--parallel", "zero2")
+    saved, expected = (torch.load(path / "model.pt", weights_only=True) for path in (tmp_path, cnn[0] / "3"))
+    assert list(saved) == list(expected)
+    for name, tensor in saved.items():
+        torch.testing.assert_close(tensor, expected[name], rtol=1e-7, atol=1e-9)
+
+
+@pytest.mark.long
+def test_the_trainer_does_what_the_example_does(cnn, tmp_path):
+    config = configure(
+        cnn_trainer.Config,
+        dataset="digits",
+        global_batch_size=24,
+        max_iters=3,
+        dtype="fp64",
+        microbatches=3,
+        plots=False,
+        outdir=tmp_path,
+    )
+    cnn_trainer.train(config)
+    one, other = (mmm.history.load(path) for path in (cnn[0] / "1", tmp_path))
+    np.testing.assert_allclose(other.train_loss, one.train_loss, rtol=1e-9)
+    assert other.test_acc.values.tolist() == one.test_acc.values.tolist()
+
+
+def test_digits_stand_in_and_the_record_says_so(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(import_torchvision("datasets").MNIST, "mirrors", ["http://127.0.0.1:9/"])
+    monkeypatch.setenv("MMM_DATA", str(tmp_path / "cache"))
+    fsdp.train(configure(fsdp.Config, max_iters=2, plots=False, outdir=tmp_path / "out"))
+    config = json.loads((tmp_path / "out/config.json").read_text())
+    assert (config["data"]["dataset"], config["data"]["dataset_asked"]) == ("digits", "mnist")
+    assert len(config["notes"]) == 1
+    assert "mnist is not in" in config["notes"][0]
+    assert config["notes"][0] in capsys.readouterr().out
+    assert config["global_batch_size"] == 32
+
+
+@pytest.mark.long
+def test_vit_on_tp(run_on_ranks, tmp_path):
+    flags = ["--dataset", "digits", "--image_size", "16", "--patch_size", "4", "--channels", "1", "--global_batch_size"]
+    flags += ["16", "--max_iters", "3", "--dtype", "fp64", "--warmup", "2"]
+    out = run(run_on_ranks, 2, "mmm.trainer.vit", tmp_path / "2", *flags, "--tpsize", "2")
+    assert "preset debug: no accelerator here; --preset large asks for large" in out
+    shape = {"image_size": 16, "patch_size": 4, "channels": 1, "global_batch_size": 16, "warmup": 2}
+    shape |= {"plots": False, "dataset": "digits", "max_iters": 3, "dtype": "fp64", "attention": "native"}
+    vit.train(configure(vit.Config, **shape, outdir=tmp_path / "1"))
+    one, two = (mmm.history.load(tmp_path / ranks) for ranks in ("1", "2"))
+    for name in ("loss", "test_loss"):
+        np.testing.assert_allclose(two[name], one[name], rtol=1e-9)
+    assert two.test_acc[-1] == one.test_acc[-1]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("program", "flags", "layout"),
+    [
+        (vit, "--pp 2 --schedule GPipe", "pp2·dp2"),
+        (cnn_trainer, "--pp 2 --tp 2 --microbatches 4", "pp2·tp2"),
+        (cnn_trainer, "--dp_replicate 2 --tp 2 --microbatches 3", "dp_replicate2·tp2"),
+    ],
+)
+def test_losses_of_one_rank_on_several_axes(run_on_ranks, tmp_path, program, flags, layout):
+    config = {"dataset": "digits", "max_iters": 4, "global_batch_size": 8, "dtype": "fp64", "lr": 0.03, "plots": False}
+    config |= {"image_size": 16, "patch_size": 4, "channels": 1} if program is vit else {}
+    words = [w for name, value in config.items() if not isinstance(value, bool) for w in (f"--{name}", str(value))]
+    run(run_on_ranks, 4, program.__name__, tmp_path / "many", *words, *flags.split())
+    program.train(configure(program.Config, **config, outdir=tmp_path / "one"))
+    recorded = json.loads((tmp_path / "many/config.json").read_text())
+    assert recorded["layout"] == layout
+    one, many = (mmm.history.load(tmp_path / name) for name in ("one", "many"))
+    for name in ("loss" if program is vit else "train_loss", "test_loss"):
+        np.testing.assert_allclose(many[name], one[name], rtol=1e-9)
+    # Every rank holds about its part; what is replicated over tp (norms, convolutions) makes the sum a little more.
+    assert (
+        1 <= sum(recorded["local"]) / recorded["parameters"] < (2.2 if recorded["mesh"]["dp_replicate"] == 2 else 1.2)
+    )
+
+
+@pytest.mark.parametrize(
+    ("program", "config", "words"),
+    [
+        (fsdp, {"data_dir": "DAMAGED"}, r"train-images-idx3-ubyte.gz .* has md5"),
+        (fsdp, {"data_dir": "EMPTY"}, "EMPTY"),
+        (fsdp, {"dataset": "folder", "data_dir": "EMPTY"}, "It needs a folder for each class"),
+        (fsdp, {"dataset": "folder"}, "needs --data_dir"),
+        (fsdp, {"dataset": "digits", "batch_size": 2000}, "1437 images, fewer than a global batch of 2000"),
+        (fsdp, {"dataset": "digits", "parallel": "hsdp"}, "dp_replicate 2"),
+        (fsdp, {"dataset": "digits", "dp_replicate": 2}, "dp_replicate 2"),
+        (fsdp, {"dataset": "digits", "gamma": 1.5}, "--gamma 1.5"),
+        (cnn_trainer, {"dataset": "digits", "microbatches": 0}, "microbatches 0"),
+        (cnn_trainer, {"dataset": "digits", "microbatches": 99}, "microbatches 99"),
+        (cnn_trainer, {"dataset": "digits", "pp": 2}, "pp 2 needs a multiple of 2 ranks"),
+        (vit, {"patch_size": 7}, "image_size 32"),
+        (vit, {"dataset": "digits", "channels": 2}, "2 channels"),
+        (vit, {"dataset": "digits", "classes": 7}, "--classes 7"),
+        (vit, {"n_heads": 3}, "n_heads 3"),
+        (vit, {"sdpa_backend": "math", "attention": "native"}, "needs attention 'sdpa'"),
+        (vit, {"warmup": -1}, "--warmup -1"),
+        (vit, {"dataset": "digits", "batch_size": 2000}, "--global_batch_size 1437"),
+        (vit, {"dataset": "digits", "workers": -1}, "--workers -1"),
+        (fsdp, {"dataset": "digits", "workers": -1}, "--workers -1"),
+        (parallel_4d, {"batch_size": 10**6}, "fewer than one global batch of 1000000"),
+        (parallel_4d, {"batch_size": 10**4}, "last tenth, for validation: .* one global batch of 10000"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_refused_before_any_process_group(tmp_path, monkeypatch, program, config, words, no_process_group):
+    monkeypatch.setattr("mmm.history.prepare", lambda *_, **__: pytest.fail("the run's folder was made"))
+    (tmp_path / "EMPTY").mkdir()
+    (tmp_path / "DAMAGED").mkdir()
+    write_mnist(tmp_path / "DAMAGED")  # files of a right form, which are not the published ones
+    if "data_dir" in config:
+        config = {**config, "data_dir": tmp_path / config["data_dir"]}
+    with pytest.raises(UserError) as refused:
+        program.train(configure(program.Config, **config))
+    assert re.search(words, str(refused.value)), refused.value
+
+
+@pytest.mark.parametrize(
+    ("program", "flags"),
+    [
+        (fsdp, ("warmup", "eval_every", "activation_checkpointing", "compile", "log_every", "accumulate")),
+        (cnn_trainer, ("warmup", "eval_every", "activation_checkpointing", "compile", "log_every")),
+        (collectives, ("lr", "seed", "dtype", "compile", "max_iters", "log_every", "summary")),
+        (tensor_parallel, ("lr", "compile", "max_iters", "log_every", "plots", "summary")),
+    ],
+    ids=lambda value: value.__name__.rpartition(".")[2] if hasattr(value, "__name__") else "",
+)
+def test_a_flag_that_would_do_nothing_is_none(program, flags, monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", [program.__name__, "--help"])
+    with pytest.raises(SystemExit) as stop:
+        parse(program.Config)
+    assert stop.value.code == 0
+    shown = capsys.readouterr().out
+    assert "--outdir" in shown
+    for flag in flags:
+        assert f"--{flag}" not in shown
+        monkeypatch.setattr("sys.argv", [program.__name__, f"--{flag}", "1"])
+        with pytest.raises(SystemExit) as stop:
+            parse(program.Config)
+        assert stop.value.code == 2
+        assert f"--{flag}" in capsys.readouterr().err

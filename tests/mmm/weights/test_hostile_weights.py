@@ -1,0 +1,161 @@
+"""Weights of others that somebody has made to do harm: each file is refused in a line, at once, and costs no memory."""
+
+import json
+import math
+import struct
+import time
+
+import pytest
+
+import mmm.trainer.loop.language  # noqa: F401
+from mmm_lab.cli.main import main
+from support.llamas import CONFIG, write_hugging_face
+
+NORM, EMBEDDING, HEAD = "model.norm.weight", "model.embed_tokens.weight", "lm_head.weight"
+HUGE = 10**9
+
+
+def refused(capsys, path, tmp_path, words):
+    began = time.process_time()
+    assert main(["import", str(path), "-o", str(tmp_path / "out")]) == 2
+    assert time.process_time() - began < 1
+    err = capsys.readouterr().err
+    assert words in err
+    assert err.count("\n") == 1
+    assert err.strip().isprintable()
+    assert not (tmp_path / "out").exists()
+
+
+DAMAGED = "model.safetensors is no safetensors file, or is truncated or damaged: "
+
+
+def rewrite(path, change):
+    """Change a safetensors file's header."""
+    content = path.read_bytes()
+    size = 8 + int.from_bytes(content[:8], "little")
+    header = json.loads(content[8:size])
+    change(header)
+    text = json.dumps(header).encode()
+    path.write_bytes(struct.pack("<Q", len(text)) + text + content[size:])
+
+
+def overlapping(header):
+    header[HEAD]["data_offsets"] = header[EMBEDDING]["data_offsets"]
+
+
+def shifted(header):
+    begin, end = header[HEAD]["data_offsets"]
+    header[HEAD]["data_offsets"] = [begin - 4, end - 4]
+
+
+def words_as_shape(header):
+    header[NORM]["shape"] = ["32"]
+
+
+def text_as_shape(header):
+    header[EMBEDDING]["shape"] = "67"
+
+
+def fractions_as_shape(header):
+    header[NORM]["shape"] = [32.0]
+
+
+def below_zero(header):
+    header[EMBEDDING]["shape"] = [-67, -32]
+
+
+def words_as_offsets(header):
+    header[NORM]["data_offsets"] = ["0", "128"]
+
+
+def three_offsets(header):
+    header[NORM]["data_offsets"].append(0)
+
+
+def far_offsets(header):
+    header[NORM] = {"dtype": "F32", "shape": [1 << 61], "data_offsets": [0, 1 << 63]}
+
+
+def a_list(header):
+    header[NORM] = [1]
+
+
+def a_dtype_of_its_own(header):
+    header[NORM]["dtype"] = ["F32"]
+
+
+def a_gap(header):
+    del header[HEAD]
+
+
+def not_a_number(header):
+    header[NORM]["scale"] = math.nan
+
+
+def escapes(header):
+    header["\x1b[2J\n"] = {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (overlapping, DAMAGED),
+        (shifted, DAMAGED),
+        (words_as_shape, DAMAGED),
+        (text_as_shape, DAMAGED),
+        (fractions_as_shape, DAMAGED),
+        (below_zero, DAMAGED),
+        (words_as_offsets, DAMAGED),
+        (three_offsets, DAMAGED),
+        (far_offsets, DAMAGED),
+        (a_list, DAMAGED),
+        (a_dtype_of_its_own, DAMAGED),
+        (a_gap, DAMAGED),
+        (not_a_number, DAMAGED),
+        (escapes, "has the unknown tensor \\x1b[2J\\n"),
+    ],
+)
+def test_tensors_are_the_bytes_after_the_header(tmp_path, capsys, change, words):
+    folder = write_hugging_face(tmp_path / "hf")
+    rewrite(folder / "model.safetensors", change)
+    refused(capsys, folder, tmp_path, words)
+
+
+@pytest.mark.parametrize("name", ["../hf2/a.safetensors", "/dev/zero", "", "..", 7, None])
+def test_an_index_names_files_beside_it(tmp_path, capsys, name):
+    folder = write_hugging_face(tmp_path / "hf", files=2)
+    index = folder / "model.safetensors.index.json"
+    found = json.loads(index.read_text())
+    found["weight_map"][NORM] = name
+    index.write_text(json.dumps(found))
+    refused(capsys, folder, tmp_path, "has no weight_map of tensors to names of files beside it")
+
+
+@pytest.mark.parametrize("key", ["num_hidden_layers", "hidden_size", "vocab_size", "intermediate_size"])
+@pytest.mark.parametrize("value", [HUGE, 10**200], ids=range(2))
+def test_sizes_of_a_config(tmp_path, capsys, key, value):
+    refused(capsys, write_hugging_face(tmp_path / "hf", {**CONFIG, key: value}, weights={}), tmp_path, "mmm: error: ")
+
+
+@pytest.mark.parametrize("key", ["num_hidden_layers", "hidden_size", "num_local_experts", "vocab_size"])
+@pytest.mark.parametrize("value", [HUGE, -1, 10**200, "7", [7], True, 2.5], ids=range(7))
+def test_sizes_of_a_config_to_plan_with(tmp_path, capsys, key, value):
+    (tmp_path / "m.json").write_text(json.dumps({**CONFIG, "num_local_experts": 2, key: value}))
+    began = time.process_time()
+    assert main(["plan", "--model", str(tmp_path / "m.json"), "--site", "aurora", "--hosts", "1"]) == 2
+    assert time.process_time() - began < 1
+    assert "and has to be a whole number from 0 to 1,000,000" in capsys.readouterr().err
+
+
+def test_more_layers_than_a_plan_takes(tmp_path, capsys):
+    (tmp_path / "m.json").write_text(json.dumps({**CONFIG, "num_hidden_layers": 1_000_000}))
+    assert main(["plan", "--model", str(tmp_path / "m.json"), "--site", "aurora", "--hosts", "1"]) == 2
+    assert "1,000,000 layers; up to 1,000 are planned" in capsys.readouterr().err
+
+
+def test_a_plan_s_file_of_odd_types(tmp_path, capsys):
+    odd = {"head_dim": "8", "model_type": ["\x1b[2J"], "rope_scaling": {"rope_type": []}, "rms_norm_eps": "small"}
+    (tmp_path / "m.json").write_text(json.dumps({**CONFIG, **odd}))
+    assert main(["plan", "--model", str(tmp_path / "m.json"), "--site", "aurora", "--hosts", "1"]) in (0, 2)
+    out = capsys.readouterr()
+    assert "\x1b[2J" not in out.out + out.err

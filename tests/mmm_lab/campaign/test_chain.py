@@ -1,0 +1,201 @@
+"""Whether another job follows: what a job's script is told at its beginning and at its end."""
+
+import json
+
+import pytest
+
+from mmm.errors import LaunchError, RecordError
+from mmm.history import History, write_config
+from mmm_lab.campaign import chain
+from mmm_lab.campaign.chain import Campaign, begin, end, read, status, stop
+from support.queue import StandIn
+
+
+@pytest.fixture(params=["slurm", "pbs"])
+def queue(request, tmp_path, monkeypatch):
+    return StandIn(tmp_path / "bin", request.param, monkeypatch)
+
+
+@pytest.fixture
+def campaign(queue, tmp_path):
+    folder = tmp_path / "run"
+    (folder / "jobs").mkdir(parents=True)
+    (folder / "jobs" / "lm.sh").write_text("the script")
+    made = Campaign(folder, queue.scheduler, "lm", str(folder / "jobs" / "lm.sh"), 4)
+    made.write()
+    return made
+
+
+def environ(campaign, job):
+    return {"SLURM_JOB_ID" if campaign.scheduler == "slurm" else "PBS_JOBID": job}
+
+
+@pytest.fixture
+def queued(queue):
+    """The id that the stand-in gives to the job of its n-th call."""
+    return lambda number: f"{number}.pbs" if queue.scheduler == "pbs" else str(number)
+
+
+def saved(campaign, step):
+    (campaign.folder / "checkpoints" / f"step-{step}").mkdir(parents=True)
+
+
+def recorded(campaign, error=None):
+    write_config(campaign.folder, {"module": "lm"})
+    history = History(campaign.folder, ranks=[{"host": "a"}], flush_every=1)
+    history.update({"iter": 0, "loss": 1.0})
+    history.close(error)
+
+
+def test_three_jobs(campaign, queue, queued):
+    """Each queues the next as it begins; the last one takes its own out of the queue again."""
+    line = f"job 7, 1 of at most 4, from step 0; job {queued(1)} follows it"
+    assert begin(campaign.folder, environ(campaign, "7")) == (True, line)
+    saved(campaign, 20)
+    assert end(campaign.folder, 75) == (0, f"saved at step 20; job {read(campaign.folder).queued} goes on")
+    line = f"job 8, 2 of at most 4, from step 20; job {queued(2)} follows it"
+    assert begin(campaign.folder, environ(campaign, "8")) == (True, line)
+    recorded(campaign)
+    code, line = end(campaign.folder, 0)
+    assert (code, line) == (0, "no job follows: the run is finished, after 2 jobs")
+    submitted, cancelled = queue.calls()[:2], queue.calls()[2:]
+    after = ["--dependency=afterany:{}"] if queue.scheduler == "slurm" else ["-W", "depend=afterany:{}"]
+    for (_, words, script, _), before in zip(submitted, ("7", "8"), strict=True):
+        assert words[-len(after) :] == [word.format(before) for word in after]
+        assert script == "the script"
+    assert [call[:2] for call in cancelled] == [[chain.queues.QUEUES[queue.scheduler].cancel, [queued(2)]]]
+    assert begin(campaign.folder, environ(campaign, queued(2))) == (
+        False,
+        "nothing to do: the run is finished, after 2 jobs",
+    )
+
+
+@pytest.mark.parametrize("code", [75, 143, 137, 124, None])
+def test_two_jobs_in_a_row_that_save_nothing_are_the_last(campaign, code):
+    """After a signal, a hang, or where the job was killed before it could say how it ended."""
+    saved(campaign, 10)
+    begin(campaign.folder, environ(campaign, "1"))
+    first = code is None or end(campaign.folder, code)
+    assert first is True or first[1].startswith("saved at step 10; job ")
+    begin(campaign.folder, environ(campaign, "2"))
+    if code is not None:
+        assert end(campaign.folder, code) == (
+            code,
+            "no job follows: 2 jobs in a row have saved nothing beyond step 10",
+        )
+    goes, line = begin(campaign.folder, environ(campaign, "3"))
+    assert (goes, line) == (False, "nothing to do: 2 jobs in a row have saved nothing beyond step 10")
+
+
+def test_as_many_jobs_as_are_allowed(campaign, queue):
+    for number in range(1, 5):
+        assert begin(campaign.folder, environ(campaign, str(number)))[0]
+        saved(campaign, 10 * number)
+        code, line = end(campaign.folder, 75)
+    assert len(queue.calls()) == 3
+    assert (code, line) == (
+        75,
+        "no job follows: 4 jobs have run, as many as --jobs allows; the newest checkpoint is of step 40",
+    )
+
+
+@pytest.mark.parametrize(
+    ("code", "error", "words"),
+    [
+        (1, ValueError("no such layer"), "the run fails by its own error, in job 1: ValueError: no such layer"),
+        (139, ValueError("rank 1 was killed by SIGSEGV"), ""),
+        (1, RuntimeError("lost ranks 2, 3 on node7: its host is down"), ""),
+        (1, RuntimeError("rank 1 (pid 7) was killed by SIGKILL on node7"), ""),
+        (2, None, "job 1 refuses what it was asked for (exit code 2); its output says why"),
+    ],
+)
+def test_a_run_that_fails_by_itself_is_not_begun_again(campaign, code, error, words):
+    begin(campaign.folder, environ(campaign, "1"))
+    recorded(campaign, error)
+    line = end(campaign.folder, code)[1]
+    assert line == f"no job follows: {words}" if words else line.startswith("saved at step 0; job ")
+
+
+def test_a_job_that_could_not_say_how_it_ended(campaign):
+    """The next goes by the record: finished, failed, or killed on its way."""
+    begin(campaign.folder, environ(campaign, "1"))
+    assert begin(campaign.folder, environ(campaign, "2"))[0]  # killed before it had a record
+    recorded(campaign, KeyError("x"))
+    assert begin(campaign.folder, environ(campaign, "3")) == (
+        False,
+        "nothing to do: the run fails by its own error, in job 2: KeyError: 'x'",
+    )
+
+
+def test_a_job_that_the_scheduler_begins_again_queues_no_second_one(campaign, queue):
+    begin(campaign.folder, environ(campaign, "1"))
+    goes, line = begin(campaign.folder, environ(campaign, "1"))
+    assert goes
+    assert line.startswith("job 1 begins again; ")
+    assert len(queue.calls()) == 1
+
+
+def test_slurms_variables_of_this_job_are_not_the_nexts(campaign, queue, monkeypatch):
+    monkeypatch.setenv("SLURM_NTASKS_PER_NODE", "7")
+    monkeypatch.setenv("SLURM_CONF", "/etc/slurm.conf")
+    begin(campaign.folder, environ(campaign, "1"))
+    assert queue.calls()[0][3] == {"SLURM_CONF": "/etc/slurm.conf"}
+
+
+def test_stop(campaign, queue, queued):
+    begin(campaign.folder, environ(campaign, "1"))
+    line = stop(campaign.folder)
+    assert line == f"job {queued(1)} is out of the queue; if job 1 still runs, {queue.calls()[-1][0]} 1 ends it"
+    assert queue.calls()[-1][1] == [queued(1)]
+    assert begin(campaign.folder, environ(campaign, "9")) == (False, "nothing to do: mmm submit --stop")
+    assert stop(campaign.folder) == "it was over before: mmm submit --stop"
+
+
+def test_jobs_that_are_all_in_the_queue(campaign, queue):
+    campaign.ahead = True
+    campaign.write()
+    assert begin(campaign.folder, environ(campaign, "1"))[1] == "job 1, 1 of at most 4, from step 0; all are queued"
+    saved(campaign, 5)
+    assert end(campaign.folder, 75) == (0, "saved at step 5; the next goes on")
+    begin(campaign.folder, environ(campaign, "2"))
+    assert status(campaign.folder)[-1] == "others wait, as far as --jobs were submitted"
+    assert end(campaign.folder, 0)[1] == "no job follows: the run is finished, after 2 jobs"
+    assert begin(campaign.folder, environ(campaign, "3"))[0] is False
+    assert queue.calls() == []
+
+
+def test_status(campaign, queued):
+    assert status(campaign.folder) == ["no job is known to wait"]
+    begin(campaign.folder, environ(campaign, "7"))
+    saved(campaign, 20)
+    end(campaign.folder, 75)
+    begin(campaign.folder, environ(campaign, "8"))
+    saved(campaign, 40)
+    write_config(campaign.folder, {"module": "cnn", "steps": 90, "options": {"epochs": 9}})
+    history = History(campaign.folder, ranks=[{}], flush_every=1)
+    history.update({"epoch": 4})  # rows of epochs, checkpoints of steps
+    history._journal.close()
+    assert status(campaign.folder) == [
+        "job 7            from step 0 to 20   exit code 75",
+        "job 8            from step 20 to 40   runs, or has been killed",
+        f"job {queued(2)} waits",
+        "saved: step 40 of 90; about 3 more jobs like these",
+    ]
+    begin(campaign.folder, environ(campaign, "9"))
+    end(campaign.folder, 2)
+    assert status(campaign.folder)[1:] == [
+        "job 8            from step 20 to 40   killed",
+        "job 9            from step 40 to 40   exit code 2",
+        "over: job 9 refuses what it was asked for (exit code 2); its output says why",
+    ]
+
+
+def test_no_campaign_and_a_damaged_one(campaign, tmp_path):
+    with pytest.raises(RecordError, match="--until-done"):
+        read(tmp_path)
+    with pytest.raises(LaunchError, match="is for a job's script"):
+        begin(campaign.folder, {})
+    for content in ("[]", "{", '{"jobs": [1]}', json.dumps({"jobs": [], "scheduler": "lsf", "name": "a"})):
+        campaign.file.write_text(content)
+        with pytest.raises(RecordError):
+            read(campaign.folder)

@@ -1,0 +1,48 @@
+"""A program's command line as a job runs it."""
+
+import shlex
+from pathlib import Path
+
+import pytest
+
+from mmm.errors import ConfigError
+from mmm_lab.campaign.command import folder_of, going_on, launch_line
+
+LM = shlex.split("python3 -m mmm.trainer.lm --preset debug")
+
+
+def test_jobs_go_on_in_one_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    command = [*LM, "--checkpoint-every", "5"]
+    folder = folder_of(command)
+    assert folder.parent == tmp_path / "outputs" / "lm"
+    assert going_on(command, folder) == [*command, "--outdir", str(folder), "--resume", "auto"]
+    own = [*command, "--outdir=a", "--resume=auto"]
+    assert folder_of(own) == Path(tmp_path / "a")
+    assert going_on(own, folder) == own
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        ([], "--until-done"),
+        (["--checkpoint_every", "5", "--resume", "other"], "--resume"),
+    ],
+)
+def test_a_command_that_cannot_go_on(more, words, tmp_path):
+    with pytest.raises(ConfigError, match=words):
+        going_on([*LM, *more], tmp_path)
+    with pytest.raises(ConfigError, match="--outdir"):
+        folder_of([*LM, "--outdir"])
+
+
+def test_the_line_of_launch():
+    saves = [*LM, "--checkpoint_every", "5", "--name", "two words"]
+    assert launch_line(saves, 3600, 300).split(" python3 ") == [
+        "launch --signal USR1@300 --walltime $((3600 - SECONDS))",
+        "-m mmm.trainer.lm --preset debug --checkpoint_every 5 --name 'two words'",
+    ]
+    assert launch_line(LM, 3600, 60).startswith("launch --signal TERM@60 --walltime $((3600 - SECONDS)) python3 ")
+    assert " --signal TERM@60 " in launch_line([*LM, "--signal", "x"], 3600, 60)  # the program's
+    own = ["launch", "--signal", "USR1@5", "-ppn", "2", *LM]
+    assert launch_line(own, 60, 9, "my env.tar") == f"launch --stage 'my env.tar' {shlex.join(own[1:])}"

@@ -1,0 +1,106 @@
+"""``mmm draw``: names of layouts, hosts, and what is wrong in one line."""
+
+import pytest
+
+from mmm_lab.cli import main as cli
+from mmm_lab.cli.draw import hosts_of, name_of
+from mmm_lab.cli.draw_layout import layout_of, trainer_flags
+
+
+@pytest.mark.parametrize(
+    ("text", "sizes", "technique"),
+    [
+        ("dp2·tp2", {"dp_shard": 2, "tp": 2}, ""),
+        ("pp2.dp2,tp2", {"pp": 2, "dp_shard": 2, "tp": 2}, ""),
+        ("1", {}, ""),
+        ("ddp8", {"dp_shard": 8}, "ddp"),
+        ("zero1", {"dp_shard": 4}, "zero1"),
+        ("zero2:8", {"dp_shard": 8}, "zero2"),
+        ("zero1.dp2.tp2", {"dp_shard": 2, "tp": 2}, "zero1"),
+        ("hsdp8", {"dp_replicate": 2, "dp_shard": 4}, "hsdp"),
+        ("ulysses4", {"cp": 4}, ""),
+        ("ulysses.cp2", {"cp": 2}, ""),
+        ("ring", {"cp": 4}, ""),
+        ("dp4.ep2", {"dp_shard": 4, "ep": 2}, ""),
+    ],
+)
+def test_names_of_layouts(text, sizes, technique):
+    layout = layout_of(text)
+    assert {axis: size for axis, size in layout.sizes.items() if size > 1} == sizes
+    assert layout.technique == technique
+
+
+@pytest.mark.parametrize("text", ["tp3", "ulysses3.tp2", "cp3", "pp5.tp12", "usp4", "dp6.ep3"])
+def test_the_small_model_goes_with_the_layout(text):
+    words = trainer_flags(layout_of(text), [])
+    pairs = dict(zip(words[::2], words[1::2], strict=True))
+    sizes, heads = layout_of(text).sizes, int(pairs["--n_heads"])
+    assert heads % (sizes["tp"] * (sizes["cp"] if "--cp_style" in pairs else 1)) == 0
+    assert int(pairs["--seq_length"]) % (2 * sizes["cp"] * sizes["tp"]) == 0
+    assert int(pairs["--n_layers"]) >= sizes["pp"]
+    assert int(pairs.get("--n_experts", sizes["ep"])) % sizes["ep"] == 0
+
+
+def test_flags_of_the_user_count():
+    flags = trainer_flags(layout_of("dp2.tp2"), ["--preset", "llama-8b", "--seq-length=64"])
+    assert "--dim" not in flags
+    assert "--seq_length" not in flags
+    assert flags[-3:] == ["--preset", "llama-8b", "--seq-length=64"]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["dp2.pt2"], "'dp2.pt2': 'pt2'"),
+        (["dp2.tp"], "'tp' is no axis with its size"),
+        (["dp0"], "'dp0'"),
+        (["dp2.dp2"], "'dp2.dp2' has dp_shard"),
+        (["ddp.zero1"], "'ddp.zero1'"),
+        ([""], "'' is no axis with its size"),
+        (["dp" + "9" * 5000], "an axis has 1 to 1,048,576 ranks"),
+        (["hsdp3"], "hsdp has two replicas, and 3 is odd"),
+        (["dp2", "-n", "4"], "dp2 has 2"),
+        (["dp2", "--out", "a.gif"], "--out a.gif"),
+        (["dp2", "--out", "no/such/a.svg"], "--out no/such/a.svg"),
+        (["dp64.tp4", "--site", "polaris", "--hosts", "32"], "has 256: --hosts 64"),
+        (["dp4", "--site", "polariss"], "Did you mean polaris?"),
+        (["dp4", "--hosts", "5"], "--hosts 5: 4"),
+        (["no.such.module"], "no module named 'no.such.module'"),
+        (["no_such.py"], "no such script: no_such.py"),
+        (["mmm.examples.fsdp_pt"], "Did you mean mmm.examples.fsdp_tp?"),
+        ([], "LAYOUT|PROGRAM"),
+        (["dp2", "--theme", "pink"], "--theme"),
+    ],
+    ids=str,
+)
+def test_what_is_wrong_is_said_in_a_line(capsys, tmp_path, monkeypatch, words, message):
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["draw", *words]) == 2
+    said = capsys.readouterr().err
+    assert message in said
+    assert said.count("error:") == 1
+    assert not [*tmp_path.iterdir()]
+
+
+def test_hosts():
+    assert hosts_of(16, None, None) == (16,)
+    assert hosts_of(20, None, None) == (8, 8, 4)
+    assert hosts_of(8, "polaris", None) == (4, 4)
+    assert hosts_of(6, "polaris", 2) == (3, 3)
+    assert hosts_of(4, None, 2) == (2, 2)
+
+
+def test_a_program_that_fits_no_layout_is_refused_as_its_run_would_be(capfd, tmp_path):
+    assert cli.main(["draw", "dp2.tp2", "--n_heads", "3", "--out", str(tmp_path / "a.svg")]) == 2
+    assert "Traceback" not in capfd.readouterr().err
+    assert not [*tmp_path.iterdir()]
+
+
+def test_a_file_is_named_after_what_it_shows():
+    assert [name_of(what) for what in ("dp2·tp2", "zero1:8", "1", "mmm.examples.fsdp_tp", "a/slow.py")] == [
+        "dp2-tp2",
+        "zero1-8",
+        "1",
+        "fsdp_tp",
+        "slow",
+    ]

@@ -1,0 +1,114 @@
+"""``mmm dry-run`` as a command: whatever program it is given."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from mmm.errors import ConfigError
+from mmm_lab.cli import main as cli
+from mmm_lab.cli.dry_run import target_of
+from mmm_launch.errors import LaunchError
+
+PAGE = (Path(__file__).parent.parent.parent.parent / "docs" / "your-script.md").read_text(encoding="utf-8")
+EXAMPLE = ["python3", "-m", "mmm.examples.fsdp_tp"]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("", "python3"),
+        ("launch -n 4 python3 t.py", "launch starts ranks, and a dry run needs none: give the program alone"),
+        ("bash t.sh", "bash: it is no Python program, and only those can be tried"),
+        ("python3", "python3"),
+        ("python3 -u -X dev -m mmm.examples.ddp", "python3"),
+    ],
+)
+def test_what_is_no_program(words, message):
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        target_of(words.split())
+
+
+def test_a_program_that_is_not_there():
+    with pytest.raises(LaunchError, match=r"Did you mean mmm\.examples\.fsdp_tp\?"):
+        target_of(["python3", "-m", "mmm.examples.fsdp_pt"])
+    with pytest.raises(LaunchError, match=r"no such script: no_such\.py"):
+        target_of(["no_such.py"])
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["0"], "mmm dry-run 0: it must be at least 1 rank"),
+        (["8", "--rank", "8"], "--rank 8"),
+        (["8", "--memory", "64 apples"], "--memory 64"),
+        (["8", "--json", "no/such/x"], "--json no/such/x"),
+    ],
+)
+def test_values_that_are_wrong(capsys, words, message):
+    assert cli.main(["dry-run", *words, "--", *EXAMPLE]) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.fixture
+def dry_run(tmp_path, monkeypatch, capfd):
+    """What ``mmm dry-run`` in an empty folder ends with: exit code, stdout, stderr."""
+    monkeypatch.chdir(tmp_path)
+
+    def end(*words):
+        code = cli.main(["dry-run", *words])
+        return code, *capfd.readouterr()
+
+    return end
+
+
+def test_a_script_of_ones_own(dry_run):
+    """That of docs/your-script.md."""
+    (code,) = re.findall(r"```python\n(# denoise\.py\n.*?)```", PAGE, re.DOTALL)
+    Path("denoise.py").write_text(code)
+    asked = ["6", "--rank", "4", "--memory", "1GiB", "--json", "report.json"]
+    code, out, err = dry_run(*asked, "--", "denoise.py", "--tp", "2", "--steps", "3", "--device", "cpu")
+    assert (code, err) == (0, "")
+    assert "dry run of 6 ranks, layout dp3·tp2, cpu, fp32: 1 of them" in out
+    assert "fits: rank 4 needs" in out
+    report = json.loads(Path("report.json").read_text())
+    assert report["command"][:2] == ["mmm", "dry-run"]
+    assert report["ranks"][0]["coordinates"] == {"pp": 0, "dp_replicate": 0, "dp_shard": 2, "cp": 0, "tp": 0}
+    assert sorted(path.name for path in Path().iterdir()) == ["denoise.py", "report.json"]
+
+
+PROGRAMS = {
+    "import torch.distributed as dist\ndist.init_process_group('gloo')": (
+        2,
+        "mmm: error: dry run: the program makes its process group itself, by torch.distributed.init_process_group",
+    ),
+    "print(1)": (2, "mmm: error: dry run: the program has started no run, which is by `start_run`"),
+    "raise SystemExit('no shard is left')": (1, "no shard is left\n"),
+    "raise SystemExit(5)": (5, ""),
+    "raise KeyError('no shard')": (1, "KeyError: 'no shard'"),
+}
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_a_program_that_starts_no_run(dry_run, program):
+    Path("t.py").write_text(program)
+    code, out, err = dry_run("8", "--", "t.py")
+    assert (code, out) == (PROGRAMS[program][0], "")
+    assert PROGRAMS[program][1] in err
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("zero", "this program trains several models, one after the other, in one run; try one of them alone"),
+        ("tiling", "this program trains several models, one after the other, in one run"),
+        ("checkpoint", "the program saves a checkpoint by torch.distributed.checkpoint"),
+        ("collectives", "the program makes no model"),
+    ],
+)
+def test_a_run_that_cannot_be_tried(dry_run, name, message):
+    code, _, err = dry_run("4", "--", "-m", f"mmm.examples.{name}", "--device", "cpu")
+    assert code == 2, err
+    assert f"{message}" in err

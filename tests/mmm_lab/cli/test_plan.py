@@ -1,0 +1,235 @@
+"""``mmm plan``: what it prints and writes; and bad input, which is refused in one line, with exit code 2."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from mmm_lab.cli.main import main
+from mmm_lab.planner.named_model import read_model
+from mmm_launch.machines.find import BUILT_IN
+
+SMALL = ["plan", "--model", "llama-8b", "--site", "polaris", "--hosts", "4", "--global_batch", "32"]
+LLAMA_CONFIG = {
+    "model_type": "llama",
+    "hidden_size": 4096,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "intermediate_size": 14336,
+    "vocab_size": 128256,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 500000.0,
+}
+
+
+def test_a_machine_of_ones_own_has_as_many_hosts_as_its_file_says(tmp_path, capsys, monkeypatch):
+    dgx = json.loads((BUILT_IN / "dgx-h100.json").read_text())
+    (tmp_path / "mybox.json").write_text(
+        json.dumps(dgx | {"name": "MyBox", "hosts": 2, "match": {}, "scheduler": "", "script": []})
+    )
+    monkeypatch.setenv("MMM_MACHINES", str(tmp_path))
+    script = tmp_path / "job.sh"
+    asked = ["plan", "--model", "gpt2", "--site", "mybox", "--global_batch", "48", "--script", str(script)]
+    assert main(asked) == 0
+    assert "MyBox: 2 × 8" in capsys.readouterr().out
+    assert "--hosts HOSTS" in script.read_text()
+    assert script.read_text().rstrip().endswith(" --dataset random --max_iters 20")
+    assert "# HOSTS are the names of your 2 hosts" in script.read_text()
+    assert main([*SMALL[:5], "--global_batch", "32"]) == 2
+    assert "--hosts" in capsys.readouterr().err
+
+
+def test_all_that_is_written(tmp_path, capsys):
+    files = {name: tmp_path / name for name in ("plan.json", "job.sh")}
+    flags = ["--json", str(files["plan.json"]), "--script", str(files["job.sh"])]
+    assert main([*SMALL, "--explain", *flags]) == 0
+    text = capsys.readouterr().out
+    for words in ("the best", "why each other kind lost", "the decision tree says: ", "sent a step, GB", "assumed"):
+        assert words in text
+    assert "does the model fit on one device?" in text
+    assert "https://docs.alcf.anl.gov/polaris" in text
+    line = next(line for line in text.splitlines() if line.startswith("launch "))
+    assert line in files["job.sh"].read_text()
+    listed = json.loads(files["plan.json"].read_text())
+    fitting = [entry["step_seconds"] for entry in listed if entry["fits"]]
+    assert len(fitting) > 10
+    assert [entry["fits"] for entry in listed] == sorted((entry["fits"] for entry in listed), reverse=True)
+
+
+def test_a_hugging_face_config(tmp_path, capsys):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(LLAMA_CONFIG))
+    ours, theirs = read_model("llama-8b", {}, 512), read_model(str(tmp_path), {}, 512)
+    assert (theirs.parameters, theirs.config) == (ours.parameters, ours.config)
+    assert main(["plan", "--model", str(path), "--site", "dgx-h100", "--hosts", "1"]) == 0
+    assert "--dim 4096" in capsys.readouterr().out
+    path.write_text(
+        json.dumps({**LLAMA_CONFIG, "model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 2})
+    )
+    assert read_model(str(path), {}, 512).config.n_experts == 8
+
+
+def test_a_users_module(monkeypatch, capsys):
+    monkeypatch.chdir(Path(__file__).parent.parent / "planner")
+    assert main(["plan", "--model", "my_module:make", "--site", "dgx-h100", "--hosts", "1", "--global_batch", "8"]) == 0
+    text = capsys.readouterr().out
+    assert "413,962 parameters" in text
+    assert "activations of this model are not known" in text
+    assert "a module without a plan has data parallelism alone" in text
+    spec = read_model("my_module:make", {}, 1)
+    assert len(spec.kinds) == 4
+    assert spec.sequence == (0, 1, *[2] * 6, 3)
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--model", "lama-8b", "--hosts", "1"], "did you mean llama-8b?"),
+        (["--model", "nothing:here", "--hosts", "1"], "ModuleNotFoundError"),
+        (["--model", "my_module:broken", "--hosts", "1"], "KeyError"),
+        (["--model", "my_module:number", "--hosts", "1"], "returns int"),
+        (["--model", "missing.json", "--hosts", "1"], "cannot be read"),
+        (["--model", "vit", "--hosts", "1", "--dim", "64"], "--dim with --model vit"),
+        (["--model", "llama-8b", "--dim", "65", "--hosts", "1"], "n_heads 32"),
+        (["--model", "llama-8b", "--n_layers", "99999999", "--hosts", "1"], "from 0 to 1,000,000"),
+        (["--model", "llama-8b"], "which machine?"),
+        (["--model", "llama-8b", "--site", "aurorra", "--hosts", "1"], "Did you mean aurora?"),
+        (["--model", "llama-8b", "--site", "aurora"], "--hosts is missing"),
+        (["--model", "llama-8b", "--site", "polaris", "--hosts", "561"], "Polaris has 560"),
+        (["--model", "llama-8b", "--site", "polaris", "--machine", "x", "--hosts", "1"], "leave one out"),
+        (["--model", "llama-8b", "--machine", "nowhere.json"], "cannot be read"),
+        (["--model", "llama-8b", "--hosts", "0"], "--hosts 0"),
+        (["--model", "llama-8b", "--hosts", "many"], "invalid int value"),
+        (["--model", "llama-8b", "--hosts", "1", "--gpu_memory", "64 bananas"], "--gpu_memory 64 bananas"),
+        (["--model", "llama-8b", "--hosts", "1", "--gpu_memory", "64"], "give a unit"),
+        (["--model", "llama-8b", "--hosts", "1", "--global_batch", "0"], "--global_batch 0"),
+        (["--model", "llama-8b", "--hosts", "1", "--global_batch", "99999999999"], "10,000,000"),
+        (
+            ["--model", "llama-8b", "--hosts", "1", "--global_batch", "7", "--pp", "1", "--tp", "1", "--cp", "1"],
+            "7 does not",
+        ),
+        (["--model", "llama-8b", "--hosts", "1", "--seq_length", "0"], "--seq_length 0"),
+        (["--model", "llama-8b", "--hosts", "1", "--top", "0"], "--top 0"),
+        (["--model", "llama-8b", "--hosts", "1", "--nonsense"], "unrecognized arguments"),
+        (["--model", "gpt2", "--hosts", "1", "--json", "/no/such/folder/x"], "--json /no/such/folder/x"),
+        (["--model", "gpt2", "--hosts", "1", "--script", "/no/such/folder/x"], "--script /no/such/folder/x"),
+        (["--model", "llama-70b", "--site", "polaris", "--hosts", "1", "--seq_length", "8192"], "GiB are missing"),
+        ([], "--model is missing"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_bad_input(monkeypatch, capsys, flags, words):
+    monkeypatch.chdir(Path(__file__).parent.parent / "planner")
+    assert main(["plan", *flags]) == 2
+    error = capsys.readouterr().err
+    assert words in error
+    assert error.count("\n") == 1
+    assert error.startswith("mmm: error: ")
+
+
+def test_the_tree_is_shown_where_nothing_fits_and_where_tp_spans_hosts(capsys):
+    polaris = ["plan", "--site", "polaris", "--hosts"]
+    assert main([*polaris, "1", "--model", "llama-70b", "--seq_length", "8192"]) == 2
+    out = capsys.readouterr().out
+    assert "the decision tree says: " in out
+    assert "does the model fit on one device?              no" in out
+    assert main([*polaris, "4", "--model", "llama-8b", "--tp", "8", "--global_batch", "16"]) == 0
+    assert "note: tp 8 spans hosts of 4 devices" in capsys.readouterr().out
+
+
+TRIED = ["plan", "--model", "debug", "--seq_length", "64", "--global_batch", "8"]
+
+
+def test_exactly_one_layout(tmp_path, capsys):
+    file = tmp_path / "plan.json"
+    assert main([*SMALL, "--exactly", "--tp", "4", "--microbatches", "2", "--json", str(file)]) == 0
+    (entry,) = json.loads(file.read_text())
+    assert (entry["layout"]["dp_shard"], entry["layout"]["tp"]) == (4, 4)
+    assert entry["sent_bytes"].keys() == {"dp_shard", "tp"}
+    assert "--tp 4 --microbatches 2" in capsys.readouterr().out.splitlines()[-1]
+    assert main([*SMALL, "--exactly", "--tp", "3"]) == 2
+    error = capsys.readouterr().err
+    assert "llama-8b on 16" in error
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ("--loss_chunks 0", "--loss_chunks 0"),
+        ("--exactly --microbatches 0", "--microbatches 0"),
+        ("--exactly --parallel nonsense", "data_parallel"),
+        ("--exactly --cp 2 --cp_style nonsense", "cp_style"),
+        ("--exactly --pp 2 --schedule nonsense", "GPipe"),
+    ],
+    ids=str,
+)
+def test_no_such_technique(capsys, flags, said):
+    assert main([*SMALL, *flags.split()]) == 2
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--check", "dp2,xp2"], "'xp2'"),
+        (["--check", "dp"], "'dp' is no axis with its size"),
+        (["--check", "--site", "aurora"], "--check"),
+        (["--check", "--dry_run"], "leave one out"),
+        (["--check", "tp3", "--machine", "{laptop}"], "no layout of debug on 3 devices"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_tried(capsys, flags, said):
+    laptop = str(BUILT_IN / "laptop.json")
+    assert main([*TRIED, *(flag.replace("{laptop}", laptop) for flag in flags)]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_dry_run_of_a_layout(tmp_path, capfd):
+    report = tmp_path / "report.json"
+    flags = ["--site", "laptop", "--gpus_per_host", "4", "--dry_run", "dp2,tp2", "--json", str(report)]
+    assert main([*TRIED, *flags]) == 0
+    text = capfd.readouterr().out
+    assert "dry run of 4 ranks, layout dp2·tp2" in text
+    assert "fits: rank 0 needs" in text
+    found = json.loads(report.read_text())
+    assert found["layout"] == "dp2·tp2"
+    assert {entry["axis"] for entry in found["ranks"][0]["collectives"]} == {"dp_shard", "tp"}
+
+
+@pytest.mark.long
+def test_check_of_a_layout(tmp_path, capfd):
+    """Real ranks have the memory that the dry run predicts, by part."""
+    report, laptop = tmp_path / "report.json", str(BUILT_IN / "laptop.json")
+    words = [*TRIED, "--machine", laptop, "--check", "dp2", "--json", str(report)]
+    assert main(words) == 0
+    text = capfd.readouterr().out
+    assert "check of 2 ranks here, layout dp2, cpu, fp32" in text
+    assert "within 3%" in text
+    found = json.loads(report.read_text())
+    (rank,) = found["ranks"]
+    assert abs(rank["error"]) < 0.03
+    assert sum(rank["parts"].values()) == pytest.approx(rank["bytes"], rel=0.03)
+
+
+def test_a_run_of_so_many_tokens(capsys):
+    flags = ["--tokens", "20B", "--walltime", "6:00", "--seq_length", "2048"]
+    assert main([*SMALL, *flags]) == 0
+    text = capsys.readouterr().out
+    seconds = float(text.split("\nthe best")[1].splitlines()[1].split()[1])
+    steps = -(-20_000_000_000 // (32 * 2048))
+    tokens, jobs, size, _, submit = text.splitlines()[-5:]
+    assert tokens.startswith(f"20,000,000,000 tokens: {steps:,} steps, {steps * seconds / 86400:,.0f}"[:-2])
+    assert tokens.endswith(" node-hours")
+    hours = float(tokens.split()[-2].replace(",", ""))
+    assert hours == pytest.approx(4 * steps * seconds / 3600, rel=1e-2)
+    assert int(jobs.split()[0].replace(",", "")) == pytest.approx(hours / 4 / (6 - 1 / 12), rel=1e-2, abs=1)
+    assert jobs.endswith(" of 6 h, of which the last 5 min are for saving; start-up comes on top")
+    assert size.startswith("a checkpoint is 96.36 GB; 2 stay (--keep), 192.73 GB, and 289.09 GB while")
+    where = "--site polaris -N 4 -t 6:00 --queue capacity --project PROJECT"  # prod takes no 4 hosts
+    assert submit.startswith(f"mmm submit {where} --until-done -- launch -n 16 ")
+    assert f" --text FOLDER --max_iters {steps} --checkpoint_every " in submit
+    assert " --dataset " not in submit
+    trial = next(line for line in text.splitlines() if line.startswith("launch "))
+    assert trial.endswith(" --dataset random --max_iters 20")  # it starts as it stands

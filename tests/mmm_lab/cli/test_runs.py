@@ -1,0 +1,153 @@
+"""``mmm runs``: which folders are runs, what the table says of each, and what it leaves out."""
+
+import json
+import math
+import os
+
+import numpy as np
+import pytest
+
+from mmm.history import History, write_config
+from mmm_lab.cli import runs as command
+from mmm_lab.cli.main import main as mmm
+from mmm_lab.runs.run_folders import names_of, run_folders
+from mmm_lab.runs.runs import read_rows, read_run
+
+
+def made_run(folder, losses, error=None, ranks=2, every=1, **more):
+    """A run that has logged every `every`-th step, each of 36 s at 10 tokens/s."""
+    folder.mkdir(parents=True, exist_ok=True)
+    options = {"lr": 0.1, "outdir": str(folder)} | more.pop("options", {})
+    write_config(
+        folder, {"module": "lm", "layout": "dp2", "steps": 8, "options": options, "ranks": [{}] * ranks} | more
+    )
+    history = History(folder, ranks=[{"host": "a"}] * ranks, flush_every=1)
+    for row, loss in enumerate(losses):
+        history.update({"iter": every * row, "loss": loss, "tps": 10.0, "dt": 36.0}, {"dt": [36.0] * ranks})
+    if error is not False:
+        history.close(error)
+    return history
+
+
+def table(capsys, *argv):
+    assert command.main([*map(str, argv)]) == 0
+    out = capsys.readouterr()
+    head, *lines = out.out.splitlines()
+    return head.split("  "), [line.split() for line in lines], out.err
+
+
+def test_the_table(tmp_path, capsys):
+    made_run(tmp_path / "b", [3.0, 2.0, 1.5], every=2, options={"dim": 16})
+    made_run(tmp_path / "lm" / "a", [3.0, 1.0], ValueError("no"), options={"lr": 0.2, "dim": 16})
+    running = made_run(tmp_path / "c", [5.0, 4.0, 3.0, 2.5], False, options={"dim": 16})
+    _, lines, err = table(capsys, tmp_path, "--sort", "loss", "--json", tmp_path / "t.json")
+    running.close()
+    assert err == ""
+    assert lines[0][:10] == ["lm/a", "failed", "-", "dp2", "2/8", "1.0000", "-", "10.0", "t/s", "0.02"]
+    assert lines[1][:10] == ["b", "finished", "-", "dp2", "5/8", "1.5000", "-", "10.0", "t/s", "0.05"]
+    assert lines[2][:10] == ["c", "running", "-", "dp2", "4/8", "2.5000", "-", "10.0", "t/s", "0.04"]
+    assert [line[10:] for line in lines] == [["0.04", "lr=0.2"], ["0.1", "lr=0.1"], ["0.08", "lr=0.1"]]
+    told = json.loads((tmp_path / "t.json").read_text())
+    assert [row["name"] for row in told] == ["lm/a", "b", "c"]
+    assert told[0]["flags"] == {"lr": 0.2}
+    assert told[0]["error"] == "ValueError: no"
+    assert told[1]["device_hours"] == pytest.approx(2 * 5 * 36 / 3600)
+
+
+def test_names_times_and_commits(tmp_path, capsys):
+    """A name that the folder has is not said twice; what somebody wrote into config.json harms nothing."""
+    times = {"started": "2026-11-26T09:00:00+00:00", "ended": "2026-11-26T10:00:00+00:00"}
+    made_run(tmp_path / "x", [2.0], name="wide", repository={"commit": "ab" * 20, "changed": 1}, **times)
+    made_run(tmp_path / "deep-2", [2.0], name="deep", started=7, ended="long ago", repository=[])
+    _, lines, _ = table(capsys, tmp_path, "--sort", "started", "--json", tmp_path / "t.json")
+    assert [line[:2] for line in lines] == [["wide", "(x)"], ["deep-2", "finished"]]
+    told = json.loads((tmp_path / "t.json").read_text())
+    assert told[0]["ended"] - told[0]["started"] == 3600
+    assert [row["commit"] for row in told] == ["abababababab + 1 changed file", None]
+    runs = [read_run(tmp_path / name) for name in ("x", "deep-2")]
+    assert names_of(runs) == ["wide", "deep"]
+    assert names_of([runs[0]] * 2) == ["x", "x"]
+
+
+def test_a_killed_run_and_one_that_has_no_value_to_sort_by(tmp_path, capsys):
+    made_run(tmp_path / "a", [])
+    killed = made_run(tmp_path / "b", [2.0], False)
+    killed._journal.close()  # without an end
+    _, lines, _ = table(capsys, tmp_path, "--sort", "loss", "--reverse")
+    assert [line[:2] for line in lines] == [["b", "killed"], ["a", "finished"]]
+
+
+def test_what_is_no_run_is_left_out_in_a_line(tmp_path, capsys):
+    made_run(tmp_path / "run", [2.0])
+    for name, file, content in (
+        ("foreign", "config.json", '{"architectures": []}'),
+        ("damaged", "train_dataset.h5", "not HDF5"),
+        ("torn", "journal.jsonl", "{"),
+        ("run/plots", "config.json", "{"),  # inside a run, not looked at
+    ):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / file).write_text(content)
+    (tmp_path / "fifo").mkdir()
+    os.mkfifo(tmp_path / "fifo" / "train_dataset.h5")
+    _, lines, err = table(capsys, tmp_path)
+    assert [line[0] for line in lines] == ["run"]
+    assert len(err.splitlines()) == 4
+    assert all(line.startswith("left out: ") for line in err.splitlines())
+
+
+def test_a_run_whose_loss_is_no_number_any_more(tmp_path, capsys):
+    """It does not stand in the table with its last good loss; a run that validates in rows of its own does."""
+    made_run(tmp_path / "bad", [3.0, 2.0, math.nan])
+    made_run(tmp_path / "good", [4.0])
+    with made_run(tmp_path / "val", [5.0], False) as history:
+        history.update({"iter": 1, "val_loss": 4.0})
+    _, lines, _ = table(capsys, tmp_path, "--sort", "loss", "--json", tmp_path / "t.json")
+    assert [(line[0], line[5]) for line in lines] == [("good", "4.0000"), ("val", "5.0000"), ("bad", "nan")]
+    told = json.loads((tmp_path / "t.json").read_text(), parse_constant=pytest.fail)  # NaN is no JSON
+    assert [row["loss"] for row in told] == [4.0, 5.0, "nan"]
+
+
+def test_hours_and_rates_of_a_part_of_the_rows(tmp_path):
+    """Rows that say no rate, or are no steps, and ranks that were more before a resumption."""
+    write_config(tmp_path, {"module": "lm", "ranks": [{}] * 2})
+    with History(tmp_path, ranks=[{}] * 4) as history:
+        history.update({"iter": 0}, {"dt": [1800.0] * 4})
+        history.update({"batch_size": 4})  # of a table
+        history.update({"iter": 3, "tps": 10.0}, {"dt": [1200.0] * 2 + [math.nan] * 2})
+    run = read_run(tmp_path)
+    assert run.seconds.tolist() == [1800, 0, 3600]
+    assert (run.hours, run.device_hours) == (1.5, 4 * 0.5 + 2 * 1.0)
+    assert run.mean_rate("tps") == 10
+    assert run.amount("tps").tolist() == [18000, 0, 36000]
+    assert run.mean_rate("sps") is None
+
+
+def test_what_the_user_can_fix(tmp_path, capsys):
+    for argv, said in (
+        ([str(tmp_path)], "holds no run"),
+        ([str(tmp_path / "none")], "is no folder"),
+        ([str(tmp_path), "--sort", "speed"], "--sort speed: there are the columns name, state, "),
+    ):
+        assert mmm(["runs", *argv]) == 2
+        err = capsys.readouterr().err
+        assert said in err
+        assert len(err.splitlines()) == 1
+
+
+def test_rows_of_a_record_that_went_on(tmp_path):
+    """A dataset and a journal behind it; a row that is in both counts once; by rank the median."""
+    made_run(tmp_path, [3.0, 2.0], ranks=3)
+    rows = [(1, 2.0, [1, 2, 3]), (2, 1.0, [1, 2, 9])]
+    lines = [{"draw": d, "row": {"iter": d, "loss": x, "new": 7}, "per_rank": {"dt": t}} for d, x, t in rows]
+    header = {"mmm_journal": 1, "ranks": [{}] * 3, "attrs": {}}
+    (tmp_path / "journal.jsonl").write_text("".join(json.dumps(line) + "\n" for line in [header, *lines]))
+    rows = read_rows(tmp_path)
+    assert {name: rows[name].tolist() for name in ("draw", "loss", "dt")} == {
+        "draw": [0, 1, 2],
+        "loss": [3, 2, 1],
+        "dt": [36, 36, 2],
+    }
+    assert np.isnan(rows["new"][:2]).all()
+    assert "new" not in read_rows(tmp_path, ["loss"])
+    assert run_folders(tmp_path) == [tmp_path]
+    assert read_run(tmp_path).seconds.tolist() == [36, 36, 2]

@@ -1,0 +1,250 @@
+"""``mmm submit``: the script that is shown, what is refused before anything is written, and a campaign of PBS."""
+
+import json
+import os
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from mmm_lab.campaign.chain import read
+from mmm_lab.cli.main import main as mmm
+from mmm_lab.cli.sizes import parse_time
+from support.clock import PATIENCE
+from support.queue import StandIn
+
+SITE = "--site perlmutter -N 4 -t 6:00 --project m1"
+LM = "-- python3 -m mmm.trainer.lm --preset debug --checkpoint_every 100"
+
+
+@pytest.fixture(autouse=True)
+def _folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("NERSC_HOST", "SLURM_CLUSTER_NAME", "LMOD_SYSTEM_NAME", "MMM_MACHINES"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def test_the_script_of_a_job(capsys, tmp_path):
+    assert mmm(["submit", *f"{SITE} --queue debug --dry-run {LM}".split()]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith(
+        "#!/bin/bash\n#SBATCH -N 4 -C gpu -q debug -t 06:00:00 -A m1 --gpus-per-node=4\n# NCCL uses TCP sockets"
+    )
+    assert f"\nmodule load pytorch\ncd {tmp_path}\n" in out
+    assert "\nlaunch --signal USR1@300 --walltime $((21600 - SECONDS)) python3 -m mmm.trainer.lm --preset" in out
+    assert "--resume" not in out
+    assert "sbatch --parsable --job-name=lm" in out
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_job_that_its_queue_does_not_take_is_doubted(capsys):
+    assert mmm(["submit", *f"--site frontier -N 4 -t 6h --project p --dry-run {LM}".split()]) == 0
+    shown = capsys.readouterr()
+    assert shown.err.startswith("mmm submit: queue batch takes 1 to 91 hosts for 2 h, ")
+    assert "--queue" in shown.err
+    assert mmm(["submit", *f"--site frontier -N 4 -t 6h --queue extended --project p --dry-run {LM}".split()]) == 0
+    assert capsys.readouterr().err == ""
+
+
+def test_the_script_of_a_campaign(capsys, tmp_path):
+    words = f"--site polaris -N 2 -t 30m --project p --setup true --until-done --show {LM} --outdir run".split()
+    assert mmm(["submit", *words]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "#!/bin/bash -l"
+    assert {"#PBS -l walltime=00:30:00", "#PBS -q prod", f"#PBS -j oe -o {tmp_path}/run/jobs/", "true"} <= set(lines)
+    assert not any("module" in line and not line.startswith("#") for line in lines)
+    begin, launch, end = [line for line in lines if line.startswith(("mmm", "launch"))]
+    assert begin.startswith(f"mmm submit --begin {tmp_path}/run || exit ")
+    assert launch.startswith("launch --signal USR1@180 --walltime $((1800 - SECONDS)) python3 ")
+    assert launch.endswith(" --outdir run --resume auto")
+    assert end.startswith(f"mmm submit --end {tmp_path}/run $? ")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (SITE, "what is to run comes last, after two dashes"),
+        (f"{SITE} -- launch", "what is to run comes last"),
+        (f"--site perlmuter -N 1 -t 1h {LM}", "Did you mean perlmutter?"),
+        (f"--site perlmutter -N 1 {LM}", "6:00"),
+        (f"--site perlmutter -t 30 {LM}", "6h, 90m, 1d12h"),
+        (f"--site perlmutter -t 6:75 {LM}", "6:75"),
+        (f"--site perlmutter -t 30s {LM}", "schedulers count in minutes"),
+        (f"--site perlmutter -t 1h {LM}", "--project"),
+        (f"{SITE} -N 2000 {LM}", "-N 2,000: Perlmutter has 1,536"),
+        (f"{SITE} -N 0 {LM}", "-N 0: "),
+        (f"{SITE} -N two {LM}", "invalid int value: 'two'"),
+        (f"{SITE} --jobs 0 {LM}", "--jobs 0"),
+        (f"{SITE} --before-end 7h {LM}", "--before-end 7h"),
+        (f"{SITE} --until-done -- python3 -m mmm.trainer.lm", "has no --checkpoint_every"),
+        (f"--site laptop -t 1h {LM}", "--site"),
+        (f"--site dgx-h100 -t 1h --queue q {LM}", "has no {queue} in its script"),
+        (f"{SITE} {LM} --text FOLDER", "FOLDER"),
+        (f"--site perlmutter -t 1h --project PROJECT {LM}", "PROJECT"),
+        (f"{SITE} --ahead {LM}", "--ahead"),
+        ("--status nowhere", "has no campaign"),
+        ("--stop nowhere", "has no campaign"),
+        ("--end . x", "--end"),
+        (f"{SITE} -- launch --nproc 4 --signals X {LM[3:]}", "--signals"),
+    ],
+)
+def test_what_is_refused(words, message, capsys, tmp_path):
+    assert mmm(["submit", *words.split()]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("mmm: error: ")
+    assert err.count("\n") == 1
+    assert message in err
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["--project", "m1\n#SBATCH --exclusive"], "--project 'm1\\n#SBATCH --exclusive'"),
+        (["--queue", "a b"], "--queue"),
+        (["--directive", "--x\nrm -rf y"], "--directive '--x\\nrm"),
+        (["--outdir", "out\n#SBATCH -A other"], "in which a line's end and % ' \" \\ mean something else"),
+        (["--outdir", "at 50%j"], "at 50%j: the jobs' output goes there"),
+        (["--site", "polaris", "--outdir", "host:/etc"], "a line's end and : ' \" \\ mean something else"),
+    ],
+)
+def test_nobody_adds_a_line_to_a_script(more, message, capsys, tmp_path):
+    words, command = f"{SITE} --until-done --dry-run".split(), [*LM.split()]
+    own = [*words, *more, *command] if more[0] != "--outdir" else [*words, *command, *more]
+    if more[0] == "--site":
+        own = [*words, *more[:2], *command, *more[2:]]
+    assert mmm(["submit", *own]) == 2
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n")) == ("", 1) or "\n#SBATCH" in more[-1]
+    assert message in err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_words_of_the_shell_stay_words(capsys, tmp_path):
+    """What a command has is what its program gets, in a folder of any name."""
+    folder = tmp_path / "a $(touch pwned) 'b'\n#SBATCH -A c"
+    folder.mkdir()
+    os.chdir(folder)
+    odd = ["--note", "$(touch pwned) `touch pwned` \"'; touch pwned; #\n!*~{a,b}"]
+    assert mmm(["submit", *SITE.split(), "--dry-run", "--stage", "$(touch pwned)", *LM.split(), *odd]) == 0
+    lines = capsys.readouterr().out.partition("\nnot submitted")[0].split("module load pytorch\n")[1]
+    (tmp_path / "launch").write_text('#!/bin/bash\npwd > "$0.pwd"; printf "%s\\0" "$@" > "$0.argv"\n')
+    (tmp_path / "launch").chmod(0o755)
+    shown = lines.replace(f". {shlex.quote(sys.prefix)}/bin/activate", f"PATH={shlex.quote(str(tmp_path))}:$PATH")
+    subprocess.run(["bash", "-c", shown], check=True)
+    assert (tmp_path / "launch.argv").read_text().split("\0")[4:-1] == [
+        "--stage",
+        "$(touch pwned)",
+        *LM.split()[1:],
+        *odd,
+    ]
+    assert (tmp_path / "launch.pwd").read_text() == f"{folder}\n"
+    assert list(folder.iterdir()) == []
+
+
+def test_without_a_scheduler_and_with_one_that_refuses(capsys, tmp_path, monkeypatch):
+    words = ["submit", *f"-t 1h --until-done {LM} --outdir a/run".split()]
+    with monkeypatch.context() as patch:
+        patch.setenv("PATH", "/nowhere")
+        assert mmm(words) == 2
+    assert "PATH" in capsys.readouterr().err
+    queue = StandIn(tmp_path / "bin", "slurm", monkeypatch)
+    queue.refuse()
+    assert mmm(words) == 2
+    assert capsys.readouterr().err == "mmm: error: sbatch: sbatch: error: invalid account\n"
+    assert [path.name for path in tmp_path.iterdir()] == ["bin"]
+
+
+def test_all_jobs_at_once(capsys, tmp_path, monkeypatch):
+    queue = StandIn(tmp_path / "bin", "slurm", monkeypatch)
+    assert mmm(["submit", *f"-t 1h --until-done --ahead --jobs 3 {LM} --outdir run".split()]) == 0
+    assert "jobs 1, 2, 3" in capsys.readouterr().out
+    assert [call[1][2:] for call in queue.calls()] == [[], ["--dependency=afterany:1"], ["--dependency=afterany:2"]]
+    assert len({call[2] for call in queue.calls()}) == 1
+    assert mmm(["submit", "--status", "run"]) == 0
+    assert read(tmp_path / "run").ahead
+
+
+def test_without_torch(tmp_path):
+    (tmp_path / "torch.py").write_text("raise SystemExit('torch was imported')")
+    source = Path(sys.modules["mmm"].__file__).parents[1]
+    words = f"{SITE} --until-done --dry-run {LM}".split()
+    done = subprocess.run(
+        [sys.executable, "-m", "mmm_lab.cli.main", "submit", *words],
+        env={"PYTHONPATH": f"{tmp_path}:{source}", "PATH": os.environ["PATH"]},
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+PROGRAM = """
+import os, pathlib, sys
+from mmm.history import History, write_config
+folder = pathlib.Path("run")
+done = max([int(path.name[5:]) for path in folder.glob("checkpoints/step-*")], default=0) + 10
+(folder / "checkpoints" / f"step-{done}").mkdir(parents=True)
+if done < 30:
+    sys.exit(75)
+write_config(folder, {"module": "t"})
+history = History(folder, ranks=[{}])
+history.update({"iter": 29, "loss": 1.0})
+history.close(None)
+"""
+
+
+@pytest.mark.long
+def test_a_campaign_of_pbs(tmp_path, monkeypatch, capsys):
+    """A stand-in takes the jobs, and the test plays PBS: it runs each script once the one before is over."""
+    queue = StandIn(tmp_path / "bin", "pbs", monkeypatch)
+    (tmp_path / "t.py").write_text(PROGRAM)
+    site = {"name": "mine", "scheduler": "pbs", "script": ["#PBS -l select={hosts}", "#PBS -l walltime={time}"]}
+    (tmp_path / "mine.json").write_text(json.dumps(site))
+    monkeypatch.setenv("MMM_MACHINES", str(tmp_path / "mine.json"))
+    program = "launch -n 1 --device cpu python3 t.py --outdir run --checkpoint_every 10"
+    words = f"--site mine -N 1 -t 1h --until-done -- {program}"
+    assert mmm(["submit", *words.split()]) == 0
+    assert mmm(["submit", *words.split()]) == 2
+    assert "has a campaign under way" in capsys.readouterr().err
+    here = str(Path(sys.executable).parent)
+    said, ran = [], 0
+    while ran < len([call for call in queue.calls() if call[0] == "qsub"]):
+        ran += 1
+        if queue.calls()[-1][:2] == ["qdel", [f"{ran}.pbs"]]:
+            break
+        script = queue.calls()[ran - 1][2]
+        environ = os.environ | {"PBS_JOBID": f"{ran}.pbs", "PATH": f"{queue.folder}:{here}:{os.environ['PATH']}"}
+        done = subprocess.run(["bash"], input=script, env=environ, capture_output=True, text=True, timeout=PATIENCE)
+        assert done.returncode == 0, done.stderr
+        said += [line for line in done.stdout.splitlines() if line.startswith("mmm submit: ")]
+    assert said == [
+        "mmm submit: job 1.pbs, 1 of at most 20, from step 0; job 2.pbs follows it",
+        "mmm submit: saved at step 10; job 2.pbs goes on",
+        "mmm submit: job 2.pbs, 2 of at most 20, from step 10; job 3.pbs follows it",
+        "mmm submit: saved at step 20; job 3.pbs goes on",
+        "mmm submit: job 3.pbs, 3 of at most 20, from step 20; job 4.pbs follows it",
+        "mmm submit: no job follows: the run is finished, after 3 jobs",
+    ]
+    assert [job.id for job in read(tmp_path / "run").jobs] == ["1.pbs", "2.pbs", "3.pbs"]
+    assert shlex.join(queue.calls()[1][1]) == "-N t -W depend=afterany:1.pbs"
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [
+        ("6h", 21600),
+        ("90m", 5400),
+        ("1d12h", 129600),
+        ("6:00", 21600),
+        ("0:30", 1800),
+        ("6:00:30", 21630),
+        ("2-00:00:00", 172800),
+    ],
+)
+def test_times(text, seconds):
+    assert parse_time(text, "-t") == seconds

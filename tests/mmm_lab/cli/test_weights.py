@@ -1,0 +1,174 @@
+"""``mmm import``, ``mmm export`` and ``mmm sample`` as commands."""
+
+import json
+import re
+
+import pytest
+import torch
+
+from mmm.generate import config_of, tokenizer_on_disk
+from mmm.models.sampling import Sampling
+from mmm.models.transformer import Transformer
+from mmm.weights.open_weights import open_weights
+from mmm_lab.cli import main as cli
+from support.clock import PATIENCE
+from support.launcher import Launcher
+from support.llamas import CHARS, CONFIG, begin_with, byte_bpe, logits, tensors, write_hugging_face
+
+TOKENS, PROMPT = 20, "First Citizen:"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return write_hugging_face(tmp_path_factory.mktemp("llama") / "hf")
+
+
+@pytest.fixture(scope="module")
+def imported(folder):
+    assert cli.main(["import", str(folder), "-o", str(folder.parent / "own")]) == 0
+    return folder.parent / "own"
+
+
+@pytest.fixture(scope="module")
+def expected():
+    """What the weights write, token by token, by what `transformers` computes."""
+    text = [CHARS.index(letter) for letter in PROMPT]
+    for number in range(TOKENS):
+        last = logits(CONFIG, tensors(), torch.tensor([text]))[0, -1, : len(CHARS)]
+        text.append(Sampling(temperature=0.5, top_k=20, seed=3).draw(last, number))
+    return "".join(CHARS[token] for token in text)
+
+
+FLAGS = ["--prompt", PROMPT, "--max_new_tokens", str(TOKENS), "--temperature", "0.5", "--top_k", "20", "--seed", "3"]
+
+
+def test_import_says_what_it_is(folder, tmp_path, capsys):
+    assert cli.main(["import", str(folder), "-o", str(tmp_path / "own")]) == 0
+    said = capsys.readouterr().out
+    elements = sum(tensor.numel() for tensor in tensors().values())
+    assert f"{elements:,}" in said
+
+
+def test_export_and_import_again(imported, tmp_path, capsys):
+    assert cli.main(["export", str(imported), str(tmp_path / "hf"), "--dtype", "fp64", "--shard-gb", "2e-5"]) == 0
+    out = capsys.readouterr()
+    assert "files of tensors" in out.out
+    assert "bytes or characters, which transformers has no file for" in out.err
+    config = json.loads((tmp_path / "hf" / "config.json").read_text())
+    assert config["num_key_value_heads"] == 2
+    index = json.loads((tmp_path / "hf" / "model.safetensors.index.json").read_text())
+    assert index["weight_map"].keys() == tensors().keys()
+    weights = open_weights(tmp_path / "hf")
+    model = Transformer(config_of(weights)).double()
+    model.load_state_dict({n: weights.read(n, (0,) * len(e.shape), e.shape) for n, e in weights.entries.items()})
+    tokens = torch.arange(30)[None]
+    torch.testing.assert_close(model(tokens), logits(CONFIG, tensors(), tokens), rtol=1e-11, atol=1e-11)
+
+
+@pytest.mark.parametrize("kind", ["own", "hf"])
+def test_sample_writes_what_the_weights_say(folder, imported, expected, capsys, kind):
+    assert cli.main(["sample", str(imported if kind == "own" else folder), *FLAGS, "--dtype", "fp64"]) == 0
+    out = capsys.readouterr()
+    assert out.out == expected + "\n"
+    assert f"{TOKENS} tokens in " in out.err
+
+
+def test_the_likeliest_tokens_are_shown(imported, expected, capsys):
+    assert cli.main(["sample", str(imported), *FLAGS, "--dtype", "fp64", "--show"]) == 0
+    out = capsys.readouterr().out
+    assert out.endswith(f"\n\n{expected}\n")
+    bars = re.findall(r"^  [ >] (?: +(\d+\.\d) %)? (#*) +('.+'|token \d+)$", out, re.MULTILINE)
+    assert TOKENS * 5 <= len(bars) <= TOKENS * 6
+    assert all(round(float(percent or 0) * 0.3) - len(bar) in (-1, 0, 1) for percent, bar, _ in bars)
+    assert out.count("\n  > ") == TOKENS
+    assert out.isprintable() or set(filter(lambda char: not char.isprintable(), out)) == {"\n"}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("axes", [["--tp", "2"], ["--tp", "2", "--pp", "2"]], ids=" ".join)
+def test_sample_on_ranks(imported, expected, tmp_path, axes):
+    launcher = Launcher(tmp_path)
+    ranks = "4" if "--pp" in axes else "2"
+    words = ["-n", ranks, "--device", "cpu", "python3", "-m", "mmm_lab.cli.main", "sample", str(imported), *FLAGS]
+    done = launcher.run(*words, "--dtype", "fp64", *axes, timeout=PATIENCE)
+    assert done.returncode == 0, done.stderr
+    assert expected in done.stdout
+
+
+@pytest.mark.long
+def test_an_error_of_all_ranks_is_said_once(imported, tmp_path):
+    words = [
+        "-n",
+        "2",
+        "--device",
+        "cpu",
+        "python3",
+        "-m",
+        "mmm_lab.cli.main",
+        "sample",
+        str(imported),
+        "--prompt",
+        "Zoë",
+    ]
+    done = Launcher(tmp_path).run(*words, "--tp", "2", timeout=PATIENCE)
+    assert done.returncode == 2
+    assert (done.stdout + done.stderr).count("character 'ë' is not among the") == 1
+
+
+LARGER = {**CONFIG, "vocab_size": 258, "eos_token_id": 0}
+
+
+def greedy(tokens):
+    """What the weights write, the most probable token each time, by what `transformers` computes."""
+    for _ in range(TOKENS):
+        tokens = [*tokens, int(logits(LARGER, tensors(LARGER), torch.tensor([tokens]))[0, -1].argmax())]
+    return tokens
+
+
+@pytest.mark.parametrize("prompt", [PROMPT, f"<|begin|>{PROMPT}", ""], ids=["", "begun", "empty"])
+def test_a_text_begins_as_its_tokenizer_has_it(tmp_path, capsys, prompt):
+    """Also where the prompt says it by itself; and then there is a first token, even before an empty prompt."""
+    write_hugging_face(tmp_path / "hf", LARGER)
+    content = byte_bpe(("<|begin|>", "<|end|>"), begin_with("<|begin|>"))
+    (tmp_path / "hf" / "tokenizer.json").write_bytes(content)
+    tokenizer = tokenizer_on_disk(open_weights(tmp_path / "hf").metadata)
+    bytes_of = tokenizer.encode(prompt.removeprefix("<|begin|>").encode()).tolist()
+    expected = greedy([256, *bytes_of])
+    assert expected[1 + len(bytes_of) :] != greedy(bytes_of or [0])[len(bytes_of or [0]) :]
+    flags = ["--prompt", prompt, "--max_new_tokens", str(TOKENS), "--temperature", "0", "--dtype", "fp64"]
+    assert cli.main(["sample", str(tmp_path / "hf"), *flags]) == 0
+    assert capsys.readouterr().out == tokenizer.decode(expected[1:]) + "\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["sample", "OWN", "--prompt", "Zoë"], "--prompt"),
+        (["sample", "OWN", "--prompt", ""], "--prompt is empty"),
+        (["sample", "OWN", "--prompt", "x" * 65], "--prompt has 65"),
+        (["sample", "OWN", "--prompt", "x", "--top_p", "2"], "--top_p 2.0"),
+        (["sample", "OWN", "--prompt", "x", "--tp", "2"], "tp 2"),
+        (["sample", "OWN", "--prompt", "x", "--max-new-tokens", "0"], "--max_new_tokens 0"),
+        (["sample", "OWN", "--prompt", "x", "--timeout", "-1"], "--timeout -1.0"),
+        (["sample", "OWN", "--prompt", "x", "--timeout", "nan"], "--timeout"),
+        (["sample", "OWN", "--prompt", "x", "--seed", str(2**63)], "it must fit in 64 bits"),
+        (["sample", "BARE", "--prompt", "x"], "--prompt"),
+        (["sample", "GONE", "--prompt", "x"], "No such file or directory"),
+        (["import", "GONE", "-o", "OUT"], "No such file or directory"),
+        (["import", "HF", "-o", "OWN"], "is there already: give another folder"),
+        (["export", "OWN", "HF"], "is there already: give another folder"),
+        (["export", "OWN", "OUT", "--shard-gb", "0"], "--shard-gb 0.0"),
+    ],
+    ids=lambda value: " ".join(value)[:40] if isinstance(value, list) else "",
+)
+def test_bad_input_is_one_line(folder, imported, tmp_path, capsys, words, said):
+    paths = {"OWN": imported, "HF": folder, "OUT": tmp_path / "out", "GONE": tmp_path / "gone"}
+    if "BARE" in words:
+        paths["BARE"] = write_hugging_face(tmp_path / "bare")
+        (paths["BARE"] / "tokenizer.json").unlink()
+    assert cli.main([str(paths.get(word, word)) for word in words]) == 2
+    err = capsys.readouterr().err
+    assert said in err
+    assert err.count("\n") == 1
+    assert err.startswith("mmm: error: ")
+    assert not (tmp_path / "out").exists()

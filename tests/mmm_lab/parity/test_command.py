@@ -1,0 +1,329 @@
+"""``python3 -m mmm_lab.parity`` as a user runs it: what passes, what must not, what is refused, what is left behind."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import xarray
+
+import mmm
+from mmm_lab.parity.__main__ import main
+from support.clock import PATIENCE, stretched
+from support.signals import as_from_a_terminal
+
+DOCS = Path(__file__).parent.parent.parent.parent / "docs"
+ASKED_FOR = {"layout", "ranks", "max_rel_loss_diff", "max_grad_diff", "passed"}
+
+PACKED = ("--data", "packed")
+
+
+def rows_of(path):
+    return json.loads(Path(path).read_text())
+
+
+LONG = [  # of more ranks than `test_matrix.py` has, and by flags of the command
+    ("--model", "transformer", "--layout", "pp2.dp2.tp2", "--layout", "dp2.tp2.cp2", *PACKED),
+    ("--model", "vit", "--layout", "pp2.dp2.tp2"),
+    ("--model", "moe", "--layout", "pp2.dp2.tp2.ep2"),
+    ("--model", "cnn", "--layout", "dp3", "--global_batch_size", 18),
+    ("--model", "cnn", "--layout", "dp2", "--data_parallel", "zero2", "--dtype", "fp32"),
+]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("--model", "transformer", "--layout", "pp2.cp2", "--cp_style", "ulysses", *PACKED),
+        ("--model", "cnn", "--layout", "pp2", "--data", "digits"),
+        *(pytest.param(arguments, marks=pytest.mark.long) for arguments in LONG),
+    ],
+    ids=lambda arguments: " ".join(map(str, arguments[1::2])),
+)
+def test_passes(parity, tmp_path, arguments):
+    done = parity(*arguments, "--steps", 3, "--no_plots", "--json", tmp_path / "rows.json")
+    assert done.code == 0, done.out + done.err
+    rows = rows_of(tmp_path / "rows.json")
+    assert rows
+    for row in rows:
+        assert row.keys() >= ASKED_FOR
+        limits = (1e-4, 1e-3) if "fp32" in arguments else (1e-9, 1e-8)
+        assert row["passed"]
+        assert 0 <= row["max_rel_loss_diff"] <= limits[0]
+        assert 0 < row["max_grad_diff"] <= limits[1]
+        assert row["sent"] > 0
+        assert row["expected"] is None or 0.95 < row["sent"] / row["expected"] < 1.05
+
+
+def test_what_is_left(parity, tmp_path):
+    done = parity(
+        "--layout",
+        "1",
+        "--layout",
+        "dp2",
+        "--layout",
+        "pp2",
+        "--ranks",
+        "1..2",
+        "--model",
+        "cnn",
+        "--steps",
+        4,
+        "--outdir",
+        tmp_path / "out",
+    )
+    assert done.code == 0, done.out + done.err
+    assert "[2/3] cnn dp2 (fsdp): sgd pass, adamw pass" in done.out
+    row = r"^cnn +pp2 +2 +1F1B +adamw +(0|\S+e-1\d) +\S+e-1\d +16,392 +[\d.]+ +pass$"
+    assert re.search(row, done.out, re.MULTILINE)
+    assert "6 of 6 trainings on 3 layouts passed" in done.out
+    rows = rows_of(tmp_path / "out" / "parity.json")
+    assert [(row["layout"], row["ranks"], row["optimizer"]) for row in rows] == [
+        (layout, ranks, name) for layout, ranks in (("1", 1), ("dp2", 2), ("pp2", 2)) for name in ("sgd", "adamw")
+    ]
+    data = xarray.open_dataset(tmp_path / "out" / "parity.h5", engine="h5netcdf")
+    assert data.loss.shape == (6, 4)
+    np.testing.assert_allclose(data.loss, data.reference_loss, rtol=1e-9)
+    assert len(np.unique(data.loss[0])) == 4  # it trains; with dropout, on random images, the loss need not fall
+    assert data.max_rel_loss_diff.values.tolist() == [row["max_rel_loss_diff"] for row in rows]
+    assert data.layout.values.tolist() == [row["layout"] for row in rows]
+    assert data.axis_pp.values.tolist() == [1, 1, 1, 1, 2, 2]
+    assert (tmp_path / "out" / "curves.png").stat().st_size > 10_000
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["options"]["layout"] == ["1", "dp2", "pp2"]
+    again = parity("--layout", "1", "--model", "cnn", "--outdir", tmp_path / "out")
+    assert (again.code, again.err.count("already holds a run's record")) == (2, 1)
+
+
+@pytest.mark.parametrize(
+    ("bug", "arguments", "what"),
+    [
+        ("gradients_averaged_over_dp", ("cnn", "dp2"), r"the gradient of \S+ on rank \d differs by 5.0e-01"),
+        ("same_samples_on_all_dp_ranks", ("cnn", "dp2"), r"the loss of step \d differs"),
+        pytest.param(
+            "keys_bias_gets_a_gradient",
+            ("plain_gpt", "dp2"),
+            r"the gradient of \S*key\.bias on rank \d",
+            marks=pytest.mark.long,
+        ),
+    ],
+)
+def test_planted_bugs_fail(parity, tmp_path, bug, arguments, what):
+    model, layout, *more = arguments
+    done = parity(
+        "--model",
+        model,
+        "--layout",
+        layout,
+        *more,
+        "--optimizer",
+        "sgd",
+        "--steps",
+        2,
+        "--no_plots",
+        "--json",
+        tmp_path / "rows.json",
+        bug=bug,
+    )
+    assert done.code == 1, done.out + done.err
+    (row,) = rows_of(tmp_path / "rows.json")
+    assert not row["passed"]
+    assert re.search(what, row["reason"]), row["reason"] + done.tracebacks
+    assert "0 of 1 trainings" in done.out
+
+
+def test_a_gradient_that_nobody_has(parity, tmp_path):
+    """Missing is infinitely far off, which JSON has no number for."""
+    done = parity(
+        "--model",
+        "cnn",
+        "--layout",
+        "dp2",
+        "--data_parallel",
+        "zero2",
+        "--steps",
+        2,
+        "--optimizer",
+        "sgd",
+        "--no_plots",
+        "--json",
+        tmp_path / "rows.json",
+        bug="optimizer_gets_whole_parameters",
+    )
+    assert done.code == 1, done.out + done.err
+    (row,) = rows_of(tmp_path / "rows.json")
+    assert (row["passed"], row["max_grad_diff"]) == (False, None)
+    assert row["max_rel_loss_diff"] > 1e-9
+
+
+def test_a_rank_that_dies_is_one_error(parity, tmp_path):
+    """The layouts after it are trained all the same."""
+    done = parity(
+        "--model",
+        "cnn",
+        "--layout",
+        "dp2",
+        "--layout",
+        "1",
+        "--steps",
+        2,
+        "--outdir",
+        tmp_path / "out",
+        "--no_plots",
+        bug="rank_1_of_2_is_killed",
+    )
+    assert done.code == 1, done.out + done.err
+    rows = rows_of(tmp_path / "out" / "parity.json")
+    assert [(row["layout"], row["passed"], row["max_grad_diff"] is None) for row in rows] == [
+        ("dp2", False, True),
+        ("dp2", False, True),
+        ("1", True, False),
+        ("1", True, False),
+    ]
+    assert "error: cnn dp2 fsdp sgd: rank 1: killed by SIGKILL" in done.out
+    assert np.isnan(xarray.open_dataset(tmp_path / "out" / "parity.h5", engine="h5netcdf").loss[0]).all()
+    assert "dp2" in (tmp_path / "out" / "errors.txt").read_text()
+
+
+@pytest.mark.long
+def test_a_fourth_model_by_the_recipe(parity, tmp_path):
+    """The two files of docs/models.md, as they stand there, and nothing else."""
+    blocks = re.findall(r"```python\n# (mine/\S+)\n(.*?)```", (DOCS / "models.md").read_text(), re.DOTALL)
+    assert [name for name, _ in blocks] == ["mine/models/mlp.py", "mine/parallel/plans/mlp.py"]
+    for name, code in blocks:
+        (tmp_path / name).parent.mkdir(parents=True)
+        (tmp_path / name).write_text(code)
+    flags = ("--model", "mine/parallel/plans/mlp.py", "--steps", 3, "--no_plots")
+    done = parity(*flags, "--layout", "dp2.tp2", "--layout", "pp2.dp2", "--json", "rows.json", cwd=tmp_path)
+    assert done.code == 0, done.out + done.err
+    assert [row["layout"] for row in rows_of(tmp_path / "rows.json")] == ["dp2·tp2", "pp2·dp2"]
+    for layout, why in (("cp2", "cp 2: the MLP has no sequence to split; use cp 1"), ("tp5", "hidden 24 is not divi")):
+        refused = parity(*flags, "--layout", layout, cwd=tmp_path)
+        assert (refused.code, why in refused.err) == (2, True), refused.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            ("--model", "gpt", "--layout", "1", "--data", "digits"),
+            "--data",
+        ),
+        (
+            ("--model", "cnn", "--layout", "dp3"),
+            "change --global_batch_size, or dp",
+        ),
+        (("--global_batch_size", "0"), "--global_batch_size 0"),
+        (("--model", "gpt", "--layout", "dp2.ep2"), "GPT"),
+        (("--model", "cnn", "--layout", "cp2"), "--model"),
+        (("--model", "cnn", "--layout", "dp4.ep2"), "--model"),
+        (("--model", "moe", "--layout", "dp4.ep3"), "dp_shard 4"),
+        (("--model", "moe", "--layout", "ep2"), "dp_shard 1"),
+        (("--model", "vit", "--layout", "tp3"), "n_heads 8"),
+        (("--model", "vit", "--layout", "pp2", "--schedule", "DualPipeV", "--microbatches", "2"), "at least 4"),
+        (("--model", "cnn", "--layout", "dp3"), "16 samples"),
+        (("--model", "cnn", "--layout", "tp2", "--data_parallel", "ddp"), "--layout has dp_replicate"),
+        (("--model", "cnn", "--layout", "dp2.tp2", "--data_parallel", "ddp"), "zero1"),
+        (("--model", "cnn", "--layout", "dp2", "--schedule", "GPipe"), "--schedule GPipe"),
+        (("--schedule", "GPipe"), "--schedule goes with --layout"),
+        (("--layout", "dp2", "--ranks", "4"), "--ranks 4"),
+        (("--model", "resnet"), "--model"),
+        (("--steps", "0"), "--steps 0"),
+        pytest.param(
+            ("--model", "cnn", "--layout", "dp2", "--device", "cuda"),
+            "sees no cuda device here",
+            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is one"),
+        ),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
+)
+def test_refused_in_one_line(parity, tmp_path, arguments, message):
+    done = parity(*arguments, cwd=tmp_path)
+    assert (done.code, done.out) == (2, "")
+    assert done.err.startswith("error: ")
+    assert message in done.err
+    assert done.err.count("\n") == 1
+    assert not list(tmp_path.iterdir())
+
+
+def test_without_a_model_those_that_go_are_trained(parity):
+    done = parity("--layout", "dp2.ep2", "--steps", 2, "--optimizer", "sgd", "--no_plots")
+    assert done.code == 0, done.out + done.err
+    assert "left out: cnn: ep 2: the CNN has no experts; use ep 1\n" in done.out
+    assert "left out: transformer: ep 2: the model has no experts to shard" in done.out
+    assert "1 of 1 trainings" in done.out
+
+
+def test_not_as_a_rank(monkeypatch, capsys):
+    for name, value in {"RANK": "0", "WORLD_SIZE": "4", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "4"}.items():
+        monkeypatch.setenv(name, value)
+    assert main(["--model", "cnn"]) == 2
+    assert "mmm_lab.parity" in capsys.readouterr().err
+
+
+def test_dry_run(capsys):
+    assert main(["--dry_run", "--ranks", "4", "--model", "cnn"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "4 ranks  cnn dp2·tp2 (fsdp): sgd" in lines
+    assert all(line.startswith("4 ranks") for line in lines)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL], ids=["Ctrl-C", "kill -9"])
+def test_nothing_outlives_it(tmp_path, number):
+    env = {**os.environ, "PYTHONPATH": str(Path(mmm.__file__).parent.parent)}
+    command = [
+        sys.executable,
+        "-m",
+        "mmm_lab.parity",
+        "--layout",
+        "1",
+        "--layout",
+        "dp4.tp2",
+        "--model",
+        "transformer",
+        "--steps",
+        "30",
+    ]
+    piped = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    running = subprocess.Popen(
+        command, **piped, cwd=tmp_path, env=env, start_new_session=True, preexec_fn=as_from_a_terminal()
+    )
+    try:
+        assert running.stdout.readline().startswith("[1/2]")
+        while len(members(running.pid)) < 9:
+            assert running.poll() is None
+            time.sleep(0.05)
+        os.kill(running.pid, number) if number == signal.SIGKILL else os.killpg(running.pid, number)
+        assert running.wait(PATIENCE) == (-9 if number == signal.SIGKILL else 130)
+        _, err = running.communicate(timeout=PATIENCE)
+        deadline = time.monotonic() + stretched(10)  # closed pipes are not yet the processes' end
+        while members(running.pid):
+            assert time.monotonic() < deadline, members(running.pid)
+            time.sleep(0.05)
+    finally:
+        for pid in members(running.pid):
+            os.kill(pid, signal.SIGKILL)
+    assert [row["layout"] for row in rows_of(next(tmp_path.glob("outputs/parity/*/parity.json")))] == ["1", "1"]
+    if number == signal.SIGINT:
+        assert err == "interrupted: 1 of 2 layouts were not tried\n"
+
+
+def members(session: int) -> list[int]:
+    """Processes of a session that still run."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            state, _, _, of = path.read_text().rpartition(")")[2].split()[:4]
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        if int(of) == session and state != "Z":
+            found.append(int(path.parent.name))
+    return found

@@ -1,0 +1,117 @@
+"""Names of layouts, and the matrix."""
+
+import pytest
+
+from mmm.errors import ConfigError
+from mmm.layout import Layout
+from mmm.parallel.pp.schedules import SCHEDULES
+from mmm_lab.parity import models
+from mmm_lab.parity.layouts import ParityCase, canonical, matrix, optimizers_for, ranks_of, sizes_of
+from mmm_lab.parity.registry import REGISTRY
+
+MODELS = (
+    "transformer",
+    "llama",
+    "moe",
+    "gpt",
+    "gpt_dropout",
+    "plain_gpt",
+    "head_norm",
+    "regression",
+    "branches",
+    "batch_norm",
+    "vit",
+    "cnn",
+)
+CASES = {name: list(matrix(name)) for name in MODELS}
+
+
+@pytest.mark.parametrize(
+    ("given", "name"),
+    [
+        ("pp2.dp2.tp2", "pp2·dp2·tp2"),
+        ("tp2·pp2.dp2", "pp2·dp2·tp2"),
+        ("dp_shard4", "dp4"),
+        ("dp_shard2.dp_replicate2", "dp_replicate2·dp_shard2"),
+        ("cp=4,pp1", "cp4"),
+        ("1", "1"),
+        ("tp1", "1"),
+        ("ep2.dp4", "dp4·ep2"),
+    ],
+)
+def test_names(given, name):
+    assert canonical(given) == name
+    assert canonical(name) == name
+    assert str(Layout(**{"dp_shard": 1, **sizes_of(given)})) == name
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("pp2.xp2", "'xp2'"),
+        ("dp", "dp2"),
+        ("zero1", "'zero1'"),
+        ("", "'' is no axis"),
+        ("tp0", "tp 0: an axis has 1 to 1,048,576 ranks"),
+        (f"tp{'9' * 5000}", "tp 99999999999999999999: an axis has"),
+        ("tp2.tp2", "has tp twice"),
+        ("dp2.dp_replicate2", "beside dp_replicate write dp_shard"),
+    ],
+)
+def test_wrong_names(name, message):
+    with pytest.raises(ConfigError, match=message):
+        canonical(name)
+
+
+def test_numbers_of_ranks():
+    assert ranks_of(["1..8"]) == set(range(1, 9))
+    assert ranks_of(["4", "1,2"]) == {1, 2, 4}
+    for wrong in ("0", "8..1", "two", ""):
+        with pytest.raises(ConfigError, match="--ranks"):
+            ranks_of([wrong])
+
+
+def test_the_matrix_has_what_was_promised():
+    cases = [case for some in CASES.values() for case in some]
+    assert len(cases) == len(set(cases))
+    assert len({(case.model, case.layout, case.technique, case.optimizers) for case in cases}) == len(cases) >= 60
+    assert len({case.layout for case in cases}) >= 30
+    assert {case.ranks for case in cases} == {1, 2, 4, 8}
+    text = CASES["transformer"]
+    for layout in ("pp2·dp2·tp2", "dp2·cp2·tp2", "pp2·cp2·tp2", "dp_replicate2·dp_shard2·tp2"):
+        assert layout in {case.layout for case in text}
+    assert {case.schedule for case in text if case.layout == "pp4"} == set(SCHEDULES)
+    assert {case.data_parallel for case in text if case.layout == "dp4"} == {"fsdp", "ddp", "zero1", "zero2"}
+    assert {case.cp_style for case in text if case.layout == "cp4"} == {"ring", "ulysses", "usp"}
+    assert {case.layout for case in CASES["cnn"] if case.data == "digits"} == {"dp2", "pp2"}
+    pairs = {frozenset(case.sizes) for case in text if len(case.sizes) == 2}
+    axes = ({"pp"}, {"dp_shard"}, {"cp"}, {"tp"})
+    assert {frozenset(a | b) for a in axes for b in axes if a != b} <= pairs
+
+
+def test_optimizers():
+    """SGD everywhere; AdamW too where a technique stands alone; LARS and LAMB in rows of their own."""
+    both = {case.layout for case in CASES["transformer"] if case.optimizers == ("sgd", "adamw")}
+    assert {"dp2", "tp4", "cp2", "pp4", "dp_replicate2·dp_shard2"} < both
+    assert not {"dp2·tp2", "pp2·dp2·tp2"} & both
+    own = [case for some in CASES.values() for case in some if "sgd" not in case.optimizers]
+    assert {case.optimizers for case in own} == {("lars", "lamb")}
+    assert {"dp2", "tp2", "pp2", "dp2·tp2", "pp2·dp2·tp2", "dp2·tp2·ep2"} <= {case.layout for case in own}
+    assert {"fsdp", "ddp", "zero1", "zero2"} == {case.data_parallel for case in own if case.layout == "dp2"}
+    assert optimizers_for(ParityCase(model="cnn", layout="pp2·dp2")) == ("sgd",)
+
+
+def test_models_of_the_registry_and_of_files(tmp_path):
+    assert set(MODELS) == set(models.NAMES) == set(REGISTRY)
+    assert models.find("gpt") is REGISTRY["gpt"]
+    for name in ("resnet", "nowhere.mlp", "nowhere/mlp.py"):
+        with pytest.raises(ConfigError, match=rf"{name}"):
+            models.find(name)
+    with pytest.raises(ConfigError, match=r"weights\.py"):
+        models.find("mmm.models.weights")
+    for folder in ("a", "b"):  # two files of one name
+        (tmp_path / folder).mkdir()
+        text = f"from beside_{folder} import MODEL\nfrom mmm_lab.parity.parity_model import ParityModel\n"
+        (tmp_path / folder / f"beside_{folder}.py").write_text(f"MODEL = {folder!r}.upper")
+        (tmp_path / folder / "mlp.py").write_text(f"{text}PARITY = ParityModel(model=MODEL, plan=MODEL, batch=MODEL)")
+    assert [models.find(str(tmp_path / folder / "mlp.py")).model() for folder in "aba"] == ["A", "B", "A"]

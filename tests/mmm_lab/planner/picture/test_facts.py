@@ -1,0 +1,119 @@
+"""What a picture shows is what real ranks hold, and the bytes that the dry run counts."""
+
+import math
+from functools import cache, partial
+from unittest.mock import patch
+
+import pytest
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from mmm.layout import Layout
+from mmm.models import weights
+from mmm.parallel.local import local_box, to_local
+from mmm.traffic.operators import axes_of
+from mmm.trainer import lm
+from mmm.trainer.config.command_line import configure
+from mmm_lab.cli.draw_layout import layout_of, trainer_flags
+from mmm_lab.planner.dry_run import dry_run
+from mmm_lab.planner.dry_run_report import totals
+from mmm_lab.planner.held import coordinate_on
+from mmm_lab.planner.picture.facts import Facts
+from mmm_launch.host.child import run_as_main
+from mmm_launch.program.target import Target
+from support.pool import program_on
+
+SHORT = {"max_iters": 1, "plots": False, "eval_every": 0}
+
+
+@cache
+def facts_of(name):
+    layout = layout_of(name)
+    program = partial(run_as_main, Target("module", "mmm.trainer.lm", tuple(trainer_flags(layout, []))))
+    return Facts(dry_run(program, layout.ranks), (layout.ranks,))
+
+
+def held_on(rank, flags, outdir):
+    """On a real rank of the same program: each parameter's box, and the shapes of what the optimizer updates."""
+    boxes, updated, initialize = {}, [], weights.initialize
+
+    def noted(model: nn.Module, *given, **named):
+        boxes.update({name: local_box(p) for name, p in model.named_parameters()})
+        initialize(model, *given, **named)
+
+    def before(optimizer, *_):
+        updated.extend(tuple(to_local(p.detach()).shape) for g in optimizer.param_groups for p in g["params"])
+
+    hook = register_optimizer_step_pre_hook(before)
+    with program_on(rank), patch.object(weights, "initialize", noted):
+        lm.train(configure(lm.Config, **flags, **SHORT, outdir=outdir))
+    hook.remove()
+    return boxes, updated
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["dp2.tp2", *(pytest.param(n, marks=pytest.mark.long) for n in ("zero1:2.tp2", "pp2.dp2", "dp4.ep2", "hsdp"))],
+)
+def test_parts_are_those_of_real_ranks(run_on_ranks, tmp_path, name):
+    facts = facts_of(name)
+    words = trainer_flags(layout_of(name), [])
+    pairs = zip(words[::2], words[1::2], strict=True)
+    flags = {flag.strip("-"): int(value) if value.isdigit() else value for flag, value in pairs}
+    for rank, (boxes, updated) in enumerate(run_on_ranks(held_on, facts.layout.ranks, flags, tmp_path / "run")):
+        held = facts.held(rank)
+        assert {each.name: each.box(facts.layout, rank) for each in held.parameters} == boxes
+        assert [each.box(facts.layout, rank).length for each in held.updated] == updated
+        assert facts.elements(rank)[0] == sum(math.prod(box.length) for box in boxes.values())
+
+
+@pytest.mark.parametrize("name", ["dp2.tp2", pytest.param("pp2.dp2", marks=pytest.mark.long)])
+def test_bytes_are_those_that_are_counted(name):
+    facts = facts_of(name)
+    for report in facts.dry.ranks:
+        counted = {key: entry for key, entry in totals(report).items() if entry.sent}
+        shown = {}
+        for flow in facts.flows(report.rank):
+            calls, sent = shown.get((flow.axis, flow.operation), (0, 0.0))
+            shown[flow.axis, flow.operation] = calls + flow.calls, sent + flow.sent
+        assert facts.frees_weights == (name == "dp2.tp2")
+        assert shown == {key: (entry.calls, entry.sent) for key, entry in counted.items()}
+
+
+@pytest.mark.long
+def test_of_a_pipeline():
+    """Activations go forward, gradients back; a rank has the modules of its stage."""
+    facts = facts_of("pp2.dp2")
+    for rank, part in ((0, "forward"), (2, "backward")):
+        assert [flow.part for flow in facts.flows(rank) if flow.operation == "send"] == [part]
+        assert facts.modules(rank) == facts.modules(rank + 1)
+    assert facts.modules(0) == ("tok_embeddings", "layers.0", "layers.1")
+    assert facts.modules(2) == ("layers.2", "layers.3", "norm", "output")
+    assert not facts.frees_weights  # FSDP keeps them for all micro-batches
+    assert not facts.loops
+
+
+@pytest.mark.parametrize(
+    "name", ["zero1", *(pytest.param(name, marks=pytest.mark.long) for name in ("ddp", "zero2", "fsdp"))]
+)
+def test_what_each_stage_of_zero_shards(name):
+    """Weights, gradient, optimizer state: whether a rank has all of each."""
+    weight, gradient, state = (not grid.shards for grid in facts_of(name).grids(1))
+    expected = {"ddp": "111", "zero1": "110", "zero2": "100", "fsdp": "000"}[name]
+    assert f"{weight:d}{gradient:d}{state:d}" == expected
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        Layout(dp_shard=2, tp=2, pp=2),
+        Layout(dp_replicate=2, dp_shard=4, cp=2, tp=2),
+        Layout(dp_shard=8, ep=2, tp=2),
+        Layout(dp_shard=1, cp=4),
+    ],
+    ids=str,
+)
+def test_coordinates_number_the_ranks_of_every_group(layout):
+    for rank in range(layout.ranks):
+        for ranks, axis in axes_of(layout, rank, experts=layout.ep > 1).items():
+            assert [coordinate_on(axis, layout, each) for each in ranks] == [*range(len(ranks))]

@@ -1,0 +1,146 @@
+"""A dry run says what real ranks hold and send, and ends as the real run would."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from mmm.errors import LayoutError
+from mmm_lab.cli.main import main as mmm
+from mmm_lab.planner.dry_run import ProgramExited, dry_run
+from support.programs import main_of
+
+# The benchmark runs the real ranks again while a peak differs by more than 0.1 %: here 1 %.
+BENCHMARK = f"""
+import sys
+sys.path.insert(0, {str(Path(__file__).parents[3] / "benchmarks")!r})
+import plan_accuracy
+plan_accuracy.EXACT = plan_accuracy.MEDIAN
+sys.exit(plan_accuracy.main())
+"""
+LM = ["-m", "mmm.trainer.lm", "--device", "cpu", "--preset", "debug", "--dataset", "random"]
+SHORT = ["llama ddp", "llama pp 1f1b", "vit fsdp·tp", "cnn zero1"]
+# Of those that the benchmark has, which tries all: a technique each.
+FOUR = ["llama fsdp·cp", "llama pp zbv·zero1", "experts ep", "llama zero1·tp bf16"]
+EIGHT = ["llama pp·fsdp·tp", "experts pp·ep·tp"]
+LAST = 12287
+
+
+def compare(tmp_path, names):
+    """The benchmark's rows."""
+    rows = tmp_path / "rows.json"
+    words = [sys.executable, "-c", BENCHMARK, "--json", str(rows), "--only", *names]
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return json.loads(rows.read_text())
+
+
+def run(asked, *flags, cwd=None):
+    """``mmm dry-run`` of the trainer."""
+    line = [sys.executable, "-m", "mmm_lab.cli.main", "dry-run", *asked, "--", "python3", *LM, *flags]
+    return subprocess.run(line, capture_output=True, text=True, check=False, cwd=cwd)
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        SHORT[:1],
+        *(pytest.param(names, marks=pytest.mark.long) for names in (SHORT[1:], FOUR, EIGHT)),
+    ],
+    ids=", ".join,
+)
+def test_memory_and_every_collective_are_those_of_real_ranks(tmp_path, names):
+    for row in compare(tmp_path, names):
+        assert abs(row["error"]) < 0.03
+        assert row["differ"] == []
+        assert row["calls"] > 0
+
+
+@pytest.mark.long
+def test_a_world_that_is_not_there(tmp_path):
+    """Its parts add up; nothing but the report is written; what does not fit is exit code 1."""
+    report = tmp_path / "report.json"
+    asked = ["12288", "--memory", "100KiB", "--json", str(report)]
+    flags = ["--tp", "2", "--pp", "2", "--batch_size", "2", "--n_layers", "2", "--vocab_size", "50000"]
+    done = run(asked, *flags, cwd=tmp_path)
+    assert done.returncode == 1, done.stderr
+    assert "does not fit: rank" in done.stdout.splitlines()[-1]
+    assert "more than 0.10 MiB" in done.stdout.splitlines()[-1]
+    found = json.loads(report.read_text())
+    assert found["layout"] == "pp2·dp3072·tp2"
+    assert [rank["rank"] for rank in found["ranks"]] == [0, 6144]
+    assert found["fits"] is False
+    for rank in found["ranks"]:
+        for peak in rank["peaks"]:
+            assert sum(peak["parts"].values()) == peak["bytes"]
+            assert min(peak["parts"].values()) >= 0
+        assert {entry["axis"] for entry in rank["collectives"]} == {"pp", "dp_shard", "tp"}
+        assert rank["peak"]["parts"]["logits"] > 0 or rank["rank"] == 0  # the last stage alone has an output
+    assert list(tmp_path.iterdir()) == [report]
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (
+            ["--tp", "5"],
+            "mmm: error: tp 5 needs a multiple of 5 ranks, and there are 12288: try that many, `mmm dry-run 12290 -- "
+            "python3 -m mmm.trainer.lm --device cpu --preset debug --dataset random --tp 5`, or change the layout",
+        ),
+    ],
+)
+def test_what_the_real_run_would_refuse(flags, message):
+    done = run(["12288"], *flags)
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert done.stderr.count(message) == 1, done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def error_of(said):
+    """The message, without the rank and host that a real run says."""
+    return re.sub(r"^(?:mmm: )?error: (\[rank \d+ on [^]]*\] )?", "", said.strip().splitlines()[-1])
+
+
+def real_start(rank, words):
+    """On a rank of the pool, as the first of 12,288."""
+    return main_of(replace(rank, world_size=LAST + 1), "mmm.trainer.lm", [*LM[2:], *words])
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--tp", "3"],  # heads
+        ["--pp", "8", "--microbatches", "8", "--batch_size", "8"],  # layers
+    ],
+    ids=" ".join,
+)
+def test_what_fails_on_12288_ranks_fails_here_with_the_same_error(run_on_ranks, capfd, words):
+    ((code, _, real),) = run_on_ranks(real_start, 1, words)
+    dry_code = mmm(["dry-run", str(LAST + 1), "--", "python3", *LM, *words])
+    dry = capfd.readouterr().err
+    assert code == dry_code == 2, real + dry
+    # But for what to do about it: start so many ranks, or try so many.
+    assert error_of(dry).partition(": try that many, ")[0] == error_of(real).partition(": start that many, ")[0]
+
+
+def on_the_last_rank(error):
+    """A user's program, of which one rank fails."""
+    if os.environ["RANK"] == str(LAST):
+        raise error
+    raise SystemExit(3)
+
+
+def test_what_fails_on_the_last_rank_alone():
+    with pytest.raises(LayoutError, match="rank 12287"):
+        dry_run(partial(on_the_last_rank, LayoutError("no shard is left for rank 12287")), LAST + 1, LAST)
+    with pytest.raises(RuntimeError, match=r"(?s)rank 12287 of 12288 failed:.*KeyError"):
+        dry_run(partial(on_the_last_rank, KeyError("no such shard")), LAST + 1, LAST)
+    with pytest.raises(ProgramExited, match=r"^3$"):
+        dry_run(partial(on_the_last_rank, KeyError("no such shard")), LAST + 1)

@@ -1,0 +1,195 @@
+"""Memory by formula, beside what a step on this device has had: activations, logits and gradients."""
+
+import pytest
+import torch
+
+from mmm.models.dropout import sample_keys
+from mmm.models.experts import MixtureOfExperts, RoutedBlock, transformer_of
+from mmm.models.gpt import GPTBlock, GPTConfig
+from mmm.models.transformer import TransformerBlock, TransformerConfig, rotary_table
+from mmm.models.vit import ViT, ViTConfig
+from mmm.parallel import Layout, Techniques
+from mmm.parallel.memory.checkpointing import apply_checkpointing
+from mmm.parallel.memory.chunked_loss import apply_chunked_loss, loss_of
+from mmm.parallel.memory.measure import Peak
+from mmm.parallel.plans.transformer import transformer_plan
+from mmm.parallel.pp.replay import action_lists
+from mmm.parallel.pp.schedules import SCHEDULES, stages_of
+from mmm_lab.planner.activations import gpt_layer, transformer_layer, vit_layer
+from mmm_lab.planner.memory import PARTS, MemoryModel, full_model, in_flight, stages_for
+from mmm_lab.planner.named_model import read_model
+
+CPU = torch.device("cpu")
+NARROW = {"dim": 64, "n_layers": 4, "n_heads": 8, "n_kv_heads": 2, "ffn_dim": 192, "vocab_size": 256}
+WIDE = {"dim": 256, "n_layers": 4, "n_heads": 8, "n_kv_heads": 8, "ffn_dim": 704, "vocab_size": 512}
+VOCABULARY = {**NARROW, "vocab_size": 8192}
+ROUTED = {**NARROW, "n_experts": 8, "top_k": 2}
+
+
+def kept_bytes(work, weights):
+    """What autograd keeps for backward, but for weights."""
+    seen = {}
+
+    def pack(tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            seen[storage.data_ptr()] = storage
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        output = work()
+    del output
+    return sum(storage.nbytes() for storage in seen.values())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("sizes", [NARROW, WIDE], ids=["narrow", "wide"])
+def test_what_a_block_keeps(sizes, dtype):
+    config, batch, seq = TransformerConfig(**sizes), 2, 32
+    block = TransformerBlock(config).to(dtype)
+    x = torch.randn(batch, seq, config.dim, dtype=dtype, requires_grad=True)
+    cos, sin = rotary_table(torch.arange(seq), config.head_dim, config.rope_theta)
+    weights = {p.untyped_storage().data_ptr() for p in block.parameters()}
+    width = dtype.itemsize
+    kept = transformer_layer(config, 1, width, width, composite_norm=True, repeats_kv=False)
+    angles = 2 if dtype == torch.float64 else 1  # its rotary angles are as wide: shared, and not the block's own
+    found = kept_bytes(lambda: block(x, cos, sin), weights)
+    expected = kept.none * batch * seq + kept.a_position * seq * (angles == 1)
+    assert found == pytest.approx(expected, rel=0.02)
+
+
+def test_what_experts_keep():
+    config, batch, seq = TransformerConfig(**ROUTED), 4, 64
+    block = RoutedBlock(config)
+    assert isinstance(block.moe, MixtureOfExperts)
+    x = torch.randn(batch, seq, config.dim, requires_grad=True)
+    cos, sin = rotary_table(torch.arange(seq), config.head_dim, config.rope_theta)
+    weights = {p.untyped_storage().data_ptr() for p in block.parameters()}
+    kept = transformer_layer(config, 1, 4, 4, composite_norm=True, repeats_kv=False)
+    found = kept_bytes(lambda: block(x, cos, sin), weights)
+    assert kept.none * batch * seq + kept.a_position * seq == pytest.approx(found, rel=0.03)
+
+
+@pytest.mark.parametrize("dropped", [(0.0, 0.0), (0.2, 0.0), (0.2, 0.2)], ids=str)
+def test_what_a_block_of_the_gpt_keeps(dropped):
+    dropout, of_weights = dropped
+    config = GPTConfig(dim=64, n_layers=1, n_heads=4, block_size=32, dropout=dropout, attention_dropout=of_weights)
+    block, positions = GPTBlock(config, 0), torch.arange(32)
+    x, keys = torch.randn(4, 32, 64, requires_grad=True), sample_keys(0, 0, 0, 4)
+    weights = {p.untyped_storage().data_ptr() for p in block.parameters()}
+    found = kept_bytes(lambda: block(x, positions, None, keys), weights)
+    assert gpt_layer(config, 1, 32, 4, 4).none * 4 * 32 == pytest.approx(found, rel=0.03)
+
+
+def test_what_a_block_of_the_vit_keeps():
+    config = ViTConfig(image_size=32, patch_size=4, classes=10, dim=64, n_layers=1, n_heads=4)
+    model = ViT(config)
+    x = torch.randn(4, config.patches, config.dim, requires_grad=True)
+    weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    found = kept_bytes(lambda: next(iter(model.layers.values()))(x), weights)
+    assert vit_layer(config, 1, 4, 4).none * 4 * config.patches == pytest.approx(found, rel=0.03)
+
+
+def predicted(sizes, batch, seq, **techniques):
+    spec = read_model("debug", sizes, seq)
+    memory = MemoryModel(spec, "cpu", "fp32", "sgd")
+    # ZeRO-1 on one rank is the plain model.
+    parts = memory.of_stage(
+        full_model(spec), Layout(dp_shard=1), Techniques(data_parallel="zero1", **techniques), batch, 1
+    )
+    assert set(parts) == set(PARTS)
+    return sum(parts.values()) - parts["parameters"]
+
+
+MODES = ("none", "selective", "full")
+CASES = [
+    *((NARROW, {"checkpointing": mode}) for mode in MODES),
+    (VOCABULARY, {"loss_chunks": 8}),
+    *(
+        pytest.param(sizes, {"checkpointing": mode}, marks=pytest.mark.long)
+        for sizes in (WIDE, VOCABULARY)
+        for mode in MODES
+    ),
+    pytest.param(ROUTED, {}, marks=pytest.mark.long),
+]
+
+
+@pytest.mark.parametrize(("sizes", "techniques"), CASES)
+def test_peak_of_a_step(sizes, techniques):
+    config, batch, seq = TransformerConfig(**sizes), 4, 256
+    model, plan = transformer_of(config), transformer_plan(config)
+    plan = apply_chunked_loss(model, plan, techniques.get("loss_chunks", 1), torch.float32)
+    apply_checkpointing(model, plan, techniques.get("checkpointing", "none"))
+    tokens, loss = torch.randint(config.vocab_size, (batch, seq)), loss_of(model)
+    with Peak(CPU, model) as peak:
+        loss(model(tokens), tokens, batch * seq).backward()
+    assert predicted(sizes, batch, seq, **techniques) == pytest.approx(peak.bytes, rel=0.03)
+
+
+@pytest.mark.parametrize(
+    ("measured", "techniques"),
+    [(145.1, {}), (52.3, {"loss_chunks": 8})],
+    ids=str,
+)
+def test_figures_of_the_docs(measured, techniques):
+    """docs/memory.md: FSDP over 4 ranks, 1,024 tokens each, MB beyond parameters on the rank that needs most."""
+    spec = read_model("debug", {"ffn_dim": 1024, "vocab_size": 8192}, 128)
+    memory = MemoryModel(spec, "cpu", "fp32")
+    parts = memory.of_stage(full_model(spec), Layout(dp_shard=4), Techniques(**techniques), 8, 1)
+    beyond = sum(parts.values()) - parts["parameters"] - parts["optimizer"]
+    assert beyond / 1e6 == pytest.approx(measured, rel=0.1)
+
+
+def test_logits_are_sharded_over_tp():
+    """Half of them on each of two ranks, and beside three tensors of their size a fourth."""
+    memory = MemoryModel(read_model("debug", VOCABULARY, 128), "cpu", "fp32")
+    alone, half = (memory.logits(Layout(dp_shard=1, tp=tp), Techniques(), 1)[0] for tp in (1, 2))
+    assert half == pytest.approx(alone * 4 / 3 / 2)
+
+
+@pytest.mark.parametrize("schedule", list(SCHEDULES))
+@pytest.mark.parametrize(("pp", "microbatches"), [(2, 4), (4, 8), (4, 16)])
+def test_micro_batches_under_way(schedule, pp, microbatches):
+    """PyTorch's own lists: a stage's activations go with B, or with W where backward is split."""
+    own = SCHEDULES[schedule].least
+    stages = [stages_of(at, pp, schedule, own) for at in range(pp)]
+    for at, actions in enumerate(action_lists(schedule, pp, microbatches, stages)):
+        now = most = 0
+        for action in actions:
+            now += {"F": 1, "B": -1, "I": 0, "W": -1}[action.kind]
+            most = max(most, now)
+        expected = in_flight(schedule, pp, at, microbatches, own) * own
+        if SCHEDULES[schedule].splits:
+            assert most <= expected <= 2.2 * most
+        else:
+            assert expected == most
+
+
+def test_parts_by_data_parallel_technique():
+    """The table of `mmm.parallel.dp`: parameters, gradients and state of each technique."""
+    spec = read_model("small", {}, 64)
+    memory, sizes = MemoryModel(spec, "cuda", "fp32"), spec.parameters * 4
+    found = {
+        name: memory.of_stage(full_model(spec), Layout(dp_shard=4), Techniques(data_parallel=name), 1, 1)
+        for name in ("ddp", "zero1", "zero2", "fsdp")
+    }
+    assert [round(found[name]["parameters"] / sizes, 2) for name in found] == [1, 1, 1, 0.25]
+    assert [round(found[name]["optimizer"] / sizes, 2) for name in found] == [2, 0.5, 0.5, 0.5]
+    assert found["fsdp"]["gradients"] < 0.26 * sizes
+    several = memory.of_stage(full_model(spec), Layout(dp_shard=4), Techniques(), 1, 2)
+    assert several["gradients"] >= sizes  # unsharded, until the last micro-batch
+
+
+def test_what_offload_puts_where():
+    """Of AdamW, parameters, gradients and both moments on the host."""
+    spec = read_model("small", {}, 64)
+    memory, stage, layout, size = MemoryModel(spec, "cuda", "fp32"), full_model(spec), Layout(dp_shard=1), 4.0
+    for offload, host in ((False, 0), (True, 4)):
+        assert memory.on_host(stage, layout, Techniques(offload=offload)) == host * spec.parameters * size
+
+
+def test_stages_are_those_of_the_partition():
+    spec = read_model("small", {"n_layers": 6}, 64)
+    stages = stages_for(spec, [range(3), range(3, 5), range(5, 7), range(7, 8)], "ZBVZeroBubble", 2)
+    assert [stage.kinds for stage in stages] == [((0, 1), (1, 2), (2, 1)), ((1, 4),)]
+    assert [stage.has_head for stage in stages] == [True, False]

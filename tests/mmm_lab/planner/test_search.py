@@ -1,0 +1,208 @@
+"""The search: what it finds is what the trainers take, fits, and is the fastest of what it looked at."""
+
+import itertools
+import math
+import shlex
+import sys
+import time
+from dataclasses import replace
+
+import pytest
+
+from mmm.parallel import Layout, Techniques
+from mmm.parallel.pp.schedules import SCHEDULES
+from mmm.trainer import cnn, lm, vit
+from mmm.trainer.config.command_line import parse
+from mmm_lab.planner.candidate import Choice, divisors
+from mmm_lab.planner.named_model import read_model
+from mmm_lab.planner.report import details, missing, text_of, why_each
+from mmm_lab.planner.script import job_script, launch_line
+from mmm_lab.planner.search import Search
+from mmm_launch.machines.find import named
+
+TRAINERS = {"mmm.trainer.lm": lm, "mmm.trainer.vit": vit, "mmm.trainer.cnn": cnn}
+
+
+def searched(model, site, hosts, batch, seq=2048, dtype="bf16", sizes=None, fixed=None, **machine):
+    spec = read_model(model, sizes or {}, seq)
+    search = Search(spec, named({}, site).changed({"hosts": hosts, **machine}), batch, dtype, fixed=fixed)
+    return search, search.run()
+
+
+@pytest.fixture(scope="module")
+def aurora():
+    return searched("llama-8b", "aurora", 8, 96, 8192)
+
+
+def test_the_fastest_comes_first(aurora):
+    _, found = aurora
+    seconds = [candidate.cost.seconds for candidate in found.best]
+    assert seconds[0] <= 1.02 * min(seconds)
+    assert all(a <= 1.02 * b for a, b in itertools.pairwise(seconds))
+    assert len({(c.layout, c.techniques.data_parallel) for c in found.best}) == len(found.best)
+
+
+def test_what_fits_is_within_the_budget(aurora):
+    search, found = aurora
+    assert all(candidate.bytes <= search.machine.budget for candidate in found.best)
+    assert all(candidate.bytes > search.machine.budget for candidate in found.kinds if not candidate.fits)
+    assert all(candidate.layout.ranks == 96 for candidate in found.best)
+    assert {"ddp", "zero1"} <= {
+        candidate.kind.removesuffix("·offload") for candidate in found.kinds if not candidate.fits
+    }
+
+
+def test_nothing_that_was_passed_over_is_faster(aurora):
+    """Of some layouts every choice there is, without any bound: none fits and beats what the search has kept."""
+    search, found = aurora
+    kept = {(c.layout, c.techniques.data_parallel): c.cost.seconds for c in found.best}
+    fastest = {}
+    for candidate in found.best:
+        fastest.setdefault(candidate.kind, candidate.cost.seconds)
+    for layout in (
+        Layout(dp_shard=96),
+        Layout(dp_shard=24, pp=4),
+        Layout(dp_shard=48, tp=2),
+        Layout(dp_shard=24, cp=4),
+    ):
+        local = 96 // layout.dp
+        for mode in ("none", "selective", "full"):
+            for name, schedule in SCHEDULES.items() if layout.pp > 1 else [("1F1B", SCHEDULES["1F1B"])]:
+                for count in divisors(local):
+                    least, multiple = schedule.microbatches(layout.pp)
+                    if layout.pp > 1 and (
+                        count < least or count % multiple or (mode == "selective" and schedule.splits)
+                    ):
+                        continue
+                    stages = search.one_stage
+                    own = None
+                    if layout.pp > 1:
+                        own = schedule.least
+                        stages = search.stages(name, layout.pp, own)
+                    techniques = Techniques(
+                        checkpointing=mode, schedule=name, microbatches=count, stages_per_rank=own, loss_chunks=16
+                    )
+                    candidate = search._evaluate(layout, Choice(0.0, techniques, stages, local // count))
+                    if candidate.fits:
+                        best = kept.get((layout, "fsdp"), fastest.get(candidate.kind, math.inf))
+                        assert candidate.cost.seconds >= best * 0.985, (layout, techniques)
+
+
+@pytest.mark.parametrize(
+    ("model", "site", "hosts", "batch", "dtype", "sizes"),
+    [
+        pytest.param("llama-8b", "aurora", 4, 96, "bf16", {}, marks=pytest.mark.long),
+        pytest.param("llama-8b", "polaris", 4, 64, "bf16", {"n_experts": 8}, marks=pytest.mark.long),
+        ("gpt2", "dgx-h100", 1, 64, "bf16", {}),
+        ("small", "laptop", 1, 8, "fp32", {}),
+        ("vit-base", "perlmutter", 2, 64, "bf16", {}),
+        pytest.param("cnn", "dgx-h100", 1, 64, "bf16", {}, marks=pytest.mark.long),
+    ],
+)
+def test_the_trainer_takes_what_is_printed(monkeypatch, tmp_path, model, site, hosts, batch, dtype, sizes):
+    """The flags of the best of each kind go through the trainer's own `resolve`, which checks layout, schedule, batch
+    and model, and come out as the layout and the techniques that were predicted for."""
+    monkeypatch.chdir(tmp_path)
+    search, found = searched(model, site, hosts, batch, 512, dtype, sizes)
+    shown = [candidate for candidate in found.kinds if candidate.fits][:8]
+    assert shown
+    trainer = TRAINERS[search.spec.program]
+    for candidate in shown:
+        line = launch_line(candidate, search.spec, search.machine, batch, dtype)
+        words = shlex.split(line)
+        assert words[:3] == ["launch", "-n", str(search.machine.ranks)]
+        flags = words[words.index(search.spec.program) + 1 :]
+        flags = [{"mnist": "digits"}.get(flag, flag) for flag in flags]  # which is here without a download
+        if search.spec.program == "mmm.trainer.vit":  # whose default is downloaded
+            flags += ["--dataset", "digits"]
+        monkeypatch.setattr(sys, "argv", ["trainer", *flags])
+        each = search.machine.ranks_per_host
+        monkeypatch.setenv("MASTER_ADDR", "node1")
+        monkeypatch.setenv("MASTER_PORT", "29500")
+        for name, value in {"RANK": 0, "WORLD_SIZE": hosts * each, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": each}.items():
+            monkeypatch.setenv(name, str(value))
+        resolved = trainer.resolve(parse(trainer.Config))
+        assert resolved.layout == candidate.layout
+        assert resolved.global_batch_size == batch
+        assert resolved.partition.microbatches == candidate.microbatches
+        wanted = candidate.techniques
+        if candidate.layout.pp == 1:
+            wanted = replace(wanted, stages_per_rank=None)
+        same = replace(resolved.techniques, microbatches=wanted.microbatches)
+        assert replace(same, loss_chunks=wanted.loss_chunks) == wanted
+        if search.spec.program == "mmm.trainer.lm":
+            assert resolved.techniques.loss_chunks == wanted.loss_chunks
+            assert sum(p.numel() for p in resolved.model.parameters()) == search.spec.parameters
+        if candidate.layout.pp > 1:
+            assert list(search.splits(len(resolved.partition.stages))) == resolved.partition.stages
+
+
+def test_llama_70b_on_1024_hosts_in_seconds():
+    spec = read_model("llama-70b", {}, 8192)
+    begin = time.process_time()
+    found = Search(spec, named({}, "aurora").changed({"hosts": 1024}), 1024, "bf16").run()
+    assert found.best
+    assert found.layouts > 1000
+    assert time.process_time() - begin < 5
+
+
+def test_fixed_sizes_and_techniques():
+    _, found = searched("llama-8b", "dgx-h100", 2, 64, fixed={"tp": 4, "pp": 2, "schedule": "1F1B", "dp_replicate": 1})
+    assert found.best
+    assert {(c.layout.tp, c.layout.pp, c.techniques.schedule) for c in found.best} == {(4, 2, "1F1B")}
+
+
+def test_offload_where_nothing_else_fits():
+    _, found = searched("llama-8b", "dgx-h100", 1, 8, 2048, ranks_per_host=1)
+    assert found.best
+    assert all(candidate.techniques.offload for candidate in found.best)
+    assert found.best[0].host_memory > 90e9
+
+
+def test_too_small_a_machine_says_what_is_missing():
+    search, found = searched("llama-70b", "polaris", 1, 4, 8192)
+    assert not found.best
+    text = missing(search, found, 8)
+    assert "GiB are missing" in text
+    assert "8 hosts of this kind would do" in text
+
+
+def test_a_batch_that_goes_with_nothing():
+    search, found = searched("llama-8b", "polaris", 7, 3, 2048, fixed={"pp": 1, "tp": 1, "cp": 1})
+    assert not found.best
+    assert "global batch 3 does not divide over 28" in missing(search, found, None)
+
+
+def test_each_kind_has_a_reason(aurora):
+    search, found = aurora
+    kinds = why_each(found, search.machine.budget)
+    assert all(candidate.why for candidate in kinds)
+    text = "\n".join(text_of(search, found, kinds, 3))
+    assert "why each other kind lost" in text
+    for candidate in kinds[1:]:
+        assert candidate.kind in text
+
+
+def test_usp_where_a_sequence_spans_hosts():
+    """The all-to-all inside a host, the ring between: `details` says so."""
+    search, found = searched("llama-8b", "polaris", 8, 2, 131072, fixed={"cp": 16, "tp": 1, "pp": 1})
+    best = found.best[0]
+    assert (best.techniques.cp_style, best.techniques.ulysses) == ("usp", 4)
+    assert "--cp 16 --cp_style usp --ulysses 4" in launch_line(best, search.spec, search.machine, 2, "bf16")
+    rows = {
+        line.split()[0]: [float(word) for word in line.split()[1:3]] for line in details(search, best) if "cp_" in line
+    }
+    assert rows["cp_ulysses"][1] == 0 < rows["cp_ulysses"][0]
+    assert rows["cp_ring"][0] == 0 < rows["cp_ring"][1]
+
+
+@pytest.mark.parametrize(
+    ("site", "word"),
+    [("aurora", "#PBS -l select=4"), ("sunspot", "#PBS -q workq"), ("frontier", "#SBATCH -N 4")],
+)
+def test_job_scripts(site, word):
+    machine = named({}, site).changed({"hosts": 4})
+    script = job_script("launch true", machine)
+    assert script.startswith("#!/bin/bash")
+    assert word in script
+    assert script.rstrip().endswith("launch true")

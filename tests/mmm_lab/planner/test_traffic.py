@@ -1,0 +1,125 @@
+"""Bytes by axis, by arithmetic on a `ModelSpec`, are those that `expected_traffic` reads from the modules."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from mmm.models import gpt
+from mmm.models.transformer import PRESETS, Transformer
+from mmm.models.vit import PRESETS as VITS
+from mmm.models.vit import ViT
+from mmm.parallel import Layout, Techniques, partition_model
+from mmm.parallel.plans.gpt import gpt_plan
+from mmm.parallel.plans.transformer import transformer_plan
+from mmm.parallel.plans.vit import vit_plan
+from mmm.parallel.pp.schedules import stages_of
+from mmm.runtime.device import Precision
+from mmm.traffic.formulas import expected_traffic
+from mmm_lab.planner.memory import MemoryModel, full_model, stages_for
+from mmm_lab.planner.named_model import read_model
+from mmm_lab.planner.network import Group
+from mmm_lab.planner.traffic import between_hosts, sent_bytes
+
+BF16 = Precision("bf16", torch.float32, torch.bfloat16)
+FP32 = Precision("fp32", torch.float32, torch.float32)
+SEQ, BATCH = 64, 8
+CASES = [
+    (Layout(dp_shard=4), {"data_parallel": "ddp"}),
+    (Layout(dp_shard=3), {"data_parallel": "zero1"}),
+    (Layout(dp_shard=4), {"data_parallel": "zero2"}),
+    (Layout(dp_shard=4), {}),
+    (Layout(dp_shard=3), {"microbatches": 4}),
+    (Layout(dp_shard=4), {"reshard_after_forward": "never", "microbatches": 2}),
+    (Layout(dp_replicate=2, dp_shard=2), {"data_parallel": "hsdp"}),
+    (Layout(dp_shard=1, tp=4), {}),
+    (Layout(dp_shard=2, tp=2), {}),
+    (Layout(dp_shard=1, cp=4), {}),
+    (Layout(dp_shard=2, cp=2), {"cp_style": "ulysses"}),
+    (Layout(dp_shard=1, cp=4), {"cp_style": "usp", "ulysses": 2}),
+    (Layout(dp_shard=1, cp=2, tp=2), {}),
+    (Layout(dp_shard=2, tp=2), {"data_parallel": "zero1"}),
+    (Layout(dp_shard=3, cp=2), {"data_parallel": "zero1"}),
+    (Layout(pp=2, dp_shard=2, tp=2), {"data_parallel": "zero1"}),
+    (Layout(pp=2, dp_shard=1), {"schedule": "GPipe"}),
+    (Layout(pp=2, dp_shard=2), {"schedule": "1F1B"}),
+    (Layout(pp=2, dp_shard=1, tp=2), {"schedule": "1F1B"}),
+    (Layout(pp=2, dp_shard=1, cp=2), {"schedule": "Interleaved1F1B"}),
+    (Layout(pp=2, dp_shard=1), {"schedule": "ZBVZeroBubble"}),
+]
+
+
+def _compare(name, model, plan, sample, layout, techniques, precision, seq):
+    spec = read_model(name, {}, max(seq, 1))
+    techniques = Techniques(**techniques)
+    partition = partition_model(model, plan, layout, techniques, sample)
+    memory = MemoryModel(spec, "cpu", precision.name)
+    stages = [full_model(spec)]
+    if layout.pp > 1:
+        stages = stages_for(spec, partition.stages, techniques.schedule, layout.pp)
+    for stage in stages:
+        numbers = stages_of(stage.number, layout.pp, techniques.schedule, stage.own) if layout.pp > 1 else (0,)
+        expected = expected_traffic(
+            model,
+            plan,
+            layout,
+            techniques,
+            partition,
+            numbers,
+            batch=len(sample),
+            seq_length=seq,
+            precision=precision,
+        )
+        found = sent_bytes(memory, stage, layout, techniques, len(sample), partition.microbatches)
+        assert found == pytest.approx(expected, rel=1e-12), stage
+
+
+@pytest.mark.parametrize(("layout", "techniques"), CASES, ids=lambda case: str(case))
+@pytest.mark.parametrize(
+    ("preset", "precision"),
+    [
+        ("small", FP32),
+        ("medium", BF16),
+        *(pytest.param(*case, marks=pytest.mark.long) for case in (("small", BF16), ("medium", FP32))),
+    ],
+    ids=lambda value: getattr(value, "name", value),
+)
+def test_transformer(preset, layout, techniques, precision):
+    config = PRESETS[preset]
+    with torch.device("meta"):
+        model, sample = Transformer(config), torch.zeros(BATCH, SEQ, dtype=torch.int64)
+    _compare(preset, model, transformer_plan(config), sample, layout, techniques, precision, SEQ)
+
+
+def test_one_weight_for_embedding_and_output():
+    config = PRESETS["gpt2"]
+    with torch.device("meta"):
+        model, sample = Transformer(config), torch.zeros(BATCH, SEQ, dtype=torch.int64)
+    plan = transformer_plan(config)
+    for layout, techniques in ((Layout(dp_shard=4), {"data_parallel": "ddp"}), (Layout(dp_shard=4), {})):
+        _compare("gpt2", model, plan, sample, layout, techniques, FP32, SEQ)
+
+
+@pytest.mark.parametrize(
+    "layout", [Layout(dp_shard=4), Layout(dp_shard=2, tp=2), Layout(dp_shard=1, cp=2, tp=2)], ids=str
+)
+def test_gpt(layout):
+    config = replace(gpt.PRESETS["shakespeare-cpu"], block_size=SEQ)
+    with torch.device("meta"):
+        model, sample = gpt.GPT(config), torch.zeros(BATCH, SEQ, dtype=torch.int64)
+    _compare("gpt-shakespeare-cpu", model, gpt_plan(), sample, layout, {}, FP32, SEQ)
+
+
+@pytest.mark.parametrize("layout", [Layout(dp_shard=4), Layout(dp_shard=2, tp=2), Layout(pp=2, dp_shard=2)], ids=str)
+def test_vit(layout):
+    config = VITS["debug"]
+    with torch.device("meta"):
+        model = ViT(config)
+        sample = torch.zeros(BATCH, config.channels, config.image_size, config.image_size)
+    _compare("vit-debug", model, vit_plan(), sample, layout, {}, FP32, 0)
+
+
+def test_what_leaves_a_host():
+    assert between_hosts("tp", 80.0, Group(8, 8, False)) == 0
+    assert between_hosts("dp_shard", 80.0, Group(64, 8, True)) == 10  # one of eight sends to the next host
+    assert between_hosts("ep", 63.0, Group(64, 8, True)) == 56  # to 56 of 63 others

@@ -1,0 +1,123 @@
+"""What launch says when it is asked for what cannot be, before anything is started."""
+
+import socket
+
+import pytest
+
+from mmm_launch import main
+
+OURS = ("RANK", "WORLD_SIZE", "MASTER_PORT", "MMM_DEVICE", "OMP_NUM_THREADS")
+
+
+@pytest.fixture
+def say(tmp_path, monkeypatch, capsys):
+    """Runs `launch` on words in an empty folder: its exit code and what it says on stderr."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text("raise SystemExit('this was run')")
+    for name in OURS:
+        monkeypatch.delenv(name, raising=False)
+
+    def run(line):
+        code = main.main(line.split())
+        return code, capsys.readouterr().err
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ("", "no command"),
+        ("-n 2", "no command"),
+        ("-n 2 --", "no command"),
+        ("-n 0 python3 train.py", "-n 0: it has to be a whole number, at least 1"),
+        ("-n -3 python3 train.py", "-n -3: it has to be a whole number"),
+        ("-n four python3 train.py", "-n four: it has to be a whole number"),
+        ("-n python3 train.py", "python3"),
+        ("--nproc=1.5 python3 train.py", "-n 1.5: it has to be a whole number"),
+        ("-n 99999 python3 train.py", "from 1 to 4096"),
+        ("--device gpu python3 train.py", "invalid choice: 'gpu' (choose from"),
+        ("--nproc-per-node 4 python3 train.py", "--nproc-per-node"),
+        ("-np 4 python3 train.py", "unknown option -np. Did you mean -n?"),
+        ("--dryrun python3 train.py", "Did you mean --dry-run?"),
+        ("--what python3 train.py", "CMD"),
+        ("-n 2 -m train", "-n 2 python3"),
+        ("python3 trian.py", "Did you mean train.py?"),
+        ("python3 -m trian", "Did you mean train?"),
+        ("no-such-program", "PATH"),
+    ],
+)
+def test_refusals(say, line, says):
+    code, err = say(line)
+    assert code == 2
+    assert err.startswith("launch: error: ")
+    assert says in err
+    assert "Traceback" not in err
+    assert err.count("launch: error") == 1
+
+
+def test_a_master_port_in_use(say, monkeypatch):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        monkeypatch.setenv("MASTER_PORT", str(port))
+        code, err = say("python3 train.py")
+        assert code == 2
+        assert f"MASTER_PORT={port} in the environment cannot be used: Address already in use" in err
+        assert "unset MASTER_PORT" in err
+
+
+@pytest.mark.parametrize("value", ["http", "0", "70000", "-1"])
+def test_a_master_port_that_is_none(say, monkeypatch, value):
+    monkeypatch.setenv("MASTER_PORT", value)
+    code, err = say("python3 train.py")
+    assert code == 2
+    assert f"MASTER_PORT={value} in the environment is not a port" in err
+
+
+@pytest.mark.parametrize(
+    "environ",
+    [
+        {"RANK": "0", "WORLD_SIZE": "1"},
+        {"WORLD_SIZE": "4"},
+        {"PMI_RANK": "1", "PMI_SIZE": "2"},
+        {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2"},
+    ],
+)
+def test_a_rank_of_another_launcher(say, monkeypatch, environ):
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    code, err = say("-n 2 python3 train.py")
+    assert code == 2
+    assert "already a rank (" in err
+    assert next(iter(environ)) in err
+
+
+def test_options_after_the_command_are_the_commands():
+    assert main.split(["-n", "2", "python3", "t.py", "-n", "3", "--dry-run"]) == (
+        ["-n", "2"],
+        ["python3", "t.py", "-n", "3", "--dry-run"],
+    )
+    assert main.split(["-n4", "--device=cpu", "--", "-odd"]) == (["-n4", "--device=cpu"], ["-odd"])
+
+
+def test_dry_run_says_everything_and_starts_nothing(say, capsys, monkeypatch):
+    code = main.main(["-n", "3", "--device", "cpu", "--dry-run", "python3", "train.py", "--lr", "0.1"])
+    out = capsys.readouterr().out
+    assert code == 0
+    for part in (
+        "ranks    3 on ",
+        "(-n)",
+        "train.py --lr 0.1",
+        "prefork: one process imports",
+        "MASTER_ADDR=127.0.0.1",
+        "MMM_DEVICE=cpu   (--device)",
+        "rank 2:\n  RANK=2\n  LOCAL_RANK=2",
+    ):
+        assert part in out
+    monkeypatch.setenv("OMP_NUM_THREADS", "7")
+    main.main(["-n", "3", "--no-prefork", "--dry-run", "python3", "train.py"])
+    out = capsys.readouterr().out
+    assert "spawn: --no-prefork" in out
+    assert "OMP_NUM_THREADS=7   (set in the environment)" in out

@@ -1,0 +1,415 @@
+"""What launch would start on each machine, from an environment made by hand; which of several sayings counts."""
+
+import json
+import os
+import re
+
+import pytest
+
+from mmm_launch import main
+from mmm_launch.errors import LaunchError, MachineError, UserError
+from mmm_launch.program.target import Target
+from mmm_launch.spec import cluster, mpi
+from mmm_launch.spec.accelerators import Accelerators
+from mmm_launch.spec.options import LaunchOptions
+from mmm_launch.spec.table import shown, table
+
+TARGET = Target("module", "train", ("--lr", "1"))
+HYDRA = "HYDRA build details:\n    Version:                                 4.0.2\n"
+OPENMPI = "mpiexec (OpenRTE) 4.1.4\n\nReport bugs to http://www.open-mpi.org/community/help/\n"
+PALS = "PALS version 1.3.4"
+NO_GPU = Accelerators(None, 0, "torch is built for CPU")
+SLURM = {"SLURM_JOB_ID": "77", "SLURM_JOB_NODELIST": "n[1-2]"}
+ENTRY = "python3 -m mmm_launch.host.agent -m train --lr 1"
+
+
+@pytest.fixture
+def pbs(tmp_path):
+    def make(*lines, job="123.cluster", **more):
+        path = tmp_path / "nodes"
+        path.write_text("".join(line + "\n" for line in lines))
+        return {"PBS_JOBID": job, "PBS_NODEFILE": str(path), **more}
+
+    return make
+
+
+def plan(environ, version=HYDRA, found=NO_GPU, **options):
+    return cluster.plan(TARGET, LaunchOptions(**options), environ=environ, version=version, found=found, build="cpu")
+
+
+def line(made):
+    return " ".join(shown(made.command))
+
+
+def test_aurora(pbs):
+    made = plan(pbs("x4102c1s0b0n0", "x4102c1s1b0n0", job="9.aurora-pbs-0001.host"), PALS)
+    assert re.sub(r"/\S+/nodes", "$PBS_NODEFILE", line(made)) == (
+        "mpiexec -n 24 -ppn 12 --hostfile $PBS_NODEFILE --cpu-bind=verbose,list:4-7:8-11:12-15:16-19:20-23:24-27:56-59:"
+        "60-63:64-67:68-71:72-75:76-79 " + ENTRY
+    )
+    assert made.variables["MASTER_ADDR"] == "x4102c1s0b0n0.hsn.cm.aurora.alcf.anl.gov"
+    assert made.variables["MMM_DEVICE"] == "xpu"
+    host = plan(pbs("x1", "x2", job="9.aurora-pbs-0001.host"), PALS, by="host")
+    assert " -n 2 -ppn 1 " in line(host)
+    assert " --cpu-bind none " in line(host)
+    assert (host.processes, host.ranks, host.bind[:13]) == (2, 24, "list:4-7:8-11")
+
+
+def test_sunspot(pbs):
+    """Aurora's ranks and binding; its host file names the hosts by their first adapter."""
+    names = [f"x1921c1s{blade}b0n0-hsn0.hsn.cm.sunspot.alcf.anl.gov" for blade in (0, 1)]
+    job = "12464028.sunspot-pbs-0001.head.cm.sunspot.alcf.anl.gov"
+    made = plan(pbs(*names, job=job), PALS)
+    assert line(made) == line(plan(pbs(*names, job="9.aurora-pbs-0001.host"), PALS))
+    assert made.machine.value.name == "Sunspot"
+    assert made.variables["MASTER_ADDR"] == names[0]
+    assert plan(pbs(*names, job=job), PALS, hosts="x1921c1s1b0n0").hosts.value == ("x1921c1s1b0n0",)
+    short = plan(pbs("x1921c1s0b0n0", "x1921c1s1b0n0", job=job), PALS)
+    assert short.variables["MASTER_ADDR"] == "x1921c1s0b0n0.hsn.cm.sunspot.alcf.anl.gov"
+
+
+def test_polaris(pbs):
+    made = plan(pbs("x3005c0s7b0n0", "x3005c0s13b0n0", PBS_O_HOST="polaris-login-01"), PALS)
+    assert re.sub(r"/\S+/nodes", "$PBS_NODEFILE", line(made)) == (
+        "mpiexec -n 8 -ppn 4 --hostfile $PBS_NODEFILE --cpu-bind depth -d 16 " + ENTRY
+    )
+    assert (made.machine.value.device_variable, made.device_order) == ("CUDA_VISIBLE_DEVICES", [3, 2, 1, 0])
+    bound = plan(pbs("x1", "x2", PBS_O_HOST="polaris-login-01"), PALS, cpu_bind="list:0:8:16:24")
+    assert "--cpu-bind list:0:8:16:24 python3" in line(bound)
+    assert "depth" not in line(bound)
+
+
+def test_sophia(pbs):
+    made = plan(pbs("sophia-gpu-01", "sophia-gpu-02", PBS_O_HOST="sophia-login-02"), OPENMPI)
+    assert line(made).startswith("mpiexec -n 16 --host sophia-gpu-01:8,sophia-gpu-02:8 --map-by slot --bind-to none ")
+    assert "-x MMM_CLUSTER" in line(made)
+    assert (made.launcher.value, made.device.value) == ("openmpi", "cuda")
+
+
+def test_perlmutter():
+    made = plan(SLURM | {"NERSC_HOST": "perlmutter"})
+    assert line(made) == "srun -N 2 -n 8 --ntasks-per-node=4 --gpus-per-node=4 --cpus-per-task=32 " + ENTRY
+    assert (made.variables["MASTER_ADDR"], made.variables["MASTER_PORT"]) == ("n1", "29500")
+    assert plan(SLURM | {"NERSC_HOST": "perlmutter"}, attempt=1).variables["MASTER_PORT"] == "29501"
+
+
+def test_frontier():
+    environ = SLURM | {"LMOD_SYSTEM_NAME": "frontier"}
+    made = plan(environ)
+    assert line(made) == "srun -N 2 -n 16 -c7 --gpus-per-task=1 --gpu-bind=closest " + ENTRY
+    assert made.variables["NCCL_SOCKET_IFNAME"] == "hsn0,hsn1,hsn2,hsn3"
+    assert made.device_order == []  # one device is visible to a task: its index is 0
+    own = plan(environ | {"NCCL_SOCKET_IFNAME": "eth0"})
+    assert "NCCL_SOCKET_IFNAME" not in own.variables  # the user's, which srun passes on
+
+
+def test_any_cluster_with_slurm():
+    made = plan(SLURM | {"SLURM_GPUS_ON_NODE": "2", "SLURM_CPUS_PER_TASK": "8"}, launcher_args=("--label",))
+    assert line(made) == "srun -N 2 -n 4 --ntasks-per-node=2 --cpus-per-task=8 --label " + ENTRY
+    assert plan(SLURM | {"SLURM_NTASKS_PER_NODE": "3"}).ranks == 6
+    part = plan(SLURM, nhosts=1, per_host=2, env={"A": "b,c"}, cpu_bind="cores")
+    assert line(part) == "srun -N 1 -n 2 --nodelist=n1 --export=ALL --ntasks-per-node=2 --cpu-bind=cores " + ENTRY
+    assert (part.environ, part.variables["A"], part.variables["MASTER_ADDR"]) == ({"A": "b,c"}, "b,c", "127.0.0.1")
+
+
+@pytest.mark.parametrize("version", [HYDRA, PALS, OPENMPI])
+def test_values_of_variables_are_on_no_command_line(version):
+    """`ps` shows a command line to everybody: an MPI has them from its environment, and is told names at most."""
+    made = plan({}, version, hosts="a,b", nproc=4, env={"TOKEN": "s3cret"})
+    assert made.environ == {"TOKEN": "s3cret"}
+    assert made.variables["TOKEN"] == "s3cret"
+    assert ("-x TOKEN " in line(made)) == (version is OPENMPI)
+    assert "s3cret" not in line(made) + table(made) + table(made, explain=True)
+    assert "TOKEN" in table(made, explain=True)
+
+
+def test_pbs_with_any_mpi(pbs, tmp_path):
+    repeated = plan(pbs("a", "a", "b", "b"))
+    assert line(repeated) == "mpiexec -n 4 -ppn 2 -hosts a,b " + ENTRY
+    once = plan(pbs("a", "b"), per_host=3, env={"K": "V"})
+    assert line(once) == f"mpiexec -n 6 -ppn 3 -f {tmp_path}/nodes " + ENTRY  # which passes on its own
+    assert once.environ == {"K": "V"}
+    assert once.hosts.source == f"PBS_NODEFILE={tmp_path}/nodes"
+
+
+def test_a_list_of_hosts_and_a_host_file(tmp_path):
+    assert line(plan({}, hosts="a,b", nproc=4)) == "mpiexec -n 4 -ppn 2 -hosts a,b " + ENTRY
+    assert plan({}, hosts="a:2,b:2").ranks == 4
+    path = tmp_path / "hosts"
+    path.write_text("a\nb\n")
+    assert line(plan({}, hostfile=str(path), per_host=1)) == f"mpiexec -n 2 -ppn 1 -f {path} " + ENTRY
+    with pytest.raises(LaunchError, match="give one of them"):
+        plan({}, hosts="a", hostfile=str(path))
+    assert plan({}, hosts="a:2,b:4", per_host=2).ranks == 4
+
+
+def test_nothing_of_the_kind_is_this_host_alone():
+    assert plan({}) is None
+    assert plan(SLURM, scheduler="none") is None
+
+
+def test_a_program_that_is_no_python():
+    made = cluster.plan(
+        Target("program", "bash", command=("bash", "-c", "x")),
+        LaunchOptions(hosts="a", per_host=1),
+        environ={},
+        version=HYDRA,
+        build="cpu",
+    )
+    assert line(made).endswith("python3 -m mmm_launch.host.agent --exec bash -c x")
+
+
+@pytest.mark.parametrize(
+    ("options", "ranks", "per_host", "used"),
+    [
+        ({"nproc": 4}, 4, 2, 2),
+        ({"nproc": 5}, 5, 3, 2),
+        ({"nproc": 1}, 1, 1, 1),
+        ({"per_host": 3}, 6, 3, 2),
+        ({"nproc": 3, "per_host": 4}, 3, 3, 1),
+        ({"nhosts": 1, "nproc": 4}, 4, 4, 1),
+        ({"nhosts": 2, "per_host": 1}, 2, 1, 2),
+        ({}, 2, 1, 2),
+    ],
+)
+def test_how_many_ranks(options, ranks, per_host, used):
+    made = plan({}, hosts="a,b", **options)
+    assert (made.ranks, made.per_host, len(made.hosts.value)) == (ranks, per_host, used)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"nhosts": 3}, "-N 3: there are 2 hosts"),
+        ({"nproc": 9, "per_host": 4}, "-n 9 with 4 a host takes 3 hosts, and there are 2: at most -n 8"),
+        ({"nproc": 4, "per_host": 4, "nhosts": 2}, "fill 1"),
+        ({"per_host": 5000}, "from 1 to 4096"),
+        ({"cpu_bind": "socket", "per_host": 1}, "--cpu-bind"),
+        ({"site": "perlmuter"}, "Did you mean perlmutter?"),
+    ],
+)
+def test_numbers_that_contradict(options, says):
+    with pytest.raises(UserError, match=re.escape(says)):
+        plan({}, hosts="a,b", **options)
+
+
+def test_hosts_that_are_not_the_jobs(pbs):
+    with pytest.raises(LaunchError, match=r"123\.cluster"):
+        plan(pbs("a", "b.example.org"), hosts="a,c")
+    assert plan(pbs("a", "b.example.org"), hosts="b", per_host=1).hosts.value == ("b",)
+    assert plan(pbs("a"), hosts="c", per_host=1, scheduler="none").hosts.value == ("c",)
+
+
+RANK_OF = [
+    {"RANK": "0", "WORLD_SIZE": "2"},
+    {"PMI_RANK": "0", "PMI_SIZE": "2"},
+    {"SLURM_PROCID": "1", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2"},
+    {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2"},
+    {"PALS_RANKID": "0", "PMI_SIZE": "2"},
+]
+
+
+@pytest.mark.parametrize("inside", RANK_OF, ids=lambda e: next(iter(e)))
+@pytest.mark.parametrize("job", ["none", "pbs", "slurm", "both"])
+@pytest.mark.parametrize("options", [{}, {"hosts": "n1"}], ids=["", "--hosts"])
+def test_a_rank_starts_no_ranks_whatever_else_is_set(pbs, inside, job, options):
+    environ = inside | (pbs("n1") if job in ("pbs", "both") else {}) | (SLURM if job in ("slurm", "both") else {})
+    with pytest.raises(LaunchError, match="already a rank"):
+        plan(environ, **options)
+
+
+@pytest.mark.parametrize(
+    ("scheduler", "given", "launcher", "hosts"),
+    [
+        (None, {}, "srun", ("n1", "n2")),  # Slurm before PBS
+        ("pbs", {}, "hydra", ("p1",)),
+        ("slurm", {}, "srun", ("n1", "n2")),
+        (None, {"hosts": "n2"}, "srun", ("n2",)),  # --hosts: of Slurm's job
+        ("pbs", {"hosts": "p1"}, "hydra", ("p1",)),
+        ("none", {"hosts": "q"}, "hydra", ("q",)),
+        (None, {"mpiexec": "sh"}, "hydra", ("n1", "n2")),
+    ],
+)  # an MPI's own start in a Slurm job
+def test_slurm_inside_pbs(pbs, scheduler, given, launcher, hosts):
+    made = plan(pbs("p1") | SLURM | {"PATH": os.environ["PATH"]}, scheduler=scheduler, per_host=1, **given)
+    assert (made.launcher.value, made.hosts.value) == (launcher, hosts)
+    assert any("PBS job 123.cluster is in the environment too" in note for note in made.notes) == (scheduler is None)
+
+
+def test_an_sbatch_script_may_launch():
+    its = {"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NTASKS": "2", "SLURM_TASKS_PER_NODE": "1(x2)"}
+    assert plan(SLURM | its).ranks == 2
+
+
+def test_threads(pbs):
+    assert plan(SLURM | {"OMP_NUM_THREADS": "3"}).threads.value == 3
+    made = plan(pbs("a", OMP_NUM_THREADS="64"), per_host=1)
+    assert made.threads.value is None
+    assert "the 64 in the environment is PBS's" in made.threads.source
+    assert plan(SLURM, env={"OMP_NUM_THREADS": "2"}).variables["OMP_NUM_THREADS"] == "2"
+
+
+def test_master_address():
+    first = plan(SLURM)
+    assert 20_000 <= int(first.variables["MASTER_PORT"]) < 32_000
+    assert first.variables["MASTER_PORT"] == plan(SLURM).variables["MASTER_PORT"]  # from the job's number
+    assert first.variables["MASTER_PORT"] != plan(SLURM, attempt=1).variables["MASTER_PORT"]
+    assert first.variables["MASTER_PORT"] != plan(SLURM | {"SLURM_JOB_ID": "78"}).variables["MASTER_PORT"]
+    given = plan(SLURM | {"MASTER_ADDR": "fast", "MASTER_PORT": "1234"})
+    assert (given.variables["MASTER_ADDR"], given.variables["MASTER_PORT"]) == ("fast", "1234")
+    with pytest.raises(LaunchError, match="MASTER_PORT=x"):
+        plan(SLURM | {"MASTER_PORT": "x"})
+
+
+@pytest.mark.parametrize(
+    ("text", "kind"),
+    [
+        (HYDRA, "hydra"),
+        (OPENMPI, "openmpi"),
+        ("mpirun (Open MPI) 5.0.7\n", "openmpi"),
+        (PALS, "pals"),
+        ("Intel(R) MPI Library for Linux* OS, Version 2021.13 Build 20240515", "hydra"),
+        ("prterun (PRRTE) 3.0", "openmpi"),
+        ("srun 22.05", None),
+        ("", None),
+    ],
+)
+def test_flavours(text, kind):
+    assert mpi.read_version(text)[0] == kind
+
+
+def test_an_mpiexec_that_is_not_known(pbs):
+    with pytest.raises(LaunchError, match=r"1\.0'"):
+        plan(pbs("a"), "fancy 1.0")
+    assert plan(pbs("a", job="1.polaris-x"), "fancy 1.0").launcher.value == "pals"
+    assert plan(pbs("a"), "fancy 1.0", mpi="openmpi").launcher.value == "openmpi"
+
+
+def test_no_mpiexec(tmp_path):
+    with pytest.raises(LaunchError, match="PATH"):
+        cluster.plan(TARGET, LaunchOptions(hosts="a"), environ={"PATH": str(tmp_path)}, build="cpu")
+
+
+def test_a_list_of_hosts_that_is_too_long(tmp_path):
+    names = [f"a-long-host-name-{i:06d}" for i in range(6000)]
+    with pytest.raises(LaunchError, match="give --hostfile FILE"):
+        plan({}, hosts=",".join(names), per_host=1)
+    path = tmp_path / "hosts"
+    path.write_text("\n".join(names))
+    assert plan({}, hostfile=str(path), per_host=12).ranks == 72_000
+
+
+def test_the_table_says_where_each_value_came_from(pbs):
+    made = plan(pbs("x1", "x2", PBS_O_HOST="polaris-login-01"), PALS)
+    text = table(made, explain=True)
+    for part in (
+        "Polaris",
+        "(PBS_O_HOST=polaris-login-01)",
+        "pbs job 123.cluster   (PBS_JOBID=123.cluster)",
+        "2: x1 x2",
+        "4 a host, cuda   (Polaris)",
+        "8, 4 a host   (one per accelerator: Polaris, × 2 hosts)",
+        "pals, each by it   (mpiexec --version: PALS version 1.3.4)",
+        "--cpu-bind depth -d 16   (Polaris)",
+        "3, 2, 1, 0 (CUDA_VISIBLE_DEVICES of local rank 0, 1, …)",
+    ):
+        assert part in text
+    assert "(PBS_O_HOST" not in table(made)
+
+
+def test_dry_run_and_explain(pbs, monkeypatch, capsys, tmp_path):
+    """The command itself, on a machine made of an environment and an mpiexec."""
+    (tmp_path / "mpiexec").write_text(f"#!/bin/sh\necho '{PALS}'\n")
+    (tmp_path / "mpiexec").chmod(0o755)
+    (tmp_path / "train.py").write_text("")
+    monkeypatch.chdir(tmp_path)
+    for name, value in pbs("x1", "x2", job="1.aurora-pbs", PATH=f"{tmp_path}:{os.environ['PATH']}").items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("MMM_DEVICE", raising=False)
+    assert main.main(["--dry-run", "-N", "1", "python3", "train.py"]) == 0
+    captured = capsys.readouterr()
+    assert "mpiexec -n 12 -ppn 12 --hosts x1 --cpu-bind=verbose,list:4-7:" in captured.out
+    assert "1 of 2 hosts are used" in captured.err
+    assert main.main(["--explain", "python3", "train.py"]) == 0
+    assert "(PBS_JOBID=1.aurora-pbs)" in capsys.readouterr().out
+
+
+def test_a_new_machine_needs_no_code(tmp_path, pbs):
+    own = {
+        "name": "Mine",
+        "match": {"PBS_O_HOST": "^mine"},
+        "ranks_per_host": 2,
+        "device": "cuda",
+        "mpi": "pals",
+        "host_suffix": ".fast.mine.org",
+        "bind_args": ["--cpu-bind", "numa"],
+        "env": {"NCCL_SOCKET_IFNAME": "ib0"},
+    }
+    (tmp_path / "machines").mkdir()
+    (tmp_path / "machines" / "mine.json").write_text(json.dumps(own))
+    environ = pbs("m1", "m2", PBS_O_HOST="mine-login", MMM_MACHINES=str(tmp_path / "machines"))
+    made = plan(environ, "?")
+    assert " -n 4 -ppn 2 " in line(made)
+    assert " --cpu-bind numa " in line(made)
+    assert made.variables["MASTER_ADDR"] == "m1.fast.mine.org"
+    assert made.variables["NCCL_SOCKET_IFNAME"] == "ib0"
+    home = tmp_path / "home/.config/mmm/machines"
+    home.mkdir(parents=True)
+    own = {"name": "Polaris", "match": {"PBS_O_HOST": "^polaris"}, "mpi": "pals", "ranks_per_host": 3}
+    (home / "polaris.json").write_text(json.dumps(own))
+    assert plan(pbs("x", PBS_O_HOST="polaris-1", HOME=str(tmp_path / "home")), "?").ranks == 3  # replaces ours
+
+
+PERLMUTTER = SLURM | {"NERSC_HOST": "perlmutter"}
+FRONTIER = SLURM | {"LMOD_SYSTEM_NAME": "frontier"}
+
+
+def test_devices_in_the_order_of_the_cores():
+    """Perlmutter's GPUs are in reversed order; Frontier's by NUMA domain, which srun knows and launch has to."""
+    assert plan(PERLMUTTER).device_order == plan(PERLMUTTER, by="host").device_order == [3, 2, 1, 0]
+    assert plan(FRONTIER, by="host").device_order == [4, 5, 2, 3, 6, 7, 0, 1]
+    assert plan(FRONTIER, by="host").machine.value.device_variable == "ROCR_VISIBLE_DEVICES"
+    assert plan(FRONTIER, device="cpu", by="host").device_order == []
+    assert plan(PERLMUTTER, env={"CUDA_VISIBLE_DEVICES": "0"}).device_order == []
+    assert "device order" not in table(plan(FRONTIER))
+    assert "device order    3, 2, 1, 0 (CUDA_VISIBLE_DEVICES of local rank 0, 1, …)" in table(plan(PERLMUTTER))
+
+
+def test_a_sites_network_settings(pbs):
+    made = plan(FRONTIER)
+    assert made.variables["FI_CXI_RX_MATCH_MODE"] == "hybrid"
+    assert "NCCL_NET" not in made.variables  # without its plugin, or on one host, NCCL would refuse to start
+    assert "FI_CXI_RDZV_PROTO" not in made.variables  # needs an allocation that was asked for with it
+    own = plan(FRONTIER | {"FI_MR_CACHE_MONITOR": "memhooks"}, env={"NCCL_CROSS_NIC": "0"})
+    assert "FI_MR_CACHE_MONITOR" not in own.variables  # the user's, which srun passes on
+    assert own.variables["NCCL_CROSS_NIC"] == "0"
+    assert own.shared["NCCL_CROSS_NIC"].source == "--env"
+    record = json.loads(own.variables["MMM_SITE"])
+    assert (record["name"], record["device_order"]) == ("Frontier", [])
+    assert not {"FI_MR_CACHE_MONITOR", "NCCL_CROSS_NIC"} & set(record["set"])
+    assert record["set"]["NCCL_NET_GDR_LEVEL"] == "PHB"
+    assert "MMM_SITE" not in plan(SLURM).variables
+
+    def aurora(by):
+        return plan(pbs("x1", "x2", job="9.aurora-pbs-0001.host"), PALS, by=by).settings
+
+    assert aurora("rank")["CCL_ATL_TRANSPORT"] == "mpi"
+    assert aurora("host") == {"FI_MR_CACHE_MONITOR": "userfaultfd"}  # its ranks have no MPI
+
+
+def test_a_sites_settings_are_said():
+    explained = table(plan(FRONTIER), explain=True)
+    page = "https://docs.olcf.ornl.gov/software/analytics/pytorch_frontier.html"
+    assert re.search(rf"\nNCCL_CROSS_NIC +1   \(Frontier: {page}\)\n", explained)
+    assert "MMM_SITE" not in explained
+    short = table(plan(FRONTIER | {"NCCL_CROSS_NIC": "0"}))
+    assert re.search(r"\nsettings +NCCL_SOCKET_IFNAME=hsn0,hsn1,hsn2,hsn3 NCCL_NET_GDR_LEVEL=PHB ", short)
+    assert "NCCL_CROSS_NIC" not in short
+    assert "advice          RCCL uses TCP sockets, not Slingshot, unless its plugin is there" in short
+    assert "advice" not in table(plan(FRONTIER, nhosts=1))
+
+
+def test_two_sites_that_fit():
+    with pytest.raises(MachineError, match=r"--site NAME"):
+        plan(SLURM | {"NERSC_HOST": "perlmutter", "LMOD_SYSTEM_NAME": "frontier"})
+    assert plan(SLURM | {"NERSC_HOST": "perlmutter", "LMOD_SYSTEM_NAME": "frontier"}, site="Frontier").ranks == 16

@@ -1,0 +1,191 @@
+"""Both ends of a connection prove that they are of the run, and nobody else's bytes are taken for a message."""
+
+import contextlib
+import selectors
+import socket
+import threading
+import time
+
+import pytest
+
+from mmm_launch.channel import handshake
+from mmm_launch.channel.handshake import PROOF_TIMEOUT, STRANGERS, Reception, connect, reach
+from mmm_launch.channel.link import Lost
+
+TOKEN = "secret"
+
+
+@pytest.fixture
+def reception():
+    with selectors.DefaultSelector() as selector:
+        made = Reception(socket.create_server(("127.0.0.1", 0)), TOKEN, selector)
+        yield made
+        made.close()
+
+
+def welcomed(reception, expected=1, until=lambda links: links, seconds=10.0):
+    """Those that have proven themselves, served as launch does."""
+    links, ends = [], time.monotonic() + seconds
+    while not until(links) and time.monotonic() < ends:
+        ready = reception.selector.select(0.05)
+        links += reception.welcome({key.fd for key, _ in ready}, expected)
+    return links
+
+
+def pair(reception):
+    """Two ends that have proven themselves to each other: who connected, and who answered."""
+    ends = []
+    address = reception.server.getsockname()
+    thread = threading.Thread(target=lambda: ends.append(connect(address, TOKEN, 10.0)))
+    thread.start()
+    (answerer,) = welcomed(reception)
+    thread.join()
+    return ends[0], answerer
+
+
+def test_messages_in_both_directions(reception):
+    one, other = pair(reception)
+    for number in range(3):
+        one.send({"hello": number})
+        assert other.one(5.0) == {"hello": number}
+        other.send({"go": number})
+        assert one.one(5.0) == {"go": number}
+
+
+def test_who_answers_without_the_token_is_not_believed():
+    """Somebody has taken the port of a launch that is gone, and would have its ranks started."""
+    with socket.create_server(("127.0.0.1", 0)) as impostor:
+
+        def answer():
+            connection, _ = impostor.accept()
+            connection.sendall(bytes(32))
+            proof = connection.recv(64)[32:]
+            connection.sendall(proof)  # the only proof that it has seen
+            connection.sendall(b'{"go": {"shared": {"PYTHONPATH": "/tmp/planted"}}}\n')
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        with pytest.raises(Lost, match="it is not of this run"):
+            reach([list(impostor.getsockname())], TOKEN, 5.0)
+        thread.join()
+
+
+def test_who_connects_without_the_token_is_refused(reception):
+    with socket.create_connection(reception.server.getsockname()) as stranger:
+        stranger.sendall(bytes(64))  # a challenge, and no proof
+        assert welcomed(reception, until=lambda links: links or reception.refused) == []
+    assert reception.refused == 1
+
+
+def test_an_address_that_refuses_at_first_is_tried_again(reception, monkeypatch):
+    tries, real = [], socket.create_connection
+
+    def refused_twice(*args, **named):
+        tries.append(args)
+        if len(tries) < 3:
+            raise ConnectionRefusedError(111, "Connection refused")
+        return real(*args, **named)
+
+    monkeypatch.setattr(socket, "create_connection", refused_twice)
+    ends = []
+    thread = threading.Thread(target=lambda: ends.append(reach([list(reception.server.getsockname())], TOKEN, 10.0)))
+    thread.start()
+    assert len(welcomed(reception)) == 1
+    thread.join()
+    assert (len(ends), len(tries)) == (1, 3)
+
+
+def test_the_first_address_that_is_of_the_run(reception, monkeypatch):
+    monkeypatch.setattr(handshake, "AGAIN", 0.0)
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        nobody = list(closed.getsockname())
+    with pytest.raises(Lost, match=f"127.0.0.1:{nobody[1]}: Connection refused"):
+        reach([nobody], TOKEN, 5.0)
+    ends = []
+    at = [nobody, list(reception.server.getsockname())]
+    thread = threading.Thread(target=lambda: ends.append(reach(at, TOKEN, 10.0)))
+    thread.start()
+    assert len(welcomed(reception)) == 1
+    thread.join()
+    assert len(ends) == 1
+
+
+def test_a_silent_address_costs_its_time_alone(monkeypatch):
+    monkeypatch.setattr(handshake, "AGAIN", 0.0)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        began = time.monotonic()
+        with pytest.raises(Lost, match="no answer"):
+            reach([list(silent.getsockname())], TOKEN, 0.2)
+        assert time.monotonic() - began < 5
+
+
+def slowly(connection):
+    connection.recv(32)
+    with contextlib.suppress(OSError):  # it has been sent away
+        for _ in range(20):
+            connection.sendall(b"x")
+            time.sleep(0.02)
+
+
+@pytest.mark.parametrize("stranger", [lambda connection: None, slowly])
+def test_a_stranger_has_its_time_and_no_more(reception, monkeypatch, stranger):
+    monkeypatch.setattr(handshake, "PROOF_TIMEOUT", 0.2)
+    with socket.create_connection(reception.server.getsockname()) as connection:
+        thread = threading.Thread(target=stranger, args=(connection,))
+        thread.start()
+        began = time.monotonic()
+        assert welcomed(reception, until=lambda _: reception.refused) == []
+        assert time.monotonic() - began < PROOF_TIMEOUT
+        thread.join()
+    assert not reception.strangers
+
+
+def test_strangers_do_not_keep_others_out(reception):
+    """More than are allowed to wait: the oldest go, and who knows the token comes in."""
+    address = reception.server.getsockname()
+    strangers = [socket.create_connection(address) for _ in range(STRANGERS + 20)]
+    _, answerer = pair(reception)
+    assert answerer is not None
+    assert len(reception.strangers) <= STRANGERS + 1
+    for stranger in strangers:
+        stranger.close()
+
+
+@pytest.mark.parametrize(
+    "bytes_of",
+    [
+        lambda line: b'{"signal": 9}\n',  # without a MAC
+        lambda line: line.replace(b": 15", b": 09"),  # changed
+        lambda line: line + line,  # twice
+        lambda line: b"\xff\xfe" + line,
+        lambda line: b"[" * 100_000 + b"\n",
+    ],
+)
+def test_what_another_puts_on_the_connection_ends_it(reception, bytes_of):
+    one, other = pair(reception)
+    other.socket.sendall(bytes_of(other._seal(b'{"signal": 15}')))
+    with pytest.raises(Lost, match="somebody else wrote to the connection"):
+        until_lost(one)
+
+
+def until_lost(link):
+    while link.one(5.0):
+        pass
+
+
+def test_a_message_cannot_be_left_out(reception):
+    one, other = pair(reception)
+    other._seal(b'{"first": 1}')
+    other.send({"second": 2})
+    with pytest.raises(Lost, match="somebody else wrote to the connection"):
+        one.one(5.0)
+
+
+def test_a_message_that_was_sent_is_not_taken_back(reception):
+    """Each direction has a key of its own."""
+    one, other = pair(reception)
+    other.socket.sendall(other._seal(b'{"go": 1}'))
+    line = one.socket.recv(1000)
+    one.socket.sendall(line)
+    with pytest.raises(Lost, match="somebody else wrote to the connection"):
+        other.one(5.0)

@@ -1,0 +1,150 @@
+"""No process outlives launch: not when the run ends, not when launch, the fork server or a rank is killed."""
+
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from mmm_launch.run import processes
+from support.launcher import SPAWNED_IN_LONG
+
+SOON = 30.0  # s: at once, on a machine with ten times the work that it has cores for
+
+FAMILY = """
+import multiprocessing, os, subprocess, sys, time
+def work():
+    subprocess.Popen(["sleep", "90"])
+    open("worker-" + os.environ["RANK"], "w").write(str(os.getpid()))
+    [time.sleep(0.05) for _ in range(1800)]
+if __name__ == "__main__":
+    rank = os.environ["RANK"]
+    multiprocessing.get_context(sys.argv[1]).Process(target=work, daemon=True).start()
+    subprocess.Popen(["sleep", "91"])
+    subprocess.Popen(["sleep", "92"], start_new_session=True)            # leaves the process group
+    while not os.path.exists("worker-" + rank): time.sleep(0.01)
+    open("ready-" + rank, "w").write(str(os.getpid()))
+    if sys.argv[2] != "wait": os._exit(0)                       # nobody ends the children
+    [time.sleep(0.05) for _ in range(1800)]
+"""
+
+
+@pytest.fixture
+def family(launcher):
+    """Two ranks, each with a worker of each kind, and with processes that these have started."""
+    launcher.write("t.py", FAMILY)
+
+    def start(*words):
+        process = launcher.start(*words)
+        launcher.wait_for("ready-0", "ready-1")
+        deadline = time.monotonic() + SOON  # a worker has written before what it starts is itself
+        while len(launcher.alive()) < 12 and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert len(launcher.alive()) >= 12
+        return process
+
+    return start
+
+
+def rank_pid(launcher, rank):
+    """The pid that a rank has written; the file is there a moment before what is in it."""
+    deadline = time.monotonic() + 5
+    while not (text := (launcher.folder / f"ready-{rank}").read_text()) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return int(text)
+
+
+def parent(pid):
+    return int((Path("/proc") / str(pid) / "stat").read_text().rpartition(")")[2].split()[1])
+
+
+@SPAWNED_IN_LONG
+@pytest.mark.parametrize("start", ["fork", "spawn"])
+def test_launch_is_killed(launcher, family, how, start):
+    process = family(*how, "-n", "2", "python3", "t.py", start, "wait")
+    process.kill()
+    assert launcher.gone(within=SOON)
+    process.wait()
+
+
+def test_the_agent_is_killed(launcher, family, how):
+    process = family(*how, "-n", "2", "python3", "t.py", "fork", "wait")
+    fork_server = parent(rank_pid(launcher, 0))
+    assert fork_server != process.pid
+    os.kill(fork_server, signal.SIGKILL)
+    err = process.communicate(timeout=SOON)[1]
+    assert launcher.gone(within=0.1)
+    assert process.returncode == 137
+    assert f"the process that holds the ranks (pid {fork_server}) was killed by SIGKILL" in err
+
+
+def test_launch_and_agent_are_killed_at_once(launcher, how):
+    launcher.write(
+        "t.py",
+        "import multiprocessing, os, time\n"
+        "multiprocessing.get_context('fork').Process(target=time.sleep, args=(90,)).start()\n"
+        "open('ready-' + os.environ['RANK'], 'w').write(str(os.getpid()))\n[time.sleep(0.05) for _ in range(1800)]\n",
+    )
+    process = launcher.start(*how, "-n", "2", "python3", "t.py")
+    launcher.wait_for("ready-0", "ready-1")
+    fork_server = parent(rank_pid(launcher, 0))
+    os.kill(process.pid, signal.SIGSTOP)  # so that it cannot act on the fork server's death
+    os.kill(fork_server, signal.SIGKILL)
+    process.kill()
+    assert launcher.gone(within=SOON)
+    process.wait()
+
+
+@SPAWNED_IN_LONG
+def test_a_rank_is_killed(launcher, family, how):
+    process = family(*how, "-n", "2", "python3", "t.py", "fork", "wait")
+    os.kill(rank_pid(launcher, 1), signal.SIGKILL)
+    process.communicate(timeout=SOON)
+    assert process.returncode == 137
+    assert launcher.gone(within=0.1)
+
+
+def test_a_run_that_ends_well_leaves_nothing(launcher, how):
+    launcher.write("t.py", FAMILY)
+    done = launcher.run(*how, "-n", "2", "python3", "t.py", "fork", "leave")
+    assert done.returncode == 0
+    assert launcher.gone(within=0.1)
+
+
+def test_what_ignores_sigterm_is_killed():
+    words = ["sh", "-c", "trap '' TERM; echo ready; while :; do sleep 0.1; done"]
+    left = subprocess.Popen(words, start_new_session=True, stdout=subprocess.PIPE)
+    try:
+        left.stdout.readline()
+        assert processes.end(left.pid, "-", grace=0.1) >= 1
+        assert left.wait(5.0) == -signal.SIGKILL
+    finally:
+        left.kill()
+        left.communicate()
+
+
+def test_data_loader_workers(launcher):
+    launcher.write(
+        "t.py",
+        """
+import os, time
+from torch.utils.data import DataLoader
+class Data:
+    def __len__(self): return 100
+    def __getitem__(self, index):
+        open(f"ready-{index}", "w").write(str(os.getpid()))  # 0: of the first worker, 1: of the second
+        time.sleep(90 if index else 0)
+        return index
+batches = iter(DataLoader(Data(), batch_size=1, num_workers=2))  # held: without it the loader ends its workers
+next(batches)
+[time.sleep(0.05) for _ in range(1800)]
+""",
+    )
+    process = launcher.start("-n", "1", "python3", "t.py", OMP_NUM_THREADS="1")
+    launcher.wait_for("ready-0", "ready-1")
+    assert len(launcher.alive()) == 5  # launch, fork server, rank, two workers
+    process.kill()
+    assert launcher.gone(within=SOON)
+    process.wait()

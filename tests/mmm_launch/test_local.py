@@ -1,0 +1,96 @@
+"""How many ranks, with which environment, forked or spawned, and why."""
+
+import pytest
+
+from mmm_launch.program.target import Target
+from mmm_launch.spec import accelerators, host_spec, local
+from mmm_launch.spec.accelerators import Accelerators
+from mmm_launch.spec.options import LaunchOptions
+
+TRAIN = Target("module", "train")
+NONE = Accelerators(None, 0, "0 NVIDIA GPUs")
+GPUS = Accelerators("cuda", 8, "8 NVIDIA GPUs")
+TILES = Accelerators("xpu", 12, "12 Intel GPU tiles")
+
+
+def plan(target=TRAIN, environ=None, found=NONE, build="cuda", nproc=None, device=None, **more):
+    options = LaunchOptions(nproc=nproc, device=device, **more)
+    return local.plan(target, options, environ=environ or {}, found=found, build=build)
+
+
+def on_host(build="cuda", **change):
+    made = plan(build=build, **change)
+    return host_spec.make(made.target, made.start_command(0, made.ranks, made.variables), build)
+
+
+def test_one_rank_per_accelerator():
+    made = plan(found=GPUS)
+    assert (made.ranks, made.device.value, made.notes) == (8, "cuda", ())
+    assert made.counts.source == "one per accelerator: 8 NVIDIA GPUs"
+
+
+def test_four_cpu_ranks_without_any_and_it_says_so():
+    made = plan()
+    assert (made.ranks, made.device.value) == (4, "cpu")
+    assert made.notes == ("no accelerator found (0 NVIDIA GPUs): 4 CPU ranks (choose with -n)",)
+
+
+def test_a_mac(tmp_path):
+    found = accelerators.find(tmp_path, {}, "cpu", "Darwin arm64")
+    made = plan(found=found)
+    assert (made.ranks, made.device.value) == (4, "cpu")
+    assert "an Apple GPU computes where --device mps says so" in made.notes[0]
+    made = plan(found=found, device="mps")
+    assert (made.ranks, made.device.value, made.notes) == (1, "mps", ())
+
+
+def test_cpu_by_choice_on_a_host_with_accelerators():
+    made = plan(found=GPUS, device="cpu")
+    assert (made.ranks, made.variables["MMM_DEVICE"]) == (4, "cpu")
+    assert made.notes == ("CPU was chosen: 4 CPU ranks (choose with -n)",)
+
+
+def test_the_device_asked_for_is_not_there():
+    made = plan(device="xpu")
+    assert (made.ranks, made.device.value) == (1, "xpu")
+    assert "no xpu device found" in made.notes[0]
+
+
+def test_with_n_and_no_accelerator_the_device_is_left_to_the_ranks():
+    made = plan(nproc=2)
+    assert "MMM_DEVICE" not in made.variables
+    assert made.notes == ()
+
+
+def test_the_users_device_variable_counts_as_the_option():
+    assert plan(environ={"MMM_DEVICE": "cpu"}, found=GPUS).device.value == "cpu"
+
+
+def test_environment():
+    made = on_host(nproc=2)
+    assert made.ranks == [{"RANK": "0", "LOCAL_RANK": "0"}, {"RANK": "1", "LOCAL_RANK": "1"}]
+    assert made.shared["WORLD_SIZE"] == made.shared["LOCAL_WORLD_SIZE"] == "2"
+    assert made.shared["MASTER_ADDR"] == "127.0.0.1"
+    assert 0 < int(made.shared["MASTER_PORT"]) < 65536
+    assert made.shared["PYTORCH_NVML_BASED_CUDA_CHECK"] == "1"
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"found": TILES, "build": "xpu"}, "Intel GPU"),
+        ({"device": "xpu"}, "Intel GPU"),
+        ({"prefork": False}, "--no-prefork"),
+        ({"target": Target("program", "bash", command=("bash",))}, "the command is not"),
+    ],
+)
+def test_where_ranks_are_spawned(change, reason):
+    made = on_host(**change)
+    assert not made.fork
+    assert reason in made.start
+
+
+def test_where_ranks_are_forked():
+    assert on_host().fork
+    assert on_host(found=GPUS).fork
+    assert on_host(build="xpu", device="cpu").fork

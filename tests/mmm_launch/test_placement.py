@@ -1,0 +1,178 @@
+"""A rank a slot, also where hosts have different numbers of slots; what -n, -ppn and -N make of them."""
+
+import re
+
+import pytest
+
+from mmm_launch.errors import LaunchError
+from mmm_launch.program.target import Target
+from mmm_launch.run.attempts import Attempts
+from mmm_launch.spec import cluster, hosts
+from mmm_launch.spec.accelerators import Accelerators
+from mmm_launch.spec.options import Elastic, LaunchOptions
+from mmm_launch.spec.table import shown, table
+
+HYDRA, OPENMPI, PALS = "HYDRA build details:", "mpiexec (OpenRTE) 4.1.4", "PALS version 1.3.4"
+ENTRY = "python3 -m mmm_launch.host.agent -m train"
+SLURM = {"SLURM_JOB_ID": "77", "SLURM_JOB_NODELIST": "c[1-3]"}
+UNEVEN = SLURM | {"SLURM_NTASKS": "11", "SLURM_TASKS_PER_NODE": "4(x2),3"}
+QUIRK = {"SLURM_NTASKS": "1", "SLURM_NTASKS_PER_NODE": "2"}
+
+
+def plan(environ, version=HYDRA, **options):
+    return cluster.plan(
+        Target("module", "train"),
+        LaunchOptions(**options),
+        environ=environ,
+        version=version,
+        found=Accelerators(None, 0, "torch is built for CPU"),
+        build="cpu",
+    )
+
+
+def line(made):
+    return " ".join(shown(made.command))
+
+
+@pytest.fixture
+def pbs(tmp_path):
+    """A PBS job of a node file with 4 lines of x1 and 2 of x2."""
+    (tmp_path / "nodes").write_text("x1\nx1\nx1\nx1\nx2\nx2\n")
+    return {"PBS_JOBID": "5.pbs", "PBS_NODEFILE": str(tmp_path / "nodes")}
+
+
+@pytest.mark.parametrize(
+    ("environ", "hosts", "expected"),
+    [
+        (UNEVEN, ("c1", "c2", "c3"), (4, 4, 3)),
+        (SLURM | {"SLURM_NTASKS": "8", "SLURM_TASKS_PER_NODE": "6,1(x2)"}, ("c1", "c2", "c3"), (6, 1, 1)),
+        (SLURM | QUIRK, ("c1",), (1,)),  # sbatch -n 1 --ntasks-per-node=2: srun starts one
+        (SLURM | QUIRK | {"SLURM_TASKS_PER_NODE": "2"}, ("c1",), (1,)),
+        (SLURM | QUIRK | {"SLURM_NTASKS": "3"}, ("c1", "c2", "c3"), (1, 1, 1)),
+        (SLURM | {"SLURM_NTASKS_PER_NODE": "2"}, ("c1", "c2", "c3"), (2, 2, 2)),
+        (SLURM | {"SLURM_TASKS_PER_NODE": "4(x2),3"}, ("c1", "c2", "c3"), (1, 1, 1)),  # no number was asked for
+    ],
+)
+def test_the_tasks_of_a_slurm_job(environ, hosts, expected):
+    made = plan(environ)
+    assert (made.hosts.value, made.counts.value, made.ranks) == (hosts, expected, sum(expected))
+    assert made.variables["WORLD_SIZE"] == str(sum(expected))
+
+
+def test_srun_is_told_every_rank_of_an_uneven_job():
+    named = ",".join(["c1"] * 4 + ["c2"] * 4 + ["c3"] * 3)
+    assert line(plan(UNEVEN)) == f"srun -N 3 -n 11 --distribution=arbitrary --nodelist={named} {ENTRY}"
+    some = plan(UNEVEN | {"NERSC_HOST": "perlmutter"})
+    assert " --nodelist=" in line(some)
+    assert "--ntasks-per-node" not in line(some)  # srun says that it cannot honor it
+    by_host = UNEVEN | {"SLURM_CPUS_ON_NODE": "4"}
+    assert "-N 3 -n 3 --ntasks-per-node=1 --cpus-per-task=4 " in line(plan(by_host, by="host"))
+    by_host |= {"SLURM_JOB_CPUS_PER_NODE": "4(x2),3"}  # 4 of the last node's 3 would be refused
+    assert "-N 3 -n 3 --ntasks-per-node=1 --cpu-bind=none " in line(plan(by_host, by="host"))
+
+
+def test_a_line_a_rank_in_pbs(pbs):
+    assert plan(pbs).counts.value == (4, 2)
+    assert line(plan(pbs)) == "mpiexec -n 6 -ppn 4 -hosts x1,x2 " + ENTRY  # it fills host after host
+    assert line(plan(pbs, OPENMPI)).startswith("mpiexec -n 6 --host x1:4,x2:2 --map-by slot --bind-to none ")
+    assert line(plan(pbs, by="host")) == "mpiexec -n 2 -ppn 1 -hosts x1,x2 " + ENTRY
+    assert "\nranks           6, on these hosts 4 2\n" in table(plan(pbs))
+    assert "6, on these hosts 4 2   (PBS_NODEFILE, a line a rank)" in table(plan(pbs), explain=True)
+
+
+def test_pals_has_one_number_for_all_hosts(pbs, tmp_path):
+    made = plan(pbs, PALS)
+    (tmp_path / "nodes").write_text("x1\nx2\nx2\nx2\nx1\nx2\n")
+    rising = plan(pbs, PALS)
+    assert line(made) == "mpiexec -n 6 -ppn 4 --hosts x1,x2 " + ENTRY  # it fills host after host
+    assert (made.by, made.counts.value, made.notes) == ("rank", (4, 2), ())
+    assert line(rising) == "mpiexec -n 2 -ppn 1 --hosts x1,x2 --cpu-bind none " + ENTRY
+    assert (rising.by, rising.counts.value) == ("host", (2, 4))
+    assert "here it starts one process a host, which forks its ranks" in rising.notes[0]
+
+
+def test_the_slots_of_a_host_file(tmp_path):
+    path = tmp_path / "hosts"
+    path.write_text("a slots=2\nb:4\nc\n")
+    made = plan({}, hostfile=str(path))
+    assert (made.counts.value, line(made)) == ((2, 4, 1), "mpiexec -n 7 -hosts a:2,b:4,c:1 " + ENTRY)
+    path.write_text("a slots=1\nb slots=1\n")
+    assert plan({}, hostfile=str(path), site="polaris", mpi="hydra").counts.value == (
+        1,
+        1,
+    )  # not one a GPU: a rank a slot
+    path.write_text("a\nb\n")
+    assert plan({}, hostfile=str(path), site="polaris", mpi="hydra").counts.value == (4, 4)
+
+
+def test_a_list_of_hosts_inside_a_job(pbs):
+    assert plan(pbs, hosts="x2,x1").counts.value == (2, 4)
+    assert plan(pbs, hosts="x2").counts.value == (2,)
+    assert plan(pbs, hosts="x1:1,x2:2").counts.value == (1, 2)  # what is said by hand counts
+    assert plan(UNEVEN, nhosts=2).counts.value == (4, 4)
+    assert plan(UNEVEN, hosts="c3").counts.value == (3,)
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"nproc": 6}, (4, 2)),
+        ({"nproc": 5}, (3, 2)),
+        ({"nproc": 4}, (2, 2)),
+        ({"nproc": 1}, (1,)),
+        ({"per_host": 1}, (1, 1)),
+        ({"per_host": 2}, (2, 2)),
+        ({"nproc": 4, "per_host": 3}, (3, 1)),
+        ({"nhosts": 1}, (4,)),
+    ],
+)
+def test_what_is_asked_for_decides(pbs, options, expected):
+    assert plan(pbs, **options).counts.value == expected
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"nproc": 8}, "-n: the ranks would be 4 a host, and the slots on these hosts 4 2 "),
+        ({"per_host": 3}, "-ppn: the ranks would be 3 a host, and the slots on these hosts 4 2 "),
+        ({"nproc": 6, "per_host": 3}, "-n: the ranks would be 3 a host, and the slots on these hosts 4 2 "),
+    ],
+)
+def test_more_ranks_than_slots_where_hosts_differ(pbs, options, says):
+    with pytest.raises(LaunchError, match=re.escape(says + "(PBS_NODEFILE, a line a rank). ")) as refused:
+        plan(pbs, **options)
+    assert "Ask for at most 6 ranks" in str(refused.value)
+
+
+@pytest.mark.parametrize("options", [{"nproc": 8}, {"per_host": 4}])
+def test_more_ranks_than_slots_where_hosts_are_alike(options):
+    """What is asked for decides: a job is often given one task a host, for launch to start the ranks."""
+    made = plan({}, hosts="a:1,b:1", **options)
+    assert made.counts.value == (4, 4)
+    assert made.notes[0].startswith("8 ranks are on 2 slots (slots in the list of hosts): -")
+
+
+def test_ranks_spread_over_hosts():
+    assert hosts.spread(7, [1, 8, 8]) == [1, 3, 3]
+    assert hosts.spread(6, [4, 4, 4]) == [2, 2, 2]
+    assert hosts.spread(4, [4, 4, 4]) == [2, 2, 0]
+    assert hosts.in_words([4] * 20, 8) == "4 a host"
+    assert hosts.in_words([4, 3] * 20, 8) == "on these hosts 4 3 4 3 4 3 4 3 …"
+
+
+def test_too_many_on_one_of_the_hosts():
+    with pytest.raises(LaunchError, match=re.escape("5000 ranks")):
+        plan({}, hosts="a:1,b:5000")
+
+
+def test_an_elastic_run_has_a_rank_a_slot(pbs):
+    made = plan(pbs, elastic=Elastic(2, 6, spare=("x3",)), hosts="x1:4,x2:2", nproc=6, by="host", scheduler="none")
+    attempts = Attempts(made)
+    assert attempts.free() == []
+    for host in attempts.hosts:
+        host.is_there = True
+    assert [(host.name, slot) for host, slot in attempts.free()] == [
+        *(("x1", slot) for slot in range(4)),
+        *(("x2", slot) for slot in range(2)),
+        *(("x3", slot) for slot in range(4)),
+    ]

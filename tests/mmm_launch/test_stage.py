@@ -1,0 +1,316 @@
+"""`launch --stage`: several agents on this machine stand for hosts, each with a temporary folder of its own."""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tarfile
+import time
+from pathlib import Path
+
+import pytest
+
+import mmm
+from mmm_launch.errors import LaunchError
+from mmm_launch.host.stage import packed, unpack
+from mmm_launch.spec import stage
+from mmm_launch.spec.stage import Stage
+from support.clock import PATIENCE
+
+MPIEXEC = f"""#!{sys.executable}
+import os, subprocess, sys
+words = sys.argv[1:]
+if words == ["--version"]: sys.exit(print("HYDRA build details:"))
+count, each = (int(words[words.index(name) + 1]) for name in ("-n", "-ppn"))
+command = words[words.index(next(w for w in words if w.endswith("python"))):]
+def rank(number):
+    host = f"h{{number // each}}"
+    place = {{"PMI_RANK": str(number), "PMI_SIZE": str(count), "MPI_LOCALRANKID": str(number % each)}}
+    return os.environ | place | {{"SLURMD_NODENAME": host, "TMPDIR": os.path.abspath(host)}}
+sys.exit(max(p.wait() for p in [subprocess.Popen(command, env=rank(number)) for number in range(count)]))
+"""
+# One write a line: lines of several ranks do not mix.
+WHERE = """import mmm, os, sys
+sys.stdout.write(' '.join([os.environ['RANK'], sys.prefix, mmm.__file__, os.environ['MMM_STAGED']]) + '\\n')"""
+
+
+@pytest.fixture(scope="session")
+def pristine(tmp_path_factory):
+    """A virtual environment with mmm in it, and with nothing else."""
+    folder = tmp_path_factory.mktemp("stage") / "env"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True)
+    packages = next(folder.glob("lib/python*/site-packages"))
+    shutil.copytree(Path(mmm.__file__).parent, packages / "mmm", ignore=shutil.ignore_patterns("__pycache__"))
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def no_other_source(monkeypatch):
+    """Ranks import from the environment that they run in."""
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+
+
+class Hosts:
+    """Hosts h0, h1, …: folders of those names under the launcher's."""
+
+    def __init__(self, launcher, pristine, count):
+        self.launcher, self.count = launcher, count
+        self.env = launcher.folder / "env"
+        shutil.copytree(pristine, self.env, symlinks=True)
+        launcher.write("mpiexec", MPIEXEC).chmod(0o755)
+        for number in range(count):
+            (launcher.folder / f"h{number}").mkdir()
+
+    def words(self, *words, by="host", each=1, source="env"):
+        names = ",".join(f"h{number}" for number in range(self.count))
+        cluster = ["--scheduler", "none", "--hosts", names, "-ppn", str(each), "--mpiexec", "./mpiexec"]
+        return [*cluster, "--ranks-by", by, "--device", "cpu", "--stage", source, *words]
+
+    def variables(self):
+        return {"MMM_LAUNCH_ADDRESS": "127.0.0.1", "MASTER_ADDR": "127.0.0.1", "PYTHONDONTWRITEBYTECODE": "1"}
+
+    def start(self, *words, **how):
+        return self.launcher.start(*self.words(*words, **how), **self.variables())
+
+    def run(self, *words, **how):
+        return self.launcher.run(*self.words(*words, **how), **self.variables())
+
+    def left(self):
+        """What lies in the hosts' temporary folders, and the archive."""
+        folder = self.launcher.folder
+        return sorted(str(p.relative_to(folder)) for p in [*folder.glob("h*/mmm-stage-*/*"), *folder.glob(".mmm-*")])
+
+
+@pytest.fixture
+def hosts(launcher, pristine):
+    return lambda count: Hosts(launcher, pristine, count)
+
+
+@pytest.mark.parametrize(("by", "each"), [("host", 1), ("rank", 2)])
+def test_each_host_runs_from_its_own_copy(hosts, by, each):
+    made = hosts(3)
+    done = made.run("python3", "-c", WHERE, by=by, each=each)
+    assert done.returncode == 0, done.stderr
+    lines = sorted(line.split() for line in done.stdout.splitlines())
+    assert len(lines) == 3 * each
+    for rank, prefix, package, staged in lines:
+        assert Path(prefix).parents[2] == made.launcher.folder / f"h{int(rank) // each}"
+        assert package.startswith(prefix + "/lib/")
+        assert staged == prefix
+    assert made.left() == []
+    assert made.launcher.gone(within=2)
+
+
+def test_on_this_host_alone(launcher, pristine):
+    """Scripts that installers have written name the copy, and the copy's programs come first."""
+    env = launcher.folder / "env"
+    shutil.copytree(pristine, env, symlinks=True)
+    (env / "bin/tool").write_text(f"#!{env}/bin/python\nimport sys; sys.stdout.write(sys.prefix + chr(10))\n")
+    (env / "bin/tool").chmod(0o755)
+    (env / "more").mkdir()
+    next(env.glob("lib/python*/site-packages")).joinpath("own.pth").write_text(f"{env}/more\n")
+    disk = launcher.folder / "t"
+    disk.mkdir()
+    variables = {"TMPDIR": str(disk), "PATH": f"{env}/bin:{os.environ['PATH']}"}
+    done = launcher.run("-n", "2", "--stage", "env", "tool", **variables)
+    assert done.returncode == 0, done.stderr
+    assert [Path(line).parents[2] for line in done.stdout.split()] == [disk] * 2
+    code = "import os, shutil, sys; print(shutil.which('tool'), *[p for p in sys.path if p.endswith('more')])"
+    done = launcher.run("-n", "1", "--stage", "env", "python3", "-c", code, **variables)
+    assert done.returncode == 0, done.stderr
+    tool, more = done.stdout.split()
+    assert Path(tool).parent.parent == Path(more).parent
+    assert Path(more).parents[3] == disk
+    failed = launcher.run("-n", "1", "--stage", "env", "python3", "-c", "raise SystemExit(3)", **variables)
+    assert failed.returncode == 3
+    assert list(disk.glob("*/*")) == []
+
+
+@pytest.mark.parametrize("top", ["env", "."])
+def test_an_archive(hosts, top):
+    made = hosts(2)
+    with tarfile.open(made.launcher.folder / "env.tar.gz", "w:gz") as tar:
+        tar.add(made.env, arcname=top)
+    shutil.rmtree(made.env)
+    done = made.run("python3", "-c", WHERE, source="env.tar.gz")
+    assert done.returncode == 0, done.stderr
+    assert {Path(line.split()[3]).is_relative_to(made.launcher.folder) for line in done.stdout.splitlines()} == {True}
+    assert made.left() == []
+    assert (made.launcher.folder / "env.tar.gz").exists()
+
+
+@pytest.mark.parametrize("place", ["in a file", "in a header", "between files"])
+def test_an_archive_that_is_cut_short(tmp_path, place):
+    env = tmp_path / "env"
+    env.mkdir()
+    for name in ("a", "b"):
+        (env / name).write_bytes(bytes(10_000))
+    with tarfile.open(tmp_path / "env.tar", "w") as tar:
+        tar.add(env, arcname=".")
+    with tarfile.open(tmp_path / "env.tar") as tar:
+        member = tar.getmember("./b")
+    size = {"in a file": member.offset_data + 512, "in a header": member.offset + 100, "between files": member.offset}
+    os.truncate(tmp_path / "env.tar", size[place])
+    source = Stage(str(tmp_path / "env.tar"), str(tmp_path / "disk"))
+    with packed(source) as made, pytest.raises(LaunchError, match=r"env\.tar: the archive is cut short"):
+        unpack(made)
+    assert list((tmp_path / "disk").glob("*/*")) == []
+
+
+def test_an_archive_that_changes_after_launch_has_read_it(source, tmp_path):
+    with packed(source) as made:
+        with tarfile.open(made.archive, "w") as tar:
+            tar.add(__file__, arcname="env/program")
+        with pytest.raises(LaunchError, match="sha256"):
+            unpack(made)
+    assert list(Path(source.to).glob("*/*")) == []
+
+
+def test_one_host_cannot_and_all_end(hosts):
+    made = hosts(3)
+    (made.launcher.folder / "h2" / f"mmm-stage-{os.getuid()}").write_text("not a folder")
+    done = made.run("python3", "-c", WHERE)
+    assert done.returncode == 2
+    assert f"{made.launcher.folder}/h2/mmm-stage-{os.getuid()}: File exists (--stage-to" in done.stderr
+    assert done.stderr.count("(on h2)") == done.stderr.count("--stage-to") == 1
+    assert made.left() == []
+    assert done.stdout == ""
+
+
+def test_an_environment_without_mmm(hosts):
+    made = hosts(2)
+    shutil.rmtree(next(made.env.glob("lib/python*/site-packages/mmm")))
+    done = made.run("python3", "-c", WHERE)
+    assert done.returncode == 2
+    assert "ModuleNotFoundError: No module named 'mmm'" in done.stderr
+    assert made.left() == []
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.long)])
+def test_launch_is_told_to_end_while_hosts_unpack(hosts, number):
+    made = hosts(2)
+    with (made.env / "large").open("wb") as file:
+        file.truncate(200_000_000)
+    process = made.start("python3", "-c", WHERE)
+    deadline = time.monotonic() + PATIENCE
+    while not list((made.launcher.folder / "h1").glob("mmm-stage-*/*")):
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+    process.send_signal(number)
+    out, err = process.communicate(timeout=PATIENCE)
+    assert (process.returncode, out) == (128 + number, ""), err
+    assert made.launcher.gone(within=5)
+    assert made.left() == []
+
+
+@pytest.mark.long
+def test_launch_is_killed_while_ranks_run(hosts):
+    made = hosts(2)
+    process = made.start("python3", "-c", "import time; open('began', 'a').write('x'); time.sleep(600)")
+    deadline = time.monotonic() + PATIENCE
+    while not (made.launcher.folder / "began").exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    process.kill()
+    process.communicate(timeout=PATIENCE)
+    assert made.launcher.gone(within=10)
+    assert [name for name in made.left() if not name.startswith(".mmm-stage-")] == []
+
+
+def test_an_attempt_after_a_failure_has_its_copy_too(hosts):
+    made = hosts(2)
+    code = "import os, sys; sys.exit(os.environ['MMM_ATTEMPT'] < '1' or 'MMM_STAGED' not in os.environ)"
+    done = made.run("--retries", "1", "python3", "-c", code)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("is packed") == 1
+    assert made.left() == []
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--stage", "none"], "--stage"),
+        (["--stage", "file"], "--stage"),
+        (["--stage-to", "/tmp"], "--stage-to"),
+        (["--stage", ".", "--stage-to", "here"], "--stage-to"),
+    ],
+)
+def test_options_that_are_wrong(launcher, words, says):
+    launcher.write("file", "no archive")
+    done = launcher.run(*words, "python3", "-c", "1")
+    assert done.returncode == 2
+    assert says in done.stderr
+
+
+@pytest.fixture
+def source(tmp_path, monkeypatch):
+    """A folder with a file, in a working folder; copies go to a folder of their own."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "env").mkdir()
+    (tmp_path / "env" / "f").write_text("ours")
+    (tmp_path / "env" / "link").symlink_to("f")
+    (tmp_path / "env" / "run").write_text("#!/bin/sh\n")
+    (tmp_path / "env" / "run").chmod(0o750)
+    os.link(tmp_path / "env" / "f", tmp_path / "env" / "same")
+    return Stage(str(tmp_path / "env"), str(tmp_path / "disk"))
+
+
+def test_what_is_unpacked_is_what_was_packed(source):
+    with packed(source) as made:
+        copy = unpack(made)
+        path = Path(copy.path)
+        assert {p.name for p in path.iterdir()} == {"f", "link", "run", "same"}
+        assert path.joinpath("f").read_text() == "ours"
+        assert os.readlink(path / "link") == "f"
+        assert path.joinpath("run").stat().st_mode & 0o777 == 0o750
+        assert os.path.samefile(path / "f", path / "same")
+        copy.remove()
+    assert sorted(os.listdir()) == ["disk", "env"]
+
+
+def test_the_last_process_of_a_run_removes_its_copy(source):
+    with packed(source) as made:
+        first = unpack(made)
+        second = unpack(made)
+        assert first.path == second.path
+        first.remove()
+        assert Path(second.path, "f").exists()
+        second.remove()
+    assert list(Path(source.to).glob("*/*")) == []
+
+
+def test_a_run_removes_what_a_killed_one_has_left_and_not_what_another_uses(source):
+    with packed(source) as killed, packed(source) as other, packed(source) as made:
+        pid = os.fork()
+        if pid == 0:
+            unpack(killed)
+            os.kill(os.getpid(), signal.SIGKILL)
+        os.waitpid(pid, 0)
+        used = unpack(other)
+        copy = unpack(made)
+        kept = sorted(path.name for path in Path(source.to).glob("*/*"))
+        assert kept == sorted([other.run, made.run])
+        used.remove()
+        copy.remove()
+
+
+def test_too_little_room(source, monkeypatch):
+    (Path(source.source) / "large").write_bytes(bytes(10_000_000))
+    with packed(source) as made:
+        monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(9, 9, 2_000_000))
+        with pytest.raises(LaunchError, match=r"10 MB are needed in .*, and 2 MB are free \(--stage-to\)"):
+            unpack(made)
+
+
+def test_a_fifo_is_no_part_of_an_environment(source):
+    os.mkfifo(Path(source.source) / "pipe")
+    with pytest.raises(LaunchError, match="env/pipe is a FIFO or a device"), packed(source):
+        pass
+    assert sorted(os.listdir()) == ["env"]
+
+
+def test_variables_that_name_the_source():
+    environ = {"PATH": "/x/env/bin:/usr/bin", "PYTHONPATH": "/x/env/lib:/x/environment", "HOME": "/x/env"}
+    changed = stage.environment(environ, "/x/env", "/tmp/c")
+    assert changed == {"MMM_STAGED": "/tmp/c", "PATH": "/tmp/c/bin:/usr/bin", "PYTHONPATH": "/tmp/c/lib:/x/environment"}

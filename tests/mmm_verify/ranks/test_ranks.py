@@ -1,0 +1,165 @@
+"""Forked ranks: what they return, and what is said of those that do not. They compute nothing here."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+import mmm
+from mmm_verify.errors import LayoutError
+from mmm_verify.testing import RanksFailed, fork_ranks
+from support.clock import PATIENCE
+from support.processes import running, wait_for, wait_for_ends
+from support.signals import as_from_a_terminal
+from support.thread_pool import ask_at_once, make
+
+
+def place(rank, word):
+    return rank.rank, rank.world_size, word, os.getppid()
+
+
+def test_what_each_rank_returns():
+    assert fork_ranks(place, 3, "word", timeout=PATIENCE) == [(rank, 3, "word", os.getpid()) for rank in range(3)]
+
+
+def ask_for_the_thread_pool(rank):
+    ask_at_once()
+    return torch.get_num_threads()
+
+
+def test_a_rank_has_the_thread_pool_that_the_fork_lost():
+    before = torch.get_num_threads()
+    make()
+    try:
+        assert fork_ranks(ask_for_the_thread_pool, 8, timeout=PATIENCE) == [1] * 8
+    finally:
+        torch.set_num_threads(before)
+
+
+def fail(rank, do):
+    if rank.rank == 1:
+        do()
+    time.sleep(0.2)
+    if rank.rank == 0:
+        raise RuntimeError("gloo: Connection closed by peer")
+    time.sleep(200)
+
+
+def kill():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def crash():
+    signal.raise_signal(signal.SIGSEGV)  # to this thread, as a fault does: `os.kill` lets any thread take it
+
+
+def refuse():
+    raise LayoutError("does not\nfit")
+
+
+def leave():
+    os._exit(3)
+
+
+@pytest.mark.parametrize(
+    ("do", "reason"),
+    [
+        (kill, "rank 1: killed by SIGKILL"),
+        (crash, "rank 1: killed by SIGSEGV"),
+        (lambda: os.kill(os.getpid(), 40), "rank 1: killed by signal 40"),  # a real-time one has no name
+        (leave, "rank 1: exited with code 3 and said nothing"),
+        (lambda: 1 // 0, "rank 1: ZeroDivisionError: integer division or modulo by zero"),
+        (refuse, "rank 1: does not fit"),
+        (lambda: time.sleep(0.6) or kill(), "rank 1: killed by SIGKILL"),  # comes after what follows from it
+        (lambda: None, "rank 0: RuntimeError: gloo: Connection closed by peer"),
+    ],
+)
+def test_the_cause_is_named(do, reason, monkeypatch):
+    if "rank 1" in reason:  # however late it comes on a busy machine
+        monkeypatch.setattr("mmm_verify.ranks.ranks.GRACE_DOUBTFUL", 50.0)
+    began = time.monotonic()
+    with pytest.raises(RanksFailed) as caught:
+        fork_ranks(fail, 3, do, timeout=PATIENCE)
+    assert str(caught.value) == reason
+    assert time.monotonic() - began < 60  # it does not wait for the rank that sleeps
+    if "Zero" in reason:
+        assert "1 // 0" in caught.value.details
+    if "SEGV" in reason:
+        assert "in crash" in caught.value.details
+
+
+def hang(rank, folder):
+    (folder / str(rank.rank)).write_text(str(os.getpid()))
+    if rank.rank:
+        time.sleep(1000)
+
+
+def test_ranks_that_hang_say_where_and_are_ended(tmp_path):
+    with pytest.raises(RanksFailed, match=r"ranks 1, 2 of 3") as caught:
+        fork_ranks(hang, 3, tmp_path, timeout=3)
+    assert caught.value.details.count("in hang\n") == 2
+    assert not running(tmp_path)
+
+
+PROGRAM = """
+import os, time
+from pathlib import Path
+from mmm_verify.testing import fork_ranks
+
+def hang(rank):
+    pid = os.fork()
+    Path(f"{rank.rank}{'' if pid else ' forked'}").write_text(str(os.getpid()))
+    time.sleep(1000)
+
+fork_ranks(hang, 2, timeout=1000)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL], ids=["Ctrl-C", "kill -9"])
+def test_nothing_outlives_the_program(tmp_path, number):
+    """Nor what its ranks have forked themselves."""
+    env = {**os.environ, "PYTHONPATH": str(Path(mmm.__file__).parent.parent)}
+    process = subprocess.Popen(
+        [sys.executable, "-c", PROGRAM],
+        cwd=tmp_path,
+        env=env,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        preexec_fn=as_from_a_terminal(),
+    )
+    try:
+        wait_for(tmp_path, 4)
+        os.killpg(process.pid, number)
+        assert process.communicate(timeout=PATIENCE)[1].count("Traceback") == (number == signal.SIGINT)
+        wait_for_ends(tmp_path)
+    finally:
+        process.kill()
+
+
+COMPUTED = """
+import torch
+from mmm_verify.testing import fork_ranks
+
+def work(rank):
+    return (torch.randn(500, 500) @ torch.randn(500, 500)).sum().item() + torch.ones(1 << 18).sum().item()
+
+if __name__ == "__main__":
+    torch.set_num_threads(2)
+    (torch.ones(1 << 20) - torch.ones(1 << 20)).abs().max()
+    print(len(fork_ranks(work, 2, timeout=60)))
+"""
+
+
+def test_a_process_that_has_computed_on_several_threads(tmp_path):
+    """Its forks have none of them, and do not wait for them."""
+    (tmp_path / "t.py").write_text(COMPUTED)
+    environ = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+    words = [sys.executable, str(tmp_path / "t.py")]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=PATIENCE, env=environ)
+    assert (done.returncode, done.stdout) == (0, "2\n"), done.stderr

@@ -1,0 +1,270 @@
+"""What `verify` takes, what it says of models that it cannot compare, and its command."""
+
+import json
+import re
+import time
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.tensor import DTensor, Partial, Replicate
+
+from mmm_lab.cli.main import main
+from mmm_verify import reference, verify
+from mmm_verify.errors import ConfigError, LayoutError, UserError
+from mmm_verify.reference import compute_reference
+from mmm_verify.subject import batch_axes_of, make_subject, parse_axes
+from support.clock import stretched
+from support.verify.models import GPT, Mixer, fields, tokens
+
+
+def nothing(model, mesh):
+    pass
+
+
+class Chaotic(Mixer):
+    calls = 0
+
+    def forward(self, x):
+        Chaotic.calls += 1
+        return super().forward(x) * Chaotic.calls
+
+
+class Noisy(Mixer):
+    def forward(self, x):
+        return super().forward(x + torch.randn_like(x) * self.training)
+
+
+def hanging(model, mesh):
+    if mesh.get_rank() == 1:
+        time.sleep(60)
+    torch.distributed.barrier()
+
+
+def raising(model, mesh):
+    if mesh.get_rank() == 1:
+        raise RuntimeError("no such layer")
+
+
+@pytest.mark.parametrize(
+    ("model", "result", "says"),
+    [
+        (Chaotic, "not comparable", "not deterministic: the model gives something else the second time"),
+        (Noisy, "same", "draws random numbers in training: compared in evaluation mode"),
+    ],
+)
+def test_a_model_against_itself(model, result, says):
+    verdict = verify(model, nothing, fields, mesh="dp1")
+    assert verdict.result == result
+    assert says in str(verdict)
+
+
+class Halves(nn.Linear):
+    """The product of each sample with all others' mean."""
+
+    def forward(self, x):
+        return super().forward(x - x.mean(0))
+
+
+def test_samples_that_see_each_other():
+    verdict = verify(lambda: nn.Sequential(Halves(3, 4), nn.Linear(4, 2)), by_mean, fields, mesh="dp2")
+    assert verdict.result == "not the same"
+    assert "note: 0 notices the other samples of a batch" in str(verdict)
+    assert "the output of 0 on rank 0: what this rank has by itself" in verdict.first
+
+
+def by_mean(model, mesh):
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(lambda p: torch.distributed.all_reduce(p.grad.div_(2)))
+
+
+class Rounded(nn.Linear):
+    def forward(self, x):
+        return F.linear(x.float(), self.weight.float(), self.bias.float()).double()
+
+
+def test_float32_inside_is_said_and_compared_to_its_noise():
+    def make():
+        return nn.Sequential(nn.Linear(3, 4), Rounded(4, 4), nn.Tanh(), nn.Linear(4, 2))
+
+    verdict = verify(make, by_mean, fields, mesh="dp2")
+    assert verdict.same, str(verdict)
+    assert "something in it computes in less than float64, first seen in the gradient of 1." in str(verdict)
+
+
+def test_a_loss_in_float32_is_compared_as_one():
+    """Though the loss of the batch and those of its parts are equal, by chance."""
+    subject = make_subject(Mixer, nothing, fields, lambda model, batch: model(batch[0]).float().mul(0).sum(), "dp2")
+    assert compute_reference(subject).loss_floor == torch.finfo(torch.float32).eps
+
+
+def test_dropout_that_repeats_is_advice():
+    verdict = verify(GPT, nothing, tokens, step_fn=None, mesh="tp2")
+    assert verdict.same, str(verdict)
+    assert verdict.compared["dropout"] == "ranks with the same samples drop the same"
+
+    def seeds(model, mesh):
+        torch.manual_seed(mesh.get_rank())
+
+    apart = verify(GPT, seeds, tokens, mesh="tp2")
+    assert apart.exit_code == 1
+    assert "drop different elements of the same activations" in str(apart)
+
+
+@pytest.mark.parametrize(
+    ("parallelize", "says"),
+    [
+        (raising, "rank 1: RuntimeError"),
+        pytest.param(
+            hanging,
+            "no answer in 12 s .*: rank 0 waited in a collective to which rank 1 did not come",
+            marks=pytest.mark.long,
+        ),
+    ],
+)
+def test_a_program_that_fails(parallelize, says):
+    began = time.monotonic()
+    verdict = verify(Mixer, parallelize, fields, mesh="dp2", timeout=12)
+    assert verdict.exit_code == 1
+    assert re.search(says, verdict.first)
+    assert time.monotonic() - began < stretched(45)
+
+
+def wrong_on_rank_1(model, mesh):
+    """Gradients are averaged over the ranks, and rank 1 then has another of the first."""
+    first = next(model.parameters())
+
+    def average(parameter):
+        torch.distributed.all_reduce(parameter.grad)
+        parameter.grad /= mesh.size() if mesh.get_rank() == 0 or parameter is not first else 1
+
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(average)
+
+
+def test_a_gradient_that_is_wrong_on_one_rank():
+    verdict = verify(Mixer, wrong_on_rank_1, fields, mesh="dp2", optimizer_fn=partial(torch.optim.SGD, lr=0.0))
+    assert verdict.exit_code == 1
+    (finding,) = verdict.findings
+    assert (finding.stage, finding.rank) == ("gradients", 1)
+
+
+def test_larger_than_memory(monkeypatch):
+    monkeypatch.setattr(reference, "free_memory", lambda: 1000)
+    with pytest.raises(ConfigError, match=r"float64"):
+        verify(Mixer, nothing, fields, mesh="dp2")
+
+
+def test_mesh():
+    assert parse_axes("dp2,tp4") == parse_axes("dp2·tp4") == {"dp": 2, "tp": 4}
+    assert batch_axes_of({"pp": 2, "dp_replicate": 2, "dp_shard": 2, "tp": 2}) == ("dp_replicate", "dp_shard")
+    for wrong, kind in (("", ConfigError), ("dp", ConfigError), ("dp2,dp2", ConfigError), ("dp0", ConfigError)):
+        with pytest.raises(kind):
+            parse_axes(wrong)
+    with pytest.raises(LayoutError, match="128 ranks"):
+        parse_axes("dp128")
+
+
+def lacks_arguments(width):
+    return Mixer(width)
+
+
+def raises():
+    raise OSError("no weights here")
+
+
+class Empty(nn.Module):
+    def forward(self, x):
+        return x * 0
+
+
+def wrong_width():
+    return torch.randn(8, 6, 5), torch.randn(8, 6, 2)
+
+
+@pytest.mark.parametrize(
+    ("model", "batch", "mesh", "says"),
+    [
+        (raises, fields, "dp2", "OSError"),
+        (lacks_arguments, fields, "dp2", "TypeError.*width"),
+        (lambda: 3, fields, "dp2", "nn.Module"),
+        (lambda: nn.LazyLinear(3), fields, "dp2", "has no size yet"),
+        (lambda: Mixer().to("meta"), fields, "dp2", "has to have its values"),
+        (Mixer, wrong_width, "dp2", "RuntimeError: mat1 and mat2"),
+        (Mixer, lambda: "text", "dp2", "--batch gives str"),
+        (Mixer, raises, "dp2", "OSError"),
+        (Mixer, fields, "dp3", "8 samples"),
+        (Empty, lambda: torch.randn(8, 3), "dp2", "no parameter has got a gradient"),
+    ],
+)
+def test_refused(model, batch, mesh, says):
+    with pytest.raises(UserError, match=says):
+        verify(model, nothing, batch, mesh=mesh)
+
+
+PROGRAM = """
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+def make(): return nn.Linear(3, 2)
+def batch(): return torch.randn(4, 3), torch.randn(4, 2)
+def right(model, mesh):
+    for p in model.parameters():
+        p.register_post_accumulate_grad_hook(lambda p: average(p.grad))
+def average(grad):
+    torch.distributed.all_reduce(grad.div_(torch.distributed.get_world_size()))
+def wrong(model, mesh): pass
+"""
+
+
+def test_command(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "linear_of_mine.py").write_text(PROGRAM)
+    line = ["verify", "linear_of_mine:make", "--batch", "linear_of_mine:batch", "--parallelize"]
+    files = ["--json", "verdict.json", "--badge", "badge.svg"]
+    assert main([*line, "linear_of_mine:right", "--mesh", "dp1", "dp2", *files]) == 0
+    assert capsys.readouterr().out.count("same: dp") == 2
+    known = json.loads((tmp_path / "verdict.json").read_text())
+    assert [verdict["result"] for verdict in known["verdicts"]] == ["same", "same"]
+    assert known["functions"]["parallelize"]["name"] == "linear_of_mine.right"
+    assert len(known["functions"]["model"]["sha256"]) == 64
+    assert "same on dp1, dp2" in (tmp_path / "badge.svg").read_text()
+    assert main([*line, "linear_of_mine:wrong"]) == 1
+    assert "every gradient" in capsys.readouterr().out
+    for wrong, says in (
+        (["linear_of_mine:nope"], "linear_of_mine has no nope"),
+        (["no_such_module:x"], "importing no_such_module failed"),
+        (["linear_of_mine"], "such as the one of `mmm verify MODEL --write plan.py`, which is plan:parallelize"),
+        (["linear_of_mine:right", "--mesh", "dp2", "x"], "write axes with their sizes"),
+        (["linear_of_mine:right", "--batch_axes", "tp"], "the mesh has dp"),
+        (["linear_of_mine:right", "--json", "nowhere/x.json"], "cannot be written"),
+    ):
+        assert main([*line, *wrong]) == 2
+        assert says in capsys.readouterr().err
+
+
+def over_a_flattened_mesh(model, mesh):
+    """Replicated over an axis that is made of two; gradients are left as sums."""
+    flat = mesh["dp", "ep"]._flatten("both")
+    for name, parameter in list(model.named_parameters()):
+        setattr(model, name, nn.Parameter(DTensor.from_local(parameter.data, flat, [Replicate()])))
+
+    def forward(x):
+        weight, bias = (p.to_local(grad_placements=[Partial()]) for p in (model.weight, model.bias))
+        return F.linear(x, weight, bias)
+
+    model.forward = forward
+
+
+def test_a_sum_over_a_flattened_mesh_is_made():
+    def batch():
+        return torch.randn(8, 4), torch.randn(8, 3)
+
+    def step(model, batch, mesh):
+        return F.mse_loss(model(batch[0]), batch[1]) / (1 if mesh is None else mesh.size())
+
+    verdict = verify(lambda: nn.Linear(4, 3), over_a_flattened_mesh, batch, step, "dp2,ep2", batch_axes=["dp", "ep"])
+    assert verdict.same, str(verdict)
