@@ -105,7 +105,7 @@ def regression_plan() -> Plan:
 
 
 def branches_plan() -> Plan:
-    """The plan of `fixtures.branches.Branches`, any size: up by columns, down by rows; each branch a unit of FSDP."""
+    """The plan of `fixtures.branches.Branches`, any size: up by columns, down by rows."""
     return Plan(
         tensor={
             "first": Replicated(),
