@@ -1,0 +1,226 @@
+"""Steps of the shared training loop on devices that are not there. A program: test_steps.py reads its answers.
+
+    python steps.py LIBRARY OUTPUT '{"cuda": [CASE, …], "xpu": [CASE, …]}'
+
+A case: model and layout, and fields of `ParityCase` and `Techniques`. OUTPUT: a JSON object a line, with what went
+wrong or the counts of a step without and of one with a row.
+"""
+
+import contextlib
+import ctypes
+import importlib.util
+import json
+import os
+import sys
+import traceback
+from pathlib import Path
+
+LIBRARY, OUTPUT, CASES = sys.argv[1:]
+# Before torch, which asks at its import which devices there are.
+ctypes.CDLL(str(Path(importlib.util.find_spec("torch").origin).parent / "lib/libtorch_cpu.so"), mode=ctypes.RTLD_GLOBAL)
+ctypes.CDLL(LIBRARY)
+
+import warnings  # noqa: E402
+from dataclasses import replace  # noqa: E402
+from unittest.mock import patch  # noqa: E402
+
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+from device import COUNTS, fake_tensors, install, process_group  # noqa: E402
+from torch._subclasses.fake_tensor import unset_fake_temporarily  # noqa: E402
+
+from mmm.data import Batch  # noqa: E402
+from mmm.models.experts import MixtureOfExperts  # noqa: E402
+from mmm.models.meta import meta_parameters  # noqa: E402
+from mmm.optim.adamw import make_optimizer  # noqa: E402
+from mmm.parallel import parallel_model  # noqa: E402
+from mmm.parallel.mesh import build_mesh  # noqa: E402
+from mmm.parallel.parallel_model import ParallelModel  # noqa: E402
+from mmm.parallel.pp import pipeline  # noqa: E402
+from mmm.parallel.pp.pipeline import TimedStage  # noqa: E402
+from mmm.parallel.pp.stages import take_stage  # noqa: E402
+from mmm.runtime.clock import PARTS, PIPELINE_PARTS, StepClock  # noqa: E402
+from mmm.runtime.device import Precision  # noqa: E402
+from mmm.runtime.log import get_logger  # noqa: E402
+from mmm.runtime.ranks import Rank  # noqa: E402
+from mmm.traffic.count import count_traffic  # noqa: E402
+from mmm.trainer.config.run import RunOptions  # noqa: E402
+from mmm.trainer.config.training import CheckpointOptions  # noqa: E402
+from mmm.trainer.loop.fit import FitConfig, fit  # noqa: E402
+from mmm.trainer.loop.tasks import Task  # noqa: E402
+from mmm.trainer.run.core import Run  # noqa: E402
+from mmm.trainer.run.resume import ResumableRecord  # noqa: E402
+from mmm_lab.parity import models  # noqa: E402
+from mmm_lab.parity.layouts import ParityCase, canonical  # noqa: E402
+from mmm_lab.parity.reference import Training, batch  # noqa: E402
+from mmm_lab.parity.train import prepare  # noqa: E402
+
+ROWS = 2  # a row is due in every second step
+LAYERS = 2  # at most, where they are no stages of a pipeline: a third does what the second does
+BF16 = Precision("bf16", torch.float32, torch.bfloat16)
+
+
+class Enough(Exception):
+    """All steps that are counted have been made."""
+
+
+class MadeUp(Task):
+    """The same batch every time; when the next one is asked for, what the last step has done is kept."""
+
+    def __init__(self, inputs, targets, count, traffic):
+        self.batch, self.traffic, self.seen = Batch(inputs, targets, count), traffic, []
+        self.global_batch_size = self.tokens = count
+        self.steps_per_epoch = 1000
+
+    def batches(self, epoch, first=0):
+        for step in range(4):  # the first makes the optimizer's state; then one without and one with a row
+            if step:
+                self.seen.append((dict(COUNTS.of), self._collectives()))
+            if step == 3:
+                raise Enough
+            COUNTS.of.clear()
+            self.traffic.entries.clear()
+            yield self.batch
+
+    def _collectives(self):
+        calls = {}
+        for (_, operation), entry in self.traffic.entries.items():
+            calls[operation] = calls.get(operation, 0) + entry.calls
+        return calls
+
+    def evaluate(self, model):
+        raise NotImplementedError
+
+
+def shaped(ready, inputs):
+    """In place of `TimedStage`: rank 0's stage, with the shapes that ranks tell each other in the first step."""
+    tokens = inputs[: len(inputs) // ready.partition.microbatches]
+    with torch.device("meta"):
+        module = take_stage(ready.parity.model(), ready.partition.parts, ready.partition.stages[0])
+    hidden = module.to("meta")(tokens.to("meta"))
+
+    def make(module, number, count, device, group):
+        output = torch.empty_like(hidden, dtype=torch.bfloat16, device=device, requires_grad=True)
+        return TimedStage(module, number, count, device, tokens.to(device), output, group=group)
+
+    return make
+
+
+def take_meta_stage(*given):
+    """In place of `take_stage`, which would copy what is on the meta device to FakeTensors."""
+    with unset_fake_temporarily():
+        return take_stage(*given)
+
+
+def noted(mesh, batched):
+    """In place of `batch_isend_irecv`: counts what goes through which group of a pipeline."""
+    pairs = {group: pair for pair, group in mesh.p2p.items()}
+
+    def note(ops):
+        for op in ops:
+            COUNTS.add(f"{op.op.__name__} {pairs.get(op.group, 'other')}")
+        return batched(ops)
+
+    return note
+
+
+def of_few_layers(parity):
+    def model():
+        full = parity.model()
+        if getattr(getattr(full, "config", None), "n_layers", 0) <= LAYERS:
+            return full
+        return type(full)(replace(full.config, n_layers=LAYERS))
+
+    return replace(parity, model=model)
+
+
+def counted(kind, words):
+    """What a rank does in a step without a row, and in one with."""
+    fields = dict(words)
+    techniques = {name: fields.pop(name) for name in ("offload",) if name in fields}
+    optimizer = fields.pop("optimizer", "adamw")
+    case = ParityCase(**{**fields, "layout": canonical(fields["layout"])})
+    parity, device = models.find(case.model), torch.device(kind, 0)
+    if "pp" not in case.sizes:
+        parity = of_few_layers(parity)
+    training = Training(dtype="fp32")
+    ready = prepare(parity, case, training)
+    rank = Rank(0, case.ranks, 0, 1, "test")
+    inputs, targets = batch(parity, training, 0)
+    local = training.global_batch // ready.layout.dp
+    with process_group(case.ranks):
+        mesh = build_mesh(ready.layout, kind, experts=ready.experts)
+        if ready.layout.cp > 1:  # made here: its ranks are numbers, which no FakeTensor has
+            mesh.split_cp(ready.techniques.ulysses_size(ready.layout.cp))
+        with meta_parameters():
+            module = parity.model()
+        clock = StepClock(device, PARTS if ready.layout.pp == 1 else PIPELINE_PARTS)
+        stage = shaped(ready, inputs[:local]) if ready.layout.pp > 1 else TimedStage
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(fake_tensors(kind))
+            traffic = stack.enter_context(count_traffic(mesh))
+            stack.enter_context(patch.object(parallel_model, "take_stage", take_meta_stage))
+            stack.enter_context(patch.object(pipeline, "TimedStage", stage))
+            stack.enter_context(patch.object(dist, "batch_isend_irecv", noted(mesh, dist.batch_isend_irecv)))
+            for owner in module.modules():  # what has elements cannot go to a device that is not there
+                owner._buffers.update(
+                    {name: buffer.clone() for name, buffer in owner._buffers.items() if buffer is not None}
+                )
+            parallel = ParallelModel(
+                module,
+                parity.plan(),
+                mesh,
+                BF16,
+                replace(ready.techniques, **techniques),
+                ready.partition,
+                device=device,
+                seed=0,
+                lap=clock.lap,
+            )
+            hooks, folder = [ResumableRecord(CheckpointOptions())], Path("none")  # of rank 0, which reads its rows
+            run = Run("test", RunOptions(log_every=ROWS), ready, rank, device, BF16, clock, hooks, folder)
+            task = MadeUp(inputs[:local].to(device), targets[:local].to(device), targets.numel(), traffic)
+            updates = make_optimizer(optimizer, parallel.parameters(), 1e-3)
+            with contextlib.suppress(Enough):
+                fit(run, parallel, updates, task, FitConfig(steps=100, max_norm=1.0))
+    _, without, with_row = task.seen
+    layers = sum(isinstance(each, MixtureOfExperts) for each in parallel.modules[0].modules())
+    forwards = layers * parallel.microbatches
+    answer = {"without": without, "with": with_row, "groups": len(updates.param_groups), "expert_forwards": forwards}
+    return {**answer, "microbatches": parallel.microbatches}
+
+
+def in_child(function, *given):
+    """A process that is forked for it. Returns its number."""
+    if child := os.fork():
+        return child
+    function(*given)
+    os._exit(0)
+
+
+def run_case(kind, case):
+    try:
+        answer = counted(kind, case)
+    except BaseException:
+        answer = {"error": traceback.format_exc()}
+    with open(OUTPUT, "a", encoding="utf-8") as file:
+        file.write(json.dumps({"kind": kind, "case": case, **answer}) + "\n")
+
+
+def run_all(kind, cases):
+    install(kind)
+    get_logger().setLevel("ERROR")
+    warnings.simplefilter("ignore")
+    for (
+        case
+    ) in cases:  # each in a process of its own: PyTorch keeps the names of groups, which the next case gives again
+        os.waitpid(in_child(run_case, kind, case), 0)
+
+
+def main():
+    for child in [in_child(run_all, *each) for each in json.loads(CASES).items()]:
+        os.waitpid(child, 0)
+
+
+if __name__ == "__main__":
+    main()

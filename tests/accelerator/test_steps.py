@@ -1,0 +1,168 @@
+"""A rank's steps on CUDA and XPU devices that are not there: nothing mixes devices, and the host waits for rows alone.
+
+The layouts are those of the parity matrix, but for DDP, whose transfers need elements, and pipelines, of which there
+are two: which groups their messages go through.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+CACHE = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "mmm" / "tests"
+STRICT = os.environ.get("MMM_CLUSTER_TESTS") == "required"
+KINDS = ("cuda", "xpu")
+COLUMNS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "send", "receive")
+
+
+@pytest.fixture(scope="module")
+def library():
+    """device.cpp, compiled once for this torch."""
+    source, torch = HERE / "device.cpp", Path(find_spec("torch").origin).parent
+    if (compiler := shutil.which("g++")) is None:
+        (pytest.fail if STRICT else pytest.skip)("g++ is missing: no device that is not there can be made")
+    version = (torch / "version.py").read_bytes()
+    made = CACHE / f"device-{hashlib.sha256(source.read_bytes() + version).hexdigest()[:16]}.so"
+    if not made.exists():
+        CACHE.mkdir(parents=True, exist_ok=True)
+        part = made.with_suffix(f".{os.getpid()}")
+        words = [compiler, "-O1", "-shared", "-fPIC", "-std=c++20", f"-I{torch}/include", source]
+        subprocess.run([*words, f"-L{torch}/lib", "-lc10", "-ltorch_cpu", "-o", part], check=True)
+        part.replace(made)
+    return made
+
+
+def steps(library, output, cases):
+    """What steps.py says of the cases, by kind of device: a list of answers."""
+    words = [sys.executable, HERE / "steps.py", library, output, json.dumps(cases)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(words, capture_output=True, text=True, env=environment, check=False)
+    answers = [json.loads(line) for line in output.read_text().splitlines()] if output.exists() else []
+    assert len(answers) == sum(map(len, cases.values())), done.stderr
+    return answers
+
+
+def name(answer):
+    case = dict(answer["case"])
+    model, layout = case.pop("model"), case.pop("layout")
+    return " ".join(
+        [answer["kind"], model, layout, *(word if value is True else str(value) for word, value in case.items())]
+    )
+
+
+CASES = {
+    "cuda": [
+        {"model": "transformer", "layout": "dp2.tp2"},
+        {"model": "moe", "layout": "dp2.ep2"},
+    ],
+    "xpu": [
+        {"model": "transformer", "layout": "dp2.cp2"},
+        {"model": "cnn", "layout": "dp2", "data_parallel": "zero2"},
+    ],
+}
+MORE_CASES = {
+    "cuda": [
+        {"model": "transformer", "layout": "1", "checkpointing": "full"},
+        {"model": "moe", "layout": "dp2"},
+        {"model": "moe", "layout": "dp2.ep2", "offload": True},
+        {"model": "cnn", "layout": "dp2", "data_parallel": "zero1"},
+    ],
+    "xpu": [
+        {"model": "moe", "layout": "dp2.tp2.ep2"},
+        {"model": "vit", "layout": "tp2"},
+        {"model": "cnn", "layout": "tp2"},
+        {"model": "cnn", "layout": "dp2", "data_parallel": "zero2", "offload": True},
+    ],
+}
+
+
+@pytest.fixture(scope="module")
+def answers(library, tmp_path_factory):
+    return {name(answer): answer for answer in steps(library, tmp_path_factory.mktemp("steps") / "out", CASES)}
+
+
+@pytest.fixture(scope="module")
+def more_answers(library, tmp_path_factory):
+    return {name(answer): answer for answer in steps(library, tmp_path_factory.mktemp("steps") / "out", MORE_CASES)}
+
+
+# Collectives of a step without a row, in the order of COLUMNS. Two micro-batches; gradients are summed with the second.
+TABLE = {
+    "cuda transformer 1 full": (0, 0, 0, 0, 0, 0),
+    "cuda transformer dp2.tp2": (34, 24, 14, 0, 0, 0),
+    "cuda moe dp2": (14, 4, 2, 0, 0, 0),
+    "cuda moe dp2.ep2": (14, 4, 3, 20, 0, 0),
+    "cuda moe dp2.ep2 offload": (14, 4, 3, 20, 0, 0),
+    "cuda cnn dp2 zero1": (8, 0, 9, 0, 0, 0),
+    "xpu transformer dp2.cp2": (14, 4, 1, 0, 16, 16),
+    "xpu moe dp2.tp2.ep2": (34, 18, 20, 20, 0, 0),
+    "xpu vit tp2": (0, 0, 17, 0, 0, 0),
+    "xpu cnn tp2": (0, 0, 5, 0, 0, 0),
+    "xpu cnn dp2 zero2": (8, 8, 1, 0, 0, 0),
+    "xpu cnn dp2 zero2 offload": (8, 8, 1, 0, 0, 0),
+}
+
+
+def names(cases):
+    return [name({"kind": kind, "case": case}) for kind in KINDS for case in cases[kind]]
+
+
+def check(answer):
+    """Nothing went wrong; without offload the host waits for the device in a row alone, and there once."""
+    assert "error" not in answer, answer["error"]
+    (without, collectives), (with_row, more) = answer["without"], answer["with"]
+    kernels = 2 * answer["groups"]  # of each mesh one product of all tensors, and one that counts its steps
+    assert without["optimizer kernels"] == with_row["optimizer kernels"] == kernels
+    alone = not collectives
+    assert more == {**collectives, **({} if alone else {"all_gather": collectives.get("all_gather", 0) + 1})}
+    if answer["case"].get("offload"):
+        return  # the host's optimizer waits for its gradients
+    assert without.get("synchronizations", 0) == 0
+    # With ep a layer of experts has to know how many tokens come, and so it has where no kernel takes all experts.
+    read = "ep" in answer["case"]["layout"] or answer["kind"] == "xpu"
+    assert without.get("reads", 0) == answer["expert_forwards"] * read
+    assert with_row["synchronizations"] == 1
+    assert with_row["reads"] == without.get("reads", 0) + 1
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("case", names(CASES))
+def test_a_step(answers, case):
+    check_counts(answers[case], case)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("case", names(MORE_CASES))
+def test_a_step_of_more_layouts(more_answers, case):
+    check_counts(more_answers[case], case)
+
+
+def check_counts(answer, case):
+    check(answer)
+    collectives = answer["without"][1]
+    assert tuple(collectives.get(kind, 0) for kind in COLUMNS) == TABLE[case]
+    assert collectives.keys() <= set(COLUMNS)
+
+
+PIPELINES = {
+    "cuda": [{"model": "transformer", "layout": "pp2.dp2", "schedule": "1F1B"}],
+    "xpu": [{"model": "transformer", "layout": "pp4", "schedule": "GPipe"}],
+}
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+def test_each_direction_of_a_pipeline_has_a_group_of_its_own(library, tmp_path):
+    for answer in steps(library, tmp_path / "out", PIPELINES):
+        check(answer)
+        messages = {what: count for what, count in answer["without"][0].items() if what.startswith(("isend", "irecv"))}
+        assert messages == {"isend (0, 1)": answer["microbatches"], "irecv (1, 0)": answer["microbatches"]}
