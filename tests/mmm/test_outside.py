@@ -32,6 +32,7 @@ from mmm.weights.safetensors import SafetensorsFile
 from mmm_lab.cli.main import main
 from mmm_lab.cli.startup import main as startup
 from mmm_lab.planner import hugging_face
+from mmm_launch.errors import UserError as LaunchUserError
 from mmm_launch.machines import machine
 from support.llamas import write_hugging_face
 
@@ -79,7 +80,7 @@ def test_what_is_no_such_file_is_refused_in_a_line(tmp_path, reader, kind):
     else:
         (tmp_path / "of").mkdir()
     path = put(tmp_path / "of" / name, BAD[kind])
-    with pytest.raises(UserError) as caught:
+    with pytest.raises((UserError, LaunchUserError)) as caught:
         READERS[reader](path)
     assert name in str(caught.value) or str(path.parent) in str(caught.value)
     assert "\n" not in str(caught.value)
