@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from support.commands import Parsed, check_command, commands_in
+from support.commands import check_command, commands_in
 from support.pages import PAGES, ROOT, name_of
 
 COMMANDS = {page: commands_in(page.read_text(encoding="utf-8")) for page in PAGES}
@@ -37,28 +37,3 @@ def test_commands_from_the_talks(monkeypatch, capsys):
     assert len(rows) > 100
     if found := wrong(dict.fromkeys(rows), monkeypatch, capsys):
         pytest.fail("\n".join(found))
-
-
-@pytest.mark.docs
-@pytest.mark.parametrize(
-    "line",
-    [
-        "launch --nprocs 2 python3 -m mmm.examples.ddp",
-        "launch -n 2 python3 -m mmm.examples.ddpp",
-        "launch -n 2 --device cpu python3 -m mmm.trainer.lm --tpp 2",
-        "launch -n 2 python3 -m mmm.trainer.lm --schedule 2F2B",
-        "python3 -m mmm.examples.ddp --break nothing",
-        "python3 -m mmm_lab.parity --layouts dp2",
-        "python3 benchmarks/gone.py",
-        "mpiexec -n 2 python3 -m mmm.examples.fsdp --epoch x",
-        "mmm planned --model gpt2",
-        "mmm plan --modell gpt2",
-        "mmm dry-run 8 -- python3 -m mmm.trainer.lm --tp two",
-        "make tests",
-        "mmm.history.loads",
-    ],
-)
-def test_a_wrong_one_is_seen(line, monkeypatch, capsys):
-    with pytest.raises((Exception, SystemExit)) as caught:
-        check_command(line, monkeypatch)
-    assert not isinstance(caught.value, Parsed)

@@ -99,27 +99,3 @@ def test_links_of_the_site():
 def test_no_style_fetches_anything():
     for style in SITE.rglob("*.css"):
         assert not re.findall(r"(?:url\(|@import)\s*['\"]?(?:https?:)?//[^)'\"]*", style.read_text(encoding="utf-8"))
-
-
-@pytest.mark.parametrize(
-    "link",
-    [
-        "gone.md",
-        "a.md#no-such-part",
-        "#no-such-part",
-        "../a.md",
-        "code.py#L3",
-        "code.py#part",
-        "https://nowhere",
-        "http//example.org/a",
-        "htps://example.org/a",
-    ],
-)
-def test_a_wrong_link_is_seen(link, tmp_path):
-    page = tmp_path / "a.md"
-    (tmp_path / "code.py").write_text("1\n2\n")
-    right = "[a](a.md#a--b) [b](#a--b) [c](code.py#L1-L2) [d](https://example.org/a) `[e](gone.md)`"
-    page.write_text(f"# A & `b`\n\n{right}\n")
-    assert wrong_links(page) == []
-    page.write_text(f"# A & `b`\n\n[a]({link})\n")
-    assert wrong_links(page) == [link]

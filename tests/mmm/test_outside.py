@@ -27,7 +27,6 @@ from mmm.outside import (
 )
 from mmm.runtime.startup import MARKS
 from mmm.weights.open_weights import open_weights
-from mmm.weights.own import write_own
 from mmm.weights.safetensors import SafetensorsFile
 from mmm_lab.cli.main import main
 from mmm_lab.cli.startup import main as startup
@@ -189,29 +188,3 @@ def test_a_dataset_that_hdf5_reads_without_an_end(tmp_path):
     )
     assert done.returncode == 2
     assert f"{begin}" in done.stderr
-
-
-def test_a_manifest_of_other_types(tmp_path):
-    """Each of them with the checksum that its writer can compute as well."""
-    from mmm.checkpoint.manifest import _digest
-
-    write_own(open_weights(write_hugging_face(tmp_path / "hf")), tmp_path / "own")
-    good = json.loads((tmp_path / "own" / "checkpoint.json").read_text())
-    del good["sha256"]
-    name = ".metadata"
-    for change in (
-        {"files": [name]},
-        {"files": {name: 3}},
-        {"files": {name: ["3", "a"]}},
-        {"files": {"../x": [3, "a"]}},
-        {"step": -1},
-        {"step": "1"},
-        {"state": []},
-        {"about": None},
-        {"identity": "lm"},
-        {"more": 1},
-    ):
-        fields = {**good, **change}
-        (tmp_path / "own" / "checkpoint.json").write_text(json.dumps(fields | {"sha256": _digest(fields)}))
-        with pytest.raises(UserError, match="it is not what mmm has written"):
-            read_manifest(tmp_path / "own")

@@ -57,7 +57,6 @@ def test_binding_gives_whole_cores(two_threads):
         ("list:0:1", 3, "CPUs"),
         ("list:0:9", 2, "CPUs 9"),
         ("depth", 1, "knows none, cores"),
-        ("list:a", 1, "knows none, cores"),
     ],
 )
 def test_binding_that_cannot_be(two_threads, bind, ranks_here, says):

@@ -66,34 +66,6 @@ def test_a_package_that_must_not_be_imported_before_a_fork(launcher):
     assert done.stdout.count("True") == 2
 
 
-TOUCHED = """
-import os
-class cuda:
-    loaded = os.getpid()
-    is_initialized = lambda: False
-    _is_in_bad_fork = lambda: os.getpid() != cuda.loaded
-class xpu:
-    pass
-__path__ = []
-"""
-LATE = """
-import sys, torch
-print(torch.cuda._is_in_bad_fork(), sys.argv[1:])
-if sys.argv[1:] == ["fails"]:
-    raise OSError("in a rank")
-"""
-
-
-def test_ranks_that_cannot_use_a_device_after_the_fork_are_started_anew(launcher):
-    """As where torch has counted devices by ROCm's runtime: nothing is initialized, and the driver is."""
-    path = installed(launcher, "torch", TOUCHED)
-    launcher.write("t.py", LATE)
-    done = launcher.run("-n", "2", "python3", "t.py", "--lr", "a b", **path)
-    assert (done.returncode, done.stdout) == (0, "False ['--lr', 'a b']\n" * 2), done.stderr
-    done = launcher.run("-n", "1", "python3", "t.py", "fails", **path)
-    assert (done.returncode, done.stderr.count("OSError: in a rank")) == (1, 1), done.stderr
-
-
 def test_a_package_that_has_opened_a_device_is_left_to_the_ranks(launcher):
     path = installed(
         launcher,

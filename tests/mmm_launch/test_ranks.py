@@ -100,25 +100,3 @@ def test_lines_of_ranks_do_not_mix(launcher, how):
     launcher.write("t.py", "import sys\nfor s in sys.stdout, sys.stderr: print(s.line_buffering, s.write_through)")
     done = launcher.run(*how, "-n", "3", "python3", "t.py", PYTHONUNBUFFERED="1")
     assert done.stdout.splitlines() == ["True False"] * 6
-
-
-@SPAWNED_IN_LONG
-def test_files_left_open_are_written(launcher, how):
-    launcher.write("held.py", "file = open('held.txt', 'w')\nfile.write('held')\n")
-    launcher.write(
-        "t.py",
-        """
-import atexit, os, threading, time
-import held
-own = open("own.txt", "w"); own.write("own")
-atexit.register(lambda: open("atexit.txt", "w").write("atexit"))
-threading.Thread(target=lambda: (time.sleep(0.2), open("thread.txt", "w").write("thread"))).start()
-class Noisy:
-    def __del__(self, os=os): os.close(os.open("deleted.txt", os.O_CREAT))
-noisy = Noisy()
-""",
-    )
-    assert launcher.run(*how, "-n", "1", "python3", "t.py").returncode == 0
-    for name in ("held", "own", "atexit", "thread"):
-        assert (launcher.folder / f"{name}.txt").read_text() == name
-    assert (launcher.folder / "deleted.txt").exists()

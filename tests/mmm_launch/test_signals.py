@@ -47,23 +47,6 @@ def test_the_ranks_end_in_order(launcher, how, number, code):
 
 
 @SPAWNED_IN_LONG
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_each_rank_gets_it_once_even_if_all_of_the_terminals_group_does(launcher, how, number):
-    launcher.write("t.py", COUNT)
-    process = launcher.start(*how, "-n", "2", "python3", "t.py", clocks=PATIENT | {"REPEAT": 60.0})
-    launcher.wait_for("ready-0", "ready-1")
-    process.send_signal(number)
-    launcher.wait_for("seen-0", "seen-1")
-    process.send_signal(number)  # a wrapper passes on what the terminal has sent as well
-    time.sleep(0.3)
-    launcher.write("leave", "")
-    process.communicate(timeout=SOON)
-    assert process.returncode == 128 + number
-    assert [(launcher.folder / f"seen-{rank}").read_text() for rank in (0, 1)] == [number.name, number.name]
-    assert {"done-0", "done-1"} <= set(os.listdir(launcher.folder))
-
-
-@SPAWNED_IN_LONG
 def test_ranks_that_do_not_end_are_killed_after_the_grace(launcher, how):
     launcher.write("t.py", COUNT)
     process = launcher.start(*how, "-n", "2", "python3", "t.py")

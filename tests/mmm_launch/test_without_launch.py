@@ -16,23 +16,6 @@ def main():
     raise DataError("no such file: x", on_every_rank="everywhere" in sys.argv)
 run_main(main)
 """
-PARSER = """
-import argparse
-from mmm.runtime.failure import print_once
-parser = argparse.ArgumentParser("t")
-parser.add_argument("--lr", type=float)
-with print_once():
-    parser.parse_args()
-"""
-OPTIONS = """
-import dataclasses, tyro
-from mmm.runtime.failure import print_once
-@dataclasses.dataclass
-class Options:
-    lr: float = 1.0
-with print_once():
-    tyro.cli(Options, prog="t")
-"""
 RANKS = [
     lambda rank: {"RANK": rank, "WORLD_SIZE": "4", "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": "4"},
     lambda rank: {"PMI_RANK": rank, "PMI_SIZE": "4"},
@@ -71,24 +54,6 @@ def test_each_rank_says_its_own(launcher, variables, rank):
 def test_what_all_ranks_have_rank_0_says(launcher):
     texts = [run(launcher, PROGRAM, "everywhere", **RANKS[0](rank)).stderr for rank in ("0", "3")]
     assert texts == ["error: no such file: x\n", ""]
-
-
-@pytest.mark.parametrize(
-    ("program", "words", "short"),
-    [
-        (PARSER, ["--lr", "x"], "argument --lr: invalid float value: 'x'"),
-        (OPTIONS, ["--lr", "x"], "Error parsing --lr: could not convert string to float: 'x'"),
-        (OPTIONS, ["--no_such_flag", "3"], "Unrecognized options: --no_such_flag, 3"),
-        (PARSER.replace("parser.parse_args()", "raise SystemExit('no lr')"), [], "no lr"),
-    ],
-)
-def test_a_command_line_that_is_refused(launcher, program, words, short):
-    """Rank 0 says all of it, another in a line what is wrong."""
-    first, other = (run(launcher, program, *words, **RANKS[0](rank)) for rank in ("0", "3"))
-    assert first.returncode == other.returncode != 0
-    assert short in first.stderr
-    assert "[rank" not in first.stderr
-    assert other.stderr == f"error: [rank 3 on {socket.gethostname()}] {short}\n"
 
 
 def test_other_exceptions_stay_what_they_are(launcher):

@@ -213,7 +213,6 @@ def test_one_clear_message(tmp_path, flags, words):
     ("config", "words"),
     [
         ({"n_heads": 30, "dim": 240, "n_kv_heads": 10}, "n_heads 30"),
-        ({"seq_length": 30}, "seq_length 30"),
         ({"preset": "debug", "n_heads": 2}, "n_heads 2"),
         ({"preset": "debug"}, "n_kv_heads 2"),
         ({"break_": "norm"}, "--break"),

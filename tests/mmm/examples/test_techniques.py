@@ -1,11 +1,7 @@
 """What an example writes out is what `mmm.parallel` does, can be copied, and each of its mistakes shows."""
 
 import importlib
-import inspect
 import json
-import os
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -26,8 +22,6 @@ from mmm.parallel.plans.cnn import cnn_plan
 from mmm.parallel.plans.transformer import transformer_plan
 from mmm.runtime.device import choose_precision
 from mmm.trainer.config.command_line import configure, for_a_few_steps
-from mmm_verify.testing import free_port
-from support.clock import PATIENCE
 from support.programs import run_program
 from support.runs import make_run
 
@@ -160,122 +154,6 @@ def broken_apart(rank):
 
 def test_a_mistake_is_not_within_the_bound(run_on_ranks):
     assert min(run_on_ranks(broken_apart, 4)) > 1e-3
-
-
-MODEL = '''
-import os
-from types import SimpleNamespace
-
-import torch
-import torch.distributed as dist
-import torch.nn.functional as F
-from torch import Tensor, nn
-
-
-class Attention(nn.Module):
-    """One head after another; `scale` and `shift` stand for what a model of one's own passes along."""
-
-    def __init__(self):
-        super().__init__()
-        self.wq, self.wk, self.wv, self.wo = (nn.Linear(16, 16, bias=False) for _ in range(4))
-
-    def forward(self, x, scale, shift):
-        q, k, v = (w(x).unflatten(-1, (-1, 4)).transpose(1, 2) for w in (self.wq, self.wk, self.wv))
-        out = F.scaled_dot_product_attention(q * scale + shift, k, v, is_causal=True)
-        return self.wo(out.transpose(1, 2).flatten(-2))
-
-
-class FeedForward(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.w1, self.w3, self.w2 = (nn.Linear(*sizes, bias=False) for sizes in ((16, 32), (16, 32), (32, 16)))
-
-    def forward(self, x):
-        return self.w2(F.silu(self.w1(x)) * self.w3(x))
-
-
-class Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.attention_norm, self.ffn_norm = nn.LayerNorm(16), nn.LayerNorm(16)
-        self.attention, self.feed_forward = Attention(), FeedForward()
-
-    def forward(self, x):
-        x = x + self.attention(self.attention_norm(x), torch.tensor(1.0), torch.tensor(0.0))
-        return x + self.feed_forward(self.ffn_norm(x))
-
-
-class Mine(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.tok_embeddings, self.norm = nn.Embedding(64, 16), nn.LayerNorm(16)
-        self.layers = nn.ModuleDict({str(i): Block() for i in range(2)})
-        self.output = nn.Linear(16, 64, bias=False)
-
-    def forward(self, tokens):
-        x = self.tok_embeddings(tokens)
-        for layer in self.layers.values():
-            x = layer(x)
-        return self.output(self.norm(x))
-'''
-LOOP = """
-dist.init_process_group("gloo")
-mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_shard", "tp"))
-torch.manual_seed(0)
-model = Mine()
-shard(model, mesh, SimpleNamespace(compute=torch.float32, storage=torch.float32))
-optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-torch.manual_seed(mesh["dp_shard"].get_local_rank())
-tokens = torch.randint(64, (4, 9))
-for step in range(8):
-    with loss_parallel():
-        loss = F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten()) / 2
-        loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    if dist.get_rank() == 0:
-        print("loss", float(loss.full_tensor()), flush=True)
-dist.destroy_process_group()
-"""
-
-
-# PyTorch is imported once for all.
-FOUR_RANKS = """
-import os, runpy, sys
-import torch.distributed.fsdp, torch.distributed.tensor.parallel
-children = []
-for rank in range(4):
-    child = os.fork()
-    if not child:
-        os.environ["RANK"] = str(rank)
-        runpy.run_path("mine.py", run_name="__main__")
-        sys.exit()
-    children.append(child)
-sys.exit(max([os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children], key=abs))
-"""
-
-
-@pytest.mark.long
-def test_the_technique_can_be_copied(tmp_path):
-    """The lines of `fsdp_tp`, in a file with another model, and nothing of this package."""
-    source = inspect.getsource(fsdp_tp)
-    imports = source[source.index("from torch.distributed.device_mesh") : source.index("from mmm.")]
-    text = "from __future__ import annotations\n" + MODEL + imports + "\n" + inspect.getsource(fsdp_tp.shard) + LOOP
-    assert "mmm" not in text
-    (tmp_path / "mine.py").write_text(text.replace("units: list[Any]", "units"))
-    environment = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "4"}
-    done = subprocess.run(
-        [sys.executable, "-c", FOUR_RANKS],
-        cwd=tmp_path,
-        env=environment | {"OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE,
-    )
-    assert done.returncode == 0, done.stderr
-    losses = [float(line.split()[1]) for line in done.stdout.splitlines()]
-    assert len(losses) == 8
-    assert losses[-1] < 0.7 * losses[0]
 
 
 def compared(rank):

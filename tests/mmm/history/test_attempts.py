@@ -1,70 +1,13 @@
 """`launch --retries` in one --outdir: each attempt has its record, and none hides the first one's failure."""
 
-import json
 import subprocess
 import sys
 
 import pytest
 
-import mmm.history
 from mmm.errors import RecordError
 from mmm.history import History, load, plot_all, prepare, write_config
 from mmm.history.record.attempts import Attempt, make_room
-from support.clock import PATIENCE
-from support.launcher import Launcher
-
-PROGRAM = """
-import os, signal, sys
-from pathlib import Path
-import torch
-from mmm.parallel import Layout
-from mmm.runtime.failure import run_main
-from mmm.runtime.ranks import whoami
-from mmm.trainer.config.run import RunOptions
-from mmm.trainer.run.standard import start_run
-def main():
-    attempt, options = int(os.environ["MMM_ATTEMPT"]), RunOptions(outdir=Path("run"), flush_every=1, plots=False)
-    with start_run("test", options, Layout().fit(whoami().world_size)) as run:
-        for step in range(3 + attempt):
-            run.clock.start()
-            run.clock.lap("dtf")
-            run.step(step, torch.tensor(1.0 + attempt), samples=1)
-        if attempt == 0 and run.rank.is_main:
-            raise RuntimeError("the first cause")
-        if attempt == 1:
-            os.kill(os.getpid(), signal.SIGKILL)
-run_main(main)
-"""
-
-
-@pytest.mark.long
-def test_each_attempt_of_a_launch_has_its_record(tmp_path):
-    launcher = Launcher(tmp_path)
-    launcher.write("t.py", PROGRAM)
-    line = ["-n", "2", "--device", "cpu", "--retries", "2", "python3", "t.py"]
-    done = launcher.run(*line, timeout=PATIENCE)
-    assert done.returncode == 0, done.stderr
-    assert "the first cause" in done.stderr
-    assert "already holds" not in done.stderr
-    run = tmp_path / "run"
-    for number, folder in enumerate((run / "attempt-1", run / "attempt-2", run)):
-        dataset = load(folder)
-        assert dataset["loss"].values.tolist() == [2.0 * (1 + number)] * (3 + number)  # on each of two ranks 1 + number
-        assert (folder / "train_dataset.h5").exists()
-        assert (folder / "log.txt").read_text().count("2 ranks (launch)") == 1
-    ended = [(mmm.history.state(folder), load(folder).attrs.get("error")) for folder in (run / "attempt-1", run)]
-    assert ended == [("failed", "RuntimeError: the first cause"), ("finished", None)]
-    assert mmm.history.state(run / "attempt-2") in ("killed", "failed")  # rank 0 may have lost rank 1 before
-    notes = json.loads((run / "config.json").read_text())["notes"]
-    assert [note.partition(";")[2] for note in notes] == [" its record is in attempt-2"]
-    assert notes[0] in (run / "log.txt").read_text()
-    assert (
-        "attempt 1 of this launch is failed: RuntimeError: the first cause; its record is in attempt-1"
-        in (run / "attempt-2" / "log.txt").read_text()
-    )
-    refused = launcher.run(*line, timeout=PATIENCE)  # another launch: its record is not ours to move
-    assert refused.returncode == 2
-    assert "already holds a run's record" in refused.stderr
 
 
 def record(folder, attempt, rows=2):

@@ -1,6 +1,5 @@
 """What is kept is what was given: every float bit, every rank, late names; and the line that is printed."""
 
-import json
 import math
 
 import h5py
@@ -9,8 +8,7 @@ import pytest
 import xarray
 
 from mmm.errors import RecordError
-from mmm.history import History, finalize, load, write_config
-from mmm.history.record.dataset import Columns, plain_attrs, write_dataset
+from mmm.history import History, finalize, load
 
 
 def ranks(count):
@@ -49,47 +47,6 @@ def test_round_trip_is_exact_by_both_readers(tmp_path):
     assert bits(live["loss"].values) == bits(loss[:56])
 
 
-def description(path):
-    """Everything in an HDF5 file that a reader of netCDF goes by, as text, so that NaN is NaN."""
-    hidden = ("DIMENSION_LIST", "REFERENCE_LIST", "_Netcdf4Dimid", "_Netcdf4Coordinates", "_NCProperties")
-
-    def attributes(of):
-        named = {name: sorted(at.split()) if name == "coordinates" else at for name, at in of.attrs.items()}
-        return {name: repr(value) for name, value in sorted(named.items()) if name not in hidden}
-
-    with h5py.File(path) as file:
-        return {"/": attributes(file)} | {
-            name: (str(of.dtype), repr(of[()]), of.is_scale or [dim[0].name for dim in of.dims], attributes(of))
-            for name, of in file.items()
-        }
-
-
-@pytest.mark.parametrize(("rows", "by_rank"), [(3, True), (1, False), (0, True)])
-def test_the_file_is_the_one_that_xarray_writes(rows, by_rank, tmp_path):
-    """Values, types, attributes, dimension scales, and which coordinates belong to what."""
-    column = np.linspace(0, 1, rows * 2).reshape(rows, 2)
-    columns = Columns(
-        {
-            "loss": ("draw", np.array([1.5, math.nan, math.inf][:rows]), {"long_name": "training loss"}),
-            "iter": ("draw", np.arange(rows), {"long_name": "optimizer step"}),
-        }
-        | ({"dt": (("draw", "rank"), column, {"units": "s"})} if by_rank else {}),
-        {
-            "draw": ("draw", np.arange(rows), {"long_name": "logged row"}),
-            "rank": ("rank", np.arange(2)),
-            "host": ("rank", np.array(["x0", "xäöü1"])),
-            "axis_tp": ("rank", np.array([0, 1])),
-        },
-        {"state": "finished", "world_size": 2, "learning_rate": 0.1, "config": "{}"},
-    )
-    write_dataset(columns, tmp_path / "ours.h5")
-    dataset = columns.dataset()
-    exact = {str(name): {"_FillValue": None} for name in dataset.variables}
-    dataset.to_netcdf(tmp_path / "theirs.h5", engine="h5netcdf", encoding=exact)
-    assert description(tmp_path / "ours.h5") == description(tmp_path / "theirs.h5")
-    xarray.testing.assert_identical(xarray.load_dataset(tmp_path / "ours.h5", engine="h5netcdf"), dataset)
-
-
 def test_ranks_are_coordinates(tmp_path):
     with History(tmp_path, ranks=ranks(8)) as history:
         history.update({}, {"dt": [float(r) for r in range(8)]})
@@ -98,25 +55,6 @@ def test_ranks_are_coordinates(tmp_path):
     assert ds["host"].values.tolist() == ["x0"] * 4 + ["x1"] * 4
     assert ds["axis_tp"].values.tolist() == [0, 1] * 4
     assert ds["dt"].where(ds["axis_tp"] == 1, drop=True).values.tolist() == [[1.0, 3.0, 5.0, 7.0]]
-
-
-def test_ints_stay_ints_only_if_all_are(tmp_path):
-    with History(tmp_path, ranks=ranks(2)) as history:
-        history.update({"iter": 2**62, "tokens": 7, "mixed": 1, "flag": True, "big": 2**70}, {"bytes": [1, 2]})
-        history.update(
-            {"iter": 2**62 + 1, "tokens": np.int32(9), "mixed": 1.5, "flag": False, "big": 1}, {"bytes": [3, 4]}
-        )
-    ds = load(tmp_path)
-    assert {name: str(ds[name].dtype) for name in ds.data_vars} == {
-        "iter": "int64",
-        "tokens": "int64",
-        "mixed": "float64",
-        "flag": "int64",
-        "big": "float64",
-        "bytes": "int64",
-    }
-    assert ds["iter"].values.tolist() == [2**62, 2**62 + 1]
-    assert ds["bytes"].values.tolist() == [[1, 2], [3, 4]]
 
 
 def test_many_ranks_are_reduced(tmp_path):
@@ -152,7 +90,6 @@ class Scalar:
         ({"loss": None}, None, r"loss=None is not a number"),
         ({"val/loss": 1.0}, None, r"'val/loss' cannot name.*val_loss"),
         ({"host": 1.0}, None, r"'host' is a coordinate"),
-        ({"axis_tp": 1.0}, None, r"'axis_tp' is a coordinate"),
         ({}, {"dt": [1.0]}, r"'dt'\] has 1 values, and this run has 2 ranks"),
     ],
 )
@@ -170,24 +107,6 @@ def test_no_rows_is_a_dataset_too(tmp_path):
     assert load(tmp_path).sizes == {"draw": 0, "rank": 2}
     with h5py.File(tmp_path / "train_dataset.h5") as file:
         assert file["draw"].shape == (0,)
-
-
-def test_attributes(tmp_path):
-    write_config(tmp_path, {"tp": 2, "note": "π" * 100_000})  # more than the 64 KiB of a plain HDF5 attribute
-    with History(tmp_path, ranks=ranks(2)) as history:
-        history.update({"dt": 1.0, "dtf": 1.0, "sps": 2.0, "tps_device": 3.0, "loss": 4.0}, {"dtw": [1.0, 2.0]})
-    ds = load(tmp_path)
-    units = {name: var.attrs.get("units") for name, var in ds.data_vars.items()}
-    assert units == {"dt": "s", "dtf": "s", "dtw": "s", "sps": "samples/s", "tps_device": "tokens/s", "loss": None}
-    assert ds["dt"].attrs["long_name"] == "time of a step"
-    assert json.loads(ds.attrs["config"])["tp"] == 2
-    assert ds.attrs["world_size"] == 2
-    assert plain_attrs({"ok": True, "none": None, "n": 3, "a": ["b"]}) == {
-        "ok": "true",
-        "none": "null",
-        "n": 3,
-        "a": '["b"]',
-    }
 
 
 def test_close_twice_and_no_row_after(tmp_path):

@@ -3,12 +3,10 @@
 import errno
 import json
 import os
-import random
 import re
 import signal
 import subprocess
 import sys
-import time
 
 import h5py
 import pytest
@@ -67,26 +65,6 @@ def test_a_killed_process_keeps_all_but_its_last_rows(tmp_path):
         assert file["dt"].shape == (ds.sizes["draw"], 2)
 
 
-def test_reading_while_it_writes(tmp_path):
-    process = writer(tmp_path, 150, flush_every=1, pause=0.002)
-    seen = []
-    try:
-        deadline = time.monotonic() + 30
-        while time.monotonic() < deadline and (not seen or seen[-1] < 150):
-            if (tmp_path / "journal.jsonl").exists():
-                ds = load(tmp_path)
-                seen.append(ds.sizes["draw"])
-                if seen[-1]:
-                    assert ds["loss"].values.tolist() == [1.0 / (step + 1) for step in range(seen[-1])]
-    finally:
-        process.kill()
-        process.wait()
-        process.stdout.close()
-    assert seen == sorted(seen)
-    assert seen[-1] == 150
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["journal.jsonl"]
-
-
 def test_a_line_cut_short_is_left_out(tmp_path):
     path = journal_of(tmp_path)
     whole = path.read_bytes()
@@ -116,26 +94,19 @@ ROW = {"draw": 2, "row": {"iter": 2, "loss": 2 / 3}, "per_rank": {"dt": [0.1, 2 
     ("line", "why"),
     [
         ('"row"', "it has not draw, row and per_rank"),
-        ("[1, 2]", "it has not draw, row and per_rank"),
         (json.dumps({**ROW, "draw": "2"}), "its draw is '2'"),
         (json.dumps({**ROW, "draw": True}), "its draw is True"),
-        (json.dumps({**ROW, "draw": -1}), "its draw is -1"),
-        (json.dumps({**ROW, "draw": 2**63}), f"its draw is {2**63}"),
         (json.dumps({**ROW, "draw": 3}), "its draw 3 is not between its neighbours'"),
-        (json.dumps({**ROW, "draw": 1}), "its draw 1 is not between its neighbours'"),
-        (json.dumps({**ROW, "draw": 7}), "its draw 7 is not between its neighbours'"),
         (json.dumps({**ROW, "row": [1.0]}), "its row or per_rank has no names"),
         (json.dumps({**ROW, "row": {"iter": None}}), "'iter' is None, and no number"),
         (json.dumps({**ROW, "row": {"loss": "0.5"}}), "'loss' is '0.5', and no number"),
         (json.dumps({**ROW, "row": {"loss": [0.5]}}), r"'loss' is \[0.5\], and no number"),
         (json.dumps({**ROW, "row": {"loss": 10**400}}), "it has a number of 401 digits"),
         (json.dumps({**ROW, "row": {"a/b": 1}}), "'a/b' cannot name a variable"),
-        (json.dumps({**ROW, "row": {"": 1}}), "'' cannot name a variable"),
         (json.dumps({**ROW, "row": {"\udc80": 1}}), "cannot name a variable"),
         (json.dumps({**ROW, "row": {"host": 1}}), "'host' is a coordinate"),
         (json.dumps({**ROW, "per_rank": {"dt": 0.1}}), "'dt' is 0.1, and there are 2 ranks"),
         (json.dumps({**ROW, "per_rank": {"dt": [0.1, 0.2, 0.3]}}), "and there are 2 ranks"),
-        (json.dumps({**ROW, "per_rank": {"dt": [0.1, [0.2]]}}), r"'dt' is \[0.2\], and no number"),
         (json.dumps(ROW).replace('"iter": 2', '"iter": 2, "iter": 9'), "'iter' stands in it twice"),
         (json.dumps(ROW) + "}", "bytes: it is no JSON"),
         ("[" * 100_000, "100000 bytes: its lists and objects are more than 100 deep"),
@@ -151,59 +122,6 @@ def test_an_odd_row_is_left_out_and_said(tmp_path, caplog, line, why):
     assert ds["draw"].values.tolist() == [0, 1, 3, 4]
     assert ds["loss"].values.tolist() == [0.0, 1 / 3, 1.0, 4 / 3]
     assert re.search(rf"1 of 5 lines left out: line 4 is not a row \(.*{why}", caplog.text)
-
-
-ODD = (None, True, "x", "", "\0", "\ud800", -1, 2**63, 2**70, 10**400, 1e308, float("nan"), [], [[1]], {}, {"a": [1]})
-
-
-def mutated(journal, generator):
-    """The journal's bytes with one change: of a byte, of a line, or of a value or a name of a line's JSON."""
-    lines = journal.split(b"\n")
-    number = generator.randrange(len(lines) - 1)
-    line, kind = lines[number], generator.randrange(6)
-    if kind == 0:
-        at = generator.randrange(len(line))
-        lines[number] = line[:at] + bytes([generator.randrange(256)]) + line[at + 1 :]
-    elif kind == 1:
-        lines[number] = line[: generator.randrange(len(line))]
-    elif kind == 2:
-        lines.insert(generator.randrange(1, len(lines)), line)
-    else:
-        found = json.loads(line)
-        owners = [found]
-        for owner in owners:
-            inside = owner.values() if isinstance(owner, dict) else owner
-            owners += [value for value in inside if isinstance(value, (dict, list)) and value]
-        owner = generator.choice(owners)
-        key = generator.choice(list(owner) if isinstance(owner, dict) else range(len(owner)))
-        if kind == 3 and isinstance(owner, dict):
-            owner[generator.choice(["", "a b", "x" * 300, ".a", "\ud800", "draw", "rank", "é", "NaN"])] = owner.pop(key)
-        else:
-            owner[key] = generator.choice(ODD)
-        lines[number] = json.dumps(found).encode()
-    return number, b"\n".join(lines)
-
-
-@pytest.mark.parametrize(
-    "seeds", [range(12), pytest.param(range(12, 400), marks=pytest.mark.long)], ids=["some", "many"]
-)
-def test_one_change_costs_one_row(tmp_path, seeds, caplog):
-    """Or less: where the header is no header any more, the rows cannot be read, and the error says so."""
-    path = journal_of(tmp_path / "run")
-    whole = path.read_bytes()
-    for seed in seeds:
-        generator = random.Random(seed)
-        number, content = mutated(whole, generator)
-        path.write_bytes(content)
-        try:
-            ds = load(tmp_path / "run")
-        except RecordError:
-            assert number == 0, f"seed {seed}: {content!r}"
-            continue
-        finalize(tmp_path / "run").unlink()
-        rows = dict(zip(ds["draw"].values.tolist(), ds["loss"].values.tolist(), strict=True)) if "loss" in ds else {}
-        right = [draw for draw in range(5) if rows.get(draw) == draw / 3]
-        assert len(right) >= 4 - (content.count(b"\n") > whole.count(b"\n")), f"seed {seed}: {content!r}"
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,6 @@ import pytest
 
 from mmm.history import History
 from mmm.history.plots.own_work import OwnWork, communication_to_computation, most_of, slow
-from mmm_lab.cli import history as command
 
 
 def work(own, dt=1.0):
@@ -46,24 +45,6 @@ def made(folder, count, full_ranks=64, rows=9, slow_rank=1):
             own = [0.5 if rank == slow_rank else 0.1 for rank in range(count)]
             history.update({"iter": step, "loss": 1.0}, {"dt": [0.3] * (count - 1) + [0.5], "dt_own": own})
     return folder
-
-
-@pytest.mark.parametrize(("count", "rows"), [(2, 3), (4, 300), (64, 9)])
-def test_the_map_of_ranks_and_steps(tmp_path, capsys, monkeypatch, count, rows):
-    monkeypatch.setenv("COLUMNS", "120")
-    assert command.main([str(made(tmp_path, count, rows=rows)), "--ranks"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert max(map(len, lines)) <= 120
-    of_ranks = [line.split() for line in lines[4 : 4 + count]]
-    assert [line[0] for line in of_ranks] == [str(rank) for rank in range(count)]
-    columns = min(rows, len(of_ranks[0][3]))
-    assert columns == rows or columns > 60
-    assert [line[3] for line in of_ranks[:2]] == ["·" * columns, "█" * columns]
-    assert [line[4:] for line in of_ranks[:2]] == [["0.1", "80", "%"], ["0.5", "0", "%"]]
-    assert " ".join(map(str.strip, lines[5 + count :])) == (
-        "slowest: rank 1 (host node0, local_rank 1, dp_shard 1): 0.4 s of work over the median rank in a step of 0.5 "
-        f"s, in {rows - 1} of {rows - 1} rows; the others wait for it"
-    )
 
 
 def test_seconds_waited_for_each_second_of_computation():

@@ -113,17 +113,6 @@ def test_pytorchs_encoder_gives_the_same(model):
 
 
 @pytest.mark.parametrize("attention", ["native", "sdpa"])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-def test_every_activation_keeps_the_dtype(dtype, attention):
-    model = build(replace(SMALL, attention=attention), dtype)
-    seen = set()
-    for module in model.modules():
-        module.register_forward_hook(lambda _m, _i, out: seen.add(out.dtype))
-    assert model(images().to(dtype)).dtype == dtype
-    assert seen == {dtype}
-
-
-@pytest.mark.parametrize("attention", ["native", "sdpa"])
 def test_float64_is_float64_all_the_way(attention):
     """A float32 anywhere inside would leave an error of 1e-8; finite differences see it."""
     model = build(replace(SMALL, attention=attention))
@@ -162,8 +151,6 @@ def test_stages_one_after_the_other_are_the_whole(model):
     ("changes", "words"),
     [
         ({"patch_size": 5}, "image_size 12"),
-        ({"patch_size": 13}, "image_size 12"),
-        ({"n_heads": 3}, "n_heads 3"),
         ({"channels": 0}, "channels is 0"),
         ({"attention": "fast"}, "attention 'fast' is not one of native, sdpa"),
         ({"sdpa_backend": "fast"}, "sdpa_backend"),

@@ -117,7 +117,6 @@ CASES = [
         ("cnn", Layout(dp_shard=2), Techniques(microbatches=7), "a batch of 6 .* into 1 to 6 parts"),
         ("cnn", Layout(pp=2, dp_shard=2), Techniques(data_parallel="ddp"), "zero1"),
         ("cnn", Layout(pp=8, dp_shard=1), Techniques(), "8 stages, and the model has 4 parts"),
-        ("vit of one layer", Layout(pp=4, dp_shard=1), Techniques(), "4 stages, and the model has 3 parts"),
     ],
 )
 def test_refused_before_any_process_group(model, layout, techniques, message):

@@ -198,7 +198,6 @@ def test_with_activation_checkpointing(run_on_ranks, checkpointing, style):
     ("layout", "seq", "ulysses", "words"),
     [
         (Layout(dp_shard=1, cp=4), 36, 1, r"seq_length 36"),
-        (Layout(dp_shard=1, cp=2, tp=2), 4, 1, r"seq_length 4"),
         (Layout(dp_shard=1, cp=3), 96, 3, r"n_heads 32"),
         (Layout(dp_shard=1, cp=16, tp=4), 512, 16, r"n_heads 32"),
         (Layout(dp_shard=1, cp=6), 96, 3, r"n_heads 32"),

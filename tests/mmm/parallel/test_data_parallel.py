@@ -5,12 +5,11 @@ from unittest.mock import patch
 import pytest
 import torch
 from torch import nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_optimizer_state_dict
 from torch.distributed.tensor import DTensor
 
 from mmm.errors import ConfigError, LayoutError
 from mmm.models.cnn import CNN
-from mmm.models.draw import canonical_name, parameter_count
+from mmm.models.draw import parameter_count
 from mmm.parallel import (
     Layout,
     Mesh,
@@ -150,37 +149,8 @@ def initial():
     return net.state_dict()
 
 
-def states(rank, layout, technique):
-    """Model and optimizer after two steps, as a checkpoint has them."""
-    model = cut(layout, technique)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    for step in range(2):
-        images, classes = share(rank, layout, step)
-        cross_entropy(model(images), classes, vision.GLOBAL_BATCH).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    whole = StateDictOptions(full_state_dict=True)
-    found = get_model_state_dict(model, options=whole)
-    moments = get_optimizer_state_dict(model, optimizer, options=whole)["state"]
-    moments = {canonical_name(name): {k: plain(v) for k, v in state.items()} for name, state in moments.items()}
-    return {canonical_name(name): plain(value).clone() for name, value in found.items()}, moments
-
-
 def plain(tensor):
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
-@pytest.mark.long
-def test_checkpoints_are_alike(run_on_ranks):
-    """Every technique saves the same whole weights and the same whole moments, under the same names."""
-    expected, expected_moments = run_on_ranks(states, 1, Layout(dp_shard=1), "fsdp")[0]
-    for technique in TECHNIQUES:
-        weights, moments = run_on_ranks(states, 3, Layout(dp_shard=3), technique)[0]
-        assert weights.keys() == expected.keys() == moments.keys()
-        for name, value in expected.items():
-            torch.testing.assert_close(weights[name], value, rtol=1e-9, atol=1e-12)
-            for moment in ("exp_avg", "exp_avg_sq"):
-                torch.testing.assert_close(moments[name][moment], expected_moments[name][moment], rtol=1e-9, atol=1e-15)
 
 
 def mixed(rank, technique):

@@ -13,7 +13,7 @@ from mmm.models.sampling import Sampling
 from mmm.models.transformer import TransformerConfig
 from mmm.models.weights import initialize
 from mmm.parallel import Layout, Techniques, build_mesh, partition_model
-from mmm.parallel.generate import Decoder, generate
+from mmm.parallel.generate import generate
 from mmm.parallel.parallel_model import ParallelModel
 from mmm.parallel.plans.transformer import transformer_plan
 from mmm.runtime.device import Precision
@@ -108,27 +108,6 @@ def test_the_same_tokens(run_on_ranks, ranks, axes, fields):
     assert len(set(expected[0])) > 10
     for found in run_on_ranks(texts, ranks, axes, fields):
         assert found == expected
-
-
-def cached_logits(rank, axes, parts):
-    """Logits after each part of a text, from one decoder."""
-    model = made(axes)
-    model.train(False)
-    decoder, found = Decoder(model, BLOCK), []
-    with decoder.attached():
-        for some in torch.arange(BLOCK)[None].split(parts, 1):
-            found.append(decoder.logits(some * 7 % 71))
-    return found
-
-
-@pytest.mark.long
-def test_logits_of_a_text_that_comes_in_parts(run_on_ranks):
-    parts = [3, 1, 5, 2, 3]
-    (whole,) = run_on_ranks(cached_logits, 1, {}, [BLOCK])
-    for some, axes in (([3, 1, 5, 2, 3], {}), ([1] * BLOCK, {"tp": 3}), (parts, {"tp": 3})):
-        ranks = axes.get("tp", 1)
-        for found in run_on_ranks(cached_logits, ranks, axes, some):
-            torch.testing.assert_close(found[-1], whole[-1], rtol=1e-11, atol=1e-13)
 
 
 def stopping(rank):

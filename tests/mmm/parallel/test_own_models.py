@@ -12,15 +12,13 @@ import torch.distributed as dist
 from torch import nn
 
 from mmm.errors import ConfigError, UserError
-from mmm.parallel import Layout, Plan, apply, build_mesh, loaded_values, materialize, meta_parameters, sync_gradients
+from mmm.parallel import Layout, Plan, apply, build_mesh, materialize, meta_parameters
 from mmm.parallel.dp.fsdp import fsdp_units_of
 from mmm.parallel.own_model import check_own_model
-from mmm.parallel.plan import unmatched
 from mmm.runtime.device import Precision
 from mmm.trainer.loop.save import full_tensors
 from support.own_model import CPU, FP64
 from support.own_models import CASES
-from support.own_modules import Custom
 
 PAGE = Path(__file__).parent.parent.parent.parent / "docs" / "your-script.md"
 BF16 = Precision("bf16", torch.float32, torch.bfloat16)
@@ -187,58 +185,6 @@ def test_some_of_them(run_on_ranks, layout):
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_same_or_refused(run_on_ranks, layout):
     held(run_on_ranks, [name for name in CASES if name not in QUICK.get(layout, ())], layout)
-
-
-def says_its_name(rank):
-    """Messages about a model that FSDP has made another class of."""
-    mesh = build_mesh(Layout(dp_shard=2), "cpu")
-    model, plan = Custom(), Plan({}, fsdp_units=())
-    with torch.device("meta"):
-        apply(model, mesh, plan, FP64)
-    assert type(model).__name__ == "FSDPCustom"
-    with pytest.raises(ConfigError, match=r"parameter gain \(and 5 more\) of Custom starts: give Custom a method"):
-        materialize(model, CPU, 0, init="by_name")
-    with pytest.raises(ConfigError, match=r"it has no gain, .* of Custom"):
-        loaded_values(model, {})
-    assert unmatched(Plan({}, ("gian",)), model)[0].startswith("the plan names 'gian' (fsdp_units), and Custom has no")
-    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
-    apply(model, mesh, Plan({}, fsdp_units=("1",)), FP64)
-    with pytest.raises(ConfigError, match="BatchNorm1d"):
-        sync_gradients(model, False)
-    return True
-
-
-def test_messages_name_the_class_of_its_author(run_on_ranks):
-    assert run_on_ranks(says_its_name, 2) == [True, True]
-
-
-class Turn(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.full((4,), 1 + 2j))
-
-    def forward(self, x):
-        return (x.float() * self.weight).imag.to(x.dtype)
-
-
-def complex_in_bf16(rank):
-    """Of what dtype forward finds weights where FSDP computes in bf16, and a gradient."""
-    with meta_parameters():
-        model = nn.Sequential(nn.Linear(4, 4), Turn())
-    model = apply(model, build_mesh(Layout(dp_shard=2), "cpu"), Plan({}, fsdp_units=()), BF16)
-    materialize(model, CPU, 0)
-    seen = []
-    for module in model:
-        module.register_forward_pre_hook(lambda module, _: seen.append(module.weight.dtype))
-    model(torch.ones(2, 4)).sum().backward()
-    return seen, model[1].weight.grad.full_tensor()
-
-
-def test_complex_parameters_stay_so_in_bf16(run_on_ranks):
-    for seen, gradient in run_on_ranks(complex_in_bf16, 2):
-        assert seen == [torch.bfloat16, torch.complex64]
-        assert gradient.dtype == torch.complex64
-        assert (gradient.imag != 0).all()
 
 
 def table():

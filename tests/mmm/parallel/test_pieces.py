@@ -11,14 +11,11 @@ from mmm.layout import PADDING
 from mmm.models import weights
 from mmm.models.transformer import Transformer, TransformerConfig
 from mmm.models.vit import ViT
-from mmm.parallel import Layout, build_mesh, loss_of
-from mmm.parallel.initial_weights import materialize
+from mmm.parallel import Layout, loss_of
 from mmm.parallel.memory.chunked_loss import apply_chunked_loss
 from mmm.parallel.memory.measure import Peak
-from mmm.parallel.parallelize import apply
 from mmm.parallel.plans.transformer import transformer_plan
 from mmm.parallel.plans.vit import vit_plan
-from mmm.runtime.device import Precision
 from support import anywhere, reference, vision
 
 CPU = torch.device("cpu")
@@ -166,36 +163,6 @@ def test_half_precision(run_on_ranks, technique):
     for name, gradient in gradients.items():
         off, usual = ((got[1][name] - gradient).norm() / gradient.norm() for got in (pieces, whole))
         assert off <= 1.5 * usual + 1e-3, name
-
-
-def gathers(rank, pieces):
-    """All-gathers of FSDP in a step."""
-    import torch.distributed as dist
-
-    mesh = build_mesh(Layout(dp_shard=2), "cpu")
-    with torch.device("meta"):
-        model = Transformer(reference.CONFIG)
-    apply(model, mesh, transformer_plan(), Precision("fp64", F64, F64), **pieces)
-    materialize(model, CPU, reference.SEED)
-    batch = reference.tokens().batch(0, 2, rank.rank, 1)
-    calls = []
-    watched = ("all_gather_into_tensor", "all_gather_single", "reduce_scatter_tensor", "reduce_scatter_single")
-    originals = {name: getattr(dist, name) for name in watched if hasattr(dist, name)}
-    for name, original in originals.items():
-        setattr(dist, name, lambda *a, o=original, n=name[:6], **k: (calls.append(n), o(*a, **k))[1])
-    try:
-        loss_of(model)(model(batch.inputs), batch.targets, batch.count).backward()
-    finally:
-        for name, original in originals.items():
-            setattr(dist, name, original)
-    return calls
-
-
-def test_fsdp_gathers_and_reduces_as_often_as_without(run_on_ranks):
-    whole, pieces = (run_on_ranks(gathers, 2, p)[0] for p in ({}, {"loss_chunks": 4}))
-    assert whole.count("reduce") == 4  # embedding, two layers, output
-    assert pieces.count("reduce") == whole.count("reduce")
-    assert 4 <= pieces.count("all_ga") <= whole.count("all_ga")
 
 
 # ---- what is refused

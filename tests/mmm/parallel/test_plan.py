@@ -1,7 +1,6 @@
 """Names in a plan that fit no module are said, once, for the whole model."""
 
 import json
-import logging
 from dataclasses import fields, replace
 from types import SimpleNamespace
 
@@ -14,7 +13,6 @@ from mmm.errors import LayoutError
 from mmm.layout import Techniques
 from mmm.models.transformer import Transformer, TransformerConfig
 from mmm.parallel import Layout, apply, build_mesh, meta_parameters
-from mmm.parallel.parallel_model import ParallelModel
 from mmm.parallel.partition import partition_model
 from mmm.parallel.plan import NAMING, Plan, unmatched
 from mmm.parallel.plans.transformer import transformer_plan
@@ -74,37 +72,6 @@ def test_what_is_optional_is_still_looked_at_elsewhere():
     plan = replace(transformer_plan(), checkpointed=("layer.*",))
     (text,) = unmatched(plan, Transformer(config))
     assert "'layer.*' (checkpointed)" in text
-
-
-def warnings(rank, layout, plan, directly):
-    """What the package's logger has been told on this rank."""
-    records = []
-    handler = logging.Handler()
-    handler.emit = lambda record: records.append(record.getMessage())
-    logger = logging.getLogger("mmm")
-    logger.addHandler(handler)
-    try:
-        mesh = build_mesh(layout, "cpu")
-        with meta_parameters():
-            net = Net()
-        if directly:
-            apply(net, mesh, plan, FP64)
-        else:
-            partition = partition_model(net, plan, layout, Techniques(), torch.empty(4, 4, device="meta"))
-            ParallelModel(net, plan, mesh, FP64, Techniques(), partition, device=CPU, seed=0)
-    finally:
-        logger.removeHandler(handler)
-    return [text for text in records if text.startswith("the plan names")]
-
-
-@pytest.mark.parametrize(
-    ("layout", "directly"),
-    [(Layout(dp_shard=2), True), (Layout(dp_shard=1, tp=2), False), (Layout(pp=2, dp_shard=1), False)],
-    ids=["apply, dp2", "tp2", "pp2"],
-)
-def test_said_once_on_rank_0(run_on_ranks, layout, directly):
-    assert run_on_ranks(warnings, 2, layout, WRONG, directly) == [WORDS, []]
-    assert run_on_ranks(warnings, 2, layout, RIGHT, directly) == [[], []]
 
 
 def unnamed(rank):

@@ -1,7 +1,5 @@
 """How ranks find each other in a store that has outlived others: torchrun's, when it starts the ranks again."""
 
-import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor, wait
 from datetime import timedelta
 
@@ -83,44 +81,3 @@ def test_ranks_that_come_before_rank_0_wait_for_it(before):
         assert not wait(early, 0.3).done
         main = pool.submit(rendezvous, store, first)
         assert {each.result(60) for each in [*early, main]} == {1 if before == "nothing" else 2}
-
-
-RESTARTED = """
-import os, sys, time
-import torch
-from mmm.runtime.agreement import find_hosts
-from mmm.runtime.process_group import gather_floats, process_group
-from mmm.runtime.ranks import whoami
-
-rank, attempt = whoami(), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
-
-def meet(store):
-    if (attempt, rank.rank) == (1, 1):
-        time.sleep(1)  # by now rank 0 waits, and has left where it listens
-        sys.exit(3)
-    find_hosts(store, rank)
-
-if (attempt, rank.rank) == (0, 1):
-    time.sleep(1)
-    sys.exit(3)
-for run in range(2):
-    if run:
-        time.sleep(rank.rank)
-    with process_group(rank, torch.device("cpu"), 30.0, meet):
-        print(f"{attempt} {rank.rank} {run} {gather_floats([1.0], torch.device('cpu'))}\\n", end="", flush=True)
-"""
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("flags", [[], ["--standalone"]])
-def test_torchrun_may_start_the_ranks_again(tmp_path, flags):
-    """Two attempts that fail while ranks meet, then two groups: PyTorch alone would connect where the dead listened."""
-    program = tmp_path / "program.py"
-    program.write_text(RESTARTED)
-    torchrun = [sys.executable, "-m", "torch.distributed.run", *flags, "--max-restarts=2", "--monitor-interval=0.2"]
-    command = [*torchrun, "--nproc-per-node=2", str(program)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=PATIENCE)
-    assert done.returncode == 0, done.stderr
-    assert sorted(done.stdout.splitlines()) == [
-        f"2 {rank} {run} [[1.0], [1.0]]" for rank in range(2) for run in range(2)
-    ]

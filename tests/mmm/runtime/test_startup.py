@@ -1,6 +1,5 @@
 """When a rank was started, what it imported, and the parts that its start is made of."""
 
-import importlib
 import json
 import math
 import os
@@ -14,7 +13,6 @@ from mmm.errors import LaunchError
 from mmm.runtime import contract
 from mmm.runtime.contract import process_start, started
 from mmm.runtime.startup import as_record, parts, table
-from mmm_launch.host.import_timer import ImportTimer
 from support.clock import PATIENCE, stretched
 
 SLEEP = "import time\ntime.sleep({})\n"
@@ -36,25 +34,6 @@ def packages(tmp_path, monkeypatch):
     yield
     for name in [name for name in sys.modules if name.partition(".")[0] in ("inner_pkg", "outer_pkg")]:
         del sys.modules[name]
-
-
-def test_imports_are_charged_to_their_own_package(packages):
-    timer = ImportTimer()
-    timer.start()
-    timer.start()
-    begin = time.perf_counter()
-    outer = importlib.import_module("outer_pkg")
-    took = time.perf_counter() - begin
-    timer.stop()
-    assert set(timer.seconds) == {"outer_pkg", "inner_pkg"}
-    assert timer.seconds["inner_pkg"] >= 0.15
-    assert timer.seconds["outer_pkg"] >= 0.05
-    assert sum(timer.seconds.values()) <= took
-    assert took - sum(timer.seconds.values()) < stretched(0.02)
-    assert timer not in sys.meta_path
-    loader = outer.__spec__.loader
-    assert "exec_module" not in vars(loader)  # the loader is as it was
-    assert "import inner_pkg" in loader.get_source("outer_pkg")
 
 
 def test_the_time_of_a_process():

@@ -6,9 +6,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import loss_parallel
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from mmm.models.cnn import CNN
 from mmm.models.transformer import Transformer, TransformerConfig
@@ -219,43 +218,6 @@ PIPELINES = [
 def test_pipelines(run_on_ranks, layout, schedule, microbatches):
     for by_axis, expected in run_on_ranks(pipeline_steps, 4, layout, schedule, microbatches):
         close(by_axis, expected)
-
-
-def single_calls(rank):
-    """Calls on tensors of known size, to each group; and what is left when counting is over."""
-    mesh = build_mesh(Layout(dp_shard=2, tp=2), "cpu")
-    x = torch.zeros(600)
-    before = _get_current_dispatch_mode_stack()
-    patched = {name: getattr(dist, name) for name in dir(dist)}
-    with count_traffic(mesh) as traffic:
-        dist.all_reduce(x, group=mesh["tp"].get_group())
-        dist.broadcast(x, src=rank.rank % 2, group=mesh["dp_shard"].get_group())
-        DTensor.from_local(x, mesh["tp"], [Shard(0)]).redistribute(placements=[Replicate()]).to_local().sum()
-        dist.all_to_all_single(torch.zeros(8), torch.zeros(8), [2] * 4, [2] * 4)
-        works = dist.batch_isend_irecv(
-            [dist.P2POp(dist.isend, x, (rank.rank + 1) % 4), dist.P2POp(dist.irecv, x.clone(), (rank.rank - 1) % 4)]
-        )
-        for work in works:
-            work.wait()
-        dist.barrier()
-    assert _get_current_dispatch_mode_stack() == before
-    assert {name: getattr(dist, name) for name in dir(dist)} == patched
-    dist.all_reduce(x)
-    return {key: (entry.calls, entry.payload, entry.sent) for key, entry in traffic.entries.items()}
-
-
-def test_known_tensors(run_on_ranks):
-    for rank, entries in enumerate(run_on_ranks(single_calls, 4)):
-        root_of_dp = rank < 2
-        assert entries == {
-            ("tp", "all_reduce"): (1, 2400, 2400.0),  # 2 (n-1)/n = 1
-            ("dp_shard", "broadcast"): (1, 2400, 2400.0 if root_of_dp else 0.0),
-            ("tp", "all_gather"): (1, 4800, 2400.0),
-            ("world", "all_to_all"): (1, 32, 24.0),
-            ("world", "send"): (1, 2400, 2400.0),
-            ("world", "receive"): (1, 2400, 0.0),
-            ("world", "barrier"): (1, 0, 0.0),
-        }
 
 
 def meshes(rank):

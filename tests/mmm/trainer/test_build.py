@@ -1,8 +1,6 @@
 """Models of a user's own start, on every mesh, with what their constructors made, or with a state dict."""
 
 import random
-from contextlib import nullcontext
-from copy import deepcopy
 
 import numpy as np
 import pytest
@@ -13,13 +11,10 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 import mmm.trainer.run.standard  # noqa: F401  # before `program_on` looks for it
 from mmm.errors import ConfigError
 from mmm.models.draw import Init
-from mmm.models.meta import KEPT
 from mmm.parallel import (
     Layout,
     Plan,
     Replicated,
-    apply,
-    build_mesh,
     loaded_values,
     materialize,
     meta_parameters,
@@ -281,52 +276,3 @@ def test_what_does_not_fit_is_named(change, words):
         model = Tied()
     with pytest.raises(ConfigError, match=words):
         materialize(model, CPU, 0, values=loaded_values(model, change(Tied().state_dict())))
-
-
-def built_in_parts(rank, kind):
-    """By `apply` and `materialize`: what `build_model` calls."""
-    mesh = build_mesh(Layout().fit(rank.world_size), "cpu", 60)
-    torch.manual_seed(0)
-    pretrained = nn.Linear(6, 8)
-    nn.init.constant_(pretrained.weight, 5)
-    with nullcontext() if kind == "plainly" else meta_parameters(keep_values=kind != "lost"):
-        models = [nn.Sequential(deepcopy(pretrained), Linears(), nn.Linear(6, 6)) for _ in range(2)]
-    starts = []
-    for model in models:
-        model = apply(model, mesh, Plan({}, fsdp_units=()), FP64)
-        materialize(model, CPU, 0)
-        starts.append(state_of(model))
-        assert not any(module in KEPT for module in model.modules())
-    return starts
-
-
-@pytest.mark.parametrize(
-    "kind",
-    ["inside", pytest.param("plainly", marks=pytest.mark.long)],
-)
-def test_a_model_built_in_parts_keeps_its_values(run_on_ranks, kind):
-    ranks = run_on_ranks(built_in_parts, 2, kind)
-    for first, second in ranks:
-        assert same(first, ranks[0][0])
-        for state in (first, second):
-            assert (state["0.weight"] == 5).all()
-            assert all((state[name] == 7).all() for name in state if name.startswith("1."))
-        assert not torch.equal(first["2.weight"], second["2.weight"])
-
-
-def test_what_has_no_values_is_named(tmp_path):
-    def on_meta():
-        with torch.device("meta"):
-            return nn.Linear(6, 6)
-
-    with start_run("build", options(tmp_path), Layout().fit(1)) as run:
-        for make, words in (
-            (on_meta, "weight and the other parameters of Linear have no values"),
-            (lambda: nn.LazyLinear(6), "weight, bias of LazyLinear would get its shape from the first input"),
-        ):
-            with pytest.raises(ConfigError, match=words):
-                build_model(run, make, Plan({}, fsdp_units=()))
-        with pytest.raises(ConfigError, match="the weights come from one of them"):
-            build_model(run, Net, PLAN, init="by_name", weights={})
-        with pytest.raises(ConfigError, match=r'"by_name"'):
-            build_model(run, Linears, Plan({}, fsdp_units=()), init="name")

@@ -152,9 +152,7 @@ def test_refused_before_anything_is_written(tmp_path, flags, words, no_process_g
         ({"weights": 0.1}, {"cp": 2}, "attention_dropout 0.1"),
         ({"seq": 33}, {}, "seq_length 33"),
         ({"seq": 30}, {"tp": 4}, "seq_length 30"),
-        ({}, {"tp": 3}, "n_heads 8"),
         ({"vocab_size": 3}, {"tp": 4}, "vocab_size 3"),
-        ({"block_size": 10, "seq": 8}, {"tp": 8}, "block_size 10"),
     ],
 )
 def test_layouts_that_do_not_fit(changes, layout, words):

@@ -12,7 +12,6 @@ import torch
 import mmm.history
 from mmm.data.text.prepare import Preparation, prepare
 from mmm.errors import DataError, DivergedError, RecordError, UserError
-from mmm.examples import fsdp_tp
 from mmm.models.experts import transformer_of
 from mmm.trainer import lm
 from mmm.trainer.config.command_line import configure
@@ -184,36 +183,6 @@ def test_the_loss_of_packed_documents_is_that_of_each_alone(packed):
     assert total / count == pytest.approx(float(mmm.history.load(packed.outdir).val_loss[-1]), rel=1e-12)
 
 
-EXPERTS = {"n_experts": 4, "balance_rate": 0.05}
-
-
-@pytest.mark.parametrize(
-    "flags",
-    [
-        pytest.param({"ep": 2, "tpsize": 2}, marks=pytest.mark.long),
-        pytest.param({"ep": 4}, marks=pytest.mark.long),
-        # 768 choices of an expert in a step, not a power of two: an imbalance that float32 does not hold.
-        pytest.param({"ep": 2, "pp": 2, "top_k": 3}, marks=pytest.mark.long),
-        pytest.param({"ep": 2, "cp": 2}, marks=pytest.mark.long),
-    ],
-    ids=str,
-)
-def test_experts_on_every_layout(run_on_ranks, tmp_path, flags):
-    """Loads and biases as on one rank: they decide which experts later tokens choose."""
-    experts = EXPERTS | {name: value for name, value in flags.items() if name == "top_k"}
-    lm.train(configure(lm.Config, **SMALL, **experts, device="cpu", outdir=tmp_path / "one"))
-    run_on_ranks(run, 4, tmp_path / "many", EXPERTS | flags)
-    one, many = (mmm.history.load(tmp_path / name) for name in ("one", "many"))
-    np.testing.assert_allclose(many.loss, one.loss, rtol=1e-9)
-    np.testing.assert_allclose(many.val_loss, one.val_loss, rtol=1e-9)
-    np.testing.assert_array_equal(many.imbalance, one.imbalance)
-    assert one.imbalance.values.min() > 1
-    weights = saved(tmp_path / "many", **experts).state_dict()
-    for name, kept in saved(tmp_path / "one", **experts).state_dict().items():
-        torch.testing.assert_close(weights[name], kept, rtol=1e-8, atol=1e-10)
-    assert sum(name.endswith("expert_bias") for name in weights) > 0
-
-
 def test_the_saved_model_is_the_one_that_was_judged(alone):
     config = configure(lm.Config, **SMALL)
     validation = config.data.load(config.data.sources(), 256, config.run.seed).validation
@@ -279,25 +248,6 @@ def test_a_full_disk_leaves_no_part_of_a_model(monkeypatch, tmp_path):
 
 def notes(folder):
     return json.loads((folder / "config.json").read_text())["notes"]
-
-
-@pytest.mark.long
-def test_what_is_cut_is_said(tmp_path, capsys):
-    (tmp_path / "small.txt").write_text("word " * 1200)
-    more = {"text": (tmp_path / "small.txt",), "device": "cpu", "eval_batches": 7, "save_model": False}
-    lm.train(configure(lm.Config, **SMALL | more | {"warmup": 9}, outdir=tmp_path / "cut"))
-    assert notes(tmp_path / "cut") == [
-        "validation: 2 global batches instead of 7, all that the text has",
-        "warm-up: 2 instead of 9 steps, half of the 4 of this run",
-    ]
-    out = capsys.readouterr().out
-    assert [out.count(note) for note in notes(tmp_path / "cut")] == [1, 1]
-    lm.train(configure(lm.Config, **SMALL | more | {"eval_batches": 2}, outdir=tmp_path / "whole"))
-    assert notes(tmp_path / "whole") == []
-    example = {name: more[name] for name in ("text", "device", "eval_batches")} | {"preset": "debug", "plots": False}
-    example |= {"max_iters": 2, "eval_every": 1, "global_batch_size": 8, "seq_length": 32}
-    fsdp_tp.train(configure(fsdp_tp.Config, **example, outdir=tmp_path / "example"))
-    assert notes(tmp_path / "example") == ["validation: 2 global batches instead of 7, all that the text has"]
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,7 @@
 """A loop of one's own that ends in the middle and goes on is the one that did not: to the last bit, or on another
 layout to 1e-12; and what cannot be saved is refused by its name."""
 
-import json
-import os
 import shutil
-import signal
 from functools import partial
 from pathlib import Path
 
@@ -236,74 +233,3 @@ def test_what_an_optimizer_keeps_is_refused_after_the_first_step(run_on_ranks, t
 
 def no_change(state):
     return None
-
-
-def swapped(state):
-    return {**state, "generator": state["critic"], "critic": state["generator"]}
-
-
-ELSEWHERE = [
-    ({}, partial(without, "ema"), "does not go on in this script: state= has no ema of it"),
-    ({}, partial(also, "more", own_loop.Tally()), "does not go on in this script: it has no more of state="),
-    ({}, partial(another_optimizer, torch.optim.Adagrad), "state= has no rate_d of it"),
-    ({}, swapped, "down.weight of generator has shape [6, 8] there, and [1, 8] here"),
-    ({"global_batch_size": 4}, no_change, "its global batch has 8 samples, and this one 4"),
-    ({"seed": 1}, no_change, "is of another run: --seed 0 there, 1 here"),
-    ({"steps": 3}, no_change, "is of step 3, and the run has 3: no step is left; give more to train_steps"),
-    ({"keep": 0}, no_change, "--keep 0: it must be at least 1"),
-    ({"overwrite": True}, no_change, "--resume and --overwrite contradict each other: leave one out"),
-    ({"steps": 4, "lr": 0.01}, no_change, ""),
-]
-
-
-def elsewhere(rank, folder):
-    assert own_loop.train(rank, flags_of(folder / "begun", steps=3)) == ""
-    found = []
-    for number, (flags, change, _) in enumerate(ELSEWHERE):
-        given = flags_of(folder / f"{number}", resume=folder / "begun", **flags)
-        found.append(own_loop.train(rank, given, change=change))
-    again = own_loop.train(rank, flags_of(folder / "begun", steps=3, resume=Path("auto")))
-    assert "no step is left" in again
-    return found
-
-
-def test_a_checkpoint_that_does_not_fit(run_on_ranks, tmp_path):
-    (found,) = run_on_ranks(elsewhere, 1, tmp_path, timeout=120)
-    for said, (_, _, words) in zip(found, ELSEWHERE, strict=True):
-        assert words in said
-        assert said.count("\n") == 0
-        assert bool(said) == bool(words)
-    begun = mmm.history.load(tmp_path / "begun")  # as it was
-    assert (begun.attrs["state"], begun.sizes["draw"], marks_of(begun)) == ("finished", 3, [])
-    notes = json.loads((tmp_path / f"{len(ELSEWHERE) - 1}/config.json").read_text())["notes"]
-    (note,) = [note for note in notes if "opt_g's lr" in note]
-    assert note.startswith(
-        "opt_g's lr was made as 0.05 in the run that goes on, and now as 0.01: the checkpoint's 0.0364"
-    )
-    assert curve(tmp_path / f"{len(ELSEWHERE) - 1}", "lr") == [pytest.approx(0.05 * 0.9**3)]
-
-
-def signalled(step, state):
-    if step == 1 and torch.distributed.get_rank() == 1:
-        os.kill(os.getpid(), signal.SIGTERM)
-
-
-def stopped_by_a_signal(rank, flags):
-    try:
-        return own_loop.train(rank, flags, body=signalled)
-    except SystemExit as ended:
-        return ended.code
-
-
-@pytest.mark.long
-def test_a_signal_on_one_rank_saves(run_on_ranks, tmp_path):
-    one, two = tmp_path / "one", tmp_path / "two"
-    assert run_on_ranks(own_loop.train, 2, flags_of(one), timeout=120) == ["", ""]
-    given = flags_of(two, checkpoint_every=100)
-    assert run_on_ranks(stopped_by_a_signal, 2, given, timeout=120) == [75, 75]
-    assert os.listdir(two / "checkpoints") == ["step-2"]
-    assert mmm.history.load(two).attrs["state"] == "interrupted"
-    go_on(run_on_ranks, 2, two)
-    assert curve(two) == curve(one)
-    ends = [tensors(folder / "checkpoints/step-6") for folder in (one, two)]
-    assert all(torch.equal(tensor, ends[1][name]) for name, tensor in ends[0].items())

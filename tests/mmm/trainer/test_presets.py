@@ -1,15 +1,13 @@
 """What a preset sets besides sizes, and what a command line may say against it."""
 
-import re
 import shlex
 
 import pytest
 
-from mmm.errors import CheckpointError, ConfigError
+from mmm.errors import ConfigError
 from mmm.examples import fsdp_tp
-from mmm.trainer import cnn, lm, vit
+from mmm.trainer import lm
 from mmm.trainer.config.command_line import configure, parse
-from mmm.weights.open_weights import open_weights
 from mmm_lab.cli import main as cli
 
 
@@ -50,26 +48,7 @@ def test_the_quick_start_ends_with_weights(monkeypatch, tmp_path, capsys):
     assert capsys.readouterr().out.startswith("ROMEO:")
 
 
-LITTLE = {"max_iters": 1, "plots": False, "device": "cpu", "preset": "debug"}
-RANDOM = {**LITTLE, "dataset": "random", "seq_length": 16}
 CNN = {"max_iters": 1, "plots": False, "device": "cpu", "dataset": "digits"}
-
-
-@pytest.mark.parametrize(
-    ("program", "flags", "said"),
-    [
-        (lm, RANDOM, "this run will leave no weights; --checkpoint_every N"),
-        pytest.param(lm, {**RANDOM, "save_model": True}, "leave model.pt, which plain", marks=pytest.mark.long),
-        pytest.param(vit, LITTLE, "this run will leave no weights", marks=pytest.mark.long),
-        pytest.param(cnn, CNN, "this run will leave no weights", marks=pytest.mark.long),
-    ],
-)
-def test_a_run_that_leaves_no_weights_says_so_at_its_start(tmp_path, program, flags, said):
-    program.train(configure(program.Config, **flags, outdir=tmp_path))
-    log = (tmp_path / "log.txt").read_text()
-    assert 0 < log.index(said) < re.search("iter=0|epoch=1", log).start()
-    with pytest.raises(CheckpointError, match="--checkpoint_every"):
-        open_weights(tmp_path)
 
 
 def test_an_example_takes_no_tied_preset():

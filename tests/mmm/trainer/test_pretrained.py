@@ -138,7 +138,6 @@ def test_a_run_that_goes_on_does_not_start_again(folder, alone, imported, text, 
     ("changed", "words"),
     [
         ({"dim": 64}, "dim 32"),
-        ({"vocab_size": 80}, "vocab_size 67"),
         ({"preset": "debug"}, "--preset debug and --init_from"),
         ({"preset": "small"}, "--preset small and --init_from"),  # also the one that stands where none is given
         ({"prompt": "Zoë"}, "--prompt"),

@@ -15,7 +15,7 @@ import torch
 
 import mmm.history
 from mmm.checkpoint import Saver, read_manifest
-from mmm.checkpoint.manifest import FileSum, Manifest
+from mmm.checkpoint.manifest import FileSum
 from mmm.data.text.prepare import Preparation, prepare
 from mmm.errors import ConfigError
 from mmm.history.plots.figures import metric_figure
@@ -25,7 +25,6 @@ from mmm.history.record.journal import read_journal
 from mmm.runtime.stop import stop_signal
 from mmm.trainer.config.run import BaseOptions
 from mmm.trainer.config.training import CheckpointOptions, check_resume
-from mmm.trainer.run.origin import has_state
 from support.disk import CAN_MOUNT, small_disk
 from support.resuming import curve, tensors, train, train_in_turn
 
@@ -226,36 +225,6 @@ def test_five_cuts_on_three_layouts_make_one_curve(run_on_ranks, tmp_path, text)
     (axes,) = metric_figure(ds, "loss").axes
     dotted = [line.get_xdata()[0] for line in axes.lines if line.get_linestyle() == ":"]
     assert dotted == [1.5, 3.5, 5.5, 7.5, 9.5]
-
-
-STATE = {"rows": 3, "since": 0, "counted": 3.0, "lr": 1e-3, "scaler": {}, "losses": [0.5, 0.25], "loss_ranks": [0, 1]}
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"rows": "3"},
-        {"rows": -1},
-        {"since": None},
-        {"counted": [1]},
-        {"lr": "fast"},
-        {"scaler": {"scale": 2.0}},
-        {"scaler": []},
-        {"losses": [None, None]},
-        {"losses": 0.5},
-        {"loss_ranks": [2]},
-        {"loss_ranks": ["0"]},
-    ],
-    ids=str,
-)
-def test_a_state_of_other_types_is_refused(change):
-    about = {"layout": "dp2"}
-    scaler = torch.amp.GradScaler("cpu").state_dict()
-    assert has_state(Manifest(1, {}, STATE, about, {}))
-    assert has_state(Manifest(1, {}, {**STATE, "scaler": scaler}, about, {}))
-    assert not has_state(Manifest(1, {}, {**STATE, **change}, about, {}))
-    assert not has_state(Manifest(1, {}, STATE, {"layout": ["dp2"]}, {}))
-    assert not has_state(Manifest(1, {}, {}, about, {}))
 
 
 @CAN_MOUNT

@@ -73,37 +73,6 @@ def test_retries_go_on(launcher, undisturbed, number):
     assert not list(Path(two).glob("attempt-*"))
 
 
-KILLED_IN_ITS_END = """
-import os, signal
-from mmm.runtime.contract import ATTEMPT_VARIABLE
-from mmm.trainer.config.command_line import run_main
-from mmm.trainer import lm
-from mmm.trainer.config.command_line import parse
-
-def save_model(run, model, save=lm.save_model):
-    if os.environ[ATTEMPT_VARIABLE] == "0" and run.rank.is_main:
-        os.kill(os.getpid(), signal.SIGKILL)
-    save(run, model)
-
-lm.save_model = save_model
-run_main(lambda: lm.train(parse(lm.Config, "")))
-"""
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("supervised", [["--retries", "1"], ["--elastic", "1:2"]])
-def test_killed_after_the_last_step(launcher, supervised):
-    """No step is left, but the model is not saved yet."""
-    (launcher.folder / "end.py").write_text(KILLED_IN_ITS_END)
-    flags = "--preset debug --dataset random --seq_length 16 --global_batch_size 8 --device cpu --eval_every 0 "
-    flags += "--max_iters 4 --checkpoint_every 2 --save_model --outdir run"
-    done = launcher.run("-n", "2", "--device", "cpu", *supervised, "python3", "end.py", *flags.split())
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "no step is left to make" in done.stdout
-    assert (launcher.folder / "run/model.pt").exists()
-    assert len(curve(launcher.folder / "run")) == 4
-
-
 CTRL_C = """
 import os, time
 from mmm.trainer.config.command_line import run_main

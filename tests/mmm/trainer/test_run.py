@@ -28,7 +28,6 @@ from mmm.trainer.run.standard import start_run
 from mmm_lab.runs.runs import read_run
 from mmm_verify.testing import free_port
 from support.clock import PATIENCE
-from support.launcher import OURS
 from support.pool import program_on
 from support.runs import make_run
 
@@ -228,23 +227,6 @@ def test_a_folder_that_rank_0_cannot_have_ends_all_at_once(tmp_path):
     assert [rank.returncode for rank in ranks] == [2, 2]
     assert said[0][1].startswith(f"error: --outdir {tmp_path / 'file'} is a file")
     assert said[1] == ("", "")
-
-
-@pytest.mark.long
-def test_a_folder_that_rank_0_cannot_have_is_said_once_by_launch(tmp_path):
-    (tmp_path / "file").write_text("x")
-    launch = [sys.executable, "-m", "mmm_launch", "-n", "2", "--device", "cpu", "python3"]
-    environment = {name: value for name, value in os.environ.items() if name not in OURS}
-    done = subprocess.run(
-        [*launch, *PROGRAM, "--outdir", str(tmp_path / "file")],
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE,
-        check=False,
-        env=environment,
-    )
-    assert done.returncode == 2
-    assert done.stderr.count("is a file, and a run's record is a folder") == 1
 
 
 def float32_flags():

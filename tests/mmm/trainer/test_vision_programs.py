@@ -11,11 +11,11 @@ import mmm.history
 from mmm.data.images.datasets import load_images
 from mmm.data.images.torchvision_shim import import_torchvision
 from mmm.errors import UserError
-from mmm.examples import collectives, fsdp, parallel_4d, tensor_parallel
+from mmm.examples import fsdp, parallel_4d
 from mmm.models.cnn import CNN, CNNConfig
 from mmm.trainer import cnn as cnn_trainer
 from mmm.trainer import vit
-from mmm.trainer.config.command_line import configure, parse
+from mmm.trainer.config.command_line import configure
 from mmm_verify.testing.plugin import _pool
 from support.programs import run_program
 from support.published import write_mnist
@@ -82,24 +82,6 @@ def test_the_trainer_saves_full_parameters_of_zero2(run_on_ranks, cnn, tmp_path)
         torch.testing.assert_close(tensor, expected[name], rtol=1e-7, atol=1e-9)
 
 
-@pytest.mark.long
-def test_the_trainer_does_what_the_example_does(cnn, tmp_path):
-    config = configure(
-        cnn_trainer.Config,
-        dataset="digits",
-        global_batch_size=24,
-        max_iters=3,
-        dtype="fp64",
-        microbatches=3,
-        plots=False,
-        outdir=tmp_path,
-    )
-    cnn_trainer.train(config)
-    one, other = (mmm.history.load(path) for path in (cnn[0] / "1", tmp_path))
-    np.testing.assert_allclose(other.train_loss, one.train_loss, rtol=1e-9)
-    assert other.test_acc.values.tolist() == one.test_acc.values.tolist()
-
-
 def test_digits_stand_in_and_the_record_says_so(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(import_torchvision("datasets").MNIST, "mirrors", ["http://127.0.0.1:9/"])
     monkeypatch.setenv("MMM_DATA", str(tmp_path / "cache"))
@@ -110,21 +92,6 @@ def test_digits_stand_in_and_the_record_says_so(tmp_path, monkeypatch, capsys):
     assert "mnist is not in" in config["notes"][0]
     assert config["notes"][0] in capsys.readouterr().out
     assert config["global_batch_size"] == 32
-
-
-@pytest.mark.long
-def test_vit_on_tp(run_on_ranks, tmp_path):
-    flags = ["--dataset", "digits", "--image_size", "16", "--patch_size", "4", "--channels", "1", "--global_batch_size"]
-    flags += ["16", "--max_iters", "3", "--dtype", "fp64", "--warmup", "2"]
-    out = run(run_on_ranks, 2, "mmm.trainer.vit", tmp_path / "2", *flags, "--tpsize", "2")
-    assert "preset debug: no accelerator here; --preset large asks for large" in out
-    shape = {"image_size": 16, "patch_size": 4, "channels": 1, "global_batch_size": 16, "warmup": 2}
-    shape |= {"plots": False, "dataset": "digits", "max_iters": 3, "dtype": "fp64", "attention": "native"}
-    vit.train(configure(vit.Config, **shape, outdir=tmp_path / "1"))
-    one, two = (mmm.history.load(tmp_path / ranks) for ranks in ("1", "2"))
-    for name in ("loss", "test_loss"):
-        np.testing.assert_allclose(two[name], one[name], rtol=1e-9)
-    assert two.test_acc[-1] == one.test_acc[-1]
 
 
 @pytest.mark.long
@@ -162,15 +129,11 @@ def test_losses_of_one_rank_on_several_axes(run_on_ranks, tmp_path, program, fla
         (fsdp, {"dataset": "folder"}, "needs --data_dir"),
         (fsdp, {"dataset": "digits", "batch_size": 2000}, "1437 images, fewer than a global batch of 2000"),
         (fsdp, {"dataset": "digits", "parallel": "hsdp"}, "dp_replicate 2"),
-        (fsdp, {"dataset": "digits", "dp_replicate": 2}, "dp_replicate 2"),
         (fsdp, {"dataset": "digits", "gamma": 1.5}, "--gamma 1.5"),
         (cnn_trainer, {"dataset": "digits", "microbatches": 0}, "microbatches 0"),
-        (cnn_trainer, {"dataset": "digits", "microbatches": 99}, "microbatches 99"),
-        (cnn_trainer, {"dataset": "digits", "pp": 2}, "pp 2 needs a multiple of 2 ranks"),
         (vit, {"patch_size": 7}, "image_size 32"),
         (vit, {"dataset": "digits", "channels": 2}, "2 channels"),
         (vit, {"dataset": "digits", "classes": 7}, "--classes 7"),
-        (vit, {"n_heads": 3}, "n_heads 3"),
         (vit, {"sdpa_backend": "math", "attention": "native"}, "needs attention 'sdpa'"),
         (vit, {"warmup": -1}, "--warmup -1"),
         (vit, {"dataset": "digits", "batch_size": 2000}, "--global_batch_size 1437"),
@@ -191,29 +154,3 @@ def test_refused_before_any_process_group(tmp_path, monkeypatch, program, config
     with pytest.raises(UserError) as refused:
         program.train(configure(program.Config, **config))
     assert re.search(words, str(refused.value)), refused.value
-
-
-@pytest.mark.parametrize(
-    ("program", "flags"),
-    [
-        (fsdp, ("warmup", "eval_every", "activation_checkpointing", "compile", "log_every", "accumulate")),
-        (cnn_trainer, ("warmup", "eval_every", "activation_checkpointing", "compile", "log_every")),
-        (collectives, ("lr", "seed", "dtype", "compile", "max_iters", "log_every", "summary")),
-        (tensor_parallel, ("lr", "compile", "max_iters", "log_every", "plots", "summary")),
-    ],
-    ids=lambda value: value.__name__.rpartition(".")[2] if hasattr(value, "__name__") else "",
-)
-def test_a_flag_that_would_do_nothing_is_none(program, flags, monkeypatch, capsys):
-    monkeypatch.setattr("sys.argv", [program.__name__, "--help"])
-    with pytest.raises(SystemExit) as stop:
-        parse(program.Config)
-    assert stop.value.code == 0
-    shown = capsys.readouterr().out
-    assert "--outdir" in shown
-    for flag in flags:
-        assert f"--{flag}" not in shown
-        monkeypatch.setattr("sys.argv", [program.__name__, f"--{flag}", "1"])
-        with pytest.raises(SystemExit) as stop:
-            parse(program.Config)
-        assert stop.value.code == 2
-        assert f"--{flag}" in capsys.readouterr().err

@@ -3,7 +3,6 @@
 import importlib
 import importlib.util
 import json
-import os
 import re
 import signal
 import subprocess
@@ -162,31 +161,6 @@ def test_it_stops_and_goes_on(resumable, tmp_path):
     assert two.loss.values.tolist() == one.loss.values.tolist()
     assert two.lr.values.tolist() == one.lr.values.tolist()
     states = [torch.load(tmp_path / folder / "model.pt", weights_only=True) for folder in ("one", "two")]
-    assert all(torch.equal(tensor, states[1][name]) for name, tensor in states[0].items())
-
-
-@pytest.mark.long
-def test_it_is_killed_and_goes_on(resumable, launcher):
-    """One rank, by SIGKILL."""
-    line = ["-n", "2", "--device", "cpu", "python3", str(resumable), "--dtype", "fp64", "--checkpoint_every", "10"]
-    line += ["--global_batch_size", "8", "--steps", "40", "--outdir"]
-    assert launcher.run(*line, "one").returncode == 0
-    process = launcher.start(*line, "two")
-    launcher.wait_for("two/checkpoints/step-10")
-    pids = [rank["pid"] for rank in json.loads((launcher.folder / "two/config.json").read_text())["ranks"]]
-    os.kill(pids[1], signal.SIGKILL)
-    process.communicate(timeout=PATIENCE)
-    assert process.returncode != 0
-    before = len(mmm.history.load(launcher.folder / "two").loss)
-    done = launcher.run(*line, "two", "--resume", "auto")
-    assert done.returncode == 0, done.stdout + done.stderr
-    one, two = (mmm.history.load(launcher.folder / folder) for folder in ("one", "two"))
-    assert two["iter"].values.tolist() == list(range(40))
-    assert two.loss.values.tolist() == one.loss.values.tolist()
-    (resumed,) = [int(step) for step in re.findall(r"resumed from \S+ at step (\d+)", done.stdout)]
-    assert 10 <= resumed < 40
-    assert before - resumed <= 2 * 10
-    states = [torch.load(launcher.folder / folder / "model.pt", weights_only=True) for folder in ("one", "two")]
     assert all(torch.equal(tensor, states[1][name]) for name, tensor in states[0].items())
 
 

@@ -55,7 +55,6 @@ def test_what_is_passed_over(tmp_path, keys, named):
         ({"sliding_window": 4096}, "sliding_window is 4096"),
         ({"logit_scale": 0.5}, "logit_scale is 0.5"),
         ({"per_layer_config": {"0": {"mlp_bias": True}}}, "per_layer_config is {'0'"),
-        ({"transformers_weights": "other.safetensors"}, "transformers_weights is 'other.safetensors'"),
         ({"newRopeKind": False}, "newRopeKind"),
         ({"num_new_experts": 8}, "unknown key num_new_experts (8)"),
         ({"rope_scaling": {"rope_type": "llama3", **LLAMA_3, "rope_theta": 5.0}}, "something else than rope_theta"),

@@ -5,13 +5,11 @@ import random
 
 import pytest
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from mmm.errors import CheckpointError
 from mmm.generate import config_of
 from mmm.models.rope import RopeScaling
 from mmm.models.transformer import Transformer
-from mmm.weights import own
 from mmm.weights import weights as rows
 from mmm.weights.hugging_face import export
 from mmm.weights.open_weights import open_weights
@@ -101,35 +99,6 @@ def test_export_in_another_dtype(imported, tmp_path, kind):
     assert json.loads((tmp_path / "b" / "config.json").read_text())["torch_dtype"] == str(kind).removeprefix("torch.")
 
 
-def test_no_more_than_a_few_rows_at_once(folder, tmp_path, monkeypatch):
-    """Neither import nor export asks for more than its limit, or one head of a matrix, or keeps what it has read."""
-    monkeypatch.setattr(rows, "ROWS", 1024)
-    asked, alive, before = [], [], []
-
-    def watched(kind):
-        read = kind.read
-
-        def noting(self, name, start, length):
-            found = read(self, name, start, length)
-            asked.append(found.nbytes)
-            alive.append(sum(not each.expired() for each in before))
-            before.append(StorageWeakRef(found.untyped_storage()))
-            return found
-
-        monkeypatch.setattr(kind, "read", noting)
-
-    weights = open_weights(folder)
-    watched(type(weights))
-    write_own(weights, tmp_path / "own")
-    watched(own.OwnWeights)
-    export(open_weights(tmp_path / "own"), tmp_path / "again", None, 10**9, print)
-    assert len(asked) > 100
-    assert max(asked) <= 1024
-    assert max(alive) < 3  # the others have been freed
-    there, here = full(weights), full(open_weights(tmp_path / "again"))
-    assert all(torch.equal(there[name], here[name]) for name in there)
-
-
 def without(name):
     return {key: tensor for key, tensor in tensors().items() if key != name}
 
@@ -154,14 +123,12 @@ def without(name):
         ({"rope_scaling": "x"}, None, "rope_scaling"),
         ({"tie_word_embeddings": "false"}, None, "tie_word_embeddings"),
         ({"rope_theta": "abc"}, None, "rope_theta"),
-        ({"rope_theta": ""}, None, "rope_theta"),
         ({"rope_theta": 0}, None, "rope_theta"),
         ({"num_hidden_layers": 10**9}, None, "has 21 tensors, which are too few for 1000000000 layers"),
         ({"rms_norm_eps": None}, None, "rms_norm_eps"),
         ({"num_key_value_heads": "2"}, None, "num_key_value_heads is '2'"),
         ({"eos_token_id": "66"}, None, "eos_token_id is '66'"),
         ({"vocab_size": 68}, None, "model.embed_tokens.weight is 67×32"),
-        ({"num_key_value_heads": 3}, None, "k_proj.weight is 16×32"),
         ({"hidden_size": "32"}, None, "hidden_size is '32'"),
         ({}, without("model.norm.weight"), "lacks the tensor model.norm.weight"),
         ({}, {**tensors(), "model.layers.0.self_attn.q_proj.bias": torch.ones(32)}, "unknown tensor model.layers.0."),

@@ -56,7 +56,6 @@ def test_flags_of_the_user_count():
         (["dp0"], "'dp0'"),
         (["dp2.dp2"], "'dp2.dp2' has dp_shard"),
         (["ddp.zero1"], "'ddp.zero1'"),
-        ([""], "'' is no axis with its size"),
         (["dp" + "9" * 5000], "an axis has 1 to 1,048,576 ranks"),
         (["hsdp3"], "hsdp has two replicas, and 3 is odd"),
         (["dp2", "-n", "4"], "dp2 has 2"),

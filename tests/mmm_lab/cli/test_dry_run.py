@@ -21,8 +21,6 @@ EXAMPLE = ["python3", "-m", "mmm.examples.fsdp_tp"]
         ("", "python3"),
         ("launch -n 4 python3 t.py", "launch starts ranks, and a dry run needs none: give the program alone"),
         ("bash t.sh", "bash: it is no Python program, and only those can be tried"),
-        ("python3", "python3"),
-        ("python3 -u -X dev -m mmm.examples.ddp", "python3"),
     ],
 )
 def test_what_is_no_program(words, message):

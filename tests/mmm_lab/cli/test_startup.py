@@ -108,49 +108,6 @@ def test_records(study, tmp_path, capsys):
     assert "first step" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    ("config", "words"),
-    [
-        (None, "holds no run's record"),
-        ("{", "is no JSON"),
-        ('{"module": "x"}', "has no start-up times"),
-    ],
-)
-def test_records_that_say_nothing(tmp_path, capsys, config, words):
-    (tmp_path / "run").mkdir()
-    if config is not None:
-        (tmp_path / "run" / "config.json").write_text(config)
-    assert cli.main(["startup", str(tmp_path / "run")]) == 2
-    error = capsys.readouterr().err
-    assert error.startswith("mmm: error: ")
-    assert words in error
-
-
-def test_one_run_without_a_step_does_not_hide_the_others(study, tmp_path, capsys):
-    run, killed = made_record(tmp_path / "run"), made_record(tmp_path / "killed")
-    measured = made_record(
-        tmp_path / "measured",
-        module="collectives",
-        startup={"started_from": "launch", "marks": {"started": [1e9], "first_step": [None]}, "imports": {}},
-    )
-    config = json.loads((tmp_path / "killed" / "config.json").read_text())
-    del config["startup"]
-    (tmp_path / "killed" / "config.json").write_text(json.dumps(config))
-    (tmp_path / "plots").mkdir()  # outputs/*/* has such as well
-    assert cli.main(["startup", killed, measured, str(tmp_path / "plots"), run, study[0]]) == 0
-    out, error = capsys.readouterr()
-    assert [line.split()[0] for line in out.splitlines()[1:3]] == ["GPT25B", "fsdp_tp"]
-    assert [line.split()[2].split(":")[0] for line in error.splitlines()] == [
-        f"{killed}/config.json",
-        measured,
-        str(tmp_path / "plots"),
-    ]
-    assert "ended before its first step" in error
-    assert "collectives does not train" in error
-    assert cli.main(["startup", killed, measured]) == 2
-    assert "ended before its first step" in capsys.readouterr().err
-
-
 def test_wrong_flags(capsys):
     with pytest.raises(SystemExit) as stop:
         cli.main(["startup"])

@@ -1,6 +1,5 @@
 """``mmm submit``: the script that is shown, what is refused before anything is written, and a campaign of PBS."""
 
-import json
 import os
 import shlex
 import subprocess
@@ -86,7 +85,6 @@ def test_the_script_of_a_campaign(capsys, tmp_path):
         (f"--site perlmutter -t 1h --project PROJECT {LM}", "PROJECT"),
         (f"{SITE} --ahead {LM}", "--ahead"),
         ("--status nowhere", "has no campaign"),
-        ("--stop nowhere", "has no campaign"),
         ("--end . x", "--end"),
         (f"{SITE} -- launch --nproc 4 --signals X {LM[3:]}", "--signals"),
     ],
@@ -181,57 +179,6 @@ def test_without_torch(tmp_path):
         timeout=PATIENCE,
     )
     assert done.returncode == 0, done.stderr
-
-
-PROGRAM = """
-import os, pathlib, sys
-from mmm.history import History, write_config
-folder = pathlib.Path("run")
-done = max([int(path.name[5:]) for path in folder.glob("checkpoints/step-*")], default=0) + 10
-(folder / "checkpoints" / f"step-{done}").mkdir(parents=True)
-if done < 30:
-    sys.exit(75)
-write_config(folder, {"module": "t"})
-history = History(folder, ranks=[{}])
-history.update({"iter": 29, "loss": 1.0})
-history.close(None)
-"""
-
-
-@pytest.mark.long
-def test_a_campaign_of_pbs(tmp_path, monkeypatch, capsys):
-    """A stand-in takes the jobs, and the test plays PBS: it runs each script once the one before is over."""
-    queue = StandIn(tmp_path / "bin", "pbs", monkeypatch)
-    (tmp_path / "t.py").write_text(PROGRAM)
-    site = {"name": "mine", "scheduler": "pbs", "script": ["#PBS -l select={hosts}", "#PBS -l walltime={time}"]}
-    (tmp_path / "mine.json").write_text(json.dumps(site))
-    monkeypatch.setenv("MMM_MACHINES", str(tmp_path / "mine.json"))
-    program = "launch -n 1 --device cpu python3 t.py --outdir run --checkpoint_every 10"
-    words = f"--site mine -N 1 -t 1h --until-done -- {program}"
-    assert mmm(["submit", *words.split()]) == 0
-    assert mmm(["submit", *words.split()]) == 2
-    assert "has a campaign under way" in capsys.readouterr().err
-    here = str(Path(sys.executable).parent)
-    said, ran = [], 0
-    while ran < len([call for call in queue.calls() if call[0] == "qsub"]):
-        ran += 1
-        if queue.calls()[-1][:2] == ["qdel", [f"{ran}.pbs"]]:
-            break
-        script = queue.calls()[ran - 1][2]
-        environ = os.environ | {"PBS_JOBID": f"{ran}.pbs", "PATH": f"{queue.folder}:{here}:{os.environ['PATH']}"}
-        done = subprocess.run(["bash"], input=script, env=environ, capture_output=True, text=True, timeout=PATIENCE)
-        assert done.returncode == 0, done.stderr
-        said += [line for line in done.stdout.splitlines() if line.startswith("mmm submit: ")]
-    assert said == [
-        "mmm submit: job 1.pbs, 1 of at most 20, from step 0; job 2.pbs follows it",
-        "mmm submit: saved at step 10; job 2.pbs goes on",
-        "mmm submit: job 2.pbs, 2 of at most 20, from step 10; job 3.pbs follows it",
-        "mmm submit: saved at step 20; job 3.pbs goes on",
-        "mmm submit: job 3.pbs, 3 of at most 20, from step 20; job 4.pbs follows it",
-        "mmm submit: no job follows: the run is finished, after 3 jobs",
-    ]
-    assert [job.id for job in read(tmp_path / "run").jobs] == ["1.pbs", "2.pbs", "3.pbs"]
-    assert shlex.join(queue.calls()[1][1]) == "-N t -W depend=afterany:1.pbs"
 
 
 @pytest.mark.parametrize(

@@ -2,19 +2,15 @@
 
 import json
 import os
-import re
 import subprocess
 import sys
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import pytest
 
 from mmm.errors import LayoutError
-from mmm_lab.cli.main import main as mmm
 from mmm_lab.planner.dry_run import ProgramExited, dry_run
-from support.programs import main_of
 
 # The benchmark runs the real ranks again while a peak differs by more than 0.1 %: here 1 %.
 BENCHMARK = f"""
@@ -100,34 +96,6 @@ def test_what_the_real_run_would_refuse(flags, message):
     assert done.returncode == 2, done.stdout + done.stderr
     assert done.stderr.count(message) == 1, done.stderr
     assert "Traceback" not in done.stderr
-
-
-def error_of(said):
-    """The message, without the rank and host that a real run says."""
-    return re.sub(r"^(?:mmm: )?error: (\[rank \d+ on [^]]*\] )?", "", said.strip().splitlines()[-1])
-
-
-def real_start(rank, words):
-    """On a rank of the pool, as the first of 12,288."""
-    return main_of(replace(rank, world_size=LAST + 1), "mmm.trainer.lm", [*LM[2:], *words])
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(
-    "words",
-    [
-        ["--tp", "3"],  # heads
-        ["--pp", "8", "--microbatches", "8", "--batch_size", "8"],  # layers
-    ],
-    ids=" ".join,
-)
-def test_what_fails_on_12288_ranks_fails_here_with_the_same_error(run_on_ranks, capfd, words):
-    ((code, _, real),) = run_on_ranks(real_start, 1, words)
-    dry_code = mmm(["dry-run", str(LAST + 1), "--", "python3", *LM, *words])
-    dry = capfd.readouterr().err
-    assert code == dry_code == 2, real + dry
-    # But for what to do about it: start so many ranks, or try so many.
-    assert error_of(dry).partition(": try that many, ")[0] == error_of(real).partition(": start that many, ")[0]
 
 
 def on_the_last_rank(error):

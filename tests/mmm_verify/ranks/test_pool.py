@@ -1,10 +1,7 @@
 """The pool of ranks behind `run_on_ranks`: what a call returns, and that nothing of it outlives a failure or a kill."""
 
 import os
-import signal
-import subprocess
 import sys
-import threading
 import time
 import warnings
 from pathlib import Path
@@ -15,11 +12,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-import mmm
 from mmm_verify.testing import RanksFailed
-from support.clock import PATIENCE
-from support.processes import running, runs, wait_for, wait_for_ends
-from support.signals import as_from_a_terminal
+from support.processes import running, runs
 
 
 def total(rank, factor):
@@ -110,70 +104,6 @@ def test_a_failure_comes_with_its_traceback_and_ends_all(run_on_ranks, tmp_path)
     assert len(run_on_ranks(total, 2, 1)) == 2
 
 
-class Interrupted(Exception):
-    pass
-
-
 def sleep(rank, folder, seconds):
     (folder / str(rank.rank)).write_text(str(os.getpid()))
     time.sleep(seconds)
-
-
-def test_an_interrupted_call_leaves_neither_ranks_nor_an_answer(run_on_ranks, tmp_path):
-    def interrupt(number, frame):
-        raise Interrupted
-
-    before = signal.signal(signal.SIGUSR1, interrupt)
-    watch = threading.Thread(target=lambda: (wait_for(tmp_path, 2), os.kill(os.getpid(), signal.SIGUSR1)))
-    watch.start()
-    try:
-        with pytest.raises(Interrupted):
-            run_on_ranks(sleep, 2, tmp_path, 1000)
-    finally:
-        watch.join()
-        signal.signal(signal.SIGUSR1, before)
-    assert not running(tmp_path)
-    assert [numbers.tolist() for numbers, _ in run_on_ranks(total, 2, 5)] == [[5.0] * 2] * 2
-
-
-TEST = """
-import os, time
-from pathlib import Path
-
-def hang(rank):
-    pid = os.fork()
-    Path(f"{rank.rank}{'' if pid else ' forked'}").write_text(str(os.getpid()))
-    time.sleep(1000)
-
-def test_it(run_on_ranks):
-    run_on_ranks(hang, 2)
-"""
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL], ids=["Ctrl-C", "kill -9"])
-def test_nothing_outlives_a_users_pytest(tmp_path, number):
-    """Nor what ranks have forked themselves."""
-    (tmp_path / "conftest.py").write_text('pytest_plugins = ["mmm_verify.testing.plugin"]\n')
-    (tmp_path / "test_user.py").write_text(TEST)
-    made = tmp_path / "made"
-    made.mkdir()
-    env = {**os.environ, "PYTHONPATH": str(Path(mmm.__file__).parent.parent)}
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(tmp_path / "test_user.py")]
-    process = subprocess.Popen(
-        command,
-        cwd=made,
-        env=env,
-        stdout=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-        preexec_fn=as_from_a_terminal(),
-    )
-    try:
-        wait_for(made, 4)
-        os.killpg(process.pid, number)
-        out, _ = process.communicate(timeout=PATIENCE)
-        assert "KeyboardInterrupt" in out or number == signal.SIGKILL
-        wait_for_ends(made)
-    finally:
-        process.kill()

@@ -140,26 +140,3 @@ def test_nothing_outlives_the_program(tmp_path, number):
         wait_for_ends(tmp_path)
     finally:
         process.kill()
-
-
-COMPUTED = """
-import torch
-from mmm_verify.testing import fork_ranks
-
-def work(rank):
-    return (torch.randn(500, 500) @ torch.randn(500, 500)).sum().item() + torch.ones(1 << 18).sum().item()
-
-if __name__ == "__main__":
-    torch.set_num_threads(2)
-    (torch.ones(1 << 20) - torch.ones(1 << 20)).abs().max()
-    print(len(fork_ranks(work, 2, timeout=60)))
-"""
-
-
-def test_a_process_that_has_computed_on_several_threads(tmp_path):
-    """Its forks have none of them, and do not wait for them."""
-    (tmp_path / "t.py").write_text(COMPUTED)
-    environ = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
-    words = [sys.executable, str(tmp_path / "t.py")]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=PATIENCE, env=environ)
-    assert (done.returncode, done.stdout) == (0, "2\n"), done.stderr

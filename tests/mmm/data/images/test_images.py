@@ -1,8 +1,6 @@
 """Sets of images: shapes, normalisation, the digits that come with the package, made-up images, the record."""
 
 import hashlib
-import subprocess
-import sys
 from importlib import resources
 
 import numpy as np
@@ -14,7 +12,6 @@ from mmm.data.images.datasets import load_images
 from mmm.data.images.fake import FakeImages
 from mmm.data.images.image_set import ImagesInMemory, convert_channels, resize
 from mmm.errors import DataError
-from support.clock import PATIENCE
 
 # --- digits ---------------------------------------------------------------------------------------------------------
 
@@ -111,28 +108,3 @@ def test_mistakes(arguments, message):
 
 
 # --- torchvision ----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.long
-def test_torchvision_imports_and_text_does_without_it():
-    program = """
-import sys, warnings
-warnings.simplefilter("error")
-import mmm.data
-assert "torchvision" not in sys.modules and "PIL" not in sys.modules
-from mmm.data.images.datasets import load_images
-load_images("digits"), load_images("fake")
-assert "torchvision" not in sys.modules
-from mmm.data.images.torchvision_shim import import_torchvision
-datasets, transforms = import_torchvision("datasets"), import_torchvision("transforms.v2")
-assert import_torchvision("datasets") is datasets
-from PIL import Image
-assert transforms.Resize(4)(Image.new("L", (8, 8))).size == (4, 4)
-assert len(datasets.FakeData(size=3)) == 3
-import torchvision.models
-torchvision.models.resnet18()
-import torch
-assert hasattr(torch.ops.torchvision, "nms") == torchvision.extension._has_ops()  # ours are for the import alone
-"""
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=PATIENCE)
-    assert done.returncode == 0, done.stderr

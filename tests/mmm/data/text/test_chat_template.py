@@ -73,7 +73,6 @@ def test_the_plain_template():
         (LLAMA_2, [{"role": "tool", "content": "x"}, *TURNS], "does not take it: no role tool"),
         ("{{ messages[0].content }}", TURNS, r"message 2"),
         ("{{ messages[9].content.x }}", TURNS, "does not take it: "),
-        ("{{ 1 // 0 }}", TURNS, "does not take it: "),
         ("{{ strftime_now('%d') }}", TURNS, "'strftime_now' is undefined"),
         ("{{ messages.__class__.__base__.__subclasses__() }}", TURNS, "is unsafe"),
         ("{{ messages.append(1) }}", TURNS, "is not safely callable|unsafe"),

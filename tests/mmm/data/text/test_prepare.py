@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 
 import mmm.data.text.prepare as module
-from mmm.data.text import encode as encoding
 from mmm.data.text.prepare import Preparation, prepare
 from mmm.data.text.token_file import open_tokens
 from mmm.errors import DataError
@@ -103,39 +102,6 @@ def test_json_lines(files, tmp_path, tokenizer):
         assert not any("meta" in word for word in words)
 
 
-def test_json_lines_by_another_field_or_as_they_are(tmp_path):
-    path = tmp_path / "a.json"
-    path.write_bytes(b'\xef\xbb\xbf{"body": "one"}\r\n\r\n{"body": "two"}')
-    prepare(Preparation((path,), tmp_path / "body", field="body"), 1)
-    assert texts_of(tmp_path / "body") == ["one", "two"]
-    prepare(Preparation((path,), tmp_path / "all", field=""), 1)
-    corpus = open_tokens(tmp_path / "all")
-    assert bytes(corpus.train[:]) + bytes(corpus.validation[:]) == path.read_bytes()
-    with pytest.raises(DataError, match="was prepared from other files or with other flags"):
-        prepare(Preparation((path,), tmp_path / "body", field=""), 1)
-
-
-@pytest.mark.parametrize(
-    ("line", "words"),
-    [
-        (
-            '{"body": "x", "id": 3}',
-            "it has no 'text', and the fields 'body', 'id': name the one with the text by --field",
-        ),
-        ('{"text": null}', "it has NoneType and no text as 'text'"),
-        ('"text"', "it is str and no object with the field 'text'"),
-        ('{"text": "x"', "it is no JSON"),
-        ('{"text": "\\ud83d"}', "its 'text' has half a surrogate pair"),
-    ],
-)
-def test_a_line_without_text(files, tmp_path, line, words):
-    path = tmp_path / "a.jsonl"
-    path.write_text('{"text": "good enough"}\n' * 70 + line + "\n")  # in the second piece
-    with pytest.raises(DataError) as caught:
-        prepare(Preparation((files[0], path), tmp_path / "out"), 2)
-    assert str(caught.value).startswith(f"{path}, line 71: {words}")
-
-
 class Stopped(Exception):
     pass
 
@@ -205,94 +171,6 @@ def zeros(path, size):
     """As a file system leaves it whose data were lost."""
     content = path.read_bytes()
     path.write_bytes(content[: len(content) - size] + bytes(size))
-
-
-def in_the_middle(path):
-    """A bit of a token has turned over."""
-    content = bytearray(path.read_bytes())
-    content[400] ^= 4
-    path.write_bytes(content)
-
-
-LOSSES = {
-    "its end": lambda path: os.truncate(path, path.stat().st_size - 5),
-    "all of it": lambda path: os.truncate(path, 0),
-    "zeros": lambda path: zeros(path, 100),
-    "a bit": in_the_middle,
-    "another": lambda path: np.savez(path, tokens=np.zeros(3), ends=np.zeros(1, np.int64), bytes=np.int64(3)),
-}
-
-
-@pytest.mark.parametrize("loss", LOSSES)
-def test_a_piece_that_has_lost_something_is_made_again(files, tmp_path, loss):
-    wanted, said = Preparation(files, tmp_path / "out", separator="\n"), []
-    _, pieces = stopped_after(wanted, 4)
-    before = {path: path.stat().st_mtime_ns for path in pieces}
-    LOSSES[loss](pieces[1])
-    made = []
-    real = encoding.write
-
-    def write(path, content):
-        made.append(path.name)
-        real(path, content)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(encoding, "write", write)
-        patch.setattr(encoding, "pool_of", OwnProcess)
-        about = prepare(wanted, 1, said.append)
-    assert said[0].startswith("going on: 4 of")
-    assert pieces[1].name in made
-    assert not {path.name for path in before if path != pieces[1]} & set(made)
-    straight = Preparation(files, tmp_path / "straight", separator="\n")
-    assert about == prepare(straight, 2)
-    assert content(wanted.folder) == content(straight.folder)
-
-
-class OwnProcess:
-    """A pool of one process: this one."""
-
-    def __init__(self, processes, wanted):
-        encoding._encoding = wanted
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *error):
-        pass
-
-    def map(self, function, items):
-        return map(function, items)
-
-    def shutdown(self, cancel_futures):
-        pass
-
-
-@pytest.mark.parametrize(
-    ("flags", "bad", "words"),
-    [
-        ({}, b"some text \0", "byte 10 is NUL"),
-        ({}, b"a" * 5000 + b"\0" * 9, "byte 5000 is NUL"),
-        ({"tokenizer": "chars"}, b"a" * 3001 + b"\xff", "b.txt"),
-        ({"bpe": 300}, b"a" * 3001 + b"\xff", "b.txt"),
-        ({"bpe": 300}, "Grüße".encode("utf-16"), "b.txt is UTF-16"),
-        ({"separator": "\n"}, b"", "b.txt"),
-    ],
-    ids=["NUL", "NUL far on", "chars", "bpe", "UTF-16", "empty"],
-)
-def test_a_file_that_was_refused_and_is_put_right(files, tmp_path, flags, bad, words):
-    """What was made of the files before it stays, where it does not depend on them all."""
-    good, said = files[1].read_text(), []
-    files[1].write_bytes(bad)
-    wanted = Preparation(files, tmp_path / "out", **flags)
-    with pytest.raises(DataError, match=words):
-        prepare(wanted, 2)
-    files[1].write_text(good)
-    about = prepare(wanted, 2, said.append)
-    if len(bad) == 5009:
-        assert said[0].startswith("going on: ")
-    straight = Preparation(files, tmp_path / "straight", **flags)
-    assert about == prepare(straight, 1)
-    assert content(wanted.folder) == content(straight.folder)
 
 
 def test_two_at_once(files, tmp_path):

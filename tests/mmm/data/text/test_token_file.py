@@ -151,26 +151,6 @@ def test_megatron(tmp_path, code, dtype):
     assert open_tokens(index).sha256 != digest
 
 
-@pytest.mark.parametrize(
-    ("documents", "pointer", "words"),
-    [
-        ([1, 2, 3], None, "sequence 1"),
-        ([0, -5, 3], None, "a document ends with a sequence that it has not"),
-        ([0, 4, 3], None, "a document ends with a sequence that it has not"),
-        ([0, 1, 3], 1 << 50, "a document ends outside of the 1000 tokens"),
-        ([0, 2, 1, 3], None, "the ends of its documents are not in order"),
-    ],
-)
-def test_megatron_with_documents_that_are_not_there(tmp_path, documents, pointer, words):
-    index = megatron(tmp_path / "a", [TOKENS[:10], TOKENS[10:400], TOKENS[400:]], documents)
-    if pointer is not None:  # of the second sequence
-        content = index.read_bytes()
-        index.write_bytes(content[: 34 + 3 * 4 + 8] + struct.pack("<q", pointer) + content[34 + 3 * 4 + 16 :])
-    assert np.array_equal(all_tokens(open_tokens(index)), TOKENS)
-    with pytest.raises(DataError, match=words):
-        open_sources([index]).tokens(16, 0, 1 << 20, pack=True)
-
-
 @pytest.mark.parametrize("ends", [[100, 1 << 40, 1000], [-1, 1000], [100, 1001]])
 def test_a_folder_with_documents_that_are_not_there(tmp_path, ends):
     sources = open_sources([folder_of(tmp_path / "dir", TOKENS % 256, ends, "|u1")])

@@ -64,7 +64,6 @@ def test_special_tokens(files):
         ("broken.json", b'{"model": ', "is no JSON"),
         ("other.json", b'{"model": 1}', "is no tokenizer of the package tokenizers"),
         ("none.json", b'{"kind": "chars"}', "is damaged: it has no chars"),
-        ("list.json", b'{"kind": "chars", "chars": ["a", "b"]}', "is damaged: it has no chars"),
         ("twice.json", b'{"kind": "chars", "chars": "aba"}', "a text of different characters"),
         ("other.model", b"text", r"\(4 bytes\) is no SentencePiece model"),
     ],

@@ -2,10 +2,8 @@
 
 import pytest
 import torch
-from torch import nn
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
-from mmm.parallel import Layout, PartialGradient, Plan, Replicated, apply, build_mesh, materialize
+from mmm.parallel import Layout, apply, build_mesh, materialize
 from mmm.runtime.device import Precision
 from mmm_lab.parity.fixtures.head_norm import HeadNorm, make_batch
 from mmm_lab.parity.plans import head_norm_plan
@@ -51,38 +49,3 @@ def test_partial_gradients_are_added_up(run_on_ranks, layout, fields):
     for off in run_on_ranks(gradients, layout.ranks, layout, fields):
         assert len(off) == 23
         assert max(off.values()) < 1e-14, off
-
-
-class Shared(nn.Module):
-    """A parameter of its own, which all heads share, beside matrices that are sharded."""
-
-    def __init__(self):
-        super().__init__()
-        self.up, self.down, self.norm = nn.Linear(8, 16), nn.Linear(16, 8), nn.LayerNorm(8)
-        self.scale = nn.Parameter(torch.rand(4))
-
-    def forward(self, x):
-        return self.down((self.up(self.norm(x)).unflatten(-1, (-1, 4)) * self.scale).flatten(-2))
-
-
-def of_its_own(rank):
-    torch.manual_seed(0)
-    model = nn.Sequential(Shared())
-    plain = nn.Sequential(Shared()).double()
-    plain.load_state_dict(model.state_dict())
-    inside = {"0.up": ColwiseParallel(), "0.down": RowwiseParallel(), "0.norm": Replicated()}
-    plan = Plan({"0": PartialGradient(), **inside}, fsdp_units=("0",))
-    model = apply(model, build_mesh(Layout(dp_shard=1, tp=2), "cpu"), plan, PRECISIONS["fp64"])
-    materialize(model, CPU, 0)
-    x = torch.randn(3, 8, dtype=torch.float64)
-    for net in (plain, model):
-        net(x).square().sum().backward()
-    return [
-        ((p.grad.full_tensor() - q.grad).abs().max() / q.grad.abs().max()).item()
-        for p, q in zip(model.parameters(), plain.parameters(), strict=True)
-    ]
-
-
-def test_a_parameter_beside_modules_of_other_styles(run_on_ranks):
-    for off in run_on_ranks(of_its_own, 2):
-        assert max(off) < 1e-14, off
