@@ -18,7 +18,15 @@ from mmm_launch.main import main as launch
 
 PROGRAMS = ("lm", "vit", "cnn")
 # The packages whose names are for programs of one's own.
-PUBLIC = ("parallel", "trainer", "history", "checkpoint", "data", "verify", "testing")
+PUBLIC = (
+    "mmm.parallel",
+    "mmm.trainer",
+    "mmm.history",
+    "mmm.checkpoint",
+    "mmm.data",
+    "mmm_verify",
+    "mmm_verify.testing",
+)
 WIDTH = "100"  # of --help, in characters
 
 
@@ -28,7 +36,7 @@ def commands():
     lines += [f"| [`mmm {name}`](#mmm-{name}) | {about} |" for name, (_, about) in SUBCOMMANDS.items()]
     lines += ["| [`launch`](#launch) | start a program on many ranks |"]
     for name in SUBCOMMANDS:
-        lines += [f"\n## mmm {name}\n", f"```text\n{help_of(mmm, [name, '--help'])}\n```"]
+        lines += [f"\n## {name}\n", f"```text\n{help_of(mmm, [name, '--help'])}\n```"]
     return "\n".join([*lines, "\n## launch\n", f"```text\n{help_of(launch, ['--help'])}\n```"])
 
 
@@ -113,8 +121,8 @@ def api():
     """Each public package's names, which mkdocstrings then fills in from their docstrings."""
     parts = []
     for name in PUBLIC:
-        package = importlib.import_module(f"mmm.{name}")
-        parts += [f"## mmm.{name}\n", f"{inspect.getdoc(package)}\n"]
+        package = importlib.import_module(name)
+        parts += [f"## {name}\n", f"{inspect.getdoc(package)}\n"]
         names = getattr(package, "__all__", None) or dir(package)
-        parts += [f"::: mmm.{name}.{each}\n" for each in names]
+        parts += [f"::: {name}.{each}\n" for each in names]
     return "\n".join(parts)
