@@ -36,7 +36,7 @@ def commands():
     lines += [f"| [`mmm {name}`](#mmm-{name}) | {about} |" for name, (_, about) in SUBCOMMANDS.items()]
     lines += ["| [`launch`](#launch) | start a program on many ranks |"]
     for name in SUBCOMMANDS:
-        lines += [f"\n## {name}\n", f"```text\n{help_of(mmm, [name, '--help'])}\n```"]
+        lines += [f"\n## mmm {name}\n", f"```text\n{help_of(mmm, [name, '--help'])}\n```"]
     return "\n".join([*lines, "\n## launch\n", f"```text\n{help_of(launch, ['--help'])}\n```"])
 
 
