@@ -24,7 +24,6 @@ AXES = {
 STEP_PARTS = {"dtd": GREY, "dtf": SKY, "dtb": BLUE, "dto": ORANGE, "dtw": VERMILION}  # docs/runs.md says what they are
 
 # Of a pipeline: forward, backward, gradients of inputs, gradients of weights.
-PIPELINE = {"F": SKY, "B": BLUE, "I": PURPLE, "W": GREEN}
 
 MEMORY = {
     "parameters": BLUE,

@@ -1,10 +1,10 @@
 """Collectives: what each rank holds before and after, and how fast they are.
 
-    launch python3 -m mmm.examples.collectives --plots
+    launch python3 -m mmm.examples.collectives
     launch -n 4 --device cpu python3 -m mmm.examples.collectives --break absent
 
 Every way of training is made of these seven, and of sends. First each moves a few numbers (rank r begins with r0, r1,
-…, one for each rank; sums are over ranks), and boxes show what is where; then larger buffers are timed.
+…, one for each rank; sums are over ranks), and a table shows what is where; then larger buffers are timed.
 
 S: the bytes of the whole buffer. On N ranks with links of B bytes/s each way, none is faster than factor · S / B::
 
@@ -19,11 +19,11 @@ Source: github.com/NVIDIA/nccl-tests, doc/PERFORMANCE.md.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 from time import perf_counter, sleep
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -31,7 +31,6 @@ from torch import Tensor
 
 from mmm.errors import ConfigError
 from mmm.examples import _support as example
-from mmm.examples._support import collective_boxes
 from mmm.layout import Layout
 from mmm.runtime.device import synchronize
 from mmm.runtime.hang import HangWatch
@@ -53,8 +52,6 @@ class Config(example.BreakOptions):
     sizes: tuple[int, ...] = (1 << 12, 1 << 16, 1 << 20, 1 << 23)
     """Bytes of the whole buffer, S; rounded to 4-byte numbers that the ranks divide."""
     repeats: int = 5
-    plots: bool = False
-    """Draw what each rank has before and after, as a picture in the run's folder."""
     run: BaseOptions = BaseOptions()
 
 
@@ -98,6 +95,15 @@ def show(collective: Collective, device: torch.device) -> tuple[list[int], list[
     return [] if elsewhere == "begins" else before.int().tolist(), [] if elsewhere == "ends" else after.int().tolist()
 
 
+def drawn(name: str, by_rank: Sequence[tuple[list[int], list[int]]]) -> str:
+    """A line a rank: what it has before and after."""
+    lines = [f"{name.replace('_', '-'):16} {'before':<{3 * len(by_rank)}}     after"]
+    for rank, (before, after) in enumerate(by_rank):
+        left, right = (" ".join(f"{number:2d}" for number in side) or "-" for side in (before, after))
+        lines.append(f"  rank {rank:<9} {left:<{3 * len(by_rank)}}  →  {right}")
+    return "\n".join(lines)
+
+
 def seconds(collective: Collective, part: int, repeats: int, device: torch.device) -> float:
     """Of one call, parts of `part` numbers: the median over the repeats, and of the ranks the slowest."""
     before, after = buffers(collective, part, device)
@@ -125,14 +131,10 @@ def train(config: Config) -> None:
     with started as run, HangWatch(run.rank, run.options.timeout, run.clock):  # which says who has not come
         if config.break_ and run.rank.rank == ranks - 1:
             sleep(10 * config.run.timeout)
-        shown: dict[str, list] = {}
         for name, collective in COLLECTIVES.items():
-            shown[name] = [None] * ranks
-            dist.all_gather_object(shown[name], show(collective, run.device))
-            if run.rank.is_main:
-                collective_boxes.show(run.log, name, shown[name])
-        for file in collective_boxes.draw(shown, run.outdir) if config.plots and run.outdir is not None else ():
-            run.log.info("picture: %s", file)
+            by_rank: list[Any] = [None] * ranks
+            dist.all_gather_object(by_rank, show(collective, run.device))
+            run.log.info("%s", drawn(name, by_rank))
         if ranks == 1:
             run.note("one rank: nothing moves, so there is no bandwidth; start with `launch -n 4`")
         for asked in config.sizes:

@@ -14,7 +14,7 @@ compute different ones. By 1F1B (F: forward, B: backward, ·: waiting)::
 
 What passes between two ranks: of each micro-batch the activations (samples, seq, dim) forward, and their gradients, as
 many, back. By default 2 samples of 128 tokens of 256 float32: 0.26 MB, 8 times a step each way. That is less than any
-other axis sends, so pp is the outermost: between hosts. ``dtw`` is what a rank waits, and --timeline draws it.
+other axis sends, so pp is the outermost: between hosts. ``dtw`` is what a rank waits; --timeline draws it.
 
 The split makes the slowest stage as fast as can be. Within a stage --tpsize shards matrices, and the ranks that are
 left are data parallel (FSDP). 30 steps. Same seed and same global batch give the losses of ``mmm.examples.fsdp_tp``.
@@ -59,7 +59,7 @@ class Config(example.BreakOptions, example.TensorParallelOptions, example.TextCo
     stages_per_rank: int | None = None
     """Default: the fewest that the schedule takes, 1 or 2."""
     timeline: bool = False
-    """At the end, draw which rank did what when, and say how long they waited; from all steps but the first."""
+    """At the end, draw the schedule, and say how long the ranks waited in all steps but the first."""
 
 
 def make_stage(sizes: TransformerConfig, names: list[str]) -> Transformer:
@@ -140,8 +140,7 @@ def train(config: Config) -> None:
             optimizer.step()
             optimizer.zero_grad()
         if config.timeline:
-            outdir = run.outdir if config.run.plots else None
-            run.describe(bubble=times.report(config.schedule, config.microbatches, outdir))
+            run.describe(bubble=times.report(config.schedule, config.microbatches))
 
 
 if __name__ == "__main__":

@@ -13,8 +13,8 @@ fewest m::
       weak          a data-parallel rank keeps its batch: n times the work, ideally in the same time (Gustafson)
       strong        the global batch stays: the same work in 1/n of the time; what does not shrink limits it (Amdahl)
 
-Where the time went are the parts of a step, and what a rank waited in collectives meanwhile (dt - dt_own). Predicted is
-what `mmm plan` computes for such a run, where the machine's rates are known: `mmm machine --measure` finds this one's.
+Waited is the share of a step that a rank was in collectives (dt - dt_own). Predicted is what `mmm plan` computes for
+such a run, where the machine's rates are known: `mmm machine --measure` finds this one's.
 
 Sources: Amdahl, "Validity of the single processor approach", 1967; Gustafson, "Reevaluating Amdahl's law", 1988.
 """
@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Literal
 
 from mmm.errors import ConfigError
-from mmm.examples._support.scaling_report import Point, read_point, table, write_report
+from mmm.examples._support.scaling_report import Point, draw, read_point, table
 from mmm.history.record.folder import prepare
 from mmm.runtime.ranks import whoami
 from mmm.trainer.config.command_line import parse, run_main
@@ -117,7 +117,8 @@ def main(config: Config) -> None:
     if missing:
         print(f"no record yet of {', '.join(map(str, missing))} ranks: once they have run, the same line draws")
         return
-    print("\n".join(map(str, write_report(known, config.kind, config.program, outdir))))
+    picture = draw(known, f"{config.kind} scaling of {config.program}", outdir / f"{config.kind}.png")
+    print(f"picture: {picture}")
 
 
 if __name__ == "__main__":

@@ -15,7 +15,6 @@ from mmm.lazy import lazy
 if TYPE_CHECKING:
     from mmm.history.plots.files import plot_all as plot_all
     from mmm.history.plots.terminal import terminal_plot as terminal_plot
-    from mmm.history.plots.timeline import plot_timeline as plot_timeline
     from mmm.history.record.folder import encode as encode
     from mmm.history.record.folder import prepare as prepare
     from mmm.history.record.folder import versions as versions
@@ -31,7 +30,6 @@ __getattr__, __dir__ = lazy(
     {
         "mmm.history.record.history": "History",
         "mmm.history.plots.files": "plot_all",
-        "mmm.history.plots.timeline": "plot_timeline",
         "mmm.history.record.reader": "finalize load state",
         "mmm.history.record.folder": "encode prepare versions write_config write_encoded",
         "mmm.history.plots.terminal": "terminal_plot",

@@ -75,13 +75,11 @@ def test_same_losses_as_on_one_device(run_on_ranks, one_device, tmp_path, ranks,
 def test_timeline(tmp_path):
     done = launch(2, tmp_path / "out", "--schedule", "ZBVZeroBubble", "--timeline", "--max_iters", "3")
     assert done.returncode == 0, done.stderr
-    assert "ZBVZeroBubble, 8 micro-batches: F forward, I backward: input, W backward: weights" in done.stdout
-    assert len(re.findall(r"\nrank 1   \S", done.stdout)) == 3  # ideal, replayed, by the clock
+    assert "ZBVZeroBubble, 8 micro-batches: F" in done.stdout
+    assert re.search(r"\nrank 1   ··F0\S+   waited \d", done.stdout)
     bubble = json.loads((tmp_path / "out" / "config.json").read_text())["bubble"]
-    assert bubble["formula"] == pytest.approx(1 / 49)
-    assert 0 < bubble["replayed"] < 1
-    assert 0 < bubble["wall"] < 1
-    assert (tmp_path / "out" / "plots" / "mplot" / "pngs" / "pipeline.png").stat().st_size > 10_000
+    assert [bubble["formula"], bubble["chart"]] == [pytest.approx(1 / 49)] * 2
+    assert 0 < bubble["measured"] < 1
 
 
 @pytest.mark.long

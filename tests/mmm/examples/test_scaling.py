@@ -18,7 +18,7 @@ SMALL = "--preset debug --dataset random --seq_length 16 --n_layers 1 --dim 32 -
 
 
 def point(ranks, seconds, predicted, batch=8):
-    return Point(ranks, f"dp{ranks}", batch, seconds, {"dtf": seconds / 4, "dtb": 0.75 * seconds}, 0.1, predicted, "vm")
+    return Point(ranks, f"dp{ranks}", batch, seconds, 0.1, predicted)
 
 
 def test_speed_ups():
@@ -31,8 +31,7 @@ def test_speed_ups():
     np.testing.assert_allclose(measured, [1, 2])
     assert np.isnan(predicted).all()
     rows = [line.split() for line in table(strong).splitlines()]
-    assert rows[2][:7] == ["4", "1.6", "3.20", "4.00", "80%", "100%", "5.0000"]
-    assert rows[2][7:10] == ["25%", "75%", "2%"]
+    assert rows[2] == ["4", "1.6", "3.20", "4.00", "80%", "5.0000", "2%", "dp4,", "8"]
     assert "no prediction: the machine's rates are not known" in table(weak)
 
 
@@ -85,8 +84,8 @@ def test_two_points(monkeypatch, tmp_path, capsys):
     rows = [line.split() for line in said[said.index(" ranks  samples/s") :].splitlines()]
     assert [row[0] for row in rows[1:3]] == ["1", "2"]
     assert rows[2][-2:] == ["dp2,", "8"]
-    assert {path.name for path in tmp_path.iterdir()} == {"weak-1", "weak-2", "weak.h5", "weak.png", "weak.svg"}
+    assert {path.name for path in tmp_path.iterdir()} == {"weak-1", "weak-2", "weak.png"}
     found = read_point(2, scaling.program_line(config, 2, Path(tmp_path)))
-    assert sum(found.parts.values()) == pytest.approx(found.seconds, rel=0.02)
+    assert 0 <= found.waited < found.seconds
     monkeypatch.setattr(scaling.subprocess, "run", lambda *_, **__: pytest.fail("it was run again"))
     scaling.main(config)

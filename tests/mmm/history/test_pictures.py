@@ -7,10 +7,10 @@ import pytest
 from mmm.history import History, load
 from mmm.history.plots.figures import metric_figure
 from mmm.history.plots.series import metrics
-from mmm.history.plots.style import style, text_on, theme
+from mmm.history.plots.style import style, theme
 from mmm.history.plots.summary import summary_figure
 from mmm.history.plots.terminal import terminal_summary
-from mmm.palette import DARK, LIGHT, MEMORY, SERIES, STEP_PARTS
+from mmm.palette import DARK, LIGHT, STEP_PARTS
 from mmm_lab.runs.curves import curves_figure
 from support.pictures import flaws
 
@@ -97,11 +97,3 @@ def test_themes():
     with style("dark"):
         assert theme() == DARK
     assert dict(matplotlib.rcParams) == before
-    for color in {*SERIES, *STEP_PARTS.values(), *MEMORY.values()}:
-        light, dark = (abs(_luminance(color) - _luminance(text)) for text in (LIGHT.paper, LIGHT.ink))
-        assert text_on(color) == (LIGHT.paper if light > dark else LIGHT.ink) or abs(light - dark) < 0.25
-
-
-def _luminance(color):
-    red, green, blue = (int(color[i : i + 2], 16) / 255 for i in (1, 3, 5))
-    return 0.3 * red + 0.59 * green + 0.11 * blue

@@ -53,14 +53,6 @@ def theme() -> Theme:
     return next((known for known in THEMES.values() if known.paper == paper), LIGHT)
 
 
-def text_on(color: object) -> str:
-    """Dark or light, whichever text is read better on that colour."""
-    from matplotlib.colors import to_rgb
-
-    red, green, blue = to_rgb(color)  # type: ignore[arg-type]
-    return LIGHT.ink if 0.3 * red + 0.59 * green + 0.11 * blue > 0.5 else LIGHT.paper
-
-
 def new_figure(width: float, height: float) -> "Figure":
     """Of so many inches."""
     from matplotlib.figure import Figure

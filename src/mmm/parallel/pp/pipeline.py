@@ -34,7 +34,6 @@ from mmm.parallel.dp.replicas import Replicas
 from mmm.parallel.local import detached
 from mmm.parallel.mesh import Mesh
 from mmm.parallel.pp.p2p import P2PStage, batch_by_group, contiguous_between_stages
-from mmm.parallel.pp.recorder import Action, Recorder
 from mmm.parallel.pp.schedules import SCHEDULES
 from mmm.torch_private.pipelining import batching
 
@@ -42,39 +41,26 @@ Lap = Callable[[str], None]
 
 
 class StageTimes:
-    """Tells `lap` what a rank's stages spend a training step on, ``dtf``, ``dtb``, and between them ``dtw``; and
-    `recorder`, while there is one, who does what when. An evaluation, which is without gradients, is no part of a step.
-    """
+    """Tells `lap` what a rank's stages spend a training step on, ``dtf``, ``dtb``, and between them ``dtw``. An
+    evaluation, which is without gradients, is no part of a step."""
 
     def __init__(self, lap: Lap | None) -> None:
         self._lap = lap
-        self.recorder: Recorder | None = None  # on all ranks of the pipeline, or on none
 
     def lap(self, part: str) -> None:
         if self._lap is not None and torch.is_grad_enabled():
             self._lap(part)
 
-    def timed(self, part: str, work: Callable[[], Any], action: Action | None = None) -> Any:
-        """Do the work, which takes that part of the step's time; note it as `action`."""
+    def timed(self, part: str, work: Callable[[], Any]) -> Any:
+        """Do the work, which takes that part of the step's time."""
         self.lap("dtw")
-        if self.recorder is not None and action is not None and torch.is_grad_enabled():
-            result = self.recorder.note(action, work)
-        else:
-            result = work()
+        result = work()
         self.lap(part)
         return result
 
     def timed_loss(self, loss: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Tensor, Tensor], Tensor]:
         """`loss` of the output and the targets of a micro-batch, timed."""
-
-        def timed(output: Tensor, targets: Tensor) -> Tensor:
-            self.lap("dtw")
-            work = partial(loss, output, targets)
-            value = self.recorder.go_on(work) if self.recorder is not None and torch.is_grad_enabled() else work()
-            self.lap("dtf")
-            return value
-
-        return timed
+        return lambda output, targets: self.timed("dtf", partial(loss, output, targets))
 
 
 class TimedStage(P2PStage):
@@ -82,20 +68,14 @@ class TimedStage(P2PStage):
 
     times: StageTimes
 
-    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
-        forward = partial(super().forward_one_chunk, fwd_chunk_id, *args, **kwargs)
-        return self.times.timed("dtf", forward, Action(self.stage_index, "F", fwd_chunk_id))
+    def forward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
+        return self.times.timed("dtf", partial(super().forward_one_chunk, *args, **kwargs))
 
-    def backward_one_chunk(
-        self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
-    ) -> Any:
-        backward = partial(super().backward_one_chunk, bwd_chunk_id, loss, full_backward, last_backward)
-        kind = "B" if full_backward else "I"
-        return self.times.timed("dtb", backward, Action(self.stage_index, kind, bwd_chunk_id))
+    def backward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
+        return self.times.timed("dtb", partial(super().backward_one_chunk, *args, **kwargs))
 
-    def backward_weight_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
-        backward = partial(super().backward_weight_one_chunk, bwd_chunk_id, *args, **kwargs)
-        return self.times.timed("dtb", backward, Action(self.stage_index, "W", bwd_chunk_id))
+    def backward_weight_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
+        return self.times.timed("dtb", partial(super().backward_weight_one_chunk, *args, **kwargs))
 
     def perform_reduce_grad(self, *args: Any, **kwargs: Any) -> None:
         if self.has_backward:  # else there are no gradients to sum over dp
@@ -202,8 +182,6 @@ class Pipeline:
         Returns:
             The coordinate's local loss, the same on all its stages: scalar, `accum_dtype`.
         """
-        if self.times.recorder is not None:
-            self.times.recorder.start()
         loss = self._run(self.schedule.step, inputs, targets, split, unsplit)
         for module in self.stages.values():  # PyTorch's schedules have FSDP alone do it
             if isinstance(module, Replicas):

@@ -1,4 +1,4 @@
-"""The bubble of a pipeline: how long its ranks wait, computed from the schedule's actions and their seconds.
+"""The bubble of a pipeline: how long its ranks wait, computed from a schedule's actions and their seconds.
 
 A schedule is a list of actions for each rank: F forward, B backward, or its two halves, I the gradient of the input and
 W that of the weights, of one micro-batch through one stage. `replay` lets every action begin as soon as its rank is
@@ -15,22 +15,35 @@ For stages that all take the same time there is `mmm.parallel.pp.bubble.bubble_f
 
 from __future__ import annotations
 
-import socket
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from statistics import median
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.pipelining import schedules
 
-from mmm.parallel.pp.recorder import Action, ActionSpan, Recorder
-
 KINDS = "FBIW"
+
+
+class Action(NamedTuple):
+    """kind: F, B, I or W."""
+
+    stage: int
+    kind: str
+    microbatch: int
+
+    def __str__(self) -> str:
+        return f"{self.stage}{self.kind}{self.microbatch}"
+
+
+class ActionSpan(NamedTuple):
+    """An action, and when."""
+
+    action: Action
+    begin: float
+    end: float
 
 
 @dataclass(frozen=True)
@@ -54,22 +67,16 @@ class PipelineTimeline:
         return sum(self.idle(rank) for rank in range(len(self.rows))) / len(self.rows)
 
 
-def replay(
-    lists: Sequence[Sequence[Action]], seconds: Mapping[Action, float] | Callable[[Action], float]
-) -> PipelineTimeline:
+def replay(lists: Sequence[Sequence[Action]], seconds: Callable[[Action], float]) -> PipelineTimeline:
     """Begin every action as early as the order of its rank, and the actions that it needs, allow.
 
     Args:
         lists: by coordinate on pp, the actions of each rank in order. seconds: of each.
 
     Raises:
-        ValueError: an action occurs twice, or ranks wait for each other or for a missing action; with who for what.
+        ValueError: ranks wait for each other or for a missing action; with what each would do next.
     """
-    takes = seconds.__getitem__ if isinstance(seconds, Mapping) else seconds
-    everything = [action for row in lists for action in row]
-    if twice := [str(action) for action, times in Counter(everything).items() if times > 1]:
-        raise ValueError(f"actions that occur more than once: {', '.join(twice)}")
-    last = max(action.stage for action in everything)
+    last = max(action.stage for row in lists for action in row)
     ends: dict[Action, float] = {}
     rows: list[list[ActionSpan]] = [[] for _ in lists]
     while any(len(row) < len(actions) for row, actions in zip(rows, lists, strict=True)):
@@ -82,10 +89,13 @@ def replay(
                 if len(ready) < len(arrived):
                     break
                 begin = max([row[-1].end if row else 0.0, *ready])
-                row.append(ActionSpan(action, begin, begin + takes(action)))
+                row.append(ActionSpan(action, begin, begin + seconds(action)))
                 ends[action] = row[-1].end
         if len(ends) == before:
-            raise ValueError(f"the schedule is stuck: {_stuck(rows, lists, ends, last)}")
+            waiting = [
+                str(actions[len(row)]) for row, actions in zip(rows, lists, strict=True) if len(row) < len(actions)
+            ]
+            raise ValueError(f"the schedule is stuck before {', '.join(waiting)}")
     return PipelineTimeline(rows)
 
 
@@ -98,18 +108,6 @@ def _needs(action: Action, last: int) -> list[tuple[Action, ...]]:
         return [(Action(stage, "I", microbatch),)]
     after = [tuple(Action(stage + 1, half, microbatch) for half in "BI")] if stage < last else []
     return [(Action(stage, "F", microbatch),), *after]
-
-
-def _stuck(
-    rows: Sequence[Sequence[ActionSpan]], lists: Sequence[Sequence[Action]], ends: Mapping[Action, float], last: int
-) -> str:
-    waiting = []
-    for rank, (row, actions) in enumerate(zip(rows, lists, strict=True)):
-        if len(row) < len(actions):
-            needs = _needs(actions[len(row)], last)
-            missing = next(either for either in needs if not any(action in ends for action in either))
-            waiting.append(f"rank {rank} waits at {actions[len(row)]} for {' or '.join(map(str, missing))}")
-    return ", ".join(waiting)
 
 
 def action_lists(schedule: str, pp: int, microbatches: int, stages: Sequence[Sequence[int]]) -> list[list[Action]]:
@@ -167,30 +165,3 @@ def _single(schedule: str, rank: int, pp: int, microbatches: int) -> list[Action
         if ahead + i < microbatches:
             actions.append(Action(rank, "F", ahead + i))
     return actions
-
-
-class Recorded(NamedTuple):
-    """The order of all ranks' actions, the median seconds of each, and the last step by the clock."""
-
-    lists: list[list[Action]]
-    seconds: dict[Action, float]
-    wall: PipelineTimeline
-
-
-def gather(recorder: Recorder) -> Recorded:
-    """The records of all ranks of a pipeline, on each of them. A collective of the pp group.
-
-    Ranks of one host have one clock. Clocks of several hosts are aligned at the begin of the step, which is as exact as
-    a barrier.
-    """
-    everyone: list[Any] = [None] * dist.get_world_size(recorder.group)
-    dist.all_gather_object(everyone, (socket.gethostname(), recorder.zero, recorder.steps), group=recorder.group)
-    one_clock = len({host for host, _, _ in everyone}) == 1
-    first = min(zero for _, zero, _ in everyone)
-    rows: list[list[ActionSpan]] = []
-    seconds: dict[Action, float] = {}
-    for _, own, steps in everyone:
-        zero = first if one_clock else own
-        rows.append([ActionSpan(action, begin - zero, end - zero) for action, begin, end in steps[-1][0]])
-        seconds |= {action: median(taken[action] for _, taken in steps) for action in steps[-1][1]}
-    return Recorded([[span.action for span in row] for row in rows], seconds, PipelineTimeline(rows))
