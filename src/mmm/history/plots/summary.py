@@ -1,6 +1,5 @@
 """A run on one page: loss, accuracy, where the time of a step went, throughput."""
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -24,18 +23,14 @@ from mmm.history.plots.series import (
     metrics,
     parts,
     series,
-    trainings,
 )
 from mmm.history.plots.style import new_figure, theme
-from mmm.palette import MEMORY, STEP_PARTS
+from mmm.palette import STEP_PARTS
 
 if TYPE_CHECKING:
     import xarray
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
-
-# Columns of what a rank holds, in elements → the part of memory whose colour they have.
-HELD = {"parameters": "parameters", "gradients": "gradients", "optimizer_state": "optimizer"}
 
 
 def summary_figure(ds: "xarray.Dataset", name: str) -> "Figure | None":
@@ -45,8 +40,6 @@ def summary_figure(ds: "xarray.Dataset", name: str) -> "Figure | None":
         name: of the run, for the title.
     """
     loss = main_loss(ds)
-    if loss is not None and len(curves := trainings(ds, loss)) > 1:
-        return _of_several(ds, name, loss, list(curves))
     known, split = metrics(ds), parts(ds)
     names = {
         "loss": loss,
@@ -113,58 +106,3 @@ def _stack(axes: "Axes", ds: "xarray.Dataset", split: dict[str, np.ndarray]) -> 
     over = f", {reduction} over ranks" if ds.sizes.get("rank", 1) > 1 else ""
     head(axes, f"Time of {'an' if span == 'epoch' else 'a'} {span}", 10.5)
     axes.set_ylabel(f"dt [s]{over}")
-
-
-def _of_several(ds: "xarray.Dataset", name: str, loss: str, trained: list[str]) -> "Figure":
-    """A record of several trainings: their losses as lines; bars of what a rank held in each, and of its steps."""
-    from matplotlib.ticker import EngFormatter
-
-    held = {column: trainings(ds, column) for column in HELD if column in metrics(ds)}
-    times = {part: trainings(ds, part) for part in parts(ds)}
-    below = [which for which in (held, times) if which]
-    height = 4.0 + (3.2 if below else 0)
-    figure = _page(ds, name, height)
-    grid = figure.add_gridspec(2 if below else 1, len(below) or 1, wspace=0.28, hspace=0.62)
-    axes, s = figure.add_subplot(grid[0, :]), series(ds, loss)
-    draw_series(axes, s, ds)
-    head(axes, f"{sentence(s.title)} of each", 10.5)
-    axes.set_ylabel(s.label)
-    for place, which in enumerate(below):
-        axes = figure.add_subplot(grid[1, place])
-        if which is held:
-            colors = {column: MEMORY[part] for column, part in HELD.items()}
-            _bars(axes, held, 1, colors, {column: column.replace("_", " ") for column in held})
-            axes.yaxis.set_major_formatter(EngFormatter(sep=" "))
-            head(axes, "What a rank keeps", 10.5)
-            axes.set_ylabel("elements, and % of the most")
-        else:
-            _bars(axes, times, 1e3, STEP_PARTS, PART_NAMES)
-            head(axes, "Time of a step, median", 10.5)
-            axes.set_ylabel("ms, and % of the longest")
-        axes.set_xticks(range(len(trained)), trained)
-    return figure
-
-
-def _bars(
-    axes: "Axes",
-    columns: Mapping[str, Mapping[str, Series]],
-    factor: float,
-    colors: Mapping[str, str],
-    names: Mapping[str, str],
-) -> None:
-    """A bar a training, of the medians of the columns, times a factor, on each other; above it, what it is of the
-    highest."""
-    heights = {column: factor * np.array([_median(s.y) for s in each.values()]) for column, each in columns.items()}
-    top = np.zeros(len(next(iter(heights.values()))))
-    for column, height in heights.items():
-        axes.bar(range(len(top)), height, 0.7, top, color=colors[column], label=names[column])
-        top = top + height
-    for place, value in enumerate(top):
-        axes.text(place, value, f"{value / top.max():.0%}" if top.max() else "", ha="center", va="bottom", fontsize=9)
-    axes.set_ylim(0, 1.12 * top.max() or 1.0)
-    axes.grid(axis="x", visible=False)
-
-
-def _median(values: np.ndarray) -> float:
-    finite = values[np.isfinite(values)]
-    return float(np.median(finite)) if len(finite) else 0.0

@@ -2,13 +2,13 @@
 
 import re
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import zip_longest
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from mmm.history.plots.series import Series, limits, metrics, outside, series, together, trainings
+from mmm.history.plots.series import Series, limits, metrics, outside, series
 
 if TYPE_CHECKING:
     import xarray
@@ -30,20 +30,17 @@ def terminal_plot(ds: "xarray.Dataset", metric: str, width: int = 100, height: i
     s = series(ds, metric)
     name = f"{s.title} ({s.label})" if s.title != s.name else s.label
     name += f", median of {s.ranks} ranks" if s.high is not None else ""
-    return _plot(trainings(ds, metric), name, width, height, color)
+    return _plot(s, name, width, height, color)
 
 
-def _plot(curves: Mapping[str, Series], name: str, width: int, height: int, color: bool, legend: bool = True) -> str:
-    """The median over the ranks, where they differ; of several trainings each by a letter, with a legend."""
-    s = together(list(curves.values()))._replace(low=None, high=None)
+def _plot(s: Series, name: str, width: int, height: int, color: bool) -> str:
+    """The median over the ranks, where they differ."""
+    s = s._replace(low=None, high=None)
     shown = limits(s)
     if shown is None:
         return f"{name}: no finite value in {len(s.y)} rows\n"
     below = textwrap.wrap(outside(s, shown), width - 2)
-    if len(curves) > 1 and legend:
-        said = "   ".join(f"{mark} {one}" for mark, one in zip(LETTERS * len(curves), curves, strict=False))
-        below += textwrap.wrap(f"{said}   (where they coincide the last is shown)", width - 2)
-    drawn = plot_by_letters(list(curves.values()), name, shown.low, shown.high, width, height - len(below), color)
+    drawn = plot_by_letters([s], name, shown.low, shown.high, width, height - len(below), color)
     return drawn + "".join(f"  {line}\n" for line in below)
 
 
@@ -57,7 +54,7 @@ def side_by_side(ds: "xarray.Dataset", names: Sequence[str], width: int = 100, h
     """A small plot of each metric that has a curve, beside each other in `width` characters."""
     drawn = [name for name in names if np.isfinite(series(ds, name).y).sum() > 1]
     each = width // max(len(drawn), 1) - 1
-    plots = [_plot(trainings(ds, name), series(ds, name).label, each, height, False, legend=False) for name in drawn]
+    plots = [_plot(series(ds, name), series(ds, name).label, each, height, False) for name in drawn]
     lines = zip_longest(*(plot.splitlines() for plot in plots), fillvalue="")
     return "".join(" ".join(f"{cell:<{each}}" for cell in line).rstrip() + "\n" for line in lines)
 

@@ -21,7 +21,7 @@ import numpy as np
 
 from mmm.errors import RecordError
 from mmm.history.record.ending import RUNNING, Ending, config_with, parsed, read_config, write_ending
-from mmm.history.record.folder import DATASET, JOURNAL, reason, write_atomically
+from mmm.history.record.folder import DAMAGED, DATASET, JOURNAL, reason, write_atomically
 from mmm.history.record.journal import LEFT_OUT, Header, LoggedRow, read_journal
 from mmm.outside import check_heaps, open_file, parse_json
 
@@ -278,37 +278,45 @@ def marks_of(ds: "xarray.Dataset") -> list[dict[str, Any]]:
         return []
 
 
-def join(folder: Path, ending: Ending | None) -> "tuple[Columns | xarray.Dataset, int]":
-    """What the journal and the file before it hold, with that ending (None: the one it has), and how many bytes the
-    journal has; without a journal the dataset."""
+def join(folder: Path, ending: Ending | None) -> "tuple[Columns | xarray.Dataset, int, bool]":
+    """What the journal and the file before it hold, with that ending (None: the one it has); how many bytes the journal
+    has; and whether it is damaged. Without a journal the dataset."""
     journal = read_journal(folder / JOURNAL)  # before the dataset: a run that ends meanwhile has written that first
     stored = read_dataset(folder / DATASET)
     if journal is None:
         if stored is None:
             raise no_record(folder)
-        return stored, 0
-    header, rows, size, left_out = journal
+        return stored, 0, False
+    header, rows, size, left_out_now = journal
     if stored is not None:
         rows = to_rows(stored) + rows
     config, ending = read_config(folder), ending or Ending(RUNNING)
     attrs = {"config": config_with(config, ending)} if config else {}
-    if left_out := "; ".join(filter(None, (str(header.attrs.get(LEFT_OUT, "")), left_out))):
+    if left_out := "; ".join(filter(None, (str(header.attrs.get(LEFT_OUT, "")), left_out_now))):
         attrs[LEFT_OUT] = left_out
-    return to_columns(header, rows, ending.attrs() | attrs, startup_marks(config, len(header.ranks))), size
+    return (
+        to_columns(header, rows, ending.attrs() | attrs, startup_marks(config, len(header.ranks))),
+        size,
+        bool(left_out_now),
+    )
 
 
 def finalize_now(folder: Path, ending: Ending) -> Path:
     """`finalize` where the caller knows that the run is over, and how it ended.
 
-    A journal that has grown since it was read stays beside the dataset, and `load` counts each row once.
+    A journal that has grown since it was read stays beside the dataset, and `load` counts each row once. One that was
+    not read to its end stays as `DAMAGED`.
     """
-    columns, size = join(folder, ending)
+    columns, size, is_damaged = join(folder, ending)
     if isinstance(columns, Columns):  # else another process has made the dataset meanwhile
         write_dataset(columns, folder / DATASET)
     try:
         if (folder / JOURNAL).stat().st_size != size:
             raise still_writing(folder, f"its journal has grown beyond the {size:,} bytes that were read")
-        (folder / JOURNAL).unlink()
+        if is_damaged:
+            (folder / JOURNAL).replace(folder / DAMAGED)
+        else:
+            (folder / JOURNAL).unlink()
     except FileNotFoundError:
         pass
     except OSError as error:

@@ -25,6 +25,7 @@ from mmm.outside import read_json
 CONFIG = "config.json"
 DATASET = "train_dataset.h5"
 JOURNAL = "journal.jsonl"
+DAMAGED = "journal-damaged.jsonl"  # one that could not be read to its end
 LOG = "log.txt"
 PLOTS = "plots"
 TRACES = "traces"  # of a profile, a file each rank
@@ -38,6 +39,7 @@ _OWN = (
     f"{CONFIG}.tmp",
     f"{DATASET}.tmp",
     f"{JOURNAL}.tmp",
+    DAMAGED,
     LOG,
     PLOT_LIST,
     PROFILE_TEXT,

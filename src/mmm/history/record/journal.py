@@ -2,7 +2,7 @@
 
 The first line is a header (version, ranks, attributes, writing process), every further line one row with its draw
 index. A line that a kill has truncated is not a JSON object, so a reader recognises it. A line that is no row of this
-run, whatever has made it so, is left out, and the record says which and why (`LEFT_OUT`).
+run, whatever has made it so, ends the reading, and the record says which it is and why (`LEFT_OUT`).
 
 Rows reach the operating system at each append: they survive the process, but not a power failure.
 """
@@ -22,8 +22,7 @@ from mmm.history.record.folder import cannot_write, reason, write_atomically
 from mmm.outside import Lock, lock, open_file, parse_json, printable, short
 
 VERSION = 1
-LEFT_OUT = "left_out"  # the dataset's attribute: lines of a journal that are no rows
-MOST_SAID = 5  # of those lines
+LEFT_OUT = "left_out"  # the dataset's attribute: why the reading of a journal ended before its end
 INT64_MAX = 2**63 - 1
 log = logging.getLogger("mmm")
 
@@ -45,7 +44,7 @@ class Header(NamedTuple):
 
 
 class JournalContents(NamedTuple):
-    """The content of a journal, of which `size` bytes have been read. `left_out`: of lines that are no rows."""
+    """The content of a journal, of which `size` bytes have been read. `left_out`: why the rest is not."""
 
     header: Header
     rows: list[LoggedRow]
@@ -178,9 +177,9 @@ class Journal:
 
 
 def read_journal(path: Path) -> JournalContents | None:
-    """The header and every complete row of the journal at `path`, in order; None if there is no such file.
+    """The header of the journal at `path`, and its rows up to the first line that is none; None without such a file.
 
-    A truncated last line is left out. Any other line that is no row is left out with a warning that says why.
+    A truncated last line is left out. Another line that is no row ends the reading, with a warning that says why.
 
     Raises:
         RecordError: the file cannot be read, or its first line is not a journal's header.
@@ -192,99 +191,45 @@ def read_journal(path: Path) -> JournalContents | None:
         return None
     except OSError as error:
         raise RecordError(f"cannot read {path}: {reason(error)}.") from error
-    lines = content.split(b"\n")
-    header = _header(path, lines[0])
+    first, *lines = content.split(b"\n")
+    header = _header(path, first)
     taken = taken_names(header.ranks)
-    rows: list[tuple[int, LoggedRow]] = []  # with the line's number
-    problems: dict[int, str] = {}  # by the line's number
-    for number, line in enumerate(lines[1:], start=2):
-        if not line:
-            continue
-        try:
-            rows.append((number, _row(_parsed(line), taken, len(header.ranks))))
-        except _NotJSON as error:
-            if number < len(lines):  # else truncated
-                problems[number] = str(error)
-        except ValueError as error:
-            problems[number] = str(error)
-    problems |= {number: f"its draw {row.draw} is not between its neighbours'" for number, row in _out_of_order(rows)}
+    rows: list[LoggedRow] = []
     left_out = ""
-    if problems:
-        reasons = [f"line {number} is not a row ({problems[number]})" for number in sorted(problems)[:MOST_SAID]]
-        more = [f"and {len(problems) - MOST_SAID} more"] if len(problems) > MOST_SAID else []
-        left_out = f"{len(problems)} of {sum(map(bool, lines[1:]))} lines left out: {', '.join([*reasons, *more])}"
-        log.warning("%s: %s", printable(str(path)), left_out)
-    return JournalContents(header, [row for number, row in rows if number not in problems], len(content), left_out)
+    for number, line in enumerate(lines, start=2):
+        is_last = number == len(lines) + 1  # empty, or truncated
+        try:
+            if not (is_last and not line):
+                row = _row(line, taken, len(header.ranks))
+                if rows and row.draw != rows[-1].draw + 1:
+                    raise ValueError(f"its draw {row.draw} does not follow {rows[-1].draw}")
+                rows.append(row)
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            if not is_last:
+                left_out = f"line {number} is not a row ({error}): it and what follows it are left out"
+                log.warning("%s: %s", printable(str(path)), left_out)
+            break
+    return JournalContents(header, rows, len(content), left_out)
 
 
-def _out_of_order(rows: Sequence[tuple[int, LoggedRow]]) -> list[tuple[int, LoggedRow]]:
-    """The rows whose draw does not rise from the row before to the row after, and continues neither of the two.
-
-    A draw says which row of the dataset it is: with a wrong one, a row would stand in another's place.
-    """
-    misplaced = []
-    for place, (_, row) in enumerate(rows):
-        before = rows[place - 1][1].draw if place else None
-        after = rows[place + 1][1].draw if place + 1 < len(rows) else None
-        rises = (before is None or before < row.draw) and (after is None or row.draw < after)
-        if not rises and row.draw - 1 != before and row.draw + 1 != after:
-            misplaced.append(rows[place])
-    return misplaced
-
-
-class _NotJSON(ValueError):
-    """A line is not JSON, or no UTF-8."""
-
-
-def _parsed(line: bytes) -> Any:
-    """A line's value. Raises ValueError."""
-    try:
-        return parse_json(line.decode(), object, _unique)
-    except _TwiceError:
-        raise
-    except ValueError as error:
-        raise _NotJSON(f"{len(line)} bytes: {error}") from None
-
-
-class _TwiceError(ValueError):
-    """A name stands twice in a JSON object."""
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    values = dict(pairs)
-    if len(values) < len(pairs):
-        name = next(name for i, (name, _) in enumerate(pairs) if name in dict(pairs[:i]))
-        raise _TwiceError(f"{name!r} stands in it twice")
-    return values
-
-
-def _row(value: Any, taken: set[str], ranks: int) -> LoggedRow:
-    """A parsed line as a row that fits into the dataset. Raises ValueError, which says what does not."""
-    if not isinstance(value, dict) or not {"draw", "row", "per_rank"} <= value.keys():
-        raise ValueError("it has not draw, row and per_rank")
-    draw, row, per_rank = value["draw"], value["row"], value["per_rank"]
-    if type(draw) is not int or not 0 <= draw <= INT64_MAX:
-        raise ValueError(f"its draw is {short(draw)}")
-    if not isinstance(row, dict) or not isinstance(per_rank, dict):
-        raise ValueError("its row or per_rank has no names")
-    for name in (*row, *per_rank):
+def _row(line: bytes, taken: set[str], ranks: int) -> LoggedRow:
+    """A line as a row that fits into the dataset. Raises ValueError, KeyError, TypeError, AttributeError."""
+    fields = parse_json(line.decode())
+    row = LoggedRow(fields["draw"], fields["row"], fields["per_rank"])
+    for name in (*row.row, *row.per_rank):
         if problem := name_problem(name, taken):
             raise ValueError(problem)
-    for name, number in row.items():
-        _check_number(name, number)
-    for name, values in per_rank.items():
-        if not isinstance(values, list) or not 1 <= len(values) <= ranks:
-            raise ValueError(f"{name!r} is {short(values)}, and there are {ranks} ranks")
-        for number in values:
-            _check_number(name, number)
-    return LoggedRow(draw, row, per_rank)
-
-
-def _check_number(name: str, value: Any) -> None:
-    """Raises ValueError for what no column of float64 can hold; of integers `parse_json` lets none pass that is too
-    large."""
-    if type(value) not in (int, float):
-        raise ValueError(f"{name!r} is {short(value)}, and no number of a row")
+    numbers = [row.draw, *row.row.values()]
+    for values in row.per_rank.values():
+        if not 1 <= len(values) <= ranks:
+            raise ValueError(f"it has {len(values)} values, and there are {ranks} ranks")
+        numbers += values
+    for number in numbers:
+        if type(number) not in (int, float):
+            raise ValueError(f"it has {short(number)}, and no number")
+    if type(row.draw) is not int or not 0 <= row.draw <= INT64_MAX:
+        raise ValueError(f"its draw is {short(row.draw)}")
+    return row
 
 
 def taken_names(ranks: Sequence[Mapping[str, Any]]) -> set[str]:
@@ -303,7 +248,7 @@ def name_problem(name: object, taken: set[str]) -> str | None:
 
 def _header(path: Path, line: bytes) -> Header:
     try:
-        fields = _parsed(line)
+        fields = parse_json(line.decode())
         version, header = fields["mmm_journal"], Header(fields["ranks"], fields["attrs"], fields.get("writer", {}))
         _check_header(header)
     except (ValueError, KeyError, TypeError, AttributeError) as error:

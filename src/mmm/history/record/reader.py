@@ -82,7 +82,7 @@ def load(outdir: Path | str) -> "xarray.Dataset":
 
 def dataset_of(folder: Path, ending: Ending | None) -> "xarray.Dataset":
     """`load`, of a folder that exists, with that ending; None: the one it has."""
-    joined, _ = join(folder, ending)
+    joined, _, _ = join(folder, ending)
     return joined.dataset() if isinstance(joined, Columns) else joined
 
 

@@ -79,13 +79,12 @@ def _checkpoints(
 ) -> ScriptCheckpoints | None:
     """What saves a loop; None where no flag says so."""
     options, record = options_in(run.config), run.hook(ResumableRecord)
-    flags = {} if options is None else {"resume": options.resume, "checkpoint_every": options.checkpoint_every}
-    given = [f"--{name} {value}" for name, value in flags.items() if value is not None]
+    saves = options is not None and (options.resume is not None or options.checkpoint_every is not None)
     if state is None:
-        if given:
+        if saves:
             raise ConfigError(
-                f"{given[0]}: this loop saves nothing, because its train_steps(…) has no state=; give it "
-                'state={"model": model, "optimizer": optimizer}, and what else the loop changes'
+                "--resume and --checkpoint_every: this loop saves nothing, because its train_steps(…) has no state=; "
+                'give it state={"model": model, "optimizer": optimizer}, and what else the loop changes'
             )
         return None
     if options is None:
@@ -95,14 +94,10 @@ def _checkpoints(
     from mmm.trainer.loop.script_state import check_alike, sort_state  # a loop with state= only
 
     sorted_state = sort_state(state, optimizer)
-    if not given:
+    if not saves:
         return None
-    if record is None or record.options is not options:
-        raise ConfigError(
-            f"{given[0]}: no hook of the run reads it; start_run without hooks, and script_hooks(), have one"
-        )
-    if record.finish_save is not None:
-        raise ConfigError(f"{given[0]}: this run has a loop that is saved already, and one loop of a run can be")
+    if record is None or record.finish_save is not None:
+        raise ConfigError("--checkpoint_every: no hook of the run reads it, or another loop of it is saved already")
     check_alike(run, *sorted_state.describe())
     from mmm.trainer.loop.script_checkpoints import ScriptCheckpoints  # whose import takes seconds
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -10,16 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from mmm.checkpoint.local_metadata import metadata_of_rank
 from mmm.checkpoint.model_metadata import ModelMetadata
 from mmm.checkpoint.objects import decode, saved_tensors
 from mmm.checkpoint.state import give_state, read_tensors, tensors_of
-from mmm.errors import CheckpointError, ConfigError, UserError
+from mmm.errors import CheckpointError, UserError
 from mmm.trainer.config.training import CheckpointOptions
 from mmm.trainer.loop.checkpointer import Checkpointer
-from mmm.trainer.loop.script_state import Optimizer, ScriptState, article, check_alike
+from mmm.trainer.loop.script_state import Optimizer, ScriptState, check_alike
 from mmm.trainer.run.core import Run
 from mmm.trainer.run.origin import Origin, check_steps_left
 from mmm.trainer.run.steps import Step
@@ -36,15 +34,6 @@ class ScriptCheckpoints(Checkpointer):
         super().__init__(run, options, ModelMetadata())
         self.state, self.samples = state, samples
         self._saves = self._stops = self._can_be_saved = False
-        self._known = list(state.optimizers.values())  # that may make a step
-        self._left_out: list[Optimizer] = []  # that have made one, and are not in the state
-        own = weakref.ref(self)
-
-        def after_update(optimizer: Optimizer, *_: object) -> None:
-            if (here := own()) is not None:
-                here._after_update(optimizer)
-
-        weakref.finalize(self, register_optimizer_step_post_hook(after_update).remove)
 
     def load(self, steps: int) -> int:
         """The step to begin with, of so many. A collective.
@@ -91,11 +80,10 @@ class ScriptCheckpoints(Checkpointer):
         rooms: dict[str, Tensor] = {}
         for path, shape, dtype, place in saved_tensors(saved):
             now = here.get(path)
-            if now is None and place == "sharded":
-                raise _refused(origin, f"{name} has not made its {path} yet, which was sharded as that is to be here")
-            if isinstance(now, DTensor) and now.shape != shape:
-                raise _refused(origin, f"{path} of {name} has shape {list(shape)}, and here {list(now.shape)}")
-            if isinstance(now, DTensor):
+            is_sharded = isinstance(now, DTensor)
+            if (place == "sharded" and now is None) or (is_sharded and now.shape != shape):
+                raise _refused(origin, f"{path} of {name} is a tensor of shape {list(shape)}, and not here")
+            if is_sharded:
                 rooms[path] = torch.empty_like(now, dtype=dtype)
             else:
                 lay = torch.device("cpu") if place == "host" else self.run.device
@@ -113,10 +101,6 @@ class ScriptCheckpoints(Checkpointer):
         of_parameter: dict[int, dict[str, Any] | None] = {}
         for at, parameter in self.state.parameters[name].items():
             numbers = {key: decode(value, {}) for key, value in about["numbers"].get(at, {}).items()}
-            for key, value in moments.get(at, {}).items():
-                if isinstance(parameter, DTensor) and value.dim() and value.shape != parameter.shape:
-                    shapes = f"shape {list(value.shape)}, and the parameter {list(parameter.shape)}"
-                    raise _refused(origin, f"{name}'s {key} of {at} has {shapes}: it is not sharded as that is")
             of_parameter[id(parameter)] = {**moments.get(at, {}), **numbers}
         give_state(optimizer, of_parameter)
         for at, parameter in self.state.parameters[name].items():
@@ -125,44 +109,16 @@ class ScriptCheckpoints(Checkpointer):
                 if given.dtype != value.dtype:  # PyTorch has made it the parameter's
                     optimizer.state[parameter][key] = value.to(given.device)
         names = {id(parameter): at for at, parameter in self.state.parameters[name].items()}
-        saved = {at: group for group in about["groups"] for at in group["parameters"]}
-        for made, group in zip(self.state.made[name], optimizer.param_groups, strict=True):
-            first, *others = [saved[names[id(parameter)]] for parameter in group["params"]]
-            if any(other["values"] != first["values"] for other in others):
+        values = {at: group["values"] for group in about["groups"] for at in group["parameters"]}
+        for group in optimizer.param_groups:
+            first, *others = [values[names[id(parameter)]] for parameter in group["params"]]
+            if any(other != first for other in others):
                 raise _refused(origin, f"{name} has in one group parameters that were in several, with other values")
-            self._note_values(name, made, first)
-            for key, value in first["values"].items():
+            for key, value in first.items():
                 if isinstance(group.get(key), Tensor):
                     group[key].fill_(value)
                 else:
                     group[key] = decode(value, {})
-
-    def _note_values(self, name: str, made: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
-        """Say which values of a group the script would now have otherwise: those of the checkpoint count."""
-        for key in made.keys() & saved["made"].keys():
-            if made[key] != saved["made"][key]:
-                self.run.note(
-                    f"{name}'s {key} was made as {saved['made'][key]} in the run that goes on, and now as {made[key]}: "
-                    f"the checkpoint's {saved['values'][key]} is taken"
-                )
-
-    def _after_update(self, optimizer: Optimizer) -> None:
-        if not any(optimizer is each for each in self._known):
-            self._known.append(optimizer)
-            self._left_out.append(optimizer)
-
-    def _check_left_out(self) -> None:
-        """Raises ConfigError where an optimizer has changed a model of the state, and is not in it."""
-        if not self._left_out:
-            return
-        saved = {id(parameter) for named in self.state.named.values() for parameter in named.values()}
-        for optimizer in self._left_out:
-            text = f"state= lacks an optimizer that has made a step, {article(optimizer)}"
-            parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-            if any(id(parameter) in saved for parameter in parameters):
-                raise ConfigError(f"{text}, of a model that is in it", on_every_rank=True)
-            self.run.note(f"{text}, and what that has changed: it is not saved")
-        self._left_out.clear()
 
     def before_row(self, step: Step) -> None:
         """Find out whether to save after this step, which then has a row. A collective."""
@@ -172,7 +128,6 @@ class ScriptCheckpoints(Checkpointer):
 
     def after_row(self, step: Step) -> None:
         """Save, and stop, if it is time to. A collective."""
-        self._check_left_out()
         if self._saves:
             self._save(step.number + 1)
         elif self.every is not None and not self._can_be_saved:
@@ -195,36 +150,21 @@ class ScriptCheckpoints(Checkpointer):
 
 def check_fits(origin: Origin, saved: Mapping[str, Any], here: Mapping[str, Any]) -> None:
     """Raises CheckpointError where a checkpoint has other objects than ``state=``, or their tensors are others."""
-    missing, unknown = sorted(here.keys() - saved.keys()), sorted(saved.keys() - here.keys())
-    problems = [
-        f"it has no {', '.join(missing)} of state=" if missing else "",
-        f"state= has no {', '.join(unknown)} of it" if unknown else "",
-    ]
-    if any(problems):
-        raise _refused(origin, "; ".join(filter(None, problems)))
-    for name, now in here.items():
-        before = saved[name]
-        kinds = [f"a {each['kind']}" if each["kind"] == "model" else each["type"] for each in (before, now)]
-        if before["kind"] != now["kind"] or kinds[0] != kinds[1]:
-            raise _refused(origin, f"{name} is {kinds[0]} there, and {kinds[1]} here")
-        if now["kind"] == "model":
-            _check_names(origin, name, before["shapes"], now["shapes"])
-            for at, shape in now["shapes"].items():
-                if shape != before["shapes"][at]:
-                    raise _refused(origin, f"{at} of {name} has shape {before['shapes'][at]} there, and {shape} here")
-        elif now["kind"] == "optimizer":
-            of_both = [{at: 0 for group in each["groups"] for at in group["parameters"]} for each in (before, now)]
-            _check_names(origin, name, *of_both)
+    before, now = _contents(saved), _contents(here)
+    for name in {**before, **now}:
+        if before.get(name) != now.get(name):
+            raise _refused(origin, f"{name} is {before.get(name, 'not')} there, and {now.get(name, 'not')} here")
 
 
-def _check_names(origin: Origin, name: str, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    for names, text in (
-        (before.keys() - now.keys(), "there, and not here"),
-        (now.keys() - before.keys(), "here alone"),
-    ):
-        if names:
-            first, *others = sorted(names)
-            raise _refused(origin, f"{name} has {first}{f' and {len(others)} more' if others else ''} {text}")
+def _contents(about: Mapping[str, Any]) -> dict[str, str]:
+    """What has to be equal of what `ScriptState.describe` says: each object's type, and shapes and parameters."""
+    contents: dict[str, str] = {}
+    for name, each in about.items():
+        contents[name] = "a model" if each["kind"] == "model" else each["type"]
+        contents |= {f"{at} of {name}": f"of shape {shape}" for at, shape in each.get("shapes", {}).items()}
+        for group in each.get("groups", ()):
+            contents |= {f"{at} of {name}": "updated" for at in group["parameters"]}
+    return contents
 
 
 def _refused(origin: Origin, why: str) -> CheckpointError:

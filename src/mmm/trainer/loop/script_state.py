@@ -3,8 +3,8 @@ models, optimizers and others, and checked."""
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Iterable, Mapping
+import json
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
@@ -37,7 +37,6 @@ class ScriptState:
         optimizers: as they were given.
         parameters: of each optimizer, as ``model.fc.weight``: the model's name, and that in the model.
         others: with ``state_dict`` and ``load_state_dict``.
-        made: of each optimizer the values of its groups before a step: learning rate, momentum, …
     """
 
     modules: dict[str, list[nn.Module]] = field(default_factory=dict)
@@ -45,7 +44,6 @@ class ScriptState:
     optimizers: dict[str, Optimizer] = field(default_factory=dict)
     parameters: dict[str, dict[str, Tensor]] = field(default_factory=dict)
     others: dict[str, Any] = field(default_factory=dict)
-    made: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
 
     def describe(self) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
         """What is saved now: all but tensors by name, as JSON has it; and the tensors of models and others.
@@ -84,11 +82,11 @@ class ScriptState:
                 elif isinstance(parameter, DTensor) and value.dim():
                     check_sharded(name, f"{key} of {names[id(parameter)]}", value, parameter)
         groups = []
-        for made, values, group in zip(
-            self.made[name], values_of(name, optimizer), optimizer.param_groups, strict=True
-        ):
-            of_group = [names[id(parameter)] for parameter in group["params"]]
-            groups.append({"parameters": of_group, "made": made, "values": values})
+        for group in optimizer.param_groups:
+            values = {
+                key: encode_number(value, f"{name}'s {key}") for key, value in group.items() if key not in NOT_SAVED
+            }
+            groups.append({"parameters": [names[id(parameter)] for parameter in group["params"]], "values": values})
         return {"kind": "optimizer", "type": type(optimizer).__name__, "groups": groups, "numbers": numbers}
 
     def reshard(self) -> None:
@@ -122,14 +120,6 @@ def encode_number(value: Any, name: str) -> Any:
     if found:
         raise ConfigError(f"{name} in state= cannot be saved: it is, or has in it, a tensor", on_every_rank=True)
     return encoded
-
-
-def values_of(name: str, optimizer: Optimizer) -> list[dict[str, Any]]:
-    """The values of an optimizer's groups, as JSON has them."""
-    return [
-        {key: encode_number(value, f"{name}'s {key}") for key, value in group.items() if key not in NOT_SAVED}
-        for group in optimizer.param_groups
-    ]
 
 
 def sort_state(state: Mapping[str, Any], optimizer: Optimizer) -> ScriptState:
@@ -196,7 +186,6 @@ def _check_optimizer(found: ScriptState, name: str, optimizer: Optimizer) -> Non
                 f"of state=: {', '.join(found.named) or 'there is none'}"
             )
         found.parameters[name][names[id(parameter)]] = parameter
-    found.made[name] = values_of(name, optimizer)
     scheduled = any("initial_lr" in group for group in optimizer.param_groups)
     if scheduled and not any(getattr(other, "optimizer", None) is optimizer for other in found.others.values()):
         raise ConfigError(f"state= lacks the scheduler of {name}'s learning rate: it would begin anew")
@@ -220,29 +209,18 @@ def check_alike(run: Run, about: Mapping[str, Any], tensors: Mapping[str, Mappin
     """
     if run.rank.world_size == 1 or run.dry:
         return
-    own = {name: hashlib.sha256(repr(each).encode()).hexdigest() for name, each in about.items()}
+    own = {name: json.dumps(each, sort_keys=True) for name, each in about.items()}
     for name, of_object in tensors.items():
-        plain = {at: tensor for at, tensor in of_object.items() if not isinstance(tensor, DTensor)}
-        own |= {f"{name}.{at}": f"{list(tensor.shape)} {_sum(tensor)}" for at, tensor in plain.items()}
+        for at, tensor in of_object.items():
+            if not isinstance(tensor, DTensor):
+                real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+                own[f"{name}.{at}"] = f"{list(tensor.shape)} {float(real.double().sum()).hex()}"
     everyones: list[Any] = [None] * run.rank.world_size
     dist.all_gather_object(everyones, own)
-    if wrong := _first_difference(everyones):
-        raise ConfigError(
-            f"{wrong} in state= is not the same on all ranks, which have it in full: one rank's would be saved for all",
-            on_every_rank=True,
-        )
-
-
-def _sum(tensor: Tensor) -> str:
-    """Of all elements, to the last bit."""
-    real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-    return float(real.double().sum()).hex()
-
-
-def _first_difference(everyones: Iterable[Mapping[str, Any]]) -> str | None:
-    first, *others = everyones
-    for other in others:
-        for name in {**first, **other}:
-            if first.get(name) != other.get(name):
-                return name
-    return None
+    for name in own:
+        if any(other.get(name) != everyones[0].get(name) for other in everyones):
+            raise ConfigError(
+                f"{name} in state= is not the same on all ranks, which have it in full: one rank's would be saved "
+                "for all",
+                on_every_rank=True,
+            )
