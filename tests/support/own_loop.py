@@ -15,12 +15,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 from torch.utils.data import DataLoader, Dataset
 
 from mmm.errors import UserError
-from mmm.layout import Techniques
-from mmm.parallel import EMA, Layout, Plan, batch_sizes, build_mesh, local_batches, meta_parameters
-from mmm.parallel.parallel_model import ParallelModel
-from mmm.parallel.partition import partition_model
+from mmm.parallel import EMA, Layout, Plan, batch_sizes, local_batches
 from mmm.trainer import BatchOptions, CheckpointOptions, build_model, start_run, train_steps
-from mmm.trainer.loop.script_state import sort_state
 from support.pool import program_on
 from support.resuming import Ended
 
@@ -167,46 +163,3 @@ def loop(run, config, global_batch, samples, ends_at, change, body):
 
 def flags_of(folder: Path, **more) -> dict:
     return {"checkpoint_every": 3, "checkpoint_mode": "blocking", "outdir": folder, **more}
-
-
-def train_micro_batches(rank, flags: dict, ends_at: int | None = None) -> str:
-    """A loop of a `ParallelModel`, which takes micro-batches; as `train`."""
-    config = Config(**{"device": "cpu", "dtype": "fp64", "global_batch_size": 8, "flush_every": 2, **flags})
-    layout, techniques = Layout().fit(rank.world_size), Techniques(microbatches=2)
-    local, global_batch = batch_sizes(None, config.global_batch_size, layout.dp, default=8)
-    with meta_parameters():
-        net = Network(WIDTH, WIDTH)
-    inputs = torch.empty(local, WIDTH, device="meta")
-    partition = partition_model(net, PLAN, layout, techniques, inputs)
-    first = layout.dp_coordinate(rank.rank) * local
-    batches = DataLoader(Points(True), batch_sampler=local_batches(40, global_batch, first, local, 0))
-
-    def loss(output, targets, count):
-        return F.mse_loss(output, targets, reduction="sum") / count
-
-    try:
-        with (
-            program_on(rank),
-            patch("mmm.runtime.agreement.FIRST_WORD", 0.0),
-            start_run("micro", config, layout) as run,
-        ):
-            mesh = build_mesh(layout, "cpu")
-            model = ParallelModel(
-                net, PLAN, mesh, run.precision, techniques, partition, device=run.device, seed=0, loss=loss
-            )
-            optimizer = torch.optim.AdamW(model.parameters(), lr=config.lr)
-            state = {"model": model, "optimizer": optimizer}
-            for step in train_steps(run, batches, optimizer, config.steps, samples=global_batch, state=state):
-                if step.number == ends_at:
-                    raise Ended
-                points, seeds = step.batch
-                step.log(model.step(seeds, points, global_batch * WIDTH))
-                optimizer.step()
-                optimizer.zero_grad()
-            model.pipeline = object()  # where there is one
-            sort_state(state, optimizer)
-    except Ended:
-        return "ended"
-    except UserError as error:
-        return str(error)
-    return ""

@@ -113,13 +113,9 @@ def train(rank, model, layout, data_parallel, clipped, precision=FP64, scale=SCA
     ("model", "layout", "data_parallel"),
     [
         ("cnn", Layout(dp_shard=1), "fsdp"),
-        pytest.param("cnn", Layout(dp_shard=1, tp=4), "fsdp", marks=pytest.mark.long),
         pytest.param("vit", Layout(dp_shard=2, tp=2), "fsdp", marks=pytest.mark.long),
-        pytest.param("cnn", Layout(dp_replicate=2, dp_shard=2), "hsdp", marks=pytest.mark.long),
         ("vit", Layout(dp_replicate=2, dp_shard=1, tp=2), "hsdp"),
-        pytest.param("vit", Layout(dp_shard=2), "ddp", marks=pytest.mark.long),
         pytest.param("cnn", Layout(dp_shard=3), "zero2", marks=pytest.mark.long),
-        pytest.param("experts", Layout(dp_shard=4, ep=2), "fsdp", marks=pytest.mark.long),
         pytest.param("experts", Layout(dp_shard=2, tp=2, ep=2), "fsdp", marks=pytest.mark.long),
     ],
     ids=lambda value: str(value),

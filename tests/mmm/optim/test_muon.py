@@ -93,12 +93,7 @@ def alone(tmp_path_factory):
 LAYOUTS = [
     pytest.param(4, {"tpsize": 2}, id="dp2·tp2"),
     pytest.param(4, {"pp": 2}, id="pp2·dp2", marks=pytest.mark.long),
-    pytest.param(2, {"parallel": "zero2"}, id="zero2", marks=pytest.mark.long),
     pytest.param(4, {"parallel": "zero1", "tpsize": 2}, id="zero1 on dp2·tp2", marks=pytest.mark.long),
-    pytest.param(4, {"parallel": "hsdp", "microbatches": 2}, id="hsdp", marks=pytest.mark.long),
-    pytest.param(2, {"parallel": "ddp"}, id="ddp", marks=pytest.mark.long),
-    pytest.param(4, {"cp": 2, "loss_chunks": 2}, id="dp2·cp2", marks=pytest.mark.long),
-    pytest.param(2, {"pp": 2, "schedule": "ZBVZeroBubble"}, id="pp2, ZBV", marks=pytest.mark.long),
     pytest.param(3, {"global_batch_size": 9}, id="dp3", marks=pytest.mark.long),
 ]
 

@@ -77,17 +77,6 @@ def train(rank, model: str, layout: Layout, techniques: Techniques):
 
 
 CASES = [
-    pytest.param("transformer", Layout(dp_shard=1), Techniques(microbatches=2), marks=pytest.mark.long),
-    pytest.param("transformer", Layout(pp=2, cp=2, dp_shard=1), Techniques(), marks=pytest.mark.long),
-    pytest.param(
-        "transformer",
-        Layout(pp=2, dp_shard=2),
-        Techniques(schedule="ZBVZeroBubble", microbatches=2),
-        marks=pytest.mark.long,
-    ),
-    pytest.param(
-        "transformer", Layout(dp_shard=2), Techniques(data_parallel="ddp", microbatches=2), marks=pytest.mark.long
-    ),
     pytest.param("cnn", Layout(dp_shard=2), Techniques(data_parallel="zero2", microbatches=4), marks=pytest.mark.long),
     ("vit", Layout(pp=2, dp_shard=1, tp=2), Techniques()),
     ("cnn", Layout(dp_replicate=2, dp_shard=2), Techniques(data_parallel="hsdp")),
@@ -96,13 +85,8 @@ CASES = [
         pytest.param(*case, marks=pytest.mark.long)
         for case in [
             ("transformer", Layout(pp=2, cp=2, dp_shard=1, tp=2), Techniques()),
-            ("transformer", Layout(pp=2, cp=2, dp_shard=2), Techniques(cp_style="ulysses")),
             ("transformer", Layout(dp_shard=2, cp=2, tp=2), Techniques(microbatches=2)),
-            ("transformer", Layout(pp=2, dp_shard=2, tp=2), Techniques(schedule="Interleaved1F1B")),
             ("vit", Layout(pp=2, dp_shard=2, tp=2), Techniques(schedule="GPipe", microbatches=3)),
-            ("cnn", Layout(pp=2, dp_shard=2, tp=2), Techniques()),
-            ("vit of one layer", Layout(pp=2, dp_shard=2), Techniques(microbatches=3)),
-            ("vit of one layer", Layout(pp=2, dp_shard=1, tp=2), Techniques(schedule="GPipe")),
             ("vit of one layer", Layout(pp=3, dp_shard=1, tp=2), Techniques()),
         ]
     ),

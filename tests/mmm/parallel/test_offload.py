@@ -27,12 +27,9 @@ def train(rank, layout, pieces, techniques):
     [
         (Layout(dp_shard=2), {"data_parallel": "fsdp", "loss_chunks": 2}),
         (Layout(dp_shard=2), {"data_parallel": "zero2"}),
-        pytest.param(Layout(dp_shard=2), {"data_parallel": "zero1"}, marks=pytest.mark.long),
-        pytest.param(Layout(dp_shard=3), {"data_parallel": "zero2"}, marks=pytest.mark.long),
         pytest.param(Layout(dp_shard=2, tp=2), {}, marks=pytest.mark.long),
         pytest.param(Layout(dp_replicate=2, dp_shard=2), {"data_parallel": "hsdp"}, marks=pytest.mark.long),
         pytest.param(Layout(pp=2, dp_shard=2), {}, marks=pytest.mark.long),
-        pytest.param(Layout(dp_shard=1, cp=2), {}, marks=pytest.mark.long),
     ],
     ids=str,
 )

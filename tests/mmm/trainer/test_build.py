@@ -131,10 +131,8 @@ def trained(rank, layout, outdir, data_parallel, microbatches):
 @pytest.mark.parametrize(
     ("layout", "data_parallel", "microbatches"),
     [
-        pytest.param(Layout(dp_shard=2), "fsdp", 2, marks=pytest.mark.long),
         pytest.param(Layout(dp_shard=2), "ddp", 1, marks=pytest.mark.long),
         pytest.param(Layout(dp_shard=2), "zero2", 2, marks=pytest.mark.long),
-        pytest.param(Layout(dp_shard=1, tp=2), "fsdp", 1, marks=pytest.mark.long),
         (Layout(dp_shard=2, tp=2), "fsdp", 2),
     ],
     ids=str,

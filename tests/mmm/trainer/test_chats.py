@@ -124,10 +124,7 @@ def run(rank, outdir, flags):
     ("ranks", "axes"),
     [
         (4, {"pp": 2, "tpsize": 2}),
-        pytest.param(4, {"cp": 2}, marks=pytest.mark.long),
-        pytest.param(4, {"parallel": "hsdp", "loss_chunks": 2}, marks=pytest.mark.long),
         pytest.param(4, {"tpsize": 2, "cp": 2, "cp_style": "ulysses"}, marks=pytest.mark.long),
-        pytest.param(2, {"parallel": "ddp", "microbatches": 2}, marks=pytest.mark.long),
     ],
     ids=str,
 )

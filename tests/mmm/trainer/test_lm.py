@@ -57,14 +57,9 @@ def alone(tmp_path_factory):
 @pytest.mark.parametrize(
     "flags",
     [
-        pytest.param({"pp": 2}, marks=pytest.mark.long),
-        pytest.param({"tpsize": 2, "microbatches": 3}, marks=pytest.mark.long),
         {"cp": 2, "dp_shard": 1},
         pytest.param({"pp": 2, "tpsize": 2, "schedule": "DualPipeV"}, marks=pytest.mark.long),
-        pytest.param({"parallel": "hsdp", "microbatches": 2}, marks=pytest.mark.long),
-        pytest.param({"pp": 2, "parallel": "hsdp"}, marks=pytest.mark.long),
         pytest.param({"cp": 2, "dp_replicate": 2, "activation_checkpointing": "full"}, marks=pytest.mark.long),
-        pytest.param({"pp": 2, "cp": 2, "cp_style": "ulysses"}, marks=pytest.mark.long),
         pytest.param({"pp": 2, "cp": 2, "schedule": "ZBVZeroBubble", "microbatches": 4}, marks=pytest.mark.long),
     ],
     ids=str,
@@ -126,11 +121,8 @@ def packed(tmp_path_factory):
     ("ranks", "flags"),
     [
         pytest.param(2, {"tpsize": 2, "loss_chunks": 3}, marks=pytest.mark.long),
-        pytest.param(4, {"cp": 2, "microbatches": 2}, marks=pytest.mark.long),
         (4, {"pp": 2, "schedule": "Interleaved1F1B", "activation_checkpointing": "full"}),
-        pytest.param(4, {"parallel": "hsdp", "loss_chunks": 2}, marks=pytest.mark.long),
         pytest.param(4, {"tpsize": 2, "cp": 2, "cp_style": "ulysses", "loss_chunks": 2}, marks=pytest.mark.long),
-        pytest.param(2, {"parallel": "zero2", "microbatches": 3}, marks=pytest.mark.long),
     ],
     ids=str,
 )

@@ -110,14 +110,10 @@ def train(rank, layout, kind, mode, planted, optimizer="adamw", max_norm=1.0, by
 
 
 LAYOUTS = [
-    pytest.param(Layout(dp_shard=4), "fsdp", marks=pytest.mark.long),
     pytest.param(Layout(dp_shard=2, tp=2), "fsdp", marks=pytest.mark.long),
     pytest.param(Layout(pp=2, dp_shard=2), "fsdp", marks=pytest.mark.long),
-    pytest.param(Layout(dp_shard=2), "zero1", marks=pytest.mark.long),
     (Layout(dp_shard=2), "zero2+offload"),
-    pytest.param(Layout(dp_shard=2, ep=2), "fsdp", marks=pytest.mark.long),
     (Layout(dp_shard=2), "ddp"),
-    pytest.param(Layout(dp_shard=2, cp=2), "fsdp", marks=pytest.mark.long),
     pytest.param(Layout(dp_shard=4, ep=2), "fsdp", marks=pytest.mark.long),
 ]
 

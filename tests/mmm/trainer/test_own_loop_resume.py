@@ -110,22 +110,6 @@ def test_on_another_layout(run_on_ranks, tmp_path):
         shutil.rmtree(folder)
 
 
-@pytest.mark.long
-def test_a_model_that_takes_micro_batches(run_on_ranks, tmp_path):
-    one, two = tmp_path / "one", tmp_path / "two"
-    refused = "model in state= is a pipeline, of which each rank has another part: trainers save it"
-    assert run_on_ranks(own_loop.train_micro_batches, 2, flags_of(one), timeout=120) == [refused] * 2
-    given = flags_of(two)
-    assert run_on_ranks(own_loop.train_micro_batches, 2, given, 4, timeout=120) == ["ended"] * 2
-    given["resume"] = Path("auto")
-    assert run_on_ranks(own_loop.train_micro_batches, 2, given, timeout=120) == [refused] * 2
-    assert curve(two) == curve(one)
-    assert len(curve(one)) == STEPS
-    ends = [tensors(folder / "checkpoints/step-6") for folder in (one, two)]
-    assert "model calls" in ends[0]
-    assert all(torch.equal(tensor, ends[1][name]) for name, tensor in ends[0].items())
-
-
 def without(name, state):
     del state[name]
 

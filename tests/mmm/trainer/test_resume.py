@@ -83,8 +83,6 @@ LAYOUTS = [
         4, {"tpsize": 2, "microbatches": 2, "dtype": "fp32"}, id="dp2·tp2, accumulated", marks=pytest.mark.long
     ),
     pytest.param(4, {"pp": 2, "optimizer": "muon"}, id="pp2·dp2, Muon", marks=pytest.mark.long),
-    pytest.param(4, {"tpsize": 2, "optimizer": "muon"}, id="dp2·tp2, Muon", marks=pytest.mark.long),
-    pytest.param(4, {"cp": 2, "optimizer": "sgd"}, id="dp2·cp2, SGD", marks=pytest.mark.long),
     pytest.param(4, {"ep": 2, **MOE}, id="dp4·ep2", marks=pytest.mark.long),
     pytest.param(
         2,
@@ -92,13 +90,8 @@ LAYOUTS = [
         id="pp2, tied",
         marks=pytest.mark.long,
     ),
-    pytest.param(2, {"parallel": "zero2", "dtype": "bf16"}, id="zero2, bf16", marks=pytest.mark.long),
     pytest.param(2, {"dtype": "fp16", "parallel": "ddp", **MOE}, id="ddp, fp16, experts", marks=pytest.mark.long),
     pytest.param(2, {"parallel": "zero1", "offload": True}, id="zero1 on the host", marks=pytest.mark.long),
-    pytest.param(4, {"parallel": "zero1", "tpsize": 2}, id="zero1 on dp2·tp2", marks=pytest.mark.long),
-    pytest.param(4, {"parallel": "zero1", "pp": 2, "optimizer": "muon"}, id="zero1 on pp2·dp2", marks=pytest.mark.long),
-    pytest.param(4, {"parallel": "hsdp", "optimizer": "sgd"}, id="hsdp", marks=pytest.mark.long),
-    pytest.param(4, {"tpsize": 2, "ep": 2, **MOE}, id="dp2·tp2·ep2", marks=pytest.mark.long),
 ]
 
 
@@ -164,19 +157,6 @@ def test_another_curve_of_the_learning_rate_is_said(run_on_ranks, tmp_path, text
 
 def notes_of(folder):
     return json.loads((folder / "config.json").read_text())["notes"]
-
-
-@pytest.mark.long
-def test_the_record_is_one(run_on_ranks, tmp_path, text):
-    flags = {**TEXT, "text": text}
-    _, two = begin(run_on_ranks, LM, 1, flags, tmp_path)
-    assert len(curve(two)) == ENDS
-    assert go_on(run_on_ranks, LM, 1, flags, two) == [""]
-    ds = mmm.history.load(two)
-    assert ds["iter"].values.tolist() == list(range(STEPS))
-    assert [(mark["draw"], mark["step"]) for mark in marks_of(ds)] == [(EVERY, EVERY)]
-    notes = json.loads((two / "config.json").read_text())["notes"]
-    assert f"resumed from {two}/checkpoints/step-{EVERY} at step {EVERY}" in notes
 
 
 def counted(rank, flags):
@@ -255,16 +235,6 @@ def test_a_full_disk_does_not_end_the_run(run_on_ranks, tmp_path, text):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("ranks", "parallel"), [(1, "fsdp"), (2, "ddp")])
-def test_dropout_and_an_epoch_in_the_middle(run_on_ranks, tmp_path, ranks, parallel):
-    flags = {**DIGITS, "parallel": parallel, "optimizer": "sgd" if ranks == 2 else "adamw"}
-    one, two = begin(run_on_ranks, FSDP, ranks, flags, tmp_path, goes_on=True)
-    same_bits(one, two, 24, "train_loss")
-    assert len(curve(two, "train_loss")) == 2  # of 19 and 5 steps
-    assert curve(one, "test_loss") == curve(two, "test_loss")
-
-
-@pytest.mark.long
 def test_a_row_that_another_layout_has_begun(run_on_ranks, tmp_path):
     """An epoch's loss, the first part of which is of two ranks that share their samples."""
     one, two = begin(run_on_ranks, FSDP, 2, {**DIGITS, "tpsize": 2}, tmp_path)
@@ -272,25 +242,12 @@ def test_a_row_that_another_layout_has_begun(run_on_ranks, tmp_path):
     assert curve(two, "train_loss") == pytest.approx(curve(one, "train_loss"), rel=1e-4)
 
 
-@pytest.mark.long
-def test_vit(run_on_ranks, tmp_path):
-    flags = {"preset": "debug", "batch_size": 8, "max_iters": 8, "checkpoint_every": 4, "dtype": "fp64"}
-    one, two = begin(run_on_ranks, VIT, 2, {**flags, "pp": 2}, tmp_path, ends_at=6)
-    assert go_on(run_on_ranks, VIT, 2, {**flags, "tpsize": 2}, two) == [""] * 2
-    assert curve(two) == pytest.approx(curve(one), rel=1e-9)
-
-
 ELSEWHERE = [
     pytest.param(1, {}, id="one device", marks=pytest.mark.long),
     pytest.param(4, {"pp": 2, "tpsize": 2}, id="pp2·tp2", marks=pytest.mark.long),
     pytest.param(4, {"pp": 2, "ep": 2}, id="pp2·dp2·ep2", marks=pytest.mark.long),
-    pytest.param(2, {"parallel": "zero1", "microbatches": 2}, id="zero1", marks=pytest.mark.long),
     pytest.param(4, {"parallel": "zero1", "tpsize": 2, "ep": 2}, id="zero1-tp-ep"),
-    pytest.param(4, {"parallel": "zero1", "pp": 2, "ep": 2}, id="zero1 on pp2·dp2·ep2", marks=pytest.mark.long),
-    pytest.param(2, {"parallel": "ddp"}, id="ddp", marks=pytest.mark.long),
-    pytest.param(4, {"parallel": "hsdp"}, id="hsdp", marks=pytest.mark.long),
     pytest.param(4, {"cp": 2, "cp_style": "ulysses", "tpsize": 2}, id="cp2·tp2", marks=pytest.mark.long),
-    pytest.param(4, {"ep": 4}, id="dp4·ep4", marks=pytest.mark.long),
     pytest.param(2, {"offload": True, "ep": 2}, id="dp2·ep2 on the host", marks=pytest.mark.long),
 ]
 
@@ -327,19 +284,6 @@ def test_lars_and_lamb_on_another_layout(run_on_ranks, tmp_path, text, optimizer
     one, two = begin(run_on_ranks, LM, 4, {**flags, "pp": 2, "tpsize": 2}, tmp_path)
     assert go_on(run_on_ranks, LM, 2, {**flags, "parallel": "zero1"}, two) == [""] * 2
     assert curve(two) == pytest.approx(curve(one), rel=1e-9)
-
-
-@pytest.mark.long
-def test_zero1_of_several_axes_on_another_layout(run_on_ranks, tmp_path, text):
-    """And by another technique, and back."""
-    flags = {**TEXT, "text": text}
-    one, two = begin(run_on_ranks, LM, 4, {**flags, "parallel": "zero1", "tpsize": 2}, tmp_path)
-    others = {"alone": (1, {}), "fsdp": (2, {}), "stages": (4, {"parallel": "zero1", "pp": 2})}
-    for name, (ranks, layout) in others.items():
-        folder = tmp_path / name
-        given = {**flags, **layout}
-        assert go_on(run_on_ranks, LM, ranks, given, folder, two / f"checkpoints/step-{EVERY}") == [""] * ranks
-        assert curve(folder) == pytest.approx(curve(one)[EVERY:], rel=1e-9)
 
 
 @pytest.mark.long

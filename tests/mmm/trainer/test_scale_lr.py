@@ -65,9 +65,7 @@ def run(rank, outdir, flags):
 
 LAYOUTS = [
     pytest.param("lamb", 2, {"tpsize": 2}, id="tp2, LAMB"),
-    pytest.param("lars", 4, {"pp": 2, "parallel": "fsdp"}, id="pp2·dp2, LARS", marks=pytest.mark.long),
     pytest.param("lamb", 4, {"parallel": "hsdp", "offload": True}, id="hsdp on the host, LAMB", marks=pytest.mark.long),
-    pytest.param("lamb", 2, {"parallel": "zero2"}, id="zero2, LAMB", marks=pytest.mark.long),
     pytest.param("lars", 2, {"pp": 2, "tie_word_embeddings": True}, id="pp2, tied, LARS", marks=pytest.mark.long),
 ]
 
