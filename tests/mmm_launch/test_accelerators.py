@@ -121,17 +121,3 @@ def test_apple(tmp_path):
     found = accelerators.find(tmp_path, {}, "cpu", "Darwin arm64")
     assert (found.device, found.count, found.why) == (None, 0, "an Apple GPU computes where --device mps says so")
     assert accelerators.find(tmp_path, {}, "cpu", "Darwin x86_64").device is None
-
-
-@pytest.mark.parametrize(
-    ("text", "build"),
-    [
-        ("cuda: Optional[str] = None\nhip: Optional[str] = None\nxpu: Optional[str] = None\n", "cpu"),
-        ("cuda: Optional[str] = '12.8'\nhip: Optional[str] = None\n", "cuda"),
-        ("cuda = '12.8'\nhip = None\n", "cuda"),
-        ("cuda: Optional[str] = None\nhip: Optional[str] = '6.4.4'\n", "hip"),
-        ("cuda = None\nxpu: Optional[str] = '20250101'\n", "xpu"),
-    ],
-)
-def test_what_torch_was_built_for_is_read_from_its_version_file(text, build):
-    assert accelerators.read_build(f"from typing import Optional\n__version__ = '2.9'\n{text}") == build

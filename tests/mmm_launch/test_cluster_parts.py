@@ -1,13 +1,11 @@
 """Binding, clocks, options, and what the hosts of a run are told."""
 
 import os
-import shlex
 import signal
 import socket
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 
@@ -15,7 +13,7 @@ from mmm_launch import main
 from mmm_launch.channel import commands
 from mmm_launch.channel.commands import RemoteAgent
 from mmm_launch.channel.failures import Failure
-from mmm_launch.contract import PORTS, Report
+from mmm_launch.contract import Report
 from mmm_launch.errors import LaunchError
 from mmm_launch.host.agent import numbers
 from mmm_launch.program.target import Target
@@ -24,7 +22,7 @@ from mmm_launch.spec import binding, hosts, walltime
 from mmm_launch.spec.hosts import Job
 from mmm_launch.spec.launch_spec import LaunchSpec, Value
 from support.clock import PATIENCE
-from support.launcher import SPAWNED_IN_LONG, START
+from support.launcher import SPAWNED_IN_LONG
 
 
 def test_cpu_lists():
@@ -329,21 +327,6 @@ def test_is_here():
     assert hosts.host_key("rack-hsn0-n1") == "rack-hsn0-n1"
 
 
-def test_a_free_port_is_none_that_a_connection_may_get(monkeypatch):
-    """Of all those that Linux gives to connections, and to servers that ask for any, it is the choice of none."""
-    found = {hosts.free_port(address) for address in ("", "127.0.0.1") for _ in range(20)}
-    assert all(port in PORTS for port in found)
-    assert len(found) > 20  # runs that begin at a time have others
-    given = Path("/proc/sys/net/ipv4/ip_local_port_range")
-    if given.exists():
-        low, high = map(int, given.read_text().split())
-        assert not found & set(range(low, high + 1)) or low <= PORTS[0]  # a site may give all
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        monkeypatch.setattr(hosts, "PORTS", [taken.getsockname()[1]])
-        assert hosts.free_port() not in (0, taken.getsockname()[1])
-
-
 def test_a_script_has_its_whole_path_and_pythons_builtins(launcher, tmp_path):
     launcher.write("t.py", "import os\nos.chdir('/')\nprint(__builtins__.len([0]), os.path.exists(__file__))")
     for how in ([], ["--no-prefork"]):
@@ -371,26 +354,6 @@ def test_stdout_that_takes_nothing(launcher, redirected, code, says):
         timeout=PATIENCE,
     )
     assert (done.returncode, done.stderr) == (code, says)
-
-
-@pytest.mark.parametrize(
-    "kind", ["", *(pytest.param(by, marks=pytest.mark.long) for by in ("--no-prefork", "host")), "rank"]
-)
-def test_stdin_that_is_closed(launcher, kind):
-    """Ranks get /dev/null, and nothing of launch's own takes the place of file descriptor 0."""
-    words = launcher.on_hosts(kind) if kind in ("host", "rank") else [kind] * bool(kind)
-    launcher.write("t.py", "import os\nopen('stdin-' + os.environ['RANK'], 'w').write(os.readlink('/proc/self/fd/0'))")
-    line = shlex.join([*START, *words, "-n", "2", "--device", "cpu", "python3", "t.py"]) + " <&-"
-    done = subprocess.run(
-        ["sh", "-c", line],
-        cwd=launcher.folder,
-        env=launcher.environment(),
-        stderr=subprocess.PIPE,
-        text=True,
-        timeout=PATIENCE,
-    )
-    assert done.returncode == 0, done.stderr
-    assert {(launcher.folder / f"stdin-{rank}").read_text() for rank in (0, 1)} == {"/dev/null"}
 
 
 def test_a_value_that_begins_with_a_dash():

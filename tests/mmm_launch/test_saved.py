@@ -4,14 +4,6 @@ import signal
 
 from support.launcher import SPAWNED_IN_LONG
 
-SLOW = """
-import os, signal, sys, time
-rank = os.environ["RANK"]
-open(f"ready-{rank}", "w").close()
-if rank == "1": time.sleep(1.5)  # longer than launch waits for the cause of a failure
-open(f"saved-{rank}", "w").close()
-sys.exit(75)
-"""
 ONE_FAILS = """
 import os, sys, time
 if os.environ["RANK"] == "0": sys.exit(75)
@@ -30,14 +22,6 @@ open(f"ready-{rank}", "w").close()
 [time.sleep(0.05) for _ in range(1800)]
 """
 SAYS = "launch: a signal has stopped the run, and its state is saved: --resume auto goes on from there\n"
-
-
-@SPAWNED_IN_LONG
-def test_all_ranks_have_time_to_save(launcher, how):
-    done = launcher.run(*how, "-n", "2", "python3", "-c", SLOW)
-    assert (done.returncode, done.stderr) == (75, SAYS)
-    assert (launcher.folder / "saved-1").exists()
-    assert launcher.gone(within=0.5)
 
 
 def test_a_failure_is_the_cause(launcher):

@@ -50,24 +50,6 @@ def refusal(*words):
     return str(caught.value)
 
 
-def test_modules_are_checked_without_importing_their_packages(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "pkg/space/inner").mkdir(parents=True)
-    (tmp_path / "pkg/__init__.py").write_text("raise SystemExit('imported')")
-    (tmp_path / "pkg/train.py").write_text("")
-    (tmp_path / "pkg/space/inner/run.py").write_text("")
-    target.check(target.parse(["python3", "-m", "pkg.train"]))
-    target.check(target.parse(["python3", "-m", "pkg.space.inner.run"]))  # folders without __init__.py
-    assert "Did you mean pkg.train?" in refusal("python3", "-m", "pkg.trian")
-    assert "package without a __main__" in refusal("python3", "-m", "pkg")
-    assert "Its modules: space, train." in refusal("python3", "-m", "pkg")
-    assert "pkg.train is not a package" in refusal("python3", "-m", "pkg.train.x")
-    assert "'nothing' is not in the current folder" in refusal("python3", "-m", "nothing.at.all")
-    assert "launch python3 pkg/train.py" in refusal("python3", "-m", "pkg/train.py")
-    (tmp_path / "pkg/__init__.py").write_text("__path__.append('/elsewhere')")
-    target.check(target.parse(["python3", "-m", "pkg.made_later"]))  # only python can know
-
-
 def test_scripts_and_programs(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").write_text("")

@@ -36,21 +36,6 @@ def told(launcher, rank=0):
     return (launcher.folder / f"told-{rank}").read_text()
 
 
-@SPAWNED_IN_LONG
-@pytest.mark.parametrize(
-    ("fault", "code", "text"),
-    [
-        ("raise", 1, f"rank 1 on {HOST}: RuntimeError: boom"),
-        ("exit", 7, "rank 1 exited with code 7"),
-        ("kill", 137, f"was killed by SIGKILL on {HOST}"),
-    ],
-)
-def test_a_rank_has_failed(launcher, how, fault, code, text):
-    launcher.write("t.py", PROGRAM)
-    assert launcher.run(*how, "-n", "2", "python3", "t.py", fault, clocks=PATIENT).returncode == code
-    assert told(launcher).endswith(text)
-
-
 def test_a_users_error(launcher):
     launcher.write("t.py", PROGRAM)
     assert launcher.run("-n", "2", "python3", "t.py", "user", clocks=PATIENT).returncode == 2

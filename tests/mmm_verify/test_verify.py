@@ -9,7 +9,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from mmm_lab.cli.main import main
 from mmm_verify import reference, verify
@@ -244,27 +243,3 @@ def test_command(tmp_path, monkeypatch, capsys):
     ):
         assert main([*line, *wrong]) == 2
         assert says in capsys.readouterr().err
-
-
-def over_a_flattened_mesh(model, mesh):
-    """Replicated over an axis that is made of two; gradients are left as sums."""
-    flat = mesh["dp", "ep"]._flatten("both")
-    for name, parameter in list(model.named_parameters()):
-        setattr(model, name, nn.Parameter(DTensor.from_local(parameter.data, flat, [Replicate()])))
-
-    def forward(x):
-        weight, bias = (p.to_local(grad_placements=[Partial()]) for p in (model.weight, model.bias))
-        return F.linear(x, weight, bias)
-
-    model.forward = forward
-
-
-def test_a_sum_over_a_flattened_mesh_is_made():
-    def batch():
-        return torch.randn(8, 4), torch.randn(8, 3)
-
-    def step(model, batch, mesh):
-        return F.mse_loss(model(batch[0]), batch[1]) / (1 if mesh is None else mesh.size())
-
-    verdict = verify(lambda: nn.Linear(4, 3), over_a_flattened_mesh, batch, step, "dp2,ep2", batch_axes=["dp", "ep"])
-    assert verdict.same, str(verdict)

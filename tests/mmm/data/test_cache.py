@@ -30,12 +30,6 @@ def slow_download(part):
     (part / "whole").write_text("second")
 
 
-def failing_download(part):
-    (part.parent / "asked").open("a").write("once\n")
-    time.sleep(2)  # until all others wait
-    raise OSError("no network")
-
-
 def race(folder, download, processes):
     """What each of several processes found."""
 
@@ -73,17 +67,6 @@ def test_without_locks_all_still_read_it_whole(tmp_path, monkeypatch):
     monkeypatch.setattr(cache, "lock", lambda descriptor: cache.Lock.NONE)
     monkeypatch.setattr(cache.socket, "gethostname", lambda: str(os.getpid()))  # as on several hosts
     assert race(tmp_path / "data", slow_download, 3) == [["half", "whole"]] * 3
-
-
-def test_processes_that_wait_share_a_refusal(tmp_path):
-    folder = tmp_path / "data"
-    assert race(folder, failing_download, 5) == ["no network"] * 5
-    assert asked(folder) == 1
-    with pytest.raises(Refused, match="no network"):  # one that comes later tries again
-        download_once(folder, failing_download)
-    assert asked(folder) == 2
-    download_once(folder, slow_download)
-    assert (folder / "whole").exists()
 
 
 def test_a_download_that_was_killed_leaves_nothing_to_read(tmp_path):

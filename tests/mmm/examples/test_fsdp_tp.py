@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import time
-from datetime import datetime
 from pathlib import Path
 
 import h5py
@@ -96,39 +95,6 @@ def marks_of(outdir):
     assert marks.shape == (6, data.sizes["rank"])
     assert (np.diff(marks, axis=0) >= 0).all(), marks
     return marks
-
-
-def test_startup(finished):
-    done, outdir = finished
-    marks = marks_of(outdir)
-    startup = json.loads((outdir / "config.json").read_text())["startup"]
-    assert startup["started_from"] == "launch"
-    assert marks.tolist() == [startup["marks"][mark] for mark in MARKS]
-    assert len(set(marks[0])) == 1  # one launch
-    shared = startup["imports"]["shared"]
-    assert shared["torch"] > 0.5
-    assert marks[1].min() - marks[0].max() > sum(shared.values())  # imported before the ranks began
-    assert all("torch" not in own for own in startup["imports"]["ranks"])
-    first_row = next(line for line in done.stdout.splitlines() if " - iter=0" in line)
-    logged = datetime.strptime(first_row[1:27], "%Y-%m-%d %H:%M:%S.%f").timestamp()
-    assert marks[5].max() <= logged < marks[5].max() + 30
-    assert "start-up: " in done.stdout
-    assert "once for all: torch" in done.stdout
-
-
-def test_same_losses_on_one_device_without_launch(finished, tmp_path, monkeypatch):
-    """A process that nothing started as a rank is one rank; the curve is that of dp2·tp2."""
-    site = {"name": "Frontier", "set": {"NCCL_CROSS_NIC": "1"}, "device_order": []}  # as launch tells ranks of it
-    monkeypatch.setenv("MMM_SITE", json.dumps(site))
-    sizes = {"preset": "debug", "seq_length": 16, "global_batch_size": 4, "eval_batches": 1, "eval_every": 3}
-    train(configure(Config, **sizes, outdir=tmp_path / "one", max_iters=7, dtype="fp64", plots=False))
-    one, four = (mmm.history.load(path) for path in (tmp_path / "one", finished[1]))
-    np.testing.assert_allclose(one.loss, four.loss, rtol=1e-9)
-    np.testing.assert_allclose(one.val_loss, four.val_loss, rtol=1e-9)
-    config = json.loads((tmp_path / "one" / "config.json").read_text())
-    assert (config["started_by"], config["startup"]["started_from"]) == ("alone", "process")
-    assert config["site"] == site
-    marks_of(tmp_path / "one")
 
 
 @pytest.mark.long

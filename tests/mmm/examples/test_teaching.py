@@ -2,11 +2,6 @@
 
 import json
 import math
-import re
-import socket
-import subprocess
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -24,13 +19,10 @@ from mmm.examples._support.text import resolve_own
 from mmm.models.draw import parameter_count
 from mmm.parallel import Layout, Techniques
 from mmm.runtime.device import choose_precision
-from mmm.traffic.collective_bytes import factor
 from mmm.trainer.config.command_line import configure
-from support.clock import PATIENCE
 from support.programs import run_program
 from support.runs import make_run
 
-LAUNCH = str(Path(sys.executable).parent / "launch")
 SIZES = {"seq_length": 16, "max_iters": 3, "global_batch_size": 8, "dtype": "fp64"}
 CPU = torch.device("cpu")
 
@@ -204,35 +196,6 @@ def test_collectives(run_on_ranks, ranks):
             "reduce_scatter": (whole[rank], [total[rank]]),
             "all_to_all": (whole[rank], [whole[r][rank] for r in range(ranks)]),
         }
-
-
-@pytest.mark.long
-def test_collectives_draw_and_time(run_on_ranks, tmp_path):
-    words = ["--sizes", "4096", "65537", "--repeats", "2"]
-    out = program(run_on_ranks, 2, "collectives", tmp_path, *words).splitlines()
-    at = next(i for i, line in enumerate(out) if "all-to-all" in line)
-    assert [line.split() for line in out[at + 1 : at + 3]] == [
-        ["rank", "0", "0", "1", "→", "0", "10"],
-        ["rank", "1", "10", "11", "→", "1", "11"],
-    ]
-    data = mmm.history.load(tmp_path)
-    assert data.bytes.values.tolist() == [4096, 65536]
-    for name in collectives.COLLECTIVES:
-        moved = data[f"{name}_seconds"] * data[f"{name}_gbps"] * 1e9
-        np.testing.assert_allclose(moved, factor(name, 2) * data.bytes, rtol=1e-9)
-
-
-@pytest.mark.long
-def test_a_rank_that_is_absent_is_named(tmp_path):
-    command = [LAUNCH, "-n", "3", "--device", "cpu", "python3", "-m", "mmm.examples.collectives", "--break", "absent"]
-    done = subprocess.run([*command, "--outdir", tmp_path], capture_output=True, text=True, timeout=PATIENCE)
-    assert done.returncode == 1
-    host = re.escape(socket.gethostname())
-    waits = r"all_reduce \(number \d+ of the world, ranks 0-2, \(3,\) Float\)"
-    assert re.search(rf"hang: rank 2 on {host} did not come to {waits} within 3 s", done.stderr), done.stderr
-    assert re.search(rf"  rank 2 \({host}\): before the first step, at mmm/examples/collectives.py", done.stderr)
-    assert re.search(rf"  ranks 0-1 .* waiting in {waits}, at mmm/examples/collectives.py", done.stderr)
-    assert mmm.history.state(tmp_path) == "failed"
 
 
 @pytest.mark.parametrize(

@@ -83,24 +83,6 @@ class Scalar:
         return 2.5
 
 
-@pytest.mark.parametrize(
-    ("row", "per_rank", "says"),
-    [
-        ({"loss": "low"}, None, r"loss='low' is not a number"),
-        ({"loss": None}, None, r"loss=None is not a number"),
-        ({"val/loss": 1.0}, None, r"'val/loss' cannot name.*val_loss"),
-        ({"host": 1.0}, None, r"'host' is a coordinate"),
-        ({}, {"dt": [1.0]}, r"'dt'\] has 1 values, and this run has 2 ranks"),
-    ],
-)
-def test_what_does_not_fit_is_refused(tmp_path, row, per_rank, says):
-    with History(tmp_path, ranks=ranks(2)) as history:
-        with pytest.raises(RecordError, match=says):
-            history.update(row, per_rank)
-        history.update({"loss": 1.0})
-    assert load(tmp_path).sizes["draw"] == 1
-
-
 def test_no_rows_is_a_dataset_too(tmp_path):
     with History(tmp_path, ranks=ranks(2)):
         assert load(tmp_path).sizes == {"draw": 0, "rank": 2}

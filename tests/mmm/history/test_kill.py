@@ -10,11 +10,8 @@ import sys
 import h5py
 import pytest
 
-import mmm.history
 from mmm.errors import RecordError
-from mmm.history import History, finalize, load, write_config
-from mmm.history.record.folder import cannot_write
-from mmm.history.record.journal import Journal
+from mmm.history import History, finalize, load
 
 RANKS = [{"rank": r, "host": "a"} for r in range(2)]
 WRITER = """
@@ -175,10 +172,6 @@ def full(*args):
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-def full_config(path, content):
-    raise cannot_write(path, OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
-
-
 def test_a_full_disk_keeps_what_is_there(tmp_path, monkeypatch):
     history = History(tmp_path, ranks=RANKS, flush_every=2)
     for step in range(4):
@@ -198,32 +191,3 @@ def test_a_full_disk_keeps_what_is_there(tmp_path, monkeypatch):
     history.update({"iter": 6})  # room again: nothing was lost, nothing is torn
     history.close()
     assert load(tmp_path)["iter"].values.tolist() == list(range(7))
-
-
-@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
-def test_a_full_device(tmp_path, monkeypatch):
-    history = History(tmp_path, ranks=RANKS, flush_every=1)
-    history.update({"iter": 0})
-    spare, full_device = history._journal._fd, os.open("/dev/full", os.O_WRONLY)
-    with monkeypatch.context() as patch:
-        patch.setattr(Journal, "ensure", lambda self: None)  # it would find that this is not the journal
-        history._journal._fd = full_device
-        with pytest.raises(RecordError, match="No space left on device"):
-            history.update({"iter": 1})
-    history._journal._fd = spare
-    os.close(full_device)
-    history.close()
-    assert load(tmp_path)["iter"].values.tolist() == [0, 1]
-
-
-def test_a_run_that_finished_stays_finished_without_the_last_line_of_its_config(tmp_path, monkeypatch, caplog):
-    """A disk may have room for the rows, and none for config.json, which is written beside the one that is there."""
-    write_config(tmp_path, {"module": "lm"})
-    with monkeypatch.context() as patch, History(tmp_path, ranks=RANKS) as history:
-        history.update({"iter": 0})
-        patch.setattr("mmm.history.record.ending.write_atomically", full_config)
-    assert mmm.history.state(tmp_path) == "finished"
-    assert load(tmp_path).attrs["state"] == "finished"
-    assert [p.name for p in sorted(tmp_path.iterdir())] == ["config.json", "train_dataset.h5"]
-    assert len(caplog.records) == 1
-    assert "config.json: No space left on device" in caplog.text

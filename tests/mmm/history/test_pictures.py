@@ -7,9 +7,9 @@ import pytest
 from mmm.history import History, load
 from mmm.history.plots.figures import metric_figure
 from mmm.history.plots.series import metrics
-from mmm.history.plots.style import style, theme
+from mmm.history.plots.style import style
 from mmm.history.plots.summary import summary_figure
-from mmm.palette import DARK, LIGHT, STEP_PARTS
+from mmm.palette import STEP_PARTS
 from mmm_lab.runs.curves import curves_figure
 from support.pictures import flaws
 
@@ -58,13 +58,3 @@ def test_one_thing_has_one_colour(run):
     alone = metric_figure(run, "dtf").axes[0].lines
     assert {str(line.get_color()) for line in alone if line.get_label().startswith("median")} == {STEP_PARTS["dtf"]}
     assert named["forward"].get_facecolor()[0].tolist()[:3] == pytest.approx([0x56 / 255, 0xB4 / 255, 0xE9 / 255])
-
-
-def test_themes():
-    import matplotlib
-
-    before = dict(matplotlib.rcParams)
-    assert theme() == LIGHT
-    with style("dark"):
-        assert theme() == DARK
-    assert dict(matplotlib.rcParams) == before

@@ -1,7 +1,5 @@
 """Plots exist and show something; a plot that fails costs a warning; the command prints a summary."""
 
-import json
-
 import pytest
 
 from mmm.errors import RecordError
@@ -43,20 +41,6 @@ def test_every_metric_has_a_picture_and_a_text(run, drawn):
     assert {p.stem for p in pngs.iterdir()} == {p.stem for p in svgs.iterdir()} == names | {"summary"}
     assert {p.stem for p in texts.iterdir()} == names
     assert sorted(drawn) == sorted([*pngs.iterdir(), *svgs.iterdir(), *texts.iterdir()])
-
-
-def test_terminal_plot_is_plain_and_fits(run):
-    text = terminal_plot(load(run), "dtf", width=70, height=14)
-    lines = text.splitlines()
-    assert "forward time" in text
-    assert "median of 4 ranks" in text
-    assert "1 row above the plot: 5.1 s at iter 0" in lines[-1]
-    assert len(lines) == 14
-    assert max(map(len, lines)) <= 70
-    assert "\x1b" not in text
-    assert "\x1b[" in terminal_plot(load(run), "dtf", width=70, height=14, color=True)
-    curve = {c for line in lines for c in line} & set("▖▗▘▝▀▄▌▐▙▟▛▜▚▞█")
-    assert curve
 
 
 def test_unknown_metric_names_the_known(run):
@@ -124,17 +108,3 @@ def test_the_limits_have_the_validation_loss_inside(tmp_path):
             history.update({"iter": step, "loss": 3.0 - 0.01 * step} | ({"val_loss": 1.0} if step == 9 else {}), {})
     figure = drawing.metric_figure(load(tmp_path / "run"), "loss")
     assert figure.axes[0].get_ylim()[0] < 1.0
-
-
-def test_the_summary_of_a_vision_run(tmp_path, capsys):
-    (tmp_path / "run").mkdir()
-    config = {"data": {"dataset": "digits", "source": "scikit-learn's"}}
-    (tmp_path / "run" / "config.json").write_text(json.dumps(config))
-    with History(tmp_path / "run", ranks=RANKS[:1]) as history:
-        for epoch, accuracy in enumerate((90.0, 97.5, 96.0), 1):
-            history.update({"epoch": epoch, "train_loss": 1 / epoch, "test_loss": 2 / epoch, "test_acc": accuracy}, {})
-    assert command.main([str(tmp_path / "run")]) == 0
-    text = capsys.readouterr().out
-    assert "  data       digits, scikit-learn's\n" in text
-    assert "  train_loss 0.333333 (first 1.000000, lowest 0.333333 at epoch 3)\n" in text
-    assert "  test_acc   96.00 (first 90.00, highest 97.50 at epoch 2)\n" in text

@@ -2,11 +2,9 @@
 
 import shutil
 import subprocess
-import time
 
 import pytest
 
-from mmm.history.record import repository
 from mmm.history.record.repository import commit_text, repository_of
 
 HASH = "0123456789abcdef"
@@ -56,21 +54,6 @@ def test_without_git_or_a_repository_nothing_is_started(tmp_path, monkeypatch):
     (tmp_path / ".git").mkdir()
     monkeypatch.setenv("PATH", str(tmp_path))
     assert repository_of(tmp_path / "train.py") is None
-
-
-@pytest.mark.parametrize(
-    ("script", "said"),
-    [("exec sleep 60", "git took more than 0.2 s"), ("echo fatal: dubious >&2; exit 128", "fatal: dubious")],
-)
-def test_a_git_that_hangs_or_fails_is_said(tmp_path, monkeypatch, script, said):
-    (tmp_path / ".git").mkdir()
-    (tmp_path / "git").write_text(f"#!/bin/sh\n{script}\n")
-    (tmp_path / "git").chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
-    monkeypatch.setattr(repository, "LONGEST_WAIT", 0.2)
-    began = time.monotonic()
-    assert repository_of(tmp_path / "train.py") == {"folder": str(tmp_path), "problem": said}
-    assert time.monotonic() - began < 30
 
 
 @pytest.mark.parametrize("odd", [None, [], {}, {"commit": None}, {"problem": "x"}, {"commit": 3}])

@@ -1,15 +1,11 @@
 """A record that goes on: one dataset, one curve, marks where; each row once."""
 
-import json
-
 import numpy as np
 import pytest
 
 from mmm.errors import RecordError
 from mmm.history import History, load, prepare
-from mmm.history.record.attempts import Attempt
 from mmm.history.record.dataset import marks_of
-from mmm.history.record.journal import Header, Journal
 from mmm.history.record.resume import Resume, check_over
 
 
@@ -76,20 +72,6 @@ def test_without_resume_it_is_refused_as_ever(tmp_path):
         prepare(tmp_path, "lm")
     prepare(tmp_path, "lm", goes_on=True)
     assert load(tmp_path)["iter"].values.tolist() == [0, 1]
-
-
-def test_a_run_that_goes_on_by_itself_is_left_alone(tmp_path):
-    check_over(tmp_path, None, True)  # there is none
-    journal = Journal(tmp_path / "journal.jsonl", Header(ranks(1), {}))
-    with pytest.raises(RecordError, match="is still writing"):
-        check_over(tmp_path, None, True)
-    config = {"attempt": {"of": "this", "number": 0}}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    check_over(tmp_path, Attempt("this", 1), True)  # launch has ended it
-    with pytest.raises(RecordError, match="is still writing"):
-        check_over(tmp_path, Attempt("other", 1), True)
-    journal.close()
-    check_over(tmp_path, None, False)
 
 
 def test_a_finished_run_without_checkpoints_does_not_begin_again(tmp_path):

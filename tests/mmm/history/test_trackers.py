@@ -30,22 +30,6 @@ def test_one_that_does_not_start(tmp_path, caplog, monkeypatch):
     assert "--tracker wandb could not start, and is given up: division by zero" in caplog.text
 
 
-def test_what_wandb_is_told(tmp_path, monkeypatch):
-    wandb = MagicMock()
-    monkeypatch.setitem(sys.modules, "wandb", wandb)
-    monkeypatch.delenv("WANDB_MODE", raising=False)
-    keep(tmp_path, Tracked("wandb", tmp_path, {"layout": "tp2"}))
-    given = wandb.init.call_args.kwargs
-    assert (given["mode"], given["dir"], given["config"]) == ("offline", str(tmp_path), {"layout": "tp2"})
-    run = wandb.init.return_value
-    assert [(call.args[0]["loss"], call.kwargs["step"]) for call in run.log.call_args_list] == [
-        (4.5, 0),
-        (4.25, 1),
-        (3.5, 2),
-    ]
-    run.finish.assert_called_once_with()
-
-
 def test_the_project(tmp_path, monkeypatch):
     """Given, else named by the tracker's own variable, else mmm."""
     wandb, mlflow = MagicMock(), MagicMock()
@@ -83,20 +67,6 @@ def test_the_log_and_the_config_are_kept_at_the_end(tmp_path, monkeypatch, caplo
     kept = [call.args[1] for call in mlflow.MlflowClient.return_value.log_artifact.call_args_list]
     assert kept == [str(tmp_path / "config.json"), str(tmp_path / "log.txt")]
     assert "given up" not in caplog.text
-
-
-def test_what_mlflow_is_told(tmp_path, monkeypatch):
-    mlflow = MagicMock()
-    monkeypatch.setitem(sys.modules, "mlflow", mlflow)
-    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
-    keep(tmp_path, Tracked("mlflow", tmp_path, {"layout": "tp2"}))
-    mlflow.MlflowClient.assert_called_once_with(f"sqlite:///{tmp_path / 'mlflow.db'}")
-    client = mlflow.MlflowClient.return_value
-    metrics = [(call.args[0], call.args[1], call.args[3]) for call in mlflow.entities.Metric.call_args_list]
-    assert ("val_loss", 4.75, 1) in metrics
-    assert len(metrics) == 7
-    assert client.log_batch.call_count == 4  # the parameters, and a row a step
-    assert client.set_terminated.called
 
 
 @pytest.mark.parametrize("name", ["tensorboard", "wandb", "mlflow"])

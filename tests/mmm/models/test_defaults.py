@@ -142,18 +142,3 @@ def test_a_subclass_that_draws_its_own_numbers_has_no_rule():
 
     with pytest.raises(ValueError, match=r"0\.weight"):
         weights.initialize(nn.Sequential(Small(2, 2)), 0)
-
-
-def test_whole_numbers_and_complex_ones_when_the_dtype_changes():
-    net = Own()
-    net.register_buffer("angles", torch.polar(torch.ones(4), torch.arange(4.0)))
-    draw.convert(net, torch.float64)
-    assert {name: value.dtype for name, value in net.state_dict().items()} == {
-        "scale": torch.float64,
-        "mask": torch.bool,
-        "count": torch.int64,
-        "angles": torch.complex128,
-        "up.weight": torch.float64,
-        "up.bias": torch.float64,
-    }
-    assert net.angles.imag.any()

@@ -130,24 +130,6 @@ def test_scaling_as_a_config_has_it():
         assert RopeScaling.of(nothing) is None
 
 
-@pytest.mark.parametrize(
-    ("given", "words"),
-    [
-        ({"rope_type": "yarn", "factor": 2.0}, "rope_type"),
-        ({"rope_type": "linear", "factor": 2.0, "truncate": 1}, "the unknown key truncate"),
-        ({"rope_type": "default", "factor": 2.0}, "has the unknown key factor: default takes none"),
-        ({"rope_type": "llama3", "factor": 8.0}, "lacks low_freq_factor, high_freq_factor, original_max"),
-        ({"factor": 8.0}, "rope_type"),
-        ({"rope_type": ["linear"], "factor": 8.0}, r"rope_type"),
-        ({"rope_type": "default", "type": "linear", "factor": 8.0}, "rope_type"),
-        ({"rope_type": "linear", "factor": "2"}, "factor is '2', which is no number"),
-    ],
-)
-def test_a_scaling_that_is_refused(given, words):
-    with pytest.raises(ValueError, match=words):
-        RopeScaling.of(given)
-
-
 @pytest.mark.parametrize("grouped", [pytest.param(True, marks=pytest.mark.long), False])
 def test_a_document_does_not_see_the_one_before(model, monkeypatch, grouped):
     """Documents in one sequence are computed as each alone; positions begin anew with each."""

@@ -139,17 +139,3 @@ def test_in_float32_the_first_steps_keep_their_digits():
             parameter.grad = torch.tensor([1.0, 2.0, -3.0, 0.1], dtype=parameter.dtype)
             optimizer.step()
     torch.testing.assert_close(single.double(), double, atol=3e-7, rtol=0)
-
-
-def test_a_closure_and_gradients_that_are_not_there():
-    used, unused = (nn.Parameter(torch.ones(2, 2)) for _ in range(2))
-    optimizer = make_layerwise("lamb", [used, unused], 0.1)
-
-    def closure():
-        loss = used.square().sum()
-        loss.backward()
-        return loss
-
-    assert optimizer.step(closure).item() == 4
-    assert (used < 1).all()
-    assert (unused == 1).all()

@@ -149,28 +149,3 @@ class Table(nn.Module):
 
     def forward(self, x):
         return self.linear(x + self.table)
-
-
-def narrow(rank, ranks, technique):
-    plan = Plan({}, fsdp_units=("inner",), checkpointed=("inner",))
-    outputs = []
-    for precision in (BF16, Precision("fp32", torch.float32, torch.float32)):
-        model = build(
-            Scaled, Layout(dp_shard=ranks), plan, precision=precision, data_parallel=technique, checkpointing="full"
-        )
-        x = own(torch.linspace(-1, 1, 32).view(8, 4).sin(), rank.rank, ranks)
-        output = model(x)
-        output.float().square().sum().backward()
-        outputs.append(output.float())
-        kept = {name: (b.dtype, b) for name, b in model.named_buffers() if name.endswith(("mean", "table"))}
-        assert {dtype for dtype, _ in kept.values()} == {torch.float32}
-    assert torch.equal(kept[next(n for n in kept if n.endswith("mean") and "running" not in n)][1], Scaled().mean)
-    with pytest.raises(ConfigError, match="bfloat16"):
-        build(lambda: Scaled(True), Layout(dp_shard=ranks), Plan({}, fsdp_units=()), precision=BF16)(x)
-    return (outputs[0] - outputs[1]).abs().max().item()
-
-
-@pytest.mark.parametrize(("ranks", "technique"), [(1, "fsdp"), (2, "fsdp"), (2, "ddp")])
-def test_buffers_in_bf16(run_on_ranks, ranks, technique):
-    for off in run_on_ranks(narrow, ranks, ranks, technique):
-        assert 0 < off < 0.1

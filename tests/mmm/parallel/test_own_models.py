@@ -2,8 +2,6 @@
 PyTorch on the full batch, or the model is refused by name, or `mmm verify` finds it."""
 
 import re
-import warnings
-from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -11,9 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from mmm.errors import ConfigError, UserError
+from mmm.errors import UserError
 from mmm.parallel import Layout, Plan, apply, build_mesh, materialize, meta_parameters
-from mmm.parallel.dp.fsdp import fsdp_units_of
 from mmm.parallel.own_model import check_own_model
 from mmm.runtime.device import Precision
 from mmm.trainer.loop.save import full_tensors
@@ -201,55 +198,9 @@ def test_the_table_of_the_page():
     assert table() in PAGE.read_text(encoding="utf-8"), table()
 
 
-class Filters(nn.Module):
-    """Complex weights in a dict, beside none of its own."""
-
-    def __init__(self):
-        super().__init__()
-        self.weights = nn.ParameterDict({"low": nn.Parameter(torch.ones(3, 4, dtype=torch.cfloat))})
-
-    def forward(self, x):
-        return x * self.weights["low"]
-
-
-class Nothing(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.extra = nn.Parameter(torch.zeros(0, 4))
-
-
-class Scripted(nn.Module):
-    def __init__(self):
-        super().__init__()
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            self.inner = torch.jit.script(nn.Linear(4, 4))
-
-
-def test_a_list_of_parameters_is_part_of_the_module_that_has_it():
-    model, plan = nn.Sequential(Filters(), nn.Linear(4, 4)), Plan({}, fsdp_units=())
-    assert fsdp_units_of(model, plan) == [[model[0]]]
-    check_own_model(model, plan, "fsdp")
-
-
 def test_a_forward_of_the_object_is_called():
     compiled = nn.Module()  # as torch.compile makes it
     compiled.inner = nn.Linear(4, 4)
     compiled.forward = compiled.inner.forward
     model = nn.Sequential(compiled, nn.Linear(4, 4))
     check_own_model(model, Plan({}, fsdp_units=("0",)), "fsdp")
-
-
-@pytest.mark.parametrize(
-    ("make", "technique", "says"),
-    [
-        (lambda: nn.Sequential(nn.Embedding(4, 4, sparse=True)), "ddp", "0 has sparse gradients"),
-        (Nothing, "fsdp", r"fsdp with extra of \(0, 4\): it has no elements"),
-        (Scripted, "fsdp", "fsdp with inner, of torch.jit: FSDP cannot gather it; use ddp"),
-        (Nothing, "ddp", None),
-        (Scripted, "ddp", None),
-    ],
-)
-def test_what_no_technique_can_shard(make, technique, says):
-    with nullcontext() if says is None else pytest.raises(ConfigError, match=says):
-        check_own_model(make(), Plan({}, fsdp_units=()), technique)

@@ -1,7 +1,7 @@
 """Names in a plan that fit no module are said, once, for the whole model."""
 
 import json
-from dataclasses import fields, replace
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -14,7 +14,7 @@ from mmm.layout import Techniques
 from mmm.models.transformer import Transformer, TransformerConfig
 from mmm.parallel import Layout, apply, build_mesh, meta_parameters
 from mmm.parallel.partition import partition_model
-from mmm.parallel.plan import NAMING, Plan, unmatched
+from mmm.parallel.plan import Plan, unmatched
 from mmm.parallel.plans.transformer import transformer_plan
 from mmm.parallel.tp.replicated import Replicated
 from mmm.runtime.device import Precision
@@ -44,20 +44,6 @@ WORDS = [
     "the plan names 'head' (tensor), and Net has no such module: it is passed over",
     "the plan names 'block.*' (fsdp_units), and Net has no such module: it is passed over; did you mean 'blocks.*'?",
 ]
-
-
-def test_every_field_that_names_modules_is_looked_at():
-    assert unmatched(RIGHT, Net()) == []
-    assert unmatched(WRONG, Net()) == WORDS
-    single = {"tensor": {"x": Replicated()}, "output": "x"}
-    for name in NAMING:
-        (text,) = unmatched(replace(RIGHT, **{name: single.get(name, ("x",))}), Net())
-        assert f"'x' ({name})" in text
-    for name in ("fsdp_units", "stages"):
-        (text,) = unmatched(replace(RIGHT, **{name: ("blocks.*", ("blocks.0", "x"))}), Net())
-        assert f"'x' ({name})" in text
-    other = {"sequence", "refused", "check", "optional"}
-    assert {field.name for field in fields(Plan)} == {*NAMING, *other}  # a new field is one or the other
 
 
 @pytest.mark.parametrize("name", models.NAMES)

@@ -22,8 +22,7 @@ from mmm.trainer.config.command_line import configure
 from mmm.trainer.config.layout import techniques_of
 from mmm_lab.parity.fixtures import plain_gpt
 from mmm_lab.parity.plans import plain_gpt_plan
-from support import anywhere, reference
-from support.clock import PATIENCE
+from support import reference
 
 CPU = torch.device("cpu")
 FP64 = Precision("fp64", torch.float64, torch.float64)
@@ -68,23 +67,6 @@ def test_gathers_and_their_bytes(run_on_ranks, techniques, calls):
         assert counted == calls
         assert by_axis == pytest.approx(formula)
         assert twice == total - again.get(calls, total)
-
-
-@pytest.mark.parametrize("when", ["always", "never"])
-@pytest.mark.parametrize(
-    ("layout", "pieces"),
-    [
-        (DP2, {}),
-        pytest.param(DP2, {"loss_chunks": 2, "offload": True}, marks=pytest.mark.long),
-        pytest.param(Layout(dp_replicate=2, dp_shard=2), {"data_parallel": "hsdp"}, marks=pytest.mark.long),
-        pytest.param(Layout(dp_shard=2, tp=2), {"checkpointing": "full"}, marks=pytest.mark.long),
-    ],
-    ids=str,
-)
-def test_same_numbers(run_on_ranks, layout, pieces, when):
-    pieces = {**pieces, "reshard_after_forward": when}
-    ranks = run_on_ranks(anywhere.train, layout.ranks, layout, pieces, timeout=PATIENCE)
-    anywhere.assert_same(ranks, reference.train("sgd", torch.float64, 2))
 
 
 def after_evaluation(rank):

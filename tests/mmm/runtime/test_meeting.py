@@ -1,6 +1,6 @@
 """How ranks find each other in a store that has outlived others: torchrun's, when it starts the ranks again."""
 
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
 import pytest
@@ -61,23 +61,3 @@ def test_ranks_that_start_again_meet_whatever_the_dead_have_left(victim, calls):
         attempt(store, {victim: calls})
     assert len(set(meet(store))) == 1
     assert len(set(meet(store))) == 1
-
-
-@pytest.mark.parametrize("before", ["nothing", "one was held", "one was counted", "one was begun", "all but one came"])
-def test_ranks_that_come_before_rank_0_wait_for_it(before):
-    """Nor do they take the dead for those that live."""
-    store = new_store()
-    if before == "one was held":
-        assert meet(store) == [1] * 3
-    elif before == "one was counted":
-        assert isinstance(attempt(store, {0: 1, 1: 0, 2: 0})[0], Died)
-    elif before == "one was begun":
-        assert isinstance(attempt(store, {0: 2, 1: 0, 2: 0})[0], Died)
-    elif before == "all but one came":
-        assert isinstance(attempt(store, {1: 0})[1], Died)
-    first, *others = ranks(3)
-    with ThreadPoolExecutor() as pool:
-        early = [pool.submit(rendezvous, store, other) for other in others]
-        assert not wait(early, 0.3).done
-        main = pool.submit(rendezvous, store, first)
-        assert {each.result(60) for each in [*early, main]} == {1 if before == "nothing" else 2}

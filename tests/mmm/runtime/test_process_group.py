@@ -114,24 +114,6 @@ def test_two_ranks_on_one_device_are_refused_before_its_backend_starts():
     assert fork_ranks(on_one_device, 2, timeout=PATIENCE) == [False, False]
 
 
-def leave_with_ddp(rank):
-    """As a program does: its function returns, and with it the model is gone."""
-
-    def program():
-        with process_group(rank, CPU, 60.0):
-            group = dist.new_group([0, 1])
-            model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2), process_group=group)
-            dist.all_reduce(torch.ones(30_000_000), group=group, async_op=True)
-        return len(list(model.parameters()))
-
-    return program()
-
-
-def test_a_program_with_ddp_ends_whatever_gloo_still_does(run_on_ranks):
-    """DDP's reducer would wait for a thread of gloo that waits for Python's lock."""
-    assert run_on_ranks(leave_with_ddp, 2, timeout=PATIENCE, fresh=True) == [2, 2]
-
-
 def test_a_fork_after_a_run_has_a_group_of_its_own():
     """Not the threads of the run's, for which it would wait."""
     with process_group(Rank(0, 1, 0, 1, "alone"), CPU):

@@ -5,12 +5,7 @@ import socket
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor.parallel import loss_parallel
 
-from mmm.models.transformer import Transformer, TransformerConfig
-from mmm.parallel import Layout, apply, build_mesh, cross_entropy, materialize
-from mmm.parallel.plans.transformer import transformer_plan
-from mmm.runtime.device import Precision
 from mmm.runtime.process_group import all_gather, reduce_scatter
 from mmm.traffic.collective_bytes import RECEIVE, Call, factor
 from mmm.traffic.count import count_traffic
@@ -76,29 +71,6 @@ def test_gloo_sends_what_is_worked_out(run_on_ranks, ranks, part, times):
     for rank, found in enumerate(run_on_ranks(each_call, ranks, part, times)):
         for name, (worked_out, sent) in found.items():
             assert worked_out == pytest.approx(sent, rel=0.01, abs=4 * RECEIVE), (name, rank)
-
-
-def a_step(rank):
-    config = TransformerConfig(dim=64, n_layers=2, n_heads=4, n_kv_heads=2, ffn_dim=96, vocab_size=256)
-    mesh = build_mesh(Layout(tp=2).fit(4), "cpu")
-    with torch.device("meta"):
-        model = Transformer(config)
-    apply(model, mesh, transformer_plan(), Precision("fp32", torch.float32, torch.float32))
-    materialize(model, CPU, 0)
-    tokens = torch.arange(4 * 32).view(4, 32)
-
-    def step() -> None:
-        with loss_parallel():
-            cross_entropy(model(tokens), tokens, tokens.numel()).backward()
-
-    step()
-    return measured(step, mesh)
-
-
-@pytest.mark.long
-def test_a_step_of_fsdp_and_tp(run_on_ranks):
-    for worked_out, sent in run_on_ranks(a_step, 4):
-        assert worked_out == pytest.approx(sent, rel=0.01)
 
 
 def test_sockets_are_counted_exactly():

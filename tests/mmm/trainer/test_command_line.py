@@ -5,14 +5,14 @@ import sys
 
 import pytest
 
-from mmm.errors import LayoutError, UserError, config_field
+from mmm.errors import LayoutError, UserError
 from mmm.parallel import Layout, Techniques, batch_sizes
 from mmm.parallel.compile import check_compile
 from mmm.parallel.plans.transformer import transformer_plan
 from mmm.parallel.pp.schedules import check_pipeline
 from mmm.parallel.rules import check_cp_style
 from mmm.trainer import lm
-from mmm.trainer.config.command_line import host_left_out, parse, run_main, with_flags, without_none
+from mmm.trainer.config.command_line import host_left_out, parse, with_flags, without_none
 
 PP2, PLAN = Layout(pp=2, dp_shard=1), transformer_plan()
 
@@ -58,20 +58,6 @@ def test_the_line_that_fits_is_the_users_own(monkeypatch):
         Layout(tp=3).fit(4)
     line = "start that many, `launch -n 3 --device cpu python3 'train me.py' --tpsize 3`, or change the layout"
     assert line in with_flags(refused.value)
-
-
-def test_a_program_says_flags(monkeypatch, capsys):
-    for name in ("RANK", "WORLD_SIZE"):
-        monkeypatch.delenv(name, raising=False)
-
-    def program():
-        name = config_field("microbatches")
-        raise LayoutError(f"{name} 3: microbatches-like words, and `{name}` too")
-
-    with pytest.raises(SystemExit) as left:
-        run_main(program)
-    assert left.value.code == 2
-    assert capsys.readouterr().err == "error: --microbatches 3: microbatches-like words, and `--microbatches` too\n"
 
 
 def test_help_has_real_defaults(monkeypatch, capsys):

@@ -165,17 +165,3 @@ def test_layouts_that_do_not_fit(changes, layout, words):
     with pytest.raises(LayoutError, match=re.escape(words)):
         check_gpt(config, Layout(**{"dp_shard": 1, **layout}), seq)
     check_gpt(dataclasses.replace(config, block_size=32, vocab_size=97), Layout(dp_shard=1, tp=4), 32)
-
-
-def test_other_weights_than_the_flags_say(alone, tmp_path, capsys):
-    begin = {"init_from": alone, "n_layers": None, "dim": None, "n_heads": None}
-    for flags, words in (
-        ({"model": "transformer", "dropout": None, "bias": False}, "--model transformer and --init_from"),
-        ({"n_layers": 3}, "has n_layers 2, and the flags say 3"),
-        ({"seq_length": 32}, "seq_length 32: the model has positions for block_size 16"),
-    ):
-        with pytest.raises(UserError, match=re.escape(words)):
-            run(None, tmp_path / "run", {**begin, **flags})
-    assert cli.main(["export", str(alone), str(tmp_path / "out")]) == 2
-    assert "step-3" in capsys.readouterr().err
-    assert list(tmp_path.iterdir()) == []

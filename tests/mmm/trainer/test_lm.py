@@ -11,7 +11,7 @@ import torch
 
 import mmm.history
 from mmm.data.text.prepare import Preparation, prepare
-from mmm.errors import DataError, DivergedError, RecordError, UserError
+from mmm.errors import DivergedError, RecordError, UserError
 from mmm.models.experts import transformer_of
 from mmm.trainer import lm
 from mmm.trainer.config.command_line import configure
@@ -135,24 +135,6 @@ def test_packed_documents_on_every_layout(run_on_ranks, packed, tmp_path, ranks,
     weights = dict(saved(tmp_path).named_parameters())
     for name, parameter in saved(packed.outdir).named_parameters():
         torch.testing.assert_close(weights[name], parameter, rtol=1e-8, atol=1e-10)
-
-
-def test_a_step_without_targets_ends_the_run(tmp_path):
-    text = "a#" * 2000 + "aaaa#" * 200  # bytes, "#" left out: documents of one token, then of four
-    (tmp_path / "text").write_text(text)
-    prepare(Preparation((tmp_path / "text",), tmp_path / "tokens", separator="#"), 1)
-    flags = SMALL | {"global_batch_size": 1, "eval_every": 0}
-    with pytest.raises(DataError, match=r"no token in the global batch of step \d has a target"):
-        lm.train(
-            configure(lm.Config, **flags, text=(tmp_path / "tokens",), document_mask=True, outdir=tmp_path / "run")
-        )
-    torch.distributed.destroy_process_group()  # a run that fails leaves it
-    (tmp_path / "text").write_text("a#" * 3000)
-    prepare(Preparation((tmp_path / "text",), tmp_path / "single", separator="#"), 1)
-    with pytest.raises(DataError, match="none of its 2700 documents has two tokens"):
-        lm.train(
-            configure(lm.Config, **flags, text=(tmp_path / "single",), document_mask=True, outdir=tmp_path / "other")
-        )
 
 
 def test_the_loss_of_packed_documents_is_that_of_each_alone(packed):

@@ -188,33 +188,6 @@ def test_what_differs_by_rank_is_refused(run_on_ranks, tmp_path):
     assert said.startswith("head.weight in state= is not the same on all ranks, which have it in full")
 
 
-def keeps_rows(step, state):
-    """What an optimizer keeps that is neither a number nor sharded as its parameter is."""
-    parameter = state["opt_d"].param_groups[0]["params"][0]
-    state["opt_d"].state[parameter]["rows"] = torch.zeros(3, 3)
-
-
-def keeps_a_list(step, state):
-    parameter = state["opt_d"].param_groups[0]["params"][0]
-    state["opt_d"].state[parameter]["rows"] = [torch.zeros(3)]
-
-
-@pytest.mark.parametrize(
-    ("body", "words"),
-    [
-        (
-            keeps_rows,
-            "[3, 3]",
-        ),
-        (keeps_a_list, "opt_d's"),
-    ],
-)
-def test_what_an_optimizer_keeps_is_refused_after_the_first_step(run_on_ranks, tmp_path, body, words):
-    for said in run_on_ranks(own_loop.train, 2, flags_of(tmp_path), None, no_change, body, timeout=120):
-        assert words in said
-    assert len(curve(tmp_path)) == 1
-
-
 def no_change(state):
     return None
 

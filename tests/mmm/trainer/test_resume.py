@@ -3,7 +3,6 @@
 import json
 import math
 import os
-import re
 import shutil
 import signal
 from pathlib import Path
@@ -18,7 +17,6 @@ from mmm.checkpoint import Saver, read_manifest
 from mmm.checkpoint.manifest import FileSum
 from mmm.data.text.prepare import Preparation, prepare
 from mmm.errors import ConfigError
-from mmm.history.plots.figures import metric_figure
 from mmm.history.record.dataset import marks_of
 from mmm.history.record.folder import JOURNAL
 from mmm.history.record.journal import read_journal
@@ -177,61 +175,12 @@ def test_the_rows_that_a_checkpoint_counts_are_on_the_disk(run_on_ranks, tmp_pat
     assert run_on_ranks(counted, 1, flags) == [[(4, 4), (8, 8)]]
 
 
-# Ranks, layout, and the step before which the run ends.
-CUTS = [
-    (4, {}, 3),
-    (2, {"tpsize": 2}, 5),
-    (4, {"pp": 2}, 7),
-    (4, {}, 9),
-    (2, {"tpsize": 2}, 11),
-    (4, {"pp": 2}, None),
-]
-
-
-@pytest.mark.long
-def test_five_cuts_on_three_layouts_make_one_curve(run_on_ranks, tmp_path, text):
-    flags = {**TEXT, "text": text, "max_iters": 12, "checkpoint_every": 2}
-    one, two = tmp_path / "one", tmp_path / "two"
-    assert run_on_ranks(train, 1, LM, {**flags, "outdir": one}) == [""]
-    for ranks, layout, ends_at in CUTS:
-        given = {**flags, **layout, "outdir": two, "resume": Path("auto")}
-        ended = run_on_ranks(train, ranks, LM, given, ends_at, timeout=120)
-        assert ended == ["" if ends_at is None else "ended"] * ranks
-    ds = mmm.history.load(two)
-    assert ds["iter"].values.tolist() == list(range(12))
-    assert ds["loss"].values.tolist() == pytest.approx(curve(one), rel=1e-9)
-    marks = [(mark["draw"], mark["step"], mark["layout"]) for mark in marks_of(ds)]
-    assert marks == [(2, 2, "tp2"), (4, 4, "pp2·dp2"), (6, 6, "dp4"), (8, 8, "tp2"), (10, 10, "pp2·dp2")]
-    (axes,) = metric_figure(ds, "loss").axes
-    dotted = [line.get_xdata()[0] for line in axes.lines if line.get_linestyle() == ":"]
-    assert dotted == [1.5, 3.5, 5.5, 7.5, 9.5]
-
-
 @CAN_MOUNT
 def test_a_folder_that_is_read_only(run_on_ranks, tmp_path, text):
     with small_disk(tmp_path, "ro"):
         found = run_on_ranks(train, 2, LM, {**TEXT, "text": text, "outdir": tmp_path / "run"})
     words = f"cannot make the folder {tmp_path}/run: Read-only file system. Give an --outdir you may write to."
     assert found == [words] * 2
-
-
-@pytest.mark.long
-@CAN_MOUNT
-def test_a_full_disk_does_not_end_the_run(run_on_ranks, tmp_path, text):
-    flags = {**TEXT, "text": text, "max_iters": 6, "checkpoint_every": 2, "outdir": tmp_path / "a/run"}
-    assert run_on_ranks(train, 2, LM, flags) == ["", ""]
-    size = sum(path.stat().st_size for path in (tmp_path / "a/run/checkpoints/step-6").iterdir())
-    (tmp_path / "b").mkdir()
-    with small_disk(tmp_path / "b", f"size={int(1.5 * size) // 1024}k"):
-        outdir = tmp_path / "b/run"
-        assert run_on_ranks(train, 2, LM, {**flags, "outdir": outdir}) == ["", ""]
-        assert os.listdir(outdir / "checkpoints") == ["step-2"]
-        assert curve(outdir) == curve(tmp_path / "a/run")
-        notes = json.loads((outdir / "config.json").read_text())["notes"]
-        assert [note for note in notes if re.match(r"no checkpoint of step [46]: .*No space left on device", note)]
-        again = {**flags, "outdir": tmp_path / "c", "resume": outdir}
-        assert run_on_ranks(train, 1, LM, again) == [""]
-    assert curve(tmp_path / "c") == pytest.approx(curve(tmp_path / "a/run")[2:], rel=1e-9)
 
 
 @pytest.mark.long

@@ -2,10 +2,7 @@
 
 import json
 import math
-import os
 import re
-import subprocess
-import sys
 import time
 import warnings
 from contextlib import ExitStack, suppress
@@ -26,8 +23,6 @@ from mmm.trainer.config.run import BaseOptions, RunOptions
 from mmm.trainer.lm import resolve
 from mmm.trainer.run.standard import start_run
 from mmm_lab.runs.runs import read_run
-from mmm_verify.testing import free_port
-from support.clock import PATIENCE
 from support.pool import program_on
 from support.runs import make_run
 
@@ -199,34 +194,6 @@ def test_data_and_options_that_differ_are_refused_and_paths_are_not(run_on_ranks
         assert first == second
         assert re.search(words, first[1]), first[1]
         assert not (tmp_path / "run").exists()
-
-
-PROGRAM = ["-m", "mmm.examples.collectives", "--device", "cpu"]
-
-
-@pytest.mark.long
-def test_a_folder_that_rank_0_cannot_have_ends_all_at_once(tmp_path):
-    """Without launch nobody ends the others."""
-    (tmp_path / "file").write_text("x")
-    shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, *PROGRAM, "--outdir", str(tmp_path / "file")],
-            stderr=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env={**os.environ, **shared, "RANK": str(rank)},
-        )
-        for rank in range(2)
-    ]
-    try:
-        said = [rank.communicate(timeout=PATIENCE) for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    assert [rank.returncode for rank in ranks] == [2, 2]
-    assert said[0][1].startswith(f"error: --outdir {tmp_path / 'file'} is a file")
-    assert said[1] == ("", "")
 
 
 def float32_flags():

@@ -94,32 +94,6 @@ def test_digits_stand_in_and_the_record_says_so(tmp_path, monkeypatch, capsys):
     assert config["global_batch_size"] == 32
 
 
-@pytest.mark.long
-@pytest.mark.parametrize(
-    ("program", "flags", "layout"),
-    [
-        (vit, "--pp 2 --schedule GPipe", "pp2·dp2"),
-        (cnn_trainer, "--pp 2 --tp 2 --microbatches 4", "pp2·tp2"),
-        (cnn_trainer, "--dp_replicate 2 --tp 2 --microbatches 3", "dp_replicate2·tp2"),
-    ],
-)
-def test_losses_of_one_rank_on_several_axes(run_on_ranks, tmp_path, program, flags, layout):
-    config = {"dataset": "digits", "max_iters": 4, "global_batch_size": 8, "dtype": "fp64", "lr": 0.03, "plots": False}
-    config |= {"image_size": 16, "patch_size": 4, "channels": 1} if program is vit else {}
-    words = [w for name, value in config.items() if not isinstance(value, bool) for w in (f"--{name}", str(value))]
-    run(run_on_ranks, 4, program.__name__, tmp_path / "many", *words, *flags.split())
-    program.train(configure(program.Config, **config, outdir=tmp_path / "one"))
-    recorded = json.loads((tmp_path / "many/config.json").read_text())
-    assert recorded["layout"] == layout
-    one, many = (mmm.history.load(tmp_path / name) for name in ("one", "many"))
-    for name in ("loss" if program is vit else "train_loss", "test_loss"):
-        np.testing.assert_allclose(many[name], one[name], rtol=1e-9)
-    # Every rank holds about its part; what is replicated over tp (norms, convolutions) makes the sum a little more.
-    assert (
-        1 <= sum(recorded["local"]) / recorded["parameters"] < (2.2 if recorded["mesh"]["dp_replicate"] == 2 else 1.2)
-    )
-
-
 @pytest.mark.parametrize(
     ("program", "config", "words"),
     [

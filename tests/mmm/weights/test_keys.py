@@ -1,7 +1,5 @@
 """Keys of a config.json beyond the usual ones: passed over by name, or refused; and their values."""
 
-import dataclasses
-
 import pytest
 
 from mmm.errors import CheckpointError
@@ -11,34 +9,6 @@ from mmm.weights.open_weights import open_weights
 from support.llamas import CONFIG, write_hugging_face
 
 LLAMA_3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32}
-
-
-@pytest.mark.parametrize(
-    ("keys", "named"),
-    [
-        ({"unsloth_version": "2025.3", "unsloth_fixed": True}, "unsloth_version, unsloth_fixed"),
-        ({"max_sequence_length": 2048, "model_max_length": 64}, "max_sequence_length, model_max_length"),
-        (
-            {"temperature": 0.6, "top_p": 0.9, "do_sample": True, "max_length": 9},
-            "temperature, top_p, do_sample, max_length",
-        ),
-        ({"key_of_the_next_version": {"a": 1}}, "key_of_the_next_version"),
-        ({"_attn_implementation": "sdpa", "use_flash_attn": True}, "_attn_implementation, use_flash_attn"),
-        ({"sliding_thing": None, "expert_list": []}, "sliding_thing, expert_list"),
-        ({"rope_scaling": {"rope_type": "default", "factor": 2.0}}, "rope_scaling.factor"),
-        ({"rope_scaling": {"rope_type": "linear", "factor": 1.0, "mscale": 1.0}}, "rope_scaling.mscale"),
-        ({"quantization_config": None, "attention_bias": None, "layer_types": ["full_attention"] * 2}, ""),
-        ({"num_key_value_heads": 2, "partial_rotary_factor": None, "hidden_act": "swish"}, ""),
-    ],
-    ids=lambda value: str(value)[:40],
-)
-def test_what_is_passed_over(tmp_path, keys, named):
-    read = open_weights(write_hugging_face(tmp_path / "a", {**CONFIG, **keys}))
-    plain = config_of(open_weights(write_hugging_face(tmp_path / "b")))
-    scaling = RopeScaling("linear", 1.0) if "linear" in str(keys) else None
-    assert config_of(read) == dataclasses.replace(plain, rope_scaling=scaling)
-    notes = (f"passed over, without effect on the computation: {named}",) if named else ()
-    assert read.metadata.notes == notes
 
 
 @pytest.mark.parametrize(

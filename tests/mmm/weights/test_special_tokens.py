@@ -116,23 +116,6 @@ def test_a_tokenizer_that_is_none(tmp_path):
     assert open_weights(folder_of(tmp_path / "sp", b"text", "tokenizer.model")).metadata.bos == ()
 
 
-@pytest.mark.parametrize(
-    ("generation", "eos"),
-    [
-        ({"eos_token_id": 7}, (7,)),
-        ({"eos_token_id": [66, 7]}, (66, 7)),
-        ({"eos_token_id": None, "temperature": 0.6}, (66,)),
-        ({}, (66,)),
-    ],
-)
-def test_what_generation_config_ends_texts_with(tmp_path, generation, eos):
-    path = write_hugging_face(tmp_path / "hf")
-    (path / "generation_config.json").write_text(json.dumps(generation))
-    assert open_weights(path).metadata.eos == eos
-    export(open_weights(path), tmp_path / "again", None, 10**9, print)
-    assert open_weights(tmp_path / "again").metadata.eos == eos
-
-
 def test_a_generation_config_that_is_damaged(tmp_path):
     path = write_hugging_face(tmp_path / "hf")
     for content, words in (

@@ -1,11 +1,7 @@
 """Which tensors a folder of Hugging Face's means where its files contradict each other: as transformers takes it."""
 
-import json
-
-import pytest
 import torch
 
-from mmm.errors import CheckpointError
 from mmm.generate import config_of
 from mmm.models.transformer import Transformer
 from mmm.weights.open_weights import open_weights
@@ -61,18 +57,3 @@ def test_other_files_beside_the_one(tmp_path):
     write_hugging_face(tmp_path / "hf")
     write_safetensors(tmp_path / "hf" / "consolidated.safetensors", {"tok_embeddings.weight": torch.ones(2)})
     assert_computes(tmp_path / "hf", tensors(CONFIG))
-
-
-@pytest.mark.parametrize("index", [True, False], ids=["with an index", "without one"])
-def test_a_tensor_in_two_files(tmp_path, index):
-    weights = tensors(CONFIG)
-    folder = write_hugging_face(tmp_path / "hf", CONFIG, weights, files=2)
-    file = folder / "model-00002-of-00002.safetensors"
-    names = {**json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]}
-    both = {name: weights[name] for name, of in names.items() if of == file.name}
-    write_safetensors(file, {**both, EMBEDDING: weights[EMBEDDING] + 1})
-    if not index:
-        (folder / "model.safetensors.index.json").unlink()
-    words = f"{EMBEDDING} is in model-00001-of-00002.safetensors and in {file.name}: remove the file that is wrong"
-    with pytest.raises(CheckpointError, match=words):
-        open_weights(folder)

@@ -6,7 +6,6 @@ from mmm.errors import ConfigError, RecordError
 from mmm.history import History, write_config
 from mmm.palette import DARK
 from mmm_lab.cli import compare as command
-from mmm_lab.cli.main import main as mmm
 from mmm_lab.runs.overlay import overlaid, overlay_figure
 from mmm_lab.runs.runs import read_run
 from support.pictures import flaws
@@ -65,29 +64,6 @@ def test_how_far_runs_are_apart(tmp_path, capsys):
     ]
 
 
-def test_losses_that_are_no_numbers(tmp_path, capsys):
-    """What no plot can show is left out of it, and said."""
-    nan, inf = float("nan"), float("inf")
-    made = {"a": [3.0, 2.0, nan, nan], "b": [3.0, -1.7e308, 1.7e308, 2.5], "c": [3.0, inf]}
-    runs = [str(made_run(tmp_path / name, losses)) for name, losses in made.items()]
-    assert command.main(runs) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert [line.partition(";")[0] for line in lines[-5:]] == [
-        "  a a: 2 at iter 1",
-        "  b b: 2.5 at iter 3",
-        "  c c: 3 at iter 0",
-        "  a a: its newest loss is not finite",
-        "  c c: its newest loss is not finite",
-    ]
-    for run, said in zip(
-        runs, ("2 rows without: none since iter 1", "1 row above the plot: 1.7e+308 at iter 2", "inf"), strict=True
-    ):
-        assert mmm(["history", run]) == 0
-        assert said in capsys.readouterr().out
-    assert mmm(["compare", *[str(made_run(tmp_path / name, [1.7e308] * 3)) for name in "de"]]) == 2
-    assert "d: no row that has loss" in capsys.readouterr().err
-
-
 def test_by_step_tokens_and_hours(two):
     runs = [read_run(folder, None) for folder in two]
     places = {by: [s.x.tolist() for s in overlaid(runs, "loss", by)] for by in ("step", "tokens", "hours")}
@@ -126,18 +102,3 @@ def test_pictures(two, tmp_path, capsys):
     hidden, above, other = [line.get_linewidth() for line in alike.axes[0].lines]
     assert hidden > above == other  # it is seen beside the line that lies on it
     assert flaws(figure) == flaws(alike) == []
-
-
-def test_what_the_user_can_fix(two, tmp_path, capsys):
-    other = made_run(tmp_path / "other", [1.0], metric="accuracy")
-    for argv, said in (
-        ([two[0]], "takes 2 to 26 runs, and 1 is given"),
-        ([*two, "--metric", "speed"], "not all of these runs have a 'speed'. All have: loss, tps, dt."),
-        ([two[0], other, "--metric", "loss"], "not all of these runs have a 'loss'. All have: tps, dt."),
-        ([two[0], tmp_path / "none"], "is no folder"),
-        ([two[0], tmp_path], "holds no run's record"),
-    ):
-        assert mmm(["compare", *map(str, argv)]) == 2
-        err = capsys.readouterr().err
-        assert said in err
-        assert len(err.splitlines()) == 1

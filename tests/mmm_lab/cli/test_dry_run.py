@@ -12,7 +12,6 @@ from mmm_lab.cli.dry_run import target_of
 from mmm_launch.errors import LaunchError
 
 PAGE = (Path(__file__).parent.parent.parent.parent / "docs" / "your-script.md").read_text(encoding="utf-8")
-EXAMPLE = ["python3", "-m", "mmm.examples.fsdp_tp"]
 
 
 @pytest.mark.parametrize(
@@ -33,20 +32,6 @@ def test_a_program_that_is_not_there():
         target_of(["python3", "-m", "mmm.examples.fsdp_pt"])
     with pytest.raises(LaunchError, match=r"no such script: no_such\.py"):
         target_of(["no_such.py"])
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["0"], "mmm dry-run 0: it must be at least 1 rank"),
-        (["8", "--rank", "8"], "--rank 8"),
-        (["8", "--memory", "64 apples"], "--memory 64"),
-        (["8", "--json", "no/such/x"], "--json no/such/x"),
-    ],
-)
-def test_values_that_are_wrong(capsys, words, message):
-    assert cli.main(["dry-run", *words, "--", *EXAMPLE]) == 2
-    assert message in capsys.readouterr().err
 
 
 @pytest.fixture
@@ -74,26 +59,6 @@ def test_a_script_of_ones_own(dry_run):
     assert report["command"][:2] == ["mmm", "dry-run"]
     assert report["ranks"][0]["coordinates"] == {"pp": 0, "dp_replicate": 0, "dp_shard": 2, "cp": 0, "tp": 0}
     assert sorted(path.name for path in Path().iterdir()) == ["denoise.py", "report.json"]
-
-
-PROGRAMS = {
-    "import torch.distributed as dist\ndist.init_process_group('gloo')": (
-        2,
-        "mmm: error: dry run: the program makes its process group itself, by torch.distributed.init_process_group",
-    ),
-    "print(1)": (2, "mmm: error: dry run: the program has started no run, which is by `start_run`"),
-    "raise SystemExit('no shard is left')": (1, "no shard is left\n"),
-    "raise SystemExit(5)": (5, ""),
-    "raise KeyError('no shard')": (1, "KeyError: 'no shard'"),
-}
-
-
-@pytest.mark.parametrize("program", PROGRAMS)
-def test_a_program_that_starts_no_run(dry_run, program):
-    Path("t.py").write_text(program)
-    code, out, err = dry_run("8", "--", "t.py")
-    assert (code, out) == (PROGRAMS[program][0], "")
-    assert PROGRAMS[program][1] in err
 
 
 @pytest.mark.long

@@ -6,8 +6,6 @@ import sys
 
 import pytest
 
-from mmm_lab.cli.main import main as mmm
-
 MMM = [sys.executable, "-m", "mmm_lab.cli.main"]
 
 
@@ -29,21 +27,3 @@ def test_output_that_nobody_takes(argv):
     command = 'exec "$0" -m mmm_lab.cli.main "$@" >&-'
     done = subprocess.run(["bash", "-c", command, sys.executable, *argv], stderr=subprocess.PIPE, text=True)
     assert (done.returncode, done.stderr) == (0, "")
-
-
-@pytest.mark.parametrize(
-    ("argv", "said"),
-    [
-        ("doctor --timeout inf", "--timeout"),
-        ("doctor --timeout 1e300", "--timeout 1e+300"),
-        ("diverge a b --tolerance nan", "--tolerance"),
-        ("diverge a b --tolerance -1", "--tolerance -1"),
-        ("runs --sort", "--sort"),
-        ("compare a --by miles", "--by"),
-    ],
-)
-def test_numbers_and_words_that_are_none(argv, said, capsys):
-    assert mmm(argv.split()) == 2
-    out, err = capsys.readouterr()
-    assert (out, err.count("\n")) == ("", 1)
-    assert said in err

@@ -23,23 +23,6 @@ LLAMA_CONFIG = {
 }
 
 
-def test_a_machine_of_ones_own_has_as_many_hosts_as_its_file_says(tmp_path, capsys, monkeypatch):
-    dgx = json.loads((BUILT_IN / "dgx-h100.json").read_text())
-    (tmp_path / "mybox.json").write_text(
-        json.dumps(dgx | {"name": "MyBox", "hosts": 2, "match": {}, "scheduler": "", "script": []})
-    )
-    monkeypatch.setenv("MMM_MACHINES", str(tmp_path))
-    script = tmp_path / "job.sh"
-    asked = ["plan", "--model", "gpt2", "--site", "mybox", "--global_batch", "48", "--script", str(script)]
-    assert main(asked) == 0
-    assert "MyBox: 2 × 8" in capsys.readouterr().out
-    assert "--hosts HOSTS" in script.read_text()
-    assert script.read_text().rstrip().endswith(" --dataset random --max_iters 20")
-    assert "# HOSTS are the names of your 2 hosts" in script.read_text()
-    assert main([*SMALL[:5], "--global_batch", "32"]) == 2
-    assert "--hosts" in capsys.readouterr().err
-
-
 def test_all_that_is_written(tmp_path, capsys):
     files = {name: tmp_path / name for name in ("plan.json", "job.sh")}
     flags = ["--json", str(files["plan.json"]), "--script", str(files["job.sh"])]
@@ -149,21 +132,6 @@ def test_exactly_one_layout(tmp_path, capsys):
     assert main([*SMALL, "--exactly", "--tp", "3"]) == 2
     error = capsys.readouterr().err
     assert "llama-8b on 16" in error
-
-
-@pytest.mark.parametrize(
-    ("flags", "said"),
-    [
-        ("--loss_chunks 0", "--loss_chunks 0"),
-        ("--exactly --parallel nonsense", "data_parallel"),
-        ("--exactly --cp 2 --cp_style nonsense", "cp_style"),
-        ("--exactly --pp 2 --schedule nonsense", "GPipe"),
-    ],
-    ids=str,
-)
-def test_no_such_technique(capsys, flags, said):
-    assert main([*SMALL, *flags.split()]) == 2
-    assert said in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

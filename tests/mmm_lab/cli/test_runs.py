@@ -10,7 +10,7 @@ import pytest
 from mmm.history import History, write_config
 from mmm_lab.cli import runs as command
 from mmm_lab.cli.main import main as mmm
-from mmm_lab.runs.run_folders import names_of, run_folders
+from mmm_lab.runs.run_folders import run_folders
 from mmm_lab.runs.runs import read_rows, read_run
 
 
@@ -54,21 +54,6 @@ def test_the_table(tmp_path, capsys):
     assert told[1]["device_hours"] == pytest.approx(2 * 5 * 36 / 3600)
 
 
-def test_names_times_and_commits(tmp_path, capsys):
-    """A name that the folder has is not said twice; what somebody wrote into config.json harms nothing."""
-    times = {"started": "2026-11-26T09:00:00+00:00", "ended": "2026-11-26T10:00:00+00:00"}
-    made_run(tmp_path / "x", [2.0], name="wide", repository={"commit": "ab" * 20, "changed": 1}, **times)
-    made_run(tmp_path / "deep-2", [2.0], name="deep", started=7, ended="long ago", repository=[])
-    _, lines, _ = table(capsys, tmp_path, "--sort", "started", "--json", tmp_path / "t.json")
-    assert [line[:2] for line in lines] == [["wide", "(x)"], ["deep-2", "finished"]]
-    told = json.loads((tmp_path / "t.json").read_text())
-    assert told[0]["ended"] - told[0]["started"] == 3600
-    assert [row["commit"] for row in told] == ["abababababab + 1 changed file", None]
-    runs = [read_run(tmp_path / name) for name in ("x", "deep-2")]
-    assert names_of(runs) == ["wide", "deep"]
-    assert names_of([runs[0]] * 2) == ["x", "x"]
-
-
 def test_a_killed_run_and_one_that_has_no_value_to_sort_by(tmp_path, capsys):
     made_run(tmp_path / "a", [])
     killed = made_run(tmp_path / "b", [2.0], False)
@@ -105,21 +90,6 @@ def test_a_run_whose_loss_is_no_number_any_more(tmp_path, capsys):
     assert [(line[0], line[5]) for line in lines] == [("good", "4.0000"), ("val", "5.0000"), ("bad", "nan")]
     told = json.loads((tmp_path / "t.json").read_text(), parse_constant=pytest.fail)  # NaN is no JSON
     assert [row["loss"] for row in told] == [4.0, 5.0, "nan"]
-
-
-def test_hours_and_rates_of_a_part_of_the_rows(tmp_path):
-    """Rows that say no rate, or are no steps, and ranks that were more before a resumption."""
-    write_config(tmp_path, {"module": "lm", "ranks": [{}] * 2})
-    with History(tmp_path, ranks=[{}] * 4) as history:
-        history.update({"iter": 0}, {"dt": [1800.0] * 4})
-        history.update({"batch_size": 4})  # of a table
-        history.update({"iter": 3, "tps": 10.0}, {"dt": [1200.0] * 2 + [math.nan] * 2})
-    run = read_run(tmp_path)
-    assert run.seconds.tolist() == [1800, 0, 3600]
-    assert (run.hours, run.device_hours) == (1.5, 4 * 0.5 + 2 * 1.0)
-    assert run.mean_rate("tps") == 10
-    assert run.amount("tps").tolist() == [18000, 0, 36000]
-    assert run.mean_rate("sps") is None
 
 
 def test_what_the_user_can_fix(tmp_path, capsys):

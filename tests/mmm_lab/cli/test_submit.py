@@ -4,14 +4,12 @@ import os
 import shlex
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
 from mmm_lab.campaign.chain import read
 from mmm_lab.cli.main import main as mmm
 from mmm_lab.cli.sizes import parse_time
-from support.clock import PATIENCE
 from support.queue import StandIn
 
 SITE = "--site perlmutter -N 4 -t 6:00 --project m1"
@@ -165,20 +163,6 @@ def test_all_jobs_at_once(capsys, tmp_path, monkeypatch):
     assert len({call[2] for call in queue.calls()}) == 1
     assert mmm(["submit", "--status", "run"]) == 0
     assert read(tmp_path / "run").ahead
-
-
-def test_without_torch(tmp_path):
-    (tmp_path / "torch.py").write_text("raise SystemExit('torch was imported')")
-    source = Path(sys.modules["mmm"].__file__).parents[1]
-    words = f"{SITE} --until-done --dry-run {LM}".split()
-    done = subprocess.run(
-        [sys.executable, "-m", "mmm_lab.cli.main", "submit", *words],
-        env={"PYTHONPATH": f"{tmp_path}:{source}", "PATH": os.environ["PATH"]},
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE,
-    )
-    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize(

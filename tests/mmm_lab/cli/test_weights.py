@@ -95,26 +95,6 @@ def test_sample_on_ranks(imported, expected, tmp_path, axes):
     assert expected in done.stdout
 
 
-@pytest.mark.long
-def test_an_error_of_all_ranks_is_said_once(imported, tmp_path):
-    words = [
-        "-n",
-        "2",
-        "--device",
-        "cpu",
-        "python3",
-        "-m",
-        "mmm_lab.cli.main",
-        "sample",
-        str(imported),
-        "--prompt",
-        "Zoë",
-    ]
-    done = Launcher(tmp_path).run(*words, "--tp", "2", timeout=PATIENCE)
-    assert done.returncode == 2
-    assert (done.stdout + done.stderr).count("character 'ë' is not among the") == 1
-
-
 LARGER = {**CONFIG, "vocab_size": 258, "eos_token_id": 0}
 
 

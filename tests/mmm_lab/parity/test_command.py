@@ -54,46 +54,6 @@ def test_passes(parity, tmp_path, arguments):
         assert row["expected"] is None or 0.95 < row["sent"] / row["expected"] < 1.05
 
 
-def test_what_is_left(parity, tmp_path):
-    done = parity(
-        "--layout",
-        "1",
-        "--layout",
-        "dp2",
-        "--layout",
-        "pp2",
-        "--ranks",
-        "1..2",
-        "--model",
-        "cnn",
-        "--steps",
-        4,
-        "--outdir",
-        tmp_path / "out",
-    )
-    assert done.code == 0, done.out + done.err
-    assert "[2/3] cnn dp2 (fsdp): sgd pass, adamw pass" in done.out
-    row = r"^cnn +pp2 +2 +1F1B +adamw +(0|\S+e-1\d) +\S+e-1\d +16,392 +[\d.]+ +pass$"
-    assert re.search(row, done.out, re.MULTILINE)
-    assert "6 of 6 trainings on 3 layouts passed" in done.out
-    rows = rows_of(tmp_path / "out" / "parity.json")
-    assert [(row["layout"], row["ranks"], row["optimizer"]) for row in rows] == [
-        (layout, ranks, name) for layout, ranks in (("1", 1), ("dp2", 2), ("pp2", 2)) for name in ("sgd", "adamw")
-    ]
-    data = xarray.open_dataset(tmp_path / "out" / "parity.h5", engine="h5netcdf")
-    assert data.loss.shape == (6, 4)
-    np.testing.assert_allclose(data.loss, data.reference_loss, rtol=1e-9)
-    assert len(np.unique(data.loss[0])) == 4  # it trains; with dropout, on random images, the loss need not fall
-    assert data.max_rel_loss_diff.values.tolist() == [row["max_rel_loss_diff"] for row in rows]
-    assert data.layout.values.tolist() == [row["layout"] for row in rows]
-    assert data.axis_pp.values.tolist() == [1, 1, 1, 1, 2, 2]
-    assert (tmp_path / "out" / "curves.png").stat().st_size > 10_000
-    config = json.loads((tmp_path / "out" / "config.json").read_text())
-    assert config["options"]["layout"] == ["1", "dp2", "pp2"]
-    again = parity("--layout", "1", "--model", "cnn", "--outdir", tmp_path / "out")
-    assert (again.code, again.err.count("already holds a run's record")) == (2, 1)
-
-
 @pytest.mark.parametrize(
     ("bug", "arguments", "what"),
     [

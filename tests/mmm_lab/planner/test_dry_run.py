@@ -1,16 +1,11 @@
 """A dry run says what real ranks hold and send, and ends as the real run would."""
 
 import json
-import os
 import subprocess
 import sys
-from functools import partial
 from pathlib import Path
 
 import pytest
-
-from mmm.errors import LayoutError
-from mmm_lab.planner.dry_run import ProgramExited, dry_run
 
 # The benchmark runs the real ranks again while a peak differs by more than 0.1 %: here 1 %.
 BENCHMARK = f"""
@@ -25,7 +20,6 @@ SHORT = ["llama ddp", "llama pp 1f1b", "vit fsdp·tp", "cnn zero1"]
 # Of those that the benchmark has, which tries all: a technique each.
 FOUR = ["llama fsdp·cp", "llama pp zbv·zero1", "experts ep", "llama zero1·tp bf16"]
 EIGHT = ["llama pp·fsdp·tp", "experts pp·ep·tp"]
-LAST = 12287
 
 
 def compare(tmp_path, names):
@@ -96,19 +90,3 @@ def test_what_the_real_run_would_refuse(flags, message):
     assert done.returncode == 2, done.stdout + done.stderr
     assert done.stderr.count(message) == 1, done.stderr
     assert "Traceback" not in done.stderr
-
-
-def on_the_last_rank(error):
-    """A user's program, of which one rank fails."""
-    if os.environ["RANK"] == str(LAST):
-        raise error
-    raise SystemExit(3)
-
-
-def test_what_fails_on_the_last_rank_alone():
-    with pytest.raises(LayoutError, match="rank 12287"):
-        dry_run(partial(on_the_last_rank, LayoutError("no shard is left for rank 12287")), LAST + 1, LAST)
-    with pytest.raises(RuntimeError, match=r"(?s)rank 12287 of 12288 failed:.*KeyError"):
-        dry_run(partial(on_the_last_rank, KeyError("no such shard")), LAST + 1, LAST)
-    with pytest.raises(ProgramExited, match=r"^3$"):
-        dry_run(partial(on_the_last_rank, KeyError("no such shard")), LAST + 1)

@@ -61,24 +61,6 @@ def test_a_path_has_the_questions_that_were_asked():
     assert len(tree(devices=128, hosts=16).path) == 5
 
 
-@pytest.mark.parametrize(
-    ("model", "site", "hosts", "fits", "largest_fits", "fast"),
-    [
-        ("small", "dgx-h100", 1, True, True, True),
-        ("llama-8b", "dgx-h100", 1, False, True, True),
-        ("llama-8b", "aurora", 16, False, True, False),
-        ("llama-70b", "perlmutter", 16, False, True, True),
-        ("llama-70b", "polaris", 16, False, True, False),
-    ],
-)
-def test_facts(model, site, hosts, fits, largest_fits, fast):
-    spec, machine = read_model(model, {}, 2048), named({}, site).changed({"hosts": hosts})
-    facts, lines = facts_of(spec, machine, MemoryModel(spec, machine.device, "bf16"))
-    assert (facts.fits, facts.largest_fits, facts.fast) == (fits, largest_fits, fast)
-    assert (facts.devices, facts.hosts) == (machine.ranks, hosts)
-    assert len(lines) == 3
-
-
 def test_a_layer_that_does_not_fit():
     spec = read_model("llama-70b", {"dim": 65536, "n_heads": 512, "ffn_dim": 262144}, 2048)
     machine = named({}, "polaris").changed({"hosts": 16})

@@ -5,7 +5,6 @@ import re
 
 import pytest
 
-from mmm_lab.planner.network import peak_rate
 from mmm_launch.errors import MachineError
 from mmm_launch.machines.find import BUILT_IN, load
 from mmm_launch.machines.machine import Machine, read
@@ -66,22 +65,6 @@ def test_wrong_files(tmp_path, content, words):
     with pytest.raises(MachineError, match=re.escape(words)) as caught:
         read(path)
     assert f"machine file {path}" in str(caught.value)
-
-
-def test_what_a_prediction_misses_has_a_name(tmp_path):
-    """A file for launch alone, or for plan alone, is one: each says what it lacks where it is needed."""
-    path = written(tmp_path, {"name": "x", "srun": ["-c{cpus}"], "ranks_per_host": 4})
-    machine = read(path)
-    assert machine.fill(machine.srun, 4) == ["-c1"]
-    with pytest.raises(MachineError, match="gpu_memory, memory_bandwidth, link_bandwidth of 4") as caught:
-        machine.changed({})
-    assert str(path) in str(caught.value)
-    with pytest.raises(MachineError, match="network_bandwidth of 8"):
-        read(written(tmp_path, {**GOOD, "ranks_per_host": 4, "link_bandwidth": 1e9})).changed({"hosts": 2})
-    with pytest.raises(MachineError, match="--dtype bf16"):
-        peak_rate(read(written(tmp_path, GOOD)), "bf16")
-    whole = read(written(tmp_path, GOOD)).changed({})
-    assert (whole.device, whole.hosts, whole.ranks_per_host) == ("cuda", 1, 1)
 
 
 def test_each_setting_is_shown_with_its_source():

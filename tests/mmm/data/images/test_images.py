@@ -28,21 +28,6 @@ def test_the_digits_are_scikit_learns_byte_for_byte():
     assert np.bincount(labels).tolist() == [178, 182, 177, 183, 181, 182, 181, 179, 174, 180]
 
 
-def test_digits_are_split_alike_in_every_class():
-    data = load_images("digits")
-    assert (data.train.samples, data.test.samples, data.shape) == (1437, 360, (1, 28, 28))
-    counts = data.test.labels(range(360)).bincount()
-    assert counts.min() >= 34
-    assert counts.max() <= 37
-    small = load_images("digits", image_size=8)
-    both = torch.cat([small.train.pixels(range(1437)), small.test.pixels(range(360))]).flatten(1)
-    images, _ = digits.read()
-    whole = torch.from_numpy(images.reshape(-1, 64)).float().mul(255 / 16)
-    assert both.float().sum() == pytest.approx(whole.sum().item(), rel=1e-3)
-    assert len(both.unique(dim=0)) == len(np.unique(images.reshape(-1, 64), axis=0))
-    assert data.sha256 == load_images("digits").sha256 != small.sha256
-
-
 # --- made-up images -------------------------------------------------------------------------------------------------
 
 
@@ -91,20 +76,6 @@ def test_the_record():
     assert "UCI" in record["source"]
     assert len(record["sha256"]) == 64
     assert record["note"] == ""
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (("mnits",), r"no such data set \(did you mean mnist\?\)"),
-        (("digits", "/tmp"), "--data_dir /tmp"),
-        (("mnist", "/nowhere/at/all"), "there is no such folder"),
-        (("folder",), "needs --data_dir"),
-    ],
-)
-def test_mistakes(arguments, message):
-    with pytest.raises(DataError, match=message):
-        load_images(*arguments)
 
 
 # --- torchvision ----------------------------------------------------------------------------------------------------

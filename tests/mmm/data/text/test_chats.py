@@ -6,7 +6,7 @@ import pytest
 
 from mmm.checkpoint.model_metadata import ChatFormat
 from mmm.data.text.byte_tokenizer import ByteTokenizer
-from mmm.data.text.chat_template import ChatTemplate, chat_template_of
+from mmm.data.text.chat_template import chat_template_of
 from mmm.data.text.chats import encode_chat, is_chat_file, read_chats
 from mmm.data.text.tokenizer import HuggingFaceTokenizer
 from mmm.errors import DataError
@@ -87,22 +87,3 @@ def test_the_mask_is_of_answers_alone(tmp_path, kind):
     runs = "".join(".x"[int(answer)] for answer in found.answers).split(".")
     assert [len(run) for run in runs if run] == [4, 3]
     assert tokenizer.decode(found.tokens[found.answers].tolist()) == f"2 m{end}ö{end}"
-
-
-def test_a_token_across_the_edge_of_an_answer_is_refused(tmp_path):
-    """A BPE that has merged the colon and the space of the template with what follows."""
-    about = json.loads(byte_bpe())
-    about["model"]["vocab"] |= {":2": 256}
-    about["model"]["merges"] = [": 2"]
-    about["pre_tokenizer"]["use_regex"] = False
-    tokenizer = HuggingFaceTokenizer(json.dumps(about).encode(), "made up")
-    template = ChatTemplate(
-        ChatFormat(
-            "{% for m in messages %}{{ m.role + ':' + m.content }}{% endfor %}"
-            "{% if add_generation_prompt %}{{ 'assistant:' }}{% endif %}"
-        )
-    )
-    chats = read_chats(lines(tmp_path / "a.jsonl", {"prompt": "x", "answer": "3"}, {"prompt": "x", "answer": "2"}))
-    assert encode_chat(chats[0], template, tokenizer).answers.sum() == 1
-    with pytest.raises(DataError, match=r"line 2"):
-        encode_chat(chats[1], template, tokenizer)

@@ -37,19 +37,3 @@ def test_a_separator_at_the_edge_of_a_piece(tmp_path):
     path = tmp_path / "text"
     path.write_bytes(b"a" * (PIECE - 1) + b"\n\n" + b"\n" + b"b" * 100 + b"\n\n" + b"c" * 50)
     assert list(map(len, documents_of(path, PIECE, b"\n\n"))) == [PIECE - 1, 101, 50]
-
-
-def test_characters_stay_in_one_piece(tmp_path):
-    text = "aé書😀" * 40
-    (tmp_path / "text").write_text(text)
-    for size in (1, 3, 10):
-        found = [
-            each
-            for piece in pieces_of(tmp_path / "text", size, b"")
-            for each in read_documents(piece, b"", "text", utf8=True)
-        ]
-        assert "".join(map(bytes.decode, found)) == text
-        assert len(found) > 20
-    assert len(pieces_of(tmp_path / "text", 1, b"", splittable=False)) == 1
-    (tmp_path / "text").write_bytes(b"\x80" * 100)
-    assert len(pieces_of(tmp_path / "text", 10, b"")) == 10

@@ -173,20 +173,6 @@ def zeros(path, size):
     path.write_bytes(content[: len(content) - size] + bytes(size))
 
 
-def test_two_at_once(files, tmp_path):
-    wanted = Preparation(files, tmp_path / "out")
-    found = []
-
-    def say(_):
-        if not found:
-            with pytest.raises(DataError, match="another process is preparing") as caught:
-                prepare(wanted, 1)
-            found.append(caught)
-
-    prepare(wanted, 1, say)
-    assert found
-
-
 @pytest.mark.parametrize("name", ["tokens.bin", "documents.bin", "lock", "manifest.json"])
 def test_a_part_that_another_made_is_written_through_no_link(files, tmp_path, name):
     kept = tmp_path / "kept"

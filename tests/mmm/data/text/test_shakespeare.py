@@ -7,7 +7,7 @@ import pytest
 import mmm.data.text.shakespeare as module
 from mmm.data import read_text_files
 from mmm.data.text.shakespeare import shakespeare
-from mmm.errors import ConfigError, DataError
+from mmm.errors import ConfigError
 from mmm.trainer.config.data import TextOptions
 
 PLAY = b"First Citizen:\nBefore we proceed any further, hear me speak.\n\n" * 100
@@ -40,20 +40,6 @@ def test_what_it_is_as_data(offered):
     assert data.train.samples == (len(text.train) - 1) // 32
     chars = TextOptions(dataset="shakespeare", tokenizer="chars")
     assert chars.sources().vocab_size == len(set(PLAY))
-
-
-@pytest.mark.parametrize("change", ["gone", "changed"])
-def test_without_it(offered, tmp_path, change):
-    if change == "gone":
-        offered.unlink()
-    else:
-        offered.write_bytes(PLAY + b".")
-    with pytest.raises(DataError) as caught:
-        shakespeare()
-    words = "No such file" if change == "gone" else "invalid hash value"
-    assert words in str(caught.value)
-    assert str(caught.value).endswith("give a text with --text FILE")
-    assert not (tmp_path / "cache" / "shakespeare").exists()
 
 
 def test_contradictions(offered):

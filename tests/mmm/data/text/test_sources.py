@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from mmm.data import FileTokens, Mixture, TextTokens, read_text_files
+from mmm.data import FileTokens, Mixture, TextTokens
 from mmm.data.text.prepare import Preparation, prepare
 from mmm.data.text.sources import open_sources
 from mmm.data.text.tokenizer import CharTokenizer
@@ -74,20 +74,6 @@ def test_a_mixture_is_a_function_of_seed_and_step():
     assert torch.equal(rows, torch.from_numpy(drawn(mixture(), 0, 240))[:, :-1])
 
 
-def test_weights_on_the_command_line(folder):
-    sources = open_sources([Path("a.txt:3"), Path("b.txt:1")])
-    assert sources.weights == (0.75, 0.25)
-    for found, name in zip(sources.corpora, ("a.txt", "b.txt"), strict=True):
-        assert np.array_equal(found.train, read_text_files([Path(name)]).train)
-    about = sources.describe()
-    assert about["source"] == "a.txt:0.75, b.txt:0.25"
-    assert about["sha256"] != open_sources([Path("a.txt:2"), Path("b.txt:1")]).describe()["sha256"]
-    assert about["sha256"] == open_sources([Path("a.txt:0.3"), Path("b.txt:0.1")]).describe()["sha256"]
-    train, validation = sources.tokens(8, 0, 256)
-    assert isinstance(train, Mixture)
-    assert isinstance(validation, Mixture)
-
-
 def test_tokens_of_a_folder_are_those_of_the_text(folder):
     text, file = (open_sources([Path(name)]) for name in ("a.txt", "bytes"))
     (train, validation), (file_train, file_validation) = (each.tokens(8, 3, 256) for each in (text, file))
@@ -101,41 +87,12 @@ def test_tokens_of_a_folder_are_those_of_the_text(folder):
     assert epoch(file_train) == epoch(train)
 
 
-def test_characters_of_the_text(folder):
-    sources = open_sources([Path("a.txt")], "chars")
-    assert sources.vocab_size == len(set(Path("a.txt").read_text()))
-    text = "".join(
-        sources.tokenizer.decode(part.tolist()) for part in (sources.corpora[0].train, sources.corpora[0].validation)
-    )
-    assert text == Path("a.txt").read_text()
-    assert sources.describe()["train_tokens"] == len(sources.corpora[0].train)
-    Path("split.txt").write_text("é" * 155)  # the last tenth begins within a character
-    assert len(open_sources([Path("split.txt")], "chars").corpora[0].validation) == 16
-    both = open_sources([Path("a.txt:1"), Path("b.txt:1")], "chars")
-    assert both.vocab_size == len(set(Path("a.txt").read_text() + Path("b.txt").read_text()))
-    assert both.corpora[0].sha256 != sources.corpora[0].sha256  # other numbers for the same characters
-
-
 def test_a_text_takes_the_tokenizer_of_the_folder_beside_it(folder):
     Path("c.txt").write_text("alle Maßen, " * 30)
     sources = open_sources([Path("chars:0.5"), Path("c.txt:0.5")])
     assert sources.tokenizer.decode(sources.corpora[1].train[:4].tolist()) == "alle"
     assert open_sources([Path("chars")], "chars").vocab_size == sources.vocab_size
     assert open_sources([Path("chars")], "chars/tokenizer.json").vocab_size == sources.vocab_size
-
-
-def test_tokens_without_a_tokenizer(folder):
-    np.arange(600, dtype="<u2").tofile("data.bin")
-    sources = open_sources([Path("data.bin")], token_dtype="uint16")
-    assert sources.vocab_size is None
-    assert open_sources([Path("data.bin")], "bytes", token_dtype="uint16").vocab_size == 256
-    with pytest.raises(DataError, match=r"at 255: .*--vocab_size"):
-        sources.tokens(8, 0, 256)
-    assert sources.tokens(8, 0, 600)[0].samples == 67
-    np.where(np.arange(600) == 300, 999, 1).astype("<u2").tofile("one.bin")
-    train, _ = open_sources([Path("one.bin")], token_dtype="uint16").tokens(8, 0, 256)
-    with pytest.raises(DataError, match="has token 999"):
-        [train.sample(0, place) for place in range(train.samples)]
 
 
 @pytest.mark.parametrize(

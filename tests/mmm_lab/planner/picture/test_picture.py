@@ -16,7 +16,7 @@ from mmm_lab.planner.picture.arrange import THICK, Arrangement
 from mmm_lab.planner.picture.cards import filled, shade
 from mmm_lab.planner.picture.compose import MARGIN, WIDTH, picture
 from mmm_lab.planner.picture.facts import Facts, Shard
-from mmm_lab.planner.picture.scene import Line, Polygon, Rect, Text, text_width
+from mmm_lab.planner.picture.scene import Line, Polygon, Rect, Text
 from mmm_lab.planner.picture.svg import svg
 from mmm_lab.planner.picture.words import meaning
 from mmm_lab.planner.sent_calls import SentCall
@@ -70,13 +70,6 @@ def test_everything_is_inside(facts):
         assert 0 <= min(ys) <= max(ys) <= scene.height, item
 
 
-def test_the_title_of_many_axes_does_not_lie_on_their_names():
-    scene = picture(made_up(Layout(4, 1, 4, 2, 2, 2), (8,) * 8), "")
-    title, about = [item for item in scene.items if isinstance(item, Text) and item.y == 36]
-    assert title.text.endswith("expert parallel × tensor parallel")
-    assert title.x + title.width < about.x - about.width
-
-
 def test_svg_is_the_same_every_time_and_says_what_it_is():
     scene = picture(FEW, "mmm draw <a & b>")
     text = svg(scene)
@@ -122,32 +115,9 @@ def test_arrows_join_ranks_of_a_group():
     assert over == {(0, 1): ["tp"], (2, 3): ["tp"], (0, 2): ["dp_shard"], (1, 3): ["dp_shard"], (0, 3): [], (1, 2): []}
 
 
-def test_messages_between_stages_are_not_between_two_cards():
-    """Rank 1 is beside rank 4, and sends to rank 5: the arrow goes from a frame of a stage to the next one's."""
-    arranged = Arrangement(made_up(Layout(2, 1, 2, 1, 2)), range(8), 912, 0, 0)
-    items = arranged.items()
-    (left, right) = [item for item in items if isinstance(item, Rect) and item.dashed]
-    for rank in range(8):
-        x, _ = arranged.corner(rank)
-        frame = left if rank < 4 else right
-        assert frame.x < x < x + arranged.card_width < frame.x + frame.width
-    over_pp = [item.points for item in items if isinstance(item, Polygon) and item.fill == AXES["pp"]]
-    assert over_pp
-    for points in over_pp:
-        assert left.x + left.width <= min(x for x, _ in points) <= max(x for x, _ in points) <= right.x
-    texts = [item.text for item in items if isinstance(item, Text)]
-    assert [text for text in texts if "↔" in text] == ["0 ↔ 4, 1 ↔ 5", "2 ↔ 6, 3 ↔ 7"]
-
-
 def test_ranks_of_ep_are_beside_and_of_expert_dp_below():
     cells = Arrangement(made_up(Layout(dp_shard=4, ep=2)), range(4), 912, 0, 0).cells
     assert cells == {0: (0, 0, 0), 1: (0, 0, 1), 2: (0, 1, 0), 3: (0, 1, 1)}
-
-
-def test_names_of_axes_have_room_between_the_cards():
-    for layout in (Layout(dp_shard=4), Layout(dp_replicate=4)):
-        arranged = Arrangement(made_up(layout), range(4), 912, 0, 0)
-        assert all(text_width(axis, 9, bold=True) < arranged.beside for axis in arranged.facts.sent(0))
 
 
 def test_what_hybrid_data_parallel_shards_has_both_colours():
@@ -198,18 +168,6 @@ def test_axes_have_the_names_of_the_layout():
     assert {axis_of("mine", ranks, layout): ranks for ranks in of.values()} == of
     assert axis_of("dp_cp", (0, 2), Layout(dp_shard=2, tp=2)) == "dp_shard"
     assert axis_of("expert_dp", (0, 2), Layout(dp_shard=2, tp=2)) == "expert_dp"
-
-
-def test_where_the_cards_stand():
-    """Stage, row and column of each rank: the innermost axis from left to right, or one that is longer."""
-    for layout, expected in (
-        (Layout(2, 1, 2, 1, 2), {0: (0, 0, 0), 1: (0, 0, 1), 2: (0, 1, 0), 7: (1, 1, 1)}),
-        (Layout(dp_shard=4, tp=2), {0: (0, 0, 0), 1: (0, 1, 0), 2: (0, 0, 1), 7: (0, 1, 3)}),
-        (Layout(dp_shard=16), {3: (0, 0, 3), 4: (0, 1, 0), 15: (0, 3, 3)}),
-    ):
-        cells = Arrangement(made_up(layout), range(layout.ranks), 900, 0, 0).cells
-        assert len({*cells.values()}) == layout.ranks
-        assert {rank: cells[rank] for rank in expected} == expected
 
 
 def test_the_same_color_is_the_same_part():
