@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import struct
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import numpy as np
 
-from fuzz_files.kinds import Kind, is_small_file
+from fuzz_files.kinds import Kind
 from fuzz_files.weights import TEXT
 from mmm.data.text import prepare as preparation
-from mmm.data.text.byte_tokenizer import ByteTokenizer
-from mmm.data.text.encode import Encoding, _begin, _encode
 from mmm.data.text.pieces import read_documents, split
 from mmm.data.text.prepare import Preparation
 from mmm.data.text.sources import open_sources
@@ -118,64 +114,11 @@ def read_chats(folder: Path) -> Any:
     return [np.concatenate([getattr(part, name) for part in parts]) for name in ("tokens", "answers")]
 
 
-def _alone(pieces: Any, processes: int, encoding: Encoding) -> Any:
-    """`mmm.data.text.encode.encode` in this process."""
-    with mock.patch("threading.Thread"):
-        _begin(encoding)
-    yield from map(_encode, pieces)
-
-
-def _prepare(folder: Path, say: Callable[[str], None] = lambda _: None) -> Any:
-    with mock.patch.object(preparation, "encode", _alone):
-        return preparation.prepare(Preparation((folder / "a.txt", folder / "b.txt"), folder / "made"), 1, say)
-
-
-def make_progress(folder: Path) -> None:
-    """A preparation that was killed after its first file."""
-    for name in ("a.txt", "b.txt"):
-        (folder / name).write_text(TEXT)
-
-    def killed(line: str) -> None:
-        raise KeyboardInterrupt
-
-    with contextlib.suppress(KeyboardInterrupt):
-        _prepare(folder, killed)
-
-
-def make_prepared(folder: Path) -> None:
-    for name in ("a.txt", "b.txt"):
-        (folder / name).write_text(TEXT)
-    _prepare(folder)
-
-
-def read_prepared(folder: Path) -> Any:
-    _prepare(folder, print)
-    return _read_tokens("made")(folder)
-
-
-def seal(folder: Path) -> None:
-    """Have the keys be of the files as they lie in this folder, which is another than where they were made."""
-    wanted = Preparation((folder / "a.txt", folder / "b.txt"), folder / "made")
-    files = preparation._text_files(wanted)
-    stamps, key = preparation._identity(wanted, files)
-    path, part = folder / "made" / "manifest.json", folder / "made.part"
-    with contextlib.suppress(OSError, ValueError, RecursionError, TypeError, AttributeError):  # changed: it has no key
-        if is_small_file(path):
-            about = json.loads(path.read_text())
-            if isinstance(about.get("key"), str):
-                path.write_text(json.dumps(about | {"key": key}))
-    encoding = Encoding(part, ByteTokenizer(), b"", "text", (), stamps)
-    for left in list(part.glob("piece-*.npz"))[:1]:
-        left.rename(encoding.path(next(iter(split(files, preparation.PIECE)))))
-
-
 KINDS = (
     Kind("tokens-folder", make_tokens, ("tokens/*",), _read_tokens("tokens"), sparse=True),
     Kind("tokens-nanogpt", make_nanogpt, ("*.bin",), _read_tokens("train.bin", "uint16")),
     Kind("tokens-llmc", make_llmc, ("*.bin",), _read_tokens("train.bin")),
     Kind("tokens-megatron", make_megatron, ("train.*",), _read_tokens("train.idx")),
-    Kind("tokens-progress", make_progress, ("made.part/*",), read_prepared, seal=seal),
-    Kind("tokens-prepared", make_prepared, ("made/*",), read_prepared, seal=seal),
     Kind("text", make_text, ("text.txt",), read_text),
     Kind("text-json-lines", make_lines, ("text.jsonl",), read_lines),
     Kind("text-chats", make_chats, ("chats.jsonl",), read_chats),

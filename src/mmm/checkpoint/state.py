@@ -11,14 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata
 
-from mmm.checkpoint.local_metadata import metadata_of_rank
 from mmm.checkpoint.manifest import FileSum
-from mmm.checkpoint.storage import Reader
+from mmm.checkpoint.storage import Reader, read_metadata
 from mmm.errors import CheckpointError
 
 MODEL, OPTIMIZER = "model", "optimizer"
@@ -49,6 +49,26 @@ def shapes_of(found: Metadata) -> dict[tuple[str, ...], Any]:
     return {tuple(paths.get(name, (name,))): entry for name, entry in found.state_dict_metadata.items()}
 
 
+def metadata_on_all(folder: Path, files: Mapping[str, FileSum]) -> Metadata:
+    """A checkpoint's metadata, which rank 0 reads. A collective.
+
+    Raises:
+        CheckpointError: they cannot be read; on every rank.
+    """
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return read_metadata(folder, files)
+    sent: list[Any] = [None]
+    if dist.get_rank() == 0:
+        try:
+            sent = [read_metadata(folder, files)]
+        except CheckpointError as error:
+            sent = [str(error)]
+    dist.broadcast_object_list(sent)
+    if isinstance(sent[0], str):
+        raise CheckpointError(sent[0], on_every_rank=True)
+    return sent[0]
+
+
 def load_tensors(
     folder: Path,
     files: Mapping[str, FileSum],
@@ -68,7 +88,7 @@ def load_tensors(
         CheckpointError: the checkpoint lacks a tensor, or has it in another shape; or it cannot be read. On every rank.
     """
     tensors = {**parameters, **buffers}
-    found = metadata_of_rank(folder, files, tensors)
+    found = metadata_on_all(folder, files)
     into = {OPTIMIZER: tensors_of(optimizer, parameters)}
     moments = read_tensors(folder, found, {MODEL: tensors}, {OPTIMIZER: parameters}, into)[OPTIMIZER]
     of_parameter = {id(parameter): moments.get(name) for name, parameter in parameters.items()}
@@ -88,7 +108,7 @@ def read_tensors(
     """Read groups of tensors, in place, and of each optimizer what it keeps for these parameters. A collective.
 
     Args:
-        found: of `metadata_of_rank`. tensors: by group and name. optimizers: their parameters, likewise.
+        found: of `metadata_on_all`. tensors: by group and name. optimizers: their parameters, likewise.
         into: what optimizers keep already, as is returned: read in place.
 
     Returns:

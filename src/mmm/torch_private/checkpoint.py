@@ -2,20 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
-
-
-def chunks_of(tensor: Tensor) -> Sequence[Any]:
-    """Which chunks of the full tensor are local: each with offsets and sizes.
-
-    Private: checkpoint.planner_helpers._create_chunk_list, seen in 2.10 to 2.14; instead: nothing."""
-    from torch.distributed.checkpoint.planner_helpers import _create_chunk_list
-
-    return _create_chunk_list(tensor)
 
 
 def storage_info(name: str, offset: int, length: int) -> Any:

@@ -1,10 +1,15 @@
-"""Workers whose batches cannot go the usual way: they take the slower one, or the run ends with a message."""
+"""Workers from which no batch comes end the run with a message."""
+
+import os
+import signal
+import time
 
 import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset
 
 from mmm.data import workers
+from mmm.errors import DataError
 
 
 class Rows(Dataset):
@@ -21,13 +26,16 @@ class Rows(Dataset):
         return {"row": (torch.tensor([index, index**2]), str(index))}
 
 
-def rows(loader, notes):
-    batches = list(workers.read(loader, 60.0, notes.append))
-    assert [name for batch in batches for name in batch["row"][1]] == list("012345")
-    return torch.cat([batch["row"][0] for batch in batches]).tolist()
-
-
-def test_what_cannot_be_pickled_is_an_error_and_no_hang():
-    loader = DataLoader(Rows(), 2, num_workers=1, collate_fn=lambda samples: lambda: samples)
-    with pytest.raises(Exception, match="pickle"):
-        next(workers.read(loader, 20.0, print))
+@pytest.mark.parametrize(
+    ("fail", "timeout", "message"),
+    [
+        (lambda: os.kill(os.getpid(), signal.SIGKILL), 20.0, "DataLoader worker"),
+        (lambda: time.sleep(2), 0.5, "DataLoader timed out after 0.5 seconds"),
+    ],
+    ids=["killed", "stuck"],
+)
+def test_a_worker_that_does_not_come_back_is_said(fail, timeout, message):
+    before = signal.getsignal(signal.SIGCHLD)
+    with pytest.raises(DataError, match=f"^the data cannot be read ahead: {message}.*; try it without workers"):
+        next(workers.read(DataLoader(Rows(fail), 2, num_workers=1), timeout))
+    assert before in (signal.SIG_DFL, signal.getsignal(signal.SIGCHLD))  # PyTorch's own, once there is one

@@ -15,7 +15,7 @@ In use::
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -148,7 +148,7 @@ class ImageLoader:
         coordinate, dp: place on the data-parallel axis, and its size.
         workers: processes that decode images ahead; None means 0 for images in memory, else up to 4.
         pin_memory: keep batches in page-locked memory, for an accelerator that copies from it (CUDA, XPU).
-        timeout, note: as of `mmm.data.workers.read`.
+        timeout: as of `mmm.data.workers.read`.
 
     Raises:
         DataError: the global batch cannot be split into `dp` equal parts, or there is no such coordinate.
@@ -163,7 +163,6 @@ class ImageLoader:
         workers: int | None = None,
         pin_memory: bool = False,
         timeout: float = 0.0,
-        note: Callable[[str], object] = lambda text: None,
     ) -> None:
         if not 0 <= coordinate < dp:
             raise DataError(f"data-parallel coordinate {coordinate} is not between 0 and {dp - 1}")
@@ -177,7 +176,7 @@ class ImageLoader:
         self._steps = _Steps()
         usable = max(len(os.sched_getaffinity(0)) - 1, 0) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         self.workers = (0 if batches.image_set.in_memory else min(4, usable)) if workers is None else workers
-        self.pin_memory, self.timeout, self.note = pin_memory, timeout, note
+        self.pin_memory, self.timeout = pin_memory, timeout
         self._loader: torch.utils.data.DataLoader | None = None
 
     def __len__(self) -> int:
@@ -202,7 +201,7 @@ class ImageLoader:
                 generator=torch.Generator(),  # the loader's own draw must not advance the model's random generator
             )
         try:
-            yield from read(self._loader, self.timeout, self.note)
+            yield from read(self._loader, self.timeout)
         except UserError:
             self._loader = None  # ends the workers; another epoch starts new ones
             raise

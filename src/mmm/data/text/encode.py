@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import hashlib
 import io
-import json
 import os
 import threading
-from collections.abc import Generator, Iterable
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context, parent_process
 from pathlib import Path
@@ -19,8 +17,6 @@ from mmm.data.text.byte_tokenizer import ByteTokenizer, Tokenizer
 from mmm.data.text.pieces import Piece, read_documents
 from mmm.errors import DataError
 
-PIECES = "piece-*.npz"
-
 
 class Encoding(NamedTuple):
     """What pieces are encoded by, and where to.
@@ -28,7 +24,6 @@ class Encoding(NamedTuple):
     Attributes:
         folder: of the pieces' files.
         appended: the tokens at the end of a document.
-        files: by a file's number, what tells it from another and from itself before it changed.
     """
 
     folder: Path
@@ -36,15 +31,10 @@ class Encoding(NamedTuple):
     separator: bytes
     field: str
     appended: tuple[int, ...]
-    files: tuple[str, ...]
 
     def path(self, piece: Piece) -> Path:
-        """Where the tokens of a piece are: its name is a hash of all that decides them."""
-        field = self.field if piece.text_file.jsonl else None
-        place = [self.files[piece.file], piece.begin, piece.end, piece.last]
-        rules = [self.tokenizer.sha256, self.separator.hex(), field, self.appended]
-        digest = hashlib.sha256(json.dumps([*place, *rules]).encode()).hexdigest()
-        return self.folder / PIECES.replace("*", digest)
+        """Where the tokens of a piece are."""
+        return self.folder / f"piece-{piece.file}-{piece.begin}.npz"
 
 
 class Encoded(NamedTuple):
@@ -63,18 +53,12 @@ class Counts(NamedTuple):
     bytes: int
 
 
-def pool_of(processes: int, encoding: Encoding | None = None) -> ProcessPoolExecutor:
+def pool_of(processes: int) -> ProcessPoolExecutor:
     """Processes that end when this one does, however it ends."""
-    return ProcessPoolExecutor(processes, get_context("fork"), _begin, (encoding,))
+    return ProcessPoolExecutor(processes, get_context("fork"), _begin)
 
 
-_encoding: Encoding  # in a process of the pool: what `_encode` goes by
-
-
-def _begin(encoding: Encoding | None) -> None:
-    global _encoding
-    if encoding is not None:
-        _encoding = encoding
+def _begin() -> None:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
 
     def end_with_parent() -> None:
@@ -86,9 +70,14 @@ def _begin(encoding: Encoding | None) -> None:
     threading.Thread(target=end_with_parent, daemon=True).start()
 
 
-def encode(pieces: Iterable[Piece], processes: int, encoding: Encoding) -> Generator[Counts]:
+_encoding: Encoding  # what `_encode` goes by: inherited by the processes, since a tokenizer cannot be pickled
+
+
+def encode(pieces: Iterable[Piece], processes: int, encoding: Encoding) -> Iterator[Counts]:
     """What each piece has, once its tokens are in its file. Those that are there already are read alone."""
-    with pool_of(processes, encoding) as pool:
+    global _encoding
+    _encoding = encoding
+    with pool_of(processes) as pool:
         try:
             yield from pool.map(_encode, pieces)
         finally:
@@ -97,7 +86,7 @@ def encode(pieces: Iterable[Piece], processes: int, encoding: Encoding) -> Gener
 
 def _encode(piece: Piece) -> Counts:
     path = _encoding.path(piece)
-    encoded = read_piece(path, _encoding.tokenizer.dtype)
+    encoded = read_piece(path)
     if encoded is None:
         encoded = _encoded(piece)
         buffer = io.BytesIO()
@@ -123,15 +112,13 @@ def _encoded(piece: Piece) -> Encoded:
     return Encoded(tokens, ends, sum(map(len, texts)))
 
 
-def read_piece(path: Path, dtype: np.dtype) -> Encoded | None:
+def read_piece(path: Path) -> Encoded | None:
     """A piece from its file, whose checksums are compared; None where there is none, or not as it was written."""
     try:
         with np.load(path, allow_pickle=False) as file:
-            encoded = Encoded(file["tokens"], file["ends"], int(file["bytes"]))
+            return Encoded(file["tokens"], file["ends"], int(file["bytes"]))
     except Exception:  # whatever the file has become: the piece is encoded again
         return None
-    same_types = (encoded.tokens.dtype, encoded.ends.dtype) == (dtype, np.int64)
-    return encoded if same_types and encoded.tokens.ndim == encoded.ends.ndim == 1 else None
 
 
 def write(path: Path, content: bytes | memoryview) -> None:

@@ -44,11 +44,10 @@ from mmm.data.text.formats import check_magic, read_head
 from mmm.data.text.tokenizer import load_tokenizer
 from mmm.data.text.tokens import TokenArray
 from mmm.errors import DataError
-from mmm.outside import is_plain_name, open_file, read_json
+from mmm.outside import open_file, read_json
 
 TOKENS, DOCUMENTS, MANIFEST = "tokens.bin", "documents.bin", "manifest.json"
 FORMAT = 1  # of the manifest
-DTYPES = ("|u1", "<u2", "<u4")  # of tokens, by their names in the manifest
 _MEGATRON_MAGIC, _MEGATRON_VERSION = b"MMIDIDX\0\0", 1
 _MEGATRON_TYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
 _LLMC_HEADER = 1024  # bytes
@@ -104,47 +103,6 @@ class TokenFile:
         )
 
 
-class _Ends(TokenFile):
-    """The ends of documents, int64, in a folder of ``mmm tokens``; one outside of its tokens is a DataError."""
-
-    def __init__(self, path: Path, total: int) -> None:
-        super().__init__(path, np.dtype("<i8"))
-        self.total = total
-
-    def __getitem__(self, part: slice) -> np.ndarray:
-        return _inside(super().__getitem__(part), self.total, self.path)
-
-
-class _MegatronEnds:
-    """The ends of documents, read where they are asked for; then a DataError says that one is outside of the file.
-
-    Args:
-        index: for messages. first: (documents,), the sequence after each. pointers: the byte of each sequence.
-        width: bytes of a token. total: tokens.
-    """
-
-    def __init__(self, index: Path, first: np.ndarray, pointers: np.ndarray, width: int, total: int) -> None:
-        self.index, self.first, self.pointers, self.width, self.total = index, first, pointers, width, total
-
-    def __len__(self) -> int:
-        return len(self.first)
-
-    def __getitem__(self, part: slice) -> np.ndarray:
-        after = np.asarray(self.first[part])
-        if ((after < 0) | (after > len(self.pointers))).any():
-            raise DataError(f"{self.index} is damaged: a document ends with a sequence that it has not")
-        inside = after < len(self.pointers)
-        ends = np.where(inside, self.pointers[np.where(inside, after, 0)] // self.width, self.total)
-        return _inside(ends, self.total, self.index)
-
-
-def _inside(ends: np.ndarray, total: int, path: Path) -> np.ndarray:
-    """The ends of documents. Raises DataError: one is outside of the tokens."""
-    if ((ends < 0) | (ends > total)).any():
-        raise DataError(f"{path} is damaged: a document ends outside of the {total} tokens")
-    return ends
-
-
 def open_tokens(path: Path, token_dtype: str | None = None) -> Corpus | None:
     """What is at `path`: a folder of ``mmm tokens``, a ``.bin``, an ``.idx`` or what they have in common; None if it is
     none of these, so that it is text.
@@ -167,48 +125,35 @@ def open_tokens(path: Path, token_dtype: str | None = None) -> Corpus | None:
     return None
 
 
-def read_manifest(folder: Path, name: object = None) -> dict[str, Any]:
-    """What a folder of ``mmm tokens`` says of itself.
-
-    Args:
-        name: of the file in messages, if it is not its path.
-
-    Raises:
-        DataError: it cannot be read, is of another version, or is damaged.
-    """
-    manifest = read_json(folder / MANIFEST, DataError, name=name)
-    if (version := manifest.get("format")) != FORMAT:
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """What a folder of ``mmm tokens`` says of itself. Raises DataError: it cannot be read, or is of another version."""
+    manifest = read_json(folder / MANIFEST, DataError, name=f"{folder}: no folder of mmm tokens: {MANIFEST}")
+    version = manifest.get("format")
+    if version != FORMAT:
         raise DataError(f"{folder} has format {version!r} of mmm tokens, and this mmm reads {FORMAT}")
-    about, size = manifest.get("tokenizer"), manifest.get("bytes")
-    counts = [manifest.get("tokens"), manifest.get("documents"), 0 if size is None else size]
-    if (
-        manifest.get("dtype") not in DTYPES
-        or any(type(count) is not int or count < 0 for count in counts)
-        or not isinstance(manifest.get("sha256"), str)
-        or not isinstance(about, dict)
-        or not all(isinstance(about.get(key), str) for key in ("kind", "sha256"))
-        or not (about.get("file") == "" or is_plain_name(about.get("file")))
-    ):
-        raise DataError(f"{folder / MANIFEST} is no manifest of mmm tokens, or is damaged")
     return manifest
 
 
 def _open_folder(folder: Path) -> Corpus:
-    manifest = read_manifest(folder, f"--text {folder}: no folder of mmm tokens: {MANIFEST}")
-    tokens = TokenFile(folder / TOKENS, np.dtype(manifest["dtype"]))
-    about, documents, digest = manifest["tokenizer"], manifest["documents"], manifest["sha256"]
-    wanted, text_bytes = manifest["tokens"], manifest.get("bytes")
-    kind, file = about["kind"], about["file"]
-    if len(tokens) != wanted:
-        raise DataError(f"{folder / TOKENS} is truncated: it has {len(tokens)} tokens, not {wanted}")
+    manifest = read_manifest(folder)
+    try:
+        about = manifest["tokenizer"]
+        kind, file, sha256 = about["kind"], about["file"], about["sha256"]
+        total, documents, digest = manifest["tokens"], manifest["documents"], manifest["sha256"]
+        tokens = TokenFile(folder / TOKENS, np.dtype(manifest["dtype"]))
+        bytes_per_token = manifest["bytes"] / total if manifest.get("bytes") else None
+    except (KeyError, TypeError, ValueError) as error:
+        raise DataError(f"{folder / MANIFEST} is damaged: {error!r}") from None
+    if len(tokens) != total:
+        raise DataError(f"{folder / TOKENS} is truncated: it has {len(tokens)} tokens, not {total}")
     tokenizer: Tokenizer = load_tokenizer(folder / file) if file else ByteTokenizer()
-    if tokenizer.kind != kind or tokenizer.sha256 != about["sha256"]:
+    if tokenizer.kind != kind or tokenizer.sha256 != sha256:
         raise DataError(f"{folder / file} is not the tokenizer that made {folder / TOKENS}: prepare it again")
-    ends = _Ends(folder / DOCUMENTS, wanted)
-    if len(ends) != documents:
-        raise DataError(f"{folder / DOCUMENTS} has {len(ends)} documents, not {documents}: prepare it again")
+    ends = TokenFile(folder / DOCUMENTS, np.dtype("<i8"))
+    if len(ends) != documents or ends[documents - 1 :].tolist() != [total]:
+        raise DataError(f"{folder / DOCUMENTS} is not of the {total} tokens beside it: prepare it again")
     corpus = _corpus(tokens, str(folder), digest, tokenizer, lambda: ends)
-    return replace(corpus, bytes_per_token=text_bytes / wanted if text_bytes else None)
+    return replace(corpus, bytes_per_token=bytes_per_token)
 
 
 def _open_bin(path: Path, token_dtype: str | None) -> Corpus:
@@ -236,11 +181,6 @@ def _bin_tokens(path: Path, token_dtype: str | None) -> TokenFile:
     magic, version, count = struct.unpack("<iii", head[:12].ljust(12, b"\0"))
     dtype = _LLMC_TYPES.get((magic, version))
     if dtype is None:
-        if 20230101 <= magic <= 20391231 and 0 < version < 100:  # a date: all of llm.c's have one
-            raise DataError(
-                f"{path} begins with llm.c's magic number {magic}, version {version}: files of tokens have "
-                f"{' or '.join(f'{magic}, version {version}' for magic, version in _LLMC_TYPES)}"
-            )
         if token_dtype is None:
             raise DataError(
                 f"{path} has no header, and so does not say what type its tokens have: say it by --token_dtype, such "
@@ -271,7 +211,8 @@ def _open_megatron(index: Path) -> Corpus:
         raise DataError(f"{index} has version {version} of Megatron's index, and this mmm reads {_MEGATRON_VERSION}")
     if code not in _MEGATRON_TYPES:
         raise DataError(f"{index} has tokens of type {code}, which is no integer type of Megatron's index")
-    if (wanted := 34 + 12 * sequences + 8 * documents) > size:
+    wanted = 34 + 12 * sequences + 8 * documents
+    if wanted > size:
         raise DataError(f"{index} is truncated: {size} bytes, and {sequences} sequences need {wanted}")
     tokens = TokenFile(index.with_suffix(".bin"), np.dtype(_MEGATRON_TYPES[code]))
     if not sequences or not documents or not len(tokens):
@@ -283,10 +224,12 @@ def _open_megatron(index: Path) -> Corpus:
         raise DataError(f"{tokens.path} has {len(tokens)} tokens, and its index {total}: it is truncated, or another's")
 
     def ends() -> TokenArray:
-        first = np.memmap(index, "<i8", "r", 34 + 12 * sequences, (documents,))
-        if first[0] != 0:
-            raise DataError(f"{index} is damaged: its documents begin with sequence {first[0]}, not with the first")
-        return _MegatronEnds(index, first[1:], pointers, width, total)
+        first = np.memmap(index, "<i8", "r", 34 + 12 * sequences, (documents,))  # sequence of each document
+        starts = np.append(pointers // width, total)
+        try:
+            return starts[first[1:]]
+        except IndexError:
+            raise DataError(f"{index} is damaged: a document ends with a sequence that it has not") from None
 
     digest = hashlib.sha256(f"{_fingerprint(index)} {_fingerprint(tokens.path)}".encode()).hexdigest()
     return _corpus(tokens, str(tokens.path), digest, None, ends)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -151,14 +151,11 @@ def tokenizer_of(name: Path, content: bytes) -> Tokenizer:
     return HuggingFaceTokenizer(content, name)
 
 
-def train_bpe(
-    paths: Sequence[Path], vocab_size: int, eos: str, texts: Callable[[], Iterator[str]] | None = None
-) -> bytes:
+def train_bpe(texts: Iterator[str], vocab_size: int, eos: str) -> bytes:
     """The ``tokenizer.json`` of a byte-level BPE (Sennrich et al. 2016; Radford et al. 2019), for every text.
 
     Args:
-        paths: files of text, read line by line. vocab_size: tokens, the 256 bytes and `eos` among them.
-        texts: gives what to read instead of the files.
+        texts: such as lines. vocab_size: tokens, the 256 bytes and `eos` among them.
 
     Raises:
         ConfigError: a vocabulary too small for these. DataError: the package is not installed.
@@ -175,10 +172,7 @@ def train_bpe(
         initial_alphabet=package.pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    if texts is None:
-        tokenizer.train([str(path) for path in paths], trainer)
-    else:
-        tokenizer.train_from_iterator(texts(), trainer)
+    tokenizer.train_from_iterator(texts, trainer)
     return tokenizer.to_str().encode()
 
 

@@ -33,7 +33,6 @@ class ImageTask(Task):
             "workers": workers,
             "pin_memory": run.device.type in ("cuda", "xpu"),
             "timeout": run.options.timeout,
-            "note": run.note,
         }
         self.run, self.global_batch_size = run, resolved.global_batch_size
         sequence = ImageBatches(data.train, self.global_batch_size, run.seed)

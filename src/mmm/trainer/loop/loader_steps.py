@@ -55,7 +55,7 @@ def train_steps(
         CheckpointError: the checkpoint is of other objects, or of another global batch, or no step is left.
         DataError: also where a data loader's worker fails.
     """
-    source = read(batches, run.options.timeout, run.note)
+    source = read(batches, run.options.timeout)
     checkpoints = _checkpoints(run, optimizer, samples, state)
     if checkpoints is None:
         return steps_over(run, source, optimizer, steps, samples=samples, tokens=tokens, before_row=before_row)
@@ -118,4 +118,4 @@ def _pass_over(run: Run, source: Iterator[Any], first: int) -> None:
 
 def evaluate(run: Run, batches: Iterable[Any], local_loss: Callable[[Any], Tensor]) -> float:
     """`mean_loss` over batches. Raises DataError also where a data loader's worker fails."""
-    return mean_loss(run, read(batches, run.options.timeout, run.note), local_loss)
+    return mean_loss(run, read(batches, run.options.timeout), local_loss)

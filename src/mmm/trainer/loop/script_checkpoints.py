@@ -10,10 +10,9 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from mmm.checkpoint.local_metadata import metadata_of_rank
 from mmm.checkpoint.model_metadata import ModelMetadata
 from mmm.checkpoint.objects import decode, saved_tensors
-from mmm.checkpoint.state import give_state, read_tensors, tensors_of
+from mmm.checkpoint.state import give_state, metadata_on_all, read_tensors, tensors_of
 from mmm.errors import CheckpointError, UserError
 from mmm.trainer.config.training import CheckpointOptions
 from mmm.trainer.loop.checkpointer import Checkpointer
@@ -66,9 +65,7 @@ class ScriptCheckpoints(Checkpointer):
         into = state.of_models()
         for name in state.others:
             into[name] = self._room(origin, name, about[name]["state"], tensors[name])
-        named = {(group, at): tensor for groups in (into, state.parameters) for group in groups
-                 for at, tensor in groups[group].items()}  # fmt: skip
-        found = metadata_of_rank(origin.path, files, named)
+        found = metadata_on_all(origin.path, files)
         state.reshard()
         moments = read_tensors(origin.path, found, into, state.parameters)
         for name, optimizer in state.optimizers.items():

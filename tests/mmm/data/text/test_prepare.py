@@ -5,7 +5,6 @@ import multiprocessing
 import os
 import re
 import signal
-import time
 from itertools import pairwise
 
 import numpy as np
@@ -102,8 +101,25 @@ def test_json_lines(files, tmp_path, tokenizer):
         assert not any("meta" in word for word in words)
 
 
-class Stopped(Exception):
-    pass
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        (
+            '{"body": "x", "id": 3}',
+            "it has no text as 'text': name the field with the text by --field",
+        ),
+        ('{"text": null}', "it has no text as 'text'"),
+        ('"text"', "it is no JSON object"),
+        ('{"text": "x"', "it is no JSON"),
+        ('{"text": "\\ud83d"}', "'utf-8' codec"),
+    ],
+)
+def test_a_line_without_text(files, tmp_path, line, words):
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"text": "good enough"}\n' * 70 + line + "\n")  # in the second piece
+    with pytest.raises(DataError) as caught:
+        prepare(Preparation((files[0], path), tmp_path / "out"), 2)
+    assert str(caught.value).startswith(f"{path}, line 71: {words}")
 
 
 def _prepare_and_die(wanted, lines, at):
@@ -115,87 +131,55 @@ def _prepare_and_die(wanted, lines, at):
     prepare(wanted, 2, say)
 
 
+def killed_after(wanted, lines):
+    """The unfinished folder of a preparation that was killed when it had said so many lines."""
+    killed = FORK.Process(target=_prepare_and_die, args=(wanted, [], lines))
+    killed.start()
+    killed.join()
+    assert killed.exitcode == -signal.SIGKILL
+    assert not wanted.folder.exists()
+    return wanted.folder.with_name(f"{wanted.folder.name}.part")
+
+
 @pytest.mark.parametrize(
     "flags", [{}, pytest.param({"tokenizer": "chars"}, marks=pytest.mark.long), {"bpe": 300}], ids=str
 )
 def test_a_killed_preparation_goes_on(files, tmp_path, flags, monkeypatch):
     wanted = Preparation(files, tmp_path / "killed", **flags)
-    killed = FORK.Process(target=_prepare_and_die, args=(wanted, [], 2))
-    killed.start()
-    killed.join()
-    assert killed.exitcode == -signal.SIGKILL
-    assert not wanted.folder.exists()
-    part = wanted.folder.with_name("killed.part")
+    part = killed_after(wanted, 2)
     with pytest.raises(DataError):
         open_tokens(part)
-    pieces = len(list(part.glob("piece-*.npz")))
-    assert pieces >= 2
-    (part / ".piece-torn.npz").write_bytes(b"half a piece")
-    said, about, train = [], None, module.train_bpe
+    pieces = sorted(part.glob("piece-*.npz"))
+    assert len(pieces) >= 2
+    os.truncate(pieces[0], 100)  # as after a crash of the host
+    said, train = [], module.train_bpe
     monkeypatch.setattr(module, "train_bpe", None)  # it has been trained
-    while about is None:
-        try:
-            about = prepare(wanted, 2, said.append)
-        except DataError as error:  # its processes hold the lock until they have seen that it ended
-            if "another process is preparing" not in str(error):
-                raise
-            time.sleep(0.02)
-    there = int(re.match(r"going on: (\d+) of \d+ pieces are there", said[0])[1])
-    assert there >= pieces  # its processes may have finished some after it was looked for
+    about = prepare(wanted, 2, said.append)
+    assert int(re.match(r"going on: (\d+) of \d+ pieces are there", said[0])[1]) >= len(pieces)
     monkeypatch.setattr(module, "train_bpe", train)
     assert not part.exists()
     other = prepare(Preparation(files, tmp_path / "straight", **flags), 2)
     assert about == other
     assert content(wanted.folder) == content(tmp_path / "straight")
-    assert not [path for path in content(wanted.folder) if "piece" in path or "lock" in path]
+    assert not [path for path in content(wanted.folder) if "piece" in path or "key" in path]
 
 
-def stopped_after(wanted, pieces):
-    """A preparation that ended after so many pieces: its FOLDER.part, without the pieces that were under way."""
-    part, first = wanted.folder.with_name(wanted.folder.name + ".part"), set()
-
-    def stop(line, left=[pieces]):  # noqa: B006  counts over the calls
-        left[0] -= 1
-        if not left[0]:
-            first.update(sorted(part.glob("piece-*.npz"), key=lambda path: path.stat().st_mtime_ns)[:pieces])
-            raise Stopped
-
-    with pytest.raises(Stopped):
-        prepare(wanted, 1, stop)
-    for path in set(part.glob("piece-*.npz")) - first:
-        path.unlink()
-    return part, sorted(first, key=lambda path: path.stat().st_mtime_ns)
-
-
-def zeros(path, size):
-    """As a file system leaves it whose data were lost."""
-    content = path.read_bytes()
-    path.write_bytes(content[: len(content) - size] + bytes(size))
-
-
-@pytest.mark.parametrize("name", ["tokens.bin", "documents.bin", "lock", "manifest.json"])
-def test_a_part_that_another_made_is_written_through_no_link(files, tmp_path, name):
-    kept = tmp_path / "kept"
-    kept.write_text("kept")
-    (tmp_path / "out.part").mkdir()
-    (tmp_path / "out.part" / name).symlink_to(kept)
-    with pytest.raises(DataError, match=f"{name}"):
-        prepare(Preparation(files, tmp_path / "out"), 1)
-    assert kept.read_text() == "kept"
-
-
-@pytest.mark.parametrize(("some", "separator"), [(2, "\n"), (3, "")], ids=["other files", "another tokenizer"])
-def test_part_of_another(files, tmp_path, some, separator):
-    """Its pieces have other names: none is taken for one of these, and all go in the end."""
-    other = Preparation(files[:some], tmp_path / "out", separator=separator)
-    part, pieces = stopped_after(other, 2)
-    (part / "tokenizer-0.json").write_text("a tokenizer that took its time")
-    wanted, said = Preparation(files, tmp_path / "out", "chars"), []
-    about = prepare(wanted, 1, said.append)
-    assert len(pieces) == 2
+def test_a_part_of_another_is_not_gone_on_with(files, tmp_path):
+    killed_after(Preparation(files, tmp_path / "out", separator="\n"), 2)
+    said = []
+    about = prepare(Preparation(files, tmp_path / "out", "chars"), 1, said.append)
     assert not said[0].startswith("going on")
     assert about == prepare(Preparation(files, tmp_path / "straight", "chars"), 1)
-    assert content(wanted.folder) == content(tmp_path / "straight")
+    assert content(tmp_path / "out") == content(tmp_path / "straight")
+
+
+def test_a_folder_of_somebody_elses_stays(files, tmp_path):
+    for name in ("out", "other.part"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "mine").write_text("kept")
+        with pytest.raises(DataError, match=name):
+            prepare(Preparation(files, tmp_path / name.removesuffix(".part")), 1)
+        assert (tmp_path / name / "mine").read_text() == "kept"
 
 
 @pytest.mark.parametrize(

@@ -102,8 +102,6 @@ def test_llmc_with_its_validation_text(tmp_path):
         (lambda path: llmc(path, TOKENS, count=1001), "says 1001"),
         (lambda path: llmc(path, TOKENS, count=999), "says 999"),
         (lambda path: path.write_bytes(llmc(path, TOKENS).read_bytes()[:100]), "has 0 tokens, and its header"),
-        (lambda path: llmc(path, TOKENS, version=2), "llm.c's"),
-        (lambda path: llmc(path, TOKENS, magic=20240326, version=3), "have 20240520"),
         (lambda path: TOKENS.astype("<i4").tofile(path), "--token_dtype"),
         (lambda path: np.save(path.open("wb"), TOKENS.astype("<u2")), "NumPy"),
         (lambda path: np.savez(path.open("wb"), TOKENS.astype("<u2")), "is a zip archive"),
@@ -111,7 +109,6 @@ def test_llmc_with_its_validation_text(tmp_path):
         (lambda path: path.write_bytes(gzip.compress(TOKENS.astype("<u2").tobytes())), "is gzip, by its first bytes"),
         (lambda path: path.write_bytes(b"PAR1" * 9), "is Parquet"),
         (lambda path: path.write_bytes(b"GGUF" * 9), "is GGUF"),
-        (lambda path: path.write_bytes(b'\x18' + bytes(7) + b'{"a": [1, 2, 3, 4, 5]}   '), "is safetensors"),
         (lambda path: megatron(path, [TOKENS], [0, 1]).rename(path), "is an index of Megatron's"),
     ],
 )  # fmt: skip
@@ -151,11 +148,11 @@ def test_megatron(tmp_path, code, dtype):
     assert open_tokens(index).sha256 != digest
 
 
-@pytest.mark.parametrize("ends", [[100, 1 << 40, 1000], [-1, 1000], [100, 1001]])
+@pytest.mark.parametrize("ends", [[100, 1001], [100], [900, 100, 1000], []])
 def test_a_folder_with_documents_that_are_not_there(tmp_path, ends):
-    sources = open_sources([folder_of(tmp_path / "dir", TOKENS % 256, ends, "|u1")])
-    with pytest.raises(DataError, match=r"documents.bin"):
-        sources.tokens(16, 0, 1 << 20, pack=True)
+    folder = folder_of(tmp_path / "dir", TOKENS % 256, ends, "|u1")
+    with pytest.raises(DataError, match=r"documents"):
+        open_sources([folder]).tokens(16, 0, 1 << 20, pack=True)
 
 
 def test_a_folder(tmp_path):

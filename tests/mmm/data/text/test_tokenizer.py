@@ -19,7 +19,7 @@ def files(tmp_path_factory):
 
     folder = tmp_path_factory.mktemp("tokenizers")
     (folder / "text").write_text(TEXT)
-    (folder / "bpe.json").write_bytes(train_bpe([folder / "text"], 300, "<|endoftext|>"))
+    (folder / "bpe.json").write_bytes(train_bpe(iter(TEXT.splitlines(keepends=True)), 300, "<|endoftext|>"))
     (folder / "chars.json").write_bytes(CharTokenizer.of([TEXT.encode()]).content)
     model = io.BytesIO()
     lines = iter(TEXT.splitlines())
