@@ -63,83 +63,51 @@ class RankVariables(NamedTuple):
     rank: tuple[str, ...]
     world: tuple[str, ...]
     local_rank: tuple[str, ...]
-    local_world: tuple[str, ...]
 
 
-# A launcher whose ranks find their places without `launch` is one row here, and one in docs/clusters.md. In this order:
-# what was started last, and so stands closest to the process, comes first.
-RANK_VARIABLES = {
-    "torchrun": RankVariables(("RANK",), ("WORLD_SIZE",), ("LOCAL_RANK",), ("LOCAL_WORLD_SIZE",)),
-    "openmpi": RankVariables(
-        ("OMPI_COMM_WORLD_RANK",),
-        ("OMPI_COMM_WORLD_SIZE",),
-        ("OMPI_COMM_WORLD_LOCAL_RANK",),
-        ("OMPI_COMM_WORLD_LOCAL_SIZE",),
-    ),
-    "pals": RankVariables(
-        ("PALS_RANKID",),
-        ("PMI_SIZE", "PALS_SIZE"),
-        ("PALS_LOCAL_RANKID", "PMI_LOCAL_RANK"),
-        ("PMI_LOCAL_SIZE", "PALS_LOCAL_SIZE"),
-    ),
-    "mpich": RankVariables(
-        ("PMI_RANK",), ("PMI_SIZE",), ("MPI_LOCALRANKID", "PMI_LOCAL_RANK"), ("MPI_LOCALNRANKS", "PMI_LOCAL_SIZE")
-    ),
-    "mvapich": RankVariables(
-        ("MV2_COMM_WORLD_RANK", "MVP_COMM_WORLD_RANK"),
-        ("MV2_COMM_WORLD_SIZE", "MVP_COMM_WORLD_SIZE"),
-        ("MV2_COMM_WORLD_LOCAL_RANK", "MVP_COMM_WORLD_LOCAL_RANK"),
-        ("MV2_COMM_WORLD_LOCAL_SIZE", "MVP_COMM_WORLD_LOCAL_SIZE"),
-    ),
-    "jsrun": RankVariables(
-        ("JSM_NAMESPACE_RANK",),
-        ("JSM_NAMESPACE_SIZE",),
-        ("JSM_NAMESPACE_LOCAL_RANK",),
-        ("JSM_NAMESPACE_LOCAL_SIZE",),
-    ),
-    "flux": RankVariables(("FLUX_TASK_RANK",), ("FLUX_JOB_SIZE",), ("FLUX_TASK_LOCAL_ID",), ()),
-    "slurm": RankVariables(("SLURM_PROCID",), ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"), ("SLURM_LOCALID",), ()),
+# Of `LaunchSpec.launcher`.
+BACKENDS = {
+    "openmpi": RankVariables(("OMPI_COMM_WORLD_RANK",), ("OMPI_COMM_WORLD_SIZE",), ("OMPI_COMM_WORLD_LOCAL_RANK",)),
+    "pals": RankVariables(("PALS_RANKID",), ("PMI_SIZE", "PALS_SIZE"), ("PALS_LOCAL_RANKID", "PMI_LOCAL_RANK")),
+    "hydra": RankVariables(("PMI_RANK",), ("PMI_SIZE",), ("MPI_LOCALRANKID", "PMI_LOCAL_RANK")),
+    "srun": RankVariables(("SLURM_PROCID",), ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"), ("SLURM_LOCALID",)),
 }
+# The number of a launcher's rank → how many there are. What was started last comes first.
+SIZES = {
+    "OMPI_COMM_WORLD_RANK": "OMPI_COMM_WORLD_SIZE",
+    "PALS_RANKID": "PMI_SIZE",
+    "PMI_RANK": "PMI_SIZE",
+    "MV2_COMM_WORLD_RANK": "MV2_COMM_WORLD_SIZE",
+    "MVP_COMM_WORLD_RANK": "MVP_COMM_WORLD_SIZE",
+    "JSM_NAMESPACE_RANK": "JSM_NAMESPACE_SIZE",
+    "FLUX_TASK_RANK": "FLUX_JOB_SIZE",
+    "SLURM_PROCID": "SLURM_STEP_NUM_TASKS",
+}
+# What launchers that are not known here call a rank.
+OTHERS = re.compile(
+    r"(PMIX|MPIRUN|HOROVOD)_RANK|ALPS_APP_PE|PMI_ID|MPI_RANKID|MP_CHILD"
+    r"|\w+_(COMM_WORLD|WORLD|GLOBAL|NAMESPACE|JOB|TASK|APP)_(RANK|RANKID|PROCID|PE)"
+)
 
 
-# Ranks of launchers that do not say of how many, and names that no launcher known here uses.
-UNSIZED = ("PMIX_RANK", "ALPS_APP_PE", "PMI_ID", "MPI_RANKID", "MPIRUN_RANK", "MP_CHILD", "HOROVOD_RANK")
-RANK_LIKE = re.compile(r"\w+_(COMM_WORLD|WORLD|GLOBAL|NAMESPACE|JOB|TASK|APP)_(RANK|RANKID|PROCID|PE)")
+def place_of_rank(environ: Mapping[str, str]) -> str | None:
+    """The variable by which some launcher has made this process one of its ranks; None where it is none, or alone.
 
-
-def numbering(environ: Mapping[str, str]) -> str | None:
-    """The name in `RANK_VARIABLES` of the launcher that has made this process a rank; None where it is none.
-
-    A batch script of Slurm's has SLURM_PROCID=0 and SLURM_NTASKS=N too; only inside a step is it a rank.
-
-    Raises:
-        LaunchError: some variable says that it is a rank, of a launcher that is not known or does not say of how many.
+    A batch script of Slurm's has SLURM_PROCID=0 too; only inside a step is it a rank.
     """
-    for source, names in RANK_VARIABLES.items():
-        rank = read_number(environ, names.rank)
+    for name in ("RANK", "WORLD_SIZE"):
+        if name in environ:
+            return name
+    for name, size in SIZES.items():
+        if name not in environ:
+            continue
+        if name == "SLURM_PROCID" and "SLURM_STEP_ID" not in environ:
+            continue
         # PRRTE starts its daemons by srun, so that their places are in the environment of its ranks.
-        if rank is not None and (
-            source != "slurm"
-            or ("SLURM_STEP_ID" in environ and environ.get("PMIX_RANK", environ[rank[0]]) == environ[rank[0]])
-        ):
-            return source
-    foreign = [name for name in environ if environ[name].isdigit() and _says_rank(name, environ)]
-    if foreign:
-        name = min(foreign)
-        raise LaunchError(
-            f"{name}={environ[name]} says that some launcher has started this process as a rank, and it is none that "
-            f"is known here, or does not say of how many: each would be a run of its own. Set RANK, WORLD_SIZE, "
-            f"LOCAL_RANK and LOCAL_WORLD_SIZE, start with `launch`, or, if this is no rank, unset {name}"
-        )
-    return None
-
-
-def _says_rank(name: str, environ: Mapping[str, str]) -> bool:
-    """Whether a variable, of no launcher known here, is called as ranks are, or has a size above 1 beside it."""
-    prefix, _, last = name.rpartition("_")
-    size = environ.get("_".join((prefix, "SIZE")), "")
-    beside = last == "RANK" and prefix not in ("LOCAL", "NODE", "GROUP") and size.isdigit() and int(size) > 1
-    return beside or name in UNSIZED or RANK_LIKE.fullmatch(name) is not None
+        if name == "SLURM_PROCID" and environ.get("PMIX_RANK", environ[name]) != environ[name]:
+            continue
+        return None if environ.get(size) == "1" else name
+    return next((name for name in sorted(environ) if OTHERS.fullmatch(name) and environ[name].isdigit()), None)
 
 
 def port_of(identity: str) -> int:
@@ -273,7 +241,6 @@ def report(kind: str, text: str, exit_code: int, caught: float) -> bool:
 # The start-up.
 
 PROC = Path("/proc")
-AHEAD = 1.0  # s; what is later is by another clock, or by this one before it was set back
 
 
 shared_imports: dict[str, float] = {}  # package → seconds of imports before the ranks were forked
@@ -294,31 +261,3 @@ def process_start(name: str = "self") -> float | None:
         return time.time() - time.clock_gettime(time.CLOCK_BOOTTIME) + ticks / os.sysconf("SC_CLK_TCK")
     except (OSError, ValueError, IndexError, AttributeError):
         return None
-
-
-def started(environ: Mapping[str, str], otherwise: float) -> tuple[float, str]:
-    """When the start-up of this process began, and who says so: ``MMM_STARTED_AT``, ``launch`` or ``process``.
-
-    Args:
-        otherwise: the time to take where neither the environment nor the system has one.
-
-    Raises:
-        LaunchError: a variable's value is not a time. One in the future is passed over.
-    """
-    for name, source in ((STARTED_VARIABLE, STARTED_VARIABLE), (BEGAN_VARIABLE, "launch")):
-        if environ.get(name) and (began := _time(name, environ[name])) < time.time() + AHEAD:
-            return began, source
-    return process_start() or otherwise, "process"
-
-
-def _time(name: str, text: str) -> float:
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = float("nan")
-    if not seconds > 0:
-        raise LaunchError(
-            f"{name}={text} in the environment is not a time in the past, in seconds since 1970: set it "
-            f"with `export {name}=$(date +%s.%N)`, or unset it"
-        )
-    return seconds

@@ -70,11 +70,11 @@ def _main(words: list[str], begin: float) -> int:
     plan = plan_run(what, options, shared)
     for note in [*plan.notes, *(stage.notes(options.stage) if options.stage is not None else [])]:
         say(f"launch: {note}")
-    limits = walltime.limits(timeout, args.signal, args.walltime, plan.job, os.environ)
+    limits = walltime.limits(timeout, args.signal, args.walltime, plan.job)
     limits = replace(limits, grace=grace)
-    if args.dry_run or args.explain:
+    if args.dry_run:
         try:
-            print(describe(plan, args.explain), flush=True)
+            print(describe(plan), flush=True)
         except OSError:  # `| head`, a full disk: nobody reads on
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
             return 1
@@ -139,10 +139,9 @@ def local_copy(plan: LaunchSpec) -> Iterator[str | None]:
 
 
 def startup(environ: Mapping[str, str], otherwise: float) -> dict[str, str]:
-    """What the ranks are told of when launch was started, and the job. Raises `LaunchError` as `contract.started`."""
+    """What the ranks are told of when launch was started, and the job."""
     told = {name: environ[name] for name in (contract.STARTED_VARIABLE,) if environ.get(name)}
     told[contract.BEGAN_VARIABLE] = repr(contract.process_start() or otherwise)
-    contract.started(told, otherwise)
     return told
 
 
@@ -154,15 +153,16 @@ def plan_run(what: Target, options: LaunchOptions, shared: dict[str, str]) -> La
     return plan
 
 
-def describe(plan: LaunchSpec, explain: bool) -> str:
+def describe(plan: LaunchSpec) -> str:
     from mmm_launch.spec import table
 
     if not plan.is_local:
-        return table.table(plan, explain)
+        return table.table(plan, explain=True)
     from mmm_launch.program.preloads import preloads
 
     host = local.host_spec(plan)
-    return table.describe(plan, host, [p.module for p in preloads(plan.target)] if host.fork else [], explain)
+    modules = tuple(each.module for each in preloads(plan.target)) if host.fork else ()
+    return table.table(plan, True, host, modules)
 
 
 def announce(plan: LaunchSpec) -> None:

@@ -1,5 +1,6 @@
 """What launch says when it is asked for what cannot be, before anything is started."""
 
+import re
 import socket
 
 import pytest
@@ -30,17 +31,20 @@ def say(tmp_path, monkeypatch, capsys):
         ("", "no command"),
         ("-n 2", "no command"),
         ("-n 2 --", "no command"),
-        ("-n 0 python3 train.py", "-n 0: it has to be a whole number, at least 1"),
-        ("-n -3 python3 train.py", "-n -3: it has to be a whole number"),
-        ("-n four python3 train.py", "-n four: it has to be a whole number"),
+        ("-n 0 python3 train.py", "-n 0"),
+        ("-n -3 python3 train.py", "-n -3"),
+        ("-n four python3 train.py", "-n four"),
+        ("-n python3 train.py", "python3"),
+        ("--nproc=1.5 python3 train.py", "1.5"),
         ("-n 99999 python3 train.py", "from 1 to 4096"),
         ("--device gpu python3 train.py", "invalid choice: 'gpu' (choose from"),
         ("--nproc-per-node 4 python3 train.py", "--nproc-per-node"),
-        ("-np 4 python3 train.py", "unknown option -np. Did you mean -n?"),
-        ("--dryrun python3 train.py", "Did you mean --dry-run?"),
+        ("-np 4 python3 train.py", "unknown option -np"),
+        ("--dryrun python3 train.py", "unknown option --dryrun"),
         ("--what python3 train.py", "CMD"),
-        ("-n 2 -m train", "-n 2 python3"),
-        ("python3 -m trian", "Did you mean train?"),
+        ("-n 2 -m train", "launch python3 -m"),
+        ("python3 trian.py", "trian.py"),
+        ("python3 -m trian", "trian"),
         ("no-such-program", "PATH"),
     ],
 )
@@ -104,17 +108,15 @@ def test_dry_run_says_everything_and_starts_nothing(say, capsys, monkeypatch):
     out = capsys.readouterr().out
     assert code == 0
     for part in (
-        "ranks    3 on ",
-        "(-n)",
+        "3, 3 a host   (-n)",
         "train.py --lr 0.1",
         "prefork: one process imports",
-        "MASTER_ADDR=127.0.0.1",
-        "MMM_DEVICE=cpu   (--device)",
-        "rank 2:\n  RANK=2\n  LOCAL_RANK=2",
+        "127.0.0.1:",
+        "cpu   (--device)",
     ):
         assert part in out
     monkeypatch.setenv("OMP_NUM_THREADS", "7")
     main.main(["-n", "3", "--no-prefork", "--dry-run", "python3", "train.py"])
     out = capsys.readouterr().out
     assert "spawn: --no-prefork" in out
-    assert "OMP_NUM_THREADS=7   (set in the environment)" in out
+    assert re.search(r"OMP_NUM_THREADS +7   \(set in the environment\)", out)

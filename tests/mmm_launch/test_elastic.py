@@ -1,6 +1,7 @@
 """`launch --elastic`: again, on the ranks and hosts that are left."""
 
 import os
+import re
 import signal
 import sys
 import time
@@ -258,15 +259,14 @@ def test_a_host_that_does_not_start_again(launcher, hosts):
     [
         ("--elastic 8 x.py", "--elastic 8: write MIN:MAX, the fewest and the most ranks, such as 2:8."),
         ("--elastic 2:many x.py", "--elastic 2:many: write MIN:MAX, the fewest and the most ranks, such as 2:8."),
-        ("--elastic 8:2 x.py", "--elastic 8:2: MIN is above MAX."),
-        ("--elastic 0:2 x.py", "--elastic 0:2: MIN has to be at least 1."),
+        ("--elastic 8:2 x.py", "--elastic 8:2: MIN has to be from 1 to MAX."),
+        ("--elastic 0:2 x.py", "--elastic 0:2: MIN has to be from 1 to MAX."),
         ("--elastic 1:9999 x.py", "-n 9999: the number of ranks on a host must be from 1 to 4096."),
         ("--elastic 2:8 -n 4 x.py", "-n 4 --elastic 2:8: it begins with MAX ranks. Leave -n out."),
         (
             "--elastic 2:8 --retries 0 x.py",
-            "--retries 0 --elastic 2:8: the run could not go on. Leave --retries out, or give more.",
+            "--retries 0 --elastic 2:8: the run could not go on.",
         ),
-        ("--elastic 2:8 --stage . x.py", "--stage and --elastic 2:8 do not go together: leave one out."),
         ("--spare-hosts a x.py", "--spare-hosts is of --elastic MIN:MAX, which is not given."),
         (
             "--elastic 2:8 --spare-hosts a x.py",
@@ -289,4 +289,4 @@ def test_bad_input(tmp_path, monkeypatch, capsys, line, says):
 def test_a_dry_run_says_it(launcher):
     done = launcher.run("--elastic", "2:4", "--device", "cpu", "--dry-run", "python3", "-c", "pass")
     assert done.returncode == 0
-    assert "elastic  2 to 4 ranks" in done.stdout
+    assert re.search(r"elastic +2 to 4 ranks", done.stdout)

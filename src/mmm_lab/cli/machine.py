@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from pathlib import Path
 
 from mmm.errors import ConfigError
@@ -42,8 +41,6 @@ def main(argv: list[str]) -> int:
         print("\n".join(measure_machine(args.measure).explain()))
         print(f"written: {args.measure}; mmm plan --machine {args.measure} reads it")
         return 0
-    for line in find.old_places(os.environ):
-        print(f"mmm: {line}", file=sys.stderr)
     if args.name is None:
         print("\n".join(_line(machine) for machine in find.load(os.environ).values()))
     else:

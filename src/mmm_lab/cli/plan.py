@@ -173,8 +173,6 @@ def main(argv: list[str]) -> int:
     if args.tokens is not None and (args.check is not None or args.dry_run is not None):
         raise ConfigError(f"--tokens {args.tokens}: --check and --dry_run make a few steps; leave one out")
     run_of(args)
-    for line in find.old_places(os.environ):
-        print(f"mmm: {line}", file=sys.stderr)
     from mmm_lab.cli import plan_try
 
     given = args.dry_run if args.check is None else args.check

@@ -18,7 +18,7 @@ from mmm_launch.channel import commands, handshake
 from mmm_launch.channel import link as links
 from mmm_launch.channel.failures import Failure, say
 from mmm_launch.channel.link import Link, Lost
-from mmm_launch.contract import LOOPBACK, RANK_VARIABLES, check_loopback, read_number
+from mmm_launch.contract import BACKENDS, LOOPBACK, check_loopback, read_number
 from mmm_launch.errors import LaunchError, UserError
 from mmm_launch.host import stage as stages
 from mmm_launch.host.agent_supervisor import AgentSupervisor, end_helper, host_name
@@ -32,7 +32,6 @@ from mmm_launch.spec.mpi import AGENT_VARIABLE
 from mmm_launch.spec.stage import Stage
 
 MPI_PREFIXES = ("PMI_", "PMIX_", "OMPI_", "PALS_", "MPI_LOCAL", "HYDI_")
-NAMES = {"srun": "slurm", "hydra": "mpich", "pals": "pals", "openmpi": "openmpi"}  # in `RANK_VARIABLES`
 
 
 def main() -> int:
@@ -149,7 +148,7 @@ def numbers(launcher: str, env: Mapping[str, str], world: int) -> tuple[int, int
     Raises:
         LaunchError: it has set no rank.
     """
-    names = RANK_VARIABLES[NAMES[launcher]]
+    names = BACKENDS[launcher]
     rank = read_number(env, names.rank)
     if rank is None:
         raise LaunchError(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 import re
 import socket
@@ -15,41 +14,29 @@ from mmm_launch.machines.machine import Machine, read
 
 BUILT_IN = Path(__file__).parent / "known"
 VARIABLE = "MMM_MACHINES"  # files and folders, as in PATH
-OLD_VARIABLE = "MMM_SITES"
 
 
 def load(environ: Mapping[str, str]) -> dict[str, Machine]:
     """All machines, by their names in small letters. The user's own replace those that come with the package.
 
     Raises:
-        MachineError: a file is wrong, or a file or folder that a variable names is not there.
+        MachineError: a file is wrong, or a file or folder that `VARIABLE` names is not there.
     """
-    files = _files(BUILT_IN) + _files(_users(environ, "sites")) + _files(_users(environ, "machines"))
-    for variable in (OLD_VARIABLE, VARIABLE):
-        for place in filter(None, environ.get(variable, "").split(os.pathsep)):
-            path = Path(place).expanduser()
-            if not os.path.exists(path):
-                raise MachineError(f"{variable} names {place}, and there is no such file or folder.")
-            files += _files(path)
+    files = _files(BUILT_IN) + _files(_users(environ))
+    for place in filter(None, environ.get(VARIABLE, "").split(os.pathsep)):
+        path = Path(place).expanduser()
+        if not path.exists():
+            raise MachineError(f"{VARIABLE} names {place}, and there is no such file or folder.")
+        files += _files(path)
     return {machine.name.lower(): machine for machine in map(read, files)}
-
-
-def old_places(environ: Mapping[str, str]) -> list[str]:
-    """A line for each old name by which the user's own machines are still found."""
-    old, new = _users(environ, "sites"), _users(environ, "machines")
-    lines = [f"{OLD_VARIABLE} is now {VARIABLE}: rename it"] if environ.get(OLD_VARIABLE) else []
-    return lines + ([f"machines of {old} are read; the folder is now {new}: move them"] if _files(old) else [])
 
 
 def named(environ: Mapping[str, str], name: str) -> Machine:
     """The machine called `name`, in any letters. Raises MachineError: there is none, or a file is wrong."""
     known = load(environ)
     if name.lower() not in known:
-        near = difflib.get_close_matches(name.lower(), known, n=1)
-        hint = f" Did you mean {near[0]}?" if near else ""
         raise MachineError(
-            f"machine {name}: not known.{hint} There are {', '.join(known)}; {VARIABLE} and "
-            f"{_users(environ, 'machines')} add others."
+            f"machine {name}: not known. There are {', '.join(known)}; {VARIABLE} and {_users(environ)} add others."
         )
     return known[name.lower()]
 
@@ -107,10 +94,12 @@ def machine_here(device: str, site: str | None, hosts: int, ranks: int, threads:
 
 
 def _files(path: Path) -> list[Path]:
-    """The file itself, or those of a folder. A folder that is not there, or cannot be read, has none."""
-    return sorted(path.glob("*.json")) if os.path.isdir(path) else [path] if os.path.exists(path) else []
+    """The file itself, or those of a folder. A folder that is not there has none."""
+    if path.is_file():
+        return [path]
+    return sorted(path.glob("*.json"))
 
 
-def _users(environ: Mapping[str, str], folder: str) -> Path:
+def _users(environ: Mapping[str, str]) -> Path:
     home = environ.get("XDG_CONFIG_HOME") or os.path.join(environ.get("HOME", "~"), ".config")
-    return Path(home).expanduser() / "mmm" / folder
+    return Path(home).expanduser() / "mmm" / "machines"

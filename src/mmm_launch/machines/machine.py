@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
@@ -217,34 +216,19 @@ def _text(value: Any) -> str:
     return f"{value:,}" if isinstance(value, int) else f"{value:.4g}"
 
 
-OLD_NAMES = {"gpus_per_host": "ranks_per_host"}
-OLD_FIELDS = ("site",)  # which another file described once
 FIELDS = {f.name: str(f.type).removesuffix(" | None") for f in fields(Machine) if f.name != "file"}  # name → type
-# Type → that of the whole, that of what is in it, and both in words.
-TYPES: dict[str, tuple[type | tuple[type, ...], type | tuple[type, ...] | None, str]] = {
-    "str": (str, None, "a string"),
-    "int": (int, None, "a whole number"),
-    "float": ((int, float), None, "a number"),
-    "list[str]": (list, str, "a list of strings"),
-    "list[int]": (list, int, "a list of whole numbers"),
-    "dict[str, str]": (dict, str, "an object of strings"),
-    "dict[str, float]": (dict, (int, float), "an object of numbers"),
+# Type of a field → that of the whole, and that of what is in it.
+TYPES: dict[str, tuple[type | tuple[type, ...], type | tuple[type, ...]]] = {
+    "str": (str, str),
+    "int": (int, int),
+    "float": ((int, float), (int, float)),
+    "list[str]": (list, str),
+    "list[int]": (list, int),
+    "dict[str, str]": (dict, str),
+    "dict[str, float]": (dict, (int, float)),
 }
-# Field, or type → the least and the most that a number may be.
-BOUNDS: dict[str, tuple[float, float]] = {
-    "int": (1, 10**6),
-    "list[int]": (0, 10**6),
-    "float": (0, 1e30),
-    "dict[str, float]": (0, 1e30),
-    "port": (1, 65535),
-    "cores": (0, 10**6),
-    "overlap": (0, 1),
-    "memory_reserve": (0, 0.99),
-    **dict.fromkeys(
-        ("matmul_efficiency", "memory_efficiency", "link_efficiency", "network_efficiency"),
-        (0.001, 1),
-    ),
-}
+PARTS = ("efficiency", "overlap", "reserve")  # ends of names: of a whole, so at most 1
+LARGEST = 1e30
 QUEUE = re.compile(r"(\S+) (\d{1,6})-(\d{1,6}) (\d{1,5})h")
 CHOICES = {"mpi": ("pals", "hydra", "openmpi"), "scheduler": ("pbs", "slurm")}
 
@@ -264,12 +248,9 @@ def parse(data: dict[str, Any], where: str, file: str = "") -> Machine:
     Raises:
         MachineError: a field that is not known, of another type, or that cannot be.
     """
-    data = {OLD_NAMES.get(name, name): value for name, value in data.items() if name not in OLD_FIELDS}
     for name, value in data.items():
         if name not in FIELDS:
-            near = difflib.get_close_matches(name[:100], FIELDS, n=1)
-            hint = f" Did you mean {near[0]!r}?" if near else f" There are {', '.join(FIELDS)}."
-            raise MachineError(f"{where}: {short(name)} is not known.{hint}")
+            raise MachineError(f"{where}: {short(name)} is not known. There are {', '.join(FIELDS)}.")
         _check(name, value, where)
     if not data.get("name"):
         raise MachineError(f'{where}: it has to be one JSON object with a "name".')
@@ -286,26 +267,27 @@ def parse(data: dict[str, Any], where: str, file: str = "") -> Machine:
 
 def _check(name: str, value: Any, where: str) -> None:
     """Raises MachineError: `value` cannot be that of the field."""
-    outer, inner, wanted = TYPES[FIELDS[name]]
-    elements = [*value.values()] if isinstance(value, dict) else value if isinstance(value, list) else [value]
-    right = isinstance(value, outer) and all(_is(element, inner or outer) for element in elements)
-    if not right:
-        raise MachineError(f"{where}: {name!r} is {short(value)}; it has to be {wanted}.")
-    low, high = BOUNDS.get(name, BOUNDS.get(FIELDS[name], (0, 0)))
+    whole, part = TYPES[FIELDS[name]]
+    elements = [value]
+    if isinstance(value, dict):
+        elements = list(value.values())
+    elif isinstance(value, list):
+        elements = value
+    if not isinstance(value, whole) or not all(_is(element, part) for element in elements):
+        raise MachineError(f"{where}: {name!r} is {short(value)}; it has to be of type {FIELDS[name]}.")
+    most = 1 if name.endswith(PARTS) else LARGEST
     for element in elements:
-        if not isinstance(element, str) and not low <= element <= high:  # NaN is neither
-            least = f"at least {low:g}" if high >= 1e30 else f"at least {low:g} and at most {high:,g}"
-            raise MachineError(f"{where}: {name!r} is {short(element)}; it has to be {least}.")
-    if value and name in CHOICES and value not in CHOICES[name]:
-        raise MachineError(f"{where}: {name} {short(value)} is not one of {', '.join(CHOICES[name])}.")
-    for queue in elements if name == "queues" else []:
-        if not QUEUE.fullmatch(queue):
-            raise MachineError(f'{where}: queues: {short(queue)} is not written as "prod 10-24 3h".')
-    for pattern in elements if name == "match" else []:
-        try:
-            re.compile(pattern)
-        except (re.error, OverflowError, RecursionError) as error:
-            raise MachineError(f"{where}: match: {short(pattern)} is no regular expression: {error}") from None
+        if not isinstance(element, str) and not 0 <= element <= most:  # NaN is neither
+            raise MachineError(f"{where}: {name!r} is {short(element)}; it has to be from 0 to {most:g}.")
+        if name in CHOICES and element not in CHOICES[name]:
+            raise MachineError(f"{where}: {name} {short(element)} is not one of {', '.join(CHOICES[name])}.")
+        if name == "queues" and not QUEUE.fullmatch(element):
+            raise MachineError(f'{where}: queues: {short(element)} is not written as "prod 10-24 3h".')
+        if name == "match":
+            try:
+                re.compile(element)
+            except re.error as error:
+                raise MachineError(f"{where}: match: {short(element)} is no regular expression: {error}") from None
 
 
 def _is(element: Any, types: type | tuple[type, ...]) -> bool:

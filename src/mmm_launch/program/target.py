@@ -1,19 +1,18 @@
 """What each rank runs: CMD taken apart, and checked without importing or running any of it."""
 
-import difflib
 import importlib.util
 import os
 import shutil
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 
 from mmm_launch.errors import LaunchError
 
-VALUE_FLAGS = "WX"  # python's own flags that take a value; -m and -c end the flags
-PLAIN_FLAGS = "bBdEIOPqRsSuv"  # those that do not; with any other (-i, -x, -V, -h) python is run as it is
+VALUE_FLAGS = ("W", "X")  # python's own flags that take a value; -m and -c end the flags
+PLAIN_FLAGS = "bBdEIOPqRsSuv"  # those that do not; with any other (-i, -V, -mMODULE) python is run as it is
 
 
 @dataclass(frozen=True)
@@ -41,10 +40,7 @@ class Target:
 
     def first_path(self) -> str | None:
         """What python puts first on sys.path for it: the current folder for a module, the script's own for a script."""
-        isolated = any(
-            f.startswith("-") and not f.startswith("--") and {"I", "P"} & set(f[1:]) and f[1] not in "WX"
-            for f in self.flags
-        )
+        isolated = any(set(flag) <= set("-" + PLAIN_FLAGS) and {"I", "P"} & set(flag) for flag in self.flags)
         if isolated or os.environ.get("PYTHONSAFEPATH") or not self.is_python:
             return None
         if self.kind == "code":
@@ -72,30 +68,19 @@ def from_tail(words: Sequence[str]) -> Target | None:
     queue = list(words)
     while queue:
         word = queue.pop(0)
-        if word == "-" or not word.startswith("-"):
-            return Target("script", word, tuple(queue), tuple(flags)) if word != "-" else None
-        if word == "--check-hash-based-pycs" and queue:
-            flags += [word, queue.pop(0)]
-            continue
-        if word.startswith("--"):
-            return None
-        for place, letter in enumerate(word[1:], start=1):
-            value = word[place + 1 :]
-            if letter in "mc":
-                if place > 1:
-                    flags.append(word[:place])
-                if not value and not queue:
-                    return None
-                value = value or queue.pop(0)
-                return Target("module" if letter == "m" else "code", value, tuple(queue), tuple(flags))
-            if letter in VALUE_FLAGS:
-                flags += [word] if value else [word, *queue[:1]]
-                queue = queue if value else queue[1:]
-                break
-            if letter not in PLAIN_FLAGS:
+        if word in ("-m", "-c"):
+            if not queue:
                 return None
-        else:
+            kind = "module" if word == "-m" else "code"
+            return Target(kind, queue[0], tuple(queue[1:]), tuple(flags))
+        if not word.startswith("-"):
+            return Target("script", word, tuple(queue), tuple(flags))
+        if word in ("-W", "-X") and queue:
+            flags += [word, queue.pop(0)]
+        elif word[1:2] in VALUE_FLAGS or set(word[1:]) <= set(PLAIN_FLAGS):
             flags.append(word)
+        else:
+            return None
     return None
 
 
@@ -110,84 +95,41 @@ def check(target: Target) -> None:
 
 
 def _check_program(target: Target) -> None:
-    name, words = target.name, target.command
+    name = target.name
     if name == sys.executable:
-        if len(words) == 1:
-            raise LaunchError(
-                "python was given no module and no script, and ranks have no terminal to read from.\n"
-                "  Try: launch python3 -m MODULE …   or   launch python3 SCRIPT.py …"
-            )
+        if len(target.command) == 1:
+            raise LaunchError("python was given no module and no script, and ranks have no terminal to read from.")
         return
     if shutil.which(name):
         return
-    if os.path.isdir(name):
-        raise LaunchError(f"{name} is a folder, not a program.")
     if os.path.exists(name):
-        hint = f"python3 {name}" if name.endswith(".py") else None
-        fix = f"Try: launch {hint} …" if hint else f"Make it executable: chmod +x {name}"
-        raise LaunchError(f"{name} is a file, but not a program that can be run.\n  {fix}")
-    if name == "-m" or find_module(name, [os.getcwd()]) is not None:
+        raise LaunchError(f"{name} is no program that can be run. A Python file is started by: launch python3 {name}")
+    if find_module(name, [os.getcwd()]) is not None:
         raise LaunchError(f"no program called {name!r} on PATH; it is a module.\n  Try: launch python3 -m {name} …")
-    where = "there is no such file" if os.sep in name else "looked in every folder on PATH"
-    raise LaunchError(f"no program called {name!r}: {where}.")
+    raise LaunchError(f"no program called {name!r}, on PATH or as a file.")
 
 
 def _check_script(target: Target) -> None:
     path = Path(target.name)
-    if path.is_dir():
-        if not (path / "__main__.py").is_file():
-            raise LaunchError(f"{path} is a folder without a __main__.py: python cannot run it.")
-        return
-    if path.is_file():
-        return
-    near = difflib.get_close_matches(path.name, [p.name for p in _siblings(path)], n=1)
-    hint = f" Did you mean {path.with_name(near[0])}?" if near else ""
-    raise LaunchError(f"no such script: {path} (looked in {path.absolute().parent}).{hint}")
-
-
-def _siblings(path: Path) -> list[Path]:
-    try:
-        return [p for p in path.absolute().parent.iterdir() if p.suffix == ".py"]
-    except OSError:
-        return []
+    if path.is_dir() and not (path / "__main__.py").is_file():
+        raise LaunchError(f"{path} is a folder without a __main__.py: python cannot run it.")
+    if not path.exists():
+        raise LaunchError(f"no such script: {path} (looked in {path.absolute().parent}).")
 
 
 def _check_module(target: Target) -> None:
     name = target.name
-    if name.endswith(".py"):
-        raise LaunchError(f"-m takes a module's name, and {name!r} is a file's.\n  Try: launch python3 {name} …")
-    parts = name.split(".")
-    if not all(part.isidentifier() for part in parts):
-        raise LaunchError(f"{name!r} is not a module's name: write it with dots, as in package.module.")
     path0 = target.first_path()
     first = [] if path0 is None else [path0]
-    above: list[str] = []
-    for depth in range(1, len(parts) + 1):
-        dotted = ".".join(parts[:depth])
-        spec = find_module(dotted, first)
-        if spec is None:
-            parent = find_module(".".join(parts[: depth - 1]), first) if depth > 1 else None
-            if parent is not None and "__path__" in (source_of(parent) or ""):
-                return  # it changes where its modules are found: let python decide
-            raise LaunchError(_no_module(name, dotted, parts[depth - 1], above, parent is not None, path0))
-        above = locations(spec)
-    if above and find_module(f"{name}.__main__", first) is None:
-        names = names_in(above)
-        some = f" Its modules: {', '.join(names[:12])}{', …' if len(names) > 12 else ''}." if names else ""
-        raise LaunchError(f"{name} is a package without a __main__: python -m cannot run it.{some}")
-
-
-def _no_module(name: str, dotted: str, part: str, above: list[str], inside: bool, path0: str | None) -> str:
-    if inside:
-        parent = dotted.rpartition(".")[0]
-        where = f"{parent} ({', '.join(above)}) has no module {part!r}" if above else f"{parent} is not a package"
-        near = difflib.get_close_matches(part, names_in(above), n=1)
-    else:
-        cwd = "the current folder and " if path0 is not None else ""
-        where = f"{part!r} is not in {cwd}the {len(sys.path)} places on sys.path"
-        near = difflib.get_close_matches(part, names_in([] if path0 is None else [path0]), n=1)
-    guess = ".".join([*dotted.split(".")[:-1], *near, *name.split(".")[dotted.count(".") + 1 :]]) if near else ""
-    return f"no module named {name!r}: {where}." + (f" Did you mean {guess}?" if guess else "")
+    spec = find_module(name, first)
+    if spec is None:
+        parent, _, _ = name.rpartition(".")
+        above = find_module(parent, first) if parent else None
+        if above is not None and "__path__" in (source_of(above) or ""):
+            return  # it changes where its modules are found: let python decide
+        raise LaunchError(f"no module named {name!r}, in the current folder or on sys.path.")
+    if locations(spec) and find_module(f"{name}.__main__", first) is None:
+        raise LaunchError(f"{name} is a package without a __main__: python -m cannot run it.")
 
 
 def find_module(name: str, first: Sequence[str] = ()) -> ModuleSpec | None:
@@ -224,21 +166,6 @@ def read_source(path: Path) -> str | None:
         return importlib.util.decode_source(path.read_bytes())
     except (OSError, SyntaxError, UnicodeDecodeError):
         return None
-
-
-def names_in(folders: Iterable[str]) -> list[str]:
-    """Names of the modules and packages that lie in these folders."""
-    found = set()
-    for folder in folders:
-        try:
-            entries = list(os.scandir(folder or os.curdir))
-        except OSError:
-            continue
-        for entry in entries:
-            stem, suffix = os.path.splitext(entry.name)
-            if suffix == ".py" or (not suffix and stem.isidentifier() and entry.is_dir()):
-                found.add(stem)
-    return sorted(found - {"__init__", "__pycache__"})
 
 
 def _ask(finder: object, name: str) -> ModuleSpec | None:

@@ -15,7 +15,7 @@ import json
 import os
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from mmm_launch.contract import SITE_VARIABLE
 from mmm_launch.errors import LaunchError
@@ -34,41 +34,28 @@ from mmm_launch.spec import (
     variables,
 )
 from mmm_launch.spec.accelerators import Accelerators
-from mmm_launch.spec.hosts import Job, fills_host_after_host
+from mmm_launch.spec.hosts import Job
 from mmm_launch.spec.launch_spec import LaunchSpec, Value
 from mmm_launch.spec.mpi import Request
 from mmm_launch.spec.options import LaunchOptions, check_spare_hosts
 
 
-@dataclass(frozen=True)
-class Backend:
-    """What starts the processes. kind: as of `LaunchSpec.launcher`. program: mpiexec or srun."""
+def backend_line(kind: str, program: str, site: Machine, request: Request, by_host: bool) -> list[str]:
+    """The launcher backend's command line, up to what it starts.
 
-    kind: str
-    program: str
-    site: Machine
-
-    def line(self, request: Request, by_host: bool) -> list[str]:
-        """The command line, up to what it starts. by_host: a process a host."""
-        if self.kind != "srun":
-            return mpi.line(self.kind, self.program, request)
-        if words := self.site.srun_by_host if by_host else self.site.srun:
-            return slurm.line(request, self.site.fill(words, max(request.counts)))
-        cpus = slurm.cpus_of_a_node(request.environ) if by_host else request.environ.get("SLURM_CPUS_PER_TASK")
-        words = [f"--ntasks-per-node={max(request.counts)}", *([f"--cpus-per-task={cpus}"] if cpus else [])]
-        return slurm.line(request, words)
-
-
-def choose_backend(
-    options: LaunchOptions,
-    job: Job,
-    site: Machine,
-    environ: Mapping[str, str],
-    version: str | None,
-) -> tuple[Backend, str]:
-    """What starts the processes, and why."""
-    kind, program, why = _launcher(options, job, site, environ, version)
-    return Backend(kind, program, site), why
+    Args:
+        kind: as of `LaunchSpec.launcher`. program: mpiexec or srun. by_host: a process a host.
+    """
+    if kind != "srun":
+        return mpi.line(kind, program, request)
+    words = site.srun_by_host if by_host else site.srun
+    if words:
+        return slurm.line(request, site.fill(words, request.per_host))
+    cpus = slurm.cpus_of_a_node(request.environ) if by_host else request.environ.get("SLURM_CPUS_PER_TASK")
+    words = [f"--ntasks-per-node={request.per_host}"]
+    if cpus:
+        words.append(f"--cpus-per-task={cpus}")
+    return slurm.line(request, words)
 
 
 def _launcher(
@@ -104,7 +91,7 @@ def request_of(
     all_listed = len(placed.hosts) == len(listed) and not any(listed.values())
     hostfile = (options.hostfile if all_listed else None) or (job.hostfile if all_of_job else None)
     return Request(
-        counts=(1,) * len(placed.hosts) if options.by == "host" else placed.counts,
+        per_host=1 if options.by == "host" else placed.counts[0],
         hosts=placed.hosts,
         hostfile=None if options.places else hostfile,
         subset=not all_of_job,
@@ -140,7 +127,7 @@ def plan(
     if not listed:
         return None
     site, site_why = machines.find(environ, options.site)
-    backend, backend_why = choose_backend(options, job, site, environ, version)
+    backend, program, backend_why = _launcher(options, job, site, environ, version)
     found = (found or accelerators.find(environ=environ, build=build)) if any(map(hosts.is_here, listed)) else None
     device = _device(options, site, environ, found)
     devices = _devices(device.value, site, job, found)
@@ -150,8 +137,8 @@ def plan(
         counts = tuple(len(places) for places in options.places.values())
         placed = replace(placed, hosts=tuple(options.places), counts=counts, why="what is left (--elastic)", notes=())
     used, counts = placed.hosts, placed.counts
-    options, by_notes = _started_by(options, backend, counts)
-    bind, words, binding_words = _binding(options, site, backend.kind, max(counts))
+    options, by_notes = _started_by(options, counts)
+    bind, words, binding_words = _binding(options, site, backend, max(counts))
     order = _device_order(site, options, backend, device.value)
     settings = variables.of_site(site, options, environ)
     shared = variables.of_cluster(options, site, job, used, sum(counts), device, environ, build) | settings
@@ -162,8 +149,8 @@ def plan(
     request = request_of(options, job, placed, listed, words, environ)
     return LaunchSpec(
         target=target,
-        launcher=Value(backend.kind, backend_why),
-        command=[*backend.line(request, options.by == "host"), *agent(target)],
+        launcher=Value(backend, backend_why),
+        command=[*backend_line(backend, program, site, request, options.by == "host"), *agent(target)],
         job=job,
         machine=Value(site, site_why),
         hosts=Value(used, listed_why),
@@ -180,7 +167,7 @@ def plan(
         threads=variables.threads(options, job, environ),
         prefork=options.prefork,
         stage=options.stage,
-        notes=(*machines.old_places(environ), *job.notes, *placed.notes, *by_notes),
+        notes=(*job.notes, *placed.notes, *by_notes),
         elastic=options.elastic,
         places=tuple(options.places.values()),
     )
@@ -198,31 +185,27 @@ def _hosts(options: LaunchOptions, environ: Mapping[str, str]) -> tuple[Job, tup
     else:
         names = [name for name in job.hosts if name not in options.spare]
         return job, (dict.fromkeys(names, 0), job.why.get("hosts", ""))
-    listed = hosts.merged(listed)
     short = {hosts.host_key(name) for name in job.hosts}
     strange = [name for name in listed if hosts.host_key(name) not in short] if job.hosts else []
     if strange:
         raise LaunchError(
-            f"{why}: {', '.join(strange)} {'is' if len(strange) == 1 else 'are'} not among the "
-            f"{len(job.hosts)} hosts of {job.scheduler} job {job.job_id} ({job.why['hosts']}).\n"
+            f"{why}: {', '.join(strange)}: not among the hosts of {job.scheduler} job {job.job_id}.\n"
             "  Name hosts of the job, or leave it out of account: --scheduler none"
         )
     return job, (listed, why)
 
 
-def _started_by(
-    options: LaunchOptions, backend: Backend, counts: tuple[int, ...]
-) -> tuple[LaunchOptions, tuple[str, ...]]:
-    """The options, with a process a host where the backend cannot start these ranks; and what is to be said."""
-    if backend.kind != "pals" or options.by != "rank" or fills_host_after_host(counts):
+def _started_by(options: LaunchOptions, counts: tuple[int, ...]) -> tuple[LaunchOptions, tuple[str, ...]]:
+    """The options, with a process a host where hosts have different numbers of ranks; and what is to be said."""
+    if options.by == "host" or len(set(counts)) == 1:
         return options, ()
-    note = "pals puts as many ranks on each host: here it starts one process a host, which forks its ranks"
+    note = "hosts have different numbers of ranks: one process a host is started, which forks its ranks"
     return replace(options, by="host"), (note,)
 
 
-def _device_order(site: Machine, options: LaunchOptions, backend: Backend, device: str | None) -> list[int]:
+def _device_order(site: Machine, options: LaunchOptions, backend: str, device: str | None) -> list[int]:
     """The site's devices for local rank 0, 1, …; none where each rank sees all of them, or its own alone."""
-    shown = site.shows_devices(options.by, backend.kind, device) and site.device_variable not in options.env
+    shown = site.shows_devices(options.by, backend, device) and site.device_variable not in options.env
     return site.device_order if shown else []
 
 

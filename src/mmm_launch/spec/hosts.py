@@ -10,7 +10,7 @@ import contextlib
 import re
 import secrets
 import socket
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -18,8 +18,7 @@ from mmm_launch.contract import PORTS
 from mmm_launch.errors import LaunchError
 
 NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?")
-MOST = 1 << 17  # hosts of a job, ranks of one, and slots: more is a slip, and would fill this host's memory
-BRACKETS = 8  # of one name
+MOST = 10**6  # numbers in names, and slots: more is a slip
 INTERFACE = re.compile(r"-hsn[0-9]+$")  # by which PBS names hosts with Slingshot, in the host files of some machines
 Hosts = dict[str, int]  # name → its slots, or how often it was listed; 0: once, without a number. In the list's order
 
@@ -40,10 +39,8 @@ def parse_file(path: str | Path, what: str = "--hostfile") -> Hosts:
     """
     try:
         text = Path(path).read_text(encoding="utf-8-sig")
-    except OSError as error:
-        raise LaunchError(f"{what} {path} cannot be read: {error.strerror}.") from None
-    except UnicodeDecodeError:
-        raise LaunchError(f"{what} {path} is not a text file.") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise LaunchError(f"{what} {path} cannot be read: {error}.") from None
     found: Hosts = {}
     for number, line in enumerate(text.splitlines(), start=1):
         words = line.partition("#")[0].split()
@@ -54,12 +51,10 @@ def parse_file(path: str | Path, what: str = "--hostfile") -> Hosts:
         count = _slots(slots, where) if colon else 0
         for word in words[1:]:
             key, _, value = word.partition("=")
-            if key in ("slots", "max_slots", "max-slots"):
-                count = _slots(value, where) if key == "slots" else count
-            else:
-                raise LaunchError(
-                    f"{where}: {word!r} is not understood. Write a host name a line, or NAME slots=4, or NAME:4."
-                )
+            if key == "slots":
+                count = _slots(value, where)
+            elif key not in ("max_slots", "max-slots"):
+                raise LaunchError(f"{where}: write a host name a line, or NAME slots=4, or NAME:4.")
         _add(found, name, count, where)
     if not found:
         raise LaunchError(f"{what} {path} names no host.")
@@ -69,55 +64,32 @@ def parse_file(path: str | Path, what: str = "--hostfile") -> Hosts:
 def expand(text: str) -> list[str]:
     """The hosts in Slurm's compact form, in order: `n[1-2,07],gpu3` is n1, n2, n07, gpu3. Raises `LaunchError`."""
     found: list[str] = []
-    for word in _split(text):
-        if word.count("[") > BRACKETS:
-            raise LaunchError(f"host list {text[:80]!r}: {word[:40]!r} has more than {BRACKETS} brackets.")
+    for word in re.split(r",(?![^\[]*\])", text.strip()):  # the commas outside of brackets
         found += _expand_word(word, text)
-        _check_number(len(found), text)
     return found
 
 
-def _check_number(number: int, text: str) -> None:
-    if number > MOST:
-        raise LaunchError(f"host list {text[:80]!r} names more than {MOST:,} hosts.")
+def _expand_word(word: str, text: str) -> list[str]:
+    match = re.fullmatch(r"([^\[\]]*)\[([^\[\]]*)\](.*)", word)
+    if match is None:
+        if not NAME.fullmatch(word):
+            raise LaunchError(f"host list {text[:80]!r}: {word[:80]!r} is not a host name.")
+        return [word]
+    head, inside, tail = match.groups()
+    names: list[str] = []
+    for part in inside.split(","):
+        low, _, high = part.partition("-")
+        first = bounded_number(low)
+        last = bounded_number(high or low)
+        if first is None or last is None or last < first:
+            raise LaunchError(f"host list {text[:80]!r}: [{inside[:80]}] is not a list of numbers such as [1-3,07].")
+        names += [f"{head}{number:0{len(low)}d}{tail}" for number in range(first, last + 1)]
+    return [name for each in names for name in _expand_word(each, text)]
 
 
 def bounded_number(text: str) -> int | None:
     """The whole number from 0 to `MOST` that `text` is, in plain digits; None: it is none."""
     return int(text) if re.fullmatch(r"[0-9]{1,9}", text) and int(text) <= MOST else None
-
-
-def _split(text: str) -> Iterable[str]:
-    """The words between the commas outside of brackets."""
-    word, depth = "", 0
-    for letter in text.strip():
-        depth += (letter == "[") - (letter == "]")
-        if letter == "," and depth == 0:
-            yield word
-            word = ""
-        else:
-            word += letter
-    yield word
-
-
-def _expand_word(word: str, text: str) -> list[str]:
-    head, bracket, rest = word.partition("[")
-    if not bracket:
-        if not NAME.fullmatch(word):
-            raise LaunchError(f"host list {text!r}: {word!r} is not a host name.")
-        return [word]
-    inside, closed, tail = rest.partition("]")
-    tails = _expand_word("x" + tail, text) if tail else ["x"]  # a second bracket: rack[1-2]n[1-2]
-    found: list[str] = []
-    for part in inside.split(","):
-        low, _, high = part.partition("-")
-        high = high or low
-        numbers = re.fullmatch(r"[0-9]{1,18}", low) and re.fullmatch(r"[0-9]{1,18}", high)
-        if not closed or not numbers or int(high) < int(low):
-            raise LaunchError(f"host list {text!r}: [{inside}] is not a list of numbers and ranges such as [1-3,07].")
-        _check_number((len(found) + int(high) - int(low) + 1) * len(tails), text)
-        found += [f"{head}{number:0{len(low)}d}" for number in range(int(low), int(high) + 1)]
-    return [name + t[1:] for name in found for t in tails]
 
 
 def host_key(name: str) -> str:
@@ -129,15 +101,6 @@ def is_here(name: str) -> bool:
     """Is `name` this host? By its name, with or without domain; not by asking a name server."""
     own = socket.gethostname()
     return name in ("localhost", "127.0.0.1", own) or host_key(name) == host_key(own)
-
-
-def merged(listed: Hosts) -> Hosts:
-    """This host's names as one, the first: an MPI takes localhost and 127.0.0.1 for two hosts, with GPUs each."""
-    found: Hosts = {}
-    own = next((name for name in listed if is_here(name)), "")
-    for name, count in listed.items():
-        _add(found, own if is_here(name) else name, count, "hosts")
-    return found
 
 
 def free_port(address: str = "127.0.0.1", first: int | None = None) -> int:
@@ -159,11 +122,9 @@ def free_port(address: str = "127.0.0.1", first: int | None = None) -> int:
 
 
 def _slots(text: str, where: str) -> int:
-    if ":" in text:
-        raise LaunchError(f"{where}: an IPv6 address cannot name a host here. Write its name, or its IPv4 address.")
     slots = bounded_number(text)
     if not slots:
-        raise LaunchError(f"{where}: {text!r} is not a number of slots: a whole number from 1 to {MOST} is.")
+        raise LaunchError(f"{where}: {text!r} is not a number of slots.")
     return slots
 
 
@@ -215,14 +176,6 @@ def spread(total: int, limits: Sequence[int]) -> list[int]:
 def is_even(counts: Sequence[int]) -> bool:
     """Whether all hosts have the same number."""
     return len(set(counts)) == 1
-
-
-def fills_host_after_host(counts: Sequence[int]) -> bool:
-    """Whether one number a host says it all: each host is filled with so many before the next, the last with the rest.
-
-    So hydra and PALS read -ppn; srun shares the ranks evenly.
-    """
-    return set(counts[:-1]) <= {counts[0]} and counts[-1] <= counts[0]
 
 
 def in_words(counts: Sequence[int], shown: int) -> str:

@@ -4,7 +4,7 @@ import os
 import socket
 from collections.abc import Mapping
 
-from mmm_launch.contract import DEVICE_VARIABLE, RANK_VARIABLES, check_loopback, numbering, read_number
+from mmm_launch.contract import DEVICE_VARIABLE, check_loopback, place_of_rank
 from mmm_launch.errors import LaunchError
 from mmm_launch.program.target import Target
 from mmm_launch.spec import accelerators, hosts, scheduler, variables
@@ -47,7 +47,8 @@ def plan(
     bind = options.cpu_bind if options.cpu_bind != "none" else None
     threads = f"--cpu-bind {bind}" if bind else f"{available_cores()} cores, {ranks.value} ranks"
     if environ.get("OMP_NUM_THREADS"):
-        shared["OMP_NUM_THREADS"] = Value(environ["OMP_NUM_THREADS"], "set in the environment")
+        threads = "set in the environment"
+        shared["OMP_NUM_THREADS"] = Value(environ["OMP_NUM_THREADS"], threads)
     if device.value:
         shared[DEVICE_VARIABLE] = Value(device.value, device.source)
     shared |= variables.torch_variables(build, environ)
@@ -109,6 +110,7 @@ def check(options: LaunchOptions) -> None:
         "--ranks-by": options.by if options.by != "rank" and options.elastic is None else None,
         "--site": options.site,
         "--spare-hosts": ",".join(options.spare),
+        "-N": options.nhosts if options.nhosts != 1 else None,
     }
     for name, value in only.items():
         if value:
@@ -116,11 +118,6 @@ def check(options: LaunchOptions) -> None:
                 f"{name} {value}: ranks on this host alone are started by launch itself. Name the hosts "
                 "(--hosts, --hostfile), or start inside a PBS or Slurm job."
             )
-    if options.nhosts not in (None, 1):
-        raise LaunchError(
-            f"-N {options.nhosts}: this is one host, in no PBS or Slurm job. Name the hosts: --hosts a,b, "
-            "or --hostfile FILE."
-        )
     if options.nproc and options.per_host and options.nproc != options.per_host:
         raise LaunchError(f"-n {options.nproc} -ppn {options.per_host}: on one host they are the same. Leave one out.")
     ranks = options.nproc or options.per_host
@@ -130,21 +127,11 @@ def check(options: LaunchOptions) -> None:
 
 def refuse_inside_a_rank(environ: Mapping[str, str]) -> None:
     """Raise `LaunchError` where some launcher has started this process as one of its ranks."""
-    own = [name for name in ("RANK", "WORLD_SIZE") if name in environ]
-    given = ", ".join(f"{name}={environ[name]}" for name in own)
-    fix = f"Start CMD itself here, or outside of another launcher: unset {' '.join(own)}"
-    if not own and (source := numbering(environ)) is not None:
-        names = RANK_VARIABLES[source]
-        rank, size = read_number(environ, names.rank), read_number(environ, names.world)
-        assert rank is not None
-        if source == "pals" and size is None:  # Aurora's
-            size = "PMI_SIZE", 2
-        if size is not None and size[1] > 1:
-            given = f"{rank[0]}={rank[1]}, {size[0]}={environ.get(size[0], 'more than 1')}"
-            fix = "Start one launch, not one a rank."
-    if given:
+    name = place_of_rank(environ)
+    if name is not None:
         raise LaunchError(
-            f"already a rank ({given} in the environment): each rank would start ranks of its own.\n  {fix}"
+            f"already a rank ({name}={environ[name]} in the environment): each rank would start ranks of its own.\n"
+            f"  Start one launch, not one a rank. If this process is no rank: unset {name}"
         )
 
 

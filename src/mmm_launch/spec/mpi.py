@@ -7,10 +7,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from mmm_launch.errors import LaunchError
-from mmm_launch.spec.hosts import fills_host_after_host, is_here
+from mmm_launch.spec.hosts import is_here
 
 AGENT_VARIABLE = "MMM_CLUSTER"  # where the agents find launch, JSON: {"at": [[address, port], …], "token": …, …}
-FLAVOURS = ("hydra", "pals", "openmpi")
+PATTERNS = {"openmpi": r"open ?mpi|openrte|prrte", "hydra": r"hydra|mpich|intel\(r\) mpi", "pals": r"\bpals\b"}
+FLAVOURS = tuple(PATTERNS)
 VERSION_TIMEOUT = 20.0  # s; an mpiexec on a busy file system
 LONGEST = 100_000  # characters of a list of hosts on a command line; Linux ends at 131,071
 
@@ -26,9 +27,9 @@ CARRIED = (
 
 @dataclass(frozen=True)
 class Request:
-    """What mpiexec or srun is to start: `counts` processes on each of `hosts`."""
+    """What mpiexec or srun is to start: `per_host` processes on each of `hosts`."""
 
-    counts: Sequence[int]
+    per_host: int
     hosts: Sequence[str]
     hostfile: str | None = None  # a file with exactly these hosts, each once
     subset: bool = False  # these are not all of the job's hosts
@@ -39,12 +40,7 @@ class Request:
 
     @property
     def processes(self) -> int:
-        return sum(self.counts)
-
-    @property
-    def slots(self) -> list[str]:
-        """`host:count` of each."""
-        return [f"{host}:{count}" for host, count in zip(self.hosts, self.counts, strict=True)]
+        return self.per_host * len(self.hosts)
 
 
 def find(name: str | None, environ: Mapping[str, str]) -> str:
@@ -78,15 +74,10 @@ def flavour(mpiexec: str) -> tuple[str | None, str]:
 def read_version(text: str) -> tuple[str | None, str]:
     """The flavour in the text of `mpiexec --version`, and the words that tell it."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
-    for kind, pattern in (
-        ("openmpi", r"open ?mpi|openrte|prrte"),
-        ("hydra", r"hydra|mpich|intel\(r\) mpi"),
-        ("pals", r"\bpals\b"),
-    ):
+    for kind, pattern in PATTERNS.items():
         for line in lines:
             if re.search(pattern, line, re.IGNORECASE):
-                number = re.search(r"^version:?\s+(\S+)", "\n".join(lines), re.IGNORECASE | re.MULTILINE)
-                return kind, f"{line.rstrip(':')} {number[1]}" if number and not re.search(r"\d", line) else line
+                return kind, line
     return None, lines[0] if lines else "nothing"
 
 
@@ -98,10 +89,8 @@ def line(kind: str, mpiexec: str, request: Request) -> list[str]:
 
 def _mpich(kind: str, request: Request) -> list[str]:
     """The words of hydra and of PALS, which spells some in another way. Both pass their own environment on."""
-    words = ["-ppn", str(request.counts[0])]
-    if not fills_host_after_host(request.counts):  # hydra; PALS starts one process a host then
-        words = ["-hosts", joined(request.slots)]
-    elif request.hostfile is not None:
+    words = ["-ppn", str(request.per_host)]
+    if request.hostfile is not None:
         words += ["-f" if kind == "hydra" else "--hostfile", request.hostfile]
     else:
         words += ["-hosts" if kind == "hydra" else "--hosts", joined(request.hosts)]
@@ -109,7 +98,8 @@ def _mpich(kind: str, request: Request) -> list[str]:
 
 
 def _openmpi(request: Request) -> list[str]:
-    words = ["--host", joined(request.slots), "--map-by", "slot", "--bind-to", "none"]
+    slots = [f"{host}:{request.per_host}" for host in request.hosts]
+    words = ["--host", joined(slots), "--map-by", "slot", "--bind-to", "none"]
     for name in request.env:
         words += ["-x", name]
     if not all(map(is_here, request.hosts)):

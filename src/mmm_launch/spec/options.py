@@ -1,7 +1,6 @@
 """launch's command line: its options, and how they are told from CMD's."""
 
 import argparse
-import difflib
 import re
 import shlex
 from collections.abc import Sequence
@@ -31,28 +30,22 @@ class Elastic:
         return f"{self.least} to {self.most} ranks" + (f"; spare: {' '.join(self.spare)}" if self.spare else "")
 
 
-def elastic_of(
-    words: str | None, spare: str | None, nproc: int | None, retries: int | None, stage: bool
-) -> Elastic | None:
+def elastic_of(words: str | None, spare: str | None, nproc: int | None, retries: int | None) -> Elastic | None:
     """What the command line asks for; None where it is not asked for. Raises `LaunchError`."""
     if words is None:
         if spare is not None:
             raise LaunchError("--spare-hosts is of --elastic MIN:MAX, which is not given.")
         return None
-    match = re.fullmatch(r"(-?\d+):(-?\d+)", words)
+    match = re.fullmatch(r"(\d+):(\d+)", words)
     if match is None:
         raise LaunchError(f"--elastic {words}: write MIN:MAX, the fewest and the most ranks, such as 2:8.")
     least, most = int(match[1]), int(match[2])
-    if least < 1:
-        raise LaunchError(f"--elastic {words}: MIN has to be at least 1.")
-    if least > most:
-        raise LaunchError(f"--elastic {words}: MIN is above MAX.")
+    if not 1 <= least <= most:
+        raise LaunchError(f"--elastic {words}: MIN has to be from 1 to MAX.")
     if nproc not in (None, most):
         raise LaunchError(f"-n {nproc} --elastic {words}: it begins with MAX ranks. Leave -n out.")
     if retries == 0:
-        raise LaunchError(f"--retries 0 --elastic {words}: the run could not go on. Leave --retries out, or give more.")
-    if stage:
-        raise LaunchError(f"--stage and --elastic {words} do not go together: leave one out.")
+        raise LaunchError(f"--retries 0 --elastic {words}: the run could not go on.")
     return Elastic(least, most, tuple(hosts.parse_list(spare)) if spare else ())
 
 
@@ -67,8 +60,8 @@ def check_spare_hosts(spare: Sequence[str], used: Sequence[str], of_job: Sequenc
 
 
 DEVICES = ("cpu", "cuda", "xpu", "mps")
+SET_BY_LAUNCH = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 MAX_RANKS = 4096  # on one host
-SYNONYMS = {"-np": "-n", "--np": "-n", "--nnodes": "-N", "--host": "--hosts"}
 EPILOG = """\
 CMD is started once per rank, with RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT and
 OMP_NUM_THREADS set. `python` and `python3` mean the interpreter that launch is installed in; it imports torch once
@@ -169,8 +162,9 @@ def _add_run(made: argparse.ArgumentParser) -> None:
         metavar="S",
         help="seconds that ranks have to save when Ctrl-C or SIGTERM ends launch (default: 60 if they save, else 1)",
     )
-    made.add_argument("--dry-run", action="store_true", help="print what would be started and why, and start nothing")
-    made.add_argument("--explain", action="store_true", help="as --dry-run, and where every detected value came from")
+    made.add_argument(
+        "--dry-run", "--explain", action="store_true", help="print what would be started and why, and start nothing"
+    )
 
 
 def _add_cluster(made: argparse.ArgumentParser) -> None:
@@ -204,17 +198,8 @@ def split(words: Sequence[str]) -> tuple[list[str], list[str]]:
         word = words[place]
         name = word.partition("=")[0]
         if name not in known and not re.fullmatch(r"-[nN]\d+", word):
-            if name == "-m":
-                raise LaunchError(
-                    f"-m is python's option, not launch's.\n"
-                    f"  Try: launch {shlex.join([*words[:place], 'python3', *words[place:]])}"
-                )
-            near = [SYNONYMS[name]] if name in SYNONYMS else difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-            hint = f" Did you mean {near[0]}?" if near else ""
-            raise LaunchError(
-                f"unknown option {name}.{hint} launch's options come before CMD: "
-                "-n/--nproc N, --device D, --no-prefork, --dry-run, --help and more."
-            )
+            hint = "\n  -m is python's: launch python3 -m MODULE …" if name == "-m" else ""
+            raise LaunchError(f"unknown option {name}. launch's options come before CMD; launch --help has them.{hint}")
         takes_value = name in known and known[name].nargs is None and "=" not in word
         if takes_value and word.startswith("--") and place + 1 < len(words):
             given.append(f"{word}={words[place + 1]}")  # argparse takes no value that begins with -
@@ -232,7 +217,7 @@ def launch_options(args: argparse.Namespace) -> LaunchOptions:
     except ValueError as error:
         raise LaunchError(f"--launcher-args {args.launcher_args!r}: {error}.") from None
     nproc, retries = count("-n", args.nproc), count("--retries", args.retries, least=0)
-    wanted = elastic_of(args.elastic, args.spare_hosts, nproc, retries, args.stage is not None)
+    wanted = elastic_of(args.elastic, args.spare_hosts, nproc, retries)
     return LaunchOptions(
         nproc=nproc if wanted is None else wanted.most,
         per_host=count("-ppn", args.ppn),
@@ -288,7 +273,6 @@ def _variable(text: str) -> tuple[str, str]:
     name, equals, value = text.partition("=")
     if not equals or not re.fullmatch(r"[A-Za-z_]\w*", name):
         raise LaunchError(f"--env {text}: write NAME=VALUE.")
-    if name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
-        hint = "set it in launch's own environment" if name.startswith("MASTER") else "use -n and -ppn"
-        raise LaunchError(f"--env {text}: {name} is what launch sets: {hint}.")
+    if name in SET_BY_LAUNCH:
+        raise LaunchError(f"--env {text}: {name} is what launch sets.")
     return name, value

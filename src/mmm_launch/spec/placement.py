@@ -5,19 +5,16 @@
 slots   a rank a slot: of --hosts and --hostfile; else those that the job asked for
 else    a rank an accelerator; 1
 
-More ranks than slots are refused where hosts have different numbers of slots; where all have the same, -ppn or -n
-decides, and a note says so: a job often has one task a host, for launch to start the ranks.
+What -ppn or -n asks for decides, also where there are fewer slots: a note says so. A job often has one task a host, for
+launch to start the ranks.
 """
 
 from dataclasses import dataclass
 
 from mmm_launch.errors import LaunchError
 from mmm_launch.spec import hosts
-from mmm_launch.spec.hosts import Job, in_words, is_even, spread
+from mmm_launch.spec.hosts import Job, spread
 from mmm_launch.spec.options import MAX_RANKS, LaunchOptions
-
-NO_REASON = "nothing says more"
-SHOWN = 8  # hosts in a message
 
 
 @dataclass(frozen=True)
@@ -37,34 +34,16 @@ def place(options: LaunchOptions, job: Job, listed: hosts.Hosts, devices: int | 
         devices: a host's accelerators, for which there is one rank each; None or 0 where none are known or used.
     """
     if options.nhosts is not None and options.nhosts > len(listed):
-        are = "is 1 host" if len(listed) == 1 else f"are {len(listed)} hosts"
-        raise LaunchError(f"-N {options.nhosts}: there {are}.")
+        raise LaunchError(f"-N {options.nhosts}: there are {len(listed)} hosts.")
     names = list(listed)[: options.nhosts]
-    slots, slots_why = _slots(job, {name: listed[name] for name in names})
-    notes = []
-    if options.nproc is not None:
-        counts, why = _of_total(options.nproc, options, len(names), slots)
-    elif options.per_host is not None:
-        counts, why = [options.per_host] * len(names), f"-ppn, × {len(names)} hosts"
-    elif slots is not None:
-        counts, why = slots, slots_why
-    else:
-        each, why = (devices, f"one per accelerator: {devices_why}") if devices else (1, NO_REASON)
-        counts, why = [each] * len(names), f"{why}, × {len(names)} hosts"
+    slots = _slots(job, {name: listed[name] for name in names})
+    counts, why = _counts(options, len(names), slots, devices, devices_why)
     if max(counts) > MAX_RANKS:
-        raise LaunchError(
-            f"{max(counts)} ranks on each host: the number of ranks on a host must be from 1 to {MAX_RANKS}."
-        )
-    if slots is not None and any(count > room for count, room in zip(counts, slots, strict=True)):
-        asked = why.partition(",")[0]
-        if not is_even(slots):
-            raise LaunchError(
-                f"{asked}: the ranks would be {in_words(counts, SHOWN)}, and the slots {in_words(slots, SHOWN)} "
-                f"({slots_why}). Hosts with different numbers of slots get a rank a slot.\n  Ask for at most "
-                f"{sum(slots)} ranks, by -n alone, or say how many the hosts have: --hosts {names[0]}:{max(counts)},…"
-            )
-        notes.append(f"{sum(counts)} ranks are on {sum(slots)} slots ({slots_why}): {asked} decides")
-    if why.startswith(NO_REASON):
+        raise LaunchError(f"{max(counts)} ranks on a host: their number must be from 1 to {MAX_RANKS}.")
+    notes = []
+    if slots and any(count > room for count, room in zip(counts, slots, strict=True)):
+        notes.append(f"{sum(counts)} ranks are on {sum(slots)} slots: {why} decides")
+    if not (slots or devices or options.nproc or options.per_host):
         notes.append("no accelerators known: 1 rank on each host (choose with -ppn or -n)")
     used = [(name, count) for name, count in zip(names, counts, strict=True) if count]
     if len(used) < len(listed):
@@ -72,36 +51,34 @@ def place(options: LaunchOptions, job: Job, listed: hosts.Hosts, devices: int | 
     return Placement(tuple(name for name, _ in used), tuple(count for _, count in used), why, tuple(notes))
 
 
-def _slots(job: Job, listed: hosts.Hosts) -> tuple[list[int] | None, str]:
-    """The slots of each host, None where nothing says them, and who says them."""
+def _counts(
+    options: LaunchOptions, number: int, slots: list[int], devices: int | None, devices_why: str
+) -> tuple[list[int], str]:
+    """The ranks of each of so many hosts, and why. Raises `LaunchError`."""
+    total = options.nproc
+    per_host = options.per_host
+    if total is not None and per_host is not None:
+        if total > per_host * number:
+            raise LaunchError(f"-n {total} with {per_host} a host takes more hosts than there are: {number}.")
+        return [min(per_host, max(0, total - per_host * place)) for place in range(number)], "-n, -ppn"
+    if total is not None:
+        limits = slots if sum(slots) >= total else [total] * number
+        return spread(total, limits), "-n"
+    if per_host is not None:
+        return [per_host] * number, f"-ppn, × {number} hosts"
+    if slots:
+        return slots, "a rank a slot"
+    if devices:
+        return [devices] * number, f"one per accelerator: {devices_why}, × {number} hosts"
+    return [1] * number, f"nothing says more, × {number} hosts"
+
+
+def _slots(job: Job, listed: hosts.Hosts) -> list[int]:
+    """The slots of each host; empty where nothing says them."""
     if any(listed.values()):  # a host without a number is one slot
-        return [count or 1 for count in listed.values()], "slots in the list of hosts"
+        return [count or 1 for count in listed.values()]
     if not job.tasks:
-        return None, ""
+        return []
     tasks = {hosts.host_key(name): count for name, count in zip(job.hosts, job.tasks, strict=True)}
     found = [tasks[hosts.host_key(name)] for name in listed]
-    return (found, job.why["tasks"]) if any(found) else (None, "")
-
-
-def _of_total(total: int, options: LaunchOptions, hosts_given: int, slots: list[int] | None) -> tuple[list[int], str]:
-    """`total` ranks on so many hosts, and why. Raises `LaunchError`."""
-    per_host = options.per_host
-    if per_host is None:
-        limits = slots if slots is not None and sum(slots) >= total else [total] * hosts_given
-        counts, why = spread(total, limits), "-n"
-        largest = max(counts)
-    else:
-        if total > per_host * hosts_given:
-            raise LaunchError(
-                f"-n {total} with {per_host} a host takes {-(-total // per_host)} hosts, and there are {hosts_given}: "
-                f"at most -n {per_host * hosts_given}, or a larger -ppn."
-            )
-        counts = [min(per_host, max(0, total - per_host * number)) for number in range(hosts_given)]
-        why, largest = "-n, -ppn", per_host
-    filled = sum(count > 0 for count in counts)
-    if options.nhosts is not None and filled < options.nhosts:
-        raise LaunchError(
-            f"-n {total} -ppn {largest} -N {options.nhosts}: {total} ranks, {largest} a host, fill {filled} "
-            f"hosts, not {options.nhosts}. Leave one of the three out."
-        )
-    return counts, why
+    return found if any(found) else []

@@ -5,8 +5,8 @@ from collections.abc import Mapping, Sequence
 
 from mmm_launch.errors import LaunchError
 from mmm_launch.spec import hosts
-from mmm_launch.spec.hosts import Job, is_even, spread
-from mmm_launch.spec.mpi import Request, joined
+from mmm_launch.spec.hosts import Job, spread
+from mmm_launch.spec.mpi import Request
 
 
 def detect(environ: Mapping[str, str]) -> Job | None:
@@ -40,23 +40,17 @@ def detect(environ: Mapping[str, str]) -> Job | None:
 def _tasks(environ: Mapping[str, str], nodes: int, why: dict[str, str]) -> tuple[int, ...]:
     """Tasks of each node where a number of tasks was asked for; else none. As srun has them in this environment.
 
-    SLURM_NTASKS counts; SLURM_NTASKS_PER_NODE beside it is a limit, and so is SLURM_TASKS_PER_NODE: `sbatch -n 1
-    --ntasks-per-node=2` leaves 1, 2 and 2. Slurm sets SLURM_TASKS_PER_NODE also where no number was asked for.
+    SLURM_NTASKS counts; SLURM_TASKS_PER_NODE beside it is a limit: `sbatch -n 1 --ntasks-per-node=2` leaves 1 and 2.
+    Slurm sets SLURM_TASKS_PER_NODE also where no number was asked for.
     """
-    said: dict[str, str] = {}
-    total = _number(environ, "SLURM_NTASKS", said, "total")
-    each = _number(environ, "SLURM_NTASKS_PER_NODE", said, "each")
+    total = _number(environ, "SLURM_NTASKS", why, "tasks")
     if total is None:
-        if each is not None:
-            why["tasks"] = said["each"]
-        return (each or 0,) * nodes if each else ()
-    per_node = _per_node("SLURM_TASKS_PER_NODE", environ)
-    limits = [per_node] if len(per_node) == nodes else []
-    limits += [[each or total] * nodes, [total] * nodes]
-    if per_node:
-        said["per_node"] = f"SLURM_TASKS_PER_NODE={environ['SLURM_TASKS_PER_NODE']}"
-    why["tasks"] = ", ".join(said.values())
-    return tuple(spread(total, next(some for some in limits if sum(some) >= total))) if total else ()
+        each = _number(environ, "SLURM_NTASKS_PER_NODE", why, "tasks")
+        return (each,) * nodes if each else ()
+    limits = _per_node("SLURM_TASKS_PER_NODE", environ)
+    if len(limits) != nodes or sum(limits) < total:
+        limits = [total] * nodes
+    return tuple(spread(total, limits)) if total else ()
 
 
 def _per_node(name: str, environ: Mapping[str, str]) -> list[int]:
@@ -64,13 +58,10 @@ def _per_node(name: str, environ: Mapping[str, str]) -> list[int]:
     found: list[int] = []
     text = environ.get(name, "")
     for part in filter(None, text.split(",")):
-        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
-        number, times = (
-            (hosts.bounded_number(match[1]), hosts.bounded_number(match[2] or "1")) if match else (None, None)
-        )
-        if number is None or times is None or len(found) + times > hosts.MOST:
+        match = re.fullmatch(r"([0-9]{1,6})(?:\(x([0-9]{1,6})\))?", part)
+        if match is None:
             raise LaunchError(f"{name}={text[:80]} in the environment is no list of numbers such as 4(x2),3.")
-        found += [number] * times
+        found += [int(match[1])] * int(match[2] or 1)
     return found
 
 
@@ -84,13 +75,10 @@ def _number(environ: Mapping[str, str], name: str, why: dict[str, str], key: str
     text = environ.get(name, "")
     if not text:
         return None
-    number = (
-        (int(text) if re.fullmatch("[0-9]{1,18}", text) else None) if key == "end_time" else hosts.bounded_number(text)
-    )
-    if number is None:
+    if not re.fullmatch("[0-9]{1,10}", text):
         raise LaunchError(f"{name}={text[:80]} in the environment is not a whole number.")
     why[key] = f"{name}={text}"
-    return number
+    return int(text)
 
 
 def line(request: Request, words: Sequence[str]) -> list[str]:
@@ -99,13 +87,7 @@ def line(request: Request, words: Sequence[str]) -> list[str]:
     srun hands its own environment on (--export=ALL); launch puts `--env` there.
     """
     made = ["srun", "-N", str(len(request.hosts)), "-n", str(request.processes)]
-    if not is_even(
-        request.counts
-    ):  # the only way by which srun puts different numbers on nodes, each where it is named
-        named = [host for host, count in zip(request.hosts, request.counts, strict=True) for _ in range(count)]
-        made += ["--distribution=arbitrary", f"--nodelist={joined(named)}"]
-        words = [word for word in words if not word.startswith("--ntasks-per-node")]
-    elif request.subset:
+    if request.subset:
         made.append(f"--nodelist={','.join(request.hosts)}")
     if request.env:
         made.append("--export=ALL")

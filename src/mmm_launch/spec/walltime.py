@@ -6,7 +6,7 @@ import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from mmm_launch.errors import LaunchError
@@ -28,9 +28,7 @@ class Limits:
     grace: float | None = None  # seconds that ranks have before SIGKILL, where Ctrl-C or SIGTERM ends the run
 
 
-def limits(
-    timeout: float | None, asked: str | None, walltime: str | None, job: Job, environ: Mapping[str, str]
-) -> Limits:
+def limits(timeout: float | None, asked: str | None, walltime: str | None, job: Job) -> Limits:
     """The run's clocks. `asked` is `USR1@60`: that signal, so many seconds before the job's end.
 
     Raises:
@@ -38,15 +36,13 @@ def limits(
     """
     if asked is None:
         if walltime is not None:
-            raise LaunchError(
-                f"--walltime {walltime}: it is what --signal counts from, which is not given.\n  Try: --signal USR1@60"
-            )
+            raise LaunchError(f"--walltime {walltime}: it is what --signal counts from, which is not given.")
         return Limits(timeout)
     number, before = read_signal(asked)
     if walltime is not None:
         end: float | None = time.time() + seconds(walltime)
     else:
-        end = job.end_time if job.end_time else ask(job, environ)
+        end = job.end_time if job.end_time else ask(job)
     if end is None:
         raise LaunchError(
             f"--signal {asked}: when this job ends is not known ({job.scheduler}). Say how long it has "
@@ -74,12 +70,9 @@ def seconds(text: str) -> float:
     return float(((days * 24 + hours) * 60 + minutes) * 60 + rest)
 
 
-def ask(job: Job, environ: Mapping[str, str], run: Ask | None = None) -> float | None:
-    """When the job ends, `time.time()`, by asking the scheduler; None if it does not say."""
+def ask(job: Job, run: Ask | None = None) -> float | None:
+    """When a job of PBS ends, `time.time()`, by asking it; None if it does not say. Slurm's jobs know it themselves."""
     run = run or _run
-    if job.scheduler == "slurm":
-        text = run(["squeue", "--noheader", "--jobs", job.job_id, "--format", "%L"]).strip()  # what is left
-        return time.time() + seconds(text) if re.fullmatch(r"[\d:-]+", text) else None
     if job.scheduler == "pbs":
         try:
             data = json.loads(run(["qstat", "-f", "-F", "json", job.job_id]))["Jobs"]
