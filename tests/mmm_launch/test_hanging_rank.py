@@ -73,7 +73,7 @@ def run(launcher, words, *started_by, ranks=3):
 def test_under_launch(launcher):
     text, codes = run(launcher, ["0", "sleeps", "4"], "launch")
     assert text.startswith(f"hang: rank 0 on {HOST} did not come to all_reduce (number 4 of the world, ranks 0-2, ")
-    assert f"  rank 0 ({HOST}): step 3, data, at " in text
+    assert f"  rank 0 ({HOST}): step 3, at " in text
     assert f"  ranks 1-2 ({HOST}): step 3, waiting in all_reduce (number 4 of the world" in text
     assert len(text.splitlines()) == 3
     assert codes == [1]

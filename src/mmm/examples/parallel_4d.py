@@ -110,7 +110,6 @@ def train(config: Config) -> None:
     hooks = [example.Agreement(), example.StartUp(), example.Record(), example.MistakeOnPurpose()]
     with example.start_run("parallel_4d", config, resolved, hooks) as run:
         run.describe(stages=names)
-        config.layout.note_choice(run)
         axes, at = (layout.pp, layout.dp, layout.cp, layout.tp), layout.coordinates(run.rank.rank)
         mesh = init_device_mesh(run.device.type, axes, mesh_dim_names=("pp", "dp", "cp", "tp"))
         model = build(resolved.sizes, names[at["pp"]], mesh, run.precision)

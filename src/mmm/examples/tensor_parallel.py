@@ -27,14 +27,13 @@ from __future__ import annotations
 
 import sys
 from collections import OrderedDict
-from dataclasses import dataclass, replace
-from typing import Annotated, ClassVar, Literal
+from dataclasses import dataclass
+from typing import ClassVar, Literal
 
 import torch
 import torch.distributed as dist
 import torch.distributed.tensor.parallel as tp
 import torch.nn.functional as F
-import tyro
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
@@ -65,7 +64,6 @@ class Config(example.BreakOptions):
         "norms": "sequence_sharded leaves the norm out of its plan: each rank has the gradient of its own tokens only, "
         "and nothing adds them up.",
     }
-    forget_all_reduce: Annotated[bool, tyro.conf.arg(help="The same as --break all_reduce.")] = False
     run: ExactRun = ExactRun()
 
 
@@ -135,7 +133,6 @@ def compare(case: Case, mistake: str | None = None) -> dict[str, list[float]]:
 
 def train(config: Config) -> bool:
     """Try every way. Whether all are right."""
-    config = replace(config, break_="all_reduce") if config.forget_all_reduce else config
     ranks = whoami().world_size
     if SEQ % ranks:
         fitting = " or ".join(str(n) for n in range(1, SEQ + 1) if SEQ % n == 0)

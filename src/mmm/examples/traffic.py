@@ -7,8 +7,6 @@ process group is counted there. Of the rank that sends most, the table has
 
     counted    by the algorithms that nobody undercuts: a ring's all-reduce, all-gather, …
     formula    what the layout has to send, from the model's shapes alone
-    gloo       by the algorithms of gloo, which moves CPU tensors: its reduce-scatter is a whole all-reduce
-    sockets    what the kernel says that the rank's sockets have sent in that step
 
 A layout whose counted bytes are more than 5 % off the formula on any rank and axis ends the run with exit code 1.
 Formulas and sources: docs/communication.md, `mmm.traffic.formulas`, `mmm.traffic.collective_bytes`.
@@ -17,11 +15,14 @@ Formulas and sources: docs/communication.md, `mmm.traffic.formulas`, `mmm.traffi
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 
+from mmm.comparison import worst
 from mmm.data.text.tokens import BYTES
 from mmm.errors import LayoutError
 from mmm.examples import _support as example
@@ -32,8 +33,8 @@ from mmm.parallel.parallel_model import ParallelModel
 from mmm.parallel.partition import Partition, partition_model
 from mmm.parallel.plans.transformer import transformer_plan
 from mmm.runtime.ranks import whoami
+from mmm.traffic.count import count_traffic
 from mmm.traffic.formulas import expected_traffic
-from mmm.traffic.step_table import Sent, count_step, max_rel_diff, table
 from mmm.trainer.config.run import BatchOptions
 from mmm.trainer.config.spec import RunSpec
 
@@ -57,6 +58,13 @@ class TrafficCase(NamedTuple):
     name: str
     layout: Layout
     techniques: Techniques = Techniques()
+
+
+class Sent(NamedTuple):
+    """One rank's bytes by axis, counted and expected."""
+
+    counted: dict[str, int]
+    formula: dict[str, float]
 
 
 def cases(ranks: int, microbatches: int) -> list[TrafficCase]:
@@ -103,9 +111,31 @@ def measure(
 
     for _ in range(2):  # they send more: a pipeline shapes, DDP how it has packed its gradients
         step()
-    by_rank, rank_0 = count_step(step, mesh, formula)
-    run.log.info("%s, layout %s: rank 0\n%s", case.name, layout, rank_0.table())
+    with count_traffic(mesh) as traffic:
+        step()
+    run.log.info("%s, layout %s: rank 0\n%s", case.name, layout, traffic.table())
+    by_rank: list[Any] = [None] * layout.ranks
+    dist.all_gather_object(by_rank, Sent(traffic.by_axis, formula))
     return by_rank
+
+
+def max_rel_diff(sent: Sent) -> float:
+    """The largest relative difference of counted and formula over the axes."""
+    axes = {axis for side in (sent.counted, sent.formula) for axis, count in side.items() if count}
+    pairs = [(sent.counted.get(axis, 0), sent.formula.get(axis, 0.0)) for axis in axes]
+    return max((abs(counted / formula - 1) if formula else float("inf") for counted, formula in pairs), default=0.0)
+
+
+def table(by_case: Mapping[TrafficCase, Sequence[Sent]]) -> str:
+    """A line a layout and axis, of the rank that sends most."""
+    lines = [f"{'':18}{'layout':<26}{'axis':<13}{'counted':>12}{'formula':>12}{'differ':>8}"]
+    for case, by_rank in by_case.items():
+        most = max(by_rank, key=lambda sent: sum(sent.counted.values()))
+        for axis, formula in most.formula.items():
+            counted = most.counted.get(axis, 0)
+            differ = counted / formula - 1
+            lines.append(f"{case.name:18}{case.layout!s:<26}{axis:<13}{counted:12,}{formula:12,.0f}{differ:8.2%}")
+    return "\n".join(lines)
 
 
 def train(config: Config) -> bool:
@@ -116,34 +146,28 @@ def train(config: Config) -> bool:
         raise LayoutError(f"1 rank: there is nobody to send to; {start}")
     _, size = batch_sizes(config.run.batch_size, config.run.global_batch_size, ranks, default=4)
     data = config.data.load(sizes.vocab_size, config.run.seed)
-    model, plan = on_meta(sizes), transformer_plan(sizes)
     data.train.steps_per_epoch(size)  # there is one
-    partitions, why_not = {}, {}
+    partitions, left_out = {}, dict[str, LayoutError]()
     for case in cases(ranks, config.microbatches):
         sample = torch.zeros(size // case.layout.dp, config.data.seq_length, dtype=torch.int64, device="meta")
+        plan = transformer_plan(sizes)
         try:
-            partitions[case] = partition_model(model, plan, case.layout, case.techniques, sample)
+            partitions[case] = partition_model(on_meta(sizes), plan, case.layout, case.techniques, sample)
         except LayoutError as error:
-            why_not[case] = error
-    if not partitions:
-        raise next(iter(why_not.values()))
+            left_out[case.name] = error
     resolved = RunSpec(layout=Layout().fit(ranks), data=data)
-    with example.start_run(
-        "traffic", config, resolved, [example.Agreement(), example.StartUp(), example.Record()]
-    ) as run:
+    hooks = [example.Agreement(), example.StartUp(), example.Record()]
+    with example.start_run("traffic", config, resolved, hooks) as run:
         run.describe(model=sizes, global_batch_size=size)
-        for case, why in why_not.items():
-            run.note(f"{case.name} left out: {why}")
+        for name, why in left_out.items():
+            run.note(f"{name} left out: {why}")
         found = {case: measure(run, case, partition, sizes, size) for case, partition in partitions.items()}
-        worst = {case: max(map(max_rel_diff, by_rank)) for case, by_rank in found.items()}
-        text = table({(case.name, str(case.layout)): by_rank for case, by_rank in found.items()})
         head = f"bytes of a step, on the rank that sends most; {size} samples of {config.data.seq_length} tokens in all"
-        run.log.info("%s\n%s", head, text)
-        run.describe(traffic={case.name: [step._asdict() for step in by_rank] for case, by_rank in found.items()})
-        wrong = [case.name for case in found if not worst[case] <= LIMIT]
-        most = f"counted and formula differ by {max(worst.values()):.2%} at most, of any layout, axis and rank"
-        run.log.info("%s (allowed: %.0f %%)%s", most, 100 * LIMIT, f": {', '.join(wrong)}" if wrong else "")
-    return not wrong
+        run.log.info("%s\n%s", head, table(found))
+        run.describe(traffic={case.name: [sent._asdict() for sent in by_rank] for case, by_rank in found.items()})
+        apart = worst(max_rel_diff(sent) for by_rank in found.values() for sent in by_rank)
+        run.log.info("counted and formula differ by %.2f%% at most (allowed: %.0f%%)", 100 * apart, 100 * LIMIT)
+    return apart <= LIMIT
 
 
 if __name__ == "__main__":

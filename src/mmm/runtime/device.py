@@ -107,16 +107,10 @@ def collective_library() -> str:
 
 
 def devices_in_use(device: torch.device, ranks: int) -> str:
-    """Of this host: ``4 ranks on 2 CPU cores``, ``4 ranks on 4 of 8 NVIDIA H200``. ranks: those of this host."""
+    """Of this host: ``4 ranks on 2 CPU cores``, ``4 ranks on NVIDIA H200``. ranks: those of this host."""
     count = f"{ranks} rank{'s' if ranks > 1 else ''}"
     if device.type in ("cuda", "xpu"):
-        module = getattr(torch, device.type)
-        shown, name = module.device_count(), module.get_device_name(device)
-        return (
-            f"{count} on {min(ranks, shown)} of {shown} {name}"
-            if shown > 1 or ranks == 1
-            else f"{count}, each on its {name}"
-        )
+        return f"{count} on {getattr(torch, device.type).get_device_name(device)}"
     return f"{count} on {os.cpu_count()} CPU cores" if device.type == "cpu" else f"{count} on {device.type}"
 
 

@@ -37,30 +37,15 @@ from mmm.runtime.clock import StepClock
 from mmm.runtime.contract import CONSEQUENCES, report
 from mmm.runtime.ranks import Rank
 from mmm.torch_private.groups import default_store, flight_recorders, group_names
-from mmm.torch_private.module import MODULE_CALL
 
 STILL = 5.0  # s without a mark of the clock, from which on a rank asks the store whether somebody has timed out
 ANSWERS = 5.0  # s that the first rank waits for the others' answers
 LINGER = 1.0  # s in which the message is read, and the rank that says it is ahead
 TIMED_OUT = re.compile("timed out|timeout", re.IGNORECASE)
-OTHERS = re.compile("/torch/|/lib/python3|<frozen|/mmm/runtime/")  # files that are not the program's
-PARTS = {  # function → part of the step
-    "all_batches": "data",
-    MODULE_CALL: "forward",
-    "forward_one_chunk": "forward",
-    "backward": "backward",
-    "backward_one_chunk": "backward",
-    "backward_weight_one_chunk": "backward",
-    "perform_reduce_grad": "backward",
-    "clip_grad_norm": "gradient clipping",
-    "not_finite": "optimizer",
-    "unscale_": "optimizer",
-    "balance_experts": "optimizer",
-    "evaluate": "evaluation",
-    "evaluate_images": "evaluation",
-    "validate": "evaluation",
-    "row": "row",
-}
+OTHERS = re.compile(
+    f"/torch/|/lib/python3|<frozen|{re.escape(os.path.dirname(__file__))}"
+)  # files that are not the program's
+SILENT = "no answer: it is stopped or gone, or its main thread keeps Python from running others"
 Stack = list[tuple[str, int, str]]  # file, line, function; the innermost last
 
 
@@ -76,8 +61,10 @@ class HangWatch:
     def __init__(self, rank: Rank, limit: float, clock: StepClock) -> None:
         self.rank, self.limit, self.clock = rank, limit, clock
         self.pause = min(max(1.0, rank.world_size / 500), limit / 10)  # s: all ranks ask one store
-        self._stop, self._lock, self._answered = threading.Event(), threading.Lock(), False
-        self._thread = threading.Thread(target=self._run, name="mmm-hang", daemon=True)
+        self.text = ""  # the message, once it is known
+        self._left = threading.Event()  # the block
+        self._error: tuple[Stack, bool] | None = None  # by which it was left: where, and whether it says of a timeout
+        self._thread = threading.Thread(target=self._watch, name="mmm-hang", daemon=True)
         self._main = threading.get_ident()
         self._waits_in: dict[str, Any] | None = None  # the last that was seen since the clock's last mark
         self._clone: dist.Store | None = None
@@ -91,42 +78,30 @@ class HangWatch:
             self._thread.start()
 
     def __exit__(self, kind: Any, error: BaseException | None, traceback: TracebackType | None) -> None:
-        self._stop.set()
+        late = False
+        if isinstance(error, RuntimeError):
+            said, stack = _all_of(error)
+            late = TIMED_OUT.search(said) is not None
+            if late or any(sign in said for sign in CONSEQUENCES):
+                self._error = (stack, late)
+        self._left.set()
         if self.rank.world_size == 1:
             return
-        if not isinstance(error, RuntimeError):
-            self._thread.join(LINGER)
-            return
-        text, stack = _all_of(error)
-        late = bool(TIMED_OUT.search(text))
-        if not late and not any(sign in text for sign in CONSEQUENCES):
-            return
-        texts: list[str] = []
-
-        def ask() -> None:
-            with contextlib.suppress(RuntimeError):  # the store has gone
-                if late or self._default.check([f"{self._key}/asked"]):
-                    texts.append(self._tell(stack, late))
-
-        thread = threading.Thread(target=ask, daemon=True)  # a store whose process is stopped answers to nothing, ever
-        thread.start()
-        thread.join(3 * ANSWERS + 2 * self.pause)
-        if late and not texts:
-            own = self._answer(stack, late)
-            texts.append(
-                f"hang: rank {self.rank.rank} on {own['host']} waited for {self.limit:g} s (--timeout) in {own['in']}: "
-                f"{own['at']}, at {own['line']}. Where the others are is not known: rank 0, which has the store, does "
-                f"not answer"
+        self._thread.join(LINGER if self._error is None else 3 * ANSWERS + 2 * self.pause)
+        if late and not self.text:
+            self.text = (
+                f"hang: rank {self.rank.rank} on {socket.gethostname()} waited for {self.limit:g} s (--timeout), at "
+                f"{_place(stack)}. Where the others are is not known: rank 0, which has the store, does not answer"
             )
-            _say(texts[0])
-        if texts:
-            raise HangError(texts[0]) from None
+            _say(self.text)
+        if self._error is not None and self.text:
+            raise HangError(self.text) from None
 
-    # --- the watch ------------------------------------------------------------------------------------------------
+    # --- the watch: this thread alone asks the store, which may not answer ------------------------------------------
 
-    def _run(self) -> None:
+    def _watch(self) -> None:
         last, since = self.clock.last_mark, time.monotonic()
-        while not self._stop.wait(self.pause):
+        while not self._left.wait(self.pause):
             now = time.monotonic()
             if self.clock.last_mark is not last:
                 last, since, self._waits_in = self.clock.last_mark, now, None
@@ -135,76 +110,65 @@ class HangWatch:
                 self._waits_in = entry or self._waits_in  # PyTorch drops what has timed out before its error arrives
                 late = entry is not None and _age(entry) > self.limit + self.pause
                 if late or (now - since > min(STILL, self.limit / 2) and self._asked()):
-                    stack = _stack(sys._current_frames().get(self._main))
-                    if self._stop.is_set():  # the main thread has timed out too, and answers by its error
-                        return
-                    self._tell(stack, timed_out=late)
-                    if not self._stop.wait(2 * LINGER):  # the main thread has not ended by itself
+                    self._tell(_stack(sys._current_frames().get(self._main)), late)
+                    if not self._left.wait(2 * LINGER):  # the main thread has not ended by itself
                         os._exit(1)
+                    return
+        if self._error is not None:
+            stack, late = self._error
+            with contextlib.suppress(RuntimeError, OSError):  # the store has gone
+                if late or self._asked():
+                    self._tell(stack, late)
 
     def _store(self) -> dist.Store:
-        with self._lock:
-            if self._clone is None:  # the main thread may be inside a call to the other
-                self._clone = self._default.clone()
-                self._clone.set_timeout(timedelta(seconds=2 * ANSWERS))
-            return self._clone
+        if self._clone is None:  # the main thread may be inside a call to the other
+            self._clone = self._default.clone()
+            self._clone.set_timeout(timedelta(seconds=2 * ANSWERS))
+        return self._clone
 
     def _asked(self) -> bool:
         return self._store().check([f"{self._key}/asked"])
 
     # --- the message ------------------------------------------------------------------------------------------------
 
-    def _tell(self, stack: Stack, timed_out: bool) -> str:
-        """Answer; the first that calls it waits for all answers, and says what they are. The text, on every rank."""
-        store = self._store()
-        with self._lock:
-            first = timed_out and not self._answered and store.add(f"{self._key}/asked", 1) == 1
-            if not self._answered:
-                self._answered = True
-                store.set(f"{self._key}/{self.rank.rank}", json.dumps(self._answer(stack, timed_out)))
-                store.add(f"{self._key}/answers", 1)
+    def _tell(self, stack: Stack, timed_out: bool) -> None:
+        """Answer; the first that calls it waits for all answers, and says what they are. Sets `text`, on every rank."""
+        store, key = self._store(), self._key
+        first = timed_out and store.add(f"{key}/asked", 1) == 1
+        store.set(f"{key}/{self.rank.rank}", json.dumps(self._answer(stack, timed_out)))
+        store.add(f"{key}/answers", 1)
         deadline = time.monotonic() + ANSWERS + 2 * self.pause
-        if not first:
-            while not store.check([f"{self._key}/text"]):
-                if time.monotonic() > deadline + ANSWERS:
-                    raise RuntimeError("the rank that has timed out first has gone")
+        if first:
+            while store.add(f"{key}/answers", 0) < self.rank.world_size and time.monotonic() < deadline:
                 time.sleep(0.05)
-            text = store.get(f"{self._key}/text").decode()
-            time.sleep(LINGER)
-            return text
-        while store.add(f"{self._key}/answers", 0) < self.rank.world_size and time.monotonic() < deadline:
-            time.sleep(0.05)
-        answers = {}
-        for rank in range(self.rank.world_size):
-            if store.check([f"{self._key}/{rank}"]):
-                answers[rank] = json.loads(store.get(f"{self._key}/{rank}"))
-            else:
-                host = store.get(f"{self._key}/host/{rank}").decode()
-                answers[rank] = {"host": host, "at": "", "in": "", "silent": True}
-        text = message(self.rank.rank, answers, self.limit)
-        _say(text)
-        store.set(f"{self._key}/text", text)
+            answers = {}
+            for rank in range(self.rank.world_size):
+                if store.check([f"{key}/{rank}"]):
+                    answers[rank] = json.loads(store.get(f"{key}/{rank}"))
+                else:
+                    answers[rank] = {"host": store.get(f"{key}/host/{rank}").decode(), "at": SILENT, "in": ""}
+            self.text = message(self.rank.rank, answers, self.limit)
+            _say(self.text)
+            store.set(f"{key}/text", self.text)
+        else:
+            while not store.check([f"{key}/text"]) and time.monotonic() < deadline + ANSWERS:
+                time.sleep(0.05)
+            self.text = store.get(f"{key}/text").decode()
         time.sleep(LINGER)  # rank 0 has the store
-        return text
 
-    def _answer(self, stack: Stack, timed_out: bool) -> dict[str, Any]:
+    def _answer(self, stack: Stack, timed_out: bool) -> dict[str, str]:
         """Where this rank is."""
-        part = next((PARTS[name] for _, _, name in stack if name in PARTS), "")
-        if any("/torch/optim/" in file for file, *_ in stack):
-            part = "optimizer"
         step = "before the first step" if self.clock.step is None else f"step {self.clock.step}"
-        own = [frame for frame in stack if not OTHERS.search(frame[0])] or stack
-        file, line, name = own[-1] if own else ("?", 0, "?")
-        place = f"{'/'.join(file.split('/')[-3:])}:{line} in {name}"
         entry = oldest_collective() or (self._waits_in if timed_out else None)
         waits = in_words(entry) if entry else ""
         if not waits and (timed_out or (stack and "/torch/distributed/" in stack[-1][0])):
             called = next((name for file, _, name in stack if file.endswith("/distributed_c10d.py")), stack[-1][2])
             waits = "a send or receive" if "p2p" in called else called
-        return {"host": socket.gethostname(), "at": ", ".join(filter(None, (step, part))), "in": waits, "line": place}
+        at = f"{step}{', waiting in ' if waits else ''}{waits}, at {_place(stack)}"
+        return {"host": socket.gethostname(), "at": at, "in": waits}
 
 
-def message(first: int, answers: dict[int, dict[str, Any]], limit: float) -> str:
+def message(first: int, answers: dict[int, dict[str, str]], limit: float) -> str:
     """What all ranks have answered, in words: those that are to blame first.
 
     Args:
@@ -221,11 +185,7 @@ def message(first: int, answers: dict[int, dict[str, Any]], limit: float) -> str
     lines = [f"hang: {who} within {limit:g} s (--timeout)"]
     groups: dict[str, list[int]] = {}
     for rank, answer in answers.items():
-        waits = f", waiting in {answer['in']}" if answer["in"] else ""
-        text = f"{answer['at']}{waits}, at {answer.get('line')}"
-        if answer.get("silent"):
-            text = "no answer: it is stopped or gone, or its main thread keeps Python from running others"
-        groups.setdefault(text, []).append(rank)
+        groups.setdefault(answer["at"], []).append(rank)
     for text, ranks in sorted(groups.items(), key=lambda item: (item[1][0] not in late, item[1][0])):
         lines.append(f"  {name_ranks(ranks)} ({name_hosts([hosts[rank] for rank in ranks])}): {text}")
     return "\n".join(lines)
@@ -263,6 +223,13 @@ def _age(entry: dict[str, Any]) -> float:
 
 def _stack(frame: FrameType | None) -> Stack:
     return [(outer.f_code.co_filename, line, outer.f_code.co_name) for outer, line in walk_stack(frame)][::-1]
+
+
+def _place(stack: Stack) -> str:
+    """The innermost line of the program's own."""
+    own = [frame for frame in stack if not OTHERS.search(frame[0])] or stack
+    file, line, name = own[-1] if own else ("?", 0, "?")
+    return f"{'/'.join(file.split('/')[-3:])}:{line} in {name}"
 
 
 def _all_of(error: BaseException) -> tuple[str, Stack]:

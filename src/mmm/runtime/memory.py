@@ -37,20 +37,16 @@ def _physical() -> int | None:
 
 
 def _groups(root: Path) -> list[int]:
-    """What each control group over this process still allows, in bytes; version 2 and version 1."""
+    """What each control group over this process still allows, in bytes."""
     try:
-        groups = [line.split(":", 2) for line in (root / "proc/self/cgroup").read_text().splitlines()]
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:
         return []
     rooms = []
-    for _, controllers, path in groups:
-        if controllers and "memory" not in controllers.split(","):
-            continue
-        top = root / "sys/fs/cgroup" / ("memory" if controllers else "")
-        names = ("memory.limit_in_bytes", "memory.usage_in_bytes") if controllers else ("memory.max", "memory.current")
-        folder = top / path.lstrip("/")
-        for group in (folder, *folder.parents):
-            limit, used = (_number(group / name) for name in names)
+    top = root / "sys/fs/cgroup"
+    for path in [line.removeprefix("0::/") for line in lines if line.startswith("0::/")]:
+        for group in (top / path, *(top / path).parents):
+            limit, used = (_number(group / name) for name in ("memory.max", "memory.current"))
             if limit is not None and used is not None:
                 cached = sum(_table(group / "memory.stat").get(name, 0) for name in ("active_file", "inactive_file"))
                 rooms.append(limit - used + cached)

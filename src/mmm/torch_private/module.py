@@ -18,8 +18,6 @@ Convolution = nn.modules.conv._ConvNd
 RESETS = ("reset_parameters", "_reset_parameters")
 # Private: how compile, checkpointing and FSDP1 name what they wrap, seen in 2.10 to 2.14; instead: nothing.
 WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module", "module")
-# Private: Module._call_impl, the function that a stack has for a forward, seen in 2.10 to 2.14; instead: nothing.
-MODULE_CALL = "_call_impl"
 
 # Private: torch._foreach_*, one kernel for many tensors, seen in 2.10 to 2.14; instead: nothing.
 foreach_copy_: Callable[..., None] = torch._foreach_copy_

@@ -4,7 +4,7 @@
 
     with count_traffic(mesh) as traffic:
         ...                       # one step
-    traffic.sent                  # bytes, by the stated algorithms
+    traffic.sent                  # bytes, by the algorithms of `collective_bytes`
     traffic.by_axis["tp"]         # of them, those within the tp axis
 
 Every call to a process group passes PyTorch's dispatcher: ``torch.distributed`` calls, point-to-point ones and DDP's
@@ -32,23 +32,21 @@ from mmm.parallel.mesh import Mesh
 from mmm.torch_private.groups import group_of_name
 from mmm.torch_private.operators import TorchDispatchMode, schema_arguments
 from mmm.traffic.collective_bytes import Call
-from mmm.traffic.operators import READERS, operator_name, tensors_in
+from mmm.traffic.operators import READERS, operator_name
 
 
 @dataclass
 class OperationTraffic:
-    """Of one operation within one axis: calls, bytes of the full buffers, and bytes sent, stated and by gloo."""
+    """Of one operation within one axis: calls, bytes of the full buffers, and bytes sent."""
 
     calls: int = 0
     payload: int = 0
     sent: float = 0.0
-    wire: float = 0.0
 
-    def add(self, call: Call, on_gloo: bool) -> None:
+    def add(self, call: Call) -> None:
         self.calls += 1
         self.payload += call.payload
         self.sent += call.sent()
-        self.wire += call.wire() if on_gloo else 0.0
 
 
 @dataclass
@@ -61,18 +59,13 @@ class Traffic:
 
     entries: dict[tuple[str, str], OperationTraffic] = field(default_factory=dict)
 
-    def add(self, axis: str, call: Call, on_gloo: bool) -> None:
-        self.entries.setdefault((axis, call.operation), OperationTraffic()).add(call, on_gloo)
+    def add(self, axis: str, call: Call) -> None:
+        self.entries.setdefault((axis, call.operation), OperationTraffic()).add(call)
 
     @property
     def sent(self) -> int:
-        """Bytes, by the stated algorithms (`collective_bytes`)."""
+        """Bytes, by the algorithms of `collective_bytes`."""
         return round(sum(entry.sent for entry in self.entries.values()))
-
-    @property
-    def wire(self) -> int:
-        """Bytes, by the algorithms of gloo, with its headers; of CPU tensors only, which are what gloo sends."""
-        return round(sum(entry.wire for entry in self.entries.values()))
 
     @property
     def by_axis(self) -> dict[str, int]:
@@ -84,10 +77,10 @@ class Traffic:
 
     def table(self) -> str:
         """A line an operation within an axis."""
-        lines = [f"{'axis':14}{'operation':16}{'calls':>7}{'payload':>14}{'sent':>14}{'gloo':>14}"]
+        lines = [f"{'axis':14}{'operation':16}{'calls':>7}{'payload':>14}{'sent':>14}"]
         for (axis, operation), e in self.entries.items():
-            lines.append(f"{axis:14}{operation:16}{e.calls:7}{e.payload:14,}{e.sent:14,.0f}{e.wire:14,.0f}")
-        return "\n".join([*lines, f"{'all':37}{'':14}{self.sent:14,}{self.wire:14,}"])
+            lines.append(f"{axis:14}{operation:16}{e.calls:7}{e.payload:14,}{e.sent:14,.0f}")
+        return "\n".join([*lines, f"{'all':37}{'':14}{self.sent:14,}"])
 
 
 @contextmanager
@@ -140,9 +133,8 @@ class _Count(TorchDispatchMode):
             raise RuntimeError(f"{func} on a process group: mmm.traffic.count does not know what it sends")
         arguments = {**dict(zip((a.name for a in schema_arguments(func)), args, strict=False)), **kwargs}
         group = process_group_of(arguments)
-        on_gloo = all(tensor.device.type == "cpu" for tensor in tensors_in(list(arguments.values())))
         for call in read(arguments, group.size(), group.rank()):
-            self.traffic.add(self._axis(group), call, on_gloo)
+            self.traffic.add(self._axis(group), call)
 
     def _axis(self, group: dist.ProcessGroup) -> str:
         if group.group_name not in self.axes:  # a list of all ranks may be long

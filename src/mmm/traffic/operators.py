@@ -39,14 +39,14 @@ def _reader(operation: str, *names: str, by_parts: bool = False) -> Reader:
         buffer = next(arguments[name] for name in names if name in arguments)
         root = arguments.get("root_rank", arguments.get("src", 0))
         payload = _bytes(buffer) * (size if by_parts else 1)
-        return [Call(operation, size, rank, payload, root=root, tensors=len(tensors_in(buffer)))]
+        return [Call(operation, size, rank, payload, root=root)]
 
     return read
 
 
 def _gather_lists(arguments: Mapping[str, Any], size: int, rank: int) -> list[Call]:
     local = arguments["input_tensors"] if "input_tensors" in arguments else arguments["input_list"]
-    return [Call("all_gather", size, rank, _bytes(local) * size, tensors=len(local))]
+    return [Call("all_gather", size, rank, _bytes(local) * size)]
 
 
 def _all_to_all_single(arguments: Mapping[str, Any], size: int, rank: int) -> list[Call]:

@@ -44,7 +44,7 @@ def totals(report: RankReport) -> dict[tuple[str, str], OperationTraffic]:
     """By axis and operation, what a rank sends in a step."""
     found: dict[tuple[str, str], OperationTraffic] = {}
     for sent in (sent for sent in report.calls if sent.call.size > 1):
-        found.setdefault((sent.axis, sent.call.operation), OperationTraffic()).add(sent.call, False)
+        found.setdefault((sent.axis, sent.call.operation), OperationTraffic()).add(sent.call)
     return found
 
 

@@ -31,6 +31,6 @@ class SentInOrder(Traffic):
         super().__init__()
         self.phase, self.doing, self.calls = phase, doing, list[SentCall]()
 
-    def add(self, axis: str, call: Call, on_gloo: bool) -> None:
-        super().add(axis, call, on_gloo)
+    def add(self, axis: str, call: Call) -> None:
+        super().add(axis, call)
         self.calls.append(SentCall(self.phase(), axis, call, self.doing()))

@@ -43,7 +43,6 @@ def test_losses_of_one_rank(run_on_ranks, tmp_path, monkeypatch, ranks, flags, l
     assert done.returncode == 0, done.stdout + done.stderr
     config = json.loads((tmp_path / "many/config.json").read_text())
     assert config["layout"] == layout
-    assert (f"layout {layout} chosen for 4 ranks" in done.stdout) == (not flags)
     assert "Warning" not in done.stderr
     monkeypatch.setattr("mmm.history.plot_all", lambda *_: [])
     parallel_4d.train(configure(parallel_4d.Config, **SMALL, outdir=tmp_path / "one"))
@@ -88,7 +87,6 @@ def test_what_is_given_is_not_chosen():
     [
         ("--pp 4 --tp 2", "pp 4 · tp 2 needs a multiple of 8 ranks, and there are 4"),
         ("--pp 2 --dp_shard 4", "has 8 ranks, and there are 4"),
-        ("--model cnn --cp 2", "ViT is mmm.trainer.vit"),
         ("--tp 4 --n_kv_heads 2", "n_kv_heads 2"),
         (
             "--pp 2 --microbatches 3",

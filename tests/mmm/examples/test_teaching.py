@@ -166,7 +166,7 @@ def test_tensor_parallel_with_a_mistake(run_on_ranks, mistake, where):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("flags", [["--forget_all_reduce"], ["--break", "all_reduce"]])
+@pytest.mark.parametrize("flags", [["--break", "all_reduce"]])
 def test_tensor_parallel_notices_a_bug(run_on_ranks, tmp_path, flags):
     out = program(run_on_ranks, 2, "tensor_parallel", tmp_path, *flags, code=1)
     assert [line.split()[0] for line in out.splitlines() if line.endswith("WRONG")] == ["rows_by_hand"]

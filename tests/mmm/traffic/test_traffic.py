@@ -55,7 +55,7 @@ def sample(kind: str, layout: Layout, rank: int):
 
 
 def one_step(rank, kind, layout, technique, cp_style="ring", precision=FP32, microbatches=1, bug=""):
-    """Counted and expected bytes of the third step, by axis; and what was sent in all, stated and by gloo."""
+    """Counted and expected bytes of the third step, by axis; and what was sent in all."""
     # The ranks have had other process groups before: DTensor keeps what it has worked out for meshes that were like
     # this one, and with it the names of their groups, which are gone.
     clear_sharding_cache()
@@ -93,7 +93,7 @@ def one_step(rank, kind, layout, technique, cp_style="ring", precision=FP32, mic
         counted = step()
     assert counted == plain  # lr is 0
     assert step() == plain
-    return traffic.by_axis, expected, traffic.sent, traffic.wire
+    return traffic.by_axis, expected, traffic.sent
 
 
 LAYOUTS = {
@@ -139,16 +139,15 @@ QUICK = ("ddp", "fsdp", "tp with the sequence sharded", "cp, ring")
 
 @pytest.mark.parametrize("case", [c if c in QUICK else pytest.param(c, marks=pytest.mark.long) for c in LAYOUTS])
 def test_counted_is_the_formula(run_on_ranks, case):
-    for by_axis, expected, sent, wire in run_on_ranks(one_step, 4, *LAYOUTS[case]):
+    for by_axis, expected, sent in run_on_ranks(one_step, 4, *LAYOUTS[case]):
         close(by_axis, expected)
         assert sent == pytest.approx(sum(expected.values()), rel=0.005)
-        assert wire > sent
 
 
 def test_one_more_all_gather_is_seen(run_on_ranks):
     kind, layout, technique = LAYOUTS["fsdp"]
     bug = "one more all-gather"
-    for by_axis, expected, _, _ in run_on_ranks(one_step, 4, kind, layout, technique, "ring", FP32, 1, bug):
+    for by_axis, expected, _ in run_on_ranks(one_step, 4, kind, layout, technique, "ring", FP32, 1, bug):
         with pytest.raises(AssertionError, match="dp_shard"):
             close(by_axis, expected)
         weight = 4 * TEXT.vocab_size * TEXT.dim
@@ -230,7 +229,7 @@ def meshes(rank):
 def test_joined_axes_have_their_own_name(run_on_ranks):
     by_axis, table = run_on_ranks(meshes, 4)[0]
     assert by_axis == {"dp_shard_cp": 24}
-    assert table.splitlines()[1].split() == ["dp_shard_cp", "all_reduce", "1", "16", "24", "1,752"]
+    assert table.splitlines()[1].split() == ["dp_shard_cp", "all_reduce", "1", "16", "24"]
 
 
 def compiled(rank):

@@ -29,7 +29,6 @@ EXPERTS = "without --n_experts: there are no experts"
         (lm, {"schedule": "GPipe", "parallel": "ddp"}, f"--schedule GPipe {STAGES}"),
         (parallel_4d, {"schedule": "GPipe"}, f"--schedule GPipe {STAGES}"),
         (parallel_4d, {"microbatches": 2}, f"--microbatches 2 {STAGES}"),
-        (parallel_4d, {"model": "vit"}, "--model"),
     ],
     ids=str,
 )

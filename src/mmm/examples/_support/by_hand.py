@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from mmm.comparison import worst
-from mmm.examples._support.mistakes import mistake_of
+from mmm.comparison import relative_error, worst
+from mmm.examples._support.mistakes import TOLERANCE, mistake_of
 from mmm.runtime.process_group import gather_floats
 from mmm.runtime.ranks import DRY_RUN
 from mmm.trainer.run.core import Run
@@ -112,6 +112,21 @@ def check_difference(run: Run, difference: float, what: str) -> None:
     limit = ALLOWED[run.precision.storage]
     if run.rank.source != DRY_RUN and not difference <= limit:
         raise RuntimeError(f"{what} by {difference:.1e}, more than {limit:.0e}")
+
+
+def same_losses(run: Run, *models: Sequence[Sequence[float]]) -> bool:
+    """Log and record how far losses are apart. Whether all are those of the first way.
+
+    Args:
+        models: of each model that was trained, its losses by each way.
+    """
+    apart = worst(
+        relative_error(*pair) for ways in models for losses in ways for pair in zip(losses, ways[0], strict=True)
+    )
+    limit = TOLERANCE[run.precision.name]
+    run.log.info("the losses differ by %.1e at most (allowed: %.0e)", apart, limit, stacklevel=3)
+    run.describe(losses_differ=apart)
+    return apart <= limit
 
 
 @torch.no_grad()

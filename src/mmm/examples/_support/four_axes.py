@@ -7,7 +7,6 @@ from typing import Annotated, Literal
 
 import tyro
 
-from mmm.errors import ConfigError
 from mmm.examples._support.by_package import resolve
 from mmm.examples._support.text import TextConfig
 from mmm.layout import Layout
@@ -16,15 +15,12 @@ from mmm.trainer.config.layout import fields_of, techniques_of
 from mmm.trainer.config.model import TransformerOptions
 from mmm.trainer.config.resolve_plan import ParallelSpec
 from mmm.trainer.config.run import ValidationOptions, check_effect
-from mmm.trainer.run.core import Run
 
 
 @dataclass(frozen=True, kw_only=True)
 class FourAxesOptions:
     """The sizes of the axes pp × dp × cp × tp, which are chosen where none is given."""
 
-    model: str = "transformer"
-    """No other: the ViT on these axes is mmm.trainer.vit, the CNN mmm.trainer.cnn."""
     pp: int | None = None
     """Ranks along pp. Where no axis has a size, each in turn gets 2 ranks, as long as they divide; else 1."""
     dp_shard: Annotated[int | None, tyro.conf.arg(aliases=["--dp"])] = None
@@ -37,11 +33,6 @@ class FourAxesOptions:
     microbatches: int | None = None
     """Parts that a batch goes through the stages in. Default: pp."""
 
-    def check(self) -> None:
-        """Raises ConfigError for another model."""
-        if self.model != "transformer":
-            raise ConfigError(f"--model {self.model}: the ViT is mmm.trainer.vit, the CNN mmm.trainer.cnn")
-
     def fit(self, ranks: int) -> Layout:
         """The mesh for that many ranks.
 
@@ -50,7 +41,7 @@ class FourAxesOptions:
             LayoutError: sizes that do not multiply to it.
         """
         sizes = fields_of(Layout, self)
-        if self.chooses():
+        if all(size is None for size in (self.pp, self.dp_shard, self.cp, self.tpsize)):
             for place, axis in enumerate(("pp", "tp", "dp_shard", "cp"), start=1):
                 if axis != "dp_shard" and ranks % 2**place == 0:
                     sizes[axis] = 2
@@ -58,15 +49,6 @@ class FourAxesOptions:
         given = {"schedule": self.schedule, "microbatches": self.microbatches}
         check_effect(layout.pp > 1, "--pp", "there is one stage, the model", "--pp 2", **given)
         return layout
-
-    def chooses(self) -> bool:
-        """Whether no axis was given a size."""
-        return all(size is None for size in (self.pp, self.dp_shard, self.cp, self.tpsize))
-
-    def note_choice(self, run: Run) -> None:
-        """Say which layout was chosen."""
-        if self.chooses():
-            run.note(f"no axis was given a size: layout {run.layout} chosen for {run.layout.ranks} ranks")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,15 +6,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from mmm.comparison import relative_error, worst
 from mmm.data import RandomTokens
+from mmm.examples._support.by_hand import same_losses
 from mmm.examples._support.text import PlainTextConfig, PlainTextOptions
 from mmm.trainer.config.model import TransformerOptions
 from mmm.trainer.config.run import RowOptions
 from mmm.trainer.config.spec import TextData
 from mmm.trainer.run.core import Run
-
-TOLERANCE = {"fp64": 1e-9, "fp32": 1e-4, "bf16": 1e-1}  # relative, of the losses: sums go in another order
 
 # way → the flags that it follows
 WAYS = {
@@ -67,18 +65,12 @@ def report(run: Run, long: Mapping[str, Result], wide: Mapping[str, Result]) -> 
         long: the model with long sequences. wide: the model with a wide layer.
     """
     lines = [f"{'peak, MB':18}{'long sequence':>15}{'of full':>10}{'wide layer':>15}{'of full':>10}{'loss':>15}"]
-    errors = []
     for way in long:
         line = f"{way:18}"
         for model in (long, wide):
-            full_peak, full_losses = next(iter(model.values()))
-            peak, losses = model[way]
-            line += f"{peak / 1e6:15.1f}{peak / full_peak:10.0%}"
-            errors += [relative_error(*pair) for pair in zip(losses, full_losses, strict=True)]
+            peak = model[way][0]
+            line += f"{peak / 1e6:15.1f}{peak / model['full'][0]:10.0%}"
         lines.append(f"{line}{long[way][1][-1]:15.9f}")
-    difference = worst(errors)
-    limit = TOLERANCE[run.precision.name]
     run.log.info("memory of a step beyond parameters, on the rank that needs most\n%s", "\n".join(lines), stacklevel=2)
-    run.log.info("the losses differ by %.1e at most (allowed: %.0e)", difference, limit, stacklevel=2)
-    run.describe(peak_bytes={way: (long[way][0], wide[way][0]) for way in long}, losses_differ=difference)
-    return difference <= limit
+    run.describe(peak_bytes={way: (long[way][0], wide[way][0]) for way in long})
+    return same_losses(run, *([losses for _, losses in model.values()] for model in (long, wide)))

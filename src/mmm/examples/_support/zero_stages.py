@@ -10,15 +10,13 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from mmm.comparison import relative_error, worst
-from mmm.examples._support.mistakes import TOLERANCE
+from mmm.examples._support.by_hand import same_losses
 from mmm.models.draw import parameter_count
 from mmm.parallel.memory.measure import local_elements
 from mmm.runtime.process_group import gather_floats
 from mmm.trainer.run.core import Run
 
 KINDS = ("parameters", "gradients", "optimizer_state")
-MARKS = dict(zip(KINDS, "█▓░", strict=True))
 TECHNIQUES = ("ddp", "zero1", "zero2", "zero3")  # by stage
 
 
@@ -47,17 +45,6 @@ def table(elements: Sequence[dict[str, int]], full: int, ranks: int, width: int)
     return "\n".join(lines)
 
 
-def bars(elements: Sequence[dict[str, int]], length: int = 60) -> str:
-    """A bar a stage, of the elements that a rank keeps, in units of the most that one does."""
-    most = max(sum(numbers.values()) for numbers in elements) or 1
-    lines = ["         " + "   ".join(f"{mark} {kind.replace('_', ' ')}" for kind, mark in MARKS.items())]
-    for stage, numbers in enumerate(elements):
-        ends = [round(sum(list(numbers.values())[:n]) * length / most) for n in range(len(KINDS) + 1)]
-        bar = "".join(mark * (ends[n + 1] - ends[n]) for n, mark in enumerate(MARKS.values()))
-        lines.append(f"{stage} {TECHNIQUES[stage]:<7}{bar} {sum(numbers.values()) / most:.0%}")
-    return "\n".join(lines)
-
-
 def report_stages(run: Run, stages: Sequence[tuple[dict[str, int], list[float]]], model: nn.Module) -> bool:
     """Log and record what the stages held. Whether their losses are the same.
 
@@ -65,10 +52,8 @@ def report_stages(run: Run, stages: Sequence[tuple[dict[str, int], list[float]]]
         stages: of each, what the rank that holds most held, and the losses. model: unsharded.
     """
     elements, losses = zip(*stages, strict=True)
-    full, limit = parameter_count(model), TOLERANCE[run.precision.name]
+    full = parameter_count(model)
     text = table(elements, full, run.layout.dp, run.precision.storage.itemsize)
-    run.log.info("numbers kept, on the rank that keeps most\n%s\n\n%s", text, bars(elements), stacklevel=2)
-    apart = worst(relative_error(*pair) for curve in losses for pair in zip(curve, losses[0], strict=True))
-    run.log.info("the losses of the stages differ by %.1e at most (allowed: %.0e)", apart, limit, stacklevel=2)
-    run.describe(parameters=full, local=elements, losses_differ=apart)
-    return apart <= limit
+    run.log.info("numbers kept, on the rank that keeps most\n%s", text, stacklevel=2)
+    run.describe(parameters=full, local=elements)
+    return same_losses(run, losses)

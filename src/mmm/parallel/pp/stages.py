@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import copy
 import linecache
-import re
 import traceback
 from collections import Counter
 from collections.abc import Sequence
@@ -146,33 +145,18 @@ def check_stages(model: nn.Module, parts: Sequence[Part], stages: Sequence[range
                 raise TypeError(f"it returns {others[0]}, and can send the next stage tensors alone, one or a tuple")
         except Exception as error:  # whatever the user's forward raises
             names = [name for part in stage_parts for name in parts[part]]
-            raise LayoutError(_why(error, model, stage, stage_id, names)) from error
+            raise LayoutError(_why(error, model, stage_id, names)) from error
 
 
-def _why(error: Exception, model: nn.Module, stage: nn.Module, stage_id: int, names: Sequence[str]) -> str:
+def _why(error: Exception, model: nn.Module, stage_id: int, names: Sequence[str]) -> str:
     """Why a stage's forward failed, with the line of the user's own file."""
-    own: list[tuple[nn.Module, str, int]] = []  # frames of the user's methods, the innermost last
-    for frame, line in traceback.walk_tb(error.__traceback__):
-        module, file = frame.f_locals.get("self"), frame.f_code.co_filename
-        if isinstance(module, nn.Module) and not file.startswith(TORCH):
-            own.append((module, file, line))
-    what = f"pp: stage {stage_id} of {class_name(model)} ({', '.join(names)})"
     where = ""
-    if own:
-        module, file, line = own[-1]
-        text = linecache.getline(file, line).strip()
-        where = f" ({file}:{line}: {text})"
-        path = next((name for name, inner in stage.named_modules() if inner is module), "")
-        calls = [call for call in re.findall(r"self\.(\w+)", text) if own_modules(module).get(call, module) is None]
-        if calls:
-            name = f"{path}.{calls[0]}".lstrip(".")
-            return (
-                f"{what} has no {name}, which forward calls{where}: a stage is the same class with parts left out, "
-                f"so have forward skip what is None, as in `x = self.{calls[0]}(x) if self.{calls[0]} is not None "
-                f"else x` (docs/models.md), or use pp 1"
-            )
+    for frame, line in traceback.walk_tb(error.__traceback__):
+        file = frame.f_code.co_filename
+        if isinstance(frame.f_locals.get("self"), nn.Module) and not file.startswith(TORCH):
+            where = f" ({file}:{line}: {linecache.getline(file, line).strip()})"
     return (
-        f"{what} cannot run by itself: {type(error).__name__}: {error}{where}; a stage is "
-        f"the same class with parts left out, and has to take the output of the one before it (docs/models.md); "
-        f"or use pp 1"
+        f"pp: stage {stage_id} of {class_name(model)} ({', '.join(names)}) cannot run by itself: "
+        f"{type(error).__name__}: {error}{where}; a stage is the same class with parts left out (None), which forward "
+        f"has to skip, and takes the output of the one before it (docs/models.md); or use pp 1"
     )
