@@ -26,7 +26,7 @@ Classes of ours override private methods of PyTorch's, or set an attribute, at t
     optim/adamw.py, optim/muon.py           Optimizer._init_group: the tensors that AdamW's kernel gets; nothing
     optim/muon.py                           Optimizer._step_supports_amp_scaling; nothing
     optim/grad_scaler.py                    GradScaler._unscale_grads_; nothing
-    parallel/dp/replicas.py                 Module._apply, to refuse it; nothing
+    parallel/dp/wrapped.py                  Module._apply, to refuse it; nothing
     parallel/tp/, parallel/memory/chunked_loss.py   ParallelStyle._apply, which PyTorch's tutorials override as well
     checkpoint/storage.py                   FileSystemReader._slice_file, to know the file; an error that names it
 """

@@ -6,7 +6,6 @@ from collections.abc import Callable
 
 import torch
 from torch.autograd import Variable
-from torch.autograd.graph import Node
 
 
 def in_backward() -> bool:
@@ -14,13 +13,6 @@ def in_backward() -> bool:
 
     Private: torch._C._current_graph_task_id, seen in 2.10 to 2.14; instead: nothing."""
     return torch._C._current_graph_task_id() != -1
-
-
-def will_run(node: Node) -> bool:
-    """In a backward, whether it comes to `node`. Raises RuntimeError where ``autograd.grad`` was asked for it.
-
-    Private: torch._C._will_engine_execute_node, seen in 2.10 to 2.14; instead: nothing."""
-    return torch._C._will_engine_execute_node(node)
 
 
 def at_end_of_backward(callback: Callable[[], None]) -> None:

@@ -306,6 +306,8 @@ def _with_hook(make: Callable[..., None]) -> Callable[..., None]:
     def init(self: DDP, *given: Any, **named: Any) -> None:
         make(self, *given, **named)
         self.register_comm_hook(self.process_group, reduce)
+        # A program's own hook would ask the work for its result as well. It is counted as an all-reduce.
+        self.register_comm_hook = lambda state, hook: None  # type: ignore[method-assign]
 
     return init
 

@@ -10,7 +10,7 @@ from mmm.layout import Techniques
 from mmm.parallel import Layout, Plan, sync_gradients
 from mmm.parallel.checks import check_techniques
 from mmm.parallel.dp.batch_norm import check_batch_norm
-from mmm.parallel.dp.replicas import Replicas
+from mmm.parallel.dp.wrapped import Wrapper
 from mmm.runtime.device import Precision
 from support.own_model import build, furthest, gradients, own, parameters, plain
 
@@ -53,7 +53,7 @@ def trained(rank, layout, technique, momentum, checkpointing):
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
-    inner = model.module if isinstance(model, Replicas) else model
+    inner = model.module if isinstance(model, Wrapper) else model
     kept = {name.replace("_checkpoint_wrapped_module.", ""): b.double() for name, b in inner.named_buffers()}
     off += [
         furthest(parameters(model), parameters(net)),
@@ -61,7 +61,7 @@ def trained(rank, layout, technique, momentum, checkpointing):
     ]
     for each in (model, net):
         each.eval()
-        (each.module if isinstance(each, Replicas) else each).plain.train()
+        (each.module if isinstance(each, Wrapper) else each).plain.train()
     x = next(batches())
     return [*off, (model(own(x, rank.rank, ranks)) - own(net(x), rank.rank, ranks)).abs().max().item()]
 

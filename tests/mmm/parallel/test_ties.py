@@ -16,7 +16,7 @@ from mmm.models import weights
 from mmm.models.experts import has_experts, transformer_of
 from mmm.models.transformer import Transformer, TransformerConfig
 from mmm.parallel import Layout, apply, build_mesh, materialize, meta_parameters
-from mmm.parallel.dp.replicas import Replicas
+from mmm.parallel.dp.wrapped import Wrapper
 from mmm.parallel.parallel_model import ParallelModel
 from mmm.parallel.partition import partition_model
 from mmm.parallel.plan import Plan
@@ -69,7 +69,7 @@ def train(rank, layout, techniques, gradients, tied=TIE, make=plain_gpt.small_mo
     mesh = build_mesh(layout, "cpu", experts=has_experts(model))
     made = ParallelModel(model, plan, mesh, FP64, techniques, partition, device=CPU, seed=0)
     module = next(iter(made.modules.values()))
-    inner = module.module if isinstance(module, Replicas) else module
+    inner = module.module if isinstance(module, Wrapper) else module
     losses, norms, differences = [], [], {}
     optimizer = torch.optim.SGD(made.parameters(), lr=RATE)
     for step in range(STEPS):

@@ -8,9 +8,6 @@ from torch import nn
 from mmm.parallel import Layout, sync_gradients
 from support.own_model import build, furthest, gradients, own, parameters, plain
 
-RANKS = 2
-X = torch.linspace(-3, 3, 48, dtype=torch.float64).view(8, 6).cos()  # rank 0's samples are for `left` alone
-
 
 class Net(nn.Module):
     """The widths of the branches differ, so that collectives which pair others' are no mere wrong numbers."""
@@ -75,33 +72,3 @@ def trained(rank, technique, ranks, micro):
 def test_unused_parameters_count_as_zero(run_on_ranks, technique, ranks, micro):
     for off in run_on_ranks(trained, ranks, technique, ranks, micro):
         assert max(off) < 1e-12, off
-
-
-def only_inputs(rank, technique):
-    """On rank 1 backward reaches the model's input, and none of its parameters."""
-
-    def make():
-        return Gate()
-
-    model = build(make, Layout(dp_shard=RANKS), data_parallel=technique)
-    net = plain(model, make)
-    x = next(batches()).requires_grad_()
-    part = own(x, rank.rank, RANKS).detach().requires_grad_()
-    model(part).square().sum().backward()
-    net(x).square().sum().backward()
-    return furthest(gradients(model), gradients(net))
-
-
-class Gate(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(6, 6)
-
-    def forward(self, x):
-        first = x[:, 0] < 0
-        return x * 2 + torch.zeros_like(x).index_put((first,), self.linear(x[first])) if first.any() else x * 2
-
-
-@pytest.mark.parametrize("technique", ["ddp", "zero2"])
-def test_a_rank_that_uses_no_parameter_at_all(run_on_ranks, technique):
-    assert max(run_on_ranks(only_inputs, RANKS, technique)) < 1e-13

@@ -30,7 +30,7 @@ from mmm.layout import UNSHARDED, Layout, Techniques
 from mmm.parallel.dp.batch_norm import batch_norms, in_parts
 from mmm.parallel.dp.ddp import DDP
 from mmm.parallel.dp.fsdp import RESHARD_AFTER_FORWARD, apply_expert_fsdp, apply_fsdp, fsdp_units_of, prefetch_next
-from mmm.parallel.dp.replicas import Replicas
+from mmm.parallel.dp.wrapped import Wrapper
 from mmm.parallel.dp.zero import Zero, replicas_of
 from mmm.parallel.ep.expert_parallel import experts_of
 from mmm.parallel.mesh import Mesh
@@ -116,7 +116,7 @@ def sync_gradients(model: nn.Module, now: bool) -> None:
     """
     if not now and (norms := batch_norms(model)):
         raise ConfigError(f"micro-batches with {in_parts(*norms[0])}")
-    if isinstance(model, Replicas):
+    if isinstance(model, Wrapper):
         model.sync_gradients(now)
     elif isinstance(model, FSDPModule):
         model.set_requires_gradient_sync(now)

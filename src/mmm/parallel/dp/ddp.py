@@ -1,98 +1,120 @@
 """DDP: every rank has the full model; gradients are all-reduced while backward is still running.
 
-They are in buckets, each of them one tensor and one all-reduce. ``torch.nn.parallel.DistributedDataParallel`` does the
-same, with a mean; it cannot sum what comes of a second backward (forces, penalties on gradients), and it takes a
-parameter that a rank's samples do not use only where all outputs are used.
+``torch.nn.parallel.DistributedDataParallel`` does it: gradients are in buckets, each of them one tensor and one
+all-reduce. It takes the mean over the ranks; here a hook sums, since each rank's loss is divided by the global count
+already. A factor on the loss would do the same for parameters, and scale what leaves a model by its input: a generator
+learns through its critic, and forces are gradients of positions.
+
+PyTorch's reducer expects one backward for each forward, which reaches every parameter. Hooks around it take any::
+
+    first gradient of a backward   the reducer begins anew: it may be the second backward of one forward
+    each gradient                  what an earlier backward has summed is divided by the ranks, since it is summed again
+    end of the backward            a parameter that nothing has reached counts as zero on this rank
 
 Source: Li et al., "PyTorch Distributed", 2020.
 """
 
-from __future__ import annotations
-
-from collections.abc import Iterable, Iterator, Sequence
+import inspect
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
-from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.parallel import DistributedDataParallel
 
-from mmm.parallel.dp.replicas import Part, Replicas
+from mmm.parallel.dp.wrapped import Wrapper
+from mmm.torch_private.autograd import at_end_of_backward
 
-FIRST_BUCKET, BUCKET = 2**20, 25 * 2**20  # bytes, as in PyTorch; the first is small, so that sending begins early
-
-
-class Bucket(Part):
-    """Gradients that are all-reduced as one tensor: each is a view of it.
-
-    A gradient that is there before a backward is a sum over the ranks already. It is divided by their number before
-    this rank's own is added to it, so that the sum over the ranks has it once.
-    """
-
-    def __init__(self, parameters: Sequence[nn.Parameter], mesh: DeviceMesh) -> None:
-        self.parameters, self.group, self.ranks = parameters, mesh.get_group(), mesh.size()
-        self.memory: Tensor | None = None
-        self.views: dict[nn.Parameter, Tensor] = {}
-        self.summed = dict.fromkeys(parameters, True)  # whether the gradient that is there is a sum over the ranks
-        self.without: list[nn.Parameter] = []  # have no gradient now, and get none
-        # The nodes live as long as something refers to them.
-        self.nodes = [get_gradient_edge(parameter).node for parameter in parameters]
-        for node, parameter in zip(self.nodes, parameters, strict=True):
-            node.register_prehook(lambda _, p=parameter: self._own(p))
-
-    @torch.no_grad()
-    def _own(self, parameter: nn.Parameter) -> None:
-        """Before something of this rank alone is added to a gradient."""
-        if self.summed[parameter] and parameter.grad is not None:
-            parameter.grad.div_(self.ranks)
-        self.summed[parameter] = False
-
-    @torch.no_grad()
-    def arrived(self, parameter: nn.Parameter) -> None:
-        assert parameter.grad is not None
-        if self.memory is None:
-            self.memory = parameter.new_empty(sum(p.numel() for p in self.parameters))
-            parts = self.memory.split([p.numel() for p in self.parameters])
-            self.views = {p: part.view(p.shape) for p, part in zip(self.parameters, parts, strict=True)}
-        view = self.views[parameter]
-        if parameter.grad is not view:
-            parameter.grad = view.copy_(parameter.grad)
-
-    @torch.no_grad()
-    def begin(self) -> dist.Work:
-        self.without = [p for p in self.parameters if p.grad is None and not p.requires_grad]
-        for parameter in self.parameters:
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-            self._own(parameter)
-            self.arrived(parameter)
-        return dist.all_reduce(self.memory, group=self.group, async_op=True)
-
-    def finish(self) -> None:
-        for parameter in self.parameters:
-            self.summed[parameter] = True
-        for parameter in self.without:
-            parameter.grad = None
+# Buffers are the same on all ranks, or each rank's own. PyTorch 2.13 has another name for it.
+KNOWN = inspect.signature(DistributedDataParallel.__init__).parameters
+KEEP_BUFFERS = {"forward_sync_buffers" if "forward_sync_buffers" in KNOWN else "broadcast_buffers": False}
 
 
-def buckets_of(parameters: Iterable[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
-    """`parameters` in buckets of one dtype, in this order."""
-    bucket, size, most = list[nn.Parameter](), 0, FIRST_BUCKET
-    for parameter in parameters:
-        if bucket and (size >= most or parameter.dtype != bucket[0].dtype):
-            yield bucket
-            bucket, size, most = [], 0, BUCKET
-        bucket.append(parameter)
-        size += parameter.nbytes
-    if bucket:
-        yield bucket
+class Reach(torch.autograd.Function):
+    """A scalar whose backward reaches parameters, and adds nothing to their gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, scalar: Tensor, *parameters: Tensor) -> Tensor:
+        ctx.count = len(parameters)
+        return scalar.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[None, ...]:
+        return (None,) * (1 + ctx.count)
 
 
-class DDP(Replicas):
+def sum_over_ranks(group: dist.ProcessGroup, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    """The communication hook of DDP. Without one it would divide by the number of ranks. PyTorch reads the annotations
+    of a hook, which is why this file does not postpone them."""
+    work = dist.all_reduce(bucket.buffer(), group=group, async_op=True)
+    return work.get_future().then(lambda future: future.value()[0])
+
+
+class DDP(Wrapper):
     """Gradients are the sum over the ranks, not the mean."""
 
     def connect(self) -> None:
-        parameters = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
-        backwards = reversed(parameters)  # as backward makes their gradients, about
-        self._reduce([Bucket(bucket, self.mesh) for bucket in buckets_of(backwards)])
+        self._parameters_summed = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
+        self.sum_gradients_of(self._parameters_summed)
+        self._summed: set[nn.Parameter] = set()  # whose gradient is a sum over the ranks
+        self._reached: set[nn.Parameter] = set()  # by the backward that is under way
+        self._in_backward = False
+        # The nodes live as long as something refers to them.
+        self._nodes = [get_gradient_edge(parameter).node for parameter in self._parameters_summed]
+        for node, parameter in zip(self._nodes, self._parameters_summed, strict=True):
+            node.register_prehook(lambda _, parameter=parameter: self._before_gradient(parameter))
+        # In a list: a module's attribute would add its names to this module's.
+        self._ddp: list[DistributedDataParallel] = []
+        if self._parameters_summed:
+            group = self.mesh.get_group()
+            ddp = DistributedDataParallel(
+                self.module, process_group=group, init_sync=False, gradient_as_bucket_view=True, **KEEP_BUFFERS
+            )
+            ddp.register_comm_hook(group, sum_over_ranks)
+            self._ddp.append(ddp)
         self.connected = True
+
+    def sync_gradients(self, now: bool) -> None:
+        super().sync_gradients(now)
+        for ddp in self._ddp:
+            ddp.require_backward_grad_sync = now
+
+    def compute(self, *inputs: Any, **named: Any) -> Any:
+        if torch.is_grad_enabled():
+            self.refuse_thawed()
+            self._in_backward = False  # one that has failed leaves its state
+            self._reached.clear()
+        model = self._ddp[0] if self._ddp else self.module
+        return model(*inputs, **named)
+
+    @torch.no_grad()
+    def _before_gradient(self, parameter: nn.Parameter) -> None:
+        """Before a backward adds this rank's own gradient to what is there."""
+        if self.reduce_now and not self._in_backward:
+            self._in_backward = True
+            self._ddp[0].reducer.prepare_for_backward([])
+            at_end_of_backward(self._reach_the_others)
+        if parameter in self._summed and parameter.grad is not None:
+            parameter.grad.div_(self.mesh.size())
+        self._summed.discard(parameter)
+        self._reached.add(parameter)
+
+    def _reach_the_others(self) -> None:
+        """At the end of a backward: the reducer waits for parameters that it has not reached."""
+        others = [parameter for parameter in self._parameters_summed if parameter not in self._reached]
+        frozen = [parameter for parameter in others if not parameter.requires_grad]
+        without = [parameter for parameter in frozen if parameter.grad is None]
+        if others:
+            for parameter in frozen:
+                parameter.requires_grad_()
+            with torch.enable_grad():
+                scalar = Reach.apply(others[0].new_zeros((), dtype=torch.float32), *others)
+            scalar.backward()
+            for parameter in frozen:
+                parameter.requires_grad_(False)
+            for parameter in without:
+                parameter.grad = None
+        self._summed.update(self._parameters_summed)
+        self._reached.clear()
+        self._in_backward = False

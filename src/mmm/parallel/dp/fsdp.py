@@ -10,7 +10,7 @@ Source: Zhao et al., "PyTorch FSDP", 2023; ``torch.distributed.fsdp.fully_shard`
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -24,7 +24,6 @@ from torch.distributed.tensor import Shard
 from mmm.errors import ConfigError
 from mmm.layout import Techniques
 from mmm.parallel.dp.forwards import FORWARDS
-from mmm.parallel.dp.outputs import tensors_in
 from mmm.parallel.dp.wrapped import all_groups
 from mmm.parallel.ep.expert_parallel import expert_dim, experts_of
 from mmm.parallel.plan import Plan, find
@@ -159,6 +158,24 @@ def gather_for_backward(module: FSDPModule, inputs: tuple[Any, ...], output: Any
     for tensor in tensors_in(output):
         if tensor.grad_fn is not None and id(tensor) not in seen:
             tensor.register_hook(pre_backward(module))
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """The tensors of a value of any structure: a tensor, containers of them, objects that have them as attributes."""
+    values, seen = [value], set[int]()
+    while values:
+        value = values.pop()
+        if id(value) in seen or isinstance(value, str | nn.Module):
+            continue
+        seen.add(id(value))
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, Mapping):
+            values += value.values()
+        elif isinstance(value, list | tuple | set):
+            values += value
+        elif hasattr(value, "__dict__") and not isinstance(value, type):
+            values += vars(value).values()
 
 
 def prefetch_next(units: Sequence[Sequence[nn.Module]]) -> None:

@@ -53,16 +53,17 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from mmm.parallel.dp.replicas import Part, Replicas
+from mmm.parallel.dp.wrapped import Wrapper
 from mmm.parallel.ep.expert_parallel import expert_dim
 from mmm.parallel.local import to_local
 from mmm.parallel.mesh import Mesh
 from mmm.runtime.device import Precision
 from mmm.runtime.process_group import all_gather, reduce_scatter
+from mmm.torch_private.autograd import at_end_of_backward
 from mmm.torch_private.fsdp import set_local, shards_version
 
 
-class ShardedParameter(Part):
+class ShardedParameter:
     """A rank's local tensor of a parameter, and the rows of it that this rank updates.
 
     Rank r has rows r·c … (r + 1)·c - 1 with c = ceil(rows / ranks), as ``torch.chunk`` splits; the last ranks may have
@@ -96,7 +97,7 @@ class ShardedParameter(Part):
         if full.ndim == 0:
             raise ValueError(f"parameter {name} is a scalar, which has no rows to shard: give it shape (1,)")
         self.full, self.mesh, self.dim, self.keep_full = full, mesh, dim, keep_full
-        self.group, self.parameters = over.get_group(), [full]
+        self.group = over.get_group()
         self.summed: Tensor | None = None  # this rank's rows of the sum
         by_rows = to_local(full.detach()).movedim(dim, 0)
         rows, ranks, rank = len(by_rows), over.size(), over.get_local_rank()
@@ -143,6 +144,7 @@ class ShardedParameter(Part):
         return reduce_scatter(local, gradient, group=self.group, async_op=True)
 
     def finish(self) -> None:
+        """The sum is there: let the optimizer have it."""
         assert self.summed is not None
         self.accumulate(self.summed)
         self.summed = None
@@ -187,11 +189,15 @@ def mesh_of_shards(over: DeviceMesh, own: DeviceMesh | None, device_type: str) -
     return DeviceMesh.from_group(groups, device_type, ranks, mesh_dim_names=names)
 
 
-class Zero(Replicas):
+class Zero(Wrapper):
     """ZeRO-2, or with `keep_gradients` ZeRO-1.
 
-    One collective a parameter, overlapped with backward. With several backwards a step the shards add up; those that do
-    not reduce (`sync_gradients`) keep this rank's own full gradients until one does.
+    One collective a parameter, overlapped with backward, always in the same order: a parameter's begins when its
+    gradient is there and all before it have begun, and at the end of backward those begin that are left. So a parameter
+    that a rank's samples do not use counts as zero there, and the ranks' collectives are the same.
+
+    With several backwards a step the shards add up; those that do not reduce (`sync_gradients`) keep this rank's own
+    full gradients until one does.
     """
 
     def __init__(
@@ -215,13 +221,21 @@ class Zero(Replicas):
         self.keep_gradients, self.offload, self._gathered = keep_gradients, offload, 0
         self.sharded: dict[str, ShardedParameter] = {}
         self._meshes: dict[tuple[str, ...], DeviceMesh] = {}
+        self._order: list[ShardedParameter] = []  # of their collectives
+        self._next = 0  # in `_order`, to begin next
+        self._arrived: set[ShardedParameter] = set()  # have a gradient, in the backward that is under way
+        self._begun: list[tuple[ShardedParameter, dist.Work]] = []
+        self._in_backward = False
 
     def connect(self) -> None:
         experts = {id(parameter) for module in self.experts for parameter in module.parameters()}
         for name, parameter in self.module.named_parameters():
             if parameter.requires_grad:
                 self.sharded[name] = self._shard(name, parameter, id(parameter) in experts)
-        self._reduce(list(reversed(self.sharded.values())))  # as backward makes their gradients, about
+        self._order = list(reversed(self.sharded.values()))  # as backward makes their gradients, about
+        for one in self._order:
+            one.full.register_post_accumulate_grad_hook(lambda _, one=one: self._arrive(one))
+        self.sum_gradients_of([one.full for one in self._order])
         self.module.register_state_dict_pre_hook(self._refresh)
         if self.offload:
             self.module.register_load_state_dict_post_hook(lambda *_: self._to_host())
@@ -257,19 +271,56 @@ class Zero(Replicas):
 
     def compute(self, *inputs: Any, **named: Any) -> Any:
         self._refresh()
-        return super().compute(*inputs, **named)
+        if torch.is_grad_enabled():
+            for one in self._order:  # `requires_grad` is set on what `parameters()` has
+                one.full.requires_grad_(one.shard.requires_grad)
+            self.refuse_thawed()
+            self._forget()  # a backward that has failed leaves its state
+        return self.module(*inputs, **named)
+
+    def reduce_gradients(self) -> None:
+        """Sum over the ranks what backwards that do not have left. A collective."""
+        self._forget()
+        self._finish()
+
+    def _forget(self) -> None:
+        self._in_backward, self._next = False, 0
+        self._arrived.clear()
+        self._begun.clear()
+
+    def _arrive(self, one: ShardedParameter) -> None:
+        """Backward has added to a gradient."""
+        if not self.reduce_now:
+            return
+        if not self._in_backward:
+            self._forget()
+            self._in_backward = True
+            at_end_of_backward(self._finish)
+        self._arrived.add(one)
+        while self._next < len(self._order) and self._order[self._next] in self._arrived:
+            self._begin_next()
+
+    def _begin_next(self) -> None:
+        one = self._order[self._next]
+        self._next += 1
+        if one.full.requires_grad:
+            self._begun.append((one, one.begin()))
+
+    @torch.no_grad()
+    def _finish(self) -> None:
+        """At the end of a backward."""
+        while self._next < len(self._order):
+            self._begin_next()
+        for one, work in self._begun:
+            work.wait()
+            one.finish()
+        self._forget()
 
     def _to_host(self) -> None:
         """Copy this rank's rows of the full parameters to the shards on the host."""
         for one in self.sharded.values():
             if one.host is not None:
                 one.host.copy_(one.memory[one.rows])
-
-    def _before_forward(self) -> None:
-        for one in self.sharded.values():  # `requires_grad` is set on what `parameters()` has
-            if one.full.requires_grad != one.shard.requires_grad:
-                one.full.requires_grad_(one.shard.requires_grad)
-        super()._before_forward()
 
     def gather(self) -> None:
         """Make the full parameters those of the shards. Done after every step of the optimizer. A collective."""

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from mmm.errors import ConfigError, config_field
 from mmm.parallel.dp.fsdp import gathered_twice
-from mmm.parallel.dp.replicas import Replicas
+from mmm.parallel.dp.wrapped import Wrapper
 from mmm.parallel.local import to_local
 
 
@@ -59,7 +59,7 @@ def moved(models: Iterable[nn.Module], optimizer: torch.optim.Optimizer) -> dict
     parameter_bytes = gathered_again = 0
     for model in models:
         parameter_bytes += sum(to_local(p).nbytes for p in model.parameters())
-        if not isinstance(model, Replicas):
+        if not isinstance(model, Wrapper):
             gathered_again += sum(to_local(p).nbytes for p in gathered_twice(model))
     values = (value for of_one in optimizer.state.values() for value in of_one.values())
     state = sum(to_local(value).nbytes for value in values if isinstance(value, Tensor) and value.ndim)

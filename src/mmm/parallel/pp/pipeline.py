@@ -30,7 +30,7 @@ from torch.distributed.pipelining import schedules
 
 from mmm.models.draw import accum_dtype
 from mmm.parallel.dp.fsdp import reshard, widen_gradients
-from mmm.parallel.dp.replicas import Replicas
+from mmm.parallel.dp.zero import Zero
 from mmm.parallel.local import detached
 from mmm.parallel.mesh import Mesh
 from mmm.parallel.pp.p2p import P2PStage, batch_by_group, contiguous_between_stages
@@ -95,15 +95,14 @@ class ForwardOf(nn.Module):
     """A wrapped model as PyTorch's schedules have to see it, its gradients not summed (`Pipeline.step` does, once).
 
     Where a schedule splits a backward it looks for the parameters that forward computes with; those of the wrapper are
-    what an optimizer updates. Nor has its output the wrapper's hooks: they refer to the graph, which a split backward
-    retains, and would keep all activations until Python's collector comes.
+    what an optimizer updates.
     """
 
-    def __init__(self, replicas: Replicas) -> None:
+    def __init__(self, zero: Zero) -> None:
         super().__init__()
-        replicas.sync_gradients(False)
-        self.module = replicas.module
-        self.forward = replicas.compute
+        zero.sync_gradients(False)
+        self.module = zero.module
+        self.forward = zero.forward
 
 
 def sum_over_stages(losses: Iterable[Tensor], device: torch.device, group: dist.ProcessGroup) -> Tensor:
@@ -154,7 +153,7 @@ class Pipeline:
             # backward in two: it looks for the gathered parameters, and otherwise silently loses gradients.
             for unit in (unit for unit in module.modules() if isinstance(unit, FSDPModule)):
                 unit.set_reshard_after_forward(False, recurse=False)
-            if isinstance(module, Replicas):
+            if isinstance(module, Zero):
                 module = ForwardOf(module)
             module.register_forward_pre_hook(self._add_unsplit, with_kwargs=True)
             contiguous_between_stages(module, stage_id == 0, stage_id == count - 1)
@@ -184,7 +183,7 @@ class Pipeline:
         """
         loss = self._run(self.schedule.step, inputs, targets, split, unsplit)
         for module in self.stages.values():  # PyTorch's schedules have FSDP alone do it
-            if isinstance(module, Replicas):
+            if isinstance(module, Zero):
                 self.times.timed("dtb", module.reduce_gradients)
         return loss
 
