@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 
 from mmm.errors import ConfigError
 from mmm_lab.campaign.command import time_to_save
-from mmm_lab.cli import machine as machine_command
 from mmm_lab.cli.parser import Parser
 from mmm_lab.cli.sizes import parse_bytes, parse_time, parse_tokens
 from mmm_lab.cli.written import write_json, write_text
@@ -31,7 +30,6 @@ examples:
   mmm plan --model config.json --site perlmutter --hosts 4 --global_batch 64 --explain --script job.sh
   mmm plan --model llama-8b --site perlmutter --hosts 64 --global_batch 512 --tokens 20B --walltime 6h
   mmm machine --measure here.json; mmm plan --model small --machine here.json
-  mmm plan --model debug --seq_length 128 --global_batch 16 --check dp2,tp2
   mmm plan --model llama-8b --site aurora --hosts 128 --global_batch 1536 --dry-run
   mmm plan --exactly --model llama-8b --site polaris --hosts 16 --tp 4 --pp 2 --global_batch 64
 docs/plan.md says what is assumed.
@@ -64,7 +62,7 @@ def parser() -> argparse.ArgumentParser:
         prog="mmm plan", description=__doc__, epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = made.add_argument
-    add("--model", metavar="NAME", help="a preset of mmm.trainer.lm, vit, vit-base …, cnn, config.json, MODULE:FACTORY")
+    add("--model", metavar="NAME", help="a preset of mmm.trainer.lm, vit, vit-base …, cnn, the config.json of a Llama")
     add("--site", metavar="NAME", help="a known machine; mmm machine lists them")
     add("--machine", metavar="FILE", help="a machine of one's own, such as mmm machine --measure writes")
     add("--hosts", metavar="N", type=int)
@@ -96,21 +94,6 @@ def parser() -> argparse.ArgumentParser:
     shown.add_argument("--json", metavar="FILE", type=Path, help="write all that fit, best first")
     tried = made.add_argument_group("what is tried: the best layout, or LAYOUT, such as pp2,dp2,tp2")
     tried.add_argument(*_both("dry_run"), metavar="LAYOUT", nargs="?", const="", help="its memory and what it sends")
-    tried.add_argument(
-        "--check",
-        metavar="LAYOUT",
-        nargs="?",
-        const="",
-        help="run it here: its memory, predicted and measured",
-    )
-    made.add_argument(
-        "--calibrate",
-        metavar="FILE",
-        type=Path,
-        nargs="?",
-        const=find.measured_path(),
-        help="the old name of mmm machine --measure",
-    )
     return made
 
 
@@ -159,25 +142,17 @@ def main(argv: list[str]) -> int:
     nothing fits."""
     made = parser()
     args = made.parse_args(argv)
-    if args.calibrate is not None:
-        print("mmm: mmm plan --calibrate is now mmm machine --measure", file=sys.stderr)
-        return machine_command.main(["--measure", str(args.calibrate)])
     if args.model is None:
         raise ConfigError("--model is missing: such as --model llama-8b")
     if args.top < 1:
         raise ConfigError(f"--top {args.top}: it must be at least 1")
-    if args.check is not None and args.dry_run is not None:
-        raise ConfigError("--check and --dry_run: --check makes the dry run as well; leave one out")
     if args.walltime is not None and args.tokens is None:
         raise ConfigError(f"--walltime {args.walltime}: it is of a run's jobs; say how long that is: --tokens 20B")
-    if args.tokens is not None and (args.check is not None or args.dry_run is not None):
-        raise ConfigError(f"--tokens {args.tokens}: --check and --dry_run make a few steps; leave one out")
+    if args.tokens is not None and args.dry_run is not None:
+        raise ConfigError(f"--tokens {args.tokens}: --dry_run makes a few steps; leave one out")
     run_of(args)
-    from mmm_lab.cli import plan_try
-
-    given = args.dry_run if args.check is None else args.check
-    sizes = dict.fromkeys(ALL_AXES, 1) | parse_layout(given)[0] if given else {}
-    machine = machine_of(args) if args.check is None else plan_try.machine_here(args, sizes)
+    sizes = dict.fromkeys(ALL_AXES, 1) | parse_layout(args.dry_run)[0] if args.dry_run else {}
+    machine = machine_of(args)
     global_batch = machine.ranks if args.global_batch is None else args.global_batch
     if not 1 <= global_batch <= 10**7:
         raise ConfigError(f"--global_batch {global_batch}: it must be from 1 to 10,000,000 samples")
@@ -197,13 +172,15 @@ def main(argv: list[str]) -> int:
     fixed = fixed_by(args) | sizes
     fixed = exactly(fixed) if args.exactly else fixed
     search = Search(spec, machine, global_batch, dtype, args.optimizer, fixed)
-    if args.check is not None or args.dry_run is not None:
-        found = search.run()
-        if not found.best:
-            raise ConfigError(_missing(search, found))
-        return (plan_try.check if args.check is not None else plan_try.dry_run)(search, found.best[0], args)
-    _report(args, search, search.run())
-    return 0
+    found = search.run()
+    if args.dry_run is None:
+        _report(args, search, found)
+        return 0
+    if not found.best:
+        raise ConfigError(_missing(search, found))
+    from mmm_lab.cli.plan_try import dry_run
+
+    return dry_run(search, found.best[0], args)
 
 
 def _report(args: argparse.Namespace, search: Search, found: Found) -> None:
@@ -241,7 +218,7 @@ def _run_lines(args: argparse.Namespace, search: Search, best: Candidate, launch
     before_end = 0.0 if walltime is None else time_to_save(walltime)
     lines = lines_of(cost, walltime, before_end)
     machine = search.machine
-    if walltime is not None and machine.scheduler and search.spec.program:
+    if walltime is not None and machine.scheduler:
         project = f" --project {script.PROJECT}" if "{project}" in " ".join(machine.script) else ""
         data = f"--text {script.FOLDER} " if search.spec.program == "mmm.trainer.lm" else ""
         saves = f"{data}--max_iters {cost.steps} --checkpoint_every {cost.interval} --outdir runs/a"

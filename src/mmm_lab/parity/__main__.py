@@ -32,6 +32,17 @@ if TYPE_CHECKING:
     from mmm_lab.parity.report import Comparison
 
 INTERRUPTED = 130
+TECHNIQUES: dict[str, tuple[str, ...]] = {  # flag that goes with --layout → axes of which it needs one
+    "data_parallel": AXES[1:3],
+    "schedule": ("pp",),
+    "stages_per_rank": ("pp",),
+    "cp_style": ("cp",),
+    "ulysses": ("cp",),
+    "microbatches": (),
+    "activation_checkpointing": (),
+    "offload": (),
+    "data": (),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,8 +65,6 @@ class Options:
     """Samples of a step, which have to be a multiple of the data-parallel ranks: for dp3, say, 18."""
     seed: int = 0
     """Of initial weights and data."""
-    json: Path | None = None
-    """Write the table there, as a list of mappings."""
     optimizer: Annotated[tuple[Literal["sgd", "adamw", "lars", "lamb"], ...], tyro.conf.UseAppendAction] = ()
     """Repeatable. Default: sgd, and adamw where one technique stands alone on up to 4 ranks; in some rows of the matrix
     lars and lamb."""
@@ -84,8 +93,6 @@ class Options:
     """Folder of the record. Default: outputs/parity/<time>."""
     overwrite: bool = False
     """Replace a record that is already in --outdir."""
-    plots: bool = True
-    """Draw the curves of all layouts."""
     dry_run: bool = False
     """Print what would be trained, and leave."""
 
@@ -104,18 +111,7 @@ class Options:
 
     def techniques(self) -> dict[str, object]:
         """The flags that go with --layout and were given."""
-        names = (
-            "data_parallel",
-            "schedule",
-            "stages_per_rank",
-            "cp_style",
-            "ulysses",
-            "microbatches",
-            "activation_checkpointing",
-            "offload",
-            "data",
-        )
-        return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+        return {name: getattr(self, name) for name in TECHNIQUES if getattr(self, name) is not None}
 
     def cases(self) -> list[ParityCase]:
         """What was asked for, still to be checked against the models.
@@ -129,15 +125,10 @@ class Options:
         if self.layout:
             layouts = dict.fromkeys(map(canonical, self.layout))
             cases = [self._picked(model, layout) for model in named for layout in layouts]
-            for flag, axes in (
-                ("data_parallel", AXES[1:3]),
-                ("schedule", ("pp",)),
-                ("stages_per_rank", ("pp",)),
-                ("cp_style", ("cp",)),
-                ("ulysses", ("cp",)),
-            ):
-                if flag in self.techniques() and not any(set(axes) & case.sizes.keys() for case in cases):
-                    raise LayoutError(f"--{flag} {getattr(self, flag)}, and no --layout has {' or '.join(axes)}")
+            for flag, value in self.techniques().items():
+                axes = TECHNIQUES[flag]
+                if axes and not any(set(axes) & case.sizes.keys() for case in cases):
+                    raise LayoutError(f"--{flag} {value}, and no --layout has {' or '.join(axes)}")
         else:
             cases = [case for model in named for case in matrix(model)]
         if self.optimizer:
@@ -203,12 +194,9 @@ def compare(options: Options) -> int:
         raise LayoutError("; ".join(dict.fromkeys(f"--model {case.model}: {why}" for case, why in refused)))
     for case, why in refused:
         print(f"left out: {case.model}: {why}", flush=True)
-    if options.json is not None:  # tried now, not after all trainings
-        report.write_json([], options.json.parent, options.json.name)
     folder = prepare(options.outdir, "parity", options.overwrite)
     (folder / report.ERRORS).unlink(missing_ok=True)
-    about = {"options": asdict(options), "versions": versions(), "command": sys.argv}
-    write_config(folder, about)
+    write_config(folder, {"options": asdict(options), "versions": versions(), "command": sys.argv})
     rows: list[Comparison] = []
     interrupted = False
     try:
@@ -218,10 +206,7 @@ def compare(options: Options) -> int:
     except KeyboardInterrupt:
         interrupted = True
     print(f"\n{report.table(rows)}\n", flush=True)
-    written = report.write(rows, training, folder, options.plots, {"versions": versions(), "command": sys.argv})
-    if options.json is not None:
-        written.append(report.write_json(rows, options.json.parent, options.json.name))
-    print("record: " + " ".join(map(str, written)))
+    print(f"record: {report.write_json(rows, folder)}")
     bad = sum(not row.passed for row in rows)
     layouts = {(row.model, row.layout, row.technique) for row in rows}
     print(

@@ -1,28 +1,26 @@
-"""The model that ``--model`` names: a preset, a Hugging Face config.json, a user's own module."""
+"""The model that ``--model`` names: a preset, or a Llama's config.json."""
 
 from __future__ import annotations
 
-import math
+import json
 from collections.abc import Mapping
 from dataclasses import replace
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from torch import nn
-
-from mmm.errors import ConfigError, UserError
+from mmm.errors import CheckpointError, ConfigError
 from mmm.models import gpt, transformer, vit
 from mmm.models.cnn import CNNConfig
-from mmm.models.meta import meta_parameters
+from mmm.models.rope import RopeScaling
 from mmm.models.transformer import TransformerConfig
-from mmm_lab.planner.hugging_face import LARGEST, read_config
+from mmm.outside import read_json
+from mmm.weights import llama_keys
 from mmm_lab.planner.image_models import cnn_spec, vit_spec
 from mmm_lab.planner.models import language_spec
-from mmm_lab.planner.spec import Matrix, ModelSpec, PartKind
-from mmm_verify import errors as verify_errors
-from mmm_verify.subject import load_function
+from mmm_lab.planner.spec import ModelSpec
 
+LARGEST = 1_000_000  # of any size
 MOST_LAYERS = 1000  # how they are split over stages takes a minute
 SIZES = ("n_layers", "dim", "n_heads", "n_kv_heads", "ffn_dim", "vocab_size", "n_experts", "top_k", "expert_dim")
 
@@ -32,7 +30,7 @@ def read_model(name: str, sizes: Mapping[str, int | None], seq_length: int, tie:
 
     Args:
         name: a preset of the Transformer; ``gpt``, ``gpt-shakespeare`` …; ``vit``, ``vit-base`` …; ``cnn``; the path
-            of a Hugging Face config.json; or ``module:factory``. sizes: those of `SIZES` that the command line changes.
+            of a Llama's config.json, as Hugging Face has it. sizes: those of `SIZES` that the command line changes.
 
     Raises:
         ConfigError: no such model, or sizes that do not fit together.
@@ -44,12 +42,11 @@ def read_model(name: str, sizes: Mapping[str, int | None], seq_length: int, tie:
     is_file = name.endswith(".json") or Path(name).is_dir()
     if is_file or name in transformer.PRESETS:
         flags: tuple[str, ...] = ("--preset", name)
-        notes: tuple[str, ...] = ()
         if is_file:
-            config, flags, notes = read_config(Path(name))
+            config, flags = _hugging_face(Path(name))
         else:
             config = transformer.PRESETS[name]
-        return _transformer(name, config, given, seq_length, tie, flags, notes)
+        return _transformer(name, config, given, seq_length, tie, flags)
     if given or tie:
         what = next(iter(given), "tie_word_embeddings")
         raise ConfigError(f"--{what} with --model {name}: it changes presets of the Transformer alone; leave it out")
@@ -64,8 +61,6 @@ def read_model(name: str, sizes: Mapping[str, int | None], seq_length: int, tie:
         return replace(language_spec(sizes_of_gpt, seq_length), name=name, flags=own)
     if name == "cnn":
         return cnn_spec(CNNConfig())
-    if ":" in name:
-        return _factory(name)
     known = [
         *transformer.PRESETS,
         *(f"gpt-{size}" for size in gpt.PRESETS),
@@ -73,7 +68,7 @@ def read_model(name: str, sizes: Mapping[str, int | None], seq_length: int, tie:
         "cnn",
     ]
     near = get_close_matches(name, known, n=1)
-    hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(known)}, a config.json, and MODULE:FACTORY"
+    hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(known)}, and the config.json of a Llama"
     raise ConfigError(f"--model {name}: not known; {hint}")
 
 
@@ -84,7 +79,6 @@ def _transformer(
     seq_length: int,
     tie: bool,
     flags: tuple[str, ...],
-    notes: tuple[str, ...],
 ) -> ModelSpec:
     changes: dict[str, Any] = dict(given)
     if "dim" in given and "ffn_dim" not in given:
@@ -104,52 +98,30 @@ def _transformer(
     flags += ("--tie_word_embeddings",) if tie else ()
     if "--vocab_size" not in flags:  # else the trainer takes that of its text
         flags += ("--vocab_size", str(config.vocab_size))
-    return replace(language_spec(config, seq_length), name=name, flags=flags, notes=notes)
+    return replace(language_spec(config, seq_length), name=name, flags=flags)
 
 
-def _factory(name: str) -> ModelSpec:
-    """A user's module: its parameters by the parts that its longest list of layers has; data parallelism alone."""
+def _hugging_face(path: Path) -> tuple[TransformerConfig, tuple[str, ...]]:
+    """The Transformer of a Llama's config.json, or of the folder that has it, and the flags of `mmm.trainer.lm` that
+    make it."""
+    file = path / "config.json" if path.is_dir() else path
+    data = read_json(file, ConfigError, name=f"--model {path}")
     try:
-        make = load_function(name, "--model")
-    except verify_errors.ConfigError as error:
-        raise ConfigError(error) from None
+        sizes, _ = llama_keys.sizes_of(data, file)
+    except CheckpointError as error:
+        raise ConfigError(f"--model {path}: {error}") from None
+    flags = []
+    for name, value in sizes.items():
+        if name == "tie_word_embeddings":
+            flags += ["--tie_word_embeddings"] if value else []
+        elif name == "rope_scaling":
+            flags += ["--rope_scaling", json.dumps(value)] if value else []
+        else:
+            flags += [f"--{name}", repr(value)]
+        if isinstance(value, int) and value > LARGEST:
+            raise ConfigError(f"--model {path}: {name} is {value}; it must be at most {LARGEST:,}")
     try:
-        with meta_parameters(keep_values=False):
-            model = make()
-    except UserError:
-        raise
-    except Exception as error:  # whatever the user's code raises
-        raise ConfigError(f"--model {name}: {type(error).__name__}: {error}") from None
-    if not isinstance(model, nn.Module):
-        raise ConfigError(f"--model {name}: it returns {type(model).__name__}, and has to return an nn.Module")
-    lists = [m for m in model.modules() if isinstance(m, nn.ModuleList | nn.ModuleDict | nn.Sequential) and len(m) > 1]
-    layers = list(max(lists, key=len).children()) if lists else []
-    inside = {id(parameter) for layer in layers for parameter in layer.parameters()}
-    rest = tuple(Matrix(tuple(p.shape)) for p in model.parameters() if id(p) not in inside)
-    alike: dict[tuple[tuple[int, ...], ...], int] = {(): 0}
-    sequence = [0]
-    for layer in layers:
-        key = tuple(tuple(parameter.shape) for parameter in layer.parameters())
-        sequence.append(alike.setdefault(key, len(alike)))
-    shapes = [rest, *(tuple(Matrix(shape) for shape in key) for key in list(alike)[1:])]
-    # 2 FLOPs a weight and sample, as if each were used once: a lower bound where weights are shared over positions.
-    kinds = tuple(
-        PartKind("module", group, 2 * sum(math.prod(m.shape) for m in group if len(m.shape) > 1)) for group in shapes
-    )
-    if not sum(kind.parameters for kind in kinds):
-        raise ConfigError(f"--model {name}: it has no parameters")
-    notes = (
-        "activations of this model are not known: memory is that of parameters, gradients, optimizer and buffers alone",
-        "its FLOPs are counted as 2 a weight and sample, so that step times are lower bounds",
-    )
-    return ModelSpec(
-        name=name,
-        plan=None,
-        config=None,
-        kinds=kinds,
-        sequence=tuple(sequence),
-        tied=False,
-        tokens=1,
-        seq_length=0,
-        notes=notes,
-    )
+        sizes["rope_scaling"] = RopeScaling.of(sizes["rope_scaling"]) if sizes["rope_scaling"] else None
+    except ValueError as error:
+        raise ConfigError(f"--model {path}: rope_scaling: {error}") from None
+    return TransformerConfig(**sizes), tuple(flags)

@@ -96,7 +96,6 @@ def text_of(search: Search, found: Found, kinds: list[Candidate], top: int) -> l
         + (f" × {spec.seq_length:,} tokens" if spec.seq_length else ""),
         f"{machine.name}: {machine.hosts:,} × {machine.ranks_per_host} devices of {machine.gpu_memory / GIB:,.0f} "
         f"GiB, of which {machine.budget / GIB:,.1f} can be used; {found.layouts:,} layouts",
-        *(f"note: {note}" for note in spec.notes),
         "",
         f"{'the best':<36} {'step':>11} {what:>13} {'mfu':>6} {'memory':>11}",
         *(line_of(candidate) for candidate in found.best[:top]),

@@ -52,16 +52,13 @@ def trainer_flags(candidate: Candidate, spec: ModelSpec, global_batch: int, dtyp
 
 
 def launch_line(candidate: Candidate, spec: ModelSpec, machine: Machine, global_batch: int, dtype: str) -> str:
-    """The line to copy. Of a model that no trainer has, with the flags of `mmm.parallel.Techniques` as a comment."""
+    """The line to copy."""
     where = ["-n", str(machine.ranks)]
     if machine.hosts > 1:
         where += ["-ppn", str(machine.ranks_per_host)]
         where += ["--hosts", "HOSTS"] if not machine.scheduler else []
     if machine.device == "cpu":
         where += ["--device", "cpu"]
-    if not spec.program:
-        chosen = f"{candidate.layout} {candidate.techniques.data_parallel}, micro-batches {candidate.microbatches}"
-        return f"launch {shlex.join(where)} python3 YOUR_PROGRAM.py   # {chosen}"
     flags = trainer_flags(candidate, spec, global_batch, dtype)
     return f"launch {shlex.join(where)} python3 -m {spec.program} {shlex.join(flags)}"
 

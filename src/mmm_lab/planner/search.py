@@ -70,8 +70,6 @@ class Search:
     def _broken(self, tp: int, cp: int, ep: int, ulysses: int) -> str:
         """The first rule of the model that such axes break; "" for none."""
         spec, layout = self.spec, Layout(tp=tp, cp=cp, ep=ep, dp_shard=ep)
-        if spec.plan is None:
-            return "a module without a plan has data parallelism alone" if max(tp, cp, ep) > 1 else ""
         for axis, why in spec.plan.refused.items():
             if getattr(layout, axis, 1) > 1:
                 return why
@@ -82,7 +80,7 @@ class Search:
             broken = rules.transformer_rules(spec.config, layout, spec.seq_length, ulysses)
         elif isinstance(spec.config, ViTConfig):
             broken = rules.vit_rules(spec.config, layout)
-        elif spec.config is not None:
+        else:
             broken = rules.cnn_rules(spec.config, layout)
         return next(iter(broken.values()), "")
 
@@ -109,10 +107,8 @@ class Search:
                     if not self._wanted("pp", pp):
                         continue
                     shape = Layout(pp=pp, cp=cp, tp=tp, dp_shard=ranks // (tp * cp * pp))
-                    if pp > len(spec.sequence) or (pp > 1 and (spec.plan is None or not spec.plan.stages)):
+                    if pp > len(spec.sequence) or (pp > 1 and not spec.plan.stages):
                         text = f"the model has {len(spec.sequence)} parts, fewer than pp {pp}"
-                        if spec.plan is None:
-                            text = "a module without a plan has data parallelism alone"
                         refused.setdefault(kind_of(shape, "fsdp"), text)
                         continue
                     if self.global_batch % shape.dp:
@@ -224,7 +220,7 @@ class Search:
         if not self._wanted("offload", offload):
             return []
         found, plan = [], self.spec.plan
-        modes = CHECKPOINTING if plan is not None and plan.checkpointed else CHECKPOINTING[:1]
+        modes = CHECKPOINTING if plan.checkpointed else CHECKPOINTING[:1]
         for ulysses in self._ulysses(shape.tp, shape.cp):
             if self.broken(shape.tp, shape.cp, shape.ep, ulysses):
                 continue

@@ -60,10 +60,10 @@ class PartKind:
     """Parts that are alike.
 
     Attributes:
-        role: ``embedding``, ``layer``, ``head``, or ``module`` for what has no formulas of its own.
+        role: ``embedding``, ``layer``, ``head``, or ``module``: a part of a CNN.
         matrices: in the order of the model. flops: of the forward of one sample. attention_flops: of these those of a
             causal score, of which a kernel computes half.
-        saved: elements that a sample leaves for backward, of a ``module``; 0 where that is not known.
+        saved: elements that a sample leaves for backward, of a ``module``.
     """
 
     role: str
@@ -82,24 +82,22 @@ class ModelSpec:
     """A model.
 
     Attributes:
-        name: as the command line gave it. plan: None for a module without one.
-        config: its sizes, None for a user's module. kinds: of parts. sequence: the kind of each part, in the order of
-            forward.
+        name: as the command line gave it. config: its sizes.
+        kinds: of parts. sequence: the kind of each part, in the order of forward.
         tied: whether the head's matrix is the embedding's. tokens: of a sample. seq_length: 0 where there is none.
-        program: module of the trainer that runs it, "" for none. flags: of that program. notes: what is approximate.
+        program: module of the trainer that runs it. flags: of that program.
     """
 
     name: str
-    plan: Plan | None
+    plan: Plan
     config: Any
     kinds: tuple[PartKind, ...]
     sequence: tuple[int, ...]
     tied: bool
     tokens: int
     seq_length: int
-    program: str = ""
+    program: str
     flags: tuple[str, ...] = ()
-    notes: tuple[str, ...] = ()
 
     @property
     def parameters(self) -> int:
@@ -115,7 +113,7 @@ class ModelSpec:
     @property
     def offloads(self) -> bool:
         """Whether its program has a flag for offload."""
-        return self.program in ("mmm.trainer.lm", "")
+        return self.program == "mmm.trainer.lm"
 
     @property
     def flops(self) -> float:

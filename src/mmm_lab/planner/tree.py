@@ -83,7 +83,7 @@ def decide(facts: Facts) -> Decision:
 def facts_of(spec: ModelSpec, machine: Machine, memory: MemoryModel) -> tuple[Facts, list[str]]:
     """What the tree asks of a model and a machine; and the numbers behind the answers, a line each."""
     alone = Layout(dp_shard=1)
-    checkpoints = spec.plan is not None and spec.plan.checkpointed
+    checkpoints = spec.plan.checkpointed
     techniques = Techniques(data_parallel="ddp", checkpointing="full" if checkpoints else "none", loss_chunks=64)
     full = sum(memory.of_stage(full_model(spec), alone, techniques, 1, 1).values())
     largest = spec.largest_part

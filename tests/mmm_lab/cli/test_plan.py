@@ -47,31 +47,15 @@ def test_a_hugging_face_config(tmp_path, capsys):
     assert (theirs.parameters, theirs.config) == (ours.parameters, ours.config)
     assert main(["plan", "--model", str(path), "--site", "dgx-h100", "--hosts", "1"]) == 0
     assert "--dim 4096" in capsys.readouterr().out
-    path.write_text(
-        json.dumps({**LLAMA_CONFIG, "model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 2})
-    )
-    assert read_model(str(path), {}, 512).config.n_experts == 8
-
-
-def test_a_users_module(monkeypatch, capsys):
-    monkeypatch.chdir(Path(__file__).parent.parent / "planner")
-    assert main(["plan", "--model", "my_module:make", "--site", "dgx-h100", "--hosts", "1", "--global_batch", "8"]) == 0
-    text = capsys.readouterr().out
-    assert "413,962 parameters" in text
-    assert "activations of this model are not known" in text
-    assert "a module without a plan has data parallelism alone" in text
-    spec = read_model("my_module:make", {}, 1)
-    assert len(spec.kinds) == 4
-    assert spec.sequence == (0, 1, *[2] * 6, 3)
+    path.write_text(json.dumps({**LLAMA_CONFIG, "model_type": "mixtral"}))
+    assert main(["plan", "--model", str(path), "--site", "dgx-h100", "--hosts", "1"]) == 2
+    assert "mixtral" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
         (["--model", "lama-8b", "--hosts", "1"], "did you mean llama-8b?"),
-        (["--model", "nothing:here", "--hosts", "1"], "ModuleNotFoundError"),
-        (["--model", "my_module:broken", "--hosts", "1"], "KeyError"),
-        (["--model", "my_module:number", "--hosts", "1"], "returns int"),
         (["--model", "missing.json", "--hosts", "1"], "cannot be read"),
         (["--model", "vit", "--hosts", "1", "--dim", "64"], "--dim with --model vit"),
         (["--model", "llama-8b", "--dim", "65", "--hosts", "1"], "n_heads 32"),
@@ -137,10 +121,8 @@ def test_exactly_one_layout(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        (["--check", "dp2,xp2"], "'xp2'"),
-        (["--check", "--site", "aurora"], "--check"),
-        (["--check", "--dry_run"], "leave one out"),
-        (["--check", "tp3", "--machine", "{laptop}"], "no layout of debug on 3 devices"),
+        (["--machine", "{laptop}", "--dry_run", "dp2,xp2"], "'xp2'"),
+        (["--machine", "{laptop}", "--dry_run", "tp3"], "no layout of debug on 1 devices"),
     ],
     ids=str,
 )
@@ -160,21 +142,6 @@ def test_dry_run_of_a_layout(tmp_path, capfd):
     found = json.loads(report.read_text())
     assert found["layout"] == "dp2·tp2"
     assert {entry["axis"] for entry in found["ranks"][0]["collectives"]} == {"dp_shard", "tp"}
-
-
-@pytest.mark.long
-def test_check_of_a_layout(tmp_path, capfd):
-    """Real ranks have the memory that the dry run predicts, by part."""
-    report, laptop = tmp_path / "report.json", str(BUILT_IN / "laptop.json")
-    words = [*TRIED, "--machine", laptop, "--check", "dp2", "--json", str(report)]
-    assert main(words) == 0
-    text = capfd.readouterr().out
-    assert "check of 2 ranks here, layout dp2, cpu, fp32" in text
-    assert "within 3%" in text
-    found = json.loads(report.read_text())
-    (rank,) = found["ranks"]
-    assert abs(rank["error"]) < 0.03
-    assert sum(rank["parts"].values()) == pytest.approx(rank["bytes"], rel=0.03)
 
 
 def test_a_run_of_so_many_tokens(capsys):

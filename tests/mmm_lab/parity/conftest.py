@@ -8,7 +8,6 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import xarray  # noqa: F401
 
 import mmm_lab.parity.report
 import mmm_lab.parity.run  # noqa: F401

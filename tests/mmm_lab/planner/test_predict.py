@@ -6,7 +6,7 @@ from functools import partial
 import pytest
 
 from mmm.trainer.config.command_line import parse
-from mmm_lab.cli.plan_program import train
+from mmm_lab.cli.plan_try import train
 from mmm_lab.planner.dry_run import dry_run
 from mmm_lab.planner.predict import predict
 from mmm_launch.machines.find import named
