@@ -15,11 +15,8 @@ from fuzz_files.kinds import Kind
 from mmm.data.images.datasets import load_images
 from mmm.data.images.torchvision_shim import import_torchvision
 from support.published import (
-    MNIST_FILES,
     expected_cifar,
     expected_mnist,
-    idx_bytes,
-    mnist_arrays,
     write_cifar,
     write_mnist,
 )
@@ -27,12 +24,6 @@ from support.published import (
 
 def make_mnist(folder: Path) -> None:
     write_mnist(folder)
-
-
-def make_mnist_unpacked(folder: Path) -> None:
-    (folder / "MNIST" / "raw").mkdir(parents=True)
-    for name, array in zip(MNIST_FILES, mnist_arrays(), strict=True):
-        (folder / "MNIST" / "raw" / name).write_bytes(idx_bytes(array))
 
 
 def _read_images(name: str) -> Callable[[Path], Any]:
@@ -90,7 +81,6 @@ NUMPY = (
 )
 KINDS = (
     Kind("images-mnist", make_mnist, ("*.gz",), read_mnist),
-    Kind("images-mnist-unpacked", make_mnist_unpacked, ("MNIST/raw/*",), read_mnist),
     Kind("images-cifar", make_cifar, ("*/*",), read_cifar, unpickles=NUMPY),
     Kind("images-folder", make_images, ("*/*",), _read_images("folder")),
 )

@@ -12,7 +12,9 @@ import pytest
 
 from mmm.data import cache
 from mmm.data.cache import Refused, cache_folder, download_once
+from mmm.data.images import published
 from mmm.data.images.datasets import load_images
+from mmm.data.images.published import SERVERS
 from mmm.data.images.torchvision_shim import import_torchvision
 from mmm.errors import DataError
 from support.clock import PATIENCE
@@ -128,7 +130,9 @@ def offered(tmp_path, monkeypatch):
     threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
     dataset = import_torchvision("datasets").MNIST
     monkeypatch.setattr(dataset, "resources", expected_mnist(folder)["resources"])
-    monkeypatch.setattr(dataset, "mirrors", [f"http://127.0.0.1:{server.server_port}/"])
+    address = f"http://127.0.0.1:{server.server_port}/"
+    monkeypatch.setattr(dataset, "mirrors", [address])
+    monkeypatch.setitem(SERVERS, "mnist", address)
     monkeypatch.setenv("MMM_DATA", str(tmp_path / "cache"))
     yield folder
     server.shutdown()
@@ -163,10 +167,10 @@ def test_a_download_with_other_bytes_is_not_taken(offered, tmp_path):
     ],
 )
 def test_real_digits_stand_in_and_it_is_said(monkeypatch, tmp_path, name, options, shape):
-    datasets = import_torchvision("datasets")
+    """No torchvision is imported for it, which takes seconds."""
     monkeypatch.setenv("MMM_DATA", str(tmp_path))
-    monkeypatch.setattr(datasets.MNIST, "mirrors", ["http://127.0.0.1:9/"])
-    monkeypatch.setattr(datasets.CIFAR10, "url", "http://127.0.0.1:9/cifar-10-python.tar.gz")
+    monkeypatch.setitem(SERVERS, name, "http://127.0.0.1:9/")
+    monkeypatch.setattr(published, "import_torchvision", None)
     data = load_images(name, **options)
     assert (data.name, data.asked, data.shape, data.train.samples) == ("digits", name, shape, 1437)
     assert f"{name} is not in {tmp_path} and cannot be downloaded" in data.note

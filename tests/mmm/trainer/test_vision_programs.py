@@ -9,7 +9,7 @@ import torch
 
 import mmm.history
 from mmm.data.images.datasets import load_images
-from mmm.data.images.torchvision_shim import import_torchvision
+from mmm.data.images.published import SERVERS
 from mmm.errors import UserError
 from mmm.examples import fsdp, parallel_4d
 from mmm.models.cnn import CNN, CNNConfig
@@ -83,7 +83,7 @@ def test_the_trainer_saves_full_parameters_of_zero2(run_on_ranks, cnn, tmp_path)
 
 
 def test_digits_stand_in_and_the_record_says_so(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(import_torchvision("datasets").MNIST, "mirrors", ["http://127.0.0.1:9/"])
+    monkeypatch.setitem(SERVERS, "mnist", "http://127.0.0.1:9/")
     monkeypatch.setenv("MMM_DATA", str(tmp_path / "cache"))
     fsdp.train(configure(fsdp.Config, max_iters=2, plots=False, outdir=tmp_path / "out"))
     config = json.loads((tmp_path / "out/config.json").read_text())
