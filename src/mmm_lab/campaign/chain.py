@@ -46,8 +46,7 @@ class Campaign:
     """
     Attributes:
         folder: of the run. script: that each job runs.
-        most: jobs that there may be. ahead: all are in the queue from the beginning: none queues another, or takes one
-            out; those that are not needed find nothing to do.
+        most: jobs that there may be.
         jobs: that have begun. queued: the one that waits for the last of them, if any.
         over: why no other follows; empty while one may.
     """
@@ -57,7 +56,6 @@ class Campaign:
     name: str
     script: str
     most: int
-    ahead: bool = False
     jobs: list[Job] = field(default_factory=list)
     queued: str = ""
     over: str = ""
@@ -123,16 +121,15 @@ def read(folder: Path) -> Campaign:
     if not path.exists():
         raise RecordError(f"{folder} has no campaign: mmm submit --until-done makes one")
     fields: dict[str, Any] = read_json(path, RecordError)
+    names = ("scheduler", "name", "script", "most", "queued", "over")
     try:
-        jobs = [Job(str(job["id"]), int(job["at"]), job["exit_code"]) for job in fields.pop("jobs")]
-        campaign = Campaign(folder, jobs=jobs, **fields)
-        return campaign if campaign.scheduler in queues.QUEUES else _damaged(path)
+        jobs = [Job(str(job["id"]), int(job["at"]), job["exit_code"]) for job in fields["jobs"]]
+        campaign = Campaign(folder, jobs=jobs, **{name: fields[name] for name in names})
     except (TypeError, KeyError, ValueError):
-        return _damaged(path)
-
-
-def _damaged(path: Path) -> Campaign:
-    raise RecordError(f"{path} is damaged: it is not what mmm submit has written")
+        raise RecordError(f"{path} is damaged: it is not what mmm submit has written") from None
+    if campaign.scheduler not in queues.QUEUES:
+        raise RecordError(f"{path} names a scheduler that is not known")
+    return campaign
 
 
 def goes_on(folder: Path) -> bool:
@@ -141,8 +138,7 @@ def goes_on(folder: Path) -> bool:
         campaign = read(folder)
     except RecordError:
         return False
-    to_come = len(campaign.jobs) < campaign.most if campaign.ahead else campaign.queued or not campaign.jobs
-    return bool(to_come) and not campaign.over
+    return bool(campaign.queued or not campaign.jobs) and not campaign.over
 
 
 def begin(folder: Path, environ: Mapping[str, str] = os.environ) -> tuple[bool, str]:
@@ -166,8 +162,6 @@ def begin(folder: Path, environ: Mapping[str, str] = os.environ) -> tuple[bool, 
     place = f"job {own}, {len(campaign.jobs)} of at most {campaign.most}, from step {campaign.jobs[-1].at}"
     if len(campaign.jobs) == campaign.most:
         return True, f"{place}; it is the last"
-    if campaign.ahead:
-        return True, f"{place}; all are queued"
     try:
         queued = queues.submit(campaign.scheduler, Path(campaign.script).read_text(**queues.TEXT), campaign.name, own)
     except (LaunchError, OSError) as error:  # the steps of this job are worth more
@@ -190,26 +184,20 @@ def end(folder: Path, exit_code: int) -> tuple[int, str]:
         line = _leave(campaign, why)
         return exit_code, f"no job follows: {why}{line}"
     campaign.write()
-    if not campaign.queued and not campaign.ahead:
+    if not campaign.queued:
         return exit_code, "none is queued: submit the same line again"
-    return 0, f"saved at step {campaign.saved()}; {f'job {campaign.queued}' if campaign.queued else 'the next'} goes on"
+    return 0, f"saved at step {campaign.saved()}; job {campaign.queued} goes on"
 
 
 def stop(folder: Path) -> str:
     """No other job follows the one that runs. Returns a line that says so. Raises RecordError: as `read`."""
     campaign = read(folder)
-    running = campaign.jobs[-1] if campaign.jobs and campaign.jobs[-1].exit_code is None else None
-    was, waiting = campaign.over, campaign.queued
-    line = _leave(campaign, campaign.over or "mmm submit --stop")
-    if was:
-        return f"it was over before: {was}"
-    if not campaign.jobs or campaign.ahead:
-        return "jobs that still wait will find nothing to do"
-    taken = f"job {waiting} is out of the queue" if waiting and not line else "no other job waits"
+    if campaign.over:
+        return f"it was over before: {campaign.over}"
+    waiting = f"job {campaign.queued} is out of the queue" if campaign.queued else "no other job waits"
+    not_taken = _leave(campaign, "mmm submit --stop")
     cancel = queues.QUEUES[campaign.scheduler].cancel
-    return f"{taken}{line}" + (
-        f"; if job {running.id} still runs, {cancel} {running.id} ends it" if running is not None else ""
-    )
+    return f"{not_taken.removeprefix('; ') or waiting}; a job that still runs is ended by {cancel}"
 
 
 def status(folder: Path) -> list[str]:
@@ -224,8 +212,7 @@ def status(folder: Path) -> list[str]:
         lines.append(f"job {job.id:<12} from step {job.at:,} to {after:,}   {ended}")
     if campaign.over:
         return [*lines, f"over: {campaign.over}"]
-    waits = f"job {campaign.queued} waits" if campaign.queued else "no job is known to wait"
-    lines.append("others wait, as far as --jobs were submitted" if campaign.ahead else waits)
+    lines.append(f"job {campaign.queued} waits" if campaign.queued else "no job is known to wait")
     try:
         steps = read_run(folder, columns=()).steps  # of the optimizer, also where a run logs epochs
     except RecordError:

@@ -4,7 +4,6 @@ of the run."""
 from __future__ import annotations
 
 import argparse
-import contextlib
 import os
 import shlex
 import sys
@@ -13,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
-from mmm.errors import ConfigError, UserError
+from mmm.errors import ConfigError
 from mmm.outside import printable_lines
 from mmm_lab.campaign import command as commands
 from mmm_lab.campaign import queues
@@ -59,7 +58,6 @@ def parser() -> argparse.ArgumentParser:
     add("--queue", "-q", metavar="Q", help="default: the machine's usual one")
     add("--until-done", action="store_true", help="queue a job after the other until the run has made its steps")
     add("--jobs", metavar="N", type=int, default=DEFAULT_JOBS, help=f"at most so many (default: {DEFAULT_JOBS})")
-    add("--ahead", action="store_true", help="submit all of --jobs now: where a job may not submit the next")
     add("--before-end", metavar="TIME", help="that long before its end a job saves (default: 5m, or a tenth of -t)")
     add("--stage", metavar="PATH", help="an environment that launch copies to each host's own disk")
     add("--setup", metavar="LINE", action="append", help="of the script, instead of the machine's modules; repeatable")
@@ -100,8 +98,7 @@ def main(argv: list[str]) -> int:
     if args.dry_run:
         print(f"not submitted (--dry-run); it would be by: {shlex.join(words)}")
         return 0
-    jobs = _submit(script, args.jobs, args.ahead)
-    print(f"submitted: job{'s' * (len(jobs) > 1)} {', '.join(jobs)}")
+    print(f"submitted: job {_submit(script, args.jobs)}")
     if script.folder is not None:
         where = shlex.quote(str(script.folder))
         print(f"its jobs:  mmm submit --status {where}\nto follow: watch -n 5 mmm history {where}")
@@ -121,8 +118,6 @@ def make_script(args: argparse.Namespace, command: Sequence[str]) -> JobScript:
         before_end = parse_time(args.before_end, "--before-end")
     if before_end >= walltime:
         raise ConfigError(f"--before-end {args.before_end}: the job has {clock_time(walltime)}, and would save at once")
-    if args.ahead and not args.until_done:
-        raise ConfigError("--ahead: it is of --until-done, which queues more than one job")
     if not 1 <= args.jobs <= MOST_JOBS:
         raise ConfigError(f"--jobs {args.jobs}: it must be from 1 to {MOST_JOBS:,}")
     _check_directives(args)
@@ -141,12 +136,7 @@ def make_script(args: argparse.Namespace, command: Sequence[str]) -> JobScript:
         command = commands.going_on(command, folder)
         where = shlex.quote(str(folder))
         directives.append(words.output.format(shlex.quote(str(folder / "jobs"))))
-        what = (
-            "exit 0  # where nothing is left to do"
-            if args.ahead
-            else "exit  # queues this script again, after this job"
-        )
-        begin.append(f"mmm submit --begin {where} || {what}")
+        begin.append(f"mmm submit --begin {where} || exit  # queues this script again, after this job")
         after = f"\nmmm submit --end {where} $?  # is the next job needed?"
     line = commands.launch_line(command, walltime, before_end, args.stage)
     fill = {"hosts": str(args.hosts), "time": clock_time(walltime)}
@@ -177,16 +167,14 @@ def _machine(args: argparse.Namespace) -> Machine:
     if not machine.name:
         machine = queues.unknown_machine(queues.scheduler_here(), args.queue, args.project)
     lines = "\n".join(machine.script)
-    where = f"the file of machine {machine.name} ({machine.file})"
-    for flag, name, value in (("-t", "time", args.time), ("--project", "project", args.project)):
+    given = (("-t", "time", args.time), ("--project", "project", args.project), ("--queue", "queue", args.queue))
+    for flag, name, value in given:
         if value and f"{{{name}}}" not in lines:
-            raise ConfigError(f"{flag} {value}: {where} has no {{{name}}} in its script")
-        if not value and (f"{{{name}}}" in lines or "PROJECT" in lines):
-            raise ConfigError(f"--project is missing: {machine.name} charges one")
-    if args.queue and "{queue}" not in lines:
-        raise ConfigError(f"--queue {args.queue}: {where} has no {{queue}} in its script")
+            raise ConfigError(f"{flag} {value}: the script of machine {machine.name} has no {{{name}}}")
+    if not args.project and ("{project}" in lines or "PROJECT" in lines):
+        raise ConfigError(f"--project is missing: {machine.name} charges one")
     if "{queue}" in lines and not (args.queue or machine.queue):
-        raise ConfigError(f"--queue is missing: {where} names none")
+        raise ConfigError(f"--queue is missing: {machine.name} has no usual one")
     return replace(machine, hosts=args.hosts, setup=machine.setup if args.setup is None else args.setup)
 
 
@@ -197,42 +185,31 @@ def _activation() -> str:
     return f"export PATH={shlex.quote(str(Path(sys.executable).parent))}:$PATH"
 
 
-def _submit(script: JobScript, most: int, ahead: bool) -> list[str]:
-    """Submit a script; where jobs are chained, after what they need is in the run's folder. Returns the jobs' ids."""
+def _submit(script: JobScript, most: int) -> str:
+    """Submit a script; where jobs are chained, after what they need is in the run's folder. Returns the job's id."""
     if script.folder is None:
-        return [queues.submit(script.scheduler, script.text, script.name)]
+        return queues.submit(script.scheduler, script.text, script.name)
     from mmm_lab.campaign.chain import FILE, JOBS, Campaign, read  # reads records
 
     jobs = script.folder / JOBS
-    if (jobs / FILE).exists() and not (there := read(script.folder)).over:
+    if (jobs / FILE).exists() and not read(script.folder).over:
         raise ConfigError(
-            f"{script.folder} has a campaign under way (jobs that have begun: {len(there.jobs)}); end it before: "
+            f"{script.folder} has a campaign under way; end it before: "
             f"mmm submit --stop {shlex.quote(str(script.folder))}"
         )
-    made = [folder for folder in (jobs, *jobs.parents) if not folder.exists()]
     file = jobs / f"{script.name}.sh"
+    job = ""
     try:
         jobs.mkdir(parents=True, exist_ok=True)
         file.write_text(script.text, **queues.TEXT)
+        Campaign(script.folder, script.scheduler, script.name, str(file), most).write()
+        job = queues.submit(script.scheduler, script.text, script.name)
     except OSError as error:
         raise ConfigError(f"{file} cannot be written: {error.strerror}") from None
-    try:
-        Campaign(script.folder, script.scheduler, script.name, str(file), most, ahead).write()
-        submitted = [queues.submit(script.scheduler, script.text, script.name)]
-    except UserError:
-        for written in (file, jobs / FILE):
-            written.unlink(missing_ok=True)
-        for folder in made:
-            with contextlib.suppress(OSError):
-                folder.rmdir()
-        raise
-    for _ in range(most - 1 if ahead else 0):
-        try:
-            submitted.append(queues.submit(script.scheduler, script.text, script.name, submitted[-1]))
-        except UserError as error:  # a bound of the queue
-            print(f"mmm submit: no more than {len(submitted)} jobs: {error}", file=sys.stderr)
-            break
-    return submitted
+    finally:
+        if not job:  # nothing was submitted: no campaign is under way
+            (jobs / FILE).unlink(missing_ok=True)
+    return job
 
 
 def _of_a_campaign(args: argparse.Namespace) -> int:

@@ -145,23 +145,10 @@ def test_slurms_variables_of_this_job_are_not_the_nexts(campaign, queue, monkeyp
 def test_stop(campaign, queue, queued):
     begin(campaign.folder, environ(campaign, "1"))
     line = stop(campaign.folder)
-    assert line == f"job {queued(1)} is out of the queue; if job 1 still runs, {queue.calls()[-1][0]} 1 ends it"
+    assert line == f"job {queued(1)} is out of the queue; a job that still runs is ended by {queue.calls()[-1][0]}"
     assert queue.calls()[-1][1] == [queued(1)]
     assert begin(campaign.folder, environ(campaign, "9")) == (False, "nothing to do: mmm submit --stop")
     assert stop(campaign.folder) == "it was over before: mmm submit --stop"
-
-
-def test_jobs_that_are_all_in_the_queue(campaign, queue):
-    campaign.ahead = True
-    campaign.write()
-    assert begin(campaign.folder, environ(campaign, "1"))[1] == "job 1, 1 of at most 4, from step 0; all are queued"
-    saved(campaign, 5)
-    assert end(campaign.folder, 75) == (0, "saved at step 5; the next goes on")
-    begin(campaign.folder, environ(campaign, "2"))
-    assert status(campaign.folder)[-1] == "others wait, as far as --jobs were submitted"
-    assert end(campaign.folder, 0)[1] == "no job follows: the run is finished, after 2 jobs"
-    assert begin(campaign.folder, environ(campaign, "3"))[0] is False
-    assert queue.calls() == []
 
 
 def test_status(campaign, queued):

@@ -7,7 +7,6 @@ import sys
 
 import pytest
 
-from mmm_lab.campaign.chain import read
 from mmm_lab.cli.main import main as mmm
 from mmm_lab.cli.sizes import parse_time
 from support.queue import StandIn
@@ -65,7 +64,7 @@ def test_the_script_of_a_campaign(capsys, tmp_path):
     [
         (SITE, "what is to run comes last, after two dashes"),
         (f"{SITE} -- launch", "what is to run comes last"),
-        (f"--site perlmuter -N 1 -t 1h {LM}", "Did you mean perlmutter?"),
+        (f"--site perlmuter -N 1 -t 1h {LM}", "machine perlmuter"),
         (f"--site perlmutter -N 1 {LM}", "6:00"),
         (f"--site perlmutter -t 30 {LM}", "6h, 90m, 1d12h"),
         (f"--site perlmutter -t 6:75 {LM}", "6:75"),
@@ -78,10 +77,9 @@ def test_the_script_of_a_campaign(capsys, tmp_path):
         (f"{SITE} --before-end 7h {LM}", "--before-end 7h"),
         (f"{SITE} --until-done -- python3 -m mmm.trainer.lm", "has no --checkpoint_every"),
         (f"--site laptop -t 1h {LM}", "--site"),
-        (f"--site dgx-h100 -t 1h --queue q {LM}", "has no {queue} in its script"),
+        (f"--site dgx-h100 -t 1h --queue q {LM}", "has no {queue}"),
         (f"{SITE} {LM} --text FOLDER", "FOLDER"),
         (f"--site perlmutter -t 1h --project PROJECT {LM}", "PROJECT"),
-        (f"{SITE} --ahead {LM}", "--ahead"),
         ("--status nowhere", "has no campaign"),
         ("--end . x", "--end"),
         (f"{SITE} -- launch --nproc 4 --signals X {LM[3:]}", "--signals"),
@@ -152,17 +150,7 @@ def test_without_a_scheduler_and_with_one_that_refuses(capsys, tmp_path, monkeyp
     queue.refuse()
     assert mmm(words) == 2
     assert capsys.readouterr().err == "mmm: error: sbatch: sbatch: error: invalid account\n"
-    assert [path.name for path in tmp_path.iterdir()] == ["bin"]
-
-
-def test_all_jobs_at_once(capsys, tmp_path, monkeypatch):
-    queue = StandIn(tmp_path / "bin", "slurm", monkeypatch)
-    assert mmm(["submit", *f"-t 1h --until-done --ahead --jobs 3 {LM} --outdir run".split()]) == 0
-    assert "jobs 1, 2, 3" in capsys.readouterr().out
-    assert [call[1][2:] for call in queue.calls()] == [[], ["--dependency=afterany:1"], ["--dependency=afterany:2"]]
-    assert len({call[2] for call in queue.calls()}) == 1
-    assert mmm(["submit", "--status", "run"]) == 0
-    assert read(tmp_path / "run").ahead
+    assert not (tmp_path / "a/run/jobs/campaign.json").exists()
 
 
 @pytest.mark.parametrize(
