@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import reprlib
 import stat
 from pathlib import Path
 from typing import Any
@@ -17,10 +16,6 @@ from mmm_launch.errors import UserError
 LARGEST = 1 << 24  # bytes of a file of JSON
 LONGEST_SHOWN = 60  # characters of a value in a message
 OTHERS_WRITE = 0o022  # of a file's mode: its group and all others may write to it
-
-_REPR = reprlib.Repr()
-_REPR.maxstring = _REPR.maxlong = _REPR.maxother = 2 * LONGEST_SHOWN
-_REPR.maxdict = _REPR.maxlist = _REPR.maxtuple = 20
 
 
 def open_own(path: Path | str) -> int:
@@ -96,7 +91,7 @@ def read_json(path: Path, error: type[UserError], name: object = None) -> dict[s
 
 def short(value: object) -> str:
     """A value as messages show it: its `repr`, of at most 60 characters."""
-    text = _REPR.repr(value)
+    text = repr(value)
     if len(text) <= LONGEST_SHOWN:
         return text
     return f"{text[: LONGEST_SHOWN - 3]}..."

@@ -1,4 +1,4 @@
-"""``mmm history RUN --ranks``: ranks × steps of own work, the step less waiting, and who holds the others up."""
+"""``mmm history RUN --ranks``: each rank's own work, the step less waiting, and who holds the others up."""
 
 from __future__ import annotations
 
@@ -10,16 +10,13 @@ import numpy as np
 
 from mmm.errors import RecordError
 from mmm.outside import printable
-from mmm_lab.cli import whole
 
 if TYPE_CHECKING:
     import xarray
 
     from mmm.history.plots.own_work import OwnWork
 
-SHADES = ((0.05, "·"), (0.10, "░"), (0.25, "▒"), (0.50, "▓"), (np.inf, "█"))  # below which part of the step
 LONGEST_HOST = 20  # characters
-SPANS = 12  # lines of a record of many ranks
 MOST_NAMED = 4  # ranks of a host
 
 
@@ -34,7 +31,7 @@ def ranks_text(ds: xarray.Dataset, width: int) -> str:
     work = own_work(ds)
     if work is None:
         raise RecordError(f"--ranks: {NOT_KNOWN} (docs/trainers.md says where it is)")
-    table = _map(ds, work, width) if work.by_rank is not None else _spans(ds, work)
+    table = _each(ds, work) if work.by_rank is not None else _of_all(ds, work)
     return "\n".join([*table, "", textwrap.fill(f"slowest: {sentence(ds, work)}", width, subsequent_indent="  ")])
 
 
@@ -77,31 +74,19 @@ def _axes(ds: xarray.Dataset) -> list[str]:
     return [name for name in axes if len(set(ds[name].values.tolist())) > 1]
 
 
-def _map(ds: xarray.Dataset, work: OwnWork, width: int) -> list[str]:
-    """A line a rank, a column for each row, or for several."""
-    from mmm.history.plots.own_work import median_rank
-
+def _each(ds: xarray.Dataset, work: OwnWork) -> list[str]:
+    """A line a rank: the means over the rows, without the first."""
     assert work.by_rank is not None
+    first = 1 if len(work.dt) > 1 else 0
+    seconds = _mean(work.by_rank[first:])
+    step = float(_mean(work.dt[first:]))
     labels = _labels(ds)
-    room = max(10, width - len(labels[0]) - 20)
-    spans = np.array_split(np.arange(len(work.dt)), min(room, len(work.dt)))
-    dt = np.array([_mean(work.dt[span]) for span in spans])  # (columns,)
-    own = np.array([_mean(work.by_rank[span]) for span in spans])  # (columns, rank)
-    part = (own - median_rank(own)[:, None]) / dt[:, None]
-    cells = ["".join(_shade(each) for each in part[:, rank]) for rank in range(own.shape[1])]
-    seconds = _mean(work.by_rank[1:] if len(work.dt) > 1 else work.by_rank)
-    step = float(_mean(work.dt[1:] if len(work.dt) > 1 else work.dt))
-    of = "a row" if len(spans) == len(work.dt) else f"{-(-len(work.dt) // len(spans))} rows"
-    lines = [
-        f"own work of each rank ({work.name}: {a_row_of(ds)} less waiting), over the median rank, "
-        f"as a part of the {a_row_of(ds).split()[1]}:",
-        f"  {SHADES[0][1]} below 5 %   ░ to 10 %   ▒ to 25 %   ▓ to 50 %   █ above.  A column is {of}; {_range(ds)}.",
-        "",
-        f"{labels[0]}  {'':<{len(spans)}}  {'own s':>8}  {'waits':>6}",
-    ]
-    for rank, label in enumerate(labels[1:]):
-        waits = f"{100 * max(1 - seconds[rank] / step, 0.0):.0f} %" if step > 0 and np.isfinite(seconds[rank]) else "-"
-        lines.append(f"{label}  {cells[rank]}  {seconds[rank]:>8.3g}  {waits:>6}")
+    lines = [f"own work of each rank ({work.name}: {a_row_of(ds)} less waiting)", "", f"{labels[0]}     own s   waits"]
+    for label, own in zip(labels[1:], seconds, strict=True):
+        waits = "-"
+        if step > 0 and np.isfinite(own):
+            waits = f"{100 * max(1 - own / step, 0.0):.0f} %"
+        lines.append(f"{label}  {own:>8.3g}  {waits:>6}")
     return lines
 
 
@@ -120,31 +105,12 @@ def _labels(ds: xarray.Dataset) -> list[str]:
     ]
 
 
-def _spans(ds: xarray.Dataset, work: OwnWork) -> list[str]:
-    """A line for some rows: smallest, median and largest over the ranks, and which had the largest most often."""
-    from mmm.history.plots.own_work import most_often
-
-    spans = np.array_split(np.arange(len(work.dt)), min(SPANS, len(work.dt)))
-    name, values = _x(ds)
-    lines = [
-        f"own work ({work.name}: {a_row_of(ds)} less waiting for others), over {ds.sizes['rank']} ranks, in s",
-        "",
-        f"{name:>16}  {'min':>8}  {'median':>8}  {'max':>8}  most often the largest",
-    ]
-    for span in spans:
-        columns = (_mean(ds[f"{work.name}_{over}"].values[span]) for over in ("min", "median", "max"))
-        ranks = work.rank[span][np.isfinite(work.rank[span])].astype(int)
-        which = "-"
-        if len(ranks):
-            rank, times = most_often(ranks)
-            which = f"rank {rank} ({place(ds, rank)}) in {times} of {len(span)} rows"
-        rows = f"{whole(values[span[0]])} to {whole(values[span[-1]])}"
-        lines.append(f"{rows:>16}  " + "  ".join(f"{column:>8.3g}" for column in columns) + f"  {which}")
+def _of_all(ds: xarray.Dataset, work: OwnWork) -> list[str]:
+    """Smallest, median and largest over the ranks, where a record has no more."""
+    lines = [f"own work ({work.name}: {a_row_of(ds)} less waiting for others), over {ds.sizes['rank']} ranks"]
+    for over in ("min", "median", "max"):
+        lines.append(f"  {over:<8}{_mean(ds[f'{work.name}_{over}'].values):.3g} s")
     return lines
-
-
-def _shade(part: float) -> str:
-    return next((shade for most, shade in SHADES if part < most), " ")  # NaN is below nothing
 
 
 def _mean(values: np.ndarray) -> np.ndarray:
@@ -160,13 +126,3 @@ def a_row_of(names: Container[Any]) -> str:
 
     kind = row_of(names)
     return f"an {kind}" if kind == "epoch" else f"a {kind}"
-
-
-def _x(ds: xarray.Dataset) -> tuple[str, np.ndarray]:
-    name = next((name for name in ("iter", "epoch") if name in ds and ds[name].ndim == 1), "draw")
-    return "row" if name == "draw" else name, ds[name].values
-
-
-def _range(ds: xarray.Dataset) -> str:
-    name, values = _x(ds)
-    return f"{name} {whole(values[0])} to {whole(values[-1])}"

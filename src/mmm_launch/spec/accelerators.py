@@ -4,10 +4,8 @@ Two things must agree: what the installed torch was built for (its version.py, r
 (device files). Every path is below `root`, so a made-up tree can stand in for a machine.
 """
 
-import ast
 import importlib.util
 import os
-import platform
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -26,31 +24,17 @@ class Accelerators:
     why: str
 
 
-def find(
-    root: Path = Path("/"), environ: Mapping[str, str] = os.environ, build: str | None = None, system: str | None = None
-) -> Accelerators:
-    """What the installed torch could use on this host. `build` and `system` stand in for torch's and the host's own."""
+def find(root: Path = Path("/"), environ: Mapping[str, str] = os.environ, build: str | None = None) -> Accelerators:
+    """What the installed torch could use on this host. `build` stands in for torch's own."""
     build = torch_build() if build is None else build
-    system = system or f"{platform.system()} {platform.machine()}"
-    if build == "none":
-        return Accelerators(None, 0, "torch is not installed")
     if build == "cuda":
-        count = _visible(_nvidia(root), environ, "CUDA_VISIBLE_DEVICES")
-        return _found("cuda", count, "NVIDIA GPU", environ, "CUDA_VISIBLE_DEVICES")
+        return _found("cuda", _nvidia(root), "NVIDIA GPU", environ, "CUDA_VISIBLE_DEVICES")
     if build == "hip":
-        count = _visible(_amd(root), environ, "ROCR_VISIBLE_DEVICES")
-        for name in ("HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES"):
-            count = _visible(count, environ, name)
-        return _found(
-            "cuda", count, "AMD GPU", environ, "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES"
-        )
+        names = ("ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES")
+        return _found("cuda", _amd(root), "AMD GPU", environ, *names)
     if build == "xpu":
-        return _found(
-            "xpu", _intel(root, environ), "Intel GPU tile", environ, "ZE_AFFINITY_MASK", "ZE_FLAT_DEVICE_HIERARCHY"
-        )
-    if system == "Darwin arm64":
-        return Accelerators(None, 0, "an Apple GPU computes where --device mps says so")
-    return Accelerators(None, 0, "torch is built for CPU")
+        return _found("xpu", _intel(root, environ), "Intel GPU tile", environ, "ZE_AFFINITY_MASK")
+    return Accelerators(None, 0, "torch is not installed" if build == "none" else "torch is built for CPU")
 
 
 def torch_build() -> str:
@@ -58,35 +42,31 @@ def torch_build() -> str:
     spec = importlib.util.find_spec("torch")
     if spec is None or not spec.submodule_search_locations:
         return "none"
-    for folder in spec.submodule_search_locations:
-        try:
-            return read_build((Path(folder) / "version.py").read_text())
-        except OSError:
-            continue
-    return "cpu"
+    return read_build(_text(Path(spec.submodule_search_locations[0]) / "version.py"))
 
 
 def read_build(text: str) -> str:
-    """The build in the text of a torch/version.py: the one of `hip`, `xpu`, `cuda` that is not None, else "cpu"."""
-    values = {}
-    for node in ast.parse(text).body:
-        if isinstance(node, ast.AnnAssign | ast.Assign) and isinstance(node.value, ast.Constant):
-            name = node.target if isinstance(node, ast.AnnAssign) else node.targets[0]
-            values[ast.unparse(name)] = node.value.value
-    return next((name for name in ("hip", "xpu", "cuda") if values.get(name)), "cpu")
+    """The build in the text of a torch/version.py: the one of `hip`, `xpu`, `cuda` that has a version, else "cpu"."""
+    for name in ("hip", "xpu", "cuda"):
+        if re.search(rf"^{name}\b[^=\n]*= *['\"]", text, re.MULTILINE):
+            return name
+    return "cpu"
 
 
 def _found(device: str, count: int, what: str, environ: Mapping[str, str], *names: str) -> Accelerators:
-    by = ", ".join(f"{n}={environ[n]}" for n in names if n in environ)
-    why = f"{count} {what}{'' if count == 1 else 's'}{f' ({by})' if by else ''}"
+    """What the lists in the variables `names` leave of `count` devices."""
+    lists = [f"{name}={environ[name]}" for name in names if name in environ]
+    for name in names:
+        if name in environ:
+            count = _visible(count, environ[name])
+    why = f"{count} {what}{'' if count == 1 else 's'}"
+    if lists:
+        why += f" ({', '.join(lists)})"
     return Accelerators(device if count else None, count, why)
 
 
 def _nvidia(root: Path) -> int:
-    count = sum(1 for path in _list(root / "dev") if re.fullmatch(r"nvidia\d+", path.name))
-    if not count and (root / "dev/dxg").exists() and (root / "usr/lib/wsl/lib/libcuda.so.1").exists():
-        return 1  # Windows Subsystem for Linux shows one file for all GPUs
-    return count
+    return sum(1 for path in _list(root / "dev") if re.fullmatch(r"nvidia\d+", path.name))
 
 
 def _amd(root: Path) -> int:
@@ -112,27 +92,23 @@ def _intel(root: Path, environ: Mapping[str, str]) -> int:
             i915 = [p for p in _list(card / "gt") if re.fullmatch(r"gt\d+", p.name)]  # the i915 driver
             tiles.append(max(1, len(xe or i915)))
     composite = environ.get("ZE_FLAT_DEVICE_HIERARCHY", "").upper() == "COMPOSITE"
-    count = len(tiles) if composite else sum(tiles)
-    mask = environ.get("ZE_AFFINITY_MASK", "").strip()
-    if not mask:
-        return count
-    entries = {entry.strip().partition(".")[0] if composite else entry.strip() for entry in mask.split(",")}
-    return sum(1 for e in entries if (n := e.partition(".")[0]).isdigit() and int(n) < count)
+    return len(tiles) if composite else sum(tiles)
 
 
-def _visible(count: int, environ: Mapping[str, str], name: str) -> int:
-    """How many of `count` devices the list in variable `name` leaves. The list ends at its first entry that is none."""
-    if name not in environ:
-        return count
+def _visible(count: int, text: str) -> int:
+    """How many of `count` devices a list such as `0,2` leaves. The list ends at its first entry that is none.
+
+    A device may be called by its UUID, and a card's tile is `0.1`. Of MIG devices CUDA shows a process one.
+    """
     kept: set[str] = set()
-    for entry in environ[name].split(","):
-        entry = entry.strip()
-        uuid = entry[:4].upper() in ("GPU-", "MIG-")
-        if not uuid and not (entry.isdigit() and int(entry) < count):
+    for entry in text.split(","):
+        name = entry.strip().partition(".")[0]
+        if name.startswith("MIG-"):
+            return 1
+        if not name.startswith("GPU-") and not (name.isdigit() and int(name) < count):
             break
-        kept.add(entry)
-    # Of MIG devices CUDA shows a process one, however many are listed.
-    return min(count, len(kept)) if not any(e[:4].upper() == "MIG-" for e in kept) else 1
+        kept.add(name)
+    return len(kept)
 
 
 def _list(folder: Path) -> list[Path]:

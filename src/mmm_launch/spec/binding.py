@@ -61,22 +61,17 @@ def split(bind: str, ranks: int, allowed: Sequence[int] | None = None, system: P
     allowed = sorted(os.sched_getaffinity(0)) if allowed is None else allowed
     if bind == "cores":
         cores = _cores(allowed, system)
-        if len(cores) < ranks:
-            raise LaunchError(
-                f"--cpu-bind cores: {ranks} ranks on this host, but {len(cores)} cores. Start at most "
-                f"{len(cores)} ranks a host, or use --cpu-bind none."
-            )
         each = len(cores) // ranks
-        return [as_text([cpu for core in cores[i * each : (i + 1) * each] for cpu in core]) for i in range(ranks)]
+        if not each:
+            raise LaunchError(f"--cpu-bind cores: {ranks} ranks on this host, but {len(cores)} cores.")
+        starts = range(0, each * ranks, each)
+        return [as_text([cpu for core in cores[start : start + each] for cpu in core]) for start in starts]
     parts = bind.partition(":")[2].split(":")
     if len(parts) < ranks:
         raise LaunchError(f"--cpu-bind {bind}: CPUs for {len(parts)} ranks, but there are {ranks} on this host.")
-    for rank, part in enumerate(parts[:ranks]):
+    for part in parts[:ranks]:
         if not set(cpu_list(part)) <= set(allowed):
-            raise LaunchError(
-                f"--cpu-bind {bind}: local rank {rank} is to have CPUs {part}, but this process may use "
-                f"{as_text(allowed)} only."
-            )
+            raise LaunchError(f"--cpu-bind {bind}: this process may not use all CPUs {part}, only {as_text(allowed)}.")
     return list(parts[:ranks])
 
 

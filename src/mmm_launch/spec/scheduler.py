@@ -41,23 +41,20 @@ def detect(environ: Mapping[str, str] = os.environ, scheduler: str | None = None
     """
     if scheduler == "none":
         return Job(why={"scheduler": "--scheduler none"})
-    if scheduler is not None:
-        known = SCHEDULERS[scheduler]
-        job = known.detect(environ)
+    for name in [scheduler] if scheduler else SCHEDULERS:
+        job = SCHEDULERS[name].detect(environ)
         if job is None:
-            needs = " and ".join(known.variables)
-            raise LaunchError(f"--scheduler {scheduler}: this is not inside a job of it ({needs} are not set).")
-        return job
-    jobs = ((name, known.detect(environ)) for name, known in SCHEDULERS.items())
-    first, job = next(((name, job) for name, job in jobs if job is not None), ("", None))  # those after it are not read
-    if job is None:
-        ids = [known.variables for known in SCHEDULERS.values()]
-        half = next((f"{name}, but no {other}: no job" for name, other in ids if environ.get(name)), None)
-        return Job(why={"scheduler": half or ", ".join(f"no {name}" for name, _ in ids) + " in the environment"})
-    ignored = [
-        f"{known.spoken} job {environ[known.variables[0]]} is in the environment too, and not used: "
-        f"{SCHEDULERS[first].spoken}'s job counts (--scheduler {name} if it should not)"
-        for name, known in SCHEDULERS.items()
-        if name != first and environ.get(known.variables[0])
-    ]
-    return replace(job, notes=(*job.notes, *ignored)) if ignored else job
+            continue
+        others = [other for other in SCHEDULERS if other != name and environ.get(SCHEDULERS[other].variables[0])]
+        notes = [
+            f"{SCHEDULERS[other].spoken} job {environ[SCHEDULERS[other].variables[0]]} is in the environment too, and "
+            f"not used (--scheduler {other} takes it)"
+            for other in others
+            if scheduler is None
+        ]
+        return replace(job, notes=tuple(notes))
+    if scheduler is not None:
+        needs = " and ".join(SCHEDULERS[scheduler].variables)
+        raise LaunchError(f"--scheduler {scheduler}: this is not inside a job of it ({needs} are not set).")
+    missing = ", ".join(f"no {known.variables[0]}" for known in SCHEDULERS.values())
+    return Job(why={"scheduler": f"{missing} in the environment"})

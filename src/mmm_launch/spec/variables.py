@@ -31,10 +31,7 @@ def given_port(environ: Mapping[str, str]) -> str | None:
     """MASTER_PORT of the environment. Raises `LaunchError` if that is no port."""
     given = environ.get("MASTER_PORT")
     if given and not (given.isdigit() and 0 < int(given) < 65536):
-        raise LaunchError(
-            f"MASTER_PORT={given} in the environment is not a port: a number from 1 to 65535 is.\n"
-            "  unset MASTER_PORT and one is picked."
-        )
+        raise LaunchError(f"MASTER_PORT={given} in the environment is not a port. Without MASTER_PORT one is picked.")
     return given
 
 
