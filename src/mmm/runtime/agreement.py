@@ -119,11 +119,9 @@ def check_devices(store: Store, rank: Rank, identity: str) -> None:
         shared = [(host, where) for (host, device), where in ranks.items() if device and len(where) > 1]
         if shared:
             host, where = shared[0]
-            devices = len({device for its_host, device in ranks if its_host == host})
-            more = f" (so are others: {len(shared)} devices in all)" if len(shared) > 1 else ""
             raise DeviceError(
-                f"{name_ranks(where)} on {host} are on one device{more}: start at most one rank a device (launch -n "
-                f"{devices} …), show each rank its own (srun --gpus-per-task=1), or use --device cpu"
+                f"{name_ranks(where)} on {host} are on one device: start at most one rank a device (launch -n), show "
+                f"each rank its own (srun --gpus-per-task=1), or use --device cpu"
             )
         return ""
 

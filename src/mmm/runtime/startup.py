@@ -32,7 +32,7 @@ from mmm.runtime import contract
 _LOADED = time.time()  # for systems that do not say when a process was started
 MARKS = ("started", "began", "ready", "group", "model", "first_step")
 NAN = math.nan
-SHOWN = 0.05  # s; packages that took less are summed up
+LONGEST = 4  # packages that are named: those that took longest
 SINCE = {"launch": "`launch`", "process": "the start of the process", "MMM_STARTED_AT": "MMM_STARTED_AT"}
 
 
@@ -135,7 +135,7 @@ def since(source: str) -> str:
 
 
 def table(record: Mapping[str, Any], hosts: Sequence[str]) -> str:
-    """The parts with their median over the ranks, the slowest rank, and the packages that took longest to import."""
+    """The parts, each its median over the ranks; the slowest rank; the packages that took longest to import."""
     by_part = parts(record)
     totals = [sum(values) for values in zip(*by_part.values(), strict=True)]
     slow = totals.index(max(totals))
@@ -144,28 +144,13 @@ def table(record: Mapping[str, Any], hosts: Sequence[str]) -> str:
     among = f", median of {ranks} ranks; rank {slow} on {hosts[slow]}: {max(totals):.2f} s" if ranks > 1 else ""
     lines = [
         f"start-up: {median(totals):.2f} s from {since(record['started_from'])} to {last}{among}",
-        f"  {'part':<22}{'median s':>10}" + ("" if ranks == 1 else f"{'slowest s':>11}{'rank':>6}"),
+        "  " + ", ".join(f"{name}: {median(values):.2f}" for name, values in by_part.items()),
     ]
-    for name, values in by_part.items():
-        worst = values.index(max(values))
-        lines.append(
-            f"  {name:<22}{median(values):>10.2f}"
-            + ("" if ranks == 1 else f"{values[worst]:>11.2f}{worst:>6}")
-            + (f"   {_packages(record)}" if name == "imports" else "")
-        )
-    return "\n".join(line.rstrip() for line in lines)
-
-
-def _packages(record: Mapping[str, Any]) -> str:
-    """``shared by all ranks: torch 2.41, mmm 0.32, 41 others 0.40``; else the first rank's own."""
     shared = record["imports"]["shared"]
-    packages = shared or record["imports"]["ranks"][0]
-    long = {name: seconds for name, seconds in packages.items() if seconds >= SHOWN}
-    long = dict(sorted(long.items(), key=lambda item: -item[1])[:4])
-    rest = [seconds for name, seconds in packages.items() if name not in long]
-    says = [f"{name} {seconds:.2f}" for name, seconds in long.items()]
-    says += [f"{len(rest)} others {sum(rest):.2f}"] if rest else []
-    return (("once for all: " if shared else "") + ", ".join(says)) if says else ""
+    if shared:
+        longest = sorted(shared.items(), key=lambda item: -item[1])[:LONGEST]
+        lines.append("  imported once for all: " + ", ".join(f"{name} {seconds:.2f}" for name, seconds in longest))
+    return "\n".join(lines)
 
 
 def process_cost() -> tuple[float, int]:

@@ -90,8 +90,8 @@ def meet_on(rank, hosts, identities):
         ("aabb", ["GPU-1", "GPU-2", "GPU-1", "GPU-2"], None),  # on another host
         ("aabb", ["", "", "", ""], None),
         ("aabb", ["GPU-1", "GPU-2", "GPU-3", "GPU-3"], "ranks 2-3 on b are on one device: "),
-        ("aaaa", ["GPU-1"] * 4, "ranks 0-3 on a are on one device: .*launch -n 1 "),
-        ("aaaa", ["GPU-1", "GPU-2"] * 2, r"ranks 0, 2 on a .* \(so are others: 2 devices in all\): .*launch -n 2 "),
+        ("aaaa", ["GPU-1"] * 4, "ranks 0-3 on a are on one device: "),
+        ("aaaa", ["GPU-1", "GPU-2"] * 2, r"ranks 0, 2 on a are on one device: "),
     ],
 )
 def test_ranks_on_one_device(run_on_ranks, hosts, identities, words):

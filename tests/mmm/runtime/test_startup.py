@@ -89,11 +89,11 @@ def test_table():
     assert text[0] == (
         "start-up: 7.55 s from `launch` to the end of the first step, median of 2 ranks; rank 1 on x2: 7.60 s"
     )
-    assert text[3].endswith("once for all: torch 2.00, 2 others 0.00")
-    assert text[2].split() == ["launch", "1.05", "1.10", "1"]
+    assert text[1].startswith("  launch: 1.05, imports: 2.25, options, data, checks: ")
+    assert text[2] == "  imported once for all: torch 2.00, tiny 0.00, small 0.00"
     alone = table(record(ranks=1, shared=False), ["x1"]).splitlines()
     assert alone[0] == "start-up: 7.50 s from `launch` to the end of the first step"
-    assert alone[3].split() == ["imports", "0.25", "numpy", "0.25"]
+    assert len(alone) == 2
 
 
 RANK = """

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import textwrap
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, TypeVar
 
 import torch
@@ -70,28 +70,6 @@ class MistakeOnPurpose(Hook):
             raise SystemExit(EXIT)  # on every rank, whatever it found
 
 
-@dataclass
-class Difference:
-    """How far a step is from the same step on one device.
-
-    Attributes:
-        loss, expected: of all ranks, and of one device. gradients: by parameter, in the model's order, the largest
-            difference over the largest element of one device's gradient.
-    """
-
-    expected: float
-    gradients: dict[str, float]
-    loss: float = math.nan
-
-    @property
-    def loss_apart(self) -> float:
-        return abs(self.loss / self.expected - 1)
-
-    def wrong(self, limit: float) -> list[str]:
-        """The parameters whose gradients differ by more."""
-        return [name for name, apart in self.gradients.items() if not apart <= limit]  # NaN is wrong as well
-
-
 class OneDevice:
     """The same steps on one device.
 
@@ -112,7 +90,9 @@ class OneDevice:
         draw_weights(model, run.device, run.seed)
         self.run, self.model, self.ranks, self.global_batch = run, model, list(ranks), global_batch
         self.optimizer = type(optimizer)(model.parameters(), lr=optimizer.param_groups[0]["lr"])  # type: ignore[call-arg]
-        self.steps: list[Difference] = []
+        # Of each step the loss of all ranks and of one device, and by parameter, in the model's order, the largest
+        # difference of gradients over the largest element of one device's.
+        self.steps: list[dict[str, Any]] = []
         optimizer.register_step_pre_hook(lambda *_: self._step())
 
     def _step(self) -> None:
@@ -128,13 +108,13 @@ class OneDevice:
         everyone: list[Any] = [differences] * dist.get_world_size()
         dist.all_gather_object(everyone, differences)
         largest = {name: _largest(found[name] for found in everyone if name in found) for name in expected}
-        self.steps.append(Difference(loss.item(), largest))
+        self.steps.append({"expected": loss.item(), "gradients": largest, "loss": math.nan})
         self.optimizer.step()
         self.optimizer.zero_grad()
 
     def loss(self, loss: float) -> None:
         """The loss of all ranks, of the step whose gradients came last."""
-        self.steps[-1].loss = loss
+        self.steps[-1]["loss"] = loss
 
     def report(self) -> None:
         """Say it, and keep it in the record."""
@@ -146,26 +126,25 @@ class OneDevice:
             *textwrap.wrap(run.config.BREAKS[name], 116),
             f"step{'loss':>12}{'one device':>14}{'apart':>10}   gradients",
         ]
+        shows: list[str] = []  # where, the first first
         for number, step in enumerate(self.steps):
-            wrong = step.wrong(limit)
-            where = f" in {wrong[0]}, and wrong in {len(wrong)} of {len(step.gradients)} parameters" if wrong else ""
-            apart = f"{step.gradients[wrong[0]] if wrong else _largest(step.gradients.values()):.1e} apart{where}"
-            lines.append(f"{number:<4}{step.loss:>12.6f}{step.expected:>14.6f}{step.loss_apart:>10.1e}   {apart}")
-        lines.append(self._first(limit))
+            loss, expected, gradients = step["loss"], step["expected"], step["gradients"]
+            loss_apart = abs(loss / expected - 1)
+            if not loss_apart <= limit:
+                shows.append(f"the loss of step {number}")
+            wrong = [name for name, apart in gradients.items() if not apart <= limit]  # NaN is wrong as well
+            text = f"{_largest(gradients.values()):.1e} apart"
+            if wrong:
+                shows.append(f"the gradients of step {number} ({wrong[0]})")
+                also = f"wrong in {len(wrong)} of {len(gradients)} parameters"
+                text = f"{gradients[wrong[0]]:.1e} apart in {wrong[0]}, and {also}"
+            lines.append(f"{number:<4}{loss:>12.6f}{expected:>14.6f}{loss_apart:>10.1e}   {text}")
+        if shows:
+            lines.append(f"It shows first in {', then in '.join(shows[:2])}.")
+        else:
+            lines.append(f"It does not show in {len(self.steps)} steps on the layout {run.layout}.")
         run.log.info("%s", "\n".join(lines), stacklevel=3)  # of the program
-        run.describe(broken={"name": name, "steps": [asdict(step) for step in self.steps]})
-
-    def _first(self, limit: float) -> str:
-        """Where it shows first."""
-        found = []
-        for i, step in enumerate(self.steps):
-            if not step.loss_apart <= limit:
-                found.append(f"the loss of step {i}")
-            if wrong := step.wrong(limit):
-                found.append(f"the gradients of step {i} ({wrong[0]})")
-        if not found:
-            return f"It does not show in {len(self.steps)} steps on the layout {self.run.layout}."
-        return f"It shows first in {', then in '.join(found[:2])}."
+        run.describe(broken={"name": name, "steps": self.steps})
 
 
 def _largest(differences: Iterable[float]) -> float:

@@ -19,14 +19,6 @@ if TYPE_CHECKING:
 log = logging.getLogger("mmm")
 
 
-def plot_figure(draw: "Draw", outdir: Path | str, name: str, suffixes: Sequence[str] = (".png",)) -> list[Path]:
-    """Draw a program's own figure to ``plots/mplot/pngs/<name>.png``, and return the files that were written."""
-    folder = Path(outdir)
-    written = save_pictures({name: draw}, folder, suffixes, "light")
-    list_files(folder, written)
-    return written
-
-
 def save_pictures(figures: "Mapping[str, Draw]", folder: Path, suffixes: Sequence[str], theme: str) -> list[Path]:
     """Draw each figure to a file of its name for each suffix, and return those that were written."""
     written: list[Path] = []

@@ -85,22 +85,18 @@ def balance_stages(costs: Sequence[int], stages: int) -> list[range]:
     assert 1 <= stages <= len(costs)
     before = [0, *accumulate(costs)]
 
-    def search(limit: float, squares: bool) -> tuple[float, list[int]]:
-        """The best value, and the first part of each stage: the largest cost, or the sum of squares within `limit`."""
-        best: dict[int, tuple[float, list[int]]] = {0: (0.0, [])}  # parts used so far → value, first part of each stage
-        for _ in range(stages):
-            extended: dict[int, tuple[float, list[int]]] = {}
-            for start, (value, firsts) in best.items():
-                for end in range(start + 1, len(costs) + 1):
-                    cost = before[end] - before[start]
-                    new = value + cost**2 if squares else max(value, cost)
-                    if cost <= limit and (end not in extended or new < extended[end][0]):
-                        extended[end] = (new, [*firsts, start])
-            best = extended
-        return best[len(costs)]
-
-    slowest, _ = search(float("inf"), squares=False)
-    firsts = search(slowest, squares=True)[1]
+    Best = tuple[float, float, list[int]]  # the largest cost, the sum of squares, and the first part of each stage
+    best: dict[int, Best] = {0: (0.0, 0.0, [])}  # by how many parts the stages so far have
+    for _ in range(stages):
+        extended: dict[int, Best] = {}
+        for start, (slowest, squares, firsts) in best.items():
+            for end in range(start + 1, len(costs) + 1):
+                cost = before[end] - before[start]
+                new = (max(slowest, cost), squares + cost**2, [*firsts, start])
+                if end not in extended or new < extended[end]:
+                    extended[end] = new
+        best = extended
+    firsts = best[len(costs)][2]
     return [range(first, last) for first, last in zip(firsts, [*firsts[1:], len(costs)], strict=True)]
 
 
