@@ -23,6 +23,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from mmm.layout import UNSHARDED, Layout
+
 
 @dataclass(frozen=True)
 class Call:
@@ -77,6 +79,55 @@ def factor(operation: str, ranks: int) -> float:
         "receive": 0.0,
         "barrier": 0.0,
     }[operation]
+
+
+def sharded_bytes(technique: str, layout: Layout, local: int, padded: int, gathered: float) -> dict[str, float]:
+    """Bytes of gathering parameters and summing gradients over the data-parallel axes, without those of one rank.
+
+    Args:
+        local: bytes of a rank's parameters before data parallelism. padded: until their rows divide over the ranks.
+        gathered: under FSDP, bytes of all that a step gathers.
+    """
+    axis = "dp_shard"
+    if layout.cp > 1:
+        axis = "dp_shard_cp" if layout.dp_shard > 1 else "cp"
+    shards = layout.dp_shard * layout.cp
+    if technique not in UNSHARDED:
+        return {
+            axis: factor("all_gather", shards) * gathered + factor("reduce_scatter", shards) * padded,
+            "dp_replicate": factor("all_reduce", layout.dp_replicate) * padded / shards,
+        }
+    if layout.dp_replicate > 1:
+        axis, shards = "dp_replicate", layout.dp_replicate
+    if technique == "ddp":
+        return {axis: factor("all_reduce", shards) * local}
+    summed = factor("reduce_scatter", shards) * padded if technique == "zero2" else factor("all_reduce", shards) * local
+    return {axis: summed + factor("all_gather", shards) * padded}
+
+
+def language_bytes(
+    tp: int,
+    tokens: float,
+    dim: int,
+    layers: int,
+    ends: tuple[bool, bool],
+    residual: int,
+    compute: int,
+    pairs: int = 2,
+    biases: bool = False,
+) -> float:
+    """Bytes that tensor parallelism sends for a language model whose sequence is sharded between the products.
+
+    Args:
+        ends: whether the embedding and the output are here. residual, compute: bytes of an element of the residual
+            stream, and of a product. pairs: of matrix products in a layer. biases: whether norms have them.
+    """
+    first, last = ends
+    # An all-gather before columns, a reduce-scatter after rows, and in backward each the other way round.
+    passes = 2 * (pairs * layers * (residual + compute) + (first + last) * residual)
+    norms = (2 * layers + last) * (1 + biases)  # each rank has the gradient of its local tokens
+    loss = 3 * tokens * max(compute, 4) * last  # the largest logit, the sum of exponentials, the target's own logit
+    return factor("all_gather", tp) * (passes * tokens * dim + 2 * (norms * dim * residual + loss))
 
 
 def context_bytes(cp: int, ulysses: int, queries: float, keys: float, size: int, layers: int) -> dict[str, float]:

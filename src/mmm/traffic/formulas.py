@@ -57,7 +57,7 @@ from mmm.parallel.plan import Plan, sharded_dim
 from mmm.parallel.pp.stages import take_stage
 from mmm.parallel.ties import stage_ties
 from mmm.runtime.device import Precision
-from mmm.traffic.collective_bytes import context_bytes, factor
+from mmm.traffic.collective_bytes import context_bytes, factor, language_bytes, sharded_bytes
 
 LOSS = 8  # bytes of a pipeline's loss
 
@@ -144,29 +144,17 @@ def _data_parallel(
         rows = sum(-(-shape[0] // ranks) * ranks * math.prod(shape[1:]) for shape in some)
         return rows * _size(precision.storage)
 
-    axis = "dp_shard" if layout.cp == 1 else "cp" if layout.dp_shard == 1 else "dp_shard_cp"
     if technique in UNSHARDED:
-        axis = "dp_replicate" if replicas > 1 else axis
-        n = max(replicas, shards)
-        if technique == "ddp":
-            return {axis: factor("all_reduce", n) * unpadded}
-        reduced = factor("all_reduce", n) * unpadded
-        if technique == "zero2":
-            reduced = factor("reduce_scatter", n) * padded(n)
-        return {axis: reduced + factor("all_gather", n) * padded(n)}
-    narrow = _size(precision.compute) / _size(precision.storage)
+        return sharded_bytes(technique, layout, unpadded, padded(max(replicas, shards)), 0.0)
     some = RESHARD_AFTER_FORWARD[techniques.reshard_after_forward]
     units = (unit for stage in own.values() for unit in fsdp_units_of(stage, plan)[some])
     twice = {id(parameter) for unit in units for module in unit for parameter in module.parameters()}
     parameters = [parameter for stage in own.values() for parameter in stage.parameters()]
-
     again = padded(shards, [shape for shape, p in zip(shapes, parameters, strict=True) if id(p) in twice])
     total = padded(shards)
     gathered = total if layout.pp > 1 else microbatches * (total + again)
-    return {
-        axis: factor("all_gather", shards) * narrow * gathered + factor("reduce_scatter", shards) * total,
-        "dp_replicate": factor("all_reduce", replicas) * total / shards,
-    }
+    narrow = _size(precision.compute) / _size(precision.storage)
+    return sharded_bytes(technique, layout, unpadded, total, narrow * gathered)
 
 
 def _activations(model: nn.Module, layout: Layout, batch: int, seq_length: int, size: int) -> float:
@@ -184,17 +172,10 @@ def _tensor(
     """residual: bytes of an element of the residual stream."""
     part, size = factor("all_gather", layout.tp), _size(precision.compute)
     if isinstance(model, Transformer | GPT):
-        tokens, dim, layers = batch * seq_length // layout.cp, model.config.dim, len(model.layers)
-        first, last = model.tok_embeddings is not None, model.output is not None
-        # An all-gather before columns, a reduce-scatter after rows, and in backward each the other way round.
-        gathers_and_scatters = 2 * (2 * layers * (residual + size) + (first + last) * residual)
-        norms = 2 * layers + last  # each rank has the gradient of its local tokens
-        accum_size = max(_size(precision.compute), 4)
-        loss = 3 * tokens * accum_size * last  # the largest logit, the sum of exponentials, the target's own logit
-        summed = norms * dim * residual + loss
-        if isinstance(model, GPT) and model.config.bias:  # of the norms
-            summed += norms * dim * residual
-        return part * (gathers_and_scatters * tokens * dim + 2 * summed)
+        tokens, layers = batch * seq_length // layout.cp, len(model.layers)
+        ends = model.tok_embeddings is not None, model.output is not None
+        biases = isinstance(model, GPT) and model.config.bias
+        return language_bytes(layout.tp, tokens, model.config.dim, layers, ends, residual, size, biases=biases)
     if isinstance(model, ViT):
         elements = batch * model.config.patches * model.config.dim
         return 2 * len(model.layers) * 2 * part * elements * (residual + size)
@@ -211,6 +192,6 @@ def _context(
     if not isinstance(model, Transformer | GPT):
         raise ValueError(f"no formula for {type(model).__name__} over cp")
     config, size = model.config, _size(precision.compute)
-    heads, kv_heads = config.n_heads // layout.tp, math.lcm(config.n_kv_heads // layout.tp, ulysses)
+    heads, kv_heads = config.n_heads // layout.tp, math.lcm(max(config.n_kv_heads // layout.tp, 1), ulysses)
     a_head = batch * seq_length // layout.cp * config.head_dim  # elements in one head of this rank's tokens
     return context_bytes(layout.cp, ulysses, heads * a_head, 2 * kv_heads * a_head, size, len(model.layers))

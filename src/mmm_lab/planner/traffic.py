@@ -12,7 +12,7 @@ import math
 from mmm.layout import UNSHARDED, Layout, Techniques
 from mmm.models.gpt import GPTConfig, LanguageConfig
 from mmm.models.vit import ViTConfig
-from mmm.traffic.collective_bytes import context_bytes, factor
+from mmm.traffic.collective_bytes import context_bytes, factor, language_bytes, sharded_bytes
 from mmm_lab.planner.memory import MemoryModel, PlannedStage
 from mmm_lab.planner.network import Group
 
@@ -38,13 +38,12 @@ def sent_bytes(
     residual = memory.storage if technique in UNSHARDED else c
     if isinstance(config, LanguageConfig):
         if layout.tp > 1:
-            products = 1 if config.n_experts else 2
-            pairs = 2 * (products * layers * (residual + c) + (embedding + head) * residual)
-            summed = (2 * layers + head) * config.dim * residual + 3 * tokens * max(c, 4) * head
-            if isinstance(config, GPTConfig):  # the norms' biases; positions, of one sample a micro-batch
-                summed += (2 * layers + head) * config.dim * residual * config.bias
-                summed += embedding * microbatches * spec.seq_length / layout.cp * config.dim * residual
-            found["tp"] = factor("all_gather", layout.tp) * (pairs * tokens * config.dim + 2 * summed)
+            ends, pairs = (embedding, head), 1 if config.n_experts else 2
+            biases = isinstance(config, GPTConfig) and config.bias
+            found["tp"] = language_bytes(layout.tp, tokens, config.dim, layers, ends, residual, c, pairs, biases)
+            if isinstance(config, GPTConfig) and embedding:  # positions, of one sample a micro-batch
+                positions = microbatches * spec.seq_length / layout.cp
+                found["tp"] += 2 * factor("all_gather", layout.tp) * positions * config.dim * residual
         if layout.cp > 1:
             ulysses, a_head = techniques.ulysses_size(layout.cp), tokens * config.head_dim
             heads, kv_heads = config.n_heads // layout.tp, math.lcm(config.n_kv_heads // layout.tp or 1, ulysses)
@@ -69,21 +68,12 @@ def _data_parallel(
     memory: MemoryModel, stage: PlannedStage, layout: Layout, techniques: Techniques, microbatches: int
 ) -> dict[str, float]:
     technique, storage, spec = techniques.data_parallel, memory.storage, memory.spec
-    sizes, shards = memory.of(stage, layout, technique), memory.shards(layout, technique)[0]
-    axis = "dp_shard" if layout.cp == 1 else "cp" if layout.dp_shard == 1 else "dp_shard_cp"
-    if technique in UNSHARDED:
-        reduced = factor("all_reduce", shards) * sizes.local
-        if technique == "zero2":
-            reduced = factor("reduce_scatter", shards) * sizes.padded
-        updated = factor("all_gather", shards) * sizes.padded if technique != "ddp" else 0.0
-        return {"dp_replicate" if layout.dp_replicate > 1 else axis: storage * (reduced + updated)}
+    sizes = memory.of(stage, layout, technique)
     last = sizes.padded if spec.tied and len(stage.kinds) == 1 else sizes.last
     again = {"auto": sizes.padded - last, "always": sizes.padded, "never": 0}[techniques.reshard_after_forward]
     gathered = sizes.padded if layout.pp > 1 else microbatches * (sizes.padded + again)
-    return {
-        axis: factor("all_gather", shards) * (memory.compute * gathered + storage * sizes.padded),
-        "dp_replicate": factor("all_reduce", layout.dp_replicate) * sizes.sharded * storage,
-    }
+    local, padded = storage * sizes.local, storage * sizes.padded
+    return sharded_bytes(technique, layout, local, padded, memory.compute * gathered)
 
 
 def between_hosts(axis: str, sent: float, group: Group) -> float:

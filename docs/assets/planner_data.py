@@ -1,6 +1,6 @@
 """What docs/guide/planner.md counts with: models, machines and colours, as a script: a page in a file may load one.
 
-    python3 -m mmm_lab.planner.page_data > docs/guide/planner/data.js
+    python3 docs/assets/planner_data.py > docs/guide/planner/data.js
 
 The formulas stand beside it; `tests/docs/test_planner_page.py` holds them and it to this package.
 """
@@ -109,7 +109,7 @@ def data() -> dict[str, Any]:
 
 def script() -> str:
     """The text of docs/guide/planner/data.js: a line a model, a machine."""
-    lines = ["// Made by: python3 -m mmm_lab.planner.page_data > docs/guide/planner/data.js", "const PLANNER_DATA = {"]
+    lines = ["// Made by: python3 docs/assets/planner_data.py > docs/guide/planner/data.js", "const PLANNER_DATA = {"]
     for group, entries in data().items():
         lines.append(f"  {group}: {{")
         lines += [f"    {json.dumps(name)}: {json.dumps(entry)}," for name, entry in entries.items()]
