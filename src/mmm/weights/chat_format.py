@@ -12,14 +12,13 @@ versions 4 and 5; where they differ for a tokenizer.json, 5 goes by the post-pro
 from __future__ import annotations
 
 from collections.abc import Mapping
-from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
 from mmm.checkpoint.model_metadata import ChatFormat
 from mmm.errors import CheckpointError
 from mmm.history.record.folder import reason
-from mmm.outside import parse_json, read_file, read_json, short
+from mmm.outside import read_file, read_json, short
 
 TEMPLATE = "chat_template.jinja"
 NAMES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
@@ -59,6 +58,9 @@ def chat_format_of(about: Mapping[str, Any], folder: Path) -> ChatFormat | None:
 CONFIGS = ("special_tokens_map.json", "tokenizer_config.json")  # the later one counts
 
 
+UNKNOWN = "which token begins a text is not known: "
+
+
 def first_tokens(file: tuple[str, bytes], about: Mapping[str, Any], where: Path) -> tuple[tuple[int, ...], str]:
     """The tokens; and a note where they are not known.
 
@@ -73,49 +75,33 @@ def first_tokens(file: tuple[str, bytes], about: Mapping[str, Any], where: Path)
     if not file[0].endswith(".json"):
         return ((), "") if add is False else _of_sentencepiece(file[1])
     try:
-        tokenizer = parse_json(file[1])
-        found = _of_processor(tokenizer.get("post_processor"))
-        if found or add is not True or not isinstance(name, str):
-            return found, ""
-        vocabulary = _vocabulary(tokenizer)
-    except (ValueError, TypeError, LookupError, AttributeError):
+        import tokenizers
+    except ImportError:
+        return (), f"{UNKNOWN}that needs the package tokenizers, which is not installed"
+    try:
+        tokenizer = tokenizers.Tokenizer.from_buffer(file[1])
+    except Exception:  # the package raises nothing narrower
         raise CheckpointError(f"{where / file[0]} is no tokenizer, or is damaged") from None
-    if name not in vocabulary:
+    encoded = tokenizer.encode("a")
+    mask = encoded.special_tokens_mask
+    found = tuple(encoded.ids[: mask.index(0)]) if 0 in mask else ()
+    if found or add is not True or not isinstance(name, str):
+        return found, ""
+    token = tokenizer.token_to_id(name)
+    if token is None:
         raise CheckpointError(f"{where / CONFIGS[1]}: bos_token {name!r} is not in the vocabulary")
-    return (vocabulary[name],), ""
+    return (token,), ""
 
 
 def _of_sentencepiece(content: bytes) -> tuple[tuple[int, ...], str]:
-    unknown = "which token begins a text is not known: "
     try:
         import sentencepiece
     except ImportError:
-        return (), f"{unknown}that needs the package sentencepiece, which is not installed"
+        return (), f"{UNKNOWN}that needs the package sentencepiece, which is not installed"
     processor = sentencepiece.SentencePieceProcessor()
     try:
         processor.LoadFromSerializedProto(content)
     except RuntimeError:
-        return (), f"{unknown}tokenizer.model is no SentencePiece model"
+        return (), f"{UNKNOWN}tokenizer.model is no SentencePiece model"
     bos = processor.bos_id()
     return () if bos < 0 else (bos,), ""
-
-
-def _vocabulary(tokenizer: Mapping[str, Any]) -> dict[str, int]:
-    vocabulary = tokenizer["model"]["vocab"]
-    if isinstance(vocabulary, list):  # of a Unigram: pieces with their scores
-        vocabulary = {piece: i for i, (piece, _) in enumerate(vocabulary)}
-    return vocabulary | {each["content"]: each["id"] for each in tokenizer.get("added_tokens", [])}
-
-
-def _of_processor(processor: Any) -> tuple[int, ...]:
-    """What a post_processor of the package tokenizers adds before a text."""
-    kind = None if processor is None else processor["type"]
-    if kind == "Sequence":  # each adds to what those before it have added to
-        return tuple(token for each in reversed(processor["processors"]) for token in _of_processor(each))
-    if kind == "TemplateProcessing":
-        begin = takewhile(lambda piece: "SpecialToken" in piece, processor["single"])
-        names = [piece["SpecialToken"]["id"] for piece in begin]
-        return tuple(token for name in names for token in processor["special_tokens"][name]["ids"])
-    if kind in ("BertProcessing", "RobertaProcessing"):
-        return (processor["cls"][1],)
-    return ()

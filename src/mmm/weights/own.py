@@ -6,10 +6,9 @@ import io
 import os
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, cast
-from zipfile import ZipFile
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -47,26 +46,6 @@ FIELDS: dict[str, Any] = {
 }
 
 
-# What they may be, and the least of an int; one that is not named is an int of 1 at least.
-TYPES: dict[str, tuple[tuple[type, ...], int]] = {
-    **dict.fromkeys(("ffn_dim", "expert_dim"), ((int, type(None)), 1)),
-    **dict.fromkeys(("n_experts", "top_k"), ((int,), 0)),
-    **dict.fromkeys(("norm_eps", "rope_theta"), ((int, float), 0)),
-    "rope_scaling": ((dict, type(None)), 0),
-    "tie_word_embeddings": ((bool,), 0),
-}
-
-
-# Likewise of GPTConfig.
-GPT_TYPES: dict[str, tuple[tuple[type, ...], int]] = {
-    **dict.fromkeys(("dim", "n_layers", "n_heads", "vocab_size", "block_size"), ((int,), 1)),
-    "dropout": ((int, float), 0),
-    "attention_dropout": ((int, float, type(None)), 0),
-    "bias": ((bool,), 0),
-    "norm_eps": ((int, float), 0),
-}
-
-
 class OwnWeights(Weights):
     """A checkpoint's weights; its optimizer's state is not read.
 
@@ -80,12 +59,13 @@ class OwnWeights(Weights):
         identity = self.manifest.identity
         if (program := identity.get("program")) not in (TRAINED, IMPORTED):
             raise CheckpointError(f"{path} is of the program {short(program)}, whose model is no language model of lm")
-        known = dict.fromkeys(GPT_TYPES) if is_gpt(identity) else FIELDS
+        known = {field.name: None for field in fields(GPTConfig)} if is_gpt(identity) else FIELDS
         self.sizes = {name: identity.get(name, default) for name, default in known.items()}
         scaling = self.sizes.get("rope_scaling")
         if isinstance(scaling, dict) and scaling.get("rope_type") == "linear":
             self.sizes["rope_scaling"] = {name: scaling[name] for name in ("rope_type", "factor") if name in scaling}
-        if problem := broken_file(path, self.manifest.files, sums=False):
+        problem = broken_file(path, self.manifest.files, sums=False)
+        if problem:
             raise CheckpointError(problem)
         found = read_metadata(path, self.manifest.files)
         self._places: dict[str, list[tuple[ChunkStorageMetadata, Any]]] = {}
@@ -131,9 +111,6 @@ class OwnWeights(Weights):
             with open_file(path) as file:
                 file.seek(place.offset)
                 content = io.BytesIO(file.read(place.length))
-            if sum(part.file_size for part in ZipFile(content).infolist()) > place.length:
-                raise ValueError("it is compressed, which mmm does not write")
-            content.seek(0)
             tensor = torch.load(content, map_location="cpu", weights_only=True)
             if not isinstance(tensor, Tensor) or tuple(tensor.shape) != shape or tensor.dtype != dtype:
                 raise ValueError("it holds another tensor than the metadata say")
@@ -143,51 +120,37 @@ class OwnWeights(Weights):
 
 
 def _check_sizes(sizes: Mapping[str, Any], entries: Mapping[str, TensorEntry], where: Path) -> None:
-    """Raises CheckpointError where sizes are of another type, or not those of the tensors."""
-    types = GPT_TYPES if is_gpt(sizes) else TYPES
-    for name, value in sizes.items():
-        kinds, least = types.get(name, ((int,), 1))
-        if type(value) not in kinds or (type(value) is int and value < least):
-            raise CheckpointError(f"{where}: {name} is {short(value)}, which no model of lm has")
-    largest = max((max(entry.shape, default=1) for entry in entries.values()), default=0)
-    experts = sizes.get("n_experts", 0)
-    if sizes["n_layers"] > len(entries) or experts > largest:
-        text = f"{sizes['n_layers']} layers and {experts} experts"
-        raise CheckpointError(f"{where} has {len(entries)} tensors, which are too few for {text}")
-    if experts:
+    """Raises CheckpointError where sizes are not those of the tensors."""
+    if sizes.get("n_experts"):
         return
-    shapes = gpt_shapes_of(sizes) if is_gpt(sizes) else llama.shapes_of(sizes)
-    if more := sorted(entries.keys() - shapes.keys()):
+    try:
+        if sizes["n_layers"] > len(entries):
+            raise ValueError(f"{len(entries)} tensors are too few for {sizes['n_layers']} layers")
+        shapes = gpt_shapes_of(sizes) if is_gpt(sizes) else llama.shapes_of(sizes)
+    except (TypeError, ValueError, ArithmeticError) as error:
+        raise CheckpointError(f"{where} has sizes that no model of lm has: {error}") from None
+    more = sorted(entries.keys() - shapes.keys())
+    if more:
         raise CheckpointError(f"{where} has the tensor {short(more[0])}, which a model of these sizes has not")
     for name, shape in shapes.items():
         if name not in entries or entries[name].shape != shape:
-            there = "×".join(map(str, entries[name].shape)) if name in entries else "not there"
-            own = "×".join(map(str, shape))
-            raise CheckpointError(f"{where}: {name} is {there}, and the sizes of the model make it {own}")
+            there = entries[name].shape if name in entries else "not there"
+            raise CheckpointError(f"{where}: {name} is {there}, and the sizes of the model make it {shape}")
 
 
 def _metadata(path: Path, manifest: Manifest) -> ModelMetadata:
     """What `ModelMetadata.describe` has written. Raises CheckpointError: it is something else."""
     about = manifest.about
-    name, block = about.get("tokenizer"), about.get("block")
+    name, chat = about.get("tokenizer"), about.get("chat")
     if name not in (None, "") and (name not in TOKENIZERS or name not in manifest.files):
         raise CheckpointError(f"{path} has the tokenizer {short(name)}, which is none of {', '.join(TOKENIZERS)}")
-    if not (block is None or (type(block) is int and block > 0)):
-        raise CheckpointError(f"{path}: its longest sequence is {short(block)}, which is no number of tokens")
     tokenizer = None if name is None else (name, read_tokenizer(path / name) if name else b"")
     first, last = (tokens_of(about, key, path / MANIFEST) for key in ("bos", "eos"))
-    return ModelMetadata(block, last, tokenizer, bos=first, chat=_chat(about.get("chat"), path))
-
-
-def _chat(about: Any, path: Path) -> ChatFormat | None:
-    if about is None:
-        return None
-    template, tokens = (about.get(key) for key in ("template", "special_tokens")) if isinstance(about, dict) else "??"
-    if not (
-        isinstance(template, str) and isinstance(tokens, dict) and all(isinstance(t, str) for t in tokens.values())
-    ):
-        raise CheckpointError(f"{path}: its chat template is {short(about)}, which is none")
-    return ChatFormat(template, tokens)
+    try:
+        form = None if chat is None else ChatFormat(**chat)
+    except TypeError:
+        raise CheckpointError(f"{path}: its chat template is {short(chat)}, which is none") from None
+    return ModelMetadata(about.get("block"), last, tokenizer, bos=first, chat=form)
 
 
 class _Slabs(DefaultSavePlanner):
