@@ -91,12 +91,15 @@ def _where(model: nn.Module, name: str, given: Any, style: ParallelStyle) -> tup
     if not isinstance(style, NamedStyle):
         return name, style
     if isinstance(given, nn.Module) and not isinstance(given, CONTAINERS):
-        return name, style.at(name, None)
+        return name, style
     path = name.rpartition(".")[0]
     while path and isinstance(model.get_submodule(path), CONTAINERS):
         path = path.rpartition(".")[0]
-    inside = [f"{name}.{own}" for own, _ in given.named_parameters()] if isinstance(given, nn.Module) else [name]
-    return path, style.at(path, frozenset(own.removeprefix(f"{path}.") for own in inside))
+    if isinstance(given, nn.Module):
+        parameters = [f"{name}.{own}" for own, _ in given.named_parameters()]
+    else:
+        parameters = [name]
+    return path, style.of_parameters(frozenset(own.removeprefix(f"{path}.") for own in parameters))
 
 
 def _text(style: ParallelStyle) -> str:

@@ -28,9 +28,8 @@ from mmm.torch_private.autograd import at_end_of_backward
 
 # Buffers are the same on all ranks, or each rank's own. PyTorch 2.13 has another name for it.
 KNOWN = inspect.signature(DistributedDataParallel.__init__).parameters
-KEEP_BUFFERS: dict[str, Any] = {
-    "forward_sync_buffers" if "forward_sync_buffers" in KNOWN else "broadcast_buffers": False
-}
+SYNC_BUFFERS = "forward_sync_buffers" if "forward_sync_buffers" in KNOWN else "broadcast_buffers"
+KEEP_BUFFERS: dict[str, Any] = {SYNC_BUFFERS: False}
 
 
 class Reach(torch.autograd.Function):

@@ -35,18 +35,18 @@ Own = dict[str, tuple[nn.Module, str]]  # name → the module that has the param
 
 
 class NamedStyle(ParallelStyle):
-    """A style that a plan may give to single parameters as well, and that says in its messages where it stands.
+    """A style that a plan may give to single parameters as well.
 
     Attributes:
-        path: of the module whose forward uses them. names: of the parameters there; None: all that have no style yet.
+        names: of the parameters, in the module whose forward uses them; None: all that have no style yet.
     """
 
-    path: str = ""
     names: frozenset[str] | None = None
 
-    def at(self, path: str, names: frozenset[str] | None) -> Self:
+    def of_parameters(self, names: frozenset[str]) -> Self:
+        """This style for some parameters alone."""
         style = copy(self)
-        style.path, style.names = path, names
+        style.names = names
         return style
 
 

@@ -21,7 +21,6 @@ from mmm.errors import LayoutError
 from mmm.models.dropout import Dropout
 from mmm.parallel.plan import Plan, find
 from mmm.parallel.ties import find_ties
-from mmm.parallel.tp.replicated import NamedStyle
 from mmm.torch_private.groups import leave_generators_alone
 
 
@@ -36,13 +35,11 @@ def apply_tensor_parallel(model: nn.Module, mesh: DeviceMesh, plan: Plan) -> Non
     """
     tied = {name for tie in find_ties(model) for name in tie}  # `retie` refuses those
     _leave_generators_alone(mesh)
-    paths = {id(module): path for path, module in model.named_modules()}
     # Inner modules first: what is left of a module's parameters is then for its own style.
     styles = plan.placed(model, mesh.size()).tensor
     for pattern, style in sorted(styles.items(), key=lambda item: -item[0].count(".")):
         for module in find(model, pattern) if pattern else [model]:
-            named = style.at(paths[id(module)], style.names) if isinstance(style, NamedStyle) else style
-            parallelize_module(module, mesh, named)
+            parallelize_module(module, mesh, style)
     experts = {id(p) for pattern in plan.experts for module in find(model, pattern) for p in module.parameters()}
     plain = [name for name, p in model.named_parameters() if not isinstance(p, DTensor) and id(p) not in experts]
     without = [name for name in plain if name not in tied]
