@@ -73,7 +73,7 @@ def test_a_record_names_variables_and_tells_no_values(launcher):
     launcher.write("t.py", "import os\nprint(os.environ['MMM_LAUNCH_LINE'], os.environ['T'] == 's3cret')")
     words = ("-n", "1", "--device", "cpu", "--env", "T=s3cret", "--env=U=s3cret=", "python3", "t.py", "--env", "x=1")
     done = launcher.run(*words)
-    assert done.stdout == "launch -n 1 --device cpu --env 'T=…' '--env=U=…' python3 t.py --env x=1 True\n"
+    assert done.stdout == "launch -n 1 --device=cpu '--env=T=…' '--env=U=…' python3 t.py --env x=1 True\n"
     assert "s3cret" not in launcher.run("--dry-run", *words).stdout
 
 

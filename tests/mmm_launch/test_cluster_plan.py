@@ -306,7 +306,7 @@ def test_the_table_says_where_each_value_came_from(pbs):
         "(PBS_O_HOST=polaris-login-01)",
         "pbs job 123.cluster   (PBS_JOBID=123.cluster)",
         "2: x1 x2",
-        "4 a host, cuda   (Polaris)",
+        "4 a host   (Polaris)",
         "8, 4 a host   (one per accelerator: Polaris, × 2 hosts)",
         "pals, each by it   (mpiexec --version: PALS version 1.3.4)",
         "--cpu-bind depth -d 16   (Polaris)",

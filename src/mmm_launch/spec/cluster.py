@@ -158,7 +158,7 @@ def plan(
         by=options.by,
         bind=bind,
         binding=binding_words,
-        accelerators=Value(_in_words(device.value, devices), devices.source),
+        accelerators=Value(f"{devices.value or 'none'} a host", devices.source),
         settings=told,
         device_order=order,
         shared=shared,
@@ -235,14 +235,6 @@ def _devices(device: str | None, site: Machine, job: Job, found: Accelerators | 
     if found.count and device == found.device:
         return Value(found.count, f"{found.why} on this host")
     return Value(None, found.why)
-
-
-def _in_words(device: str | None, devices: Value[int | None]) -> str:
-    if device == "cpu":
-        return "not used: ranks compute on the CPU"
-    if not devices.value:
-        return f"none known: {devices.source}"
-    return f"{devices.value} a host" + (f", {device}" if device else "")
 
 
 def _binding(

@@ -5,7 +5,6 @@ import re
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
 from typing import NoReturn
 
 from mmm_launch.errors import LaunchError
@@ -261,12 +260,8 @@ def seconds(name: str, text: str | None) -> float | None:
 
 def untold(words: Sequence[str]) -> list[str]:
     """A command line for records: the variables of `--env` are named, their values are not told."""
-    own = len(words) - len(split(words)[1])
-    shown = []
-    for before, word in pairwise(["", *words[:own]]):
-        of_env = word.removeprefix("--env=") if word.startswith("--env=") else word if before == "--env" else ""
-        shown.append(f"{word[: len(word) - len(of_env)]}{of_env.partition('=')[0]}=…" if of_env else word)
-    return [*shown, *words[own:]]
+    given, command = split(words)
+    return [*(re.sub(r"^(--env=[^=]*=).*", r"\1…", word, flags=re.DOTALL) for word in given), *command]
 
 
 def _variable(text: str) -> tuple[str, str]:

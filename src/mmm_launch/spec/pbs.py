@@ -19,8 +19,7 @@ def detect(environ: Mapping[str, str]) -> Job | None:
     try:
         listed = hosts.parse_file(path, "PBS_NODEFILE")
     except LaunchError as error:
-        fix = "Without PBS: --scheduler none, with --hosts a,b or on this host alone."
-        raise LaunchError(f"{error}\n  {fix}") from None
+        raise LaunchError(f"{error}\n  Without PBS: --scheduler none") from None
     why = {"scheduler": f"PBS_JOBID={environ['PBS_JOBID']}", "hosts": f"PBS_NODEFILE={path}"}
     tasks = tuple(max(count, 1) for count in listed.values()) if any(listed.values()) else ()
     if tasks:
