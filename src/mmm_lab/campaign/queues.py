@@ -22,7 +22,6 @@ class Queue(NamedTuple):
     Attributes:
         lines: of a job on a machine that is not known. queue_line, project_line: where these are given.
         output: the line by which a job's output goes to a file of a folder, which bears the job's id.
-        not_in_output: characters of a folder that mean something else there.
     """
 
     submit: tuple[str, ...]
@@ -35,7 +34,6 @@ class Queue(NamedTuple):
     queue_line: str
     project_line: str
     output: str
-    not_in_output: str
 
 
 QUEUES = {
@@ -50,7 +48,6 @@ QUEUES = {
         queue_line="#SBATCH -p {queue}",
         project_line="#SBATCH -A {project}",
         output="#SBATCH -o {}/%j.out",
-        not_in_output="%'\"\\",
     ),
     "pbs": Queue(
         submit=("qsub",),
@@ -63,7 +60,6 @@ QUEUES = {
         queue_line="#PBS -q {queue}",
         project_line="#PBS -A {project}",
         output="#PBS -j oe -o {}/",
-        not_in_output=":'\"\\",
     ),
 }
 

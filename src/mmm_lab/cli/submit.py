@@ -5,9 +5,10 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
@@ -120,7 +121,9 @@ def make_script(args: argparse.Namespace, command: Sequence[str]) -> JobScript:
         raise ConfigError(f"--before-end {args.before_end}: the job has {clock_time(walltime)}, and would save at once")
     if not 1 <= args.jobs <= MOST_JOBS:
         raise ConfigError(f"--jobs {args.jobs}: it must be from 1 to {MOST_JOBS:,}")
-    _check_directives(args)
+    _check_words({"--project": args.project, "--queue": args.queue})
+    if not "".join(args.directive).isprintable():
+        raise ConfigError(f"--directive {args.directive}: each is one line; repeat --directive for another")
     machine = _machine(args)
     words = queues.QUEUES[machine.scheduler]
     begin = [f"cd {shlex.quote(os.getcwd())}", _activation()]
@@ -128,11 +131,7 @@ def make_script(args: argparse.Namespace, command: Sequence[str]) -> JobScript:
     folder, after = None, ""
     if args.until_done:
         folder = commands.folder_of(command)
-        if not str(folder).isprintable() or set(str(folder)) & set(words.not_in_output):
-            raise ConfigError(
-                f"--outdir {folder}: the jobs' output goes there by a line for the scheduler, in which a line's end "
-                f"and {' '.join(words.not_in_output)} mean something else; give another"
-            )
+        _check_words({"--outdir": folder})
         command = commands.going_on(command, folder)
         where = shlex.quote(str(folder))
         directives.append(words.output.format(shlex.quote(str(folder / "jobs"))))
@@ -146,14 +145,13 @@ def make_script(args: argparse.Namespace, command: Sequence[str]) -> JobScript:
     return JobScript(text, machine.scheduler, commands.name_of(command), folder, doubt)
 
 
-def _check_directives(args: argparse.Namespace) -> None:
+def _check_words(flags: Mapping[str, object]) -> None:
     """What goes into the scheduler's lines ends none of them, and begins no other word. Raises ConfigError."""
-    for flag, value in (("--project", args.project), ("--queue", args.queue)):
-        if value and shlex.quote(value) != value:
-            raise ConfigError(f"{flag} {value!r}: it is one word of a line for the scheduler, as it was given to you")
-    for text in args.directive:
-        if not text.isprintable():
-            raise ConfigError(f"--directive {text!r}: it is one line; repeat --directive for another")
+    for flag, value in flags.items():
+        if value is not None and not re.fullmatch(r"[\w@+=,./-]+", str(value)):
+            raise ConfigError(
+                f"{flag} {str(value)!r}: it is a word of a line for the scheduler: letters, digits, @+=,./-_"
+            )
 
 
 def _machine(args: argparse.Namespace) -> Machine:
