@@ -114,6 +114,12 @@ def check_difference(run: Run, difference: float, what: str) -> None:
         raise RuntimeError(f"{what} by {difference:.1e}, more than {limit:.0e}")
 
 
+def most_of_ranks(local: dict[str, int], device: torch.device) -> dict[str, int]:
+    """Of each number the largest of all ranks. A collective."""
+    everyone = gather_floats([float(number) for number in local.values()], device)
+    return {name: int(max(column)) for name, column in zip(local, zip(*everyone, strict=True), strict=True)}
+
+
 def same_losses(run: Run, *models: Sequence[Sequence[float]]) -> bool:
     """Log and record how far losses are apart. Whether all are those of the first way.
 

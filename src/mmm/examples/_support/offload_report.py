@@ -7,9 +7,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from mmm.examples._support.by_hand import same_losses
+from mmm.examples._support.by_hand import most_of_ranks, same_losses
 from mmm.parallel.local import to_local
-from mmm.runtime.process_group import gather_floats
 from mmm.trainer.run.core import Run
 
 PLACES = ("device", "host", "disk")
@@ -25,8 +24,7 @@ def bytes_by_place(way: str, optimizer: torch.optim.Optimizer, device: torch.dev
     local = dict.fromkeys(PLACES, 0)
     local[where] += sum(to_local(tensor).nbytes for tensor in shards if tensor is not None)
     local["disk" if way == "disk" else where] += sum(to_local(state).nbytes for state in states if state.ndim)
-    everyone = gather_floats([float(local[place]) for place in PLACES], device)
-    return {place: int(max(rank[i] for rank in everyone)) for i, place in enumerate(PLACES)}
+    return most_of_ranks(local, device)
 
 
 def report(run: Run, ways: Mapping[str, tuple[dict[str, int], list[float]]]) -> bool:

@@ -10,10 +10,9 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from mmm.examples._support.by_hand import same_losses
+from mmm.examples._support.by_hand import most_of_ranks, same_losses
 from mmm.models.draw import parameter_count
 from mmm.parallel.memory.measure import local_elements
-from mmm.runtime.process_group import gather_floats
 from mmm.trainer.run.core import Run
 
 KINDS = ("parameters", "gradients", "optimizer_state")
@@ -23,8 +22,7 @@ TECHNIQUES = ("ddp", "zero1", "zero2", "zero3")  # by stage
 def most_elements(model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device) -> dict[str, int]:
     """Of each kind, the elements on the rank that holds most; to be called as `local_elements`. A collective."""
     local = local_elements(model, optimizer)
-    everyone = gather_floats([float(local[kind]) for kind in KINDS], device)
-    return {kind: int(max(column)) for kind, column in zip(KINDS, zip(*everyone, strict=True), strict=True)}
+    return most_of_ranks({kind: local[kind] for kind in KINDS}, device)
 
 
 def theory(stage: int, full: int, ranks: int) -> dict[str, float]:

@@ -108,18 +108,15 @@ def check_pipeline(layout: Layout, techniques: Techniques, batch: int, parts: in
 def _split_problems(schedule: str, techniques: Techniques) -> list[str]:
     """What does not go with a schedule that splits the backward of a stage in two."""
     wrong = []
+    why = f"with {schedule}, which splits the backward of a stage in two"
     if techniques.compile:
         wrong.append(
-            f"{config_field('compile')} "
-            f"with {schedule}, which splits the backward of a stage in two: PyTorch cannot split a compiled "
-            f"one; leave {config_field('compile')} out, or use 1F1B or Interleaved1F1B"
+            f"{config_field('compile')} {why}: PyTorch cannot split a compiled one; use 1F1B or Interleaved1F1B"
         )
     if techniques.checkpointing == "selective":
         wrong.append(
-            f"{config_field('checkpointing')} "
-            f"selective with {schedule}, which goes through the backward of a stage twice, for its input "
-            f"and for its weights: what was kept, PyTorch gives back once; use full (which then "
-            f"recomputes the forward twice), or 1F1B or Interleaved1F1B"
+            f"{config_field('checkpointing')} selective {why}: PyTorch gives back once what was kept; use full, "
+            f"or 1F1B, or Interleaved1F1B"
         )
     return wrong
 
