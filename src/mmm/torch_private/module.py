@@ -74,13 +74,6 @@ def is_view(tensor: Tensor) -> bool:
     return tensor._is_view()
 
 
-def base_of(tensor: Tensor) -> Tensor:
-    """The tensor that a view is one of; of others the tensor itself.
-
-    Private: Tensor._base, seen in 2.10 to 2.14; instead: nothing."""
-    return tensor if tensor._base is None else tensor._base
-
-
 def storage_id(storage: torch.UntypedStorage) -> int:
     """A number that no other live storage has, also one without memory, whose data_ptr is 0.
 

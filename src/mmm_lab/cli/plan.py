@@ -62,7 +62,7 @@ def parser() -> argparse.ArgumentParser:
         prog="mmm plan", description=__doc__, epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = made.add_argument
-    add("--model", metavar="NAME", help="a preset of mmm.trainer.lm, vit, vit-base …, cnn, the config.json of a Llama")
+    add("--model", metavar="NAME", help="a preset of mmm.trainer.lm, vit, vit-base …, the config.json of a Llama")
     add("--site", metavar="NAME", help="a known machine; mmm machine lists them")
     add("--machine", metavar="FILE", help="a machine of one's own, such as mmm machine --measure writes")
     add("--hosts", metavar="N", type=int)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from mmm_lab.planner.candidate import Candidate
     from mmm_lab.planner.search import Search
 
-DATA = {"mmm.trainer.lm": "random", "mmm.trainer.vit": "digits", "mmm.trainer.cnn": "digits"}  # without a download
+DATA = {"mmm.trainer.lm": "random", "mmm.trainer.vit": "digits"}  # without a download
 
 
 def _flags(search: Search, candidate: Candidate) -> list[str]:
@@ -28,13 +28,9 @@ def _flags(search: Search, candidate: Candidate) -> list[str]:
 
     spec, device = search.spec, search.machine.device
     flags = trainer_flags(candidate, spec, search.global_batch, search.dtype)
-    data = ["--dataset", DATA[spec.program]]
-    if "--dataset" in flags:
-        at = flags.index("--dataset")
-        flags[at : at + 2] = data
-        data = []
+    flags += ["--dataset", DATA[spec.program]]
     optimizer = ["--optimizer", search.optimizer] if search.optimizer != "adamw" else []
-    return [*flags, *data, *optimizer, "--device", device if device == "cpu" or is_available(device) else "cpu"]
+    return [*flags, *optimizer, "--device", device if device == "cpu" or is_available(device) else "cpu"]
 
 
 def dry_run(search: Search, candidate: Candidate, args: argparse.Namespace) -> int:

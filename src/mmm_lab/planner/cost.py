@@ -113,9 +113,7 @@ class CostModel:
         splits: bool,
     ) -> Layer:
         spec, machine, c = self.spec, self.machine, self.memory.compute
-        kind = next((kind for kind in spec.kinds if kind.role == "layer"), None)
-        if kind is None:
-            return Layer(0.0, 0.0)
+        kind = next(kind for kind in spec.kinds if kind.role == "layer")
         layout = Layout(dp_shard=ep, cp=cp, tp=tp, ep=ep)
         groups = self.groups(layout)
         kept = self.memory.kept(tp, replicas)
@@ -196,18 +194,13 @@ class CostModel:
             layout.pp > 1 and SCHEDULES[techniques.schedule].splits,
         )
         head, head_waits = self.head(layout.tp, layout.cp, batch, techniques.loss_chunks)
-        slowest, p2p, bubble = (0.0, 0.0, 0.0, 0, 0.0), 0.0, 0.0
+        slowest, p2p, bubble = (0.0, 0.0, 0.0, 0), 0.0, 0.0
         for stage in stages:
-            layers, flops = 0, 0.0
-            for number, count in stage.kinds:
-                kind = spec.kinds[number]
-                layers += count * (kind.role == "layer")
-                flops += 3 * count * kind.flops * (kind.role == "module")
-            modules = flops * batch / layout.tp / self.rate
-            compute = layers * (layer.forward + layer.backward) + modules + (head if stage.has_head else 0.0)
+            layers = sum(count for number, count in stage.kinds if spec.kinds[number].role == "layer")
+            compute = layers * (layer.forward + layer.backward) + (head if stage.has_head else 0.0)
             waits = layers * layer.tp + (head_waits if stage.has_head else 0.0)
-            slowest = max(slowest, (compute + waits + layers * (layer.cp + layer.ep), compute, waits, layers, modules))
-        total, compute, waits, layers, modules = slowest
+            slowest = max(slowest, (compute + waits + layers * (layer.cp + layer.ep), compute, waits, layers))
+        total, compute, waits, layers = slowest
         if layout.pp > 1:
             passed = (
                 self.memory.kept(layout.tp, techniques.data_parallel in UNSHARDED).boundary
@@ -219,7 +212,7 @@ class CostModel:
             p2p = 2 * stages[0].own * send(passed, pipeline, machine)
             bubble = bubble_of(techniques.schedule, layout.pp, microbatches, stages[0].own)
         exposed = {"tp": waits, "cp": layers * layer.cp, "ep": layers * layer.ep, "pp": p2p}
-        forward = layers * layer.forward + (head + modules) / 3
+        forward = layers * layer.forward + head / 3
         return Work(
             seconds=microbatches * (total + p2p) / (1 - bubble),
             bubble=bubble,

@@ -150,9 +150,7 @@ class MemoryModel:
             return transformer_layer(config, tp, c, residual, self.device == "cpu", not grouped)
         if isinstance(config, GPTConfig):
             return gpt_layer(config, tp, self.spec.seq_length, c, residual)
-        if any(kind.role == "layer" for kind in self.spec.kinds):
-            return vit_layer(config, tp, c, residual)
-        return KeptActivations(0, 0, 0, 0, 0, 0, 0)
+        return vit_layer(config, tp, c, residual)
 
     def _activations(
         self, stage: PlannedStage, tp: int, cp: int, replicas: bool, checkpointing: str, batch: float
@@ -173,8 +171,7 @@ class MemoryModel:
             working += everything - a_layer  # one layer is computed again
         layers = sum(count for number, count in stage.kinds if self.spec.kinds[number].role == "layer")
         head = kept.head * tokens if stage.has_head and layers else 0.0
-        modules = sum(count * self.spec.kinds[number].saved for number, count in stage.kinds) * self.compute * batch
-        return Backward(layers * a_layer + modules, head, working, a_layer if layers else 0.0)
+        return Backward(layers * a_layer, head, working, a_layer if layers else 0.0)
 
     def logits(self, layout: Layout, techniques: Techniques, batch: float) -> tuple[float, float]:
         """Bytes of the logits of a micro-batch and all that the loss makes of them, at their peak; and of the gradients

@@ -11,12 +11,11 @@ from typing import Any
 
 from mmm.errors import CheckpointError, ConfigError
 from mmm.models import gpt, transformer, vit
-from mmm.models.cnn import CNNConfig
 from mmm.models.rope import RopeScaling
 from mmm.models.transformer import TransformerConfig
 from mmm.outside import read_json
 from mmm.weights import llama_keys
-from mmm_lab.planner.image_models import cnn_spec, vit_spec
+from mmm_lab.planner.image_models import vit_spec
 from mmm_lab.planner.models import language_spec
 from mmm_lab.planner.spec import ModelSpec
 
@@ -29,7 +28,7 @@ def read_model(name: str, sizes: Mapping[str, int | None], seq_length: int, tie:
     """The model that ``--model`` names.
 
     Args:
-        name: a preset of the Transformer; ``gpt``, ``gpt-shakespeare`` …; ``vit``, ``vit-base`` …; ``cnn``; the path
+        name: a preset of the Transformer; ``gpt``, ``gpt-shakespeare`` …; ``vit``, ``vit-base`` …; the path
             of a Llama's config.json, as Hugging Face has it. sizes: those of `SIZES` that the command line changes.
 
     Raises:
@@ -59,13 +58,10 @@ def read_model(name: str, sizes: Mapping[str, int | None], seq_length: int, tie:
         sizes_of_gpt = replace(gpt.PRESETS[preset], block_size=seq_length)  # as the trainer's
         own = ("--model", "gpt", "--preset", preset, "--vocab_size", str(sizes_of_gpt.vocab_size))
         return replace(language_spec(sizes_of_gpt, seq_length), name=name, flags=own)
-    if name == "cnn":
-        return cnn_spec(CNNConfig())
     known = [
         *transformer.PRESETS,
         *(f"gpt-{size}" for size in gpt.PRESETS),
         *(f"vit-{size}" for size in vit.PRESETS),
-        "cnn",
     ]
     near = get_close_matches(name, known, n=1)
     hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(known)}, and the config.json of a Llama"

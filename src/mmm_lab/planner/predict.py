@@ -5,10 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from mmm.models.cnn import CNNConfig
 from mmm.models.gpt import LanguageConfig
 from mmm.models.vit import ViTConfig
-from mmm_lab.planner.image_models import cnn_spec, vit_spec
+from mmm_lab.planner.image_models import vit_spec
 from mmm_lab.planner.memory import MemoryModel, PlannedStage, full_model, stages_for
 from mmm_lab.planner.models import language_spec
 from mmm_lab.planner.spec import ModelSpec
@@ -52,8 +51,6 @@ def spec_of(resolved: Any, flops: bool) -> ModelSpec | None:
         return language_spec(sizes, resolved.sample.shape[-1], flops)
     if isinstance(sizes, ViTConfig):
         return vit_spec(sizes, flops)
-    if isinstance(sizes, CNNConfig):
-        return cnn_spec(sizes)
     return None
 
 

@@ -19,7 +19,6 @@ from functools import lru_cache
 from mmm.layout import UNSHARDED, Layout, Techniques
 from mmm.models.gpt import GPTConfig, LanguageConfig
 from mmm.models.transformer import TransformerConfig
-from mmm.models.vit import ViTConfig
 from mmm.parallel import rules
 from mmm.parallel.plans.gpt import gpt_rules
 from mmm.parallel.pp.schedules import SCHEDULES
@@ -78,10 +77,8 @@ class Search:
             broken = gpt_rules(spec.config, layout, spec.seq_length, ulysses)
         elif isinstance(spec.config, TransformerConfig):
             broken = rules.transformer_rules(spec.config, layout, spec.seq_length, ulysses)
-        elif isinstance(spec.config, ViTConfig):
-            broken = rules.vit_rules(spec.config, layout)
         else:
-            broken = rules.cnn_rules(spec.config, layout)
+            broken = rules.vit_rules(spec.config, layout)
         return next(iter(broken.values()), "")
 
     def _ulysses(self, tp: int, cp: int) -> list[int]:

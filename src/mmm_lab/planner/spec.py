@@ -60,17 +60,15 @@ class PartKind:
     """Parts that are alike.
 
     Attributes:
-        role: ``embedding``, ``layer``, ``head``, or ``module``: a part of a CNN.
+        role: ``embedding``, ``layer`` or ``head``.
         matrices: in the order of the model. flops: of the forward of one sample. attention_flops: of these those of a
             causal score, of which a kernel computes half.
-        saved: elements that a sample leaves for backward, of a ``module``.
     """
 
     role: str
     matrices: tuple[Matrix, ...]
     flops: int
     attention_flops: int = 0
-    saved: int = 0
 
     @property
     def parameters(self) -> int:

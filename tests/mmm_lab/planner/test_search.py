@@ -11,7 +11,7 @@ import pytest
 
 from mmm.parallel import Layout, Techniques
 from mmm.parallel.pp.schedules import SCHEDULES
-from mmm.trainer import cnn, lm, vit
+from mmm.trainer import lm, vit
 from mmm.trainer.config.command_line import parse
 from mmm_lab.planner.candidate import Choice, divisors
 from mmm_lab.planner.named_model import read_model
@@ -20,7 +20,7 @@ from mmm_lab.planner.script import job_script, launch_line
 from mmm_lab.planner.search import Search
 from mmm_launch.machines.find import named
 
-TRAINERS = {"mmm.trainer.lm": lm, "mmm.trainer.vit": vit, "mmm.trainer.cnn": cnn}
+TRAINERS = {"mmm.trainer.lm": lm, "mmm.trainer.vit": vit}
 
 
 def searched(model, site, hosts, batch, seq=2048, dtype="bf16", sizes=None, fixed=None, **machine):
@@ -96,7 +96,6 @@ def test_nothing_that_was_passed_over_is_faster(aurora):
         ("gpt2", "dgx-h100", 1, 64, "bf16", {}),
         ("small", "laptop", 1, 8, "fp32", {}),
         ("vit-base", "perlmutter", 2, 64, "bf16", {}),
-        pytest.param("cnn", "dgx-h100", 1, 64, "bf16", {}, marks=pytest.mark.long),
     ],
 )
 def test_the_trainer_takes_what_is_printed(monkeypatch, tmp_path, model, site, hosts, batch, dtype, sizes):
