@@ -18,8 +18,6 @@ from __future__ import annotations
 
 import math
 import os
-import resource
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -129,11 +127,6 @@ def span(record: Mapping[str, Any]) -> tuple[datetime, datetime] | None:
     return datetime.fromtimestamp(min(record["marks"]["started"])), datetime.fromtimestamp(max(ends))
 
 
-def since(source: str) -> str:
-    """What `Times.source` is called in a sentence: "seconds from …"."""
-    return SINCE.get(source, source)
-
-
 def table(record: Mapping[str, Any], hosts: Sequence[str]) -> str:
     """The parts, each its median over the ranks; the slowest rank; the packages that took longest to import."""
     by_part = parts(record)
@@ -142,8 +135,9 @@ def table(record: Mapping[str, Any], hosts: Sequence[str]) -> str:
     last = "the end of the first step" if "first step" in by_part else "the process group"
     ranks = len(totals)
     among = f", median of {ranks} ranks; rank {slow} on {hosts[slow]}: {max(totals):.2f} s" if ranks > 1 else ""
+    source = record["started_from"]
     lines = [
-        f"start-up: {median(totals):.2f} s from {since(record['started_from'])} to {last}{among}",
+        f"start-up: {median(totals):.2f} s from {SINCE.get(source, source)} to {last}{among}",
         "  " + ", ".join(f"{name}: {median(values):.2f}" for name, values in by_part.items()),
     ]
     shared = record["imports"]["shared"]
@@ -151,10 +145,3 @@ def table(record: Mapping[str, Any], hosts: Sequence[str]) -> str:
         longest = sorted(shared.items(), key=lambda item: -item[1])[:LONGEST]
         lines.append("  imported once for all: " + ", ".join(f"{name} {seconds:.2f}" for name, seconds in longest))
     return "\n".join(lines)
-
-
-def process_cost() -> tuple[float, int]:
-    """CPU seconds of this process and of its children that have ended; the most bytes it had resident at once."""
-    own, children = resource.getrusage(resource.RUSAGE_SELF), resource.getrusage(resource.RUSAGE_CHILDREN)
-    peak = own.ru_maxrss if sys.platform == "darwin" else 1024 * own.ru_maxrss
-    return own.ru_utime + own.ru_stime + children.ru_utime + children.ru_stime, peak

@@ -1,7 +1,6 @@
 """A running run's record where the file system has no locks, and a journal that goes away under its writer."""
 
 import errno
-import json
 import os
 import re
 import subprocess
@@ -41,7 +40,6 @@ FOLD = (
 from mmm_lab.cli.history import main
 from mmm.errors import UserError
 from mmm.history.record import reader
-reader.socket.gethostname = lambda: sys.argv[2]
 try:
     main([sys.argv[1], "--finalize"])
 except UserError as error:
@@ -101,10 +99,8 @@ def test_a_running_run_is_not_finalized(writer):
     done = fold_elsewhere(writer.folder)
     assert done.returncode == 1
     assert f"{writer.process.pid}" in done.stderr
-    age(writer.folder, 3600)  # a process that lives counts, however long it has not written
-    assert fold_elsewhere(writer.folder).returncode == 1
     age(writer.folder, 3)
-    done = fold_elsewhere(writer.folder, "another")  # no process to ask: the last write counts
+    done = fold_elsewhere(writer.folder, "another")
     assert done.returncode == 1
     said = rf"written \d+ s ago by process {writer.process.pid} on {HERE}: only after 15 minutes"
     assert re.search(said, done.stderr)
@@ -151,11 +147,6 @@ def test_state_without_locks(tmp_path, no_locks):
     assert mmm.history.state(tmp_path) == load(tmp_path).attrs["state"] == "running"
     with pytest.raises(RecordError, match=r"still writing \(this file system has no locks"):
         finalize(tmp_path)
-    text = (tmp_path / "journal.jsonl").read_text()
-    header = json.loads(text.splitlines()[0])
-    header["writer"]["began"] = "another process of that pid"
-    (tmp_path / "journal.jsonl").write_text("\n".join([json.dumps(header), *text.splitlines()[1:], ""]))
-    assert mmm.history.state(tmp_path) == "running"  # it has just been written
     age(tmp_path, reader.RECENT + 5)
     assert mmm.history.state(tmp_path) == "killed"
 

@@ -61,9 +61,6 @@ def _draw_one(axes: "Axes", s: Series, shown: AxisLimits, color: str, slow: int 
     elif s.sparse or len(x) < 3:
         axes.plot(x, y, color=color, lw=1.2, label=s.name)
         _markers(axes, x, y, shown, color, 4)
-    elif len(x) >= 100 and noisy(y, middle := running_median(y, window := max(5, len(x) // 40) | 1)):
-        axes.plot(*thin(x, y), color=color, lw=0.8, alpha=0.35, label="each row")
-        axes.plot(*thin(x, middle), color=color, lw=1.8, label=f"running median of {window}")
     else:
         axes.plot(*thin(x, y), color=color, lw=1.6, label=s.name)
         if len(x) <= 25:
@@ -187,15 +184,3 @@ def bar_step(x: np.ndarray) -> float:
     """The smallest distance between two steps."""
     different = np.unique(x)
     return float(np.diff(different).min()) if len(different) > 1 else 1.0
-
-
-def noisy(y: np.ndarray, middle: np.ndarray) -> bool:
-    """Whether `y` differs from `middle` by more than 0.5 % of its range at most rows."""
-    return bool(np.median(np.abs(y - middle)) > 0.005 * (np.max(y) - np.min(y)))
-
-
-def running_median(y: np.ndarray, window: int) -> np.ndarray:
-    """The median over `window` rows around each row, over fewer at the ends."""
-    half = window // 2
-    padded = np.pad(y, half, constant_values=np.nan)
-    return np.nanmedian(np.lib.stride_tricks.sliding_window_view(padded, 2 * half + 1), axis=1)

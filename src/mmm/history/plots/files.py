@@ -6,7 +6,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mmm.history.plots.save import list_files, save_pictures, save_text
+from mmm.history.plots.save import save_pictures, save_text
 from mmm.history.plots.series import config_of, main_loss, metrics
 from mmm.history.plots.terminal import terminal_plot, terminal_summary
 
@@ -29,7 +29,6 @@ def plot_summary(ds: "xarray.Dataset", outdir: Path | str) -> list[Path]:
     folder, loss = Path(outdir), main_loss(ds)
     written = [] if loss is None else save_text(partial(terminal_summary, ds, loss), folder, "summary")
     written += save_pictures({"summary": _summary(ds, folder)}, folder, (".png",), "light")
-    list_files(folder, written)
     return written
 
 
@@ -55,7 +54,6 @@ def plot_all(
     figures: dict[str, Draw] = {name: _metric(ds, name) for name in drawn}
     figures |= {"summary": _summary(ds, folder)} if names is None else {}
     written += save_pictures(figures, folder, (".png", ".svg"), theme)
-    list_files(folder, written)
     return written
 
 

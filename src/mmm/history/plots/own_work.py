@@ -57,8 +57,7 @@ class Slow(NamedTuple):
 
 
 def own_work(ds: xarray.Dataset) -> OwnWork | None:
-    """Of a record; None where it was not timed, or there is one rank. In a mesh that is a pipeline and nothing else it
-    is ``dt - dtw`` where there is no ``dt_own``."""
+    """Of a record; None where it was not timed, or there is one rank."""
     if ds.sizes.get("rank", 1) < 2 or not ds.sizes["draw"]:
         return None
     if all(name in ds and ds[name].ndim == 2 for name in ("dt", OWN)):
@@ -66,8 +65,6 @@ def own_work(ds: xarray.Dataset) -> OwnWork | None:
     if all(f"{name}_{over}" in ds for name, over in ((OWN, "max"), (OWN, "median"), (OWN, "argmax"), ("dt", "max"))):
         over = ds[f"{OWN}_max"].values - ds[f"{OWN}_median"].values
         return OwnWork(OWN, ds["dt_max"].values, known_ranks(ds[f"{OWN}_argmax"].values), over)
-    if all(name in ds and ds[name].ndim == 2 for name in ("dt", "dtw")) and is_pipeline(ds):
-        return _by_rank("dt - dtw", ds["dt"].values, ds["dt"].values - ds["dtw"].values)
     return None
 
 
@@ -145,12 +142,6 @@ def most_often(values: np.ndarray) -> tuple[Any, int]:
     """Which of the values, at least one, is there most often, the smallest of several, and how often."""
     found, times = np.unique(values, return_counts=True)
     return found[times.argmax()], int(times.max())
-
-
-def is_pipeline(ds: xarray.Dataset) -> bool:
-    """Whether ranks differ by their stage alone."""
-    axes = [str(name) for name in ds.coords if str(name).startswith("axis_")]
-    return bool(axes) and all(name == "axis_pp" or not ds[name].values.any() for name in axes)
 
 
 def communication_to_computation(dt: np.ndarray, own: np.ndarray) -> float | None:

@@ -1,15 +1,12 @@
 """Pictures and texts of any kind, to files under a run's folder. What fails is a warning, never the end of a run."""
 
-import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mmm.errors import RecordError
-from mmm.history.record.folder import PLOT_LIST, PLOTS, write_atomically
-from mmm.outside import read_json
+from mmm.history.record.folder import PLOTS
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -45,11 +42,6 @@ def save_text(draw: Callable[[], str], folder: Path, name: str) -> list[Path]:
     return _attempt(name, write)
 
 
-def list_files(folder: Path, written: Sequence[Path]) -> None:
-    """Add to the list of plots drawn here: `prepare` with overwrite removes these and no others."""
-    _attempt("the list of plots", partial(_list, folder, written))
-
-
 def _attempt(name: str, draw: Callable[[], list[Path]]) -> list[Path]:
     try:
         return draw()
@@ -65,12 +57,3 @@ def _picture(draw: "Draw", folder: Path, name: str, suffixes: Sequence[str]) -> 
     if figure is None:
         return []
     return save(figure, *(folder / PLOTS / "mplot" / f"{kind[1:]}s" / f"{name}{kind}" for kind in suffixes))
-
-
-def _list(folder: Path, written: Sequence[Path]) -> list[Path]:
-    path = folder / PLOT_LIST
-    known = {name for name in read_json(path, RecordError, list) if isinstance(name, str)} if path.exists() else set()
-    known |= {str(file.relative_to(folder)) for file in written}
-    if known:
-        write_atomically(path, json.dumps(sorted(known), indent=1).encode())
-    return []

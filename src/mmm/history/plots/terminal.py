@@ -4,7 +4,7 @@ import re
 import textwrap
 from collections.abc import Sequence
 from itertools import zip_longest
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -59,37 +59,44 @@ def side_by_side(ds: "xarray.Dataset", names: Sequence[str], width: int = 100, h
     return "".join(" ".join(f"{cell:<{each}}" for cell in line).rstrip() + "\n" for line in lines)
 
 
-def plain(drawn: str, color: bool = False) -> str:
-    """`drawn` without trailing spaces, and without colour unless `color`."""
-    return "\n".join(line.rstrip() for line in (drawn if color else _ESCAPES.sub("", drawn)).splitlines()) + "\n"
-
-
 def plot_by_letters(
     curves: Sequence[Series], title: str, low: float, high: float, width: int, height: int, color: bool = False
 ) -> str:
-    """The curves between two values of y, each by a letter; one alone as a line. Of points that coincide the last is
-    shown."""
+    """The curves between two values of y in `width` × `height` characters by plotext, each by a letter; one alone as a
+    line. Of points that coincide the last is shown."""
+    import plotext
+
     low, high = widened(low, high)
-    signals = []
-    for s, letter in zip(curves, LETTERS * len(curves), strict=False):
-        inside = np.flatnonzero(np.isfinite(s.y) & (s.y >= low) & (s.y <= high))
-        if len(curves) > 1:
-            inside = inside[:: max(1, len(inside) // width)]
-            signals.append(ChartSeries(s.x[inside].tolist(), s.y[inside].tolist(), letter, connected=False))
-        else:
-            signals.append(ChartSeries(s.x[inside].tolist(), s.y[inside].tolist(), "hd", connected=not s.sparse))
-    x = [place for signal in signals for place in signal.x]
-    left, right = min(x), max(x)
-    x_name = curves[0].x_name
-    axes = ChartAxes(
-        title,
-        x_name,
-        ticks(left, right, max(2, width // 14), integer=x_name in WHOLE),
-        (left, right) if right > left else (left - 1, right + 1),
-        ticks(low, high, max(2, height // 3)),
-        (low, high),
-    )
-    return plain(chart(signals, axes, width, height, color), color)
+    left = min(float(s.x.min()) for s in curves)
+    right = max(float(s.x.max()) for s in curves)
+    plotext.terminal.limit(False, False)  # as wide as asked, whatever the terminal
+    try:
+        figure = plotext.figure
+        figure.clear()
+        figure.theme("colorless")
+        figure.plot_size(width, height)
+        for s, letter in zip(curves, LETTERS * len(curves), strict=False):
+            inside = np.flatnonzero(np.isfinite(s.y) & (s.y >= low) & (s.y <= high))
+            marker: object = "hd"
+            if len(curves) > 1:
+                inside = inside[:: max(1, len(inside) // width)]
+                marker = letter
+            elif color:
+                marker = plotext.marker(marker, pixel="cyan")
+            signal = figure.signal(s.x[inside].tolist(), s.y[inside].tolist(), marker=marker)
+            signal.lines(len(curves) == 1 and not s.sparse)
+            figure.draw(signal)
+        figure.title(title)
+        figure.label(curves[0].x_name)
+        figure.ruler("x").lim(*((left, right) if right > left else (left - 1, right + 1)))
+        figure.ruler("y").lim(low, high)
+        figure.ruler("y").ticks(*ticks(low, high, max(2, height // 3)))
+        figure.ruler("x").ticks(*ticks(left, right, max(2, width // 14), integer=curves[0].x_name in WHOLE))
+        drawn = figure.build().string(not color)
+    finally:
+        plotext.terminal.limit(True, True)
+    drawn = drawn if color else _ESCAPES.sub("", drawn)
+    return "".join(f"{line.rstrip()}\n" for line in drawn.splitlines())
 
 
 def widened(low: float, high: float) -> tuple[float, float]:
@@ -97,51 +104,6 @@ def widened(low: float, high: float) -> tuple[float, float]:
     if high - low <= 1e-9 * max(abs(high), abs(low)):
         return low - 0.5 * (abs(low) or 1), high + 0.5 * (abs(high) or 1)
     return low, high
-
-
-class ChartSeries(NamedTuple):
-    """`marker`: a character, or a name of plotext's. `connected`: by lines."""
-
-    x: list[float]
-    y: list[float]
-    marker: str
-    connected: bool
-
-
-class ChartAxes(NamedTuple):
-    """Ticks: places and labels. Limits: lowest and highest."""
-
-    title: str
-    x_name: str
-    x_ticks: tuple[list[float], list[str]]
-    x_limits: tuple[float, float]
-    y_ticks: tuple[list[float], list[str]]
-    y_limits: tuple[float, float]
-
-
-def chart(signals: Sequence[ChartSeries], axes: ChartAxes, width: int, height: int, color: bool = False) -> str:
-    """`width` × `height` characters by plotext."""
-    import plotext
-
-    plotext.terminal.limit(False, False)  # as wide as asked, whatever the terminal
-    try:
-        figure = plotext.figure
-        figure.clear()
-        figure.theme("colorless")
-        figure.plot_size(width, height)
-        for s in signals:
-            signal = figure.signal(s.x, s.y, marker=plotext.marker(s.marker, pixel="cyan") if color else s.marker)
-            signal.lines(s.connected)
-            figure.draw(signal)
-        figure.title(axes.title)
-        figure.label(axes.x_name)
-        figure.ruler("x").lim(*axes.x_limits)
-        figure.ruler("y").lim(*axes.y_limits)
-        figure.ruler("y").ticks(*axes.y_ticks)
-        figure.ruler("x").ticks(*axes.x_ticks)
-        return figure.build().string(not color)
-    finally:
-        plotext.terminal.limit(True, True)
 
 
 def ticks(low: float, high: float, most: int, integer: bool = False) -> tuple[list[float], list[str]]:

@@ -20,7 +20,6 @@ from typing import Any
 
 import mmm
 from mmm.errors import RecordError
-from mmm.outside import read_json
 
 CONFIG = "config.json"
 DATASET = "train_dataset.h5"
@@ -31,7 +30,7 @@ PLOTS = "plots"
 TRACES = "traces"  # of a profile, a file each rank
 PROFILE_TEXT, PROFILE_PAGE = "profile.txt", "profile.html"
 OWN = "dt_own"  # a variable: of a step's time, that in which this rank waits for no other
-PLOT_LIST = "plots/files.json"  # the plots this package drew, so that --overwrite removes those and nothing else
+PLOT_FILES = ("plots/mplot/pngs/*.png", "plots/mplot/svgs/*.svg", "plots/tplot/*.txt")  # which --overwrite removes
 
 _RECORD = (CONFIG, DATASET, JOURNAL)  # any of these makes a folder a record
 _OWN = (
@@ -41,7 +40,7 @@ _OWN = (
     f"{JOURNAL}.tmp",
     DAMAGED,
     LOG,
-    PLOT_LIST,
+    "plots/files.json",  # of older records
     PROFILE_TEXT,
     PROFILE_PAGE,
 )
@@ -58,7 +57,7 @@ def prepare(
             (``-2``, ``-3``, … is added where that is there).
         module: what is being run, e.g. ``fsdp_tp``. Only used when `outdir` is None.
         overwrite: a folder that already holds a record loses the record's own files (config.json, the dataset, the
-            journal, log.txt, the plots drawn here, traces, profiles). Checkpoints and other files stay.
+            journal, log.txt, plots, traces, profiles). Checkpoints and other files stay.
         goes_on: a record that is there stays, for `History` to go on with.
         name: of the run: without `outdir` its folder is ``outputs/<module>/<name>``.
 
@@ -203,20 +202,9 @@ def trace_of(rank: int | str) -> str:
 
 def own_files(folder: Path) -> list[Path]:
     """The files that a record may have, without the user's files and checkpoints."""
-    traces = [f"{TRACES}/{path.name}" for path in folder.glob(trace_of("*"))]
-    own = [folder / name for name in (*_OWN, *traces) if _is_below(folder, name)]
-    try:
-        plots = read_json(folder / PLOT_LIST, RecordError, list)
-        own += [folder / name for name in plots if Path(name).parts[0] == PLOTS and _is_below(folder, name)]
-    except (OSError, ValueError, TypeError, IndexError):
-        pass  # without the list no plot counts as ours
-    return own
-
-
-def _is_below(folder: Path, name: str) -> bool:
-    """Whether a file of that name would be in `folder`, by no ``..`` and no link of a folder to elsewhere."""
-    place = (folder / name).parent
-    return ".." not in Path(name).parts and place.resolve() == folder.resolve() / place.relative_to(folder)
+    drawn = [path for pattern in (trace_of("*"), *PLOT_FILES) for path in folder.glob(pattern)]
+    inside = [path for path in drawn if path.parent.resolve().is_relative_to(folder.resolve())]  # not by a link
+    return [folder / name for name in _OWN] + inside
 
 
 def _remove_record(folder: Path) -> None:

@@ -54,33 +54,7 @@ class JournalContents(NamedTuple):
 
 def this_process() -> dict[str, Any]:
     """What a journal's header says of its writer."""
-    return {"host": socket.gethostname(), "pid": os.getpid(), "began": process_began(os.getpid())}
-
-
-def process_began(pid: int) -> str | None:
-    """When a process of this host began, as text that identifies it among processes with that pid; None without one.
-
-    Empty where the system has no /proc: then only the pid is known.
-    """
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        return "" if pid_exists(pid) else None
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return None
-    return None if fields[0] in "ZX" else f"{boot} {fields[19]}"
-
-
-def pid_exists(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except PermissionError:
-        return True
-    except OSError:
-        return False
-    return True
+    return {"host": socket.gethostname(), "pid": os.getpid()}
 
 
 class Journal:

@@ -1,7 +1,6 @@
 """Read the record of a run that is finished, running or killed."""
 
 import os
-import socket
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -20,7 +19,6 @@ from mmm.history.record.ending import (
     read_ending,
 )
 from mmm.history.record.folder import DATASET, JOURNAL, reason
-from mmm.history.record.journal import process_began
 from mmm.outside import LARGEST, Lock, lock, open_file, parse_json
 
 if TYPE_CHECKING:
@@ -30,18 +28,10 @@ RECENT = 15 * 60.0  # s without a write after which a run without lock and proce
 READERS = 5.0  # s in which other readers, who look for a moment only, let go of the journal
 
 
-def lives_here(writer: Mapping[str, Any]) -> bool:
-    """Whether that process (`this_process` of it) is on this host and still there."""
-    pid, began = writer.get("pid"), writer.get("began")
-    if writer.get("host") != socket.gethostname() or type(pid) is not int or began is None:
-        return False
-    return process_began(pid) == began
-
-
 def why_running(fd: int, writer: Mapping[str, Any]) -> str | None:
     """Why the run whose journal is open as `fd` counts as running; None: it is over.
 
-    The lock says it; without locks, the file's age and the process. Until `fd` is closed it is held, shared with other
+    The lock says it; without locks, the file's age. Until `fd` is closed it is held, shared with other
     readers: a run that writes has it alone.
 
     Args:
@@ -54,8 +44,6 @@ def why_running(fd: int, writer: Mapping[str, Any]) -> str | None:
     if answer is Lock.LOCKED and writer.get("locks", True):
         return None
     without = "this file system has no locks" if answer is Lock.NONE else "the run has found no locks where it writes"
-    if lives_here(writer):
-        return f"{without}, and process {writer['pid']} on this host, which writes the journal, is alive"
     age = time.time() - os.fstat(fd).st_mtime
     if age < RECENT:
         where = f" by process {writer['pid']} on {writer['host']}" if {"pid", "host"} <= writer.keys() else ""
@@ -121,8 +109,7 @@ def finalize(outdir: Path | str) -> Path:
 def state(outdir: Path | str) -> str:
     """The state of the run: ``running``, ``finished``, ``interrupted`` (by a signal), ``failed`` or ``killed``.
 
-    The journal's lock distinguishes the first from the last; without locks, the process, if it is on this host, and the
-    time of the last write.
+    The journal's lock distinguishes the first from the last; without locks, the time of the last write.
 
     Raises:
         RecordError: no such folder, or its dataset is damaged.

@@ -36,28 +36,20 @@ def repository_of(file: str | os.PathLike[str] | None) -> dict[str, Any] | None:
         return None
     environment = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
     try:
-        done = subprocess.run(
+        status = subprocess.check_output(
             [git, *SAFE, "-C", str(here), *STATUS],
             stdin=subprocess.DEVNULL,
-            capture_output=True,
+            stderr=subprocess.STDOUT,
             timeout=LONGEST_WAIT,
-            check=False,
             env=environment,
         )
-    except (OSError, subprocess.TimeoutExpired) as error:
-        slow = isinstance(error, subprocess.TimeoutExpired)
-        return {"folder": str(folder), "problem": f"git took more than {LONGEST_WAIT:g} s" if slow else str(error)}
-    if done.returncode:
-        said = done.stderr.decode(errors="replace").partition("\n")[0]
-        return {"folder": str(folder), "problem": said or f"git ended with exit code {done.returncode}"}
-    return {"folder": str(folder), **_read(done.stdout.decode(errors="replace"))}
-
-
-def _read(status: str) -> dict[str, Any]:
-    lines = status.splitlines()
+    except (OSError, subprocess.SubprocessError) as error:
+        return {"folder": str(folder), "problem": str(error)}
+    lines = status.decode(errors="replace").splitlines()
     heads = dict(line.removeprefix("# ").split(" ", 1) for line in lines if line.startswith("# branch."))
     commit, branch = heads.get("branch.oid"), heads.get("branch.head")
     return {
+        "folder": str(folder),
         "commit": None if commit == "(initial)" else commit,
         "branch": None if branch == "(detached)" else branch,
         "changed": sum(not line.startswith("#") for line in lines),

@@ -10,7 +10,6 @@ import importlib.util
 import logging
 import os
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -20,34 +19,9 @@ from mmm.history.record.folder import CONFIG, LOG
 
 PROJECT = "mmm"
 PROJECT_VARIABLES = {"wandb": "WANDB_PROJECT", "mlflow": "MLFLOW_EXPERIMENT_NAME"}  # of the trackers that have projects
-MOST_LETTERS = 128  # of a project's name, which is wandb's limit
-NOT_IN_A_NAME = frozenset("/\\#?%:")  # likewise
 PACKAGES = {"tensorboard": "tensorboard", "wandb": "wandb", "mlflow": "mlflow"}  # by name, what it needs
 log = logging.getLogger("mmm")
 Row = Mapping[str, float | int]
-
-
-class Tracker(ABC):
-    """Made on rank 0, once the run's folder is there.
-
-    Args:
-        outdir: the run's folder. config: of the record, to keep with the run. project: that the run belongs to.
-    """
-
-    @abstractmethod
-    def __init__(self, outdir: Path, config: Mapping[str, Any], project: str) -> None: ...
-
-    @abstractmethod
-    def row(self, step: int, row: Row) -> None:
-        """Numbers of a step."""
-
-    @abstractmethod
-    def keep(self, file: Path) -> None:
-        """A copy of a file of the run, where the tracker has a place for files."""
-
-    @abstractmethod
-    def close(self) -> None:
-        """The run is over."""
 
 
 def step_of(row: Mapping[str, Any]) -> int:
@@ -60,7 +34,7 @@ def name_of(outdir: Path, config: Mapping[str, Any]) -> str:
     return str(config.get("name") or outdir.name)
 
 
-class TensorBoardTracker(Tracker):
+class TensorBoardTracker:
     """The folder tensorboard: ``tensorboard --logdir OUTDIR``. It has no projects, and keeps no files."""
 
     def __init__(self, outdir: Path, config: Mapping[str, Any], project: str) -> None:
@@ -84,7 +58,7 @@ class TensorBoardTracker(Tracker):
             self.writer.close()
 
 
-class WandbTracker(Tracker):
+class WandbTracker:
     """The folder wandb, for ``wandb sync``; a server where WANDB_MODE says ``online``."""
 
     def __init__(self, outdir: Path, config: Mapping[str, Any], project: str) -> None:
@@ -108,7 +82,7 @@ class WandbTracker(Tracker):
         self.run.finish()
 
 
-class MLflowTracker(Tracker):
+class MLflowTracker:
     """The file mlflow.db, for ``mlflow ui --backend-store-uri sqlite:///OUTDIR/mlflow.db``; a server where
     MLFLOW_TRACKING_URI names one. (MLflow 3.17 refuses its older way, a folder of files.)"""
 
@@ -137,7 +111,7 @@ class MLflowTracker(Tracker):
         self.client.set_terminated(self.run)
 
 
-KINDS: dict[str, type[Tracker]] = {
+KINDS: dict[str, Any] = {
     "tensorboard": TensorBoardTracker,
     "wandb": WandbTracker,
     "mlflow": MLflowTracker,
@@ -150,15 +124,12 @@ def project_of(tracker: str, given: str | None) -> str:
 
 
 def check_tracker(name: str | None, project: str | None = None) -> None:
-    """Raises ConfigError: a package that is not installed; a project where there is none, or by no name for one."""
+    """Raises ConfigError: a package that is not installed; a project where there is none."""
     if project is not None and name not in PROJECT_VARIABLES:
         has = "TensorBoard has no projects" if name else "without --tracker nothing is sent"
         raise ConfigError(
             f"--project {project}: {has}; leave it out, or give --tracker {' or '.join(PROJECT_VARIABLES)}"
         )
-    if project is not None and not (0 < len(project) <= MOST_LETTERS and NOT_IN_A_NAME.isdisjoint(project)):
-        others = "".join(sorted(NOT_IN_A_NAME))
-        raise ConfigError(f"--project {project!r}: a name has 1 to {MOST_LETTERS} letters, and none of {others}")
     if name is not None and importlib.util.find_spec(PACKAGES[name]) is None:
         package = PACKAGES[name]
         raise ConfigError(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -120,23 +118,6 @@ class Checkpoints(Checkpointer):
             local = 0.0
         local_loss = torch.tensor(local, dtype=accum_dtype(run.device), device=run.device)
         return manifest.step, RowSoFar(state["since"], state["counted"], local_loss)
-
-    def compare_rates(self, rate: Callable[[int], float]) -> None:
-        """Say it where the learning rate leaves the curve that it had in the run that goes on.
-
-        Args:
-            rate: of a step, by this run's flags.
-        """
-        manifest = None if self.record.origin is None else self.record.origin.manifest
-        if manifest is None or not manifest.step or (before := manifest.state.get("lr")) is None:
-            return
-        last, step = manifest.step - 1, manifest.step
-        if not math.isclose(before, rate(last), rel_tol=1e-9, abs_tol=1e-12):
-            self.run.note(
-                f"the learning rate leaves its curve: it was {before:.6g} in step {last}, for which this run's flags "
-                f"say {rate(last):.6g}; step {step}, the next, is made with {rate(step):.6g} (--max_iters, --epochs, "
-                "--lr and the schedule's flags as they were before go on along the same curve)"
-            )
 
     def save(self, done: int, so_far: RowSoFar) -> None:
         """Begin to save. A collective; where a save is `due`.

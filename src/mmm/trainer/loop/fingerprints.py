@@ -32,8 +32,6 @@ from mmm.torch_private.operators import tree_leaves
 from mmm.trainer.run.core import Run
 from mmm.trainer.run.rows import on_host
 
-MOST_RANKS = 64  # whose own fingerprints are kept; of more ranks the sums alone
-
 
 def blocks_of(names: Iterable[str]) -> list[str]:
     """The parts of a model that have parameters, and of lists their elements, in the order of `names`."""
@@ -94,7 +92,6 @@ class Fingerprints:
         self._signs: dict[tuple[str, ShardBox], list[Tensor]] = {}
         self._taken: dict[str, Tensor] = {}
         self._file: FingerprintFile | None = None
-        self._keeps_ranks = run.rank.world_size <= MOST_RANKS
         self._next = first + -first % every
         self._outputs.active = first == self._next
 
@@ -139,7 +136,7 @@ class Fingerprints:
             part = layout.dp_coordinate(rank) * layout.cp + layout.coordinates(rank)["cp"]
             boxes[LOSS] = ShardBox((part,), (1,), (layout.dp * layout.cp,))
         self._replicas = self._count_replicas(boxes)
-        by_rank = gather_objects(self.run.rank, boxes) if self._keeps_ranks else []
+        by_rank = gather_objects(self.run.rank, boxes)
         if self.run.outdir is not None and self.run.rank.is_main:
             header = Header(
                 entries=self.entries,
@@ -147,8 +144,8 @@ class Fingerprints:
                 layout=str(self.run.layout),
                 dtype=self.run.precision.name,
                 ranks=self.run.rank.world_size,
-                replicas=self._replicas.tolist() if self._keeps_ranks else [1.0] * len(self.entries),
-                shards=_numbered(self.entries, by_rank) if self._keeps_ranks else None,
+                replicas=self._replicas.tolist(),
+                shards=_numbered(self.entries, by_rank),
             )
             self._file = FingerprintFile(self.run.outdir, step, header)
         self._take_weights()
@@ -193,11 +190,7 @@ class Fingerprints:
         default = {entry: lacking if entry.startswith(WEIGHT) else others for entry in self.entries}
         table = torch.stack([self._taken.get(entry, default[entry]).to(lacking) for entry in self.entries])
         self._taken.clear()
-        if self._keeps_ranks:
-            table = gather_table(table.flatten())
-        else:
-            table /= self._replicas[:, None]
-            dist.all_reduce(table)
+        table = gather_table(table.flatten())
         if self._file is not None:
             self._file.append(step, on_host(table))
 

@@ -21,7 +21,7 @@ from mmm.trainer.config.run import EvaluationOptions
 from mmm.trainer.config.training import TrainerCheckpoint
 from mmm.trainer.loop.checkpoints import Checkpoints, RowSoFar
 from mmm.trainer.loop.fingerprints import Fingerprints
-from mmm.trainer.loop.progress import StepsBar, epochs_bar
+from mmm.trainer.loop.progress import StepsBar
 from mmm.trainer.loop.schedule import Schedule, constant, optimizer_text
 from mmm.trainer.loop.tasks import Task
 from mmm.trainer.run.core import Run
@@ -63,9 +63,6 @@ class RowAStep:
     evaluation: EvaluationOptions
     loss = "loss"
 
-    def over(self, steps: range, bar: StepsBar, run: Run) -> Iterator[int]:
-        return bar.over(steps)
-
     def at(self, step: int) -> dict[str, int]:
         """What a row says of where the run is."""
         return {"iter": step}
@@ -89,9 +86,6 @@ class RowAnEpoch:
     steps: int
     steps_per_epoch: int
     loss = "train_loss"
-
-    def over(self, steps: range, bar: StepsBar, run: Run) -> Iterator[int]:
-        return epochs_bar(steps, self.steps_per_epoch, run.rank)
 
     def at(self, step: int) -> dict[str, int]:
         return {"epoch": step // self.steps_per_epoch + 1}
@@ -158,7 +152,6 @@ class _Loop:
         first, so_far = checkpoints.load()
         if options.profile.fingerprints is not None and not run.dry:
             self.fingerprints = Fingerprints(run, self.model, options.profile.fingerprints, first)
-        checkpoints.compare_rates(lambda step: max(self.rates) * options.schedule(step))
         batches, profile = (
             self.task.all_batches(first),
             _profile_of(run, options.profile, first, options.steps),
@@ -166,7 +159,7 @@ class _Loop:
         profile(first)
         self.model.train()
         run.clock.start()
-        for step in self.rows.over(range(first, options.steps), bar, run):
+        for step in bar.over(range(first, options.steps)):
             result = self.train_step(step, batches)
             stop, last = checkpoints.stop_asked(), step == options.steps - 1
             so_far = so_far.with_step(result.loss, result.skip if options.by_epoch else None)

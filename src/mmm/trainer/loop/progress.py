@@ -31,27 +31,6 @@ def terminal(rank: Rank) -> Console | None:
     return None
 
 
-def epochs_bar(steps: range, by: int, rank: Rank) -> Iterator[int]:
-    """The steps; on a terminal, with a bar for each epoch of `by` steps.
-
-    The bar is gone when the epoch's last step is given, so that the epoch's row has the terminal for itself.
-    """
-    if (console := terminal(rank)) is None:
-        yield from steps
-        return
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    for number in range(steps.start // by, -(-steps.stop // by)):
-        epoch = range(max(number * by, steps.start), min((number + 1) * by, steps.stop))
-        with Progress(*columns, transient=True, console=console) as bar:
-            line = bar.add_task(f"epoch {number + 1}", total=len(epoch))
-            for step in epoch[:-1]:
-                yield step
-                bar.advance(line)
-        yield epoch[-1]
-
-
 class StepsBar:
     """A bar over all steps, in a ``with`` block: steps of all, loss, tokens/s, time left. None without a terminal."""
 
@@ -70,11 +49,13 @@ class StepsBar:
         """The steps, each of which is done when the next is asked for."""
         if self.console is not None and len(steps):
             self._begin(self.console, steps)
-        for step in steps:
-            yield step
-            if self._bar is not None:
-                self._bar.advance(self._bar.task_ids[0])
-        self.__exit__()
+        try:
+            for step in steps:
+                yield step
+                if self._bar is not None:
+                    self._bar.advance(self._bar.task_ids[0])
+        finally:
+            self.__exit__()
 
     def row(self, loss: float | None, rate: float) -> None:
         """A row was logged. rate: tokens, or samples, a second."""

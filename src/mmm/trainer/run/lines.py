@@ -13,9 +13,9 @@ WHAT_A_LINE_HAS = "a line has as many of them as 120 columns hold, and the recor
 HEAD = len("[2025-01-03 09:58:07.893360][INFO][:227] - ")  # before the line, without the program's name
 LOSSES = ("loss", "train_loss", "val_loss", "test_loss")
 # What a program adds by a name of its own is always there, and so are these.
-FIRST = ("iter", "epoch", *LOSSES, "test_acc", "dt")
-THEN = (("dtf", "dtb"), ("dtw",), ("grad_norm",), ("lr",), ("mfu",), ("val_bpb",), ("dto",))  # while there is room
-DROPPED = ("left", "dt")  # in turn, from a row that is too long without the others, such as one with an evaluation
+FIRST = ("iter", "epoch", *LOSSES, "test_acc")
+# While there is room.
+THEN = (("dt",), ("left",), ("dtf", "dtb"), ("dtw",), ("grad_norm",), ("lr",), ("mfu",), ("val_bpb",), ("dto",))
 RATES = ("sps", "tps", "sps_per_gpu", "tps_per_gpu")
 RATE_UNITS = {"tps": "tokens/s", "sps": "samples/s"}
 
@@ -35,17 +35,18 @@ def row_line(
         words[place] += f"/{steps:.0f}"
     if left is not None:
         words["left"] = f"left={duration(left, short=True)}"
-    always = {*FIRST, "left", "tps" if "tps" in words else "sps", *(["skipped"] if numbers.get("skipped") else [])}
-    kept = {name: word for name, word in words.items() if name in always or not is_known(name)}
-    most = WIDTH - HEAD - len(program)
-    for name in DROPPED:
-        if len(" ".join(kept.values())) > most:
-            kept.pop(name, None)
-    for names in THEN:
-        more = kept | {name: words[name] for name in names if name in words}
-        if len(" ".join(more.values())) > most:
-            break
-        kept = more
+    if not numbers.get("skipped"):
+        words.pop("skipped", None)
+    own = [name for name in words if name not in ("skipped", "left") and not is_known(name)]
+    rate = "tps" if "tps" in words else "sps"
+    kept: set[str] = set()
+    room = WIDTH - HEAD - len(program)
+    for names in (*((name,) for name in (*own, "skipped", *FIRST, rate)), *THEN):
+        shown_names = [name for name in names if name in words and name not in kept]
+        width = sum(len(words[name]) + 1 for name in shown_names)
+        if names not in THEN or width <= room + 1:
+            kept.update(shown_names)
+            room -= width
     return " ".join(word for name, word in words.items() if name in kept)
 
 

@@ -21,13 +21,13 @@ SCALER = {"scale", "growth_factor", "backoff_factor", "growth_interval", "_growt
 
 @dataclass(frozen=True)
 class Origin:
-    """The checkpoint that a run goes on from. rows: of the record that stay. interrupted: as of
-    `RunFolder`."""
+    """The checkpoint that a run goes on from. rows: of the record that stay. auto: as of `RunFolder`; with no step
+    left, the run's end is made again."""
 
     path: Path
     manifest: Manifest
     rows: int
-    interrupted: bool = False
+    auto: bool = False
 
 
 def identity_of(module: str, resolved: TrainingSpec | None, seed: int, precision: Precision) -> dict[str, Any]:
@@ -74,9 +74,9 @@ def check_origin(origin: Origin, identity: Mapping[str, Any], own_loop: bool) ->
 
 
 def check_steps_left(origin: Origin, options: BaseOptions, steps: int) -> None:
-    """Raises CheckpointError where a run of so many steps has none to make, and was not interrupted at its end."""
+    """Raises CheckpointError where a run of so many steps has none to make, and names the checkpoint."""
     done = origin.manifest.step
-    if done > steps or (done == steps and not origin.interrupted):
+    if done > steps or (done == steps and not origin.auto):
         flags = [name for name in ("max_iters", "epochs") if hasattr(options, name)]
         limits = [f"--{name}" for name in flags if getattr(options, name) is not None]
         more = "by " + (" and ".join(limits) or "--max_iters") if flags else "to train_steps"

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-import shlex
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import datetime, timezone
@@ -17,13 +16,11 @@ from mmm.checkpoint.manifest import (
     steps_of,
 )
 from mmm.errors import CheckpointError, ConfigError
-from mmm.history.record.attempts import Attempt, attempt_of, make_room, this_attempt
-from mmm.history.record.ending import FINISHED, config_ending, parsed, read_config
+from mmm.history.record.attempts import Attempt, make_room, this_attempt
 from mmm.history.record.folder import DATASET, JOURNAL, writable
 from mmm.history.record.resume import Resume, check_over
-from mmm.runtime.contract import ELASTIC_VARIABLE, LINE_VARIABLE
+from mmm.runtime.contract import ELASTIC_VARIABLE
 from mmm.runtime.process_group import broadcast_object
-from mmm.runtime.ranks import command_line
 from mmm.runtime.stop import StopSignal, stop_signal
 from mmm.trainer.config.run import BaseOptions
 from mmm.trainer.config.training import CheckpointOptions, check_resume
@@ -41,18 +38,14 @@ class RunFolder:
     Attributes:
         found: checkpoints to go on from, the best first. auto: whether the next is taken where one is damaged.
         goes_on: with the record that is in the folder, if any.
-        interrupted: that record's run was, or is an earlier attempt of this launch: with no step left, its end is made
-            again.
-        note: what was done with the record of an earlier attempt of the same launch. mfu: what that one has measured.
+        note: what was done with the record of an earlier attempt of the same launch.
     """
 
     outdir: Path
     found: tuple[Path, ...] = ()
     auto: bool = False
     goes_on: bool = False
-    interrupted: bool = False
     note: str | None = None
-    mfu: dict[str, Any] | None = None
 
 
 class ResumableRecord(Record):
@@ -119,7 +112,7 @@ class ResumableRecord(Record):
         files = [below(path) for path in (model, *found[:1]) if path.exists()]
         lines = [f"weights: {', '.join(files) if files else 'none are kept'}"]
         if found:
-            lines.append(f"to go on: {line_that_goes_on(outdir, run.options, self.totals.count)}")
+            lines.append(f"to go on: the same command with {flags_that_go_on(outdir, run.options, self.totals.count)}")
         return lines
 
     def close(self, run: Run, error: BaseException | None) -> None:
@@ -182,37 +175,11 @@ def prepare(module: str, run: BaseOptions, options: CheckpointOptions, this: Att
         )
     elif given is not None:
         note = make_room(given, this)
-    interrupted = auto and given is not None and _was_interrupted(given, run, this)
-    mfu = _measured(given, this) if goes_on and given is not None else None
     outdir = history.prepare(run.outdir, module, run.overwrite, goes_on, run.name)
     if saves:
         writable(outdir / CHECKPOINTS)
         remove_partial(outdir / CHECKPOINTS)
-    return RunFolder(outdir, tuple(found), auto, goes_on, interrupted, note, mfu)
-
-
-def _was_interrupted(outdir: Path, options: BaseOptions, this: Attempt | None) -> bool:
-    """Whether a folder's run was to end where this one does, and has not finished, or is of this launch."""
-    config = read_config(outdir)
-    ending = config_ending(config)
-    try:
-        there = dict(parsed(config)["options"])
-    except (ValueError, KeyError, TypeError):  # a user may edit it
-        return False
-    given = {name: getattr(options, name) for name in ("max_iters", "epochs") if hasattr(options, name)}
-    alike = all(name in there and there[name] == value for name, value in given.items())
-    return alike and (_of_this_launch(config, this) or (ending is not None and ending.state != FINISHED))
-
-
-def _of_this_launch(config: str, this: Attempt | None) -> bool:
-    earlier = attempt_of(config)
-    return this is not None and earlier is not None and earlier.of == this.of
-
-
-def _measured(outdir: Path, this: Attempt | None) -> dict[str, Any] | None:
-    """What an earlier attempt of the same launch has measured of its devices; None where there is none."""
-    config = read_config(outdir)
-    return parsed(config).get("mfu") if _of_this_launch(config, this) else None
+    return RunFolder(outdir, tuple(found), auto, goes_on, note)
 
 
 def _at(path: Path) -> list[Path]:
@@ -239,15 +206,13 @@ def choose(run: Run, record: ResumableRecord) -> None:
         return
     record.identity = identity_of(run.name, spec, run.seed, run.precision)
     folder = record.folder
-    found, auto, goes_on, interrupted = broadcast_object(
-        None if folder is None else (folder.found, folder.auto, folder.goes_on, folder.interrupted)
-    )
+    found, auto, goes_on = broadcast_object(None if folder is None else (folder.found, folder.auto, folder.goes_on))
     problems: list[str] = []
     for path in found:
         manifest, problem = check_files(run, path)
         if problem is None:
             rows = manifest.state.get("rows", 0) if goes_on else 0
-            record.origin = Origin(path, manifest, rows, interrupted)
+            record.origin = Origin(path, manifest, rows, auto)
             check_origin(record.origin, record.identity, own_loop=spec is None)
             if spec is not None:
                 check_steps_left(record.origin, run.options, spec.steps)
@@ -269,35 +234,13 @@ def record_goes_on(prepared: RunFolder, origin: Origin | None, layout: str) -> R
     return Resume(rows, {"step": step, "layout": layout, "time": datetime.now(timezone.utc).isoformat("T", "seconds")})
 
 
-NOT_AGAIN = ("resume", "outdir", "overwrite", "max_iters", "epochs")  # flags that the line that goes on has anew
-
-
-def line_that_goes_on(outdir: Path, options: Any, steps: int) -> str:
-    """The command that makes as many steps again, from the newest checkpoint, in the same record."""
-    typed = shlex.split(os.environ.get(LINE_VARIABLE, "")) or command_line()
+def flags_that_go_on(outdir: Path, options: Any, steps: int) -> str:
+    """The flags that make as many steps again, from the newest checkpoint, in the same record."""
     epochs = getattr(options, "epochs", None)
-    more: list[str] = []
+    more = f"--max_iters {2 * steps}"
     if epochs is not None and getattr(options, "max_iters", None) is None:
-        more = ["--epochs", str(2 * epochs)]
-    elif hasattr(options, "max_iters"):
-        more = ["--max_iters", str(2 * steps)]
-    return shlex.join([*without(typed, NOT_AGAIN), "--outdir", str(outdir), "--resume", "auto", *more])
-
-
-def without(words: Sequence[str], names: Sequence[str]) -> list[str]:
-    """A command line without some flags, and without their values."""
-    kept: list[str] = []
-    dropped = False
-    for word in words:
-        flag = word.startswith("--")
-        name = word[2:].partition("=")[0].replace("-", "_") if flag else ""
-        if flag:
-            dropped = name in names
-        if not dropped:
-            kept.append(word)
-        elif not flag or "=" in word:
-            dropped = False  # its value; what comes next is another's
-    return kept
+        more = f"--epochs {2 * epochs}"
+    return f"--outdir {outdir} --resume auto {more}"
 
 
 def below(path: Path) -> str:

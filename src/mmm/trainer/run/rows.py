@@ -238,8 +238,6 @@ class UnreadLosses:
         Args:
             loss: of the row, this rank's.
         """
-        if loss.device.type == "cpu" and not self._skips and self._all_finite():  # what nearly every row finds
-            return loss.new_tensor([loss.item(), 0, self._losses[0].item(), 0, 0, 0])
         losses = torch.stack(self._losses)
         by_loss = ~losses.isfinite()  # (steps,)
         wrong, gradient = by_loss, torch.zeros_like(by_loss, dtype=torch.int64)
@@ -259,10 +257,6 @@ class UnreadLosses:
         )
         return torch.cat([column.to(losses) for column in own])
 
-    def _all_finite(self) -> bool:
-        """False also where a sum overflows. The host waits for the device."""
-        return all(math.isfinite(each.item()) for each in (*self._losses, *(norms.sum() for norms in self._norms)))
-
     @staticmethod
     def summary(columns: Tensor, loss_ranks: slice) -> Tensor:
         """What a row needs of all ranks' `columns`: the losses of `loss_ranks`; the first step that is not finite, from
@@ -276,8 +270,6 @@ class UnreadLosses:
         """
         by_rank = LossColumns.of_table(columns)
         losses, skips = by_rank.loss[loss_ranks], torch.stack((by_rank.skipped[0], by_rank.trailing[0]))
-        if columns.device.type == "cpu" and not by_rank.first.any():  # what nearly every row finds
-            return torch.cat((losses, columns.new_zeros(1), skips))
         wrong = by_rank.gradient > 0
         wrong[loss_ranks] = True
         wrong &= by_rank.first > 0

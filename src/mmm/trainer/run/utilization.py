@@ -16,7 +16,6 @@ from mmm.parallel.pp.stages import part_costs, parts_of
 from mmm.runtime.peaks import named_peak
 from mmm.trainer.config.resolve_plan import ParallelSpec
 from mmm.trainer.run.core import Hook, Run
-from mmm.trainer.run.resume import ResumableRecord
 from mmm.trainer.run.rows import Row
 
 SIZE = 1024  # of the square matrices that are measured
@@ -36,20 +35,13 @@ class Utilization(Hook):
         self.peak: float | None = None
 
     def start(self, run: Run) -> None:
-        """Costs rank 0 some tenths of a second, and the others nothing; in a later attempt of a launch, which goes by
-        what the first has measured, nothing."""
+        """Costs rank 0 some tenths of a second, and the others nothing."""
         if not run.rank.is_main:
             return
-        record = run.hook(ResumableRecord)
-        if record is not None and record.folder is not None and (known := record.folder.mfu):
-            self.flops, self.peak, source = (
-                known[name] for name in ("flops_per_sample", "peak_flops_per_rank", "peak")
-            )
-        else:
-            resolved = run.resolved
-            assert isinstance(resolved, ParallelSpec)
-            self.flops = step_flops(resolved.model, resolved.plan, resolved.sample)
-            self.peak, source = peak_flops(run.device, run.precision.compute)
+        resolved = run.resolved
+        assert isinstance(resolved, ParallelSpec)
+        self.flops = step_flops(resolved.model, resolved.plan, resolved.sample)
+        self.peak, source = peak_flops(run.device, run.precision.compute)
         run.describe(mfu={"flops_per_sample": self.flops, "peak_flops_per_rank": self.peak, "peak": source})
         peak = f"{self.peak / 1e12:.4g} TFLOP/s a rank" if self.peak else "unknown, so that there is no mfu"
         run.log.info("mfu is of the peak: %s (%s)", peak, source)
