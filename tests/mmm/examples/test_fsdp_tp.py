@@ -79,7 +79,7 @@ def test_record(finished):
     assert (outdir / "plots/mplot/pngs/summary.png").stat().st_size > 10_000
     assert "training loss (loss)" in (outdir / "plots/tplot/summary.txt").read_text()
     drawn = [path.relative_to(outdir / "plots").as_posix() for path in (outdir / "plots").rglob("*") if path.is_file()]
-    assert sorted(drawn) == ["files.json", "mplot/pngs/summary.png", "tplot/summary.txt"]
+    assert sorted(drawn) == ["mplot/pngs/summary.png", "tplot/summary.txt"]
     assert not (outdir / "journal.jsonl").exists()
 
 

@@ -55,7 +55,6 @@ def test_overwrite_removes_the_record_and_nothing_else(tmp_path):
             "notes.txt",
             "config.json.bak",
             "plots/mine.png",
-            "plots/mplot/pngs/mine.png",
             "checkpoints/10/w.pt",
         )
     ]
@@ -73,14 +72,13 @@ def test_overwrite_removes_the_record_and_nothing_else(tmp_path):
 def test_what_is_behind_a_link_stays(tmp_path, linked):
     """Another user may have made the folder, and a link to somebody's files in it."""
     folder, outside = tmp_path / "run", tmp_path / "theirs"
-    (outside / "mplot").mkdir(parents=True)
-    (outside / "a.png").write_text("theirs")
+    theirs = outside / ("mplot/pngs" if linked == "plots" else "pngs") / "a.png"
+    theirs.parent.mkdir(parents=True)
+    theirs.write_text("theirs")
     (folder / linked).parent.mkdir(parents=True)
     (folder / linked).symlink_to(outside)
-    (folder / "plots/files.json").write_text(json.dumps([f"{linked}/a.png"]))
     prepare(folder, "vit", True)
-    assert (outside / "a.png").read_text() == "theirs"
-    assert (folder / "plots/files.json").exists() == (linked == "plots")
+    assert theirs.read_text() == "theirs"
 
 
 @pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="needs /proc")

@@ -1,6 +1,5 @@
 """The picture of one metric of a run, drawn with matplotlib on `Figure` objects: no pyplot, no window."""
 
-import math
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -130,7 +129,6 @@ def set_limits(axes: "Axes", s: Series, shown: AxisLimits) -> None:
         axes.yaxis.set_major_locator(MaxNLocator(integer=True, nbins=8, steps=[1, 2, 5, 10]))
     else:
         axes.set_ylim(low, high)
-        _format(axes, max(abs(low), abs(high)))
     beside = 0.55 * bar_step(s.x) if len(s.x) <= MOST_BARS else 0.02 * float(s.x.max() - s.x.min())
     axes.set_xlim(s.x.min() - beside, s.x.max() + beside)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=9, steps=[1, 2, 5, 10]))
@@ -144,39 +142,11 @@ def set_limits(axes: "Axes", s: Series, shown: AxisLimits) -> None:
         axes.text(0, 1.02, note, transform=axes.transAxes, color=VERMILION, fontsize=8.5, va="bottom", gid=NOTE)
 
 
-def _format(axes: "Axes", largest: float) -> None:
-    """Numbers that are short and exact."""
-    from matplotlib.ticker import EngFormatter
-
-    if largest >= 1e6:
-        axes.yaxis.set_major_formatter(EngFormatter())
-    elif largest >= 1e4:
-        axes.yaxis.set_major_formatter("{x:,.0f}")
-    elif largest < 1e-3:
-        axes.yaxis.set_major_formatter("{x:.1e}")
-
-
 def head(axes: "Axes", title: str, size: float = 12) -> None:
-    """Title (left) and legend (right) above the axes, and above the note if there is one. Where a line has not the room
-    for both, the title stands above the legend, which may have several lines."""
+    """The title above the axes, and above the note if there is one; the legend where it covers least."""
     up = 20 if any(text.get_gid() == NOTE for text in axes.texts) else 6  # points
-    names = axes.get_legend_handles_labels()[1]
-    if len(names) > 1:
-        frame, dpi = axes.get_window_extent(), axes.get_figure(root=True).dpi  # type: ignore[union-attr]
-        wide, tall = frame.width * 72 / dpi, frame.height * 72 / dpi
-        needs = sum(5.2 * len(name) + 30 for name in names)
-        crowded = 0.62 * size * len(title) + needs > wide
-        rows = math.ceil(needs / wide)
-        axes.legend(
-            ncols=math.ceil(len(names) / rows),
-            loc="lower left" if crowded else "lower right",
-            bbox_to_anchor=(-0.01 if crowded else 1.01, 1 + (up - 3) / tall),
-            borderpad=0,
-            borderaxespad=0.2,
-            columnspacing=1.1,
-            handlelength=1.2,
-        )
-        up += 1 + 15 * rows if crowded else 0
+    if len(axes.get_legend_handles_labels()[1]) > 1:
+        axes.legend(loc="best", frameon=True, framealpha=0.8, edgecolor="none")
     axes.set_title(title, fontsize=size, pad=up, y=1.0)  # y: not computed at each draw
 
 

@@ -173,20 +173,10 @@ def facts(ds: "xarray.Dataset") -> str:
     if "host" in ds.coords:
         hosts = len(set(ds["host"].values.tolist()))
         says.append(f"{hosts} host{'s' if hosts > 1 else ''}")
-    if layout := _layout(ds):
-        return " · ".join([*says, f"layout {layout}"])
-    axes = [
-        (str(name)[5:], int(ds[name].max()) + 1)
-        for name in ds.coords
-        if str(name).startswith("axis_") and ds[name].dtype.kind in "iu"
-    ]
-    return " · ".join(says + [f"{axis} {size}" for axis, size in axes if size > 1])
-
-
-def _layout(ds: "xarray.Dataset") -> str:
-    """As the run's config says it: with ep, which ranks have no coordinate of; empty where it does not."""
-    layout = config_of(ds).get("layout")
-    return printable(layout) if isinstance(layout, str) and layout != "1" else ""
+    layout = config_of(ds).get("layout")  # with ep, which ranks have no coordinate of
+    if isinstance(layout, str) and layout != "1":
+        says.append(f"layout {printable(layout)}")
+    return " · ".join(says)
 
 
 def config_of(ds: "xarray.Dataset") -> dict[str, Any]:

@@ -209,36 +209,10 @@ def write_dataset(columns: Columns, path: Path) -> None:
     Raises:
         RecordError: the file cannot be written.
     """
-    import h5netcdf
-    import h5py
-
-    of: dict[str, list[str]] = {}  # dimension: coordinates over it, by which xarray knows them again
-    for name, (dim, *_) in columns.coordinates.items():
-        if name != dim:
-            of.setdefault(dim, []).append(name)
-    listed: set[str] = set()
     buffer = io.BytesIO()
-    with h5netcdf.File(buffer, "w") as file:
-        for name, (dims, values, *attrs) in (columns.variables | columns.coordinates).items():
-            dims, about_it = (dims,) if isinstance(dims, str) else dims, dict(*attrs)
-            for dim, size in zip(dims, values.shape, strict=True):
-                if dim not in file.dimensions:
-                    file.dimensions[dim] = size
-            text = values.dtype.kind == "U"
-            variable = file.create_variable(
-                name,
-                dims,
-                h5py.string_dtype() if text else values.dtype,
-                data=values.astype(object) if text else values,
-            )
-            beside = [coordinate for dim in dims for coordinate in of.get(dim, ())] if name in columns.variables else []
-            if beside:
-                about_it["coordinates"] = " ".join(beside)
-                listed |= set(beside)
-            variable.attrs.update(about_it)
-        file.attrs.update(columns.attrs)
-        if rest := [coordinate for names in of.values() for coordinate in names if coordinate not in listed]:
-            file.attrs["coordinates"] = " ".join(rest)
+    dataset = columns.dataset()
+    plain = {name: {"_FillValue": None} for name in dataset.variables}  # NaN is a value
+    dataset.to_netcdf(buffer, engine="h5netcdf", encoding=plain)
     write_atomically(path, buffer.getvalue())
 
 

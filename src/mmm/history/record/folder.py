@@ -30,7 +30,8 @@ PLOTS = "plots"
 TRACES = "traces"  # of a profile, a file each rank
 PROFILE_TEXT, PROFILE_PAGE = "profile.txt", "profile.html"
 OWN = "dt_own"  # a variable: of a step's time, that in which this rank waits for no other
-PLOT_FILES = ("plots/mplot/pngs/*.png", "plots/mplot/svgs/*.svg", "plots/tplot/*.txt")  # which --overwrite removes
+# Plots, which --overwrite removes; older records have a list of them.
+PLOT_FILES = ("plots/mplot/pngs/*.png", "plots/mplot/svgs/*.svg", "plots/tplot/*.txt", "plots/files.json")
 
 _RECORD = (CONFIG, DATASET, JOURNAL)  # any of these makes a folder a record
 _OWN = (
@@ -40,7 +41,6 @@ _OWN = (
     f"{JOURNAL}.tmp",
     DAMAGED,
     LOG,
-    "plots/files.json",  # of older records
     PROFILE_TEXT,
     PROFILE_PAGE,
 )

@@ -243,6 +243,3 @@ def _check_header(header: Header) -> None:
     names = set(attrs).union(*ranks)
     if any(name_problem(name, {"draw", "rank"}) for name in names):
         raise ValueError("names that no dataset can have")
-    for text in (value for of in (attrs, *ranks) for value in of.values() if isinstance(value, str)):
-        if "\0" in text or not text.isprintable():  # lone surrogates are not
-            raise ValueError("text that no dataset can have")

@@ -17,6 +17,7 @@ from mmm.runtime.process_group import gather_floats
 from mmm.trainer.config.training import TrainerCheckpoint
 from mmm.trainer.loop.checkpointer import Checkpointer
 from mmm.trainer.run.core import Run
+from mmm.trainer.run.origin import Origin, damage
 
 
 def without_checkpoints(options: TrainerCheckpoint) -> str:
@@ -94,6 +95,10 @@ class Checkpoints(Checkpointer):
         """The step to begin with, and the row under way. A collective."""
         if (origin := self.record.origin) is None:
             return 0, RowSoFar()
+        with damage(origin):
+            return self._load(origin)
+
+    def _load(self, origin: Origin) -> tuple[int, RowSoFar]:
         manifest, run = origin.manifest, self.run
         load_tensors(
             origin.path,

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -13,12 +12,12 @@ from torch.distributed.tensor import DTensor
 from mmm.checkpoint.model_metadata import ModelMetadata
 from mmm.checkpoint.objects import decode, saved_tensors
 from mmm.checkpoint.state import give_state, metadata_on_all, read_tensors, tensors_of
-from mmm.errors import CheckpointError, UserError
+from mmm.errors import CheckpointError
 from mmm.trainer.config.training import CheckpointOptions
 from mmm.trainer.loop.checkpointer import Checkpointer
 from mmm.trainer.loop.script_state import Optimizer, ScriptState, check_alike
 from mmm.trainer.run.core import Run
-from mmm.trainer.run.origin import Origin, check_steps_left
+from mmm.trainer.run.origin import Origin, check_steps_left, damage
 from mmm.trainer.run.steps import Step
 
 
@@ -43,7 +42,7 @@ class ScriptCheckpoints(Checkpointer):
         if (origin := self.record.origin) is None:
             return 0
         check_steps_left(origin, self.run.options, steps)
-        with _damage(origin):
+        with damage(origin):
             about, samples = origin.manifest.state["objects"], origin.manifest.state["samples"]
             if samples != self.samples:
                 raise _refused(origin, f"its global batch has {samples} samples, and this one {self.samples}")
@@ -166,15 +165,3 @@ def _contents(about: Mapping[str, Any]) -> dict[str, str]:
 
 def _refused(origin: Origin, why: str) -> CheckpointError:
     return CheckpointError(f"{origin.path} does not go on in this script: {why}", on_every_rank=True)
-
-
-@contextmanager
-def _damage(origin: Origin) -> Iterator[None]:
-    """What is not as it was written is a CheckpointError."""
-    try:
-        yield
-    except UserError:
-        raise
-    except (KeyError, TypeError, AttributeError, ValueError) as error:
-        text = f"what a run goes on with is not what mmm has written ({type(error).__name__}: {error})"
-        raise CheckpointError(f"{origin.path} is damaged: {text}") from error

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from mmm.checkpoint.manifest import LaterVersionError, Manifest, broken_file, read_manifest
-from mmm.errors import CheckpointError
+from mmm.errors import CheckpointError, UserError
 from mmm.runtime.device import Precision
 from mmm.runtime.process_group import broadcast_object, gather_objects
 from mmm.trainer.config.run import BaseOptions
 from mmm.trainer.config.spec import TrainingSpec
 from mmm.trainer.run.core import Run
-
-SCALER = {"scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker"}  # torch.amp.GradScaler's
 
 
 @dataclass(frozen=True)
@@ -65,11 +64,11 @@ def check_files(run: Run, path: Path) -> tuple[Any, Any]:
     return manifest, problem
 
 
-def check_origin(origin: Origin, identity: Mapping[str, Any], own_loop: bool) -> None:
+def check_origin(origin: Origin, identity: Mapping[str, Any]) -> None:
     path, manifest = origin.path, origin.manifest
     if wrong := manifest.differences(identity):
         raise CheckpointError(f"{path} is of another run: {'; '.join(wrong)}", on_every_rank=True)
-    if not (type(origin.rows) is int and origin.rows >= 0 if own_loop else has_state(manifest)):
+    if type(origin.rows) is not int or origin.rows < 0:
         raise CheckpointError(f"{path} is damaged: what a run goes on with is not what mmm has written")
 
 
@@ -86,22 +85,16 @@ def check_steps_left(origin: Origin, options: BaseOptions, steps: int) -> None:
         )
 
 
-def has_state(manifest: Manifest) -> bool:
-    """Whether a manifest has what `mmm.trainer.loop.checkpoints` reads of it, each of its type."""
-    state, number = manifest.state, (int, float)
-    scaler, losses, ranks = (state.get(name) for name in ("scaler", "losses", "loss_ranks"))
-    return (
-        all(type(state.get(name)) is int and state[name] >= 0 for name in ("rows", "since"))
-        and type(state.get("counted")) in number
-        and type(state.get("lr", 0.0)) in number
-        and isinstance(manifest.about.get("layout"), str)
-        and isinstance(scaler, dict)
-        and (not scaler or (scaler.keys() == SCALER and all(type(value) in number for value in scaler.values())))
-        and isinstance(losses, list)
-        and all(type(loss) in number for loss in losses)
-        and isinstance(ranks, list)
-        and all(type(rank) is int and 0 <= rank < len(losses) for rank in ranks)
-    )
+@contextmanager
+def damage(origin: Origin) -> Iterator[None]:
+    """What is not as it was written is a CheckpointError."""
+    try:
+        yield
+    except UserError:
+        raise
+    except (KeyError, IndexError, TypeError, AttributeError, ValueError) as error:
+        text = f"what a run goes on with is not what mmm has written ({type(error).__name__}: {error})"
+        raise CheckpointError(f"{origin.path} is damaged: {text}") from error
 
 
 def _try_read(path: Path) -> tuple[Manifest | None, str | CheckpointError | None]:

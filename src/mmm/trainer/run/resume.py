@@ -213,7 +213,7 @@ def choose(run: Run, record: ResumableRecord) -> None:
         if problem is None:
             rows = manifest.state.get("rows", 0) if goes_on else 0
             record.origin = Origin(path, manifest, rows, auto)
-            check_origin(record.origin, record.identity, own_loop=spec is None)
+            check_origin(record.origin, record.identity)
             if spec is not None:
                 check_steps_left(record.origin, run.options, spec.steps)
             break

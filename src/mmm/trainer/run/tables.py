@@ -80,19 +80,16 @@ def stage_table(names: Sequence[Sequence[str]], shares: Sequence[float]) -> str:
 
 
 def rank_table(ranks: Sequence[dict[str, Any]]) -> str:
-    """Ranks with host and place on the mesh; above 32 ranks, the first and last 16."""
+    """Ranks with host and place on the mesh; above 32 ranks, the first 32."""
     axes = [key for key in ranks[0] if key in ("pp", "dp_replicate", "dp_shard", "cp", "tp")]
     shown_axes = [axis for axis in axes if any(rank[axis] for rank in ranks)]
     table = Table(box=None, pad_edge=False)
     for heading in ("rank", "local", "host", "device", *shown_axes):
         table.add_column(heading, justify="left" if heading in ("host", "device") else "right")
-    half = RANKS_SHOWN // 2
-    skip = range(half, len(ranks) - half) if len(ranks) > RANKS_SHOWN else range(0)
-    for i, rank in enumerate(ranks):
-        if i not in skip:
-            table.add_row(*(str(rank[key]) for key in ("rank", "local_rank", "host", "device", *shown_axes)))
-        elif i == half:
-            table.add_row("…", "", f"({len(skip)} more)")
+    for rank in ranks[:RANKS_SHOWN]:
+        table.add_row(*(str(rank[key]) for key in ("rank", "local_rank", "host", "device", *shown_axes)))
+    if len(ranks) > RANKS_SHOWN:
+        table.add_row("…", "", f"({len(ranks) - RANKS_SHOWN} more)")
     return _as_text(table)
 
 
