@@ -40,25 +40,21 @@ class RopeScaling:
             ValueError: a key that is unknown, missing or of no number.
         """
         config = dict(config or {})
-        if (older := config.pop("type", None)) not in (None, config.setdefault("rope_type", older)):
+        older = config.pop("type", None)
+        kind = config.setdefault("rope_type", older or "default")
+        takes = {"default": (), "linear": ("factor",), "llama3": tuple(field.name for field in fields(cls))[1:]}
+        if not isinstance(kind, str) or kind not in takes or older not in (None, kind):
             raise ValueError(
-                f"rope_scaling: rope_type {config['rope_type']!r} is not type {older!r}: give one of the two"
+                f"rope_scaling: rope_type {kind!r} is not one of {', '.join(takes)}, or not type {older!r}"
             )
-        kind = config["rope_type"] if config != {"rope_type": None} else "default"
-        known = {"default": (), "linear": ("factor",), "llama3": tuple(field.name for field in fields(cls))[1:]}
-        if not isinstance(kind, str) or kind not in known:
-            raise ValueError(f"rope_scaling: rope_type {kind!r} is not one of {', '.join(known)}")
-        if wrong := config.keys() - {"rope_type", *known[kind]}:
-            takes = ", ".join(known[kind]) or "none"
-            raise ValueError(f"rope_scaling has the unknown key {min(wrong)}: {kind} takes {takes}")
-        if kind == "default":
-            return None
-        if missing := [name for name in known[kind] if name not in config]:
-            raise ValueError(f"rope_scaling lacks {', '.join(missing)}, which {kind} needs")
-        for name in known[kind]:
+        for name in config.keys() ^ {"rope_type", *takes[kind]}:
+            raise ValueError(
+                f"rope_scaling: rope_type {kind} takes {', '.join(takes[kind]) or 'nothing else'}: see {name}"
+            )
+        for name in takes[kind]:
             if type(config[name]) not in (int, float):
                 raise ValueError(f"rope_scaling: {name} is {config[name]!r}, which is no number")
-        return cls(**config)
+        return None if kind == "default" else cls(**config)
 
     def problems(self) -> list[str]:
         """What is wrong with the numbers, one sentence each."""
