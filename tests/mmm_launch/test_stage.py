@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 import mmm
+import mmm_launch
 from mmm_launch.errors import LaunchError
 from mmm_launch.host.stage import packed, unpack
 from mmm_launch.spec import stage
@@ -41,7 +42,9 @@ def pristine(tmp_path_factory):
     folder = tmp_path_factory.mktemp("stage") / "env"
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True)
     packages = next(folder.glob("lib/python*/site-packages"))
-    shutil.copytree(Path(mmm.__file__).parent, packages / "mmm", ignore=shutil.ignore_patterns("__pycache__"))
+    for package in (mmm, mmm_launch):
+        source = Path(package.__file__).parent
+        shutil.copytree(source, packages / source.name, ignore=shutil.ignore_patterns("__pycache__"))
     return folder
 
 
@@ -180,10 +183,10 @@ def test_one_host_cannot_and_all_end(hosts):
 
 def test_an_environment_without_mmm(hosts):
     made = hosts(2)
-    shutil.rmtree(next(made.env.glob("lib/python*/site-packages/mmm")))
+    shutil.rmtree(next(made.env.glob("lib/python*/site-packages/mmm_launch")))
     done = made.run("python3", "-c", WHERE)
     assert done.returncode == 2
-    assert "ModuleNotFoundError: No module named 'mmm'" in done.stderr
+    assert "ModuleNotFoundError: No module named 'mmm_launch'" in done.stderr
     assert made.left() == []
 
 
