@@ -111,7 +111,8 @@ def _split_problems(schedule: str, techniques: Techniques) -> list[str]:
     why = f"with {schedule}, which splits the backward of a stage in two"
     if techniques.compile:
         wrong.append(
-            f"{config_field('compile')} {why}: PyTorch cannot split a compiled one; use 1F1B or Interleaved1F1B"
+            f"{config_field('compile')} {why}: PyTorch cannot split a compiled one; leave "
+            f"{config_field('compile')} out, or use 1F1B or Interleaved1F1B"
         )
     if techniques.checkpointing == "selective":
         wrong.append(
