@@ -86,7 +86,7 @@ ROW = {"draw": 2, "row": {"iter": 2, "loss": 2 / 3}, "per_rank": {"dt": [0.1, 2 
         (json.dumps({**ROW, "draw": 1}), "its draw 1 does not follow 1"),
         (json.dumps({**ROW, "row": [1.0]}), ""),
         (json.dumps({**ROW, "row": {"iter": None}}), "None, and no number"),
-        (json.dumps({**ROW, "row": {"loss": 10**400}}), "it has a number of 401 digits"),
+        (json.dumps({**ROW, "row": {"loss": 10**400}}), "too large"),
         (json.dumps({**ROW, "row": {"a/b": 1}}), "'a/b' cannot name a variable"),
         (json.dumps({**ROW, "row": {"host": 1}}), "'host' is a coordinate"),
         (json.dumps({**ROW, "per_rank": {"dt": [0.1, 0.2, 0.3]}}), "3 values, and there are 2 ranks"),

@@ -178,7 +178,7 @@ def read_journal(path: Path) -> JournalContents | None:
                 if rows and row.draw != rows[-1].draw + 1:
                     raise ValueError(f"its draw {row.draw} does not follow {rows[-1].draw}")
                 rows.append(row)
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
             if not is_last:
                 left_out = f"line {number} is not a row ({error}): it and what follows it are left out"
                 log.warning("%s: %s", printable(str(path)), left_out)
@@ -201,6 +201,7 @@ def _row(line: bytes, taken: set[str], ranks: int) -> LoggedRow:
     for number in numbers:
         if type(number) not in (int, float):
             raise ValueError(f"it has {short(number)}, and no number")
+        float(number)  # an OverflowError for an integer that no column can hold
     if type(row.draw) is not int or not 0 <= row.draw <= INT64_MAX:
         raise ValueError(f"its draw is {short(row.draw)}")
     return row
