@@ -58,7 +58,7 @@ def make_hosts(folder: Path) -> None:
 
 
 def read_hosts(folder: Path) -> Any:
-    return hosts.merged(hosts.parse_file(folder / "hosts"))
+    return hosts.parse_file(folder / "hosts")
 
 
 def make_slurm(folder: Path) -> None:

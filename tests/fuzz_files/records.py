@@ -21,6 +21,7 @@ from mmm_lab.cli import history as cli_history
 from mmm_lab.cli import runs as cli_runs
 from mmm_lab.cli import startup as cli_startup
 from mmm_lab.cli.startup_logs import read_log
+from support.processes import leave_as_killed
 
 ROWS = 6
 RANKS = [{"rank": rank, "host": f"n{rank}", "local_rank": 0, "pid": 10 + rank, "axis_tp": rank} for rank in range(2)]
@@ -50,7 +51,7 @@ def make_journal(folder: Path) -> None:
     kept = history.History(run, ranks=RANKS, flush_every=1)
     for row in range(ROWS):
         kept.update({"iter": row, "loss": 5.0 - row / 10}, {"dt": [0.1, 0.2 + row]})
-    kept._journal.close()
+    leave_as_killed(kept)
     history.write_config(run, {"module": "lm", "startup": STARTUP})
 
 
@@ -92,7 +93,7 @@ def make_many(folder: Path) -> None:
         for row in range(ROWS):
             times = {"dt": [0.5, 0.5], "dt_own": [0.1, 0.5]}
             kept.update({"iter": row, "loss": 5.0 - row / 10, "tps": 9.0}, times)
-        kept._journal.close() if name == "killed" else kept.close()
+        leave_as_killed(kept) if name == "killed" else kept.close()
 
 
 def read_many(folder: Path) -> Any:

@@ -139,7 +139,7 @@ def test_a_save_that_fails_on_one_rank_is_said_on_all_and_leaves_nothing(run_on_
     for done, said, _ in run_on_ranks(save, 2, tmp_path, (2,), 2, None, 1):
         assert not done
         assert len(said) == 1
-        assert said[0].startswith("no checkpoint of step 2: /")
+        assert "step 2" in said[0]
         assert "__1_0.distcp" in said[0]
     assert os.listdir(tmp_path) == ["step-1"]
 
@@ -155,7 +155,7 @@ def test_a_disk_that_turns_read_only_is_said_on_all(run_on_ranks, tmp_path):
         for done, said, _ in run_on_ranks(save, 2, tmp_path, (2,), timeout=60):
             assert not done
             assert len(said) == 1
-            assert said[0].startswith("no checkpoint of step 2: ")
+            assert "step 2" in said[0]
             assert "Read-only file system" in said[0]
         assert steps_of(tmp_path) == [tmp_path / "step-1"]
 

@@ -12,6 +12,7 @@ import pytest
 
 from mmm.errors import RecordError
 from mmm.history import History, finalize, load
+from support.processes import leave_as_killed
 
 RANKS = [{"rank": r, "host": "a"} for r in range(2)]
 WRITER = """
@@ -36,7 +37,7 @@ def journal_of(folder, rows=5):
     history = History(folder, ranks=RANKS, flush_every=1)
     for step in range(rows):
         history.update({"iter": step, "loss": step / 3}, {"dt": [0.1, step / 7]})
-    history._journal.close()
+    leave_as_killed(history)
     return folder / "journal.jsonl"
 
 

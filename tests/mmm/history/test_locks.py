@@ -16,6 +16,7 @@ from mmm.history.record import dataset, reader
 from mmm.history.record.journal import this_process
 from mmm.outside import Lock
 from support.clock import PATIENCE
+from support.processes import leave_as_killed
 
 NO_LOCKS = f"""
 import fcntl, sys
@@ -204,7 +205,7 @@ def test_two_readers_at_once_see_that_a_run_is_dead(tmp_path):
     """One that looks whether the run goes on holds the lock for that moment; the other is no running run to it."""
     history = History(tmp_path, ranks=[{}], flush_every=1)
     history.update({"loss": 1.0})
-    history._journal.close()  # as if the process had gone
+    leave_as_killed(history)  # as if the process had gone
     command = [sys.executable, "-c", LOOK, str(tmp_path / "journal.jsonl")]
     with subprocess.Popen(command, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as looks:
         assert looks.stdout.readline() == "None\n"

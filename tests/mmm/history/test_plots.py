@@ -9,6 +9,7 @@ from mmm.history.plots.series import metrics, series, slowest
 from mmm.history.plots.style import style
 from mmm.history.plots.summary import summary_figure
 from mmm_lab.cli import history as command
+from support.processes import leave_as_killed
 
 RANKS = [{"rank": r, "local_rank": r % 2, "host": f"node{r // 2}", "tp": r % 2} for r in range(4)]
 
@@ -80,7 +81,7 @@ def test_the_command_finalizes_and_plots(tmp_path, capsys):
     assert "running" in capsys.readouterr().out
     with pytest.raises(RecordError, match="still writing"):
         command.main([str(tmp_path), "--fold"])
-    history._journal.close()  # what a kill leaves: the file, and no lock on it
+    leave_as_killed(history)  # what a kill leaves: the file, and no lock on it
     assert command.main([str(tmp_path), "--finalize", "--plot"]) == 0
     assert "5 plots in" in capsys.readouterr().out
     assert (tmp_path / "train_dataset.h5").exists()

@@ -7,6 +7,7 @@ from mmm.errors import RecordError
 from mmm.history import History, load, prepare
 from mmm.history.record.dataset import marks_of
 from mmm.history.record.resume import Resume, check_over
+from support.processes import leave_as_killed
 
 
 def ranks(n):
@@ -18,7 +19,7 @@ def run(folder, n, first, last, resume=None, kill=False):
     for step in range(first, last):
         history.update({"iter": step, "loss": 10.0 - step + 0.001 * n}, {"dt": [float(n)] * n})
     if kill:
-        history._journal.close()  # as the system does with a process that is gone
+        leave_as_killed(history)  # as the system does with a process that is gone
     else:
         history.close()
 
@@ -50,7 +51,7 @@ def test_while_it_runs_and_after_a_kill(tmp_path):
     history.update({"iter": 3, "loss": 1.0})
     ds = load(tmp_path)
     assert (ds["iter"].values.tolist(), ds.attrs["state"], ds.attrs["started"]) == ([0, 1, 2, 3], "running", started)
-    history._journal.close()
+    leave_as_killed(history)
     assert load(tmp_path)["iter"].values.tolist() == [0, 1, 2, 3]
 
 

@@ -14,6 +14,7 @@ from mmm.history import History, finalize, load, write_config
 from mmm_lab.cli.history import main as history_command
 from support.clock import PATIENCE
 from support.launcher import Launcher
+from support.processes import leave_as_killed
 from support.signals import as_from_a_terminal
 
 WRITER = """
@@ -114,7 +115,7 @@ def test_a_run_that_ended_before_its_dataset_was_in_place(tmp_path, monkeypatch)
         patch.setattr("mmm.history.record.dataset.write_dataset", cut_off)
         with pytest.raises(MemoryError):
             history.close(RuntimeError("no"))
-    history._journal.close()
+    leave_as_killed(history)
     for _ in range(2):
         assert mmm.history.state(tmp_path) == "failed"
         assert load(tmp_path).attrs["error"] == "RuntimeError: no"

@@ -76,7 +76,7 @@ def check(holds, layout, ranks_here, there, monkeypatch, device="cpu", rank=0):
 def test_by_hosts_devices_and_stages(monkeypatch):
     two = Footprint((1000, 3000))  # a pipeline of two ranks; 16 bytes a parameter
     check(two, Layout(pp=2).fit(2), 2, 64_000, monkeypatch)
-    with pytest.raises(LayoutError, match="the model has 4,000 parameters: 2 ranks here would hold"):
+    with pytest.raises(LayoutError, match="4,000 parameters"):
         check(two, Layout(pp=2).fit(2), 2, 63_999, monkeypatch)
     check(two, Layout(pp=2).fit(2), 1, 16_000, monkeypatch)  # a host each: either may be the one with less
     with pytest.raises(LayoutError, match="1 rank"):

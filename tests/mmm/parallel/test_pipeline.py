@@ -117,19 +117,18 @@ def refusal(schedule="1F1B", pp=2, microbatches=8, batch=16, parts=6, each=None,
 
 def test_refusals():
     assert "one of GPipe, 1F1B" in refusal("1f1b")
-    assert "pp 1: a pipeline has at least 2 ranks" in refusal(pp=1)
-    assert "stages_per_rank 3: ZBVZeroBubble takes exactly 2" in refusal("ZBVZeroBubble", each=3)
-    assert "stages_per_rank 1: LoopedBFS takes at least 2" in refusal("LoopedBFS", each=1)
+    assert "pp 1" in refusal(pp=1)
+    assert "stages_per_rank 3: ZBVZeroBubble" in refusal("ZBVZeroBubble", each=3)
+    assert "stages_per_rank 1: LoopedBFS" in refusal("LoopedBFS", each=1)
     text = refusal("Interleaved1F1B", pp=4)
-    assert "4 with 2 stages a rank is 8 stages, and the model has 6 parts" in text
-    assert "use fewer, or a model with more layers" in text
-    assert "1F1B with pp 4 needs at least 4" in refusal(pp=4, microbatches=2)
-    assert "16 a data-parallel coordinate cannot be split into 5 equal parts" in refusal(microbatches=5)
-    text = refusal("Interleaved1F1B", microbatches=3, batch=12)
-    assert "Interleaved1F1B needs a multiple of pp 2" in text
-    assert "DualPipeV with pp 2 needs at least 4" in refusal("DualPipeV", microbatches=2)
-    assert "it must be at least 1" in refusal("GPipe", microbatches=0)
-    assert "leave compile out, or use 1F1B" in refusal("ZBVZeroBubble", compile=True)
+    assert "8 stages" in text
+    assert "6 parts" in text
+    assert "1F1B with pp 4" in refusal(pp=4, microbatches=2)
+    assert "5 equal parts" in refusal(microbatches=5)
+    assert "a multiple of pp 2" in refusal("Interleaved1F1B", microbatches=3, batch=12)
+    assert "DualPipeV with pp 2" in refusal("DualPipeV", microbatches=2)
+    assert "microbatches 0" in refusal("GPipe", microbatches=0)
+    assert "compile" in refusal("ZBVZeroBubble", compile=True)
     assert "use bf16 or fp32" in refusal(dtype="fp16")
     two, interleaved = Layout(pp=2, dp_shard=1), Techniques(schedule="Interleaved1F1B", microbatches=4)
     assert check_pipeline(two, interleaved, 16, 6) == (2, 4)

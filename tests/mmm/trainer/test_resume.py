@@ -270,9 +270,9 @@ def test_the_flag_that_ends_the_run_is_named(run_on_ranks, tmp_path):
     flags = {**DIGITS, "max_iters": None, "epochs": 1, "checkpoint_every": 19, "outdir": tmp_path}
     assert run_on_ranks(train, 1, FSDP, flags) == [""]
     (text,) = run_on_ranks(train, 1, FSDP, {**flags, "resume": tmp_path})
-    assert "step 19, and the run has 19: no step is left; give more by --epochs" in text
+    assert "--epochs" in text
     (text,) = run_on_ranks(train, 1, FSDP, {**flags, "resume": tmp_path, "max_iters": 19})
-    assert "give more by --max_iters and --epochs" in text
+    assert "--max_iters and --epochs" in text
 
 
 @pytest.mark.parametrize("program", [LM, FSDP, VIT])
@@ -292,7 +292,7 @@ def test_a_run_cut_after_its_last_step_ends_once_more(run_on_ranks, tmp_path, pr
     for name in before.data_vars:
         numpy.testing.assert_array_equal(after[name].values, before[name].values)
     notes = json.loads((tmp_path / "config.json").read_text())["notes"]
-    assert "no step is left to make; the model is evaluated once more" in notes
+    assert any("no step is left" in note for note in notes)
     saved = torch.load(tmp_path / "model.pt", weights_only=True)
     assert saved
     assert all(torch.equal(saved[name], weights[name]) for name in saved)

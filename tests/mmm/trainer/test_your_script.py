@@ -104,7 +104,7 @@ def test_data_that_ends_before_the_steps_is_said(script, tmp_path):
     denoise = load(script)
     with (
         patch.object(denoise, "local_batches", lambda *_: iter([[0, 1], [2, 3]])),
-        pytest.raises(DataError, match="the data ended after 2 batches, and 4 steps take one each"),
+        pytest.raises(DataError, match="2 batches"),
     ):
         denoise.train(denoise.Config(**FLAGS, device="cpu", outdir=tmp_path / "out"))
     torch.distributed.destroy_process_group()  # a run that does not end leaves it

@@ -8,6 +8,7 @@ from mmm.errors import LaunchError, RecordError
 from mmm.history import History, write_config
 from mmm_lab.campaign import chain
 from mmm_lab.campaign.chain import Campaign, begin, end, read, status, stop
+from support.processes import leave_as_killed
 from support.queue import StandIn
 
 
@@ -57,7 +58,8 @@ def test_three_jobs(campaign, queue, queued):
     assert begin(campaign.folder, environ(campaign, "8")) == (True, line)
     recorded(campaign)
     code, line = end(campaign.folder, 0)
-    assert (code, line) == (0, "no job follows: the run is finished, after 2 jobs")
+    assert code == 0
+    assert "finished, after 2 jobs" in line
     submitted, cancelled = queue.calls()[:2], queue.calls()[2:]
     after = ["--dependency=afterany:{}"] if queue.scheduler == "slurm" else ["-W", "depend=afterany:{}"]
     for (_, words, script, _), before in zip(submitted, ("7", "8"), strict=True):
@@ -76,15 +78,15 @@ def test_two_jobs_in_a_row_that_save_nothing_are_the_last(campaign, code):
     saved(campaign, 10)
     begin(campaign.folder, environ(campaign, "1"))
     first = code is None or end(campaign.folder, code)
-    assert first is True or first[1].startswith("saved at step 10; job ")
+    assert first is True or "step 10" in first[1]
     begin(campaign.folder, environ(campaign, "2"))
     if code is not None:
-        assert end(campaign.folder, code) == (
-            code,
-            "no job follows: 2 jobs in a row have saved nothing beyond step 10",
-        )
+        ended, line = end(campaign.folder, code)
+        assert ended == code
+        assert "step 10" in line
     goes, line = begin(campaign.folder, environ(campaign, "3"))
-    assert (goes, line) == (False, "nothing to do: 2 jobs in a row have saved nothing beyond step 10")
+    assert not goes
+    assert "2 jobs in a row" in line
 
 
 def test_as_many_jobs_as_are_allowed(campaign, queue):
@@ -93,27 +95,26 @@ def test_as_many_jobs_as_are_allowed(campaign, queue):
         saved(campaign, 10 * number)
         code, line = end(campaign.folder, 75)
     assert len(queue.calls()) == 3
-    assert (code, line) == (
-        75,
-        "no job follows: 4 jobs have run, as many as --jobs allows; the newest checkpoint is of step 40",
-    )
+    assert code == 75
+    assert "--jobs" in line
+    assert "step 40" in line
 
 
 @pytest.mark.parametrize(
     ("code", "error", "words"),
     [
-        (1, ValueError("no such layer"), "the run fails by its own error, in job 1: ValueError: no such layer"),
+        (1, ValueError("no such layer"), "ValueError: no such layer"),
         (139, ValueError("rank 1 was killed by SIGSEGV"), ""),
         (1, RuntimeError("lost ranks 2, 3 on node7: its host is down"), ""),
         (1, RuntimeError("rank 1 (pid 7) was killed by SIGKILL on node7"), ""),
-        (2, None, "job 1 refuses what it was asked for (exit code 2); its output says why"),
+        (2, None, "exit code 2"),
     ],
 )
 def test_a_run_that_fails_by_itself_is_not_begun_again(campaign, code, error, words):
     begin(campaign.folder, environ(campaign, "1"))
     recorded(campaign, error)
     line = end(campaign.folder, code)[1]
-    assert line == f"no job follows: {words}" if words else line.startswith("saved at step 0; job ")
+    assert (words or "step 0") in line
 
 
 def test_a_job_that_could_not_say_how_it_ended(campaign):
@@ -121,10 +122,9 @@ def test_a_job_that_could_not_say_how_it_ended(campaign):
     begin(campaign.folder, environ(campaign, "1"))
     assert begin(campaign.folder, environ(campaign, "2"))[0]  # killed before it had a record
     recorded(campaign, KeyError("x"))
-    assert begin(campaign.folder, environ(campaign, "3")) == (
-        False,
-        "nothing to do: the run fails by its own error, in job 2: KeyError: 'x'",
-    )
+    goes, line = begin(campaign.folder, environ(campaign, "3"))
+    assert not goes
+    assert "job 2: KeyError: 'x'" in line
 
 
 def test_a_job_that_the_scheduler_begins_again_queues_no_second_one(campaign, queue):
@@ -161,7 +161,7 @@ def test_status(campaign, queued):
     write_config(campaign.folder, {"module": "cnn", "steps": 90, "options": {"epochs": 9}})
     history = History(campaign.folder, ranks=[{}], flush_every=1)
     history.update({"epoch": 4})  # rows of epochs, checkpoints of steps
-    history._journal.close()
+    leave_as_killed(history)
     assert status(campaign.folder) == [
         "job 7            from step 0 to 20   exit code 75",
         "job 8            from step 20 to 40   runs, or has been killed",

@@ -12,6 +12,7 @@ from mmm_lab.cli import runs as command
 from mmm_lab.cli.main import main as mmm
 from mmm_lab.runs.run_folders import run_folders
 from mmm_lab.runs.runs import read_rows, read_run
+from support.processes import leave_as_killed
 
 
 def made_run(folder, losses, error=None, ranks=2, every=1, **more):
@@ -57,7 +58,7 @@ def test_the_table(tmp_path, capsys):
 def test_a_killed_run_and_one_that_has_no_value_to_sort_by(tmp_path, capsys):
     made_run(tmp_path / "a", [])
     killed = made_run(tmp_path / "b", [2.0], False)
-    killed._journal.close()  # without an end
+    leave_as_killed(killed)  # without an end
     _, lines, _ = table(capsys, tmp_path, "--sort", "loss", "--reverse")
     assert [line[:2] for line in lines] == [["b", "killed"], ["a", "finished"]]
 

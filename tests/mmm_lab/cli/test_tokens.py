@@ -53,4 +53,4 @@ def test_json_lines(tmp_path, capsys):
 
 def test_an_error_is_one_line(tmp_path, capsys):
     assert cli.main(["tokens", str(tmp_path / "gone"), "-o", str(tmp_path / "out")]) == 2
-    assert capsys.readouterr().err == f"mmm: error: {tmp_path / 'gone'}: No such file or directory\n"
+    assert str(tmp_path / "gone") in capsys.readouterr().err

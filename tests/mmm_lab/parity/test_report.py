@@ -51,7 +51,7 @@ def test_a_loss_that_is_nan_does_not_pass(losses):
     row = evaluate(CASE, "sgd", TRAINING, expected, curves)
     step = losses[-1].index(max(losses[-1], key=math.isnan)) + 1
     assert not row.passed
-    assert row.reason == f"the loss of step {step} differs by nan, more than 1e-09"
+    assert f"step {step} differs by nan" in row.reason
 
 
 def test_a_tied_weight_keeps_the_nan_of_its_first_copy():
