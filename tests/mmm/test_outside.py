@@ -26,7 +26,7 @@ from mmm.weights.open_weights import open_weights
 from mmm.weights.safetensors import SafetensorsFile
 from mmm_lab.cli.main import main
 from mmm_lab.cli.startup import main as startup
-from mmm_lab.planner import hugging_face
+from mmm_lab.planner.named_model import read_model
 from mmm_launch.errors import UserError as LaunchUserError
 from mmm_launch.machines import machine
 from support.llamas import write_hugging_face
@@ -46,7 +46,7 @@ BAD = {
 }
 READERS = {
     "machine.json": machine.read,
-    "model.json": hugging_face.read_config,
+    "model.json": lambda path: read_model(str(path), {}, 16),
     "config.json": lambda path: open_weights(path.parent),
     "model.safetensors.index.json": lambda path: open_weights(path.parent),
     "generation_config.json": lambda path: open_weights(path.parent),
