@@ -16,7 +16,6 @@ import zlib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 from mmm_launch.errors import LaunchError
 
@@ -57,20 +56,12 @@ CONSEQUENCES = (
 )
 
 
-class RankVariables(NamedTuple):
-    """The variables in which a launcher backend tells its processes their numbers; of each, the first that is set."""
-
-    rank: tuple[str, ...]
-    world: tuple[str, ...]
-    local_rank: tuple[str, ...]
-
-
-# Of `LaunchSpec.launcher`.
-BACKENDS = {
-    "openmpi": RankVariables(("OMPI_COMM_WORLD_RANK",), ("OMPI_COMM_WORLD_SIZE",), ("OMPI_COMM_WORLD_LOCAL_RANK",)),
-    "pals": RankVariables(("PALS_RANKID",), ("PMI_SIZE", "PALS_SIZE"), ("PALS_LOCAL_RANKID", "PMI_LOCAL_RANK")),
-    "hydra": RankVariables(("PMI_RANK",), ("PMI_SIZE",), ("MPI_LOCALRANKID", "PMI_LOCAL_RANK")),
-    "srun": RankVariables(("SLURM_PROCID",), ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"), ("SLURM_LOCALID",)),
+# Of `LaunchSpec.launcher` → the variable in which it tells a process its number.
+NUMBERED_BY = {
+    "openmpi": "OMPI_COMM_WORLD_RANK",
+    "pals": "PALS_RANKID",
+    "hydra": "PMI_RANK",
+    "srun": "SLURM_PROCID",
 }
 # The number of a launcher's rank → how many there are. What was started last comes first.
 SIZES = {
@@ -113,17 +104,6 @@ def place_of_rank(environ: Mapping[str, str]) -> str | None:
 def port_of(identity: str) -> int:
     """One of `PORTS`, the same for all who know `identity`."""
     return PORTS[zlib.crc32(identity.encode()) % len(PORTS)]
-
-
-def read_number(environ: Mapping[str, str], names: tuple[str, ...]) -> tuple[str, int] | None:
-    """The first of the variables `names` that is set, and its value. Raises `LaunchError` if that is no number."""
-    for name in names:
-        if name in environ:
-            try:
-                return name, int(environ[name])
-            except ValueError:
-                raise LaunchError(f"{name}={environ[name]!r} in the environment is not a whole number") from None
-    return None
 
 
 def check_folder() -> None:

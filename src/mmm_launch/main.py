@@ -179,6 +179,6 @@ def transport(plan: LaunchSpec, start_timeout: float, copy: str | None) -> Trans
         from mmm_launch.run.local import LocalRanks
 
         return LocalRanks(local.host_spec(plan, copy))
-    from mmm_launch.run.one_backend import OneBackend
+    from mmm_launch.run.backend import Backend
 
-    return OneBackend(plan, start_timeout)
+    return Backend(plan, start_timeout)

@@ -70,11 +70,6 @@ def way(request, launcher):
         yield Way(os.uname().nodename, made.options, made.variables)
 
 
-@pytest.fixture(params=["rank", "host"])
-def by(request):
-    return ["--ranks-by", request.param]
-
-
 def start(launcher, way, *words, program=FAULTY):
     launcher.write("faulty.py", program)
     process = launcher.start(*way.options, "--device", "cpu", *words, **way.variables)
@@ -102,8 +97,8 @@ def end(launcher, process, within=WITHIN):
         ("kill", 137, "was killed by SIGKILL on {host}\n"),
     ],
 )
-def test_a_rank_fails(launcher, way, by, fault, code, says):
-    process = start(launcher, way, *by, "python3", "faulty.py", fault)
+def test_a_rank_fails(launcher, way, fault, code, says):
+    process = start(launcher, way, "python3", "faulty.py", fault)
     launcher.write("go", "")
     found, err = end(launcher, process)
     assert found == code, err
@@ -112,8 +107,8 @@ def test_a_rank_fails(launcher, way, by, fault, code, says):
         assert err.rstrip().endswith("RuntimeError: rank 3 has had enough")
 
 
-def test_a_run_hangs(launcher, way, by):
-    process = start(launcher, way, *by, "--timeout", "2", "python3", "faulty.py", "hang")
+def test_a_run_hangs(launcher, way):
+    process = start(launcher, way, "--timeout", "2", "python3", "faulty.py", "hang")
     launcher.write("go", "")
     found, err = end(launcher, process)
     assert found == 124, err
@@ -124,17 +119,17 @@ def test_a_run_hangs(launcher, way, by):
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_launch_is_told_to_end(launcher, way, by, number, code):
-    process = start(launcher, way, *by, "python3", "faulty.py", "none")
+def test_launch_is_told_to_end(launcher, way, number, code):
+    process = start(launcher, way, "python3", "faulty.py", "none")
     process.send_signal(number)
     found, err = end(launcher, process)
     assert found == code, err
     assert err.rstrip().endswith(f"launch: {number.name}: ending 4 ranks")
 
 
-def test_launch_is_killed(launcher, way, by):
+def test_launch_is_killed(launcher, way):
     """Nobody gives orders any more: each host ends its ranks by itself."""
-    process = start(launcher, way, *by, "python3", "faulty.py", "none")
+    process = start(launcher, way, "python3", "faulty.py", "none")
     process.kill()
     process.wait()
     begin = time.monotonic()
@@ -144,8 +139,8 @@ def test_launch_is_killed(launcher, way, by):
 
 
 @pytest.mark.parametrize("way", ["two_hosts-mpich", "two_hosts-openmpi"], indirect=True)
-def test_a_host_is_cut_off(launcher, way, by):
-    process = start(launcher, way, *by, "python3", "faulty.py", "none")
+def test_a_host_is_cut_off(launcher, way):
+    process = start(launcher, way, "python3", "faulty.py", "none")
     way.cluster.cut()
     found, err = end(launcher, process)
     assert found == 1, err
@@ -154,8 +149,8 @@ def test_a_host_is_cut_off(launcher, way, by):
 
 
 @pytest.mark.parametrize("way", ["slurm"], indirect=True)
-def test_scancel(launcher, way, by):
-    process = start(launcher, way, *by, "python3", "faulty.py", "none")
+def test_scancel(launcher, way):
+    process = start(launcher, way, "python3", "faulty.py", "none")
     way.cluster.run("scancel", way.job)
     found, err = end(launcher, process)
     assert found == 143, err
@@ -164,9 +159,9 @@ def test_scancel(launcher, way, by):
 
 
 @pytest.mark.parametrize("way", ["slurm"], indirect=True)
-def test_scancel_lets_ranks_end_in_order(launcher, way, by):
+def test_scancel_lets_ranks_end_in_order(launcher, way):
     """Slurm's SIGTERM comes to every process of the step: those between launch and the ranks have to outlive it."""
-    process = start(launcher, way, *by, "python3", "faulty.py", "none", program=CLEANING)
+    process = start(launcher, way, "python3", "faulty.py", "none", program=CLEANING)
     launcher.write("go", "")
     time.sleep(0.5)
     way.cluster.run("scancel", way.job)
@@ -176,8 +171,8 @@ def test_scancel_lets_ranks_end_in_order(launcher, way, by):
 
 
 @pytest.mark.parametrize("way", ["mpich", "openmpi", "slurm"], indirect=True)
-def test_ranks_that_heed_the_signal_end_in_order(launcher, way, by):
-    process = start(launcher, way, *by, "python3", "faulty.py", "none", program=CLEANING)
+def test_ranks_that_heed_the_signal_end_in_order(launcher, way):
+    process = start(launcher, way, "python3", "faulty.py", "none", program=CLEANING)
     launcher.write("go", "")
     time.sleep(0.5)
     process.send_signal(signal.SIGTERM)
@@ -188,8 +183,8 @@ def test_ranks_that_heed_the_signal_end_in_order(launcher, way, by):
 
 @pytest.mark.parametrize("way", ["mpich", "openmpi", "slurm"], indirect=True)
 @pytest.mark.parametrize("fault", ["raise", "none"])
-def test_the_others_learn_why_they_end(launcher, way, by, fault):
-    process = start(launcher, way, *by, "python3", "faulty.py", fault, program=TOLD)
+def test_the_others_learn_why_they_end(launcher, way, fault):
+    process = start(launcher, way, "python3", "faulty.py", fault, program=TOLD)
     launcher.write("go", "")
     if fault == "none":
         time.sleep(0.5)

@@ -58,23 +58,20 @@ def same(launcher, done, local, ranks=4):
     assert launcher.gone(within=2)
 
 
-@pytest.mark.parametrize("by", ["rank", "host"])
-def test_one_host(launcher, mpi, by, local):
-    same(launcher, launcher.run(*mpi.options, "--ranks-by", by, *EXAMPLE, timeout=PATIENCE, **mpi.variables), local)
+def test_one_host(launcher, mpi, local):
+    same(launcher, launcher.run(*mpi.options, *EXAMPLE, timeout=PATIENCE, **mpi.variables), local)
 
 
-@pytest.mark.parametrize("by", ["rank", "host"])
 @pytest.mark.parametrize("mpi", ["mpich", "openmpi"])
-def test_two_hosts(launcher, two_hosts, mpi, by, local):
+def test_two_hosts(launcher, two_hosts, mpi, local):
     launcher.prefix = two_hosts.start_words()
-    done = launcher.run(*two_hosts.options(mpi), "--ranks-by", by, *EXAMPLE, timeout=PATIENCE, **two_hosts.variables)
+    done = launcher.run(*two_hosts.options(mpi), *EXAMPLE, timeout=PATIENCE, **two_hosts.variables)
     same(launcher, done, local)
     assert re.search(r"\n +3 +1 +mmmB ", done.stdout), done.stdout  # rank 3, local rank 1
 
 
-@pytest.mark.parametrize("by", ["rank", "host"])
-def test_salloc(launcher, slurm, by, local):
-    words = ["salloc", "--quiet", "-N2", "--ntasks-per-node=2", *LAUNCH, "--ranks-by", by, *EXAMPLE]
+def test_salloc(launcher, slurm, local):
+    words = ["salloc", "--quiet", "-N2", "--ntasks-per-node=2", *LAUNCH, *EXAMPLE]
     done = slurm.run(*words, variables=launcher.environment(MASTER_ADDR="127.0.0.1"), cwd=launcher.folder)
     slurm.idle()
     same(launcher, done, local)
@@ -227,11 +224,10 @@ while time.monotonic() < end and not (os.path.exists("seen-" + rank) and "leave"
 """
 
 
-@pytest.mark.parametrize("by", ["rank", "host"])
-def test_slurms_signal_before_the_end(launcher, slurm, by):
+def test_slurms_signal_before_the_end(launcher, slurm):
     """What `sbatch --signal=USR1@…` does, at once: each process of the step gets it. Ranks see it once, others not."""
     launcher.write("t.py", WAITING)
-    line = " ".join([*LAUNCH, "--ranks-by", by, "--device cpu python3 t.py 60 leave > o 2> e"])
+    line = " ".join([*LAUNCH, "--device cpu python3 t.py 60 leave > o 2> e"])
     script = launcher.write("batch.sh", f"#!/bin/sh\n{line}\necho $? > code.part\nmv code.part code\n")
     slurm.run(
         "sbatch",

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import mmm
-from mmm_launch.host.agent_supervisor import HELPERS
+from mmm_launch.host.agent import HELPERS
 from support.stranger import UID as STRANGER
 
 # One write a line: lines of several ranks do not mix.
@@ -46,10 +46,9 @@ def left(launcher, disks):
 NOTHING = {"mmmA": [], "mmmB": [], "archives": []}
 
 
-@pytest.mark.parametrize("by", ["rank", "host"])
-def test_each_host_unpacks_the_one_archive(launcher, two_hosts, staged, by):
+def test_each_host_unpacks_the_one_archive(launcher, two_hosts, staged):
     words, disks = staged(100)
-    done = launcher.run(*words, "--ranks-by", by, "python3", "-c", WHERE, timeout=120, **two_hosts.variables)
+    done = launcher.run(*words, "python3", "-c", WHERE, timeout=120, **two_hosts.variables)
     assert done.returncode == 0, done.stderr
     lines = sorted(line.split() for line in done.stdout.splitlines())
     assert [line[:2] for line in lines] == [["mmmA", "0"], ["mmmA", "1"], ["mmmB", "2"], ["mmmB", "3"]]
@@ -71,7 +70,7 @@ def test_a_disk_is_full(launcher, two_hosts, staged, early):
         subprocess.run(["tar", "czf", launcher.folder / "env.tgz", "-C", env, "."], check=True)
         words = [word if word != str(env) else str(launcher.folder / "env.tgz") for word in words]
     # One process a host: of two, the second tries as well, and may be ended while it does.
-    done = launcher.run(*words, "--ranks-by", "host", "python3", "-c", WHERE, timeout=120, **two_hosts.variables)
+    done = launcher.run(*words, "python3", "-c", WHERE, timeout=120, **two_hosts.variables)
     assert done.returncode == 2
     assert "(on mmmB)" in done.stderr
     assert (" MB are needed in " if early else "No space left on device") in done.stderr

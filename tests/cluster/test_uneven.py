@@ -31,22 +31,20 @@ def places(text, *hosts):
     return sorted(line for line in text.splitlines() if line.endswith(f" {total}")) == sorted(expected)
 
 
-@pytest.mark.parametrize("by", ["rank", "host"])
 @pytest.mark.parametrize("mpi", ["mpich", "openmpi"])
 @pytest.mark.parametrize("sizes", [(3, 1), (1, 3)])
-def test_a_list_of_hosts(launcher, two_hosts, mpi, by, sizes):
+def test_a_list_of_hosts(launcher, two_hosts, mpi, sizes):
     launcher.write("t.py", PROGRAM)
     launcher.prefix = two_hosts.start_words()
     _, _, _, _, *how = two_hosts.options(mpi)
     hosts = [*zip(two_hosts.NAMES, sizes, strict=True)]
     named = ",".join(f"{name}:{number}" for name, number in hosts)
-    words = ["--hosts", named, *how, "--ranks-by", by, "--device", "cpu", "python3", "t.py"]
+    words = ["--hosts", named, *how, "--device", "cpu", "python3", "t.py"]
     done = launcher.run(*words, timeout=PATIENCE, **two_hosts.variables)
     assert done.returncode == 0, done.stderr
     assert places(done.stdout, *hosts), done.stdout
 
 
-@pytest.mark.parametrize("by", ["rank", "host"])
 @pytest.mark.parametrize(
     ("asked", "sizes"),
     [
@@ -54,9 +52,9 @@ def test_a_list_of_hosts(launcher, two_hosts, mpi, by, sizes):
         (["-N2", "-n5", "--exclusive"], (3, 2)),
     ],
 )
-def test_salloc(launcher, slurm, by, asked, sizes):
+def test_salloc(launcher, slurm, asked, sizes):
     launcher.write("t.py", PROGRAM)
-    words = ["salloc", "--quiet", *asked, *LAUNCH, "--ranks-by", by, "python3", "t.py"]
+    words = ["salloc", "--quiet", *asked, *LAUNCH, "python3", "t.py"]
     variables = launcher.environment(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
     done = slurm.run(*words, variables=variables, cwd=launcher.folder)
     slurm.idle()

@@ -49,8 +49,7 @@ def read_launch_machines(folder: Path) -> Any:
     environ = {find.VARIABLE: str(folder), "HOME": str(folder), "NERSC_HOST": "perlmutter"}
     machine, why = find.find(environ)
     print(machine, why)
-    shown = machine.shows_devices("rank", "srun", "cuda")
-    return machine.variables("rank"), machine.fill(machine.srun, 4), shown, machine.settings()
+    return machine.variables(), machine.srun_arguments(), machine.settings()
 
 
 def make_hosts(folder: Path) -> None:

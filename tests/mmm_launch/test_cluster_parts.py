@@ -10,15 +10,11 @@ import time
 import pytest
 
 from mmm_launch import main
-from mmm_launch.channel import commands
-from mmm_launch.channel.commands import RemoteAgent
-from mmm_launch.channel.failures import Failure
-from mmm_launch.contract import Report
 from mmm_launch.errors import LaunchError
-from mmm_launch.host.agent import numbers
+from mmm_launch.host import agent
 from mmm_launch.program.target import Target
-from mmm_launch.run import stacks
-from mmm_launch.spec import binding, hosts, walltime
+from mmm_launch.run import backend, stacks
+from mmm_launch.spec import binding, host_spec, hosts, walltime
 from mmm_launch.spec.hosts import Job
 from mmm_launch.spec.launch_spec import LaunchSpec, Value
 from support.clock import PATIENCE
@@ -84,7 +80,7 @@ def test_a_record_names_variables_and_tells_no_values(launcher):
         ("-N 0", "-N 0: it has to be a whole number"),
         ("-N 2", "-N 2: ranks on this host alone"),
         ("-n 2 -ppn 3", "on one host they are the same"),
-        ("--ranks-by host", "ranks on this host alone are started by launch itself"),
+        ("--site x", "ranks on this host alone are started by launch itself"),
         ("--mpi hydra", "--mpi hydra: ranks on"),
         ("--env A", "--env A: write NAME=VALUE"),
         ("--env RANK=1", "RANK"),
@@ -136,10 +132,8 @@ def test_the_signal_before_the_end_reaches_the_ranks(launcher):
     assert "launch: 4 s before the job's end: SIGUSR1 to 2 ranks\n" in done.stderr
 
 
-@pytest.mark.parametrize(
-    "by", [pytest.param("", marks=pytest.mark.long), pytest.param("host", marks=pytest.mark.long), "rank"]
-)
-def test_a_signal_before_the_end_leaves_the_ranks_their_time(launcher, by):
+@pytest.mark.parametrize("on_hosts", [pytest.param(False, marks=pytest.mark.long), True])
+def test_a_signal_before_the_end_leaves_the_ranks_their_time(launcher, on_hosts):
     """SIGTERM too, which ends them where launch itself is told to end: after a second they would be killed."""
     launcher.write(
         "t.py",
@@ -147,7 +141,7 @@ def test_a_signal_before_the_end_leaves_the_ranks_their_time(launcher, by):
         "while not asked: time.sleep(0.05)\n"
         "time.sleep(1.8)\nprint('saved', flush=True)\n",
     )
-    options = launcher.on_hosts(by) if by else []
+    options = launcher.on_hosts() if on_hosts else []
     words = ["-n", "2", "--device", "cpu", "--walltime", "6", "--signal", "TERM@3", "python3", "t.py"]
     done = launcher.run(*options, *words)
     assert (done.returncode, done.stdout) == (0, "saved\n" * 2), done.stderr
@@ -224,23 +218,11 @@ def test_no_retry_after_a_users_error_or_a_signal(launcher):
     assert process.returncode == 143
 
 
-def test_a_failure_travels():
-    sent = Failure(3, 1, 100.0, 2, Report(3, "traceback", "text", 1, 5.0), host="n2")
-    found = commands.read_failure(commands.write_failure(sent, now=101.5), "n2", now=7.0)
-    assert found == Failure(3, 1, 5.5, 2, sent.report, host="n2")
+def host(place, name):
+    return backend.Host(None, name, place, 1000 + place)
 
 
-def agent(index, host, cpus="0-7", local_rank=None):
-    class NoLink:
-        def fileno(self):
-            return index
-
-    cores = 8 if cpus == "0-7" else 2
-    hello = {"cpus": cpus, "cores": cores, "local_rank": local_rank, "port": 1000 + index}
-    return RemoteAgent(NoLink(), index, host, hello)
-
-
-def plan(by="rank", is_wish=False):
+def spec(is_wish=False):
     return LaunchSpec(
         target=Target("module", "x"),
         launcher=Value("hydra", ""),
@@ -250,67 +232,54 @@ def plan(by="rank", is_wish=False):
         device=Value("cpu", ""),
         shared={"WORLD_SIZE": Value("3", ""), "MASTER_PORT": Value("20000", "", is_wish)},
         threads=Value(None, ""),
-        by=by,
         prefork=True,
-        bind=None,
+        bind=Value(None, ""),
         notes=(),
         stage=None,
     )
 
 
-def test_local_ranks_are_counted_where_the_launcher_does_not_say():
-    told = commands.start_commands(plan(), [agent(0, "a"), agent(1, "a"), agent(2, "b")])
-    assert [
-        (m["ranks"][0]["RANK"], m["ranks"][0]["LOCAL_RANK"], m["shared"]["LOCAL_WORLD_SIZE"], m["cores"]) for m in told
-    ] == [("0", "0", "2", 4), ("1", "1", "2", 4), ("2", "0", "1", 8)]
-
-
-def test_ranks_that_are_bound_keep_their_cores():
-    told = commands.start_commands(plan(), [agent(0, "a", "0-1", 0), agent(1, "a", "2-3", 1), agent(2, "b", "0-1", 0)])
-    assert [m["cores"] for m in told] == [2, 2, 2]
-
-
 @pytest.mark.parametrize(
     ("names", "expected"),
     [
-        ("ab", [["0", "1"], ["2"]]),
-        ("ba", [["0"], ["1", "2"]]),  # the launcher backend has an order of its own
-        ("xy", [["0", "1"], ["2"]]),  # hosts were named by their addresses
+        ("ab", [[0, 1], [2]]),
+        ("ba", [[0], [1, 2]]),  # the launcher backend has an order of its own
+        ("xy", [[0, 1], [2]]),  # hosts were named by their addresses
     ],
 )
-def test_ranks_of_a_host_follow_each_other(names, expected):
-    told = commands.start_commands(plan("host", is_wish=True), [agent(index, name) for index, name in enumerate(names)])
-    assert [[rank["RANK"] for rank in message["ranks"]] for message in told] == expected
-    for message, ranks in zip(told, expected, strict=True):
-        assert [rank["LOCAL_RANK"] for rank in message["ranks"]] == ["0", "1"][: len(ranks)]
-        assert message["shared"]["LOCAL_WORLD_SIZE"] == str(len(ranks))
-        assert message["shared"]["MASTER_PORT"] == "1000"  # as rank 0's host says
-
-
-def test_a_host_of_two_names_counts_its_ranks_once():
-    """MPICH numbers the processes of localhost and of 127.0.0.1 from 0 each: two ranks would have one device."""
-    told = commands.start_commands(plan(), [agent(0, "a", local_rank=0), agent(1, "a", local_rank=0)])
-    assert [(m["ranks"][0]["LOCAL_RANK"], m["shared"]["LOCAL_WORLD_SIZE"]) for m in told] == [("0", "2"), ("1", "2")]
+def test_ranks_of_a_host_follow_each_other(monkeypatch, names, expected):
+    told = []
+    monkeypatch.setattr(backend.Backend, "tell", lambda self, host, message: told.append(message["go"]))
+    made = backend.Backend(spec(is_wish=True))
+    made.hosts_by_place = {place: host(place, name) for place, name in enumerate(names)}
+    made.begin()
+    assert [made.hosts_by_place[place].ranks for place in range(2)] == expected
+    for command, ranks in zip(told, expected, strict=True):
+        made_of_it = host_spec.make(Target("module", "x"), command, build="cpu")
+        assert [rank["RANK"] for rank in made_of_it.ranks] == [str(rank) for rank in ranks]
+        assert [rank["LOCAL_RANK"] for rank in made_of_it.ranks] == ["0", "1"][: len(ranks)]
+        assert made_of_it.shared["LOCAL_WORLD_SIZE"] == str(len(ranks))
+        assert made_of_it.shared["MASTER_PORT"] == "1000"  # as rank 0's host says
 
 
 @pytest.mark.parametrize(
     ("launcher", "environ", "expected"),
     [
-        ("pals", {"PALS_RANKID": "5", "PALS_LOCAL_RANKID": "1"}, (5, 8, 1)),  # Aurora: the size is not said
-        ("pals", {"PALS_RANKID": "5", "PMI_SIZE": "6", "PMI_LOCAL_RANK": "2", "PMI_RANK": "5"}, (5, 6, 2)),
-        ("hydra", {"PMI_RANK": "1", "PMI_SIZE": "4", "MPI_LOCALRANKID": "1"}, (1, 4, 1)),
-        ("srun", {"SLURM_PROCID": "3", "SLURM_STEP_NUM_TASKS": "4", "SLURM_LOCALID": "1", "PMI_RANK": "0"}, (3, 4, 1)),
-        ("hydra", {"PMI_RANK": "1", "PMI_SIZE": "4", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}, (1, 4, None)),
-        ("openmpi", {"OMPI_COMM_WORLD_RANK": "2", "OMPI_COMM_WORLD_SIZE": "4", "RANK": "9"}, (2, 4, None)),
+        ("pals", {"PALS_RANKID": "5", "PMI_RANK": "4"}, 5),
+        ("hydra", {"PMI_RANK": "1", "SLURM_PROCID": "0"}, 1),
+        ("srun", {"SLURM_PROCID": "3", "PMI_RANK": "0"}, 3),
+        ("openmpi", {"OMPI_COMM_WORLD_RANK": "2", "RANK": "9"}, 2),
     ],
 )
-def test_a_place_is_what_its_own_launcher_backend_says(launcher, environ, expected):
-    assert numbers(launcher, environ, 8) == expected
+def test_a_place_is_what_its_own_launcher_backend_says(monkeypatch, launcher, environ, expected):
+    monkeypatch.setattr(os, "environ", environ)
+    assert agent.own_place(launcher) == expected
 
 
-def test_a_launcher_backend_that_says_nothing():
+def test_a_launcher_backend_that_says_nothing(monkeypatch):
+    monkeypatch.setattr(os, "environ", {"OMPI_COMM_WORLD_RANK": "1"})
     with pytest.raises(LaunchError, match="PMI_RANK"):
-        numbers("hydra", {"OMPI_COMM_WORLD_RANK": "1"}, 4)
+        agent.own_place("hydra")
 
 
 def test_is_here():

@@ -44,15 +44,11 @@ def line(made):
 def test_aurora(pbs):
     made = plan(pbs("x4102c1s0b0n0", "x4102c1s1b0n0", job="9.aurora-pbs-0001.host"), PALS)
     assert re.sub(r"/\S+/nodes", "$PBS_NODEFILE", line(made)) == (
-        "mpiexec -n 24 -ppn 12 --hostfile $PBS_NODEFILE --cpu-bind=verbose,list:4-7:8-11:12-15:16-19:20-23:24-27:56-59:"
-        "60-63:64-67:68-71:72-75:76-79 " + ENTRY
+        "mpiexec -n 2 -ppn 1 --hostfile $PBS_NODEFILE --cpu-bind none " + ENTRY
     )
+    assert (made.processes, made.ranks, made.bind.value[:13]) == (2, 24, "list:4-7:8-11")
     assert made.variables["MASTER_ADDR"] == "x4102c1s0b0n0.hsn.cm.aurora.alcf.anl.gov"
     assert made.variables["MMM_DEVICE"] == "xpu"
-    host = plan(pbs("x1", "x2", job="9.aurora-pbs-0001.host"), PALS, by="host")
-    assert " -n 2 -ppn 1 " in line(host)
-    assert " --cpu-bind none " in line(host)
-    assert (host.processes, host.ranks, host.bind[:13]) == (2, 24, "list:4-7:8-11")
 
 
 def test_sunspot(pbs):
@@ -71,24 +67,24 @@ def test_sunspot(pbs):
 def test_polaris(pbs):
     made = plan(pbs("x3005c0s7b0n0", "x3005c0s13b0n0", PBS_O_HOST="polaris-login-01"), PALS)
     assert re.sub(r"/\S+/nodes", "$PBS_NODEFILE", line(made)) == (
-        "mpiexec -n 8 -ppn 4 --hostfile $PBS_NODEFILE --cpu-bind depth -d 16 " + ENTRY
+        "mpiexec -n 2 -ppn 1 --hostfile $PBS_NODEFILE --cpu-bind none " + ENTRY
     )
     assert (made.machine.value.device_variable, made.device_order) == ("CUDA_VISIBLE_DEVICES", [3, 2, 1, 0])
     bound = plan(pbs("x1", "x2", PBS_O_HOST="polaris-login-01"), PALS, cpu_bind="list:0:8:16:24")
-    assert "--cpu-bind list:0:8:16:24 python3" in line(bound)
-    assert "depth" not in line(bound)
+    assert (made.bind.value, bound.bind.value, bound.ranks) == ("cores", "list:0:8:16:24", 8)
 
 
 def test_sophia(pbs):
     made = plan(pbs("sophia-gpu-01", "sophia-gpu-02", PBS_O_HOST="sophia-login-02"), OPENMPI)
-    assert line(made).startswith("mpiexec -n 16 --host sophia-gpu-01:8,sophia-gpu-02:8 --map-by slot --bind-to none ")
+    assert line(made).startswith("mpiexec -n 2 --host sophia-gpu-01:1,sophia-gpu-02:1 --map-by slot --bind-to none ")
     assert "-x MMM_CLUSTER" in line(made)
-    assert (made.launcher.value, made.device.value) == ("openmpi", "cuda")
+    assert (made.launcher.value, made.device.value, made.ranks) == ("openmpi", "cuda", 16)
 
 
 def test_perlmutter():
     made = plan(SLURM | {"NERSC_HOST": "perlmutter"})
-    assert line(made) == "srun -N 2 -n 8 --ntasks-per-node=4 --gpus-per-node=4 --cpus-per-task=32 " + ENTRY
+    words = "--ntasks-per-node=1 --gpus-per-node=4 --cpus-per-task=128 --cpu-bind=none"
+    assert (line(made), made.ranks) == (f"srun -N 2 -n 2 {words} {ENTRY}", 8)
     assert (made.variables["MASTER_ADDR"], made.variables["MASTER_PORT"]) == ("n1", "29500")
     assert plan(SLURM | {"NERSC_HOST": "perlmutter"}, attempt=1).variables["MASTER_PORT"] == "29501"
 
@@ -96,19 +92,19 @@ def test_perlmutter():
 def test_frontier():
     environ = SLURM | {"LMOD_SYSTEM_NAME": "frontier"}
     made = plan(environ)
-    assert line(made) == "srun -N 2 -n 16 -c7 --gpus-per-task=1 --gpu-bind=closest " + ENTRY
+    assert (line(made), made.ranks) == ("srun -N 2 -n 2 -c56 --gpus-per-node=8 --cpu-bind=none " + ENTRY, 16)
     assert made.variables["NCCL_SOCKET_IFNAME"] == "hsn0,hsn1,hsn2,hsn3"
-    assert made.device_order == []  # one device is visible to a task: its index is 0
     own = plan(environ | {"NCCL_SOCKET_IFNAME": "eth0"})
     assert "NCCL_SOCKET_IFNAME" not in own.variables  # the user's, which srun passes on
 
 
 def test_any_cluster_with_slurm():
-    made = plan(SLURM | {"SLURM_GPUS_ON_NODE": "2", "SLURM_CPUS_PER_TASK": "8"}, launcher_args=("--label",))
-    assert line(made) == "srun -N 2 -n 4 --ntasks-per-node=2 --cpus-per-task=8 --label " + ENTRY
+    made = plan(SLURM | {"SLURM_GPUS_ON_NODE": "2", "SLURM_CPUS_ON_NODE": "8"}, launcher_args=("--label",))
+    words = "--ntasks-per-node=1 --cpus-per-task=8 --cpu-bind=none --label"
+    assert (line(made), made.ranks) == (f"srun -N 2 -n 2 {words} {ENTRY}", 4)
     assert plan(SLURM | {"SLURM_NTASKS_PER_NODE": "3"}).ranks == 6
     part = plan(SLURM, nhosts=1, per_host=2, env={"A": "b,c"}, cpu_bind="cores")
-    assert line(part) == "srun -N 1 -n 2 --nodelist=n1 --export=ALL --ntasks-per-node=2 --cpu-bind=cores " + ENTRY
+    assert line(part) == "srun -N 1 -n 1 --nodelist=n1 --export=ALL --ntasks-per-node=1 --cpu-bind=none " + ENTRY
     assert (part.environ, part.variables["A"], part.variables["MASTER_ADDR"]) == ({"A": "b,c"}, "b,c", "127.0.0.1")
 
 
@@ -125,15 +121,16 @@ def test_values_of_variables_are_on_no_command_line(version):
 
 def test_pbs_with_any_mpi(pbs, tmp_path):
     repeated = plan(pbs("a", "a", "b", "b"))
-    assert line(repeated) == "mpiexec -n 4 -ppn 2 -hosts a,b " + ENTRY
+    assert line(repeated) == "mpiexec -n 2 -ppn 1 -hosts a,b " + ENTRY
+    assert repeated.ranks == 4
     once = plan(pbs("a", "b"), per_host=3, env={"K": "V"})
-    assert line(once) == f"mpiexec -n 6 -ppn 3 -f {tmp_path}/nodes " + ENTRY  # which passes on its own
+    assert line(once) == f"mpiexec -n 2 -ppn 1 -f {tmp_path}/nodes " + ENTRY  # which passes on its own
     assert once.environ == {"K": "V"}
     assert once.hosts.source == f"PBS_NODEFILE={tmp_path}/nodes"
 
 
 def test_a_list_of_hosts_and_a_host_file(tmp_path):
-    assert line(plan({}, hosts="a,b", nproc=4)) == "mpiexec -n 4 -ppn 2 -hosts a,b " + ENTRY
+    assert line(plan({}, hosts="a,b", nproc=4)) == "mpiexec -n 2 -ppn 1 -hosts a,b " + ENTRY
     assert plan({}, hosts="a:2,b:2").ranks == 4
     path = tmp_path / "hosts"
     path.write_text("a\nb\n")
@@ -308,8 +305,8 @@ def test_the_table_says_where_each_value_came_from(pbs):
         "2: x1 x2",
         "4 a host   (Polaris)",
         "8, 4 a host   (one per accelerator: Polaris, × 2 hosts)",
-        "pals, each by it   (mpiexec --version: PALS version 1.3.4)",
-        "--cpu-bind depth -d 16   (Polaris)",
+        "pals, one process a host, which starts its ranks   (mpiexec --version: PALS version 1.3.4)",
+        "cores   (Polaris)",
         "3, 2, 1, 0 (CUDA_VISIBLE_DEVICES of local rank 0, 1, …)",
     ):
         assert part in text
@@ -327,7 +324,7 @@ def test_dry_run_and_explain(pbs, monkeypatch, capsys, tmp_path):
     monkeypatch.delenv("MMM_DEVICE", raising=False)
     assert main.main(["--dry-run", "-N", "1", "python3", "train.py"]) == 0
     captured = capsys.readouterr()
-    assert "mpiexec -n 12 -ppn 12 --hosts x1 --cpu-bind=verbose,list:4-7:" in captured.out
+    assert "mpiexec -n 1 -ppn 1 --hosts x1 --cpu-bind none " in captured.out
     assert "1 of 2 hosts are used" in captured.err
     assert main.main(["--explain", "python3", "train.py"]) == 0
     assert "(PBS_JOBID=1.aurora-pbs)" in capsys.readouterr().out
@@ -341,15 +338,14 @@ def test_a_new_machine_needs_no_code(tmp_path, pbs):
         "device": "cuda",
         "mpi": "pals",
         "host_suffix": ".fast.mine.org",
-        "bind_args": ["--cpu-bind", "numa"],
+        "bind": "cores",
         "env": {"NCCL_SOCKET_IFNAME": "ib0"},
     }
     (tmp_path / "machines").mkdir()
     (tmp_path / "machines" / "mine.json").write_text(json.dumps(own))
     environ = pbs("m1", "m2", PBS_O_HOST="mine-login", MMM_MACHINES=str(tmp_path / "machines"))
     made = plan(environ, "?")
-    assert " -n 4 -ppn 2 " in line(made)
-    assert " --cpu-bind numa " in line(made)
+    assert (made.ranks, made.bind.value) == (4, "cores")
     assert made.variables["MASTER_ADDR"] == "m1.fast.mine.org"
     assert made.variables["NCCL_SOCKET_IFNAME"] == "ib0"
     home = tmp_path / "home/.config/mmm/machines"
@@ -364,13 +360,12 @@ FRONTIER = SLURM | {"LMOD_SYSTEM_NAME": "frontier"}
 
 
 def test_devices_in_the_order_of_the_cores():
-    """Perlmutter's GPUs are in reversed order; Frontier's by NUMA domain, which srun knows and launch has to."""
-    assert plan(PERLMUTTER).device_order == plan(PERLMUTTER, by="host").device_order == [3, 2, 1, 0]
-    assert plan(FRONTIER, by="host").device_order == [4, 5, 2, 3, 6, 7, 0, 1]
-    assert plan(FRONTIER, by="host").machine.value.device_variable == "ROCR_VISIBLE_DEVICES"
-    assert plan(FRONTIER, device="cpu", by="host").device_order == []
+    """Perlmutter's GPUs are in reversed order; Frontier's by NUMA domain."""
+    assert plan(PERLMUTTER).device_order == [3, 2, 1, 0]
+    assert plan(FRONTIER).device_order == [4, 5, 2, 3, 6, 7, 0, 1]
+    assert plan(FRONTIER).machine.value.device_variable == "ROCR_VISIBLE_DEVICES"
+    assert plan(FRONTIER, device="cpu").device_order == []
     assert plan(PERLMUTTER, env={"CUDA_VISIBLE_DEVICES": "0"}).device_order == []
-    assert "device order" not in table(plan(FRONTIER))
     assert "device order    3, 2, 1, 0 (CUDA_VISIBLE_DEVICES of local rank 0, 1, …)" in table(plan(PERLMUTTER))
 
 
@@ -384,16 +379,13 @@ def test_a_sites_network_settings(pbs):
     assert own.variables["NCCL_CROSS_NIC"] == "0"
     assert own.shared["NCCL_CROSS_NIC"].source == "--env"
     record = json.loads(own.variables["MMM_SITE"])
-    assert (record["name"], record["device_order"]) == ("Frontier", [])
+    assert (record["name"], record["device_order"]) == ("Frontier", [4, 5, 2, 3, 6, 7, 0, 1])
     assert not {"FI_MR_CACHE_MONITOR", "NCCL_CROSS_NIC"} & set(record["set"])
     assert record["set"]["NCCL_NET_GDR_LEVEL"] == "PHB"
     assert "MMM_SITE" not in plan(SLURM).variables
 
-    def aurora(by):
-        return plan(pbs("x1", "x2", job="9.aurora-pbs-0001.host"), PALS, by=by).settings
-
-    assert aurora("rank")["CCL_ATL_TRANSPORT"] == "mpi"
-    assert aurora("host") == {"FI_MR_CACHE_MONITOR": "userfaultfd"}  # its ranks have no MPI
+    aurora = plan(pbs("x1", "x2", job="9.aurora-pbs-0001.host"), PALS)
+    assert aurora.settings == {"FI_MR_CACHE_MONITOR": "userfaultfd"}
 
 
 def test_a_sites_settings_are_said():

@@ -6,15 +6,19 @@ import pytest
 
 from mmm_launch import contract
 from mmm_launch.channel.failures import Failure, cause
-from mmm_launch.channel.wire import Status
 from mmm_launch.contract import Report
 
-BOOM = Failure.reported(Report(1, "traceback", "Traceback …\nValueError: boom\n", 1, time=5.0))
-LOST = Failure.reported(Report(0, "traceback", "Traceback …\nRuntimeError: … Connection closed by peer\n", 1, time=4.0))
-USER = Failure.reported(Report(2, "user", "Connection refused is what this user's message says", 2, time=6.0))
-KILLED = Failure.ended(Status(3, 77, -signal.SIGKILL, time=4.5))
-ABORTED = Failure.ended(Status(0, 78, -signal.SIGABRT, time=4.1))
-LEFT = Failure.ended(Status(2, 79, 3, time=7.0))
+
+def reported(report):
+    return Failure.reported(report, report.time, "")
+
+
+BOOM = reported(Report(1, "traceback", "Traceback …\nValueError: boom\n", 1, time=5.0))
+LOST = reported(Report(0, "traceback", "Traceback …\nRuntimeError: … Connection closed by peer\n", 1, time=4.0))
+USER = reported(Report(2, "user", "Connection refused is what this user's message says", 2, time=6.0))
+KILLED = Failure.ended(3, 77, -signal.SIGKILL, 4.5, "")
+ABORTED = Failure.ended(0, 78, -signal.SIGABRT, 4.1, "")
+LEFT = Failure.ended(2, 79, 3, 7.0, "")
 
 
 @pytest.mark.parametrize(

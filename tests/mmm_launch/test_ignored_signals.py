@@ -27,14 +27,14 @@ try:
 finally: open("cleaned-" + rank, "w").close()
 """
 
-QUICK = {"prefork": "nohup", "spawn": "background", "host": "background", "rank": "nohup"}
+QUICK = {"prefork": "nohup", "spawn": "background", "host": "background"}
 
 
 @pytest.fixture(params=QUICK)
 def ways(request, launcher):
     """This host's ranks, and those of a cluster, whose launcher backend has launch's signals."""
-    if request.param in ("host", "rank"):
-        return launcher.on_hosts(request.param)
+    if request.param == "host":
+        return launcher.on_hosts()
     return ["--no-prefork"] if request.param == "spawn" else []
 
 

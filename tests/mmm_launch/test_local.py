@@ -20,7 +20,7 @@ def plan(target=TRAIN, environ=None, found=NONE, build="cuda", nproc=None, devic
 
 def on_host(build="cuda", **change):
     made = plan(build=build, **change)
-    return host_spec.make(made.target, made.start_command(0, made.ranks, made.variables), build)
+    return host_spec.make(made.target, made.host_command(0, 0, made.variables), build)
 
 
 def test_one_rank_per_accelerator():

@@ -36,11 +36,11 @@ def piped(launcher, line):
     return done.returncode, done.stdout, done.stderr
 
 
-@pytest.mark.parametrize("kind", ["", "--no-prefork", "--timeout 90", "rank"])
+@pytest.mark.parametrize("kind", ["", "--no-prefork", "--timeout 90", "host"])
 @pytest.mark.parametrize(("redirected", "code"), [("", 0), ("2>&1", 7)])
 def test_a_reader_that_has_seen_enough(launcher, kind, redirected, code):
     launcher.write("t.py", PROGRAM)
-    words = launcher.on_hosts(kind) if kind == "rank" else kind.split()
+    words = launcher.on_hosts() if kind == "host" else kind.split()
     line = shlex.join([*START, *words, "-n", "2", "--device", "cpu", "python3", "t.py", str(code)])
     found, out, err = piped(launcher, f"{line} {redirected} | head -1")
     assert (launcher.folder / "done-0").exists() or (launcher.folder / "done-1").exists()  # a failure ends the other

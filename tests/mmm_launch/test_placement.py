@@ -6,9 +6,10 @@ import pytest
 
 from mmm_launch.errors import LaunchError
 from mmm_launch.program.target import Target
+from mmm_launch.run.attempts import Attempts
 from mmm_launch.spec import cluster, hosts
 from mmm_launch.spec.accelerators import Accelerators
-from mmm_launch.spec.options import LaunchOptions
+from mmm_launch.spec.options import Elastic, LaunchOptions
 from mmm_launch.spec.table import shown, table
 
 HYDRA, OPENMPI, PALS = "HYDRA build details:", "mpiexec (OpenRTE) 4.1.4", "PALS version 1.3.4"
@@ -58,30 +59,19 @@ def test_the_tasks_of_a_slurm_job(environ, hosts, expected):
     assert made.variables["WORLD_SIZE"] == str(sum(expected))
 
 
-def test_where_hosts_differ_srun_starts_a_process_a_host():
-    made = plan(UNEVEN)
-    assert (made.by, made.counts.value) == ("host", (4, 4, 3))
-    assert line(made) == f"srun -N 3 -n 3 --ntasks-per-node=1 --cpu-bind=none {ENTRY}"
-    by_host = UNEVEN | {"SLURM_CPUS_ON_NODE": "4"}
-    assert "-N 3 -n 3 --ntasks-per-node=1 --cpus-per-task=4 " in line(plan(by_host, by="host"))
-    by_host |= {"SLURM_JOB_CPUS_PER_NODE": "4(x2),3"}  # 4 of the last node's 3 would be refused
-    assert "-N 3 -n 3 --ntasks-per-node=1 --cpu-bind=none " in line(plan(by_host, by="host"))
+def test_one_process_a_host_of_an_uneven_job():
+    cpus = UNEVEN | {"SLURM_CPUS_ON_NODE": "4"}
+    assert "-N 3 -n 3 --ntasks-per-node=1 --cpus-per-task=4 " in line(plan(cpus))
+    cpus |= {"SLURM_JOB_CPUS_PER_NODE": "4(x2),3"}  # 4 of the last node's 3 would be refused
+    assert "-N 3 -n 3 --ntasks-per-node=1 --cpu-bind=none " in line(plan(cpus))
 
 
 def test_a_line_a_rank_in_pbs(pbs):
     assert plan(pbs).counts.value == (4, 2)
+    assert line(plan(pbs)) == "mpiexec -n 2 -ppn 1 -hosts x1,x2 " + ENTRY
     assert line(plan(pbs, OPENMPI)).startswith("mpiexec -n 2 --host x1:1,x2:1 --map-by slot --bind-to none ")
-    assert line(plan(pbs, by="host")) == "mpiexec -n 2 -ppn 1 -hosts x1,x2 " + ENTRY
     assert "\nranks           6, on these hosts 4 2\n" in table(plan(pbs))
     assert "6, on these hosts 4 2   (a rank a slot)" in table(plan(pbs), explain=True)
-
-
-@pytest.mark.parametrize("version", [HYDRA, PALS, OPENMPI])
-def test_a_launcher_has_one_number_for_all_hosts(pbs, version):
-    made = plan(pbs, version)
-    assert (made.by, made.counts.value) == ("host", (4, 2))
-    assert line(made).startswith("mpiexec -n 2 ")
-    assert "one process a host is started" in made.notes[0]
 
 
 def test_the_slots_of_a_host_file(tmp_path):
@@ -142,3 +132,26 @@ def test_ranks_spread_over_hosts():
 def test_too_many_on_one_of_the_hosts():
     with pytest.raises(LaunchError, match=re.escape("5000 ranks")):
         plan({}, hosts="a:1,b:5000")
+
+
+def test_an_elastic_run_has_a_rank_a_slot(pbs):
+    made = plan(pbs, elastic=Elastic(2, 6, spare=("x3",)), hosts="x1:4,x2:2", nproc=6, scheduler="none")
+    attempts = Attempts(made, None)
+    assert attempts.places == [
+        *(("x1", number) for number in range(4)),
+        *(("x2", number) for number in range(2)),
+        *(("x3", number) for number in range(4)),
+    ]
+    attempts.places.remove(("x1", 1))
+    attempts.ranks = 5
+    assert attempts.in_use() == {"x1": [0, 2, 3], "x2": [0, 1]}
+
+
+def test_a_place_that_is_left_out_is_a_device_that_is(pbs):
+    """Also where a rank of another number has the places behind it."""
+    left = {"x1": [0, 2, 3], "x2": [0, 1]}
+    made = plan(pbs, elastic=Elastic(2, 6), nproc=6, device="cuda", places=left)
+    assert (made.hosts.value, made.counts.value) == (("x1", "x2"), (3, 2))
+    first, second = (made.host_command(host, 0, {}) for host in (0, 1))
+    assert (first["device_variable"], first["device_order"]) == ("CUDA_VISIBLE_DEVICES", [0, 2, 3])
+    assert second["device_order"] == []

@@ -23,11 +23,11 @@ MPIEXEC = f"""#!{sys.executable}
 import os, subprocess, sys
 words = sys.argv[1:]
 if words == ["--version"]: sys.exit(print("HYDRA build details:"))
-count, each = (int(words[words.index(name) + 1]) for name in ("-n", "-ppn"))
+count = int(words[words.index("-n") + 1])
 command = words[words.index(next(w for w in words if w.endswith("python"))):]
 def rank(number):
-    host = f"h{{number // each}}"
-    place = {{"PMI_RANK": str(number), "PMI_SIZE": str(count), "MPI_LOCALRANKID": str(number % each)}}
+    host = f"h{{number}}"
+    place = {{"PMI_RANK": str(number), "PMI_SIZE": str(count)}}
     return os.environ | place | {{"SLURMD_NODENAME": host, "TMPDIR": os.path.abspath(host)}}
 sys.exit(max(p.wait() for p in [subprocess.Popen(command, env=rank(number)) for number in range(count)]))
 """
@@ -65,10 +65,10 @@ class Hosts:
         for number in range(count):
             (launcher.folder / f"h{number}").mkdir()
 
-    def words(self, *words, by="host", each=1, source="env"):
+    def words(self, *words, each=1, source="env"):
         names = ",".join(f"h{number}" for number in range(self.count))
         cluster = ["--scheduler", "none", "--hosts", names, "-ppn", str(each), "--mpiexec", "./mpiexec"]
-        return [*cluster, "--ranks-by", by, "--device", "cpu", "--stage", source, *words]
+        return [*cluster, "--device", "cpu", "--stage", source, *words]
 
     def variables(self):
         return {"MMM_LAUNCH_ADDRESS": "127.0.0.1", "MASTER_ADDR": "127.0.0.1", "PYTHONDONTWRITEBYTECODE": "1"}
@@ -90,10 +90,10 @@ def hosts(launcher, pristine):
     return lambda count: Hosts(launcher, pristine, count)
 
 
-@pytest.mark.parametrize(("by", "each"), [("host", 1), ("rank", 2)])
-def test_each_host_runs_from_its_own_copy(hosts, by, each):
+@pytest.mark.parametrize("each", [1, 2])
+def test_each_host_runs_from_its_own_copy(hosts, each):
     made = hosts(3)
-    done = made.run("python3", "-c", WHERE, by=by, each=each)
+    done = made.run("python3", "-c", WHERE, each=each)
     assert done.returncode == 0, done.stderr
     lines = sorted(line.split() for line in done.stdout.splitlines())
     assert len(lines) == 3 * each

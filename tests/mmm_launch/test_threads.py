@@ -34,14 +34,15 @@ def look(launcher):
 
 
 # The ranks' processes are forked, here or on a host; or each imports torch itself, under what it has been told.
-FORKED = ["here", pytest.param("by host", marks=LONG)]
-EVERY_WAY = [*FORKED, *(pytest.param(way, marks=LONG) for way in ("by rank", "spawn"))]
+FORKED = ["here", pytest.param("host", marks=LONG)]
+EVERY_WAY = [*FORKED, pytest.param("spawn", marks=LONG)]
 
 
 @pytest.fixture(params=FORKED)
 def options(request, launcher):
-    kind, _, by = request.param.partition(" ")
-    return launcher.on_hosts(by) if by else ["--no-prefork"] if kind == "spawn" else []
+    if request.param == "host":
+        return launcher.on_hosts()
+    return ["--no-prefork"] if request.param == "spawn" else []
 
 
 every_way = pytest.mark.parametrize("options", EVERY_WAY, indirect=True)

@@ -102,11 +102,11 @@ class Launcher:
             raise AssertionError(f"launch hung: {process.communicate()}") from None
         return subprocess.CompletedProcess(words, process.returncode, out, err)
 
-    def on_hosts(self, by: str) -> list[str]:
+    def on_hosts(self) -> list[str]:
         """Options by which launch takes this host for one of a cluster, with an mpiexec that is no MPI's."""
         mpiexec = self.write("mpiexec", MPIEXEC)
         mpiexec.chmod(0o755)
-        return ["--scheduler", "none", "--hosts", "localhost", "--mpiexec", str(mpiexec), "--ranks-by", by]
+        return ["--scheduler", "none", "--hosts", "localhost", "--mpiexec", str(mpiexec)]
 
     def wait_for(self, *names: str, timeout: float = PATIENCE) -> None:
         """Wait until the programs have made these files."""

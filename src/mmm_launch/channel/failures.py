@@ -8,7 +8,6 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from mmm_launch.channel.wire import Status
 from mmm_launch.contract import CONSEQUENCES, SAVED_EXIT, USER_ERROR_EXIT, Report, shorten
 
 WAIT = 0.06  # s to wait, after a first failure, for one that came before it
@@ -20,51 +19,56 @@ LINE = 1000  # characters of a failure in one line
 
 @dataclass(frozen=True)
 class Failure:
-    """A rank that ended badly: by its own report, or by how the system says it ended."""
+    """A rank that ended badly: by its own report, or by how the system says it ended.
+
+    Attributes:
+        time: `time.monotonic()` of this host when it was noticed where it happened.
+        doubt: 0: a cause. 1: SIGABRT, which may be a consequence. 2: a lost connection. 3: saved, and no failure.
+        text: what is said of it where there is no report.
+        host: name of the rank's host; "": this one.
+        final: somebody ended the run: starting it again is not wanted.
+        lost: how the connection to the rank's host broke, where it did.
+    """
 
     rank: int
     exit_code: int
-    time: float  # time.monotonic() when it was noticed where it happened
-    doubt: int  # 0: a cause; 1: SIGABRT, which may be a consequence; 2: a lost connection; 3: saved, and no failure
+    time: float
+    doubt: int = 0
     report: Report | None = None
-    text: str = ""  # where there is no report
-    host: str = ""  # "": this one
-    final: bool = False  # somebody ended the run: starting it again is not wanted
-    lost: str = ""  # how the connection to the rank's host broke, where it did
+    text: str = ""
+    host: str = ""
+    final: bool = False
+    lost: str = ""
+
+    @classmethod
+    def reported(cls, report: Report, time: float, host: str) -> "Failure":
+        last = report.text.strip().rpartition("\n")[2]
+        signs = [sign for sign in CONSEQUENCES if sign in report.text[-2000:] or sign in last]
+        doubt = 2 if report.kind == "traceback" and signs else 0
+        return cls(report.rank, report.exit_code, time, doubt, report, host=host)
+
+    @classmethod
+    def ended(cls, rank: int, pid: int, code: int, time: float, host: str) -> "Failure":
+        """code: its exit code, or minus the signal that has killed it."""
+        if code < 0:
+            text = f"rank {rank} (pid {pid}) was killed by {signal_name(-code)} on {host or socket.gethostname()}"
+            return cls(rank, 128 - code, time, int(-code == signal.SIGABRT), text=text, host=host)
+        if code == SAVED_EXIT:
+            text = "a signal has stopped the run, and its state is saved: --resume auto goes on from there"
+            return cls(rank, code, time, 3, text=text, host=host)
+        where = f" on {host}" if host else ""
+        return cls(rank, code, time, text=f"rank {rank} exited with code {code}{where}", host=host)
+
+    @classmethod
+    def of_user(cls, rank: int, text: str) -> "Failure":
+        """A mistake of the user's, found before there was a program to tell it."""
+        report = Report(rank, "user", text, USER_ERROR_EXIT, 0.0)
+        return cls(rank, USER_ERROR_EXIT, time.monotonic(), report=report)
 
     @property
     def is_killed(self) -> bool:
         """Whether a signal has ended the rank."""
         return self.report is None and not self.lost and self.exit_code > 128
-
-    @classmethod
-    def reported(cls, report: Report, host: str = "") -> "Failure":
-        last = report.text.strip().rpartition("\n")[2]
-        lost = report.kind == "traceback" and any(sign in report.text[-2000:] or sign in last for sign in CONSEQUENCES)
-        return cls(report.rank, report.exit_code, report.time, 2 if lost else 0, report, host=host)
-
-    @classmethod
-    def ended(cls, status: Status, host: str = "") -> "Failure":
-        code = status.code or 0
-        if code < 0:
-            text = f"rank {status.rank} (pid {status.pid}) was killed by {signal_name(-code)}"
-            return cls(
-                status.rank,
-                128 - code,
-                status.time,
-                int(-code == signal.SIGABRT),
-                text=f"{text} on {host or socket.gethostname()}",
-            )
-        if code == SAVED_EXIT:
-            text = "a signal has stopped the run, and its state is saved: --resume auto goes on from there"
-            return cls(status.rank, code, status.time, 3, text=text)
-        where = f" on {host}" if host else ""
-        return cls(status.rank, code, status.time, 0, text=f"rank {status.rank} exited with code {code}{where}")
-
-    @classmethod
-    def of_user(cls, rank: int, text: str) -> "Failure":
-        """A mistake of the user's, found before there was a program to tell it."""
-        return cls(rank, USER_ERROR_EXIT, time.monotonic(), 0, Report(rank, "user", text, USER_ERROR_EXIT, 0.0))
 
     @property
     def again(self) -> bool:

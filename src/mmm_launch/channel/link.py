@@ -1,29 +1,48 @@
-"""The connection between `launch` and what it has started on each host: TCP, JSON objects.
+"""A connection between two processes of a run. Messages are JSON objects, each after its length.
 
-    launch ◀ hello    go: what to run ▶    signal, kill ▶
-           ◀ failure, ended: a rank's    ◀ interrupted: a signal that launch has not sent    ◀ bye
-           ◀ saves: ranks save when somebody ends the run
+    launch ◀── socket pair ──▶ fork server                          this host's ranks: `Link`
+    launch ◀── TCP ──▶ agent ◀── socket pair ──▶ fork server        ranks of another host: TCP is a `SignedLink`
 
-Both ends have proven that they are of the run (`handshake`), and every message begins with its length and a MAC of its
-place and content: what somebody else puts on the connection, leaves out or repeats ends it. Both ends have the kernel
-ask whether the other is still there; an end that hears nothing for LOST_AFTER seconds counts as gone.
+An agent passes messages on as they are, so launch speaks to every fork server in the same words:
+
+    to the fork server    {"signal": number}               send it to every rank
+                          {"end": number, "reason": text}  the same; ranks can read why
+                          {"where": true}                  say where the ranks are
+    to its agent          {"go": …}                        what to run; the first message
+                          {"kill": true}                   end every process of the host's ranks at once
+    from the fork server  {"started": true}                its imports are done, and ranks are being started
+                          {"report": {…}, "ago": s}        a rank's own account of why it ends
+                          {"ended": rank, "pid": …, "code": …}
+                          {"stacks": {…}}                  the answer to "where"
+    from the agent        {"hello": {…}}                   the first message
+                          {"refused": text}                this host can start no ranks
+                          {"interrupted": number}          a signal that launch has not sent
+                          {"gone": code}                   the fork server has ended; the last message
+
+Hosts have clocks of their own, so "ago" says how many seconds ago something was.
+
+Who connects over TCP, and who is connected to, each send 32 random bytes. Both, with the run's token, make the keys of
+the MACs, one for each direction. A MAC counts messages too. So the first message proves who has sent it, and what
+somebody else puts on the connection, leaves out or repeats ends it. The token is never on the network.
 """
 
 import hashlib
 import hmac
 import json
+import secrets
 import socket
+import time
 from typing import Any
 
-ADDRESS_VARIABLE = "MMM_LAUNCH_ADDRESS"  # launch's own address, where it cannot find out the right one
-LOST_AFTER = 6  # s; detection, the ranks' grace and their end stay below 10 s
-CONNECT_TIMEOUT = 10.0  # s for one address, and for its proof
+LOST_AFTER = 6  # s without a sign of life, after which the other host counts as gone
 SEND_TIMEOUT = 5.0  # s
 CHUNK = 1 << 18
+LENGTH = 4  # bytes that say how long a message is
 LONGEST = 1 << 24  # bytes of a message
-LENGTH, MAC = 4, 32  # bytes
+MAC = 32  # bytes
+NONCE = 32  # bytes
 CLOSED = "its end was closed"
-HEAD = LENGTH + MAC
+FOREIGN = "somebody else wrote to the connection"
 
 Message = dict[str, Any]
 
@@ -33,94 +52,125 @@ class Lost(Exception):
 
 
 class Link:
-    """One end of a connection.
+    """One end of a connection that nobody else can reach.
 
-    Args:
-        send_key, receive_key: of the MACs of each direction, 32 bytes.
+    Attributes:
+        longest: how many bytes a message may have.
     """
 
-    def __init__(self, connection: socket.socket, send_key: bytes, receive_key: bytes) -> None:
+    def __init__(self, connection: socket.socket) -> None:
         self.socket = connection
-        self.send_key, self.receive_key = send_key, receive_key
-        self.sent = self.received = 0  # messages
         self.buffer = bytearray()
-        self.early: list[Message] = []  # what came together with what `one` has returned
+        self.longest = LONGEST
         connection.settimeout(SEND_TIMEOUT)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        quiet = LOST_AFTER // 3
-        for name, value in (
-            ("TCP_KEEPIDLE", quiet),
-            ("TCP_KEEPINTVL", 1),
-            ("TCP_KEEPCNT", LOST_AFTER - quiet),
-            ("TCP_USER_TIMEOUT", 1000 * LOST_AFTER),
-        ):
-            if hasattr(socket, name):  # Linux; the last one also counts while something is being sent
-                connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
     def fileno(self) -> int:
         return self.socket.fileno()
 
     def send(self, message: Message) -> None:
         """Raises `Lost`."""
-        self.send_bytes(json.dumps(message).encode())
-
-    def send_bytes(self, content: bytes) -> None:
-        """Raises `Lost`."""
+        content = self.seal(json.dumps(message).encode())
         try:
-            self.socket.sendall(self._seal(content))
+            self.socket.sendall(len(content).to_bytes(LENGTH, "big") + content)
         except OSError as error:
             raise Lost(describe(error)) from None
 
     def read(self) -> list[Message]:
-        """The messages that have come; waits for some of one. Raises `Lost`."""
-        return [json.loads(content) for content in self.read_bytes()]
+        """The messages that have come; waits for a part of one. Raises `Lost`."""
+        self.receive()
+        return self.complete()
 
-    def read_bytes(self) -> list[bytes]:
-        """As `read`, of an end that uses `send_bytes`."""
+    def first(self, timeout: float | None) -> Message:
+        """Wait for one message. Others may have come with it: `complete` has them. Raises `Lost`."""
+        self.socket.settimeout(timeout)
+        try:
+            message = self.take()
+            while message is None:
+                self.receive()
+                message = self.take()
+            return message
+        finally:
+            self.socket.settimeout(SEND_TIMEOUT)
+
+    def receive(self) -> None:
+        """Wait for some bytes. Raises `Lost`."""
         try:
             data = self.socket.recv(CHUNK)
+        except BlockingIOError:
+            return
         except OSError as error:
             raise Lost(describe(error)) from None
         if not data:
             raise Lost(CLOSED)
         self.buffer += data
-        contents = []
-        while len(self.buffer) >= LENGTH:
-            size = HEAD + int.from_bytes(self.buffer[:LENGTH], "big")
-            if size > LONGEST:
-                raise Lost("somebody else wrote to the connection")
-            if len(self.buffer) < size:
-                break
-            contents.append(self._open(bytes(self.buffer[LENGTH:HEAD]), bytes(self.buffer[HEAD:size])))
-            del self.buffer[:size]
-        return contents
 
-    def one(self, timeout: float | None) -> Message:
-        """The first message in `early`, or else wait for one; others that come with it are put there. Raises `Lost`."""
-        if self.early:
-            return self.early.pop(0)
-        self.socket.settimeout(timeout)
-        try:
-            while not (messages := self.read()):
-                pass
-            self.early += messages[1:]
-            return messages[0]
-        finally:
-            self.socket.settimeout(SEND_TIMEOUT)
+    def complete(self) -> list[Message]:
+        """The messages that have been received as a whole. Raises `Lost`."""
+        found: list[Message] = []
+        message = self.take()
+        while message is not None:
+            found.append(message)
+            message = self.take()
+        return found
+
+    def take(self) -> Message | None:
+        """The next message of those that have been received as a whole. Raises `Lost`."""
+        if len(self.buffer) < LENGTH:
+            return None
+        end = LENGTH + int.from_bytes(self.buffer[:LENGTH], "big")
+        if end > self.longest:
+            raise Lost(FOREIGN)
+        if len(self.buffer) < end:
+            return None
+        content = self.open(bytes(self.buffer[LENGTH:end]))
+        del self.buffer[:end]
+        return json.loads(content)
+
+    def seal(self, content: bytes) -> bytes:
+        """What is sent for `content`."""
+        return content
+
+    def open(self, sealed: bytes) -> bytes:
+        """The inverse of `seal`. Raises `Lost`: it is not from the other end, or not the next."""
+        return sealed
 
     def close(self) -> None:
         self.socket.close()
 
-    def _seal(self, content: bytes) -> bytes:
-        mac = _mac(self.send_key, self.sent, content)
-        self.sent += 1
-        return len(content).to_bytes(LENGTH, "big") + mac + content
 
-    def _open(self, mac: bytes, content: bytes) -> bytes:
-        """Raises `Lost`: it is not from the other end, or not the next."""
-        if not hmac.compare_digest(mac, _mac(self.receive_key, self.received, content)):
-            raise Lost("somebody else wrote to the connection")
+class SignedLink(Link):
+    """One end of a TCP connection. The kernel looks whether the other host is still there.
+
+    Args:
+        send_key, receive_key: keys of the MACs of each direction, 32 bytes.
+    """
+
+    def __init__(self, connection: socket.socket, send_key: bytes, receive_key: bytes) -> None:
+        super().__init__(connection)
+        self.send_key, self.receive_key = send_key, receive_key
+        self.sent = self.received = 0
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        quiet = LOST_AFTER // 3
+        options = {
+            "TCP_KEEPIDLE": quiet,
+            "TCP_KEEPINTVL": 1,
+            "TCP_KEEPCNT": LOST_AFTER - quiet,
+            "TCP_USER_TIMEOUT": 1000 * LOST_AFTER,  # also while something is being sent
+        }
+        for name, value in options.items():
+            if hasattr(socket, name):  # Linux
+                connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+
+    def seal(self, content: bytes) -> bytes:
+        sealed = _mac(self.send_key, self.sent, content) + content
+        self.sent += 1
+        return sealed
+
+    def open(self, sealed: bytes) -> bytes:
+        content = sealed[MAC:]
+        if not hmac.compare_digest(sealed[:MAC], _mac(self.receive_key, self.received, content)):
+            raise Lost(FOREIGN)
         self.received += 1
         return content
 
@@ -129,7 +179,45 @@ def _mac(key: bytes, number: int, content: bytes) -> bytes:
     return hashlib.blake2b(content, digest_size=MAC, key=key, salt=number.to_bytes(16, "big")).digest()
 
 
+def key(token: str, sender: str, nonces: bytes) -> bytes:
+    """The key of what `sender` ("launch" or "agent") sends. nonces: launch's, then the agent's."""
+    return hmac.new(token.encode(), sender.encode() + nonces, hashlib.sha256).digest()
+
+
+def connect(address: tuple[str, int], token: str, hello: Message, timeout: float) -> SignedLink:
+    """Connect an agent to launch, and have both prove that they are of this run.
+
+    Args:
+        timeout: seconds for each of connecting and the exchange.
+
+    Raises:
+        OSError, Lost: nobody answers there, or somebody else.
+    """
+    connection = socket.create_connection(address, timeout=timeout)
+    try:
+        ends = time.monotonic() + timeout
+        own = secrets.token_bytes(NONCE)
+        connection.sendall(own)
+        theirs = b""
+        while len(theirs) < NONCE:
+            connection.settimeout(max(0.01, ends - time.monotonic()))
+            piece = connection.recv(NONCE - len(theirs))
+            if not piece:
+                raise Lost(CLOSED)
+            theirs += piece
+        nonces = theirs + own
+        link = SignedLink(connection, key(token, "agent", nonces), key(token, "launch", nonces))
+        link.send({"hello": hello})
+        link.first(max(0.01, ends - time.monotonic()))  # launch's first message proves that it is launch
+        return link
+    except (OSError, Lost):
+        connection.close()
+        raise
+
+
 def describe(error: OSError) -> str:
-    if isinstance(error, TimeoutError) and not error.errno:
-        return "no answer"
-    return f"no answer for {LOST_AFTER} s" if isinstance(error, TimeoutError) else error.strerror or str(error)
+    if isinstance(error, TimeoutError):
+        if not error.errno:
+            return "no answer"
+        return f"no answer for {LOST_AFTER} s"
+    return error.strerror or str(error)

@@ -1,41 +1,47 @@
-"""What mpiexec or srun starts on the hosts of a run, once a rank or once a host: `python -m mmm_launch.host.agent …`.
+"""What mpiexec or srun starts on each host of a run: `python -m mmm_launch.host.agent …`.
 
-It connects to launch, waits until everyone is there, and then supervises its rank (or its host's ranks) as launch does
-on one host, except that failures go to launch, and commands come from there. It imports no torch. If launch is gone it
-ends its ranks; if launch knows how they ended, its own exit code is 0, so that no MPI adds its own words.
+It connects to launch and waits until it is told what to run. Then it starts the fork server of its host's ranks, as
+launch does on one host, and passes on what the two say to each other. launch decides everything else. It imports no
+torch.
+
+If launch is gone, it ends its ranks. If launch knows how they ended, its own exit code is 0: no MPI adds its own words.
 """
 
 import contextlib
 import json
 import os
+import selectors
+import signal
 import socket
 import sys
 import time
-from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, NoReturn
 
-from mmm_launch.channel import commands, handshake
-from mmm_launch.channel import link as links
-from mmm_launch.channel.failures import Failure, say
-from mmm_launch.channel.link import Link, Lost
-from mmm_launch.contract import BACKENDS, LOOPBACK, check_loopback, read_number
+from mmm_launch.channel.failures import say
+from mmm_launch.channel.instructions import PASSED_ON
+from mmm_launch.channel.link import Lost, Message, SignedLink, connect, describe
+from mmm_launch.contract import ENDING, LOOPBACK, NUMBERED_BY, check_loopback
 from mmm_launch.errors import LaunchError, UserError
 from mmm_launch.host import stage as stages
-from mmm_launch.host.agent_supervisor import AgentSupervisor, end_helper, host_name
 from mmm_launch.host.stage import Copy
 from mmm_launch.program import target as targets
 from mmm_launch.program.target import Target
-from mmm_launch.run.local import LocalRanks
-from mmm_launch.spec import binding, host_spec, hosts
-from mmm_launch.spec.host_spec import HostSpec
+from mmm_launch.run.server import LEFTOVER_GRACE, ForkServer
+from mmm_launch.run.waking import Signals
+from mmm_launch.spec import host_spec, hosts
 from mmm_launch.spec.mpi import AGENT_VARIABLE
 from mmm_launch.spec.stage import Stage
 
+CONNECT_TIMEOUT = 10.0  # s for one address
+AGAIN = 3.0  # s in which addresses that nobody answers at are tried again: a name server may fail for a moment
 MPI_PREFIXES = ("PMI_", "PMIX_", "OMPI_", "PALS_", "MPI_LOCAL", "HYDI_")
+# Processes by which an MPI holds a host's ranks. One whose mpiexec was cut off would wait for it for good.
+HELPERS = ("hydra_pmi_proxy", "orted", "prted")
 
 
 def main() -> int:
-    words = sys.argv[1:]
+    """The agent's exit code."""
     if AGENT_VARIABLE not in os.environ:
         say(
             f"launch: error: {AGENT_VARIABLE} is not in the environment of what the launcher has started: it has to "
@@ -43,149 +49,183 @@ def main() -> int:
         )
         return 2
     entry = json.loads(os.environ.pop(AGENT_VARIABLE))
-    target = read_target(words)
-    inherit = inheritable()
-    hello: dict[str, Any] = {"host": host_name(), "cores": host_spec.available_cores(), "pid": os.getpid()}
-    if hasattr(os, "sched_getaffinity"):
-        hello["cpus"] = binding.as_text(sorted(os.sched_getaffinity(0)))
-    hello["port"] = hosts.free_port("", entry["port"])
+    target = read_target(sys.argv[1:])
+    host = os.environ.get("SLURMD_NODENAME") or socket.gethostname()  # as the scheduler has it, where it says so
+    copy: Copy | None = None
+    hello = {"host": host, "place": -1, "port": hosts.free_port("", entry["port"]), "error": ""}
+    code = 0  # told to end before it has begun
     try:
-        place = numbers(entry["launcher"], os.environ, entry["processes"])
-        hello |= {"rank": place[0], "world": place[1], "local_rank": place[2]}
+        with stages.ending_raises():
+            try:
+                hello["place"] = own_place(entry["launcher"])
+                if "stage" in entry:
+                    copy = stages.unpack(Stage(**entry["stage"]))
+            except UserError as error:
+                hello["error"] = f"{error} (on {host})"
+            link = reach(entry["at"], entry["token"], hello)
+            message = link.first(None)
+        if "go" in message:
+            code = run_ranks(link, message["go"], entry, target, host, copy)
+    except Lost as lost:
+        say(f"launch: {host} cannot reach launch, or launch has ended: {lost}")
+        end_helper()
+        code = 1
+    except SystemExit:
+        pass
+    finally:
+        if copy is not None:
+            copy.remove()
+    return 0 if copy is not None else code  # at another code an MPI kills others, which may still remove their copies
+
+
+def run_ranks(
+    link: SignedLink, command: dict[str, Any], entry: dict[str, Any], target: Target, host: str, copy: Copy | None
+) -> int:
+    """Do what launch says. Returns 1 where launch is gone, else 0."""
+    if copy is not None:
+        command["stage"] = {"source": entry["stage"]["source"], "copy": copy.path}
+    try:
+        if command["first"] == 0 and command["shared"]["WORLD_SIZE"] != "1":
+            shared = command["shared"]
+            check_master_address(shared["MASTER_ADDR"], int(shared["MASTER_PORT"]), host)
+        spec = host_spec.make(target, command)
     except UserError as error:
-        hello |= {"error": f"{error} (on {hello['host']})"}
-    return Agent(entry, target, hello, inherit).run()
+        with contextlib.suppress(Lost):
+            link.send({"refused": str(error)})
+            link.send({"gone": 0})
+        return 0
+    for name in list(os.environ):
+        if name.startswith(MPI_PREFIXES):
+            del os.environ[name]  # a rank that has them would take itself for all of the host
+    return Agent(link, spec, entry["launcher"], host).run()
 
 
 class Agent:
-    """Gets its host's copy of the environment, with --stage, and runs its ranks.
+    """Passes messages on between launch and the fork server, until the fork server has ended.
 
     Attributes:
-        entry: where launch is, and what it says of this agent. hello: what this one tells launch.
-        inherit: file descriptors for the ranks.
-        copy: the environment that its ranks run from, with --stage.
+        link: connection to launch.
+        launcher: what has started this process.
+        goes_well: no rank was killed.
     """
 
-    def __init__(self, entry: dict[str, Any], target: Target, hello: dict[str, Any], inherit: tuple[int, ...]) -> None:
-        self.entry, self.target, self.hello, self.inherit = entry, target, hello, inherit
-        self.copy: Copy | None = None
+    def __init__(self, link: SignedLink, spec: host_spec.HostSpec, launcher: str, host: str) -> None:
+        self.link, self.spec, self.launcher, self.host = link, spec, launcher, host
+        self.goes_well = True
 
     def run(self) -> int:
-        """This process's exit code."""
-        has_begun = is_lost = False
+        """Returns 1 where launch is gone, else 0."""
+        signals, selector = Signals(), selectors.DefaultSelector()
+        signals.take(selector)
+        server = ForkServer(self.spec, signals.ignored)
         try:
-            self.unpack()
-            link = handshake.reach(self.entry["at"], self.entry["token"], links.CONNECT_TIMEOUT)
-            link.send({"hello": self.hello})
-            while True:
-                message = link.one(None)
-                if "go" in message:
-                    has_begun = True
-                    return self.run_ranks(link, message["go"])
-                return 0  # launch ends before anything has begun
-        except SystemExit:
-            return 0  # told to end while it unpacked; at another code an MPI kills other hosts' agents, which clean up
-        except Lost as lost:
-            is_lost = True
-            if not has_begun:
-                say(f"launch: {self.hello['host']} cannot reach launch, or launch has ended: {lost}")
-            return 1 if self.copy is None else 0  # at a 1 an MPI kills others, which may still remove their copies
-        finally:
-            if self.copy is not None and not has_begun:
-                self.copy.remove()
-                if is_lost:
-                    end_helper()
-
-    def unpack(self) -> None:
-        """Get this host's copy of the environment, with --stage. launch hears of it if that fails."""
-        if "stage" not in self.entry:
-            return
-        try:
-            self.copy = stages.unpack(Stage(**self.entry["stage"]))
-        except LaunchError as error:
-            self.hello["error"] = f"{error} (on {self.hello['host']})"
-
-    def run_ranks(self, link: Link, go: dict[str, Any]) -> int:
-        """Run this host's ranks. Returns an exit code. Raises `Lost`."""
-        if self.copy is not None:
-            go["stage"] = {"source": self.entry["stage"]["source"], "copy": self.copy.path}
-        try:
-            plan = make_plan(self.target, go, self.hello["host"])
-        except UserError as error:
-            try:
-                refuse(link, go, error)
-            finally:
-                if self.copy is not None:
-                    self.copy.remove()
+            selector.register(self.link, selectors.EVENT_READ)
+            selector.register(server.link, selectors.EVENT_READ)
+            for message in self.link.complete():  # those that have come with the first
+                self.obey(server, message)
+            while self.serve(server, signals, selector):
+                pass
+            self.link.send({"gone": server.finish(LEFTOVER_GRACE if self.goes_well else 0.0)})
             return 0
-        if go["by"] == "host":
-            forget_mpi()
-            self.inherit = ()
-        ranks = LocalRanks(plan, self.hello["host"], self.inherit)
-        return AgentSupervisor(ranks, link, self.entry["launcher"], self.copy).run()
+        except Lost as lost:
+            say(f"launch: {self.host} has lost launch ({lost}): ending its ranks")
+            server.close()
+            end_helper()
+            return 1
+        finally:
+            server.close()
+            signals.give_back()
+
+    def serve(self, server: ForkServer, signals: Signals, selector: selectors.BaseSelector) -> bool:
+        """Wait for something, and pass it on. False once the fork server has ended. Raises `Lost`: launch is gone."""
+        ready = {key.fd for key, _ in selector.select()}
+        for number in signals.read(ready):
+            self.on_signal(server, number)
+        if self.link.fileno() in ready:
+            for message in self.link.read():
+                self.obey(server, message)
+        if server.link.fileno() in ready:
+            try:
+                messages = server.link.read()
+            except Lost:
+                return False
+            for message in messages:
+                self.link.send(message)
+        return True
+
+    def obey(self, server: ForkServer, message: Message) -> None:
+        if "kill" in message:
+            self.goes_well = False
+            server.kill()
+            return
+        if "end" in message:
+            self.goes_well = False
+        server.send(message)
+
+    def on_signal(self, server: ForkServer, number: int) -> None:
+        if number in ENDING:  # mpiexec, srun or the scheduler ends this process: launch decides what follows
+            self.link.send({"interrupted": number})
+        elif number in PASSED_ON and self.launcher != "srun":  # Slurm signals every process, the ranks too
+            server.send({"signal": number})
 
 
-def refuse(link: Link, go: dict[str, Any], error: UserError) -> None:
-    """Tell launch why this host starts no ranks. Raises `Lost`."""
-    failure = Failure.of_user(int(go["ranks"][0]["RANK"]), str(error))
-    link.send({"failure": commands.write_failure(failure, time.monotonic())})
-    link.send({"bye": True})
-
-
-def forget_mpi() -> None:
-    """Take an MPI's variables out: one in a rank would take itself for all of the host."""
-    for name in [name for name in os.environ if name.startswith(MPI_PREFIXES)]:
-        del os.environ[name]
-
-
-def numbers(launcher: str, env: Mapping[str, str], world: int) -> tuple[int, int, int | None]:
-    """Rank, world size and local rank (None: not said) that `launcher`, and no other, has given this process.
-
-    Args:
-        launcher: ``srun``, ``hydra``, ``pals`` or ``openmpi``.
-        world: what it was asked for; PALS does not always say.
+def reach(addresses: list[list[Any]], token: str, hello: Message) -> SignedLink:
+    """Connect to launch at the first of its addresses where it answers.
 
     Raises:
-        LaunchError: it has set no rank.
+        Lost: at none.
     """
-    names = BACKENDS[launcher]
-    rank = read_number(env, names.rank)
-    if rank is None:
+    tried: dict[str, str] = {}
+    until = time.monotonic() + AGAIN
+    while True:
+        is_silent = False
+        for host, port in addresses:
+            try:
+                return connect((host, port), token, hello, CONNECT_TIMEOUT)
+            except OSError as error:
+                tried[f"{host}:{port}"] = describe(error)
+                is_silent = True
+            except Lost as error:
+                tried[f"{host}:{port}"] = f"it is not of this run: {error}"
+        if not is_silent or time.monotonic() > until:
+            raise Lost("; ".join(f"{where}: {why}" for where, why in tried.items()))
+        time.sleep(0.2)
+
+
+def own_place(launcher: str) -> int:
+    """The number that `launcher` ("srun", "hydra", "pals" or "openmpi"), and no other, has given this process.
+
+    Raises:
+        LaunchError: it has given none.
+    """
+    name = NUMBERED_BY[launcher]
+    place = os.environ.get(name, "")
+    if not place.isdigit():
         raise LaunchError(
-            f"{launcher} has given its process no rank: {' and '.join(names.rank)} is not set. If it is another kind "
-            f"of MPI, say so: --mpi hydra|pals|openmpi"
+            f"{launcher} has given its process no number: {name} is not set. If it is another kind of MPI, say so: "
+            "--mpi hydra|pals|openmpi"
         )
-    total = read_number(env, names.world)
-    local_rank = read_number(env, names.local_rank)
-    return rank[1], world if total is None else total[1], None if local_rank is None else local_rank[1]
-
-
-def make_plan(target: Target, go: dict[str, Any], host: str) -> HostSpec:
-    """This process's ranks. Raises `LaunchError`: the master address or the binding is not possible on this host."""
-    shared = go["shared"]
-    if any(rank["RANK"] == "0" for rank in go["ranks"]) and shared["WORLD_SIZE"] != "1":
-        check_master_address(shared["MASTER_ADDR"], int(shared["MASTER_PORT"]), host)
-    return host_spec.make(target, go)
+    return int(place)
 
 
 def check_master_address(address: str, port: int, host: str) -> None:
-    """Rank 0's host: can it listen where the others will look for it?"""
+    """Raises `LaunchError` where rank 0, on this host, cannot listen where the others will look for it."""
     if address in LOOPBACK:
         check_loopback(address)
-    with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as probe:
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with socket.socket(family) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((address, port))
         except socket.gaierror:
             raise LaunchError(
-                f"MASTER_ADDR {address} cannot be resolved on {host}, where rank 0 is: set MASTER_ADDR "
-                "to that host's name or address as all hosts know it."
+                f"MASTER_ADDR {address} cannot be resolved on {host}, where rank 0 is: set MASTER_ADDR to that "
+                "host's name or address as all hosts know it."
             ) from None
         except OSError as error:
             raise LaunchError(
-                f"rank 0 on {host} cannot listen on {address}:{port}: {error.strerror}.\n  Set "
-                "MASTER_ADDR to that host's name or address as all hosts know it, and MASTER_PORT to a "
-                "free port."
+                f"rank 0 on {host} cannot listen on {address}:{port}: {error.strerror}.\n  Set MASTER_ADDR to that "
+                "host's name or address as all hosts know it, and MASTER_PORT to a free port."
             ) from None
 
 
@@ -198,22 +238,19 @@ def read_target(words: list[str]) -> Target:
     return target
 
 
-def inheritable() -> tuple[int, ...]:
-    """File descriptors that were given to this process on purpose: an MPI's connection to its helper (PMI_FD)."""
-    found = []
+def end_helper() -> None:
+    """End the MPI's own process that holds this one, so that it does not wait for its mpiexec."""
+    parent = os.getppid()
     with contextlib.suppress(OSError):
-        for name in os.listdir("/proc/self/fd"):
-            with contextlib.suppress(OSError):
-                if int(name) > 2 and os.get_inheritable(int(name)):
-                    found.append(int(name))
-    return tuple(found)
+        if Path(f"/proc/{parent}/comm").read_text().strip() in HELPERS:
+            os.kill(parent, signal.SIGTERM)
 
 
-def run() -> NoReturn:
+def exit_at_once() -> NoReturn:
     code = main()
     sys.stdout.flush()
     os._exit(code)
 
 
 if __name__ == "__main__":
-    run()
+    exit_at_once()

@@ -22,7 +22,7 @@ from types import CodeType, FrameType, ModuleType, TracebackType
 from typing import Any, NoReturn
 
 from mmm_launch import contract, streams
-from mmm_launch.channel.wire import FAILURE_VARIABLE
+from mmm_launch.channel.instructions import FAILURE_VARIABLE
 from mmm_launch.contract import ENDING, USER_ERROR_EXIT
 from mmm_launch.host import forks
 from mmm_launch.program import target as targets

@@ -1,8 +1,9 @@
 """The process between launch and its ranks: it imports once what the target will need, and forks the ranks.
 
-It runs `python [flags] -m mmm_launch.host.forkserver -m module args…`. Only in the forked ranks does the target run:
-here nothing of the user's is imported, no accelerator is touched and no thread is started. Where ranks cannot be forked
-it imports nothing, and executes each rank as a new process.
+It runs `python [flags] -m mmm_launch.host.forkserver -m module args…`. On many hosts each has one, which
+the host's agent has started. Only in the forked ranks does the target run: here nothing of the user's is imported, no
+accelerator is touched and no thread is started. Where ranks cannot be forked it imports nothing, and executes each rank
+as a new process.
 
 Afterwards it passes on signals, tells launch which rank ended how, and if launch itself is gone it kills every process
 of the run.
@@ -10,10 +11,10 @@ of the run.
 
 import contextlib
 import gc
-import json
 import os
-import select
+import selectors
 import signal
+import socket
 import sys
 import time
 import weakref
@@ -21,22 +22,22 @@ from dataclasses import replace
 from typing import NoReturn
 
 from mmm_launch import contract
-from mmm_launch.channel.wire import (
+from mmm_launch.channel.instructions import (
     CHILD,
     FAILURE_VARIABLE,
     FORK_SERVER,
     FORK_SERVER_VARIABLE,
     PASSED_ON,
     Instructions,
-    Status,
 )
-from mmm_launch.contract import ENDING, MARKER_VARIABLE
+from mmm_launch.channel.link import Link, Lost, Message
+from mmm_launch.contract import ENDING, MARKER_VARIABLE, SOCKET_BUFFER, VERDICT_VARIABLE, Report
 from mmm_launch.host import child, forks
 from mmm_launch.host.import_timer import ImportTimer
 from mmm_launch.host.torch_startup import TORCH_LATER, TORCH_LATER_FOR, is_in_bad_fork
 from mmm_launch.program.preloads import preloads
 from mmm_launch.program.target import Target
-from mmm_launch.run import processes
+from mmm_launch.run import processes, stacks
 from mmm_launch.spec import binding
 
 # Import opens MPI, a device or threads: left to the ranks, also where another package imports them.
@@ -57,15 +58,15 @@ def main() -> NoReturn:
     """The fork server's whole life, and that of each rank it forks."""
     todo = Instructions.read(int(os.environ.pop(FORK_SERVER_VARIABLE)))
     signal.signal(signal.SIGINT, signal.SIG_IGN if signal.SIGINT in todo.ignored else signal.SIG_DFL)
-    for number in (*PASSED_ON, *([signal.SIGTERM] if todo.ignore_sigterm else [])):
+    for number in (*PASSED_ON, signal.SIGTERM):  # a scheduler sends these to every process
         signal.signal(number, signal.SIG_IGN)
-    forks.die_with_parent(todo.launch_pid)  # until there are ranks, which have to be ended first
-    for fd in (todo.control, todo.status, todo.failure):
-        os.set_inheritable(fd, False)
+    forks.die_with_parent(todo.parent)  # until there are ranks, which have to be ended first
+    os.set_inheritable(todo.control, False)
     target = child.own_target()  # None where ranks are not forked
     if target is not None:
         preload(target, todo)
     server = ForkServer(todo)
+    server.tell({"started": True})
     signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)  # each rank takes them once it can end in order
     for variables in todo.ranks:
         sys.stdout.flush()
@@ -73,8 +74,10 @@ def main() -> NoReturn:
         if pid == 0:
             forked = target is not None and not _fork_is_bad()
             server.become_rank(variables, forked)
-            child.finish(child.run(target)) if forked and target is not None else execute(todo)
-        server.started(int(variables["RANK"]), pid)
+            if forked and target is not None:
+                child.finish(child.run(target))
+            execute(todo, server.reports_end)
+        server.ranks[pid] = int(variables["RANK"])
     signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING)
     forks.outlive_parent()
     server.watch()
@@ -119,8 +122,7 @@ def preload(target: Target, todo: Instructions) -> None:
 
 def start_anew(todo: Instructions, skip: str) -> NoReturn:
     """Replace this process by a new fork server that does not preload module `skip`."""
-    for fd in (todo.control, todo.status, todo.failure):
-        os.set_inheritable(fd, True)
+    os.set_inheritable(todo.control, True)
     skip = "*" if len(todo.skip) >= 3 else skip
     os.environ[FORK_SERVER_VARIABLE] = str(replace(todo, skip=[*todo.skip, skip]).write())
     flags = sys.orig_argv[1 : sys.orig_argv.index("-m")]
@@ -164,7 +166,7 @@ def _shadowed(first: str | None) -> list[str]:
     return found
 
 
-def execute(todo: Instructions) -> NoReturn:
+def execute(todo: Instructions, reports: socket.socket) -> NoReturn:
     """Become the rank's command. `launch` has checked that it exists; if it still cannot run, the report says why."""
     if CHILD not in todo.command:  # which takes them itself; another never would
         for number in PYTHONS:
@@ -173,7 +175,7 @@ def execute(todo: Instructions) -> NoReturn:
     try:
         os.execvp(todo.command[0], todo.command)
     except OSError as error:
-        contract.attach(todo.failure)
+        contract.attach(reports.detach())
         contract.report(
             "exit", f"launch: error: {todo.command[0]} cannot be run: {error.strerror}\n", 126, time.monotonic()
         )
@@ -181,25 +183,35 @@ def execute(todo: Instructions) -> NoReturn:
 
 
 class ForkServer:
-    """Knows the ranks, and watches over them until the last is gone."""
+    """Knows the ranks, and watches over them until the last is gone.
+
+    Attributes:
+        ranks: pid → rank, of those that live.
+        link: to the process that has started this one.
+        reports: has what ranks say of why they end, which they send to reports_end.
+        reason: descriptor of a file in memory that says why launch ends the run: empty until it does. None: no /proc.
+    """
 
     def __init__(self, todo: Instructions) -> None:
         self.todo = todo
         self.pid = os.getpid()
-        self.ranks: dict[int, int] = {}  # pid → rank, of those that live
-        self.buffer = b""
+        self.ranks: dict[int, int] = {}
+        self.link = Link(socket.socket(fileno=todo.control))
+        self.reports, self.reports_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
+        for end in (self.reports, self.reports_end):
+            for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
+                with contextlib.suppress(OSError):
+                    end.setsockopt(socket.SOL_SOCKET, option, SOCKET_BUFFER)
+        self.reports.setblocking(False)
+        self.reason: int | None = None
+        if hasattr(os, "memfd_create"):
+            self.reason = os.memfd_create("reason")
+            # By its path: ranks may close every file that they have not opened.
+            os.environ[VERDICT_VARIABLE] = f"/proc/{self.pid}/fd/{self.reason}"
         self.wake_read, self.wake_write = os.pipe()
         os.set_blocking(self.wake_write, False)
         signal.signal(signal.SIGCHLD, lambda number, frame: None)
         signal.set_wakeup_fd(self.wake_write, warn_on_full_buffer=False)
-
-    def started(self, rank: int, pid: int) -> None:
-        self.ranks[pid] = rank
-        self.tell(Status(rank, pid, None, time.monotonic()))
-
-    def tell(self, status: Status) -> None:
-        with contextlib.suppress(BrokenPipeError):  # launch is gone: `watch` sees it too
-            os.write(self.todo.status, status.dumps())
 
     def become_rank(self, variables: dict[str, str], forked: bool) -> None:
         """In the forked child: drop everything of the fork server's, take the rank's own environment.
@@ -211,40 +223,66 @@ class ForkServer:
         signal.set_wakeup_fd(-1)
         for number in (signal.SIGCHLD, signal.SIGTERM, *PASSED_ON):
             signal.signal(number, signal.SIG_IGN if number in self.todo.ignored else signal.SIG_DFL)
-        for fd in (self.todo.control, self.todo.status, self.wake_read, self.wake_write):
-            os.close(fd)
+        self.link.close()
+        self.reports.close()
+        for descriptor in (self.reason, self.wake_read, self.wake_write):
+            if descriptor is not None:
+                os.close(descriptor)
         os.environ.update(variables)
-        if cpus := os.environ.pop(binding.CPUS_VARIABLE, None):
+        cpus = os.environ.pop(binding.CPUS_VARIABLE, None)
+        if cpus is not None:
             os.sched_setaffinity(0, binding.cpu_list(cpus))
-        if forked:
-            contract.attach(self.todo.failure)
-            child.prepare()
-            threads = variables.get("OMP_NUM_THREADS")  # torch has read the fork server's when it was loaded
-            forks.renew_thread_pools(int(threads) if threads else None)
-            numpy = sys.modules.get("numpy.random")
-            if numpy is not None:  # or all ranks would draw the same "random" numbers
-                numpy.seed()
-        else:
-            os.set_inheritable(self.todo.failure, True)
-            os.environ[FAILURE_VARIABLE] = str(self.todo.failure)
+        if not forked:
+            self.reports_end.set_inheritable(True)
+            os.environ[FAILURE_VARIABLE] = str(self.reports_end.fileno())
+            return
+        contract.attach(self.reports_end.detach())
+        child.prepare()
+        threads = variables.get("OMP_NUM_THREADS")  # torch has read the fork server's when it was loaded
+        forks.renew_thread_pools(int(threads) if threads else None)
+        numpy = sys.modules.get("numpy.random")
+        if numpy is not None:  # or all ranks would draw the same "random" numbers
+            numpy.seed()
 
     def watch(self) -> None:
-        """Serve launch until every rank has ended. If launch is gone, kill all that is left of the run."""
+        """Serve launch until every rank has ended."""
+        selector = selectors.DefaultSelector()
+        for source in (self.link, self.reports, self.wake_read):
+            selector.register(source, selectors.EVENT_READ)
         self.reap()
         while self.ranks:
-            ready, _, _ = select.select([self.todo.control, self.wake_read], [], [])
+            ready = [selected.fileobj for selected, _ in selector.select()]
             if self.wake_read in ready:
                 os.read(self.wake_read, 4096)
+            self.pass_reports_on()  # a report is sent before its rank ends
             self.reap()
-            if self.todo.control in ready:
-                data = os.read(self.todo.control, 1 << 16)
-                if not data:
-                    processes.end(os.getsid(0), os.environ[MARKER_VARIABLE], grace=0.0)
-                    os.killpg(0, signal.SIGKILL)
-                *lines, self.buffer = (self.buffer + data).split(b"\n")
-                for line in lines:
-                    for pid in self.ranks:  # not reaped, so the pid is still theirs
-                        os.kill(pid, json.loads(line)["signal"])
+            if self.link in ready:
+                try:
+                    messages = self.link.read()
+                except Lost:
+                    self.kill_all()
+                for message in messages:
+                    self.obey(message)
+
+    def obey(self, message: Message) -> None:
+        if "where" in message:
+            self.tell({"stacks": stacks.ask({rank: pid for pid, rank in self.ranks.items()})})
+            return
+        if message.get("reason") and self.reason is not None:
+            os.pwrite(self.reason, message["reason"].encode("utf-8", "backslashreplace"), 0)
+        number = message.get("signal") or message["end"]
+        for pid in self.ranks:  # not reaped, so the pid is still theirs
+            os.kill(pid, number)
+
+    def tell(self, message: Message) -> None:
+        with contextlib.suppress(Lost):  # launch is gone: `watch` sees it too
+            self.link.send(message)
+
+    def pass_reports_on(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                report = Report.loads(self.reports.recv(SOCKET_BUFFER))
+                self.tell({"report": vars(report), "ago": time.monotonic() - report.time})
 
     def reap(self) -> None:
         while self.ranks:
@@ -253,7 +291,13 @@ class ForkServer:
                 return
             if pid in self.ranks:
                 rank = self.ranks.pop(pid)
-                self.tell(Status(rank, pid, os.waitstatus_to_exitcode(status), time.monotonic()))
+                self.tell({"ended": rank, "pid": pid, "code": os.waitstatus_to_exitcode(status)})
+
+    def kill_all(self) -> NoReturn:
+        """launch, or the agent, is gone: nothing may be left of the ranks."""
+        processes.end(os.getsid(0), os.environ[MARKER_VARIABLE], grace=0.0)
+        os.killpg(0, signal.SIGKILL)
+        os._exit(1)
 
 
 if __name__ == "__main__":

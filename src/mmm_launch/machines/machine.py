@@ -17,8 +17,8 @@ class Machine:
     """Hosts of devices, how ranks are started on them, and what they reach. Every field but `name` may be left out of
     its file: 0 and "" stand for what it does not say.
 
-    In `bind_args`, `srun` and `srun_by_host`, `{per_host}` is ranks a host, `{cpus}` the CPUs of each (`cpus_per_host`
-    over ranks), `{gpus}` the accelerators of a host (`ranks_per_host`).
+    In `srun`, `{per_host}` is the processes that it starts on a host, which is 1, `{cpus}` the CPUs of that one
+    (`cpus_per_host`), `{gpus}` the accelerators of a host (`ranks_per_host`).
 
     Rates, from `accelerator` on, are per device and direction, of the maker's data sheet unless the source says
     otherwise; what a program reaches of them are the fields that end in ``_efficiency``.
@@ -32,13 +32,11 @@ class Machine:
         setup: lines of a job script that load what the machine has: modules of Python, of a plugin for its network.
         device: cuda, xpu or cpu. hosts: that there are. ranks_per_host: devices, with one rank each.
         mpi: "pals", "hydra" or "openmpi", for an mpiexec that does not say what it is. backend: of torch.distributed.
-        device_variable, device_order: local rank i is shown only device `device_order[i]`, by that variable, unless
-            srun gives each task its own device (`--gpu-bind`).
-        bind: how launch binds ranks itself, with --ranks-by host. bind_args: what mpiexec is given for the same.
-        srun, srun_by_host: further arguments of srun, one process a rank, or one a host.
+        device_variable, device_order: local rank i is shown only device `device_order[i]`, by that variable.
+        bind: how launch binds ranks.
+        srun: further arguments of srun, which starts one process a host.
         host_suffix: what makes a host's name an address on the fast network, for MASTER_ADDR. port: MASTER_PORT.
-        env: variables for every rank, such as NCCL_SOCKET_IFNAME, unless the user has set them. env_by_rank: further
-            ones, for ranks that the launcher backend has started itself: they need its MPI.
+        env: variables for every rank, such as NCCL_SOCKET_IFNAME, unless the user has set them.
         advice: what launch cannot do, a line each; said where ranks are on several hosts.
         accelerator: name of the device, by which its peak rates are found where `peak_flops` has none.
         gpu_memory, host_memory: bytes. peak_flops: dtype → FLOP/s of dense matrix products.
@@ -76,13 +74,10 @@ class Machine:
     device_variable: str = ""
     device_order: list[int] = field(default_factory=list)
     bind: str | None = None
-    bind_args: list[str] = field(default_factory=list)
     srun: list[str] = field(default_factory=list)
-    srun_by_host: list[str] = field(default_factory=list)
     host_suffix: str = ""
     port: int = 0
     env: dict[str, str] = field(default_factory=dict)
-    env_by_rank: dict[str, str] = field(default_factory=dict)
     advice: list[str] = field(default_factory=list)
 
     accelerator: str = ""
@@ -109,29 +104,21 @@ class Machine:
     sources: dict[str, str] = field(default_factory=dict)
     file: str = ""
 
-    def variables(self, by: str) -> dict[str, tuple[str, str]]:
-        """Variable → value and source, of ranks started by ("rank") the launcher backend or by ("host") launch."""
-        groups = {"env": self.env} | ({"env_by_rank": self.env_by_rank} if by == "rank" else {})
-        return {
-            name: (value, self.source_of(name if name in self.sources else group))
-            for group, variables in groups.items()
-            for name, value in variables.items()
-        }
+    def variables(self) -> dict[str, tuple[str, str]]:
+        """Variable → value and source, of every rank."""
+        found = {}
+        for name, value in self.env.items():
+            found[name] = value, self.source_of(name if name in self.sources else "env")
+        return found
 
     def source_of(self, name: str) -> str:
         """The machine's name, and the page that a field or variable of launch's is from."""
         return f"{self.name}: {self.sources.get(name, self.source)}".removesuffix(": ")
 
-    def shows_devices(self, by: str, launcher: str, device: str | None) -> bool:
-        """Whether launch shows each rank its device, because the launcher backend does not."""
-        by_srun = launcher == "srun" and by == "rank" and any(word.startswith("--gpu-bind") for word in self.srun)
-        return bool(self.device_variable) and device == self.device and not by_srun
-
-    def fill(self, arguments: list[str], per_host: int) -> list[str]:
-        """`arguments` with their `{…}` filled in."""
-        cpus = max(1, self.cpus_per_host // per_host)
-        values = {"per_host": per_host, "cpus": cpus, "gpus": self.ranks_per_host or per_host}
-        return [argument.format(**values) for argument in arguments]
+    def srun_arguments(self) -> list[str]:
+        """`srun` with its `{…}` filled in."""
+        values = {"per_host": 1, "cpus": max(1, self.cpus_per_host), "gpus": self.ranks_per_host or 1}
+        return [argument.format(**values) for argument in self.srun]
 
     @property
     def ranks(self) -> int:
@@ -199,7 +186,7 @@ class Machine:
         by_launch = ["match", "scheduler", "queues", "cpus_per_host", *passed, "advice"]
         stated = [name for name in by_launch if getattr(self, name)]
         rows = [_row(name, getattr(self, name), self.sources.get(name, self.source)) for name in stated]
-        return rows + [_row(name, value, source) for name, (value, source) in self.variables("rank").items()]
+        return rows + [_row(name, value, source) for name, (value, source) in self.variables().items()]
 
 
 def _row(name: str, value: Any, source: str) -> str:
@@ -255,13 +242,12 @@ def parse(data: dict[str, Any], where: str, file: str = "") -> Machine:
     if not data.get("name"):
         raise MachineError(f'{where}: it has to be one JSON object with a "name".')
     machine = Machine(**data, file=file)
-    for arguments in (machine.bind_args, machine.srun, machine.srun_by_host):
-        try:
-            machine.fill(arguments, 1)
-        except (KeyError, IndexError, ValueError, AttributeError):
-            raise MachineError(
-                f"{where}: {short(arguments)}: only {{per_host}}, {{cpus}} and {{gpus}} can be filled in."
-            ) from None
+    try:
+        machine.srun_arguments()
+    except (KeyError, IndexError, ValueError, AttributeError):
+        raise MachineError(
+            f"{where}: {short(machine.srun)}: only {{per_host}}, {{cpus}} and {{gpus}} can be filled in."
+        ) from None
     return machine
 
 

@@ -104,7 +104,7 @@ class Attempts:
     def leave_out(self, run: Run) -> None:
         """Take the places of what has failed out of use."""
         used = self.places[: self.ranks]
-        hosts = set(run.silent_hosts)
+        hosts = set(run.transport.silent_hosts)
         if hosts >= {host for host, _ in used}:
             hosts = set()  # nothing has started: no host is to blame
         places = set()

@@ -1,21 +1,18 @@
 """The life of one run, wherever its ranks are and whatever has started them.
 
-    STARTING ──▶ RUNNING ──▶ ENDING ──▶ DONE       ENDING: the exit code is decided, and what is left is being ended;
-                                                   a run that goes well needs none
+`Run` hears of the ranks, decides, and has messages sent to what holds them, by a `Transport`: `LocalRanks` is the fork
+server of this host, `Backend` the agents of many hosts. The messages are the same (`mmm_launch.channel.link`).
 
-`Run` hears of the ranks by a `Transport`, decides, and has the ranks signalled by it. `LocalRanks` are this host's,
-over pipes to their fork server; `RemoteRanks` are over links to agents, on many hosts.
-
-From SIGTERM to the exit code: `Signals` has it wake `Run.wait`; `interrupted` decides that the code is 143, and `end`
-has the transport send it to the ranks and sets the clock of `kill`; when the transport's `advance` says that nothing is
-left, `ranks_are_gone` ends the run. A rank that fails comes by `failed`, and `decide` takes the place of `interrupted`.
-Before `Signals` are taken, and between two attempts (`mmm_launch.run.attempts`), SIGTERM ends launch by
-itself. The waits, in s:
+From SIGTERM to the exit code: `Signals` wakes `Run.wait`; `interrupted` decides that the code is 143, and `end`
+has the ranks signalled and sets the clock of `kill`; when the transport's `is_over` says that nothing is left,
+`ranks_are_gone` ends the run. A rank that fails comes by `on_message`, and `decide` takes the place of `interrupted`.
+Before `Signals` are taken, and between two attempts (`mmm_launch.run.attempts`), SIGTERM ends launch by itself. The
+waits, in s:
 
     to SIGKILL after SIGTERM    --grace; else `SAVING` where ranks have said that they save, else `GRACE`
-    more of it on other hosts   `remote.LAST_WORDS`
     after a rank has failed     `failures`: until it is known which rank failed first
-    at the end of agents        `one_backend.REMOVAL` with --stage, else `remote.LAUNCHER_END`
+    until ranks say where they are, if they hang      `LOCATE`
+    at the end of agents and of mpiexec or srun       `mmm_launch.run.backend`
 """
 
 import os
@@ -23,12 +20,12 @@ import selectors
 import signal
 import time
 from abc import ABC, abstractmethod
-from enum import Enum
 
 from mmm_launch.channel import failures
 from mmm_launch.channel.failures import Failure, say, signal_name
-from mmm_launch.channel.wire import PASSED_ON
-from mmm_launch.contract import ENDING
+from mmm_launch.channel.instructions import PASSED_ON
+from mmm_launch.channel.link import Message
+from mmm_launch.contract import ENDING, Report
 from mmm_launch.run import stacks
 from mmm_launch.run.output import Output
 from mmm_launch.run.waking import Clocks, Signals
@@ -36,25 +33,17 @@ from mmm_launch.spec.walltime import Limits
 
 GRACE = 1.0  # s that ranks have between the signal that ends them and SIGKILL
 SAVING = 60.0  # s, the same of ranks that save when somebody ends the run, and no --grace says otherwise
-
-
-class RunState(Enum):
-    """Where a run is."""
-
-    STARTING = "starting"
-    RUNNING = "running"
-    ENDING = "ending"
-    DONE = "done"
+LOCATE = 2.0  # s for ranks to say where they are
 
 
 class Transport(ABC):
     """Starts what holds the ranks, tells its run what becomes of them, and ends them where the run says so.
 
     Attributes:
-        margin: seconds beyond the ranks' grace after which the run kills them itself.
+        silent_hosts: hosts from which nothing was heard, where the run could not start because of it.
     """
 
-    margin = 0.0
+    silent_hosts: tuple[str, ...] = ()
 
     @abstractmethod
     def start(self, run: "Run") -> None:
@@ -65,32 +54,32 @@ class Transport(ABC):
         """Tell the run what has happened, by the file descriptors that have something to read."""
 
     @abstractmethod
-    def advance(self) -> bool:
-        """Do what follows, now that the run has decided what that means. True once nothing is left of the run."""
+    def is_over(self) -> bool:
+        """Whether nothing is left of the run."""
 
     @abstractmethod
-    def forward(self, number: int) -> None:
-        """Send every rank a signal that is the program's to handle, once there are ranks."""
+    def send(self, message: Message) -> None:
+        """Send every fork server a message; a signal for the program also once there are ranks."""
 
     @abstractmethod
-    def end(self, number: int, reason: str, grace: float | None) -> bool:
-        """Send every rank signal `number`, which ends it, and tell it the reason. False if there is none yet."""
+    def end(self, message: Message) -> None:
+        """Send every fork server the message that ends its ranks. Where there are none yet, end what starts them."""
 
     @abstractmethod
     def kill(self) -> None:
         """End every rank by SIGKILL."""
 
     @abstractmethod
-    def locate(self) -> None:
-        """Find out where the ranks are, and call `Run.located`."""
-
-    @abstractmethod
     def finish(self) -> tuple[str, int]:
         """No rank is left: end what has held them.
 
         Returns:
-            How what held the ranks has ended, in words, and the exit code that this means if they had not.
+            How that has ended, in words, and the exit code that this means where ranks had not.
         """
+
+    @abstractmethod
+    def hosts(self) -> dict[int, str]:
+        """The host of each rank."""
 
     @abstractmethod
     def clean_up(self) -> None:
@@ -102,48 +91,43 @@ class Transport(ABC):
 
 
 class Run:
-    """One run; launch's part of it. An agent's is `mmm_launch.host.agent_supervisor`.
+    """One run of the ranks.
 
     Attributes:
         transport: reaches the ranks.
         total: number of ranks.
         limits: what the command line says of time.
-        state: where it is.
+        has_ranks: ranks have been started: from now on silence counts.
         exit_code: launch's, once it is decided.
+        is_over: nothing is left of the run.
         ended: the ranks that have.
-        failures: what is known of them. cause: the one that caused the others, once that is decided.
-        own_failures: those known by then. Later ones come of launch's ending the ranks.
-        silent_hosts: hosts whose agents have not connected, where the run has ended because of it.
+        failures: what is known of them.
+        cause: the failure that caused the others, once that is decided.
+        own_failures: failures known by then. Later ones come of launch's ending the ranks.
         first_at: when the first of them was looked at, `time.monotonic()`.
         again: a new start may help: no signal, no user's mistake.
         saves: ranks have said that they save when somebody ends the run.
-        grace: s, of the signal that ends the ranks; None: GRACE.
+        grace: seconds between the signal that ends the ranks and SIGKILL; None: GRACE.
         signalled: the signal before the job's end is out.
+        stacks: where ranks of a run that hangs are.
         output: where launch copies what ranks print, if it does.
         clocks, signals, selector: what it waits for.
     """
 
-    def __init__(
-        self,
-        transport: Transport,
-        total: int,
-        limits: Limits | None = None,
-    ) -> None:
-        self.transport, self.limits = transport, limits or Limits()
-        self.signalled = False
-        self.output: Output | None = None
-        self.clocks, self.signals, self.selector = Clocks(), Signals(), selectors.DefaultSelector()
-        self.total = total
-        self.state = RunState.STARTING
+    def __init__(self, transport: Transport, total: int, limits: Limits | None = None) -> None:
+        self.transport, self.total, self.limits = transport, total, limits or Limits()
+        self.has_ranks = self.is_over = False
         self.exit_code: int | None = None
         self.ended: set[int] = set()
         self.failures: list[Failure] = []
         self.own_failures: list[Failure] = []
         self.cause: Failure | None = None
-        self.silent_hosts: list[str] = []
         self.first_at: float | None = None
-        self.again = self.saves = False
+        self.again = self.saves = self.signalled = False
         self.grace: float | None = None
+        self.stacks: dict[int, stacks.Stack] = {}
+        self.output: Output | None = None
+        self.clocks, self.signals, self.selector = Clocks(), Signals(), selectors.DefaultSelector()
 
     def run(self) -> int:
         """The exit code. No process of the run is left then."""
@@ -156,15 +140,17 @@ class Run:
             )
         try:
             self.transport.start(self)
-            while self.state is not RunState.DONE:
-                self.transport.take_in(self.wait())
+            while not self.is_over:
+                ready = self.wait()
+                self.transport.take_in(ready)
+                for number in self.signals.read(ready):  # after what ranks have said before
+                    self.on_signal(number)
                 self.decide()
                 self.set_clocks()  # something may have come out
                 self.clocks.act()
-                if self.transport.advance():
+                if self.transport.is_over():
                     self.ranks_are_gone()
-            assert self.exit_code is not None
-            return self.exit_code
+            return self.exit_code or 0
         finally:
             self.transport.clean_up()
             if self.output is not None:
@@ -176,27 +162,38 @@ class Run:
         """The file descriptors that have something to read, once one has or a clock is due."""
         self.set_clocks()
         ready = {key.fd for key, _ in self.selector.select(self.clocks.timeout())}
-        for number in self.signals.read(ready):
-            self.on_signal(number)
         if self.output is not None:
             self.output.copy(ready)
         return ready
 
-    # What the transport tells.
+    # What is heard.
+
+    def on_message(self, message: Message, host: str) -> None:
+        """What a host's fork server says. host: its name; "": this one."""
+        now = time.monotonic()
+        if "started" in message:
+            self.ranks_started()
+        elif "report" in message:
+            report = Report(**message["report"])
+            if report.kind == "saves":
+                self.saves = True
+            elif not any(failure.report and failure.rank == report.rank for failure in self.failures):
+                self.failed(Failure.reported(report, now - message["ago"], host))
+        elif "ended" in message:
+            rank, code = message["ended"], message["code"]
+            if code != 0 and not any(failure.rank == rank for failure in self.failures):
+                self.failed(Failure.ended(rank, message["pid"], code, now, host))
+            self.ended.add(rank)
+        elif "stacks" in message:
+            self.stacks.update({int(rank): tuple(stack) for rank, stack in message["stacks"].items()})
+            if self.clocks.is_set(self.located) and len(self.stacks) >= self.total - len(self.ended):
+                self.clocks.set(self.located, now)
 
     def failed(self, failure: Failure) -> None:
         self.failures.append(failure)
 
-    def rank_ended(self, rank: int) -> None:
-        self.ended.add(rank)
-
-    def will_save(self) -> None:
-        self.saves = True
-
     def ranks_started(self) -> None:
-        """The ranks have been started, or told to: from now on silence counts."""
-        if self.state is RunState.STARTING:
-            self.state = RunState.RUNNING
+        self.has_ranks = True
         if self.output is not None:
             self.output.last = time.monotonic()
 
@@ -207,27 +204,28 @@ class Run:
         if self.exit_code is not None or not self.failures:
             return
         now = time.monotonic()
-        self.first_at = now if self.first_at is None else self.first_at
+        if self.first_at is None:
+            self.first_at = now
         due = self.first_at + failures.patience(self.failures)
-        if now >= due or len(self.ended) == self.total:
-            first = self.name_cause()
-            self.end(signal.SIGTERM, "" if first.final else failures.in_a_line(first))
-        else:
+        if now < due and len(self.ended) < self.total:
             self.clocks.set(self.decide, due)
+            return
+        cause = self.name_cause()
+        self.end(signal.SIGTERM, "" if cause.final else failures.in_a_line(cause))
 
     def name_cause(self) -> Failure:
         """Print the failure that caused the others; its exit code is the run's."""
         self.own_failures = list(self.failures)
-        self.cause = first = failures.cause(self.failures)
-        self.ends(first.exit_code, again=first.again and not self.signalled)
-        failures.tell(first, self.failures)
-        if first.final:
+        self.cause = failures.cause(self.failures)
+        self.ends(self.cause.exit_code, again=self.cause.again and not self.signalled)
+        failures.tell(self.cause, self.failures)
+        if self.cause.final:
             self.grace = self.grace_to_save()
-        return first
+        return self.cause
 
     def ends(self, exit_code: int, again: bool) -> None:
         """How the run ends is decided."""
-        self.state, self.exit_code, self.again = RunState.ENDING, exit_code, again
+        self.exit_code, self.again = exit_code, again
         self.clocks.clear(self.decide)
 
     def give_up(self, text: str, exit_code: int) -> None:
@@ -238,9 +236,8 @@ class Run:
 
     def end(self, number: int, reason: str = "") -> None:
         """Send the ranks signal `number`, and SIGKILL after the grace. They can read the reason when it comes."""
-        self.clocks.set(self.kill, time.monotonic() + (self.grace or GRACE) + self.transport.margin)
-        if not self.transport.end(number, reason, self.grace):  # there is nothing that could end in order
-            self.kill()
+        self.clocks.set(self.kill, time.monotonic() + (self.grace or GRACE))
+        self.transport.end({"end": int(number), "reason": reason})
 
     def kill(self) -> None:
         self.clocks.clear(self.kill)
@@ -255,49 +252,44 @@ class Run:
         elif self.exit_code is None and len(self.ended) < self.total:
             self.ends(code, again=True)
             say(f"launch: {text}")
-        self.exit_code = self.exit_code or 0
-        self.state = RunState.DONE
+        self.is_over = True
 
     # Clocks.
 
     def set_clocks(self) -> None:
         """Those that change while nothing happens, or by what ranks print."""
-        self.clocks.set(self.hangs, self.idle_at())
-        self.clocks.set(self.signal_ranks, self.signal_due())
-
-    def idle_at(self) -> float | None:
-        """When a run that goes on printing nothing hangs."""
-        if self.limits.timeout is None or self.output is None or self.state is not RunState.RUNNING:
-            return None
-        return self.output.last + self.limits.timeout
+        hangs_at = signal_at = None
+        if self.exit_code is None:
+            if self.limits.timeout is not None and self.output is not None and self.has_ranks:
+                hangs_at = self.output.last + self.limits.timeout
+            if self.limits.signal is not None and not self.signalled:
+                signal_at = time.monotonic() + self.limits.signal_at - time.time()
+        self.clocks.set(self.hangs, hangs_at)
+        self.clocks.set(self.signal_ranks, signal_at)
 
     def hangs(self) -> None:
         """Nothing has come from any rank for too long."""
         self.ends(failures.WATCHDOG_EXIT, again=True)
         say(f"launch: {self.silence()}: ending {self.left()}")
-        self.transport.locate()
+        self.clocks.set(self.located, time.monotonic() + LOCATE)
+        self.transport.send({"where": True})
 
-    def located(self, stacks_of_ranks: dict[int, stacks.Stack], hosts: dict[int, str]) -> None:
-        """Say which ranks hang, and end all."""
-        if text := stacks.explain(stacks_of_ranks, hosts):
+    def located(self) -> None:
+        """The ranks have said where they are, or have had their time: say which hang, and end all."""
+        text = stacks.explain(self.stacks, self.transport.hosts())
+        if text:
             say(text)
         self.end(signal.SIGTERM, self.silence())
 
     def silence(self) -> str:
         return f"no output from any rank for {self.limits.timeout:g} s (--timeout)"
 
-    def signal_due(self) -> float | None:
-        """time.monotonic() at which the signal before the job's end is due; None if there is none."""
-        if self.limits.signal is None or self.signalled or self.exit_code is not None:
-            return None
-        return time.monotonic() + self.limits.signal_at - time.time()
-
     def signal_ranks(self) -> None:
         self.signalled = True
         number = self.limits.signal or 0
         left = max((self.limits.job_end or 0.0) - time.time(), 0.0)
         say(f"launch: {left:.0f} s before the job's end: {signal_name(number)} to {self.left()}")
-        self.transport.forward(number)
+        self.transport.send({"signal": int(number)})
 
     def left(self) -> str:
         left = self.total - len(self.ended)
@@ -308,13 +300,11 @@ class Run:
     def on_signal(self, number: int) -> None:
         if number == signal.SIGTSTP:
             self.transport.stop()
-        if number in PASSED_ON:
-            self.transport.forward(number)
-        if number not in ENDING:
-            return
-        if number == signal.SIGINT and self.signals.is_second_interrupt():
+        elif number in PASSED_ON:
+            self.transport.send({"signal": number})
+        elif number == signal.SIGINT and self.signals.is_second_interrupt():
             self.kill()
-        else:
+        elif number in ENDING:
             self.interrupted(number)
 
     def interrupted(self, number: int) -> None:
@@ -323,12 +313,18 @@ class Run:
             self.again = False
             return
         self.ends(128 + number, again=False)
-        saving = ", once they have saved" if self.saves and number != signal.SIGHUP else ""
-        saving += " (Ctrl-C again: at once)" if saving and number == signal.SIGINT else ""
+        saving = ""
+        if self.saves and number != signal.SIGHUP:
+            saving = ", once they have saved"
+            if number == signal.SIGINT:
+                saving += " (Ctrl-C again: at once)"
         say(f"launch: {signal_name(number)}: ending {self.left()}{saving}")
-        self.grace = None if number == signal.SIGHUP else self.grace_to_save()
+        if number != signal.SIGHUP:
+            self.grace = self.grace_to_save()
         self.end(number)
 
     def grace_to_save(self) -> float | None:
         """Seconds, where somebody ends the run."""
-        return self.limits.grace or (SAVING if self.saves else None)
+        if self.limits.grace is None and self.saves:
+            return SAVING
+        return self.limits.grace

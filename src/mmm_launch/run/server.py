@@ -1,110 +1,98 @@
-"""The fork server of this host's ranks, as the process sees it that has started it: launch, or an agent."""
+"""The fork server of this host's ranks, as the process has it that has started it: launch, or an agent."""
 
 import contextlib
-import json
 import os
 import signal
 import socket
 import subprocess
 import uuid
-from typing import Any
 
-from mmm_launch.channel import wire
-from mmm_launch.channel.wire import Instructions
-from mmm_launch.contract import MARKER_VARIABLE, SOCKET_BUFFER, TERMINAL_VARIABLE, VERDICT_VARIABLE
+from mmm_launch.channel.instructions import CHILD, FORK_SERVER, FORK_SERVER_VARIABLE, Instructions
+from mmm_launch.channel.link import Link, Lost, Message
+from mmm_launch.contract import MARKER_VARIABLE, TERMINAL_VARIABLE
 from mmm_launch.run import processes
 from mmm_launch.run.output import Output
 from mmm_launch.spec.host_spec import HostSpec
 
+LEFTOVER_GRACE = 0.3  # s for processes that outlive their ranks, between SIGTERM and SIGKILL
 
-class ForkServerProcess:
-    """One for the ranks of `plan`.
+
+class ForkServer:
+    """Starts the fork server, and ends every process of its ranks, however it ends.
 
     Attributes:
-        status, reports: to read. marker: in the environment of every process of the run.
+        link: connection to it.
+        marker: value of a variable that all processes of these ranks have, and no others.
+        exit_code: the fork server's own, once it has ended.
     """
 
-    def __init__(
-        self,
-        plan: HostSpec,
-        output: Output | None,
-        *,
-        ignore_sigterm: bool,
-        ignored: set[int],
-        passed_fds: tuple[int, ...],
-    ) -> None:
-        """Start it, in a session of its own: the terminal's Ctrl-C comes to launch alone."""
+    def __init__(self, spec: HostSpec, ignored: set[int], output: Output | None = None) -> None:
+        """Start it, in a session of its own: the terminal's Ctrl-C comes to launch alone.
+
+        Args:
+            ignored: signals that launch was started to ignore.
+            output: where launch reads what ranks print; None: they have launch's own stdout and stderr.
+        """
         self.marker = uuid.uuid4().hex
-        control_read, self.control = os.pipe()
-        self.status, status_write = os.pipe()
-        self.reports, failure_write = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
-        for end in (self.reports, failure_write):
-            for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
-                with contextlib.suppress(OSError):
-                    end.setsockopt(socket.SOL_SOCKET, option, SOCKET_BUFFER)
-        self.reports.setblocking(False)
-        target = plan.target
+        self.exit_code: int | None = None
+        own_end, its_end = socket.socketpair()
+        self.link = Link(own_end)
+        target = spec.target
         command = target.line()
+        words = [spec.python, *target.flags, "-m", FORK_SERVER]
         if target.is_python:
-            command = [plan.python, *target.flags, "-m", wire.CHILD, *target.tail()]
-        inherited = (control_read, status_write, failure_write.fileno())
-        todo = Instructions(
-            *inherited,
-            plan.ranks,
-            plan.fork,
-            command,
-            os.getpid(),
-            ignore_sigterm,
-            ignored=sorted(ignored),
-        )
-        instructions = todo.write()
-        own = {MARKER_VARIABLE: self.marker, wire.FORK_SERVER_VARIABLE: str(instructions)}
-        self.reason_fd: int | None = None  # why the ranks are ended, once they are
-        if hasattr(os, "memfd_create"):  # by its path: ranks may close every file that they have not opened
-            self.reason_fd = os.memfd_create("reason")
-            own[VERDICT_VARIABLE] = f"/proc/{os.getpid()}/fd/{self.reason_fd}"
-        if output is not None and os.isatty(1):  # launch copies what ranks write there
-            size = os.get_terminal_size(1)
-            own[TERMINAL_VARIABLE] = f"{size.columns}x{size.lines}"
-        server = [plan.python, *target.flags, "-m", wire.FORK_SERVER, *(target.tail() if plan.fork else [])]
+            command = [spec.python, *target.flags, "-m", CHILD, *target.tail()]
+        if spec.fork:
+            words += target.tail()
+        instructions = Instructions(its_end.fileno(), os.getpid(), spec.ranks, command, sorted(ignored)).write()
+        variables = {MARKER_VARIABLE: self.marker, FORK_SERVER_VARIABLE: str(instructions)}
+        streams = {}
+        if output is not None:
+            streams = {"stdout": output.stdout, "stderr": output.stderr}
+            if os.isatty(1):
+                size = os.get_terminal_size(1)
+                variables[TERMINAL_VARIABLE] = f"{size.columns}x{size.lines}"
         self.process = subprocess.Popen(
-            server,
+            words,
             stdin=subprocess.DEVNULL,
-            env={**os.environ, **plan.shared, **own},
-            stdout=output.stdout if output is not None else None,
-            stderr=output.stderr if output is not None else None,
-            pass_fds=(*inherited, instructions, *passed_fds),
+            env={**os.environ, **spec.shared, **variables},
+            pass_fds=(its_end.fileno(), instructions),
             start_new_session=True,
+            **streams,
         )
         os.close(instructions)
-        os.close(control_read)
-        os.close(status_write)
-        failure_write.close()
+        its_end.close()
 
-    @property
-    def pid(self) -> int:
-        return self.process.pid
-
-    def tell(self, message: dict[str, Any]) -> None:
-        """It reads this once all ranks have been started."""
-        with contextlib.suppress(BrokenPipeError):
-            os.write(self.control, json.dumps(message).encode() + b"\n")
-
-    def write_termination_reason(self, text: str) -> None:
-        if self.reason_fd is not None:
-            os.pwrite(self.reason_fd, text.encode("utf-8", "backslashreplace"), 0)
+    def send(self, message: Message) -> None:
+        with contextlib.suppress(Lost):  # whoever reads from it sees it too
+            self.link.send(message)
 
     def kill(self) -> None:
-        """It, and every rank that has stayed in its session."""
+        """It, and every rank that has stayed in its session. It is not reaped yet, so the number is still its own."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self.pid, signal.SIGKILL)
+            os.killpg(self.process.pid, signal.SIGKILL)
+
+    def others(self) -> list[int]:
+        """All processes of its ranks."""
+        return [pid for pid in processes.of_run(self.process.pid, self.marker) if pid != self.process.pid]
+
+    def finish(self, grace: float) -> int:
+        """The connection to it has ended: wait for it, and end what its ranks have left. Returns its exit code.
+
+        Args:
+            grace: seconds that these have between SIGTERM and SIGKILL.
+        """
+        if self.exit_code is None:
+            if hasattr(os, "waitid"):  # not on macOS before Python 3.13; its connection is closed in any case
+                os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOWAIT)
+            processes.end(self.process.pid, self.marker, grace)
+            self.kill()
+            self.exit_code = self.process.wait()
+        return self.exit_code
 
     def close(self) -> None:
-        """End it, if it lives, and what is left of the run. No rank lives by now, unless launch has failed."""
-        if self.process.returncode is None:
-            processes.end(self.pid, self.marker, grace=0.0)
-            self.process.wait()
-        for fd in (self.control, self.status, self.reason_fd):
-            if fd is not None:
-                os.close(fd)
-        self.reports.close()
+        """End it, if it lives, and what is left of its ranks. None lives by now, unless something has failed."""
+        if self.exit_code is None:
+            processes.end(self.process.pid, self.marker, grace=0.0)
+            self.exit_code = self.process.wait()
+        self.link.close()

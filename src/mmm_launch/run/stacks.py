@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 STACK_FILE = "mmm-stack"  # a rank's memory file, into which its SIGQUIT handler writes its Python stack
-RUNNER = "/mmm/launch/host/child.py"  # from here on outwards it is launch's own part
+RUNNER = "/mmm_launch/host/child.py"  # from here on outwards it is launch's own part
 PATIENCE = 0.5  # s for the handlers to write
 SHOWN = 6  # frames of a stack
 WAITING = ("/torch/distributed/", "/torch/nn/parallel/")  # a frame in these files waits for other ranks

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from mmm_launch.channel.wire import PASSED_ON
+from mmm_launch.channel.instructions import PASSED_ON
 from mmm_launch.contract import ENDING, REPEAT
 
 

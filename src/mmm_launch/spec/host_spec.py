@@ -1,4 +1,4 @@
-"""The ranks that one process holds, launch itself or an agent: forked or not, with which environment."""
+"""The ranks of one host: forked or not, with which environment."""
 
 import os
 import platform
@@ -31,34 +31,35 @@ class HostSpec:
     python: str = sys.executable
 
 
-def make(target: Target, go: dict[str, Any], build: str | None = None) -> HostSpec:
-    """As `LaunchSpec.start_command` says it. Raises `LaunchError`: the binding is not possible on this host.
+def make(target: Target, command: dict[str, Any], build: str | None = None) -> HostSpec:
+    """As `LaunchSpec.host_command` says it. Raises `LaunchError`: the binding is not possible on this host.
 
     Args:
         build: stands in for that of the installed torch.
     """
-    shared, ranks = dict(go["shared"]), [dict(rank) for rank in go["ranks"]]
-    per_host = int(shared["LOCAL_WORLD_SIZE"])
-    cpus = binding.split(go["bind"], per_host) if go["bind"] else [None] * per_host
-    order = go.get("device_order", [])
-    unbound = go.get("cores") or max(1, available_cores() // len(ranks))
-    threads = []
-    for rank in ranks:
-        local_rank = int(rank["LOCAL_RANK"])
-        own_cpus = cpus[local_rank]
+    shared, count = dict(command["shared"]), command["count"]
+    cpus: list[str | None] = [None] * count
+    if command["bind"]:
+        cpus = binding.split(command["bind"], count)
+    ranks: list[dict[str, str]] = []
+    threads: list[int] = []
+    for local_rank, own_cpus in enumerate(cpus):
+        rank = {"RANK": str(command["first"] + local_rank), "LOCAL_RANK": str(local_rank)}
+        own_threads = max(1, available_cores() // count)
         if own_cpus is not None:
             rank[binding.CPUS_VARIABLE] = own_cpus
-        threads.append(go["threads"] or (len(binding.cpu_list(own_cpus)) if own_cpus is not None else unbound))
-        if local_rank < len(order):
-            rank[go["device_variable"]] = str(order[local_rank])
+            own_threads = len(binding.cpu_list(own_cpus))
+        if local_rank < len(command["device_order"]):
+            rank[command["device_variable"]] = str(command["device_order"][local_rank])
+        ranks.append(rank)
+        threads.append(command["threads"] or own_threads)
     if "OMP_NUM_THREADS" not in shared:
         binding.set_threads(shared, ranks, threads)
-    if go["by"] == "host":
-        fork, why = start_method(target, go["prefork"], go["device"], build)
-    else:
-        fork, why = False, "one process a rank: there is nothing to share an import with"
-    made = HostSpec(target, shared, ranks, fork, why)
-    return from_copy(made, **go["stage"]) if "stage" in go else made
+    fork, why = start_method(target, command["prefork"], command["device"], build)
+    spec = HostSpec(target, shared, ranks, fork, why)
+    if "stage" in command:
+        return from_copy(spec, **command["stage"])
+    return spec
 
 
 def from_copy(plan: HostSpec, source: str, copy: str) -> HostSpec:

@@ -34,9 +34,8 @@ class LaunchSpec:
         device: torch's device type, where one was chosen or found.
         shared: variables for every rank, `settings` too.
         threads: OMP_NUM_THREADS; None: of the cores that ranks have.
-        by: "rank": the launcher backend starts every rank; "host": one process a host, which forks that host's ranks.
         prefork: whether ranks may be forked.
-        bind: how launch binds ranks itself; None: it does not. binding: in words.
+        bind: how launch binds ranks to CPUs; None: it does not.
         notes: said before the start.
         command: the launcher backend's whole command line.
         machine: the known machine's data, or the empty `Machine`.
@@ -54,14 +53,12 @@ class LaunchSpec:
     device: Value[str | None]
     shared: dict[str, Value[str]]
     threads: Value[int | None]
-    by: str
     prefork: bool
-    bind: str | None
+    bind: Value[str | None]
     notes: tuple[str, ...]
     stage: Stage | None
     machine: Value[Machine] = field(default_factory=lambda: Value(Machine(""), ""))
     command: list[str] = field(default_factory=list)
-    binding: Value[str] = Value("", "")
     accelerators: Value[str] = Value("", "")
     settings: dict[str, str] = field(default_factory=dict)
     device_order: list[int] = field(default_factory=list)
@@ -96,8 +93,8 @@ class LaunchSpec:
 
     @property
     def processes(self) -> int:
-        """How many the launcher backend starts."""
-        return self.ranks if self.by == "rank" else len(self.hosts.value)
+        """How many mpiexec or srun starts: one a host."""
+        return len(self.hosts.value)
 
     def order_on(self, host: int) -> tuple[str, list[int]]:
         """The variable that shows a rank its device, and the devices of local rank 0, 1, … of a host. None where every
@@ -112,25 +109,22 @@ class LaunchSpec:
             order = [everyone[place] for place in places]
         return variable, order if variable else []
 
-    def start_command(
-        self, first: int, count: int, shared: dict[str, str], host: int = 0, **more: Any
-    ) -> dict[str, Any]:
-        """What a process is told that holds ranks `first` … `first` + `count` − 1, all that are on its host.
+    def host_command(self, host: int, first: int, shared: dict[str, str]) -> dict[str, Any]:
+        """What a host is told: `host_spec.make` reads it, on that host.
 
         Args:
-            shared: variables for every rank. host: its place in `hosts`.
-            more: further entries, or others in the place of these.
+            host: its place in `hosts`. first: its first rank. shared: variables for every rank.
         """
-        told: dict[str, Any] = {
-            "by": self.by,
+        count = self.counts.value[host]
+        variable, order = self.order_on(host)
+        return {
+            "first": first,
+            "count": count,
             "device": self.device.value,
-            "bind": self.bind,
+            "bind": self.bind.value,
             "prefork": self.prefork,
             "threads": self.threads.value,
-            "ranks": [{"RANK": str(first + local), "LOCAL_RANK": str(local)} for local in range(count)],
             "shared": shared | {"LOCAL_WORLD_SIZE": str(count)},
+            "device_variable": variable,
+            "device_order": order,
         }
-        variable, order = self.order_on(host)
-        if order:
-            told |= {"device_variable": variable, "device_order": order}
-        return told | more

@@ -62,9 +62,8 @@ def plan(
         device=device,
         shared=shared,
         threads=Value(None, threads),
-        by="host",
         prefork=options.prefork,
-        bind=bind,
+        bind=Value(bind, "--cpu-bind"),
         notes=notes,
         stage=options.stage,
         elastic=options.elastic,
@@ -78,8 +77,10 @@ def host_spec(plan: LaunchSpec, copy: str | None = None) -> HostSpec:
     Args:
         copy: where the environment that was staged is.
     """
-    staged = {"stage": {"source": plan.stage.source, "copy": copy}} if plan.stage is not None and copy else {}
-    return make(plan.target, plan.start_command(0, plan.ranks, plan.variables, **staged))
+    command = plan.host_command(0, 0, plan.variables)
+    if plan.stage is not None and copy:
+        command["stage"] = {"source": plan.stage.source, "copy": copy}
+    return make(plan.target, command)
 
 
 def _ranks(
@@ -107,7 +108,6 @@ def check(options: LaunchOptions) -> None:
         "--mpiexec": options.mpiexec,
         "--mpi": options.mpi,
         "--launcher-args": " ".join(options.launcher_args),
-        "--ranks-by": options.by if options.by != "rank" and options.elastic is None else None,
         "--site": options.site,
         "--spare-hosts": ",".join(options.spare),
         "-N": options.nhosts if options.nhosts != 1 else None,

@@ -27,20 +27,22 @@ CARRIED = (
 
 @dataclass(frozen=True)
 class Request:
-    """What mpiexec or srun is to start: `per_host` processes on each of `hosts`."""
+    """What mpiexec or srun is to start: one process on each of `hosts`.
 
-    per_host: int
+    Attributes:
+        hostfile: a file with exactly these hosts, each once.
+        subset: these are not all of the job's hosts.
+        env: variables in the environment of mpiexec, which every rank gets. `ps` shows words to everybody.
+        environ: launch's own environment.
+        more: words of --launcher-args.
+    """
+
     hosts: Sequence[str]
-    hostfile: str | None = None  # a file with exactly these hosts, each once
-    subset: bool = False  # these are not all of the job's hosts
-    bind: Sequence[str] = ()  # words that say how processes are bound
-    env: Mapping[str, str] = field(default_factory=dict)  # in the environment of mpiexec: `ps` shows words to everybody
-    environ: Mapping[str, str] = field(default_factory=dict)  # launch's own
-    more: Sequence[str] = ()  # --launcher-args
-
-    @property
-    def processes(self) -> int:
-        return self.per_host * len(self.hosts)
+    hostfile: str | None = None
+    subset: bool = False
+    env: Mapping[str, str] = field(default_factory=dict)
+    environ: Mapping[str, str] = field(default_factory=dict)
+    more: Sequence[str] = ()
 
 
 def find(name: str | None, environ: Mapping[str, str]) -> str:
@@ -82,31 +84,32 @@ def read_version(text: str) -> tuple[str | None, str]:
 
 
 def line(kind: str, mpiexec: str, request: Request) -> list[str]:
-    """The words before the command that every process runs."""
-    words = _openmpi(request) if kind == "openmpi" else _mpich(kind, request)
-    return [mpiexec, "-n", str(request.processes), *words, *request.more]
-
-
-def _mpich(kind: str, request: Request) -> list[str]:
-    """The words of hydra and of PALS, which spells some in another way. Both pass their own environment on."""
-    words = ["-ppn", str(request.per_host)]
-    if request.hostfile is not None:
-        words += ["-f" if kind == "hydra" else "--hostfile", request.hostfile]
+    """The words before the command that every process runs. launch binds ranks, mpiexec does not."""
+    if kind == "openmpi":
+        slots = [f"{host}:1" for host in request.hosts]
+        words = ["--host", joined(slots), "--map-by", "slot", "--bind-to", "none"]
+        for name in carried(request):
+            words += ["-x", name]
     else:
-        words += ["-hosts" if kind == "hydra" else "--hosts", joined(request.hosts)]
-    return [*words, *request.bind]
+        # hydra, and PALS, which spells some words in another way. Both pass their own environment on.
+        words = ["-ppn", "1"]
+        if request.hostfile is not None:
+            words += ["-f" if kind == "hydra" else "--hostfile", request.hostfile]
+        else:
+            words += ["-hosts" if kind == "hydra" else "--hosts", joined(request.hosts)]
+        if kind == "pals":
+            words += ["--cpu-bind", "none"]
+    return [mpiexec, "-n", str(len(request.hosts)), *words, *request.more]
 
 
-def _openmpi(request: Request) -> list[str]:
-    slots = [f"{host}:{request.per_host}" for host in request.hosts]
-    words = ["--host", joined(slots), "--map-by", "slot", "--bind-to", "none"]
-    for name in request.env:
-        words += ["-x", name]
+def carried(request: Request) -> list[str]:
+    """The variables that Open MPI is told to carry to other hosts."""
+    names = list(request.env)
     if not all(map(is_here, request.hosts)):
         for name in sorted({*request.environ, AGENT_VARIABLE}):
             if name.startswith(CARRIED) and name not in request.env:
-                words += ["-x", name]
-    return words
+                names.append(name)
+    return names
 
 
 def joined(names: Sequence[str]) -> str:

@@ -92,7 +92,6 @@ class LaunchOptions:
     mpiexec: str | None = None
     mpi: str | None = None
     launcher_args: tuple[str, ...] = ()
-    by: str = "rank"
     cpu_bind: str | None = None
     env: dict[str, str] = field(default_factory=dict)
     device: str | None = None
@@ -136,7 +135,7 @@ def _add_run(made: argparse.ArgumentParser) -> None:
     made.add_argument(
         "--cpu-bind",
         metavar="HOW",
-        help="none, cores, or list:0-3:4-7:… (CPUs of local rank 0, 1, …); PALS and srun take their own words too",
+        help="none, cores, or list:0-3:4-7:… (CPUs of local rank 0, 1, …)",
     )
     made.add_argument("--env", metavar="K=V", action="append", default=[], help="a variable for every rank; repeatable")
     made.add_argument("--timeout", metavar="S", help="end a run that has printed nothing for S seconds")
@@ -180,12 +179,6 @@ def _add_cluster(made: argparse.ArgumentParser) -> None:
     many.add_argument("--mpiexec", metavar="PATH", help="the mpiexec to use (also inside a Slurm job)")
     many.add_argument("--mpi", choices=mpi.FLAVOURS, help="what kind it is, if --version does not tell")
     many.add_argument("--launcher-args", metavar="'…'", default="", help="further words for mpiexec or srun")
-    many.add_argument(
-        "--ranks-by",
-        choices=("rank", "host"),
-        default="rank",
-        help="rank: mpiexec or srun starts each; host: one process a host, which imports once and forks",
-    )
     many.add_argument("--start-timeout", metavar="S", default="300", help="seconds until all ranks have to be there")
 
 
@@ -228,7 +221,6 @@ def launch_options(args: argparse.Namespace) -> LaunchOptions:
         mpiexec=args.mpiexec,
         mpi=args.mpi,
         launcher_args=more,
-        by=args.ranks_by if wanted is None else "host",
         cpu_bind=args.cpu_bind,
         env=dict(_variable(text) for text in args.env),
         device=args.device,

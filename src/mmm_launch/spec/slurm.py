@@ -82,13 +82,22 @@ def _number(environ: Mapping[str, str], name: str, why: dict[str, str], key: str
 
 
 def line(request: Request, words: Sequence[str]) -> list[str]:
-    """`srun` and its words before the command. `words`: the site's own, or how tasks share a host.
+    """`srun` and its words before the command. launch binds ranks, srun does not.
 
     srun hands its own environment on (--export=ALL); launch puts `--env` there.
+
+    Args:
+        words: the site's own; none where it has none.
     """
-    made = ["srun", "-N", str(len(request.hosts)), "-n", str(request.processes)]
+    number = str(len(request.hosts))
+    made = ["srun", "-N", number, "-n", number]
     if request.subset:
         made.append(f"--nodelist={','.join(request.hosts)}")
     if request.env:
         made.append("--export=ALL")
-    return [*made, *words, *request.bind, *request.more]
+    if not words:
+        words = ["--ntasks-per-node=1"]
+        cpus = cpus_of_a_node(request.environ)
+        if cpus:
+            words.append(f"--cpus-per-task={cpus}")
+    return [*made, *words, "--cpu-bind=none", *request.more]

@@ -68,12 +68,11 @@ def _rows(plan: LaunchSpec) -> list[Row]:
 def _of_cluster(plan: LaunchSpec) -> list[Row]:
     site = plan.machine.value
     machine = f"{site.name}: {site.about}" if site.name else f"not a known site ({platform.machine()})"
-    started = "each by it" if plan.by == "rank" else "one process a host, which forks its ranks"
     rows = [
         ("machine", machine, plan.machine.source),
         ("accelerators", plan.accelerators.value, plan.accelerators.source),
-        ("started by", f"{plan.launcher.value}, {started}", plan.launcher.source),
-        ("cpu binding", plan.binding.value, plan.binding.source),
+        ("started by", f"{plan.launcher.value}, one process a host, which starts its ranks", plan.launcher.source),
+        ("cpu binding", plan.bind.value or "none", plan.bind.source),
     ]
     if plan.device_order:
         order = ", ".join(map(str, plan.device_order))

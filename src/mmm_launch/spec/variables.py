@@ -65,7 +65,7 @@ def of_site(site: Machine, options: LaunchOptions, environ: Mapping[str, str]) -
     """The site's variables that the user has not set."""
     return {
         name: Value(value, source)
-        for name, (value, source) in site.variables(options.by).items()
+        for name, (value, source) in site.variables().items()
         if name not in environ and name not in options.env
     }
 

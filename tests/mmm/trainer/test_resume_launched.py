@@ -110,7 +110,7 @@ def started(launcher, how, sleep, flags=INTERRUPTED):
         )
         launcher.process = process
     else:
-        hosts = launcher.on_hosts("host") if how == "hosts" else []
+        hosts = launcher.on_hosts() if how == "hosts" else []
         process = launcher.start(*hosts, "-n", "2", "--device", "cpu", "python3", *words)
     launcher.wait_for(*(f"at-{rank}" for rank in range(ranks)))
     return process

@@ -64,7 +64,7 @@ def test_a_new_machine_is_one_file_for_all_commands(tmp_path):
     mine = {"MMM_MACHINES": str(tmp_path / "mine.json")}
     launched = command(tmp_path, "mmm_launch", "--dry-run", "python3", "train.py", **mine, **JOB)
     assert launched.returncode == 0, launched.stderr
-    assert "--cpus-per-task=8" in launched.stdout
+    assert "--cpus-per-task=48" in launched.stdout
     assert re.search(r"NCCL_SOCKET_IFNAME +ib7 ", launched.stdout)
     assert "6 a host" in launched.stdout
     flags = ["--model", "gpt2", "--site", "mine", "--hosts", "2", "--global_batch", "48", "--explain"]

@@ -70,7 +70,7 @@ def test_what_a_prediction_misses_has_a_name(tmp_path):
     """A file for launch alone, or for plan alone, is one: each says what it lacks where it is needed."""
     path = written(tmp_path, {"name": "x", "srun": ["-c{cpus}"], "ranks_per_host": 4})
     machine = read(path)
-    assert machine.fill(machine.srun, 4) == ["-c1"]
+    assert machine.srun_arguments() == ["-c1"]
     with pytest.raises(MachineError, match="gpu_memory, memory_bandwidth, link_bandwidth of 4") as caught:
         machine.changed({})
     assert str(path) in str(caught.value)

@@ -1,0 +1,57 @@
+"""What a fork server is started with. What it and the process that has started it say later is in `link`."""
+
+import json
+import os
+import signal
+import tempfile
+from dataclasses import asdict, dataclass, field
+
+FORK_SERVER_VARIABLE = "MMM_LAUNCH_FORK_SERVER"  # file descriptor of its instructions; taken out before ranks start
+# What schedulers send to every process before a job's end: for the program to handle, and no other process.
+PASSED_ON = (signal.SIGUSR1, signal.SIGUSR2)
+FAILURE_VARIABLE = "MMM_FAILURE_FD"  # an exec'd rank's failure socket; taken out before the target runs
+FORK_SERVER = "mmm_launch.host.forkserver"  # the module by which launch, or an agent, starts a host's ranks
+CHILD = "mmm_launch.host.child"  # the module that an exec'd Python rank begins with
+
+
+@dataclass(frozen=True)
+class Instructions:
+    """What the fork server is to do.
+
+    Attributes:
+        control: file descriptor of its end of the connection to the process that has started it.
+        parent: number of that process.
+        ranks: the variables in which each rank differs from the fork server.
+        command: what each rank executes that cannot be forked.
+        ignored: signals that launch was started to ignore.
+        skip: modules not to preload; ["*"]: none at all.
+    """
+
+    control: int
+    parent: int
+    ranks: list[dict[str, str]]
+    command: list[str]
+    ignored: list[int]
+    skip: list[str] = field(default_factory=list)
+
+    def write(self) -> int:
+        """Into a file without a name, which a new process inherits: its descriptor.
+
+        A variable of the environment would be too short: Linux ends one at 131,072 bytes, which 4,096 ranks exceed.
+        """
+        if hasattr(os, "memfd_create"):  # Linux: needs no disk that may be full
+            descriptor = os.memfd_create("instructions", 0)
+        else:
+            with tempfile.TemporaryFile() as file:
+                descriptor = os.dup(file.fileno())
+        os.set_inheritable(descriptor, True)
+        with open(descriptor, "wb", closefd=False) as file:
+            file.write(json.dumps(asdict(self)).encode())
+        return descriptor
+
+    @classmethod
+    def read(cls, descriptor: int) -> "Instructions":
+        """What `write` has written. Closes the file."""
+        with open(descriptor, "rb") as file:
+            file.seek(0)
+            return cls(**json.loads(file.read()))

@@ -1,0 +1,369 @@
+"""Ranks on many hosts: one mpiexec or srun starts an agent on each (`mmm_launch.host.agent`), which connects to launch.
+
+When all agents are there, each is told what to run. From then on launch hears over these connections which rank ended
+how, and sends its commands over them: no MPI has to pass on a signal, or to kill survivors.
+"""
+
+import contextlib
+import json
+import os
+import secrets
+import selectors
+import socket
+import subprocess
+import time
+from dataclasses import asdict, dataclass, field
+
+from mmm_launch.channel import failures
+from mmm_launch.channel.failures import Failure, say, signal_name
+from mmm_launch.channel.link import Lost, Message, SignedLink
+from mmm_launch.channel.reception import Reception
+from mmm_launch.contract import open_files
+from mmm_launch.errors import LaunchError
+from mmm_launch.run import processes
+from mmm_launch.run.control import Run, Transport
+from mmm_launch.run.output import Output
+from mmm_launch.spec import hosts, mpi
+from mmm_launch.spec.launch_spec import LaunchSpec
+
+ADDRESS_VARIABLE = "MMM_LAUNCH_ADDRESS"  # launch's own address, where it cannot find out the right one
+START_TIMEOUT = 300.0  # s until every agent has connected
+LAST_WORDS = 3.0  # s that agents have after {"kill": true} to say that their ranks are gone
+LAUNCHER_END = 1.5  # s that mpiexec or srun has to end once its agents have
+LAUNCHER_LINGERS = 20.0  # s that it has after a run that went well: others of its processes may still write
+REMOVAL = 60.0  # s that hosts have to remove their copies of --stage
+SPARE_FILES = 64
+
+
+@dataclass
+class Host:
+    """One host of the run, once its agent has connected.
+
+    Attributes:
+        place: the number that mpiexec or srun has given the agent; −1: its ranks cannot be started.
+        port: a port of the host that is free.
+        ranks: those on it, once it was told what to run.
+        has_ranks: they have been started.
+        is_done: they have ended, and the agent has said so.
+    """
+
+    link: SignedLink
+    name: str
+    place: int
+    port: int
+    ranks: list[int] = field(default_factory=list)
+    has_ranks: bool = False
+    is_done: bool = False
+
+
+class Backend(Transport):
+    """Starts mpiexec or srun, and speaks with its agents.
+
+    Attributes:
+        spec: what is started.
+        start_timeout: seconds in which all agents have to be there.
+        token: by which they prove that they are of this run.
+        reception: takes them in.
+        connected: hosts whose connections last, by file descriptor.
+        hosts_by_place: hosts that can start ranks.
+        names: those that were heard of, as `hosts.host_key` has them.
+        has_begun: the agents have been told what to run.
+        pending: messages for ranks that are not there yet.
+        launcher: mpiexec or srun.
+        launcher_ended: it is gone.
+    """
+
+    run: Run
+    launcher: subprocess.Popen
+    reception: Reception
+
+    def __init__(self, spec: LaunchSpec, start_timeout: float = START_TIMEOUT) -> None:
+        self.spec, self.start_timeout = spec, start_timeout
+        self.token = secrets.token_hex(16)
+        self.connected: dict[int, Host] = {}
+        self.hosts_by_place: dict[int, Host] = {}
+        self.names: set[str] = set()
+        self.has_begun = self.launcher_ended = False
+        self.pending: list[Message] = []
+
+    # The start.
+
+    def start(self, run: Run) -> None:
+        self.run, spec = run, self.spec
+        limit = open_files()
+        if spec.processes + SPARE_FILES > limit:
+            raise LaunchError(
+                f"{spec.processes} hosts each hold a connection to launch, which may open {limit} files (ulimit -Hn)."
+            )
+        addresses = own_addresses(spec)
+        is_local = all(address.startswith("127.") for address in addresses)
+        where = addresses[0] if is_local else ""
+        server = socket.create_server((where, 0), backlog=min(spec.processes + 8, 4096))
+        self.reception = Reception(server, self.token, run.selector)
+        port = server.getsockname()[1]
+        entry = {
+            "at": [[address, port] for address in addresses],
+            "token": self.token,
+            "launcher": spec.launcher.value,
+            "port": spec.wished_port,
+        }
+        if spec.stage is not None:
+            entry["stage"] = asdict(spec.stage)
+        run.output = Output(run.selector)
+        run.clocks.set(self.too_late, time.monotonic() + self.start_timeout)
+        try:
+            self.launcher = subprocess.Popen(
+                spec.command,
+                stdin=subprocess.DEVNULL,
+                stdout=run.output.stdout,
+                stderr=run.output.stderr,
+                start_new_session=True,
+                env={**os.environ, **spec.environ, mpi.AGENT_VARIABLE: json.dumps(entry)},
+            )
+        except OSError as error:
+            raise LaunchError(
+                f"{spec.command[0]}, which is to start the ranks ({spec.launcher.source}), cannot be run: "
+                f"{error.strerror}.\n  Load the site's module for it, or run on this host alone: --scheduler none"
+            ) from None
+        run.output.started()
+
+    def expected(self) -> int:
+        """How many agents have not connected yet."""
+        return self.spec.processes - len(self.hosts_by_place)
+
+    def too_late(self) -> None:
+        if not self.has_begun and self.run.exit_code is None:
+            text = self.missing()
+            self.run.give_up(f"after {self.start_timeout:g} s {text}", 1)
+
+    def missing(self) -> str:
+        """Who has not connected, in words."""
+        key = hosts.host_key
+        self.silent_hosts = tuple(name for name in self.spec.hosts.value if key(name) not in self.names)
+        others = [name for name in self.silent_hosts if not hosts.is_here(name)]
+        where = ""
+        if others:
+            more = " …" if len(others) > 8 else ""
+            where = f"; nothing was heard from {', '.join(others[:8])}{more}"
+        return (
+            f"{self.expected()} of {self.spec.processes} processes that {self.spec.launcher.value} was to start have "
+            f"not connected to launch{where}"
+        )
+
+    # What is heard.
+
+    def take_in(self, ready: set[int]) -> None:
+        for descriptor in ready & self.connected.keys():
+            host = self.connected[descriptor]
+            try:
+                for message in host.link.read():
+                    self.hear(host, message)
+            except Lost as lost:
+                self.lose(host, str(lost))
+        self.welcome(ready)
+        if self.launcher_ended:
+            return
+        if self.launcher.poll() is not None:  # the last words of the hosts may be on their way
+            self.launcher_ended = True
+            self.run.clocks.set(self.launcher_is_gone, time.monotonic() + LAUNCHER_END)
+
+    def welcome(self, ready: set[int]) -> None:
+        """Take in the agents that have proven that they are of this run."""
+        refused = self.reception.refused
+        for link, message in self.reception.welcome(ready, self.expected()):
+            self.run.selector.register(link, selectors.EVENT_READ)
+            hello = message["hello"]
+            host = Host(link, hello["host"], hello["place"], hello["port"])
+            self.connected[link.fileno()] = host
+            self.join(host, hello["error"])
+        if self.reception.refused and not refused:
+            say("launch: a connection without this run's token was refused")  # once: there may be many
+        self.run.clocks.set(self.refuse_late, self.reception.deadline())
+
+    def refuse_late(self) -> None:
+        """A connection has not proven itself in time."""
+        self.welcome(set())
+
+    def join(self, host: Host, error: str) -> None:
+        """A host's agent is there. error: why it cannot start ranks; "": it can."""
+        wanted = self.spec.processes
+        if not error and not 0 <= host.place < wanted:
+            error = f"{self.spec.launcher.value} has started more than the {wanted} processes that were asked for"
+        elif not error and host.place in self.hosts_by_place:
+            other = self.hosts_by_place[host.place].name
+            error = f"{self.spec.launcher.value} has started process {host.place} on {other} and on {host.name}"
+        if error:
+            if "has started" in error:
+                error += ": its options (--launcher-args) contradict launch's."
+            host.place = -1
+            self.run.failed(Failure.of_user(0, error))
+            return
+        self.hosts_by_place[host.place] = host
+        self.names.add(hosts.host_key(host.name))
+        if self.run.exit_code is not None:
+            self.tell(host, {"kill": True})  # it has come while the run was ending
+        elif not self.expected():
+            self.run.clocks.clear(self.too_late)
+            self.begin()
+
+    def begin(self) -> None:
+        """All are there: tell each what to run."""
+        self.has_begun = True
+        in_order = [self.hosts_by_place[place] for place in range(self.spec.processes)]
+        variables = self.spec.variables
+        if self.spec.wished_port is not None:
+            variables["MASTER_PORT"] = str(in_order[0].port)  # it has rank 0
+        first = 0
+        for host, place in zip(in_order, places_in_spec(self.spec, in_order), strict=True):
+            command = self.spec.host_command(place, first, variables)
+            host.ranks = list(range(first, first + command["count"]))
+            first += command["count"]
+            self.tell(host, {"go": command})
+
+    def hear(self, host: Host, message: Message) -> None:
+        if "refused" in message:
+            self.run.failed(Failure.of_user(host.ranks[0], message["refused"]))
+        elif "interrupted" in message:
+            number = message["interrupted"]
+            text = (
+                f"{signal_name(number)} came to the ranks on {host.name}, and not from launch: the scheduler, or "
+                f"{self.spec.launcher.value}, ends the run"
+            )
+            self.run.failed(Failure(min(host.ranks, default=0), 128 + number, 0.0, text=text, final=True))
+        elif "gone" in message:
+            host.is_done = True
+            left = [rank for rank in host.ranks if rank not in self.run.ended]
+            if left and self.run.exit_code is None and not self.run.failures:
+                reason, code = failures.end_of_process(message["gone"])
+                text = f"the process that holds the ranks on {host.name} {reason}; the ranks were killed"
+                self.run.failed(Failure(left[0], code, time.monotonic(), text=text, host=host.name))
+            self.run.ended.update(left)
+        else:
+            if "started" in message:
+                host.has_ranks = True
+                for waiting in self.pending:
+                    self.tell(host, waiting)
+            self.run.on_message(message, host.name)
+
+    def lose(self, host: Host, reason: str) -> None:
+        """A connection is over. Where the agent has not said that its ranks are gone, its host is down or cut off, or
+        somebody has killed it."""
+        self.run.selector.unregister(host.link)
+        del self.connected[host.link.fileno()]
+        host.link.close()
+        if not self.has_begun and self.hosts_by_place.get(host.place) is host:
+            del self.hosts_by_place[host.place]  # mpiexec or srun will say more, or the start times out
+        elif self.has_begun and host.ranks and not host.is_done:
+            left = [rank for rank in host.ranks if rank not in self.run.ended]
+            which = f"rank{'' if len(left) == 1 else 's'} {', '.join(map(str, left))}"
+            text = f"lost {which} on {host.name}: the connection to launch broke ({reason})"
+            rank = left[0] if left else host.ranks[0]
+            self.run.failed(Failure(rank, 1, time.monotonic(), text=text, host=host.name, lost=reason))
+            self.run.ended.update(left)
+        if not self.connected and (self.has_begun or self.run.exit_code is not None):
+            self.stop_launcher_in(LAUNCHER_LINGERS if self.run.exit_code is None else LAUNCHER_END)
+
+    def hosts(self) -> dict[int, str]:
+        return {rank: host.name for host in self.hosts_by_place.values() for rank in host.ranks}
+
+    # What is said.
+
+    def tell(self, host: Host, message: Message) -> None:
+        with contextlib.suppress(Lost):  # `take_in` will see it too
+            host.link.send(message)
+
+    def send(self, message: Message) -> None:
+        for host in self.hosts_by_place.values():
+            if host.has_ranks and not host.is_done:
+                self.tell(host, message)
+        if not all(host.has_ranks for host in self.hosts_by_place.values()) or not self.has_begun:
+            self.pending.append(message)
+
+    def end(self, message: Message) -> None:
+        if not self.has_begun:
+            self.kill()
+            return
+        for host in self.connected.values():
+            self.tell(host, message if host.has_ranks else {"kill": True})
+        if not self.connected:
+            self.stop_launcher_in(LAUNCHER_END)
+
+    def kill(self) -> None:
+        self.run.clocks.clear(self.run.kill)
+        for host in self.connected.values():
+            self.tell(host, {"kill": True})
+        patience = LAST_WORDS if self.has_begun else 0.0
+        if self.has_begun and self.spec.stage is not None:
+            patience = REMOVAL
+        self.stop_launcher_in(patience)
+
+    # The end.
+
+    def is_over(self) -> bool:
+        """mpiexec or srun has ended, and nobody is connected or awaited."""
+        clocks = self.run.clocks
+        awaited = clocks.is_set(self.launcher_is_gone) or clocks.is_set(self.run.kill)
+        return self.launcher_ended and not (self.connected and awaited)
+
+    def launcher_is_gone(self) -> None:
+        """mpiexec or srun has ended, and agents had time to say why."""
+        if self.connected and self.run.exit_code is None:
+            reason, code = failures.end_of_process(self.launcher.returncode)
+            self.run.give_up(f"{self.spec.command[0]} {reason} while its ranks ran", code)
+
+    def stop_launcher_in(self, seconds: float) -> None:
+        self.run.clocks.set(self.stop_launcher, time.monotonic() + seconds)
+
+    def stop_launcher(self) -> None:
+        """End mpiexec or srun, and what it has started on this host."""
+        grace = 0.5 if self.spec.stage is None else REMOVAL
+        processes.end(self.launcher.pid, "-", grace)
+        self.launcher.wait()
+
+    def finish(self) -> tuple[str, int]:
+        assert self.run.output is not None
+        reason, code = failures.end_of_process(self.launcher.wait())
+        self.run.output.drain()
+        when = "while its ranks ran"
+        if not self.has_begun:
+            when = f"before the ranks could start: {self.missing()}"
+        return f"{self.spec.command[0]} {reason} {when}", code
+
+    def clean_up(self) -> None:
+        if hasattr(self, "launcher") and self.launcher.returncode is None:
+            self.stop_launcher()
+        for host in self.connected.values():
+            host.link.close()
+        if hasattr(self, "reception"):
+            self.reception.close()
+
+
+def places_in_spec(spec: LaunchSpec, in_order: list[Host]) -> list[int]:
+    """The place in the spec of each host. mpiexec or srun may have numbered them in another order. Where names are
+    others here and there, they are taken to be in the spec's."""
+    planned = {hosts.host_key(name): place for place, name in enumerate(spec.hosts.value)}
+    names = [hosts.host_key(host.name) for host in in_order]
+    if sorted(names) == sorted(planned):
+        return [planned[name] for name in names]
+    return list(range(len(in_order)))
+
+
+def own_addresses(spec: LaunchSpec) -> list[str]:
+    """Where the hosts can reach this process, the best first."""
+    if os.environ.get(ADDRESS_VARIABLE):
+        return [os.environ[ADDRESS_VARIABLE]]
+    others = [name for name in spec.hosts.value if not hosts.is_here(name)]
+    if not others:
+        return ["127.0.0.1"]
+    suffix = spec.machine.value.host_suffix
+    own = socket.gethostname()
+    found: list[str] = []
+    for name in (hosts.host_key(others[0]) + suffix, others[0]):
+        with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((name, 9))  # sends nothing: it asks which of our addresses leads there
+            found.append(probe.getsockname()[0])
+    for name in (own.partition(".")[0] + suffix, own):
+        with contextlib.suppress(OSError):
+            found.append(socket.gethostbyname(name))
+    real = [address for address in dict.fromkeys(found) if not address.startswith("127.")]
+    return real or ["127.0.0.1"]
