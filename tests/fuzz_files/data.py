@@ -12,14 +12,21 @@ import numpy as np
 
 from fuzz_files.kinds import Kind
 from fuzz_files.weights import TEXT
-from mmm.data.text import prepare as preparation
-from mmm.data.text.pieces import read_documents, split
-from mmm.data.text.prepare import Preparation
+from mmm.data.text.prepare import Preparation, prepare
 from mmm.data.text.sources import open_sources
 from mmm.data.text.tokenizer import CharTokenizer
 
 TOKENS = np.arange(200, 600)
 ENDS = [100, 150, 400]
+# What the processes that encode a text send back.
+FROM_WORKERS = (
+    "concurrent.futures.process._ResultItem",
+    "concurrent.futures.process._rebuild_exc",
+    "concurrent.futures.process._RemoteTraceback",
+    "concurrent.futures.process._ExceptionWithTraceback",
+    "mmm.data.text.encode.Counts",
+    "mmm.errors.DataError",
+)
 
 
 # --- tokens --------------------------------------------------------------------------------------------------------
@@ -91,9 +98,7 @@ def read_text(folder: Path) -> Any:
 
 
 def read_lines(folder: Path) -> Any:
-    files = preparation._text_files(Preparation((folder / "text.jsonl",), folder / "made"))
-    pieces = split(files, 1 << 24)
-    return files[0].jsonl, [each for piece in pieces for each in read_documents(piece, b"", "text", utf8=True)]
+    return prepare(Preparation((folder / "text.jsonl",), folder / "made"), 1)
 
 
 def make_chats(folder: Path) -> None:
@@ -120,6 +125,6 @@ KINDS = (
     Kind("tokens-llmc", make_llmc, ("*.bin",), _read_tokens("train.bin")),
     Kind("tokens-megatron", make_megatron, ("train.*",), _read_tokens("train.idx")),
     Kind("text", make_text, ("text.txt",), read_text),
-    Kind("text-json-lines", make_lines, ("text.jsonl",), read_lines),
+    Kind("text-json-lines", make_lines, ("text.jsonl",), read_lines, unpickles=FROM_WORKERS),
     Kind("text-chats", make_chats, ("chats.jsonl",), read_chats),
 )

@@ -15,7 +15,6 @@ from mmm.history.record.folder import JOURNAL
 from mmm.history.record.journal import Header
 from mmm.history.record.resume import Resume, check_over
 from mmm.runtime import startup
-from mmm.trainer.run.resume import _measured, _was_interrupted
 from mmm_lab.cli import compare as cli_compare
 from mmm_lab.cli import history as cli_history
 from mmm_lab.cli import runs as cli_runs
@@ -64,8 +63,7 @@ def read_journal(folder: Path) -> Any:
 def read_record(folder: Path) -> Any:
     """What `mmm history`, `mmm startup`, and a program that goes on with a record do."""
     run = folder / "run"
-    print(history.state(run), attempt_of(read_config(run)), _measured(run, THIS))
-    _was_interrupted(run, type("Options", (), {"max_iters": 6, "epochs": None}), THIS)
+    print(history.state(run), attempt_of(read_config(run)))
     cli_history.main([str(run)])
     cli_startup.main([str(run)])
     check_over(run, None, True)
