@@ -12,6 +12,7 @@ import json
 import os
 import reprlib
 import stat
+import struct
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -19,6 +20,7 @@ from typing import Any, BinaryIO
 from mmm.errors import UserError
 
 LARGEST = 1 << 26  # bytes of a file of JSON
+HEAP = b"GCOL\x01"  # the beginning of a heap of texts, in a file of HDF5
 LONGEST_NAME = 255  # bytes; of most file systems
 LONGEST_SHOWN = 60  # characters of a value
 KINDS = {dict: "object", list: "list", object: "value"}
@@ -35,6 +37,27 @@ def open_file(path: Path | str) -> BinaryIO:
         os.close(descriptor)
         raise OSError(errno.EINVAL, "it is no regular file", str(path))
     return open(descriptor, "rb")
+
+
+def check_heaps(content: bytes) -> None:
+    """Raises ValueError for an HDF5 file that the HDF5 library would read without an end.
+
+    A heap holds texts one after another, each with its size. The library goes from one to the next by that size, so an
+    entry of free space whose size is 0 leads it to the same place for ever. Source: HDF5 file format, section III.E.
+    """
+    begin = content.find(HEAP)
+    while begin >= 0:
+        size_of_heap = int.from_bytes(content[begin + 8 : begin + 16], "little")
+        end = min(begin + size_of_heap, len(content))
+        entry = begin + 16
+        while entry + 16 <= end:
+            number, size = struct.unpack("<H6xQ", content[entry : entry + 16])
+            if number == 0 and size == 0:
+                raise ValueError(f"the heap at byte {begin} has an entry without a size")
+            if number > 0:
+                entry += 16  # the head of a text; that of free space is a part of its size
+            entry += (size + 7) // 8 * 8
+        begin = content.find(HEAP, begin + 1)
 
 
 def read_file(path: Path | str, most: int = LARGEST) -> bytes:

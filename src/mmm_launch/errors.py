@@ -1,5 +1,20 @@
 """What can go wrong that a user can fix: `launch` prints the message, without a traceback, and exits with code 2."""
 
+import difflib
+from collections.abc import Iterable
+
+
+def did_you_mean(name: str, known: Iterable[str], form: str = "{}") -> str:
+    """A hint for a message: " Did you mean polaris?", or "" where no known name is like `name`.
+
+    Args:
+        form: how the name is shown, with {} in its place.
+    """
+    near = difflib.get_close_matches(name, known, n=1)
+    if not near:
+        return ""
+    return f" Did you mean {form.format(near[0])}?"
+
 
 class UserError(ValueError):
     """Something the user gave does not fit. Base of the two below.

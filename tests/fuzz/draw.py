@@ -92,7 +92,7 @@ GIVEN = names("outdir data_dir text model resume")  # paths, which the fuzzer se
 NOT_SPOILT = names("device plots compile dataset model preset tracker project profile")  # machines, network, minutes
 STEERED = NOT_SPOILT | names(
     "dtype optimizer summary parallel schedule cp_style activation_checkpointing attention sdpa_backend dropout "
-    "decayed offload scale_lr overwrite checkpoint_mode pack document_mask"
+    "decayed offload scale_lr overwrite checkpoint_mode pack document_mask token_dtype"
 )  # choices that the functions below make; others are drawn as they come
 
 

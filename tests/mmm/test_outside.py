@@ -2,6 +2,8 @@
 
 import json
 import os
+import subprocess
+import sys
 
 import pytest
 
@@ -13,6 +15,7 @@ from mmm.errors import RecordError, UserError
 from mmm.history import History, write_config
 from mmm.history.record.folder import own_files
 from mmm.outside import (
+    check_heaps,
     is_plain_name,
     open_file,
     parse_json,
@@ -161,3 +164,20 @@ def test_files_that_are_not_json_are_not_waited_for_either(tmp_path):
             open_tokens(tmp_path / name) or TokenFile(tmp_path / name, "<u2")
     with pytest.raises(UserError, match="it is no regular file"):
         SafetensorsFile(tmp_path / "model.safetensors")
+
+
+def test_a_dataset_that_hdf5_reads_without_an_end(tmp_path):
+    """It would not return to Python: another process says whether it does. A heap's first text is overwritten."""
+    with History(tmp_path, ranks=[{"host": "n1"}] * 2) as history:
+        history.update({"iter": 0, "loss": 1.0}, {"dt": [1.0, 1.0]})
+    path = tmp_path / "train_dataset.h5"
+    content = bytearray(path.read_bytes())
+    check_heaps(content)
+    begin = content.find(b"GCOL\x01")
+    content[begin + 32 : begin + 96] = bytes(64)
+    path.write_bytes(content)
+    done = subprocess.run(
+        [sys.executable, "-m", "mmm_lab.cli.main", "history", str(tmp_path)], capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 2
+    assert f"{begin}" in done.stderr

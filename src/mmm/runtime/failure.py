@@ -16,7 +16,7 @@ from typing import NoReturn
 
 from mmm.errors import UserError
 from mmm.outside import printable_lines
-from mmm.runtime import contract, startup
+from mmm.runtime import contract, startup, streams
 from mmm.runtime.contract import DRY_RUN_VARIABLE, RANK_VARIABLES, USER_ERROR_EXIT, report
 from mmm.runtime.contract import first_failure as first_failure  # docs/launch.md names it here
 from mmm.runtime.ranks import whoami
@@ -62,6 +62,7 @@ def run_main(fn: Callable[[], object]) -> NoReturn:
     Any other exception propagates, and in a dry run all do: there the dry run says it. What `fn` returns is not used.
     """
     startup.imported()
+    streams.never_fail()
     try:
         contract.check_folder()
         fn()

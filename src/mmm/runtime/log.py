@@ -56,16 +56,6 @@ def _wants_colour(stream: TextIO) -> bool:
     return stream.isatty() and "NO_COLOR" not in os.environ and os.environ.get("TERM") != "dumb"
 
 
-class _Out(logging.StreamHandler):
-    """The log on standard output. It ends where nobody reads it (`… | head`) or its disk is full; the run goes on."""
-
-    def handleError(self, record: logging.LogRecord) -> None:
-        if isinstance(sys.exc_info()[1], OSError):
-            get_logger().removeHandler(self)
-        else:
-            super().handleError(record)
-
-
 class _Copy(logging.FileHandler):
     """The log in a file, which a full disk ends, said once: the run goes on, and its record says why it ends."""
 
@@ -95,7 +85,7 @@ class _Through:
 @contextmanager
 def log_through(write: Callable[[str], None]) -> Iterator[None]:
     """Inside, what the log would write to standard output goes to `write`, line by line, with its colours."""
-    handlers = [handler for handler in get_logger().handlers if isinstance(handler, _Out)]
+    handlers = [handler for handler in get_logger().handlers if type(handler) is logging.StreamHandler]
     streams = [handler.stream for handler in handlers]
     for handler in handlers:
         handler.setStream(_Through(write))
@@ -119,7 +109,7 @@ def logging_to(rank: int, file: Path | None = None, all_ranks: bool = False) -> 
     _said.clear()
     tag = f"[rank {rank}]" if all_ranks else ""
     handlers: list[logging.Handler] = []
-    out = _Out(sys.stdout)  # flushes after each record
+    out = logging.StreamHandler(sys.stdout)  # flushes after each record
     out.setFormatter(_Formatter(tag, _wants_colour(sys.stdout)))
     handlers.append(out)
     if file is not None and rank == 0:

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from mmm_launch.errors import MachineError
+from mmm_launch.errors import MachineError, did_you_mean
 from mmm_launch.machines.machine import Machine, read
 
 BUILT_IN = Path(__file__).parent / "known"
@@ -35,8 +35,9 @@ def named(environ: Mapping[str, str], name: str) -> Machine:
     """The machine called `name`, in any letters. Raises MachineError: there is none, or a file is wrong."""
     known = load(environ)
     if name.lower() not in known:
+        hint = did_you_mean(name.lower(), known)
         raise MachineError(
-            f"machine {name}: not known. There are {', '.join(known)}; {VARIABLE} and {_users(environ)} add others."
+            f"machine {name}: not known.{hint} There are {', '.join(known)}; {VARIABLE} and {_users(environ)} add others."
         )
     return known[name.lower()]
 

@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+import pkgutil
 import shutil
 import sys
 from collections.abc import Sequence
@@ -9,7 +10,7 @@ from dataclasses import dataclass
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 
-from mmm_launch.errors import LaunchError
+from mmm_launch.errors import LaunchError, did_you_mean
 
 VALUE_FLAGS = ("W", "X")  # python's own flags that take a value; -m and -c end the flags
 PLAIN_FLAGS = "bBdEIOPqRsSuv"  # those that do not; with any other (-i, -V, -mMODULE) python is run as it is
@@ -127,7 +128,11 @@ def _check_module(target: Target) -> None:
         above = find_module(parent, first) if parent else None
         if above is not None and "__path__" in (source_of(above) or ""):
             return  # it changes where its modules are found: let python decide
-        raise LaunchError(f"no module named {name!r}, in the current folder or on sys.path.")
+        folders = locations(above) if parent else first
+        beside = [module.name for module in pkgutil.iter_modules(folders)]
+        form = f"{parent}.{{}}" if parent else "{}"
+        hint = did_you_mean(name.rpartition(".")[2], beside, form)
+        raise LaunchError(f"no module named {name!r}, in the current folder or on sys.path.{hint}")
     if locations(spec) and find_module(f"{name}.__main__", first) is None:
         raise LaunchError(f"{name} is a package without a __main__: python -m cannot run it.")
 

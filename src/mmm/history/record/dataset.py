@@ -23,7 +23,7 @@ from mmm.errors import RecordError
 from mmm.history.record.ending import RUNNING, Ending, config_with, parsed, read_config, write_ending
 from mmm.history.record.folder import DAMAGED, DATASET, JOURNAL, reason, write_atomically
 from mmm.history.record.journal import LEFT_OUT, Header, LoggedRow, read_journal
-from mmm.outside import open_file, parse_json
+from mmm.outside import check_heaps, open_file, parse_json
 
 if TYPE_CHECKING:
     import xarray
@@ -228,6 +228,7 @@ def read_dataset(path: Path) -> "xarray.Dataset | None":
     import xarray
 
     try:
+        check_heaps(content)
         dataset = xarray.load_dataset(io.BytesIO(content), engine="h5netcdf")
         dataset["draw"], dataset["rank"]
         if odd := [name for name, var in dataset.data_vars.items() if var.dims not in (("draw",), ("draw", "rank"))]:
