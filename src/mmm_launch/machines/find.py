@@ -36,9 +36,8 @@ def named(environ: Mapping[str, str], name: str) -> Machine:
     known = load(environ)
     if name.lower() not in known:
         hint = did_you_mean(name.lower(), known)
-        raise MachineError(
-            f"machine {name}: not known.{hint} There are {', '.join(known)}; {VARIABLE} and {_users(environ)} add others."
-        )
+        others = f"There are {', '.join(known)}; {VARIABLE} and {_users(environ)} add others."
+        raise MachineError(f"machine {name}: not known.{hint} {others}")
     return known[name.lower()]
 
 
