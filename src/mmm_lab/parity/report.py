@@ -124,10 +124,10 @@ def table(rows: Sequence[Comparison]) -> str:
     cells = [HEADINGS, *map(_cells, rows)]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     lines = []
-    for row in cells:
+    for line in cells:
         padded = [
             cell.rjust(width) if heading in NUMBERS else cell.ljust(width)
-            for heading, cell, width in zip(HEADINGS, row, widths, strict=True)
+            for heading, cell, width in zip(HEADINGS, line, widths, strict=True)
         ]
         lines.append("  ".join(padded).rstrip())
     for row in rows:

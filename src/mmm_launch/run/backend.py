@@ -13,6 +13,7 @@ import socket
 import subprocess
 import time
 from dataclasses import asdict, dataclass, field
+from typing import Any
 
 from mmm_launch.channel import failures
 from mmm_launch.channel.failures import Failure, say, signal_name
@@ -101,7 +102,7 @@ class Backend(Transport):
         server = socket.create_server((where, 0), backlog=min(spec.processes + 8, 4096))
         self.reception = Reception(server, self.token, run.selector)
         port = server.getsockname()[1]
-        entry = {
+        entry: dict[str, Any] = {
             "at": [[address, port] for address in addresses],
             "token": self.token,
             "launcher": spec.launcher.value,

@@ -46,19 +46,21 @@ class ForkServer:
             words += target.tail()
         instructions = Instructions(its_end.fileno(), os.getpid(), spec.ranks, command, sorted(ignored)).write()
         variables = {MARKER_VARIABLE: self.marker, FORK_SERVER_VARIABLE: str(instructions)}
-        streams = {}
+        stdout = stderr = None  # launch's own
         if output is not None:
-            streams = {"stdout": output.stdout, "stderr": output.stderr}
+            stdout = output.stdout
+            stderr = output.stderr
             if os.isatty(1):
                 size = os.get_terminal_size(1)
                 variables[TERMINAL_VARIABLE] = f"{size.columns}x{size.lines}"
         self.process = subprocess.Popen(
             words,
             stdin=subprocess.DEVNULL,
+            stdout=stdout,
+            stderr=stderr,
             env={**os.environ, **spec.shared, **variables},
             pass_fds=(its_end.fileno(), instructions),
             start_new_session=True,
-            **streams,
         )
         os.close(instructions)
         its_end.close()

@@ -76,10 +76,10 @@ class ScriptCheckpoints(Checkpointer):
         rooms: dict[str, Tensor] = {}
         for path, shape, dtype, place in saved_tensors(saved):
             now = here.get(path)
-            is_sharded = isinstance(now, DTensor)
-            if (place == "sharded" and now is None) or (is_sharded and now.shape != shape):
+            wrong = isinstance(now, DTensor) and now.shape != shape
+            if wrong or (place == "sharded" and now is None):
                 raise _refused(origin, f"{path} of {name} is a tensor of shape {list(shape)}, and not here")
-            if is_sharded:
+            if isinstance(now, DTensor):
                 rooms[path] = torch.empty_like(now, dtype=dtype)
             else:
                 lay = torch.device("cpu") if place == "host" else self.run.device
