@@ -11,6 +11,7 @@ import hashlib
 import io
 import os
 import pickle
+import pickletools
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from math import prod
@@ -133,12 +134,20 @@ class _Unpickler(pickle.Unpickler):
         return KNOWN[module, name]
 
 
+def _check_memo(content: bytes) -> None:
+    """Raises ValueError where a pickle puts an object far out in its memo, which would be a list of gigabytes."""
+    for opcode, argument, _ in pickletools.genops(content):
+        if "PUT" in opcode.name and int(argument or 0) > len(content):
+            raise ValueError(f"it puts an object at place {argument} of its memo, and has {len(content)} bytes")
+
+
 def read_metadata(folder: Path, files: Mapping[str, FileSum]) -> Metadata:
     """DCP's metadata, of tensors in `files` alone. Raises CheckpointError: it is anything else."""
     path = folder / METADATA
     try:
         with open_file(path) as file:
             content = file.read()
+        _check_memo(content)
         found = _Unpickler(io.BytesIO(content)).load()
         if type(found) is not Metadata:
             raise TypeError("it is not DCP's metadata")

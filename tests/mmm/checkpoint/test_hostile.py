@@ -12,8 +12,9 @@ import pytest
 import torch
 
 import mmm.trainer.loop.language  # noqa: F401  # so that it is not its import that takes a second
-from mmm.checkpoint.manifest import MANIFEST, _digest, file_sum
-from mmm.checkpoint.storage import METADATA
+from mmm.checkpoint.manifest import MANIFEST, _digest, file_sum, read_manifest
+from mmm.checkpoint.storage import METADATA, read_metadata
+from mmm.errors import CheckpointError
 from mmm.weights.open_weights import open_weights
 from mmm.weights.own import write_own
 from mmm_lab.cli.main import main
@@ -146,3 +147,13 @@ def test_a_number_costs_no_memory(own, tmp_path):
     words = [sys.executable, "-m", "mmm_lab.cli.main", "export", str(own), str(tmp_path / "out")]
     done = subprocess.run(words, capture_output=True, text=True, preexec_fn=limit, check=False)
     assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
+
+
+@pytest.mark.parametrize("code", [b"r\xff\xff\xff\x0f", b"p268435455\n"], ids=["LONG_BINPUT", "PUT"])
+def test_a_pickle_asks_for_no_more_memory_than_it_fills(own, code):
+    """A place far out in the memo would be a list of that length, of gigabytes."""
+    path = own / METADATA
+    content = path.read_bytes()
+    path.write_bytes(content[:-1] + code + content[-1:])
+    with pytest.raises(CheckpointError, match="268435455"):
+        read_metadata(own, read_manifest(own).files)
