@@ -81,12 +81,15 @@ def factor(operation: str, ranks: int) -> float:
     }[operation]
 
 
-def sharded_bytes(technique: str, layout: Layout, local: int, padded: int, gathered: float) -> dict[str, float]:
+def sharded_bytes(
+    technique: str, layout: Layout, local: int, padded: int, gathered: float, shard: float
+) -> dict[str, float]:
     """Bytes of gathering parameters and summing gradients over the data-parallel axes, without those of one rank.
 
     Args:
         local: bytes of a rank's parameters before data parallelism. padded: until their rows divide over the ranks.
         gathered: under FSDP, bytes of all that a step gathers.
+        shard: under FSDP, bytes of a rank's shard of the parameters. Experts are sharded over more ranks than the rest.
     """
     axis = "dp_shard"
     if layout.cp > 1:
@@ -95,7 +98,7 @@ def sharded_bytes(technique: str, layout: Layout, local: int, padded: int, gathe
     if technique not in UNSHARDED:
         return {
             axis: factor("all_gather", shards) * gathered + factor("reduce_scatter", shards) * padded,
-            "dp_replicate": factor("all_reduce", layout.dp_replicate) * padded / shards,
+            "dp_replicate": factor("all_reduce", layout.dp_replicate) * shard,
         }
     if layout.dp_replicate > 1:
         axis, shards = "dp_replicate", layout.dp_replicate

@@ -145,7 +145,7 @@ def _data_parallel(
         return rows * _size(precision.storage)
 
     if technique in UNSHARDED:
-        return sharded_bytes(technique, layout, unpadded, padded(max(replicas, shards)), 0.0)
+        return sharded_bytes(technique, layout, unpadded, padded(max(replicas, shards)), 0.0, 0.0)
     some = RESHARD_AFTER_FORWARD[techniques.reshard_after_forward]
     units = (unit for stage in own.values() for unit in fsdp_units_of(stage, plan)[some])
     twice = {id(parameter) for unit in units for module in unit for parameter in module.parameters()}
@@ -154,7 +154,7 @@ def _data_parallel(
     total = padded(shards)
     gathered = total if layout.pp > 1 else microbatches * (total + again)
     narrow = _size(precision.compute) / _size(precision.storage)
-    return sharded_bytes(technique, layout, unpadded, total, narrow * gathered)
+    return sharded_bytes(technique, layout, unpadded, total, narrow * gathered, total / shards)
 
 
 def _activations(model: nn.Module, layout: Layout, batch: int, seq_length: int, size: int) -> float:

@@ -73,7 +73,8 @@ def _data_parallel(
     again = {"auto": sizes.padded - last, "always": sizes.padded, "never": 0}[techniques.reshard_after_forward]
     gathered = sizes.padded if layout.pp > 1 else microbatches * (sizes.padded + again)
     local, padded = storage * sizes.local, storage * sizes.padded
-    return sharded_bytes(technique, layout, local, padded, memory.compute * gathered)
+    shard = storage * sizes.sharded
+    return sharded_bytes(technique, layout, local, padded, memory.compute * gathered, shard)
 
 
 def between_hosts(axis: str, sent: float, group: Group) -> float:

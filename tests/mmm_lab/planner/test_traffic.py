@@ -1,5 +1,6 @@
 """Bytes by axis, by arithmetic on a `ModelSpec`, are those that `expected_traffic` reads from the modules."""
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -123,3 +124,21 @@ def test_what_leaves_a_host():
     assert between_hosts("tp", 80.0, Group(8, 8, False)) == 0
     assert between_hosts("dp_shard", 80.0, Group(64, 8, True)) == 10  # one of eight sends to the next host
     assert between_hosts("ep", 63.0, Group(64, 8, True)) == 56  # to 56 of 63 others
+
+
+def test_gradients_of_experts_are_summed_over_replicas_by_their_shard():
+    """Experts are sharded over cp and tp as well as over dp_shard: a rank sums the gradients of that part only."""
+    layout = Layout(dp_replicate=2, dp_shard=1, cp=2, tp=2)
+    spec = read_model("debug", {"n_experts": 4, "top_k": 2}, SEQ)
+    stage = full_model(spec)
+    sent = sent_bytes(MemoryModel(spec, "cpu", "fp32"), stage, layout, Techniques(data_parallel="hsdp"), 4, 1)
+    elements = 0.0
+    for kind, count in stage.kinds:
+        for matrix in spec.kinds[kind].matrices:
+            size = math.prod(matrix.shape)
+            if matrix.expert:
+                elements += count * size / (layout.dp_shard * layout.cp * layout.tp)
+            else:
+                of_tp = 1 if matrix.dim is None else layout.tp
+                elements += count * size / of_tp / (layout.dp_shard * layout.cp)
+    assert sent["dp_replicate"] == pytest.approx(4 * elements)  # float32; an all-reduce of 2 ranks sends all of it once
