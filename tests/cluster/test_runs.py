@@ -12,7 +12,6 @@ import pytest
 
 import mmm.history
 from support.clock import PATIENCE
-from support.clusters import Mpi
 
 EXAMPLE = [
     "python3",

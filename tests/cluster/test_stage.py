@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import mmm
+import mmm_launch
 from mmm_launch.host.agent import HELPERS
 from support.stranger import UID as STRANGER
 
@@ -25,7 +26,9 @@ def staged(request, launcher, two_hosts):
     env, disk = launcher.folder / "env", launcher.folder / "disk"
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", env], check=True)
     packages = next(env.glob("lib/python*/site-packages"))
-    shutil.copytree(Path(mmm.__file__).parent, packages / "mmm", ignore=shutil.ignore_patterns("__pycache__"))
+    for package in (mmm, mmm_launch):
+        source = Path(package.__file__).parent
+        shutil.copytree(source, packages / source.name, ignore=shutil.ignore_patterns("__pycache__"))
     disk.mkdir()
     launcher.prefix = two_hosts.start_words()
     words = [*two_hosts.options(request.param), "--device", "cpu", "--stage", str(env), "--stage-to", str(disk)]

@@ -112,6 +112,13 @@ def test_walltimes():
     assert walltime.limits(None, "TERM@30", None, Job(end_time=1000.0)).signal_at == 970
 
 
+def test_when_slurm_says_the_job_ends():
+    """Slurm 22.05 has no SLURM_JOB_END_TIME: it is asked."""
+    left = walltime.ask(Job("slurm", "7"), lambda command: "1:00:00\n" if command[0] == "squeue" else "")
+    assert abs(left - time.time() - 3600) < 5
+    assert walltime.ask(Job("slurm", "7"), lambda _: "INVALID") is None
+
+
 def test_when_pbs_says_the_job_ends():
     answer = '{"Jobs": {"7.x": {"stime": "Thu Jan  1 10:00:00 1998", "Resource_List": {"walltime": "01:00:00"}}}}'
     end = walltime.ask(Job("pbs", "7"), lambda _: answer)

@@ -53,9 +53,9 @@ def main() -> int:
     host = os.environ.get("SLURMD_NODENAME") or socket.gethostname()  # as the scheduler has it, where it says so
     copy: Copy | None = None
     hello = {"host": host, "place": -1, "port": hosts.free_port("", entry["port"]), "error": ""}
-    code = 0  # told to end before it has begun
-    try:
-        with stages.ending_raises():
+    code = 0
+    with stages.ending_raises():
+        try:
             try:
                 hello["place"] = own_place(entry["launcher"])
                 if "stage" in entry:
@@ -64,17 +64,17 @@ def main() -> int:
                 hello["error"] = f"{error} (on {host})"
             link = reach(entry["at"], entry["token"], hello)
             message = link.first(None)
-        if "go" in message:
-            code = run_ranks(link, message["go"], entry, target, host, copy)
-    except Lost as lost:
-        say(f"launch: {host} cannot reach launch, or launch has ended: {lost}")
-        end_helper()
-        code = 1
-    except SystemExit:
-        pass
-    finally:
-        if copy is not None:
-            copy.remove()
+            if "go" in message:
+                code = run_ranks(link, message["go"], entry, target, host, copy)
+        except Lost as lost:
+            say(f"launch: {host} cannot reach launch, or launch has ended: {lost}")
+            end_helper()
+            code = 1
+        except SystemExit:
+            pass  # told to end before it has begun
+        finally:
+            if copy is not None:
+                copy.remove()
     return 0 if copy is not None else code  # at another code an MPI kills others, which may still remove their copies
 
 

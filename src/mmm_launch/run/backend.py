@@ -66,6 +66,7 @@ class Backend(Transport):
         token: by which they prove that they are of this run.
         reception: takes them in.
         connected: hosts whose connections last, by file descriptor.
+        arrived: number of agents that have connected.
         hosts_by_place: hosts that can start ranks.
         names: those that were heard of, as `hosts.host_key` has them.
         has_begun: the agents have been told what to run.
@@ -84,6 +85,7 @@ class Backend(Transport):
         self.connected: dict[int, Host] = {}
         self.hosts_by_place: dict[int, Host] = {}
         self.names: set[str] = set()
+        self.arrived = 0
         self.has_begun = self.launcher_ended = False
         self.pending: list[Message] = []
 
@@ -176,6 +178,7 @@ class Backend(Transport):
             hello = message["hello"]
             host = Host(link, hello["host"], hello["place"], hello["port"])
             self.connected[link.fileno()] = host
+            self.arrived += 1
             self.join(host, hello["error"])
         if self.reception.refused and not refused:
             say("launch: a connection without this run's token was refused")  # once: there may be many
@@ -261,8 +264,14 @@ class Backend(Transport):
             rank = left[0] if left else host.ranks[0]
             self.run.failed(Failure(rank, 1, time.monotonic(), text=text, host=host.name, lost=reason))
             self.run.ended.update(left)
-        if not self.connected and (self.has_begun or self.run.exit_code is not None):
-            self.stop_launcher_in(LAUNCHER_LINGERS if self.run.exit_code is None else LAUNCHER_END)
+        if self.connected or (not self.has_begun and self.run.exit_code is None):
+            return
+        if self.run.exit_code is None:
+            self.stop_launcher_in(LAUNCHER_LINGERS)
+        elif self.spec.stage is not None and self.arrived < self.spec.processes:
+            self.stop_launcher_in(REMOVAL)  # others still unpack, and end by themselves once they connect
+        else:
+            self.stop_launcher_in(LAUNCHER_END)
 
     def hosts(self) -> dict[int, str]:
         return {rank: host.name for host in self.hosts_by_place.values() for rank in host.ranks}
@@ -293,9 +302,9 @@ class Backend(Transport):
         self.run.clocks.clear(self.run.kill)
         for host in self.connected.values():
             self.tell(host, {"kill": True})
-        patience = LAST_WORDS if self.has_begun else 0.0
-        if self.has_begun and self.spec.stage is not None:
-            patience = REMOVAL
+        patience = 0.0
+        if self.connected:
+            patience = LAST_WORDS if self.spec.stage is None else REMOVAL
         self.stop_launcher_in(patience)
 
     # The end.
@@ -317,7 +326,9 @@ class Backend(Transport):
 
     def stop_launcher(self) -> None:
         """End mpiexec or srun, and what it has started on this host."""
-        grace = 0.5 if self.spec.stage is None else REMOVAL
+        grace = 0.5
+        if self.spec.stage is not None and not self.has_begun:
+            grace = REMOVAL  # a host that unpacks has not connected yet
         processes.end(self.launcher.pid, "-", grace)
         self.launcher.wait()
 

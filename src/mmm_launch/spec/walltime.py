@@ -71,8 +71,14 @@ def seconds(text: str) -> float:
 
 
 def ask(job: Job, run: Ask | None = None) -> float | None:
-    """When a job of PBS ends, `time.time()`, by asking it; None if it does not say. Slurm's jobs know it themselves."""
+    """When a job ends, `time.time()`, by asking the scheduler; None if it does not say.
+
+    Jobs of a newer Slurm know it themselves.
+    """
     run = run or _run
+    if job.scheduler == "slurm":
+        left = run(["squeue", "--noheader", "--jobs", job.job_id, "--format", "%L"]).strip()
+        return time.time() + seconds(left) if re.fullmatch(r"[\d:-]+", left) else None
     if job.scheduler == "pbs":
         try:
             data = json.loads(run(["qstat", "-f", "-F", "json", job.job_id]))["Jobs"]
