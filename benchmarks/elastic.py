@@ -163,7 +163,8 @@ def main() -> int:
         if run.returncode:
             print(said)
             return 1
-        seconds = float(load(whole)["dt"].sum())
+        dt = load(whole)["dt"]
+        seconds = float((dt.max("rank") if "rank" in dt.dims else dt).sum())
         longest = min(LONGEST, SHARE * seconds / given.kills)
         print(f"{given.steps} steps in {seconds:.1f} s; at most {longest:.2f} s between kills", flush=True)
         says, done, code = disturb(killed, given, longest, random.Random(given.seed), result)
