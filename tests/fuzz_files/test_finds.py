@@ -61,4 +61,4 @@ def test_five_of_every_kind(tmp_path):
     """The same ones each time: `make fuzz-files` is for new ones."""
     done = run("-m", "fuzz_files", "--cases", "230", "--seed", "0", "--scratch", str(tmp_path / "s"))
     assert done.returncode == 0, done.stdout + done.stderr
-    assert len(re.findall(r"^[a-z-]+ +\d+ ", done.stdout, re.MULTILINE)) > 40, done.stdout
+    assert len(re.findall(r"^[a-z-]+ +\d+ ", done.stdout, re.MULTILINE)) > 35, done.stdout

@@ -150,7 +150,7 @@ def test_a_fourth_model_by_the_recipe(parity, tmp_path):
     flags = ("--model", "mine/parallel/plans/mlp.py", "--steps", 3)
     done = parity(*flags, "--layout", "dp2.tp2", "--layout", "pp2.dp2", "--outdir", "out", cwd=tmp_path)
     assert done.code == 0, done.out + done.err
-    assert [row["layout"] for row in rows_of(tmp_path / "parity.json")] == ["dp2·tp2", "pp2·dp2"]
+    assert [row["layout"] for row in rows_of(tmp_path / "out" / "parity.json")] == ["dp2·tp2", "pp2·dp2"]
     for layout, why in (("cp2", "cp 2: the MLP has no sequence to split; use cp 1"), ("tp5", "hidden 24 is not divi")):
         refused = parity(*flags, "--layout", layout, cwd=tmp_path)
         assert (refused.code, why in refused.err) == (2, True), refused.err
