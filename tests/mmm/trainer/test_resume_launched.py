@@ -113,6 +113,7 @@ def started(launcher, how, sleep, flags=INTERRUPTED):
         hosts = launcher.on_hosts() if how == "hosts" else []
         process = launcher.start(*hosts, "-n", "2", "--device", "cpu", "python3", *words)
     launcher.wait_for(*(f"at-{rank}" for rank in range(ranks)))
+    time.sleep(0.2)  # the files are closed by now: what a signal raises while one is freed, Python forgets
     return process
 
 
