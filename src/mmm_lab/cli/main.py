@@ -18,7 +18,6 @@ from mmm_verify.errors import UserError as VerifyUserError
 
 # Subcommand -> module with main(argv) -> exit code, and one line for the list.
 SUBCOMMANDS = {
-    "compare": ("mmm_lab.cli.compare", "what differs between runs, and a metric of all of them in one plot"),
     "diverge": (
         "mmm_lab.cli.diverge",
         "the first step at which two runs part, whatever their layouts, and where in it",

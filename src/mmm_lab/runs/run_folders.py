@@ -1,31 +1,16 @@
-"""Which folders are runs, and what to call several of them."""
+"""Which folders are runs."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from mmm.errors import RecordError
 from mmm.history.record.folder import CONFIG, DATASET, JOURNAL, PLOTS
-from mmm.outside import printable
-
-if TYPE_CHECKING:
-    from mmm_lab.runs.runs import Run
 
 RECORD = {CONFIG, DATASET, JOURNAL}
 NOT_SEARCHED = (PLOTS, "checkpoints")
-
-
-def names_of(runs: Sequence[Run]) -> list[str]:
-    """Of each run: its name, where no other of these has it, or else its folder without what all have in front."""
-    folders = [run.folder.expanduser().absolute() for run in runs]
-    shared = Path(os.path.commonpath(folders))
-    short = [str(folder.relative_to(shared)) if folder != shared else folder.name for folder in folders]
-    given = [run.name for run in runs]
-    named = zip(given, short, strict=True)
-    return [printable(name if name and given.count(name) == 1 else folder) for name, folder in named]
 
 
 def run_folders(root: Path | str, unreadable: Callable[[OSError], object] | None = None) -> list[Path]:

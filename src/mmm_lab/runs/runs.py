@@ -155,12 +155,6 @@ class Run:
         ranks = self.rows.get(RANKS, np.full(len(self.seconds), np.nan))
         return float((self.seconds * np.where(ranks > 0, ranks, self.ranks)).sum()) / 3600
 
-    def amount(self, rate: str) -> np.ndarray:
-        """(draw,): tokens (of ``tps``) or samples (of ``sps``) since the row before; of a row that has no rate, at the
-        mean of the others."""
-        rates = np.where(np.isfinite(self.rows[rate]), self.rows[rate], self.mean_rate(rate) or 0.0)
-        return np.nan_to_num(rates * self.seconds, nan=0.0, posinf=0.0, neginf=0.0)
-
     def mean_rate(self, rate: str) -> float | None:
         """Tokens (of ``tps``) or samples (of ``sps``) a second, over the steps of which it is known; None without."""
         if rate not in self.rows:
@@ -191,11 +185,11 @@ def _seconds(time: Any) -> float | None:
         return None
 
 
-def read_run(folder: Path, columns: Collection[str] | None = PROGRESS) -> Run:
+def read_run(folder: Path, columns: Collection[str] = PROGRESS) -> Run:
     """The run in a folder.
 
     Args:
-        columns: to read; None: all.
+        columns: names of those that are read.
 
     Raises:
         RecordError: there is no record, or it is damaged.
@@ -217,7 +211,7 @@ def _without_rows(folder: Path) -> Ending:
     return Ending(RUNNING if time.time() - (folder / CONFIG).stat().st_mtime < RECENT else KILLED)
 
 
-def read_rows(folder: Path, columns: Collection[str] | None = None) -> Rows | None:
+def read_rows(folder: Path, columns: Collection[str] = PROGRESS) -> Rows | None:
     """The columns of a run, of its dataset and its journal; None where there is neither. RecordError: damaged."""
     journal = read_journal(folder / JOURNAL)  # first: a run that ends meanwhile has written its dataset before
     stored = _stored(folder / DATASET, columns)
@@ -234,17 +228,18 @@ def read_rows(folder: Path, columns: Collection[str] | None = None) -> Rows | No
     }
 
 
-def _columns(rows: Sequence[LoggedRow], columns: Collection[str] | None) -> Rows:
+def _columns(rows: Sequence[LoggedRow], columns: Collection[str]) -> Rows:
     found: Rows = {}
     for place, row in enumerate(rows):
         for name, value in [*row.row.items(), *row.per_rank.items()]:
-            if (plain := name.removesuffix("_median")) and (columns is None or plain in columns):
+            plain = name.removesuffix("_median")
+            if plain in columns:
                 for column, of in _reduced(plain, np.array([value], dtype=np.float64).reshape(1, -1)).items():
                     found.setdefault(column, np.full(len(rows), np.nan))[place] = of[0]
     return found
 
 
-def _stored(path: Path, columns: Collection[str] | None) -> Rows | None:
+def _stored(path: Path, columns: Collection[str]) -> Rows | None:
     """The columns of a dataset; None if there is no such file."""
     try:
         file = open_file(path)
@@ -260,7 +255,7 @@ def _stored(path: Path, columns: Collection[str] | None) -> Rows | None:
             if size > MOST_ELEMENTS:
                 raise ValueError(f"it has {size} rows")
             names = {name.removesuffix("_median"): name for name in dataset if _is_column(dataset, name, size)}
-            wanted = [name for name in names if columns is None or name in columns]
+            wanted = [name for name in names if name in columns]
             read: Rows = {"draw": _median(dataset["draw"][()])}
             for name in wanted:
                 read |= _reduced(name, dataset[names[name]][()])

@@ -93,6 +93,16 @@ def test_a_run_whose_loss_is_no_number_any_more(tmp_path, capsys):
     assert [row["loss"] for row in told] == [4.0, 5.0, "nan"]
 
 
+def test_rows_of_every_other_step(tmp_path, capsys):
+    """A row that is logged every second step stands for two; another folder is no flag that differs."""
+    made_run(tmp_path / "a", [3.0, 2.0, 1.0])
+    made_run(tmp_path / "b", [3.0, 2.0, 1.0], every=2)
+    table(capsys, tmp_path, "--json", tmp_path / "t.json")
+    told = json.loads((tmp_path / "t.json").read_text())
+    assert [row["hours"] for row in told] == pytest.approx([0.03, 0.05])
+    assert [row["flags"] for row in told] == [{}, {}]
+
+
 def test_what_the_user_can_fix(tmp_path, capsys):
     for argv, said in (
         ([str(tmp_path)], "holds no run"),
@@ -112,7 +122,7 @@ def test_rows_of_a_record_that_went_on(tmp_path):
     lines = [{"draw": d, "row": {"iter": d, "loss": x, "new": 7}, "per_rank": {"dt": t}} for d, x, t in rows]
     header = {"mmm_journal": 1, "ranks": [{}] * 3, "attrs": {}}
     (tmp_path / "journal.jsonl").write_text("".join(json.dumps(line) + "\n" for line in [header, *lines]))
-    rows = read_rows(tmp_path)
+    rows = read_rows(tmp_path, ["loss", "dt", "new"])
     assert {name: rows[name].tolist() for name in ("draw", "loss", "dt")} == {
         "draw": [0, 1, 2],
         "loss": [3, 2, 1],
