@@ -12,12 +12,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from mmm_verify.difference import finite_size_of, relative, size_of, worst
+from mmm_verify.difference import finite_size_of, relative, same_elements, size_of, worst
 from mmm_verify.errors import ConfigError, is_for_user
 from mmm_verify.memory import free_memory
 from mmm_verify.observe import Observed, named_parameters, observe, without_dropout
 from mmm_verify.subject import SAME_SAMPLES, Subject, check_parts, part_of, samples_of
-from mmm_verify.torch_private import map_tensors, tree_map_only
+from mmm_verify.torch_private import map_tensors, tree_leaves, tree_map_only
 
 SEED = 0
 NOISE = 0.02  # added to initial weights, of their own spread: no zeros that hide a gradient, no rows alike
@@ -174,11 +174,32 @@ def compute_reference(subject: Subject) -> Reference:
         if gradient is not None and not torch.isfinite(gradient.local).all():
             reference.reason = f"the gradient of {name} on one device is not finite"
             return reference
+    reference.reason = _why_dead(first)
+    if reference.reason:
+        return reference
     _say_what_is_not_seen(subject, reference)
     _twice(subject, reference, batch)
     if not reference.reason:
         _split(subject, reference, batch)
     return reference
+
+
+def _why_dead(observed: Observed) -> str:
+    """Why the loss does not depend on the weights, so that any other program would agree. Empty where it does."""
+    assert observed.loss is not None
+    loss = size_of(observed.loss.local)
+    # A gradient times its weight: how far the loss moves as the weight becomes twice what it is.
+    moves = [
+        size_of(gradient.local) * size_of(observed.weights[name].local)
+        for name, gradient in observed.gradients.items()
+        if gradient is not None
+    ]
+    if worst(moves) > ROUNDING * torch.finfo(torch.float64).eps * loss:
+        return ""
+    return (
+        f"every gradient on one device is 0, and the loss is {loss:.6g} whatever the weights are: a program that does "
+        "nothing would agree. Are all labels ignored, or is something multiplied by 0?"
+    )
 
 
 def _say_what_is_not_seen(subject: Subject, reference: Reference) -> None:
@@ -188,6 +209,13 @@ def _say_what_is_not_seen(subject: Subject, reference: Reference) -> None:
         more = f" and {len(lacking) - 1} more" if len(lacking) > 1 else ""
         reference.notes.append(
             f"{lacking[0]}{more} get no gradient on one device, from this batch and step: none is compared"
+        )
+    dead = [name for name, gradient in reference.observed.gradients.items() if gradient and not size_of(gradient.local)]
+    if dead:
+        more = f" and of {len(dead) - 1} more" if len(dead) > 1 else ""
+        reference.notes.append(
+            f"the gradient of {dead[0]}{more} is exactly 0 on one device, from this batch and step: that the ranks "
+            "agree says nothing of them"
         )
     for axis, size in subject.axes.items():
         if size > 1 and axis not in subject.batch_axes and not set(axis.lower().split("_")) & set(SAME_SAMPLES):
@@ -254,6 +282,10 @@ def _split(subject: Subject, reference: Reference, batch: Any) -> None:
     ]
     whole = reference.observed
     assert whole.loss is not None
+    if all(_same_gradients(whole, piece) for piece in pieces):
+        reference.reason = _why_alike(subject, batch, parts)
+        if reference.reason:
+            return
     losses = [piece.loss.local for piece in pieces if piece.loss is not None]
     reference.loss_floor = relative(torch.stack(losses).mean(), whole.loss.local, size_of(whole.loss.local))
     if whole.loss.local.dtype in (torch.float32, torch.bfloat16, torch.float16):  # it may be equal by chance
@@ -288,6 +320,39 @@ def _split(subject: Subject, reference: Reference, batch: Any) -> None:
             f"the model itself is right to {floor:.0e} alone (the batch split in {parts}): something in it computes in "
             f"less than float64{where}. Differences below {FLOOR} times that are not seen"
         )
+
+
+def _same_gradients(one: Observed, other: Observed) -> bool:
+    for name, gradient in one.gradients.items():
+        theirs = other.gradients[name]
+        if gradient is None or theirs is None:
+            if gradient is not theirs:
+                return False
+        elif not relative(theirs.local, gradient.local, size_of(gradient.local)) <= TOLERANCE:
+            return False
+    return True
+
+
+def _why_alike(subject: Subject, batch: Any, parts: int) -> str:
+    """Why gradients that are the same for each part of the batch decide nothing. Empty where it does: the samples are
+    alike, and no axis splits them."""
+    pieces = [
+        [leaf for leaf in tree_leaves(part_of(batch, part, parts)) if isinstance(leaf, Tensor)] for part in range(parts)
+    ]
+    alike = all(
+        same_elements(leaf, first) for piece in pieces[1:] for leaf, first in zip(piece, pieces[0], strict=True)
+    )
+    if not alike:
+        return (
+            f"the gradients on one device are the same for each of {parts} parts of the batch: they do not change with "
+            "the input, and ranks that average nothing would agree"
+        )
+    if subject.parts > 1:
+        return (
+            f"the batch repeats itself: its {parts} parts are alike, and a program that averages nothing would agree. "
+            "Give samples that differ"
+        )
+    return ""
 
 
 def scale_of(gradient: Tensor, largest: float) -> float:
