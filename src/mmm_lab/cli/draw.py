@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 import re
 import shlex
 import sys
@@ -15,10 +14,8 @@ from mmm.errors import ConfigError
 from mmm_lab.cli.draw_layout import HELP, layout_of, looks_like_one, trainer_flags
 from mmm_lab.cli.parser import Parser
 from mmm_lab.cli.written import write_text
-from mmm_launch.machines import find
 from mmm_launch.program import target as targets
 from mmm_launch.program.target import Target
-from mmm_launch.spec.hosts import spread
 
 if TYPE_CHECKING:
     from mmm_lab.planner.dry_run import DryRun
@@ -28,12 +25,11 @@ LAYOUT: {HELP}.
 PROGRAM: a module or a script that a dry run takes, with its flags; -n says how many ranks (default: 4).
   mmm draw dp2·tp2
   mmm draw zero1 --out zero1.svg
-  mmm draw dp64·tp4 --site polaris --hosts 64 --out many.svg
   mmm draw mmm.examples.fsdp_tp --tpsize 2 -n 4 --out program.svg
 Other flags go to the program: of a layout mmm.trainer.lm, on a small model unless they say another.
 docs/draw.md says how to read it.
 """
-RANKS, PER_HOST, ONE_HOST = 4, 8, 16  # of a program; of a host where nobody says; on one where nobody says
+RANKS = 4  # of a program
 
 
 def main(argv: list[str]) -> int:
@@ -45,7 +41,6 @@ def main(argv: list[str]) -> int:
         raise ConfigError(f"--out {out}: an SVG is drawn, so its name ends with .svg")
     if not out.absolute().parent.is_dir():
         raise ConfigError(f"--out {out}: there is no folder {out.parent}")
-    hosts = hosts_of(ranks, args.site, args.hosts)
 
     from mmm_lab.planner.dry_run import ProgramExited, dry_run  # imports torch
     from mmm_launch.host.child import run_as_main
@@ -57,7 +52,7 @@ def main(argv: list[str]) -> int:
     except RuntimeError as error:
         print(error, file=sys.stderr)
         return 1
-    _draw(args, out, dry, hosts, argv)
+    _draw(args, out, dry, argv)
     return 0
 
 
@@ -70,14 +65,13 @@ def name_of(what: str) -> str:
     return re.sub(r"\W+", "-", what)
 
 
-def _draw(args: argparse.Namespace, out: Path, dry: DryRun, hosts: tuple[int, ...], argv: list[str]) -> None:
+def _draw(args: argparse.Namespace, out: Path, dry: DryRun, argv: list[str]) -> None:
     from mmm_lab.planner.picture.compose import picture
     from mmm_lab.planner.picture.facts import Facts
     from mmm_lab.planner.picture.svg import svg
 
-    facts = Facts(dry, hosts, args.site or "", assumed=len(hosts) > 1 and args.site is None and args.hosts is None)
     words = [word for word in argv if word not in ("--out", f"--out={args.out}", str(args.out))]
-    scene = picture(facts, shlex.join(["mmm", "draw", *words]))
+    scene = picture(Facts(dry), shlex.join(["mmm", "draw", *words]))
     write_text(out, svg(scene, args.theme), "--out")
     print(out)
 
@@ -85,15 +79,13 @@ def _draw(args: argparse.Namespace, out: Path, dry: DryRun, hosts: tuple[int, ..
 def _parser() -> argparse.ArgumentParser:
     parser = Parser(
         prog="mmm draw",
-        usage="mmm draw LAYOUT|PROGRAM [-n RANKS] [--site NAME] [--hosts N] [--out FILE.svg] [FLAGS …]",
+        usage="mmm draw LAYOUT|PROGRAM [-n RANKS] [--out FILE.svg] [FLAGS …]",
         description=__doc__,
         epilog=EPILOG,
         allow_abbrev=False,
     )
     parser.add_argument("what", metavar="LAYOUT|PROGRAM")
     parser.add_argument("-n", dest="ranks", metavar="RANKS", type=int, help="ranks of a program (default: 4)")
-    parser.add_argument("--site", metavar="NAME", help="a known machine, whose hosts the ranks are on")
-    parser.add_argument("--hosts", metavar="N", type=int, help="hosts that the ranks are on (default: as few as do)")
     parser.add_argument("--out", metavar="FILE", type=Path, help="the file (default: named after the layout, here)")
     parser.add_argument(
         "--theme",
@@ -116,24 +108,3 @@ def _program(what: str, given: list[str], ranks: int | None) -> tuple[Target, in
     if ranks is not None and ranks != layout.ranks:
         raise ConfigError(f"-n {ranks}: the layout {what} has {layout.ranks:,} ranks; leave -n out")
     return Target("module", "mmm.trainer.lm", tuple(trainer_flags(layout, given))), layout.ranks
-
-
-def hosts_of(ranks: int, site: str | None, hosts: int | None) -> tuple[int, ...]:
-    """Ranks on each host: as many as the machine's have, host after host; on `hosts` evenly.
-
-    Raises:
-        UserError: no such machine, or too few or too many hosts.
-    """
-    if hosts is not None and not 1 <= hosts <= ranks:
-        raise ConfigError(f"--hosts {hosts}: {ranks:,} ranks are on 1 to {ranks:,} hosts")
-    machine = None if site is None else find.named(os.environ, site)
-    each = machine.ranks_per_host if machine is not None else 0
-    if hosts is not None:
-        if each and ranks > hosts * each:
-            raise ConfigError(
-                f"--hosts {hosts}: with {each} ranks a host of {site} that is {hosts * each:,} ranks, and the layout "
-                f"has {ranks:,}: --hosts {-(-ranks // each)}"
-            )
-        return tuple(spread(ranks, [each or ranks] * hosts))
-    each = each or (ranks if ranks <= ONE_HOST else PER_HOST)
-    return tuple(min(each, ranks - first) for first in range(0, ranks, each))

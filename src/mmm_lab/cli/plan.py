@@ -15,7 +15,6 @@ from mmm_lab.campaign.command import time_to_save
 from mmm_lab.cli.parser import Parser
 from mmm_lab.cli.sizes import parse_bytes, parse_time, parse_tokens
 from mmm_lab.cli.written import write_json, write_text
-from mmm_lab.layout_name import ALL_AXES, parse_layout
 from mmm_launch.machines import find
 from mmm_launch.machines.machine import Machine, read
 
@@ -30,7 +29,6 @@ examples:
   mmm plan --model config.json --site perlmutter --hosts 4 --global_batch 64 --explain --script job.sh
   mmm plan --model llama-8b --site perlmutter --hosts 64 --global_batch 512 --tokens 20B --walltime 6h
   mmm machine --measure here.json; mmm plan --model small --machine here.json
-  mmm plan --model llama-8b --site aurora --hosts 128 --global_batch 1536 --dry-run
   mmm plan --exactly --model llama-8b --site polaris --hosts 16 --tp 4 --pp 2 --global_batch 64
 docs/plan.md says what is assumed.
 """
@@ -92,8 +90,6 @@ def parser() -> argparse.ArgumentParser:
     )
     shown.add_argument("--script", metavar="FILE", type=Path, help="write a job script that runs the best")
     shown.add_argument("--json", metavar="FILE", type=Path, help="write all that fit, best first")
-    tried = made.add_argument_group("what is tried: the best layout, or LAYOUT, such as pp2,dp2,tp2")
-    tried.add_argument(*_both("dry_run"), metavar="LAYOUT", nargs="?", const="", help="its memory and what it sends")
     return made
 
 
@@ -138,20 +134,15 @@ def fixed_by(args: argparse.Namespace) -> dict[str, int | str]:
 
 
 def main(argv: list[str]) -> int:
-    """Search, and say what was found, or try it. Returns the exit code. Raises UserError for what is wrong, or where
-    nothing fits."""
-    made = parser()
-    args = made.parse_args(argv)
+    """Search, and say what was found. Returns 0. Raises UserError for what is wrong, or where nothing fits."""
+    args = parser().parse_args(argv)
     if args.model is None:
         raise ConfigError("--model is missing: such as --model llama-8b")
     if args.top < 1:
         raise ConfigError(f"--top {args.top}: it must be at least 1")
     if args.walltime is not None and args.tokens is None:
         raise ConfigError(f"--walltime {args.walltime}: it is of a run's jobs; say how long that is: --tokens 20B")
-    if args.tokens is not None and args.dry_run is not None:
-        raise ConfigError(f"--tokens {args.tokens}: --dry_run makes a few steps; leave one out")
     run_of(args)
-    sizes = dict.fromkeys(ALL_AXES, 1) | parse_layout(args.dry_run)[0] if args.dry_run else {}
     machine = machine_of(args)
     global_batch = machine.ranks if args.global_batch is None else args.global_batch
     if not 1 <= global_batch <= 10**7:
@@ -169,18 +160,12 @@ def main(argv: list[str]) -> int:
     if args.tokens is not None and not spec.seq_length:
         raise ConfigError(f"--tokens {args.tokens}: {args.model} has no sequence of tokens")
     dtype = args.dtype or ("fp32" if machine.device == "cpu" else "bf16")
-    fixed = fixed_by(args) | sizes
-    fixed = exactly(fixed) if args.exactly else fixed
+    fixed = fixed_by(args)
+    if args.exactly:
+        fixed = exactly(fixed)
     search = Search(spec, machine, global_batch, dtype, args.optimizer, fixed)
-    found = search.run()
-    if args.dry_run is None:
-        _report(args, search, found)
-        return 0
-    if not found.best:
-        raise ConfigError(_missing(search, found))
-    from mmm_lab.cli.plan_try import dry_run
-
-    return dry_run(search, found.best[0], args)
+    _report(args, search, search.run())
+    return 0
 
 
 def _report(args: argparse.Namespace, search: Search, found: Found) -> None:

@@ -3,7 +3,7 @@
 import pytest
 
 from mmm_lab.cli import main as cli
-from mmm_lab.cli.draw import hosts_of, name_of
+from mmm_lab.cli.draw import name_of
 from mmm_lab.cli.draw_layout import layout_of, trainer_flags
 
 
@@ -61,9 +61,6 @@ def test_flags_of_the_user_count():
         (["dp2", "-n", "4"], "dp2 has 2"),
         (["dp2", "--out", "a.gif"], "--out a.gif"),
         (["dp2", "--out", "no/such/a.svg"], "--out no/such/a.svg"),
-        (["dp64.tp4", "--site", "polaris", "--hosts", "32"], "has 256: --hosts 64"),
-        (["dp4", "--site", "polariss"], "Did you mean polaris?"),
-        (["dp4", "--hosts", "5"], "--hosts 5: 4"),
         (["no.such.module"], "no module named 'no.such.module'"),
         (["no_such.py"], "no such script: no_such.py"),
         (["mmm.examples.fsdp_pt"], "Did you mean mmm.examples.fsdp_tp?"),
@@ -79,14 +76,6 @@ def test_what_is_wrong_is_said_in_a_line(capsys, tmp_path, monkeypatch, words, m
     assert message in said
     assert said.count("error:") == 1
     assert not [*tmp_path.iterdir()]
-
-
-def test_hosts():
-    assert hosts_of(16, None, None) == (16,)
-    assert hosts_of(20, None, None) == (8, 8, 4)
-    assert hosts_of(8, "polaris", None) == (4, 4)
-    assert hosts_of(6, "polaris", 2) == (3, 3)
-    assert hosts_of(4, None, 2) == (2, 2)
 
 
 def test_a_program_that_fits_no_layout_is_refused_as_its_run_would_be(capfd, tmp_path):

@@ -7,7 +7,6 @@ import pytest
 
 from mmm_lab.cli.main import main
 from mmm_lab.planner.named_model import read_model
-from mmm_launch.machines.find import BUILT_IN
 
 SMALL = ["plan", "--model", "llama-8b", "--site", "polaris", "--hosts", "4", "--global_batch", "32"]
 LLAMA_CONFIG = {
@@ -103,9 +102,6 @@ def test_the_tree_is_shown_where_nothing_fits_and_where_tp_spans_hosts(capsys):
     assert "note: tp 8 spans hosts of 4 devices" in capsys.readouterr().out
 
 
-TRIED = ["plan", "--model", "debug", "--seq_length", "64", "--global_batch", "8"]
-
-
 def test_exactly_one_layout(tmp_path, capsys):
     file = tmp_path / "plan.json"
     assert main([*SMALL, "--exactly", "--tp", "4", "--microbatches", "2", "--json", str(file)]) == 0
@@ -116,32 +112,6 @@ def test_exactly_one_layout(tmp_path, capsys):
     assert main([*SMALL, "--exactly", "--tp", "3"]) == 2
     error = capsys.readouterr().err
     assert "llama-8b on 16" in error
-
-
-@pytest.mark.parametrize(
-    ("flags", "said"),
-    [
-        (["--machine", "{laptop}", "--dry_run", "dp2,xp2"], "'xp2'"),
-        (["--machine", "{laptop}", "--dry_run", "tp3"], "no layout of debug on 1 devices"),
-    ],
-    ids=str,
-)
-def test_what_cannot_be_tried(capsys, flags, said):
-    laptop = str(BUILT_IN / "laptop.json")
-    assert main([*TRIED, *(flag.replace("{laptop}", laptop) for flag in flags)]) == 2
-    assert said in capsys.readouterr().err
-
-
-def test_dry_run_of_a_layout(tmp_path, capfd):
-    report = tmp_path / "report.json"
-    flags = ["--site", "laptop", "--gpus_per_host", "4", "--dry_run", "dp2,tp2", "--json", str(report)]
-    assert main([*TRIED, *flags]) == 0
-    text = capfd.readouterr().out
-    assert "dry run of 4 ranks, layout dp2·tp2" in text
-    assert "fits: rank 0 needs" in text
-    found = json.loads(report.read_text())
-    assert found["layout"] == "dp2·tp2"
-    assert {entry["axis"] for entry in found["ranks"][0]["collectives"]} == {"dp_shard", "tp"}
 
 
 def test_a_run_of_so_many_tokens(capsys):

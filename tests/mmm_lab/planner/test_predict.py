@@ -6,10 +6,11 @@ from functools import partial
 import pytest
 
 from mmm.trainer.config.command_line import parse
-from mmm_lab.cli.plan_try import train
 from mmm_lab.planner.dry_run import dry_run
 from mmm_lab.planner.predict import predict
+from mmm_launch.host.child import run_as_main
 from mmm_launch.machines.find import named
+from mmm_launch.program.target import Target
 
 LLAMA = "lm --preset debug --dataset random --seq_length 128 --batch_size 4 --dim 128 --ffn_dim 352 --n_kv_heads 4"
 DEEP = f"{LLAMA} --n_layers 4 --microbatches 4"
@@ -58,7 +59,7 @@ def test_memory_by_formula_is_that_of_the_dry_run(monkeypatch, ranks, line):
     predicted = predict(resolved(monkeypatch, ranks, line), "cpu", "fp32")
     name, *words = line.split()
     monkeypatch.undo()
-    found = dry_run(partial(train, f"mmm.trainer.{name}", [*words, "--device", "cpu"]), ranks)
+    found = dry_run(partial(run_as_main, Target("module", f"mmm.trainer.{name}", (*words, "--device", "cpu"))), ranks)
     for report in found.ranks:
         peak = max(peak.bytes for phase, peak in report.peaks.items() if phase.startswith("step "))
         assert BELOW < predicted.bytes(report.coordinates["pp"]) / peak < ABOVE

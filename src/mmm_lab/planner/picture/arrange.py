@@ -19,7 +19,7 @@ MOST_COLUMNS, WIDEST, NARROWEST = 8, 214.0, 96.0  # cards in a row; widths of on
 BETWEEN, BESIDE, BLOCKS = 56.0, 48.0, 80.0  # rows; columns, at least; stages
 STAGE = 6.0  # from a stage's frame to its cards
 THICK, THIN = 15.0, 1.6  # arrows
-HOST = 12.0  # from a host's frame to its cards
+AROUND = 12.0  # from the edge of the arrangement to its cards
 
 
 @dataclass
@@ -80,7 +80,7 @@ class Arrangement:
     @cached_property
     def card_width(self) -> float:
         stages, _, columns = self.counts
-        gaps = stages * (columns - 1) * self.beside + (stages - 1) * BLOCKS + 2 * HOST
+        gaps = stages * (columns - 1) * self.beside + (stages - 1) * BLOCKS + 2 * AROUND
         return min(max((self.width - gaps) / (stages * columns), NARROWEST), WIDEST)
 
     @cached_property
@@ -90,7 +90,7 @@ class Arrangement:
     @property
     def full_width(self) -> float:
         stages = self.counts[0]
-        return stages * self._block + (stages - 1) * BLOCKS + 2 * HOST
+        return stages * self._block + (stages - 1) * BLOCKS + 2 * AROUND
 
     @property
     def _block(self) -> float:
@@ -99,44 +99,22 @@ class Arrangement:
     @property
     def bottom(self) -> float:
         rows = self.counts[1]
-        return self.y + 2 * HOST + 14 + rows * self.card_height + (rows - 1) * BETWEEN
+        return self.y + 2 * AROUND + rows * self.card_height + (rows - 1) * BETWEEN
 
     def corner(self, rank: int) -> tuple[float, float]:
         """Left and top of a card."""
         stage, row, column = self.cells[rank]
-        left = self.x + HOST + stage * (self._block + BLOCKS) + column * (self.card_width + self.beside)
-        return left, self.y + HOST + 14 + row * (self.card_height + BETWEEN)
+        left = self.x + AROUND + stage * (self._block + BLOCKS) + column * (self.card_width + self.beside)
+        return left, self.y + AROUND + row * (self.card_height + BETWEEN)
 
     def items(self) -> list[Item]:
-        """Frames of hosts and of stages, cards, and the arrows between them."""
-        found = self._hosts() + self._stages()
+        """Frames of stages, cards, and the arrows between them."""
+        found = self._stages()
         for rank in self.ranks:
             x, y = self.corner(rank)
             found.append(Rect(x, y, self.card_width, self.card_height, fill="paper", stroke="ink", line=1, radius=6))
             found += card(self.facts, rank, x, y, self.card_width)[0]
         return found + self._arrows()
-
-    def _hosts(self) -> list[Item]:
-        """A frame around the cards of a host, where they stand together; else each card's host in its corner."""
-        found: list[Item] = []
-        by_host: dict[int, list[int]] = {}
-        for rank in self.ranks:
-            by_host.setdefault(self.facts.host_of(rank), []).append(rank)
-        for host, ranks in by_host.items():
-            corners = [self.corner(rank) for rank in ranks]
-            left, top = min(x for x, _ in corners), min(y for _, y in corners)
-            right = max(x for x, _ in corners) + self.card_width
-            bottom = max(y for _, y in corners) + self.card_height
-            inside = [rank for rank in self.ranks if _within(self.corner(rank), left, right, top, bottom)]
-            name = f"host {host}" + (f" of {self.facts.site}" if self.facts.site else "")
-            if inside == ranks:
-                pad = HOST - 2 if len(by_host) > 1 else HOST
-                box = left - pad, top - pad - 12, right - left + 2 * pad, bottom - top + 2 * pad + 10
-                found.append(Rect(*box, fill="idle", stroke="grid", radius=10))
-                found.append(Text(right, top - pad + 1, name, 10, "end", opacity=0.8))
-            else:
-                found += [Text(x, y - 4, name, 9, opacity=0.8) for x, y in corners]
-        return found
 
     def _stages(self) -> list[Item]:
         """A frame around the cards of a stage, of several: what goes to the next stage goes from frame to frame."""
@@ -146,8 +124,8 @@ class Arrangement:
         high = rows * self.card_height + (rows - 1) * BETWEEN + 2 * STAGE
         found: list[Item] = []
         for stage in range(stages):
-            left = self.x + HOST + stage * (self._block + BLOCKS) - STAGE
-            box = left, self.y + HOST + 14 - STAGE, self._block + 2 * STAGE, high
+            left = self.x + AROUND + stage * (self._block + BLOCKS) - STAGE
+            box = left, self.y + AROUND - STAGE, self._block + 2 * STAGE, high
             found.append(Rect(*box, stroke=color_of("pp"), radius=9, dashed=True))
         return found
 
@@ -237,7 +215,3 @@ class Arrangement:
         """Width of an arrow: in proportion to the bytes, of the most that any rank sends over an axis."""
         most = max((count for rank in self.ranks for count in self.facts.sent(rank).values()), default=1.0)
         return max(THICK * sent / max(most, 1.0), THIN)
-
-
-def _within(corner: tuple[float, float], left: float, right: float, top: float, bottom: float) -> bool:
-    return left <= corner[0] < right and top <= corner[1] < bottom

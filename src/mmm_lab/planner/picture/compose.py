@@ -1,54 +1,18 @@
-"""The whole picture of a layout: its name, the cards of its ranks (of many, squares for those not drawn in full), what
-travels and when, and where it is from."""
+"""The whole picture of a layout: its name, the cards of its ranks (of many the first ones), what travels and when, and
+where it is from."""
 
 from __future__ import annotations
-
-from collections.abc import Sequence
 
 from mmm import units
 from mmm_lab.planner.picture import words
 from mmm_lab.planner.picture.arrange import Arrangement
 from mmm_lab.planner.picture.cards import filled
 from mmm_lab.planner.picture.facts import Facts, Shard
-from mmm_lab.planner.picture.scene import Item, Rect, Scene, Text, text_width, wrapped
+from mmm_lab.planner.picture.scene import Item, Scene, Text, text_width, wrapped
 from mmm_lab.planner.picture.sent import sent_table
 
-SIDE, APART = 8.0, 1.5  # of a square; between two
-MOST = 4096  # squares
-
-
-def crowd(facts: Facts, shown: Sequence[int], x: float, y: float, width: float) -> tuple[list[Item], float]:
-    """The squares, hosts together, and what is the same for all; and where it ends."""
-    items = list[Item]()
-    for text in words.others(facts, shown):
-        for line in wrapped(text, width, 11):
-            y += 15
-            items.append(Text(x, y, line, 11))
-    y += 12
-    if facts.layout.ranks > MOST:
-        return items, y
-    left, rank = x, 0
-    for count in facts.hosts:
-        wide = count * (SIDE + APART) + 4
-        if left + wide > x + width:
-            left, y = x, y + SIDE + 7
-        if rank in shown:
-            items.append(Rect(left - 3, y - 3, wide + 1, SIDE + 6, stroke="ink", radius=2))
-        for own in range(rank, rank + count):
-            items += filled(_shards(facts, own), left + (own - rank) * (SIDE + APART), y, SIDE, SIDE)
-        rank, left = rank + count, left + wide + 4
-    items.append(Text(x, y + SIDE + 15, "each square a rank, each group of squares a host", 9.5, opacity=0.75))
-    return items, y + SIDE + 22
-
-
-def _shards(facts: Facts, rank: int) -> list[Shard]:
-    grids, pp = facts.grids(rank), facts.layout.pp
-    stage = [Shard("pp", facts.layout.coordinates(rank)["pp"], pp)] if pp > 1 else []
-    return [*stage, *(grids[0].shards if grids else ())]
-
-
 WIDTH, MARGIN = 960.0, 24.0
-SHOWN = 16  # ranks in full
+SHOWN = 16  # ranks that are drawn
 READ = "Outline: the full tensor. Filled: what the rank has of it. Colour: the axis that shards it. Shade: which shard."
 EVENLY = " Each expert gets as many tokens."
 
@@ -57,7 +21,7 @@ def picture(facts: Facts, made_by: str) -> Scene:
     """Args:
     made_by: the command that has drawn it.
     """
-    layout, shown = facts.layout, shown_ranks(facts)
+    layout, shown = facts.layout, range(min(facts.layout.ranks, SHOWN))
     arranged = Arrangement(facts, shown, WIDTH - 2 * MARGIN, MARGIN, 0.0)
     width = max(WIDTH, arranged.full_width + 2 * MARGIN)
     arranged.x = MARGIN + max(0.0, (width - 2 * MARGIN - arranged.full_width) / 2)
@@ -67,8 +31,8 @@ def picture(facts: Facts, made_by: str) -> Scene:
     items += arranged.items()
     y = arranged.bottom + 10
     if len(shown) < layout.ranks:
-        more, y = crowd(facts, shown, MARGIN, y, width - 2 * MARGIN)
-        items += more
+        y += 15
+        items.append(Text(MARGIN, y, words.others(layout, shown), 11))
     more, y = _step(facts, y + 16, width)
     items += more
     for line in _footer(facts, made_by):
@@ -109,11 +73,6 @@ def _step(facts: Facts, y: float, width: float) -> tuple[list[Item], float]:
         items += more
         y += 8
     return items, y
-
-
-def shown_ranks(facts: Facts) -> list[int]:
-    """The ranks in full: all of a few, else those of the first host."""
-    return list(range(facts.layout.ranks if facts.layout.ranks <= SHOWN else min(facts.hosts[0], SHOWN)))
 
 
 def _legend(facts: Facts, right: float, y: float) -> list[Item]:

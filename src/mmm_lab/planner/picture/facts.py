@@ -6,11 +6,9 @@ Everything is read off a dry run: shards from the placements of its tensors, byt
 from __future__ import annotations
 
 import math
-from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate
 from typing import NamedTuple
 
 from mmm.layout import Layout, Techniques
@@ -74,17 +72,9 @@ class Flow(NamedTuple):
 
 @dataclass(frozen=True)
 class Facts:
-    """Of one layout.
-
-    Args:
-        hosts: ranks on each host, in order. site: name of the machine; empty where nobody says.
-        assumed: nobody says how many ranks a host has.
-    """
+    """What the dry run of one layout has shown."""
 
     dry: DryRun
-    hosts: tuple[int, ...]
-    site: str = ""
-    assumed: bool = False
 
     @cached_property
     def layout(self) -> Layout:
@@ -107,14 +97,6 @@ class Facts:
         ulysses = self.techniques.ulysses_size(self.layout.cp)
         found = axes_of(self.layout, rank, self.experts is not None, ulysses)
         return {"world": tuple(range(self.layout.ranks)), **{axis: ranks for ranks, axis in found.items()}}
-
-    def host_of(self, rank: int) -> int:
-        return bisect_right(self._ends, rank)
-
-    @cached_property
-    def _ends(self) -> list[int]:
-        """The first rank after each host."""
-        return list(accumulate(self.hosts))
 
     @property
     def loops(self) -> bool:

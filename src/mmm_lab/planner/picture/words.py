@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from mmm import units
-from mmm.layout import UNSHARDED
+from mmm.layout import UNSHARDED, Layout
 from mmm_lab.planner.picture.facts import DATA, Facts, Flow
 
 FEW = 64  # bytes: what a step sums besides
@@ -114,25 +113,10 @@ def sentences(facts: Facts) -> list[str]:
     return texts
 
 
-def others(facts: Facts, shown: Sequence[int]) -> list[str]:
-    """Of the ranks that are not drawn in full, and of the groups that they form with those that are."""
-    left, hosts = facts.layout.ranks - len(shown), len(facts.hosts)
-    where = f"on {hosts:,} hosts" if hosts > 1 else "on the same host"
-    if hosts > 1 and len(shown) == facts.hosts[0]:
-        where = f"on {hosts - 1:,} more host{'s' * (hosts > 2)}"
-    lines = [
-        f"Ranks {shown[0]} to {shown[-1]} in full. The other {left:,}, {where}, hold and send as much: each the parts "
-        f"of its own coordinates." + " Hosts of so many ranks are assumed: --site says which." * facts.assumed
-    ]
-    groups = facts.groups(0)
-    for axis, sent in facts.sent(0).items():
-        if sent and axis in groups:
-            on = len({*map(facts.host_of, groups[axis])})
-            spread = f"on {on:,} hosts" if on > 1 else "inside a host"
-            lines.append(
-                f"{axis}: groups of {len(groups[axis]):,} ranks {spread}; a rank sends {units.size(sent)} in a step."
-            )
-    return lines
+def others(layout: Layout, shown: Sequence[int]) -> str:
+    """What stands for the ranks that are not drawn."""
+    drawn = f"Ranks {shown[0]} to {shown[-1]} of {layout.ranks:,}."
+    return f"{drawn} The others hold the parts of their own coordinates, and send as much."
 
 
 def meaning(facts: Facts, flow: Flow) -> str:

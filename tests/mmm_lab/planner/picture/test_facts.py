@@ -30,7 +30,7 @@ SHORT = {"max_iters": 1, "plots": False, "eval_every": 0}
 def facts_of(name):
     layout = layout_of(name)
     program = partial(run_as_main, Target("module", "mmm.trainer.lm", tuple(trainer_flags(layout, []))))
-    return Facts(dry_run(program, layout.ranks), (layout.ranks,))
+    return Facts(dry_run(program, layout.ranks))
 
 
 def held_on(rank, flags, outdir):
