@@ -86,7 +86,7 @@ mutants: MINUTES =
 mutants: $(READY)
 	PYTHONPATH=tests $(BIN)/python -m mutants $(ONLY) $(if $(MINUTES),--minutes $(MINUTES)) $(if $(TABLE),--table $(TABLE))
 
-# The site, in site/, from docs/: open site/index.html. Then the tests of it: each link, and what the pages' commands print.
+# The site, in site/, from docs/: open site/index.html, no server is needed. Then the tests of it: each link, and what the pages' commands print.
 # MMM_WRITE_DOCS=1 make docs writes outputs and pictures anew.
 docs: $(DOCS)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict

@@ -6,7 +6,6 @@ Where chromium is missing this is a skip that can be seen, or a failure where MM
 import html
 import importlib.util
 import json
-import os
 import random
 import re
 import shlex
@@ -24,8 +23,6 @@ _SPEC = importlib.util.spec_from_file_location("planner_data", DOCS / "assets/pl
 page_data = importlib.util.module_from_spec(_SPEC)
 _SPEC.loader.exec_module(page_data)
 
-STRICT = os.environ.get("MMM_CLUSTER_TESTS") == "required"
-BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 SEED, QUESTIONS = 35, 50
 TOLERANCE = 1e-6
 # Run in the page, after its own scripts: what it shows for questions, and where its controls are moved.
@@ -62,14 +59,6 @@ left.id = "tried";
 left.textContent = JSON.stringify(tried);
 document.body.append(left);
 """
-
-
-@pytest.fixture(scope="session")
-def browser():
-    found = next(filter(None, map(shutil.which, BROWSERS)), None)
-    if found is None:
-        (pytest.fail if STRICT else pytest.skip)(f"missing for this test: {' or '.join(BROWSERS)}")
-    return found
 
 
 def opened(browser, folder, script, address=""):

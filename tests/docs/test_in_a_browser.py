@@ -1,0 +1,80 @@
+"""The site as its readers open it: from a file, and on the narrow screen of a telephone."""
+
+import html
+import json
+import re
+import shutil
+import subprocess
+
+import pytest
+
+from support.pages import SITE
+
+pytestmark = pytest.mark.docs
+
+# Types into the search field, and again until something has been found.
+SEARCH = """
+const toggle = document.getElementById("__search");
+const input = document.querySelector("[data-md-component=search-query]");
+toggle.checked = true;
+toggle.dispatchEvent(new Event("change", { bubbles: true }));
+setInterval(() => {
+  const links = [...document.querySelectorAll(".md-search-result__link")].map((link) => link.href);
+  leave(links);
+  if (links.length) return;
+  input.focus();
+  input.value = input.value === "ulysses" ? "ulysses " : "ulysses";
+  input.dispatchEvent(new Event("keyup", { bubbles: true }));
+}, 500);
+"""
+# Of each column of words: what begins it, and how many letters wide it is.
+COLUMNS = """
+const columns = [];
+for (const table of document.querySelectorAll(".md-typeset table:not([class])")) {
+  for (const [place, head] of [...table.rows[0].cells].entries()) {
+    const texts = [...table.rows].map((row) => row.cells[place]?.textContent ?? "");
+    const words = texts.filter((text) => /[a-z]{5}/.test(text));
+    const style = getComputedStyle(head);
+    const width = head.clientWidth - parseFloat(style.paddingLeft) - parseFloat(style.paddingRight);
+    if (words.length) columns.push([words[0].slice(0, 30), width / (parseFloat(style.fontSize) / 2)]);
+  }
+}
+leave(columns);
+"""
+LEAVE = """
+const left = document.body.appendChild(document.createElement("pre"));
+left.id = "left";
+const leave = (value) => { left.textContent = JSON.stringify(value); };
+"""
+
+
+def opened(browser, folder, name, script, width):
+    """What a script leaves that runs in a page of the site, opened from a file, after the page's own scripts."""
+    site = folder / "site"
+    shutil.copytree(SITE, site, dirs_exist_ok=True)
+    page = site / name
+    text = page.read_text(encoding="utf-8")
+    page.write_text(
+        text.replace("</body>", f"<script>addEventListener('load', () => {{{LEAVE}{script}}});</script></body>"),
+        encoding="utf-8",
+    )
+    command = [browser, "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={folder}/profile"]
+    command += [f"--window-size={width},2000", "--virtual-time-budget=20000", "--dump-dom", f"file://{page}"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    left = re.search(r'<pre id="left">(.*?)</pre>', done.stdout, re.DOTALL)
+    assert left, done.stderr[-2000:]
+    return json.loads(html.unescape(left[1]) or "null")
+
+
+def test_the_search_works_from_a_file(browser, tmp_path):
+    links = opened(browser, tmp_path, "index.html", SEARCH, width=1200)
+    assert links, "nothing found"
+    assert any("context-parallel.html" in link for link in links), links
+
+
+@pytest.mark.parametrize("name", ["mistakes.html", "reference/flags.html"])
+def test_no_column_of_words_is_a_letter_wide(browser, tmp_path, name):
+    columns = opened(browser, tmp_path, name, COLUMNS, width=400)
+    assert columns
+    narrow = [(text, round(letters, 1)) for text, letters in columns if letters < 5]
+    assert not narrow
