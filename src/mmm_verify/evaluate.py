@@ -13,10 +13,11 @@ from torch import Tensor
 
 from mmm_verify.difference import finite_size_of, relative, same_elements, size_of, worst
 from mmm_verify.locate import first_wrong_module, rows_of_batch
+from mmm_verify.loss import Losses, LossReading
 from mmm_verify.observe import LocalTensor, Observed
 from mmm_verify.rank import RankObserved
 from mmm_verify.reference import ROUNDING, TOLERANCE, Reference, innermost_first, scale_of
-from mmm_verify.relations import Place, place_of, relation, summed
+from mmm_verify.relations import Place, place_of, reduced, relation
 from mmm_verify.subject import Subject
 from mmm_verify.torch_private import tree_leaves
 from mmm_verify.verdict import NOT_COMPARABLE, NOT_SAME, SAME, Finding, Verdict
@@ -38,6 +39,7 @@ class Evaluation:
         self.names: list[dict[str, str]] = []
         self.first = ""
         self.notes = list(reference.notes)
+        self.loss_axes: tuple[str, ...] = ()  # whose ranks have different losses, rightly
         self._counted: dict[str, set[str]] = {}  # by relation, the names that have it
 
     def verdict(self) -> Verdict:
@@ -153,12 +155,12 @@ class Evaluation:
         scale: float,
     ) -> str:
         def others(other: int) -> tuple[Tensor | None, Tensor | None]:
-            return summed(tensors, other), self._ought(name, other, tensors, full)
+            return reduced(tensors, other), self._ought(name, other, tensors, full)
 
         alone = self.ranks[rank].alone
         own = getattr(alone, kind).get(name) if alone is not None else None
         by_itself = self._ought(name, rank, tensors, own.local) if own is not None else None
-        value = summed(tensors, rank)
+        value = reduced(tensors, rank)
         return relation(value, ought, scale, rank, others, by_itself, self.subject)
 
     def _ought(self, name: str, rank: int, tensors: list[LocalTensor | None], full: Tensor) -> Tensor | None:
@@ -199,38 +201,18 @@ class Evaluation:
     def loss(self) -> None:
         whole = self.reference.observed.loss
         assert whole is not None
-        words, off = self._loss([rank.parallel.loss for rank in self.ranks], whole.local)
-        if words:
+        reading = self._read_loss([rank.parallel.loss for rank in self.ranks], whole.local)
+        if reading.wrong:
             self.first = self._located()
-            self._find("loss", "the loss", 0, words, off)
+            self._find("loss", "the loss", None, reading.wrong, reading.error)
         else:
-            self.compared["loss"] = f"same: {whole.local.item():.9g}, to {off:.0e}"
+            self.loss_axes = reading.axes
+            how = f", {reading.reading}" if reading.reading else ""
+            self.compared["loss"] = f"same: {whole.local.item():.9g}{how}, to {reading.error:.0e}"
 
-    def _loss(self, losses: list[LocalTensor | None], whole: Tensor) -> tuple[str, float]:
-        """Whether the ranks' losses are the loss of the batch: their mean, or their sum, over the ranks that split it.
-        Returns what they are instead, or nothing, and the relative error."""
+    def _read_loss(self, losses: list[LocalTensor | None], expected: Tensor) -> LossReading:
         tolerance = max(TOLERANCE, 32 * self.reference.loss_floor)
-        groups: dict[int, list[Tensor]] = {}
-        for rank, loss in enumerate(losses):
-            value = summed(losses, rank)
-            if loss is not None and value is not None and value.numel() == 1:
-                groups.setdefault(self.subject.batch_part(rank), []).append(value.reshape(()).double())
-        if not groups:
-            return "no rank has a loss", math.inf
-        means = torch.stack([torch.stack(values).mean() for values in groups.values()])
-        everything = torch.stack([value for values in groups.values() for value in values])
-        scale = size_of(whole)
-        # Of a program that averages over the ranks; that adds up; and where ranks of a part have parts of the loss too.
-        candidates = [means.mean(), means.sum(), everything.sum()]
-        errors = [relative(candidate.reshape(()), whole.reshape(()), scale) for candidate in candidates]
-        best = min((math.inf if math.isnan(error) else error) for error in errors)
-        if best <= tolerance:
-            return "", best
-        mean, total = means.mean().item(), everything.sum().item()
-        return (
-            f"is {mean:.9g} in the mean over the ranks, {total:.9g} in their sum, on one device {whole.item():.9g}",
-            best,
-        )
+        return Losses(self.subject, self.reference, self.ranks, self.batch).read(losses, expected, tolerance)
 
     def _located(self) -> str:
         """The first module that returned something else, in words."""
@@ -265,7 +247,7 @@ class Evaluation:
         self, name: str, rank: int, tensors: list[LocalTensor | None], full: LocalTensor | None, largest: float
     ) -> float:
         """How far a rank's gradient is off; adds a finding if it is too far."""
-        value = summed(tensors, rank)
+        value = reduced(tensors, rank)
         if full is None:
             if value is None or size_of(value) == 0:
                 return 0.0
@@ -302,20 +284,24 @@ class Evaluation:
                     self._find("step", name, rank, words, error)
         whole = self.reference.observed.loss_after
         if not self.findings and whole is not None:
-            words, off = self._loss([rank.parallel.loss_after for rank in self.ranks], whole.local)
-            if words:
-                self._find("step", "the loss after it", 0, words, off)
+            reading = self._read_loss([rank.parallel.loss_after for rank in self.ranks], whole.local)
+            if reading.wrong:
+                self._find("step", "the loss after it", None, reading.wrong, reading.error)
         if not self.findings:
             self.compared["step"] = f"same: weights, buffers and loss after it, to {worst(errors):.0e}"
 
 
 def dropout_findings(
-    subject: Subject, reference: Reference, ranks: Sequence[Observed]
+    subject: Subject, loss_axes: Sequence[str], ranks: Sequence[Observed]
 ) -> tuple[list[Finding], list[str]]:
-    """With dropout on: whether ranks that hold the same samples agree on what is dropped, and advice."""
+    """With dropout on: whether ranks that hold the same samples agree on what is dropped, and advice.
+
+    Args:
+        loss_axes: those whose ranks have different losses without dropout too.
+    """
     findings: list[Finding] = []
     for rank in range(len(ranks)):
-        for axis in set(subject.axes) - set(subject.batch_axes):
+        for axis in set(subject.axes) - set(subject.batch_axes) - set(loss_axes):
             first = subject.group(rank, axis)[0]
             one, other = ranks[first].loss, ranks[rank].loss
             if one is None or other is None or one.partial or other.partial:

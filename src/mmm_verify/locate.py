@@ -64,7 +64,7 @@ def first_wrong_module(subject: Subject, reference: Reference, ranks: Sequence[R
         if len(calls) != 1:
             continue
         for index, output in enumerate(calls[0]):
-            outputs = [_joined(rank, name, index) for rank in ranks]
+            outputs = [joined_calls(rank, name, index) for rank in ranks]
             expected = [of_samples(output.local, rows[rank], reference.samples) for rank in range(len(ranks))]
             for rank in range(len(ranks)):
                 words = _wrong(subject, outputs, expected, rank, name, index, ranks)
@@ -73,7 +73,7 @@ def first_wrong_module(subject: Subject, reference: Reference, ranks: Sequence[R
     return ""
 
 
-def _joined(rank: RankObserved, name: str, index: int) -> LocalTensor | None:
+def joined_calls(rank: RankObserved, name: str, index: int) -> LocalTensor | None:
     """One of a module's outputs, its micro-batches one after the other. None where the rank has no such output."""
     recorded = rank.parallel.outputs
     under = name if name in recorded else next((full for full in recorded if name and full.endswith(f".{name}")), "")
@@ -99,7 +99,7 @@ def _wrong(
 ) -> str:
     """What a rank's output is instead of a part of what it should be. Empty where it is one, or cannot be said."""
     own, full = outputs[rank], expected[rank]
-    if own is None or not full.is_floating_point():
+    if own is None or not full.is_floating_point() or full.numel() == 1:  # one number is a loss, and no sample's
         return ""
     ought = full
     if own.box is not None:

@@ -26,18 +26,31 @@ MOST_CALLS = 64  # of one module that are kept
 
 
 @dataclass(frozen=True)
+class Reduction:
+    """A reduction over ranks that is still to be made.
+
+    Attributes:
+        operation: ``sum``, ``avg``, ``max`` or ``min``. norm: the p of a p-norm, which it is in place of these.
+    """
+
+    ranks: tuple[int, ...]
+    operation: str
+    norm: float | None = None
+
+
+@dataclass(frozen=True)
 class LocalTensor:
     """What a rank has of a tensor.
 
     Attributes:
         local: its own elements, on the CPU.
         box: which part of the full tensor they are; None of a plain tensor, which does not say.
-        partial: where a DTensor is a sum that is still to be made, over which ranks; for each dim of its mesh.
+        partial: the reductions that a DTensor still needs, one for each such dim of its mesh.
     """
 
     local: Tensor
     box: ShardBox | None = None
-    partial: tuple[tuple[int, ...], ...] = ()
+    partial: tuple[Reduction, ...] = ()
 
 
 @dataclass
@@ -186,7 +199,11 @@ def local_tensor(tensor: Any) -> LocalTensor:
     if not isinstance(tensor, DTensor):
         return LocalTensor(local)
     partial = [
-        tuple(dist.get_process_group_ranks(tensor.device_mesh.get_group(index)))
+        Reduction(
+            tuple(dist.get_process_group_ranks(tensor.device_mesh.get_group(index))),
+            placement.reduce_op,  # type: ignore[attr-defined]
+            getattr(placement, "norm_type", None),
+        )
         for index, placement in enumerate(tensor.placements)
         if placement.is_partial()
     ]

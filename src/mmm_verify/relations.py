@@ -16,6 +16,13 @@ from mmm_verify.subject import Subject
 ALIKE = 1e-7  # relative: a relation holds
 LOW_PRECISION = 0.1  # relative: how far rounding may move what is computed in bf16
 MOST_ROWS = 1 << 16  # that are looked up one by one
+# By the names that DTensor has for them.
+REDUCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "sum": lambda stacked: stacked.sum(0),
+    "avg": lambda stacked: stacked.mean(0),
+    "max": lambda stacked: stacked.amax(0),
+    "min": lambda stacked: stacked.amin(0),
+}
 
 
 @dataclass(frozen=True)
@@ -61,21 +68,25 @@ def place_of(tensor: LocalTensor, full: Tensor) -> Place | None:
     return Place(tuple(torch.tensor(found) if d == dim else None for d in range(full.ndim)))
 
 
-def summed(tensors: Sequence[LocalTensor | None], rank: int) -> Tensor | None:
-    """A rank's tensor, where a DTensor is a sum still to be made the sum. None where another rank has none."""
+def reduced(tensors: Sequence[LocalTensor | None], rank: int, dims: int | None = None) -> Tensor | None:
+    """A rank's tensor; of a DTensor that is partial, what its reduction comes to. None where another rank has none.
+
+    Args:
+        dims: how many dims of the DTensor's mesh are reduced, the first ones. Default: all.
+    """
     own = tensors[rank]
     if own is None:
         return None
-    total, ranks = own.local, {rank}
-    for dim in range(len(own.partial)):
-        holders = [tensors[other] for other in ranks]
-        ranks = {one for holder in holders if holder and len(holder.partial) > dim for one in holder.partial[dim]}
-    if len(ranks) > 1:
-        parts = [tensors[other] for other in ranks]
-        if any(part is None or part.local.shape != total.shape for part in parts):
-            return None
-        total = torch.stack([part.local for part in parts if part is not None]).sum(0)
-    return total
+    *earlier, last = own.partial[:dims] or (None,)
+    if last is None:
+        return own.local
+    parts = [reduced(tensors, other, len(earlier)) for other in last.ranks]
+    if any(part is None or part.shape != own.local.shape for part in parts):
+        return None
+    stacked = torch.stack([part for part in parts if part is not None])
+    if last.norm is not None:
+        return torch.linalg.vector_norm(stacked, last.norm, 0)
+    return REDUCTIONS[last.operation](stacked)
 
 
 def relation(
@@ -114,8 +125,11 @@ def relation(
     flat, ought = value.flatten(), expected.flatten()
     norm = torch.linalg.vecdot(ought, ought).real.item()
     factor = (torch.linalg.vecdot(ought, flat).real.item() / norm) if norm else math.nan
-    if math.isfinite(factor) and factor and relative(value, expected * factor, size_of(value)) <= ALIKE:
-        return f"{_times(factor, subject)} what it should be"
+    if math.isfinite(factor) and factor:
+        # Of what is nearly right, every number near 1 would do: the factor has to explain what is left.
+        near = min(ALIKE, relative(value, expected, size_of(value)) / 10)
+        if relative(value, expected * factor, size_of(value)) <= near:
+            return f"{times(factor, subject)} what it should be"
     if alone is not None and alone.shape == value.shape and relative(value, alone, size_of(alone)) <= ALIKE:
         return "what this rank has by itself, without the others: its own samples or positions, from 0"
     for other in range(len(subject.places)):
@@ -152,7 +166,7 @@ def _over_ranks(
     return ""
 
 
-def _times(factor: float, subject: Subject) -> str:
+def times(factor: float, subject: Subject) -> str:
     """``2 times (the size of dp)``."""
     sizes = {**subject.axes, "the mesh": len(subject.places)}
     for axis, size in sizes.items():
@@ -160,4 +174,13 @@ def _times(factor: float, subject: Subject) -> str:
             return f"{size} times (the size of {axis})"
         if size > 1 and math.isclose(factor, 1 / size, rel_tol=1e-6):
             return f"1/{size} (of the size of {axis}) times"
-    return f"{factor:.6g} times"
+    return f"{with_digits(factor)} times"
+
+
+def with_digits(factor: float) -> str:
+    """A factor with so many digits that it is not shown as 1."""
+    rounded = f"{factor:.6g}"
+    if rounded != "1" or factor == 1:
+        return rounded
+    decimals = 3 - math.floor(math.log10(abs(factor - 1)))
+    return f"{factor:.{min(decimals, 15)}f}"

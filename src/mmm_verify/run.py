@@ -85,11 +85,12 @@ def verify_subject(subject: Subject, timeout: float = TIMEOUT) -> Verdict:
         observed = fork_ranks(run_rank, ranks, subject, reference, False, timeout + MORE, timeout=timeout)
     except RanksFailed as error:
         return _failed(verdict, error)
-    verdict = Evaluation(subject, reference, observed, batch).verdict()
+    evaluation = Evaluation(subject, reference, observed, batch)
+    verdict = evaluation.verdict()
     alone = f"the same twice{reference.split}"
     verdict = replace(verdict, compared={"model": alone, **verdict.compared})
     if verdict.same and reference.has_dropout:
-        verdict = _with_dropout(subject, reference, verdict, timeout)
+        verdict = _with_dropout(subject, reference, verdict, evaluation.loss_axes, timeout)
     return verdict
 
 
@@ -125,13 +126,15 @@ def _failed(verdict: Verdict, error: RanksFailed) -> Verdict:
     )
 
 
-def _with_dropout(subject: Subject, reference: Reference, verdict: Verdict, timeout: float) -> Verdict:
+def _with_dropout(
+    subject: Subject, reference: Reference, verdict: Verdict, loss_axes: Sequence[str], timeout: float
+) -> Verdict:
     """Once more, with dropout."""
     try:
         observed = fork_ranks(run_rank, verdict.ranks, subject, reference, True, timeout + MORE, timeout=timeout)
     except RanksFailed as error:
         return _failed(verdict, error)
-    findings, advice = dropout_findings(subject, reference, [rank.parallel for rank in observed])
+    findings, advice = dropout_findings(subject, loss_axes, [rank.parallel for rank in observed])
     if findings:
         return replace(verdict, result=NOT_SAME, findings=tuple(findings), first=findings[0].name)
     compared = {**verdict.compared, "dropout": "ranks with the same samples drop the same"}

@@ -1,0 +1,203 @@
+"""What the ranks show as the loss: it, parts of it, or something else with right gradients."""
+
+import re
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+from mmm_verify import verify
+
+
+def fields():
+    """Eight samples of four positions."""
+    return torch.randn(8, 4, 3), torch.randn(8, 4, 2)
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body, self.head = nn.Linear(3, 2), nn.Linear(2, 2)
+
+    def forward(self, x):
+        return self.head(torch.tanh(self.body(x)))
+
+
+class Lossy(Net):
+    """Returns its own loss, as many a model of a library."""
+
+    def forward(self, batch):
+        return F.mse_loss(super().forward(batch[0]), batch[1])
+
+
+def nothing(model, mesh):
+    pass
+
+
+def average(model, mesh):
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(lambda p: dist.all_reduce(p.grad.div_(mesh.size())))
+
+
+def add_up(model, mesh):
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(lambda p: dist.all_reduce(p.grad))
+
+
+def add_up_over_cp(model, mesh):
+    group = mesh["cp"].get_group()
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(lambda p: dist.all_reduce(p.grad, group=group))
+
+
+def own_channels(model, mesh):
+    """The head's rows: what comes before has its gradient added up."""
+    rank = mesh.get_rank()
+    model.head.weight = nn.Parameter(model.head.weight.detach().chunk(2)[rank].clone())
+    model.head.bias = nn.Parameter(model.head.bias.detach().chunk(2)[rank].clone())
+    add_up(model.body, mesh)
+
+
+def dtensor_channels(model, mesh):
+    parallelize_module(model, mesh, {"head": ColwiseParallel(output_layouts=Shard(-1), use_local_output=False)})
+
+
+def squares(model, batch):
+    return F.mse_loss(model(batch[0]), batch[1])
+
+
+def showing(change):
+    """A step with right gradients, that shows something of its loss."""
+
+    def step(model, batch, mesh):
+        loss = squares(model, batch)
+        if mesh is None:
+            return loss
+        loss.backward()
+        return change(loss.detach(), mesh)
+
+    return step
+
+
+def all_reduced(factor):
+    def change(loss, mesh):
+        dist.all_reduce(loss)
+        return loss * factor
+
+    return showing(change)
+
+
+def positions(batch, mesh):
+    return [tensor.chunk(mesh["cp"].size(), 1)[mesh["cp"].get_local_rank()] for tensor in batch]
+
+
+def mean_of_positions(model, batch, mesh):
+    return squares(model, batch if mesh is None else positions(batch, mesh))
+
+
+def part_of_positions(model, batch, mesh):
+    return mean_of_positions(model, batch, mesh) / (mesh["cp"].size() if mesh is not None else 1)
+
+
+def renamed(step):
+    def with_other_name(model, batch, mesh):
+        return step(model, batch, None if mesh is None else {"cp": mesh})
+
+    return with_other_name
+
+
+def part_of_samples(model, batch, mesh):
+    return squares(model, batch) / (mesh.size() if mesh is not None else 1)
+
+
+def halved_once_more(model, batch, mesh):
+    """Right parts over cp, and the number that is shown divided by the size of tp as well."""
+    loss = part_of_positions(model, batch, mesh)
+    if mesh is None:
+        return loss
+    loss.backward()
+    return loss.detach() / mesh["tp"].size()
+
+
+def part_of_channels(model, batch, mesh, mean=False):
+    if mesh is None:
+        return squares(model, batch)
+    target = batch[1].chunk(2, -1)[mesh.get_rank()]
+    loss = (model(batch[0]) - target).square().sum() / batch[1].numel()
+    loss.backward()
+    return loss.detach() * (2 if mean else 1)
+
+
+def mean_of_channels(model, batch, mesh):
+    return part_of_channels(model, batch, mesh, mean=True)
+
+
+def of_dtensors(model, batch, mesh):
+    target = batch[1] if mesh is None else distribute_tensor(batch[1], mesh, [Shard(-1)])
+    return (model(batch[0]) - target).square().mean()
+
+
+def of_itself(model, batch):
+    return model(batch)
+
+
+def on_the_last(loss, mesh):
+    return loss * (mesh.get_rank() == mesh.size() - 1)
+
+
+def of_one_sample_more(loss, mesh):
+    return loss + 0.1 * (-1) ** mesh.get_rank()
+
+
+@pytest.mark.parametrize(
+    ("mesh", "parallelize", "step", "reading"),
+    [
+        ("dp2", average, squares, "the mean over dp"),
+        ("dp2", add_up, part_of_samples, "the sum over dp"),
+        ("dp2", average, all_reduced(0.5), None),
+        ("tp2", nothing, squares, None),
+        ("cp2", average, mean_of_positions, "the mean over cp"),
+        ("cp2", add_up, part_of_positions, "the sum over cp"),
+        ("ways2", add_up, renamed(part_of_positions), "the sum over ways"),  # no name that says so
+        ("tp2,cp2", add_up_over_cp, part_of_positions, "the sum over cp"),
+        ("tp2", own_channels, part_of_channels, "the sum over tp"),
+        ("tp2", dtensor_channels, of_dtensors, None),
+        ("pp2", nothing, showing(on_the_last), None),
+    ],
+)
+def test_right(mesh, parallelize, step, reading):
+    verdict = verify(Net, parallelize, fields, step, mesh)
+    assert verdict.same, f"{verdict}\n{verdict.details}"
+    assert re.search(r"(the (mean|sum) over \w+)?, to", verdict.compared["loss"])[1] == reading, verdict
+
+
+@pytest.mark.parametrize(
+    ("mesh", "parallelize", "step", "says"),
+    [
+        ("tp2", nothing, showing(lambda loss, mesh: loss / 2), r"on every rank: 1/2 \(of the size of tp\)"),
+        ("tp2", nothing, showing(lambda loss, mesh: loss * 2), r"on every rank: 2 times \(the size of tp\)"),
+        ("dp2", average, all_reduced(0.25), r"on every rank: 1/2 \(of the size of dp\)"),
+        ("dp2", average, all_reduced(1.0), r"on every rank: 2 times \(the size of dp\)"),
+        ("tp2,cp2", add_up_over_cp, halved_once_more, r"in the sum over cp: 1/2 \(of the size of tp\)"),
+        ("tp2", nothing, showing(of_one_sample_more), "the ranks of tp have different losses.*the mean of them is"),
+        ("tp2", own_channels, mean_of_channels, "the ranks of tp have different losses.*the mean of them is"),
+        ("dp2", average, showing(lambda loss, mesh: loss * 1.5), "in the mean over dp, .* in the sum, and"),
+    ],
+)
+def test_wrong(mesh, parallelize, step, says):
+    verdict = verify(Net, parallelize, fields, step, mesh)
+    assert verdict.exit_code == 1, str(verdict)
+    (finding,) = verdict.findings
+    assert finding.stage == "loss"
+    assert re.search(says, str(finding)), finding
+
+
+def test_a_model_that_returns_its_loss():
+    assert verify(Lossy, average, fields, of_itself, "dp2").same
+    unsynchronized = verify(Lossy, nothing, fields, of_itself, "dp2")
+    assert unsynchronized.exit_code == 1
+    assert unsynchronized.first == "every gradient"
