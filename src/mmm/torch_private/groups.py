@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.torch_version import TorchVersion
 
 # Private: what makes a mesh out of others, seen in 2.10 to 2.14; instead: the first, if all went through it.
 MESH_MAKERS = ("__getitem__", "_concatenate")
@@ -168,6 +169,43 @@ def leave_generators_alone(mesh: DeviceMesh) -> None:
 
     if _random._rng_tracker is None:
         _random._rng_tracker = _random.OffsetBasedRNGTracker(mesh, run_state_sync=False)
+
+
+def differentiate_twice(refusal: type[Exception]) -> None:
+    """Keep the gradient of a plain tensor that enters sharded modules in the graph that ``create_graph=True`` makes.
+
+    Its gradients on the ranks are summed there, and PyTorch leaves the sum out of the graph, silently: the second
+    derivative then lacks all of the modules before it.
+
+    Private: torch.distributed.tensor._api._FromTorchTensor, seen in 2.13 and 2.14; instead: nothing.
+
+    Raises:
+        refusal: in such a backward, where PyTorch is older than 2.13, whose other parts leave the graph as well.
+    """
+    from torch.distributed.tensor import _api
+
+    entering = _api._FromTorchTensor
+    if getattr(entering, "differentiates_twice", False):
+        return
+    original = entering.backward
+
+    def backward(ctx: Any, gradient: Any) -> Any:
+        if gradient is None or not torch.is_grad_enabled():  # in a backward: it makes no graph
+            return original(ctx, gradient)
+        if TorchVersion(torch.__version__) < "2.13":
+            raise refusal(
+                f"create_graph=True through modules that tp shards: PyTorch {torch.__version__} loses a part of that "
+                f"graph; use tp 1, or PyTorch 2.13 or newer"
+            )
+        placements = ctx.grad_placements
+        if placements is None:
+            placements = _api._normalize_placements_for_grad(ctx.forward_input_placements)
+        # What a rank does with the gradient is its own where the tensor was its own summand.
+        local = gradient.redistribute(placements=placements).to_local(grad_placements=ctx.forward_input_placements)
+        return local, *[None] * (len(ctx.needs_input_grad) - 1)
+
+    entering.backward = staticmethod(backward)
+    entering.differentiates_twice = True
 
 
 def ignore_gathers_in_turns() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,6 +20,7 @@ from mmm.history.record.folder import cannot_write
 from mmm.outside import is_plain_name, printable, read_json
 from mmm.weights import llama, llama_keys, safetensors
 from mmm.weights.chat_format import CONFIGS, TEMPLATE, chat_format_of, first_tokens
+from mmm.weights.no_weights import refuse_pointer
 from mmm.weights.weights import TensorEntry, Weights
 
 CONFIG, INDEX, ONE_FILE = "config.json", "model.safetensors.index.json", "model.safetensors"
@@ -62,7 +64,10 @@ class HuggingFace(Weights):
         eos = llama_keys.tokens_of(generation, "eos_token_id", self.path / GENERATION)  # before those of config.json
         eos = eos or llama_keys.tokens_of(config, "eos_token_id", self.path / CONFIG)
         path = next((self.path / name for name in TOKENIZERS if (self.path / name).exists()), None)
-        tokenizer = None if path is None else (path.name, read_tokenizer(path))
+        tokenizer = None
+        if path is not None:
+            tokenizer = path.name, read_tokenizer(path)
+            refuse_pointer(path, tokenizer[1])
         bos: tuple[int, ...] = ()
         chat = None
         if tokenizer is not None:
@@ -105,10 +110,10 @@ class HuggingFace(Weights):
     def read(self, name: str, start: Sequence[int], length: Sequence[int]) -> Tensor:
         place = self._places[name]
         if not llama.is_rotated(name) or not length[0]:
-            return place.read(start, length)
+            return place.read_finite(start, length)
         head = self.sizes["dim"] // self.sizes["n_heads"]
         first, last = start[0] // head * head, -(-(start[0] + length[0]) // head) * head  # full heads
-        rows = llama.to_pairs(place.read((first, *start[1:]), (last - first, *length[1:])), head)
+        rows = llama.to_pairs(place.read_finite((first, *start[1:]), (last - first, *length[1:])), head)
         return rows[start[0] - first : start[0] - first + length[0]].contiguous()
 
 
@@ -124,6 +129,19 @@ class _Place(NamedTuple):
 
     def read(self, start: Sequence[int], length: Sequence[int]) -> Tensor:
         return self.file.read(self.name, tuple(start), tuple(length))
+
+    def read_finite(self, start: Sequence[int], length: Sequence[int]) -> Tensor:
+        """Raises CheckpointError where an element is NaN or infinite."""
+        tensor = self.read(start, length)
+        finite = tensor.isfinite()
+        if not finite.all():
+            index = (~finite).nonzero()[0].tolist()
+            value = tensor[tuple(index)].item()
+            place = [first + offset for first, offset in zip(start, index, strict=True)]
+            raise CheckpointError(
+                f"{self.file.path}: {self.name} is {value} at {place}: the file is damaged, or the model had diverged"
+            )
+        return tensor
 
     def equals(self, other: _Place) -> bool:
         """Whether two tensors have the same shape, dtype and values; a slab of rows at a time."""
@@ -141,8 +159,11 @@ def export(weights: Weights, folder: Path, dtype: torch.dtype | None, shard: int
     Raises:
         CheckpointError: a model with experts; the folder is there. RecordError: it cannot be written.
     """
-    kinds = {entry.dtype for name, entry in weights.entries.items() if name in llama.shapes_of(weights.sizes)}
-    kind = str(dtype or torch.promote_types(*kinds) if len(kinds) == 2 else dtype or next(iter(kinds)))
+    elements: Counter[torch.dtype] = Counter()
+    for name in llama.shapes_of(weights.sizes):
+        entry = weights.entries[name]
+        elements[dtype or entry.dtype] += entry.elements
+    kind = str(elements.most_common(1)[0][0])  # transformers loads all tensors in it
     metadata = weights.metadata
     config = llama_keys.config_of(weights.sizes, metadata, kind.removeprefix("torch."))
     head_dim = config["head_dim"]

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from mmm.errors import CheckpointError
 from mmm.outside import printable
+from mmm.weights.no_weights import prefix_problem
 from mmm.weights.weights import TensorEntry
 
 # By the name in this package; * stands for a layer's number.
@@ -96,7 +97,7 @@ def check_entries(there: Mapping[str, TensorEntry], sizes: Mapping[str, Any], wh
     for name, shape in shapes_of(sizes).items():
         other = hf_name(name)
         if other not in there:
-            raise CheckpointError(f"{where} lacks the tensor {other}")
+            raise CheckpointError(f"{where} lacks the tensor {other}{prefix_problem(list(there), other)}")
         if there[other].shape != shape:
             shapes = [("×".join(map(str, each)) or "scalar") for each in (there[other].shape, shape)]
             raise CheckpointError(f"{where}: {other} is {shapes[0]}, and the sizes of the model make it {shapes[1]}")

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from mmm.checkpoint.manifest import MANIFEST, steps_of
 from mmm.errors import CheckpointError
+from mmm.weights.no_weights import is_adapter, no_such_folder, what_to_give
 from mmm.weights.weights import Weights
 
 
@@ -28,10 +29,7 @@ def open_weights(path: Path) -> Weights:
         if (folder / MANIFEST).exists():
             return OwnWeights(folder)
     if not path.exists():
-        raise CheckpointError(f"{path}: No such file or directory")
-    if (path / "config.json").exists() and any(path.glob("*.safetensors")):
+        raise CheckpointError(no_such_folder(path))
+    if (path / "config.json").exists() and any(path.glob("*.safetensors")) and not is_adapter(path):
         return HuggingFace(path)
-    raise CheckpointError(
-        f"{path}: no weights are there; give a checkpoint or a run's folder (where --checkpoint_every leaves them; "
-        "model.pt is for plain PyTorch), or a folder with config.json and *.safetensors"
-    )
+    raise CheckpointError(what_to_give(path))

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from mmm.errors import CheckpointError
 from mmm.outside import open_file, printable, short
+from mmm.weights.no_weights import POINTER, refuse_pointer
 from mmm.weights.weights import TensorEntry, slices
 
 DTYPES = {
@@ -53,7 +54,8 @@ class SafetensorsFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
-            open_file(path).close()  # the library would wait for a FIFO
+            with open_file(path) as file:  # the library would wait for a FIFO
+                refuse_pointer(path, file.read(len(POINTER)))
             self._file = safe_open(path, "pt")
         except OSError as error:
             raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from None

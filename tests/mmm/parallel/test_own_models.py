@@ -38,7 +38,7 @@ ENDS = "ends"
 OTHERWISE: dict[str, dict[tuple[str, ...], str | None]] = {
     "routed experts": {("fsdp", "dp2·tp2"): ENDS},
     "norm over all heads": {TP: None},
-    "PINN, u''": {FSDP: "create_graph=True .* use ddp, zero1 or zero2", (ZERO_TP,): None},
+    "PINN, u''": {FSDP: "create_graph=True .* use ddp, zero1 or zero2"},
     "own parameters and buffers": {TP: "no style for gain"},
     "own scalar": {(*FSDP, "zero1", "zero2", ZERO_TP): r"log_scale, which is a scalar.* \(1,\), or use ddp"},
     "own mean in a buffer": {(*DP, "dp2·tp2", ZERO_TP): VERIFY},

@@ -17,11 +17,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, parallelize_module
 
-from mmm.errors import LayoutError
+from mmm.errors import ConfigError, LayoutError
 from mmm.models.dropout import Dropout
 from mmm.parallel.plan import Plan, find
 from mmm.parallel.ties import find_ties
-from mmm.torch_private.groups import leave_generators_alone
+from mmm.torch_private.groups import differentiate_twice, leave_generators_alone
 
 
 def apply_tensor_parallel(model: nn.Module, mesh: DeviceMesh, plan: Plan) -> None:
@@ -35,6 +35,7 @@ def apply_tensor_parallel(model: nn.Module, mesh: DeviceMesh, plan: Plan) -> Non
     """
     tied = {name for tie in find_ties(model) for name in tie}  # `retie` refuses those
     _leave_generators_alone(mesh)
+    differentiate_twice(ConfigError)
     # Inner modules first: what is left of a module's parameters is then for its own style.
     styles = plan.placed(model, mesh.size()).tensor
     for pattern, style in sorted(styles.items(), key=lambda item: -item[0].count(".")):
