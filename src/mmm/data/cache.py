@@ -9,6 +9,7 @@ import os
 import shutil
 import socket
 import stat
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,6 +19,7 @@ from mmm.errors import DataError
 from mmm.outside import Lock, lock, printable
 
 ANSWER_SECONDS = 10.0  # that a server may take for each answer
+DOWNLOAD_SECONDS = 600.0  # for all of a download: a server may answer in time, and send a byte each time
 WAIT_SECONDS = 900.0  # for another process that downloads
 
 
@@ -77,7 +79,7 @@ def _download(folder: Path, download: Callable[[Path], object]) -> None:
     socket.setdefaulttimeout(ANSWER_SECONDS)
     try:
         with contextlib.redirect_stderr(io.StringIO()):  # progress bars
-            download(part)
+            _download_in_time(download, part)
     except (OSError, RuntimeError, ValueError, EOFError, http.client.HTTPException) as error:
         raise Refused(" ".join(str(error).split()) or type(error).__name__) from None
     else:
@@ -90,6 +92,25 @@ def _download(folder: Path, download: Callable[[Path], object]) -> None:
     finally:
         socket.setdefaulttimeout(before)
         shutil.rmtree(part, ignore_errors=True)
+
+
+def _download_in_time(download: Callable[[Path], object], part: Path) -> None:
+    """Download in a thread, which nobody waits for after `DOWNLOAD_SECONDS`. Raises Refused, or what it has raised."""
+    errors: list[Exception] = []
+
+    def work() -> None:
+        try:
+            download(part)
+        except Exception as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=work, name="mmm-download", daemon=True)
+    thread.start()
+    thread.join(DOWNLOAD_SECONDS)
+    if thread.is_alive():
+        raise Refused(f"the download has not ended after {DOWNLOAD_SECONDS:g} s")
+    if errors:
+        raise errors[0]
 
 
 @contextlib.contextmanager

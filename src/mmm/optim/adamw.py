@@ -17,17 +17,54 @@ FUSED = {"cpu", "cuda", "xpu", "mps"}  # where PyTorch has AdamW as one kernel
 
 
 class LocalAdamW(torch.optim.AdamW):
-    """PyTorch's AdamW, whose kernel gets the local tensors: it updates each element by itself, and DTensor would first
-    find out how the results are sharded, which takes a fifth of that of a small model's first step.
+    """PyTorch's AdamW, which computes on this rank's shards, as `update_shards` lets others do."""
 
-    Parameters, gradients and state stay the DTensors that they are.
-    """
-
-    def _init_group(self, group: dict[str, Any], *tensors: list[Tensor]) -> bool:
-        has_complex: bool = super()._init_group(group, *tensors)  # type: ignore[no-untyped-call]
-        for each in tensors:
-            each[:] = map(to_local, each)
+    def _init_group(self, group: dict[str, Any], *columns: list[Tensor]) -> bool:
+        has_complex: bool = super()._init_group(group, *columns)  # type: ignore[no-untyped-call]
+        for tensors in columns:
+            tensors[:] = map(to_local, tensors)
         return has_complex
+
+
+# PyTorch's optimizers that update each element by itself, in place. SGD is not among them: it keeps new tensors.
+ELEMENTWISE = (
+    torch.optim.Adadelta,
+    torch.optim.Adagrad,
+    torch.optim.Adam,
+    torch.optim.Adamax,
+    torch.optim.AdamW,
+    torch.optim.NAdam,
+    torch.optim.RAdam,
+    torch.optim.RMSprop,
+)
+
+
+def update_shards(optimizer: Any) -> None:
+    """Lets one of PyTorch's optimizers compute on this rank's shards, where it updates each element by itself.
+
+    Given DTensors, PyTorch first finds out for each operation and each shape how the result is sharded: seconds, in the
+    first step of a small model. Parameters, gradients and state stay the DTensors that they are.
+    """
+    if type(optimizer) not in ELEMENTWISE or "_init_group" in vars(optimizer):
+        return
+    init_group = optimizer._init_group
+
+    def init_group_locally(group: dict[str, Any], parameters: list[Tensor], *columns: list[Tensor]) -> Any:
+        result = init_group(group, parameters, *columns)
+        for tensors in columns:  # gradients, and each kind of state
+            pairs = zip(tensors, parameters, strict=False)
+            tensors[:] = [_shard_as(tensor, parameter) for tensor, parameter in pairs]
+        parameters[:] = map(to_local, parameters)
+        return result
+
+    optimizer._init_group = init_group_locally
+
+
+def _shard_as(tensor: Tensor, parameter: Tensor) -> Tensor:
+    """This rank's shard of a tensor, of one that is sharded as the parameter is."""
+    if isinstance(tensor, DTensor) and isinstance(parameter, DTensor):
+        tensor = tensor.redistribute(placements=parameter.placements)  # of a gradient that is still a partial sum
+    return to_local(tensor)
 
 
 def make_optimizer(

@@ -23,7 +23,7 @@ that this package costs no more than torch; the rest is imported in functions.
 Classes of ours override private methods of PyTorch's, or set an attribute, at their own place. All were seen in 2.10 to
 2.14; behind the semicolon stands what would replace it:
 
-    optim/adamw.py, optim/muon.py           Optimizer._init_group: the tensors that AdamW's kernel gets; nothing
+    optim/adamw.py, optim/muon.py           Optimizer._init_group: the tensors that an optimizer's kernel gets; nothing
     optim/muon.py                           Optimizer._step_supports_amp_scaling; nothing
     optim/grad_scaler.py                    GradScaler._unscale_grads_; nothing
     parallel/dp/wrapped.py                  Module._apply, to refuse it; nothing

@@ -134,6 +134,24 @@ def test_the_newest_stay(run_on_ranks, tmp_path):
     assert sorted(os.listdir(tmp_path)) == ["step-2", "step-4", "step-5"]
 
 
+def save_apart(rank, folder):
+    """Each rank to a folder of its own, as hosts that share no file system."""
+    parameters, buffers, optimizer = model(rank.world_size, step=True)
+    said = []
+    own = folder / f"of-rank-{rank.rank}"
+    own.mkdir()
+    saver = saver_of(own, said)
+    saver.save(training_state(parameters, buffers, optimizer), Manifest(1, {"dim": 3}, {}, {}, {}))
+    return saver.wait(), said
+
+
+def test_hosts_that_share_no_folder_are_told(run_on_ranks, tmp_path):
+    for done, said in run_on_ranks(save_apart, 2, tmp_path):
+        assert not done
+        assert "hosts have to share --outdir" in said[0]
+    assert steps_of(tmp_path / "of-rank-0") == []
+
+
 def test_a_save_that_fails_on_one_rank_is_said_on_all_and_leaves_nothing(run_on_ranks, tmp_path):
     run_on_ranks(save, 2, tmp_path)
     for done, said, _ in run_on_ranks(save, 2, tmp_path, (2,), 2, None, 1):

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import tracemalloc
 
 import h5py
 import pytest
@@ -73,6 +74,21 @@ def test_a_line_cut_short_is_left_out(tmp_path):
     for cut in range(2, len(last)):
         path.write_bytes(whole[:-cut])
         assert load(tmp_path).sizes["draw"] == 4
+
+
+def test_a_line_without_an_end_is_not_taken_into_memory(tmp_path):
+    path = journal_of(tmp_path)
+    with open(path, "ab") as file:
+        file.truncate(path.stat().st_size + 300_000_000)
+    tracemalloc.start()
+    ds = load(tmp_path)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert ds.sizes["draw"] == 5
+    assert "line 7 is not a row" in ds.attrs["left_out"]
+    assert peak < 100_000_000
+    finalize(tmp_path)
+    assert (tmp_path / "journal-damaged.jsonl").exists()
 
 
 ROW = {"draw": 2, "row": {"iter": 2, "loss": 2 / 3}, "per_rank": {"dt": [0.1, 2 / 7]}}

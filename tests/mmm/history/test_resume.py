@@ -1,5 +1,7 @@
 """A record that goes on: one dataset, one curve, marks where; each row once."""
 
+import os
+
 import numpy as np
 import pytest
 
@@ -53,6 +55,20 @@ def test_while_it_runs_and_after_a_kill(tmp_path):
     assert (ds["iter"].values.tolist(), ds.attrs["state"], ds.attrs["started"]) == ([0, 1, 2, 3], "running", started)
     leave_as_killed(history)
     assert load(tmp_path)["iter"].values.tolist() == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("kill", [True, False])
+def test_under_another_umask_the_record_is_as_open_as_before(tmp_path, kill):
+    before = os.umask(0o022)
+    try:
+        run(tmp_path, 2, 0, 5, kill=kill)
+        os.umask(0o077)
+        history = History(tmp_path, ranks=ranks(2), flush_every=1, resume=Resume(3, {}))
+        assert [path.stat().st_mode & 0o777 for path in tmp_path.iterdir()] == [0o644, 0o644]
+        history.close()
+        assert (tmp_path / "train_dataset.h5").stat().st_mode & 0o777 == 0o644
+    finally:
+        os.umask(before)
 
 
 def test_from_an_older_checkpoint_the_marks_beyond_it_go(tmp_path):

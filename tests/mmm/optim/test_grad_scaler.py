@@ -12,7 +12,7 @@ from mmm.layout import Techniques
 from mmm.models import weights
 from mmm.models.experts import transformer_of
 from mmm.models.transformer import TransformerConfig
-from mmm.optim.grad_scaler import GradScaler
+from mmm.optim.grad_scaler import GradScaler, not_finite
 from mmm.parallel import Layout, build_mesh, clip_grad_norm
 from mmm.parallel.local import local_box, to_local
 from mmm.parallel.parallel_model import ParallelModel
@@ -187,3 +187,24 @@ def test_gradients_in_half_precision_are_refused():
     with pytest.raises(ValueError, match="FP16"):
         scaler.unscale_(optimizer)
     assert clip_grad_norm([parameter], 1.0).isfinite()
+
+
+def flags_of(rank, losses, gradients):
+    """What `not_finite` says of a rank's loss and gradients; a rank may have none."""
+    norms = torch.tensor(gradients[rank.rank], dtype=torch.float64)
+    return not_finite(torch.tensor(losses[rank.rank], dtype=torch.float64), norms).item()
+
+
+@pytest.mark.parametrize(
+    ("losses", "gradients", "expected"),
+    [
+        ((1.0, 2.0), ((), ()), 0.0),
+        ((1.0, 2.0), ((), (3.0, 4.0)), 0.0),
+        ((1.0, 2.0), ((), (3.0, math.inf)), 1.0),
+        ((1.0, math.nan), ((), ()), 1.0),
+        ((math.inf, 1.0), ((), (3.0,)), 1.0),
+    ],
+    ids=str,
+)
+def test_ranks_without_gradients(run_on_ranks, losses, gradients, expected):
+    assert run_on_ranks(flags_of, 2, losses, gradients) == [expected] * 2

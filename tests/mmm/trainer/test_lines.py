@@ -41,8 +41,8 @@ def test_what_is_always_there():
     assert row_line(vision, "cnn", 3) == "epoch=1/3 train_loss=0.5000 test_loss=0.4000 test_acc=91.2 dt=3.00 sps=512"
 
 
-def totals(*steps):
-    kept = Totals()
+def totals(*steps, first=0):
+    kept = Totals(first=first)
     for step, dt in steps:
         kept.add(Row({"iter": step}, 1.0, 4, 8, {"iter": step, "loss": 2.5, "val_loss": 3.5, "dt": dt}))
     return kept
@@ -63,3 +63,10 @@ def test_what_a_run_says_at_its_end():
         "done: 7 steps; 1.5 min since the start, 19.0 s in steps, 3 tokens/s on average; loss 2.5000, val_loss 3.5000"
     )
     assert done(totals((0, 10.0), (3, 1.0), (6, 2.0)), 90.0) == said
+
+
+def test_what_a_run_says_that_goes_on():
+    """Seconds and rates are of the steps that this process has made, and so is their number."""
+    kept = totals((9, 1.0), (11, 2.0), first=6)
+    assert kept.rates() == {"sps": 24 / 8, "tps": 48 / 8}  # rows of 4 and 2 steps
+    assert done(kept, 90.0).startswith("done: 6 steps, 12 with those before; 1.5 min since the start, 8.0 s in steps")

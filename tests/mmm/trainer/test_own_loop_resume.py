@@ -2,6 +2,7 @@
 layout to 1e-12; and what cannot be saved is refused by its name."""
 
 import shutil
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -12,9 +13,12 @@ import mmm.history
 from mmm.checkpoint import read_manifest
 from mmm.checkpoint.storage import Reader, read_metadata
 from mmm.history.record.dataset import marks_of
+from mmm.parallel import Layout
+from mmm.trainer import build_model, start_run, train_steps
 from support import own_loop
 from support.own_loop import flags_of
-from support.resuming import curve
+from support.pool import program_on
+from support.resuming import Ended, curve
 
 STEPS = 6
 LAYOUTS = [
@@ -228,3 +232,42 @@ def test_a_checkpoint_that_does_not_fit(run_on_ranks, tmp_path):
     begun = mmm.history.load(tmp_path / "begun")  # as it was
     assert (begun.attrs["state"], begun.sizes["draw"], marks_of(begun)) == ("finished", 3, [])
     assert curve(tmp_path / f"{len(ELSEWHERE) - 1}", "lr") == [pytest.approx(0.05 * 0.9**3)]
+
+
+def walk(rank, folder, ends_at=None):
+    """A loop over batches that depend on what was drawn for all of those before."""
+
+    def batches():
+        place = torch.zeros(4, own_loop.WIDTH, dtype=torch.float64)
+        while True:
+            place = place + torch.randn_like(place)
+            yield place
+
+    flags = flags_of(folder, resume=Path("auto"), checkpoint_every=2)
+    config = own_loop.Config(device="cpu", dtype="fp64", global_batch_size=4, **flags)
+    with program_on(rank), start_run("walk", config, Layout().fit(1)) as run:
+        model = build_model(run, lambda: own_loop.Network(own_loop.WIDTH, 1), own_loop.PLAN)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        state = {"model": model, "optimizer": optimizer}
+        for step in train_steps(run, batches(), optimizer, 4, samples=4, state=state):
+            if step.number == ends_at:
+                raise Ended
+            loss = model(step.batch).square().mean()
+            step.log(loss)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def end_early(rank, folder):
+    with suppress(Ended):
+        walk(rank, folder, ends_at=3)
+
+
+def test_batches_that_depend_on_those_before(run_on_ranks, tmp_path):
+    """What is passed over is drawn again as it was."""
+    run_on_ranks(walk, 1, tmp_path / "one")
+    run_on_ranks(end_early, 1, tmp_path / "two")
+    run_on_ranks(walk, 1, tmp_path / "two")
+    assert len(curve(tmp_path / "two")) == 4
+    assert curve(tmp_path / "two") == curve(tmp_path / "one")

@@ -304,6 +304,7 @@ def test_a_folder_with_checkpoints_is_not_mixed_up(run_on_ranks, tmp_path, begun
     given = {**flags, "outdir": path.parent.parent, "overwrite": True}
     for text in run_on_ranks(train, 2, LM, given):
         assert f"has checkpoints of an earlier run (step-{EVERY} is the newest)" in text
+        assert "--overwrite" in text
     assert path.exists()
 
 

@@ -11,6 +11,7 @@ import math
 import os
 import platform
 import shutil
+import stat
 import tempfile
 from collections.abc import Mapping
 from datetime import datetime
@@ -123,10 +124,12 @@ def versions() -> dict[str, str]:
 def write_atomically(path: Path, content: bytes) -> None:
     """Write `content` beside `path`, flush it to the disk, then rename it over `path`. RecordError where that fails.
 
-    A link that somebody has planted beside it, which would lead the content elsewhere, is removed."""
+    Whoever could read the file before, or the record that it belongs to, still can. A link that somebody has planted
+    beside it, which would lead the content elsewhere, is removed."""
     part = path.with_name(f"{path.name}.tmp")
     try:
         with open(part, "wb", opener=_not_through_a_link) as file:
+            keep_mode(path, part)
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
@@ -135,6 +138,18 @@ def write_atomically(path: Path, content: bytes) -> None:
         with contextlib.suppress(OSError):
             part.unlink()
         raise cannot_write(path, error) from error
+
+
+def keep_mode(path: Path, new: Path) -> None:
+    """Give a file, which will be renamed to `path`, the permissions of the one there, or of the record beside it.
+
+    A run may go on under another umask than it began with.
+    """
+    for name in (path.name, *_RECORD):
+        known = path.with_name(name)
+        if known.is_file():
+            new.chmod(stat.S_IMODE(known.stat().st_mode))
+            return
 
 
 def _not_through_a_link(path: str, flags: int) -> int:

@@ -13,17 +13,19 @@ import logging
 import os
 import socket
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 from mmm.errors import RecordError
 from mmm.history.record.folder import cannot_write, reason, write_atomically
-from mmm.outside import Lock, lock, open_file, parse_json, printable, short
+from mmm.outside import LARGEST, Lock, lock, open_file, parse_json, printable, short
 
 VERSION = 1
 LEFT_OUT = "left_out"  # the dataset's attribute: why the reading of a journal ended before its end
 INT64_MAX = 2**63 - 1
+LONGEST_ROW = 1 << 24  # bytes
 log = logging.getLogger("mmm")
 
 
@@ -160,34 +162,42 @@ def read_journal(path: Path) -> JournalContents | None:
     """
     try:
         with open_file(path) as file:
-            content = file.read()
+            return _read(path, file)
     except FileNotFoundError:
         return None
     except OSError as error:
         raise RecordError(f"cannot read {path}: {reason(error)}.") from error
-    first, *lines = content.split(b"\n")
-    header = _header(path, first)
+
+
+def _read(path: Path, file: BinaryIO) -> JournalContents:
+    first = file.readline(LARGEST)
+    header = _header(path, first.rstrip(b"\n"))
     taken = taken_names(header.ranks)
     rows: list[LoggedRow] = []
     left_out = ""
-    for number, line in enumerate(lines, start=2):
-        is_last = number == len(lines) + 1  # empty, or truncated
+    size = len(first)
+    # One line at a time, and none of it beyond what a row may have: a damaged one may be as long as the file.
+    for number, line in enumerate(iter(partial(file.readline, LONGEST_ROW), b""), start=2):
+        size += len(line)
         try:
-            if not (is_last and not line):
-                row = _row(line, taken, len(header.ranks))
-                if rows and row.draw != rows[-1].draw + 1:
-                    raise ValueError(f"its draw {row.draw} does not follow {rows[-1].draw}")
-                rows.append(row)
+            row = _row(line, taken, len(header.ranks))
+            if rows and row.draw != rows[-1].draw + 1:
+                raise ValueError(f"its draw {row.draw} does not follow {rows[-1].draw}")
+            rows.append(row)
         except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
-            if not is_last:
+            is_truncated = not line.endswith(b"\n") and len(line) < LONGEST_ROW
+            if not is_truncated:
                 left_out = f"line {number} is not a row ({error}): it and what follows it are left out"
                 log.warning("%s: %s", printable(str(path)), left_out)
+                size = file.seek(0, os.SEEK_END)
             break
-    return JournalContents(header, rows, len(content), left_out)
+    return JournalContents(header, rows, size, left_out)
 
 
 def _row(line: bytes, taken: set[str], ranks: int) -> LoggedRow:
     """A line as a row that fits into the dataset. Raises ValueError, KeyError, TypeError, AttributeError."""
+    if len(line) == LONGEST_ROW:
+        raise ValueError(f"it has {LONGEST_ROW:,} bytes or more")
     fields = parse_json(line.decode())
     row = LoggedRow(fields["draw"], fields["row"], fields["per_rank"])
     for name in (*row.row, *row.per_rank):

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from mmm.data.workers import read
 from mmm.errors import ConfigError, DataError
+from mmm.optim.adamw import update_shards
 from mmm.runtime.seed import seed_step
 from mmm.trainer.run.core import Run
 from mmm.trainer.run.resume import ResumableRecord, options_in
@@ -55,6 +56,8 @@ def train_steps(
         CheckpointError: the checkpoint is of other objects, or of another global batch, or no step is left.
         DataError: also where a data loader's worker fails.
     """
+    for updated in (optimizer, *(state or {}).values()):
+        update_shards(updated)
     source = read(batches, run.options.timeout)
     checkpoints = _checkpoints(run, optimizer, samples, state)
     if checkpoints is None:

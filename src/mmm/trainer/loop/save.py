@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from mmm.history.record.folder import cannot_write
+from mmm.history.record.folder import cannot_write, keep_mode
 from mmm.models.draw import canonical_name
 from mmm.parallel.dp.wrapped import unwrapped
 from mmm.parallel.local import unsharded
@@ -47,6 +47,7 @@ def save_model(run: Run, model: nn.Module | ParallelModel) -> Path | None:
     part = path.with_suffix(".part")
     try:
         torch.save(state, part)
+        keep_mode(path, part)
         part.replace(path)
     except (OSError, RuntimeError) as error:  # a full disk is a RuntimeError of PyTorch's writer
         part.unlink(missing_ok=True)

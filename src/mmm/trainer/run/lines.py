@@ -65,13 +65,17 @@ def shown(name: str, value: float | int) -> str:
 def done(totals: Totals, seconds: float) -> str:
     """``done: 120 steps; 1.2 min since the start, 58.3 s in steps, 4,237 tokens/s on average; loss 2.6133``.
 
+    A run that goes on says ``120 steps, 200 with those before``: seconds and rates are of the steps that it has made.
+
     Args:
         seconds: since the start.
     """
-    count = totals.count
     rates = totals.rates()
     rate = next((f", {rates[name]:,.0f} {unit} on average" for name, unit in RATE_UNITS.items() if name in rates), "")
     what = "epoch" if "epoch" in (totals.at or ()) else "step"
     took = f"{duration(seconds, 1)} since the start, {duration(totals.seconds, 1)} in steps"
     last = [f"{name} {shown(name, value)}" for name, value in totals.last.items() if name in (*LOSSES, "test_acc")]
-    return f"done: {count} {what}{'s' if count != 1 else ''}; {took}{rate}; {', '.join(last)}"
+    made = f"{totals.made} {what}{'s' if totals.made != 1 else ''}"
+    if totals.count != totals.made:
+        made += f", {totals.count} with those before"
+    return f"done: {made}; {took}{rate}; {', '.join(last)}"

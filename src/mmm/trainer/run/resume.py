@@ -95,6 +95,8 @@ class ResumableRecord(Record):
 
     def open(self, run: Run) -> None:
         choose(run, self)
+        if self.origin is not None:
+            self.totals.first = self.origin.manifest.step
         if self.origin is None or run.training_spec is not None:  # else a loop of its own compares more, and opens it
             super().open(run)
 
@@ -169,9 +171,10 @@ def prepare(module: str, run: BaseOptions, options: CheckpointOptions, this: Att
             )
         check_over(given, this, bool(found))
     elif own and saves:
+        why = "--overwrite replaces the record and leaves checkpoints, which are costly; " if run.overwrite else ""
         raise CheckpointError(
             f"{own[0].parent} has checkpoints of an earlier run ({own[0].name} is the newest), and this one would "
-            "save among them: give --resume auto to go on from there, another --outdir, or remove them"
+            f"save among them: {why}give --resume auto to go on from there, another --outdir, or remove them"
         )
     elif given is not None:
         note = make_room(given, this)

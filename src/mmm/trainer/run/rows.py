@@ -73,18 +73,22 @@ class Totals:
     row before.
 
     Attributes:
+        first: the step that this process begins with: 0 unless it goes on from a checkpoint.
+        made: steps that the rows are of, or epochs.
         seconds: in steps. samples, tokens: of all ranks.
         at: the step of the last row, as ("iter", 19), or its epoch. last: the last of each number.
         recent: seconds of a step, or epoch, of the last rows, without the first, which starts what is slow to start.
     """
 
+    first: int = 0
+    made: int = 0
     seconds: float = 0.0
     samples: float = 0.0
     tokens: float = 0.0
     at: tuple[str, int] | None = None
     last: dict[str, float] = field(default_factory=dict)
     recent: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT_ROWS))
-    _before: int | None = None
+    _before: int | None = None  # the step of the row before
 
     def add(self, row: Row) -> None:
         if self.at is not None:
@@ -92,16 +96,19 @@ class Totals:
         step = row.at.get("iter")
         self.at = next(((name, row.at[name]) for name in ("iter", "epoch") if name in row.at), ("row", 0))
         self.last |= row.numbers
-        steps = step - self._before if step is not None and self._before is not None else 1
+        steps = 1  # of an epoch's row, and where another training begins
+        if step is not None:
+            before = self.first - 1 if self._before is None else self._before
+            steps = max(step - before, 1)
         self._before = step
-        steps = max(steps, 1)  # where another training begins, its first step
+        self.made += steps
         self.seconds += steps * row.numbers["dt"]
         self.samples += steps * row.samples
         self.tokens += steps * row.tokens
 
     @property
     def count(self) -> int:
-        """Steps that are done, or epochs."""
+        """Steps that are done, or epochs, with those before a checkpoint that the run goes on from."""
         name, number = self.at or ("row", 0)
         return number + 1 if name == "iter" else number
 
