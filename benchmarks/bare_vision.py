@@ -45,7 +45,7 @@ optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 batches = ImageBatches(data.train, args.batch * ranks, 0)
 for step in range(args.steps):
     batch = batches.batch(step, rank * args.batch, args.batch)
-    loss = F.cross_entropy(model(batch.images), batch.labels)
+    loss = F.cross_entropy(model(batch.inputs), batch.targets)
     loss.backward()
     if not cnn:
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)

@@ -115,8 +115,8 @@ def read_chats(folder: Path) -> Any:
     print(sources.describe(), sources.notes(64))
     for pack in (False, True):
         sources.tokens(64, 0, 256, pack=pack)[0].sample(0, 0)
-    parts = (corpus.train, corpus.validation)
-    return [np.concatenate([getattr(part, name) for part in parts]) for name in ("tokens", "answers")]
+    chats = (*corpus.train.chats, *corpus.validation.chats)
+    return [np.concatenate(arrays) for arrays in zip(*chats, strict=True)]
 
 
 KINDS = (

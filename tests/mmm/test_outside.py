@@ -160,7 +160,7 @@ def test_files_that_are_not_json_are_not_waited_for_either(tmp_path):
     os.mkfifo(tmp_path / "b.idx")
     os.mkfifo(tmp_path / "model.safetensors")
     for name in ("a.bin", "b.idx"):
-        with pytest.raises(UserError, match="is no file"):
+        with pytest.raises(UserError, match="is no regular file"):
             open_tokens(tmp_path / name) or TokenFile(tmp_path / name, "<u2")
     with pytest.raises(UserError, match="it is no regular file"):
         SafetensorsFile(tmp_path / "model.safetensors")

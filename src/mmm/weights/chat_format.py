@@ -84,6 +84,7 @@ def first_tokens(file: tuple[str, bytes], about: Mapping[str, Any], where: Path)
         tokenizer = tokenizers.Tokenizer.from_buffer(file[1])
     except Exception:  # the package raises nothing narrower
         raise CheckpointError(f"{where / file[0]} is no tokenizer, or is damaged") from None
+    tokenizer.no_padding()  # it may be on the left
     encoded = tokenizer.encode("a")
     mask = encoded.special_tokens_mask
     found = tuple(encoded.ids[: mask.index(0)]) if 0 in mask else ()

@@ -70,7 +70,7 @@ def expected(model):
     weights.initialize(net, 0)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     for step in range(3):
-        loss = F.cross_entropy(net(images(step).images.double()), images(step).labels)
+        loss = F.cross_entropy(net(images(step).inputs.double()), images(step).targets)
         loss.backward()
         losses.append(loss.item())
         optimizer.step()
@@ -101,8 +101,8 @@ def train(rank, model, layout, schedules):
         for step in range(3):
             batch = images(step).to(CPU, torch.float64)
             if step == 1:
-                seen = made.evaluate(batch.images, batch.labels, batch.count).item()
-            losses.append(made.step(batch.images, batch.labels, batch.count).item())
+                seen = made.evaluate(batch.inputs, batch.targets, batch.count).item()
+            losses.append(made.step(batch.inputs, batch.targets, batch.count).item())
             optimizer.step()
             optimizer.zero_grad()
         assert seen == pytest.approx(losses[1], rel=1e-12)

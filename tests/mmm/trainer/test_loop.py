@@ -67,7 +67,7 @@ def reference(max_norm=0.0, schedule=lambda step: 1.0):
     for step in range(STEPS):
         batch = batches.batch(step)
         optimizer.param_groups[0]["lr"] = 0.1 * schedule(step)
-        loss = F.cross_entropy(model(batch.images.double()), batch.labels)
+        loss = F.cross_entropy(model(batch.inputs.double()), batch.targets)
         loss.backward()
         if max_norm:
             torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)

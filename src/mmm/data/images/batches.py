@@ -2,61 +2,26 @@
 
 In use::
 
-    batches = ImageBatches(data.train, global_batch=64, seed=0)
-    loader = batches.loader(coordinate, dp)                # this rank's local batches
+    loader = ImageLoader(ImageBatches(data.train, global_batch=64, seed=0), coordinate, dp)    # this rank's
     for batch in loader.epoch(0):
-        loss_sum = (cross_entropy(model(batch.images), batch.labels, reduction="none") * batch.weights).sum()
+        loss_sum = cross_entropy(model(batch.inputs), batch.targets, reduction="sum", ignore_index=PADDING)
         loss = loss_sum / batch.count                      # summed over ranks: the mean over the global batch
-
-    for batch in evaluation(data.test, batch=64, coordinate=coordinate, dp=dp).epoch(0):
-        correct += ((model(batch.images).argmax(1) == batch.labels) * batch.weights).sum()
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from mmm.data.images.image_set import ImageSet
 from mmm.data.order import epoch_order
+from mmm.data.text.tokens import Batch
 from mmm.data.workers import read
 from mmm.errors import DataError, UserError
-
-
-@dataclass(frozen=True)
-class ImageBatch:
-    """A local batch.
-
-    Attributes:
-        images: (batch, channels, height, width) float32, normalised; zeros for padding.
-        labels: (batch,) int64. weights: (batch,) float32, 1 for a sample and 0 for padding.
-        count: samples in the global batch, without padding: the divisor of a sum of losses.
-    """
-
-    images: Tensor
-    labels: Tensor
-    weights: Tensor
-    count: int
-
-    def to(self, device: torch.device, dtype: torch.dtype | None = None) -> ImageBatch:
-        """On that device; images and weights in `dtype`, if one is given."""
-        return ImageBatch(
-            self.images.to(device, dtype, non_blocking=True),
-            self.labels.to(device, non_blocking=True),
-            self.weights.to(device, dtype, non_blocking=True),
-            self.count,
-        )
-
-    def pin_memory(self) -> ImageBatch:
-        return replace(
-            self, images=self.images.pin_memory(), labels=self.labels.pin_memory(), weights=self.weights.pin_memory()
-        )
+from mmm.layout import PADDING
 
 
 class ImageBatches:
@@ -69,7 +34,7 @@ class ImageBatches:
             last global batch with a smaller ``count`` and padding.
 
     Raises:
-        DataError: the global batch is not positive, or larger than the set while the last is dropped.
+        DataError: the global batch is larger than the set, while the last is dropped.
     """
 
     def __init__(
@@ -81,23 +46,21 @@ class ImageBatches:
         shuffle: bool = True,
         drop_last: bool = True,
     ) -> None:
-        if global_batch < 1:
-            raise DataError(f"a global batch of {global_batch} images: it needs at least 1")
-        if drop_last and image_set.samples < global_batch:
-            raise DataError(
-                f"the set has {image_set.samples} images, fewer than one global batch of {global_batch}: "
-                f"use a smaller batch"
-            )
         self.image_set, self.global_batch, self.seed = image_set, global_batch, seed
-        self.shuffle, self.drop_last = shuffle, drop_last
+        self.shuffle = shuffle
+        whole, left_over = divmod(image_set.samples, global_batch)
+        self.steps_per_epoch = whole if drop_last or not left_over else whole + 1
+        if not self.steps_per_epoch:
+            raise DataError(
+                f"the set has {image_set.samples} images, fewer than one global batch of {global_batch}: use a "
+                "smaller batch"
+            )
 
-    @property
-    def steps_per_epoch(self) -> int:
-        full, left_over = divmod(self.image_set.samples, self.global_batch)
-        return full if self.drop_last else full + (left_over > 0)
-
-    def batch(self, step: int, first_sample: int = 0, size: int | None = None) -> ImageBatch:
+    def batch(self, step: int, first_sample: int = 0, size: int | None = None) -> Batch:
         """Samples first_sample … first_sample + size − 1 of the global batch of a step; `size` None: all from there on.
+
+        Images are (batch, channels, height, width) float32, normalised; labels (batch,) int64. What fills up a last
+        batch is images of zeros with the label `PADDING`; ``count`` leaves it out.
 
         Args:
             step: from 0, over all epochs.
@@ -106,37 +69,20 @@ class ImageBatches:
         Raises:
             DataError: an image cannot be read.
         """
-        size = self.global_batch - first_sample if size is None else size
+        if size is None:
+            size = self.global_batch - first_sample
         epoch, step_of_epoch = divmod(step, self.steps_per_epoch)
-        samples, begin = self.image_set.samples, step_of_epoch * self.global_batch
-        order = epoch_order(self.seed, epoch, samples) if self.shuffle else np.arange(samples)
-        indices = order[begin : begin + self.global_batch]  # of the global batch, (count,)
-        chosen = indices[first_sample : first_sample + size]
+        order = np.arange(self.image_set.samples)
+        if self.shuffle:
+            order = epoch_order(self.seed, epoch, self.image_set.samples)
+        of_step = order[step_of_epoch * self.global_batch :][: self.global_batch]  # (count,)
+        chosen = of_step[first_sample : first_sample + size]
         images, labels = self.image_set.images(chosen)
-        padding = size - len(chosen)
-        return ImageBatch(
-            images=torch.cat([images, images.new_zeros(padding, *self.image_set.shape)]) if padding else images,
-            labels=torch.cat([labels, labels.new_zeros(padding)]) if padding else labels,
-            weights=torch.cat([torch.ones(len(chosen)), torch.zeros(padding)]),
-            count=len(indices),
-        )
-
-    def loader(self, coordinate: int = 0, dp: int = 1, **reading: Any) -> ImageLoader:
-        """The local batches of one data-parallel coordinate; `reading` as of `ImageLoader`."""
-        return ImageLoader(self, coordinate, dp, **reading)
-
-
-def evaluation(image_set: ImageSet, batch: int, coordinate: int, dp: int, **reading: Any) -> ImageLoader:
-    """One data-parallel coordinate's images of a test set, in order; each image is read once over all coordinates.
-
-    Every coordinate gets the same number of batches of the same shape, because the collectives inside a forward pass
-    have to match. Missing images are padding, with weight 0.
-
-    Args:
-        batch: images of one coordinate's forward pass. reading: as of `ImageLoader`.
-    """
-    batches = ImageBatches(image_set, batch * dp, shuffle=False, drop_last=False)
-    return batches.loader(coordinate, dp, **reading)
+        if len(chosen) < size:
+            padding = size - len(chosen)
+            images = torch.cat([images, images.new_zeros(padding, *self.image_set.shape)])
+            labels = torch.cat([labels, labels.new_full((padding,), PADDING)])
+        return Batch(images, labels, len(of_step))
 
 
 class ImageLoader:
@@ -147,43 +93,32 @@ class ImageLoader:
     Args:
         coordinate, dp: place on the data-parallel axis, and its size.
         workers: processes that decode images ahead; None means 0 for images in memory, else up to 4.
-        pin_memory: keep batches in page-locked memory, for an accelerator that copies from it (CUDA, XPU).
         timeout: as of `mmm.data.workers.read`.
-
-    Raises:
-        DataError: the global batch cannot be split into `dp` equal parts, or there is no such coordinate.
     """
 
     def __init__(
         self,
         batches: ImageBatches,
-        coordinate: int,
-        dp: int,
+        coordinate: int = 0,
+        dp: int = 1,
         *,
         workers: int | None = None,
-        pin_memory: bool = False,
         timeout: float = 0.0,
     ) -> None:
-        if not 0 <= coordinate < dp:
-            raise DataError(f"data-parallel coordinate {coordinate} is not between 0 and {dp - 1}")
-        if batches.global_batch % dp:
-            raise DataError(
-                f"a global batch of {batches.global_batch} images cannot be split into {dp} equal parts: "
-                f"use a multiple of {dp}"
-            )
         self.batches, self.size = batches, batches.global_batch // dp
         self.first_sample = coordinate * self.size
         self._steps = _Steps()
-        usable = max(len(os.sched_getaffinity(0)) - 1, 0) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        self.workers = (0 if batches.image_set.in_memory else min(4, usable)) if workers is None else workers
-        self.pin_memory, self.timeout = pin_memory, timeout
+        if workers is None:
+            cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+            workers = 0 if batches.image_set.in_memory else min(4, max(cores - 1, 0))
+        self.workers, self.timeout = workers, timeout
         self._loader: torch.utils.data.DataLoader | None = None
 
     def __len__(self) -> int:
         """Steps of an epoch."""
         return self.batches.steps_per_epoch
 
-    def epoch(self, epoch: int = 0, first: int = 0) -> Iterator[ImageBatch]:
+    def epoch(self, epoch: int = 0, first: int = 0) -> Iterator[Batch]:
         """The batches of an epoch, from its step `first` on. A new call ends an earlier one's reading.
 
         Raises:
@@ -197,7 +132,6 @@ class ImageLoader:
                 sampler=self._steps,
                 num_workers=self.workers,
                 persistent_workers=self.workers > 0,
-                pin_memory=self.pin_memory,
                 generator=torch.Generator(),  # the loader's own draw must not advance the model's random generator
             )
         try:
@@ -205,6 +139,19 @@ class ImageLoader:
         except UserError:
             self._loader = None  # ends the workers; another epoch starts new ones
             raise
+
+
+def evaluation(image_set: ImageSet, batch: int, coordinate: int, dp: int, **reading: int | float | None) -> ImageLoader:
+    """One data-parallel coordinate's images of a test set, in order; each image is read once over all coordinates.
+
+    Every coordinate gets the same number of batches of the same shape, because the collectives inside a forward pass
+    have to match.
+
+    Args:
+        batch: images of one coordinate's forward pass. reading: as of `ImageLoader`.
+    """
+    batches = ImageBatches(image_set, batch * dp, shuffle=False, drop_last=False)
+    return ImageLoader(batches, coordinate, dp, **reading)  # type: ignore[arg-type]
 
 
 class _Steps(torch.utils.data.Sampler):
@@ -229,7 +176,7 @@ class _StepDataset(torch.utils.data.Dataset):
     def __init__(self, batches: ImageBatches, first_sample: int, size: int) -> None:
         self.batches, self.first_sample, self.size = batches, first_sample, size
 
-    def __getitem__(self, step: int) -> ImageBatch | UserError:
+    def __getitem__(self, step: int) -> Batch | UserError:
         try:
             return self.batches.batch(step, self.first_sample, self.size)
         except UserError as error:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from pathlib import Path
 
 from mmm.data.cache import Refused, cache_folder
@@ -11,8 +10,6 @@ from mmm.data.images import folder as files
 from mmm.data.images.fake import FakeImages
 from mmm.data.images.image_set import ImageData
 from mmm.errors import DataError
-
-NAMES = ("mnist", "fashion_mnist", "cifar10", "digits", "fake", "folder")
 
 
 def load_images(
@@ -47,10 +44,13 @@ def load_images(
         classes, samples (train, test), seed: of ``fake``.
 
     Raises:
-        DataError: no such data set; `data_dir` lacks the data; a file is broken.
+        DataError: `data_dir` lacks the data; a file is broken.
     """
     folder = None if data_dir is None else Path(data_dir).expanduser()
-    _check(name, folder, image_size)
+    if channels not in (None, 1, 3):
+        raise DataError(f"images have 1 or 3 channels, not {channels}")
+    if folder is not None and name in ("digits", "fake"):
+        raise DataError(f"--dataset {name} reads no files, so --data_dir {folder} has no use: leave one of them out")
     if name == "digits":
         train, test = digits.load(image_size or 28, channels or 1)
         return ImageData(train, test, name, name, digits.SOURCE)
@@ -66,25 +66,12 @@ def load_images(
     if name == "folder":
         if folder is None:
             raise DataError("--dataset folder needs --data_dir DIR with a subfolder of images for each class")
-        return ImageData(*files.load(folder, image_size or 224, channels or 3), name, name, str(folder))
+        train_files, test_files, note = files.load(folder, image_size or 224, channels or 3)
+        return ImageData(train_files, test_files, name, name, str(folder), note)
     try:
         return published.load(name, folder, image_size, channels)
     except Refused as refused:
         return _digits_instead(name, refused, image_size, channels)
-
-
-def _check(name: str, folder: Path | None, image_size: int | None) -> None:
-    """Raises DataError: what was asked for cannot be."""
-    if name not in NAMES:
-        near = difflib.get_close_matches(name, NAMES, 1)
-        meant = f" (did you mean {near[0]}?)" if near else ""
-        raise DataError(f"--dataset {name}: no such data set{meant}; there are {', '.join(NAMES)}")
-    if image_size is not None and image_size < 1:
-        raise DataError(f"an image size of {image_size} pixels: it needs at least 1")
-    if folder is not None and name in ("digits", "fake"):
-        raise DataError(f"--dataset {name} reads no files, so --data_dir {folder} has no use: leave one of them out")
-    if folder is not None and not folder.is_dir():
-        raise DataError(f"--data_dir {folder}: there is no such folder")
 
 
 def _digits_instead(name: str, refused: Refused, image_size: int | None, channels: int | None) -> ImageData:

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from mmm.data.images.image_set import ImageSet, Indices, Values
 from mmm.data.order import stream
-from mmm.errors import DataError
 
 WAVES = 3  # a pattern is this many plane waves a channel, of at most 3 periods over the image
 
@@ -21,17 +20,9 @@ class FakeImages(ImageSet):
     Args:
         samples: how many. shape: (channels, height, width). classes: how many.
         first: the number of the set's first image; a test set starts where the training set ends.
-
-    Raises:
-        DataError: no samples, fewer than 2 classes, or an empty shape.
     """
 
     def __init__(self, samples: int, shape: tuple[int, int, int], classes: int, seed: int, first: int = 0) -> None:
-        if samples < 1 or classes < 2 or min(shape) < 1:
-            raise DataError(
-                f"fake images: {samples} samples of shape {shape} in {classes} classes; there must be at "
-                f"least 1 sample, 2 classes and 1 pixel"
-            )
         self.samples, self.shape, self.seed, self.first = samples, shape, seed, first
         self.classes = tuple(str(number) for number in range(classes))
         self.mean: Values = (0.5,) * shape[0]

@@ -3,8 +3,9 @@
 data_dir/train/cat/*.jpg  data_dir/val/cat/*.jpg   two sets; ``val`` may be called ``validation`` or ``test``
 data_dir/cat/*.jpg                                 one: a tenth is for testing, by a hash of each path
 
-torchvision's ImageFolder lists the files. What is hidden (its name begins with a dot) is passed over:
-``.ipynb_checkpoints``, ``._0.png`` of macOS.
+What is hidden (its name begins with a dot) is passed over: ``.ipynb_checkpoints``, ``._0.png`` of macOS. So are files
+whose names do not end as an image's, which a note counts. An image is turned as its EXIF says, transparent pixels are
+laid on white, and of an animation the first frame is read.
 """
 
 from __future__ import annotations
@@ -12,10 +13,11 @@ from __future__ import annotations
 import hashlib
 import os
 import warnings
+from collections import Counter
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -23,22 +25,27 @@ from torch import Tensor
 
 from mmm.data.images.image_set import ImageSet, Indices, Values
 from mmm.data.images.torchvision_shim import import_torchvision
+from mmm.data.text.formats import reading
 from mmm.errors import DataError
 from mmm.outside import open_file
+from mmm.runtime.log import say_once
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
 
 IMAGENET: tuple[Values, Values] = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))  # mean, standard deviation
 GREY: tuple[Values, Values] = ((0.5,), (0.25,))
 TEST_NAMES = ("val", "validation", "test")
 FORMATS = ("PNG", "JPEG", "BMP", "PPM", "TIFF", "WEBP", "GIF")  # no other reader of Pillow is tried: EPS runs programs
 DEEP_MODES = ("I", "F")  # Pillow's modes with more than 8 bits a channel begin with these
-Files = list[tuple[str, int]]  # path, label
+Files = list[tuple[str, str]]  # path under a root, class
 
 
 class ImageFiles(ImageSet):
     """Files decoded on reading: shorter side resized to `image_size`, centre crop, converted to grey or colour.
 
     Args:
-        root: what the paths are under. files: (path under root, label).
+        root: what the paths are under. files: (path under root, class).
     """
 
     in_memory = False
@@ -48,7 +55,8 @@ class ImageFiles(ImageSet):
         self.shape = (channels, image_size, image_size)
         self.mean, self.std = IMAGENET if channels == 3 else GREY
         self._paths = np.array([os.fsencode(path) for path, _ in files])  # a quarter of the memory of str
-        self._labels = torch.tensor([label for _, label in files], dtype=torch.int64)
+        label_of = {name: label for label, name in enumerate(classes)}
+        self._labels = torch.tensor([label_of[name] for _, name in files], dtype=torch.int64)
 
     def pixels(self, indices: Indices) -> Tensor:
         if not len(indices):
@@ -65,7 +73,7 @@ class ImageFiles(ImageSet):
 
     def _read(self, path: Path) -> Tensor:
         """(channels, size, size) uint8. Raises DataError: it is no image that can be read."""
-        from PIL import Image, TiffImagePlugin, WebPImagePlugin  # noqa: F401  registers TIFF and WEBP
+        from PIL import Image, ImageOps, TiffImagePlugin, WebPImagePlugin  # noqa: F401  registers TIFF and WEBP
 
         try:
             with open_file(path) as file, warnings.catch_warnings():
@@ -73,7 +81,8 @@ class ImageFiles(ImageSet):
                 image = Image.open(file, formats=FORMATS)
                 if image.mode.startswith(DEEP_MODES):
                     raise DataError(f"{path} has more than 8 bits a channel (mode {image.mode}): convert it to 8 bits")
-                converted = image.convert("RGB" if self.shape[0] == 3 else "L")
+                opaque = _opaque(ImageOps.exif_transpose(image), path)
+                converted = opaque.convert("RGB" if self.shape[0] == 3 else "L")
         except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
             raise DataError(f"{path} is not an image that can be read ({error}): take it out of the folder") from None
         return self._transform(converted)
@@ -85,90 +94,98 @@ class ImageFiles(ImageSet):
         return transforms.Compose([transforms.Resize(size), transforms.CenterCrop(size), transforms.PILToTensor()])
 
 
-def load(data_dir: Path, image_size: int, channels: int) -> tuple[ImageFiles, ImageFiles]:
-    """The training and the test set of a folder.
+def _opaque(image: Image, path: Path) -> Image:
+    """The image, laid on white where it is transparent, which is said of the first one."""
+    from PIL import Image
+
+    if not image.has_transparency_data:
+        return image
+    layered = image.convert("RGBA")
+    if layered.getchannel("A").getextrema()[0] == 255:
+        return image
+    say_once(f"images have transparent pixels, which are laid on white; the first is {path}")
+    return Image.alpha_composite(Image.new("RGBA", image.size, "white"), layered)
+
+
+def load(data_dir: Path, image_size: int, channels: int) -> tuple[ImageFiles, ImageFiles, str]:
+    """The training and the test set of a folder, and a note of the files that are passed over.
 
     Raises:
         DataError: no classes or only one, a class without images, a test class that the training set lacks, or too few
             images to hold some out.
     """
-    if channels not in (1, 3):
-        raise DataError(f"image files can be given with 1 or 3 channels, not {channels}")
-    train_root = data_dir / "train"
-    if train_root.is_dir():
-        test_root = next((data_dir / name for name in TEST_NAMES if (data_dir / name).is_dir()), None)
-        if test_root is None:
+    train_root = test_root = data_dir
+    if (data_dir / "train").is_dir():
+        train_root = data_dir / "train"
+        names = [name for name in TEST_NAMES if (data_dir / name).is_dir()]
+        if not names:
             raise DataError(
                 f"{data_dir} has train/ and none of {', '.join(TEST_NAMES)}: add one to test on, or put "
                 f"the class folders into {data_dir} itself"
             )
-        classes, train = _list(train_root)
-        _check_classes(train_root, classes)
-        test_classes, test = _list(test_root)
+        test_root = data_dir / names[0]
+    passed_over: Counter[str] = Counter()
+    classes = _classes(train_root, passed_over)
+    train = _images(train_root, classes, passed_over)
+    if test_root != train_root:
+        test_classes = _classes(test_root, passed_over)
         unknown = sorted(set(test_classes) - set(classes))
         if unknown:
             raise DataError(f"{test_root} has classes that {train_root} lacks: {', '.join(unknown[:5])}")
-        # A test set may lack a class, so its labels are other numbers.
-        test = [(path, classes.index(test_classes[label])) for path, label in test]
+        test = _images(test_root, test_classes, passed_over)
     else:
-        train_root = test_root = data_dir
-        classes, files = _list(data_dir)
-        _check_classes(data_dir, classes)
-        train, test = _split(files, data_dir)
+        train, test = _split(train)
+    if len(classes) < 2 or not train or not test:
+        raise DataError(
+            f"{data_dir} has {len(classes)} classes ({', '.join(classes[:5])}), {len(train)} images to train on and "
+            f"{len(test)} to test on: it takes a folder for each of 2 classes or more; if folders in it are no classes "
+            f"but have them, give such as --data_dir {data_dir.joinpath(*classes[:1])}"
+        )
+    note = ""
+    if passed_over:
+        endings = ", ".join(f"{count} {suffix or 'without an ending'}" for suffix, count in passed_over.most_common(5))
+        note = f"{passed_over.total()} files of {data_dir} are passed over: {endings}"
     train_set = ImageFiles(train_root, train, classes, image_size, channels)
-    test_set = ImageFiles(test_root, test, classes, image_size, channels)
-    return train_set, test_set
+    return train_set, ImageFiles(test_root, test, classes, image_size, channels), note
 
 
-def _list(root: Path) -> tuple[list[str], Files]:
-    """Class names in order, and (path under `root`, label) of every image, as torchvision's ImageFolder has them, but
-    for what is hidden."""
-    datasets = import_torchvision("datasets")
-    extensions = datasets.folder.IMG_EXTENSIONS
-
-    class Visible(datasets.ImageFolder):  # type: ignore[name-defined, misc]
-        def find_classes(self, directory: str) -> tuple[list[str], dict[str, int]]:
-            names = [name for name in super().find_classes(directory)[0] if not name.startswith(".")]
-            if not names:
-                raise FileNotFoundError(f"Couldn't find any class folder in {directory} that is not hidden.")
-            return names, {name: label for label, name in enumerate(names)}
-
-    def is_shown(path: str) -> bool:
-        return path.lower().endswith(extensions) and f"{os.sep}." not in path.removeprefix(os.fspath(root))
-
-    try:
-        listed = Visible(os.fspath(root), is_valid_file=is_shown)
-    except FileNotFoundError as error:
-        reason = str(error).splitlines()[0]
-        raise DataError(f"{root}: {reason} It needs a folder for each class with .jpg or .png files in it") from None
-    except OSError as error:
-        raise DataError(f"{root} cannot be read: {error.strerror or error}") from None
-    return listed.classes, [(os.path.relpath(path, root), label) for path, label in listed.samples]
+def _classes(root: Path, passed_over: Counter[str]) -> list[str]:
+    """The folders under a root, in order."""
+    with reading(root):
+        entries = [entry for entry in os.scandir(root) if not entry.name.startswith(".")]
+    loose = [os.path.splitext(entry.name)[1].lower() for entry in entries if entry.is_file()]
+    passed_over.update(f"{suffix} in no class" for suffix in loose)
+    return sorted(entry.name for entry in entries if entry.is_dir())
 
 
-def _check_classes(root: Path, classes: Sequence[str]) -> None:
-    """With one class the loss is 0 whatever the model does.
+def _images(root: Path, classes: Sequence[str], passed_over: Counter[str]) -> Files:
+    """The images of each class, in order. Raises DataError: it has none."""
+    from PIL import Image
 
-    Raises:
-        DataError: there is only one.
-    """
-    if len(classes) > 1:
-        return
-    name = classes[0]
-    raise DataError(
-        f"{root} has one class, {name}: it takes at least 2 to learn from; put the images of each class into a folder "
-        f"of its own, or, if the folders in {name} are the classes, give --data_dir {root / name}"
-    )
+    endings = {ending for ending, name in Image.registered_extensions().items() if name in FORMATS}
+    files: Files = []
+    for name in classes:
+        before = len(files)
+        for folder, _, file_names in sorted(os.walk(root / name, followlinks=True)):
+            for file_name in sorted(file_names):
+                path = os.path.relpath(os.path.join(folder, file_name), root)
+                suffix = os.path.splitext(path)[1].lower()
+                if f"{os.sep}." in path:  # hidden
+                    continue
+                if suffix in endings:
+                    files.append((path, name))
+                else:
+                    passed_over[suffix] += 1
+        if len(files) == before:
+            raise DataError(f"{root / name} has no image: a class needs .jpg or .png files, or others that are read")
+    return files
 
 
-def _split(files: Files, root: Path) -> tuple[Files, Files]:
+def _split(files: Files) -> tuple[Files, Files]:
     """Nine tenths and a tenth, by a hash of each path: a file keeps its side when others are added or removed."""
-    if len(files) < 2:
-        raise DataError(f"{root} has {len(files)} images: it takes at least 2, to hold one out")
-    hashes = {path: hashlib.sha256(os.fsencode(Path(path).as_posix())).digest() for path, _ in files}
-    held_out = {path for path, digest in hashes.items() if int.from_bytes(digest[:4], "big") % 10 == 0}
-    if not held_out or len(held_out) == len(files):  # so few that one side got nothing
-        held_out = {min(hashes, key=hashes.__getitem__)}
-    train = [file for file in files if file[0] not in held_out]
-    test = [file for file in files if file[0] in held_out]
-    return train, test
+    hashes = [hashlib.sha256(os.fsencode(Path(path).as_posix())).digest() for path, _ in files]
+    held_out = [int.from_bytes(digest[:4], "big") % 10 == 0 for digest in hashes]
+    if len(files) > 1 and len(set(held_out)) == 1:  # so few that one side got nothing
+        held_out = [digest == min(hashes) for digest in hashes]
+    train = [file for file, is_held_out in zip(files, held_out, strict=True) if not is_held_out]
+    return train, [file for file, is_held_out in zip(files, held_out, strict=True) if is_held_out]

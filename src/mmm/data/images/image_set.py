@@ -20,8 +20,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mmm.errors import DataError
-
 Indices = Sequence[int] | np.ndarray
 Values = tuple[float, ...]  # one a channel
 
@@ -81,10 +79,6 @@ class ImagesInMemory(ImageSet):
         pixels: (samples, channels, height, width) uint8. labels: (samples,) integers.
         mean, std: one value a channel of `pixels`.
         image_size: height and width to return, None for those of `pixels`. channels: 1 or 3, None likewise.
-
-    Raises:
-        DataError: images and labels differ in number, a label is out of range, there are no images, or the channels
-            cannot be converted.
     """
 
     def __init__(
@@ -100,16 +94,10 @@ class ImagesInMemory(ImageSet):
         self._pixels = torch.from_numpy(np.require(pixels, np.uint8, ("C", "W")))  # copied only where it is read-only
         self._labels = torch.from_numpy(np.array(labels, np.int64))
         self.samples, stored, height, width = self._pixels.shape
-        self.classes = tuple(classes)
-        if self.samples != len(self._labels):
-            raise DataError(f"{self.samples} images and {len(self._labels)} labels do not belong together")
-        if not self.samples:
-            raise DataError("a set of images needs at least one image")
-        if (low := int(self._labels.min())) < 0 or (high := int(self._labels.max())) >= len(self.classes):
-            bad = low if low < 0 else high
-            raise DataError(f"label {bad} is not one of the {len(self.classes)} classes 0 … {len(self.classes) - 1}")
-        self.mean, self.std = convert_statistics(mean, std, channels or stored)
         self.shape = (channels or stored, image_size or height, image_size or width)
+        self.classes = tuple(classes)
+        self.mean = convert_statistics(mean, self.shape[0])
+        self.std = convert_statistics(std, self.shape[0])
 
     def pixels(self, indices: Indices) -> Tensor:
         chosen = self._pixels[torch.as_tensor(np.asarray(indices, dtype=np.int64))]
@@ -166,6 +154,7 @@ class ImageData:
             "test_images": self.test.samples,
             "image_shape": list(self.shape),
             "classes": len(self.classes),
+            "class_names": list(self.classes),
             "sha256": self.sha256,
             "note": self.note,
         }
@@ -186,20 +175,13 @@ def convert_channels(pixels: Tensor, channels: int) -> Tensor:
     return ((red + green + blue + 500) // 1000).to(torch.uint8)[:, None]
 
 
-def convert_statistics(mean: Values, std: Values, channels: int) -> tuple[Values, Values]:
-    """Mean and standard deviation after ``convert_channels``; of grey made from colour, the deviation is a bound.
-
-    Raises:
-        DataError: neither 1 nor 3 channels.
-    """
-    if channels not in (1, 3) or len(mean) not in (1, 3):
-        raise DataError(f"images of {len(mean)} channels cannot be given with {channels} channels: use 1 or 3")
-    if len(mean) == channels:
-        return mean, std
-    if channels == 3:
-        return mean * 3, std * 3
-    grey_mean, grey_std = (sum(w * v for w, v in zip(_LUMA, values, strict=True)) / 1000 for values in (mean, std))
-    return (grey_mean,), (grey_std,)
+def convert_statistics(values: Values, channels: int) -> Values:
+    """A mean or a standard deviation after ``convert_channels``; of grey made from colour, the latter is a bound."""
+    if len(values) == channels:
+        return values
+    if len(values) == 1:
+        return values * channels
+    return (sum(weight * value for weight, value in zip(_LUMA, values, strict=True)) / 1000,)
 
 
 def resize(pixels: Tensor, size: tuple[int, int]) -> Tensor:

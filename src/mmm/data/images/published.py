@@ -17,6 +17,7 @@ import numpy as np
 from mmm.data.cache import cache_folder, download_once
 from mmm.data.images.image_set import ImageData, ImagesInMemory, Values
 from mmm.data.images.torchvision_shim import import_torchvision
+from mmm.data.text.formats import reading
 from mmm.errors import DataError
 from mmm.outside import read_file
 
@@ -32,8 +33,6 @@ SERVERS = {  # the first that torchvision asks
     "fashion_mnist": "http://fashion-mnist.s3-website.eu-central-1.amazonaws.com",
     "cifar10": "https://www.cs.toronto.edu",
 }
-IMAGES_HEADER = 16  # bytes of MNIST's files before the pixels
-LABELS_HEADER = 8
 Arrays = tuple[np.ndarray, np.ndarray]  # images (n, channels, height, width) uint8, labels (n,)
 
 
@@ -76,36 +75,23 @@ def _read_mnist(dataset: Any, folder: Path) -> tuple[tuple[str, ...], Arrays, Ar
     for place in (folder, folder / dataset.__name__ / "raw"):
         if all((place / name).is_file() for name in names):
             files = [_unpacked(place / name, md5) for name, md5 in dataset.resources]
-            train = _mnist_images(files[0]), _mnist_labels(files[1])
-            test = _mnist_images(files[2]), _mnist_labels(files[3])
-            return tuple(dataset.classes), train, test
+            # Headers of 16 and 8 bytes: the files are the published ones, by their hash.
+            pixels = [np.frombuffer(content, np.uint8, offset=16).reshape(-1, 1, 28, 28) for content in files[::2]]
+            labels = [np.frombuffer(content, np.uint8, offset=8) for content in files[1::2]]
+            return tuple(dataset.classes), (pixels[0], labels[0]), (pixels[1], labels[1])
     raise DataError(f"{folder} does not hold {dataset.__name__}: it needs {', '.join(names)}")
 
 
 def _unpacked(path: Path, md5: str) -> bytes:
     """A .gz file's content. Raises DataError: the file is not the published one."""
-    try:
+    with reading(path):
         packed = read_file(path)
-    except OSError as error:
-        raise DataError(f"{path} cannot be read: {error.strerror or error}") from None
-    found = hashlib.md5(packed, usedforsecurity=False).hexdigest()
-    if found != md5:
+    own = hashlib.md5(packed, usedforsecurity=False).hexdigest()
+    if own != md5:
         raise DataError(
-            f"{path} ({len(packed)} bytes) has md5 {found}, not {md5} as published: it is damaged, or another file; "
-            f"fetch it again"
+            f"{path} ({len(packed)} bytes) has md5 {own}, not {md5} as published: it is damaged, or another file"
         )
     return gzip.decompress(packed)
-
-
-# Only of files whose hash is that of the published ones, whose headers are known.
-
-
-def _mnist_images(content: bytes) -> np.ndarray:
-    return np.frombuffer(content, np.uint8, offset=IMAGES_HEADER).reshape(-1, 1, 28, 28)
-
-
-def _mnist_labels(content: bytes) -> np.ndarray:
-    return np.frombuffer(content, np.uint8, offset=LABELS_HEADER)
 
 
 def _read_cifar(dataset: Any, folder: Path) -> tuple[tuple[str, ...], Arrays, Arrays]:

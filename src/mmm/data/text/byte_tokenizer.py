@@ -20,6 +20,7 @@ class Tokenizer(ABC):
         kind: bytes, chars, tokenizers or sentencepiece. vocab_size: tokens.
         content, file: what to keep beside tokens to decode them again, and its name; both empty for bytes.
         chat: how conversations are written for it; None where nobody says.
+        notes: what a user is to know of it.
         splittable: a text may be split between any two characters and encodes to the same tokens.
     """
 
@@ -28,6 +29,7 @@ class Tokenizer(ABC):
     content = b""
     file = ""
     chat: ChatFormat | None = None
+    notes: tuple[str, ...] = ()
     splittable = False
 
     @abstractmethod

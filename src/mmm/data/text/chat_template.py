@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from mmm.checkpoint.model_metadata import ChatFormat
@@ -13,7 +13,9 @@ from mmm.errors import DataError
 ROLES = ("system", "developer", "user", "assistant", "tool")
 ANSWERS = "assistant"  # the role whose turns a model learns
 Message = dict[str, Any]  # role, content, and what else a template may ask for
+Tools = list[Any] | None  # descriptions of what the model may call, as the template takes them
 Span = tuple[int, int]  # first character, and the one after the last
+WEIGHT = "weight"  # of a message, 0 or 1: whether a model learns it
 MARKS = re.compile("[\ufdd0\ufdd1]")  # `BEGIN` and `END` of `mmm.data.text.jinja_environment`
 END_OF_TEXT = "\0"  # after an answer, where a tokenizer has no special tokens: no text has it
 DEFAULT = """\
@@ -53,44 +55,87 @@ class ChatTemplate:
         Raises:
             DataError: the template does not take them.
         """
-        return MARKS.sub("", self._marked(messages, add_generation_prompt))
+        return MARKS.sub("", self._marked(messages, None, add_generation_prompt))
 
-    def text_and_answers(self, messages: Sequence[Message]) -> tuple[str, list[Span]]:
-        """The text of a conversation, and of each answer in it where it is: what the model is to write, the token that
-        ends it included. By the blocks ``{% generation %}``; where there are none, of which text comes with it.
+    def text_and_answers(self, messages: Sequence[Message], tools: Tools = None) -> tuple[str, list[Span]]:
+        """The text of a conversation, and of each answer to learn where it is: what the model is to write, the token
+        that ends it included. By the blocks ``{% generation %}``; where there are none, of which text comes with it.
 
         Raises:
-            DataError: the template does not take the messages, or leaves one out; or what is before an answer, or its
-                end, is another text with the messages after it than without them.
+            DataError: the template does not take the messages, or changes one; or what is before an answer, or its end,
+                is another text with the messages after it than without them.
         """
-        marked = self._marked(messages)
+        turns = [{name: value for name, value in message.items() if name != WEIGHT} for message in messages]
+        weights = [message.get(WEIGHT, 1) for message in messages if message["role"] == ANSWERS]
+        marked = self._marked(turns, tools)
         text = MARKS.sub("", marked)
-        for number, message in enumerate(messages, start=1):
-            if message["content"].strip() not in text:
-                raise DataError(f"the chat template leaves out, or changes, message {number} ({message['role']})")
+        for number, turn in enumerate(turns, start=1):
+            if turn["content"].strip() not in text:
+                raise DataError(f"the chat template leaves out, or changes, message {number} ({turn['role']})")
         if MARKS.search(marked):
-            return text, _marked_spans(marked)
-        spans = []
+            spans = _marked_spans(marked)
+            if all(weights):
+                return text, spans
+        else:
+            answers = [number for number, turn in enumerate(turns) if turn["role"] == ANSWERS]
+            spans = [self._answer(turns, tools, number, text) for number in answers]
+        if len(spans) != len(weights):
+            raise DataError(
+                f"the chat template marks {len(spans)} texts in {len(weights)} answers: weight 0 cannot be kept"
+            )
+        return text, [span for span, weight in zip(spans, weights, strict=True) if weight]
+
+    def left_out(self, messages: Sequence[Message], tools: Tools, text: str) -> Iterator[tuple[str, str]]:
+        """What the template does not write: the text is the same without it.
+
+        Args:
+            text: of these messages.
+
+        Returns:
+            Of each such field its name, and where it is.
+        """
+        if tools and self._writes(text, messages, None):
+            yield "tools", "the conversation"
         for number, message in enumerate(messages):
-            if message["role"] == ANSWERS:
-                begin = self.render(messages[:number], add_generation_prompt=True)
-                end = self.render(messages[: number + 1])
-                if not (text.startswith(end) and end.startswith(begin)):
-                    raise DataError(
-                        f"the chat template writes what is up to message {number + 1} otherwise where it ends there: "
-                        "mark the answers in it by {% generation %}"
-                    )
-                spans.append((len(begin), len(begin) + self._end_of_answer(end[len(begin) :])))
-        return text, spans
+            for name, value in message.items():
+                if name in ("role", WEIGHT) or not value or not str(value).strip():
+                    continue
+                without = {key: other for key, other in message.items() if key != name}
+                without.setdefault("content", "")
+                if self._writes(text, [*messages[:number], without, *messages[number + 1 :]], tools):
+                    yield name, f"message {number + 1} ({message['role']})"
+
+    def _writes(self, text: str, messages: Sequence[Message], tools: Tools) -> bool:
+        """Whether the template makes this text of these messages."""
+        try:
+            return MARKS.sub("", self._marked(messages, tools)) == text
+        except DataError:
+            return False
+
+    def _answer(self, turns: Sequence[Message], tools: Tools, number: int, text: str) -> Span:
+        """Where in the text of all turns the one of this number is."""
+        begin = MARKS.sub("", self._marked(turns[:number], tools, add_generation_prompt=True))
+        end = MARKS.sub("", self._marked(turns[: number + 1], tools))
+        if not (text.startswith(end) and end.startswith(begin)):
+            raise DataError(
+                f"the chat template writes what is up to message {number + 1} otherwise where it ends there: "
+                "mark the answers in it by {% generation %}"
+            )
+        return len(begin), len(begin) + self._end_of_answer(end[len(begin) :])
 
     def _end_of_answer(self, text: str) -> int:
         """Where an answer's last token ends: a line end after it is the template's, and nobody generates it."""
         eos = self.format.special_tokens.get("eos_token")
         return text.rfind(eos) + len(eos) if eos and eos in text else len(text)
 
-    def _marked(self, messages: Sequence[Message], add_generation_prompt: bool = False) -> str:
-        given = {**self.format.special_tokens, "messages": messages, "tools": None, "documents": None}
-        return self._render(**given, add_generation_prompt=add_generation_prompt)
+    def _marked(self, messages: Sequence[Message], tools: Tools = None, add_generation_prompt: bool = False) -> str:
+        return self._render(
+            **self.format.special_tokens,
+            messages=messages,
+            tools=tools,
+            documents=None,
+            add_generation_prompt=add_generation_prompt,
+        )
 
 
 def chat_template_of(tokenizer: Tokenizer) -> ChatTemplate:

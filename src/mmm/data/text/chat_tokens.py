@@ -4,9 +4,9 @@ others `PADDING`."""
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 
@@ -16,14 +16,14 @@ from mmm.data.text.byte_tokenizer import Tokenizer
 from mmm.data.text.chat_template import DEFAULT, END_OF_TEXT, ChatTemplate, chat_template_of
 from mmm.data.text.chats import ChatArrays, Conversation, encode_chat, read_chats, rendered
 from mmm.data.text.corpus import Corpus
-from mmm.data.text.documents import PackedTokens, check_vocabulary
-from mmm.data.text.tokens import TokenArray, Tokens
-from mmm.errors import ConfigError, DataError
+from mmm.data.text.documents import check_vocabulary, firsts_in_order
+from mmm.data.text.tokens import Tokens
+from mmm.errors import DataError
 from mmm.layout import PADDING
 
 
 class ChatText:
-    """Conversations in memory, as a `TokenArray`.
+    """Conversations in memory.
 
     Attributes:
         path: for messages. chats: of each, its tokens and which are answers'.
@@ -31,24 +31,16 @@ class ChatText:
 
     def __init__(self, path: Path, chats: Sequence[ChatArrays]) -> None:
         self.path, self.chats = path, tuple(chats)
-        self.tokens, self.answers = (
-            np.concatenate(arrays) if arrays else np.zeros(0, np.int64) for arrays in zip(*chats, strict=True)
-        )
-        self.ends = np.cumsum([len(chat.tokens) for chat in self.chats], dtype=np.int64)
-        self.begin, self.end = 0, len(self.tokens)
 
     def __len__(self) -> int:
-        return len(self.tokens)
-
-    def __getitem__(self, part: slice) -> np.ndarray:
-        return self.tokens[part]
+        """Tokens."""
+        return sum(len(chat.tokens) for chat in self.chats)
 
     @property
     def sha256(self) -> str:
-        digest = hashlib.sha256(self.tokens.tobytes())
-        for array in (self.answers, self.ends):
-            digest.update(array.tobytes())
-        return digest.hexdigest()
+        tokens, answers = (np.concatenate(arrays) for arrays in zip(*self.chats, strict=True))
+        ends = np.cumsum([len(chat.tokens) for chat in self.chats], dtype=np.int64)
+        return hashlib.sha256(tokens.tobytes() + answers.tobytes() + ends.tobytes()).hexdigest()
 
     def split(self) -> tuple[ChatText, ChatText]:
         """The last tenth of the conversations, one at least, is for validation."""
@@ -61,59 +53,40 @@ class ChatText:
         Raises:
             DataError: none is left.
         """
-        first = (ChatArrays(*(array[: seq_length + 1] for array in chat)) for chat in self.chats)
-        kept = [chat for chat in first if chat.answers[1:].any()]
-        if not kept:
+        beginnings = [ChatArrays(*(array[: seq_length + 1] for array in chat)) for chat in self.chats]
+        chats = [chat for chat in beginnings if chat.answers[1:].any()]
+        if not chats:
             raise DataError(
                 f"--text {self.path}: no answer begins within --seq_length {seq_length} tokens: make it larger"
             )
-        return ChatText(self.path, kept)
+        return ChatText(self.path, chats)
 
     def note(self, seq_length: int) -> str:
-        """What `cut` changes, for people."""
+        """What is in it, and what `cut` changes, for people."""
+        answers = sum(int(chat.answers.sum()) for chat in self.chats)
+        note = f"{len(self.chats)} conversations, {answers} of {len(self)} tokens are answers"
         longer = sum(len(chat.tokens) > seq_length + 1 for chat in self.chats)
-        gone = sum(not chat.answers[1 : seq_length + 1].any() for chat in self.chats)
-        longest = max(len(chat.tokens) for chat in self.chats) - 1
-        said = f"{len(self.chats)} conversations, {self.answers.sum()} of {len(self)} tokens are answers"
         if longer:
-            said += (
-                f"; {longer} are longer than --seq_length {seq_length} (the longest {longest}): what is beyond is cut"
-            )
-        return f"{said}; {gone}, of which no answer is left, are left out" if gone else said
+            longest = max(len(chat.tokens) for chat in self.chats) - 1
+            gone = len(self.chats) - len(self.cut(seq_length).chats)
+            note += f"; {longer} are longer than --seq_length {seq_length} (the longest {longest}): what is beyond is "
+            note += f"cut; {gone} have no answer left, and are left out"
+        return note
 
 
 class ChatTokens(Tokens):
-    """A conversation a sequence, in an order that depends on seed and epoch; what stays empty is padding.
+    """Conversations in sequences, in an order that depends on seed and epoch; what stays empty is padding.
 
     Args:
-        text: of `ChatText.cut`. vocab_size: of the model.
+        text: of `ChatText.cut`, so that each fits into a sequence. vocab_size: of the model.
+        pack: several in a sequence, in order: one that does not fit into what is left begins the next sequence.
+        document_starts: whether samples have them.
 
     Raises:
         DataError: a token that the vocabulary lacks.
     """
 
     has_padding = True
-
-    def __init__(self, text: ChatText, seq_length: int, seed: int, shuffle: bool = True, *, vocab_size: int) -> None:
-        super().__init__(seq_length, seed)
-        self.text, self.shuffle, self.samples = text, shuffle, len(text.chats)
-        check_vocabulary(text.path, text.tokens, vocab_size)
-
-    def sample(self, epoch: int, place: int) -> np.ndarray:
-        number = int(epoch_order(self.seed, epoch, self.samples)[place]) if self.shuffle else place
-        tokens, answers = self.text.chats[number]
-        row = np.stack((np.zeros(self.seq_length, np.int64), np.full(self.seq_length, PADDING)))
-        row[0, : len(tokens) - 1] = tokens[:-1]
-        row[1, : len(tokens) - 1] = np.where(answers[1:], tokens[1:], PADDING)
-        return row
-
-
-class PackedChats(PackedTokens):
-    """Whole conversations, several a sequence, as `PackedTokens` has it.
-
-    Args:
-        text: of `ChatText.cut`, so that each fits.
-    """
 
     def __init__(
         self,
@@ -123,15 +96,34 @@ class PackedChats(PackedTokens):
         shuffle: bool = True,
         *,
         vocab_size: int,
-        document_starts: bool,
+        pack: bool = False,
+        document_starts: bool = False,
     ) -> None:
-        self.answers = text.answers
-        rest = (text, text.ends, seq_length, seed, shuffle)
-        super().__init__(*rest, vocab_size=vocab_size, document_starts=document_starts)
+        super().__init__(seq_length, seed)
+        self.chats, self.shuffle, self.document_starts = text.chats, shuffle, document_starts
+        # The first conversation of each sequence, and at the end their number: (sequences + 1,)
+        self.firsts = np.arange(len(self.chats) + 1)
+        if pack:
+            inputs = np.array([len(chat.tokens) - 1 for chat in self.chats])
+            self.firsts = firsts_in_order(inputs, seq_length)
+        self.samples = len(self.firsts) - 1
+        for chat in self.chats:
+            check_vocabulary(text.path, chat.tokens, vocab_size)
 
-    def targets(self, begin: int, tokens: np.ndarray) -> np.ndarray:
-        of_answers = self.answers[begin + 1 : begin + len(tokens)]
-        return np.where(of_answers, tokens[1:], PADDING)
+    def sample(self, epoch: int, place: int) -> np.ndarray:
+        if self.shuffle:
+            place = int(epoch_order(self.seed, epoch, self.samples)[place])
+        row = np.zeros((3, self.seq_length), np.int64)  # inputs, targets, where the document begins
+        row[1] = PADDING
+        begin = 0
+        for tokens, answers in self.chats[self.firsts[place] : self.firsts[place + 1]]:
+            end = begin + len(tokens) - 1
+            row[0, begin:end] = tokens[:-1]
+            row[1, begin:end] = np.where(answers[1:], tokens[1:], PADDING)
+            row[2, begin:end] = begin
+            begin = end
+        row[2, begin:] = begin
+        return row if self.document_starts else row[:2]
 
 
 class FilledUp(Tokens):
@@ -155,33 +147,21 @@ class FilledUp(Tokens):
         return row
 
 
-class Chats(NamedTuple):
-    """Conversations of some files, before a tokenizer is known."""
-
-    paths: tuple[Path, ...]
-    conversations: list[Conversation]
-
-    @property
-    def source(self) -> str:
-        return ", ".join(map(str, self.paths))
-
-    def plain_texts(self) -> Iterator[bytes]:
-        """Of each, by the plain template: what a vocabulary of characters is made of."""
-        template = ChatTemplate(ChatFormat(DEFAULT, {"eos_token": END_OF_TEXT}))
-        return (rendered(chat, template)[0].encode("utf-8", "surrogatepass") for chat in self.conversations)
-
-
-def read_chat_files(paths: Sequence[Path]) -> Chats:
+def read_chat_files(paths: Sequence[Path]) -> list[Conversation]:
     """Raises DataError: a line is no conversation, by file and line; or there are fewer than two."""
-    chats = Chats(tuple(paths), [chat for path in paths for chat in read_chats(path)])
-    if len(chats.conversations) < 2:
-        raise DataError(
-            f"--text {chats.source} has one conversation: it needs 2, one to train on and one to validate on"
-        )
+    chats = [chat for path in paths for chat in read_chats(path)]
+    if len(chats) < 2:
+        raise DataError(f"--text {paths[0]} has one conversation: it needs 2, one to train on and one to validate on")
     return chats
 
 
-def encode_chats(chats: Chats, tokenizer: Tokenizer) -> Corpus:
+def plain_texts(chats: Sequence[Conversation]) -> Iterator[bytes]:
+    """Of each, by the plain template: what a vocabulary of characters is made of."""
+    template = ChatTemplate(ChatFormat(DEFAULT, {"eos_token": END_OF_TEXT}))
+    return (rendered(chat, template)[0].encode("utf-8", "surrogatepass") for chat in chats)
+
+
+def encode_chats(paths: Sequence[Path], chats: Sequence[Conversation], tokenizer: Tokenizer) -> Corpus:
     """The conversations in tokens, by the tokenizer's chat template; where it has none it gets the plain one.
 
     Raises:
@@ -189,42 +169,31 @@ def encode_chats(chats: Chats, tokenizer: Tokenizer) -> Corpus:
     """
     template = chat_template_of(tokenizer)
     tokenizer.chat = template.format
-    text = ChatText(chats.paths[0], [encode_chat(chat, template, tokenizer) for chat in chats.conversations])
-    files = len(chats.paths)
-    return Corpus(*text.split(), chats.source, files, text.sha256, "tokens", tokenizer, is_chats=True)
-
-
-def chat_samples(
-    text: TokenArray, seq_length: int, seed: int, shuffle: bool, vocab_size: int, pack: bool, document_mask: bool
-) -> Tokens:
-    """Samples of a part of such a corpus.
-
-    Raises:
-        ConfigError: ``--document_mask`` without ``--pack``. DataError: no answer is left, or has a token that the
-            vocabulary lacks.
-    """
-    assert isinstance(text, ChatText)
-    if document_mask and not pack:
-        raise ConfigError(
-            "--document_mask has no effect on conversations, each of which has a sequence of its own: give --pack as "
-            "well, or leave it out"
-        )
-    given = (text.cut(seq_length), seq_length, seed, shuffle)
-    if pack:
-        return PackedChats(*given, vocab_size=vocab_size, document_starts=document_mask)
-    return ChatTokens(*given, vocab_size=vocab_size)
-
-
-def notes_of(corpus: Corpus, seq_length: int) -> list[str]:
-    """What is to be said of such a corpus at the start of a run."""
-    tokenizer, notes = corpus.tokenizer, []
-    assert tokenizer is not None
-    assert tokenizer.chat is not None
-    for name, text in (("to train on", corpus.train), ("to validate on", corpus.validation)):
-        assert isinstance(text, ChatText)
-        notes.append(f"{corpus.source}, {name}: {text.note(seq_length)}")
-    if tokenizer.chat.template == DEFAULT:
-        end = tokenizer.chat.special_tokens.get("eos_token")
+    left_out: Counter[str] = Counter()
+    text = ChatText(paths[0], [encode_chat(chat, template, tokenizer, left_out) for chat in chats])
+    train, validation = text.split()
+    source = ", ".join(map(str, paths))
+    notes = []
+    if template.format.template == DEFAULT:
+        end = template.format.special_tokens.get("eos_token")
         ending = f"an answer ends with {end!r}" if end else "nothing marks the end of an answer"
         notes.append(f"the tokenizer ({tokenizer}) has no chat template: the plain one is used, and {ending}")
-    return notes
+    if left_out:
+        notes.append(f"{source}: the chat template does not write, of messages, {_counted(left_out, 'messages')}")
+    unused = Counter(name for chat in chats for name in chat.unused)
+    if unused:
+        notes.append(f"{source}: not used, of lines: {_counted(unused, 'lines')}")
+    return Corpus(
+        train,
+        validation,
+        source,
+        len(paths),
+        text.sha256,
+        "tokens",
+        tokenizer,
+        notes=tuple(notes),
+    )
+
+
+def _counted(names: Counter[str], unit: str) -> str:
+    return ", ".join(f"{name} ({count} {unit})" for name, count in names.items())

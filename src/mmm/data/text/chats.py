@@ -1,32 +1,43 @@
 """Conversations to train on, from JSON lines: of each token, whether a model learns to write it.
 
 A line is ``{"messages": [{"role": "user", "content": "…"}, …]}``, or a prompt with what answers it: ``{"prompt": "…",
-"answer": "…"}`` (also ``completion``, ``response``).
+"answer": "…"}`` (also ``completion``, ``response``). Beside either: ``system``, a message before all others, and
+``tools``. A message's ``weight`` 0 keeps its tokens out of the loss.
 """
 
 from __future__ import annotations
 
+import json
+from collections import Counter
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from mmm.data.text.byte_tokenizer import Tokenizer
-from mmm.data.text.chat_template import ANSWERS, MARKS, ROLES, ChatTemplate, Message, Span
-from mmm.data.text.corpus import check_is_file
-from mmm.data.text.formats import check_text_file
+from mmm.data.text.chat_template import ANSWERS, MARKS, ROLES, WEIGHT, ChatTemplate, Message, Span, Tools
+from mmm.data.text.formats import MESSAGES, PROMPT, reading
 from mmm.errors import DataError
-from mmm.outside import parse_json, short
+from mmm.outside import open_file, parse_json, short
 
-MESSAGES, PROMPT = "messages", "prompt"
 COMPLETIONS = ("answer", "completion", "response")
+BESIDE = ("system", "tools")
+# What nobody may leave out in silence, and a template does not write: a model would learn a conversation without it.
+WRITTEN = ("content", "reasoning_content", "reasoning", "thinking", "tool_calls", "tools")
 
 
 class Conversation(NamedTuple):
-    """where: file and line, for messages."""
+    """A line of a file.
+
+    Attributes:
+        where: file and line, for messages.
+        unused: names in the line that say nothing to a template.
+    """
 
     where: str
     messages: list[Message]
+    tools: Tools = None
+    unused: tuple[str, ...] = ()
 
 
 class ChatArrays(NamedTuple):
@@ -36,97 +47,109 @@ class ChatArrays(NamedTuple):
     answers: np.ndarray
 
 
-def is_chat_file(path: Path) -> bool:
-    """Whether a file is JSON lines whose first has messages, or a prompt. A file that is none, or cannot be read, is
-    left to those who read texts."""
-    try:
-        if not path.is_file() or not check_text_file(path, str(path)):
-            return False
-        with path.open("rb") as file:
-            line = next((line for line in file if line.strip()), b"")
-        first = parse_json(line.removeprefix(b"\xef\xbb\xbf"))
-    except (DataError, OSError):
-        return False
-    except ValueError:
-        return True  # `read_chats` says what is wrong
-    return MESSAGES in first or PROMPT in first
-
-
 def read_chats(path: Path) -> list[Conversation]:
     """The conversations of a file.
 
     Raises:
         DataError: a line is none, by file and line.
     """
-    name = f"--text {path}"
-    try:
-        check_is_file(path, name)
-        lines = path.read_bytes().removeprefix(b"\xef\xbb\xbf").split(b"\n")
-    except OSError as error:
-        raise DataError(f"{name}: {error.strerror or error}") from None
-    found = []
+    with reading(f"--text {path}"), open_file(path) as file:
+        lines = file.read().removeprefix(b"\xef\xbb\xbf").split(b"\n")
+    chats = []
     for number, line in enumerate(lines, start=1):
         if line.strip():
-            where = f"{name}, line {number}"
+            where = f"--text {path}, line {number}"
             try:
-                record = parse_json(line)
+                chats.append(_conversation(parse_json(line), where))
             except ValueError as error:
                 raise DataError(f"{where}: {error}") from None
-            found.append(Conversation(where, _checked(_messages(record, where), where)))
-    return found
+    return chats
 
 
-def _messages(record: dict[str, Any], where: str) -> Any:
+def _conversation(record: dict[str, Any], where: str) -> Conversation:
+    """Raises ValueError: it is none."""
     if MESSAGES in record:
-        return record[MESSAGES]
-    if PROMPT not in record:
-        raise DataError(f"{where} has neither {MESSAGES} nor {PROMPT}")
-    answers = [name for name in COMPLETIONS if name in record]
-    if len(answers) != 1:
-        there = f"has {' and '.join(answers)}: give one" if answers else f"has none of {', '.join(COMPLETIONS)}"
-        raise DataError(f"{where} {there}, the answer to its {PROMPT}")
-    return [{"role": "user", "content": record[PROMPT]}, {"role": ANSWERS, "content": record[answers[0]]}]
-
-
-def _checked(messages: Any, where: str) -> list[Message]:
-    """Raises DataError: they are no conversation, or one without an answer."""
+        names: tuple[str, ...] = (MESSAGES,)
+        messages = record[MESSAGES]
+    elif PROMPT in record:
+        answers = [name for name in COMPLETIONS if name in record]
+        if len(answers) != 1:
+            raise ValueError(f"it has {PROMPT} and {len(answers)} of {', '.join(COMPLETIONS)}: give one answer")
+        names = (PROMPT, answers[0])
+        messages = [{"role": "user", "content": record[PROMPT]}, {"role": ANSWERS, "content": record[answers[0]]}]
+    else:
+        raise ValueError(f"it has neither {MESSAGES} nor {PROMPT}")
     if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
-        raise DataError(f"{where}: {MESSAGES} is {short(messages)}, which is no list of objects with role and content")
+        raise ValueError(f"{MESSAGES} is {short(messages)}, which is no list of objects with role and content")
+    if record.get("system") is not None:
+        messages = [{"role": "system", "content": record["system"]}, *messages]
     for number, message in enumerate(messages, start=1):
-        role, content = message.get("role"), message.get("content")
-        if role not in ROLES:
-            raise DataError(
-                f"{where}: message {number} has the role {short(role)}, which is none of {', '.join(ROLES)}"
-            )
-        if not isinstance(content, str):
-            raise DataError(f"{where}: message {number} has the content {short(content)}, which is no text")
-        if MARKS.search(content):
-            raise DataError(f"{where}: message {number} has U+FDD0 or U+FDD1, which are no characters")
-        if role == ANSWERS and not content.strip():
-            raise DataError(f"{where}: message {number} is an empty answer")
-    if all(message["role"] != ANSWERS for message in messages):
-        raise DataError(f"{where} has no answer: no message has the role {ANSWERS}")
-    return messages
+        _check_message(message, f"message {number}")
+    if not any(message["role"] == ANSWERS and message.get(WEIGHT, 1) for message in messages):
+        raise ValueError(f"it has no answer to learn: no message has the role {ANSWERS}, or each has weight 0")
+    tools = record.get("tools")
+    if not isinstance(tools, list | None):
+        raise ValueError(f"tools is {short(tools)}, which is no list")
+    if MARKS.search(json.dumps(record, ensure_ascii=False)):
+        raise ValueError("it has U+FDD0 or U+FDD1, which are no characters")
+    return Conversation(where, messages, tools, tuple(name for name in record if name not in (*names, *BESIDE)))
 
 
-def rendered(chat: Conversation, template: ChatTemplate) -> tuple[str, list[Span]]:
-    """As `ChatTemplate.text_and_answers`; its errors name file and line."""
+def _check_message(message: Message, name: str) -> None:
+    """Raises ValueError: it is none. One that only calls tools gets an empty content."""
+    calls = message.get("tool_calls")
+    if calls and message.get("content") is None:
+        message["content"] = ""
+    role = message.get("role")
+    content = message.get("content")
+    weight = message.get(WEIGHT, 1)
+    if role not in ROLES:
+        raise ValueError(f"{name} has the role {short(role)}, which is none of {', '.join(ROLES)}")
+    if not isinstance(content, str):
+        raise ValueError(f"{name} has the content {short(content)}, which is no text")
+    if role == ANSWERS and not content.strip() and not calls:
+        raise ValueError(f"{name} is an empty answer")
+    if weight not in (0, 1):
+        raise ValueError(f"{name} has the weight {short(weight)}, which is neither 0 nor 1")
+
+
+def rendered(
+    chat: Conversation, template: ChatTemplate, left_out: Counter[str] | None = None
+) -> tuple[str, list[Span]]:
+    """As `ChatTemplate.text_and_answers`; its errors name file and line.
+
+    Args:
+        left_out: counts the fields of messages that the template does not write, and that a model can do without.
+
+    Raises:
+        DataError: also where the template leaves out one of `WRITTEN`.
+    """
     try:
-        text, answers = template.text_and_answers(chat.messages)
+        text, answers = template.text_and_answers(chat.messages, chat.tools)
     except DataError as error:
         raise DataError(f"{chat.where}: {error}") from None
     if all(end <= begin for begin, end in answers):
         raise DataError(f"{chat.where}: the chat template marks nothing in it as an answer")
+    for name, place in template.left_out(chat.messages, chat.tools, text):
+        if name in WRITTEN:
+            raise DataError(f"{chat.where}: the chat template leaves out {name} of {place}")
+        if left_out is not None:
+            left_out[name] += 1
     return text, answers
 
 
-def encode_chat(chat: Conversation, template: ChatTemplate, tokenizer: Tokenizer) -> ChatArrays:
+def encode_chat(
+    chat: Conversation, template: ChatTemplate, tokenizer: Tokenizer, left_out: Counter[str] | None = None
+) -> ChatArrays:
     """The tokens of a conversation, and which are answers'.
+
+    Args:
+        left_out: as of `rendered`.
 
     Raises:
         DataError: an answer does not begin or end between two tokens; a character that the vocabulary lacks.
     """
-    text, spans = rendered(chat, template)
+    text, spans = rendered(chat, template, left_out)
     try:
         tokens = tokenizer.encode(text.encode()).astype(np.int64)
         answers = np.zeros(len(tokens), bool)

@@ -8,10 +8,9 @@ first token of the next document.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable
 from functools import lru_cache
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 
@@ -37,8 +36,8 @@ class FileTokens(TextTokens):
     ) -> None:
         super().__init__(text, seq_length, seed, shuffle, unit="tokens")
         self.path, self.vocab_size = text.path, vocab_size
-        for number in (0, self.samples - 1):
-            check_vocabulary(self.path, text[number * seq_length : (number + 1) * seq_length], vocab_size)
+        for place in (0, self.samples - 1):
+            check_vocabulary(self.path, text[place * seq_length : (place + 1) * seq_length], vocab_size)
 
     def shuffled(self, epoch: int, place: int) -> int:
         return permuted(place, self.samples, self.seed, epoch)
@@ -60,39 +59,12 @@ def check_vocabulary(path: Path, tokens: np.ndarray, vocab_size: int) -> None:
 
 
 WINDOW = 64  # sequences, about, of a group of documents
-GROUPS = 1 << 16  # at most so many numbers are kept of a file, however long it is
-AT_ONCE = 1 << 18  # documents that are looked at together
+GROUPS = 1 << 16  # the most groups of a file, however long it is
 
 
 def first_after(ends: TokenArray, token: int, begin: int = 0) -> int:
     """The first document, from `begin` on, that ends after so many tokens. ends: (documents,), in ascending order."""
-    return bisect_right(range(len(ends)), token, begin, key=lambda number: int(ends[number : number + 1][0]))
-
-
-def first_in(ends: TokenArray, text: TokenPart) -> int:
-    """The first document of a part of a file. At the file's begin it is not searched for, by an order that they may not
-    have: `edges_of` sees that, where it gets them all."""
-    return first_after(ends, text.begin) if text.begin else 0
-
-
-def edges_of(text: TokenPart, ends: TokenArray, begin: int, end: int) -> np.ndarray:
-    """In tokens of the part of the file: the ends of documents begin … end - 1, and before them the first's begin.
-
-    Raises:
-        DataError: they are not in order.
-    """
-    edges = np.concatenate((ends[begin - 1 : begin] if begin else [0], ends[begin:end]))
-    if (edges[1:] < edges[:-1]).any():
-        raise DataError(f"{text.path}: the ends of its documents are not in order: prepare it again")
-    return np.clip(edges, text.begin, text.end) - text.begin
-
-
-class TokenPart(TokenArray, Protocol):
-    """A file of tokens, or a part of it, or what is like it in memory. begin, end: of the part, in tokens."""
-
-    path: Path
-    begin: int
-    end: int
+    return bisect_right(range(len(ends)), token, begin, key=lambda document: int(ends[document : document + 1][0]))
 
 
 class DocumentTokens(FileTokens):
@@ -100,9 +72,6 @@ class DocumentTokens(FileTokens):
 
     Args:
         ends: (documents,) int64: the tokens of the full file before the end of each.
-
-    Raises:
-        DataError: no document has two tokens, and so no token a target.
     """
 
     has_padding = True
@@ -112,10 +81,6 @@ class DocumentTokens(FileTokens):
     ) -> None:
         super().__init__(text, seq_length, seed, shuffle, vocab_size=vocab_size)
         self.first, self.ends = text.begin, ends
-        first, last = first_in(ends, text), first_after(ends, text.end - 1) + 1
-        parts = (edges_of(text, ends, begin, begin + AT_ONCE) for begin in range(first, last, AT_ONCE))
-        if not any((np.diff(edges) > 1).any() for edges in parts):
-            raise DataError(f"{text.path}: none of its {last - first} documents has two tokens: no token has a target")
 
     def sample(self, epoch: int, place: int) -> np.ndarray:
         row = super().sample(epoch, place)  # (seq_length + 1,)
@@ -123,11 +88,19 @@ class DocumentTokens(FileTokens):
         next_end = first_after(self.ends, begin)
         after = first_after(self.ends, begin + self.seq_length, next_end)
         at = self.ends[next_end:after] - begin  # 1 … seq_length: where a document begins
-        targets, starts = row[1:].copy(), np.zeros(self.seq_length, np.int64)
+        if (at != np.clip(np.sort(at), 1, self.seq_length)).any():
+            raise not_in_order(self.path)
+        targets = row[1:].copy()
         targets[at - 1] = PADDING
+        starts = np.zeros(self.seq_length, np.int64)
         at = at[at < self.seq_length]
         starts[at] = at
         return np.stack((row[:-1], targets, np.maximum.accumulate(starts)))
+
+
+def not_in_order(path: Path) -> DataError:
+    """What is wrong with a file whose documents end in no order."""
+    return DataError(f"{path}: the ends of its documents are not in order: prepare it again")
 
 
 class Packing(NamedTuple):
@@ -145,10 +118,6 @@ class Packing(NamedTuple):
     sizes: np.ndarray
     firsts: np.ndarray
 
-    @property
-    def sequences(self) -> int:
-        return len(self.firsts) - 1
-
 
 class PackedTokens(Tokens):
     """Whole documents, packed into sequences.
@@ -164,15 +133,15 @@ class PackedTokens(Tokens):
         ends: as of `DocumentTokens`. document_starts: whether samples have them.
 
     Raises:
-        DataError: no document has two tokens; the documents do not end where the tokens do; the first or the last
-            sample has a token that the vocabulary lacks.
+        DataError: no document has two tokens; the documents do not end where the tokens do, or in no order; the first
+            or the last sample has a token that the vocabulary lacks.
     """
 
     has_padding = True
 
     def __init__(
         self,
-        text: TokenPart,
+        text: TokenFile,
         ends: TokenArray,
         seq_length: int,
         seed: int,
@@ -184,67 +153,55 @@ class PackedTokens(Tokens):
         super().__init__(seq_length, seed)
         self.text, self.ends, self.shuffle = text, ends, shuffle
         self.vocab_size, self.document_starts = vocab_size, document_starts
-        self.first = first_in(ends, text)
+        # At the file's begin the first document is not searched for, by an order that the ends may not have.
+        self.first = first_after(ends, text.begin) if text.begin else 0
         self.last = first_after(ends, text.end - 1, self.first) + 1
         if self.last > len(ends):
             raise DataError(f"{text.path}: its documents end before token {text.end}: prepare it again")
         documents = self.last - self.first
         mean = max(len(text) / documents, 1)
         wanted = round(WINDOW * seq_length / mean)
-        self.group = max(min(wanted, 64 * WINDOW), (documents + GROUPS - 1) // GROUPS, 1)  # documents
-        counts = np.fromiter(self._counts(), np.int64)
-        self.before = np.concatenate(([0], np.cumsum(counts)))  # (groups + 1,)
+        self.group = max(min(wanted, 64 * WINDOW), -(-documents // GROUPS), 1)  # documents
+        counts = [len(self._pack(group).firsts) - 1 for group in range(-(-documents // self.group))]
+        self.before = np.cumsum([0, *counts])  # sequences before each group, (groups + 1,)
         self.samples = int(self.before[-1])
         if not self.samples:
             raise DataError(f"{text.path}: none of its {documents} documents has two tokens, which packing needs")
         self._packing = lru_cache(maxsize=WINDOW)(self._pack)
-        for number in (0, self.samples - 1):
-            self._sequence(number)
+        for sequence in (0, self.samples - 1):
+            self._sequence(sequence)
 
     def sample(self, epoch: int, place: int) -> np.ndarray:
         """(2, seq_length): inputs and targets; or 3, with where the document of each token begins."""
         return self._sequence(permuted(place, self.samples, self.seed, epoch) if self.shuffle else place)
 
-    def _sequence(self, number: int) -> np.ndarray:
-        group = int(np.searchsorted(self.before, number, "right")) - 1
+    def _sequence(self, sequence: int) -> np.ndarray:
+        group = int(np.searchsorted(self.before, sequence, "right")) - 1
+        packing = self._packing(group)
+        first = sequence - int(self.before[group])
+        pieces = slice(packing.firsts[first], packing.firsts[first + 1])
         row = np.zeros((3, self.seq_length), np.int64)
         row[1] = PADDING
         filled = 0
-        for begin, length in self._pieces(group, number - int(self.before[group])):
-            tokens = self.text[begin : begin + length + 1]
+        for begin, size in zip(packing.begins[pieces].tolist(), packing.sizes[pieces].tolist(), strict=True):
+            tokens = self.text[begin : begin + size + 1]
             check_vocabulary(self.text.path, tokens, self.vocab_size)
-            at = slice(filled, filled + length)
-            row[0, at], row[1, at], row[2, at] = tokens[:-1], self.targets(begin, tokens), filled
-            filled += length
+            end = filled + size
+            row[0, filled:end] = tokens[:-1]
+            row[1, filled:end] = tokens[1:]
+            row[2, filled:end] = filled
+            filled = end
         row[2, filled:] = filled
         return row if self.document_starts else row[:2]
 
-    def targets(self, begin: int, tokens: np.ndarray) -> np.ndarray:
-        """Of all tokens but the last: the next one.
-
-        Args:
-            begin: the first token's place in the text.
-        """
-        return tokens[1:]
-
-    def _pieces(self, group: int, number: int) -> Iterable[tuple[int, int]]:
-        """Of a sequence of a group, its pieces: the first token of each, and how many inputs."""
-        packing = self._packing(group)
-        pieces = slice(packing.firsts[number], packing.firsts[number + 1])
-        return zip(packing.begins[pieces].tolist(), packing.sizes[pieces].tolist(), strict=True)
-
-    def _counts(self) -> Iterable[int]:
-        """The sequences of each group."""
-        at_once = max(AT_ONCE // self.group, 1) * self.group
-        for begin in range(self.first, self.last, at_once):
-            edges = edges_of(self.text, self.ends, begin, min(begin + at_once, self.last))
-            for first in range(0, len(edges) - 1, self.group):
-                yield pack_in_order(edges[first : first + self.group + 1], self.seq_length).sequences
-
     def _pack(self, group: int) -> Packing:
         begin = self.first + group * self.group
-        edges = edges_of(self.text, self.ends, begin, min(begin + self.group, self.last))
-        return pack_in_order(edges, self.seq_length)
+        end = min(begin + self.group, self.last)
+        # First token of each document of the group, and the end of the last, counted in the part of the file.
+        edges = np.concatenate((self.ends[begin - 1 : begin] if begin else [0], self.ends[begin:end]))
+        if (np.diff(edges) < 0).any():
+            raise not_in_order(self.text.path)
+        return pack_in_order(np.clip(edges, self.text.begin, self.text.end) - self.text.begin, self.seq_length)
 
 
 def pack_in_order(edges: np.ndarray, seq_length: int) -> Packing:
@@ -256,9 +213,9 @@ def pack_in_order(edges: np.ndarray, seq_length: int) -> Packing:
     inputs = np.maximum(np.diff(edges) - 1, 0)  # of each document, those with a target
     pieces = (inputs + seq_length - 1) // seq_length  # of each document
     document = np.repeat(np.arange(len(inputs)), pieces)  # of each piece
-    number = np.arange(len(document)) - (pieces.cumsum() - pieces)[document]  # of a piece in its document
-    begins = edges[document] + number * seq_length
-    sizes = np.minimum(inputs[document] - number * seq_length, seq_length)
+    before = (np.arange(len(document)) - (pieces.cumsum() - pieces)[document]) * seq_length  # inputs of its document
+    begins = edges[document] + before
+    sizes = np.minimum(inputs[document] - before, seq_length)
     return Packing(begins, sizes, firsts_in_order(sizes, seq_length))
 
 

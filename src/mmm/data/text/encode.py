@@ -42,7 +42,7 @@ class Encoded(NamedTuple):
 
     tokens: np.ndarray
     ends: np.ndarray
-    bytes: int
+    bytes: np.int64
 
 
 class Counts(NamedTuple):
@@ -90,33 +90,32 @@ def _encode(piece: Piece) -> Counts:
     if encoded is None:
         encoded = _encoded(piece)
         buffer = io.BytesIO()
-        np.savez(buffer, tokens=encoded.tokens, ends=encoded.ends, bytes=np.int64(encoded.bytes))
+        np.savez(buffer, **encoded._asdict())
         write(path, buffer.getbuffer())
-    return Counts(len(encoded.tokens), len(encoded.ends), encoded.bytes)
+    return Counts(len(encoded.tokens), len(encoded.ends), int(encoded.bytes))
 
 
 def _encoded(piece: Piece) -> Encoded:
-    tokenizer, appended = _encoding.tokenizer, _encoding.appended
+    tokenizer = _encoding.tokenizer
     texts = read_documents(piece, _encoding.separator, _encoding.field, utf8=tokenizer.kind != ByteTokenizer.kind)
     try:
-        arrays = [tokenizer.encode(text) for text in texts]
+        documents = [tokenizer.encode(text) for text in texts]
     except DataError as error:
         raise DataError(f"{piece.path}, bytes {piece.begin} to {piece.end}: {error}") from None
-    lengths = np.fromiter(map(len, arrays), np.int64, len(arrays))
-    if piece.last and appended:
-        end = np.array(appended, tokenizer.dtype)
-        arrays = [part for array in arrays for part in (array, end)]
-        lengths += len(appended)
-    tokens = np.concatenate(arrays) if arrays else np.empty(0, tokenizer.dtype)
-    ends = lengths.cumsum() if piece.last else lengths[:0]
-    return Encoded(tokens, ends, sum(map(len, texts)))
+    size = np.int64(sum(map(len, texts)))
+    if not piece.last:  # of a document that goes on
+        return Encoded(np.concatenate(documents), np.zeros(0, np.int64), size)
+    end = np.array(_encoding.appended, tokenizer.dtype)
+    tokens = [part for document in documents for part in (document, end)]
+    ends = np.cumsum([len(document) + len(end) for document in documents], dtype=np.int64)
+    return Encoded(np.concatenate([end[:0], *tokens]), ends, size)
 
 
 def read_piece(path: Path) -> Encoded | None:
     """A piece from its file, whose checksums are compared; None where there is none, or not as it was written."""
     try:
         with np.load(path, allow_pickle=False) as file:
-            return Encoded(file["tokens"], file["ends"], int(file["bytes"]))
+            return Encoded(**file)
     except Exception:  # whatever the file has become: the piece is encoded again
         return None
 

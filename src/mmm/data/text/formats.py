@@ -3,7 +3,10 @@ refused: read as one of these, it would train a model on something else."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from mmm.errors import DataError
 from mmm.outside import open_file, parse_json
@@ -12,6 +15,8 @@ HEAD = 1 << 12  # bytes that are looked at
 JSON_LINES = (".jsonl", ".ndjson")
 TOKENS = (".bin", ".idx")
 TABLES = (".csv", ".tsv")
+BLANK = b"\xef\xbb\xbf \t\r\n"  # a byte-order mark, spaces, and ends of lines
+MESSAGES, PROMPT = "messages", "prompt"  # what a line of conversations has one of
 AS_IT_IS = "or train on the file as it is, by mmm tokens --field ''"
 # How files begin that are neither text nor tokens; 3 bytes at least, or a file of tokens could begin so.
 OTHERS = {
@@ -31,10 +36,13 @@ OTHERS = {
 }
 
 
-def read_head(path: Path) -> bytes:
-    """The first bytes. Raises OSError."""
-    with open_file(path) as file:
-        return file.read(HEAD)
+@contextmanager
+def reading(name: object) -> Iterator[None]:
+    """Raises DataError, which names the file, where the system does not read it."""
+    try:
+        yield
+    except OSError as error:
+        raise DataError(f"{name}: {error.strerror or error}") from None
 
 
 def check_magic(path: Path, head: bytes) -> None:
@@ -51,9 +59,10 @@ def check_text_file(path: Path, name: str, as_it_is: bool = False) -> bool:
         name: for messages. as_it_is: JSON, CSV and the like are text as well.
 
     Raises:
-        DataError: it is neither, or is empty. OSError: it cannot be read.
+        DataError: it is neither, is empty, or cannot be read.
     """
-    head = read_head(path)
+    with reading(name), open_file(path) as file:
+        head = file.read(HEAD)
     suffix = path.suffix.lower()
     if not head:
         raise DataError(f"{name}: the file is empty")
@@ -68,30 +77,38 @@ def check_text_file(path: Path, name: str, as_it_is: bool = False) -> bool:
         return False
     if suffix in TABLES:
         raise DataError(f"{name} is a table, by its name: write its rows as JSON lines, {AS_IT_IS}")
-    objects = suffix in JSON_LINES or _begins_with_object(path, head)
-    if objects and suffix not in (*JSON_LINES, ".json"):
-        raise DataError(f"{name}: its first line is a JSON object: call it {path.stem}.jsonl, {AS_IT_IS}")
-    if suffix == ".json" and not objects:
+    if suffix in JSON_LINES:
+        return True
+    is_json = head.lstrip(BLANK).startswith(b"{") and first_record(path) is not None
+    if suffix == ".json" and not is_json:
         raise DataError(f"{name} is JSON, and its first line is no object: write a document a line, {AS_IT_IS}")
-    return objects
+    if is_json and suffix != ".json":
+        raise DataError(f"{name}: its first line is a JSON object: call it {path.stem}.jsonl, {AS_IT_IS}")
+    return is_json
 
 
-def _begins_with_object(path: Path, head: bytes) -> bool:
-    if not head.lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"{"):
-        return False
-    with path.open("rb") as file:
-        line = next((line for line in file if line.strip(b"\xef\xbb\xbf \t\r\n")), b"")
+def first_record(path: Path) -> dict[str, Any] | None:
+    """What the first line of JSON lines has; None where it is no object."""
+    with reading(path), open_file(path) as file:
+        line = next((line for line in file if line.strip(BLANK)), b"")
     try:
-        parse_json(line)
+        return parse_json(line.strip(BLANK))
     except ValueError:
+        return None
+
+
+def is_chats(path: Path) -> bool:
+    """Whether a file that ``--text`` names is conversations; else it is text.
+
+    Raises:
+        DataError: it is neither.
+    """
+    if not check_text_file(path, f"--text {path}"):
         return False
-    return True
-
-
-def refuse_other_formats(path: Path) -> None:
-    """For a text that ``--text`` names: as `check_text_file`, and raises DataError for JSON lines too."""
-    if check_text_file(path, f"--text {path}"):
-        raise DataError(
-            f"--text {path} is JSON lines, whose first has neither messages nor prompt: of texts, prepare it by "
-            f"mmm tokens {path} -o {path.stem}, and give that folder"
-        )
+    record = first_record(path)
+    if record is None or MESSAGES in record or PROMPT in record:  # a broken line is named where all are read
+        return True
+    raise DataError(
+        f"--text {path} is JSON lines, whose first has neither {MESSAGES} nor {PROMPT}: of texts, prepare it by "
+        f"mmm tokens {path} -o {path.stem}, and give that folder"
+    )

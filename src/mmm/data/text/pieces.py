@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from mmm.data.text.corpus import check_text, check_utf8
+from mmm.data.text.corpus import check_text
 from mmm.errors import DataError
 from mmm.outside import parse_json
 
@@ -43,30 +43,36 @@ def split(files: Sequence[TextFile], size: int, separator: bytes = b"", splittab
         splittable: a document may be split.
     """
     for number, text_file in enumerate(files):
-        length, end_mark = text_file.path.stat().st_size, b"\n" if text_file.jsonl else separator
+        end_mark = b"\n" if text_file.jsonl else separator
         with text_file.path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as text:
             begin = 0
-            while begin < length:
-                end = min(begin + size, length) if end_mark or splittable else length
-                if end < length:
-                    end = _after_separator(text, begin, end, end_mark) if end_mark else _after_character(text, end)
-                yield Piece(number, text_file, begin, end, bool(end_mark) or end == length)
+            while begin < len(text):
+                end = len(text)
+                if end_mark:
+                    end = _after_documents(text, begin, size, end_mark)
+                elif splittable:
+                    end = _after_character(text, begin + size)
+                yield Piece(number, text_file, begin, end, bool(end_mark) or end == len(text))
                 begin = end
 
 
-def _after_separator(text: mmap.mmap, begin: int, end: int, separator: bytes) -> int:
-    """The end of a separator after `end`, as they are counted from `begin`, which is a document's: of three line ends
-    the first two are the separator of two, also where a piece of that many bytes would end between them."""
-    if any(separator.endswith(separator[:size]) for size in range(1, len(separator))):  # two can overlap
-        end -= len(text[begin:end].split(separator)[-1])
-    found = text.find(separator, end)
-    return len(text) if found < 0 else found + len(separator)
+def _after_documents(text: mmap.mmap, begin: int, size: int, separator: bytes) -> int:
+    """The end of the first separator that `size` bytes after `begin` are before. Each is looked for, from a document's
+    begin: of three line ends the first two are the separator of two."""
+    end = begin
+    while end < begin + size:
+        place = text.find(separator, end)
+        if place < 0:
+            return len(text)
+        end = place + len(separator)
+    return end
 
 
 def _after_character(text: mmap.mmap, end: int) -> int:
-    """The end of the character of UTF-8 that `end` is inside of; where that is none, `end`."""
-    after = range(end, min(end + 4, len(text)))
-    return next((at for at in after if text[at] & 0xC0 != 0x80), end if len(after) == 4 else len(text))
+    """The end of the character of UTF-8 that `end` is inside of."""
+    while end < len(text) and text[end] & 0xC0 == 0x80:
+        end += 1
+    return min(end, len(text))
 
 
 def read_documents(piece: Piece, separator: bytes, field: str, utf8: bool) -> list[bytes]:
@@ -78,19 +84,18 @@ def read_documents(piece: Piece, separator: bytes, field: str, utf8: bool) -> li
     Raises:
         DataError: a line has no such text; bytes that are not UTF-8, or NUL.
     """
+    is_json = piece.text_file.jsonl  # UTF-8, whatever the tokenizer
     with piece.path.open("rb") as file:
         file.seek(piece.begin)
-        text = check_text(file.read(piece.end - piece.begin), piece.path, piece.begin)
-    if piece.text_file.jsonl:
-        check_utf8(text, piece.path, piece.begin, advice="")  # as JSON is, whatever the tokenizer
-    elif utf8:
-        check_utf8(text, piece.path, piece.begin)
-    if piece.text_file.jsonl:
-        lines = enumerate(text.removeprefix(b"" if piece.begin else b"\xef\xbb\xbf").split(b"\n"))
-        found = [_text(piece, number, line, field) for number, line in lines if line.strip()]
+        text = check_text(file.read(piece.end - piece.begin), piece.path, piece.begin, utf8 or is_json)
+    if is_json:
+        if not piece.begin:
+            text = text.removeprefix(b"\xef\xbb\xbf")
+        lines = enumerate(text.split(b"\n"))
+        documents = [_text(piece, number, line, field) for number, line in lines if line.strip()]
     else:
-        found = text.split(separator) if separator else [text]
-    return [each for each in found if each]
+        documents = text.split(separator) if separator else [text]
+    return [document for document in documents if document]
 
 
 def _text(piece: Piece, number: int, line: bytes, field: str) -> bytes:
@@ -99,16 +104,11 @@ def _text(piece: Piece, number: int, line: bytes, field: str) -> bytes:
         text = parse_json(line).get(field)
         if isinstance(text, str):
             return text.encode()
+        reason = f"it has no text as {field!r}: name the field with the text by --field"
     except ValueError as error:
-        raise _refused(piece, number, str(error)) from None
-    raise _refused(piece, number, f"it has no text as {field!r}: name the field with the text by --field")
-
-
-def _refused(piece: Piece, number: int, reason: str) -> DataError:
+        reason = str(error)
     with piece.path.open("rb") as file:
-        before, left = 0, piece.begin
-        while left:
-            chunk = file.read(min(1 << 24, left))
-            before += chunk.count(b"\n")
-            left -= len(chunk)
-    return DataError(f"{piece.path}, line {before + number + 1}: {reason}")
+        while file.tell() < piece.begin:
+            file.readline()
+            number += 1
+    raise DataError(f"{piece.path}, line {number + 1}: {reason}")

@@ -13,17 +13,15 @@ import os
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from mmm.data.text.byte_tokenizer import Tokenizer
-from mmm.data.text.corpus import check_is_file
 from mmm.data.text.encode import Counts, Encoding, encode, pool_of, read_piece, write
 from mmm.data.text.formats import check_text_file
-from mmm.data.text.pieces import Piece, TextFile, read_documents, split
+from mmm.data.text.pieces import TextFile, read_documents, split
 from mmm.data.text.token_file import DOCUMENTS, FORMAT, MANIFEST, TOKENS, read_manifest
-from mmm.data.text.tokenizer import CharTokenizer, characters, load_tokenizer, train_bpe
+from mmm.data.text.tokenizer import CharTokenizer, load_tokenizer, train_bpe
 from mmm.errors import ConfigError, DataError
 
 PIECE = 1 << 24  # bytes of text, at least, where a file can be split
@@ -63,16 +61,15 @@ def prepare(wanted: Preparation, processes: int, say: Callable[[str], None] = la
     """
     folder = wanted.folder
     try:
-        files = _text_files(wanted)
+        files = tuple(_text_file(path, wanted) for path in wanted.files)
         key = _key(wanted)
         if folder.exists():
-            manifest = read_manifest(folder)
-            if manifest.get("key") != key:
+            if read_manifest(folder).get("key") != key:
                 raise DataError(
                     f"{folder} was prepared from other files or with other flags: remove it, or choose another -o"
                 )
             say(f"{folder} is complete already")
-            return manifest
+            return read_manifest(folder)
         part = folder.with_name(folder.name + ".part")
         _begin_part(part, key)
         manifest = _prepare(wanted, part, files, processes, say)
@@ -84,16 +81,12 @@ def prepare(wanted: Preparation, processes: int, say: Callable[[str], None] = la
     return read_manifest(folder)
 
 
-def _text_files(wanted: Preparation) -> tuple[TextFile, ...]:
-    """The files, each looked at: one that is no text is refused before anything is made of the others."""
-    found = []
-    for path in wanted.files:
-        check_is_file(path)
-        file = TextFile(path, check_text_file(path, str(path), as_it_is=not wanted.field))
-        if file.jsonl and wanted.separator:
-            raise ConfigError(f"--separator: {path} is JSON lines, and has a document a line: leave it out")
-        found.append(file)
-    return tuple(found)
+def _text_file(path: Path, wanted: Preparation) -> TextFile:
+    """A file that was looked at: one that is no text is refused before anything is made of the others."""
+    file = TextFile(path, check_text_file(path, str(path), as_it_is=not wanted.field))
+    if file.jsonl and wanted.separator:
+        raise ConfigError(f"--separator: {path} is JSON lines, and has a document a line: leave it out")
+    return file
 
 
 def _key(wanted: Preparation) -> str:
@@ -124,14 +117,16 @@ def _begin_part(part: Path, key: str) -> None:
 def _prepare(
     wanted: Preparation, part: Path, files: tuple[TextFile, ...], processes: int, say: Callable[[str], None]
 ) -> dict[str, Any]:
-    tokenizer = _tokenizer(wanted, files, part / CharTokenizer.file, processes)
+    tokenizer = _tokenizer(wanted, files, part / CharTokenizer.file)
+    for note in tokenizer.notes:
+        say(note)
     eos = wanted.eos or (EOS if wanted.bpe else None)
     appended = () if eos is None else (tokenizer.token(eos),)
     encoding = Encoding(part, tokenizer, wanted.separator.encode(), wanted.field, appended)
     pieces = list(split(files, PIECE, encoding.separator, tokenizer.splittable))
-    there = sum(encoding.path(piece).exists() for piece in pieces)
-    if there:
-        say(f"going on: {there} of {len(pieces)} pieces are there")
+    done = sum(encoding.path(piece).exists() for piece in pieces)
+    if done:
+        say(f"going on: {done} of {len(pieces)} pieces are there")
     total = Counts(0, 0, 0)
     for counts in encode(pieces, processes, encoding):
         total = Counts(*map(sum, zip(total, counts, strict=True)))
@@ -179,30 +174,26 @@ def _join(part: Path, pieces: Sequence[Path]) -> list[str]:
     return hashes
 
 
-def _tokenizer(wanted: Preparation, files: tuple[TextFile, ...], made: Path, processes: int) -> Tokenizer:
+def _tokenizer(wanted: Preparation, files: tuple[TextFile, ...], made: Path) -> Tokenizer:
     """The tokenizer. One that is made from the files is made once, and kept as `made`."""
     if wanted.bpe is None and wanted.tokenizer != CharTokenizer.kind:
         return load_tokenizer(wanted.tokenizer)
     if not made.is_file():
-        if wanted.bpe is not None:
+        if wanted.bpe is None:
+            content = CharTokenizer.of(_texts(files, wanted.field)).content
+        else:
             with pool_of(1) as pool:  # of its own: the library's threads would not survive the fork of others
                 content = pool.submit(_train, files, wanted.bpe, wanted.field).result()
-        else:
-            with pool_of(processes) as pool:
-                seen = set().union(*pool.map(partial(_characters, wanted.field), split(files, PIECE)))
-            content = CharTokenizer("".join(map(chr, sorted(seen)))).content
         write(made, content)
     return load_tokenizer(made)
 
 
-def _characters(field: str, piece: Piece) -> set[int]:
-    return set[int]().union(*map(characters, read_documents(piece, b"", field, utf8=True)))
-
-
 def _train(files: tuple[TextFile, ...], vocab_size: int, field: str) -> bytes:
-    def lines() -> Iterator[str]:
-        for piece in split(files, PIECE, b"\n"):
-            for text in read_documents(piece, b"", field, utf8=True):
-                yield from text.decode().splitlines(keepends=True)
+    lines = (line for text in _texts(files, field) for line in text.decode().splitlines(keepends=True))
+    return train_bpe(lines, vocab_size, EOS)
 
-    return train_bpe(lines(), vocab_size, EOS)
+
+def _texts(files: tuple[TextFile, ...], field: str) -> Iterator[bytes]:
+    """All text, in lines or more at once."""
+    for piece in split(files, PIECE, b"\n"):
+        yield from read_documents(piece, b"", field, utf8=True)

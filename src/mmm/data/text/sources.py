@@ -5,22 +5,23 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from mmm.data.order import stream
 from mmm.data.text.byte_tokenizer import ByteTokenizer, Tokenizer
-from mmm.data.text.chat_tokens import Chats, FilledUp, chat_samples, encode_chats, notes_of, read_chat_files
-from mmm.data.text.chats import is_chat_file
+from mmm.data.text.chat_tokens import ChatText, ChatTokens, FilledUp, encode_chats, plain_texts, read_chat_files
+from mmm.data.text.chats import Conversation
 from mmm.data.text.corpus import Corpus, read_text_files, standard_library
 from mmm.data.text.documents import DocumentTokens, FileTokens, PackedTokens
-from mmm.data.text.formats import refuse_other_formats
+from mmm.data.text.formats import is_chats
 from mmm.data.text.token_file import TokenFile, open_tokens
 from mmm.data.text.tokenizer import CharTokenizer, load_tokenizer
-from mmm.data.text.tokens import TextTokens, TokenArray, Tokens
+from mmm.data.text.tokens import TextTokens, Tokens
 from mmm.errors import ConfigError, DataError
 
 
@@ -103,9 +104,12 @@ class Sources:
     @property
     def bytes_per_token(self) -> float | None:
         """Bytes of text to validate on, a token; None where a corpus does not say."""
-        each = [corpus.bytes_per_token or math.nan for corpus in self.corpora]
-        mean = math.fsum(weight * of_one for weight, of_one in zip(self.weights, each, strict=True))
-        return None if math.isnan(mean) else mean
+        mean = 0.0
+        for corpus, weight in zip(self.corpora, self.weights, strict=True):
+            if corpus.bytes_per_token is None:
+                return None
+            mean += weight * corpus.bytes_per_token
+        return mean
 
     def tokens(
         self, seq_length: int, seed: int, vocab_size: int, pack: bool = False, document_mask: bool = False
@@ -119,50 +123,59 @@ class Sources:
             ConfigError: a text does not say where documents end, and one of the two is asked for.
             DataError: a text is shorter than a sequence, or has tokens that the vocabulary lacks.
         """
-        flag = "--pack" if pack else "--document_mask"
-        for corpus in self.corpora:
-            if (pack or document_mask) and corpus.documents is None and not corpus.is_chats:
-                raise ConfigError(
-                    f"{flag}: {corpus.source} does not say where documents end: prepare its texts by mmm tokens"
-                )
 
-        def samples(part: Callable[[Corpus], TokenArray], shuffle: bool) -> Tokens:
-            found: list[Tokens] = []
-            for corpus in self.corpora:
-                text, documents = part(corpus), corpus.documents
-                if corpus.is_chats:
-                    found.append(chat_samples(text, seq_length, seed, shuffle, vocab_size, pack, document_mask))
-                elif isinstance(text, TokenFile) and documents is not None and (pack or document_mask):
-                    given = (text, documents(), seq_length, seed, shuffle)
-                    if pack:
-                        found.append(PackedTokens(*given, vocab_size=vocab_size, document_starts=document_mask))
-                    else:
-                        found.append(DocumentTokens(*given, vocab_size=vocab_size))
-                elif isinstance(text, TokenFile):
-                    found.append(FileTokens(text, seq_length, seed, shuffle, vocab_size=vocab_size))
-                else:
-                    found.append(TextTokens(text, seq_length, seed, shuffle, unit=corpus.unit))
-            return found[0] if len(found) == 1 else Mixture(found, self.weights, seed)
+        def samples(corpus: Corpus, text: Any, shuffle: bool) -> Tokens:
+            order = (seq_length, seed, shuffle)
+            if isinstance(text, ChatText):
+                chats = text.cut(seq_length)
+                return ChatTokens(chats, *order, vocab_size=vocab_size, pack=pack, document_starts=document_mask)
+            if pack or document_mask:
+                if corpus.documents is None:
+                    flag = "--pack" if pack else "--document_mask"
+                    raise ConfigError(
+                        f"{flag}: {corpus.source} does not say where documents end: prepare its texts by mmm tokens"
+                    )
+                ends = corpus.documents()
+                if pack:
+                    return PackedTokens(text, ends, *order, vocab_size=vocab_size, document_starts=document_mask)
+                return DocumentTokens(text, ends, *order, vocab_size=vocab_size)
+            if isinstance(text, TokenFile):
+                return FileTokens(text, *order, vocab_size=vocab_size)
+            return TextTokens(text, *order, unit=corpus.unit)
 
-        train, validation = (
-            samples(lambda corpus: corpus.train, True),
-            samples(lambda corpus: corpus.validation, False),
-        )
-        return train, FilledUp(validation) if any(corpus.is_chats for corpus in self.corpora) else validation
+        train = [samples(corpus, corpus.train, True) for corpus in self.corpora]
+        validation = [samples(corpus, corpus.validation, False) for corpus in self.corpora]
+        held_out = self._mixed(validation, seed)
+        if self._chats:
+            held_out = FilledUp(held_out)
+        return self._mixed(train, seed), held_out
+
+    def _mixed(self, tokens: Sequence[Tokens], seed: int) -> Tokens:
+        return tokens[0] if len(tokens) == 1 else Mixture(tokens, self.weights, seed)
+
+    @property
+    def _chats(self) -> list[Corpus]:
+        return [corpus for corpus in self.corpora if isinstance(corpus.train, ChatText)]
 
     def notes(self, seq_length: int) -> list[str]:
         """What is to be said of the data at the start of a run."""
-        return [note for corpus in self.corpora if corpus.is_chats for note in notes_of(corpus, seq_length)]
+        notes = list(self.tokenizer.notes) if self.tokenizer else []
+        for corpus in self._chats:
+            notes.append(f"{corpus.source}, to train on: {corpus.train.note(seq_length)}")
+            notes.append(f"{corpus.source}, to validate on: {corpus.validation.note(seq_length)}")
+        return [*notes, *(note for corpus in self.corpora for note in corpus.notes)]
 
     def describe(self) -> dict[str, object]:
         """What a run's record keeps of the data."""
         if len(self.corpora) == 1:
             return self.corpora[0].describe()
         pairs = list(zip(self.corpora, self.weights, strict=True))
-        mixture = [corpus.describe() | {"weight": weight} for corpus, weight in pairs]
-        names = ", ".join(f"{corpus.source}:{weight:g}" for corpus, weight in pairs)
         parts = "\n".join(f"{corpus.sha256} {weight:.9g}" for corpus, weight in pairs)
-        return {"source": names, "sha256": hashlib.sha256(parts.encode()).hexdigest(), "mixture": mixture}
+        return {
+            "source": ", ".join(f"{corpus.source}:{weight:g}" for corpus, weight in pairs),
+            "sha256": hashlib.sha256(parts.encode()).hexdigest(),
+            "mixture": [corpus.describe() | {"weight": weight} for corpus, weight in pairs],
+        }
 
 
 def open_sources(
@@ -183,84 +196,96 @@ def open_sources(
     Raises:
         ConfigError, DataError: what does not fit together, or cannot be read.
     """
-    given = [_weight(path) for path in text]
-    weights = [1.0 if weight is None else weight for _, weight in given]
-    weighted = [path for path, weight in given if weight is not None]
-    if weighted and len(weighted) < len(given):
-        without = next(path for path, weight in given if weight is None)
-        raise ConfigError(f"--text {without} has no weight, and {weighted[0]} has one: give each one, or none")
-    files = [open_tokens(path, token_dtype) for path, _ in given]
-    chats = [found is None and is_chat_file(path) for found, (path, _) in zip(files, given, strict=True)]
-    if (any(files) or (any(chats) and not all(chats))) and len(files) > 1 and not weighted:
-        example = " ".join(f"{path}:{1 / len(given):.2g}" for path in text)
-        kind = "token files" if any(files) else "files, of texts and of conversations,"
-        raise ConfigError(f"--text: give each of several {kind} a weight, such as {example}")
-    chosen, of_text = _tokenizer(files, tokenizer), tokenizer == CharTokenizer.kind
-    if chosen is None and not of_text and not (files and all(files)):
+    paths, weights = _weighted(text)
+    files = [open_tokens(path, token_dtype) for path in paths]
+    kinds = [_kind(path, file) for path, file in zip(paths, files, strict=True)]
+    if not weights and len(paths) > 1 and ("tokens" in kinds or len(set(kinds)) > 1):
+        example = " ".join(f"{path}:{1 / len(paths):.2g}" for path in paths)
+        raise ConfigError(f"--text: files of {', '.join(sorted(set(kinds)))} need a weight each, such as {example}")
+    chosen = _tokenizer(files, tokenizer)
+    from_texts = tokenizer == CharTokenizer.kind
+    if chosen is None and not from_texts and not (files and all(files)):
         chosen = default() or ByteTokenizer()
-    between_characters = chosen is None or chosen.kind != ByteTokenizer.kind
-    texts: list[Corpus | Chats]
-    if any(files) or weighted:
-        texts = [
-            found or (read_chat_files([path]) if is_chat else _read([path], between_characters))
-            for found, is_chat, (path, _) in zip(files, chats, given, strict=True)
-        ]
-    else:
-        texts = [
-            read_chat_files(text) if any(chats) else _read(text, between_characters) if text else standard_library()
-        ]
-        weights = [1.0]
-    if chosen is None and of_text:
+    utf8 = chosen is None or chosen.kind != ByteTokenizer.kind
+    groups = [[path] for path in paths] if weights else [paths]  # without weights, several files are one
+    texts: list[Corpus | list[Conversation]] = []
+    for group, file, kind in zip(groups, files or [None], kinds or ["text"], strict=False):
+        if file is not None:
+            texts.append(file)
+        elif kind == "conversations":
+            texts.append(read_chat_files(group))
+        else:
+            texts.append(read_text_files(group, utf8) if group else standard_library())
+    if chosen is None and from_texts:
         chosen = CharTokenizer.of(part for each in texts for part in _parts(each))
-    corpora = tuple(_encoded(each, chosen) for each in texts)  # type: ignore[arg-type]
+    corpora = tuple(_encoded(each, group, chosen) for each, group in zip(texts, groups, strict=True))
+    weights = weights or [1.0]
     return Sources(corpora, tuple(weight / math.fsum(weights) for weight in weights), chosen)
 
 
-def _read(paths: Sequence[Path], between_characters: bool) -> Corpus:
-    return read_text_files(paths, between_characters, refuse_other_formats)
+def _kind(path: Path, file: Corpus | None) -> str:
+    if file is not None:
+        return "tokens"
+    return "conversations" if is_chats(path) else "text"
 
 
-def _parts(text: Corpus | Chats) -> Iterable[bytes]:
+def _parts(text: Corpus | list[Conversation]) -> Iterable[bytes]:
     """The text of what is not in tokens yet."""
-    if isinstance(text, Chats):
-        return text.plain_texts()
-    return (part[:].tobytes() for part in (text.train, text.validation) if text.unit == "bytes")
+    if isinstance(text, list):
+        return plain_texts(text)
+    return [part.tobytes() for part in (text.train, text.validation) if text.unit == "bytes"]
 
 
-def _encoded(corpus: Corpus | Chats, tokenizer: Tokenizer) -> Corpus:
+def _encoded(text: Corpus | list[Conversation], paths: Sequence[Path], tokenizer: Tokenizer | None) -> Corpus:
     """A text of bytes as the tokens of another tokenizer, in memory; what is in tokens as it is.
 
     Raises:
-        DataError: the text is no UTF-8, or has a character that the vocabulary lacks; a conversation that the chat
-            template does not take.
+        DataError: the text has a character that the vocabulary lacks; a conversation that the chat template does not
+            take.
     """
-    if isinstance(corpus, Chats):
-        return encode_chats(corpus, tokenizer)
-    if corpus.unit == "tokens":
-        return corpus
-    if tokenizer.kind == ByteTokenizer.kind:
-        return corpus
+    if isinstance(text, list):
+        assert tokenizer is not None
+        return encode_chats(paths, text, tokenizer)
+    if text.unit == "tokens" or tokenizer is None or tokenizer.kind == ByteTokenizer.kind:
+        return text
     try:
-        train, validation = (tokenizer.encode(part[:].tobytes()) for part in (corpus.train, corpus.validation))
+        train, validation = (tokenizer.encode(part.tobytes()) for part in (text.train, text.validation))
     except DataError as error:
-        raise DataError(f"{corpus.source}: {error}") from None
-    digest = hashlib.sha256(f"{corpus.sha256} {tokenizer.sha256}".encode()).hexdigest()
-    each = len(corpus.validation) / max(len(validation), 1)
-    return Corpus(train, validation, corpus.source, corpus.files, digest, "tokens", tokenizer, bytes_per_token=each)
+        raise DataError(f"{text.source}: {error}") from None
+    return replace(
+        text,
+        train=train,
+        validation=validation,
+        sha256=hashlib.sha256(f"{text.sha256} {tokenizer.sha256}".encode()).hexdigest(),
+        unit="tokens",
+        tokenizer=tokenizer,
+        bytes_per_token=len(text.validation) / max(len(validation), 1),
+    )
 
 
-def _weight(path: Path) -> tuple[Path, float | None]:
-    """``PATH:0.7`` as path and weight. A path that is there has no weight, whatever its name."""
-    name, colon, number = str(path).rpartition(":")
-    if not colon or not name or path.exists():
-        return path, None
-    try:
-        weight = float(number)
-    except ValueError:
-        return path, None
-    if not 0 < weight < math.inf:
-        raise ConfigError(f"--text {path}: a weight must be greater than 0, and finite")
-    return Path(name), weight
+def _weighted(text: Sequence[Path]) -> tuple[list[Path], list[float]]:
+    """Of ``PATH:0.7 …`` the paths and the weights, of which there may be none. A path that is there has no weight,
+    whatever its name.
+
+    Raises:
+        ConfigError: a weight that is none, or some have one and others have not.
+    """
+    paths, weights = [], []
+    for path in text:
+        name, colon, digits = str(path).rpartition(":")
+        try:
+            weight = float(digits) if colon and name and not path.exists() else None
+        except ValueError:
+            weight = None
+        paths.append(path if weight is None else Path(name))
+        if weight is not None:
+            if not 0 < weight < math.inf:
+                raise ConfigError(f"--text {path}: a weight must be greater than 0, and finite")
+            weights.append(weight)
+    if weights and len(weights) < len(paths):
+        without = next(path for path in text if path in paths)
+        raise ConfigError(f"--text {without} has no weight, and others have one: give each one, or none")
+    return paths, weights
 
 
 def _tokenizer(files: Sequence[Corpus | None], name: str | None) -> Tokenizer | None:
@@ -274,13 +299,12 @@ def _tokenizer(files: Sequence[Corpus | None], name: str | None) -> Tokenizer | 
     for corpus in files:
         if corpus is None or corpus.tokenizer is None:
             continue
-        kind = corpus.tokenizer.kind
-        if chosen is None and name in (None, kind):  # chars: the characters of the file
-            chosen, chosen_by = corpus.tokenizer, corpus.source
+        if chosen is None and name in (None, corpus.tokenizer.kind):  # chars: the characters of the file
+            chosen = corpus.tokenizer
+            chosen_by = corpus.source
         if chosen is None or chosen.sha256 != corpus.tokenizer.sha256:
-            other = chosen or name
             raise DataError(
-                f"--text {corpus.source} was made by another tokenizer ({corpus.tokenizer}) than {chosen_by} ({other}):"
-                f" prepare it again with mmm tokens --tokenizer, or leave --tokenizer out"
+                f"--text {corpus.source} was made by another tokenizer ({corpus.tokenizer}) than {chosen_by} "
+                f"({chosen or name}): prepare it again with mmm tokens --tokenizer, or leave --tokenizer out"
             )
     return chosen

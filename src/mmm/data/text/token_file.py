@@ -27,8 +27,8 @@ Source: github.com/NVIDIA/Megatron-LM, megatron/core/datasets/indexed_dataset.py
 
 from __future__ import annotations
 
+import copy
 import hashlib
-import mmap
 import os
 import struct
 from collections.abc import Callable
@@ -39,8 +39,8 @@ from typing import Any
 import numpy as np
 
 from mmm.data.text.byte_tokenizer import ByteTokenizer, Tokenizer
-from mmm.data.text.corpus import Corpus, check_is_file
-from mmm.data.text.formats import check_magic, read_head
+from mmm.data.text.corpus import Corpus
+from mmm.data.text.formats import HEAD, check_magic, reading
 from mmm.data.text.tokenizer import load_tokenizer
 from mmm.data.text.tokens import TokenArray
 from mmm.errors import DataError
@@ -48,7 +48,8 @@ from mmm.outside import open_file, read_json
 
 TOKENS, DOCUMENTS, MANIFEST = "tokens.bin", "documents.bin", "manifest.json"
 FORMAT = 1  # of the manifest
-_MEGATRON_MAGIC, _MEGATRON_VERSION = b"MMIDIDX\0\0", 1
+_MEGATRON_MAGIC = b"MMIDIDX\0\0" + struct.pack("<Q", 1)  # and the version
+_MEGATRON_HEAD = 34  # bytes
 _MEGATRON_TYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
 _LLMC_HEADER = 1024  # bytes
 _LLMC_TYPES = {(20240520, 1): "<u2", (20240801, 7): "<u4"}  # by magic number and version
@@ -59,48 +60,39 @@ class TokenFile:
     """A file of tokens, or a part of it: its length, and slices. Nothing of it stays in memory.
 
     Args:
-        dtype: of a token. begin, end: in tokens from the file's begin, a header among them; None for the file's end.
+        dtype: of a token. begin: of the first one, in tokens from the file's begin, a header among them.
 
     Raises:
         DataError: the file cannot be read, or does not end with a full token.
     """
 
-    def __init__(self, path: Path, dtype: np.dtype, begin: int = 0, end: int | None = None) -> None:
+    def __init__(self, path: Path, dtype: np.dtype, begin: int = 0) -> None:
         self.path, self.dtype, self.begin = path, np.dtype(dtype), begin
-        check_is_file(path)
-        try:
+        with reading(path):
             self._file = open_file(path)
-            size = os.fstat(self._file.fileno()).st_size
-        except OSError as error:
-            raise DataError(f"{path}: {error.strerror or error}") from None
+        size = os.fstat(self._file.fileno()).st_size
         if size % self.dtype.itemsize:
             raise DataError(f"{path} is truncated: {size} bytes are no number of tokens of {self.dtype.itemsize} bytes")
-        self.end = size // self.dtype.itemsize if end is None else end
+        self.end = size // self.dtype.itemsize
 
     def __len__(self) -> int:
         return self.end - self.begin
 
     def __getitem__(self, part: slice) -> np.ndarray:
-        """A copy of these tokens. They alone are mapped, and just while they are copied: a mapping of the full file
-        would keep every page that was ever read in this process's memory. The system reads their pages, no others."""
+        """A copy of these tokens."""
         begin, end, _ = part.indices(len(self))
-        if end <= begin:
-            return np.empty(0, self.dtype)
-        first, length = (self.begin + begin) * self.dtype.itemsize, (end - begin) * self.dtype.itemsize
-        skipped = first % mmap.ALLOCATIONGRANULARITY
-        map_options: Any = {"access": mmap.ACCESS_READ, "offset": first - skipped}
-        with mmap.mmap(self._file.fileno(), skipped + length, **map_options) as mapped:
-            mapped.madvise(mmap.MADV_RANDOM)  # no read-ahead, …
-            mapped.madvise(mmap.MADV_WILLNEED)  # and all pages at once
-            return np.frombuffer(mapped, self.dtype, end - begin, skipped).copy()
+        count = max(end - begin, 0)
+        content = os.pread(self._file.fileno(), count * self.dtype.itemsize, (self.begin + begin) * self.dtype.itemsize)
+        tokens = np.frombuffer(content, self.dtype)
+        if len(tokens) != count:  # one read has 2 GiB at most
+            raise DataError(f"{self.path}: {len(tokens)} of {count} tokens from {begin} on were read")
+        return tokens
 
     def split(self) -> tuple[TokenFile, TokenFile]:
         """For training, and the last tenth for validation, as of a text."""
-        middle = self.end - max(len(self) // 10, 1)
-        return (
-            TokenFile(self.path, self.dtype, self.begin, middle),
-            TokenFile(self.path, self.dtype, middle, self.end),
-        )
+        train, validation = copy.copy(self), copy.copy(self)
+        train.end = validation.begin = self.end - max(len(self) // 10, 1)
+        return train, validation
 
 
 def open_tokens(path: Path, token_dtype: str | None = None) -> Corpus | None:
@@ -115,14 +107,13 @@ def open_tokens(path: Path, token_dtype: str | None = None) -> Corpus | None:
     """
     if path.is_dir():
         return _open_folder(path)
-    index = path.with_name(path.name + ".idx") if not path.exists() else path.with_suffix(".idx")
     suffix = path.suffix.lower()
-    if suffix in (".bin", ".idx") or not path.exists():
-        if index.is_file():
-            return _open_megatron(index)
-        if suffix == ".bin":
-            return _open_bin(path, token_dtype)
-    return None
+    if path.exists() and suffix not in (".bin", ".idx"):
+        return None
+    index = path.with_suffix(".idx") if suffix in (".bin", ".idx") else path.with_name(path.name + ".idx")
+    if index.is_file():
+        return _open_megatron(index)
+    return _open_bin(path, token_dtype) if suffix == ".bin" else None
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
@@ -138,20 +129,24 @@ def _open_folder(folder: Path) -> Corpus:
     manifest = read_manifest(folder)
     try:
         about = manifest["tokenizer"]
-        kind, file, sha256 = about["kind"], about["file"], about["sha256"]
-        total, documents, digest = manifest["tokens"], manifest["documents"], manifest["sha256"]
-        tokens = TokenFile(folder / TOKENS, np.dtype(manifest["dtype"]))
+        file = about["file"]
+        sha256 = about["sha256"]
+        total = manifest["tokens"]
+        documents = manifest["documents"]
+        digest = manifest["sha256"]
+        dtype = np.dtype(manifest["dtype"])
         bytes_per_token = manifest["bytes"] / total if manifest.get("bytes") else None
     except (KeyError, TypeError, ValueError) as error:
         raise DataError(f"{folder / MANIFEST} is damaged: {error!r}") from None
-    if len(tokens) != total:
-        raise DataError(f"{folder / TOKENS} is truncated: it has {len(tokens)} tokens, not {total}")
-    tokenizer: Tokenizer = load_tokenizer(folder / file) if file else ByteTokenizer()
-    if tokenizer.kind != kind or tokenizer.sha256 != sha256:
-        raise DataError(f"{folder / file} is not the tokenizer that made {folder / TOKENS}: prepare it again")
+    tokens = TokenFile(folder / TOKENS, dtype)
     ends = TokenFile(folder / DOCUMENTS, np.dtype("<i8"))
+    if len(tokens) != total:
+        raise DataError(f"{tokens.path} is truncated: it has {len(tokens)} tokens, not {total}")
     if len(ends) != documents or ends[documents - 1 :].tolist() != [total]:
-        raise DataError(f"{folder / DOCUMENTS} is not of the {total} tokens beside it: prepare it again")
+        raise DataError(f"{ends.path} is not of the {total} tokens beside it: prepare it again")
+    tokenizer: Tokenizer = load_tokenizer(folder / file) if file else ByteTokenizer()
+    if tokenizer.sha256 != sha256:
+        raise DataError(f"{folder / file} is not the tokenizer that made {tokens.path}: prepare it again")
     corpus = _corpus(tokens, str(folder), digest, tokenizer, lambda: ends)
     return replace(corpus, bytes_per_token=bytes_per_token)
 
@@ -162,77 +157,62 @@ def _open_bin(path: Path, token_dtype: str | None) -> Corpus:
     other = path.with_name("val.bin")
     if path.name == "train.bin" and other.is_file():
         held_out = _bin_tokens(other, token_dtype)
-        digest = hashlib.sha256(f"{_fingerprint(path)} {_fingerprint(other)}".encode()).hexdigest()
-        return Corpus(tokens, held_out, f"{path}, {other}", 2, digest, "tokens")
+        return Corpus(tokens, held_out, f"{path}, {other}", 2, _fingerprint(path, other), "tokens")
     return _corpus(tokens, str(path), _fingerprint(path))
 
 
 def _bin_tokens(path: Path, token_dtype: str | None) -> TokenFile:
     """Raises DataError: it is of another format, is not as long as its header says, or nothing says what type its
     tokens have."""
-    check_is_file(path)
-    try:
-        head = read_head(path)
-    except OSError as error:
-        raise DataError(f"{path}: {error.strerror or error}") from None
-    if not head:
-        raise DataError(f"{path} is empty")
+    with reading(path), open_file(path) as file:
+        head = file.read(HEAD)
     check_magic(path, head)
     magic, version, count = struct.unpack("<iii", head[:12].ljust(12, b"\0"))
-    dtype = _LLMC_TYPES.get((magic, version))
-    if dtype is None:
+    of_header = _LLMC_TYPES.get((magic, version))
+    if of_header is None:
         if token_dtype is None:
             raise DataError(
                 f"{path} has no header, and so does not say what type its tokens have: say it by --token_dtype, such "
                 f"as uint16, which nanoGPT writes"
             )
         return TokenFile(path, np.dtype(token_dtype).newbyteorder("<"))
-    if token_dtype is not None and np.dtype(token_dtype) != np.dtype(dtype):
-        raise DataError(f"{path}: --token_dtype is {token_dtype}, and its header says {np.dtype(dtype).name}")
-    header = _LLMC_HEADER // np.dtype(dtype).itemsize
-    tokens = TokenFile(path, np.dtype(dtype), header)
-    found = tokens.end - header
-    if found != count:
-        raise DataError(f"{path} has {max(found, 0)} tokens, and its header says {count}: it is truncated, or damaged")
+    dtype = np.dtype(of_header)
+    if token_dtype not in (None, dtype.name):
+        raise DataError(f"{path}: --token_dtype is {token_dtype}, and its header says {dtype.name}")
+    tokens = TokenFile(path, dtype, _LLMC_HEADER // dtype.itemsize)
+    size = tokens.end - tokens.begin
+    if size != count:
+        raise DataError(f"{path} has {size} tokens, and its header says {count}: it is truncated, or damaged")
     return tokens
 
 
 def _open_megatron(index: Path) -> Corpus:
-    try:
-        with open_file(index) as file:
-            head = file.read(34)
-        size = index.stat().st_size
-    except OSError as error:
-        raise DataError(f"{index}: {error.strerror or error}") from None
-    if len(head) < 34 or not head.startswith(_MEGATRON_MAGIC):
-        raise DataError(f"{index} is no index of Megatron's MMapIndexedDataset: it does not begin with MMIDIDX")
-    version, code, sequences, documents = struct.unpack("<QBQQ", head[9:])
-    if version != _MEGATRON_VERSION:
-        raise DataError(f"{index} has version {version} of Megatron's index, and this mmm reads {_MEGATRON_VERSION}")
+    with reading(index), open_file(index) as file:
+        head = file.read(_MEGATRON_HEAD)
+    if len(head) < _MEGATRON_HEAD or not head.startswith(_MEGATRON_MAGIC):
+        raise DataError(f"{index} does not begin with MMIDIDX and version 1, as Megatron's MMapIndexedDataset does")
+    code, sequences, documents = struct.unpack("<BQQ", head[len(_MEGATRON_MAGIC) :])
     if code not in _MEGATRON_TYPES:
         raise DataError(f"{index} has tokens of type {code}, which is no integer type of Megatron's index")
-    wanted = 34 + 12 * sequences + 8 * documents
-    if wanted > size:
-        raise DataError(f"{index} is truncated: {size} bytes, and {sequences} sequences need {wanted}")
+    needed = _MEGATRON_HEAD + 12 * sequences + 8 * documents
+    if not sequences or not documents or needed > index.stat().st_size:
+        raise DataError(f"{index} is truncated: {sequences} sequences and {documents} ends need {needed} bytes")
     tokens = TokenFile(index.with_suffix(".bin"), np.dtype(_MEGATRON_TYPES[code]))
-    if not sequences or not documents or not len(tokens):
-        raise DataError(f"{index} has no sequences")
-    width, pointers = tokens.dtype.itemsize, np.memmap(index, "<i8", "r", 34 + 4 * sequences, (sequences,))
-    last = np.memmap(index, "<i4", "r", 34 + 4 * (sequences - 1), (1,))
-    total = int(pointers[-1]) // width + int(last[0])
+    sizes = np.memmap(index, "<i4", "r", _MEGATRON_HEAD, (sequences,))
+    pointers = np.memmap(index, "<i8", "r", _MEGATRON_HEAD + 4 * sequences, (sequences,))
+    total = int(pointers[-1]) // tokens.dtype.itemsize + int(sizes[-1])
     if total != len(tokens):
         raise DataError(f"{tokens.path} has {len(tokens)} tokens, and its index {total}: it is truncated, or another's")
 
     def ends() -> TokenArray:
-        first = np.memmap(index, "<i8", "r", 34 + 12 * sequences, (documents,))  # sequence of each document
-        starts = np.append(pointers // width, total)
+        first = np.memmap(index, "<i8", "r", _MEGATRON_HEAD + 12 * sequences, (documents,))  # sequence of each document
+        starts = np.append(pointers // tokens.dtype.itemsize, total)
         try:
             return starts[first[1:]]
         except IndexError:
             raise DataError(f"{index} is damaged: a document ends with a sequence that it has not") from None
 
-    digest = hashlib.sha256(f"{_fingerprint(index)} {_fingerprint(tokens.path)}".encode()).hexdigest()
-    return _corpus(tokens, str(tokens.path), digest, None, ends)
+    return _corpus(tokens, str(tokens.path), _fingerprint(index, tokens.path), None, ends)
 
 
 def _corpus(
@@ -247,11 +227,15 @@ def _corpus(
     return Corpus(*tokens.split(), source, 1, digest, "tokens", tokenizer, documents)
 
 
-def _fingerprint(path: Path) -> str:
-    """sha256 of a file's size and its first and last MiB: it may have terabytes, and every rank asks at the start."""
-    with path.open("rb") as file:
-        size = os.fstat(file.fileno()).st_size
-        digest = hashlib.sha256(b"%d\n" % size + file.read(_ENDS))
-        file.seek(max(size - _ENDS, 0))
-        digest.update(file.read(_ENDS))
-    return digest.hexdigest()
+def _fingerprint(*paths: Path) -> str:
+    """A hash of the sizes of files and their first and last MiB: they may have terabytes, and every rank asks at the
+    start."""
+    digests = []
+    for path in paths:
+        with path.open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            digest = hashlib.sha256(b"%d\n" % size + file.read(_ENDS))
+            file.seek(max(size - _ENDS, 0))
+            digest.update(file.read(_ENDS))
+        digests.append(digest.hexdigest())
+    return digests[0] if len(digests) == 1 else hashlib.sha256(" ".join(digests).encode()).hexdigest()

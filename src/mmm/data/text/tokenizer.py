@@ -11,16 +11,21 @@ from typing import Any
 import numpy as np
 
 from mmm.data.text.byte_tokenizer import ByteTokenizer, Tokenizer
+from mmm.data.text.formats import reading
 from mmm.data.text.tokens import BYTES
 from mmm.errors import ConfigError, DataError
 from mmm.outside import parse_json, read_file
 from mmm.weights.chat_format import chat_format_of_folder
+
+CUTS = ("truncation", "padding")  # fields of a tokenizer.json, for inputs of another program: a text is one input
+DRAWS = ("dropout", "alpha", "nbest_size")  # of its model: a text would have other tokens each time
 
 
 class CharTokenizer(Tokenizer):
     """A Unicode character is a token; the vocabulary is a list of characters, by code point."""
 
     kind, file, splittable = "chars", "tokenizer.json", True
+    HEAD = b'{"kind": "chars"'  # how its file begins
 
     def __init__(self, chars: str) -> None:
         if not chars:
@@ -37,10 +42,10 @@ class CharTokenizer(Tokenizer):
     @classmethod
     def of(cls, texts: Iterable[bytes]) -> CharTokenizer:
         """All characters of these texts."""
-        seen: set[int] = set()
+        seen = np.zeros(0x110000, bool)  # by code point
         for text in texts:
-            seen |= characters(text)
-        return cls("".join(map(chr, sorted(seen))))
+            seen[_codes(_unicode(text))] = True
+        return cls("".join(map(chr, np.flatnonzero(seen))))
 
     def encode(self, text: bytes) -> np.ndarray:
         codes = _codes(_unicode(text))
@@ -56,7 +61,7 @@ class CharTokenizer(Tokenizer):
 
 
 class HuggingFaceTokenizer(Tokenizer):
-    """A ``tokenizer.json`` of Hugging Face's ``tokenizers``."""
+    """A ``tokenizer.json`` of Hugging Face's ``tokenizers``, without what draws or cuts in it."""
 
     kind, file = "tokenizers", "tokenizer.json"
 
@@ -64,28 +69,67 @@ class HuggingFaceTokenizer(Tokenizer):
         package = _optional("tokenizers", name)
         self.content = content
         try:
+            about = parse_json(content)
+        except ValueError as error:
+            raise DataError(f"--tokenizer {name}: {error}; a SentencePiece model is named .model") from None
+        model = about.get("model")
+        if not isinstance(model, dict):
+            model = {}
+        switched_off = [field for field in CUTS if about.pop(field, None) is not None]
+        switched_off += [field for field in DRAWS if model.pop(field, None) is not None]
+        if switched_off:
+            content = json.dumps(about).encode()
+            self.notes = (f"{name}: its {' and '.join(switched_off)} stays off: a text has the same tokens each time",)
+        try:
             self._tokenizer = package.Tokenizer.from_buffer(content)
         except BaseException as error:  # the package raises nothing narrower, and panics by one that is no Exception
             if isinstance(error, KeyboardInterrupt):
                 raise
             raise DataError(f"--tokenizer {name} is no tokenizer of the package tokenizers: {error}") from None
-        self._tokenizer.no_truncation()  # a file may ask for either, for inputs of another program: a text is one input
-        self._tokenizer.no_padding()
-        self.vocab_size = max(self._tokenizer.get_vocab().values(), default=0) + 1
+        vocabulary = self._tokenizer.get_vocab()
+        self.vocab_size = max(vocabulary.values(), default=0) + 1
         if self.vocab_size > len(content):
             raise DataError(
                 f"--tokenizer {name} is damaged: {len(content):,} bytes have a token {self.vocab_size - 1:,}"
             )
+        # A BPE leaves out what it has no token for, unless it knows every byte or an unknown token.
+        is_bpe = isinstance(self._tokenizer.model, package.models.BPE)
+        has_bytes = vocabulary.keys() >= set(package.pre_tokenizers.ByteLevel.alphabet())
+        self._may_lose = is_bpe and model.get("unk_token") is None and not has_bytes
 
     def encode(self, text: bytes) -> np.ndarray:
-        return np.asarray(self._tokenizer.encode(_unicode(text), add_special_tokens=False).ids, self.dtype)
+        characters = _unicode(text)
+        try:
+            encoding = self._tokenizer.encode(characters, add_special_tokens=False)
+        except Exception as error:  # the package raises nothing narrower
+            raise DataError(f"the tokenizer does not take the text: {error}") from None
+        if self._may_lose:
+            _check_all_covered(characters, encoding.offsets)
+        return np.asarray(encoding.ids, self.dtype)
 
     def decode(self, tokens: Sequence[int]) -> str:
         return self._tokenizer.decode([int(token) for token in tokens], skip_special_tokens=False)
 
     def token(self, name: str) -> int:
-        found = self._tokenizer.token_to_id(name)
-        return super().token(name) if found is None else found
+        token = self._tokenizer.token_to_id(name)
+        return super().token(name) if token is None else token
+
+
+def _check_all_covered(text: str, offsets: Sequence[tuple[int, int]]) -> None:
+    """Raises DataError where characters of a text, spaces aside, are in no token.
+
+    Args:
+        offsets: of each token, its first character and the one after its last.
+    """
+    covered = np.zeros(len(text), bool)
+    for begin, end in offsets:
+        covered[begin:end] = True
+    lost = [text[place] for place in np.flatnonzero(~covered) if not text[place].isspace()]
+    if lost:
+        raise DataError(
+            f"{len(lost)} of {len(text)} characters have no token, and would be left out: the tokenizer has neither an "
+            "unknown token nor one for each byte"
+        )
 
 
 class SentencePieceTokenizer(Tokenizer):
@@ -121,10 +165,8 @@ def load_tokenizer(name: str | Path) -> Tokenizer:
     """
     if str(name) == ByteTokenizer.kind:
         return ByteTokenizer()
-    try:
+    with reading(f"--tokenizer {name}, which is neither bytes nor chars"):
         content = read_file(name)
-    except OSError as error:
-        raise DataError(f"--tokenizer {name}: {error.strerror or error}; give bytes, chars or a file") from None
     tokenizer = tokenizer_of(Path(name), content)
     tokenizer.chat = chat_format_of_folder(Path(name).parent)
     return tokenizer
@@ -140,15 +182,19 @@ def tokenizer_of(name: Path, content: bytes) -> Tokenizer:
         return ByteTokenizer()
     if name.suffix == ".model":
         return SentencePieceTokenizer(content, name)
-    try:
-        about = parse_json(content)
-    except ValueError as error:
-        raise DataError(f"--tokenizer {name}: {error}; a SentencePiece model is named .model") from None
-    if about.get("kind") == CharTokenizer.kind:
-        if not isinstance(chars := about.get("chars"), str) or len(set(chars)) < len(chars):
-            raise DataError(f"--tokenizer {name} is damaged: it has no chars, a text of different characters")
-        return CharTokenizer(chars)
+    if content.startswith(CharTokenizer.HEAD):
+        return _char_tokenizer(content, name)
     return HuggingFaceTokenizer(content, name)
+
+
+def _char_tokenizer(content: bytes, name: Path) -> CharTokenizer:
+    try:
+        chars = parse_json(content).get("chars")
+    except ValueError as error:
+        raise DataError(f"--tokenizer {name} is damaged: {error}") from None
+    if not isinstance(chars, str) or len(set(chars)) < len(chars):
+        raise DataError(f"--tokenizer {name} is damaged: it has no chars, a text of different characters")
+    return CharTokenizer(chars)
 
 
 def train_bpe(texts: Iterator[str], vocab_size: int, eos: str) -> bytes:
@@ -174,13 +220,6 @@ def train_bpe(texts: Iterator[str], vocab_size: int, eos: str) -> bytes:
     )
     tokenizer.train_from_iterator(texts, trainer)
     return tokenizer.to_str().encode()
-
-
-def characters(text: bytes) -> set[int]:
-    """The code points that a UTF-8 text has."""
-    seen = np.zeros(0x110000, bool)
-    seen[_codes(_unicode(text))] = True
-    return set(seen.nonzero()[0].tolist())
 
 
 def _codes(text: str) -> np.ndarray:

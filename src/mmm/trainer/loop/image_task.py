@@ -31,12 +31,11 @@ class ImageTask(Task):
         coordinate, dp, data = run.layout.dp_coordinate(run.rank.rank), run.layout.dp, resolved.data
         loading: dict[str, Any] = {
             "workers": workers,
-            "pin_memory": run.device.type in ("cuda", "xpu"),
             "timeout": run.options.timeout,
         }
         self.run, self.global_batch_size = run, resolved.global_batch_size
         sequence = ImageBatches(data.train, self.global_batch_size, run.seed)
-        self.loader = sequence.loader(coordinate, dp, **loading)
+        self.loader = ImageLoader(sequence, coordinate, dp, **loading)
         batch = resolved.local_batch_size
         at_once = -(-TEST_BATCH // batch) * batch  # a multiple: a pipeline splits it into its micro-batches
         self.test_loader = evaluation(data.test, at_once, coordinate, dp, **loading)
@@ -45,9 +44,10 @@ class ImageTask(Task):
     def batches(self, epoch: int, first: int = 0) -> Iterator[Batch]:
         seed, first_sample = self.run.seed, self.loader.first_sample
         for step, batch in enumerate(self.loader.epoch(epoch, first), start=epoch * self.steps_per_epoch + first):
-            batch = batch.to(self.run.device, self.run.precision.storage)
-            keys = sample_keys(seed, step, first_sample, len(batch.labels), self.run.device)
-            yield Batch(batch.images, batch.labels, batch.count, sample_keys=keys)
+            batch = batch.to(self.run.device)
+            keys = sample_keys(seed, step, first_sample, len(batch.targets), self.run.device)
+            images = batch.inputs.to(self.run.precision.storage)
+            yield Batch(images, batch.targets, batch.count, sample_keys=keys)
 
     def evaluate(self, model: ParallelModel) -> dict[str, float]:
         model.train(False)
@@ -70,11 +70,11 @@ def evaluate_images(run: Run, measure: Callable[[Tensor, Tensor], Tensor], loade
 
     Args:
         measure: of images and labels, `summed_loss` and `correct` of a model in evaluation mode, (2,) float64.
-        loader: of `mmm.data.images.batches.evaluation`: what only pads a batch has weight 0.
+        loader: of `mmm.data.images.batches.evaluation`: what only pads a batch has the label `PADDING`.
     """
     images = loader.batches.image_set.samples
-    batches = (batch.to(run.device, run.precision.storage) for batch in loader.epoch())
-    first, *others = (measure(b.images, b.labels.masked_fill(b.weights == 0, PADDING)) for b in batches)
+    batches = (batch.to(run.device) for batch in loader.epoch())
+    first, *others = (measure(batch.inputs.to(run.precision.storage), batch.targets) for batch in batches)
     loss, right = (total / images for total in run.global_sums(sum(others, first)))
     return {"test_loss": loss, "test_acc": 100 * right}
 

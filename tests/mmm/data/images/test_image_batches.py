@@ -4,11 +4,12 @@ import numpy as np
 import pytest
 import torch
 
-from mmm.data.images.batches import ImageBatches, evaluation
+from mmm.data.images.batches import ImageBatches, ImageLoader, evaluation
 from mmm.data.images.datasets import load_images
 from mmm.data.images.fake import FakeImages
 from mmm.data.images.image_set import ImagesInMemory
 from mmm.errors import DataError
+from mmm.layout import PADDING
 
 FAKE = FakeImages(50, (3, 8, 8), 4, seed=5)
 NUMBERED = FakeImages(50, (1, 4, 4), 50, seed=5)  # a class an image: its label is its index
@@ -23,7 +24,7 @@ class Unreadable(FakeImages):
 
 
 def same(a, b):
-    return all(torch.equal(getattr(a, f), getattr(b, f)) for f in ("images", "labels", "weights"))
+    return torch.equal(a.inputs, b.inputs) and torch.equal(a.targets, b.targets)
 
 
 @pytest.mark.parametrize("image_set", [FAKE, DIGITS], ids=["fake", "digits"])
@@ -32,17 +33,17 @@ def test_parts_make_the_global_batch(image_set, dp):
     batches = ImageBatches(image_set, 24, seed=3)
     whole = batches.batch(3)
     parts = [batches.batch(3, c * 24 // dp, 24 // dp) for c in range(dp)]
-    for field in ("images", "labels", "weights"):
+    for field in ("inputs", "targets"):
         assert torch.equal(torch.cat([getattr(part, field) for part in parts]), getattr(whole, field))
     assert {part.count for part in parts} == {whole.count} == {24}
 
 
 def test_an_epoch_has_every_image_once_in_an_order_of_its_own():
     batches = ImageBatches(NUMBERED, 10, seed=3)
-    orders = [torch.cat([batches.batch(epoch * 5 + s).labels for s in range(5)]).tolist() for epoch in range(2)]
+    orders = [torch.cat([batches.batch(epoch * 5 + s).targets for s in range(5)]).tolist() for epoch in range(2)]
     assert [sorted(order) for order in orders] == [list(range(50))] * 2
     assert orders[0] != orders[1] != sorted(orders[1])
-    assert orders[0] != torch.cat([ImageBatches(NUMBERED, 10, seed=4).batch(s).labels for s in range(5)]).tolist()
+    assert orders[0] != torch.cat([ImageBatches(NUMBERED, 10, seed=4).batch(s).targets for s in range(5)]).tolist()
     assert orders[0] == np.random.RandomState([3, 0]).permutation(50).tolist()  # fixed for ever
 
 
@@ -52,10 +53,11 @@ def test_the_last_global_batch_is_dropped_or_counted_as_it_is():
     assert batches.steps_per_epoch == 4
     parts = [batches.batch(3, first, 4) for first in (0, 4, 8, 12)]
     assert [part.count for part in parts] == [2] * 4
-    assert [part.weights.tolist() for part in parts] == [[1, 1, 0, 0], [0] * 4, [0] * 4, [0] * 4]
-    assert parts[1].images.shape == (4, 1, 4, 4)
-    assert not parts[1].images.any()
-    assert batches.batch(4).labels.tolist() != batches.batch(0).labels.tolist()  # the next epoch begins
+    padded = [(part.targets == PADDING).tolist() for part in parts]
+    assert padded == [[False, False, True, True], [True] * 4, [True] * 4, [True] * 4]
+    assert parts[1].inputs.shape == (4, 1, 4, 4)
+    assert not parts[1].inputs.any()
+    assert batches.batch(4).targets.tolist() != batches.batch(0).targets.tolist()  # the next epoch begins
     assert batches.batch(4).count == 16
 
 
@@ -67,30 +69,29 @@ def test_evaluation_counts_every_image_exactly_once(samples, dp):
     parts = [list(loader.epoch()) for loader in loaders]
     assert len({len(part) for part in parts}) == 1  # as many forward passes on every rank
     batches = [batch for part in parts for batch in part]
-    assert {batch.images.shape for batch in batches} == {(6, 1, 4, 4)}
-    counted = torch.cat([batch.labels[batch.weights > 0] for batch in batches]).tolist()
+    assert {batch.inputs.shape for batch in batches} == {(6, 1, 4, 4)}
+    counted = torch.cat([batch.targets[batch.targets != PADDING] for batch in batches]).tolist()
     assert sorted(counted) == list(range(samples))
-    assert sum(batch.weights.sum() for batch in batches) == samples
     for batch in batches:
-        real = batch.weights > 0
-        images, labels = image_set.images(batch.labels[real].tolist())
-        assert torch.equal(batch.images[real], images)
-        assert torch.equal(batch.labels[real], labels)
+        real = batch.targets != PADDING
+        images, labels = image_set.images(batch.targets[real].tolist())
+        assert torch.equal(batch.inputs[real], images)
+        assert torch.equal(batch.targets[real], labels)
 
 
 def test_a_coordinate_without_samples_has_batches_of_the_same_shape():
     enlarged = ImagesInMemory(np.zeros((3, 1, 2, 2)), np.zeros(3), "a", (0.0,), (1.0,), image_size=5, channels=3)
     (batch,) = evaluation(enlarged, 4, coordinate=1, dp=2).epoch()
-    assert batch.images.shape == (4, 3, 5, 5)
-    assert not batch.weights.any()
+    assert batch.inputs.shape == (4, 3, 5, 5)
+    assert (batch.targets == PADDING).all()
 
 
 @pytest.mark.parametrize("dp", [1, 3])
 def test_workers_change_nothing(dp):
     batches = ImageBatches(FAKE, 12, seed=1)
     torch.manual_seed(0)
-    here = [list(batches.loader(dp - 1, dp, workers=0).epoch(epoch)) for epoch in range(2)]
-    ahead = batches.loader(dp - 1, dp, workers=2)
+    here = [list(ImageLoader(batches, dp - 1, dp, workers=0).epoch(epoch)) for epoch in range(2)]
+    ahead = ImageLoader(batches, dp - 1, dp, workers=2)
     assert all(same(a, b) for epoch in range(2) for a, b in zip(here[epoch], ahead.epoch(epoch), strict=True))
     abandoned = ahead.epoch(0)
     next(abandoned)
@@ -99,30 +100,19 @@ def test_workers_change_nothing(dp):
     torch.manual_seed(0)
     expected = torch.rand(3)
     torch.manual_seed(0)
-    list(batches.loader(workers=0).epoch())
+    list(ImageLoader(batches, workers=0).epoch())
     assert torch.equal(torch.rand(3), expected)  # reading data does not move the model's random numbers
 
 
 def test_a_worker_hands_a_users_error_over_as_it_is():
-    loader = ImageBatches(Unreadable(8, (1, 4, 4), 2, seed=0), 4).loader(workers=1)
+    loader = ImageLoader(ImageBatches(Unreadable(8, (1, 4, 4), 2, seed=0), 4), workers=1)
     with pytest.raises(DataError, match=r"^/data/cat/7.png"):
         next(loader.epoch())
 
 
-def test_a_batch_moves_and_changes_type_where_it_should():
-    batch = ImageBatches(FAKE, 4).batch(0).to(torch.device("cpu"), torch.float64)
-    assert (batch.images.dtype, batch.weights.dtype, batch.labels.dtype) == (torch.float64, torch.float64, torch.int64)
-
-
-def test_mistakes():
+def test_a_set_that_is_smaller_than_a_global_batch():
     with pytest.raises(DataError, match="50 images, fewer than one global batch of 64"):
         ImageBatches(FAKE, 64)
-    with pytest.raises(DataError, match="at least 1"):
-        ImageBatches(FAKE, 0)
-    with pytest.raises(DataError, match="10 images"):
-        ImageBatches(FAKE, 10).loader(0, 4)
-    with pytest.raises(DataError, match="coordinate 2"):
-        ImageBatches(FAKE, 10).loader(2, 2)
 
 
 def test_a_small_global_batch_covers_a_set_in_memory():

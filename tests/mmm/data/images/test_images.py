@@ -10,8 +10,7 @@ import torch
 from mmm.data.images import digits
 from mmm.data.images.datasets import load_images
 from mmm.data.images.fake import FakeImages
-from mmm.data.images.image_set import ImagesInMemory, convert_channels, resize
-from mmm.errors import DataError
+from mmm.data.images.image_set import convert_channels, resize
 
 # --- digits ---------------------------------------------------------------------------------------------------------
 
@@ -56,15 +55,6 @@ def test_an_image_is_the_same_in_any_batch():
     assert (resize(pixels, (28, 30)) - exact).abs().max() <= 1
 
 
-def test_images_and_labels_have_to_belong_together():
-    pixels = np.zeros((3, 1, 2, 2), np.uint8)
-    for labels, message in (([0, 1], "3 images and 2 labels"), ([0, 1, 2], "label 2 is not one of the 2 classes")):
-        with pytest.raises(DataError, match=message):
-            ImagesInMemory(pixels, np.array(labels), "ab", (0.0,), (1.0,))
-    with pytest.raises(DataError, match="at least one"):
-        ImagesInMemory(pixels[:0], np.zeros(0), "ab", (0.0,), (1.0,))
-
-
 # --- names and the record -------------------------------------------------------------------------------------------
 
 
@@ -72,10 +62,8 @@ def test_the_record():
     record = load_images("digits", channels=3, image_size=32).describe()
     assert record["dataset"] == record["dataset_asked"] == "digits"
     assert (record["train_images"], record["test_images"], record["classes"]) == (1437, 360, 10)
+    assert record["class_names"] == list("0123456789")
     assert record["image_shape"] == [3, 32, 32]
     assert "UCI" in record["source"]
     assert len(record["sha256"]) == 64
     assert record["note"] == ""
-
-
-# --- torchvision ----------------------------------------------------------------------------------------------------

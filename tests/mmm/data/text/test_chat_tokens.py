@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mmm.data.text.chat_tokens import ChatText, ChatTokens, PackedChats
+from mmm.data.text.chat_tokens import ChatText, ChatTokens
 from mmm.data.text.chats import ChatArrays
 from mmm.errors import DataError
 from mmm.layout import PADDING
@@ -35,10 +35,9 @@ def parts(row):
     return found
 
 
-@pytest.mark.parametrize("kind", [ChatTokens, PackedChats])
-def test_an_epoch_has_each_once_with_the_targets_of_its_answer(text, kind):
-    fields = {"document_starts": True} if kind is PackedChats else {}
-    tokens = kind(text, SEQ, 3, vocab_size=10_000, **fields)
+@pytest.mark.parametrize("pack", [False, True])
+def test_an_epoch_has_each_once_with_the_targets_of_its_answer(text, pack):
+    tokens = ChatTokens(text, SEQ, 3, vocab_size=10_000, pack=pack, document_starts=pack)
     orders = []
     for epoch in (0, 1):
         rows = [tokens.sample(epoch, place) for place in range(tokens.samples)]
@@ -51,7 +50,7 @@ def test_an_epoch_has_each_once_with_the_targets_of_its_answer(text, kind):
             assert pairs == list(zip(ids[:-1].tolist(), expected.tolist(), strict=True))
         assert all((row[1][row[0] == 0] == PADDING).all() for row in rows)
     assert orders[0] != orders[1]
-    if kind is PackedChats:
+    if pack:
         assert tokens.samples < 30 * 0.8
 
 
@@ -73,7 +72,7 @@ def test_longer_ones_are_cut_and_said():
     said = text.note(7)
     assert said == (
         "4 conversations, 20 of 41 tokens are answers; 3 are longer than --seq_length 7 (the longest 12): what is "
-        "beyond is cut; 1, of which no answer is left, are left out"
+        "beyond is cut; 1 have no answer left, and are left out"
     )
     assert text.note(12) == "4 conversations, 20 of 41 tokens are answers"
     with pytest.raises(DataError, match="--seq_length 3"):

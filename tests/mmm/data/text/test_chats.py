@@ -6,8 +6,10 @@ import pytest
 
 from mmm.checkpoint.model_metadata import ChatFormat
 from mmm.data.text.byte_tokenizer import ByteTokenizer
-from mmm.data.text.chat_template import chat_template_of
-from mmm.data.text.chats import encode_chat, is_chat_file, read_chats
+from mmm.data.text.chat_template import DEFAULT, ChatTemplate, chat_template_of
+from mmm.data.text.chats import encode_chat, read_chats, rendered
+from mmm.data.text.formats import is_chats
+from mmm.data.text.sources import open_sources
 from mmm.data.text.tokenizer import HuggingFaceTokenizer
 from mmm.errors import DataError
 from support.llamas import byte_bpe
@@ -23,19 +25,10 @@ def lines(path, *records):
 def test_both_kinds_of_records(tmp_path):
     records = [{"prompt": "Größe?", name: "2 m"} for name in ("answer", "completion", "response")]
     path = lines(tmp_path / "a.jsonl", {"messages": [QUESTION, ANSWER]}, "", *records)
-    assert is_chat_file(path)
+    assert is_chats(path)
     found = read_chats(path)
     assert [chat.messages for chat in found] == [[QUESTION, ANSWER]] * 4
     assert [chat.where.rpartition(" ")[2] for chat in found] == ["1", "3", "4", "5"]
-
-
-def test_other_files_are_left_to_others(tmp_path):
-    for name, text in (("a.txt", "one"), ("b.jsonl", '{"text": "one"}'), ("c.jsonl", "")):
-        (tmp_path / name).write_text(text)
-        assert not is_chat_file(tmp_path / name)
-    assert not is_chat_file(tmp_path / "gone.jsonl")
-    assert not is_chat_file(tmp_path)
-    assert is_chat_file(lines(tmp_path / "d.jsonl", "{broken"))  # `read_chats` names the line
 
 
 GOOD = {"messages": [QUESTION, ANSWER]}
@@ -47,11 +40,11 @@ GOOD = {"messages": [QUESTION, ANSWER]}
         ('{"messages": [', "it is no JSON: "),
         ("[1]", "it is no JSON object"),
         ({"text": "x"}, "has neither messages nor prompt"),
-        ({"prompt": "x"}, "has none of answer, completion, response, the answer to its prompt"),
-        ({"prompt": "x", "answer": "y", "response": "z"}, "has answer and response: give one"),
+        ({"prompt": "x"}, "0 of answer, completion, response"),
+        ({"prompt": "x", "answer": "y", "response": "z"}, "2 of answer, completion, response"),
         ({"prompt": 3, "answer": "y"}, "message 1"),
         ({"messages": "x"}, "messages is 'x', which is no list of objects with role and content"),
-        ({"messages": []}, "has no answer: no message has the role assistant"),
+        ({"messages": []}, "no message has the role assistant"),
         (
             {"messages": [QUESTION, {**ANSWER, "role": "asistant"}]},
             "message 2",
@@ -59,6 +52,10 @@ GOOD = {"messages": [QUESTION, ANSWER]}
         ({"messages": [QUESTION, {**ANSWER, "content": " "}]}, "message 2"),
         ({"messages": [QUESTION, {**ANSWER, "content": None}]}, "message 2"),
         ({"messages": [QUESTION, {**ANSWER, "content": "\ufdd0"}]}, "which are no characters"),
+        ({"messages": [QUESTION, {**ANSWER, "weight": 0.5}]}, "message 2 has the weight 0.5"),
+        ({"messages": [QUESTION, {**ANSWER, "weight": 0}]}, "has no answer to learn"),
+        ({"messages": [QUESTION, ANSWER], "tools": "add"}, "tools is 'add'"),
+        ({"prompt": "x", "answer": "y", "system": 3}, "message 1 has the content 3"),
     ],
     ids=str,
 )
@@ -87,3 +84,78 @@ def test_the_mask_is_of_answers_alone(tmp_path, kind):
     runs = "".join(".x"[int(answer)] for answer in found.answers).split(".")
     assert [len(run) for run in runs if run] == [4, 3]
     assert tokenizer.decode(found.tokens[found.answers].tolist()) == f"2 m{end}ö{end}"
+
+
+BRACKETS = (
+    "{% if tools %}{{ tools | tojson }}{% endif %}{% for m in messages %}[{{ m.role }}]"
+    "{% if m.reasoning_content %}({{ m.reasoning_content }}){% endif %}{{ m.content }}"
+    "{% if m.tool_calls %}{{ m.tool_calls | tojson }}{% endif %}{{ eos_token }}{% endfor %}"
+    "{% if add_generation_prompt %}[assistant]{% endif %}"
+)
+ONLY_CONTENT = (
+    "{% for m in messages %}[{{ m.role }}]{{ m.content }}{{ eos_token }}{% endfor %}"
+    "{% if add_generation_prompt %}[assistant]{% endif %}"
+)
+ONLY_MARKED = (
+    "{% for m in messages %}[{{ m.role }}]{% if m.role == 'assistant' %}{% generation %}{{ m.content }}{{ eos_token }}"
+    "{% endgeneration %}{% else %}{{ m.content }}{% endif %}{% endfor %}"
+)
+CALL = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "add", "arguments": "{}"}}]}
+
+
+def made(tmp_path, template, record, left_out=None):
+    """The text of a line, and its answers."""
+    (chat,) = read_chats(lines(tmp_path / "a.jsonl", record))
+    text, spans = rendered(chat, ChatTemplate(ChatFormat(template, {"eos_token": "</s>"})), left_out)
+    return text, [text[begin:end] for begin, end in spans]
+
+
+@pytest.mark.parametrize("template", [ONLY_CONTENT, ONLY_MARKED])
+def test_a_message_of_weight_0_is_not_learned(tmp_path, template):
+    turns = [QUESTION, {**ANSWER, "content": "A", "weight": 0}, QUESTION, {**ANSWER, "content": "B", "weight": 1}]
+    assert made(tmp_path, template, {"messages": turns})[1] == ["B</s>"]
+
+
+@pytest.mark.parametrize(
+    ("record", "name"),
+    [
+        ({"messages": [QUESTION, {**ANSWER, "reasoning_content": "because"}]}, "reasoning_content of message 2"),
+        ({"messages": [QUESTION, {**ANSWER, "thinking": "because"}]}, "thinking of message 2"),
+        ({"messages": [QUESTION, CALL, {"role": "tool", "content": "4"}, ANSWER]}, "tool_calls of message 2"),
+        ({"messages": [QUESTION, ANSWER], "tools": [{"name": "add"}]}, "tools of the conversation"),
+    ],
+)
+def test_what_a_template_leaves_out_is_refused(tmp_path, record, name):
+    with pytest.raises(DataError, match=rf"a.jsonl, line 1: .*leaves out {name}"):
+        made(tmp_path, ONLY_CONTENT, record)
+    with pytest.raises(DataError, match="line 1"):
+        made(tmp_path, DEFAULT, record)
+
+
+def test_a_message_that_stands_in_another_is_missed_as_well(tmp_path):
+    first_and_last = (
+        "[user]{{ messages[0].content }}[assistant]{% generation %}{{ messages[-1].content }}{% endgeneration %}"
+    )
+    turns = [QUESTION, {**ANSWER, "content": "2"}, {**QUESTION, "content": "2 m"}, ANSWER]
+    with pytest.raises(DataError, match="leaves out content of message 2"):
+        made(tmp_path, first_and_last, {"messages": turns})
+
+
+def test_what_a_template_writes_is_in_the_text(tmp_path):
+    turns = [QUESTION, CALL, {"role": "tool", "content": "4"}, {**ANSWER, "reasoning_content": "because"}]
+    text, answers = made(tmp_path, BRACKETS, {"messages": turns, "tools": [{"name": "add"}]})
+    assert text.startswith('[{"name": "add"}][user]Größe?</s>[assistant][{"function"')
+    assert answers == ['[{"function": {"name": "add", "arguments": "{}"}}]</s>', "(because)2 m</s>"]
+    text, answers = made(tmp_path, ONLY_CONTENT, {"prompt": "Größe?", "answer": "2 m", "system": "Short."})
+    assert (text, answers) == ("[system]Short.</s>[user]Größe?</s>[assistant]2 m</s>", ["2 m</s>"])
+
+
+def test_other_names_are_said_once_with_their_number(tmp_path):
+    path = lines(
+        tmp_path / "a.jsonl",
+        {"messages": [{**QUESTION, "name": "Ada"}, {**ANSWER, "name": "Bot"}], "id": 1},
+        {"prompt": "x", "answer": "y", "id": 2, "source": "web"},
+    )
+    notes = " ".join(open_sources([path]).notes(64))
+    assert "name (2 messages)" in notes
+    assert "id (2 lines), source (1 lines)" in notes

@@ -62,11 +62,9 @@ def whole(first=0, last=None):
 
 
 @pytest.mark.parametrize("groups", [1 << 16, 3], ids=["a window a group", "many"])
-@pytest.mark.parametrize("at_once", [1 << 18, 100])
-def test_an_epoch_has_every_document_once_and_whole(monkeypatch, text, groups, at_once):
+def test_an_epoch_has_every_document_once_and_whole(monkeypatch, text, groups):
     monkeypatch.setattr(mmm.data.text.documents, "WINDOW", 8)
     monkeypatch.setattr(mmm.data.text.documents, "GROUPS", groups)
-    monkeypatch.setattr(mmm.data.text.documents, "AT_ONCE", at_once)
     tokens = packed(text)
     assert len(tokens.before) - 1 <= groups
     assert len(tokens.before) > 3

@@ -5,9 +5,12 @@ import sys
 
 import numpy as np
 import pytest
+import tokenizers
 
 from mmm.data.text.byte_tokenizer import ByteTokenizer
-from mmm.data.text.tokenizer import CharTokenizer, load_tokenizer, train_bpe
+from mmm.data.text.prepare import Preparation, prepare
+from mmm.data.text.sources import open_sources
+from mmm.data.text.tokenizer import CharTokenizer, HuggingFaceTokenizer, load_tokenizer, train_bpe
 from mmm.errors import ConfigError, DataError
 
 TEXT = "Größe: to be, or not to be — that is the question 😀\n" * 20
@@ -60,7 +63,7 @@ def test_special_tokens(files):
 @pytest.mark.parametrize(
     ("name", "content", "words"),
     [
-        ("gone.json", None, "No such file or directory; give bytes, chars or a file"),
+        ("gone.json", None, "neither bytes nor chars: No such file or directory"),
         ("broken.json", b'{"model": ', "is no JSON"),
         ("other.json", b'{"model": 1}', "is no tokenizer of the package tokenizers"),
         ("none.json", b'{"kind": "chars"}', "is damaged: it has no chars"),
@@ -83,13 +86,43 @@ def test_a_package_that_is_not_installed(files, monkeypatch, name, package):
         load_tokenizer(files / name)
 
 
-def test_a_text_is_neither_cut_nor_padded(files):
-    """Files of Hugging Face's often say how inputs of another program are cut."""
-    tokenizers = pytest.importorskip("tokenizers")
+def test_what_draws_or_cuts_in_a_file_is_switched_off_and_said(files):
+    """Files of Hugging Face's often say how inputs of another program are cut; a dropout is for its training."""
     plain = load_tokenizer(files / "bpe.json")
     asking = tokenizers.Tokenizer.from_file(str(files / "bpe.json"))
     asking.enable_truncation(16)
     asking.enable_padding(length=10_000)
+    asking.model.dropout = 0.5
     asking.save(str(files / "asking.json"))
     text = b"to be or not to be, that is the question " * 20
-    assert load_tokenizer(files / "asking.json").encode(text).tolist() == plain.encode(text).tolist()
+    again = load_tokenizer(files / "asking.json")
+    assert [again.encode(text).tolist() for _ in range(3)] == [plain.encode(text).tolist()] * 3
+    (note,) = again.notes
+    assert "truncation and padding and dropout" in note
+    assert "asking.json" in note
+    assert plain.notes == ()
+    (files / "words.txt").write_text(TEXT)
+    sources = open_sources([files / "words.txt"], str(files / "asking.json"))
+    assert note in sources.notes(16)
+    lines = []
+    prepare(Preparation((files / "words.txt",), files / "out", str(files / "asking.json")), 1, lines.append)
+    assert note in lines
+
+
+def test_characters_without_a_token_are_refused_with_their_number():
+    model = tokenizers.models.BPE(vocab={"h": 0, "i": 1, "hi": 2}, merges=[("h", "i")])
+    tokenizer = tokenizers.Tokenizer(model)
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    own = HuggingFaceTokenizer(tokenizer.to_str().encode(), "own.json")
+    assert own.encode(b"hi hi\thi").tolist() == [2, 2, 2]
+    with pytest.raises(DataError, match="3 of 9 characters"):
+        own.encode(b"hi xyz hi")
+    with pytest.raises(DataError, match="5 of 12 characters"):
+        own.encode(b"hi xyz xhiy ")
+
+
+def test_what_the_package_refuses_to_encode_is_an_error_in_a_line():
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel({"hi": 0}))
+    own = HuggingFaceTokenizer(tokenizer.to_str().encode(), "own.json")
+    with pytest.raises(DataError, match="UNK"):
+        own.encode(b"other")

@@ -73,8 +73,13 @@ def test_files_that_are_none(tmp_path):
     (tmp_path / "empty").touch()
     (tmp_path / "binary").write_bytes(b"text\0")
     os.mkfifo(tmp_path / "fifo")
-    reasons = {"missing": "No such file", "empty": "is empty", ".": "is no file", "binary": "binary: byte 4 is NUL"}
-    reasons |= {"fifo": "--text .*fifo is no file"}
+    reasons = {
+        "missing": "No such file",
+        "empty": "is empty",
+        ".": "is no regular file",
+        "binary": "binary: byte 4 is NUL",
+    }
+    reasons |= {"fifo": "--text .*fifo: it is no regular file"}
     for path, words in reasons.items():
         with pytest.raises(DataError, match=words):
             read_text_files([tmp_path / path])
