@@ -99,10 +99,11 @@ def train(rank, model, layout, schedules):
         )
         optimizer, losses = torch.optim.SGD(made.parameters(), lr=0.1, foreach=False), []
         for step in range(3):
-            batch = images(step).to(CPU, torch.float64)
+            batch = images(step)
+            pixels = batch.inputs.double()
             if step == 1:
-                seen = made.evaluate(batch.inputs, batch.targets, batch.count).item()
-            losses.append(made.step(batch.inputs, batch.targets, batch.count).item())
+                seen = made.evaluate(pixels, batch.targets, batch.count).item()
+            losses.append(made.step(pixels, batch.targets, batch.count).item())
             optimizer.step()
             optimizer.zero_grad()
         assert seen == pytest.approx(losses[1], rel=1e-12)
