@@ -76,7 +76,8 @@ def standard_library(root: Path | None = None) -> Corpus:
         DataError: this Python keeps no sources on disk.
     """
     root = root or Path(sysconfig.get_paths()["stdlib"])
-    train, validation = [], []
+    train: list[bytes] = []
+    validation: list[bytes] = []
     for path in sorted(path for path in root.glob("*.py") if path.is_file()):
         is_held_out = hashlib.sha256(path.name.encode()).digest()[0] % 10 == 0
         (validation if is_held_out else train).append(path.read_bytes())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -31,8 +32,9 @@ def image_steps(
     """
 
     def global_batch(step: int) -> Batch:
-        images = task.loader.batches.batch(step).to(run.device, run.precision.storage)
-        return without_labels(Batch(images.images, images.labels, images.count), 0, resolved.local_batch_size // 2)
+        batch = task.loader.batches.batch(step).to(run.device)
+        batch = replace(batch, inputs=batch.inputs.to(run.precision.storage))
+        return without_labels(batch, 0, resolved.local_batch_size // 2)
 
     task = ImageTask(run, resolved, workers)
     steps, per_epoch, coordinate = resolved.steps, task.steps_per_epoch, run.layout.dp_coordinate(run.rank.rank)
