@@ -54,3 +54,8 @@ def _alike(one: Tensor, other: Tensor) -> Tensor:
 def same_elements(one: Tensor, other: Tensor) -> bool:
     """As `torch.equal`, and a NaN is the same as a NaN."""
     return one.shape == other.shape and bool(_alike(one, other).all())
+
+
+def fits_float32(tensor: Tensor) -> bool:
+    """Whether float32 can have each of the elements, as it can of what was rounded to it."""
+    return tensor.is_floating_point() and same_elements(tensor.float().to(tensor.dtype), tensor)

@@ -11,16 +11,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mmm_verify.difference import finite_size_of, relative, same_elements, size_of, worst
+from mmm_verify.difference import finite_size_of, fits_float32, relative, same_elements, size_of, worst
 from mmm_verify.locate import first_wrong_module, rows_of_batch
 from mmm_verify.loss import Losses, LossReading
+from mmm_verify.names import with_global_names
 from mmm_verify.observe import LocalTensor, Observed
 from mmm_verify.rank import RankObserved
 from mmm_verify.reference import ROUNDING, TOLERANCE, Reference, innermost_first, scale_of
 from mmm_verify.relations import Place, place_of, reduced, relation
 from mmm_verify.subject import Subject
 from mmm_verify.torch_private import tree_leaves
-from mmm_verify.verdict import NOT_COMPARABLE, NOT_SAME, SAME, Finding, Verdict
+from mmm_verify.verdict import NOT_COMPARABLE, NOT_SAME, ROUNDED, SAME, Finding, Verdict
+
+TO_FLOAT32 = "is rounded to float32"
+ROUNDED_AT_MOST = 1024 * torch.finfo(torch.float32).eps  # relative: what rounding to float32 may come to
 
 
 class Evaluation:
@@ -29,16 +33,29 @@ class Evaluation:
     Attributes:
         places: by rank and name, which part of a weight the rank has.
         names: by rank, the name on one device → the name in the parallel program.
+        rounds: whether the parallel program is known to compute in float32 where the model does not.
+        reason: why something cannot be compared. rounded: what is off by no more than rounding to float32.
     """
 
-    def __init__(self, subject: Subject, reference: Reference, ranks: Sequence[RankObserved], batch: Any) -> None:
-        self.subject, self.reference, self.ranks, self.batch = subject, reference, ranks, batch
+    def __init__(
+        self,
+        subject: Subject,
+        reference: Reference,
+        ranks: Sequence[RankObserved],
+        batch: Any,
+        rounds: bool = False,
+    ) -> None:
+        self.subject, self.reference, self.batch = subject, reference, batch
+        self.notes = list(reference.notes)
+        self.ranks = self._with_global_names(ranks)
+        self.rounds = rounds
+        self.reason = ""
+        self.rounded: list[Finding] = []
         self.compared: dict[str, str] = {}
         self.findings: list[Finding] = []
         self.places: list[dict[str, Place]] = [{} for _ in ranks]
         self.names: list[dict[str, str]] = []
         self.first = ""
-        self.notes = list(reference.notes)
         self.loss_axes: tuple[str, ...] = ()  # whose ranks have different losses, rightly
         self._counted: dict[str, set[str]] = {}  # by relation, the names that have it
 
@@ -51,6 +68,11 @@ class Evaluation:
             stage()
             if self.findings:
                 return self._verdict(NOT_SAME)
+            if self.reason:
+                return self._verdict(NOT_COMPARABLE, self.reason)
+        if self.rounded:
+            self.findings = self.rounded
+            return self._verdict(ROUNDED)
         return self._verdict(SAME)
 
     def _verdict(self, result: str, reason: str = "") -> Verdict:
@@ -65,14 +87,25 @@ class Evaluation:
             notes=tuple(self.notes),
         )
 
+    def _with_global_names(self, ranks: Sequence[RankObserved]) -> list[RankObserved]:
+        """What the ranks saw by the names on one device; a note says which of them are local to a rank."""
+        renamed = []
+        for number, rank in enumerate(ranks):
+            parallel, moves = with_global_names(rank.parallel, self.reference.observed.weights)
+            renamed.append(replace(rank, parallel=parallel))
+            if moves and not any("local to a rank" in note for note in self.notes):
+                module, other = next(iter(moves.items()))
+                self.notes.append(
+                    f"names are local to a rank: {module} of rank {number} has the weights of {other} on one device"
+                )
+        return renamed
+
     def _match_names(self) -> str:
         """Which name of the parallel program is which on one device. Returns why that cannot be said."""
         known = self.reference.observed.weights
         for number, rank in enumerate(self.ranks):
             pairs: dict[str, str] = {}
             for name in rank.parallel.weights:
-                if "flat_param" in name:
-                    return f"{name} is a flat parameter of the older FSDP: fully_shard keeps parameters apart"
                 same = (
                     name
                     if name in known
@@ -94,14 +127,22 @@ class Evaluation:
 
     def _find(self, stage: str, name: str, rank: int | None, words: str, error: float = math.inf) -> None:
         """Add a finding, or count it with those of the same relation."""
-        for index, finding in enumerate(self.findings):
+        findings = self.rounded if words == TO_FLOAT32 else self.findings
+        for index, finding in enumerate(findings):
             if finding.stage == stage and finding.relation == words:
                 names = self._counted[words]
                 names.add(name)
-                self.findings[index] = replace(finding, count=len(names))
+                findings[index] = replace(finding, count=len(names), error=worst([finding.error, error]))
                 return
         self._counted[words] = {name}
-        self.findings.append(Finding(stage, name, rank, words, error))
+        findings.append(Finding(stage, name, rank, words, error))
+
+    def _is_rounded(self, value: Tensor, ought: Tensor, error: float) -> bool:
+        """Whether a tensor is off by what rounding to float32 does, in a program that rounds where the model does
+        not."""
+        if not error <= ROUNDED_AT_MOST or not ought.is_floating_point():
+            return False
+        return self.rounds or (fits_float32(value) and not fits_float32(ought))
 
     def weights(self) -> None:
         """Parameters and buffers as they are after the model was parallelized: equal, to the last bit."""
@@ -117,23 +158,78 @@ class Evaluation:
             for rank, tensor in enumerate(tensors):
                 if tensor is None:
                     continue
-                place = place_of(tensor, full.local)
+                place = place_of(tensor, full.local) or self._place_of_padding(rank, tensors, full.local)
                 if place is None:
-                    self._find("weights", name, rank, self._no_part(name, rank, tensor, full.local))
+                    self._find_no_part(name, rank, tensor, full.local)
                     continue
                 self.places[rank][name] = place
-                ought = place.of(full.local)
-                if tensor.local.shape != ought.shape or not same_elements(tensor.local.to(ought.dtype), ought):
-                    scale = size_of(full.local)
-                    words = self._relation("weights", name, rank, tensors, ought, full.local, scale)
-                    off = relative(tensor.local, ought, scale) if tensor.local.shape == ought.shape else math.inf
-                    self._find("weights", name, rank, words, off)
+                self._compare_weight(name, rank, tensors, full.local)
+            self._padding(name, full.local)
         self._ties()
-        if not self.findings:
+        if not self.findings and not self.rounded and not self.reason:
             self.compared["weights"] = f"same: {count} tensors, on {len(self.ranks)} ranks, to the last bit"
 
-    def _no_part(self, name: str, rank: int, tensor: LocalTensor, full: Tensor) -> str:
-        return f"{tuple(tensor.local.shape)} is no part of the weight of {tuple(full.shape)}: other elements, or shape"
+    def _compare_weight(self, name: str, rank: int, tensors: list[LocalTensor | None], full: Tensor) -> None:
+        tensor, place = tensors[rank], self.places[rank][name]
+        assert tensor is not None
+        ought, own = place.of(full), place.unpadded(tensor.local)
+        if own.shape == ought.shape and same_elements(own.to(ought.dtype), ought):
+            return
+        scale = size_of(full)
+        off = relative(own, ought, scale) if own.shape == ought.shape else math.inf
+        if self._is_rounded(own, ought, off):
+            words = TO_FLOAT32
+        else:
+            words = self._relation("weights", name, rank, tensors, ought, full, scale)
+        self._find("weights", name, rank, words, off)
+
+    def _find_no_part(self, name: str, rank: int, tensor: LocalTensor, full: Tensor) -> None:
+        """A tensor of another shape: a fault, unless it has the model's own elements in another arrangement."""
+        shapes = f"{tuple(tensor.local.shape)} is no part of the weight of {tuple(full.shape)}"
+        known = [full, *(weight.local for weight in self.reference.observed.weights.values())]
+        elements = torch.cat([one.flatten() for one in known if one.dtype == tensor.local.dtype] or [full.flatten()])
+        if name in self.reference.observed.parameters and torch.isin(tensor.local, elements).all():
+            self.reason = self.reason or (
+                f"{name} on rank {rank}: {shapes}, and has its elements, or another weight's, in another arrangement"
+            )
+        else:
+            self._find("weights", name, rank, f"{shapes}: other elements, or shape")
+
+    def _place_of_padding(self, rank: int, tensors: list[LocalTensor | None], full: Tensor) -> Place | None:
+        """The place of a shard that is padding alone: along some axis, the shards before it have all of the rows."""
+        own = tensors[rank]
+        if own is None or own.part is not None or own.local.ndim != full.ndim:
+            return None
+        for axis in self.subject.axes:
+            group = [tensors[other] for other in self.subject.group(rank, axis)]
+            for dim in range(full.ndim):
+                places = [None if one is None else place_of(one, full) for one in group]
+                rows = [place.indices[dim] for place in places if place is not None and place.span is None]
+                known = [index for index in rows if index is not None]
+                alike = all(one is not None and one.local.shape == own.local.shape for one in group)
+                if alike and known and torch.cat(known).unique().numel() == full.shape[dim]:
+                    nothing = torch.empty(0, dtype=torch.long)
+                    indices = tuple(nothing if d == dim else None for d in range(full.ndim))
+                    padding = tuple(own.local.shape[dim] if d == dim else 0 for d in range(full.ndim))
+                    return Place(indices, padding=padding)
+        return None
+
+    def _padding(self, name: str, full: Tensor) -> None:
+        """Of a tensor that is padded on some rank, every element is on one. A note says which is padded."""
+        places = [of_rank[name] for of_rank in self.places if name in of_rank]
+        if not any(any(place.padding) for place in places):
+            return
+        seen = torch.zeros(full.shape, dtype=torch.bool)
+        numbers = torch.arange(full.numel()).view(full.shape)
+        for place in places:
+            seen.view(-1)[place.of(numbers).flatten()] = True
+        lacking = int((~seen).sum())
+        if lacking:
+            self._find("weights", name, None, f"{lacking} of its {full.numel()} elements are on no rank")
+        else:
+            self.notes.append(
+                f"{name} of {tuple(full.shape)} is padded in the parallel program: padding is not compared"
+            )
 
     def _ties(self) -> None:
         """A weight that several modules share is one parameter on each rank that has two of them."""
@@ -155,22 +251,35 @@ class Evaluation:
         scale: float,
     ) -> str:
         def others(other: int) -> tuple[Tensor | None, Tensor | None]:
-            return reduced(tensors, other), self._ought(name, other, tensors, full)
+            return self._own(name, other, tensors), self._ought(name, other, tensors, full)
 
         alone = self.ranks[rank].alone
         own = getattr(alone, kind).get(name) if alone is not None else None
         by_itself = self._ought(name, rank, tensors, own.local) if own is not None else None
-        value = reduced(tensors, rank)
+        value = self._own(name, rank, tensors)
         return relation(value, ought, scale, rank, others, by_itself, self.subject)
 
+    def _own(self, name: str, rank: int, tensors: list[LocalTensor | None]) -> Tensor | None:
+        """What a rank has, of a DTensor that is a sum still to be made the sum, without padding."""
+        value = reduced(tensors, rank)
+        place = self._place(name, rank, tensors, self.reference.observed.weights[name].local)
+        if value is None or place is None or value.ndim != len(place.padding):
+            return value
+        return place.unpadded(value)
+
     def _ought(self, name: str, rank: int, tensors: list[LocalTensor | None], full: Tensor) -> Tensor | None:
-        """What a rank's tensor ought to be: the part that the DTensor itself says, as a gradient may be sharded in
-        another way than its parameter; else the part of the weight that is local."""
+        """What a rank's tensor ought to be."""
+        place = self._place(name, rank, tensors, full)
+        return None if place is None else place.of(full)
+
+    def _place(self, name: str, rank: int, tensors: list[LocalTensor | None], full: Tensor) -> Place | None:
+        """The part that the DTensor itself says, as a gradient may be sharded in another way than its parameter; else
+        the part of the weight that is local."""
         tensor = tensors[rank]
         place = self.places[rank].get(name)
-        if place is not None and tensor is not None and tensor.box is not None:
-            place = place_of(tensor, full)
-        return None if place is None else place.of(full)
+        if place is not None and tensor is not None and tensor.part is not None:
+            return place_of(tensor, full)
+        return place
 
     def samples(self) -> None:
         """Each sample is with one of the ranks that split the batch, and the ranks of one part have the same."""
@@ -202,17 +311,23 @@ class Evaluation:
         whole = self.reference.observed.loss
         assert whole is not None
         reading = self._read_loss([rank.parallel.loss for rank in self.ranks], whole.local)
-        if reading.wrong:
+        self.loss_axes = reading.axes
+        if reading.wrong == TO_FLOAT32:
+            self._find("loss", "the loss", None, reading.wrong, reading.error)
+        elif reading.wrong:
             self.first = self._located()
             self._find("loss", "the loss", None, reading.wrong, reading.error)
         else:
-            self.loss_axes = reading.axes
             how = f", {reading.reading}" if reading.reading else ""
             self.compared["loss"] = f"same: {whole.local.item():.9g}{how}, to {reading.error:.0e}"
 
     def _read_loss(self, losses: list[LocalTensor | None], expected: Tensor) -> LossReading:
         tolerance = max(TOLERANCE, 32 * self.reference.loss_floor)
-        return Losses(self.subject, self.reference, self.ranks, self.batch).read(losses, expected, tolerance)
+        reading = Losses(self.subject, self.reference, self.ranks, self.batch).read(losses, expected, tolerance)
+        values = [loss.local.flatten().double() for loss in losses if loss is not None]
+        if reading.wrong and values and self._is_rounded(torch.cat(values), expected.double(), reading.error):
+            return replace(reading, wrong=TO_FLOAT32)
+        return reading
 
     def _located(self) -> str:
         """The first module that returned something else, in words."""
@@ -221,25 +336,24 @@ class Evaluation:
     def gradients(self) -> None:
         """Of each rank, every gradient: the part of the full one that belongs to its part of the parameter."""
         largest = self.reference.largest_gradient
-        errors, wrong = [0.0], []
+        errors = [0.0]
         expected = self.reference.observed.gradients
         called = innermost_first(self.reference.observed)
         place_in_forward = {name: index for index, name in enumerate(called)}
         # From the loss back, as backward goes: the first that is wrong is where it begins.
-        for name in sorted(expected, key=lambda name: -place_in_forward.get(name.rpartition(".")[0], -1)):
+        names = sorted(expected, key=lambda name: -place_in_forward.get(name.rpartition(".")[0], -1))
+        for name in names:
             tensors = self._tensors("gradients", name)
             for rank in range(len(self.ranks)):
-                error = self._gradient(name, rank, tensors, expected[name], largest)
-                errors.append(error)
-                if not error <= self.reference.tolerance(name) and name not in wrong:
-                    wrong.append(name)
-        if wrong:
+                errors.append(self._gradient(name, rank, tensors, expected[name], largest))
+        if self.findings:
+            wrong = [name for name in names if any(name in self._counted[one.relation] for one in self.findings)]
             least = ROUNDING * torch.finfo(torch.float64).eps * largest
             nonzero = {name for name, gradient in expected.items() if gradient and size_of(gradient.local) > least}
             everything = nonzero <= set(wrong)
             self.first = "every gradient" if everything else f"the gradient of {wrong[0]}, the first on the way back"
             self.first = self._located() or self.first
-        else:
+        elif not self.reason:
             count = sum(gradient is not None for gradient in expected.values())
             self.compared["gradients"] = f"same: {count}, to {worst(errors):.0e}"
 
@@ -247,26 +361,49 @@ class Evaluation:
         self, name: str, rank: int, tensors: list[LocalTensor | None], full: LocalTensor | None, largest: float
     ) -> float:
         """How far a rank's gradient is off; adds a finding if it is too far."""
-        value = reduced(tensors, rank)
         if full is None:
+            value = reduced(tensors, rank)
             if value is None or size_of(value) == 0:
                 return 0.0
             self._find("gradients", name, rank, "has a gradient, and none on one device", math.inf)
             return math.inf
         scale = scale_of(full.local, largest)
+        value = self._own(name, rank, tensors)
         ought = self._ought(name, rank, tensors, full.local)
         if ought is None:
             return 0.0  # no part of the parameter is on this rank
         if value is None and (size_of(ought) == 0 or not ought.numel()):
             return 0.0
+        if value is None and self._is_elsewhere(name, rank):
+            return 0.0
         error = relative(value, ought, scale) if value is not None and value.shape == ought.shape else math.inf
         if not error <= self.reference.tolerance(name):
-            words = self._relation("gradients", name, rank, tensors, ought, full.local, scale)
+            if value is not None and self._is_rounded(value, ought, error):
+                words = TO_FLOAT32
+            else:
+                words = self._relation("gradients", name, rank, tensors, ought, full.local, scale)
             self._find("gradients", name, rank, words, error)
         return error
 
+    def _is_elsewhere(self, name: str, rank: int) -> bool:
+        """Whether a gradient that a parameter has not is somewhere else, or has been used up: it cannot be compared."""
+        parallel = self.ranks[rank].parallel
+        if name in parallel.main_gradients:
+            why = f"the gradient of {name} is in its main_grad, and not in its grad, where the optimizer would take it"
+        elif name in parallel.stepped - self.reference.observed.stepped:
+            why = f"{name} changes in backward, and its gradient is then gone: an optimizer steps inside of it"
+        else:
+            return False
+        self.reason = self.reason or why
+        return True
+
     def step(self) -> None:
         """Parameters and buffers after the optimizer's step, and the loss of the batch with them."""
+        for rank in self.ranks:
+            stepped = sorted(rank.parallel.stepped - self.reference.observed.stepped)
+            if stepped:
+                self.reason = f"{stepped[0]} changes before the optimizer's step: one steps inside of backward"
+                return
         errors = [0.0]
         for name, full in self.reference.observed.after.items():
             tensors = self._tensors("after", name)
@@ -274,14 +411,17 @@ class Evaluation:
                 place = self.places[rank].get(name)
                 if tensor is None or place is None:
                     continue
-                ought = place.of(full.local)
+                ought, own = place.of(full.local), place.unpadded(tensor.local)
                 scale = finite_size_of(full.local)
-                same_shape = tensor.local.shape == ought.shape
-                error = relative(tensor.local, ought, scale) if same_shape else math.inf
+                error = relative(own, ought, scale) if own.shape == ought.shape else math.inf
                 errors.append(error)
-                if not error <= self.reference.tolerance(name):
+                if error <= self.reference.tolerance(name):
+                    continue
+                if self._is_rounded(own, ought, error):
+                    words = TO_FLOAT32
+                else:
                     words = self._relation("after", name, rank, tensors, ought, full.local, scale)
-                    self._find("step", name, rank, words, error)
+                self._find("step", name, rank, words, error)
         whole = self.reference.observed.loss_after
         if not self.findings and whole is not None:
             reading = self._read_loss([rank.parallel.loss_after for rank in self.ranks], whole.local)

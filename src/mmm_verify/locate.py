@@ -102,7 +102,7 @@ def _wrong(
     if own is None or not full.is_floating_point() or full.numel() == 1:  # one number is a loss, and no sample's
         return ""
     ought = full
-    if own.box is not None:
+    if own.part is not None:
         place = place_of(own, full)
         if place is None:
             return ""
@@ -117,7 +117,7 @@ def _wrong(
         return ""
     for axis in subject.axes:
         group = [outputs[other] for other in subject.group(rank, axis)]
-        if own.partial or (own.box is None and axis not in subject.batch_axes):
+        if own.partial or (own.part is None and axis not in subject.batch_axes):
             locals_ = [one.local for one in group if one is not None and one.local.shape == own.local.shape]
             if len(locals_) == len(group) and relative(torch.stack(locals_).sum(0), ought, scale) <= ALIKE:
                 return ""  # a sum that a later module makes

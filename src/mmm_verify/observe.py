@@ -16,13 +16,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from torch.overrides import TorchFunctionMode
 
+from mmm_verify.difference import same_elements
 from mmm_verify.errors import ConfigError
-from mmm_verify.shards import ShardBox, canonical_name, local_box, to_local
+from mmm_verify.shards import LocalPart, canonical_name, local_part, to_local
 from mmm_verify.subject import Subject
-from mmm_verify.torch_private import in_backward, tree_leaves
+from mmm_verify.torch_private import flat_pieces, in_backward, tree_leaves
 
 MOST_CALLS = 64  # of one module that are kept
+LESS = (torch.float32, torch.bfloat16, torch.float16)  # types with less digits than float64
 
 
 @dataclass(frozen=True)
@@ -44,12 +47,12 @@ class LocalTensor:
 
     Attributes:
         local: its own elements, on the CPU.
-        box: which part of the full tensor they are; None of a plain tensor, which does not say.
+        part: which part of the full tensor they are; None of a plain tensor, which does not say.
         partial: the reductions that a DTensor still needs, one for each such dim of its mesh.
     """
 
     local: Tensor
-    box: ShardBox | None = None
+    part: LocalPart | None = None
     partial: tuple[Reduction, ...] = ()
 
 
@@ -61,8 +64,11 @@ class Observed:
         weights: parameters and buffers before it, by name. ties: names of one and the same parameter.
         loss, loss_after: of the batch, before and after the optimizer's step; None where the rank has none.
         gradients: of what requires one; None where there is none. after: parameters and buffers after the step.
+        main_gradients: names of parameters whose gradient is in their attribute ``main_grad`` alone.
+        stepped: names of parameters that have other values when backward is over, before the optimizer's step.
         outputs: by module, in the order of the first calls: of each call its tensors.
         drops: by module of dropout, where its first output is 0.
+        rounded: functions, with the type in which they computed, where that has less digits than float64.
     """
 
     weights: dict[str, LocalTensor] = field(default_factory=dict)
@@ -70,10 +76,13 @@ class Observed:
     ties: list[tuple[str, ...]] = field(default_factory=list)
     loss: LocalTensor | None = None
     gradients: dict[str, LocalTensor | None] = field(default_factory=dict)
+    main_gradients: set[str] = field(default_factory=set)
+    stepped: set[str] = field(default_factory=set)
     after: dict[str, LocalTensor] = field(default_factory=dict)
     loss_after: LocalTensor | None = None
     outputs: dict[str, list[list[LocalTensor]]] = field(default_factory=dict)
     drops: dict[str, Tensor] = field(default_factory=dict)
+    rounded: set[tuple[str, torch.dtype]] = field(default_factory=set)
 
 
 @contextlib.contextmanager
@@ -95,12 +104,14 @@ def observe(
     mesh: DeviceMesh | None,
     outputs: bool = True,
     step: bool = True,
+    rounding: bool = False,
 ) -> Observed:
     """Take one step.
 
     Args:
         program: what `step_fn` gets: a module, or a tuple, list or dict with modules in it.
         outputs: whether to keep what modules return. step: whether to take the optimizer's step.
+        rounding: whether to look for functions that compute in less than float64.
 
     Raises:
         ConfigError: the program has no module, or the step returns no number; on one device also where the step has
@@ -109,11 +120,17 @@ def observe(
     modules = modules_of(program)
     seen = Observed()
     seen.weights, seen.ties = tensors_of(modules)
-    seen.parameters = {name for module in modules for name, _ in named_parameters(module)}
+    seen.parameters = {
+        name for module in modules for full_name, p in named_parameters(module) for name in names_in(full_name, p)
+    }
     # As programs do, before the first forward: FSDP has other parameters in place until it has sharded them again.
     trained = [p for p in {id(p): p for module in modules for p in module.parameters()}.values() if p.requires_grad]
     optimizer = subject.optimizer_fn(trained) if step and trained else None
-    with watched(modules, seen) if outputs else contextlib.nullcontext():
+    with contextlib.ExitStack() as stack:
+        if outputs:
+            stack.enter_context(watched(modules, seen))
+        if rounding:
+            stack.enter_context(_Rounding(seen.rounded))
         loss = subject.step(program, batch, mesh)
     if not isinstance(loss, Tensor | float | int | None):
         raise ConfigError(f"the step's function returns {type(loss).__name__}: it has to return the loss, one number")
@@ -126,12 +143,7 @@ def observe(
                 "the step calls backward, and the loss that it returns can go backward once more: its gradients would "
                 "not be seen. Leave backward to verify, or call it on all of the loss and return loss.detach()"
             )
-    seen.gradients = {
-        name: None if p.grad is None else local_tensor(p.grad)
-        for module in modules
-        for name, p in named_parameters(module)
-        if p.requires_grad
-    }
+    _keep_gradients(modules, seen)
     if not step:
         return seen
     if optimizer is not None:
@@ -141,6 +153,25 @@ def observe(
     loss_after = subject.step(program, batch, mesh)
     seen.loss_after = None if loss_after is None else local_tensor(loss_after)
     return seen
+
+
+def _keep_gradients(modules: list[nn.Module], seen: Observed) -> None:
+    """Keep the gradients as backward leaves them, and whether it has changed the parameters themselves."""
+    for module in modules:
+        for full_name, parameter in named_parameters(module):
+            weights = local_tensors(full_name, parameter)
+            for name, weight in weights.items():
+                before = seen.weights.get(name, weight).local
+                if before.shape == weight.local.shape and not same_elements(before, weight.local):
+                    seen.stepped.add(name)
+            if not parameter.requires_grad:
+                continue
+            if parameter.grad is None:
+                seen.gradients |= dict.fromkeys(weights)
+            else:
+                seen.gradients |= local_tensors(full_name, parameter, parameter.grad)
+            if parameter.grad is None and isinstance(getattr(parameter, "main_grad", None), Tensor):
+                seen.main_gradients |= set(weights)
 
 
 def modules_of(program: Any) -> list[nn.Module]:
@@ -183,19 +214,44 @@ def tensors_of(modules: list[nn.Module]) -> tuple[dict[str, LocalTensor], list[t
     names: dict[int, list[str]] = {}
     for module in modules:
         for name, parameter in named_parameters(module):
-            kept[name] = local_tensor(parameter)
+            kept |= local_tensors(name, parameter)
             names.setdefault(id(parameter), []).append(name)
         for name, buffer in module.named_buffers(remove_duplicate=False):
             kept[canonical_name(name)] = local_tensor(buffer)
     return kept, [tuple(sorted(set(group))) for group in names.values() if len(set(group)) > 1]
 
 
+def names_in(name: str, parameter: nn.Parameter) -> list[str]:
+    """The names of the parameters that one parameter has in it: of one that FSDP has made flat, several."""
+    pieces = flat_pieces(parameter)
+    if pieces is None:
+        return [name]
+    prefix = name.rpartition(".")[0]
+    return [canonical_name(f"{prefix}.{piece.name}" if prefix else piece.name) for piece in pieces]
+
+
+@torch.no_grad()
+def local_tensors(name: str, parameter: nn.Parameter, tensor: Tensor | None = None) -> dict[str, LocalTensor]:
+    """What is local of a parameter by the names that it has in it, or of its gradient `tensor`."""
+    tensor = parameter if tensor is None else tensor
+    pieces = flat_pieces(parameter)
+    if pieces is None:
+        return {name: local_tensor(tensor)}
+    return {
+        own: local_tensor(tensor[piece.start : piece.end])
+        for own, piece in zip(names_in(name, parameter), pieces, strict=True)
+    }
+
+
 @torch.no_grad()
 def local_tensor(tensor: Any) -> LocalTensor:
-    """A copy of what is local. A number becomes a scalar tensor."""
+    """A copy of what is local, without gaps. A number becomes a scalar tensor."""
     if not isinstance(tensor, Tensor):
         return LocalTensor(torch.tensor(tensor, dtype=torch.float64))
-    local = to_local(tensor.detach()).clone().cpu()
+    local = to_local(tensor.detach())
+    if local.layout != torch.strided:  # the gradient of an embedding may be sparse
+        local = local.to_dense()
+    local = local.clone().cpu()
     if not isinstance(tensor, DTensor):
         return LocalTensor(local)
     partial = [
@@ -207,7 +263,7 @@ def local_tensor(tensor: Any) -> LocalTensor:
         for index, placement in enumerate(tensor.placements)
         if placement.is_partial()
     ]
-    return LocalTensor(local, local_box(tensor), tuple(partial))
+    return LocalTensor(local, local_part(tensor), tuple(partial))
 
 
 @contextlib.contextmanager
@@ -220,6 +276,7 @@ def watched(modules: list[nn.Module], seen: Observed) -> Iterator[None]:
                 continue
             name = canonical_name(full_name)
 
+            @torch.compiler.disable  # or the hooks are compiled into the program, once for each module
             def keep(module: nn.Module, args: object, output: Any, name: str = name) -> None:
                 calls = seen.outputs.setdefault(name, [])
                 if in_backward() or len(calls) >= MOST_CALLS:
@@ -229,6 +286,7 @@ def watched(modules: list[nn.Module], seen: Observed) -> Iterator[None]:
                 if is_dropout(module) and tensors and name not in seen.drops:
                     seen.drops[name] = calls[-1][0].local == 0
 
+            @torch.compiler.disable
             def reserve(module: nn.Module, args: object, name: str = name) -> None:
                 seen.outputs.setdefault(name, [])  # in the order in which they begin
 
@@ -239,6 +297,21 @@ def watched(modules: list[nn.Module], seen: Observed) -> Iterator[None]:
     finally:
         for handle in handles:
             handle.remove()
+
+
+class _Rounding(TorchFunctionMode):
+    """Notes functions that take or return a tensor of less than float64 that the loss's gradient goes through."""
+
+    def __init__(self, seen: set[tuple[str, torch.dtype]]) -> None:
+        super().__init__()
+        self.seen = seen
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        output = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves((args, output)):
+            if isinstance(tensor, Tensor) and tensor.dtype in LESS and tensor.requires_grad:
+                self.seen.add((getattr(func, "__name__", repr(func)), tensor.dtype))
+        return output
 
 
 def is_dropout(module: nn.Module) -> bool:

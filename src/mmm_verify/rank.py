@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from mmm_verify.observe import Observed, observe
+from mmm_verify.observe import Observed, float64_by_default, observe
 from mmm_verify.ranks.group import process_group
 from mmm_verify.ranks.ranks import Rank
 from mmm_verify.reference import SEED, Reference, make_batch, make_model, seed_all
@@ -38,11 +38,14 @@ def local_batch(subject: Subject, batch: Any, mesh: DeviceMesh, rank: int) -> An
     return part_of(batch, subject.batch_part(rank), subject.parts)
 
 
-def run_rank(rank: Rank, subject: Subject, reference: Reference, dropout: bool, timeout: float) -> RankObserved:
+def run_rank(
+    rank: Rank, subject: Subject, reference: Reference, dropout: bool, timeout: float, rounding: bool = False
+) -> RankObserved:
     """Take one step of the parallel program. A collective as far as the program is one; nothing else here is.
 
     Args:
         dropout: whether to leave it on; then without what the plain model does.
+        rounding: as of `observe`.
     """
     # What FSDP2 advises of outputs that are views: it may be the program as it was given.
     warnings.filterwarnings("ignore", message=r"FSDP2-wrapped module .* returned a view tensor")
@@ -53,9 +56,10 @@ def run_rank(rank: Rank, subject: Subject, reference: Reference, dropout: bool, 
         alone = None if dropout else _alone(subject, reference, own)
         model = make_model(subject, reference.state, dropout, reference.evaluating and not dropout)
         seed_all(SEED)
-        result = subject.parallelize_fn(model, mesh)
+        with float64_by_default():  # of modules that it makes itself
+            result = subject.parallelize_fn(model, mesh)
         program = model if result is None else result
-        parallel = observe(subject, program, own, mesh, step=not dropout)
+        parallel = observe(subject, program, own, mesh, step=not dropout, rounding=rounding)
         tensors = [leaf.clone() for leaf in tree_leaves(own) if isinstance(leaf, torch.Tensor)]
         return RankObserved(parallel, alone, tensors)
 

@@ -16,7 +16,7 @@ from mmm_verify.difference import finite_size_of, relative, same_elements, size_
 from mmm_verify.errors import ConfigError, is_for_user
 from mmm_verify.memory import free_memory
 from mmm_verify.observe import Observed, named_parameters, observe, without_dropout
-from mmm_verify.subject import SAME_SAMPLES, Subject, check_parts, part_of, samples_of
+from mmm_verify.subject import SAME_SAMPLES, Subject, check_parts, in_reverse, part_of, samples_of
 from mmm_verify.torch_private import map_tensors, tree_leaves, tree_map_only
 
 SEED = 0
@@ -37,6 +37,7 @@ class Reference:
         floor: by parameter, how far its gradient moves by splitting the batch; loss_floor: likewise.
         has_dropout: whether dropout was turned off. evaluating: whether the model had to be in evaluation mode.
         split: how near the batch in parts comes to the batch, in words; empty where it was not split.
+        rounded: as of `Observed`.
         reason: why nothing can be compared; empty if it can.
         notes: what a reader of the verdict has to know.
     """
@@ -49,6 +50,7 @@ class Reference:
     has_dropout: bool = False
     evaluating: bool = False
     split: str = ""
+    rounded: set[tuple[str, torch.dtype]] = field(default_factory=set)
     reason: str = ""
     notes: list[str] = field(default_factory=list)
 
@@ -102,7 +104,7 @@ def make_model(subject: Subject, state: Mapping[str, Tensor] | None, dropout: bo
         _check_memory(model, len(subject.places))
     map_tensors(model, to_float64)
     model.zero_grad()  # of a function that gives one and the same model each time
-    model.train(not evaluating)
+    _set_mode(model, evaluating)
     if not dropout:
         without_dropout(model)
     with torch.no_grad():
@@ -118,6 +120,17 @@ def make_model(subject: Subject, state: Mapping[str, Tensor] | None, dropout: bo
             if state is not None and name in state:
                 buffer.copy_(state[name])
     return model
+
+
+def _set_mode(model: nn.Module, evaluating: bool) -> None:
+    """Evaluation mode, or the mode that the model's function has left each module in: a batch norm may be frozen."""
+    if evaluating:
+        model.eval()
+    elif model.training:
+        frozen = [module for module in model.modules() if not module.training]
+        model.train()  # a class may freeze modules in its own
+        for module in frozen:
+            module.training = False
 
 
 def _check_memory(model: nn.Module, ranks: int) -> None:
@@ -156,11 +169,16 @@ def compute_reference(subject: Subject) -> Reference:
     batch = make_batch(subject)
     check_parts(subject, batch)
     model = make_model(subject, None, dropout=True, evaluating=False)
-    has_dropout = without_dropout(model)
+    has_dropout = without_dropout(model) and model.training
     state = {name: p.detach().clone() for name, p in dict(named_parameters(model)).items()}
     state |= {name: buffer.clone() for name, buffer in model.named_buffers()}
     first = _observed(subject, state, batch, seed=1)
     reference = Reference(state, first, samples_of(batch), has_dropout=has_dropout)
+    if not model.training:
+        reference.notes.append(
+            "the model's function returns it in evaluation mode, and so it is compared: what dropout and the "
+            "statistics of a batch do in training is not seen"
+        )
     if first.loss is None:
         raise ConfigError("the step's function returns None on one device: it has to return the loss")
     if first.loss.local.numel() != 1:
@@ -181,6 +199,8 @@ def compute_reference(subject: Subject) -> Reference:
     _twice(subject, reference, batch)
     if not reference.reason:
         _split(subject, reference, batch)
+    if not reference.reason:
+        _rounding(subject, reference, batch)
     return reference
 
 
@@ -225,12 +245,17 @@ def _say_what_is_not_seen(subject: Subject, reference: Reference) -> None:
 
 
 def _observed(
-    subject: Subject, state: Mapping[str, Tensor], batch: Any, seed: int, evaluating: bool = False
+    subject: Subject,
+    state: Mapping[str, Tensor],
+    batch: Any,
+    seed: int,
+    evaluating: bool = False,
+    rounding: bool = False,
 ) -> Observed:
     model = make_model(subject, state, dropout=False, evaluating=evaluating)
     seed_all(seed)
     try:
-        return observe(subject, model, batch, None)
+        return observe(subject, model, batch, None, rounding=rounding)
     except Exception as error:  # whatever the user's code raises
         if is_for_user(error):
             raise
@@ -240,7 +265,7 @@ def _observed(
 def failure_of(error: Exception) -> str:
     """An error of the user's step in words, with what to change where that is known."""
     words = f"{type(error).__name__}: {error}"
-    if isinstance(error, RuntimeError) and "dtype" in str(error):
+    if isinstance(error, RuntimeError) and any(sign in str(error) for sign in ("dtype", "Double", "double")):
         words += ". All is computed in float64: a .float() in the code gives float32, and .to(x.dtype) what x is"
     return words
 
@@ -320,6 +345,50 @@ def _split(subject: Subject, reference: Reference, batch: Any) -> None:
             f"the model itself is right to {floor:.0e} alone (the batch split in {parts}): something in it computes in "
             f"less than float64{where}. Differences below {FLOOR} times that are not seen"
         )
+
+
+def _rounding(subject: Subject, reference: Reference, batch: Any) -> None:
+    """Raise the floors to what rounding does of functions that compute in less than float64.
+
+    Where a batch in parts is no measure, since its samples see each other or are counted, the batch in another order
+    is: all that it changes is the order of sums."""
+    try:
+        other = _observed(subject, reference.state, in_reverse(batch), 1, reference.evaluating, rounding=True)
+    except ConfigError:  # such as a graph, whose edges name its nodes by their places
+        return
+    reference.rounded = other.rounded
+    if not reference.floor:
+        _floor_of_order(reference, other)
+    # By name: first those that a user calls, and not such as __get__, of an attribute.
+    names = [function for function, dtype in other.rounded if dtype == torch.float32]
+    functions = sorted(names, key=lambda name: (name.startswith("_"), name))
+    if not functions:
+        return
+    # Another order of its sums may change nothing, and another cut of them does.
+    least = torch.finfo(torch.float32).eps / 2
+    reference.loss_floor = max(reference.loss_floor, least)
+    for name in reference.observed.gradients:
+        reference.floor[name] = max(reference.floor.get(name, 0.0), least)
+    reference.notes.append(
+        f"{functions[0]}{' and others' if len(functions) > 1 else ''} of it compute in float32 on one device too: "
+        f"differences below {FLOOR * least:.0e} are not seen"
+    )
+
+
+def _floor_of_order(reference: Reference, other: Observed) -> None:
+    """Measure the floors by the batch in another order, if that is rounding."""
+    whole = reference.observed
+    assert whole.loss is not None
+    assert other.loss is not None
+    largest = reference.largest_gradient
+    floors = {}
+    for name, gradient in whole.gradients.items():
+        theirs = other.gradients[name]
+        if gradient is not None and theirs is not None:
+            floors[name] = relative(theirs.local, gradient.local, scale_of(gradient.local, largest))
+    loss_floor = relative(other.loss.local, whole.loss.local, size_of(whole.loss.local))
+    if worst([loss_floor, *floors.values()]) <= LOOSE:
+        reference.floor, reference.loss_floor = floors, loss_floor
 
 
 def _same_gradients(one: Observed, other: Observed) -> bool:

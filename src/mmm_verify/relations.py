@@ -11,11 +11,13 @@ from torch import Tensor
 
 from mmm_verify.difference import bytes_of, relative, size_of
 from mmm_verify.observe import LocalTensor
+from mmm_verify.shards import LocalPart
 from mmm_verify.subject import Subject
 
 ALIKE = 1e-7  # relative: a relation holds
 LOW_PRECISION = 0.1  # relative: how far rounding may move what is computed in bf16
-MOST_ROWS = 1 << 16  # that are looked up one by one
+MOST_ROWS = 1 << 18  # that are looked up one by one
+MOST_BLOCKS = 64  # places where a piece may begin that are looked at
 # By the names that DTensor has for them.
 REDUCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "sum": lambda stacked: stacked.sum(0),
@@ -27,45 +29,119 @@ REDUCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 @dataclass(frozen=True)
 class Place:
-    """Which part of a full tensor is local: per dim its indices, None for all of them."""
+    """Which part of a full tensor is local.
+
+    Attributes:
+        indices: per dim, its indices, None for all of them.
+        span: of a flat part, where it begins and ends in the flattened full tensor; else None.
+        padding: per dim, how many elements after those are none of the full tensor's: a vocabulary may be padded.
+    """
 
     indices: tuple[Tensor | None, ...]
+    span: tuple[int, int] | None = None
+    padding: tuple[int, ...] = ()
 
     def of(self, full: Tensor) -> Tensor:
+        """What is local of the full tensor, without padding."""
+        if self.span is not None:
+            return full.flatten()[slice(*self.span)]
         for dim, index in enumerate(self.indices):
             if index is not None:
                 full = full.index_select(dim, index)
         return full
 
+    def unpadded(self, local: Tensor) -> Tensor:
+        """A local tensor without its padding."""
+        for dim, padding in enumerate(self.padding):
+            local = local.narrow(dim, 0, max(0, local.shape[dim] - padding)) if padding else local
+        return local
+
 
 def place_of(tensor: LocalTensor, full: Tensor) -> Place | None:
     """Which part of `full` a tensor is: as a DTensor says; else, of a plain one, by its shape and elements. None where
     it is no part of it."""
-    if tensor.box is not None:
-        if tensor.box.full != tuple(full.shape):
-            return None
-        spans = zip(tensor.box.start, tensor.box.length, tensor.box.full, strict=True)
-        return Place(
-            tuple(None if length == all_ else torch.arange(first, first + length) for first, length, all_ in spans)
-        )
+    if tensor.part is not None:
+        return _place_of_part(tensor.part, full)
     local = tensor.local
     if local.shape == full.shape:
         return Place((None,) * full.ndim)
-    if local.ndim != full.ndim:
+    if local.ndim == 1 and (full.ndim != 1 or not local.numel()):
+        return _place_of_flat(local, full)
+    if local.ndim != full.ndim or not local.numel():
         return None
-    shorter = [dim for dim in range(full.ndim) if local.shape[dim] != full.shape[dim]]
-    if len(shorter) != 1 or local.shape[shorter[0]] > full.shape[shorter[0]] or full.shape[shorter[0]] > MOST_ROWS:
+    other = [dim for dim in range(full.ndim) if local.shape[dim] != full.shape[dim]]
+    if len(other) == 1:
+        return _place_along(local, full, other[0])
+    return _place_of_block(local, full)
+
+
+def _place_of_part(part: LocalPart, full: Tensor) -> Place | None:
+    """Where a DTensor is. It may be longer than the full tensor: what is beyond is padding."""
+    if len(part.full) != full.ndim or any(a < b for a, b in zip(part.full, full.shape, strict=True)):
         return None
-    dim = shorter[0]
-    rows: dict[bytes, int] = {}
-    for number, row in enumerate(full.movedim(dim, 0).flatten(1) if full.ndim > 1 else full[:, None]):
-        rows.setdefault(bytes_of(row), number)
-    found = [
-        rows.get(bytes_of(row)) for row in (local.movedim(dim, 0).flatten(1) if local.ndim > 1 else local[:, None])
-    ]
-    if any(number is None for number in found):
+    indices: list[Tensor | None] = []
+    padding: list[int] = []
+    for index, padded, size in zip(part.indices, part.full, full.shape, strict=True):
+        if padded > size:
+            index = torch.arange(padded) if index is None else index
+            inside = index[index < size]
+            padding.append(len(index) - len(inside))
+            index = inside
+        else:
+            padding.append(0)
+        indices.append(index)
+    return Place(tuple(indices), padding=tuple(padding))
+
+
+def _place_of_flat(local: Tensor, full: Tensor) -> Place | None:
+    """Where a piece of the flattened tensor is, as the older FSDP cuts it: it may be empty."""
+    elements = full.flatten()
+    if not local.numel():
+        return Place((), (0, 0))
+    for first in (elements == local[0]).nonzero().flatten()[:MOST_BLOCKS].tolist():
+        if torch.equal(elements[first : first + len(local)], local):
+            return Place((), (first, first + len(local)))
+    return None
+
+
+def _place_along(local: Tensor, full: Tensor, dim: int) -> Place | None:
+    """Where rows are, looked up one by one. Those at the end that are not there are padding."""
+    if full.shape[dim] > MOST_ROWS:
         return None
-    return Place(tuple(torch.tensor(found) if d == dim else None for d in range(full.ndim)))
+    known: dict[bytes, int] = {}
+    for index, row in enumerate(_rows(full, dim)):
+        known.setdefault(bytes_of(row), index)
+    rows = [known.get(bytes_of(row)) for row in _rows(local, dim)]
+    indices = [row for row in rows if row is not None]
+    if not indices or None in rows[: len(indices)]:
+        return None
+    padding = [0] * full.ndim
+    padding[dim] = len(rows) - len(indices)
+    places: list[Tensor | None] = [None] * full.ndim
+    places[dim] = torch.tensor(indices)
+    return Place(tuple(places), padding=tuple(padding))
+
+
+def _rows(tensor: Tensor, dim: int) -> Tensor:
+    return tensor.movedim(dim, 0).flatten(1) if tensor.ndim > 1 else tensor[:, None]
+
+
+def _place_of_block(local: Tensor, full: Tensor) -> Place | None:
+    """Where a block is that is shorter along several dims: from one of its elements along each of them."""
+    if any(a > b for a, b in zip(local.shape, full.shape, strict=True)):
+        return None
+    corner = (0,) * local.ndim
+    for position in (full == local[corner]).nonzero()[:MOST_BLOCKS].tolist():
+        indices = []
+        for dim in range(full.ndim):
+            line = full[tuple(slice(None) if d == dim else position[d] for d in range(full.ndim))]
+            wanted = local[tuple(slice(None) if d == dim else 0 for d in range(full.ndim))]
+            equal = wanted[:, None] == line  # (local elements, full elements)
+            indices.append(equal.int().argmax(1))
+        place = Place(tuple(indices))
+        if torch.equal(place.of(full), local):
+            return place
+    return None
 
 
 def reduced(tensors: Sequence[LocalTensor | None], rank: int, dims: int | None = None) -> Tensor | None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -11,7 +14,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from mmm_verify.errors import ConfigError, is_for_user
-from mmm_verify.evaluate import Evaluation, dropout_findings
+from mmm_verify.evaluate import ROUNDED_AT_MOST, Evaluation, dropout_findings
 from mmm_verify.rank import run_rank
 from mmm_verify.ranks.ranks import Rank, RanksFailed, blame, fork_ranks
 from mmm_verify.reference import Reference, compute_reference, make_batch
@@ -20,6 +23,7 @@ from mmm_verify.torch_private import import_dynamo
 from mmm_verify.verdict import NOT_COMPARABLE, NOT_SAME, Finding, Verdict
 
 TIMEOUT = 120.0  # s that one device, and then the ranks, may take
+COMPILES = "torch/_dynamo"  # in the frames of a rank that compiles
 MORE = 60.0  # s that a collective may take beyond it: where it hangs is said here, and not by gloo
 
 
@@ -87,6 +91,10 @@ def verify_subject(subject: Subject, timeout: float = TIMEOUT) -> Verdict:
         return _failed(verdict, error)
     evaluation = Evaluation(subject, reference, observed, batch)
     verdict = evaluation.verdict()
+    small = all(finding.error <= ROUNDED_AT_MOST for finding in verdict.findings)
+    if verdict.result == NOT_SAME and small and _rounds(subject, reference, timeout):
+        evaluation = Evaluation(subject, reference, observed, batch, rounds=True)
+        verdict = evaluation.verdict()
     alone = f"the same twice{reference.split}"
     verdict = replace(verdict, compared={"model": alone, **verdict.compared})
     if verdict.same and reference.has_dropout:
@@ -101,29 +109,58 @@ def _on_one_process(subject: Subject, timeout: float) -> tuple[Reference, Any]:
         UserError: as `compute_reference`. ConfigError: the process died, or took too long.
     """
     try:
-        ((error, reference, batch),) = fork_ranks(_reference, 1, subject, timeout=timeout)
+        ((error, reference, batch, modules),) = fork_ranks(_reference, 1, subject, timeout=timeout)
     except RanksFailed as failure:
         raise ConfigError(f"the model on one device: {str(failure).removeprefix('rank 0: ')}") from None
     if error is not None:
         raise error
+    for module in modules:  # of a model that is compiled, hundreds, which each rank would import by itself
+        with contextlib.suppress(ImportError):
+            importlib.import_module(module)
     return reference, batch
 
 
-def _reference(rank: Rank, subject: Subject) -> tuple[Exception | None, Reference | None, Any]:
+def _reference(rank: Rank, subject: Subject) -> tuple[Exception | None, Reference | None, Any, list[str]]:
+    before = set(sys.modules)
     try:
-        return None, compute_reference(subject), make_batch(subject)
+        reference, batch = compute_reference(subject), make_batch(subject)
     except Exception as error:
         if not is_for_user(error):
             raise
-        return type(error)(str(error)), None, None
+        return type(error)(str(error)), None, None, []
+    modules = [name for name in sys.modules if name.startswith("torch.") and name not in before]
+    return None, reference, batch, modules
+
+
+def _why_not_comparable(error: RanksFailed) -> str:
+    """Why the ranks' failure is none of the program's own. Empty where it is, or may be."""
+    if any(COMPILES in frames for frames in error.frames.values()):
+        return f"{error}: they were compiling; --timeout gives them more"
+    if "dtype" in str(error) and any(word in str(error) for word in ("double", "Double", "float64")):
+        return f"the parallel program fails: {error}. All is computed in float64, and something of it is not"
+    return ""
 
 
 def _failed(verdict: Verdict, error: RanksFailed) -> Verdict:
+    reason = _why_not_comparable(error)
+    if reason:
+        return replace(verdict, reason=reason, details=error.details)
     why = f"{error}: {blame(error.frames, verdict.ranks)}" if error.frames else str(error)
     finding = Finding("program", "the parallel program", None, f"fails: {why}")
     return replace(
         verdict, result=NOT_SAME, findings=(finding,), first=f"the program itself: {why}", details=error.details
     )
+
+
+def _rounds(subject: Subject, reference: Reference, timeout: float) -> bool:
+    """Whether the parallel program computes something in float32 that the model does not: it runs once more for it."""
+    ranks = len(subject.places)
+    try:
+        observed = fork_ranks(run_rank, ranks, subject, reference, False, timeout + MORE, True, timeout=timeout)
+    except RanksFailed:
+        return False
+    functions = set().union(*(rank.parallel.rounded for rank in observed)) - reference.rounded
+    return any(dtype == torch.float32 for _, dtype in functions)
 
 
 def _with_dropout(

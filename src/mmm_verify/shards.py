@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import Placement
 
 from mmm_verify.torch_private import WRAPPERS
 
 
 @dataclass(frozen=True)
-class ShardBox:
-    """The shard of a tensor that is local: per dim the first index, the length and the full length, in elements."""
+class LocalPart:
+    """The part of a tensor that is local.
 
-    start: tuple[int, ...]
-    length: tuple[int, ...]
+    Attributes:
+        indices: per dim, the indices that are local, None for all of them.
+        full: the shape of the full tensor.
+    """
+
+    indices: tuple[Tensor | None, ...]
     full: tuple[int, ...]
 
 
@@ -29,26 +36,53 @@ def to_local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def local_box(tensor: DTensor) -> ShardBox | None:
-    """Which part of the full tensor is local to this rank. None where shards have not the sizes of `torch.chunk`."""
+def local_part(tensor: DTensor) -> LocalPart | None:
+    """Which part of the full tensor is local to this rank. None where the local tensor has another shape."""
     mesh = tensor.device_mesh
     coordinate = mesh.get_coordinate()
     assert coordinate is not None
-    start = [0] * tensor.ndim
-    length = list(tensor.shape)
-    for axis, dim in _shards_of(tensor):
-        chunk = -(-length[dim] // mesh.size(axis))
-        first = min(coordinate[axis] * chunk, length[dim])
-        start[dim] += first
-        length[dim] = min(chunk, length[dim] - first)
-    if tuple(tensor.to_local().shape) != tuple(length):
+    sizes = [mesh.size(axis) for axis in range(mesh.ndim)]
+    indices = [_local_indices(tensor, dim, sizes, coordinate) for dim in range(tensor.ndim)]
+    if tuple(tensor.to_local().shape) != tuple(len(index) for index in indices):
         return None
-    return ShardBox(tuple(start), tuple(length), tuple(tensor.shape))
+    whole = [len(index) == size for index, size in zip(indices, tensor.shape, strict=True)]
+    kept = tuple(None if all_ else index for all_, index in zip(whole, indices, strict=True))
+    return LocalPart(kept, tuple(tensor.shape))
 
 
-def _shards_of(tensor: DTensor) -> list[tuple[int, int]]:
-    """(axis of its mesh, dim) of each sharding, in the order in which they are applied: outer axes first, except that
-    strided shards (FSDP, applied over dp to what tensor parallel left) come last."""
-    shards = [(axis, p) for axis, p in enumerate(tensor.placements) if getattr(p, "dim", None) is not None]
-    ordered = sorted(shards, key=lambda pair: type(pair[1]) is not Shard)
-    return [(axis, placement.dim) for axis, placement in ordered]  # type: ignore[attr-defined]
+def _local_indices(tensor: DTensor, dim: int, sizes: list[int], coordinate: list[int]) -> Tensor:
+    """The indices along a dim that are local, in the order in which they lie in memory.
+
+    Shards are cut from the outer axis to the inner one. A strided shard whose factor is the number of the shards inside
+    it is FSDP's, which cuts last what tensor parallel has left. Any other one says of itself how it lies: of two
+    matrices in one, as gate and up of an MLP, a rank has its shard of each.
+    """
+    shards = [(axis, p) for axis, p in enumerate(tensor.placements) if _shards_dim(p, dim, tensor.ndim)]
+    first, last = [], []
+    for position, (axis, placement) in enumerate(shards):
+        inner = math.prod(sizes[other] for other, _ in shards[position + 1 :])
+        factor = getattr(placement, "split_factor", 1)
+        if factor > 1 and factor == inner:
+            last.append((axis, 1))
+        else:
+            first.append((axis, factor))
+    indices = torch.arange(tensor.shape[dim])
+    for axis, factor in (*first, *reversed(last)):
+        chunks = [_chunk(piece, sizes[axis], coordinate[axis]) for piece in _pieces(indices, factor)]
+        indices = torch.cat(chunks)
+    return indices
+
+
+def _shards_dim(placement: Placement, dim: int, ndim: int) -> bool:
+    sharded = getattr(placement, "dim", None)
+    return sharded is not None and sharded % ndim == dim
+
+
+def _pieces(indices: Tensor, count: int) -> list[Tensor]:
+    return [_chunk(indices, count, number) for number in range(count)]
+
+
+def _chunk(indices: Tensor, count: int, number: int) -> Tensor:
+    """One of the pieces of `torch.chunk`; an empty one where that makes fewer."""
+    length = -(-len(indices) // count)
+    return indices[number * length : (number + 1) * length]

@@ -220,6 +220,16 @@ def part_of(batch: Any, part: int, parts: int) -> Any:
     return tree_map_only(Tensor, take, batch)
 
 
+def in_reverse(batch: Any) -> Any:
+    """The samples of a batch from the last to the first; tensors with another dim 0 are left as they are."""
+    samples = samples_of(batch)
+
+    def turn(tensor: Tensor) -> Tensor:
+        return tensor.flip(0) if tensor.ndim and tensor.shape[0] == samples else tensor
+
+    return tree_map_only(Tensor, turn, batch)
+
+
 def check_parts(subject: Subject, batch: Any) -> None:
     """Raises LayoutError where the samples do not divide over the ranks that split them."""
     samples = samples_of(batch)

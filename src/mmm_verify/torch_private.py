@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
@@ -38,6 +39,28 @@ def version_of(tensor: Tensor) -> int:
 
     Private: Tensor._version, seen in 2.10 to 2.14; instead: nothing."""
     return tensor._version
+
+
+@dataclass(frozen=True)
+class FlatPiece:
+    """Where a parameter is in one that the older FSDP has made flat: its name from there, and its local elements."""
+
+    name: str
+    start: int
+    end: int
+
+
+def flat_pieces(parameter: nn.Parameter) -> list[FlatPiece] | None:
+    """The parameters that a flat one of the older FSDP has in it; None of any other parameter.
+
+    Private: attributes of FlatParameter, seen in 2.10 to 2.14; instead: nothing."""
+    if not getattr(parameter, "_is_flat_param", False):
+        return None
+    pieces = []
+    for name, info in zip(parameter._fqns, parameter._shard_param_infos, strict=True):  # type: ignore[attr-defined]
+        start = info.offset_in_shard or 0
+        pieces.append(FlatPiece(name, start, start + (info.numel_in_shard or 0)))
+    return pieces
 
 
 def in_backward() -> bool:

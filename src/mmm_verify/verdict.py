@@ -19,10 +19,10 @@ from mmm_verify import __version__
 from mmm_verify.errors import RecordError
 from mmm_verify.subject import Subject
 
-SAME, NOT_SAME, NOT_COMPARABLE = "same", "not the same", "not comparable"
-EXIT_CODES = {SAME: 0, NOT_SAME: 1, NOT_COMPARABLE: 2}
+SAME, NOT_SAME, NOT_COMPARABLE, ROUNDED = "same", "not the same", "not comparable", "rounded to float32"
+EXIT_CODES = {SAME: 0, NOT_SAME: 1, NOT_COMPARABLE: 2, ROUNDED: 2}
 NAMED = 6  # findings that are printed
-COLORS = {SAME: "#2e7d32", NOT_SAME: "#c62828", NOT_COMPARABLE: "#6d6d6d"}
+COLORS = {SAME: "#2e7d32", NOT_SAME: "#c62828", NOT_COMPARABLE: "#6d6d6d", ROUNDED: "#6d6d6d"}
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,8 @@ class Verdict:
     """What a verification came to.
 
     Attributes:
-        result: ``same``, ``not the same`` or ``not comparable``.
+        result: ``same``, ``not the same``, ``not comparable``; or ``rounded to float32`` where the parallel program
+            computes in it, the model does not, and that is all that can be seen.
         layout: the mesh, such as ``dp2·tp2``. ranks: of it.
         compared: by stage, in order, what was compared and how near it was, in words.
         findings: what is not the same; the first is where the two part. reason: why nothing can be compared.
@@ -80,7 +81,7 @@ class Verdict:
 
     @property
     def exit_code(self) -> int:
-        """0 the same, 1 not the same, 2 not comparable."""
+        """0 the same, 1 not the same, 2 not comparable or rounded."""
         return EXIT_CODES[self.result]
 
     def __bool__(self) -> bool:
