@@ -24,7 +24,6 @@ ASK = (
     "mmm.trainer.cnn",
     "mmm.trainer.lm",
     "mmm.trainer.vit",
-    "mmm.examples._support.four_axes",
     "mmm.trainer.config.resolve_text",
     "mmm.examples._support.text",
     "mmm.examples.fsdp",

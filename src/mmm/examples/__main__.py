@@ -6,25 +6,27 @@ Reads sources, imports none.
 from __future__ import annotations
 
 import argparse
-import ast
 import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
+RUN_AS_A_PROGRAM = '\nif __name__ == "__main__":\n'
+HOW_TO_RUN = """
+Run one on every local rank, or on one device:
+  launch python3 -m mmm.examples.fsdp_tp --tpsize 4
+  python3 -m mmm.examples.fsdp_tp"""
 
 
 def runnable_modules() -> dict[str, str]:
     """Module name → first line of its docstring, for every file in examples/ and trainer/ that can be run."""
-    found = {}
+    modules = {}
     for room in ("examples", "trainer"):
-        for path in sorted((ROOT / room).glob("*.py")):
-            if path.stem.startswith("_"):
-                continue
-            tree = ast.parse(path.read_text(encoding="utf-8"))
-            if any(isinstance(node, ast.If) and "__main__" in ast.dump(node.test) for node in tree.body):
-                doc = ast.get_docstring(tree) or ""
-                found[f"mmm.{room}.{path.stem}"] = doc.split("\n", 1)[0]
-    return found
+        for path in sorted((ROOT / room).glob("[!_]*.py")):
+            source = path.read_text(encoding="utf-8")
+            if RUN_AS_A_PROGRAM in source:
+                first_line = source.partition("\n")[0]
+                modules[f"mmm.{room}.{path.stem}"] = first_line.strip('"')
+    return modules
 
 
 def main(argv: list[str]) -> int:
@@ -34,11 +36,7 @@ def main(argv: list[str]) -> int:
     width = max(map(len, modules))
     for name, about in modules.items():
         print(f"{name:<{width}}  {about}")
-    print(
-        "\nRun one on every local rank, or on one device:\n"
-        "  launch python3 -m mmm.examples.fsdp_tp --tpsize 4\n"
-        "  python3 -m mmm.examples.fsdp_tp"
-    )
+    print(HOW_TO_RUN)
     return 0
 
 

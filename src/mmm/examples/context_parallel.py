@@ -1,8 +1,6 @@
 """Context parallel: every sequence sharded over the ranks, for texts that are too long for one of them.
 
     launch python3 -m mmm.examples.context_parallel
-    launch -n 4 --device cpu python3 -m mmm.examples.context_parallel --cp_style ulysses
-    launch -n 4 --device cpu python3 -m mmm.examples.context_parallel --cp_style usp --ulysses 2
     launch -n 2 --device cpu python3 -m mmm.examples.context_parallel --break positions
 
 Along cp the ranks have the same samples, but other tokens of them: two chunks each, one from the head and one from the
@@ -14,11 +12,10 @@ tail, because later tokens have more to look back at; cp = 4, 512 tokens::
     all but attention      each rank its own 128 tokens, nothing to send
     attention, ring        hop 1, 2, 3: send the keys and values to the next rank, receive those of the rank before
                            rank 1 has keys of    hop 0: rank 1    hop 1: rank 0    hop 2: rank 3    hop 3: rank 2
-    attention, ulysses     all-to-all: each rank gets the full sequence of heads / cp heads; and back
-    attention, usp         ulysses among neighbours (0 and 1, 2 and 3), rings between (0 and 2, 1 and 3)
 
 `ring_attention` below is compared with attention to the full sequence on one rank. The training uses the package's,
-which sends while it computes, and FSDP over dp × cp. Source: Liu et al., "Ring Attention with Blockwise Transformers",
+which sends while it computes, and FSDP over dp × cp. Attention sharded over its heads, by all-to-alls (Ulysses):
+``mmm.trainer.lm --cp 4 --cp_style ulysses``. Source: Liu et al., "Ring Attention with Blockwise Transformers",
 2023.
 """
 
@@ -27,7 +24,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -50,10 +47,6 @@ class Config(example.BreakOptions, example.TensorParallelOptions, example.TextCo
     }
     cp: int | None = None
     """Ranks along cp: over how many each sequence is sharded. Default: all that --tpsize leaves."""
-    cp_style: Literal["ring", "ulysses", "usp"] | None = None
-    """ring (the default), ulysses (attention is sharded over its heads, which cp · tp has to divide), or usp: both."""
-    ulysses: int | None = None
-    """With usp: neighbours along cp that share heads. Default: the most that share a host."""
     model: example.TransformerOptions = example.TransformerOptions(preset="debug")
     data: example.PlainTextOptions = example.PlainTextOptions(seq_length=512)  # a multiple of 2 · cp · tp
 
@@ -111,8 +104,7 @@ def ring_attention(q: Tensor, k: Tensor, v: Tensor, group: dist.ProcessGroup, ca
 def train(config: Config) -> None:
     cp = example.fit(tp=config.tpsize).dp_shard if config.cp is None else config.cp
     layout = example.fit(tp=config.tpsize, cp=cp)
-    example.check_cp_effect(layout, config.cp_style, config.ulysses)
-    resolved = example.resolve(config, layout, example.techniques_of(config), batch_size=1)
+    resolved = example.resolve(config, layout, batch_size=1)
     model = resolved.model
     if config.run.summary:
         example.print_on_rank0(resolved.summary())

@@ -1,7 +1,7 @@
 """Four axes at once for a Transformer, built rank by rank: pipeline × data × context × tensor parallel.
 
     launch -n 8 --device cpu python3 -m mmm.examples.parallel_4d --pp 2 --cp 2 --tp 2
-    launch -n 2 --device cpu python3 -m mmm.examples.parallel_4d --dp_shard 2 --break samples
+    launch -n 2 --device cpu python3 -m mmm.examples.parallel_4d --break samples
 
 N ranks stand on a mesh of pp × dp × cp × tp, tp varying fastest; the 16 of pp2·dp2·cp2·tp2::
 
@@ -28,7 +28,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 import torch.distributed.pipelining as pipelining
@@ -47,16 +47,29 @@ from mmm.models.transformer import Transformer, TransformerConfig
 from mmm.parallel import clip_grad_norm, cross_entropy, draw_weights
 from mmm.runtime.device import Precision
 from mmm.torch_private.groups import flatten
+from mmm.trainer.config.run import ValidationOptions, check_effect
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(example.BreakOptions, example.FourAxesConfig):
-    """A small Transformer on four axes. Where no axis is given, each in turn gets 2 ranks, as long as they divide."""
+class Config(example.BreakOptions, example.TensorParallelOptions, example.TextConfig):
+    """A small Transformer on four axes. The ranks that --pp, --cp and --tpsize leave are data parallel."""
 
     BREAKS: ClassVar = {
         "samples": "every dp rank trains on the samples of the first: the others are never seen, and those count twice",
         "init": "each rank draws what it holds from a generator of its own: the model depends on the mesh",
     }
+    pp: int = 1
+    """Ranks along pp: over how many the layers are split."""
+    cp: int = 1
+    """Ranks along cp: over how many each sequence is sharded."""
+    schedule: Literal["GPipe", "1F1B"] | None = None
+    """The order of forwards and backwards along pp. Default: 1F1B."""
+    microbatches: int | None = None
+    """Parts that a batch goes through the stages in. Default: pp."""
+    model: example.TransformerOptions = example.TransformerOptions(
+        preset="debug", n_layers=4, n_heads=8, n_kv_heads=4, ffn_dim=192
+    )
+    evaluation: ValidationOptions = ValidationOptions(eval_every=0)
 
 
 def build(sizes: TransformerConfig, names: list[str], mesh: DeviceMesh, precision: Precision) -> Transformer:
@@ -99,8 +112,11 @@ def build(sizes: TransformerConfig, names: list[str], mesh: DeviceMesh, precisio
 
 
 def train(config: Config) -> None:
-    resolved = example.resolve_four_axes(config)
-    layout, tokens = resolved.layout, resolved.global_batch_size * config.data.seq_length
+    layout = example.fit(pp=config.pp, cp=config.cp, tp=config.tpsize)
+    of_pipeline = {"schedule": config.schedule, "microbatches": config.microbatches}
+    check_effect(layout.pp > 1, "--pp", "there is one stage, the model", "--pp 2", **of_pipeline)
+    resolved = example.resolve(config, layout, example.techniques_of(config), batch_size=8, max_iters=20)
+    tokens = resolved.global_batch_size * config.data.seq_length
     example.check_own_kv_heads(resolved)
     if config.run.summary:
         example.print_on_rank0(resolved.summary())
@@ -120,10 +136,10 @@ def train(config: Config) -> None:
         # Positions are not split into micro-batches.
         model.register_forward_pre_hook(lambda _, x, named: (x, named | {"positions": positions}), with_kwargs=True)
         stage = pipelining.PipelineStage(model, at["pp"], layout.pp, run.device, group=mesh["pp"].get_group())
-        kind = pipelining.ScheduleGPipe if config.layout.schedule == "GPipe" else pipelining.Schedule1F1B
+        kind = pipelining.ScheduleGPipe if config.schedule == "GPipe" else pipelining.Schedule1F1B
         # A loss is its sum over the tokens of the global batch: what micro-batches and ranks have adds up.
         loss_fn = lambda output, targets: cross_entropy(output, targets, tokens)  # noqa: E731
-        microbatches = config.layout.microbatches or resolved.partition.microbatches
+        microbatches = config.microbatches or resolved.partition.microbatches
         times = PipelineTimes(run.clock, [stage])  # dtf, dtb, dtw
         schedule = kind(times.stages[0], microbatches, loss_fn=times.timed_loss(loss_fn), scale_grads=False)
 

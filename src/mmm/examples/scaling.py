@@ -27,7 +27,6 @@ import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 from mmm.errors import ConfigError
 from mmm.examples._support.scaling_report import Point, draw, read_point, table
@@ -42,18 +41,15 @@ class Config:
 
     ranks: str = "1,2,4"
     """Numbers of ranks, the fewest first."""
-    weak: bool = False
-    """A data-parallel rank keeps its batch. The default."""
     strong: bool = False
-    """The global batch stays."""
+    """The global batch stays. Default: weak scaling, where a data-parallel rank keeps its batch."""
     batch_size: int = 4
     """Samples a step: of a data-parallel rank; with --strong, of the global batch for each of the most ranks."""
     steps: int = 20
     """Steps of a run. The first two do not count."""
     program: str = "mmm.trainer.lm"
     flags: str = "--preset debug --dataset random --seq_length 256 --dim 256 --vocab_size 2048 --eval_batches 1"
-    """Of the program: its model, its layout. As one word: --flags="--preset gpt2 --tp 2"."""
-    device: Literal["auto", "cpu", "cuda", "xpu"] = "auto"
+    """Of the program: its model, its layout, its device. As one word: --flags="--preset gpt2 --tp 2"."""
     lines: bool = False
     """Print the line of each point that has no record yet, and run nothing: for jobs of a cluster."""
     outdir: Path | None = None
@@ -61,40 +57,37 @@ class Config:
 
     def check(self) -> None:
         """Raises ConfigError for the first value that is wrong."""
-        if self.weak and self.strong:
-            raise ConfigError("--weak and --strong contradict each other: leave one out")
-        counts = self.ranks.split(",")
-        if not all(word.strip().isdigit() for word in counts) or self.numbers() != sorted({*self.numbers()} - {0}):
+        numeric = all(count.strip().isdigit() for count in self.ranks.split(","))
+        if not numeric or self.rank_counts() != sorted({*self.rank_counts()} - {0}):
             raise ConfigError(f"--ranks {self.ranks}: give numbers from 1, each more than the one before, as in 1,2,4")
         if self.batch_size < 1 or self.steps < 4:
             raise ConfigError(f"--batch_size {self.batch_size} --steps {self.steps}: at least 1, and at least 4")
 
-    def numbers(self) -> list[int]:
-        return [int(word) for word in self.ranks.split(",")]
+    def rank_counts(self) -> list[int]:
+        return [int(count) for count in self.ranks.split(",")]
 
     @property
     def kind(self) -> str:
-        return "weak" if self.weak or not self.strong else "strong"
+        return "strong" if self.strong else "weak"
 
 
 def program_line(config: Config, ranks: int, outdir: Path) -> list[str]:
     """The program of a point, and its flags."""
     batch = ["--batch_size", str(config.batch_size)]
     if config.strong:
-        batch = ["--global_batch_size", str(config.batch_size * max(config.numbers()))]
+        batch = ["--global_batch_size", str(config.batch_size * max(config.rank_counts()))]
     line = ["python3", "-m", config.program, *shlex.split(config.flags), *batch, "--max_iters", str(config.steps)]
-    line += ["--device", config.device] if config.device != "auto" else []
     return [*line, "--no-plots", "--overwrite", "--outdir", str(outdir / f"{config.kind}-{ranks}")]
 
 
-def run_point(config: Config, ranks: int, line: list[str]) -> None:
+def run_point(ranks: int, line: list[str]) -> None:
     """Launch a point; what it prints is in its log.txt. Raises SystemExit, with its exit code, where it fails."""
-    device = ["--device", config.device] if config.device != "auto" else []
     # A rank of every point has as many threads: else one rank alone would have all cores of a CPU.
     environ = {"OMP_NUM_THREADS": "1", **os.environ}
-    command = [sys.executable, "-m", "mmm_launch", "-n", str(ranks), *device, *line]
-    print(f"{ranks} rank{'s' * (ranks > 1)}: {shlex.join(command[1:])}", flush=True)
-    if code := subprocess.run(command, stdout=subprocess.DEVNULL, env=environ).returncode:
+    command = [sys.executable, "-m", "mmm_launch", "-n", str(ranks), *line]
+    print(shlex.join(command[1:]), flush=True)
+    code = subprocess.run(command, stdout=subprocess.DEVNULL, env=environ).returncode
+    if code != 0:
         raise SystemExit(code)
 
 
@@ -103,15 +96,16 @@ def main(config: Config) -> None:
         raise ConfigError("scaling launches the ranks of each point itself: start it without `launch`")
     outdir = prepare(config.outdir, "scaling")
     points: dict[int, Point | None] = {}
-    for ranks in config.numbers():
+    for ranks in config.rank_counts():
         line = program_line(config, ranks, outdir)
         points[ranks] = read_point(ranks, line)
         if points[ranks] is None and config.lines:
             print(shlex.join(["launch", "-n", str(ranks), *line]))
         elif points[ranks] is None:
-            run_point(config, ranks, line)
+            run_point(ranks, line)
             points[ranks] = read_point(ranks, line)
-    if known := [point for point in points.values() if point is not None]:
+    known = [point for point in points.values() if point is not None]
+    if known:
         print(table(known))
     missing = [ranks for ranks, point in points.items() if point is None]
     if missing:

@@ -41,7 +41,6 @@ def test_same_losses_as_on_one_device(run_on_ranks, tmp_path):
     ("config", "words"),
     [
         ({"seq_length": 60}, "seq_length 60"),
-        ({"cp_style": "ulysses", "n_heads": 2, "n_kv_heads": 2}, "n_heads 2"),
         ({"cp": 0}, "cp 0: an axis of the mesh has at least 1 rank"),
         ({"cp": 3}, "cp 3 needs a multiple of 3 ranks, and there are 4"),
     ],

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from mmm.examples import fsdp_tp, hsdp, moe, parallel_4d
+from mmm.examples import fsdp_tp, hsdp, moe
 from mmm.examples._support import parse
 from mmm.trainer import lm
 
@@ -41,7 +41,7 @@ def test_an_example_has_its_own_flags_first_and_few(monkeypatch, capsys):
     assert "(default: 0.003)" in text
 
 
-@pytest.mark.parametrize(("program", "first"), [(moe, "experts"), (parallel_4d, "layout"), (hsdp, "model")])
+@pytest.mark.parametrize(("program", "first"), [(moe, "experts"), (hsdp, "model")])
 def test_the_technique_comes_first(monkeypatch, capsys, program, first):
     assert sections(help_of(program, monkeypatch, capsys))[0] == first
 

@@ -30,7 +30,7 @@ SMALL = {"max_iters": 4, "global_batch_size": 8, "dtype": "fp64", "optimizer": "
 @pytest.mark.parametrize(
     ("ranks", "flags", "layout"),
     [
-        (4, "", "pp2·tp2"),
+        (4, "--pp 2 --tp 2", "pp2·tp2"),
         (2, "--pp 2 --schedule GPipe --microbatches 4", "pp2"),
         (4, "--cp 2 --tp 2", "cp2·tp2"),
         (8, "--pp 2 --cp 2 --tp 2", "pp2·cp2·tp2"),
@@ -54,39 +54,9 @@ def test_losses_of_one_rank(run_on_ranks, tmp_path, monkeypatch, ranks, flags, l
 
 
 @pytest.mark.parametrize(
-    ("ranks", "layout"),
-    [
-        (1, "1"),
-        (2, "pp2"),
-        (3, "dp3"),
-        (4, "pp2·tp2"),
-        (6, "pp2·dp3"),
-        (8, "pp2·dp2·tp2"),
-        (16, "pp2·dp2·cp2·tp2"),
-        (48, "pp2·dp6·cp2·tp2"),
-    ],
-)
-def test_a_layout_is_chosen_for_any_number_of_ranks(ranks, layout):
-    chosen = parallel_4d.Config().layout.fit(ranks)
-    assert str(chosen) == layout
-    assert chosen.ranks == ranks
-
-
-def test_what_is_given_is_not_chosen():
-    assert str(configure(parallel_4d.Config, tpsize=2).layout.fit(8)) == "dp4·tp2"
-    assert str(configure(parallel_4d.Config, dp_shard=4).layout.fit(4)) == "dp4"
-    assert (
-        str(configure(parallel_4d.Config, pp=1, cp=1, tpsize=1).layout.fit(4)) == "dp4"
-    )  # as far as they are the defaults, too
-    assert str(configure(parallel_4d.Config, tpsize=1).layout.fit(4)) == "dp4"
-    assert str(configure(parallel_4d.Config, dp_shard=-1).layout.fit(4)) == "dp4"
-
-
-@pytest.mark.parametrize(
     ("flags", "words"),
     [
         ("--pp 4 --tp 2", "pp 4 · tp 2 needs a multiple of 8 ranks, and there are 4"),
-        ("--pp 2 --dp_shard 4", "has 8 ranks, and there are 4"),
         ("--tp 4 --n_kv_heads 2", "n_kv_heads 2"),
         (
             "--pp 2 --microbatches 3",
@@ -118,7 +88,7 @@ def test_refused_in_one_line(monkeypatch, capsys, tmp_path, flags, words, no_pro
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("mistake", "flags"), [("samples", "--dp_shard 2"), ("init", "--pp 2")])
+@pytest.mark.parametrize(("mistake", "flags"), [("samples", ""), ("init", "--pp 2")])
 def test_a_mistake_shows_and_ends_with_1(run_on_ranks, tmp_path, mistake, flags):
     words = [word for name, value in SMALL.items() for word in (f"--{name}", value)]
     words += ["--no-plots", *flags.split(), "--break", mistake, "--outdir", tmp_path]

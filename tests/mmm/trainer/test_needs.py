@@ -3,7 +3,7 @@
 import pytest
 
 from mmm.errors import ConfigError
-from mmm.examples import context_parallel, parallel_4d
+from mmm.examples import parallel_4d
 from mmm.trainer import cnn, lm, vit
 from mmm.trainer.config.command_line import configure
 
@@ -25,7 +25,6 @@ EXPERTS = "without --n_experts: there are no experts"
         (lm, {"balance_rate": 0.01}, f"--balance_rate 0.01 {EXPERTS}"),
         (vit, {"schedule": "GPipe"}, f"--schedule GPipe {STAGES}"),
         (cnn, {"schedule": "GPipe", "dataset": "digits"}, f"--schedule GPipe {STAGES}"),
-        (context_parallel, {"cp_style": "ulysses"}, "--cp_style"),
         (lm, {"schedule": "GPipe", "parallel": "ddp"}, f"--schedule GPipe {STAGES}"),
         (parallel_4d, {"schedule": "GPipe"}, f"--schedule GPipe {STAGES}"),
         (parallel_4d, {"microbatches": 2}, f"--microbatches 2 {STAGES}"),

@@ -8,7 +8,6 @@ from mmm.lazy import lazy
 if TYPE_CHECKING:
     from mmm.examples._support.by_package import parallelize_by_package, resolve
     from mmm.examples._support.experts import ExpertsConfig
-    from mmm.examples._support.four_axes import FourAxesConfig, resolve_four_axes
     from mmm.examples._support.image_loop import image_steps
     from mmm.examples._support.mistakes import BreakOptions, MistakeOnPurpose, parse
     from mmm.examples._support.text import (
@@ -21,7 +20,7 @@ if TYPE_CHECKING:
     )
     from mmm.optim.adamw import make_optimizer
     from mmm.trainer.config.command_line import run_main
-    from mmm.trainer.config.layout import check_cp_effect, techniques_of
+    from mmm.trainer.config.layout import techniques_of
     from mmm.trainer.config.model import SmallTransformerOptions, TransformerOptions
     from mmm.trainer.config.resolve_plan import ParallelSpec
     from mmm.trainer.config.resolve_text import check_own_kv_heads
@@ -38,12 +37,11 @@ __getattr__, __dir__ = lazy(
     {
         "mmm.examples._support.by_package": "parallelize_by_package resolve",
         "mmm.examples._support.experts": "ExpertsConfig",
-        "mmm.examples._support.four_axes": "FourAxesConfig resolve_four_axes",
         "mmm.examples._support.image_loop": "image_steps",
         "mmm.examples._support.mistakes": "BreakOptions MistakeOnPurpose parse",
         "mmm.examples._support.text": "PlainTextConfig PlainTextOptions TextConfig fit resolve_own text_steps",
         "mmm.trainer.config.command_line": "run_main",
-        "mmm.trainer.config.layout": "check_cp_effect techniques_of",
+        "mmm.trainer.config.layout": "techniques_of",
         "mmm.trainer.config.model": "SmallTransformerOptions TransformerOptions",
         "mmm.trainer.config.resolve_plan": "ParallelSpec",
         "mmm.trainer.config.resolve_text": "check_own_kv_heads",

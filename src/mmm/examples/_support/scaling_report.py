@@ -21,7 +21,7 @@ class Point(NamedTuple):
 
     Attributes:
         seconds: of a step, of the slowest rank, the median over the steps. waited: of these, in collectives.
-        predicted: seconds of a step; None where the machine's rates are not known.
+        predicted: seconds of a step; NaN where the machine's rates are not known.
     """
 
     ranks: int
@@ -29,7 +29,7 @@ class Point(NamedTuple):
     global_batch: int
     seconds: float
     waited: float
-    predicted: float | None
+    predicted: float
 
     @property
     def rate(self) -> float:
@@ -38,7 +38,7 @@ class Point(NamedTuple):
 
     @property
     def predicted_rate(self) -> float:
-        return self.global_batch / self.predicted if self.predicted else math.nan
+        return self.global_batch / self.predicted
 
 
 def read_point(ranks: int, line: Sequence[str]) -> Point | None:
@@ -62,7 +62,7 @@ def read_point(ranks: int, line: Sequence[str]) -> Point | None:
         global_batch=config["global_batch_size"],
         seconds=seconds,
         waited=seconds * (1 - own / total),
-        predicted=predicted.get("step_seconds"),
+        predicted=predicted.get("step_seconds") or math.nan,
     )
 
 
@@ -82,7 +82,7 @@ def table(points: Sequence[Point]) -> str:
         text = f"{point.ranks:>6}{point.rate:>11.4g}{up:>10.2f}{foreseen:>11.2f}{up / point.ranks:>12.0%}"
         text += f"{point.seconds:>10.4f}{point.waited / point.seconds:>8.0%}"
         lines.append(f"{text}   {point.layout}, {point.global_batch}")
-    if not points[0].predicted:
+    if math.isnan(points[0].predicted):
         lines.append("no prediction: the machine's rates are not known; `mmm machine --measure` finds this one's")
     return "\n".join(lines)
 
@@ -95,7 +95,7 @@ def draw(points: Sequence[Point], title: str, path: Path) -> Path:
         figure = new_figure(6, 4.2)
         axes = figure.subplots()
         axes.plot(ranks, ranks, color=theme().muted, linestyle="--", label="ideal")
-        if points[0].predicted:
+        if not math.isnan(points[0].predicted):
             axes.plot(ranks, predicted, color=ORANGE, marker="s", label="predicted")
         axes.plot(ranks, measured, color=BLUE, marker="o", label="measured")
         axes.set_xscale("log", base=2)

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
 
 from mmm.data import RandomTokens
 from mmm.examples._support.by_hand import same_losses
-from mmm.examples._support.text import PlainTextConfig, PlainTextOptions
+from mmm.examples._support.text import PlainTextConfig
 from mmm.trainer.config.model import TransformerOptions
 from mmm.trainer.config.run import RowOptions
 from mmm.trainer.config.spec import TextData
@@ -28,15 +27,13 @@ Result = tuple[int, list[float]]  # peak in bytes, losses
 
 
 @dataclass(frozen=True, kw_only=True)
-class TilingText(PlainTextOptions):
-    """Where the tokens come from."""
+class TilingTokens:
+    """Uniform random tokens: large logits need a vocabulary that is larger than text's 256 bytes."""
 
-    dataset: Literal["text", "random"] = "random"
-    """random: uniform tokens. text: bytes; large logits need a vocabulary that is larger than text's 256."""
+    seq_length: int = 1024
+    """Tokens a sample."""
 
     def load(self, vocab_size: int, seed: int) -> TextData:
-        if self.dataset == "text":
-            return super().load(vocab_size, seed)
         train = RandomTokens(vocab_size, self.seq_length, seed)
         validation = RandomTokens(vocab_size, self.seq_length, seed + 1)
         return TextData(train, validation, {"dataset": "random"})
@@ -54,7 +51,7 @@ class Config(PlainTextConfig):
     tile_weights: int = 8
     """Tiles that each large matrix is gathered in: 1 / tile_weights of a matrix is there at once."""
     model: TransformerOptions = TransformerOptions(preset="debug", ffn_dim=1024, vocab_size=8192)
-    data: TilingText = TilingText(seq_length=1024)
+    data: TilingTokens = TilingTokens()  # type: ignore[assignment]
     run: RowOptions = RowOptions(plots=False)
 
 
