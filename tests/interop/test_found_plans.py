@@ -109,7 +109,7 @@ def test_timm():
 )
 def test_configs_that_cannot_be_used(config, says, tmp_path, capsys):
     assert main(["verify", written(config, tmp_path)]) == 2
-    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("mmm: error")]
+    lines = [line for line in capsys.readouterr().err.splitlines() if ": error: " in line]
     assert len(lines) == 1
     assert says in lines[0]
 

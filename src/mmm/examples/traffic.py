@@ -39,14 +39,13 @@ from mmm.trainer.config.run import BatchOptions
 from mmm.trainer.config.spec import RunSpec
 
 LIMIT = 0.05
+MICROBATCHES = 4  # of the pipelines
 
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
     """Bytes a step of every layout."""
 
-    microbatches: int = 4
-    """Of the pipelines."""
     model: example.SmallTransformerOptions = example.SmallTransformerOptions(n_layers=4, n_kv_heads=4)
     data: example.PlainTextOptions = example.PlainTextOptions(seq_length=64)
     run: BatchOptions = BatchOptions(dtype="fp32")
@@ -67,21 +66,26 @@ class Sent(NamedTuple):
     formula: dict[str, float]
 
 
-def cases(ranks: int, microbatches: int) -> list[TrafficCase]:
+def cases(ranks: int) -> list[TrafficCase]:
     """Those that the number of ranks allows."""
-    pipe = {name: Techniques(schedule=name, microbatches=microbatches) for name in ("GPipe", "1F1B")}
-    found = [TrafficCase(name, Layout(), Techniques(data_parallel=name)) for name in ("ddp", "zero1", "zero2", "fsdp")]
-    found.append(TrafficCase("tp, seq. sharded", Layout(tp=ranks)))
-    found += [TrafficCase(f"pp, {name}", Layout(pp=ranks), techniques) for name, techniques in pipe.items()]
-    found += [
-        TrafficCase(f"cp, {style}", Layout(cp=ranks), Techniques(cp_style=style)) for style in ("ring", "ulysses")
+    gpipe = Techniques(schedule="GPipe", microbatches=MICROBATCHES)
+    one_f_one_b = Techniques(schedule="1F1B", microbatches=MICROBATCHES)
+    listed = [
+        *(TrafficCase(name, Layout(), Techniques(data_parallel=name)) for name in ("ddp", "zero1", "zero2", "fsdp")),
+        TrafficCase("tp, seq. sharded", Layout(tp=ranks)),
+        TrafficCase("pp, GPipe", Layout(pp=ranks), gpipe),
+        TrafficCase("pp, 1F1B", Layout(pp=ranks), one_f_one_b),
+        TrafficCase("cp, ring", Layout(cp=ranks), Techniques(cp_style="ring")),
+        TrafficCase("cp, ulysses", Layout(cp=ranks), Techniques(cp_style="ulysses")),
     ]
     if ranks % 2 == 0 and ranks > 2:
-        found.append(TrafficCase("cp, usp", Layout(cp=ranks), Techniques(cp_style="usp", ulysses=2)))
-        found.append(TrafficCase("hsdp", Layout(dp_replicate=2), Techniques(data_parallel="hsdp")))
-        found.append(TrafficCase("fsdp × tp", Layout(tp=2)))
-        found.append(TrafficCase("pp × tp", Layout(pp=2, tp=ranks // 2), pipe["1F1B"]))
-    return [case._replace(layout=case.layout.fit(ranks)) for case in found]
+        listed += [
+            TrafficCase("cp, usp", Layout(cp=ranks), Techniques(cp_style="usp", ulysses=2)),
+            TrafficCase("hsdp", Layout(dp_replicate=2), Techniques(data_parallel="hsdp")),
+            TrafficCase("fsdp × tp", Layout(tp=2)),
+            TrafficCase("pp × tp", Layout(pp=2, tp=ranks // 2), one_f_one_b),
+        ]
+    return [case._replace(layout=case.layout.fit(ranks)) for case in listed]
 
 
 def on_meta(sizes: TransformerConfig) -> Transformer:
@@ -89,23 +93,29 @@ def on_meta(sizes: TransformerConfig) -> Transformer:
         return Transformer(sizes)
 
 
+def partition_of(case: TrafficCase, sizes: TransformerConfig, size: int, seq_length: int) -> Partition:
+    """How the model goes onto a layout. Raises LayoutError where it does not. size: samples of the global batch."""
+    sample = torch.zeros(size // case.layout.dp, seq_length, dtype=torch.int64, device="meta")
+    return partition_model(on_meta(sizes), transformer_plan(sizes), case.layout, case.techniques, sample)
+
+
 def measure(
     run: example.Run, case: TrafficCase, partition: Partition, sizes: TransformerConfig, size: int
 ) -> list[Sent]:
     """The third step on a layout, by rank. A collective. size: samples of the global batch."""
-    layout, plan, seed = case.layout, transformer_plan(sizes), run.seed
-    mesh, model = build_mesh(layout, run.device.type, run.options.timeout), on_meta(sizes)
-    trained = ParallelModel(
-        on_meta(sizes), plan, mesh, run.precision, case.techniques, partition, device=run.device, seed=seed
+    layout = case.layout
+    plan = transformer_plan(sizes)
+    mesh = build_mesh(layout, run.device.type, run.options.timeout)
+    model = ParallelModel(
+        on_meta(sizes), plan, mesh, run.precision, case.techniques, partition, device=run.device, seed=run.seed
     )
-    tokens, local = run.resolved.data.train, size // layout.dp
-    of_batch: dict[str, Any] = {"batch": local, "seq_length": tokens.seq_length, "precision": run.precision}
-    formula = expected_traffic(model, plan, layout, case.techniques, partition, trained.modules, **of_batch)
-    optimizer = torch.optim.SGD(trained.parameters(), lr=1e-3)
+    tokens = run.resolved.data.train
+    local = size // layout.dp  # samples of this rank
     batch = tokens.batch(0, size, layout.dp_coordinate(run.rank.rank) * local, local).to(run.device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
 
     def step() -> None:
-        trained.step(batch.inputs, batch.targets, batch.count)
+        model.step(batch.inputs, batch.targets, batch.count)
         optimizer.step()
         optimizer.zero_grad()
 
@@ -114,6 +124,17 @@ def measure(
     with count_traffic(mesh) as traffic:
         step()
     run.log.info("%s, layout %s: rank 0\n%s", case.name, layout, traffic.table())
+    formula = expected_traffic(
+        on_meta(sizes),
+        plan,
+        layout,
+        case.techniques,
+        partition,
+        model.modules,
+        batch=local,
+        seq_length=tokens.seq_length,
+        precision=run.precision,
+    )
     by_rank: list[Any] = [None] * layout.ranks
     dist.all_gather_object(by_rank, Sent(traffic.by_axis, formula))
     return by_rank
@@ -140,19 +161,19 @@ def table(by_case: Mapping[TrafficCase, Sequence[Sent]]) -> str:
 
 def train(config: Config) -> bool:
     """Every layout, and the table. Whether all are within 5 % of the formula."""
-    ranks, sizes = whoami().world_size, config.model.sizes(BYTES)
+    ranks = whoami().world_size
     if ranks == 1:
         start = "start with `launch -n 4 --device cpu python3 -m mmm.examples.traffic`"
         raise LayoutError(f"1 rank: there is nobody to send to; {start}")
+    sizes = config.model.sizes(BYTES)
     _, size = batch_sizes(config.run.batch_size, config.run.global_batch_size, ranks, default=4)
     data = config.data.load(sizes.vocab_size, config.run.seed)
     data.train.steps_per_epoch(size)  # there is one
-    partitions, left_out = {}, dict[str, LayoutError]()
-    for case in cases(ranks, config.microbatches):
-        sample = torch.zeros(size // case.layout.dp, config.data.seq_length, dtype=torch.int64, device="meta")
-        plan = transformer_plan(sizes)
+    partitions = {}
+    left_out = dict[str, LayoutError]()
+    for case in cases(ranks):
         try:
-            partitions[case] = partition_model(on_meta(sizes), plan, case.layout, case.techniques, sample)
+            partitions[case] = partition_of(case, sizes, size, config.data.seq_length)
         except LayoutError as error:
             left_out[case.name] = error
     resolved = RunSpec(layout=Layout().fit(ranks), data=data)
@@ -161,13 +182,13 @@ def train(config: Config) -> bool:
         run.describe(model=sizes, global_batch_size=size)
         for name, why in left_out.items():
             run.note(f"{name} left out: {why}")
-        found = {case: measure(run, case, partition, sizes, size) for case, partition in partitions.items()}
+        sent = {case: measure(run, case, partition, sizes, size) for case, partition in partitions.items()}
         head = f"bytes of a step, on the rank that sends most; {size} samples of {config.data.seq_length} tokens in all"
-        run.log.info("%s\n%s", head, table(found))
-        run.describe(traffic={case.name: [sent._asdict() for sent in by_rank] for case, by_rank in found.items()})
-        apart = worst(max_rel_diff(sent) for by_rank in found.values() for sent in by_rank)
-        run.log.info("counted and formula differ by %.2f%% at most (allowed: %.0f%%)", 100 * apart, 100 * LIMIT)
-    return apart <= LIMIT
+        run.log.info("%s\n%s", head, table(sent))
+        run.describe(traffic={case.name: [one._asdict() for one in by_rank] for case, by_rank in sent.items()})
+        largest = worst(max_rel_diff(one) for by_rank in sent.values() for one in by_rank)
+        run.log.info("counted and formula differ by %.2f%% at most (allowed: %.0f%%)", 100 * largest, 100 * LIMIT)
+    return largest <= LIMIT
 
 
 if __name__ == "__main__":
