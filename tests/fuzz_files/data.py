@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from fuzz_files.images import NUMPY
 from fuzz_files.kinds import Kind
 from fuzz_files.weights import TEXT
 from mmm.data.text.prepare import Preparation, prepare
@@ -24,7 +25,8 @@ FROM_WORKERS = (
     "concurrent.futures.process._rebuild_exc",
     "concurrent.futures.process._RemoteTraceback",
     "concurrent.futures.process._ExceptionWithTraceback",
-    "mmm.data.text.encode.Counts",
+    "mmm.data.text.encode.Encoded",
+    *NUMPY,
     "mmm.errors.DataError",
 )
 

@@ -1,8 +1,8 @@
 """Prepare a folder of tokens (see `mmm.data.text.token_file`), in parallel; what a killed one has, stays.
 
-Files are read in pieces, whose tokens depend on nothing else. Processes encode them, each to a file of its own in
-``FOLDER.part`` (`mmm.data.text.encode`); when all are there, this one joins them. The folder gets its name when all is
-in it.
+Files are read in pieces, whose tokens depend on nothing else. Processes encode them (`mmm.data.text.encode`); this one
+writes them in order into ``FOLDER.part``, and there, after each piece, how far it has come. Called again, it goes on
+from there. The folder gets its name when all is in it.
 """
 
 from __future__ import annotations
@@ -11,22 +11,24 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from mmm.data.text.byte_tokenizer import Tokenizer
-from mmm.data.text.encode import Counts, Encoding, encode, pool_of, read_piece, write
+from mmm.data.text.encode import Encoding, encode, pool_of
 from mmm.data.text.formats import check_text_file
 from mmm.data.text.pieces import TextFile, read_documents, split
 from mmm.data.text.token_file import DOCUMENTS, FORMAT, MANIFEST, TOKENS, read_manifest
 from mmm.data.text.tokenizer import CharTokenizer, load_tokenizer, train_bpe
 from mmm.errors import ConfigError, DataError
+from mmm.history.record.folder import write_atomically
+from mmm.outside import read_json
 
 PIECE = 1 << 24  # bytes of text, at least, where a file can be split
 EOS = "<|endoftext|>"  # of a trained BPE
-KEY = "key"  # the file that says what an unfinished folder is made of
+STATE = "state.json"  # of an unfinished folder: what it is made of, and how far it has come
 
 
 @dataclass(frozen=True)
@@ -64,21 +66,21 @@ def prepare(wanted: Preparation, processes: int, say: Callable[[str], None] = la
         files = tuple(_text_file(path, wanted) for path in wanted.files)
         key = _key(wanted)
         if folder.exists():
-            if read_manifest(folder).get("key") != key:
+            manifest = read_manifest(folder)
+            if manifest.get("key") != key:
                 raise DataError(
                     f"{folder} was prepared from other files or with other flags: remove it, or choose another -o"
                 )
             say(f"{folder} is complete already")
-            return read_manifest(folder)
+            return manifest
         part = folder.with_name(folder.name + ".part")
-        _begin_part(part, key)
-        manifest = _prepare(wanted, part, files, processes, say)
-        (part / KEY).unlink()
-        write(part / MANIFEST, json.dumps({**manifest, "key": key}, indent=1).encode())
+        manifest = _prepare(wanted, part, files, _begin(part, key), processes, say)
+        write_atomically(part / MANIFEST, json.dumps(manifest, indent=1).encode())
+        (part / STATE).unlink()
         part.rename(folder)
     except OSError as error:
         raise DataError(f"{error.filename or folder}: {error.strerror or error}") from None
-    return read_manifest(folder)
+    return manifest
 
 
 def _text_file(path: Path, wanted: Preparation) -> TextFile:
@@ -102,76 +104,73 @@ def _key(wanted: Preparation) -> str:
     return digest.hexdigest()
 
 
-def _begin_part(part: Path, key: str) -> None:
-    """Make the unfinished folder; one of the same preparation stays as it is, one of another goes."""
+def _begin(part: Path, key: str) -> dict[str, Any]:
+    """Make the unfinished folder, and return how far it has come. One of another preparation goes."""
     if part.exists():
-        if not (part / KEY).is_file():
-            raise DataError(f"{part} is there, and is no unfinished folder of mmm tokens: choose another -o")
-        if (part / KEY).read_text() == key:
-            return
+        state = read_json(part / STATE, DataError, name=f"{part}, no unfinished folder of mmm tokens: its {STATE}")
+        if state.get("key") == key:
+            return state
         shutil.rmtree(part)
     part.mkdir(parents=True)
-    write(part / KEY, key.encode())
+    state = {"key": key, "pieces": 0, "tokens": 0, "documents": 0, "bytes": 0, "sha256": ""}
+    write_atomically(part / STATE, json.dumps(state).encode())
+    return state
 
 
 def _prepare(
-    wanted: Preparation, part: Path, files: tuple[TextFile, ...], processes: int, say: Callable[[str], None]
+    wanted: Preparation,
+    part: Path,
+    files: tuple[TextFile, ...],
+    state: dict[str, Any],
+    processes: int,
+    say: Callable[[str], None],
 ) -> dict[str, Any]:
+    """Write the tokens. Returns the manifest."""
     tokenizer = _tokenizer(wanted, files, part / CharTokenizer.file)
     for note in tokenizer.notes:
         say(note)
     eos = wanted.eos or (EOS if wanted.bpe else None)
     appended = () if eos is None else (tokenizer.token(eos),)
-    encoding = Encoding(part, tokenizer, wanted.separator.encode(), wanted.field, appended)
+    encoding = Encoding(tokenizer, wanted.separator.encode(), wanted.field, appended)
     pieces = list(split(files, PIECE, encoding.separator, tokenizer.splittable))
-    done = sum(encoding.path(piece).exists() for piece in pieces)
-    if done:
-        say(f"going on: {done} of {len(pieces)} pieces are there")
-    total = Counts(0, 0, 0)
-    for counts in encode(pieces, processes, encoding):
-        total = Counts(*map(sum, zip(total, counts, strict=True)))
-        say(f"{total.bytes / 1e6:.0f} MB of text, {total.tokens} tokens, {total.documents} documents")
-    if not total.tokens:
+    if state["pieces"]:
+        say(f"going on: {state['pieces']} of {len(pieces)} pieces are there")
+    with (part / TOKENS).open("ab") as tokens, (part / DOCUMENTS).open("ab") as documents:
+        # What was written after the last state goes.
+        tokens.truncate(state["tokens"] * tokenizer.dtype.itemsize)
+        documents.truncate(state["documents"] * 8)
+        for piece in encode(pieces[state["pieces"] :], processes, encoding):
+            tokens.write(piece.tokens.data)
+            documents.write((piece.ends + state["tokens"]).astype("<i8").data)
+            for file in (tokens, documents):
+                file.flush()
+                os.fsync(file.fileno())
+            state["pieces"] += 1
+            state["tokens"] += len(piece.tokens)
+            state["documents"] += len(piece.ends)
+            state["bytes"] += piece.bytes
+            state["sha256"] = hashlib.sha256(state["sha256"].encode() + piece.tokens.tobytes()).hexdigest()
+            write_atomically(part / STATE, json.dumps(state).encode())
+            say(f"{state['bytes'] / 1e6:.0f} MB of text, {state['tokens']} tokens, {state['documents']} documents")
+    if not state["tokens"]:
         raise DataError(f"{wanted.files[0]}: there is no text in the files")
-    hashes = _join(part, [encoding.path(piece) for piece in pieces])
     if tokenizer.file:
-        write(part / tokenizer.file, tokenizer.content)
+        write_atomically(part / tokenizer.file, tokenizer.content)
+    about = {
+        "kind": tokenizer.kind,
+        "file": tokenizer.file,
+        "sha256": tokenizer.sha256,
+        "vocab_size": tokenizer.vocab_size,
+        "eos": eos,
+    }
     return {
-        **total._asdict(),
+        **state,
         "format": FORMAT,
         "dtype": tokenizer.dtype.str,
-        "tokenizer": {
-            "kind": tokenizer.kind,
-            "file": tokenizer.file,
-            "sha256": tokenizer.sha256,
-            "vocab_size": tokenizer.vocab_size,
-            "eos": eos,
-        },
+        "tokenizer": about,
         "files": [str(path) for path in wanted.files],
-        "sha256": hashlib.sha256("\n".join([tokenizer.sha256, "", *hashes]).encode()).hexdigest(),
+        "sha256": hashlib.sha256(f"{tokenizer.sha256} {state['sha256']}".encode()).hexdigest(),
     }
-
-
-def _join(part: Path, pieces: Sequence[Path]) -> list[str]:
-    """Write the tokens and the ends of all pieces, in order, and remove these. Returns the hash of each
-    piece's tokens."""
-    hashes = []
-    before = 0
-    with (part / TOKENS).open("wb") as tokens, (part / DOCUMENTS).open("wb") as documents:
-        for path in pieces:
-            piece = read_piece(path)
-            if piece is None:
-                raise DataError(f"{path} is not as it was written: call again, and it is made anew")
-            tokens.write(piece.tokens.data)
-            documents.write((piece.ends + before).astype("<i8").data)
-            before += len(piece.tokens)
-            hashes.append(hashlib.sha256(piece.tokens.data).hexdigest())
-        for file in (tokens, documents):
-            file.flush()
-            os.fsync(file.fileno())
-    for path in pieces:
-        path.unlink()
-    return hashes
 
 
 def _tokenizer(wanted: Preparation, files: tuple[TextFile, ...], made: Path) -> Tokenizer:
@@ -184,7 +183,7 @@ def _tokenizer(wanted: Preparation, files: tuple[TextFile, ...], made: Path) -> 
         else:
             with pool_of(1) as pool:  # of its own: the library's threads would not survive the fork of others
                 content = pool.submit(_train, files, wanted.bpe, wanted.field).result()
-        write(made, content)
+        write_atomically(made, content)
     return load_tokenizer(made)
 
 
