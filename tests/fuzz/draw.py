@@ -297,7 +297,7 @@ def _lm(rng: random.Random, data: Path) -> dict[str, Value]:
         flags.pop("tokenizer", None)
         one, other = str(data / "words-documents"), str(data / "more-documents")
         flags["text"] = (one,) if rng.random() < 0.5 else (f"{one}:0.7", f"{other}:0.3")
-        flags |= rng.choice(({"pack": "on"}, {"document_mask": "on"}, {"pack": "on", "document_mask": "on"}))
+        flags |= rng.choice(({"pack": "on"}, {"pack": "on", "document_mask": "on"}))
     if flags["dataset"] == "text" and rng.random() < 0.12:
         sizes = {"n_layers": "4", "dim": "32", "n_heads": "4", "n_kv_heads": "4", "ffn_dim": "48", "vocab_size": "264"}
         flags.pop("preset")

@@ -180,7 +180,7 @@ def test_refused(folder, more, error, said):
 def test_a_mixture_with_text(folder, tmp_path):
     (tmp_path / "text").write_text("words, " * 300)
     both = (folder / "chats.jsonl", tmp_path / "text")
-    with pytest.raises(ConfigError, match="give each of several files, of texts and of conversations, a weight"):
+    with pytest.raises(ConfigError, match="need a weight each"):
         resolve(configure(lm.Config, **flags_of(folder, text=both)))
     data = resolve(configure(lm.Config, **flags_of(folder, text=tuple(Path(f"{path}:0.5") for path in both)))).data
     batch = data.train.batch(0, 8, 0, 8)

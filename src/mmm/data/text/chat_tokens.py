@@ -110,13 +110,18 @@ class ChatTokens(Tokens):
         for chat in self.chats:
             check_vocabulary(text.path, chat.tokens, vocab_size)
 
+    def steps_per_epoch(self, global_batch: int) -> int:
+        """To validate, those that do not fill a global batch are one with samples that have no target."""
+        return super().steps_per_epoch(global_batch) if self.shuffle else -(-self.samples // global_batch)
+
     def sample(self, epoch: int, place: int) -> np.ndarray:
         if self.shuffle:
             place = int(epoch_order(self.seed, epoch, self.samples)[place])
         row = np.zeros((3, self.seq_length), np.int64)  # inputs, targets, where the document begins
         row[1] = PADDING
         begin = 0
-        for tokens, answers in self.chats[self.firsts[place] : self.firsts[place + 1]]:
+        first, end_of_chats = self.firsts[place : place + 2] if place < self.samples else (0, 0)
+        for tokens, answers in self.chats[first:end_of_chats]:
             end = begin + len(tokens) - 1
             row[0, begin:end] = tokens[:-1]
             row[1, begin:end] = np.where(answers[1:], tokens[1:], PADDING)
@@ -124,27 +129,6 @@ class ChatTokens(Tokens):
             begin = end
         row[2, begin:] = begin
         return row if self.document_starts else row[:2]
-
-
-class FilledUp(Tokens):
-    """Other samples, and after the last as many without targets as a global batch asks for: each is evaluated, however
-    few there are."""
-
-    has_padding = True
-
-    def __init__(self, tokens: Tokens) -> None:
-        super().__init__(tokens.seq_length, tokens.seed)
-        self.tokens, self.samples = tokens, tokens.samples
-
-    def steps_per_epoch(self, global_batch: int) -> int:
-        return -(-self.samples // global_batch)
-
-    def sample(self, epoch: int, place: int) -> np.ndarray:
-        if place < self.samples:
-            return self.tokens.sample(epoch, place)
-        row = np.zeros_like(self.tokens.sample(epoch, 0))
-        row[1] = PADDING
-        return row
 
 
 def read_chat_files(paths: Sequence[Path]) -> list[Conversation]:

@@ -1,8 +1,7 @@
-"""Sequences of several documents: which tokens of a file of tokens they have, and where in them a document begins.
+"""Sequences of tokens in a file: what comes, or whole documents.
 
-`FileTokens`: of a file whose documents do not matter. `DocumentTokens`: the file's tokens as they come. `PackedTokens`:
-whole documents, as many as fit; only one that is longer than a sequence is split. In the last two, no target is the
-first token of the next document.
+`FileTokens`: of a file whose documents do not matter. `PackedTokens`: whole documents, as many as fit; only one that is
+longer than a sequence is split, and no target is the first token of the next document.
 """
 
 from __future__ import annotations
@@ -36,8 +35,8 @@ class FileTokens(TextTokens):
     ) -> None:
         super().__init__(text, seq_length, seed, shuffle, unit="tokens")
         self.path, self.vocab_size = text.path, vocab_size
-        for place in (0, self.samples - 1):
-            check_vocabulary(self.path, text[place * seq_length : (place + 1) * seq_length], vocab_size)
+        for begin in (0, (self.samples - 1) * seq_length):
+            check_vocabulary(self.path, text[begin : begin + seq_length], vocab_size)
 
     def shuffled(self, epoch: int, place: int) -> int:
         return permuted(place, self.samples, self.seed, epoch)
@@ -67,42 +66,6 @@ def first_after(ends: TokenArray, token: int, begin: int = 0) -> int:
     return bisect_right(range(len(ends)), token, begin, key=lambda document: int(ends[document : document + 1][0]))
 
 
-class DocumentTokens(FileTokens):
-    """As `FileTokens`, with the documents.
-
-    Args:
-        ends: (documents,) int64: the tokens of the full file before the end of each.
-    """
-
-    has_padding = True
-
-    def __init__(
-        self, text: TokenFile, ends: TokenArray, seq_length: int, seed: int, shuffle: bool = True, *, vocab_size: int
-    ) -> None:
-        super().__init__(text, seq_length, seed, shuffle, vocab_size=vocab_size)
-        self.first, self.ends = text.begin, ends
-
-    def sample(self, epoch: int, place: int) -> np.ndarray:
-        row = super().sample(epoch, place)  # (seq_length + 1,)
-        begin = self.first + self.first_token(epoch, place)
-        next_end = first_after(self.ends, begin)
-        after = first_after(self.ends, begin + self.seq_length, next_end)
-        at = self.ends[next_end:after] - begin  # 1 … seq_length: where a document begins
-        if (at != np.clip(np.sort(at), 1, self.seq_length)).any():
-            raise not_in_order(self.path)
-        targets = row[1:].copy()
-        targets[at - 1] = PADDING
-        starts = np.zeros(self.seq_length, np.int64)
-        at = at[at < self.seq_length]
-        starts[at] = at
-        return np.stack((row[:-1], targets, np.maximum.accumulate(starts)))
-
-
-def not_in_order(path: Path) -> DataError:
-    """What is wrong with a file whose documents end in no order."""
-    return DataError(f"{path}: the ends of its documents are not in order: prepare it again")
-
-
 class Packing(NamedTuple):
     """How a group of neighbouring documents is packed.
 
@@ -130,7 +93,8 @@ class PackedTokens(Tokens):
     are the numbers of sequences before each of at most `GROUPS` groups, for which all lengths are read once.
 
     Args:
-        ends: as of `DocumentTokens`. document_starts: whether samples have them.
+        ends: (documents,) int64: the tokens of the full file before the end of each.
+        document_starts: whether samples have them.
 
     Raises:
         DataError: no document has two tokens; the documents do not end where the tokens do, or in no order; the first
@@ -200,7 +164,7 @@ class PackedTokens(Tokens):
         # First token of each document of the group, and the end of the last, counted in the part of the file.
         edges = np.concatenate((self.ends[begin - 1 : begin] if begin else [0], self.ends[begin:end]))
         if (np.diff(edges) < 0).any():
-            raise not_in_order(self.text.path)
+            raise DataError(f"{self.text.path}: the ends of its documents are not in order: prepare it again")
         return pack_in_order(np.clip(edges, self.text.begin, self.text.end) - self.text.begin, self.seq_length)
 
 

@@ -14,10 +14,10 @@ import numpy as np
 
 from mmm.data.order import stream
 from mmm.data.text.byte_tokenizer import ByteTokenizer, Tokenizer
-from mmm.data.text.chat_tokens import ChatText, ChatTokens, FilledUp, encode_chats, plain_texts, read_chat_files
+from mmm.data.text.chat_tokens import ChatText, ChatTokens, encode_chats, plain_texts, read_chat_files
 from mmm.data.text.chats import Conversation
 from mmm.data.text.corpus import Corpus, read_text_files, standard_library
-from mmm.data.text.documents import DocumentTokens, FileTokens, PackedTokens
+from mmm.data.text.documents import FileTokens, PackedTokens
 from mmm.data.text.formats import is_chats
 from mmm.data.text.token_file import TokenFile, open_tokens
 from mmm.data.text.tokenizer import CharTokenizer, load_tokenizer
@@ -60,9 +60,10 @@ class Mixture(Tokens):
     def source_of(self, number: int) -> tuple[int, int]:
         """The source of a sample, and how many samples that source has had before it."""
         block, place = divmod(number, self.BLOCK)
-        sources, before = _block(self.seed, block, tuple(self.quota))
+        sources = _block(self.seed, block, tuple(self.quota))
         source = int(sources[place])
-        return source, block * int(self.quota[source]) + int(before[place])
+        before = int(np.count_nonzero(sources[:place] == source))
+        return source, block * int(self.quota[source]) + before
 
     def sample(self, epoch: int, place: int) -> np.ndarray:
         source, count = self.source_of(epoch * self.samples + place)
@@ -71,14 +72,10 @@ class Mixture(Tokens):
 
 
 @lru_cache(maxsize=4)
-def _block(seed: int, block: int, quota: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
-    """Of each sample of a block its source, and how many of that source come before it in the block."""
+def _block(seed: int, block: int, quota: tuple[int, ...]) -> np.ndarray:
+    """Of each sample of a block its source."""
     state = np.random.RandomState(stream(seed, block & 0xFFFFFFFF, block >> 32, 1))
-    sources = state.permutation(np.repeat(np.arange(len(quota)), quota))
-    before = np.empty_like(sources)
-    for source, count in enumerate(quota):
-        before[sources == source] = np.arange(count)
-    return sources, before
+    return state.permutation(np.repeat(np.arange(len(quota)), quota))
 
 
 @dataclass(frozen=True)
@@ -120,7 +117,7 @@ class Sources:
             pack: whole documents (`PackedTokens`). document_mask: with where they begin.
 
         Raises:
-            ConfigError: a text does not say where documents end, and one of the two is asked for.
+            ConfigError: a text does not say where documents end, and is to be packed; a mask of what is not packed.
             DataError: a text is shorter than a sequence, or has tokens that the vocabulary lacks.
         """
 
@@ -129,41 +126,34 @@ class Sources:
             if isinstance(text, ChatText):
                 chats = text.cut(seq_length)
                 return ChatTokens(chats, *order, vocab_size=vocab_size, pack=pack, document_starts=document_mask)
-            if pack or document_mask:
+            if pack:
                 if corpus.documents is None:
-                    flag = "--pack" if pack else "--document_mask"
                     raise ConfigError(
-                        f"{flag}: {corpus.source} does not say where documents end: prepare its texts by mmm tokens"
+                        f"--pack: {corpus.source} does not say where documents end: prepare its texts by mmm tokens"
                     )
                 ends = corpus.documents()
-                if pack:
-                    return PackedTokens(text, ends, *order, vocab_size=vocab_size, document_starts=document_mask)
-                return DocumentTokens(text, ends, *order, vocab_size=vocab_size)
+                return PackedTokens(text, ends, *order, vocab_size=vocab_size, document_starts=document_mask)
             if isinstance(text, TokenFile):
                 return FileTokens(text, *order, vocab_size=vocab_size)
             return TextTokens(text, *order, unit=corpus.unit)
 
+        if document_mask and not pack:
+            raise ConfigError("--document_mask is of documents that --pack puts into a sequence: give --pack as well")
         train = [samples(corpus, corpus.train, True) for corpus in self.corpora]
         validation = [samples(corpus, corpus.validation, False) for corpus in self.corpora]
-        held_out = self._mixed(validation, seed)
-        if self._chats:
-            held_out = FilledUp(held_out)
-        return self._mixed(train, seed), held_out
-
-    def _mixed(self, tokens: Sequence[Tokens], seed: int) -> Tokens:
-        return tokens[0] if len(tokens) == 1 else Mixture(tokens, self.weights, seed)
-
-    @property
-    def _chats(self) -> list[Corpus]:
-        return [corpus for corpus in self.corpora if isinstance(corpus.train, ChatText)]
+        if len(train) == 1:
+            return train[0], validation[0]
+        return Mixture(train, self.weights, seed), Mixture(validation, self.weights, seed)
 
     def notes(self, seq_length: int) -> list[str]:
         """What is to be said of the data at the start of a run."""
         notes = list(self.tokenizer.notes) if self.tokenizer else []
-        for corpus in self._chats:
-            notes.append(f"{corpus.source}, to train on: {corpus.train.note(seq_length)}")
-            notes.append(f"{corpus.source}, to validate on: {corpus.validation.note(seq_length)}")
-        return [*notes, *(note for corpus in self.corpora for note in corpus.notes)]
+        for corpus in self.corpora:
+            if isinstance(corpus.train, ChatText):
+                notes.append(f"{corpus.source}, to train on: {corpus.train.note(seq_length)}")
+                notes.append(f"{corpus.source}, to validate on: {corpus.validation.note(seq_length)}")
+            notes += corpus.notes
+        return notes
 
     def describe(self) -> dict[str, object]:
         """What a run's record keeps of the data."""

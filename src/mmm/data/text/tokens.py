@@ -134,12 +134,10 @@ class TextTokens(Tokens):
         """Which sample of the text is at a place of an epoch, from a list, which is smaller than a text in memory."""
         return int(epoch_order(self.seed, epoch, self.samples)[place])
 
-    def first_token(self, epoch: int, place: int) -> int:
-        """Where in the text a sample begins."""
-        return (self.shuffled(epoch, place) if self.shuffle else place) * self.seq_length
-
     def sample(self, epoch: int, place: int) -> np.ndarray:
-        begin = self.first_token(epoch, place)
+        if self.shuffle:
+            place = self.shuffled(epoch, place)
+        begin = place * self.seq_length
         return self.text[begin : begin + self.seq_length + 1].astype(np.int64)
 
 

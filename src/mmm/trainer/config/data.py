@@ -100,7 +100,7 @@ class DocumentOptions(TextOptions):
     """Fill sequences with whole documents; one that is longer than a sequence is split. For folders of `mmm tokens`,
     and Megatron's .idx and .bin."""
     document_mask: bool = False
-    """Neither attention nor positions cross the ends of documents."""
+    """With --pack: neither attention nor positions cross the ends of documents."""
 
     def documents(self) -> dict[str, bool]:
         return {"pack": self.pack, "document_mask": self.document_mask}

@@ -10,7 +10,7 @@ import torch
 
 import mmm.data.text.documents
 from mmm.data import Mixture
-from mmm.data.text.documents import DocumentTokens, PackedTokens, firsts_in_order
+from mmm.data.text.documents import PackedTokens, firsts_in_order
 from mmm.data.text.prepare import Preparation, prepare
 from mmm.data.text.sources import open_sources
 from mmm.data.text.token_file import TokenFile, open_tokens
@@ -104,37 +104,20 @@ def test_sequences_have_neighbouring_documents_in_order(text):
     assert found == sorted(found)
 
 
-def test_documents_as_they_come(text):
-    tokens = DocumentTokens(text, ENDS, SEQ, 0, shuffle=False, vocab_size=1 << 20)
-    begins = ENDS - LENGTHS
-    assert tokens.samples == (len(TOKENS) - 1) // SEQ
-    for place in range(tokens.samples):
-        inputs, targets, starts = tokens.sample(0, place)
-        assert inputs.tolist() == list(range(place * SEQ, (place + 1) * SEQ))
-        for at, token in enumerate(inputs):
-            begin = begins[np.searchsorted(begins, token, "right") - 1]
-            assert starts[at] == max(begin - place * SEQ, 0)
-            assert targets[at] == (PADDING if token + 1 in ENDS else token + 1)
-
-
 def test_documents_without_tokens(text):
     ends = np.sort(np.concatenate((ENDS, ENDS[::7], ENDS[::7])))
     for place in range(30):
         assert np.array_equal(packed(text, ends).sample(0, place).shape, (3, SEQ))
-        both = (DocumentTokens(text, each, SEQ, 0, vocab_size=1 << 20).sample(0, place) for each in (ENDS, ends))
-        assert np.array_equal(*both)
     found = [pieces(packed(text, ends).sample(0, place)) for place in range(packed(text, ends).samples)]
     assert Counter((part[0], part[-1]) for row in found for part in row) == whole()
 
 
-@pytest.mark.parametrize("kind", ["packed", "as they come", "mixture"])
+@pytest.mark.parametrize("kind", ["packed", "mixture"])
 def test_a_batch_is_a_function_of_seed_and_step(text, kind):
     def make(seed=3):
         if kind == "packed":
             return packed(text, seed=seed)
-        if kind == "mixture":
-            return Mixture([packed(text, seed=seed), packed(text.split()[1], seed=seed)], [0.6, 0.4], seed)
-        return DocumentTokens(text, ENDS, SEQ, seed, vocab_size=1 << 20)
+        return Mixture([packed(text, seed=seed), packed(text.split()[1], seed=seed)], [0.6, 0.4], seed)
 
     after_others = make()
     for step in range(20):
@@ -155,14 +138,14 @@ def refused(folder, words, **flags):
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("flag", ["pack", "document_mask"])
-def test_texts_that_do_not_say_where_documents_end(tmp_path, flag):
+def test_texts_that_do_not_say_where_documents_end(tmp_path):
     (tmp_path / "a.txt").write_text("some text " * 99)
     np.arange(100, dtype="<u2").tofile(tmp_path / "a.bin")
     for name in ("a.txt", "a.bin"):
-        refused(tmp_path / name, f"--{flag}: {tmp_path / name} does not say where documents end", **{flag: True})
+        refused(tmp_path / name, f"--pack: {tmp_path / name} does not say where documents end", pack=True)
+        refused(tmp_path / name, "--document_mask", document_mask=True)
     with pytest.raises(ConfigError, match="standard library does not say where documents end"):
-        open_sources().tokens(SEQ, 0, 256, **{flag: True})
+        open_sources().tokens(SEQ, 0, 256, pack=True)
 
 
 def test_refused(text, tmp_path):
