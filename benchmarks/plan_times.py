@@ -25,6 +25,7 @@ from plan_measured import StepTime, step_times
 
 from mmm.trainer.config.command_line import for_a_few_steps, parse
 from mmm.trainer.config.run import replace_flags
+from mmm_lab.planner.machine_text import assumed
 from mmm_lab.planner.measure import measure_machine
 from mmm_lab.planner.predict import predict
 from mmm_launch.machines.machine import Machine, read
@@ -122,7 +123,7 @@ def main() -> int:
         path = given.machine or Path(folder) / "machine.json"
         if given.machine is None:
             print(f"load {os.getloadavg()[0]:.1f}")
-            print("\n".join(measure_machine(path).explain()))
+            print("\n".join(assumed(measure_machine(path))))
         machine = read(path)
     turns: dict[str, list[StepTime]] = {name: [] for name in given.only}
     for turn in range(given.repeats):

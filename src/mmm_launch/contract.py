@@ -37,7 +37,6 @@ PROGRAM_VARIABLE = "MMM_PROGRAM"  # JSON: when the program began, and the second
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # each ends a run, launch, and a rank in order
 PORTS = range(20_000, 32_000)  # for rank 0: below those that systems give to outgoing connections
 USER_ERROR_EXIT = 2
-LOOPBACK, LOOPBACK_TIMEOUT = ("127.0.0.1", "localhost", "::1"), 5.0  # s
 SAVED_EXIT = 75  # a rank whose run a signal has stopped, once it was saved; as EX_TEMPFAIL of sysexits.h: try again
 REPEAT = 0.3  # s within which a second SIGINT is the same Ctrl-C: a terminal signals the group, launchers pass it on
 
@@ -113,19 +112,6 @@ def check_folder() -> None:
     except OSError as error:
         raise LaunchError(
             f"the working folder is gone ({error.strerror}): it was removed or renamed. Change to one that is there."
-        ) from None
-
-
-def check_loopback(address: str = "127.0.0.1") -> None:
-    """Raises `LaunchError` where this host cannot reach itself: some containers have no loopback interface."""
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    try:
-        with socket.create_server((address, 0), family=family) as server:
-            socket.create_connection(server.getsockname()[:2], timeout=LOOPBACK_TIMEOUT).close()
-    except OSError as error:
-        raise LaunchError(
-            f"this host cannot reach itself at {address} ({error.strerror or error}), where its ranks are to meet: it "
-            "has no loopback interface, or that is down.\n  As root: ip link set lo up. Or give the container one."
         ) from None
 
 

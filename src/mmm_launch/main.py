@@ -1,184 +1,136 @@
 """The `launch` command."""
 
+import contextlib
+import io
 import os
-import resource
-import shlex
 import sys
 import time
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from mmm_launch import contract, streams
+from mmm_launch import contract
 from mmm_launch.channel.failures import say
 from mmm_launch.errors import LaunchError, UserError
 from mmm_launch.files import printable_lines
 from mmm_launch.program import target
 from mmm_launch.program.target import Target
+from mmm_launch.run.attempts import Attempts
 from mmm_launch.run.control import Run, Transport
-from mmm_launch.spec import cluster, local, stage, walltime
-from mmm_launch.spec.launch_spec import LOCAL, LaunchSpec, Value
-from mmm_launch.spec.options import LaunchOptions, count, launch_options, parser, seconds, split, untold
-from mmm_launch.spec.stage import Stage
+from mmm_launch.spec import stage
+from mmm_launch.spec.launch_spec import LaunchSpec, Value
+from mmm_launch.spec.options import LaunchOptions, parse, recorded
+from mmm_launch.spec.plan import plan
 
-LEAST_FILES = 64
-
-__all__ = ["main", "parser", "split"]
+__all__ = ["main"]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run `launch` with these words (default: the command line's) and return its exit code."""
     begin = time.time()
     words = list(sys.argv[1:] if argv is None else argv)
-    streams.take_any_text()
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # a name may have bytes that are no text here
     try:
         contract.check_folder()
-        check_files()
         return _main(words, begin)
     except UserError as error:
-        print(f"launch: error: {printable_lines(error)}", file=sys.stderr)
+        say(f"launch: error: {printable_lines(error)}")
         return 2
     except KeyboardInterrupt:  # before there are ranks; later it is passed on to them
         return 130
 
 
-def check_files() -> None:
-    """Raises `LaunchError`: this process may not open enough files to start any rank."""
-    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if 0 <= soft < LEAST_FILES and (limit := contract.open_files()) < LEAST_FILES:
-        raise LaunchError(f"a process may have {limit} files open here, and launch needs {LEAST_FILES}: ulimit -n 1024")
-
-
 def _main(words: list[str], begin: float) -> int:
-    given, command = split(words)
-    args = parser().parse_args(given)
-    options = launch_options(args)
-    timeout = seconds("--timeout", args.timeout)
-    start_timeout = seconds("--start-timeout", args.start_timeout) or 0.0
-    grace = seconds("--grace", args.grace)
-    retries = count("--retries", args.retries, least=0)
-    if not command:
+    options = parse(words)
+    if not options.command:
         raise LaunchError("no command to launch.\n  Try: launch -n 4 python3 -m mmm.examples.fsdp_tp")
-    what = target.parse(command)
-    target.check(what)
-    shared = {
-        contract.LINE_VARIABLE: shlex.join(["launch", *untold(words)]),
-        contract.ATTEMPTS_VARIABLE: uuid.uuid4().hex,
-        **startup(os.environ, begin),
-    }
-    plan = plan_run(what, options, shared)
-    for note in [*plan.notes, *(stage.notes(options.stage) if options.stage is not None else [])]:
+    program = target.parse(options.command)
+    target.check(program)
+    spec = plan(program, options)
+    notes = list(spec.notes)
+    if spec.stage is not None:
+        notes += stage.notes(spec.stage)
+    for note in notes:
         say(f"launch: {note}")
-    limits = walltime.limits(timeout, args.signal, args.walltime, plan.job)
-    limits = replace(limits, grace=grace)
-    if args.dry_run:
-        try:
-            print(describe(plan), flush=True)
-        except OSError:  # `| head`, a full disk: nobody reads on
-            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-            return 1
-        return 0
-    streams.never_fail()
-    return run_attempts(what, plan, options, limits, start_timeout, retries, shared)
+    if options.dry_run:
+        return show(spec)
+    own = {
+        contract.LINE_VARIABLE: recorded(words, options),
+        contract.ATTEMPTS_VARIABLE: uuid.uuid4().hex,
+        contract.BEGAN_VARIABLE: repr(contract.process_start() or begin),
+    }
+    return run_attempts(program, spec, options, own)
 
 
-def run_attempts(
-    what: target.Target,
-    plan: LaunchSpec,
-    options: LaunchOptions,
-    limits: walltime.Limits,
-    start_timeout: float,
-    retries: int | None,
-    shared: dict[str, str],
-) -> int:
-    """Start a plan, and where it fails, plan and start again, as `Attempts` says; the exit code of the last."""
-    from mmm_launch.run.attempts import Attempts
+def run_attempts(program: Target, spec: LaunchSpec, options: LaunchOptions, own: dict[str, str]) -> int:
+    """Start a spec, and where it fails, plan and start again, as `Attempts` says. Returns the last exit code.
 
-    staged: AbstractContextManager[Stage | None] = nullcontext()
-    if options.stage is not None:
-        from mmm_launch.host.stage import packed
+    Args:
+        own: variables of launch's own for every rank.
+    """
+    with staged(spec) as archive:
+        options.archive = archive
+        spec = replace(spec, stage=archive)
+        if not spec.is_local:
+            from mmm_launch.spec.table import table
 
-        staged = packed(options.stage)
-    with staged as stage_of_run:
-        options = replace(options, stage=stage_of_run)
-        plan = replace(plan, stage=stage_of_run)
-        announce(plan)
-        attempts = Attempts(plan, retries)
+            say(table(spec))
+        attempts = Attempts(spec, options.retries)
         while True:
-            plan.shared[contract.ATTEMPT_VARIABLE] = Value(str(attempts.number), "launch")
-            if plan.elastic is not None:
-                bounds = f"{plan.elastic.least}:{plan.elastic.most}"
-                plan.shared[contract.ELASTIC_VARIABLE] = Value(bounds, "--elastic")
-            with local_copy(plan) as copy:
-                run = Run(transport(plan, start_timeout, copy), plan.ranks, limits)
-                code = run.run()
+            own[contract.ATTEMPT_VARIABLE] = str(attempts.number)
+            if spec.elastic is not None:
+                own[contract.ELASTIC_VARIABLE] = str(spec.elastic)
+            spec.shared.update({name: Value(value, "launch") for name, value in own.items()})
+            run = Run(transport(spec, options.start_timeout), spec.ranks, options.timeout, options.grace)
+            code = run.run()
             if code == 0 or not attempts.go_on(run, code):
                 return code
             # The start-up of the next attempt is its own.
-            shared.pop(contract.STARTED_VARIABLE, None)
             os.environ.pop(contract.STARTED_VARIABLE, None)
-            shared[contract.BEGAN_VARIABLE] = repr(time.time())
-            places = attempts.in_use() if plan.elastic is not None else {}
-            plan = plan_run(what, replace(options, attempt=attempts.number, places=places), shared)
+            own[contract.BEGAN_VARIABLE] = repr(time.time())
+            options.attempt = attempts.number
+            options.places = attempts.in_use()
+            spec = plan(program, options)
 
 
-@contextmanager
-def local_copy(plan: LaunchSpec) -> Iterator[str | None]:
-    """Unpacks the environment on this host, where launch itself holds the ranks. On others their agents do."""
-    if plan.stage is None or not plan.is_local:
+@contextlib.contextmanager
+def staged(spec: LaunchSpec) -> Iterator[stage.Stage | None]:
+    """Write the archive of --stage, and remove it in the end."""
+    if spec.stage is None:
         yield None
         return
-    from mmm_launch.host.stage import unpack
+    from mmm_launch.host.stage import packed
 
-    copy = unpack(plan.stage)
-    try:
-        yield copy.path
-    finally:
-        copy.remove()
+    with packed(spec.stage) as archive:
+        yield archive
 
 
-def startup(environ: Mapping[str, str], otherwise: float) -> dict[str, str]:
-    """What the ranks are told of when launch was started, and the job."""
-    told = {name: environ[name] for name in (contract.STARTED_VARIABLE,) if environ.get(name)}
-    told[contract.BEGAN_VARIABLE] = repr(contract.process_start() or otherwise)
-    return told
-
-
-def plan_run(what: Target, options: LaunchOptions, shared: dict[str, str]) -> LaunchSpec:
-    """The plan for the job's hosts, or for this one where there is no job. shared: variables of launch's own."""
-    plan = cluster.plan(what, options)
-    plan = plan or local.plan(what, options)
-    plan.shared.update({name: Value(value, "launch" if not plan.is_local else "") for name, value in shared.items()})
-    return plan
-
-
-def describe(plan: LaunchSpec) -> str:
-    from mmm_launch.spec import table
-
-    if not plan.is_local:
-        return table.table(plan, explain=True)
+def show(spec: LaunchSpec) -> int:
+    """Print what would be started. Returns the exit code."""
     from mmm_launch.program.preloads import preloads
+    from mmm_launch.spec import host_spec, table
 
-    host = local.host_spec(plan)
-    modules = tuple(each.module for each in preloads(plan.target)) if host.fork else ()
-    return table.table(plan, True, host, modules)
+    text = table.table(spec)
+    if spec.is_local:
+        host = host_spec.make(spec.target, spec.host_command(0, 0, spec.variables))
+        modules = tuple(preload.module for preload in preloads(spec.target)) if host.fork else ()
+        text = table.table(spec, host, modules)
+    try:
+        print(text, flush=True)
+    except OSError:  # `| head`, a full disk: nobody reads on
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        return 1
+    return 0
 
 
-def announce(plan: LaunchSpec) -> None:
-    """Say what was found, where that is more than this host."""
-    if plan.launcher.value != LOCAL:
-        from mmm_launch.spec.table import table
-
-        print(table(plan), file=sys.stderr, flush=True)
-
-
-def transport(plan: LaunchSpec, start_timeout: float, copy: str | None) -> Transport:
-    """What will start the ranks. copy: of an environment, by which this host's ranks run."""
-    if plan.is_local:
+def transport(spec: LaunchSpec, start_timeout: float) -> Transport:
+    """What will start the ranks."""
+    if spec.is_local:
         from mmm_launch.run.local import LocalRanks
+        from mmm_launch.spec import host_spec
 
-        return LocalRanks(local.host_spec(plan, copy))
+        return LocalRanks(host_spec.make(spec.target, spec.host_command(0, 0, spec.variables)))
     from mmm_launch.run.backend import Backend
 
-    return Backend(plan, start_timeout)
+    return Backend(spec, start_timeout)

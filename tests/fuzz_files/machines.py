@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from fuzz_files.kinds import Kind
+from mmm_lab.planner.machine_text import assumed, settings
 from mmm_lab.planner.network import peak_rate
 from mmm_launch.errors import LaunchError
 from mmm_launch.machines import find
@@ -32,7 +33,7 @@ def make_measured(folder: Path) -> None:
 
 def read_machine(folder: Path) -> Any:
     machine = read(folder / "machine.json").changed({"hosts": 2})
-    return machine.bandwidth(2, True), peak_rate(machine, "bf16"), machine.explain()
+    return machine.bandwidth(2, True), peak_rate(machine, "bf16"), assumed(machine)
 
 
 def read_measured(folder: Path) -> Any:
@@ -49,7 +50,7 @@ def read_launch_machines(folder: Path) -> Any:
     environ = {find.VARIABLE: str(folder), "HOME": str(folder), "NERSC_HOST": "perlmutter"}
     machine, why = find.find(environ)
     print(machine, why)
-    return machine.variables(), machine.srun_arguments(), machine.settings()
+    return machine.variables(), machine.srun_arguments(), settings(machine)
 
 
 def make_hosts(folder: Path) -> None:

@@ -12,9 +12,8 @@ from mmm_launch.errors import LaunchError
 from mmm_launch.program.target import Target
 from mmm_launch.run import backend, control
 from mmm_launch.run.control import Run
-from mmm_launch.spec import cluster
 from mmm_launch.spec.options import LaunchOptions
-from mmm_launch.spec.walltime import Limits
+from mmm_launch.spec.plan import plan
 from support.clock import PATIENCE
 
 # What somebody sends to launch's port who is not of the run.
@@ -89,16 +88,16 @@ def lead(tmp_path, monkeypatch, capfd):
     monkeypatch.setenv("MMM_LAUNCH_ADDRESS", "127.0.0.1")
     (tmp_path / "launcher.py").write_text(LAUNCHER)
 
-    def run(kind, start_timeout=PATIENCE, limits=None):
-        plan = cluster.plan(
+    def run(kind, start_timeout=PATIENCE, timeout=None):
+        spec = plan(
             Target("module", "x"),
-            LaunchOptions(hosts="h0,h1", per_host=2, scheduler="none"),
+            LaunchOptions(hosts="h0,h1", ppn=2, scheduler="none"),
             environ={"MASTER_ADDR": "h0"},
             version="HYDRA",
             build="cpu",
         )
-        plan = dataclasses.replace(plan, command=[sys.executable, str(tmp_path / "launcher.py"), kind])
-        made = Run(backend.Backend(plan, start_timeout), plan.ranks, limits)
+        spec = dataclasses.replace(spec, command=[sys.executable, str(tmp_path / "launcher.py"), kind])
+        made = Run(backend.Backend(spec, start_timeout), spec.ranks, timeout)
         code = made.run()
         return code, capfd.readouterr(), made
 
@@ -161,7 +160,7 @@ def test_a_start_that_is_never_complete(lead, monkeypatch):
 def test_all_are_there_and_none_says_a_word(lead, monkeypatch):
     monkeypatch.setattr(control, "LOCATE", 0.2)
     monkeypatch.setattr(backend, "LAST_WORDS", 0.2)
-    code, said, _ = lead("mute", limits=Limits(timeout=1.0))
+    code, said, _ = lead("mute", timeout=1.0)
     assert code == 124
     assert said.err == "launch: no output from any rank for 1 s (--timeout): ending 4 ranks\n"
 
@@ -177,9 +176,7 @@ def test_where_launch_can_be_reached(monkeypatch):
 
     def at(names):
         return backend.own_addresses(
-            cluster.plan(
-                Target("module", "x"), LaunchOptions(hosts=names, per_host=1), environ={}, version="HYDRA", build="cpu"
-            )
+            plan(Target("module", "x"), LaunchOptions(hosts=names, ppn=1), environ={}, version="HYDRA", build="cpu")
         )
 
     assert at("localhost") == ["127.0.0.1"]

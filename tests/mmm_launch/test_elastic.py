@@ -144,7 +144,7 @@ def test_no_more_retries(launcher, elastic):
     always = "if rank == '1': os.kill(os.getpid(), 9)\n[time.sleep(0.05) for _ in range(1800)]"
     code, err = ended(elastic("1:4", always, "--retries", "1"))
     assert (code, sizes(launcher)) == (137, [4, 3])
-    assert "going on with 3 ranks (--elastic; --retries: 0 left)" in err
+    assert "going on with 3 ranks (--elastic) (--retries; 0 left)" in err
 
 
 def test_signals_end_it_for_good(launcher, elastic):
@@ -257,25 +257,17 @@ def test_a_host_that_does_not_start_again(launcher, hosts):
 @pytest.mark.parametrize(
     ("line", "says"),
     [
-        ("--elastic 8 x.py", "--elastic 8: write MIN:MAX, the fewest and the most ranks, such as 2:8."),
-        ("--elastic 2:many x.py", "--elastic 2:many: write MIN:MAX, the fewest and the most ranks, such as 2:8."),
-        ("--elastic 8:2 x.py", "--elastic 8:2: MIN has to be from 1 to MAX."),
-        ("--elastic 0:2 x.py", "--elastic 0:2: MIN has to be from 1 to MAX."),
-        ("--elastic 1:9999 x.py", "-n 9999: the number of ranks on a host must be from 1 to 4096."),
-        ("--elastic 2:8 -n 4 x.py", "-n 4 --elastic 2:8: it begins with MAX ranks. Leave -n out."),
-        (
-            "--elastic 2:8 --retries 0 x.py",
-            "--retries 0 --elastic 2:8: the run could not go on.",
-        ),
-        ("--spare-hosts a x.py", "--spare-hosts is of --elastic MIN:MAX, which is not given."),
-        (
-            "--elastic 2:8 --spare-hosts a x.py",
-            "--spare-hosts a: ranks on this host alone are started by launch itself. Name the hosts (--hosts, "
-            "--hostfile), or start inside a PBS or Slurm job.",
-        ),
+        ("--elastic 8 x.py", "--elastic: 8 is not MIN:MAX"),
+        ("--elastic 2:many x.py", "--elastic: 2:many is not MIN:MAX"),
+        ("--elastic 8:2 x.py", "--elastic: 8:2 is not MIN:MAX"),
+        ("--elastic 0:2 x.py", "--elastic: 0:2 is not MIN:MAX"),
+        ("--elastic 1:9999 x.py", "9999 ranks on a host"),
+        ("--elastic 2:8 -n 4 x.py", "-n 4 --elastic 2:8"),
+        ("--spare-hosts a x.py", "--spare-hosts is of --elastic MIN:MAX"),
+        ("--elastic 2:8 --spare-hosts a x.py", "--spare-hosts: ranks on this host alone"),
         (
             "--elastic 2:8 --hosts a,b --spare-hosts b --mpi hydra --mpiexec true x.py",
-            "--spare-hosts b: b is to have ranks from the beginning.",
+            "--spare-hosts b: b is to have ranks from the beginning",
         ),
     ],
 )
@@ -283,10 +275,12 @@ def test_bad_input(tmp_path, monkeypatch, capsys, line, says):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "x.py").write_text("raise SystemExit('this was run')")
     assert main.main(line.replace("x.py", "python3 x.py").split()) == 2
-    assert capsys.readouterr().err == f"launch: error: {says}\n"
+    err = capsys.readouterr().err
+    assert says in err
+    assert err.count("launch: error: ") == 1
 
 
 def test_a_dry_run_says_it(launcher):
     done = launcher.run("--elastic", "2:4", "--device", "cpu", "--dry-run", "python3", "-c", "pass")
     assert done.returncode == 0
-    assert re.search(r"elastic +2 to 4 ranks", done.stdout)
+    assert re.search(r"elastic +2:4 ranks", done.stdout)

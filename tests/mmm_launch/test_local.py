@@ -3,7 +3,8 @@
 import pytest
 
 from mmm_launch.program.target import Target
-from mmm_launch.spec import accelerators, host_spec, local
+from mmm_launch.spec import accelerators, host_spec
+from mmm_launch.spec import plan as planning
 from mmm_launch.spec.accelerators import Accelerators
 from mmm_launch.spec.options import LaunchOptions
 
@@ -15,7 +16,7 @@ TILES = Accelerators("xpu", 12, "12 Intel GPU tiles")
 
 def plan(target=TRAIN, environ=None, found=NONE, build="cuda", nproc=None, device=None, **more):
     options = LaunchOptions(nproc=nproc, device=device, **more)
-    return local.plan(target, options, environ=environ or {}, found=found, build=build)
+    return planning.plan(target, options, environ=environ or {}, found=found, build=build)
 
 
 def on_host(build="cuda", **change):
@@ -26,13 +27,13 @@ def on_host(build="cuda", **change):
 def test_one_rank_per_accelerator():
     made = plan(found=GPUS)
     assert (made.ranks, made.device.value, made.notes) == (8, "cuda", ())
-    assert made.counts.source == "one per accelerator: 8 NVIDIA GPUs"
+    assert made.counts.source == "one per accelerator: 8 NVIDIA GPUs on this host"
 
 
 def test_four_cpu_ranks_without_any_and_it_says_so():
     made = plan()
     assert (made.ranks, made.device.value) == (4, "cpu")
-    assert made.notes == ("no accelerator found (0 NVIDIA GPUs): 4 CPU ranks (choose with -n)",)
+    assert made.notes == ("no accelerator found (0 NVIDIA GPUs): 4 ranks a host (choose with -n)",)
 
 
 def test_a_mac(tmp_path):
@@ -46,13 +47,13 @@ def test_a_mac(tmp_path):
 def test_cpu_by_choice_on_a_host_with_accelerators():
     made = plan(found=GPUS, device="cpu")
     assert (made.ranks, made.variables["MMM_DEVICE"]) == (4, "cpu")
-    assert made.notes == ("CPU was chosen: 4 CPU ranks (choose with -n)",)
+    assert made.notes == ("CPU was chosen: 4 ranks a host (choose with -n)",)
 
 
 def test_the_device_asked_for_is_not_there():
     made = plan(device="xpu")
     assert (made.ranks, made.device.value) == (1, "xpu")
-    assert "no xpu device found" in made.notes[0]
+    assert "no xpu found" in made.notes[0]
 
 
 def test_with_n_and_no_accelerator_the_device_is_left_to_the_ranks():
@@ -67,7 +68,7 @@ def test_the_users_device_variable_counts_as_the_option():
 
 def test_environment():
     made = on_host(nproc=2)
-    assert made.ranks == [{"RANK": "0", "LOCAL_RANK": "0"}, {"RANK": "1", "LOCAL_RANK": "1"}]
+    assert [(rank["RANK"], rank["LOCAL_RANK"]) for rank in made.ranks] == [("0", "0"), ("1", "1")]
     assert made.shared["WORLD_SIZE"] == made.shared["LOCAL_WORLD_SIZE"] == "2"
     assert made.shared["MASTER_ADDR"] == "127.0.0.1"
     assert 0 < int(made.shared["MASTER_PORT"]) < 65536
@@ -79,7 +80,7 @@ def test_environment():
     [
         ({"found": TILES, "build": "xpu"}, "Intel GPU"),
         ({"device": "xpu"}, "Intel GPU"),
-        ({"prefork": False}, "--no-prefork"),
+        ({"no_prefork": True}, "--no-prefork"),
         ({"target": Target("program", "bash", command=("bash",))}, "the command is not"),
     ],
 )

@@ -11,14 +11,17 @@ from support.launcher import START
 
 PROGRAM = """
 import logging, os, sys
-log = logging.getLogger()
-log.addHandler(logging.StreamHandler(sys.stdout))
-for number in range(3000):
-    print(number)
-    log.warning("%d", number)
-print("is lost", file=sys.stderr)
-open("done-" + os.environ["RANK"], "w").close()
-sys.exit(int(sys.argv[1]))
+from mmm.runtime.failure import run_main
+def main():
+    log = logging.getLogger()
+    log.addHandler(logging.StreamHandler(sys.stdout))
+    for number in range(3000):
+        print(number)
+        log.warning("%d", number)
+    print("is lost", file=sys.stderr)
+    open("done-" + os.environ["RANK"], "w").close()
+    sys.exit(int(sys.argv[1]))
+run_main(main)
 """
 
 

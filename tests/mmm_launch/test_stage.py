@@ -76,8 +76,8 @@ class Hosts:
     def start(self, *words, **how):
         return self.launcher.start(*self.words(*words, **how), **self.variables())
 
-    def run(self, *words, **how):
-        return self.launcher.run(*self.words(*words, **how), **self.variables())
+    def run(self, *words, each=1, source="env", **variables):
+        return self.launcher.run(*self.words(*words, each=each, source=source), **self.variables(), **variables)
 
     def left(self):
         """What lies in the hosts' temporary folders, and the archive."""
@@ -105,29 +105,27 @@ def test_each_host_runs_from_its_own_copy(hosts, each):
     assert made.launcher.gone(within=2)
 
 
-def test_on_this_host_alone(launcher, pristine):
+def test_scripts_and_paths_name_the_copy(hosts):
     """Scripts that installers have written name the copy, and the copy's programs come first."""
-    env = launcher.folder / "env"
-    shutil.copytree(pristine, env, symlinks=True)
+    made = hosts(1)
+    env = made.env
     (env / "bin/tool").write_text(f"#!{env}/bin/python\nimport sys; sys.stdout.write(sys.prefix + chr(10))\n")
     (env / "bin/tool").chmod(0o755)
     (env / "more").mkdir()
     next(env.glob("lib/python*/site-packages")).joinpath("own.pth").write_text(f"{env}/more\n")
-    disk = launcher.folder / "t"
-    disk.mkdir()
-    variables = {"TMPDIR": str(disk), "PATH": f"{env}/bin:{os.environ['PATH']}"}
-    done = launcher.run("-n", "2", "--stage", "env", "tool", **variables)
+    path = {"PATH": f"{env}/bin:{os.environ['PATH']}"}
+    disk = made.launcher.folder / "h0"
+    done = made.run("tool", each=2, **path)
     assert done.returncode == 0, done.stderr
     assert [Path(line).parents[2] for line in done.stdout.split()] == [disk] * 2
     code = "import os, shutil, sys; print(shutil.which('tool'), *[p for p in sys.path if p.endswith('more')])"
-    done = launcher.run("-n", "1", "--stage", "env", "python3", "-c", code, **variables)
+    done = made.run("python3", "-c", code, **path)
     assert done.returncode == 0, done.stderr
     tool, more = done.stdout.split()
     assert Path(tool).parent.parent == Path(more).parent
     assert Path(more).parents[3] == disk
-    failed = launcher.run("-n", "1", "--stage", "env", "python3", "-c", "raise SystemExit(3)", **variables)
-    assert failed.returncode == 3
-    assert list(disk.glob("*/*")) == []
+    assert made.run("python3", "-c", "raise SystemExit(3)", **path).returncode == 3
+    assert made.left() == []
 
 
 @pytest.mark.parametrize("top", ["env", "."])
@@ -241,7 +239,7 @@ def test_an_attempt_after_a_failure_has_its_copy_too(hosts):
 )
 def test_options_that_are_wrong(launcher, words, says):
     launcher.write("file", "no archive")
-    done = launcher.run(*words, "python3", "-c", "1")
+    done = launcher.run(*launcher.on_hosts(), *words, "python3", "-c", "1")
     assert done.returncode == 2
     assert says in done.stderr
 
@@ -272,17 +270,6 @@ def test_what_is_unpacked_is_what_was_packed(source):
     assert sorted(os.listdir()) == ["disk", "env"]
 
 
-def test_the_last_process_of_a_run_removes_its_copy(source):
-    with packed(source) as made:
-        first = unpack(made)
-        second = unpack(made)
-        assert first.path == second.path
-        first.remove()
-        assert Path(second.path, "f").exists()
-        second.remove()
-    assert list(Path(source.to).glob("*/*")) == []
-
-
 def test_a_run_removes_what_a_killed_one_has_left_and_not_what_another_uses(source):
     with packed(source) as killed, packed(source) as other, packed(source) as made:
         pid = os.fork()
@@ -292,18 +279,10 @@ def test_a_run_removes_what_a_killed_one_has_left_and_not_what_another_uses(sour
         os.waitpid(pid, 0)
         used = unpack(other)
         copy = unpack(made)
-        kept = sorted(path.name for path in Path(source.to).glob("*/*"))
-        assert kept == sorted([other.run, made.run])
+        left = set(Path(source.to).glob("*/*"))
+        assert left == {used.folder, copy.folder}
         used.remove()
         copy.remove()
-
-
-def test_too_little_room(source, monkeypatch):
-    (Path(source.source) / "large").write_bytes(bytes(10_000_000))
-    with packed(source) as made:
-        monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(9, 9, 2_000_000))
-        with pytest.raises(LaunchError, match=r"10 MB are needed in .*, and 2 MB are free \(--stage-to\)"):
-            unpack(made)
 
 
 def test_a_fifo_is_no_part_of_an_environment(source):

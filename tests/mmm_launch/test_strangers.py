@@ -87,7 +87,7 @@ def test_the_archive_of_somebody_else_is_refused_before_anything_starts(launcher
 
     as_a_stranger(plant)
     stage = str(everybodys / "env.tar")
-    done = launcher.run("-n", "2", "--device", "cpu", "--stage", stage, "python3", "-c", "print('ran')")
+    done = launcher.run(*launcher.on_hosts(), "-n", "2", "--stage", stage, "python3", "-c", "print('ran')")
     assert (done.returncode, done.stdout) == (2, "")
     assert "it belongs to somebody else" in done.stderr
     assert "Traceback" not in done.stderr
@@ -105,9 +105,8 @@ def test_a_new_folder_is_this_users_alone(source, tmp_path):
 def test_launch_names_the_planted_folder_and_starts_nothing(launcher, everybodys):
     (launcher.folder / "env").mkdir()
     as_a_stranger((everybodys / f"mmm-stage-{os.getuid()}").mkdir)
-    done = launcher.run(
-        "-n", "2", "--device", "cpu", "--stage", "env", "--stage-to", str(everybodys), "python3", "-c", "print('ran')"
-    )
+    words = ["-n", "2", "--stage", "env", "--stage-to", str(everybodys)]
+    done = launcher.run(*launcher.on_hosts(), *words, "python3", "-c", "print('ran')")
     assert (done.returncode != 0, done.stdout) == (True, "")
     assert "it belongs to somebody else (--stage-to names another)" in done.stderr
     assert "Traceback" not in done.stderr

@@ -12,7 +12,7 @@ from mmm.trainer import vit  # which mmm.examples.vit is
 from mmm.trainer.config.command_line import parse
 from mmm_lab.cli.main import SUBCOMMANDS
 from mmm_lab.cli.main import main as mmm
-from mmm_launch.spec.options import launch_options, parser, split
+from mmm_launch.spec.options import parse as launch
 from support.pages import ROOT, blocks
 
 STARTERS = ("mpiexec", "srun", "torchrun")
@@ -30,7 +30,9 @@ def check_command(line, monkeypatch):
     parse_args, parse_known_args = argparse.ArgumentParser.parse_args, argparse.ArgumentParser.parse_known_args
 
     def and_no_more(self, args=None, namespace=None):
-        parse_args(self, args, namespace)
+        found = parse_args(self, args, namespace)
+        if self.prog == "launch":
+            return found  # what it starts is to be checked too
         raise Parsed
 
     def and_a_trainers(self, args=None, namespace=None):
@@ -58,8 +60,7 @@ def parse_alone(call):
 def _check(words, patch):
     program, rest = words[0], words[1:]
     if program == "launch":
-        given, command = split(rest)
-        parse_alone(lambda: launch_options(parser().parse_args(given)))
+        command = launch(rest).command
         if command:  # else the page has `…` there
             _check(command, patch)
     elif program in STARTERS:

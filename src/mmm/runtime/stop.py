@@ -27,7 +27,7 @@ class StopSignal:
 @contextmanager
 def stop_signal() -> Iterator[StopSignal]:
     """Inside, SIGINT, SIGTERM and SIGUSR1 only note that they have come: Ctrl-C sends the first, a scheduler the second
-    some time before SIGKILL, and `launch --signal USR1@60` the third.
+    some time before SIGKILL, or `timeout --signal USR1` the third.
 
     A second SIGINT does what the first did before. So does SIGTERM where launch ends the ranks because one has failed:
     no other step can be made. A SIGINT that is ignored (a script's `program &`) stays so.

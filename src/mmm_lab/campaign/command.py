@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from mmm.errors import ConfigError
-from mmm_launch.spec.options import split
+from mmm_launch.spec.options import parse
 
 LAUNCH = "launch"
 SAVING = 300.0  # s
@@ -75,8 +75,9 @@ def going_on(command: Sequence[str], folder: Path) -> list[str]:
 def launch_line(command: Sequence[str], walltime: float, before_end: float, stage: str | None = None) -> str:
     """The line of the job's script.
 
-    Ranks that save (``--checkpoint_every``) get SIGUSR1 before the job's end; others SIGTERM, which ends any program in
-    order. When that is, the script counts itself: bash's SECONDS are those since the job began.
+    Ranks that save (``--checkpoint_every``) get SIGUSR1 before the job's end, which launch passes on. To others launch
+    passes SIGTERM, which ends any program in order. When that is, the script counts itself: bash's SECONDS are those
+    since the job began.
 
     Args:
         command: may begin with ``launch`` and options of it.
@@ -86,11 +87,17 @@ def launch_line(command: Sequence[str], walltime: float, before_end: float, stag
     Raises:
         LaunchError: an option that launch does not have.
     """
-    words = list(command[1:] if command[0] == LAUNCH else command)
-    own = words[: len(words) - len(split(words)[1])] if command[0] == LAUNCH else []
-    line = [LAUNCH]
-    if value_of(own, "signal") is None:  # the program may have a flag of that name
-        name = "TERM" if value_of(words, "checkpoint_every") is None else "USR1"
-        line += ["--signal", f"{name}@{before_end:.0f}", "--walltime", f"$(({walltime:.0f} - SECONDS))"]
-    line += ["--stage", shlex.quote(stage)] if stage else []
+    words = list(command)
+    own: list[str] = []
+    if command[0] == LAUNCH:
+        words = list(command[1:])
+        own = words[: len(words) - len(parse(words).command)]
+    saves = value_of(words, "checkpoint_every") is not None
+    number = "USR1" if saves else "TERM"
+    line = ["timeout", "--foreground", "--preserve-status", "--signal", number]
+    line += [f"$(({walltime - before_end:.0f} - SECONDS))", LAUNCH]
+    if not saves and value_of(own, "grace") is None:
+        line += ["--grace", f"{before_end:.0f}"]
+    if stage:
+        line += ["--stage", shlex.quote(stage)]
     return " ".join([*line, shlex.join(words)])

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from mmm.errors import ConfigError
 from mmm_lab.cli.parser import Parser
+from mmm_lab.planner import machine_text
 from mmm_launch.machines import find
 from mmm_launch.machines.machine import Machine
 
@@ -38,7 +39,7 @@ def main(argv: list[str]) -> int:
             raise ConfigError(f"{args.name} --measure: this machine is measured, so leave the name out")
         from mmm_lab.planner.measure import measure_machine  # imports torch
 
-        print("\n".join(measure_machine(args.measure).explain()))
+        print("\n".join(machine_text.assumed(measure_machine(args.measure))))
         print(f"written: {args.measure}; mmm plan --machine {args.measure} reads it")
         return 0
     if args.name is None:
@@ -55,5 +56,11 @@ def _line(machine: Machine) -> str:
 
 
 def _shown(machine: Machine) -> list[str]:
-    lines = [f"{machine.name}: {machine.about}", machine.file, "", "what launch goes by", *machine.settings()]
-    return [*lines, "", "what mmm plan counts with", *machine.explain()]
+    lines = [
+        f"{machine.name}: {machine.about}",
+        machine.file,
+        "",
+        "what launch goes by",
+        *machine_text.settings(machine),
+    ]
+    return [*lines, "", "what mmm plan counts with", *machine_text.assumed(machine)]

@@ -15,6 +15,7 @@ from mmm_lab.campaign.command import time_to_save
 from mmm_lab.cli.parser import Parser
 from mmm_lab.cli.sizes import parse_bytes, parse_time, parse_tokens
 from mmm_lab.cli.written import write_json, write_text
+from mmm_lab.planner import machine_text
 from mmm_launch.machines import find
 from mmm_launch.machines.machine import Machine, read
 
@@ -181,7 +182,7 @@ def _report(args: argparse.Namespace, search: Search, found: Found) -> None:
     lines += ["", *_tree_lines(search, args.explain, found.best[0].layout.tp)]
     if args.explain:
         lines += ["", f"the best in detail, {found.best[0].layout}", *report.details(search, found.best[0])]
-        lines += ["", "assumed", *machine.explain()]
+        lines += ["", "assumed", *machine_text.assumed(machine)]
     line = script.launch_line(found.best[0], spec, machine, search.global_batch, search.dtype)
     lines += ["", *script.trial(line, spec)]
     if args.tokens is not None:

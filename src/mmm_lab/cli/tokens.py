@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import time
 from pathlib import Path
 
 from mmm.errors import ConfigError
+from mmm.runtime.cores import usable_cores
 from mmm_lab.cli.parser import Parser
 
 EPILOG = """\
@@ -54,8 +54,7 @@ def main(argv: list[str]) -> int:
         raise ConfigError("--train-bpe and --tokenizer contradict each other: leave one out")
     if args.train_bpe is not None and args.eos is not None:
         raise ConfigError("--train-bpe and --eos contradict each other: a trained tokenizer has <|endoftext|>")
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    processes = cores if args.processes is None else args.processes
+    processes = usable_cores() if args.processes is None else args.processes
     if processes < 1:
         raise ConfigError(f"--processes {processes}: it must be at least 1")
 

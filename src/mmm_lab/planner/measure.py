@@ -4,7 +4,6 @@ whose efficiencies are 1 where its rates are what programs reach. Compute is tha
 from __future__ import annotations
 
 import json
-import os
 import platform
 import socket
 import time
@@ -21,6 +20,7 @@ from mmm.errors import ConfigError
 from mmm.models.transformer import Transformer, TransformerBlock, TransformerConfig, rotary_table
 from mmm.parallel.plans.transformer import transformer_plan
 from mmm.parallel.tp.tensor_parallel import apply_tensor_parallel
+from mmm.runtime.cores import usable_cores
 from mmm.runtime.device import choose_device, is_available, synchronize
 from mmm.runtime.memory import device_memory, host_memory
 from mmm.runtime.process_group import all_gather, process_group
@@ -62,7 +62,7 @@ def sizes_for(device: torch.device) -> Sizes:
 def devices_here(rank: Rank) -> tuple[str, int]:
     """Their kind and number. For a forked process: ranks forked from one that has looked could not use a device."""
     kind = next((kind for kind in ("cuda", "xpu") if is_available(kind)), "cpu")
-    return kind, min(os.cpu_count() or 1, 4) if kind == "cpu" else getattr(torch, kind).device_count()
+    return kind, min(usable_cores(), 4) if kind == "cpu" else getattr(torch, kind).device_count()
 
 
 def best_seconds(work: Callable[[], Any], device: torch.device, waits: bool = False) -> float:
@@ -182,7 +182,7 @@ def link_rates(seconds: dict[str, float], large: int) -> dict[str, float]:
 
 def machine_data(device: torch.device, per_host: int, rates: dict[str, Any]) -> dict[str, Any]:
     """The machine file of this host. per_host: its ranks. rates: of `measured_rates`."""
-    on_cpu, cores, host = device.type == "cpu", os.cpu_count() or 1, float(host_memory() or 0)
+    on_cpu, cores, host = device.type == "cpu", usable_cores(), float(host_memory() or 0)
     memory = host / per_host if on_cpu else float(device_memory(device) or 0)
     data = {
         "name": platform.node() or "here",

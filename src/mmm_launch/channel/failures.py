@@ -71,6 +71,11 @@ class Failure:
         return self.report is None and not self.lost and self.exit_code > 128
 
     @property
+    def is_layout(self) -> bool:
+        """Whether CMD's layout does not take this number of ranks."""
+        return self.report is not None and self.report.kind == "layout"
+
+    @property
     def again(self) -> bool:
         """May a new start help? Not after the user's own mistake, which would end the same way."""
         return not self.final and (self.report is None or not self.report.is_users)

@@ -7,13 +7,11 @@ An agent passes messages on as they are, so launch speaks to every fork server i
 
     to the fork server    {"signal": number}               send it to every rank
                           {"end": number, "reason": text}  the same; ranks can read why
-                          {"where": true}                  say where the ranks are
     to its agent          {"go": …}                        what to run; the first message
                           {"kill": true}                   end every process of the host's ranks at once
     from the fork server  {"started": true}                its imports are done, and ranks are being started
                           {"report": {…}, "ago": s}        a rank's own account of why it ends
                           {"ended": rank, "pid": …, "code": …}
-                          {"stacks": {…}}                  the answer to "where"
     from the agent        {"hello": {…}}                   the first message
                           {"refused": text}                this host can start no ranks
                           {"interrupted": number}          a signal that launch has not sent

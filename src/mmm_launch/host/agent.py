@@ -21,7 +21,7 @@ from typing import Any, NoReturn
 from mmm_launch.channel.failures import say
 from mmm_launch.channel.instructions import PASSED_ON
 from mmm_launch.channel.link import Lost, Message, SignedLink, connect, describe
-from mmm_launch.contract import ENDING, LOOPBACK, NUMBERED_BY, check_loopback
+from mmm_launch.contract import ENDING, NUMBERED_BY
 from mmm_launch.errors import LaunchError, UserError
 from mmm_launch.host import stage as stages
 from mmm_launch.host.stage import Copy
@@ -85,9 +85,6 @@ def run_ranks(
     if copy is not None:
         command["stage"] = {"source": entry["stage"]["source"], "copy": copy.path}
     try:
-        if command["first"] == 0 and command["shared"]["WORLD_SIZE"] != "1":
-            shared = command["shared"]
-            check_master_address(shared["MASTER_ADDR"], int(shared["MASTER_PORT"]), host)
         spec = host_spec.make(target, command)
     except UserError as error:
         with contextlib.suppress(Lost):
@@ -175,20 +172,18 @@ def reach(addresses: list[list[Any]], token: str, hello: Message) -> SignedLink:
     Raises:
         Lost: at none.
     """
-    tried: dict[str, str] = {}
+    failed: dict[str, str] = {}
     until = time.monotonic() + AGAIN
     while True:
-        is_silent = False
         for host, port in addresses:
             try:
                 return connect((host, port), token, hello, CONNECT_TIMEOUT)
             except OSError as error:
-                tried[f"{host}:{port}"] = describe(error)
-                is_silent = True
+                failed[f"{host}:{port}"] = describe(error)
             except Lost as error:
-                tried[f"{host}:{port}"] = f"it is not of this run: {error}"
-        if not is_silent or time.monotonic() > until:
-            raise Lost("; ".join(f"{where}: {why}" for where, why in tried.items()))
+                failed[f"{host}:{port}"] = f"it is not of this run: {error}"
+        if time.monotonic() > until:
+            raise Lost("; ".join(f"{where}: {why}" for where, why in failed.items()))
         time.sleep(0.2)
 
 
@@ -206,27 +201,6 @@ def own_place(launcher: str) -> int:
             "--mpi hydra|pals|openmpi"
         )
     return int(place)
-
-
-def check_master_address(address: str, port: int, host: str) -> None:
-    """Raises `LaunchError` where rank 0, on this host, cannot listen where the others will look for it."""
-    if address in LOOPBACK:
-        check_loopback(address)
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    with socket.socket(family) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((address, port))
-        except socket.gaierror:
-            raise LaunchError(
-                f"MASTER_ADDR {address} cannot be resolved on {host}, where rank 0 is: set MASTER_ADDR to that "
-                "host's name or address as all hosts know it."
-            ) from None
-        except OSError as error:
-            raise LaunchError(
-                f"rank 0 on {host} cannot listen on {address}:{port}: {error.strerror}.\n  Set MASTER_ADDR to that "
-                "host's name or address as all hosts know it, and MASTER_PORT to a free port."
-            ) from None
 
 
 def read_target(words: list[str]) -> Target:

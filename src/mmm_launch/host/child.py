@@ -6,7 +6,6 @@
 import atexit
 import builtins
 import contextlib
-import faulthandler
 import gc
 import importlib.util
 import io
@@ -21,14 +20,13 @@ from importlib.machinery import ModuleSpec, SourceFileLoader
 from types import CodeType, FrameType, ModuleType, TracebackType
 from typing import Any, NoReturn
 
-from mmm_launch import contract, streams
+from mmm_launch import contract
 from mmm_launch.channel.instructions import FAILURE_VARIABLE
 from mmm_launch.contract import ENDING, USER_ERROR_EXIT
 from mmm_launch.host import forks
 from mmm_launch.program import target as targets
 from mmm_launch.program.preloads import OURS, is_installed
 from mmm_launch.program.target import Target, source_of
-from mmm_launch.run.stacks import STACK_FILE
 
 INTERRUPTED = 128 + signal.SIGINT
 EXIT_TOOLS = ("LD_PRELOAD", "CUDA_INJECTION64_PATH", "HSA_TOOLS_LIB", "ROCP_TOOL_LIBRARIES")  # profilers write at exit
@@ -48,8 +46,6 @@ def prepare() -> None:
     for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, _terminate)):
         if signal.getsignal(number) != signal.SIG_IGN:
             signal.signal(number, handler)
-    if hasattr(os, "memfd_create"):  # Linux: launch asks a run that hangs where it is
-        faulthandler.register(signal.SIGQUIT, file=os.memfd_create(STACK_FILE), all_threads=False)
     _repeat_lost_signals()
     forks.tie_forks()
     # Held back while a fork makes the new process's handling its own: Python would forget one that came in between.
@@ -59,7 +55,6 @@ def prepare() -> None:
         after_in_parent=lambda: signal.pthread_sigmask(signal.SIG_SETMASK, nested.mask),
         after_in_child=lambda: _default_signals(nested.mask),
     )
-    streams.never_fail()
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(line_buffering=True, write_through=False)

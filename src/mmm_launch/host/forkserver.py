@@ -33,11 +33,9 @@ from mmm_launch.channel.instructions import (
 from mmm_launch.channel.link import Link, Lost, Message
 from mmm_launch.contract import ENDING, MARKER_VARIABLE, SOCKET_BUFFER, VERDICT_VARIABLE, Report
 from mmm_launch.host import child, forks
-from mmm_launch.host.import_timer import ImportTimer
-from mmm_launch.host.torch_startup import TORCH_LATER, TORCH_LATER_FOR, is_in_bad_fork
 from mmm_launch.program.preloads import preloads
 from mmm_launch.program.target import Target
-from mmm_launch.run import processes, stacks
+from mmm_launch.run import processes
 from mmm_launch.spec import binding
 
 # Import opens MPI, a device or threads: left to the ranks, also where another package imports them.
@@ -47,9 +45,12 @@ NOT_BEFORE_FORK = (
 )
 # What a runtime keeps open once it has touched a device: CUDA's, also of Windows, and AMD's. NVML, by which PyTorch
 # counts NVIDIA's devices, opens /dev/nvidiactl and /dev/nvidia0, …, but no /dev/nvidia-uvm, which CUDA maps memory by;
-# what counts AMD's opens /dev/dri, but no /dev/kfd. A fork does not hurt those. /dev/dri says nothing of Intel's
-# devices either: there `_fork_is_bad` tells.
+# what counts AMD's opens /dev/dri, but no /dev/kfd. A fork does not hurt those. Ranks on Intel's are not forked.
 DEVICE_FILES = ("/dev/nvidia-uvm", "/dev/dxg", "/dev/kfd")
+# What torch imports at the first use of a DTensor, FSDP2 or an optimizer, and each rank would otherwise pay for.
+# Private: torch._dynamo, torch.distributed._composable, seen in 2.10 to 2.14; instead: nothing.
+TORCH_LATER = "torch._dynamo"
+TORCH_LATER_FOR = {"torch.distributed.tensor", "torch.distributed.fsdp", "torch.distributed._composable"}
 OPEN_FILES = "/proc/self/fd"
 PYTHONS = (signal.SIGPIPE, signal.SIGXFSZ)  # what Python ignores in its own process; no other program expects it
 
@@ -72,9 +73,8 @@ def main() -> NoReturn:
         sys.stdout.flush()
         pid = os.fork()
         if pid == 0:
-            forked = target is not None and not _fork_is_bad()
-            server.become_rank(variables, forked)
-            if forked and target is not None:
+            server.become_rank(variables, forked=target is not None)
+            if target is not None:
                 child.finish(child.run(target))
             execute(todo, server.reports_end)
         server.ranks[pid] = int(variables["RANK"])
@@ -91,29 +91,30 @@ def preload(target: Target, todo: Instructions) -> None:
     process in which it was never tried, and raise it themselves.
     """
     gc.disable()
-    timer = ImportTimer()
-    timer.start()
-    wanted = [] if "*" in todo.skip else [w for w in preloads(target) if w.module not in todo.skip]
-    for each in wanted:
-        if each.module in NOT_BEFORE_FORK or each.module.partition(".")[0] in NOT_BEFORE_FORK:
+    wanted = preloads(target)
+    if "*" in todo.skip:
+        wanted = []
+    for preloaded in wanted:
+        package = preloaded.module.partition(".")[0]
+        if preloaded.module in todo.skip or preloaded.module in NOT_BEFORE_FORK or package in NOT_BEFORE_FORK:
             continue
+        began = time.perf_counter()
         try:
-            __import__(each.module, fromlist=each.names)
+            __import__(preloaded.module, fromlist=preloaded.names)
         except ModuleNotFoundError as error:
-            if error.name != each.module.partition(".")[0]:
-                start_anew(todo, each.module)
+            if error.name != package:
+                start_anew(todo, preloaded.module)
         except BaseException:
-            start_anew(todo, each.module)
+            start_anew(todo, preloaded.module)
         if any(name in sys.modules for name in NOT_BEFORE_FORK) or _device_open():
-            start_anew(todo, each.module)
-    later = TORCH_LATER if any(name in sys.modules for name in TORCH_LATER_FOR) else ()
-    for name in later:
+            start_anew(todo, preloaded.module)
+        seconds = contract.shared_imports.get(package, 0.0)
+        contract.shared_imports[package] = seconds + time.perf_counter() - began
+    if TORCH_LATER_FOR & set(sys.modules):
         with contextlib.suppress(ImportError):
-            __import__(name)
+            __import__(TORCH_LATER)
     if _shadowed(target.first_path()):
         start_anew(todo, "*")
-    timer.stop()
-    contract.shared_imports = timer.seconds
     for finalizer in getattr(weakref.finalize, "_registry", ()):
         finalizer.atexit = False  # of what all ranks share: PyTorch's take its operators down, one by one, in each rank
     gc.freeze()  # not collected first: that takes longer than what it would free
@@ -130,23 +131,13 @@ def start_anew(todo: Instructions, skip: str) -> NoReturn:
 
 
 def _device_open() -> bool:
-    """Whether an import has touched a device: as torch says, or by the files that this process has open."""
-    torch = sys.modules.get("torch")
-    if any(getattr(getattr(torch, kind, None), "is_initialized", bool)() for kind in ("cuda", "xpu")):
-        return True
+    """Whether an import has touched a device, by the files that this process has open."""
     with contextlib.suppress(OSError):
         for name in os.listdir(OPEN_FILES):
             with contextlib.suppress(OSError):  # closed since
                 if os.readlink(f"{OPEN_FILES}/{name}").startswith(DEVICE_FILES):
                     return True
     return False
-
-
-def _fork_is_bad() -> bool:
-    """Whether torch says, in a forked rank, that a device was touched before the fork: on ROCm counting them does it,
-    where AMD's library for that is not installed."""
-    torch = sys.modules.get("torch")
-    return any(is_in_bad_fork(getattr(torch, kind, None)) for kind in ("cuda", "xpu"))
 
 
 def _shadowed(first: str | None) -> list[str]:
@@ -254,7 +245,7 @@ class ForkServer:
             ready = [selected.fileobj for selected, _ in selector.select()]
             if self.wake_read in ready:
                 os.read(self.wake_read, 4096)
-            self.pass_reports_on()  # a report is sent before its rank ends
+            self.pass_reports_on()
             self.reap()
             if self.link in ready:
                 try:
@@ -265,9 +256,6 @@ class ForkServer:
                     self.obey(message)
 
     def obey(self, message: Message) -> None:
-        if "where" in message:
-            self.tell({"stacks": stacks.ask({rank: pid for pid, rank in self.ranks.items()})})
-            return
         if message.get("reason") and self.reason is not None:
             os.pwrite(self.reason, message["reason"].encode("utf-8", "backslashreplace"), 0)
         number = message.get("signal") or message["end"]
@@ -285,13 +273,18 @@ class ForkServer:
                 self.tell({"report": vars(report), "ago": time.monotonic() - report.time})
 
     def reap(self) -> None:
+        """Tell which ranks have ended. What they have reported before is told before."""
+        ended: list[Message] = []
         while self.ranks:
             pid, status = os.waitpid(-1, os.WNOHANG)
             if pid == 0:
-                return
+                break
             if pid in self.ranks:
-                rank = self.ranks.pop(pid)
-                self.tell({"ended": rank, "pid": pid, "code": os.waitstatus_to_exitcode(status)})
+                ended.append({"ended": self.ranks.pop(pid), "pid": pid, "code": os.waitstatus_to_exitcode(status)})
+        if ended:
+            self.pass_reports_on()
+        for message in ended:
+            self.tell(message)
 
     def kill_all(self) -> NoReturn:
         """launch, or the agent, is gone: nothing may be left of the ranks."""

@@ -4,15 +4,14 @@
     each host   unpack(stage)      read once, checked by its sha256; removed when the host's ranks have ended
 
 Ranks run what is in a copy, and others can foretell where copies lie. So they lie in a folder that this user alone can
-write to, or are refused. Every process of a run on a host holds a lock on the run's copy: the last one removes it, and
-a copy that nobody has locked is what a killed run has left.
+write to, or are refused. Who has unpacked a copy holds a lock on it: a copy that nobody has locked is what a killed run
+has left.
 """
 
 import contextlib
 import fcntl
 import hashlib
 import os
-import secrets
 import shutil
 import signal
 import stat
@@ -74,14 +73,14 @@ def packed(stage: Stage) -> Iterator[Stage]:
             with _errors(stage), open_archive(archive) as file:
                 hashed = HashedFile(file)
                 hashed.read_rest()
-            yield replace(stage, archive=archive, sha256=hashed.digest.hexdigest(), run=secrets.token_hex(8))
+            yield replace(stage, archive=archive, sha256=hashed.digest.hexdigest())
             return
         with _errors(stage):
             descriptor, archive = tempfile.mkstemp(prefix=".mmm-stage-", suffix=".tar", dir=os.getcwd())
         try:
             with _errors(stage), os.fdopen(descriptor, "wb") as file:
                 sha256 = _pack(stage.source, archive, file)
-            yield replace(stage, archive=archive, sha256=sha256, run=secrets.token_hex(8))
+            yield replace(stage, archive=archive, sha256=sha256)
         finally:
             os.unlink(archive)
 
@@ -116,12 +115,12 @@ def _check(member: tarfile.TarInfo) -> tarfile.TarInfo:
 
 
 class Copy:
-    """This host's copy of a run's environment, for one of the run's processes.
+    """This host's copy of a run's environment.
 
     Attributes:
         folder: everything that was unpacked.
         path: the environment: the only folder in it, or the folder itself, where an archive has no folder around it.
-        lock: descriptor of the folder, with a shared lock. None: removed.
+        lock: descriptor of the folder, with a lock. None: removed.
     """
 
     def __init__(self, folder: Path, lock: int) -> None:
@@ -132,20 +131,17 @@ class Copy:
         self.path = str(inside[0] if has_one_folder else folder)
 
     def remove(self) -> None:
-        """Gives up the copy. The last process that does so removes it."""
         if self.lock is None:
             return
         for number in ENDING:  # this process ends in any case, and this is what it has left to do
             signal.signal(number, signal.SIG_IGN)
-        with _alone(self.folder.parent), contextlib.suppress(BlockingIOError):
-            fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(self.folder, ignore_errors=True)
+        shutil.rmtree(self.folder, ignore_errors=True)
         os.close(self.lock)
         self.lock = None
 
 
 def unpack(stage: Stage) -> Copy:
-    """Unpacks the archive on this host's disk, unless another process of the run has done so.
+    """Unpacks the archive on this host's disk. Removes what killed runs have left there.
 
     Raises:
         LaunchError: the archive or the folder for copies is somebody else's, or the archive has changed, or is none; no
@@ -153,26 +149,34 @@ def unpack(stage: Stage) -> Copy:
     """
     with ending_raises(), _errors(stage):
         parent = own_folder(stage.to)
-        folder = parent / stage.run
-        with _alone(parent):
-            # Who unpacks has the lock of `parent`: a copy that is locked here is complete.
-            if folder.exists() and _is_locked(folder):
-                return Copy(folder, _lock(folder))
-            for path in parent.iterdir():
-                if not _is_locked(path):
-                    shutil.rmtree(path, ignore_errors=True)
-            folder.mkdir(mode=0o700)
-            try:
-                with open_archive(stage.archive) as file:
-                    check_space(file, parent)
-                    _extract(file, folder, stage.sha256)
-                copy = Copy(folder, _lock(folder))
-                _repoint(Path(copy.path), stage.source)
-                _try_python(copy.path, stage.source)
-                return copy
-            except BaseException:
-                shutil.rmtree(folder, ignore_errors=True)
-                raise
+        folder, lock = _new_folder(parent)
+        try:
+            with open_archive(stage.archive) as file:
+                _extract(file, folder, stage.sha256)
+            copy = Copy(folder, lock)
+            _repoint(Path(copy.path), stage.source)
+            _try_python(copy.path, stage.source)
+            return copy
+        except BaseException:
+            shutil.rmtree(folder, ignore_errors=True)
+            os.close(lock)
+            raise
+
+
+def _new_folder(parent: Path) -> tuple[Path, int]:
+    """A folder for a copy, and a descriptor of it with a lock."""
+    whole = open_own(parent)
+    try:
+        fcntl.flock(whole, fcntl.LOCK_EX)  # no other run looks for copies while this one has no lock
+        for path in parent.iterdir():
+            if not _is_locked(path):
+                shutil.rmtree(path, ignore_errors=True)
+        folder = Path(tempfile.mkdtemp(dir=parent))
+        lock = open_own(folder)
+        fcntl.flock(lock, fcntl.LOCK_EX)
+    finally:
+        os.close(whole)
+    return folder, lock
 
 
 def own_folder(to: str | None) -> Path:
@@ -204,16 +208,6 @@ def open_archive(path: str) -> IO[bytes]:
         os.close(descriptor)
         raise LaunchError(f"{path}: {reason}")
     return os.fdopen(descriptor, "rb")
-
-
-def check_space(archive: IO[bytes], folder: Path) -> None:
-    """Raises `LaunchError` where the archive's own size is more than what the disk has free."""
-    needed = os.fstat(archive.fileno()).st_size
-    free = shutil.disk_usage(folder).free
-    if needed > free:
-        raise LaunchError(
-            f"{needed / 1e6:,.0f} MB are needed in {folder}, and {free / 1e6:,.0f} MB are free (--stage-to)"
-        )
 
 
 def _extract(archive: IO[bytes], folder: Path, sha256: str) -> None:
@@ -279,24 +273,6 @@ def _try_python(copy: str, source: str) -> None:
         if done.returncode:
             last = (done.stderr.strip() or f"exit code {done.returncode}").splitlines()[-1]
             raise LaunchError(f"the copied Python cannot start ranks ({last}): mmm has to be installed in it")
-
-
-@contextlib.contextmanager
-def _alone(parent: Path) -> Iterator[None]:
-    """Within it, no other process of this user's makes or removes a copy on this host."""
-    folder = open_own(parent)
-    try:
-        fcntl.flock(folder, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(folder)
-
-
-def _lock(folder: Path) -> int:
-    """A descriptor of a copy's folder with a shared lock."""
-    descriptor = open_own(folder)
-    fcntl.flock(descriptor, fcntl.LOCK_SH)
-    return descriptor
 
 
 def _is_locked(path: Path) -> bool:

@@ -169,39 +169,6 @@ class Machine:
             )
         return machine
 
-    def explain(self) -> list[str]:
-        """A line a number that a prediction counts with: its value, and where it is from."""
-        names = [f.name for f in fields(self)]
-        rates = names[names.index("accelerator") : names.index("sources")]
-        return [
-            _row(name, value, self.sources.get(name, "assumed"))
-            for name in ("device", "hosts", "ranks_per_host", *rates)
-            if (value := getattr(self, name))
-        ]
-
-    def settings(self) -> list[str]:
-        """A line for each field and variable that launch goes by."""
-        names = [f.name for f in fields(self)]
-        passed = names[names.index("mpi") : names.index("env")]
-        by_launch = ["match", "scheduler", "queues", "cpus_per_host", *passed, "advice"]
-        stated = [name for name in by_launch if getattr(self, name)]
-        rows = [_row(name, getattr(self, name), self.sources.get(name, self.source)) for name in stated]
-        return rows + [_row(name, value, source) for name, (value, source) in self.variables().items()]
-
-
-def _row(name: str, value: Any, source: str) -> str:
-    return f"{name:<22} {_text(value):<14} {source}".rstrip()
-
-
-def _text(value: Any) -> str:
-    if isinstance(value, dict):
-        return ", ".join(f"{key} {_text(inner)}" for key, inner in value.items())
-    if isinstance(value, list):
-        return (", " if " " in str(value[0]) else " ").join(map(str, value))
-    if isinstance(value, str):
-        return value
-    return f"{value:,}" if isinstance(value, int) else f"{value:.4g}"
-
 
 FIELDS = {f.name: str(f.type).removesuffix(" | None") for f in fields(Machine) if f.name != "file"}  # name → type
 # Type of a field → that of the whole, and that of what is in it.

@@ -5,7 +5,9 @@ import in turn; what is worth preloading are installed packages and mmm's own mo
 """
 
 import ast
+import importlib.util
 import sys
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from importlib.machinery import ModuleSpec
 from pathlib import Path
@@ -62,7 +64,7 @@ class _Scan:
     def module(self, name: str, names: tuple[str, ...]) -> None:
         """`import name` or `from name import names`."""
         top = name.partition(".")[0]
-        if name == self.main:
+        if name in ("", self.main):
             return
         if top in OURS:
             self.found[Preload(name, tuple(n for n in names if f"{name}.{n}" != self.main))] = None
@@ -95,43 +97,39 @@ class _Scan:
             tree = ast.parse(source or "")
         except (SyntaxError, ValueError, RecursionError):
             return  # the target itself will raise it
-        self._block(tree.body, package, is_main)
-        self._names_of_ours(tree, package)
-
-    def _names_of_ours(self, tree: ast.Module, package: str) -> None:
-        """`package.name`, where `package` is one of ours: it imports the name when it is asked for."""
-        ours: dict[str, str] = {}  # as the text calls it → module
-        for node in tree.body:
-            if isinstance(node, ast.Import):
-                ours |= {alias.asname: alias.name for alias in node.names if alias.asname}
-            elif isinstance(node, ast.ImportFrom):
-                name = _absolute(node, package)
-                ours |= {alias.asname or alias.name: f"{name}.{alias.name}" for alias in node.names}
-        used: dict[str, dict[str, None]] = {}
-        for inner in ast.walk(tree):
-            if isinstance(inner, ast.Attribute) and isinstance(inner.value, ast.Name):
-                module = ours.get(inner.value.id, "")
-                if module.partition(".")[0] in OURS and find_module(module, self.first) is not None:
-                    used.setdefault(module, {})[inner.attr] = None
-        for module, names in used.items():
-            self.module(module, tuple(names))
-
-    def _block(self, body: list[ast.stmt], package: str, is_main: bool) -> None:
-        for node in body:
+        modules: dict[str, str] = {}  # as the text calls it → module
+        for node in _statements(tree.body, is_main):
             if isinstance(node, ast.Import):
                 for alias in node.names:
                     self.module(alias.name, ())
+                    modules[alias.asname or alias.name] = alias.name
             elif isinstance(node, ast.ImportFrom):
                 name = _absolute(node, package)
-                if name:
-                    self.module(name, tuple(a.name for a in node.names if a.name != "*"))
-            elif isinstance(node, ast.Try):
-                self._block(node.body, package, is_main)
-                self._block(node.orelse + node.finalbody, package, is_main)
-            elif isinstance(node, ast.With) or (
-                isinstance(node, ast.If) and is_main and ast.unparse(node.test) == MAIN_TEST
-            ):
-                self._block(node.body, package, is_main)  # any other `if` may not be taken: left to the ranks
+                self.module(name, tuple(alias.name for alias in node.names if alias.name != "*"))
+                for alias in node.names:
+                    modules[alias.asname or alias.name] = f"{name}.{alias.name}"
+        # `package.name`, where `package` is one of ours: it imports the name when it is asked for.
+        used: dict[str, list[str]] = {}
+        for inner in ast.walk(tree):
+            if isinstance(inner, ast.Attribute) and isinstance(inner.value, ast.Name):
+                module = modules.get(inner.value.id, "")
+                if module.partition(".")[0] in OURS:
+                    used.setdefault(module, []).append(inner.attr)
+        for module, names in used.items():
+            if find_module(module, self.first) is not None:
+                self.module(module, tuple(dict.fromkeys(names)))
+
+
+def _statements(body: Sequence[ast.stmt], is_main: bool) -> Iterator[ast.stmt]:
+    """The statements that are executed for certain. Any other `if` may not be taken: that is left to the ranks."""
+    for node in body:
+        yield node
+        if isinstance(node, ast.Try):
+            yield from _statements([*node.body, *node.orelse, *node.finalbody], is_main)
+        elif isinstance(node, ast.With) or (
+            isinstance(node, ast.If) and is_main and ast.unparse(node.test) == MAIN_TEST
+        ):
+            yield from _statements(node.body, is_main)
 
 
 def is_installed(top: str, spec: ModuleSpec) -> bool:
@@ -143,10 +141,8 @@ def is_installed(top: str, spec: ModuleSpec) -> bool:
 
 
 def _absolute(node: ast.ImportFrom, package: str) -> str:
-    if not node.level:
-        return node.module or ""
-    parts = package.split(".") if package else []
-    kept = parts[: len(parts) - node.level + 1]
-    if not package or len(parts) < node.level:
+    """The name of the module in `from … import`; "" where it would be above the top."""
+    try:
+        return importlib.util.resolve_name("." * node.level + (node.module or ""), package)
+    except ImportError:
         return ""
-    return ".".join([*kept, *([node.module] if node.module else [])])

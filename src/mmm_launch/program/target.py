@@ -101,13 +101,11 @@ def _check_program(target: Target) -> None:
         if len(target.command) == 1:
             raise LaunchError("python was given no module and no script, and ranks have no terminal to read from.")
         return
-    if shutil.which(name):
-        return
-    if os.path.exists(name):
-        raise LaunchError(f"{name} is no program that can be run. A Python file is started by: launch python3 {name}")
-    if find_module(name, [os.getcwd()]) is not None:
-        raise LaunchError(f"no program called {name!r} on PATH; it is a module.\n  Try: launch python3 -m {name} …")
-    raise LaunchError(f"no program called {name!r}, on PATH or as a file.")
+    if not shutil.which(name):
+        raise LaunchError(
+            f"no program called {name!r}, on PATH or as a file that can be run.\n  A Python file is started by "
+            f"launch python3 {name} …, a module by launch python3 -m {name} …"
+        )
 
 
 def _check_script(target: Target) -> None:
@@ -146,7 +144,7 @@ def find_module(name: str, first: Sequence[str] = ()) -> ModuleSpec | None:
     head, *rest = name.split(".")
     spec = PathFinder.find_spec(head, list(first)) if first else None
     if spec is None or spec.origin is None:  # a folder without __init__.py gives way to a real package further on
-        spec = next((s for f in sys.meta_path if (s := _ask(f, head)) is not None), None) or spec
+        spec = _installed(head) or spec
     for part in rest:
         folders = locations(spec)
         spec = PathFinder.find_spec(part, folders) if folders else None  # by its last name: finders use no other
@@ -173,9 +171,8 @@ def read_source(path: Path) -> str | None:
         return None
 
 
-def _ask(finder: object, name: str) -> ModuleSpec | None:
-    find_spec = getattr(finder, "find_spec", None)
+def _installed(name: str) -> ModuleSpec | None:
     try:
-        return find_spec(name, None) if find_spec else None
+        return importlib.util.find_spec(name)
     except (ImportError, AttributeError, ValueError):
         return None

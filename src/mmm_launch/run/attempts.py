@@ -11,11 +11,12 @@ failed is left out. A place is where one rank runs: a host, and a number on it, 
 With fewer than MIN ranks the run ends.
 """
 
-from mmm_launch.channel.failures import Failure, say
+from mmm_launch.channel.failures import say
 from mmm_launch.channel.link import CLOSED
 from mmm_launch.contract import SAVED_EXIT
 from mmm_launch.run.control import Run
 from mmm_launch.spec.launch_spec import LaunchSpec
+from mmm_launch.spec.options import Elastic
 
 
 class Attempts:
@@ -28,7 +29,6 @@ class Attempts:
         ranks: number of ranks of the attempt under way.
         places: host and number on it of each place that was not left out. The first `ranks` of them are in use.
         refused: numbers of ranks that CMD has refused.
-        accepted: numbers of ranks that it has run with.
     """
 
     def __init__(self, plan: LaunchSpec, retries: int | None) -> None:
@@ -42,15 +42,9 @@ class Attempts:
         for host, count in zip(plan.hosts.value, plan.counts.value, strict=True):
             self.places += [(host, number) for number in range(count)]
         if self.elastic is not None:
-            for host in self.elastic.spare:
+            for host in plan.spare:
                 self.places += [(host, number) for number in range(plan.per_host)]
         self.refused: set[int] = set()
-        self.accepted: set[int] = set()
-
-    @property
-    def may_follow(self) -> bool:
-        """Whether another attempt follows if this one fails."""
-        return self.left is None or self.left > 0
 
     def in_use(self) -> dict[str, list[int]]:
         """The places of the attempt under way: host → numbers."""
@@ -61,45 +55,32 @@ class Attempts:
 
     def go_on(self, run: Run, exit_code: int) -> bool:
         """Decide what follows an attempt that has failed. Returns False where nothing does."""
-        if self.elastic is None:
-            if not run.again or not self.may_follow:
-                return False
-            say(f"launch: exit code {exit_code}: starting again (--retries; {self.left} left)")
-            self.count_down()
-            self.number += 1
-            return True
-        if self.is_refused(run.cause):
+        if self.elastic is not None and self.number > 0 and run.cause is not None and run.cause.is_layout:
             self.refused.add(self.ranks)
             reason = f"{self.ranks} ranks do not fit"
         else:
-            if not run.again or not self.may_follow:
+            if not run.again or self.left == 0:
                 return False
-            self.accepted.add(self.ranks)
-            self.count_down()
-            self.leave_out(run)
+            if self.left is not None:
+                self.left -= 1
             reason = f"exit code {exit_code}"
-        best = self.best_number()
+            if self.elastic is not None:
+                self.leave_out(run)
+        self.number += 1
+        left = ""
+        if self.left is not None:
+            left = f" (--retries; {self.left} left)"
+        if self.elastic is None:
+            say(f"launch: {reason}: starting again{left}")
+            return True
+        best = self.best_number(self.elastic)
         if best is None:
             least = self.elastic.least
             say(f"launch: there is room for {len(self.places)} ranks, and --elastic asks for at least {least}")
             return False
         self.ranks = best
-        self.number += 1
-        left = ""
-        if self.left is not None:
-            left = f"; --retries: {self.left} left"
-        say(f"launch: {reason}: going on with {best} ranks (--elastic{left})")
+        say(f"launch: {reason}: going on with {best} ranks (--elastic){left}")
         return True
-
-    def count_down(self) -> None:
-        if self.left is not None:
-            self.left -= 1
-
-    def is_refused(self, cause: Failure | None) -> bool:
-        """Whether CMD's layout does not take this number of ranks. The first number is the user's own mistake."""
-        if cause is None or cause.report is None or cause.report.kind != "layout":
-            return False
-        return self.number > 0 and self.ranks not in self.accepted
 
     def leave_out(self, run: Run) -> None:
         """Take the places of what has failed out of use."""
@@ -121,11 +102,10 @@ class Attempts:
                 places.add(place)
         self.places = [place for place in self.places if place not in places and place[0] not in hosts]
 
-    def best_number(self) -> int | None:
+    def best_number(self, elastic: Elastic) -> int | None:
         """The largest number of ranks that the run may go on with."""
-        assert self.elastic is not None
-        most = min(self.elastic.most, len(self.places))
-        for number in range(most, self.elastic.least - 1, -1):
+        most = min(elastic.most, len(self.places))
+        for number in range(most, elastic.least - 1, -1):
             if number not in self.refused:
                 return number
         return None

@@ -108,7 +108,7 @@ class Backend(Transport):
             "at": [[address, port] for address in addresses],
             "token": self.token,
             "launcher": spec.launcher.value,
-            "port": spec.wished_port,
+            "port": int(spec.shared["MASTER_PORT"].value),
         }
         if spec.stage is not None:
             entry["stage"] = asdict(spec.stage)
@@ -191,14 +191,12 @@ class Backend(Transport):
     def join(self, host: Host, error: str) -> None:
         """A host's agent is there. error: why it cannot start ranks; "": it can."""
         wanted = self.spec.processes
-        if not error and not 0 <= host.place < wanted:
-            error = f"{self.spec.launcher.value} has started more than the {wanted} processes that were asked for"
-        elif not error and host.place in self.hosts_by_place:
-            other = self.hosts_by_place[host.place].name
-            error = f"{self.spec.launcher.value} has started process {host.place} on {other} and on {host.name}"
+        if not error and (host.place in self.hosts_by_place or not 0 <= host.place < wanted):
+            error = (
+                f"{self.spec.launcher.value} has started process {host.place} on {host.name}, and was asked for one on "
+                f"each of {wanted} hosts: its options (--launcher-args) contradict launch's."
+            )
         if error:
-            if "has started" in error:
-                error += ": its options (--launcher-args) contradict launch's."
             host.place = -1
             self.run.failed(Failure.of_user(0, error))
             return
@@ -215,7 +213,7 @@ class Backend(Transport):
         self.has_begun = True
         in_order = [self.hosts_by_place[place] for place in range(self.spec.processes)]
         variables = self.spec.variables
-        if self.spec.wished_port is not None:
+        if self.spec.shared["MASTER_PORT"].is_wish:
             variables["MASTER_PORT"] = str(in_order[0].port)  # it has rank 0
         first = 0
         for host, place in zip(in_order, places_in_spec(self.spec, in_order), strict=True):
@@ -272,9 +270,6 @@ class Backend(Transport):
             self.stop_launcher_in(REMOVAL)  # others still unpack, and end by themselves once they connect
         else:
             self.stop_launcher_in(LAUNCHER_END)
-
-    def hosts(self) -> dict[int, str]:
-        return {rank: host.name for host in self.hosts_by_place.values() for rank in host.ranks}
 
     # What is said.
 
@@ -368,14 +363,12 @@ def own_addresses(spec: LaunchSpec) -> list[str]:
     if not others:
         return ["127.0.0.1"]
     suffix = spec.machine.value.host_suffix
-    own = socket.gethostname()
     found: list[str] = []
     for name in (hosts.host_key(others[0]) + suffix, others[0]):
         with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             probe.connect((name, 9))  # sends nothing: it asks which of our addresses leads there
             found.append(probe.getsockname()[0])
-    for name in (own.partition(".")[0] + suffix, own):
-        with contextlib.suppress(OSError):
-            found.append(socket.gethostbyname(name))
+    with contextlib.suppress(OSError):
+        found.append(socket.gethostbyname(socket.gethostname()))
     real = [address for address in dict.fromkeys(found) if not address.startswith("127.")]
     return real or ["127.0.0.1"]

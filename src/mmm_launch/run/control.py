@@ -11,11 +11,9 @@ waits, in s:
 
     to SIGKILL after SIGTERM    --grace; else `SAVING` where ranks have said that they save, else `GRACE`
     after a rank has failed     `failures`: until it is known which rank failed first
-    until ranks say where they are, if they hang      `LOCATE`
     at the end of agents and of mpiexec or srun       `mmm_launch.run.backend`
 """
 
-import os
 import selectors
 import signal
 import time
@@ -26,14 +24,11 @@ from mmm_launch.channel.failures import Failure, say, signal_name
 from mmm_launch.channel.instructions import PASSED_ON
 from mmm_launch.channel.link import Message
 from mmm_launch.contract import ENDING, Report
-from mmm_launch.run import stacks
 from mmm_launch.run.output import Output
 from mmm_launch.run.waking import Clocks, Signals
-from mmm_launch.spec.walltime import Limits
 
 GRACE = 1.0  # s that ranks have between the signal that ends them and SIGKILL
 SAVING = 60.0  # s, the same of ranks that save when somebody ends the run, and no --grace says otherwise
-LOCATE = 2.0  # s for ranks to say where they are
 
 
 class Transport(ABC):
@@ -78,16 +73,8 @@ class Transport(ABC):
         """
 
     @abstractmethod
-    def hosts(self) -> dict[int, str]:
-        """The host of each rank."""
-
-    @abstractmethod
     def clean_up(self) -> None:
         """Whatever has happened, also after an error of launch's own: leave no process."""
-
-    def stop(self) -> None:
-        """Ctrl-Z: stop launch, until it is continued."""
-        os.kill(os.getpid(), signal.SIGSTOP)
 
 
 class Run:
@@ -96,7 +83,7 @@ class Run:
     Attributes:
         transport: reaches the ranks.
         total: number of ranks.
-        limits: what the command line says of time.
+        timeout: seconds without output after which the run hangs; None: it never does.
         has_ranks: ranks have been started: from now on silence counts.
         exit_code: launch's, once it is decided.
         is_over: nothing is left of the run.
@@ -107,15 +94,21 @@ class Run:
         first_at: when the first of them was looked at, `time.monotonic()`.
         again: a new start may help: no signal, no user's mistake.
         saves: ranks have said that they save when somebody ends the run.
-        grace: seconds between the signal that ends the ranks and SIGKILL; None: GRACE.
-        signalled: the signal before the job's end is out.
-        stacks: where ranks of a run that hangs are.
+        grace: seconds that --grace gives ranks to save; None: it is not given.
+        patience: seconds between the signal that ends the ranks and SIGKILL.
+        signalled: launch has passed a signal on, for the program to handle.
         output: where launch copies what ranks print, if it does.
         clocks, signals, selector: what it waits for.
     """
 
-    def __init__(self, transport: Transport, total: int, limits: Limits | None = None) -> None:
-        self.transport, self.total, self.limits = transport, total, limits or Limits()
+    def __init__(
+        self, transport: Transport, total: int, timeout: float | None = None, grace: float | None = None
+    ) -> None:
+        self.transport = transport
+        self.total = total
+        self.timeout = timeout
+        self.grace = grace
+        self.patience = GRACE
         self.has_ranks = self.is_over = False
         self.exit_code: int | None = None
         self.ended: set[int] = set()
@@ -124,20 +117,12 @@ class Run:
         self.cause: Failure | None = None
         self.first_at: float | None = None
         self.again = self.saves = self.signalled = False
-        self.grace: float | None = None
-        self.stacks: dict[int, stacks.Stack] = {}
         self.output: Output | None = None
         self.clocks, self.signals, self.selector = Clocks(), Signals(), selectors.DefaultSelector()
 
     def run(self) -> int:
         """The exit code. No process of the run is left then."""
         self.signals.take(self.selector)
-        if self.limits.signal in self.signals.ignored:
-            name = signal_name(self.limits.signal)
-            say(
-                f"launch: --signal: {name} is ignored here (a script's `launch … &` ignores SIGINT, nohup SIGHUP), so "
-                "it is by ranks that do not handle it themselves"
-            )
         try:
             self.transport.start(self)
             while not self.is_over:
@@ -184,10 +169,6 @@ class Run:
             if code != 0 and not any(failure.rank == rank for failure in self.failures):
                 self.failed(Failure.ended(rank, message["pid"], code, now, host))
             self.ended.add(rank)
-        elif "stacks" in message:
-            self.stacks.update({int(rank): tuple(stack) for rank, stack in message["stacks"].items()})
-            if self.clocks.is_set(self.located) and len(self.stacks) >= self.total - len(self.ended):
-                self.clocks.set(self.located, now)
 
     def failed(self, failure: Failure) -> None:
         self.failures.append(failure)
@@ -220,7 +201,7 @@ class Run:
         self.ends(self.cause.exit_code, again=self.cause.again and not self.signalled)
         failures.tell(self.cause, self.failures)
         if self.cause.final:
-            self.grace = self.grace_to_save()
+            self.patience = self.time_to_save()
         return self.cause
 
     def ends(self, exit_code: int, again: bool) -> None:
@@ -236,7 +217,7 @@ class Run:
 
     def end(self, number: int, reason: str = "") -> None:
         """Send the ranks signal `number`, and SIGKILL after the grace. They can read the reason when it comes."""
-        self.clocks.set(self.kill, time.monotonic() + (self.grace or GRACE))
+        self.clocks.set(self.kill, time.monotonic() + self.patience)
         self.transport.end({"end": int(number), "reason": reason})
 
     def kill(self) -> None:
@@ -257,39 +238,18 @@ class Run:
     # Clocks.
 
     def set_clocks(self) -> None:
-        """Those that change while nothing happens, or by what ranks print."""
-        hangs_at = signal_at = None
-        if self.exit_code is None:
-            if self.limits.timeout is not None and self.output is not None and self.has_ranks:
-                hangs_at = self.output.last + self.limits.timeout
-            if self.limits.signal is not None and not self.signalled:
-                signal_at = time.monotonic() + self.limits.signal_at - time.time()
+        """The clock that what ranks print sets back."""
+        hangs_at = None
+        if self.exit_code is None and self.timeout is not None and self.output is not None and self.has_ranks:
+            hangs_at = self.output.last + self.timeout
         self.clocks.set(self.hangs, hangs_at)
-        self.clocks.set(self.signal_ranks, signal_at)
 
     def hangs(self) -> None:
         """Nothing has come from any rank for too long."""
+        silence = f"no output from any rank for {self.timeout:g} s (--timeout)"
         self.ends(failures.WATCHDOG_EXIT, again=True)
-        say(f"launch: {self.silence()}: ending {self.left()}")
-        self.clocks.set(self.located, time.monotonic() + LOCATE)
-        self.transport.send({"where": True})
-
-    def located(self) -> None:
-        """The ranks have said where they are, or have had their time: say which hang, and end all."""
-        text = stacks.explain(self.stacks, self.transport.hosts())
-        if text:
-            say(text)
-        self.end(signal.SIGTERM, self.silence())
-
-    def silence(self) -> str:
-        return f"no output from any rank for {self.limits.timeout:g} s (--timeout)"
-
-    def signal_ranks(self) -> None:
-        self.signalled = True
-        number = self.limits.signal or 0
-        left = max((self.limits.job_end or 0.0) - time.time(), 0.0)
-        say(f"launch: {left:.0f} s before the job's end: {signal_name(number)} to {self.left()}")
-        self.transport.send({"signal": int(number)})
+        say(f"launch: {silence}: ending {self.left()}")
+        self.end(signal.SIGTERM, silence)
 
     def left(self) -> str:
         left = self.total - len(self.ended)
@@ -298,9 +258,8 @@ class Run:
     # Signals.
 
     def on_signal(self, number: int) -> None:
-        if number == signal.SIGTSTP:
-            self.transport.stop()
-        elif number in PASSED_ON:
+        if number in PASSED_ON:
+            self.signalled = True
             self.transport.send({"signal": number})
         elif number == signal.SIGINT and self.signals.is_second_interrupt():
             self.kill()
@@ -320,11 +279,11 @@ class Run:
                 saving += " (Ctrl-C again: at once)"
         say(f"launch: {signal_name(number)}: ending {self.left()}{saving}")
         if number != signal.SIGHUP:
-            self.grace = self.grace_to_save()
+            self.patience = self.time_to_save()
         self.end(number)
 
-    def grace_to_save(self) -> float | None:
-        """Seconds, where somebody ends the run."""
-        if self.limits.grace is None and self.saves:
-            return SAVING
-        return self.limits.grace
+    def time_to_save(self) -> float:
+        """Seconds that ranks have where somebody ends the run."""
+        if self.grace is not None:
+            return self.grace
+        return SAVING if self.saves else GRACE

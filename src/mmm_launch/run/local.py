@@ -1,13 +1,9 @@
 """The ranks of this host alone: launch has their fork server."""
 
-import os
 import selectors
-import signal
-import socket
 
 from mmm_launch.channel import failures
 from mmm_launch.channel.link import Lost, Message
-from mmm_launch.run import processes
 from mmm_launch.run.control import Run, Transport
 from mmm_launch.run.output import Output
 from mmm_launch.run.server import LEFTOVER_GRACE, ForkServer
@@ -31,7 +27,7 @@ class LocalRanks(Transport):
 
     def start(self, run: Run) -> None:
         self.run = run
-        if run.limits.timeout is not None:
+        if run.timeout is not None:
             run.output = Output(run.selector)
         self.server = ForkServer(self.spec, run.signals.ignored, run.output)
         if run.output is not None:
@@ -71,16 +67,6 @@ class LocalRanks(Transport):
         reason, code = failures.end_of_process(code)
         return f"the process that holds the ranks (pid {self.server.process.pid}) {reason}; the ranks were killed", code
 
-    def hosts(self) -> dict[int, str]:
-        return dict.fromkeys(range(self.run.total), socket.gethostname())
-
     def clean_up(self) -> None:
         if hasattr(self, "server"):
             self.server.close()
-
-    def stop(self) -> None:
-        """Ctrl-Z: stop the ranks and launch, until launch is continued. The fork server goes on, to notice its end."""
-        ranks = self.server.others()
-        processes.send(ranks, signal.SIGSTOP)
-        os.kill(os.getpid(), signal.SIGSTOP)
-        processes.send(ranks, signal.SIGCONT)

@@ -1,12 +1,13 @@
 """Copies what ranks print to launch's own stdout and stderr, where launch has to know that something was printed."""
 
 import contextlib
+import errno
 import os
 import select
 import selectors
 import time
 
-from mmm_launch import streams
+from mmm_launch.channel.failures import say
 
 CHUNK = 1 << 16
 DRAIN = 1.0  # s for the rest
@@ -57,9 +58,13 @@ class Output:
 
 
 def write(fd: int, data: bytes) -> None:
-    """All of `data`; from the first error on nothing is written."""
+    """All of `data`; from the first error on what is written to `fd` is lost."""
     try:
         while data:
             data = data[os.write(fd, data) :]
     except OSError as error:
-        streams.lose(fd, error)
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, fd)
+        os.close(null)
+        if error.errno != errno.EPIPE:
+            say(f"launch: what is printed cannot be written from here on: {error.strerror}")

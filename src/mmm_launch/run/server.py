@@ -74,10 +74,6 @@ class ForkServer:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.process.pid, signal.SIGKILL)
 
-    def others(self) -> list[int]:
-        """All processes of its ranks."""
-        return [pid for pid in processes.of_run(self.process.pid, self.marker) if pid != self.process.pid]
-
     def finish(self, grace: float) -> int:
         """The connection to it has ended: wait for it, and end what its ranks have left. Returns its exit code.
 

@@ -21,17 +21,6 @@ def cpu_list(text: str) -> list[int]:
     return found
 
 
-def as_text(cpus: Sequence[int]) -> str:
-    """The inverse of `cpu_list`: 0, 1, 2, 3, 8 → `0-3,8`."""
-    parts: list[list[int]] = []
-    for cpu in sorted(cpus):
-        if parts and parts[-1][1] == cpu - 1:
-            parts[-1][1] = cpu
-        else:
-            parts.append([cpu, cpu])
-    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in parts)
-
-
 def check(bind: str) -> None:
     """Raises `LaunchError` unless launch can bind ranks by `bind` itself."""
     if bind in ("none", "cores"):
@@ -65,26 +54,14 @@ def split(bind: str, ranks: int, allowed: Sequence[int] | None = None, system: P
         if not each:
             raise LaunchError(f"--cpu-bind cores: {ranks} ranks on this host, but {len(cores)} cores.")
         starts = range(0, each * ranks, each)
-        return [as_text([cpu for core in cores[start : start + each] for cpu in core]) for start in starts]
+        return [",".join(str(cpu) for core in cores[start : start + each] for cpu in core) for start in starts]
     parts = bind.partition(":")[2].split(":")
     if len(parts) < ranks:
         raise LaunchError(f"--cpu-bind {bind}: CPUs for {len(parts)} ranks, but there are {ranks} on this host.")
     for part in parts[:ranks]:
         if not set(cpu_list(part)) <= set(allowed):
-            raise LaunchError(f"--cpu-bind {bind}: this process may not use all CPUs {part}, only {as_text(allowed)}.")
+            raise LaunchError(f"--cpu-bind {bind}: this process may not use all CPUs {part}.")
     return list(parts[:ranks])
-
-
-def set_threads(shared: dict[str, str], ranks: Sequence[dict[str, str]], threads: Sequence[int]) -> None:
-    """Put OMP_NUM_THREADS into `shared`, the variables of all ranks of this host; into a rank's own if it has fewer.
-
-    Libraries read it when they are loaded, which is before the fork, in the fork server: it gets what is shared.
-    """
-    most = max(threads)
-    shared["OMP_NUM_THREADS"] = str(most)
-    for rank, number in zip(ranks, threads, strict=True):
-        if number != most:
-            rank["OMP_NUM_THREADS"] = str(number)
 
 
 def _cores(allowed: Sequence[int], system: Path) -> list[list[int]]:

@@ -2,14 +2,18 @@
 
 import os
 import platform
+import socket
 import sys
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
+from mmm_launch.cores import usable_cores
+from mmm_launch.errors import LaunchError
 from mmm_launch.program.target import Target
 from mmm_launch.spec import accelerators, binding, stage
 
+SELF_TIMEOUT = 5.0  # s for this host to reach itself
+THREADS = "OMP_NUM_THREADS"
 FORKABLE = "one process imports, then forks the ranks"
 
 
@@ -37,29 +41,50 @@ def make(target: Target, command: dict[str, Any], build: str | None = None) -> H
     Args:
         build: stands in for that of the installed torch.
     """
-    shared, count = dict(command["shared"]), command["count"]
+    shared = dict(command["shared"])
+    count = command["count"]
+    if command["first"] == 0 and shared["WORLD_SIZE"] != "1":
+        check_master(shared["MASTER_ADDR"], int(shared["MASTER_PORT"]))
     cpus: list[str | None] = [None] * count
     if command["bind"]:
         cpus = binding.split(command["bind"], count)
+    cores = max(1, usable_cores() // count)
     ranks: list[dict[str, str]] = []
     threads: list[int] = []
     for local_rank, own_cpus in enumerate(cpus):
         rank = {"RANK": str(command["first"] + local_rank), "LOCAL_RANK": str(local_rank)}
-        own_threads = max(1, available_cores() // count)
-        if own_cpus is not None:
+        if own_cpus is None:
+            threads.append(cores)
+        else:
             rank[binding.CPUS_VARIABLE] = own_cpus
-            own_threads = len(binding.cpu_list(own_cpus))
+            threads.append(len(binding.cpu_list(own_cpus)))
         if local_rank < len(command["device_order"]):
             rank[command["device_variable"]] = str(command["device_order"][local_rank])
         ranks.append(rank)
-        threads.append(command["threads"] or own_threads)
-    if "OMP_NUM_THREADS" not in shared:
-        binding.set_threads(shared, ranks, threads)
+    if THREADS not in shared:
+        # Libraries read it when they are loaded, which is before the fork, in the fork server: it gets what is shared.
+        shared[THREADS] = str(max(threads))
+        for rank, number in zip(ranks, threads, strict=True):
+            rank[THREADS] = str(number)
     fork, why = start_method(target, command["prefork"], command["device"], build)
     spec = HostSpec(target, shared, ranks, fork, why)
     if "stage" in command:
         return from_copy(spec, **command["stage"])
     return spec
+
+
+def check_master(address: str, port: int) -> None:
+    """Raises `LaunchError` where rank 0, on this host, cannot listen where the others will look for it."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    try:
+        with socket.create_server((address, port), family=family) as server:
+            socket.create_connection(server.getsockname()[:2], timeout=SELF_TIMEOUT).close()
+    except OSError as error:
+        raise LaunchError(
+            f"rank 0 on {socket.gethostname()} cannot be reached at {address}:{port}: {error.strerror or error}.\n"
+            "  Set MASTER_ADDR to a name or address of that host that all hosts know, and MASTER_PORT to a free port; "
+            "or unset them. 127.0.0.1 needs a loopback interface that is up (as root: ip link set lo up)."
+        ) from None
 
 
 def from_copy(plan: HostSpec, source: str, copy: str) -> HostSpec:
@@ -70,16 +95,6 @@ def from_copy(plan: HostSpec, source: str, copy: str) -> HostSpec:
         target = replace(target, command=(first, *target.command[1:]))
     changed = stage.environment({**os.environ, **plan.shared}, source, copy)
     return replace(plan, target=target, python=python, shared=plan.shared | changed)
-
-
-def available_cores() -> int:
-    """Cores this process may use: its affinity, less where a control group's quota gives less."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    try:
-        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
-        return max(1, min(cores, int(quota) // int(period))) if quota != "max" else cores
-    except (OSError, ValueError):
-        return cores
 
 
 def start_method(target: Target, prefork: bool, device: str | None, build: str | None = None) -> tuple[bool, str]:

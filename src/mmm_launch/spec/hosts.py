@@ -143,7 +143,6 @@ class Job:
         why: for each value that was found, the variable it came from.
         tasks: what the job asked for on each of `hosts`; empty where it did not say.
         gpus_per_host: None where the scheduler does not say.
-        end_time: seconds since 1970 at which the scheduler ends the job.
         hostfile: the scheduler's own file with each host once, if it wrote one.
         notes: what was also found, and not used.
     """
@@ -154,7 +153,6 @@ class Job:
     why: dict[str, str] = field(default_factory=dict)
     tasks: tuple[int, ...] = ()
     gpus_per_host: int | None = None
-    end_time: float | None = None
     hostfile: str | None = None
     notes: tuple[str, ...] = ()
 

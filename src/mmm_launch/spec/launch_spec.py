@@ -1,7 +1,7 @@
 """What is to be started, on this host alone or on many; each value with where it came from."""
 
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from mmm_launch.machines.machine import Machine
@@ -31,17 +31,17 @@ class LaunchSpec:
     Attributes:
         launcher: `LOCAL`; "srun", "hydra", "pals" or "openmpi".
         hosts: those used, in order. counts: how many ranks each has; the first has ranks 0 … counts[0] − 1.
-        device: torch's device type, where one was chosen or found.
-        shared: variables for every rank, `settings` too.
+        device: torch's device type, where one was chosen or found. devices: how many a host has.
+        shared: variables for every rank.
         threads: OMP_NUM_THREADS; None: of the cores that ranks have.
         prefork: whether ranks may be forked.
         bind: how launch binds ranks to CPUs; None: it does not.
         notes: said before the start.
         command: the launcher backend's whole command line.
         machine: the known machine's data, or the empty `Machine`.
-        settings: its variables for every rank. device_order: its devices for local rank 0, 1, … of a host.
+        device_order: its devices for local rank 0, 1, … of a host.
         environ: what the launcher backend itself gets on top of launch's environment.
-        elastic: what --elastic asks for.
+        elastic: what --elastic asks for. spare: hosts that take the place of lost ones.
         places: of a later attempt of an elastic run, the numbers on each host of the places in use; empty: the first.
     """
 
@@ -52,19 +52,19 @@ class LaunchSpec:
     counts: Value[tuple[int, ...]]
     device: Value[str | None]
     shared: dict[str, Value[str]]
-    threads: Value[int | None]
+    threads: Value[str | None]
     prefork: bool
     bind: Value[str | None]
     notes: tuple[str, ...]
     stage: Stage | None
-    machine: Value[Machine] = field(default_factory=lambda: Value(Machine(""), ""))
-    command: list[str] = field(default_factory=list)
-    accelerators: Value[str] = Value("", "")
-    settings: dict[str, str] = field(default_factory=dict)
-    device_order: list[int] = field(default_factory=list)
-    environ: dict[str, str] = field(default_factory=dict)
-    elastic: Elastic | None = None
-    places: tuple[list[int], ...] = ()
+    machine: Value[Machine]
+    command: list[str]
+    devices: Value[int | None]
+    device_order: list[int]
+    environ: dict[str, str]
+    elastic: Elastic | None
+    spare: tuple[str, ...]
+    places: tuple[list[int], ...]
 
     @property
     def is_local(self) -> bool:
@@ -75,11 +75,6 @@ class LaunchSpec:
     def variables(self) -> dict[str, str]:
         """Those of `shared`, for the ranks."""
         return {name: variable.value for name, variable in self.shared.items()}
-
-    @property
-    def wished_port(self) -> int | None:
-        """MASTER_PORT where the host of rank 0 may have another; None: it has been given, or is known to be free."""
-        return int(self.shared["MASTER_PORT"].value) if self.shared["MASTER_PORT"].is_wish else None
 
     @property
     def ranks(self) -> int:
@@ -123,7 +118,6 @@ class LaunchSpec:
             "device": self.device.value,
             "bind": self.bind.value,
             "prefork": self.prefork,
-            "threads": self.threads.value,
             "shared": shared | {"LOCAL_WORLD_SIZE": str(count)},
             "device_variable": variable,
             "device_order": order,

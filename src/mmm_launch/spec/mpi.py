@@ -4,7 +4,6 @@ import re
 import shutil
 import subprocess
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 
 from mmm_launch.errors import LaunchError
 from mmm_launch.spec.hosts import is_here
@@ -13,7 +12,6 @@ AGENT_VARIABLE = "MMM_CLUSTER"  # where the agents find launch, JSON: {"at": [[a
 PATTERNS = {"openmpi": r"open ?mpi|openrte|prrte", "hydra": r"hydra|mpich|intel\(r\) mpi", "pals": r"\bpals\b"}
 FLAVOURS = tuple(PATTERNS)
 VERSION_TIMEOUT = 20.0  # s; an mpiexec on a busy file system
-LONGEST = 100_000  # characters of a list of hosts on a command line; Linux ends at 131,071
 
 # Open MPI carries no variable to other hosts unless told to. These prefixes are what programs read; launch's own values
 # come over launch's own connection.
@@ -23,26 +21,6 @@ CARRIED = (
     *("NCCL_", "RCCL_", "GLOO_", "CCL_", "UCX_", "FI_"),
     *("CUDA_", "HIP_", "ROCR_", "HSA_", "ZE_", "ONEAPI_"),
 )
-
-
-@dataclass(frozen=True)
-class Request:
-    """What mpiexec or srun is to start: one process on each of `hosts`.
-
-    Attributes:
-        hostfile: a file with exactly these hosts, each once.
-        subset: these are not all of the job's hosts.
-        env: variables in the environment of mpiexec, which every rank gets. `ps` shows words to everybody.
-        environ: launch's own environment.
-        more: words of --launcher-args.
-    """
-
-    hosts: Sequence[str]
-    hostfile: str | None = None
-    subset: bool = False
-    env: Mapping[str, str] = field(default_factory=dict)
-    environ: Mapping[str, str] = field(default_factory=dict)
-    more: Sequence[str] = ()
 
 
 def find(name: str | None, environ: Mapping[str, str]) -> str:
@@ -57,8 +35,8 @@ def find(name: str | None, environ: Mapping[str, str]) -> str:
     )
 
 
-def flavour(mpiexec: str) -> tuple[str | None, str]:
-    """Which MPI's it is, by what `mpiexec --version` prints, and that line. None: not one that is known."""
+def version_of(mpiexec: str) -> str:
+    """What `mpiexec --version` prints. Raises `LaunchError`."""
     try:
         done = subprocess.run(
             [mpiexec, "--version"],
@@ -70,7 +48,7 @@ def flavour(mpiexec: str) -> tuple[str | None, str]:
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         raise LaunchError(f"{mpiexec} --version does not run: {error}") from None
-    return read_version(done.stdout + "\n" + done.stderr)
+    return f"{done.stdout}\n{done.stderr}"
 
 
 def read_version(text: str) -> tuple[str | None, str]:
@@ -83,40 +61,43 @@ def read_version(text: str) -> tuple[str | None, str]:
     return None, lines[0] if lines else "nothing"
 
 
-def line(kind: str, mpiexec: str, request: Request) -> list[str]:
-    """The words before the command that every process runs. launch binds ranks, mpiexec does not."""
+def line(
+    kind: str,
+    mpiexec: str,
+    hosts: Sequence[str],
+    hostfile: str | None,
+    env: Mapping[str, str],
+    environ: Mapping[str, str],
+) -> list[str]:
+    """The words before the command that every process runs: one on each host. launch binds ranks, mpiexec does not.
+
+    Args:
+        hostfile: a file with exactly these hosts, each once.
+        env: variables in the environment of mpiexec, which every rank gets. `ps` shows words to everybody.
+        environ: launch's own environment.
+    """
     if kind == "openmpi":
-        slots = [f"{host}:1" for host in request.hosts]
-        words = ["--host", joined(slots), "--map-by", "slot", "--bind-to", "none"]
-        for name in carried(request):
+        slots = [f"{host}:1" for host in hosts]
+        words = ["--host", ",".join(slots), "--map-by", "slot", "--bind-to", "none"]
+        for name in carried(hosts, env, environ):
             words += ["-x", name]
     else:
         # hydra, and PALS, which spells some words in another way. Both pass their own environment on.
         words = ["-ppn", "1"]
-        if request.hostfile is not None:
-            words += ["-f" if kind == "hydra" else "--hostfile", request.hostfile]
+        if hostfile is not None:
+            words += ["-f" if kind == "hydra" else "--hostfile", hostfile]
         else:
-            words += ["-hosts" if kind == "hydra" else "--hosts", joined(request.hosts)]
+            words += ["-hosts" if kind == "hydra" else "--hosts", ",".join(hosts)]
         if kind == "pals":
             words += ["--cpu-bind", "none"]
-    return [mpiexec, "-n", str(len(request.hosts)), *words, *request.more]
+    return [mpiexec, "-n", str(len(hosts)), *words]
 
 
-def carried(request: Request) -> list[str]:
+def carried(hosts: Sequence[str], env: Mapping[str, str], environ: Mapping[str, str]) -> list[str]:
     """The variables that Open MPI is told to carry to other hosts."""
-    names = list(request.env)
-    if not all(map(is_here, request.hosts)):
-        for name in sorted({*request.environ, AGENT_VARIABLE}):
-            if name.startswith(CARRIED) and name not in request.env:
+    names = list(env)
+    if not all(map(is_here, hosts)):
+        for name in sorted({*environ, AGENT_VARIABLE}):
+            if name.startswith(CARRIED) and name not in env:
                 names.append(name)
     return names
-
-
-def joined(names: Sequence[str]) -> str:
-    hosts = ",".join(names)
-    if len(hosts) > LONGEST:
-        raise LaunchError(
-            f"the list of hosts has {len(hosts)} characters, more than fit on a command line. Write each "
-            "host once into a file and give --hostfile FILE."
-        )
-    return hosts

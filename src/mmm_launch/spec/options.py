@@ -1,4 +1,4 @@
-"""launch's command line: its options, and how they are told from CMD's."""
+"""launch's command line: its options, and CMD."""
 
 import argparse
 import re
@@ -7,60 +7,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NoReturn
 
-from mmm_launch.errors import LaunchError
-from mmm_launch.spec import hosts, mpi, scheduler, stage
+from mmm_launch.errors import LaunchError, did_you_mean
+from mmm_launch.spec import hosts, mpi, scheduler
 from mmm_launch.spec.stage import Stage
 
-
-@dataclass(frozen=True)
-class Elastic:
-    """What --elastic asks for.
-
-    Attributes:
-        least, most: numbers of ranks that the run may go on with. It begins with the most.
-        spare: hosts that take the place of those that are lost.
-    """
-
-    least: int
-    most: int
-    spare: tuple[str, ...] = ()
-
-    def __str__(self) -> str:
-        return f"{self.least} to {self.most} ranks" + (f"; spare: {' '.join(self.spare)}" if self.spare else "")
-
-
-def elastic_of(words: str | None, spare: str | None, nproc: int | None, retries: int | None) -> Elastic | None:
-    """What the command line asks for; None where it is not asked for. Raises `LaunchError`."""
-    if words is None:
-        if spare is not None:
-            raise LaunchError("--spare-hosts is of --elastic MIN:MAX, which is not given.")
-        return None
-    match = re.fullmatch(r"(\d+):(\d+)", words)
-    if match is None:
-        raise LaunchError(f"--elastic {words}: write MIN:MAX, the fewest and the most ranks, such as 2:8.")
-    least, most = int(match[1]), int(match[2])
-    if not 1 <= least <= most:
-        raise LaunchError(f"--elastic {words}: MIN has to be from 1 to MAX.")
-    if nproc not in (None, most):
-        raise LaunchError(f"-n {nproc} --elastic {words}: it begins with MAX ranks. Leave -n out.")
-    if retries == 0:
-        raise LaunchError(f"--retries 0 --elastic {words}: the run could not go on.")
-    return Elastic(least, most, tuple(hosts.parse_list(spare)) if spare else ())
-
-
-def check_spare_hosts(spare: Sequence[str], used: Sequence[str], of_job: Sequence[str]) -> None:
-    """Raise `LaunchError` where --spare-hosts are none."""
-    short = {hosts.host_key(name) for name in of_job}
-    for name in spare:
-        if name in used:
-            raise LaunchError(f"--spare-hosts {','.join(spare)}: {name} is to have ranks from the beginning.")
-        if short and hosts.host_key(name) not in short:
-            raise LaunchError(f"--spare-hosts {','.join(spare)}: {name} is not among the job's hosts.")
-
-
+LONGEST = 1e9  # s
 DEVICES = ("cpu", "cuda", "xpu", "mps")
 SET_BY_LAUNCH = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-MAX_RANKS = 4096  # on one host
 EPILOG = """\
 CMD is started once per rank, with RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT and
 OMP_NUM_THREADS set. `python` and `python3` mean the interpreter that launch is installed in; it imports torch once
@@ -74,45 +27,87 @@ examples:
   launch -n 2 --device cpu python3 train.py --lr 0.1
   launch --dry-run python3 -m mmm.examples.fsdp_tp
   launch --hosts node1,node2 -ppn 4 python3 -m mmm.examples.fsdp_tp --tpsize 4
-  launch --timeout 600 --retries 2 --signal USR1@120 python3 train.py
+  launch --timeout 600 --retries 2 python3 train.py
 """
 
 
 @dataclass(frozen=True)
-class LaunchOptions:
-    """What the command line asks for; None or empty: not said."""
+class Elastic:
+    """What --elastic asks for.
 
+    Attributes:
+        least, most: numbers of ranks that the run may go on with. It begins with the most.
+    """
+
+    least: int
+    most: int
+
+    def __str__(self) -> str:
+        return f"{self.least}:{self.most}"
+
+
+@dataclass
+class LaunchOptions:
+    """What the command line asks for. None or empty: it does not say.
+
+    Attributes:
+        command: CMD and its arguments.
+        attempt: number of the attempt, from 0.
+        places: of a later attempt of an elastic run, host → its places in use.
+        archive: what hosts unpack, once --stage's archive is written.
+    """
+
+    command: list[str] = field(default_factory=list)
     nproc: int | None = None
-    per_host: int | None = None
+    device: str | None = None
+    no_prefork: bool = False
+    cpu_bind: str | None = None
+    variables: list[tuple[str, str]] = field(default_factory=list)
+    timeout: float | None = None
+    retries: int | None = None
+    elastic: Elastic | None = None
+    grace: float | None = None
+    dry_run: bool = False
+    ppn: int | None = None
     nhosts: int | None = None
     hosts: str | None = None
     hostfile: str | None = None
+    spare_hosts: str | None = None
     scheduler: str | None = None
     site: str | None = None
     mpiexec: str | None = None
     mpi: str | None = None
-    launcher_args: tuple[str, ...] = ()
-    cpu_bind: str | None = None
-    env: dict[str, str] = field(default_factory=dict)
-    device: str | None = None
-    prefork: bool = True
-    stage: Stage | None = None
+    launcher_args: list[str] = field(default_factory=list)
+    start_timeout: float = 300.0
+    stage: str | None = None
+    stage_to: str | None = None
     attempt: int = 0
-    elastic: Elastic | None = None
-    places: dict[str, list[int]] = field(default_factory=dict)  # of a later attempt: host → its places in use
+    places: dict[str, list[int]] = field(default_factory=dict)
+    archive: Stage | None = None
 
     @property
-    def spare(self) -> tuple[str, ...]:
-        return self.elastic.spare if self.elastic is not None else ()
+    def env(self) -> dict[str, str]:
+        """The variables of --env."""
+        return dict(self.variables)
+
+    @property
+    def spare(self) -> list[str]:
+        """The hosts of --spare-hosts."""
+        return list(hosts.parse_list(self.spare_hosts)) if self.spare_hosts else []
 
 
-class _Parser(argparse.ArgumentParser):
+class Parser(argparse.ArgumentParser):
+    """Raises `LaunchError` in place of leaving the program."""
+
     def error(self, message: str) -> NoReturn:
-        raise LaunchError(message)
+        unknown = message.removeprefix("unrecognized arguments: ").partition(" ")[0]
+        hint = did_you_mean(unknown, self._option_string_actions)
+        raise LaunchError(f"{message}.{hint} launch's options come before CMD; launch --help has them.")
 
 
-def parser() -> argparse.ArgumentParser:
-    made = _Parser(
+def parser() -> Parser:
+    """The parser of launch's command line. Its namespace is `LaunchOptions`."""
+    made = Parser(
         prog="launch",
         usage="launch [OPTIONS] CMD …",
         description="Start CMD as the ranks of one distributed program.",
@@ -120,55 +115,47 @@ def parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    _add_run(made)
-    _add_cluster(made)
-    return made
-
-
-def _add_run(made: argparse.ArgumentParser) -> None:
-    """What a run takes on one host, too."""
+    made.add_argument("command", nargs=argparse.REMAINDER, metavar="CMD", help="what each rank runs")
     made.add_argument(
-        "-n", "--nproc", metavar="N", help="ranks to start (default: one per accelerator; without any, 4 on the CPU)"
+        "-n",
+        "--nproc",
+        metavar="N",
+        type=positive,
+        help="ranks to start (default: one per accelerator; without any, 4 on the CPU)",
     )
     made.add_argument("--device", choices=DEVICES, help="device type the ranks use (default: what is found)")
     made.add_argument("--no-prefork", action="store_true", help="start each rank as a new process with its own imports")
+    made.add_argument("--cpu-bind", metavar="HOW", help="none, cores, or list:0-3:4-7:… (CPUs of local rank 0, 1, …)")
     made.add_argument(
-        "--cpu-bind",
-        metavar="HOW",
-        help="none, cores, or list:0-3:4-7:… (CPUs of local rank 0, 1, …)",
+        "--env",
+        metavar="K=V",
+        dest="variables",
+        action="append",
+        type=variable,
+        help="a variable for every rank; repeatable",
     )
-    made.add_argument("--env", metavar="K=V", action="append", default=[], help="a variable for every rank; repeatable")
-    made.add_argument("--timeout", metavar="S", help="end a run that has printed nothing for S seconds")
-    made.add_argument("--retries", metavar="N", help="start CMD again after a failure, up to N times (default: 0)")
+    made.add_argument("--timeout", metavar="S", type=seconds, help="end a run that has printed nothing for S seconds")
+    made.add_argument(
+        "--retries", metavar="N", type=count, help="start CMD again after a failure, up to N times (default: 0)"
+    )
     made.add_argument(
         "--elastic",
         metavar="MIN:MAX",
+        type=elastic,
         help="begin with MAX ranks; go on from the last checkpoint with those that are left, if there are MIN",
     )
     made.add_argument(
-        "--signal", metavar="NAME@S", help="send every rank signal NAME (USR1, TERM, …) S seconds before the job's end"
-    )
-    made.add_argument("--walltime", metavar="HH:MM:SS", help="when the job ends, from now on, for --signal")
-    made.add_argument(
-        "--stage",
-        metavar="PATH",
-        help="unpack this environment (a folder, or a tar file) on every host; ranks run from it",
-    )
-    made.add_argument("--stage-to", metavar="DIR", help="where to on each host (default: its temporary folder)")
-    made.add_argument(
         "--grace",
         metavar="S",
+        type=seconds,
         help="seconds that ranks have to save when Ctrl-C or SIGTERM ends launch (default: 60 if they save, else 1)",
     )
     made.add_argument(
         "--dry-run", "--explain", action="store_true", help="print what would be started and why, and start nothing"
     )
-
-
-def _add_cluster(made: argparse.ArgumentParser) -> None:
     many = made.add_argument_group("on a cluster")
-    many.add_argument("-ppn", "--ppn", metavar="N", help="ranks on each host")
-    many.add_argument("-N", "--nhosts", metavar="N", help="use the first N hosts")
+    many.add_argument("-ppn", "--ppn", metavar="N", type=positive, help="ranks on each host")
+    many.add_argument("-N", "--nhosts", metavar="N", type=positive, help="use the first N hosts")
     many.add_argument("--hosts", metavar="A,B", help="these hosts (of the job, inside one)")
     many.add_argument("--hostfile", metavar="FILE", help="the hosts in FILE, one a line")
     many.add_argument("--spare-hosts", metavar="C,D", help="with --elastic: hosts that take the place of lost ones")
@@ -178,88 +165,77 @@ def _add_cluster(made: argparse.ArgumentParser) -> None:
     many.add_argument("--site", metavar="NAME", help="use a known machine's data whatever the environment says")
     many.add_argument("--mpiexec", metavar="PATH", help="the mpiexec to use (also inside a Slurm job)")
     many.add_argument("--mpi", choices=mpi.FLAVOURS, help="what kind it is, if --version does not tell")
-    many.add_argument("--launcher-args", metavar="'…'", default="", help="further words for mpiexec or srun")
-    many.add_argument("--start-timeout", metavar="S", default="300", help="seconds until all ranks have to be there")
-
-
-def split(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """launch's own options, which come first, and CMD with everything after it. Raises `LaunchError` on others."""
-    known = {option: action for action in parser()._actions for option in action.option_strings}
-    place, given = 0, list[str]()
-    while place < len(words) and words[place].startswith("-") and words[place] not in ("-", "--"):
-        word = words[place]
-        name = word.partition("=")[0]
-        if name not in known and not re.fullmatch(r"-[nN]\d+", word):
-            hint = "\n  -m is python's: launch python3 -m MODULE …" if name == "-m" else ""
-            raise LaunchError(f"unknown option {name}. launch's options come before CMD; launch --help has them.{hint}")
-        takes_value = name in known and known[name].nargs is None and "=" not in word
-        if takes_value and word.startswith("--") and place + 1 < len(words):
-            given.append(f"{word}={words[place + 1]}")  # argparse takes no value that begins with -
-        else:
-            given += words[place : place + 1 + takes_value]
-        place += 1 + takes_value
-    rest = list(words[place:])
-    return given, rest[1:] if rest[:1] == ["--"] else rest
-
-
-def launch_options(args: argparse.Namespace) -> LaunchOptions:
-    """The options that say where ranks run, checked one by one. Raises `LaunchError`."""
-    try:
-        more = tuple(shlex.split(args.launcher_args))
-    except ValueError as error:
-        raise LaunchError(f"--launcher-args {args.launcher_args!r}: {error}.") from None
-    nproc, retries = count("-n", args.nproc), count("--retries", args.retries, least=0)
-    wanted = elastic_of(args.elastic, args.spare_hosts, nproc, retries)
-    return LaunchOptions(
-        nproc=nproc if wanted is None else wanted.most,
-        per_host=count("-ppn", args.ppn),
-        nhosts=count("-N", args.nhosts),
-        hosts=args.hosts,
-        hostfile=args.hostfile,
-        scheduler=args.scheduler,
-        site=args.site,
-        mpiexec=args.mpiexec,
-        mpi=args.mpi,
-        launcher_args=more,
-        cpu_bind=args.cpu_bind,
-        env=dict(_variable(text) for text in args.env),
-        device=args.device,
-        prefork=not args.no_prefork,
-        stage=stage.from_words(args.stage, args.stage_to),
-        elastic=wanted,
+    many.add_argument("--launcher-args", metavar="'…'", type=shlex.split, help="further words for mpiexec or srun")
+    many.add_argument("--start-timeout", metavar="S", type=seconds, help="until all hosts are there (default: 300)")
+    many.add_argument(
+        "--stage", metavar="PATH", help="unpack this environment (a folder, or a tar file) on every host; ranks run it"
     )
+    many.add_argument("--stage-to", metavar="DIR", help="where to on each host (default: its temporary folder)")
+    return made
 
 
-def count(name: str, text: str | None, least: int = 1) -> int | None:
-    if text is None:
-        return None
-    if not re.fullmatch(r"-?\d+", text) or int(text) < least:
-        raise LaunchError(f"{name} {text}: it has to be a whole number, at least {least}.")
+def parse(words: Sequence[str]) -> LaunchOptions:
+    """Read a command line. Raises `LaunchError`."""
+    options = parser().parse_args(words, namespace=LaunchOptions())
+    if options.command[:1] == ["--"]:
+        del options.command[0]
+    if options.elastic is not None:
+        if options.nproc not in (None, options.elastic.most):
+            raise LaunchError(f"-n {options.nproc} --elastic {options.elastic}: leave -n out")
+        options.nproc = options.elastic.most
+    elif options.spare_hosts is not None:
+        raise LaunchError("--spare-hosts is of --elastic MIN:MAX, which is not given.")
+    if options.stage_to is not None and options.stage is None:
+        raise LaunchError("--stage-to: there is no --stage PATH to copy.")
+    return options
+
+
+def recorded(words: Sequence[str], options: LaunchOptions) -> str:
+    """A command line for records: the variables of --env are named, their values are not told."""
+    untold = {}
+    for name, value in options.variables:
+        untold[f"{name}={value}"] = f"{name}=…"
+        untold[f"--env={name}={value}"] = f"--env={name}=…"
+    own = words[: len(words) - len(options.command)]
+    return shlex.join(["launch", *(untold.get(word, word) for word in own), *options.command])
+
+
+# Types of options: argparse says which option a text is not for.
+
+
+def count(text: str) -> int:
+    if not re.fullmatch(r"[0-9]+", text):
+        raise argparse.ArgumentTypeError(f"{text} is not a whole number, at least 0")
     return int(text)
 
 
-def seconds(name: str, text: str | None) -> float | None:
-    if text is None:
-        return None
+def positive(text: str) -> int:
+    if not re.fullmatch(r"[0-9]+", text) or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not a whole number, at least 1")
+    return int(text)
+
+
+def seconds(text: str) -> float:
     try:
         value = float(text)
     except ValueError:
         value = 0.0
-    if not 0 < value < 1e9:
-        raise LaunchError(f"{name} {text}: it has to be a number of seconds, greater than 0.")
+    if not 0 < value < LONGEST:
+        raise argparse.ArgumentTypeError(f"{text} is not a number of seconds, greater than 0")
     return value
 
 
-def untold(words: Sequence[str]) -> list[str]:
-    """A command line for records: the variables of `--env` are named, their values are not told."""
-    given, command = split(words)
-    return [*(re.sub(r"^(--env=[^=]*=).*", r"\1…", word, flags=re.DOTALL) for word in given), *command]
+def elastic(text: str) -> Elastic:
+    match = re.fullmatch(r"(\d+):(\d+)", text)
+    if match is None or not 1 <= int(match[1]) <= int(match[2]):
+        raise argparse.ArgumentTypeError(f"{text} is not MIN:MAX, the fewest and the most ranks, such as 2:8")
+    return Elastic(int(match[1]), int(match[2]))
 
 
-def _variable(text: str) -> tuple[str, str]:
+def variable(text: str) -> tuple[str, str]:
     name, equals, value = text.partition("=")
     if not equals or not re.fullmatch(r"[A-Za-z_]\w*", name):
-        raise LaunchError(f"--env {text}: write NAME=VALUE.")
+        raise argparse.ArgumentTypeError(f"{text} is not NAME=VALUE")
     if name in SET_BY_LAUNCH:
-        raise LaunchError(f"--env {text}: {name} is what launch sets.")
+        raise argparse.ArgumentTypeError(f"{name} is what launch sets")
     return name, value

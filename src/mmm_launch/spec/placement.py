@@ -14,7 +14,10 @@ from dataclasses import dataclass
 from mmm_launch.errors import LaunchError
 from mmm_launch.spec import hosts
 from mmm_launch.spec.hosts import Job, spread
-from mmm_launch.spec.options import MAX_RANKS, LaunchOptions
+from mmm_launch.spec.launch_spec import Value
+from mmm_launch.spec.options import LaunchOptions
+
+MAX_RANKS = 4096  # on one host
 
 
 @dataclass(frozen=True)
@@ -27,50 +30,54 @@ class Placement:
     notes: tuple[str, ...] = ()
 
 
-def place(options: LaunchOptions, job: Job, listed: hosts.Hosts, devices: int | None, devices_why: str) -> Placement:
+def place(
+    options: LaunchOptions, job: Job, listed: hosts.Hosts, devices: Value[int | None], otherwise: int = 1
+) -> Placement:
     """The ranks on the hosts `listed`, or on the first -N of them. Raises `LaunchError`.
 
     Args:
-        devices: a host's accelerators, for which there is one rank each; None or 0 where none are known or used.
+        devices: a host's accelerators, for which there is one rank each; None where none are known or used.
+        otherwise: ranks of a host where nothing says how many.
     """
     if options.nhosts is not None and options.nhosts > len(listed):
         raise LaunchError(f"-N {options.nhosts}: there are {len(listed)} hosts.")
     names = list(listed)[: options.nhosts]
     slots = _slots(job, {name: listed[name] for name in names})
-    counts, why = _counts(options, len(names), slots, devices, devices_why)
+    notes = []
+    if options.nproc or options.ppn:
+        counts, why = _asked(options, slots, len(names))
+    elif slots:
+        counts = slots
+        why = "a rank a slot"
+    elif devices.value:
+        counts = [devices.value] * len(names)
+        why = f"one per accelerator: {devices.source}"
+    else:
+        counts = [otherwise] * len(names)
+        why = f"-n not given; {devices.source}"
+        notes.append(f"{devices.source}: {otherwise} rank{'' if otherwise == 1 else 's'} a host (choose with -n)")
     if max(counts) > MAX_RANKS:
         raise LaunchError(f"{max(counts)} ranks on a host: their number must be from 1 to {MAX_RANKS}.")
-    notes = []
     if slots and any(count > room for count, room in zip(counts, slots, strict=True)):
         notes.append(f"{sum(counts)} ranks are on {sum(slots)} slots: {why} decides")
-    if not (slots or devices or options.nproc or options.per_host):
-        notes.append("no accelerators known: 1 rank on each host (choose with -ppn or -n)")
     used = [(name, count) for name, count in zip(names, counts, strict=True) if count]
     if len(used) < len(listed):
         notes.append(f"{len(used)} of {len(listed)} hosts are used")
     return Placement(tuple(name for name, _ in used), tuple(count for _, count in used), why, tuple(notes))
 
 
-def _counts(
-    options: LaunchOptions, number: int, slots: list[int], devices: int | None, devices_why: str
-) -> tuple[list[int], str]:
-    """The ranks of each of so many hosts, and why. Raises `LaunchError`."""
+def _asked(options: LaunchOptions, slots: list[int], number: int) -> tuple[list[int], str]:
+    """The ranks of each of so many hosts, by -n and -ppn, and why. Raises `LaunchError`."""
     total = options.nproc
-    per_host = options.per_host
-    if total is not None and per_host is not None:
-        if total > per_host * number:
-            raise LaunchError(f"-n {total} with {per_host} a host takes more hosts than there are: {number}.")
-        return [min(per_host, max(0, total - per_host * place)) for place in range(number)], "-n, -ppn"
-    if total is not None:
+    per_host = options.ppn
+    if total is None:
+        return [per_host or 0] * number, "-ppn"
+    if per_host is None:
         limits = slots if sum(slots) >= total else [total] * number
         return spread(total, limits), "-n"
-    if per_host is not None:
-        return [per_host] * number, f"-ppn, × {number} hosts"
-    if slots:
-        return slots, "a rank a slot"
-    if devices:
-        return [devices] * number, f"one per accelerator: {devices_why}, × {number} hosts"
-    return [1] * number, f"nothing says more, × {number} hosts"
+    if total > per_host * number:
+        raise LaunchError(f"-n {total} with {per_host} a host takes more hosts than there are: {number}.")
+    return [min(per_host, max(0, total - per_host * place)) for place in range(number)], "-n, -ppn"
 
 
 def _slots(job: Job, listed: hosts.Hosts) -> list[int]:

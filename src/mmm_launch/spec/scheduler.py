@@ -45,13 +45,13 @@ def detect(environ: Mapping[str, str] = os.environ, scheduler: str | None = None
         job = SCHEDULERS[name].detect(environ)
         if job is None:
             continue
-        others = [other for other in SCHEDULERS if other != name and environ.get(SCHEDULERS[other].variables[0])]
-        notes = [
-            f"{SCHEDULERS[other].spoken} job {environ[SCHEDULERS[other].variables[0]]} is in the environment too, and "
-            f"not used (--scheduler {other} takes it)"
-            for other in others
-            if scheduler is None
-        ]
+        notes = []
+        for other, known in SCHEDULERS.items():
+            job_id = environ.get(known.variables[0])
+            if job_id and other != name and scheduler is None:
+                notes.append(
+                    f"{known.spoken} job {job_id} is in the environment too, and not used: --scheduler {other}"
+                )
         return replace(job, notes=tuple(notes))
     if scheduler is not None:
         needs = " and ".join(SCHEDULERS[scheduler].variables)

@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from mmm_launch.errors import LaunchError
 from mmm_launch.spec import hosts
 from mmm_launch.spec.hosts import Job, spread
-from mmm_launch.spec.mpi import Request
 
 
 def detect(environ: Mapping[str, str]) -> Job | None:
@@ -33,7 +32,6 @@ def detect(environ: Mapping[str, str]) -> Job | None:
         why,
         tasks=tasks,
         gpus_per_host=gpus,
-        end_time=_number(environ, "SLURM_JOB_END_TIME", why, "end_time"),
     )
 
 
@@ -81,23 +79,21 @@ def _number(environ: Mapping[str, str], name: str, why: dict[str, str], key: str
     return int(text)
 
 
-def line(request: Request, words: Sequence[str]) -> list[str]:
+def line(used: Sequence[str], is_subset: bool, environ: Mapping[str, str], words: Sequence[str]) -> list[str]:
     """`srun` and its words before the command. launch binds ranks, srun does not.
 
-    srun hands its own environment on (--export=ALL); launch puts `--env` there.
-
     Args:
+        is_subset: these are not all of the job's hosts.
         words: the site's own; none where it has none.
     """
-    number = str(len(request.hosts))
-    made = ["srun", "-N", number, "-n", number]
-    if request.subset:
-        made.append(f"--nodelist={','.join(request.hosts)}")
-    if request.env:
-        made.append("--export=ALL")
+    count = str(len(used))
+    # All of launch's environment, also in a job that was submitted with --export=NONE.
+    made = ["srun", "-N", count, "-n", count, "--export=ALL"]
+    if is_subset:
+        made.append(f"--nodelist={','.join(used)}")
     if not words:
         words = ["--ntasks-per-node=1"]
-        cpus = cpus_of_a_node(request.environ)
+        cpus = cpus_of_a_node(environ)
         if cpus:
             words.append(f"--cpus-per-task={cpus}")
-    return [*made, *words, "--cpu-bind=none", *request.more]
+    return [*made, *words, "--cpu-bind=none"]

@@ -26,31 +26,24 @@ class Stage:
         to: folder on each host that gets the copy. None: that host's temporary folder.
         archive: path of the archive that all hosts read, once there is one.
         sha256: of the archive.
-        run: name of the run's copy on each host, which no other run has.
     """
 
     source: str
     to: str | None = None
     archive: str = ""
     sha256: str = ""
-    run: str = ""
 
     def __str__(self) -> str:
         return f"{self.source} to {self.to or 'the temporary folder'} of each host"
 
 
-def from_words(path: str | None, to: str | None) -> Stage | None:
+def of_options(path: str | None, to: str | None) -> Stage | None:
     """Reads the options `--stage` and `--stage-to`. Raises `LaunchError`."""
     if path is None:
-        if to is not None:
-            raise LaunchError("--stage-to: there is no --stage PATH to copy.")
         return None
     source = os.path.abspath(os.path.expanduser(path))
-    if not os.path.exists(source):
-        raise LaunchError(f"--stage {path}: there is no such folder or archive.")
-    is_readable = os.access(source, os.R_OK)
-    if not is_readable or not (os.path.isdir(source) or (os.path.isfile(source) and tarfile.is_tarfile(source))):
-        raise LaunchError(f"--stage {path}: it has to be a folder, or a tar archive, that can be read.")
+    if not os.path.isdir(source) and not (os.path.isfile(source) and tarfile.is_tarfile(source)):
+        raise LaunchError(f"--stage {path}: there is no such folder or tar archive.")
     if to is not None and not os.path.isabs(to):
         raise LaunchError(f"--stage-to {to}: give a whole path, of a folder on each host's own disk.")
     return Stage(source, to)

@@ -1,78 +1,79 @@
 """What launch found and will run, and where each value came from."""
 
-import platform
 import shlex
 import sys
+from collections.abc import Sequence
 
-from mmm_launch.contract import DEVICE_VARIABLE, SITE_VARIABLE
+from mmm_launch.contract import DEVICE_VARIABLE
 from mmm_launch.spec import hosts
-from mmm_launch.spec.host_spec import HostSpec
+from mmm_launch.spec.host_spec import THREADS, HostSpec
 from mmm_launch.spec.launch_spec import LaunchSpec
 
 SHOWN_HOSTS = 8
-IN_OTHER_ROWS = ("MASTER_ADDR", "MASTER_PORT", DEVICE_VARIABLE, SITE_VARIABLE, "OMP_NUM_THREADS")
+IN_OTHER_ROWS = ("MASTER_ADDR", "MASTER_PORT", DEVICE_VARIABLE, THREADS)
 
 Row = tuple[str, str, str]  # name, value, where it came from
 
 
-def table(plan: LaunchSpec, explain: bool = False, host: HostSpec | None = None, preloads: tuple[str, ...] = ()) -> str:
-    """The plan in rows of name and value.
+def table(plan: LaunchSpec, host: HostSpec | None = None, preloads: Sequence[str] = ()) -> str:
+    """The plan in rows of name, value and source.
 
     Args:
-        explain: also where each value came from, and the variables of the ranks.
         host: of ranks on this host alone, what its fork server is given. preloads: modules that it imports for all.
     """
     rows = _rows(plan)
-    if host is not None:
-        rows.append(("started by", host.start, ""))
-        if preloads:
-            rows.append(("preload", ", ".join(preloads), ""))
-        command = plan.target.line()
-    else:
+    command = plan.command
+    threads = plan.threads.value or ""
+    if host is None:
         rows += _of_cluster(plan)
-        command = plan.command
-    if explain:
-        rows += _variables(plan, host)
-    elif plan.settings:
-        rows.append(("settings", " ".join(f"{name}={value}" for name, value in plan.settings.items()), ""))
+    else:
+        rows += [("started by", host.start, ""), ("preload", ", ".join(preloads), "")]
+        command = plan.target.line()
+        threads = host.shared[THREADS]
+    rows.append((THREADS, threads, plan.threads.source))
+    for name, variable in plan.shared.items():
+        if name not in IN_OTHER_ROWS and variable.source != "launch":
+            value = "…" if variable.source == "--env" else variable.value
+            rows.append((name, value, variable.source))
     rows.append(("command", shlex.join(shown(command)), ""))
-    width = max(len(name) for name, _, _ in rows) + 2
-    lines = []
-    for name, value, source in rows:
-        why = f"   ({source})" if explain and source else ""
-        lines.append(f"{name:<{width}}{value}{why}")
-    return "\n".join(lines)
+    lines = [f"{name:<14}  {value}   ({source})" for name, value, source in rows]
+    return "\n".join(line.removesuffix("   ()") for line in lines)
 
 
 def _rows(plan: LaunchSpec) -> list[Row]:
     """What ranks on this host alone have, too."""
-    site, job = plan.machine.value, plan.job
+    site = plan.machine.value
     names = plan.hosts.value
-    some = " ".join(names[:SHOWN_HOSTS]) + (" …" if len(names) > SHOWN_HOSTS else "")
-    backend = f", {site.backend}" if site.backend and plan.device.value == site.device else ""
-    address, port = plan.shared["MASTER_ADDR"], plan.shared["MASTER_PORT"]
+    some = " ".join(names[:SHOWN_HOSTS])
+    if len(names) > SHOWN_HOSTS:
+        some += " …"
+    device = plan.device.value or "found by each rank"
+    if site.backend and device == site.device:
+        device += f", {site.backend}"
+    job = "none"
+    if plan.job.job_id:
+        job = f"{plan.job.scheduler} job {plan.job.job_id}"
+    address = plan.shared["MASTER_ADDR"]
+    port = plan.shared["MASTER_PORT"]
     rows = [
-        ("scheduler", f"{job.scheduler} job {job.job_id}" if job.job_id else "none", job.why["scheduler"]),
+        ("scheduler", job, plan.job.why["scheduler"]),
         ("hosts", f"{len(names)}: {some}", plan.hosts.source),
-        ("device", f"{plan.device.value or 'found by each rank'}{backend}", plan.device.source),
+        ("device", device, plan.device.source),
         ("ranks", f"{plan.ranks}, {hosts.in_words(plan.counts.value, SHOWN_HOSTS)}", plan.counts.source),
         ("master address", f"{address.value}:{port.value}", f"{address.source}; {port.source}"),
+        ("cpu binding", plan.bind.value or "none", plan.bind.source),
     ]
     if plan.elastic is not None:
-        rows.append(("elastic", str(plan.elastic), "--elastic"))
-    if plan.stage is not None:
-        rows.append(("stage", str(plan.stage), "--stage"))
+        rows.append(("elastic", f"{plan.elastic} ranks; spare hosts: {' '.join(plan.spare) or 'none'}", "--elastic"))
     return rows
 
 
 def _of_cluster(plan: LaunchSpec) -> list[Row]:
     site = plan.machine.value
-    machine = f"{site.name}: {site.about}" if site.name else f"not a known site ({platform.machine()})"
     rows = [
-        ("machine", machine, plan.machine.source),
-        ("accelerators", plan.accelerators.value, plan.accelerators.source),
+        ("machine", f"{site.name}: {site.about}" if site.name else "not a known site", plan.machine.source),
+        ("accelerators", f"{plan.devices.value or 'none'} a host", plan.devices.source),
         ("started by", f"{plan.launcher.value}, one process a host, which starts its ranks", plan.launcher.source),
-        ("cpu binding", plan.bind.value or "none", plan.bind.source),
     ]
     if plan.device_order:
         order = ", ".join(map(str, plan.device_order))
@@ -80,16 +81,8 @@ def _of_cluster(plan: LaunchSpec) -> list[Row]:
         rows.append(("device order", f"{order} ({shown_by})", site.source_of("device_order")))
     if len(plan.hosts.value) > 1:
         rows += [("advice", line, site.source_of("advice")) for line in site.advice]
-    return rows
-
-
-def _variables(plan: LaunchSpec, host: HostSpec | None) -> list[Row]:
-    """Threads, and what else is in the environment of every rank."""
-    known = plan.variables if host is None else host.shared
-    rows = [("OMP_NUM_THREADS", str(plan.threads.value or known.get("OMP_NUM_THREADS", "")), plan.threads.source)]
-    for name, variable in plan.shared.items():
-        if name not in IN_OTHER_ROWS:
-            rows.append((name, "…" if variable.source == "--env" else variable.value, variable.source))
+    if plan.stage is not None:
+        rows.append(("stage", str(plan.stage), "--stage"))
     return rows
 
 

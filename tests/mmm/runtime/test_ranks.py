@@ -5,7 +5,7 @@ import pytest
 from mmm.errors import LaunchError
 from mmm.runtime.ranks import whoami
 from mmm_launch import errors as launch_errors
-from mmm_launch.spec.local import refuse_inside_a_rank
+from mmm_launch.spec.plan import refuse_inside_a_rank
 
 TORCHRUN = {
     "RANK": "5",

@@ -39,10 +39,11 @@ def test_a_command_that_cannot_go_on(more, words, tmp_path):
 def test_the_line_of_launch():
     saves = [*LM, "--checkpoint_every", "5", "--name", "two words"]
     assert launch_line(saves, 3600, 300).split(" python3 ") == [
-        "launch --signal USR1@300 --walltime $((3600 - SECONDS))",
+        "timeout --foreground --preserve-status --signal USR1 $((3300 - SECONDS)) launch",
         "-m mmm.trainer.lm --preset debug --checkpoint_every 5 --name 'two words'",
     ]
-    assert launch_line(LM, 3600, 60).startswith("launch --signal TERM@60 --walltime $((3600 - SECONDS)) python3 ")
-    assert " --signal TERM@60 " in launch_line([*LM, "--signal", "x"], 3600, 60)  # the program's
-    own = ["launch", "--signal", "USR1@5", "-ppn", "2", *LM]
-    assert launch_line(own, 60, 9, "my env.tar") == f"launch --stage 'my env.tar' {shlex.join(own[1:])}"
+    ends = "timeout --foreground --preserve-status --signal TERM $((3540 - SECONDS)) launch --grace 60 "
+    assert launch_line(LM, 3600, 60).startswith(f"{ends}python3 ")
+    assert launch_line([*LM, "--grace", "x"], 3600, 60).startswith(ends)  # the program's
+    own = ["launch", "--grace", "5", "-ppn", "2", *LM]
+    assert launch_line(own, 60, 9, "my env.tar").endswith(f" launch --stage 'my env.tar' {shlex.join(own[1:])}")

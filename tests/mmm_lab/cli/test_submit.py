@@ -29,7 +29,7 @@ def test_the_script_of_a_job(capsys, tmp_path):
         "#!/bin/bash\n#SBATCH -N 4 -C gpu -q debug -t 06:00:00 -A m1 --gpus-per-node=4\n# NCCL uses TCP sockets"
     )
     assert f"\nmodule load pytorch\ncd {tmp_path}\n" in out
-    assert "\nlaunch --signal USR1@300 --walltime $((21600 - SECONDS)) python3 -m mmm.trainer.lm --preset" in out
+    assert "\ntimeout --foreground --preserve-status --signal USR1 $((21300 - SECONDS)) launch python3 -m mmm" in out
     assert "--resume" not in out
     assert "sbatch --parsable --job-name=lm" in out
     assert list(tmp_path.iterdir()) == []
@@ -51,9 +51,9 @@ def test_the_script_of_a_campaign(capsys, tmp_path):
     assert lines[0] == "#!/bin/bash -l"
     assert {"#PBS -l walltime=00:30:00", "#PBS -q prod", f"#PBS -j oe -o {tmp_path}/run/jobs/", "true"} <= set(lines)
     assert not any("module" in line and not line.startswith("#") for line in lines)
-    begin, launch, end = [line for line in lines if line.startswith(("mmm", "launch"))]
+    begin, launch, end = [line for line in lines if line.startswith(("mmm", "timeout"))]
     assert begin.startswith(f"mmm submit --begin {tmp_path}/run || exit ")
-    assert launch.startswith("launch --signal USR1@180 --walltime $((1800 - SECONDS)) python3 ")
+    assert launch.startswith("timeout --foreground --preserve-status --signal USR1 $((1620 - SECONDS)) launch python3 ")
     assert launch.endswith(" --outdir run --resume auto")
     assert end.startswith(f"mmm submit --end {tmp_path}/run $? ")
     assert list(tmp_path.iterdir()) == []
@@ -130,7 +130,7 @@ def test_words_of_the_shell_stay_words(capsys, tmp_path):
     (tmp_path / "launch").chmod(0o755)
     shown = lines.replace(f". {shlex.quote(sys.prefix)}/bin/activate", f"PATH={shlex.quote(str(tmp_path))}:$PATH")
     subprocess.run(["bash", "-c", shown], check=True)
-    assert (tmp_path / "launch.argv").read_text().split("\0")[4:-1] == [
+    assert (tmp_path / "launch.argv").read_text().split("\0")[:-1] == [
         "--stage",
         "$(touch pwned)",
         *LM.split()[1:],

@@ -5,6 +5,7 @@ import re
 
 import pytest
 
+from mmm_lab.planner.machine_text import settings
 from mmm_lab.planner.network import peak_rate
 from mmm_launch.errors import MachineError
 from mmm_launch.machines.find import BUILT_IN, load
@@ -83,7 +84,7 @@ def test_what_a_prediction_misses_has_a_name(tmp_path):
 
 
 def test_each_setting_is_shown_with_its_source():
-    rows = KNOWN["perlmutter"].settings()
+    rows = settings(KNOWN["perlmutter"])
     assert any(re.match(r"port +29,500 +https://docs.nersc.gov/", row) for row in rows)
     (row,) = [row for row in rows if row.startswith("FI_MR_CACHE_MONITOR ")]
     assert re.match(r"\S+ +userfaultfd +Perlmutter: https://github.com/NERSC/sc24", row)

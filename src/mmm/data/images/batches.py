@@ -10,7 +10,6 @@ In use::
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 
 import numpy as np
@@ -22,6 +21,7 @@ from mmm.data.text.tokens import Batch
 from mmm.data.workers import read
 from mmm.errors import DataError, UserError
 from mmm.layout import PADDING
+from mmm.runtime.cores import usable_cores
 
 
 class ImageBatches:
@@ -109,8 +109,7 @@ class ImageLoader:
         self.first_sample = coordinate * self.size
         self._steps = _Steps()
         if workers is None:
-            cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-            workers = 0 if batches.image_set.in_memory else min(4, max(cores - 1, 0))
+            workers = 0 if batches.image_set.in_memory else min(4, usable_cores() - 1)
         self.workers, self.timeout = workers, timeout
         self._loader: torch.utils.data.DataLoader | None = None
 

@@ -1,0 +1,73 @@
+"""The cores that a process may use under a quota: launch and the programs have the same function in a module each."""
+
+import os
+
+import pytest
+
+from mmm.runtime import cores as of_programs
+from mmm_launch import cores as of_launch
+
+SLURM = "slurmstepd.scope/job_7"
+# The kernel's /proc/self/cgroup, and files under /sys/fs/cgroup. Each of them allows one core of four.
+ONE_CORE = {
+    "version 2, at the root of a container": ("0::/\n", {"cpu.max": "100000 100000\n"}),
+    "version 2, the group of a job above the process's own": (
+        f"0::/{SLURM}/step_0\n",
+        {f"{SLURM}/step_0/cpu.max": "max 100000\n", f"{SLURM}/cpu.max": "100000 100000\n", "cpu.max": "max 100000\n"},
+    ),
+    "version 2, the lowest of several": ("0::/a/b\n", {"a/b/cpu.max": "300000 100000", "a/cpu.max": "190000 100000"}),
+    "version 1": (
+        "4:memory:/job\n3:cpu,cpuacct:/job\n1:name=systemd:/\n0::/\n",
+        {"cpu/job/cpu.cfs_quota_us": "100000\n", "cpu/job/cpu.cfs_period_us": "100000\n"},
+    ),
+    "version 1, the group above": (
+        "3:cpu,cpuacct:/job/step\n",
+        {
+            "cpu,cpuacct/job/step/cpu.cfs_quota_us": "-1\n",
+            "cpu,cpuacct/job/step/cpu.cfs_period_us": "100000\n",
+            "cpu,cpuacct/job/cpu.cfs_quota_us": "50000\n",
+            "cpu,cpuacct/job/cpu.cfs_period_us": "50000\n",
+        },
+    ),
+    "version 1, by another name than the kernel's": (
+        "3:cpu:/docker/77\n",
+        {"cpu/cpu.cfs_quota_us": "100000\n", "cpu/cpu.cfs_period_us": "100000\n"},
+    ),
+    "less than one": ("0::/\n", {"cpu.max": "20000 100000\n"}),
+}
+ALL_CORES = {
+    "no control groups": (None, {}),
+    "version 2, no quota": ("0::/a\n", {"a/cpu.max": "max 100000\n"}),
+    "version 1, no quota": ("3:cpu:/\n", {"cpu/cpu.cfs_quota_us": "-1\n", "cpu/cpu.cfs_period_us": "100000\n"}),
+    "more than there are": ("0::/\n", {"cpu.max": "900000 100000\n"}),
+    "of another group": ("0::/a\n", {"b/cpu.max": "100000 100000\n"}),
+}
+
+
+@pytest.fixture(params=[of_launch, of_programs], ids=["launch", "mmm"])
+def count(request, tmp_path, monkeypatch):
+    """Cores on a host whose process may use four CPUs, with these control groups."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0, 2, 4, 6})
+    monkeypatch.setattr(os, "cpu_count", lambda: 64)
+
+    def make(kernels, files):
+        if kernels is not None:
+            (tmp_path / "proc/self").mkdir(parents=True)
+            (tmp_path / "proc/self/cgroup").write_text(kernels)
+        for name, text in files.items():
+            path = tmp_path / "sys/fs/cgroup" / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text)
+        return request.param.usable_cores(tmp_path)
+
+    return make
+
+
+@pytest.mark.parametrize("groups", ONE_CORE.values(), ids=ONE_CORE)
+def test_a_quota_of_one_core(count, groups):
+    assert count(*groups) == 1
+
+
+@pytest.mark.parametrize("groups", ALL_CORES.values(), ids=ALL_CORES)
+def test_no_quota(count, groups):
+    assert count(*groups) == 4
