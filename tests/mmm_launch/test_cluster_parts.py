@@ -140,7 +140,7 @@ def test_retries(launcher):
     launcher.write("t.py", "import os, sys\nn = os.environ['MMM_ATTEMPT']\nprint(n)\nsys.exit(n != '1')")
     done = launcher.run("-n", "1", "--retries", "3", "python3", "t.py")
     assert (done.returncode, done.stdout) == (0, "0\n1\n")
-    assert "launch: exit code 1: starting again (--retries; 3 left)" in done.stderr
+    assert "launch: exit code 1: starting again (--retries; 2 left)" in done.stderr
     again = launcher.run("-n", "1", "--retries", "1", "python3", "-c", "import sys; sys.exit(7)")
     assert again.returncode == 7
 

@@ -182,6 +182,7 @@ def reach(addresses: list[list[Any]], token: str, hello: Message) -> SignedLink:
                 failed[f"{host}:{port}"] = describe(error)
             except Lost as error:
                 failed[f"{host}:{port}"] = f"it is not of this run: {error}"
+                until = 0.0  # launch is gone
         if time.monotonic() > until:
             raise Lost("; ".join(f"{where}: {why}" for where, why in failed.items()))
         time.sleep(0.2)
