@@ -28,13 +28,13 @@ import torch  # noqa: E402
 from device import Count, numpy_zeros, outside_fake_mode, process_group  # noqa: E402
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode  # noqa: E402
 
-from mmm.history.plots.style import new_figure, save, style, theme  # noqa: E402
+from mmm.history.plots.style import new_figure, save, style  # noqa: E402
 from mmm.layout import Layout, Techniques  # noqa: E402
 from mmm.models.experts import transformer_of  # noqa: E402
 from mmm.models.meta import meta_parameters  # noqa: E402
 from mmm.models.transformer import TransformerConfig  # noqa: E402
 from mmm.optim.adamw import make_optimizer  # noqa: E402
-from mmm.palette import SERIES  # noqa: E402
+from mmm.palette import LIGHT, SERIES  # noqa: E402
 from mmm.parallel import parallel_model  # noqa: E402
 from mmm.parallel.mesh import Mesh, build_mesh  # noqa: E402
 from mmm.parallel.partition import partition_model  # noqa: E402
@@ -189,7 +189,7 @@ def draw(rows: list[dict], file: Path) -> None:
                     own = [row for row in rows if row["layout"] == layout]
                     points = [row["ranks"] for row in own], [row[column] / unit for row in own]
                     axis.plot(*points, dash, ms=5, color=color, clip_on=False, zorder=3)
-                axis.plot([], [], dash, ms=5, color=theme().ink, label=column.removesuffix(" bytes"))
+                axis.plot([], [], dash, ms=5, color=LIGHT.ink, label=column.removesuffix(" bytes"))
             axis.set(title=title, xscale="log", xlabel="ranks", ylim=(0, None))
             axis.set_xticks(ranks, [f"{count:,}" for count in ranks])
             axis.minorticks_off()

@@ -34,17 +34,14 @@ def main(argv: list[str]) -> int:
         "--finalize", "--fold", action="store_true", help="make train_dataset.h5 from a killed run's journal"
     )
     parser.add_argument(
-        "--plots", "--plot", action="store_true", help="draw every metric, or that of --metric, to OUTDIR/plots"
+        "--plots", "--plot", action="store_true", help="draw the run's summary as PNG and SVG, to OUTDIR/plots"
     )
-    parser.add_argument("--theme", choices=("light", "dark"), help="of the pictures of --plots (default: light)")
     parser.add_argument("--ranks", action="store_true", help="ranks × steps of own work, and the slowest rank or host")
     args = parser.parse_args(argv)
     if args.ranks and (args.plots or args.metric):
         raise ConfigError(f"--ranks draws no plots of metrics: leave {'--plots' if args.plots else '--metric'} out")
-    if args.theme and not args.plots:
-        raise ConfigError(f"--theme {args.theme} without --plots: nothing is drawn; give both")
 
-    from mmm.history import finalize, load, plot_all, terminal_plot
+    from mmm.history import finalize, load, plot_summary, terminal_plot
     from mmm.history.plots.series import metrics
     from mmm.history.record.ending import FINISHED, RUNNING, Ending, read_ending
     from mmm_lab.runs.runs import read_run
@@ -77,7 +74,7 @@ def main(argv: list[str]) -> int:
         color = sys.stdout.isatty() and "NO_COLOR" not in os.environ
         show("\n" + terminal_plot(ds, metric, min(width, 140), max(12, min(height - 16, 24)), color))
     if args.plots:
-        written = plot_all(ds, args.outdir, args.metric and [args.metric], args.theme or "light")
+        written = plot_summary(ds, args.outdir, (".png", ".svg"))
         print(printable(f"{len(written)} plots in {args.outdir}/plots" + (f", first {written[0]}" if written else "")))
     return 0
 

@@ -44,7 +44,7 @@ def test_losses_of_one_rank(run_on_ranks, tmp_path, monkeypatch, ranks, flags, l
     config = json.loads((tmp_path / "many/config.json").read_text())
     assert config["layout"] == layout
     assert "Warning" not in done.stderr
-    monkeypatch.setattr("mmm.history.plot_all", lambda *_: [])
+    monkeypatch.setattr("mmm.history.plot_summary", lambda *_: [])
     parallel_4d.train(configure(parallel_4d.Config, **SMALL, outdir=tmp_path / "one"))
     one, many = (mmm.history.load(tmp_path / name) for name in ("one", "many"))
     for name in ("loss", "val_loss"):

@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from mmm.errors import RecordError
-from mmm.history import History, load, plot_all, prepare, write_config
+from mmm.history import History, load, plot_summary, prepare, write_config
 from mmm.history.record.attempts import Attempt, make_room
 
 
@@ -20,7 +20,7 @@ def record(folder, attempt, rows=2):
 
 def test_everything_of_the_record_is_moved_and_nothing_else(tmp_path):
     record(tmp_path, Attempt("x", 0))
-    plots = plot_all(load(tmp_path), tmp_path)
+    plots = plot_summary(load(tmp_path), tmp_path)
     (tmp_path / "model.pt").write_text("mine")
     (tmp_path / "plots/mine.png").write_text("mine")
     assert make_room(tmp_path, Attempt("x", 1)) == ("attempt 1 of this launch is finished; its record is in attempt-1")

@@ -1,12 +1,10 @@
-"""Pictures of runs: every point, marker and text is inside, and the legend names each line; light and dark."""
+"""Pictures of runs: every point, marker and text is inside, and the legend names each line."""
 
 import json
 
 import pytest
 
 from mmm.history import History, load
-from mmm.history.plots.figures import metric_figure
-from mmm.history.plots.series import metrics
 from mmm.history.plots.style import style
 from mmm.history.plots.summary import summary_figure
 from mmm.palette import STEP_PARTS
@@ -37,12 +35,9 @@ def run(tmp_path_factory):
     return load(folder)
 
 
-@pytest.mark.parametrize("name", ["light", "dark"])
-def test_nothing_is_cut_and_everything_is_named(run, name):
-    with style(name):
+def test_nothing_is_cut_and_everything_is_named(run):
+    with style():
         assert flaws(summary_figure(run, "a run of mmm")) == []
-        for metric in metrics(run):
-            assert flaws(metric_figure(run, metric)) == [], metric
         assert flaws(curves_figure({"s": {"a": [(1, 2.0), (8, 0.0)], "b": [(1, 1.0), (8, 3.0)]}})) == []
 
 
@@ -52,9 +47,16 @@ def test_ep_and_what_ran(run):
     assert texts == ["moe · run", "70 rows · 4 ranks · 1 host · layout dp4·ep2"]
 
 
-def test_one_thing_has_one_colour(run):
+def test_a_part_has_its_colour_and_its_seconds(run):
     stacked = summary_figure(run, "run").axes[1]
     named = dict(zip(*reversed(stacked.get_legend_handles_labels()), strict=True))
-    alone = metric_figure(run, "dtf").axes[0].lines
-    assert {str(line.get_color()) for line in alone if line.get_label().startswith("median")} == {STEP_PARTS["dtf"]}
-    assert named["forward"].get_facecolor()[0].tolist()[:3] == pytest.approx([0x56 / 255, 0xB4 / 255, 0xE9 / 255])
+    assert set(named) == {"forward", "waiting", "full step"}
+    color = [int(STEP_PARTS["dtf"][place : place + 2], 16) / 255 for place in (1, 3, 5)]
+    assert named["forward"].get_facecolor()[0].tolist()[:3] == pytest.approx(color)
+    assert named["full step"].get_ydata()[1] == pytest.approx(0.3)
+
+
+def test_the_first_step_does_not_flatten_the_others(run):
+    _, times, rates = summary_figure(run, "run").axes
+    assert times.get_ylim()[1] < 1.0
+    assert rates.get_ylim()[0] > 8e4

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from mmm.errors import RecordError
-from mmm.history import History, load, plot_all, prepare, write_config
+from mmm.history import History, load, plot_summary, prepare, write_config
 
 
 def test_default_folder_is_module_and_time(tmp_path, monkeypatch):
@@ -48,7 +48,7 @@ def test_overwrite_removes_the_record_and_nothing_else(tmp_path):
         history.update({"loss": 1.0})
     write_config(tmp_path, {})
     (tmp_path / "log.txt").write_text("old")
-    own = plot_all(load(tmp_path), tmp_path)
+    own = plot_summary(load(tmp_path), tmp_path, (".png", ".svg"))
     strangers = [
         tmp_path / name
         for name in (
@@ -61,7 +61,7 @@ def test_overwrite_removes_the_record_and_nothing_else(tmp_path):
     for path in strangers:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("mine")
-    assert len(own) == 5
+    assert len(own) == 3
     prepare(tmp_path, "vit", True)
     left = sorted(path for path in tmp_path.rglob("*") if path.is_file())
     assert left == sorted(strangers)

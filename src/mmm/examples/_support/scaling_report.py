@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from mmm.errors import RecordError
-from mmm.history.plots.style import new_figure, save, style, theme
+from mmm.history.plots.style import new_figure, save, style
 from mmm.history.record.reader import load, state
-from mmm.palette import BLUE, ORANGE
+from mmm.palette import BLUE, LIGHT, ORANGE
 
 SKIPPED = 2  # rows: the first steps start what is slow to start
 
@@ -94,7 +94,7 @@ def draw(points: Sequence[Point], title: str, path: Path) -> Path:
     with style():
         figure = new_figure(6, 4.2)
         axes = figure.subplots()
-        axes.plot(ranks, ranks, color=theme().muted, linestyle="--", label="ideal")
+        axes.plot(ranks, ranks, color=LIGHT.muted, linestyle="--", label="ideal")
         if not math.isnan(points[0].predicted):
             axes.plot(ranks, predicted, color=ORANGE, marker="s", label="predicted")
         axes.plot(ranks, measured, color=BLUE, marker="o", label="measured")

@@ -1,8 +1,7 @@
-"""``python -m mmm.history.plots.draw OUTDIR``: a run's summary, as a picture; in the terminal and in a file its loss,
-and small plots of accuracy and of where a step's time went; in the terminal also its dataset, and how much was waiting.
+"""``python -m mmm.history.plots.draw OUTDIR``: a run's summary, as a picture; in the terminal and in a file its loss.
 
 A run draws them by a process of its own when it is over: what the pictures need, and what may go wrong with them, is
-then no part of the run. ``mmm history RUN --plots`` draws every metric.
+then no part of the run. The terminal has its dataset as well, and how much was waiting.
 """
 
 import sys
@@ -12,12 +11,12 @@ from mmm.errors import RecordError
 from mmm.history.plots.files import plot_summary
 from mmm.history.plots.own_work import waiting_text
 from mmm.history.plots.series import main_loss
-from mmm.history.plots.terminal import terminal_summary
+from mmm.history.plots.terminal import terminal_plot
 from mmm.history.record.reader import load
 
 
 def main(argv: list[str]) -> int:
-    """Draw. Returns 0; 1 where there is no curve: a table of measurements, or a single row."""
+    """Draw. Returns 0; 1 where there is no picture: of a table of measurements, of a single row, or of a failure."""
     outdir = Path(argv[0])
     try:
         data = load(outdir)
@@ -27,11 +26,12 @@ def main(argv: list[str]) -> int:
     loss = main_loss(data)
     if loss is None or data.sizes["draw"] < 2:
         return 1
-    plot_summary(data, outdir)
-    print(data, terminal_summary(data, loss), sep="\n\n")
-    if (waiting := waiting_text(data)) is not None:
+    written = plot_summary(data, outdir)
+    print(data, terminal_plot(data, loss), sep="\n\n")
+    waiting = waiting_text(data)
+    if waiting is not None:
         print(f"waiting: {waiting}")
-    return 0
+    return 0 if any(path.suffix == ".png" for path in written) else 1
 
 
 if __name__ == "__main__":

@@ -1,76 +1,59 @@
 """The plots of a run, to their files. A plot that fails is a warning, never the end of a run."""
 
 import logging
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mmm.history.plots.save import save_pictures, save_text
-from mmm.history.plots.series import config_of, main_loss, metrics
-from mmm.history.plots.terminal import terminal_plot, terminal_summary
+from mmm.history.plots.series import config_of, main_loss
+from mmm.history.plots.terminal import terminal_plot
+from mmm.history.record.folder import PLOTS
 
 if TYPE_CHECKING:
     import xarray
-    from matplotlib.figure import Figure
-
-    from mmm.history.plots.save import Draw
 
 log = logging.getLogger("mmm")
 
 
-def plot_summary(ds: "xarray.Dataset", outdir: Path | str) -> list[Path]:
-    """Draw what a run leaves under ``outdir/plots``: ``mplot/pngs/summary.png``, with loss, accuracy, the step's time
-    in its parts, throughput; ``tplot/summary.txt``, its loss and small plots (100 characters wide, UTF-8).
+def plot_summary(ds: "xarray.Dataset", outdir: Path | str, suffixes: Sequence[str] = (".png",)) -> list[Path]:
+    """Draw a run under ``outdir/plots``: ``mplot/pngs/summary.png``, with loss, accuracy, the step's time in its parts,
+    throughput; ``tplot/summary.txt``, its loss (100 characters wide, UTF-8).
 
     Nothing is raised: what cannot be drawn or written is logged as a warning (logger ``mmm``). Returns the files that
     were written.
-    """
-    folder, loss = Path(outdir), main_loss(ds)
-    written = [] if loss is None else save_text(partial(terminal_summary, ds, loss), folder, "summary")
-    written += save_pictures({"summary": _summary(ds, folder)}, folder, (".png",), "light")
-    return written
-
-
-def plot_all(
-    ds: "xarray.Dataset", outdir: Path | str, names: Sequence[str] | None = None, theme: str = "light"
-) -> list[Path]:
-    """Draw metrics of `ds` under ``outdir/plots`` and return the files that were written, as `plot_summary` does.
-
-    ``mplot/pngs/<metric>.png``, ``mplot/svgs/<metric>.svg``, ``tplot/<metric>.txt`` (100 × 24 characters, UTF-8).
 
     Args:
-        names: of the metrics; None for all, and the summary.
-        theme: of the pictures, light or dark.
+        suffixes: of the pictures: .png and .svg.
     """
-    folder = Path(outdir)
-    if not ds.sizes.get("draw"):
-        log.warning("no plots in %s: the record has no rows", folder)
-        return []
-    drawn = metrics(ds) if names is None else list(names)
-    written: list[Path] = []
-    for name in drawn:
-        written += save_text(partial(terminal_plot, ds, name, 100, 24), folder, name)
-    figures: dict[str, Draw] = {name: _metric(ds, name) for name in drawn}
-    figures |= {"summary": _summary(ds, folder)} if names is None else {}
-    written += save_pictures(figures, folder, (".png", ".svg"), theme)
+    folder = Path(outdir) / PLOTS
+    written = _try(lambda: _draw_picture(ds, folder, suffixes))
+    if main_loss(ds) is not None:
+        written += _try(lambda: _draw_text(ds, folder))
     return written
 
 
-def _metric(ds: "xarray.Dataset", name: str) -> "Draw":
-    def draw() -> "Figure":
-        from mmm.history.plots import figures
+def _try(draw: Callable[[], list[Path]]) -> list[Path]:
+    try:
+        return draw()
+    except Exception as error:  # anything a plotting library raises, or that none is there: the data is on disk already
+        log.warning("a plot failed: %s: %s", type(error).__name__, error)
+        return []
 
-        return figures.metric_figure(ds, name)
 
-    return draw
+def _draw_picture(ds: "xarray.Dataset", folder: Path, suffixes: Sequence[str]) -> list[Path]:
+    from mmm.history.plots.style import save, style
+    from mmm.history.plots.summary import summary_figure
+
+    run = folder.absolute().parent
+    with style():
+        figure = summary_figure(ds, f"{config_of(ds).get('module') or run.parent.name} · {run.name}")
+        if figure is None:
+            return []
+        return save(figure, *(folder / "mplot" / f"{suffix[1:]}s" / f"summary{suffix}" for suffix in suffixes))
 
 
-def _summary(ds: "xarray.Dataset", folder: Path) -> "Draw":
-    def draw() -> "Figure | None":
-        from mmm.history.plots import summary
-
-        *_, above, name = ("", *folder.absolute().parts)
-        return summary.summary_figure(ds, f"{config_of(ds).get('module') or above} · {name}")
-
-    return draw
+def _draw_text(ds: "xarray.Dataset", folder: Path) -> list[Path]:
+    path = folder / "tplot" / "summary.txt"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(terminal_plot(ds, main_loss(ds) or ""), encoding="utf-8")
+    return [path]

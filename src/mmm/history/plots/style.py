@@ -1,11 +1,12 @@
 """The one style of all pictures: matplotlib's parameters, in the colours of `mmm.palette`. At import nothing is set."""
 
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mmm.palette import LIGHT, THEMES, Theme
+from mmm.palette import LIGHT
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -19,38 +20,30 @@ RC: Any = {
     "axes.spines.right": False,
     "axes.grid": True,
     "axes.axisbelow": True,
+    "axes.edgecolor": LIGHT.muted,
     "grid.linewidth": 0.6,
+    "grid.color": LIGHT.grid,
     "legend.frameon": False,
     "legend.fontsize": 9,
     "figure.dpi": 150,
     "svg.hashsalt": "mmm",
 }
 INK = ("axes.labelcolor", "axes.titlecolor", "xtick.color", "ytick.color", "text.color")
-PAPER = ("figure.facecolor", "axes.facecolor", "savefig.facecolor")
 
 
 @contextmanager
-def style(name: str = "light") -> Iterator[None]:
-    """Figures that are made inside have the style.
+def style() -> Iterator[None]:
+    """Figures that are made inside have the style."""
+    # Of a notebook, and perhaps not installed here, where no window is opened: matplotlib would fail.
+    backend = os.environ.pop("MPLBACKEND", None)
+    try:
+        import matplotlib
+    finally:
+        if backend is not None:
+            os.environ["MPLBACKEND"] = backend
 
-    Args:
-        name: of a theme, light or dark.
-    """
-    import matplotlib
-
-    chosen = THEMES[name]
-    colors = dict.fromkeys(INK, chosen.ink) | dict.fromkeys(PAPER, chosen.paper)
-    colors |= {"axes.edgecolor": chosen.muted, "grid.color": chosen.grid}
-    with matplotlib.rc_context(RC | colors):
+    with matplotlib.rc_context(RC | dict.fromkeys(INK, LIGHT.ink)):
         yield
-
-
-def theme() -> Theme:
-    """The one that is set; the light one outside of `style`."""
-    import matplotlib
-
-    paper = matplotlib.rcParams["figure.facecolor"]
-    return next((known for known in THEMES.values() if known.paper == paper), LIGHT)
 
 
 def new_figure(width: float, height: float) -> "Figure":

@@ -1,18 +1,10 @@
-"""A run on one page: loss, accuracy, where the time of a step went, throughput."""
+"""A run on one page, drawn with matplotlib on `Figure` objects: loss, accuracy, where the time of a step went,
+throughput."""
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from mmm.history.plots.figures import (
-    MOST_BARS,
-    bar_step,
-    draw_series,
-    head,
-    resumptions,
-    set_limits,
-)
-from mmm.history.plots.lines import sentence, thin
 from mmm.history.plots.series import (
     PART_NAMES,
     Series,
@@ -24,13 +16,17 @@ from mmm.history.plots.series import (
     parts,
     series,
 )
-from mmm.history.plots.style import new_figure, theme
-from mmm.palette import STEP_PARTS
+from mmm.history.plots.style import new_figure
+from mmm.history.record.dataset import marks_of
+from mmm.palette import BLUE, GREEN, LIGHT, ORANGE, STEP_PARTS
 
 if TYPE_CHECKING:
     import xarray
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+
+MOST_POINTS = 1000  # a line of more is thinned: a page has no more pixels
+MOST_BARS = 60
 
 
 def summary_figure(ds: "xarray.Dataset", name: str) -> "Figure | None":
@@ -39,70 +35,98 @@ def summary_figure(ds: "xarray.Dataset", name: str) -> "Figure | None":
     Args:
         name: of the run, for the title.
     """
-    loss = main_loss(ds)
-    known, split = metrics(ds), parts(ds)
+    known = metrics(ds)
+    split = parts(ds)
     names = {
-        "loss": loss,
+        "loss": main_loss(ds),
         "accuracy": "test_acc" if "test_acc" in known else None,
-        "time": "dt" if split or "dt" in known else None,
-        "rate": next((n for n in ("tps", "sps") if n in known), None),
+        "time": "dt" if "dt" in known else None,
+        "rate": next((rate for rate in ("tps", "sps") if rate in known), None),
     }
-    panels = {panel: n for panel, n in names.items() if n is not None}
+    panels = {panel: metric for panel, metric in names.items() if metric is not None}
     if not panels or not ds.sizes["draw"]:
         return None
     height = 0.95 + 2.6 * len(panels)
-    figure = _page(ds, name, height)
-    rows: Any = figure.subplots(len(panels), 1, sharex=True, squeeze=False)[:, 0]
-    for axes, (panel, metric) in zip(rows, panels.items(), strict=True):
-        if panel == "time" and split:
-            _stack(axes, ds, split)
-            continue
-        s = series(ds, metric)
-        draw_series(axes, s, ds)
-        head(axes, sentence(s.title), 10.5)
-        axes.set_ylabel(s.label)
-    for axes in rows:
-        axes.set_xlabel("")
-    rows[-1].set_xlabel(series(ds, known[0]).x_name)
-    return figure
-
-
-def _page(ds: "xarray.Dataset", name: str, height: float) -> "Figure":
     figure = new_figure(8.0, height)
     figure.text(0.02, 1 - 0.12 / height, name, fontsize=13, fontweight="bold", va="top")
-    figure.text(0.02, 1 - 0.40 / height, facts(ds), color=theme().muted, fontsize=9, va="top")
+    figure.text(0.02, 1 - 0.40 / height, facts(ds), color=LIGHT.muted, fontsize=9, va="top")
     figure.subplots_adjust(left=0.125, right=0.97, bottom=0.5 / height, top=1 - 1.1 / height, hspace=0.4)
+    rows = figure.subplots(len(panels), 1, sharex=True, squeeze=False)[:, 0]
+    for axes, (panel, metric) in zip(rows, panels.items(), strict=True):
+        s = series(ds, metric)
+        if panel == "time" and split:
+            _draw_parts(axes, ds, s, split)
+        else:
+            _draw_series(axes, ds, s, GREEN if panel == "rate" else BLUE)
+        _draw_resumptions(axes, ds, s.x)
+        axes.set_title(s.title[:1].upper() + s.title[1:], fontsize=10.5)
+        axes.set_ylabel(s.label)
+        if len(axes.get_legend_handles_labels()[1]) > 1:
+            axes.legend(loc="best", frameon=True, framealpha=0.8, edgecolor="none")
+    rows[-1].set_xlabel(s.x_name)
     return figure
 
 
-def _stack(axes: "Axes", ds: "xarray.Dataset", split: dict[str, np.ndarray]) -> None:
+def _draw_series(axes: "Axes", ds: "xarray.Dataset", s: Series, color: str) -> None:
+    """A line, of the median over ranks where they differ; and the loss held out, as markers."""
+    shown = [s.y]
+    axes.plot(*_thin(s.x, s.y), color=color, lw=1.6, marker="o" if len(s.x) < 25 else None, ms=3, label=s.name)
+    twins = (f"val_{s.name}", f"test_{s.name.removeprefix('train_')}")
+    for twin in (name for name in twins if name in metrics(ds) and name != s.name):
+        held_out = series(ds, twin)
+        axes.plot(held_out.x, held_out.y, "o", ms=5, mfc=LIGHT.paper, mec=ORANGE, mew=1.5, label=twin, zorder=5)
+        shown.append(held_out.y)
+    _set_limits(axes, s, np.concatenate(shown))
+
+
+def _draw_parts(axes: "Axes", ds: "xarray.Dataset", s: Series, split: dict[str, np.ndarray]) -> None:
     """The parts of a step stacked, and the full step as a line: the gap is time that no part accounts for."""
-    full = parts_sum = np.sum([np.nan_to_num(part) for part in split.values()], axis=0)
-    first = series(ds, next(iter(split)))
-    x, x_name = first.x, first.x_name
-    if "dt" in metrics(ds):
-        first = series(ds, "dt")
-        full = mean_over_ranks(first)
-    span = "epoch" if x_name == "epoch" else "step"
-    finite = np.isfinite(full)
-    total = Series("dt", "time of a step", "s", x[finite], x_name, np.maximum(full, parts_sum)[finite])
-    shown = limits(total)
-    if shown is None:
-        return
-    shown = shown._replace(low=0.0, below=np.zeros_like(shown.below))  # bars begin at zero: none is below
-    heights = [thin(x[finite], np.nan_to_num(part[finite])) for part in split.values()]
-    steps, base = heights[0][0], np.zeros(len(heights[0][0]))
-    bars = len(steps) <= MOST_BARS  # with few steps, an area would join a slow first step to the second
-    for name, (_, part) in zip(split, heights, strict=True):
-        if bars:
-            axes.bar(steps, part, 0.85 * bar_step(steps), base, color=STEP_PARTS[name], label=PART_NAMES[name])
+    full = mean_over_ranks(ds, "dt")
+    steps, line = _thin(s.x, full)
+    is_short = len(steps) <= MOST_BARS  # with few steps, an area would join a slow first step to the second
+    base = np.zeros(len(steps))
+    for name, seconds in split.items():
+        _, height = _thin(s.x, np.nan_to_num(seconds))
+        if is_short:
+            axes.bar(steps, height, 0.85 * _distance(steps), base, color=STEP_PARTS[name], label=PART_NAMES[name])
         else:
-            axes.fill_between(steps, base, base + part, color=STEP_PARTS[name], lw=0, label=PART_NAMES[name])
-        base = base + part
-    axes.plot(*thin(x[finite], full[finite]), "_" if bars else "-", color=theme().ink, lw=1.0, label=f"full {span}")
-    set_limits(axes, total, shown)
-    resumptions(axes, x, ds)
-    reduction = "mean" if "dt" in ds or "dtf" in ds else "median"
-    over = f", {reduction} over ranks" if ds.sizes.get("rank", 1) > 1 else ""
-    head(axes, f"Time of {'an' if span == 'epoch' else 'a'} {span}", 10.5)
-    axes.set_ylabel(f"dt [s]{over}")
+            axes.fill_between(steps, base, base + height, color=STEP_PARTS[name], lw=0, label=PART_NAMES[name])
+        base = base + height
+    marker = "_" if is_short else "-"
+    axes.plot(steps, line, marker, color=LIGHT.ink, lw=1.0, label=f"full {'epoch' if s.x_name == 'epoch' else 'step'}")
+    _set_limits(axes, s, full, from_zero=True)
+
+
+def _draw_resumptions(axes: "Axes", ds: "xarray.Dataset", x: np.ndarray) -> None:
+    """A line between two rows, where the run was resumed."""
+    for number, mark in enumerate(marks_of(ds)):
+        first = int(np.searchsorted(ds["draw"].values, mark["draw"]))
+        between = x[max(first - 1, 0) : first + 1].mean()
+        axes.axvline(between, color=LIGHT.muted, lw=1.0, ls=":", label="" if number else "resumed")
+
+
+def _set_limits(axes: "Axes", s: Series, values: np.ndarray, from_zero: bool = False) -> None:
+    """Limits with a margin; whole numbers of steps."""
+    from matplotlib.ticker import MaxNLocator
+
+    shown = limits(s.name, values)
+    if shown is not None:
+        low, high = shown
+        margin = 0.06 * (high - low) or 0.05 * abs(high) or 1.0
+        axes.set_ylim(0.0 if from_zero else low - margin, high + margin)
+    beside = 0.6 * _distance(s.x) if len(s.x) <= MOST_BARS else 0.02 * float(np.ptp(s.x))
+    axes.set_xlim(s.x.min() - beside, s.x.max() + beside)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=9, steps=[1, 2, 5, 10]))
+
+
+def _thin(x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The finite points, at most `MOST_POINTS` of them: every k-th."""
+    every = -(-len(x) // MOST_POINTS)
+    finite = np.isfinite(y)
+    return x[finite][::every], y[finite][::every]
+
+
+def _distance(x: np.ndarray) -> float:
+    """The smallest distance between two steps."""
+    different = np.unique(x)
+    return float(np.diff(different).min()) if len(different) > 1 else 1.0
