@@ -74,7 +74,7 @@ def prepare(wanted: Preparation, processes: int, say: Callable[[str], None] = la
             say(f"{folder} is complete already")
             return manifest
         part = folder.with_name(folder.name + ".part")
-        manifest = _prepare(wanted, part, files, _begin(part, key), processes, say)
+        manifest = _prepare(wanted, part, files, _unfinished(part, key), processes, say)
         write_atomically(part / MANIFEST, json.dumps(manifest, indent=1).encode())
         (part / STATE).unlink()
         part.rename(folder)
@@ -104,7 +104,7 @@ def _key(wanted: Preparation) -> str:
     return digest.hexdigest()
 
 
-def _begin(part: Path, key: str) -> dict[str, Any]:
+def _unfinished(part: Path, key: str) -> dict[str, Any]:
     """Make the unfinished folder, and return how far it has come. One of another preparation goes."""
     if part.exists():
         state = read_json(part / STATE, DataError, name=f"{part}, no unfinished folder of mmm tokens: its {STATE}")
