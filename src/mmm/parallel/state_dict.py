@@ -20,7 +20,7 @@ from mmm.parallel.ties import find_ties
 from mmm.parallel.values import NAMED, Values, names_in_message, shard_of
 from mmm.weights.safetensors import SafetensorsFile
 
-StateDict = str | Path | Mapping[str, Tensor] | Callable[[str], Tensor | None]
+StateDict = str | Path | Mapping[str, Tensor]
 
 
 @dataclass(frozen=True)
@@ -42,18 +42,14 @@ def loaded_values(model: nn.Module, weights: StateDict) -> Values:
     Args:
         model: before it is parallelized; its parameters may lie on the meta device.
         weights: a file (``.safetensors``, or what ``torch.save`` has written of a state dict, such as a run's
-            ``model.pt``), a state dict, or a function from a name to the full tensor, which is called for one after
-            the other; None for a buffer that keeps what the constructor gave it.
+            ``model.pt``), or a state dict.
 
     Raises:
         ConfigError: names that are missing or that the model lacks, or wrong shapes. CheckpointError: a file cannot be
             read.
     """
     tensors = {canonical_name(n): t for n, t in model.state_dict().items() if isinstance(t, Tensor)}
-    buffers = {canonical_name(name) for name, _ in model.named_buffers()}
     of = class_name(unwrapped(model))
-    if callable(weights):
-        return _asked_of(weights, of, tensors, buffers)
     source = _of_mapping(weights) if isinstance(weights, Mapping) else _of_file(Path(weights))
     ties = {canonical_name(tie[0]): tuple(map(canonical_name, tie)) for tie in find_ties(model)}
     first = {name: firsts for firsts, tie in ties.items() for name in tie}
@@ -80,22 +76,6 @@ def loaded_values(model: nn.Module, weights: StateDict) -> Values:
 
     def read(name: str, box: ShardBox) -> Tensor | None:
         return source.read(chosen[name], box) if name in chosen else None
-
-    return read
-
-
-def _asked_of(weights: Callable, of: str, tensors: Mapping[str, Tensor], buffers: set[str]) -> Values:
-    def read(name: str, box: ShardBox) -> Tensor | None:
-        if name not in tensors:
-            return None  # a buffer that no state dict has
-        full = weights(name)
-        if full is None and name in buffers:
-            return None
-        if not isinstance(full, Tensor):
-            raise ConfigError(f"weights({name!r}) of {of} returned {type(full).__name__}, and has to return its tensor")
-        if problem := _mismatch(name, full, tensors[name]):
-            raise ConfigError(f"weights({name!r}) does not fit: {problem}")
-        return shard_of(full.detach(), box)
 
     return read
 

@@ -26,13 +26,6 @@ def groups_of(unit: Any) -> list[Any]:
     return list(getattr(state, "_fsdp_param_groups", [one] if one else []))
 
 
-def reshards_after_forward(group: Any) -> bool:
-    """Whether a group is freed after forward.
-
-    Private: FSDPParamGroup._reshard_after_forward, seen in 2.10 to 2.14; instead: nothing."""
-    return group._reshard_after_forward
-
-
 def unsharded_of(parameter: Any) -> Tensor | None:
     """Of FSDP's record of a parameter, the parameter that it gathers; None before it has been.
 

@@ -20,7 +20,6 @@ from mmm.errors import ConfigError
 from mmm.generate import tokenizer_on_disk, without_draws
 from mmm.models.draw import parameter_count
 from mmm.models.gpt import position_parameters
-from mmm.parallel.memory.offload import moved_text
 from mmm.parallel.parallel_model import ParallelModel
 from mmm.parallel.plans.language import check_language, language_model, language_plan
 from mmm.runtime.ranks import whoami
@@ -192,8 +191,6 @@ def train(config: Config) -> None:
             profile=config.profile,
         )
         fit(run, model, optimizer, task, fit_config)
-        if spec.techniques.offload:
-            run.log.info("%s", moved_text(model.modules.values(), optimizer, run.device))
         if config.checkpoint.save_model:
             save_model(run, model)
 

@@ -29,7 +29,7 @@ from mmm.errors import ConfigError, LayoutError, config_field
 from mmm.layout import UNSHARDED, Layout, Techniques
 from mmm.parallel.dp.batch_norm import batch_norms, in_parts
 from mmm.parallel.dp.ddp import DDP
-from mmm.parallel.dp.fsdp import RESHARD_AFTER_FORWARD, apply_expert_fsdp, apply_fsdp, fsdp_units_of, prefetch_next
+from mmm.parallel.dp.fsdp import RESHARD_AFTER_FORWARD, apply_expert_fsdp, apply_fsdp
 from mmm.parallel.dp.wrapped import Wrapper
 from mmm.parallel.dp.zero import Zero, replicas_of
 from mmm.parallel.ep.expert_parallel import experts_of
@@ -97,8 +97,6 @@ def apply_data_parallel(
         if mesh.experts is not None:
             apply_expert_fsdp(model, mesh.experts, plan, precision, offload)  # before the units that contain them
         apply_fsdp(model, dp_mesh(mesh), plan, precision, techniques)
-        if mesh.layout.ep > 1 and mesh.device_mesh.device_type != "cpu":  # where gathering is not asynchronous
-            prefetch_next(fsdp_units_of(model, plan))
         return model
     if technique == "ddp":
         return DDP(model, replicas_of(mesh), precision)

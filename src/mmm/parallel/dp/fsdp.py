@@ -10,9 +10,8 @@ Source: Zhao et al., "PyTorch FSDP", 2023; ``torch.distributed.fsdp.fully_shard`
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from functools import partial
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -29,7 +28,7 @@ from mmm.parallel.ep.expert_parallel import expert_dim, experts_of
 from mmm.parallel.plan import Plan, find
 from mmm.parallel.ties import join_tied
 from mmm.runtime.device import Precision
-from mmm.torch_private.fsdp import groups_of, pre_backward, reshards_after_forward, shards_version, unsharded_of
+from mmm.torch_private.fsdp import groups_of, pre_backward, shards_version, unsharded_of
 from mmm.torch_private.module import own_parameters
 from mmm.torch_private.operators import tree_leaves
 
@@ -178,22 +177,6 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
             values += vars(value).values()
 
 
-def prefetch_next(units: Sequence[Sequence[nn.Module]]) -> None:
-    """Have each FSDP unit begin to gather the one after it in forward, and the one before it in backward.
-
-    By itself FSDP begins to gather a unit when the host comes to it. That is early enough while the host is ahead of
-    the device, and too late where it waits for the device in between, as layers with ep do.
-
-    Args:
-        units: of `fsdp_units_of`, in the order of forward; sharded.
-    """
-    inner = ([inner for module in unit for inner in module.modules()] for unit in units)
-    sharded: list[list[FSDPModule]] = [[m for m in modules if isinstance(m, FSDPModule)] for modules in inner]
-    for before, after in pairwise(sharded):
-        before[0].set_modules_to_forward_prefetch(after)
-        after[0].set_modules_to_backward_prefetch(before)
-
-
 def fsdp_units_of(model: nn.Module, plan: Plan) -> list[list[nn.Module]]:
     """The modules of each unit of the plan, in its order; units that share a parameter are one, in the last's place.
     FSDP gathers one dtype as one: a module that has complex parameters alone is a unit, named or not."""
@@ -213,11 +196,6 @@ def _is_complex(module: nn.Module) -> bool:
     owners = [module, *(child for child in module.children() if isinstance(child, lists))]
     parameters = [p for owner in owners for p in own_parameters(owner).values() if p is not None]
     return not isinstance(module, lists) and any(p.is_complex() for p in parameters)
-
-
-def gathered_twice(model: nn.Module) -> Iterator[nn.Parameter]:
-    """The shards that FSDP gathers for forward and once more for backward; after the first forward."""
-    return (p.sharded_param for group in all_groups(model) if reshards_after_forward(group) for p in group.fsdp_params)
 
 
 def reshard(model: nn.Module) -> None:

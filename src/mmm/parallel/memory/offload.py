@@ -19,15 +19,7 @@ Sources: Ren et al., "ZeRO-Offload", 2021; ``torch.distributed.fsdp.CPUOffloadPo
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
-import torch
-from torch import Tensor, nn
-
 from mmm.errors import ConfigError, config_field
-from mmm.parallel.dp.fsdp import gathered_twice
-from mmm.parallel.dp.wrapped import Wrapper
-from mmm.parallel.local import to_local
 
 
 def check_offload(data_parallel: str, dtype: str = "") -> None:
@@ -44,38 +36,3 @@ def check_offload(data_parallel: str, dtype: str = "") -> None:
             "fp16: scaling gradients that lie on the host has not been shown to be "
             "right; use bf16 or fp32"
         )
-
-
-def moved(models: Iterable[nn.Module], optimizer: torch.optim.Optimizer) -> dict[str, int]:
-    """Bytes that offload keeps on the host of this rank, and moves in a step; after the optimizer's first step.
-
-    Args:
-        models: this rank's, one or its pipeline stages.
-
-    Returns:
-        ``host_parameters`` and ``host_state``: kept there. ``down``: gradients, device to host. ``up``: parameters,
-        host to device; by fsdp for forward, and once more for backward what `gathered_twice` says.
-    """
-    parameter_bytes = gathered_again = 0
-    for model in models:
-        parameter_bytes += sum(to_local(p).nbytes for p in model.parameters())
-        if not isinstance(model, Wrapper):
-            gathered_again += sum(to_local(p).nbytes for p in gathered_twice(model))
-    values = (value for of_one in optimizer.state.values() for value in of_one.values())
-    state = sum(to_local(value).nbytes for value in values if isinstance(value, Tensor) and value.ndim)
-    return {
-        "host_parameters": parameter_bytes,
-        "host_state": state,
-        "down": parameter_bytes,
-        "up": parameter_bytes + gathered_again,
-    }
-
-
-def moved_text(models: Iterable[nn.Module], optimizer: torch.optim.Optimizer, device: torch.device) -> str:
-    """`moved`, in words; MB: 10⁶ bytes."""
-    mb = {name: f"{value / 1e6:.2f} MB" for name, value in moved(models, optimizer).items()}
-    text = (
-        f"offload: on the host {mb['host_parameters']} of parameters and {mb['host_state']} of optimizer state; a "
-        f"step moves {mb['down']} of gradients down and {mb['up']} of parameters up"
-    )
-    return text + (" (one memory: the device is the CPU)" if device.type == "cpu" else "")

@@ -44,8 +44,8 @@ def build_model(
     Args:
         init: ``by_name``: weights are drawn from the seed by their names instead, whatever the constructor makes of
             them (docs/models.md).
-        weights: a state dict that they come from instead, read shard by shard: a file, a mapping, or a function from a
-            name to the full tensor (`mmm.parallel.loaded_values`).
+        weights: a state dict that they come from instead, read shard by shard: a file or a mapping
+            (`mmm.parallel.loaded_values`).
         name: of the model, where there are several: what is drawn is a function of seed and name. None: models go on
             where the one before has stopped, so that two of them differ, as they do in a program without a mesh.
         techniques: fields of `mmm.parallel.Techniques`, such as ``data_parallel="ddp"``.
