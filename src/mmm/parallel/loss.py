@@ -7,8 +7,10 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from mmm.layout import PADDING
+from mmm.parallel.double_backward import refuse_create_graph
 
 Loss = Callable[[Tensor, Tensor, int | Tensor], Tensor]  # (output, targets, count) → local loss
 
@@ -25,6 +27,14 @@ def cross_entropy(logits: Tensor, targets: Tensor, count: int | Tensor) -> Tenso
     Returns:
         Scalar, at least float32.
     """
+    is_sharded = isinstance(logits, DTensor) and not all(placement.is_replicate() for placement in logits.placements)
+    if is_sharded and logits.requires_grad:
+        logits.register_hook(_refuse)
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
     total = F.cross_entropy(wide.flatten(0, -2), targets.flatten(), reduction="sum", ignore_index=PADDING)
     return total / count
+
+
+def _refuse(_: Tensor) -> None:
+    """`loss_parallel` computes the gradient of softmax and loss in one, and the second derivative would be wrong."""
+    refuse_create_graph("the loss of logits that tp shards", "its second derivative would be wrong; gather them first")

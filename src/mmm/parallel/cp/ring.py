@@ -36,10 +36,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 
 from mmm.parallel.cp.block_attention import block_backward, block_forward, merge
+from mmm.parallel.double_backward import refuse_create_graph
 
 
 class RingAttention:
@@ -156,8 +156,8 @@ class _RingAttention(torch.autograd.Function):
         return out
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        refuse_create_graph("ring attention", "it has no second derivative; use cp_style ulysses, or cp 1")
         q, k, v, out, lse = ctx.saved_tensors
         ring: Ring = ctx.ring
         dq = torch.zeros_like(q, dtype=lse.dtype)

@@ -20,8 +20,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import Shard
 
-from mmm.errors import ConfigError
 from mmm.layout import Techniques
+from mmm.parallel.double_backward import refuse_create_graph
 from mmm.parallel.dp.forwards import FORWARDS
 from mmm.parallel.dp.wrapped import all_groups
 from mmm.parallel.ep.expert_parallel import expert_dim, experts_of
@@ -133,11 +133,11 @@ def refuse_double_backward(model: nn.Module) -> None:
     """Have a backward with ``create_graph`` end in a ConfigError: FSDP frees the parameters that the second needs."""
 
     def refuse(_: Tensor) -> None:
-        if torch.is_grad_enabled():  # in a backward: it makes a graph
-            raise ConfigError(
-                "create_graph=True through a model with data_parallel fsdp: FSDP frees its parameters after the first "
-                "backward, and a second one (forces, a penalty on gradients) needs them; use ddp, zero1 or zero2"
-            )
+        refuse_create_graph(
+            "a model with data_parallel fsdp",
+            "FSDP frees its parameters after the first backward, and a second one (forces, a penalty on gradients) "
+            "needs them; use ddp, zero1 or zero2",
+        )
 
     def watch(module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
         if torch.is_grad_enabled():

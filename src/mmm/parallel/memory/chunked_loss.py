@@ -30,7 +30,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_module, distribute_tensor
@@ -38,6 +37,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 
 from mmm.errors import ConfigError
 from mmm.layout import PADDING
+from mmm.parallel.double_backward import refuse_create_graph
 from mmm.parallel.local import to_local
 from mmm.parallel.loss import Loss, cross_entropy
 from mmm.parallel.plan import Plan, find
@@ -194,8 +194,8 @@ class _ProductAndLoss(torch.autograd.Function):
         return total
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None, None, None]:  # type: ignore[override]
+        refuse_create_graph("a loss in chunks", "it has no second derivative; use loss_chunks 1")
         hidden, weight, targets, lse = ctx.saved_tensors
         d_hidden = torch.empty_like(hidden)
         d_weight = torch.zeros_like(weight, dtype=lse.dtype)

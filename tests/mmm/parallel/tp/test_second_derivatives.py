@@ -4,10 +4,13 @@ gradient is plain PyTorch's on the full batch."""
 import pytest
 import torch
 from torch import nn
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, loss_parallel
 
-from mmm.errors import LayoutError
-from mmm.parallel import Layout, Plan, Replicated, apply, build_mesh, materialize
+from mmm.errors import ConfigError, LayoutError
+from mmm.parallel import Layout, Plan, Replicated, apply, build_mesh, cross_entropy, materialize
+from mmm.parallel.cp.ring import RingAttention
+from mmm.parallel.memory.chunked_loss import ChunkedLoss, DeferredLMHead
 from mmm.parallel.tp.fused import FusedColumns
 from mmm.parallel.tp.sections import OwnedRowwise, SectionedColwise
 from mmm.parallel.tp.tensor_parallel import KVHeads
@@ -152,3 +155,31 @@ def test_second_derivatives_of_each_kind(run_on_ranks, place):
     for off in run_on_ranks(in_place, 2, place):
         assert len(off) > 5
         assert max(off.values()) < 1e-11, off
+
+
+def refused(rank):
+    """What has no second derivative of its own, or a wrong one, says so."""
+    mesh = build_mesh(Layout(tp=2).fit(2), "cpu")
+    targets = torch.zeros(1, TOKENS, dtype=torch.int64)
+
+    def ring(x):
+        heads = x[:, None].contiguous()
+        return RingAttention(mesh["tp"])(heads, heads, heads).sum()
+
+    def chunked(x):
+        return ChunkedLoss(DeferredLMHead(nn.Linear(DIM, 4, bias=False).double(), 2, torch.float64))(x, targets, 1)
+
+    def sharded(x):
+        return cross_entropy(DTensor.from_local(x, mesh["tp"], [Shard(-1)]), targets, 1)
+
+    for function, words in ((ring, "ring attention"), (chunked, "loss in chunks"), (sharded, "logits that tp shards")):
+        x = torch.randn(1, TOKENS, DIM, dtype=torch.float64, requires_grad=True)
+        with loss_parallel():
+            function(x).backward()
+            with pytest.raises(ConfigError, match=f"create_graph=True through .*{words}"):
+                torch.autograd.grad(function(x), x, create_graph=True)
+    return True
+
+
+def test_what_has_no_second_derivative_is_refused(run_on_ranks):
+    assert run_on_ranks(refused, 2) == [True, True]
