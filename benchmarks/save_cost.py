@@ -47,7 +47,7 @@ def measure(rank: int, given: argparse.Namespace, folder: str) -> None:
     for parameter in parameters.values():
         parameter.grad = parameter.detach() * 0.1
     optimizer.step()
-    saver = Saver(Path(folder) / "checkpoints", dist.new_group(backend="gloo"), 1, None, sys.exit)
+    saver = Saver(Path(folder) / "checkpoints", dist.new_group(backend="gloo"), 1, sys.exit)
     step, found = 0, []
     for _ in range(given.pairs + 1):
         times = [work(given.steps)]

@@ -33,10 +33,10 @@ from mmm.runtime.ranks import Rank
 from mmm.weights.weights import Weights, is_gpt
 
 
-def checked(sampling: Sampling, prefix: str = "") -> Sampling:
+def checked(sampling: Sampling) -> Sampling:
     """It itself. Raises ConfigError for what is wrong with it."""
     for name, rule in sampling.problems():
-        raise ConfigError(f"--{prefix}{name} {getattr(sampling, name)}: {rule}")
+        raise ConfigError(f"--{name} {getattr(sampling, name)}: {rule}")
     return sampling
 
 

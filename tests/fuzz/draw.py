@@ -35,17 +35,12 @@ ANYTHING: dict[str, tuple[Value, ...]] = {
     "log_every": ("2", "5", "0"),
     "checkpoint_every": ("1", "2", "0"),
     "keep": ("1", "3", "0"),
-    "keep_every": ("2", "0"),
     "max_norm": ("0", "0.01", "1e9", "-1", "inf"),
     "warmup": ("0", "3", "100", "-1"),
     "eval_every": ("0", "1", "2", "-1"),
     "eval_batches": ("1", "3", "0", "1000"),
     "loss_chunks": ("1", "2", "3", "4", "0", "999"),
     "prompt": ("the", ""),
-    "sample_tokens": ("3", "0"),
-    "sample_temperature": ("0", "0.5", "-1", "nan"),
-    "sample_top_k": ("2", "0"),
-    "sample_top_p": ("0.9", "0", "2"),
     "seq_length": ("1", "7", "12", "31", "0"),
     "n_layers": ("0", "1", "3", "5"),
     "dim": ("20", "48", "0", "7"),
@@ -59,9 +54,6 @@ ANYTHING: dict[str, tuple[Value, ...]] = {
     "min_lr": ("0", "1e-5", "-1", "1", "nan"),
     "dropout": ("0", "0.1", "0.5", "1"),
     "attention_dropout": ("0", "0.3", "-1"),
-    "norm_eps": ("1e-3", "0", "nan"),
-    "rope_theta": ("10000", "0", "inf"),
-    "rope_scaling": ('{"rope_type": "linear", "factor": 2}', "{}", "x", '{"rope_type": "yarn"}'),
     "tokenizer": ("bytes", "chars", "gone.json"),
     "init_from": ("gone", "."),
     "n_experts": ("1", "2", "3", "4", "-1"),
@@ -83,15 +75,13 @@ ANYTHING: dict[str, tuple[Value, ...]] = {
     "patch_size": ("3", "5", "1", "0"),
     "channels": ("1", "3", "2", "0"),
     "fingerprints": ("1", "2", "0", "x"),
-    "project": ("mine", "a/b"),
     "profile_steps": ("0:1", "1:2", "2:1", "x"),
-    "profile_ranks": ("1", "2", "0"),
     "classes": ("2", "10", "3", "0"),
 }
 GIVEN = names("outdir data_dir text model resume")  # paths, which the fuzzer sets itself; a model that is the only one
-NOT_SPOILT = names("device plots compile dataset model preset tracker project profile")  # machines, network, minutes
+NOT_SPOILT = names("device plots compile dataset model preset tracker profile")  # machines, network, minutes
 STEERED = NOT_SPOILT | names(
-    "dtype optimizer summary parallel schedule cp_style activation_checkpointing attention sdpa_backend dropout "
+    "dtype optimizer summary parallel schedule cp_style activation_checkpointing attention dropout "
     "decayed offload scale_lr overwrite checkpoint_mode pack document_mask token_dtype"
 )  # choices that the functions below make; others are drawn as they come
 
@@ -174,7 +164,6 @@ def draw(seed: int, number: int, data: Path) -> Case:
     profiled = random.Random(f"{seed}/{number}/profile")
     if "profile" in flags_of(program) and not spoilt and profiled.random() < 0.1:
         flags |= {"profile": "torch", "profile_steps": profiled.choice(ANYTHING["profile_steps"][:2])}
-        flags["profile_ranks"] = profiled.choice(ANYTHING["profile_ranks"][:2])
     if "fingerprints" in flags_of(program) and not spoilt and profiled.random() < 0.1:
         flags["fingerprints"] = profiled.choice(ANYTHING["fingerprints"][:2])
     case = Case(f"{seed}/{number}", program, ranks, flags, tuple(spoilt), data)
@@ -343,8 +332,6 @@ def _vit(rng: random.Random, data: Path) -> dict[str, Value]:
         "n_heads": str(heads),
         "attention": rng.choice(("sdpa", "sdpa", "native")),
     }
-    if flags["attention"] == "sdpa" and rng.random() < 0.3:
-        flags["sdpa_backend"] = rng.choice(("math", "math", "flash", "efficient", "cudnn"))
     _images(rng, data, flags, ("mnist", "fashion_mnist", "cifar10", "digits", "digits", "fake", "folder"))
     if flags["dataset"] == "fake" and rng.random() < 0.4:
         flags["classes"] = rng.choice(("2", "5", "10"))

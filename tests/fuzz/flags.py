@@ -34,8 +34,8 @@ LAYOUT = names(
 )
 # Of the run as such: no number depends on them.
 HARMLESS = names(
-    "device name outdir overwrite flush_every log_all_ranks timeout save_model workers fingerprints project profile "
-    "profile_steps profile_ranks checkpoint_mode keep keep_every resume"
+    "device name outdir overwrite flush_every log_all_ranks timeout save_model workers fingerprints profile "
+    "profile_steps checkpoint_mode keep resume"
 )
 
 Value = str | tuple[str, ...]

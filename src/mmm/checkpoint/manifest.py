@@ -153,18 +153,17 @@ def steps_of(checkpoints: Path) -> list[Path]:
     return [path for _, path in sorted(found, reverse=True)]
 
 
-def complete(partial: Path, keep: int, keep_every: int | None) -> Path:
+def complete(partial: Path, keep: int) -> Path:
     """Give a checkpoint its name, in place of one that may have it; then remove those that are not to stay.
 
     Args:
-        keep: the newest that stay. keep_every: so do those whose step is a multiple of it.
+        keep: the newest that stay.
     """
     path = partial.with_name(partial.name.removesuffix(PARTIAL))
     remove([path])
     os.rename(partial, path)
     _sync(path.parent)
-    others = steps_of(path.parent)[keep:]
-    remove([old for old in others if not keep_every or int(old.name.removeprefix("step-")) % keep_every])
+    remove(steps_of(path.parent)[keep:])
     return path
 
 

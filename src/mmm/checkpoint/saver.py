@@ -87,7 +87,7 @@ class Saver:
 
     Attributes:
         folder: on a file system that all ranks share. group: of all ranks, for sending from the host, and for nothing
-            else. keep, keep_every: as for `mmm.checkpoint.manifest.complete`.
+            else. keep: as for `mmm.checkpoint.manifest.complete`.
         failed: called on every rank with why a save has failed; the training goes on.
         metadata: what each checkpoint keeps of the model besides.
     """
@@ -95,7 +95,6 @@ class Saver:
     folder: Path
     group: dist.ProcessGroup | None
     keep: int
-    keep_every: int | None
     failed: Callable[[str], None]
     metadata: ModelMetadata = field(default_factory=ModelMetadata)
     _running: tuple[int, Future] | None = None
@@ -124,7 +123,7 @@ class Saver:
                 raise CheckpointError(f"{partial / hidden[0]} is not there for rank 0: hosts have to share --outdir")
             about, others = manifest.about | self.metadata.describe(), self.metadata.write_tokenizer(partial)
             replace(manifest, about=about, files=files | others).write(partial)
-            complete(partial, self.keep, self.keep_every)
+            complete(partial, self.keep)
 
         dcp.save(state, storage_writer=Writer(partial, finished), process_group=self.group)
 

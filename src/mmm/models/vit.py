@@ -11,32 +11,23 @@ for ImageNet-1k", 2022 (mean instead of class token).
 from __future__ import annotations
 
 import math
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from mmm.models.draw import Init
 from mmm.models.sizes import below_one, check_images
 
 ATTENTION = ("native", "sdpa")
-SDPA_BACKENDS = {
-    "math": SDPBackend.MATH,
-    "flash": SDPBackend.FLASH_ATTENTION,
-    "efficient": SDPBackend.EFFICIENT_ATTENTION,
-    "cudnn": SDPBackend.CUDNN_ATTENTION,
-}
 
 
 @dataclass(frozen=True)
 class ViTConfig:
     """Sizes of a ViT. ``mlp_dim=None`` means ``4 * dim``.
 
-    ``attention``: ``native`` is `native_attention`; ``sdpa`` is PyTorch's ``F.scaled_dot_product_attention`` with the
-    kernel that ``sdpa_backend`` names (auto, math, flash, efficient, cudnn).
+    ``attention``: ``native`` is `native_attention`; ``sdpa`` is PyTorch's ``F.scaled_dot_product_attention``.
     """
 
     image_size: int = 224
@@ -49,7 +40,6 @@ class ViTConfig:
     mlp_dim: int | None = None
     norm_eps: float = 1e-6
     attention: str = "sdpa"
-    sdpa_backend: str = "auto"
 
     @property
     def head_dim(self) -> int:
@@ -76,10 +66,6 @@ class ViTConfig:
         problems = below_one(self, sizes)
         if self.attention not in ATTENTION:
             problems.append(f"attention {self.attention!r} is not one of {', '.join(ATTENTION)}")
-        if self.sdpa_backend not in ("auto", *SDPA_BACKENDS):
-            problems.append(f"sdpa_backend {self.sdpa_backend!r} is not one of auto, {', '.join(SDPA_BACKENDS)}")
-        elif self.attention == "native" and self.sdpa_backend != "auto":
-            problems.append(f"sdpa_backend {self.sdpa_backend!r} needs attention 'sdpa', and it is 'native'")
         if problems:
             return problems
         if self.image_size % self.patch_size:
@@ -137,7 +123,6 @@ class ViTAttention(nn.Module):
         super().__init__()
         self.head_dim = config.head_dim
         self.native = config.attention == "native"
-        self.backend = SDPA_BACKENDS.get(config.sdpa_backend)
         self.wq = nn.Linear(config.dim, config.dim, bias=False)
         self.wk = nn.Linear(config.dim, config.dim, bias=False)
         self.wv = nn.Linear(config.dim, config.dim, bias=False)
@@ -150,9 +135,7 @@ class ViTAttention(nn.Module):
         if self.native:
             out = native_attention(q, k, v)
         else:
-            kernel: AbstractContextManager = sdpa_kernel(self.backend) if self.backend is not None else nullcontext()
-            with kernel:
-                out = F.scaled_dot_product_attention(q, k, v)
+            out = F.scaled_dot_product_attention(q, k, v)
         return self.wo(out.transpose(1, 2).reshape(batch, seq, -1))  # (batch, patches, dim)
 
 

@@ -15,11 +15,10 @@ import torch
 
 from mmm.errors import ConfigError
 from mmm.layout import batch_sizes
-from mmm.models.vit import PRESETS, SDPA_BACKENDS, ViT, ViTConfig
+from mmm.models.vit import PRESETS, ViT, ViTConfig
 from mmm.parallel.plans.vit import check_vit, vit_plan
-from mmm.runtime.device import choose_device, choose_precision
+from mmm.runtime.device import choose_device
 from mmm.runtime.ranks import whoami
-from mmm.runtime.sdpa import check_sdpa
 from mmm.trainer.config.command_line import parse, run_main
 from mmm.trainer.config.images import ImageOptions, check_images
 from mmm.trainer.config.layout import LayoutOptions, techniques_of
@@ -60,7 +59,6 @@ class ViTOptions:
     n_heads: int | None = None
     attention: Literal["sdpa", "native"] = "sdpa"
     """sdpa: PyTorch's fused kernels. native: the math, step by step."""
-    sdpa_backend: Literal["auto", "math", "flash", "efficient", "cudnn"] = "auto"
 
     def sizes(self, accelerator: bool) -> tuple[ViTConfig, tuple[str, ...]]:
         """The model asked for, but for what the data decide; and notes of why it is that one, where no flag says."""
@@ -72,7 +70,7 @@ class ViTOptions:
             notes = (f"preset {preset}: {why}",)
         names = ("image_size", "patch_size", "channels", "classes", "dim", "n_layers", "n_heads")
         given = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
-        return replace(PRESETS[preset], attention=self.attention, sdpa_backend=self.sdpa_backend, **given), notes
+        return replace(PRESETS[preset], attention=self.attention, **given), notes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,8 +113,6 @@ def resolve(config: Config) -> ViTSpec:
     )
     data, steps = None, 0
     if not config.run.summary:
-        compute = choose_precision(config.run.dtype, device).compute
-        check_sdpa(sizes.sdpa_backend, SDPA_BACKENDS, device, compute, (sizes.patches, sizes.head_dim))
         data = config.data.load(sizes.image_size, sizes.channels, sizes.classes, config.run.seed)
         if config.model.classes not in (None, len(data.classes)):
             raise ConfigError(f"--classes {config.model.classes}, but {data.name} has {len(data.classes)} classes")

@@ -55,14 +55,14 @@ def full(rank, parameters, buffers, optimizer):
     return found
 
 
-def saver_of(folder, said, keep=2, keep_every=None):
-    return Saver(folder, dist.new_group(backend="gloo"), keep, keep_every, said.append)
+def saver_of(folder, said, keep=2):
+    return Saver(folder, dist.new_group(backend="gloo"), keep, said.append)
 
 
-def save(rank, folder, steps=(1,), keep=2, keep_every=None, break_rank=None, full_rank=None):
+def save(rank, folder, steps=(1,), keep=2, break_rank=None, full_rank=None):
     parameters, buffers, optimizer = model(rank.world_size, step=True)
     said = []
-    saver = saver_of(folder, said, keep, keep_every)
+    saver = saver_of(folder, said, keep)
     before = full(rank, parameters, buffers, optimizer)
     wrong = read_back if rank.rank == break_rank else file_sum
     broken = patch("mmm.checkpoint.storage.file_sum", wrong)
@@ -129,9 +129,9 @@ def test_pytorch_itself_reads_it(saved, tmp_path):
 
 
 def test_the_newest_stay(run_on_ranks, tmp_path):
-    (done, said, _), *_ = run_on_ranks(save, 2, tmp_path, (1, 2, 3, 4, 5), 2, 2)
+    (done, said, _), *_ = run_on_ranks(save, 2, tmp_path, (1, 2, 3, 4, 5))
     assert (done, said) == (True, [])
-    assert sorted(os.listdir(tmp_path)) == ["step-2", "step-4", "step-5"]
+    assert sorted(os.listdir(tmp_path)) == ["step-4", "step-5"]
 
 
 def save_apart(rank, folder):
@@ -154,7 +154,7 @@ def test_hosts_that_share_no_folder_are_told(run_on_ranks, tmp_path):
 
 def test_a_save_that_fails_on_one_rank_is_said_on_all_and_leaves_nothing(run_on_ranks, tmp_path):
     run_on_ranks(save, 2, tmp_path)
-    for done, said, _ in run_on_ranks(save, 2, tmp_path, (2,), 2, None, 1):
+    for done, said, _ in run_on_ranks(save, 2, tmp_path, (2,), 2, 1):
         assert not done
         assert len(said) == 1
         assert "step 2" in said[0]
@@ -180,7 +180,7 @@ def test_a_disk_that_turns_read_only_is_said_on_all(run_on_ranks, tmp_path):
 
 def test_a_file_that_does_not_fit(run_on_ranks, tmp_path):
     """The reason is the system's, also where PyTorch's writer says another."""
-    for done, said, _ in run_on_ranks(save, 2, tmp_path, (2,), 2, None, None, 1):
+    for done, said, _ in run_on_ranks(save, 2, tmp_path, (2,), 2, None, 1):
         assert (done, said) == (False, ["no checkpoint of step 2: [Errno 27] File too large"])
     assert os.listdir(tmp_path) == []
 

@@ -31,7 +31,7 @@ def test_one_that_does_not_start(tmp_path, caplog, monkeypatch):
 
 
 def test_the_project(tmp_path, monkeypatch):
-    """Given, else named by the tracker's own variable, else mmm."""
+    """Named by the tracker's own variable, else mmm."""
     wandb, mlflow = MagicMock(), MagicMock()
     monkeypatch.setitem(sys.modules, "wandb", wandb)
     monkeypatch.setitem(sys.modules, "mlflow", mlflow)
@@ -40,15 +40,14 @@ def test_the_project(tmp_path, monkeypatch):
     for variable in PROJECT_VARIABLES.values():
         monkeypatch.delenv(variable, raising=False)
 
-    def projects(given):
+    def projects():
         for name in ("wandb", "mlflow"):
-            Tracked(name, tmp_path, {}, given)
+            Tracked(name, tmp_path, {})
         return wandb.init.call_args.kwargs["project"], client.create_experiment.call_args.args[0]
 
-    assert projects(None) == ("mmm", "mmm")
+    assert projects() == ("mmm", "mmm")
     monkeypatch.setenv("WANDB_PROJECT", "theirs")
-    assert projects(None) == ("theirs", "mmm")
-    assert projects("ours") == ("ours", "ours")
+    assert projects() == ("theirs", "mmm")
 
 
 def test_the_log_and_the_config_are_kept_at_the_end(tmp_path, monkeypatch, caplog):

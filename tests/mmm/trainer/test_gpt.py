@@ -126,7 +126,6 @@ def test_weights_on_disk(alone, tmp_path, capsys):
     ("flags", "words"),
     [
         ({"preset": "debug"}, "--preset"),
-        ({"rope_theta": 1.0}, "--rope_theta 1.0 with --model"),
         ({"n_kv_heads": 2}, "--n_kv_heads 2 with --model"),
         ({"n_experts": 2}, "--n_experts 2 with --model"),
         ({"dropout": 1.0}, "dropout is 1.0: it must be at least 0, and below 1"),

@@ -108,7 +108,6 @@ def test_digits_stand_in_and_the_record_says_so(tmp_path, monkeypatch, capsys):
         (vit, {"patch_size": 7}, "image_size 32"),
         (vit, {"dataset": "digits", "channels": 2}, "1 or 3 channels, not 2"),
         (vit, {"dataset": "digits", "classes": 7}, "--classes 7"),
-        (vit, {"sdpa_backend": "math", "attention": "native"}, "needs attention 'sdpa'"),
         (vit, {"warmup": -1}, "--warmup -1"),
         (vit, {"dataset": "digits", "batch_size": 2000}, "--global_batch_size 1437"),
         (vit, {"dataset": "digits", "workers": -1}, "--workers -1"),

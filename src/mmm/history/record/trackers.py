@@ -118,18 +118,13 @@ KINDS: dict[str, Any] = {
 }
 
 
-def project_of(tracker: str, given: str | None) -> str:
-    """The project that a run belongs to: given, else named by the tracker's own variable, else `PROJECT`."""
-    return given or os.environ.get(PROJECT_VARIABLES.get(tracker, ""), "") or PROJECT
+def project_of(tracker: str) -> str:
+    """The project that a run belongs to: what the tracker's own variable says, or else `PROJECT`."""
+    return os.environ.get(PROJECT_VARIABLES.get(tracker, ""), "") or PROJECT
 
 
-def check_tracker(name: str | None, project: str | None = None) -> None:
-    """Raises ConfigError: a package that is not installed; a project where there is none."""
-    if project is not None and name not in PROJECT_VARIABLES:
-        has = "TensorBoard has no projects" if name else "without --tracker nothing is sent"
-        raise ConfigError(
-            f"--project {project}: {has}; leave it out, or give --tracker {' or '.join(PROJECT_VARIABLES)}"
-        )
+def check_tracker(name: str | None) -> None:
+    """Raises ConfigError: a package that is not installed."""
     if name is not None and importlib.util.find_spec(PACKAGES[name]) is None:
         package = PACKAGES[name]
         raise ConfigError(
@@ -141,14 +136,14 @@ class Tracked:
     """A tracker that is given up once it fails; or none.
 
     Args:
-        name: a key of `KINDS`, or None. project: that the run belongs to; None for `project_of`.
+        name: a key of `KINDS`, or None.
     """
 
-    def __init__(self, name: str | None, outdir: Path, config: Mapping[str, Any], project: str | None = None) -> None:
+    def __init__(self, name: str | None, outdir: Path, config: Mapping[str, Any]) -> None:
         self.name, self.outdir, self.tracker = name, outdir, None
         if name:
-            kind, of_project = KINDS[name], project_of(name, project)
-            self._try("start", lambda: setattr(self, "tracker", kind(outdir, config, of_project)))
+            kind = KINDS[name]
+            self._try("start", lambda: setattr(self, "tracker", kind(outdir, config, project_of(name))))
 
     def row(self, row: Row) -> None:
         step = step_of(row)

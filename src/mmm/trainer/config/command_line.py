@@ -41,7 +41,6 @@ WITHOUT: dict[str, Any] = {
     "save_model": False,
     "checkpoint_every": None,
     "keep": None,
-    "keep_every": None,
     "checkpoint_mode": None,
     "resume": None,
     "compile": False,

@@ -11,15 +11,12 @@ import tyro
 
 from mmm.data.text.byte_tokenizer import Tokenizer
 from mmm.errors import ConfigError
-from mmm.generate import checked, config_of, end_of_answers
+from mmm.generate import config_of, end_of_answers
 from mmm.models import gpt
 from mmm.models.gpt import GPTConfig, LanguageConfig
-from mmm.models.rope import RopeScaling
-from mmm.models.sampling import Sampling
 from mmm.models.transformer import PRESETS
-from mmm.outside import parse_json
 from mmm.trainer.config.model import Preset, TransformerOptions, change_sizes
-from mmm.trainer.config.run import check_counts, check_effect
+from mmm.trainer.config.run import check_effect
 from mmm.trainer.config.training import ExpertOptions
 from mmm.weights.open_weights import open_weights
 from mmm.weights.weights import Weights
@@ -28,7 +25,7 @@ from mmm.weights.weights import Weights
 SHAPES = ("dim", "n_layers", "n_heads", "n_kv_heads", "vocab_size", "hidden_dim", "n_experts", "tie_word_embeddings")
 # Of a GPT; it takes these flags, and the others are a Transformer's.
 GPT_SHAPES = ("dim", "n_layers", "n_heads", "vocab_size", "bias")
-GPT_FLAGS = (*GPT_SHAPES, "norm_eps", "dropout", "attention_dropout")
+GPT_FLAGS = (*GPT_SHAPES, "dropout", "attention_dropout")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,13 +47,6 @@ class LanguageModelOptions(TransformerOptions):
     """Of a GPT: linear layers and norms have one."""
     tie_word_embeddings: Annotated[bool, tyro.conf.arg(aliases=["--tie_embeddings"])] = False
     """The output matrix is the embedding's, also where the preset has two."""
-    norm_eps: float | None = None
-    """Added to the mean square that a norm divides by. Default: the preset's."""
-    rope_theta: float | None = None
-    """Base of the wavelengths of rotary positions. Default: the preset's."""
-    rope_scaling: str | None = None
-    """Scaling of rotary frequencies, as JSON with the names of Hugging Face's config.json: {"rope_type": "linear",
-    "factor": 2.0}, or llama3 with all its numbers; {} for none where the preset has one."""
     init_from: Path | None = None
     """Start from these weights, in place of drawn ones: a folder of safetensors and config.json, a checkpoint
     of `mmm import`, or a run's folder. Sizes are theirs, and so is the tokenizer where nothing else says."""
@@ -78,16 +68,10 @@ class LanguageModelOptions(TransformerOptions):
         return None if self.init_from is None else open_weights(self.init_from.expanduser())
 
     def changed_sizes(self) -> dict[str, Any]:
-        """As `TransformerOptions.changed_sizes`; a ConfigError for a scaling that is none."""
+        """As `TransformerOptions.changed_sizes`."""
         changed = super().changed_sizes()
-        changed |= {name: getattr(self, name) for name in ("norm_eps", "rope_theta") if getattr(self, name) is not None}
         if self.tie_word_embeddings:
             changed["tie_word_embeddings"] = True
-        if self.rope_scaling is not None:
-            try:
-                changed["rope_scaling"] = RopeScaling.of(parse_json(self.rope_scaling))
-            except ValueError as error:
-                raise ConfigError(f"--rope_scaling {self.rope_scaling}: {error}") from None
         return changed
 
     def model_sizes(
@@ -150,29 +134,7 @@ class SampleOptions:
     """The text that the model writes at each evaluation."""
 
     prompt: str | None = None
-    """At each evaluation, have the model go on with this text; it is logged, and in the record."""
-    sample_tokens: int | None = None
-    """With --prompt, how many tokens. Default: 100."""
-    sample_temperature: float | None = None
-    """With --prompt, what the logits are divided by; 0: always the most probable token. Default: 1."""
-    sample_top_k: int | None = None
-    """With --prompt, only among so many of the most probable tokens. Default: all."""
-    sample_top_p: float | None = None
-    """With --prompt, only among the most probable tokens that have this probability together. Default: 1, all."""
-
-    def check(self) -> None:
-        """Raises ConfigError for a value that is wrong by itself, or has no effect."""
-        given = {"sample_tokens": self.sample_tokens, "sample_temperature": self.sample_temperature}
-        given |= {"sample_top_k": self.sample_top_k, "sample_top_p": self.sample_top_p}
-        check_effect(self.prompt is not None, "--prompt", "no text is sampled", "--prompt with a text", **given)
-        check_counts(sample_tokens=self.sample_tokens)
-        self.sampling(seed=0)
-
-    def sampling(self, seed: int) -> Sampling:
-        """How a token is drawn."""
-        given = {"temperature": self.sample_temperature, "top_k": self.sample_top_k, "top_p": self.sample_top_p}
-        given = {name: value for name, value in given.items() if value is not None}
-        return checked(Sampling(seed=seed, **given), "sample_")  # type: ignore[arg-type]
+    """At each evaluation, have the model go on with this text, for 100 tokens; they are logged, and in the record."""
 
 
 def text_ends(weights: Weights | None, tokenizer: Tokenizer | None) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -189,8 +189,6 @@ class CheckpointOptions:
     """Steps between two checkpoints, checkpoints/step-N of the run's folder; one more at the end. Default: none."""
     keep: int | None = None
     """With --checkpoint_every, how many of the newest stay. Default: 2."""
-    keep_every: int | None = None
-    """With --checkpoint_every, those of every so many steps stay as well."""
     checkpoint_mode: Literal["async", "blocking"] | None = None
     """With --checkpoint_every. async: training goes on while a checkpoint is written, so a kill may go back to the one
     before that. blocking: training waits, and a kill loses at most one interval. Default: async."""
@@ -200,14 +198,13 @@ class CheckpointOptions:
 
     def check(self) -> None:
         """Raises ConfigError for a value that is wrong by itself, or has no effect."""
-        check_counts(checkpoint_every=self.checkpoint_every, keep=self.keep, keep_every=self.keep_every)
+        check_counts(checkpoint_every=self.checkpoint_every, keep=self.keep)
         check_effect(
             self.checkpoint_every is not None,
             "--checkpoint_every",
             "nothing is saved",
             "--checkpoint_every 100",
             keep=self.keep,
-            keep_every=self.keep_every,
             checkpoint_mode=self.checkpoint_mode,
         )
 

@@ -43,9 +43,8 @@ class Checkpointer:
         self._asked: tuple[Tensor, Any] | None = None  # of the step before, on the host once the event has come
         if self.every is not None:
             folder: Path = broadcast_object(run.outdir)  # which rank 0 has made
-            keep, keep_every = options.keep or 2, options.keep_every
             group = dist.new_group(backend="gloo")  # which sends from the host, whatever the device
-            self.saver = Saver(folder / CHECKPOINTS, group, keep, keep_every, run.note, metadata)
+            self.saver = Saver(folder / CHECKPOINTS, group, options.keep or 2, run.note, metadata)
 
     def note_origin(self, origin: Origin) -> bool:
         """Say where the run goes on. Whether it is on another layout."""

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 
 from mmm.generate import config_of, encode_prompt, load_weights, sample_text
+from mmm.models.sampling import Sampling
 from mmm.parallel.parallel_model import ParallelModel
 from mmm.trainer.config.language_model import SampleOptions
 from mmm.trainer.config.spec import TrainingSpec
@@ -14,6 +15,8 @@ from mmm.trainer.run.core import Run
 from mmm.trainer.run.record import Record
 from mmm.trainer.run.resume import ResumableRecord
 from mmm.weights.weights import Weights
+
+SAMPLE_TOKENS = 100
 
 
 def check_prompt(options: SampleOptions, resolved: TrainingSpec, bos: Sequence[int]) -> None:
@@ -37,8 +40,8 @@ def log_sample(
     data, vocabulary = resolved.data, resolved.sizes.vocab_size
     block = data.train.seq_length
     prompt = encode_prompt(options.prompt, data.tokenizer, block, vocabulary, bos)
-    tokens, sampling = options.sample_tokens or 100, options.sampling(run.seed)
-    text, _ = sample_text(model, prompt, data.tokenizer, tokens, sampling, block, vocabulary, stop, bos)
+    sampling = Sampling(seed=run.seed)
+    text, _ = sample_text(model, prompt, data.tokenizer, SAMPLE_TOKENS, sampling, block, vocabulary, stop, bos)
     run.log.info("sample after step %d:\n%s", run.clock.step, text, stacklevel=2)
     record = run.hook(Record)
     before = () if record is None else record.facts.get("samples", ())

@@ -21,7 +21,7 @@ from mmm.trainer.run.core import Run
 
 SKIPPED = 3  # the first steps, in which things are made
 STEPS_PROFILED = 3
-MOST_RANKS = 64  # unless --profile_ranks says another number
+MOST_RANKS = 64
 
 
 class Profiler(Protocol):
@@ -89,7 +89,7 @@ class Profile:
         self.steps = range(max(steps.start, first), min(steps.stop, end))
         self.ranks = range(1)
         if self.kind == "torch":
-            self.ranks = range(min(run.rank.world_size, options.profile_ranks or MOST_RANKS))
+            self.ranks = range(min(run.rank.world_size, MOST_RANKS))
         self.profiler: Profiler | None = None
         if not self.steps:
             run.note(f"--profile_steps {options.profile_steps}: none of them is among the steps {first} to {end - 1}")

@@ -34,7 +34,7 @@ def standard_hooks(checkpoint: CheckpointOptions, profile: ProfileOptions, *befo
         *installed_hooks(),
         *before_record,
         ResumableRecord(checkpoint),
-        Trackers(profile.tracker, profile.project),
+        Trackers(profile.tracker),
     ]
 
 
@@ -94,15 +94,15 @@ class Trackers(Hook):
     """--tracker: a run's rows where others look for them. It stands after the record, into whose folder most trackers
     write."""
 
-    def __init__(self, tracker: str | None, project: str | None = None) -> None:
-        self.tracker, self.project = tracker, project
+    def __init__(self, tracker: str | None) -> None:
+        self.tracker = tracker
         self.tracked: Tracked | None = None
 
     def start(self, run: Run) -> None:
         if run.outdir is not None:
             named = {} if run.options.name is None else {"name": run.options.name}
             config = named | {"command": command_line(), "layout": str(run.layout)}
-            self.tracked = Tracked(self.tracker, run.outdir, config, self.project)
+            self.tracked = Tracked(self.tracker, run.outdir, config)
 
     def row(self, run: Run, row: Row) -> None:
         if self.tracked is not None:
