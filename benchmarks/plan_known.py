@@ -118,7 +118,7 @@ def predicted(run: Published) -> tuple[float, bool, int, str]:
     own = alike.get(same.layout)
     if own is not None:
         faster = [c for c in alike.values() if c.cost.seconds < 0.99 * own.cost.seconds]
-    best = str(free.best[0].layout) if free.best else "nothing fits"
+    best = str(free.fastest.layout) if free.best else "nothing fits"
     return same.tokens_per_second / machine.ranks, same.fits, len(faster) + 1, best
 
 

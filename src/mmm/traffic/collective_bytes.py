@@ -21,6 +21,7 @@ and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations"
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from mmm.layout import UNSHARDED, Layout
@@ -131,6 +132,16 @@ def language_bytes(
     norms = (2 * layers + last) * (1 + biases)  # each rank has the gradient of its local tokens
     loss = 3 * tokens * max(compute, 4) * last  # the largest logit, the sum of exponentials, the target's own logit
     return factor("all_gather", tp) * (passes * tokens * dim + 2 * (norms * dim * residual + loss))
+
+
+def heads_over_cp(n_kv_heads: int, tp: int, ulysses: int) -> int:
+    """The key/value heads of a rank that attention over cp sends.
+
+    tp shards them; where it has more ranks than there are heads, each rank has one, which others have as well. They are
+    repeated until `ulysses` divides them.
+    """
+    own = max(n_kv_heads // tp, 1)
+    return math.lcm(own, ulysses)
 
 
 def context_bytes(cp: int, ulysses: int, queries: float, keys: float, size: int, layers: int) -> dict[str, float]:

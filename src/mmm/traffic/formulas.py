@@ -57,7 +57,7 @@ from mmm.parallel.plan import Plan, sharded_dim
 from mmm.parallel.pp.stages import take_stage
 from mmm.parallel.ties import stage_ties
 from mmm.runtime.device import Precision
-from mmm.traffic.collective_bytes import context_bytes, factor, language_bytes, sharded_bytes
+from mmm.traffic.collective_bytes import context_bytes, factor, heads_over_cp, language_bytes, sharded_bytes
 
 LOSS = 8  # bytes of a pipeline's loss
 
@@ -192,6 +192,7 @@ def _context(
     if not isinstance(model, Transformer | GPT):
         raise ValueError(f"no formula for {type(model).__name__} over cp")
     config, size = model.config, _size(precision.compute)
-    heads, kv_heads = config.n_heads // layout.tp, math.lcm(max(config.n_kv_heads // layout.tp, 1), ulysses)
+    heads = config.n_heads // layout.tp
+    kv_heads = heads_over_cp(config.n_kv_heads, layout.tp, ulysses)
     a_head = batch * seq_length // layout.cp * config.head_dim  # elements in one head of this rank's tokens
     return context_bytes(layout.cp, ulysses, heads * a_head, 2 * kv_heads * a_head, size, len(model.layers))

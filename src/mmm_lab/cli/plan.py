@@ -176,10 +176,10 @@ def _report(args: argparse.Namespace, search: Search, found: Found) -> None:
     kinds = report.why_each(found, machine.budget)
     write_json(args.json, report.as_json(search, found, kinds))
     if not found.best:
-        print("\n".join(_tree_lines(search, True, args.tp)))
+        print("\n".join(_tree_lines(search, found, True, args.tp)))
         raise ConfigError(_missing(search, found))
     lines = report.text_of(search, found, kinds, args.top)
-    lines += ["", *_tree_lines(search, args.explain, found.best[0].layout.tp)]
+    lines += ["", *_tree_lines(search, found, args.explain, found.best[0].layout.tp)]
     if args.explain:
         lines += ["", f"the best in detail, {found.best[0].layout}", *report.details(search, found.best[0])]
         lines += ["", "assumed", *machine_text.assumed(machine)]
@@ -197,7 +197,7 @@ def _run_lines(args: argparse.Namespace, search: Search, best: Candidate, launch
     """What the whole run takes, and the line that submits it."""
     from mmm_lab.planner import script
     from mmm_lab.planner.campaign import lines_of, run_cost
-    from mmm_launch.machines.queues import queue_for
+    from mmm_launch.machines.queues import not_taken, queue_for
 
     tokens, walltime = run_of(args)
     cost = run_cost(search, best, tokens)
@@ -209,19 +209,23 @@ def _run_lines(args: argparse.Namespace, search: Search, best: Candidate, launch
         data = f"--text {script.FOLDER} " if search.spec.program == "mmm.trainer.lm" else ""
         saves = f"{data}--max_iters {cost.steps} --checkpoint_every {cost.interval} --outdir runs/a"
         queue = queue_for(machine, machine.hosts, walltime)
+        why_not = not_taken(machine, queue, machine.hosts, walltime)
+        if why_not:
+            return [*lines, why_not]
         other = f" --queue {queue}" if queue != machine.queue else ""
         where = f"--site {args.site} -N {machine.hosts} -t {args.walltime}{other}{project}"
         lines += ["", f"mmm submit {where} --until-done -- {launch} {saves}"] if args.site else []
     return lines
 
 
-def _tree_lines(search: Search, explain: bool, tp: int | None) -> list[str]:
+def _tree_lines(search: Search, found: Found, explain: bool, tp: int | None) -> list[str]:
     """What the decision tree says, and what it must not be read as: tp, of what was found or asked for, over hosts."""
     from mmm_lab.planner import tree
 
     facts, numbers = tree.facts_of(search.spec, search.machine, search.memory)
     decision = tree.decide(facts)
-    lines = [f"the decision tree says: {decision.answer}"]
+    beside = f"; {tree.beside_answer(decision, found.best)}" if found.best else ""
+    lines = [f"the decision tree says: {decision.answer}{beside}"]
     if explain:
         lines += [f"  {question:<46} {answer}" for question, answer in decision.path]
         lines += [f"  {line}" for line in numbers]

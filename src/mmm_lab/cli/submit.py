@@ -22,7 +22,7 @@ from mmm_lab.cli.sizes import clock_time, parse_time
 from mmm_lab.planner.script import FOLDER, PROJECT, job_script
 from mmm_launch.machines import find
 from mmm_launch.machines.machine import Machine
-from mmm_launch.machines.queues import not_taken
+from mmm_launch.machines.queues import not_taken, queue_for
 
 EPILOG = """\
 examples:
@@ -35,13 +35,18 @@ DEFAULT_JOBS, MOST_JOBS = 20, 1000
 
 
 class JobScript(NamedTuple):
-    """What is submitted. name: of the job. folder: of the run, where jobs are chained. doubt: that it will be taken."""
+    """What is submitted.
+
+    Attributes:
+        name: of the job. folder: of the run, where jobs are chained.
+        queue: why it is not the machine's usual one; empty where it is.
+    """
 
     text: str
     scheduler: str
     name: str
     folder: Path | None
-    doubt: str
+    queue: str
 
 
 def parser() -> argparse.ArgumentParser:
@@ -56,7 +61,7 @@ def parser() -> argparse.ArgumentParser:
     add("-N", "--hosts", metavar="N", type=int, default=1, help="hosts of a job (default: 1)")
     add("-t", "--time", metavar="TIME", help="of a job: 6h, 90m, or HOURS:MINUTES, such as 6:00")
     add("--project", "-A", metavar="P", help="that is charged")
-    add("--queue", "-q", metavar="Q", help="default: the machine's usual one")
+    add("--queue", "-q", metavar="Q", help="default: the machine's usual one, or one that takes the job")
     add("--until-done", action="store_true", help="queue a job after the other until the run has made its steps")
     add("--jobs", metavar="N", type=int, default=DEFAULT_JOBS, help=f"at most so many (default: {DEFAULT_JOBS})")
     add("--before-end", metavar="TIME", help="that long before its end a job saves (default: 5m, or a tenth of -t)")
@@ -94,8 +99,8 @@ def main(argv: list[str]) -> int:
     script = make_script(args, command)
     words = queues.submit_words(script.scheduler, script.name)
     print(script.text)
-    if script.doubt:  # queues change, so the scheduler has the last word
-        print(f"mmm submit: {script.doubt}", file=sys.stderr)
+    if script.queue:
+        print(f"mmm submit: {script.queue}", file=sys.stderr)
     if args.dry_run:
         print(f"not submitted (--dry-run); it would be by: {shlex.join(words)}")
         return 0
@@ -138,11 +143,26 @@ def make_script(args: argparse.Namespace, command: Sequence[str]) -> JobScript:
         begin.append(f"mmm submit --begin {where} || exit  # queues this script again, after this job")
         after = f"\nmmm submit --end {where} $?  # is the next job needed?"
     line = commands.launch_line(command, walltime, before_end, args.stage)
+    queue, why = _queue(machine, args.queue, args.hosts, walltime)
     fill = {"hosts": str(args.hosts), "time": clock_time(walltime)}
-    fill |= {name: value for name, value in (("queue", args.queue), ("project", args.project)) if value}
+    fill |= {name: value for name, value in (("queue", queue), ("project", args.project)) if value}
     text = job_script(line + after, machine, fill, begin, directives)
-    doubt = not_taken(machine, args.queue or machine.queue, args.hosts, walltime)
-    return JobScript(text, machine.scheduler, commands.name_of(command), folder, doubt)
+    return JobScript(text, machine.scheduler, commands.name_of(command), folder, why)
+
+
+def _queue(machine: Machine, asked: str | None, hosts: int, walltime: float) -> tuple[str, str]:
+    """A queue that takes the job, and why it is not the usual one.
+
+    Raises:
+        ConfigError: by the machine's file the queue that was asked for takes no such job, or none does.
+    """
+    queue = asked or queue_for(machine, hosts, walltime)
+    why_not = not_taken(machine, queue, hosts, walltime)
+    if why_not:
+        raise ConfigError(f"{why_not}. Where the centre has changed that, correct it in a copy of {machine.file}")
+    if asked or queue == machine.queue:
+        return queue, ""
+    return queue, f"--queue {queue}: {not_taken(machine, machine.queue, hosts, walltime)}"
 
 
 def _check_words(flags: Mapping[str, object]) -> None:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from mmm.layout import Layout, Techniques
 from mmm_lab.planner.cost import StepCost
 from mmm_lab.planner.memory import PlannedStage
 
-EQUAL = 0.01  # step times that differ by less count as equal: then the simpler layout comes first
+NEAR = 0.02  # of the fastest step: within that the layout with the fewest axes is the answer
 
 
 @dataclass(frozen=True)
@@ -40,6 +40,28 @@ class Candidate:
         return sum(self.memory.values())
 
     @property
+    def label(self) -> str:
+        """Layout and data-parallel technique, such as ``dp32·tp2 (fsdp)``."""
+        return f"{self.layout} ({self.techniques.data_parallel})"
+
+    @property
+    def complexity(self) -> tuple[int, bool]:
+        """What is to be understood and may go wrong: axes besides dp, two dp axes for one, and whether dp shards."""
+        layout = self.layout
+        besides = [axis for axis in self.axes if axis not in ("dp_replicate", "dp_shard")]
+        hybrid = layout.dp_replicate > 1
+        return len(besides) + hybrid, self.techniques.data_parallel != "ddp"
+
+    @property
+    def axes(self) -> list[str]:
+        """The axes that have several ranks; offload counts as one."""
+        sizes = {**self.layout.sizes, "ep": self.layout.ep}
+        several = [axis for axis, size in sizes.items() if size > 1]
+        if self.techniques.offload:
+            several.append("offload")
+        return several
+
+    @property
     def microbatches(self) -> int:
         return self.techniques.microbatches or 1
 
@@ -61,13 +83,35 @@ class Choice:
 
 @dataclass(frozen=True)
 class Found:
-    """What a search has found. best: those that fit, fastest first, one a layout. kinds: of each kind the best, also
-    where none fits. refused: kind → why no layout of it goes with model and batch. layouts: how many were looked at."""
+    """What a search has found.
+
+    Attributes:
+        best: those that fit, one for each layout: the answer first, the others from the fastest on.
+        kinds: the fastest of each kind; where none of a kind fits, the one that needs least.
+        refused: kind → why no layout of it goes with model and batch.
+        layouts: how many were looked at.
+    """
 
     best: list[Candidate]
     kinds: list[Candidate]
     refused: dict[str, str]
     layouts: int
+
+    @property
+    def fastest(self) -> Candidate:
+        """The fastest that fits, which may have more axes than the answer."""
+        return min(self.best, key=rank_of)
+
+
+def answer_first(fitting: Sequence[Candidate]) -> list[Candidate]:
+    """Candidates that fit, from the fastest on; but the first is the simplest of those that are nearly as fast."""
+    by_time = sorted(fitting, key=rank_of)
+    if not by_time:
+        return []
+    limit = (1 + NEAR) * by_time[0].cost.seconds
+    near = [candidate for candidate in by_time if candidate.cost.seconds <= limit]
+    answer = min(near, key=lambda candidate: candidate.complexity)  # of several that are as simple the fastest
+    return [answer, *(candidate for candidate in by_time if candidate is not answer)]
 
 
 def kind_of(layout: Layout, data_parallel: str) -> str:
@@ -81,12 +125,11 @@ def divisors(number: int) -> list[int]:
     return sorted({*small, *(number // n for n in small)})
 
 
-def rank_of(candidate: Candidate) -> tuple[object, ...]:
-    """What decides the order: what fits first; of equals what has fewer axes."""
-    if not candidate.fits:
-        return (True, candidate.bytes, 0, 0.0)
-    alike = round(math.log(candidate.cost.seconds) / math.log(1 + EQUAL))
-    return (False, alike, candidate.kind.count("·") + (candidate.layout.dp_replicate > 1), candidate.cost.seconds)
+def rank_of(candidate: Candidate) -> tuple[bool, float]:
+    """What decides the order: what fits comes first, and of those the fastest; of the others what needs least."""
+    if candidate.fits:
+        return False, candidate.cost.seconds
+    return True, candidate.bytes
 
 
 def is_better(one: Candidate, other: Candidate) -> bool:

@@ -16,7 +16,6 @@ need for what all ranks together compute and send.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -26,6 +25,7 @@ from mmm.layout import UNSHARDED, Layout, Techniques
 from mmm.models.gpt import LanguageConfig
 from mmm.parallel.pp.bubble import bubble_formula
 from mmm.parallel.pp.schedules import SCHEDULES
+from mmm.traffic.collective_bytes import heads_over_cp
 from mmm_lab.planner.memory import MemoryModel, PlannedStage
 from mmm_lab.planner.network import Group, collective, group_of, groups_of, peak_rate, send
 from mmm_lab.planner.spec import ModelSpec
@@ -149,7 +149,8 @@ class CostModel:
     def _context(self, cp: int, ulysses: int, tp: int, tokens: float, scores: float, repeated: float) -> float:
         """Seconds that attention over cp waits in a layer: for all-to-alls of `ulysses` neighbours, and hops."""
         config, c, machine, ring, waits = self.spec.config, self.memory.compute, self.machine, cp // ulysses, 0.0
-        heads, kv_heads = config.n_heads / tp, math.lcm(max(config.n_kv_heads // tp, 1), ulysses)
+        heads = config.n_heads / tp
+        kv_heads = heads_over_cp(config.n_kv_heads, tp, ulysses)
         kv = kv_heads * config.head_dim * tokens * c  # keys, or values; under Ulysses fewer heads of more tokens
         if ulysses > 1:
             group, sent = group_of(ulysses, tp, machine), 2 * heads * config.head_dim * tokens * c + 2 * kv

@@ -7,7 +7,7 @@ from typing import Any
 
 from mmm.units import GIB
 from mmm_lab.planner.asked import why_not
-from mmm_lab.planner.candidate import Candidate, Found
+from mmm_lab.planner.candidate import NEAR, Candidate, Found
 from mmm_lab.planner.memory import MOMENTS, PARTS, PlannedStage
 from mmm_lab.planner.network import groups_of
 from mmm_lab.planner.search import Search
@@ -58,7 +58,7 @@ def largest_wait(candidate: Candidate) -> str:
 
 def why_each(found: Found, budget: float) -> list[Candidate]:
     """The best of each kind, each with why it is where it is."""
-    fastest = found.best[0].cost.seconds if found.best else 0.0
+    answer = found.best[0] if found.best else None
     explained = []
     for candidate in found.kinds:
         if not candidate.fits:
@@ -67,16 +67,26 @@ def why_each(found: Found, budget: float) -> list[Candidate]:
             why = f"needs {candidate.bytes / GIB:,.1f} GiB of {budget / GIB:,.1f} ({part} {size / GIB:,.1f})"
             if over <= 0:
                 why = f"its offload needs {candidate.host_memory / GIB:,.1f} GiB a rank of the host"
-        elif found.best and candidate.kind == found.best[0].kind:
-            why = "the fastest that fits"
+        elif answer is None or candidate.kind == answer.kind:
+            why = "the answer"
         else:
-            slower = candidate.cost.seconds / fastest - 1
-            mode = candidate.techniques.checkpointing
-            alone = "compute alone" if mode == "none" else f"it fits with {mode} checkpointing only"
-            reason = largest_wait(candidate) or alone
-            why = f"{slower:.0%} slower: {reason}" if slower >= 0.01 else "as fast, to 1%"
+            why = _beside(answer, candidate)
         explained.append(replace(candidate, why=why))
     return explained
+
+
+def _beside(answer: Candidate, candidate: Candidate) -> str:
+    """Why a kind that fits is not the answer."""
+    slower = candidate.cost.seconds / answer.cost.seconds - 1
+    if slower < -0.001:
+        return f"{-slower:.1%} faster, and less simple"
+    if slower < 0.01:
+        return "as fast, to 1%"
+    reason = largest_wait(candidate)
+    if not reason:
+        mode = candidate.techniques.checkpointing
+        reason = "compute alone" if mode == "none" else f"it fits with {mode} checkpointing only"
+    return f"{slower:.0%} slower: {reason}"
 
 
 def line_of(candidate: Candidate) -> str:
@@ -99,6 +109,7 @@ def text_of(search: Search, found: Found, kinds: list[Candidate], top: int) -> l
         "",
         f"{'the best':<36} {'step':>11} {what:>13} {'mfu':>6} {'memory':>11}",
         *(line_of(candidate) for candidate in found.best[:top]),
+        *_simpler(found),
         "",
         "why each other kind lost",
     ]
@@ -107,6 +118,16 @@ def text_of(search: Search, found: Found, kinds: list[Candidate], top: int) -> l
     refused = {kind: why for kind, why in found.refused.items() if not kind.endswith("no dp")}
     lines += [f"{kind:<22} {'':<36} not possible: {why}" for kind, why in refused.items()]
     return lines
+
+
+def _simpler(found: Found) -> list[str]:
+    """That the answer is not the fastest, where it is not."""
+    if not found.best or found.best[0] is found.fastest:
+        return []
+    answer, fastest = found.best[0], found.fastest
+    faster = 1 - fastest.cost.seconds / answer.cost.seconds
+    beside = f"{fastest.label}, which is {faster:.1%} faster"
+    return [f"take {answer.label}: the simplest within {NEAR:.0%} of the best, {beside}"]
 
 
 def planned_stages(search: Search, candidate: Candidate) -> tuple[PlannedStage, ...]:
@@ -164,7 +185,7 @@ def details(search: Search, candidate: Candidate) -> list[str]:
 
 
 def as_json(search: Search, found: Found, kinds: list[Candidate]) -> list[dict[str, Any]]:
-    """What ``--json`` writes: the fitting layouts, fastest first, then the best of the kinds that do not fit."""
+    """What ``--json`` writes: the answer, the other layouts that fit, fastest first, then the best of other kinds."""
     reasons = {(candidate.layout, candidate.techniques): candidate.why for candidate in kinds}
     listed = [
         replace(candidate, why=reasons.get((candidate.layout, candidate.techniques), "another of its kind is faster"))

@@ -7,12 +7,13 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from mmm_launch.machines.machine import Machine
-from mmm_launch.machines.queues import queue_for
+from mmm_launch.machines.queues import not_taken, queue_for
 
 if TYPE_CHECKING:
     from mmm_lab.planner.candidate import Candidate
     from mmm_lab.planner.spec import ModelSpec
 
+HOUR = 3600.0  # s
 BEGIN = (". .venv/bin/activate",)
 FOLDER, PROJECT = "FOLDER", "PROJECT"  # for the user to fill in
 TRIAL = (
@@ -84,11 +85,16 @@ def job_script(
     """A job script that runs `line`: PBS or Slurm, as the machine has it; else a script for a shell.
 
     Args:
-        fill: what `Machine.script` leaves open: hosts, time, queue, project; without them an hour of the machine's
-            usual queue, or of one that takes such a job, for a project that is to be filled in.
+        fill: what `Machine.script` leaves open: hosts, time, queue, project. Without them it is an hour of a queue that
+            takes such a job; the project is to be filled in, and the queue where none takes it.
         begin: lines of the shell before `line`. directives: further lines for the scheduler.
     """
-    queue = (machine.queue if fill else queue_for(machine, machine.hosts, 3600)) or "QUEUE"
+    queue, why_not = machine.queue, ""
+    if not fill:
+        queue = queue_for(machine, machine.hosts, HOUR)
+        why_not = not_taken(machine, queue, machine.hosts, HOUR)
+    if why_not or not queue:
+        queue = "QUEUE"
     words = {"hosts": str(machine.hosts), "time": "01:00:00", "queue": queue, "project": PROJECT}
     head = ["#!/bin/bash -l" if machine.scheduler == "pbs" else "#!/bin/bash"]
     for text in machine.script:
@@ -100,6 +106,8 @@ def job_script(
         head.append('cd "$PBS_O_WORKDIR"')
     if PROJECT in "\n".join(head[1:]):
         head.append(f"# {PROJECT}, the queue and the time are yours to fill in.")
+    if why_not:
+        head.append(f"# {why_not}.")
     if not machine.scheduler and machine.hosts > 1:
         head.append(f"# HOSTS are the names of your {machine.hosts} hosts, with commas between.")
     advice = [f"# {text}" for text in machine.advice] if machine.scheduler and machine.hosts > 1 else []

@@ -23,7 +23,7 @@ from mmm.parallel import rules
 from mmm.parallel.plans.gpt import gpt_rules
 from mmm.parallel.pp.schedules import SCHEDULES
 from mmm.parallel.pp.stages import balance_stages
-from mmm_lab.planner.candidate import Candidate, Choice, Found, divisors, is_better, kind_of, rank_of
+from mmm_lab.planner.candidate import Candidate, Choice, Found, answer_first, divisors, is_better, kind_of, rank_of
 from mmm_lab.planner.cost import CostModel, bubble_of
 from mmm_lab.planner.memory import MemoryModel, PlannedStage, distinct, full_model, stages_for
 from mmm_lab.planner.network import peak_rate
@@ -172,7 +172,7 @@ class Search:
                 kinds[kind] = found
         for kind in kinds:
             refused.pop(kind, None)
-        return Found(sorted(best, key=rank_of), sorted(kinds.values(), key=rank_of), refused, looked_at)
+        return Found(answer_first(best), sorted(kinds.values(), key=rank_of), refused, looked_at)
 
     def _at_least(self, layout: Layout) -> float:
         """Seconds that no choice on a layout can go below: its layers, what tp and cp make them wait, and the bubble of

@@ -7,12 +7,10 @@ compares the two.
 
 from __future__ import annotations
 
-import math
-
 from mmm.layout import UNSHARDED, Layout, Techniques
 from mmm.models.gpt import GPTConfig, LanguageConfig
 from mmm.models.vit import ViTConfig
-from mmm.traffic.collective_bytes import context_bytes, factor, language_bytes, sharded_bytes
+from mmm.traffic.collective_bytes import context_bytes, factor, heads_over_cp, language_bytes, sharded_bytes
 from mmm_lab.planner.memory import MemoryModel, PlannedStage
 from mmm_lab.planner.network import Group
 
@@ -45,8 +43,10 @@ def sent_bytes(
                 positions = microbatches * spec.seq_length / layout.cp
                 found["tp"] += 2 * factor("all_gather", layout.tp) * positions * config.dim * residual
         if layout.cp > 1:
-            ulysses, a_head = techniques.ulysses_size(layout.cp), tokens * config.head_dim
-            heads, kv_heads = config.n_heads // layout.tp, math.lcm(config.n_kv_heads // layout.tp or 1, ulysses)
+            ulysses = techniques.ulysses_size(layout.cp)
+            a_head = tokens * config.head_dim  # elements in one head of this rank's tokens
+            heads = config.n_heads // layout.tp
+            kv_heads = heads_over_cp(config.n_kv_heads, layout.tp, ulysses)
             by_axis = context_bytes(layout.cp, ulysses, heads * a_head, 2 * kv_heads * a_head, c, layers)
             for axis, sent in by_axis.items():
                 found[axis] = found.get(axis, 0.0) + sent

@@ -20,10 +20,12 @@ Source: Hugging Face, "Parallelism methods" (transformers' documentation), whose
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from mmm.layout import Layout, Techniques
 from mmm.units import GIB
+from mmm_lab.planner.candidate import Candidate, rank_of
 from mmm_lab.planner.memory import MemoryModel, full_model
 from mmm_lab.planner.spec import ModelSpec
 from mmm_launch.machines.machine import Machine
@@ -45,11 +47,17 @@ class Facts:
 
 @dataclass(frozen=True)
 class Decision:
-    """answer: in words. axes: that the answer may have, of pp, tp, dp and offload. path: question and answer."""
+    """The tree's answer.
+
+    Attributes:
+        answer: in words. axes: that it may have, of pp, tp, dp and offload. path: each question with its answer.
+        technique: of data parallel, where the tree names one.
+    """
 
     answer: str
     axes: tuple[str, ...]
     path: tuple[tuple[str, str], ...]
+    technique: str = ""
 
 
 def decide(facts: Facts) -> Decision:
@@ -59,7 +67,7 @@ def decide(facts: Facts) -> Decision:
         path.append(("is there more than one device?", "yes" if facts.devices > 1 else "no"))
         if facts.devices == 1:
             return Decision("nothing: one device", (), tuple(path))
-        return Decision("DDP", ("dp",), tuple(path))
+        return Decision("DDP", ("dp",), tuple(path), "ddp")
     path.append(("does the largest layer fit on one device?", "yes" if facts.largest_fits else "no"))
     path.append(("is there more than one device?", "yes" if facts.devices > 1 else "no"))
     if facts.devices == 1:
@@ -77,7 +85,8 @@ def decide(facts: Facts) -> Decision:
     if not facts.largest_fits:
         answer = f"tp, since a layer does not fit; then {answer}"
         axes = ("tp", *(axis for axis in axes if axis != "tp"))
-    return Decision(answer, axes, tuple(path))
+    slow_network = facts.hosts > 1 and not facts.fast
+    return Decision(answer, axes, tuple(path), "zero1" if slow_network else "")
 
 
 def facts_of(spec: ModelSpec, machine: Machine, memory: MemoryModel) -> tuple[Facts, list[str]]:
@@ -104,6 +113,31 @@ def facts_of(spec: ModelSpec, machine: Machine, memory: MemoryModel) -> tuple[Fa
     if machine.ranks > 1:
         lines.append(f"{where} a device has {rate / 1e9:,.1f} GB/s; fast is {least / 1e9:,.0f} and more")
     return facts, lines
+
+
+def beside_answer(decision: Decision, best: Sequence[Candidate]) -> str:
+    """How the answer of the search is to the tree's, which counts no seconds.
+
+    Args:
+        best: as of `Found`, the answer first.
+    """
+    answer = best[0]
+    following = [candidate for candidate in best if _follows(candidate, decision)]
+    if answer in following:
+        return f"the answer, {answer.label}, follows it"
+    if not following:
+        return f"none of that fits: the answer is {answer.label}"
+    fastest = min(following, key=rank_of)
+    slower = fastest.cost.seconds / answer.cost.seconds - 1
+    return f"the answer is {answer.label}: the best that follows the tree, {fastest.label}, is {slower:.0%} slower"
+
+
+def _follows(candidate: Candidate, decision: Decision) -> bool:
+    """Whether a candidate has no axis, and no data-parallel technique, but those that the tree's answer may have."""
+    axes = {"dp" if axis.startswith("dp_") else axis for axis in candidate.axes}
+    if not axes <= {*decision.axes}:
+        return False
+    return "dp" not in axes or not decision.technique or candidate.techniques.data_parallel == decision.technique
 
 
 def across_hosts(tp: int, machine: Machine) -> str:

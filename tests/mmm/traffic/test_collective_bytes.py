@@ -1,6 +1,8 @@
 """What a rank sends in one call, by the best algorithm."""
 
-from mmm.traffic.collective_bytes import Call, factor
+import pytest
+
+from mmm.traffic.collective_bytes import Call, factor, heads_over_cp
 
 
 def test_stated_algorithms():
@@ -18,3 +20,16 @@ def test_stated_algorithms():
     for operation in ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "reduce"):
         assert max(sent(operation)) == factor(operation, n) * whole
         assert Call(operation, 1, 0, whole).sent() == 0
+
+
+@pytest.mark.parametrize(
+    ("n_kv_heads", "tp", "ulysses", "heads"),
+    [
+        (8, 2, 1, 4),  # tp shards them
+        (2, 4, 1, 1),  # more tp ranks than heads: two ranks have the same one
+        (2, 4, 2, 2),  # and it is repeated for Ulysses
+        (6, 1, 4, 12),
+    ],
+)
+def test_key_value_heads_that_travel_over_cp(n_kv_heads, tp, ulysses, heads):
+    assert heads_over_cp(n_kv_heads, tp, ulysses) == heads

@@ -134,3 +134,11 @@ def test_a_run_of_so_many_tokens(capsys):
     assert " --dataset " not in submit
     trial = next(line for line in text.splitlines() if line.startswith("launch "))
     assert trial.endswith(" --dataset random --max_iters 20")  # it starts as it stands
+
+
+def test_no_job_is_proposed_that_no_queue_takes(capsys):
+    flags = [*SMALL, "--tokens", "20B", "--walltime", "200:00"]
+    assert main(flags) == 0
+    text = capsys.readouterr().out
+    assert "no queue takes such a job" in text
+    assert "mmm submit" not in text

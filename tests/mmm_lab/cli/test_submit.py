@@ -35,13 +35,23 @@ def test_the_script_of_a_job(capsys, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_job_that_its_queue_does_not_take_is_doubted(capsys):
-    assert mmm(["submit", *f"--site frontier -N 4 -t 6h --project p --dry-run {LM}".split()]) == 0
-    shown = capsys.readouterr()
-    assert shown.err.startswith("mmm submit: queue batch takes 1 to 91 hosts for 2 h, ")
-    assert "--queue" in shown.err
-    assert mmm(["submit", *f"--site frontier -N 4 -t 6h --queue extended --project p --dry-run {LM}".split()]) == 0
-    assert capsys.readouterr().err == ""
+def test_a_queue_that_takes_the_job(capsys):
+    """The usual one where it takes it, else another, which is said; a queue that is known to be wrong is refused."""
+    frontier = "--site frontier -N 4 --project p --dry-run"
+    assert mmm(["submit", *f"{frontier} -t 2h {LM}".split()]) == 0
+    usual = capsys.readouterr()
+    assert "-p batch" in usual.out
+    assert usual.err == ""
+    assert mmm(["submit", *f"{frontier} -t 6h {LM}".split()]) == 0
+    other = capsys.readouterr()
+    assert "-p extended" in other.out
+    assert "-p batch" not in other.out
+    assert other.err.startswith("mmm submit: --queue extended: queue batch takes 1 to 91 hosts for 2 h")
+    for wrong, said in (("-t 6h --queue batch", "--queue extended"), ("-t 300h", "no queue takes such a job")):
+        assert mmm(["submit", *f"{frontier} {wrong} {LM}".split()]) == 2
+        refused = capsys.readouterr()
+        assert refused.out == ""
+        assert said in refused.err
 
 
 def test_the_script_of_a_campaign(capsys, tmp_path):
@@ -49,7 +59,7 @@ def test_the_script_of_a_campaign(capsys, tmp_path):
     assert mmm(["submit", *words]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "#!/bin/bash -l"
-    assert {"#PBS -l walltime=00:30:00", "#PBS -q prod", f"#PBS -j oe -o {tmp_path}/run/jobs/", "true"} <= set(lines)
+    assert {"#PBS -l walltime=00:30:00", "#PBS -q debug", f"#PBS -j oe -o {tmp_path}/run/jobs/", "true"} <= set(lines)
     assert not any("module" in line and not line.startswith("#") for line in lines)
     begin, launch, end = [line for line in lines if line.startswith(("mmm", "timeout"))]
     assert begin.startswith(f"mmm submit --begin {tmp_path}/run || exit ")

@@ -14,21 +14,31 @@ def test_groups_on_hosts_of_twelve():
     assert group_of(2, 3, machine) == Group(2, 2, False)
 
 
+MACHINE = Machine(
+    name="x",
+    hosts=4,
+    ranks_per_host=4,
+    link_bandwidth=100.0,
+    link_latency=1.0,
+    network_bandwidth=40.0,
+    network_latency=10.0,
+    link_efficiency=1.0,
+    network_efficiency=1.0,
+)
+
+
 def test_collectives_take_latency_and_bytes():
-    machine = Machine(
-        name="x",
-        hosts=4,
-        ranks_per_host=4,
-        link_bandwidth=100.0,
-        link_latency=1.0,
-        network_bandwidth=40.0,
-        network_latency=10.0,
-        link_efficiency=1.0,
-        network_efficiency=1.0,
-    )
-    assert collective("all_gather", Group(4, 4, False), 400.0, machine) == 3 * 1 + 0.75 * 400 / 100
+    assert collective("all_gather", Group(4, 4, False), 400.0, MACHINE) == 3 * 1 + 0.75 * 400 / 100
     # A ring over all hosts uses the adapters of all four devices; one of a device a host its own alone.
-    assert collective("all_gather", Group(16, 4, True), 1600.0, machine) == 3 * 1 + 3 * 10 + 15 / 16 * 1600 / 40
-    assert collective("all_gather", Group(4, 1, True), 400.0, machine) == 3 * 10 + 0.75 * 400 / 10
-    assert collective("all_reduce", Group(4, 1, True), 400.0, machine) == 2 * 2 * 10 + 1.5 * 400 / 10  # a tree
-    assert collective("all_reduce", Group(1, 1, False), 400.0, machine) == 0
+    assert collective("all_gather", Group(16, 4, True), 1600.0, MACHINE) == 3 * 1 + 3 * 10 + 15 / 16 * 1600 / 40
+    assert collective("all_gather", Group(4, 1, True), 400.0, MACHINE) == 3 * 10 + 0.75 * 400 / 10
+    assert collective("all_reduce", Group(4, 1, True), 400.0, MACHINE) == 2 * 2 * 10 + 1.5 * 400 / 10  # a tree
+    assert collective("all_reduce", Group(1, 1, False), 400.0, MACHINE) == 0
+
+
+def test_an_all_to_all_sends_a_part_inside_the_host():
+    """Of 16 ranks, 4 a host: 12 sixteenths of a buffer leave by a quarter of its network; 3 go over its links."""
+    latency = 3 * 1 + 3 * 10
+    across = collective("all_to_all", Group(16, 4, True), 1600.0, MACHINE)
+    assert across == latency + 3 / 16 * 1600 / 100 + 12 / 16 * 1600 / (40 / 4)
+    assert collective("all_to_all", Group(4, 4, False), 1600.0, MACHINE) == 3 * 1 + 3 / 4 * 1600 / 100

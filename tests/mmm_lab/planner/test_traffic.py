@@ -92,6 +92,19 @@ def test_transformer(preset, layout, techniques, precision):
     _compare(preset, model, transformer_plan(config), sample, layout, techniques, precision, SEQ)
 
 
+def test_more_tp_ranks_than_key_value_heads():
+    """A ring of two: keys and values of one head, twice in forward and backward, and their gradients twice."""
+    config, layout = PRESETS["debug"], Layout(dp_shard=2, cp=2, tp=4)
+    assert config.n_kv_heads == 2
+    with torch.device("meta"):
+        model, sample = Transformer(config), torch.zeros(BATCH, SEQ, dtype=torch.int64)
+    _compare("debug", model, transformer_plan(config), sample, layout, {}, FP32, SEQ)
+    spec = read_model("debug", {}, SEQ)
+    sent = sent_bytes(MemoryModel(spec, "cpu", "fp32"), full_model(spec), layout, Techniques(), BATCH, 1)
+    keys_and_values = 2 * BATCH * SEQ // 2 * config.head_dim * 4  # bytes of a layer
+    assert sent["cp"] == config.n_layers * (2 * 1 + 2) * keys_and_values
+
+
 def test_one_weight_for_embedding_and_output():
     config = PRESETS["gpt2"]
     with torch.device("meta"):
