@@ -99,7 +99,7 @@ def test_digits_stand_in_and_the_record_says_so(tmp_path, monkeypatch, capsys):
     [
         (fsdp, {"data_dir": "DAMAGED"}, r"train-images-idx3-ubyte.gz .* has md5"),
         (fsdp, {"data_dir": "EMPTY"}, "EMPTY"),
-        (fsdp, {"dataset": "folder", "data_dir": "EMPTY"}, "EMPTY has 0 classes"),
+        (fsdp, {"dataset": "folder", "data_dir": "EMPTY"}, "EMPTY has images of 0 classes"),
         (fsdp, {"dataset": "folder"}, "needs --data_dir"),
         (fsdp, {"dataset": "digits", "batch_size": 2000}, "1437 images, fewer than a global batch of 2000"),
         (fsdp, {"dataset": "digits", "parallel": "hsdp"}, "dp_replicate 2"),

@@ -29,31 +29,20 @@ class ImageBatches:
 
     Args:
         image_set: what to read. global_batch: samples of a step over all ranks.
-        shuffle: False keeps the order of the set.
-        drop_last: leave out the samples at an epoch's end that do not fill a global batch; False returns them as a
-            last global batch with a smaller ``count`` and padding.
+        train: every epoch in an order of its own, without the samples at its end that do not fill a global batch. False
+            keeps the order of the set, and has these as a last global batch with a smaller ``count`` and padding.
 
     Raises:
-        DataError: the global batch is larger than the set, while the last is dropped.
+        DataError: the global batch is larger than the set to train on.
     """
 
-    def __init__(
-        self,
-        image_set: ImageSet,
-        global_batch: int,
-        seed: int = 0,
-        *,
-        shuffle: bool = True,
-        drop_last: bool = True,
-    ) -> None:
-        self.image_set, self.global_batch, self.seed = image_set, global_batch, seed
-        self.shuffle = shuffle
-        whole, left_over = divmod(image_set.samples, global_batch)
-        self.steps_per_epoch = whole if drop_last or not left_over else whole + 1
+    def __init__(self, image_set: ImageSet, global_batch: int, seed: int = 0, *, train: bool = True) -> None:
+        self.image_set, self.global_batch, self.seed, self.train = image_set, global_batch, seed, train
+        samples = image_set.samples
+        self.steps_per_epoch = samples // global_batch if train else -(-samples // global_batch)
         if not self.steps_per_epoch:
             raise DataError(
-                f"the set has {image_set.samples} images, fewer than one global batch of {global_batch}: use a "
-                "smaller batch"
+                f"the set has {samples} images, fewer than one global batch of {global_batch}: use a smaller batch"
             )
 
     def batch(self, step: int, first_sample: int = 0, size: int | None = None) -> Batch:
@@ -73,7 +62,7 @@ class ImageBatches:
             size = self.global_batch - first_sample
         epoch, step_of_epoch = divmod(step, self.steps_per_epoch)
         order = np.arange(self.image_set.samples)
-        if self.shuffle:
+        if self.train:
             order = epoch_order(self.seed, epoch, self.image_set.samples)
         of_step = order[step_of_epoch * self.global_batch :][: self.global_batch]  # (count,)
         chosen = of_step[first_sample : first_sample + size]
@@ -149,7 +138,7 @@ def evaluation(image_set: ImageSet, batch: int, coordinate: int, dp: int, **read
     Args:
         batch: images of one coordinate's forward pass. reading: as of `ImageLoader`.
     """
-    batches = ImageBatches(image_set, batch * dp, shuffle=False, drop_last=False)
+    batches = ImageBatches(image_set, batch * dp, train=False)
     return ImageLoader(batches, coordinate, dp, **reading)  # type: ignore[arg-type]
 
 

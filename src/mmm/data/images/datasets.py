@@ -11,6 +11,8 @@ from mmm.data.images.fake import FakeImages
 from mmm.data.images.image_set import ImageData
 from mmm.errors import DataError
 
+FAKE_TRAIN, FAKE_TEST = 10_000, 2_000  # samples of ``fake``
+
 
 def load_images(
     name: str,
@@ -19,7 +21,6 @@ def load_images(
     image_size: int | None = None,
     channels: int | None = None,
     classes: int = 10,
-    samples: tuple[int, int] = (10_000, 2_000),
     seed: int = 0,
 ) -> ImageData:
     """A data set of images, read from disk, downloaded once a host, or generated.
@@ -41,7 +42,7 @@ def load_images(
         data_dir: only read, never written to. None: the cache, ``$MMM_DATA``, or else ``mmm`` in
             ``$XDG_CACHE_HOME`` or ``~/.cache``.
         image_size: height and width in pixels. channels: 1 or 3. None: as the data set is.
-        classes, samples (train, test), seed: of ``fake``.
+        classes, seed: of ``fake``.
 
     Raises:
         DataError: `data_dir` lacks the data; a file is broken.
@@ -57,8 +58,8 @@ def load_images(
     if name == "fake":
         shape = (channels or 3, image_size or 32, image_size or 32)
         return ImageData(
-            FakeImages(samples[0], shape, classes, seed),
-            FakeImages(samples[1], shape, classes, seed, first=samples[0]),
+            FakeImages(FAKE_TRAIN, shape, classes, seed),
+            FakeImages(FAKE_TEST, shape, classes, seed, first=FAKE_TRAIN),
             name,
             name,
             f"made up from seed {seed}",

@@ -114,32 +114,24 @@ def load(data_dir: Path, image_size: int, channels: int) -> tuple[ImageFiles, Im
         DataError: no classes or only one, a class without images, a test class that the training set lacks, or too few
             images to hold some out.
     """
+    passed_over: Counter[str] = Counter()
     train_root = test_root = data_dir
     if (data_dir / "train").is_dir():
         train_root = data_dir / "train"
         names = [name for name in TEST_NAMES if (data_dir / name).is_dir()]
         if not names:
-            raise DataError(
-                f"{data_dir} has train/ and none of {', '.join(TEST_NAMES)}: add one to test on, or put "
-                f"the class folders into {data_dir} itself"
-            )
+            raise DataError(f"{data_dir} has train/ and none of {', '.join(TEST_NAMES)}: add one to test on")
         test_root = data_dir / names[0]
-    passed_over: Counter[str] = Counter()
-    classes = _classes(train_root, passed_over)
-    train = _images(train_root, classes, passed_over)
-    if test_root != train_root:
-        test_classes = _classes(test_root, passed_over)
-        unknown = sorted(set(test_classes) - set(classes))
-        if unknown:
-            raise DataError(f"{test_root} has classes that {train_root} lacks: {', '.join(unknown[:5])}")
-        test = _images(test_root, test_classes, passed_over)
+        train = _list(train_root, passed_over)
+        test = _list(test_root, passed_over)
     else:
-        train, test = _split(train)
-    if len(classes) < 2 or not train or not test:
+        train, test = _split(_list(data_dir, passed_over))
+    classes = sorted({name for _, name in train})
+    unknown = sorted({name for _, name in test} - set(classes))
+    if len(classes) < 2 or not test or unknown:
         raise DataError(
-            f"{data_dir} has {len(classes)} classes ({', '.join(classes[:5])}), {len(train)} images to train on and "
-            f"{len(test)} to test on: it takes a folder for each of 2 classes or more; if folders in it are no classes "
-            f"but have them, give such as --data_dir {data_dir.joinpath(*classes[:1])}"
+            f"{train_root} has images of {len(classes)} classes {classes[:5]} to train on, and {test_root} {len(test)} to "
+            f"test on, of other classes {unknown[:5]}: it takes a folder for each of 2 classes or more"
         )
     note = ""
     if passed_over:
@@ -149,22 +141,18 @@ def load(data_dir: Path, image_size: int, channels: int) -> tuple[ImageFiles, Im
     return train_set, ImageFiles(test_root, test, classes, image_size, channels), note
 
 
-def _classes(root: Path, passed_over: Counter[str]) -> list[str]:
-    """The folders under a root, in order."""
-    with reading(root):
-        entries = [entry for entry in os.scandir(root) if not entry.name.startswith(".")]
-    loose = [os.path.splitext(entry.name)[1].lower() for entry in entries if entry.is_file()]
-    passed_over.update(f"{suffix} in no class" for suffix in loose)
-    return sorted(entry.name for entry in entries if entry.is_dir())
-
-
-def _images(root: Path, classes: Sequence[str], passed_over: Counter[str]) -> Files:
-    """The images of each class, in order. Raises DataError: it has none."""
+def _list(root: Path, passed_over: Counter[str]) -> Files:
+    """The images of each class, in order. Raises DataError: a class has none."""
     from PIL import Image
 
     endings = {ending for ending, name in Image.registered_extensions().items() if name in FORMATS}
     files: Files = []
-    for name in classes:
+    with reading(root):
+        names = sorted(name for name in os.listdir(root) if not name.startswith("."))
+    for name in names:
+        if not (root / name).is_dir():
+            passed_over[f"{Path(name).suffix.lower()} in no class"] += 1
+            continue
         before = len(files)
         for folder, _, file_names in sorted(os.walk(root / name, followlinks=True)):
             for file_name in sorted(file_names):
@@ -183,9 +171,9 @@ def _images(root: Path, classes: Sequence[str], passed_over: Counter[str]) -> Fi
 
 def _split(files: Files) -> tuple[Files, Files]:
     """Nine tenths and a tenth, by a hash of each path: a file keeps its side when others are added or removed."""
-    hashes = [hashlib.sha256(os.fsencode(Path(path).as_posix())).digest() for path, _ in files]
-    held_out = [int.from_bytes(digest[:4], "big") % 10 == 0 for digest in hashes]
-    if len(files) > 1 and len(set(held_out)) == 1:  # so few that one side got nothing
-        held_out = [digest == min(hashes) for digest in hashes]
-    train = [file for file, is_held_out in zip(files, held_out, strict=True) if not is_held_out]
-    return train, [file for file, is_held_out in zip(files, held_out, strict=True) if is_held_out]
+    by_hash = {hashlib.sha256(os.fsencode(Path(path).as_posix())).digest(): (path, name) for path, name in files}
+    held_out = {digest for digest in by_hash if int.from_bytes(digest[:4], "big") % 10 == 0}
+    if len(held_out) in (0, len(by_hash)):  # so few that one side got nothing
+        held_out = set(sorted(by_hash)[:1])
+    train = [file for digest, file in by_hash.items() if digest not in held_out]
+    return train, [file for digest, file in by_hash.items() if digest in held_out]

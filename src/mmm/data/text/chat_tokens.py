@@ -6,6 +6,7 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -22,6 +23,7 @@ from mmm.errors import DataError
 from mmm.layout import PADDING
 
 
+@dataclass(frozen=True)
 class ChatText:
     """Conversations in memory.
 
@@ -29,8 +31,8 @@ class ChatText:
         path: for messages. chats: of each, its tokens and which are answers'.
     """
 
-    def __init__(self, path: Path, chats: Sequence[ChatArrays]) -> None:
-        self.path, self.chats = path, tuple(chats)
+    path: Path
+    chats: list[ChatArrays]
 
     def __len__(self) -> int:
         """Tokens."""
@@ -41,11 +43,6 @@ class ChatText:
         tokens, answers = (np.concatenate(arrays) for arrays in zip(*self.chats, strict=True))
         ends = np.cumsum([len(chat.tokens) for chat in self.chats], dtype=np.int64)
         return hashlib.sha256(tokens.tobytes() + answers.tobytes() + ends.tobytes()).hexdigest()
-
-    def split(self) -> tuple[ChatText, ChatText]:
-        """The last tenth of the conversations, one at least, is for validation."""
-        train = len(self.chats) - max(len(self.chats) // 10, 1)
-        return ChatText(self.path, self.chats[:train]), ChatText(self.path, self.chats[train:])
 
     def cut(self, seq_length: int) -> ChatText:
         """Each conversation's first `seq_length` inputs with their targets; those of which no answer is left go.
@@ -63,14 +60,16 @@ class ChatText:
 
     def note(self, seq_length: int) -> str:
         """What is in it, and what `cut` changes, for people."""
+        lengths = [len(chat.tokens) for chat in self.chats]
         answers = sum(int(chat.answers.sum()) for chat in self.chats)
-        note = f"{len(self.chats)} conversations, {answers} of {len(self)} tokens are answers"
-        longer = sum(len(chat.tokens) > seq_length + 1 for chat in self.chats)
+        longer = sum(length > seq_length + 1 for length in lengths)
+        note = f"{len(lengths)} conversations, {answers} of {len(self)} tokens are answers"
         if longer:
-            longest = max(len(chat.tokens) for chat in self.chats) - 1
-            gone = len(self.chats) - len(self.cut(seq_length).chats)
-            note += f"; {longer} are longer than --seq_length {seq_length} (the longest {longest}): what is beyond is "
-            note += f"cut; {gone} have no answer left, and are left out"
+            gone = len(lengths) - len(self.cut(seq_length).chats)
+            note += (
+                f"; {longer} are longer than --seq_length {seq_length} (the longest {max(lengths) - 1}): what is "
+                f"beyond is cut; {gone} have no answer left, and are left out"
+            )
         return note
 
 
@@ -155,7 +154,7 @@ def encode_chats(paths: Sequence[Path], chats: Sequence[Conversation], tokenizer
     tokenizer.chat = template.format
     left_out: Counter[str] = Counter()
     text = ChatText(paths[0], [encode_chat(chat, template, tokenizer, left_out) for chat in chats])
-    train, validation = text.split()
+    train = len(chats) - max(len(chats) // 10, 1)  # the last tenth is for validation, one at least
     source = ", ".join(map(str, paths))
     notes = []
     if template.format.template == DEFAULT:
@@ -168,8 +167,8 @@ def encode_chats(paths: Sequence[Path], chats: Sequence[Conversation], tokenizer
     if unused:
         notes.append(f"{source}: not used, of lines: {_counted(unused, 'lines')}")
     return Corpus(
-        train,
-        validation,
+        ChatText(paths[0], text.chats[:train]),
+        ChatText(paths[0], text.chats[train:]),
         source,
         len(paths),
         text.sha256,

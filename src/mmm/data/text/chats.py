@@ -21,7 +21,6 @@ from mmm.errors import DataError
 from mmm.outside import open_file, parse_json, short
 
 COMPLETIONS = ("answer", "completion", "response")
-BESIDE = ("system", "tools")
 # What nobody may leave out in silence, and a template does not write: a model would learn a conversation without it.
 WRITTEN = ("content", "reasoning_content", "reasoning", "thinking", "tool_calls", "tools")
 
@@ -68,49 +67,50 @@ def read_chats(path: Path) -> list[Conversation]:
 
 def _conversation(record: dict[str, Any], where: str) -> Conversation:
     """Raises ValueError: it is none."""
+    answers = [name for name in COMPLETIONS if name in record]
     if MESSAGES in record:
-        names: tuple[str, ...] = (MESSAGES,)
+        used = [MESSAGES]
         messages = record[MESSAGES]
-    elif PROMPT in record:
-        answers = [name for name in COMPLETIONS if name in record]
-        if len(answers) != 1:
-            raise ValueError(f"it has {PROMPT} and {len(answers)} of {', '.join(COMPLETIONS)}: give one answer")
-        names = (PROMPT, answers[0])
+    elif PROMPT in record and len(answers) == 1:
+        used = [PROMPT, *answers]
         messages = [{"role": "user", "content": record[PROMPT]}, {"role": ANSWERS, "content": record[answers[0]]}]
     else:
-        raise ValueError(f"it has neither {MESSAGES} nor {PROMPT}")
+        raise ValueError(f"it has neither {MESSAGES} nor {PROMPT} with one of {', '.join(COMPLETIONS)}")
     if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
         raise ValueError(f"{MESSAGES} is {short(messages)}, which is no list of objects with role and content")
     if record.get("system") is not None:
         messages = [{"role": "system", "content": record["system"]}, *messages]
     for number, message in enumerate(messages, start=1):
-        _check_message(message, f"message {number}")
+        problem = _problem(message)
+        if problem:
+            raise ValueError(f"message {number} has {problem}")
     if not any(message["role"] == ANSWERS and message.get(WEIGHT, 1) for message in messages):
         raise ValueError(f"it has no answer to learn: no message has the role {ANSWERS}, or each has weight 0")
-    tools = record.get("tools")
-    if not isinstance(tools, list | None):
-        raise ValueError(f"tools is {short(tools)}, which is no list")
+    if not isinstance(record.get("tools"), list | None):
+        raise ValueError(f"its tools are {short(record['tools'])}, which is no list")
     if MARKS.search(json.dumps(record, ensure_ascii=False)):
         raise ValueError("it has U+FDD0 or U+FDD1, which are no characters")
-    return Conversation(where, messages, tools, tuple(name for name in record if name not in (*names, *BESIDE)))
+    unused = record.keys() - {*used, "system", "tools"}
+    return Conversation(where, messages, record.get("tools"), tuple(sorted(unused)))
 
 
-def _check_message(message: Message, name: str) -> None:
-    """Raises ValueError: it is none. One that only calls tools gets an empty content."""
+def _problem(message: Message) -> str:
+    """What is wrong with a message. One that only calls tools gets an empty content."""
+    role = message.get("role")
     calls = message.get("tool_calls")
     if calls and message.get("content") is None:
         message["content"] = ""
-    role = message.get("role")
     content = message.get("content")
     weight = message.get(WEIGHT, 1)
     if role not in ROLES:
-        raise ValueError(f"{name} has the role {short(role)}, which is none of {', '.join(ROLES)}")
+        return f"the role {short(role)}, which is none of {', '.join(ROLES)}"
     if not isinstance(content, str):
-        raise ValueError(f"{name} has the content {short(content)}, which is no text")
+        return f"the content {short(content)}, which is no text"
     if role == ANSWERS and not content.strip() and not calls:
-        raise ValueError(f"{name} is an empty answer")
+        return "an empty answer"
     if weight not in (0, 1):
-        raise ValueError(f"{name} has the weight {short(weight)}, which is neither 0 nor 1")
+        return f"the weight {short(weight)}, which is neither 0 nor 1"
+    return ""
 
 
 def rendered(
@@ -126,15 +126,15 @@ def rendered(
     """
     try:
         text, answers = template.text_and_answers(chat.messages, chat.tools)
+        if all(end <= begin for begin, end in answers):
+            raise DataError("the chat template marks nothing in it as an answer")
+        for name, place in template.left_out(chat.messages, chat.tools, text):
+            if name in WRITTEN:
+                raise DataError(f"the chat template leaves out {name} of {place}")
+            if left_out is not None:
+                left_out[name] += 1
     except DataError as error:
         raise DataError(f"{chat.where}: {error}") from None
-    if all(end <= begin for begin, end in answers):
-        raise DataError(f"{chat.where}: the chat template marks nothing in it as an answer")
-    for name, place in template.left_out(chat.messages, chat.tools, text):
-        if name in WRITTEN:
-            raise DataError(f"{chat.where}: the chat template leaves out {name} of {place}")
-        if left_out is not None:
-            left_out[name] += 1
     return text, answers
 
 

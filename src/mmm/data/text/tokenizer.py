@@ -17,6 +17,7 @@ from mmm.errors import ConfigError, DataError
 from mmm.outside import parse_json, read_file
 from mmm.weights.chat_format import chat_format_of_folder
 
+CODE_POINTS = 0x110000  # of Unicode
 CUTS = ("truncation", "padding")  # fields of a tokenizer.json, for inputs of another program: a text is one input
 DRAWS = ("dropout", "alpha", "nbest_size")  # of its model: a text would have other tokens each time
 
@@ -36,24 +37,23 @@ class CharTokenizer(Tokenizer):
             codes = _codes(chars)
         except UnicodeEncodeError as error:
             raise DataError(f"a vocabulary of characters has {error.object[error.start]!r}, half of one") from None
-        self._table = np.full(int(codes.max()) + 1, -1, np.int32)  # code point -> token
+        self._table = np.full(CODE_POINTS, -1, np.int32)  # code point -> token
         self._table[codes] = np.arange(len(chars))
 
     @classmethod
     def of(cls, texts: Iterable[bytes]) -> CharTokenizer:
         """All characters of these texts."""
-        seen = np.zeros(0x110000, bool)  # by code point
+        seen = np.zeros(CODE_POINTS, bool)  # by code point
         for text in texts:
             seen[_codes(_unicode(text))] = True
         return cls("".join(map(chr, np.flatnonzero(seen))))
 
     def encode(self, text: bytes) -> np.ndarray:
         codes = _codes(_unicode(text))
-        tokens = self._table[np.minimum(codes, len(self._table) - 1)]
-        unknown = (tokens < 0) | (codes >= len(self._table))
-        if unknown.any():
-            place = int(unknown.argmax())
-            raise DataError(f"character {chr(codes[place])!r} is not among the {self.vocab_size} of the vocabulary")
+        tokens = self._table[codes]
+        unknown = codes[tokens < 0]
+        if len(unknown):
+            raise DataError(f"character {chr(unknown[0])!r} is not among the {self.vocab_size} of the vocabulary")
         return tokens.astype(self.dtype)
 
     def decode(self, tokens: Sequence[int]) -> str:

@@ -158,7 +158,7 @@ def test_train_and_test_folders(tmp_path):
     assert data.test.labels([0, 1]).tolist() == [1, 1]
     assert data.test.pixels([0]).unique().tolist() == [250]
     picture(tmp_path / "test" / "zebra" / "0.png", 0, mode="L")
-    with pytest.raises(DataError, match=r"classes that .*train lacks: zebra"):
+    with pytest.raises(DataError, match=r"other classes \['zebra'\]"):
         load_images("folder", tmp_path)
     shutil.rmtree(tmp_path / "test")
     with pytest.raises(DataError, match="has train/ and none of val, validation, test"):
@@ -221,7 +221,7 @@ def test_half_an_image_is_named_when_it_is_read(pictures, workers):
     (pictures / "cat" / "7.png").write_bytes(stream.getvalue()[:5000])
     data = load_images("folder", pictures, image_size=8)
     part = data.train if b"cat/7.png" in data.train._paths else data.test
-    loader = ImageLoader(ImageBatches(part, 1, drop_last=False), workers=workers)
+    loader = ImageLoader(ImageBatches(part, 1, train=False), workers=workers)
     with pytest.raises(DataError, match=r"^/.*cat/7.png is not an image .*take it out of the folder$"):
         list(loader.epoch())
 
@@ -307,12 +307,12 @@ def test_one_class_is_refused(tmp_path):
     picture(tmp_path / "pets" / "cat" / "0.png", 0)
     for i in range(2):
         picture(tmp_path / "pets" / "dog" / f"{i}.png", 0)
-    with pytest.raises(DataError, match=rf"1 classes \(pets\).*--data_dir {tmp_path / 'pets'}"):
+    with pytest.raises(DataError, match=r"1 classes \['pets'\]"):
         load_images("folder", tmp_path)
     assert load_images("folder", tmp_path / "pets").classes == ("cat", "dog")
     for part in ("train", "val"):
         picture(tmp_path / "split" / part / "cat" / "0.png", 0)
-    with pytest.raises(DataError, match=r"1 classes \(cat\)"):
+    with pytest.raises(DataError, match=r"1 classes \['cat'\]"):
         load_images("folder", tmp_path / "split")
 
 
