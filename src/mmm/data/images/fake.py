@@ -24,6 +24,7 @@ class FakeImages(ImageSet):
 
     def __init__(self, samples: int, shape: tuple[int, int, int], classes: int, seed: int, first: int = 0) -> None:
         self.samples, self.shape, self.seed, self.first = samples, shape, seed, first
+        self.labels = torch.arange(first, first + samples) % classes
         self.classes = tuple(str(number) for number in range(classes))
         self.mean: Values = (0.5,) * shape[0]
         self.std: Values = (0.25,) * shape[0]
@@ -38,11 +39,8 @@ class FakeImages(ImageSet):
             bright[i] = state.randint(-32, 33)
             noise[i] = np.frombuffer(state.bytes(noise[i].size), np.uint8).reshape(self.shape)
         # A pattern is −48 … 48, the noise −64 … 63, the brightness −32 … 32, around 128: none leaves 0 … 255.
-        image = self._patterns[self.labels(indices)] + (torch.from_numpy(noise) >> 1).short()
+        image = self._patterns[self.labels[np.asarray(indices, np.int64)]] + (torch.from_numpy(noise) >> 1).short()
         return (image + torch.from_numpy(bright) + 64).to(torch.uint8)
-
-    def labels(self, indices: Indices) -> Tensor:
-        return torch.as_tensor(np.asarray(indices, dtype=np.int64) + self.first) % len(self.classes)
 
     def digest(self) -> str:
         rule = f"{self.seed} {self.first} {self.samples} {self.shape} {len(self.classes)} "

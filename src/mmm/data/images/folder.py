@@ -56,19 +56,16 @@ class ImageFiles(ImageSet):
         self.mean, self.std = IMAGENET if channels == 3 else GREY
         self._paths = np.array([os.fsencode(path) for path, _ in files])  # a quarter of the memory of str
         label_of = {name: label for label, name in enumerate(classes)}
-        self._labels = torch.tensor([label_of[name] for _, name in files], dtype=torch.int64)
+        self.labels = torch.tensor([label_of[name] for _, name in files], dtype=torch.int64)
 
     def pixels(self, indices: Indices) -> Tensor:
         if not len(indices):
             return torch.empty((0, *self.shape), dtype=torch.uint8)
         return torch.stack([self._read(self.root / os.fsdecode(self._paths[index])) for index in indices])
 
-    def labels(self, indices: Indices) -> Tensor:
-        return self._labels[torch.as_tensor(np.asarray(indices, dtype=np.int64))]
-
     def digest(self) -> str:
         """Of the paths and labels, since reading every file would take as long as an epoch."""
-        lines = (b"%s\t%d\n" % pair for pair in zip(self._paths.tolist(), self._labels.tolist(), strict=True))
+        lines = (b"%s\t%d\n" % pair for pair in zip(self._paths.tolist(), self.labels.tolist(), strict=True))
         return hashlib.sha256(b"".join(lines)).hexdigest()
 
     def _read(self, path: Path) -> Tensor:
@@ -122,16 +119,17 @@ def load(data_dir: Path, image_size: int, channels: int) -> tuple[ImageFiles, Im
         if not names:
             raise DataError(f"{data_dir} has train/ and none of {', '.join(TEST_NAMES)}: add one to test on")
         test_root = data_dir / names[0]
-        train = _list(train_root, passed_over)
-        test = _list(test_root, passed_over)
-    else:
-        train, test = _split(_list(data_dir, passed_over))
+    train = _list(train_root, passed_over)
     classes = sorted({name for _, name in train})
+    if test_root == train_root:
+        train, test = _split(train)
+    else:
+        test = _list(test_root, passed_over)
     unknown = sorted({name for _, name in test} - set(classes))
-    if len(classes) < 2 or not test or unknown:
+    if len(classes) < 2 or unknown:
         raise DataError(
-            f"{train_root} has images of {len(classes)} classes {classes[:5]} to train on, and {test_root} {len(test)} to "
-            f"test on, of other classes {unknown[:5]}: it takes a folder for each of 2 classes or more"
+            f"{train_root} has images of {len(classes)} classes {classes[:5]}, and {test_root} of other classes "
+            f"{unknown[:5]}: it takes a folder for each of 2 classes or more"
         )
     note = ""
     if passed_over:

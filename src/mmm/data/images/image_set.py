@@ -29,13 +29,14 @@ class ImageSet(ABC):
 
     Attributes:
         samples: how many. shape: (channels, height, width) of each.
-        classes: the name of each label 0, 1, ….
+        labels: (samples,) int64. classes: the name of each label 0, 1, ….
         mean, std: of each channel, for pixels from 0 to 1; ``images`` subtracts and divides by them.
         in_memory: reading needs no decoding, so workers would not help.
     """
 
     samples: int
     shape: tuple[int, int, int]
+    labels: Tensor
     classes: tuple[str, ...]
     mean: Values
     std: Values
@@ -44,10 +45,6 @@ class ImageSet(ABC):
     @abstractmethod
     def pixels(self, indices: Indices) -> Tensor:
         """(n, channels, height, width) uint8, in the order of `indices`."""
-
-    @abstractmethod
-    def labels(self, indices: Indices) -> Tensor:
-        """(n,) int64, in the order of `indices`."""
 
     @abstractmethod
     def digest(self) -> str:
@@ -59,7 +56,8 @@ class ImageSet(ABC):
         Raises:
             DataError: an image cannot be read.
         """
-        return self.normalise(self.pixels(indices)), self.labels(indices)
+        chosen = np.asarray(indices, np.int64)
+        return self.normalise(self.pixels(chosen)), self.labels[chosen]
 
     def normalise(self, pixels: Tensor) -> Tensor:
         """uint8 → float32: (pixels / 255 − mean) / std by channel, with contiguous strides.
@@ -92,7 +90,7 @@ class ImagesInMemory(ImageSet):
         channels: int | None = None,
     ) -> None:
         self._pixels = torch.from_numpy(np.require(pixels, np.uint8, ("C", "W")))  # copied only where it is read-only
-        self._labels = torch.from_numpy(np.array(labels, np.int64))
+        self.labels = torch.from_numpy(np.array(labels, np.int64))
         self.samples, stored, height, width = self._pixels.shape
         self.shape = (channels or stored, image_size or height, image_size or width)
         self.classes = tuple(classes)
@@ -100,15 +98,12 @@ class ImagesInMemory(ImageSet):
         self.std = convert_statistics(std, self.shape[0])
 
     def pixels(self, indices: Indices) -> Tensor:
-        chosen = self._pixels[torch.as_tensor(np.asarray(indices, dtype=np.int64))]
+        chosen = self._pixels[np.asarray(indices, np.int64)]
         return resize(convert_channels(chosen, self.shape[0]), self.shape[1:])
-
-    def labels(self, indices: Indices) -> Tensor:
-        return self._labels[torch.as_tensor(np.asarray(indices, dtype=np.int64))]
 
     def digest(self) -> str:
         digest = hashlib.sha256(self._pixels.numpy().data)
-        digest.update(self._labels.numpy().astype("<i8").tobytes())
+        digest.update(self.labels.numpy().astype("<i8").tobytes())
         return digest.hexdigest()
 
 

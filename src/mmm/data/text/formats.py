@@ -12,7 +12,7 @@ from mmm.errors import DataError
 from mmm.outside import open_file, parse_json
 
 HEAD = 1 << 12  # bytes that are looked at
-JSON_LINES = (".jsonl", ".ndjson")
+JSON_LINES = (".jsonl", ".ndjson", ".json")
 TOKENS = (".bin", ".idx")
 TABLES = (".csv", ".tsv")
 BLANK = b"\xef\xbb\xbf \t\r\n"  # a byte-order mark, spaces, and ends of lines
@@ -79,12 +79,9 @@ def check_text_file(path: Path, name: str, as_it_is: bool = False) -> bool:
         raise DataError(f"{name} is a table, by its name: write its rows as JSON lines, {AS_IT_IS}")
     if suffix in JSON_LINES:
         return True
-    is_json = head.lstrip(BLANK).startswith(b"{") and first_record(path) is not None
-    if suffix == ".json" and not is_json:
-        raise DataError(f"{name} is JSON, and its first line is no object: write a document a line, {AS_IT_IS}")
-    if is_json and suffix != ".json":
+    if head.lstrip(BLANK).startswith(b"{") and first_record(path) is not None:
         raise DataError(f"{name}: its first line is a JSON object: call it {path.stem}.jsonl, {AS_IT_IS}")
-    return is_json
+    return False
 
 
 def first_record(path: Path) -> dict[str, Any] | None:

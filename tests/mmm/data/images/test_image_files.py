@@ -89,7 +89,7 @@ def cifar_folder(tmp_path, monkeypatch):
 def test_cifar(cifar_folder):
     data = load_images("cifar10", cifar_folder)
     assert (data.shape, data.train.samples, data.test.samples) == ((3, 32, 32), 20, 4)
-    assert data.train.labels([0, 4, 5]).tolist() == [0, 1, 1]
+    assert data.train.labels[[0, 4, 5]].tolist() == [0, 1, 1]
     expected = np.random.RandomState(1).randint(0, 256, (4, 3072))[0].reshape(3, 32, 32)
     assert data.train.pixels([4])[0].tolist() == expected.tolist()
     assert data.classes[3] == "class 3"
@@ -155,7 +155,7 @@ def test_train_and_test_folders(tmp_path):
     shutil.rmtree(tmp_path / "test" / "a")  # a test set may lack a class
     data = load_images("folder", tmp_path, image_size=8, channels=1)
     assert (data.train.samples, data.test.samples, data.shape) == (8, 2, (1, 8, 8))
-    assert data.test.labels([0, 1]).tolist() == [1, 1]
+    assert data.test.labels[[0, 1]].tolist() == [1, 1]
     assert data.test.pixels([0]).unique().tolist() == [250]
     picture(tmp_path / "test" / "zebra" / "0.png", 0, mode="L")
     with pytest.raises(DataError, match=r"other classes \['zebra'\]"):

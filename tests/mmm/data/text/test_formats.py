@@ -50,8 +50,6 @@ def test_text_and_json_lines(tmp_path, name, content, jsonl):
         ("a.BIN", b"some bytes", "is a file of tokens, by its name, and no text"),
         ("a.idx", b"some bytes", "is a file of tokens"),
         ("a.csv", "text,label\nsome,1\n", "a.csv"),
-        ("a.json", '[{"text": "one"}]', "a.json is JSON"),
-        ("a.json", '{\n "text": "one"\n}', "a.json is JSON"),
         ("a.txt", LINES, "a.txt"),
     ],
 )
