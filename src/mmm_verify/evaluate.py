@@ -127,7 +127,10 @@ class Evaluation:
 
     def _find(self, stage: str, name: str, rank: int | None, words: str, error: float = math.inf) -> None:
         """Add a finding, or count it with those of the same relation."""
-        findings = self.rounded if words == TO_FLOAT32 else self.findings
+        findings = self.findings
+        if words == TO_FLOAT32:
+            findings = self.rounded
+            self.rounds = True  # and so is what is computed of it
         for index, finding in enumerate(findings):
             if finding.stage == stage and finding.relation == words:
                 names = self._counted[words]

@@ -7,6 +7,7 @@ that a program that is wrong is not held up, and holds up nothing.
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,7 +26,6 @@ from mmm_verify.subject import Subject
 from mmm_verify.torch_private import flat_pieces, in_backward, tree_leaves
 
 MOST_CALLS = 64  # of one module that are kept
-LESS = (torch.float32, torch.bfloat16, torch.float16)  # types with less digits than float64
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class Observed:
         stepped: names of parameters that have other values when backward is over, before the optimizer's step.
         outputs: by module, in the order of the first calls: of each call its tensors.
         drops: by module of dropout, where its first output is 0.
-        rounded: functions, with the type in which they computed, where that has less digits than float64.
+        types: functions that the loss's gradient goes through, with a type that they took or returned → how often.
     """
 
     weights: dict[str, LocalTensor] = field(default_factory=dict)
@@ -82,7 +82,7 @@ class Observed:
     loss_after: LocalTensor | None = None
     outputs: dict[str, list[list[LocalTensor]]] = field(default_factory=dict)
     drops: dict[str, Tensor] = field(default_factory=dict)
-    rounded: set[tuple[str, torch.dtype]] = field(default_factory=set)
+    types: Counter[tuple[str, torch.dtype]] = field(default_factory=Counter)
 
 
 @contextlib.contextmanager
@@ -104,14 +104,14 @@ def observe(
     mesh: DeviceMesh | None,
     outputs: bool = True,
     step: bool = True,
-    rounding: bool = False,
+    types: bool = False,
 ) -> Observed:
     """Take one step.
 
     Args:
         program: what `step_fn` gets: a module, or a tuple, list or dict with modules in it.
         outputs: whether to keep what modules return. step: whether to take the optimizer's step.
-        rounding: whether to look for functions that compute in less than float64.
+        types: whether to look at the types in which functions compute.
 
     Raises:
         ConfigError: the program has no module, or the step returns no number; on one device also where the step has
@@ -129,8 +129,8 @@ def observe(
     with contextlib.ExitStack() as stack:
         if outputs:
             stack.enter_context(watched(modules, seen))
-        if rounding:
-            stack.enter_context(_Rounding(seen.rounded))
+        if types:
+            stack.enter_context(_Types(seen.types))
         loss = subject.step(program, batch, mesh)
     if not isinstance(loss, Tensor | float | int | None):
         raise ConfigError(f"the step's function returns {type(loss).__name__}: it has to return the loss, one number")
@@ -299,18 +299,18 @@ def watched(modules: list[nn.Module], seen: Observed) -> Iterator[None]:
             handle.remove()
 
 
-class _Rounding(TorchFunctionMode):
-    """Notes functions that take or return a tensor of less than float64 that the loss's gradient goes through."""
+class _Types(TorchFunctionMode):
+    """Counts functions by the types of what they take and return, where the loss's gradient goes through it."""
 
-    def __init__(self, seen: set[tuple[str, torch.dtype]]) -> None:
+    def __init__(self, seen: Counter[tuple[str, torch.dtype]]) -> None:
         super().__init__()
         self.seen = seen
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         output = func(*args, **(kwargs or {}))
-        for tensor in tree_leaves((args, output)):
-            if isinstance(tensor, Tensor) and tensor.dtype in LESS and tensor.requires_grad:
-                self.seen.add((getattr(func, "__name__", repr(func)), tensor.dtype))
+        tensors = [leaf for leaf in tree_leaves((args, output)) if isinstance(leaf, Tensor) and leaf.requires_grad]
+        for dtype in {tensor.dtype for tensor in tensors}:
+            self.seen[getattr(func, "__name__", repr(func)), dtype] += 1
         return output
 
 

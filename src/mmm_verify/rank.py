@@ -39,13 +39,13 @@ def local_batch(subject: Subject, batch: Any, mesh: DeviceMesh, rank: int) -> An
 
 
 def run_rank(
-    rank: Rank, subject: Subject, reference: Reference, dropout: bool, timeout: float, rounding: bool = False
+    rank: Rank, subject: Subject, reference: Reference, dropout: bool, timeout: float, types: bool = False
 ) -> RankObserved:
     """Take one step of the parallel program. A collective as far as the program is one; nothing else here is.
 
     Args:
         dropout: whether to leave it on; then without what the plain model does.
-        rounding: as of `observe`.
+        types: as of `observe`.
     """
     # What FSDP2 advises of outputs that are views: it may be the program as it was given.
     warnings.filterwarnings("ignore", message=r"FSDP2-wrapped module .* returned a view tensor")
@@ -59,7 +59,7 @@ def run_rank(
         with float64_by_default():  # of modules that it makes itself
             result = subject.parallelize_fn(model, mesh)
         program = model if result is None else result
-        parallel = observe(subject, program, own, mesh, step=not dropout, rounding=rounding)
+        parallel = observe(subject, program, own, mesh, step=not dropout, types=types)
         tensors = [leaf.clone() for leaf in tree_leaves(own) if isinstance(leaf, torch.Tensor)]
         return RankObserved(parallel, alone, tensors)
 

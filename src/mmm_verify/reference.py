@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import sys
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -37,7 +38,7 @@ class Reference:
         floor: by parameter, how far its gradient moves by splitting the batch; loss_floor: likewise.
         has_dropout: whether dropout was turned off. evaluating: whether the model had to be in evaluation mode.
         split: how near the batch in parts comes to the batch, in words; empty where it was not split.
-        rounded: as of `Observed`.
+        types: as of `Observed`.
         reason: why nothing can be compared; empty if it can.
         notes: what a reader of the verdict has to know.
     """
@@ -50,7 +51,7 @@ class Reference:
     has_dropout: bool = False
     evaluating: bool = False
     split: str = ""
-    rounded: set[tuple[str, torch.dtype]] = field(default_factory=set)
+    types: Counter[tuple[str, torch.dtype]] = field(default_factory=Counter)
     reason: str = ""
     notes: list[str] = field(default_factory=list)
 
@@ -250,12 +251,12 @@ def _observed(
     batch: Any,
     seed: int,
     evaluating: bool = False,
-    rounding: bool = False,
+    types: bool = False,
 ) -> Observed:
     model = make_model(subject, state, dropout=False, evaluating=evaluating)
     seed_all(seed)
     try:
-        return observe(subject, model, batch, None, rounding=rounding)
+        return observe(subject, model, batch, None, types=types)
     except Exception as error:  # whatever the user's code raises
         if is_for_user(error):
             raise
@@ -353,14 +354,14 @@ def _rounding(subject: Subject, reference: Reference, batch: Any) -> None:
     Where a batch in parts is no measure, since its samples see each other or are counted, the batch in another order
     is: all that it changes is the order of sums."""
     try:
-        other = _observed(subject, reference.state, in_reverse(batch), 1, reference.evaluating, rounding=True)
+        other = _observed(subject, reference.state, in_reverse(batch), 1, reference.evaluating, types=True)
     except ConfigError:  # such as a graph, whose edges name its nodes by their places
         return
-    reference.rounded = other.rounded
+    reference.types = other.types
     if not reference.floor:
         _floor_of_order(reference, other)
     # By name: first those that a user calls, and not such as __get__, of an attribute.
-    names = [function for function, dtype in other.rounded if dtype == torch.float32]
+    names = [function for function, dtype in other.types if dtype == torch.float32]
     functions = sorted(names, key=lambda name: (name.startswith("_"), name))
     if not functions:
         return

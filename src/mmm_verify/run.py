@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -23,6 +24,7 @@ from mmm_verify.torch_private import import_dynamo
 from mmm_verify.verdict import NOT_COMPARABLE, NOT_SAME, Finding, Verdict
 
 TIMEOUT = 120.0  # s that one device, and then the ranks, may take
+CASTS = ("float", "to", "type", "type_as")
 COMPILES = "torch/_dynamo"  # in the frames of a rank that compiles
 MORE = 60.0  # s that a collective may take beyond it: where it hangs is said here, and not by gloo
 
@@ -159,8 +161,20 @@ def _rounds(subject: Subject, reference: Reference, timeout: float) -> bool:
         observed = fork_ranks(run_rank, ranks, subject, reference, False, timeout + MORE, True, timeout=timeout)
     except RanksFailed:
         return False
-    functions = set().union(*(rank.parallel.rounded for rank in observed)) - reference.rounded
-    return any(dtype == torch.float32 for _, dtype in functions)
+    return any(_rounds_more(rank.parallel.types, reference.types) for rank in observed)
+
+
+def _rounds_more(types: Counter[tuple[str, torch.dtype]], expected: Counter[tuple[str, torch.dtype]]) -> bool:
+    """Whether there are more casts to float32 than on one device, or functions in it that compute in float64 there."""
+    for function, dtype in types:
+        if dtype != torch.float32:
+            continue
+        known = expected[function, dtype]
+        if function in CASTS and types[function, dtype] > known:
+            return True
+        if not known and expected[function, torch.float64]:
+            return True
+    return False
 
 
 def _with_dropout(

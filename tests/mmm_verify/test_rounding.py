@@ -1,0 +1,240 @@
+"""Float32 inside of a model, with a count of labels that differs between samples; and in the parallel program alone."""
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from mmm_verify import verify
+from support.by_hand import average, copy, reduce
+
+IGNORED = -100
+FLOAT32 = torch.finfo(torch.float32).eps
+
+
+def tokens():
+    """The samples have 6, 5, 2 and 1 labels."""
+    inputs, labels = torch.randint(11, (4, 6)), torch.randint(11, (4, 6))
+    for sample, count in enumerate((6, 5, 2, 1)):
+        labels[sample, count:] = IGNORED
+    return inputs, labels
+
+
+class Norm(nn.Module):
+    """As those of language models: float32 inside."""
+
+    def __init__(self, size, eps=1e-6):
+        super().__init__()
+        self.weight, self.eps = nn.Parameter(torch.ones(size)), eps
+
+    def forward(self, x):
+        h = x.float()
+        h = h * torch.rsqrt(h.square().mean(-1, keepdim=True) + self.eps)
+        return self.weight * h.to(x.dtype)
+
+
+class Router(nn.Module):
+    """Mixes two matrices by a softmax in float32."""
+
+    def __init__(self, size):
+        super().__init__()
+        self.gate, self.experts = nn.Linear(size, 2), nn.ModuleList(nn.Linear(size, size) for _ in range(2))
+
+    def forward(self, x):
+        weights = self.gate(x).float().softmax(-1).to(x.dtype)
+        return sum(expert(x) * weights[..., i, None] for i, expert in enumerate(self.experts))
+
+
+class Language(nn.Module):
+    def __init__(self, middle=None):
+        super().__init__()
+        self.word, self.head = nn.Embedding(11, 32), nn.Linear(32, 11, bias=False)
+        self.middle = middle(32) if middle is not None else nn.Linear(32, 32)
+        self.group = None
+
+    def forward(self, x):
+        h = self.middle(self.word(x))
+        return self.head(h if self.group is None else copy(h, self.group))
+
+
+def norm():
+    return Language(Norm)
+
+
+def router():
+    return Language(Router)
+
+
+def by_count(model, batch, mesh, upcast=True, scale=1.0):
+    """The sum over labels, over the count of all ranks' labels."""
+    inputs, labels = batch
+    logits = model(inputs)
+    logits = logits.float() if upcast else logits
+    total = F.cross_entropy(logits.flatten(0, -2), labels.flatten(), ignore_index=IGNORED, reduction="sum")
+    count = (labels != IGNORED).sum()
+    if mesh is None or "dp" not in mesh.mesh_dim_names:
+        return total / count
+    dist.all_reduce(count)
+    (total / count * mesh.size() * scale).backward()
+    shown = (total / count).detach()
+    dist.all_reduce(shown)
+    return shown
+
+
+def in_float64(model, batch, mesh):
+    return by_count(model, batch, mesh, upcast=False)
+
+
+def by_own_count(model, batch, mesh):
+    inputs, labels = batch
+    return F.cross_entropy(model(inputs).float().flatten(0, -2), labels.flatten(), ignore_index=IGNORED)
+
+
+def a_little_off(model, batch, mesh):
+    return by_count(model, batch, mesh, scale=1 + 1e-5)
+
+
+def rounded_loss(model, batch, mesh):
+    """On one device in float64."""
+    return by_count(model, batch, mesh, upcast=mesh is not None)
+
+
+def over_vocabulary(model, batch, mesh):
+    """Each rank of tp has some of the words: the sum of exponents is added up in float32."""
+    if mesh is None:
+        return by_count(model, batch, None)
+    inputs, labels = batch
+    group = mesh["tp"].get_group()
+    logits = model(inputs).float().flatten(0, -2)
+    labels = labels.flatten()
+    first = 6 * dist.get_rank(group)
+    normalizer = reduce(logits.exp().sum(-1), group).log()
+    own = (labels >= first) & (labels < first + logits.shape[-1])
+    chosen = logits.gather(-1, (labels - first).clamp(0, logits.shape[-1] - 1)[:, None])[:, 0]
+    chosen = reduce(torch.where(own, chosen, 0.0), group)
+    kept = labels != IGNORED
+    return torch.where(kept, normalizer - chosen, 0.0).sum() / kept.sum()
+
+
+def split_vocabulary(model, mesh):
+    model.group = mesh["tp"].get_group()
+    model.head.weight = nn.Parameter(model.head.weight.detach().split(6)[mesh.get_rank()].clone())
+
+
+def averaged(model, mesh):
+    average(model, mesh.get_group())
+
+
+def nothing(model, mesh):
+    pass
+
+
+def another_eps(model, mesh):
+    averaged(model, mesh)
+    model.middle.eps = 1e-5
+
+
+def fsdp(model, mesh):
+    fully_shard(model, mesh=mesh)
+
+
+def fsdp_in_float32(model, mesh):
+    policy = MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=torch.float32)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
+
+
+def norm_in_float32(model, mesh):
+    """In the parallel program alone."""
+    averaged(model, mesh)
+    model.middle.register_forward_hook(lambda module, args, output: output.float().to(output.dtype))
+
+
+def reduced_in_float32(model, mesh):
+    def take_mean(parameter):
+        gradient = parameter.grad.float() / mesh.size()
+        dist.all_reduce(gradient)
+        parameter.grad.copy_(gradient)
+
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(take_mean)
+
+
+def compressed(model, mesh):
+    def hook(state, bucket):
+        gradient = bucket.buffer().float() / mesh.size()
+        future = dist.all_reduce(gradient, async_op=True).get_future()
+        return future.then(lambda done: bucket.buffer().copy_(done.value()[0]))
+
+    ddp = DistributedDataParallel(model)
+    ddp.register_comm_hook(None, hook)
+    return ddp
+
+
+def rounded_and_not_averaged(model, mesh):
+    model.middle.register_forward_hook(lambda module, args, output: output.float().to(output.dtype))
+
+
+def long(*values):
+    return pytest.param(*values, marks=pytest.mark.long)
+
+
+@pytest.mark.parametrize(
+    ("model", "parallelize", "step", "mesh"),
+    [
+        (norm, averaged, by_count, "dp2"),
+        long(norm, fsdp, by_count, "dp2"),
+        long(router, averaged, by_count, "dp2"),
+        long(Language, averaged, by_count, "dp2"),
+        long(norm, averaged, in_float64, "dp2"),
+        (norm, split_vocabulary, over_vocabulary, "tp2"),
+        long(router, split_vocabulary, over_vocabulary, "tp2"),
+        long(norm, nothing, by_own_count, "tp2"),
+        long(norm, averaged, by_count, "dp4"),
+    ],
+)
+def test_right(model, parallelize, step, mesh):
+    verdict = verify(model, parallelize, tokens, step, mesh)
+    assert verdict.same, f"{verdict}\n{verdict.details}"
+
+
+@pytest.mark.parametrize(
+    ("model", "parallelize", "step"),
+    [
+        (norm, averaged, by_own_count),
+        long(norm, nothing, by_count),
+        long(router, nothing, by_count),
+        (norm, another_eps, by_count),
+        long(norm, averaged, a_little_off),
+        long(Language, averaged, by_own_count),
+        long(Language, nothing, rounded_loss),
+        long(Language, rounded_and_not_averaged, in_float64),
+    ],
+)
+def test_wrong(model, parallelize, step):
+    verdict = verify(model, parallelize, tokens, step, "dp2")
+    assert verdict.result == "not the same", f"{verdict}\n{verdict.details}"
+
+
+@pytest.mark.parametrize(
+    ("parallelize", "step"),
+    [
+        (averaged, rounded_loss),
+        long(fsdp_in_float32, in_float64),
+        (norm_in_float32, in_float64),
+        long(reduced_in_float32, in_float64),
+        long(compressed, in_float64),
+    ],
+)
+def test_float32_in_the_parallel_program_alone(parallelize, step):
+    verdict = verify(Language, parallelize, tokens, step, "dp2")
+    assert verdict.result == "rounded to float32", f"{verdict}\n{verdict.details}"
+    assert verdict.exit_code == 2
+    assert all(FLOAT32 / 1000 < finding.error < 1000 * FLOAT32 for finding in verdict.findings)
+
+
+def test_what_is_not_seen_is_said():
+    verdict = verify(norm, averaged, tokens, by_count, "dp2")
+    assert any("float32" in note for note in verdict.notes)

@@ -1,0 +1,72 @@
+"""Collectives with a backward, for programs that shard by hand as frameworks do."""
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+
+class _Copy(torch.autograd.Function):
+    """Nothing forward; backward adds up."""
+
+    @staticmethod
+    def forward(ctx, x, group):
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        gradient = gradient.contiguous().clone()
+        dist.all_reduce(gradient, group=ctx.group)
+        return gradient, None
+
+
+class _Reduce(torch.autograd.Function):
+    """Adds up forward; backward nothing."""
+
+    @staticmethod
+    def forward(ctx, x, group):
+        x = x.contiguous().clone()
+        dist.all_reduce(x, group=group)
+        return x
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient, None
+
+
+class _Gather(torch.autograd.Function):
+    """All of the last dim forward; backward the rank's own part."""
+
+    @staticmethod
+    def forward(ctx, x, group):
+        ctx.group, ctx.size = group, x.shape[-1]
+        parts = [torch.empty_like(x) for _ in range(dist.get_world_size(group))]
+        dist.all_gather(parts, x.contiguous(), group=group)
+        return torch.cat(parts, -1)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient.narrow(-1, dist.get_rank(ctx.group) * ctx.size, ctx.size).contiguous(), None
+
+
+def copy(x, group):
+    return _Copy.apply(x, group)
+
+
+def reduce(x, group):
+    return _Reduce.apply(x, group)
+
+
+def gather(x, group):
+    return _Gather.apply(x, group)
+
+
+def average(model, group):
+    """The mean of each gradient over a group, as soon as backward has it."""
+
+    def take_mean(parameter):
+        gradient = parameter.grad.to_local() if isinstance(parameter.grad, DTensor) else parameter.grad
+        dist.all_reduce(gradient.div_(dist.get_world_size(group)), group=group)
+
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(take_mean)
