@@ -356,7 +356,7 @@ class Evaluation:
             everything = nonzero <= set(wrong)
             self.first = "every gradient" if everything else f"the gradient of {wrong[0]}, the first on the way back"
             self.first = self._located() or self.first
-        elif not self.reason:
+        elif not self.reason and not self.rounded:
             count = sum(gradient is not None for gradient in expected.values())
             self.compared["gradients"] = f"same: {count}, to {worst(errors):.0e}"
 
@@ -430,7 +430,7 @@ class Evaluation:
             reading = self._read_loss([rank.parallel.loss_after for rank in self.ranks], whole.local)
             if reading.wrong:
                 self._find("step", "the loss after it", None, reading.wrong, reading.error)
-        if not self.findings:
+        if not self.findings and not self.rounded:
             self.compared["step"] = f"same: weights, buffers and loss after it, to {worst(errors):.0e}"
 
 

@@ -68,7 +68,7 @@ class Observed:
         stepped: names of parameters that have other values when backward is over, before the optimizer's step.
         outputs: by module, in the order of the first calls: of each call its tensors.
         drops: by module of dropout, where its first output is 0.
-        types: functions that the loss's gradient goes through, with a type that they took or returned → how often.
+        types: functions that the loss's gradient goes through, with a type that they returned → how often.
     """
 
     weights: dict[str, LocalTensor] = field(default_factory=dict)
@@ -300,7 +300,7 @@ def watched(modules: list[nn.Module], seen: Observed) -> Iterator[None]:
 
 
 class _Types(TorchFunctionMode):
-    """Counts functions by the types of what they take and return, where the loss's gradient goes through it."""
+    """Counts functions by the types of what they return, where the loss's gradient goes through it."""
 
     def __init__(self, seen: Counter[tuple[str, torch.dtype]]) -> None:
         super().__init__()
@@ -308,7 +308,7 @@ class _Types(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         output = func(*args, **(kwargs or {}))
-        tensors = [leaf for leaf in tree_leaves((args, output)) if isinstance(leaf, Tensor) and leaf.requires_grad]
+        tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad]
         for dtype in {tensor.dtype for tensor in tensors}:
             self.seen[getattr(func, "__name__", repr(func)), dtype] += 1
         return output
