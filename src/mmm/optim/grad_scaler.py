@@ -61,16 +61,12 @@ class GradScaler(torch.amp.GradScaler):
         local = [_local_pair(parameter) for group in optimizer.param_groups for parameter in group["params"]]
         stand_in = SimpleNamespace(param_groups=[{"params": local}])
         by_device = super()._unscale_grads_(stand_in, inv_scale, found_inf, allow_fp16)  # type: ignore[misc, arg-type]
-        if not by_device:  # this rank has no gradient, another one may
-            by_device = {found_inf.device: found_inf}
-        # With offload gradients lie on the host: each device has a flag of its own, and then all have the same.
-        agreed = torch.stack([flag.to(found_inf.device) for flag in by_device.values()]).amax(0)
+        # The gradients are on one device; this rank may have none, and another one some.
+        agreed = next(iter(by_device.values()), found_inf)
         if dist.is_initialized():
             dist.all_reduce(agreed, dist.ReduceOp.MAX)
-        for flag in by_device.values():
-            flag.copy_(agreed)
         self.found_inf = agreed
-        return by_device
+        return by_device or {found_inf.device: found_inf}
 
 
 def _local_pair(parameter: Tensor) -> Tensor:

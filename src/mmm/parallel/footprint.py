@@ -58,36 +58,20 @@ def check_fits(holds: Footprint, layout: Layout, rank: Rank, device: torch.devic
     Raises:
         LayoutError: it cannot fit, with the numbers.
     """
-    width = torch.empty(0, dtype=precision.storage).element_size()
-    bytes_by_pp_rank = [width * count for count in holds.elements(layout)]
+    elements = holds.elements(layout)
     on_host = holds.offload or device.type in ("cpu", "mps")
-    available = host_memory() if on_host else device_memory(device)
-    if available is None:
-        return
-    everywhere = sum(bytes_by_pp_rank) * layout.ranks // len(bytes_by_pp_rank)
-    if not on_host:
-        pp_rank = layout.coordinates(rank.rank)["pp"]
-        needed, who, where = bytes_by_pp_rank[pp_rank % len(bytes_by_pp_rank)], "a rank", f"{device}"
-    elif (local_ranks := rank.local_world_size or 1) == layout.ranks:  # all of them are here
-        needed, who, where = everywhere, _ranks(layout.ranks), "this host"
+    if on_host:
+        ranks_here = rank.local_world_size or 1
+        # Where all ranks are here, so are all stages; else there may be those of the smallest alone.
+        average = sum(elements) / len(elements) if ranks_here == layout.ranks else min(elements)
+        needed, available, where = average * ranks_here, host_memory(), "this host"
     else:
-        needed, who, where = min(bytes_by_pp_rank) * local_ranks, _ranks(local_ranks), "this host"
-    if needed <= available:
-        return
-    parts = ["parameters", "gradients"] + ["optimizer state"] * (holds.state > 0)
-    more = _more(holds, "hosts" if on_host else "ranks", -(-everywhere // max(available, 1)))
-    raise LayoutError(
-        f"the model has {sum(holds.parameters):,} parameters: {who} would hold at least {needed / 1e9:,.1f} GB of "
-        f"{', '.join(parts)}, and {where} has {available / 1e9:,.1f} GB left: use a smaller model, {more}"
-    )
-
-
-def _more(holds: Footprint, of_what: str, least: int) -> str:
-    """What else would help."""
-    if holds.data_parallel in UNSHARDED:
-        return f"or a technique that shards it over the ranks: with {holds.data_parallel} each has all parameters"
-    return f"or at least {least:,} {of_what} such as this to shard it over"
-
-
-def _ranks(count: int) -> str:
-    return "1 rank here" if count == 1 else f"{count} ranks here"
+        coordinate = layout.coordinates(rank.rank)["pp"] % len(elements)
+        needed, available, where = elements[coordinate], device_memory(device), f"{device}"
+    needed *= precision.storage.itemsize
+    if available is not None and needed > available:
+        raise LayoutError(
+            f"the model has {sum(holds.parameters):,} parameters: the ranks on {where} would hold at least "
+            f"{needed / 1e9:,.1f} GB of parameters, gradients and optimizer state, and {available / 1e9:,.1f} GB are "
+            f"left: use a smaller model, more devices or hosts, or fsdp, which shards it over all ranks"
+        )

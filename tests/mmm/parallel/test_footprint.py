@@ -26,7 +26,7 @@ def test_every_trainer(monkeypatch, tmp_path, program, no_process_group):
         monkeypatch.setenv(name, str(value))
     monkeypatch.setattr(footprint, "host_memory", lambda: 1_000_000)
     images = {"dataset": "digits"} if program is cnn else {}
-    with pytest.raises(LayoutError, match=r"would hold at least .* GB of parameters, .* this host has 0.0 GB left"):
+    with pytest.raises(LayoutError, match=r"this host would hold at least .* GB of parameters, .* 0.0 GB are left"):
         program.train(configure(program.Config, **images, device="cpu"))
     assert not list(tmp_path.iterdir())
 
@@ -34,8 +34,8 @@ def test_every_trainer(monkeypatch, tmp_path, program, no_process_group):
 def test_the_largest_preset_is_not_built(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(footprint, "host_memory", lambda: 64 * 10**9)
-    words = r"68,456,554,496 parameters: 1 rank here would hold at least 1,095.3 GB .* has 64.0 GB left: use a smaller "
-    with pytest.raises(LayoutError, match=words + "model, or at least 18 hosts"):
+    words = r"68,456,554,496 parameters: the ranks on this host would hold at least 1,095.3 GB .* 64.0 GB are left"
+    with pytest.raises(LayoutError, match=words):
         lm.train(configure(lm.Config, preset="llama-70b", device="cpu"))
     lm.train(configure(lm.Config, preset="llama-70b", device="cpu", summary=True))  # shapes alone
 
@@ -79,12 +79,12 @@ def test_by_hosts_devices_and_stages(monkeypatch):
     with pytest.raises(LayoutError, match="4,000 parameters"):
         check(two, Layout(pp=2).fit(2), 2, 63_999, monkeypatch)
     check(two, Layout(pp=2).fit(2), 1, 16_000, monkeypatch)  # a host each: either may be the one with less
-    with pytest.raises(LayoutError, match="1 rank"):
+    with pytest.raises(LayoutError, match="4,000 parameters"):
         check(two, Layout(pp=2).fit(2), 1, 15_999, monkeypatch)
     check(two, Layout(pp=2).fit(2), 2, 16_000, monkeypatch, "cuda", rank=0)
-    with pytest.raises(LayoutError, match=r"a rank would hold at least .* cuda has 0.0 GB left"):
+    with pytest.raises(LayoutError, match="the ranks on cuda would hold at least"):
         check(two, Layout(pp=2).fit(2), 2, 47_999, monkeypatch, "cuda", rank=1)
     check(Footprint((1000,)), Layout(tp=2).fit(4), 4, 16_000, monkeypatch)  # tp × dp: one copy in all
-    with pytest.raises(LayoutError, match="with ddp each has all parameters"):
+    with pytest.raises(LayoutError, match="fsdp"):
         check(Footprint((1000,), "ddp"), Layout().fit(4), 4, 63_999, monkeypatch)
     check(Footprint((1000,), "ddp"), Layout().fit(4), 4, None, monkeypatch)  # nothing is told
