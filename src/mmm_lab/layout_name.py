@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Mapping
 from types import MappingProxyType
 
 from mmm.errors import ConfigError
 from mmm.layout import AXES
+from mmm_launch.errors import did_you_mean
 
 ALL_AXES = (*AXES, "ep")
 MOST = 2**20  # ranks of an axis
@@ -58,5 +58,5 @@ def _help(word: str, names: list[str]) -> str:
     said = f"such as pp2·dp2·tp2, of {', '.join(names)}; 1 is a single rank"
     if word in names:
         return f"{said}. How many ranks, such as {word}2?"
-    near = difflib.get_close_matches(re.sub(r"\W|\d", "", word), names, 1)
-    return f"{said}. Did you mean {near[0]}?" if near else said
+    hint = did_you_mean(re.sub(r"\W|\d", "", word), names)
+    return f"{said}.{hint}" if hint else said

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import errno
 import importlib
 import io
@@ -14,6 +13,7 @@ from mmm.errors import UserError
 from mmm.outside import printable_lines
 from mmm.runtime.contract import check_folder
 from mmm_launch.errors import UserError as LaunchUserError
+from mmm_launch.errors import did_you_mean
 from mmm_verify.errors import UserError as VerifyUserError
 
 # Subcommand -> module with main(argv) -> exit code, and one line for the list.
@@ -106,9 +106,8 @@ def _run(arguments: list[str]) -> int:
         return 0 if arguments else 2
     name, rest = arguments[0], arguments[1:]
     if name not in SUBCOMMANDS:
-        near = difflib.get_close_matches(name, SUBCOMMANDS, 1)
-        hint = f": did you mean {near[0]}?" if near else f"; there are {', '.join(SUBCOMMANDS)}"
-        print(f"mmm: error: no subcommand {name!r}{hint}", file=sys.stderr)
+        hint = did_you_mean(name, SUBCOMMANDS) or f" There are {', '.join(SUBCOMMANDS)}"
+        print(f"mmm: error: no subcommand {name!r}.{hint}", file=sys.stderr)
         return 2
     try:
         check_folder()

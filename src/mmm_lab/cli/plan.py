@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -57,9 +56,7 @@ def _both(name: str) -> list[str]:
 
 
 def parser() -> argparse.ArgumentParser:
-    made = Parser(
-        prog="mmm plan", description=__doc__, epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    made = Parser(prog="mmm plan", description=__doc__, epilog=EPILOG)
     add = made.add_argument
     add("--model", metavar="NAME", help="a preset of mmm.trainer.lm, vit, vit-base …, the config.json of a Llama")
     add("--site", metavar="NAME", help="a known machine; mmm machine lists them")
@@ -253,7 +250,3 @@ def _hosts_that_do(search: Search, found: Found) -> int | None:
         if time.monotonic() - begin > TRY_SECONDS:
             break
     return None
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,6 +11,7 @@ from mmm.errors import RecordError, UserError
 from mmm.outside import printable_lines, read_json
 from mmm.runtime import startup
 from mmm_lab.cli import show
+from mmm_lab.cli.parser import Parser
 from mmm_lab.cli.startup_logs import LoggedStart, read_log
 
 EPILOG = """\
@@ -25,9 +25,7 @@ and a later one with a date and a step, `[2023-11-02 18:34:13,122] … step=0`.
 
 def main(argv: list[str]) -> int:
     """Print the table, the parts of a single run, and the plot. Returns 0. Raises UserError without any start."""
-    parser = argparse.ArgumentParser(
-        prog="mmm startup", description=__doc__, epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser(prog="mmm startup", description=__doc__, epilog=EPILOG)
     parser.add_argument("paths", nargs="+", metavar="RUN|LOG", type=Path)
     parser.add_argument(
         "--parts", action="store_true", help="the parts of every run's start; of a single run they are always shown"
@@ -123,7 +121,3 @@ def _of_record(folder: Path, config: dict[str, Any]) -> LoggedStart:
             "has no end; its parts are in config.json, under `startup`."
         )
     return LoggedStart(str(config["module"]), len(config["ranks"]), *span, str(folder))
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

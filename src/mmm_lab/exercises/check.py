@@ -14,6 +14,7 @@ from typing import Any
 
 from mmm.errors import ConfigError
 from mmm_lab.exercises import NAMES
+from mmm_launch.errors import did_you_mean
 from mmm_verify.run import verify_subject
 from mmm_verify.subject import make_subject
 from mmm_verify.verdict import Verdict
@@ -36,7 +37,8 @@ class Result:
 def exercise(name: str) -> ModuleType:
     """An exercise's module. Raises ConfigError."""
     if name not in NAMES:
-        raise ConfigError(f"{name}: there is no such exercise; there are {', '.join(NAMES)}")
+        hint = did_you_mean(name, NAMES) or f" There are {', '.join(NAMES)}"
+        raise ConfigError(f"{name}: there is no such exercise.{hint}")
     return importlib.import_module(f"mmm_lab.exercises.{name}")
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import replace
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from mmm.weights import llama_keys
 from mmm_lab.planner.image_models import vit_spec
 from mmm_lab.planner.models import language_spec
 from mmm_lab.planner.spec import ModelSpec
+from mmm_launch.errors import did_you_mean
 
 LARGEST = 1_000_000  # of any size
 MOST_LAYERS = 1000  # how they are split over stages takes a minute
@@ -63,9 +63,8 @@ def read_model(name: str, sizes: Mapping[str, int | None], seq_length: int, tie:
         *(f"gpt-{size}" for size in gpt.PRESETS),
         *(f"vit-{size}" for size in vit.PRESETS),
     ]
-    near = get_close_matches(name, known, n=1)
-    hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(known)}, and the config.json of a Llama"
-    raise ConfigError(f"--model {name}: not known; {hint}")
+    hint = did_you_mean(name, known) or f" There are {', '.join(known)}, and the config.json of a Llama"
+    raise ConfigError(f"--model {name}: not known.{hint}")
 
 
 def _transformer(

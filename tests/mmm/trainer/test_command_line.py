@@ -60,6 +60,16 @@ def test_the_line_that_fits_is_the_users_own(monkeypatch):
     assert line in with_flags(refused.value)
 
 
+def test_a_choice_that_is_not_there_names_those_that_are(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["lm", "--preset", "llama-3b"])
+    with pytest.raises(SystemExit):
+        parse(lm.Config)
+    said = " ".join(capsys.readouterr().err.split())
+    assert "'llama-3b'" in said
+    assert "'llama-8b'" in said
+    assert "None" not in said
+
+
 def test_help_has_real_defaults(monkeypatch, capsys):
     """None is what nobody gives: a flag's text says what is taken without it."""
     monkeypatch.setattr(sys, "argv", ["train.py", "--help"])

@@ -1,10 +1,12 @@
-"""What `mmm` does where its output cannot be written, or not all of it."""
+"""What `mmm` does with a name that it does not have, and where its output cannot be written, or not all of it."""
 
 import os
 import subprocess
 import sys
 
 import pytest
+
+from mmm_lab.cli.main import main
 
 MMM = [sys.executable, "-m", "mmm_lab.cli.main"]
 
@@ -27,3 +29,14 @@ def test_output_that_nobody_takes(argv):
     command = 'exec "$0" -m mmm_lab.cli.main "$@" >&-'
     done = subprocess.run(["bash", "-c", command, sys.executable, *argv], stderr=subprocess.PIPE, text=True)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize(
+    ("argv", "meant"),
+    [(["pln"], "plan"), (["history", "x", "--rank-s"], "--ranks"), (["doctor", "--jsn"], "--json")],
+)
+def test_what_may_have_been_meant(argv, meant, capsys):
+    assert main(argv) == 2
+    said = capsys.readouterr().err
+    assert f"Did you mean {meant}?" in said
+    assert said.count("\n") == 1

@@ -54,7 +54,7 @@ def test_a_hugging_face_config(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        (["--model", "lama-8b", "--hosts", "1"], "did you mean llama-8b?"),
+        (["--model", "lama-8b", "--hosts", "1"], "Did you mean llama-8b?"),
         (["--model", "missing.json", "--hosts", "1"], "cannot be read"),
         (["--model", "vit", "--hosts", "1", "--dim", "64"], "--dim with --model vit"),
         (["--model", "llama-8b", "--dim", "65", "--hosts", "1"], "n_heads 32"),
@@ -77,6 +77,7 @@ def test_a_hugging_face_config(tmp_path, capsys):
         (["--model", "llama-8b", "--hosts", "1", "--seq_length", "0"], "--seq_length 0"),
         (["--model", "llama-8b", "--hosts", "1", "--top", "0"], "--top 0"),
         (["--model", "llama-8b", "--hosts", "1", "--nonsense"], "unrecognized arguments"),
+        (["--model", "llama-8b", "--host", "1", "--global_bach", "8"], "Did you mean --global_batch?"),
         (["--model", "gpt2", "--hosts", "1", "--json", "/no/such/folder/x"], "--json /no/such/folder/x"),
         (["--model", "llama-70b", "--site", "polaris", "--hosts", "1", "--seq_length", "8192"], "GiB are missing"),
         ([], "--model is missing"),

@@ -12,7 +12,7 @@ import shlex
 import sys
 import textwrap
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, redirect_stdout
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import fields, is_dataclass
 from itertools import pairwise
 from typing import Any, NoReturn, Protocol, TypeVar, runtime_checkable
@@ -117,15 +117,20 @@ def parse(config: type[Config], doc: str | None = None) -> Config:
 def real_defaults() -> Iterator[None]:
     """Inside, nothing printed speaks of None, which nobody gives: a flag's text says what is taken without it."""
     out = io.StringIO()
+    errors = io.StringIO()
     try:
-        with redirect_stdout(out):
+        with redirect_stdout(out), redirect_stderr(errors):
             yield
     finally:
         sys.stdout.write(without_none(out.getvalue()))
+        sys.stderr.write(without_none(errors.getvalue()))
 
 
 def without_none(text: str) -> str:
-    """A text of ``--help`` without ``{None}|`` and ``(default: None)``; its columns stay."""
+    """A text of ``--help`` without ``{None}|`` and ``(default: None)``, or an error without the choice ``'None'``; its
+    columns stay."""
+    text = re.sub(r"'None', ?", "", text)
+    text = re.sub(r",\s+'None'\)", ")", text)
     lines = []
     for line in text.split("\n"):
         short = line.replace("{None}|", "").replace("{None,", "{")

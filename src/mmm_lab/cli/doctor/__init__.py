@@ -6,20 +6,20 @@ hangs becomes a finding. Nothing here imports torch but the child whose check it
 
 from __future__ import annotations
 
-import argparse
 import sys
 from pathlib import Path
 
 from mmm.errors import ConfigError
 from mmm_lab.cli.doctor.checks import examine
 from mmm_lab.cli.doctor.finding import Place, as_json, lines, summary
+from mmm_lab.cli.parser import Parser
 
 MOST_SECONDS = 86400
 
 
 def main(argv: list[str]) -> int:
     """Print a line for each check: ok, warn or fail, what was seen, and the fix. Returns 1 if one failed, else 0."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="mmm doctor",
         description="Check this machine and this installation, with a fix for what is wrong.",
         epilog="Exit code: 0, also with warnings; 1 if a check failed. Run it where ranks will run: on a job's node.",
