@@ -13,7 +13,7 @@ SLACK = 1.5  # pixels
 
 def flaws(figure: Any) -> list[str]:
     """What is wrong with a figure: points outside their axes, markers and texts that are cut, titles and legends that
-    lie on each other, lines that no legend names."""
+    lie on each other, legends on bars, lines that no legend names."""
     canvas = FigureCanvasAgg(figure)
     canvas.draw()
     renderer = canvas.get_renderer()
@@ -32,6 +32,10 @@ def flaws(figure: Any) -> list[str]:
                 found.append(f"{name}: the legend is cut")
             if legend.get_window_extent(renderer).overlaps(axes._left_title.get_window_extent(renderer)):
                 found.append(f"{name}: title and legend lie on each other")
+            if any(
+                legend.get_window_extent(renderer).overlaps(bar.get_window_extent(renderer)) for bar in axes.patches
+            ):
+                found.append(f"{name}: the legend lies on a bar")
     return found + [
         f"figure: {text.get_text()!r} is cut" for text in figure.texts if not _inside(text, figure.bbox, renderer)
     ]

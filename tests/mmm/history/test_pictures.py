@@ -41,6 +41,16 @@ def test_nothing_is_cut_and_everything_is_named(run):
         assert flaws(curves_figure({"s": {"a": [(1, 2.0), (8, 0.0)], "b": [(1, 1.0), (8, 3.0)]}})) == []
 
 
+def test_the_bars_of_two_epochs_can_be_seen(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"layout": "dp4", "module": "fsdp"}))
+    with History(tmp_path, ranks=RANKS) as history:
+        for epoch in (1, 2):
+            seconds = {"dt": [7.0] * 4, "dtd": [0.1] * 4, "dtf": [2.5] * 4, "dtb": [4.3] * 4, "dto": [0.1] * 4}
+            history.update({"epoch": epoch, "train_loss": 1 / epoch, "test_loss": 0.5 / epoch, "sps": 200.0}, seconds)
+    with style():
+        assert flaws(summary_figure(load(tmp_path), "fsdp")) == []
+
+
 def test_ep_and_what_ran(run):
     with style():
         texts = [text.get_text() for text in summary_figure(run, "moe · run").texts]

@@ -62,7 +62,15 @@ def summary_figure(ds: "xarray.Dataset", name: str) -> "Figure | None":
         axes.set_title(s.title[:1].upper() + s.title[1:], fontsize=10.5)
         axes.set_ylabel(s.label)
         if len(axes.get_legend_handles_labels()[1]) > 1:
-            axes.legend(loc="best", frameon=True, framealpha=0.8, edgecolor="none")
+            # In the title's line: inside, it would lie on the bars of a run of two epochs.
+            axes.legend(
+                loc="lower right",
+                bbox_to_anchor=(1, 1),
+                ncols=6,
+                borderaxespad=0.2,
+                columnspacing=1.0,
+                handlelength=1.2,
+            )
     rows[-1].set_xlabel(s.x_name)
     return figure
 
