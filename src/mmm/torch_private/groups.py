@@ -184,7 +184,7 @@ def differentiate_twice(refusal: type[Exception]) -> None:
     """
     from torch.distributed.tensor import _api
 
-    entering = _api._FromTorchTensor
+    entering: Any = _api._FromTorchTensor
     if getattr(entering, "differentiates_twice", False):
         return
     original = entering.backward

@@ -161,7 +161,7 @@ class Pipeline:
             stage.times, stage.p2p = self.times, Mesh.of(mesh).p2p
             timed_stages.append(stage)
         kind = SCHEDULES[schedule]
-        make = getattr(schedules, f"Schedule{schedule}")
+        make = kind.own or getattr(schedules, f"Schedule{schedule}")
         stage_or_stages = timed_stages[0] if kind.most == 1 else timed_stages
         self.schedule = make(stage_or_stages, microbatches, loss_fn=self.times.timed_loss(loss), scale_grads=False)
 

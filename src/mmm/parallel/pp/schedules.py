@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from mmm.errors import ConfigError, LayoutError, config_field
 from mmm.layout import Layout, Techniques
@@ -27,6 +28,7 @@ class Schedule:
         v: stages lie on the ranks there and back, not round and round.
         splits: splits backward in two, which works neither with torch.compile nor with selective checkpointing.
         microbatches: the least number, and what it must be a multiple of, from the number of pp ranks.
+        own: the class, where it is not PyTorch's ``Schedule<NAME>``.
     """
 
     least: int = 1
@@ -34,6 +36,7 @@ class Schedule:
     v: bool = False
     splits: bool = False
     microbatches: Callable[[int], tuple[int, int]] = lambda pp: (1, 1)
+    own: Any = None
 
 
 SCHEDULES: dict[str, Schedule] = {
