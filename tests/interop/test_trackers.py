@@ -46,8 +46,6 @@ def test_mlflow(folder, caplog):
     (run,) = client.search_runs([client.get_experiment_by_name("trials").experiment_id])
     assert run.info.status == "FINISHED"
     assert run.data.params == {"layout": "tp2", "lr": "0.001"}
-    assert [each.path for each in client.list_artifacts(run.info.run_id)] == ["log.txt"]
-    assert "iter=0 loss" in "".join(path.read_text() for path in folder.glob("mlflow/*/artifacts/log.txt"))
     history = client.get_metric_history(run.info.run_id, "loss")
     assert [(metric.step, metric.value) for metric in history] == [(0, 4.5), (1, 4.25), (2, 3.5)]
 
@@ -58,7 +56,7 @@ def test_wandb(folder, caplog):
     (path,) = (folder / "wandb").glob("offline-run-*/run-*.wandb")
 
     def places():
-        return [path.read_bytes().find(value) for value in (b"4.25", b"4.75", b"3.5", b"log.txt", b"trials")]
+        return [path.read_bytes().find(value) for value in (b"4.25", b"4.75", b"3.5", b"trials")]
 
     deadline = time.monotonic() + 100
     while -1 in places() and time.monotonic() < deadline:  # a process of wandb's own writes it, and ends later

@@ -27,7 +27,6 @@ ATTEMPTS_VARIABLE = "MMM_ATTEMPTS_OF"  # the same in all attempts of one launch,
 DRY_RUN_VARIABLE = "MMM_DRY_RUN"  # set where the process stands for a rank that is not there
 ELASTIC_VARIABLE = "MMM_ELASTIC"  # MIN:MAX: attempts have different numbers of ranks, and go on from a checkpoint
 LINE_VARIABLE = "MMM_LAUNCH_LINE"  # the command line as typed, for a run's record
-TERMINAL_VARIABLE = "MMM_TERMINAL"  # of the terminal that launch copies output to, where it does: COLUMNSxLINES
 SITE_VARIABLE = "MMM_SITE"  # the known machine, and what launch has set for it, for a run's record: JSON
 BEGAN_VARIABLE = "MMM_LAUNCH_BEGAN"  # when launch itself was started, seconds since 1970
 STARTED_VARIABLE = "MMM_STARTED_AT"  # the same of the job, where its script says so: then this one counts

@@ -9,7 +9,7 @@ import logging
 import os
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import datetime
 from pathlib import Path
@@ -70,30 +70,6 @@ class _Copy(logging.FileHandler):
     def close(self) -> None:
         with suppress(OSError):  # what is still in its buffer
             super().close()
-
-
-class _Through:
-    """Of a stream what a handler needs, for a function that writes."""
-
-    def __init__(self, write: Callable[[str], None]) -> None:
-        self.write = write
-
-    def flush(self) -> None:
-        pass
-
-
-@contextmanager
-def log_through(write: Callable[[str], None]) -> Iterator[None]:
-    """Inside, what the log would write to standard output goes to `write`, line by line, with its colours."""
-    handlers = [handler for handler in get_logger().handlers if type(handler) is logging.StreamHandler]
-    streams = [handler.stream for handler in handlers]
-    for handler in handlers:
-        handler.setStream(_Through(write))
-    try:
-        yield
-    finally:
-        for handler, stream in zip(handlers, streams, strict=True):
-            handler.setStream(stream)
 
 
 @contextmanager

@@ -36,7 +36,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument(
         "--plots", "--plot", action="store_true", help="draw the run's summary as PNG and SVG, to OUTDIR/plots"
     )
-    parser.add_argument("--ranks", action="store_true", help="ranks × steps of own work, and the slowest rank or host")
+    parser.add_argument("--ranks", action="store_true", help="ranks × steps of own work, and the slowest rank")
     args = parser.parse_args(argv)
     if args.ranks and (args.plots or args.metric):
         raise ConfigError(f"--ranks draws no plots of metrics: leave {'--plots' if args.plots else '--metric'} out")
@@ -144,7 +144,7 @@ def data_of(ds: "xarray.Dataset") -> list[tuple[str, str]]:
 
 
 def straggler(ds: "xarray.Dataset") -> str | None:
-    """Which rank or host the others wait for, by their own work; None if there is one rank."""
+    """Which rank the others wait for, by their own work; None if there is one rank."""
     from mmm.history.plots.own_work import NOT_KNOWN, own_work
 
     if ds.sizes.get("rank", 1) < 2 or not ds.sizes["draw"]:

@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from mmm.history.plots.own_work import OwnWork
 
 LONGEST_HOST = 20  # characters
-MOST_NAMED = 4  # ranks of a host
 
 
 def ranks_text(ds: xarray.Dataset, width: int) -> str:
@@ -37,27 +36,16 @@ def ranks_text(ds: xarray.Dataset, width: int) -> str:
 
 def sentence(ds: xarray.Dataset, work: OwnWork) -> str:
     """Who the others wait for, and how long."""
-    from mmm.history.plots.own_work import SLOW, hosts_of, slow
+    from mmm.history.plots.own_work import SLOW, slow
 
-    hosts = hosts_of(ds)
-    found = slow(work, hosts)
+    found = slow(work)
     if found is None:
         return f"no rank holds the others up by more than {100 * SLOW:.0f} % of {a_row_of(ds)}"
     who = f"rank {found.rank} ({place(ds, found.rank)})"
-    if found.is_host:
-        of = [rank for rank, host in enumerate(hosts) if host == hosts[found.rank]]
-        who = f"host {printable(hosts[found.rank])} (ranks {_ranks(of)}, most often {found.rank})"
     return (
         f"{who}: {found.over:.3g} s of work over the median rank in {a_row_of(ds)} of {found.step:.3g} s, "
         f"in {found.rows} of {found.of} rows; the others wait for it"
     )
-
-
-def _ranks(of: list[int]) -> str:
-    """As "4 to 7", or where others are between them "0, 2, 4 and 13 more"."""
-    if of == list(range(of[0], of[-1] + 1)):
-        return f"{of[0]} to {of[-1]}"
-    return ", ".join(map(str, of[:MOST_NAMED])) + (f" and {len(of) - MOST_NAMED} more" if len(of) > MOST_NAMED else "")
 
 
 def place(ds: xarray.Dataset, rank: int) -> str:

@@ -9,7 +9,7 @@ import uuid
 
 from mmm_launch.channel.instructions import CHILD, FORK_SERVER, FORK_SERVER_VARIABLE, Instructions
 from mmm_launch.channel.link import Link, Lost, Message
-from mmm_launch.contract import MARKER_VARIABLE, TERMINAL_VARIABLE
+from mmm_launch.contract import MARKER_VARIABLE
 from mmm_launch.run import processes
 from mmm_launch.run.output import Output
 from mmm_launch.spec.host_spec import HostSpec
@@ -50,9 +50,6 @@ class ForkServer:
         if output is not None:
             stdout = output.stdout
             stderr = output.stderr
-            if os.isatty(1):
-                size = os.get_terminal_size(1)
-                variables[TERMINAL_VARIABLE] = f"{size.columns}x{size.lines}"
         self.process = subprocess.Popen(
             words,
             stdin=subprocess.DEVNULL,

@@ -1,4 +1,4 @@
-"""Who the others wait for: a rank, a host whose ranks take turns, or nobody; and the table of it."""
+"""Who the others wait for: a rank, or nobody; and the table of it."""
 
 import numpy as np
 import pytest
@@ -9,12 +9,12 @@ from mmm.history.plots.own_work import OwnWork, communication_to_computation, mo
 
 def work(own, dt=1.0):
     rank, over = most_of(np.array(own))
-    return OwnWork("dt_own", np.full(len(own), dt), rank, over)
+    return OwnWork("dt_own", np.full(len(own), dt), rank, over, np.shape(own)[1])
 
 
 def test_a_rank_over_the_median_rank():
     found = slow(work([[9, 0, 0, 0], [0.1, 0.1, 0.5, 0.2], [0.1, 0.1, 0.5, 0.2]]))  # the first row is not in it
-    assert (found.rank, found.is_host, found.rows, found.of) == (2, False, 2, 2)
+    assert (found.rank, found.rows, found.of) == (2, 2, 2)
     assert found.over == pytest.approx(0.4)
     assert slow(work([[0.5, 0.1]] * 2)).over == pytest.approx(0.4)  # of two over the other
     assert slow(work([[0.5, np.nan, 0.1]] * 2)).rank == 0
@@ -22,18 +22,16 @@ def test_a_rank_over_the_median_rank():
 
 def test_nobody():
     assert slow(work([[0.1, 0.14, 0.1]] * 3)) is None  # 4 % of a step
-    assert slow(work([[0.1, 0.5, 0.1], [0.1, 0.5, 0.1], [0.5, 0.1, 0.1]])) is None  # taking turns, on no host
+    assert slow(work([[0.1, 0.5, 0.1], [0.1, 0.5, 0.1], [0.5, 0.1, 0.1]])) is None  # taking turns
     assert slow(work([[np.nan] * 3] * 3)) is None
     assert slow(work(np.zeros((0, 3)))) is None
 
 
 def test_chance_blames_nobody():
-    """Of two equal ranks, or hosts, one has the most in about half of the rows."""
+    """Of two equal ranks one has the most in about half of the rows."""
     of_two = np.where(np.arange(41)[:, None] % 20 < 11, [0.3, 0.1], [0.1, 0.3])
-    assert slow(work(of_two), ["a", "a"]) is None
-    assert slow(work(of_two[:, [0, 0, 1, 1]]), ["a", "a", "b", "b"]) is None
-    assert slow(work(of_two[:, [1, 1, 1, 0]]), ["a", "a", "a", "b"]) is None
-    assert slow(work(np.where(np.arange(41)[:, None] % 20 < 17, [0.3, 0.1], [0.1, 0.3])), ["a", "a"]).rank == 0
+    assert slow(work(of_two)) is None
+    assert slow(work(np.where(np.arange(41)[:, None] % 20 < 17, [0.3, 0.1], [0.1, 0.3]))).rank == 0
 
 
 def made(folder, count, full_ranks=64, rows=9, slow_rank=1):

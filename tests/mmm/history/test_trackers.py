@@ -50,24 +50,6 @@ def test_the_project(tmp_path, monkeypatch):
     assert projects() == ("theirs", "mmm")
 
 
-def test_the_log_and_the_config_are_kept_at_the_end(tmp_path, monkeypatch, caplog):
-    wandb, mlflow = MagicMock(), MagicMock()
-    monkeypatch.setitem(sys.modules, "wandb", wandb)
-    monkeypatch.setitem(sys.modules, "mlflow", mlflow)
-    (tmp_path / "log.txt").write_text("iter=0")
-    run = wandb.init.return_value
-    run.id = "r1"
-    Tracked("wandb", tmp_path, {}).close()
-    wandb.Artifact.assert_called_once_with("log-r1", type="log")  # there is no config.json
-    wandb.Artifact.return_value.add_file.assert_called_once_with(str(tmp_path / "log.txt"))
-    run.log_artifact.assert_called_once_with(wandb.Artifact.return_value)
-    (tmp_path / "config.json").write_text("{}")
-    Tracked("mlflow", tmp_path, {}).close()
-    kept = [call.args[1] for call in mlflow.MlflowClient.return_value.log_artifact.call_args_list]
-    assert kept == [str(tmp_path / "config.json"), str(tmp_path / "log.txt")]
-    assert "given up" not in caplog.text
-
-
 @pytest.mark.parametrize("name", ["tensorboard", "wandb", "mlflow"])
 def test_one_that_is_not_installed_is_refused_before_the_ranks_meet(name, monkeypatch):
     monkeypatch.setitem(PACKAGES, name, "a_package_that_nobody_has")

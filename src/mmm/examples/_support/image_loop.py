@@ -14,7 +14,6 @@ from mmm.layout import PADDING
 from mmm.models.cnn import CNN
 from mmm.trainer.config.cnn import CNNSpec
 from mmm.trainer.loop.image_task import ImageTask, evaluate_images, measure_of
-from mmm.trainer.loop.progress import StepsBar
 from mmm.trainer.run.core import Run
 from mmm.trainer.run.steps import Step, laps_updates
 
@@ -47,7 +46,7 @@ def image_steps(
     rates = laps_updates(run, optimizer)
     run.log.info("%s: %d steps of %d images", resolved.data.name, steps, resolved.global_batch_size, stacklevel=2)
     batches, losses = task.all_batches(), list[Tensor]()
-    for number in StepsBar(run.rank).over(range(steps)):
+    for number in range(steps):
         if not losses:
             model.train()
             for group in optimizer.param_groups:

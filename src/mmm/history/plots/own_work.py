@@ -1,4 +1,4 @@
-"""A rank's own work in a step, and which rank or host the others wait for.
+"""A rank's own work in a step, and which rank the others wait for.
 
 Each rank of a synchronous step takes as long as the slowest: the others wait for it inside collectives, and ``dt`` is
 equal on all. What is left of ``dt`` without that waiting, ``dt_own``, tells them apart (`mmm.runtime.clock`). Over all
@@ -7,8 +7,7 @@ ranks, what they waited is the ratio of communication to computation, as it was 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -30,6 +29,7 @@ class OwnWork(NamedTuple):
         dt: of the step on the rank where it took longest, (draw,): others may wait once it is over.
         rank: that had the most, (draw,); NaN where that is not known.
         over: what that rank had over the median rank, or of two over the other, (draw,).
+        ranks: of the run.
         by_rank: (draw, rank); None where the record has min, median and max alone.
     """
 
@@ -37,19 +37,20 @@ class OwnWork(NamedTuple):
     dt: np.ndarray
     rank: np.ndarray
     over: np.ndarray
+    ranks: int
     by_rank: np.ndarray | None = None
 
 
 class Slow(NamedTuple):
-    """What the others wait for: a rank, or a host whose ranks take turns (then `rank` is the one of most rows).
+    """The rank that the others wait for.
 
     Attributes:
         over: seconds of a step over the median rank, the median over `rows`.
-        step: seconds of a step. rows: in which it had the most, of `of`.
+        step: seconds of a step.
+        rows: in which it had the most, of `of`.
     """
 
     rank: int
-    is_host: bool
     over: float
     step: float
     rows: int
@@ -64,18 +65,13 @@ def own_work(ds: xarray.Dataset) -> OwnWork | None:
         return _by_rank(OWN, ds["dt"].values, ds[OWN].values)
     if all(f"{name}_{over}" in ds for name, over in ((OWN, "max"), (OWN, "median"), (OWN, "argmax"), ("dt", "max"))):
         over = ds[f"{OWN}_max"].values - ds[f"{OWN}_median"].values
-        return OwnWork(OWN, ds["dt_max"].values, known_ranks(ds[f"{OWN}_argmax"].values), over)
+        return OwnWork(OWN, ds["dt_max"].values, known_ranks(ds[f"{OWN}_argmax"].values), over, ds.sizes["rank"])
     return None
-
-
-def hosts_of(ds: xarray.Dataset) -> list[str]:
-    """By rank; empty where the record does not say."""
-    return [str(host) for host in ds["host"].values] if "host" in ds.coords else []
 
 
 def _by_rank(name: str, dt: np.ndarray, own: np.ndarray) -> OwnWork | None:
     rank, over = most_of(own)
-    return OwnWork(name, longest(dt), rank, over, own) if np.isfinite(rank).any() else None
+    return OwnWork(name, longest(dt), rank, over, own.shape[1], own) if np.isfinite(rank).any() else None
 
 
 def known_ranks(column: np.ndarray) -> np.ndarray:
@@ -109,15 +105,12 @@ def median_rank(by_rank: np.ndarray) -> np.ndarray:
     return np.take_along_axis(np.sort(finite, axis=1), middle[:, None], axis=1)[:, 0]  # NaN stands last
 
 
-def slow(work: OwnWork, hosts: Sequence[str] = ()) -> Slow | None:
-    """The rank that had the most in more than half of the rows, or else the host, if that holds the others up by more
-    than `SLOW` of a step. The first row, which starts what is slow to start, counts only if it is alone.
+def slow(work: OwnWork) -> Slow | None:
+    """The rank with the most in more than half of the rows, if it holds the others up by more than `SLOW` of a step.
+    The first row, which starts what is slow to start, counts only if it is alone.
 
-    Chance alone gives each of n the most in 1/n of the rows: the half is of the rows beyond those, so that of two equal
-    ones none is named.
-
-    Args:
-        hosts: by rank.
+    Chance alone gives each of n ranks the most in 1/n of the rows: the half is of the rows beyond those, so that of two
+    equal ones none is named.
     """
     begin = 1 if len(work.dt) > 1 else 0
     rank, over, dt = (column[begin:] for column in (work.rank, work.over, work.dt))
@@ -125,23 +118,11 @@ def slow(work: OwnWork, hosts: Sequence[str] = ()) -> Slow | None:
     rank, over, dt = rank[known], over[known], dt[known]
     if not len(rank):
         return None
-    one, _ = most_often(rank)
-    had, is_host = rank == one, False
-    ranks = len(hosts) or (0 if work.by_rank is None else work.by_rank.shape[1])
-    by_chance = 1 / ranks if ranks > 1 else 0.0
-    if not had.mean() > (1 + by_chance) / 2 and len(set(hosts)) > 1 and rank.max() < len(hosts):
-        where = np.array(hosts)[rank.astype(int)]
-        host, _ = most_often(where)
-        had, is_host, by_chance = where == host, True, list(hosts).count(str(host)) / len(hosts)
-        one, _ = most_often(rank[had])
-    found = Slow(int(one), is_host, float(np.median(over[had])), float(np.median(dt)), int(had.sum()), len(rank))
+    ranks, rows = np.unique(rank, return_counts=True)
+    had = rank == ranks[rows.argmax()]
+    by_chance = 1 / work.ranks
+    found = Slow(int(rank[had][0]), float(np.median(over[had])), float(np.median(dt)), int(had.sum()), len(rank))
     return found if had.mean() > (1 + by_chance) / 2 and found.over > SLOW * found.step else None
-
-
-def most_often(values: np.ndarray) -> tuple[Any, int]:
-    """Which of the values, at least one, is there most often, the smallest of several, and how often."""
-    found, times = np.unique(values, return_counts=True)
-    return found[times.argmax()], int(times.max())
 
 
 def communication_to_computation(dt: np.ndarray, own: np.ndarray) -> float | None:

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 from mmm.errors import ConfigError
-from mmm.history.record.folder import CONFIG, LOG
 
 PROJECT = "mmm"
 PROJECT_VARIABLES = {"wandb": "WANDB_PROJECT", "mlflow": "MLFLOW_EXPERIMENT_NAME"}  # of the trackers that have projects
@@ -35,7 +34,7 @@ def name_of(outdir: Path, config: Mapping[str, Any]) -> str:
 
 
 class TensorBoardTracker:
-    """The folder tensorboard: ``tensorboard --logdir OUTDIR``. It has no projects, and keeps no files."""
+    """The folder tensorboard: ``tensorboard --logdir OUTDIR``. It has no projects."""
 
     def __init__(self, outdir: Path, config: Mapping[str, Any], project: str) -> None:
         from torch.utils.tensorboard import SummaryWriter
@@ -49,9 +48,6 @@ class TensorBoardTracker:
         for name, value in row.items():
             self.writer.add_scalar(name, value, step)
         self.writer.flush()
-
-    def keep(self, file: Path) -> None:
-        """It lies beside the folder."""
 
     def close(self) -> None:
         if self.writer is not None:
@@ -68,15 +64,9 @@ class WandbTracker:
         self.run = wandb.init(
             project=project, dir=str(outdir), config=dict(config), mode=mode, name=name_of(outdir, config)
         )
-        self.artifact = wandb.Artifact
 
     def row(self, step: int, row: Row) -> None:
         self.run.log(dict(row), step=step)
-
-    def keep(self, file: Path) -> None:
-        artifact = self.artifact(f"{file.stem}-{self.run.id}", type=file.stem)
-        artifact.add_file(str(file))
-        self.run.log_artifact(artifact)
 
     def close(self) -> None:
         self.run.finish()
@@ -103,9 +93,6 @@ class MLflowTracker:
         now = int(time.time() * 1e3)
         metrics = [self.entities.Metric(name, value, now, step) for name, value in row.items()]
         self.client.log_batch(self.run, metrics=metrics)
-
-    def keep(self, file: Path) -> None:
-        self.client.log_artifact(self.run, str(file))
 
     def close(self) -> None:
         self.client.set_terminated(self.run)
@@ -140,7 +127,7 @@ class Tracked:
     """
 
     def __init__(self, name: str | None, outdir: Path, config: Mapping[str, Any]) -> None:
-        self.name, self.outdir, self.tracker = name, outdir, None
+        self.name, self.tracker = name, None
         if name:
             kind = KINDS[name]
             self._try("start", lambda: setattr(self, "tracker", kind(outdir, config, project_of(name))))
@@ -151,10 +138,7 @@ class Tracked:
             self._try("take a row", lambda: self.tracker.row(step, row))
 
     def close(self) -> None:
-        """The run is over. Its log and config.json are kept with it."""
-        for file in (self.outdir / CONFIG, self.outdir / LOG):
-            if self.tracker is not None and file.exists():
-                self._try(f"keep {file.name}", lambda file=file: self.tracker.keep(file))
+        """The run is over."""
         if self.tracker is not None:
             self._try("end", lambda: self.tracker.close())
 

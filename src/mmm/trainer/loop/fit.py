@@ -21,7 +21,6 @@ from mmm.trainer.config.run import EvaluationOptions
 from mmm.trainer.config.training import TrainerCheckpoint
 from mmm.trainer.loop.checkpoints import Checkpoints, RowSoFar
 from mmm.trainer.loop.fingerprints import Fingerprints
-from mmm.trainer.loop.progress import StepsBar
 from mmm.trainer.loop.schedule import Schedule, constant, optimizer_text
 from mmm.trainer.loop.tasks import Task
 from mmm.trainer.run.core import Run
@@ -123,8 +122,7 @@ def fit(
         The last evaluation, the same on every rank.
     """
     run.log.info("optimizer: %s", optimizer_text(optimizer))
-    with StepsBar(run.rank) as bar:
-        return _Loop(run, model, optimizer, task, options).run_all(bar)
+    return _Loop(run, model, optimizer, task, options).run_all()
 
 
 class _Loop:
@@ -146,7 +144,7 @@ class _Loop:
         self.evaluated: dict[str, float] = {}
         self.fingerprints: Fingerprints | None = None
 
-    def run_all(self, bar: StepsBar) -> dict[str, float]:
+    def run_all(self) -> dict[str, float]:
         """Every step that is left."""
         run, options, checkpoints = self.run, self.options, self.checkpoints
         first, so_far = checkpoints.load()
@@ -159,7 +157,7 @@ class _Loop:
         profile(first)
         self.model.train()
         run.clock.start()
-        for step in bar.over(range(first, options.steps)):
+        for step in range(first, options.steps):
             result = self.train_step(step, batches)
             stop, last = checkpoints.stop_asked(), step == options.steps - 1
             so_far = so_far.with_step(result.loss, result.skip if options.by_epoch else None)
@@ -169,7 +167,7 @@ class _Loop:
             run.clock.lap("dto")
             ends_row = self.rows.ends_row(step)
             if ends_row:
-                self.write_row(step, so_far, result, imbalance, due, bar)
+                self.write_row(step, so_far, result, imbalance, due)
                 so_far = RowSoFar()
             if saves:
                 checkpoints.save(step + 1, so_far)
@@ -242,9 +240,7 @@ class _Loop:
         self.run.losses.add_step(at, loss, together, [name for name, _ in gradients], skip)
         return norms, skip
 
-    def write_row(
-        self, step: int, so_far: RowSoFar, result: StepResult, imbalance: Tensor | None, due: bool, bar: StepsBar
-    ) -> None:
+    def write_row(self, step: int, so_far: RowSoFar, result: StepResult, imbalance: Tensor | None, due: bool) -> None:
         """The row that this step ends. A collective where it is due."""
         if due:
             self.model.check_targets(step)
@@ -255,7 +251,7 @@ class _Loop:
             more["grad_norm"] = result.grad_norm
         if self.rows.evaluates(step):
             more |= self.evaluate()
-        row = self.run.row(
+        self.run.row(
             self.rows.at(step),
             {self.rows.loss: so_far.mean()},
             samples=so_far.steps * self.task.global_batch_size,
@@ -264,8 +260,6 @@ class _Loop:
             due=due,
             depth=4,
         )
-        if row is not None and row.numbers:  # on rank 0
-            bar.row(row.loss, row.numbers.get("tps", row.numbers["sps"]))
 
     def evaluate(self) -> dict[str, float]:
         self.model.train(False)
