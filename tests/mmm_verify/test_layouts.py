@@ -1,0 +1,498 @@
+"""Layouts that frameworks have and PyTorch's own styles have not: none that is right is accused, and none that is
+wrong passes."""
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.distributed.tensor import DTensor, Shard
+from torch.nn.parallel import DistributedDataParallel
+
+from mmm_verify import verify
+from support.by_hand import average, copy, gather, reduce
+
+SAME, NOT_SAME, NOT_COMPARABLE = "same", "not the same", "not comparable"
+
+
+def fields():
+    return torch.randn(8, 6), torch.randn(8, 3)
+
+
+def tokens():
+    return torch.randint(11, (4, 6)), torch.randint(11, (4, 6))
+
+
+def rows():
+    return torch.randn(4, 5, 8), torch.randn(4, 5, 8)
+
+
+def mlp():
+    return nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 3))
+
+
+def averaged(model, mesh):
+    average(model, mesh.get_group())
+
+
+def nothing(model, mesh):
+    pass
+
+
+def check(model, parallelize, batch, step, mesh, result, **options):
+    verdict = verify(model, parallelize, batch, step, mesh, **options)
+    assert verdict.result == result, f"{verdict}\n{verdict.details}"
+    if result == NOT_COMPARABLE:
+        assert verdict.reason
+    return verdict
+
+
+def long(*values):
+    return pytest.param(*values, marks=pytest.mark.long)
+
+
+# Modules that are in evaluation mode.
+
+
+class Block(nn.Sequential):
+    def __init__(self):
+        super().__init__(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 3))
+        with torch.no_grad():
+            self[1].running_mean.normal_()
+            self[1].running_var.uniform_(0.5, 2)
+
+
+class Frozen(Block):
+    def __init__(self):
+        super().__init__()
+        self[1].eval()
+
+
+class FrozenDeeper(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.trunk, self.head = Block().eval(), nn.Linear(3, 3)
+
+    def forward(self, x):
+        return self.head(self.trunk(x))
+
+
+class FrozenByTrain(Block):
+    def train(self, mode=True):
+        super().train(mode)
+        self[1].eval()
+        return self
+
+
+def all_frozen():
+    return Block().eval()
+
+
+def thawed(model, mesh):
+    model.train()
+    averaged(model, mesh)
+
+
+def frozen_by_the_ranks(model, mesh):
+    model[1].eval()
+    averaged(model, mesh)
+
+
+@pytest.mark.parametrize(
+    ("model", "parallelize", "result"),
+    [
+        (Frozen, averaged, SAME),
+        long(FrozenDeeper, averaged, SAME),
+        long(FrozenByTrain, averaged, SAME),
+        (all_frozen, averaged, SAME),
+        long(Frozen, nothing, NOT_SAME),
+        (Frozen, thawed, NOT_SAME),
+        long(Block, averaged, NOT_SAME),
+        long(Block, frozen_by_the_ranks, NOT_SAME),
+        long(all_frozen, thawed, NOT_SAME),
+        long(FrozenDeeper, nothing, NOT_SAME),
+    ],
+)
+def test_frozen_modules(model, parallelize, result):
+    verdict = check(model, parallelize, fields, None, "dp2", result)
+    assert any("evaluation mode" in note for note in verdict.notes) == (model is all_frozen)
+
+
+# Names that are local to a rank.
+
+
+class Experts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.router = nn.Linear(6, 4)
+        self.experts = nn.ModuleList(nn.Linear(6, 3) for _ in range(4))
+        self.group, self.first = None, 0
+
+    def forward(self, x):
+        weights = self.router(x).softmax(-1)
+        if self.group is not None:
+            weights = copy(weights, self.group)
+        y = sum(expert(x) * weights[:, self.first + i, None] for i, expert in enumerate(self.experts))
+        return y if self.group is None else reduce(y, self.group)
+
+
+def with_experts(choose, first=None):
+    """Keep some of the experts.
+
+    Args:
+        choose: rank → which. first: rank → the first column of the router's weights that it takes.
+    """
+
+    def parallelize(model, mesh):
+        model.group = mesh["ep"].get_group()
+        rank = mesh["ep"].get_local_rank()
+        model.experts = nn.ModuleList(model.experts[index] for index in choose(rank))
+        model.first = (first or (lambda rank: 2 * rank))(rank)
+
+    return parallelize
+
+
+def experts_and_dp(model, mesh):
+    with_experts(lambda rank: (2 * rank, 2 * rank + 1))(model, mesh)
+    average(model, mesh["dp"].get_group())
+
+
+class Stack(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(4))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x[:, :3]
+
+
+def first_two_changed(model, mesh):
+    """All layers are there, in another order."""
+    model.layers = nn.ModuleList(model.layers[index] for index in (1, 0, 2, 3))
+    averaged(model, mesh)
+
+
+@pytest.mark.parametrize(
+    ("model", "parallelize", "mesh", "result"),
+    [
+        (Experts, with_experts(lambda rank: (2 * rank, 2 * rank + 1)), "ep2", SAME),
+        long(Experts, with_experts(lambda rank: (rank,), lambda rank: rank), "ep4", SAME),
+        long(Experts, with_experts(lambda rank: (3,) if rank else (0, 1, 2), lambda rank: 3 * rank), "ep2", SAME),
+        long(Experts, experts_and_dp, "dp2,ep2", SAME),
+        (Experts, with_experts(lambda rank: (2 - 2 * rank, 3 - 2 * rank)), "ep2", NOT_SAME),
+        long(Experts, with_experts(lambda rank: (0, 1)), "ep2", NOT_SAME),
+        long(Experts, with_experts(lambda rank: (rank, 2 + rank)), "ep2", NOT_SAME),
+        long(Experts, with_experts(lambda rank: (2 * rank + 1, 2 * rank)), "ep2", NOT_SAME),
+        long(Experts, with_experts(lambda rank: (2 * rank,), lambda rank: 2 * rank), "ep2", NOT_SAME),
+        long(Experts, with_experts(lambda rank: (2 * rank, 2 * rank + 1)), "dp2,ep2", NOT_SAME),
+        long(Stack, first_two_changed, "dp2", NOT_SAME),
+    ],
+)
+def test_names_that_are_local_to_a_rank(model, parallelize, mesh, result):
+    verdict = check(model, parallelize, fields, None, mesh, result)
+    if result == SAME:
+        assert any("experts.0 of rank 1" in note for note in verdict.notes), verdict
+
+
+# A vocabulary that is padded.
+
+
+class Tagger(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.word, self.head = nn.Embedding(11, 8), nn.Linear(8, 11, bias=False)
+        self.group, self.words = None, 11
+
+    def forward(self, x):
+        h = torch.tanh(self.word(x))
+        if self.group is None:
+            return self.head(h)[..., : self.words]
+        return gather(self.head(copy(h, self.group)), self.group)[..., : self.words]
+
+
+def padded(to, fill=0.0, words=11, spoil=None, dtensor=False):
+    """Pad the head's rows to a multiple, of which each rank has its part.
+
+    Args:
+        fill: what the padding is. words: what is kept of the outputs. spoil: changes the rank's rows.
+    """
+
+    def parallelize(model, mesh):
+        tp = mesh["tp"]
+        model.group, model.words = tp.get_group(), words
+        weight = model.head.weight.detach()
+        full = torch.cat([weight, torch.full((to - len(weight), 8), fill, dtype=weight.dtype)])
+        own = full.chunk(tp.size())[tp.get_local_rank()].clone()
+        if spoil is not None:
+            spoil(own, tp.get_local_rank())
+        model.head.weight = nn.Parameter(own)
+
+    return parallelize
+
+
+def padded_on_each_rank(model, mesh):
+    """Not sharded."""
+    model.words = 11
+    model.head.weight = nn.Parameter(torch.cat([model.head.weight.detach(), torch.zeros(5, 8).double()]))
+    averaged(model, mesh)
+
+
+def padded_dtensor(model, mesh):
+    padded(12)(model, mesh)
+    local = model.head.weight.detach()
+    sharded = DTensor.from_local(local, mesh["tp"], [Shard(0)], run_check=False)
+    model.head.weight = nn.Parameter(sharded)
+    model.head.forward = lambda x: F.linear(x, model.head.weight.to_local())
+
+
+def zero_the_last_but_one(rows, rank):
+    if rank == 1:
+        rows[-2] = 0.0
+
+
+def move_up(rows, rank):
+    rows.copy_(rows.roll(1, 0))
+
+
+@pytest.mark.parametrize(
+    ("parallelize", "mesh", "result"),
+    [
+        (padded(12), "tp2", SAME),
+        long(padded(12, fill=0.3), "tp2", SAME),
+        long(padded(16), "tp2", SAME),
+        long(padded(16), "tp4", SAME),  # the last rank has padding alone
+        long(padded(16, fill=0.3), "tp4", SAME),
+        long(padded_on_each_rank, "dp2", SAME),
+        long(padded_dtensor, "tp2", SAME),
+        (padded(12, words=12), "tp2", NOT_SAME),
+        long(padded(12, words=12, fill=0.3), "tp2", NOT_SAME),
+        (padded(12, spoil=zero_the_last_but_one), "tp2", NOT_SAME),
+        long(padded(12, spoil=move_up), "tp2", NOT_SAME),
+        long(padded(12, spoil=lambda rows, rank: rows.mul_(1 + 1e-6)), "tp2", NOT_SAME),
+        long(padded(12, spoil=lambda rows, rank: rows.normal_()), "tp2", NOT_SAME),
+        long(padded(12), "dp2,tp2", NOT_SAME),  # nothing is averaged over dp
+    ],
+)
+def test_a_vocabulary_that_is_padded(parallelize, mesh, result):
+    verdict = check(Tagger, parallelize, tokens, None, mesh, result)
+    if result == SAME:
+        assert any("head.weight" in note and "padded" in note for note in verdict.notes), verdict
+
+
+# A matrix that is sharded along two dims.
+
+
+class Grid(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a = nn.Linear(8, 8, bias=False)
+        self.mesh = None
+
+    def forward(self, x):
+        if self.mesh is None:
+            return self.a(x)
+        row, col = self.mesh["row"], self.mesh["col"]
+        own = x.chunk(col.size(), -1)[col.get_local_rank()]
+        return gather(reduce(own @ self.a.weight.T, col.get_group()), row.get_group())
+
+
+def cut(choose):
+    def parallelize(model, mesh):
+        model.mesh = mesh
+        weight = model.a.weight.detach()
+        row, col = choose(mesh["row"].get_local_rank(), mesh["col"].get_local_rank())
+        block = weight.chunk(mesh["row"].size(), 0)[row].chunk(mesh["col"].size(), 1)[col]
+        model.a.weight = nn.Parameter(block.clone())
+
+    return parallelize
+
+
+def transposed(model, mesh):
+    """The same numbers in another arrangement: nobody can say whether that is right."""
+    weight = model.a.weight.detach()
+    model.a.weight = nn.Parameter(weight.reshape(4, 16).clone())
+    model.a.forward = lambda x: F.linear(x, model.a.weight.reshape(8, 8))
+
+
+@pytest.mark.parametrize(
+    ("parallelize", "mesh", "result"),
+    [
+        (cut(lambda row, col: (row, col)), "row2,col2", SAME),
+        long(cut(lambda row, col: (row, col)), "row4,col2", SAME),
+        long(cut(lambda row, col: (row, col)), "row2,col4", SAME),
+        long(cut(lambda row, col: (row, col)), "row2,col1", SAME),
+        (cut(lambda row, col: (col, row)), "row2,col2", NOT_SAME),
+        long(cut(lambda row, col: (1 - row, col)), "row2,col2", NOT_SAME),
+        long(cut(lambda row, col: (row, 0)), "row2,col2", NOT_SAME),
+        long(cut(lambda row, col: (0, 0)), "row2,col2", NOT_SAME),
+        (transposed, "row2,col1", NOT_COMPARABLE),
+    ],
+)
+def test_a_matrix_in_blocks(parallelize, mesh, result):
+    check(Grid, parallelize, rows, None, mesh, result, batch_axes=())
+
+
+# Gradients that are sparse, are elsewhere, or are gone.
+
+
+class Sparse(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.word, self.head = nn.Embedding(11, 8, sparse=True), nn.Linear(8, 11)
+
+    def forward(self, x):
+        return self.head(self.word(x))
+
+
+def ddp(model, mesh):
+    return DistributedDataParallel(model)
+
+
+def averaged_but_the_sparse_one(model, mesh):
+    average(model.head, mesh.get_group())
+
+
+def main_grad_step(model, batch, mesh):
+    loss = F.mse_loss(model(batch[0]), batch[1])
+    if mesh is None:
+        return loss
+    loss.backward()
+    for parameter in model.parameters():
+        parameter.main_grad, parameter.grad = parameter.grad, None
+    return loss.detach()
+
+
+def steps_in_backward(keeps=False):
+    def parallelize(model, mesh):
+        @torch.no_grad()
+        def take(parameter):
+            dist.all_reduce(parameter.grad.div_(mesh.size()))
+            parameter -= 0.1 * parameter.grad
+            if not keeps:
+                parameter.grad = None
+
+        for parameter in model.parameters():
+            parameter.register_post_accumulate_grad_hook(take)
+
+    return parallelize
+
+
+def forgets_a_gradient(model, mesh):
+    averaged(model, mesh)
+
+    def forget(parameter):
+        parameter.grad = None
+
+    model[0].weight.register_post_accumulate_grad_hook(forget)
+
+
+@pytest.mark.parametrize(
+    ("model", "parallelize", "batch", "step", "result"),
+    [
+        (Sparse, ddp, tokens, None, SAME),
+        long(Sparse, nothing, tokens, None, NOT_SAME),
+        (Sparse, averaged_but_the_sparse_one, tokens, None, NOT_SAME),
+        (mlp, averaged, fields, main_grad_step, NOT_COMPARABLE),
+        (mlp, steps_in_backward(), fields, None, NOT_COMPARABLE),
+        long(mlp, steps_in_backward(keeps=True), fields, None, NOT_COMPARABLE),
+        long(mlp, forgets_a_gradient, fields, None, NOT_SAME),
+    ],
+)
+def test_gradients(model, parallelize, batch, step, result):
+    check(model, parallelize, batch, step, "dp2", result)
+
+
+# The older FSDP.
+
+
+def fsdp1(**options):
+    def parallelize(model, mesh):
+        return FullyShardedDataParallel(model, device_id=torch.device("cpu"), **options)
+
+    return parallelize
+
+
+def alone(model, mesh):
+    """Groups of one rank: nothing is synchronized."""
+    groups = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
+    return fsdp1(process_group=groups[dist.get_rank()], sharding_strategy=ShardingStrategy.NO_SHARD)(model, mesh)
+
+
+def another_weight(model, mesh):
+    with torch.no_grad():
+        model[2].weight[0, 0] += 1e-6
+    return fsdp1()(model, mesh)
+
+
+EACH = ModuleWrapPolicy({nn.Linear})
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("parallelize", "mesh", "result"),
+    [
+        (fsdp1(use_orig_params=True), "dp2", SAME),
+        (fsdp1(), "dp2", SAME),
+        long(fsdp1(), "dp4", SAME),
+        long(fsdp1(auto_wrap_policy=EACH), "dp2", SAME),
+        long(fsdp1(auto_wrap_policy=EACH, use_orig_params=True), "dp4", SAME),
+        long(fsdp1(sharding_strategy=ShardingStrategy.SHARD_GRAD_OP), "dp2", SAME),
+        long(fsdp1(sharding_strategy=ShardingStrategy.NO_SHARD), "dp2", SAME),
+        (alone, "dp2", NOT_SAME),
+        (another_weight, "dp2", NOT_SAME),
+        long(fsdp1(), "tp2", SAME),
+    ],
+)
+def test_the_older_fsdp(parallelize, mesh, result):
+    check(mlp, parallelize, fields, None, mesh, result)
+
+
+# Modules that the parallel program makes itself, with other names, or in float32.
+
+
+class Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.q, self.k, self.v, self.out = (nn.Linear(8, 8, bias=False) for _ in range(4))
+
+    def forward(self, x):
+        return self.out(F.scaled_dot_product_attention(self.q(x), self.k(x), self.v(x)))
+
+
+class Fused(nn.Module):
+    def __init__(self, model, dtype=None):
+        super().__init__()
+        self.qkv, self.out = nn.Linear(8, 24, bias=False, dtype=dtype), model.out
+        with torch.no_grad():
+            self.qkv.weight.copy_(torch.cat([model.q.weight, model.k.weight, model.v.weight]))
+
+    def forward(self, x):
+        return self.out(F.scaled_dot_product_attention(*self.qkv(x).chunk(3, -1)))
+
+
+@pytest.mark.parametrize(("dtype", "says"), [(None, "qkv.weight"), (torch.float32, "float64")])
+def test_modules_of_its_own(dtype, says):
+    verdict = check(Attention, lambda model, mesh: ddp(Fused(model, dtype), mesh), rows, None, "dp2", NOT_COMPARABLE)
+    assert says in verdict.reason
+
+
+def compiled():
+    return torch.compile(mlp(), backend="aot_eager")
+
+
+def fsdp_compiled(model, mesh):
+    fully_shard(model, mesh=mesh)
+    model.compile(backend="aot_eager")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("model", "parallelize", "result"),
+    [(compiled, ddp, SAME), (mlp, fsdp_compiled, SAME), (compiled, nothing, NOT_SAME)],
+)
+def test_compiled(model, parallelize, result):
+    check(model, parallelize, fields, None, "dp2", result, timeout=300.0)
