@@ -96,37 +96,25 @@ class ImageLoader:
     ) -> None:
         self.batches, self.size = batches, batches.global_batch // dp
         self.first_sample = coordinate * self.size
-        self._steps = _Steps()
         if workers is None:
             workers = 0 if batches.image_set.in_memory else min(4, usable_cores() - 1)
         self.workers, self.timeout = workers, timeout
-        self._loader: torch.utils.data.DataLoader | None = None
-
-    def __len__(self) -> int:
-        """Steps of an epoch."""
-        return self.batches.steps_per_epoch
 
     def epoch(self, epoch: int = 0, first: int = 0) -> Iterator[Batch]:
-        """The batches of an epoch, from its step `first` on. A new call ends an earlier one's reading.
+        """The batches of an epoch, from its step `first` on.
 
         Raises:
             DataError: an image cannot be read, or a worker fails.
         """
-        self._steps.now = range(epoch * len(self) + first, (epoch + 1) * len(self))
-        if self._loader is None:
-            self._loader = torch.utils.data.DataLoader(
-                _StepDataset(self.batches, self.first_sample, self.size),
-                batch_size=None,
-                sampler=self._steps,
-                num_workers=self.workers,
-                persistent_workers=self.workers > 0,
-                generator=torch.Generator(),  # the loader's own draw must not advance the model's random generator
-            )
-        try:
-            yield from read(self._loader, self.timeout)
-        except UserError:
-            self._loader = None  # ends the workers; another epoch starts new ones
-            raise
+        steps = self.batches.steps_per_epoch
+        loader = torch.utils.data.DataLoader(
+            _StepDataset(self.batches, self.first_sample, self.size),
+            batch_size=None,
+            sampler=range(epoch * steps + first, (epoch + 1) * steps),
+            num_workers=self.workers,
+            generator=torch.Generator(),  # the loader's own draw must not advance the model's random generator
+        )
+        return read(loader, self.timeout)
 
 
 def evaluation(image_set: ImageSet, batch: int, coordinate: int, dp: int, **reading: int | float | None) -> ImageLoader:
@@ -140,22 +128,6 @@ def evaluation(image_set: ImageSet, batch: int, coordinate: int, dp: int, **read
     """
     batches = ImageBatches(image_set, batch * dp, train=False)
     return ImageLoader(batches, coordinate, dp, **reading)  # type: ignore[arg-type]
-
-
-class _Steps(torch.utils.data.Sampler):
-    """The steps to read now; read anew every epoch, while the workers stay alive.
-
-    It has no reference to its loader: in a reference cycle, a data loader's workers are not told to end, and Python
-    waits 5 s for each.
-    """
-
-    now = range(0)
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(self.now)
-
-    def __len__(self) -> int:
-        return len(self.now)
 
 
 class _StepDataset(torch.utils.data.Dataset):

@@ -166,8 +166,8 @@ def convert_channels(pixels: Tensor, channels: int) -> Tensor:
         return pixels
     if pixels.shape[1] == 1:
         return pixels.expand(-1, channels, -1, -1)
-    red, green, blue = (pixels[:, i].int() * weight for i, weight in enumerate(_LUMA))
-    return ((red + green + blue + 500) // 1000).to(torch.uint8)[:, None]
+    weighted = pixels.int() * torch.tensor(_LUMA).view(3, 1, 1)
+    return ((weighted.sum(1, keepdim=True) + 500) // 1000).to(torch.uint8)
 
 
 def convert_statistics(values: Values, channels: int) -> Values:

@@ -55,7 +55,7 @@ class ChatTemplate:
         Raises:
             DataError: the template does not take them.
         """
-        return MARKS.sub("", self._marked(messages, None, add_generation_prompt))
+        return self._text(messages, None, add_generation_prompt)
 
     def text_and_answers(self, messages: Sequence[Message], tools: Tools = None) -> tuple[str, list[Span]]:
         """The text of a conversation, and of each answer to learn where it is: what the model is to write, the token
@@ -108,20 +108,23 @@ class ChatTemplate:
     def _writes(self, text: str, messages: Sequence[Message], tools: Tools) -> bool:
         """Whether the template makes this text of these messages."""
         try:
-            return MARKS.sub("", self._marked(messages, tools)) == text
+            return self._text(messages, tools) == text
         except DataError:
             return False
 
     def _answer(self, turns: Sequence[Message], tools: Tools, number: int, text: str) -> Span:
         """Where in the text of all turns the one of this number is."""
-        begin = MARKS.sub("", self._marked(turns[:number], tools, add_generation_prompt=True))
-        end = MARKS.sub("", self._marked(turns[: number + 1], tools))
+        begin = self._text(turns[:number], tools, add_generation_prompt=True)
+        end = self._text(turns[: number + 1], tools)
         if not (text.startswith(end) and end.startswith(begin)):
             raise DataError(
                 f"the chat template writes what is up to message {number + 1} otherwise where it ends there: "
                 "mark the answers in it by {% generation %}"
             )
         return len(begin), len(begin) + self._end_of_answer(end[len(begin) :])
+
+    def _text(self, messages: Sequence[Message], tools: Tools, add_generation_prompt: bool = False) -> str:
+        return MARKS.sub("", self._marked(messages, tools, add_generation_prompt))
 
     def _end_of_answer(self, text: str) -> int:
         """Where an answer's last token ends: a line end after it is the template's, and nobody generates it."""

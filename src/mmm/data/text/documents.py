@@ -7,9 +7,7 @@ longer than a sequence is split, and no target is the first token of the next do
 from __future__ import annotations
 
 from bisect import bisect_right
-from functools import lru_cache
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 
@@ -57,40 +55,12 @@ def check_vocabulary(path: Path, tokens: np.ndarray, vocab_size: int) -> None:
             )
 
 
-WINDOW = 64  # sequences, about, of a group of documents
-GROUPS = 1 << 16  # the most groups of a file, however long it is
-
-
-def first_after(ends: TokenArray, token: int, begin: int = 0) -> int:
-    """The first document, from `begin` on, that ends after so many tokens. ends: (documents,), in ascending order."""
-    return bisect_right(range(len(ends)), token, begin, key=lambda document: int(ends[document : document + 1][0]))
-
-
-class Packing(NamedTuple):
-    """How a group of neighbouring documents is packed.
-
-    A piece is a document, or of one that is longer than a sequence a part of it.
-
-    Attributes:
-        begins: first token of each piece, (pieces,), counted in the part of the file.
-        sizes: inputs of each piece that have a target, (pieces,).
-        firsts: first piece of each sequence, and at the end the number of pieces, (sequences + 1,).
-    """
-
-    begins: np.ndarray
-    sizes: np.ndarray
-    firsts: np.ndarray
-
-
 class PackedTokens(Tokens):
     """Whole documents, packed into sequences.
 
     A document of n tokens has n - 1 inputs with a target. Documents are taken in order: one that does not fit into what
     is left of a sequence begins the next one. A document that is longer than a sequence fills as many as it can, and
     the rest of it begins one. What stays empty has token 0, `PADDING` as targets, and is a document of its own.
-
-    Groups of neighbouring documents are packed each by itself: a sequence is found from the lengths of its group. Kept
-    are the numbers of sequences before each of at most `GROUPS` groups, for which all lengths are read once.
 
     Args:
         ends: (documents,) int64: the tokens of the full file before the end of each.
@@ -115,23 +85,17 @@ class PackedTokens(Tokens):
         document_starts: bool,
     ) -> None:
         super().__init__(seq_length, seed)
-        self.text, self.ends, self.shuffle = text, ends, shuffle
+        self.text, self.shuffle = text, shuffle
         self.vocab_size, self.document_starts = vocab_size, document_starts
-        # At the file's begin the first document is not searched for, by an order that the ends may not have.
-        self.first = first_after(ends, text.begin) if text.begin else 0
-        self.last = first_after(ends, text.end - 1, self.first) + 1
-        if self.last > len(ends):
-            raise DataError(f"{text.path}: its documents end before token {text.end}: prepare it again")
-        documents = self.last - self.first
-        mean = max(len(text) / documents, 1)
-        wanted = round(WINDOW * seq_length / mean)
-        self.group = max(min(wanted, 64 * WINDOW), -(-documents // GROUPS), 1)  # documents
-        counts = [len(self._pack(group).firsts) - 1 for group in range(-(-documents // self.group))]
-        self.before = np.cumsum([0, *counts])  # sequences before each group, (groups + 1,)
-        self.samples = int(self.before[-1])
+        edges = np.concatenate(([0], ends[:]))  # first token of each document, and the end of the last
+        if (np.diff(edges) < 0).any() or edges[-1] < text.end:
+            raise DataError(f"{text.path}: the ends of its documents are not in order, or end before token {text.end}")
+        # In this part of the file, documents of others have no tokens.
+        edges = np.clip(edges, text.begin, text.end) - text.begin
+        self.begins, self.sizes, self.firsts = pack_in_order(edges, seq_length)
+        self.samples = len(self.firsts) - 1
         if not self.samples:
-            raise DataError(f"{text.path}: none of its {documents} documents has two tokens, which packing needs")
-        self._packing = lru_cache(maxsize=WINDOW)(self._pack)
+            raise DataError(f"{text.path}: none of its {len(ends)} documents has two tokens, which packing needs")
         for sequence in (0, self.samples - 1):
             self._sequence(sequence)
 
@@ -140,17 +104,14 @@ class PackedTokens(Tokens):
         return self._sequence(permuted(place, self.samples, self.seed, epoch) if self.shuffle else place)
 
     def _sequence(self, sequence: int) -> np.ndarray:
-        group = int(np.searchsorted(self.before, sequence, "right")) - 1
-        packing = self._packing(group)
-        first = sequence - int(self.before[group])
-        pieces = slice(packing.firsts[first], packing.firsts[first + 1])
         row = np.zeros((3, self.seq_length), np.int64)
         row[1] = PADDING
         filled = 0
-        for begin, size in zip(packing.begins[pieces].tolist(), packing.sizes[pieces].tolist(), strict=True):
-            tokens = self.text[begin : begin + size + 1]
+        for piece in range(self.firsts[sequence], self.firsts[sequence + 1]):
+            begin = int(self.begins[piece])
+            end = filled + int(self.sizes[piece])
+            tokens = self.text[begin : begin + end - filled + 1]
             check_vocabulary(self.text.path, tokens, self.vocab_size)
-            end = filled + size
             row[0, filled:end] = tokens[:-1]
             row[1, filled:end] = tokens[1:]
             row[2, filled:end] = filled
@@ -158,21 +119,16 @@ class PackedTokens(Tokens):
         row[2, filled:] = filled
         return row if self.document_starts else row[:2]
 
-    def _pack(self, group: int) -> Packing:
-        begin = self.first + group * self.group
-        end = min(begin + self.group, self.last)
-        # First token of each document of the group, and the end of the last, counted in the part of the file.
-        edges = np.concatenate((self.ends[begin - 1 : begin] if begin else [0], self.ends[begin:end]))
-        if (np.diff(edges) < 0).any():
-            raise DataError(f"{self.text.path}: the ends of its documents are not in order: prepare it again")
-        return pack_in_order(np.clip(edges, self.text.begin, self.text.end) - self.text.begin, self.seq_length)
 
-
-def pack_in_order(edges: np.ndarray, seq_length: int) -> Packing:
-    """Pack neighbouring documents.
+def pack_in_order(edges: np.ndarray, seq_length: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Pack documents into sequences. A piece is a document, or of one that is longer than a sequence a part of it.
 
     Args:
         edges: first token of each document, and the end of the last, (documents + 1,).
+
+    Returns:
+        The first token of each piece, (pieces,); how many of its inputs have a target, (pieces,); the first piece of
+        each sequence, and at the end the number of pieces, (sequences + 1,).
     """
     inputs = np.maximum(np.diff(edges) - 1, 0)  # of each document, those with a target
     pieces = (inputs + seq_length - 1) // seq_length  # of each document
@@ -180,7 +136,7 @@ def pack_in_order(edges: np.ndarray, seq_length: int) -> Packing:
     before = (np.arange(len(document)) - (pieces.cumsum() - pieces)[document]) * seq_length  # inputs of its document
     begins = edges[document] + before
     sizes = np.minimum(inputs[document] - before, seq_length)
-    return Packing(begins, sizes, firsts_in_order(sizes, seq_length))
+    return begins, sizes, firsts_in_order(sizes, seq_length)
 
 
 def firsts_in_order(sizes: np.ndarray, room: int) -> np.ndarray:
@@ -189,7 +145,7 @@ def firsts_in_order(sizes: np.ndarray, room: int) -> np.ndarray:
     Args:
         sizes: from 1 to `room`, which is that of a bin.
     """
-    ends = sizes.cumsum().tolist()
+    ends = sizes.cumsum()
     firsts = []
     first = before = 0
     while first < len(ends):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -23,6 +24,8 @@ from mmm.data.text.token_file import TokenFile, open_tokens
 from mmm.data.text.tokenizer import CharTokenizer, load_tokenizer
 from mmm.data.text.tokens import TextTokens, Tokens
 from mmm.errors import ConfigError, DataError
+
+WEIGHTED = re.compile(r"(.+):([0-9]*\.?[0-9]+)")  # PATH:0.7
 
 
 class Mixture(Tokens):
@@ -258,23 +261,18 @@ def _weighted(text: Sequence[Path]) -> tuple[list[Path], list[float]]:
     whatever its name.
 
     Raises:
-        ConfigError: a weight that is none, or some have one and others have not.
+        ConfigError: a weight is 0, or some have one and others have not.
     """
     paths, weights = [], []
     for path in text:
-        name, colon, digits = str(path).rpartition(":")
-        try:
-            weight = float(digits) if colon and name and not path.exists() else None
-        except ValueError:
-            weight = None
-        paths.append(path if weight is None else Path(name))
-        if weight is not None:
-            if not 0 < weight < math.inf:
-                raise ConfigError(f"--text {path}: a weight must be greater than 0, and finite")
-            weights.append(weight)
-    if weights and len(weights) < len(paths):
-        without = next(path for path in text if path in paths)
-        raise ConfigError(f"--text {without} has no weight, and others have one: give each one, or none")
+        weighted = None if path.exists() else WEIGHTED.fullmatch(str(path))
+        if weighted is not None:
+            path = Path(weighted[1])
+            weights.append(float(weighted[2]))
+        paths.append(path)
+    if weights and (len(weights) < len(paths) or min(weights) <= 0):
+        names = " ".join(map(str, text))
+        raise ConfigError(f"--text {names}: give each one a weight greater than 0, or none")
     return paths, weights
 
 
@@ -284,17 +282,17 @@ def _tokenizer(files: Sequence[Corpus | None], name: str | None) -> Tokenizer | 
     Raises:
         DataError: they differ.
     """
-    chosen = None if name is None or name == CharTokenizer.kind else load_tokenizer(name)
-    chosen_by = f"--tokenizer {name}"
-    for corpus in files:
-        if corpus is None or corpus.tokenizer is None:
-            continue
-        if chosen is None and name in (None, corpus.tokenizer.kind):  # chars: the characters of the file
-            chosen = corpus.tokenizer
-            chosen_by = corpus.source
-        if chosen is None or chosen.sha256 != corpus.tokenizer.sha256:
+    made = [corpus for corpus in files if corpus is not None and corpus.tokenizer is not None]
+    of_text = name == CharTokenizer.kind
+    chosen = made[0].tokenizer if made else None
+    if name is not None and not of_text:
+        chosen = load_tokenizer(name)
+    for corpus in made:
+        assert corpus.tokenizer is not None
+        assert chosen is not None
+        if corpus.tokenizer.sha256 != chosen.sha256 or (of_text and chosen.kind != name):
             raise DataError(
-                f"--text {corpus.source} was made by another tokenizer ({corpus.tokenizer}) than {chosen_by} "
-                f"({chosen or name}): prepare it again with mmm tokens --tokenizer, or leave --tokenizer out"
+                f"--text {corpus.source} was made by another tokenizer ({corpus.tokenizer}) than --tokenizer "
+                f"{name or made[0].source} has: prepare it again with mmm tokens --tokenizer, or leave --tokenizer out"
             )
     return chosen

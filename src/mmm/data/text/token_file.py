@@ -132,17 +132,16 @@ def _open_folder(folder: Path) -> Corpus:
         file = about["file"]
         sha256 = about["sha256"]
         total = manifest["tokens"]
-        documents = manifest["documents"]
         digest = manifest["sha256"]
         dtype = np.dtype(manifest["dtype"])
-        bytes_per_token = manifest["bytes"] / total if manifest.get("bytes") else None
+        bytes_per_token = manifest["bytes"] / total if "bytes" in manifest else None
     except (KeyError, TypeError, ValueError) as error:
         raise DataError(f"{folder / MANIFEST} is damaged: {error!r}") from None
     tokens = TokenFile(folder / TOKENS, dtype)
     ends = TokenFile(folder / DOCUMENTS, np.dtype("<i8"))
     if len(tokens) != total:
         raise DataError(f"{tokens.path} is truncated: it has {len(tokens)} tokens, not {total}")
-    if len(ends) != documents or ends[documents - 1 :].tolist() != [total]:
+    if not len(ends) or ends[len(ends) - 1 :].tolist() != [total]:
         raise DataError(f"{ends.path} is not of the {total} tokens beside it: prepare it again")
     tokenizer: Tokenizer = load_tokenizer(folder / file) if file else ByteTokenizer()
     if tokenizer.sha256 != sha256:

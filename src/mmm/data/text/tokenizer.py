@@ -29,16 +29,12 @@ class CharTokenizer(Tokenizer):
     HEAD = b'{"kind": "chars"'  # how its file begins
 
     def __init__(self, chars: str) -> None:
-        if not chars:
-            raise DataError("a vocabulary of characters is empty: the text has none")
+        if not chars or len(set(chars)) < len(chars):
+            raise DataError("a vocabulary of characters has none, or one twice")
         self.chars, self.vocab_size = chars, len(chars)
         self.content = json.dumps({"kind": self.kind, "chars": chars}).encode()
-        try:
-            codes = _codes(chars)
-        except UnicodeEncodeError as error:
-            raise DataError(f"a vocabulary of characters has {error.object[error.start]!r}, half of one") from None
         self._table = np.full(CODE_POINTS, -1, np.int32)  # code point -> token
-        self._table[codes] = np.arange(len(chars))
+        self._table[_codes(chars)] = np.arange(len(chars))
 
     @classmethod
     def of(cls, texts: Iterable[bytes]) -> CharTokenizer:
@@ -189,12 +185,9 @@ def tokenizer_of(name: Path, content: bytes) -> Tokenizer:
 
 def _char_tokenizer(content: bytes, name: Path) -> CharTokenizer:
     try:
-        chars = parse_json(content).get("chars")
-    except ValueError as error:
-        raise DataError(f"--tokenizer {name} is damaged: {error}") from None
-    if not isinstance(chars, str) or len(set(chars)) < len(chars):
-        raise DataError(f"--tokenizer {name} is damaged: it has no chars, a text of different characters")
-    return CharTokenizer(chars)
+        return CharTokenizer(parse_json(content)["chars"])
+    except (KeyError, TypeError, ValueError, DataError) as error:
+        raise DataError(f"--tokenizer {name} is damaged: {error!r}") from None
 
 
 def train_bpe(texts: Iterator[str], vocab_size: int, eos: str) -> bytes:

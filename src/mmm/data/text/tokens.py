@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
@@ -44,8 +44,8 @@ class Batch:
         def moved(tensor: Tensor) -> Tensor:
             return (tensor.pin_memory() if pinned else tensor).to(device, non_blocking=pinned)
 
-        further = (None if tensor is None else moved(tensor) for tensor in (self.document_starts, self.sample_keys))
-        return Batch(moved(self.inputs), moved(self.targets), self.count, self.has_padding, *further)
+        tensors = {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
+        return replace(self, **{name: moved(tensor) for name, tensor in tensors.items()})
 
 
 class TokenArray(Protocol):

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 
-import mmm.data.text.documents
 from mmm.data import Mixture
 from mmm.data.text.documents import PackedTokens, firsts_in_order
 from mmm.data.text.prepare import Preparation, prepare
@@ -61,13 +60,8 @@ def whole(first=0, last=None):
     return expected
 
 
-@pytest.mark.parametrize("groups", [1 << 16, 3], ids=["a window a group", "many"])
-def test_an_epoch_has_every_document_once_and_whole(monkeypatch, text, groups):
-    monkeypatch.setattr(mmm.data.text.documents, "WINDOW", 8)
-    monkeypatch.setattr(mmm.data.text.documents, "GROUPS", groups)
+def test_an_epoch_has_every_document_once_and_whole(text):
     tokens = packed(text)
-    assert len(tokens.before) - 1 <= groups
-    assert len(tokens.before) > 3
     orders = []
     for epoch in (0, 1):
         found = [pieces(tokens.sample(epoch, place)) for place in range(tokens.samples)]

@@ -66,8 +66,8 @@ def test_special_tokens(files):
         ("gone.json", None, "neither bytes nor chars: No such file or directory"),
         ("broken.json", b'{"model": ', "is no JSON"),
         ("other.json", b'{"model": 1}', "is no tokenizer of the package tokenizers"),
-        ("none.json", b'{"kind": "chars"}', "is damaged: it has no chars"),
-        ("twice.json", b'{"kind": "chars", "chars": "aba"}', "a text of different characters"),
+        ("none.json", b'{"kind": "chars"}', "is damaged: .*chars"),
+        ("twice.json", b'{"kind": "chars", "chars": "aba"}', "is damaged: .*twice"),
         ("other.model", b"text", r"\(4 bytes\) is no SentencePiece model"),
     ],
 )
