@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mmm.errors import RecordError
+from mmm.history.record.folder import OWN
 from mmm.outside import printable
 
 if TYPE_CHECKING:
@@ -30,7 +31,7 @@ def ranks_text(ds: xarray.Dataset, width: int) -> str:
     work = own_work(ds)
     if work is None:
         raise RecordError(f"--ranks: {NOT_KNOWN} (docs/trainers.md says where it is)")
-    table = _each(ds, work) if work.by_rank is not None else _of_all(ds, work)
+    table = _each(ds, work) if work.by_rank is not None else _of_all(ds)
     return "\n".join([*table, "", textwrap.fill(f"slowest: {sentence(ds, work)}", width, subsequent_indent="  ")])
 
 
@@ -69,7 +70,7 @@ def _each(ds: xarray.Dataset, work: OwnWork) -> list[str]:
     seconds = _mean(work.by_rank[first:])
     step = float(_mean(work.dt[first:]))
     labels = _labels(ds)
-    lines = [f"own work of each rank ({work.name}: {a_row_of(ds)} less waiting)", "", f"{labels[0]}     own s   waits"]
+    lines = [f"own work of each rank ({OWN}: {a_row_of(ds)} less waiting)", "", f"{labels[0]}     own s   waits"]
     for label, own in zip(labels[1:], seconds, strict=True):
         waits = "-"
         if step > 0 and np.isfinite(own):
@@ -93,11 +94,11 @@ def _labels(ds: xarray.Dataset) -> list[str]:
     ]
 
 
-def _of_all(ds: xarray.Dataset, work: OwnWork) -> list[str]:
+def _of_all(ds: xarray.Dataset) -> list[str]:
     """Smallest, median and largest over the ranks, where a record has no more."""
-    lines = [f"own work ({work.name}: {a_row_of(ds)} less waiting for others), over {ds.sizes['rank']} ranks"]
+    lines = [f"own work ({OWN}: {a_row_of(ds)} less waiting for others), over {ds.sizes['rank']} ranks"]
     for over in ("min", "median", "max"):
-        lines.append(f"  {over:<8}{_mean(ds[f'{work.name}_{over}'].values):.3g} s")
+        lines.append(f"  {over:<8}{_mean(ds[f'{OWN}_{over}'].values):.3g} s")
     return lines
 
 

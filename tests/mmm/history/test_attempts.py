@@ -61,10 +61,10 @@ def test_any_other_record_stays_and_is_refused(tmp_path, this):
 def test_hosts_get_it_too():
     """What `launch` gives every rank goes to those on other hosts as well."""
     code = (
-        "import sys; from mmm_launch import main; from mmm_launch.program import target\n"
+        "import sys; from mmm_launch.program import target; from mmm_launch.spec.plan import plan\n"
         "from mmm_launch.spec.options import LaunchOptions\n"
-        "plan = main.plan_run(target.parse(['python3', 'x.py']), LaunchOptions(hosts='a,b', nproc=2, mpi='hydra',"
-        " mpiexec=sys.executable, scheduler='none'), {'MMM_ATTEMPTS_OF': 'x'}); print(plan.variables)"
+        "options = LaunchOptions(hosts='a,b', nproc=2, mpi='hydra', mpiexec=sys.executable, scheduler='none')\n"
+        "print(plan(target.parse(['python3', 'x.py']), options, environ={'MMM_ATTEMPTS_OF': 'x'}).variables)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert "'MMM_ATTEMPTS_OF': 'x'" in done.stdout

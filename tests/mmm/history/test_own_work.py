@@ -9,7 +9,7 @@ from mmm.history.plots.own_work import OwnWork, communication_to_computation, mo
 
 def work(own, dt=1.0):
     rank, over = most_of(np.array(own))
-    return OwnWork("dt_own", np.full(len(own), dt), rank, over, np.shape(own)[1])
+    return OwnWork(np.full(len(own), dt), rank, over, np.shape(own)[1])
 
 
 def test_a_rank_over_the_median_rank():

@@ -8,7 +8,7 @@ from mmm.models.vit import ViT, ViTConfig
 from mmm.optim.adamw import make_optimizer
 from mmm.trainer.config.spec import model_summary
 from mmm.trainer.loop.schedule import optimizer_text
-from mmm.trainer.run.tables import mesh_table, tp_over_hosts
+from mmm.trainer.run.tables import mesh_table
 
 
 def test_multiply_adds_are_those_of_all_tokens():
@@ -29,16 +29,6 @@ def test_ranks_on_the_mesh():
     assert mesh_table(Layout(dp_shard=8)) == ""
     assert len(mesh_table(Layout(dp_shard=8, tp=8)).splitlines()) == 9
     assert mesh_table(Layout(dp_shard=16, tp=8)) == ""
-
-
-def test_a_tensor_parallel_group_on_two_hosts_is_said():
-    layout = Layout(dp_shard=3, tp=2)
-
-    def ranks(per_host):
-        return [{"rank": r, "host": f"h{r // per_host}", **layout.coordinates(r)} for r in range(6)]
-
-    assert tp_over_hosts(ranks(6)) == tp_over_hosts(ranks(2)) == ""
-    assert "1 of 3 tensor-parallel groups span hosts, the first of ranks 2 on h0, 3 on h1:" in tp_over_hosts(ranks(3))
 
 
 def test_an_optimizer_in_words():

@@ -22,10 +22,9 @@ SLOW = 0.05  # of a step's time, by which a rank holds the others up
 
 
 class OwnWork(NamedTuple):
-    """Seconds of each row.
+    """Seconds of each row, without waiting (``dt_own``).
 
     Attributes:
-        name: the column, or columns, that say it.
         dt: of the step on the rank where it took longest, (draw,): others may wait once it is over.
         rank: that had the most, (draw,); NaN where that is not known.
         over: what that rank had over the median rank, or of two over the other, (draw,).
@@ -33,7 +32,6 @@ class OwnWork(NamedTuple):
         by_rank: (draw, rank); None where the record has min, median and max alone.
     """
 
-    name: str
     dt: np.ndarray
     rank: np.ndarray
     over: np.ndarray
@@ -59,25 +57,19 @@ class Slow(NamedTuple):
 
 def own_work(ds: xarray.Dataset) -> OwnWork | None:
     """Of a record; None where it was not timed, or there is one rank."""
-    if ds.sizes.get("rank", 1) < 2 or not ds.sizes["draw"]:
+    ranks = ds.sizes.get("rank", 1)
+    if ranks < 2 or not ds.sizes["draw"]:
         return None
     if all(name in ds and ds[name].ndim == 2 for name in ("dt", OWN)):
-        return _by_rank(OWN, ds["dt"].values, ds[OWN].values)
-    if all(f"{name}_{over}" in ds for name, over in ((OWN, "max"), (OWN, "median"), (OWN, "argmax"), ("dt", "max"))):
+        rank, over = most_of(ds[OWN].values)
+        work = OwnWork(ds["dt"].values.max(axis=1), rank, over, ranks, ds[OWN].values)
+        return work if np.isfinite(rank).any() else None
+    if all(name in ds for name in (f"{OWN}_max", f"{OWN}_median", f"{OWN}_argmax", "dt_max")):
         over = ds[f"{OWN}_max"].values - ds[f"{OWN}_median"].values
-        return OwnWork(OWN, ds["dt_max"].values, known_ranks(ds[f"{OWN}_argmax"].values), over, ds.sizes["rank"])
+        column = ds[f"{OWN}_argmax"].values.astype(np.float64)
+        rank = np.where((column >= 0) & (column < MOST_RANKS), column, np.nan)
+        return OwnWork(ds["dt_max"].values, rank, over, ranks)
     return None
-
-
-def _by_rank(name: str, dt: np.ndarray, own: np.ndarray) -> OwnWork | None:
-    rank, over = most_of(own)
-    return OwnWork(name, longest(dt), rank, over, own.shape[1], own) if np.isfinite(rank).any() else None
-
-
-def known_ranks(column: np.ndarray) -> np.ndarray:
-    """Of a column of ranks those that are numbers of ranks, else NaN."""
-    column = column.astype(np.float64)
-    return np.where((column >= 0) & (column < MOST_RANKS), column, np.nan)
 
 
 def most_of(by_rank: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -86,23 +78,11 @@ def most_of(by_rank: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     rank, over = np.full((2, len(finite)), np.nan)
     known = np.isfinite(finite).any(axis=1)
     if known.any():
-        rank[known] = np.nanargmax(finite[known], axis=1)
-        over[known] = np.nanmax(finite[known], axis=1) - median_rank(finite[known])
+        finite = finite[known]
+        rank[known] = np.nanargmax(finite, axis=1)
+        # Of an even number of ranks the lower of the two in the middle.
+        over[known] = np.nanmax(finite, axis=1) - np.nanquantile(finite, 0.5, axis=1, method="lower")
     return rank, over
-
-
-def longest(by_rank: np.ndarray) -> np.ndarray:
-    """(draw, rank) → (draw,): the largest; NaN where no rank gave a number."""
-    finite = np.where(np.isfinite(by_rank), by_rank, -np.inf).max(axis=1)
-    return np.where(np.isfinite(finite), finite, np.nan)
-
-
-def median_rank(by_rank: np.ndarray) -> np.ndarray:
-    """(draw, rank) → (draw,): what the median rank had, of an even number the lower of the two; NaN where none did."""
-    finite = np.where(np.isfinite(by_rank), by_rank, np.nan).astype(np.float64)
-    count = np.isfinite(finite).sum(axis=1)
-    middle = np.maximum((count - 1) // 2, 0)
-    return np.take_along_axis(np.sort(finite, axis=1), middle[:, None], axis=1)[:, 0]  # NaN stands last
 
 
 def slow(work: OwnWork) -> Slow | None:

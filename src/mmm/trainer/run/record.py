@@ -31,7 +31,7 @@ from mmm.trainer.config.run import StepOptions, flags_of
 from mmm.trainer.run.core import Hook, Run
 from mmm.trainer.run.lines import WHAT_A_LINE_HAS, done, row_line
 from mmm.trainer.run.rows import Row, Totals
-from mmm.trainer.run.tables import mesh_table, rank_table, tp_over_hosts
+from mmm.trainer.run.tables import mesh_table, rank_table
 
 if TYPE_CHECKING:
     from mmm.history.record.resume import Resume
@@ -82,8 +82,6 @@ class Record(Hook):
         self.describe(run, facts_of(run) | {"ranks": self.ranks})
         self.facts["hosts"] = sorted({about["host"] for about in self.ranks})
         run.log.info("%s\n%s", opening(run, self.ranks), tables(run, self.ranks))
-        if warning := tp_over_hosts(self.ranks):
-            run.note(warning)
         self._describe_resolved(run)
         self.open(run)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from rich.console import Console
@@ -110,24 +110,3 @@ def mesh_table(layout: Layout) -> str:
         along = " ".join(f"{rank:>{width}}" for rank in range(first, first + length))
         lines.append("  ".join([*(f"{axis} {place[axis]}" for axis in axes[:-1]), f" {along}"]))
     return "\n".join(lines)
-
-
-def tp_over_hosts(ranks: Sequence[Mapping[str, Any]]) -> str:
-    """The tensor-parallel groups whose ranks are not on one host, in words; "" for none.
-
-    Args:
-        ranks: each with ``rank``, ``host``, and its coordinates; neighbours on tp stand side by side.
-    """
-    groups: list[list[Mapping[str, Any]]] = []
-    for rank in ranks:
-        if rank["tp"] == 0:
-            groups.append([])
-        groups[-1].append(rank)
-    spanning = [group for group in groups if len({rank["host"] for rank in group}) > 1]
-    if not spanning:
-        return ""
-    first = ", ".join(f"{rank['rank']} on {rank['host']}" for rank in spanning[0][:16])
-    return (
-        f"{len(spanning)} of {len(groups)} tensor-parallel groups span hosts, the first of ranks {first}: each layer "
-        f"waits for the network between them; let --tp divide the ranks of a host"
-    )
