@@ -21,7 +21,7 @@ from mmm.outside import is_plain_name, printable, read_json
 from mmm.weights import llama, llama_keys, safetensors
 from mmm.weights.chat_format import CONFIGS, TEMPLATE, chat_format_of, first_tokens
 from mmm.weights.no_weights import refuse_pointer
-from mmm.weights.weights import TensorEntry, Weights
+from mmm.weights.weights import TensorEntry, Weights, shapes_of
 
 CONFIG, INDEX, ONE_FILE = "config.json", "model.safetensors.index.json", "model.safetensors"
 EMBEDDING = llama.NAMES["tok_embeddings.weight"]
@@ -160,7 +160,7 @@ def export(weights: Weights, folder: Path, dtype: torch.dtype | None, shard: int
         CheckpointError: a model with experts; the folder is there. RecordError: it cannot be written.
     """
     elements: Counter[torch.dtype] = Counter()
-    for name in llama.shapes_of(weights.sizes):
+    for name in shapes_of(weights.sizes):
         entry = weights.entries[name]
         elements[dtype or entry.dtype] += entry.elements
     kind = str(elements.most_common(1)[0][0])  # transformers loads all tensors in it
@@ -171,7 +171,7 @@ def export(weights: Weights, folder: Path, dtype: torch.dtype | None, shard: int
         raise CheckpointError(f"{folder} is there already: give another folder, or remove it")
     entries: dict[str, TensorEntry] = {}
     of: dict[str, str] = {}  # by the name there, the name here
-    for name in llama.shapes_of(weights.sizes):
+    for name in shapes_of(weights.sizes):
         other, entry = llama.hf_name(name), weights.entries[name]
         entries[other], of[other] = TensorEntry(entry.shape, dtype or entry.dtype), name
     files = _shards(entries, shard)

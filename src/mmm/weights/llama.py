@@ -10,7 +10,6 @@ with 2i + 1; in Hugging Face's, element i goes with i + head_dim / 2. So the row
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -20,7 +19,7 @@ from torch import Tensor
 from mmm.errors import CheckpointError
 from mmm.outside import printable
 from mmm.weights.no_weights import prefix_problem
-from mmm.weights.weights import TensorEntry
+from mmm.weights.weights import TensorEntry, shapes_of
 
 # By the name in this package; * stands for a layer's number.
 NAMES = {
@@ -38,39 +37,6 @@ NAMES = {
     "output.weight": "lm_head.weight",
 }
 ROTATED = ("attention.wq.weight", "attention.wk.weight")
-
-
-def hidden_dim(sizes: Mapping[str, Any]) -> int:
-    """Width of the feed-forward layer: as ``TransformerConfig.hidden_dim``."""
-    if sizes["ffn_dim"] is not None:
-        return sizes["ffn_dim"]
-    multiple = sizes["multiple_of"]
-    return math.ceil(int(8 * sizes["dim"] / 3) / multiple) * multiple
-
-
-def shapes_of(sizes: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    """The tensors of a model of these sizes, by their names in this package; a tied weight once."""
-    dim, hidden, vocabulary = sizes["dim"], hidden_dim(sizes), sizes["vocab_size"]
-    kv = dim // sizes["n_heads"] * sizes["n_kv_heads"]
-    shapes = {
-        "tok_embeddings": (vocabulary, dim),
-        "output": (vocabulary, dim),
-        "wq": (dim, dim),
-        "wk": (kv, dim),
-        "wv": (kv, dim),
-        "wo": (dim, dim),
-        "w1": (hidden, dim),
-        "w2": (dim, hidden),
-        "w3": (hidden, dim),
-    }
-    found: dict[str, tuple[int, ...]] = {}
-    for name in NAMES:
-        numbers = range(sizes["n_layers"]) if "*" in name else [0]
-        for number in numbers:
-            found[name.replace("*", str(number))] = shapes.get(name.split(".")[-2], (dim,))
-    if sizes["tie_word_embeddings"]:
-        del found["output.weight"]
-    return found
 
 
 def hf_name(name: str) -> str:
@@ -93,8 +59,9 @@ def check_entries(there: Mapping[str, TensorEntry], sizes: Mapping[str, Any], wh
     if sizes["n_layers"] > len(there):
         raise CheckpointError(f"{where} has {len(there)} tensors, which are too few for {sizes['n_layers']} layers")
     found: dict[str, TensorEntry] = {}
-    names = {hf_name(name): name for name in shapes_of({**sizes, "tie_word_embeddings": False})}
-    for name, shape in shapes_of(sizes).items():
+    shapes = shapes_of(sizes)
+    known = {*map(hf_name, shapes), NAMES["output.weight"]}
+    for name, shape in shapes.items():
         other = hf_name(name)
         if other not in there:
             raise CheckpointError(f"{where} lacks the tensor {other}{prefix_problem(list(there), other)}")
@@ -104,7 +71,7 @@ def check_entries(there: Mapping[str, TensorEntry], sizes: Mapping[str, Any], wh
         if not there[other].dtype.is_floating_point:
             raise CheckpointError(f"{where}: {other} is of dtype {there[other].dtype}, which is no floating-point one")
         found[name] = there[other]
-    useless = [name for name in there if name not in names and not name.endswith("rotary_emb.inv_freq")]
+    useless = [name for name in there if name not in known and not name.endswith("rotary_emb.inv_freq")]
     if useless:
         raise CheckpointError(f"{where} has the unknown tensor {printable(useless[0])}: it may change the computation")
     return found

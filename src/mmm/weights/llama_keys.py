@@ -13,8 +13,8 @@ from typing import Any
 
 from mmm.checkpoint.model_metadata import ModelMetadata
 from mmm.errors import CheckpointError
+from mmm.models.transformer import TransformerConfig
 from mmm.outside import LONGEST_SHOWN, printable, short
-from mmm.weights.llama import hidden_dim
 
 MOST_NOTED = 40  # keys
 READ = (
@@ -225,7 +225,8 @@ def config_of(sizes: Mapping[str, Any], metadata: ModelMetadata, dtype: str) -> 
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
-        **{key: hidden_dim(sizes) if field == "ffn_dim" else sizes[field] for field, key in SIZES.items()},
+        **{key: sizes[field] for field, key in SIZES.items()},
+        "intermediate_size": TransformerConfig(**{**sizes, "rope_scaling": None}).hidden_dim,
         "num_key_value_heads": sizes["n_kv_heads"],
         "head_dim": sizes["dim"] // sizes["n_heads"],
         "hidden_act": "silu",

@@ -22,15 +22,15 @@ from torch.futures import Future
 
 from mmm.checkpoint.manifest import MANIFEST, PARTIAL, FileSum, Manifest, broken_file, discard, read_manifest
 from mmm.checkpoint.model_metadata import TOKENIZERS, ChatFormat, ModelMetadata, read_tokenizer
-from mmm.checkpoint.state import MODEL, one_line, shapes_of
+from mmm.checkpoint.state import MODEL, one_line
+from mmm.checkpoint.state import shapes_of as shapes_in
 from mmm.checkpoint.storage import Writer, read_metadata
 from mmm.errors import CheckpointError
-from mmm.models.gpt import GPT, GPTConfig
+from mmm.models.gpt import GPTConfig
 from mmm.outside import open_file, short
 from mmm.torch_private.checkpoint import storage_info
-from mmm.weights import llama
 from mmm.weights.llama_keys import tokens_of
-from mmm.weights.weights import TensorEntry, Weights, is_gpt
+from mmm.weights.weights import TensorEntry, Weights, is_gpt, shapes_of
 
 TRAINED, IMPORTED = "lm", "import"  # programs whose checkpoints have a Transformer
 # Fields of TransformerConfig, with what a checkpoint that lacks one was made with; None where each has it.
@@ -75,7 +75,7 @@ class OwnWeights(Weights):
         fqns = {where[1]: fqn for fqn, where in (found.planner_data or {}).items() if where[0] == MODEL}
         infos = cast(dict, found.storage_data)
         stored = {(index.fqn, tuple(index.offset or ())): info for index, info in infos.items()}
-        for (kind, *names), entry in shapes_of(found).items():
+        for (kind, *names), entry in shapes_in(found).items():
             if kind == MODEL:
                 name = names[0]
                 self.entries[name] = TensorEntry(tuple(entry.size), entry.properties.dtype)
@@ -123,12 +123,13 @@ def _check_sizes(sizes: Mapping[str, Any], entries: Mapping[str, TensorEntry], w
     """Raises CheckpointError where sizes are not those of the tensors."""
     if sizes.get("n_experts"):
         return
+    layers = sizes["n_layers"]
+    if not isinstance(layers, int) or layers > len(entries):
+        raise CheckpointError(f"{where}: {len(entries)} tensors are too few for {short(layers)} layers")
     try:
-        if sizes["n_layers"] > len(entries):
-            raise ValueError(f"{len(entries)} tensors are too few for {sizes['n_layers']} layers")
-        shapes = gpt_shapes_of(sizes) if is_gpt(sizes) else llama.shapes_of(sizes)
-    except (TypeError, ValueError, ArithmeticError) as error:
-        raise CheckpointError(f"{where} has sizes that no model of lm has: {error}") from None
+        shapes = shapes_of(sizes)
+    except CheckpointError as error:
+        raise CheckpointError(f"{where}: {error}") from None
     more = sorted(entries.keys() - shapes.keys())
     if more:
         raise CheckpointError(f"{where} has the tensor {short(more[0])}, which a model of these sizes has not")
@@ -225,12 +226,3 @@ def write_own(weights: Weights, folder: Path) -> None:
         discard(partial)
         text = str(first) if isinstance(first, CheckpointError) else f"{folder} is not written: {one_line(first)}"
         raise CheckpointError(text) from None
-
-
-def gpt_shapes_of(sizes: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    """The tensors of a GPT of these sizes, by name; the tied weight once. Raises CheckpointError: they are no sizes."""
-    config = GPTConfig(**sizes)
-    if wrong := config.problems():
-        raise CheckpointError(wrong[0])
-    with torch.device("meta"):
-        return {name: tuple(parameter.shape) for name, parameter in GPT(config).named_parameters()}

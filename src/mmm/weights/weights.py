@@ -23,6 +23,10 @@ import torch
 from torch import Tensor
 
 from mmm.checkpoint.model_metadata import ModelMetadata
+from mmm.checkpoint.state import one_line
+from mmm.errors import CheckpointError
+from mmm.models.gpt import GPT, GPTConfig
+from mmm.models.transformer import Transformer, TransformerConfig
 
 ROWS = 1 << 24  # bytes of a tensor that are read, or written, at once
 
@@ -81,6 +85,21 @@ class Weights(ABC):
 
 def slices(start: Sequence[int], length: Sequence[int]) -> tuple[slice, ...]:
     return tuple(slice(first, first + size) for first, size in zip(start, length, strict=True))
+
+
+def shapes_of(sizes: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    """The tensors of a model of these sizes, by name; a tied weight once.
+
+    Raises:
+        CheckpointError: no model has them.
+    """
+    try:
+        config = GPTConfig(**sizes) if is_gpt(sizes) else TransformerConfig(**{**sizes, "rope_scaling": None})
+        with torch.device("meta"):
+            model = GPT(config) if isinstance(config, GPTConfig) else Transformer(config)
+    except (TypeError, ValueError, ArithmeticError, RuntimeError) as error:
+        raise CheckpointError(f"no model has these sizes: {one_line(error)}") from None
+    return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
 
 
 def is_gpt(sizes: Mapping[str, Any]) -> bool:
