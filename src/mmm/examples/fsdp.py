@@ -1,48 +1,46 @@
-"""Data parallelism on a small convolutional net: DDP, FSDP (ZeRO-3), HSDP, by one flag.
+"""Data parallelism on a small convolutional net: DDP or FSDP (ZeRO-3), by one flag.
 
     launch python3 -m mmm.examples.fsdp --epochs 2
-    launch -n 4 python3 -m mmm.examples.fsdp --epochs 2 --parallel hsdp
+    launch -n 4 python3 -m mmm.examples.fsdp --epochs 2 --parallel ddp
 
 Every rank has its own samples of each step. What differs is what a rank keeps, of N ranks (each a part of 1/N)::
 
                 parameters    gradients    optimizer state    communication of a step
       ddp         whole         whole          whole          all-reduce
       fsdp        1/N           1/N            1/N            all-gather twice, reduce-scatter
-      hsdp        fsdp within each of R groups of N/R ranks, an all-reduce between the groups
 
-The losses are the same for all of them. 10 epochs unless told otherwise (digits: 8), one row each; every test image
+The losses are the same for both. 10 epochs unless told otherwise (digits: 8), one row each; every test image
 counts once, whatever the number of ranks. At the end a line says what this rank keeps, beside DDP.
-With ZeRO-1 and ZeRO-2, accumulation and clipping: ``mmm.trainer.cnn``.
+With ZeRO-1, ZeRO-2 and HSDP, accumulation and clipping: ``mmm.trainer.cnn``.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from mmm.examples import _support as example
+from mmm.layout import Techniques
 from mmm.models.cnn import CNN
 from mmm.models.draw import parameter_count
 from mmm.parallel import cross_entropy, draw_weights
 from mmm.parallel.footprint import STATE
 from mmm.parallel.memory.measure import local_elements
-from mmm.runtime.ranks import whoami
 from mmm.trainer.config.cnn import CNNOptions, resolve_cnn
 from mmm.trainer.config.images import ImageOptions
-from mmm.trainer.config.layout import DataParallelOptions, techniques_of
 from mmm.trainer.config.run import StepOptions
 from mmm.trainer.config.scaled_lr import ScaledOptions
 from mmm.trainer.loop.save import save_model
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(example.BreakOptions, DataParallelOptions):
+class Config(example.BreakOptions):
     """The MNIST net on images, its parameters over the ranks as --parallel says."""
 
     BREAKS: ClassVar = {
@@ -50,8 +48,8 @@ class Config(example.BreakOptions, DataParallelOptions):
         "unless told otherwise. Half of the first rank's images have no label here: a mean of means lets each of its "
         "others count for more than an image of another rank. With even counts it would be right."
     }
-    parallel: Literal["ddp", "fsdp", "hsdp"] = "fsdp"
-    """ddp: whole replicas. fsdp: everything sharded. hsdp: replicas of that."""
+    parallel: Literal["ddp", "fsdp"] = "fsdp"
+    """ddp: whole replicas. fsdp: everything sharded."""
     save_model: bool = False
     """Leave one unsharded state dict, model.pt, in the run's folder; plain PyTorch loads it."""
     model: CNNOptions = CNNOptions()
@@ -62,11 +60,7 @@ class Config(example.BreakOptions, DataParallelOptions):
 
 def parallelize(run: example.Run, model: CNN, config: Config) -> nn.Module:
     """The model to train, with its initial weights, which are the same on every mesh."""
-    if config.parallel == "hsdp":  # sharded over dp_shard, and gradients all-reduced over dp_replicate
-        sizes, axes = (run.layout.dp_replicate, run.layout.dp_shard), ("dp_replicate", "dp_shard")
-        mesh = init_device_mesh(run.device.type, sizes, mesh_dim_names=axes)
-    else:
-        mesh = init_device_mesh(run.device.type, (run.layout.dp,), mesh_dim_names=("dp_shard",))
+    mesh = init_device_mesh(run.device.type, (run.layout.dp,), mesh_dim_names=("dp_shard",))
     run.log.info("%s, %s", config.parallel, mesh)
 
     if config.parallel == "ddp":
@@ -76,20 +70,24 @@ def parallelize(run: example.Run, model: CNN, config: Config) -> nn.Module:
     # fc1 has 98 % of the parameters, and is a unit of its own; the rest goes with the root. Sharded on the meta device:
     # each rank then draws its own part of the weights, and none ever holds the full model.
     policy = MixedPrecisionPolicy(run.precision.compute, reduce_dtype=run.precision.storage)
-    units: list[Any] = [model.fc1, model]
-    for unit in units:
-        fully_shard(unit, mesh=mesh, mp_policy=policy)
-        if isinstance(unit, FSDPModule):
-            unit.set_gradient_divide_factor(1.0)
-            unit.set_force_sum_reduction_for_comms(True)  # gloo has no scaled sum
+    for module in (model.fc1, model):
+        unit = fully_shard(module, mesh=mesh, mp_policy=policy)  # type: ignore[arg-type]
+        unit.set_gradient_divide_factor(1.0)
+        unit.set_force_sum_reduction_for_comms(True)  # gloo has no scaled sum
     draw_weights(model, run.device, config.run.seed)
     return model
 
 
 def train(config: Config) -> None:
-    layout, techniques = config.fit(whoami().world_size), techniques_of(config)
-    updates, dropout = config.optimizer, config.break_ is None  # one device has none
-    resolved = resolve_cnn(config.model, config.data, config.run, layout, techniques, updates, dropout=dropout)
+    resolved = resolve_cnn(
+        config.model,
+        config.data,
+        config.run,
+        example.fit(),
+        Techniques(data_parallel=config.parallel),
+        config.optimizer,
+        dropout=config.break_ is None,  # one device has none
+    )
     if config.run.summary:
         example.print_on_rank0(resolved.summary())
         return
@@ -118,9 +116,10 @@ def train(config: Config) -> None:
                 local = local_elements(model, optimizer)  # while there are gradients
             optimizer.zero_grad()
 
-        numbers = sum(local.values()), elements * (2 + STATE[config.optimizer.optimizer])
-        kept, ddp = (count * run.precision.storage.itemsize / 1e6 for count in numbers)
-        run.log.info("rank 0 keeps %.2f MB of parameters, gradients and optimizer state; with DDP %.2f MB", kept, ddp)
+        megabytes = run.precision.storage.itemsize / 1e6
+        own = sum(local.values()) * megabytes
+        ddp = elements * (2 + STATE[config.optimizer.optimizer]) * megabytes
+        run.log.info("rank 0 keeps %.2f MB of parameters, gradients and optimizer state; with DDP %.2f MB", own, ddp)
         run.describe(local_elements=local)
         if config.save_model:
             save_model(run, model)

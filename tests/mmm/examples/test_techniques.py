@@ -37,7 +37,6 @@ CASES = {
     "zero2": (Layout(dp_shard=4), "zero2"),
     "cnn ddp": (Layout(dp_shard=4), "ddp"),
     "cnn fsdp": (Layout(dp_shard=4), "fsdp"),
-    "cnn hsdp": (Layout(dp_replicate=2, dp_shard=2), "hsdp"),
 }
 
 
@@ -130,7 +129,7 @@ def apart(rank, name):
     return off
 
 
-LONG = {"hsdp", "zero1", "zero2", "cnn ddp", "cnn hsdp"}
+LONG = {"hsdp", "zero1", "zero2", "cnn ddp"}
 
 
 @pytest.mark.parametrize(

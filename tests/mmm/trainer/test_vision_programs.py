@@ -102,7 +102,7 @@ def test_digits_stand_in_and_the_record_says_so(tmp_path, monkeypatch, capsys):
         (fsdp, {"dataset": "folder", "data_dir": "EMPTY"}, "EMPTY has images of 0 classes"),
         (fsdp, {"dataset": "folder"}, "needs --data_dir"),
         (fsdp, {"dataset": "digits", "batch_size": 2000}, "1437 images, fewer than a global batch of 2000"),
-        (fsdp, {"dataset": "digits", "parallel": "hsdp"}, "dp_replicate 2"),
+        (cnn_trainer, {"dataset": "digits", "parallel": "hsdp"}, "dp_replicate 2"),
         (fsdp, {"dataset": "digits", "gamma": 1.5}, "--gamma 1.5"),
         (cnn_trainer, {"dataset": "digits", "microbatches": 0}, "microbatches 0"),
         (vit, {"patch_size": 7}, "image_size 32"),
