@@ -1,8 +1,5 @@
 """`launch --retries` in one --outdir: each attempt has its record, and none hides the first one's failure."""
 
-import subprocess
-import sys
-
 import pytest
 
 from mmm.errors import RecordError
@@ -56,15 +53,3 @@ def test_any_other_record_stays_and_is_refused(tmp_path, this):
         prepare(tmp_path, "test")
     (tmp_path / "config.json").write_text("[1]")
     assert make_room(tmp_path, Attempt("x", 1)) is None
-
-
-def test_hosts_get_it_too():
-    """What `launch` gives every rank goes to those on other hosts as well."""
-    code = (
-        "import sys; from mmm_launch.program import target; from mmm_launch.spec.plan import plan\n"
-        "from mmm_launch.spec.options import LaunchOptions\n"
-        "options = LaunchOptions(hosts='a,b', nproc=2, mpi='hydra', mpiexec=sys.executable, scheduler='none')\n"
-        "print(plan(target.parse(['python3', 'x.py']), options, environ={'MMM_ATTEMPTS_OF': 'x'}).variables)"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert "'MMM_ATTEMPTS_OF': 'x'" in done.stdout
