@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,16 +15,20 @@ from mmm_verify.difference import finite_size_of, fits_float32, relative, same_e
 from mmm_verify.locate import first_wrong_module, rows_of_batch
 from mmm_verify.loss import Losses, LossReading
 from mmm_verify.names import with_global_names
+from mmm_verify.norm import explain_norm
 from mmm_verify.observe import LocalTensor, Observed
 from mmm_verify.rank import RankObserved
 from mmm_verify.reference import ROUNDING, TOLERANCE, Reference, innermost_first, scale_of
-from mmm_verify.relations import Place, place_of, reduced, relation
+from mmm_verify.relations import Place, place_of, reduced, relation, times
 from mmm_verify.subject import Subject
 from mmm_verify.torch_private import tree_leaves
 from mmm_verify.verdict import NOT_COMPARABLE, NOT_SAME, ROUNDED, SAME, Finding, Verdict
 
 TO_FLOAT32 = "is rounded to float32"
 ROUNDED_AT_MOST = 1024 * torch.finfo(torch.float32).eps  # relative: what rounding to float32 may come to
+
+NORM = "the norm that the step clips by"
+LATER = 100  # how much more than the first step the second may be off: what the first rounds, it starts from
 
 
 class Evaluation:
@@ -48,6 +52,9 @@ class Evaluation:
         self.subject, self.reference, self.batch = subject, reference, batch
         self.notes = list(reference.notes)
         self.ranks = self._with_global_names(ranks)
+        # Of the step that is compared; a second one follows.
+        self.expected = reference.observed
+        self.seen = [rank.parallel for rank in self.ranks]
         self.rounds = rounds
         self.reason = ""
         self.rounded: list[Finding] = []
@@ -56,6 +63,11 @@ class Evaluation:
         self.places: list[dict[str, Place]] = [{} for _ in ranks]
         self.names: list[dict[str, str]] = []
         self.first = ""
+        if any(seen.autocast for seen in (self.expected, *self.seen)):
+            self.notes.append(
+                "autocast is on in the step, and does nothing to float64: what it rounds, and whether the ranks round "
+                "the same, is not seen here"
+            )
         self.loss_axes: tuple[str, ...] = ()  # whose ranks have different losses, rightly
         self._counted: dict[str, set[str]] = {}  # by relation, the names that have it
 
@@ -64,7 +76,7 @@ class Evaluation:
         reason = self._match_names()
         if reason:
             return self._verdict(NOT_COMPARABLE, reason)
-        for stage in (self.weights, self.samples, self.loss, self.gradients, self.step):
+        for stage in (self.weights, self.samples, self.loss, self.gradients, self.step, self.second_step):
             stage()
             if self.findings:
                 return self._verdict(NOT_SAME)
@@ -120,10 +132,7 @@ class Evaluation:
 
     def _tensors(self, kind: str, name: str) -> list[LocalTensor | None]:
         """By rank, the weight or gradient of a name."""
-        return [
-            getattr(rank.parallel, kind).get(pairs.get(name, ""))
-            for rank, pairs in zip(self.ranks, self.names, strict=True)
-        ]
+        return [getattr(seen, kind).get(pairs.get(name, "")) for seen, pairs in zip(self.seen, self.names, strict=True)]
 
     def _find(self, stage: str, name: str, rank: int | None, words: str, error: float = math.inf) -> None:
         """Add a finding, or count it with those of the same relation."""
@@ -256,7 +265,7 @@ class Evaluation:
         def others(other: int) -> tuple[Tensor | None, Tensor | None]:
             return self._own(name, other, tensors), self._ought(name, other, tensors, full)
 
-        alone = self.ranks[rank].alone
+        alone = self.ranks[rank].alone if self.expected is self.reference.observed else None
         own = getattr(alone, kind).get(name) if alone is not None else None
         by_itself = self._ought(name, rank, tensors, own.local) if own is not None else None
         value = self._own(name, rank, tensors)
@@ -338,39 +347,108 @@ class Evaluation:
 
     def gradients(self) -> None:
         """Of each rank, every gradient: the part of the full one that belongs to its part of the parameter."""
-        largest = self.reference.largest_gradient
-        errors = [0.0]
-        expected = self.reference.observed.gradients
-        called = innermost_first(self.reference.observed)
-        place_in_forward = {name: index for index, name in enumerate(called)}
-        # From the loss back, as backward goes: the first that is wrong is where it begins.
-        names = sorted(expected, key=lambda name: -place_in_forward.get(name.rpartition(".")[0], -1))
-        for name in names:
-            tensors = self._tensors("gradients", name)
-            for rank in range(len(self.ranks)):
-                errors.append(self._gradient(name, rank, tensors, expected[name], largest))
-        if self.findings:
-            wrong = [name for name in names if any(name in self._counted[one.relation] for one in self.findings)]
-            least = ROUNDING * torch.finfo(torch.float64).eps * largest
+        errors = self._compare_gradients("gradients")
+        expected = self.expected.gradients
+        wrong = self._wrong_gradients()
+        if wrong:
+            least = ROUNDING * torch.finfo(torch.float64).eps * self.reference.largest_gradient
             nonzero = {name for name, gradient in expected.items() if gradient and size_of(gradient.local) > least}
             everything = nonzero <= set(wrong)
             self.first = "every gradient" if everything else f"the gradient of {wrong[0]}, the first on the way back"
             self.first = self._located() or self.first
-        elif not self.reason and not self.rounded:
+            self._as_norms(nonzero)
+        elif not self.findings and not self.reason and not self.rounded:
             count = sum(gradient is not None for gradient in expected.values())
-            self.compared["gradients"] = f"same: {count}, to {worst(errors):.0e}"
+            clipped = ", before and after they are clipped" if self.expected.norms else ""
+            self.compared["gradients"] = f"same: {count}{clipped}, to {worst(errors):.0e}"
+
+    def _names_backward(self) -> list[str]:
+        """Parameters from the loss back, as backward goes: the first that is wrong is where it begins."""
+        called = innermost_first(self.reference.observed)
+        place_in_forward = {name: index for index, name in enumerate(called)}
+        return sorted(self.expected.gradients, key=lambda name: -place_in_forward.get(name.rpartition(".")[0], -1))
+
+    def _wrong_gradients(self) -> list[str]:
+        """Those that findings are of."""
+        counted = [self._counted[finding.relation] for finding in self.findings]
+        return [name for name in self._names_backward() if any(name in names for names in counted)]
+
+    def _compare_gradients(self, stage: str) -> list[float]:
+        """Compare gradients, before the step clips them and after. Returns the errors."""
+        errors = [0.0]
+        expected = self.expected.gradients
+        clips = all(seen.norms for seen in (self.expected, *self.seen))  # a step may also clip by other means
+        names = self._names_backward()
+        for name in names:
+            tensors = self._tensors("gradients", name)
+            full = expected[name]
+            if clips:
+                pairs = zip(self.seen, self.names, strict=True)
+                tensors = [seen.before_clipping(known.get(name, "")) for seen, known in pairs]
+                full = self.expected.before_clipping(name)
+            for rank in range(len(self.ranks)):
+                errors.append(self._gradient(stage, name, rank, tensors, full))
+        if self.findings or not clips:
+            return errors
+        self._compare_norms(stage)
+        if not self.findings:
+            for name in names:
+                tensors = self._tensors("gradients", name)
+                for rank in range(len(self.ranks)):
+                    self._gradient(stage, name, rank, tensors, expected[name])
+        return errors
+
+    def _compare_norms(self, stage: str) -> None:
+        """Of each rank, the norm by which it clips."""
+        tolerance = worst([self._tolerance(name) for name in self.expected.gradients])
+        for index, norm in enumerate(self.expected.norms):
+            norms = [seen.norms[index] if index < len(seen.norms) else None for seen in self.seen]
+            for rank in range(len(self.ranks)):
+                value = reduced(norms, rank)
+                if value is None or value.numel() != 1:
+                    continue
+                error = relative(value, norm.local, size_of(norm.local))
+                if not error <= tolerance:
+                    rounded = self._is_rounded(value, norm.local, error)
+                    words = TO_FLOAT32 if rounded else self._of_norm(value.item() / norm.local.item(), rank)
+                    self._find(stage, NORM, rank, words, error)
+
+    def _of_norm(self, factor: float, rank: int) -> str:
+        gradients = {name: self.expected.before_clipping(name) for name in self.expected.gradients}
+        locals_ = {name: gradient.local for name, gradient in gradients.items() if gradient is not None}
+        why = explain_norm(factor, locals_, self.places[rank], rank, self.subject)
+        return f"{times(factor, self.subject)} what it should be{': ' if why else ''}{why}"
+
+    def _as_norms(self, names: Collection[str]) -> None:
+        """Where every gradient of a rank is one factor off, and a wrong norm explains it, that is what is found."""
+        for index, finding in enumerate(self.findings):
+            if finding.rank is None or finding.count < len(names) or "times what it" not in finding.relation:
+                continue
+            gradient = self.expected.gradients[finding.name]
+            value = self._own(finding.name, finding.rank, self._tensors("gradients", finding.name))
+            if gradient is None or value is None:
+                continue
+            ought = self.places[finding.rank][finding.name].of(gradient.local)
+            words = self._of_norm((ought.norm() / value.norm()).item(), finding.rank)
+            if ": " in words:
+                self.findings[index] = replace(finding, name=NORM, relation=words, count=1)
+
+    def _tolerance(self, name: str) -> float:
+        """Of a gradient, or of a weight after the step."""
+        later = self.expected is not self.reference.observed
+        return self.reference.tolerance(name) * (LATER if later else 1)
 
     def _gradient(
-        self, name: str, rank: int, tensors: list[LocalTensor | None], full: LocalTensor | None, largest: float
+        self, stage: str, name: str, rank: int, tensors: list[LocalTensor | None], full: LocalTensor | None
     ) -> float:
         """How far a rank's gradient is off; adds a finding if it is too far."""
         if full is None:
             value = reduced(tensors, rank)
             if value is None or size_of(value) == 0:
                 return 0.0
-            self._find("gradients", name, rank, "has a gradient, and none on one device", math.inf)
+            self._find(stage, name, rank, "has a gradient, and none on one device", math.inf)
             return math.inf
-        scale = scale_of(full.local, largest)
+        scale = scale_of(full.local, self.reference.largest_gradient)
         value = self._own(name, rank, tensors)
         ought = self._ought(name, rank, tensors, full.local)
         if ought is None:
@@ -380,12 +458,12 @@ class Evaluation:
         if value is None and self._is_elsewhere(name, rank):
             return 0.0
         error = relative(value, ought, scale) if value is not None and value.shape == ought.shape else math.inf
-        if not error <= self.reference.tolerance(name):
+        if not error <= self._tolerance(name):
             if value is not None and self._is_rounded(value, ought, error):
                 words = TO_FLOAT32
             else:
                 words = self._relation("gradients", name, rank, tensors, ought, full.local, scale)
-            self._find("gradients", name, rank, words, error)
+            self._find(stage, name, rank, words, error)
         return error
 
     def _is_elsewhere(self, name: str, rank: int) -> bool:
@@ -407,8 +485,20 @@ class Evaluation:
             if stepped:
                 self.reason = f"{stepped[0]} changes before the optimizer's step: one steps inside of backward"
                 return
+        errors = self._compare_after("step")
+        second = self.expected.second
+        if not self.findings and second is not None and second.loss is not None:
+            seconds = [seen.second.loss if seen.second is not None else None for seen in self.seen]
+            reading = self._read_loss(seconds, second.loss.local)
+            if reading.wrong:
+                self._find("step", "the loss after it", None, reading.wrong, reading.error)
+        if not self.findings and not self.rounded:
+            self.compared["step"] = f"same: weights, buffers and loss after it, to {worst(errors):.0e}"
+
+    def _compare_after(self, stage: str) -> list[float]:
+        """Compare parameters and buffers after a step. Returns the errors."""
         errors = [0.0]
-        for name, full in self.reference.observed.after.items():
+        for name, full in self.expected.after.items():
             tensors = self._tensors("after", name)
             for rank, tensor in enumerate(tensors):
                 place = self.places[rank].get(name)
@@ -418,20 +508,31 @@ class Evaluation:
                 scale = finite_size_of(full.local)
                 error = relative(own, ought, scale) if own.shape == ought.shape else math.inf
                 errors.append(error)
-                if error <= self.reference.tolerance(name):
+                if error <= self._tolerance(name):
                     continue
                 if self._is_rounded(own, ought, error):
                     words = TO_FLOAT32
                 else:
                     words = self._relation("after", name, rank, tensors, ought, full.local, scale)
-                self._find("step", name, rank, words, error)
-        whole = self.reference.observed.loss_after
-        if not self.findings and whole is not None:
-            reading = self._read_loss([rank.parallel.loss_after for rank in self.ranks], whole.local)
-            if reading.wrong:
-                self._find("step", "the loss after it", None, reading.wrong, reading.error)
-        if not self.findings and not self.rounded:
-            self.compared["step"] = f"same: weights, buffers and loss after it, to {worst(errors):.0e}"
+                self._find(stage, name, rank, words, error)
+        return errors
+
+    def second_step(self) -> None:
+        """Gradients, parameters and buffers of a second step, from the weights that the first has made."""
+        if self.expected.second is None:
+            return
+        self.expected = self.expected.second
+        self.seen = [seen.second for seen in self.seen if seen.second is not None]
+        errors = self._compare_gradients("step 2")
+        wrong = self._wrong_gradients()
+        if wrong:
+            self.first = f"the second step: the gradient of {wrong[0]}"
+        if not self.findings:
+            errors += self._compare_after("step 2")
+        if self.findings and not wrong:
+            self.first = f"the second step: {self.findings[0].name}"
+        elif not self.findings and not self.rounded:
+            self.compared["step 2"] = f"same: gradients, weights and buffers, to {worst(errors):.0e}"
 
 
 def dropout_findings(

@@ -102,6 +102,8 @@ def _renamed(observed: Observed, moves: Mapping[str, str]) -> Observed:
         main_gradients=names(observed.main_gradients),
         stepped=names(observed.stepped),
         after=keys(observed.after),
+        unclipped=keys(observed.unclipped),
+        second=None if observed.second is None else _renamed(observed.second, moves),
         outputs=keys(observed.outputs),
         drops=keys(observed.drops),
     )

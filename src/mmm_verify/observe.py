@@ -7,8 +7,9 @@ that a program that is wrong is not held up, and holds up nothing.
 from __future__ import annotations
 
 import contextlib
+import math
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,7 +24,7 @@ from mmm_verify.difference import same_elements
 from mmm_verify.errors import ConfigError
 from mmm_verify.shards import LocalPart, canonical_name, local_part, to_local
 from mmm_verify.subject import Subject
-from mmm_verify.torch_private import flat_pieces, in_backward, tree_leaves
+from mmm_verify.torch_private import flat_pieces, in_backward, replaced, replaced_clipping, tree_leaves
 
 MOST_CALLS = 64  # of one module that are kept
 
@@ -62,13 +63,17 @@ class Observed:
 
     Attributes:
         weights: parameters and buffers before it, by name. ties: names of one and the same parameter.
-        loss, loss_after: of the batch, before and after the optimizer's step; None where the rank has none.
+        loss: of the batch; None where the rank has none.
         gradients: of what requires one; None where there is none. after: parameters and buffers after the step.
         main_gradients: names of parameters whose gradient is in their attribute ``main_grad`` alone.
         stepped: names of parameters that have other values when backward is over, before the optimizer's step.
+        unclipped: those gradients that were scaled down to a largest norm, as they were before.
+        norms: what the step clipped by, in the order of its calls.
         outputs: by module, in the order of the first calls: of each call its tensors.
         drops: by module of dropout, where its first output is 0.
         types: functions that the loss's gradient goes through, with a type that they returned → how often.
+        autocast: whether autocast was on somewhere.
+        second: the step after it, with loss, gradients, after, unclipped and norms.
     """
 
     weights: dict[str, LocalTensor] = field(default_factory=dict)
@@ -79,10 +84,17 @@ class Observed:
     main_gradients: set[str] = field(default_factory=set)
     stepped: set[str] = field(default_factory=set)
     after: dict[str, LocalTensor] = field(default_factory=dict)
-    loss_after: LocalTensor | None = None
+    unclipped: dict[str, LocalTensor] = field(default_factory=dict)
+    norms: list[LocalTensor] = field(default_factory=list)
     outputs: dict[str, list[list[LocalTensor]]] = field(default_factory=dict)
     drops: dict[str, Tensor] = field(default_factory=dict)
     types: Counter[tuple[str, torch.dtype]] = field(default_factory=Counter)
+    autocast: bool = False
+    second: Observed | None = None
+
+    def before_clipping(self, name: str) -> LocalTensor | None:
+        """A gradient as backward and the ranks have made it."""
+        return self.unclipped.get(name, self.gradients.get(name))
 
 
 @contextlib.contextmanager
@@ -106,11 +118,11 @@ def observe(
     step: bool = True,
     types: bool = False,
 ) -> Observed:
-    """Take one step.
+    """Take a step, and a second one.
 
     Args:
         program: what `step_fn` gets: a module, or a tuple, list or dict with modules in it.
-        outputs: whether to keep what modules return. step: whether to take the optimizer's step.
+        outputs: whether to keep what modules return. step: whether to take the optimizer's step, and the second one.
         types: whether to look at the types in which functions compute.
 
     Raises:
@@ -126,11 +138,38 @@ def observe(
     # As programs do, before the first forward: FSDP has other parameters in place until it has sharded them again.
     trained = [p for p in {id(p): p for module in modules for p in module.parameters()}.values() if p.requires_grad]
     optimizer = subject.optimizer_fn(trained) if step and trained else None
-    with contextlib.ExitStack() as stack:
-        if outputs:
-            stack.enter_context(watched(modules, seen))
-        if types:
-            stack.enter_context(_Types(seen.types))
+    watches = contextlib.ExitStack()
+    if outputs:
+        watches.enter_context(watched(modules, seen))
+    if types:
+        watches.enter_context(_Types(seen.types))
+    _compute_gradients(subject, program, batch, mesh, trained, seen, seen.weights, watches)
+    if not step:
+        return seen
+    _update(optimizer, modules, seen)
+    seen.second = Observed()
+    _compute_gradients(subject, program, batch, mesh, trained, seen.second, seen.after)
+    _update(optimizer, modules, seen.second)
+    return seen
+
+
+def _compute_gradients(
+    subject: Subject,
+    program: Any,
+    batch: Any,
+    mesh: DeviceMesh | None,
+    trained: list[nn.Parameter],
+    seen: Observed,
+    weights: Mapping[str, LocalTensor],
+    watches: contextlib.AbstractContextManager[Any] | None = None,
+) -> None:
+    """Loss and gradients of the batch. Arguments and errors as of `observe`.
+
+    Args:
+        weights: the parameters before it. watches: what else watches the step.
+    """
+    unclipped: dict[int, Tensor] = {}
+    with watches or contextlib.nullcontext(), watched_clipping(seen, unclipped), watched_autocast(seen):
         loss = subject.step(program, batch, mesh)
     if not isinstance(loss, Tensor | float | int | None):
         raise ConfigError(f"the step's function returns {type(loss).__name__}: it has to return the loss, one number")
@@ -143,26 +182,70 @@ def observe(
                 "the step calls backward, and the loss that it returns can go backward once more: its gradients would "
                 "not be seen. Leave backward to verify, or call it on all of the loss and return loss.detach()"
             )
-    _keep_gradients(modules, seen)
-    if not step:
-        return seen
+    _keep_gradients(modules_of(program), seen, weights, unclipped)
+
+
+def _update(optimizer: torch.optim.Optimizer | None, modules: list[nn.Module], seen: Observed) -> None:
+    """Take the optimizer's step."""
     if optimizer is not None:
         optimizer.step()
         optimizer.zero_grad()
     seen.after, _ = tensors_of(modules)
-    loss_after = subject.step(program, batch, mesh)
-    seen.loss_after = None if loss_after is None else local_tensor(loss_after)
-    return seen
 
 
-def _keep_gradients(modules: list[nn.Module], seen: Observed) -> None:
-    """Keep the gradients as backward leaves them, and whether it has changed the parameters themselves."""
+@contextlib.contextmanager
+def watched_clipping(seen: Observed, unclipped: dict[int, Tensor]) -> Iterator[None]:
+    """Keep the norm that a step clips by, and gradients before it scales them down.
+
+    Args:
+        unclipped: by the parameter's id; is added to.
+    """
+
+    def watch(
+        clip: Callable[..., None], parameters: Any, max_norm: float, total_norm: Tensor, foreach: bool | None = None
+    ) -> None:
+        clipped = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        before = {id(p): p.grad.clone() for p in clipped if p.grad is not None}
+        clip(clipped, max_norm, total_norm, foreach)
+        if math.isfinite(max_norm):
+            seen.norms.append(local_tensor(total_norm))
+        for p in clipped:
+            if id(p) in before and not same_elements(to_local(before[id(p)]), to_local(p.grad)):
+                unclipped.setdefault(id(p), before[id(p)])
+
+    with replaced_clipping(watch):
+        yield
+
+
+@contextlib.contextmanager
+def watched_autocast(seen: Observed) -> Iterator[None]:
+    """See whether autocast is on: it does nothing to float64."""
+    enter = torch.autocast.__enter__
+
+    def entered(self: torch.autocast) -> Any:
+        result = enter(self)
+        if self.device != "cpu" or torch.is_autocast_enabled("cpu"):
+            seen.autocast = True
+        return result
+
+    with replaced(torch.autocast, "__enter__", entered):
+        yield
+
+
+def _keep_gradients(
+    modules: list[nn.Module], seen: Observed, before: Mapping[str, LocalTensor], unclipped: Mapping[int, Tensor]
+) -> None:
+    """Keep the gradients as the step leaves them, and whether it has changed the parameters themselves.
+
+    Args:
+        before: the parameters before it. unclipped: as of `watched_clipping`.
+    """
     for module in modules:
         for full_name, parameter in named_parameters(module):
             weights = local_tensors(full_name, parameter)
             for name, weight in weights.items():
-                before = seen.weights.get(name, weight).local
-                if before.shape == weight.local.shape and not same_elements(before, weight.local):
+                value = before.get(name, weight).local
+                if value.shape == weight.local.shape and not same_elements(value, weight.local):
                     seen.stepped.add(name)
             if not parameter.requires_grad:
                 continue
@@ -170,6 +253,8 @@ def _keep_gradients(modules: list[nn.Module], seen: Observed) -> None:
                 seen.gradients |= dict.fromkeys(weights)
             else:
                 seen.gradients |= local_tensors(full_name, parameter, parameter.grad)
+            if id(parameter) in unclipped:
+                seen.unclipped |= local_tensors(full_name, parameter, unclipped[id(parameter)])
             if parameter.grad is None and isinstance(getattr(parameter, "main_grad", None), Tensor):
                 seen.main_gradients |= set(weights)
 

@@ -25,7 +25,7 @@ NOISE = 0.02  # added to initial weights, of their own spread: no zeros that hid
 TOLERANCE = 1e-9  # relative, of float64
 LOOSE = 1e-4  # a noise floor above it decides nothing
 FLOOR = 32  # how far above the noise floor a difference has to be
-COPIES = 4  # of the parameters on each process: weights, gradients, and what is kept of both
+COPIES = 6  # of the parameters on each process: weights, gradients, and what is kept of both, of two steps
 ROUNDING = 64  # a tensor at most so many roundings of the largest gradient is 0
 
 
@@ -173,7 +173,7 @@ def compute_reference(subject: Subject) -> Reference:
     has_dropout = without_dropout(model) and model.training
     state = {name: p.detach().clone() for name, p in dict(named_parameters(model)).items()}
     state |= {name: buffer.clone() for name, buffer in model.named_buffers()}
-    first = _observed(subject, state, batch, seed=1)
+    first = _observed(subject, state, batch, seed=1, step=True)
     reference = Reference(state, first, samples_of(batch), has_dropout=has_dropout)
     if not model.training:
         reference.notes.append(
@@ -251,12 +251,13 @@ def _observed(
     batch: Any,
     seed: int,
     evaluating: bool = False,
+    step: bool = False,
     types: bool = False,
 ) -> Observed:
     model = make_model(subject, state, dropout=False, evaluating=evaluating)
     seed_all(seed)
     try:
-        return observe(subject, model, batch, None, types=types)
+        return observe(subject, model, batch, None, step=step, types=types)
     except Exception as error:  # whatever the user's code raises
         if is_for_user(error):
             raise
@@ -278,7 +279,7 @@ def _twice(subject: Subject, reference: Reference, batch: Any) -> None:
     if module is None:
         return
     reference.evaluating = reference.has_dropout = True
-    reference.observed = _observed(subject, reference.state, batch, seed=1, evaluating=True)
+    reference.observed = _observed(subject, reference.state, batch, seed=1, evaluating=True, step=True)
     again = _observed(subject, reference.state, batch, seed=2, evaluating=True)
     still = first_difference(reference.observed, again)
     if still is None:
@@ -317,10 +318,11 @@ def _split(subject: Subject, reference: Reference, batch: Any) -> None:
     if whole.loss.local.dtype in (torch.float32, torch.bfloat16, torch.float16):  # it may be equal by chance
         reference.loss_floor = worst([reference.loss_floor, torch.finfo(whole.loss.local.dtype).eps])
     largest = reference.largest_gradient
-    for name, gradient in whole.gradients.items():
+    for name in whole.gradients:
+        gradient = whole.before_clipping(name)
         if gradient is None:
             continue
-        split = [piece.gradients[name] for piece in pieces]
+        split = [piece.before_clipping(name) for piece in pieces]
         mean = sum(g.local for g in split if g is not None) / parts
         scale = scale_of(gradient.local, largest)
         reference.floor[name] = relative(torch.as_tensor(mean), gradient.local, scale)
@@ -335,6 +337,8 @@ def _split(subject: Subject, reference: Reference, batch: Any) -> None:
             if unlike
             else ("the loss of a batch is not the mean of its parts' losses, such as a mean over a count that differs")
         )
+        if not unlike and reference.loss_floor <= LOOSE:
+            what = "the gradient of a batch is not the mean of its parts' gradients, as where the step clips it"
         reference.notes.append(f"{what}: a rank that has a part of them computes something else by itself")
         reference.floor.clear()
         reference.loss_floor = 0.0
@@ -383,8 +387,9 @@ def _floor_of_order(reference: Reference, other: Observed) -> None:
     assert other.loss is not None
     largest = reference.largest_gradient
     floors = {}
-    for name, gradient in whole.gradients.items():
-        theirs = other.gradients[name]
+    for name in whole.gradients:
+        gradient = whole.before_clipping(name)
+        theirs = other.before_clipping(name)
         if gradient is not None and theirs is not None:
             floors[name] = relative(theirs.local, gradient.local, scale_of(gradient.local, largest))
     loss_floor = relative(other.loss.local, whole.loss.local, size_of(whole.loss.local))
@@ -393,8 +398,9 @@ def _floor_of_order(reference: Reference, other: Observed) -> None:
 
 
 def _same_gradients(one: Observed, other: Observed) -> bool:
-    for name, gradient in one.gradients.items():
-        theirs = other.gradients[name]
+    for name in one.gradients:
+        gradient = one.before_clipping(name)
+        theirs = other.before_clipping(name)
         if gradient is None or theirs is None:
             if gradient is not theirs:
                 return False

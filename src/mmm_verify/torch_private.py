@@ -10,6 +10,8 @@ import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -82,13 +84,8 @@ def default_timeout(limit: timedelta) -> Iterator[None]:
     """Inside, a process group that is made without a timeout gets this one. The groups of a `DeviceMesh` are made so.
 
     Private: distributed_c10d._get_default_timeout, seen in 2.10 to 2.14; instead: a timeout of init_device_mesh."""
-    c10d = dist.distributed_c10d
-    default = c10d._get_default_timeout
-    c10d._get_default_timeout = lambda backend: limit
-    try:
+    with replaced(dist.distributed_c10d, "_get_default_timeout", lambda backend: limit):
         yield
-    finally:
-        c10d._get_default_timeout = default
 
 
 def all_groups() -> list[dist.ProcessGroup]:
@@ -120,3 +117,30 @@ def clear_redistribute_cache() -> None:
     from torch.distributed.tensor import _redistribute
 
     _redistribute.clear_redistribute_planner_cache()
+
+
+@contextlib.contextmanager
+def replaced_clipping(function: Callable[..., None]) -> Iterator[None]:
+    """Inside, what scales gradients down to a norm is called through `function`, which gets it as its first argument.
+
+    Private: nn.utils.clip_grad._clip_grads_with_norm_, seen in 2.10 to 2.14, which `clip_grad_norm_` calls too;
+    instead: nothing."""
+    clip_grad = torch.nn.utils.clip_grad
+    clip = clip_grad._clip_grads_with_norm_
+    through = partial(function, clip)
+    with (
+        replaced(clip_grad, "_clip_grads_with_norm_", through),
+        replaced(torch.nn.utils, "clip_grads_with_norm_", through),
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Inside, an attribute has another value. (``unittest.mock`` takes a third of a second to import.)"""
+    before = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)
