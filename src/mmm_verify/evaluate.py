@@ -16,7 +16,7 @@ from mmm_verify.locate import first_wrong_module, rows_of_batch
 from mmm_verify.loss import Losses, LossReading
 from mmm_verify.names import with_global_names
 from mmm_verify.norm import explain_norm
-from mmm_verify.observe import LocalTensor, Observed
+from mmm_verify.observe import LocalTensor
 from mmm_verify.rank import RankObserved
 from mmm_verify.reference import ROUNDING, TOLERANCE, Reference, innermost_first, scale_of
 from mmm_verify.relations import Place, place_of, reduced, relation, times
@@ -533,41 +533,3 @@ class Evaluation:
             self.first = f"the second step: {self.findings[0].name}"
         elif not self.findings and not self.rounded:
             self.compared["step 2"] = f"same: gradients, weights and buffers, to {worst(errors):.0e}"
-
-
-def dropout_findings(
-    subject: Subject, loss_axes: Sequence[str], ranks: Sequence[Observed]
-) -> tuple[list[Finding], list[str]]:
-    """With dropout on: whether ranks that hold the same samples agree on what is dropped, and advice.
-
-    Args:
-        loss_axes: those whose ranks have different losses without dropout too.
-    """
-    findings: list[Finding] = []
-    for rank in range(len(ranks)):
-        for axis in set(subject.axes) - set(subject.batch_axes) - set(loss_axes):
-            first = subject.group(rank, axis)[0]
-            one, other = ranks[first].loss, ranks[rank].loss
-            if one is None or other is None or one.partial or other.partial:
-                continue
-            off = relative(other.local, one.local, size_of(one.local))
-            if not off <= TOLERANCE and not findings:
-                words = f"ranks of {axis} drop different elements of the same activations: rank {first}'s loss differs"
-                findings.append(Finding("dropout", "dropout", rank, words, off))
-    advice: list[str] = []
-    for name in ranks[0].drops if ranks else ():
-        for rank in range(1, len(ranks)):
-            mask, theirs = ranks[0].drops[name], ranks[rank].drops.get(name)
-            apart = subject.batch_part(rank) != subject.batch_part(0)
-            if (
-                apart
-                and theirs is not None
-                and mask.any()
-                and mask.shape == theirs.shape
-                and bool((mask == theirs).all())
-            ):
-                advice.append(
-                    f"{name} drops the same places on ranks 0 and {rank}, which have different samples: seed them apart"
-                )
-                return findings, advice
-    return findings, advice

@@ -14,8 +14,9 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from mmm_verify.dropout import dropout_advice, dropout_findings
 from mmm_verify.errors import ConfigError, is_for_user
-from mmm_verify.evaluate import ROUNDED_AT_MOST, Evaluation, dropout_findings
+from mmm_verify.evaluate import ROUNDED_AT_MOST, Evaluation
 from mmm_verify.rank import run_rank
 from mmm_verify.ranks.ranks import Rank, RanksFailed, blame, fork_ranks
 from mmm_verify.reference import Reference, compute_reference, make_batch
@@ -101,7 +102,7 @@ def verify_subject(subject: Subject, timeout: float = TIMEOUT) -> Verdict:
     alone = f"the same twice{reference.split}"
     verdict = replace(verdict, compared={"model": alone, **verdict.compared})
     if verdict.same and reference.has_dropout:
-        verdict = _with_dropout(subject, reference, verdict, evaluation.loss_axes, timeout)
+        verdict = _with_dropout(evaluation, verdict, timeout)
     return verdict
 
 
@@ -178,16 +179,17 @@ def _rounds_more(types: Counter[tuple[str, torch.dtype]], expected: Counter[tupl
     return False
 
 
-def _with_dropout(
-    subject: Subject, reference: Reference, verdict: Verdict, loss_axes: Sequence[str], timeout: float
-) -> Verdict:
+def _with_dropout(evaluation: Evaluation, verdict: Verdict, timeout: float) -> Verdict:
     """Once more, with dropout."""
+    subject, reference = evaluation.subject, evaluation.reference
     try:
         observed = fork_ranks(run_rank, verdict.ranks, subject, reference, True, timeout + MORE, timeout=timeout)
     except RanksFailed as error:
         return _failed(verdict, error)
-    findings, advice = dropout_findings(subject, loss_axes, [rank.parallel for rank in observed])
+    dropped = [rank.parallel for rank in observed]
+    findings = dropout_findings(subject, evaluation.loss_axes, dropped)
     if findings:
         return replace(verdict, result=NOT_SAME, findings=tuple(findings), first=findings[0].name)
     compared = {**verdict.compared, "dropout": "ranks with the same samples drop the same"}
+    advice = dropout_advice(subject, reference, [rank.parallel for rank in evaluation.ranks], dropped)
     return replace(verdict, compared=compared, advice=tuple(advice))
