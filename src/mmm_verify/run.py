@@ -45,8 +45,8 @@ def verify(
 ) -> Verdict:
     """Whether a parallel program computes what its model does on one device.
 
-    Both take one step in float64, from the same weights and the same global batch, on CPU ranks of this host. Weights,
-    batch, loss, every rank's gradients, and what the step makes of the weights decide; what modules return says where.
+    Both take two steps in float64, from the same weights and the same global batch, on CPU ranks of this host. Weights,
+    batch, loss, every rank's gradients, and what a step makes of the weights decide; what modules return says where.
     Dropout is off for it; whether ranks agree on what is dropped is looked at by itself.
 
     Args:
