@@ -20,7 +20,7 @@ def images(seed):
 READ = {
     "text": lambda seed: TextTokens(TEXT, 16, seed).batch(20, 12, 0, 12).inputs,
     "random": lambda seed: RandomTokens(50, 16, seed).batch(2, 8, 0, 8).inputs,
-    "order": lambda seed: ImageBatches(FakeImages(64, (1, 8, 8), 64, 0), 16, seed).batch(5).labels,
+    "order": lambda seed: ImageBatches(FakeImages(64, (1, 8, 8), 64, 0), 16, seed).batch(5).targets,
     "fake": lambda seed: images(seed).pixels(range(16)),
 }
 AS_BEFORE = {

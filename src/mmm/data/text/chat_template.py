@@ -147,16 +147,13 @@ def chat_template_of(tokenizer: Tokenizer) -> ChatTemplate:
     if own.template:
         return ChatTemplate(own)
     tokens = dict(own.special_tokens)
-    if "eos_token" not in tokens and tokenizer.kind in ("bytes", "chars"):
-        tokens["eos_token"] = END_OF_TEXT if _has_end(tokenizer) else ""
+    if "eos_token" not in tokens and tokenizer.splittable:  # bytes, or characters
+        try:
+            tokenizer.encode(END_OF_TEXT.encode())
+            tokens["eos_token"] = END_OF_TEXT
+        except DataError:  # none of the characters
+            tokens["eos_token"] = ""
     return ChatTemplate(ChatFormat(DEFAULT, tokens))
-
-
-def _has_end(tokenizer: Tokenizer) -> bool:
-    try:
-        return len(tokenizer.encode(END_OF_TEXT.encode())) == 1
-    except DataError:
-        return False
 
 
 def _marked_spans(text: str) -> list[Span]:
