@@ -12,6 +12,7 @@ from mmm.trainer import vit  # which mmm.examples.vit is
 from mmm.trainer.config.command_line import parse
 from mmm_lab.cli.main import SUBCOMMANDS
 from mmm_lab.cli.main import main as mmm
+from mmm_lab.cli.parser import Parser
 from mmm_launch.spec.options import parse as launch
 from support.pages import ROOT, blocks
 
@@ -43,6 +44,7 @@ def check_command(line, monkeypatch):
         return found, rest
 
     with monkeypatch.context() as patch:
+        patch.delattr(Parser, "parse_args")  # which would look for unknown words after the one below
         patch.setattr(argparse.ArgumentParser, "parse_args", and_no_more)
         patch.setattr(argparse.ArgumentParser, "parse_known_args", and_a_trainers)
         patch.setattr("mmm.history.record.trackers.PACKAGES", dict.fromkeys(PACKAGES, "json"))  # as if installed
