@@ -40,7 +40,7 @@ import startup_cost as measure
 from startup_cost import Start
 
 from mmm.errors import ConfigError, UserError
-from mmm_lab.runs.curves import fitting_width, save_curves, terminal_curves
+from mmm_lab.runs.curves import save_curves
 
 CPU_BOUND = 0.28
 WALL_BOUND = 0.40
@@ -171,9 +171,8 @@ def curve(args: argparse.Namespace) -> bool:
         imported = measure.one_import(PROGRAM, args.repeats, folder)
         by_ranks = dict(sweep(args.ranks, ways, args.repeats, args.mpiexec, folder))
     print(f"\n{table(by_ranks, ways, imported)}")
-    cpu = {way: [(ranks, costs[way].cpu) for ranks, costs in by_ranks.items()] for way in ways}
-    print(terminal_curves(cpu, "CPU-seconds to start, against ranks", fitting_width()))
     if args.png is not None:
+        cpu = {way: [(ranks, costs[way].cpu) for ranks, costs in by_ranks.items()] for way in ways}
         seconds = {way: [(ranks, costs[way].seconds) for ranks, costs in by_ranks.items()] for way in ways}
         print(f"picture: {save_curves({'start-up [s]': seconds, 'CPU time [s]': cpu}, args.png)}")
     if "forked" not in ways or len(by_ranks) < 2:

@@ -1,9 +1,20 @@
-"""Bytes and seconds as people read them."""
+"""Numbers as people read them: counts of things, bytes, seconds."""
 
 from __future__ import annotations
 
 KIB, MIB, GIB = 2**10, 2**20, 2**30
 TIMES = ((86400.0, "days"), (3600.0, "h"), (60.0, "min"), (1.0, "s"))
+
+
+def counted(number: float, noun: str, plural: str = "") -> str:
+    """A number with its noun, as "1 rank", "2,000 ranks".
+
+    Args:
+        plural: of the noun, where that is not an s more.
+    """
+    if number == 1:
+        return f"1 {noun}"
+    return f"{number:,.15g} {plural or noun + 's'}"
 
 
 def size(count: float, decimals: int | None = None) -> str:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from mmm.units import GIB, MIB, duration, size
+from mmm.units import GIB, MIB, counted, duration, size
 
 
 @pytest.mark.parametrize(
@@ -31,3 +31,9 @@ def test_durations(seconds, text, exact, short):
 )
 def test_sizes(count, text, exact):
     assert (size(count), size(count, 2)) == (text, exact)
+
+
+def test_a_number_with_its_noun():
+    assert counted(1, "rank") == "1 rank"
+    assert counted(0, "rank") == "0 ranks"
+    assert counted(2000, "process", "processes") == "2,000 processes"

@@ -8,7 +8,6 @@ once, to follow this one however it ends, so that one that is killed with its ho
 from __future__ import annotations
 
 import json
-import math
 import os
 import re
 from collections.abc import Mapping
@@ -213,14 +212,6 @@ def status(folder: Path) -> list[str]:
     if campaign.over:
         return [*lines, f"over: {campaign.over}"]
     lines.append(f"job {campaign.queued} waits" if campaign.queued else "no job is known to wait")
-    try:
-        steps = read_run(folder, columns=()).steps  # of the optimizer, also where a run logs epochs
-    except RecordError:
-        steps = None
-    made = saved - campaign.jobs[0].at if campaign.jobs else 0
-    if steps and made > 0:
-        left = math.ceil((steps - saved) * len(campaign.jobs) / made)
-        lines.append(f"saved: step {saved:,} of {steps:,.0f}; about {left:,} more jobs like these")
     return lines
 
 

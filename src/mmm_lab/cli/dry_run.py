@@ -13,7 +13,6 @@ from mmm.errors import ConfigError
 from mmm.runtime.ranks import whoami
 from mmm_lab.cli.parser import Parser
 from mmm_lab.cli.sizes import parse_bytes
-from mmm_lab.cli.written import write_json
 from mmm_launch.program import target as targets
 from mmm_launch.program.target import Target
 
@@ -28,12 +27,12 @@ docs/plan.md says what a dry run sees, and what it does not.
 NOT_FITTING_EXIT = 1
 FAILED_EXIT = 1
 LAUNCHERS = ("launch", "mpiexec", "mpirun", "srun", "torchrun")
-VALUED = ("--rank", "--memory", "--json")  # flags that take a value
+VALUED = ("--rank", "--memory")  # flags that take a value
 PYTHONS = ("python", "python3", sys.executable)
 
 
 def main(argv: list[str]) -> int:
-    """Make the dry run, print and write what it found; of several ranks here, rank 0 does. Returns the exit code.
+    """Make the dry run, and print what it found; of several ranks here, rank 0 does. Returns the exit code.
 
     Raises:
         UserError: wrong flags, or whatever the program refuses.
@@ -46,8 +45,6 @@ def main(argv: list[str]) -> int:
     if args.rank is not None and not 0 <= args.rank < args.world_size:
         raise ConfigError(f"--rank {args.rank}: it is not between 0 and {args.world_size - 1}")
     budget = None if args.memory is None else int(parse_bytes(args.memory, "--memory"))
-    if args.json is not None and not args.json.absolute().parent.is_dir():
-        raise ConfigError(f"--json {args.json}: there is no folder {args.json.parent}")
     target = target_of(command)
     if not whoami().is_main:
         return 0
@@ -66,14 +63,13 @@ def main(argv: list[str]) -> int:
     if budget is None:
         budget = _device_memory(found.ranks[0].device)
     print(dry_run_report.text_of(found, budget), flush=True)
-    write_json(args.json, dry_run_report.json_of(found, budget, ["mmm", "dry-run", *argv]))
     return 0 if dry_run_report.verdict(found, budget)[0] else NOT_FITTING_EXIT
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = Parser(
         prog="mmm dry-run",
-        usage="mmm dry-run WORLD_SIZE [--rank R] [--memory SIZE] [--json FILE] -- PROGRAM …",
+        usage="mmm dry-run WORLD_SIZE [--rank R] [--memory SIZE] -- PROGRAM …",
         description=__doc__,
         epilog=EPILOG,
     )
@@ -84,7 +80,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--memory", metavar="SIZE", help="of a rank's device, such as 64GiB (what the device here has, if there is one)"
     )
-    parser.add_argument("--json", metavar="FILE", type=Path, help="where to write all of it")
     return parser
 
 

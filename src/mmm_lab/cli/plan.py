@@ -193,18 +193,19 @@ def _report(args: argparse.Namespace, search: Search, found: Found) -> None:
 def _run_lines(args: argparse.Namespace, search: Search, best: Candidate, launch: str) -> list[str]:
     """What the whole run takes, and the line that submits it."""
     from mmm_lab.planner import script
-    from mmm_lab.planner.campaign import lines_of, run_cost
+    from mmm_lab.planner.campaign import lines_of, steps_between_saves, steps_for
     from mmm_launch.machines.queues import not_taken, queue_for
 
     tokens, walltime = run_of(args)
-    cost = run_cost(search, best, tokens)
     before_end = 0.0 if walltime is None else time_to_save(walltime)
-    lines = lines_of(cost, walltime, before_end)
+    lines = lines_of(search, best, tokens, walltime, before_end)
     machine = search.machine
     if walltime is not None and machine.scheduler:
         project = f" --project {script.PROJECT}" if "{project}" in " ".join(machine.script) else ""
         data = f"--text {script.FOLDER} " if search.spec.program == "mmm.trainer.lm" else ""
-        saves = f"{data}--max_iters {cost.steps} --checkpoint_every {cost.interval} --outdir runs/a"
+        steps = steps_for(search, tokens)
+        every = steps_between_saves(best, steps)
+        saves = f"{data}--max_iters {steps} --checkpoint_every {every} --outdir runs/a"
         queue = queue_for(machine, machine.hosts, walltime)
         why_not = not_taken(machine, queue, machine.hosts, walltime)
         if why_not:

@@ -10,7 +10,6 @@ from typing import Any
 from mmm.errors import RecordError, UserError
 from mmm.outside import printable_lines, read_json
 from mmm.runtime import startup
-from mmm_lab.cli import show
 from mmm_lab.cli.parser import Parser
 from mmm_lab.cli.startup_logs import LoggedStart, read_log
 
@@ -24,7 +23,7 @@ and a later one with a date and a step, `[2023-11-02 18:34:13,122] … step=0`.
 
 
 def main(argv: list[str]) -> int:
-    """Print the table, the parts of a single run, and the plot. Returns 0. Raises UserError without any start."""
+    """Print the table and the parts of a single run. Returns 0. Raises UserError without any start."""
     parser = Parser(prog="mmm startup", description=__doc__, epilog=EPILOG)
     parser.add_argument("paths", nargs="+", metavar="RUN|LOG", type=Path)
     parser.add_argument(
@@ -53,17 +52,12 @@ def main(argv: list[str]) -> int:
     print(printable_lines(table(starts)))
     if args.parts or len(starts) == len(tables) == 1:
         print(printable_lines("\n" + "\n\n".join(tables)))
-    curves = {
-        name: [(each.ranks, each.seconds) for each in starts if each.model == name]
-        for name in dict.fromkeys(each.model for each in starts)
-    }
-    if len(starts) > 1:
-        from mmm_lab.runs.curves import fitting_width, terminal_curves
-
-        show("\n" + terminal_curves(curves, "start-up: seconds against ranks", fitting_width()))
     if args.png:
         from mmm_lab.runs.curves import save_curves
 
+        curves: dict[str, list[tuple[float, float]]] = {}
+        for start in starts:
+            curves.setdefault(start.model, []).append((start.ranks, start.seconds))
         print(f"picture: {save_curves({'start-up [s]': curves}, args.png)}")
     return 0
 

@@ -75,7 +75,7 @@ def parser() -> argparse.ArgumentParser:
         help="a line for the scheduler: --directive=--gpus-per-node=4",
     )
     add("--dry-run", "--show", action="store_true", help="print the script and what would submit it, and do nothing")
-    add("--status", metavar="DIR", type=Path, help="the jobs that this run's folder has had, and how many are to come")
+    add("--status", metavar="DIR", type=Path, help="the jobs that this run's folder has had, and which one waits")
     add("--stop", metavar="DIR", type=Path, help="no other job follows the one of this run's folder that runs")
     inside = made.add_argument_group("what a job's script calls")
     inside.add_argument("--begin", metavar="DIR", type=Path, help="queue the next job; exit code 1: nothing is to do")

@@ -242,8 +242,6 @@ MATRIX: dict[str, dict[str, str]] = {
         "pp2·tp2": "1F1B",
     },
     "regression": {"1": "-", "dp2": "fsdp", "tp2": "-", "pp2": "1F1B", "dp2·tp2": "-", "pp2·dp2": "-"},
-    # Under FSDP all ranks have to call the same units.
-    "branches": {"dp2": "ddp zero1 zero2", "dp4": "ddp zero1", "dp2·tp2": "zero1"},
     "batch_norm": {
         "1": "-",
         "dp2": _ALL_DP,

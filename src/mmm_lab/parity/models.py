@@ -24,7 +24,6 @@ NAMES = (
     "plain_gpt",
     "head_norm",
     "regression",
-    "branches",
     "batch_norm",
     "vit",
     "cnn",

@@ -104,27 +104,6 @@ def regression_plan() -> Plan:
     )
 
 
-def branches_plan() -> Plan:
-    """The plan of `fixtures.branches.Branches`, any size: up by columns, down by rows."""
-    return Plan(
-        tensor={
-            "first": Replicated(),
-            "branches.*.up": ColwiseParallel(),
-            "branches.*.down": RowwiseParallel(),
-            "branches.*.extra": Replicated(),
-            "head": Replicated(),
-        },
-        fsdp_units=("branches.*", "head"),
-        checkpointed=("branches.*",),
-        refused={
-            "pp": "which branch a sample takes is known only as it arrives",
-            "cp": "the perceptron has no sequence to shard",
-            "ep": "the perceptron has no experts",
-        },
-        check=_check_hidden,
-    )
-
-
 def batch_norm_plan() -> Plan:
     """The plan of `fixtures.batch_norm.BatchNormNet`, of any size: the perceptron by columns, then rows; norms are
     replicated."""

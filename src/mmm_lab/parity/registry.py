@@ -6,7 +6,6 @@ from mmm.parallel.plans.transformer import transformer_plan
 from mmm.parallel.plans.vit import vit_plan
 from mmm_lab.parity.fixtures import (
     batch_norm,
-    branches,
     cnn,
     gpt,
     gpt_dropout,
@@ -19,7 +18,7 @@ from mmm_lab.parity.fixtures import (
     vit,
 )
 from mmm_lab.parity.parity_model import ParityModel
-from mmm_lab.parity.plans import batch_norm_plan, branches_plan, head_norm_plan, plain_gpt_plan, regression_plan
+from mmm_lab.parity.plans import batch_norm_plan, head_norm_plan, plain_gpt_plan, regression_plan
 
 REGISTRY = {
     "transformer": ParityModel(
@@ -51,12 +50,6 @@ REGISTRY = {
         model=regression.Regression,
         plan=regression_plan,
         batch=regression.make_batch,
-        loss=regression.squared_error,
-    ),
-    "branches": ParityModel(
-        model=branches.Branches,
-        plan=branches_plan,
-        batch=branches.make_batch,
         loss=regression.squared_error,
     ),
     "batch_norm": ParityModel(

@@ -15,8 +15,8 @@ of steps again.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
+from mmm.units import counted
 from mmm_lab.planner.candidate import Candidate
 from mmm_lab.planner.memory import STATE, WIDTHS
 from mmm_lab.planner.search import Search
@@ -25,62 +25,44 @@ SAVED_EVERY = 1800.0  # s between two checkpoints of the line that is printed
 KEPT = 2  # checkpoints that stay, as of the trainers' --keep
 
 
-@dataclass(frozen=True)
-class RunCost:
+def steps_for(search: Search, tokens: float) -> int:
+    """Steps that make so many tokens, or a few more; of a model with a sequence length."""
+    return math.ceil(tokens / (search.global_batch * search.spec.seq_length))
+
+
+def steps_between_saves(candidate: Candidate, steps: int) -> int:
+    """Of a run of so many steps."""
+    return max(1, min(steps, round(SAVED_EVERY / candidate.cost.seconds)))
+
+
+def lines_of(
+    search: Search, candidate: Candidate, tokens: float, walltime: float | None, before_end: float
+) -> list[str]:
+    """The figures, in words.
+
+    Args:
+        walltime: seconds of a job, where one is asked for. before_end: of these, what is left for saving.
     """
-    Attributes:
-        tokens: that were asked for. steps: that make as many, or a few more.
-        seconds: of all steps. hosts: that are busy meanwhile.
-        checkpoint: bytes of one. interval: steps between two.
-    """
-
-    tokens: float
-    steps: int
-    seconds: float
-    hosts: int
-    checkpoint: float
-    interval: int
-
-    @property
-    def node_hours(self) -> float:
-        return self.hosts * self.seconds / 3600
-
-    def jobs(self, walltime: float, before_end: float) -> int:
-        """How many jobs of `walltime` seconds make the steps, each of which saves `before_end` before its end."""
-        return math.ceil(self.seconds / (walltime - before_end))
-
-
-def run_cost(search: Search, candidate: Candidate, tokens: float) -> RunCost:
-    """What `tokens` take on a layout; of a model with a sequence length."""
-    steps = math.ceil(tokens / (search.global_batch * search.spec.seq_length))
-    storage, _ = WIDTHS[search.dtype]
-    checkpoint = search.spec.parameters * storage * (1 + STATE[search.optimizer])
-    interval = max(1, min(steps, round(SAVED_EVERY / candidate.cost.seconds)))
-    return RunCost(tokens, steps, steps * candidate.cost.seconds, search.machine.hosts, checkpoint, interval)
-
-
-def lines_of(cost: RunCost, walltime: float | None, before_end: float) -> list[str]:
-    """The figures, in words. `walltime`: seconds of a job, where one is asked for."""
-    days = cost.seconds / 86400
-    long = f"{days:,.1f} days" if days >= 1 else f"{cost.seconds / 3600:.3g} hours"
-    lines = [
-        f"{cost.tokens:,.0f} tokens: {cost.steps:,} steps, {long} of steps, "
-        f"{f'{cost.node_hours:,.0f}' if cost.node_hours >= 100 else f'{cost.node_hours:.3g}'} node-hours"
-    ]
+    steps = steps_for(search, tokens)
+    seconds = steps * candidate.cost.seconds
+    hours = seconds / 3600
+    node_hours = search.machine.hosts * hours
+    time = f"{hours / 24:,.1f} days" if hours >= 24 else f"{hours:.3g} hours"
+    spent = f"{node_hours:,.0f}" if node_hours >= 100 else f"{node_hours:.3g}"
+    lines = [f"{tokens:,.0f} tokens: {counted(steps, 'step')}, {time} of steps, {spent} node-hours"]
     if walltime is not None:
-        jobs = cost.jobs(walltime, before_end)
-        lines.append(
-            f"{jobs:,} job{'s' * (jobs > 1)} of {walltime / 3600:g} h, of which the last {before_end / 60:g} min are "
-            "for saving; start-up comes on top"
-        )
-    size = cost.checkpoint
-    lines.append(
-        f"a checkpoint is {_size(size)}; {KEPT} stay (--keep), {_size(KEPT * size)}, and {_size((KEPT + 1) * size)} "
-        "while one is written"
-    )
+        jobs = math.ceil(seconds / (walltime - before_end))
+        saving = f"the last {before_end / 60:g} min are for saving"
+        lines.append(f"{counted(jobs, 'job')} of {walltime / 3600:g} h, of which {saving}; start-up comes on top")
+    storage, _ = WIDTHS[search.dtype]
+    size = search.spec.parameters * storage * (1 + STATE[search.optimizer])
+    disk = f"{_size(KEPT * size)}, and {_size((KEPT + 1) * size)} while one is written"
+    lines.append(f"a checkpoint is {_size(size)}; {KEPT} stay (--keep), {disk}")
     return lines
 
 
 def _size(size: float) -> str:
-    name, unit = next(((name, unit) for name, unit in (("TB", 1e12), ("GB", 1e9)) if size >= unit), ("MB", 1e6))
-    return f"{size / unit:,.2f} {name}"
+    for name, unit in (("TB", 1e12), ("GB", 1e9)):
+        if size >= unit:
+            return f"{size / unit:,.2f} {name}"
+    return f"{size / 1e6:,.2f} MB"

@@ -1,10 +1,6 @@
-"""What a dry run shows: tables of memory and of collectives, whether it fits, and all of it as JSON."""
+"""What a dry run shows: tables of memory and of collectives, and whether it fits."""
 
 from __future__ import annotations
-
-from collections.abc import Sequence
-from dataclasses import asdict
-from typing import Any
 
 from mmm import units
 from mmm.traffic.count import OperationTraffic
@@ -69,42 +65,3 @@ def verdict(found: DryRun, budget: int | None) -> tuple[bool, str]:
     over = f"{units.size(peak.bytes - budget, 2)} more than {units.size(budget, 2)}"
     where = f"in {peak.phase}, {peak.doing}"
     return False, f"does not fit: {needs}, {over}, {where}; the largest part, {most}, has {units.size(size, 2)}"
-
-
-def json_of(found: DryRun, budget: int | None, command: Sequence[str]) -> dict[str, Any]:
-    """All of it."""
-    first = found.ranks[0]
-    return {
-        "command": list(command),
-        "world_size": found.world_size,
-        "layout": first.layout,
-        "device": first.device,
-        "precision": first.precision,
-        "memory_budget": budget,
-        "fits": None if budget is None else verdict(found, budget)[0],
-        "peak_bytes": found.worst.peak.bytes,
-        "worst_rank": found.worst.rank,
-        "notes": list(first.notes),
-        "ranks": [_json_of_rank(report) for report in found.ranks],
-    }
-
-
-def _json_of_rank(report: RankReport) -> dict[str, Any]:
-    return {
-        "rank": report.rank,
-        "coordinates": report.coordinates,
-        "seconds": report.seconds,
-        "peak": asdict(report.peak),
-        "peaks": [asdict(peak) for peak in report.peaks.values()],
-        "collectives": [
-            {
-                "axis": axis,
-                "operation": operation,
-                "calls": entry.calls,
-                "payload_bytes": entry.payload,
-                "sent_bytes": round(entry.sent),
-            }
-            for (axis, operation), entry in totals(report).items()
-        ],
-        "calls": [[sent.axis, sent.call.operation, sent.call.payload] for sent in report.calls],
-    }

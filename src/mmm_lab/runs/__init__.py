@@ -1,1 +1,1 @@
-"""Many runs, read from outside: a table of them, their start-up times in one plot, where two of them differ."""
+"""Many runs, read from outside: a table of them, their start-up times in one picture, where two of them differ."""

@@ -1,16 +1,11 @@
-"""Several curves against the number of ranks, in a terminal and as a picture."""
+"""Several curves against the number of ranks, as a picture."""
 
-import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from mmm.errors import RecordError
-from mmm.history.plots.series import Series
 from mmm.history.plots.style import new_figure, save, style
-from mmm.history.plots.terminal import LETTERS, plot_by_letters
 from mmm.history.record.folder import reason
 from mmm.palette import SERIES
 
@@ -18,22 +13,6 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 Curves = Mapping[str, Sequence[tuple[float, float]]]  # name: its points
-HEIGHT = 20  # characters
-
-
-def terminal_curves(curves: Curves, title: str, width: int) -> str:
-    """The curves' points as letters, with a legend below."""
-    drawn = [
-        Series(name, title, "", np.array([x for x, _ in points]), "ranks", np.array([y for _, y in points]))
-        for name, points in curves.items()
-    ]
-    top = max(float(s.y.max()) for s in drawn)
-    legend = "   ".join(f"{letter} {s.name}" for letter, s in zip(LETTERS, drawn, strict=False))
-    return f"{plot_by_letters(drawn, title, 0.0, 1.05 * top, width, HEIGHT)}  {legend}\n"
-
-
-def fitting_width() -> int:
-    return min(shutil.get_terminal_size((100, 30)).columns, 100)
 
 
 def curves_figure(panels: Mapping[str, Curves]) -> "Figure":

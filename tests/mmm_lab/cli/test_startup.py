@@ -1,4 +1,4 @@
-"""``mmm startup`` as a command: the table, the plot, the picture, and what is refused."""
+"""``mmm startup`` as a command: the table, the picture, and what is refused."""
 
 import json
 
@@ -45,7 +45,7 @@ def made_record(folder, **more):
     return str(folder)
 
 
-def test_table_and_plot_of_logs(study, capsys):
+def test_table_of_logs(study, capsys):
     assert command.main(study) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split() for line in lines[:4]] == [
@@ -54,12 +54,6 @@ def test_table_and_plot_of_logs(study, capsys):
         ["GPT25B", "8", "2023-11-02", "18:33:23", "2023-11-02", "18:33:50", "27", "a-nhosts1-ngpu8-.log"],
         ["GPT25B", "16", "2023-11-02", "18:59:52", "2023-11-02", "19:00:46", "54", "b-nhosts1-ngpu16-.log"],
     ]
-    assert any("seconds against ranks" in line for line in lines)
-    assert lines[-1] == "  a GPT1T   b GPT25B"
-    drawn = [line for line in lines if "│" in line]
-    assert sum(line.count("b") for line in drawn) == 2
-    assert sum(line.count("a") for line in drawn) == 1
-    assert max(map(len, lines)) <= 100
 
 
 def test_a_study_of_119_logs_is_one_table(tmp_path, capsys):
@@ -109,8 +103,7 @@ def test_records(study, tmp_path, capsys):
 
 
 def test_wrong_flags(capsys):
-    with pytest.raises(SystemExit) as stop:
-        cli.main(["startup"])
-    assert stop.value.code == 2
+    assert cli.main(["startup"]) == 2
+    assert "RUN|LOG" in capsys.readouterr().err
     assert cli.main(["startup", "no/such.log"]) == 2
     assert "no/such.log" in capsys.readouterr().err

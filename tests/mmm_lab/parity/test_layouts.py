@@ -17,7 +17,6 @@ MODELS = (
     "plain_gpt",
     "head_norm",
     "regression",
-    "branches",
     "batch_norm",
     "vit",
     "cnn",

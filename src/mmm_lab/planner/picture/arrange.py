@@ -34,11 +34,11 @@ class Arrangement:
 
     @cached_property
     def columns_axis(self) -> str:
-        """The innermost axis, besides pp, on which these ranks differ, or one on which more do, if they have room."""
-        counts = {axis: len({self._place(rank)[axis] for rank in self.ranks}) for axis in PLACES}
-        inner = next((axis for axis in reversed(PLACES[1:]) if counts[axis] > 1), "tp")
-        longest = max(PLACES[1:], key=lambda axis: counts[axis])
-        return longest if counts["pp"] * counts[longest] <= MOST_COLUMNS and counts[longest] > counts[inner] else inner
+        """The innermost axis, besides pp, on which these ranks differ."""
+        for axis in reversed(PLACES[1:]):
+            if len({self._place(rank)[axis] for rank in self.ranks}) > 1:
+                return axis
+        return "tp"
 
     def _place(self, rank: int) -> dict[str, int]:
         """Coordinates, of which ep takes its part of dp_shard: side by side are ranks of one ep group, below each other
@@ -51,7 +51,7 @@ class Arrangement:
         """Of each rank: stage, row and column."""
         places = {rank: self._place(rank) for rank in self.ranks}
         count = len({place[self.columns_axis] for place in places.values()})
-        per_row = next(n for n in range(min(count, self.most_columns), 0, -1) if count % n == 0)
+        per_row = next(n for n in range(min(count, MOST_COLUMNS), 0, -1) if count % n == 0)
         found, rows = {}, dict[tuple[int, ...], int]()
         for rank, place in places.items():
             turn, column = divmod(place[self.columns_axis], per_row)
@@ -60,11 +60,6 @@ class Arrangement:
             found[rank] = place["pp"], row, column
         first = min(stage for stage, _, _ in found.values())
         return {rank: (stage - first, row, column) for rank, (stage, row, column) in found.items()}
-
-    @property
-    def most_columns(self) -> int:
-        stages = len({self.facts.layout.coordinates(rank)["pp"] for rank in self.ranks})
-        return 4 if len(self.ranks) % 4 == 0 and len(self.ranks) > 8 and stages == 1 else MOST_COLUMNS
 
     @cached_property
     def counts(self) -> tuple[int, int, int]:
