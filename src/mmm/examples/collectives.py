@@ -82,26 +82,34 @@ COLLECTIVES = {
 
 def buffers(collective: Collective, part: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """(before, after) of this rank, float32; parts are of `part` numbers. Rank r begins with 10 r, 10 r + 1, …"""
-    sides = (part * (1 if side == "shard" else dist.get_world_size()) for side in (collective.begins, collective.ends))
-    before, after = (torch.arange(size, dtype=torch.float32, device=device) + 10 * dist.get_rank() for size in sides)
-    return before, after
+    full = torch.arange(part * dist.get_world_size(), dtype=torch.float32, device=device) + 10 * dist.get_rank()
+    shard = full[:part]
+    before = shard if collective.begins == "shard" else full
+    after = shard if collective.ends == "shard" else full
+    return before.clone(), after.clone()
 
 
 def show(collective: Collective, device: torch.device) -> tuple[list[int], list[int]]:
     """What this rank has before and after, in numbers; [] for nothing. A collective."""
     before, after = buffers(collective, 1, device)
     collective.call(before, after)
-    elsewhere = collective.alone if dist.get_rank() else ""
-    return [] if elsewhere == "begins" else before.int().tolist(), [] if elsewhere == "ends" else after.int().tolist()
+    numbers = {"begins": before.int().tolist(), "ends": after.int().tolist()}
+    if collective.alone and dist.get_rank() != 0:
+        numbers[collective.alone] = []
+    return numbers["begins"], numbers["ends"]
 
 
 def drawn(name: str, by_rank: Sequence[tuple[list[int], list[int]]]) -> str:
     """A line a rank: what it has before and after."""
-    lines = [f"{name.replace('_', '-'):16} {'before':<{3 * len(by_rank)}}     after"]
+    width = 3 * len(by_rank)
+    lines = [f"{name.replace('_', '-'):16} {'before':<{width}}     after"]
     for rank, (before, after) in enumerate(by_rank):
-        left, right = (" ".join(f"{number:2d}" for number in side) or "-" for side in (before, after))
-        lines.append(f"  rank {rank:<9} {left:<{3 * len(by_rank)}}  →  {right}")
+        lines.append(f"  rank {rank:<9} {in_a_row(before):<{width}}  →  {in_a_row(after)}")
     return "\n".join(lines)
+
+
+def in_a_row(numbers: list[int]) -> str:
+    return " ".join(f"{number:2d}" for number in numbers) or "-"
 
 
 def seconds(collective: Collective, part: int, repeats: int, device: torch.device) -> float:
@@ -119,8 +127,9 @@ def seconds(collective: Collective, part: int, repeats: int, device: torch.devic
 
 
 def train(config: Config) -> None:
-    if (least := min(config.sizes, default=0)) < 4 or config.repeats < 1:
-        raise ConfigError(f"--repeats {config.repeats} --sizes {least}: repeats begin at 1, and sizes at 4 bytes")
+    smallest = min(config.sizes, default=0)
+    if smallest < 4 or config.repeats < 1:
+        raise ConfigError(f"--repeats {config.repeats} --sizes {smallest}: repeats begin at 1, and sizes at 4 bytes")
     ranks = whoami().world_size
     if config.break_ and ranks == 1:
         raise ConfigError("--break absent on 1 rank: nobody waits for it; start with `launch -n 4`")
@@ -137,15 +146,25 @@ def train(config: Config) -> None:
             run.log.info("%s", drawn(name, by_rank))
         if ranks == 1:
             run.note("one rank: nothing moves, so there is no bandwidth; start with `launch -n 4`")
-        for asked in config.sizes:
-            size = 4 * ranks * (part := max(asked // 4 // ranks, 1))  # bytes, and numbers of a part
-            row, lines = {"bytes": float(size)}, [HEAD]
-            for name, collective in COLLECTIVES.items():
-                times, took = factor(name, ranks), seconds(collective, part, config.repeats, run.device)
-                row |= {f"{name}_seconds": took, f"{name}_gbps": times * size / took / 1e9}
-                lines.append(f"{name:16}{size:12,}{times:8.2f}{took:12.6f}{times * size / took / 1e9:10.3f}")
-            run.log.info("GB/s: factor · S / seconds, 10⁹ bytes\n%s", "\n".join(lines))
-            add_row(run, row)
+        for size in config.sizes:
+            part = max(size // 4 // ranks, 1)  # numbers of 4 bytes
+            add_row(run, time_all(run, part, config.repeats))
+
+
+def time_all(run: example.Run, part: int, repeats: int) -> dict[str, float]:
+    """Time each collective on parts of `part` numbers, log a table; what the record gets. A collective."""
+    ranks = run.rank.world_size
+    size = 4 * part * ranks  # bytes of the whole buffer
+    row = {"bytes": float(size)}
+    lines = [HEAD]
+    for name, collective in COLLECTIVES.items():
+        took = seconds(collective, part, repeats, run.device)
+        gbps = factor(name, ranks) * size / took / 1e9
+        row[f"{name}_seconds"] = took
+        row[f"{name}_gbps"] = gbps
+        lines.append(f"{name:16}{size:12,}{factor(name, ranks):8.2f}{took:12.6f}{gbps:10.3f}")
+    run.log.info("GB/s: factor · S / seconds, 10⁹ bytes\n%s", "\n".join(lines))
+    return row
 
 
 if __name__ == "__main__":
