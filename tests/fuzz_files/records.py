@@ -15,7 +15,6 @@ from mmm.history.record.folder import JOURNAL
 from mmm.history.record.journal import Header
 from mmm.history.record.resume import Resume, check_over
 from mmm.runtime import startup
-from mmm_lab.cli import compare as cli_compare
 from mmm_lab.cli import history as cli_history
 from mmm_lab.cli import runs as cli_runs
 from mmm_lab.cli import startup as cli_startup
@@ -95,14 +94,12 @@ def make_many(folder: Path) -> None:
 
 
 def read_many(folder: Path) -> Any:
-    """What `mmm runs`, `compare`, `history` and `history --ranks` do; each refuses for itself."""
+    """What `mmm runs`, `history` and `history --ranks` do; each refuses for itself."""
     refused = None
-    finished, killed, sound = (str(folder / name) for name in ("finished", "killed", "sound"))
+    finished, killed = (str(folder / name) for name in ("finished", "killed"))
     for command, argv in (
         (cli_runs, [str(folder), "--sort", "started"]),
         (cli_history, [finished]),
-        (cli_compare, [finished, sound]),
-        (cli_compare, [killed, sound]),
         (cli_history, [killed, "--ranks"]),
     ):
         try:

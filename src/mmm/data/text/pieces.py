@@ -23,17 +23,13 @@ class TextFile(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """Bytes begin … end of a file, and the file's number; `last` where a document ends with it."""
+    """Bytes begin … end of a file; `last` where a document ends with it."""
 
-    file: int
-    text_file: TextFile
+    path: Path
+    jsonl: bool
     begin: int
     end: int
     last: bool
-
-    @property
-    def path(self) -> Path:
-        return self.text_file.path
 
 
 def split(files: Sequence[TextFile], size: int, separator: bytes = b"", splittable: bool = True) -> Iterator[Piece]:
@@ -42,9 +38,9 @@ def split(files: Sequence[TextFile], size: int, separator: bytes = b"", splittab
     Args:
         splittable: a document may be split.
     """
-    for number, text_file in enumerate(files):
-        end_mark = b"\n" if text_file.jsonl else separator
-        with text_file.path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as text:
+    for path, jsonl in files:
+        end_mark = b"\n" if jsonl else separator
+        with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as text:
             begin = 0
             while begin < len(text):
                 end = len(text)
@@ -52,7 +48,7 @@ def split(files: Sequence[TextFile], size: int, separator: bytes = b"", splittab
                     end = _after_documents(text, begin, size, end_mark)
                 elif splittable:
                     end = _after_character(text, begin + size)
-                yield Piece(number, text_file, begin, end, bool(end_mark) or end == len(text))
+                yield Piece(path, jsonl, begin, end, bool(end_mark) or end == len(text))
                 begin = end
 
 
@@ -84,11 +80,10 @@ def read_documents(piece: Piece, separator: bytes, field: str, utf8: bool) -> li
     Raises:
         DataError: a line has no such text; bytes that are not UTF-8, or NUL.
     """
-    is_json = piece.text_file.jsonl  # UTF-8, whatever the tokenizer
     with piece.path.open("rb") as file:
         file.seek(piece.begin)
-        text = check_text(file.read(piece.end - piece.begin), piece.path, piece.begin, utf8 or is_json)
-    if is_json:
+        text = check_text(file.read(piece.end - piece.begin), piece.path, piece.begin, utf8 or piece.jsonl)
+    if piece.jsonl:
         if not piece.begin:
             text = text.removeprefix(b"\xef\xbb\xbf")
         lines = enumerate(text.split(b"\n"))
