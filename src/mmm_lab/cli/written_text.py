@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Sequence
 
@@ -12,7 +11,6 @@ from mmm.outside import printable, printable_lines
 
 WIDTH = 30  # columns of a bar of 100 %
 LINE = 70  # characters of the text before a token that are shown with it
-BOLD, PLAIN = "\x1b[1m", "\x1b[0m"
 
 
 class TextWriter:
@@ -28,7 +26,6 @@ class TextWriter:
         self._stream, self._text, self._steps = TextStream(tokenizer), "", 0
         # On a terminal a model's text moves no cursor; a pipe and a file get it as it is.
         self._terminal = sys.stdout.isatty()
-        self._color = self._terminal and "NO_COLOR" not in os.environ and os.environ.get("TERM") != "dumb"
 
     def begin(self, prompt: Sequence[int], is_part: bool = True) -> None:
         """
@@ -68,8 +65,8 @@ class TextWriter:
         rows = []
         for each, probability in likeliest:
             bar = "#" * round(WIDTH * probability)
-            row = f"  {'>' if each == token else ' '} {100 * probability:5.1f} % {bar:<{WIDTH}} {self._name(each)}"
-            rows.append(f"{BOLD}{row}{PLAIN}" if each == token and self._color else row)
+            mark = ">" if each == token else " "
+            rows.append(f"  {mark} {100 * probability:5.1f} % {bar:<{WIDTH}} {self._name(each)}")
         if all(each != token for each, _ in likeliest):
             rows.append(f"  > {'':7} {'':{WIDTH}} {self._name(token)}")
         return rows

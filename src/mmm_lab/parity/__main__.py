@@ -26,7 +26,7 @@ from mmm.layout import AXES, ScheduleName
 from mmm.runtime.failure import USER_ERROR_EXIT, print_once, report_user_error
 from mmm.runtime.ranks import LONGEST, whoami
 from mmm_lab.parity import models
-from mmm_lab.parity.layouts import ParityCase, canonical, matrix, optimizers_for, ranks_of
+from mmm_lab.parity.layouts import ParityCase, canonical, matrix, optimizers_for, ranks_of, ulysses_of
 
 if TYPE_CHECKING:
     from mmm_lab.parity.report import Comparison
@@ -35,10 +35,7 @@ INTERRUPTED = 130
 TECHNIQUES: dict[str, tuple[str, ...]] = {  # flag that goes with --layout → axes of which it needs one
     "data_parallel": AXES[1:3],
     "schedule": ("pp",),
-    "stages_per_rank": ("pp",),
     "cp_style": ("cp",),
-    "ulysses": ("cp",),
-    "microbatches": (),
     "activation_checkpointing": (),
     "offload": (),
     "data": (),
@@ -63,8 +60,6 @@ class Options:
     steps: int = 10
     global_batch_size: int = 16
     """Samples of a step, which have to be a multiple of the data-parallel ranks: for dp3, say, 18."""
-    seed: int = 0
-    """Of initial weights and data."""
     optimizer: Annotated[tuple[Literal["sgd", "adamw", "lars", "lamb"], ...], tyro.conf.UseAppendAction] = ()
     """Repeatable. Default: sgd, and adamw where one technique stands alone on up to 4 ranks; in some rows of the matrix
     lars and lamb."""
@@ -72,14 +67,8 @@ class Options:
     """For --layout with dp: what its ranks keep. Default: fsdp, which with dp_replicate is hsdp."""
     schedule: ScheduleName | None = None
     """For --layout with pp. Default: 1F1B."""
-    stages_per_rank: int | None = None
-    """For --layout with pp. Default: the fewest that the schedule takes."""
     cp_style: Literal["ring", "ulysses", "usp"] | None = None
     """For --layout with cp. Default: ring."""
-    ulysses: int | None = None
-    """For --cp_style usp: ranks of cp that share heads."""
-    microbatches: int | None = None
-    """For --layout. Default: 2, or with pp what the schedule needs at least."""
     activation_checkpointing: Literal["none", "full", "selective"] | None = None
     """For --layout. Default: none."""
     offload: bool | None = None
@@ -98,14 +87,12 @@ class Options:
 
     def check(self) -> None:
         """Raises ConfigError for the first value that is wrong by itself."""
-        for name in ("steps", "global_batch_size", "microbatches", "stages_per_rank"):
+        for name in ("steps", "global_batch_size"):
             value = getattr(self, name)
-            if value is not None and value < 1:
+            if value < 1:
                 raise ConfigError(f"--{name} {value}: it must be at least 1")
         if not 0 < self.timeout <= LONGEST:
             raise ConfigError(f"--timeout {self.timeout}: it must be greater than 0, and at most {LONGEST:.0e} s")
-        if not 0 <= self.seed < 2**32:
-            raise ConfigError(f"--seed {self.seed}: it must be from 0 to 2³² - 1")
         if not self.layout and (flags := self.techniques()):
             raise ConfigError(f"--{next(iter(flags))} goes with --layout: the matrix has its own")
 
@@ -144,6 +131,7 @@ class Options:
     def _picked(self, model: str, layout: str) -> ParityCase:
         fields = self.techniques()
         fields["checkpointing"] = fields.pop("activation_checkpointing", "none")
+        fields["ulysses"] = ulysses_of(self.cp_style)
         case = ParityCase(model=model, layout=layout, **fields)  # type: ignore[arg-type]
         return replace(case, optimizers=optimizers_for(case))
 
@@ -188,7 +176,7 @@ def compare(options: Options) -> int:
 
     began, devices = time.perf_counter(), run.count_devices(options.device)
     cases = _with_devices(cases, devices, options.device)
-    training = Training(options.steps, options.seed, options.dtype, options.global_batch_size)
+    training = Training(steps=options.steps, dtype=options.dtype, global_batch=options.global_batch_size)
     ready, refused = run.prepare_cases(cases, training)
     if refused and (options.model or not ready):
         raise LayoutError("; ".join(dict.fromkeys(f"--model {case.model}: {why}" for case, why in refused)))

@@ -88,6 +88,11 @@ def ranks_of(texts: Sequence[str]) -> set[int]:
     return counts
 
 
+def ulysses_of(cp_style: object) -> int | None:
+    """Ranks of cp that share heads, in a style that leaves it open."""
+    return 2 if cp_style == "usp" else None
+
+
 def optimizers_for(case: ParityCase) -> tuple[str, ...]:
     """Both where one technique stands alone (on up to 4 ranks: 8 are slow); for products SGD, which shows a gradient
     that is wrong by a factor."""
@@ -271,6 +276,6 @@ def matrix(model: str) -> Iterator[ParityCase]:
         for entry in entries.split():
             own = tuple(name for name in entry.split("+") if name in LARGE_BATCH)
             named = {FIELDS[name]: VALUES.get(name, name) for name in entry.split("+") if name not in ("-", *own)}
-            ulysses = 2 if named.get("cp_style") == "usp" else None
+            ulysses = ulysses_of(named.get("cp_style"))
             case = ParityCase(model=model, layout=canonical(layout), ulysses=ulysses, **named)  # type: ignore[arg-type]
             yield replace(case, optimizers=own or optimizers_for(case))

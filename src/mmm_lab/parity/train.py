@@ -84,10 +84,10 @@ def prepare(parity: ParityModel, case: ParityCase, training: Training) -> Prepar
             f"layout {case.layout}: the global batch of {training.global_batch} samples does not divide over "
             f"{layout.dp} data-parallel coordinates: change --global_batch_size, or dp"
         )
-    microbatches = case.microbatches
-    if microbatches is None and layout.pp == 1:
+    microbatches = None
+    if layout.pp == 1:
         microbatches = min(parity.least_microbatches, training.global_batch // layout.dp)
-    elif microbatches is None and case.schedule in SCHEDULES:
+    elif case.schedule in SCHEDULES:
         microbatches = max(parity.least_microbatches, SCHEDULES[case.schedule].microbatches(layout.pp)[0])
     techniques = replace(case, microbatches=microbatches)
     inputs = batch(parity, training, 0)[0][: training.global_batch // layout.dp]

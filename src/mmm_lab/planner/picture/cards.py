@@ -156,10 +156,14 @@ def _modules(facts: Facts, rank: int, left: float, top: float, width: float) -> 
 
 def _in_order(stages: Sequence[tuple[str, ...]]) -> list[str]:
     """The modules in the order of forward, also where a rank has several stages: embedding, layers, what follows."""
-    every = [module for stage in stages for module in stage]
-    numbered = sorted((m for m in every if m.rpartition(".")[2].isdigit()), key=lambda m: int(m.rpartition(".")[2]))
-    before = [m for m in every if m not in numbered and "embed" in m]
-    return [*before, *numbered, *(m for m in every if m not in numbered and m not in before)]
+
+    def place(module: str) -> tuple[int, int]:
+        last = module.rpartition(".")[2]
+        if last.isdigit():
+            return 1, int(last)
+        return (0, 0) if "embed" in module else (2, 0)
+
+    return sorted((module for stage in stages for module in stage), key=place)
 
 
 def _batch(facts: Facts, rank: int, left: float, top: float, width: float) -> tuple[list[Item], float]:
