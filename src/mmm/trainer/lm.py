@@ -24,7 +24,7 @@ from mmm.parallel.parallel_model import ParallelModel
 from mmm.parallel.plans.language import check_language, language_model, language_plan
 from mmm.runtime.ranks import whoami
 from mmm.trainer.config.command_line import parse, run_main
-from mmm.trainer.config.data import DocumentOptions
+from mmm.trainer.config.data import TextOptions
 from mmm.trainer.config.language_model import LanguageModelOptions, SampleOptions, text_ends
 from mmm.trainer.config.layout import SequenceLayoutOptions, techniques_of
 from mmm.trainer.config.presets import preset_defaults
@@ -78,7 +78,7 @@ class Config:
 
     model: LanguageModelOptions = LanguageModelOptions()
     experts: ExpertOptions = ExpertOptions()
-    data: DocumentOptions = DocumentOptions()
+    data: TextOptions = TextOptions()
     layout: SequenceLayoutOptions = SequenceLayoutOptions()
     optimizer: LanguageOptimizer = LanguageOptimizer(max_norm=1.0, warmup=10)
     memory: MemoryOptions = MemoryOptions()

@@ -92,12 +92,7 @@ class Config:
         check_resume(self.checkpoint, self.run)
 
 
-@dataclass(frozen=True, kw_only=True)
-class ViTSpec(ParallelSpec):
-    """What a run of a ViT needs."""
-
-
-def resolve(config: Config) -> ViTSpec:
+def resolve(config: Config) -> ParallelSpec:
     """Find the images, and decide on layout, model, batch and steps; needs no process group.
 
     Raises:
@@ -133,7 +128,7 @@ def resolve(config: Config) -> ViTSpec:
         notes=notes,
     )
     spec = with_scaled_lr(spec, config.optimizer, default_batch_size)
-    return ViTSpec(**vars(resolve_plan(spec, vit_plan(), config.run.dtype, sizes.patches)))
+    return resolve_plan(spec, vit_plan(), config.run.dtype, sizes.patches)
 
 
 def train(config: Config) -> None:

@@ -16,7 +16,7 @@ from mmm.trainer.config.spec import TextData
 
 @dataclass(frozen=True, kw_only=True)
 class TextOptions:
-    """Where tokens come from."""
+    """Where tokens come from, and what becomes of a text's documents."""
 
     dataset: Literal["text", "shakespeare", "random"] = "text"
     """text: the Python standard library's source, byte by byte (or --text). shakespeare: 1.1 MB of plays, downloaded
@@ -32,10 +32,11 @@ class TextOptions:
     """Type of the tokens in a .bin without a header, as of nanoGPT (uint16). Other files say it themselves."""
     seq_length: int = 128
     """Tokens a sample."""
-
-    def documents(self) -> dict[str, bool]:
-        """What `Sources.tokens` does with documents."""
-        return {}
+    pack: bool = False
+    """Fill sequences with whole documents; one that is longer than a sequence is split. For folders of `mmm tokens`,
+    and Megatron's .idx and .bin."""
+    document_mask: bool = False
+    """With --pack: neither attention nor positions cross the ends of documents."""
 
     def check(self) -> None:
         """Raises ConfigError for flags that contradict each other."""
@@ -44,8 +45,8 @@ class TextOptions:
         if self.text and self.dataset != "text":
             raise ConfigError(f"--text and --dataset {self.dataset} contradict each other: leave one out")
         if self.dataset == "random":
-            for flag, value in {"tokenizer": self.tokenizer, **self.documents()}.items():
-                if value:
+            for flag in ("tokenizer", "pack", "document_mask"):
+                if getattr(self, flag):
                     raise ConfigError(f"--{flag} and --dataset random contradict each other: leave one out")
 
     def sources(self, default_tokenizer: Callable[[], Tokenizer | None] = lambda: None) -> Sources | None:
@@ -80,27 +81,16 @@ class TextOptions:
             train, validation = (RandomTokens(vocab_size, self.seq_length, each) for each in (seed, seed + 1))
             source = f"uniform random tokens below {vocab_size}"
             return TextData(train, validation, {"dataset": "random", "source": source})
-        if vocab_size < (needed := sources.vocab_size or 0):
+        needed = sources.vocab_size or 0
+        if vocab_size < needed:
             what = f"text has {needed} different bytes" if sources.is_bytes else f"the tokenizer has {needed} tokens"
             raise ConfigError(f"--vocab_size {vocab_size}: {what}; use at least {needed}")
-        tokens = sources.tokens(self.seq_length, seed, vocab_size, **self.documents())
+        documents = {"pack": self.pack, "document_mask": self.document_mask}
+        tokens = sources.tokens(self.seq_length, seed, vocab_size, **documents)
         about: dict[str, object] = {"dataset": self.dataset, **sources.describe()}
-        if given := [name for name, value in self.documents().items() if value]:
-            about["documents"] = given
+        asked = [name for name, is_asked in documents.items() if is_asked]
+        if asked:
+            about["documents"] = asked
         if notes := sources.notes(self.seq_length):
             about["note"] = "; ".join(notes)
         return TextData(*tokens, about, sources.bytes_per_token, sources.tokenizer)
-
-
-@dataclass(frozen=True, kw_only=True)
-class DocumentOptions(TextOptions):
-    """Where tokens come from, and what becomes of a text's documents."""
-
-    pack: bool = False
-    """Fill sequences with whole documents; one that is longer than a sequence is split. For folders of `mmm tokens`,
-    and Megatron's .idx and .bin."""
-    document_mask: bool = False
-    """With --pack: neither attention nor positions cross the ends of documents."""
-
-    def documents(self) -> dict[str, bool]:
-        return {"pack": self.pack, "document_mask": self.document_mask}
