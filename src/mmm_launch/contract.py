@@ -12,7 +12,6 @@ import re
 import signal
 import socket
 import time
-import zlib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -24,7 +23,6 @@ MARKER_VARIABLE = "MMM_LAUNCH_ID"  # the same in every process of one launch, an
 DEVICE_VARIABLE = "MMM_DEVICE"  # the device type chosen or detected
 ATTEMPT_VARIABLE = "MMM_ATTEMPT"  # 0, 1, …: how often --retries has started the program again
 ATTEMPTS_VARIABLE = "MMM_ATTEMPTS_OF"  # the same in all attempts of one launch, and in no other launch
-DRY_RUN_VARIABLE = "MMM_DRY_RUN"  # set where the process stands for a rank that is not there
 ELASTIC_VARIABLE = "MMM_ELASTIC"  # MIN:MAX: attempts have different numbers of ranks, and go on from a checkpoint
 LINE_VARIABLE = "MMM_LAUNCH_LINE"  # the command line as typed, for a run's record
 SITE_VARIABLE = "MMM_SITE"  # the known machine, and what launch has set for it, for a run's record: JSON
@@ -99,11 +97,6 @@ def place_of_rank(environ: Mapping[str, str]) -> str | None:
     return next((name for name in sorted(environ) if OTHERS.fullmatch(name) and environ[name].isdigit()), None)
 
 
-def port_of(identity: str) -> int:
-    """One of `PORTS`, the same for all who know `identity`."""
-    return PORTS[zlib.crc32(identity.encode()) % len(PORTS)]
-
-
 def check_folder() -> None:
     """Raises `LaunchError` where the working folder is gone: paths mean nothing, and libraries abort."""
     try:
@@ -115,14 +108,13 @@ def check_folder() -> None:
 
 
 def open_files() -> int:
-    """How many file descriptors this process may have, after asking for as many as it is allowed."""
+    """How many file descriptors this process may have, after asking for as many as it is allowed; −1: any number."""
     import resource
 
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != hard:
-        with contextlib.suppress(OSError, ValueError):  # macOS says "unlimited", and refuses it
-            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    return hard if hard != resource.RLIM_INFINITY else os.sysconf("SC_OPEN_MAX")
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(OSError, ValueError):  # macOS says "unlimited", and refuses it
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
 
 
 # The failure socket.
@@ -205,9 +197,6 @@ def report(kind: str, text: str, exit_code: int, caught: float) -> bool:
 
 # The start-up.
 
-PROC = Path("/proc")
-
-
 shared_imports: dict[str, float] = {}  # package → seconds of imports before the ranks were forked
 
 
@@ -216,13 +205,13 @@ def note_start() -> None:
     os.environ[PROGRAM_VARIABLE] = json.dumps({"began": time.time(), "shared": shared_imports})
 
 
-def process_start(name: str = "self") -> float | None:
-    """When a process was started, in seconds since 1970, to a hundredth; None where there is no /proc.
+def process_start() -> float | None:
+    """When this process was started, in seconds since 1970, to a hundredth; None where there is no /proc.
 
     It is the time of the shell's fork: earlier than anything that the process's own code could note.
     """
     try:
-        ticks = int((PROC / name / "stat").read_text().rpartition(")")[2].split()[19])  # since boot
+        ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])  # since boot
         return time.time() - time.clock_gettime(time.CLOCK_BOOTTIME) + ticks / os.sysconf("SC_CLK_TCK")
     except (OSError, ValueError, IndexError, AttributeError):
         return None

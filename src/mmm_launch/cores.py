@@ -30,17 +30,17 @@ def _groups(root: Path) -> Iterator[Path]:
     for line in lines:
         _, controllers, name = line.split(":", 2)
         # Version 2 has one tree, and no controllers here. In version 1 each controller has a tree of its own.
-        trees = [mounted]
-        if controllers:
+        if not controllers:
+            trees = [mounted]
+        elif "cpu" in controllers.split(","):
             trees = [mounted / "cpu", mounted / controllers]
-        if controllers and "cpu" not in controllers.split(","):
+        else:
             continue
         for tree in trees:
             group = tree / name.lstrip("/")
-            yield group
-            for above in group.parents:
-                if above.is_relative_to(tree):
-                    yield above
+            for folder in (group, *group.parents):
+                if folder.is_relative_to(tree):
+                    yield folder
 
 
 def _quota(group: Path, otherwise: int) -> int:

@@ -4,16 +4,10 @@ import difflib
 from collections.abc import Iterable
 
 
-def did_you_mean(name: str, known: Iterable[str], form: str = "{}") -> str:
-    """A hint for a message: " Did you mean polaris?", or "" where no known name is like `name`.
-
-    Args:
-        form: how the name is shown, with {} in its place.
-    """
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """A hint for a message: " Did you mean polaris?", or "" where no known name is like `name`."""
     near = difflib.get_close_matches(name, known, n=1)
-    if not near:
-        return ""
-    return f" Did you mean {form.format(near[0])}?"
+    return f" Did you mean {near[0]}?" if near else ""
 
 
 class UserError(ValueError):

@@ -48,10 +48,7 @@ def _main(words: list[str], begin: float) -> int:
     program = target.parse(options.command)
     target.check(program)
     spec = plan(program, options)
-    notes = list(spec.notes)
-    if spec.stage is not None:
-        notes += stage.notes(spec.stage)
-    for note in notes:
+    for note in spec.notes:
         say(f"launch: {note}")
     if options.dry_run:
         return show(spec)
@@ -111,11 +108,13 @@ def show(spec: LaunchSpec) -> int:
     from mmm_launch.program.preloads import preloads
     from mmm_launch.spec import host_spec, table
 
-    text = table.table(spec)
+    host = None
+    modules: list[str] = []
     if spec.is_local:
         host = host_spec.make(spec.target, spec.host_command(0, 0, spec.variables))
-        modules = tuple(preload.module for preload in preloads(spec.target)) if host.fork else ()
-        text = table.table(spec, host, modules)
+        if host.fork:
+            modules = [preload.module for preload in preloads(spec.target)]
+    text = table.table(spec, host, modules)
     try:
         print(text, flush=True)
     except OSError:  # `| head`, a full disk: nobody reads on

@@ -114,9 +114,6 @@ def test_a_run_hangs(launcher, way):
     found, err = end(launcher, process)
     assert found == 124, err
     assert "launch: no output from any rank for 2 s (--timeout): ending 4 ranks" in err
-    place = f'  File "{launcher.folder}/faulty.py", line 13'
-    assert f"launch: rank 3 on {way.host} is not where the others are, but at:\n{place}" in err
-    assert "launch: the other 3, such as rank 0 on " in err
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])

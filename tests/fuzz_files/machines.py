@@ -10,6 +10,7 @@ from typing import Any
 
 from fuzz_files.kinds import Kind
 from mmm_lab.planner.machine_text import assumed, settings
+from mmm_lab.planner.measured import machine_here
 from mmm_lab.planner.network import peak_rate
 from mmm_launch.errors import LaunchError
 from mmm_launch.machines import find
@@ -38,7 +39,7 @@ def read_machine(folder: Path) -> Any:
 
 def read_measured(folder: Path) -> Any:
     os.environ["XDG_CACHE_HOME"] = str(folder)
-    return find.machine_here("cpu", None, 1, 2, 2)
+    return machine_here("cpu", None, 1, 2, 2)
 
 
 def make_launch_machines(folder: Path) -> None:

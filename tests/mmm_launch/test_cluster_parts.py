@@ -181,7 +181,6 @@ def spec(is_wish=False):
         stage=None,
         machine=Value(Machine(""), ""),
         command=[],
-        devices=Value(None, ""),
         device_order=[],
         environ={},
         elastic=None,

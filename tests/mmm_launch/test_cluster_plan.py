@@ -175,7 +175,7 @@ def test_a_program_that_is_no_python():
 )
 def test_how_many_ranks(options, ranks, per_host, used):
     made = plan({}, hosts="a,b", **options)
-    assert (made.ranks, made.per_host, len(made.hosts.value)) == (ranks, per_host, used)
+    assert (made.ranks, max(made.counts.value), len(made.hosts.value)) == (ranks, per_host, used)
 
 
 @pytest.mark.parametrize(
@@ -253,9 +253,7 @@ def test_threads(pbs):
 def test_master_address():
     first = plan(SLURM)
     assert 20_000 <= int(first.variables["MASTER_PORT"]) < 32_000
-    assert first.variables["MASTER_PORT"] == plan(SLURM).variables["MASTER_PORT"]  # from the job's number
-    assert first.variables["MASTER_PORT"] != plan(SLURM, attempt=1).variables["MASTER_PORT"]
-    assert first.variables["MASTER_PORT"] != plan(SLURM | {"SLURM_JOB_ID": "78"}).variables["MASTER_PORT"]
+    assert first.shared["MASTER_PORT"].is_wish  # rank 0's host says another where it is taken
     given = plan(SLURM | {"MASTER_ADDR": "fast", "MASTER_PORT": "1234"})
     assert (given.variables["MASTER_ADDR"], given.variables["MASTER_PORT"]) == ("fast", "1234")
     with pytest.raises(LaunchError, match="MASTER_PORT=x"):
@@ -299,7 +297,6 @@ def test_the_table_says_where_each_value_came_from(pbs):
         "(PBS_O_HOST=polaris-login-01)",
         "pbs job 123.cluster   (PBS_JOBID=123.cluster)",
         "2: x1 x2",
-        "4 a host   (Polaris)",
         "8, 4 a host   (one per accelerator: Polaris)",
         "pals, one process a host, which starts its ranks   (mpiexec --version: PALS version 1.3.4)",
         "cores   (Polaris)",

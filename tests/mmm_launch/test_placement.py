@@ -135,7 +135,7 @@ def test_too_many_on_one_of_the_hosts():
 
 
 def test_an_elastic_run_has_a_rank_a_slot(pbs):
-    made = plan(pbs, elastic=Elastic(2, 6), spare_hosts="x3", hosts="x1:4,x2:2", nproc=6, scheduler="none")
+    made = plan(pbs, elastic=Elastic(2, 6), spare_hosts=["x3"], hosts="x1:4,x2:2", nproc=6, scheduler="none")
     attempts = Attempts(made, None)
     assert attempts.places == [
         *(("x1", number) for number in range(4)),

@@ -44,9 +44,8 @@ def test_pbs_repeated_hosts(pbs):
 
 
 def test_pbs_node_file_that_is_gone_or_empty(pbs, tmp_path):
-    with pytest.raises(LaunchError, match="cannot be read") as caught:
+    with pytest.raises(LaunchError, match="cannot be read"):
         detect({"PBS_JOBID": "1", "PBS_NODEFILE": str(tmp_path / "none")})
-    assert "--scheduler none" in str(caught.value)
     with pytest.raises(LaunchError, match="names no host"):
         detect(pbs("# nothing"))
 
@@ -163,11 +162,11 @@ def test_a_host_file_in_its_dialects(tmp_path):
 @pytest.mark.parametrize(
     ("line", "says"),
     [
-        ("a slots=none", "'none' is not a number of slots"),
-        ("a slots=99999999999", "'99999999999' is not a number of slots"),
-        ("a slots=0", "'0' is not a number of slots"),
+        ("a slots=none", "'a slots=none' is not"),
+        ("a slots=99999999999", "slots=99999999999' is not"),
+        ("a slots=0", "'a slots=0' is not"),
         ("a ppn", "NAME slots=4"),
-        ("[fe80::1]:4", "is not a number of slots"),
+        ("[fe80::1]:4", "is not a host name"),
         ("-a", "'-a' is not a host name"),
         ("a;rm", "'a;rm' is not a host name"),
     ],

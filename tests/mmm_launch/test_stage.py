@@ -287,9 +287,10 @@ def test_a_run_removes_what_a_killed_one_has_left_and_not_what_another_uses(sour
 
 def test_a_fifo_is_no_part_of_an_environment(source):
     os.mkfifo(Path(source.source) / "pipe")
-    with pytest.raises(LaunchError, match="env/pipe is a FIFO or a device"), packed(source):
-        pass
-    assert sorted(os.listdir()) == ["env"]
+    with packed(source) as made, pytest.raises(LaunchError, match="env/pipe is a FIFO or a device"):
+        unpack(made)
+    assert sorted(os.listdir()) == ["disk", "env"]
+    assert list(Path(source.to).glob("*/*")) == []
 
 
 def test_variables_that_name_the_source():

@@ -74,7 +74,7 @@ def test_scripts_and_programs(tmp_path, monkeypatch):
     target.check(target.parse(["true"]))
     assert "trian.py" in refusal("python3", "trian.py")
     assert str(tmp_path) in refusal("python3", "other.py")
-    assert "without a __main__.py" in refusal("python3", "folder")
+    assert "folder/__main__.py" in refusal("python3", "folder")
     assert "launch python3 ./train.py" in refusal("./train.py")
     assert "PATH" in refusal("no-such-program")
     assert "./no-such-program" in refusal("./no-such-program")

@@ -211,7 +211,7 @@ class Namespaces:
             "openmpi": f"--mca plm_rsh_agent {self.ssh} --mca btl_tcp_if_include 10.77.0.0/24 "
             "--mca oob_tcp_if_include 10.77.0.0/24",
         }[mpi]
-        return ["--hosts", ",".join(self.NAMES), "-ppn", "2", "--mpiexec", Mpi(mpi).mpiexec, "--launcher-args", how]
+        return ["--hosts", ",".join(self.NAMES), "-ppn", "2", "--mpiexec", Mpi(mpi).mpiexec, f"--launcher-args={how}"]
 
     def start_words(self):
         """What a program is started with to run on the first host."""

@@ -8,6 +8,7 @@ from pathlib import Path
 from mmm.errors import ConfigError
 from mmm_lab.cli.parser import Parser
 from mmm_lab.planner import machine_text
+from mmm_lab.planner.measured import measured_path
 from mmm_launch.machines import find
 from mmm_launch.machines.machine import Machine
 
@@ -30,7 +31,7 @@ def main(argv: list[str]) -> int:
         metavar="FILE",
         type=Path,
         nargs="?",
-        const=find.measured_path(),
+        const=measured_path(),
         help="measure this machine, and write its file; without FILE the one by which runs here are predicted",
     )
     args = parser.parse_args(argv)

@@ -76,8 +76,9 @@ class PredictedAndMeasured(Hook):
 
 def predict_run(run: Run) -> dict[str, Any] | None:
     """For the record; None where nothing is known of the model."""
+    # Only rank 0 pays for these imports, after its first step.
+    from mmm_lab.planner.measured import machine_here
     from mmm_lab.planner.predict import predict
-    from mmm_launch.machines.find import machine_here  # only rank 0 pays for these imports, after its first step
 
     record = run.hook(Record)
     facts = {} if record is None else record.facts

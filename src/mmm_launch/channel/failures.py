@@ -42,9 +42,8 @@ class Failure:
 
     @classmethod
     def reported(cls, report: Report, time: float, host: str) -> "Failure":
-        last = report.text.strip().rpartition("\n")[2]
-        signs = [sign for sign in CONSEQUENCES if sign in report.text[-2000:] or sign in last]
-        doubt = 2 if report.kind == "traceback" and signs else 0
+        is_lost = report.kind == "traceback" and any(sign in report.text for sign in CONSEQUENCES)
+        doubt = 2 if is_lost else 0
         return cls(report.rank, report.exit_code, time, doubt, report, host=host)
 
     @classmethod
@@ -100,7 +99,7 @@ def tell(first: Failure, failures: Sequence[Failure]) -> None:
         say(f"launch: {first.text}")
     elif report.kind == "traceback":
         others = len({f.rank for f in failures} - {first.rank})
-        after = f"; {others} other{'s' if others > 1 else ''} failed after it" if others else ""
+        after = f"; {others} more failed after it" if others else ""
         say(f"launch: rank {first.rank} failed on {first.host or socket.gethostname()}{after}:\n{report.text.rstrip()}")
     else:
         say(f"error: {report.text}" if report.is_users else report.text.rstrip("\n"))

@@ -16,7 +16,7 @@ import socket
 import sys
 import time
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from mmm_launch.channel.failures import say
 from mmm_launch.channel.instructions import PASSED_ON
@@ -52,7 +52,7 @@ def main() -> int:
     target = read_target(sys.argv[1:])
     host = os.environ.get("SLURMD_NODENAME") or socket.gethostname()  # as the scheduler has it, where it says so
     copy: Copy | None = None
-    hello = {"host": host, "place": -1, "port": hosts.free_port("", entry["port"]), "error": ""}
+    hello = {"host": host, "place": -1, "port": hosts.free_port(entry["port"]), "error": ""}
     code = 0
     with stages.ending_raises():
         try:
@@ -221,11 +221,7 @@ def end_helper() -> None:
             os.kill(parent, signal.SIGTERM)
 
 
-def exit_at_once() -> NoReturn:
+if __name__ == "__main__":
     code = main()
     sys.stdout.flush()
     os._exit(code)
-
-
-if __name__ == "__main__":
-    exit_at_once()

@@ -18,7 +18,7 @@ import time
 import traceback
 from importlib.machinery import ModuleSpec, SourceFileLoader
 from types import CodeType, FrameType, ModuleType, TracebackType
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from mmm_launch import contract
 from mmm_launch.channel.instructions import FAILURE_VARIABLE
@@ -46,7 +46,6 @@ def prepare() -> None:
     for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, _terminate)):
         if signal.getsignal(number) != signal.SIG_IGN:
             signal.signal(number, handler)
-    _repeat_lost_signals()
     forks.tie_forks()
     # Held back while a fork makes the new process's handling its own: Python would forget one that came in between.
     nested = threading.local()
@@ -152,30 +151,6 @@ def _terminate(number: int, frame: FrameType | None) -> None:
     for each in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(each, signal.SIG_IGN)
     raise Terminated(128 + number)
-
-
-def _repeat_lost_signals() -> None:
-    """What a signal raises inside a finalizer, Python prints and forgets: then the signal comes once more.
-
-    After SIGTERM nothing else of finalizers is printed: the signal may have left an object half made.
-    """
-    others = sys.unraisablehook
-
-    def repeat(lost: Any) -> None:
-        if isinstance(lost.exc_value, Terminated) and isinstance(lost.exc_value.code, int):
-            number = lost.exc_value.code - 128
-            signal.signal(number, _terminate)
-        elif isinstance(lost.exc_value, KeyboardInterrupt):
-            number = signal.SIGINT
-        else:
-            if signal.getsignal(signal.SIGTERM) != signal.SIG_IGN:  # `_terminate` has not run
-                others(lost)
-            return
-        again = threading.Timer(0.01, os.kill, (os.getpid(), number))
-        again.daemon = True
-        again.start()
-
-    sys.unraisablehook = repeat
 
 
 def _default_signals(mask: set[int]) -> None:

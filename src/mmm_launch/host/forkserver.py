@@ -113,7 +113,8 @@ def preload(target: Target, todo: Instructions) -> None:
     if TORCH_LATER_FOR & set(sys.modules):
         with contextlib.suppress(ImportError):
             __import__(TORCH_LATER)
-    if _shadowed(target.first_path()):
+    first = target.first_path()
+    if first is not None and _shadowed(first):
         start_anew(todo, "*")
     for finalizer in getattr(weakref.finalize, "_registry", ()):
         finalizer.atexit = False  # of what all ranks share: PyTorch's take its operators down, one by one, in each rank
@@ -140,21 +141,17 @@ def _device_open() -> bool:
     return False
 
 
-def _shadowed(first: str | None) -> list[str]:
-    """Preloaded modules in whose place the target would have got a file of the same name beside it."""
-    if first is None:
-        return []
-    try:
+def _shadowed(first: str) -> bool:
+    """Whether the target would have got a file of its folder `first` in place of a preloaded module."""
+    names: set[str] = set()
+    with contextlib.suppress(OSError):
         names = {os.path.splitext(name)[0] for name in os.listdir(first or os.curdir)}
-    except OSError:
-        return []
-    found = []
     for name in names & set(sys.modules) - set(sys.stdlib_module_names):
         origin = getattr(sys.modules[name], "__file__", None)
-        beside = [os.path.join(first, name + ".py"), os.path.join(first, name, "__init__.py")]
-        if origin and any(os.path.exists(path) and not os.path.samefile(path, origin) for path in beside):
-            found.append(name)
-    return found
+        for path in (os.path.join(first, f"{name}.py"), os.path.join(first, name, "__init__.py")):
+            if origin and os.path.exists(path) and not os.path.samefile(path, origin):
+                return True
+    return False
 
 
 def execute(todo: Instructions, reports: socket.socket) -> NoReturn:

@@ -18,7 +18,6 @@ import stat
 import subprocess
 import tarfile
 import tempfile
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -89,18 +88,16 @@ def _pack(folder: str, archive: str, file: IO[bytes]) -> str:
     """Writes what is in `folder` as a tar file. Returns its sha256."""
 
     def choose(member: tarfile.TarInfo) -> tarfile.TarInfo | None:
-        if os.path.basename(member.name) == os.path.basename(archive):
-            return None  # the folder is the working folder, which has the archive too
-        return _check(member)
+        # The folder may be the working folder, which has the archive too.
+        return None if os.path.basename(member.name) == os.path.basename(archive) else member
 
-    begin = time.monotonic()
     hashed = HashedFile(file)
     # GNU's format keeps hard links and long names.
     with tarfile.open(fileobj=hashed, mode="w|", bufsize=CHUNK, format=tarfile.GNU_FORMAT) as tar:  # type: ignore[call-overload]
         tar.add(folder, arcname=os.path.basename(folder), filter=choose)
     file.flush()
     size = os.fstat(file.fileno()).st_size
-    say(f"launch: {folder} is packed ({size / 1e6:,.0f} MB, in {time.monotonic() - begin:.1f} s)")
+    say(f"launch: {folder} is packed ({size / 1e6:,.0f} MB)")
     return hashed.digest.hexdigest()
 
 
@@ -147,7 +144,7 @@ def unpack(stage: Stage) -> Copy:
         LaunchError: the archive or the folder for copies is somebody else's, or the archive has changed, or is none; no
             room; ranks cannot run by the Python in it.
     """
-    with ending_raises(), _errors(stage):
+    with _errors(stage):
         parent = own_folder(stage.to)
         folder, lock = _new_folder(parent)
         try:
@@ -235,25 +232,17 @@ def _extract(archive: IO[bytes], folder: Path, sha256: str) -> None:
 
 
 def _repoint(copy: Path, source: str) -> None:
-    """Names the copy where installers write absolute paths: in the first lines of scripts, and in `.pth` files."""
-    packages: list[Path] = []
-    for pattern in ("*.pth", "__editable__*.py"):
-        packages += copy.glob(f"lib/python*/site-packages/{pattern}")
-    for path in [*copy.glob("bin/*"), *packages]:
-        if path.is_symlink() or not path.is_file() or path.stat().st_size > LONGEST_SCRIPT:
-            continue
-        text = path.read_bytes()
-        head = b""
-        if path in packages:
-            head = text
-        elif text.startswith(b"#!"):
-            head = b"".join(text.splitlines(keepends=True)[:3])
-        changed = head.replace(f"{source}/".encode(), f"{copy}/".encode())
-        if changed != head:
-            mode = path.stat().st_mode
-            path.chmod(mode | stat.S_IWUSR)
-            path.write_bytes(changed + text[len(head) :])
-            path.chmod(mode)
+    """Names the copy where installers write absolute paths: in scripts, and in `.pth` files."""
+    for pattern in ("bin/*", "lib/python*/site-packages/*.pth", "lib/python*/site-packages/__editable__*.py"):
+        for path in copy.glob(pattern):
+            if path.is_symlink() or not path.is_file() or path.stat().st_size > LONGEST_SCRIPT:
+                continue
+            text = path.read_bytes()
+            if f"{source}/".encode() in text and b"\0" not in text:
+                mode = path.stat().st_mode
+                path.chmod(mode | stat.S_IWUSR)
+                path.write_bytes(text.replace(f"{source}/".encode(), f"{copy}/".encode()))
+                path.chmod(mode)
 
 
 def _try_python(copy: str, source: str) -> None:

@@ -1,13 +1,11 @@
-"""Which machine: by its name, by a job's environment, or the one that a run is on; known ones and the user's own."""
+"""Which machine: by its name, or by a job's environment; known ones and the user's own."""
 
 from __future__ import annotations
 
 import os
 import re
-import socket
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from mmm_launch.errors import MachineError, did_you_mean
 from mmm_launch.machines.machine import Machine, read
@@ -50,47 +48,17 @@ def find(environ: Mapping[str, str], name: str | None = None) -> tuple[Machine, 
     """
     if name is not None:
         return named(environ, name), "--site"
-    fitting: dict[str, tuple[Machine, str]] = {}
+    fitting = []
     for machine in load(environ).values():
         for variable, pattern in machine.match.items():
             if variable in environ and re.search(pattern, environ[variable]):
-                fitting.setdefault(machine.name, (machine, f"{variable}={environ[variable]}"))
-    if len(fitting) > 1:
-        both = " and ".join(f"{machine.name} ({why})" for machine, why in fitting.values())
-        raise MachineError(f"this environment fits {both}: say which with --site NAME.")
-    return next(iter(fitting.values())) if fitting else (Machine(""), "no known machine's variables in the environment")
-
-
-def measured_path() -> Path:
-    """Where `mmm machine --measure` keeps what it measures of this host."""
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
-    return cache / "mmm" / f"machine-{socket.gethostname()}.json"
-
-
-def machine_here(device: str, site: str | None, hosts: int, ranks: int, threads: int = 1) -> Machine | None:
-    """The machine that a run is on, as far as its rates are known: measured on this host, or by the machine's file.
-
-    Args:
-        device: type of the run's device. site: name of a machine, None where it is not known. ranks: of the run.
-        threads: of a rank on a CPU: so many times the rate of one, which is optimistic.
-
-    Raises:
-        MachineError: the file is wrong, or has no rate for several hosts.
-    """
-    path = measured_path()
-    if hosts == 1 and os.path.exists(path):
-        machine = read(path)
-    elif site is None or (known := load(os.environ).get(site.lower())) is None or known.missing():
-        return None
-    else:
-        machine = known
-    if machine.device != device:
-        return None
-    values: dict[str, Any] = {"hosts": hosts, "ranks_per_host": -(-ranks // hosts)}
-    if device == "cpu" and threads > 1:
-        values["peak_flops"] = {name: threads * rate for name, rate in machine.peak_flops.items()}
-        values |= {"memory_bandwidth": threads * machine.memory_bandwidth, "cores": -(-machine.cores // threads)}
-    return machine.changed(values)
+                fitting.append((machine, f"{variable}={environ[variable]}"))
+    names = {machine.name for machine, _ in fitting}
+    if len(names) > 1:
+        raise MachineError(f"this environment fits {' and '.join(sorted(names))}: say which with --site NAME.")
+    if fitting:
+        return fitting[0]
+    return Machine(""), "no known machine's variables in the environment"
 
 
 def _files(path: Path) -> list[Path]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from mmm_launch.errors import MachineError
+from mmm_launch.errors import MachineError, did_you_mean
 from mmm_launch.files import read_json, short
 
 
@@ -17,8 +17,7 @@ class Machine:
     """Hosts of devices, how ranks are started on them, and what they reach. Every field but `name` may be left out of
     its file: 0 and "" stand for what it does not say.
 
-    In `srun`, `{per_host}` is the processes that it starts on a host, which is 1, `{cpus}` the CPUs of that one
-    (`cpus_per_host`), `{gpus}` the accelerators of a host (`ranks_per_host`).
+    In `srun`, `{cpus}` is the CPUs of a host (`cpus_per_host`), `{gpus}` its accelerators (`ranks_per_host`).
 
     Rates, from `accelerator` on, are per device and direction, of the maker's data sheet unless the source says
     otherwise; what a program reaches of them are the fields that end in ``_efficiency``.
@@ -117,8 +116,9 @@ class Machine:
 
     def srun_arguments(self) -> list[str]:
         """`srun` with its `{…}` filled in."""
-        values = {"per_host": 1, "cpus": max(1, self.cpus_per_host), "gpus": self.ranks_per_host or 1}
-        return [argument.format(**values) for argument in self.srun]
+        cpus = max(1, self.cpus_per_host)
+        gpus = self.ranks_per_host or 1
+        return [argument.format(cpus=cpus, gpus=gpus) for argument in self.srun]
 
     @property
     def ranks(self) -> int:
@@ -171,20 +171,27 @@ class Machine:
 
 
 FIELDS = {f.name: str(f.type).removesuffix(" | None") for f in fields(Machine) if f.name != "file"}  # name → type
-# Type of a field → that of the whole, and that of what is in it.
-TYPES: dict[str, tuple[type | tuple[type, ...], type | tuple[type, ...]]] = {
-    "str": (str, str),
-    "int": (int, int),
-    "float": ((int, float), (int, float)),
-    "list[str]": (list, str),
-    "list[int]": (list, int),
-    "dict[str, str]": (dict, str),
-    "dict[str, float]": (dict, (int, float)),
+NUMBERS = (int, float)
+# Type of a field → those of the whole, and of what is in it.
+TYPES: dict[str, tuple[tuple[type, ...], tuple[type, ...]]] = {
+    "str": ((str,), (str,)),
+    "int": ((int,), (int,)),
+    "float": (NUMBERS, NUMBERS),
+    "list[str]": ((list,), (str,)),
+    "list[int]": ((list,), (int,)),
+    "dict[str, str]": ((dict,), (str,)),
+    "dict[str, float]": ((dict,), NUMBERS),
 }
 PARTS = ("efficiency", "overlap", "reserve")  # ends of names: of a whole, so at most 1
 LARGEST = 1e30
 QUEUE = re.compile(r"(\S+) (\d{1,6})-(\d{1,6}) (\d{1,5})h")
-CHOICES = {"mpi": ("pals", "hydra", "openmpi"), "scheduler": ("pbs", "slurm")}
+# Field → how each of its texts is written, and that in words.
+WRITTEN = {
+    "mpi": (re.compile("pals|hydra|openmpi"), "pals, hydra or openmpi"),
+    "scheduler": (re.compile("pbs|slurm"), "pbs or slurm"),
+    "queues": (QUEUE, 'written as "prod 10-24 3h"'),
+    "srun": (re.compile(r"([^{}]|\{cpus\}|\{gpus\})*"), "text in which only {cpus} and {gpus} are filled in"),
+}
 
 
 def read(path: Path | str) -> Machine:
@@ -204,44 +211,36 @@ def parse(data: dict[str, Any], where: str, file: str = "") -> Machine:
     """
     for name, value in data.items():
         if name not in FIELDS:
-            raise MachineError(f"{where}: {short(name)} is not known. There are {', '.join(FIELDS)}.")
-        _check(name, value, where)
+            hint = did_you_mean(name, FIELDS)
+            raise MachineError(f"{where}: {short(name)} is not known.{hint} There are {', '.join(FIELDS)}.")
+        needed = _needed(name, value)
+        if needed:
+            raise MachineError(f"{where}: {name!r} is {short(value)}; it has to be {needed}.")
     if not data.get("name"):
         raise MachineError(f'{where}: it has to be one JSON object with a "name".')
-    machine = Machine(**data, file=file)
-    try:
-        machine.srun_arguments()
-    except (KeyError, IndexError, ValueError, AttributeError):
-        raise MachineError(
-            f"{where}: {short(machine.srun)}: only {{per_host}}, {{cpus}} and {{gpus}} can be filled in."
-        ) from None
-    return machine
+    return Machine(**data, file=file)
 
 
-def _check(name: str, value: Any, where: str) -> None:
-    """Raises MachineError: `value` cannot be that of the field."""
-    whole, part = TYPES[FIELDS[name]]
+def _needed(name: str, value: Any) -> str:
+    """What the field has to be; "" where the value is that."""
+    wholes, parts = TYPES[FIELDS[name]]
     elements = [value]
     if isinstance(value, dict):
         elements = list(value.values())
     elif isinstance(value, list):
         elements = value
-    if not isinstance(value, whole) or not all(_is(element, part) for element in elements):
-        raise MachineError(f"{where}: {name!r} is {short(value)}; it has to be of type {FIELDS[name]}.")
+    if type(value) not in wholes or any(type(element) not in parts for element in elements):
+        return f"of type {FIELDS[name]}"
     most = 1 if name.endswith(PARTS) else LARGEST
+    pattern, in_words = WRITTEN.get(name, (None, ""))
     for element in elements:
         if not isinstance(element, str) and not 0 <= element <= most:  # NaN is neither
-            raise MachineError(f"{where}: {name!r} is {short(element)}; it has to be from 0 to {most:g}.")
-        if name in CHOICES and element not in CHOICES[name]:
-            raise MachineError(f"{where}: {name} {short(element)} is not one of {', '.join(CHOICES[name])}.")
-        if name == "queues" and not QUEUE.fullmatch(element):
-            raise MachineError(f'{where}: queues: {short(element)} is not written as "prod 10-24 3h".')
+            return f"from 0 to {most:g}"
+        if pattern is not None and not pattern.fullmatch(element):
+            return in_words
         if name == "match":
             try:
                 re.compile(element)
             except re.error as error:
-                raise MachineError(f"{where}: match: {short(element)} is no regular expression: {error}") from None
-
-
-def _is(element: Any, types: type | tuple[type, ...]) -> bool:
-    return isinstance(element, types) and not isinstance(element, bool)
+                return f"a regular expression: {error}"
+    return ""

@@ -110,10 +110,9 @@ def _check_program(target: Target) -> None:
 
 def _check_script(target: Target) -> None:
     path = Path(target.name)
-    if path.is_dir() and not (path / "__main__.py").is_file():
-        raise LaunchError(f"{path} is a folder without a __main__.py: python cannot run it.")
-    if not path.exists():
-        raise LaunchError(f"no such script: {path} (looked in {path.absolute().parent}).")
+    runs = path / "__main__.py" if path.is_dir() else path
+    if not runs.exists():
+        raise LaunchError(f"no such script: {runs.absolute()}")
 
 
 def _check_module(target: Target) -> None:
@@ -127,9 +126,8 @@ def _check_module(target: Target) -> None:
         if above is not None and "__path__" in (source_of(above) or ""):
             return  # it changes where its modules are found: let python decide
         folders = locations(above) if parent else first
-        beside = [module.name for module in pkgutil.iter_modules(folders)]
-        form = f"{parent}.{{}}" if parent else "{}"
-        hint = did_you_mean(name.rpartition(".")[2], beside, form)
+        prefix = f"{parent}." if parent else ""
+        hint = did_you_mean(name, [module.name for module in pkgutil.iter_modules(folders, prefix)])
         raise LaunchError(f"no module named {name!r}, in the current folder or on sys.path.{hint}")
     if locations(spec) and find_module(f"{name}.__main__", first) is None:
         raise LaunchError(f"{name} is a package without a __main__: python -m cannot run it.")

@@ -38,12 +38,10 @@ class Attempts:
         if retries is None and self.elastic is None:
             self.left = 0
         self.ranks = plan.ranks
+        counts = [*plan.counts.value, *[max(plan.counts.value)] * len(plan.spare)]
         self.places: list[tuple[str, int]] = []
-        for host, count in zip(plan.hosts.value, plan.counts.value, strict=True):
+        for host, count in zip((*plan.hosts.value, *plan.spare), counts, strict=True):
             self.places += [(host, number) for number in range(count)]
-        if self.elastic is not None:
-            for host in plan.spare:
-                self.places += [(host, number) for number in range(plan.per_host)]
         self.refused: set[int] = set()
 
     def in_use(self) -> dict[str, list[int]]:

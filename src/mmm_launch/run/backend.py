@@ -66,9 +66,7 @@ class Backend(Transport):
         token: by which they prove that they are of this run.
         reception: takes them in.
         connected: hosts whose connections last, by file descriptor.
-        arrived: number of agents that have connected.
-        hosts_by_place: hosts that can start ranks.
-        names: those that were heard of, as `hosts.host_key` has them.
+        hosts_by_place: hosts that can start ranks. heard: their names, as `hosts.host_key` has them, also once lost.
         has_begun: the agents have been told what to run.
         pending: messages for ranks that are not there yet.
         launcher: mpiexec or srun.
@@ -84,8 +82,7 @@ class Backend(Transport):
         self.token = secrets.token_hex(16)
         self.connected: dict[int, Host] = {}
         self.hosts_by_place: dict[int, Host] = {}
-        self.names: set[str] = set()
-        self.arrived = 0
+        self.heard: set[str] = set()
         self.has_begun = self.launcher_ended = False
         self.pending: list[Message] = []
 
@@ -94,7 +91,7 @@ class Backend(Transport):
     def start(self, run: Run) -> None:
         self.run, spec = run, self.spec
         limit = open_files()
-        if spec.processes + SPARE_FILES > limit:
+        if 0 <= limit < spec.processes + SPARE_FILES:
             raise LaunchError(
                 f"{spec.processes} hosts each hold a connection to launch, which may open {limit} files (ulimit -Hn)."
             )
@@ -141,8 +138,7 @@ class Backend(Transport):
 
     def missing(self) -> str:
         """Who has not connected, in words."""
-        key = hosts.host_key
-        self.silent_hosts = tuple(name for name in self.spec.hosts.value if key(name) not in self.names)
+        self.silent_hosts = tuple(name for name in self.spec.hosts.value if hosts.host_key(name) not in self.heard)
         others = [name for name in self.silent_hosts if not hosts.is_here(name)]
         where = ""
         if others:
@@ -178,7 +174,6 @@ class Backend(Transport):
             hello = message["hello"]
             host = Host(link, hello["host"], hello["place"], hello["port"])
             self.connected[link.fileno()] = host
-            self.arrived += 1
             self.join(host, hello["error"])
         if self.reception.refused and not refused:
             say("launch: a connection without this run's token was refused")  # once: there may be many
@@ -201,7 +196,7 @@ class Backend(Transport):
             self.run.failed(Failure.of_user(0, error))
             return
         self.hosts_by_place[host.place] = host
-        self.names.add(hosts.host_key(host.name))
+        self.heard.add(hosts.host_key(host.name))
         if self.run.exit_code is not None:
             self.tell(host, {"kill": True})  # it has come while the run was ending
         elif not self.expected():
@@ -266,7 +261,7 @@ class Backend(Transport):
             return
         if self.run.exit_code is None:
             self.stop_launcher_in(LAUNCHER_LINGERS)
-        elif self.spec.stage is not None and self.arrived < self.spec.processes:
+        elif self.spec.stage is not None and self.expected():
             self.stop_launcher_in(REMOVAL)  # others still unpack, and end by themselves once they connect
         else:
             self.stop_launcher_in(LAUNCHER_END)

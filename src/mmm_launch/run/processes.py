@@ -38,10 +38,9 @@ def of_run(session: int, marker: str) -> list[int]:
     return found
 
 
-def end(session: int, marker: str, grace: float) -> int:
-    """End what is left of a run: SIGTERM, `grace` seconds to follow it, SIGKILL. Returns how many there were."""
+def end(session: int, marker: str, grace: float) -> None:
+    """End what is left of a run: SIGTERM, `grace` seconds to follow it, SIGKILL."""
     left = of_run(session, marker)
-    count = len(left)
     if left and grace > 0:
         send(left, signal.SIGTERM)
         deadline = time.monotonic() + grace
@@ -53,7 +52,6 @@ def end(session: int, marker: str, grace: float) -> int:
         send(left, signal.SIGKILL)
         time.sleep(0.005)
         left = of_run(session, marker)
-    return count
 
 
 def send(pids: Iterable[int], number: int) -> None:

@@ -73,9 +73,8 @@ class Clocks:
         if when is not None:
             self.deadlines[action] = when
 
-    def clear(self, *actions: Action) -> None:
-        for action in actions:
-            self.deadlines.pop(action, None)
+    def clear(self, action: Action) -> None:
+        self.deadlines.pop(action, None)
 
     def is_set(self, action: Action) -> bool:
         return action in self.deadlines

@@ -8,6 +8,7 @@ from pathlib import Path
 from mmm_launch.errors import LaunchError
 
 OURS = "none, cores, or list:0-3:4-7:… (CPUs of local rank 0, 1, …)"
+HOW = re.compile(r"none|cores|list(:\d+(-\d+)?(,\d+(-\d+)?)*)+")
 CPUS_VARIABLE = "MMM_CPUS"  # the CPUs a rank binds itself to: "4-7,36"; taken out before it runs
 SYSTEM = Path("/sys/devices/system/cpu")
 
@@ -23,15 +24,8 @@ def cpu_list(text: str) -> list[int]:
 
 def check(bind: str) -> None:
     """Raises `LaunchError` unless launch can bind ranks by `bind` itself."""
-    if bind in ("none", "cores"):
-        return
-    kind, _, rest = bind.partition(":")
-    try:
-        if kind == "list" and all(cpu_list(part) for part in rest.split(":")):
-            return
-    except ValueError:
-        pass
-    raise LaunchError(f"--cpu-bind {bind}: here launch binds the ranks itself, and knows {OURS}.")
+    if not HOW.fullmatch(bind):
+        raise LaunchError(f"--cpu-bind {bind}: here launch binds the ranks itself, and knows {OURS}.")
 
 
 def split(bind: str, ranks: int, allowed: Sequence[int] | None = None, system: Path = SYSTEM) -> list[str | None]:
@@ -55,11 +49,12 @@ def split(bind: str, ranks: int, allowed: Sequence[int] | None = None, system: P
             raise LaunchError(f"--cpu-bind cores: {ranks} ranks on this host, but {len(cores)} cores.")
         starts = range(0, each * ranks, each)
         return [",".join(str(cpu) for core in cores[start : start + each] for cpu in core) for start in starts]
-    parts = bind.partition(":")[2].split(":")
+    parts = bind.split(":")[1:]
     if len(parts) < ranks:
         raise LaunchError(f"--cpu-bind {bind}: CPUs for {len(parts)} ranks, but there are {ranks} on this host.")
     for part in parts[:ranks]:
-        if not set(cpu_list(part)) <= set(allowed):
+        cpus = cpu_list(part)
+        if not cpus or not set(cpus) <= set(allowed):
             raise LaunchError(f"--cpu-bind {bind}: this process may not use all CPUs {part}.")
     return list(parts[:ranks])
 

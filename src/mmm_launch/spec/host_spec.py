@@ -89,10 +89,11 @@ def check_master(address: str, port: int) -> None:
 
 def from_copy(plan: HostSpec, source: str, copy: str) -> HostSpec:
     """The plan with ranks that run from `copy`, a copy of the environment `source`."""
-    target, python = plan.target, stage.interpreter(source, copy) or plan.python
+    python = stage.interpreter(source, copy) or plan.python
+    target = plan.target
     if not target.is_python:
-        first = python if target.command[0] == sys.executable else stage.mapped(target.command[0], source, copy)
-        target = replace(target, command=(first, *target.command[1:]))
+        program = stage.mapped(target.command[0], source, copy)
+        target = replace(target, command=(program, *target.command[1:]))
     changed = stage.environment({**os.environ, **plan.shared}, source, copy)
     return replace(plan, target=target, python=python, shared=plan.shared | changed)
 

@@ -18,18 +18,19 @@ from mmm_launch.contract import PORTS
 from mmm_launch.errors import LaunchError
 
 NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?")
-MOST = 10**6  # numbers in names, and slots: more is a slip
+SLOTS = r"(?::|\s+slots=)0*([1-9]\d{0,5})"
+ENTRY = re.compile(rf"({NAME.pattern})(?:{SLOTS})?(?:\s+max[-_]slots=\d+)?")  # of a list of hosts
+MOST = 10**6  # numbers in names: more is a slip
 INTERFACE = re.compile(r"-hsn[0-9]+$")  # by which PBS names hosts with Slingshot, in the host files of some machines
 Hosts = dict[str, int]  # name → its slots, or how often it was listed; 0: once, without a number. In the list's order
 
 
 def parse_list(text: str) -> Hosts:
     """`a,b` or `a:4,b:4`, each host once. Raises `LaunchError`."""
-    found: Hosts = {}
+    listed: Hosts = {}
     for word in text.split(","):
-        name, colon, slots = word.strip().partition(":")
-        _add(found, name, _slots(slots, f"--hosts {text}") if colon else 0, f"--hosts {text}")
-    return found
+        _add(listed, word.strip(), f"--hosts {text}")
+    return listed
 
 
 def parse_file(path: str | Path, what: str = "--hostfile") -> Hosts:
@@ -41,39 +42,31 @@ def parse_file(path: str | Path, what: str = "--hostfile") -> Hosts:
         text = Path(path).read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise LaunchError(f"{what} {path} cannot be read: {error}.") from None
-    found: Hosts = {}
+    listed: Hosts = {}
     for number, line in enumerate(text.splitlines(), start=1):
-        words = line.partition("#")[0].split()
-        if not words:
-            continue
-        where = f"{what} {path}, line {number} ({line.strip()!r})"
-        name, colon, slots = words[0].partition(":")
-        count = _slots(slots, where) if colon else 0
-        for word in words[1:]:
-            key, _, value = word.partition("=")
-            if key == "slots":
-                count = _slots(value, where)
-            elif key not in ("max_slots", "max-slots"):
-                raise LaunchError(f"{where}: write a host name a line, or NAME slots=4, or NAME:4.")
-        _add(found, name, count, where)
-    if not found:
+        entry = line.partition("#")[0].strip()
+        if entry:
+            _add(listed, entry, f"{what} {path}, line {number}")
+    if not listed:
         raise LaunchError(f"{what} {path} names no host.")
-    return found
+    return listed
 
 
 def expand(text: str) -> list[str]:
     """The hosts in Slurm's compact form, in order: `n[1-2,07],gpu3` is n1, n2, n07, gpu3. Raises `LaunchError`."""
-    found: list[str] = []
+    names: list[str] = []
     for word in re.split(r",(?![^\[]*\])", text.strip()):  # the commas outside of brackets
-        found += _expand_word(word, text)
-    return found
+        names += _expand_word(word)
+    for name in names:
+        if not NAME.fullmatch(name):
+            raise LaunchError(f"host list {text[:80]!r}: {name[:80]!r} is not a host name, or [1-3,07] of numbers.")
+    return names
 
 
-def _expand_word(word: str, text: str) -> list[str]:
+def _expand_word(word: str) -> list[str]:
+    """The names in a word with brackets. A word that cannot be read is left as it is."""
     match = re.fullmatch(r"([^\[\]]*)\[([^\[\]]*)\](.*)", word)
     if match is None:
-        if not NAME.fullmatch(word):
-            raise LaunchError(f"host list {text[:80]!r}: {word[:80]!r} is not a host name.")
         return [word]
     head, inside, tail = match.groups()
     names: list[str] = []
@@ -82,9 +75,10 @@ def _expand_word(word: str, text: str) -> list[str]:
         first = bounded_number(low)
         last = bounded_number(high or low)
         if first is None or last is None or last < first:
-            raise LaunchError(f"host list {text[:80]!r}: [{inside[:80]}] is not a list of numbers such as [1-3,07].")
-        names += [f"{head}{number:0{len(low)}d}{tail}" for number in range(first, last + 1)]
-    return [name for each in names for name in _expand_word(each, text)]
+            return [word]
+        for number in range(first, last + 1):
+            names += _expand_word(f"{head}{number:0{len(low)}d}{tail}")
+    return names
 
 
 def bounded_number(text: str) -> int | None:
@@ -103,35 +97,30 @@ def is_here(name: str) -> bool:
     return name in ("localhost", "127.0.0.1", own) or host_key(name) == host_key(own)
 
 
-def free_port(address: str = "127.0.0.1", first: int | None = None) -> int:
-    """A TCP port of this host that nobody listens on at that address (of its own; "": at any).
+def free_port(first: int | None = None) -> int:
+    """A TCP port of this host that nobody listens on.
 
-    first: the one to give where it is free. The system would give one that any connection of another process may take
-    before rank 0 listens on it.
+    Args:
+        first: the one to give where it is free.
     """
-
-    def bind(port: int) -> int:
-        with socket.socket() as probe:
-            probe.bind((address, port))
+    # The system would give one that any connection of another process may take before rank 0 listens on it.
+    for port in (first or secrets.choice(PORTS), *(secrets.choice(PORTS) for _ in range(100)), 0):
+        with contextlib.suppress(OSError), socket.socket() as probe:
+            probe.bind(("", port))
             return int(probe.getsockname()[1])
-
-    for attempt in range(100):
-        with contextlib.suppress(OSError):
-            return bind(secrets.choice(PORTS) if first is None or attempt else first)
-    return bind(0)
+    raise LaunchError("no port of this host is free")
 
 
-def _slots(text: str, where: str) -> int:
-    slots = bounded_number(text)
-    if not slots:
-        raise LaunchError(f"{where}: {text!r} is not a number of slots.")
-    return slots
-
-
-def _add(found: Hosts, name: str, count: int, where: str) -> None:
-    if not NAME.fullmatch(name):
-        raise LaunchError(f"{where}: {name!r} is not a host name.")
-    found[name] = max(found[name], 1) + max(count, 1) if name in found else count
+def _add(listed: Hosts, entry: str, where: str) -> None:
+    """Add the host of one entry. Raises `LaunchError`."""
+    match = ENTRY.fullmatch(entry)
+    if match is None:
+        raise LaunchError(f"{where}: {entry!r} is not a host name, NAME:4, or NAME slots=4.")
+    name = match[1]
+    count = 0
+    if match[3]:
+        count = int(match[3])
+    listed[name] = max(listed[name], 1) + max(count, 1) if name in listed else count
 
 
 @dataclass(frozen=True)
@@ -171,14 +160,9 @@ def spread(total: int, limits: Sequence[int]) -> list[int]:
     return counts
 
 
-def is_even(counts: Sequence[int]) -> bool:
-    """Whether all hosts have the same number."""
-    return len(set(counts)) == 1
-
-
 def in_words(counts: Sequence[int], shown: int) -> str:
     """`4 a host`; where they differ, the numbers of the first `shown` hosts."""
-    if is_even(counts):
+    if len(set(counts)) == 1:
         return f"{counts[0]} a host"
     some = " ".join(map(str, counts[:shown])) + (" …" if len(counts) > shown else "")
     return f"on these hosts {some}"

@@ -31,7 +31,7 @@ class LaunchSpec:
     Attributes:
         launcher: `LOCAL`; "srun", "hydra", "pals" or "openmpi".
         hosts: those used, in order. counts: how many ranks each has; the first has ranks 0 … counts[0] − 1.
-        device: torch's device type, where one was chosen or found. devices: how many a host has.
+        device: torch's device type, where one was chosen or found.
         shared: variables for every rank.
         threads: OMP_NUM_THREADS; None: of the cores that ranks have.
         prefork: whether ranks may be forked.
@@ -59,7 +59,6 @@ class LaunchSpec:
     stage: Stage | None
     machine: Value[Machine]
     command: list[str]
-    devices: Value[int | None]
     device_order: list[int]
     environ: dict[str, str]
     elastic: Elastic | None
@@ -80,11 +79,6 @@ class LaunchSpec:
     def ranks(self) -> int:
         """In all."""
         return sum(self.counts.value)
-
-    @property
-    def per_host(self) -> int:
-        """The most that a host has."""
-        return max(self.counts.value)
 
     @property
     def processes(self) -> int:

@@ -72,7 +72,7 @@ class LaunchOptions:
     nhosts: int | None = None
     hosts: str | None = None
     hostfile: str | None = None
-    spare_hosts: str | None = None
+    spare_hosts: list[str] = field(default_factory=list)
     scheduler: str | None = None
     site: str | None = None
     mpiexec: str | None = None
@@ -89,11 +89,6 @@ class LaunchOptions:
     def env(self) -> dict[str, str]:
         """The variables of --env."""
         return dict(self.variables)
-
-    @property
-    def spare(self) -> list[str]:
-        """The hosts of --spare-hosts."""
-        return list(hosts.parse_list(self.spare_hosts)) if self.spare_hosts else []
 
 
 class Parser(argparse.ArgumentParser):
@@ -158,7 +153,9 @@ def parser() -> Parser:
     many.add_argument("-N", "--nhosts", metavar="N", type=positive, help="use the first N hosts")
     many.add_argument("--hosts", metavar="A,B", help="these hosts (of the job, inside one)")
     many.add_argument("--hostfile", metavar="FILE", help="the hosts in FILE, one a line")
-    many.add_argument("--spare-hosts", metavar="C,D", help="with --elastic: hosts that take the place of lost ones")
+    many.add_argument(
+        "--spare-hosts", metavar="C,D", type=host_names, help="with --elastic: hosts that take the place of lost ones"
+    )
     many.add_argument(
         "--scheduler", choices=(*scheduler.SCHEDULERS, "none"), help="take this one's job (none: no job's)"
     )
@@ -183,7 +180,7 @@ def parse(words: Sequence[str]) -> LaunchOptions:
         if options.nproc not in (None, options.elastic.most):
             raise LaunchError(f"-n {options.nproc} --elastic {options.elastic}: leave -n out")
         options.nproc = options.elastic.most
-    elif options.spare_hosts is not None:
+    elif options.spare_hosts:
         raise LaunchError("--spare-hosts is of --elastic MIN:MAX, which is not given.")
     if options.stage_to is not None and options.stage is None:
         raise LaunchError("--stage-to: there is no --stage PATH to copy.")
@@ -203,16 +200,14 @@ def recorded(words: Sequence[str], options: LaunchOptions) -> str:
 # Types of options: argparse says which option a text is not for.
 
 
-def count(text: str) -> int:
-    if not re.fullmatch(r"[0-9]+", text):
-        raise argparse.ArgumentTypeError(f"{text} is not a whole number, at least 0")
+def count(text: str, least: int = 0) -> int:
+    if not re.fullmatch(r"[0-9]+", text) or int(text) < least:
+        raise argparse.ArgumentTypeError(f"{text} is not a whole number, at least {least}")
     return int(text)
 
 
 def positive(text: str) -> int:
-    if not re.fullmatch(r"[0-9]+", text) or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not a whole number, at least 1")
-    return int(text)
+    return count(text, 1)
 
 
 def seconds(text: str) -> float:
@@ -223,6 +218,10 @@ def seconds(text: str) -> float:
     if not 0 < value < LONGEST:
         raise argparse.ArgumentTypeError(f"{text} is not a number of seconds, greater than 0")
     return value
+
+
+def host_names(text: str) -> list[str]:
+    return list(hosts.parse_list(text))
 
 
 def elastic(text: str) -> Elastic:

@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 
-from mmm_launch.errors import LaunchError
 from mmm_launch.spec import hosts
 from mmm_launch.spec.hosts import Job
 
@@ -16,10 +15,7 @@ def detect(environ: Mapping[str, str]) -> Job | None:
     if not environ.get("PBS_JOBID") or not environ.get("PBS_NODEFILE"):
         return None
     path = environ["PBS_NODEFILE"]
-    try:
-        listed = hosts.parse_file(path, "PBS_NODEFILE")
-    except LaunchError as error:
-        raise LaunchError(f"{error}\n  Without PBS: --scheduler none") from None
+    listed = hosts.parse_file(path, "PBS_NODEFILE")
     why = {"scheduler": f"PBS_JOBID={environ['PBS_JOBID']}", "hosts": f"PBS_NODEFILE={path}"}
     tasks = tuple(max(count, 1) for count in listed.values()) if any(listed.values()) else ()
     if tasks:

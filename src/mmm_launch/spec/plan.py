@@ -7,11 +7,9 @@ In this order, each stated in its `Value`:
                     is one of them
     device          --device; MMM_DEVICE; the site; what is found here; else each rank looks
     MASTER_ADDR     MASTER_ADDR; 127.0.0.1 on one host; the first host, with the site's suffix
-    MASTER_PORT     MASTER_PORT; the site; a free one, if the first host is this one; from the job's identity, or a
-                    free one where rank 0's host says that it is taken
+    MASTER_PORT     MASTER_PORT; the site; one that is free here, or another where rank 0's host says that it is taken
 """
 
-import getpass
 import json
 import os
 import re
@@ -20,7 +18,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from mmm_launch.contract import DEVICE_VARIABLE, SITE_VARIABLE, place_of_rank, port_of
+from mmm_launch.contract import DEVICE_VARIABLE, SITE_VARIABLE, place_of_rank
 from mmm_launch.errors import LaunchError
 from mmm_launch.machines import find as machines
 from mmm_launch.machines.machine import Machine
@@ -74,7 +72,7 @@ def plan(
     placed = placement.place(options, job, listed, devices, otherwise=CPU_RANKS if on_cpu else 1)
     if is_local and device.value is None and (options.nproc or options.ppn) is None:
         device = Value("cpu", "no accelerator found")
-    check_spare_hosts(options.spare, placed.hosts, job)
+    check_spare_hosts(options.spare_hosts, placed.hosts, job)
     if options.places:
         counts = tuple(len(places) for places in options.places.values())
         placed = replace(placed, hosts=tuple(options.places), counts=counts, why="what is left (--elastic)", notes=())
@@ -87,7 +85,7 @@ def plan(
     shared = {
         "WORLD_SIZE": Value(str(sum(placed.counts)), "launch"),
         "MASTER_ADDR": address_of(environ, site, placed.hosts, is_local),
-        "MASTER_PORT": port_for(environ, job, site, placed.hosts, options.attempt),
+        "MASTER_PORT": port_for(environ, site, placed.hosts, options.attempt),
     }
     if device.value:
         shared[DEVICE_VARIABLE] = Value(device.value, device.source)
@@ -123,7 +121,6 @@ def plan(
         hosts=Value(placed.hosts, listed_why),
         counts=Value(placed.counts, placed.why),
         bind=bind_of(options, site),
-        devices=devices,
         device_order=device_order,
         shared=shared,
         environ=options.env,
@@ -133,7 +130,7 @@ def plan(
         stage=options.archive or stage.of_options(options.stage, options.stage_to),
         notes=(*job.notes, *placed.notes),
         elastic=options.elastic,
-        spare=tuple(options.spare),
+        spare=tuple(options.spare_hosts),
         places=tuple(options.places.values()),
     )
 
@@ -169,7 +166,7 @@ def listed_hosts(options: LaunchOptions, job: Job) -> tuple[Hosts, str]:
         listed = hosts.parse_file(options.hostfile)
         why = f"--hostfile {options.hostfile}"
     else:
-        names = [name for name in job.hosts if name not in options.spare]
+        names = [name for name in job.hosts if name not in options.spare_hosts]
         return dict.fromkeys(names, 0), job.why.get("hosts", "")
     check_of_job(listed, job, why)
     return listed, why
@@ -294,7 +291,7 @@ def address_of(environ: Mapping[str, str], site: Machine, used: Sequence[str], i
     return Value(name, f"the first host, with {site.name}'s suffix")
 
 
-def port_for(environ: Mapping[str, str], job: Job, site: Machine, used: Sequence[str], attempt: int) -> Value[str]:
+def port_for(environ: Mapping[str, str], site: Machine, used: Sequence[str], attempt: int) -> Value[str]:
     """The port at which rank 0 listens. Raises `LaunchError`."""
     port = environ.get("MASTER_PORT")
     if port:
@@ -305,11 +302,4 @@ def port_for(environ: Mapping[str, str], job: Job, site: Machine, used: Sequence
         return Value(port, "set in the environment")
     if site.port:
         return Value(str(site.port + attempt), site.name)
-    if hosts.is_here(used[0]):
-        return Value(str(hosts.free_port("")), "a free port of this host")
-    identity = f"{job.scheduler} {job.job_id} {attempt}"
-    why = f"from {job.scheduler} job {job.job_id}"
-    if not job.job_id:
-        identity = f"{getpass.getuser()} {','.join(used)} {os.getpid()} {attempt}"
-        why = "from user, hosts and launch's pid"
-    return Value(str(port_of(identity)), f"{why}; or a free one, where its host says that it is taken", is_wish=True)
+    return Value(str(hosts.free_port()), "a free port here, or another where it is taken", not hosts.is_here(used[0]))

@@ -54,7 +54,6 @@ def detect(environ: Mapping[str, str] = os.environ, scheduler: str | None = None
                 )
         return replace(job, notes=tuple(notes))
     if scheduler is not None:
-        needs = " and ".join(SCHEDULERS[scheduler].variables)
-        raise LaunchError(f"--scheduler {scheduler}: this is not inside a job of it ({needs} are not set).")
+        raise LaunchError(f"--scheduler {scheduler}: this is not inside a job of it.")
     missing = ", ".join(f"no {known.variables[0]}" for known in SCHEDULERS.values())
     return Job(why={"scheduler": f"{missing} in the environment"})

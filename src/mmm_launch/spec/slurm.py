@@ -13,12 +13,12 @@ def detect(environ: Mapping[str, str]) -> Job | None:
 
     Raises `LaunchError`: a variable of Slurm's that cannot be read.
     """
-    job = environ.get("SLURM_JOB_ID") or environ.get("SLURM_JOBID")
-    name = next((n for n in ("SLURM_JOB_NODELIST", "SLURM_NODELIST") if environ.get(n)), None)
-    if not job or name is None:
+    job = environ.get("SLURM_JOB_ID")
+    listed = environ.get("SLURM_JOB_NODELIST")
+    if not job or not listed:
         return None
-    why = {"scheduler": f"SLURM_JOB_ID={job}", "hosts": f"{name}={environ[name]}"}
-    names = tuple(hosts.expand(environ[name]))
+    why = {"scheduler": f"SLURM_JOB_ID={job}", "hosts": f"SLURM_JOB_NODELIST={listed}"}
+    names = tuple(hosts.expand(listed))
     tasks = _tasks(environ, len(names), why)
     gpus = _number(environ, "SLURM_GPUS_ON_NODE", why, "gpus_per_host")
     asked = re.fullmatch(r"(?:.*:)?(\d+)", environ.get("SLURM_GPUS_PER_NODE", ""))

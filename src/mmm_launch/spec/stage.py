@@ -8,7 +8,6 @@ import sys
 import tarfile
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 from mmm_launch.errors import LaunchError
 
@@ -49,14 +48,6 @@ def of_options(path: str | None, to: str | None) -> Stage | None:
     return Stage(source, to)
 
 
-def notes(stage: Stage) -> list[str]:
-    """Says so where ranks will not read mmm's own files in the copy."""
-    package = str(Path(__file__).parents[2])
-    if is_inside(sys.prefix, stage.source) and not is_inside(package, stage.source):
-        return [f"--stage: mmm itself is not in {stage.source} but in {package}: ranks read it there"]
-    return []
-
-
 def interpreter(source: str, copy: str) -> str | None:
     """Finds the Python in `copy` by which ranks run: this process's own, if that is in `source`, or any other.
 
@@ -73,7 +64,7 @@ def interpreter(source: str, copy: str) -> str | None:
 
 
 def environment(environ: Mapping[str, str], source: str, copy: str) -> dict[str, str]:
-    """Gives the variables in which a rank that runs from `copy` differs from `environ`. Its programs come first."""
+    """Gives the variables of a rank that runs from `copy`, where it is not as in `environ`. Its programs come first."""
     changed = {STAGED_VARIABLE: copy}
     for name in MAPPED:
         if name in environ:
@@ -81,11 +72,10 @@ def environment(environ: Mapping[str, str], source: str, copy: str) -> dict[str,
             changed[name] = os.pathsep.join(parts)
     programs = os.path.join(copy, "bin")
     if os.path.isdir(programs):
-        path = changed.get("PATH", os.defpath).split(os.pathsep)
-        changed["PATH"] = os.pathsep.join([programs, *(part for part in path if part != programs)])
+        changed["PATH"] = os.pathsep.join([programs, changed.get("PATH", os.defpath)])
     if os.path.exists(os.path.join(copy, "pyvenv.cfg")):
         changed["VIRTUAL_ENV"] = copy
-    return {name: value for name, value in changed.items() if environ.get(name) != value}
+    return changed
 
 
 def mapped(path: str, source: str, copy: str) -> str:

@@ -72,7 +72,6 @@ def _of_cluster(plan: LaunchSpec) -> list[Row]:
     site = plan.machine.value
     rows = [
         ("machine", f"{site.name}: {site.about}" if site.name else "not a known site", plan.machine.source),
-        ("accelerators", f"{plan.devices.value or 'none'} a host", plan.devices.source),
         ("started by", f"{plan.launcher.value}, one process a host, which starts its ranks", plan.launcher.source),
     ]
     if plan.device_order:

@@ -6,7 +6,8 @@ import sys
 
 import pytest
 
-from mmm_launch.machines.find import BUILT_IN, measured_path
+from mmm_lab.planner.measured import measured_path
+from mmm_launch.machines.find import BUILT_IN
 
 LM = [sys.executable, "-m", "mmm.trainer.lm", "--device", "cpu", "--preset", "debug", "--dataset", "random"]
 LM += ["--seq_length", "32", "--batch_size", "2", "--max_iters", "3", "--no-plots", "--eval_batches", "1"]

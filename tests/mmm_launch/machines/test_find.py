@@ -10,9 +10,10 @@ import pytest
 
 from mmm_lab.cli.doctor.finding import Place
 from mmm_lab.cli.doctor.job import check_machine
+from mmm_lab.planner.measured import machine_here, measured_path
 from mmm_launch.errors import MachineError
 from mmm_launch.machines import find
-from mmm_launch.machines.find import load, machine_here, measured_path, named
+from mmm_launch.machines.find import load, named
 from mmm_launch.machines.machine import FIELDS
 from support.clock import PATIENCE
 
@@ -84,7 +85,8 @@ def test_a_new_machine_is_one_file_for_all_commands(tmp_path):
 def test_a_file_that_is_wrong_is_named_by_all_commands(tmp_path):
     (tmp_path / "mine.json").write_text(json.dumps(MINE | {"ranks_per_hots": 6}))
     mine = {"MMM_MACHINES": str(tmp_path)}
-    said = f"machine file {tmp_path}/mine.json: 'ranks_per_hots' is not known. There are {', '.join(FIELDS)}."
+    wrong = "'ranks_per_hots' is not known. Did you mean ranks_per_host?"
+    said = f"machine file {tmp_path}/mine.json: {wrong} There are {', '.join(FIELDS)}."
     (tmp_path / "train.py").write_text("")
     launched = command(tmp_path, "mmm_launch", "--dry-run", "python3", "train.py", **mine, **JOB)
     assert (launched.returncode, launched.stderr) == (2, f"launch: error: {said}\n")

@@ -1,0 +1,44 @@
+"""The machine that a run is on, as far as its rates are known: measured on this host, or by the machine's file."""
+
+from __future__ import annotations
+
+import os
+import socket
+from pathlib import Path
+from typing import Any
+
+from mmm_launch.machines.find import load
+from mmm_launch.machines.machine import Machine, read
+
+
+def measured_path() -> Path:
+    """Where `mmm machine --measure` keeps what it measures of this host."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
+    return cache / "mmm" / f"machine-{socket.gethostname()}.json"
+
+
+def machine_here(device: str, site: str | None, hosts: int, ranks: int, threads: int = 1) -> Machine | None:
+    """The machine that a run is on; None where its rates are not known.
+
+    Args:
+        device: type of the run's device. site: name of a machine, None where it is not known. ranks: of the run.
+        threads: of a rank on a CPU: so many times the rate of one, which is optimistic.
+
+    Raises:
+        MachineError: the file is wrong, or has no rate for several hosts.
+    """
+    machine: Machine | None = None
+    if hosts == 1 and measured_path().exists():
+        machine = read(measured_path())
+    elif site is not None:
+        machine = load(os.environ).get(site.lower())
+        if machine is not None and machine.missing():
+            return None
+    if machine is None or machine.device != device:
+        return None
+    values: dict[str, Any] = {"hosts": hosts, "ranks_per_host": -(-ranks // hosts)}
+    if device == "cpu" and threads > 1:
+        values["peak_flops"] = {name: threads * rate for name, rate in machine.peak_flops.items()}
+        values["memory_bandwidth"] = threads * machine.memory_bandwidth
+        values["cores"] = -(-machine.cores // threads)
+    return machine.changed(values)
