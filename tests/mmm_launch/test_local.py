@@ -94,3 +94,17 @@ def test_where_ranks_are_forked():
     assert on_host().fork
     assert on_host(found=GPUS).fork
     assert on_host(build="xpu", device="cpu").fork
+
+
+@pytest.mark.parametrize("text", ["0", "-1", "many", ""])
+def test_a_number_of_threads_that_is_none_is_as_if_it_were_not_set(text):
+    """Ranks share the cores, as where nobody says how many threads they have."""
+    counted = on_host(nproc=2).shared["OMP_NUM_THREADS"]
+    assert int(counted) > 0
+    assert on_host(nproc=2, environ={"OMP_NUM_THREADS": text}).shared["OMP_NUM_THREADS"] == counted
+    assert on_host(nproc=2, variables=[("OMP_NUM_THREADS", text)]).shared["OMP_NUM_THREADS"] == counted
+
+
+def test_a_number_of_threads_is_passed_on_as_it_is():
+    for text in ("3", "4,2"):
+        assert on_host(nproc=2, environ={"OMP_NUM_THREADS": text}).shared["OMP_NUM_THREADS"] == text
