@@ -51,7 +51,8 @@ class Evaluation:
     ) -> None:
         self.subject, self.reference, self.batch = subject, reference, batch
         self.notes = list(reference.notes)
-        self.ranks = self._with_global_names(ranks)
+        self.ranks, note = with_global_names(ranks, reference.observed.weights)
+        self.notes += [note] if note else []
         # Of the step that is compared; a second one follows.
         self.expected = reference.observed
         self.seen = [rank.parallel for rank in self.ranks]
@@ -98,19 +99,6 @@ class Evaluation:
             reason=reason,
             notes=tuple(self.notes),
         )
-
-    def _with_global_names(self, ranks: Sequence[RankObserved]) -> list[RankObserved]:
-        """What the ranks saw by the names on one device; a note says which of them are local to a rank."""
-        renamed = []
-        for number, rank in enumerate(ranks):
-            parallel, moves = with_global_names(rank.parallel, self.reference.observed.weights)
-            renamed.append(replace(rank, parallel=parallel))
-            if moves and not any("local to a rank" in note for note in self.notes):
-                module, other = next(iter(moves.items()))
-                self.notes.append(
-                    f"names are local to a rank: {module} of rank {number} has the weights of {other} on one device"
-                )
-        return renamed
 
     def _match_names(self) -> str:
         """Which name of the parallel program is which on one device. Returns why that cannot be said."""
@@ -170,7 +158,7 @@ class Evaluation:
             for rank, tensor in enumerate(tensors):
                 if tensor is None:
                     continue
-                place = place_of(tensor, full.local) or self._place_of_padding(rank, tensors, full.local)
+                place = place_of(tensor, full.local)
                 if place is None:
                     self._find_no_part(name, rank, tensor, full.local)
                     continue
@@ -189,59 +177,30 @@ class Evaluation:
             return
         scale = size_of(full)
         off = relative(own, ought, scale) if own.shape == ought.shape else math.inf
-        if self._is_rounded(own, ought, off):
-            words = TO_FLOAT32
-        else:
-            words = self._relation("weights", name, rank, tensors, ought, full, scale)
-        self._find("weights", name, rank, words, off)
+        self._find("weights", name, rank, self._relation("weights", name, rank, tensors, ought, full, scale), off)
 
     def _find_no_part(self, name: str, rank: int, tensor: LocalTensor, full: Tensor) -> None:
         """A tensor of another shape: a fault, unless it has the model's own elements in another arrangement."""
-        shapes = f"{tuple(tensor.local.shape)} is no part of the weight of {tuple(full.shape)}"
-        known = [full, *(weight.local for weight in self.reference.observed.weights.values())]
-        elements = torch.cat([one.flatten() for one in known if one.dtype == tensor.local.dtype] or [full.flatten()])
-        if name in self.reference.observed.parameters and torch.isin(tensor.local, elements).all():
-            self.reason = self.reason or (
-                f"{name} on rank {rank}: {shapes}, and has its elements, or another weight's, in another arrangement"
-            )
+        words = f"{tuple(tensor.local.shape)} is no part of the weight of {tuple(full.shape)}"
+        weights = self.reference.observed.weights.values()
+        known = torch.cat([weight.local.flatten() for weight in weights if weight.local.dtype == full.dtype])
+        padded = any(any(places[name].padding) for places in self.places if name in places)
+        if padded or torch.isin(tensor.local.to(full.dtype), known).all():
+            self.reason = f"{name} on rank {rank}: {words}: padding, or the model's elements in another arrangement"
         else:
-            self._find("weights", name, rank, f"{shapes}: other elements, or shape")
-
-    def _place_of_padding(self, rank: int, tensors: list[LocalTensor | None], full: Tensor) -> Place | None:
-        """The place of a shard that is padding alone: along some axis, the shards before it have all of the rows."""
-        own = tensors[rank]
-        if own is None or own.part is not None or own.local.ndim != full.ndim:
-            return None
-        for axis in self.subject.axes:
-            group = [tensors[other] for other in self.subject.group(rank, axis)]
-            for dim in range(full.ndim):
-                places = [None if one is None else place_of(one, full) for one in group]
-                rows = [place.indices[dim] for place in places if place is not None and place.span is None]
-                known = [index for index in rows if index is not None]
-                alike = all(one is not None and one.local.shape == own.local.shape for one in group)
-                if alike and known and torch.cat(known).unique().numel() == full.shape[dim]:
-                    nothing = torch.empty(0, dtype=torch.long)
-                    indices = tuple(nothing if d == dim else None for d in range(full.ndim))
-                    padding = tuple(own.local.shape[dim] if d == dim else 0 for d in range(full.ndim))
-                    return Place(indices, padding=padding)
-        return None
+            self._find("weights", name, rank, f"{words}: other elements, or shape")
 
     def _padding(self, name: str, full: Tensor) -> None:
         """Of a tensor that is padded on some rank, every element is on one. A note says which is padded."""
-        places = [of_rank[name] for of_rank in self.places if name in of_rank]
+        places = [places[name] for places in self.places if name in places]
         if not any(any(place.padding) for place in places):
             return
-        seen = torch.zeros(full.shape, dtype=torch.bool)
         numbers = torch.arange(full.numel()).view(full.shape)
-        for place in places:
-            seen.view(-1)[place.of(numbers).flatten()] = True
-        lacking = int((~seen).sum())
-        if lacking:
-            self._find("weights", name, None, f"{lacking} of its {full.numel()} elements are on no rank")
+        seen = torch.cat([place.of(numbers).flatten() for place in places]).unique()
+        if len(seen) < full.numel():
+            self._find("weights", name, None, f"{full.numel() - len(seen)} of its elements are on no rank")
         else:
-            self.notes.append(
-                f"{name} of {tuple(full.shape)} is padded in the parallel program: padding is not compared"
-            )
+            self.notes.append(f"{name} of {tuple(full.shape)} is padded on the ranks: padding is not compared")
 
     def _ties(self) -> None:
         """A weight that several modules share is one parameter on each rank that has two of them."""
@@ -265,10 +224,13 @@ class Evaluation:
         def others(other: int) -> tuple[Tensor | None, Tensor | None]:
             return self._own(name, other, tensors), self._ought(name, other, tensors, full)
 
+        value = self._own(name, rank, tensors)
+        same_shape = value is not None and value.shape == ought.shape
+        if same_shape and self._is_rounded(value, ought, relative(value, ought, scale)):
+            return TO_FLOAT32
         alone = self.ranks[rank].alone if self.expected is self.reference.observed else None
         own = getattr(alone, kind).get(name) if alone is not None else None
         by_itself = self._ought(name, rank, tensors, own.local) if own is not None else None
-        value = self._own(name, rank, tensors)
         return relation(value, ought, scale, rank, others, by_itself, self.subject)
 
     def _own(self, name: str, rank: int, tensors: list[LocalTensor | None]) -> Tensor | None:
@@ -459,10 +421,7 @@ class Evaluation:
             return 0.0
         error = relative(value, ought, scale) if value is not None and value.shape == ought.shape else math.inf
         if not error <= self._tolerance(name):
-            if value is not None and self._is_rounded(value, ought, error):
-                words = TO_FLOAT32
-            else:
-                words = self._relation("gradients", name, rank, tensors, ought, full.local, scale)
+            words = self._relation("gradients", name, rank, tensors, ought, full.local, scale)
             self._find(stage, name, rank, words, error)
         return error
 
@@ -508,13 +467,9 @@ class Evaluation:
                 scale = finite_size_of(full.local)
                 error = relative(own, ought, scale) if own.shape == ought.shape else math.inf
                 errors.append(error)
-                if error <= self._tolerance(name):
-                    continue
-                if self._is_rounded(own, ought, error):
-                    words = TO_FLOAT32
-                else:
+                if not error <= self._tolerance(name):
                     words = self._relation("after", name, rank, tensors, ought, full.local, scale)
-                self._find(stage, name, rank, words, error)
+                    self._find(stage, name, rank, words, error)
         return errors
 
     def second_step(self) -> None:

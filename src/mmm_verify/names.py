@@ -4,22 +4,22 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TypeVar
+from typing import Any
 
 from mmm_verify.difference import same_elements
 from mmm_verify.observe import LocalTensor, Observed
+from mmm_verify.rank import RankObserved
 from mmm_verify.relations import place_of
 
 NUMBER = re.compile(r"\b\d+\b")
 
 
-Value = TypeVar("Value")
-
-
-def with_global_names(observed: Observed, weights: Mapping[str, LocalTensor]) -> tuple[Observed, dict[str, str]]:
-    """What a rank saw, by the names on one device.
+def with_global_names(
+    ranks: Sequence[RankObserved], weights: Mapping[str, LocalTensor]
+) -> tuple[list[RankObserved], str]:
+    """What the ranks saw, by the names on one device.
 
     A module whose number is another one there is known by its weights, which are those of one other module alone. What
     is wrong in spite of that, as where two ranks have changed their experts, shows in the loss.
@@ -28,12 +28,18 @@ def with_global_names(observed: Observed, weights: Mapping[str, LocalTensor]) ->
         weights: those on one device, by name.
 
     Returns:
-        The same, renamed, and the modules that are: the rank's name → that on one device.
+        The same, renamed, and a note on it; empty where no name is local to a rank.
     """
-    moves = _moves(observed, weights)
-    if not moves:
-        return observed, {}
-    return _renamed(observed, moves), moves
+    renamed = []
+    note = ""
+    for number, rank in enumerate(ranks):
+        moves = _moves(rank.parallel, weights)
+        for module, other in moves.items():
+            note = (
+                note or f"names are local to a rank: {module} of rank {number} has the weights of {other} on one device"
+            )
+        renamed.append(replace(rank, parallel=_renamed(rank.parallel, moves)) if moves else rank)
+    return renamed, note
 
 
 def is_part(tensor: LocalTensor, full: LocalTensor) -> bool:
@@ -87,23 +93,12 @@ def _rename(name: str, moves: Mapping[str, str]) -> str:
 
 
 def _renamed(observed: Observed, moves: Mapping[str, str]) -> Observed:
-    def keys(of_names: Mapping[str, Value]) -> dict[str, Value]:
-        return {_rename(name, moves): value for name, value in of_names.items()}
-
-    def names(of_names: set[str]) -> set[str]:
-        return {_rename(name, moves) for name in of_names}
-
-    return replace(
-        observed,
-        weights=keys(observed.weights),
-        parameters=names(observed.parameters),
-        ties=[tuple(_rename(name, moves) for name in group) for group in observed.ties],
-        gradients=keys(observed.gradients),
-        main_gradients=names(observed.main_gradients),
-        stepped=names(observed.stepped),
-        after=keys(observed.after),
-        unclipped=keys(observed.unclipped),
-        second=None if observed.second is None else _renamed(observed.second, moves),
-        outputs=keys(observed.outputs),
-        drops=keys(observed.drops),
-    )
+    """The same with the names of some modules replaced, in all that has names."""
+    changes: dict[str, Any] = {"ties": [tuple(_rename(name, moves) for name in group) for group in observed.ties]}
+    for field in ("weights", "gradients", "after", "unclipped", "outputs", "drops"):
+        changes[field] = {_rename(name, moves): value for name, value in getattr(observed, field).items()}
+    for field in ("parameters", "main_gradients", "stepped"):
+        changes[field] = {_rename(name, moves) for name in getattr(observed, field)}
+    if observed.second is not None:
+        changes["second"] = _renamed(observed.second, moves)
+    return replace(observed, **changes)

@@ -308,24 +308,11 @@ def _split(subject: Subject, reference: Reference, batch: Any) -> None:
         for part in range(parts)
     ]
     whole = reference.observed
-    assert whole.loss is not None
     if all(_same_gradients(whole, piece) for piece in pieces):
         reference.reason = _why_alike(subject, batch, parts)
         if reference.reason:
             return
-    losses = [piece.loss.local for piece in pieces if piece.loss is not None]
-    reference.loss_floor = relative(torch.stack(losses).mean(), whole.loss.local, size_of(whole.loss.local))
-    if whole.loss.local.dtype in (torch.float32, torch.bfloat16, torch.float16):  # it may be equal by chance
-        reference.loss_floor = worst([reference.loss_floor, torch.finfo(whole.loss.local.dtype).eps])
-    largest = reference.largest_gradient
-    for name in whole.gradients:
-        gradient = whole.before_clipping(name)
-        if gradient is None:
-            continue
-        split = [piece.before_clipping(name) for piece in pieces]
-        mean = sum(g.local for g in split if g is not None) / parts
-        scale = scale_of(gradient.local, largest)
-        reference.floor[name] = relative(torch.as_tensor(mean), gradient.local, scale)
+    reference.loss_floor, reference.floor = _floors(reference, pieces)
     floor = worst([reference.loss_floor, *reference.floor.values()])
     reference.split = f"; with the batch split to {floor:.0e}"
     if floor <= TOLERANCE:
@@ -363,10 +350,15 @@ def _rounding(subject: Subject, reference: Reference, batch: Any) -> None:
         return
     reference.types = other.types
     if not reference.floor:
-        _floor_of_order(reference, other)
-    # By name: first those that a user calls, and not such as __get__, of an attribute.
-    names = [function for function, dtype in other.types if dtype == torch.float32]
-    functions = sorted(names, key=lambda name: (name.startswith("_"), name))
+        loss_floor, floors = _floors(reference, [other])
+        if worst([loss_floor, *floors.values()]) <= LOOSE:
+            reference.loss_floor = loss_floor
+            reference.floor = floors
+    assert reference.observed.loss is not None
+    if reference.observed.loss.local.dtype in (torch.bfloat16, torch.float16):  # it may be equal by chance
+        eps = torch.finfo(reference.observed.loss.local.dtype).eps
+        reference.loss_floor = max(reference.loss_floor, eps)
+    functions = sorted(function for function, dtype in other.types if dtype == torch.float32)
     if not functions:
         return
     # Another order of its sums may change nothing, and another cut of them does.
@@ -375,26 +367,27 @@ def _rounding(subject: Subject, reference: Reference, batch: Any) -> None:
     for name in reference.observed.gradients:
         reference.floor[name] = max(reference.floor.get(name, 0.0), least)
     reference.notes.append(
-        f"{functions[0]}{' and others' if len(functions) > 1 else ''} of it compute in float32 on one device too: "
-        f"differences below {FLOOR * least:.0e} are not seen"
+        f"something in it computes in float32 on one device too, such as {functions[-1]}: differences below "
+        f"{FLOOR * least:.0e} are not seen"
     )
 
 
-def _floor_of_order(reference: Reference, other: Observed) -> None:
-    """Measure the floors by the batch in another order, if that is rounding."""
+def _floors(reference: Reference, pieces: list[Observed]) -> tuple[float, dict[str, float]]:
+    """How far the mean over pieces of the batch is from the batch: of the loss, and of the gradients by name."""
     whole = reference.observed
     assert whole.loss is not None
-    assert other.loss is not None
-    largest = reference.largest_gradient
+    losses = [piece.loss.local for piece in pieces if piece.loss is not None]
+    loss_floor = relative(torch.stack(losses).mean(), whole.loss.local, size_of(whole.loss.local))
     floors = {}
     for name in whole.gradients:
         gradient = whole.before_clipping(name)
-        theirs = other.before_clipping(name)
-        if gradient is not None and theirs is not None:
-            floors[name] = relative(theirs.local, gradient.local, scale_of(gradient.local, largest))
-    loss_floor = relative(other.loss.local, whole.loss.local, size_of(whole.loss.local))
-    if worst([loss_floor, *floors.values()]) <= LOOSE:
-        reference.floor, reference.loss_floor = floors, loss_floor
+        if gradient is None:
+            continue
+        split = [piece.before_clipping(name) for piece in pieces]
+        mean = sum(g.local for g in split if g is not None) / len(pieces)
+        scale = scale_of(gradient.local, reference.largest_gradient)
+        floors[name] = relative(torch.as_tensor(mean), gradient.local, scale)
+    return loss_floor, floors
 
 
 def _same_gradients(one: Observed, other: Observed) -> bool:

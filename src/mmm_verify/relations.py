@@ -113,12 +113,12 @@ def _place_along(local: Tensor, full: Tensor, dim: int) -> Place | None:
         known.setdefault(bytes_of(row), index)
     rows = [known.get(bytes_of(row)) for row in _rows(local, dim)]
     indices = [row for row in rows if row is not None]
-    if not indices or None in rows[: len(indices)]:
+    if None in rows[: len(indices)] or (not indices and local.any()):  # zeros alone may be padding alone
         return None
     padding = [0] * full.ndim
     padding[dim] = len(rows) - len(indices)
     places: list[Tensor | None] = [None] * full.ndim
-    places[dim] = torch.tensor(indices)
+    places[dim] = torch.tensor(indices, dtype=torch.long)
     return Place(tuple(places), padding=tuple(padding))
 
 
@@ -127,20 +127,12 @@ def _rows(tensor: Tensor, dim: int) -> Tensor:
 
 
 def _place_of_block(local: Tensor, full: Tensor) -> Place | None:
-    """Where a block is that is shorter along several dims: from one of its elements along each of them."""
-    if any(a > b for a, b in zip(local.shape, full.shape, strict=True)):
-        return None
-    corner = (0,) * local.ndim
-    for position in (full == local[corner]).nonzero()[:MOST_BLOCKS].tolist():
-        indices = []
-        for dim in range(full.ndim):
-            line = full[tuple(slice(None) if d == dim else position[d] for d in range(full.ndim))]
-            wanted = local[tuple(slice(None) if d == dim else 0 for d in range(full.ndim))]
-            equal = wanted[:, None] == line  # (local elements, full elements)
-            indices.append(equal.int().argmax(1))
-        place = Place(tuple(indices))
-        if torch.equal(place.of(full), local):
-            return place
+    """Where a block is that is shorter along several dims: there where its first element is."""
+    corner = local[(0,) * local.ndim]
+    for position in (full == corner).nonzero()[:MOST_BLOCKS].tolist():
+        spans = [slice(first, first + size) for first, size in zip(position, local.shape, strict=True)]
+        if torch.equal(full[tuple(spans)], local):
+            return Place(tuple(torch.arange(span.start, span.stop) for span in spans))
     return None
 
 
