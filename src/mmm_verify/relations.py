@@ -185,8 +185,8 @@ def relation(
         return "is zero"
     if value.dtype != expected.dtype:
         kind = str(value.dtype).removeprefix("torch.")
-        near = relative(value, expected, scale) < LOW_PRECISION
-        return f"is rounded to {kind}" if near else f"is {kind}, and differs"
+        rounded = relative(value, expected, scale) < LOW_PRECISION
+        return f"is rounded to {kind}" if rounded else f"is {kind}, and differs"
 
     if words := _over_ranks(value, expected, scale, rank, others, subject):
         return words

@@ -42,7 +42,7 @@ def local_part(tensor: DTensor) -> LocalPart | None:
     coordinate = mesh.get_coordinate()
     assert coordinate is not None
     sizes = [mesh.size(axis) for axis in range(mesh.ndim)]
-    indices = [_local_indices(tensor, dim, sizes, coordinate) for dim in range(tensor.ndim)]
+    indices = [_local_indices(tensor, dim, sizes, list(coordinate)) for dim in range(tensor.ndim)]
     if tuple(tensor.to_local().shape) != tuple(len(index) for index in indices):
         return None
     whole = [len(index) == size for index, size in zip(indices, tensor.shape, strict=True)]
