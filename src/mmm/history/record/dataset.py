@@ -12,8 +12,10 @@ Dimensions: ``draw``, one a logged row, and ``rank``. Over ``rank`` lie the coor
 import io
 import json
 import logging
+import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -121,36 +123,19 @@ def to_columns(
     """
     by_draw = {row.draw: row for row in rows}  # a draw that is in dataset and journal counts once
     draws = sorted(by_draw)
-    scalars: dict[str, list[Any]] = {}
-    spread: dict[str, list[Any]] = {}
-    for place, draw in enumerate(draws):
-        for name, value in by_draw[draw].row.items():
-            scalars.setdefault(name, []).append((place, value))
-        for name, values in by_draw[draw].per_rank.items():
-            spread.setdefault(name, []).append((place, values))
-
-    shape = (len(draws), len(header.ranks))
+    logged = [by_draw[draw] for draw in draws]
+    by_rank = dict.fromkeys(name for row in logged for name in row.per_rank)
+    names = dict.fromkeys(name for row in logged for name in row.row) | by_rank
     variables: dict[str, Any] = {}
-    column: np.ndarray
-    for name in dict.fromkeys([*scalars, *spread]):
-        if name in spread:
-            column = np.full(shape, np.nan)
-            for place, value in scalars.get(name, ()):
-                column[place, 0] = value
-            for place, values in spread[name]:
-                column[place, : len(values)] = values  # fewer, where a run went on with fewer ranks
-            full = len(spread[name]) == len(draws) and all(len(values) == shape[1] for _, values in spread[name])
-            if full and all(_ints(values) for _, values in spread[name]):
-                column = np.array([values for _, values in spread[name]], dtype=np.int64)
-            variables[name] = (("draw", "rank"), column, about(name))
+    for name in names:
+        if name in by_rank:
+            lists = [row.per_rank.get(name) or [row.row.get(name, math.nan)] for row in logged]
+            # Fewer, where a run went on with fewer ranks.
+            padded = [[*values, *[math.nan] * (len(header.ranks) - len(values))] for values in lists]
+            variables[name] = (("draw", "rank"), _array(padded, chain(*padded)), about(name))
         else:
-            values = [value for _, value in scalars[name]]
-            if len(values) == len(draws) and _ints(values):
-                column = np.array(values, dtype=np.int64)
-            else:
-                column = np.full(len(draws), np.nan)
-                column[[place for place, _ in scalars[name]]] = values
-            variables[name] = ("draw", column, about(name))
+            column = [row.row.get(name, math.nan) for row in logged]
+            variables[name] = ("draw", _array(column, column), about(name))
 
     coordinates: dict[str, Any] = {
         "draw": ("draw", np.array(draws, dtype=np.int64), {"long_name": "logged row"}),
@@ -169,7 +154,12 @@ def to_columns(
     return Columns(variables, coordinates, plain_attrs({**header.attrs, **extra_attrs}))
 
 
-def _ints(values: Sequence[Any]) -> bool:
+def _array(values: Sequence[Any], elements: Iterable[Any]) -> np.ndarray:
+    """Of whole numbers int64, else float64."""
+    return np.array(values, dtype=np.int64 if _ints(elements) else np.float64)
+
+
+def _ints(values: Iterable[Any]) -> bool:
     return all(type(value) is int and INT64.min <= value <= INT64.max for value in values)
 
 
