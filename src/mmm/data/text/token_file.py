@@ -44,7 +44,7 @@ from mmm.data.text.formats import HEAD, check_magic, reading
 from mmm.data.text.tokenizer import load_tokenizer
 from mmm.data.text.tokens import TokenArray
 from mmm.errors import DataError
-from mmm.outside import open_file, read_json
+from mmm.outside import is_plain_name, open_file, read_json
 
 TOKENS, DOCUMENTS, MANIFEST = "tokens.bin", "documents.bin", "manifest.json"
 FORMAT = 1  # of the manifest
@@ -135,7 +135,9 @@ def _open_folder(folder: Path) -> Corpus:
         digest = manifest["sha256"]
         dtype = np.dtype(manifest["dtype"])
         bytes_per_token = manifest["bytes"] / total if "bytes" in manifest else None
-    except (KeyError, TypeError, ValueError) as error:
+        if dtype.kind not in "ui" or (file and not is_plain_name(file)):
+            raise ValueError(f"tokens of type {dtype}, by {file!r}")
+    except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
         raise DataError(f"{folder / MANIFEST} is damaged: {error!r}") from None
     tokens = TokenFile(folder / TOKENS, dtype)
     ends = TokenFile(folder / DOCUMENTS, np.dtype("<i8"))

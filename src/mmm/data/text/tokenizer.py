@@ -186,7 +186,7 @@ def tokenizer_of(name: Path, content: bytes) -> Tokenizer:
 def _char_tokenizer(content: bytes, name: Path) -> CharTokenizer:
     try:
         return CharTokenizer(parse_json(content)["chars"])
-    except (KeyError, TypeError, ValueError, DataError) as error:
+    except (AttributeError, KeyError, TypeError, ValueError, DataError) as error:
         raise DataError(f"--tokenizer {name} is damaged: {error!r}") from None
 
 

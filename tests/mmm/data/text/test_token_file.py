@@ -178,6 +178,9 @@ def broken(tmp_path, name):
         folder_of(path, TOKENS, [1000], format=2)
     elif name == "short":
         (folder_of(path, TOKENS, [1000]) / "tokens.bin").write_bytes(b"ab")
+    elif name in ("floats", "elsewhere"):
+        about = {"kind": "chars", "file": ["x"], "sha256": "1"}
+        folder_of(path, TOKENS, [1000], **({"tokenizer": about} if name == "elsewhere" else {"dtype": "<f4"}))
     elif name == "changed":
         about = {"kind": "bytes", "file": "", "sha256": "1"}
         folder_of(path, TOKENS, [1000], tokenizer=about)
@@ -215,6 +218,8 @@ def broken(tmp_path, name):
         ("newer", "format 2"),
         ("short", "tokens.bin"),
         ("changed", "is not the tokenizer that made"),
+        ("floats", "manifest.json is damaged"),
+        ("elsewhere", "manifest.json is damaged"),
         ("fifo.bin", "fifo.bin: it is no regular file"),
         ("fifo", "documents.bin: it is no regular file"),
         ("none.idx", "1 sequences and 0 ends"),

@@ -67,6 +67,7 @@ def test_special_tokens(files):
         ("broken.json", b'{"model": ', "is no JSON"),
         ("other.json", b'{"model": 1}', "is no tokenizer of the package tokenizers"),
         ("none.json", b'{"kind": "chars"}', "is damaged: .*chars"),
+        ("list.json", b'{"kind": "chars", "chars": ["a", "b"]}', "is damaged"),
         ("twice.json", b'{"kind": "chars", "chars": "aba"}', "is damaged: .*twice"),
         ("other.model", b"text", r"\(4 bytes\) is no SentencePiece model"),
     ],
