@@ -53,8 +53,10 @@ def load(name: str, folder: Path | None, image_size: int | None, channels: int |
     dataset = getattr(import_torchvision("datasets"), class_name)
     read = _read_cifar if name == "cifar10" else _read_mnist
     classes, train, test = read(dataset, folder)
-    sets = [ImagesInMemory(*arrays, classes, mean, std, image_size, channels) for arrays in (train, test)]
-    return ImageData(*sets, name, name, str(folder))
+    train_set, test_set = (
+        ImagesInMemory(*arrays, classes, mean, std, image_size, channels) for arrays in (train, test)
+    )
+    return ImageData(train_set, test_set, name, name, str(folder))
 
 
 def _download(name: str, folder: Path) -> None:

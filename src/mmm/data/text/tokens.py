@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -44,8 +44,8 @@ class Batch:
         def moved(tensor: Tensor) -> Tensor:
             return (tensor.pin_memory() if pinned else tensor).to(device, non_blocking=pinned)
 
-        tensors = {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
-        return replace(self, **{name: moved(tensor) for name, tensor in tensors.items()})
+        fields: dict[str, Any] = vars(self)
+        return replace(self, **{name: moved(value) for name, value in fields.items() if isinstance(value, Tensor)})
 
 
 class TokenArray(Protocol):
