@@ -243,3 +243,22 @@ def test_digits_of_a_factor_near_1():
     verdict = verify(net, scaled, fields, mesh="dp2")
     assert verdict.exit_code == 1
     assert re.search(r"0.weight on rank 0: 1\.0000000300\d* times what it should be", str(verdict)), verdict
+
+
+class Shifted(nn.Module):
+    """A softmax takes no notice of what is added to all: the gradient of `bias` is nothing but rounding."""
+
+    def __init__(self):
+        super().__init__()
+        self.body, self.bias = nn.Linear(3, 2), nn.Parameter(torch.ones(1))
+
+    def forward(self, x):
+        return (self.body(x) + self.bias).softmax(-1)
+
+
+def test_an_optimizer_that_steps_by_rounding():
+    def without_eps(parameters):
+        return torch.optim.AdamW(parameters, lr=1e-2, eps=1e-15, foreach=False)
+
+    verdict = verify(Shifted, average, fields, mesh="dp2", optimizer_fn=without_eps)
+    assert verdict.same, str(verdict)
