@@ -225,9 +225,9 @@ class Evaluation:
             return self._own(name, other, tensors), self._ought(name, other, tensors, full)
 
         value = self._own(name, rank, tensors)
-        if value is not None and value.shape == ought.shape:
-            if self._is_rounded(value, ought, relative(value, ought, scale)):
-                return TO_FLOAT32
+        off = relative(value, ought, scale) if value is not None and value.shape == ought.shape else math.inf
+        if value is not None and self._is_rounded(value, ought, off):
+            return TO_FLOAT32
         alone = self.ranks[rank].alone if self.expected is self.reference.observed else None
         own = getattr(alone, kind).get(name) if alone is not None else None
         by_itself = self._ought(name, rank, tensors, own.local) if own is not None else None
