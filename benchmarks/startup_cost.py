@@ -77,7 +77,7 @@ def mpi_flavour(mpiexec: str = "mpiexec") -> str | None:
     if shutil.which(mpiexec) is None:
         return None
     try:
-        kind, says = mpi.flavour(mpiexec)
+        kind, says = mpi.read_version(mpi.version_of(mpiexec))
     except LaunchError:
         return None
     return {"hydra": "MPICH", "openmpi": "Open MPI", "pals": "PALS"}.get(kind or "", says[:40])
