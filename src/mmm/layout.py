@@ -19,6 +19,7 @@ from functools import cached_property
 from typing import Literal
 
 from mmm.errors import ConfigError, LayoutError, config_field
+from mmm.units import counted
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 CP_AXES = ("cp_ring", "cp_ulysses")  # of cp, where it is both
@@ -75,6 +76,7 @@ class Layout:
         for axis, size in self.sizes.items():
             if size < 1 and not (axis == "dp_shard" and size == -1):
                 raise LayoutError(f"{axis} {size}: an axis of the mesh has at least 1 rank")
+        there_are = "is 1" if world_size == 1 else f"are {world_size}"
         fixed = {axis: size for axis, size in self.sizes.items() if axis != "dp_shard" and size > 1}
         product = math.prod(fixed.values())
         named = " · ".join(f"{axis} {size}" for axis, size in fixed.items())
@@ -82,15 +84,15 @@ class Layout:
             if world_size % product:
                 near = max(round(world_size / (product * self.ep)), 1) * product * self.ep
                 raise LayoutError(
-                    f"{named} needs a multiple of {product} ranks, and there {'is' if world_size == 1 else 'are'} "
-                    f"{world_size}: start {near} ranks, or change the layout",
+                    f"{named} needs a multiple of {counted(product, 'rank')}, and there {there_are}: "
+                    f"start {counted(near, 'rank')}, or change the layout",
                     ranks=near,
                 )
             return replace(self, dp_shard=world_size // product)._check_ep()
         if self.ranks != world_size:
+            ranks = counted(self.ranks, "rank")
             raise LayoutError(
-                f"the layout {self} has {self.ranks} rank{'s' if self.ranks > 1 else ''}, and there "
-                f"{'is' if world_size == 1 else 'are'} {world_size}: start {self.ranks} ranks, or change the layout",
+                f"the layout {self} has {ranks}, and there {there_are}: start {ranks}, or change the layout",
                 ranks=self.ranks,
             )
         return self._check_ep()

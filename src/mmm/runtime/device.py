@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from mmm.errors import DeviceError
 from mmm.runtime.ranks import Rank
+from mmm.units import counted
 
 DEVICES = ("auto", "cpu", "cuda", "xpu", "mps")
 
@@ -108,7 +109,7 @@ def collective_library() -> str:
 
 def devices_in_use(device: torch.device, ranks: int) -> str:
     """Of this host: ``4 ranks on 2 CPU cores``, ``4 ranks on NVIDIA H200``. ranks: those of this host."""
-    count = f"{ranks} rank{'s' if ranks > 1 else ''}"
+    count = counted(ranks, "rank")
     if device.type in ("cuda", "xpu"):
         return f"{count} on {getattr(torch, device.type).get_device_name(device)}"
     return f"{count} on {os.cpu_count()} CPU cores" if device.type == "cpu" else f"{count} on {device.type}"

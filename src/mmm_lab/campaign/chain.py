@@ -21,6 +21,7 @@ from mmm.history.record.ending import FAILED, FINISHED, Ending
 from mmm.history.record.folder import write_atomically
 from mmm.outside import read_json
 from mmm.runtime.contract import SAVED_EXIT, USER_ERROR_EXIT
+from mmm.units import counted
 from mmm_lab.campaign import queues
 from mmm_lab.runs.runs import read_run
 
@@ -87,7 +88,7 @@ class Campaign:
         last, ending = self.jobs[-1], self.ending()
         done = ending is not None and ending.state == FINISHED and self.saved() > last.at  # in this job, not before it
         if last.exit_code == 0 or done:  # which a late signal may still have killed
-            return f"the run is finished, after {_jobs(len(self.jobs))}"
+            return f"the run is finished, after {counted(len(self.jobs), 'job')}"
         if last.exit_code == USER_ERROR_EXIT:
             return f"job {last.id} refuses what it was asked for (exit code {last.exit_code}); its output says why"
         if _of_the_program(last.exit_code, ending):
@@ -95,14 +96,11 @@ class Campaign:
             return f"the run fails by its own error, in job {last.id}{error}"
         at = [job.at for job in self.jobs[-IDLE:]] + [self.saved()]
         if len(at) > IDLE and len(set(at)) == 1:
-            return f"{_jobs(IDLE)} in a row have saved nothing beyond step {at[0]}"
+            return f"{counted(IDLE, 'job')} in a row have saved nothing beyond step {at[0]}"
         if len(self.jobs) >= self.most:
-            return f"{_jobs(self.most)} have run, as many as --jobs allows; the newest checkpoint is of step {at[-1]}"
+            ran = f"{counted(self.most, 'job')} have run, as many as --jobs allows"
+            return f"{ran}; the newest checkpoint is of step {at[-1]}"
         return ""
-
-
-def _jobs(count: int) -> str:
-    return f"{count} job{'s' if count > 1 else ''}"
 
 
 def _of_the_program(exit_code: int | None, ending: Ending | None) -> bool:

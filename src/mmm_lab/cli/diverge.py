@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from mmm.errors import ConfigError
 from mmm.history.record.fingerprints import GRADIENT, INPUTS, LOSS, TARGETS, WEIGHT
 from mmm.outside import printable_lines
+from mmm.units import counted
 from mmm_lab.cli import show
 from mmm_lab.cli.parser import Parser
 
@@ -48,13 +49,14 @@ def main(argv: list[str]) -> int:
 def report(result: Divergence, runs: Sequence[Path]) -> str:
     """As text."""
     about = [
-        f"  {run}: {header.layout}, {header.dtype}, {header.ranks} rank{'s' * (header.ranks > 1)}"
+        f"  {run}: {header.layout}, {header.dtype}, {counted(header.ranks, 'rank')}"
         for run, header in zip(runs, result.headers, strict=True)
     ]
     steps = [step for step in result.largest if step >= 0]
     if result.step is None or result.entry is None:
         largest = max(result.largest.values())
-        return "\n".join([f"the same: {len(steps)} steps, to {largest:.0e} (≤ {result.tolerance:.0e})", *about])
+        compared = counted(len(steps), "step")
+        return "\n".join([f"the same: {compared}, to {largest:.0e} (≤ {result.tolerance:.0e})", *about])
     where = "before the first step" if result.step < 0 else f"at step {result.step}"
     lines = [f"they part {where}, at the {_named(result.entry)}: off by {result.difference:.1e}", *about]
     lines.append(f"  before it  {_before(result)}")
@@ -89,5 +91,6 @@ def _counted(entries: Sequence[str]) -> str:
     parts = [word for word, entry in (("inputs", INPUTS), ("targets", TARGETS), ("loss", LOSS)) if entry in entries]
     for word, kind in (("gradient", GRADIENT), ("weight", WEIGHT)):
         number = sum(entry.startswith(kind) for entry in entries)
-        parts += [f"{number} {word}{'s' * (number > 1)}"] if number else []
+        if number:
+            parts.append(counted(number, word))
     return ", ".join(parts)

@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 
 from mmm.errors import CheckpointError, ConfigError
+from mmm.units import counted
 from mmm_lab.cli.parser import Parser
 
 EPILOG = """\
@@ -55,5 +56,5 @@ def main(argv: list[str]) -> int:
         sum(path.stat().st_size for path in args.folder.iterdir()),
         len(list(args.folder.glob("*.safetensors"))),
     )
-    print(f"{args.folder}: {size / 1e6:,.1f} MB, {files} files of tensors; {time.monotonic() - began:.1f} s")
+    print(f"{args.folder}: {size / 1e6:,.1f} MB, {counted(files, 'file')} of tensors; {time.monotonic() - began:.1f} s")
     return 0

@@ -10,6 +10,7 @@ import numpy as np
 
 from mmm.errors import ConfigError
 from mmm.outside import printable
+from mmm.units import counted
 from mmm_lab.cli import decimal, show, whole
 from mmm_lab.cli.history_progress import RECENT_ROWS, progress, waits_for_next_job
 from mmm_lab.cli.history_ranks import a_row_of, ranks_text, sentence
@@ -75,7 +76,8 @@ def main(argv: list[str]) -> int:
         show("\n" + terminal_plot(ds, metric, min(width, 140), max(12, min(height - 16, 24)), color))
     if args.plots:
         written = plot_summary(ds, args.outdir, (".png", ".svg"))
-        print(printable(f"{len(written)} plots in {args.outdir}/plots" + (f", first {written[0]}" if written else "")))
+        first = f", first {written[0]}" if written else ""
+        print(printable(f"{counted(len(written), 'plot')} in {args.outdir}/plots{first}"))
     return 0
 
 
@@ -112,14 +114,14 @@ def summary(ds: "xarray.Dataset", state: str) -> list[tuple[str, str]]:
             kept = np.flatnonzero(np.isfinite(y))
             row = kept[np.argmin(y[kept]) if best == "lowest" else np.argmax(y[kept])]
             extreme = f"{best} {decimal(y[row], digits)} at {s.x_name} {whole(s.x[row])}"
-            missing = f", {rows - len(kept)} rows without" if name == "loss" and len(kept) < rows else ""
+            missing = f", {counted(rows - len(kept), 'row')} without" if name == "loss" and len(kept) < rows else ""
             missing += f": none since {s.x_name} {whole(s.x[kept[-1]])}" if missing and kept[-1] < rows - 1 else ""
             table.append(
                 (name, f"{decimal(y[kept[-1]], digits)} (first {decimal(y[kept[0]], digits)}, {extreme}{missing})")
             )
     if "dt" in known and np.isfinite(y := series(ds, "dt").y).any():
         first = f"; the first took {y[0]:.6f} s" if np.isfinite(y[0]) else ""
-        table.append(("dt", f"{np.nanmedian(y):.6f} s {a_row_of(ds)}, median of {rows} rows{first}"))
+        table.append(("dt", f"{np.nanmedian(y):.6f} s {a_row_of(ds)}, median of {counted(rows, 'row')}{first}"))
         spent = {part: float(np.nanmedian(series(ds, part).y)) for part in PARTS if part in known}
         if spent:
             table.append(("parts", ", ".join(f"{part} {seconds:.6f} s" for part, seconds in spent.items())))

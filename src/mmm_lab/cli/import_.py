@@ -6,6 +6,7 @@ import sys
 import time
 from pathlib import Path
 
+from mmm.units import counted
 from mmm_lab.cli.parser import Parser
 
 EPILOG = """\
@@ -38,7 +39,7 @@ def main(argv: list[str]) -> int:
         print(f"{args.weights}: {note}", file=sys.stderr)
     elements = sum(entry.elements for entry in weights.entries.values())
     print(
-        f"{args.outdir}: {elements:,} parameters, {config.n_layers} layers, dim {config.dim}, vocabulary "
+        f"{args.outdir}: {elements:,} parameters, {counted(config.n_layers, 'layer')}, dim {config.dim}, vocabulary "
         f"{config.vocab_size}; tokenizer: {tokenizer or 'none'}; {time.monotonic() - began:.1f} s"
     )
     return 0

@@ -26,9 +26,6 @@ def main(argv: list[str]) -> int:
     """Print the table and the parts of a single run. Returns 0. Raises UserError without any start."""
     parser = Parser(prog="mmm startup", description=__doc__, epilog=EPILOG)
     parser.add_argument("paths", nargs="+", metavar="RUN|LOG", type=Path)
-    parser.add_argument(
-        "--parts", action="store_true", help="the parts of every run's start; of a single run they are always shown"
-    )
     parser.add_argument("--png", type=Path, metavar="FILE", help="draw seconds against ranks to FILE")
     args = parser.parse_args(argv)
 
@@ -50,8 +47,8 @@ def main(argv: list[str]) -> int:
         print(f"left out: {printable_lines(reason)}", file=sys.stderr)
     starts.sort(key=lambda start: (start.model, start.ranks, start.start))
     print(printable_lines(table(starts)))
-    if args.parts or len(starts) == len(tables) == 1:
-        print(printable_lines("\n" + "\n\n".join(tables)))
+    if len(starts) == len(tables) == 1:
+        print(printable_lines(f"\n{tables[0]}"))
     if args.png:
         from mmm_lab.runs.curves import save_curves
 

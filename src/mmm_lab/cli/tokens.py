@@ -8,6 +8,7 @@ from pathlib import Path
 
 from mmm.errors import ConfigError
 from mmm.runtime.cores import usable_cores
+from mmm.units import counted
 from mmm_lab.cli.parser import Parser
 
 EPILOG = """\
@@ -66,8 +67,10 @@ def main(argv: list[str]) -> int:
     began = time.monotonic()
     about = prepare(wanted, processes, lambda line: print(line, file=sys.stderr))
     kind, size = about["tokenizer"]["kind"], about["tokenizer"]["vocab_size"]
+    documents = counted(about["documents"], "document")
+    workers = counted(processes, "process", "processes")
     print(
-        f"{args.outdir}: {about['tokens']} tokens ({kind}, vocabulary {size}), {about['documents']} documents, "
-        f"{about['bytes']} bytes of text; {time.monotonic() - began:.1f} s with {processes} processes"
+        f"{args.outdir}: {about['tokens']} tokens ({kind}, vocabulary {size}), {documents}, "
+        f"{about['bytes']} bytes of text; {time.monotonic() - began:.1f} s with {workers}"
     )
     return 0

@@ -25,6 +25,7 @@ from mmm.errors import ConfigError, LaunchError, LayoutError, UserError
 from mmm.layout import AXES, ScheduleName
 from mmm.runtime.failure import USER_ERROR_EXIT, print_once, report_user_error
 from mmm.runtime.ranks import LONGEST, whoami
+from mmm.units import counted
 from mmm_lab.parity import models
 from mmm_lab.parity.layouts import ParityCase, canonical, matrix, optimizers_for, ranks_of, ulysses_of
 
@@ -166,7 +167,7 @@ def compare(options: Options) -> int:
     options.check()
     cases = options.cases()
     if options.dry_run:
-        print("\n".join(f"{case.ranks} ranks  {case}: {', '.join(case.optimizers)}" for case in cases))
+        print("\n".join(f"{counted(case.ranks, 'rank')}  {case}: {', '.join(case.optimizers)}" for case in cases))
         return 0
 
     # torch and all else: a wrong flag has not waited for it
@@ -198,7 +199,7 @@ def compare(options: Options) -> int:
     bad = sum(not row.passed for row in rows)
     layouts = {(row.model, row.layout, row.technique) for row in rows}
     print(
-        f"{len(rows) - bad} of {len(rows)} trainings on {len(layouts)} layouts passed, "
+        f"{len(rows) - bad} of {counted(len(rows), 'training')} on {counted(len(layouts), 'layout')} passed, "
         f"in {time.perf_counter() - began:.0f} s; limits: loss {report.LOSS_LIMIT[options.dtype]:.0e}, gradient "
         f"{report.GRADIENT_LIMIT[options.dtype]:.0e}"
     )

@@ -27,6 +27,7 @@ from mmm.runtime.process_group import all_gather, process_group
 from mmm.runtime.ranks import Rank
 from mmm.torch_private.dry_run import register_fake_group
 from mmm.traffic.collective_bytes import factor
+from mmm.units import counted
 from mmm_lab.planner.memory import MemoryModel
 from mmm_lab.planner.models import language_spec
 from mmm_launch.machines.machine import Machine, parse
@@ -186,7 +187,7 @@ def machine_data(device: torch.device, per_host: int, rates: dict[str, Any]) -> 
     memory = host / per_host if on_cpu else float(device_memory(device) or 0)
     data = {
         "name": platform.node() or "here",
-        "about": f"{per_host} ranks on {device.type}, measured",
+        "about": f"{counted(per_host, 'rank')} on {device.type}, measured",
         "device": device.type,
         "hosts": 1,
         "ranks_per_host": per_host,

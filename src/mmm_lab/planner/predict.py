@@ -33,11 +33,6 @@ class Prediction:
         """Of a rank with this coordinate on pp."""
         return sum(self.memory[coordinate].values())
 
-    @property
-    def worst(self) -> int:
-        """The coordinate on pp that needs the most memory."""
-        return max(range(len(self.memory)), key=self.bytes)
-
 
 def spec_of(resolved: Any, flops: bool) -> ModelSpec | None:
     """The model of a run, as the search sees it; None for a model that has no formulas.

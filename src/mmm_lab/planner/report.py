@@ -5,13 +5,14 @@ from __future__ import annotations
 from dataclasses import asdict, replace
 from typing import Any
 
-from mmm.units import GIB
+from mmm.units import GIB, counted
 from mmm_lab.planner.asked import why_not
 from mmm_lab.planner.candidate import NEAR, Candidate, Found
 from mmm_lab.planner.memory import MOMENTS, PARTS, PlannedStage
 from mmm_lab.planner.network import groups_of
 from mmm_lab.planner.search import Search
 from mmm_lab.planner.traffic import between_hosts, sent_bytes
+from mmm_launch.machines.machine import Machine
 
 AXIS_NAMES = {
     "tp": "tensor parallel",
@@ -97,6 +98,10 @@ def line_of(candidate: Candidate) -> str:
     )
 
 
+def _devices(machine: Machine) -> str:
+    return f"{machine.hosts:,} × {counted(machine.ranks_per_host, 'device')}"
+
+
 def text_of(search: Search, found: Found, kinds: list[Candidate], top: int) -> list[str]:
     """The best few, and a line why each other kind lost."""
     machine, spec = search.machine, search.spec
@@ -104,8 +109,8 @@ def text_of(search: Search, found: Found, kinds: list[Candidate], top: int) -> l
     lines = [
         f"{spec.name}: {spec.parameters:,} parameters, {search.dtype}, global batch {search.global_batch}"
         + (f" × {spec.seq_length:,} tokens" if spec.seq_length else ""),
-        f"{machine.name}: {machine.hosts:,} × {machine.ranks_per_host} devices of {machine.gpu_memory / GIB:,.0f} "
-        f"GiB, of which {machine.budget / GIB:,.1f} can be used; {found.layouts:,} layouts",
+        f"{machine.name}: {_devices(machine)} of {machine.gpu_memory / GIB:,.0f} GiB, "
+        f"of which {machine.budget / GIB:,.1f} can be used; {counted(found.layouts, 'layout')}",
         "",
         f"{'the best':<36} {'step':>11} {what:>13} {'mfu':>6} {'memory':>11}",
         *(line_of(candidate) for candidate in found.best[:top]),
@@ -217,7 +222,7 @@ def missing(search: Search, found: Found, more_hosts: int | None) -> str:
     machine = search.machine
     if not found.kinds:
         why = why_not(search) or next(iter(found.refused.values()), "no layout goes with the model")
-        return f"no layout of {search.spec.name} on {machine.ranks:,} devices: {why}"
+        return f"no layout of {search.spec.name} on {counted(machine.ranks, 'device')}: {why}"
     least = min(found.kinds, key=lambda candidate: candidate.bytes)
     over = least.bytes - machine.budget
     advice = f"; {more_hosts:,} hosts of this kind would do" if more_hosts else ""
@@ -225,11 +230,11 @@ def missing(search: Search, found: Found, more_hosts: int | None) -> str:
     if over <= 0:
         each, there = least.host_memory * machine.ranks_per_host / GIB, machine.host_memory / GIB
         return (
-            f"nothing fits on {machine.hosts:,} × {machine.ranks_per_host} devices: with offload, {least.layout} needs "
+            f"nothing fits on {_devices(machine)}: with offload, {least.layout} needs "
             f"{each:,.1f} GiB of a host's memory of {there:,.1f}: {each - there:,.1f} GiB are missing{advice}"
         )
     return (
-        f"nothing fits on {machine.hosts:,} × {machine.ranks_per_host} devices: the least, {least.layout} with "
+        f"nothing fits on {_devices(machine)}: the least, {least.layout} with "
         f"{choices(least)}, needs {least.bytes / GIB:,.1f} GiB a device ({part} {size / GIB:,.1f}) of "
         f"{machine.budget / GIB:,.1f}: {over / GIB:,.1f} GiB are missing{advice}"
     )

@@ -32,7 +32,6 @@ Rows = dict[str, np.ndarray]  # name: (draw,) float64, NaN where a row lacks it;
 OVER_RANKS = ("draw", "rank", "local_rank", "pid")  # coordinates; so are axis_tp, startup_ready, …
 PROGRESS = ("iter", "epoch", "loss", "train_loss", "val_loss", "test_loss", "test_acc", "dt", "tps", "sps")
 RANKS = "dt_ranks"
-LOSSES = ("loss", "train_loss")
 MOST_ELEMENTS = 200_000_000  # of a column: a file may declare any number
 NOT_SETTINGS = (
     "name",
@@ -115,16 +114,11 @@ class Run:
         return float(total) if isinstance(total, (int, float)) and math.isfinite(total) else None
 
     @property
-    def loss_name(self) -> str | None:
-        """Of the training loss."""
-        return next((name for name in LOSSES if name in self.rows), None)
-
-    @property
     def loss(self) -> float | None:
         """The last training loss: NaN where the last step that was timed has none that is finite, None without any."""
-        if self.loss_name is None:
+        column = self.rows.get("loss", self.rows.get("train_loss"))
+        if column is None:
             return None
-        column = self.rows[self.loss_name]
         timed = np.flatnonzero(np.isfinite(self.rows.get("dt", [])))
         return math.nan if len(timed) and not np.isfinite(column[timed[-1] :]).any() else last(column)
 

@@ -98,8 +98,6 @@ def test_records(study, tmp_path, capsys):
     assert "rank 1 on b: 5.25 s" in out
     assert command.main([run, *study]) == 0
     assert "first step" not in capsys.readouterr().out
-    assert command.main([run, study[0], "--parts"]) == 0
-    assert "first step" in capsys.readouterr().out
 
 
 def test_wrong_flags(capsys):

@@ -85,7 +85,7 @@ def test_planted_bugs_fail(parity, tmp_path, bug, arguments, what):
     (row,) = rows_of(tmp_path / "parity.json")
     assert not row["passed"]
     assert re.search(what, row["reason"]), row["reason"] + done.tracebacks
-    assert "0 of 1 trainings" in done.out
+    assert "0 of 1 training" in done.out
 
 
 def test_a_gradient_that_nobody_has(parity, tmp_path):
@@ -201,7 +201,7 @@ def test_without_a_model_those_that_go_are_trained(parity):
     assert done.code == 0, done.out + done.err
     assert "left out: cnn: ep 2: the CNN has no experts; use ep 1\n" in done.out
     assert "left out: transformer: ep 2: the model has no experts to shard" in done.out
-    assert "1 of 1 trainings" in done.out
+    assert "1 of 1 training" in done.out
 
 
 def test_not_as_a_rank(monkeypatch, capsys):

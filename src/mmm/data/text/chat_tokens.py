@@ -21,6 +21,7 @@ from mmm.data.text.documents import check_vocabulary, firsts_in_order
 from mmm.data.text.tokens import Tokens
 from mmm.errors import DataError
 from mmm.layout import PADDING
+from mmm.units import counted
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,7 @@ class ChatText:
         lengths = [len(chat.tokens) for chat in self.chats]
         answers = sum(int(chat.answers.sum()) for chat in self.chats)
         longer = sum(length > seq_length + 1 for length in lengths)
-        note = f"{len(lengths)} conversations, {answers} of {len(self)} tokens are answers"
+        note = f"{counted(len(lengths), 'conversation')}, {answers} of {len(self)} tokens are answers"
         if longer:
             gone = len(lengths) - len(self.cut(seq_length).chats)
             note += (

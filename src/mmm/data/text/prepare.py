@@ -25,6 +25,7 @@ from mmm.data.text.tokenizer import CharTokenizer, load_tokenizer, train_bpe
 from mmm.errors import ConfigError, DataError
 from mmm.history.record.folder import write_atomically
 from mmm.outside import read_json
+from mmm.units import counted
 
 PIECE = 1 << 24  # bytes of text, at least, where a file can be split
 EOS = "<|endoftext|>"  # of a trained BPE
@@ -151,7 +152,8 @@ def _prepare(
             state["bytes"] += piece.bytes
             state["sha256"] = hashlib.sha256(state["sha256"].encode() + piece.tokens.tobytes()).hexdigest()
             write_atomically(part / STATE, json.dumps(state).encode())
-            say(f"{state['bytes'] / 1e6:.0f} MB of text, {state['tokens']} tokens, {state['documents']} documents")
+            ended = counted(state["documents"], "document")
+            say(f"{state['bytes'] / 1e6:.0f} MB of text, {state['tokens']} tokens, {ended}")
     if not state["tokens"]:
         raise DataError(f"{wanted.files[0]}: there is no text in the files")
     if tokenizer.file:

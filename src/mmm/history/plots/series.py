@@ -8,6 +8,7 @@ import numpy as np
 from mmm.errors import RecordError
 from mmm.history.record.dataset import about
 from mmm.outside import parse_json, printable
+from mmm.units import counted
 
 if TYPE_CHECKING:
     import xarray
@@ -103,10 +104,10 @@ def mean_over_ranks(ds: "xarray.Dataset", name: str) -> np.ndarray:
 def facts(ds: "xarray.Dataset") -> str:
     """One line about the run: rows, ranks, hosts, layout."""
     ranks = ds.sizes.get("rank", 1)
-    says = [f"{ds.sizes['draw']} rows", f"{ranks} rank{'s' if ranks > 1 else ''}"]
+    says = [counted(ds.sizes["draw"], "row"), counted(ranks, "rank")]
     if "host" in ds.coords:
         hosts = len(set(ds["host"].values.tolist()))
-        says.append(f"{hosts} host{'s' if hosts > 1 else ''}")
+        says.append(counted(hosts, "host"))
     layout = config_of(ds).get("layout")  # with ep, which ranks have no coordinate of
     if isinstance(layout, str) and layout != "1":
         says.append(f"layout {printable(layout)}")

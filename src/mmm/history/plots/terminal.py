@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from mmm.history.plots.series import Series, limits, series
+from mmm.units import counted
 
 if TYPE_CHECKING:
     import xarray
@@ -31,7 +32,7 @@ def terminal_plot(ds: "xarray.Dataset", metric: str, width: int = 100, height: i
         name += f", median of {ds.sizes['rank']} ranks"
     shown = limits(metric, s.y)
     if shown is None:
-        return f"{name}: no finite value in {len(s.y)} rows\n"
+        return f"{name}: no finite value in {counted(len(s.y), 'row')}\n"
     low, high = shown
     drawn = plot_by_letters([s], name, low, high, width, height - 1, color)
     outside = int(((s.y < low) | (s.y > high)).sum())

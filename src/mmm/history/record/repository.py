@@ -12,6 +12,8 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
+from mmm.units import counted
+
 LONGEST_WAIT = 2.0  # s
 STATUS = ("status", "--porcelain=v2", "--branch", "--untracked-files=no", "--ignore-submodules=all")
 # A repository's own settings may name a program to start: a monitor of its files.
@@ -63,4 +65,4 @@ def commit_text(repository: Any) -> str | None:
     changed = repository.get("changed")
     if not isinstance(changed, int) or changed <= 0:
         return commit[:12]
-    return f"{commit[:12]} + {changed} changed file{'s' if changed > 1 else ''}"
+    return f"{commit[:12]} + {counted(changed, 'changed file')}"

@@ -24,6 +24,7 @@ from mmm.runtime import failure
 from mmm.runtime.failure import print_once
 from mmm.runtime.ranks import DRY_RUN, command_line, whoami
 from mmm.trainer.config.run import FLAGS, flags_of, replace_flags
+from mmm.units import counted
 
 Config = TypeVar("Config")
 WIDTH = 79  # of prose in --help
@@ -181,7 +182,7 @@ def with_flags(error: UserError) -> str:
         dry = whoami().source == DRY_RUN
         start = f"mmm dry-run {error.ranks} --" if dry else f"launch -n {error.ranks} --device cpu"
         line = f"{'try' if dry else 'start'} that many, `{start} {shlex.join(command_line())}`"
-        text = text.replace(f"start {error.ranks} ranks", line)
+        text = text.replace(f"start {counted(error.ranks, 'rank')}", line)
     return text
 
 

@@ -22,6 +22,7 @@ from mmm.trainer.config.training import CheckpointOptions
 from mmm.trainer.run.core import Run
 from mmm.trainer.run.origin import Origin
 from mmm.trainer.run.resume import CHECKPOINTS, ResumableRecord
+from mmm.units import counted
 
 
 class Checkpointer:
@@ -108,7 +109,7 @@ class Checkpointer:
         if complete and self.saver is not None:
             where = self.saver.folder.parent if self.run.options.outdir is None else "auto"
             saved = f", and saved: the same command with --resume {where} goes on from there"
-        self.run.note(f"stopped by a signal after {done} steps{saved}")
+        self.run.note(f"stopped by a signal after {counted(done, 'step')}{saved}")
         raise SystemExit(SAVED_EXIT if complete else 1)
 
     def wait(self) -> bool:

@@ -17,6 +17,7 @@ from mmm.runtime.seed import seed_step
 from mmm.trainer.run.core import Run
 from mmm.trainer.run.resume import ResumableRecord, options_in
 from mmm.trainer.run.steps import Step, mean_loss, steps_over
+from mmm.units import counted
 
 if TYPE_CHECKING:
     from mmm.trainer.loop.script_checkpoints import ScriptCheckpoints
@@ -113,7 +114,8 @@ def _pass_over(run: Run, source: Iterator[Any], first: int) -> None:
     for number in range(first):
         seed_step(run.seed, number, coordinate)
         if next(source, None) is None:
-            raise DataError(f"the data ended after {number} batches, and {first} steps that are done took one each")
+            batches = counted(number, "batch", "batches")
+            raise DataError(f"the data ended after {batches}, and {first} steps that are done took one each")
     if first:
         seconds = time.perf_counter() - begin
         run.log.info("the batches of the %d steps that are done were read again in %.1f s", first, seconds)

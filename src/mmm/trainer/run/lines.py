@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from mmm.history.record.dataset import is_known
 from mmm.trainer.run.rows import Totals
-from mmm.units import duration
+from mmm.units import counted, duration
 
 WIDTH = 120
 WHAT_A_LINE_HAS = "a line has as many of them as 120 columns hold, and the record has all"
@@ -75,7 +75,7 @@ def done(totals: Totals, seconds: float) -> str:
     what = "epoch" if "epoch" in (totals.at or ()) else "step"
     took = f"{duration(seconds, 1)} since the start, {duration(totals.seconds, 1)} in steps"
     last = [f"{name} {shown(name, value)}" for name, value in totals.last.items() if name in (*LOSSES, "test_acc")]
-    made = f"{totals.made} {what}{'s' if totals.made != 1 else ''}"
+    made = counted(totals.made, what)
     if totals.count != totals.made:
         made += f", {totals.count} with those before"
     return f"done: {made}; {took}{rate}; {', '.join(last)}"

@@ -32,6 +32,7 @@ from mmm.trainer.run.core import Hook, Run
 from mmm.trainer.run.lines import WHAT_A_LINE_HAS, done, row_line
 from mmm.trainer.run.rows import Row, Totals
 from mmm.trainer.run.tables import mesh_table, rank_table
+from mmm.units import counted
 
 if TYPE_CHECKING:
     from mmm.history.record.resume import Resume
@@ -190,7 +191,7 @@ def opening(run: Run, ranks: Sequence[Mapping[str, Any]]) -> str:
     here = socket.gethostname()
     devices = devices_in_use(run.device, sum(about["host"] == here for about in ranks) or 1)
     return (
-        f"{run.rank.world_size} ranks ({run.rank.source}), layout {run.layout}, {run.device.type}, "
+        f"{counted(run.rank.world_size, 'rank')} ({run.rank.source}), layout {run.layout}, {run.device.type}, "
         f"{run.precision.name} ({run.precision.reason}); {collective_library()}; {here}: {devices}"
     )
 
@@ -214,8 +215,12 @@ def draw(module: str, *paths: Path) -> bool:
 
 
 def data_text(data: Mapping[str, Any]) -> str:
-    """``text, my.txt: 1 files, 1,003,854 train bytes, 111,540 validation bytes``."""
-    counts = [f"{value:,} {name.replace('_', ' ')}" for name, value in data.items() if isinstance(value, int)]
+    """``text, my.txt: 1 file, 1,003,854 train bytes, 111,540 validation bytes``."""
+    counts = []
+    for name, value in data.items():
+        if isinstance(value, int):
+            noun = name.replace("_", " ")  # such as "files", "train bytes"
+            counts.append(counted(value, noun.removesuffix("s"), noun))
     return f"{', '.join(str(data[name]) for name in ('dataset', 'source') if name in data)}: {', '.join(counts)}"
 
 

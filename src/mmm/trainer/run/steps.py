@@ -19,6 +19,7 @@ from mmm.optim.adamw import learning_rate
 from mmm.parallel.local import detached
 from mmm.runtime.seed import seed_step
 from mmm.trainer.run.core import Run
+from mmm.units import counted
 
 
 @dataclass
@@ -96,7 +97,8 @@ def steps_over(
         run.clock.step = number
         seed_step(run.seed, number, coordinate)
         if (batch := next(source, None)) is None:
-            raise DataError(f"the data ended after {number} batches, and {steps} steps take one each")
+            batches = counted(number, "batch", "batches")
+            raise DataError(f"the data ended after {batches}, and {steps} steps take one each")
         last = number == steps - 1
         step = Step(run, number, on_device(run, batch), last, due=last or number % run.log_every == 0)
         run.clock.lap("dtd")

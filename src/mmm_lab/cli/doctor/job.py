@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 from collections.abc import Callable, Iterator
 
+from mmm.units import counted
 from mmm_lab.cli.doctor.finding import Finding, Place
 from mmm_launch.errors import LaunchError, MachineError
 from mmm_launch.machines import find
@@ -32,7 +33,7 @@ def check_job(place: Place, lookup: Callable[[str], bool] = is_known) -> Iterato
         yield Finding("scheduler", "ok", "none: no job of PBS or Slurm, so `launch` starts ranks on this host")
         return
     names = _first(job.hosts)
-    seen = f"{SCHEDULERS[job.scheduler].spoken}, {len(job.hosts)} hosts: {names} ({job.why['hosts']})"
+    seen = f"{SCHEDULERS[job.scheduler].spoken}, {counted(len(job.hosts), 'host')}: {names} ({job.why['hosts']})"
     yield Finding("scheduler", "ok", seen)
     unknown = [host for host in job.hosts if not lookup(host)]
     if not unknown:

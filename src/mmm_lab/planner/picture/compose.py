@@ -4,6 +4,7 @@ where it is from."""
 from __future__ import annotations
 
 from mmm import units
+from mmm.units import counted
 from mmm_lab.planner.picture import words
 from mmm_lab.planner.picture.arrange import Arrangement
 from mmm_lab.planner.picture.cards import filled
@@ -25,7 +26,9 @@ def picture(facts: Facts, made_by: str) -> Scene:
     arranged = Arrangement(facts, shown, WIDTH - 2 * MARGIN, MARGIN, 0.0)
     width = max(WIDTH, arranged.full_width + 2 * MARGIN)
     arranged.x = MARGIN + max(0.0, (width - 2 * MARGIN - arranged.full_width) / 2)
-    about = "1 rank" if layout.ranks == 1 else f"{layout}, {layout.ranks:,} ranks"
+    about = counted(layout.ranks, "rank")
+    if layout.ranks > 1:
+        about = f"{layout}, {about}"
     items, y = _top(facts, about, width)
     arranged.y = y
     items += arranged.items()
