@@ -191,16 +191,22 @@ class Evaluation:
             self._find("weights", name, rank, f"{words}: other elements, or shape")
 
     def _padding(self, name: str, full: Tensor) -> None:
-        """Of a tensor that is padded on some rank, every element is on one. A note says which is padded."""
-        places = [places[name] for places in self.places if name in places]
-        if not any(any(place.padding) for place in places):
-            return
-        numbers = torch.arange(full.numel()).view(full.shape)
-        seen = torch.cat([place.of(numbers).flatten() for place in places]).unique()
-        if len(seen) < full.numel():
-            self._find("weights", name, None, f"{full.numel() - len(seen)} of its elements are on no rank")
-        else:
+        """Of a tensor that is padded on some rank, the ranks of an axis have every element. A note says which it is."""
+        padded = [rank for rank, places in enumerate(self.places) if name in places and any(places[name].padding)]
+        for rank in padded:
+            lacking = min(self._lacking(self.subject.group(rank, axis), name, full) for axis in self.subject.axes)
+            if lacking:
+                self._find("weights", name, rank, f"{lacking} of its elements are not on the ranks that share it")
+                return
+        if padded:
             self.notes.append(f"{name} of {tuple(full.shape)} is padded on the ranks: padding is not compared")
+
+    def _lacking(self, ranks: Sequence[int], name: str, full: Tensor) -> int:
+        """How many elements of a weight none of some ranks has."""
+        numbers = torch.arange(full.numel()).view(full.shape)
+        places = [self.places[rank][name] for rank in ranks if name in self.places[rank]]
+        seen = torch.cat([place.of(numbers).flatten() for place in places])
+        return full.numel() - len(seen.unique())
 
     def _ties(self) -> None:
         """A weight that several modules share is one parameter on each rank that has two of them."""

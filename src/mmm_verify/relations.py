@@ -113,10 +113,13 @@ def _place_along(local: Tensor, full: Tensor, dim: int) -> Place | None:
         known.setdefault(bytes_of(row), index)
     rows = [known.get(bytes_of(row)) for row in _rows(local, dim)]
     indices = [row for row in rows if row is not None]
+    padded = len(rows) - len(indices)
     if None in rows[: len(indices)] or (not indices and local.any()):  # zeros alone may be padding alone
         return None
+    if padded and indices and indices[-1] != full.shape[dim] - 1:  # padding comes after the last row
+        return None
     padding = [0] * full.ndim
-    padding[dim] = len(rows) - len(indices)
+    padding[dim] = padded
     places: list[Tensor | None] = [None] * full.ndim
     places[dim] = torch.tensor(indices, dtype=torch.long)
     return Place(tuple(places), padding=tuple(padding))

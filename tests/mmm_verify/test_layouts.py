@@ -254,6 +254,53 @@ def zero_the_last_but_one(rows, rank):
         rows[-2] = 0.0
 
 
+def embedding_in_parts(spoil):
+    """Two replicas of shards of the embedding; rows that no sample looks up are spoilt in one of them."""
+
+    def parallelize(model, mesh):
+        tp = mesh["tp"]
+        first = 6 * tp.get_local_rank()
+        own = torch.cat([model.word.weight.detach(), torch.zeros(1, 8).double()]).chunk(2)[tp.get_local_rank()].clone()
+        if mesh["dp"].get_local_rank():
+            spoil(own, tp.get_local_rank())
+        weight = nn.Parameter(own)
+        model.word.weight = weight
+        group = tp.get_group()
+
+        def look_up(x):
+            inside = (x >= first) & (x < first + len(weight))
+            h = F.embedding((x - first).clamp(0, len(weight) - 1), weight)
+            return reduce(torch.where(inside[..., None], h, 0.0), group)
+
+        model.word.forward = look_up
+        average(model, mesh["dp"].get_group())
+
+    return parallelize
+
+
+def few_tokens():
+    """Of the first half of the words the last is not among them, and of the second half none."""
+    return torch.randint(5, (4, 6)), torch.randint(11, (4, 6))
+
+
+def spoil_the_last(rows, rank):
+    if rank == 0:
+        rows[-1] = 1.0
+
+
+def spoil_all(rows, rank):
+    if rank == 1:
+        rows.zero_()
+
+
+@pytest.mark.parametrize(
+    ("spoil", "result"),
+    [(lambda rows, rank: None, SAME), (spoil_the_last, NOT_SAME), (spoil_all, NOT_SAME)],
+)
+def test_rows_that_are_spoilt_are_no_padding(spoil, result):
+    check(Tagger, embedding_in_parts(spoil), few_tokens, None, "dp2,tp2", result)
+
+
 def move_up(rows, rank):
     rows.copy_(rows.roll(1, 0))
 
