@@ -44,8 +44,10 @@ class Batch:
         def moved(tensor: Tensor) -> Tensor:
             return (tensor.pin_memory() if pinned else tensor).to(device, non_blocking=pinned)
 
-        fields: dict[str, Any] = vars(self)
-        return replace(self, **{name: moved(value) for name, value in fields.items() if isinstance(value, Tensor)})
+        tensors: dict[str, Any] = {
+            name: moved(value) for name, value in vars(self).items() if isinstance(value, Tensor)
+        }
+        return replace(self, **tensors)
 
 
 class TokenArray(Protocol):
