@@ -70,4 +70,6 @@ def test_list_of_examples():
 
 def test_unknown_subcommand():
     done = subprocess.run([sys.executable, "-m", "mmm_lab.cli.main", "histroy"], capture_output=True, text=True)
-    assert (done.returncode, done.stderr) == (2, "mmm: error: no subcommand 'histroy': did you mean history?\n")
+    assert done.returncode == 2
+    assert "'histroy'" in done.stderr
+    assert "history?" in done.stderr
