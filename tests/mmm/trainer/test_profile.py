@@ -2,6 +2,7 @@
 
 import gzip
 import json
+from unittest.mock import patch
 
 import pytest
 
@@ -50,11 +51,15 @@ def test_each_rank_writes_pytorchs_trace(run_on_ranks, tmp_path):
     assert load(tmp_path).loss.values.tolist() == load(tmp_path / "without").loss.values.tolist()
 
 
+def train_with_two_profiles(rank, *given):
+    with patch("mmm.trainer.loop.profile.MOST_RANKS", 2):
+        train_on(rank, *given)
+
+
 @pytest.mark.long
-def test_no_more_ranks_than_the_first(run_on_ranks, tmp_path, monkeypatch):
-    monkeypatch.setattr("mmm.trainer.loop.profile.MOST_RANKS", 2)
+def test_no_more_ranks_than_the_first(run_on_ranks, tmp_path):
     flags = {"global_batch_size": 4, "profile": "torch", "profile_steps": "1:2"}
-    run_on_ranks(train_on, 4, tmp_path, flags)
+    run_on_ranks(train_with_two_profiles, 4, tmp_path, flags)
     assert sorted(path.name for path in (tmp_path / "traces").iterdir()) == ["rank-0.json.gz", "rank-1.json.gz"]
     assert "2 of 4 ranks" in (tmp_path / "log.txt").read_text()
 
