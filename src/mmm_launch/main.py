@@ -117,9 +117,8 @@ def show(spec: LaunchSpec) -> int:
     text = table.table(spec, host, modules)
     try:
         print(text, flush=True)
-    except OSError:  # `| head`, a full disk: nobody reads on
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-        return 1
+    except OSError:  # `| head`, a full disk: nobody reads on, and Python would try again at its end
+        os._exit(1)
     return 0
 
 

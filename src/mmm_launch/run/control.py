@@ -14,6 +14,7 @@ waits, in s:
     at the end of agents and of mpiexec or srun       `mmm_launch.run.backend`
 """
 
+import os
 import selectors
 import signal
 import time
@@ -218,7 +219,7 @@ class Run:
     def end(self, number: int, reason: str = "") -> None:
         """Send the ranks signal `number`, and SIGKILL after the grace. They can read the reason when it comes."""
         self.clocks.set(self.kill, time.monotonic() + self.patience)
-        self.transport.end({"end": int(number), "reason": reason})
+        self.transport.end({"end": number, "reason": reason})
 
     def kill(self) -> None:
         self.clocks.clear(self.kill)
@@ -258,7 +259,11 @@ class Run:
     # Signals.
 
     def on_signal(self, number: int) -> None:
-        if number in PASSED_ON:
+        if number == signal.SIGTSTP:  # Ctrl-Z: the ranks and launch stop, until launch is continued
+            self.transport.send({"signal": signal.SIGSTOP})
+            os.kill(os.getpid(), signal.SIGSTOP)
+            self.transport.send({"signal": signal.SIGCONT})
+        elif number in PASSED_ON:
             self.signalled = True
             self.transport.send({"signal": number})
         elif number == signal.SIGINT and self.signals.is_second_interrupt():

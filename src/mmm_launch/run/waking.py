@@ -34,10 +34,10 @@ class Signals:
         os.set_blocking(write, False)
         signal.set_wakeup_fd(write, warn_on_full_buffer=False)
         selector.register(self.wake, selectors.EVENT_READ)
-        for number in (*ENDING, *PASSED_ON):
+        for number in (*ENDING, *PASSED_ON, signal.SIGTSTP):
             if signal.getsignal(number) == signal.SIG_IGN and number != signal.SIGTERM:
                 self.ignored.add(int(number))
-        for number in {*ENDING, *PASSED_ON, signal.SIGCHLD} - self.ignored:
+        for number in {*ENDING, *PASSED_ON, signal.SIGTSTP, signal.SIGCHLD} - self.ignored:
             self.previous[number] = signal.signal(number, lambda *_: None)
 
     def read(self, ready: set[int]) -> bytes:
