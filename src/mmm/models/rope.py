@@ -39,7 +39,11 @@ class RopeScaling:
         Raises:
             ValueError: a key that is unknown, missing or of no number.
         """
-        config = dict(config or {})
+        if config is None:
+            return None
+        if not isinstance(config, Mapping):
+            raise ValueError(f"rope_scaling: {config!r} is not a mapping")
+        config = dict(config)
         older = config.pop("type", None)
         kind = config.setdefault("rope_type", older or "default")
         takes = {"default": (), "linear": ("factor",), "llama3": tuple(field.name for field in fields(cls))[1:]}

@@ -128,6 +128,8 @@ def test_scaling_as_a_config_has_it():
     assert RopeScaling.of({"type": "linear", "factor": 2}) == RopeScaling("linear", 2)
     for nothing in (None, {}, {"rope_type": "default"}, {"type": "default"}):
         assert RopeScaling.of(nothing) is None
+    with pytest.raises(ValueError, match="rope_scaling: 8 "):
+        RopeScaling.of(8)
 
 
 @pytest.mark.parametrize("grouped", [pytest.param(True, marks=pytest.mark.long), False])
