@@ -65,7 +65,7 @@ class Losses:
         Args:
             losses: by rank; None where it has none. expected: on one device. tolerance: relative.
         """
-        scale = size_of(expected)
+        scale = max(size_of(expected), self.reference.loss_scale)
         values = self._by_coordinates(losses)
         if not values:
             return LossReading(wrong="no rank has one")

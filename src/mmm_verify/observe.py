@@ -210,8 +210,11 @@ def watched_clipping(seen: Observed, unclipped: dict[int, Tensor]) -> Iterator[N
         if math.isfinite(max_norm):
             seen.norms.append(local_tensor(total_norm))
         for p in clipped:
-            if id(p) in before and not same_elements(to_local(before[id(p)]), to_local(p.grad)):
-                unclipped.setdefault(id(p), before[id(p)])
+            if p.grad is None:
+                continue
+            gradient = before[id(p)]
+            if not same_elements(to_local(gradient), to_local(p.grad)):
+                unclipped.setdefault(id(p), gradient)
 
     with replaced_clipping(watch):
         yield

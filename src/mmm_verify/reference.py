@@ -36,6 +36,7 @@ class Reference:
     Attributes:
         state: weights that every rank begins with, by name. observed: the step on the full batch.
         floor: by parameter, how far its gradient moves by splitting the batch; loss_floor: likewise.
+        loss_scale: the largest loss of the batch and its parts, since that of the batch may be 0.
         has_dropout: whether dropout was turned off. evaluating: whether the model had to be in evaluation mode.
         split: how near the batch in parts comes to the batch, in words; empty where it was not split.
         types: as of `Observed`.
@@ -48,6 +49,7 @@ class Reference:
     samples: int
     floor: dict[str, float] = field(default_factory=dict)
     loss_floor: float = 0.0
+    loss_scale: float = 0.0
     has_dropout: bool = False
     evaluating: bool = False
     split: str = ""
@@ -312,6 +314,8 @@ def _split(subject: Subject, reference: Reference, batch: Any) -> None:
         reference.reason = _why_alike(subject, batch, parts)
         if reference.reason:
             return
+    losses = [seen.loss.local for seen in (whole, *pieces) if seen.loss is not None]
+    reference.loss_scale = worst([size_of(loss) for loss in losses])
     reference.loss_floor, reference.floor = _floors(reference, pieces)
     floor = worst([reference.loss_floor, *reference.floor.values()])
     reference.split = f"; with the batch split to {floor:.0e}"
@@ -377,7 +381,8 @@ def _floors(reference: Reference, pieces: list[Observed]) -> tuple[float, dict[s
     whole = reference.observed
     assert whole.loss is not None
     losses = [piece.loss.local for piece in pieces if piece.loss is not None]
-    loss_floor = relative(torch.stack(losses).mean(), whole.loss.local, size_of(whole.loss.local))
+    scale = worst([reference.loss_scale, size_of(whole.loss.local)])
+    loss_floor = relative(torch.stack(losses).mean(), whole.loss.local, scale)
     floors = {}
     for name in whole.gradients:
         gradient = whole.before_clipping(name)

@@ -201,3 +201,30 @@ def test_a_model_that_returns_its_loss():
     unsynchronized = verify(Lossy, nothing, fields, of_itself, "dp2")
     assert unsynchronized.exit_code == 1
     assert unsynchronized.first == "every gradient"
+
+
+def advantages():
+    """Rewards around their mean."""
+    rewards = torch.randn(8, dtype=torch.float64)
+    return torch.randn(8, 4, 3), (rewards - rewards.mean()) / rewards.std()
+
+
+def of_a_policy(model, batch):
+    """Its first loss is 0 but for rounding, and its gradients are not."""
+    scores = model(batch[0]).mean((1, 2))
+    return -((scores - scores.detach()).exp() * batch[1]).mean()
+
+
+def with_other_rounding(model, batch, mesh):
+    loss = of_a_policy(model, batch)
+    if mesh is None:
+        return loss
+    loss.backward()
+    return loss.detach() + 1e-17
+
+
+@pytest.mark.parametrize(("mesh", "parallelize"), [("dp2", average), ("tp2", nothing)])
+def test_a_loss_of_0(mesh, parallelize):
+    verdict = verify(Net, parallelize, advantages, with_other_rounding, mesh)
+    assert verdict.same, str(verdict)
+    assert not verdict.notes, verdict
