@@ -66,8 +66,8 @@ def check_entries(there: Mapping[str, TensorEntry], sizes: Mapping[str, Any], wh
         if other not in there:
             raise CheckpointError(f"{where} lacks the tensor {other}{prefix_problem(list(there), other)}")
         if there[other].shape != shape:
-            shapes = [("×".join(map(str, each)) or "scalar") for each in (there[other].shape, shape)]
-            raise CheckpointError(f"{where}: {other} is {shapes[0]}, and the sizes of the model make it {shapes[1]}")
+            stored, expected = (("×".join(map(str, each)) or "scalar") for each in (there[other].shape, shape))
+            raise CheckpointError(f"{where}: {other} is {stored}, and the sizes of the model make it {expected}")
         if not there[other].dtype.is_floating_point:
             raise CheckpointError(f"{where}: {other} is of dtype {there[other].dtype}, which is no floating-point one")
         found[name] = there[other]
