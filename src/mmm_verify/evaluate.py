@@ -177,7 +177,8 @@ class Evaluation:
             return
         scale = size_of(full)
         off = relative(own, ought, scale) if own.shape == ought.shape else math.inf
-        self._find("weights", name, rank, self._relation("weights", name, rank, tensors, ought, full, scale), off)
+        words = self._relation("weights", name, rank, tensors, ought, full, scale)
+        self._find("weights", name, rank, words, off)
 
     def _find_no_part(self, name: str, rank: int, tensor: LocalTensor, full: Tensor) -> None:
         """A tensor of another shape: a fault, unless it has the model's own elements in another arrangement."""
@@ -192,9 +193,13 @@ class Evaluation:
 
     def _padding(self, name: str, full: Tensor) -> None:
         """Of a tensor that is padded on some rank, the ranks of an axis have every element. A note says which it is."""
-        padded = [rank for rank, places in enumerate(self.places) if name in places and any(places[name].padding)]
-        for rank in padded:
-            lacking = min(self._lacking(self.subject.group(rank, axis), name, full) for axis in self.subject.axes)
+        padded = False
+        for rank, places in enumerate(self.places):
+            if name not in places or not any(places[name].padding):
+                continue
+            padded = True
+            groups = [self.subject.group(rank, axis) for axis in self.subject.axes]
+            lacking = min(self._lacking(group, name, full) for group in groups)
             if lacking:
                 self._find("weights", name, rank, f"{lacking} of its elements are not on the ranks that share it")
                 return
@@ -231,8 +236,10 @@ class Evaluation:
             return self._own(name, other, tensors), self._ought(name, other, tensors, full)
 
         value = self._own(name, rank, tensors)
-        off = relative(value, ought, scale) if value is not None and value.shape == ought.shape else math.inf
-        if value is not None and self._is_rounded(value, ought, off):
+        if value is None or value.shape != ought.shape:
+            return relation(value, ought, scale, rank, others, None, self.subject)
+        off = relative(value, ought, scale)
+        if self._is_rounded(value, ought, off):
             return TO_FLOAT32
         alone = self.ranks[rank].alone if self.expected is self.reference.observed else None
         own = getattr(alone, kind).get(name) if alone is not None else None

@@ -38,7 +38,9 @@ def with_global_names(
             note = (
                 note or f"names are local to a rank: {module} of rank {number} has the weights of {other} on one device"
             )
-        renamed.append(replace(rank, parallel=_renamed(rank.parallel, moves)) if moves else rank)
+        if moves:
+            rank = replace(rank, parallel=_renamed(rank.parallel, moves))
+        renamed.append(rank)
     return renamed, note
 
 
@@ -49,7 +51,9 @@ def is_part(tensor: LocalTensor, full: LocalTensor) -> bool:
         return False
     ought = place.of(full.local)
     own = place.unpadded(tensor.local)
-    return own.shape == ought.shape and own.numel() > 0 and same_elements(own.to(ought.dtype), ought)
+    if own.shape != ought.shape or not own.numel():
+        return False
+    return same_elements(own.to(ought.dtype), ought)
 
 
 def _moves(observed: Observed, weights: Mapping[str, LocalTensor]) -> dict[str, str]:
@@ -60,9 +64,12 @@ def _moves(observed: Observed, weights: Mapping[str, LocalTensor]) -> dict[str, 
     for name in weights:
         alike.setdefault(_pattern(name), []).append(name)
     for name in sorted(observed.parameters):
-        tensor, others = observed.weights[name], alike.get(_pattern(name), [])
-        all_of_them = own_counts[_pattern(name)] >= len(others)
-        if all_of_them or (name in weights and is_part(tensor, weights[name])):
+        tensor = observed.weights[name]
+        pattern = _pattern(name)
+        others = alike.get(pattern, [])
+        if own_counts[pattern] >= len(others):
+            continue  # the rank has all of them
+        if name in weights and is_part(tensor, weights[name]):
             continue
         same = [other for other in others if is_part(tensor, weights[other])]
         if len(same) == 1:
@@ -80,9 +87,12 @@ def _pattern(name: str) -> str:
 
 def _modules(name: str, other: str) -> tuple[str, str]:
     """Two names up to the last component in which they differ."""
-    components, others = name.split("."), other.split(".")
-    last = max(index for index, pair in enumerate(zip(components, others, strict=True)) if pair[0] != pair[1])
-    return ".".join(components[: last + 1]), ".".join(others[: last + 1])
+    components = name.split(".")
+    others = other.split(".")
+    while components[-1] == others[-1]:
+        components.pop()
+        others.pop()
+    return ".".join(components), ".".join(others)
 
 
 def _rename(name: str, moves: Mapping[str, str]) -> str:
@@ -94,9 +104,11 @@ def _rename(name: str, moves: Mapping[str, str]) -> str:
 
 def _renamed(observed: Observed, moves: Mapping[str, str]) -> Observed:
     """The same with the names of some modules replaced, in all that has names."""
-    changes: dict[str, Any] = {"ties": [tuple(_rename(name, moves) for name in group) for group in observed.ties]}
+    changes: dict[str, Any] = {}
+    changes["ties"] = [tuple(_rename(name, moves) for name in group) for group in observed.ties]
     for field in ("weights", "gradients", "after", "unclipped", "outputs", "drops"):
-        changes[field] = {_rename(name, moves): value for name, value in getattr(observed, field).items()}
+        by_name = getattr(observed, field)
+        changes[field] = {_rename(name, moves): value for name, value in by_name.items()}
     for field in ("parameters", "main_gradients", "stepped"):
         changes[field] = {_rename(name, moves) for name in getattr(observed, field)}
     if observed.second is not None:

@@ -314,8 +314,8 @@ def names_in(name: str, parameter: nn.Parameter) -> list[str]:
     pieces = flat_pieces(parameter)
     if pieces is None:
         return [name]
-    prefix = name.rpartition(".")[0]
-    return [canonical_name(f"{prefix}.{piece.name}" if prefix else piece.name) for piece in pieces]
+    prefix = name.removesuffix(name.rpartition(".")[2])
+    return [canonical_name(prefix + piece.name) for piece in pieces]
 
 
 @torch.no_grad()

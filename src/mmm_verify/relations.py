@@ -53,7 +53,9 @@ class Place:
     def unpadded(self, local: Tensor) -> Tensor:
         """A local tensor without its padding."""
         for dim, padding in enumerate(self.padding):
-            local = local.narrow(dim, 0, max(0, local.shape[dim] - padding)) if padding else local
+            if padding:
+                length = max(0, local.shape[dim] - padding)
+                local = local.narrow(dim, 0, length)
         return local
 
 
@@ -77,19 +79,22 @@ def place_of(tensor: LocalTensor, full: Tensor) -> Place | None:
 
 def _place_of_part(part: LocalPart, full: Tensor) -> Place | None:
     """Where a DTensor is. It may be longer than the full tensor: what is beyond is padding."""
-    if len(part.full) != full.ndim or any(a < b for a, b in zip(part.full, full.shape, strict=True)):
+    if len(part.full) != full.ndim:
         return None
     indices: list[Tensor | None] = []
     padding: list[int] = []
     for index, padded, size in zip(part.indices, part.full, full.shape, strict=True):
-        if padded > size:
-            index = torch.arange(padded) if index is None else index
-            inside = index[index < size]
-            padding.append(len(index) - len(inside))
-            index = inside
-        else:
+        if padded < size:
+            return None
+        if padded == size:
+            indices.append(index)
             padding.append(0)
-        indices.append(index)
+            continue
+        if index is None:
+            index = torch.arange(padded)
+        inside = index[index < size]
+        indices.append(inside)
+        padding.append(len(index) - len(inside))
     return Place(tuple(indices), padding=tuple(padding))
 
 
@@ -126,16 +131,24 @@ def _place_along(local: Tensor, full: Tensor, dim: int) -> Place | None:
 
 
 def _rows(tensor: Tensor, dim: int) -> Tensor:
-    return tensor.movedim(dim, 0).flatten(1) if tensor.ndim > 1 else tensor[:, None]
+    if tensor.ndim == 1:
+        return tensor[:, None]
+    return tensor.movedim(dim, 0).flatten(1)
 
 
 def _place_of_block(local: Tensor, full: Tensor) -> Place | None:
     """Where a block is that is shorter along several dims: there where its first element is."""
     corner = local[(0,) * local.ndim]
-    for position in (full == corner).nonzero()[:MOST_BLOCKS].tolist():
-        spans = [slice(first, first + size) for first, size in zip(position, local.shape, strict=True)]
-        if torch.equal(full[tuple(spans)], local):
-            return Place(tuple(torch.arange(span.start, span.stop) for span in spans))
+    for position in (full == corner).nonzero()[:MOST_BLOCKS]:
+        block = full
+        indices = []
+        for dim, first in enumerate(position.tolist()):
+            last = min(first + local.shape[dim], full.shape[dim])
+            index = torch.arange(first, last)
+            block = block.index_select(dim, index)
+            indices.append(index)
+        if torch.equal(block, local):
+            return Place(tuple(indices))
     return None
 
 

@@ -140,7 +140,8 @@ def _why_not_comparable(error: RanksFailed) -> str:
     """Why the ranks' failure is none of the program's own. Empty where it is, or may be."""
     if any(COMPILES in frames for frames in error.frames.values()):
         return f"{error}: they were compiling; --timeout gives them more"
-    if "dtype" in str(error) and any(word in str(error) for word in ("double", "Double", "float64")):
+    words = str(error).lower()
+    if "dtype" in words and ("double" in words or "float64" in words):
         return f"the parallel program fails: {error}. All is computed in float64, and something of it is not"
     return ""
 

@@ -42,12 +42,16 @@ def local_part(tensor: DTensor) -> LocalPart | None:
     coordinate = mesh.get_coordinate()
     assert coordinate is not None
     sizes = [mesh.size(axis) for axis in range(mesh.ndim)]
-    indices = [_local_indices(tensor, dim, sizes, list(coordinate)) for dim in range(tensor.ndim)]
-    if tuple(tensor.to_local().shape) != tuple(len(index) for index in indices):
-        return None
-    whole = [len(index) == size for index, size in zip(indices, tensor.shape, strict=True)]
-    kept = tuple(None if all_ else index for all_, index in zip(whole, indices, strict=True))
-    return LocalPart(kept, tuple(tensor.shape))
+    local = tensor.to_local()
+    indices: list[Tensor | None] = []
+    for dim in range(tensor.ndim):
+        index = _local_indices(tensor, dim, sizes, list(coordinate))
+        if len(index) != local.shape[dim]:
+            return None
+        indices.append(index)
+        if len(index) == tensor.shape[dim]:
+            indices[dim] = None
+    return LocalPart(tuple(indices), tuple(tensor.shape))
 
 
 def _local_indices(tensor: DTensor, dim: int, sizes: list[int], coordinate: list[int]) -> Tensor:
