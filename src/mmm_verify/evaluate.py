@@ -389,10 +389,17 @@ class Evaluation:
                     self._find(stage, NORM, rank, words, error)
 
     def _of_norm(self, factor: float, rank: int) -> str:
-        gradients = {name: self.expected.before_clipping(name) for name in self.expected.gradients}
-        locals_ = {name: gradient.local for name, gradient in gradients.items() if gradient is not None}
-        why = explain_norm(factor, locals_, self.places[rank], rank, self.subject)
-        return f"{times(factor, self.subject)} what it should be{': ' if why else ''}{why}"
+        """How a norm is wrong, in words."""
+        gradients = {}
+        for name in self.expected.gradients:
+            gradient = self.expected.before_clipping(name)
+            if gradient is not None:
+                gradients[name] = gradient.local
+        factor_in_words = f"{times(factor, self.subject)} what it should be"
+        why = explain_norm(factor, gradients, self.places[rank], rank, self.subject)
+        if not why:
+            return factor_in_words
+        return f"{factor_in_words}: {why}"
 
     def _as_norms(self, names: Collection[str]) -> None:
         """Where every gradient of a rank is one factor off, and a wrong norm explains it, that is what is found."""
