@@ -138,7 +138,6 @@ def near(shown, expected):
 
 @pytest.mark.docs
 def test_figures_are_those_of_the_command(browser, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("mmm_lab.cli.plan.TRY_HOSTS", 0)  # how many hosts would do the page does not say
     asked = list(questions())
     answers = opened(browser, tmp_path, f"const QUESTIONS = {json.dumps(asked)};{ASK}")
     refused = pipelines = 0

@@ -33,4 +33,4 @@ def told_apart(texts: Sequence[str], longest: int) -> list[str]:
 def show(text: str) -> None:
     """Print `text` without a line break at its end; what the terminal's encoding lacks becomes a question mark."""
     encoding = sys.stdout.encoding or "utf-8"
-    print(text.encode(encoding, "replace").decode(encoding), end="")
+    print(text.encode(encoding, "replace").decode(encoding), end="", flush=True)

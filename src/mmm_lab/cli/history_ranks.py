@@ -17,8 +17,6 @@ if TYPE_CHECKING:
 
     from mmm.history.plots.own_work import OwnWork
 
-LONGEST_HOST = 20  # characters
-
 
 def ranks_text(ds: xarray.Dataset, width: int) -> str:
     """The table and the sentence. RecordError: the record does not tell own work from waiting."""
@@ -85,8 +83,7 @@ def _labels(ds: xarray.Dataset) -> list[str]:
     columns = [["rank", *map(str, range(ds.sizes["rank"]))]]
     for name in names:
         texts = [printable(str(value)) for value in ds[name].values]
-        shown = [text if len(text) <= LONGEST_HOST else f"…{text[1 - LONGEST_HOST :]}" for text in texts]
-        columns.append([name.removeprefix("axis_"), *shown])
+        columns.append([name.removeprefix("axis_"), *texts])
     widths = [max(map(len, column)) for column in columns]
     return [
         "  ".join(f"{cell:>{size}}" for cell, size in zip(line, widths, strict=True))

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import time
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -47,8 +45,6 @@ FIXED = {  # flag → axis, or field of Techniques
     "cp_style": "cp_style",
     "loss_chunks": "loss_chunks",
 }
-TRY_HOSTS = 6  # doublings, to say how many hosts would do
-TRY_SECONDS = 4.0
 
 
 def _both(name: str) -> list[str]:
@@ -174,7 +170,7 @@ def _report(args: argparse.Namespace, search: Search, found: Found) -> None:
     write_json(args.json, report.as_json(search, found, kinds))
     if not found.best:
         print("\n".join(_tree_lines(search, found, True, args.tp)))
-        raise ConfigError(_missing(search, found))
+        raise ConfigError(report.missing(search, found))
     lines = report.text_of(search, found, kinds, args.top)
     lines += ["", *_tree_lines(search, found, args.explain, found.best[0].layout.tp)]
     if args.explain:
@@ -230,24 +226,3 @@ def _tree_lines(search: Search, found: Found, explain: bool, tp: int | None) -> 
     if tp and (warning := tree.across_hosts(tp, search.machine)):
         lines.append(f"note: {warning}")
     return lines
-
-
-def _missing(search: Search, found: Found) -> str:
-    from mmm_lab.planner.report import missing
-
-    return missing(search, found, _hosts_that_do(search, found))
-
-
-def _hosts_that_do(search: Search, found: Found) -> int | None:
-    """How many hosts would do, by doubling them, as far as that is quick to say."""
-    begin, hosts = time.monotonic(), search.machine.hosts
-    for _ in range(TRY_HOSTS if found.kinds else 0):
-        hosts *= 2
-        larger = replace(search.machine, hosts=hosts, network_bandwidth=search.machine.network_bandwidth or 1e10)
-        batch = max(search.global_batch, larger.ranks)
-        other = type(search)(search.spec, larger, batch, search.dtype, fixed=search.fixed)
-        if other.run().best:
-            return hosts
-        if time.monotonic() - begin > TRY_SECONDS:
-            break
-    return None

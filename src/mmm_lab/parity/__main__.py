@@ -81,8 +81,6 @@ class Options:
     """Seconds that a layout may take before it counts as hanging."""
     outdir: Path | None = None
     """Folder of the record. Default: outputs/parity/<time>."""
-    overwrite: bool = False
-    """Replace a record that is already in --outdir."""
     dry_run: bool = False
     """Print what would be trained, and leave."""
 
@@ -183,8 +181,7 @@ def compare(options: Options) -> int:
         raise LayoutError("; ".join(dict.fromkeys(f"--model {case.model}: {why}" for case, why in refused)))
     for case, why in refused:
         print(f"left out: {case.model}: {why}", flush=True)
-    folder = prepare(options.outdir, "parity", options.overwrite)
-    (folder / report.ERRORS).unlink(missing_ok=True)
+    folder = prepare(options.outdir, "parity", overwrite=False)
     write_config(folder, {"options": asdict(options), "versions": versions(), "command": sys.argv})
     rows: list[Comparison] = []
     interrupted = False

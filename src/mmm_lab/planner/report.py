@@ -217,24 +217,23 @@ def as_json(search: Search, found: Found, kinds: list[Candidate]) -> list[dict[s
     ]
 
 
-def missing(search: Search, found: Found, more_hosts: int | None) -> str:
-    """Why nothing fits: how much is missing, and what would do. more_hosts: with how many it would fit, if known."""
+def missing(search: Search, found: Found) -> str:
+    """Why nothing fits, and how much is missing."""
     machine = search.machine
     if not found.kinds:
         why = why_not(search) or next(iter(found.refused.values()), "no layout goes with the model")
         return f"no layout of {search.spec.name} on {counted(machine.ranks, 'device')}: {why}"
     least = min(found.kinds, key=lambda candidate: candidate.bytes)
     over = least.bytes - machine.budget
-    advice = f"; {more_hosts:,} hosts of this kind would do" if more_hosts else ""
     part, size = max(least.memory.items(), key=lambda each: each[1])
     if over <= 0:
         each, there = least.host_memory * machine.ranks_per_host / GIB, machine.host_memory / GIB
         return (
             f"nothing fits on {_devices(machine)}: with offload, {least.layout} needs "
-            f"{each:,.1f} GiB of a host's memory of {there:,.1f}: {each - there:,.1f} GiB are missing{advice}"
+            f"{each:,.1f} GiB of a host's memory of {there:,.1f}: {each - there:,.1f} GiB are missing"
         )
     return (
         f"nothing fits on {_devices(machine)}: the least, {least.layout} with "
         f"{choices(least)}, needs {least.bytes / GIB:,.1f} GiB a device ({part} {size / GIB:,.1f}) of "
-        f"{machine.budget / GIB:,.1f}: {over / GIB:,.1f} GiB are missing{advice}"
+        f"{machine.budget / GIB:,.1f}: {over / GIB:,.1f} GiB are missing"
     )

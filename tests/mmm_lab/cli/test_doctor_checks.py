@@ -202,7 +202,7 @@ def test_scheduler(tmp_path):
     ("environ", "words"),
     [
         ({"PBS_JOBID": "7", "PBS_NODEFILE": "/no/such/file"}, "No such file"),
-        ({"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "[]"}, "not a list of numbers"),
+        ({"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "[]"}, "of numbers"),
     ],
 )
 def test_a_scheduler_whose_hosts_are_unknown(environ, words):

@@ -58,7 +58,7 @@ def test_what_does_not_go_says_its_rule(fixed, said):
     search = asked(**fixed)
     found = search.run()
     assert not found.kinds
-    assert said in missing(search, found, None)
+    assert said in missing(search, found)
 
 
 def test_of_a_search_only_what_no_layout_can_have_is_refused():

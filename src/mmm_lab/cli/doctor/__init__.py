@@ -6,10 +6,10 @@ hangs becomes a finding. Nothing here imports torch but the child whose check it
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 from mmm.errors import ConfigError
+from mmm_lab.cli import show
 from mmm_lab.cli.doctor.checks import examine
 from mmm_lab.cli.doctor.finding import Place, as_json, lines, summary
 from mmm_lab.cli.parser import Parser
@@ -42,11 +42,9 @@ def main(argv: list[str]) -> int:
     for finding in examine(place):
         findings.append(finding)
         if not args.json:
-            _print(lines(finding))
-    _print(as_json(findings) if args.json else f"\n{summary(findings)}")
+            show(f"{lines(finding)}\n")
+    if args.json:
+        show(f"{as_json(findings)}\n")
+    else:
+        show(f"\n{summary(findings)}\n")
     return int(any(each.status == "fail" for each in findings))
-
-
-def _print(text: str) -> None:
-    encoding = sys.stdout.encoding or "utf-8"
-    print(text.encode(encoding, "replace").decode(encoding), flush=True)  # an ASCII terminal gets question marks
