@@ -62,7 +62,7 @@ def test_flags_of_the_user_count():
         (["dp2", "--out", "a.gif"], "--out a.gif"),
         (["dp2", "--out", "no/such/a.svg"], "--out no/such/a.svg"),
         (["no.such.module"], "no module named 'no.such.module'"),
-        (["no_such.py"], "no such script: no_such.py"),
+        (["no_such.py"], "no_such.py"),
         (["mmm.examples.fsdp_pt"], "Did you mean mmm.examples.fsdp_tp?"),
         ([], "LAYOUT|PROGRAM"),
         (["dp2", "--theme", "pink"], "--theme"),
