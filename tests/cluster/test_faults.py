@@ -169,17 +169,6 @@ def test_scancel_lets_ranks_end_in_order(launcher, way):
 
 
 @pytest.mark.parametrize("way", ["mpich", "openmpi", "slurm"], indirect=True)
-def test_ranks_that_heed_the_signal_end_in_order(launcher, way):
-    process = start(launcher, way, "python3", "faulty.py", "none", program=CLEANING)
-    launcher.write("go", "")
-    time.sleep(0.5)
-    process.send_signal(signal.SIGTERM)
-    found, err = end(launcher, process)
-    assert found == 143, err
-    assert {f"cleaned-{rank}" for rank in range(4)} <= set(os.listdir(launcher.folder))
-
-
-@pytest.mark.parametrize("way", ["mpich", "openmpi", "slurm"], indirect=True)
 @pytest.mark.parametrize("fault", ["raise", "none"])
 def test_the_others_learn_why_they_end(launcher, way, fault):
     process = start(launcher, way, "python3", "faulty.py", fault, program=TOLD)

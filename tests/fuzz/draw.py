@@ -19,8 +19,7 @@ SPOILT = 0.25
 RESUMED = 0.15
 WEIGHTS = {"lm": 36, "vit": 24, "cnn": 16, "4d": 14, "fsdp_tp": 10}
 
-# What a flag that is neither a choice nor a switch may be spoilt by. A flag that is not here is not known, and a test
-# fails.
+# What a flag that is neither a choice nor a switch may be spoilt by. Of one that is not here, `draw` complains.
 ANYTHING: dict[str, tuple[Value, ...]] = {
     "name": ("a", "b c", "a/b"),
     "flush_every": ("1", "3", "0"),

@@ -43,7 +43,7 @@ CHANGES = ("os.remove", "os.rename", "os.mkdir", "os.rmdir", "os.truncate", "os.
 WRITING = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND  # O_RDWR alone is what locks need
 NO_MEMORY = re.compile(r"MemoryError|allocate memory|not enough memory|DefaultCPUAllocator|bad_alloc|bad allocation")
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # what a terminal takes for orders
-FRAME = re.compile(r'File "[^"]*?/(src/mmm\w*/[^"]*|support/file_faults.py|fuzz_files/[^"]*)", line (\d+) in (\S+)')
+FRAME = re.compile(r'File "[^"]*?/(src/mmm\w*/[^"]*|fuzz_files/[^"]*)", line (\d+) in (\S+)')
 
 
 class Outcome(NamedTuple):

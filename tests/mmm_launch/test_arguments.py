@@ -78,24 +78,6 @@ def test_a_master_port_that_is_none(say, monkeypatch, value):
     assert f"MASTER_PORT={value} in the environment is not a port" in err
 
 
-@pytest.mark.parametrize(
-    "environ",
-    [
-        {"RANK": "0", "WORLD_SIZE": "1"},
-        {"WORLD_SIZE": "4"},
-        {"PMI_RANK": "1", "PMI_SIZE": "2"},
-        {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2"},
-    ],
-)
-def test_a_rank_of_another_launcher(say, monkeypatch, environ):
-    for name, value in environ.items():
-        monkeypatch.setenv(name, value)
-    code, err = say("-n 2 python3 train.py")
-    assert code == 2
-    assert "already a rank (" in err
-    assert next(iter(environ)) in err
-
-
 def test_options_after_the_command_are_the_commands():
     options = parse(["-n", "2", "python3", "t.py", "-n", "3", "--dry-run"])
     assert (options.nproc, options.dry_run) == (2, False)

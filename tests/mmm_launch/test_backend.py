@@ -104,12 +104,6 @@ def lead(tmp_path, monkeypatch, capfd):
     return run
 
 
-def test_a_good_run(lead):
-    code, said, made = lead("good")
-    assert (code, said.out, said.err) == (0, "done\n", ""), said.err
-    assert made.ended == {0, 1, 2, 3}
-
-
 @pytest.mark.parametrize("kind", STRANGERS)
 def test_a_stranger_costs_the_run_nothing(lead, kind):
     """Whatever it sends, or does not: it is sent away, is told nothing, and the run ends as it would without it."""

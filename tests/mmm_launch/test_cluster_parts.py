@@ -21,10 +21,6 @@ from support.clock import PATIENCE
 from support.launcher import SPAWNED_IN_LONG
 
 
-def test_cpu_lists():
-    assert binding.cpu_list("0-3,8") == [0, 1, 2, 3, 8]
-
-
 @pytest.fixture
 def two_threads(tmp_path):
     """8 CPUs: cores 0-3 on two packages, CPU n and n + 4 are threads of one core."""

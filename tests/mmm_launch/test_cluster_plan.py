@@ -161,24 +161,6 @@ def test_a_program_that_is_no_python():
 
 
 @pytest.mark.parametrize(
-    ("options", "ranks", "per_host", "used"),
-    [
-        ({"nproc": 4}, 4, 2, 2),
-        ({"nproc": 5}, 5, 3, 2),
-        ({"nproc": 1}, 1, 1, 1),
-        ({"ppn": 3}, 6, 3, 2),
-        ({"nproc": 3, "ppn": 4}, 3, 3, 1),
-        ({"nhosts": 1, "nproc": 4}, 4, 4, 1),
-        ({"nhosts": 2, "ppn": 1}, 2, 1, 2),
-        ({}, 2, 1, 2),
-    ],
-)
-def test_how_many_ranks(options, ranks, per_host, used):
-    made = plan({}, hosts="a,b", **options)
-    assert (made.ranks, max(made.counts.value), len(made.hosts.value)) == (ranks, per_host, used)
-
-
-@pytest.mark.parametrize(
     ("options", "says"),
     [
         ({"nhosts": 3}, "-N 3: there are 2 hosts"),
@@ -202,6 +184,7 @@ def test_hosts_that_are_not_the_jobs(pbs):
 
 RANK_OF = [
     {"RANK": "0", "WORLD_SIZE": "2"},
+    {"WORLD_SIZE": "4"},
     {"PMI_RANK": "0", "PMI_SIZE": "2"},
     {"SLURM_PROCID": "1", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2"},
     {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2"},
@@ -320,31 +303,6 @@ def test_dry_run_and_explain(pbs, monkeypatch, capsys, tmp_path):
     assert "1 of 2 hosts are used" in captured.err
     assert main.main(["--explain", "python3", "train.py"]) == 0
     assert "(PBS_JOBID=1.aurora-pbs)" in capsys.readouterr().out
-
-
-def test_a_new_machine_needs_no_code(tmp_path, pbs):
-    own = {
-        "name": "Mine",
-        "match": {"PBS_O_HOST": "^mine"},
-        "ranks_per_host": 2,
-        "device": "cuda",
-        "mpi": "pals",
-        "host_suffix": ".fast.mine.org",
-        "bind": "cores",
-        "env": {"NCCL_SOCKET_IFNAME": "ib0"},
-    }
-    (tmp_path / "machines").mkdir()
-    (tmp_path / "machines" / "mine.json").write_text(json.dumps(own))
-    environ = pbs("m1", "m2", PBS_O_HOST="mine-login", MMM_MACHINES=str(tmp_path / "machines"))
-    made = plan(environ, "?")
-    assert (made.ranks, made.bind.value) == (4, "cores")
-    assert made.variables["MASTER_ADDR"] == "m1.fast.mine.org"
-    assert made.variables["NCCL_SOCKET_IFNAME"] == "ib0"
-    home = tmp_path / "home/.config/mmm/machines"
-    home.mkdir(parents=True)
-    own = {"name": "Polaris", "match": {"PBS_O_HOST": "^polaris"}, "mpi": "pals", "ranks_per_host": 3}
-    (home / "polaris.json").write_text(json.dumps(own))
-    assert plan(pbs("x", PBS_O_HOST="polaris-1", HOME=str(tmp_path / "home")), "?").ranks == 3  # replaces ours
 
 
 PERLMUTTER = SLURM | {"NERSC_HOST": "perlmutter"}

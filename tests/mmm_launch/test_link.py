@@ -52,15 +52,6 @@ def pair(reception):
     return ends[0], answerer
 
 
-def test_messages_in_both_directions(reception):
-    one, other = pair(reception)
-    for number in range(3):
-        one.send({"hello": number})
-        assert other.first(5.0) == {"hello": number}
-        other.send({"go": number})
-        assert one.first(5.0) == {"go": number}
-
-
 def test_who_answers_without_the_token_is_not_believed():
     """Somebody has taken the port of a launch that is gone, and would have its ranks started."""
     with socket.create_server(("127.0.0.1", 0)) as impostor:

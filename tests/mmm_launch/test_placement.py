@@ -51,6 +51,7 @@ def pbs(tmp_path):
         (SLURM | QUIRK | {"SLURM_TASKS_PER_NODE": "2"}, ("c1",), (1,)),
         (SLURM | QUIRK | {"SLURM_NTASKS": "3"}, ("c1", "c2", "c3"), (1, 1, 1)),
         (SLURM | {"SLURM_NTASKS_PER_NODE": "2"}, ("c1", "c2", "c3"), (2, 2, 2)),
+        (SLURM | {"SLURM_NTASKS": "9", "SLURM_NTASKS_PER_NODE": "2"}, ("c1", "c2", "c3"), (3, 3, 3)),
         (SLURM | {"SLURM_TASKS_PER_NODE": "4(x2),3"}, ("c1", "c2", "c3"), (1, 1, 1)),  # no number was asked for
     ],
 )

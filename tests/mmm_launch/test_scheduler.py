@@ -26,14 +26,6 @@ def test_none():
     assert (job.scheduler, job.hosts) == ("none", ())
 
 
-def test_pbs_hosts_once_in_their_order(pbs):
-    job = detect(pbs("x2", "x1.hsn.cm.example.gov", "x3"))
-    assert (job.scheduler, job.job_id, job.tasks) == ("pbs", "123.polaris", ())
-    assert job.hosts == ("x2", "x1.hsn.cm.example.gov", "x3")
-    assert job.hostfile
-    assert job.hostfile in job.why["hosts"]
-
-
 def test_pbs_repeated_hosts(pbs):
     """`select=2:mpiprocs=2`: each host twice, and in a Torque file not even side by side."""
     for lines in (["a", "a", "b", "b"], ["a", "b", "a", "b"]):
@@ -48,55 +40,6 @@ def test_pbs_node_file_that_is_gone_or_empty(pbs, tmp_path):
         detect({"PBS_JOBID": "1", "PBS_NODEFILE": str(tmp_path / "none")})
     with pytest.raises(LaunchError, match="names no host"):
         detect(pbs("# nothing"))
-
-
-def test_slurm():
-    job = detect(SLURM | {"SLURM_CPUS_ON_NODE": "64", "SLURM_GPUS_ON_NODE": "4"})
-    assert (job.scheduler, job.job_id, job.hosts) == ("slurm", "77", ("n1", "n2"))
-    assert (job.tasks, job.gpus_per_host) == ((), 4)
-    assert job.why["gpus_per_host"] == "SLURM_GPUS_ON_NODE=4"
-
-
-@pytest.mark.parametrize(
-    ("variables", "tasks", "why"),
-    [
-        ({}, (), None),  # SLURM_TASKS_PER_NODE alone is set in every job
-        ({"SLURM_NTASKS_PER_NODE": "4"}, (4, 4), "SLURM_NTASKS_PER_NODE=4"),
-        ({"SLURM_NTASKS": "7", "SLURM_TASKS_PER_NODE": "4,3"}, (4, 3), "SLURM_NTASKS=7"),
-        ({"SLURM_NTASKS": "8", "SLURM_TASKS_PER_NODE": "4(x2)"}, (4, 4), "SLURM_NTASKS=8"),
-        ({"SLURM_NTASKS": "8", "SLURM_TASKS_PER_NODE": "1,7"}, (1, 7), "SLURM_NTASKS=8"),
-        (
-            {"SLURM_NTASKS": "3", "SLURM_NTASKS_PER_NODE": "2"},
-            (2, 1),
-            "SLURM_NTASKS=3",
-        ),
-        (
-            {"SLURM_NTASKS": "1", "SLURM_NTASKS_PER_NODE": "2"},
-            (1, 0),
-            "SLURM_NTASKS=1",
-        ),
-        (
-            {"SLURM_NTASKS": "6", "SLURM_NTASKS_PER_NODE": "2"},
-            (3, 3),
-            "SLURM_NTASKS=6",
-        ),
-    ],
-)
-def test_slurm_tasks(variables, tasks, why):
-    job = detect(SLURM | variables)
-    assert (job.tasks, job.why.get("tasks")) == (tasks, why)
-
-
-def test_an_sbatch_script_is_no_rank_but_a_job():
-    assert detect(SLURM | {"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NTASKS": "2"}).hosts == ("n1", "n2")
-
-
-def test_slurm_comes_before_pbs_and_says_so(pbs):
-    job = detect(pbs("a") | SLURM)
-    assert job.scheduler == "slurm"
-    assert "PBS job 123.polaris" in job.notes[0]
-    assert detect(pbs("a") | SLURM, "pbs").hosts == ("a",)
-    assert detect(pbs("a") | SLURM, "none").scheduler == "none"
 
 
 def test_where_slurm_counts_pbs_is_not_read(pbs, tmp_path):

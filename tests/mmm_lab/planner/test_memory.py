@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from mmm.models.dropout import sample_keys
-from mmm.models.experts import MixtureOfExperts, RoutedBlock, transformer_of
+from mmm.models.experts import transformer_of
 from mmm.models.gpt import GPTBlock, GPTConfig
 from mmm.models.transformer import TransformerBlock, TransformerConfig, rotary_table
 from mmm.models.vit import ViT, ViTConfig
@@ -56,18 +56,6 @@ def test_what_a_block_keeps(sizes, dtype):
     found = kept_bytes(lambda: block(x, cos, sin), weights)
     expected = kept.none * batch * seq + kept.a_position * seq * (angles == 1)
     assert found == pytest.approx(expected, rel=0.02)
-
-
-def test_what_experts_keep():
-    config, batch, seq = TransformerConfig(**ROUTED), 4, 64
-    block = RoutedBlock(config)
-    assert isinstance(block.moe, MixtureOfExperts)
-    x = torch.randn(batch, seq, config.dim, requires_grad=True)
-    cos, sin = rotary_table(torch.arange(seq), config.head_dim, config.rope_theta)
-    weights = {p.untyped_storage().data_ptr() for p in block.parameters()}
-    kept = transformer_layer(config, 1, 4, 4, composite_norm=True, repeats_kv=False)
-    found = kept_bytes(lambda: block(x, cos, sin), weights)
-    assert kept.none * batch * seq + kept.a_position * seq == pytest.approx(found, rel=0.03)
 
 
 @pytest.mark.parametrize("dropped", [(0.0, 0.0), (0.2, 0.0), (0.2, 0.2)], ids=str)
