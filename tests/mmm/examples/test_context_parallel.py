@@ -1,8 +1,6 @@
 """The example as a user runs it."""
 
 import re
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,8 +14,6 @@ from mmm.parallel.cp.ring import RingAttention
 from mmm.parallel.cp.ring import positions_of as package_positions
 from mmm.trainer.config.command_line import configure
 from support.programs import run_program
-
-LAUNCH = str(Path(sys.executable).parent / "launch")
 
 
 @pytest.mark.long

@@ -1,8 +1,6 @@
 """The example as a user runs it."""
 
 import re
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -21,8 +19,6 @@ from mmm.runtime.device import Precision
 from mmm.traffic.count import count_traffic
 from mmm.trainer.config.command_line import configure
 from support.programs import run_program
-
-LAUNCH = str(Path(sys.executable).parent / "launch")
 
 
 @pytest.mark.long

@@ -3,7 +3,6 @@
 import json
 import re
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -22,7 +21,6 @@ from mmm.runtime.device import Precision
 from mmm.trainer.config.command_line import configure, parse, run_main
 from support.programs import run_program
 
-LAUNCH = str(Path(sys.executable).parent / "launch")
 SMALL = {"max_iters": 4, "global_batch_size": 8, "dtype": "fp64", "optimizer": "sgd", "lr": 0.3, "seq_length": 32}
 
 

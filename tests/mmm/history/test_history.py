@@ -76,13 +76,6 @@ def test_many_ranks_are_reduced(tmp_path):
     assert ds["host"].values[40] == "x10"  # so that the slow rank can be found
 
 
-class Scalar:
-    """What a tensor of one element looks like."""
-
-    def item(self):
-        return 2.5
-
-
 def test_no_rows_is_a_dataset_too(tmp_path):
     with History(tmp_path, ranks=ranks(2)):
         assert load(tmp_path).sizes == {"draw": 0, "rank": 2}

@@ -3,7 +3,6 @@
 import numpy as np
 import pytest
 
-from mmm.history import History
 from mmm.history.plots.own_work import OwnWork, communication_to_computation, most_of, slow
 
 
@@ -32,17 +31,6 @@ def test_chance_blames_nobody():
     of_two = np.where(np.arange(41)[:, None] % 20 < 11, [0.3, 0.1], [0.1, 0.3])
     assert slow(work(of_two)) is None
     assert slow(work(np.where(np.arange(41)[:, None] % 20 < 17, [0.3, 0.1], [0.1, 0.3]))).rank == 0
-
-
-def made(folder, count, full_ranks=64, rows=9, slow_rank=1):
-    """A run of four ranks a host, one of which sleeps 0.4 s of each step of 0.5 s."""
-    folder.mkdir(exist_ok=True)
-    ranks = [{"rank": r, "local_rank": r % 4, "host": f"node{r // 4}", "dp_shard": r} for r in range(count)]
-    with History(folder, ranks=ranks, full_ranks=full_ranks) as history:
-        for step in range(rows):
-            own = [0.5 if rank == slow_rank else 0.1 for rank in range(count)]
-            history.update({"iter": step, "loss": 1.0}, {"dt": [0.3] * (count - 1) + [0.5], "dt_own": own})
-    return folder
 
 
 def test_seconds_waited_for_each_second_of_computation():

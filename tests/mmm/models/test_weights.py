@@ -1,6 +1,5 @@
 """Initial weights: a function of (seed, name, element), and of nothing else."""
 
-import time
 from statistics import NormalDist
 
 import pytest
@@ -44,12 +43,6 @@ def test_a_part_is_what_the_whole_has_there(start):
     part = torch.empty(length, dtype=torch.float64)
     draw.fill_(part, NORMAL, draw.stream_key(0, "layers.0.w"), ShardBox(start, length, (5, 6, 7)))
     assert torch.equal(part, whole[tuple(slice(s, s + n) for s, n in zip(start, length, strict=True))])
-
-
-def seconds(work):
-    start = time.process_time()
-    work()
-    return time.process_time() - start
 
 
 def test_rounded_once_from_float64():

@@ -5,7 +5,6 @@ import torch
 
 from mmm.errors import LayoutError
 from mmm.layout import Techniques
-from mmm.models.draw import canonical_name
 from mmm.models.experts import transformer_of
 from mmm.models.transformer import Transformer, TransformerConfig
 from mmm.parallel import Layout, build_mesh
@@ -15,13 +14,11 @@ from mmm.parallel.plans.cnn import cnn_plan
 from mmm.parallel.plans.transformer import transformer_plan
 from mmm.parallel.plans.vit import vit_plan
 from mmm.runtime.device import Precision
-from mmm.runtime.process_group import gather_floats
 from support import reference, vision
 
 CPU = torch.device("cpu")
 FP64 = Precision("fp64", torch.float64, torch.float64)
 PLANS = {"transformer": transformer_plan, "cnn": cnn_plan, "vit": vit_plan, "vit of one layer": vit_plan}
-STEPS = 3
 
 
 def on_meta(model: str) -> torch.nn.Module:
@@ -45,52 +42,6 @@ def divided(model: str, layout: Layout, techniques: Techniques):
     inputs = batch(model, layout, 0, 0)[0]
     inputs = inputs.to("meta", torch.int64 if model == "transformer" else torch.float32)
     return whole, plan, partition_model(whole, plan, layout, techniques, inputs)
-
-
-def train(rank, model: str, layout: Layout, techniques: Techniques):
-    """Losses of each step, the gradients of the first that are here, and the loss of an evaluation before step 1."""
-    whole, plan, partition = divided(model, layout, techniques)
-    mesh = build_mesh(layout, "cpu")
-    made = ParallelModel(whole, plan, mesh, FP64, techniques, partition, device=CPU, seed=reference.SEED)
-    rate = (reference.RATE if model == "transformer" else vision.RATE)["sgd"]
-    optimizer = torch.optim.SGD(made.parameters(), lr=rate)
-    losses, first, evaluated = [], {}, 0.0
-    for step in range(STEPS):
-        some = batch(model, layout, layout.dp_coordinate(rank.rank), step)
-        if step == 1:
-            evaluated = made.evaluate(*some).item()
-        share = made.step(*some).item()
-        if step == 1:
-            assert share == pytest.approx(evaluated, rel=1e-12)
-        if step == 0:
-            for name, parameter in made.named_parameters():
-                gradient = parameter.grad
-                whole_of = gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient
-                first[canonical_name(name)] = whole_of.clone()
-        if model != "transformer":
-            made.clip(vision.MAX_NORM[model])
-        optimizer.step()
-        optimizer.zero_grad()
-        shares = gather_floats([share], CPU)
-        losses.append(sum(shares[r][0] for r in layout.loss_ranks()))
-    return losses, first
-
-
-CASES = [
-    pytest.param("cnn", Layout(dp_shard=2), Techniques(data_parallel="zero2", microbatches=4), marks=pytest.mark.long),
-    ("vit", Layout(pp=2, dp_shard=1, tp=2), Techniques()),
-    ("cnn", Layout(dp_replicate=2, dp_shard=2), Techniques(data_parallel="hsdp")),
-    ("vit of one layer", Layout(pp=3, dp_shard=1), Techniques()),  # stages without a layer: embedding, and head
-    *(
-        pytest.param(*case, marks=pytest.mark.long)
-        for case in [
-            ("transformer", Layout(pp=2, cp=2, dp_shard=1, tp=2), Techniques()),
-            ("transformer", Layout(dp_shard=2, cp=2, tp=2), Techniques(microbatches=2)),
-            ("vit", Layout(pp=2, dp_shard=2, tp=2), Techniques(schedule="GPipe", microbatches=3)),
-            ("vit of one layer", Layout(pp=3, dp_shard=1, tp=2), Techniques()),
-        ]
-    ),
-]
 
 
 @pytest.mark.parametrize(

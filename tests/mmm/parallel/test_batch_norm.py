@@ -11,7 +11,6 @@ from mmm.parallel import Layout, Plan, sync_gradients
 from mmm.parallel.checks import check_techniques
 from mmm.parallel.dp.batch_norm import check_batch_norm
 from mmm.parallel.dp.wrapped import Wrapper
-from mmm.runtime.device import Precision
 from support.own_model import build, furthest, gradients, own, parameters, plain
 
 SIZE = 9  # over 2 ranks 5 and 4 samples
@@ -118,34 +117,3 @@ def by_hand(rank):
 
 def test_a_loops_own_micro_batches_are_refused(run_on_ranks):
     assert run_on_ranks(by_hand, 2) == [True, True]
-
-
-BF16 = Precision("bf16", torch.float32, torch.bfloat16)
-
-
-class Scaled(nn.Module):
-    """With buffers of all kinds, on the way to matrix products."""
-
-    def __init__(self, write=False):
-        super().__init__()
-        self.write, self.up, self.norm, self.down = write, nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4)
-        self.inner = Table()
-        self.register_buffer("mean", torch.full((4,), 0.123456789))
-        self.register_buffer("turn", torch.polar(torch.ones(2), torch.arange(2.0)), persistent=False)
-
-    def forward(self, x):
-        if self.write:
-            self.mean += 1
-        x = self.norm(self.up(x - self.mean))
-        turned = torch.view_as_complex(x.float().unflatten(-1, (2, 2)).contiguous()) * self.turn
-        return self.down(self.inner(torch.view_as_real(turned).flatten(1).to(x.dtype)))
-
-
-class Table(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.register_buffer("table", torch.linspace(0, 1, 4))
-        self.linear = nn.Linear(4, 4)
-
-    def forward(self, x):
-        return self.linear(x + self.table)

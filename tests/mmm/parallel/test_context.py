@@ -27,10 +27,6 @@ from mmm.parallel.rules import CP_STYLES, check_context_parallel, resolve_ulysse
 from support import anywhere, reference
 from support.shards import shard_batch
 
-STEPS = 10
-CPU = torch.device("cpu")
-
-
 # ---- the shards
 
 

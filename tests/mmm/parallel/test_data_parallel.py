@@ -5,7 +5,6 @@ from unittest.mock import patch
 import pytest
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from mmm.errors import ConfigError, LayoutError
 from mmm.models.cnn import CNN
@@ -147,10 +146,6 @@ def initial():
     net = vision.build("cnn").double()
     weights.initialize(net, vision.SEED)
     return net.state_dict()
-
-
-def plain(tensor):
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def mixed(rank, technique):

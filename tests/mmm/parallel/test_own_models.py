@@ -12,13 +12,11 @@ from torch import nn
 from mmm.errors import UserError
 from mmm.parallel import Layout, Plan, apply, build_mesh, materialize, meta_parameters
 from mmm.parallel.own_model import check_own_model
-from mmm.runtime.device import Precision
 from mmm.trainer.loop.save import full_tensors
 from support.own_model import CPU, FP64
 from support.own_models import CASES
 
 PAGE = Path(__file__).parent.parent.parent.parent / "docs" / "your-script.md"
-BF16 = Precision("bf16", torch.float32, torch.bfloat16)
 BATCH, STEPS, BOUND = 8, 3, 1e-12  # of the losses, and of each tensor of the weights beside its largest element
 LAYOUTS = {
     "1 rank": (Layout(dp_shard=1), "fsdp"),

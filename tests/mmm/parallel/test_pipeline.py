@@ -18,11 +18,8 @@ from mmm.parallel.plans.transformer import transformer_plan
 from mmm.parallel.plans.vit import vit_plan
 from mmm.parallel.pp.schedules import SCHEDULES, Schedule, check_pipeline, stages_of
 from mmm.parallel.pp.stages import balance_stages, part_costs, parts_of, take_stage
-from mmm.runtime.device import Precision
 from support import anywhere, reference, vision
 
-CPU = torch.device("cpu")
-FP64 = Precision("fp64", torch.float64, torch.float64)
 DEEP = TransformerConfig(dim=32, n_layers=6, n_heads=4, n_kv_heads=2, ffn_dim=48, vocab_size=256)  # 8 parts
 TEXT = {"deep": DEEP, "text": reference.CONFIG}
 PLANS = {"deep": transformer_plan, "text": transformer_plan, "cnn": cnn_plan, "vit": vit_plan}

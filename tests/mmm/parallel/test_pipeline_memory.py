@@ -10,11 +10,8 @@ from mmm.parallel import Layout
 from mmm.parallel.partition import partition_model
 from mmm.parallel.plans.transformer import transformer_plan
 from mmm.parallel.pp.schedules import SCHEDULES
-from mmm.runtime.device import Precision
 from support import reference
 
-CPU = torch.device("cpu")
-BF16 = Precision("bf16", torch.float32, torch.bfloat16)
 SPLIT = tuple(name for name, schedule in SCHEDULES.items() if schedule.splits)
 LAYOUT = Layout(pp=2, dp_shard=1)
 

@@ -4,8 +4,6 @@ import torch
 
 from mmm.trainer.run.rows import sums_in_order
 
-FEW, MANY = 1024, 8192
-
 
 def test_the_sum_of_losses_is_the_same_to_the_last_bit():
     """Rank after rank, as one would add them by hand."""

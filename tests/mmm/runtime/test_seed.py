@@ -14,8 +14,6 @@ from mmm.runtime.seed import derived_seed, seed_all, seed_step
 from mmm.trainer import BatchOptions, build_model, start_run, train_steps
 from support.pool import program_on
 
-CPU = torch.device("cpu")
-
 
 def draw():
     return (torch.randn(3).tolist(), torch.randint(1000, (2,)).tolist(), random.random(), np.random.rand())

@@ -21,7 +21,6 @@ from mmm.parallel import (
     sync_gradients,
     to_local,
 )
-from mmm.runtime.device import Precision
 from mmm.trainer import BatchOptions, build_model, start_run
 from mmm.trainer.loop.save import full_tensors
 from mmm.weights.safetensors import header_of
@@ -29,7 +28,6 @@ from mmm.weights.weights import TensorEntry
 from support.pool import program_on
 
 CPU = torch.device("cpu")
-FP64 = Precision("fp64", torch.float64, torch.float64)
 SEED = 3
 
 

@@ -218,10 +218,6 @@ def test_a_full_disk_leaves_no_part_of_a_model(monkeypatch, tmp_path):
     assert len(mmm.history.load(tmp_path).loss) == SMALL["max_iters"]
 
 
-def notes(folder):
-    return json.loads((folder / "config.json").read_text())["notes"]
-
-
 @pytest.mark.parametrize(
     ("dtype", "rate"), [("fp64", 1e200), pytest.param("fp32", 1e30, marks=pytest.mark.long), ("bf16", 1e30)]
 )

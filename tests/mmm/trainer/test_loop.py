@@ -22,7 +22,6 @@ from mmm.trainer.run.parallel_model import build_parallel_model
 from support.runs import make_run
 
 CONFIG = CNNConfig(image_size=8, width1=4, width2=4, hidden=8).without_dropout()
-CPU = torch.device("cpu")
 STEPS, BATCH = 6, 12
 
 

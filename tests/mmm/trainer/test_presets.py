@@ -48,9 +48,6 @@ def test_the_quick_start_ends_with_weights(monkeypatch, tmp_path, capsys):
     assert capsys.readouterr().out.startswith("ROMEO:")
 
 
-CNN = {"max_iters": 1, "plots": False, "device": "cpu", "dataset": "digits"}
-
-
 def test_an_example_takes_no_tied_preset():
     with pytest.raises(ConfigError, match="--preset gpt2"):
         configure(fsdp_tp.Config, preset="gpt2").sizes()

@@ -131,14 +131,6 @@ def test_packed_documents(run_on_ranks, tmp_path, text, ranks, layout):
     assert json.loads((one / "config.json").read_text())["data"]["documents"] == ["pack", "document_mask"]
 
 
-def rates(folder):
-    return mmm.history.load(folder)["lr"].values.tolist()
-
-
-def notes_of(folder):
-    return json.loads((folder / "config.json").read_text())["notes"]
-
-
 def counted(rank, flags):
     """At each save, the rows that the checkpoint counts, and those on the disk."""
     found, right = [], Saver.save

@@ -8,8 +8,6 @@ from mmm.parallel import meta_parameters
 from mmm.parallel.plans.transformer import transformer_plan
 from mmm.trainer.run.utilization import peak_flops, step_flops
 
-CPU = torch.device("cpu")
-
 
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("samples", [1, 3])

@@ -18,7 +18,6 @@ from support.module_kinds import DIM, KINDS, PLACES, TOKENS, VOCABULARY, Host
 from support.own_model import CPU, FP64, full, own
 
 HEAD_DIM, BATCH = 2, 4
-HEADS = DIM // HEAD_DIM
 
 
 class Matrices(nn.Module):
