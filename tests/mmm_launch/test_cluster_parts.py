@@ -42,7 +42,7 @@ def test_binding_gives_whole_cores(two_threads):
 @pytest.mark.parametrize(
     ("bind", "ranks_here", "says"),
     [
-        ("cores", 5, "5 ranks"),
+        ("cores", 5, "this host: 5"),
         ("list:0:1", 3, "CPUs"),
         ("list:0:9", 2, "CPUs 9"),
         ("depth", 1, "knows none, cores"),
@@ -73,7 +73,7 @@ def test_a_record_names_variables_and_tells_no_values(launcher):
     [
         ("-ppn x", "-ppn/--ppn: x is not a whole number, at least 1"),
         ("-N 0", "-N/--nhosts: 0 is not a whole number"),
-        ("-N 2", "-N 2: there are 1 hosts"),
+        ("-N 2", "-N 2: the hosts listed are 1"),
         ("--site x", "ranks on this host alone are started by launch itself"),
         ("--mpi hydra", "--mpi: ranks on"),
         ("--env A", "--env: A is not NAME=VALUE"),
@@ -83,7 +83,7 @@ def test_a_record_names_variables_and_tells_no_values(launcher):
         ("--hostfile no", "--hostfile"),
         ("--scheduler pbs", "not inside a job of it"),
         ("--hosts a,,b", "'' is not a host name"),
-        ("--cpu-bind list:0:0 -n 3", "CPUs for 2 ranks"),
+        ("--cpu-bind list:0:0 -n 3", "lists of CPUs: 2"),
         ("--launcher-args '", "--launcher-args"),
     ],
 )

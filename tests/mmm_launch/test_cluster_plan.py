@@ -163,7 +163,7 @@ def test_a_program_that_is_no_python():
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"nhosts": 3}, "-N 3: there are 2 hosts"),
+        ({"nhosts": 3}, "-N 3: the hosts listed are 2"),
         ({"nproc": 9, "ppn": 4}, "-n 9 with 4 a host"),
         ({"ppn": 5000}, "from 1 to 4096"),
         ({"cpu_bind": "socket", "ppn": 1}, "--cpu-bind"),

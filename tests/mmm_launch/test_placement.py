@@ -119,7 +119,7 @@ def test_more_ranks_than_slots(options):
     """What is asked for decides: a job is often given one task a host, for launch to start the ranks."""
     made = plan({}, hosts="a:1,b:1", **options)
     assert made.counts.value == (4, 4)
-    assert made.notes[0].startswith("8 ranks are on 2 slots: -")
+    assert made.notes[0].endswith("ranks 8, slots 2")
 
 
 def test_ranks_spread_over_hosts():

@@ -55,7 +55,7 @@ class Attempts:
         """Decide what follows an attempt that has failed. Returns False where nothing does."""
         if self.elastic is not None and self.number > 0 and run.cause is not None and run.cause.is_layout:
             self.refused.add(self.ranks)
-            reason = f"{self.ranks} ranks do not fit"
+            reason = f"world size {self.ranks} does not fit"
         else:
             if not run.again or self.left == 0:
                 return False
@@ -74,10 +74,10 @@ class Attempts:
         best = self.best_number(self.elastic)
         if best is None:
             least = self.elastic.least
-            say(f"launch: there is room for {len(self.places)} ranks, and --elastic asks for at least {least}")
+            say(f"launch: there is room for world size {len(self.places)}, and --elastic asks for at least {least}")
             return False
         self.ranks = best
-        say(f"launch: {reason}: going on with {best} ranks (--elastic){left}")
+        say(f"launch: {reason}: going on with world size {best} (--elastic){left}")
         return True
 
     def leave_out(self, run: Run) -> None:

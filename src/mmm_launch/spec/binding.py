@@ -46,12 +46,12 @@ def split(bind: str, ranks: int, allowed: Sequence[int] | None = None, system: P
         cores = _cores(allowed, system)
         each = len(cores) // ranks
         if not each:
-            raise LaunchError(f"--cpu-bind cores: {ranks} ranks on this host, but {len(cores)} cores.")
+            raise LaunchError(f"--cpu-bind cores: ranks on this host: {ranks}, cores: {len(cores)}.")
         starts = range(0, each * ranks, each)
         return [",".join(str(cpu) for core in cores[start : start + each] for cpu in core) for start in starts]
     parts = bind.split(":")[1:]
     if len(parts) < ranks:
-        raise LaunchError(f"--cpu-bind {bind}: CPUs for {len(parts)} ranks, but there are {ranks} on this host.")
+        raise LaunchError(f"--cpu-bind {bind}: lists of CPUs: {len(parts)}, ranks on this host: {ranks}.")
     for part in parts[:ranks]:
         cpus = cpu_list(part)
         if not cpus or not set(cpus) <= set(allowed):

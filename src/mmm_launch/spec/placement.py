@@ -40,7 +40,7 @@ def place(
         otherwise: ranks of a host where nothing says how many.
     """
     if options.nhosts is not None and options.nhosts > len(listed):
-        raise LaunchError(f"-N {options.nhosts}: there are {len(listed)} hosts.")
+        raise LaunchError(f"-N {options.nhosts}: the hosts listed are {len(listed)}.")
     names = list(listed)[: options.nhosts]
     slots = _slots(job, {name: listed[name] for name in names})
     notes = []
@@ -59,7 +59,7 @@ def place(
     if max(counts) > MAX_RANKS:
         raise LaunchError(f"{max(counts)} ranks on a host: their number must be from 1 to {MAX_RANKS}.")
     if slots and any(count > room for count, room in zip(counts, slots, strict=True)):
-        notes.append(f"{sum(counts)} ranks are on {sum(slots)} slots: {why} decides")
+        notes.append(f"{why} decides: ranks {sum(counts)}, slots {sum(slots)}")
     used = [(name, count) for name, count in zip(names, counts, strict=True) if count]
     if len(used) < len(listed):
         notes.append(f"{len(used)} of {len(listed)} hosts are used")
