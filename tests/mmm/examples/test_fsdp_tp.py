@@ -1,7 +1,6 @@
 """The main job as a user runs it: real commands, real ranks."""
 
 import json
-import math
 import os
 import re
 import signal
@@ -18,7 +17,6 @@ import xarray
 import mmm.history
 from mmm.errors import UserError
 from mmm.examples.fsdp_tp import Config, train
-from mmm.runtime.startup import MARKS
 from mmm.trainer.config.command_line import configure
 from support.clock import PATIENCE, stretched
 
@@ -83,32 +81,6 @@ def test_record(finished):
     assert not (outdir / "journal.jsonl").exists()
 
 
-def marks_of(outdir):
-    """Each rank's marks of its start, in their order."""
-    data = mmm.history.load(outdir)
-    marks = np.stack([data.coords[f"startup_{mark}"].values for mark in MARKS])
-    assert marks.shape == (6, data.sizes["rank"])
-    assert (np.diff(marks, axis=0) >= 0).all(), marks
-    return marks
-
-
-@pytest.mark.long
-def test_under_torchrun(finished, tmp_path):
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command = [*torchrun, "-m", "mmm.examples.fsdp_tp", *TINY, "--max-iters", "1", "--dtype", "fp64", "--no-plots"]
-    done = subprocess.run(
-        [*command, "--outdir", str(tmp_path / "out")], capture_output=True, text=True, timeout=PATIENCE
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count(" - iter=") == 1
-    two, four = (mmm.history.load(path) for path in (tmp_path / "out", finished[1]))
-    np.testing.assert_allclose(two.loss, four.loss[:1], rtol=1e-9)
-    marks_of(tmp_path / "out")
-    startup = json.loads((tmp_path / "out" / "config.json").read_text())["startup"]
-    assert startup["started_from"] == "process"
-    assert all(own["all packages"] > 0.5 for own in startup["imports"]["ranks"])  # nothing times them one by one
-
-
 def test_summary_costs_no_run(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     train(configure(Config, n_layers=24, vocab_size=32000, batch_size=16, summary=True))
@@ -142,15 +114,6 @@ def test_a_killed_rank_ends_the_run_and_keeps_the_rows(tmp_path):
     assert "SIGKILL" in errors
     assert not [pid for pid in pids if lives(pid)]
     assert mmm.history.load(outdir).sizes["draw"] >= 10
-
-
-@pytest.mark.long
-def test_a_loss_that_is_no_number_stops_the_run(tmp_path):
-    done = launch(2, tmp_path / "out", "--optimizer", "sgd", "--lr", "1e30", "--max_iters", "9", "--no-plots")
-    assert done.returncode == 2
-    assert re.search(r"error: the loss is nan at step \d, from rank 0 on \S+, rank 1 on \S+: lower --lr", done.stderr)
-    assert "Traceback" not in done.stderr
-    assert math.isnan(mmm.history.load(tmp_path / "out").loss[-1])
 
 
 @pytest.mark.parametrize(
@@ -195,11 +158,6 @@ def test_refused_before_any_process_group(monkeypatch, config, words, no_process
         monkeypatch.setenv(name, str(value))
     with pytest.raises(UserError, match=re.escape(words)):
         train(configure(Config, **{"tpsize": 4, **config}))
-
-
-def test_a_folder_that_cannot_be_made():
-    with pytest.raises(UserError, match="/proc/nothing"):
-        train(configure(Config, outdir=Path("/proc/nothing"), max_iters=1, preset="debug"))
 
 
 def test_a_record_is_not_overwritten_unasked(finished):

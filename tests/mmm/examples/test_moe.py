@@ -12,7 +12,6 @@ from mmm.examples import moe
 from mmm.examples._support.by_hand import dense_experts
 from mmm.examples.moe import Config, moe_layer, train
 from mmm.models.experts import MixtureOfExperts, transformer_of
-from mmm.optim.adamw import make_optimizer
 from mmm.parallel import Layout, apply, build_mesh, cross_entropy, materialize
 from mmm.parallel.plans.transformer import transformer_plan
 from mmm.runtime.device import Precision
@@ -65,24 +64,6 @@ def test_ranks_of_the_default():
         for ranks, tp in [(1, 1), (3, 1), (4, 1), (4, 2), (4, 4)]
     }
     assert sizes == {(1, 1): 1, (3, 1): 1, (4, 1): 2, (4, 2): 2, (4, 4): 1}
-
-
-def optimizers(rank):
-    found = []
-    for layout in (Layout(dp_shard=2), Layout(dp_shard=2, ep=2)):
-        with torch.device("meta"):
-            model = transformer_of(Config().sizes())
-        apply(model, build_mesh(layout, "cpu"), transformer_plan(), Precision("fp32", torch.float32, torch.float32))
-        made = [make_optimizer(name, model.parameters(), 0.1) for name in ("sgd", "adamw")]
-        meshes = [[{p.device_mesh for p in group["params"]} for group in each.param_groups] for each in made]
-        assert all(len(each) == 1 for groups in meshes for each in groups)
-        found.append([len(groups) for groups in meshes])
-    return found
-
-
-def test_parameters_of_a_mesh_are_updated_at_once(run_on_ranks):
-    """PyTorch cannot update tensors of two meshes at once: those are a group each."""
-    assert run_on_ranks(optimizers, 2) == [[[1, 1], [2, 2]]] * 2
 
 
 def sent_in_a_step(rank):

@@ -13,7 +13,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from mmm.comparison import relative_error, worst
 from mmm.examples import ddp, fsdp, fsdp_tp, hsdp, zero
-from mmm.examples._support.mistakes import OneDevice
 from mmm.models.cnn import CNN, CNNConfig
 from mmm.models.draw import canonical_name
 from mmm.models.transformer import PRESETS, Transformer
@@ -137,39 +136,6 @@ LONG = {"hsdp", "zero1", "zero2", "cnn ddp"}
 )
 def test_written_out_is_what_parallel_does(run_on_ranks, name):
     assert worst(run_on_ranks(apart, 4, name)) < 1e-9
-
-
-def compared(rank):
-    """What a run that is not broken is found to differ by."""
-    layout = Layout(dp_shard=rank.world_size)
-    run, model = run_of(rank, layout), full("cnn")
-    parallel = fsdp.parallelize(run, model, run.config)
-    optimizer = torch.optim.SGD(parallel.parameters(), lr=0.1)
-    found = OneDevice(run, full("cnn"), [parallel], optimizer, lambda _: Whole(*batch_of("cnn", 0, SAMPLES)))
-    trained_losses = []
-    size = SAMPLES // rank.world_size
-    inputs, targets, count = batch_of("cnn", rank.rank * size, size)
-    for _ in range(STEPS):
-        loss = cross_entropy(parallel(inputs), targets, count)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        found.loss(run.global_sum(float(loss)))
-        trained_losses.append(found.steps[-1])
-    return [(step["loss"], step["expected"], step["gradients"]) for step in trained_losses]
-
-
-class Whole:
-    def __init__(self, inputs, targets, count):
-        self.inputs, self.targets, self.count = inputs, targets, count
-
-
-def test_what_is_not_broken_is_as_on_one_device(run_on_ranks):
-    for steps in run_on_ranks(compared, 2):
-        for loss, expected, gradients in steps:
-            assert loss == pytest.approx(expected, rel=1e-12)
-            assert len(gradients) == 8  # all parameters were compared
-            assert max(gradients.values()) < 1e-9
 
 
 # example → flags of a small run, and where each mistake shows first

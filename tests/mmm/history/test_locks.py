@@ -113,18 +113,6 @@ def test_a_running_run_is_not_finalized(writer):
 
 
 @pytest.mark.long
-def test_a_killed_run_is_finalized_once_it_is_old(writer):
-    assert writer(5) == 5
-    writer.process.kill()
-    writer.process.wait()
-    assert "only after 15 minutes" in fold_elsewhere(writer.folder).stderr  # this host's pids may not be its own
-    age(writer.folder, reader.RECENT + 5)
-    done = fold_elsewhere(writer.folder)
-    assert (done.returncode, "state      killed" in done.stdout) == (0, True), done.stderr
-    assert losses(writer.folder) == expected(5)
-
-
-@pytest.mark.long
 def test_a_run_that_was_finalized_under_its_feet_keeps_every_row(writer):
     """Another host finalizes a run that has paused for long: no process to ask, no lock."""
     assert writer(5) == 5

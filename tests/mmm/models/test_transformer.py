@@ -146,20 +146,6 @@ def test_a_document_does_not_see_the_one_before(model, monkeypatch, grouped):
     assert not torch.allclose(model(x)[0, 6:], together[0, 6:])
 
 
-def test_positions_begin_anew_with_each_document(model, monkeypatch):
-    seen = []
-    monkeypatch.setattr(
-        "mmm.models.transformer.rotary_table",
-        lambda positions, *sizes: seen.append(positions) or rotary_table(positions, *sizes),
-    )
-    starts = torch.tensor([[0, 0, 2, 2, 2, 5]])
-    model(tokens(1, 6), document_starts=starts)
-    for layer in model.layers.values():
-        layer.attention.attention_fn = lambda q, k, v, documents: q
-    model(tokens(1, 3), torch.tensor([1, 2, 4]), starts)  # tokens of a sequence that is sharded
-    assert [positions.tolist() for positions in seen] == [[[0, 1, 0, 1, 2, 0]], [[1, 0, 2]]]
-
-
 def test_attention_depends_on_distance_alone(model):
     """Shifting every position leaves the output as it is: rotary positions are relative."""
     x = tokens()

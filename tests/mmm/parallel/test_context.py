@@ -1,7 +1,5 @@
 """A sequence that is sharded over ranks: the same attention, the same losses and the same gradients as whole."""
 
-import math
-
 import pytest
 import torch
 
@@ -51,11 +49,6 @@ def test_inputs_and_targets_are_cut_alike():
         positions_of(0, 2, 18)
 
 
-def test_losses_of_every_part_count():
-    assert Layout(dp_shard=1, cp=2, tp=2).loss_ranks() == [0, 2]
-    assert Layout(dp_shard=2, cp=2).loss_ranks() == [0, 1, 2, 3]
-
-
 # ---- attention alone
 
 
@@ -95,38 +88,6 @@ def test_blocks_put_together(monkeypatch, dtype, tile, kv_heads):
             dv[:, :, keys] += ours[2]
         for got, right in zip((dq, dk, dv), expected, strict=True):
             assert (got - right).abs().max() / right.abs().max() <= 2 * bound
-
-
-@pytest.mark.parametrize("kv_heads", [4, 2])
-@pytest.mark.parametrize("tile", [512, 3])
-def test_blocks_of_documents(monkeypatch, tile, kv_heads):
-    """Queries 8 … 15 to keys 0 … 7, of which some see none, and to their own."""
-    monkeypatch.setattr(block_attention, "TILE", tile)
-    *inputs, gradient = qkv(4, kv_heads)
-    inputs = [t.requires_grad_() for t in inputs]
-    whole = causal_attention(*inputs, STARTS)[:, :, 8:]
-    expected = torch.autograd.grad(whole, inputs, gradient[:, :, 8:])
-    q, k, v, gradient = (t.detach() for t in (inputs[0][:, :, 8:], *inputs[1:], gradient[:, :, 8:]))
-    blocks = [(slice(0, 8), False), (slice(8, 16), True)]
-    first = [torch.searchsorted(torch.arange(16)[keys], STARTS[:, 8:].contiguous()) for keys, _ in blocks]
-    assert (first[0] == 8).any()
-    parts = [
-        block_forward(q, k[:, :, keys], v[:, :, keys], causal, each)
-        for (keys, causal), each in zip(blocks, first, strict=True)
-    ]
-    unseen = (first[0] == 8)[:, None].expand(-1, 4, -1)
-    assert (parts[0][0][unseen] == 0).all()
-    assert (parts[0][1][unseen] == -math.inf).all()
-    for one, other in (parts, parts[::-1]):
-        out, lse = merge(*one, *other)
-        assert (out - whole).abs().max() <= 1e-13
-    found = [torch.zeros_like(each) for each in expected]
-    for (keys, causal), each in zip(blocks, first, strict=True):
-        ours = block_backward(gradient, q, k[:, :, keys], v[:, :, keys], out, lse, causal, each)
-        for total, at, part in zip(found, (slice(8, 16), keys, keys), ours, strict=True):
-            total[:, :, at] += part
-    for got, right in zip(found, expected, strict=True):
-        assert (got - right).abs().max() <= 2e-13 * right.abs().max()
 
 
 def techniques_of(style):

@@ -124,25 +124,11 @@ def train(rank, layout, pieces, techniques):
     return anywhere.train(rank, layout, pieces, **techniques)
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("layout", [Layout(dp_shard=2), Layout(dp_shard=1, tp=2)], ids=str)
-def test_ten_steps(run_on_ranks, layout):
-    ranks = run_on_ranks(train, 2, layout, {"loss_chunks": 5}, {"steps": 10, "optimizer": "adamw"})
-    anywhere.assert_same(ranks, reference.train("adamw", F64, 10))
-
-
 @pytest.mark.parametrize("technique", ["ddp", pytest.param("zero1", marks=pytest.mark.long), "zero2"])
 def test_copies(run_on_ranks, technique):
     pieces = {"loss_chunks": 3, "data_parallel": technique}
     ranks = run_on_ranks(train, 2, Layout(dp_shard=2), pieces, {"accumulate": 2})
     anywhere.assert_same(ranks, reference.train("sgd", F64, 2))
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("layout", [Layout(dp_shard=2), Layout(dp_shard=1, tp=2)], ids=str)
-def test_with_activation_checkpointing(run_on_ranks, layout):
-    pieces = {"loss_chunks": 2, "checkpointing": "full"}
-    anywhere.assert_same(run_on_ranks(train, 2, layout, pieces, {}), reference.train("sgd", F64, 2))
 
 
 def test_a_vocabulary_that_tp_does_not_divide(run_on_ranks):

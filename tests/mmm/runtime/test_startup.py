@@ -18,24 +18,6 @@ from support.clock import PATIENCE, stretched
 SLEEP = "import time\ntime.sleep({})\n"
 
 
-@pytest.fixture
-def packages(tmp_path, monkeypatch):
-    """outer (0.03 s of its own) imports inner (0.1 s) and its own outer.part (0.02 s), and outer.part imports inner."""
-    for name, text in {
-        "inner_pkg/__init__.py": SLEEP.format(0.1),
-        "inner_pkg/late.py": SLEEP.format(0.05),
-        "outer_pkg/__init__.py": SLEEP.format(0.03) + "import inner_pkg, json\nfrom outer_pkg import part\n",
-        "outer_pkg/part.py": SLEEP.format(0.02) + "import inner_pkg.late\n",
-        "broken_pkg.py": SLEEP.format(0.02) + "import no_such_thing\n",
-    }.items():
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text(text)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    yield
-    for name in [name for name in sys.modules if name.partition(".")[0] in ("inner_pkg", "outer_pkg")]:
-        del sys.modules[name]
-
-
 def test_the_time_of_a_process():
     before = time.time()
     code = "import time, mmm.runtime.contract as s; print(s.process_start(), time.time())"

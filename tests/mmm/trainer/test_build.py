@@ -213,20 +213,6 @@ def write_safetensors(path, state):
             file.write(tensor.contiguous().numpy().tobytes())
 
 
-def loaded(rank, layout, outdir, path):
-    with program_on(rank), start_run("build", options(outdir), layout) as run:
-        return state_of(build_model(run, Net, PLAN, weights=path))
-
-
-@pytest.mark.long
-def test_each_rank_reads_its_shards(run_on_ranks, tmp_path):
-    expected = plain()[1].state_dict()
-    write_safetensors(tmp_path / "model.safetensors", expected)
-    layout = Layout(dp_shard=2, tp=2)
-    for state in run_on_ranks(loaded, 4, layout, tmp_path / "run", tmp_path / "model.safetensors"):
-        assert same(state, expected)
-
-
 class Tied(nn.Module):
     def __init__(self):
         super().__init__()

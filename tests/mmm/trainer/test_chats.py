@@ -4,11 +4,9 @@ import json
 import random
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
-import mmm.history
 from mmm.errors import ConfigError, DataError
 from mmm.generate import config_of
 from mmm.models.transformer import Transformer
@@ -118,22 +116,6 @@ def test_the_first_loss_is_the_mean_over_the_tokens_of_answers(folder, alone):
 def run(rank, outdir, flags):
     with program_on(rank):
         lm.train(configure(lm.Config, **flags, device="cpu", outdir=outdir))
-
-
-@pytest.mark.parametrize(
-    ("ranks", "axes"),
-    [
-        (4, {"pp": 2, "tpsize": 2}),
-        pytest.param(4, {"tpsize": 2, "cp": 2, "cp_style": "ulysses"}, marks=pytest.mark.long),
-    ],
-    ids=str,
-)
-def test_the_same_losses_on_every_layout(run_on_ranks, alone, tmp_path, ranks, axes):
-    flags, outdir = alone
-    run_on_ranks(run, ranks, tmp_path, flags | axes)
-    one, many = mmm.history.load(outdir), mmm.history.load(tmp_path)
-    np.testing.assert_allclose(many.loss, one.loss, rtol=1e-9)
-    np.testing.assert_allclose(many.val_loss, one.val_loss, rtol=1e-9)
 
 
 def test_it_answers_by_its_template(alone, capsys):

@@ -227,9 +227,3 @@ def test_a_script_on_one_rank_and_on_two(run_script, tmp_path, name):
 @pytest.mark.long
 def test_the_base_of_lora(run_script, tmp_path):
     assert_same(run_script("lora", 4, 2), plain_base(load("lora", tmp_path)))
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("technique", ["ddp", "zero1", "zero2"])
-def test_the_average_of_each_technique(run_script, tmp_path, technique):
-    held(run_script, "diffusion", tmp_path, ["dp2"], data_parallel=technique)

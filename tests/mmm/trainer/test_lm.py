@@ -86,21 +86,6 @@ def test_every_layout_trains_the_same_model(run_on_ranks, alone, tmp_path, flags
         torch.testing.assert_close(weights[name], parameter, rtol=1e-8, atol=1e-10)
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("schedule", ["1F1B", "ZBVZeroBubble"])
-def test_a_tied_weight_is_one_in_the_saved_model(run_on_ranks, tmp_path, schedule):
-    tied = {"tie_word_embeddings": True}
-    lm.train(configure(lm.Config, **SMALL, **tied, device="cpu", outdir=tmp_path / "one"))
-    run_on_ranks(run, 2, tmp_path / "many", {**tied, "pp": 2, "schedule": schedule})
-    one, many = (mmm.history.load(tmp_path / name) for name in ("one", "many"))
-    np.testing.assert_allclose(many.loss, one.loss, rtol=1e-9)
-    np.testing.assert_allclose(many.val_loss, one.val_loss, rtol=1e-9)
-    weights = saved(tmp_path / "many", **tied).state_dict()
-    assert weights["output.weight"].data_ptr() == weights["tok_embeddings.weight"].data_ptr()
-    for name, kept in saved(tmp_path / "one", **tied).state_dict().items():
-        torch.testing.assert_close(weights[name], kept, rtol=1e-8, atol=1e-10)
-
-
 @pytest.fixture(scope="module")
 def packed(tmp_path_factory):
     """Flags of two folders of documents, mixed and packed; and a run on one rank."""
@@ -115,26 +100,6 @@ def packed(tmp_path_factory):
     flags = {"text": tuple(paths), "pack": True, "document_mask": True}
     lm.train(configure(lm.Config, **SMALL, **flags, device="cpu", outdir=folder / "one"))
     return SimpleNamespace(flags=flags, outdir=folder / "one")
-
-
-@pytest.mark.parametrize(
-    ("ranks", "flags"),
-    [
-        pytest.param(2, {"tpsize": 2, "loss_chunks": 3}, marks=pytest.mark.long),
-        (4, {"pp": 2, "schedule": "Interleaved1F1B", "activation_checkpointing": "full"}),
-        pytest.param(4, {"tpsize": 2, "cp": 2, "cp_style": "ulysses", "loss_chunks": 2}, marks=pytest.mark.long),
-    ],
-    ids=str,
-)
-def test_packed_documents_on_every_layout(run_on_ranks, packed, tmp_path, ranks, flags):
-    run_on_ranks(run, ranks, tmp_path, packed.flags | flags)
-    one, many = (mmm.history.load(folder) for folder in (packed.outdir, tmp_path))
-    np.testing.assert_allclose(many.loss, one.loss, rtol=1e-9)
-    np.testing.assert_allclose(many.val_loss, one.val_loss, rtol=1e-9)
-    np.testing.assert_allclose(many.val_bpb, many.val_loss / np.log(2), rtol=1e-12)  # a token is a byte
-    weights = dict(saved(tmp_path).named_parameters())
-    for name, parameter in saved(packed.outdir).named_parameters():
-        torch.testing.assert_close(weights[name], parameter, rtol=1e-8, atol=1e-10)
 
 
 def test_the_loss_of_packed_documents_is_that_of_each_alone(packed):

@@ -201,15 +201,6 @@ def test_on_another_layout(run_on_ranks, tmp_path, begun, ranks, layout):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("optimizer", "lr"), [("lars", 4.0), ("lamb", 0.02)])
-def test_lars_and_lamb_on_another_layout(run_on_ranks, tmp_path, text, optimizer, lr):
-    flags = {**TEXT, "text": text, "optimizer": optimizer, "lr": lr}
-    one, two = begin(run_on_ranks, LM, 4, {**flags, "pp": 2, "tpsize": 2}, tmp_path)
-    assert go_on(run_on_ranks, LM, 2, {**flags, "parallel": "zero1"}, two) == [""] * 2
-    assert curve(two) == pytest.approx(curve(one), rel=1e-9)
-
-
-@pytest.mark.long
 def test_a_tied_weight_on_another_layout(run_on_ranks, tmp_path, text):
     """From one parameter to two stages of one rank, and back to one."""
     flags = {**TEXT, "text": text, "tie_word_embeddings": True, "checkpoint_every": 2}

@@ -136,16 +136,6 @@ def test_ctrl_c_saves(launcher, how):
 
 
 @pytest.mark.long
-def test_sigterm_to_launch_saves_and_says_so(launcher):
-    process = started(launcher, "launch", 1.5, f"{INTERRUPTED} --checkpoint_every 100")
-    process.send_signal(signal.SIGTERM)
-    out, err = process.communicate(timeout=PATIENCE)
-    assert process.returncode == 143, out + err
-    assert "SIGTERM" in err
-    assert os.listdir(launcher.folder / "run/checkpoints") == ["step-3"]
-
-
-@pytest.mark.long
 @ALONE_LAUNCHED
 def test_a_second_ctrl_c_ends_at_once(launcher, how):
     process = started(launcher, how, 2 * PATIENCE, f"{INTERRUPTED} --checkpoint_every 100")

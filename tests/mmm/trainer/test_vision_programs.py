@@ -73,15 +73,6 @@ def test_the_saved_model_is_plain_pytorch(cnn):
     assert loss.item() == pytest.approx(float(evaluated.test_loss[-1]), rel=1e-9)
 
 
-@pytest.mark.long
-def test_the_trainer_saves_full_parameters_of_zero2(run_on_ranks, cnn, tmp_path):
-    run(run_on_ranks, 3, "mmm.trainer.cnn", tmp_path, *CNN_FLAGS, "--save_model", "--parallel", "zero2")
-    saved, expected = (torch.load(path / "model.pt", weights_only=True) for path in (tmp_path, cnn[0] / "3"))
-    assert list(saved) == list(expected)
-    for name, tensor in saved.items():
-        torch.testing.assert_close(tensor, expected[name], rtol=1e-7, atol=1e-9)
-
-
 def test_digits_stand_in_and_the_record_says_so(tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(SERVERS, "mnist", "http://127.0.0.1:9/")
     monkeypatch.setenv("MMM_DATA", str(tmp_path / "cache"))
