@@ -79,8 +79,3 @@ def test_a_mistake_shows_and_ends_with_1(run_on_ranks, tmp_path, mistake):
     assert done.returncode == 1, done.stderr
     assert f"--break {mistake}, on purpose" in done.stdout
     assert "It shows first in the loss of step 0" in done.stdout
-
-
-@pytest.mark.parametrize("seq", [1, 2, 3])
-def test_one_rank_has_every_position(seq):
-    assert positions_of(0, 1, seq).tolist() == list(range(seq))

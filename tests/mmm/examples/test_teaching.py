@@ -6,7 +6,6 @@ import math
 import numpy as np
 import pytest
 import torch
-from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import mmm.history
@@ -104,32 +103,6 @@ def test_zero_says_when_a_loss_is_nan(tmp_path, monkeypatch):
     monkeypatch.setattr(zero, "range", lambda _: (0, 1), raising=False)  # two stages
     monkeypatch.setattr(zero, "train_stage", lambda *_: (dict.fromkeys(zero_stages.KINDS, 1), next(curves)))
     assert not zero.train(configure(zero.Config, **SIZES, preset="debug", outdir=tmp_path, overwrite=True))
-
-
-class Spoilt(nn.Module):
-    """In place of DDP around a model of one matrix and one bias: a bias without a gradient, or one that is NaN."""
-
-    def __init__(self, bias_gradient):
-        super().__init__()
-        self.module = nn.Linear(2, 2, dtype=torch.float64)
-        self.bias_gradient = bias_gradient
-
-    def forward(self, x):
-        def spoil(parameter):
-            parameter.grad = None if self.bias_gradient is None else torch.full_like(parameter, self.bias_gradient)
-
-        self.module.bias.register_post_accumulate_grad_hook(spoil)
-        return self.module(x)
-
-
-def compared(rank, bias_gradient):
-    x = torch.ones(1, 2, dtype=torch.float64)
-    return ddp.compare_by_hand(Spoilt(bias_gradient), lambda module: module(x).sum())
-
-
-@pytest.mark.parametrize(("bias_gradient", "expected"), [(None, math.inf), (math.nan, math.nan)])
-def test_a_gradient_that_ddp_has_lost_is_seen(run_on_ranks, bias_gradient, expected):
-    np.testing.assert_equal(run_on_ranks(compared, 1, bias_gradient), [expected])
 
 
 def spread(rank, place):

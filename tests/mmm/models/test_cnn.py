@@ -1,7 +1,5 @@
 """The CNN by itself: sizes, shapes, dropout, initial weights, and stages that hold a part of it."""
 
-import copy
-
 import pytest
 import torch
 from torch import nn
@@ -36,19 +34,6 @@ def test_same_as_the_layers_one_after_the_other(model):
     )
     assert torch.equal(model.eval()(images()), plain(images()))
     assert model(images()).dtype == torch.float64
-
-
-@pytest.mark.parametrize("cut", [1, 2, 3])
-def test_stages_one_after_the_other_are_the_whole(model, cut):
-    parts = ["conv1", "conv2", "fc1", "fc2"]
-    first, last = copy.deepcopy(model).eval(), copy.deepcopy(model).eval()
-    for name in parts[cut:]:
-        setattr(first, name, None)
-    for name in parts[:cut]:
-        setattr(last, name, None)
-    assert torch.equal(last(first(images())), model.eval()(images()))
-    names = {name for name, _ in model.named_parameters()}
-    assert {n for s in (first, last) for n, _ in s.named_parameters()} == names
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,6 @@
 """The GPT by itself: nanoGPT's sizes and initial weights, what it computes, positions, dropout, and stages that hold a
 part of it."""
 
-import copy
 import math
 from dataclasses import replace
 
@@ -149,19 +148,6 @@ def test_dropout_of_a_part_of_the_sequence():
     assert torch.equal(dropout(x[:, own], KEYS, own), everything[:, own])
     dropout.shard = 1
     assert torch.equal(dropout(x[:, 9:], KEYS, own), everything[:, 9:])
-
-
-def test_stages_one_after_the_other_are_the_whole(model):
-    expected, h = model(tokens()), tokens()
-    for wanted in (("tok_embeddings", "pos_embeddings", "0"), ("1",), ("2", "norm", "output")):
-        stage = copy.deepcopy(model)
-        for name in ("tok_embeddings", "pos_embeddings", "norm", "output"):
-            if name not in wanted:
-                setattr(stage, name, None)
-        for number in [number for number in stage.layers if number not in wanted]:
-            del stage.layers[number]
-        h = stage(h, torch.arange(12))
-    assert torch.equal(h, expected)
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,5 @@
 """The Transformer by itself: sizes, shapes, positions, data types, and stages that hold a part of it."""
 
-import copy
 import itertools
 import math
 from dataclasses import replace
@@ -50,15 +49,6 @@ def test_published_sizes(preset, count):
     with torch.device("meta"):
         model = Transformer(PRESETS[preset])
     assert draw.parameter_count(model) == count
-
-
-def test_reference_block():
-    config = PRESETS["reference"]
-    assert (config.head_dim, config.hidden_dim) == (8, 720)
-    with torch.device("meta"):
-        model = Transformer(config)
-    assert draw.parameter_count(model.layers["0"]) == 717_312
-    assert draw.parameter_count(model.tok_embeddings) == 8_192_000
 
 
 def test_a_token_does_not_see_the_future(model):
@@ -114,14 +104,6 @@ def test_scaled_frequencies(scaling, expected):
         assert sin[place].tolist() == pytest.approx([math.sin(position * f) for f in expected], abs=1e-9)
 
 
-def test_linear_scaling_is_of_positions(model):
-    scaled = Transformer(replace(SMALL, rope_scaling=RopeScaling("linear", 2.0))).double()
-    scaled.load_state_dict(model.state_dict())
-    x = tokens()
-    torch.testing.assert_close(scaled(x, positions=torch.arange(12) * 2), model(x), atol=1e-12, rtol=0)
-    assert not torch.allclose(scaled(x), model(x))
-
-
 def test_scaling_as_a_config_has_it():
     numbers = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
     assert RopeScaling.of({"rope_type": "llama3", "factor": 8.0, **numbers}) == LLAMA3
@@ -146,26 +128,6 @@ def test_a_document_does_not_see_the_one_before(model, monkeypatch, grouped):
     assert not torch.allclose(model(x)[0, 6:], together[0, 6:])
 
 
-def test_attention_depends_on_distance_alone(model):
-    """Shifting every position leaves the output as it is: rotary positions are relative."""
-    x = tokens()
-    far = model(x, positions=torch.arange(12) + 1000)
-    torch.testing.assert_close(far, model(x), atol=1e-12, rtol=0)
-
-
-def test_grouped_queries_are_repeated_heads():
-    """With each key/value head written out for every query head of its group, the outputs are the same."""
-    grouped = Transformer(SMALL).double()
-    weights.initialize(grouped, 0)
-    full = Transformer(TransformerConfig(**{**vars(SMALL), "n_kv_heads": 4})).double()
-    state = grouped.state_dict()
-    for name in list(state):
-        if name.endswith(("wk.weight", "wv.weight")):
-            state[name] = state[name].view(2, 8, 32).repeat_interleave(2, dim=0).reshape(32, 32)
-    full.load_state_dict(state)
-    torch.testing.assert_close(full(tokens()), grouped(tokens()), atol=1e-13, rtol=0)
-
-
 def test_float64_is_float64_all_the_way(model):
     """A float32 anywhere inside (norm, rotation, softmax) would leave an error of 1e-8; finite differences see it."""
     x, y = tokens(1, 6)[:, :-1], tokens(1, 6)[:, 1:]
@@ -186,15 +148,6 @@ def test_float64_is_float64_all_the_way(model):
                 sides.append(loss().item())
         flat[at] = here
         assert (sides[0] - sides[1]) / 2e-4 == pytest.approx(gradient[at].item(), rel=1e-6)
-
-
-def test_stages_one_after_the_other_are_the_whole(model):
-    first, last = copy.deepcopy(model), copy.deepcopy(model)
-    first.norm = first.output = last.tok_embeddings = None
-    del first.layers["1"], first.layers["2"], last.layers["0"]
-    assert torch.equal(last(first(tokens())), model(tokens()))
-    names = {name for name, _ in model.named_parameters()}
-    assert {n for s in (first, last) for n, _ in s.named_parameters()} == names
 
 
 def test_a_tied_output_is_the_embedding():

@@ -107,12 +107,3 @@ def test_the_same_update_on_every_mesh(run_on_ranks, alone, tmp_path, ranks, fla
     many = mmm.history.load(tmp_path / "many")
     for name in ("loss", "val_loss", "grad_norm"):
         np.testing.assert_allclose(many[name], alone[name], rtol=1e-9)
-
-
-@pytest.mark.long
-def test_tied_on_two_stages(run_on_ranks, tmp_path):
-    flags = {"tie_word_embeddings": True}
-    lm.train(configure(lm.Config, **FLAGS, **flags, device="cpu", outdir=tmp_path / "one"))
-    run_on_ranks(run, 2, tmp_path / "many", {**flags, "pp": 2})
-    one, many = (mmm.history.load(tmp_path / name) for name in ("one", "many"))
-    np.testing.assert_allclose(many.loss, one.loss, rtol=1e-9)

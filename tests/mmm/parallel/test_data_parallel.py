@@ -7,8 +7,6 @@ import torch
 from torch import nn
 
 from mmm.errors import ConfigError, LayoutError
-from mmm.models.cnn import CNN
-from mmm.models.draw import parameter_count
 from mmm.parallel import (
     Layout,
     Mesh,
@@ -22,7 +20,6 @@ from mmm.parallel import (
     sync_gradients,
 )
 from mmm.parallel.dp.data_parallel import apply_data_parallel
-from mmm.parallel.memory.measure import local_elements
 from mmm.parallel.plans.cnn import cnn_plan
 from mmm.runtime.device import Precision
 from support import anywhere, reference, vision
@@ -46,50 +43,6 @@ def share(rank, layout, step=0):
     size = vision.GLOBAL_BATCH // layout.dp
     first = layout.dp_coordinate(rank.rank) * size
     return (whole[first : first + size] for whole in vision.batch("cnn", step))
-
-
-def held(rank, techniques):
-    found = {}
-    for technique in techniques:
-        with torch.device("meta"):
-            model = CNN()
-        layout = Layout(dp_replicate=2, dp_shard=2) if technique == "hsdp" else Layout(dp_shard=4)
-        model = cut(layout, technique, model, Precision("fp32", torch.float32, torch.float32))
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-        cross_entropy(model(torch.randn(1, 1, 28, 28)), torch.tensor([rank.rank]), 4).backward()
-        optimizer.step()
-        found[technique] = local_elements(model, optimizer) | {"count": parameter_count(model)}
-    return found
-
-
-@pytest.mark.long
-def test_what_each_rank_holds(run_on_ranks):
-    """The net's one large matrix is sharded as well: by whole parameters, one rank would keep 98 % of the state."""
-    whole, ranks = 1_199_882, 4
-    got = run_on_ranks(held, ranks, [*TECHNIQUES, "hsdp"])
-    for technique in TECHNIQUES:
-        state = [rank[technique]["optimizer_state"] for rank in got]
-        assert sum(state) == 2 * whole * (ranks if technique == "ddp" else 1)
-        for rank in got:
-            about = rank[technique]
-            assert about["count"] == whole
-            parts = {name: ranks if whole_of(technique, name) else 1 for name in about}
-            for name, copies in (("parameters", 1), ("gradients", 1), ("optimizer_state", 2)):
-                share = copies * whole * parts[name] / ranks
-                assert 0.998 * share < about[name] < 1.002 * share, (technique, name)
-    assert all(0.998 < rank["hsdp"]["optimizer_state"] / whole < 1.002 for rank in got)  # 2 of 2 halves
-
-
-def whole_of(technique, name):
-    return (
-        name
-        in {
-            "ddp": ("parameters", "gradients", "optimizer_state"),
-            "zero1": ("parameters", "gradients"),
-            "zero2": ("parameters",),
-            "fsdp": (),
-        }[technique]
-    )
 
 
 def accumulate(rank, technique, at_the_end: bool):

@@ -1,7 +1,6 @@
 """Experts sharded over ranks: losses, every gradient, loads and biases as in plain PyTorch on one process."""
 
 import math
-from contextlib import nullcontext
 from functools import lru_cache
 
 import pytest
@@ -26,7 +25,6 @@ from mmm.parallel import (
     cross_entropy,
     imbalance,
     materialize,
-    sync_gradients,
 )
 from mmm.parallel.ep.expert_parallel import apply_expert_parallel
 from mmm.parallel.local import detached
@@ -35,7 +33,6 @@ from mmm.parallel.plans.transformer import check_transformer, transformer_plan
 from mmm.runtime.device import Precision
 from mmm.runtime.process_group import gather_floats
 from support import reference
-from support.compiling import without_code
 from support.shards import shard_batch
 
 CPU = torch.device("cpu")
@@ -44,11 +41,7 @@ STEPS = 10
 CONFIG = TransformerConfig(dim=32, n_layers=2, n_heads=4, n_kv_heads=2, vocab_size=256, n_experts=8, expert_dim=24)
 BALANCE = 0.02  # twenty times the usual: in ten steps many a token changes its experts
 NOBODY = {6: -10.0, 7: -10.0}  # biases of experts that then get no token: with ep 4 a whole rank's
-RATE = {"sgd": 0.5, "adamw": 1e-2}
-
-
-def optimizer_of(name, parameters):
-    return {"sgd": torch.optim.SGD, "adamw": torch.optim.AdamW}[name](parameters, lr=RATE[name])
+RATE = 0.5
 
 
 def set_biases(model, biases):
@@ -58,7 +51,7 @@ def set_biases(model, biases):
 
 
 @lru_cache
-def reference_run(optimizer, steps=STEPS, biases=(), config=CONFIG):
+def reference_run(steps=STEPS, biases=(), config=CONFIG):
     """Plain PyTorch; loads and biases worked out here, from the scores alone."""
     model = transformer_of(config).double()
     weights.initialize(model, reference.SEED)
@@ -67,7 +60,7 @@ def reference_run(optimizer, steps=STEPS, biases=(), config=CONFIG):
     scores = {}
     for moe in layers:
         moe.router.register_forward_hook(lambda module, _, out: scores.update({module: out.detach()}))
-    step_of = optimizer_of(optimizer, model.parameters())
+    step_of = torch.optim.SGD(model.parameters(), lr=RATE)
     losses, first, loads = [], {}, []
     for step in range(steps):
         batch = reference.tokens().batch(step, reference.GLOBAL_BATCH, 0, reference.GLOBAL_BATCH)
@@ -88,7 +81,7 @@ def reference_run(optimizer, steps=STEPS, biases=(), config=CONFIG):
     return losses, first, loads, [moe.expert_bias.tolist() for moe in layers]
 
 
-def train(rank, layout, optimizer="sgd", steps=STEPS, biases=(), config=CONFIG, accumulate=1, **techniques):
+def train(rank, layout, steps, biases, config, techniques):
     """Losses of each step, whole gradients of the first and their norm, loads of each step, biases at the end."""
     mesh = build_mesh(layout, "cpu", experts=True)
     assert mesh.layout == layout
@@ -98,20 +91,15 @@ def train(rank, layout, optimizer="sgd", steps=STEPS, biases=(), config=CONFIG, 
     materialize(model, CPU, reference.SEED)
     inner = getattr(model, "module", model)
     set_biases(inner, dict(biases))
-    step_of = optimizer_of(optimizer, model.parameters())
+    step_of = torch.optim.SGD(model.parameters(), lr=RATE)
     size = reference.GLOBAL_BATCH // layout.dp
     losses, first, norm, loads = [], {}, math.nan, []
     for step in range(steps):
         samples = reference.tokens().batch(step, reference.GLOBAL_BATCH, layout.dp_coordinate(rank.rank) * size, size)
         part, positions = shard_batch(samples, layout.coordinates(rank.rank)["cp"], layout.cp)
-        share = 0.0
-        for i in range(accumulate):
-            sync_gradients(model, i == accumulate - 1)
-            some = slice(i * size // accumulate, (i + 1) * size // accumulate)
-            with loss_parallel():
-                loss = cross_entropy(model(part.inputs[some], positions), part.targets[some], part.count)
-                loss.backward()
-            share += detached(loss).item()
+        with loss_parallel():
+            loss = cross_entropy(model(part.inputs, positions), part.targets, part.count)
+            loss.backward()
         if step == 0:
             gradients = {canonical_name(name): p.grad for name, p in model.named_parameters()}
             first = {name: g.full_tensor() if hasattr(g, "full_tensor") else g.clone() for name, g in gradients.items()}
@@ -119,7 +107,7 @@ def train(rank, layout, optimizer="sgd", steps=STEPS, biases=(), config=CONFIG, 
         step_of.step()
         step_of.zero_grad()
         loads.append(balance_experts(model, mesh, BALANCE).tolist())
-        shares = gather_floats([share], CPU)
+        shares = gather_floats([detached(loss).item()], CPU)
         losses.append(sum(shares[r][0] for r in layout.loss_ranks()))
     return losses, first, norm, loads, [layer.moe.expert_bias.tolist() for layer in inner.layers.values()]
 
@@ -154,16 +142,11 @@ def test_same_as_whole(run_on_ranks, layout, steps):
     assert len({tuple(load) for step in expected[2] for load in step}) > steps  # routing does change
 
 
-def check(run_on_ranks, layout, steps, optimizer="sgd", biases=(), config=CONFIG, **more):
-    expected = reference_run(optimizer, steps, biases, config)
-    for got in run_on_ranks(with_keywords, layout.ranks, (layout, optimizer, steps, biases, config), more):
+def check(run_on_ranks, layout, steps, biases=(), config=CONFIG, **techniques):
+    expected = reference_run(steps, biases, config)
+    for got in run_on_ranks(train, layout.ranks, layout, steps, biases, config, techniques):
         assert_same(got, expected)
     return expected
-
-
-def with_keywords(rank, arguments, keywords):
-    with without_code() if "compile" in keywords else nullcontext():
-        return train(rank, *arguments, **keywords)
 
 
 @pytest.mark.long

@@ -18,7 +18,6 @@ import mmm.history
 import mmm.trainer
 from mmm.errors import ConfigError, DataError
 from support.clock import PATIENCE
-from support.launcher import Launcher
 from support.pool import program_on
 
 PAGE = (Path(__file__).parent.parent.parent.parent / "docs" / "your-script.md").read_text(encoding="utf-8")
@@ -48,14 +47,6 @@ def resumable(script):
     path = script.with_name("resumable.py")
     path.write_text(code)
     return path
-
-
-@pytest.fixture
-def launcher(tmp_path):
-    made = Launcher(tmp_path)
-    yield made
-    if made.process is not None and made.process.poll() is None:
-        made.process.kill()
 
 
 def load(path):

@@ -54,16 +54,6 @@ def test_the_model_computes_what_transformers_does(tmp_path, config, files):
     torch.testing.assert_close(ours, logits(config, weights, TOKENS), rtol=1e-11, atol=1e-11)
 
 
-def test_rows_in_the_wrong_order_are_seen(tmp_path, monkeypatch):
-    """The test above can fail: halves taken for pairs compute something else."""
-    weights = tensors()
-    read = open_weights(write_hugging_face(tmp_path / "hf", CONFIG, weights))
-    monkeypatch.setattr("mmm.weights.llama.to_pairs", lambda rows, head_dim: rows)
-    with torch.no_grad():
-        ours = model_of(read)(TOKENS)
-    assert (ours - logits(CONFIG, weights, TOKENS)).abs().max() > 0.01
-
-
 def test_any_slice(folder, imported, tmp_path, monkeypatch):
     monkeypatch.setattr(rows, "ROWS", 1000)
     write_own(open_weights(folder), tmp_path / "in small parts")

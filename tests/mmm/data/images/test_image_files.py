@@ -165,15 +165,6 @@ def test_train_and_test_folders(tmp_path):
         load_images("folder", tmp_path)
 
 
-def test_workers_decode_the_same(pictures):
-    train = load_images("folder", pictures, image_size=16).train
-    batches = ImageBatches(train, 16, seed=0)
-    here, ahead = (list(ImageLoader(batches, 1, 2, workers=workers).epoch()) for workers in (0, 2))
-    assert all(
-        torch.equal(a.inputs, b.inputs) and torch.equal(a.targets, b.targets) for a, b in zip(here, ahead, strict=True)
-    )
-
-
 @pytest.mark.parametrize("mode", ["1", "L", "LA", "P", "RGBA", "CMYK"])
 @pytest.mark.parametrize("channels", [1, 3])
 def test_other_kinds_of_pixels_are_converted(tmp_path, mode, channels):
