@@ -77,21 +77,17 @@ def test_salloc(launcher, slurm, local):
     assert "hosts           2: n1 n2" in done.stderr
 
 
-def batch(launcher, slurm, *words, options=(), before=":"):
+def submit(launcher, slurm, text, *options):
+    """A batch script of two nodes."""
+    script = launcher.write("batch.sh", f"#!/bin/sh\n{text}")
+    words = ["sbatch", "-N2", "--ntasks-per-node=2", *options, str(script)]
+    return slurm.run(*words, variables=launcher.environment(MASTER_ADDR="127.0.0.1"), cwd=launcher.folder)
+
+
+def batch(launcher, slurm, *words, before=":"):
     """Run launch in a batch script of two nodes; the script's exit code and output."""
     line = " ".join([*LAUNCH, *words])
-    script = launcher.write("batch.sh", f"#!/bin/sh\n{before}\n{line}\necho exit code $?\n: > over\n")
-    done = slurm.run(
-        "sbatch",
-        "-N2",
-        "--ntasks-per-node=2",
-        "-o",
-        "batch.out",
-        *options,
-        str(script),
-        variables=launcher.environment(MASTER_ADDR="127.0.0.1"),
-        cwd=launcher.folder,
-    )
+    done = submit(launcher, slurm, f"{before}\n{line}\necho exit code $?\n: > over\n", "-o", "batch.out")
     launcher.wait_for("over", timeout=PATIENCE)  # sbatch --wait asks ever more rarely
     slurm.idle()
     return done, (launcher.folder / "batch.out").read_text()
@@ -206,15 +202,8 @@ def test_slurms_signal_before_the_end(launcher, slurm):
     """What `sbatch --signal=USR1@…` does, at once: each process of the step gets it. Ranks see it once, others not."""
     launcher.write("t.py", WAITING)
     line = " ".join([*LAUNCH, "--device cpu python3 t.py 60 leave > o 2> e"])
-    script = launcher.write("batch.sh", f"#!/bin/sh\n{line}\necho $? > code.part\nmv code.part code\n")
-    slurm.run(
-        "sbatch",
-        "-N2",
-        "--ntasks-per-node=2",
-        str(script),
-        cwd=launcher.folder,
-        variables=launcher.environment(MASTER_ADDR="127.0.0.1"),
-    )
+    text = f"{line}\necho $? > code.part\nmv code.part code\n"
+    submit(launcher, slurm, text)
     launcher.wait_for(*(f"ready-{rank}" for rank in range(4)), timeout=PATIENCE)
     job = slurm.run("squeue", "-h", "-o", "%i").stdout.strip()
     slurm.run("scancel", "--signal=USR1", job)
@@ -236,15 +225,8 @@ def test_a_job_that_was_submitted_without_an_environment(launcher, slurm):
 def test_the_batch_jobs_own_signal_is_passed_on(launcher, slurm):
     """What `sbatch --signal=B:USR1@…` does: it comes to the batch shell alone, which is launch, if that was exec'd."""
     launcher.write("t.py", WAITING)
-    script = launcher.write("batch.sh", f"#!/bin/sh\nexec {' '.join(LAUNCH)} --device cpu python3 t.py 60 leave\n")
-    slurm.run(
-        "sbatch",
-        "-N2",
-        "--ntasks-per-node=2",
-        str(script),
-        cwd=launcher.folder,
-        variables=launcher.environment(MASTER_ADDR="127.0.0.1"),
-    )
+    text = f"exec {' '.join(LAUNCH)} --device cpu python3 t.py 60 leave\n"
+    submit(launcher, slurm, text)
     launcher.wait_for(*(f"ready-{rank}" for rank in range(4)), timeout=PATIENCE)
     job = slurm.run("squeue", "-h", "-o", "%i").stdout.strip()
     slurm.run("scancel", "--batch", "--signal=USR1", job)
@@ -256,18 +238,8 @@ def test_the_batch_jobs_own_signal_is_passed_on(launcher, slurm):
 def test_slurms_time_limit(launcher, slurm):
     """A minute, and up to half a minute until Slurm looks. The batch shell is not asked to end, launch is told why."""
     launcher.write("t.py", WAITING)
-    script = launcher.write(
-        "batch.sh", f"#!/bin/sh\n{' '.join(LAUNCH)} --device cpu python3 t.py 100 > o 2> e\necho $? > code\n"
-    )
-    slurm.run(
-        "sbatch",
-        "-N2",
-        "--ntasks-per-node=2",
-        "--time=1",
-        str(script),
-        cwd=launcher.folder,
-        variables=launcher.environment(MASTER_ADDR="127.0.0.1"),
-    )
+    text = f"{' '.join(LAUNCH)} --device cpu python3 t.py 100 > o 2> e\necho $? > code\n"
+    submit(launcher, slurm, text, "--time=1")
     launcher.wait_for(*(f"ready-{rank}" for rank in range(4)), timeout=PATIENCE)
     deadline = time.monotonic() + 110  # a minute, and Slurm looks every half
     while not launcher.gone(within=0):

@@ -13,7 +13,6 @@ import pytest
 import mmm
 import mmm_launch
 from mmm_launch.host.agent import HELPERS
-from support.stranger import UID as STRANGER
 
 # One write a line: lines of several ranks do not mix.
 WHERE = """import os, socket, sys, mmm
@@ -73,18 +72,6 @@ def test_a_disk_is_full(launcher, two_hosts, staged):
     assert "No space left on device" in done.stderr
     assert left(launcher, disks) == NOTHING
     assert done.stdout == ""
-
-
-def test_a_folder_that_another_user_has_planted_on_one_host(launcher, two_hosts, staged):
-    """It has a whole environment at the place where copies go."""
-    words, disks = staged(100)
-    planted = disks["mmmB"] / f"mmm-stage-{os.getuid()}"
-    shutil.copytree(launcher.folder / "env", planted / "run" / "env", symlinks=True)
-    os.chown(planted, STRANGER, STRANGER)
-    done = launcher.run(*words, "python3", "-c", WHERE, timeout=120, **two_hosts.variables)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert "it belongs to somebody else (--stage-to names another) (on mmmB)" in done.stderr
-    assert left(launcher, disks) == NOTHING | {"mmmB": ["run"]}
 
 
 def helpers(folder):

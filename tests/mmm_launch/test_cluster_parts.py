@@ -8,7 +8,6 @@ import sys
 
 import pytest
 
-from mmm_launch import main
 from mmm_launch.errors import LaunchError
 from mmm_launch.host import agent
 from mmm_launch.machines.machine import Machine
@@ -66,34 +65,6 @@ def test_a_record_names_variables_and_tells_no_values(launcher):
     done = launcher.run(*words)
     assert done.stdout == "launch -n 1 --device cpu --env 'T=…' '--env=U=…' python3 t.py --env x=1 True\n"
     assert "s3cret" not in launcher.run("--dry-run", *words).stdout
-
-
-@pytest.mark.parametrize(
-    ("options", "says"),
-    [
-        ("-ppn x", "-ppn/--ppn: x is not a whole number, at least 1"),
-        ("-N 0", "-N/--nhosts: 0 is not a whole number"),
-        ("-N 2", "-N 2: the hosts listed are 1"),
-        ("--site x", "ranks on this host alone are started by launch itself"),
-        ("--mpi hydra", "--mpi: ranks on"),
-        ("--env A", "--env: A is not NAME=VALUE"),
-        ("--env RANK=1", "RANK"),
-        ("--timeout 0", "--timeout: 0 "),
-        ("--retries -1", "--retries: -1 "),
-        ("--hostfile no", "--hostfile"),
-        ("--scheduler pbs", "not inside a job of it"),
-        ("--hosts a,,b", "'' is not a host name"),
-        ("--cpu-bind list:0:0 -n 3", "lists of CPUs: 2"),
-        ("--launcher-args '", "--launcher-args"),
-    ],
-)
-def test_options_that_cannot_be(tmp_path, monkeypatch, capsys, options, says):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "train.py").write_text("raise SystemExit('this was run')")
-    assert main.main([*options.split(), "--device", "cpu", "python3", "train.py"]) == 2
-    err = capsys.readouterr().err
-    assert says in err
-    assert err.count("launch: error: ") == 1
 
 
 @SPAWNED_IN_LONG

@@ -8,7 +8,6 @@ import time
 
 import pytest
 
-from mmm_launch import main
 from support.clock import PATIENCE
 
 # Each rank leaves a line in `ranks`, and its pid in `pid-RANK`; what the test has written for an attempt happens when
@@ -158,26 +157,6 @@ def test_signals_end_it_for_good(launcher, elastic):
     assert launcher.gone(within=1.0)
 
 
-def test_ctrl_c_while_it_starts(launcher, elastic):
-    process = elastic("1:2", "[time.sleep(0.05) for _ in range(1800)]")
-    time.sleep(0.4)
-    process.send_signal(signal.SIGINT)
-    code, err = ended(process)
-    assert code in (130, -signal.SIGINT), err  # before it listens, Python ends as any program does
-    assert launcher.gone(within=2.0)
-
-
-@pytest.mark.long
-def test_nothing_outlives_launch(launcher, elastic):
-    process = elastic("1:2", KILLED + "[time.sleep(0.05) for _ in range(1800)]")
-    launcher.wait_for("ranks")
-    while len(attempts(launcher)) < 2:
-        time.sleep(0.02)
-    process.kill()
-    process.communicate(timeout=PATIENCE)
-    assert launcher.gone(within=5.0)
-
-
 def test_a_fork_server_that_is_killed(launcher, elastic):
     process = elastic("2:2", WAITS)
     launcher.wait_for("pid-0", "pid-1")
@@ -252,32 +231,6 @@ def test_a_host_that_does_not_start_again(launcher, hosts):
     code, err = ended(process)
     assert (code, on(attempts(launcher)[1])) == (0, ["hA"]), err
     assert "nothing was heard from hB" in err
-
-
-@pytest.mark.parametrize(
-    ("line", "says"),
-    [
-        ("--elastic 8 x.py", "--elastic: 8 is not MIN:MAX"),
-        ("--elastic 2:many x.py", "--elastic: 2:many is not MIN:MAX"),
-        ("--elastic 8:2 x.py", "--elastic: 8:2 is not MIN:MAX"),
-        ("--elastic 0:2 x.py", "--elastic: 0:2 is not MIN:MAX"),
-        ("--elastic 1:9999 x.py", "9999 ranks on a host"),
-        ("--elastic 2:8 -n 4 x.py", "-n 4 --elastic 2:8"),
-        ("--spare-hosts a x.py", "--spare-hosts is of --elastic MIN:MAX"),
-        ("--elastic 2:8 --spare-hosts a x.py", "--spare-hosts: ranks on this host alone"),
-        (
-            "--elastic 2:8 --hosts a,b --spare-hosts b --mpi hydra --mpiexec true x.py",
-            "--spare-hosts b: b is to have ranks from the beginning",
-        ),
-    ],
-)
-def test_bad_input(tmp_path, monkeypatch, capsys, line, says):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "x.py").write_text("raise SystemExit('this was run')")
-    assert main.main(line.replace("x.py", "python3 x.py").split()) == 2
-    err = capsys.readouterr().err
-    assert says in err
-    assert err.count("launch: error: ") == 1
 
 
 def test_a_dry_run_says_it(launcher):

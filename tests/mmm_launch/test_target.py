@@ -33,16 +33,6 @@ def test_anything_else_is_executed_as_it_is(line):
     assert made.line()[1:] == words[1:]
 
 
-def test_first_on_the_path_as_python_has_it(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "scripts").mkdir()
-    assert Target("module", "m").first_path() == str(tmp_path)
-    assert Target("script", "scripts/x.py").first_path() == str(tmp_path / "scripts")
-    assert Target("code", "1").first_path() == ""
-    assert Target("module", "m", flags=("-I",)).first_path() is None
-    assert Target("module", "m", flags=("-X", "dev", "-WIgnore")).first_path() == str(tmp_path)
-
-
 def refusal(*words):
     with pytest.raises(LaunchError) as caught:
         target.check(target.parse(words))

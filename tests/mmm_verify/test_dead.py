@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
 from mmm_verify import verify
+from support.by_hand import averaged, nothing
 
 
 def fields():
@@ -27,15 +27,6 @@ def alike():
 
 def twice_the_same():
     return torch.randn(4, 3).repeat(2, 1), torch.ones(8, 2)
-
-
-def nothing(model, mesh):
-    pass
-
-
-def average(model, mesh):
-    for parameter in model.parameters():
-        parameter.register_post_accumulate_grad_hook(lambda p: dist.all_reduce(p.grad.div_(mesh.size())))
 
 
 class Gated(nn.Module):
@@ -126,12 +117,12 @@ def test_a_batch_that_repeats_itself(batch):
     ],
 )
 def test_alive(model, batch, step):
-    verdict = verify(model, average, batch, step, "dp2")
+    verdict = verify(model, averaged, batch, step, "dp2")
     assert verdict.same, str(verdict)
     assert not verdict.notes
 
 
 def test_a_dead_part_is_said():
-    verdict = verify(Gated, average, fields, mesh="dp2")
+    verdict = verify(Gated, averaged, fields, mesh="dp2")
     assert verdict.same, str(verdict)
     assert "the gradient of body.weight and of 1 more is exactly 0 on one device" in str(verdict)

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parallel import DistributedDataParallel
 
 from mmm_verify import verify
-from support.by_hand import average, copy, gather, reduce
+from support.by_hand import average, averaged, copy, gather, nothing, reduce
 
 SAME, NOT_SAME, NOT_COMPARABLE = "same", "not the same", "not comparable"
 
@@ -31,14 +31,6 @@ def rows():
 
 def mlp():
     return nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 3))
-
-
-def averaged(model, mesh):
-    average(model, mesh.get_group())
-
-
-def nothing(model, mesh):
-    pass
 
 
 def check(model, parallelize, batch, step, mesh, result, **options):

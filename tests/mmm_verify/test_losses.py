@@ -11,6 +11,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 from mmm_verify import verify
+from support.by_hand import add_up, averaged, nothing
 
 
 def fields():
@@ -32,20 +33,6 @@ class Lossy(Net):
 
     def forward(self, batch):
         return F.mse_loss(super().forward(batch[0]), batch[1])
-
-
-def nothing(model, mesh):
-    pass
-
-
-def average(model, mesh):
-    for parameter in model.parameters():
-        parameter.register_post_accumulate_grad_hook(lambda p: dist.all_reduce(p.grad.div_(mesh.size())))
-
-
-def add_up(model, mesh):
-    for parameter in model.parameters():
-        parameter.register_post_accumulate_grad_hook(lambda p: dist.all_reduce(p.grad))
 
 
 def add_up_over_cp(model, mesh):
@@ -156,11 +143,11 @@ def of_one_sample_more(loss, mesh):
 @pytest.mark.parametrize(
     ("mesh", "parallelize", "step", "reading"),
     [
-        ("dp2", average, squares, "the mean over dp"),
+        ("dp2", averaged, squares, "the mean over dp"),
         ("dp2", add_up, part_of_samples, "the sum over dp"),
-        ("dp2", average, all_reduced(0.5), None),
+        ("dp2", averaged, all_reduced(0.5), None),
         ("tp2", nothing, squares, None),
-        ("cp2", average, mean_of_positions, "the mean over cp"),
+        ("cp2", averaged, mean_of_positions, "the mean over cp"),
         ("cp2", add_up, part_of_positions, "the sum over cp"),
         ("ways2", add_up, renamed(part_of_positions), "the sum over ways"),  # no name that says so
         ("tp2,cp2", add_up_over_cp, part_of_positions, "the sum over cp"),
@@ -180,12 +167,12 @@ def test_right(mesh, parallelize, step, reading):
     [
         ("tp2", nothing, showing(lambda loss, mesh: loss / 2), r"on every rank: 1/2 \(of the size of tp\)"),
         ("tp2", nothing, showing(lambda loss, mesh: loss * 2), r"on every rank: 2 times \(the size of tp\)"),
-        ("dp2", average, all_reduced(0.25), r"on every rank: 1/2 \(of the size of dp\)"),
-        ("dp2", average, all_reduced(1.0), r"on every rank: 2 times \(the size of dp\)"),
+        ("dp2", averaged, all_reduced(0.25), r"on every rank: 1/2 \(of the size of dp\)"),
+        ("dp2", averaged, all_reduced(1.0), r"on every rank: 2 times \(the size of dp\)"),
         ("tp2,cp2", add_up_over_cp, halved_once_more, r"in the sum over cp: 1/2 \(of the size of tp\)"),
         ("tp2", nothing, showing(of_one_sample_more), "the ranks of tp have different losses.*the mean of them is"),
         ("tp2", own_channels, mean_of_channels, "the ranks of tp have different losses.*the mean of them is"),
-        ("dp2", average, showing(lambda loss, mesh: loss * 1.5), "in the mean over dp, .* in the sum, and"),
+        ("dp2", averaged, showing(lambda loss, mesh: loss * 1.5), "in the mean over dp, .* in the sum, and"),
     ],
 )
 def test_wrong(mesh, parallelize, step, says):
@@ -197,7 +184,7 @@ def test_wrong(mesh, parallelize, step, says):
 
 
 def test_a_model_that_returns_its_loss():
-    assert verify(Lossy, average, fields, of_itself, "dp2").same
+    assert verify(Lossy, averaged, fields, of_itself, "dp2").same
     unsynchronized = verify(Lossy, nothing, fields, of_itself, "dp2")
     assert unsynchronized.exit_code == 1
     assert unsynchronized.first == "every gradient"
@@ -223,7 +210,7 @@ def with_other_rounding(model, batch, mesh):
     return loss.detach() + 1e-17
 
 
-@pytest.mark.parametrize(("mesh", "parallelize"), [("dp2", average), ("tp2", nothing)])
+@pytest.mark.parametrize(("mesh", "parallelize"), [("dp2", averaged), ("tp2", nothing)])
 def test_a_loss_of_0(mesh, parallelize):
     verdict = verify(Net, parallelize, advantages, with_other_rounding, mesh)
     assert verdict.same, str(verdict)

@@ -4,7 +4,6 @@ import re
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
@@ -13,18 +12,11 @@ from mmm_verify.difference import relative
 from mmm_verify.errors import UserError
 from mmm_verify.propose.find import find_plan
 from mmm_verify.subject import load_function, make_subject
+from support.by_hand import averaged
 
 
 def fields():
     return torch.randn(8, 3), torch.randn(8, 2)
-
-
-def average(model, mesh):
-    def take_mean(parameter):
-        dist.all_reduce(parameter.grad.div_(mesh.size()))
-
-    for parameter in model.parameters():
-        parameter.register_post_accumulate_grad_hook(take_mean)
 
 
 class Masked(nn.Linear):
@@ -115,7 +107,7 @@ def goes_backward(model, batch):
 
 
 def in_a_dict(model, mesh):
-    average(model, mesh)
+    averaged(model, mesh)
     return {"model": model}
 
 
@@ -124,7 +116,7 @@ def from_a_dict(program, batch):
 
 
 def wrapped(model, mesh):
-    average(model, mesh)
+    averaged(model, mesh)
     return {"models": [model]}
 
 
@@ -143,12 +135,12 @@ pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated
 @pytest.mark.parametrize(
     ("model", "parallelize", "step"),
     [
-        (Masked, average, None),
-        (Scatter, average, None),
-        (Complex, average, None),
-        (Scripted, average, None),
-        (lambda: ONE, average, None),  # one and the same model each time
-        (lambda: nn.Linear(3, 2), average, goes_backward),
+        (Masked, averaged, None),
+        (Scatter, averaged, None),
+        (Complex, averaged, None),
+        (Scripted, averaged, None),
+        (lambda: ONE, averaged, None),  # one and the same model each time
+        (lambda: nn.Linear(3, 2), averaged, goes_backward),
         (lambda: nn.Linear(3, 2), in_a_dict, from_a_dict),
     ],
     ids=["masks", "no dtype, NaN inside", "complex", "scripted", "one model", "own backward", "dict"],
@@ -160,7 +152,7 @@ def test_right(model, parallelize, step):
 
 
 def test_finite_elements_of_a_mask_are_compared():
-    verdict = verify(Drifting, average, fields, mesh="dp2")
+    verdict = verify(Drifting, averaged, fields, mesh="dp2")
     assert verdict.exit_code == 1
     assert [finding.name for finding in verdict.findings] == ["mask"]
 
@@ -179,7 +171,7 @@ def test_a_nan_alone_is_no_agreement():
     ],
 )
 def test_what_is_not_seen_is_said(step, mesh, count, note):
-    verdict = verify(Two, average if mesh == "dp2" else lambda model, mesh: None, fields, step, mesh)
+    verdict = verify(Two, averaged if mesh == "dp2" else lambda model, mesh: None, fields, step, mesh)
     assert verdict.same, str(verdict)
     assert verdict.compared["gradients"].startswith(f"same: {count},")
     assert re.search(note, str(verdict)), verdict
@@ -195,14 +187,14 @@ def test_what_is_not_seen_is_said(step, mesh, count, note):
 )
 def test_refused(model, step, says):
     with pytest.raises(UserError, match=says):
-        verify(model, average, fields, step, "dp2")
+        verify(model, averaged, fields, step, "dp2")
 
 
 @pytest.mark.parametrize(
     ("model", "parallelize", "step", "says"),
     [
-        (Two, average, noisy, "random numbers are drawn in evaluation mode too.*in the batch's function"),
-        (Root, average, None, "the gradient of weight on one device is not finite"),
+        (Two, averaged, noisy, "random numbers are drawn in evaluation mode too.*in the batch's function"),
+        (Root, averaged, None, "the gradient of weight on one device is not finite"),
         (Two, wrapped, None, "--parallelize"),
     ],
 )
@@ -253,7 +245,7 @@ def overlapping(batch, mesh):
 
 @pytest.mark.parametrize(("local", "same"), [(halves, True), (overlapping, False)])
 def test_samples_that_are_alike(local, same):
-    verdict = verify(lambda: nn.Embedding(3, 1), average, kinds, of_kinds, "dp2", local_batch_fn=local)
+    verdict = verify(lambda: nn.Embedding(3, 1), averaged, kinds, of_kinds, "dp2", local_batch_fn=local)
     assert verdict.same is same, str(verdict)
     if not same:
         assert verdict.findings[0].stage == "batch"
@@ -270,13 +262,13 @@ class Rounds(nn.Linear):
 
 
 def test_another_order_of_sums_is_no_other_result():
-    verdict = verify(lambda: Rounds(3, 2), average, fields, mesh="dp2")
+    verdict = verify(lambda: Rounds(3, 2), averaged, fields, mesh="dp2")
     assert verdict.same, str(verdict)
     assert not verdict.notes
 
 
 def without_its_buffer(model, mesh):
-    average(model, mesh)
+    averaged(model, mesh)
     del model.mask
 
 

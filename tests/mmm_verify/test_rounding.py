@@ -9,7 +9,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from mmm_verify import verify
-from support.by_hand import average, copy, reduce
+from support.by_hand import averaged, copy, nothing, reduce
 
 IGNORED = -100
 FLOAT32 = torch.finfo(torch.float32).eps
@@ -122,14 +122,6 @@ def over_vocabulary(model, batch, mesh):
 def split_vocabulary(model, mesh):
     model.group = mesh["tp"].get_group()
     model.head.weight = nn.Parameter(model.head.weight.detach().split(6)[mesh.get_rank()].clone())
-
-
-def averaged(model, mesh):
-    average(model, mesh.get_group())
-
-
-def nothing(model, mesh):
-    pass
 
 
 def another_eps(model, mesh):

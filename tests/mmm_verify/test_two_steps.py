@@ -11,6 +11,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.utils import clip_grad_norm_
 
 from mmm_verify import verify
+from support.by_hand import add_up, averaged, nothing
 
 
 def fields():
@@ -21,22 +22,8 @@ def net():
     return nn.Sequential(nn.Linear(3, 6), nn.Tanh(), nn.Linear(6, 2))
 
 
-def nothing(model, mesh):
-    pass
-
-
 def shard(model, mesh):
     fully_shard(model, mesh=mesh)
-
-
-def average(model, mesh):
-    for parameter in model.parameters():
-        parameter.register_post_accumulate_grad_hook(lambda p: dist.all_reduce(p.grad.div_(mesh.size())))
-
-
-def add_up(model, mesh):
-    for parameter in model.parameters():
-        parameter.register_post_accumulate_grad_hook(lambda p: dist.all_reduce(p.grad))
 
 
 def average_in_the_first_step(model, mesh):
@@ -63,7 +50,7 @@ def synchronize_once(model, mesh):
 def twice_from_the_second_on(model, mesh):
     steps = []
     model.register_forward_pre_hook(lambda module, args: steps.append(1))
-    average(model, mesh)
+    averaged(model, mesh)
     model[0].bias.register_hook(lambda grad: grad * (1 if len(steps) == 1 else 2))
 
 
@@ -170,13 +157,13 @@ def wrong_norm_of_rank_1(model, batch, mesh):
 @pytest.mark.parametrize(
     ("mesh", "parallelize", "step", "optimizer"),
     [
-        ("dp2", average, None, None),
+        ("dp2", averaged, None, None),
         ("dp2", shard, None, adamw),
-        ("dp2", average, clips, None),
+        ("dp2", averaged, clips, None),
         ("dp2", shard, clips, adamw),
-        ("dp2", average, clips_nothing, None),
-        ("dp2", average, clips_by_hand, adamw),
-        ("dp2", average, clips_otherwise, None),
+        ("dp2", averaged, clips_nothing, None),
+        ("dp2", averaged, clips_by_hand, adamw),
+        ("dp2", averaged, clips_otherwise, None),
         ("tp2", rows_by_hand, norm_of_rows, None),
     ],
 )
@@ -207,8 +194,15 @@ def test_right(mesh, parallelize, step, optimizer):
         ),
         ("tp2", rows_by_hand, counts_what_is_whole_twice, None, "gradients", "counted what is not sharded 2 times"),
         ("dp2", nothing, clips_first_and_averages_then, None, "gradients", "norm that the step clips by on rank 0"),
-        ("dp2", average, leaves_out_the_last_bias, None, "gradients", "rank 0 left out 2.bias"),
-        ("dp2", average, wrong_norm_of_rank_1, None, "gradients", "on rank 1: 0.7.* times.*: rank 1 left out 0.weight"),
+        ("dp2", averaged, leaves_out_the_last_bias, None, "gradients", "rank 0 left out 2.bias"),
+        (
+            "dp2",
+            averaged,
+            wrong_norm_of_rank_1,
+            None,
+            "gradients",
+            "on rank 1: 0.7.* times.*rank 1 left out 0.weight",
+        ),
     ],
 )
 def test_wrong(mesh, parallelize, step, optimizer, stage, says):
@@ -225,19 +219,19 @@ class Autocast(nn.Linear):
 
 
 def test_autocast_is_said():
-    verdict = verify(lambda: Autocast(3, 2), average, fields, mesh="dp2")
+    verdict = verify(lambda: Autocast(3, 2), averaged, fields, mesh="dp2")
     assert verdict.same
     assert "autocast is on in the step, and does nothing to float64" in str(verdict)
 
 
 def test_a_step_that_clips_by_hand_is_said():
-    verdict = verify(net, average, fields, clips_by_hand, mesh="dp2")
+    verdict = verify(net, averaged, fields, clips_by_hand, mesh="dp2")
     assert "the gradient of a batch is not the mean of its parts' gradients, as where the step clips it" in str(verdict)
 
 
 def test_digits_of_a_factor_near_1():
     def scaled(model, mesh):
-        average(model, mesh)
+        averaged(model, mesh)
         model[0].weight.register_hook(lambda grad: grad * (1 + 3e-8))
 
     verdict = verify(net, scaled, fields, mesh="dp2")
@@ -260,5 +254,5 @@ def test_an_optimizer_that_steps_by_rounding():
     def without_eps(parameters):
         return torch.optim.AdamW(parameters, lr=1e-2, eps=1e-15, foreach=False)
 
-    verdict = verify(Shifted, average, fields, mesh="dp2", optimizer_fn=without_eps)
+    verdict = verify(Shifted, averaged, fields, mesh="dp2", optimizer_fn=without_eps)
     assert verdict.same, str(verdict)

@@ -15,12 +15,9 @@ from mmm_verify import reference, verify
 from mmm_verify.errors import ConfigError, LayoutError, UserError
 from mmm_verify.reference import compute_reference
 from mmm_verify.subject import batch_axes_of, make_subject, parse_axes
+from support.by_hand import averaged, nothing
 from support.clock import stretched
-from support.verify.models import GPT, Mixer, fields, tokens
-
-
-def nothing(model, mesh):
-    pass
+from support.verify.models import Mixer, fields
 
 
 class Chaotic(Mixer):
@@ -68,15 +65,10 @@ class Halves(nn.Linear):
 
 
 def test_samples_that_see_each_other():
-    verdict = verify(lambda: nn.Sequential(Halves(3, 4), nn.Linear(4, 2)), by_mean, fields, mesh="dp2")
+    verdict = verify(lambda: nn.Sequential(Halves(3, 4), nn.Linear(4, 2)), averaged, fields, mesh="dp2")
     assert verdict.result == "not the same"
     assert "note: 0 notices the other samples of a batch" in str(verdict)
     assert "the output of 0 on rank 0: what this rank has by itself" in verdict.first
-
-
-def by_mean(model, mesh):
-    for parameter in model.parameters():
-        parameter.register_post_accumulate_grad_hook(lambda p: torch.distributed.all_reduce(p.grad.div_(2)))
 
 
 class Rounded(nn.Linear):
@@ -88,7 +80,7 @@ def test_float32_inside_is_said_and_compared_to_its_noise():
     def make():
         return nn.Sequential(nn.Linear(3, 4), Rounded(4, 4), nn.Tanh(), nn.Linear(4, 2))
 
-    verdict = verify(make, by_mean, fields, mesh="dp2")
+    verdict = verify(make, averaged, fields, mesh="dp2")
     assert verdict.same, str(verdict)
     assert "something in it computes in less than float64, first seen in the gradient of 1." in str(verdict)
 
@@ -102,19 +94,6 @@ def test_a_loss_in_float32_is_compared_as_one():
 
     subject = make_subject(Mixer, nothing, fields, step, "dp2")
     assert compute_reference(subject).loss_floor >= torch.finfo(torch.float32).eps / 2
-
-
-def test_dropout_that_repeats_is_advice():
-    verdict = verify(GPT, nothing, tokens, step_fn=None, mesh="tp2")
-    assert verdict.same, str(verdict)
-    assert verdict.compared["dropout"] == "ranks with the same samples drop the same"
-
-    def seeds(model, mesh):
-        torch.manual_seed(mesh.get_rank())
-
-    apart = verify(GPT, seeds, tokens, mesh="tp2")
-    assert apart.exit_code == 1
-    assert "drop different elements of the same activations" in str(apart)
 
 
 @pytest.mark.parametrize(

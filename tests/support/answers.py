@@ -113,13 +113,6 @@ answer(
         ),
         r"1/2",
     ),
-    (
-        SYNC.format(
-            body="dist.all_reduce(parameter.grad._local_tensor if isinstance(parameter, DTensor) else parameter.grad)"
-        ),
-        r"blocks\.\d\.(up|down)",
-    ),
-    (SYNC.format(body="dist.all_reduce(parameter.grad, group=group)"), "fails: .*NotImplementedError"),
 )
 answer(
     "fsdp_sum",
@@ -150,14 +143,6 @@ def local_loss(logits, targets, group):
     return F.cross_entropy(logits, targets, reduction="sum") / count
 """,
         r"every gradient\n.*1/2",
-    ),
-    (
-        """
-import torch.nn.functional as F
-def local_loss(logits, targets, group):
-    return F.cross_entropy(logits, targets, reduction="sum")
-""",
-        "loss",
     ),
 )
 UPDATE = """
@@ -214,13 +199,6 @@ answer(
         "    logits = [model(x) for x in inputs.chunk(microbatches)]\n    return logits[0].sum()",
         "before the backward of the micro-batch before it",
     ),
-    (
-        ACCUMULATE.format(
-            loss="model.zero_grad(); "
-            'loss = F.cross_entropy(model(x).flatten(0, 1), y.flatten(), reduction="sum") / count'
-        ),
-        "gradient",
-    ),
 )
 RING = """
 import math
@@ -252,14 +230,6 @@ answer(
         "by itself|the output of",
     ),
     (RING.format(turns="size", mask="theirs < 0", result=WHOLE), "the output of"),
-    (
-        RING.format(
-            turns="size",
-            mask="theirs > mine",
-            result="sum(torch.softmax(s, -1).nan_to_num() @ v for s, v in zip(scores, values)) / size",
-        ),
-        "the output of|not finite",
-    ),
 )
 ROUTE = """
 import torch
@@ -282,12 +252,6 @@ answer(
     ROUTE.format(result="return torch.empty_like(back).index_copy(0, order, back)"),
     (ROUTE.format(result="return back"), "the output of|the loss"),
     ("def route(tokens, expert_of, expert, group):\n    return expert(tokens)", "the output of|the loss"),
-    (
-        ROUTE.replace(
-            "receive = torch.empty_like(send)\n    dist.all_to_all_single(receive, send, group=group)", "receive = send"
-        ).format(result="return torch.empty_like(back).index_copy(0, order, back)"),
-        "fails|the output of|the loss",
-    ),
 )
 SHARD = """
 from torch.distributed.fsdp import fully_shard
@@ -305,14 +269,6 @@ answer(
     "two_d",
     SHARD.format(**LAYOUT, block=TWO, model="fully_shard(model, mesh=mesh['dp'])"),
     (SHARD.format(**LAYOUT, block="parallelize_module(block, mesh['tp'], plan)", model="pass"), "it should have"),
-    (
-        SHARD.format(
-            **LAYOUT,
-            block="fully_shard(block, mesh=mesh['dp']); parallelize_module(block, mesh['tp'], plan)",
-            model="fully_shard(model, mesh=mesh['dp'])",
-        ),
-        "fails",
-    ),
     (SHARD.format(**LAYOUT, block=TWO, model="pass"), "each rank of dp has its own"),
 )
 LOAD = """

@@ -70,3 +70,18 @@ def average(model, group):
 
     for parameter in model.parameters():
         parameter.register_post_accumulate_grad_hook(take_mean)
+
+
+def averaged(model, mesh):
+    """The mean of each gradient over a mesh of one axis."""
+    average(model, mesh.get_group())
+
+
+def add_up(model, mesh):
+    """The sum of each gradient over all ranks."""
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(lambda p: dist.all_reduce(p.grad))
+
+
+def nothing(model, mesh):
+    """The program of one device, on each rank."""

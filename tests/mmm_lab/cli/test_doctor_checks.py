@@ -116,11 +116,6 @@ def test_packages_of_what_is_not_installed():
     assert one(python.check_packages(Place(), "no-such-distribution")).status == "warn"
 
 
-def test_versions_are_compared_as_numbers():
-    assert python.as_numbers("2.13.0+cpu") > python.as_numbers("2.8")
-    assert python.as_numbers("1.10") > python.as_numbers("1.9.9")
-
-
 # torch, devices, collectives.
 
 

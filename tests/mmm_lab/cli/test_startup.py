@@ -29,6 +29,21 @@ def study(tmp_path):
     ]
 
 
+def test_logs_as_megatron_deepspeed_names_them(tmp_path, capsys):
+    """Model and ranks are in the path alone; a job that never began has no row."""
+    folder = tmp_path / "gpt_SP_actCkpt_GPT1T_4L_z1_seqlen2048_mp8_pp2" / "logs"
+    folder.mkdir(parents=True)
+    began, never = (folder / f"user-x3004c0s13b0n0-nhosts4-ngpu16-2023-11-02-18332{n}.log" for n in (3, 4))
+    never.write_text("Job started at: 2023-11-02-183324 on x3004c0s13b0n0\n")
+    step = "[2023-11-02 18:33:50,122] [INFO] [logging.py:96:log_dist] [Rank 0] step=0, skipped=0, lr=[0.0, 0.0]"
+    began.write_text(f"Job started at: 2023-11-02-183323 on x3004c0s13b0n0\n{step}\n")
+    assert cli.main(["startup", str(began), str(never)]) == 0
+    out, error = capsys.readouterr()
+    (row,) = [line.split() for line in out.splitlines()[1:2]]
+    assert (row[:2], row[6:]) == (["GPT1T_4L", "16"], ["27", began.name])
+    assert error.startswith(f"left out: {never}: a job began")
+
+
 def made_record(folder, **more):
     marks = {
         "started": [1e9] * 2,
@@ -56,28 +71,13 @@ def test_table_of_logs(study, capsys):
     ]
 
 
-def test_a_study_of_119_logs_is_one_table(tmp_path, capsys):
-    """Named as Megatron-DeepSpeed's job scripts name them: model and ranks are in the path alone; some never began."""
-    models, paths = ("SP_actCkpt_GPT125M", "actCkpt_GPT1T_4L", "GPT2_7B"), []
-    for number in range(119):
-        hosts, start = 2 ** (number % 4), f"{10 + number // 60:02}{number % 60:02}30"
-        folder = tmp_path / f"gpt_{models[number % 3]}_z1_seqlen2048_mp8_pp2_sp1_nl4_hs25600_gb16_mb1" / "logs"
-        folder.mkdir(parents=True, exist_ok=True)
-        path = folder / f"user-x3004c0s13b0n0-nhosts{hosts}-ngpu{4 * hosts}-2023-11-02-{start}.log"
-        stop = f"{10 + (number + 1) // 60:02}:{(number + 1) % 60:02}:{number % 60:02},122"  # of the next minute
-        step = f"[2023-11-02 {stop}] [INFO] [logging.py:96:log_dist] [Rank 0] step=0, skipped=0, lr=[0.0, 0.0]"
-        path.write_text(f"Job started at: 2023-11-02-{start} on x3004c0s13b0n0\n{step if number else ''}\n")
-        paths.append(str(path))
-    assert cli.main(["startup", *paths]) == 0
-    out, error = capsys.readouterr()
-    rows = [line.split() for line in out.splitlines()[1:119]]
-    assert [row[0] for row in rows] == sorted(row[0] for row in rows)
-    assert {row[0] for row in rows} == {"GPT125M", "GPT1T_4L", "GPT2_7B"}
-    assert {row[1] for row in rows} == {"4", "8", "16", "32"}
-    assert len({row[7] for row in rows}) == 118  # of each its log
-    by_log = {row[7]: row for row in rows}
-    assert by_log["user-x3004c0s13b0n0-nhosts8-ngpu32-2023-11-02-105930.log"][6] == "89"  # 10:59:30 to 11:00:59
-    assert error.startswith(f"left out: {paths[0]}: a job began")
+@pytest.mark.parametrize("name", ["GPT1T_4L_z1/a.log", "big/x-nhosts4-ngpu16-1.log"])
+def test_a_path_that_does_not_say_model_and_ranks(tmp_path, capsys, name):
+    path = tmp_path / name
+    path.parent.mkdir()
+    path.write_text(LOG.format(day="2023-11-02", start="183323", stop="18:33:50"))
+    assert cli.main(["startup", str(path)]) == 2
+    assert "_MODEL_z1_" in capsys.readouterr().err
 
 
 def test_picture(study, tmp_path, capsys):

@@ -184,12 +184,6 @@ def test_too_small_a_machine_says_what_is_missing():
     assert "GiB are missing" in missing(search, found)
 
 
-def test_a_batch_that_goes_with_nothing():
-    search, found = searched("llama-8b", "polaris", 7, 3, 2048, fixed={"pp": 1, "tp": 1, "cp": 1})
-    assert not found.best
-    assert "global batch 3 does not divide over 28" in missing(search, found)
-
-
 def test_each_kind_has_a_reason(aurora):
     search, found = aurora
     kinds = why_each(found, search.machine.budget)

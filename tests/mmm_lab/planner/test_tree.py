@@ -12,45 +12,36 @@ def tree(**facts):
     return decide(Facts(**{"fits": False, "largest_fits": True, "devices": 8, "hosts": 1, "fast": True, **facts}))
 
 
-def test_one_device_and_it_fits():
-    assert tree(fits=True, devices=1).answer == "nothing: one device"
+MANY = {"devices": 128, "hosts": 16}
 
 
-@pytest.mark.parametrize("hosts", [1, 16])
-@pytest.mark.parametrize("fast", [True, False])
-def test_fits_on_one_of_many(hosts, fast):
-    assert tree(fits=True, devices=8 * hosts, hosts=hosts, fast=fast).answer == "DDP"
+@pytest.mark.parametrize(
+    ("facts", "answer"),
+    [
+        ({"fits": True, "devices": 1}, "nothing: one device"),
+        ({"fits": True}, "DDP"),
+        ({"fits": True, "fast": False}, "DDP"),
+        ({"fits": True, **MANY}, "DDP"),
+        ({"fits": True, "fast": False, **MANY}, "DDP"),
+        ({"devices": 1}, "ZeRO with offload"),
+        ({"devices": 1, "largest_fits": False}, "more devices"),
+        ({"largest_fits": False}, "tp, since a layer does not fit"),
+        ({"largest_fits": False, **MANY}, "tp, since a layer does not fit"),
+        ({}, "tp, pp or ZeRO (fsdp), about even"),
+        ({"fast": False}, "pp"),
+        (MANY, "ZeRO (fsdp, hsdp), or pp·tp·dp"),
+        ({"fast": False, **MANY}, "dp·pp·tp with ZeRO-1"),
+    ],
+    ids=str,
+)
+def test_answers(facts, answer):
+    assert answer in tree(**facts).answer
 
 
-def test_does_not_fit_on_the_only_device():
-    assert "ZeRO with offload" in tree(devices=1).answer
+def test_axes():
     assert tree(devices=1).axes == ("offload",)
-
-
-def test_the_largest_layer_does_not_fit():
-    assert tree(devices=1, largest_fits=False).answer.startswith("more devices")
-    for hosts in (1, 16):
-        decision = tree(devices=8 * hosts, hosts=hosts, largest_fits=False)
-        assert decision.answer.startswith("tp, since a layer does not fit")
-        assert decision.axes[0] == "tp"
-
-
-def test_one_host_fast_links():
-    assert tree().answer == "tp, pp or ZeRO (fsdp), about even"
-
-
-def test_one_host_slow_links():
     assert tree(fast=False).axes == ("pp",)
-
-
-def test_many_hosts_fast_links():
-    assert tree(devices=128, hosts=16).answer == "ZeRO (fsdp, hsdp), or pp·tp·dp"
-
-
-def test_many_hosts_slow_links():
-    decision = tree(devices=128, hosts=16, fast=False)
-    assert decision.answer.startswith("dp·pp·tp with ZeRO-1")
-    assert decision.path[-1] == ("are the links fast?", "no")
+    assert tree(largest_fits=False).axes[0] == "tp"
 
 
 def test_a_path_has_the_questions_that_were_asked():

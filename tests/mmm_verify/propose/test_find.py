@@ -1,8 +1,5 @@
 """What is found for a model, and what is refused, with its reason."""
 
-import pytest
-
-from mmm_verify.propose.channels import channels_of, sections_of
 from mmm_verify.propose.code import Axes
 from mmm_verify.propose.find import propose
 from mmm_verify.subject import make_subject
@@ -130,27 +127,3 @@ def test_matrices_that_are_used_in_a_function():
 def test_cuts_and_what_goes_past_them():
     assert decoder(models.Heads).cuts.after == ["layers.0"]
     assert found(models.Skips, floats).cuts.refused == {"blocks.1": "the output of blocks.0 goes past it as well"}
-
-
-@pytest.mark.parametrize(
-    ("mask", "parts", "sections"),
-    [
-        ([1, 1, 2, 2], 2, ((4, 2),)),
-        ([1, 0, 0, 2], 2, ((4, 2),)),  # two that reached nothing
-        ([1, 2, 1, 2], 2, ((2, 2), (2, 2))),
-        ([1, 1, 2, 2, 1, 2], 2, ((4, 2), (2, 2))),
-        ([1, 2, 3, 3], 2, ((2, 2), (2, 1))),
-        ([1, 2, 4, 8, 3, 12], 4, ((4, 4), (2, 2))),
-        ([3, 3], 2, ((2, 1),)),
-        ([1, 1, 2], 2, None),
-        ([2, 1], 2, None),
-    ],
-)
-def test_sections(mask, parts, sections):
-    assert sections_of(mask, parts) == sections
-
-
-def test_channels_of_a_part():
-    assert channels_of(((4, 2), (2, 1)), 1, 2) == [2, 3, 4, 5]
-    assert channels_of(((4, 4), (2, 2)), 1, 4) == [1, 4]
-    assert channels_of(((4, 4), (2, 2)), 2, 4) == [2, 5]

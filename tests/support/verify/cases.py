@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from mmm_verify.subject import part_of, plain_step
+from support.by_hand import nothing
 from support.verify.models import CNN, GPT, GraphNet, Llama, Mixer
 from support.verify.parallel import (
     also,
@@ -42,15 +43,6 @@ def by_hand(mistake=None):
         return averaged_by_hand(plain_step, model, batch, mesh, mistake)
 
     return step
-
-
-def nothing(model, mesh):
-    pass
-
-
-def along_tp(model, mesh):
-    if "tp" in mesh.mesh_dim_names:
-        megatron(model, mesh)
 
 
 HAND = {"step_fn": by_hand()}
@@ -140,7 +132,6 @@ def local_count(model, batch, mesh):
     return F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
 
 
-NORMS = r"partial over tp"
 MISTAKES = [
     titan_case("attention_norm", r"layers\.\d\.attention_norm"),
     titan_case("ffn_norm", r"layers\.\d\.ffn_norm"),

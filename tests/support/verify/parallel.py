@@ -18,6 +18,8 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.nn.parallel import DistributedDataParallel
 
+from support.by_hand import copy, reduce
+
 # --- a Llama as torchtitan has it: sequence parallel, tensor parallel, FSDP -----------------------------------------
 
 
@@ -102,38 +104,9 @@ def shard_with_fsdp(model, mesh, units, mistake=None):
 # --- a GPT as Megatron has it, by hand: two autograd functions and local linears --------------------------------------
 
 
-class Copy(torch.autograd.Function):  # Megatron's f
-    @staticmethod
-    def forward(ctx, x, group):
-        ctx.group = group
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx, grad):
-        grad = grad.contiguous().clone()
-        dist.all_reduce(grad, group=ctx.group)
-        return grad, None
-
-
-class Reduce(torch.autograd.Function):  # Megatron's g
-    @staticmethod
-    def forward(ctx, x, group):
-        x = x.clone()
-        dist.all_reduce(x, group=group)
-        return x
-
-    @staticmethod
-    def backward(ctx, grad):
-        return grad, None
-
-
-class ReduceTwice(torch.autograd.Function):  # an all-reduce backward too: it sums what is the same already
-    @staticmethod
-    def forward(ctx, x, group):
-        ctx.group = group
-        return Reduce.forward(ctx, x, group)
-
-    backward = Copy.backward
+def reduce_twice(x, group):
+    """An all-reduce backward too: it sums what is the same already."""
+    return reduce(copy(x, group), group)
 
 
 class Columns(nn.Module):
@@ -150,7 +123,7 @@ class Columns(nn.Module):
 
     def forward(self, x):
         if self.mistake != "no_f":
-            x = Copy.apply(x, self.group)
+            x = copy(x, self.group)
         return F.linear(x, self.weight, self.bias)
 
 
@@ -165,13 +138,13 @@ class Rows(nn.Module):
     def forward(self, x):
         bias = self.bias
         if self.mistake == "bias_on_each":
-            return Reduce.apply(F.linear(x, self.weight, bias), self.group)
+            return reduce(F.linear(x, self.weight, bias), self.group)
         y = F.linear(x, self.weight)
         if self.mistake == "no_g":
             return y + bias
         if self.mistake == "g_sums_twice":
-            return ReduceTwice.apply(y, self.group) + bias
-        return Reduce.apply(y, self.group) + bias
+            return reduce_twice(y, self.group) + bias
+        return reduce(y, self.group) + bias
 
 
 def megatron(model, mesh, mistake=None, at=0):
@@ -236,8 +209,8 @@ def ddp(model, mesh, mistake=None):
 
 def _global_statistics(norm, mesh, x):  # (batch, channels, height, width)
     group, size = mesh.get_group(), mesh.size()
-    mean = ReduceTwice.apply(x.mean((0, 2, 3)), group) / size
-    square = ReduceTwice.apply(x.square().mean((0, 2, 3)), group) / size
+    mean = reduce_twice(x.mean((0, 2, 3)), group) / size
+    square = reduce_twice(x.square().mean((0, 2, 3)), group) / size
     var = square - mean.square()
     count = x.numel() / x.shape[1] * size
     with torch.no_grad():

@@ -109,12 +109,6 @@ def test_arrows_are_as_wide_as_the_bytes():
     assert arrows == {AXES["dp_shard"], AXES["tp"]}
 
 
-def test_arrows_join_ranks_of_a_group():
-    arranged = Arrangement(FEW, range(4), 900, 0, 0)
-    over = {(a, b): [axis for axis, _ in arranged._over(a, b)] for a in range(4) for b in range(4) if a < b}
-    assert over == {(0, 1): ["tp"], (2, 3): ["tp"], (0, 2): ["dp_shard"], (1, 3): ["dp_shard"], (0, 3): [], (1, 2): []}
-
-
 def test_ranks_of_ep_are_beside_and_of_expert_dp_below():
     cells = Arrangement(made_up(Layout(dp_shard=4, ep=2)), range(4), 912, 0, 0).cells
     assert cells == {0: (0, 0, 0), 1: (0, 0, 1), 2: (0, 1, 0), 3: (0, 1, 1)}
