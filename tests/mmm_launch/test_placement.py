@@ -5,34 +5,15 @@ import re
 import pytest
 
 from mmm_launch.errors import LaunchError
-from mmm_launch.program.target import Target
 from mmm_launch.run.attempts import Attempts
 from mmm_launch.spec import hosts
-from mmm_launch.spec import plan as planning
-from mmm_launch.spec.accelerators import Accelerators
-from mmm_launch.spec.options import Elastic, LaunchOptions
-from mmm_launch.spec.table import shown, table
+from mmm_launch.spec.options import Elastic
+from mmm_launch.spec.table import table
+from support.plans import ENTRY, OPENMPI, line, plan
 
-HYDRA, OPENMPI, PALS = "HYDRA build details:", "mpiexec (OpenRTE) 4.1.4", "PALS version 1.3.4"
-ENTRY = "python3 -m mmm_launch.host.agent -m train"
 SLURM = {"SLURM_JOB_ID": "77", "SLURM_JOB_NODELIST": "c[1-3]"}
 UNEVEN = SLURM | {"SLURM_NTASKS": "11", "SLURM_TASKS_PER_NODE": "4(x2),3"}
 QUIRK = {"SLURM_NTASKS": "1", "SLURM_NTASKS_PER_NODE": "2"}
-
-
-def plan(environ, version=HYDRA, **options):
-    return planning.plan(
-        Target("module", "train"),
-        LaunchOptions(**options),
-        environ=environ,
-        version=version,
-        found=Accelerators(None, 0, "torch is built for CPU"),
-        build="cpu",
-    )
-
-
-def line(made):
-    return " ".join(shown(made.command))
 
 
 @pytest.fixture

@@ -9,18 +9,6 @@ from mmm_launch.spec.scheduler import detect
 SLURM = {"SLURM_JOB_ID": "77", "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_TASKS_PER_NODE": "1(x2)"}
 
 
-@pytest.fixture
-def pbs(tmp_path):
-    """A PBS job's environment with these lines in its node file."""
-
-    def make(*lines):
-        path = tmp_path / "nodes"
-        path.write_text("".join(line + "\n" for line in lines))
-        return {"PBS_JOBID": "123.polaris", "PBS_NODEFILE": str(path)}
-
-    return make
-
-
 def test_none():
     job = detect({"PATH": "/usr/bin", "PBS_O_HOST": "login", "SLURM_CLUSTER_NAME": "mini", "PBS_JOBID": "1"})
     assert (job.scheduler, job.hosts) == ("none", ())

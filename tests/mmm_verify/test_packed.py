@@ -1,5 +1,7 @@
 """Two matrices or more in one, of which a rank has its shard of each: DTensor says so with a strided shard."""
 
+from functools import partial
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -39,22 +41,6 @@ class Gated(nn.Module):
         return y if self.group is None else reduce(y, self.group)
 
 
-def three_in_one():
-    return Gated(packed=3)
-
-
-def experts():
-    return Gated(experts=2)
-
-
-def along_the_last_dim():
-    return Gated(last=True)
-
-
-def uneven():
-    return Gated(hidden=5)
-
-
 def rows():
     return torch.randn(8, 6), torch.randn(8, 6)
 
@@ -89,30 +75,6 @@ def cut_and_averaged(model, mesh):
     average(model, mesh["dp"].get_group())
 
 
-def cut_and_not_averaged(model, mesh):
-    cut(model, mesh)
-
-
-def mislabelled(model, mesh):
-    cut(model, mesh, label=Shard(0))
-
-
-def cut_in_one_piece(model, mesh):
-    cut(model, mesh, factor=1)
-
-
-def cut_in_four(model, mesh):
-    cut(model, mesh, factor=4)
-
-
-def swapped(model, mesh):
-    cut(model, mesh, index=lambda rank: 1 - rank)
-
-
-def both_the_first(model, mesh):
-    cut(model, mesh, index=lambda rank: 0)
-
-
 def not_added_up_backward(model, mesh):
     cut(model, mesh)
     model.before.register_forward_hook(lambda module, args, y: y.detach() / 2 + y / 2)
@@ -138,10 +100,10 @@ def fsdp_of_tp(model, mesh):
     ("model", "parallelize", "mesh"),
     [
         (Gated, cut, "tp2"),
-        pytest.param(three_in_one, cut, "tp2", marks=pytest.mark.long),
-        (experts, cut, "tp2"),
-        pytest.param(along_the_last_dim, cut, "tp2", marks=pytest.mark.long),
-        (uneven, cut, "tp2"),
+        pytest.param(lambda: Gated(packed=3), cut, "tp2", marks=pytest.mark.long),
+        (lambda: Gated(experts=2), cut, "tp2"),
+        pytest.param(lambda: Gated(last=True), cut, "tp2", marks=pytest.mark.long),
+        (lambda: Gated(hidden=5), cut, "tp2"),
         pytest.param(Gated, cut, "tp4", marks=pytest.mark.long),
         pytest.param(Gated, cut_and_averaged, "dp2,tp2", marks=pytest.mark.long),
         pytest.param(Two, fsdp_of_tp, "dp2,tp2", marks=pytest.mark.long),
@@ -156,13 +118,13 @@ def test_right(model, parallelize, mesh):
 @pytest.mark.parametrize(
     ("parallelize", "mesh"),
     [
-        (mislabelled, "tp2"),
-        (cut_in_one_piece, "tp2"),
-        pytest.param(cut_in_four, "tp2", marks=pytest.mark.long),
-        pytest.param(swapped, "tp2", marks=pytest.mark.long),
-        pytest.param(both_the_first, "tp2", marks=pytest.mark.long),
+        (partial(cut, label=Shard(0)), "tp2"),
+        (partial(cut, factor=1), "tp2"),
+        pytest.param(partial(cut, factor=4), "tp2", marks=pytest.mark.long),
+        pytest.param(partial(cut, index=lambda rank: 1 - rank), "tp2", marks=pytest.mark.long),
+        pytest.param(partial(cut, index=lambda rank: 0), "tp2", marks=pytest.mark.long),
         pytest.param(not_added_up_backward, "tp2", marks=pytest.mark.long),
-        pytest.param(cut_and_not_averaged, "dp2,tp2", marks=pytest.mark.long),
+        pytest.param(cut, "dp2,tp2", marks=pytest.mark.long),
     ],
 )
 def test_wrong(parallelize, mesh):

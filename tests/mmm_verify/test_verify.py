@@ -12,9 +12,9 @@ from torch import nn
 
 from mmm_lab.cli.main import main
 from mmm_verify import reference, verify
-from mmm_verify.errors import ConfigError, LayoutError, UserError
+from mmm_verify.errors import ConfigError, UserError
 from mmm_verify.reference import compute_reference
-from mmm_verify.subject import batch_axes_of, make_subject, parse_axes
+from mmm_verify.subject import make_subject
 from support.by_hand import averaged, nothing
 from support.clock import stretched
 from support.verify.models import Mixer, fields
@@ -140,16 +140,6 @@ def test_larger_than_memory(monkeypatch):
         verify(Mixer, nothing, fields, mesh="dp2")
 
 
-def test_mesh():
-    assert parse_axes("dp2,tp4") == parse_axes("dp2·tp4") == {"dp": 2, "tp": 4}
-    assert batch_axes_of({"pp": 2, "dp_replicate": 2, "dp_shard": 2, "tp": 2}) == ("dp_replicate", "dp_shard")
-    for wrong, kind in (("", ConfigError), ("dp", ConfigError), ("dp2,dp2", ConfigError), ("dp0", ConfigError)):
-        with pytest.raises(kind):
-            parse_axes(wrong)
-    with pytest.raises(LayoutError, match="128 ranks"):
-        parse_axes("dp128")
-
-
 def lacks_arguments(width):
     return Mixer(width)
 
@@ -222,6 +212,8 @@ def test_command(tmp_path, monkeypatch, capsys):
         (["no_such_module:x"], "importing no_such_module failed"),
         (["linear_of_mine"], "such as the one of `mmm verify MODEL --write plan.py`, which is plan:parallelize"),
         (["linear_of_mine:right", "--mesh", "dp2", "x"], "write axes with their sizes"),
+        (["linear_of_mine:right", "--mesh", "dp2,dp2"], "dp2,dp2"),
+        (["linear_of_mine:right", "--mesh", "dp128"], "128 ranks"),
         (["linear_of_mine:right", "--batch_axes", "tp"], "the mesh has dp"),
         (["linear_of_mine:right", "--json", "nowhere/x.json"], "cannot be written"),
     ):
