@@ -2,7 +2,7 @@
 
 import pytest
 
-from support.console import WRITE, check_page, matches, plain
+from support.console import check_page
 from support.pages import PAGES, blocks, name_of
 
 LONG = {"three-lines.md"}  # of minutes: `make test-long` runs it
@@ -14,19 +14,3 @@ WITH_CONSOLE = [page for page in PAGES if any(each.language == "console" for eac
 def test_a_page_shows_what_its_commands_print(page, tmp_path):
     if wrong := check_page(page, tmp_path):
         pytest.fail("\n\n".join(wrong))
-
-
-def compared(shown, printed):
-    return matches(plain(shown.splitlines()), plain(printed.splitlines()))
-
-
-def page_of(folder, text):
-    page = folder / "page.md"
-    page.write_text(text)
-    return page
-
-
-def test_a_command_that_fails_unseen(tmp_path, monkeypatch):
-    monkeypatch.delenv(WRITE, raising=False)
-    (wrong,) = check_page(page_of(tmp_path, "```console\n$ cat none\n…\n```\n"), tmp_path)
-    assert "fails with 1" in wrong
