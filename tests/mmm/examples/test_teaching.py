@@ -138,17 +138,6 @@ def test_tensor_parallel_with_a_mistake(run_on_ranks, mistake, where):
         assert [name for name, two in found.items() if not worst(two) <= 1e-12] == [where]
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("flags", [["--break", "all_reduce"]])
-def test_tensor_parallel_notices_a_bug(run_on_ranks, tmp_path, flags):
-    out = program(run_on_ranks, 2, "tensor_parallel", tmp_path, *flags, code=1)
-    assert [line.split()[0] for line in out.splitlines() if line.endswith("WRONG")] == ["rows_by_hand"]
-    assert "--break all_reduce, on purpose" in out
-    data = mmm.history.load(tmp_path)
-    assert data.rows_by_hand_output[0] > 0.1
-    assert data.columns_by_hand_gradient[0] < 1e-12
-
-
 def shown(rank):
     return {name: collectives.show(collective, CPU) for name, collective in collectives.COLLECTIVES.items()}
 

@@ -12,7 +12,7 @@ from mmm.parallel.plans.transformer import transformer_plan
 from mmm.parallel.pp.schedules import check_pipeline
 from mmm.parallel.rules import check_cp_style
 from mmm.trainer import lm
-from mmm.trainer.config.command_line import host_left_out, parse, with_flags, without_none
+from mmm.trainer.config.command_line import host_left_out, parse, with_flags
 
 PP2, PLAN = Layout(pp=2, dp_shard=1), transformer_plan()
 
@@ -83,11 +83,6 @@ def test_help_has_real_defaults(monkeypatch, capsys):
     assert lines[lines.index("--n_layers INT") + 1] == "Blocks. Default, as of the flags below: the preset's."
     assert lines[lines.index("--cp_style {ring,ulysses,usp}") + 1].startswith("With cp. ring:")
     assert "(default: 0.003)" in text
-
-
-def test_columns_of_help_stay():
-    shown = "  --a {None}|STR  Text. (default:\n                  None)\n  --b INT, --c {None}|INT\n  --d (default: )\n"
-    assert without_none(shown) == "  --a STR         Text.\n  --b INT, --c INT\n  --d\n"
 
 
 @pytest.mark.parametrize(

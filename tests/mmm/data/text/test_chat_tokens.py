@@ -54,17 +54,6 @@ def test_an_epoch_has_each_once_with_the_targets_of_its_answer(text, pack):
         assert tokens.samples < 30 * 0.8
 
 
-def test_ranks_have_parts_of_the_same_batch(text):
-    whole, parts_of = (ChatTokens(text, SEQ, 3, vocab_size=10_000) for _ in range(2))
-    batch = whole.batch(5, 4, 0, 4)
-    assert batch.has_padding
-    for first in (0, 2):
-        part = parts_of.batch(5, 4, first, 2)
-        assert (part.inputs == batch.inputs[first : first + 2]).all()
-        assert (part.targets == batch.targets[first : first + 2]).all()
-    assert (batch.targets != PADDING).sum(1).unique().numel() > 1
-
-
 def test_longer_ones_are_cut_and_said():
     text = ChatText(Path("a.jsonl"), [chat(1, 4, 4), chat(2, 4, 5), chat(3, 4, 9), chat(4, 9, 2)])
     cut = text.cut(7)  # inputs
