@@ -18,7 +18,7 @@ from support import reference, vision
 
 CPU = torch.device("cpu")
 FP64 = Precision("fp64", torch.float64, torch.float64)
-PLANS = {"transformer": transformer_plan, "cnn": cnn_plan, "vit": vit_plan, "vit of one layer": vit_plan}
+PLANS = {"transformer": transformer_plan, "cnn": cnn_plan, "vit": vit_plan}
 
 
 def on_meta(model: str) -> torch.nn.Module:
