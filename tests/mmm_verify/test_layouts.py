@@ -206,7 +206,7 @@ class Tagger(nn.Module):
         return gather(self.head(copy(h, self.group)), self.group)[..., : self.words]
 
 
-def padded(to, fill=0.0, words=11, spoil=None, dtensor=False):
+def padded(to, fill=0.0, words=11, spoil=None):
     """Pad the head's rows to a multiple, of which each rank has its part.
 
     Args:

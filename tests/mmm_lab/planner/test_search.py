@@ -165,12 +165,6 @@ def test_llama_70b_on_1024_hosts_in_seconds():
     assert time.process_time() - begin < 5
 
 
-def test_fixed_sizes_and_techniques():
-    _, found = searched("llama-8b", "dgx-h100", 2, 64, fixed={"tp": 4, "pp": 2, "schedule": "1F1B", "dp_replicate": 1})
-    assert found.best
-    assert {(c.layout.tp, c.layout.pp, c.techniques.schedule) for c in found.best} == {(4, 2, "1F1B")}
-
-
 def test_offload_where_nothing_else_fits():
     _, found = searched("llama-8b", "dgx-h100", 1, 8, 2048, ranks_per_host=1)
     assert found.best
