@@ -1,4 +1,4 @@
-"""The CNN by itself: sizes, shapes, dropout, initial weights, and stages that hold a part of it."""
+"""The CNN by itself: sizes and shapes."""
 
 import pytest
 import torch

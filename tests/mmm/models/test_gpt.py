@@ -1,5 +1,4 @@
-"""The GPT by itself: nanoGPT's sizes and initial weights, what it computes, positions, dropout, and stages that hold a
-part of it."""
+"""The GPT by itself: nanoGPT's sizes and initial weights, what it computes, positions and dropout."""
 
 import math
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""The Transformer by itself: sizes, shapes, positions, data types, and stages that hold a part of it."""
+"""The Transformer by itself: sizes, positions, documents and data types."""
 
 import itertools
 import math

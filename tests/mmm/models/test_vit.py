@@ -1,4 +1,4 @@
-"""The Vision Transformer by itself: sizes, patches, attention, data types, and stages that hold a part of it."""
+"""The Vision Transformer by itself: sizes, patches, attention and initial weights."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""Whole models on products of axes, put together by `ParallelModel`: losses and gradients as on one process."""
+"""Whole models on products of axes: what is refused before ranks meet, and the imbalance of experts."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""BatchNorm over the global batch, and buffers in bf16."""
+"""BatchNorm over the global batch."""
 
 import pytest
 import torch

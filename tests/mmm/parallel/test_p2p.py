@@ -1,4 +1,4 @@
-"""Groups for each direction between two ranks of a pipeline: what goes through them; the numbers stay."""
+"""Groups for each direction between two ranks of a pipeline."""
 
 import pytest
 

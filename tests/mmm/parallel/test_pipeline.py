@@ -1,4 +1,4 @@
-"""Pipelines: losses, gradient norms and every gradient as in plain PyTorch on one process; the split; refusals."""
+"""Pipelines: a schedule of one's own, the split, refusals."""
 
 from dataclasses import replace
 from itertools import combinations, pairwise
