@@ -66,6 +66,26 @@ def test_a_package_that_must_not_be_imported_before_a_fork(launcher):
     assert done.stdout.count("True") == 2
 
 
+LAZY = """
+import sys
+
+class Lazy:
+    def __getattr__(self, name):
+        import late
+        raise AttributeError(name)
+
+sys.modules["lazy"] = Lazy()
+sys.modules["blocked"] = None
+"""
+
+
+def test_the_end_of_a_rank_imports_nothing(launcher):
+    launcher.write("late.py", "print('imported')")
+    launcher.write("t.py", LAZY)
+    done = launcher.run("-n", "1", "python3", "t.py")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
 def test_a_package_that_has_opened_a_device_is_left_to_the_ranks(launcher):
     path = installed(
         launcher,

@@ -175,11 +175,11 @@ def finish(code: int) -> NoReturn:
     libraries do at exit is left out, unless the environment says that a tool needs it.
     """
     try:
-        getattr(threading, "_shutdown", lambda: None)()
+        threading._shutdown()  # type: ignore[attr-defined]
         if any(name in os.environ for name in EXIT_TOOLS):
             sys.exit(code)
         atexit._run_exitfuncs()
-        for name in [name for name in reversed(sys.modules) if _is_users(name)]:
+        for name in [name for name in reversed(list(sys.modules)) if _is_users(name)]:
             names = vars(sys.modules[name])
             for each in names.keys() - {"__builtins__"}:
                 names[each] = None  # the collector might close a file before its buffer is written
@@ -193,7 +193,8 @@ def finish(code: int) -> NoReturn:
 
 
 def _is_users(name: str) -> bool:
-    spec = getattr(sys.modules[name], "__spec__", None)
+    # Not getattr, which would have a lazy module import what it stands for.
+    spec = getattr(sys.modules[name], "__dict__", {}).get("__spec__")
     top = name.partition(".")[0]
     return name == "__main__" or (top not in OURS and spec is not None and not is_installed(top, spec))
 
