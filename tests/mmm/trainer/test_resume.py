@@ -121,6 +121,7 @@ def test_packed_documents(run_on_ranks, tmp_path, text, ranks, layout):
     flags = {**TEXT, "text": mixture, "pack": True, "document_mask": True, **layout}
     one, two = begin(run_on_ranks, LM, ranks, flags, tmp_path)
     shutil.copytree(two, tmp_path / "elsewhere")
+    shutil.copytree(two, tmp_path / "older")
     assert go_on(run_on_ranks, LM, ranks, flags, two) == [""] * ranks
     same_bits(one, two)
     plain = {name: value for name, value in flags.items() if name not in layout}
@@ -128,6 +129,12 @@ def test_packed_documents(run_on_ranks, tmp_path, text, ranks, layout):
     assert curve(tmp_path / "elsewhere") == pytest.approx(curve(one), rel=1e-9)
     (refused, *_) = go_on(run_on_ranks, LM, 1, {**plain, "document_mask": False, "max_iters": 99}, two)
     assert "--document_mask" in refused
+    (path,) = (tmp_path / "older/checkpoints").iterdir()
+    manifest = read_manifest(path)
+    del manifest.identity["order of packed samples"]
+    manifest.write(path)
+    (refused, *_) = go_on(run_on_ranks, LM, 1, plain, tmp_path / "older")
+    assert "order of packed samples" in refused
     assert json.loads((one / "config.json").read_text())["data"]["documents"] == ["pack", "document_mask"]
 
 

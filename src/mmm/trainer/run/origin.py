@@ -29,6 +29,10 @@ class Origin:
     auto: bool = False
 
 
+# Checkpoints without it are of another order: documents were packed in groups.
+ORDER_OF_PACKED = 2
+
+
 def identity_of(module: str, resolved: TrainingSpec | None, seed: int, precision: Precision) -> dict[str, Any]:
     """What has to be equal for a run to go on as the same curve, as JSON has it: not the layout.
 
@@ -51,6 +55,8 @@ def identity_of(module: str, resolved: TrainingSpec | None, seed: int, precision
         "--seed": seed,
         **{f"--{name}": True for name in data.get("documents", ())},
     }
+    if "pack" in data.get("documents", ()):
+        identity["order of packed samples"] = ORDER_OF_PACKED
     return json.loads(json.dumps(identity))
 
 
