@@ -10,7 +10,7 @@ import pytest
 
 from mmm_launch.errors import LaunchError
 from mmm_launch.program.target import Target
-from mmm_launch.run import backend, control
+from mmm_launch.run import backend
 from mmm_launch.run.control import Run
 from mmm_launch.spec.options import LaunchOptions
 from mmm_launch.spec.plan import plan
@@ -152,7 +152,6 @@ def test_a_start_that_is_never_complete(lead, monkeypatch):
 
 @pytest.mark.long
 def test_all_are_there_and_none_says_a_word(lead, monkeypatch):
-    monkeypatch.setattr(control, "LOCATE", 0.2)
     monkeypatch.setattr(backend, "LAST_WORDS", 0.2)
     code, said, _ = lead("mute", timeout=1.0)
     assert code == 124
