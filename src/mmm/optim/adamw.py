@@ -19,10 +19,9 @@ FUSED = {"cpu", "cuda", "xpu", "mps"}  # where PyTorch has AdamW as one kernel
 class LocalAdamW(torch.optim.AdamW):
     """PyTorch's AdamW, which computes on this rank's shards, as `update_shards` lets others do."""
 
-    def _init_group(self, group: dict[str, Any], *columns: list[Tensor]) -> bool:
-        has_complex: bool = super()._init_group(group, *columns)  # type: ignore[no-untyped-call]
-        for tensors in columns:
-            tensors[:] = map(to_local, tensors)
+    def _init_group(self, group: dict[str, Any], parameters: list[Tensor], *columns: list[Tensor]) -> bool:
+        has_complex: bool = super()._init_group(group, parameters, *columns)  # type: ignore[no-untyped-call]
+        _take_shards(parameters, columns)
         return has_complex
 
 
@@ -51,19 +50,30 @@ def update_shards(optimizer: Any) -> None:
 
     def init_group_locally(group: dict[str, Any], parameters: list[Tensor], *columns: list[Tensor]) -> Any:
         result = init_group(group, parameters, *columns)
-        for tensors in columns:  # gradients, and each kind of state
-            pairs = zip(tensors, parameters, strict=False)
-            tensors[:] = [_shard_as(tensor, parameter) for tensor, parameter in pairs]
-        parameters[:] = map(to_local, parameters)
+        _take_shards(parameters, columns)
         return result
 
     optimizer._init_group = init_group_locally
 
 
+def _take_shards(parameters: list[Tensor], columns: Iterable[list[Tensor]]) -> None:
+    """Put this rank's shards in the place of DTensors.
+
+    Args:
+        columns: of each parameter its gradient, and each kind of state; some may be empty.
+    """
+    for tensors in columns:
+        pairs = zip(tensors, parameters, strict=False)
+        tensors[:] = [_shard_as(tensor, parameter) for tensor, parameter in pairs]
+    parameters[:] = map(to_local, parameters)
+
+
 def _shard_as(tensor: Tensor, parameter: Tensor) -> Tensor:
     """This rank's shard of a tensor, of one that is sharded as the parameter is."""
-    if isinstance(tensor, DTensor) and isinstance(parameter, DTensor):
-        tensor = tensor.redistribute(placements=parameter.placements)  # of a gradient that is still a partial sum
+    if not isinstance(tensor, DTensor) or not isinstance(parameter, DTensor):
+        return to_local(tensor)
+    if tensor.placements != parameter.placements:  # a gradient that is still a partial sum
+        tensor = tensor.redistribute(placements=parameter.placements)
     return to_local(tensor)
 
 

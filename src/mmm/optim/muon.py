@@ -45,9 +45,9 @@ class Muon(LocalAdamW):
         super().__init__(groups, **more)
         self._step_supports_amp_scaling = False  # a step that overflows is left out by whoever calls
 
-    def _init_group(self, group: dict[str, Any], *tensors: list[Tensor]) -> bool:
+    def _init_group(self, group: dict[str, Any], parameters: list[Tensor], *columns: list[Tensor]) -> bool:
         if not group.get("muon"):
-            return super()._init_group(group, *tensors)
+            return super()._init_group(group, parameters, *columns)
         for parameter in group["params"]:
             if parameter.grad is not None:
                 self._update(parameter, group["lr"], group["weight_decay"])

@@ -6,7 +6,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from mmm.optim.adamw import ELEMENTWISE, update_shards
+from mmm.optim.adamw import ELEMENTWISE, LocalAdamW, update_shards
 
 STEPS = 3
 
@@ -62,18 +62,23 @@ def test_the_update_is_of_local_tensors(run_on_ranks, kind):
         assert not names - {"zeros_like", "full_like", "empty_like", "detach", "ones_like"}
 
 
-def partial_gradient(rank):
+def partial_gradient(rank, kind, name):
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Partial, Replicate
 
     mesh = init_device_mesh("cpu", (2,))
     parameter = torch.nn.Parameter(DTensor.from_local(torch.ones(3), mesh, [Replicate()]))
     parameter.grad = DTensor.from_local(torch.full((3,), rank.rank - 0.25), mesh, [Partial()])
-    optimizer = torch.optim.Adagrad([parameter], lr=0.5)
+    optimizer = kind([parameter], lr=0.5)
     update_shards(optimizer)
     optimizer.step()
-    return optimizer.state[parameter]["sum"].to_local().tolist()
+    return optimizer.state[parameter][name].to_local().tolist()
 
 
 def test_a_partial_gradient_is_summed_first(run_on_ranks):
-    assert run_on_ranks(partial_gradient, 2) == [[0.25] * 3] * 2  # (-0.25 + 0.75) squared
+    assert run_on_ranks(partial_gradient, 2, torch.optim.Adagrad, "sum") == [[0.25] * 3] * 2  # (-0.25 + 0.75) squared
+
+
+def test_a_partial_gradient_is_summed_first_by_the_trainers_adamw(run_on_ranks):
+    for average in run_on_ranks(partial_gradient, 2, LocalAdamW, "exp_avg"):
+        assert average == pytest.approx([0.05] * 3)  # a tenth of the sum
