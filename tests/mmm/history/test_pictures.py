@@ -70,3 +70,10 @@ def test_the_first_step_does_not_flatten_the_others(run):
     _, times, rates = summary_figure(run, "run").axes
     assert times.get_ylim()[1] < 1.0
     assert rates.get_ylim()[0] > 8e4
+
+
+def test_a_triangle_stands_for_a_row_beyond_the_axis(run):
+    _, times, rates = summary_figure(run, "run").axes
+    for axes, marker in ((times, "^"), (rates, "v")):
+        (triangles,) = [line for line in axes.lines if line.get_marker() == marker]
+        assert triangles.get_xdata().tolist() == [0]

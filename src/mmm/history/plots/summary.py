@@ -18,7 +18,7 @@ from mmm.history.plots.series import (
 )
 from mmm.history.plots.style import new_figure
 from mmm.history.record.dataset import marks_of
-from mmm.palette import BLUE, GREEN, LIGHT, ORANGE, STEP_PARTS
+from mmm.palette import BLUE, GREEN, LIGHT, ORANGE, STEP_PARTS, VERMILION
 
 if TYPE_CHECKING:
     import xarray
@@ -84,7 +84,7 @@ def _draw_series(axes: "Axes", ds: "xarray.Dataset", s: Series, color: str) -> N
         held_out = series(ds, twin)
         axes.plot(held_out.x, held_out.y, "o", ms=5, mfc=LIGHT.paper, mec=ORANGE, mew=1.5, label=twin, zorder=5)
         shown.append(held_out.y)
-    _set_limits(axes, s, np.concatenate(shown))
+    _set_limits(axes, s.x, s.y, limits(s.name, np.concatenate(shown)))
 
 
 def _draw_parts(axes: "Axes", ds: "xarray.Dataset", s: Series, split: dict[str, np.ndarray]) -> None:
@@ -102,7 +102,10 @@ def _draw_parts(axes: "Axes", ds: "xarray.Dataset", s: Series, split: dict[str, 
         base = base + height
     marker = "_" if is_short else "-"
     axes.plot(steps, line, marker, color=LIGHT.ink, lw=1.0, label=f"full {'epoch' if s.x_name == 'epoch' else 'step'}")
-    _set_limits(axes, s, full, from_zero=True)
+    shown = limits(s.name, full)
+    if shown is not None:
+        shown = (0.0, shown[1])
+    _set_limits(axes, s.x, full, shown, from_zero=True)
 
 
 def _draw_resumptions(axes: "Axes", ds: "xarray.Dataset", x: np.ndarray) -> None:
@@ -113,17 +116,24 @@ def _draw_resumptions(axes: "Axes", ds: "xarray.Dataset", x: np.ndarray) -> None
         axes.axvline(between, color=LIGHT.muted, lw=1.0, ls=":", label="" if number else "resumed")
 
 
-def _set_limits(axes: "Axes", s: Series, values: np.ndarray, from_zero: bool = False) -> None:
-    """Limits with a margin; whole numbers of steps."""
+def _set_limits(
+    axes: "Axes", x: np.ndarray, y: np.ndarray, shown: tuple[float, float] | None, from_zero: bool = False
+) -> None:
+    """Limits with a margin; whole numbers of steps; a triangle at the edge for each row beyond it."""
     from matplotlib.ticker import MaxNLocator
 
-    shown = limits(s.name, values)
     if shown is not None:
         low, high = shown
         margin = 0.06 * (high - low) or 0.05 * abs(high) or 1.0
         axes.set_ylim(0.0 if from_zero else low - margin, high + margin)
-    beside = 0.6 * _distance(s.x) if len(s.x) <= MOST_BARS else 0.02 * float(np.ptp(s.x))
-    axes.set_xlim(s.x.min() - beside, s.x.max() + beside)
+        for rows, height, marker in ((y > high, 0.96, "^"), (y < low, 0.04, "v")):
+            if rows.any():
+                edge = np.full(rows.sum(), height)
+                axes.plot(x[rows], edge, marker, color=VERMILION, ms=6, transform=axes.get_xaxis_transform(), zorder=6)
+    beside = 0.02 * float(np.ptp(x))
+    if len(x) <= MOST_BARS:
+        beside = max(beside, 0.6 * _distance(x))
+    axes.set_xlim(x.min() - beside, x.max() + beside)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=9, steps=[1, 2, 5, 10]))
 
 
