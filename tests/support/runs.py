@@ -7,7 +7,6 @@ from pathlib import Path
 import torch
 
 from mmm.layout import Layout
-from mmm.parallel.dp.forwards import FORWARDS
 from mmm.runtime import log
 from mmm.runtime.clock import StepClock
 from mmm.trainer.config.spec import RunSpec
@@ -44,5 +43,4 @@ def make_run(rank, options, resolved, precision, device=CPU, clock=None, hooks=(
     clock = StepClock(device) if clock is None else clock
     outdir = Path("no folder")  # as of rank 0, which alone has rows: here every rank has
     log._said.clear()  # as where a run begins
-    FORWARDS.take()
     return Run("test", options, spec, rank, device, precision, clock, hooks, outdir), rows

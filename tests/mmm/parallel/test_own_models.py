@@ -30,7 +30,7 @@ TP, DP = ("tp2", "dp2·tp2", ZERO_TP), ("fsdp", "ddp", "zero1", "zero2")
 FSDP = ("1 rank", "fsdp", "tp2", "dp2·tp2")
 # Wrong, and found by `mmm verify` before training (`tests/mmm_verify/test_wrong_plans.py`).
 VERIFY = "verify"
-# Ranks call other FSDP units: not run here, since their collectives do not pair up (`test_forwards.py`).
+# Ranks call other FSDP units, which `mmm verify` finds: not run here, since their collectives do not pair up.
 ENDS = "ends"
 # What is not the same: the model → layouts → the words by which it is refused; None: an error of PyTorch's, so far.
 OTHERWISE: dict[str, dict[tuple[str, ...], str | None]] = {

@@ -22,7 +22,6 @@ from torch.distributed.tensor import Shard
 
 from mmm.layout import Techniques
 from mmm.parallel.double_backward import refuse_create_graph
-from mmm.parallel.dp.forwards import FORWARDS
 from mmm.parallel.dp.wrapped import all_groups
 from mmm.parallel.ep.expert_parallel import expert_dim, experts_of
 from mmm.parallel.plan import Plan, find
@@ -71,8 +70,6 @@ def apply_fsdp(model: nn.Module, mesh: DeviceMesh, plan: Plan, precision: Precis
     assert isinstance(model, FSDPModule)
     follow_shards(model)
     refuse_double_backward(model)
-    sharded = {name: unit for name, unit in model.named_modules() if isinstance(unit, FSDPModule)}
-    FORWARDS.watch(model, sharded)
     again = len(units[RESHARD_AFTER_FORWARD[techniques.reshard_after_forward]])
     for module in (inner for group in units[again:] for outer in group for inner in outer.modules()):
         if isinstance(module, FSDPModule):

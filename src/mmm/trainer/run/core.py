@@ -26,16 +26,13 @@ from torch import Tensor
 
 from mmm.errors import DeviceError, DivergedError
 from mmm.layout import Layout
-from mmm.parallel.dp.forwards import FORWARDS, difference, forwards_differ
 from mmm.parallel.local import detached
 from mmm.runtime.clock import PARTS, PIPELINE_PARTS, StepClock, event_class, timed_waits
 from mmm.runtime.device import Precision, choose_device, choose_precision, full_float32, left_out
 from mmm.runtime.log import get_logger, ignore_views, logging_to, say_once
 from mmm.runtime.observer import WatchedRun, observed
 from mmm.runtime.process_group import (
-    broadcast_object,
     gather_floats,
-    gather_objects,
     gather_table,
     locate,
     process_group,
@@ -224,42 +221,32 @@ class Run:
         numbers: dict[str, Any] = dict(more or {})
         tensors = {key: value for key, value in numbers.items() if isinstance(value, Tensor)}
         timed = self.clock.read()
-        hash_of_calls, calls = FORWARDS.take()
-        by_rank = self._gather_row(local, tensors, timed, hash_of_calls)
+        by_rank = self._gather_row(local, tensors, timed)
         table = None if self.outdir is None else on_host(by_rank)  # the other ranks' hosts do not wait for the device
         if table is not None:
             by_rank = torch.from_numpy(table)
         loss_ranks = self.layout.loss_rank_slice
-        differ = forwards_differ(by_rank[:, -1], self.layout)
-        summary = on_host(torch.cat((self.losses.summary(by_rank, loss_ranks), differ)))
-        ranks_differ = bool(summary[-1]) and not self.dry
-        summary = summary[:-1]
+        summary = on_host(self.losses.summary(by_rank, loss_ranks))
         total, not_finite, skipped = self.losses.read(summary, by_rank, loss_ranks, self.rank.rank)
         row = Row(at, total, samples, tokens)
         if table is not None:
             numbers |= dict(zip(tensors, table[self.rank.rank].tolist()[UnreadLosses.COLUMNS :], strict=False))
             numbers |= {} if skipped is None else {"skipped": skipped}
             row.fill(
-                name, timed, numbers, dict(zip(timed, table.T[UnreadLosses.COLUMNS + len(tensors) : -1], strict=True))
+                name, timed, numbers, dict(zip(timed, table.T[UnreadLosses.COLUMNS + len(tensors) :], strict=True))
             )
         for hook in self.hooks:
             hook.row(self, row)
         if row.line:
             self.log.info(row.line, stacklevel=depth + 1)
-        if ranks_differ:
-            by_rank_calls = gather_objects(self.rank, calls)
-            text = difference(by_rank_calls, self.layout) if by_rank_calls else ""
-            raise DivergedError(broadcast_object(text), on_every_rank=True)
         if not_finite is not None:
             self._not_finite(not_finite, skipped is not None)
         return row
 
-    def _gather_row(
-        self, local: Tensor, tensors: Mapping[str, Tensor], timed: Mapping[str, float], hash_of_calls: int
-    ) -> Tensor:
-        """What a row needs of every rank, (ranks, columns): `UnreadLosses.columns`, `tensors`, `timed`, the hash. A
-        collective, after which the host has not waited for the device."""
-        seconds = torch.tensor([*timed.values(), hash_of_calls], dtype=local.dtype)
+    def _gather_row(self, local: Tensor, tensors: Mapping[str, Tensor], timed: Mapping[str, float]) -> Tensor:
+        """What a row needs of every rank, (ranks, columns): `UnreadLosses.columns`, `tensors`, `timed`. A collective,
+        after which the host has not waited for the device."""
+        seconds = torch.tensor([*timed.values()], dtype=local.dtype)
         if self.device.type in ("cuda", "xpu"):
             seconds = seconds.pin_memory()  # else the host waits for the copy
         columns = [self.losses.columns(local), *(value.view(1).to(local) for value in tensors.values())]
@@ -335,8 +322,6 @@ def start_run(
                 run.note(note)
             for hook in run.hooks:
                 hook.start(run)
-            # What an earlier run of this process called after its last row is none of this one's first.
-            FORWARDS.take()
             yield run
         except BaseException as raised:
             error = raised
