@@ -78,7 +78,6 @@ MORE_CASES = {
         {"model": "moe", "layout": "dp2.tp2.ep2"},
         {"model": "vit", "layout": "tp2"},
         {"model": "cnn", "layout": "tp2"},
-        {"model": "cnn", "layout": "dp2", "data_parallel": "zero2", "offload": True},
     ],
 }
 
@@ -106,7 +105,6 @@ TABLE = {
     "xpu vit tp2": (0, 0, 17, 0, 0, 0),
     "xpu cnn tp2": (0, 0, 5, 0, 0, 0),
     "xpu cnn dp2 zero2": (8, 8, 1, 0, 0, 0),
-    "xpu cnn dp2 zero2 offload": (8, 8, 1, 0, 0, 0),
 }
 
 

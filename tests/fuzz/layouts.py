@@ -106,7 +106,7 @@ def _techniques(rng: random.Random, program: str, flags: Flags, axes: dict[str, 
         and flags["dtype"] != "fp16"
         and flags["optimizer"] != "muon"
         and rng.random() < 0.15
-        and out.get("parallel") != "ddp"
+        and out.get("parallel", "fsdp") not in ("ddp", "zero1", "zero2")
     ):
         out["offload"] = "on"
     if "compile" in known and rng.random() < (0.004 if tp * cp == 1 else 0.03):

@@ -7,9 +7,8 @@ from torch import nn
 from mmm.layout import Layout, Techniques, check_data_parallel
 from mmm.parallel.compile import check_compile, check_compiled_experts
 from mmm.parallel.dp.batch_norm import check_batch_norm
-from mmm.parallel.dp.data_parallel import check_reshard
+from mmm.parallel.dp.data_parallel import check_offload, check_reshard
 from mmm.parallel.memory.checkpointing import check_checkpointing
-from mmm.parallel.memory.offload import check_offload
 from mmm.parallel.plan import Plan
 from mmm.parallel.rules import check_context_parallel
 

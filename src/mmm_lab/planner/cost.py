@@ -231,13 +231,13 @@ class CostModel:
         Args:
             stages: of the pipeline ranks that differ. batch: samples of a micro-batch.
         """
-        machine, replicas = self.machine, techniques.data_parallel in UNSHARDED
+        machine = self.machine
         work = self.work(stages, replace(layout, dp_replicate=1, dp_shard=layout.ep), techniques, batch, microbatches)
         shard, replicate, local = self._data_parallel(stages, layout, techniques, microbatches, work)
         updated = 10 * self.memory.storage * local  # gradients are clipped; AdamW reads four tensors and writes three
         optimizer, offload = updated / self.memory_rate, 0.0
         if techniques.offload:
-            gathers = 1 if replicas or layout.pp > 1 else 2 * microbatches
+            gathers = 1 if layout.pp > 1 else 2 * microbatches
             moved = self.memory.storage * local * (1 + gathers)
             offload = moved / (machine.host_link_bandwidth or machine.memory_bandwidth)
             optimizer = updated * machine.ranks_per_host / (machine.host_memory_bandwidth or self.memory_rate)

@@ -188,7 +188,7 @@ class Search:
     def best_choice(self, layout: Layout, technique: str) -> Candidate | None:
         """The fastest choice on a layout that fits; where none does, that which needs least. None where none goes."""
         shape = replace(layout, dp_replicate=1, dp_shard=layout.ep)
-        found, can_offload = None, technique != "ddp" and self.spec.offloads and self.machine.device != "cpu"
+        found, can_offload = None, technique not in UNSHARDED and self.spec.offloads and self.machine.device != "cpu"
         can_offload = can_offload and self._wanted("offload", True)
         for offload in (False, True):
             least: tuple[float, Choice] | None = None

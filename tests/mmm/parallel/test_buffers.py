@@ -103,7 +103,7 @@ def buffers(rank, layout, techniques):
     [
         (Layout(dp_shard=2), {}),
         (Layout(dp_shard=2), {"data_parallel": "ddp"}),
-        (Layout(dp_shard=2), {"data_parallel": "zero1", "offload": True}),
+        (Layout(dp_shard=2), {"data_parallel": "zero1"}),
         (Layout(dp_shard=1, tp=2), {}),
         (Layout(pp=2, dp_shard=1), {}),
         pytest.param(Layout(dp_shard=2, tp=2), {"offload": True}, marks=pytest.mark.long),

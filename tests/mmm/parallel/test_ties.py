@@ -105,7 +105,6 @@ LONG = [
     (DP2, {"checkpointing": "full"}),
     (TP2, {"loss_chunks": 3}),
     (DP2, {"data_parallel": "ddp", "loss_chunks": 3}),
-    (DP2, {"data_parallel": "zero1", "offload": True}),
     (DP2, {"checkpointing": "selective", "loss_chunks": 4}),
     (DP2, {"compile": True}),
     (Layout(dp_replicate=2, dp_shard=2), {}),

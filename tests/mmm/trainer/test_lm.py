@@ -137,7 +137,7 @@ def test_the_saved_model_is_the_one_that_was_judged(alone):
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        ({"parallel": "ddp", "offload": True}, "offload with ddp"),
+        ({"parallel": "zero1", "offload": True}, "offload with zero1"),
         ({"loss_chunks": 0}, "--loss_chunks 0"),
         ({"offload": True, "optimizer": "muon"}, "--optimizer muon with --offload"),
         ({"offload": True, "dtype": "fp16"}, "offload with dtype fp16"),

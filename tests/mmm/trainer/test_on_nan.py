@@ -53,7 +53,7 @@ def train(rank, layout, kind, mode, planted, optimizer="adamw", max_norm=1.0, by
         sample=sample,
         data=data,
         steps=steps,
-        techniques=Techniques(data_parallel=kind.split("+")[0], offload="+" in kind),
+        techniques=Techniques(data_parallel=kind),
         optimizer="adamw",
     )
     resolved = resolve_plan(own, transformer_plan(), "auto", texts.SEQ)
@@ -112,7 +112,7 @@ def train(rank, layout, kind, mode, planted, optimizer="adamw", max_norm=1.0, by
 LAYOUTS = [
     pytest.param(Layout(dp_shard=2, tp=2), "fsdp", marks=pytest.mark.long),
     pytest.param(Layout(pp=2, dp_shard=2), "fsdp", marks=pytest.mark.long),
-    (Layout(dp_shard=2), "zero2+offload"),
+    (Layout(dp_shard=2), "zero2"),
     (Layout(dp_shard=2), "ddp"),
     pytest.param(Layout(dp_shard=4, ep=2), "fsdp", marks=pytest.mark.long),
 ]

@@ -56,6 +56,22 @@ def check_reshard(techniques: Techniques, layout: Layout) -> None:
         raise LayoutError(f"{name} {when}: {why}")
 
 
+def check_offload(data_parallel: str, dtype: str = "") -> None:
+    """Whether a technique, and a precision, go with offload; needs no process group.
+
+    Raises:
+        ConfigError: they do not; with what to change.
+    """
+    name = config_field("offload")
+    if data_parallel in UNSHARDED:
+        raise ConfigError(f"{name} with {data_parallel}: only FSDP keeps what a rank updates on the host; use fsdp")
+    if dtype == "fp16":
+        raise ConfigError(
+            f"{name} with {config_field('dtype')} fp16: scaling gradients that lie on the host has not been shown to "
+            f"be right; use bf16 or fp32"
+        )
+
+
 def dp_mesh(mesh: Mesh) -> DeviceMesh:
     """What FSDP works over: (dp_shard,) or, for HSDP, (dp_replicate, dp_shard); with cp, dp_shard × cp for dp_shard.
 
@@ -101,7 +117,7 @@ def apply_data_parallel(
     if technique == "ddp":
         return DDP(model, replicas_of(mesh), precision)
     experts = experts_of(model, plan) if mesh.experts is not None else []
-    return Zero(model, mesh, precision, experts, keep_gradients=technique == "zero1", offload=offload)
+    return Zero(model, mesh, precision, experts, keep_gradients=technique == "zero1")
 
 
 def sync_gradients(model: nn.Module, now: bool) -> None:

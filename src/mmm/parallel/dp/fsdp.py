@@ -2,10 +2,16 @@
 
 A unit's parameters are gathered just for its forward and its backward. Backward begins with the last unit, which
 therefore stays gathered between the two (`RESHARD_AFTER_FORWARD`). With ``dp_replicate`` as well (HSDP) there are
-replicas of that, kept equal by all-reduce: the all-gathers stay within a group, ideally on one host. With offload the
-shards live in the host's memory (`mmm.parallel.memory.offload`).
+replicas of that, kept equal by all-reduce: the all-gathers stay within a group, ideally on one host.
 
-Source: Zhao et al., "PyTorch FSDP", 2023; ``torch.distributed.fsdp.fully_shard``.
+With offload the shards of parameters, gradients and optimizer state live in the host's memory, and are updated there. A
+step brings the gradients down, and takes the parameters up whenever it gathers them. It saves 4 elements a parameter
+and rank under AdamW, and costs the link to the host and an optimizer at the host's speed. Gradients are then CPU
+tensors: what the ranks sum over them, such as a norm, goes by the device, because groups of accelerators send nothing
+from the host.
+
+Sources: Zhao et al., "PyTorch FSDP", 2023; ``torch.distributed.fsdp.fully_shard``; Ren et al., "ZeRO-Offload", 2021;
+``torch.distributed.fsdp.CPUOffloadPolicy``.
 """
 
 from __future__ import annotations

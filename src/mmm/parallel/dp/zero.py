@@ -34,9 +34,6 @@ Those ranks are dp, with cp dp × cp (whose ranks have other tokens and the same
 pipeline is reduced once a step, after its micro-batches. That suits slow links between hosts: dp sends its 3 P once a
 step, however many micro-batches there are, where fsdp gathers each unit's parameters twice in each.
 
-With offload the shards, their gradients and so the optimizer's state and its step are on the host; the updated shard
-goes up to the device, and is then gathered (`mmm.parallel.memory.offload`).
-
 Source: Rajbhandari et al., "ZeRO: memory optimizations toward training trillion parameter models", 2020.
 """
 
@@ -74,20 +71,11 @@ class ShardedParameter:
         shard: this rank's rows of its local tensor, in the same memory.
         memory: that of the local tensor, `dim` first, padded until all ranks have the same number of rows, as
             collectives need it.
-        host: with offload the memory of `shard`, on the host; else None.
         keep_full: sum the full gradient on every rank.
     """
 
     def __init__(
-        self,
-        name: str,
-        full: nn.Parameter,
-        over: DeviceMesh,
-        mesh: DeviceMesh,
-        dim: int = 0,
-        *,
-        keep_full: bool,
-        offload: bool = False,
+        self, name: str, full: nn.Parameter, over: DeviceMesh, mesh: DeviceMesh, dim: int, *, keep_full: bool
     ) -> None:
         """
         Args:
@@ -96,33 +84,40 @@ class ShardedParameter:
         """
         if full.ndim == 0:
             raise ValueError(f"parameter {name} is a scalar, which has no rows to shard: give it shape (1,)")
-        self.full, self.mesh, self.dim, self.keep_full = full, mesh, dim, keep_full
+        self.full = full
+        self.mesh = mesh
+        self.dim = dim
+        self.keep_full = keep_full
         self.group = over.get_group()
         self.summed: Tensor | None = None  # this rank's rows of the sum
+
         by_rows = to_local(full.detach()).movedim(dim, 0)
-        rows, ranks, rank = len(by_rows), over.size(), over.get_local_rank()
-        chunk = -(-rows // ranks)
-        self.local_rows = rows
-        self.memory = by_rows.new_zeros(chunk * ranks, *by_rows.shape[1:])
-        self.memory[:rows] = by_rows
-        set_local(full, self.memory[:rows].movedim(0, dim))
-        self.rows = slice(min(rank * chunk, rows), min((rank + 1) * chunk, rows))
-        self.padded_rows = slice(rank * chunk, (rank + 1) * chunk)
-        own = self.memory[self.rows]
-        pinned = over.device_type != "cpu"
-        self.host = torch.empty(own.shape, dtype=own.dtype, pin_memory=pinned).copy_(own) if offload else None
-        self.shard = nn.Parameter(self._as_dtensor(own if self.host is None else self.host))
+        self.local_rows = len(by_rows)
+        chunk = -(-self.local_rows // over.size())
+        first = over.get_local_rank() * chunk
+        self.padded_rows = slice(first, first + chunk)
+        self.rows = slice(min(first, self.local_rows), min(first + chunk, self.local_rows))
+        self.memory = by_rows.new_zeros(chunk * over.size(), *by_rows.shape[1:])
+        self.memory[: self.local_rows] = by_rows
+        set_local(full, self.memory[: self.local_rows].movedim(0, dim))
+        self.shard = nn.Parameter(self._as_dtensor(self.memory[self.rows]))
 
     def _as_dtensor(self, rows: Tensor) -> DTensor:
         """This rank's rows as a shard of the full tensor; no copy."""
-        placements = [*(self.full.placements if isinstance(self.full, DTensor) else ()), Shard(self.dim)]
-        shape, stride = self.full.shape, self.full.stride()
-        local = rows.movedim(0, self.dim)
-        return DTensor.from_local(local, self.mesh, placements, run_check=False, shape=shape, stride=stride)
+        outer = self.full.placements if isinstance(self.full, DTensor) else ()
+        return DTensor.from_local(
+            rows.movedim(0, self.dim),
+            self.mesh,
+            [*outer, Shard(self.dim)],
+            run_check=False,
+            shape=self.full.shape,
+            stride=self.full.stride(),
+        )
 
     def _own_gradient(self) -> Tensor:
         """This rank's gradient of its local tensor, rows first; it is taken from the parameter."""
-        gradient, self.full.grad = self.full.grad, None
+        gradient = self.full.grad
+        self.full.grad = None
         if gradient is None:
             return torch.zeros_like(self.memory[: self.local_rows])
         if isinstance(self.full, DTensor):  # a partial sum over tp, such as that of a norm, is added up
@@ -137,31 +132,24 @@ class ShardedParameter:
         if self.keep_full:
             self.summed = gradient[self.rows]
             return dist.all_reduce(gradient, group=self.group, async_op=True)
-        if len(gradient) < len(self.memory):
-            gradient = torch.cat((gradient, gradient.new_zeros(len(self.memory) - len(gradient), *gradient.shape[1:])))
+        padding = len(self.memory) - len(gradient)
+        if padding:
+            gradient = torch.cat((gradient, gradient.new_zeros(padding, *gradient.shape[1:])))
         local = torch.empty_like(gradient[self.padded_rows])
         self.summed = local[: self.rows.stop - self.rows.start]
         return reduce_scatter(local, gradient, group=self.group, async_op=True)
 
     def finish(self) -> None:
-        """The sum is there: let the optimizer have it."""
+        """Add the sum, which is there by now, to the gradient of the shard, which the optimizer reads."""
         assert self.summed is not None
-        self.accumulate(self.summed)
-        self.summed = None
-
-    def accumulate(self, rows: Tensor) -> None:
-        """Add to the gradient of the shard."""
-        if self.host is not None:
-            rows = rows.to("cpu", copy=True)
         if self.shard.grad is None:
-            self.shard.grad = self._as_dtensor(rows)
+            self.shard.grad = self._as_dtensor(self.summed)
         else:
-            to_local(self.shard.grad).add_(rows.movedim(0, self.dim))
+            to_local(self.shard.grad).add_(self.summed.movedim(0, self.dim))
+        self.summed = None
 
     def gather(self) -> dist.Work:
         """Begin to fill in the rows that other ranks have updated."""
-        if self.host is not None:
-            self.memory[self.rows].copy_(self.host)
         return all_gather(self.memory, self.memory[self.padded_rows].clone(), group=self.group, async_op=True)
 
 
@@ -172,7 +160,7 @@ def replicas_of(mesh: Mesh) -> DeviceMesh:
     return mesh["dp_shard" if mesh.layout.cp == 1 else "dp_shard_cp"]
 
 
-def mesh_of_shards(over: DeviceMesh, own: DeviceMesh | None, device_type: str) -> DeviceMesh:
+def mesh_of_shards(over: DeviceMesh, own: DeviceMesh | None) -> DeviceMesh:
     """The mesh of what `over` shards of a local tensor: the axis that made it local is the outer one, so that shards of
     a dim that both shard are consecutive.
 
@@ -180,13 +168,13 @@ def mesh_of_shards(over: DeviceMesh, own: DeviceMesh | None, device_type: str) -
         over: one-dimensional. own: the same, of the parameter; None: it is full.
     """
     if own is None:
-        return over if over.device_type == device_type else DeviceMesh.from_group(over.get_group(), device_type)
+        return over
     groups = [own.get_group(), over.get_group()]
-    names = tuple(axis for mesh in (own, over) for axis in mesh.mesh_dim_names or ())
     own_ranks, over_ranks = map(dist.get_process_group_ranks, groups)
     # A rank is a sum of terms, one an axis.
     ranks = [[row + column - dist.get_rank() for column in over_ranks] for row in own_ranks]
-    return DeviceMesh.from_group(groups, device_type, ranks, mesh_dim_names=names)
+    names = (*(own.mesh_dim_names or ()), *(over.mesh_dim_names or ()))
+    return DeviceMesh.from_group(groups, over.device_type, ranks, mesh_dim_names=names)
 
 
 class Zero(Wrapper):
@@ -208,7 +196,6 @@ class Zero(Wrapper):
         experts: Sequence[nn.Module] = (),
         *,
         keep_gradients: bool,
-        offload: bool = False,
     ) -> None:
         """
         Args:
@@ -216,10 +203,12 @@ class Zero(Wrapper):
         """
         self.over = replicas_of(mesh)
         tp = mesh["tp"] if mesh.layout.tp > 1 else None
-        super().__init__(module, mesh_of_shards(self.over, tp, self.over.device_type), precision)
-        self.experts, self.over_experts = experts, mesh.experts["expert_dp"] if mesh.experts is not None else self.over
-        self.keep_gradients, self.offload, self._gathered = keep_gradients, offload, 0
+        super().__init__(module, mesh_of_shards(self.over, tp), precision)
+        self.experts = experts
+        self.over_experts = mesh.experts["expert_dp"] if mesh.experts is not None else self.over
+        self.keep_gradients = keep_gradients
         self.sharded: dict[str, ShardedParameter] = {}
+        self._gathered = 0  # version of the shards that the full parameters have
         self._meshes: dict[tuple[str, ...], DeviceMesh] = {}
         self._order: list[ShardedParameter] = []  # of their collectives
         self._next = 0  # in `_order`, to begin next
@@ -237,19 +226,19 @@ class Zero(Wrapper):
             one.full.register_post_accumulate_grad_hook(lambda _, one=one: self._arrive(one))
         self.sum_gradients_of([one.full for one in self._order])
         self.module.register_state_dict_pre_hook(self._refresh)
-        if self.offload:
-            self.module.register_load_state_dict_post_hook(lambda *_: self._to_host())
         # After the step of whichever optimizer has the shards.
-        shards = {id(one.shard) for one in self.sharded.values()}
+        shards = {id(one.shard) for one in self._order}
         model = weakref.ref(self)
 
         def after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+            zero = model()
             updated = (id(p) in shards for group in optimizer.param_groups for p in group["params"])
-            if (zero := model()) is not None and any(updated):
+            if zero is not None and any(updated):
                 zero.gather()
 
         weakref.finalize(self, register_optimizer_step_post_hook(after_step).remove)
-        self._gathered, self.connected = self._shards_version(), True
+        self._gathered = self._shards_version()
+        self.connected = True
 
     def _shard(self, name: str, full: nn.Parameter, is_expert: bool) -> ShardedParameter:
         over = self.over_experts if is_expert else self.over
@@ -257,13 +246,11 @@ class Zero(Wrapper):
         own = full.device_mesh if isinstance(full, DTensor) else None
         axes = tuple(axis for mesh in (own, over) if mesh is not None for axis in mesh.mesh_dim_names or ())
         if axes not in self._meshes:
-            # Shards on the host have a mesh of the same ranks that is not for sending: groups may not send from there.
-            self._meshes[axes] = mesh_of_shards(over, own, "cpu" if self.offload else over.device_type)
-        mesh = self._meshes[axes]
-        return ShardedParameter(name, full, over, mesh, dim, keep_full=self.keep_gradients, offload=self.offload)
+            self._meshes[axes] = mesh_of_shards(over, own)
+        return ShardedParameter(name, full, over, self._meshes[axes], dim, keep_full=self.keep_gradients)
 
     def _shards_version(self) -> int:
-        return shards_version(one.shard for one in self.sharded.values())
+        return shards_version(one.shard for one in self._order)
 
     def _refresh(self, *_: Any) -> None:
         if self._shards_version() != self._gathered:
@@ -284,7 +271,8 @@ class Zero(Wrapper):
         self._finish()
 
     def _forget(self) -> None:
-        self._in_backward, self._next = False, 0
+        self._in_backward = False
+        self._next = 0
         self._arrived.clear()
         self._begun.clear()
 
@@ -316,12 +304,6 @@ class Zero(Wrapper):
             one.finish()
         self._forget()
 
-    def _to_host(self) -> None:
-        """Copy this rank's rows of the full parameters to the shards on the host."""
-        for one in self.sharded.values():
-            if one.host is not None:
-                one.host.copy_(one.memory[one.rows])
-
     def gather(self) -> None:
         """Make the full parameters those of the shards. Done after every step of the optimizer. A collective."""
         for work in [one.gather() for one in self.sharded.values()]:
@@ -333,6 +315,6 @@ class Zero(Wrapper):
     ) -> Iterator[tuple[str, nn.Parameter]]:
         """What an optimizer updates on this rank: the shards, once there are any."""
         start = f"{prefix}." if prefix else ""
-        shards = {id(one.full): one.shard for one in self.sharded.values()}  # a tied parameter has a second name
+        shards = {id(one.full): one.shard for one in self._order}  # a tied parameter has a second name
         for name, parameter in super().named_parameters("", recurse, remove_duplicate):
             yield start + name, shards.get(id(parameter), parameter)
