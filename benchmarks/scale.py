@@ -44,7 +44,7 @@ from mmm.runtime.device import Precision  # noqa: E402
 from mmm.runtime.log import get_logger  # noqa: E402
 from mmm.runtime.ranks import Rank  # noqa: E402
 from mmm.trainer.config.run import RunOptions  # noqa: E402
-from mmm.trainer.config.spec import RunSpec  # noqa: E402
+from mmm.trainer.job import Job  # noqa: E402
 from mmm.trainer.run.core import Run  # noqa: E402
 
 LAYOUTS = {
@@ -106,7 +106,7 @@ def measure(name: str, ranks: int) -> dict[str, float]:
                 torch.zeros(TOKENS, dtype=torch.int64),
             )
             clock, who = StepClock(CPU), Rank(0, ranks, 0, 1, "benchmark")
-            run = Run("benchmark", RunOptions(), RunSpec(layout=layout), who, CPU, FP32, clock, [])
+            run = Run("benchmark", RunOptions(), Job(layout=layout), who, CPU, FP32, clock, [])
 
             def step(due: bool, folder: Path | None = None) -> None:
                 run.outdir = folder  # rank 0 has one, and reads its rows

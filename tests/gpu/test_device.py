@@ -29,7 +29,7 @@ from mmm.runtime.log import ignore_views
 from mmm.runtime.process_group import process_group
 from mmm.runtime.ranks import Rank
 from mmm.trainer.config.run import RunOptions
-from mmm.trainer.config.spec import RunSpec
+from mmm.trainer.job import Job
 from mmm.trainer.run.core import Run
 
 pytestmark = pytest.mark.gpu
@@ -59,7 +59,7 @@ class Training:
         partition = partition_model(model, plan, layout, techniques, torch.zeros(tokens, dtype=torch.int64).to("meta"))
         (self.least,) = Footprint(partition.parameters(model, 1, techniques.schedule)).elements(layout)
         clock = StepClock(self.device)
-        self.run = Run("test", RunOptions(), RunSpec(layout=layout), ALONE, self.device, precision, clock, [])
+        self.run = Run("test", RunOptions(), Job(layout=layout), ALONE, self.device, precision, clock, [])
         mesh = build_mesh(layout, kind)
         self.model = ParallelModel(
             model, plan, mesh, precision, techniques, partition, device=self.device, seed=0, lap=clock.lap

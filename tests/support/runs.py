@@ -9,8 +9,8 @@ import torch
 from mmm.layout import Layout
 from mmm.runtime import log
 from mmm.runtime.clock import StepClock
-from mmm.trainer.config.spec import RunSpec
 from mmm.trainer.config.training import CheckpointOptions
+from mmm.trainer.job import Job
 from mmm.trainer.run.core import Hook, Run
 from mmm.trainer.run.resume import ResumableRecord
 
@@ -39,7 +39,7 @@ def make_run(rank, options, resolved, precision, device=CPU, clock=None, hooks=(
     """
     rows = Rows()
     hooks = [ResumableRecord(CheckpointOptions()), rows, *hooks]
-    spec = RunSpec(layout=resolved) if isinstance(resolved, Layout) else resolved
+    spec = Job(layout=resolved) if isinstance(resolved, Layout) else resolved
     clock = StepClock(device) if clock is None else clock
     outdir = Path("no folder")  # as of rank 0, which alone has rows: here every rank has
     log._said.clear()  # as where a run begins

@@ -110,7 +110,7 @@ def shard(model: Transformer, mesh: DeviceMesh, way: str, policy: MixedPrecision
 
 
 def train_way(
-    run: example.Run, mesh: DeviceMesh, resolved: example.TrainingSpec, way: str
+    run: example.Run, mesh: DeviceMesh, resolved: example.Job, way: str
 ) -> tuple[dict[str, int], list[float]]:
     """A few steps from the initial weights: the bytes at each place, of the rank with most, and the losses."""
     config = run.config

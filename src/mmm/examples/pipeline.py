@@ -74,7 +74,7 @@ def make_stage(sizes: TransformerConfig, names: list[str]) -> Transformer:
     return model
 
 
-def resolve(config: Config) -> example.ParallelSpec:
+def resolve(config: Config) -> example.Job:
     if config.pp < 2:
         raise LayoutError(f"pp {config.pp}: a pipeline has at least 2 ranks; on 1 there is nothing to split")
     layout = example.fit(pp=config.pp, tp=config.tpsize)

@@ -107,7 +107,7 @@ def shard(model: LanguageModel, mesh: DeviceMesh, policy: MixedPrecisionPolicy) 
             module.set_force_sum_reduction_for_comms(True)  # gloo has no scaled sum
 
 
-def train_way(run: example.Run, mesh: DeviceMesh, resolved: example.TrainingSpec, way: str, wide: bool) -> Result:
+def train_way(run: example.Run, mesh: DeviceMesh, resolved: example.Job, way: str, wide: bool) -> Result:
     """A few steps from the initial weights: the peak of the last forward and backward in bytes, and the losses."""
     config = run.config
     assert isinstance(config, Config)

@@ -36,7 +36,7 @@ from mmm.runtime.ranks import whoami
 from mmm.traffic.count import count_traffic
 from mmm.traffic.formulas import expected_traffic
 from mmm.trainer.config.run import BatchOptions
-from mmm.trainer.config.spec import RunSpec
+from mmm.trainer.job import Job
 
 LIMIT = 0.05
 MICROBATCHES = 4  # of the pipelines
@@ -176,7 +176,7 @@ def train(config: Config) -> bool:
             partitions[case] = partition_of(case, sizes, size, config.data.seq_length)
         except LayoutError as error:
             left_out[case.name] = error
-    resolved = RunSpec(layout=Layout().fit(ranks), data=data)
+    resolved = Job(layout=Layout().fit(ranks), data=data)
     hooks = [example.Agreement(), example.StartUp(), example.Record()]
     with example.start_run("traffic", config, resolved, hooks) as run:
         run.describe(model=sizes, global_batch_size=size)

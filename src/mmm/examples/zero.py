@@ -98,7 +98,7 @@ class Slices(nn.Module):
 
 
 def train_stage(
-    run: example.Run, config: Config, mesh: DeviceMesh, resolved: example.TrainingSpec, stage: int
+    run: example.Run, config: Config, mesh: DeviceMesh, resolved: example.Job, stage: int
 ) -> tuple[dict[str, int], list[float]]:
     """A few steps from the initial weights: the most numbers that any rank holds, and the loss of each step."""
     with torch.device("meta"):

@@ -20,7 +20,7 @@ class WatchedRun(NamedTuple):
         clock: of its steps.
         layout: fitted to the number of ranks.
         precision: its data types.
-        resolved: a `mmm.trainer.config.spec.RunSpec`.
+        resolved: a `mmm.trainer.job.Job`.
     """
 
     group: AbstractContextManager[None]

@@ -10,16 +10,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mmm.parallel import partition_model
 from mmm.parallel.plans.cnn import cnn_plan
 from mmm.runtime.ranks import whoami
-from mmm.trainer.config.cnn import CNNOptions, CNNSpec, resolve_cnn
+from mmm.trainer.config.cnn import CNNOptions, resolve_cnn
 from mmm.trainer.config.command_line import parse, run_main
 from mmm.trainer.config.images import ImageOptions
 from mmm.trainer.config.layout import LayoutOptions, techniques_of
 from mmm.trainer.config.profile import ProfileOptions
-from mmm.trainer.config.resolve_plan import ParallelSpec
+from mmm.trainer.config.resolve_plan import with_plan
 from mmm.trainer.config.training import ClippedOptions, EpochRun, TrainerCheckpoint, check_resume
+from mmm.trainer.job import Job
 from mmm.trainer.loop.fit import FitConfig, fit
 from mmm.trainer.loop.image_task import ImageTask
 from mmm.trainer.loop.save import save_model
@@ -47,17 +47,11 @@ class Config:
         check_resume(self.checkpoint, self.run)
 
 
-@dataclass(frozen=True, kw_only=True)
-class PlannedCNNSpec(CNNSpec, ParallelSpec):
-    """What a run of the MNIST net needs, and how `mmm.parallel` parallelizes it."""
-
-
-def resolve(config: Config) -> PlannedCNNSpec:
+def resolve(config: Config) -> Job:
     """`resolve_cnn`, on the layout that the flags ask for, and how the package parallelizes the net."""
     layout, techniques = config.layout.fit(whoami().world_size), techniques_of(config.layout)
-    own, plan = resolve_cnn(config.model, config.data, config.run, layout, techniques, config.optimizer), cnn_plan()
-    partition = partition_model(own.model, plan, layout, techniques, own.sample, config.run.dtype)
-    return PlannedCNNSpec(**vars(own), plan=plan, partition=partition)
+    job = resolve_cnn(config.model, config.data, config.run, layout, techniques, config.optimizer)
+    return with_plan(job, cnn_plan(), config.run.dtype)
 
 
 def train(config: Config) -> None:

@@ -29,7 +29,7 @@ from mmm.trainer.config.language_model import LanguageModelOptions, SampleOption
 from mmm.trainer.config.layout import SequenceLayoutOptions, techniques_of
 from mmm.trainer.config.presets import preset_defaults
 from mmm.trainer.config.profile import ProfileOptions
-from mmm.trainer.config.resolve_plan import ParallelSpec, chunk_loss, resolve_plan
+from mmm.trainer.config.resolve_plan import chunk_loss, with_plan
 from mmm.trainer.config.resolve_text import resolve_text
 from mmm.trainer.config.run import DEFAULT_BATCH_SIZE, ValidationOptions
 from mmm.trainer.config.scaled_lr import with_scaled_lr
@@ -41,6 +41,7 @@ from mmm.trainer.config.training import (
     TrainerRun,
     check_resume,
 )
+from mmm.trainer.job import Job
 from mmm.trainer.loop.fit import FitConfig, fit
 from mmm.trainer.loop.language import check_prompt, log_sample, start_from
 from mmm.trainer.loop.save import save_model
@@ -51,7 +52,6 @@ from mmm.trainer.run.parallel_model import build_parallel_model
 from mmm.trainer.run.standard import standard_hooks
 from mmm.trainer.run.tables import print_on_rank0
 from mmm.trainer.run.utilization import Utilization
-from mmm.weights.weights import Weights
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,22 +100,7 @@ class Config:
         return preset_defaults(argv)
 
 
-@dataclass(frozen=True, kw_only=True)
-class LanguageModelSpec(ParallelSpec):
-    """What a run of a language model needs.
-
-    Attributes:
-        weights: that it starts from; None: they are drawn.
-        bos: the tokens that begin a text.
-        eos: the tokens that end one.
-    """
-
-    weights: Weights | None
-    bos: tuple[int, ...]
-    eos: tuple[int, ...]
-
-
-def resolve(config: Config) -> LanguageModelSpec:
+def resolve(config: Config) -> Job:
     """Find text and weights, and decide on layout, model, batch and steps; needs no process group.
 
     Raises:
@@ -140,7 +125,7 @@ def resolve(config: Config) -> LanguageModelSpec:
         evaluation=config.evaluation,
     )
     own = with_scaled_lr(own, config.optimizer, DEFAULT_BATCH_SIZE)
-    spec = resolve_plan(own, language_plan(sizes), config.run.dtype, seq_length // (layout.cp * layout.tp))
+    spec = with_plan(own, language_plan(sizes), config.run.dtype, seq_length // (layout.cp * layout.tp))
     if config.memory.loss_chunks is None:
         spec = chunk_loss(spec, config.run.dtype)
     if positions := position_parameters(sizes):
@@ -150,10 +135,10 @@ def resolve(config: Config) -> LanguageModelSpec:
         )
     bos, eos = text_ends(weights, spec.data.tokenizer)
     check_prompt(config.sample, spec, bos)
-    return LanguageModelSpec(**vars(spec), weights=weights, bos=bos, eos=eos)
+    return replace(spec, weights=weights, bos=bos, eos=eos)
 
 
-def build_optimizer(config: LanguageOptimizer, model: ParallelModel, spec: ParallelSpec) -> Optimizer:
+def build_optimizer(config: LanguageOptimizer, model: ParallelModel, spec: Job) -> Optimizer:
     """The optimizer that the flags ask for."""
     if config.optimizer == "muon":
         from mmm.optim.muon import make_muon

@@ -23,10 +23,9 @@ from mmm.trainer.config.command_line import parse, run_main
 from mmm.trainer.config.images import ImageOptions, check_images
 from mmm.trainer.config.layout import LayoutOptions, techniques_of
 from mmm.trainer.config.profile import ProfileOptions
-from mmm.trainer.config.resolve_plan import ParallelSpec, resolve_plan
+from mmm.trainer.config.resolve_plan import with_plan
 from mmm.trainer.config.run import EvaluationOptions
 from mmm.trainer.config.scaled_lr import with_scaled_lr
-from mmm.trainer.config.spec import TrainingSpec
 from mmm.trainer.config.training import (
     RecomputeOptions,
     ScheduledOptions,
@@ -34,6 +33,7 @@ from mmm.trainer.config.training import (
     TrainerRun,
     check_resume,
 )
+from mmm.trainer.job import Job
 from mmm.trainer.loop.fit import FitConfig, fit
 from mmm.trainer.loop.image_task import ImageTask
 from mmm.trainer.loop.save import save_model
@@ -92,7 +92,7 @@ class Config:
         check_resume(self.checkpoint, self.run)
 
 
-def resolve(config: Config) -> ParallelSpec:
+def resolve(config: Config) -> Job:
     """Find the images, and decide on layout, model, batch and steps; needs no process group.
 
     Raises:
@@ -116,7 +116,7 @@ def resolve(config: Config) -> ParallelSpec:
     with torch.device("meta"):
         model = ViT(sizes)
         sample = torch.zeros(local_batch_size, sizes.channels, sizes.image_size, sizes.image_size)
-    spec = TrainingSpec(
+    spec = Job(
         layout=layout,
         sizes=sizes,
         model=model,
@@ -128,7 +128,7 @@ def resolve(config: Config) -> ParallelSpec:
         notes=notes,
     )
     spec = with_scaled_lr(spec, config.optimizer, default_batch_size)
-    return resolve_plan(spec, vit_plan(), config.run.dtype, sizes.patches)
+    return with_plan(spec, vit_plan(), config.run.dtype, sizes.patches)
 
 
 def train(config: Config) -> None:

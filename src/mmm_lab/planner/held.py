@@ -71,7 +71,7 @@ class HeldTensors:
     """What the run of one rank has: parameters as they lie on it, and what its optimizer updates.
 
     Args:
-        layout: of the run. resolved: its `RunSpec`.
+        layout: of the run. resolved: its `Job`.
 
     Attributes:
         techniques: on the layout.

@@ -38,7 +38,7 @@ def spec_of(resolved: Any, flops: bool) -> ModelSpec | None:
     """The model of a run, as the search sees it; None for a model that has no formulas.
 
     Args:
-        resolved: a `mmm.trainer.config.resolve_plan.ParallelSpec`.
+        resolved: a `mmm.trainer.job.Job`.
         flops: whether they are to be counted, which takes 20 ms.
     """
     sizes = resolved.sizes
@@ -53,7 +53,7 @@ def predict(resolved: Any, device: str, dtype: str, machine: Machine | None = No
     """What a run will need and take; None for a model that has no formulas.
 
     Args:
-        resolved: a `mmm.trainer.config.resolve_plan.ParallelSpec`. device: its type. dtype: name of the precision.
+        resolved: a `mmm.trainer.job.Job`. device: its type. dtype: name of the precision.
         machine: on which; None: then only memory is predicted.
     """
     layout, sample = resolved.layout, resolved.sample

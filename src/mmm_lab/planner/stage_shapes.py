@@ -35,7 +35,7 @@ class StageShapes:
     """The outputs of each stage for a micro-batch.
 
     Args:
-        resolved: a `mmm.trainer.config.resolve_plan.ParallelSpec` with a pipeline.
+        resolved: a `mmm.trainer.job.Job` with a pipeline.
         batch: of the step that is under way, on this rank; None: no `Pipeline` runs it.
     """
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from mmm.data.text.text_data import TextData
 from mmm.errors import RecordError
 from mmm.models.transformer import Transformer, TransformerConfig
 from mmm.parallel.dp.wrapped import unwrapped
@@ -16,9 +17,9 @@ from mmm.runtime.clock import PARTS, PIPELINE_PARTS, StepClock
 from mmm.runtime.device import Precision
 from mmm.trainer.config.layout import SequenceLayoutOptions, techniques_of
 from mmm.trainer.config.profile import ProfileOptions
-from mmm.trainer.config.resolve_plan import resolve_plan
+from mmm.trainer.config.resolve_plan import with_plan
 from mmm.trainer.config.run import RunOptions
-from mmm.trainer.config.spec import TextData, TrainingSpec
+from mmm.trainer.job import Job
 from mmm.trainer.loop.fit import FitConfig, fit
 from mmm.trainer.loop.tasks import TokenTask
 from mmm.trainer.run.parallel_model import build_parallel_model
@@ -41,7 +42,7 @@ def train(rank, folder, flags=None, mistake="", changes=None):
     layout = options.fit(rank.world_size)
     with torch.device("meta"):
         model, sample = Transformer(SIZES), torch.zeros(8 // layout.dp, texts.SEQ, dtype=torch.int64)
-    own = TrainingSpec(
+    own = Job(
         layout=layout,
         sizes=SIZES,
         model=model,
@@ -51,7 +52,7 @@ def train(rank, folder, flags=None, mistake="", changes=None):
         techniques=replace(techniques_of(options), checkpointing=given["checkpointing"]),
         optimizer="adamw",
     )
-    resolved = resolve_plan(own, transformer_plan(), "fp64")
+    resolved = with_plan(own, transformer_plan(), "fp64")
     clock = StepClock(torch.device("cpu"), PARTS if layout.pp == 1 else PIPELINE_PARTS)
     run, _ = make_run(rank, RunOptions(lr=given["lr"], dtype="fp64", seed=given["seed"]), layout, FP64, clock=clock)
     run.outdir = Path(folder) if rank.is_main else None

@@ -7,6 +7,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
+from mmm.data.text.text_data import TextData
 from mmm.errors import DivergedError
 from mmm.layout import Techniques
 from mmm.models.experts import MixtureOfExperts, transformer_of
@@ -18,9 +19,9 @@ from mmm.parallel.parallel_model import ParallelModel
 from mmm.parallel.plans.transformer import transformer_plan
 from mmm.runtime.clock import StepClock
 from mmm.runtime.device import Precision
-from mmm.trainer.config.resolve_plan import resolve_plan
+from mmm.trainer.config.resolve_plan import with_plan
 from mmm.trainer.config.run import RunOptions
-from mmm.trainer.config.spec import TextData, TrainingSpec
+from mmm.trainer.job import Job
 from mmm.trainer.loop.fit import FitConfig, fit
 from mmm.trainer.loop.tasks import TokenTask
 from support import reference as texts
@@ -46,7 +47,7 @@ def train(rank, layout, kind, mode, planted, optimizer="adamw", max_norm=1.0, by
         sample = torch.zeros(texts.GLOBAL_BATCH // layout.dp, texts.SEQ, dtype=torch.int64)
     options, data = RunOptions(lr=0.01), TextData(texts.tokens(), texts.tokens(), {})
     sizes = EXPERTS if experts else DENSE
-    own = TrainingSpec(
+    own = Job(
         layout=layout,
         sizes=sizes,
         model=whole,
@@ -56,7 +57,7 @@ def train(rank, layout, kind, mode, planted, optimizer="adamw", max_norm=1.0, by
         techniques=Techniques(data_parallel=kind),
         optimizer="adamw",
     )
-    resolved = resolve_plan(own, transformer_plan(), "auto", texts.SEQ)
+    resolved = with_plan(own, transformer_plan(), "auto", texts.SEQ)
     clock = StepClock(CPU)
     mesh = build_mesh(layout, "cpu", experts=experts)
     model = ParallelModel(

@@ -6,7 +6,7 @@ from torch import nn
 from mmm.layout import Layout
 from mmm.models.vit import ViT, ViTConfig
 from mmm.optim.adamw import make_optimizer
-from mmm.trainer.config.spec import model_summary
+from mmm.trainer.job import model_summary
 from mmm.trainer.loop.schedule import optimizer_text
 from mmm.trainer.run.tables import mesh_table
 

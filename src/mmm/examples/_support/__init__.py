@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 from mmm.lazy import lazy
 
 if TYPE_CHECKING:
+    from mmm.data.text.text_data import TextData
     from mmm.examples._support.by_package import parallelize_by_package, resolve
     from mmm.examples._support.experts import ExpertsConfig
     from mmm.examples._support.image_loop import image_steps
@@ -22,10 +23,9 @@ if TYPE_CHECKING:
     from mmm.trainer.config.command_line import run_main
     from mmm.trainer.config.layout import techniques_of
     from mmm.trainer.config.model import SmallTransformerOptions, TransformerOptions
-    from mmm.trainer.config.resolve_plan import ParallelSpec
     from mmm.trainer.config.resolve_text import check_own_kv_heads
     from mmm.trainer.config.run import OptimizerOptions, RowOptions, TensorParallelOptions
-    from mmm.trainer.config.spec import TextData, TrainingSpec
+    from mmm.trainer.job import Job
     from mmm.trainer.run.agreement import Agreement
     from mmm.trainer.run.core import Run, start_run
     from mmm.trainer.run.record import Record
@@ -43,10 +43,10 @@ __getattr__, __dir__ = lazy(
         "mmm.trainer.config.command_line": "run_main",
         "mmm.trainer.config.layout": "techniques_of",
         "mmm.trainer.config.model": "SmallTransformerOptions TransformerOptions",
-        "mmm.trainer.config.resolve_plan": "ParallelSpec",
         "mmm.trainer.config.resolve_text": "check_own_kv_heads",
         "mmm.trainer.config.run": "OptimizerOptions RowOptions TensorParallelOptions",
-        "mmm.trainer.config.spec": "TrainingSpec TextData",
+        "mmm.data.text.text_data": "TextData",
+        "mmm.trainer.job": "Job",
         "mmm.optim.adamw": "make_optimizer",
         "mmm.trainer.run.agreement": "Agreement",
         "mmm.trainer.run.core": "Run start_run",

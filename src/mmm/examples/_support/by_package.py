@@ -8,21 +8,20 @@ from mmm.models.experts import has_experts, transformer_of
 from mmm.parallel import Mesh, apply, build_mesh, materialize
 from mmm.parallel.dp.wrapped import unwrapped
 from mmm.parallel.plans.transformer import transformer_plan
-from mmm.trainer.config.resolve_plan import ParallelSpec, resolve_plan
+from mmm.trainer.config.resolve_plan import with_plan
+from mmm.trainer.job import Job
 from mmm.trainer.run.core import Run
 from mmm.trainer.run.tables import sharded_model
 
 
-def resolve(
-    config: PlainTextConfig, layout: Layout, techniques: Techniques | None = None, **defaults: int
-) -> ParallelSpec:
+def resolve(config: PlainTextConfig, layout: Layout, techniques: Techniques | None = None, **defaults: int) -> Job:
     """`resolve_own`, and how the package parallelizes the Transformer."""
     own = resolve_own(config, layout, techniques, build=transformer_of, **defaults)
     tokens = config.data.seq_length // (layout.cp * layout.tp)
-    return resolve_plan(own, transformer_plan(own.sizes), config.run.dtype, tokens)
+    return with_plan(own, transformer_plan(own.sizes), config.run.dtype, tokens)
 
 
-def parallelize_by_package(run: Run, resolved: ParallelSpec) -> Mesh:
+def parallelize_by_package(run: Run, resolved: Job) -> Mesh:
     """Make the mesh, and on it the model with its initial weights, by the package; log it. A collective."""
     model = resolved.model
     mesh = build_mesh(run.layout, run.device.type, run.options.timeout, experts=has_experts(model))

@@ -12,14 +12,14 @@ from mmm.data import Batch
 from mmm.examples._support.mistakes import STEPS, OneDevice, mistake_of
 from mmm.layout import PADDING
 from mmm.models.cnn import CNN
-from mmm.trainer.config.cnn import CNNSpec
+from mmm.trainer.job import Job
 from mmm.trainer.loop.image_task import ImageTask, evaluate_images, measure_of
 from mmm.trainer.run.core import Run
 from mmm.trainer.run.steps import Step, laps_updates
 
 
 def image_steps(
-    run: Run, resolved: CNNSpec, model: nn.Module, optimizer: torch.optim.Optimizer, workers: int | None = None
+    run: Run, resolved: Job, model: nn.Module, optimizer: torch.optim.Optimizer, workers: int | None = None
 ) -> Iterator[Step]:
     """The steps of a program that trains the CNN on images: one row, and one evaluation, an epoch.
 

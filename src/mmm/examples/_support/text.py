@@ -13,6 +13,7 @@ from torch.distributed.tensor.parallel import loss_parallel
 
 from mmm.data import Batch
 from mmm.data.text.corpus import Corpus, read_text_files, standard_library
+from mmm.data.text.text_data import TextData
 from mmm.data.text.tokens import BYTES, TextTokens
 from mmm.errors import ConfigError
 from mmm.examples._support.mistakes import STEPS, OneDevice, mistake_of
@@ -28,7 +29,7 @@ from mmm.trainer.config.run import (
     RowOptions,
     ValidationOptions,
 )
-from mmm.trainer.config.spec import TextData, TrainingSpec
+from mmm.trainer.job import Job
 from mmm.trainer.run.core import Run
 from mmm.trainer.run.steps import Step, mean_loss, steps_over
 
@@ -91,7 +92,7 @@ def resolve_own(
     batch_size: int = DEFAULT_BATCH_SIZE,
     max_iters: int = DEFAULT_MAX_ITERS,
     build: Callable[[TransformerConfig], Transformer] = Transformer,
-) -> TrainingSpec:
+) -> Job:
     """For an example that parallelizes the model itself: find the text, and decide on model, batch and steps; needs no
     process group.
 
@@ -123,7 +124,7 @@ def resolve_own(
 
 def text_steps(
     run: Run,
-    resolved: TrainingSpec,
+    resolved: Job,
     model: nn.Module | Iterable[nn.Module],
     optimizer: torch.optim.Optimizer,
     local_loss: Callable[[Batch], Tensor] | None = None,

@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from mmm.data import RandomTokens
+from mmm.data.text.text_data import TextData
 from mmm.examples._support.by_hand import same_losses
 from mmm.examples._support.text import PlainTextConfig
 from mmm.trainer.config.model import TransformerOptions
 from mmm.trainer.config.run import RowOptions
-from mmm.trainer.config.spec import TextData
 from mmm.trainer.run.core import Run
 
 # way → the flags that it follows

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -14,7 +13,7 @@ from mmm.parallel.rules import cnn_rules, refuse
 from mmm.trainer.config.images import ImageOptions, check_images
 from mmm.trainer.config.run import StepOptions
 from mmm.trainer.config.scaled_lr import ScaledOptions, with_scaled_lr
-from mmm.trainer.config.spec import TrainingSpec
+from mmm.trainer.job import Job
 
 
 @dataclass(frozen=True)
@@ -45,22 +44,6 @@ class CNNOptions:
             raise ConfigError(f"--gamma {self.gamma}: it must be above 0, and at most 1")
 
 
-@dataclass(frozen=True, kw_only=True)
-class CNNSpec(TrainingSpec):
-    """What a run of the net needs.
-
-    Attributes:
-        lr: as scaled.
-        gamma: its factor after each epoch.
-    """
-
-    lr: float
-    gamma: float
-
-    def describe(self) -> dict[str, Any]:
-        return super().describe() | {"gamma": self.gamma}
-
-
 def resolve_cnn(
     options: CNNOptions,
     data_options: ImageOptions,
@@ -70,7 +53,7 @@ def resolve_cnn(
     optimizer: ScaledOptions,
     *,
     dropout: bool = True,
-) -> CNNSpec:
+) -> Job:
     """Find the images, and decide on model, batch, steps and learning rate; needs no process group.
 
     Args:
@@ -93,7 +76,7 @@ def resolve_cnn(
     with torch.device("meta"):
         model, sample = CNN(sizes), torch.zeros(local_batch_size, *data.shape)
     steps_per_epoch = check_images(data, global_batch_size, layout.dp)
-    spec = TrainingSpec(
+    job = Job(
         layout=layout,
         sizes=sizes,
         model=model,
@@ -102,6 +85,6 @@ def resolve_cnn(
         steps=run.steps(steps_per_epoch, defaults.epochs * steps_per_epoch),
         techniques=techniques,
         optimizer=optimizer.optimizer,
+        gamma=defaults.gamma if options.gamma is None else options.gamma,
     )
-    spec = with_scaled_lr(spec, optimizer, defaults.global_batch or defaults.batch)
-    return CNNSpec(**vars(spec), gamma=defaults.gamma if options.gamma is None else options.gamma)
+    return with_scaled_lr(job, optimizer, defaults.global_batch or defaults.batch)

@@ -10,8 +10,8 @@ from typing import Literal
 from mmm.data import RandomTokens
 from mmm.data.text.byte_tokenizer import Tokenizer
 from mmm.data.text.sources import Sources, open_sources
+from mmm.data.text.text_data import TextData
 from mmm.errors import ConfigError
-from mmm.trainer.config.spec import TextData
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,13 +8,14 @@ from typing import Any
 import torch
 from torch import nn
 
+from mmm.data.text.text_data import TextData
 from mmm.errors import LayoutError
 from mmm.layout import Layout, Techniques, batch_sizes
 from mmm.models.transformer import Transformer
 from mmm.parallel.rules import check_context_parallel, check_transformer, resolve_ulysses
 from mmm.runtime.ranks import DRY_RUN, whoami
 from mmm.trainer.config.run import DEFAULT_BATCH_SIZE, DEFAULT_MAX_ITERS, StepOptions, ValidationOptions
-from mmm.trainer.config.spec import TextData, TrainingSpec
+from mmm.trainer.job import Job
 
 
 def resolve_text(
@@ -31,7 +32,7 @@ def resolve_text(
     evaluation: ValidationOptions | None = None,
     default_batch_size: int = DEFAULT_BATCH_SIZE,
     default_max_iters: int = DEFAULT_MAX_ITERS,
-) -> TrainingSpec:
+) -> Job:
     """Find the text, and decide on model, batch and steps; needs no process group.
 
     Args:
@@ -63,7 +64,7 @@ def resolve_text(
     with torch.device("meta"):
         model = build(sizes)
         sample = torch.zeros(local_batch_size, seq_length, dtype=torch.int64)
-    return TrainingSpec(
+    return Job(
         layout=layout,
         sizes=sizes,
         model=model,
@@ -86,9 +87,9 @@ def _with_ulysses(techniques: Techniques, layout: Layout, n_heads: int) -> tuple
     return resolved, [f"--ulysses {resolved.ulysses}: the most ranks of cp that share a host and divide the heads"]
 
 
-def check_own_kv_heads(spec: TrainingSpec) -> None:
+def check_own_kv_heads(job: Job) -> None:
     """For an example that shards key/value heads itself: raises LayoutError where ranks would have to share them."""
-    heads, tp = spec.sizes.n_kv_heads, spec.layout.tp
+    heads, tp = job.sizes.n_kv_heads, job.layout.tp
     if heads % tp:
         text = f"n_kv_heads {heads} is not divisible by tp {tp}"
         raise LayoutError(f"{text}: use a divisor, or mmm.trainer.lm, whose ranks can share a key/value head")

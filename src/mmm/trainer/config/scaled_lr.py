@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from mmm.trainer.config.run import OptimizerOptions, check_counts, check_effect
-from mmm.trainer.config.spec import TrainingSpec
+from mmm.trainer.job import Job
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,11 +46,11 @@ class ScaledOptions(OptimizerOptions):
         return rate, (f"learning rate {rate:.4g}: --lr {self.lr:g} scaled by {over}, {self.scale_lr}",)
 
 
-def with_scaled_lr(spec: TrainingSpec, options: ScaledOptions, default_base: int) -> TrainingSpec:
-    """The spec with the learning rate that the flags ask for, of its global batch, and a note of how it comes about.
+def with_scaled_lr(job: Job, options: ScaledOptions, default_base: int) -> Job:
+    """The job with the learning rate that the flags ask for, of its global batch, and a note of how it comes about.
 
     Args:
         default_base: samples, where no flag says which global batch --lr is for.
     """
-    lr, notes = options.scaled(spec.global_batch_size, default_base)
-    return replace(spec, lr=lr, notes=(*spec.notes, *notes))
+    lr, notes = options.scaled(job.global_batch_size, default_base)
+    return replace(job, lr=lr, notes=(*job.notes, *notes))

@@ -14,7 +14,7 @@ from mmm.data.images.batches import ImageBatches, ImageLoader, evaluation
 from mmm.layout import PADDING
 from mmm.models.dropout import sample_keys
 from mmm.parallel.local import detached
-from mmm.trainer.config.spec import TrainingSpec
+from mmm.trainer.job import Job
 from mmm.trainer.loop.tasks import Task
 from mmm.trainer.run.core import Run
 
@@ -27,7 +27,7 @@ TEST_BATCH = 64
 class ImageTask(Task):
     """The class of an image. Every image of the test set counts once, whatever the number of ranks."""
 
-    def __init__(self, run: Run, resolved: TrainingSpec, workers: int | None = None):
+    def __init__(self, run: Run, resolved: Job, workers: int | None = None):
         coordinate, dp, data = run.layout.dp_coordinate(run.rank.rank), run.layout.dp, resolved.data
         loading: dict[str, Any] = {
             "workers": workers,

@@ -10,7 +10,7 @@ from mmm.generate import config_of, encode_prompt, load_weights, sample_text
 from mmm.models.sampling import Sampling
 from mmm.parallel.parallel_model import ParallelModel
 from mmm.trainer.config.language_model import SampleOptions
-from mmm.trainer.config.spec import TrainingSpec
+from mmm.trainer.job import Job
 from mmm.trainer.run.core import Run
 from mmm.trainer.run.record import Record
 from mmm.trainer.run.resume import ResumableRecord
@@ -19,7 +19,7 @@ from mmm.weights.weights import Weights
 SAMPLE_TOKENS = 100
 
 
-def check_prompt(options: SampleOptions, resolved: TrainingSpec, bos: Sequence[int]) -> None:
+def check_prompt(options: SampleOptions, resolved: Job, bos: Sequence[int]) -> None:
     """Raises ConfigError, DataError: a prompt that does not fit."""
     if options.prompt is not None:
         data = resolved.data
@@ -29,7 +29,7 @@ def check_prompt(options: SampleOptions, resolved: TrainingSpec, bos: Sequence[i
 def log_sample(
     run: Run,
     model: ParallelModel,
-    resolved: TrainingSpec,
+    resolved: Job,
     options: SampleOptions,
     bos: Sequence[int],
     stop: Sequence[int],

@@ -19,7 +19,7 @@ from mmm.checkpoint.model_metadata import ModelMetadata
 from mmm.data import Batch, Tokens
 from mmm.errors import DataError
 from mmm.models.dropout import has_dropout, sample_keys
-from mmm.trainer.config.spec import TrainingSpec
+from mmm.trainer.job import Job
 from mmm.trainer.run.core import Run
 
 if TYPE_CHECKING:
@@ -78,7 +78,7 @@ class TokenTask(Task):
     def __init__(
         self,
         run: Run,
-        resolved: TrainingSpec,
+        resolved: Job,
         eval_batches: int,
         eval_train: bool = False,
         bos: tuple[int, ...] = (),

@@ -40,7 +40,7 @@ from mmm.runtime.process_group import (
 from mmm.runtime.ranks import DRY_RUN, Rank, whoami
 from mmm.runtime.seed import seed_start
 from mmm.trainer.config.run import BaseOptions, RowOptions, SeededOptions, flags_of, run_options
-from mmm.trainer.config.spec import RunSpec, TrainingSpec
+from mmm.trainer.job import Job
 from mmm.trainer.run.rows import NotFinite, Row, UnreadLosses, on_host, sums_in_order
 
 MOST_SKIPPED = 20  # steps in a row; fp16's scaler, which halves with each, begins at 2 ** 16
@@ -88,7 +88,7 @@ class Run:
 
     name: str
     config: Any
-    resolved: RunSpec
+    resolved: Job
     rank: Rank
     device: torch.device
     precision: Precision
@@ -107,9 +107,9 @@ class Run:
         return self.resolved.layout
 
     @property
-    def training_spec(self) -> TrainingSpec | None:
+    def training_spec(self) -> Job | None:
         """What was decided; None of a program that has no model of the package's."""
-        return self.resolved if isinstance(self.resolved, TrainingSpec) else None
+        return None if self.resolved.model is None else self.resolved
 
     @property
     def seed(self) -> int:
@@ -271,7 +271,7 @@ class Run:
 
 @contextmanager
 def start_run(
-    name: str, config: Any, resolved: RunSpec | Layout, hooks: Sequence[Hook], *, runs_on_mps: bool = False
+    name: str, config: Any, resolved: Job | Layout, hooks: Sequence[Hook], *, runs_on_mps: bool = False
 ) -> Iterator[Run]:
     """A run, for the length of a ``with`` block: everything up before it, every hook's end after it.
 
@@ -293,7 +293,7 @@ def start_run(
     if device.type == "mps" and not runs_on_mps:
         raise DeviceError(NO_MPS.format(name))
     precision = choose_precision(options.dtype if isinstance(options, SeededOptions) else "auto", device)
-    spec = RunSpec(layout=resolved) if isinstance(resolved, Layout) else resolved
+    spec = Job(layout=resolved) if isinstance(resolved, Layout) else resolved
     clock = StepClock(device, PARTS if spec.layout.pp == 1 else PIPELINE_PARTS)
     run = Run(name, config, spec, rank, device, precision, clock, [*hooks])
     for hook in run.hooks:
@@ -311,7 +311,7 @@ def start_run(
         ignore_views(),
         ExitStack() as stack,
     ):
-        compiled = isinstance(spec, TrainingSpec) and spec.techniques.compile  # its code waits in C++
+        compiled = spec.techniques.compile  # its code waits in C++
         if not (run.dry or event_class(device) or compiled):
             stack.enter_context(timed_waits(clock))
         file = None if run.outdir is None else run.outdir / "log.txt"

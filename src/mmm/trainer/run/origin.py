@@ -14,7 +14,7 @@ from mmm.errors import CheckpointError, UserError
 from mmm.runtime.device import Precision
 from mmm.runtime.process_group import broadcast_object, gather_objects
 from mmm.trainer.config.run import BaseOptions
-from mmm.trainer.config.spec import TrainingSpec
+from mmm.trainer.job import Job
 from mmm.trainer.run.core import Run
 
 
@@ -33,7 +33,7 @@ class Origin:
 ORDER_OF_PACKED = 2
 
 
-def identity_of(module: str, resolved: TrainingSpec | None, seed: int, precision: Precision) -> dict[str, Any]:
+def identity_of(module: str, resolved: Job | None, seed: int, precision: Precision) -> dict[str, Any]:
     """What has to be equal for a run to go on as the same curve, as JSON has it: not the layout.
 
     Args:

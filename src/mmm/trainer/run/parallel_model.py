@@ -12,12 +12,12 @@ from mmm.parallel.dp.wrapped import unwrapped
 from mmm.parallel.parallel_model import ParallelModel
 from mmm.parallel.plan import unmatched
 from mmm.runtime.process_group import gather_objects
-from mmm.trainer.config.resolve_plan import ParallelSpec
+from mmm.trainer.job import Job
 from mmm.trainer.run.core import Run
 from mmm.trainer.run.tables import local_parameters, sharded_model, stage_table
 
 
-def build_parallel_model(run: Run, resolved: ParallelSpec) -> ParallelModel:
+def build_parallel_model(run: Run, resolved: Job) -> ParallelModel:
     """Make the mesh, and on it this rank's part of the model with its initial weights; log who has what. A collective.
 
     Args:

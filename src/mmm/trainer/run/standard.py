@@ -13,9 +13,8 @@ from mmm.parallel.footprint import STATE, Footprint, check_fits
 from mmm.runtime.hang import HangWatch
 from mmm.runtime.ranks import command_line
 from mmm.trainer.config.profile import ProfileOptions
-from mmm.trainer.config.resolve_plan import ParallelSpec
-from mmm.trainer.config.spec import RunSpec
 from mmm.trainer.config.training import CheckpointOptions
+from mmm.trainer.job import Job
 from mmm.trainer.run import core
 from mmm.trainer.run.agreement import Agreement
 from mmm.trainer.run.core import Hook, Run
@@ -52,7 +51,7 @@ def script_hooks() -> list[Hook]:
 
 
 def start_run(
-    name: str, config: Any, resolved: RunSpec | Layout, hooks: Sequence[Hook] | None = None
+    name: str, config: Any, resolved: Job | Layout, hooks: Sequence[Hook] | None = None
 ) -> AbstractContextManager[Run]:
     """`mmm.trainer.run.core.start_run`, for a program of one's own.
 
@@ -67,7 +66,7 @@ class MemoryCheck(Hook):
 
     def before(self, run: Run) -> None:
         spec = run.resolved
-        if isinstance(spec, ParallelSpec) and not run.dry:
+        if spec.partition is not None and not run.dry:
             techniques = spec.techniques
             parameters = spec.partition.parameters(spec.model, spec.layout.pp, techniques.schedule)
             holds = Footprint(parameters, techniques.data_parallel, STATE[spec.optimizer], techniques.offload)

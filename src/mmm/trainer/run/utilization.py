@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from mmm.parallel.plan import Plan
 from mmm.parallel.pp.stages import part_costs, parts_of
 from mmm.runtime.peaks import named_peak
-from mmm.trainer.config.resolve_plan import ParallelSpec
 from mmm.trainer.run.core import Hook, Run
 from mmm.trainer.run.rows import Row
 
@@ -39,7 +38,6 @@ class Utilization(Hook):
         if not run.rank.is_main:
             return
         resolved = run.resolved
-        assert isinstance(resolved, ParallelSpec)
         self.flops = step_flops(resolved.model, resolved.plan, resolved.sample)
         self.peak, source = peak_flops(run.device, run.precision.compute)
         run.describe(mfu={"flops_per_sample": self.flops, "peak_flops_per_rank": self.peak, "peak": source})

@@ -1,4 +1,4 @@
-"""Everything that a run needs, decided before its ranks meet: what does not fit is refused by each rank alone."""
+"""What a run is, decided before its ranks meet: one flat, frozen object. Each rank alone refuses what does not fit."""
 
 from __future__ import annotations
 
@@ -6,58 +6,58 @@ import copy
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from mmm.data import Batch, Tokens
-from mmm.errors import DataError
 from mmm.layout import Layout, Techniques
+
+if TYPE_CHECKING:
+    from mmm.parallel.partition import Partition
+    from mmm.parallel.plan import Plan
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunSpec:
-    """What a run needs that has no model of the package's.
+class Job:
+    """What a run is. A program with a model of its own has a layout, and perhaps data, and no more.
 
     Attributes:
         layout: fitted to the number of ranks.
-        data: to train on, and to evaluate on; None where there are none, or only the model is summarized.
+        techniques: on the layout.
+        sizes: of the model.
+        model: an `nn.Module` on the meta device, shapes without memory.
+        sample: what a step's forward takes of one data-parallel coordinate, (local batch, …), on the meta device.
+        plan: how the package shards the model. None where the program parallelizes it itself.
+        partition: of the model into pipeline stages. None likewise.
+        data: to train on, and to evaluate on. None where there are none, or only the model is summarized.
+        steps: of the run.
+        optimizer: its name.
+        lr: its learning rate, scaled for the global batch. None where no flag scales it.
+        gamma: factor of the learning rate after each epoch. None where a schedule decides.
+        weights: that the model starts from. None where they are drawn.
+        bos: tokens that begin a text.
+        eos: tokens that end one.
         notes: what was chosen where no flag says.
     """
 
     layout: Layout
+    techniques: Techniques = Techniques()
+    sizes: Any = None
+    model: Any = None
+    sample: Tensor = None  # type: ignore[assignment]
+    plan: Plan = None  # type: ignore[assignment]
+    partition: Partition = None  # type: ignore[assignment]
     data: Any = None
+    steps: int = 0
+    optimizer: str = ""
+    lr: float = None  # type: ignore[assignment]
+    gamma: float = None  # type: ignore[assignment]
+    weights: Any = None
+    bos: tuple[int, ...] = ()
+    eos: tuple[int, ...] = ()
     notes: tuple[str, ...] = ()
-
-    def describe_data(self) -> Mapping[str, Any] | None:
-        """What the record keeps of the data. Its name (``dataset``) and hash (``sha256``) have to be equal on all
-        ranks; its ``note`` is for the user."""
-        return None if self.data is None else self.data.describe()
-
-
-@dataclass(frozen=True, kw_only=True)
-class TrainingSpec(RunSpec):
-    """What a run of a model needs.
-
-    Attributes:
-        sizes: of the model.
-        model: an `nn.Module` on the meta device, shapes without memory.
-        sample: what a step's forward takes of one data-parallel coordinate, (local batch, …), on the meta device.
-        steps: of the run.
-        techniques: on the layout.
-        optimizer: its name.
-        lr: its learning rate, as scaled; None where it is that of the flag.
-    """
-
-    sizes: Any
-    model: Any
-    sample: Tensor
-    steps: int
-    techniques: Techniques
-    optimizer: str
-    lr: float | None = None
 
     @property
     def local_batch_size(self) -> int:
@@ -74,9 +74,18 @@ class TrainingSpec(RunSpec):
         return model_summary(self.model, self.sample)
 
     def describe(self) -> dict[str, Any]:
-        """What the record keeps."""
-        scaled = {} if self.lr is None else {"scaled_lr": self.lr}
-        return {"model": self.sizes, "global_batch_size": self.global_batch_size, "steps": self.steps, **scaled}
+        """What the record keeps of a model of the package's."""
+        facts = {"model": self.sizes, "global_batch_size": self.global_batch_size, "steps": self.steps}
+        if self.lr is not None:
+            facts["scaled_lr"] = self.lr
+        if self.gamma is not None:
+            facts["gamma"] = self.gamma
+        return facts
+
+    def describe_data(self) -> Mapping[str, Any] | None:
+        """What the record keeps of the data. Its name (``dataset``) and hash (``sha256``) have to be equal on all
+        ranks; its ``note`` is for the user."""
+        return None if self.data is None else self.data.describe()
 
     def local_batch(self, tokens: Tokens, step: int, coordinate: int) -> Batch:
         """The samples of a step of a data-parallel coordinate."""
@@ -87,41 +96,11 @@ class TrainingSpec(RunSpec):
     ) -> Iterator[Batch]:
         """A rank's samples of the first global batches of the validation text, or of `tokens`, on its device: the same
         on every mesh, every time. Where the text has fewer, all of them."""
-        tokens, coordinate = tokens or self.data.validation, self.layout.dp_coordinate(rank)
+        if tokens is None:
+            tokens = self.data.validation
+        coordinate = self.layout.dp_coordinate(rank)
         for step in range(min(batches, tokens.steps_per_epoch(self.global_batch_size))):
             yield self.local_batch(tokens, step, coordinate).to(device)
-
-
-@dataclass(frozen=True)
-class TextData:
-    """Tokens to train on, tokens to validate on, and what the record says of them.
-
-    Attributes:
-        bytes_per_token: of the text to validate on; None where nobody knows.
-        tokenizer: a `mmm.data.text.byte_tokenizer.Tokenizer`; None where nobody knows.
-    """
-
-    train: Tokens
-    validation: Tokens
-    about: dict[str, object]
-    bytes_per_token: float | None = None
-    tokenizer: Any = None
-
-    def describe(self) -> dict[str, object]:
-        return self.about
-
-    def check(self, global_batch_size: int) -> int:
-        """Steps of an epoch.
-
-        Raises:
-            DataError: there is less text than one global batch, to train on or to validate on.
-        """
-        steps = self.train.steps_per_epoch(global_batch_size)
-        try:
-            self.validation.steps_per_epoch(global_batch_size)
-        except DataError as error:
-            raise DataError(f"the text's last tenth, for validation: {error}") from None
-        return steps
 
 
 def model_summary(model: nn.Module, inputs: Tensor) -> str:
@@ -131,6 +110,7 @@ def model_summary(model: nn.Module, inputs: Tensor) -> str:
         inputs: what forward takes, on the meta device.
     """
     import torchinfo
+    from torch.nn.attention import SDPBackend, sdpa_kernel
     from torch.utils.flop_counter import FlopCounterMode
 
     model = copy.deepcopy(model).to("meta")  # torchinfo moves what it is given, buffers with values as well
