@@ -27,16 +27,23 @@ run_main(main)
 
 def piped(launcher, line):
     """The exit code of `line` before its pipe, and what is printed."""
-    script = f"set -o pipefail; {line}"
-    done = subprocess.run(
-        ["bash", "-c", script],
-        cwd=launcher.folder,
-        env=launcher.environment(),
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE,
-    )
+    how = {"cwd": launcher.folder, "env": launcher.environment(), "capture_output": True, "text": True}
+    done = subprocess.run(["bash", "-c", f"set -o pipefail; {line}"], **how, timeout=PATIENCE)
     return done.returncode, done.stdout, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("redirected", "says"),
+    [
+        (">&-", ""),
+        ("--timeout 9 >&-", ""),
+        ("--timeout 9 >/dev/full", "launch: what is printed cannot be written from here on: No space left on device\n"),
+    ],
+)
+def test_stdout_that_takes_nothing(launcher, redirected, says):
+    flags, _, where = redirected.rpartition(">")
+    line = f"{shlex.join(START)} -n 1 --device cpu {flags} python3 -c 'print(1)' >{where}"
+    assert piped(launcher, line) == (0, "", says)
 
 
 @pytest.mark.parametrize("kind", ["", "--no-prefork", "--timeout 90", "host"])

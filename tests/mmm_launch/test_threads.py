@@ -16,8 +16,6 @@ open("threads-" + os.environ["RANK"], "w").write(f"{os.environ['OMP_NUM_THREADS'
 """
 CPUS = sorted(os.sched_getaffinity(0))
 BIND = ["--cpu-bind", f"list:{CPUS[0]}:{CPUS[-1]}"]
-LONG = pytest.mark.long
-TWO = pytest.mark.skipif(len(CPUS) < 2, reason="needs two CPUs")
 
 
 @pytest.fixture
@@ -33,19 +31,16 @@ def look(launcher):
     return run
 
 
+def long(*values):
+    return pytest.param(*values, marks=pytest.mark.long)
+
+
 # The ranks' processes are forked, here or on a host; or each imports torch itself, under what it has been told.
-FORKED = ["here", pytest.param("host", marks=LONG)]
-EVERY_WAY = [*FORKED, pytest.param("spawn", marks=LONG)]
-
-
-@pytest.fixture(params=FORKED)
+@pytest.fixture(params=["here", long("host"), long("spawn")])
 def options(request, launcher):
     if request.param == "host":
         return launcher.on_hosts()
     return ["--no-prefork"] if request.param == "spawn" else []
-
-
-every_way = pytest.mark.parametrize("options", EVERY_WAY, indirect=True)
 
 
 def test_not_bound(look, options):
@@ -61,19 +56,14 @@ def test_a_package_that_made_the_thread_pool_before_the_fork(launcher):
     assert done.returncode == 0, done.stderr
 
 
-@TWO
-def test_bound_to_one_cpu_each(look, options):
-    assert look(*options, *BIND) == [(1, 1, 1)] * 2
-
-
-@TWO
-@LONG
-@every_way
-def test_what_the_user_says_counts(look, options):
-    assert look(*options, *BIND, OMP_NUM_THREADS="2") == [(2, 2, 1)] * 2
-
-
-@TWO
-@LONG
-def test_what_the_user_says_by_an_option_counts(look, options):
-    assert look(*options, *BIND, "--env", "OMP_NUM_THREADS=2") == [(2, 2, 1)] * 2
+@pytest.mark.skipif(len(CPUS) < 2, reason="needs two CPUs")
+@pytest.mark.parametrize(
+    ("words", "variables", "expected"),
+    [
+        ([], {}, (1, 1, 1)),
+        long([], {"OMP_NUM_THREADS": "2"}, (2, 2, 1)),  # what the user says counts
+        long(["--env", "OMP_NUM_THREADS=2"], {}, (2, 2, 1)),
+    ],
+)
+def test_bound_to_one_cpu_each(look, options, words, variables, expected):
+    assert look(*options, *BIND, *words, **variables) == [expected] * 2

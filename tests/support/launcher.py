@@ -102,6 +102,13 @@ class Launcher:
             raise AssertionError(f"launch hung: {process.communicate()}") from None
         return subprocess.CompletedProcess(words, process.returncode, out, err)
 
+    def begin(self, program: str, *words: str, ranks: int = 2, **named) -> subprocess.Popen:
+        """Start launch on a program, and wait until each of its ranks has made the file ``ready-RANK``."""
+        self.write("t.py", program)
+        process = self.start(*words, "-n", str(ranks), "--device", "cpu", "python3", "t.py", **named)
+        self.wait_for(*(f"ready-{rank}" for rank in range(ranks)))
+        return process
+
     def on_hosts(self) -> list[str]:
         """Options by which launch takes this host for one of a cluster, with an mpiexec that is no MPI's."""
         mpiexec = self.write("mpiexec", MPIEXEC)
