@@ -16,9 +16,10 @@ from __future__ import annotations
 
 import math
 
+from mmm.parallel.footprint import STATE
 from mmm.units import counted
 from mmm_lab.planner.candidate import Candidate
-from mmm_lab.planner.memory import STATE, WIDTHS
+from mmm_lab.planner.memory import WIDTHS
 from mmm_lab.planner.search import Search
 
 SAVED_EVERY = 1800.0  # s between two checkpoints of the line that is printed

@@ -8,25 +8,23 @@ from dataclasses import dataclass
 
 from mmm.layout import Layout, Techniques
 from mmm_lab.planner.cost import StepCost
-from mmm_lab.planner.memory import PlannedStage
+from mmm_lab.planner.trial import Trial
 
 NEAR = 0.02  # of the fastest step: within that the layout with the fewest axes is the answer
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A layout with its techniques, and what it would cost.
+    """A trial, and what it would cost.
 
     Attributes:
-        kind: its axes and data-parallel technique. local_batch: samples of a step, of a data-parallel coordinate.
-        memory: bytes by part of the rank that needs most. fits: whether those are within the budget. host_memory: bytes
-            of a rank on its host. why: in a line, why it is where it is.
+        kind: its axes and data-parallel technique.
+        memory: bytes by part of the rank that needs most. fits: whether those are within the budget.
+        host_memory: bytes of a rank on its host. why: in a line, why it is where it is.
     """
 
-    layout: Layout
-    techniques: Techniques
+    trial: Trial
     kind: str
-    local_batch: int
     memory: Mapping[str, float]
     fits: bool
     cost: StepCost
@@ -34,6 +32,14 @@ class Candidate:
     mfu: float
     host_memory: float = 0.0
     why: str = ""
+
+    @property
+    def layout(self) -> Layout:
+        return self.trial.layout
+
+    @property
+    def techniques(self) -> Techniques:
+        return self.trial.techniques
 
     @property
     def bytes(self) -> float:
@@ -60,25 +66,6 @@ class Candidate:
         if self.techniques.offload:
             several.append("offload")
         return several
-
-    @property
-    def microbatches(self) -> int:
-        return self.techniques.microbatches or 1
-
-
-@dataclass(frozen=True)
-class Choice:
-    """Techniques on a layout. seconds: of a step without data parallelism. stages: of the pipeline ranks that differ.
-    batch: samples of a micro-batch."""
-
-    seconds: float
-    techniques: Techniques
-    stages: tuple[PlannedStage, ...]
-    batch: int
-
-    @property
-    def microbatches(self) -> int:
-        return self.techniques.microbatches or 1
 
 
 @dataclass(frozen=True)

@@ -21,14 +21,15 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
 
-from mmm.layout import UNSHARDED, Layout, Techniques
+from mmm.layout import Layout
 from mmm.models.gpt import LanguageConfig
 from mmm.parallel.pp.bubble import bubble_formula
 from mmm.parallel.pp.schedules import SCHEDULES
 from mmm.traffic.collective_bytes import heads_over_cp
-from mmm_lab.planner.memory import MemoryModel, PlannedStage
+from mmm_lab.planner.memory import MemoryModel
 from mmm_lab.planner.network import Group, collective, group_of, groups_of, peak_rate, send
 from mmm_lab.planner.spec import ModelSpec
+from mmm_lab.planner.trial import Trial
 from mmm_launch.machines.machine import Machine
 
 
@@ -107,10 +108,10 @@ class CostModel:
         cp: int,
         ep: int,
         batch: float,
-        checkpointing: str,
-        ulysses: int,
-        replicas: bool,
-        splits: bool,
+        checkpointing: str = "none",
+        ulysses: int = 1,
+        replicas: bool = False,
+        splits: bool = False,
     ) -> Layer:
         spec, machine, c = self.spec, self.machine, self.memory.compute
         kind = next(kind for kind in spec.kinds if kind.role == "layer")
@@ -179,65 +180,58 @@ class CostModel:
         waits = 2 * self._gather_and_reduce(self.groups(Layout(tp=tp, dp_shard=1))["tp"], size)
         return times * flops / self.rate + traffic / self.memory_rate, waits
 
-    def _work(
-        self, stages: tuple[PlannedStage, ...], layout: Layout, techniques: Techniques, batch: int, microbatches: int
-    ) -> Work:
-        """What a step takes without data parallelism. Arguments as of `step`; of the layout pp, cp, tp and ep count."""
-        machine, spec = self.machine, self.spec
+    def _work(self, trial: Trial) -> Work:
+        """What a step takes without data parallelism. Of the layout pp, cp, tp and ep count."""
+        machine, spec, layout = self.machine, self.spec, trial.layout
+        schedule = trial.techniques.schedule
         layer = self.layer(
             layout.tp,
             layout.cp,
             layout.ep,
-            batch,
-            techniques.checkpointing,
-            techniques.ulysses_size(layout.cp),
-            techniques.data_parallel in UNSHARDED,
-            layout.pp > 1 and SCHEDULES[techniques.schedule].splits,
+            trial.batch,
+            trial.techniques.checkpointing,
+            trial.ulysses,
+            trial.unsharded,
+            layout.pp > 1 and SCHEDULES[schedule].splits,
         )
-        head, head_waits = self.head(layout.tp, layout.cp, batch, techniques.loss_chunks)
-        slowest, p2p, bubble = (0.0, 0.0, 0.0, 0), 0.0, 0.0
-        for stage in stages:
+        head, head_waits = self.head(layout.tp, layout.cp, trial.batch, trial.techniques.loss_chunks)
+        slowest = (0.0, 0.0, 0.0, 0)
+        for stage in trial.stages:
             layers = sum(count for number, count in stage.kinds if spec.kinds[number].role == "layer")
             compute = layers * (layer.forward + layer.backward) + (head if stage.has_head else 0.0)
             waits = layers * layer.tp + (head_waits if stage.has_head else 0.0)
             slowest = max(slowest, (compute + waits + layers * (layer.cp + layer.ep), compute, waits, layers))
         total, compute, waits, layers = slowest
+        p2p = 0.0
+        bubble = 0.0
         if layout.pp > 1:
-            passed = (
-                self.memory.kept(layout.tp, techniques.data_parallel in UNSHARDED).boundary
-                * batch
-                * spec.tokens
-                / layout.cp
-            )
+            own = trial.stages[0].own
+            boundary = self.memory.kept(layout.tp, trial.unsharded).boundary
+            passed = boundary * trial.batch * spec.tokens / layout.cp
             pipeline = group_of(layout.pp, machine.ranks // layout.pp, machine)
-            p2p = 2 * stages[0].own * send(passed, pipeline, machine)
-            bubble = bubble_of(techniques.schedule, layout.pp, microbatches, stages[0].own)
+            p2p = 2 * own * send(passed, pipeline, machine)
+            bubble = bubble_of(schedule, layout.pp, trial.microbatches, own)
         exposed = {"tp": waits, "cp": layers * layer.cp, "ep": layers * layer.ep, "pp": p2p}
         forward = layers * layer.forward + head / 3
         return Work(
-            seconds=microbatches * (total + p2p) / (1 - bubble),
+            seconds=trial.microbatches * (total + p2p) / (1 - bubble),
             bubble=bubble,
-            compute=microbatches * compute,
+            compute=trial.microbatches * compute,
             forward=forward,
             backward=compute - forward,
-            exposed={axis: microbatches * seconds for axis, seconds in exposed.items() if seconds},
+            exposed={axis: trial.microbatches * seconds for axis, seconds in exposed.items() if seconds},
         )
 
-    def step(
-        self, stages: tuple[PlannedStage, ...], layout: Layout, techniques: Techniques, batch: int, microbatches: int
-    ) -> StepCost:
-        """Seconds of a step.
-
-        Args:
-            stages: of the pipeline ranks that differ. batch: samples of a micro-batch.
-        """
-        machine = self.machine
-        work = self.work(stages, replace(layout, dp_replicate=1, dp_shard=layout.ep), techniques, batch, microbatches)
-        shard, replicate, local = self._data_parallel(stages, layout, techniques, microbatches, work)
+    def step(self, trial: Trial) -> StepCost:
+        """Seconds of a step."""
+        machine, layout = self.machine, trial.layout
+        work = self.work(replace(trial, layout=replace(layout, dp_replicate=1, dp_shard=layout.ep)))
+        shard, replicate, local = self._data_parallel(trial, work)
         updated = 10 * self.memory.storage * local  # gradients are clipped; AdamW reads four tensors and writes three
-        optimizer, offload = updated / self.memory_rate, 0.0
-        if techniques.offload:
-            gathers = 1 if layout.pp > 1 else 2 * microbatches
+        optimizer = updated / self.memory_rate
+        offload = 0.0
+        if trial.techniques.offload:
+            gathers = 1 if layout.pp > 1 else 2 * trial.microbatches
             moved = self.memory.storage * local * (1 + gathers)
             offload = moved / (machine.host_link_bandwidth or machine.memory_bandwidth)
             optimizer = updated * machine.ranks_per_host / (machine.host_memory_bandwidth or self.memory_rate)
@@ -256,50 +250,41 @@ class CostModel:
             offload=offload,
         )
 
-    def _data_parallel(
-        self,
-        stages: tuple[PlannedStage, ...],
-        layout: Layout,
-        techniques: Techniques,
-        microbatches: int,
-        work: Work,
-    ) -> tuple[float, float, int]:
+    def _data_parallel(self, trial: Trial, work: Work) -> tuple[float, float, int]:
         """Seconds that dp_shard (with cp) and dp_replicate make a step wait, of the rank with most parameters; and the
         elements of these that it updates. They hide behind the compute of `work`."""
-        machine, memory, groups = self.machine, self.memory, self.groups(layout)
-        technique = techniques.data_parallel
+        machine, layout = self.machine, trial.layout
+        groups = self.groups(layout)
         forward, backward = machine.overlap * work.forward, machine.overlap * work.backward
-        unsharded = technique in UNSHARDED
-        sizes = max((memory.of(stage, layout, technique) for stage in stages), key=lambda of: of.local)
-        local, padded, sharded, tensors, units = sizes[:5]
-        storage, compute = memory.storage, memory.compute
-        if unsharded:
-            group = groups["dp_replicate"] if layout.dp_replicate > 1 else groups["fsdp"]
-            axis = 1 if layout.dp_replicate > 1 else 0
-            size = float(local * storage)
-            if technique == "ddp":
-                reduce = collective("all_reduce", group, size, machine, calls=max(1, round(size / 25e6)))
-            else:
-                reduce = collective(
-                    "all_reduce" if technique == "zero1" else "reduce_scatter", group, size, machine, calls=tensors
-                )
+        sizes = max((self.memory.of(stage, trial) for stage in trial.stages), key=lambda of: of.local)
+        storage, compute = self.memory.storage, self.memory.compute
+        if trial.unsharded:
+            group = groups["dp_replicate" if layout.dp_replicate > 1 else "fsdp"]
+            size = float(sizes.local * storage)
+            calls = sizes.tensors
+            operation = "reduce_scatter" if trial.techniques.data_parallel == "zero2" else "all_reduce"
+            updated = sizes.sharded
+            if trial.techniques.data_parallel == "ddp":
+                calls = max(1, round(size / 25e6))  # DDP's buckets
+                updated = sizes.local
+            reduce = collective(operation, group, size, machine, calls=calls)
             waits = max(reduce - backward, 0.1 * reduce) if layout.pp == 1 else reduce  # after all micro-batches
-            if technique != "ddp":
-                waits += collective("all_gather", group, size, machine, calls=tensors)
-            return (0.0, waits, sharded) if axis else (waits, 0.0, local if technique == "ddp" else sharded)
-        group = groups["fsdp"]
+            if trial.techniques.data_parallel != "ddp":
+                waits += collective("all_gather", group, size, machine, calls=calls)
+            return (0.0, waits, sizes.sharded) if layout.dp_replicate > 1 else (waits, 0.0, updated)
+        group, padded, units = groups["fsdp"], sizes.padded, sizes.units
         gather = collective("all_gather", group, padded * compute, machine, calls=units)
         reduce = collective("reduce_scatter", group, padded * storage, machine, calls=units)
         if group.size > 1:  # read and written once
             gather += 2 * padded * compute / self.memory_rate
             reduce += 2 * padded * storage / self.memory_rate
-        replicate = collective("all_reduce", groups["dp_replicate"], sharded * storage, machine, calls=units)
+        replicate = collective("all_reduce", groups["dp_replicate"], sizes.sharded * storage, machine, calls=units)
         first = gather / max(units, 1)
         if layout.pp > 1:
-            waits = max(gather - forward, first) + reduce
-            return waits, replicate, sharded
-        again = {"auto": 1 - 1 / max(units, 1), "always": 1.0, "never": 0.0}[techniques.reshard_after_forward] * gather
-        waits = microbatches * (max(gather - forward, first) + max(again - backward, 0.0))
+            return max(gather - forward, first) + reduce, replicate, sizes.sharded
+        part_again = {"auto": 1 - 1 / max(units, 1), "always": 1.0, "never": 0.0}
+        again = part_again[trial.techniques.reshard_after_forward] * gather
+        waits = trial.microbatches * (max(gather - forward, first) + max(again - backward, 0.0))
         last = max(again + reduce - backward, 0.1 * reduce) - max(again - backward, 0.0)
         left = max(backward - again - reduce, 0.0)
-        return waits + max(last, 0.0), max(replicate - left, 0.1 * replicate), sharded
+        return waits + max(last, 0.0), max(replicate - left, 0.1 * replicate), sizes.sharded

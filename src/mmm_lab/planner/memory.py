@@ -18,25 +18,23 @@ fragmentation and the communication library (`Machine.memory_reserve`), and what
 from __future__ import annotations
 
 import math
-from collections import Counter
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
-from mmm.layout import UNSHARDED, Layout, Techniques
+from mmm.layout import Layout, Techniques
 from mmm.models.gpt import GPTConfig, LanguageConfig
 from mmm.models.transformer import TransformerConfig
 from mmm.parallel.dp.data_parallel import needs_no_fsdp
 from mmm.parallel.dp.fsdp import RESHARD_AFTER_FORWARD
-from mmm.parallel.pp.schedules import stages_of
+from mmm.parallel.footprint import STATE
 from mmm_lab.planner.activations import KeptActivations, gpt_layer, transformer_layer, vit_layer
 from mmm_lab.planner.spec import ModelSpec, Sizes
+from mmm_lab.planner.trial import PlannedStage, Trial
 
 Moment = tuple[float, float, float]  # bytes of gradients, gathered parameters, buffers
 PARTS = ("parameters", "gradients", "optimizer", "activations", "gathered", "buffers", "logits")
 MOMENTS = ("the loss", "backward of the last layer", "backward of the first", "the end of backward")
 WIDTHS = {"bf16": (4, 2), "fp16": (4, 2), "fp32": (4, 4), "fp64": (8, 8)}  # dtype → bytes of storage, of compute
-STATE = {"adamw": 2, "lamb": 2, "muon": 1, "lars": 1, "sgd": 0}  # elements of optimizer state for a parameter
 
 
 class Backward(NamedTuple):
@@ -47,17 +45,6 @@ class Backward(NamedTuple):
     head: float
     working: float
     layer: float
-
-
-@dataclass(frozen=True)
-class PlannedStage:
-    """What one pipeline rank has. kinds: kind of part → how many. own: how many stages. number: its coordinate."""
-
-    kinds: tuple[tuple[int, int], ...]
-    number: int
-    has_head: bool
-    last_kind: int
-    own: int = 1
 
 
 def in_flight(schedule: str, pp: int, coordinate: int, microbatches: int, own: int) -> float:
@@ -107,11 +94,6 @@ class MemoryModel:
             padded += each * n * others
         return Sizes(local, padded, sharded)
 
-    def shards(self, layout: Layout, data_parallel: str) -> tuple[int, int]:
-        """Over how many ranks a parameter is sharded, and an expert's."""
-        ranks = layout.dp if data_parallel in UNSHARDED else layout.dp_shard
-        return ranks * layout.cp, max(ranks // layout.ep, 1) * layout.cp * layout.tp
-
     def _of_stage(self, stage: PlannedStage, tp: int, ep: int, shards: tuple[int, int], pipeline: bool) -> Sizes:
         """All parameters of a stage."""
         by_kind = {kind: (self.sizes(kind, tp, ep, *shards), count) for kind, count in stage.kinds}
@@ -138,9 +120,13 @@ class MemoryModel:
             layer=max(others, default=largest),
         )
 
-    def of(self, stage: PlannedStage, layout: Layout, data_parallel: str) -> Sizes:
-        """Parameters of a stage on a rank of a layout."""
-        return self.totals(stage, layout.tp, layout.ep, self.shards(layout, data_parallel), layout.pp > 1)
+    def of(self, stage: PlannedStage, trial: Trial) -> Sizes:
+        """Parameters of a stage on a rank."""
+        layout = trial.layout
+        ranks = layout.dp if trial.unsharded else layout.dp_shard
+        shards = ranks * layout.cp
+        expert_shards = max(ranks // layout.ep, 1) * layout.cp * layout.tp
+        return self.totals(stage, layout.tp, layout.ep, (shards, expert_shards), layout.pp > 1)
 
     def _kept(self, tp: int, replicas: bool) -> KeptActivations:
         config, c = self.spec.config, self.compute
@@ -191,26 +177,36 @@ class MemoryModel:
         summed = vocabulary * config.dim * (s + mixed) + tokens * config.dim * c
         return chunk * vocabulary * 2 * (s + mixed), summed
 
-    def of_stage(
-        self, stage: PlannedStage, layout: Layout, techniques: Techniques, batch: float, microbatches: int
-    ) -> dict[str, float]:
+    def of_stage(self, stage: PlannedStage, trial: Trial) -> dict[str, float]:
         """Bytes by part, on a rank of a stage, at the peak: of the `moments` the one that needs most."""
-        return max(self.moments(stage, layout, techniques, batch, microbatches), key=lambda parts: sum(parts.values()))
+        return max(self.moments(stage, trial), key=lambda parts: sum(parts.values()))
 
-    def moments(
-        self, stage: PlannedStage, layout: Layout, techniques: Techniques, batch: float, microbatches: int
-    ) -> list[dict[str, float]]:
-        """Bytes by part, on a rank of a stage of a fitted layout, at each of `MOMENTS`. batch: samples of one of a
-        step's `microbatches`."""
-        technique = techniques.data_parallel
-        replicas, pipeline = technique in UNSHARDED, layout.pp > 1
-        sizes = self.of(stage, layout, technique)
-        left = self.activations(stage, layout.tp, layout.cp, replicas, techniques.checkpointing, batch)
-        logits, summed = self.logits(layout, techniques, batch) if stage.has_head else (0.0, 0.0)
+    def largest(self, trial: Trial, limit: float = math.inf) -> tuple[float, dict[str, float]]:
+        """Bytes of the rank that needs most, and by part; of the first one that needs more than `limit`."""
+        most = -1.0
+        memory: dict[str, float] = {}
+        for stage in trial.stages:
+            parts = self.of_stage(stage, trial)
+            total = sum(parts.values())
+            if total > most:
+                memory = parts
+                most = total
+            if most > limit:
+                break
+        return most, memory
+
+    def moments(self, stage: PlannedStage, trial: Trial) -> list[dict[str, float]]:
+        """Bytes by part, on a rank of a stage of a fitted layout, at each of `MOMENTS`."""
+        layout, techniques, replicas = trial.layout, trial.techniques, trial.unsharded
+        pipeline = layout.pp > 1
+        several = trial.microbatches > 1 or pipeline  # gradients of several micro-batches add up
+        sizes = self.of(stage, trial)
+        left = self.activations(stage, layout.tp, layout.cp, replicas, techniques.checkpointing, trial.batch)
+        logits, summed = self.logits(layout, techniques, trial.batch) if stage.has_head else (0.0, 0.0)
         flying, passed = 1.0, 0.0
         if pipeline:
-            flying = in_flight(techniques.schedule, layout.pp, stage.number, microbatches, stage.own)
-            passed = self.kept(layout.tp, replicas).boundary * batch * self.spec.tokens / layout.cp * stage.own
+            flying = in_flight(techniques.schedule, layout.pp, stage.number, trial.microbatches, stage.own)
+            passed = self.kept(layout.tp, replicas).boundary * trial.batch * self.spec.tokens / layout.cp * stage.own
         activations = (
             flying * (left.layers + left.head + passed),
             flying * (left.layers + passed) + left.working + (flying - 1) * left.head,
@@ -218,9 +214,9 @@ class MemoryModel:
             0.0,
         )
         if replicas or needs_no_fsdp(layout, self.storage != self.compute, techniques):
-            moments, base = self._replicas(technique, sizes, microbatches > 1 or pipeline, flying)
+            moments, base = self._replicas(techniques.data_parallel, sizes, several, flying)
         else:
-            moments, base = self._sharded(sizes, techniques, microbatches, pipeline)
+            moments, base = self._sharded(sizes, techniques, several, pipeline)
         return [
             {
                 "parameters": base[0],
@@ -235,11 +231,10 @@ class MemoryModel:
         ]
 
     def _sharded(
-        self, sizes: Sizes, techniques: Techniques, microbatches: int, pipeline: bool
+        self, sizes: Sizes, techniques: Techniques, several: bool, pipeline: bool
     ) -> tuple[tuple[Moment, ...], tuple[float, float]]:
         """Of fsdp and hsdp: gradients, gathered parameters and buffers of each moment; parameters and optimizer."""
         storage, compute, own = self.storage, self.compute, float(sizes.sharded * self.storage)
-        several = microbatches > 1 or pipeline
         shard = own / max(sizes.padded, 1)  # bytes of a rank's gradients for an element of the model
         moved = 0.0 if techniques.offload else 1.0  # with offload a rank's gradients are on the host
         unsharded = float(sizes.local * storage) if several else 0.0
@@ -283,39 +278,9 @@ class MemoryModel:
         )
         return moments, (full, self.state * (full if technique == "ddp" else own))
 
-    def on_host(self, stage: PlannedStage, layout: Layout, techniques: Techniques) -> float:
-        """Bytes of the host's memory that a rank with offload takes."""
-        if not techniques.offload:
+    def on_host(self, trial: Trial) -> float:
+        """Bytes of the host's memory that a rank with offload takes, at most."""
+        if not trial.techniques.offload:
             return 0.0
-        own = self.of(stage, layout, techniques.data_parallel).sharded * self.storage
+        own = max(self.of(stage, trial).sharded for stage in trial.stages) * self.storage
         return own * (2.0 + self.state)  # parameters, gradients and the optimizer's state
-
-
-def stages_for(spec: ModelSpec, splits: list[range], schedule: str, pp: int) -> list[PlannedStage]:
-    """What each pipeline rank has, by coordinate.
-
-    Args:
-        splits: the parts of each stage. schedule: which says which rank has which stage.
-    """
-    own = len(splits) // pp
-    found = []
-    for coordinate in range(pp):
-        numbers = stages_of(coordinate, pp, schedule, own)
-        kinds = Counter(spec.sequence[part] for number in numbers for part in splits[number])
-        has_head = len(splits) - 1 in numbers
-        last = spec.sequence[splits[max(numbers)][-1]]
-        found.append(PlannedStage(tuple(sorted(kinds.items())), coordinate, has_head, last, own))
-    return found
-
-
-def distinct(stages: list[PlannedStage]) -> list[PlannedStage]:
-    """Of stages that are alike the first, which has the most micro-batches under way."""
-    found: dict[tuple[object, ...], PlannedStage] = {}
-    for stage in stages:
-        found.setdefault((stage.kinds, stage.has_head, stage.last_kind), stage)
-    return list(found.values())
-
-
-def full_model(spec: ModelSpec) -> PlannedStage:
-    kinds = Counter(spec.sequence)
-    return PlannedStage(tuple(sorted(kinds.items())), 0, True, spec.sequence[-1])

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from mmm.models.gpt import LanguageConfig
 from mmm.models.vit import ViTConfig
 from mmm_lab.planner.image_models import vit_spec
-from mmm_lab.planner.memory import MemoryModel, PlannedStage, full_model, stages_for
+from mmm_lab.planner.memory import MemoryModel
 from mmm_lab.planner.models import language_spec
 from mmm_lab.planner.spec import ModelSpec
+from mmm_lab.planner.trial import Trial, full_model, stages_for
 
 if TYPE_CHECKING:
     from mmm_launch.machines.machine import Machine
@@ -56,22 +57,20 @@ def predict(resolved: Any, device: str, dtype: str, machine: Machine | None = No
         resolved: a `mmm.trainer.job.Job`. device: its type. dtype: name of the precision.
         machine: on which; None: then only memory is predicted.
     """
-    layout, sample = resolved.layout, resolved.sample
+    layout, partition = resolved.layout, resolved.partition
     spec = spec_of(resolved, flops=machine is not None)
     if spec is None:
         return None
-    techniques = resolved.techniques
-    partition = resolved.partition
-    microbatches = partition.microbatches
-    stages: list[PlannedStage] = [full_model(spec)]
+    techniques = replace(resolved.techniques, microbatches=partition.microbatches)
+    stages = [full_model(spec)]
     if layout.pp > 1:
         stages = stages_for(spec, partition.stages, techniques.schedule, layout.pp)
-    batch = -(-len(sample) // microbatches)
+    trial = Trial(layout, techniques, tuple(stages), len(resolved.sample))
     memory = MemoryModel(spec, device, dtype, resolved.optimizer)
-    parts = tuple(memory.of_stage(stage, layout, techniques, batch, microbatches) for stage in stages)
+    parts = tuple(memory.of_stage(stage, trial) for stage in stages)
     if machine is None:
         return Prediction(parts)
     from mmm_lab.planner.cost import CostModel  # a run of a machine that is not known does without
 
-    cost = CostModel(spec, machine, dtype, memory).step(tuple(stages), layout, techniques, batch, microbatches)
+    cost = CostModel(spec, machine, dtype, memory).step(trial)
     return Prediction(parts, cost.seconds, machine.name)

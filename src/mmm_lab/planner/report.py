@@ -8,7 +8,7 @@ from typing import Any
 from mmm.units import GIB, counted
 from mmm_lab.planner.asked import why_not
 from mmm_lab.planner.candidate import NEAR, Candidate, Found
-from mmm_lab.planner.memory import MOMENTS, PARTS, PlannedStage
+from mmm_lab.planner.memory import MOMENTS, PARTS
 from mmm_lab.planner.network import groups_of
 from mmm_lab.planner.search import Search
 from mmm_lab.planner.traffic import between_hosts, sent_bytes
@@ -30,8 +30,8 @@ def choices(candidate: Candidate) -> str:
     techniques, words = candidate.techniques, []
     if candidate.layout.pp > 1:
         words.append(f"{techniques.schedule}×{techniques.stages_per_rank}")
-    if candidate.microbatches > 1 or candidate.layout.pp > 1:
-        words.append(f"{candidate.microbatches} micro-batches")
+    if candidate.trial.microbatches > 1 or candidate.layout.pp > 1:
+        words.append(f"{candidate.trial.microbatches} micro-batches")
     if techniques.checkpointing != "none":
         words.append(f"{techniques.checkpointing} checkpointing")
     if candidate.layout.cp > 1:
@@ -135,53 +135,35 @@ def _simpler(found: Found) -> list[str]:
     return [f"take {answer.label}: the simplest within {NEAR:.0%} of the best, {beside}"]
 
 
-def planned_stages(search: Search, candidate: Candidate) -> tuple[PlannedStage, ...]:
-    """Of a candidate's pipeline ranks those that differ."""
-    layout, techniques = candidate.layout, candidate.techniques
-    if layout.pp == 1:
-        return search.one_stage
-    return search.stages(techniques.schedule, layout.pp, techniques.stages_per_rank or 1)
-
-
 def sent_by_axis(search: Search, candidate: Candidate) -> dict[str, float]:
     """Bytes that a rank of the first stage sends in a step."""
-    stage = planned_stages(search, candidate)[0]
-    layout, techniques, count = candidate.layout, candidate.techniques, candidate.microbatches
-    return sent_bytes(search.memory, stage, layout, techniques, candidate.local_batch, count)
+    return sent_bytes(search.memory, candidate.trial.stages[0], candidate.trial)
 
 
 def memory_by_moment(search: Search, candidate: Candidate) -> dict[str, dict[str, float]]:
     """Bytes by part, at each of `MOMENTS`, of the rank that needs most."""
-    layout, techniques, count = candidate.layout, candidate.techniques, candidate.microbatches
-    batch = -(-candidate.local_batch // count)
-    stages = planned_stages(search, candidate)
-    of_ranks = [search.memory.moments(stage, layout, techniques, batch, count) for stage in stages]
+    of_ranks = [search.memory.moments(stage, candidate.trial) for stage in candidate.trial.stages]
     most = max(of_ranks, key=lambda moments: max(sum(parts.values()) for parts in moments))
     return dict(zip(MOMENTS, most, strict=True))
 
 
 def details(search: Search, candidate: Candidate) -> list[str]:
     """Memory by part of each stage, bytes by axis, and seconds of the step."""
-    layout, techniques, machine, count = candidate.layout, candidate.techniques, search.machine, candidate.microbatches
-    batch = -(-candidate.local_batch // count)
+    layout, trial = candidate.layout, candidate.trial
     lines = [f"{'memory, GiB':<16}" + "".join(f"{name:>13}" for name in PARTS) + f"{'all':>10}"]
-    stages = planned_stages(search, candidate)
-    for stage in stages:
-        parts = search.memory.of_stage(stage, layout, techniques, batch, count)
+    for stage in trial.stages:
+        parts = search.memory.of_stage(stage, trial)
         name = f"rank {stage.number} of pp" if layout.pp > 1 else "each rank"
-        lines.append(
-            f"{name:<16}" + "".join(f"{parts[p] / GIB:13.2f}" for p in PARTS) + f"{sum(parts.values()) / GIB:10.2f}"
-        )
-    sent = sent_by_axis(search, candidate)
-    groups = groups_of(layout, machine, techniques.ulysses_size(layout.cp))
+        sizes = "".join(f"{parts[part] / GIB:13.2f}" for part in PARTS)
+        lines.append(f"{name:<16}{sizes}{sum(parts.values()) / GIB:10.2f}")
+    groups = groups_of(layout, search.machine, trial.ulysses)
     lines += ["", f"{'sent a step, GB':<16}{'inside':>13}{'between hosts':>15}{'a rank waits':>15}"]
-    for axis, size in sent.items():
+    for axis, size in sent_by_axis(search, candidate).items():
         outside = between_hosts(axis, size, groups["fsdp" if axis == "dp_shard_cp" else axis])
         waits = candidate.cost.exposed.get(WAITED.get(axis, axis), 0.0)
         lines.append(f"{axis:<16}{(size - outside) / 1e9:13.3f}{outside / 1e9:15.3f}{waits:13.4f} s")
-    if techniques.offload:
-        host = max(search.memory.on_host(stage, layout, techniques) for stage in stages)
-        lines += ["", f"a rank has {host / GIB:,.2f} GiB of its host's memory"]
+    if candidate.techniques.offload:
+        lines += ["", f"a rank has {candidate.host_memory / GIB:,.2f} GiB of its host's memory"]
     cost = candidate.cost
     parts = {"compute": cost.compute, "waiting": sum(cost.exposed.values()), "optimizer": cost.optimizer}
     parts |= {"bubble": cost.bubble * (cost.seconds - cost.optimizer), "offload": cost.offload}
@@ -199,7 +181,7 @@ def as_json(search: Search, found: Found, kinds: list[Candidate]) -> list[dict[s
     return [
         {
             "layout": {**candidate.layout.sizes, "ep": candidate.layout.ep},
-            "techniques": {**asdict(candidate.techniques), "microbatches": candidate.microbatches},
+            "techniques": {**asdict(candidate.techniques), "microbatches": candidate.trial.microbatches},
             "memory_bytes": {name: round(candidate.memory[name]) for name in PARTS},
             "memory_by_moment": memory_by_moment(search, candidate),
             "sent_bytes": sent_by_axis(search, candidate),

@@ -44,8 +44,8 @@ def trainer_flags(candidate: Candidate, spec: ModelSpec, global_batch: int, dtyp
     ):
         if value != usual:
             flags += [f"--{name}", str(value)]
-    if candidate.microbatches > 1 or layout.pp > 1:
-        flags += ["--microbatches", str(candidate.microbatches)]
+    if candidate.trial.microbatches > 1 or layout.pp > 1:
+        flags += ["--microbatches", str(candidate.trial.microbatches)]
     if spec.program == "mmm.trainer.lm":
         flags += ["--loss_chunks", str(techniques.loss_chunks)]
         flags += ["--offload"] if techniques.offload else []

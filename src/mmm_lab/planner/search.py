@@ -15,6 +15,7 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import lru_cache
+from operator import itemgetter
 
 from mmm.layout import UNSHARDED, Layout, Techniques
 from mmm.models.gpt import GPTConfig, LanguageConfig
@@ -23,11 +24,12 @@ from mmm.parallel import rules
 from mmm.parallel.plans.gpt import gpt_rules
 from mmm.parallel.pp.schedules import SCHEDULES
 from mmm.parallel.pp.stages import balance_stages
-from mmm_lab.planner.candidate import Candidate, Choice, Found, answer_first, divisors, is_better, kind_of, rank_of
+from mmm_lab.planner.candidate import Candidate, Found, answer_first, divisors, is_better, kind_of, rank_of
 from mmm_lab.planner.cost import CostModel, bubble_of
-from mmm_lab.planner.memory import MemoryModel, PlannedStage, distinct, full_model, stages_for
+from mmm_lab.planner.memory import MemoryModel
 from mmm_lab.planner.network import peak_rate
 from mmm_lab.planner.spec import ModelSpec
+from mmm_lab.planner.trial import PlannedStage, Trial, distinct, full_model, stages_for
 from mmm_launch.machines.machine import Machine
 
 CHECKPOINTING = ("none", "selective", "full")
@@ -90,19 +92,13 @@ class Search:
     def layouts(self, refused: dict[str, str]) -> Iterator[tuple[Layout, str]]:
         """Layouts with a data-parallel technique. refused: kinds are added, with why one of its layouts does not go."""
         ranks, spec = self.machine.ranks, self.spec
-        for tp in divisors(ranks):
-            if not self._wanted("tp", tp):
-                continue
-            for cp in divisors(ranks // tp):
-                if not self._wanted("cp", cp):
-                    continue
+        for tp in self._sizes("tp", ranks):
+            for cp in self._sizes("cp", ranks // tp):
                 why = [self.broken(tp, cp, 1, ulysses) for ulysses in self._ulysses(tp, cp)]
                 if all(why):
                     refused.setdefault(kind_of(Layout(tp=tp, cp=cp, dp_shard=ranks // (tp * cp)), "fsdp"), why[0])
                     continue
-                for pp in divisors(ranks // (tp * cp)):
-                    if not self._wanted("pp", pp):
-                        continue
+                for pp in self._sizes("pp", ranks // (tp * cp)):
                     shape = Layout(pp=pp, cp=cp, tp=tp, dp_shard=ranks // (tp * cp * pp))
                     if pp > len(spec.sequence) or (pp > 1 and not spec.plan.stages):
                         text = f"the model has {len(spec.sequence)} parts, fewer than pp {pp}"
@@ -115,8 +111,13 @@ class Search:
                         continue
                     yield from self._data_parallel(shape)
 
-    def _wanted(self, name: str, value: object) -> bool:
-        return name not in self.fixed or self.fixed[name] == value
+    def _wanted(self, **values: object) -> bool:
+        """Whether axes and techniques may have these values."""
+        return all(self.fixed.get(name, value) == value for name, value in values.items())
+
+    def _sizes(self, axis: str, ranks: int) -> list[int]:
+        """The sizes that an axis may have."""
+        return [size for size in divisors(ranks) if self._wanted(**{axis: size})]
 
     def _unsharded(self, shape: Layout) -> tuple[str, ...]:
         """Techniques by which each rank has all parameters that the axes of a layout leave it. With more axes than dp
@@ -128,23 +129,20 @@ class Search:
     def _data_parallel(self, shape: Layout) -> Iterator[tuple[Layout, str]]:
         """The techniques on a layout whose data-parallel ranks are all on dp_shard, and with experts each ep."""
         dp, experts = shape.dp_shard, getattr(self.spec.config, "n_experts", 0)
-        for technique in self._unsharded(shape):
-            if (dp * shape.cp > 1 or technique == "ddp") and self._wanted("data_parallel", technique):
-                for ep in divisors(math.gcd(experts, dp)) if experts and technique != "ddp" else (1,):
-                    yield from self._fixed_sizes(replace(shape, ep=ep), technique)
+        unsharded = [name for name in self._unsharded(shape) if dp * shape.cp > 1 or name == "ddp"]
+        options = [(technique, shape) for technique in unsharded]
         for replicas in divisors(dp):
             sharded = replace(shape, dp_replicate=replicas, dp_shard=dp // replicas)
-            if replicas > 1 and sharded.dp_shard * sharded.cp == 1:
-                continue
-            technique = "hsdp" if replicas > 1 else "fsdp"
-            if not self._wanted("data_parallel", technique):
-                continue
-            for ep in divisors(math.gcd(experts, sharded.dp_shard)) if experts else (1,):
-                yield from self._fixed_sizes(replace(sharded, ep=ep), technique)
-
-    def _fixed_sizes(self, layout: Layout, technique: str) -> Iterator[tuple[Layout, str]]:
-        if all(self._wanted(axis, getattr(layout, axis)) for axis in ("dp_replicate", "dp_shard", "ep")):
-            yield layout, technique
+            if replicas == 1:
+                options.append(("fsdp", sharded))
+            elif sharded.dp_shard * sharded.cp > 1:
+                options.append(("hsdp", sharded))
+        for technique, layout in options:
+            shared = math.gcd(experts, layout.dp_shard) if experts and technique != "ddp" else 1
+            for ep in divisors(shared):
+                sizes = {"dp_replicate": layout.dp_replicate, "dp_shard": layout.dp_shard, "ep": ep}
+                if self._wanted(data_parallel=technique, **sizes):
+                    yield replace(layout, ep=ep), technique
 
     def run(self) -> Found:
         """Look at all of them."""
@@ -182,42 +180,44 @@ class Search:
         layers = sum(1 for kind in self.spec.sequence if self.spec.kinds[kind].role == "layer")
         own = max(min(MOST_STAGES_PER_RANK, len(self.spec.sequence) // pp), 1)
         bubble = (pp - 1) / (3 * batch * own + pp - 1) if batch >= pp else bubble_of("GPipe", pp, batch, own)
-        times = (self.cost.layer(layout.tp, layout.cp, 1, batch, "none", n, False, False) for n in sizes)
+        times = (self.cost.layer(layout.tp, layout.cp, 1, batch, ulysses=n) for n in sizes)
         return layers * min(time.total for time in times) / pp / (1 - min(bubble, bubble_of("GPipe", pp, batch, own)))
 
     def best_choice(self, layout: Layout, technique: str) -> Candidate | None:
         """The fastest choice on a layout that fits; where none does, that which needs least. None where none goes."""
         shape = replace(layout, dp_replicate=1, dp_shard=layout.ep)
-        found, can_offload = None, technique not in UNSHARDED and self.spec.offloads and self.machine.device != "cpu"
-        can_offload = can_offload and self._wanted("offload", True)
-        for offload in (False, True):
-            least: tuple[float, Choice] | None = None
-            for choice in self.choices(shape, self.global_batch // layout.dp, technique, offload):
-                if found is not None and choice.seconds >= found.cost.seconds:
+        can_offload = technique not in UNSHARDED and self.spec.offloads and self.machine.device != "cpu"
+        least: tuple[float, Trial] | None = None
+        for offload in (False, True) if can_offload else (False,):
+            if not self._wanted(offload=offload):
+                continue
+            best: Candidate | None = None
+            least = None
+            for seconds, on_shape in self.choices(shape, self.global_batch // layout.dp, technique, offload):
+                if best is not None and seconds >= best.cost.seconds:
                     break
-                most = self._most(layout, choice, self.machine.budget)[0]
-                if most > self.machine.budget:
-                    least = min(least or (most, choice), (most, choice), key=lambda each: each[0])
+                trial = replace(on_shape, layout=layout)
+                needed, _ = self.memory.largest(trial, self.machine.budget)
+                if needed > self.machine.budget:
+                    if least is None or needed < least[0]:
+                        least = needed, trial
                     continue
-                candidate = self._evaluate(layout, choice)
-                if found is None or is_better(candidate, found):
-                    found = candidate
-            if found is None and least is not None and not (can_offload and not offload):
-                found = self._evaluate(layout, least[1])
-            if found is not None or not can_offload:
-                break
-        return found
+                candidate = self.evaluate(trial)
+                if best is None or is_better(candidate, best):
+                    best = candidate
+            if best is not None:
+                return best
+        return None if least is None else self.evaluate(least[1])
 
-    def _choices(self, shape: Layout, local: int, technique: str, offload: bool) -> list[Choice]:
-        """What there is to choose on a layout, fastest first, but for what data parallelism makes it wait.
+    def _choices(self, shape: Layout, local: int, technique: str, offload: bool) -> list[tuple[float, Trial]]:
+        """What there is to choose on a layout, with its seconds but for what data parallelism makes it wait, fastest
+        first.
 
         Args:
             shape: without its data-parallel axes. local: samples of a step, of a data-parallel coordinate.
         """
-        if not self._wanted("offload", offload):
-            return []
-        found, plan = [], self.spec.plan
-        modes = CHECKPOINTING if plan.checkpointed else CHECKPOINTING[:1]
+        choices: list[tuple[float, Trial]] = []
+        modes = CHECKPOINTING if self.spec.plan.checkpointed else CHECKPOINTING[:1]
         for ulysses in self._ulysses(shape.tp, shape.cp):
             if self.broken(shape.tp, shape.cp, shape.ep, ulysses):
                 continue
@@ -225,53 +225,52 @@ class Search:
             for mode in modes:
                 common = {"data_parallel": technique, "cp_style": style, "offload": offload, "checkpointing": mode}
                 common |= {"ulysses": ulysses} if style == "usp" else {}
-                if not all(self._wanted(name, value) for name, value in common.items() if name != "data_parallel"):
+                if not self._wanted(**common):
                     continue
                 pick = self._without_pipeline if shape.pp == 1 else self._pipelines
                 for stages, more in pick(shape, local, mode, technique):
                     techniques = Techniques(**common, **more)  # type: ignore[arg-type]
-                    batch = -(-local // (techniques.microbatches or 1))
-                    techniques = self.chunked(shape, techniques, batch)
-                    work = self.cost.work(stages, shape, techniques, batch, techniques.microbatches or 1)
-                    found.append(Choice(work.seconds, techniques, stages, batch))
+                    trial = Trial(shape, techniques, stages, local)
+                    trial = replace(trial, techniques=self.chunked(shape, techniques, trial.batch))
+                    choices.append((self.cost.work(trial).seconds, trial))
         # Of those that are no faster, and need no less, whatever the data-parallel axes are, none can be the answer.
         all_sharded = replace(shape, dp_shard=self.machine.ranks // (shape.pp * shape.cp * shape.tp))
-        useful, least = [], math.inf
-        for choice in sorted(found, key=lambda choice: choice.seconds):
-            most = self._most(all_sharded, choice, least)[0]
+        useful: list[tuple[float, Trial]] = []
+        least = math.inf
+        for seconds, trial in sorted(choices, key=itemgetter(0)):
+            most, _ = self.memory.largest(replace(trial, layout=all_sharded), least)
             if most < least:
-                useful.append(choice)
+                useful.append((seconds, trial))
                 least = most
         return useful
 
     def _without_pipeline(
         self, shape: Layout, local: int, mode: str, technique: str
     ) -> Iterator[tuple[tuple[PlannedStage, ...], dict[str, object]]]:
-        reshards = ("auto",) if technique in UNSHARDED else ("auto", "never")
-        for reshard in reshards:
+        for reshard in ("auto",) if technique in UNSHARDED else ("auto", "never"):
             for count in divisors(local):
                 more = {"reshard_after_forward": reshard, "microbatches": count}
-                if all(self._wanted(name, value) for name, value in more.items()):
+                if self._wanted(**more):
                     yield self.one_stage, more
 
     def _waits_for_host(self, shape: Layout, batch: int) -> bool:
         """Whether a layer of so many samples takes no less time than one of half as many."""
-        layer = self.cost.layer(shape.tp, shape.cp, 1, batch, "none", 1, False, False)
+        layer = self.cost.layer(shape.tp, shape.cp, 1, batch)
         return layer.forward < 1.5 * self.machine.layer_overhead
 
     def _pipelines(
         self, shape: Layout, local: int, mode: str, technique: str
     ) -> Iterator[tuple[tuple[PlannedStage, ...], dict[str, object]]]:
         for name, schedule in SCHEDULES.items():
-            if not self._wanted("schedule", name) or (mode == "selective" and schedule.splits):
+            if not self._wanted(schedule=name) or (mode == "selective" and schedule.splits):
                 continue
             least, multiple = schedule.microbatches(shape.pp)
-            counts = [m for m in divisors(local) if m >= least and m % multiple == 0]
-            counts = [m for m in counts if self._wanted("microbatches", m)]
+            counts = [m for m in divisors(local) if m >= least and m % multiple == 0 and self._wanted(microbatches=m)]
             # The most have the smallest bubble; larger ones are faster where the host cannot start kernels fast enough.
-            counts = counts[: -4 if self._waits_for_host(shape, local // counts[-1]) else -2 : -1] if counts else []
+            if counts:
+                counts = counts[: -4 if self._waits_for_host(shape, local // counts[-1]) else -2 : -1]
             for own in range(schedule.least, (schedule.most or MOST_STAGES_PER_RANK) + 1):
-                if counts and shape.pp * own <= len(self.spec.sequence) and self._wanted("stages_per_rank", own):
+                if counts and shape.pp * own <= len(self.spec.sequence) and self._wanted(stages_per_rank=own):
                     stages = self.stages(name, shape.pp, own)
                     for count in counts:
                         yield stages, {"schedule": name, "stages_per_rank": own, "microbatches": count}
@@ -289,28 +288,16 @@ class Search:
             return techniques
         return replace(techniques, loss_chunks=min(math.ceil(logits / CHUNK_BYTES), self.spec.tokens // layout.cp))
 
-    def _most(self, layout: Layout, choice: Choice, limit: float = math.inf) -> tuple[float, dict[str, float]]:
-        """Bytes of the rank that needs most, and by part; of the first one that needs more than `limit`."""
-        most, memory = -1.0, dict[str, float]()
-        for stage in choice.stages:
-            parts = self.memory.of_stage(stage, layout, choice.techniques, choice.batch, choice.microbatches)
-            if (total := sum(parts.values())) > most:
-                memory, most = parts, total
-            if most > limit:
-                break
-        return most, memory
-
-    def _evaluate(self, layout: Layout, choice: Choice) -> Candidate:
-        """What a choice on a layout costs."""
-        spec, machine, techniques = self.spec, self.machine, choice.techniques
-        most, memory = self._most(layout, choice)
-        cost = self.cost.step(choice.stages, layout, techniques, choice.batch, choice.microbatches)
-        host = max(self.memory.on_host(stage, layout, techniques) for stage in choice.stages)
+    def evaluate(self, trial: Trial) -> Candidate:
+        """What a trial costs."""
+        spec, machine = self.spec, self.machine
+        most, memory = self.memory.largest(trial)
+        host = self.memory.on_host(trial)
+        cost = self.cost.step(trial)
+        kind = kind_of(trial.layout, trial.techniques.data_parallel)
         return Candidate(
-            layout=layout,
-            techniques=techniques,
-            kind=kind_of(layout, techniques.data_parallel) + ("·offload" if techniques.offload else ""),
-            local_batch=self.global_batch // layout.dp,
+            trial=trial,
+            kind=f"{kind}·offload" if trial.techniques.offload else kind,
             memory=memory,
             fits=most <= machine.budget and host * machine.ranks_per_host <= (machine.host_memory or math.inf),
             cost=cost,

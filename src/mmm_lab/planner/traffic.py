@@ -7,43 +7,32 @@ compares the two.
 
 from __future__ import annotations
 
-from mmm.layout import UNSHARDED, Layout, Techniques
 from mmm.models.gpt import GPTConfig, LanguageConfig
 from mmm.models.vit import ViTConfig
 from mmm.traffic.collective_bytes import context_bytes, factor, heads_over_cp, language_bytes, sharded_bytes
-from mmm_lab.planner.memory import MemoryModel, PlannedStage
+from mmm_lab.planner.memory import MemoryModel
 from mmm_lab.planner.network import Group
+from mmm_lab.planner.trial import PlannedStage, Trial
 
 
-def sent_bytes(
-    memory: MemoryModel,
-    stage: PlannedStage,
-    layout: Layout,
-    techniques: Techniques,
-    local_batch: int,
-    microbatches: int,
-) -> dict[str, float]:
-    """Bytes that a rank of a stage sends in a step, by axis; axes on which it sends nothing are left out.
-
-    Args:
-        local_batch: samples of a step, of a data-parallel coordinate.
-    """
-    spec, config, technique = memory.spec, memory.spec.config, techniques.data_parallel
+def sent_bytes(memory: MemoryModel, stage: PlannedStage, trial: Trial) -> dict[str, float]:
+    """Bytes that a rank of a stage sends in a step, by axis; axes on which it sends nothing are left out."""
+    spec, config, layout = memory.spec, memory.spec.config, trial.layout
     roles = {spec.kinds[kind].role: count for kind, count in stage.kinds}
     layers, head, embedding = roles.get("layer", 0), "head" in roles, "embedding" in roles
-    found = _data_parallel(memory, stage, layout, techniques, microbatches)
-    tokens, c = local_batch * spec.tokens / layout.cp, memory.compute
-    residual = memory.storage if technique in UNSHARDED else c
+    found = _data_parallel(memory, stage, trial)
+    tokens, c = trial.local_batch * spec.tokens / layout.cp, memory.compute
+    residual = memory.storage if trial.unsharded else c
     if isinstance(config, LanguageConfig):
         if layout.tp > 1:
             ends, pairs = (embedding, head), 1 if config.n_experts else 2
             biases = isinstance(config, GPTConfig) and config.bias
             found["tp"] = language_bytes(layout.tp, tokens, config.dim, layers, ends, residual, c, pairs, biases)
             if isinstance(config, GPTConfig) and embedding:  # positions, of one sample a micro-batch
-                positions = microbatches * spec.seq_length / layout.cp
+                positions = trial.microbatches * spec.seq_length / layout.cp
                 found["tp"] += 2 * factor("all_gather", layout.tp) * positions * config.dim * residual
         if layout.cp > 1:
-            ulysses = techniques.ulysses_size(layout.cp)
+            ulysses = trial.ulysses
             a_head = tokens * config.head_dim  # elements in one head of this rank's tokens
             heads = config.n_heads // layout.tp
             kv_heads = heads_over_cp(config.n_kv_heads, layout.tp, ulysses)
@@ -57,24 +46,23 @@ def sent_bytes(
         found["tp"] = 4 * layers * factor("all_gather", layout.tp) * tokens * config.dim * (residual + c)
     if layout.pp > 1:
         faced = 2 * stage.own - (stage.number in (0, layout.pp - 1))
-        if techniques.schedule in ("ZBVZeroBubble", "DualPipeV"):  # first and last stage on one rank, or two neighbours
+        if trial.techniques.schedule in ("ZBVZeroBubble", "DualPipeV"):
+            # The first and the last stage are on one rank, or two neighbours are.
             faced = 2 if stage.number in (0, layout.pp - 1) else 4
-        boundary = memory.kept(layout.tp, technique in UNSHARDED).boundary
+        boundary = memory.kept(layout.tp, trial.unsharded).boundary
         found["pp"] = faced * boundary * tokens + 8 * factor("all_reduce", layout.pp)
     return {axis: sent for axis, sent in found.items() if sent}
 
 
-def _data_parallel(
-    memory: MemoryModel, stage: PlannedStage, layout: Layout, techniques: Techniques, microbatches: int
-) -> dict[str, float]:
-    technique, storage, spec = techniques.data_parallel, memory.storage, memory.spec
-    sizes = memory.of(stage, layout, technique)
+def _data_parallel(memory: MemoryModel, stage: PlannedStage, trial: Trial) -> dict[str, float]:
+    storage, spec, layout = memory.storage, memory.spec, trial.layout
+    sizes = memory.of(stage, trial)
     last = sizes.padded if spec.tied and len(stage.kinds) == 1 else sizes.last
-    again = {"auto": sizes.padded - last, "always": sizes.padded, "never": 0}[techniques.reshard_after_forward]
-    gathered = sizes.padded if layout.pp > 1 else microbatches * (sizes.padded + again)
+    again = {"auto": sizes.padded - last, "always": sizes.padded, "never": 0}[trial.techniques.reshard_after_forward]
+    gathered = sizes.padded if layout.pp > 1 else trial.microbatches * (sizes.padded + again)
     local, padded = storage * sizes.local, storage * sizes.padded
     shard = storage * sizes.sharded
-    return sharded_bytes(technique, layout, local, padded, memory.compute * gathered, shard)
+    return sharded_bytes(trial.techniques.data_parallel, layout, local, padded, memory.compute * gathered, shard)
 
 
 def between_hosts(axis: str, sent: float, group: Group) -> float:

@@ -26,8 +26,9 @@ from dataclasses import dataclass
 from mmm.layout import Layout, Techniques
 from mmm.units import GIB
 from mmm_lab.planner.candidate import Candidate, rank_of
-from mmm_lab.planner.memory import MemoryModel, full_model
+from mmm_lab.planner.memory import MemoryModel
 from mmm_lab.planner.spec import ModelSpec
+from mmm_lab.planner.trial import Trial, full_model
 from mmm_launch.machines.machine import Machine
 
 FAST_LINK = 1e11  # bytes/s of a device inside a host: NVLink has several times that, PCIe a third
@@ -94,7 +95,7 @@ def facts_of(spec: ModelSpec, machine: Machine, memory: MemoryModel) -> tuple[Fa
     alone = Layout(dp_shard=1)
     checkpoints = spec.plan.checkpointed
     techniques = Techniques(data_parallel="ddp", checkpointing="full" if checkpoints else "none", loss_chunks=64)
-    full = sum(memory.of_stage(full_model(spec), alone, techniques, 1, 1).values())
+    full, _ = memory.largest(Trial(alone, techniques, (full_model(spec),), 1))
     largest = spec.largest_part
     kept = memory.kept(1, False)
     layer = largest.parameters * 2 * memory.compute + (kept.none + kept.working) * spec.tokens

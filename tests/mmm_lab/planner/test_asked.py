@@ -20,10 +20,10 @@ def test_one_layout_is_looked_at():
     found = asked(tp=2, pp=2, microbatches=8).run()
     (best,) = found.best
     assert str(best.layout) == "pp2·dp4·tp2"
-    assert (best.techniques.schedule, best.techniques.stages_per_rank, best.microbatches) == ("1F1B", 1, 8)
+    assert (best.techniques.schedule, best.techniques.stages_per_rank, best.trial.microbatches) == ("1F1B", 1, 8)
     assert best.techniques.data_parallel == "fsdp"
     (best,) = asked(pp=4, schedule="Interleaved1F1B").run().best
-    assert (best.techniques.stages_per_rank, best.microbatches) == (2, 4)  # the fewest that the schedule takes
+    assert (best.techniques.stages_per_rank, best.trial.microbatches) == (2, 4)  # the fewest that the schedule takes
 
 
 @pytest.mark.parametrize(

@@ -16,8 +16,9 @@ from mmm.parallel.plans.transformer import transformer_plan
 from mmm.parallel.pp.replay import action_lists
 from mmm.parallel.pp.schedules import SCHEDULES, stages_of
 from mmm_lab.planner.activations import gpt_layer, transformer_layer, vit_layer
-from mmm_lab.planner.memory import PARTS, MemoryModel, full_model, in_flight, stages_for
+from mmm_lab.planner.memory import PARTS, MemoryModel, in_flight
 from mmm_lab.planner.named_model import read_model
+from mmm_lab.planner.trial import Trial, full_model, stages_for
 
 CPU = torch.device("cpu")
 NARROW = {"dim": 64, "n_layers": 4, "n_heads": 8, "n_kv_heads": 2, "ffn_dim": 192, "vocab_size": 256}
@@ -78,13 +79,16 @@ def test_what_a_block_of_the_vit_keeps():
     assert vit_layer(config, 1, 4, 4).none * 4 * config.patches == pytest.approx(found, rel=0.03)
 
 
+def at_peak(memory, layout, local_batch, **techniques):
+    trial = Trial(layout, Techniques(**techniques), (full_model(memory.spec),), local_batch)
+    return memory.of_stage(trial.stages[0], trial)
+
+
 def predicted(sizes, batch, seq, **techniques):
     spec = read_model("debug", sizes, seq)
     memory = MemoryModel(spec, "cpu", "fp32", "sgd")
     # ZeRO-1 on one rank is the plain model.
-    parts = memory.of_stage(
-        full_model(spec), Layout(dp_shard=1), Techniques(data_parallel="zero1", **techniques), batch, 1
-    )
+    parts = at_peak(memory, Layout(dp_shard=1), batch, data_parallel="zero1", **techniques)
     assert set(parts) == set(PARTS)
     return sum(parts.values()) - parts["parameters"]
 
@@ -123,7 +127,7 @@ def test_figures_of_the_docs(measured, techniques):
     """docs/memory.md: FSDP over 4 ranks, 1,024 tokens each, MB beyond parameters on the rank that needs most."""
     spec = read_model("debug", {"ffn_dim": 1024, "vocab_size": 8192}, 128)
     memory = MemoryModel(spec, "cpu", "fp32")
-    parts = memory.of_stage(full_model(spec), Layout(dp_shard=4), Techniques(**techniques), 8, 1)
+    parts = at_peak(memory, Layout(dp_shard=4), 8, **techniques)
     beyond = sum(parts.values()) - parts["parameters"] - parts["optimizer"]
     assert beyond / 1e6 == pytest.approx(measured, rel=0.1)
 
@@ -158,22 +162,22 @@ def test_parts_by_data_parallel_technique():
     spec = read_model("small", {}, 64)
     memory, sizes = MemoryModel(spec, "cuda", "fp32"), spec.parameters * 4
     found = {
-        name: memory.of_stage(full_model(spec), Layout(dp_shard=4), Techniques(data_parallel=name), 1, 1)
-        for name in ("ddp", "zero1", "zero2", "fsdp")
+        name: at_peak(memory, Layout(dp_shard=4), 1, data_parallel=name) for name in ("ddp", "zero1", "zero2", "fsdp")
     }
     assert [round(found[name]["parameters"] / sizes, 2) for name in found] == [1, 1, 1, 0.25]
     assert [round(found[name]["optimizer"] / sizes, 2) for name in found] == [2, 0.5, 0.5, 0.5]
     assert found["fsdp"]["gradients"] < 0.26 * sizes
-    several = memory.of_stage(full_model(spec), Layout(dp_shard=4), Techniques(), 1, 2)
+    several = at_peak(memory, Layout(dp_shard=4), 2, microbatches=2)
     assert several["gradients"] >= sizes  # unsharded, until the last micro-batch
 
 
 def test_what_offload_puts_where():
     """Of AdamW, parameters, gradients and both moments on the host."""
     spec = read_model("small", {}, 64)
-    memory, stage, layout, size = MemoryModel(spec, "cuda", "fp32"), full_model(spec), Layout(dp_shard=1), 4.0
+    memory, size = MemoryModel(spec, "cuda", "fp32"), 4.0
     for offload, host in ((False, 0), (True, 4)):
-        assert memory.on_host(stage, layout, Techniques(offload=offload)) == host * spec.parameters * size
+        trial = Trial(Layout(dp_shard=1), Techniques(offload=offload), (full_model(spec),), 1)
+        assert memory.on_host(trial) == host * spec.parameters * size
 
 
 def test_stages_are_those_of_the_partition():

@@ -13,12 +13,13 @@ from mmm.parallel import Layout, Techniques
 from mmm.parallel.pp.schedules import SCHEDULES
 from mmm.trainer import lm, vit
 from mmm.trainer.config.command_line import parse
-from mmm_lab.planner.candidate import Choice, divisors
+from mmm_lab.planner.candidate import divisors
 from mmm_lab.planner.named_model import read_model
 from mmm_lab.planner.report import details, missing, text_of, why_each
 from mmm_lab.planner.script import job_script, launch_line
 from mmm_lab.planner.search import Search
 from mmm_lab.planner.tree import beside_answer, decide, facts_of
+from mmm_lab.planner.trial import Trial
 from mmm_launch.machines.find import named
 
 TRAINERS = {"mmm.trainer.lm": lm, "mmm.trainer.vit": vit}
@@ -102,7 +103,7 @@ def test_nothing_that_was_passed_over_is_faster(aurora):
                     techniques = Techniques(
                         checkpointing=mode, schedule=name, microbatches=count, stages_per_rank=own, loss_chunks=16
                     )
-                    candidate = search._evaluate(layout, Choice(0.0, techniques, stages, local // count))
+                    candidate = search.evaluate(Trial(layout, techniques, stages, local))
                     if candidate.fits:
                         best = kept.get((layout, "fsdp"), fastest.get(candidate.kind, math.inf))
                         assert candidate.cost.seconds >= best * 0.985, (layout, techniques)
@@ -143,7 +144,7 @@ def test_the_trainer_takes_what_is_printed(monkeypatch, tmp_path, model, site, h
         resolved = trainer.resolve(parse(trainer.Config))
         assert resolved.layout == candidate.layout
         assert resolved.global_batch_size == batch
-        assert resolved.partition.microbatches == candidate.microbatches
+        assert resolved.partition.microbatches == candidate.trial.microbatches
         wanted = candidate.techniques
         if candidate.layout.pp == 1:
             wanted = replace(wanted, stages_per_rank=None)

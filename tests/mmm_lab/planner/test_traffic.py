@@ -17,10 +17,11 @@ from mmm.parallel.plans.vit import vit_plan
 from mmm.parallel.pp.schedules import stages_of
 from mmm.runtime.device import Precision
 from mmm.traffic.formulas import expected_traffic
-from mmm_lab.planner.memory import MemoryModel, full_model, stages_for
+from mmm_lab.planner.memory import MemoryModel
 from mmm_lab.planner.named_model import read_model
 from mmm_lab.planner.network import Group
 from mmm_lab.planner.traffic import between_hosts, sent_bytes
+from mmm_lab.planner.trial import Trial, full_model, stages_for
 
 BF16 = Precision("bf16", torch.float32, torch.bfloat16)
 FP32 = Precision("fp32", torch.float32, torch.float32)
@@ -71,7 +72,8 @@ def _compare(name, model, plan, sample, layout, techniques, precision, seq):
             seq_length=seq,
             precision=precision,
         )
-        found = sent_bytes(memory, stage, layout, techniques, len(sample), partition.microbatches)
+        planned = replace(techniques, microbatches=partition.microbatches)
+        found = sent_bytes(memory, stage, Trial(layout, planned, (stage,), len(sample)))
         assert found == pytest.approx(expected, rel=1e-12), stage
 
 
@@ -100,7 +102,8 @@ def test_more_tp_ranks_than_key_value_heads():
         model, sample = Transformer(config), torch.zeros(BATCH, SEQ, dtype=torch.int64)
     _compare("debug", model, transformer_plan(config), sample, layout, {}, FP32, SEQ)
     spec = read_model("debug", {}, SEQ)
-    sent = sent_bytes(MemoryModel(spec, "cpu", "fp32"), full_model(spec), layout, Techniques(), BATCH, 1)
+    stage = full_model(spec)
+    sent = sent_bytes(MemoryModel(spec, "cpu", "fp32"), stage, Trial(layout, Techniques(), (stage,), BATCH))
     keys_and_values = 2 * BATCH * SEQ // 2 * config.head_dim * 4  # bytes of a layer
     assert sent["cp"] == config.n_layers * (2 * 1 + 2) * keys_and_values
 
@@ -144,7 +147,8 @@ def test_gradients_of_experts_are_summed_over_replicas_by_their_shard():
     layout = Layout(dp_replicate=2, dp_shard=1, cp=2, tp=2)
     spec = read_model("debug", {"n_experts": 4, "top_k": 2}, SEQ)
     stage = full_model(spec)
-    sent = sent_bytes(MemoryModel(spec, "cpu", "fp32"), stage, layout, Techniques(data_parallel="hsdp"), 4, 1)
+    trial = Trial(layout, Techniques(data_parallel="hsdp"), (stage,), 4)
+    sent = sent_bytes(MemoryModel(spec, "cpu", "fp32"), stage, trial)
     elements = 0.0
     for kind, count in stage.kinds:
         for matrix in spec.kinds[kind].matrices:
