@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 
-from mmm.data.images.torchvision_shim import import_torchvision
 from mmm.data.text.chat_template import chat_template_of
 from mmm.generate import config_of, tokenizer_on_disk
 from mmm.models.transformer import Transformer
@@ -16,6 +15,7 @@ from mmm.trainer import lm
 from mmm.trainer.config.command_line import configure
 from mmm.weights.open_weights import open_weights
 from mmm_lab.cli import main as cli
+from mmm_verify.propose.models import import_torchvision
 
 pytestmark = [pytest.mark.interop, pytest.mark.timeout(3600)]  # a few minutes, where nothing else runs
 

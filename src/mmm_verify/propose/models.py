@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -33,7 +34,6 @@ MAPPINGS = (  # of transformers: config → class; the first that has a config i
 )
 
 Batch = Callable[[], Any]
-Importer = Callable[[str], ModuleType]  # the name of a part of torchvision, such as ``models`` → that module
 
 
 @dataclass(frozen=True)
@@ -53,13 +53,27 @@ class NamedModel:
 
 
 def import_torchvision(part: str) -> ModuleType:
-    """A part of torchvision, such as ``models``.
+    """Import a part of torchvision, such as ``models``.
+
+    Its wheels have a compiled part for one build of torch. Beside another build that part does not load, and the import
+    ends with ``operator torchvision::nms does not exist``, which no model needs: it is declared, for as long as the
+    second import takes.
 
     Raises:
         ConfigError: it is not installed, or does not import.
     """
     try:
-        return importlib.import_module(f"torchvision.{part}")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of its image decoder, which does not load either
+            try:
+                return importlib.import_module(f"torchvision.{part}")
+            except RuntimeError as error:
+                if "torchvision::nms" not in str(error):
+                    raise
+                declared = torch.library.Library("torchvision", "FRAGMENT")
+                for name in ("nms", "qnms"):
+                    declared.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+                return importlib.import_module(f"torchvision.{part}")
     except ModuleNotFoundError as error:
         raise ConfigError(f"{error.name} is not installed: pip install {error.name}") from None
     except (ImportError, RuntimeError, OSError) as error:
@@ -68,11 +82,8 @@ def import_torchvision(part: str) -> ModuleType:
         ) from error
 
 
-def load_model(name: str, importer: Importer = import_torchvision) -> NamedModel:
+def load_model(name: str) -> NamedModel:
     """The model of ``module:function``, ``hf:config.json``, ``torchvision:NAME`` or ``timm:NAME``.
-
-    Args:
-        importer: imports torchvision, which all three libraries import where it is there.
 
     Raises:
         ConfigError: there is none, or the library is not installed.
@@ -82,7 +93,7 @@ def load_model(name: str, importer: Importer = import_torchvision) -> NamedModel
         return NamedModel(load_function(name, "MODEL"))
     if not rest:
         raise ConfigError(f"MODEL {name}: write {library}:{'config.json' if library == 'hf' else 'NAME'}")
-    return {"hf": _hugging_face, "torchvision": _torchvision, "timm": _timm}[library](rest, importer)
+    return {"hf": _hugging_face, "torchvision": _torchvision, "timm": _timm}[library](rest)
 
 
 def keep_no_cache(model: nn.Module) -> None:
@@ -182,14 +193,14 @@ def _width_of(module: nn.Module) -> int:
     return module.in_features if isinstance(module, nn.Linear) else 0
 
 
-def _library(name: str, importer: Importer) -> ModuleType:
+def _library(name: str) -> ModuleType:
     """Import a library that imports torchvision.
 
     Raises:
         ConfigError: it is not installed, or does not import.
     """
     try:
-        importer("transforms")
+        import_torchvision("transforms")
     except Exception as error:
         if not is_for_user(error):
             raise
@@ -209,8 +220,8 @@ def _near(kind: str, name: str, known: list[str]) -> ConfigError:
     return ConfigError(f"{kind} {name}: there is no such model{hint}")
 
 
-def _torchvision(name: str, importer: Importer) -> NamedModel:
-    models: Any = importer("models")
+def _torchvision(name: str) -> NamedModel:
+    models: Any = import_torchvision("models")
     known = models.list_models()
     if name not in known:
         raise _near("torchvision", name, known)
@@ -221,8 +232,8 @@ def _images(samples: int, channels: int, sides: tuple[int, ...]) -> tuple[Batch,
     return tuple(_floats(samples, channels, side, side) for side in sides)
 
 
-def _timm(name: str, importer: Importer) -> NamedModel:
-    timm = _library("timm", importer)
+def _timm(name: str) -> NamedModel:
+    timm = _library("timm")
     known = timm.list_models()
     base = name.partition(".")[0]  # behind it stands which weights
     if base not in known:
@@ -255,9 +266,9 @@ def read_config(file: Path) -> dict[str, Any]:
     raise ConfigError(f"{file} cannot be read: {reason}")
 
 
-def _hugging_face(path: str, importer: Importer) -> NamedModel:
+def _hugging_face(path: str) -> NamedModel:
     """A model of a config, with random weights."""
-    transformers = _library("transformers", importer)
+    transformers = _library("transformers")
     file = Path(path) / "config.json" if Path(path).is_dir() else Path(path)
     values = read_config(file)
     kind = values.pop("model_type", None)

@@ -5,9 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-import torch.hub
-
-from mmm.data.cache import Refused, cache_folder, download_once
+from mmm.data.cache import Refused, cache_folder, download_once, fetch
 from mmm.errors import DataError
 
 NAME = "input.txt"
@@ -34,4 +32,4 @@ def shakespeare() -> Path:
 
 
 def _download(folder: Path) -> None:
-    torch.hub.download_url_to_file(URL, os.fspath(folder / NAME), hash_prefix=SHA256, progress=False)
+    (folder / NAME).write_bytes(fetch(URL, "sha256", SHA256))
