@@ -15,8 +15,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import loss_parallel, parallelize_module
 
 from mmm.data import RandomTokens
-from mmm.models import weights
 from mmm.models.transformer import Transformer, TransformerConfig
+from mmm.nn import weights
 from mmm.parallel.plans.transformer import transformer_plan
 
 parser = argparse.ArgumentParser()

@@ -16,9 +16,9 @@ from torch.distributed.tensor.parallel import parallelize_module
 
 from mmm.data.images.batches import ImageBatches
 from mmm.data.images.datasets import load_images
-from mmm.models import weights
 from mmm.models.cnn import CNN, CNNConfig
 from mmm.models.vit import PRESETS, ViT
+from mmm.nn import weights
 from mmm.parallel.plans.cnn import cnn_plan
 from mmm.parallel.plans.vit import vit_plan
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from mmm.layout import Techniques
-from mmm.models.experts import has_experts
+from mmm.nn.experts import has_experts
 from mmm.runtime.observer import Observer, WatchedRun, observing
 from mmm.runtime.ranks import Rank, whoami
 from mmm.torch_private.dry_run import peaks_by_phase

@@ -30,9 +30,8 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode  # noqa: E4
 
 from mmm.history.plots.style import new_figure, save, style  # noqa: E402
 from mmm.layout import Layout, Techniques  # noqa: E402
-from mmm.models.experts import transformer_of  # noqa: E402
-from mmm.models.meta import meta_parameters  # noqa: E402
-from mmm.models.transformer import TransformerConfig  # noqa: E402
+from mmm.models.transformer import TransformerConfig, transformer_of  # noqa: E402
+from mmm.nn.meta import meta_parameters  # noqa: E402
 from mmm.optim.adamw import make_optimizer  # noqa: E402
 from mmm.palette import LIGHT, SERIES  # noqa: E402
 from mmm.parallel import parallel_model  # noqa: E402

@@ -16,12 +16,12 @@ from mmm.data.text.chat_template import chat_template_of
 from mmm.data.text.tokenizer import tokenizer_of
 from mmm.errors import CheckpointError, ConfigError, DataError
 from mmm.layout import Layout, Techniques
-from mmm.models.draw import Init
-from mmm.models.experts import has_experts
 from mmm.models.gpt import GPTConfig, LanguageConfig
-from mmm.models.rope import RopeScaling
-from mmm.models.sampling import Sampling
 from mmm.models.transformer import TransformerConfig
+from mmm.nn.draw import Init
+from mmm.nn.experts import has_experts
+from mmm.nn.rope import RopeScaling
+from mmm.nn.sampling import Sampling
 from mmm.parallel import build_mesh, partition_model
 from mmm.parallel.generate import Likeliest, generate
 from mmm.parallel.local import local_box, to_local

@@ -24,7 +24,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from mmm.models import experts
+from mmm.nn import experts
 from mmm.parallel.ep import expert_parallel
 
 ATEN = torch.ops.aten

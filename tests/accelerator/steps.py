@@ -30,8 +30,8 @@ from device import COUNTS, fake_tensors, install, process_group  # noqa: E402
 from torch._subclasses.fake_tensor import unset_fake_temporarily  # noqa: E402
 
 from mmm.data import Batch  # noqa: E402
-from mmm.models.experts import MixtureOfExperts  # noqa: E402
-from mmm.models.meta import meta_parameters  # noqa: E402
+from mmm.nn.experts import MixtureOfExperts  # noqa: E402
+from mmm.nn.meta import meta_parameters  # noqa: E402
 from mmm.optim.adamw import make_optimizer  # noqa: E402
 from mmm.parallel import parallel_model  # noqa: E402
 from mmm.parallel.mesh import build_mesh  # noqa: E402

@@ -12,7 +12,7 @@ import torch
 from fuzz_files.kinds import Kind
 from fuzz_files.weights import SMALL, TEXT
 from mmm.data.text.tokenizer import load_tokenizer, train_bpe
-from mmm.models.draw import full_box
+from mmm.nn.draw import full_box
 from mmm.parallel.state_dict import loaded_values
 from mmm_lab.planner.named_model import read_model
 from support.llamas import write_safetensors

@@ -14,9 +14,9 @@ import pytest
 import torch
 
 from mmm.layout import Layout, Techniques
-from mmm.models.dropout import Dropout, sample_keys
-from mmm.models.meta import meta_parameters
 from mmm.models.transformer import Transformer, TransformerConfig
+from mmm.nn.dropout import Dropout, sample_keys
+from mmm.nn.meta import meta_parameters
 from mmm.optim.adamw import make_optimizer
 from mmm.parallel.footprint import Footprint
 from mmm.parallel.mesh import build_mesh

@@ -12,7 +12,7 @@ import torch
 
 from mmm.generate import config_of, evaluation_model, load_weights, sample_text, tokenizer_on_disk
 from mmm.layout import PADDING
-from mmm.models.sampling import Sampling
+from mmm.nn.sampling import Sampling
 from mmm.parallel import Layout
 from mmm.runtime.device import Precision
 from mmm.weights.open_weights import open_weights

@@ -10,8 +10,8 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import loss_parallel
 
 from mmm.comparison import relative_error, worst
-from mmm.models.draw import canonical_name
 from mmm.models.transformer import Transformer, TransformerConfig
+from mmm.nn.draw import canonical_name
 from mmm.parallel import (
     Layout,
     Techniques,

@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 
 from mmm.data import TextTokens, Tokens, standard_library
-from mmm.models import weights
 from mmm.models.transformer import Transformer, TransformerConfig
+from mmm.nn import weights
 
 SEED = 5
 GLOBAL_BATCH = 8

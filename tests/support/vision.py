@@ -8,9 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mmm.models import weights
 from mmm.models.cnn import CNN, CNNConfig
 from mmm.models.vit import ViT, ViTConfig
+from mmm.nn import weights
 
 SEED = 5
 GLOBAL_BATCH = 12  # divides over 1, 2, 3 and 4

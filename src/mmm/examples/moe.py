@@ -35,8 +35,8 @@ from torch.distributed.tensor.parallel import loss_parallel
 from mmm.data import Batch
 from mmm.examples import _support as example
 from mmm.examples._support import by_hand
-from mmm.models.experts import Experts, transformer_of
-from mmm.models.transformer import TransformerConfig
+from mmm.models.transformer import TransformerConfig, transformer_of
+from mmm.nn.experts import Experts
 from mmm.parallel import Layout, balance_experts, cross_entropy, imbalance
 from mmm.runtime.ranks import whoami
 from mmm.torch_private.groups import all_to_all_single_autograd, wait_tensor

@@ -1,1 +1,1 @@
-"""Plain ``nn.Module`` models. They import nothing else from mmm."""
+"""Plain ``nn.Module`` models: they know no mesh."""

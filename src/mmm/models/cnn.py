@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mmm.models.draw import Init
-from mmm.models.dropout import Dropout
-from mmm.models.sizes import below_one, check_images
+from mmm.nn.draw import Init
+from mmm.nn.dropout import Dropout
+from mmm.nn.sizes import below_one, check_images
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ class CNN(nn.Module):
         """
         Args:
             x: (batch, channels, image_size, image_size), or the previous stage's output where ``conv1`` is None.
-            sample_keys: (batch,) int64, for dropout (`mmm.models.dropout.sample_keys`).
+            sample_keys: (batch,) int64, for dropout (`mmm.nn.dropout.sample_keys`).
 
         Raises:
             ValueError: images of another size or number of channels.

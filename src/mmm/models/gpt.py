@@ -20,10 +20,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mmm.models.draw import Init
-from mmm.models.dropout import Dropout
-from mmm.models.sizes import below_one
-from mmm.models.transformer import TransformerConfig, causal_attention
+from mmm.models.transformer import TransformerConfig
+from mmm.nn.attention import causal_attention
+from mmm.nn.draw import Init
+from mmm.nn.dropout import Dropout
+from mmm.nn.sizes import below_one
 
 
 @dataclass(frozen=True)
@@ -205,7 +206,7 @@ class GPT(nn.Module):
             positions: (seq,) int64 global position of each token, below ``block_size``; 0, 1, 2, … if None.
             document_starts: (batch, full seq) int64, as of `mmm.models.transformer.Transformer`: positions begin anew
                 with each document.
-            sample_keys: (batch,) int64, for dropout (`mmm.models.dropout.sample_keys`).
+            sample_keys: (batch,) int64, for dropout (`mmm.nn.dropout.sample_keys`).
         """
         if positions is None:
             positions = torch.arange(tokens.shape[1], device=tokens.device)

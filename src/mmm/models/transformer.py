@@ -19,17 +19,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mmm.models.draw import Init, accum_dtype
-from mmm.models.rope import RopeScaling
-from mmm.models.sizes import below_one
+from mmm.nn.attention import causal_attention
+from mmm.nn.draw import Init
+from mmm.nn.experts import MixtureOfExperts
+from mmm.nn.rope import RopeScaling, rotary_table, rotate
+from mmm.nn.sizes import below_one
 
 
 @dataclass(frozen=True)
 class TransformerConfig:
     """Sizes of a Transformer. ``ffn_dim=None`` means two thirds of ``4 * dim``, rounded up to `multiple_of`.
 
-    With `n_experts` above 0 the model is a `mmm.models.experts.RoutedTransformer`: a token uses `top_k` experts, each
-    `expert_dim` wide (None: as wide as the feed-forward layer).
+    With `n_experts` above 0 the model is a `RoutedTransformer`: a token uses `top_k` experts, each `expert_dim` wide
+    (None: as wide as the feed-forward layer).
 
     With `tie_word_embeddings` the output matrix is the embedding's: one parameter.
     """
@@ -133,83 +135,6 @@ PRESETS: dict[str, TransformerConfig] = {
 }
 
 
-def rotary_table(
-    positions: Tensor, head_dim: int, theta: float, scaling: RopeScaling | None = None
-) -> tuple[Tensor, Tensor]:
-    """Cosine and sine of each position's angles.
-
-    Args:
-        positions: (…, seq) int64, of each local token in the full sequence, or in its document.
-        head_dim: even. theta: base of the wavelengths. scaling: of the frequencies.
-
-    Returns:
-        Two tensors (…, seq, head_dim / 2), float64, since a float32 angle is wrong by 0.008 rad at position 131,072;
-        float32 on devices without it.
-    """
-    dtype = accum_dtype(positions.device)
-    exponent = torch.arange(0, head_dim, 2, dtype=dtype, device=positions.device) / head_dim
-    frequencies = theta**-exponent if scaling is None else scaling.scaled(theta**-exponent)
-    angle = positions.to(dtype)[..., None] * frequencies  # (…, seq, head_dim / 2)
-    return angle.cos(), angle.sin()
-
-
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate pairs (2i, 2i+1) of each head by its position's angle, in float32 or wider; the result has the dtype of x.
-
-    Args:
-        x: (batch, seq, heads, head_dim). cos, sin: (seq, head_dim / 2), or one for each sample.
-    """
-    rotated_in = torch.promote_types(x.dtype, torch.float32)
-    cos, sin = cos.to(rotated_in).unsqueeze(-2), sin.to(rotated_in).unsqueeze(-2)  # (…, seq, 1, head_dim / 2)
-    even, odd = x.to(rotated_in).unflatten(-1, (-1, 2)).unbind(-1)  # each (batch, seq, heads, head_dim / 2)
-    rotated = torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1)  # (…, head_dim / 2, 2)
-    return rotated.flatten(-2).to(x.dtype)  # (batch, seq, heads, head_dim)
-
-
-def cuda_has_flash(q: Tensor) -> bool:
-    """Whether PyTorch has flash attention for heads such as q's, (…, head_dim), on its device: CUDA from compute
-    capability 8.0 on (so not on a V100), in half precision, head_dim up to 256."""
-    if q.device.type != "cuda" or q.dtype not in (torch.bfloat16, torch.float16) or q.shape[-1] > 256:
-        return False
-    return torch.cuda.get_device_properties(q.device).major >= 8
-
-
-def takes_grouped_heads(q: Tensor) -> bool:
-    """Whether PyTorch trains fewer heads of k and v than of q by a fused kernel. Elsewhere ``enable_gqa`` repeats them
-    and computes all scores, and repeated heads with a fused kernel are better.
-
-    CUDA: flash attention alone does. CPU: yes. XPU: without gradients only.
-
-    Args:
-        q: (batch, heads, seq, head_dim).
-    """
-    return q.device.type == "cpu" or cuda_has_flash(q)
-
-
-def causal_attention(q: Tensor, k: Tensor, v: Tensor, document_starts: Tensor | None = None) -> Tensor:
-    """Every token attends to itself and to all before it, of its document where there are several.
-
-    Args:
-        q: (batch, heads, seq, head_dim). k, v: (batch, kv heads, seq, head_dim); each serves heads / kv heads of q.
-        document_starts: (batch, seq) int64: the position in the sequence where each token's document begins. A mask of
-            (batch, 1, seq, seq) follows from it, which PyTorch's kernel for memory-efficient attention takes on CUDA
-            and its fused one on CPU; flash attention does not.
-
-    Returns:
-        (batch, heads, seq, head_dim).
-    """
-    n_rep = q.shape[1] // k.shape[1]
-    grouped = n_rep > 1 and takes_grouped_heads(q) and (document_starts is None or q.device.type == "cpu")
-    if n_rep > 1 and not grouped:
-        k = k.repeat_interleave(n_rep, dim=1)  # (batch, heads, seq, head_dim)
-        v = v.repeat_interleave(n_rep, dim=1)
-    if document_starts is None:
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
-    place = torch.arange(q.shape[2], device=q.device)
-    seen = (place >= document_starts[..., None]) & (place <= place[:, None])  # (batch, queries, keys)
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=seen[:, None], enable_gqa=grouped)
-
-
 class Attention(nn.Module):
     """Causal grouped-query attention: every key/value head serves ``n_heads / n_kv_heads`` query heads.
 
@@ -264,7 +189,7 @@ class TransformerBlock(nn.Module):
 
     def add_feed_forward(self, config: TransformerConfig) -> None:
         if config.n_experts:
-            raise ValueError(f"n_experts is {config.n_experts}: build it by mmm.models.experts.transformer_of")
+            raise ValueError(f"n_experts is {config.n_experts}: build it by mmm.models.transformer.transformer_of")
         self.feed_forward = FeedForward(config)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, document_starts: Tensor | None = None) -> Tensor:
@@ -327,3 +252,29 @@ class Transformer(nn.Module):
         if name == ("tok_embeddings.weight" if self.config.tie_word_embeddings else "output.weight"):
             return Init("normal", min(0.02, self.config.dim**-0.5))
         return Init("normal", 0.02)
+
+
+class RoutedBlock(TransformerBlock):
+    """A block with experts in place of the feed-forward layer."""
+
+    def add_feed_forward(self, config: TransformerConfig) -> None:
+        self.moe = MixtureOfExperts(config.dim, config.expert_hidden_dim, config.n_experts, config.top_k)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, document_starts: Tensor | None = None) -> Tensor:
+        x = x + self.attention(self.attention_norm(x), cos, sin, document_starts=document_starts)
+        return x + self.moe(self.ffn_norm(x))
+
+
+class RoutedTransformer(Transformer):
+    """A Transformer with experts in every block."""
+
+    block = RoutedBlock
+
+    def buffer_rule(self, name: str) -> Init | None:
+        """The experts' bias starts as 0, also where the model is built on the meta device."""
+        return Init("constant", 0.0) if name.endswith("moe.expert_bias") else None
+
+
+def transformer_of(config: TransformerConfig) -> Transformer:
+    """The model of these sizes, with experts where they have any."""
+    return RoutedTransformer(config) if config.n_experts else Transformer(config)

@@ -17,8 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mmm.models.draw import Init
-from mmm.models.sizes import below_one, check_images
+from mmm.nn.draw import Init
+from mmm.nn.sizes import below_one, check_images
 
 ATTENTION = ("native", "sdpa")
 

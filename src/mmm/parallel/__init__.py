@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from mmm.layout import Techniques as Techniques
     from mmm.layout import batch_sizes as batch_sizes
     from mmm.layout import check_data_parallel as check_data_parallel
-    from mmm.models.meta import meta_parameters as meta_parameters
+    from mmm.nn.meta import meta_parameters as meta_parameters
     from mmm.parallel.clip import clip_grad_norm as clip_grad_norm
     from mmm.parallel.compile import check_compile as check_compile
     from mmm.parallel.dp.data_parallel import sync_gradients as sync_gradients
@@ -42,7 +42,7 @@ __getattr__, __dir__ = lazy(
     {
         "mmm.data.local_batches": "local_batches",
         "mmm.layout": "DATA_PARALLEL Layout Techniques batch_sizes check_data_parallel",
-        "mmm.models.meta": "meta_parameters",
+        "mmm.nn.meta": "meta_parameters",
         "mmm.parallel.clip": "clip_grad_norm",
         "mmm.parallel.compile": "check_compile",
         "mmm.parallel.dp.data_parallel": "sync_gradients",

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from mmm.models.draw import ShardBox, random_bits, stream_key
+from mmm.nn.draw import ShardBox, random_bits, stream_key
 
 PROJECTIONS = 2
 COLUMNS = PROJECTIONS + 1  # and the square of the norm

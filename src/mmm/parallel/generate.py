@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
-from mmm.models.sampling import Sampling, likeliest
+from mmm.nn.sampling import Sampling, likeliest
 from mmm.parallel.dp.fsdp import reshard
 from mmm.parallel.local import to_local, unsharded
 from mmm.parallel.memory.chunked_loss import DeferredLMHead

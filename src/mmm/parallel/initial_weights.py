@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from mmm.errors import ConfigError, config_field
-from mmm.models import draw, weights
-from mmm.models.meta import KEPT, drop_values
+from mmm.nn import draw, weights
+from mmm.nn.meta import KEPT, drop_values
 from mmm.parallel.dp.wrapped import Wrapper, is_offloaded, unwrapped
 from mmm.parallel.local import local_box, to_local
 from mmm.parallel.ties import find_ties, retie
@@ -42,7 +42,7 @@ def materialize(
     Else they are what the constructor made, which has to be the same on every rank.
 
     Args:
-        seed: of what is drawn. rules: as for `mmm.models.weights.initialize`.
+        seed: of what is drawn. rules: as for `mmm.nn.weights.initialize`.
         init: ``by_name`` draws the weights from the seed by their names, those of PyTorch's own modules as PyTorch
             documents them, whatever a constructor made of them.
         values: where the weights come from, of `loaded_values`.

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
-from mmm.models import draw
-from mmm.models.draw import accum_dtype
+from mmm.nn import draw
+from mmm.nn.draw import accum_dtype
 from mmm.torch_private.groups import device_types
 
 

@@ -22,10 +22,10 @@ from torch.distributed.tensor.parallel import loss_parallel
 
 from mmm.errors import DataError
 from mmm.layout import PADDING, Techniques
-from mmm.models.draw import accum_dtype, canonical_name
-from mmm.models.dropout import has_dropout
-from mmm.models.experts import has_experts
-from mmm.models.weights import InitRules
+from mmm.nn.draw import accum_dtype, canonical_name
+from mmm.nn.dropout import has_dropout
+from mmm.nn.experts import has_experts
+from mmm.nn.weights import InitRules
 from mmm.parallel.clip import clip_grad_norm, local_norms
 from mmm.parallel.compile import CompileReport
 from mmm.parallel.cp.ring import positions_of

@@ -9,8 +9,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from mmm.layout import UNSHARDED, Techniques
-from mmm.models import draw
-from mmm.models.meta import keep_values
+from mmm.nn import draw
+from mmm.nn.meta import keep_values
 from mmm.parallel.checks import check_techniques
 from mmm.parallel.compile import compile_modules
 from mmm.parallel.cp.context_parallel import apply_context_parallel

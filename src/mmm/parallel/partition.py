@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from mmm.errors import ConfigError, LayoutError, config_field
 from mmm.layout import Layout, Techniques
-from mmm.models.draw import parameter_count
+from mmm.nn.draw import parameter_count
 from mmm.parallel.checks import check_techniques
 from mmm.parallel.initial_weights import check_weights
 from mmm.parallel.plan import Plan, check_axes

@@ -14,7 +14,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Ro
 
 from mmm.errors import LayoutError
 from mmm.layout import Layout
-from mmm.models.weights import class_name
+from mmm.nn.weights import class_name
 from mmm.runtime.log import get_logger
 
 
@@ -30,7 +30,7 @@ class Plan:
         compiled: modules compiled on their own. compiled_with_tp: the same where tp > 1.
         attention: modules whose ``attention_fn`` is where tokens of a sequence interact: what cp replaces.
         checkpointed: modules whose activations are recomputed in backward, where that is asked for.
-        experts: mixtures of experts (`mmm.models.experts`), whose experts ep shards.
+        experts: mixtures of experts (`mmm.nn.experts`), whose experts ep shards.
         stages: the parts between which a pipeline may split, in the order of forward; a tuple of names is one part.
             What is in none (and has no parameters) is in every stage.
         sequence: whether the model takes (batch, seq) tokens and ``positions`` of them.

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from mmm.errors import LayoutError
-from mmm.models.draw import canonical_name
+from mmm.nn.draw import canonical_name
 from mmm.parallel.local import to_group_device, to_local
 
 Tie = tuple[str, ...]  # the names of one parameter, in the order of the model

@@ -8,9 +8,9 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from mmm.errors import ConfigError
-from mmm.models.draw import ShardBox, canonical_name
-from mmm.models.meta import kept_value, pop_value
-from mmm.models.weights import class_name
+from mmm.nn.draw import ShardBox, canonical_name
+from mmm.nn.meta import kept_value, pop_value
+from mmm.nn.weights import class_name
 
 Values = Callable[[str, ShardBox], Tensor | None]
 """(canonical name, the shard that is local) → the shard, on any device and in any dtype; None for a buffer that keeps
@@ -28,7 +28,7 @@ def check_sizes(model: nn.Module) -> None:
 
 
 def constructed_values(model: nn.Module) -> Values:
-    """What the constructor of `model` has put into its parameters (`mmm.models.meta`), each kept until it is asked for.
+    """What the constructor of `model` has put into its parameters (`mmm.nn.meta`), each kept until it is asked for.
 
     Each rank reads its own shards of what its own constructor has made: every rank has to make the same.
 

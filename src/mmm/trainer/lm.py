@@ -18,8 +18,8 @@ from torch.optim import Optimizer
 
 from mmm.errors import ConfigError
 from mmm.generate import tokenizer_on_disk, without_draws
-from mmm.models.draw import parameter_count
 from mmm.models.gpt import position_parameters
+from mmm.nn.draw import parameter_count
 from mmm.parallel.parallel_model import ParallelModel
 from mmm.parallel.plans.language import check_language, language_model, language_plan
 from mmm.runtime.ranks import whoami

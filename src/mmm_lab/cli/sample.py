@@ -71,7 +71,7 @@ def _sample(args: Any) -> None:
         tokenizer_on_disk,
     )
     from mmm.layout import Layout
-    from mmm.models.sampling import Sampling
+    from mmm.nn.sampling import Sampling
     from mmm.runtime.device import choose_device, choose_precision, full_float32
     from mmm.runtime.process_group import locate, process_group
     from mmm.runtime.ranks import whoami

@@ -13,8 +13,8 @@ from mmm.data.images import digits
 from mmm.data.images.image_set import ImagesInMemory
 from mmm.errors import ConfigError
 from mmm.layout import PADDING
-from mmm.models import draw, weights
-from mmm.models.dropout import has_dropout, sample_keys
+from mmm.nn import draw, weights
+from mmm.nn.dropout import has_dropout, sample_keys
 from mmm_lab.parity.parity_model import ParityModel
 
 GLOBAL_BATCH = 16  # samples, if not said otherwise: 8 data-parallel coordinates of 2 micro-batches, or 4 stages of 8

@@ -17,10 +17,10 @@ from torch.distributed.tensor import DTensor
 from mmm.comparison import worst
 from mmm.errors import LayoutError
 from mmm.layout import Layout, Techniques
-from mmm.models.draw import canonical_name
-from mmm.models.dropout import sample_keys
-from mmm.models.experts import has_experts
-from mmm.models.meta import meta_parameters
+from mmm.nn.draw import canonical_name
+from mmm.nn.dropout import sample_keys
+from mmm.nn.experts import has_experts
+from mmm.nn.meta import meta_parameters
 from mmm.parallel.mesh import Mesh, build_mesh
 from mmm.parallel.parallel_model import ParallelModel
 from mmm.parallel.partition import Partition, partition_model

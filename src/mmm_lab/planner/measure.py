@@ -17,7 +17,8 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from mmm.errors import ConfigError
-from mmm.models.transformer import Transformer, TransformerBlock, TransformerConfig, rotary_table
+from mmm.models.transformer import Transformer, TransformerBlock, TransformerConfig
+from mmm.nn.rope import rotary_table
 from mmm.parallel.plans.transformer import transformer_plan
 from mmm.parallel.tp.tensor_parallel import apply_tensor_parallel
 from mmm.runtime.cores import usable_cores

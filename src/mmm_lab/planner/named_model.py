@@ -10,8 +10,8 @@ from typing import Any
 
 from mmm.errors import CheckpointError, ConfigError
 from mmm.models import gpt, transformer, vit
-from mmm.models.rope import RopeScaling
 from mmm.models.transformer import TransformerConfig
+from mmm.nn.rope import RopeScaling
 from mmm.outside import read_json
 from mmm.weights import llama_keys
 from mmm_lab.planner.image_models import vit_spec

@@ -30,8 +30,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from mmm.layout import Layout, Techniques
-from mmm.models import draw, weights
-from mmm.models.experts import has_experts
+from mmm.nn import draw, weights
+from mmm.nn.experts import has_experts
 from mmm.parallel.parallel_model import ParallelModel
 from mmm.runtime.contract import DRY_RUN_VARIABLE, RANK_VARIABLES
 from mmm.runtime.observer import Observer, WatchedRun, observing

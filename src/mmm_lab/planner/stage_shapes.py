@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from mmm.layout import UNSHARDED, Layout
-from mmm.models import draw
-from mmm.models.experts import has_experts
+from mmm.nn import draw
+from mmm.nn.experts import has_experts
 from mmm.parallel.cp.ring import positions_of
 from mmm.parallel.mesh import build_mesh
 from mmm.parallel.pp.p2p import to_contiguous

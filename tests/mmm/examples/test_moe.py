@@ -11,7 +11,8 @@ from mmm.errors import UserError
 from mmm.examples import moe
 from mmm.examples._support.by_hand import dense_experts
 from mmm.examples.moe import Config, moe_layer, train
-from mmm.models.experts import MixtureOfExperts, transformer_of
+from mmm.models.transformer import transformer_of
+from mmm.nn.experts import MixtureOfExperts
 from mmm.parallel import Layout, apply, build_mesh, cross_entropy, materialize
 from mmm.parallel.plans.transformer import transformer_plan
 from mmm.runtime.device import Precision

@@ -14,8 +14,8 @@ from torch.nn.parallel import DistributedDataParallel
 from mmm.comparison import relative_error, worst
 from mmm.examples import ddp, fsdp, fsdp_tp, hsdp, zero
 from mmm.models.cnn import CNN, CNNConfig
-from mmm.models.draw import canonical_name
 from mmm.models.transformer import PRESETS, Transformer
+from mmm.nn.draw import canonical_name
 from mmm.parallel import Layout, apply, build_mesh, cross_entropy, materialize
 from mmm.parallel.plans.cnn import cnn_plan
 from mmm.parallel.plans.transformer import transformer_plan

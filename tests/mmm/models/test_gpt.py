@@ -7,9 +7,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from mmm.models import draw, weights
-from mmm.models.dropout import Dropout, sample_keys
 from mmm.models.gpt import GPT, PRESETS, GPTConfig, position_parameters
+from mmm.nn import draw, weights
+from mmm.nn.dropout import Dropout, sample_keys
 
 SMALL = GPTConfig(dim=32, n_layers=3, n_heads=4, vocab_size=17, block_size=12, bias=True)
 KEYS = sample_keys(1, 2, 0, 2)

@@ -8,15 +8,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from mmm.models import draw, weights
-from mmm.models.rope import RopeScaling
-from mmm.models.transformer import (
-    PRESETS,
-    Transformer,
-    TransformerConfig,
-    rotary_table,
-    rotate,
-)
+from mmm.models.transformer import PRESETS, Transformer, TransformerConfig
+from mmm.nn import draw, weights
+from mmm.nn.rope import RopeScaling, rotary_table, rotate
 
 SMALL = TransformerConfig(dim=32, n_layers=3, n_heads=4, n_kv_heads=2, vocab_size=64, ffn_dim=48)
 
@@ -117,7 +111,7 @@ def test_scaling_as_a_config_has_it():
 @pytest.mark.parametrize("grouped", [pytest.param(True, marks=pytest.mark.long), False])
 def test_a_document_does_not_see_the_one_before(model, monkeypatch, grouped):
     """Documents in one sequence are computed as each alone; positions begin anew with each."""
-    monkeypatch.setattr("mmm.models.transformer.takes_grouped_heads", lambda _: grouped)  # on CPU they are
+    monkeypatch.setattr("mmm.nn.attention.takes_grouped_heads", lambda _: grouped)  # on CPU they are
     x, begins = tokens(), [[0, 5, 6, 12], [0, 12]]  # of sample 0 three documents, of sample 1 one
     starts = torch.tensor([[0] * 5 + [5] + [6] * 6, [0] * 12])
     together = model(x, document_starts=starts)

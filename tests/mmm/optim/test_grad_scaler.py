@@ -9,9 +9,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from mmm.layout import Techniques
-from mmm.models import weights
-from mmm.models.experts import transformer_of
-from mmm.models.transformer import TransformerConfig
+from mmm.models.transformer import TransformerConfig, transformer_of
+from mmm.nn import weights
 from mmm.optim.grad_scaler import GradScaler, not_finite
 from mmm.parallel import Layout, build_mesh, clip_grad_norm
 from mmm.parallel.local import local_box, to_local

@@ -5,8 +5,7 @@ import torch
 
 from mmm.errors import LayoutError
 from mmm.layout import Techniques
-from mmm.models.experts import transformer_of
-from mmm.models.transformer import Transformer, TransformerConfig
+from mmm.models.transformer import Transformer, TransformerConfig, transformer_of
 from mmm.parallel import Layout, build_mesh
 from mmm.parallel.parallel_model import ParallelModel
 from mmm.parallel.partition import partition_model

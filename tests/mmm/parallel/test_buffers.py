@@ -8,7 +8,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 from mmm.errors import ConfigError, LayoutError
 from mmm.layout import Techniques
-from mmm.models.draw import Init
+from mmm.nn.draw import Init
 from mmm.parallel import Layout, apply, build_mesh, check_weights, materialize, meta_parameters
 from mmm.parallel.dp.wrapped import is_offloaded
 from mmm.parallel.parallel_model import ParallelModel

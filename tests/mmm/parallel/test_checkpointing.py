@@ -5,8 +5,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mmm.errors import ConfigError
-from mmm.models import weights
 from mmm.models.vit import ViT, ViTConfig
+from mmm.nn import weights
 from mmm.parallel import cross_entropy
 from mmm.parallel.memory.checkpointing import apply_checkpointing, check_checkpointing
 from mmm.parallel.plans.cnn import cnn_plan

@@ -9,9 +9,8 @@ from torch.distributed.tensor.parallel import loss_parallel
 
 from mmm.errors import ConfigError, LayoutError
 from mmm.layout import Techniques
-from mmm.models.draw import canonical_name
-from mmm.models.experts import transformer_of
-from mmm.models.transformer import TransformerConfig
+from mmm.models.transformer import TransformerConfig, transformer_of
+from mmm.nn.draw import canonical_name
 from mmm.parallel import Layout, apply, build_mesh, check_compile, cross_entropy, materialize
 from mmm.parallel.compile import CompileReport
 from mmm.parallel.partition import partition_model

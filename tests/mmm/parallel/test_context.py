@@ -6,8 +6,9 @@ import torch
 from mmm.data import Batch
 from mmm.errors import ConfigError, LayoutError, UserError
 from mmm.models.cnn import CNNConfig
-from mmm.models.transformer import Transformer, TransformerConfig, causal_attention
+from mmm.models.transformer import Transformer, TransformerConfig
 from mmm.models.vit import ViTConfig
+from mmm.nn.attention import causal_attention
 from mmm.parallel import (
     Layout,
     Techniques,

@@ -94,7 +94,7 @@ def test_micro_batches_add_up(run_on_ranks, technique, at_the_end):
 
 
 def initial():
-    from mmm.models import weights
+    from mmm.nn import weights
 
     net = vision.build("cnn").double()
     weights.initialize(net, vision.SEED)

@@ -12,10 +12,9 @@ from torch.distributed.tensor.parallel import loss_parallel
 
 from mmm.errors import LayoutError
 from mmm.layout import check_data_parallel
-from mmm.models import weights
-from mmm.models.draw import canonical_name
-from mmm.models.experts import transformer_of
-from mmm.models.transformer import Transformer, TransformerConfig
+from mmm.models.transformer import Transformer, TransformerConfig, transformer_of
+from mmm.nn import weights
+from mmm.nn.draw import canonical_name
 from mmm.parallel import (
     Layout,
     apply,

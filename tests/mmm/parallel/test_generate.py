@@ -8,10 +8,9 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from mmm.models.experts import transformer_of
-from mmm.models.sampling import Sampling
-from mmm.models.transformer import TransformerConfig
-from mmm.models.weights import initialize
+from mmm.models.transformer import TransformerConfig, transformer_of
+from mmm.nn.sampling import Sampling
+from mmm.nn.weights import initialize
 from mmm.parallel import Layout, Techniques, build_mesh, partition_model
 from mmm.parallel.generate import generate
 from mmm.parallel.parallel_model import ParallelModel

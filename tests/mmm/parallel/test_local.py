@@ -5,9 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from mmm.models import weights
-from mmm.models.experts import transformer_of
-from mmm.models.transformer import Transformer, TransformerConfig
+from mmm.models.transformer import Transformer, TransformerConfig, transformer_of
+from mmm.nn import weights
 from mmm.parallel import draw_weights
 
 CPU = torch.device("cpu")

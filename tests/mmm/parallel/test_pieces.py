@@ -8,9 +8,9 @@ from torch.utils._pytree import tree_leaves
 
 from mmm.errors import ConfigError
 from mmm.layout import PADDING
-from mmm.models import weights
 from mmm.models.transformer import Transformer, TransformerConfig
 from mmm.models.vit import ViT
+from mmm.nn import weights
 from mmm.parallel import Layout, loss_of
 from mmm.parallel.memory.chunked_loss import apply_chunked_loss
 from mmm.parallel.memory.measure import Peak

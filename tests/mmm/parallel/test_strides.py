@@ -8,8 +8,8 @@ from torch import nn
 from mmm.data.images.batches import ImageBatches
 from mmm.data.images.datasets import load_images
 from mmm.layout import Techniques
-from mmm.models import weights
 from mmm.models.cnn import CNN, CNNConfig
+from mmm.nn import weights
 from mmm.parallel import Layout, build_mesh, cross_entropy
 from mmm.parallel.parallel_model import ParallelModel
 from mmm.parallel.partition import partition_model

@@ -12,9 +12,9 @@ from torch.distributed.tensor.parallel import RowwiseParallel
 from mmm.comparison import worst
 from mmm.errors import LayoutError
 from mmm.layout import Techniques
-from mmm.models import weights
-from mmm.models.experts import has_experts, transformer_of
-from mmm.models.transformer import Transformer, TransformerConfig
+from mmm.models.transformer import Transformer, TransformerConfig, transformer_of
+from mmm.nn import weights
+from mmm.nn.experts import has_experts
 from mmm.parallel import Layout, apply, build_mesh, materialize, meta_parameters
 from mmm.parallel.dp.wrapped import Wrapper
 from mmm.parallel.parallel_model import ParallelModel

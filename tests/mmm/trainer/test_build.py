@@ -10,7 +10,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 import mmm.trainer.run.standard  # noqa: F401  # before `program_on` looks for it
 from mmm.errors import ConfigError
-from mmm.models.draw import Init
+from mmm.nn.draw import Init
 from mmm.parallel import (
     Layout,
     Plan,

@@ -12,7 +12,7 @@ import torch
 import mmm.history
 from mmm.data.text.prepare import Preparation, prepare
 from mmm.errors import DivergedError, RecordError, UserError
-from mmm.models.experts import transformer_of
+from mmm.models.transformer import transformer_of
 from mmm.trainer import lm
 from mmm.trainer.config.command_line import configure
 from support.pool import program_on

@@ -10,8 +10,8 @@ import torch
 from mmm.data.text.text_data import TextData
 from mmm.errors import DivergedError
 from mmm.layout import Techniques
-from mmm.models.experts import MixtureOfExperts, transformer_of
-from mmm.models.transformer import TransformerConfig
+from mmm.models.transformer import TransformerConfig, transformer_of
+from mmm.nn.experts import MixtureOfExperts
 from mmm.optim.adamw import make_optimizer
 from mmm.parallel import Layout, build_mesh
 from mmm.parallel.local import to_local

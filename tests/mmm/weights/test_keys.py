@@ -4,7 +4,7 @@ import pytest
 
 from mmm.errors import CheckpointError
 from mmm.generate import config_of
-from mmm.models.rope import RopeScaling
+from mmm.nn.rope import RopeScaling
 from mmm.weights.open_weights import open_weights
 from support.llamas import CONFIG, write_hugging_face
 

@@ -88,7 +88,7 @@ def test_models_of_the_registry_and_of_files(tmp_path):
         with pytest.raises(ConfigError, match=rf"{name}"):
             models.find(name)
     with pytest.raises(ConfigError, match=r"weights\.py"):
-        models.find("mmm.models.weights")
+        models.find("mmm.nn.weights")
     for folder in ("a", "b"):  # two files of one name
         (tmp_path / folder).mkdir()
         text = f"from beside_{folder} import MODEL\nfrom mmm_lab.parity.parity_model import ParityModel\n"

@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from mmm.models.dropout import sample_keys
-from mmm.models.experts import transformer_of
 from mmm.models.gpt import GPTBlock, GPTConfig
-from mmm.models.transformer import TransformerBlock, TransformerConfig, rotary_table
+from mmm.models.transformer import TransformerBlock, TransformerConfig, transformer_of
 from mmm.models.vit import ViT, ViTConfig
+from mmm.nn.dropout import sample_keys
+from mmm.nn.rope import rotary_table
 from mmm.parallel import Layout, Techniques
 from mmm.parallel.memory.checkpointing import apply_checkpointing
 from mmm.parallel.memory.chunked_loss import apply_chunked_loss, loss_of

@@ -27,7 +27,7 @@ class Batch:
             from step to step.
         document_starts: (batch, seq) int64, the place in its sequence where the document of each token begins; None
             where a sequence is one text.
-        sample_keys: (batch,) int64, for models with dropout (`mmm.models.dropout`); None where there are none.
+        sample_keys: (batch,) int64, for models with dropout (`mmm.nn.dropout`); None where there are none.
     """
 
     inputs: Tensor

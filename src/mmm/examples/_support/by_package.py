@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from mmm.examples._support.text import PlainTextConfig, resolve_own
 from mmm.layout import Layout, Techniques
-from mmm.models.experts import has_experts, transformer_of
+from mmm.models.transformer import transformer_of
+from mmm.nn.experts import has_experts
 from mmm.parallel import Mesh, apply, build_mesh, materialize
 from mmm.parallel.dp.wrapped import unwrapped
 from mmm.parallel.plans.transformer import transformer_plan

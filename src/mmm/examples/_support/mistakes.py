@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from mmm.data import Batch
 from mmm.errors import ConfigError
-from mmm.models.draw import canonical_name, convert
+from mmm.nn.draw import canonical_name, convert
 from mmm.parallel import cross_entropy, draw_weights
 from mmm.trainer.config import command_line
 from mmm.trainer.run.core import Hook, Run

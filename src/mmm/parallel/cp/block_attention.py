@@ -27,7 +27,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from mmm.models.transformer import cuda_has_flash
+from mmm.nn.attention import cuda_has_flash
 from mmm.torch_private.operators import cpu_attention, cpu_attention_backward, flash_attention, flash_attention_backward
 
 TILE = 512  # tokens

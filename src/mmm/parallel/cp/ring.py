@@ -52,7 +52,7 @@ class RingAttention:
         """
         Args:
             q: (batch, heads, seq / cp, head_dim). k, v: (batch, kv heads, seq / cp, head_dim); of this rank's tokens.
-            document_starts: (batch, seq) int64, as of `mmm.models.transformer.causal_attention`, of the full sequence.
+            document_starts: (batch, seq) int64, as of `mmm.nn.attention.causal_attention`, of the full sequence.
 
         Returns:
             (batch, heads, seq / cp, head_dim).

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from mmm.errors import ConfigError, config_field
 from mmm.layout import Layout, Techniques
-from mmm.models.weights import class_name
+from mmm.nn.weights import class_name
 from mmm.parallel.local import to_local
 from mmm.parallel.mesh import Mesh
 from mmm.torch_private.autograd import in_backward

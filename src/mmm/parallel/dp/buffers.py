@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from mmm.errors import ConfigError
-from mmm.models.experts import MixtureOfExperts
+from mmm.nn.experts import MixtureOfExperts
 from mmm.torch_private.module import BatchNorm, own_buffers, version_of
 
 WIDE = (BatchNorm, MixtureOfExperts)  # add up in them, and cast for themselves

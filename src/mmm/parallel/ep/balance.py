@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from mmm.models.draw import accum_dtype
-from mmm.models.experts import MixtureOfExperts
+from mmm.nn.draw import accum_dtype
+from mmm.nn.experts import MixtureOfExperts
 from mmm.parallel.mesh import Mesh
 
 BALANCE_RATE = 1e-3  # DeepSeek-V3's

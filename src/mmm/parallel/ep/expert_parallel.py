@@ -35,7 +35,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from mmm.errors import LayoutError
-from mmm.models.experts import Experts, expert_forward, to_host_list
+from mmm.nn.experts import Experts, expert_forward, to_host_list
 from mmm.parallel.local import to_local
 from mmm.parallel.mesh import Mesh
 from mmm.parallel.plan import Plan, find
@@ -80,7 +80,7 @@ def expert_dim(parameter: Tensor, ranks: int) -> int:
 
 
 class ExpertParallel:
-    """Experts sharded over `mesh` (one-dimensional): replaces `mmm.models.experts.expert_forward`."""
+    """Experts sharded over `mesh` (one-dimensional): replaces `mmm.nn.experts.expert_forward`."""
 
     def __init__(self, mesh: DeviceMesh) -> None:
         self.group, self.size = mesh.get_group(), mesh.size()

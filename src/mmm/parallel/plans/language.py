@@ -5,8 +5,8 @@ from __future__ import annotations
 from torch import nn
 
 from mmm.layout import Layout
-from mmm.models.experts import transformer_of
 from mmm.models.gpt import GPT, GPTConfig, LanguageConfig
+from mmm.models.transformer import transformer_of
 from mmm.parallel.plan import Plan
 from mmm.parallel.plans.gpt import check_gpt, gpt_plan
 from mmm.parallel.plans.transformer import transformer_plan

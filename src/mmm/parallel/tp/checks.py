@@ -24,7 +24,7 @@ from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, SequenceParallel
 
 from mmm.errors import LayoutError
-from mmm.models.weights import class_name
+from mmm.nn.weights import class_name
 from mmm.parallel.tp.conv1d import is_conv1d
 from mmm.parallel.tp.fused import FusedColumns
 from mmm.parallel.tp.replicated import PartialGradient

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, parallelize_module
 
 from mmm.errors import ConfigError, LayoutError
-from mmm.models.dropout import Dropout
+from mmm.nn.dropout import Dropout
 from mmm.parallel.plan import Plan, find
 from mmm.parallel.ties import find_ties
 from mmm.torch_private.groups import differentiate_twice, leave_generators_alone
@@ -98,7 +98,7 @@ class KVHeads(ColwiseParallel):
 
 
 class ShardedDropout(ParallelStyle):
-    """For a `mmm.models.dropout.Dropout` whose input's second dim (units, heads, tokens) is sharded in equal parts:
+    """For a `mmm.nn.dropout.Dropout` whose input's second dim (units, heads, tokens) is sharded in equal parts:
     each rank draws for its own shard."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from mmm.checkpoint import load_tensors, training_state
 from mmm.checkpoint.model_metadata import ModelMetadata
-from mmm.models.draw import accum_dtype
+from mmm.nn.draw import accum_dtype
 from mmm.optim.adamw import learning_rate
 from mmm.optim.grad_scaler import GradScaler
 from mmm.parallel.parallel_model import ParallelModel

@@ -22,7 +22,7 @@ from mmm.history.record.fingerprints import (
     FingerprintFile,
     Header,
 )
-from mmm.models.draw import ShardBox, accum_dtype, canonical_name, full_box
+from mmm.nn.draw import ShardBox, accum_dtype, canonical_name, full_box
 from mmm.parallel.dp.wrapped import unwrapped
 from mmm.parallel.fingerprint import COLUMNS, fingerprint, project_dtype, signs_of
 from mmm.parallel.local import local_box, to_local

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from mmm.data import Batch
 from mmm.data.images.batches import ImageBatches, ImageLoader, evaluation
 from mmm.layout import PADDING
-from mmm.models.dropout import sample_keys
+from mmm.nn.dropout import sample_keys
 from mmm.parallel.local import detached
 from mmm.trainer.job import Job
 from mmm.trainer.loop.tasks import Task

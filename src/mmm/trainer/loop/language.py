@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 
 from mmm.generate import config_of, encode_prompt, load_weights, sample_text
-from mmm.models.sampling import Sampling
+from mmm.nn.sampling import Sampling
 from mmm.parallel.parallel_model import ParallelModel
 from mmm.trainer.config.language_model import SampleOptions
 from mmm.trainer.job import Job

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from mmm.history.record.folder import cannot_write, keep_mode
-from mmm.models.draw import canonical_name
+from mmm.nn.draw import canonical_name
 from mmm.parallel.dp.wrapped import unwrapped
 from mmm.parallel.local import unsharded
 from mmm.parallel.ties import find_ties

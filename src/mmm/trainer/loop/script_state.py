@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from mmm.checkpoint.objects import encode
 from mmm.errors import ConfigError
-from mmm.models.draw import canonical_name
+from mmm.nn.draw import canonical_name
 from mmm.parallel.dp.fsdp import reshard
 from mmm.parallel.dp.zero import Zero
 from mmm.parallel.parallel_model import ParallelModel, saved_buffers

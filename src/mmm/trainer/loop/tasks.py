@@ -18,7 +18,7 @@ from torch import Tensor
 from mmm.checkpoint.model_metadata import ModelMetadata
 from mmm.data import Batch, Tokens
 from mmm.errors import DataError
-from mmm.models.dropout import has_dropout, sample_keys
+from mmm.nn.dropout import has_dropout, sample_keys
 from mmm.trainer.job import Job
 from mmm.trainer.run.core import Run
 

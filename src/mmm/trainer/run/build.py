@@ -10,8 +10,8 @@ from torch import nn
 
 from mmm.errors import ConfigError
 from mmm.layout import Techniques
-from mmm.models.experts import has_experts
-from mmm.models.meta import meta_parameters
+from mmm.nn.experts import has_experts
+from mmm.nn.meta import meta_parameters
 from mmm.parallel import apply, build_mesh, loaded_values, materialize
 from mmm.parallel.dp.wrapped import unwrapped
 from mmm.parallel.initial_weights import InitName

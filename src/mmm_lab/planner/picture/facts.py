@@ -12,7 +12,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from mmm.layout import Layout, Techniques
-from mmm.models.draw import ShardBox
+from mmm.nn.draw import ShardBox
 from mmm.parallel.cp.ring import positions_of
 from mmm.traffic.operators import axes_of
 from mmm_lab.planner.dry_run import DryRun, RankReport

@@ -9,7 +9,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from mmm.layout import Layout
-from mmm.models import weights
+from mmm.nn import weights
 from mmm.parallel.local import local_box, to_local
 from mmm.traffic.operators import axes_of
 from mmm.trainer import lm

@@ -1,4 +1,4 @@
-"""How PyTorch's own modules start, as rules for `mmm.models.draw`: the distributions that PyTorch documents.
+"""How PyTorch's own modules start, as rules for `mmm.nn.draw`: the distributions that PyTorch documents.
 
 A module whose class overrides ``reset_parameters`` has no rule here: what it draws is not known.
 """
@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from torch import nn
 
-from mmm.models.draw import Init
+from mmm.nn.draw import Init
 from mmm.torch_private.module import RESETS, Convolution, NormBase
 
 Rules = dict[str, Init]  # name inside the module → how it starts

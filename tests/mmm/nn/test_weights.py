@@ -5,9 +5,9 @@ from statistics import NormalDist
 import pytest
 import torch
 
-from mmm.models import draw, weights
-from mmm.models.draw import Init, ShardBox
 from mmm.models.transformer import PRESETS, Transformer, TransformerConfig
+from mmm.nn import draw, weights
+from mmm.nn.draw import Init, ShardBox
 
 NORMAL = Init("normal", 0.02)
 

@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import nn
 
-from mmm.models import draw, weights
-from mmm.models.defaults import default_rules
-from mmm.models.draw import Init
+from mmm.nn import draw, weights
+from mmm.nn.defaults import default_rules
+from mmm.nn.draw import Init
 
 MODULES = [
     lambda: nn.Linear(300, 200),

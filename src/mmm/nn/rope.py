@@ -1,4 +1,4 @@
-"""Rotary positions beyond the length that a model was trained on: how their frequencies are scaled.
+"""Rotary positions, also beyond the length that a model was trained on, where their frequencies are scaled.
 
 Names and meaning as ``rope_scaling`` in the config.json of Hugging Face's models.
 
@@ -13,7 +13,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
+import torch
 from torch import Tensor
+
+from mmm.nn.draw import accum_dtype
 
 
 @dataclass(frozen=True)
@@ -84,3 +87,36 @@ class RopeScaling:
         unscaled = (turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
         unscaled = unscaled.clamp(0, 1)
         return frequencies * (unscaled + (1 - unscaled) / self.factor)
+
+
+def rotary_table(
+    positions: Tensor, head_dim: int, theta: float, scaling: RopeScaling | None = None
+) -> tuple[Tensor, Tensor]:
+    """Cosine and sine of each position's angles.
+
+    Args:
+        positions: (…, seq) int64, of each local token in the full sequence, or in its document.
+        head_dim: even. theta: base of the wavelengths. scaling: of the frequencies.
+
+    Returns:
+        Two tensors (…, seq, head_dim / 2), float64, since a float32 angle is wrong by 0.008 rad at position 131,072;
+        float32 on devices without it.
+    """
+    dtype = accum_dtype(positions.device)
+    exponent = torch.arange(0, head_dim, 2, dtype=dtype, device=positions.device) / head_dim
+    frequencies = theta**-exponent if scaling is None else scaling.scaled(theta**-exponent)
+    angle = positions.to(dtype)[..., None] * frequencies  # (…, seq, head_dim / 2)
+    return angle.cos(), angle.sin()
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate pairs (2i, 2i+1) of each head by its position's angle, in float32 or wider; the result has the dtype of x.
+
+    Args:
+        x: (batch, seq, heads, head_dim). cos, sin: (seq, head_dim / 2), or one for each sample.
+    """
+    rotated_in = torch.promote_types(x.dtype, torch.float32)
+    cos, sin = cos.to(rotated_in).unsqueeze(-2), sin.to(rotated_in).unsqueeze(-2)  # (…, seq, 1, head_dim / 2)
+    even, odd = x.to(rotated_in).unflatten(-1, (-1, 2)).unbind(-1)  # each (batch, seq, heads, head_dim / 2)
+    rotated = torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1)  # (…, head_dim / 2, 2)
+    return rotated.flatten(-2).to(x.dtype)  # (batch, seq, heads, head_dim)

@@ -1,4 +1,4 @@
-"""Initial weights of a model: which rule each parameter is drawn by (`mmm.models.draw`)."""
+"""Initial weights of a model: which rule each parameter is drawn by (`mmm.nn.draw`)."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from collections.abc import Callable, Collection, Sequence
 import torch
 from torch import Tensor, nn
 
-from mmm.models.defaults import default_rules
-from mmm.models.draw import Init as Init
-from mmm.models.draw import ShardBox, canonical_name, fill_all, full_box
+from mmm.nn.defaults import default_rules
+from mmm.nn.draw import Init as Init
+from mmm.nn.draw import ShardBox, canonical_name, fill_all, full_box
 
 
 def class_name(module: object) -> str:
@@ -24,7 +24,7 @@ def parameter_problems(model: nn.Module) -> list[str]:
     lacking = [name for name, _ in model.named_parameters() if rule_of.parameter(name) is None]
     return lacking and [
         f"nothing says how {_first(lacking, 'parameter')} of {of} starts: give {of} a method init_rule(name) that "
-        f'returns mmm.models.weights.Init("normal", 0.02) or the like for it, and None for what PyTorch\'s own modules '
+        f'returns mmm.nn.weights.Init("normal", 0.02) or the like for it, and None for what PyTorch\'s own modules '
         f"hold"
     ]
 
@@ -36,7 +36,7 @@ def buffer_problems(model: nn.Module) -> list[str]:
     return lacking and [
         f"{_first(lacking, 'buffer')} of {of} lies on the meta device, where it has no values: build the model inside "
         f'mmm.parallel.meta_parameters(), which leaves buffers on the CPU, instead of torch.device("meta"); or give '
-        f'{of} a method buffer_rule(name) that returns mmm.models.weights.Init("constant", …) for it'
+        f'{of} a method buffer_rule(name) that returns mmm.nn.weights.Init("constant", …) for it'
     ]
 
 
@@ -48,7 +48,7 @@ class InitRules:
     """How the weights of `model` start: by its own rules, else by those of PyTorch's modules.
 
     A model may have two methods. ``init_rule("layers.0.ffn_norm.weight")`` is asked for each parameter. Where it is
-    missing, or returns None, a module of PyTorch starts as PyTorch documents it (`mmm.models.defaults`).
+    missing, or returns None, a module of PyTorch starts as PyTorch documents it (`mmm.nn.defaults`).
     ``buffer_rule("layers.0.moe.expert_bias")`` is asked for each buffer. Where it is missing, or returns None, a buffer
     keeps the values that the constructor gave it. The methods are two because rules for parameters end in "and all
     others", which must not draw a mask.

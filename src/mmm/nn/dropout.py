@@ -2,7 +2,7 @@
 
 PyTorch's draws from the rank's generator: ranks with other samples, or with other parts of the same activations, then
 drop other elements than one device does. Here every sample has a key, which goes through forward with it, and every
-element of an activation is drawn by its number (`mmm.models.draw.random_bits`).
+element of an activation is drawn by its number (`mmm.nn.draw.random_bits`).
 
 Source: Srivastava et al., "Dropout", 2014.
 """
@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mmm.models.draw import BITS, random_bits, stream_key
+from mmm.nn.draw import BITS, random_bits, stream_key
 
 _LAYER = 40  # bits: elements of a sample's activation, at most 2⁴⁰
 

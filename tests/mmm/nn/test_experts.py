@@ -4,8 +4,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from mmm.models.experts import MixtureOfExperts, transformer_of
-from mmm.models.transformer import TransformerConfig
+from mmm.models.transformer import TransformerConfig, transformer_of
+from mmm.nn.experts import MixtureOfExperts
 
 SMALL = TransformerConfig(dim=16, n_layers=2, n_heads=2, n_kv_heads=1, vocab_size=32, expert_dim=24, n_experts=6)
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from mmm.models.dropout import Dropout, sample_keys
+from mmm.nn.dropout import Dropout, sample_keys
 
 KEYS = sample_keys(3, 5, 0, 32)
 

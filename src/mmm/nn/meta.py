@@ -2,7 +2,7 @@
 
 ``with torch.device("meta")`` also empties buffers, such as a causal mask or a table of angles, and their values cannot
 be recovered. Those of parameters can: what the constructor made of them is kept until each rank takes its shards, or
-they are drawn from their names (`mmm.models.draw`).
+they are drawn from their names (`mmm.nn.draw`).
 """
 
 from __future__ import annotations

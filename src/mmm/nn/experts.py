@@ -16,8 +16,7 @@ the router no gradient.
 The load is balanced without a second loss: `expert_bias` changes the choice but not the weights, and
 `mmm.parallel.ep.balance.balance_experts` adjusts it after each step from the tokens that are counted here.
 
-`RoutedTransformer` is the Transformer with such layers. This file knows nothing of meshes: expert parallelism replaces
-``Experts.expert_forward``, where tokens meet experts.
+This file knows nothing of meshes: expert parallelism replaces ``Experts.expert_forward``, where tokens meet experts.
 
 Sources: Shazeer et al., "Outrageously large neural networks", 2017; Gale et al., "MegaBlocks", 2022 (dropless);
 DeepSeek-AI, "DeepSeek-V3", 2024, section 2.1.2 (sigmoid scores, bias); Wang et al., "Auxiliary-loss-free load balancing
@@ -33,8 +32,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mmm.models.draw import Init
-from mmm.models.transformer import Transformer, TransformerBlock, TransformerConfig
 from mmm.torch_private.module import is_fake
 
 ExpertForward = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -183,32 +180,6 @@ class MixtureOfExperts(nn.Module):
         weight, self.router.used = self.router.used, None
         if weight is not None and weight.requires_grad:
             weight.register_hook(add)
-
-
-class RoutedBlock(TransformerBlock):
-    """A block with experts in place of the feed-forward layer."""
-
-    def add_feed_forward(self, config: TransformerConfig) -> None:
-        self.moe = MixtureOfExperts(config.dim, config.expert_hidden_dim, config.n_experts, config.top_k)
-
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, document_starts: Tensor | None = None) -> Tensor:
-        x = x + self.attention(self.attention_norm(x), cos, sin, document_starts=document_starts)
-        return x + self.moe(self.ffn_norm(x))
-
-
-class RoutedTransformer(Transformer):
-    """A Transformer with experts in every block."""
-
-    block = RoutedBlock
-
-    def buffer_rule(self, name: str) -> Init | None:
-        """The experts' bias starts as 0, also where the model is built on the meta device."""
-        return Init("constant", 0.0) if name.endswith("moe.expert_bias") else None
-
-
-def transformer_of(config: TransformerConfig) -> Transformer:
-    """The model of these sizes, with experts where they have any."""
-    return RoutedTransformer(config) if config.n_experts else Transformer(config)
 
 
 def has_experts(model: nn.Module) -> bool:

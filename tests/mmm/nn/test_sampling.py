@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from mmm.models.sampling import Sampling
+from mmm.nn.sampling import Sampling
 
 PROBABILITIES = torch.tensor([0.05, 0.4, 0.25, 0.3])
 LOGITS = PROBABILITIES.log()

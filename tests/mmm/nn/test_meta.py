@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from mmm.models.meta import meta_parameters
+from mmm.nn.meta import meta_parameters
 
 
 class Net(nn.Module):

@@ -1,0 +1,3 @@
+"""Parts of models that `mmm.parallel` knows: how weights start, dropout, experts, rotary positions, attention.
+
+Nothing here knows a mesh."""
