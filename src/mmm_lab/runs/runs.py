@@ -19,7 +19,7 @@ import numpy as np
 
 from mmm.errors import RecordError
 from mmm.history.record.dataset import no_record
-from mmm.history.record.ending import FINISHED, KILLED, RUNNING, Ending, parsed, read_config
+from mmm.history.record.ending import FINISHED, KILLED, RUNNING, Ending, read_config
 from mmm.history.record.folder import CONFIG, DATASET, JOURNAL, reason
 from mmm.history.record.journal import LoggedRow, read_journal
 from mmm.history.record.reader import RECENT, ending_by_journal, recorded_state
@@ -190,7 +190,7 @@ def read_run(folder: Path, columns: Collection[str] = PROGRESS) -> Run:
     """
     if not folder.is_dir():
         raise RecordError(f"{folder} is no folder. Give the folder of a run, e.g. outputs/<module>/<timestamp>.")
-    config = parsed(read_config(folder))
+    config = read_config(folder)
     ending = ending_by_journal(folder)
     rows = read_rows(folder, columns)
     if rows is None and "module" not in config:

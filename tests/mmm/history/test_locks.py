@@ -182,9 +182,9 @@ def test_the_writer_notices_that_its_journal_is_gone(tmp_path, caplog, how):
 
 LOOK = """
 import os, sys
-from mmm.history.record.reader import why_running
-fd = os.open(sys.argv[1], os.O_RDONLY)
-print(why_running(fd, {}), flush=True)
+from mmm.outside import lock
+descriptor = os.open(sys.argv[1], os.O_RDONLY)
+print(lock(descriptor, shared=True), flush=True)
 sys.stdin.read()
 """
 
@@ -196,7 +196,7 @@ def test_two_readers_at_once_see_that_a_run_is_dead(tmp_path):
     leave_as_killed(history)  # as if the process had gone
     command = [sys.executable, "-c", LOOK, str(tmp_path / "journal.jsonl")]
     with subprocess.Popen(command, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as looks:
-        assert looks.stdout.readline() == "None\n"
+        assert looks.stdout.readline() == "Lock.LOCKED\n"
         assert mmm.history.state(tmp_path) == load(tmp_path).attrs["state"] == "killed"
         with pytest.raises(RecordError, match="other processes hold its journal's lock"):
             finalize(tmp_path)
@@ -210,7 +210,7 @@ def test_a_run_that_goes_on_is_seen_by_two_readers(tmp_path):
     history.update({"loss": 1.0})
     command = [sys.executable, "-c", LOOK, str(tmp_path / "journal.jsonl")]
     with subprocess.Popen(command, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as looks:
-        assert looks.stdout.readline() == "another process holds its journal's lock\n"
+        assert looks.stdout.readline() == "Lock.TAKEN\n"
         assert mmm.history.state(tmp_path) == "running"
         looks.stdin.close()
     history.close()

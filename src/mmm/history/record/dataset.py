@@ -1,7 +1,7 @@
 """Rows to a labelled dataset, the dataset to and from its file, and a journal to a dataset.
 
-xarray is imported where it is used: not to write the file, since pandas comes with it, and both together take as long
-to import as a third of PyTorch.
+xarray is imported where it is used: pandas comes with it, and both together take as long to import as a third of
+PyTorch.
 
 Dimensions: ``draw``, one a logged row, and ``rank``. Over ``rank`` lie the coordinates ``host``, ``local_rank``,
 ``pid``, for each mesh axis ``axis_<name>`` (``axis_tp``, ``axis_dp_shard``, …), as in
@@ -15,16 +15,15 @@ import logging
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from mmm.errors import RecordError
-from mmm.history.record.ending import RUNNING, Ending, config_with, parsed, read_config, write_ending
+from mmm.history.record.ending import RUNNING, Ending, config_text, read_config, write_ending
 from mmm.history.record.folder import DAMAGED, DATASET, JOURNAL, reason, write_atomically
-from mmm.history.record.journal import LEFT_OUT, Header, LoggedRow, read_journal
+from mmm.history.record.journal import LEFT_OUT, JournalContents, LoggedRow, read_journal
 from mmm.outside import check_heaps, open_file, parse_json
 
 if TYPE_CHECKING:
@@ -65,16 +64,20 @@ _OVER = {"min": "smallest over ranks", "median": "median over ranks", "max": "la
 
 def about(name: str) -> dict[str, str]:
     """Attributes of the variable `name`: ``long_name`` and, where known, ``units``."""
-    base, over = name, ""
-    if name not in _ABOUT and (match := _REDUCED.match(name)):
-        base, over = match.groups()
-        if over == "argmax":
-            return {"long_name": f"rank with the largest {base}"}
-    what, unit = _ABOUT.get(base, (base, ""))
-    if not unit and (prefix := re.match(r"(dt|sps|tps)_", base)):
-        unit = _ABOUT[prefix[1]][1]
-    attrs = {"long_name": f"{what}, {_OVER[over]}" if over else what}
-    return {**attrs, "units": unit} if unit else attrs
+    reduced = None if name in _ABOUT else _REDUCED.match(name)
+    base, over = reduced.groups() if reduced else (name, "")
+    if over == "argmax":
+        return {"long_name": f"rank with the largest {base}"}
+    long_name, unit = _ABOUT.get(base, (base, ""))
+    if over:
+        long_name += f", {_OVER[over]}"
+    prefix = base.partition("_")[0]
+    if not unit and prefix in ("dt", "sps", "tps"):  # such as dt_gather
+        unit = _ABOUT[prefix][1]
+    attrs = {"long_name": long_name}
+    if unit:
+        attrs["units"] = unit
+    return attrs
 
 
 def is_known(name: str) -> bool:
@@ -93,78 +96,76 @@ def legend(names: Iterable[str]) -> str:
     return "\n".join(["a row's columns", *lines])
 
 
-class Columns(NamedTuple):
-    """What a dataset is made of, as xarray takes it.
+def to_dataset(
+    ranks: Sequence[Mapping[str, Any]], attrs: Mapping[str, Any], rows: Iterable[LoggedRow], config: Mapping[str, Any]
+) -> "xarray.Dataset":
+    """Make one dataset of all rows. A missing value is NaN; a column of ints alone is int64, any other float64.
 
-    Attributes:
-        variables, coordinates: name: (dimension or dimensions, values, attributes, which may be left out).
-        attrs: text, int or float.
+    A scalar in a column that other rows have by rank is rank 0's.
+
+    Args:
+        ranks: coordinates of each rank, by name.
+        config: config.json, which has the marks of each rank's start-up.
     """
+    import xarray
 
-    variables: dict[str, tuple[Any, ...]]
-    coordinates: dict[str, tuple[Any, ...]]
-    attrs: dict[str, Any]
-
-    def dataset(self) -> "xarray.Dataset":
-        import xarray
-
-        return xarray.Dataset(*self)
-
-
-def to_columns(
-    header: Header,
-    rows: Iterable[LoggedRow],
-    extra_attrs: Mapping[str, Any],
-    startup: Mapping[str, Sequence[float | None]],
-) -> Columns:
-    """One dataset of all `rows`. A missing value is NaN; a column of ints alone is int64, any other float64.
-
-    A scalar in a column that other rows have by rank is rank 0's. `startup`: mark: seconds since 1970 by rank.
-    """
     by_draw = {row.draw: row for row in rows}  # a draw that is in dataset and journal counts once
-    draws = sorted(by_draw)
-    logged = [by_draw[draw] for draw in draws]
-    by_rank = dict.fromkeys(name for row in logged for name in row.per_rank)
-    names = dict.fromkeys(name for row in logged for name in row.row) | by_rank
+    logged = [by_draw[draw] for draw in sorted(by_draw)]
+    scalars = dict.fromkeys(name for row in logged for name in row.row)
+    spread = dict.fromkeys(name for row in logged for name in row.per_rank)
     variables: dict[str, Any] = {}
-    for name in names:
-        if name in by_rank:
-            lists = [row.per_rank.get(name) or [row.row.get(name, math.nan)] for row in logged]
-            # Fewer, where a run went on with fewer ranks.
-            padded = [[*values, *[math.nan] * (len(header.ranks) - len(values))] for values in lists]
-            variables[name] = (("draw", "rank"), _array(padded, chain(*padded)), about(name))
-        else:
+    for name in scalars | spread:
+        if name not in spread:
             column = [row.row.get(name, math.nan) for row in logged]
-            variables[name] = ("draw", _array(column, column), about(name))
+            variables[name] = ("draw", _numbers(column), about(name))
+            continue
+        table = []  # (draw, rank)
+        for row in logged:
+            values = row.per_rank.get(name) or [row.row.get(name, math.nan)]
+            # A run may have gone on with fewer ranks.
+            table.append([*values, *[math.nan] * (len(ranks) - len(values))])
+        variables[name] = (("draw", "rank"), _numbers(table), about(name))
 
     coordinates: dict[str, Any] = {
-        "draw": ("draw", np.array(draws, dtype=np.int64), {"long_name": "logged row"}),
-        "rank": ("rank", np.arange(len(header.ranks)), {"long_name": "rank"}),
+        "draw": ("draw", np.array(sorted(by_draw), dtype=np.int64), {"long_name": "logged row"}),
+        "rank": ("rank", np.arange(len(ranks)), {"long_name": "rank"}),
     }
-    for name in dict.fromkeys(key for place in header.ranks for key in place):
-        if _ints([place.get(name, -1) for place in header.ranks]):
-            rank_values = np.array([place.get(name, -1) for place in header.ranks], dtype=np.int64)
+    for name in dict.fromkeys(key for place in ranks for key in place):
+        if all(_is_int64(place.get(name, -1)) for place in ranks):
+            coordinates[name] = ("rank", np.array([place.get(name, -1) for place in ranks], dtype=np.int64))
         else:
-            rank_values = np.array([str(place.get(name, "")) for place in header.ranks])
-        coordinates[name] = ("rank", rank_values)
-    for name, seconds in startup.items():
-        about_it = {"long_name": f"start-up: {name.replace('_', ' ')}, seconds of 1970's epoch", "units": "s"}
-        missing = [np.nan] * (len(header.ranks) - len(seconds))
-        coordinates[f"startup_{name}"] = ("rank", np.array([*seconds, *missing], dtype=np.float64), about_it)
-    return Columns(variables, coordinates, plain_attrs({**header.attrs, **extra_attrs}))
+            coordinates[name] = ("rank", np.array([str(place.get(name, "")) for place in ranks]))
+    for name, seconds in startup_marks(config, len(ranks)).items():
+        text = f"start-up: {name.replace('_', ' ')}, seconds of 1970's epoch"
+        times = np.full(len(ranks), np.nan)
+        times[: len(seconds)] = seconds
+        coordinates[f"startup_{name}"] = ("rank", times, {"long_name": text, "units": "s"})
+    return xarray.Dataset(variables, coordinates, {str(name): _plain_attr(value) for name, value in attrs.items()})
 
 
-def _array(values: Sequence[Any], elements: Iterable[Any]) -> np.ndarray:
-    """Of whole numbers int64, else float64."""
-    return np.array(values, dtype=np.int64 if _ints(elements) else np.float64)
+def _numbers(values: Sequence[Any]) -> np.ndarray:
+    """An array of int64 where all are whole numbers, else of float64."""
+    array = np.array(values)
+    return array if array.dtype == np.int64 else array.astype(np.float64)
 
 
-def _ints(values: Iterable[Any]) -> bool:
-    return all(type(value) is int and INT64.min <= value <= INT64.max for value in values)
+def _is_int64(value: object) -> bool:
+    return type(value) is int and INT64.min <= value <= INT64.max
+
+
+def _plain_attr(value: Any) -> str | int | float:
+    """An attribute as text, int or float, which every HDF5 reader knows; all else as JSON text.
+
+    The bytes of a path that are no text become escapes.
+    """
+    if type(value) is float or _is_int64(value):
+        return value
+    text = value if type(value) is str else json.dumps(value, default=str)
+    return text.encode("utf-8", "backslashreplace").decode()
 
 
 def to_rows(dataset: "xarray.Dataset") -> list[LoggedRow]:
-    """The inverse of `to_columns`, up to NaN for what a row lacked."""
+    """The inverse of `to_dataset`, up to NaN for what a row lacked."""
     columns = {str(name): (len(var.dims), var.values.tolist()) for name, var in dataset.data_vars.items()}
     return [
         LoggedRow(
@@ -176,22 +177,7 @@ def to_rows(dataset: "xarray.Dataset") -> list[LoggedRow]:
     ]
 
 
-def plain_attrs(attrs: Mapping[str, Any]) -> dict[str, Any]:
-    """Attributes as text, int or float, which every HDF5 reader knows; all else as JSON text.
-
-    The bytes of a path that are no text become escapes.
-    """
-
-    def plain(value: Any) -> str | int | float:
-        if type(value) is float or _ints([value]):
-            return value
-        text = value if type(value) is str else json.dumps(value, default=str)
-        return text.encode("utf-8", "backslashreplace").decode()
-
-    return {str(key): plain(value) for key, value in attrs.items()}
-
-
-def write_dataset(columns: Columns, path: Path) -> None:
+def write_dataset(dataset: "xarray.Dataset", path: Path) -> None:
     """Write a dataset to `path` as netCDF-4/HDF5, atomically: the file that xarray would write.
 
     The file is made in memory: HDF5 then needs no lock of a parallel file system, and no disk that fills up meanwhile.
@@ -200,7 +186,6 @@ def write_dataset(columns: Columns, path: Path) -> None:
         RecordError: the file cannot be written.
     """
     buffer = io.BytesIO()
-    dataset = columns.dataset()
     plain = {name: {"_FillValue": None} for name in dataset.variables}  # NaN is a value
     dataset.to_netcdf(buffer, engine="h5netcdf", encoding=plain)
     write_atomically(path, buffer.getvalue())
@@ -221,8 +206,9 @@ def read_dataset(path: Path) -> "xarray.Dataset | None":
         check_heaps(content)
         dataset = xarray.load_dataset(io.BytesIO(content), engine="h5netcdf")
         dataset["draw"], dataset["rank"]
-        if odd := [name for name, var in dataset.data_vars.items() if var.dims not in (("draw",), ("draw", "rank"))]:
-            raise ValueError(f"{odd[0]} has the dimensions {dataset[odd[0]].dims}")
+        for name, variable in dataset.data_vars.items():
+            if variable.dims not in (("draw",), ("draw", "rank")):
+                raise ValueError(f"{name} has the dimensions {variable.dims}")
     except Exception as error:  # HDF5 and its two wrappers raise OSError, KeyError, RuntimeError, ValueError, …
         raise RecordError(
             f"{path} ({len(content):,} bytes) is not a run's dataset or is damaged: {error}. "
@@ -242,27 +228,45 @@ def marks_of(ds: "xarray.Dataset") -> list[dict[str, Any]]:
         return []
 
 
-def join(folder: Path, ending: Ending | None) -> "tuple[Columns | xarray.Dataset, int, bool]":
-    """What the journal and the file before it hold, with that ending (None: the one it has); how many bytes the journal
-    has; and whether it is damaged. Without a journal the dataset."""
+class Joined(NamedTuple):
+    """A run's rows as one dataset.
+
+    Attributes:
+        journal: what its journal holds of them; None where there is none, and the dataset is that of the file.
+    """
+
+    dataset: "xarray.Dataset"
+    journal: JournalContents | None
+
+
+def join(folder: Path, ending: Ending | None) -> Joined:
+    """Join the rows of the journal with those of the file before it.
+
+    Args:
+        ending: how the run has ended; None: it goes on.
+
+    Raises:
+        RecordError: there is neither, or one is damaged.
+    """
     journal = read_journal(folder / JOURNAL)  # before the dataset: a run that ends meanwhile has written that first
     stored = read_dataset(folder / DATASET)
     if journal is None:
         if stored is None:
             raise no_record(folder)
-        return stored, 0, False
-    header, rows, size, left_out_now = journal
+        return Joined(stored, None)
+    header = journal.header
+    rows = journal.rows
     if stored is not None:
         rows = to_rows(stored) + rows
-    config, ending = read_config(folder), ending or Ending(RUNNING)
-    attrs = {"config": config_with(config, ending)} if config else {}
-    if left_out := "; ".join(filter(None, (str(header.attrs.get(LEFT_OUT, "")), left_out_now))):
-        attrs[LEFT_OUT] = left_out
-    return (
-        to_columns(header, rows, ending.attrs() | attrs, startup_marks(config, len(header.ranks))),
-        size,
-        bool(left_out_now),
-    )
+    ending = ending or Ending(RUNNING)
+    attrs = header.attrs | ending.attrs()
+    config = config_text(folder, ending)
+    if config:
+        attrs["config"] = config
+    left_out = [text for text in (header.attrs.get(LEFT_OUT), journal.left_out) if text]
+    if left_out:
+        attrs[LEFT_OUT] = "; ".join(map(str, left_out))
+    return Joined(to_dataset(header.ranks, attrs, rows, read_config(folder)), journal)
 
 
 def finalize_now(folder: Path, ending: Ending) -> Path:
@@ -271,20 +275,21 @@ def finalize_now(folder: Path, ending: Ending) -> Path:
     A journal that has grown since it was read stays beside the dataset, and `load` counts each row once. One that was
     not read to its end stays as `DAMAGED`.
     """
-    columns, size, is_damaged = join(folder, ending)
-    if isinstance(columns, Columns):  # else another process has made the dataset meanwhile
-        write_dataset(columns, folder / DATASET)
-    try:
-        if (folder / JOURNAL).stat().st_size != size:
-            raise still_writing(folder, f"its journal has grown beyond the {size:,} bytes that were read")
-        if is_damaged:
-            (folder / JOURNAL).replace(folder / DAMAGED)
-        else:
-            (folder / JOURNAL).unlink()
-    except FileNotFoundError:
-        pass
-    except OSError as error:
-        raise RecordError(f"cannot remove {folder / JOURNAL}: {reason(error)}. Its rows are in {DATASET}.") from error
+    dataset, journal = join(folder, ending)
+    path = folder / JOURNAL
+    if journal is not None:  # else another process has made the dataset meanwhile
+        write_dataset(dataset, folder / DATASET)
+        try:
+            if path.stat().st_size != journal.size:
+                raise still_writing(folder, f"its journal has grown beyond the {journal.size:,} bytes that were read")
+            if journal.left_out:
+                path.replace(folder / DAMAGED)
+            else:
+                path.unlink()
+        except FileNotFoundError:
+            pass
+        except OSError as error:
+            raise RecordError(f"cannot remove {path}: {reason(error)}. Its rows are in {DATASET}.") from error
     try:
         write_ending(folder, ending)
     except RecordError as error:  # such as a full disk: the dataset has the ending as well
@@ -300,21 +305,21 @@ def still_writing(folder: Path, why: str) -> RecordError:
 
 
 def no_record(folder: Path) -> RecordError:
-    inside = sorted(p.name for p in folder.iterdir())
-    shown = ", ".join(inside[:8]) + (", …" if len(inside) > 8 else "") if inside else "nothing"
+    names = sorted(path.name for path in folder.iterdir())
+    shown = names[:8] + ["…"] * (len(names) > 8) or ["nothing"]
     return RecordError(
-        f"{folder} holds no run's record: neither {DATASET} nor {JOURNAL} is in it, but {shown}. "
+        f"{folder} holds no run's record: neither {DATASET} nor {JOURNAL} is in it, but {', '.join(shown)}. "
         "Give the folder of one run, e.g. outputs/<module>/<timestamp>."
     )
 
 
-def startup_marks(config: str, ranks: int) -> dict[str, list[float | None]]:
+def startup_marks(config: Mapping[str, Any], ranks: int) -> dict[str, list[float | None]]:
     """The marks of each rank's start-up, by name; empty before the first step has ended."""
+    marks = {}
     try:
-        marks = parsed(config)["startup"]["marks"]
-        types = (float, int, type(None))
-        return {
-            name: times for name, times in marks.items() if len(times) <= ranks and all(type(x) in types for x in times)
-        }
+        for name, times in config["startup"]["marks"].items():
+            if len(times) <= ranks and all(type(time) in (float, int, type(None)) for time in times):
+                marks[name] = times
     except (KeyError, TypeError, AttributeError):
         return {}  # a user may edit config.json; the rows do not depend on it
+    return marks

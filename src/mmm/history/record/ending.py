@@ -32,11 +32,10 @@ class Ending(NamedTuple):
 
     def attrs(self) -> dict[str, str]:
         """As attributes: ``state``, and ``error`` if there is one."""
-        return {"state": self.state} | ({"error": self.error} if self.error else {})
-
-    def on(self, config: dict[str, Any]) -> dict[str, Any]:
-        """`config` with this ending in place of the one it had."""
-        return {name: value for name, value in config.items() if name not in ("state", "error")} | self.attrs()
+        attrs = {"state": self.state}
+        if self.error:
+            attrs["error"] = self.error
+        return attrs
 
 
 def ending_of(error: BaseException | None) -> Ending:
@@ -48,9 +47,10 @@ def ending_of(error: BaseException | None) -> Ending:
         return Ending(FINISHED)
     if isinstance(error, SystemExit) and error.code == SAVED_EXIT:
         return Ending(INTERRUPTED, "a signal; the state is saved")
-    if number := _signal(error):
+    received = _signal(error)
+    if received is not None:
         first = first_failure()
-        return Ending(FAILED, one_line(first)) if first else Ending(INTERRUPTED, number.name)
+        return Ending(FAILED, one_line(first)) if first else Ending(INTERRUPTED, received.name)
     text = f"{type(error).__name__}: {error}"
     return Ending(FAILED, one_line(_cause(text) or text))
 
@@ -69,7 +69,8 @@ def _cause(text: str) -> str | None:
         return None
     deadline = time.monotonic() + VERDICT_WAIT
     while VERDICT_VARIABLE in os.environ and time.monotonic() < deadline:
-        if first := first_failure():
+        first = first_failure()
+        if first:
             return first
         time.sleep(0.02)
     return None
@@ -87,37 +88,35 @@ def read_ending(attrs: Any) -> Ending | None:
     return Ending(printable(state), printable(str(attrs.get("error", "")))) if isinstance(state, str) else None
 
 
-def config_with(text: str, ending: Ending) -> str:
-    """The text of a config.json with that ending; one that is no mapping stays as it is."""
+def read_config(folder: Path) -> dict[str, Any]:
+    """Read config.json; empty where there is none, or where it is no JSON object: anybody may edit it."""
     try:
-        return json.dumps(ending.on(parse_json(text)), indent=2, ensure_ascii=False) + "\n"
+        return parse_json(_text_of(folder))
+    except ValueError:
+        return {}
+
+
+def config_text(folder: Path, ending: Ending) -> str:
+    """The text of config.json with this ending; empty where there is none. One that is no mapping stays as it is."""
+    text = _text_of(folder)
+    try:
+        config = parse_json(text)
     except ValueError:
         return text
+    lasting = {name: value for name, value in config.items() if name not in ("state", "error")}
+    return json.dumps(lasting | ending.attrs(), indent=2, ensure_ascii=False) + "\n"
 
 
 def write_ending(folder: Path, ending: Ending) -> None:
     """Put the ending into the folder's config.json, if it has one. RecordError if that cannot be written."""
-    text = read_config(folder)
-    if (new := config_with(text, ending)) != text:
-        write_atomically(folder / CONFIG, new.encode("utf-8", "backslashreplace"))
+    text = config_text(folder, ending)
+    if text != _text_of(folder):
+        write_atomically(folder / CONFIG, text.encode("utf-8", "backslashreplace"))
 
 
-def read_config(folder: Path) -> str:
+def _text_of(folder: Path) -> str:
     """config.json's text; empty where there is none."""
     try:
         return read_file(folder / CONFIG).decode()
     except (OSError, UnicodeDecodeError):
         return ""
-
-
-def parsed(config: str) -> dict[str, Any]:
-    """What the text of a config.json says; empty where it is no JSON object: anybody may edit it."""
-    try:
-        return parse_json(config)
-    except ValueError:
-        return {}
-
-
-def config_ending(text: str) -> Ending | None:
-    """The ending in the text of a config.json."""
-    return read_ending(parsed(text))

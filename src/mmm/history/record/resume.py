@@ -1,25 +1,16 @@
 """A record that goes on: where a run is resumed, its rows from there on are made once more, and stand in it once."""
 
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mmm.errors import RecordError
 from mmm.history.record.attempts import Attempt, attempt_of
-from mmm.history.record.dataset import (
-    MARKS,
-    marks_of,
-    startup_marks,
-    still_writing,
-    to_columns,
-    to_rows,
-    write_dataset,
-)
-from mmm.history.record.ending import FINISHED, KILLED, Ending, config_ending, read_config
+from mmm.history.record.dataset import MARKS, marks_of, still_writing, to_dataset, to_rows, write_dataset
+from mmm.history.record.ending import FINISHED, KILLED, Ending, read_config, read_ending
 from mmm.history.record.folder import DATASET, JOURNAL
 from mmm.history.record.journal import LEFT_OUT, Header
-from mmm.history.record.reader import dataset_of, journal_writer, why_running
+from mmm.history.record.reader import dataset_of, why_running
 
 if TYPE_CHECKING:
     import xarray
@@ -57,10 +48,8 @@ class Resume(NamedTuple):
                 attrs[LEFT_OUT] = earlier.attrs[LEFT_OUT]
             before = _ranks_of(earlier)
             ranks = [*ranks, *before[len(ranks) :]]
-            earlier_header = Header(before, {**earlier.attrs, MARKS: marks})
-            write_dataset(
-                to_columns(earlier_header, rows, {}, startup_marks(read_config(folder), len(before))), folder / DATASET
-            )
+            shortened = to_dataset(before, {**earlier.attrs, MARKS: marks}, rows, read_config(folder))
+            write_dataset(shortened, folder / DATASET)
         attrs[MARKS] = [*marks, {"draw": self.rows, **self.mark}]
         return Header(ranks, attrs)
 
@@ -75,27 +64,26 @@ def check_over(folder: Path, this: Attempt | None, from_checkpoint: bool) -> Non
         RecordError: its run is still writing; or it has finished, and there is no checkpoint to go on from.
     """
     config = read_config(folder)
-    earlier = attempt_of(config)
-    if this is not None and earlier is not None and earlier.of == this.of and earlier.number < this.number:
+    if this is not None and this.follows(attempt_of(config)):
         return
     try:
-        fd = os.open(folder / JOURNAL, os.O_RDONLY | os.O_NONBLOCK)
-    except OSError:
-        ending = config_ending(config)
+        why = why_running(folder)
+    except OSError:  # there is no journal
+        ending = read_ending(config)
         if ending is not None and ending.state == FINISHED and not from_checkpoint:
             raise RecordError(
                 f"--outdir {folder} holds the record of a run that has finished, and no checkpoint to go on from. "
                 "Give another --outdir, or pass --overwrite."
             ) from None
         return
-    try:
-        if why := why_running(fd, journal_writer(folder / JOURNAL)):
-            raise still_writing(folder, why)
-    finally:
-        os.close(fd)
+    if why:
+        raise still_writing(folder, why)
 
 
 def _ranks_of(ds: "xarray.Dataset") -> list[dict[str, Any]]:
-    names = [str(name) for name, values in ds.coords.items() if values.dims == ("rank",)]
-    columns = {name: ds[name].values.tolist() for name in names if name != "rank" and not name.startswith("startup_")}
-    return [{name: column[i] for name, column in columns.items()} for i in range(ds.sizes["rank"])]
+    """The coordinates of each rank, by name."""
+    columns = {}
+    for name, values in ds.coords.items():
+        if values.dims == ("rank",) and name != "rank" and not str(name).startswith("startup_"):
+            columns[str(name)] = values.values.tolist()
+    return [{name: column[rank] for name, column in columns.items()} for rank in range(ds.sizes["rank"])]
