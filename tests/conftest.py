@@ -2,6 +2,8 @@
 
 import compileall
 import gc
+import os
+import signal
 import sys
 from collections import Counter
 from pathlib import Path
@@ -76,6 +78,17 @@ def one_thread():
 
         torch.set_num_threads(1)
         utilization.SIZE = 64
+
+
+@pytest.fixture
+def launcher(tmp_path):
+    """`launch` in a folder of its own. What of it is left is ended."""
+    from support.launcher import Launcher
+
+    made = Launcher(tmp_path)
+    yield made
+    for pid in made.alive():
+        os.kill(pid, signal.SIGKILL)
 
 
 @pytest.fixture

@@ -1,11 +1,11 @@
-"""What the three lines of the README print, as docs/three-lines.md has it: its first 20 lines, and its last 18.
+"""What the three lines of the README print, as docs/three-lines.md has it: its first 20 lines, and its last 18. The
+README shows excerpts of that. MMM_WRITE_DOCS=1 writes both anew."""
 
-MMM_WRITE_DOCS=1 writes the page anew, and the README's excerpts of it.
-"""
+import os
 
 import pytest
 
-from support.console import GAP, check_page, commands_of
+from support.console import GAP, WRITE, anew, check_page, commands_of, difference
 from support.pages import DOCS, ROOT, blocks
 
 PAGE, README = DOCS / "three-lines.md", ROOT / "README.md"
@@ -32,6 +32,20 @@ def test_the_page_has_the_first_lines_and_the_last(line):
     _, shown = shown_in(PAGE, "console")[line]
     assert shown.lines.index(GAP) == FIRST
     assert len(shown.lines) == FIRST + 1 + LAST
+
+
+def test_the_readme_shows_the_page_s():
+    printed = {line: shown.lines for line, (_, shown) in shown_in(PAGE, "console").items()}
+    excerpts, text, wrong = shown_in(README, ""), README.read_text(encoding="utf-8"), []
+    assert sorted(excerpts) == sorted(printed)
+    for line, (block, shown) in reversed(excerpts.items()):
+        wrong.append(difference(shown, printed[line], 0, numbers=False))
+        lines = [f"$ {line}", *anew(shown, printed[line])]
+        text = text[: block.span[0]] + "".join(f"{line}\n" for line in lines) + text[block.span[1] :]
+    if os.environ.get(WRITE):
+        README.write_text(text, encoding="utf-8")
+    elif any(wrong):
+        pytest.fail("\n\n".join(wrong))
 
 
 @pytest.mark.long

@@ -5,12 +5,10 @@ A tool that is missing is a skip that can be seen, or a failure where MMM_CLUSTE
 
 import os
 import shutil
-import signal
 
 import pytest
 
 from support.clusters import Mpi, Namespaces, Slurm
-from support.launcher import Launcher
 
 STRICT = os.environ.get("MMM_CLUSTER_TESTS") == "required"
 
@@ -26,14 +24,6 @@ def need(*programs, root=False):
     missing += ["root's rights"] if root and os.geteuid() != 0 else []
     if missing:
         (pytest.fail if STRICT else pytest.skip)(f"missing for this test: {', '.join(missing)}")
-
-
-@pytest.fixture
-def launcher(tmp_path):
-    made = Launcher(tmp_path)
-    yield made
-    for pid in made.alive():
-        os.kill(pid, signal.SIGKILL)
 
 
 @pytest.fixture(scope="session")

@@ -74,7 +74,7 @@ def way(request, launcher):
 def start(launcher, way, *words, program=FAULTY):
     launcher.write("faulty.py", program)
     process = launcher.start(*way.options, "--device", "cpu", *words, **way.variables)
-    launcher.wait_for(*(f"ready-{rank}" for rank in range(4)), timeout=PATIENCE)
+    launcher.wait_for(*(f"ready-{rank}" for rank in range(4)))
     return process
 
 

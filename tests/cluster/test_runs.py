@@ -13,29 +13,10 @@ import pytest
 import mmm.history
 from support.clock import PATIENCE
 
-EXAMPLE = [
-    "python3",
-    "-m",
-    "mmm.examples.fsdp_tp",
-    "--tpsize",
-    "2",
-    "--preset",
-    "debug",
-    "--dtype",
-    "fp64",
-    "--max_iters",
-    "3",
-    "--no-plots",
-    "--seq_length",
-    "32",
-    "--batch_size",
-    "2",
-    "--device",
-    "cpu",
-    "--outdir",
-    "out",
-]
+FLAGS = "--tpsize 2 --preset debug --dtype fp64 --max_iters 3 --no-plots --seq_length 32 --batch_size 2 --device cpu"
+EXAMPLE = f"python3 -m mmm.examples.fsdp_tp {FLAGS} --outdir out".split()
 LAUNCH = [sys.executable, "-m", "mmm_launch"]
+READY = tuple(f"ready-{rank}" for rank in range(4))
 
 
 @pytest.fixture(scope="session")
@@ -102,36 +83,18 @@ def test_sbatch(launcher, slurm, local):
 
 def test_srun_by_itself(launcher, slurm, local):
     """Without launch: ranks find their place in Slurm's variables."""
-    done = slurm.run(
-        "srun",
-        "-N2",
-        "-n4",
-        *[sys.executable, *EXAMPLE[1:]],
-        cwd=launcher.folder,
-        variables=launcher.environment(MASTER_ADDR="127.0.0.1", MASTER_PORT="29611"),
-    )
+    variables = launcher.environment(MASTER_ADDR="127.0.0.1", MASTER_PORT="29611")
+    done = slurm.run("srun", "-N2", "-n4", sys.executable, *EXAMPLE[1:], cwd=launcher.folder, variables=variables)
     slurm.idle()
     same(launcher, done, local)
 
 
 def test_mpiexec_by_itself(launcher, mpi, local):
     """Without launch, and without a port: the ranks agree on one by what they have in common."""
-    words = [
-        mpi.mpiexec,
-        "-n",
-        "4",
-        *(["--oversubscribe", "--bind-to", "none"] if mpi.name == "openmpi" else []),
-        sys.executable,
-        *EXAMPLE[1:],
-    ]
-    done = subprocess.run(
-        words,
-        cwd=launcher.folder,
-        env=launcher.environment(OMP_NUM_THREADS="1", **mpi.variables),
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE,
-    )
+    own = ["--oversubscribe", "--bind-to", "none"] if mpi.name == "openmpi" else []
+    words = [mpi.mpiexec, "-n", "4", *own, sys.executable, *EXAMPLE[1:]]
+    env = launcher.environment(OMP_NUM_THREADS="1", **mpi.variables)
+    done = subprocess.run(words, cwd=launcher.folder, env=env, capture_output=True, text=True, timeout=PATIENCE)
     same(launcher, done, local)
 
 
@@ -139,12 +102,8 @@ def test_pbs_with_repeated_hosts(launcher, local):
     """A PBS job made by hand, on a real MPICH: each host twice in the node file; PBS's OMP_NUM_THREADS is not used."""
     host = os.uname().nodename
     launcher.write("nodes", f"{host}\n{host}\n{host}\n{host}\n")
-    variables = {
-        "PBS_JOBID": "12.mini",
-        "PBS_NODEFILE": str(launcher.folder / "nodes"),
-        "PBS_ENVIRONMENT": "PBS_BATCH",
-        "OMP_NUM_THREADS": "64",
-    }
+    variables = {"PBS_JOBID": "12.mini", "PBS_NODEFILE": str(launcher.folder / "nodes"), "PBS_ENVIRONMENT": "PBS_BATCH"}
+    variables["OMP_NUM_THREADS"] = "64"
     done = launcher.run("--mpiexec", "mpiexec.mpich", *EXAMPLE, timeout=PATIENCE, **variables)
     same(launcher, done, local)
     assert re.search(r"hosts +1: \S+ ", done.stderr)
@@ -204,7 +163,7 @@ def test_slurms_signal_before_the_end(launcher, slurm):
     line = " ".join([*LAUNCH, "--device cpu python3 t.py 60 leave > o 2> e"])
     text = f"{line}\necho $? > code.part\nmv code.part code\n"
     submit(launcher, slurm, text)
-    launcher.wait_for(*(f"ready-{rank}" for rank in range(4)), timeout=PATIENCE)
+    launcher.wait_for(*READY, timeout=PATIENCE)
     job = slurm.run("squeue", "-h", "-o", "%i").stdout.strip()
     slurm.run("scancel", "--signal=USR1", job)
     launcher.wait_for("code", timeout=PATIENCE)
@@ -227,7 +186,7 @@ def test_the_batch_jobs_own_signal_is_passed_on(launcher, slurm):
     launcher.write("t.py", WAITING)
     text = f"exec {' '.join(LAUNCH)} --device cpu python3 t.py 60 leave\n"
     submit(launcher, slurm, text)
-    launcher.wait_for(*(f"ready-{rank}" for rank in range(4)), timeout=PATIENCE)
+    launcher.wait_for(*READY, timeout=PATIENCE)
     job = slurm.run("squeue", "-h", "-o", "%i").stdout.strip()
     slurm.run("scancel", "--batch", "--signal=USR1", job)
     launcher.wait_for("seen-0", "seen-3", timeout=PATIENCE)
@@ -240,7 +199,7 @@ def test_slurms_time_limit(launcher, slurm):
     launcher.write("t.py", WAITING)
     text = f"{' '.join(LAUNCH)} --device cpu python3 t.py 100 > o 2> e\necho $? > code\n"
     submit(launcher, slurm, text, "--time=1")
-    launcher.wait_for(*(f"ready-{rank}" for rank in range(4)), timeout=PATIENCE)
+    launcher.wait_for(*READY, timeout=PATIENCE)
     deadline = time.monotonic() + 110  # a minute, and Slurm looks every half
     while not launcher.gone(within=0):
         if "TIMEOUT" in slurm.run("squeue", "-h", "-t", "all", "-o", "%T").stdout:
@@ -265,32 +224,16 @@ def test_a_master_address_that_is_taken(launcher, mpi):
 
 def test_mpiexec_of_another_kind(launcher):
     """The wrong --mpi: the ranks' variables are not those that it sets."""
-    done = launcher.run(
-        "--hosts",
-        "localhost",
-        "-n",
-        "2",
-        "--mpiexec",
-        "mpiexec.mpich",
-        "--mpi",
-        "pals",
-        "--launcher-args=-hosts localhost",
-        "sh",
-        "-c",
-        "sleep 20",
-    )
+    words = ["--hosts", "localhost", "-n", "2", "--mpiexec", "mpiexec.mpich", "--mpi", "pals"]
+    done = launcher.run(*words, "--launcher-args=-hosts localhost", "sh", "-c", "sleep 20")
     assert done.returncode != 0
     assert "launch:" in done.stderr
 
 
 def test_a_second_ctrl_c_kills_at_once(launcher, mpi):
-    launcher.write(
-        "t.py",
-        "import os, signal, time\nsignal.signal(signal.SIGINT, signal.SIG_IGN)\n"
-        "open('ready-' + os.environ['RANK'], 'w')\ntime.sleep(60)",
-    )
-    process = launcher.start(*mpi.options, "--device", "cpu", "python3", "t.py", **mpi.variables)
-    launcher.wait_for(*(f"ready-{rank}" for rank in range(4)))
+    deaf = "import os, signal, time\nsignal.signal(signal.SIGINT, signal.SIG_IGN)\n"
+    program = deaf + "open('ready-' + os.environ['RANK'], 'w')\ntime.sleep(60)"
+    process = launcher.begin(program, *mpi.options, ranks=4, **mpi.variables)
     process.send_signal(signal.SIGINT)
     time.sleep(0.4)
     process.send_signal(signal.SIGINT)
@@ -303,21 +246,8 @@ def test_a_second_ctrl_c_kills_at_once(launcher, mpi):
 
 def test_hosts_that_do_not_start(launcher, mpi):
     """An mpiexec that ends before its ranks are there is said, with what it printed."""
-    done = launcher.run(
-        "--hosts",
-        "localhost,no-such-host-1",
-        "-ppn",
-        "1",
-        "--mpiexec",
-        mpi.mpiexec,
-        "--start-timeout",
-        "8",
-        "sh",
-        "-c",
-        "true",
-        timeout=PATIENCE,
-        **mpi.variables,
-    )
+    words = f"--hosts localhost,no-such-host-1 -ppn 1 --mpiexec {mpi.mpiexec} --start-timeout 8 sh -c true".split()
+    done = launcher.run(*words, timeout=PATIENCE, **mpi.variables)
     assert done.returncode not in (0, 2)
     assert "have not connected to launch" in done.stderr
     assert "no-such-host-1" in done.stderr

@@ -89,10 +89,7 @@ def test_a_host_is_cut_off_while_its_ranks_run(launcher, two_hosts, staged):
     words, disks = staged(100)
     code = "import os, time; open('began' + os.environ['RANK'], 'w'); time.sleep(600)"
     process = launcher.start(*words, "python3", "-c", code, **two_hosts.variables)
-    deadline = time.monotonic() + 60
-    while len(list(launcher.folder.glob("began?"))) < 4:
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    launcher.wait_for(*(f"began{rank}" for rank in range(4)))
     two_hosts.cut()
     began = time.monotonic()
     _, err = process.communicate(timeout=60)

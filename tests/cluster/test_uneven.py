@@ -45,13 +45,7 @@ def test_a_list_of_hosts(launcher, two_hosts, mpi, sizes):
     assert places(done.stdout, *hosts), done.stdout
 
 
-@pytest.mark.parametrize(
-    ("asked", "sizes"),
-    [
-        (["-n6"], (4, 2)),
-        (["-N2", "-n5", "--exclusive"], (3, 2)),
-    ],
-)
+@pytest.mark.parametrize(("asked", "sizes"), [(["-n6"], (4, 2)), (["-N2", "-n5", "--exclusive"], (3, 2))])
 def test_salloc(launcher, slurm, asked, sizes):
     launcher.write("t.py", PROGRAM)
     words = ["salloc", "--quiet", *asked, *LAUNCH, "python3", "t.py"]

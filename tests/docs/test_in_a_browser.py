@@ -1,14 +1,6 @@
 """The site as its readers open it: from a file, and on the narrow screen of a telephone."""
 
-import html
-import json
-import re
-import shutil
-import subprocess
-
 import pytest
-
-from support.pages import SITE
 
 pytestmark = pytest.mark.docs
 
@@ -41,40 +33,17 @@ for (const table of document.querySelectorAll(".md-typeset table:not([class])"))
 }
 leave(columns);
 """
-LEAVE = """
-const left = document.body.appendChild(document.createElement("pre"));
-left.id = "left";
-const leave = (value) => { left.textContent = JSON.stringify(value); };
-"""
 
 
-def opened(browser, folder, name, script, width):
-    """What a script leaves that runs in a page of the site, opened from a file, after the page's own scripts."""
-    site = folder / "site"
-    shutil.copytree(SITE, site, dirs_exist_ok=True)
-    page = site / name
-    text = page.read_text(encoding="utf-8")
-    page.write_text(
-        text.replace("</body>", f"<script>addEventListener('load', () => {{{LEAVE}{script}}});</script></body>"),
-        encoding="utf-8",
-    )
-    command = [browser, "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={folder}/profile"]
-    command += [f"--window-size={width},2000", "--virtual-time-budget=20000", "--dump-dom", f"file://{page}"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    left = re.search(r'<pre id="left">(.*?)</pre>', done.stdout, re.DOTALL)
-    assert left, done.stderr[-2000:]
-    return json.loads(html.unescape(left[1]) or "null")
-
-
-def test_the_search_works_from_a_file(browser, tmp_path):
-    links = opened(browser, tmp_path, "index.html", SEARCH, width=1200)
+def test_the_search_works_from_a_file(opened):
+    links = opened("index.html", SEARCH)
     assert links, "nothing found"
     assert any("context-parallel.html" in link for link in links), links
 
 
 @pytest.mark.parametrize("name", ["mistakes.html", "reference/flags.html"])
-def test_no_column_of_words_is_a_letter_wide(browser, tmp_path, name):
-    columns = opened(browser, tmp_path, name, COLUMNS, width=400)
+def test_no_column_of_words_is_a_letter_wide(opened, name):
+    columns = opened(name, COLUMNS, width=400)
     assert columns
     narrow = [(text, round(letters, 1)) for text, letters in columns if letters < 5]
     assert not narrow

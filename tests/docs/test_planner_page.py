@@ -1,23 +1,17 @@
-"""The planner's page of the site in a browser: its figures are those of `mmm plan`, and a slider changes them.
+"""The planner's page of the site in a browser: its figures are those of `mmm plan`, and a slider changes them."""
 
-Where chromium is missing this is a skip that can be seen, or a failure where MMM_CLUSTER_TESTS=required is set.
-"""
-
-import html
 import importlib.util
 import json
 import random
 import re
 import shlex
-import shutil
-import subprocess
 
 import pytest
 
 from mmm.errors import UserError
 from mmm.parallel.pp.schedules import SCHEDULES
 from mmm_lab.cli.plan import main
-from support.pages import DOCS, SITE
+from support.pages import DOCS
 
 _SPEC = importlib.util.spec_from_file_location("planner_data", DOCS / "assets/planner_data.py")
 page_data = importlib.util.module_from_spec(_SPEC)
@@ -35,6 +29,7 @@ for (const question of QUESTIONS) {
   show();
   tried.push({ figures: JSON.parse(read("json")), lines: read("lines").split("\\n\\n"), verdict: read("verdict") });
 }
+leave(tried);
 """
 MOVE = """
 const read = (id) => document.getElementById(`planner-${id}`).textContent;
@@ -52,31 +47,8 @@ location.hash = "#seq=1e300&batch=1e15&pp=10000000&tp=-1&cp=<b>&stages=NaN&model
 readAddress();
 show();
 tried.push(state());
+leave(tried);
 """
-LEAVE = """
-const left = document.createElement("pre");
-left.id = "tried";
-left.textContent = JSON.stringify(tried);
-document.body.append(left);
-"""
-
-
-def opened(browser, folder, script, address=""):
-    """What a script has left in `tried`, run in the page of the site, opened from a file, after the page's own."""
-    site = folder / "site"
-    shutil.copytree(SITE, site)
-    page = site / "guide/planner.html"
-    text = page.read_text(encoding="utf-8")
-    assert text.count("</body>") == 1
-    page.write_text(
-        text.replace("</body>", f"<script>(() => {{{script}{LEAVE}}})();</script></body>"), encoding="utf-8"
-    )
-    command = [browser, "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={folder}/profile"]
-    command += ["--virtual-time-budget=20000", "--dump-dom", f"file://{page}{address}"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    match = re.search(r'<pre id="tried">(.*?)</pre>', done.stdout, re.DOTALL)
-    assert match, done.stderr[-2000:] + done.stdout[-2000:]
-    return json.loads(html.unescape(match[1]))
 
 
 def questions():
@@ -137,9 +109,9 @@ def near(shown, expected):
 
 
 @pytest.mark.docs
-def test_figures_are_those_of_the_command(browser, tmp_path, capsys, monkeypatch):
+def test_figures_are_those_of_the_command(opened, tmp_path, capsys):
     asked = list(questions())
-    answers = opened(browser, tmp_path, f"const QUESTIONS = {json.dumps(asked)};{ASK}")
+    answers = opened("guide/planner.html", f"const QUESTIONS = {json.dumps(asked)};{ASK}")
     refused = pipelines = 0
     for question, answer in zip(asked, answers, strict=True):
         figures, line = answer["figures"], answer["lines"][0]
@@ -176,9 +148,9 @@ def test_figures_are_those_of_the_command(browser, tmp_path, capsys, monkeypatch
 
 
 @pytest.mark.docs
-def test_a_slider_changes_what_is_shown(browser, tmp_path):
+def test_a_slider_changes_what_is_shown(opened):
     address = "#model=llama-8b&machine=polaris&hosts=8&devices=4&tp=1&batch=64&microbatches=1"
-    before, after, *linked, hostile = opened(browser, tmp_path, MOVE, address)
+    before, after, *linked, hostile = opened("guide/planner.html", MOVE, address=address)
     assert "llama-8b as dp32 on 32 devices of polaris" in before["verdict"]
     assert "llama-8b as dp16·tp2 on 32 devices of polaris" in after["verdict"]
     assert before["shown"] != after["shown"]

@@ -1,19 +1,6 @@
 """`launch` in a folder of its own, with ranks forked and spawned."""
 
-import os
-import signal
-
 import pytest
-
-from support.launcher import Launcher
-
-
-@pytest.fixture
-def launcher(tmp_path):
-    made = Launcher(tmp_path)
-    yield made
-    for pid in made.alive():
-        os.kill(pid, signal.SIGKILL)
 
 
 @pytest.fixture(params=["prefork", "spawn"])

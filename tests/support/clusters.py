@@ -45,6 +45,9 @@ PartitionName=debug Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 """
 
 
+MUNGE_FILES = ("socket", "key-file", "pid-file", "log-file", "seed-file")
+
+
 def free_ports(count):
     """So many ports in a row that nobody listens on."""
     for first in range(17000 + os.getpid() % 700 * 4, 20000, count):
@@ -85,16 +88,8 @@ class Slurm:
         munge = self.folder / "munge"
         munge.chmod(0o755)
         subprocess.run(["mungekey", "--create", f"--keyfile={munge}/key"], check=True)
-        self.daemon(
-            "munged",
-            "--foreground",
-            "--force",
-            f"--socket={munge}/socket",
-            f"--key-file={munge}/key",
-            f"--pid-file={munge}/pid",
-            f"--log-file={munge}/log",
-            f"--seed-file={munge}/seed",
-        )
+        files = [f"--{name}={munge}/{name.partition('-')[0]}" for name in MUNGE_FILES]
+        self.daemon("munged", "--foreground", "--force", *files)
         self.wait(lambda: (munge / "socket").exists(), "munged")
         self.daemon("slurmctld", "-D", "-f", str(self.conf))
         for node in ("n1", "n2"):
@@ -104,26 +99,12 @@ class Slurm:
     def daemon(self, name, *words):
         path = shutil.which(name, path=f"{os.environ['PATH']}:/usr/sbin:/sbin")
         log = (self.folder / f"{name}.{len(self.daemons)}.out").open("w")
-        self.daemons.append(
-            subprocess.Popen(
-                [path, *words],
-                env=os.environ | self.variables,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
-            )
-        )
+        how = {"env": os.environ | self.variables, "stdin": subprocess.DEVNULL, "stdout": log, "stderr": log}
+        self.daemons.append(subprocess.Popen([path, *words], start_new_session=True, **how))
 
     def run(self, *words, variables=None, cwd=None):
-        return subprocess.run(
-            words,
-            env=os.environ | self.variables | (variables or {}),
-            cwd=cwd,
-            capture_output=True,
-            text=True,
-            timeout=PATIENCE,
-        )
+        env = os.environ | self.variables | (variables or {})
+        return subprocess.run(words, env=env, cwd=cwd, capture_output=True, text=True, timeout=PATIENCE)
 
     def wait(self, check, what, timeout=PATIENCE):
         deadline = time.monotonic() + timeout
@@ -136,12 +117,8 @@ class Slurm:
         """A job of both nodes, two tasks each; the variables of a shell in it."""
         done = self.run("salloc", "--no-shell", "-N2", "--ntasks-per-node=2")
         job = done.stderr.split("Granted job allocation ")[1].split()[0]
-        return job, self.variables | {
-            "SLURM_JOB_ID": job,
-            "SLURM_JOB_NODELIST": "n[1-2]",
-            "SLURM_NTASKS_PER_NODE": "2",
-            "MASTER_ADDR": "127.0.0.1",
-        }
+        nodes = {"SLURM_JOB_ID": job, "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_NTASKS_PER_NODE": "2"}
+        return job, self.variables | nodes | {"MASTER_ADDR": "127.0.0.1"}
 
     def idle(self):
         """Wait until no job is left."""
@@ -197,12 +174,8 @@ class Namespaces:
         seen.mkdir()
         subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={megabytes}m", "mmm", seen], check=True)
         mounts = f'mount --bind "{seen}" "{disk}" && mount -t tmpfs mmm "{hidden}" && '
-        text = (
-            self.ssh.read_text()
-            .replace("--uts ", "--uts --mount ")
-            .replace('exec sh -c "$*"', f'{mounts}exec sh -c "$*"')
-        )
-        self.ssh.write_text(text)
+        text = self.ssh.read_text().replace("--uts ", "--uts --mount ")
+        self.ssh.write_text(text.replace('exec sh -c "$*"', f'{mounts}exec sh -c "$*"'))
         return seen
 
     def options(self, mpi):

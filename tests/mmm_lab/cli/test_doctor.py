@@ -5,21 +5,24 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from pathlib import Path
 
 import pytest
 
 from support.clock import PATIENCE
+from support.processes import wait_for, wait_for_ends
 from support.signals import as_from_a_terminal
 
 COMMAND = [sys.executable, "-m", "mmm_lab.cli.main", "doctor"]
 
 
-def doctor(folder, *flags, **variables):
+def environment(**variables):
     places = [variables.pop("PYTHONPATH", None), os.environ.get("PYTHONPATH")]
-    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, places)), **variables}
-    return subprocess.run([*COMMAND, *flags], cwd=folder, env=environ, capture_output=True, text=True, timeout=PATIENCE)
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, places)), **variables}
+
+
+def doctor(folder, *flags, **variables):
+    how = {"cwd": folder, "env": environment(**variables), "capture_output": True, "text": True, "timeout": PATIENCE}
+    return subprocess.run([*COMMAND, *flags], **how)
 
 
 def test_a_broken_torch_is_reported(tmp_path):
@@ -78,19 +81,12 @@ def test_warnings_are_no_failure(tmp_path):
     ("number", "says", "code"), [(signal.SIGINT, "mmm: interrupted\n", 130), (signal.SIGKILL, "", -9)]
 )
 def test_interrupted_or_killed_it_leaves_nothing(tmp_path, number, says, code):
-    text = "import os, time\nopen('torch_pid', 'w').write(str(os.getpid()))\ntime.sleep(60)"
+    (tmp_path / "pids").mkdir()
+    text = "import os, time\nopen('pids/torch', 'w').write(str(os.getpid()))\ntime.sleep(60)"
     (tmp_path / "torch.py").write_text(text)
-    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")]))}
-    process = subprocess.Popen(
-        COMMAND, cwd=tmp_path, env=environ, stderr=subprocess.PIPE, text=True, preexec_fn=as_from_a_terminal()
-    )
-    deadline = time.monotonic() + 30
-    while not (tmp_path / "torch_pid").exists() or not (tmp_path / "torch_pid").read_text():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    how = {"env": environment(PYTHONPATH=str(tmp_path)), "stderr": subprocess.PIPE, "preexec_fn": as_from_a_terminal()}
+    process = subprocess.Popen(COMMAND, cwd=tmp_path, text=True, **how)
+    wait_for(tmp_path / "pids", 1)
     process.send_signal(number)
     assert (process.communicate(timeout=PATIENCE)[1], process.returncode) == (says, code)
-    status = Path(f"/proc/{(tmp_path / 'torch_pid').read_text()}/stat")
-    while status.exists() and " Z " not in status.read_text():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    wait_for_ends(tmp_path / "pids")

@@ -1,5 +1,7 @@
 """``mmm draw``: names of layouts, hosts, and what is wrong in one line."""
 
+import re
+
 import pytest
 
 from mmm_lab.cli import main as cli
@@ -25,6 +27,7 @@ from mmm_lab.cli.draw_layout import layout_of, trainer_flags
     ],
 )
 def test_names_of_layouts(text, sizes, technique):
+    assert name_of(text) == re.sub(r"\W", "-", text)  # of its file
     layout = layout_of(text)
     assert {axis: size for axis, size in layout.sizes.items() if size > 1} == sizes
     assert layout.technique == technique
@@ -82,13 +85,3 @@ def test_a_program_that_fits_no_layout_is_refused_as_its_run_would_be(capfd, tmp
     assert cli.main(["draw", "dp2.tp2", "--n_heads", "3", "--out", str(tmp_path / "a.svg")]) == 2
     assert "Traceback" not in capfd.readouterr().err
     assert not [*tmp_path.iterdir()]
-
-
-def test_a_file_is_named_after_what_it_shows():
-    assert [name_of(what) for what in ("dp2·tp2", "zero1:8", "1", "mmm.examples.fsdp_tp", "a/slow.py")] == [
-        "dp2-tp2",
-        "zero1-8",
-        "1",
-        "fsdp_tp",
-        "slow",
-    ]
