@@ -84,25 +84,20 @@ def make_moments(optimizer: torch.optim.Optimizer) -> None:
 
 
 def train(config: Config) -> None:
-    resolved = example.resolve_own(config, example.fit(), batch_size=8, max_iters=20)
-    if config.run.summary:
-        example.print_on_rank0(resolved.summary())
-        return
-
-    hooks = [example.Agreement(), example.StartUp(), example.Record()]
-    with example.start_run("checkpoint", config, resolved, hooks) as run:
+    job = example.resolve_own(config, example.fit(), batch_size=8, max_iters=20)
+    with example.start_run("checkpoint", config, job) as run:
 
         def build(sizes: tuple[int, ...], seed: int) -> tuple[Transformer, torch.optim.Optimizer]:
             with torch.device("meta"):
-                model = Transformer(resolved.sizes).to(run.precision.storage)
+                model = Transformer(job.sizes).to(run.precision.storage)
             shard(model, init_device_mesh(run.device.type, sizes, mesh_dim_names=("replica", "shard")[-len(sizes) :]))
             draw_weights(model, run.device, seed)
             return model, config.optimizer.make(model.parameters())
 
         ranks, others, apart = run.rank.world_size, list[Transformer](), 0.0
         model, optimizer = build((ranks,), config.run.seed)
-        for step in example.text_steps(run, resolved, model, optimizer):
-            if step.number == resolved.steps // 2:
+        for step in example.text_steps(run, job, model, optimizer):
+            if step.number == job.steps // 2:
                 folder = [None if run.outdir is None else str(run.outdir / "checkpoint")]
                 dist.broadcast_object_list(folder)  # rank 0 has made the run's folder
                 dcp.save(state_of(model, optimizer), checkpoint_id=folder[0])

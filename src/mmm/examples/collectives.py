@@ -135,8 +135,7 @@ def train(config: Config) -> None:
         raise ConfigError("--break absent on 1 rank: nobody waits for it; start with `launch -n 4`")
     if config.break_:
         config = replace(config, run=replace(config.run, timeout=min(config.run.timeout, 3.0)))
-    hooks = [example.Agreement(), example.StartUp(), example.Record()]
-    started = example.start_run("collectives", config, Layout().fit(ranks), hooks)
+    started = example.start_run("collectives", config, Layout().fit(ranks))
     with started as run, HangWatch(run.rank, run.options.timeout, run.clock):  # which says who has not come
         if config.break_ and run.rank.rank == ranks - 1:
             sleep(10 * config.run.timeout)

@@ -104,17 +104,12 @@ def ring_attention(q: Tensor, k: Tensor, v: Tensor, group: dist.ProcessGroup, ca
 def train(config: Config) -> None:
     cp = example.fit(tp=config.tpsize).dp_shard if config.cp is None else config.cp
     layout = example.fit(tp=config.tpsize, cp=cp)
-    resolved = example.resolve(config, layout, batch_size=1)
-    model = resolved.model
-    if config.run.summary:
-        example.print_on_rank0(resolved.summary())
-        return
-
-    hooks = [example.Agreement(), example.StartUp(), example.Record(), example.MistakeOnPurpose()]
-    with example.start_run("context_parallel", config, resolved, hooks) as run:
+    job = example.resolve(config, layout, batch_size=1)
+    model = job.model
+    with example.start_run("context_parallel", config, job) as run:
         ring, world = partial(ring_attention, group=dist.group.WORLD), run.rank.world_size  # type: ignore[arg-type]
         by_hand.compare_attention(run, ring, positions_of(run.rank.rank, world, 8 * world))
-        mesh = example.parallelize_by_package(run, resolved)
+        mesh = example.parallelize_by_package(run, job)
         for layer in model.layers.values() if config.break_ == "triangle" and layout.cp > 1 else ():
             layer.attention.attention_fn = partial(ring_attention, group=mesh["cp"].get_group(), causal=False)  # type: ignore
 
@@ -128,7 +123,7 @@ def train(config: Config) -> None:
             return cross_entropy(logits, batch.targets[:, own_positions], batch.count)
 
         optimizer = config.optimizer.make(model.parameters())
-        for step in example.text_steps(run, resolved, model, optimizer, local_loss):
+        for step in example.text_steps(run, job, model, optimizer, local_loss):
             with loss_parallel():  # under tp the logits stay sharded over the vocabulary
                 loss = local_loss(step.batch)
                 step.log(loss)

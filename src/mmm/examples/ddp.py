@@ -62,19 +62,14 @@ class Config(example.BreakOptions, example.PlainTextConfig):
 
 def train(config: Config) -> None:
     layout = example.fit()
-    resolved = example.resolve_own(config, layout, Techniques(data_parallel="ddp"), batch_size=8)
-    if config.accumulate < 1 or resolved.local_batch_size % config.accumulate:
+    job = example.resolve_own(config, layout, Techniques(data_parallel="ddp"), batch_size=8)
+    if config.accumulate < 1 or job.local_batch_size % config.accumulate:
         raise ConfigError(
-            f"--accumulate {config.accumulate} does not divide the batch of {resolved.local_batch_size} a rank into "
-            f"equal micro-batches: use a divisor of {resolved.local_batch_size}"
+            f"--accumulate {config.accumulate} does not divide the batch of {job.local_batch_size} a rank into "
+            f"equal micro-batches: use a divisor of {job.local_batch_size}"
         )
-    if config.run.summary:
-        example.print_on_rank0(resolved.summary())
-        return
-
-    hooks = [example.Agreement(), example.StartUp(), example.Record(), example.MistakeOnPurpose()]
-    with example.start_run("ddp", config, resolved, hooks) as run:
-        model = resolved.model.to(run.precision.storage)
+    with example.start_run("ddp", config, job) as run:
+        model = job.model.to(run.precision.storage)
         draw_weights(model, run.device, config.run.seed)  # the same weights on every rank: they come from the seed
         ddp = DDP(model, gradient_as_bucket_view=True)
         optimizer = config.optimizer.make(model.parameters())
@@ -82,15 +77,15 @@ def train(config: Config) -> None:
         def local_loss(module: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
             with torch.autocast(run.device.type, run.precision.compute, enabled=run.precision.mixed):
                 logits = module(inputs)
-            return cross_entropy(logits, targets, resolved.global_batch_size * config.data.seq_length)
+            return cross_entropy(logits, targets, job.global_batch_size * config.data.seq_length)
 
-        batch = resolved.local_batch(resolved.data.train, 0, run.rank.rank).to(run.device)
+        batch = job.local_batch(job.data.train, 0, run.rank.rank).to(run.device)
         apart = compare_by_hand(ddp, lambda module: local_loss(module, batch.inputs, batch.targets))
         run.log.info("all-reduce by hand and DDP: gradients differ by %.1e of the largest", apart)
         run.describe(by_hand_difference=apart)
         check_difference(run, apart, "DDP's gradients and those summed by hand differ")
         coordinate = 0 if config.break_ == "same_samples" else run.rank.rank
-        for step in example.text_steps(run, resolved, ddp, optimizer, coordinate=coordinate):
+        for step in example.text_steps(run, job, ddp, optimizer, coordinate=coordinate):
             micro = (tensor.chunk(config.accumulate) for tensor in (step.batch.inputs, step.batch.targets))
             for i, (inputs, targets) in enumerate(zip(*micro, strict=True)):
                 last = i == config.accumulate - 1

@@ -79,7 +79,7 @@ def parallelize(run: example.Run, model: CNN, config: Config) -> nn.Module:
 
 
 def train(config: Config) -> None:
-    resolved = resolve_cnn(
+    job = resolve_cnn(
         config.model,
         config.data,
         config.run,
@@ -88,21 +88,16 @@ def train(config: Config) -> None:
         config.optimizer,
         dropout=config.break_ is None,  # one device has none
     )
-    if config.run.summary:
-        example.print_on_rank0(resolved.summary())
-        return
-
-    elements = parameter_count(resolved.model)
-    hooks = [example.Agreement(), example.StartUp(), example.Record(), example.MistakeOnPurpose()]
-    with example.start_run("fsdp", config, resolved, hooks) as run:
-        model = parallelize(run, resolved.model.to(run.precision.storage), config)
+    elements = parameter_count(job.model)
+    with example.start_run("fsdp", config, job) as run:
+        model = parallelize(run, job.model.to(run.precision.storage), config)
         run.log.info("%s", example.sharded_model(model))
         autocast = run.precision.mixed and config.parallel == "ddp"  # FSDP's policy computes in that dtype anyway
-        optimizer = config.optimizer.make(model.parameters(), resolved.lr)
+        optimizer = config.optimizer.make(model.parameters(), job.lr)
         # Each local loss is a sum divided by the *global* count: ranks with fewer labels count for less, and gradients
         # are to be summed. FSDP has been told to; DDP averages, and so each loss is multiplied by the number of ranks.
         factor = run.layout.dp if config.parallel == "ddp" else 1
-        for step in example.image_steps(run, resolved, model, optimizer, config.data.workers):
+        for step in example.image_steps(run, job, model, optimizer, config.data.workers):
             images, labels, count = step.batch.inputs, step.batch.targets, step.batch.count
             if config.break_ == "averaged":  # the mean over the own labels, and over the ranks
                 count = int((labels >= 0).sum()) * run.layout.dp

@@ -104,15 +104,10 @@ def shard(model: Transformer, mesh: DeviceMesh, precision: Precision, mistake: s
 def train(config: Config) -> None:
     # Does it fit? Everything here is checked before any rank talks to another.
     layout = example.fit(tp=config.tpsize)
-    resolved = example.resolve_own(config, layout)
-    model = resolved.model
-    example.check_own_kv_heads(resolved)
-    if config.run.summary:
-        example.print_on_rank0(resolved.summary())
-        return
-
-    hooks = [example.Agreement(), example.StartUp(), example.Record(), example.MistakeOnPurpose()]
-    with example.start_run("fsdp_tp", config, resolved, hooks) as run:
+    job = example.resolve_own(config, layout)
+    model = job.model
+    example.check_own_kv_heads(job)
+    with example.start_run("fsdp_tp", config, job) as run:
         # Sharded on the meta device; then each rank draws its own part of the weights, the same on every mesh.
         mesh = init_device_mesh(run.device.type, (layout.dp, layout.tp), mesh_dim_names=("dp_shard", "tp"))
         shard(model.to(run.precision.storage), mesh, run.precision, config.break_)
@@ -123,7 +118,7 @@ def train(config: Config) -> None:
             return cross_entropy(model(batch.inputs), batch.targets, batch.count)
 
         optimizer = config.optimizer.make(model.parameters())
-        for step in example.text_steps(run, resolved, model, optimizer, local_loss):
+        for step in example.text_steps(run, job, model, optimizer, local_loss):
             with loss_parallel():  # the logits stay sharded over the vocabulary
                 loss = local_loss(step.batch)
                 step.log(loss)

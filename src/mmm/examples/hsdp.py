@@ -78,13 +78,8 @@ def train(config: Config) -> None:
         one = f"--replicas {config.replicas}: with one replica HSDP is FSDP"
         raise LayoutError(f"{one}; use at least 2, or mmm.examples.fsdp")
     layout = example.fit(dp_replicate=config.replicas)
-    resolved = example.resolve_own(config, layout, Techniques(data_parallel="hsdp"), batch_size=8)
-    if config.run.summary:
-        example.print_on_rank0(resolved.summary())
-        return
-
-    hooks = [example.Agreement(), example.StartUp(), example.Record(), example.MistakeOnPurpose()]
-    with example.start_run("hsdp", config, resolved, hooks) as run:
+    job = example.resolve_own(config, layout, Techniques(data_parallel="hsdp"), batch_size=8)
+    with example.start_run("hsdp", config, job) as run:
         sizes = (run.layout.dp_replicate, run.layout.dp_shard)
         mesh = init_device_mesh(run.device.type, sizes, mesh_dim_names=("dp_replicate", "dp_shard"))
         rows, columns = mesh.mesh.tolist(), mesh.mesh.T.tolist()  # the groups of ranks along each axis
@@ -92,7 +87,7 @@ def train(config: Config) -> None:
         run.log.info("all-gather and reduce-scatter (dp_shard) in: %s", " ".join(map(str, rows)))
         run.log.info("all-reduce (dp_replicate) in: %s", " ".join(map(str, columns)))
 
-        model = resolved.model.to(run.precision.storage)
+        model = job.model.to(run.precision.storage)
         shard(model, mesh["dp_shard"] if config.break_ == "one_axis" else mesh, run.precision)
         draw_weights(model, run.device, config.run.seed)  # each rank its own shard; the replicas are equal
         if config.break_ == "own_weights":
@@ -101,7 +96,7 @@ def train(config: Config) -> None:
                 nn.init.normal_(matrix.to_local() if isinstance(matrix, DTensor) else matrix, std=0.02)
         run.log.info("%s", example.sharded_model(model))
         optimizer = config.optimizer.make(model.parameters())
-        for step in example.text_steps(run, resolved, model, optimizer):
+        for step in example.text_steps(run, job, model, optimizer):
             loss = cross_entropy(model(step.batch.inputs), step.batch.targets, step.batch.count)
             step.log(loss)
             loss.backward()

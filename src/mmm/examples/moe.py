@@ -114,15 +114,11 @@ def drop(module: Any, given: tuple[Tensor, Tensor], output: Tensor) -> Tensor:
 
 
 def train(config: Config) -> None:
-    resolved = example.resolve(config, config.layout(whoami().world_size), batch_size=4)
-    model = resolved.model
-    if config.run.summary:
-        example.print_on_rank0(resolved.summary())
-        return
-    hooks = [example.Agreement(), example.StartUp(), example.Record(), example.MistakeOnPurpose()]
-    with example.start_run("moe", config, resolved, hooks) as run:
+    job = example.resolve(config, config.layout(whoami().world_size), batch_size=4)
+    model = job.model
+    with example.start_run("moe", config, job) as run:
         compare(run)
-        mesh = example.parallelize_by_package(run, resolved)  # training takes the package's layer
+        mesh = example.parallelize_by_package(run, job)  # training takes the package's layer
         for module in model.modules():
             if config.break_ == "capacity" and isinstance(module, Experts):
                 module.register_forward_hook(drop)
@@ -132,7 +128,7 @@ def train(config: Config) -> None:
 
         optimizer = config.optimizer.make(model.parameters())
         rate = 0.0 if config.break_ else config.experts.balance()  # one device's steps have the first biases
-        for step in example.text_steps(run, resolved, model, optimizer, local_loss, build=transformer_of):
+        for step in example.text_steps(run, job, model, optimizer, local_loss, build=transformer_of):
             with loss_parallel():  # under tp the logits stay sharded over the vocabulary
                 loss = local_loss(step.batch)
                 step.log(loss)

@@ -109,20 +109,18 @@ def shard(model: Transformer, mesh: DeviceMesh, way: str, policy: MixedPrecision
             module.set_force_sum_reduction_for_comms(True)  # gloo has no scaled sum
 
 
-def train_way(
-    run: example.Run, mesh: DeviceMesh, resolved: example.Job, way: str
-) -> tuple[dict[str, int], list[float]]:
+def train_way(run: example.Run, mesh: DeviceMesh, job: example.Job, way: str) -> tuple[dict[str, int], list[float]]:
     """A few steps from the initial weights: the bytes at each place, of the rank with most, and the losses."""
     config = run.config
     assert isinstance(config, Config)
     with torch.device("meta"):
-        model = Transformer(resolved.sizes).to(run.precision.storage)
+        model = Transformer(job.sizes).to(run.precision.storage)
     draw_weights(model, run.device, config.run.seed)
     policy = MixedPrecisionPolicy(run.precision.compute, run.precision.storage, cast_forward_inputs=False)
     shard(model, mesh, way, policy)
     optimizer = make_optimizer(model, way, config.folder, config.optimizer.lr)
     losses = []
-    for step in example.text_steps(run, resolved, model, optimizer, at={"way": WAYS.index(way)}):
+    for step in example.text_steps(run, job, model, optimizer, at={"way": WAYS.index(way)}):
         loss = cross_entropy(model(step.batch.inputs), step.batch.targets, step.batch.count)
         step.log(loss)
         loss.backward()
@@ -135,14 +133,10 @@ def train_way(
 
 def train(config: Config) -> bool:
     """Every way, and the table. Whether the losses are the same."""
-    resolved = example.resolve_own(config, example.fit(), batch_size=2, max_iters=5)
-    if config.run.summary:
-        example.print_on_rank0(resolved.summary())
-        return True
-    hooks = [example.Agreement(), example.StartUp(), example.Record()]
-    with example.start_run("offload", config, resolved, hooks) as run:
+    job = example.resolve_own(config, example.fit(), batch_size=2, max_iters=5)
+    with example.start_run("offload", config, job) as run:
         mesh = init_device_mesh(run.device.type, (run.layout.dp,), mesh_dim_names=("dp_shard",))
-        return report(run, {way: train_way(run, mesh, resolved, way) for way in WAYS})
+        return report(run, {way: train_way(run, mesh, job, way) for way in WAYS})
 
 
 if __name__ == "__main__":

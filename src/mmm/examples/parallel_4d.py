@@ -115,20 +115,15 @@ def train(config: Config) -> None:
     layout = example.fit(pp=config.pp, cp=config.cp, tp=config.tpsize)
     of_pipeline = {"schedule": config.schedule, "microbatches": config.microbatches}
     check_effect(layout.pp > 1, "--pp", "there is one stage, the model", "--pp 2", **of_pipeline)
-    resolved = example.resolve(config, layout, example.techniques_of(config), batch_size=8, max_iters=20)
-    tokens = resolved.global_batch_size * config.data.seq_length
-    example.check_own_kv_heads(resolved)
-    if config.run.summary:
-        example.print_on_rank0(resolved.summary())
-        return
-
-    names = resolved.partition.names() or [[name for name, _ in resolved.model.named_modules()]]
-    hooks = [example.Agreement(), example.StartUp(), example.Record(), example.MistakeOnPurpose()]
-    with example.start_run("parallel_4d", config, resolved, hooks) as run:
+    job = example.resolve(config, layout, example.techniques_of(config), batch_size=8, max_iters=20)
+    tokens = job.global_batch_size * config.data.seq_length
+    example.check_own_kv_heads(job)
+    names = job.partition.names() or [[name for name, _ in job.model.named_modules()]]
+    with example.start_run("parallel_4d", config, job) as run:
         run.describe(stages=names)
         axes, at = (layout.pp, layout.dp, layout.cp, layout.tp), layout.coordinates(run.rank.rank)
         mesh = init_device_mesh(run.device.type, axes, mesh_dim_names=("pp", "dp", "cp", "tp"))
-        model = build(resolved.sizes, names[at["pp"]], mesh, run.precision)
+        model = build(job.sizes, names[at["pp"]], mesh, run.precision)
         draw_weights(model, run.device, config.run.seed + (run.rank.rank if config.break_ == "init" else 0))
         run.log.info("%s\n%s", mesh, example.sharded_model(model))
 
@@ -139,7 +134,7 @@ def train(config: Config) -> None:
         kind = pipelining.ScheduleGPipe if config.schedule == "GPipe" else pipelining.Schedule1F1B
         # A loss is its sum over the tokens of the global batch: what micro-batches and ranks have adds up.
         loss_fn = lambda output, targets: cross_entropy(output, targets, tokens)  # noqa: E731
-        microbatches = config.microbatches or resolved.partition.microbatches
+        microbatches = config.microbatches or job.partition.microbatches
         times = PipelineTimes(run.clock, [stage])  # dtf, dtb, dtw
         schedule = kind(times.stages[0], microbatches, loss_fn=times.timed_loss(loss_fn), scale_grads=False)
 
@@ -152,7 +147,7 @@ def train(config: Config) -> None:
 
         optimizer = config.optimizer.make(model.parameters())
         evaluate, samples_of = partial(run_schedule, schedule.eval), 0 if config.break_ == "samples" else at["dp_shard"]
-        for step in example.text_steps(run, resolved, model, optimizer, evaluate, coordinate=samples_of):
+        for step in example.text_steps(run, job, model, optimizer, evaluate, coordinate=samples_of):
             with tp.loss_parallel():  # under tp the logits stay sharded over the vocabulary
                 step.log(run_schedule(schedule.step, step.batch))
             if config.break_ is None:

@@ -78,35 +78,30 @@ def resolve(config: Config) -> example.Job:
     if config.pp < 2:
         raise LayoutError(f"pp {config.pp}: a pipeline has at least 2 ranks; on 1 there is nothing to split")
     layout = example.fit(pp=config.pp, tp=config.tpsize)
-    resolved = example.resolve(config, layout, example.techniques_of(config), max_iters=30)
-    if config.timeline and resolved.steps < 2:
+    job = example.resolve(config, layout, example.techniques_of(config), max_iters=30)
+    if config.timeline and job.steps < 2:
         why = "the first is left out, because PyTorch finds the shapes in it"
-        raise ConfigError(f"--timeline with {resolved.steps} step: {why}; use --max_iters 2 or more")
-    return resolved
+        raise ConfigError(f"--timeline with {job.steps} step: {why}; use --max_iters 2 or more")
+    return job
 
 
 def train(config: Config) -> None:
-    resolved = resolve(config)
-    layout, partition = resolved.layout, resolved.partition
-    if config.run.summary:
-        example.print_on_rank0(resolved.summary())
-        return
-
+    job = resolve(config)
+    layout, partition = job.layout, job.partition
     names = partition.names()  # of the modules of each stage
-    hooks = [example.Agreement(), example.StartUp(), example.Record(), example.MistakeOnPurpose()]
-    with example.start_run("pipeline", config, resolved, hooks) as run:
+    with example.start_run("pipeline", config, job) as run:
         run.describe(stages=names)
         run.log.info("the stages\n%s", example.stage_table(names, partition.shares()))
         mesh = build_mesh(layout, run.device.type, config.run.timeout)
-        tokens = resolved.global_batch_size * config.data.seq_length
+        tokens = job.global_batch_size * config.data.seq_length
         at, there_and_back = mesh["pp"].get_local_rank(), SCHEDULES[config.schedule].v
         numbers = [at, len(names) - 1 - at] if there_and_back else range(at, len(names), layout.pp)
         every = {"positions": torch.arange(config.data.seq_length, device=run.device)}  # not split into micro-batches
 
         stages: list[PipelineStage] = []
         for number in numbers:
-            module = make_stage(resolved.sizes, names[number])
-            apply(module, mesh, resolved.plan, run.precision, resolved.techniques)  # tp and FSDP, within the stage
+            module = make_stage(job.sizes, names[number])
+            apply(module, mesh, job.plan, run.precision, job.techniques)  # tp and FSDP, within the stage
             materialize(module, run.device, config.run.seed)
             module.register_forward_pre_hook(lambda _, x, named: (x, named | every), with_kwargs=True)
             for unit in (unit for unit in module.modules() if isinstance(unit, FSDPModule)):
@@ -132,7 +127,7 @@ def train(config: Config) -> None:
         modules = [stage.submod for stage in stages]
         optimizer = config.optimizer.make([p for m in modules for p in m.parameters()])
         evaluate = lambda batch: run_schedule(schedule.eval, batch)  # noqa: E731
-        for step in example.text_steps(run, resolved, modules, optimizer, evaluate):
+        for step in example.text_steps(run, job, modules, optimizer, evaluate):
             if config.timeline and step.number > 0:
                 times.record()
             with loss_parallel():  # under tp the logits stay sharded over the vocabulary

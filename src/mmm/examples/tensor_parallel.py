@@ -137,8 +137,7 @@ def train(config: Config) -> bool:
     if SEQ % ranks:
         fitting = " or ".join(str(n) for n in range(1, SEQ + 1) if SEQ % n == 0)
         raise LayoutError(f"{ranks} ranks do not divide the sequence of {SEQ} and the widths: start {fitting}")
-    hooks = [example.Agreement(), example.StartUp(), example.Record(), example.MistakeOnPurpose()]
-    with example.start_run("tensor_parallel", config, Layout(tp=ranks).fit(ranks), hooks) as run:
+    with example.start_run("tensor_parallel", config, Layout(tp=ranks).fit(ranks)) as run:
         mesh = init_device_mesh(run.device.type, (ranks,), mesh_dim_names=("tp",))
         return report(run, compare(Case(mesh, run.device, run.precision.storage, config.run.seed), config.break_))
 

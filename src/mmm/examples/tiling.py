@@ -107,11 +107,11 @@ def shard(model: LanguageModel, mesh: DeviceMesh, policy: MixedPrecisionPolicy) 
             module.set_force_sum_reduction_for_comms(True)  # gloo has no scaled sum
 
 
-def train_way(run: example.Run, mesh: DeviceMesh, resolved: example.Job, way: str, wide: bool) -> Result:
+def train_way(run: example.Run, mesh: DeviceMesh, job: example.Job, way: str, wide: bool) -> Result:
     """A few steps from the initial weights: the peak of the last forward and backward in bytes, and the losses."""
     config = run.config
     assert isinstance(config, Config)
-    sizes = replace(resolved.sizes, ffn_dim=resolved.sizes.ffn_dim * (WIDER if wide else 1))
+    sizes = replace(job.sizes, ffn_dim=job.sizes.ffn_dim * (WIDER if wide else 1))
     with torch.device("meta"):
         full = Transformer(sizes).to(run.precision.storage)
     draw_weights(full, run.device, config.run.seed)
@@ -119,7 +119,7 @@ def train_way(run: example.Run, mesh: DeviceMesh, resolved: example.Job, way: st
     shard(model, mesh, MixedPrecisionPolicy(run.precision.compute, run.precision.storage, cast_forward_inputs=False))
     optimizer = config.optimizer.make(model.parameters())
     losses = []
-    for step in example.text_steps(run, resolved, model, optimizer, at={"way": [*WAYS].index(way), "wide": int(wide)}):
+    for step in example.text_steps(run, job, model, optimizer, at={"way": [*WAYS].index(way), "wide": int(wide)}):
         tokens = slice(SHORT if wide else None)
         with Peak(run.device, model) as peak:
             loss = model(step.batch.inputs[:, tokens], step.batch.targets[:, tokens], step.batch.count)
@@ -134,15 +134,11 @@ def train_way(run: example.Run, mesh: DeviceMesh, resolved: example.Job, way: st
 
 def train(config: Config) -> bool:
     """Every way, and the table. Whether the losses are the same."""
-    resolved = example.resolve_own(config, example.fit(), batch_size=1, max_iters=2)
-    if config.run.summary:
-        example.print_on_rank0(resolved.summary())
-        return True
-    hooks = [example.Agreement(), example.StartUp(), example.Record()]
-    with example.start_run("tiling", config, resolved, hooks) as run:
+    job = example.resolve_own(config, example.fit(), batch_size=1, max_iters=2)
+    with example.start_run("tiling", config, job) as run:
         mesh = init_device_mesh(run.device.type, (run.layout.dp,), mesh_dim_names=("dp_shard",))
-        long = {way: train_way(run, mesh, resolved, way, wide=False) for way in WAYS}
-        wide = {way: train_way(run, mesh, resolved, way, wide=True) for way in WAYS}
+        long = {way: train_way(run, mesh, job, way, wide=False) for way in WAYS}
+        wide = {way: train_way(run, mesh, job, way, wide=True) for way in WAYS}
         return report(run, long, wide)
 
 

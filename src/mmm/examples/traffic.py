@@ -176,9 +176,8 @@ def train(config: Config) -> bool:
             partitions[case] = partition_of(case, sizes, size, config.data.seq_length)
         except LayoutError as error:
             left_out[case.name] = error
-    resolved = Job(layout=Layout().fit(ranks), data=data)
-    hooks = [example.Agreement(), example.StartUp(), example.Record()]
-    with example.start_run("traffic", config, resolved, hooks) as run:
+    job = Job(layout=Layout().fit(ranks), data=data)
+    with example.start_run("traffic", config, job) as run:
         run.describe(model=sizes, global_batch_size=size)
         for name, why in left_out.items():
             run.note(f"{name} left out: {why}")

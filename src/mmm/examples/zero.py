@@ -98,11 +98,11 @@ class Slices(nn.Module):
 
 
 def train_stage(
-    run: example.Run, config: Config, mesh: DeviceMesh, resolved: example.Job, stage: int
+    run: example.Run, config: Config, mesh: DeviceMesh, job: example.Job, stage: int
 ) -> tuple[dict[str, int], list[float]]:
     """A few steps from the initial weights: the most numbers that any rank holds, and the loss of each step."""
     with torch.device("meta"):
-        full = Transformer(resolved.sizes).to(run.precision.storage)
+        full = Transformer(job.sizes).to(run.precision.storage)
     if stage == 3:  # all parameters are sharded; a unit is gathered for its forward and its backward
         for unit in (full.tok_embeddings, *full.layers.values(), [full.norm, full.output], full):
             fully_shard(unit, mesh=mesh)  # type: ignore[arg-type]
@@ -114,7 +114,7 @@ def train_stage(
         p.register_post_accumulate_grad_hook(lambda p: dist.all_reduce(p.grad))  # type: ignore[arg-type]
     model, losses = Slices(full, mesh, stage) if stage in (1, 2) else full, []
     optimizer = example.make_optimizer("adamw", model.parameters(), config.optimizer.lr)
-    for step in example.text_steps(run, resolved, model, optimizer, at={"stage": stage}):
+    for step in example.text_steps(run, job, model, optimizer, at={"stage": stage}):
         with torch.autocast(run.device.type, run.precision.compute, enabled=run.precision.mixed):
             logits = model(step.batch.inputs)
         step.log(loss := cross_entropy(logits, step.batch.targets, step.batch.count))
@@ -131,16 +131,11 @@ def train_stage(
 def train(config: Config) -> bool:
     """Every stage, and the table. Whether the losses of all stages are the same."""
     techniques = Techniques(data_parallel="ddp")  # stage 0, which holds most
-    resolved = example.resolve_own(config, example.fit(), techniques, batch_size=2, max_iters=5)
-    if config.run.summary:
-        example.print_on_rank0(resolved.summary())
-        return True
-
-    hooks = [example.Agreement(), example.StartUp(), example.Record(), example.MistakeOnPurpose()]
-    with example.start_run("zero", config, resolved, hooks) as run:
+    job = example.resolve_own(config, example.fit(), techniques, batch_size=2, max_iters=5)
+    with example.start_run("zero", config, job) as run:
         mesh = init_device_mesh(run.device.type, (run.layout.dp,), mesh_dim_names=("dp_shard",))
-        stages = [train_stage(run, config, mesh, resolved, stage) for stage in range(4)]
-        return report_stages(run, stages, resolved.model)
+        stages = [train_stage(run, config, mesh, job, stage) for stage in range(4)]
+        return report_stages(run, stages, job.model)
 
 
 if __name__ == "__main__":

@@ -83,7 +83,9 @@ def test_record(finished):
 
 def test_summary_costs_no_run(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    train(configure(Config, n_layers=24, vocab_size=32000, batch_size=16, summary=True))
+    with pytest.raises(SystemExit) as left:
+        train(configure(Config, n_layers=24, vocab_size=32000, batch_size=16, summary=True))
+    assert left.value.code == 0
     out = capsys.readouterr().out
     for words in ("Embedding", "8,192,000", "TransformerBlock", "717,312", "Total params: 33,599,744"):
         assert words in out

@@ -10,7 +10,8 @@ if TYPE_CHECKING:
     from mmm.examples._support.by_package import parallelize_by_package, resolve
     from mmm.examples._support.experts import ExpertsConfig
     from mmm.examples._support.image_loop import image_steps
-    from mmm.examples._support.mistakes import BreakOptions, MistakeOnPurpose, parse
+    from mmm.examples._support.mistakes import BreakOptions, parse
+    from mmm.examples._support.program import start_run
     from mmm.examples._support.text import (
         PlainTextConfig,
         PlainTextOptions,
@@ -26,11 +27,8 @@ if TYPE_CHECKING:
     from mmm.trainer.config.resolve_text import check_own_kv_heads
     from mmm.trainer.config.run import OptimizerOptions, RowOptions, TensorParallelOptions
     from mmm.trainer.job import Job
-    from mmm.trainer.run.agreement import Agreement
-    from mmm.trainer.run.core import Run, start_run
-    from mmm.trainer.run.record import Record
-    from mmm.trainer.run.startup import StartUp
-    from mmm.trainer.run.tables import print_on_rank0, sharded_model, stage_table
+    from mmm.trainer.run.core import Run
+    from mmm.trainer.run.tables import sharded_model, stage_table
 
 __getattr__, __dir__ = lazy(
     __name__,
@@ -38,7 +36,8 @@ __getattr__, __dir__ = lazy(
         "mmm.examples._support.by_package": "parallelize_by_package resolve",
         "mmm.examples._support.experts": "ExpertsConfig",
         "mmm.examples._support.image_loop": "image_steps",
-        "mmm.examples._support.mistakes": "BreakOptions MistakeOnPurpose parse",
+        "mmm.examples._support.mistakes": "BreakOptions parse",
+        "mmm.examples._support.program": "start_run",
         "mmm.examples._support.text": "PlainTextConfig PlainTextOptions TextConfig fit resolve_own text_steps",
         "mmm.trainer.config.command_line": "run_main",
         "mmm.trainer.config.layout": "techniques_of",
@@ -48,10 +47,7 @@ __getattr__, __dir__ = lazy(
         "mmm.data.text.text_data": "TextData",
         "mmm.trainer.job": "Job",
         "mmm.optim.adamw": "make_optimizer",
-        "mmm.trainer.run.agreement": "Agreement",
-        "mmm.trainer.run.core": "Run start_run",
-        "mmm.trainer.run.record": "Record",
-        "mmm.trainer.run.startup": "StartUp",
-        "mmm.trainer.run.tables": "print_on_rank0 sharded_model stage_table",
+        "mmm.trainer.run.core": "Run",
+        "mmm.trainer.run.tables": "sharded_model stage_table",
     },
 )

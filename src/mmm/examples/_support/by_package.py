@@ -22,11 +22,11 @@ def resolve(config: PlainTextConfig, layout: Layout, techniques: Techniques | No
     return with_plan(own, transformer_plan(own.sizes), config.run.dtype, tokens)
 
 
-def parallelize_by_package(run: Run, resolved: Job) -> Mesh:
+def parallelize_by_package(run: Run, job: Job) -> Mesh:
     """Make the mesh, and on it the model with its initial weights, by the package; log it. A collective."""
-    model = resolved.model
+    model = job.model
     mesh = build_mesh(run.layout, run.device.type, run.options.timeout, experts=has_experts(model))
-    trained = apply(model, mesh, resolved.plan, run.precision, resolved.techniques)
+    trained = apply(model, mesh, job.plan, run.precision, job.techniques)
     materialize(trained, run.device, run.seed)
     run.log.info("%s\n%s", mesh, sharded_model(unwrapped(trained)), stacklevel=2)
     return mesh

@@ -19,7 +19,7 @@ from mmm.trainer.run.steps import Step, laps_updates
 
 
 def image_steps(
-    run: Run, resolved: Job, model: nn.Module, optimizer: torch.optim.Optimizer, workers: int | None = None
+    run: Run, job: Job, model: nn.Module, optimizer: torch.optim.Optimizer, workers: int | None = None
 ) -> Iterator[Step]:
     """The steps of a program that trains the CNN on images: one row, and one evaluation, an epoch.
 
@@ -33,29 +33,29 @@ def image_steps(
     def global_batch(step: int) -> Batch:
         batch = task.loader.batches.batch(step).to(run.device)
         batch = replace(batch, inputs=batch.inputs.to(run.precision.storage))
-        return without_labels(batch, 0, resolved.local_batch_size // 2)
+        return without_labels(batch, 0, job.local_batch_size // 2)
 
-    task = ImageTask(run, resolved, workers)
-    steps, per_epoch, coordinate = resolved.steps, task.steps_per_epoch, run.layout.dp_coordinate(run.rank.rank)
+    task = ImageTask(run, job, workers)
+    steps, per_epoch, coordinate = job.steps, task.steps_per_epoch, run.layout.dp_coordinate(run.rank.rank)
     one_device = None
     if mistake_of(run) is not None:
         steps = per_epoch = min(steps, STEPS)
         with torch.device("meta"):
-            full = CNN(resolved.sizes)
+            full = CNN(job.sizes)
         one_device = OneDevice(run, full, [model], optimizer, global_batch)
     rates = laps_updates(run, optimizer)
-    run.log.info("%s: %d steps of %d images", resolved.data.name, steps, resolved.global_batch_size, stacklevel=2)
+    run.log.info("%s: %d steps of %d images", job.data.name, steps, job.global_batch_size, stacklevel=2)
     batches, losses = task.all_batches(), list[Tensor]()
     for number in range(steps):
         if not losses:
             model.train()
             for group in optimizer.param_groups:
-                group["lr"] = resolved.lr * resolved.gamma ** (number // per_epoch)
+                group["lr"] = job.lr * job.gamma ** (number // per_epoch)
             run.clock.start()
         run.clock.step = number
         batch = next(batches)
         if one_device is not None:
-            batch = without_labels(batch, coordinate * resolved.local_batch_size, resolved.local_batch_size // 2)
+            batch = without_labels(batch, coordinate * job.local_batch_size, job.local_batch_size // 2)
         step = Step(run, number, batch, last=number == steps - 1)
         run.clock.lap("dtd")
         yield step
@@ -67,7 +67,7 @@ def image_steps(
             run.row(
                 {"epoch": number // per_epoch + 1},
                 {"train_loss": sum(losses[1:], losses[0]) / len(losses)},
-                samples=len(losses) * resolved.global_batch_size,
+                samples=len(losses) * job.global_batch_size,
                 more={**rates, **step.row, **evaluate_images(run, measure_of(model), task.test_loader)},
                 depth=2,
             )

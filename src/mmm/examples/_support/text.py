@@ -124,7 +124,7 @@ def resolve_own(
 
 def text_steps(
     run: Run,
-    resolved: Job,
+    job: Job,
     model: nn.Module | Iterable[nn.Module],
     optimizer: torch.optim.Optimizer,
     local_loss: Callable[[Batch], Tensor] | None = None,
@@ -143,16 +143,16 @@ def text_steps(
         at: what a row says besides its step, such as ``{"stage": 1}``.
         build: makes the model of its sizes, for one device.
     """
-    steps, evaluation = resolved.steps, run.config.evaluation if isinstance(run.config, TextConfig) else None
-    global_batch, tokens = resolved.global_batch_size, resolved.data.train
+    steps, evaluation = job.steps, run.config.evaluation if isinstance(run.config, TextConfig) else None
+    global_batch, tokens = job.global_batch_size, job.data.train
     if coordinate is None:
         coordinate = run.layout.dp_coordinate(run.rank.rank)
     one_device = None
     if mistake_of(run) is not None:
         steps = min(steps, STEPS)
         with torch.device("meta"):
-            full = build(resolved.sizes)
-        size, modules = resolved.global_batch_size, [model] if isinstance(model, nn.Module) else model
+            full = build(job.sizes)
+        size, modules = job.global_batch_size, [model] if isinstance(model, nn.Module) else model
         one_device = OneDevice(
             run, full, modules, optimizer, lambda step: tokens.batch(step, size, 0, size).to(run.device)
         )
@@ -160,7 +160,7 @@ def text_steps(
     def before_row(step: Step) -> None:
         if local_loss is not None and evaluation is not None and evaluation.is_due(step.number, steps):
             with loss_parallel():
-                batches = resolved.validation_batches(evaluation.eval_batches, run.rank.rank, run.device)
+                batches = job.validation_batches(evaluation.eval_batches, run.rank.rank, run.device)
                 step.row["val_loss"] = mean_loss(run, batches, local_loss)
             step.due = True
         if one_device is not None:
@@ -170,7 +170,7 @@ def text_steps(
         run.log.info("%d steps of %d × %d tokens", steps, global_batch, tokens.seq_length, stacklevel=2)
     yield from steps_over(
         run,
-        (resolved.local_batch(tokens, number, coordinate).to(run.device) for number in range(steps)),
+        (job.local_batch(tokens, number, coordinate).to(run.device) for number in range(steps)),
         optimizer,
         steps,
         samples=global_batch,
