@@ -16,20 +16,15 @@ from mmm.data.text.token_file import open_tokens
 from mmm.errors import DataError
 
 TOKENS = np.arange(1000, 2000)
+ABOUT = {"kind": "bytes", "file": "", "sha256": ByteTokenizer().sha256, "vocab_size": 256}
 
 
-def folder_of(folder, tokens, documents, dtype="<u2", count=None, **changes):
+def folder_of(folder, tokens, documents, dtype="<u2", **changes):
     folder.mkdir()
     np.asarray(tokens, dtype).tofile(folder / "tokens.bin")
     np.asarray(documents, "<i8").tofile(folder / "documents.bin")
-    manifest = {
-        "format": 1,
-        "dtype": dtype,
-        "tokens": count or len(tokens),
-        "documents": len(documents),
-        "tokenizer": {"kind": "bytes", "file": "", "sha256": ByteTokenizer().sha256, "vocab_size": 256},
-        "sha256": "0" * 64,
-    }
+    manifest = {"format": 1, "dtype": dtype, "tokens": len(tokens), "documents": len(documents)}
+    manifest |= {"tokenizer": ABOUT, "sha256": "0" * 64}
     (folder / "manifest.json").write_text(json.dumps(manifest | changes))
     return folder
 
@@ -55,18 +50,19 @@ def test_nanogpt(tmp_path):
     assert np.array_equal(all_tokens(corpus), TOKENS)
     assert (len(corpus.train), len(corpus.validation), corpus.tokenizer, corpus.documents) == (900, 100, None, None)
     assert corpus.describe()["tokenizer"] == "unknown"
+    with_validation(tmp_path, lambda path, tokens: tokens.astype("<u2").tofile(path), "uint16")
 
 
-def test_nanogpt_with_its_validation_text(tmp_path):
-    TOKENS.astype("<u2").tofile(tmp_path / "train.bin")
-    TOKENS[:50].astype("<u2").tofile(tmp_path / "val.bin")
-    corpus = open_tokens(tmp_path / "train.bin", "uint16")
+def with_validation(folder, write, *token_dtype):
+    """Where val.bin lies beside train.bin, it is the text of the validation."""
+    write(folder / "train.bin", TOKENS)
+    write(folder / "val.bin", TOKENS[:50])
+    corpus = open_tokens(folder / "train.bin", *token_dtype)
     assert np.array_equal(corpus.train[:], TOKENS)
     assert np.array_equal(corpus.validation[:], TOKENS[:50])
-    before = corpus.sha256
-    TOKENS[50:100].astype("<u2").tofile(tmp_path / "val.bin")
-    assert open_tokens(tmp_path / "train.bin", "uint16").sha256 != before
-    assert np.array_equal(all_tokens(open_tokens(tmp_path / "val.bin", "uint16")), TOKENS[50:100])
+    write(folder / "val.bin", TOKENS[50:100])
+    assert open_tokens(folder / "train.bin", *token_dtype).sha256 != corpus.sha256
+    assert np.array_equal(all_tokens(open_tokens(folder / "val.bin", *token_dtype)), TOKENS[50:100])
 
 
 def llmc(path, tokens, dtype="<u2", magic=20240520, version=1, count=None):
@@ -80,44 +76,18 @@ def llmc(path, tokens, dtype="<u2", magic=20240520, version=1, count=None):
 @pytest.mark.parametrize(("magic", "version", "dtype"), [(20240520, 1, "<u2"), (20240801, 7, "<u4")])
 def test_llmc(tmp_path, magic, version, dtype):
     tokens = TOKENS * 100 % (1 << 17 if dtype == "<u4" else 1 << 16)
-    corpus = open_tokens(llmc(tmp_path / "some_train_000001.bin", tokens, dtype, magic, version))
+    path = llmc(tmp_path / "some_train_000001.bin", tokens, dtype, magic, version)
+    corpus = open_tokens(path)
     assert np.array_equal(all_tokens(corpus), tokens)
+    said, other = ("uint16", "uint32") if dtype == "<u2" else ("uint32", "uint16")
+    assert np.array_equal(all_tokens(open_tokens(path, said)), tokens)
+    with pytest.raises(DataError, match=rf"--token_dtype is {other}, and its header says {said}"):
+        open_tokens(path, other)
+    with_validation(tmp_path, llmc)
     assert (len(corpus.train), len(corpus.validation), corpus.tokenizer, corpus.documents) == (900, 100, None, None)
     first, second = FileTokens(corpus.train, 9, 0, shuffle=False), FileTokens(corpus.validation, 9, 0, shuffle=False)
     assert first.sample(0, 0).tolist() == tokens[:10].tolist()
     assert second.sample(0, 0).tolist() == tokens[900:910].tolist()
-
-
-def test_llmc_with_its_validation_text(tmp_path):
-    llmc(tmp_path / "train.bin", TOKENS)
-    llmc(tmp_path / "val.bin", TOKENS[:50])
-    corpus = open_tokens(tmp_path / "train.bin")
-    assert np.array_equal(corpus.train[:], TOKENS)
-    assert np.array_equal(corpus.validation[:], TOKENS[:50])
-
-
-@pytest.mark.parametrize(
-    ("write", "words"),
-    [
-        (lambda path: llmc(path, TOKENS, count=1001), "says 1001"),
-        (lambda path: llmc(path, TOKENS, count=999), "says 999"),
-        (lambda path: path.write_bytes(llmc(path, TOKENS).read_bytes()[:100]), "tokens, and its header says 1000"),
-        (lambda path: TOKENS.astype("<i4").tofile(path), "--token_dtype"),
-        (lambda path: np.save(path.open("wb"), TOKENS.astype("<u2")), "NumPy"),
-        (lambda path: np.savez(path.open("wb"), TOKENS.astype("<u2")), "is a zip archive"),
-        (lambda path: torch.save(torch.ones(3), path), "NumPy's"),
-        (lambda path: path.write_bytes(gzip.compress(TOKENS.astype("<u2").tobytes())), "is gzip, by its first bytes"),
-        (lambda path: path.write_bytes(b"PAR1" * 9), "is Parquet"),
-        (lambda path: path.write_bytes(b"GGUF" * 9), "is GGUF"),
-        (lambda path: megatron(path, [TOKENS], [0, 1]).rename(path), "is an index of Megatron's"),
-    ],
-)  # fmt: skip
-def test_a_bin_that_is_of_another_format(tmp_path, write, words):
-    write(tmp_path / "train.bin")
-    with pytest.raises(DataError) as caught:
-        open_tokens(tmp_path / "train.bin")
-    assert words in str(caught.value)
-    assert "train.bin" in str(caught.value)
 
 
 @pytest.mark.parametrize("dtype", ["uint8", "uint16", "uint32", "int32", "int64"])
@@ -125,13 +95,6 @@ def test_a_bin_without_a_header_has_the_type_that_is_said(tmp_path, dtype):
     tokens = TOKENS % 256
     tokens.astype(dtype).tofile(tmp_path / "data.bin")
     assert np.array_equal(all_tokens(open_tokens(tmp_path / "data.bin", dtype)), tokens)
-
-
-def test_a_header_counts_and_not_another_type_that_is_said(tmp_path):
-    path = llmc(tmp_path / "data.bin", TOKENS)
-    assert np.array_equal(all_tokens(open_tokens(path, "uint16")), TOKENS)
-    with pytest.raises(DataError, match=r"--token_dtype is uint32, and its header says uint16"):
-        open_tokens(path, "uint32")
 
 
 @pytest.mark.parametrize(("code", "dtype"), [(1, "u1"), (8, "<u2"), (4, "<i4"), (5, "<i8")])
@@ -162,77 +125,63 @@ def test_a_folder(tmp_path):
     assert corpus.tokenizer.kind == "bytes"
 
 
-def broken(tmp_path, name):
-    path = tmp_path / name
-    if name == "odd.bin":
-        path.write_bytes(b"abc")
-    elif name == "empty.bin":
-        path.touch()
-    elif name == "unfinished":
-        path.mkdir()
-    elif name == "json":
-        (folder_of(path, TOKENS, [1000]) / "manifest.json").write_text("{")
-    elif name == "other":
-        (folder_of(path, TOKENS, [1000]) / "manifest.json").write_text("[]")
-    elif name == "newer":
-        folder_of(path, TOKENS, [1000], format=2)
-    elif name == "short":
-        (folder_of(path, TOKENS, [1000]) / "tokens.bin").write_bytes(b"ab")
-    elif name in ("floats", "elsewhere"):
-        about = {"kind": "chars", "file": ["x"], "sha256": "1"}
-        folder_of(path, TOKENS, [1000], **({"tokenizer": about} if name == "elsewhere" else {"dtype": "<f4"}))
-    elif name == "changed":
-        about = {"kind": "bytes", "file": "", "sha256": "1"}
-        folder_of(path, TOKENS, [1000], tokenizer=about)
-    elif name == "fifo.bin":
-        os.mkfifo(path)
-    elif name == "fifo":
-        (folder_of(path, TOKENS, [1000]) / "documents.bin").unlink()
-        os.mkfifo(path / "documents.bin")
-    elif name == "none.idx":
-        megatron(path, [TOKENS], [])
-    elif name == "text.idx":
-        path.write_text("text " * 10)
-    elif name == "v2.idx":
-        megatron(path, [TOKENS], [0, 1], version=2)
-    elif name == "float.idx":
-        megatron(path, [TOKENS], [0, 1], code=7)
-    elif name == "cut.idx":
-        megatron(path, [TOKENS], [0, 1]).write_bytes(path.read_bytes()[:40])
-    elif name == "binless.idx":
-        megatron(path, [TOKENS], [0, 1]).with_suffix(".bin").unlink()
-    elif name == "shorter.idx":
-        megatron(path, [TOKENS], [0, 1]).with_suffix(".bin").write_bytes(b"ab")
-    return path
+def mmm(path, **changes):
+    return folder_of(path, TOKENS, [1000], **changes)
+
+
+def cut(path, size=2):
+    path.write_bytes(path.read_bytes()[:size])
+
+
+def fifo(path):
+    path.unlink(missing_ok=True)
+    os.mkfifo(path)
+
+
+def megatron_of_one(path, **changes):
+    return megatron(path, [TOKENS], [0, 1], **changes)
 
 
 @pytest.mark.parametrize(
-    ("name", "words"),
+    ("name", "write", "words"),
     [
-        ("missing.bin", "No such file"),
-        ("odd.bin", "odd.bin"),
-        ("empty.bin", "empty.bin has no header"),
-        ("unfinished", "manifest.json"),
-        ("json", "manifest.json"),
-        ("other", "manifest.json"),
-        ("newer", "format 2"),
-        ("short", "tokens.bin"),
-        ("changed", "is not the tokenizer that made"),
-        ("floats", "manifest.json is damaged"),
-        ("elsewhere", "manifest.json is damaged"),
-        ("fifo.bin", "fifo.bin: it is no regular file"),
-        ("fifo", "documents.bin: it is no regular file"),
-        ("none.idx", "1 sequences and 0 ends"),
-        ("text.idx", "MMIDIDX"),
-        ("v2.idx", "version 1"),
-        ("float.idx", "type 7"),
-        ("cut.idx", "need 62"),
-        ("binless.idx", "binless.bin: No such file"),
-        ("shorter.idx", "index 1000"),
+        ("missing.bin", lambda path: None, "No such file"),
+        ("odd.bin", lambda path: path.write_bytes(b"abc"), "odd.bin"),
+        ("empty.bin", lambda path: path.touch(), "empty.bin has no header"),
+        ("fifo.bin", fifo, "fifo.bin: it is no regular file"),
+        ("more.bin", lambda path: llmc(path, TOKENS, count=1001), "says 1001"),
+        ("fewer.bin", lambda path: llmc(path, TOKENS, count=999), "says 999"),
+        ("cut.bin", lambda path: cut(llmc(path, TOKENS), 100), "tokens, and its header says 1000"),
+        ("plain.bin", lambda path: TOKENS.astype("<i4").tofile(path), "--token_dtype"),
+        ("numpy.bin", lambda path: np.save(path.open("wb"), TOKENS.astype("<u2")), "NumPy"),
+        ("zip.bin", lambda path: np.savez(path.open("wb"), TOKENS.astype("<u2")), "is a zip archive"),
+        ("torch.bin", lambda path: torch.save(torch.ones(3), path), "NumPy's"),
+        ("gz.bin", lambda path: path.write_bytes(gzip.compress(bytes(99))), "is gzip, by its first bytes"),
+        ("parquet.bin", lambda path: path.write_bytes(b"PAR1" * 9), "is Parquet"),
+        ("gguf.bin", lambda path: path.write_bytes(b"GGUF" * 9), "is GGUF"),
+        ("index.bin", lambda path: megatron_of_one(path).rename(path), "is an index of Megatron's"),
+        ("unfinished", lambda path: path.mkdir(), "manifest.json"),
+        ("json", lambda path: (mmm(path) / "manifest.json").write_text("{"), "manifest.json"),
+        ("other", lambda path: (mmm(path) / "manifest.json").write_text("[]"), "manifest.json"),
+        ("newer", lambda path: mmm(path, format=2), "format 2"),
+        ("short", lambda path: cut(mmm(path) / "tokens.bin"), "tokens.bin"),
+        ("changed", lambda path: mmm(path, tokenizer=ABOUT | {"sha256": "1"}), "is not the tokenizer that made"),
+        ("floats", lambda path: mmm(path, dtype="<f4"), "manifest.json is damaged"),
+        ("elsewhere", lambda path: mmm(path, tokenizer=ABOUT | {"file": ["x"]}), "manifest.json is damaged"),
+        ("fifo", lambda path: fifo(mmm(path) / "documents.bin"), "documents.bin: it is no regular file"),
+        ("none.idx", lambda path: megatron(path, [TOKENS], []), "1 sequences and 0 ends"),
+        ("text.idx", lambda path: path.write_text("text " * 10), "MMIDIDX"),
+        ("v2.idx", lambda path: megatron_of_one(path, version=2), "version 1"),
+        ("float.idx", lambda path: megatron_of_one(path, code=7), "type 7"),
+        ("cut.idx", lambda path: cut(megatron_of_one(path), 40), "need 62"),
+        ("binless.idx", lambda path: megatron_of_one(path).with_suffix(".bin").unlink(), "binless.bin: No such file"),
+        ("shorter.idx", lambda path: cut(megatron_of_one(path).with_suffix(".bin")), "index 1000"),
     ],
 )
-def test_what_is_broken(tmp_path, name, words):
+def test_what_is_broken(tmp_path, name, write, words):
+    write(tmp_path / name)
     with pytest.raises(DataError) as caught:
-        open_tokens(broken(tmp_path, name))
+        open_tokens(tmp_path / name)
     assert words in str(caught.value)
+    assert name.partition(".")[0] in str(caught.value)
     assert "\n" not in str(caught.value)
