@@ -9,6 +9,9 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+ROUNDING = 64  # roundings of the model's largest gradient: one that is no larger is 0
+NOTHING = ROUNDING * torch.finfo(torch.float64).eps
+
 
 def worst(differences: Iterable[float]) -> float:
     """The largest of some differences; NaN if one is. ``max(0.0, nan)`` is 0.0.
@@ -33,6 +36,17 @@ def relative(tensor: Tensor, expected: Tensor, scale: float) -> float:
     value = tensor.to(expected.dtype)
     off = size_of((value - expected).masked_fill(_alike(value, expected), 0))
     return off / scale if scale else (0.0 if off == 0 else float("inf"))
+
+
+def scale_of(gradient: Tensor, largest: float, nothing: float = NOTHING) -> float:
+    """What a gradient's differences are measured by: its largest element; of one that is 0 but for rounding, the
+    model's largest.
+
+    Args:
+        nothing: the size, relative to `largest`, up to which a gradient is rounding alone.
+    """
+    size = size_of(gradient)
+    return size if size > nothing * largest else largest
 
 
 def bytes_of(tensor: Tensor) -> bytes:

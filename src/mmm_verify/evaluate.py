@@ -11,14 +11,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mmm_verify.difference import finite_size_of, fits_float32, relative, same_elements, size_of, worst
+from mmm_verify.difference import (
+    NOTHING,
+    finite_size_of,
+    fits_float32,
+    relative,
+    same_elements,
+    scale_of,
+    size_of,
+    worst,
+)
 from mmm_verify.locate import first_wrong_module, rows_of_batch
 from mmm_verify.loss import Losses, LossReading
 from mmm_verify.names import with_global_names
 from mmm_verify.norm import explain_norm
 from mmm_verify.observe import LocalTensor
 from mmm_verify.rank import RankObserved
-from mmm_verify.reference import ROUNDING, TOLERANCE, Reference, innermost_first, scale_of
+from mmm_verify.reference import TOLERANCE, Reference, innermost_first
 from mmm_verify.relations import Place, place_of, reduced, relation, times
 from mmm_verify.subject import Subject
 from mmm_verify.torch_private import tree_leaves
@@ -326,7 +335,7 @@ class Evaluation:
         expected = self.expected.gradients
         wrong = self._wrong_gradients()
         if wrong:
-            least = ROUNDING * torch.finfo(torch.float64).eps * self.reference.largest_gradient
+            least = NOTHING * self.reference.largest_gradient
             nonzero = {name for name, gradient in expected.items() if gradient and size_of(gradient.local) > least}
             everything = nonzero <= set(wrong)
             self.first = "every gradient" if everything else f"the gradient of {wrong[0]}, the first on the way back"

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from mmm_verify.difference import finite_size_of, relative, same_elements, size_of, worst
+from mmm_verify.difference import NOTHING, ROUNDING, finite_size_of, relative, same_elements, scale_of, size_of, worst
 from mmm_verify.errors import ConfigError, is_for_user
 from mmm_verify.memory import free_memory
 from mmm_verify.observe import Observed, named_parameters, observe, without_dropout
@@ -26,7 +26,6 @@ TOLERANCE = 1e-9  # relative, of float64
 LOOSE = 1e-4  # a noise floor above it decides nothing
 FLOOR = 32  # how far above the noise floor a difference has to be
 COPIES = 6  # of the parameters on each process: weights, gradients, and what is kept of both, of two steps
-ROUNDING = 64  # a tensor at most so many roundings of the largest gradient is 0
 
 
 @dataclass
@@ -217,7 +216,7 @@ def _why_dead(observed: Observed) -> str:
         for name, gradient in observed.gradients.items()
         if gradient is not None
     ]
-    if worst(moves) > ROUNDING * torch.finfo(torch.float64).eps * loss:
+    if worst(moves) > NOTHING * loss:
         return ""
     return (
         f"every gradient on one device is 0, and the loss is {loss:.6g} whatever the weights are: a program that does "
@@ -427,13 +426,6 @@ def _why_alike(subject: Subject, batch: Any, parts: int) -> str:
             "Give samples that differ"
         )
     return ""
-
-
-def scale_of(gradient: Tensor, largest: float) -> float:
-    """What a gradient's differences are measured by: its largest element; of one that is 0 but for rounding, the
-    model's largest."""
-    size = size_of(gradient)
-    return size if size > ROUNDING * torch.finfo(torch.float64).eps * largest else largest
 
 
 def first_difference(one: Observed, other: Observed) -> str | None:

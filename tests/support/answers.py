@@ -60,10 +60,10 @@ def all_reduce(x, group):
         (r"every gradient\n.*1/2", " * dist.get_world_size(group)", ""),
     ],
     "zero2": [
-        ("2 times too large", "own /= size", "pass"),
-        ("the second is not", "momentum.mul_(0.9).add_(own)", "momentum.copy_(own)"),
+        ("they part at inlet.weight", "own /= size", "pass"),
+        ("they part at the second step", "momentum.mul_(0.9).add_(own)", "momentum.copy_(own)"),
         (
-            "those of other ranks",
+            "inlet.weight on rank 1",
             "return all_gather(part, group)",
             "parameters.chunk(size)[rank].copy_(part)\n    return parameters",
         ),

@@ -23,7 +23,7 @@ from mmm.outside import read_json
 from mmm.runtime.contract import SAVED_EXIT, USER_ERROR_EXIT
 from mmm.units import counted
 from mmm_lab.campaign import queues
-from mmm_lab.runs.runs import read_run
+from mmm_lab.runs.runs import ending_in
 
 JOBS, FILE, CHECKPOINTS = "jobs", "campaign.json", "checkpoints"
 IDLE = 2  # jobs in a row that have saved nothing new end a campaign
@@ -77,7 +77,7 @@ class Campaign:
     def ending(self) -> Ending | None:
         """The run's, as its record has it; None without one."""
         try:
-            return read_run(self.folder, columns=()).ending
+            return ending_in(self.folder)
         except RecordError:
             return None
 

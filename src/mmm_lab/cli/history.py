@@ -43,9 +43,9 @@ def main(argv: list[str]) -> int:
         raise ConfigError(f"--ranks draws no plots of metrics: leave {'--plots' if args.plots else '--metric'} out")
 
     from mmm.history import finalize, load, plot_summary, terminal_plot
-    from mmm.history.plots.series import metrics
+    from mmm.history.plots.series import config_of, metrics
     from mmm.history.record.ending import FINISHED, RUNNING, Ending, read_ending
-    from mmm_lab.runs.runs import read_run
+    from mmm_lab.runs.runs import Run, rows_of
 
     if args.finalize:
         print(f"finalized: {printable(str(finalize(args.outdir)))}")
@@ -63,7 +63,8 @@ def main(argv: list[str]) -> int:
     else:
         newest = ds
         state = f"{ending}{waits_for_next_job(folder)}"
-    table = [*summary(ds, state), *progress(read_run(folder, columns=("iter", "epoch", "dt")))]
+    run = Run(folder, ending, config_of(ds), rows_of(ds))
+    table = [*summary(ds, state), *progress(run)]
     slow = straggler(newest)
     if slow:
         table.append(("slowest", slow))

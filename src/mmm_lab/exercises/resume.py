@@ -26,12 +26,14 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
+from mmm.comparison import relative_error
 from mmm.runtime.log import ignore_views
 from mmm.runtime.process_group import process_group
 from mmm.runtime.ranks import Rank
 from mmm_lab.exercises.check import TIMEOUT, Result, failed
 from mmm_lab.exercises.tools import Net, numbers
 from mmm_verify.ranks import RanksFailed, fork_ranks
+from mmm_verify.reference import TOLERANCE
 
 FUNCTION = "load"
 TEMPLATE = '''
@@ -48,7 +50,6 @@ def load(model, optimizer, folder):
     raise NotImplementedError
 '''
 STEPS = 3  # before the checkpoint, and after it
-NEAR = 1e-9
 
 
 def _program(rank: Rank, seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -106,12 +107,9 @@ def check(load: Callable[[nn.Module, torch.optim.Optimizer, str], None]) -> Resu
             losses, *_ = fork_ranks(_after, 4, folder, load, timeout=TIMEOUT)
         except RanksFailed as error:
             return failed(FUNCTION, error, error.details)
-    for number, (loss, ought) in enumerate(zip(losses, expected, strict=True)):
-        if not abs(loss - ought) <= NEAR * abs(ought):
-            why = (
-                "the weights are not those of the checkpoint"
-                if number == 0
-                else ("the weights are right, and what the optimizer has to remember is not: moments, step, lr")
-            )
-            return Result(False, f"step {STEPS + number}: loss {loss:.9g}, without the stop {ought:.9g}: {why}")
+    why = "the weights are not those of the checkpoint"
+    for step, (loss, ought) in enumerate(zip(losses, expected, strict=True), STEPS):
+        if not relative_error(loss, ought) <= TOLERANCE:
+            return Result(False, f"step {step}: loss {loss:.9g}, without the stop {ought:.9g}: {why}")
+        why = "the weights are right, and what the optimizer has to remember is not: moments, step, lr"
     return Result(True, f"the same losses on four ranks as on the two that went on: {losses[-1]:.9g}")

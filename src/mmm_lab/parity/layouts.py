@@ -8,7 +8,9 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import get_args
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, get_args
 
 from mmm.errors import ConfigError
 from mmm.layout import Layout, ScheduleName, Techniques
@@ -101,181 +103,41 @@ def optimizers_for(case: ParityCase) -> tuple[str, ...]:
     return OPTIMIZERS if alone and plain and case.ranks <= 4 else ("sgd",)
 
 
-# Layout -> techniques, each a case of its own; + joins two in one case, - is the defaults: FSDP, ring, 1F1B.
-_ALL_DP = "fsdp ddp zero1 zero2"
-_SCHEDULES = " ".join(get_args(ScheduleName))
-_IMAGES = {
-    "1": "-",
-    "dp2": _ALL_DP,
-    "dp4": _ALL_DP,
-    "dp8": "fsdp",
-    "dp_replicate2": "ddp",
-    "dp_replicate2·dp_shard2": "fsdp",
-    "tp2": "-",
-    "tp4": "-",
-    "tp8": "-",
-    "pp2": "GPipe 1F1B Interleaved1F1B ZBVZeroBubble",
-    "pp4": "GPipe 1F1B",
-    "dp2·tp2": "- zero1",
-    "pp2·dp2": "- zero1",
-    "pp2·tp2": "-",
-    "dp_replicate2·dp_shard2·tp2": "-",
-    "pp2·dp2·tp2": "- zero1",
-}
-_REAL = {layout: f"{_IMAGES[layout]} digits" for layout in ("dp2", "pp2")}
-MATRIX: dict[str, dict[str, str]] = {
-    "transformer": {
-        "1": "- full selective packed chats",
-        "dp2": f"{_ALL_DP} packed ddp+packed lars+lamb zero1+lars+lamb zero2+lars+lamb ddp+lars+lamb chats offload",
-        "dp4": f"{_ALL_DP}",
-        "dp8": "fsdp",
-        "dp_replicate2": "fsdp ddp",
-        "dp_replicate2·dp_shard2": "fsdp packed lars+lamb",
-        "tp2": "- packed lars+lamb chats",
-        "tp4": "-",
-        "tp8": "-",
-        "cp2": "ring ulysses packed ulysses+packed chats",
-        "cp4": "ring ulysses usp packed ulysses+packed usp+packed",
-        "cp8": "ring usp",
-        "pp2": f"{_SCHEDULES} packed ZBVZeroBubble+packed lars+lamb chats",
-        "pp4": _SCHEDULES,
-        "dp2·tp2": "- full packed full+packed lars+lamb zero1 zero2 lars+lamb+zero1",
-        "dp4·tp2": "-",
-        "dp2·tp4": "-",
-        "dp2·cp2": "ring ulysses lars+lamb zero1 ulysses+zero2",
-        "cp2·tp2": "ring ulysses packed ulysses+packed zero1",
-        "cp2·tp4": "-",
-        "cp4·tp2": "usp usp+packed",
-        "dp2·cp4": "usp",
-        "dp_replicate2·tp2": "-",
-        "dp_replicate2·cp2": "-",
-        "pp2·dp2": f"{_SCHEDULES} packed zero1 zero2 ZBVZeroBubble+zero1",
-        "pp4·dp2": "-",
-        "pp2·dp_replicate2": "-",
-        "pp2·tp2": "1F1B ZBVZeroBubble",
-        "pp4·tp2": "-",
-        "pp2·cp2": "ring ulysses",
-        "pp2·cp4": "usp usp+packed",
-        "dp_replicate2·dp_shard2·tp2": "-",
-        "dp_replicate2·dp_shard2·cp2": "-",
-        "pp2·dp_replicate2·dp_shard2": "-",
-        "dp2·cp2·tp2": "ring ulysses packed chats zero1",
-        "pp2·dp2·tp2": "1F1B Interleaved1F1B ZBVZeroBubble packed lars+lamb chats zero1 DualPipeV+zero1",
-        "pp2·cp2·tp2": "- packed",
-        "pp2·dp2·cp2": "- packed ulysses+packed zero1",
-    },
-    "moe": {
-        "1": "-",
-        "dp2": "fsdp zero1",
-        "tp2": "- zero1",
-        "dp2·ep2": "- zero1",
-        "dp4·ep2": "- zero1 zero2",
-        "dp4·ep4": "-",
-        "dp8·ep4": "-",
-        "dp2·cp2·ep2": "ring ulysses packed zero1",
-        "dp2·cp4·ep2": "usp",
-        "dp2·tp2·ep2": "- lars+lamb zero2+lars+lamb zero1",
-        "dp_replicate2·dp_shard2·ep2": "-",
-        "pp2·dp2·ep2": "1F1B ZBVZeroBubble packed lars+lamb zero1 ZBVZeroBubble+zero1",
-        "pp2·dp2·tp2·ep2": "- zero1",
-    },
-    "gpt": {
-        "1": "- full selective packed",
-        "dp2": f"{_ALL_DP} packed",
-        "dp4": "fsdp",
-        "dp_replicate2·dp_shard2": "-",
-        "tp2": "- packed",
-        "tp4": "-",
-        "cp2": "ring ulysses packed ulysses+packed",
-        "cp4": "ring usp usp+packed",
-        "pp2": f"{_SCHEDULES} packed",
-        "pp4": "1F1B",
-        "dp2·tp2": "- full packed zero1 lars+lamb chats",
-        "dp2·cp2": "- packed",
-        "cp2·tp2": "ring ulysses packed",
-        "pp2·dp2": "1F1B ZBVZeroBubble packed zero1",
-        "pp2·tp2": "1F1B ZBVZeroBubble",
-        "pp2·cp2": "ring packed",
-        "dp2·cp2·tp2": "-",
-        "pp2·dp2·tp2": "1F1B ZBVZeroBubble packed",
-        "pp2·cp2·tp2": "- packed",
-    },
-    "gpt_dropout": {
-        "1": "- full",
-        "dp2": _ALL_DP,
-        "tp2": "-",
-        "tp4": "-",
-        "pp2": "1F1B ZBVZeroBubble",
-        "dp2·tp2": "- full",
-        "pp2·dp2": "-",
-        "pp2·tp2": "-",
-        "pp2·dp2·tp2": "-",
-    },
-    "plain_gpt": {
-        "1": "- full",
-        "dp2": _ALL_DP,
-        "dp_replicate2·dp_shard2": "-",
-        "tp2": "-",
-        "tp4": "-",
-        "cp2": "ring",
-        "cp4": "usp",
-        "dp2·tp2": "- full lars+lamb zero1",
-        "dp2·cp2·tp2": "-",
-        "pp2": "1F1B",
-        "pp2·dp2": "- zero1",
-    },
-    "llama": {
-        "1": "-",
-        "dp2": "fsdp zero2",
-        "tp2": "-",
-        "cp2": "ring",
-        "cp4": "usp",
-        "pp2": _SCHEDULES,
-        "dp2·tp2": "-",
-        "pp2·dp2": "1F1B ZBVZeroBubble",
-        "pp4": "1F1B Interleaved1F1B",
-        "pp2·tp2": "-",
-        "pp2·cp2": "-",
-        "pp2·dp2·tp2": "-",
-    },
-    "head_norm": {
-        "1": "-",
-        "dp2": _ALL_DP,
-        "tp2": "-",
-        "tp4": "-",
-        "dp2·tp2": "- full zero1",
-        "pp2·tp2": "1F1B",
-    },
-    "regression": {"1": "-", "dp2": "fsdp", "tp2": "-", "pp2": "1F1B", "dp2·tp2": "-", "pp2·dp2": "-"},
-    "batch_norm": {
-        "1": "-",
-        "dp2": _ALL_DP,
-        "dp4": "fsdp ddp",
-        "dp_replicate2·dp_shard2": "-",
-        "tp2": "-",
-        "dp2·tp2": "- zero1",
-        "dp_replicate2·dp_shard2·tp2": "-",
-    },
-    "vit": {**_IMAGES, **_REAL, "pp4": _SCHEDULES, "dp2·tp2": "- zero1"},
-    "cnn": {**_IMAGES, **_REAL},
-}
-FIELDS = {
+FIELDS = {  # word of the matrix → field of Techniques
     **dict.fromkeys(("fsdp", "ddp", "zero1", "zero2"), "data_parallel"),
-    **dict.fromkeys(_SCHEDULES.split(), "schedule"),
+    **dict.fromkeys(get_args(ScheduleName), "schedule"),
     **dict.fromkeys(("ring", "ulysses", "usp"), "cp_style"),
     **dict.fromkeys(("full", "selective"), "checkpointing"),
     **dict.fromkeys(("digits", "packed", "chats"), "data"),
-    "offload": "offload",
 }
-VALUES = {"offload": True}  # Of a name that is not its value.
+EVERY = {"every_dp": ("fsdp", "ddp", "zero1", "zero2"), "every_schedule": get_args(ScheduleName)}
+
+
+@lru_cache
+def read_matrix() -> dict[str, dict[str, list[str]]]:
+    """Model → layout → its cases, as `matrix.txt` has them."""
+    rows: dict[str, dict[str, list[str]]] = {}
+    model = ""
+    for line in Path(__file__).with_name("matrix.txt").read_text(encoding="utf-8").splitlines():
+        if line.startswith(" "):
+            layout, *words = line.split()
+            rows[model][layout] = [case for word in words for case in EVERY.get(word, (word,))]
+        elif line and not line.startswith("#"):
+            model = line
+            rows[model] = {}
+    return rows
 
 
 def matrix(model: str) -> Iterator[ParityCase]:
     """The cases of a model; of one that the matrix does not name, those of images."""
-    for layout, entries in MATRIX.get(model, _IMAGES).items():
-        for entry in entries.split():
-            own = tuple(name for name in entry.split("+") if name in LARGE_BATCH)
-            named = {FIELDS[name]: VALUES.get(name, name) for name in entry.split("+") if name not in ("-", *own)}
-            ulysses = ulysses_of(named.get("cp_style"))
-            case = ParityCase(model=model, layout=canonical(layout), ulysses=ulysses, **named)  # type: ignore[arg-type]
+    rows = read_matrix()
+    for layout, words in rows.get(model, rows["images"]).items():
+        for word in words:
+            names = word.split("+")
+            own = tuple(name for name in names if name in LARGE_BATCH)
+            fields: dict[str, Any] = {FIELDS[name]: name for name in names if name in FIELDS}
+            if "offload" in names:
+                fields["offload"] = True
+            ulysses = ulysses_of(fields.get("cp_style"))
+            case = ParityCase(model=model, layout=canonical(layout), ulysses=ulysses, **fields)
             yield replace(case, optimizers=own or optimizers_for(case))

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from mmm.comparison import worst
 from mmm.errors import LayoutError
 from mmm.layout import Layout, Techniques
 from mmm.nn.draw import canonical_name
@@ -37,6 +36,7 @@ from mmm_lab.parity.layouts import ParityCase
 from mmm_lab.parity.optimizers import make_optimizer
 from mmm_lab.parity.parity_model import ParityModel
 from mmm_lab.parity.reference import DTYPES, WITH_PADDING, Reference, Training, batch
+from mmm_verify.difference import relative, scale_of, size_of, worst
 
 ROUNDING = 16  # a gradient at most that many roundings of the model's largest one is 0
 
@@ -205,8 +205,7 @@ def gradient_differences(parallel_model: ParallelModel, expected: Mapping[str, T
     """
     # It warns that two collectives gather what FSDP shards over tp's shards: they do, once.
     ignore_gathers_in_turns()
-    sizes = {name: gradient.abs().max().item() for name, gradient in expected.items()}
-    largest = worst(sizes.values())
+    largest = worst(size_of(gradient) for gradient in expected.values())
     differences: dict[str, float] = {}
     for full_name, parameter in parallel_model.named_parameters():
         name, gradient = canonical_name(full_name), parameter.grad
@@ -215,10 +214,8 @@ def gradient_differences(parallel_model: ParallelModel, expected: Mapping[str, T
         if gradient is None or name not in expected or gradient.shape != expected[name].shape:
             differences[name] = math.inf
             continue
-        off, size = (gradient.cpu() - expected[name]).abs().max().item(), sizes[name]
-        if size <= ROUNDING * torch.finfo(gradient.dtype).eps * largest:
-            size = largest
-        difference = off / size if size else (0.0 if off == 0 else math.inf)
+        nothing = ROUNDING * torch.finfo(gradient.dtype).eps
+        difference = relative(gradient.cpu(), expected[name], scale_of(expected[name], largest, nothing))
         # The worst of a tied weight that is in two stages of this rank.
         differences[name] = worst((difference, differences.get(name, 0.0)))
     return differences

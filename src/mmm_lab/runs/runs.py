@@ -1,15 +1,11 @@
-"""Many runs at a time: what each is, and has reached. xarray is not needed for it.
-
-Of a dataset only the columns that are asked for are read, and of a rank's column the median over the ranks. Of a step's
-time it is also kept how many ranks gave one, as a column of its own, RANKS.
-"""
+"""What a run is, and has reached: of its record the columns that tell how far it is, over the ranks the median."""
 
 from __future__ import annotations
 
 import functools
 import math
 import time
-from collections.abc import Collection, Container, Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -20,19 +16,15 @@ import numpy as np
 from mmm.errors import RecordError
 from mmm.history.record.dataset import no_record
 from mmm.history.record.ending import FINISHED, KILLED, RUNNING, Ending, read_config
-from mmm.history.record.folder import CONFIG, DATASET, JOURNAL, reason
-from mmm.history.record.journal import LoggedRow, read_journal
-from mmm.history.record.reader import RECENT, ending_by_journal, recorded_state
-from mmm.outside import open_file
+from mmm.history.record.folder import CONFIG, DATASET, JOURNAL
+from mmm.history.record.reader import RECENT, dataset_of, ending_by_journal, recorded_state
 
 if TYPE_CHECKING:
-    import h5py
+    import xarray
 
-Rows = dict[str, np.ndarray]  # name: (draw,) float64, NaN where a row lacks it; also "draw"
-OVER_RANKS = ("draw", "rank", "local_rank", "pid")  # coordinates; so are axis_tp, startup_ready, …
+Rows = dict[str, np.ndarray]  # name: (draw,) float64, NaN where a row lacks it
 PROGRESS = ("iter", "epoch", "loss", "train_loss", "val_loss", "test_loss", "test_acc", "dt", "tps", "sps")
-RANKS = "dt_ranks"
-MOST_ELEMENTS = 200_000_000  # of a column: a file may declare any number
+RANKS = "dt_ranks"  # a column of how many ranks gave a step's time
 NOT_SETTINGS = (
     "name",
     "outdir",
@@ -52,7 +44,7 @@ class Run:
 
     Attributes:
         config: of config.json; empty where it is missing or damaged.
-        rows: the columns that were asked for.
+        rows: the columns of `PROGRESS` that its record has, and `RANKS`.
     """
 
     folder: Path
@@ -127,7 +119,7 @@ class Run:
         """(draw,): the time of the steps since the row before, of which ``dt`` is the mean."""
         dt = self.rows.get("dt")
         if dt is None:
-            return np.zeros(len(self.rows.get("draw", ())))
+            return np.zeros(0)
         steps = np.ones(len(dt))
         if "iter" in self.rows:
             of_steps = np.flatnonzero(np.isfinite(self.rows["iter"]))  # others are no steps, such as a table's lines
@@ -179,107 +171,49 @@ def _seconds(time: Any) -> float | None:
         return None
 
 
-def read_run(folder: Path, columns: Collection[str] = PROGRESS) -> Run:
-    """The run in a folder.
+def ending_in(folder: Path) -> Ending:
+    """How the run in a folder has ended, or that it goes on. Raises RecordError: there is no run."""
+    if not has_rows(folder) and "module" not in read_config(folder):
+        raise no_record(folder)
+    ending = ending_by_journal(folder) or recorded_state(folder)
+    if ending is not None:
+        return ending
+    if has_rows(folder):
+        return Ending(FINISHED)  # an older record says nothing
+    # A run that has a config.json alone starts, or was killed before it could say more.
+    age = time.time() - (folder / CONFIG).stat().st_mtime
+    return Ending(RUNNING if age < RECENT else KILLED)
 
-    Args:
-        columns: names of those that are read.
 
-    Raises:
-        RecordError: there is no record, or it is damaged.
-    """
+def has_rows(folder: Path) -> bool:
+    """Whether a folder has the rows of a run."""
+    return (folder / DATASET).exists() or (folder / JOURNAL).exists()
+
+
+def read_run(folder: Path) -> Run:
+    """The run in a folder. Raises RecordError: there is no record, or it is damaged."""
     if not folder.is_dir():
         raise RecordError(f"{folder} is no folder. Give the folder of a run, e.g. outputs/<module>/<timestamp>.")
-    config = read_config(folder)
-    ending = ending_by_journal(folder)
-    rows = read_rows(folder, columns)
-    if rows is None and "module" not in config:
-        raise no_record(folder)
-    if ending is None:
-        ending = recorded_state(folder) or (Ending(FINISHED) if rows is not None else _without_rows(folder))
-    return Run(folder, ending, config, rows or {})
+    ending = ending_in(folder)
+    rows = rows_of(dataset_of(folder, ending)) if has_rows(folder) else {}
+    return Run(folder, ending, read_config(folder), rows)
 
 
-def _without_rows(folder: Path) -> Ending:
-    """A run that has a config.json alone starts, or was killed before it could say more."""
-    return Ending(RUNNING if time.time() - (folder / CONFIG).stat().st_mtime < RECENT else KILLED)
-
-
-def read_rows(folder: Path, columns: Collection[str] = PROGRESS) -> Rows | None:
-    """The columns of a run, of its dataset and its journal; None where there is neither. RecordError: damaged."""
-    journal = read_journal(folder / JOURNAL)  # first: a run that ends meanwhile has written its dataset before
-    stored = _stored(folder / DATASET, columns)
-    if journal is None:
-        return stored
-    before = len(stored["draw"]) if stored is not None else 0
-    newest = stored["draw"][-1] if stored is not None and before else -1
-    rows = [row for row in journal.rows if row.draw > newest]
-    added = {"draw": np.array([float(row.draw) for row in rows])} | _columns(rows, columns)
-    stored = stored or {}
-    return {
-        name: np.concatenate([stored.get(name, np.full(before, np.nan)), added.get(name, np.full(len(rows), np.nan))])
-        for name in dict.fromkeys([*stored, *added])
-    }
-
-
-def _columns(rows: Sequence[LoggedRow], columns: Collection[str]) -> Rows:
-    found: Rows = {}
-    for place, row in enumerate(rows):
-        for name, value in [*row.row.items(), *row.per_rank.items()]:
-            plain = name.removesuffix("_median")
-            if plain in columns:
-                for column, of in _reduced(plain, np.array([value], dtype=np.float64).reshape(1, -1)).items():
-                    found.setdefault(column, np.full(len(rows), np.nan))[place] = of[0]
-    return found
-
-
-def _stored(path: Path, columns: Collection[str]) -> Rows | None:
-    """The columns of a dataset; None if there is no such file."""
-    try:
-        file = open_file(path)
-    except FileNotFoundError:
-        return None
-    except OSError as error:
-        raise RecordError(f"cannot read {path}: {reason(error)}.") from error
-    import h5py
-
-    try:
-        with file, h5py.File(file, "r") as dataset:
-            size = dataset["draw"].shape[0]
-            if size > MOST_ELEMENTS:
-                raise ValueError(f"it has {size} rows")
-            names = {name.removesuffix("_median"): name for name in dataset if _is_column(dataset, name, size)}
-            wanted = [name for name in names if name in columns]
-            read: Rows = {"draw": _median(dataset["draw"][()])}
-            for name in wanted:
-                read |= _reduced(name, dataset[names[name]][()])
-            return read
-    except Exception as error:  # HDF5 and its wrapper raise OSError, KeyError, RuntimeError, ValueError, …
-        raise RecordError(f"{path} is not a run's dataset or is damaged: {error}.") from error
-
-
-def _is_column(dataset: h5py.File, name: str, size: int) -> bool:
-    """Whether a variable has a number, or one a rank, for each row. It goes by names which of them lie over the ranks:
-    HDF5 can read for minutes in damaged dimensions."""
-    shape, kind = dataset[name].shape, dataset[name].dtype.kind
-    if not 1 <= len(shape) <= 2 or shape[0] != size or kind not in "iuf":
-        return False
-    if np.prod([float(length) for length in shape]) > MOST_ELEMENTS:
-        raise ValueError(f"{name} has {shape} elements")
-    return name not in OVER_RANKS and not name.startswith(("axis_", "startup_"))
-
-
-def _reduced(name: str, values: np.ndarray) -> Rows:
-    """A column by name, and of a step's time by rank also `RANKS`."""
-    reduced = {name: _median(values)}
-    if name == "dt" and values.ndim == 2 and values.shape[1] > 1:
-        reduced[RANKS] = np.isfinite(values).sum(axis=1).astype(np.float64)
-    return reduced
+def rows_of(dataset: xarray.Dataset) -> Rows:
+    """The columns of `PROGRESS` that a record has, of a rank's column the median; and `RANKS`."""
+    rows: Rows = {}
+    for variable in dataset.data_vars:
+        name = str(variable).removesuffix("_median")
+        if name in PROGRESS:
+            values = dataset[variable].values.astype(np.float64)
+            if name == "dt" and values.ndim == 2 and values.shape[1] > 1:
+                rows[RANKS] = np.isfinite(values).sum(axis=1).astype(np.float64)
+            rows[name] = _median(values)
+    return rows
 
 
 def _median(values: np.ndarray) -> np.ndarray:
-    """(draw,) as float64; of (draw, rank) the median over the ranks that gave a number."""
-    values = values.astype(np.float64)
+    """(draw,) of (draw, rank): the median over the ranks that gave a number."""
     if values.ndim == 1:
         return values
     known = np.isfinite(values).any(axis=1)

@@ -4,14 +4,13 @@ import json
 import math
 import os
 
-import numpy as np
 import pytest
 
 from mmm.history import History, write_config
 from mmm_lab.cli import runs as command
 from mmm_lab.cli.main import main as mmm
 from mmm_lab.runs.run_folders import run_folders
-from mmm_lab.runs.runs import read_rows, read_run
+from mmm_lab.runs.runs import read_run
 from support.processes import leave_as_killed
 
 
@@ -116,19 +115,13 @@ def test_what_the_user_can_fix(tmp_path, capsys):
 
 
 def test_rows_of_a_record_that_went_on(tmp_path):
-    """A dataset and a journal behind it; a row that is in both counts once; by rank the median."""
+    """A dataset and a journal behind it; of a row that is in both the journal's counts; by rank the median."""
     made_run(tmp_path, [3.0, 2.0], ranks=3)
     rows = [(1, 2.0, [1, 2, 3]), (2, 1.0, [1, 2, 9])]
     lines = [{"draw": d, "row": {"iter": d, "loss": x, "new": 7}, "per_rank": {"dt": t}} for d, x, t in rows]
     header = {"mmm_journal": 1, "ranks": [{}] * 3, "attrs": {}}
     (tmp_path / "journal.jsonl").write_text("".join(json.dumps(line) + "\n" for line in [header, *lines]))
-    rows = read_rows(tmp_path, ["loss", "dt", "new"])
-    assert {name: rows[name].tolist() for name in ("draw", "loss", "dt")} == {
-        "draw": [0, 1, 2],
-        "loss": [3, 2, 1],
-        "dt": [36, 36, 2],
-    }
-    assert np.isnan(rows["new"][:2]).all()
-    assert "new" not in read_rows(tmp_path, ["loss"])
     assert run_folders(tmp_path) == [tmp_path]
-    assert read_run(tmp_path).seconds.tolist() == [36, 36, 2]
+    run = read_run(tmp_path)
+    assert {name: run.rows[name].tolist() for name in ("loss", "dt")} == {"loss": [3, 2, 1], "dt": [36, 2, 2]}
+    assert run.seconds.tolist() == [36, 2, 2]

@@ -14,7 +14,7 @@ import pytest
 from mmm.parallel.mesh import build_mesh
 from mmm.parallel.pp.schedules import SCHEDULES
 from mmm_lab.parity import models, reference
-from mmm_lab.parity.layouts import MATRIX, ParityCase, matrix
+from mmm_lab.parity.layouts import ParityCase, matrix
 from mmm_lab.parity.optimizers import make_optimizer
 from mmm_lab.parity.parity_model import ParityModel
 from mmm_lab.parity.reference import Training
@@ -58,7 +58,7 @@ CASES += [
 ]
 CASES += [
     pytest.param(case, "fp64", id=f"{case} of the matrix", marks=pytest.mark.long)
-    for model in MATRIX
+    for model in models.NAMES
     for case in matrix(model)
     if case.ranks <= MOST_RANKS
 ]
