@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from mmm.history.record.trackers import PROJECT_VARIABLES, Tracked
+from mmm.history.record.trackers import Tracked
 
 pytestmark = pytest.mark.interop
 
@@ -14,7 +14,7 @@ CONFIG = {"layout": "tp2", "lr": 0.001}
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    for name in ("WANDB_MODE", "MLFLOW_TRACKING_URI", *PROJECT_VARIABLES.values()):
+    for name in ("WANDB_MODE", "MLFLOW_TRACKING_URI", "WANDB_PROJECT", "MLFLOW_EXPERIMENT_NAME"):
         monkeypatch.delenv(name, raising=False)
     (tmp_path / "log.txt").write_text("[INFO] iter=0 loss=4.5\n")
     return tmp_path

@@ -61,24 +61,23 @@ def own_work(ds: xarray.Dataset) -> OwnWork | None:
     if ranks < 2 or not ds.sizes["draw"]:
         return None
     if all(name in ds and ds[name].ndim == 2 for name in ("dt", OWN)):
-        rank, over = most_of(ds[OWN].values)
-        work = OwnWork(ds["dt"].values.max(axis=1), rank, over, ranks, ds[OWN].values)
-        return work if np.isfinite(rank).any() else None
+        own = ds[OWN].values
+        rank, over = most_of(own)
+        return None if np.isnan(rank).all() else OwnWork(ds["dt"].values.max(axis=1), rank, over, ranks, own)
     if all(name in ds for name in (f"{OWN}_max", f"{OWN}_median", f"{OWN}_argmax", "dt_max")):
         over = ds[f"{OWN}_max"].values - ds[f"{OWN}_median"].values
-        column = ds[f"{OWN}_argmax"].values.astype(np.float64)
-        rank = np.where((column >= 0) & (column < MOST_RANKS), column, np.nan)
+        rank = ds[f"{OWN}_argmax"].values.astype(np.float64)
+        rank[~((rank >= 0) & (rank < MOST_RANKS))] = np.nan
         return OwnWork(ds["dt_max"].values, rank, over, ranks)
     return None
 
 
 def most_of(by_rank: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """(draw, rank) → `OwnWork.rank` and `OwnWork.over`."""
-    finite = np.where(np.isfinite(by_rank), by_rank, np.nan)
-    rank, over = np.full((2, len(finite)), np.nan)
-    known = np.isfinite(finite).any(axis=1)
+    known = np.isfinite(by_rank).any(axis=1)
+    finite = np.where(np.isfinite(by_rank), by_rank, np.nan)[known]
+    rank, over = np.full((2, len(by_rank)), np.nan)
     if known.any():
-        finite = finite[known]
         rank[known] = np.nanargmax(finite, axis=1)
         # Of an even number of ranks the lower of the two in the middle.
         over[known] = np.nanmax(finite, axis=1) - np.nanquantile(finite, 0.5, axis=1, method="lower")
@@ -92,17 +91,20 @@ def slow(work: OwnWork) -> Slow | None:
     Chance alone gives each of n ranks the most in 1/n of the rows: the half is of the rows beyond those, so that of two
     equal ones none is named.
     """
-    begin = 1 if len(work.dt) > 1 else 0
-    rank, over, dt = (column[begin:] for column in (work.rank, work.over, work.dt))
-    known = np.isfinite(rank) & np.isfinite(over) & np.isfinite(dt)
-    rank, over, dt = rank[known], over[known], dt[known]
+    rows = np.stack((work.rank, work.over, work.dt))  # (3, draw)
+    if len(work.dt) > 1:
+        rows = rows[:, 1:]
+    rank, over, dt = rows[:, np.isfinite(rows).all(axis=0)]
     if not len(rank):
         return None
-    ranks, rows = np.unique(rank, return_counts=True)
-    had = rank == ranks[rows.argmax()]
+    ranks, counts = np.unique(rank, return_counts=True)
+    slowest = ranks[counts.argmax()]
+    held_up = float(np.median(over[rank == slowest]))
+    step = float(np.median(dt))
     by_chance = 1 / work.ranks
-    found = Slow(int(rank[had][0]), float(np.median(over[had])), float(np.median(dt)), int(had.sum()), len(rank))
-    return found if had.mean() > (1 + by_chance) / 2 and found.over > SLOW * found.step else None
+    if counts.max() / len(rank) <= (1 + by_chance) / 2 or held_up <= SLOW * step:
+        return None
+    return Slow(int(slowest), held_up, step, int(counts.max()), len(rank))
 
 
 def communication_to_computation(dt: np.ndarray, own: np.ndarray) -> float | None:
@@ -123,11 +125,10 @@ def communication_to_computation(dt: np.ndarray, own: np.ndarray) -> float | Non
 
 def waiting_text(ds: xarray.Dataset) -> str | None:
     """`communication_to_computation` of a record, in words; of more than `full_ranks` ranks by their medians."""
-    if ds.sizes.get("rank", 1) < 2:
+    suffix = "" if OWN in ds else "_median"
+    names = [f"dt{suffix}", f"{OWN}{suffix}"]
+    if ds.sizes.get("rank", 1) < 2 or not all(name in ds for name in names):
         return None
-    for suffix in ("", "_median"):
-        if f"dt{suffix}" in ds and f"{OWN}{suffix}" in ds:
-            dt, own = (ds[f"{name}{suffix}"].values.reshape(ds.sizes["draw"], -1) for name in ("dt", OWN))
-            ratio = communication_to_computation(dt, own)
-            return None if ratio is None else f"{ratio:.3f} s for other ranks, for each second of computation"
-    return None
+    dt, own = (ds[name].values.reshape(ds.sizes["draw"], -1) for name in names)
+    ratio = communication_to_computation(dt, own)
+    return None if ratio is None else f"{ratio:.3f} s for other ranks, for each second of computation"

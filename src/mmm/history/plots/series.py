@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 PART_NAMES = {"dtd": "data", "dtf": "forward", "dtb": "backward", "dto": "optimizer", "dtw": "waiting"}
 PARTS = tuple(PART_NAMES)
+OVER_RANKS = ("min", "median", "max")
 LARGEST = 1e300  # that is plotted: the plots add and subtract
 _RATE = re.compile(r"(dt|sps|tps)")  # of these, rare outliers (start-up, hiccups) are left out
 
@@ -39,9 +40,12 @@ class Series(NamedTuple):
 def metrics(ds: "xarray.Dataset") -> list[str]:
     """What is worth a plot: every variable but the step counters; x_min, x_median and x_max count as one x."""
     names = [str(name) for name in ds.data_vars if name not in ("iter", "epoch")]
-    reduced = {name[: -len("_median")] for name in names if name.endswith("_median") and f"{name[:-7]}_max" in names}
-    over = {f"{base}_{which}": base for base in reduced for which in ("min", "median", "max")}
-    return list(dict.fromkeys(over.get(name, name) for name in names))
+    bases = {}
+    for name in names:
+        base = name.removesuffix("_median")
+        if base != name and f"{base}_max" in names:
+            bases |= {f"{base}_{over}": base for over in OVER_RANKS}
+    return list(dict.fromkeys(bases.get(name, name) for name in names))
 
 
 def main_loss(ds: "xarray.Dataset") -> str | None:
@@ -57,16 +61,17 @@ def series(ds: "xarray.Dataset", name: str) -> Series:
     if x_name == "epoch":
         title = title.replace("of a step", "of an epoch")
     unit = attributes.get("units", "")
+    if name in ds.data_vars and ds[name].ndim == 1:
+        return Series(name, title, unit, x, x_name, ds[name].values.astype(np.float64))
     if name in ds.data_vars:
-        values = ds[name].values.astype(np.float64)
-        if values.ndim == 1:
-            return Series(name, title, unit, x, x_name, values)
-        low, y, high = _over_ranks(values)
-        return Series(name, title, unit, x, x_name, y, low, high)
-    if f"{name}_median" in ds.data_vars:
-        low, y, high = (ds[f"{name}_{which}"].values.astype(np.float64) for which in ("min", "median", "max"))
-        return Series(name, title, unit, x, x_name, y, low, high)
-    raise RecordError(f"the record holds no {name!r}. It holds: {', '.join(metrics(ds)) or 'nothing'}.")
+        values = ds[name].astype(np.float64)
+        columns = [getattr(values, over)("rank") for over in OVER_RANKS]  # without NaN
+    elif f"{name}_median" in ds.data_vars:
+        columns = [ds[f"{name}_{over}"].astype(np.float64) for over in OVER_RANKS]
+    else:
+        raise RecordError(f"the record holds no {name!r}. It holds: {', '.join(metrics(ds)) or 'nothing'}.")
+    low, y, high = (column.values for column in columns)
+    return Series(name, title, unit, x, x_name, y, low, high)
 
 
 def limits(name: str, values: np.ndarray) -> tuple[float, float] | None:
@@ -103,15 +108,13 @@ def mean_over_ranks(ds: "xarray.Dataset", name: str) -> np.ndarray:
 
 def facts(ds: "xarray.Dataset") -> str:
     """One line about the run: rows, ranks, hosts, layout."""
-    ranks = ds.sizes.get("rank", 1)
-    says = [counted(ds.sizes["draw"], "row"), counted(ranks, "rank")]
+    texts = [counted(ds.sizes["draw"], "row"), counted(ds.sizes.get("rank", 1), "rank")]
     if "host" in ds.coords:
-        hosts = len(set(ds["host"].values.tolist()))
-        says.append(counted(hosts, "host"))
+        texts.append(counted(len(set(ds["host"].values.tolist())), "host"))
     layout = config_of(ds).get("layout")  # with ep, which ranks have no coordinate of
     if isinstance(layout, str) and layout != "1":
-        says.append(f"layout {printable(layout)}")
-    return " · ".join(says)
+        texts.append(f"layout {printable(layout)}")
+    return " · ".join(texts)
 
 
 def config_of(ds: "xarray.Dataset") -> dict[str, Any]:
@@ -120,17 +123,6 @@ def config_of(ds: "xarray.Dataset") -> dict[str, Any]:
         return dict(parse_json(ds.attrs.get("config", "{}")))
     except ValueError:
         return {}
-
-
-def _over_ranks(values: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """(draw, rank) → smallest, median, largest over the ranks that gave a number, (draw,) each."""
-    known = ~np.isnan(values).all(axis=1)
-    low, middle, high = np.full((3, len(values)), np.nan)
-    if known.any():
-        low[known] = np.nanmin(values[known], axis=1)
-        middle[known] = np.nanmedian(values[known], axis=1)
-        high[known] = np.nanmax(values[known], axis=1)
-    return low, middle, high
 
 
 def _x(ds: "xarray.Dataset") -> tuple[np.ndarray, str]:

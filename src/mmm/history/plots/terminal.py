@@ -2,19 +2,16 @@
 
 import math
 import re
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from mmm.history.plots.series import Series, limits, series
+from mmm.history.plots.series import limits, series
 from mmm.units import counted
 
 if TYPE_CHECKING:
     import xarray
 
-WHOLE = ("iter", "epoch", "row", "ranks")  # names of x that have whole numbers
-LETTERS = "abcdefghijklmnopqrstuvwxyz"
 _ESCAPES = re.compile(r"\x1b\[[0-9;]*m")
 
 
@@ -27,50 +24,56 @@ def terminal_plot(ds: "xarray.Dataset", metric: str, width: int = 100, height: i
         RecordError: the dataset holds no such metric.
     """
     s = series(ds, metric)
-    name = s.label if s.title == s.name else f"{s.title} ({s.label})"
+    title = s.label if s.title == s.name else f"{s.title} ({s.label})"
     if s.high is not None:
-        name += f", median of {ds.sizes['rank']} ranks"
+        title += f", median of {ds.sizes['rank']} ranks"
     shown = limits(metric, s.y)
     if shown is None:
-        return f"{name}: no finite value in {counted(len(s.y), 'row')}\n"
+        return f"{title}: no finite value in {counted(len(s.y), 'row')}\n"
     low, high = shown
-    drawn = plot_by_letters([s], name, low, high, width, height - 1, color)
-    outside = int(((s.y < low) | (s.y > high)).sum())
-    return f"{drawn}  rows outside of the plot: {outside}\n" if outside else drawn
+    outside = (s.y < low) | (s.y > high)
+    inside = np.isfinite(s.y) & ~outside
+    drawn = _draw(s.x, s.y, inside, s.x_name, title, _widened(low, high), width, height - 1, color)
+    if outside.any():
+        drawn += f"  rows outside of the plot: {outside.sum()}\n"
+    return drawn
 
 
-def plot_by_letters(
-    curves: Sequence[Series], title: str, low: float, high: float, width: int, height: int, color: bool = False
+def _draw(
+    x: np.ndarray,
+    y: np.ndarray,
+    inside: np.ndarray,
+    x_name: str,
+    title: str,
+    y_limits: tuple[float, float],
+    width: int,
+    height: int,
+    color: bool,
 ) -> str:
-    """The curves between two values of y in `width` × `height` characters by plotext, each by a letter; one alone as a
-    line. Of points that coincide the last is shown."""
+    """Draw the points that are inside the limits by plotext, joined by a line unless most rows have none."""
     import plotext
 
-    low, high = widened(low, high)
-    left = min(float(s.x.min()) for s in curves)
-    right = max(float(s.x.max()) for s in curves)
+    left = float(x.min())
+    right = float(x.max())
     if left == right:
-        left, right = left - 1, right + 1
+        left -= 1
+        right += 1
     plotext.terminal.limit(False, False)  # as wide as asked, whatever the terminal
     try:
         figure = plotext.figure
         figure.clear()
         figure.theme("colorless")
         figure.plot_size(width, height)
-        for s, letter in zip(curves, LETTERS * len(curves), strict=False):
-            inside = np.flatnonzero(np.isfinite(s.y) & (s.y >= low) & (s.y <= high))
-            marker: object = letter
-            if len(curves) == 1:
-                marker = plotext.marker("hd", pixel="cyan") if color else "hd"
-            signal = figure.signal(s.x[inside].tolist(), s.y[inside].tolist(), marker=marker)
-            signal.lines(len(curves) == 1 and 2 * len(inside) >= len(s.y))  # of a validation loss points alone
-            figure.draw(signal)
+        marker = plotext.marker("hd", pixel="cyan") if color else "hd"
+        signal = figure.signal(x[inside].tolist(), y[inside].tolist(), marker=marker)
+        signal.lines(2 * inside.sum() >= len(y))  # of a validation loss points alone
+        figure.draw(signal)
         figure.title(title)
-        figure.label(curves[0].x_name)
+        figure.label(x_name)
         figure.ruler("x").lim(left, right)
-        figure.ruler("y").lim(low, high)
-        figure.ruler("x").ticks(*ticks(left, right, max(2, width // 14), curves[0].x_name in WHOLE))
-        figure.ruler("y").ticks(*ticks(low, high, max(2, height // 3)))
+        figure.ruler("y").lim(*y_limits)
+        figure.ruler("x").ticks(*_ticks(left, right, max(2, width // 14), integer=True))
+        figure.ruler("y").ticks(*_ticks(*y_limits, max(2, height // 3)))
         drawn = figure.build().string(not color)
     finally:
         plotext.terminal.limit(True, True)
@@ -79,7 +82,7 @@ def plot_by_letters(
     return "".join(f"{line.rstrip()}\n" for line in drawn.splitlines())
 
 
-def widened(low: float, high: float) -> tuple[float, float]:
+def _widened(low: float, high: float) -> tuple[float, float]:
     """A range for an axis: of a constant, one around it."""
     if high - low > 1e-9 * max(abs(high), abs(low)):
         return low, high
@@ -87,7 +90,7 @@ def widened(low: float, high: float) -> tuple[float, float]:
     return low - around, high + around
 
 
-def ticks(low: float, high: float, most: int, integer: bool = False) -> tuple[list[float], list[str]]:
+def _ticks(low: float, high: float, most: int, integer: bool = False) -> tuple[list[float], list[str]]:
     """Round values from `low` to `high`, at most about `most`, and their labels."""
     rough = (high - low) / most
     power = 10.0 ** math.floor(math.log10(rough))

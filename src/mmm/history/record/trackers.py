@@ -6,19 +6,17 @@ warning: a run never ends for it.
 
 from __future__ import annotations
 
-import importlib.util
 import logging
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from mmm.errors import ConfigError
 
 PROJECT = "mmm"
-PROJECT_VARIABLES = {"wandb": "WANDB_PROJECT", "mlflow": "MLFLOW_EXPERIMENT_NAME"}  # of the trackers that have projects
-PACKAGES = {"tensorboard": "tensorboard", "wandb": "wandb", "mlflow": "mlflow"}  # by name, what it needs
 log = logging.getLogger("mmm")
 Row = Mapping[str, float | int]
 
@@ -28,18 +26,14 @@ def step_of(row: Mapping[str, Any]) -> int:
     return int(row.get("iter") or row.get("epoch") or 0)
 
 
-def name_of(outdir: Path, config: Mapping[str, Any]) -> str:
-    """Of a run: --name, or else its folder's."""
-    return str(config.get("name") or outdir.name)
-
-
 class TensorBoardTracker:
     """The folder tensorboard: ``tensorboard --logdir OUTDIR``. It has no projects."""
 
-    def __init__(self, outdir: Path, config: Mapping[str, Any], project: str) -> None:
+    def __init__(self, outdir: Path, name: str, config: Mapping[str, Any]) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        self.folder, self.kind = str(outdir / "tensorboard"), SummaryWriter
+        self.folder = str(outdir / "tensorboard")
+        self.kind = SummaryWriter
         self.writer: Any = None
 
     def row(self, step: int, row: Row) -> None:
@@ -57,13 +51,12 @@ class TensorBoardTracker:
 class WandbTracker:
     """The folder wandb, for ``wandb sync``; a server where WANDB_MODE says ``online``."""
 
-    def __init__(self, outdir: Path, config: Mapping[str, Any], project: str) -> None:
+    def __init__(self, outdir: Path, name: str, config: Mapping[str, Any]) -> None:
         import wandb
 
+        project = os.environ.get("WANDB_PROJECT") or PROJECT
         mode = os.environ.get("WANDB_MODE", "offline")
-        self.run = wandb.init(
-            project=project, dir=str(outdir), config=dict(config), mode=mode, name=name_of(outdir, config)
-        )
+        self.run = wandb.init(project=project, dir=str(outdir), config=dict(config), mode=mode, name=name)
 
     def row(self, step: int, row: Row) -> None:
         self.run.log(dict(row), step=step)
@@ -76,16 +69,17 @@ class MLflowTracker:
     """The file mlflow.db, for ``mlflow ui --backend-store-uri sqlite:///OUTDIR/mlflow.db``; a server where
     MLFLOW_TRACKING_URI names one. (MLflow 3.17 refuses its older way, a folder of files.)"""
 
-    def __init__(self, outdir: Path, config: Mapping[str, Any], project: str) -> None:
+    def __init__(self, outdir: Path, name: str, config: Mapping[str, Any]) -> None:
         import mlflow
 
         self.entities = mlflow.entities
+        project = os.environ.get("MLFLOW_EXPERIMENT_NAME") or PROJECT
         folder = outdir.resolve()
         self.client = mlflow.MlflowClient(os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{folder / 'mlflow.db'}")
         known = self.client.get_experiment_by_name(project)
         files = (folder / "mlflow").as_uri()
         experiment = known.experiment_id if known else self.client.create_experiment(project, files)
-        self.run = self.client.create_run(experiment, run_name=name_of(outdir, config)).info.run_id
+        self.run = self.client.create_run(experiment, run_name=name).info.run_id
         parameters = [self.entities.Param(name, str(value)[:500]) for name, value in config.items()]
         self.client.log_batch(self.run, params=parameters)
 
@@ -105,18 +99,10 @@ KINDS: dict[str, Any] = {
 }
 
 
-def project_of(tracker: str) -> str:
-    """The project that a run belongs to: what the tracker's own variable says, or else `PROJECT`."""
-    return os.environ.get(PROJECT_VARIABLES.get(tracker, ""), "") or PROJECT
-
-
 def check_tracker(name: str | None) -> None:
     """Raises ConfigError: a package that is not installed."""
-    if name is not None and importlib.util.find_spec(PACKAGES[name]) is None:
-        package = PACKAGES[name]
-        raise ConfigError(
-            f"--tracker {name} needs the package {package}, which is not installed: pip install {package}"
-        )
+    if name is not None and find_spec(name) is None:
+        raise ConfigError(f"--tracker {name} needs the package {name}, which is not installed: pip install {name}")
 
 
 class Tracked:
@@ -127,25 +113,26 @@ class Tracked:
     """
 
     def __init__(self, name: str | None, outdir: Path, config: Mapping[str, Any]) -> None:
-        self.name, self.tracker = name, None
-        if name:
-            kind = KINDS[name]
-            self._try("start", lambda: setattr(self, "tracker", kind(outdir, config, project_of(name))))
+        self.name = name
+        self.tracker: Any = None
+        if name is not None:
+            run_name = str(config.get("name") or outdir.name)
+            self.tracker = self._try("start", KINDS[name], outdir, run_name, config)
 
     def row(self, row: Row) -> None:
-        step = step_of(row)
         if self.tracker is not None:
-            self._try("take a row", lambda: self.tracker.row(step, row))
+            self._try("take a row", self.tracker.row, step_of(row), row)
 
     def close(self) -> None:
         """The run is over."""
         if self.tracker is not None:
-            self._try("end", lambda: self.tracker.close())
+            self._try("end", self.tracker.close)
 
-    def _try(self, what: str, work: Any) -> None:
+    def _try(self, verb: str, work: Callable[..., Any], *args: object) -> Any:
         try:
-            work()
+            return work(*args)
         except Exception as error:  # whatever a tracker raises, the run goes on
             self.tracker = None
             text = str(error).partition("\n")[0] or type(error).__name__
-            log.warning("--tracker %s could not %s, and is given up: %s", self.name, what, text)
+            log.warning("--tracker %s could not %s, and is given up: %s", self.name, verb, text)
+            return None
