@@ -28,11 +28,11 @@ if TYPE_CHECKING:
     from mmm.parallel.memory.chunked_loss import loss_of as loss_of
     from mmm.parallel.mesh import Mesh as Mesh
     from mmm.parallel.mesh import build_mesh as build_mesh
-    from mmm.parallel.own_plan import Plan as Plan
     from mmm.parallel.parallel_model import ParallelModel as ParallelModel
     from mmm.parallel.parallelize import apply as apply
     from mmm.parallel.partition import Partition as Partition
     from mmm.parallel.partition import partition_model as partition_model
+    from mmm.parallel.plan import Plan as Plan
     from mmm.parallel.state_dict import loaded_values as loaded_values
     from mmm.parallel.tp.replicated import PartialGradient as PartialGradient
     from mmm.parallel.tp.replicated import Replicated as Replicated
@@ -53,7 +53,7 @@ __getattr__, __dir__ = lazy(
         "mmm.parallel.initial_weights": "check_weights materialize",
         "mmm.parallel.memory.chunked_loss": "loss_of",
         "mmm.parallel.mesh": "Mesh build_mesh",
-        "mmm.parallel.own_plan": "Plan",
+        "mmm.parallel.plan": "Plan",
         "mmm.parallel.parallel_model": "ParallelModel",
         "mmm.parallel.parallelize": "apply",
         "mmm.parallel.partition": "Partition partition_model",

@@ -56,10 +56,6 @@ class Plan:
     output: str = ""
     optional: tuple[str, ...] = ()
 
-    def placed(self, model: nn.Module, tp: int) -> Plan:
-        """The plan with its `tensor` checked for `model`, by `mmm.parallel.Plan`; those of this class are proven."""
-        return self
-
 
 def check_axes(plan: Plan, layout: Layout) -> None:
     """Raises LayoutError where the model cannot be sharded along axes of the layout, one sentence each."""

@@ -123,14 +123,13 @@ def _styles(model: nn.Module, group: Group, parts: int) -> dict[str, str]:
         transposed = is_transposed(model.get_submodule(path))
         plain = len(sections) == 1 and sections[0][1] == parts
         words = [] if plain else [str(section) for section in sections]
-        words += ["transposed=True"] if transposed else []
-        own = words or path in group.written
+        own = words or transposed or path in group.written
         styles[path] = f"SectionedColwise({', '.join(words)})" if own else "ColwiseParallel()"
     styles |= dict.fromkeys(group.between, "PartialGradient()")
     for path in group.consumers:
         transposed = is_transposed(model.get_submodule(path))
-        style = "OwnedRowwise()" if path in group.written else "RowwiseParallel()"
-        styles[path] = "OwnedRowwise(transposed=True)" if transposed else style
+        own = transposed or path in group.written
+        styles[path] = "OwnedRowwise()" if own else "RowwiseParallel()"
     return styles
 
 

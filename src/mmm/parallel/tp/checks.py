@@ -1,15 +1,12 @@
 """What a style can be right on. All else is refused before a rank computes: wrong gradients would not show in the loss.
 
-================  ==================================================================================================
 style             takes
-================  ==================================================================================================
 ColwiseParallel,  one matrix: a Linear, an Embedding or a Conv1D (transformers' matrix, kept as (in, out)), or a class
 RowwiseParallel,  derived from these that takes and returns one tensor; each rank columns or rows of its own
-FusedColumns
+SectionedColwise
 SequenceParallel  a module that computes each token by itself, and takes and returns one tensor
 Replicated        any module or parameter
 PartialGradient   any but statistics over what other ranks have
-================  ==================================================================================================
 
 A style of the user's own, also one derived from these, is taken as it is.
 """
@@ -25,8 +22,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Ro
 
 from mmm.errors import LayoutError
 from mmm.nn.weights import class_name
-from mmm.parallel.tp.conv1d import is_conv1d
-from mmm.parallel.tp.fused import FusedColumns
+from mmm.parallel.tp.conv1d import column_dim, is_conv1d
 from mmm.parallel.tp.replicated import PartialGradient
 from mmm.torch_private.module import Convolution, NormBase
 
@@ -145,12 +141,14 @@ def _inputs_problem(module: nn.Module) -> str:
 
 def _width_problem(module: nn.Module, style: Any, tp: int) -> str:
     """Ranks that give each other, or take, plain tensors of unequal widths do not know the full one."""
-    if isinstance(style, FusedColumns):
+    if hasattr(style, "problem"):
         return style.problem(module, tp)
-    weight, by_rows = module.get_parameter("weight"), isinstance(style, RowwiseParallel)
+    weight = module.get_parameter("weight")
+    by_rows = isinstance(style, RowwiseParallel)
     if is_conv1d(module) and not by_rows and weight.shape[1] == 3 * weight.shape[0]:
-        return f"would split q, k and v, side by side in it, as one: FusedColumns({', '.join([str(len(weight))] * 3)})"
-    width = weight.shape[int(by_rows == isinstance(module, nn.Linear))]
+        widths = ", ".join([str(len(weight))] * 3)
+        return f"would split q, k and v, side by side in it, as one: SectionedColwise({widths})"
+    width = weight.shape[column_dim(module) if not by_rows else 1 - column_dim(module)]
     plain = style.input_layouts if by_rows else style.output_layouts * style.use_local_output
     if plain == (Shard(-1),) and width % tp:
         return f"splits {width} {'rows' if by_rows else 'columns'}, which {tp} ranks do not divide: use a tp that does"

@@ -15,23 +15,36 @@ from torch.distributed.tensor.parallel import (
 
 
 def is_conv1d(module: nn.Module) -> bool:
-    """Whether a module is a Conv1D of transformers: a matrix kept as (in, out), the transpose of a Linear's."""
+    """Whether a module is a Conv1D of transformers."""
     return any(cls.__name__ == "Conv1D" for cls in type(module).__mro__) and hasattr(module, "nf")
+
+
+def column_dim(module: nn.Module) -> int:
+    """The dim of a matrix along which its columns lie: a Linear keeps it transposed."""
+    return int(not isinstance(module, nn.Linear))
 
 
 def shard_conv1d(module: nn.Module, mesh: DeviceMesh, style: ColwiseParallel | RowwiseParallel) -> None:
     """What `style` does with a Linear, for a Conv1D; in place."""
-    by_rows = isinstance(style, RowwiseParallel)
-    weight, bias = (Shard(0), Replicate()) if by_rows else (Shard(1), Shard(0))
-    for name, placement in (("weight", weight), ("bias", bias)):
+    if isinstance(style, RowwiseParallel):
+        placements: dict[str, Placement] = {"weight": Shard(0), "bias": Replicate()}
+        taken, given = Shard(-1), Partial()
+    else:
+        placements = {"weight": Shard(1), "bias": Shard(0)}
+        taken, given = Replicate(), Shard(-1)
+    for name, placement in placements.items():
         parameter = module.get_parameter(name)
-        sharded = nn.Parameter(distribute_tensor(parameter, mesh, [placement]), requires_grad=parameter.requires_grad)
-        module.register_parameter(name, sharded)
-    wanted: Placement = Shard(-1) if by_rows else Replicate()
-    made: Placement = Partial() if by_rows else Shard(-1)
-    before = PrepareModuleInput(input_layouts=style.input_layouts, desired_input_layouts=(wanted,))
-    after = PrepareModuleOutput(
-        output_layouts=(made,), desired_output_layouts=style.output_layouts, use_local_output=style.use_local_output
+        sharded = distribute_tensor(parameter.detach(), mesh, [placement])
+        module.register_parameter(name, nn.Parameter(sharded, requires_grad=parameter.requires_grad))
+    parallelize_module(
+        module, mesh, PrepareModuleInput(input_layouts=style.input_layouts, desired_input_layouts=(taken,))
     )
-    parallelize_module(module, mesh, before)
-    parallelize_module(module, mesh, after)
+    parallelize_module(
+        module,
+        mesh,
+        PrepareModuleOutput(
+            output_layouts=(given,),
+            desired_output_layouts=style.output_layouts,
+            use_local_output=style.use_local_output,
+        ),
+    )

@@ -9,19 +9,32 @@ Source: Shoeybi et al., "Megatron-LM", 2019; with the sequence sharded in betwee
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
-from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, parallelize_module
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
 
 from mmm.errors import ConfigError, LayoutError
 from mmm.nn.dropout import Dropout
-from mmm.parallel.plan import Plan, find
+from mmm.parallel.plan import Plan, find, matches
 from mmm.parallel.ties import find_ties
+from mmm.parallel.tp.checks import check_style, is_known, one_tensor
+from mmm.parallel.tp.conv1d import is_conv1d, shard_conv1d
+from mmm.parallel.tp.replicated import NamedStyle
 from mmm.torch_private.groups import differentiate_twice, leave_generators_alone
+
+# Modules without a forward: what they have is used in that of the module around them.
+CONTAINERS = (nn.ParameterList, nn.ParameterDict, nn.ModuleList, nn.ModuleDict)
 
 
 def apply_tensor_parallel(model: nn.Module, mesh: DeviceMesh, plan: Plan) -> None:
@@ -30,17 +43,18 @@ def apply_tensor_parallel(model: nn.Module, mesh: DeviceMesh, plan: Plan) -> Non
     Module by module, because `parallelize_module` with a plan would shard a module with two names twice.
 
     Raises:
-        LayoutError: a parameter without a style: beside sharded ones it would not compute, or not be updated, alike;
-            and as ``plan.placed``.
+        LayoutError: two styles for one module, or one that cannot be right on what it is given to; a parameter without
+            a style: beside sharded ones it would not compute, or not be updated, alike.
     """
     tied = {name for tie in find_ties(model) for name in tie}  # `retie` refuses those
     _leave_generators_alone(mesh)
     differentiate_twice(ConfigError)
+    styles = list(_styles(model, plan, mesh.size()))
+    for path, style in styles:
+        check_style(model, path, style, mesh.size())
     # Inner modules first: what is left of a module's parameters is then for its own style.
-    styles = plan.placed(model, mesh.size()).tensor
-    for pattern, style in sorted(styles.items(), key=lambda item: -item[0].count(".")):
-        for module in find(model, pattern) if pattern else [model]:
-            parallelize_module(module, mesh, style)
+    for path, style in sorted(styles, key=lambda pair: -pair[0].count(".")):
+        _apply_style(model.get_submodule(path), path, style, mesh)
     experts = {id(p) for pattern in plan.experts for module in find(model, pattern) for p in module.parameters()}
     plain = [name for name, p in model.named_parameters() if not isinstance(p, DTensor) and id(p) not in experts]
     without = [name for name in plain if name not in tied]
@@ -50,6 +64,60 @@ def apply_tensor_parallel(model: nn.Module, mesh: DeviceMesh, plan: Plan) -> Non
             f"{f' and {len(without) - 3} more' if len(without) > 3 else ''}: name them, or their modules, "
             f"as Replicated() where every rank computes the same, PartialGradient() where each has its own heads"
         )
+
+
+def _styles(model: nn.Module, plan: Plan, tp: int) -> Iterator[tuple[str, ParallelStyle]]:
+    """(path of a module, its style) of what the plan's `tensor` names; those of single parameters first.
+
+    Raises:
+        LayoutError: a module or a parameter has two styles.
+    """
+    modules = list(model.named_modules(remove_duplicate=False))
+    parameters = list(model.named_parameters(remove_duplicate=False))
+    styled: dict[int | str, tuple[str, ParallelStyle]] = {}
+    for pattern, style in sorted(plan.tensor.items(), key=lambda item: -item[0].count(".")):
+        for name, target in (*modules, *(parameters if isinstance(style, NamedStyle) else [])):
+            if not matches(pattern, name):
+                continue
+            key = id(target) if isinstance(target, nn.Module) else name
+            if key not in styled:
+                styled[key] = name, style
+                yield _where(model, name, target, style)
+            elif _text(styled[key][1]) != _text(style):
+                first, other = styled[key]
+                also = "" if first == name else f", as {name},"
+                both = f"{_text(other)} and{also} {_text(style)}"
+                raise LayoutError(f"tp {tp}: the plan gives {first} {both}: leave one of them out")
+
+
+def _where(
+    model: nn.Module, name: str, target: nn.Module | nn.Parameter, style: ParallelStyle
+) -> tuple[str, ParallelStyle]:
+    """The module whose forward uses what the plan names, and the style for it."""
+    if not isinstance(style, NamedStyle):
+        return name, style
+    if isinstance(target, nn.Module) and not isinstance(target, CONTAINERS):
+        return name, style
+    path = name.rpartition(".")[0]
+    while path and isinstance(model.get_submodule(path), CONTAINERS):
+        path = path.rpartition(".")[0]
+    names = [name]
+    if isinstance(target, nn.Module):
+        names = [f"{name}.{own}" for own, _ in target.named_parameters()]
+    return path, style.of_parameters(frozenset(own.removeprefix(f"{path}.") for own in names))
+
+
+def _apply_style(module: nn.Module, path: str, style: ParallelStyle, mesh: DeviceMesh) -> None:
+    if is_known(style) and isinstance(style, ColwiseParallel | RowwiseParallel | SequenceParallel):
+        one_tensor(module, path, style)
+    if is_conv1d(module) and type(style) in (ColwiseParallel, RowwiseParallel):
+        shard_conv1d(module, mesh, style)  # type: ignore[arg-type]
+    else:
+        parallelize_module(module, mesh, style)
+
+
+def _text(style: ParallelStyle) -> str:
+    return f"{type(style).__name__}()" if isinstance(style, NamedStyle) else repr(style)
 
 
 def _leave_generators_alone(mesh: DeviceMesh) -> None:
@@ -80,6 +148,10 @@ class KVHeads(ColwiseParallel):
     def __init__(self, heads: int) -> None:
         super().__init__()
         self.heads = heads
+
+    def problem(self, module: nn.Module, tp: int) -> str:
+        """Any number of columns fits: heads that `tp` does not divide are gathered."""
+        return ""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         if self.heads % device_mesh.size() == 0:

@@ -11,7 +11,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 from mmm.errors import LayoutError
 from mmm.parallel import Layout, Plan, Replicated, apply, build_mesh, loaded_values, materialize
 from mmm.parallel.plan import sharded_dim
-from mmm.parallel.tp.fused import FusedColumns
+from mmm.parallel.tp.sections import SectionedColwise
 from mmm.trainer.loop.save import full_tensors
 from support.module_kinds import Conv1D
 from support.own_model import CPU, FP64, gradients
@@ -43,7 +43,7 @@ class Block(nn.Module):
 
 def plan_of(fused):
     widths = (DIM, DIM, DIM) if fused is Conv1D else (DIM, KV, KV)
-    styles = {"*.norm": Replicated(), "*.c_attn": FusedColumns(*widths), "*.c_proj": RowwiseParallel()}
+    styles = {"*.norm": Replicated(), "*.c_attn": SectionedColwise(*widths), "*.c_proj": RowwiseParallel()}
     return Plan(
         {**styles, "*.c_fc": ColwiseParallel(), "*.c_out": RowwiseParallel()}, fsdp_units=("*",), checkpointed=("*",)
     )
@@ -111,8 +111,11 @@ def refusal(rank, style):
 @pytest.mark.parametrize(
     ("style", "words"),
     [
-        (FusedColumns(16, 16), "FusedColumns is given 16 + 16 columns, and there are 48: give those of each"),
-        (FusedColumns(15, 17, 16), "FusedColumns splits 15 columns, which 2 ranks do not divide: use a tp that does"),
+        (SectionedColwise(16, 16), "SectionedColwise is given 16 + 16 columns, and there are 48: give those of each"),
+        (
+            SectionedColwise(15, 17, 16),
+            "SectionedColwise splits 15 columns, which 2 ranks do not divide: use a tp that does",
+        ),
     ],
 )
 def test_widths_are_checked(run_on_ranks, style, words):

@@ -11,7 +11,6 @@ from mmm.errors import ConfigError, LayoutError
 from mmm.parallel import Layout, Plan, Replicated, apply, build_mesh, cross_entropy, materialize
 from mmm.parallel.cp.ring import RingAttention
 from mmm.parallel.memory.chunked_loss import ChunkedLoss, DeferredLMHead
-from mmm.parallel.tp.fused import FusedColumns
 from mmm.parallel.tp.sections import OwnedRowwise, SectionedColwise
 from mmm.parallel.tp.tensor_parallel import KVHeads
 from support.module_kinds import DIM, KINDS, PLACES, TOKENS, VOCABULARY, Host
@@ -57,8 +56,7 @@ class Fused(nn.Module):
 CASES = {
     "matrices": (Matrices, {"up": ColwiseParallel(), "mid": RowwiseParallel(), "down": Replicated()}),
     "shared head": (Attention, {"q": ColwiseParallel(), "k": KVHeads(1), "v": KVHeads(1), "out": RowwiseParallel()}),
-    "fused": (Fused, {"three": FusedColumns(DIM, DIM, DIM), "out": RowwiseParallel()}),
-    "sections": (Fused, {"three": SectionedColwise((DIM, 2), (DIM, 2), (DIM, 2)), "out": OwnedRowwise()}),
+    "fused": (Fused, {"three": SectionedColwise(DIM, DIM, DIM), "out": OwnedRowwise()}),
 }
 
 

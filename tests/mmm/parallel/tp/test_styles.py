@@ -37,7 +37,11 @@ TABLE = [
     (MATRIX, ("Linear, packed",), r"shards a matrix of 8 × 8, and its weight is \(8, 4\): name it Replicated\(\)"),
     (("Rowwise",), ("Embedding", *EMBEDDINGS), r"tokens for this rank's part of them: give it input_layouts=Replicate"),
     (("Colwise",), ("Linear, 7 wide",), WIDTH),
-    (MATRIX[:2], ("Conv1D of three",), r"would split q, k and v, side by side in it, as one: FusedColumns\(8, 8, 8\)"),
+    (
+        MATRIX[:2],
+        ("Conv1D of three",),
+        r"would split q, k and v, side by side in it, as one: SectionedColwise\(8, 8, 8\)",
+    ),
     (PARTIAL, ("BatchNorm1d",), r"would normalize by the statistics of this rank's activations alone: use a norm of e"),
     (PARTIAL, ("Embedding, by frequency",), r"would count this rank's tokens alone: leave scale_grad_by_freq out"),
     (SEQUENCE, (*COMPUTED, *BESIDE, *MANY, "Embedding", *EMBEDDINGS), ALONE),
