@@ -15,9 +15,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import loss_parallel, parallelize_module
 
 from mmm.data import RandomTokens
-from mmm.models.transformer import Transformer, TransformerConfig
+from mmm.models.llama.model import Transformer, TransformerConfig
+from mmm.models.llama.plan import transformer_plan
 from mmm.nn import weights
-from mmm.parallel.plans.transformer import transformer_plan
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--tp", type=int, default=2)

@@ -16,11 +16,11 @@ from torch.distributed.tensor.parallel import parallelize_module
 
 from mmm.data.images.batches import ImageBatches
 from mmm.data.images.datasets import load_images
-from mmm.models.cnn import CNN, CNNConfig
-from mmm.models.vit import PRESETS, ViT
+from mmm.models.cnn.model import CNN, CNNConfig
+from mmm.models.cnn.plan import cnn_plan
+from mmm.models.vit.model import PRESETS, ViT
+from mmm.models.vit.plan import vit_plan
 from mmm.nn import weights
-from mmm.parallel.plans.cnn import cnn_plan
-from mmm.parallel.plans.vit import vit_plan
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--model", choices=("cnn", "vit"), required=True)

@@ -30,14 +30,14 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode  # noqa: E4
 
 from mmm.history.plots.style import new_figure, save, style  # noqa: E402
 from mmm.layout import Layout, Techniques  # noqa: E402
-from mmm.models.transformer import TransformerConfig, transformer_of  # noqa: E402
+from mmm.models.llama.model import Transformer, TransformerConfig  # noqa: E402
+from mmm.models.llama.plan import transformer_plan  # noqa: E402
 from mmm.nn.meta import meta_parameters  # noqa: E402
 from mmm.optim.adamw import make_optimizer  # noqa: E402
 from mmm.palette import LIGHT, SERIES  # noqa: E402
 from mmm.parallel import parallel_model  # noqa: E402
 from mmm.parallel.mesh import Mesh, build_mesh  # noqa: E402
 from mmm.parallel.partition import partition_model  # noqa: E402
-from mmm.parallel.plans.transformer import transformer_plan  # noqa: E402
 from mmm.runtime.clock import StepClock  # noqa: E402
 from mmm.runtime.device import Precision  # noqa: E402
 from mmm.runtime.log import get_logger  # noqa: E402
@@ -69,7 +69,7 @@ def parallelize(mesh: Mesh, mode: FakeTensorMode) -> parallel_model.ParallelMode
     layout = mesh.layout
     sizes = {"dim": 64, "n_layers": 2, "n_heads": 8, "n_kv_heads": 8, "ffn_dim": 128}
     with meta_parameters():
-        model = transformer_of(TransformerConfig(**sizes, n_experts=8 if layout.ep > 1 else 0))
+        model = Transformer(TransformerConfig(**sizes, n_experts=8 if layout.ep > 1 else 0))
     plan, techniques, tokens = transformer_plan(), Techniques(), torch.zeros(TOKENS, dtype=torch.int64, device="meta")
     partition = partition_model(model, plan, layout, techniques, tokens)
     materialize = parallel_model.materialize

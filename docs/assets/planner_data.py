@@ -13,7 +13,7 @@ from functools import cache
 from typing import Any
 
 from mmm import palette
-from mmm.models.transformer import PRESETS
+from mmm.models.llama.model import PRESETS
 from mmm_lab.planner.named_model import SIZES, read_model
 from mmm_lab.planner.network import peak_rate
 from mmm_lab.planner.spec import ModelSpec

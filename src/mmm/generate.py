@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -16,8 +17,9 @@ from mmm.data.text.chat_template import chat_template_of
 from mmm.data.text.tokenizer import tokenizer_of
 from mmm.errors import CheckpointError, ConfigError, DataError
 from mmm.layout import Layout, Techniques
-from mmm.models.gpt import GPTConfig, LanguageConfig
-from mmm.models.transformer import TransformerConfig
+from mmm.models.definition import of_config
+from mmm.models.gpt.model import GPTConfig
+from mmm.models.llama.model import TransformerConfig
 from mmm.nn.draw import Init
 from mmm.nn.experts import has_experts
 from mmm.nn.rope import RopeScaling
@@ -26,7 +28,6 @@ from mmm.parallel import build_mesh, partition_model
 from mmm.parallel.generate import Likeliest, generate
 from mmm.parallel.local import local_box, to_local
 from mmm.parallel.parallel_model import ParallelModel
-from mmm.parallel.plans.language import language_model, language_plan
 from mmm.runtime.device import Precision
 from mmm.runtime.process_group import broadcast_object, gather_objects
 from mmm.runtime.ranks import Rank
@@ -40,10 +41,11 @@ def checked(sampling: Sampling) -> Sampling:
     return sampling
 
 
-def check_block(config: LanguageConfig, block: int) -> None:
+def check_block(config: Any, block: int) -> None:
     """Raises ConfigError where a model has not as many positions as it is to see tokens at once."""
-    if isinstance(config, GPTConfig) and block > config.block_size:
-        raise ConfigError(f"--block {block}: the model has positions for {config.block_size} tokens; use fewer")
+    longest = of_config(config).longest(config)
+    if longest is not None and block > longest:
+        raise ConfigError(f"--block {block}: the model has positions for {longest} tokens; use fewer")
 
 
 def encode_prompt(
@@ -95,13 +97,13 @@ def sample_text(
     return tokenizer.decode([*prompt[len(bos) :], *(token for token in found if token not in stop)]), len(found)
 
 
-def config_of(weights: Weights) -> LanguageConfig:
+def config_of(weights: Weights) -> Any:
     """The sizes of a model on disk.
 
     Raises:
         CheckpointError: they do not go together.
     """
-    config: LanguageConfig
+    config: Any
     if is_gpt(weights.sizes):
         config = GPTConfig(**weights.sizes)
     else:
@@ -151,17 +153,17 @@ def end_of_answers(tokenizer: Tokenizer | None) -> tuple[int, ...]:
 
 
 def evaluation_model(
-    config: LanguageConfig, layout: Layout, precision: Precision, device: torch.device, timeout: float
+    config: Any, layout: Layout, precision: Precision, device: torch.device, timeout: float
 ) -> ParallelModel:
     """A model to load weights into, for forward alone. A collective.
 
     Raises:
         UserError: it does not go onto the layout.
     """
-    with torch.device("meta"):
-        model = without_draws(language_model(config))
-        inputs = torch.zeros(layout.pp, 2 * layout.cp * layout.tp, dtype=torch.int64)
-    plan, techniques = language_plan(config), Techniques()
+    definition = of_config(config)
+    model, inputs = definition.on_meta(config, layout.pp, 2 * layout.cp * layout.tp)
+    model = without_draws(model)
+    plan, techniques = definition.plan(config), Techniques()
     partition = partition_model(model, plan, layout, techniques, inputs)
     mesh = build_mesh(layout, device.type, timeout, experts=has_experts(model))
     if layout.dp * layout.cp == 1:  # nothing for FSDP to shard: it would copy each unit, for each token

@@ -14,7 +14,8 @@ import pytest
 import torch
 
 from mmm.layout import Layout, Techniques
-from mmm.models.transformer import Transformer, TransformerConfig
+from mmm.models.llama.model import Transformer, TransformerConfig
+from mmm.models.llama.plan import transformer_plan
 from mmm.nn.dropout import Dropout, sample_keys
 from mmm.nn.meta import meta_parameters
 from mmm.optim.adamw import make_optimizer
@@ -22,7 +23,6 @@ from mmm.parallel.footprint import Footprint
 from mmm.parallel.mesh import build_mesh
 from mmm.parallel.parallel_model import ParallelModel
 from mmm.parallel.partition import partition_model
-from mmm.parallel.plans.transformer import transformer_plan
 from mmm.runtime.clock import StepClock
 from mmm.runtime.device import Precision, choose_device, choose_precision
 from mmm.runtime.log import ignore_views

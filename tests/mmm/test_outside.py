@@ -9,6 +9,7 @@ import pytest
 
 import mmm.history
 from mmm.checkpoint.manifest import read_manifest
+from mmm.checkpoint.safetensors import SafetensorsFile
 from mmm.data.text.token_file import TokenFile, open_tokens
 from mmm.data.text.tokenizer import load_tokenizer
 from mmm.errors import RecordError, UserError
@@ -26,7 +27,6 @@ from mmm.outside import (
 )
 from mmm.runtime.startup import MARKS
 from mmm.weights.open_weights import open_weights
-from mmm.weights.safetensors import SafetensorsFile
 from mmm_lab.cli.main import main
 from mmm_lab.cli.startup import main as startup
 from mmm_lab.planner.named_model import read_model

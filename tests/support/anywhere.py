@@ -10,7 +10,9 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import loss_parallel
 
 from mmm.comparison import relative_error, worst
-from mmm.models.transformer import Transformer, TransformerConfig
+from mmm.models.definition import check_sizes
+from mmm.models.llama.model import Transformer, TransformerConfig
+from mmm.models.llama.plan import transformer_plan
 from mmm.nn.draw import canonical_name
 from mmm.parallel import (
     Layout,
@@ -23,7 +25,6 @@ from mmm.parallel import (
     sync_gradients,
 )
 from mmm.parallel.local import detached
-from mmm.parallel.plans.transformer import check_transformer, transformer_plan
 from mmm.parallel.pp.pipeline import Pipeline
 from mmm.parallel.pp.schedules import stages_of
 from mmm.parallel.pp.stages import balance_stages, part_costs, parts_of, take_stage
@@ -59,7 +60,7 @@ def train(
     Args:
         pieces: what `apply` takes by name. accumulate: micro-batches, of a pipeline as well.
     """
-    check_transformer(config, layout, seq, Techniques(**pieces).ulysses_size(layout.cp))
+    check_sizes(config, layout, seq, Techniques(**pieces).ulysses_size(layout.cp))
     mesh, plan = build_mesh(layout, "cpu"), transformer_plan(config)
     precision = Precision("test", dtype, compute or dtype)
     with torch.device("meta"):

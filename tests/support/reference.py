@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from mmm.data import TextTokens, Tokens, standard_library
-from mmm.models.transformer import Transformer, TransformerConfig
+from mmm.models.llama.model import Transformer, TransformerConfig
 from mmm.nn import weights
 
 SEED = 5

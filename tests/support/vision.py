@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mmm.models.cnn import CNN, CNNConfig
-from mmm.models.vit import ViT, ViTConfig
+from mmm.models.cnn.model import CNN, CNNConfig
+from mmm.models.vit.model import ViT, ViTConfig
 from mmm.nn import weights
 
 SEED = 5

@@ -35,7 +35,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from mmm.comparison import relative_error, worst
 from mmm.examples import _support as example
 from mmm.examples._support.mistakes import TOLERANCE
-from mmm.models.transformer import Transformer
+from mmm.models.llama.model import Transformer
 from mmm.parallel import cross_entropy, draw_weights
 
 SHOWN = "output.weight"  # whose rows the log follows

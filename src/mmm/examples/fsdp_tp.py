@@ -40,7 +40,7 @@ from torch.distributed.tensor.parallel import (
 
 from mmm.data import Batch
 from mmm.examples import _support as example
-from mmm.models.transformer import Transformer
+from mmm.models.llama.model import Transformer
 from mmm.parallel import cross_entropy, draw_weights
 from mmm.runtime.device import Precision
 

@@ -39,7 +39,7 @@ from mmm.errors import LayoutError
 from mmm.examples import _support as example
 from mmm.examples._support.by_hand import check_difference, replica_spread
 from mmm.layout import Techniques
-from mmm.models.transformer import Transformer
+from mmm.models.llama.model import Transformer
 from mmm.nn.draw import parameter_count
 from mmm.parallel import cross_entropy, draw_weights
 from mmm.parallel.memory.measure import local_elements

@@ -23,7 +23,7 @@ No token is dropped: biases on the scores, moved by the all-reduced loads, lower
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
@@ -35,7 +35,7 @@ from torch.distributed.tensor.parallel import loss_parallel
 from mmm.data import Batch
 from mmm.examples import _support as example
 from mmm.examples._support import by_hand
-from mmm.models.transformer import TransformerConfig, transformer_of
+from mmm.models.llama.model import TransformerConfig
 from mmm.nn.experts import Experts
 from mmm.parallel import Layout, balance_experts, cross_entropy, imbalance
 from mmm.runtime.ranks import whoami
@@ -55,7 +55,7 @@ class Config(example.BreakOptions, example.TensorParallelOptions, example.TextCo
     model: example.TransformerOptions = example.TransformerOptions(preset="debug")
 
     def sizes(self) -> TransformerConfig:
-        return self.experts.add_to(super().sizes())
+        return replace(super().sizes(), **self.experts.sizes())
 
     def layout(self, ranks: int) -> Layout:
         ep = 2 - Layout(tp=self.tpsize).fit(ranks).dp_shard % 2 if self.ep is None else self.ep
@@ -128,7 +128,7 @@ def train(config: Config) -> None:
 
         optimizer = config.optimizer.make(model.parameters())
         rate = 0.0 if config.break_ else config.experts.balance()  # one device's steps have the first biases
-        for step in example.text_steps(run, job, model, optimizer, local_loss, build=transformer_of):
+        for step in example.text_steps(run, job, model, optimizer, local_loss):
             with loss_parallel():  # under tp the logits stay sharded over the vocabulary
                 loss = local_loss(step.batch)
                 step.log(loss)

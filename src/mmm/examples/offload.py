@@ -38,7 +38,7 @@ from torch.distributed.tensor import DTensor
 
 from mmm.examples import _support as example
 from mmm.examples._support.offload_report import bytes_by_place, report
-from mmm.models.transformer import Transformer
+from mmm.models.llama.model import Transformer
 from mmm.parallel import cross_entropy, draw_weights
 
 WAYS = ("device", "host", "disk")

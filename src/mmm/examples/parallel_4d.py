@@ -42,7 +42,7 @@ from mmm.data import Batch
 from mmm.examples import _support as example
 from mmm.examples._support.pipeline_times import PipelineTimes
 from mmm.examples.context_parallel import positions_of, ring_attention
-from mmm.models.transformer import Transformer, TransformerConfig
+from mmm.models.llama.model import Transformer, TransformerConfig
 from mmm.nn.draw import convert
 from mmm.parallel import clip_grad_norm, cross_entropy, draw_weights
 from mmm.runtime.device import Precision

@@ -37,7 +37,7 @@ from mmm.errors import ConfigError, LayoutError
 from mmm.examples import _support as example
 from mmm.examples._support.pipeline_times import PipelineTimes
 from mmm.layout import ScheduleName
-from mmm.models.transformer import Transformer, TransformerConfig
+from mmm.models.llama.model import Transformer, TransformerConfig
 from mmm.parallel import apply, build_mesh, cross_entropy, materialize
 from mmm.parallel.pp.schedules import SCHEDULES
 

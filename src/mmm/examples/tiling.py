@@ -35,7 +35,7 @@ from torch.utils.checkpoint import checkpoint
 
 from mmm.examples import _support as example
 from mmm.examples._support.tiling import SHORT, WAYS, WIDER, Config, Result, report
-from mmm.models.transformer import Transformer
+from mmm.models.llama.model import Transformer
 from mmm.parallel import cross_entropy, draw_weights
 from mmm.parallel.memory.measure import Peak
 from mmm.runtime.process_group import gather_floats

@@ -27,11 +27,11 @@ from mmm.data.text.tokens import BYTES
 from mmm.errors import LayoutError
 from mmm.examples import _support as example
 from mmm.layout import Layout, Techniques, batch_sizes
-from mmm.models.transformer import Transformer, TransformerConfig
+from mmm.models.llama.model import Transformer, TransformerConfig
+from mmm.models.llama.plan import transformer_plan
 from mmm.parallel import build_mesh
 from mmm.parallel.parallel_model import ParallelModel
 from mmm.parallel.partition import Partition, partition_model
-from mmm.parallel.plans.transformer import transformer_plan
 from mmm.runtime.ranks import whoami
 from mmm.traffic.count import count_traffic
 from mmm.traffic.formulas import expected_traffic

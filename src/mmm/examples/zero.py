@@ -35,7 +35,7 @@ from torch.distributed.tensor import DTensor, Shard
 from mmm.examples import _support as example
 from mmm.examples._support.zero_stages import most_elements, report_stages
 from mmm.layout import Techniques
-from mmm.models.transformer import Transformer
+from mmm.models.llama.model import Transformer
 from mmm.parallel import cross_entropy, draw_weights
 
 

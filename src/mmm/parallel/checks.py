@@ -6,11 +6,11 @@ from torch import nn
 
 from mmm.layout import Layout, Techniques, check_data_parallel
 from mmm.parallel.compile import check_compile, check_compiled_experts
+from mmm.parallel.cp.styles import check_context_parallel
 from mmm.parallel.dp.batch_norm import check_batch_norm
 from mmm.parallel.dp.data_parallel import check_offload, check_reshard
 from mmm.parallel.memory.checkpointing import check_checkpointing
 from mmm.parallel.plan import Plan
-from mmm.parallel.rules import check_context_parallel
 
 
 def check_techniques(model: nn.Module, plan: Plan, layout: Layout, techniques: Techniques, dtype: str = "") -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mmm.checkpoint.safetensors import SafetensorsFile
 from mmm.checkpoint.state import one_line
 from mmm.errors import CheckpointError, ConfigError
 from mmm.nn.draw import ShardBox, canonical_name, full_box
@@ -18,7 +19,6 @@ from mmm.outside import open_file
 from mmm.parallel.dp.wrapped import unwrapped
 from mmm.parallel.ties import find_ties
 from mmm.parallel.values import NAMED, Values, names_in_message, shard_of
-from mmm.weights.safetensors import SafetensorsFile
 
 StateDict = str | Path | Mapping[str, Tensor]
 

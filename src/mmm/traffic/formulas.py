@@ -47,10 +47,10 @@ import torch
 from torch import nn
 
 from mmm.layout import UNSHARDED, Layout, Techniques
-from mmm.models.cnn import CNN
-from mmm.models.gpt import GPT
-from mmm.models.transformer import Transformer
-from mmm.models.vit import ViT
+from mmm.models.cnn.model import CNN
+from mmm.models.gpt.model import GPT
+from mmm.models.llama.model import Transformer
+from mmm.models.vit.model import ViT
 from mmm.parallel.dp.fsdp import RESHARD_AFTER_FORWARD, fsdp_units_of
 from mmm.parallel.partition import Partition
 from mmm.parallel.plan import Plan, sharded_dim

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mmm.parallel.plans.cnn import cnn_plan
+from mmm.models.cnn.plan import cnn_plan
 from mmm.runtime.ranks import whoami
 from mmm.trainer.config.cnn import CNNOptions, resolve_cnn
 from mmm.trainer.config.command_line import parse, run_main

@@ -18,10 +18,9 @@ from torch.optim import Optimizer
 
 from mmm.errors import ConfigError
 from mmm.generate import tokenizer_on_disk, without_draws
-from mmm.models.gpt import position_parameters
+from mmm.models.definition import of_config
 from mmm.nn.draw import parameter_count
 from mmm.parallel.parallel_model import ParallelModel
-from mmm.parallel.plans.language import check_language, language_model, language_plan
 from mmm.runtime.ranks import whoami
 from mmm.trainer.config.command_line import parse, run_main
 from mmm.trainer.config.data import TextOptions
@@ -120,15 +119,13 @@ def resolve(config: Config) -> Job:
         config.optimizer.optimizer,
         seq_length,
         partial(config.data.load, sources, sizes.vocab_size, config.run.seed),
-        build=language_model,
-        check=check_language,
         evaluation=config.evaluation,
     )
     own = with_scaled_lr(own, config.optimizer, DEFAULT_BATCH_SIZE)
-    spec = with_plan(own, language_plan(sizes), config.run.dtype, seq_length // (layout.cp * layout.tp))
+    spec = with_plan(own, of_config(sizes).plan(sizes), config.run.dtype, seq_length // (layout.cp * layout.tp))
     if config.memory.loss_chunks is None:
         spec = chunk_loss(spec, config.run.dtype)
-    if positions := position_parameters(sizes):
+    if positions := sizes.position_parameters:
         count = parameter_count(spec.model)
         spec = replace(
             spec, notes=(*spec.notes, f"{count:,} parameters, {count - positions:,} without those of positions")

@@ -11,12 +11,11 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
-import torch
-
 from mmm.errors import ConfigError
 from mmm.layout import batch_sizes
-from mmm.models.vit import PRESETS, ViT, ViTConfig
-from mmm.parallel.plans.vit import check_vit, vit_plan
+from mmm.models.definition import check_sizes
+from mmm.models.vit.definition import MODEL
+from mmm.models.vit.model import PRESETS, ViTConfig
 from mmm.runtime.device import choose_device
 from mmm.runtime.ranks import whoami
 from mmm.trainer.config.command_line import parse, run_main
@@ -101,7 +100,7 @@ def resolve(config: Config) -> Job:
     rank = whoami()
     layout, device = config.layout.fit(rank.world_size), choose_device(config.run.device, rank)
     sizes, notes = config.model.sizes(device.type != "cpu")
-    check_vit(sizes, layout)
+    check_sizes(sizes, layout)
     default_batch_size = 16 if device.type == "cpu" else 64
     local_batch_size, global_batch_size = batch_sizes(
         config.run.batch_size, config.run.global_batch_size, layout.dp, default_batch_size
@@ -113,9 +112,7 @@ def resolve(config: Config) -> Job:
             raise ConfigError(f"--classes {config.model.classes}, but {data.name} has {len(data.classes)} classes")
         sizes = replace(sizes, classes=len(data.classes))
         steps = config.run.steps(check_images(data, global_batch_size, layout.dp))
-    with torch.device("meta"):
-        model = ViT(sizes)
-        sample = torch.zeros(local_batch_size, sizes.channels, sizes.image_size, sizes.image_size)
+    model, sample = MODEL.on_meta(sizes, local_batch_size)
     spec = Job(
         layout=layout,
         sizes=sizes,
@@ -128,7 +125,7 @@ def resolve(config: Config) -> Job:
         notes=notes,
     )
     spec = with_scaled_lr(spec, config.optimizer, default_batch_size)
-    return with_plan(spec, vit_plan(), config.run.dtype, sizes.patches)
+    return with_plan(spec, MODEL.plan(sizes), config.run.dtype, sizes.patches)
 
 
 def train(config: Config) -> None:

@@ -13,15 +13,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from mmm.checkpoint import safetensors
 from mmm.checkpoint.manifest import PARTIAL
 from mmm.checkpoint.model_metadata import TOKENIZERS, ModelMetadata, read_tokenizer
+from mmm.checkpoint.safetensors import refuse_pointer
+from mmm.checkpoint.tensors import TensorEntry
+from mmm.data.text.chat_format import CONFIGS, TEMPLATE, chat_format_of, first_tokens
 from mmm.errors import CheckpointError
 from mmm.history.record.folder import cannot_write
 from mmm.outside import is_plain_name, printable, read_json
-from mmm.weights import llama, llama_keys, safetensors
-from mmm.weights.chat_format import CONFIGS, TEMPLATE, chat_format_of, first_tokens
-from mmm.weights.no_weights import refuse_pointer
-from mmm.weights.weights import TensorEntry, Weights, shapes_of
+from mmm.weights import llama, llama_keys
+from mmm.weights.weights import Weights, shapes_of
 
 CONFIG, INDEX, ONE_FILE = "config.json", "model.safetensors.index.json", "model.safetensors"
 EMBEDDING = llama.NAMES["tok_embeddings.weight"]

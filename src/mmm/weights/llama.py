@@ -16,10 +16,11 @@ from typing import Any
 
 from torch import Tensor
 
+from mmm.checkpoint.tensors import TensorEntry
 from mmm.errors import CheckpointError
 from mmm.outside import printable
 from mmm.weights.no_weights import prefix_problem
-from mmm.weights.weights import TensorEntry, shapes_of
+from mmm.weights.weights import shapes_of
 
 # By the name in this package; * stands for a layer's number.
 NAMES = {

@@ -13,7 +13,7 @@ from typing import Any
 
 from mmm.checkpoint.model_metadata import ModelMetadata
 from mmm.errors import CheckpointError
-from mmm.models.transformer import TransformerConfig
+from mmm.models.llama.model import TransformerConfig
 from mmm.outside import LONGEST_SHOWN, printable, short
 
 MOST_NOTED = 40  # keys

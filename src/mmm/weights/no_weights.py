@@ -9,7 +9,6 @@ from mmm.outside import printable, read_json
 
 ADAPTER = "adapter_config.json"
 PICKLES = ("*.bin", "*.pth", "*.pt")
-POINTER = b"version https://git-lfs.github.com/spec/"  # how a Git LFS pointer begins
 MOST_SHOWN = 5  # names
 
 
@@ -54,14 +53,6 @@ def what_to_give(path: Path) -> str:
         f"{path}: no weights are there; give a checkpoint or a run's folder (where --checkpoint_every leaves them; "
         f"model.pt is for plain PyTorch), or a folder with config.json and *.safetensors. It has: {listed}{more}"
     )
-
-
-def refuse_pointer(path: Path, begin: bytes) -> None:
-    """Raises CheckpointError where a file begins as one that stands for another in a Git repository."""
-    if begin.startswith(POINTER):
-        raise CheckpointError(
-            f"{path} is a Git LFS pointer, and not the file itself: `git lfs pull` in its folder gets that"
-        )
 
 
 def prefix_problem(names: list[str], wanted: str) -> str:

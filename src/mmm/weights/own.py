@@ -25,12 +25,13 @@ from mmm.checkpoint.model_metadata import TOKENIZERS, ChatFormat, ModelMetadata,
 from mmm.checkpoint.state import MODEL, one_line
 from mmm.checkpoint.state import shapes_of as shapes_in
 from mmm.checkpoint.storage import Writer, read_metadata
+from mmm.checkpoint.tensors import TensorEntry
 from mmm.errors import CheckpointError
-from mmm.models.gpt import GPTConfig
+from mmm.models.gpt.model import GPTConfig
 from mmm.outside import open_file, short
 from mmm.torch_private.checkpoint import storage_info
 from mmm.weights.llama_keys import tokens_of
-from mmm.weights.weights import TensorEntry, Weights, is_gpt, shapes_of
+from mmm.weights.weights import Weights, is_gpt, shapes_of
 
 TRAINED, IMPORTED = "lm", "import"  # programs whose checkpoints have a Transformer
 # Fields of TransformerConfig, with what a checkpoint that lacks one was made with; None where each has it.

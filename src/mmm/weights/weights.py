@@ -13,9 +13,7 @@ shapes and the order of rows are those of this package's Transformer, whatever i
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from math import prod
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,35 +22,10 @@ from torch import Tensor
 
 from mmm.checkpoint.model_metadata import ModelMetadata
 from mmm.checkpoint.state import one_line
+from mmm.checkpoint.tensors import TensorEntry
 from mmm.errors import CheckpointError
-from mmm.models.gpt import GPT, GPTConfig
-from mmm.models.transformer import Transformer, TransformerConfig
-
-ROWS = 1 << 24  # bytes of a tensor that are read, or written, at once
-
-
-@dataclass(frozen=True)
-class TensorEntry:
-    """A tensor's shape, and its dtype on disk."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-    @property
-    def elements(self) -> int:
-        return prod(self.shape)
-
-    @property
-    def bytes(self) -> int:
-        return self.elements * self.dtype.itemsize
-
-    def slabs(self) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-        """The tensor as slices along its first dim, of `ROWS` bytes at most where a row is no larger: start and length
-        of each."""
-        first, *rest = self.shape or (1,)
-        step = max(1, ROWS // max(1, prod(rest) * self.dtype.itemsize))
-        for start in range(0, first, step):
-            yield (start, *[0] * len(rest)), (min(step, first - start), *rest)
+from mmm.models.gpt.model import GPT, GPTConfig
+from mmm.models.llama.model import Transformer, TransformerConfig
 
 
 class Weights(ABC):
@@ -81,10 +54,6 @@ class Weights(ABC):
     def check(self, part: int = 0, parts: int = 1) -> str | None:
         """What is wrong with the files, where they have checksums; of every `parts`-th of them, from `part` on."""
         return None
-
-
-def slices(start: Sequence[int], length: Sequence[int]) -> tuple[slice, ...]:
-    return tuple(slice(first, first + size) for first, size in zip(start, length, strict=True))
 
 
 def shapes_of(sizes: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:

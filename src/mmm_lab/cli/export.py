@@ -34,7 +34,7 @@ def main(argv: list[str]) -> int:
     import torch
 
     from mmm.generate import config_of
-    from mmm.models.gpt import GPTConfig
+    from mmm.models.gpt.model import GPTConfig
     from mmm.weights.hugging_face import export
     from mmm.weights.open_weights import open_weights
 

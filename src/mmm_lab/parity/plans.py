@@ -10,8 +10,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Pr
 
 from mmm.errors import LayoutError
 from mmm.layout import Layout
+from mmm.models.rules import HEADS, HIDDEN, context_rules, refuse, tp_rule
 from mmm.parallel.plan import Plan
-from mmm.parallel.rules import HEADS, HIDDEN, context_rules, refuse, tp_rule
 from mmm.parallel.tp.replicated import PartialGradient, Replicated
 from mmm_lab.parity.fixtures import head_norm
 from mmm_lab.parity.fixtures.plain_gpt import GPTConfig

@@ -1,9 +1,9 @@
 """The models of mmm that the proof trains."""
 
-from mmm.parallel.plans.cnn import cnn_plan
-from mmm.parallel.plans.gpt import gpt_plan
-from mmm.parallel.plans.transformer import transformer_plan
-from mmm.parallel.plans.vit import vit_plan
+from mmm.models.cnn.plan import cnn_plan
+from mmm.models.gpt.plan import gpt_plan
+from mmm.models.llama.plan import transformer_plan
+from mmm.models.vit.plan import vit_plan
 from mmm_lab.parity.fixtures import (
     batch_norm,
     cnn,

@@ -24,9 +24,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from mmm.models.gpt import GPTConfig
-    from mmm.models.transformer import TransformerConfig
-    from mmm.models.vit import ViTConfig
+    from mmm.models.gpt.model import GPTConfig
+    from mmm.models.llama.model import TransformerConfig
+    from mmm.models.vit.model import ViTConfig
 
 STATISTIC = 4  # bytes of a float32
 
@@ -55,7 +55,7 @@ class KeptActivations:
 def transformer_layer(
     config: TransformerConfig, tp: int, compute: int, residual: int, composite_norm: bool, repeats_kv: bool
 ) -> KeptActivations:
-    """Of a block of `mmm.models.transformer`.
+    """Of a block of `mmm.models.llama.model`.
 
     Args:
         compute, residual: bytes of an element in matrix products, and in the residual stream.
@@ -100,7 +100,7 @@ def transformer_layer(
 
 
 def gpt_layer(config: GPTConfig, tp: int, seq_length: int, compute: int, residual: int) -> KeptActivations:
-    """Of a block of `mmm.models.gpt`, whose norms are kernels of their own. Arguments as of `transformer_layer`.
+    """Of a block of `mmm.models.gpt.model`, whose norms are kernels of their own. Arguments as of `transformer_layer`.
 
     Dropout keeps a byte for each element that it may drop; that of attention's weights, which are then no kernel's own,
     also keeps them before and after it.
@@ -128,7 +128,7 @@ def gpt_layer(config: GPTConfig, tp: int, seq_length: int, compute: int, residua
 
 
 def vit_layer(config: ViTConfig, tp: int, compute: int, residual: int) -> KeptActivations:
-    """Of a block of `mmm.models.vit`, whose activations between the matrices tp does not shard."""
+    """Of a block of `mmm.models.vit.model`, whose activations between the matrices tp does not shard."""
     d, c, hidden = config.dim, compute, config.hidden_dim / tp
     heads = config.n_heads / tp
     attention = 4 * c * d / tp + STATISTIC * heads

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from mmm.errors import UserError
 from mmm.layout import AXES, Layout, Techniques, check_data_parallel
+from mmm.parallel.cp.styles import check_cp_style, host_ulysses
 from mmm.parallel.pp.schedules import SCHEDULES, check_pipeline
-from mmm.parallel.rules import check_cp_style, host_ulysses
 
 if TYPE_CHECKING:
     from mmm_lab.planner.search import Search

@@ -22,7 +22,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from mmm.layout import Layout
-from mmm.models.gpt import LanguageConfig
+from mmm.models.definition import of_config
 from mmm.parallel.pp.bubble import bubble_formula
 from mmm.parallel.pp.schedules import SCHEDULES
 from mmm.traffic.collective_bytes import heads_over_cp
@@ -127,7 +127,7 @@ class CostModel:
         config, waits = spec.config, {"tp": 0.0, "cp": 0.0, "ep": 0.0}
         repeated = 1.0 if checkpointing != "none" else 0.0
         through_tp = (c + (self.memory.storage if replicas else c)) / 2  # `mmm.traffic.formulas`: half of them are wide
-        if isinstance(config, LanguageConfig):
+        if of_config(config).language:
             if tp > 1:
                 pairs = 1 if config.n_experts else 2
                 size = tokens * config.dim * through_tp
@@ -172,7 +172,7 @@ class CostModel:
         spec, c = self.spec, self.memory.compute
         tokens = batch * spec.tokens / cp
         flops = sum(kind.flops for kind in spec.kinds if kind.role in ("embedding", "head")) * batch / (tp * cp)
-        if not isinstance(spec.config, LanguageConfig):
+        if not of_config(spec.config).language:
             return 3 * flops / self.rate, 0.0
         times = 4 if chunks > 1 else 3
         traffic = tokens * (spec.config.vocab_size / tp * (3 * c + 32) + 12 * c * spec.config.dim)

@@ -17,9 +17,9 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from mmm.errors import ConfigError
-from mmm.models.transformer import Transformer, TransformerBlock, TransformerConfig
+from mmm.models.llama.model import Transformer, TransformerBlock, TransformerConfig
+from mmm.models.llama.plan import transformer_plan
 from mmm.nn.rope import rotary_table
-from mmm.parallel.plans.transformer import transformer_plan
 from mmm.parallel.tp.tensor_parallel import apply_tensor_parallel
 from mmm.runtime.cores import usable_cores
 from mmm.runtime.device import choose_device, is_available, synchronize
@@ -30,7 +30,7 @@ from mmm.torch_private.dry_run import register_fake_group
 from mmm.traffic.collective_bytes import factor
 from mmm.units import counted
 from mmm_lab.planner.memory import MemoryModel
-from mmm_lab.planner.models import language_spec
+from mmm_lab.planner.models import model_spec
 from mmm_launch.machines.machine import Machine, parse
 from mmm_verify.ranks import fork_ranks
 
@@ -92,7 +92,7 @@ def layer_traffic_rate(device: torch.device, product_rate: float, overhead: floa
     """Bytes/s at which a layer's element-wise kernels and attention go through memory: what is left of the seconds of
     its forward after its products, over the bytes that `CostModel` counts for them."""
     batch, seq = 4, 256
-    spec = language_spec(USUAL, seq)
+    spec = model_spec(USUAL, seq)
     kind = next(kind for kind in spec.kinds if kind.role == "layer")
     traffic = batch * seq * MemoryModel(spec, device.type, "fp32").kept(1, False).traffic
     products = batch * (kind.flops - kind.attention_flops / 2) / product_rate

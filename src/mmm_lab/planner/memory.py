@@ -22,8 +22,9 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from mmm.layout import Layout, Techniques
-from mmm.models.gpt import GPTConfig, LanguageConfig
-from mmm.models.transformer import TransformerConfig
+from mmm.models.definition import of_config
+from mmm.models.gpt.model import GPTConfig
+from mmm.models.llama.model import TransformerConfig
 from mmm.parallel.dp.data_parallel import needs_no_fsdp
 from mmm.parallel.dp.fsdp import RESHARD_AFTER_FORWARD
 from mmm.parallel.footprint import STATE
@@ -163,7 +164,7 @@ class MemoryModel:
         """Bytes of the logits of a micro-batch and all that the loss makes of them, at their peak; and of the gradients
         of the output matrix and of its input that a loss in chunks sums up."""
         config = self.spec.config
-        if not isinstance(config, LanguageConfig):
+        if not of_config(config).language:
             return 0.0, 0.0
         s, c = max(self.compute, 4), self.compute
         tokens = batch * self.spec.tokens / layout.cp

@@ -1,34 +1,33 @@
-"""A language model by its sizes, as a `ModelSpec`: read once, on the meta device."""
+"""A model by its sizes, as a `ModelSpec`: read once, on the meta device."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
-import torch
-
-from mmm.models.gpt import GPTConfig, LanguageConfig
-from mmm.parallel.plans.language import language_model, language_plan
+from mmm.models.definition import of_config
 from mmm_lab.planner.spec import ModelSpec, kinds_of
 
 
-def language_spec(config: LanguageConfig, seq_length: int, flops: bool = True) -> ModelSpec:
+def model_spec(config: Any, seq_length: int = 0, flops: bool = True) -> ModelSpec:
     """
     Args:
+        seq_length: in tokens; of a language model.
         flops: whether step times are to be predicted: counting takes 20 ms.
     """
+    definition = of_config(config)
     # Built with one layer, which stands for all: a thousand layers cost what one does.
-    with torch.device("meta"):
-        model, sample = language_model(replace(config, n_layers=1)), torch.zeros(1, seq_length, dtype=torch.int64)
-    plan = language_plan(config)
+    model, sample = definition.on_meta(replace(config, n_layers=1), 1, seq_length)
+    plan = definition.plan(config)
     scores = 4 * seq_length**2 * config.n_heads * config.head_dim
     return ModelSpec(
-        name="gpt" if isinstance(config, GPTConfig) else "transformer",
+        name=definition.name,
         plan=plan,
         config=config,
-        kinds=kinds_of(model, plan, sample if flops else None, {"layer": scores}),
+        kinds=kinds_of(model, plan, sample if flops else None, {"layer": scores} if definition.language else {}),
         sequence=(0, *[1] * config.n_layers, 2),
-        tied=config.tie_word_embeddings,
-        tokens=seq_length,
-        seq_length=seq_length,
-        program="mmm.trainer.lm",
+        tied=getattr(config, "tie_word_embeddings", False),
+        tokens=definition.tokens(config, seq_length),
+        seq_length=seq_length if definition.language else 0,
+        program=definition.program,
     )

@@ -9,13 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from mmm.errors import CheckpointError, ConfigError
-from mmm.models import gpt, transformer, vit
-from mmm.models.transformer import TransformerConfig
+from mmm.models.gpt.model import model as gpt
+from mmm.models.llama import model as transformer
+from mmm.models.llama.model import TransformerConfig
+from mmm.models.vit.model import model as vit
 from mmm.nn.rope import RopeScaling
 from mmm.outside import read_json
 from mmm.weights import llama_keys
-from mmm_lab.planner.image_models import vit_spec
-from mmm_lab.planner.models import language_spec
+from mmm_lab.planner.models import model_spec
 from mmm_lab.planner.spec import ModelSpec
 from mmm_launch.errors import did_you_mean
 
@@ -52,12 +53,12 @@ def read_model(name: str, sizes: Mapping[str, int | None], seq_length: int, tie:
     base, _, size = name.partition("-")
     if base == "vit" and (size or "large") in vit.PRESETS:
         preset = size or "large"
-        return replace(vit_spec(vit.PRESETS[preset]), name=name, flags=("--preset", preset))
+        return replace(model_spec(vit.PRESETS[preset]), name=name, flags=("--preset", preset))
     if base == "gpt" and (size or "gpt2") in gpt.PRESETS:
         preset = size or "gpt2"
         sizes_of_gpt = replace(gpt.PRESETS[preset], block_size=seq_length)  # as the trainer's
         own = ("--model", "gpt", "--preset", preset, "--vocab_size", str(sizes_of_gpt.vocab_size))
-        return replace(language_spec(sizes_of_gpt, seq_length), name=name, flags=own)
+        return replace(model_spec(sizes_of_gpt, seq_length), name=name, flags=own)
     known = [
         *transformer.PRESETS,
         *(f"gpt-{size}" for size in gpt.PRESETS),
@@ -93,7 +94,7 @@ def _transformer(
     flags += ("--tie_word_embeddings",) if tie else ()
     if "--vocab_size" not in flags:  # else the trainer takes that of its text
         flags += ("--vocab_size", str(config.vocab_size))
-    return replace(language_spec(config, seq_length), name=name, flags=flags)
+    return replace(model_spec(config, seq_length), name=name, flags=flags)
 
 
 def _hugging_face(path: Path) -> tuple[TransformerConfig, tuple[str, ...]]:

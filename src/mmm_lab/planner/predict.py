@@ -5,11 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from mmm.models.gpt import LanguageConfig
-from mmm.models.vit import ViTConfig
-from mmm_lab.planner.image_models import vit_spec
+from mmm.models.definition import lookup
 from mmm_lab.planner.memory import MemoryModel
-from mmm_lab.planner.models import language_spec
+from mmm_lab.planner.models import model_spec
 from mmm_lab.planner.spec import ModelSpec
 from mmm_lab.planner.trial import Trial, full_model, stages_for
 
@@ -43,11 +41,9 @@ def spec_of(resolved: Any, flops: bool) -> ModelSpec | None:
         flops: whether they are to be counted, which takes 20 ms.
     """
     sizes = resolved.sizes
-    if isinstance(sizes, LanguageConfig):
-        return language_spec(sizes, resolved.sample.shape[-1], flops)
-    if isinstance(sizes, ViTConfig):
-        return vit_spec(sizes, flops)
-    return None
+    if lookup(sizes) is None or not hasattr(sizes, "n_layers"):
+        return None
+    return model_spec(sizes, resolved.sample.shape[-1], flops)
 
 
 def predict(resolved: Any, device: str, dtype: str, machine: Machine | None = None) -> Prediction | None:

@@ -18,10 +18,8 @@ from functools import lru_cache
 from operator import itemgetter
 
 from mmm.layout import UNSHARDED, Layout, Techniques
-from mmm.models.gpt import GPTConfig, LanguageConfig
-from mmm.models.transformer import TransformerConfig
-from mmm.parallel import rules
-from mmm.parallel.plans.gpt import gpt_rules
+from mmm.models.definition import of_config
+from mmm.parallel.cp.styles import host_ulysses
 from mmm.parallel.pp.schedules import SCHEDULES
 from mmm.parallel.pp.stages import balance_stages
 from mmm_lab.planner.candidate import Candidate, Found, answer_first, divisors, is_better, kind_of, rank_of
@@ -74,20 +72,14 @@ class Search:
         for axis, why in spec.plan.refused.items():
             if getattr(layout, axis, 1) > 1:
                 return why
-        broken: dict[str, str] = {}
-        if isinstance(spec.config, GPTConfig):
-            broken = gpt_rules(spec.config, layout, spec.seq_length, ulysses)
-        elif isinstance(spec.config, TransformerConfig):
-            broken = rules.transformer_rules(spec.config, layout, spec.seq_length, ulysses)
-        else:
-            broken = rules.vit_rules(spec.config, layout)
+        broken = of_config(spec.config).rules(spec.config, layout, spec.seq_length, ulysses)
         return next(iter(broken.values()), "")
 
     def _ulysses(self, tp: int, cp: int) -> list[int]:
         """Ranks of cp that may shard heads among them: one (a ring), all, and where these differ a host's (usp)."""
         if not (heads := getattr(self.spec.config, "n_heads", 0)):
             return [1]
-        return list(dict.fromkeys((1, cp, rules.host_ulysses(cp, tp, heads, self.machine.ranks_per_host))))
+        return list(dict.fromkeys((1, cp, host_ulysses(cp, tp, heads, self.machine.ranks_per_host))))
 
     def layouts(self, refused: dict[str, str]) -> Iterator[tuple[Layout, str]]:
         """Layouts with a data-parallel technique. refused: kinds are added, with why one of its layouts does not go."""
@@ -280,7 +272,7 @@ class Search:
         config = self.spec.config
         if "loss_chunks" in self.fixed:
             return replace(techniques, loss_chunks=self.fixed["loss_chunks"])  # type: ignore[arg-type]
-        if not isinstance(config, LanguageConfig):
+        if not of_config(config).language:
             return techniques
         width = 8 if self.dtype == "fp64" else 4
         logits = -(-config.vocab_size // layout.tp) * batch * self.spec.tokens // layout.cp * width

@@ -7,8 +7,9 @@ compares the two.
 
 from __future__ import annotations
 
-from mmm.models.gpt import GPTConfig, LanguageConfig
-from mmm.models.vit import ViTConfig
+from mmm.models.definition import of_config
+from mmm.models.gpt.model import GPTConfig
+from mmm.models.vit.model import ViTConfig
 from mmm.traffic.collective_bytes import context_bytes, factor, heads_over_cp, language_bytes, sharded_bytes
 from mmm_lab.planner.memory import MemoryModel
 from mmm_lab.planner.network import Group
@@ -23,7 +24,7 @@ def sent_bytes(memory: MemoryModel, stage: PlannedStage, trial: Trial) -> dict[s
     found = _data_parallel(memory, stage, trial)
     tokens, c = trial.local_batch * spec.tokens / layout.cp, memory.compute
     residual = memory.storage if trial.unsharded else c
-    if isinstance(config, LanguageConfig):
+    if of_config(config).language:
         if layout.tp > 1:
             ends, pairs = (embedding, head), 1 if config.n_experts else 2
             biases = isinstance(config, GPTConfig) and config.bias

@@ -11,10 +11,10 @@ from mmm.errors import UserError
 from mmm.examples import moe
 from mmm.examples._support.by_hand import dense_experts
 from mmm.examples.moe import Config, moe_layer, train
-from mmm.models.transformer import transformer_of
+from mmm.models.llama.model import Transformer
+from mmm.models.llama.plan import transformer_plan
 from mmm.nn.experts import MixtureOfExperts
 from mmm.parallel import Layout, apply, build_mesh, cross_entropy, materialize
-from mmm.parallel.plans.transformer import transformer_plan
 from mmm.runtime.device import Precision
 from mmm.traffic.count import count_traffic
 from mmm.trainer.config.command_line import configure
@@ -71,7 +71,7 @@ def sent_in_a_step(rank):
     """Bytes by axis, of the sizes and the layout that the example's docstring counts."""
     torch.manual_seed(0)
     with torch.device("meta"):
-        model = transformer_of(Config().sizes())
+        model = Transformer(Config().sizes())
     layout = Layout(ep=2).fit(rank.world_size)
     mesh = build_mesh(layout, "cpu", experts=True)
     apply(model, mesh, transformer_plan(), Precision("fp32", torch.float32, torch.float32))

@@ -13,10 +13,10 @@ from torch.distributed.tensor.parallel import loss_parallel
 import mmm.history
 from mmm.examples import parallel_4d
 from mmm.examples.context_parallel import positions_of
-from mmm.models.transformer import Transformer
+from mmm.models.llama.model import Transformer
+from mmm.models.llama.plan import transformer_plan
 from mmm.parallel import Layout, apply, build_mesh, cross_entropy, materialize
 from mmm.parallel.local import detached
-from mmm.parallel.plans.transformer import transformer_plan
 from mmm.runtime.device import Precision
 from mmm.trainer.config.command_line import configure, parse, run_main
 from support.programs import run_program

@@ -13,12 +13,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 from mmm.comparison import relative_error, worst
 from mmm.examples import ddp, fsdp, fsdp_tp, hsdp, zero
-from mmm.models.cnn import CNN, CNNConfig
-from mmm.models.transformer import PRESETS, Transformer
+from mmm.models.cnn.model import CNN, CNNConfig
+from mmm.models.cnn.plan import cnn_plan
+from mmm.models.llama.model import PRESETS, Transformer
+from mmm.models.llama.plan import transformer_plan
 from mmm.nn.draw import canonical_name
 from mmm.parallel import Layout, apply, build_mesh, cross_entropy, materialize
-from mmm.parallel.plans.cnn import cnn_plan
-from mmm.parallel.plans.transformer import transformer_plan
 from mmm.runtime.device import choose_precision
 from mmm.trainer.config.command_line import configure, for_a_few_steps
 from support.programs import run_program

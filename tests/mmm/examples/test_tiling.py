@@ -15,7 +15,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import mmm.history
 from mmm.examples import tiling
-from mmm.models.transformer import Transformer, TransformerConfig
+from mmm.models.llama.model import Transformer, TransformerConfig
 from mmm.parallel import cross_entropy, draw_weights
 from mmm.trainer.config.command_line import configure
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from mmm.models.cnn import CNN, CNNConfig
+from mmm.models.cnn.model import CNN, CNNConfig
 from mmm.nn import draw, weights
 
 SMALL = CNNConfig(channels=3, image_size=13, classes=7, width1=4, width2=6, hidden=10)

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from mmm.models.gpt import GPT, PRESETS, GPTConfig, position_parameters
+from mmm.models.gpt.model import GPT, PRESETS, GPTConfig, position_parameters
 from mmm.nn import draw, weights
 from mmm.nn.dropout import Dropout, sample_keys
 

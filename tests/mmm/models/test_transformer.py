@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from mmm.models.transformer import PRESETS, Transformer, TransformerConfig
+from mmm.models.llama.model import PRESETS, Transformer, TransformerConfig
 from mmm.nn import draw, weights
 from mmm.nn.rope import RopeScaling, rotary_table, rotate
 

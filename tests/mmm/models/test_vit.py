@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from mmm.models.vit import PRESETS, ViT, ViTConfig
+from mmm.models.vit.model import PRESETS, ViT, ViTConfig
 from mmm.nn import draw, weights
 
 SMALL = ViTConfig(image_size=12, patch_size=4, channels=2, classes=7, dim=16, n_layers=3, n_heads=4)

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from mmm.models.transformer import TransformerConfig, transformer_of
+from mmm.models.llama.model import Transformer, TransformerConfig
 from mmm.nn.experts import MixtureOfExperts
 
 SMALL = TransformerConfig(dim=16, n_layers=2, n_heads=2, n_kv_heads=1, vocab_size=32, expert_dim=24, n_experts=6)
@@ -91,4 +91,4 @@ def test_equal_scores_go_to_the_lower_numbers():
 )
 def test_sizes_that_do_not_fit(changes, words):
     with pytest.raises(ValueError, match=words):
-        transformer_of(TransformerConfig(**{**vars(SMALL), **changes}))
+        Transformer(TransformerConfig(**{**vars(SMALL), **changes}))

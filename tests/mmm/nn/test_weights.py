@@ -5,7 +5,7 @@ from statistics import NormalDist
 import pytest
 import torch
 
-from mmm.models.transformer import PRESETS, Transformer, TransformerConfig
+from mmm.models.llama.model import PRESETS, Transformer, TransformerConfig
 from mmm.nn import draw, weights
 from mmm.nn.draw import Init, ShardBox
 

@@ -9,16 +9,16 @@ import torch.nn.functional as F
 from torch import nn
 
 from mmm.layout import Techniques
-from mmm.models.transformer import TransformerConfig, transformer_of
+from mmm.models.cnn.plan import cnn_plan
+from mmm.models.llama.model import Transformer, TransformerConfig
+from mmm.models.llama.plan import transformer_plan
+from mmm.models.vit.plan import vit_plan
 from mmm.nn import weights
 from mmm.optim.grad_scaler import GradScaler, not_finite
 from mmm.parallel import Layout, build_mesh, clip_grad_norm
 from mmm.parallel.local import local_box, to_local
 from mmm.parallel.parallel_model import ParallelModel
 from mmm.parallel.partition import partition_model
-from mmm.parallel.plans.cnn import cnn_plan
-from mmm.parallel.plans.transformer import transformer_plan
-from mmm.parallel.plans.vit import vit_plan
 from mmm.runtime.device import Precision
 from mmm.runtime.process_group import gather_floats
 from support import reference, vision
@@ -35,7 +35,7 @@ SCALE, RATE = 2.0**16, 0.1
 
 
 def build(model: str) -> nn.Module:
-    return transformer_of(EXPERTS) if model == "experts" else vision.build(model)
+    return Transformer(EXPERTS) if model == "experts" else vision.build(model)
 
 
 def batch(model: str, step: int):

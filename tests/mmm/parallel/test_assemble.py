@@ -5,13 +5,13 @@ import torch
 
 from mmm.errors import LayoutError
 from mmm.layout import Techniques
-from mmm.models.transformer import Transformer, TransformerConfig, transformer_of
+from mmm.models.cnn.plan import cnn_plan
+from mmm.models.llama.model import Transformer, TransformerConfig
+from mmm.models.llama.plan import transformer_plan
+from mmm.models.vit.plan import vit_plan
 from mmm.parallel import Layout, build_mesh
 from mmm.parallel.parallel_model import ParallelModel
 from mmm.parallel.partition import partition_model
-from mmm.parallel.plans.cnn import cnn_plan
-from mmm.parallel.plans.transformer import transformer_plan
-from mmm.parallel.plans.vit import vit_plan
 from mmm.runtime.device import Precision
 from support import reference, vision
 
@@ -63,7 +63,7 @@ def uneven_loads(rank, measured):
     config = TransformerConfig(dim=32, n_layers=2, n_heads=4, n_kv_heads=2, vocab_size=256, n_experts=3, expert_dim=24)
     layout, techniques, plan = Layout(pp=2, dp_shard=1), Techniques(), transformer_plan()
     with torch.device("meta"):
-        model, sample = transformer_of(config), torch.zeros(4, reference.SEQ, dtype=torch.int64)
+        model, sample = Transformer(config), torch.zeros(4, reference.SEQ, dtype=torch.int64)
     partition = partition_model(model, plan, layout, techniques, sample)
     mesh = build_mesh(layout, "cpu", experts=True)
     made = ParallelModel(model, plan, mesh, FP64, techniques, partition, device=CPU, seed=0)

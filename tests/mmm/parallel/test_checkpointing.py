@@ -5,12 +5,12 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mmm.errors import ConfigError
-from mmm.models.vit import ViT, ViTConfig
+from mmm.models.cnn.plan import cnn_plan
+from mmm.models.vit.model import ViT, ViTConfig
+from mmm.models.vit.plan import vit_plan
 from mmm.nn import weights
 from mmm.parallel import cross_entropy
 from mmm.parallel.memory.checkpointing import apply_checkpointing, check_checkpointing
-from mmm.parallel.plans.cnn import cnn_plan
-from mmm.parallel.plans.vit import vit_plan
 from support import vision
 
 CONFIG = ViTConfig(image_size=12, patch_size=4, channels=1, classes=10, dim=16, n_layers=3, n_heads=4)

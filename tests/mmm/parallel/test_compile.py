@@ -9,13 +9,13 @@ from torch.distributed.tensor.parallel import loss_parallel
 
 from mmm.errors import ConfigError, LayoutError
 from mmm.layout import Techniques
-from mmm.models.transformer import TransformerConfig, transformer_of
+from mmm.models.llama.model import Transformer, TransformerConfig
+from mmm.models.llama.plan import transformer_plan
+from mmm.models.vit.plan import vit_plan
 from mmm.nn.draw import canonical_name
 from mmm.parallel import Layout, apply, build_mesh, check_compile, cross_entropy, materialize
 from mmm.parallel.compile import CompileReport
 from mmm.parallel.partition import partition_model
-from mmm.parallel.plans.transformer import transformer_plan
-from mmm.parallel.plans.vit import vit_plan
 from mmm.runtime.device import Precision
 from mmm.runtime.log import get_logger
 from support import reference, vision
@@ -27,7 +27,7 @@ CONFIG = TransformerConfig(dim=32, n_layers=2, n_heads=4, n_kv_heads=2, ffn_dim=
 def gradients(rank, layout, backend):
     mesh = build_mesh(layout, "cpu")
     with torch.device("meta"):
-        model = transformer_of(CONFIG)
+        model = Transformer(CONFIG)
     torch._dynamo.reset()
     compiled = []
     original = torch.nn.Module.compile
@@ -93,7 +93,7 @@ ONE, TWO = Layout(dp_shard=1), Layout(dp_shard=2)
 @pytest.mark.parametrize("mode", ["full", "selective"])
 def test_checkpointed_experts_are_refused(mode):
     with torch.device("meta"):
-        model, sample = transformer_of(WITH_EXPERTS), torch.zeros(2, 16, dtype=torch.int64)
+        model, sample = Transformer(WITH_EXPERTS), torch.zeros(2, 16, dtype=torch.int64)
     for layout in (ONE, Layout(pp=2, dp_shard=1)):
         with pytest.raises(ConfigError, match=rf"'{mode}'"):
             partition_model(model, transformer_plan(), layout, Techniques(compile=True, checkpointing=mode), sample)

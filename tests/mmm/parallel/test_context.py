@@ -5,9 +5,13 @@ import torch
 
 from mmm.data import Batch
 from mmm.errors import ConfigError, LayoutError, UserError
-from mmm.models.cnn import CNNConfig
-from mmm.models.transformer import Transformer, TransformerConfig
-from mmm.models.vit import ViTConfig
+from mmm.layout import CP_STYLES
+from mmm.models.cnn.model import CNNConfig
+from mmm.models.cnn.plan import cnn_plan
+from mmm.models.definition import check_sizes
+from mmm.models.llama.model import Transformer, TransformerConfig
+from mmm.models.llama.plan import transformer_plan
+from mmm.models.vit.model import ViTConfig
 from mmm.nn.attention import causal_attention
 from mmm.parallel import (
     Layout,
@@ -19,10 +23,7 @@ from mmm.parallel.cp import block_attention
 from mmm.parallel.cp.block_attention import block_backward, block_forward, merge, tiled_backward, tiled_forward
 from mmm.parallel.cp.context_parallel import apply_context_parallel, attention_over_cp
 from mmm.parallel.cp.ring import positions_of
-from mmm.parallel.plans.cnn import check_cnn, cnn_plan
-from mmm.parallel.plans.transformer import check_transformer, transformer_plan
-from mmm.parallel.plans.vit import check_vit
-from mmm.parallel.rules import CP_STYLES, check_context_parallel, resolve_ulysses
+from mmm.parallel.cp.styles import check_context_parallel, resolve_ulysses
 from support import anywhere, reference
 from support.shards import shard_batch
 
@@ -164,18 +165,18 @@ def test_with_activation_checkpointing(run_on_ranks, checkpointing, style):
 )
 def test_a_sequence_that_cannot_be_cut(layout, seq, ulysses, words):
     with pytest.raises(LayoutError, match=words):
-        check_transformer(TransformerConfig(), layout, seq, ulysses)
+        check_sizes(TransformerConfig(), layout, seq, ulysses)
 
 
 def test_refused():
     layout = Layout(dp_shard=1, cp=2)
-    check_transformer(TransformerConfig(), Layout(dp_shard=1, cp=3), 96)
+    check_sizes(TransformerConfig(), Layout(dp_shard=1, cp=3), 96)
     with pytest.raises(LayoutError, match=r"compile with cp 2: .* use cp 1"):
         check_compile(transformer_plan(), layout)
     with pytest.raises(LayoutError, match="cp 2: the ViT"):
-        check_vit(ViTConfig(), layout)
+        check_sizes(ViTConfig(), layout)
     with pytest.raises(LayoutError, match="cp 2: an image has no sequence"):
-        check_cnn(CNNConfig(), layout)
+        check_sizes(CNNConfig(), layout)
 
 
 @pytest.mark.parametrize(

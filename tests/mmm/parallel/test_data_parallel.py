@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from mmm.errors import ConfigError, LayoutError
+from mmm.models.cnn.plan import cnn_plan
 from mmm.parallel import (
     Layout,
     Mesh,
@@ -20,7 +21,6 @@ from mmm.parallel import (
     sync_gradients,
 )
 from mmm.parallel.dp.data_parallel import apply_data_parallel
-from mmm.parallel.plans.cnn import cnn_plan
 from mmm.runtime.device import Precision
 from support import anywhere, reference, vision
 

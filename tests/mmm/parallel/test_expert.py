@@ -12,7 +12,10 @@ from torch.distributed.tensor.parallel import loss_parallel
 
 from mmm.errors import LayoutError
 from mmm.layout import check_data_parallel
-from mmm.models.transformer import Transformer, TransformerConfig, transformer_of
+from mmm.models.cnn.plan import cnn_plan
+from mmm.models.definition import check_sizes
+from mmm.models.llama.model import Transformer, TransformerConfig
+from mmm.models.llama.plan import transformer_plan
 from mmm.nn import weights
 from mmm.nn.draw import canonical_name
 from mmm.parallel import (
@@ -27,8 +30,6 @@ from mmm.parallel import (
 )
 from mmm.parallel.ep.expert_parallel import apply_expert_parallel
 from mmm.parallel.local import detached
-from mmm.parallel.plans.cnn import cnn_plan
-from mmm.parallel.plans.transformer import check_transformer, transformer_plan
 from mmm.runtime.device import Precision
 from mmm.runtime.process_group import gather_floats
 from support import reference
@@ -52,7 +53,7 @@ def set_biases(model, biases):
 @lru_cache
 def reference_run(steps=STEPS, biases=(), config=CONFIG):
     """Plain PyTorch; loads and biases worked out here, from the scores alone."""
-    model = transformer_of(config).double()
+    model = Transformer(config).double()
     weights.initialize(model, reference.SEED)
     set_biases(model, dict(biases))
     layers = [layer.moe for layer in model.layers.values()]
@@ -85,7 +86,7 @@ def train(rank, layout, steps, biases, config, techniques):
     mesh = build_mesh(layout, "cpu", experts=True)
     assert mesh.layout == layout
     with torch.device("meta"):
-        model = transformer_of(config)
+        model = Transformer(config)
     model = apply(model, mesh, transformer_plan(), FP64, **techniques)
     materialize(model, CPU, reference.SEED)
     inner = getattr(model, "module", model)
@@ -168,7 +169,7 @@ def test_experts_that_their_ranks_do_not_divide(run_on_ranks, n_experts):
 
 def saved(rank, layout, config):
     with torch.device("meta"):
-        model = transformer_of(config)
+        model = Transformer(config)
     apply(model, build_mesh(layout, "cpu", experts=True), transformer_plan(), FP64)
     materialize(model, CPU, reference.SEED)
     return get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
@@ -178,7 +179,7 @@ def saved(rank, layout, config):
 def test_initial_weights_and_what_is_saved(run_on_ranks, layout):
     """Drawn by part, put together again: the very numbers of the model on one process, and its biases."""
     config = TransformerConfig(**{**vars(CONFIG), "n_experts": 6, "expert_dim": 23})
-    expected = transformer_of(config).double()
+    expected = Transformer(config).double()
     weights.initialize(expected, reference.SEED)
     got = run_on_ranks(saved, 4, layout, config)[0]
     assert got.keys() == expected.state_dict().keys()
@@ -233,11 +234,11 @@ def test_layouts():
 )
 def test_a_model_that_does_not_fit(changes, layout, words):
     with pytest.raises(LayoutError, match=words):
-        check_transformer(TransformerConfig(**{**vars(CONFIG), **changes}), layout, reference.SEQ)
+        check_sizes(TransformerConfig(**{**vars(CONFIG), **changes}), layout, reference.SEQ)
 
 
 def test_experts_need_no_ffn_dim_that_tp_divides():
-    check_transformer(TransformerConfig(**{**vars(CONFIG), "ffn_dim": 81}), Layout(dp_shard=1, tp=2), reference.SEQ)
+    check_sizes(TransformerConfig(**{**vars(CONFIG), "ffn_dim": 81}), Layout(dp_shard=1, tp=2), reference.SEQ)
 
 
 def test_whole_copies_with_ep_are_refused():
@@ -247,7 +248,7 @@ def test_whole_copies_with_ep_are_refused():
 
 def refused(rank):
     with torch.device("meta"):
-        model = transformer_of(CONFIG)
+        model = Transformer(CONFIG)
     with pytest.raises(LayoutError, match=r"tp 2: a mesh for a model with experts .* build_mesh\(…, experts=True"):
         apply_expert_parallel(model, build_mesh(Layout(dp_shard=1, tp=2), "cpu"), transformer_plan())
     with pytest.raises(LayoutError, match="ep 2: the plan of this model names no experts"):

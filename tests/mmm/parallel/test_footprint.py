@@ -4,12 +4,12 @@ import pytest
 import torch
 
 from mmm.errors import LayoutError
-from mmm.models.transformer import Transformer, TransformerConfig
+from mmm.models.llama.model import Transformer, TransformerConfig
+from mmm.models.llama.plan import transformer_plan
 from mmm.optim.adamw import make_optimizer
 from mmm.parallel import Layout, apply, build_mesh, cross_entropy, footprint, materialize
 from mmm.parallel.footprint import Footprint
 from mmm.parallel.memory.measure import local_elements
-from mmm.parallel.plans.transformer import transformer_plan
 from mmm.runtime.device import Precision
 from mmm.runtime.ranks import Rank
 from mmm.trainer import cnn, lm, vit

@@ -8,13 +8,13 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from mmm.models.transformer import TransformerConfig, transformer_of
+from mmm.models.llama.model import Transformer, TransformerConfig
+from mmm.models.llama.plan import transformer_plan
 from mmm.nn.sampling import Sampling
 from mmm.nn.weights import initialize
 from mmm.parallel import Layout, Techniques, build_mesh, partition_model
 from mmm.parallel.generate import generate
 from mmm.parallel.parallel_model import ParallelModel
-from mmm.parallel.plans.transformer import transformer_plan
 from mmm.runtime.device import Precision
 from support.compiling import without_code
 
@@ -29,7 +29,7 @@ def made(axes, sizes=SIZES, **fields):
     ranks = torch.distributed.get_world_size()
     layout, techniques = Layout(**axes).fit(ranks), Techniques(**fields)
     with torch.device("meta"):
-        model, inputs = transformer_of(sizes), torch.zeros(2 * layout.pp, 24, dtype=torch.int64)
+        model, inputs = Transformer(sizes), torch.zeros(2 * layout.pp, 24, dtype=torch.int64)
     plan = transformer_plan(sizes)
     partition = partition_model(model, plan, layout, techniques, inputs)
     mesh = build_mesh(layout, "cpu", experts=sizes.n_experts > 0)
@@ -61,7 +61,7 @@ def texts(rank, axes, fields):
 @cache
 def anew(sizes):
     """The same texts by one plain model, which computes everything for each token."""
-    model = transformer_of(sizes).double()
+    model = Transformer(sizes).double()
     initialize(model, 0)
     found = []
     for sampling in (HOT, Sampling(temperature=0)):

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from mmm.models.transformer import Transformer, TransformerConfig, transformer_of
+from mmm.models.llama.model import Transformer, TransformerConfig
 from mmm.nn import weights
 from mmm.parallel import draw_weights
 
@@ -17,9 +17,9 @@ CONFIG = TransformerConfig(dim=16, n_layers=1, n_heads=2, n_kv_heads=1, vocab_si
 def test_drawn_as_on_one_device(n_experts):
     config = replace(CONFIG, n_experts=n_experts)
     with torch.device("meta"):
-        model = transformer_of(config)
+        model = Transformer(config)
     draw_weights(model, CPU, 3)
-    expected = transformer_of(config)
+    expected = Transformer(config)
     weights.initialize(expected, 3)
     state, names = model.state_dict(), expected.state_dict()
     assert state.keys() == names.keys()

@@ -7,9 +7,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 from mmm.errors import LayoutError
-from mmm.models.transformer import TransformerConfig
+from mmm.models.definition import check_sizes
+from mmm.models.llama.model import TransformerConfig
 from mmm.parallel import Layout, Mesh, Plan, apply, batch_sizes, materialize, meta_parameters, to_local
-from mmm.parallel.plans.transformer import check_transformer
 from mmm.runtime.device import Precision
 
 CPU = torch.device("cpu")
@@ -91,7 +91,7 @@ def test_batches_that_do_not_fit(batch, whole, dp, words):
 )
 def test_a_model_that_does_not_fit_the_mesh(config, tp, seq, words):
     with pytest.raises(LayoutError, match=words):
-        check_transformer(TransformerConfig(**config), Layout(dp_shard=1, tp=tp), seq)
+        check_sizes(TransformerConfig(**config), Layout(dp_shard=1, tp=tp), seq)
 
 
 def on_a_device_mesh(rank):

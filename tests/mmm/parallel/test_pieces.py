@@ -8,14 +8,14 @@ from torch.utils._pytree import tree_leaves
 
 from mmm.errors import ConfigError
 from mmm.layout import PADDING
-from mmm.models.transformer import Transformer, TransformerConfig
-from mmm.models.vit import ViT
+from mmm.models.llama.model import Transformer, TransformerConfig
+from mmm.models.llama.plan import transformer_plan
+from mmm.models.vit.model import ViT
+from mmm.models.vit.plan import vit_plan
 from mmm.nn import weights
 from mmm.parallel import Layout, loss_of
 from mmm.parallel.memory.chunked_loss import apply_chunked_loss
 from mmm.parallel.memory.measure import Peak
-from mmm.parallel.plans.transformer import transformer_plan
-from mmm.parallel.plans.vit import vit_plan
 from support import anywhere, reference, vision
 
 CPU = torch.device("cpu")

@@ -10,12 +10,12 @@ import torch
 from torch.distributed.pipelining import ScheduleGPipe
 
 from mmm.errors import ConfigError, LayoutError
-from mmm.models.transformer import Transformer, TransformerConfig
+from mmm.models.cnn.plan import cnn_plan
+from mmm.models.llama.model import Transformer, TransformerConfig
+from mmm.models.llama.plan import transformer_plan
+from mmm.models.vit.plan import vit_plan
 from mmm.parallel import Layout, Techniques
 from mmm.parallel.plan import Plan
-from mmm.parallel.plans.cnn import cnn_plan
-from mmm.parallel.plans.transformer import transformer_plan
-from mmm.parallel.plans.vit import vit_plan
 from mmm.parallel.pp.schedules import SCHEDULES, Schedule, check_pipeline, stages_of
 from mmm.parallel.pp.stages import balance_stages, part_costs, parts_of, take_stage
 from support import anywhere, reference, vision

@@ -5,10 +5,10 @@ import torch
 
 from mmm.errors import LayoutError
 from mmm.layout import Techniques
-from mmm.models.transformer import Transformer
+from mmm.models.llama.model import Transformer
+from mmm.models.llama.plan import transformer_plan
 from mmm.parallel import Layout
 from mmm.parallel.partition import partition_model
-from mmm.parallel.plans.transformer import transformer_plan
 from mmm.parallel.pp.schedules import SCHEDULES
 from support import reference
 

@@ -11,11 +11,11 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 from mmm.errors import LayoutError
 from mmm.layout import Techniques
-from mmm.models.transformer import Transformer, TransformerConfig
+from mmm.models.llama.model import Transformer, TransformerConfig
+from mmm.models.llama.plan import transformer_plan
 from mmm.parallel import Layout, apply, build_mesh, meta_parameters
 from mmm.parallel.partition import partition_model
 from mmm.parallel.plan import Plan, unmatched
-from mmm.parallel.plans.transformer import transformer_plan
 from mmm.parallel.tp.replicated import Replicated
 from mmm.runtime.device import Precision
 from mmm.trainer.run.parallel_model import build_parallel_model

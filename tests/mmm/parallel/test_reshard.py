@@ -5,15 +5,15 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from mmm.errors import ConfigError, LayoutError
-from mmm.models.cnn import CNN
-from mmm.models.transformer import Transformer
+from mmm.models.cnn.model import CNN
+from mmm.models.cnn.plan import cnn_plan
+from mmm.models.llama.model import Transformer
+from mmm.models.llama.plan import transformer_plan
 from mmm.parallel import Layout, Partition, Techniques, apply, build_mesh, loss_of, materialize, meta_parameters
 from mmm.parallel.checks import check_techniques
 from mmm.parallel.dp.fsdp import fsdp_units_of
 from mmm.parallel.parallel_model import ParallelModel
 from mmm.parallel.partition import partition_model
-from mmm.parallel.plans.cnn import cnn_plan
-from mmm.parallel.plans.transformer import transformer_plan
 from mmm.runtime.device import Precision
 from mmm.traffic.count import count_traffic
 from mmm.traffic.formulas import expected_traffic

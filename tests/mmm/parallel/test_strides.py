@@ -8,13 +8,13 @@ from torch import nn
 from mmm.data.images.batches import ImageBatches
 from mmm.data.images.datasets import load_images
 from mmm.layout import Techniques
-from mmm.models.cnn import CNN, CNNConfig
+from mmm.models.cnn.model import CNN, CNNConfig
+from mmm.models.cnn.plan import cnn_plan
 from mmm.nn import weights
 from mmm.parallel import Layout, build_mesh, cross_entropy
 from mmm.parallel.parallel_model import ParallelModel
 from mmm.parallel.partition import partition_model
 from mmm.parallel.plan import Plan
-from mmm.parallel.plans.cnn import cnn_plan
 from mmm.parallel.pp.p2p import to_contiguous
 from mmm.runtime.device import Precision
 

@@ -12,7 +12,8 @@ from torch.distributed.tensor.parallel import RowwiseParallel
 from mmm.comparison import worst
 from mmm.errors import LayoutError
 from mmm.layout import Techniques
-from mmm.models.transformer import Transformer, TransformerConfig, transformer_of
+from mmm.models.llama.model import Transformer, TransformerConfig
+from mmm.models.llama.plan import transformer_plan
 from mmm.nn import weights
 from mmm.nn.experts import has_experts
 from mmm.parallel import Layout, apply, build_mesh, materialize, meta_parameters
@@ -20,7 +21,6 @@ from mmm.parallel.dp.wrapped import Wrapper
 from mmm.parallel.parallel_model import ParallelModel
 from mmm.parallel.partition import partition_model
 from mmm.parallel.plan import Plan
-from mmm.parallel.plans.transformer import transformer_plan
 from mmm.parallel.ties import find_ties
 from mmm.parallel.tp.replicated import Replicated
 from mmm.runtime.device import Precision
@@ -141,7 +141,7 @@ def dense():
 
 
 def experts():
-    return transformer_of(replace(LLAMA, n_experts=4, expert_dim=24))
+    return Transformer(replace(LLAMA, n_experts=4, expert_dim=24))
 
 
 PP2 = Layout(pp=2, dp_shard=1)

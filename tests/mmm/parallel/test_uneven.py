@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from mmm.errors import LayoutError
-from mmm.models.transformer import TransformerConfig
+from mmm.models.definition import check_sizes
+from mmm.models.llama.model import TransformerConfig
 from mmm.parallel import Layout
-from mmm.parallel.plans.transformer import check_transformer
 from support import anywhere, reference
 
 F64 = torch.float64
@@ -82,4 +82,4 @@ def test_key_value_heads_that_ranks_share(run_on_ranks, layout, kv_heads, pieces
 )
 def test_refused(config, tp, words):
     with pytest.raises(LayoutError, match=words):
-        check_transformer(replace(TransformerConfig(), **config), Layout(dp_shard=1, tp=tp), 48)
+        check_sizes(replace(TransformerConfig(), **config), Layout(dp_shard=1, tp=tp), 48)

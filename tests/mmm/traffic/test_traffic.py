@@ -9,13 +9,13 @@ import torch.distributed._functional_collectives as funcol
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import loss_parallel
 
-from mmm.models.cnn import CNN
-from mmm.models.transformer import Transformer, TransformerConfig
-from mmm.models.vit import ViT
+from mmm.models.cnn.model import CNN
+from mmm.models.cnn.plan import cnn_plan
+from mmm.models.llama.model import Transformer, TransformerConfig
+from mmm.models.llama.plan import transformer_plan
+from mmm.models.vit.model import ViT
+from mmm.models.vit.plan import vit_plan
 from mmm.parallel import Layout, Partition, Techniques, apply, build_mesh, cross_entropy, materialize, sync_gradients
-from mmm.parallel.plans.cnn import cnn_plan
-from mmm.parallel.plans.transformer import transformer_plan
-from mmm.parallel.plans.vit import vit_plan
 from mmm.parallel.pp.pipeline import Pipeline
 from mmm.parallel.pp.schedules import check_pipeline, stages_of
 from mmm.parallel.pp.stages import balance_stages, parts_of, take_stage

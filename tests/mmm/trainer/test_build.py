@@ -9,6 +9,8 @@ from torch import nn
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 import mmm.trainer.run.standard  # noqa: F401  # before `program_on` looks for it
+from mmm.checkpoint.safetensors import header_of
+from mmm.checkpoint.tensors import TensorEntry
 from mmm.errors import ConfigError
 from mmm.nn.draw import Init
 from mmm.parallel import (
@@ -23,8 +25,6 @@ from mmm.parallel import (
 )
 from mmm.trainer import BatchOptions, build_model, start_run
 from mmm.trainer.loop.save import full_tensors
-from mmm.weights.safetensors import header_of
-from mmm.weights.weights import TensorEntry
 from support.pool import program_on
 
 CPU = torch.device("cpu")

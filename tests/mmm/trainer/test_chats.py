@@ -9,7 +9,7 @@ import torch
 
 from mmm.errors import ConfigError, DataError
 from mmm.generate import config_of
-from mmm.models.transformer import Transformer
+from mmm.models.llama.model import Transformer
 from mmm.trainer import lm
 from mmm.trainer.config.command_line import configure
 from mmm.trainer.lm import resolve

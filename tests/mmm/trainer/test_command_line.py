@@ -6,11 +6,11 @@ import sys
 import pytest
 
 from mmm.errors import LayoutError, UserError
+from mmm.models.llama.plan import transformer_plan
 from mmm.parallel import Layout, Techniques, batch_sizes
 from mmm.parallel.compile import check_compile
-from mmm.parallel.plans.transformer import transformer_plan
+from mmm.parallel.cp.styles import check_cp_style
 from mmm.parallel.pp.schedules import check_pipeline
-from mmm.parallel.rules import check_cp_style
 from mmm.trainer import lm
 from mmm.trainer.config.command_line import host_left_out, parse, with_flags
 

@@ -9,10 +9,10 @@ import torch
 
 from mmm.data.text.text_data import TextData
 from mmm.errors import RecordError
-from mmm.models.transformer import Transformer, TransformerConfig
+from mmm.models.llama.model import Transformer, TransformerConfig
+from mmm.models.llama.plan import transformer_plan
 from mmm.parallel.dp.wrapped import unwrapped
 from mmm.parallel.local import to_local
-from mmm.parallel.plans.transformer import transformer_plan
 from mmm.runtime.clock import PARTS, PIPELINE_PARTS, StepClock
 from mmm.runtime.device import Precision
 from mmm.trainer.config.layout import SequenceLayoutOptions, techniques_of

@@ -12,8 +12,9 @@ import pytest
 import mmm.history
 from mmm.errors import LayoutError, UserError
 from mmm.generate import config_of
-from mmm.models import gpt
-from mmm.models.gpt import GPTConfig
+from mmm.models.definition import check_sizes
+from mmm.models.gpt.model import GPTConfig
+from mmm.models.gpt.model import model as gpt
 from mmm.trainer import lm
 from mmm.trainer.config.command_line import configure, parse
 from mmm.trainer.config.presets import GPT_TRAINING
@@ -156,11 +157,10 @@ def test_refused_before_anything_is_written(tmp_path, flags, words, no_process_g
 )
 def test_layouts_that_do_not_fit(changes, layout, words):
     from mmm.layout import Layout
-    from mmm.parallel.plans.gpt import check_gpt
 
     changes = dict(changes)
     seq, dropped = changes.pop("seq", 32), changes.pop("weights", 0.0)
     config = GPTConfig(**{"dim": 64, "n_heads": 8, "block_size": 32, "attention_dropout": dropped, **changes})
     with pytest.raises(LayoutError, match=re.escape(words)):
-        check_gpt(config, Layout(**{"dp_shard": 1, **layout}), seq)
-    check_gpt(dataclasses.replace(config, block_size=32, vocab_size=97), Layout(dp_shard=1, tp=4), 32)
+        check_sizes(config, Layout(**{"dp_shard": 1, **layout}), seq)
+    check_sizes(dataclasses.replace(config, block_size=32, vocab_size=97), Layout(dp_shard=1, tp=4), 32)

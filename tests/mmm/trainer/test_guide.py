@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 
 import mmm.history
 import mmm.trainer.run.standard  # before `program_on` looks for it
-from mmm.models.transformer import Transformer
+from mmm.models.llama.model import Transformer
 from mmm.parallel import draw_weights, local_batches
 from support.pool import program_on
 

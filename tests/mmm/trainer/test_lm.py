@@ -12,7 +12,7 @@ import torch
 import mmm.history
 from mmm.data.text.prepare import Preparation, prepare
 from mmm.errors import DivergedError, RecordError, UserError
-from mmm.models.transformer import transformer_of
+from mmm.models.llama.model import Transformer
 from mmm.trainer import lm
 from mmm.trainer.config.command_line import configure
 from support.pool import program_on
@@ -42,7 +42,7 @@ def run(rank, outdir, flags):
 
 def saved(folder, **flags):
     config = configure(lm.Config, **SMALL, **flags)
-    model = transformer_of(config.model.model_sizes(config.experts, None, 32, 256)).double()
+    model = Transformer(config.model.model_sizes(config.experts, None, 32, 256)).double()
     model.load_state_dict(torch.load(folder / "model.pt", weights_only=True))
     return model
 

@@ -10,13 +10,13 @@ import torch
 from mmm.data.text.text_data import TextData
 from mmm.errors import DivergedError
 from mmm.layout import Techniques
-from mmm.models.transformer import TransformerConfig, transformer_of
+from mmm.models.llama.model import Transformer, TransformerConfig
+from mmm.models.llama.plan import transformer_plan
 from mmm.nn.experts import MixtureOfExperts
 from mmm.optim.adamw import make_optimizer
 from mmm.parallel import Layout, build_mesh
 from mmm.parallel.local import to_local
 from mmm.parallel.parallel_model import ParallelModel
-from mmm.parallel.plans.transformer import transformer_plan
 from mmm.runtime.clock import StepClock
 from mmm.runtime.device import Precision
 from mmm.trainer.config.resolve_plan import with_plan
@@ -43,7 +43,7 @@ def train(rank, layout, kind, mode, planted, optimizer="adamw", max_norm=1.0, by
     experts = layout.ep > 1
     precision = Precision("fp64", torch.float64, torch.float64)
     with torch.device("meta"):
-        whole = transformer_of(EXPERTS if experts else DENSE)
+        whole = Transformer(EXPERTS if experts else DENSE)
         sample = torch.zeros(texts.GLOBAL_BATCH // layout.dp, texts.SEQ, dtype=torch.int64)
     options, data = RunOptions(lr=0.01), TextData(texts.tokens(), texts.tokens(), {})
     sizes = EXPERTS if experts else DENSE

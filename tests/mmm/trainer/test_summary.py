@@ -4,7 +4,7 @@ import torch
 from torch import nn
 
 from mmm.layout import Layout
-from mmm.models.vit import ViT, ViTConfig
+from mmm.models.vit.model import ViT, ViTConfig
 from mmm.optim.adamw import make_optimizer
 from mmm.trainer.job import model_summary
 from mmm.trainer.loop.schedule import optimizer_text

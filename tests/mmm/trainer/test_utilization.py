@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from mmm.models.transformer import Transformer, TransformerConfig
+from mmm.models.llama.model import Transformer, TransformerConfig
+from mmm.models.llama.plan import transformer_plan
 from mmm.parallel import meta_parameters
-from mmm.parallel.plans.transformer import transformer_plan
 from mmm.trainer.run.utilization import peak_flops, step_flops
 
 

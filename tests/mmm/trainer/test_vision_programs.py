@@ -13,7 +13,7 @@ from mmm.data.images.datasets import load_images
 from mmm.data.images.published import PUBLISHED
 from mmm.errors import UserError
 from mmm.examples import fsdp, parallel_4d
-from mmm.models.cnn import CNN, CNNConfig
+from mmm.models.cnn.model import CNN, CNNConfig
 from mmm.trainer import cnn as cnn_trainer
 from mmm.trainer import vit
 from mmm.trainer.config.command_line import configure

@@ -8,7 +8,7 @@ import torch
 
 from mmm.errors import CheckpointError
 from mmm.generate import config_of
-from mmm.models.transformer import Transformer
+from mmm.models.llama.model import Transformer
 from mmm.nn.rope import RopeScaling
 from mmm.weights import weights as rows
 from mmm.weights.hugging_face import export

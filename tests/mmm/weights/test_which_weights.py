@@ -3,7 +3,7 @@
 import torch
 
 from mmm.generate import config_of
-from mmm.models.transformer import Transformer
+from mmm.models.llama.model import Transformer
 from mmm.weights.open_weights import open_weights
 from support.llamas import CONFIG, logits, tensors, write_hugging_face, write_safetensors
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from mmm.generate import config_of, tokenizer_on_disk
-from mmm.models.transformer import Transformer
+from mmm.models.llama.model import Transformer
 from mmm.nn.sampling import Sampling
 from mmm.weights.open_weights import open_weights
 from mmm_lab.cli import main as cli

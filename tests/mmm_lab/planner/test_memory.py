@@ -3,16 +3,16 @@
 import pytest
 import torch
 
-from mmm.models.gpt import GPTBlock, GPTConfig
-from mmm.models.transformer import TransformerBlock, TransformerConfig, transformer_of
-from mmm.models.vit import ViT, ViTConfig
+from mmm.models.gpt.model import GPTBlock, GPTConfig
+from mmm.models.llama.model import Transformer, TransformerBlock, TransformerConfig
+from mmm.models.llama.plan import transformer_plan
+from mmm.models.vit.model import ViT, ViTConfig
 from mmm.nn.dropout import sample_keys
 from mmm.nn.rope import rotary_table
 from mmm.parallel import Layout, Techniques
 from mmm.parallel.memory.checkpointing import apply_checkpointing
 from mmm.parallel.memory.chunked_loss import apply_chunked_loss, loss_of
 from mmm.parallel.memory.measure import Peak
-from mmm.parallel.plans.transformer import transformer_plan
 from mmm.parallel.pp.replay import action_lists
 from mmm.parallel.pp.schedules import SCHEDULES, stages_of
 from mmm_lab.planner.activations import gpt_layer, transformer_layer, vit_layer
@@ -109,7 +109,7 @@ CASES = [
 @pytest.mark.parametrize(("sizes", "techniques"), CASES)
 def test_peak_of_a_step(sizes, techniques):
     config, batch, seq = TransformerConfig(**sizes), 4, 256
-    model, plan = transformer_of(config), transformer_plan(config)
+    model, plan = Transformer(config), transformer_plan(config)
     plan = apply_chunked_loss(model, plan, techniques.get("loss_chunks", 1), torch.float32)
     apply_checkpointing(model, plan, techniques.get("checkpointing", "none"))
     tokens, loss = torch.randint(config.vocab_size, (batch, seq)), loss_of(model)

@@ -6,14 +6,14 @@ from dataclasses import replace
 import pytest
 import torch
 
-from mmm.models import gpt
-from mmm.models.transformer import PRESETS, Transformer
-from mmm.models.vit import PRESETS as VITS
-from mmm.models.vit import ViT
+from mmm.models.gpt.model import model as gpt
+from mmm.models.gpt.plan import gpt_plan
+from mmm.models.llama.model import PRESETS, Transformer
+from mmm.models.llama.plan import transformer_plan
+from mmm.models.vit.model import PRESETS as VITS
+from mmm.models.vit.model import ViT
+from mmm.models.vit.plan import vit_plan
 from mmm.parallel import Layout, Techniques, partition_model
-from mmm.parallel.plans.gpt import gpt_plan
-from mmm.parallel.plans.transformer import transformer_plan
-from mmm.parallel.plans.vit import vit_plan
 from mmm.parallel.pp.schedules import stages_of
 from mmm.runtime.device import Precision
 from mmm.traffic.formulas import expected_traffic

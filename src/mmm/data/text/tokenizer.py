@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 
 from mmm.data.text.byte_tokenizer import ByteTokenizer, Tokenizer
+from mmm.data.text.chat_format import chat_format_of_folder
 from mmm.data.text.formats import reading
 from mmm.data.text.tokens import BYTES
 from mmm.errors import ConfigError, DataError
 from mmm.outside import parse_json, read_file
-from mmm.weights.chat_format import chat_format_of_folder
 
 CODE_POINTS = 0x110000  # of Unicode
 CUTS = ("truncation", "padding")  # fields of a tokenizer.json, for inputs of another program: a text is one input

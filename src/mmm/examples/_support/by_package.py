@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from mmm.examples._support.text import PlainTextConfig, resolve_own
 from mmm.layout import Layout, Techniques
-from mmm.models.transformer import transformer_of
+from mmm.models.llama.plan import transformer_plan
 from mmm.nn.experts import has_experts
 from mmm.parallel import Mesh, apply, build_mesh, materialize
 from mmm.parallel.dp.wrapped import unwrapped
-from mmm.parallel.plans.transformer import transformer_plan
 from mmm.trainer.config.resolve_plan import with_plan
 from mmm.trainer.job import Job
 from mmm.trainer.run.core import Run
@@ -17,7 +16,7 @@ from mmm.trainer.run.tables import sharded_model
 
 def resolve(config: PlainTextConfig, layout: Layout, techniques: Techniques | None = None, **defaults: int) -> Job:
     """`resolve_own`, and how the package parallelizes the Transformer."""
-    own = resolve_own(config, layout, techniques, build=transformer_of, **defaults)
+    own = resolve_own(config, layout, techniques, **defaults)
     tokens = config.data.seq_length // (layout.cp * layout.tp)
     return with_plan(own, transformer_plan(own.sizes), config.run.dtype, tokens)
 

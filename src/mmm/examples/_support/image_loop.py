@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from mmm.data import Batch
 from mmm.examples._support.mistakes import STEPS, OneDevice, mistake_of
 from mmm.layout import PADDING
-from mmm.models.cnn import CNN
+from mmm.models.cnn.model import CNN
 from mmm.trainer.job import Job
 from mmm.trainer.loop.image_task import ImageTask, evaluate_images, measure_of
 from mmm.trainer.run.core import Run

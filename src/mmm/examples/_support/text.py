@@ -18,7 +18,7 @@ from mmm.data.text.tokens import BYTES, TextTokens
 from mmm.errors import ConfigError
 from mmm.examples._support.mistakes import STEPS, OneDevice, mistake_of
 from mmm.layout import Layout, Techniques
-from mmm.models.transformer import Transformer, TransformerConfig
+from mmm.models.llama.model import Transformer, TransformerConfig
 from mmm.runtime.ranks import whoami
 from mmm.trainer.config.model import TransformerOptions
 from mmm.trainer.config.resolve_text import resolve_text
@@ -91,7 +91,6 @@ def resolve_own(
     techniques: Techniques | None = None,
     batch_size: int = DEFAULT_BATCH_SIZE,
     max_iters: int = DEFAULT_MAX_ITERS,
-    build: Callable[[TransformerConfig], Transformer] = Transformer,
 ) -> Job:
     """For an example that parallelizes the model itself: find the text, and decide on model, batch and steps; needs no
     process group.
@@ -101,7 +100,6 @@ def resolve_own(
         techniques: that the example writes out.
         batch_size: samples a step, per data-parallel coordinate, where no flag says.
         max_iters: steps, where no flag says.
-        build: makes the model of its sizes.
 
     Raises:
         UserError: anything that does not fit.
@@ -115,7 +113,6 @@ def resolve_own(
         config.optimizer.optimizer,
         config.data.seq_length,
         partial(config.data.load, sizes.vocab_size, config.run.seed),
-        build=build,
         evaluation=config.evaluation if isinstance(config, TextConfig) else None,
         default_batch_size=batch_size,
         default_max_iters=max_iters,
@@ -131,7 +128,6 @@ def text_steps(
     *,
     coordinate: int | None = None,
     at: Mapping[str, int] | None = None,
-    build: Callable[[TransformerConfig], Transformer] = Transformer,
 ) -> Iterator[Step]:
     """The steps of a program that trains a Transformer on text.
 
@@ -141,7 +137,6 @@ def text_steps(
             coordinate → this rank's part of the loss of a global batch.
         coordinate: whose samples these are. Default: this rank's data-parallel coordinate.
         at: what a row says besides its step, such as ``{"stage": 1}``.
-        build: makes the model of its sizes, for one device.
     """
     steps, evaluation = job.steps, run.config.evaluation if isinstance(run.config, TextConfig) else None
     global_batch, tokens = job.global_batch_size, job.data.train
@@ -151,7 +146,7 @@ def text_steps(
     if mistake_of(run) is not None:
         steps = min(steps, STEPS)
         with torch.device("meta"):
-            full = build(job.sizes)
+            full = Transformer(job.sizes)
         size, modules = job.global_batch_size, [model] if isinstance(model, nn.Module) else model
         one_device = OneDevice(
             run, full, modules, optimizer, lambda step: tokens.batch(step, size, 0, size).to(run.device)

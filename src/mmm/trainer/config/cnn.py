@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
-
 from mmm.errors import ConfigError
 from mmm.layout import Layout, Techniques, batch_sizes
-from mmm.models.cnn import CNN, CNNConfig
-from mmm.parallel.rules import cnn_rules, refuse
+from mmm.models.cnn.definition import MODEL
+from mmm.models.cnn.model import CNNConfig
+from mmm.models.definition import check_sizes
 from mmm.trainer.config.images import ImageOptions, check_images
 from mmm.trainer.config.run import StepOptions
 from mmm.trainer.config.scaled_lr import ScaledOptions, with_scaled_lr
@@ -72,9 +71,8 @@ def resolve_cnn(
     sizes = CNNConfig(channels=channels, image_size=size, classes=len(data.classes))
     if not (options.dropout and dropout):
         sizes = sizes.without_dropout()
-    refuse(cnn_rules(sizes, layout))
-    with torch.device("meta"):
-        model, sample = CNN(sizes), torch.zeros(local_batch_size, *data.shape)
+    check_sizes(sizes, layout)
+    model, sample = MODEL.on_meta(sizes, local_batch_size)
     steps_per_epoch = check_images(data, global_batch_size, layout.dp)
     job = Job(
         layout=layout,

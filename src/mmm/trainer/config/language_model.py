@@ -3,38 +3,42 @@ groups ``model`` and ``sample``."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import tyro
 
 from mmm.data.text.byte_tokenizer import Tokenizer
 from mmm.errors import ConfigError
 from mmm.generate import config_of, end_of_answers
-from mmm.models import gpt
-from mmm.models.gpt import GPTConfig, LanguageConfig
-from mmm.models.transformer import PRESETS
-from mmm.trainer.config.model import Preset, TransformerOptions, change_sizes
-from mmm.trainer.config.run import check_effect
+from mmm.models.definition import NAMES, ModelDef, find, of_config
+from mmm.trainer.config.model import Preset, TransformerOptions
 from mmm.trainer.config.training import ExpertOptions
 from mmm.weights.open_weights import open_weights
 from mmm.weights.weights import Weights
 
 # Sizes that the weights decide. The others (epsilon, rotary positions) change no shape.
-SHAPES = ("dim", "n_layers", "n_heads", "n_kv_heads", "vocab_size", "hidden_dim", "n_experts", "tie_word_embeddings")
-# Of a GPT; it takes these flags, and the others are a Transformer's.
-GPT_SHAPES = ("dim", "n_layers", "n_heads", "vocab_size", "bias")
-GPT_FLAGS = (*GPT_SHAPES, "dropout", "attention_dropout")
+SHAPES = (
+    "dim",
+    "n_layers",
+    "n_heads",
+    "n_kv_heads",
+    "vocab_size",
+    "hidden_dim",
+    "n_experts",
+    "tie_word_embeddings",
+    "bias",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
 class LanguageModelOptions(TransformerOptions):
     """The model: a preset, or weights on disk, and what differs from them."""
 
-    model: Literal["transformer", "gpt"] | None = None
-    """transformer: as Llama has it. gpt: as GPT-2 and nanoGPT have it, with learned positions for --seq_length tokens,
-    and presets gpt2, shakespeare, shakespeare-cpu of its own. Default: transformer, or that of --init_from."""
+    model: str | None = None
+    """llama: a Llama. gpt: as GPT-2 and nanoGPT have it, with learned positions for --seq_length tokens, and presets
+    gpt2, shakespeare, shakespeare-cpu of its own. Default: llama, or that of --init_from."""
     preset: Preset | None = None  # type: ignore[assignment]
     """Sizes to start from; the flags below change single ones. Default: small, of a GPT shakespeare-cpu, or those of
     --init_from."""
@@ -70,13 +74,15 @@ class LanguageModelOptions(TransformerOptions):
     def changed_sizes(self) -> dict[str, Any]:
         """As `TransformerOptions.changed_sizes`."""
         changed = super().changed_sizes()
-        if self.tie_word_embeddings:
-            changed["tie_word_embeddings"] = True
-        return changed
+        changed["dropout"] = self.dropout
+        changed["attention_dropout"] = self.attention_dropout
+        changed["bias"] = self.bias or None
+        changed["tie_word_embeddings"] = self.tie_word_embeddings or None
+        return {name: value for name, value in changed.items() if value is not None}
 
     def model_sizes(
         self, experts: ExpertOptions, weights: Weights | None, seq_length: int, default_vocab: int | None = None
-    ) -> LanguageConfig:
+    ) -> Any:
         """The sizes asked for.
 
         Args:
@@ -87,46 +93,30 @@ class LanguageModelOptions(TransformerOptions):
         Raises:
             ConfigError: a flag says other sizes than the weights have, or is of the other kind of model.
         """
-        own = None if weights is None else config_of(weights)
-        kind = self.model or ("gpt" if isinstance(own, GPTConfig) else "transformer")
-        if own is not None and (kind == "gpt") != isinstance(own, GPTConfig):
-            raise ConfigError(f"--model {kind} and --init_from {self.init_from}, which is no such model: leave one out")
-        sizes: LanguageConfig
-        shapes: tuple[str, ...]
-        if kind == "gpt":
-            sizes, shapes = self._gpt_sizes(experts, own, seq_length, default_vocab), GPT_SHAPES
-        else:
-            of_gpt = {"dropout": self.dropout, "attention_dropout": self.attention_dropout, "bias": self.bias or None}
-            check_effect(False, "--model gpt", "a Transformer has none", "--model gpt", **of_gpt)
-            assert not isinstance(own, GPTConfig)
-            changed, drawn = self.changed_sizes(), PRESETS[self.preset or TransformerOptions.preset]
-            sizes = experts.add_to(
-                change_sizes(drawn, changed, default_vocab) if own is None else change_sizes(own, changed)
+        changed = self.changed_sizes() | experts.sizes()
+        if weights is None:
+            definition = find(self.model or NAMES[0])
+            check_language(definition)
+            return definition.sizes(self.preset, seq_length, **{"vocab_size": default_vocab, **changed})
+        own = config_of(weights)
+        definition = of_config(own)
+        if self.model not in (None, definition.name):
+            raise ConfigError(
+                f"--model {self.model} and --init_from {self.init_from}, which is no such model: leave one out"
             )
-            shapes = SHAPES
-        for name in shapes if own is not None else ():
-            if getattr(sizes, name) != getattr(own, name):
-                there, asked = getattr(own, name), getattr(sizes, name)
-                raise ConfigError(f"--init_from {self.init_from} has {name} {there}, and the flags say {asked}")
+        sizes = definition.changed(own, **changed)
+        for name in SHAPES:
+            stored = getattr(own, name, None)
+            asked = getattr(sizes, name, None)
+            if asked != stored:
+                raise ConfigError(f"--init_from {self.init_from} has {name} {stored}, and the flags say {asked}")
         return sizes
 
-    def _gpt_sizes(
-        self, experts: ExpertOptions, own: LanguageConfig | None, seq_length: int, default_vocab: int | None
-    ) -> GPTConfig:
-        preset = self.preset or "shakespeare-cpu"
-        if preset not in gpt.PRESETS:
-            raise ConfigError(f"--preset {preset} with --model gpt: its presets are {', '.join(gpt.PRESETS)}")
-        given = {**self.changed_sizes(), **({"n_experts": experts.n_experts} if experts.n_experts else {})}
-        if wrong := [name for name in given if name not in GPT_FLAGS]:
-            raise ConfigError(
-                f"--{wrong[0]} {given[wrong[0]]} with --model gpt, which has no such choice: leave it out"
-            )
-        own_flags = {"dropout": self.dropout, "attention_dropout": self.attention_dropout, "bias": self.bias or None}
-        given |= {name: value for name, value in own_flags.items() if value is not None}
-        if isinstance(own, GPTConfig):
-            return replace(own, **given)
-        drawn = {"block_size": seq_length} | ({} if default_vocab is None else {"vocab_size": default_vocab})
-        return replace(gpt.PRESETS[preset], **{**drawn, **given})
+
+def check_language(definition: ModelDef) -> None:
+    """Raises ConfigError for a model that does not predict tokens."""
+    if not definition.language:
+        raise ConfigError(f"--model {definition.name}: it is no language model; {definition.program} trains it")
 
 
 @dataclass(frozen=True, kw_only=True)

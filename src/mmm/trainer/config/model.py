@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from mmm.errors import ConfigError
-from mmm.models.transformer import PRESETS, TransformerConfig
+from mmm.models.llama.model import PRESETS, TransformerConfig
 
 Preset = Literal[
     "debug",

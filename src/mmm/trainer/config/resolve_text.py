@@ -5,14 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
-from torch import nn
-
 from mmm.data.text.text_data import TextData
 from mmm.errors import LayoutError
 from mmm.layout import Layout, Techniques, batch_sizes
-from mmm.models.transformer import Transformer
-from mmm.parallel.rules import check_context_parallel, check_transformer, resolve_ulysses
+from mmm.models.definition import check_sizes, of_config
+from mmm.parallel.cp.styles import check_context_parallel, resolve_ulysses
 from mmm.runtime.ranks import DRY_RUN, whoami
 from mmm.trainer.config.run import DEFAULT_BATCH_SIZE, DEFAULT_MAX_ITERS, StepOptions, ValidationOptions
 from mmm.trainer.job import Job
@@ -27,8 +24,6 @@ def resolve_text(
     seq_length: int,
     load: Callable[[], TextData],
     *,
-    build: Callable[[Any], nn.Module] = Transformer,
-    check: Callable[[Any, Layout, int, int], None] = check_transformer,
     evaluation: ValidationOptions | None = None,
     default_batch_size: int = DEFAULT_BATCH_SIZE,
     default_max_iters: int = DEFAULT_MAX_ITERS,
@@ -39,7 +34,6 @@ def resolve_text(
         layout: fitted to the number of ranks.
         optimizer: its name.
         load: finds the text.
-        build: makes the model of its sizes. check: whether these fit the layout.
         evaluation: None of a program that does not validate.
         default_batch_size: samples a step, per data-parallel coordinate, where no flag says.
         default_max_iters: steps, where no flag says.
@@ -49,7 +43,7 @@ def resolve_text(
     """
     techniques, notes = _with_ulysses(techniques, layout, sizes.n_heads)
     check_context_parallel(techniques, layout)
-    check(sizes, layout, seq_length, techniques.ulysses_size(layout.cp))
+    check_sizes(sizes, layout, seq_length, techniques.ulysses_size(layout.cp))
     local_batch_size, global_batch_size = batch_sizes(
         run.batch_size, run.global_batch_size, layout.dp, default_batch_size
     )
@@ -61,9 +55,7 @@ def resolve_text(
         if there < evaluation.eval_batches:
             asked = f"{there} global batches instead of {evaluation.eval_batches}"
             notes.append(f"validation: {asked}, all that the text has")
-    with torch.device("meta"):
-        model = build(sizes)
-        sample = torch.zeros(local_batch_size, seq_length, dtype=torch.int64)
+    model, sample = of_config(sizes).on_meta(sizes, local_batch_size, seq_length)
     return Job(
         layout=layout,
         sizes=sizes,

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -13,7 +13,6 @@ import torch
 from torch import nn
 
 from mmm.errors import ConfigError
-from mmm.models.transformer import TransformerConfig
 from mmm.optim.adamw import make_optimizer
 from mmm.optim.layerwise import make_layerwise
 from mmm.trainer.config.run import (
@@ -71,12 +70,12 @@ class ExpertOptions:
         """`balance_rate`, or what stands for it."""
         return 0.01 if self.balance_rate is None else self.balance_rate
 
-    def add_to(self, sizes: TransformerConfig) -> TransformerConfig:
-        """The sizes, with experts where there are any."""
+    def sizes(self) -> dict[str, int | None]:
+        """Fields of a model's sizes; none without experts."""
         if not self.n_experts:
-            return sizes
+            return {}
         top_k = min(2, self.n_experts) if self.top_k is None else self.top_k
-        return replace(sizes, n_experts=self.n_experts, top_k=top_k, expert_dim=self.expert_dim)
+        return {"n_experts": self.n_experts, "top_k": top_k, "expert_dim": self.expert_dim}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,9 +5,9 @@ import itertools
 import pytest
 import torch
 
-from mmm.models.transformer import Transformer, TransformerConfig
+from mmm.models.llama.model import Transformer, TransformerConfig
+from mmm.models.llama.plan import transformer_plan
 from mmm.parallel import Layout, apply, build_mesh, cross_entropy, materialize
-from mmm.parallel.plans.transformer import transformer_plan
 from mmm.parallel.pp.bubble import bubble_formula
 from mmm.parallel.pp.pipeline import Pipeline, TimedStage
 from mmm.parallel.pp.replay import Action, action_lists, replay

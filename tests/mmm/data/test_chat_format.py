@@ -5,8 +5,8 @@ import json
 import pytest
 
 from mmm.checkpoint.model_metadata import ChatFormat
+from mmm.data.text.chat_format import chat_format_of_folder
 from mmm.errors import CheckpointError
-from mmm.weights.chat_format import chat_format_of_folder
 from mmm.weights.open_weights import open_weights
 from mmm_lab.cli import main as cli
 from support.llamas import CONFIG, byte_bpe, write_hugging_face

@@ -31,14 +31,24 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
 )
 
-from mmm.models.transformer import TransformerConfig
+from mmm.layout import Layout
+from mmm.models.llama.model import TransformerConfig
+from mmm.models.rules import (
+    HEADS,
+    HIDDEN,
+    check_by,
+    context_rules,
+    expert_rules,
+    kv_head_rules,
+    sequence_rules,
+    tp_rule,
+)
 from mmm.parallel.plan import Plan
-from mmm.parallel.rules import check_transformer
 from mmm.parallel.tp.tensor_parallel import KVHeads
 
 
 def transformer_plan(config: TransformerConfig | None = None) -> Plan:
-    """The plan of `mmm.models.transformer.Transformer`, of any size.
+    """The plan of `mmm.models.llama.model.Transformer`, of any size.
 
     Args:
         config: needed where tp is larger than the number of key/value heads, which are then shared (`KVHeads`).
@@ -74,9 +84,31 @@ def transformer_plan(config: TransformerConfig | None = None) -> Plan:
         stages=("tok_embeddings", "layers.*", ("norm", "output")),
         attention=("layers.*.attention",),
         sequence=True,
-        check=lambda model, layout, inputs, ulysses: check_transformer(model.config, layout, inputs.shape[1], ulysses),
+        check=check_by(transformer_rules),
         experts=("layers.*.moe",),
         output="output",
         optional=("layers.*.feed_forward*", "layers.*.moe*"),  # a model has the one or the other
         # No compiled_with_tp: modules that take a DTensor have silently wrong gradients when compiled (PyTorch 2.13).
     )
+
+
+def transformer_rules(config: TransformerConfig, layout: Layout, seq_length: int, ulysses: int) -> dict[str, str]:
+    """Of a Transformer.
+
+    Args:
+        seq_length: in tokens.
+        ulysses: ranks of cp that shard heads among them (`Techniques.ulysses_size`).
+    """
+    wrong = config.problems() + ([f"seq_length is {seq_length}: it must be at least 1"] if seq_length < 1 else [])
+    if wrong:
+        return {problem: problem for problem in wrong}
+    tp = layout.tp
+    broken = context_rules(config.n_heads, layout, seq_length, ulysses) | expert_rules(config.n_experts, layout)
+    if tp == 1:
+        return broken
+    broken |= kv_head_rules(config.n_kv_heads, config.head_dim, tp)
+    if layout.cp == 1 or ulysses == 1:  # else `context_rules` has a stricter rule
+        broken |= tp_rule("n_heads", config.n_heads, tp, HEADS)
+    if not config.n_experts:  # which are not sharded over tp
+        broken |= tp_rule("ffn_dim", config.hidden_dim, tp, HIDDEN)
+    return broken | sequence_rules(config.vocab_size, layout, seq_length)

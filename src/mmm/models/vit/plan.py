@@ -24,14 +24,14 @@ from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, PrepareModuleInput, RowwiseParallel
 
 from mmm.layout import Layout
-from mmm.models.vit import ViTConfig
-from mmm.parallel.plan import Plan, check_axes
-from mmm.parallel.rules import refuse, vit_rules
+from mmm.models.rules import HEADS, HIDDEN, check_by, tp_rule
+from mmm.models.vit.model import ViTConfig
+from mmm.parallel.plan import Plan
 from mmm.parallel.tp.replicated import Replicated
 
 
-def vit_plan() -> Plan:
-    """The plan of `mmm.models.vit.ViT`, of any size."""
+def vit_plan(config: ViTConfig | None = None) -> Plan:
+    """The plan of `mmm.models.vit.model.ViT`, of any size."""
     styles: dict[str, ParallelStyle] = {
         "embedding": Replicated(),
         "layers.*.attention_norm": Replicated(),
@@ -56,11 +56,13 @@ def vit_plan() -> Plan:
         checkpointed=("layers.*",),
         stages=("embedding", "layers.*", ("norm", "head")),
         refused={"cp": "the ViT's sequence is not sharded", "ep": "the ViT has no experts"},
-        check=lambda model, layout, inputs, ulysses: check_vit(model.config, layout),
+        check=check_by(vit_rules),
     )
 
 
-def check_vit(config: ViTConfig, layout: Layout) -> None:
-    """Raises LayoutError where a ViT of these sizes does not fit a layout, with every rule that is broken."""
-    check_axes(vit_plan(), layout)
-    refuse(vit_rules(config, layout))
+def vit_rules(config: ViTConfig, layout: Layout, seq_length: int = 0, ulysses: int = 1) -> dict[str, str]:
+    """Of a Vision Transformer."""
+    if wrong := config.problems():
+        return {problem: problem for problem in wrong}
+    heads = tp_rule("n_heads", config.n_heads, layout.tp, HEADS)
+    return heads | tp_rule("mlp_dim", config.hidden_dim, layout.tp, HIDDEN)

@@ -3,7 +3,7 @@ dropout.
 
 Queries, keys and values come from one matrix, whose rows are interleaved: those of head 0's query, key and value, then
 head 1's, and so on. A rank that has some of the rows then has whole heads, and one product serves all three, as with
-nanoGPT's matrix, which has all queries before all keys. Otherwise it is made as `mmm.models.transformer` is: heads are
+nanoGPT's matrix, which has all queries before all keys. Otherwise it is made as `mmm.models.llama.model` is: heads are
 counted from the tensor, layers are in a ``ModuleDict`` under their global number, and forward skips what is missing.
 
 Sources: Radford et al., "Language models are unsupervised multitask learners", 2019; github.com/karpathy/nanoGPT,
@@ -20,7 +20,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mmm.models.transformer import TransformerConfig
 from mmm.nn.attention import causal_attention
 from mmm.nn.draw import Init
 from mmm.nn.dropout import Dropout
@@ -64,6 +63,11 @@ class GPTConfig:
         return 4 * self.dim
 
     @property
+    def position_parameters(self) -> int:
+        """Elements of the learned positions, which nanoGPT leaves out of its number of parameters."""
+        return self.block_size * self.dim
+
+    @property
     def weights_dropout(self) -> float:
         """Dropout of attention's weights."""
         return self.dropout if self.attention_dropout is None else self.attention_dropout
@@ -85,8 +89,6 @@ class GPTConfig:
         return problems
 
 
-LanguageConfig = TransformerConfig | GPTConfig
-
 # gpt2: nanoGPT's defaults, with the vocabulary of GPT-2 (50,257) rounded up. shakespeare and shakespeare-cpu: its
 # config/train_shakespeare_char.py, and what its README changes of that for a CPU; a text has its own vocabulary.
 PRESETS: dict[str, GPTConfig] = {
@@ -100,7 +102,7 @@ class GPTAttention(nn.Module):
     """Causal attention.
 
     Attributes:
-        attention_fn: as of `mmm.models.transformer.Attention`. While weights are dropped it is not called: attention is
+        attention_fn: as of `mmm.models.llama.model.Attention`. While weights are dropped it is not called: attention is
             then computed here, score by score, since no kernel takes the choice of elements.
     """
 
@@ -204,7 +206,7 @@ class GPT(nn.Module):
         Args:
             tokens: (batch, seq) int64, or hidden states (batch, seq, dim) where the embeddings are missing.
             positions: (seq,) int64 global position of each token, below ``block_size``; 0, 1, 2, … if None.
-            document_starts: (batch, full seq) int64, as of `mmm.models.transformer.Transformer`: positions begin anew
+            document_starts: (batch, full seq) int64, as of `mmm.models.llama.model.Transformer`: positions begin anew
                 with each document.
             sample_keys: (batch,) int64, for dropout (`mmm.nn.dropout.sample_keys`).
         """
@@ -235,8 +237,3 @@ class GPT(nn.Module):
         if name.endswith(("attention.wo.weight", "feed_forward.w2.weight")):
             return Init("normal", 0.02 / math.sqrt(2 * self.config.n_layers))
         return Init("normal", 0.02)
-
-
-def position_parameters(config: LanguageConfig) -> int:
-    """Elements of the learned positions, which nanoGPT leaves out of its number of parameters."""
-    return config.block_size * config.dim if isinstance(config, GPTConfig) else 0

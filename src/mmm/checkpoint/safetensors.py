@@ -20,11 +20,11 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from mmm.checkpoint.tensors import TensorEntry, slices
 from mmm.errors import CheckpointError
 from mmm.outside import open_file, printable, short
-from mmm.weights.no_weights import POINTER, refuse_pointer
-from mmm.weights.weights import TensorEntry, slices
 
+POINTER = b"version https://git-lfs.github.com/spec/"  # how a Git LFS pointer begins
 DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -99,3 +99,11 @@ def write(file: BinaryIO, slabs: Iterator[Tensor]) -> None:
     """Append tensors, or slices of them along the first dim, one after the other."""
     for slab in slabs:
         file.write(slab.contiguous().view(-1).view(torch.uint8).numpy().data)
+
+
+def refuse_pointer(path: Path, begin: bytes) -> None:
+    """Raises CheckpointError where a file begins as one that stands for another in a Git repository."""
+    if begin.startswith(POINTER):
+        raise CheckpointError(
+            f"{path} is a Git LFS pointer, and not the file itself: `git lfs pull` in its folder gets that"
+        )

@@ -30,8 +30,8 @@ from mmm.nn.sizes import below_one
 class TransformerConfig:
     """Sizes of a Transformer. ``ffn_dim=None`` means two thirds of ``4 * dim``, rounded up to `multiple_of`.
 
-    With `n_experts` above 0 the model is a `RoutedTransformer`: a token uses `top_k` experts, each `expert_dim` wide
-    (None: as wide as the feed-forward layer).
+    With `n_experts` above 0 each layer has that many experts, `expert_dim` wide (None: as wide as the feed-forward
+    layer), of which a token uses `top_k`.
 
     With `tie_word_embeddings` the output matrix is the embedding's: one parameter.
     """
@@ -50,6 +50,8 @@ class TransformerConfig:
     top_k: int = 2
     expert_dim: int | None = None
     tie_word_embeddings: bool = False
+
+    position_parameters = 0  # learned ones
 
     @property
     def head_dim(self) -> int:
@@ -178,23 +180,23 @@ class FeedForward(nn.Module):
 
 
 class TransformerBlock(nn.Module):
-    """Pre-norm block, (batch, seq, dim) in and out."""
+    """Pre-norm block, (batch, seq, dim) in and out. It has `moe` where the sizes have experts, else `feed_forward`."""
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
         self.attention_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
         self.attention = Attention(config)
         self.ffn_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
-        self.add_feed_forward(config)
-
-    def add_feed_forward(self, config: TransformerConfig) -> None:
-        if config.n_experts:
-            raise ValueError(f"n_experts is {config.n_experts}: build it by mmm.models.transformer.transformer_of")
-        self.feed_forward = FeedForward(config)
+        self.routed = config.n_experts > 0
+        if self.routed:
+            self.moe = MixtureOfExperts(config.dim, config.expert_hidden_dim, config.n_experts, config.top_k)
+        else:
+            self.feed_forward = FeedForward(config)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, document_starts: Tensor | None = None) -> Tensor:
         x = x + self.attention(self.attention_norm(x), cos, sin, document_starts=document_starts)
-        return x + self.feed_forward(self.ffn_norm(x))
+        feed_forward = self.moe if self.routed else self.feed_forward
+        return x + feed_forward(self.ffn_norm(x))
 
 
 class Transformer(nn.Module):
@@ -204,15 +206,13 @@ class Transformer(nn.Module):
     removed: it then takes, or returns, (batch, seq, dim).
     """
 
-    block = TransformerBlock
-
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
         if wrong := config.problems():
             raise ValueError("; ".join(wrong))
         self.config = config
         self.tok_embeddings: nn.Module | None = nn.Embedding(config.vocab_size, config.dim)
-        self.layers = nn.ModuleDict({str(i): self.block(config) for i in range(config.n_layers)})
+        self.layers = nn.ModuleDict({str(i): TransformerBlock(config) for i in range(config.n_layers)})
         self.norm: nn.Module | None = nn.RMSNorm(config.dim, eps=config.norm_eps)
         self.output: nn.Module | None = nn.Linear(config.dim, config.vocab_size, bias=False)
         if config.tie_word_embeddings:
@@ -253,28 +253,6 @@ class Transformer(nn.Module):
             return Init("normal", min(0.02, self.config.dim**-0.5))
         return Init("normal", 0.02)
 
-
-class RoutedBlock(TransformerBlock):
-    """A block with experts in place of the feed-forward layer."""
-
-    def add_feed_forward(self, config: TransformerConfig) -> None:
-        self.moe = MixtureOfExperts(config.dim, config.expert_hidden_dim, config.n_experts, config.top_k)
-
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, document_starts: Tensor | None = None) -> Tensor:
-        x = x + self.attention(self.attention_norm(x), cos, sin, document_starts=document_starts)
-        return x + self.moe(self.ffn_norm(x))
-
-
-class RoutedTransformer(Transformer):
-    """A Transformer with experts in every block."""
-
-    block = RoutedBlock
-
     def buffer_rule(self, name: str) -> Init | None:
         """The experts' bias starts as 0, also where the model is built on the meta device."""
         return Init("constant", 0.0) if name.endswith("moe.expert_bias") else None
-
-
-def transformer_of(config: TransformerConfig) -> Transformer:
-    """The model of these sizes, with experts where they have any."""
-    return RoutedTransformer(config) if config.n_experts else Transformer(config)

@@ -1,4 +1,4 @@
-"""How the GPT is sharded over tp: as the Transformer is (`mmm.parallel.plans.transformer`), with the sequence sharded
+"""How the GPT is sharded over tp: as the Transformer is (`mmm.models.llama.plan`), with the sequence sharded
 between the matrices.
 
 ::
@@ -32,14 +32,14 @@ from torch.distributed.tensor.parallel import (
 )
 
 from mmm.layout import Layout
-from mmm.models.gpt import GPTConfig
+from mmm.models.gpt.model import GPTConfig
+from mmm.models.rules import HEADS, HIDDEN, check_by, context_rules, sequence_rules, tp_rule
 from mmm.parallel.plan import Plan
-from mmm.parallel.rules import HEADS, HIDDEN, context_rules, refuse, sequence_rules, tp_rule
 from mmm.parallel.tp.tensor_parallel import ShardedDropout
 
 
-def gpt_plan() -> Plan:
-    """The plan of `mmm.models.gpt.GPT`, of any size."""
+def gpt_plan(config: GPTConfig | None = None) -> Plan:
+    """The plan of `mmm.models.gpt.model.GPT`, of any size."""
     styles: dict[str, ParallelStyle] = {
         "tok_embeddings": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
         "pos_embeddings": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
@@ -67,14 +67,14 @@ def gpt_plan() -> Plan:
         attention=("layers.*.attention",),
         sequence=True,
         refused={"ep": "the GPT has no experts"},
-        check=lambda model, layout, inputs, ulysses: check_gpt(model.config, layout, inputs.shape[1], ulysses),
+        check=check_by(gpt_rules),
         output="output",
         # No compiled_with_tp: modules that take a DTensor have silently wrong gradients when compiled (PyTorch 2.13).
     )
 
 
 def gpt_rules(config: GPTConfig, layout: Layout, seq_length: int, ulysses: int) -> dict[str, str]:
-    """Of a GPT. Arguments as of `mmm.parallel.rules.transformer_rules`."""
+    """Of a GPT. Arguments as of `mmm.models.llama.plan.transformer_rules`."""
     wrong = config.problems() + ([f"seq_length is {seq_length}: it must be at least 1"] if seq_length < 1 else [])
     if wrong:
         return {problem: problem for problem in wrong}
@@ -94,8 +94,3 @@ def gpt_rules(config: GPTConfig, layout: Layout, seq_length: int, ulysses: int) 
     if (layout.tp - 1) * -(-config.block_size // layout.tp) >= config.block_size:
         broken["block_size"] = f"block_size {config.block_size} sharded over tp {layout.tp} leaves a rank without any"
     return broken | sequence_rules(config.vocab_size, layout, seq_length)
-
-
-def check_gpt(config: GPTConfig, layout: Layout, seq_length: int, ulysses: int = 1) -> None:
-    """Raises LayoutError with every rule that such a GPT breaks. Arguments as of `gpt_rules`."""
-    refuse(gpt_rules(config, layout, seq_length, ulysses))

@@ -21,15 +21,15 @@ from __future__ import annotations
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 from mmm.layout import Layout
-from mmm.models.cnn import CNNConfig
-from mmm.parallel.plan import Plan, check_axes
-from mmm.parallel.rules import cnn_rules, refuse
+from mmm.models.cnn.model import CNNConfig
+from mmm.models.rules import check_by, tp_rule
+from mmm.parallel.plan import Plan
 from mmm.parallel.tp.replicated import Replicated
 from mmm.parallel.tp.tensor_parallel import ShardedDropout
 
 
-def cnn_plan() -> Plan:
-    """The plan of `mmm.models.cnn.CNN`, of any size."""
+def cnn_plan(config: CNNConfig | None = None) -> Plan:
+    """The plan of `mmm.models.cnn.model.CNN`, of any size."""
     return Plan(
         tensor={
             "conv1": Replicated(),
@@ -41,11 +41,12 @@ def cnn_plan() -> Plan:
         fsdp_units=("fc1",),
         stages=("conv1", "conv2", "fc1", "fc2"),
         refused={"cp": "an image has no sequence to shard", "ep": "the CNN has no experts"},
-        check=lambda model, layout, inputs, ulysses: check_cnn(model.config, layout),
+        check=check_by(cnn_rules),
     )
 
 
-def check_cnn(config: CNNConfig, layout: Layout) -> None:
-    """Raises LayoutError where a CNN of these sizes does not fit a layout, with every rule that is broken."""
-    check_axes(cnn_plan(), layout)
-    refuse(cnn_rules(config, layout))
+def cnn_rules(config: CNNConfig, layout: Layout, seq_length: int = 0, ulysses: int = 1) -> dict[str, str]:
+    """Of the CNN."""
+    if wrong := config.problems():
+        return {problem: problem for problem in wrong}
+    return tp_rule("hidden", config.hidden, layout.tp, "each rank takes the same number")

@@ -1,0 +1,18 @@
+"""The MNIST net of `model.py`, as the package knows it."""
+
+from mmm.models.cnn.model import CNN, CNNConfig
+from mmm.models.cnn.plan import cnn_plan, cnn_rules
+from mmm.models.definition import ModelDef, image_sample
+
+MODEL = ModelDef(
+    name="cnn",
+    program="mmm.trainer.cnn",
+    config=CNNConfig,
+    presets={"mnist": CNNConfig()},
+    build=CNN,
+    plan=cnn_plan,
+    rules=cnn_rules,
+    sample=image_sample,
+    language=False,
+    tokens=lambda config, seq_length: 1,
+)

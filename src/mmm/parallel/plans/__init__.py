@@ -1,1 +1,0 @@
-"""How each model is parallelized: one file a model."""
