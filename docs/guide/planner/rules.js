@@ -1,6 +1,6 @@
 // Which layouts go with a model and a batch: the rules of the planner, and their sentences.
 //
-// A copy of src/mmm_lab/planner/asked.py, src/mmm/layout.py, src/mmm/parallel/rules.py and src/mmm/parallel/pp/schedules.py for
+// A copy of src/mmm_lab/planner/asked.py, src/mmm/layout.py, src/mmm/parallel/cp/styles.py and src/mmm/parallel/pp/schedules.py for
 // a Transformer. Functions have the names of those that they are copies of, where the comments stand.
 
 "use strict";

@@ -1,5 +1,5 @@
 """Meshes, plans, and a folder a technique. The names below are what a program of one's own uses (docs/your-script.md,
-docs/models.md), and stay; ``plans/`` says how each model of ours is parallelized.
+docs/models.md), and stay; `mmm.models` says how each model of ours is parallelized.
 """
 
 from typing import TYPE_CHECKING

@@ -1,4 +1,4 @@
-"""A plan: data that says how one kind of model is sharded and split. ``plans/`` has one for each model."""
+"""A plan: data that says how one kind of model is sharded and split. `mmm.models` has one for each model."""
 
 from __future__ import annotations
 

@@ -161,6 +161,7 @@ def export(weights: Weights, folder: Path, dtype: torch.dtype | None, shard: int
     Raises:
         CheckpointError: a model with experts; the folder is there. RecordError: it cannot be written.
     """
+    llama_keys.refuse_experts(weights.sizes)
     elements: Counter[torch.dtype] = Counter()
     for name in shapes_of(weights.sizes):
         entry = weights.entries[name]

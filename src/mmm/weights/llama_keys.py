@@ -214,14 +214,14 @@ def _rotary(config: Mapping[str, Any], where: object) -> tuple[float, dict[str, 
     return float(max(thetas, default=10_000.0)), scaling or None, passed_over
 
 
-def config_of(sizes: Mapping[str, Any], metadata: ModelMetadata, dtype: str) -> dict[str, Any]:
-    """A config.json for `transformers`, from fields of ``TransformerConfig``: the reverse of `sizes_of`.
-
-    Raises:
-        CheckpointError: the model has experts.
-    """
+def refuse_experts(sizes: Mapping[str, Any]) -> None:
+    """Raises CheckpointError for sizes with experts."""
     if sizes.get("n_experts"):
         raise CheckpointError(f"n_experts is {sizes['n_experts']}: a Llama has no experts, and so nothing to export to")
+
+
+def config_of(sizes: Mapping[str, Any], metadata: ModelMetadata, dtype: str) -> dict[str, Any]:
+    """A config.json for `transformers`, from fields of ``TransformerConfig``: the reverse of `sizes_of`."""
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from mmm.errors import CheckpointError, ConfigError
-from mmm.models.gpt.model import model as gpt
+from mmm.models.gpt import model as gpt
 from mmm.models.llama import model as transformer
 from mmm.models.llama.model import TransformerConfig
-from mmm.models.vit.model import model as vit
+from mmm.models.vit import model as vit
 from mmm.nn.rope import RopeScaling
 from mmm.outside import read_json
 from mmm.weights import llama_keys

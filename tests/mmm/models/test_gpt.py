@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from mmm.models.gpt.model import GPT, PRESETS, GPTConfig, position_parameters
+from mmm.models.gpt.model import GPT, PRESETS, GPTConfig
 from mmm.nn import draw, weights
 from mmm.nn.dropout import Dropout, sample_keys
 
@@ -39,9 +39,9 @@ def test_numbers_of_parameters_are_those_that_nanogpt_prints(preset, without_pos
     with torch.device("meta"):
         count = draw.parameter_count(GPT(config))
     layer = 12 * config.dim**2 + 2 * config.dim
-    assert count - position_parameters(config) == without_positions
+    assert count - config.position_parameters == without_positions
     assert without_positions == config.n_layers * layer + config.dim * (config.vocab_size + 1)
-    assert position_parameters(config) == block * config.dim
+    assert config.position_parameters == block * config.dim
 
 
 def test_gpt2_with_biases_is_the_published_one():

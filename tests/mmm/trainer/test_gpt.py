@@ -13,8 +13,8 @@ import mmm.history
 from mmm.errors import LayoutError, UserError
 from mmm.generate import config_of
 from mmm.models.definition import check_sizes
+from mmm.models.gpt import model as gpt
 from mmm.models.gpt.model import GPTConfig
-from mmm.models.gpt.model import model as gpt
 from mmm.trainer import lm
 from mmm.trainer.config.command_line import configure, parse
 from mmm.trainer.config.presets import GPT_TRAINING
@@ -131,7 +131,7 @@ def test_weights_on_disk(alone, tmp_path, capsys):
         ({"n_experts": 2}, "--n_experts 2 with --model"),
         ({"dropout": 1.0}, "dropout is 1.0: it must be at least 0, and below 1"),
         ({"n_heads": 5}, "n_heads 5"),
-        ({"model": "transformer"}, "--dropout 0.2"),
+        ({"model": "llama"}, "--dropout 0.2"),
         ({"model": None, "dropout": None}, "--bias"),
         ({"min_lr": 0.1}, "--min_lr 0.1"),
         ({"min_lr": float("nan")}, "--min_lr nan"),

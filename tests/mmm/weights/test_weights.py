@@ -6,11 +6,11 @@ import random
 import pytest
 import torch
 
+from mmm.checkpoint import tensors as rows
 from mmm.errors import CheckpointError
 from mmm.generate import config_of
 from mmm.models.llama.model import Transformer
 from mmm.nn.rope import RopeScaling
-from mmm.weights import weights as rows
 from mmm.weights.hugging_face import export
 from mmm.weights.open_weights import open_weights
 from mmm.weights.own import write_own

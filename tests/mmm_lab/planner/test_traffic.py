@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from mmm.models.gpt.model import model as gpt
+from mmm.models.gpt import model as gpt
 from mmm.models.gpt.plan import gpt_plan
 from mmm.models.llama.model import PRESETS, Transformer
 from mmm.models.llama.plan import transformer_plan

@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -70,7 +70,7 @@ class ExpertOptions:
         """`balance_rate`, or what stands for it."""
         return 0.01 if self.balance_rate is None else self.balance_rate
 
-    def sizes(self) -> dict[str, int | None]:
+    def sizes(self) -> dict[str, Any]:
         """Fields of a model's sizes; none without experts."""
         if not self.n_experts:
             return {}
