@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from mmm.data.text.tokenizer import load_tokenizer, train_bpe
 from mmm.nn.draw import full_box
 from mmm.parallel.state_dict import loaded_values
 from mmm_lab.planner.named_model import read_model
-from support.llamas import write_safetensors
+from support.llamas import sentencepiece_model, write_safetensors
 
 
 def make_tokenizer(folder: Path) -> None:
@@ -29,12 +28,7 @@ def make_chars(folder: Path) -> None:
 
 
 def make_sentencepiece(folder: Path) -> None:
-    import sentencepiece
-
-    model = io.BytesIO()
-    options = {"vocab_size": 40, "hard_vocab_limit": False, "minloglevel": 2}
-    sentencepiece.SentencePieceTrainer.train(sentence_iterator=iter(TEXT.splitlines()), model_writer=model, **options)
-    (folder / "tokenizer.model").write_bytes(model.getvalue())
+    (folder / "tokenizer.model").write_bytes(sentencepiece_model(TEXT.splitlines(), vocab_size=40))
 
 
 def read_json(folder: Path) -> Any:

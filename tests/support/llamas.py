@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import json
+import string
 import struct
 from pathlib import Path
 
@@ -29,9 +31,7 @@ CONFIG = {
     "torch_dtype": "float32",
     "transformers_version": "4.45.0",
 }
-CHARS = (
-    "\n !,.:;?" + "".join(map(chr, range(ord("A"), ord("Z") + 1))) + "".join(map(chr, range(ord("a"), ord("z") + 1)))
-)
+CHARS = "\n !,.:;?" + string.ascii_uppercase + string.ascii_lowercase
 KINDS = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64"}
 
 
@@ -156,6 +156,16 @@ def byte_bpe(special: tuple[str, ...] = (), post_processor: dict | None = None) 
         "model": {"type": "BPE", "vocab": vocab, "merges": []},
     }
     return json.dumps(about).encode()
+
+
+def sentencepiece_model(lines: list[str], **options: object) -> bytes:
+    """A tokenizer.model that is trained on a few lines."""
+    import sentencepiece
+
+    model = io.BytesIO()
+    options = {"hard_vocab_limit": False, "minloglevel": 2, **options}
+    sentencepiece.SentencePieceTrainer.train(sentence_iterator=iter(lines), model_writer=model, **options)
+    return model.getvalue()
 
 
 def begin_with(*names: str, first: int = 256) -> dict:

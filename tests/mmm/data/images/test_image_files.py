@@ -110,6 +110,14 @@ def picture(path, colour, size=(40, 30), mode="RGB", **options):
     Image.new(mode, size, colour).save(path, **options)
 
 
+def in_two_classes(folder, image, name="0.png", **options):
+    """A folder with the same picture in each of two classes. Returns what reads it, by more options."""
+    for label in ("a", "b"):
+        (folder / label).mkdir(parents=True)
+        image.save(folder / label / name, **options)
+    return lambda **how: load_images("folder", folder, **how).train.pixels([0])
+
+
 @pytest.fixture
 def pictures(tmp_path):
     """60 pictures: cats are red, dogs are blue; each is a little different."""
@@ -160,22 +168,15 @@ def test_train_and_test_folders(tmp_path):
 @pytest.mark.parametrize("mode", ["1", "L", "LA", "P", "RGBA", "CMYK"])
 @pytest.mark.parametrize("channels", [1, 3])
 def test_other_kinds_of_pixels_are_converted(tmp_path, mode, channels):
-    suffix = "jpg" if mode == "CMYK" else "png"
-    for i in range(2):
-        path = tmp_path / f"class {i}" / f"0.{suffix}"
-        path.parent.mkdir(exist_ok=True)
-        Image.new("RGB", (20, 10), (i, 255, 255)).convert(mode).save(path)
-    data = load_images("folder", tmp_path, image_size=4, channels=channels)
-    assert data.train.pixels([0]).shape == (1, channels, 4, 4)
+    image = Image.new("RGB", (20, 10), (9, 255, 255)).convert(mode)
+    read = in_two_classes(tmp_path, image, "0.jpg" if mode == "CMYK" else "0.png")
+    assert read(image_size=4, channels=channels).shape == (1, channels, 4, 4)
 
 
 def test_the_middle_square_is_cut_out(tmp_path):
     wide = Image.new("L", (48, 16), 0)
     wide.paste(255, (16, 0, 32, 16))
-    for i in range(2):
-        (tmp_path / f"{i}").mkdir()
-        wide.save(tmp_path / f"{i}" / "0.png")
-    assert load_images("folder", tmp_path, image_size=16, channels=1).train.pixels([0]).unique().tolist() == [255]
+    assert in_two_classes(tmp_path, wide)(image_size=16, channels=1).unique().tolist() == [255]
 
 
 @pytest.mark.timeout(30)
@@ -210,10 +211,9 @@ def test_half_an_image_is_named_when_it_is_read(pictures, workers):
 
 
 def test_sixteen_bit_images_are_refused(tmp_path):
-    for i in range(2):
-        picture(tmp_path / f"{i}" / "0.png", 4000, mode="I;16")
+    read = in_two_classes(tmp_path, Image.new("I;16", (9, 9), 4000))
     with pytest.raises(DataError, match="more than 8 bits a channel"):
-        load_images("folder", tmp_path).train.images([0])
+        read()
 
 
 def test_folders_without_classes_or_images(tmp_path):
@@ -254,23 +254,17 @@ def test_every_ending_of_what_is_read_is_an_image_and_others_are_counted(tmp_pat
 def test_an_image_is_turned_as_its_exif_says(tmp_path):
     upright = Image.new("L", (16, 16), 0)
     upright.paste(255, (0, 0, 16, 8))  # the upper half is white
-    for name in ("a", "b"):
-        (tmp_path / name).mkdir()
-        exif = Image.Exif()
-        exif[0x0112] = 6  # orientation: the camera was turned by a quarter
-        upright.rotate(90).save(tmp_path / name / "0.png", exif=exif)
-    (pixels,) = load_images("folder", tmp_path, image_size=16, channels=1).train.pixels([0])
+    exif = Image.Exif()
+    exif[0x0112] = 6  # orientation: the camera was turned by a quarter
+    (pixels,) = in_two_classes(tmp_path, upright.rotate(90), exif=exif)(image_size=16, channels=1)
     assert torch.equal(pixels, torch.from_numpy(np.array(upright))[None])
 
 
 def test_transparent_pixels_are_laid_on_white_and_it_is_said(tmp_path, caplog):
     half = Image.new("RGBA", (8, 8), (255, 0, 0, 255))
     half.paste((0, 0, 255, 0), (0, 0, 4, 8))  # blue, and not seen
-    for name in ("a", "b"):
-        (tmp_path / name).mkdir()
-        half.save(tmp_path / name / "0.png")
     with caplog.at_level("INFO", logger="mmm"):
-        (pixels,) = load_images("folder", tmp_path, image_size=8).train.pixels([0])
+        (pixels,) = in_two_classes(tmp_path, half)(image_size=8)
     assert pixels[:, 0, 0].tolist() == [255, 255, 255]
     assert pixels[:, 0, 7].tolist() == [255, 0, 0]
     assert "transparent" in caplog.text

@@ -1,6 +1,5 @@
 """Text of tokens that come one after the other: what comes, joined, is the text of all."""
 
-import io
 import random
 
 import pytest
@@ -8,7 +7,7 @@ import pytest
 from mmm.data.text.byte_tokenizer import ByteTokenizer
 from mmm.data.text.text_stream import TextStream
 from mmm.data.text.tokenizer import HuggingFaceTokenizer, SentencePieceTokenizer
-from support.llamas import byte_bpe
+from support.llamas import byte_bpe, sentencepiece_model
 
 TEXT = "Größe 😀: to be,  or not\n— 𝄞"
 
@@ -16,22 +15,6 @@ TEXT = "Größe 😀: to be,  or not\n— 𝄞"
 def streamed(tokenizer, tokens):
     stream = TextStream(tokenizer)
     return [*(stream.add([token]) for token in tokens), stream.add([], last=True)]
-
-
-@pytest.fixture(scope="module")
-def sentencepiece_tokenizer():
-    import sentencepiece
-
-    model, lines = io.BytesIO(), ["to be, or not to be", "that is the question"] * 20
-    sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(lines),
-        model_writer=model,
-        vocab_size=290,
-        hard_vocab_limit=False,
-        byte_fallback=True,
-        minloglevel=2,
-    )
-    return SentencePieceTokenizer(model.getvalue(), "made up")
 
 
 @pytest.mark.parametrize("kind", ["bytes", "bpe"])
@@ -50,8 +33,9 @@ def test_bytes_that_are_no_text():
     assert streamed(ByteTokenizer(), b"a\xff") == ["a", "", "\ufffd"]
 
 
-def test_spaces_between_the_words_of_a_sentencepiece_model(sentencepiece_tokenizer):
-    tokens = sentencepiece_tokenizer.encode("to be 😀 or not to be".encode()).tolist()
-    parts = streamed(sentencepiece_tokenizer, tokens)
+def test_spaces_between_the_words_of_a_sentencepiece_model():
+    lines = ["to be, or not to be", "that is the question"] * 20
+    tokenizer = SentencePieceTokenizer(sentencepiece_model(lines, vocab_size=290, byte_fallback=True), "made up")
+    parts = streamed(tokenizer, tokenizer.encode("to be 😀 or not to be".encode()).tolist())
     assert "".join(parts) == "to be 😀 or not to be"
     assert "😀" in parts
