@@ -1,9 +1,12 @@
 """What the pages' console blocks show is what their commands print."""
 
+import re
+
 import pytest
 
+from support.commands import check_command, commands_in
 from support.console import check_page
-from support.pages import PAGES, blocks, name_of
+from support.pages import PAGES, ROOT, blocks, name_of
 
 LONG = {"three-lines.md"}  # of minutes: `make test-long` runs it
 WITH_CONSOLE = [page for page in PAGES if any(each.language == "console" for each in blocks(page.read_text()))]
@@ -14,3 +17,35 @@ WITH_CONSOLE = [page for page in PAGES if any(each.language == "console" for eac
 def test_a_page_shows_what_its_commands_print(page, tmp_path):
     if wrong := check_page(page, tmp_path):
         pytest.fail("\n\n".join(wrong))
+
+
+COMMANDS = {page: commands_in(page.read_text(encoding="utf-8")) for page in PAGES}
+
+
+def wrong(lines, monkeypatch, capsys):
+    """Of each line that is not right, what its program says."""
+    found = []
+    for line in lines:
+        try:
+            check_command(line, monkeypatch)
+        except (Exception, SystemExit) as error:
+            found.append(f"{line}\n    {error!r} {capsys.readouterr().err[-500:]}")
+    return found
+
+
+@pytest.mark.docs
+@pytest.mark.parametrize("page", [page for page in PAGES if COMMANDS[page]], ids=name_of)
+def test_a_command_is_there_and_takes_its_flags(page, monkeypatch, capsys):
+    if found := wrong(COMMANDS[page], monkeypatch, capsys):
+        pytest.fail("\n".join(found))
+
+
+@pytest.mark.docs
+def test_commands_from_the_talks(monkeypatch, capsys):
+    """The last column of each row."""
+    rows = re.findall(
+        r"^\| \d+ \| .+ \| .+ \| `([^`]+)` \|$", (ROOT / "docs/from-the-talks.md").read_text(), re.MULTILINE
+    )
+    assert len(rows) > 100
+    if found := wrong(dict.fromkeys(rows), monkeypatch, capsys):
+        pytest.fail("\n".join(found))

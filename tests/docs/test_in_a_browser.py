@@ -1,6 +1,17 @@
 """The site as its readers open it: from a file, and on the narrow screen of a telephone."""
 
+import importlib.util
+import json
+import random
+import re
+import shlex
+
 import pytest
+
+from mmm.errors import UserError
+from mmm.parallel.pp.schedules import SCHEDULES
+from mmm_lab.cli.plan import main
+from support.pages import DOCS
 
 pytestmark = pytest.mark.docs
 
@@ -47,3 +58,158 @@ def test_no_column_of_words_is_a_letter_wide(opened, name):
     assert columns
     narrow = [(text, round(letters, 1)) for text, letters in columns if letters < 5]
     assert not narrow
+
+
+_SPEC = importlib.util.spec_from_file_location("planner_data", DOCS / "assets/planner_data.py")
+page_data = importlib.util.module_from_spec(_SPEC)
+_SPEC.loader.exec_module(page_data)
+
+SEED, QUESTIONS = 35, 50
+TOLERANCE = 1e-6
+# Run in the page, after its own scripts: what it shows for questions, and where its controls are moved.
+ASK = """
+const tried = [];
+const read = (id) => document.getElementById(`planner-${id}`).textContent;
+for (const question of QUESTIONS) {
+  location.hash = "#" + new URLSearchParams(question);
+  readAddress();
+  show();
+  tried.push({ figures: JSON.parse(read("json")), lines: read("lines").split("\\n\\n"), verdict: read("verdict") });
+}
+leave(tried);
+"""
+MOVE = """
+const read = (id) => document.getElementById(`planner-${id}`).textContent;
+const state = () => ({ shown: read("shown"), verdict: read("verdict"), lines: read("lines"), hash: location.hash });
+const tried = [state()];
+const slider = document.getElementById("planner-tp");
+slider.value = Number(slider.value) + 1;
+slider.dispatchEvent(new Event("input", { bubbles: true }));
+tried.push(state());
+for (const link of document.querySelectorAll("a[data-question]")) {
+  link.click();
+  tried.push(state());
+}
+location.hash = "#seq=1e300&batch=1e15&pp=10000000&tp=-1&cp=<b>&stages=NaN&model=__proto__&machine=toString&schedule=";
+readAddress();
+show();
+tried.push(state());
+leave(tried);
+"""
+
+
+def questions():
+    """Random ones, most of them with sizes that go together; some do not."""
+    draw, data = random.Random(SEED), page_data.data()
+
+    def rarely():
+        return draw.random() < 0.04
+
+    for _ in range(QUESTIONS):
+        model, machine = draw.choice(list(data["models"])), draw.choice(list(data["machines"]))
+        hosts, devices = draw.choice((1, 2, 4, 8, 12, 16, 64)), data["machines"][machine]["ranks_per_host"]
+        left, sizes = hosts * devices, {}
+        for axis in draw.sample(("pp", "cp", "tp", "dp_replicate"), 4):
+            fitting = [n for n in (1, 1, 1, 2, 2, 3, 4, 8) if left % n == 0 or rarely()]
+            sizes[axis] = draw.choice(fitting) if axis != "dp_replicate" or draw.random() < 0.3 else 1
+            left = max(left // sizes[axis], 1)
+        axes = sizes["pp"] * sizes["cp"] * sizes["tp"]
+        schedule = draw.choice(list(SCHEDULES))
+        splits = sizes["pp"] > 1 and SCHEDULES[schedule].splits and not rarely()
+        microbatches = 2 * sizes["pp"] if sizes["pp"] > 1 and not rarely() else draw.choice((1, 2, 4))
+        alone = ("fsdp", "ddp") if axes == 1 or rarely() else ("fsdp",)
+        yield {
+            **sizes,
+            "model": model,
+            "machine": machine,
+            "hosts": hosts,
+            "devices": devices,
+            "cp_style": draw.choice(("ring", "ulysses")),
+            "schedule": schedule,
+            "stages": draw.choice((2, 3)) if SCHEDULES[schedule].most is None else SCHEDULES[schedule].least,
+            "ep": draw.choice([n for n in (1, 2, 4) if left % n == 0]) if "experts" in model or rarely() else 1,
+            "parallel": "hsdp" if sizes["dp_replicate"] > 1 else draw.choice((*alone, *alone, "zero1", "zero2")),
+            "seq": draw.choice((2048, 8192, 32768)) if axes > 1 else draw.choice((512, 2048, 3000)),
+            "batch": microbatches * draw.choice((1, 2, 3)) * left * sizes["dp_replicate"] + rarely(),
+            "microbatches": microbatches,
+            "checkpointing": draw.choice(("none", "full") if splits else ("none", "selective", "full")),
+        }
+
+
+def planned(line, folder, capsys):
+    """What a line of `mmm plan` writes as JSON, prints last, and ends with."""
+    program, subcommand, *words = shlex.split(line)
+    assert (program, subcommand) == ("mmm", "plan")
+    file = folder / "plan.json"
+    file.unlink(missing_ok=True)
+    error = ""
+    try:
+        main([*words, "--json", str(file)])
+    except UserError as raised:
+        error = str(raised)
+    (entry,) = json.loads(file.read_text()) or [None]
+    return entry, capsys.readouterr().out.rstrip().rpartition("\n")[2], error
+
+
+def near(shown, expected):
+    return shown == pytest.approx(expected, rel=TOLERANCE)
+
+
+@pytest.mark.docs
+def test_figures_are_those_of_the_command(opened, tmp_path, capsys):
+    asked = list(questions())
+    answers = opened("guide/planner.html", f"const QUESTIONS = {json.dumps(asked)};{ASK}")
+    refused = pipelines = 0
+    for question, answer in zip(asked, answers, strict=True):
+        figures, line = answer["figures"], answer["lines"][0]
+        entry, printed, error = planned(line, tmp_path, capsys)
+        if entry is None:
+            assert figures["why"], (line, error)
+            assert error.endswith(f": {figures['why']}"), (line, error)
+            assert figures["why"] in answer["verdict"]
+            refused += 1
+            continue
+        assert not figures["why"], (line, figures)
+        assert figures["fits"] == entry["fits"] == (not error), (line, error)
+        # Those of the command are whole bytes.
+        assert figures["memory"] == pytest.approx(entry["memory_bytes"], rel=TOLERANCE, abs=1), line
+        assert figures["moments"].keys() == entry["memory_by_moment"].keys()
+        for moment, memory in entry["memory_by_moment"].items():
+            assert near(figures["moments"][moment], memory), (line, moment)
+        for shown, name in (
+            ("sent", "sent_bytes"),
+            ("waits", "wait_seconds"),
+            ("bubble", "bubble"),
+            ("seconds", "step_seconds"),
+            ("compute", "compute_seconds"),
+            ("optimizer", "optimizer_seconds"),
+            ("tokensPerSecond", "tokens_per_second"),
+            ("mfu", "mfu"),
+        ):
+            assert near(figures[shown], entry[name]), (line, name)
+        if entry["fits"]:
+            assert answer["lines"][1] == printed
+        pipelines += question["pp"] > 1
+    assert 5 <= refused <= QUESTIONS / 2
+    assert pipelines >= 10
+
+
+@pytest.mark.docs
+def test_a_slider_changes_what_is_shown(opened):
+    address = "#model=llama-8b&machine=polaris&hosts=8&devices=4&tp=1&batch=64&microbatches=1"
+    before, after, *linked, hostile = opened("guide/planner.html", MOVE, address=address)
+    assert "llama-8b as dp32 on 32 devices of polaris" in before["verdict"]
+    assert "llama-8b as dp16·tp2 on 32 devices of polaris" in after["verdict"]
+    assert before["shown"] != after["shown"]
+    assert "tp=1&" in before["hash"]
+    assert "tp=2&" in after["hash"]
+    assert " --tp 2 " in after["lines"]
+    assert all(part in after["shown"] for part in ("parameters", "between hosts", "waits for tp"))
+    assert len({state["hash"] for state in linked}) == len(linked) >= 5
+    for state in linked:
+        assert re.match(r"llama-.* (fits|does not fit): ", state["verdict"]), state
+    assert hostile["verdict"] == linked[-1]["verdict"]
+
+
+def test_the_data_are_of_this_code():
+    assert (DOCS / "guide/planner/data.js").read_text() == page_data.script(), page_data.__doc__

@@ -4,6 +4,7 @@ only looked at: there may be no network."""
 import re
 from functools import cache
 from html.parser import HTMLParser
+from itertools import pairwise
 from urllib.parse import unquote, urlsplit
 
 import pytest
@@ -99,3 +100,21 @@ def test_links_of_the_site():
 def test_no_style_fetches_anything():
     for style in SITE.rglob("*.css"):
         assert not re.findall(r"(?:url\(|@import)\s*['\"]?(?:https?:)?//[^)'\"]*", style.read_text(encoding="utf-8"))
+
+
+ITEM = re.compile(r" *(?:\d+\.|[-*]) ")
+
+
+def glued(text):
+    """The items that follow a line of a paragraph."""
+    lines = ["", *prose(text).splitlines()]
+    return [
+        line
+        for before, line in pairwise(lines)
+        if ITEM.match(line) and before.strip() and not ITEM.match(before) and not before.startswith("  ")
+    ]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_a_list_begins_after_a_blank_line(page):
+    assert glued(page.read_text(encoding="utf-8")) == []

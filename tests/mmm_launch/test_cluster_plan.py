@@ -1,4 +1,5 @@
-"""What launch would start on each machine, from an environment made by hand; which of several sayings counts."""
+"""What launch would start on each machine, from an environment made by hand: of PBS, of Slurm, of lists of hosts; a rank
+a slot; which of several sayings counts."""
 
 import json
 import os
@@ -9,9 +10,11 @@ import pytest
 from mmm_launch import main
 from mmm_launch.errors import LaunchError, MachineError, UserError
 from mmm_launch.program.target import Target
-from mmm_launch.spec import mpi
+from mmm_launch.run.attempts import Attempts
+from mmm_launch.spec import hosts, mpi
 from mmm_launch.spec import plan as planning
-from mmm_launch.spec.options import LaunchOptions
+from mmm_launch.spec.options import Elastic, LaunchOptions
+from mmm_launch.spec.scheduler import detect
 from mmm_launch.spec.table import table
 from support.plans import ENTRY, HYDRA, OPENMPI, PALS, TARGET, line, plan
 
@@ -329,3 +332,232 @@ def test_two_sites_that_fit():
     with pytest.raises(MachineError, match=r"--site NAME"):
         plan(SLURM | {"NERSC_HOST": "perlmutter", "LMOD_SYSTEM_NAME": "frontier"})
     assert plan(SLURM | {"NERSC_HOST": "perlmutter", "LMOD_SYSTEM_NAME": "frontier"}, site="Frontier").ranks == 16
+
+
+def test_none():
+    job = detect({"PATH": "/usr/bin", "PBS_O_HOST": "login", "SLURM_CLUSTER_NAME": "mini", "PBS_JOBID": "1"})
+    assert (job.scheduler, job.hosts) == ("none", ())
+
+
+def test_pbs_repeated_hosts(pbs):
+    """`select=2:mpiprocs=2`: each host twice, and in a Torque file not even side by side."""
+    for lines in (["a", "a", "b", "b"], ["a", "b", "a", "b"]):
+        job = detect(pbs(*lines))
+        assert (job.hosts, job.tasks, job.hostfile) == (("a", "b"), (2, 2), None)
+    uneven = detect(pbs("a", "b", "a", "a"))
+    assert (uneven.hosts, uneven.tasks, uneven.hostfile) == (("a", "b"), (3, 1), None)
+
+
+def test_pbs_node_file_that_is_gone_or_empty(pbs, tmp_path):
+    with pytest.raises(LaunchError, match="cannot be read"):
+        detect({"PBS_JOBID": "1", "PBS_NODEFILE": str(tmp_path / "none")})
+    with pytest.raises(LaunchError, match="names no host"):
+        detect(pbs("# nothing"))
+
+
+def test_where_slurm_counts_pbs_is_not_read(pbs, tmp_path):
+    gone = pbs("a") | SLURM | {"PBS_NODEFILE": str(tmp_path / "gone")}
+    assert detect(gone).scheduler == "slurm"
+
+
+@pytest.mark.parametrize("scheduler", ["pbs", "slurm"])
+def test_a_scheduler_asked_for_that_is_not_there(scheduler):
+    with pytest.raises(LaunchError, match=f"--scheduler {scheduler}"):
+        detect({}, scheduler)
+
+
+def test_a_slurm_variable_that_is_no_number():
+    for text in ("four", "99999999999", "9" * 5000, "²"):
+        with pytest.raises(LaunchError, match=f"SLURM_GPUS_ON_NODE={text[:80]}"):
+            detect(SLURM | {"SLURM_GPUS_ON_NODE": text})
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("n1", "n1"),
+        ("n1,n2", "n1 n2"),
+        ("n[1-3]", "n1 n2 n3"),
+        ("nid[001-003,010]", "nid001 nid002 nid003 nid010"),
+        ("n[9-11]", "n9 n10 n11"),
+        ("a[1,3],b-c2,d[07]", "a1 a3 b-c2 d07"),
+        ("r[1-2]n[01-02]", "r1n01 r1n02 r2n01 r2n02"),
+        ("n[1-2].cluster", "n1.cluster n2.cluster"),
+    ],
+)
+def test_slurms_host_lists(text, expected):
+    assert hosts.expand(text) == expected.split()
+
+
+HUGE = [
+    "n[0-99999999999]",
+    f"n[1-{'9' * 5000}]",
+]
+
+
+@pytest.mark.timeout(10)
+@pytest.mark.parametrize("text", ["", "n[1-", "n[3-1]", "n[a]", "n[]", "n 1", "n1,,n2", "n[²]", *HUGE])
+def test_host_lists_that_are_wrong(text):
+    with pytest.raises(LaunchError, match="host list"):
+        hosts.expand(text)
+
+
+@pytest.mark.parametrize("text", ["4,x", "4(x2", "(x2)", "4(x99999999999)", "9" * 5000])
+def test_tasks_of_nodes_that_cannot_be_read(text):
+    with pytest.raises(LaunchError, match="is no list of numbers such as"):
+        detect(SLURM | {"SLURM_NTASKS": "8", "SLURM_TASKS_PER_NODE": text})
+
+
+def test_a_host_file_in_its_dialects(tmp_path):
+    path = tmp_path / "hosts"
+    path.write_text("\ufeff# mine\na\n\nb slots=4 max_slots=8\nc:2   # MPICH\na\nd\n", encoding="utf-8")
+    assert hosts.parse_file(path) == {"a": 2, "b": 4, "c": 2, "d": 0}
+    assert hosts.parse_list("a,b:3,c:1") == {"a": 0, "b": 3, "c": 1}
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ("a slots=none", "'a slots=none' is not"),
+        ("a slots=99999999999", "slots=99999999999' is not"),
+        ("a slots=0", "'a slots=0' is not"),
+        ("a ppn", "NAME slots=4"),
+        ("[fe80::1]:4", "is not a host name"),
+        ("-a", "'-a' is not a host name"),
+        ("a;rm", "'a;rm' is not a host name"),
+    ],
+)
+def test_a_host_file_that_is_wrong(tmp_path, line, says):
+    path = tmp_path / "hosts"
+    path.write_text(f"ok\n{line}\n")
+    with pytest.raises(LaunchError, match=says) as caught:
+        hosts.parse_file(path)
+    assert "line 2" in str(caught.value)
+
+
+THREE = {"SLURM_JOB_ID": "77", "SLURM_JOB_NODELIST": "c[1-3]"}
+UNEVEN = THREE | {"SLURM_NTASKS": "11", "SLURM_TASKS_PER_NODE": "4(x2),3"}
+QUIRK = {"SLURM_NTASKS": "1", "SLURM_NTASKS_PER_NODE": "2"}
+
+
+@pytest.fixture
+def slots(tmp_path):
+    """A PBS job of a node file with 4 lines of x1 and 2 of x2."""
+    (tmp_path / "nodes").write_text("x1\nx1\nx1\nx1\nx2\nx2\n")
+    return {"PBS_JOBID": "5.pbs", "PBS_NODEFILE": str(tmp_path / "nodes")}
+
+
+@pytest.mark.parametrize(
+    ("environ", "hosts", "expected"),
+    [
+        (UNEVEN, ("c1", "c2", "c3"), (4, 4, 3)),
+        (THREE | {"SLURM_NTASKS": "8", "SLURM_TASKS_PER_NODE": "6,1(x2)"}, ("c1", "c2", "c3"), (6, 1, 1)),
+        (THREE | QUIRK, ("c1",), (1,)),  # sbatch -n 1 --ntasks-per-node=2: srun starts one
+        (THREE | QUIRK | {"SLURM_TASKS_PER_NODE": "2"}, ("c1",), (1,)),
+        (THREE | QUIRK | {"SLURM_NTASKS": "3"}, ("c1", "c2", "c3"), (1, 1, 1)),
+        (THREE | {"SLURM_NTASKS_PER_NODE": "2"}, ("c1", "c2", "c3"), (2, 2, 2)),
+        (THREE | {"SLURM_NTASKS": "9", "SLURM_NTASKS_PER_NODE": "2"}, ("c1", "c2", "c3"), (3, 3, 3)),
+        (THREE | {"SLURM_TASKS_PER_NODE": "4(x2),3"}, ("c1", "c2", "c3"), (1, 1, 1)),  # no number was asked for
+    ],
+)
+def test_the_tasks_of_a_slurm_job(environ, hosts, expected):
+    made = plan(environ)
+    assert (made.hosts.value, made.counts.value, made.ranks) == (hosts, expected, sum(expected))
+    assert made.variables["WORLD_SIZE"] == str(sum(expected))
+
+
+def test_one_process_a_host_of_an_uneven_job():
+    cpus = UNEVEN | {"SLURM_CPUS_ON_NODE": "4"}
+    assert "-N 3 -n 3 --export=ALL --ntasks-per-node=1 --cpus-per-task=4 " in line(plan(cpus))
+    cpus |= {"SLURM_JOB_CPUS_PER_NODE": "4(x2),3"}  # 4 of the last node's 3 would be refused
+    assert "-N 3 -n 3 --export=ALL --ntasks-per-node=1 --cpu-bind=none " in line(plan(cpus))
+
+
+def test_a_line_a_rank_in_pbs(slots):
+    assert plan(slots).counts.value == (4, 2)
+    assert line(plan(slots)) == "mpiexec -n 2 -ppn 1 -hosts x1,x2 " + ENTRY
+    assert line(plan(slots, OPENMPI)).startswith("mpiexec -n 2 --host x1:1,x2:1 --map-by slot --bind-to none ")
+    assert "6, on these hosts 4 2   (a rank a slot)" in table(plan(slots))
+
+
+def test_the_slots_of_a_host_file(tmp_path):
+    path = tmp_path / "hosts"
+    path.write_text("a slots=2\nb:4\nc\n")
+    made = plan({}, hostfile=str(path))
+    assert (made.counts.value, line(made)) == ((2, 4, 1), "mpiexec -n 3 -ppn 1 -hosts a,b,c " + ENTRY)
+    path.write_text("a slots=1\nb slots=1\n")
+    assert plan({}, hostfile=str(path), site="polaris", mpi="hydra").counts.value == (
+        1,
+        1,
+    )  # not one a GPU: a rank a slot
+    path.write_text("a\nb\n")
+    assert plan({}, hostfile=str(path), site="polaris", mpi="hydra").counts.value == (4, 4)
+
+
+def test_a_list_of_hosts_inside_a_job(slots):
+    assert plan(slots, hosts="x2,x1").counts.value == (2, 4)
+    assert plan(slots, hosts="x2").counts.value == (2,)
+    assert plan(slots, hosts="x1:1,x2:2").counts.value == (1, 2)  # what is said by hand counts
+    assert plan(UNEVEN, nhosts=2).counts.value == (4, 4)
+    assert plan(UNEVEN, hosts="c3").counts.value == (3,)
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"nproc": 6}, (4, 2)),
+        ({"nproc": 5}, (3, 2)),
+        ({"nproc": 4}, (2, 2)),
+        ({"nproc": 1}, (1,)),
+        ({"ppn": 1}, (1, 1)),
+        ({"ppn": 2}, (2, 2)),
+        ({"nproc": 4, "ppn": 3}, (3, 1)),
+        ({"nhosts": 1}, (4,)),
+    ],
+)
+def test_what_is_asked_for_decides(slots, options, expected):
+    assert plan(slots, **options).counts.value == expected
+
+
+@pytest.mark.parametrize("options", [{"nproc": 8}, {"ppn": 4}])
+def test_more_ranks_than_slots(options):
+    """What is asked for decides: a job is often given one task a host, for launch to start the ranks."""
+    made = plan({}, hosts="a:1,b:1", **options)
+    assert made.counts.value == (4, 4)
+    assert made.notes[0].endswith("ranks 8, slots 2")
+
+
+def test_ranks_spread_over_hosts():
+    assert hosts.spread(7, [1, 8, 8]) == [1, 3, 3]
+    assert hosts.spread(6, [4, 4, 4]) == [2, 2, 2]
+    assert hosts.spread(4, [4, 4, 4]) == [2, 2, 0]
+    assert hosts.in_words([4] * 20, 8) == "4 a host"
+    assert hosts.in_words([4, 3] * 20, 8) == "on these hosts 4 3 4 3 4 3 4 3 …"
+
+
+def test_too_many_on_one_of_the_hosts():
+    with pytest.raises(LaunchError, match=re.escape("5000 ranks")):
+        plan({}, hosts="a:1,b:5000")
+
+
+def test_an_elastic_run_has_a_rank_a_slot(slots):
+    made = plan(slots, elastic=Elastic(2, 6), spare_hosts=["x3"], hosts="x1:4,x2:2", nproc=6, scheduler="none")
+    attempts = Attempts(made, None)
+    assert attempts.places == [
+        *(("x1", number) for number in range(4)),
+        *(("x2", number) for number in range(2)),
+        *(("x3", number) for number in range(4)),
+    ]
+    attempts.places.remove(("x1", 1))
+    attempts.ranks = 5
+    assert attempts.in_use() == {"x1": [0, 2, 3], "x2": [0, 1]}
+
+
+def test_a_place_that_is_left_out_is_a_device_that_is(slots):
+    """Also where a rank of another number has the places behind it."""
+    left = {"x1": [0, 2, 3], "x2": [0, 1]}
+    made = plan(slots, elastic=Elastic(2, 6), nproc=6, device="cuda", places=left)
+    assert (made.hosts.value, made.counts.value) == (("x1", "x2"), (3, 2))
+    first, second = (made.host_command(host, 0, {}) for host in (0, 1))
+    assert (first["device_variable"], first["device_order"]) == ("CUDA_VISIBLE_DEVICES", [0, 2, 3])
+    assert second["device_order"] == []

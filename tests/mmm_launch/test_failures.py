@@ -1,11 +1,19 @@
-"""A rank that fails ends all, and is the one that is spoken of."""
+"""A rank that fails, or does not come to a collective, ends all, and is the one that is spoken of; which of several
+failures is the cause."""
 
 import os
 import signal
+import socket
+import subprocess
+import sys
 import time
 
 import pytest
 
+from mmm_launch import contract
+from mmm_launch.channel.failures import Failure, cause
+from mmm_launch.contract import Report
+from mmm_verify.testing import free_port
 from support.clock import PATIENCE
 from support.launcher import SPAWNED_IN_LONG
 
@@ -153,3 +161,124 @@ def test_a_command_lines_help_and_errors_are_said_once(launcher):
     good = launcher.run("-n", "3", "python3", "t.py", "--help")
     assert (good.returncode, good.stdout.count("usage")) == (0, 1)
     assert launcher.run("-n", "2", "python3", "t.py", "--lr", "1").stdout == "1.0\n1.0\n"
+
+
+def reported(report):
+    return Failure.reported(report, report.time, "")
+
+
+BOOM = reported(Report(1, "traceback", "Traceback …\nValueError: boom\n", 1, time=5.0))
+LOST = reported(Report(0, "traceback", "Traceback …\nRuntimeError: … Connection closed by peer\n", 1, time=4.0))
+USER = reported(Report(2, "user", "Connection refused is what this user's message says", 2, time=6.0))
+KILLED = Failure.ended(3, 77, -signal.SIGKILL, 4.5, "")
+ABORTED = Failure.ended(0, 78, -signal.SIGABRT, 4.1, "")
+LEFT = Failure.ended(2, 79, 3, 7.0, "")
+
+
+@pytest.mark.parametrize(
+    ("failures", "expected"),
+    [
+        ([LOST, BOOM], BOOM),  # though the lost connection was noticed earlier
+        ([LOST, KILLED], KILLED),
+        ([LOST, ABORTED], ABORTED),
+        ([ABORTED, BOOM], BOOM),
+        ([BOOM, KILLED], KILLED),  # by time
+        ([BOOM, USER], BOOM),
+        ([LOST, USER], USER),
+        ([LOST, LEFT], LEFT),
+        ([LOST], LOST),
+    ],
+)
+def test_the_cause_comes_first(failures, expected):
+    assert cause(failures) is expected
+    assert cause(failures[::-1]) is expected
+
+
+def test_exit_codes():
+    assert (KILLED.exit_code, ABORTED.exit_code, LEFT.exit_code, USER.exit_code, BOOM.exit_code) == (137, 134, 3, 2, 1)
+
+
+def test_a_report_survives_the_way():
+    report = Report(1, "traceback", "naïve \udcff \n", 1, 2.5)
+    assert Report.loads(report.dumps()).text == report.text
+    assert len(Report(1, "traceback", "é" * 10**6, 1, 2.5).dumps()) < contract.SOCKET_BUFFER // 4
+
+
+def test_shortening_keeps_both_ends():
+    text = contract.shorten("a" * 500 + "b" * 500, limit=90)
+    assert text.startswith("a" * 30 + "\n")
+    assert text.endswith("\n" + "b" * 60)
+    assert "910 characters left out" in text
+    assert contract.shorten("abc") == "abc"
+
+
+PROGRAM = """
+import os, signal, sys, time
+from datetime import timedelta
+import torch, torch.distributed as dist
+from mmm.torch_private.groups import set_timeout
+from mmm.runtime.clock import StepClock
+from mmm.runtime.hang import HangWatch
+from mmm.runtime.process_group import process_group
+from mmm.runtime.ranks import whoami
+rank, cpu, limit = whoami(), torch.device("cpu"), float(sys.argv[2])
+clock = StepClock(cpu, ("dtf", "dto"))
+def all_batches(step):
+    if step == 3 and rank.rank == int(sys.argv[1]):
+        time.sleep(1000)
+with process_group(rank, cpu, 100), HangWatch(rank, limit, clock):
+    for step in range(5):
+        if step == 3:  # once all have come to step 2: also on a busy machine, they are at most a moment apart
+            set_timeout(timedelta(seconds=limit), dist.group.WORLD)
+        clock.start()
+        clock.step = step
+        all_batches(step)
+        clock.lap("dtf")
+        dist.all_reduce(torch.ones(4, 3))
+        clock.lap("dto")
+"""
+HOST = socket.gethostname()
+
+
+def run(launcher, words, *started_by, ranks=3):
+    """The program, under launch or with nothing but its variables: output, and the exit codes."""
+    launcher.write("t.py", PROGRAM)
+    if started_by:
+        done = launcher.run("-n", str(ranks), "--device", "cpu", "python3", "t.py", *words)
+        return done.stderr, [done.returncode]
+    places = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "t.py", *words],
+            cwd=launcher.folder,
+            env=launcher.environment(RANK=str(rank), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(ranks), **places),
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(ranks)
+    ]
+    try:
+        said = [each.communicate(timeout=200)[1] for each in processes]
+        return "".join(said), [each.poll() for each in processes]
+    finally:
+        for each in processes:
+            if each.poll() is None:
+                each.send_signal(signal.SIGKILL)
+                each.communicate()
+
+
+def test_under_launch(launcher):
+    text, codes = run(launcher, ["0", "4"], "launch")
+    assert text.startswith(f"hang: rank 0 on {HOST} did not come to all_reduce (number 4 of the world, ranks 0-2, ")
+    assert f"  rank 0 ({HOST}): step 3, at " in text
+    assert f"  ranks 1-2 ({HOST}): step 3, waiting in all_reduce (number 4 of the world" in text
+    assert len(text.splitlines()) == 3
+    assert codes == [1]
+
+
+@pytest.mark.long
+def test_without_launch_every_process_ends(launcher):
+    text, codes = run(launcher, ["1", "4"], ranks=2)
+    assert text.startswith(f"hang: rank 1 on {HOST} did not come to all_reduce (number 4 of the world, ranks 0-1, ")
+    assert len(text.splitlines()) == 3
+    assert codes == [1, 1]

@@ -1,11 +1,19 @@
-"""What a rank finds: its environment, arguments, path and module, the same forked and spawned."""
+"""What a rank finds, the same forked and spawned: environment, arguments, path, module, threads, imports; what it prints;
+what its side does without launch."""
 
 import json
 import os
+import shlex
+import socket
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
-from support.launcher import SPAWNED_IN_LONG
+import support
+from support.clock import PATIENCE
+from support.launcher import SPAWNED_IN_LONG, START
 
 LOOK = """
 import json, os, sys
@@ -100,3 +108,311 @@ def test_lines_of_ranks_do_not_mix(launcher, how):
     launcher.write("t.py", "import sys\nfor s in sys.stdout, sys.stderr: print(s.line_buffering, s.write_through)")
     done = launcher.run(*how, "-n", "3", "python3", "t.py", PYTHONUNBUFFERED="1")
     assert done.stdout.splitlines() == ["True False"] * 6
+
+
+COUNT = """
+import os, torch
+torch.ones(300, 300) @ torch.ones(300, 300)
+open("threads-" + os.environ["RANK"], "w").write(f"{os.environ['OMP_NUM_THREADS']} {torch.get_num_threads()} "
+                                                 f"{len(os.sched_getaffinity(0))}")
+"""
+CPUS = sorted(os.sched_getaffinity(0))
+BIND = ["--cpu-bind", f"list:{CPUS[0]}:{CPUS[-1]}"]
+
+
+@pytest.fixture
+def threads(launcher):
+    """OMP_NUM_THREADS, torch's threads and the CPUs of two ranks."""
+
+    def run(*words, **variables):
+        launcher.write("t.py", COUNT)
+        done = launcher.run(*words, "-n", "2", "--device", "cpu", "python3", "t.py", timeout=PATIENCE, **variables)
+        assert done.returncode == 0, done.stderr
+        return [tuple(map(int, (launcher.folder / f"threads-{rank}").read_text().split())) for rank in (0, 1)]
+
+    return run
+
+
+def long(*values):
+    return pytest.param(*values, marks=pytest.mark.long)
+
+
+# The ranks' processes are forked, here or on a host; or each imports torch itself, under what it has been told.
+@pytest.fixture(params=["here", long("host"), long("spawn")])
+def options(request, launcher):
+    if request.param == "host":
+        return launcher.on_hosts()
+    return ["--no-prefork"] if request.param == "spawn" else []
+
+
+def test_not_bound(threads, options):
+    each = max(1, len(CPUS) // 2)
+    assert threads(*options) == [(each, each, len(CPUS))] * 2
+
+
+def test_a_package_that_made_the_thread_pool_before_the_fork(launcher):
+    launcher.write("site-packages/maker.py", "from support.thread_pool import make\nmake()\n")
+    launcher.write("t.py", "import maker\nfrom support.thread_pool import ask_at_once\nask_at_once()\n")
+    paths = launcher.folder / "site-packages", Path(support.__file__).parents[1]
+    done = launcher.run("-n", "4", "python3", "t.py", timeout=PATIENCE, PYTHONPATH=os.pathsep.join(map(str, paths)))
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.skipif(len(CPUS) < 2, reason="needs two CPUs")
+@pytest.mark.parametrize(
+    ("words", "variables", "expected"),
+    [
+        ([], {}, (1, 1, 1)),
+        long([], {"OMP_NUM_THREADS": "2"}, (2, 2, 1)),  # what the user says counts
+        long(["--env", "OMP_NUM_THREADS=2"], {}, (2, 2, 1)),
+    ],
+)
+def test_bound_to_one_cpu_each(threads, options, words, variables, expected):
+    assert threads(*options, *BIND, *words, **variables) == [expected] * 2
+
+
+PRINTS = """
+import logging, os, sys
+from mmm.runtime.failure import run_main
+def main():
+    log = logging.getLogger()
+    log.addHandler(logging.StreamHandler(sys.stdout))
+    for number in range(3000):
+        print(number)
+        log.warning("%d", number)
+    print("is lost", file=sys.stderr)
+    open("done-" + os.environ["RANK"], "w").close()
+    sys.exit(int(sys.argv[1]))
+run_main(main)
+"""
+
+
+def piped(launcher, line):
+    """The exit code of `line` before its pipe, and what is printed."""
+    how = {"cwd": launcher.folder, "env": launcher.environment(), "capture_output": True, "text": True}
+    done = subprocess.run(["bash", "-c", f"set -o pipefail; {line}"], **how, timeout=PATIENCE)
+    return done.returncode, done.stdout, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("redirected", "says"),
+    [
+        (">&-", ""),
+        ("--timeout 9 >&-", ""),
+        ("--timeout 9 >/dev/full", "launch: what is printed cannot be written from here on: No space left on device\n"),
+    ],
+)
+def test_stdout_that_takes_nothing(launcher, redirected, says):
+    flags, _, where = redirected.rpartition(">")
+    line = f"{shlex.join(START)} -n 1 --device cpu {flags} python3 -c 'print(1)' >{where}"
+    assert piped(launcher, line) == (0, "", says)
+
+
+@pytest.mark.parametrize("kind", ["", "--no-prefork", "--timeout 90", "host"])
+@pytest.mark.parametrize(("redirected", "code"), [("", 0), ("2>&1", 7)])
+def test_a_reader_that_has_seen_enough(launcher, kind, redirected, code):
+    launcher.write("t.py", PRINTS)
+    words = launcher.on_hosts() if kind == "host" else kind.split()
+    line = shlex.join([*START, *words, "-n", "2", "--device", "cpu", "python3", "t.py", str(code)])
+    found, out, err = piped(launcher, f"{line} {redirected} | head -1")
+    assert (launcher.folder / "done-0").exists() or (launcher.folder / "done-1").exists()  # a failure ends the other
+    assert (found, out.count("\n")) == (code, 1)
+    assert "Traceback" not in err
+    assert "BrokenPipe" not in err
+    if not code:
+        assert all((launcher.folder / f"done-{rank}").exists() for rank in range(2))
+
+
+def test_a_program_without_launch(launcher):
+    launcher.write(
+        "t.py",
+        "from mmm.runtime.failure import run_main\n"
+        "def main():\n    for n in range(30000): print(n)\n    open('done', 'w').close()\nrun_main(main)",
+    )
+    assert piped(launcher, f"{sys.executable} t.py | head -1") == (0, "0\n", "")
+    assert (launcher.folder / "done").exists()
+
+
+LACKS = """
+import os, sys
+from mmm.errors import DataError
+from mmm.runtime.failure import run_main
+def main():
+    raise DataError("no such file: x", on_every_rank="everywhere" in sys.argv)
+run_main(main)
+"""
+RANKS = [
+    lambda rank: {"RANK": rank, "WORLD_SIZE": "4", "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": "4"},
+    lambda rank: {"PMI_RANK": rank, "PMI_SIZE": "4"},
+    lambda rank: {"OMPI_COMM_WORLD_RANK": rank, "OMPI_COMM_WORLD_SIZE": "4"},
+    lambda rank: {"SLURM_PROCID": rank, "SLURM_STEP_NUM_TASKS": "4", "SLURM_STEP_ID": "0"},
+]
+
+
+def run(launcher, code, *words, **variables):
+    return subprocess.run(
+        [sys.executable, "-c", code, *words],
+        env=launcher.environment(**variables),
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+    )
+
+
+@pytest.mark.parametrize(
+    "variables", [{}, {"RANK": "0", "WORLD_SIZE": "1"}, {"SLURM_PROCID": "0", "SLURM_NTASKS": "4"}]
+)  # a batch script's own
+def test_a_process_that_is_alone_says_its_error_plainly(launcher, variables):
+    done = run(launcher, LACKS, **variables)
+    assert (done.returncode, done.stderr) == (2, "error: no such file: x\n")
+
+
+@pytest.mark.parametrize("rank", ["0", "3"])
+@pytest.mark.parametrize("variables", RANKS)
+def test_each_rank_says_its_own(launcher, variables, rank):
+    """It may be the only one that has it: a file that one host lacks."""
+    done = run(launcher, LACKS, **variables(rank))
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == f"error: [rank {rank} on {socket.gethostname()}] no such file: x\n"
+
+
+def test_what_all_ranks_have_rank_0_says(launcher):
+    texts = [run(launcher, LACKS, "everywhere", **RANKS[0](rank)).stderr for rank in ("0", "3")]
+    assert texts == ["error: no such file: x\n", ""]
+
+
+def test_other_exceptions_stay_what_they_are(launcher):
+    done = run(launcher, LACKS.replace("raise DataError(", "raise KeyError('no such file: x') or DataError("))
+    assert done.returncode == 1
+    assert done.stderr.endswith("KeyError: 'no such file: x'\n")
+
+
+def test_launch_does_not_import_torch(launcher):
+    done = run(
+        launcher,
+        "import sys, mmm_launch.main, mmm_launch.run.local, mmm_launch.program.preloads\n"
+        "mmm_launch.main.main(['--dry-run', 'true'])\n"
+        "print(sorted({'torch', 'numpy'} & set(sys.modules)))",
+    )
+    assert done.stdout.splitlines()[-1] == "[]"
+
+
+IMPORTS = """
+import os, sys
+at_start = {name: name in sys.modules for name in ("numpy", "tool", "h5py", "rich")}
+import numpy, tool
+import json
+json.dump({"parent": os.getppid(), "at_start": at_start}, open(os.environ["RANK"] + ".json", "w"))
+"""
+
+
+def found(launcher, ranks):
+    return [json.loads((launcher.folder / f"{rank}.json").read_text()) for rank in range(ranks)]
+
+
+def test_installed_packages_are_there_before_the_target_and_its_own_modules_are_not(launcher):
+    launcher.write("tool.py", "import h5py, os\nopen(f'tool-{os.getpid()}', 'w')\n")
+    launcher.write("t.py", IMPORTS)
+    assert launcher.run("-n", "2", "python3", "t.py").returncode == 0
+    one, other = found(launcher, 2)
+    assert one["parent"] == other["parent"]
+    assert one["at_start"] == {"numpy": True, "tool": False, "h5py": True, "rich": False}
+    assert len([name for name in os.listdir(launcher.folder) if name.startswith("tool-")]) == 2  # the two ranks
+
+
+def test_spawned_ranks_start_without(launcher):
+    launcher.write("tool.py", "")
+    launcher.write("t.py", IMPORTS)
+    assert launcher.run("-n", "2", "--no-prefork", "python3", "t.py").returncode == 0
+    assert found(launcher, 2)[0]["at_start"] == {"numpy": False, "tool": False, "h5py": False, "rich": False}
+
+
+def installed(launcher, name, text):
+    """A package that counts as installed."""
+    launcher.write(f"site-packages/{name}.py", text)
+    return {"PYTHONPATH": str(launcher.folder / "site-packages")}
+
+
+def test_a_package_that_fails_to_import_fails_in_the_target_as_ever(launcher):
+    path = installed(
+        launcher,
+        "halfway",
+        "import os, sys\nsys.halfway = getattr(sys, 'halfway', 0) + 1\nraise OSError(f'try {sys.halfway}')\n",
+    )
+    launcher.write("t.py", "import numpy\ntry:\n    import halfway\nexcept OSError as e:\n    print(e)\n")
+    done = launcher.run("-n", "2", "python3", "t.py", **path)
+    assert (done.returncode, done.stdout) == (0, "try 1\ntry 1\n"), done.stderr
+    launcher.write("t.py", "import halfway")
+    done = launcher.run("-n", "2", "python3", "t.py", **path)
+    assert done.returncode == 1
+    assert done.stderr.count("OSError: try 1") == 1
+    assert done.stderr.count("Traceback") == 1
+
+
+def test_a_package_that_must_not_be_imported_before_a_fork(launcher):
+    path = installed(launcher, "cupy", "import os\nprint('parent', os.getpid() == int(os.environ.get('X', 0)))")
+    installed(launcher, "wraps", "import cupy\nopened = True")
+    launcher.write("t.py", "import wraps, os, sys\nprint(wraps.opened)")
+    done = launcher.run("-n", "2", "python3", "t.py", **path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("True") == 2
+
+
+LAZY = """
+import sys
+
+class Lazy:
+    def __getattr__(self, name):
+        import late
+        raise AttributeError(name)
+
+sys.modules["lazy"] = Lazy()
+sys.modules["blocked"] = None
+"""
+
+
+def test_the_end_of_a_rank_imports_nothing(launcher):
+    launcher.write("late.py", "print('imported')")
+    launcher.write("t.py", LAZY)
+    done = launcher.run("-n", "1", "python3", "t.py")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+def test_a_package_that_has_opened_a_device_is_left_to_the_ranks(launcher):
+    path = installed(
+        launcher,
+        "opens",
+        "import os, sys\nsys.modules['__main__'].OPEN_FILES = 'open'\nloaded = os.getpid()\n",
+    )
+    launcher.write("t.py", "import os, opens\nprint(opens.loaded == os.getpid())\n")
+    (launcher.folder / "open").mkdir()
+    (launcher.folder / "open" / "7").symlink_to("/dev/kfd")
+    done = launcher.run("-n", "2", "python3", "t.py", **path)
+    assert (done.returncode, done.stdout) == (0, "True\nTrue\n"), done.stderr
+
+
+def test_four_ranks_of_torch_from_one_import(launcher):
+    launcher.write(
+        "t.py",
+        """
+import os, sys
+ready = "torch" in sys.modules and "torch._dynamo" in sys.modules
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
+dist.init_process_group("gloo")
+total = torch.ones(()) * dist.get_rank()
+dist.all_reduce(total)
+weight = torch.ones(64, 64, requires_grad=True)
+(weight @ weight).sum().backward()                     # OpenMP, MKL and autograd's threads work after a fork
+print(ready, int(total), os.getppid(), torch.get_num_threads(), flush=True)
+dist.destroy_process_group()
+""",
+    )
+    done = launcher.run("-n", "4", "--device", "cpu", "python3", "t.py", timeout=PATIENCE, OMP_NUM_THREADS="2")
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert len(lines) == 4
+    assert len(set(lines)) == 1  # one parent
+    assert lines[0].startswith("True 6 ")
+    assert lines[0].endswith(" 2")

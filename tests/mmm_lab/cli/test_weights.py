@@ -1,16 +1,20 @@
 """``mmm import``, ``mmm export`` and ``mmm sample`` as commands."""
 
+import io
 import json
 import re
+import sys
 
 import pytest
 import torch
 
+from mmm.data.text.byte_tokenizer import ByteTokenizer
 from mmm.generate import config_of, tokenizer_on_disk
 from mmm.models.llama.model import Transformer
 from mmm.nn.sampling import Sampling
 from mmm.weights.open_weights import open_weights
 from mmm_lab.cli import main as cli
+from mmm_lab.cli.written_text import TextWriter
 from support.clock import PATIENCE
 from support.launcher import Launcher
 from support.llamas import CHARS, CONFIG, begin_with, byte_bpe, logits, tensors, write_hugging_face
@@ -150,3 +154,26 @@ def test_bad_input_is_one_line(folder, imported, tmp_path, capsys, words, said):
     assert err.count("\n") == 1
     assert err.startswith("mmm: error: ")
     assert not (tmp_path / "out").exists()
+
+
+END = 0
+
+
+def writer(bars, monkeypatch, stdout):
+    monkeypatch.setattr(sys, "stdout", stdout)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    return TextWriter(ByteTokenizer(), (END,), bars)
+
+
+def test_text_comes_with_each_token(monkeypatch):
+    stdout = io.StringIO()
+    written = writer(False, monkeypatch, stdout)
+    seen = []
+    written.begin(b"a")
+    for token in b"\xc3\xb6b\x1b\xff\0":
+        seen.append(stdout.getvalue())
+        written.add(token, [])
+    written.end()
+    assert seen == ["a", "a", "aö", "aöb", "aöb\x1b", "aöb\x1b"]
+    assert stdout.getvalue() == "aöb\x1b\ufffd\n"
