@@ -99,6 +99,12 @@ class Mesh:
             self._axes.update({axis: parts[axis] for axis in CP_AXES})
         return self._axes[CP_AXES[0]], self._axes[CP_AXES[1]]
 
+    def gather(self, axis: str, value: Any) -> list[Any]:
+        """Every rank's `value` along an axis, by coordinate: the one way to send objects over a mesh. A collective."""
+        values: list[Any] = [None] * self[axis].size()
+        dist.all_gather_object(values, value, self[axis].get_group())
+        return values
+
     def groups(self) -> dict[str, dist.ProcessGroup]:
         """The process group of each axis that this rank is in; where names repeat, the experts' are left out."""
         meshes = [self.device_mesh, *([self["dp_shard_cp"]] if self.layout.cp > 1 else [])]

@@ -106,7 +106,7 @@ class ParallelModel:
             self.modules[stage_id] = apply(stage, mesh, plan, precision, techniques)
             materialize(self.modules[stage_id], device, seed, rules, init="by_name")
         self.tied_aliases = self._rules.tied_aliases
-        self.ties = StageTies(ties, self.modules, self.stage_to_pp_rank, mesh["pp"]) if ties else None
+        self.ties = StageTies(ties, self.modules, self.stage_to_pp_rank, mesh) if ties else None
         self._report = CompileReport(self.modules.values()) if techniques.compile else None
         self._loss = loss or loss_of(*self.modules.values())
         self._measure: Measure = lambda output, targets: self._loss(output, targets, 1)  # of a pipeline's outputs

@@ -13,12 +13,12 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from mmm.errors import LayoutError
 from mmm.nn.draw import canonical_name
 from mmm.parallel.local import to_group_device, to_local
+from mmm.parallel.mesh import Mesh
 
 Tie = tuple[str, ...]  # the names of one parameter, in the order of the model
 
@@ -91,7 +91,7 @@ class StageTies:
         ties: Sequence[Mapping[int, str]],
         modules: Mapping[int, nn.Module],
         coordinates: Mapping[int, int],
-        pp: DeviceMesh,
+        mesh: Mesh,
     ) -> None:
         """A collective over pp.
 
@@ -102,44 +102,58 @@ class StageTies:
         Raises:
             LayoutError: the stages have other shards of a weight; on every rank.
         """
-        self._group, self._coordinates, self._at = pp.get_group(), coordinates, pp.get_local_rank()
+        self._group = mesh["pp"].get_group()
+        self._coordinates = coordinates
+        self._coordinate = mesh["pp"].get_local_rank()
         named = {n: {canonical_name(name): p for name, p in module.named_parameters()} for n, module in modules.items()}
-        self._ties = [(sorted(tie), {n: named[n][name] for n, name in tie.items() if n in named}) for tie in ties]
+        # Of each tie: its stages, and this rank's parameters by stage.
+        self._ties: list[tuple[list[int], dict[int, nn.Parameter]]] = []
+        for tie in ties:
+            self._ties.append((sorted(tie), {n: named[n][name] for n, name in tie.items() if n in named}))
         self.repeated = [p for stages, own in self._ties for n, p in own.items() if n != stages[0]]
-        everyone: list = [None] * pp.size()
-        dist.all_gather_object(
-            everyone, [{n: _described(p) for n, p in own.items()} for _, own in self._ties], self._group
-        )
-        for tie_id, tie in enumerate(ties):
-            by_stage = {n: text for of_rank in everyone for n, text in of_rank[tie_id].items()}
-            if len(set(by_stage.values())) > 1:
-                have = " and ".join(f"stage {n} {tie[n]} as {by_stage[n]}" for n in sorted(tie))
-                text = f"{_tied(tuple(tie.values()))}, and the pipeline has {have}: give both modules styles that leave"
-                raise LayoutError(f"{text} the weight alike, or untie them", on_every_rank=True)
+        shards = [{n: _described(p) for n, p in own.items()} for _, own in self._ties]
+        _check_alike(ties, mesh.gather("pp", shards))
 
     @torch.no_grad()
     def sum_gradients(self) -> None:
         """A collective of the ranks that have such a weight."""
         for stages, own in self._ties:
-            if not own:
-                continue
-            gradients = {
-                n: to_group_device(to_local(p.grad), self._group) for n, p in own.items() if p.grad is not None
-            }
-            peers = sorted({self._coordinates[n] for n in stages} - {self._at})
-            ops = [self._op(dist.isend, gradients[n].contiguous(), peer) for n in own for peer in peers]
-            for n in stages:
-                if n not in own:
-                    gradients[n] = torch.empty_like(next(iter(gradients.values())))
-                    ops.append(self._op(dist.irecv, gradients[n], self._coordinates[n]))
-            for work in dist.batch_isend_irecv(ops) if ops else ():
-                work.wait()
-            total = sum((gradients[n] for n in stages[1:]), gradients[stages[0]])
-            for parameter in own.values():
-                to_local(parameter.grad).copy_(total)  # type: ignore[arg-type]
+            if own:
+                self._sum(stages, own)
+
+    def _sum(self, stages: Sequence[int], own: Mapping[int, nn.Parameter]) -> None:
+        gradients = {n: to_group_device(to_local(p.grad), self._group) for n, p in own.items() if p.grad is not None}
+        peers = sorted({self._coordinates[n] for n in stages} - {self._coordinate})
+        ops = [self._op(dist.isend, gradients[n].contiguous(), peer) for n in own for peer in peers]
+        for n in stages:
+            if n not in own:
+                gradients[n] = torch.empty_like(next(iter(gradients.values())))
+                ops.append(self._op(dist.irecv, gradients[n], self._coordinates[n]))
+        for work in dist.batch_isend_irecv(ops) if ops else ():
+            work.wait()
+        total = sum((gradients[n] for n in stages[1:]), gradients[stages[0]])
+        for parameter in own.values():
+            to_local(parameter.grad).copy_(total)  # type: ignore[arg-type]
 
     def _op(self, op: Callable, tensor: Tensor, peer: int) -> dist.P2POp:
         return dist.P2POp(op, tensor, dist.get_global_rank(self._group, peer), self._group)
+
+
+def _check_alike(ties: Sequence[Mapping[int, str]], by_rank: Sequence[Sequence[Mapping[int, str]]]) -> None:
+    """Raises LayoutError where the stages of a tie have other shards of it.
+
+    Args:
+        by_rank: of each pp rank, of each tie: by stage, how the parameter is sharded there.
+    """
+    for tie_id, tie in enumerate(ties):
+        by_stage = {n: text for of_rank in by_rank for n, text in of_rank[tie_id].items()}
+        if len(set(by_stage.values())) > 1:
+            have = " and ".join(f"stage {n} {tie[n]} as {by_stage[n]}" for n in sorted(tie))
+            raise LayoutError(
+                f"{_tied(tuple(tie.values()))}, and the pipeline has {have}: give both modules styles that leave the "
+                f"weight alike, or untie them",
+                on_every_rank=True,
+            )
 
 
 def join_tied(model: nn.Module, groups: Sequence[Sequence[nn.Module]]) -> list[list[nn.Module]]:
@@ -179,8 +193,6 @@ def _placements(parameter: Tensor) -> object:
 
 def _described(parameter: Tensor) -> str:
     shape = "×".join(map(str, parameter.shape))
-    return (
-        f"{', '.join(map(str, parameter.placements))} of {shape}"
-        if isinstance(parameter, DTensor)
-        else (f"a plain {shape}")
-    )
+    if isinstance(parameter, DTensor):
+        return f"{', '.join(map(str, parameter.placements))} of {shape}"
+    return f"a plain {shape}"

@@ -32,6 +32,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from mmm.layout import Layout, Techniques
 from mmm.nn import draw, weights
 from mmm.nn.experts import has_experts
+from mmm.parallel.mesh import Mesh
 from mmm.parallel.parallel_model import ParallelModel
 from mmm.runtime.contract import DRY_RUN_VARIABLE, RANK_VARIABLES
 from mmm.runtime.observer import Observer, WatchedRun, observing
@@ -228,6 +229,9 @@ def _without_elements(memory: MemoryTracker, held: HeldTensors) -> Iterator[tupl
 def _without_ranks() -> Iterator[tuple[Place, Any]]:
     """What asks other ranks: all have what this one has."""
 
+    def gather(mesh: Mesh, axis: str, value: Any) -> list[Any]:
+        return [value] * mesh[axis].size()
+
     def all_gather_object(objects: list[Any], own: Any, *_: Any, **__: Any) -> None:
         objects[:] = [own] * len(objects)
 
@@ -236,6 +240,7 @@ def _without_ranks() -> Iterator[tuple[Place, Any]]:
     def sent(ops: list[dist.P2POp]) -> list[Any]:
         return [_Work(work, ops) for work in batch(ops)]
 
+    yield (Mesh, "gather"), gather
     yield (dist, "all_gather_object"), all_gather_object
     yield (dist, "broadcast_object_list"), lambda *_, **__: None
     yield (dist, "barrier"), lambda *_, **__: None
