@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -131,28 +131,35 @@ def axes_of(layout: Layout, rank: int, experts: bool = False, ulysses: int = 1) 
     Args:
         experts: as of `build_mesh`. ulysses: as of `Mesh.split_cp`.
     """
-    ranks = np.arange(layout.ranks).reshape(list(layout.sizes.values()))  # (pp, dp_replicate, dp_shard, cp, tp)
-    coordinates = list(layout.coordinates(rank).values())
-
-    def along(table: np.ndarray, place: Sequence[int], *dims: int) -> tuple[int, ...]:
-        index = tuple(slice(None) if dim in dims else where for dim, where in enumerate(place))
-        return tuple(sorted(table[index].flatten().tolist()))
-
+    sizes = layout.sizes  # pp, dp_replicate, dp_shard, cp, tp: outermost first
     axes: dict[tuple[int, ...], str] = {}
-    for dim, (axis, size) in enumerate(layout.sizes.items()):
+    for axis, size in sizes.items():
         if size > 1 or axis == "dp_shard":
-            axes.setdefault(along(ranks, coordinates, dim), axis)
+            axes.setdefault(_ranks_along(sizes, rank, axis), axis)
     if layout.cp > 1:
-        axes.setdefault(along(ranks, coordinates, 2, 3), "dp_shard_cp")
-        split = ranks.reshape(*ranks.shape[:3], layout.cp // ulysses, ulysses, layout.tp)
-        place = [*coordinates[:3], *divmod(coordinates[3], ulysses), coordinates[4]]
-        for dim, axis in enumerate(CP_AXES if 1 < ulysses < layout.cp else ()):
-            axes.setdefault(along(split, place, 3 + dim), axis)
-    if layout.ep == 1 and not (experts and layout.tp > 1):
-        return axes
-    pp, dp_replicate, dp_shard, cp, tp = layout.sizes.values()
-    by_expert = ranks.reshape(pp, dp_replicate, dp_shard // layout.ep, layout.ep, cp, tp)
-    coordinates[2:3] = divmod(coordinates[2], layout.ep)
-    axes.setdefault(along(by_expert, coordinates, 2, 4, 5), "expert_dp")
-    axes.setdefault(along(by_expert, coordinates, 3), "ep")
+        axes.setdefault(_ranks_along(sizes, rank, "dp_shard", "cp"), "dp_shard_cp")
+    if 1 < ulysses < layout.cp:
+        split = _split(sizes, "cp", CP_AXES, ulysses)
+        for axis in CP_AXES:
+            axes.setdefault(_ranks_along(split, rank, axis), axis)
+    if layout.ep > 1 or (experts and layout.tp > 1):
+        by_expert = _split(sizes, "dp_shard", ("expert_dp", "ep"), layout.ep)
+        axes.setdefault(_ranks_along(by_expert, rank, "expert_dp", "cp", "tp"), "expert_dp")
+        axes.setdefault(_ranks_along(by_expert, rank, "ep"), "ep")
     return axes
+
+
+def _split(sizes: Mapping[str, int], axis: str, names: tuple[str, str], inner: int) -> dict[str, int]:
+    """The sizes with one axis as two, the inner one of `inner` ranks."""
+    split: dict[str, int] = {}
+    for name, size in sizes.items():
+        split |= {names[0]: size // inner, names[1]: inner} if name == axis else {name: size}
+    return split
+
+
+def _ranks_along(sizes: Mapping[str, int], rank: int, *axes: str) -> tuple[int, ...]:
+    """The ranks that differ from `rank` along these axes alone, and it itself, in ascending order."""
+    ranks = np.arange(math.prod(sizes.values())).reshape(list(sizes.values()))
+    place = np.unravel_index(rank, ranks.shape)
+    index = tuple(slice(None) if axis in axes else where for axis, where in zip(sizes, place, strict=True))
+    return tuple(ranks[index].flatten().tolist())
