@@ -70,7 +70,7 @@ def _read_tokens(name: str, token_dtype: str | None = None) -> Callable[[Path], 
     def read(folder: Path) -> Any:
         path = folder / name
         sources = open_sources([path], token_dtype=token_dtype)
-        (corpus,) = sources.corpora
+        corpus = sources.corpus
         print(sources.describe())
         ends = None if corpus.documents is None else corpus.documents()[:]
         packed = corpus.documents is not None
@@ -95,7 +95,7 @@ def make_lines(folder: Path) -> None:
 
 
 def read_text(folder: Path) -> Any:
-    text = open_sources([folder / "text.txt"]).corpora[0]
+    text = open_sources([folder / "text.txt"]).corpus
     return text.train[:].tobytes() + text.validation[:].tobytes()
 
 
@@ -113,7 +113,7 @@ def make_chats(folder: Path) -> None:
 
 def read_chats(folder: Path) -> Any:
     sources = open_sources([folder / "chats.jsonl"])
-    (corpus,) = sources.corpora
+    corpus = sources.corpus
     print(sources.describe(), sources.notes(64))
     for pack in (False, True):
         sources.tokens(64, 0, 256, pack=pack)[0].sample(0, 0)

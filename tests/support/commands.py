@@ -7,7 +7,6 @@ import re
 import shlex
 import sys
 
-from mmm.history.record.trackers import PACKAGES
 from mmm.trainer import vit  # which mmm.examples.vit is
 from mmm.trainer.config.command_line import parse
 from mmm_lab.cli.main import SUBCOMMANDS
@@ -47,7 +46,7 @@ def check_command(line, monkeypatch):
         patch.delattr(Parser, "parse_args")  # which would look for unknown words after the one below
         patch.setattr(argparse.ArgumentParser, "parse_args", and_no_more)
         patch.setattr(argparse.ArgumentParser, "parse_known_args", and_a_trainers)
-        patch.setattr("mmm.history.record.trackers.PACKAGES", dict.fromkeys(PACKAGES, "json"))  # as if installed
+        patch.setattr("mmm.history.record.trackers.find_spec", lambda package: package)  # as if installed
         _check(shlex.split(line), patch)
 
 

@@ -9,7 +9,6 @@ if TYPE_CHECKING:
     from mmm.data.text.corpus import read_text_files as read_text_files
     from mmm.data.text.corpus import standard_library as standard_library
     from mmm.data.text.documents import FileTokens as FileTokens
-    from mmm.data.text.sources import Mixture as Mixture
     from mmm.data.text.tokens import Batch as Batch
     from mmm.data.text.tokens import RandomTokens as RandomTokens
     from mmm.data.text.tokens import TextTokens as TextTokens
@@ -20,7 +19,6 @@ __getattr__, __dir__ = lazy(
     {
         "mmm.data.text.corpus": "Corpus read_text_files standard_library",
         "mmm.data.text.documents": "FileTokens",
-        "mmm.data.text.sources": "Mixture",
         "mmm.data.text.tokens": "Batch RandomTokens TextTokens Tokens",
     },
 )

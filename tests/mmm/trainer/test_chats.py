@@ -157,15 +157,3 @@ def test_a_run_goes_on(run_on_ranks, folder, tmp_path, axes):
 def test_refused(folder, more, error, said):
     with pytest.raises(error, match=said):
         resolve(configure(lm.Config, **flags_of(folder, **more)))
-
-
-def test_a_mixture_with_text(folder, tmp_path):
-    (tmp_path / "text").write_text("words, " * 300)
-    both = (folder / "chats.jsonl", tmp_path / "text")
-    with pytest.raises(ConfigError, match="need a weight each"):
-        resolve(configure(lm.Config, **flags_of(folder, text=both)))
-    data = resolve(configure(lm.Config, **flags_of(folder, text=tuple(Path(f"{path}:0.5") for path in both)))).data
-    batch = data.train.batch(0, 8, 0, 8)
-    full = (batch.targets != -100).all(1)
-    assert 0 < full.sum() < 8
-    assert (batch.inputs[full][:, 1:] == batch.targets[full][:, :-1]).all()

@@ -112,13 +112,9 @@ def test_to_the_last_bit(run_on_ranks, tmp_path, text, ranks, layout):
 )
 @pytest.mark.long
 def test_packed_documents(run_on_ranks, tmp_path, text, ranks, layout):
-    """A mixture of them, to the last bit; and on another layout."""
-    folders = []
-    for separator in (",", "and"):
-        folders.append(tmp_path / f"of {separator}")
-        prepare(Preparation(text, folders[-1], separator=separator), 1)
-    mixture = tuple(Path(f"{folder}:{weight}") for folder, weight in zip(folders, (0.4, 0.6), strict=True))
-    flags = {**TEXT, "text": mixture, "pack": True, "document_mask": True, **layout}
+    """To the last bit; and on another layout."""
+    prepare(Preparation(text, tmp_path / "tokens", separator=","), 1)
+    flags = {**TEXT, "text": (tmp_path / "tokens",), "pack": True, "document_mask": True, **layout}
     one, two = begin(run_on_ranks, LM, ranks, flags, tmp_path)
     shutil.copytree(two, tmp_path / "elsewhere")
     shutil.copytree(two, tmp_path / "older")

@@ -12,13 +12,11 @@ from pathlib import Path
 import numpy as np
 
 from mmm.checkpoint.model_metadata import ChatFormat
-from mmm.data.order import epoch_order
 from mmm.data.text.byte_tokenizer import Tokenizer
 from mmm.data.text.chat_template import DEFAULT, END_OF_TEXT, ChatTemplate, chat_template_of
 from mmm.data.text.chats import ChatArrays, Conversation, encode_chat, read_chats, rendered
 from mmm.data.text.corpus import Corpus
-from mmm.data.text.documents import check_vocabulary, firsts_in_order
-from mmm.data.text.tokens import Tokens
+from mmm.data.text.documents import DocumentTokens, Piece, check_vocabulary, firsts_in_order
 from mmm.errors import DataError
 from mmm.layout import PADDING
 from mmm.units import counted
@@ -74,19 +72,16 @@ class ChatText:
         return note
 
 
-class ChatTokens(Tokens):
+class ChatTokens(DocumentTokens):
     """Conversations in sequences, in an order that depends on seed and epoch; what stays empty is padding.
 
     Args:
         text: of `ChatText.cut`, so that each fits into a sequence. vocab_size: of the model.
         pack: several in a sequence, in order: one that does not fit into what is left begins the next sequence.
-        document_starts: whether samples have them.
 
     Raises:
         DataError: a token that the vocabulary lacks.
     """
-
-    has_padding = True
 
     def __init__(
         self,
@@ -99,8 +94,8 @@ class ChatTokens(Tokens):
         pack: bool = False,
         document_starts: bool = False,
     ) -> None:
-        super().__init__(seq_length, seed)
-        self.chats, self.shuffle, self.document_starts = text.chats, shuffle, document_starts
+        super().__init__(seq_length, seed, shuffle, document_starts)
+        self.chats = text.chats
         # The first conversation of each sequence, and at the end their number: (sequences + 1,)
         self.firsts = np.arange(len(self.chats) + 1)
         if pack:
@@ -114,21 +109,10 @@ class ChatTokens(Tokens):
         """To validate, those that do not fill a global batch are one with samples that have no target."""
         return super().steps_per_epoch(global_batch) if self.shuffle else -(-self.samples // global_batch)
 
-    def sample(self, epoch: int, place: int) -> np.ndarray:
-        if self.shuffle:
-            place = int(epoch_order(self.seed, epoch, self.samples)[place])
-        row = np.zeros((3, self.seq_length), np.int64)  # inputs, targets, where the document begins
-        row[1] = PADDING
-        begin = 0
-        first, end_of_chats = self.firsts[place : place + 2] if place < self.samples else (0, 0)
-        for tokens, answers in self.chats[first:end_of_chats]:
-            end = begin + len(tokens) - 1
-            row[0, begin:end] = tokens[:-1]
-            row[1, begin:end] = np.where(answers[1:], tokens[1:], PADDING)
-            row[2, begin:end] = begin
-            begin = end
-        row[2, begin:] = begin
-        return row if self.document_starts else row[:2]
+    def pieces(self, sequence: int) -> Iterator[Piece]:
+        if sequence < self.samples:
+            for chat in self.chats[self.firsts[sequence] : self.firsts[sequence + 1]]:
+                yield chat.tokens[:-1], np.where(chat.answers[1:], chat.tokens[1:], PADDING)
 
 
 def read_chat_files(paths: Sequence[Path]) -> list[Conversation]:

@@ -6,7 +6,9 @@ longer than a sequence is split, and no target is the first token of the next do
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from bisect import bisect_right
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +18,8 @@ from mmm.data.text.token_file import TokenFile
 from mmm.data.text.tokens import TextTokens, TokenArray, Tokens
 from mmm.errors import DataError
 from mmm.layout import PADDING
+
+Piece = tuple[np.ndarray, np.ndarray]  # inputs and targets of a document, or of a part of it, (tokens,) each
 
 
 class FileTokens(TextTokens):
@@ -32,7 +36,8 @@ class FileTokens(TextTokens):
         self, text: TokenFile, seq_length: int, seed: int, shuffle: bool = True, *, vocab_size: int = 1 << 63
     ) -> None:
         super().__init__(text, seq_length, seed, shuffle, unit="tokens")
-        self.path, self.vocab_size = text.path, vocab_size
+        self.path = text.path
+        self.vocab_size = vocab_size
         for begin in (0, (self.samples - 1) * seq_length):
             check_vocabulary(self.path, text[begin : begin + seq_length], vocab_size)
 
@@ -55,23 +60,54 @@ def check_vocabulary(path: Path, tokens: np.ndarray, vocab_size: int) -> None:
             )
 
 
-class PackedTokens(Tokens):
+class DocumentTokens(Tokens):
+    """Sequences of one or more documents.
+
+    What stays empty has token 0, `PADDING` as targets, and is a document of its own.
+
+    Attributes:
+        document_starts: whether samples have where the document of each token begins.
+    """
+
+    has_padding = True
+
+    def __init__(self, seq_length: int, seed: int, shuffle: bool, document_starts: bool) -> None:
+        super().__init__(seq_length, seed, shuffle)
+        self.document_starts = document_starts
+
+    @abstractmethod
+    def pieces(self, sequence: int) -> Iterator[Piece]:
+        """The documents of a sequence, which fit into it."""
+
+    def sample(self, epoch: int, place: int) -> np.ndarray:
+        """(2, seq_length): inputs and targets; or 3, with where the document of each token begins."""
+        row = np.zeros((3, self.seq_length), np.int64)
+        row[1] = PADDING
+        begin = 0
+        for inputs, targets in self.pieces(self.number(epoch, place)):
+            end = begin + len(inputs)
+            row[0, begin:end] = inputs
+            row[1, begin:end] = targets
+            row[2, begin:end] = begin
+            begin = end
+        row[2, begin:] = begin
+        return row if self.document_starts else row[:2]
+
+
+class PackedTokens(DocumentTokens):
     """Whole documents, packed into sequences.
 
     A document of n tokens has n - 1 inputs with a target. Documents are taken in order: one that does not fit into what
     is left of a sequence begins the next one. A document that is longer than a sequence fills as many as it can, and
-    the rest of it begins one. What stays empty has token 0, `PADDING` as targets, and is a document of its own.
+    the rest of it begins one.
 
     Args:
         ends: (documents,) int64: the tokens of the full file before the end of each.
-        document_starts: whether samples have them.
 
     Raises:
         DataError: no document has two tokens; the documents do not end where the tokens do, or in no order; the first
             or the last sample has a token that the vocabulary lacks.
     """
-
-    has_padding = True
 
     def __init__(
         self,
@@ -84,9 +120,9 @@ class PackedTokens(Tokens):
         vocab_size: int,
         document_starts: bool,
     ) -> None:
-        super().__init__(seq_length, seed)
-        self.text, self.shuffle = text, shuffle
-        self.vocab_size, self.document_starts = vocab_size, document_starts
+        super().__init__(seq_length, seed, shuffle, document_starts)
+        self.text = text
+        self.vocab_size = vocab_size
         edges = np.concatenate(([0], ends[:]))  # first token of each document, and the end of the last
         if (np.diff(edges) < 0).any() or edges[-1] < text.end:
             raise DataError(f"{text.path}: the ends of its documents are not in order, or end before token {text.end}")
@@ -97,27 +133,17 @@ class PackedTokens(Tokens):
         if not self.samples:
             raise DataError(f"{text.path}: none of its {len(ends)} documents has two tokens, which packing needs")
         for sequence in (0, self.samples - 1):
-            self._sequence(sequence)
+            list(self.pieces(sequence))  # checks the vocabulary
 
-    def sample(self, epoch: int, place: int) -> np.ndarray:
-        """(2, seq_length): inputs and targets; or 3, with where the document of each token begins."""
-        return self._sequence(permuted(place, self.samples, self.seed, epoch) if self.shuffle else place)
+    def shuffled(self, epoch: int, place: int) -> int:
+        return permuted(place, self.samples, self.seed, epoch)
 
-    def _sequence(self, sequence: int) -> np.ndarray:
-        row = np.zeros((3, self.seq_length), np.int64)
-        row[1] = PADDING
-        filled = 0
+    def pieces(self, sequence: int) -> Iterator[Piece]:
         for piece in range(self.firsts[sequence], self.firsts[sequence + 1]):
             begin = int(self.begins[piece])
-            end = filled + int(self.sizes[piece])
-            tokens = self.text[begin : begin + end - filled + 1]
+            tokens = self.text[begin : begin + int(self.sizes[piece]) + 1]
             check_vocabulary(self.text.path, tokens, self.vocab_size)
-            row[0, filled:end] = tokens[:-1]
-            row[1, filled:end] = tokens[1:]
-            row[2, filled:end] = filled
-            filled = end
-        row[2, filled:] = filled
-        return row if self.document_starts else row[:2]
+            yield tokens[:-1], tokens[1:]
 
 
 def pack_in_order(edges: np.ndarray, seq_length: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -147,7 +173,8 @@ def firsts_in_order(sizes: np.ndarray, room: int) -> np.ndarray:
     """
     ends = sizes.cumsum()
     firsts = []
-    first = before = 0
+    first = 0
+    before = 0
     while first < len(ends):
         firsts.append(first)
         first = bisect_right(ends, before + room, first)

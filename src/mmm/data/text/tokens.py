@@ -40,14 +40,12 @@ class Batch:
     def to(self, device: torch.device) -> Batch:
         """On the device. The host does not wait for the copy to CUDA or XPU, which is made from pinned memory."""
         pinned = device.type in ("cuda", "xpu")
-
-        def moved(tensor: Tensor) -> Tensor:
-            return (tensor.pin_memory() if pinned else tensor).to(device, non_blocking=pinned)
-
-        tensors: dict[str, Any] = {
-            name: moved(value) for name, value in vars(self).items() if isinstance(value, Tensor)
-        }
-        return replace(self, **tensors)
+        moved: dict[str, Any] = {}
+        for name, value in vars(self).items():
+            if isinstance(value, Tensor):
+                host = value.pin_memory() if pinned else value
+                moved[name] = host.to(device, non_blocking=pinned)
+        return replace(self, **moved)
 
 
 class TokenArray(Protocol):
@@ -69,8 +67,10 @@ class Tokens(ABC):
     samples: int
     has_padding: bool = False
 
-    def __init__(self, seq_length: int, seed: int) -> None:
-        self.seq_length, self.seed = seq_length, seed
+    def __init__(self, seq_length: int, seed: int, shuffle: bool = True) -> None:
+        self.seq_length = seq_length
+        self.seed = seed
+        self.shuffle = shuffle
 
     @abstractmethod
     def sample(self, epoch: int, place: int) -> np.ndarray:
@@ -90,10 +90,13 @@ class Tokens(ABC):
             )
         return self.samples // global_batch
 
-    def begin(self, step: int, global_batch: int) -> tuple[int, int]:
-        """Epoch and place of the first sample of a step."""
-        epoch, step_of_epoch = divmod(step, self.steps_per_epoch(global_batch))
-        return epoch, step_of_epoch * global_batch
+    def number(self, epoch: int, place: int) -> int:
+        """Which of the sequences is at a place of an epoch."""
+        return self.shuffled(epoch, place) if self.shuffle else place
+
+    def shuffled(self, epoch: int, place: int) -> int:
+        """`number` by a list of all, which is smaller than a text in memory."""
+        return int(epoch_order(self.seed, epoch, self.samples)[place])
 
     def batch(self, step: int, global_batch: int, first_sample: int, size: int) -> Batch:
         """Samples first_sample … first_sample + size - 1 of the global batch of a step.
@@ -102,11 +105,14 @@ class Tokens(ABC):
             step: from 0, over all epochs.
             first_sample, size: the local batch of data-parallel coordinate c starts at ``c * size``.
         """
-        epoch, begin = self.begin(step, global_batch)
-        begin += first_sample
+        epoch, step_of_epoch = divmod(step, self.steps_per_epoch(global_batch))
+        begin = step_of_epoch * global_batch + first_sample
         rows = torch.from_numpy(np.stack([self.sample(epoch, begin + i) for i in range(size)]))
-        parts = (rows[:, :-1], rows[:, 1:]) if rows.ndim == 2 else rows.unbind(1)  # each (size, seq)
-        inputs, targets, *starts = (part.contiguous() for part in parts)
+        if rows.ndim == 2:  # (size, seq_length + 1)
+            columns = (rows[:, :-1], rows[:, 1:])
+        else:  # (size, 2 or 3, seq_length)
+            columns = rows.unbind(1)
+        inputs, targets, *starts = (column.contiguous() for column in columns)  # (size, seq_length) each
         return Batch(inputs, targets, global_batch * self.seq_length, self.has_padding, *starts)
 
 
@@ -124,22 +130,16 @@ class TextTokens(Tokens):
     def __init__(
         self, text: TokenArray, seq_length: int, seed: int, shuffle: bool = True, *, unit: str = "bytes"
     ) -> None:
-        super().__init__(seq_length, seed)
-        self.text, self.shuffle = text, shuffle
+        super().__init__(seq_length, seed, shuffle)
+        self.text = text
         self.samples = max(len(text) - 1, 0) // seq_length
         if self.samples < 1:
             raise DataError(
                 f"a text of {len(text)} {unit} is too short for --seq_length {seq_length}: it needs {seq_length + 1}"
             )
 
-    def shuffled(self, epoch: int, place: int) -> int:
-        """Which sample of the text is at a place of an epoch, from a list, which is smaller than a text in memory."""
-        return int(epoch_order(self.seed, epoch, self.samples)[place])
-
     def sample(self, epoch: int, place: int) -> np.ndarray:
-        if self.shuffle:
-            place = self.shuffled(epoch, place)
-        begin = place * self.seq_length
+        begin = self.number(epoch, place) * self.seq_length
         return self.text[begin : begin + self.seq_length + 1].astype(np.int64)
 
 

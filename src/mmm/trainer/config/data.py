@@ -23,8 +23,7 @@ class TextOptions:
     once a host. random: uniform tokens, to time."""
     text: tuple[Path, ...] = ()
     """What to train on instead: files of text, or of conversations (.jsonl: messages, or prompt and answer; the loss is
-    that of the answers); a folder of `mmm tokens`, nanoGPT's or llm.c's .bin, Megatron's .idx and .bin. A mixture: each
-    with a weight, as A:0.7 B:0.3."""
+    that of the answers); a folder of `mmm tokens`, nanoGPT's or llm.c's .bin, Megatron's .idx and .bin."""
     tokenizer: Path | None = None
     """bytes, chars, a Hugging Face tokenizer.json or a SentencePiece .model. Default: that of a folder of `mmm tokens`,
     else bytes."""

@@ -7,18 +7,13 @@ import numpy as np
 import pytest
 import torch
 
-from mmm.data import Mixture, RandomTokens, TextTokens, read_text_files, standard_library
+from mmm.data import RandomTokens, TextTokens, read_text_files, standard_library
 from mmm.errors import DataError
 
 TEXT = np.arange(1000, dtype=np.uint32).astype(np.uint8)
 
 
-MIXED = Mixture([TextTokens(TEXT, 16, 3), RandomTokens(50, 16, 3)], [0.3, 0.7], 3)
-
-
-@pytest.mark.parametrize(
-    "tokens", [TextTokens(TEXT, 16, 3), RandomTokens(50, 16, 3), MIXED], ids=["text", "random", "mix"]
-)
+@pytest.mark.parametrize("tokens", [TextTokens(TEXT, 16, 3), RandomTokens(50, 16, 3)], ids=["text", "random"])
 @pytest.mark.parametrize("dp", [2, 4])
 def test_parts_make_the_global_batch(tokens, dp):
     whole = tokens.batch(2, 8, 0, 8)
