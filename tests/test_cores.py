@@ -16,29 +16,11 @@ ONE_CORE = {
         {f"{SLURM}/step_0/cpu.max": "max 100000\n", f"{SLURM}/cpu.max": "100000 100000\n", "cpu.max": "max 100000\n"},
     ),
     "version 2, the lowest of several": ("0::/a/b\n", {"a/b/cpu.max": "300000 100000", "a/cpu.max": "190000 100000"}),
-    "version 1": (
-        "4:memory:/job\n3:cpu,cpuacct:/job\n1:name=systemd:/\n0::/\n",
-        {"cpu/job/cpu.cfs_quota_us": "100000\n", "cpu/job/cpu.cfs_period_us": "100000\n"},
-    ),
-    "version 1, the group above": (
-        "3:cpu,cpuacct:/job/step\n",
-        {
-            "cpu,cpuacct/job/step/cpu.cfs_quota_us": "-1\n",
-            "cpu,cpuacct/job/step/cpu.cfs_period_us": "100000\n",
-            "cpu,cpuacct/job/cpu.cfs_quota_us": "50000\n",
-            "cpu,cpuacct/job/cpu.cfs_period_us": "50000\n",
-        },
-    ),
-    "version 1, by another name than the kernel's": (
-        "3:cpu:/docker/77\n",
-        {"cpu/cpu.cfs_quota_us": "100000\n", "cpu/cpu.cfs_period_us": "100000\n"},
-    ),
     "less than one": ("0::/\n", {"cpu.max": "20000 100000\n"}),
 }
 ALL_CORES = {
     "no control groups": (None, {}),
     "version 2, no quota": ("0::/a\n", {"a/cpu.max": "max 100000\n"}),
-    "version 1, no quota": ("3:cpu:/\n", {"cpu/cpu.cfs_quota_us": "-1\n", "cpu/cpu.cfs_period_us": "100000\n"}),
     "more than there are": ("0::/\n", {"cpu.max": "900000 100000\n"}),
     "of another group": ("0::/a\n", {"b/cpu.max": "100000 100000\n"}),
 }

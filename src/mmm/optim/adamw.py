@@ -16,15 +16,6 @@ BETAS = (0.9, 0.999)  # PyTorch's
 FUSED = {"cpu", "cuda", "xpu", "mps"}  # where PyTorch has AdamW as one kernel
 
 
-class LocalAdamW(torch.optim.AdamW):
-    """PyTorch's AdamW, which computes on this rank's shards, as `update_shards` lets others do."""
-
-    def _init_group(self, group: dict[str, Any], parameters: list[Tensor], *columns: list[Tensor]) -> bool:
-        has_complex: bool = super()._init_group(group, parameters, *columns)  # type: ignore[no-untyped-call]
-        _take_shards(parameters, columns)
-        return has_complex
-
-
 # PyTorch's optimizers that update each element by itself, in place. SGD is not among them: it keeps new tensors.
 ELEMENTWISE = (
     torch.optim.Adadelta,
@@ -50,13 +41,13 @@ def update_shards(optimizer: Any) -> None:
 
     def init_group_locally(group: dict[str, Any], parameters: list[Tensor], *columns: list[Tensor]) -> Any:
         result = init_group(group, parameters, *columns)
-        _take_shards(parameters, columns)
+        take_shards(parameters, columns)
         return result
 
     optimizer._init_group = init_group_locally
 
 
-def _take_shards(parameters: list[Tensor], columns: Iterable[list[Tensor]]) -> None:
+def take_shards(parameters: list[Tensor], columns: Iterable[list[Tensor]]) -> None:
     """Put this rank's shards in the place of DTensors.
 
     Args:
@@ -96,7 +87,9 @@ def make_optimizer(
     groups = groups_of(parameters, weight_decay, decayed)
     if name == "sgd":
         return torch.optim.SGD([{"params": group["params"]} for group in groups], lr=lr)
-    return LocalAdamW(groups, lr=lr, betas=betas or BETAS, fused=fused(groups))
+    optimizer = torch.optim.AdamW(groups, lr=lr, betas=betas or BETAS, fused=fused(groups))
+    update_shards(optimizer)
+    return optimizer
 
 
 def groups_of(

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from mmm.nn.draw import canonical_name
-from mmm.optim.adamw import BETAS, LocalAdamW, fused, groups_of
+from mmm.optim.adamw import BETAS, fused, groups_of, take_shards
 from mmm.parallel.local import local_box, to_local
 from mmm.parallel.parallel_model import ParallelModel
 from mmm.parallel.plan import Plan, matches
@@ -37,7 +37,7 @@ MOMENTUM, STEPS, COEFFICIENTS, EPS = 0.95, 5, (3.4445, -4.7750, 2.0315), 1e-7
 RMS = 0.2  # of AdamW's updates, about
 
 
-class Muon(LocalAdamW):
+class Muon(torch.optim.AdamW):
     """AdamW, but for groups with ``muon=True``: matrices, of two dims. Every step is a collective of the ranks that
     shard one."""
 
@@ -47,7 +47,9 @@ class Muon(LocalAdamW):
 
     def _init_group(self, group: dict[str, Any], parameters: list[Tensor], *columns: list[Tensor]) -> bool:
         if not group.get("muon"):
-            return super()._init_group(group, parameters, *columns)
+            has_complex: bool = super()._init_group(group, parameters, *columns)  # type: ignore[no-untyped-call]
+            take_shards(parameters, columns)
+            return has_complex
         for parameter in group["params"]:
             if parameter.grad is not None:
                 self._update(parameter, group["lr"], group["weight_decay"])

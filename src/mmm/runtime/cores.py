@@ -20,40 +20,23 @@ def usable_cores(root: Path = Path("/")) -> int:
 
 
 def _groups(root: Path) -> Iterator[Path]:
-    """The folders of this process's control groups and of all groups that these are in: each may have a quota."""
-    mounted = root / "sys/fs/cgroup"
-    yield mounted  # in a container this is its own group, whatever the kernel calls it
+    """The folders of this process's control group and of all groups that it is in: each may have a quota."""
+    tree = root / "sys/fs/cgroup"
+    yield tree  # in a container this is its own group, whatever the kernel calls it
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:
         return
     for line in lines:
-        _, controllers, name = line.split(":", 2)
-        # Version 2 has one tree, and no controllers here. In version 1 each controller has a tree of its own.
-        if not controllers:
-            trees = [mounted]
-        elif "cpu" in controllers.split(","):
-            trees = [mounted / "cpu", mounted / controllers]
-        else:
-            continue
-        for tree in trees:
-            group = tree / name.lstrip("/")
-            for folder in (group, *group.parents):
-                if folder.is_relative_to(tree):
-                    yield folder
+        if line.startswith("0::/"):  # the others are of version 1
+            group = tree / line.removeprefix("0::/")
+            yield from (folder for folder in (group, *group.parents) if folder.is_relative_to(tree))
 
 
 def _quota(group: Path, otherwise: int) -> int:
     """The whole cores that a group's processes may use together."""
     try:
-        if (group / "cpu.max").exists():
-            quota, period = (group / "cpu.max").read_text().split()
-        else:
-            quota = (group / "cpu.cfs_quota_us").read_text()
-            period = (group / "cpu.cfs_period_us").read_text()
-        cores = int(quota) // int(period)
+        quota, period = (group / "cpu.max").read_text().split()
+        return int(quota) // int(period)
     except (OSError, ValueError):
         return otherwise  # no such file, or "max"
-    if int(quota) < 0:  # version 1 has no quota
-        return otherwise
-    return cores

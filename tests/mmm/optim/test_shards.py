@@ -6,7 +6,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from mmm.optim.adamw import ELEMENTWISE, LocalAdamW, update_shards
+from mmm.optim.adamw import ELEMENTWISE, update_shards
 
 STEPS = 3
 
@@ -77,8 +77,3 @@ def partial_gradient(rank, kind, name):
 
 def test_a_partial_gradient_is_summed_first(run_on_ranks):
     assert run_on_ranks(partial_gradient, 2, torch.optim.Adagrad, "sum") == [[0.25] * 3] * 2  # (-0.25 + 0.75) squared
-
-
-def test_a_partial_gradient_is_summed_first_by_the_trainers_adamw(run_on_ranks):
-    for average in run_on_ranks(partial_gradient, 2, LocalAdamW, "exp_avg"):
-        assert average == pytest.approx([0.05] * 3)  # a tenth of the sum

@@ -34,5 +34,5 @@ def test_ranks_on_the_mesh():
 def test_an_optimizer_in_words():
     model = nn.Linear(4, 2)
     text = optimizer_text(make_optimizer("adamw", model.parameters(), 0.003, 0.1, "matrices"))
-    assert text == "LocalAdamW, lr 0.003, betas (0.9, 0.999), weight decay 0.1 of 8 of 10 parameters"
+    assert text == "AdamW, lr 0.003, betas (0.9, 0.999), weight decay 0.1 of 8 of 10 parameters"
     assert optimizer_text(make_optimizer("sgd", model.parameters(), 0.5)) == "SGD, lr 0.5"

@@ -70,7 +70,7 @@ def constant(step: int) -> float:
 
 
 def optimizer_text(optimizer: torch.optim.Optimizer) -> str:
-    """``LocalAdamW, lr 0.003, betas (0.9, 0.95), weight decay 0.1 of 816,000 of 816,256 parameters``; in a pipeline, of
+    """``AdamW, lr 0.003, betas (0.9, 0.95), weight decay 0.1 of 816,000 of 816,256 parameters``; in a pipeline, of
     this rank's stage."""
     groups = optimizer.param_groups
     sizes = [sum(parameter.numel() for parameter in group["params"]) for group in groups]
