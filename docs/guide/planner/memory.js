@@ -1,6 +1,6 @@
 // What a rank has in memory at the peak of a step, by part.
 //
-// A copy of src/mmm_lab/planner/memory.py and src/mmm_lab/planner/activations.py for a Transformer in bfloat16 with AdamW, on an
+// A copy of src/mmm_lab/planner/memory.py and src/mmm/models/llama/costs.py for a Transformer in bfloat16 with AdamW, on an
 // accelerator. Functions have the names of those that they are copies of, where the comments stand.
 
 "use strict";

@@ -32,11 +32,11 @@ from torch import Tensor
 from mmm.errors import ConfigError
 from mmm.examples import _support as example
 from mmm.layout import Layout
+from mmm.parallel.collective_bytes import factor
 from mmm.runtime.device import synchronize
 from mmm.runtime.hang import HangWatch
 from mmm.runtime.process_group import all_gather, gather_floats, reduce_scatter
 from mmm.runtime.ranks import whoami
-from mmm.traffic.collective_bytes import factor
 from mmm.trainer.config.run import BaseOptions
 from mmm.trainer.run.record import add_row
 

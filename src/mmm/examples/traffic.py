@@ -9,7 +9,7 @@ process group is counted there. Of the rank that sends most, the table has
     formula    what the layout has to send, from the model's shapes alone
 
 A layout whose counted bytes are more than 5 % off the formula on any rank and axis ends the run with exit code 1.
-Formulas and sources: docs/communication.md, `mmm.traffic.formulas`, `mmm.traffic.collective_bytes`.
+Formulas and sources: docs/communication.md, `mmm.traffic.formulas`, `mmm.parallel.collective_bytes`.
 """
 
 from __future__ import annotations

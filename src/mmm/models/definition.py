@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from mmm.errors import ConfigError
 from mmm.layout import Layout
+from mmm.models.costs import Costs
 from mmm.models.rules import Rules, refuse
 from mmm.parallel.plan import Plan, check_axes
 
@@ -45,6 +46,7 @@ class ModelDef:
         build: sizes → the module, which knows no mesh.
         plan: sizes → how it is sharded.
         rules: (sizes, layout, seq_length, ulysses) → the rules that are broken, name → sentence with the numbers.
+        costs: what it keeps in memory and sends, by formula.
         sample: (sizes, batch, seq_length) → what forward takes.
         language: whether it predicts tokens.
         tokens: (sizes, seq_length) → length of a sample's sequence, of tokens or patches.
@@ -58,6 +60,7 @@ class ModelDef:
     build: Callable[[Any], nn.Module]
     plan: Callable[[Any], Plan]
     rules: Rules
+    costs: Costs
     sample: Callable[[Any, int, int], Tensor] = token_sample
     language: bool = True
     tokens: Callable[[Any, int], int] = lambda config, seq_length: seq_length

@@ -28,10 +28,10 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from mmm.parallel.collective_bytes import Call
 from mmm.parallel.mesh import Mesh
 from mmm.torch_private.groups import group_of_name
 from mmm.torch_private.operators import TorchDispatchMode, schema_arguments
-from mmm.traffic.collective_bytes import Call
 from mmm.traffic.operators import READERS, operator_name
 
 

@@ -47,17 +47,15 @@ import torch
 from torch import nn
 
 from mmm.layout import UNSHARDED, Layout, Techniques
-from mmm.models.cnn.model import CNN
-from mmm.models.gpt.model import GPT
-from mmm.models.llama.model import Transformer
-from mmm.models.vit.model import ViT
+from mmm.models.costs import Held, Setting
+from mmm.models.definition import lookup
+from mmm.parallel.collective_bytes import factor, sharded_bytes
 from mmm.parallel.dp.fsdp import RESHARD_AFTER_FORWARD, fsdp_units_of
 from mmm.parallel.partition import Partition
 from mmm.parallel.plan import Plan, sharded_dim
 from mmm.parallel.pp.stages import take_stage
 from mmm.parallel.ties import stage_ties
 from mmm.runtime.device import Precision
-from mmm.traffic.collective_bytes import context_bytes, factor, heads_over_cp, language_bytes, sharded_bytes
 
 LOSS = 8  # bytes of a pipeline's loss
 
@@ -84,23 +82,31 @@ def expected_traffic(
     Raises:
         ValueError: there is no formula for a model of that kind on an axis of the layout.
     """
-    count, sizes = len(partition.stages), (layout, batch, seq_length, precision)
+    count = len(partition.stages)
     residual = precision.storage if techniques.data_parallel in UNSHARDED else precision.compute
     own = {n: take_stage(model, partition.parts, partition.stages[n]) if count else model for n in stage_ids}
     by_axis = _data_parallel(own, plan, layout, precision, techniques, partition.microbatches)
-    if layout.tp > 1:
-        by_axis["tp"] = sum(_tensor(stage, *sizes, _size(residual)) for stage in own.values())
-        if isinstance(model, GPT) and 0 in own:  # the positions of one sequence, as tokens, for each micro-batch
-            tokens = partition.microbatches * seq_length // layout.cp
-            by_axis["tp"] += 2 * factor("all_gather", layout.tp) * tokens * model.config.dim * _size(residual)
-    if layout.cp > 1:
-        for stage in own.values():
-            for axis, sent in _context(stage, *sizes, techniques.ulysses_size(layout.cp)).items():
-                by_axis[axis] = by_axis.get(axis, 0.0) + sent
+    config = getattr(model, "config", None)
+    definition = lookup(config)
+    if definition is None:
+        if layout.tp * layout.cp * layout.pp > 1:
+            raise ValueError(f"no formula for {type(model).__name__} over tp, cp or pp")
+        return {axis: sent for axis, sent in by_axis.items() if sent}
+    held = _held(own.values(), plan)
+    setting = Setting(
+        layout=layout,
+        ulysses=techniques.ulysses_size(layout.cp),
+        batch=batch,
+        microbatches=partition.microbatches,
+        sequence=definition.tokens(config, seq_length),
+        compute=_size(precision.compute),
+        residual=_size(residual),
+    )
+    for axis, sent in definition.costs.sent(config, setting, held).items():
+        by_axis[axis] = by_axis.get(axis, 0.0) + sent
     if layout.pp > 1:
         faced = sum(1 for k in own for other in (k - 1, k + 1) if 0 <= other < count and other not in own)
-        sent = _activations(next(iter(own.values())), layout, batch, seq_length, _size(residual))
-        by_axis["pp"] = faced * sent + factor("all_reduce", layout.pp) * LOSS
+        by_axis["pp"] = faced * definition.costs.boundary(config, setting) + factor("all_reduce", layout.pp) * LOSS
         for tie in stage_ties(model, partition.names()):
             local = tie.keys() & own.keys()
             for n in local:
@@ -157,42 +163,16 @@ def _data_parallel(
     return sharded_bytes(technique, layout, unpadded, total, narrow * gathered, total / shards)
 
 
-def _activations(model: nn.Module, layout: Layout, batch: int, seq_length: int, size: int) -> float:
-    """Bytes of what passes between two layers of this rank, for all samples of the step. size: of an element."""
-    if isinstance(model, Transformer | GPT):
-        return batch * seq_length / layout.cp / layout.tp * model.config.dim * size
-    if isinstance(model, ViT):
-        return batch * model.config.patches * model.config.dim * size
-    raise ValueError(f"no formula for what passes between the stages of {type(model).__name__}")
+def _held(stages: Iterable[nn.Module], plan: Plan) -> Held:
+    """What a rank's stages have together."""
+    layers = 0
+    modules: set[str] = set()
+    for stage in stages:
+        layers += len(getattr(stage, "layers", ()))
+        modules |= {name for name, module in stage.named_children() if module is not None}
+    first, last = (bool(modules.intersection(_names(part))) for part in (plan.stages[0], plan.stages[-1]))
+    return Held(layers, first, last, frozenset(modules))
 
 
-def _tensor(
-    model: nn.Module, layout: Layout, batch: int, seq_length: int, precision: Precision, residual: int
-) -> float:
-    """residual: bytes of an element of the residual stream."""
-    part, size = factor("all_gather", layout.tp), _size(precision.compute)
-    if isinstance(model, Transformer | GPT):
-        tokens, layers = batch * seq_length // layout.cp, len(model.layers)
-        ends = model.tok_embeddings is not None, model.output is not None
-        biases = isinstance(model, GPT) and model.config.bias
-        return language_bytes(layout.tp, tokens, model.config.dim, layers, ends, residual, size, biases=biases)
-    if isinstance(model, ViT):
-        elements = batch * model.config.patches * model.config.dim
-        return 2 * len(model.layers) * 2 * part * elements * (residual + size)
-    if isinstance(model, CNN):
-        ways = model.config.features * (model.fc1 is not None) + model.config.classes * (model.fc2 is not None)
-        return 2 * part * batch * ways * size
-    raise ValueError(f"no formula for {type(model).__name__} over tp")
-
-
-def _context(
-    model: nn.Module, layout: Layout, batch: int, seq_length: int, precision: Precision, ulysses: int
-) -> dict[str, float]:
-    """By axis: all-to-alls of so many ranks, a ring of the others."""
-    if not isinstance(model, Transformer | GPT):
-        raise ValueError(f"no formula for {type(model).__name__} over cp")
-    config, size = model.config, _size(precision.compute)
-    heads = config.n_heads // layout.tp
-    kv_heads = heads_over_cp(config.n_kv_heads, layout.tp, ulysses)
-    a_head = batch * seq_length // layout.cp * config.head_dim  # elements in one head of this rank's tokens
-    return context_bytes(layout.cp, ulysses, heads * a_head, 2 * kv_heads * a_head, size, len(model.layers))
+def _names(part: str | tuple[str, ...]) -> tuple[str, ...]:
+    return (part,) if isinstance(part, str) else part

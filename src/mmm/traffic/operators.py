@@ -10,8 +10,8 @@ import numpy as np
 from torch import Tensor
 
 from mmm.layout import CP_AXES, Layout
+from mmm.parallel.collective_bytes import Call
 from mmm.torch_private.operators import schema_name, tree_leaves
-from mmm.traffic.collective_bytes import Call
 
 
 def operator_name(func: Any) -> str:

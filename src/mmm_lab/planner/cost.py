@@ -22,10 +22,9 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from mmm.layout import Layout
-from mmm.models.definition import of_config
+from mmm.models.costs import heads_over_cp
 from mmm.parallel.pp.bubble import bubble_formula
 from mmm.parallel.pp.schedules import SCHEDULES
-from mmm.traffic.collective_bytes import heads_over_cp
 from mmm_lab.planner.memory import MemoryModel
 from mmm_lab.planner.network import Group, collective, group_of, groups_of, peak_rate, send
 from mmm_lab.planner.spec import ModelSpec
@@ -127,19 +126,18 @@ class CostModel:
         config, waits = spec.config, {"tp": 0.0, "cp": 0.0, "ep": 0.0}
         repeated = 1.0 if checkpointing != "none" else 0.0
         through_tp = (c + (self.memory.storage if replicas else c)) / 2  # `mmm.traffic.formulas`: half of them are wide
-        if of_config(config).language:
-            if tp > 1:
-                pairs = 1 if config.n_experts else 2
-                size = tokens * config.dim * through_tp
-                waits["tp"] = pairs * (2 + repeated) * self._gather_and_reduce(groups["tp"], size)
-            if cp > 1:
-                waits["cp"] = self._context(cp, ulysses, tp, tokens, scores, repeated)
-            if ep > 1:
-                size = tokens / tp * config.top_k * config.dim * c
-                waits["ep"] = (4 + 2 * repeated) * collective("all_to_all", groups["ep"], size, machine)
-        elif tp > 1:  # a ViT's
+        if tp > 1:
             size = tokens * config.dim * through_tp
-            waits["tp"] = (4 + 2 * repeated) * collective("all_reduce", groups["tp"], size, machine)
+            calls = spec.definition.costs.pairs(config) * (2 + repeated)
+            if spec.plan.sequence:  # which is sharded between the matrices
+                waits["tp"] = calls * self._gather_and_reduce(groups["tp"], size)
+            else:
+                waits["tp"] = calls * collective("all_reduce", groups["tp"], size, machine)
+        if cp > 1:
+            waits["cp"] = self._context(cp, ulysses, tp, tokens, scores, repeated)
+        if ep > 1:
+            size = tokens / tp * config.top_k * config.dim * c
+            waits["ep"] = (4 + 2 * repeated) * collective("all_to_all", groups["ep"], size, machine)
         return Layer(forward, 2 * forward + again, **waits)
 
     def _gather_and_reduce(self, group: Group, size: float) -> float:
@@ -172,7 +170,7 @@ class CostModel:
         spec, c = self.spec, self.memory.compute
         tokens = batch * spec.tokens / cp
         flops = sum(kind.flops for kind in spec.kinds if kind.role in ("embedding", "head")) * batch / (tp * cp)
-        if not of_config(spec.config).language:
+        if not spec.definition.language:
             return 3 * flops / self.rate, 0.0
         times = 4 if chunks > 1 else 3
         traffic = tokens * (spec.config.vocab_size / tp * (3 * c + 32) + 12 * c * spec.config.dim)

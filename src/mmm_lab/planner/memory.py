@@ -22,13 +22,10 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from mmm.layout import Layout, Techniques
-from mmm.models.definition import of_config
-from mmm.models.gpt.model import GPTConfig
-from mmm.models.llama.model import TransformerConfig
+from mmm.models.costs import KeptActivations, Setting
 from mmm.parallel.dp.data_parallel import needs_no_fsdp
 from mmm.parallel.dp.fsdp import RESHARD_AFTER_FORWARD
 from mmm.parallel.footprint import STATE
-from mmm_lab.planner.activations import KeptActivations, gpt_layer, transformer_layer, vit_layer
 from mmm_lab.planner.spec import ModelSpec, Sizes
 from mmm_lab.planner.trial import PlannedStage, Trial
 
@@ -130,14 +127,14 @@ class MemoryModel:
         return self.totals(stage, layout.tp, layout.ep, (shards, expert_shards), layout.pp > 1)
 
     def _kept(self, tp: int, replicas: bool) -> KeptActivations:
-        config, c = self.spec.config, self.compute
-        residual = self.storage if replicas else c
-        if isinstance(config, TransformerConfig):
-            grouped = self.device == "cpu" or (self.device == "cuda" and c == 2)
-            return transformer_layer(config, tp, c, residual, self.device == "cpu", not grouped)
-        if isinstance(config, GPTConfig):
-            return gpt_layer(config, tp, self.spec.seq_length, c, residual)
-        return vit_layer(config, tp, c, residual)
+        setting = Setting(
+            layout=Layout(dp_shard=1, tp=tp),
+            sequence=self.spec.tokens,
+            compute=self.compute,
+            residual=self.storage if replicas else self.compute,
+            device=self.device,
+        )
+        return self.spec.definition.costs.kept(self.spec.config, setting)
 
     def _activations(
         self, stage: PlannedStage, tp: int, cp: int, replicas: bool, checkpointing: str, batch: float
@@ -164,7 +161,7 @@ class MemoryModel:
         """Bytes of the logits of a micro-batch and all that the loss makes of them, at their peak; and of the gradients
         of the output matrix and of its input that a loss in chunks sums up."""
         config = self.spec.config
-        if not of_config(config).language:
+        if not self.spec.definition.language:
             return 0.0, 0.0
         s, c = max(self.compute, 4), self.compute
         tokens = batch * self.spec.tokens / layout.cp

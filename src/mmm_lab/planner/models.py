@@ -22,6 +22,7 @@ def model_spec(config: Any, seq_length: int = 0, flops: bool = True) -> ModelSpe
     scores = 4 * seq_length**2 * config.n_heads * config.head_dim
     return ModelSpec(
         name=definition.name,
+        definition=definition,
         plan=plan,
         config=config,
         kinds=kinds_of(model, plan, sample if flops else None, {"layer": scores} if definition.language else {}),

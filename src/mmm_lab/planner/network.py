@@ -13,8 +13,8 @@ import math
 from typing import NamedTuple
 
 from mmm.layout import AXES, Layout
+from mmm.parallel.collective_bytes import factor
 from mmm.runtime.peaks import named_peak
-from mmm.traffic.collective_bytes import factor
 from mmm_launch.errors import MachineError
 from mmm_launch.machines.machine import Machine
 
@@ -65,7 +65,7 @@ def collective(operation: str, group: Group, size: float, machine: Machine, call
     """Seconds of `calls` collectives on buffers of `size` bytes together.
 
     Args:
-        operation: a key of `mmm.traffic.collective_bytes.factor`. size: of the full buffers.
+        operation: a key of `mmm.parallel.collective_bytes.factor`. size: of the full buffers.
     """
     if group.size == 1:
         return 0.0

@@ -41,7 +41,8 @@ def spec_of(resolved: Any, flops: bool) -> ModelSpec | None:
         flops: whether they are to be counted, which takes 20 ms.
     """
     sizes = resolved.sizes
-    if lookup(sizes) is None or not hasattr(sizes, "n_layers"):
+    definition = lookup(sizes)
+    if definition is None or not definition.costs.planned:
         return None
     return model_spec(sizes, resolved.sample.shape[-1], flops)
 

@@ -18,7 +18,6 @@ from functools import lru_cache
 from operator import itemgetter
 
 from mmm.layout import UNSHARDED, Layout, Techniques
-from mmm.models.definition import of_config
 from mmm.parallel.cp.styles import host_ulysses
 from mmm.parallel.pp.schedules import SCHEDULES
 from mmm.parallel.pp.stages import balance_stages
@@ -72,7 +71,7 @@ class Search:
         for axis, why in spec.plan.refused.items():
             if getattr(layout, axis, 1) > 1:
                 return why
-        broken = of_config(spec.config).rules(spec.config, layout, spec.seq_length, ulysses)
+        broken = spec.definition.rules(spec.config, layout, spec.seq_length, ulysses)
         return next(iter(broken.values()), "")
 
     def _ulysses(self, tp: int, cp: int) -> list[int]:
@@ -272,7 +271,7 @@ class Search:
         config = self.spec.config
         if "loss_chunks" in self.fixed:
             return replace(techniques, loss_chunks=self.fixed["loss_chunks"])  # type: ignore[arg-type]
-        if not of_config(config).language:
+        if not self.spec.definition.language:
             return techniques
         width = 8 if self.dtype == "fp64" else 4
         logits = -(-config.vocab_size // layout.tp) * batch * self.spec.tokens // layout.cp * width

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from mmm.traffic.collective_bytes import Call
+from mmm.parallel.collective_bytes import Call
 from mmm.traffic.count import Traffic
 
 

@@ -1,7 +1,7 @@
 """A model as the search sees it: the parts that a pipeline may split, their matrices, FLOPs and activations.
 
-Parts that are alike, such as the layers of a Transformer, are one `PartKind`. `mmm_lab.planner.models` and
-`mmm_lab.planner.image_models` read them.
+Parts that are alike, such as the layers of a Transformer, are one `PartKind`. `mmm_lab.planner.models` reads
+them.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
+from mmm.models.definition import ModelDef
 from mmm.parallel.plan import Plan, matches, sharded_dim
 from mmm.parallel.pp.stages import Part, part_costs, parts_of
 
@@ -80,13 +81,14 @@ class ModelSpec:
     """A model.
 
     Attributes:
-        name: as the command line gave it. config: its sizes.
+        name: as the command line gave it. definition: what the package knows of it. config: its sizes.
         kinds: of parts. sequence: the kind of each part, in the order of forward.
         tied: whether the head's matrix is the embedding's. tokens: of a sample. seq_length: 0 where there is none.
         program: module of the trainer that runs it. flags: of that program.
     """
 
     name: str
+    definition: ModelDef
     plan: Plan
     config: Any
     kinds: tuple[PartKind, ...]

@@ -3,6 +3,8 @@
 import pytest
 import torch
 
+from mmm.models.costs import Setting
+from mmm.models.definition import of_config
 from mmm.models.gpt.model import GPTBlock, GPTConfig
 from mmm.models.llama.model import Transformer, TransformerBlock, TransformerConfig
 from mmm.models.llama.plan import transformer_plan
@@ -15,7 +17,6 @@ from mmm.parallel.memory.chunked_loss import apply_chunked_loss, loss_of
 from mmm.parallel.memory.measure import Peak
 from mmm.parallel.pp.replay import action_lists
 from mmm.parallel.pp.schedules import SCHEDULES, stages_of
-from mmm_lab.planner.activations import gpt_layer, transformer_layer, vit_layer
 from mmm_lab.planner.memory import PARTS, MemoryModel, in_flight
 from mmm_lab.planner.named_model import read_model
 from mmm_lab.planner.trial import Trial, full_model, stages_for
@@ -25,6 +26,11 @@ NARROW = {"dim": 64, "n_layers": 4, "n_heads": 8, "n_kv_heads": 2, "ffn_dim": 19
 WIDE = {"dim": 256, "n_layers": 4, "n_heads": 8, "n_kv_heads": 8, "ffn_dim": 704, "vocab_size": 512}
 VOCABULARY = {**NARROW, "vocab_size": 8192}
 ROUTED = {**NARROW, "n_experts": 8, "top_k": 2}
+
+
+def kept_by(config, sequence, width):
+    setting = Setting(layout=Layout(dp_shard=1), sequence=sequence, compute=width, residual=width)
+    return of_config(config).costs.kept(config, setting)
 
 
 def kept_bytes(work, weights):
@@ -52,7 +58,7 @@ def test_what_a_block_keeps(sizes, dtype):
     cos, sin = rotary_table(torch.arange(seq), config.head_dim, config.rope_theta)
     weights = {p.untyped_storage().data_ptr() for p in block.parameters()}
     width = dtype.itemsize
-    kept = transformer_layer(config, 1, width, width, composite_norm=True, repeats_kv=False)
+    kept = kept_by(config, seq, width)
     angles = 2 if dtype == torch.float64 else 1  # its rotary angles are as wide: shared, and not the block's own
     found = kept_bytes(lambda: block(x, cos, sin), weights)
     expected = kept.none * batch * seq + kept.a_position * seq * (angles == 1)
@@ -67,7 +73,7 @@ def test_what_a_block_of_the_gpt_keeps(dropped):
     x, keys = torch.randn(4, 32, 64, requires_grad=True), sample_keys(0, 0, 0, 4)
     weights = {p.untyped_storage().data_ptr() for p in block.parameters()}
     found = kept_bytes(lambda: block(x, positions, None, keys), weights)
-    assert gpt_layer(config, 1, 32, 4, 4).none * 4 * 32 == pytest.approx(found, rel=0.03)
+    assert kept_by(config, 32, 4).none * 4 * 32 == pytest.approx(found, rel=0.03)
 
 
 def test_what_a_block_of_the_vit_keeps():
@@ -76,7 +82,7 @@ def test_what_a_block_of_the_vit_keeps():
     x = torch.randn(4, config.patches, config.dim, requires_grad=True)
     weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
     found = kept_bytes(lambda: next(iter(model.layers.values()))(x), weights)
-    assert vit_layer(config, 1, 4, 4).none * 4 * config.patches == pytest.approx(found, rel=0.03)
+    assert kept_by(config, config.patches, 4).none * 4 * config.patches == pytest.approx(found, rel=0.03)
 
 
 def at_peak(memory, layout, local_batch, **techniques):

@@ -1,5 +1,6 @@
 """The MNIST net of `model.py`, as the package knows it."""
 
+from mmm.models.cnn.costs import CNNCosts
 from mmm.models.cnn.model import CNN, CNNConfig
 from mmm.models.cnn.plan import cnn_plan, cnn_rules
 from mmm.models.definition import ModelDef, image_sample
@@ -12,6 +13,7 @@ MODEL = ModelDef(
     build=CNN,
     plan=cnn_plan,
     rules=cnn_rules,
+    costs=CNNCosts(),
     sample=image_sample,
     language=False,
     tokens=lambda config, seq_length: 1,

@@ -1,6 +1,7 @@
 """The GPT of `model.py`, as the package knows it."""
 
 from mmm.models.definition import ModelDef
+from mmm.models.gpt.costs import GPTCosts
 from mmm.models.gpt.model import GPT, PRESETS, GPTConfig
 from mmm.models.gpt.plan import gpt_plan, gpt_rules
 
@@ -12,5 +13,6 @@ MODEL = ModelDef(
     build=GPT,
     plan=gpt_plan,
     rules=gpt_rules,
+    costs=GPTCosts(),
     longest=lambda config: config.block_size,
 )

@@ -8,8 +8,8 @@ import pytest
 
 from mmm.layout import Layout, Techniques
 from mmm.palette import AXES, DARK, LIGHT
+from mmm.parallel.collective_bytes import Call
 from mmm.parallel.cp.ring import positions_of
-from mmm.traffic.collective_bytes import Call
 from mmm_lab.planner.dry_run import DryRun, RankReport
 from mmm_lab.planner.held import HeldTensor, HeldTensors, Sharding, axis_of
 from mmm_lab.planner.picture.arrange import THICK, Arrangement

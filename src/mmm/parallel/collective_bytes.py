@@ -21,7 +21,6 @@ and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations"
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 from mmm.layout import UNSHARDED, Layout
@@ -107,53 +106,3 @@ def sharded_bytes(
         return {axis: factor("all_reduce", shards) * local}
     summed = factor("reduce_scatter", shards) * padded if technique == "zero2" else factor("all_reduce", shards) * local
     return {axis: summed + factor("all_gather", shards) * padded}
-
-
-def language_bytes(
-    tp: int,
-    tokens: float,
-    dim: int,
-    layers: int,
-    ends: tuple[bool, bool],
-    residual: int,
-    compute: int,
-    pairs: int = 2,
-    biases: bool = False,
-) -> float:
-    """Bytes that tensor parallelism sends for a language model whose sequence is sharded between the products.
-
-    Args:
-        ends: whether the embedding and the output are here. residual, compute: bytes of an element of the residual
-            stream, and of a product. pairs: of matrix products in a layer. biases: whether norms have them.
-    """
-    first, last = ends
-    # An all-gather before columns, a reduce-scatter after rows, and in backward each the other way round.
-    passes = 2 * (pairs * layers * (residual + compute) + (first + last) * residual)
-    norms = (2 * layers + last) * (1 + biases)  # each rank has the gradient of its local tokens
-    loss = 3 * tokens * max(compute, 4) * last  # the largest logit, the sum of exponentials, the target's own logit
-    return factor("all_gather", tp) * (passes * tokens * dim + 2 * (norms * dim * residual + loss))
-
-
-def heads_over_cp(n_kv_heads: int, tp: int, ulysses: int) -> int:
-    """The key/value heads of a rank that attention over cp sends.
-
-    tp shards them; where it has more ranks than there are heads, each rank has one, which others have as well. They are
-    repeated until `ulysses` divides them.
-    """
-    own = max(n_kv_heads // tp, 1)
-    return math.lcm(own, ulysses)
-
-
-def context_bytes(cp: int, ulysses: int, queries: float, keys: float, size: int, layers: int) -> dict[str, float]:
-    """Bytes that attention over cp sends, by axis.
-
-    Args:
-        queries, keys: elements of a rank's queries, and of its keys and values, these repeated until `ulysses` divides
-            their heads. size: bytes of an element.
-    """
-    ring, sent = cp // ulysses, {"cp_ring": 0.0, "cp_ulysses": 0.0}
-    if ulysses > 1:  # queries, keys and values, outputs
-        sent["cp_ulysses"] = 2 * layers * factor("all_to_all", ulysses) * (2 * queries + keys) * size
-    if ring > 1:  # as large as before: fewer heads of more tokens
-        sent["cp_ring"] = layers * keys * (2 * (ring - 1) * size + ring * max(size, 4))
-    return sent if 1 < ulysses < cp else {"cp": sum(sent.values())}

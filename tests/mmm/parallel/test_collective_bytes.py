@@ -2,7 +2,8 @@
 
 import pytest
 
-from mmm.traffic.collective_bytes import Call, factor, heads_over_cp
+from mmm.models.costs import heads_over_cp
+from mmm.parallel.collective_bytes import Call, factor
 
 
 def test_stated_algorithms():
