@@ -76,7 +76,8 @@ class HeldTensors:
     Attributes:
         techniques: on the layout.
         sample: shape of what a step's forward takes of one data-parallel coordinate; empty where nobody says.
-        stages: of a pipeline, the modules on each coordinate of pp; empty without. stages_per_rank: of it; else 1.
+        modules: of a pipeline, all of them, in the order of forward; stages: those on each coordinate of pp. Both are
+            empty without. stages_per_rank: of it; else 1.
         microbatches: of a step.
         parameters: in the model's order. updated: by the optimizer, once it has made a step.
     """
@@ -88,10 +89,12 @@ class HeldTensors:
         self.parameters, self.updated = list[HeldTensor](), list[HeldTensor]()
         partition = getattr(resolved, "partition", None)
         self.microbatches: int = 1 if partition is None else partition.microbatches
+        self.modules: tuple[str, ...] = ()
         self.stages: tuple[tuple[str, ...], ...] = ()
         self.stages_per_rank = 1
         if partition is not None and partition.stages:
             names, pp, schedule = partition.names(), layout.pp, self.techniques.schedule
+            self.modules = tuple(name for stage in names for name in stage)
             self.stages_per_rank = len(names) // pp
             numbers = [stages_of(coordinate, pp, schedule, self.stages_per_rank) for coordinate in range(pp)]
             self.stages = tuple(tuple(name for stage in own for name in names[stage]) for own in numbers)

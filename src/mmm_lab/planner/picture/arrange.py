@@ -138,19 +138,25 @@ class Arrangement:
                 found += self._pairs(ends) if len(self.ranks) > self.counts[0] else []
         return found
 
+    def _level(self, begin: float, end: float, y: float, axis: str, text: str, sent: float, both: bool) -> list[Item]:
+        """A level arrow: a text above it, the bytes below."""
+        line, middle = self.line(sent), (begin + end) / 2
+        return [
+            *arrow(begin, y, end, y, line, color_of(axis), both),
+            Text(middle, y - line / 2 - 6, text, 9, "middle", bold=True),
+            Text(middle, y + line / 2 + 13, units.size(sent), 9, "middle"),
+        ]
+
     def _beside(self, rank: int, other: int) -> list[Item]:
         x, y = self.corner(rank)
-        left, found = x + self.card_width, list[Item]()
+        left = x + self.card_width
+        items: list[Item] = []
         flows = self._over(rank, other)
         y += 0.42 * self.card_height - 22 * (len(flows) - 1)
         for axis, sent in flows:
-            line = self.line(sent)
-            middle = left + self.beside / 2
-            found += arrow(left + 3, y, left + self.beside - 3, y, line, color_of(axis), both=True)
-            found.append(Text(middle, y - line / 2 - 6, axis, 9, "middle", bold=True))
-            found.append(Text(middle, y + line / 2 + 13, units.size(sent), 9, "middle"))
+            items += self._level(left + 3, left + self.beside - 3, y, axis, axis, sent, both=True)
             y += 52
-        return found
+        return items
 
     def _below(self, rank: int, other: int, column: int) -> list[Item]:
         x, y = self.corner(rank)
@@ -173,33 +179,23 @@ class Arrangement:
         return [Text(middle, y + 11 * at, line, 8.5, "middle", opacity=0.8) for at, line in enumerate(lines)]
 
     def _between_stages(self, rank: int, other: int) -> list[Item]:
-        """Activations to the right, above; their gradients to the left."""
+        """Activations to the right, above; their gradients to the left. Of ranks with several stages, whose messages
+        are not told apart, one arrow."""
         x, y = self.corner(rank)
-        found, frame = list[Item](), STAGE if len(self.ranks) > self.counts[0] else 0.0
-        left, there = x + self.card_width + frame, x + self.card_width + BLOCKS - frame
+        frame = STAGE if len(self.ranks) > self.counts[0] else 0.0
+        left, right = x + self.card_width + frame + 4, x + self.card_width + BLOCKS - frame - 4
         y += 0.36 * self.card_height
         if self.facts.loops:
-            return self._both_ways(left, there, y)
-        for sender, part in ((rank, "forward"), (other, "backward")):
-            forward = part == "forward"
-            flows = [flow for flow in self.facts.flows(sender) if (flow.axis, flow.operation) == ("pp", "send")]
-            count = sum(flow.sent for flow in flows if flow.part == part)
-            line, ends = self.line(count), (left + 4, there - 4)
-            begin, end = ends if forward else ends[::-1]
-            found += arrow(begin, y, end, y, line, color_of("pp"))
-            text = "activations" if forward else "gradients"
-            found.append(Text((left + there) / 2, y - line / 2 - 6, text, 9, "middle", bold=True))
-            found.append(Text((left + there) / 2, y + line / 2 + 13, units.size(count), 9, "middle"))
-            y += 54
-        return found
+            sent = self.facts.sent(self.ranks[0]).get("pp", 0.0)
+            return self._level(left, right, y, "pp", "pp", sent, both=True)
+        forward = self._level(left, right, y, "pp", "activations", self._messages(rank, "forward"), both=False)
+        backward = self._level(right, left, y + 54, "pp", "gradients", self._messages(other, "backward"), both=False)
+        return forward + backward
 
-    def _both_ways(self, left: float, right: float, y: float) -> list[Item]:
-        """Of ranks with several stages, whose messages are not told apart."""
-        sent = self.facts.sent(self.ranks[0]).get("pp", 0.0)
-        line, middle = self.line(sent), (left + right) / 2
-        found = arrow(left + 4, y, right - 4, y, line, color_of("pp"), both=True)
-        found.append(Text(middle, y - line / 2 - 6, "pp", 9, "middle", bold=True))
-        return [*found, Text(middle, y + line / 2 + 13, units.size(sent), 9, "middle")]
+    def _messages(self, rank: int, part: str) -> float:
+        """Bytes that a rank sends to another stage in a part of a step."""
+        flows = self.facts.flows(rank)
+        return sum(flow.sent for flow in flows if (flow.axis, flow.operation, flow.part) == ("pp", "send", part))
 
     def _over(self, rank: int, other: int) -> list[tuple[str, float]]:
         """The axes on which two ranks are in one group, and what the first sends over each in a step."""

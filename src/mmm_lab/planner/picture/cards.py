@@ -12,13 +12,12 @@ from collections.abc import Sequence
 from mmm import palette
 from mmm_lab.planner.picture import words
 from mmm_lab.planner.picture.facts import EXPERTS, Facts, Grid, Shard
-from mmm_lab.planner.picture.scene import Item, Line, Polygon, Rect, Text, wrapped
+from mmm_lab.planner.picture.scene import Item, Line, Rect, Text, wrapped
 
 PAD, SIDE = 9.0, 36.0  # inside a card; the longer side of a grid
 SMALL, LABEL = 9.0, 9.5  # sizes of text
 LEAST = 2.0  # sides of a part that is drawn
 LIGHTEST = 0.42  # opacity of the last shard: to be seen on dark paper, too
-LONG = 3.0  # of a part of several colours, the longer side over the shorter one
 NARROW = 130.0  # a card that is narrower says less
 ALIASES = {"dp_shard_cp": "dp_shard", "expert_dp": "dp_shard", "cp_ring": "cp", "cp_ulysses": "cp"}
 
@@ -39,31 +38,16 @@ def filled(shards: Sequence[Shard], x: float, y: float, width: float, height: fl
         return [Rect(x, y, width, height, fill=palette.GREY)]
     if len(shards) == 1:
         return [Rect(x, y, width, height, fill=color_of(shards[0].axis), opacity=shade(shards[0]))]
-    found: list[Item] = []
-    wide, high = (
-        max(1, round(width / height / LONG)),
-        max(1, round(height / width / LONG)),
-    )  # a long part: several times
-    width, height = width / wide, height / high
-    for left, top in ((x + at * width, y + down * height) for at in range(wide) for down in range(high)):
-        for at, shard in enumerate(shards):
-            points = _band(2 * at / len(shards), 2 * (at + 1) / len(shards))
-            corners = tuple((left + across * width, top + down * height) for across, down in points)
-            found.append(Polygon(corners, color_of(shard.axis), shade(shard)))
-    return found
-
-
-def _band(begin: float, end: float) -> list[tuple[float, float]]:
-    """The part of a unit square between two diagonals, on which the coordinates add up to `begin` and to `end`."""
-
-    def ends(total: float) -> tuple[tuple[float, float], tuple[float, float]]:
-        most = min(total, 1.0)
-        return (most, total - most), (total - most, most)
-
-    (first, last), (second, third) = ends(begin), ends(end)
-    corners = [(1.0, 0.0), (0.0, 1.0)] if begin < 1 < end else []
-    points = [first, *corners[:1], second, third, *corners[1:], last]
-    return [point for at, point in enumerate(points) if point != points[at - 1]]
+    # Stripes, beside each other or, of a narrow part, below each other.
+    across = width >= height
+    wide = width / len(shards) if across else width
+    high = height if across else height / len(shards)
+    stripes: list[Item] = []
+    for place, shard in enumerate(shards):
+        left = x + place * wide if across else x
+        top = y if across else y + place * high
+        stripes.append(Rect(left, top, wide, high, fill=color_of(shard.axis), opacity=shade(shard)))
+    return stripes
 
 
 def grid(grid: Grid, x: float, y: float, width: float, height: float) -> list[Item]:
@@ -138,10 +122,9 @@ def _head(facts: Facts, rank: int, left: float, top: float, width: float) -> tup
 
 def _modules(facts: Facts, rank: int, left: float, top: float, width: float) -> tuple[list[Item], float]:
     """Of a pipeline: all modules in their order, those of the rank filled."""
-    stages = facts.held(rank).stages
+    order, stages = facts.held(rank).modules, facts.held(rank).stages
     if not stages:
         return [], top
-    order = _in_order(stages)
     own, step = facts.modules(rank), width / len(order)
     pp = facts.layout.coordinates(rank)["pp"]
     items: list[Item] = [Text(left, top + 9, "modules", LABEL)]
@@ -152,18 +135,6 @@ def _modules(facts: Facts, rank: int, left: float, top: float, width: float) -> 
     lines = wrapped(words.modules(own), width, SMALL)
     items += [Text(left, top + 38 + 11 * at, line, SMALL, opacity=0.75) for at, line in enumerate(lines)]
     return items, top + 36 + 11 * len(lines)
-
-
-def _in_order(stages: Sequence[tuple[str, ...]]) -> list[str]:
-    """The modules in the order of forward, also where a rank has several stages: embedding, layers, what follows."""
-
-    def place(module: str) -> tuple[int, int]:
-        last = module.rpartition(".")[2]
-        if last.isdigit():
-            return 1, int(last)
-        return (0, 0) if "embed" in module else (2, 0)
-
-    return sorted((module for stage in stages for module in stage), key=place)
 
 
 def _batch(facts: Facts, rank: int, left: float, top: float, width: float) -> tuple[list[Item], float]:
