@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 
 from mmm.layout import Layout, Techniques
+from mmm.units import GIB
 from mmm_lab.planner.cost import StepCost
 from mmm_lab.planner.trial import Trial
 
@@ -46,6 +48,12 @@ class Candidate:
         return sum(self.memory.values())
 
     @property
+    def largest_part(self) -> str:
+        """The part of the memory that is largest, with its GiB."""
+        part, size = max(self.memory.items(), key=itemgetter(1))
+        return f"{part} {size / GIB:,.1f}"
+
+    @property
     def label(self) -> str:
         """Layout and data-parallel technique, such as ``dp32·tp2 (fsdp)``."""
         return f"{self.layout} ({self.techniques.data_parallel})"
@@ -53,10 +61,8 @@ class Candidate:
     @property
     def complexity(self) -> tuple[int, bool]:
         """What is to be understood and may go wrong: axes besides dp, two dp axes for one, and whether dp shards."""
-        layout = self.layout
-        besides = [axis for axis in self.axes if axis not in ("dp_replicate", "dp_shard")]
-        hybrid = layout.dp_replicate > 1
-        return len(besides) + hybrid, self.techniques.data_parallel != "ddp"
+        besides = [axis for axis in self.axes if axis != "dp_shard"]
+        return len(besides), self.techniques.data_parallel != "ddp"
 
     @property
     def axes(self) -> list[str]:
@@ -93,18 +99,19 @@ class Found:
 def answer_first(fitting: Sequence[Candidate]) -> list[Candidate]:
     """Candidates that fit, from the fastest on; but the first is the simplest of those that are nearly as fast."""
     by_time = sorted(fitting, key=rank_of)
-    if not by_time:
-        return []
-    limit = (1 + NEAR) * by_time[0].cost.seconds
-    near = [candidate for candidate in by_time if candidate.cost.seconds <= limit]
-    answer = min(near, key=lambda candidate: candidate.complexity)  # of several that are as simple the fastest
-    return [answer, *(candidate for candidate in by_time if candidate is not answer)]
+    near = [candidate for candidate in by_time if candidate.cost.seconds <= (1 + NEAR) * by_time[0].cost.seconds]
+    if near:
+        answer = min(near, key=lambda candidate: candidate.complexity)  # of several that are as simple the fastest
+        by_time.remove(answer)
+        by_time.insert(0, answer)
+    return by_time
 
 
 def kind_of(layout: Layout, data_parallel: str) -> str:
+    if layout.ranks == 1:
+        return "one device"
     axes = [axis for axis in ("pp", "cp", "tp", "ep") if getattr(layout, axis) > 1]
-    single = layout.ranks == 1
-    return "one device" if single else "·".join([*axes, data_parallel if layout.dp * layout.cp > 1 else "no dp"])
+    return "·".join([*axes, data_parallel if layout.dp * layout.cp > 1 else "no dp"])
 
 
 def divisors(number: int) -> list[int]:

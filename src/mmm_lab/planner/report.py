@@ -27,22 +27,18 @@ WAITED = {"dp_shard_cp": "dp_shard", "cp_ring": "cp", "cp_ulysses": "cp"}  # axi
 
 def choices(candidate: Candidate) -> str:
     """The techniques, in words; what is as usual is left out."""
-    techniques, words = candidate.techniques, []
-    if candidate.layout.pp > 1:
-        words.append(f"{techniques.schedule}×{techniques.stages_per_rank}")
-    if candidate.trial.microbatches > 1 or candidate.layout.pp > 1:
-        words.append(f"{candidate.trial.microbatches} micro-batches")
-    if techniques.checkpointing != "none":
-        words.append(f"{techniques.checkpointing} checkpointing")
-    if candidate.layout.cp > 1:
-        words.append(techniques.cp_style + (f" {techniques.ulysses}" if techniques.ulysses else ""))
-    if techniques.loss_chunks > 1:
-        words.append(f"{techniques.loss_chunks} loss chunks")
-    if techniques.reshard_after_forward != "auto":
-        words.append(f"reshard {techniques.reshard_after_forward}")
-    if techniques.offload:
-        words.append("offload")
-    return ", ".join([techniques.data_parallel, *words])
+    techniques, layout, count = candidate.techniques, candidate.layout, candidate.trial.microbatches
+    shown = {
+        techniques.data_parallel: True,
+        f"{techniques.schedule}×{techniques.stages_per_rank}": layout.pp > 1,
+        f"{count} micro-batches": count > 1 or layout.pp > 1,
+        f"{techniques.checkpointing} checkpointing": techniques.checkpointing != "none",
+        f"{techniques.cp_style} {techniques.ulysses or ''}".rstrip(): layout.cp > 1,
+        f"{techniques.loss_chunks} loss chunks": techniques.loss_chunks > 1,
+        f"reshard {techniques.reshard_after_forward}": techniques.reshard_after_forward != "auto",
+        "offload": techniques.offload,
+    }
+    return ", ".join(word for word, is_shown in shown.items() if is_shown)
 
 
 def largest_wait(candidate: Candidate) -> str:
@@ -63,10 +59,8 @@ def why_each(found: Found, budget: float) -> list[Candidate]:
     explained = []
     for candidate in found.kinds:
         if not candidate.fits:
-            part, size = max(candidate.memory.items(), key=lambda each: each[1])
-            over = candidate.bytes - budget
-            why = f"needs {candidate.bytes / GIB:,.1f} GiB of {budget / GIB:,.1f} ({part} {size / GIB:,.1f})"
-            if over <= 0:
+            why = f"needs {candidate.bytes / GIB:,.1f} GiB of {budget / GIB:,.1f} ({candidate.largest_part})"
+            if candidate.bytes <= budget:
                 why = f"its offload needs {candidate.host_memory / GIB:,.1f} GiB a rank of the host"
         elif answer is None or candidate.kind == answer.kind:
             why = "the answer"
@@ -207,7 +201,6 @@ def missing(search: Search, found: Found) -> str:
         return f"no layout of {search.spec.name} on {counted(machine.ranks, 'device')}: {why}"
     least = min(found.kinds, key=lambda candidate: candidate.bytes)
     over = least.bytes - machine.budget
-    part, size = max(least.memory.items(), key=lambda each: each[1])
     if over <= 0:
         each, there = least.host_memory * machine.ranks_per_host / GIB, machine.host_memory / GIB
         return (
@@ -216,6 +209,6 @@ def missing(search: Search, found: Found) -> str:
         )
     return (
         f"nothing fits on {_devices(machine)}: the least, {least.layout} with "
-        f"{choices(least)}, needs {least.bytes / GIB:,.1f} GiB a device ({part} {size / GIB:,.1f}) of "
+        f"{choices(least)}, needs {least.bytes / GIB:,.1f} GiB a device ({least.largest_part}) of "
         f"{machine.budget / GIB:,.1f}: {over / GIB:,.1f} GiB are missing"
     )

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 
 from mmm.layout import Layout, Techniques
 from mmm.units import GIB
-from mmm_lab.planner.candidate import Candidate, rank_of
+from mmm_lab.planner.candidate import Candidate, divisors, rank_of
 from mmm_lab.planner.memory import MemoryModel
 from mmm_lab.planner.spec import ModelSpec
 from mmm_lab.planner.trial import Trial, full_model
@@ -63,31 +63,37 @@ class Decision:
 
 def decide(facts: Facts) -> Decision:
     """The tree's answer, and the path to it."""
-    path = [("does the model fit on one device?", "yes" if facts.fits else "no")]
-    if facts.fits:
-        path.append(("is there more than one device?", "yes" if facts.devices > 1 else "no"))
-        if facts.devices == 1:
-            return Decision("nothing: one device", (), tuple(path))
-        return Decision("DDP", ("dp",), tuple(path), "ddp")
-    path.append(("does the largest layer fit on one device?", "yes" if facts.largest_fits else "no"))
-    path.append(("is there more than one device?", "yes" if facts.devices > 1 else "no"))
-    if facts.devices == 1:
+    path: list[tuple[str, str]] = []
+
+    def ask(question: str, answer: bool) -> bool:
+        path.append((question, "yes" if answer else "no"))
+        return answer
+
+    def decision(answer: str, *axes: str, technique: str = "") -> Decision:
+        return Decision(answer, axes, tuple(path), technique)
+
+    if ask("does the model fit on one device?", facts.fits):
+        if ask("is there more than one device?", facts.devices > 1):
+            return decision("DDP", "dp", technique="ddp")
+        return decision("nothing: one device")
+    first = ""
+    axes = []
+    if not ask("does the largest layer fit on one device?", facts.largest_fits):
+        first = "tp, since a layer does not fit; then "
+        axes = ["tp"]
+    if not ask("is there more than one device?", facts.devices > 1):
         if facts.largest_fits:
-            return Decision("ZeRO with offload to the host", ("offload",), tuple(path))
-        return Decision("more devices: a layer does not fit, and tp shards it", (), tuple(path))
-    path.append(("is there more than one host?", "yes" if facts.hosts > 1 else "no"))
-    path.append(("are the links fast?", "yes" if facts.fast else "no"))
-    answer, axes = {
-        (False, True): ("tp, pp or ZeRO (fsdp), about even", ("tp", "pp", "dp")),
-        (False, False): ("pp, before tp or ZeRO (fsdp)", ("pp",)),
-        (True, True): ("ZeRO (fsdp, hsdp), or pp·tp·dp", ("dp", "pp", "tp")),
-        (True, False): ("dp·pp·tp with ZeRO-1 (zero1)", ("dp", "pp", "tp")),
-    }[facts.hosts > 1, facts.fast]
-    if not facts.largest_fits:
-        answer = f"tp, since a layer does not fit; then {answer}"
-        axes = ("tp", *(axis for axis in axes if axis != "tp"))
-    slow_network = facts.hosts > 1 and not facts.fast
-    return Decision(answer, axes, tuple(path), "zero1" if slow_network else "")
+            return decision("ZeRO with offload to the host", "offload")
+        return decision("more devices: a layer does not fit, and tp shards it")
+    several_hosts = ask("is there more than one host?", facts.hosts > 1)
+    fast = ask("are the links fast?", facts.fast)
+    if several_hosts and fast:
+        return decision(f"{first}ZeRO (fsdp, hsdp), or pp·tp·dp", "dp", "pp", "tp")
+    if several_hosts:
+        return decision(f"{first}dp·pp·tp with ZeRO-1 (zero1)", "dp", "pp", "tp", technique="zero1")
+    if fast:
+        return decision(f"{first}tp, pp or ZeRO (fsdp), about even", "tp", "pp", "dp")
+    return decision(f"{first}pp, before tp or ZeRO (fsdp)", "pp", *axes)
 
 
 def facts_of(spec: ModelSpec, machine: Machine, memory: MemoryModel) -> tuple[Facts, list[str]]:
@@ -99,14 +105,10 @@ def facts_of(spec: ModelSpec, machine: Machine, memory: MemoryModel) -> tuple[Fa
     largest = spec.largest_part
     kept = memory.kept(1, False)
     layer = largest.parameters * 2 * memory.compute + (kept.none + kept.working) * spec.tokens
-    between = machine.network_bandwidth / machine.ranks_per_host
-    fast = between >= FAST_NETWORK if machine.hosts > 1 else machine.link_bandwidth >= FAST_LINK
-    facts = Facts(full <= machine.budget, layer <= machine.budget, machine.ranks, machine.hosts, fast)
-    where, rate, least = (
-        ("between hosts", between, FAST_NETWORK)
-        if machine.hosts > 1
-        else (("inside the host", machine.link_bandwidth, FAST_LINK))
-    )
+    where, rate, least = "inside the host", machine.link_bandwidth, FAST_LINK
+    if machine.hosts > 1:
+        where, rate, least = "between hosts", machine.network_bandwidth / machine.ranks_per_host, FAST_NETWORK
+    facts = Facts(full <= machine.budget, layer <= machine.budget, machine.ranks, machine.hosts, rate >= least)
     lines = [
         f"one device would hold {full / GIB:,.1f} GiB (one sample, full checkpointing) of {machine.budget / GIB:,.1f}",
         f"the largest layer, {largest.parameters:,} parameters, needs {layer / GIB:,.1f} GiB with its gradient",
@@ -136,18 +138,15 @@ def beside_answer(decision: Decision, best: Sequence[Candidate]) -> str:
 def _follows(candidate: Candidate, decision: Decision) -> bool:
     """Whether a candidate has no axis, and no data-parallel technique, but those that the tree's answer may have."""
     axes = {"dp" if axis.startswith("dp_") else axis for axis in candidate.axes}
-    if not axes <= {*decision.axes}:
-        return False
-    return "dp" not in axes or not decision.technique or candidate.techniques.data_parallel == decision.technique
+    techniques = {candidate.techniques.data_parallel} if "dp" in axes and decision.technique else set()
+    return axes <= {*decision.axes} and techniques <= {decision.technique}
 
 
 def across_hosts(tp: int, machine: Machine) -> str:
     """What a tensor-parallel group costs that does not lie on one host; "" of one that does."""
     if machine.hosts == 1 or machine.ranks_per_host % tp == 0:
         return ""
-    inside = max(
-        size for size in range(1, machine.ranks_per_host + 1) if machine.ranks_per_host % size == 0 and size <= tp
-    )
+    inside = max(size for size in divisors(machine.ranks_per_host) if size <= tp)
     between, link = machine.network_bandwidth / machine.ranks_per_host, machine.link_bandwidth
     return (
         f"tp {tp} spans hosts of {machine.ranks_per_host} devices: each layer waits for the network between them, "
