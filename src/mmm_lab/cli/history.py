@@ -3,6 +3,7 @@
 import os
 import shutil
 import sys
+import textwrap
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -31,12 +32,8 @@ def main(argv: list[str]) -> int:
     )
     parser.add_argument("outdir", help="the run's folder, e.g. outputs/<module>/<timestamp>")
     parser.add_argument("--metric", help="what to plot here (default: loss, or else the first there is)")
-    parser.add_argument(
-        "--finalize", "--fold", action="store_true", help="make train_dataset.h5 from a killed run's journal"
-    )
-    parser.add_argument(
-        "--plots", "--plot", action="store_true", help="draw the run's summary as PNG and SVG, to OUTDIR/plots"
-    )
+    parser.add_argument("--finalize", action="store_true", help="make train_dataset.h5 from a killed run's journal")
+    parser.add_argument("--plots", action="store_true", help="draw the run's summary as PNG and SVG, to OUTDIR/plots")
     parser.add_argument("--ranks", action="store_true", help="ranks × steps of own work, and the slowest rank")
     args = parser.parse_args(argv)
     if args.ranks and (args.plots or args.metric):
@@ -83,19 +80,14 @@ def main(argv: list[str]) -> int:
 
 
 def show_summary(title: str, rows: list[tuple[str, str]]) -> None:
-    """A line a row; on a terminal a table, whose long cells are wrapped."""
-    if not sys.stdout.isatty():
-        show("\n".join([title, *(f"  {name:<11}{text}" for name, text in rows)]) + "\n")
-        return
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table(title=Text(title), title_justify="left", show_header=False, box=None, padding=(0, 2))
-    table.add_column(style="bold")
+    """A line a row; on a terminal long ones are wrapped."""
+    lines = [title]
     for name, text in rows:
-        table.add_row(name, Text(text))
-    Console().print(table)
+        line = f"  {name:<11}{text}"
+        if sys.stdout.isatty():
+            line = textwrap.fill(line, shutil.get_terminal_size().columns, subsequent_indent=" " * 13)
+        lines.append(line)
+    show("\n".join(lines) + "\n")
 
 
 def summary(ds: "xarray.Dataset", state: str) -> list[tuple[str, str]]:

@@ -11,6 +11,7 @@ import numpy as np
 from mmm.errors import RecordError
 from mmm.history.record.folder import OWN
 from mmm.outside import printable
+from mmm_lab.columns import in_columns
 
 if TYPE_CHECKING:
     import xarray
@@ -67,28 +68,13 @@ def _each(ds: xarray.Dataset, work: OwnWork) -> list[str]:
     first = 1 if len(work.dt) > 1 else 0
     seconds = _mean(work.by_rank[first:])
     step = float(_mean(work.dt[first:]))
-    labels = _labels(ds)
-    lines = [f"own work of each rank ({OWN}: {a_row_of(ds)} less waiting)", "", f"{labels[0]}     own s   waits"]
-    for label, own in zip(labels[1:], seconds, strict=True):
-        waits = "-"
-        if step > 0 and np.isfinite(own):
-            waits = f"{100 * max(1 - own / step, 0.0):.0f} %"
-        lines.append(f"{label}  {own:>8.3g}  {waits:>6}")
-    return lines
-
-
-def _labels(ds: xarray.Dataset) -> list[str]:
-    """The head and each rank's: its number, host and mesh coordinates, in columns."""
     names = [name for name in ("host", *_axes(ds)) if name in ds.coords]
-    columns = [["rank", *map(str, range(ds.sizes["rank"]))]]
-    for name in names:
-        texts = [printable(str(value)) for value in ds[name].values]
-        columns.append([name.removeprefix("axis_"), *texts])
-    widths = [max(map(len, column)) for column in columns]
-    return [
-        "  ".join(f"{cell:>{size}}" for cell, size in zip(line, widths, strict=True))
-        for line in zip(*columns, strict=True)
-    ]
+    rows = [["rank", *(name.removeprefix("axis_") for name in names), "   own s", " waits"]]
+    for rank, own in enumerate(seconds):
+        waits = f"{100 * max(1 - own / step, 0.0):.0f} %" if step > 0 and np.isfinite(own) else "-"
+        places = [printable(str(ds[name].values[rank])) for name in names]
+        rows.append([str(rank), *places, f"{own:.3g}", waits])
+    return [f"own work of each rank ({OWN}: {a_row_of(ds)} less waiting)", "", *in_columns(rows, range(len(rows[0])))]
 
 
 def _of_all(ds: xarray.Dataset) -> list[str]:

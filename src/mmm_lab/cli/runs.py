@@ -17,12 +17,13 @@ from mmm.outside import printable, printable_lines
 from mmm_lab.cli import decimal, show, told_apart, whole
 from mmm_lab.cli.parser import Parser
 from mmm_lab.cli.written import write_json
+from mmm_lab.columns import in_columns
 
 if TYPE_CHECKING:
     from mmm_lab.runs.runs import Run
 
 COLUMNS = ("name", "state", "started", "layout", "step", "loss", "val_loss", "rate", "hours", "device_hours", "flags")
-NUMBERS = ("step", "loss", "val_loss", "rate", "hours", "device_hours")
+NUMBERS = range(4, 10)  # columns that end at the right
 HEADS = {"device_hours": "device-h", "rate": "mean rate"}
 LONGEST_VALUE = 32  # characters of a flag's value
 MOST_FLAGS = 8
@@ -118,18 +119,12 @@ def text(rows: Sequence[Mapping[str, Any]], width: int | None) -> str:
     names = dict.fromkeys(name for row in rows for name in row["flags"])
     shown = {name: _flag(name, [row["flags"].get(name) for row in rows]) for name in names}
     flags = [[text for name in names if (text := shown[name][place])] for place in range(len(rows))]
-    cells = [[HEADS.get(name, name) for name in COLUMNS]]
-    cells += [[*(_cell(row, name) for name in COLUMNS[:-1]), _flags(of)] for row, of in zip(rows, flags, strict=True)]
-    widths = [max(len(line[place]) for line in cells) for place in range(len(COLUMNS))]
-    lines = []
-    for line in cells:
-        aligned = [
-            f"{cell:>{size}}" if name in NUMBERS else f"{cell:<{size}}"
-            for name, cell, size in zip(COLUMNS, line, widths, strict=True)
-        ]
-        joined = "  ".join(aligned).rstrip()
-        lines.append(joined if width is None or len(joined) <= width else f"{joined[: max(width - 1, 1)]}…")
-    return "\n".join(lines)
+    heads = [HEADS.get(name, name) for name in COLUMNS]
+    cells = [[*(_cell(row, name) for name in COLUMNS[:-1]), _flags(of)] for row, of in zip(rows, flags, strict=True)]
+    lines = in_columns([heads, *cells], NUMBERS)
+    if width is None:
+        return "\n".join(lines)
+    return "\n".join(line if len(line) <= width else f"{line[: max(width - 1, 1)]}…" for line in lines)
 
 
 def _cell(row: Mapping[str, Any], name: str) -> str:

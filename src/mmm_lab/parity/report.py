@@ -12,6 +12,7 @@ from typing import Any
 
 from mmm.comparison import relative_error, worst
 from mmm.history.record.folder import write_atomically
+from mmm_lab.columns import in_columns
 from mmm_lab.parity.layouts import ParityCase
 from mmm_lab.parity.reference import Reference, Training
 from mmm_lab.parity.train import Curve
@@ -116,20 +117,12 @@ def _about(case: ParityCase, optimizer: str, training: Training) -> dict[str, An
 
 
 HEADINGS = ("model", "layout", "ranks", "technique", "optimizer", "loss", "gradient", "sent", "least", "s", "")
-NUMBERS = ("ranks", "loss", "gradient", "sent", "least", "s")  # headings of columns that end at the right
+NUMBERS = (2, *range(5, 10))  # columns that end at the right
 
 
 def table(rows: Sequence[Comparison]) -> str:
     """One line a training; below it, why those that did not pass did not."""
-    cells = [HEADINGS, *map(_cells, rows)]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    lines = []
-    for line in cells:
-        padded = [
-            cell.rjust(width) if heading in NUMBERS else cell.ljust(width)
-            for heading, cell, width in zip(HEADINGS, line, widths, strict=True)
-        ]
-        lines.append("  ".join(padded).rstrip())
+    lines = in_columns([HEADINGS, *map(_cells, rows)], NUMBERS)
     for row in rows:
         if not row.passed:
             lines.append(f"{row.result}: {row.model} {row.layout} {row.technique} {row.optimizer}: {row.reason}")

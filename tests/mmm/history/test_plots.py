@@ -95,9 +95,9 @@ def test_the_command_finalizes_and_plots(tmp_path, capsys):
     assert command.main([str(tmp_path)]) == 0
     assert "running" in capsys.readouterr().out
     with pytest.raises(RecordError, match="still writing"):
-        command.main([str(tmp_path), "--fold"])
+        command.main([str(tmp_path), "--finalize"])
     leave_as_killed(history)  # what a kill leaves: the file, and no lock on it
-    assert command.main([str(tmp_path), "--finalize", "--plot"]) == 0
+    assert command.main([str(tmp_path), "--finalize", "--plots"]) == 0
     assert "3 plots in" in capsys.readouterr().out
     assert (tmp_path / "train_dataset.h5").exists()
 

@@ -42,29 +42,33 @@ CP = {
 }
 SEQUENCE = "Between the matrix products a rank keeps its own tokens alone (sequence parallel): those in the frame."
 CP_NAMES = {"ring": "ring", "ulysses": "Ulysses", "usp": "ring of Ulysses groups"}
-MEANINGS = {  # (kind of axis, operation, part of the step) → what it is for
-    ("data", "all_gather", "forward"): "a layer's weights, before it computes; freed after it",
-    ("data", "all_gather", "backward"): "the same weights again, for the gradients",
-    ("data", "all_gather", "optimizer"): "the rows of the weights that other ranks have updated",
-    ("data", "reduce_scatter", "backward"): "gradients: summed, each rank keeps its rows",
-    ("data", "all_reduce", "backward"): "gradients: summed, every rank has the sum",
-    ("tp", "all_gather", "forward"): "activations: the tokens of all, before a product",
-    ("tp", "reduce_scatter", "forward"): "activations: summed after a product, each keeps its tokens",
-    ("tp", "all_gather", "backward"): "gradients of activations, the other way",
-    ("tp", "reduce_scatter", "backward"): "gradients of activations, the other way",
-    ("tp", "all_reduce", "forward"): "the loss: each rank has a part of the vocabulary",
-    ("tp", "all_reduce", "backward"): "gradients of the norms, which every rank has",
-    ("tp", "all_reduce", "optimizer"): "gradients of the norms, which every rank has",
-    ("cp", "send", "forward"): "keys and values, to the next rank of the ring",
-    ("cp", "send", "backward"): "keys, values and their gradients, round the ring",
-    ("cp", "all_to_all", "forward"): "attention: all tokens of some heads, and back",
-    ("cp", "all_to_all", "backward"): "their gradients, the other way",
-    ("ep", "all_to_all", "forward"): "tokens, to their experts and back",
-    ("ep", "all_to_all", "backward"): "gradients of tokens, the other way",
-    ("pp", "send", "forward"): "activations, to the next stage",
-    ("pp", "send", "backward"): "gradients of activations, to the stage before",
-    ("pp", "all_reduce", "optimizer"): "the loss, from the last stage to all",
-}
+# What a flow is for: kind of axis, operation, part of the step.
+MEANINGS = dict(
+    line.split(": ", 1)
+    for line in """
+data all_gather forward: a layer's weights, before it computes; freed after it
+data all_gather backward: the same weights again, for the gradients
+data all_gather optimizer: the rows of the weights that other ranks have updated
+data reduce_scatter backward: gradients: summed, each rank keeps its rows
+data all_reduce backward: gradients: summed, every rank has the sum
+tp all_gather forward: activations: the tokens of all, before a product
+tp reduce_scatter forward: activations: summed after a product, each keeps its tokens
+tp all_gather backward: gradients of activations, the other way
+tp reduce_scatter backward: gradients of activations, the other way
+tp all_reduce forward: the loss: each rank has a part of the vocabulary
+tp all_reduce backward: gradients of the norms, which every rank has
+tp all_reduce optimizer: gradients of the norms, which every rank has
+cp send forward: keys and values, to the next rank of the ring
+cp send backward: keys, values and their gradients, round the ring
+cp all_to_all forward: attention: all tokens of some heads, and back
+cp all_to_all backward: their gradients, the other way
+ep all_to_all forward: tokens, to their experts and back
+ep all_to_all backward: gradients of tokens, the other way
+pp send forward: activations, to the next stage
+pp send backward: gradients of activations, to the stage before
+pp all_reduce optimizer: the loss, from the last stage to all
+""".strip().splitlines()
+)
 # Of tp all-reduces without sequence parallelism, where every rank has all activations.
 UNSCATTERED = {
     "forward": "activations: summed after a product, every rank has the sum",
@@ -77,18 +81,15 @@ def title(facts: Facts) -> str:
     layout, technique = facts.layout, facts.techniques.data_parallel
     if layout.ranks == 1:
         return "One device"
-    names = ["pipeline"] if layout.pp > 1 else []
-    if layout.dp > 1 or (layout.cp > 1 and technique not in UNSHARDED):
-        names.append("HSDP" if layout.dp_replicate > 1 and layout.dp_shard > 1 else NAMES.get(technique, "HSDP"))
-    names += [
-        name
-        for axis, name in (
-            ("cp", f"context parallel ({CP_NAMES.get(facts.techniques.cp_style, 'ring')})"),
-            ("ep", "expert parallel"),
-            ("tp", "tensor parallel"),
-        )
-        if getattr(layout, axis) > 1
-    ]
+    data = "HSDP" if layout.dp_replicate > 1 and layout.dp_shard > 1 else NAMES.get(technique, "HSDP")
+    shown = {
+        "pipeline": layout.pp > 1,
+        data: layout.dp > 1 or (layout.cp > 1 and technique not in UNSHARDED),
+        f"context parallel ({CP_NAMES[facts.techniques.cp_style]})": layout.cp > 1,
+        "expert parallel": layout.ep > 1,
+        "tensor parallel": layout.tp > 1,
+    }
+    names = [name for name, is_shown in shown.items() if is_shown]
     text = " × ".join(names)
     return text[:1].upper() + text[1:]
 
@@ -133,22 +134,17 @@ def meaning(facts: Facts, flow: Flow) -> str:
     small = "a few numbers: the gradients' norm, the loss"
     if flow.operation == "all_reduce" and flow.part == "optimizer" and flow.sent / flow.calls < FEW:
         return small
-    return MEANINGS.get((kind, flow.operation, flow.part), small if flow.sent / flow.calls < 16 * FEW else "")
+    return MEANINGS.get(f"{kind} {flow.operation} {flow.part}", small if flow.sent / flow.calls < 16 * FEW else "")
 
 
 def modules(names: tuple[str, ...]) -> str:
     """``embeddings, layers 0–1`` of modules' names."""
     layers = [name for name in names if name.rpartition(".")[2].isdigit()]
-    others = [name for name in names if name not in layers]
     numbers = sorted(int(name.rpartition(".")[2]) for name in layers)
-    texts = []
+    span = " ".join(map(str, numbers))
+    if len(numbers) > 1 and numbers == list(range(numbers[0], numbers[-1] + 1)):
+        span = f"{numbers[0]}–{numbers[-1]}"
+    texts = ["embeddings" if name == "tok_embeddings" else name for name in names if "embed" in name]
     if numbers:
-        in_order = numbers == list(range(numbers[0], numbers[-1] + 1))
-        span = f"{numbers[0]}–{numbers[-1]}" if in_order and len(numbers) > 1 else " ".join(map(str, numbers))
-        texts = [f"layer{'s' * (len(numbers) > 1)} {span}"]
-    first = [name for name in others if "embed" in name]
-    return ", ".join([*(_plain(n) for n in first), *texts, *(_plain(n) for n in others if n not in first)])
-
-
-def _plain(name: str) -> str:
-    return {"tok_embeddings": "embeddings"}.get(name, name)
+        texts.append(f"layer{'s' * (len(numbers) > 1)} {span}")
+    return ", ".join([*texts, *(name for name in names if name not in layers and "embed" not in name)])
