@@ -58,7 +58,8 @@ class OwnWeights(Weights):
         self.path = path
         self.manifest = read_manifest(path)
         identity = self.manifest.identity
-        if (program := identity.get("program")) not in (TRAINED, IMPORTED):
+        program = identity.get("program")
+        if program not in (TRAINED, IMPORTED):
             raise CheckpointError(f"{path} is of the program {short(program)}, whose model is no language model of lm")
         known = {field.name: None for field in fields(GPTConfig)} if is_gpt(identity) else FIELDS
         self.sizes = {name: identity.get(name, default) for name, default in known.items()}
@@ -68,20 +69,19 @@ class OwnWeights(Weights):
         problem = broken_file(path, self.manifest.files, sums=False)
         if problem:
             raise CheckpointError(problem)
-        found = read_metadata(path, self.manifest.files)
+        metadata = read_metadata(path, self.manifest.files)
         self._places: dict[str, list[tuple[ChunkStorageMetadata, Any]]] = {}
         self.entries = {}
         # Of the tensor that was read last: a saved shard is read from the disk as one, and rows of it come in turn.
         self._cached: tuple[str, dict[tuple[int, ...], Tensor]] = ("", {})
-        fqns = {where[1]: fqn for fqn, where in (found.planner_data or {}).items() if where[0] == MODEL}
-        infos = cast(dict, found.storage_data)
+        fqns = {where[1]: fqn for fqn, where in (metadata.planner_data or {}).items() if where[0] == MODEL}
+        infos = cast(dict, metadata.storage_data)
         stored = {(index.fqn, tuple(index.offset or ())): info for index, info in infos.items()}
-        for (kind, *names), entry in shapes_in(found).items():
+        for (kind, *names), entry in shapes_in(metadata).items():
             if kind == MODEL:
                 name = names[0]
                 self.entries[name] = TensorEntry(tuple(entry.size), entry.properties.dtype)
-                places = [(chunk, stored[fqns[name], tuple(chunk.offsets)]) for chunk in entry.chunks]
-                self._places[name] = places
+                self._places[name] = [(chunk, stored[fqns[name], tuple(chunk.offsets)]) for chunk in entry.chunks]
         _check_sizes(self.sizes, self.entries, path)
         self.metadata = _metadata(path, self.manifest)
 
@@ -90,21 +90,26 @@ class OwnWeights(Weights):
         return broken_file(self.path, {name: files[name] for name in sorted(files)[part::parts]})
 
     def read(self, name: str, start: Sequence[int], length: Sequence[int]) -> Tensor:
-        found = torch.empty(tuple(length), dtype=self.entries[name].dtype)
+        result = torch.empty(tuple(length), dtype=self.entries[name].dtype)
+        if name != self._cached[0]:
+            self._cached = (name, {})
+        chunks = self._cached[1]
         for chunk, place in self._places[name]:
-            low = [max(a, b) for a, b in zip(start, chunk.offsets, strict=True)]
-            high = [min(a + n, b + m) for a, n, b, m in zip(start, length, chunk.offsets, chunk.sizes, strict=True)]
-            if any(a >= b for a, b in zip(low, high, strict=True)):
+            # Where the chunk and the slice overlap: elements of the chunk, and of the result.
+            source = []
+            target = []
+            for first, size, offset, extent in zip(start, length, chunk.offsets, chunk.sizes, strict=True):
+                low = max(first, offset)
+                high = max(min(first + size, offset + extent), low)
+                source.append(slice(low - offset, high - offset))
+                target.append(slice(low - first, high - first))
+            if any(part.start == part.stop for part in source):
                 continue
-            if name != self._cached[0]:
-                self._cached = (name, {})
-            if (key := tuple(chunk.offsets)) not in self._cached[1]:
-                self._cached[1][key] = self._chunk(place, tuple(chunk.sizes), found.dtype)
-            tensor = self._cached[1][key]
-            there = tuple(slice(a - o, b - o) for a, b, o in zip(low, high, chunk.offsets, strict=True))
-            inside = tuple(slice(a - o, b - o) for a, b, o in zip(low, high, start, strict=True))
-            found[inside] = tensor[there]
-        return found
+            key = tuple(chunk.offsets)
+            if key not in chunks:
+                chunks[key] = self._chunk(place, tuple(chunk.sizes), result.dtype)
+            result[tuple(target)] = chunks[key][tuple(source)]
+        return result
 
     def _chunk(self, place: Any, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         path = self.path / place.relative_path

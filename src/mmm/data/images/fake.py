@@ -50,7 +50,8 @@ class FakeImages(ImageSet):
 def _patterns(classes: int, shape: tuple[int, int, int], seed: int) -> np.ndarray:
     """(classes, channels, height, width) int16, −48 … 48: a sum of slow plane waves."""
     channels, height, width = shape
-    rows, columns = np.meshgrid(np.arange(height) / height, np.arange(width) / width, indexing="ij")
+    rows = (np.arange(height) / height)[:, None]
+    columns = np.arange(width) / width
     waves = np.zeros((classes, *shape))
     for label in range(classes):
         state = np.random.RandomState(stream(seed, 1, label))

@@ -36,25 +36,28 @@ GREY: tuple[Values, Values] = ((0.5,), (0.25,))
 TEST_NAMES = ("val", "validation", "test")
 FORMATS = ("PNG", "JPEG", "BMP", "PPM", "TIFF", "WEBP", "GIF")  # no other reader of Pillow is tried: EPS runs programs
 DEEP_MODES = ("I", "F")  # Pillow's modes with more than 8 bits a channel begin with these
-Files = list[tuple[str, str]]  # path under a root, class
 
 
 class ImageFiles(ImageSet):
     """Files decoded on reading: shorter side resized to `image_size`, centre crop, converted to grey or colour.
 
     Args:
-        root: what the paths are under. files: (path under root, class).
+        root: what the paths are under.
     """
 
     in_memory = False
 
-    def __init__(self, root: Path, files: Files, classes: Sequence[str], image_size: int, channels: int) -> None:
-        self.root, self.classes, self.samples = root, tuple(classes), len(files)
+    def __init__(
+        self, root: Path, paths: Sequence[str], classes: Sequence[str], image_size: int, channels: int
+    ) -> None:
+        self.root = root
+        self.classes = tuple(classes)
+        self.samples = len(paths)
         self.shape = (channels, image_size, image_size)
         self.mean, self.std = IMAGENET if channels == 3 else GREY
-        self._paths = np.array([os.fsencode(path) for path, _ in files])  # a quarter of the memory of str
+        self._paths = np.array([os.fsencode(path) for path in paths])  # a quarter of the memory of str
         label_of = {name: label for label, name in enumerate(classes)}
-        self.labels = torch.tensor([label_of[name] for _, name in files], dtype=torch.int64)
+        self.labels = torch.tensor([label_of[_class_of(path)] for path in paths], dtype=torch.int64)
 
     def pixels(self, indices: Indices) -> Tensor:
         if not len(indices):
@@ -63,8 +66,10 @@ class ImageFiles(ImageSet):
 
     def digest(self) -> str:
         """Of the paths and labels, since reading every file would take as long as an epoch."""
-        lines = (b"%s\t%d\n" % pair for pair in zip(self._paths.tolist(), self.labels.tolist(), strict=True))
-        return hashlib.sha256(b"".join(lines)).hexdigest()
+        digest = hashlib.sha256()
+        for path, label in zip(self._paths.tolist(), self.labels.tolist(), strict=True):
+            digest.update(b"%s\t%d\n" % (path, label))
+        return digest.hexdigest()
 
     def _read(self, path: Path) -> Tensor:
         """(channels, size, size) uint8. Raises DataError: it is no image that can be read."""
@@ -117,20 +122,20 @@ def load(data_dir: Path, image_size: int, channels: int) -> tuple[ImageFiles, Im
             images to hold some out.
     """
     passed_over: Counter[str] = Counter()
-    train_root = test_root = data_dir
-    if (data_dir / "train").is_dir():
-        train_root = data_dir / "train"
-        names = [name for name in TEST_NAMES if (data_dir / name).is_dir()]
-        if not names:
+    train_root = data_dir / "train"
+    if train_root.is_dir():
+        test_roots = [data_dir / name for name in TEST_NAMES if (data_dir / name).is_dir()]
+        if not test_roots:
             raise DataError(f"{data_dir} has train/ and none of {', '.join(TEST_NAMES)}: add one to test on")
-        test_root = data_dir / names[0]
-    train = _list(train_root, passed_over)
-    classes = sorted({name for _, name in train})
-    if test_root == train_root:
-        train, test = _split(train)
+        test_root = test_roots[0]
+        known = train = _images_in(train_root, passed_over)
+        test = _images_in(test_root, passed_over)
     else:
-        test = _list(test_root, passed_over)
-    unknown = sorted({name for _, name in test} - set(classes))
+        train_root = test_root = data_dir
+        known = _images_in(data_dir, passed_over)
+        train, test = _split(known)
+    classes = sorted(set(map(_class_of, known)))
+    unknown = sorted(set(map(_class_of, test)) - set(classes))
     if len(classes) < 2 or unknown:
         raise DataError(
             f"{train_root} has images of {len(classes)} classes {classes[:5]}, and {test_root} of other classes "
@@ -144,19 +149,23 @@ def load(data_dir: Path, image_size: int, channels: int) -> tuple[ImageFiles, Im
     return train_set, ImageFiles(test_root, test, classes, image_size, channels), note
 
 
-def _list(root: Path, passed_over: Counter[str]) -> Files:
-    """The images of each class, in order. Raises DataError: a class has none."""
+def _class_of(path: str) -> str:
+    return path.partition(os.sep)[0]
+
+
+def _images_in(root: Path, passed_over: Counter[str]) -> list[str]:
+    """The paths of all images under a root, by class, in order. Raises DataError: a class has none."""
     from PIL import Image
 
     endings = {ending for ending, name in Image.registered_extensions().items() if name in FORMATS}
-    files: Files = []
+    paths: list[str] = []
     with reading(root):
         names = sorted(name for name in os.listdir(root) if not name.startswith("."))
     for name in names:
         if not (root / name).is_dir():
             passed_over[f"{Path(name).suffix.lower()} in no class"] += 1
             continue
-        before = len(files)
+        before = len(paths)
         for folder, _, file_names in sorted(os.walk(root / name, followlinks=True)):
             for file_name in sorted(file_names):
                 path = os.path.relpath(os.path.join(folder, file_name), root)
@@ -164,19 +173,19 @@ def _list(root: Path, passed_over: Counter[str]) -> Files:
                 if f"{os.sep}." in path:  # hidden
                     continue
                 if suffix in endings:
-                    files.append((path, name))
+                    paths.append(path)
                 else:
                     passed_over[suffix] += 1
-        if len(files) == before:
+        if len(paths) == before:
             raise DataError(f"{root / name} has no image: a class needs .jpg or .png files, or others that are read")
-    return files
+    return paths
 
 
-def _split(files: Files) -> tuple[Files, Files]:
+def _split(paths: Sequence[str]) -> tuple[list[str], list[str]]:
     """Nine tenths and a tenth, by a hash of each path: a file keeps its side when others are added or removed."""
-    by_hash = {hashlib.sha256(os.fsencode(Path(path).as_posix())).digest(): (path, name) for path, name in files}
-    held_out = {digest for digest in by_hash if int.from_bytes(digest[:4], "big") % 10 == 0}
+    by_hash = {hashlib.sha256(os.fsencode(Path(path).as_posix())).digest(): path for path in paths}
+    held_out = [digest for digest in by_hash if int.from_bytes(digest[:4], "big") % 10 == 0]
     if len(held_out) in (0, len(by_hash)):  # so few that one side got nothing
-        held_out = set(sorted(by_hash)[:1])
-    train = [file for digest, file in by_hash.items() if digest not in held_out]
-    return train, [file for digest, file in by_hash.items() if digest in held_out]
+        held_out = sorted(by_hash)[:1]
+    test = {by_hash[digest]: None for digest in held_out}
+    return [path for path in paths if path not in test], list(test)
