@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from typing import Any
@@ -91,7 +92,7 @@ def find(model: nn.Module, pattern: str) -> list[nn.Module]:
     return list({id(module): module for name, module in named if name and matches(pattern, name)}.values())
 
 
-NAMING = tuple(f.name for f in fields(Plan) if f.name not in ("sequence", "refused", "check", "optional"))
+NAMING = ("tensor", "fsdp_units", "compiled", "compiled_with_tp", "checkpointed", "stages", "attention", "experts")
 
 
 def unmatched(plan: Plan, model: nn.Module) -> list[str]:
@@ -100,24 +101,34 @@ def unmatched(plan: Plan, model: nn.Module) -> list[str]:
     Args:
         model: the full one: a pipeline stage lacks modules on purpose.
     """
-    paths = [name for name, _ in model.named_modules(remove_duplicate=False) if name]
-    general = sorted({".".join("*" if part.isdigit() else part for part in path.split(".")) for path in paths})
-    lacking = [pattern for pattern in plan.optional if not any(fnmatchcase(path, pattern) for path in paths)]
-    fields_by_name: dict[str, list[str]] = {}
+    modules = [name for name, _ in model.named_modules(remove_duplicate=False) if name]
+    parameters = [name for name, _ in model.named_parameters(remove_duplicate=False)]
+    patterns = sorted({re.sub(r"\b\d+\b", "*", path) for path in modules})
+    lacking = [pattern for pattern in plan.optional if not any(fnmatchcase(path, pattern) for path in modules)]
+    texts = []
+    for name, where in _fields_by_name(plan).items():
+        known = [*modules, *parameters] if "tensor" in where else modules
+        optional = any(fnmatchcase(name, pattern) for pattern in lacking)
+        if optional or any(matches(name, path) for path in known):
+            continue
+        advice = "".join(f"; did you mean {path!r}?" for path in get_close_matches(name, patterns, n=1))
+        texts.append(
+            f"the plan names {name!r} ({', '.join(where)}), and {class_name(model)} has no such module: it is passed "
+            f"over{advice}"
+        )
+    return texts
+
+
+def _fields_by_name(plan: Plan) -> dict[str, list[str]]:
+    """Each name in a plan, and the fields that have it."""
+    by_name: dict[str, list[str]] = {}
     for field_name in NAMING:
-        value = getattr(plan, field_name)
-        entries = [value] if isinstance(value, str) else list(value)
-        known = [*paths, *dict(model.named_parameters(remove_duplicate=False))] if field_name == "tensor" else paths
-        for name in (name for entry in entries for name in ((entry,) if isinstance(entry, str) else entry)):
-            optional = any(fnmatchcase(name, pattern) for pattern in lacking)
-            if name and not optional and not any(matches(name, path) for path in known):
-                fields_by_name.setdefault(name, []).append(field_name)
-    of = class_name(model)
-    return [
-        f"the plan names {name!r} ({', '.join(where)}), and {of} has no such module: it is passed over"
-        + "".join(f"; did you mean {path!r}?" for path in get_close_matches(name, general, n=1))
-        for name, where in fields_by_name.items()
-    ]
+        for entry in getattr(plan, field_name):
+            for name in (entry,) if isinstance(entry, str) else entry:
+                by_name.setdefault(name, []).append(field_name)
+    if plan.output:
+        by_name.setdefault(plan.output, []).append("output")
+    return by_name
 
 
 def warn_unmatched(plan: Plan, model: nn.Module) -> None:

@@ -162,25 +162,29 @@ def join_tied(model: nn.Module, groups: Sequence[Sequence[nn.Module]]) -> list[l
     They take the place of the last of them. A group that shares one with what is in no group goes with the rest, and is
     left out here.
     """
-    group_of_module = {id(module): i for i, group in enumerate(groups) for module in group}
     rest = len(groups)  # stands for the modules in no group
+    group_of_module = {id(module): number for number, group in enumerate(groups) for module in group}
     joined_to = list(range(rest + 1))
-
-    def group_of(name: str) -> int:
-        path = name.rpartition(".")[0]
-        while path and id(model.get_submodule(path)) not in group_of_module:
-            path = path.rpartition(".")[0]
-        return group_of_module[id(model.get_submodule(path))] if path else rest
-
     for names in find_ties(model):
-        together = {joined_to[group_of(name)] for name in names}
+        together = {joined_to[_group_of(model, name, group_of_module, rest)] for name in names}
         joined_to = [max(together) if into in together else into for into in joined_to]  # the rest is the highest
-    order = {id(module): i for i, module in enumerate(model.modules())}
-    joined: dict[int, list[nn.Module]] = {}
-    for group, into in zip(groups, joined_to, strict=False):
-        if into != rest:
-            joined.setdefault(into, []).extend(group)
-    return [sorted(group, key=lambda module: order[id(module)]) for _, group in sorted(joined.items())]
+    joined: list[list[nn.Module]] = []
+    for into in range(rest):
+        inside = {id(module) for number, group in enumerate(groups) if joined_to[number] == into for module in group}
+        if inside:
+            joined.append([module for module in model.modules() if id(module) in inside])
+    return joined
+
+
+def _group_of(model: nn.Module, name: str, group_of_module: Mapping[int, int], rest: int) -> int:
+    """The group of the innermost module around a parameter that has one."""
+    path = name.rpartition(".")[0]
+    while path:
+        group = group_of_module.get(id(model.get_submodule(path)))
+        if group is not None:
+            return group
+        path = path.rpartition(".")[0]
+    return rest
 
 
 def _tied(names: Tie) -> str:
