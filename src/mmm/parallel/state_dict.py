@@ -18,7 +18,7 @@ from mmm.nn.weights import class_name
 from mmm.outside import open_file
 from mmm.parallel.dp.wrapped import unwrapped
 from mmm.parallel.ties import find_ties
-from mmm.parallel.values import NAMED, Values, names_in_message, shard_of
+from mmm.parallel.values import Values, names_in_message, shard_of
 
 StateDict = str | Path | Mapping[str, Tensor]
 
@@ -48,31 +48,34 @@ def loaded_values(model: nn.Module, weights: StateDict) -> Values:
         ConfigError: names that are missing or that the model lacks, or wrong shapes. CheckpointError: a file cannot be
             read.
     """
-    tensors = {canonical_name(n): t for n, t in model.state_dict().items() if isinstance(t, Tensor)}
-    of = class_name(unwrapped(model))
+    wanted = {canonical_name(name): t for name, t in model.state_dict().items() if isinstance(t, Tensor)}
+    first_names = {canonical_name(name): canonical_name(tie[0]) for tie in find_ties(model) for name in tie}
     source = _of_mapping(weights) if isinstance(weights, Mapping) else _of_file(Path(weights))
-    ties = {canonical_name(tie[0]): tuple(map(canonical_name, tie)) for tie in find_ties(model)}
-    first = {name: firsts for firsts, tie in ties.items() for name in tie}
-    present = {first.get(name, name) for name in source.entries}
-    lacking = [name for name in tensors if first.get(name, name) not in present]
-    unknown = [name for name in source.entries if name not in tensors]
-    wrong = [
-        problem
-        for name, entry in source.entries.items()
-        if name in tensors and (problem := _mismatch(name, entry, tensors[name]))
-    ]
+    chosen: dict[str, str] = {}  # a tensor's first name: its name in the source
+    again: list[tuple[str, str]] = []  # two names of a tied weight
+    unknown: list[str] = []
+    wrong: list[str] = []
+    for name, entry in source.entries.items():
+        if name not in wanted:
+            unknown.append(name)
+            continue
+        wrong += filter(None, [_mismatch(name, entry, wanted[name])])
+        first = first_names.get(name, name)
+        if first in chosen:
+            again.append((chosen[first], name))
+        else:
+            chosen[first] = name
+    lacking = [name for name in wanted if first_names.get(name, name) not in chosen]
+    of = class_name(unwrapped(model))
     problems = [
         f"it has no {names_in_message(lacking)} of {of}" if lacking else "",
         f"{of} has no {names_in_message(unknown)}" if unknown else "",
-        ", ".join(wrong[:NAMED]) + (f" and {len(wrong) - NAMED} more" if len(wrong) > NAMED else ""),
+        names_in_message(wrong),
     ]
     if any(problems):
         raise ConfigError(f"{source.text} does not fit: {'; '.join(filter(None, problems))}")
-    chosen = {name: name for name in source.entries}
-    for name, tie in ties.items():
-        chosen[name], *others = [alias for alias in tie if alias in source.entries]
-        for other in others:
-            _check_one(source, chosen[name], other)
+    for name, other in again:
+        _check_one(source, name, other)
 
     def read(name: str, box: ShardBox) -> Tensor | None:
         return source.read(chosen[name], box) if name in chosen else None
@@ -116,15 +119,22 @@ def _mismatch(name: str, entry: Any, wanted: Tensor) -> str:
     """What keeps a tensor from being the value of `wanted`; empty where nothing does."""
     if tuple(entry.shape) != tuple(wanted.shape):
         return f"{name} has shape {list(entry.shape)}, and in the model {list(wanted.shape)}"
-    kinds = [(dtype.is_complex, dtype.is_complex or dtype.is_floating_point) for dtype in (entry.dtype, wanted.dtype)]
-    return "" if kinds[0] == kinds[1] else f"{name} is of {entry.dtype}, and in the model of {wanted.dtype}"
+    if _kind(entry.dtype) != _kind(wanted.dtype):
+        return f"{name} is of {entry.dtype}, and in the model of {wanted.dtype}"
+    return ""
+
+
+def _kind(dtype: torch.dtype) -> str:
+    """Numbers of one kind are cast to each other."""
+    if dtype.is_complex:
+        return "complex"
+    return "float" if dtype.is_floating_point else "integer"
 
 
 def _check_one(source: _Source, name: str, other: str) -> None:
     """Raises ConfigError where two names of a tied weight have different values."""
-    boxes = [full_box(torch.empty(source.entries[alias].shape, device="meta")) for alias in (name, other)]
-    a, b = (source.read(alias, box) for alias, box in zip((name, other), boxes, strict=True))
-    if not torch.equal(a.cpu(), b.cpu()):
+    box = full_box(torch.empty(source.entries[name].shape, device="meta"))  # both have the model's shape
+    if not torch.equal(source.read(name, box).cpu(), source.read(other, box).cpu()):
         raise ConfigError(
             f"{source.text} does not fit: {name} and {other} are one tied weight in the model, and differ there: untie "
             f"them in the model, or leave one of them out"
