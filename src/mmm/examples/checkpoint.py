@@ -30,7 +30,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import fully_shard
 
 from mmm.comparison import relative_error, worst
 from mmm.examples import _support as example
@@ -60,10 +60,7 @@ def shard(model: Transformer, mesh: DeviceMesh) -> None:
     """FSDP over a mesh of one axis; over one of two, a replica a row."""
     for unit in (*model.layers.values(), model):
         fully_shard(unit, mesh=mesh)
-    for module in model.modules():
-        if isinstance(module, FSDPModule):  # a sum: each local loss is divided by the global count
-            module.set_gradient_divide_factor(1.0)
-            module.set_force_sum_reduction_for_comms(True)  # gloo has no scaled sum
+    example.sum_gradients(model)
 
 
 def state_of(model: Transformer, optimizer: torch.optim.Optimizer) -> dict[str, Any]:

@@ -71,9 +71,8 @@ def parallelize(run: example.Run, model: CNN, config: Config) -> nn.Module:
     # each rank then draws its own part of the weights, and none ever holds the full model.
     policy = MixedPrecisionPolicy(run.precision.compute, reduce_dtype=run.precision.storage)
     for module in (model.fc1, model):
-        unit = fully_shard(module, mesh=mesh, mp_policy=policy)  # type: ignore[arg-type]
-        unit.set_gradient_divide_factor(1.0)
-        unit.set_force_sum_reduction_for_comms(True)  # gloo has no scaled sum
+        fully_shard(module, mesh=mesh, mp_policy=policy)
+    example.sum_gradients(model)
     draw_weights(model, run.device, config.run.seed)
     return model
 

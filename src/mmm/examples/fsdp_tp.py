@@ -57,11 +57,13 @@ class Config(example.BreakOptions, example.TensorParallelOptions, example.TextCo
     }
 
 
-def shard(model: Transformer, mesh: DeviceMesh, precision: Precision, mistake: str | None = None) -> None:
-    """Shard a Transformer over tp, then over dp_shard, in place. Its parameters may lie on the meta device."""
-    # Columns of A in Y = X A (dim 0 of `nn.Linear.weight`), then rows: each rank computes heads or hidden units of its
-    # own, then a partial sum of (batch, seq, dim), which is reduce-scattered over the sequence, dim 1: norms and
-    # residuals are computed once, not tp times. PrepareModuleInput all-gathers the sequence for the next columns.
+def tensor_parallel_plan() -> dict[str, ParallelStyle]:
+    """How each module of a Transformer is sharded over tp.
+
+    Columns of A in Y = X A (dim 0 of `nn.Linear.weight`), then rows: each rank computes heads or hidden units of its
+    own, then a partial sum of (batch, seq, dim), which is reduce-scattered over the sequence, dim 1: norms and
+    residuals are computed once, not tp times. PrepareModuleInput all-gathers the sequence for the next columns.
+    """
     block: dict[str, ParallelStyle] = {
         "attention_norm": SequenceParallel(),
         "attention": PrepareModuleInput(
@@ -77,15 +79,21 @@ def shard(model: Transformer, mesh: DeviceMesh, precision: Precision, mistake: s
         "feed_forward.w3": ColwiseParallel(),
         "feed_forward.w2": RowwiseParallel(output_layouts=Shard(1)),
     }
-    if mistake == "norms":
-        del block["ffn_norm"]
     ends: dict[str, ParallelStyle] = {  # sharded over the vocabulary: rows of the embedding, columns of the output
         "tok_embeddings": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
         "norm": SequenceParallel(),
         "output": ColwiseParallel(input_layouts=Shard(1), output_layouts=Shard(-1), use_local_output=False),
     }
+    return ends | {f"layers.*.{name}": style for name, style in block.items()}
+
+
+def shard(model: Transformer, mesh: DeviceMesh, precision: Precision, mistake: str | None = None) -> None:
+    """Shard a Transformer over tp, then over dp_shard, in place. Its parameters may lie on the meta device."""
+    plan = tensor_parallel_plan()
+    if mistake == "norms":
+        del plan["layers.*.ffn_norm"]
     if mesh["tp"].size() > 1:  # on one rank DTensors would only take time
-        parallelize_module(model, mesh["tp"], ends | {f"layers.*.{name}": style for name, style in block.items()})
+        parallelize_module(model, mesh["tp"], plan)
 
     # Each unit is gathered for its forward and its backward, and freed after them; the root takes what is left.
     policy = MixedPrecisionPolicy(precision.compute, reduce_dtype=precision.storage, cast_forward_inputs=False)

@@ -32,7 +32,7 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from mmm.errors import LayoutError
@@ -67,10 +67,7 @@ def shard(model: Transformer, mesh: DeviceMesh, precision: Precision) -> None:
     units: list[Any] = [model.tok_embeddings, *model.layers.values(), [model.norm, model.output], model]
     for unit in units:
         fully_shard(unit, mesh=mesh, mp_policy=policy)
-    for module in model.modules():
-        if isinstance(module, FSDPModule):  # a sum: each local loss is divided by the global count
-            module.set_gradient_divide_factor(1.0)
-            module.set_force_sum_reduction_for_comms(True)  # gloo has no scaled sum
+    example.sum_gradients(model)
 
 
 def train(config: Config) -> None:

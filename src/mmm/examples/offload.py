@@ -33,7 +33,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from mmm.examples import _support as example
@@ -103,10 +103,7 @@ def shard(model: Transformer, mesh: DeviceMesh, way: str, policy: MixedPrecision
     where = OffloadPolicy() if way == "device" else CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu")
     for unit in [*model.layers.values(), model]:
         fully_shard(unit, mesh=mesh, mp_policy=policy, offload_policy=where)
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.set_gradient_divide_factor(1.0)  # a sum: each local loss is divided by the global count
-            module.set_force_sum_reduction_for_comms(True)  # gloo has no scaled sum
+    example.sum_gradients(model)
 
 
 def train_way(run: example.Run, mesh: DeviceMesh, job: example.Job, way: str) -> tuple[dict[str, int], list[float]]:

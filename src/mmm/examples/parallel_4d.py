@@ -30,18 +30,18 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar, Literal
 
-import torch
 import torch.distributed.pipelining as pipelining
 import torch.distributed.tensor.parallel as tp
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import Replicate, Shard
 
 from mmm.data import Batch
 from mmm.examples import _support as example
 from mmm.examples._support.pipeline_times import PipelineTimes
 from mmm.examples.context_parallel import positions_of, ring_attention
+from mmm.examples.fsdp_tp import tensor_parallel_plan
+from mmm.examples.pipeline import make_stage
 from mmm.models.llama.model import Transformer, TransformerConfig
 from mmm.nn.draw import convert
 from mmm.parallel import clip_grad_norm, cross_entropy, draw_weights
@@ -74,30 +74,14 @@ class Config(example.BreakOptions, example.TensorParallelOptions, example.TextCo
 
 def build(sizes: TransformerConfig, names: list[str], mesh: DeviceMesh, precision: Precision) -> Transformer:
     """One rank's part of the model, on the meta device. names: the modules of its stage. mesh: pp, dp, cp, tp."""
-    # 1. Its stage: the others' modules are left out, and forward skips them.
-    with torch.device("meta"):
-        model = Transformer(sizes)
+    # 1. Its stage: the others' modules are left out, and forward skips them (mmm.examples.pipeline).
+    model = make_stage(sizes, names)
     convert(model, precision.storage)
-    for number in [number for number in model.layers if f"layers.{number}" not in names]:
-        del model.layers[number]
-    for name in {"tok_embeddings", "norm", "output"}.difference(names):
-        setattr(model, name, None)
     # 2. Tensor parallel: columns, then rows; between them the sequence, dim 1, is sharded (mmm.examples.fsdp_tp).
-    columns, rows, prepare = tp.ColwiseParallel(), tp.RowwiseParallel(output_layouts=Shard(1)), tp.PrepareModuleInput
-    split, full = Shard(1), Replicate()
-    plan = {
-        "tok_embeddings": tp.RowwiseParallel(input_layouts=full, output_layouts=split),
-        **{name: tp.SequenceParallel() for name in ("layers.*.attention_norm", "layers.*.ffn_norm", "norm")},
-        "layers.*.attention": prepare(input_layouts=(split, None, None), desired_input_layouts=(full, None, None)),
-        **{f"layers.*.{name}": columns for name in ("attention.wq", "attention.wk", "attention.wv")},
-        **{f"layers.*.{name}": rows for name in ("attention.wo", "feed_forward.w2")},
-        "layers.*.feed_forward": prepare(input_layouts=split, desired_input_layouts=full),
-        **{f"layers.*.{name}": columns for name in ("feed_forward.w1", "feed_forward.w3")},
-        "output": tp.ColwiseParallel(input_layouts=split, output_layouts=Shard(-1), use_local_output=False),
-    }
+    plan = tensor_parallel_plan()
+    of_stage = {name: style for name, style in plan.items() if name.startswith("layers.") or name in names}
     if mesh["tp"].size() > 1:
-        stage_plan = {name: style for name, style in plan.items() if name.startswith("layers.") or name in names}
-        tp.parallelize_module(model, mesh["tp"], stage_plan)
+        tp.parallelize_module(model, mesh["tp"], of_stage)
     # 3. Context parallel: attention to the tokens of all ranks of cp (mmm.examples.context_parallel).
     for layer in model.layers.values() if mesh["cp"].size() > 1 else ():
         layer.attention.attention_fn = partial(ring_attention, group=mesh["cp"].get_group())  # type: ignore
@@ -105,9 +89,8 @@ def build(sizes: TransformerConfig, names: list[str], mesh: DeviceMesh, precisio
     dp_cp = flatten(mesh["dp", "cp"], "dp_cp")
     policy = MixedPrecisionPolicy(precision.compute, precision.storage, cast_forward_inputs=False)
     for module in (*model.layers.values(), model):  # the root takes what is left
-        unit = fully_shard(module, mesh=dp_cp, mp_policy=policy, reshard_after_forward=False)
-        unit.set_gradient_divide_factor(1.0)
-        unit.set_force_sum_reduction_for_comms(True)  # gloo has no scaled sum
+        fully_shard(module, mesh=dp_cp, mp_policy=policy, reshard_after_forward=False)
+    example.sum_gradients(model)
     return model
 
 

@@ -30,7 +30,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 
 from mmm.examples import _support as example
@@ -101,10 +101,7 @@ def shard(model: LanguageModel, mesh: DeviceMesh, policy: MixedPrecisionPolicy) 
     tiles = [tile for module in model.modules() if isinstance(module, TiledLinear) for tile in module.tiles]
     for unit in [*tiles, *model.body.layers.values(), model]:
         fully_shard(unit, mesh=mesh, mp_policy=policy)
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.set_gradient_divide_factor(1.0)  # a sum: each local loss is divided by the global count
-            module.set_force_sum_reduction_for_comms(True)  # gloo has no scaled sum
+    example.sum_gradients(model)
 
 
 def train_way(run: example.Run, mesh: DeviceMesh, job: example.Job, way: str, wide: bool) -> Result:

@@ -14,6 +14,8 @@ Formulas and sources: docs/communication.md, `mmm.traffic.formulas`, `mmm.parall
 
 from __future__ import annotations
 
+import copy
+import math
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -23,6 +25,7 @@ import torch
 import torch.distributed as dist
 
 from mmm.comparison import worst
+from mmm.data.text.text_data import TextData
 from mmm.data.text.tokens import BYTES
 from mmm.errors import LayoutError
 from mmm.examples import _support as example
@@ -31,7 +34,7 @@ from mmm.models.llama.model import Transformer, TransformerConfig
 from mmm.models.llama.plan import transformer_plan
 from mmm.parallel import build_mesh
 from mmm.parallel.parallel_model import ParallelModel
-from mmm.parallel.partition import Partition, partition_model
+from mmm.parallel.partition import partition_model
 from mmm.runtime.ranks import whoami
 from mmm.traffic.count import count_traffic
 from mmm.traffic.formulas import expected_traffic
@@ -51,14 +54,6 @@ class Config:
     run: BatchOptions = BatchOptions(dtype="fp32")
 
 
-class TrafficCase(NamedTuple):
-    """A layout, and the techniques on it."""
-
-    name: str
-    layout: Layout
-    techniques: Techniques = Techniques()
-
-
 class Sent(NamedTuple):
     """One rank's bytes by axis, counted and expected."""
 
@@ -66,52 +61,61 @@ class Sent(NamedTuple):
     formula: dict[str, float]
 
 
-def cases(ranks: int) -> list[TrafficCase]:
-    """Those that the number of ranks allows."""
+def cases(ranks: int) -> dict[str, tuple[Layout, Techniques]]:
+    """The layouts that the number of ranks allows, and the techniques on them."""
     gpipe = Techniques(schedule="GPipe", microbatches=MICROBATCHES)
     one_f_one_b = Techniques(schedule="1F1B", microbatches=MICROBATCHES)
-    listed = [
-        *(TrafficCase(name, Layout(), Techniques(data_parallel=name)) for name in ("ddp", "zero1", "zero2", "fsdp")),
-        TrafficCase("tp, seq. sharded", Layout(tp=ranks)),
-        TrafficCase("pp, GPipe", Layout(pp=ranks), gpipe),
-        TrafficCase("pp, 1F1B", Layout(pp=ranks), one_f_one_b),
-        TrafficCase("cp, ring", Layout(cp=ranks), Techniques(cp_style="ring")),
-        TrafficCase("cp, ulysses", Layout(cp=ranks), Techniques(cp_style="ulysses")),
-    ]
+    listed = {name: (Layout(), Techniques(data_parallel=name)) for name in ("ddp", "zero1", "zero2", "fsdp")}
+    listed |= {
+        "tp, seq. sharded": (Layout(tp=ranks), Techniques()),
+        "pp, GPipe": (Layout(pp=ranks), gpipe),
+        "pp, 1F1B": (Layout(pp=ranks), one_f_one_b),
+        "cp, ring": (Layout(cp=ranks), Techniques(cp_style="ring")),
+        "cp, ulysses": (Layout(cp=ranks), Techniques(cp_style="ulysses")),
+    }
     if ranks % 2 == 0 and ranks > 2:
-        listed += [
-            TrafficCase("cp, usp", Layout(cp=ranks), Techniques(cp_style="usp", ulysses=2)),
-            TrafficCase("hsdp", Layout(dp_replicate=2), Techniques(data_parallel="hsdp")),
-            TrafficCase("fsdp × tp", Layout(tp=2)),
-            TrafficCase("pp × tp", Layout(pp=2, tp=ranks // 2), one_f_one_b),
-        ]
-    return [case._replace(layout=case.layout.fit(ranks)) for case in listed]
+        listed |= {
+            "cp, usp": (Layout(cp=ranks), Techniques(cp_style="usp", ulysses=2)),
+            "hsdp": (Layout(dp_replicate=2), Techniques(data_parallel="hsdp")),
+            "fsdp × tp": (Layout(tp=2), Techniques()),
+            "pp × tp": (Layout(pp=2, tp=ranks // 2), one_f_one_b),
+        }
+    return {name: (layout.fit(ranks), techniques) for name, (layout, techniques) in listed.items()}
 
 
-def on_meta(sizes: TransformerConfig) -> Transformer:
-    with torch.device("meta"):
-        return Transformer(sizes)
-
-
-def partition_of(case: TrafficCase, sizes: TransformerConfig, size: int, seq_length: int) -> Partition:
-    """How the model goes onto a layout. Raises LayoutError where it does not. size: samples of the global batch."""
-    sample = torch.zeros(size // case.layout.dp, seq_length, dtype=torch.int64, device="meta")
-    return partition_model(on_meta(sizes), transformer_plan(sizes), case.layout, case.techniques, sample)
-
-
-def measure(
-    run: example.Run, case: TrafficCase, partition: Partition, sizes: TransformerConfig, size: int
-) -> list[Sent]:
-    """The third step on a layout, by rank. A collective. size: samples of the global batch."""
-    layout = case.layout
+def job_of(layout: Layout, techniques: Techniques, sizes: TransformerConfig, samples: int, data: TextData) -> Job:
+    """How the model goes onto a layout. Raises LayoutError where it does not. samples: of the global batch."""
     plan = transformer_plan(sizes)
+    with torch.device("meta"):
+        model = Transformer(sizes)
+        sample = torch.zeros(samples // layout.dp, data.train.seq_length, dtype=torch.int64)
+    return Job(
+        layout=layout,
+        techniques=techniques,
+        sizes=sizes,
+        model=model,
+        sample=sample,
+        plan=plan,
+        partition=partition_model(model, plan, layout, techniques, sample),
+        data=data,
+    )
+
+
+def measure(run: example.Run, name: str, job: Job) -> list[Sent]:
+    """The third step on a layout, by rank. A collective."""
+    layout = job.layout
     mesh = build_mesh(layout, run.device.type, run.options.timeout)
     model = ParallelModel(
-        on_meta(sizes), plan, mesh, run.precision, case.techniques, partition, device=run.device, seed=run.seed
+        copy.deepcopy(job.model),
+        job.plan,
+        mesh,
+        run.precision,
+        job.techniques,
+        job.partition,
+        device=run.device,
+        seed=run.seed,
     )
-    tokens = run.resolved.data.train
-    local = size // layout.dp  # samples of this rank
-    batch = tokens.batch(0, size, layout.dp_coordinate(run.rank.rank) * local, local).to(run.device)
+    batch = job.local_batch(job.data.train, 0, layout.dp_coordinate(run.rank.rank)).to(run.device)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
 
     def step() -> None:
@@ -123,16 +127,16 @@ def measure(
         step()
     with count_traffic(mesh) as traffic:
         step()
-    run.log.info("%s, layout %s: rank 0\n%s", case.name, layout, traffic.table())
+    run.log.info("%s, layout %s: rank 0\n%s", name, layout, traffic.table())
     formula = expected_traffic(
-        on_meta(sizes),
-        plan,
+        job.model,
+        job.plan,
         layout,
-        case.techniques,
-        partition,
+        job.techniques,
+        job.partition,
         model.modules,
-        batch=local,
-        seq_length=tokens.seq_length,
+        batch=job.local_batch_size,
+        seq_length=job.data.train.seq_length,
         precision=run.precision,
     )
     by_rank: list[Any] = [None] * layout.ranks
@@ -142,20 +146,26 @@ def measure(
 
 def max_rel_diff(sent: Sent) -> float:
     """The largest relative difference of counted and formula over the axes."""
-    axes = {axis for side in (sent.counted, sent.formula) for axis, count in side.items() if count}
-    pairs = [(sent.counted.get(axis, 0), sent.formula.get(axis, 0.0)) for axis in axes]
-    return max((abs(counted / formula - 1) if formula else float("inf") for counted, formula in pairs), default=0.0)
+    differences = [0.0]
+    for axis in sent.counted.keys() | sent.formula.keys():
+        counted = sent.counted.get(axis, 0)
+        formula = sent.formula.get(axis, 0.0)
+        if formula:
+            differences.append(abs(counted / formula - 1))
+        elif counted:
+            differences.append(math.inf)
+    return worst(differences)
 
 
-def table(by_case: Mapping[TrafficCase, Sequence[Sent]]) -> str:
+def table(layouts: Mapping[str, Layout], sent: Mapping[str, Sequence[Sent]]) -> str:
     """A line a layout and axis, of the rank that sends most."""
     lines = [f"{'':18}{'layout':<26}{'axis':<13}{'counted':>12}{'formula':>12}{'differ':>8}"]
-    for case, by_rank in by_case.items():
-        most = max(by_rank, key=lambda sent: sum(sent.counted.values()))
+    for name, by_rank in sent.items():
+        most = max(by_rank, key=lambda rank: sum(rank.counted.values()))
         for axis, formula in most.formula.items():
             counted = most.counted.get(axis, 0)
-            differ = counted / formula - 1
-            lines.append(f"{case.name:18}{case.layout!s:<26}{axis:<13}{counted:12,}{formula:12,.0f}{differ:8.2%}")
+            text = f"{name:18}{layouts[name]!s:<26}{axis:<13}{counted:12,}{formula:12,.0f}"
+            lines.append(f"{text}{counted / formula - 1:8.2%}")
     return "\n".join(lines)
 
 
@@ -166,26 +176,28 @@ def train(config: Config) -> bool:
         start = "start with `launch -n 4 --device cpu python3 -m mmm.examples.traffic`"
         raise LayoutError(f"1 rank: there is nobody to send to; {start}")
     sizes = config.model.sizes(BYTES)
-    _, size = batch_sizes(config.run.batch_size, config.run.global_batch_size, ranks, default=4)
+    _, samples = batch_sizes(config.run.batch_size, config.run.global_batch_size, ranks, default=4)
     data = config.data.load(sizes.vocab_size, config.run.seed)
-    data.train.steps_per_epoch(size)  # there is one
-    partitions = {}
-    left_out = dict[str, LayoutError]()
-    for case in cases(ranks):
+    data.train.steps_per_epoch(samples)  # there is one
+    jobs: dict[str, Job] = {}
+    left_out: dict[str, LayoutError] = {}
+    for name, (layout, techniques) in cases(ranks).items():
         try:
-            partitions[case] = partition_of(case, sizes, size, config.data.seq_length)
+            jobs[name] = job_of(layout, techniques, sizes, samples, data)
         except LayoutError as error:
-            left_out[case.name] = error
-    job = Job(layout=Layout().fit(ranks), data=data)
-    with example.start_run("traffic", config, job) as run:
-        run.describe(model=sizes, global_batch_size=size)
+            left_out[name] = error
+    with example.start_run("traffic", config, Job(layout=Layout().fit(ranks), data=data)) as run:
+        run.describe(model=sizes, global_batch_size=samples)
         for name, why in left_out.items():
             run.note(f"{name} left out: {why}")
-        sent = {case: measure(run, case, partition, sizes, size) for case, partition in partitions.items()}
-        head = f"bytes of a step, on the rank that sends most; {size} samples of {config.data.seq_length} tokens in all"
-        run.log.info("%s\n%s", head, table(sent))
-        run.describe(traffic={case.name: [one._asdict() for one in by_rank] for case, by_rank in sent.items()})
-        largest = worst(max_rel_diff(one) for by_rank in sent.values() for one in by_rank)
+        sent = {name: measure(run, name, job) for name, job in jobs.items()}
+        lines = table({name: job.layout for name, job in jobs.items()}, sent)
+        tokens = config.data.seq_length
+        run.log.info(
+            "bytes of a step, on the rank that sends most; %d samples of %d tokens in all\n%s", samples, tokens, lines
+        )
+        run.describe(traffic={name: [rank._asdict() for rank in by_rank] for name, by_rank in sent.items()})
+        largest = worst(max_rel_diff(rank) for by_rank in sent.values() for rank in by_rank)
         run.log.info("counted and formula differ by %.2f%% at most (allowed: %.0f%%)", 100 * largest, 100 * LIMIT)
     return largest <= LIMIT
 

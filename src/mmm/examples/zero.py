@@ -29,7 +29,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
 from mmm.examples import _support as example
@@ -106,9 +106,7 @@ def train_stage(
     if stage == 3:  # all parameters are sharded; a unit is gathered for its forward and its backward
         for unit in (full.tok_embeddings, *full.layers.values(), [full.norm, full.output], full):
             fully_shard(unit, mesh=mesh)  # type: ignore[arg-type]
-        for module in (each for each in full.modules() if isinstance(each, FSDPModule)):
-            module.set_gradient_divide_factor(1.0)  # a sum: each local loss is divided by the global count
-            module.set_force_sum_reduction_for_comms(True)
+        example.sum_gradients(full)
     draw_weights(full, run.device, run.seed)
     for p in full.parameters() if stage == 0 else ():
         p.register_post_accumulate_grad_hook(lambda p: dist.all_reduce(p.grad))  # type: ignore[arg-type]

@@ -38,8 +38,8 @@ def test_table_and_verdict():
     assert max_rel_diff(good) == pytest.approx(0.04)
     assert max_rel_diff(good._replace(counted={"tp": 1000, "dp_shard": 500, "cp": 8})) == float("inf")
     assert max_rel_diff(good._replace(counted={"tp": 1000})) == 1.0
-    case = traffic.TrafficCase("tp", Layout(dp_shard=2, tp=2))
-    lines = [line.split() for line in table({case: [good._replace(counted={"tp": 1}), good]}).splitlines()]
+    layouts = {"tp": Layout(dp_shard=2, tp=2)}
+    lines = [line.split() for line in table(layouts, {"tp": [good._replace(counted={"tp": 1}), good]}).splitlines()]
     assert lines[1] == ["tp", "dp2·tp2", "tp", "1,040", "1,000", "4.00%"]
     assert lines[2] == ["tp", "dp2·tp2", "dp_shard", "500", "500", "0.00%"]
 

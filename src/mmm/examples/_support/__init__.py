@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from mmm.data.text.text_data import TextData
     from mmm.examples._support.by_package import parallelize_by_package, resolve
     from mmm.examples._support.experts import ExpertsConfig
+    from mmm.examples._support.fsdp import sum_gradients
     from mmm.examples._support.image_loop import image_steps
     from mmm.examples._support.mistakes import BreakOptions, parse
     from mmm.examples._support.program import start_run
@@ -35,6 +36,7 @@ __getattr__, __dir__ = lazy(
     {
         "mmm.examples._support.by_package": "parallelize_by_package resolve",
         "mmm.examples._support.experts": "ExpertsConfig",
+        "mmm.examples._support.fsdp": "sum_gradients",
         "mmm.examples._support.image_loop": "image_steps",
         "mmm.examples._support.mistakes": "BreakOptions parse",
         "mmm.examples._support.program": "start_run",
