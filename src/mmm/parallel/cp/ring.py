@@ -31,7 +31,8 @@ Llama 3 Herd of Models", 2024, section 3.3.2.
 from __future__ import annotations
 
 import math
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -122,14 +123,43 @@ def visible(rank: int, source: int, length: int) -> tuple[slice, slice, bool]:
     return slice(half, length), everything, False
 
 
-def _first_keys(ring: Ring, hop: int, document_starts: Tensor | None, rows: slice, keys: slice) -> tuple[Tensor, ...]:
+def _first_keys(ring: Ring, hop: int, document_starts: Tensor | None, rows: slice, keys: slice) -> Tensor | None:
     """The first key of a hop's block that each query of `rows` sees, (batch, queries), where there are documents."""
     if document_starts is None:
-        return ()
+        return None
     seq = document_starts.shape[1]
-    own, others = (positions_of(rank % ring.size, ring.size, seq) for rank in (ring.rank, ring.rank - hop))
+    own = positions_of(ring.rank, ring.size, seq)
+    others = positions_of((ring.rank - hop) % ring.size, ring.size, seq)
     starts = document_starts[:, own[rows].to(document_starts.device)]  # (batch, queries)
-    return (torch.searchsorted(others[keys].to(starts.device), starts),)
+    return torch.searchsorted(others[keys].to(starts.device), starts)
+
+
+class Block(NamedTuple):
+    """What a rank computes at one hop: some of its queries attend to some of the keys that have come.
+
+    Attributes:
+        rows, keys: of the rank's queries, and of the shard's keys.
+        k, v: (batch, kv heads, keys, head_dim). causal, first_key: as of `block_forward`.
+    """
+
+    rows: slice
+    keys: slice
+    k: Tensor
+    v: Tensor
+    causal: bool
+    first_key: Tensor | None
+
+
+def _hops(ring: Ring, k: Tensor, v: Tensor, document_starts: Tensor | None) -> Iterator[Block]:
+    """The block of each hop; while one is computed, the next shard is on its way. A collective."""
+    kv = torch.stack((k, v))  # (2, batch, kv heads, seq / cp, head_dim)
+    for hop in range(ring.size):
+        next_kv = ring.send_recv(kv) if hop < ring.size - 1 else None
+        rows, keys, causal = visible(ring.rank, (ring.rank - hop) % ring.size, k.shape[2])
+        block_k, block_v = kv[:, :, :, keys]
+        yield Block(rows, keys, block_k, block_v, causal, _first_keys(ring, hop, document_starts, rows, keys))
+        if next_kv is not None:
+            kv = next_kv.wait()
 
 
 class _RingAttention(torch.autograd.Function):
@@ -140,17 +170,11 @@ class _RingAttention(torch.autograd.Function):
         accum_dtype = torch.promote_types(q.dtype, torch.float32)
         out = torch.zeros_like(q, dtype=accum_dtype)  # (batch, heads, seq / cp, head_dim)
         lse = torch.full(q.shape[:-1], -math.inf, dtype=accum_dtype, device=q.device)  # (batch, heads, seq / cp)
-        kv = torch.stack((k, v))  # (2, batch, kv heads, seq / cp, head_dim)
-        for hop in range(ring.size):
-            next_kv = ring.send_recv(kv) if hop < ring.size - 1 else None
-            rows, keys, causal = visible(ring.rank, (ring.rank - hop) % ring.size, q.shape[2])
-            block_k, block_v = kv[:, :, :, keys]
-            first_keys = _first_keys(ring, hop, document_starts, rows, keys)
-            block_out, block_lse = block_forward(q[:, :, rows], block_k, block_v, causal, *first_keys)
+        for rows, _, block_k, block_v, causal, first_key in _hops(ring, k, v, document_starts):
+            block_out, block_lse = block_forward(q[:, :, rows], block_k, block_v, causal, first_key)
             out[:, :, rows], lse[:, :, rows] = merge(out[:, :, rows], lse[:, :, rows], block_out, block_lse)
-            if next_kv is not None:
-                kv = next_kv.wait()
-        ctx.ring, ctx.document_starts = ring, document_starts
+        ctx.ring = ring
+        ctx.document_starts = document_starts
         out = out.to(q.dtype)
         ctx.save_for_backward(q, k, v, out, lse)
         return out
@@ -161,21 +185,14 @@ class _RingAttention(torch.autograd.Function):
         q, k, v, out, lse = ctx.saved_tensors
         ring: Ring = ctx.ring
         dq = torch.zeros_like(q, dtype=lse.dtype)
-        kv = torch.stack((k, v))  # (2, batch, kv heads, seq / cp, head_dim)
-        dkv = torch.zeros_like(kv, dtype=lse.dtype)
+        dkv = torch.zeros(2, *k.shape, dtype=lse.dtype, device=k.device)  # of the shard that is here
         next_dkv: P2PExchange | None = None
-        for hop in range(ring.size):
-            next_kv = ring.send_recv(kv) if hop < ring.size - 1 else None
-            rows, keys, causal = visible(ring.rank, (ring.rank - hop) % ring.size, q.shape[2])
-            block_k, block_v = kv[:, :, :, keys]
+        for rows, keys, block_k, block_v, causal, first_key in _hops(ring, k, v, ctx.document_starts):
             block_gradient, block_q, block_out, block_lse = (t[:, :, rows] for t in (gradient, q, out, lse))
-            first_keys = _first_keys(ring, hop, ctx.document_starts, rows, keys)
             block_dq, *block_dkv = block_backward(
-                block_gradient, block_q, block_k, block_v, block_out, block_lse.contiguous(), causal, *first_keys
+                block_gradient, block_q, block_k, block_v, block_out, block_lse.contiguous(), causal, first_key
             )
             dq[:, :, rows] += block_dq
-            if next_kv is not None:
-                kv = next_kv.wait()
             if next_dkv is not None:
                 dkv = next_dkv.wait()  # of this hop's shard, summed over the ranks that it has visited
             dkv[:, :, :, keys] += torch.stack(block_dkv).to(dkv.dtype)
