@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from mmm.checkpoint.model_metadata import ChatFormat
@@ -15,6 +15,8 @@ ANSWERS = "assistant"  # the role whose turns a model learns
 Message = dict[str, Any]  # role, content, and what else a template may ask for
 Tools = list[Any] | None  # descriptions of what the model may call, as the template takes them
 Span = tuple[int, int]  # first character, and the one after the last
+# What nobody may leave out in silence: a model would learn a conversation without it.
+WRITTEN = {"content", "reasoning_content", "reasoning", "thinking", "tool_calls"}
 WEIGHT = "weight"  # of a message, 0 or 1: whether a model learns it
 MARKS = re.compile("[\ufdd0\ufdd1]")  # `BEGIN` and `END` of `mmm.data.text.jinja_environment`
 END_OF_TEXT = "\0"  # after an answer, where a tokenizer has no special tokens: no text has it
@@ -85,25 +87,25 @@ class ChatTemplate:
             )
         return text, [span for span, weight in zip(spans, weights, strict=True) if weight]
 
-    def left_out(self, messages: Sequence[Message], tools: Tools, text: str) -> Iterator[tuple[str, str]]:
-        """What the template does not write: the text is the same without it.
+    def check_written(self, messages: Sequence[Message], tools: Tools, text: str) -> None:
+        """Check that the template writes each of `WRITTEN`: without it, the text is another one.
 
         Args:
             text: of these messages.
 
-        Returns:
-            Of each such field its name, and where it is.
+        Raises:
+            DataError: it leaves one out.
         """
         if tools and self._writes(text, messages, None):
-            yield "tools", "the conversation"
+            raise DataError("the chat template leaves out tools of the conversation")
         for number, message in enumerate(messages):
             for name, value in message.items():
-                if name in ("role", WEIGHT) or not value or not str(value).strip():
+                if name not in WRITTEN or not value or not str(value).strip():
                     continue
-                without = {key: other for key, other in message.items() if key != name}
-                without.setdefault("content", "")
-                if self._writes(text, [*messages[:number], without, *messages[number + 1 :]], tools):
-                    yield name, f"message {number + 1} ({message['role']})"
+                shorter = {key: value for key, value in message.items() if key != name}
+                shorter.setdefault("content", "")
+                if self._writes(text, [*messages[:number], shorter, *messages[number + 1 :]], tools):
+                    raise DataError(f"the chat template leaves out {name} of message {number + 1} ({message['role']})")
 
     def _writes(self, text: str, messages: Sequence[Message], tools: Tools) -> bool:
         """Whether the template makes this text of these messages."""

@@ -4,7 +4,6 @@ others `PADDING`."""
 from __future__ import annotations
 
 import hashlib
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -137,31 +136,20 @@ def encode_chats(paths: Sequence[Path], chats: Sequence[Conversation], tokenizer
     """
     template = chat_template_of(tokenizer)
     tokenizer.chat = template.format
-    left_out: Counter[str] = Counter()
-    text = ChatText(paths[0], [encode_chat(chat, template, tokenizer, left_out) for chat in chats])
+    text = ChatText(paths[0], [encode_chat(chat, template, tokenizer) for chat in chats])
     train = len(chats) - max(len(chats) // 10, 1)  # the last tenth is for validation, one at least
-    source = ", ".join(map(str, paths))
-    notes = []
+    notes: tuple[str, ...] = ()
     if template.format.template == DEFAULT:
         end = template.format.special_tokens.get("eos_token")
         ending = f"an answer ends with {end!r}" if end else "nothing marks the end of an answer"
-        notes.append(f"the tokenizer ({tokenizer}) has no chat template: the plain one is used, and {ending}")
-    if left_out:
-        notes.append(f"{source}: the chat template does not write, of messages, {_counted(left_out, 'messages')}")
-    unused = Counter(name for chat in chats for name in chat.unused)
-    if unused:
-        notes.append(f"{source}: not used, of lines: {_counted(unused, 'lines')}")
+        notes = (f"the tokenizer ({tokenizer}) has no chat template: the plain one is used, and {ending}",)
     return Corpus(
-        ChatText(paths[0], text.chats[:train]),
-        ChatText(paths[0], text.chats[train:]),
-        source,
-        len(paths),
-        text.sha256,
-        "tokens",
-        tokenizer,
-        notes=tuple(notes),
+        train=ChatText(paths[0], text.chats[:train]),
+        validation=ChatText(paths[0], text.chats[train:]),
+        source=", ".join(map(str, paths)),
+        files=len(paths),
+        sha256=text.sha256,
+        unit="tokens",
+        tokenizer=tokenizer,
+        notes=notes,
     )
-
-
-def _counted(names: Counter[str], unit: str) -> str:
-    return ", ".join(f"{name} ({count} {unit})" for name, count in names.items())

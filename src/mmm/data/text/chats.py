@@ -8,7 +8,6 @@ A line is ``{"messages": [{"role": "user", "content": "…"}, …]}``, or a prom
 from __future__ import annotations
 
 import json
-from collections import Counter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,22 +20,14 @@ from mmm.errors import DataError
 from mmm.outside import open_file, parse_json, short
 
 COMPLETIONS = ("answer", "completion", "response")
-# What nobody may leave out in silence, and a template does not write: a model would learn a conversation without it.
-WRITTEN = ("content", "reasoning_content", "reasoning", "thinking", "tool_calls", "tools")
 
 
 class Conversation(NamedTuple):
-    """A line of a file.
-
-    Attributes:
-        where: file and line, for messages.
-        unused: names in the line that say nothing to a template.
-    """
+    """A line of a file. where: file and line, for messages."""
 
     where: str
     messages: list[Message]
     tools: Tools = None
-    unused: tuple[str, ...] = ()
 
 
 class ChatArrays(NamedTuple):
@@ -69,10 +60,8 @@ def _conversation(record: dict[str, Any], where: str) -> Conversation:
     """Raises ValueError: it is none."""
     answers = [name for name in COMPLETIONS if name in record]
     if MESSAGES in record:
-        used = [MESSAGES]
         messages = record[MESSAGES]
     elif PROMPT in record and len(answers) == 1:
-        used = [PROMPT, *answers]
         messages = [{"role": "user", "content": record[PROMPT]}, {"role": ANSWERS, "content": record[answers[0]]}]
     else:
         raise ValueError(f"it has neither {MESSAGES} nor {PROMPT} with one of {', '.join(COMPLETIONS)}")
@@ -90,8 +79,7 @@ def _conversation(record: dict[str, Any], where: str) -> Conversation:
         raise ValueError(f"its tools are {short(record['tools'])}, which is no list")
     if MARKS.search(json.dumps(record, ensure_ascii=False)):
         raise ValueError("it has U+FDD0 or U+FDD1, which are no characters")
-    unused = record.keys() - {*used, "system", "tools"}
-    return Conversation(where, messages, record.get("tools"), tuple(sorted(unused)))
+    return Conversation(where, messages, record.get("tools"))
 
 
 def _problem(message: Message) -> str:
@@ -113,49 +101,35 @@ def _problem(message: Message) -> str:
     return ""
 
 
-def rendered(
-    chat: Conversation, template: ChatTemplate, left_out: Counter[str] | None = None
-) -> tuple[str, list[Span]]:
+def rendered(chat: Conversation, template: ChatTemplate) -> tuple[str, list[Span]]:
     """As `ChatTemplate.text_and_answers`; its errors name file and line.
 
-    Args:
-        left_out: counts the fields of messages that the template does not write, and that a model can do without.
-
     Raises:
-        DataError: also where the template leaves out one of `WRITTEN`.
+        DataError: also where the template leaves out what a model is to learn.
     """
     try:
         text, answers = template.text_and_answers(chat.messages, chat.tools)
         if all(end <= begin for begin, end in answers):
             raise DataError("the chat template marks nothing in it as an answer")
-        for name, place in template.left_out(chat.messages, chat.tools, text):
-            if name in WRITTEN:
-                raise DataError(f"the chat template leaves out {name} of {place}")
-            if left_out is not None:
-                left_out[name] += 1
+        template.check_written(chat.messages, chat.tools, text)
     except DataError as error:
         raise DataError(f"{chat.where}: {error}") from None
     return text, answers
 
 
-def encode_chat(
-    chat: Conversation, template: ChatTemplate, tokenizer: Tokenizer, left_out: Counter[str] | None = None
-) -> ChatArrays:
+def encode_chat(chat: Conversation, template: ChatTemplate, tokenizer: Tokenizer) -> ChatArrays:
     """The tokens of a conversation, and which are answers'.
-
-    Args:
-        left_out: as of `rendered`.
 
     Raises:
         DataError: an answer does not begin or end between two tokens; a character that the vocabulary lacks.
     """
-    text, spans = rendered(chat, template, left_out)
+    text, spans = rendered(chat, template)
     try:
         tokens = tokenizer.encode(text.encode()).astype(np.int64)
         answers = np.zeros(len(tokens), bool)
-        for span in spans:
-            begin, end = (_tokens_before(text[:edge], tokens, tokenizer) for edge in span)
-            answers[begin:end] = True
+        for begin, end in spans:
+            first = _tokens_before(text[:begin], tokens, tokenizer)
+            answers[first : _tokens_before(text[:end], tokens, tokenizer)] = True
     except UnicodeEncodeError:
         raise DataError(f"{chat.where}: half of a character, as \\ud800, stands in it") from None
     except DataError as error:

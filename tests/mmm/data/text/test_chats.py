@@ -9,7 +9,6 @@ from mmm.data.text.byte_tokenizer import ByteTokenizer
 from mmm.data.text.chat_template import DEFAULT, ChatTemplate, chat_template_of
 from mmm.data.text.chats import encode_chat, read_chats, rendered
 from mmm.data.text.formats import is_chats
-from mmm.data.text.sources import open_sources
 from mmm.data.text.tokenizer import HuggingFaceTokenizer
 from mmm.errors import DataError
 from support.llamas import byte_bpe
@@ -103,10 +102,10 @@ ONLY_MARKED = (
 CALL = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "add", "arguments": "{}"}}]}
 
 
-def made(tmp_path, template, record, left_out=None):
+def made(tmp_path, template, record):
     """The text of a line, and its answers."""
     (chat,) = read_chats(lines(tmp_path / "a.jsonl", record))
-    text, spans = rendered(chat, ChatTemplate(ChatFormat(template, {"eos_token": "</s>"})), left_out)
+    text, spans = rendered(chat, ChatTemplate(ChatFormat(template, {"eos_token": "</s>"})))
     return text, [text[begin:end] for begin, end in spans]
 
 
@@ -148,14 +147,3 @@ def test_what_a_template_writes_is_in_the_text(tmp_path):
     assert answers == ['[{"function": {"name": "add", "arguments": "{}"}}]</s>', "(because)2 m</s>"]
     text, answers = made(tmp_path, ONLY_CONTENT, {"prompt": "Größe?", "answer": "2 m", "system": "Short."})
     assert (text, answers) == ("[system]Short.</s>[user]Größe?</s>[assistant]2 m</s>", ["2 m</s>"])
-
-
-def test_other_names_are_said_once_with_their_number(tmp_path):
-    path = lines(
-        tmp_path / "a.jsonl",
-        {"messages": [{**QUESTION, "name": "Ada"}, {**ANSWER, "name": "Bot"}], "id": 1},
-        {"prompt": "x", "answer": "y", "id": 2, "source": "web"},
-    )
-    notes = " ".join(open_sources([path]).notes(64))
-    assert "name (2 messages)" in notes
-    assert "id (2 lines), source (1 lines)" in notes
