@@ -134,9 +134,5 @@ def where(folder: str) -> str:
     return f"{SHOWN} rows {', '.join(rows)}"
 
 
-def main() -> None:
-    train(example.parse(Config, __doc__))
-
-
 if __name__ == "__main__":
-    example.run_main(main)
+    example.main(train, Config, __doc__)

@@ -167,4 +167,4 @@ def time_all(run: example.Run, part: int, repeats: int) -> dict[str, float]:
 
 
 if __name__ == "__main__":
-    example.run_main(lambda: train(example.parse(Config, __doc__)))
+    example.main(train, Config, __doc__)

@@ -119,4 +119,4 @@ def compare_by_hand(ddp: DDP, local_loss: Callable[[nn.Module], Tensor]) -> floa
 
 
 if __name__ == "__main__":
-    example.run_main(lambda: train(example.parse(Config, __doc__)))
+    example.main(train, Config, __doc__)

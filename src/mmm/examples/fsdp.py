@@ -120,4 +120,4 @@ def train(config: Config) -> None:
 
 
 if __name__ == "__main__":
-    example.run_main(lambda: train(example.parse(Config, __doc__)))
+    example.main(train, Config, __doc__)

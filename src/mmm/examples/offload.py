@@ -25,7 +25,6 @@ from __future__ import annotations
 
 import mmap
 import os
-import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -137,4 +136,4 @@ def train(config: Config) -> bool:
 
 
 if __name__ == "__main__":
-    example.run_main(lambda: sys.exit(not train(example.parse(Config, __doc__))))
+    example.main(train, Config, __doc__)

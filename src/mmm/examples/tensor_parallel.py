@@ -25,7 +25,6 @@ Transformer models", 2022 (sequence); docs.pytorch.org/docs/stable/distributed.t
 
 from __future__ import annotations
 
-import sys
 from collections import OrderedDict
 from dataclasses import dataclass
 from typing import ClassVar, Literal
@@ -143,4 +142,4 @@ def train(config: Config) -> bool:
 
 
 if __name__ == "__main__":
-    example.run_main(lambda: sys.exit(not train(example.parse(Config, __doc__))))
+    example.main(train, Config, __doc__)

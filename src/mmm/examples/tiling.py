@@ -23,7 +23,6 @@ Sources: "ZeRO-Infinity", 2021 (weights); "Arctic long sequence training", 2025 
 
 from __future__ import annotations
 
-import sys
 from dataclasses import replace
 from typing import Any
 
@@ -140,4 +139,4 @@ def train(config: Config) -> bool:
 
 
 if __name__ == "__main__":
-    example.run_main(lambda: sys.exit(not train(example.parse(Config, __doc__))))
+    example.main(train, Config, __doc__)

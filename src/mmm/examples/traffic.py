@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import copy
 import math
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -203,4 +202,4 @@ def train(config: Config) -> bool:
 
 
 if __name__ == "__main__":
-    example.run_main(lambda: sys.exit(not train(example.parse(Config, __doc__))))
+    example.main(train, Config, __doc__)

@@ -19,7 +19,6 @@ Source: Rajbhandari et al., "ZeRO: memory optimizations toward training trillion
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
@@ -137,4 +136,4 @@ def train(config: Config) -> bool:
 
 
 if __name__ == "__main__":
-    example.run_main(lambda: sys.exit(not train(example.parse(Config, __doc__))))
+    example.main(train, Config, __doc__)

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from mmm.examples._support.experts import ExpertsConfig
     from mmm.examples._support.fsdp import sum_gradients
     from mmm.examples._support.image_loop import image_steps
-    from mmm.examples._support.mistakes import BreakOptions, parse
+    from mmm.examples._support.mistakes import BreakOptions, main, parse
     from mmm.examples._support.program import start_run
     from mmm.examples._support.text import (
         PlainTextConfig,
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
         text_steps,
     )
     from mmm.optim.adamw import make_optimizer
-    from mmm.trainer.config.command_line import run_main
     from mmm.trainer.config.layout import techniques_of
     from mmm.trainer.config.model import SmallTransformerOptions, TransformerOptions
     from mmm.trainer.config.resolve_text import check_own_kv_heads
@@ -38,10 +37,9 @@ __getattr__, __dir__ = lazy(
         "mmm.examples._support.experts": "ExpertsConfig",
         "mmm.examples._support.fsdp": "sum_gradients",
         "mmm.examples._support.image_loop": "image_steps",
-        "mmm.examples._support.mistakes": "BreakOptions parse",
+        "mmm.examples._support.mistakes": "BreakOptions main parse",
         "mmm.examples._support.program": "start_run",
         "mmm.examples._support.text": "PlainTextConfig PlainTextOptions TextConfig fit resolve_own text_steps",
-        "mmm.trainer.config.command_line": "run_main",
         "mmm.trainer.config.layout": "techniques_of",
         "mmm.trainer.config.model": "SmallTransformerOptions TransformerOptions",
         "mmm.trainer.config.resolve_text": "check_own_kv_heads",

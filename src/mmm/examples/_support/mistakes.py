@@ -7,6 +7,7 @@ At each step of the optimizer it compares the gradients that the ranks have made
 from __future__ import annotations
 
 import math
+import sys
 import textwrap
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -54,6 +55,16 @@ def parse(config: type[Config], doc: str | None = None) -> Config:
         mistakes = [wrapper.fill(f"{name}: {why}") for name, why in config.BREAKS.items()]
         doc = "\n".join((doc or "", "--break NAME makes a mistake:", "", *mistakes))
     return command_line.parse(config, doc)
+
+
+def main(train: Callable[[Config], bool | None], config: type[Config], doc: str | None) -> None:
+    """Run an example as a command. It ends with exit code 1 where `train` returns False: something is wrong."""
+
+    def program() -> None:
+        if train(parse(config, doc)) is False:
+            sys.exit(1)
+
+    command_line.run_main(program)
 
 
 def mistake_of(run: Run) -> str | None:
