@@ -23,11 +23,12 @@ from random import Random
 
 import torch
 
+from fuzz_files import data, records, weights
 from fuzz_files.child import FAULTS, Child, Outcome, outcome_of
-from fuzz_files.every import KINDS
 from fuzz_files.kinds import Kind
 from fuzz_files.mutate import mutate
 
+KINDS = (*weights.KINDS, *data.KINDS, *records.KINDS)  # of file that mmm reads
 AT_ONCE = 4  # cases under way: one that hangs does not keep the others waiting
 COLUMNS = ("cases", "refused", "read", *FAULTS)
 
@@ -115,9 +116,8 @@ class Fuzzer:
             known = self.faults.setdefault((outcome.kind, outcome.where), [])
             known.append((key, said, outcome))
             if len(known) == 1:
-                say(
-                    f"{outcome.kind:10} {outcome.where}\n    --case {key}   {said[:200]}\n    {one_line(outcome.about)}"
-                )
+                place = f"{outcome.kind:10} {outcome.where}"
+                say(f"{place}\n    --case {key}   {said[:200]}\n    {one_line(outcome.about)}")
 
     def stop(self) -> None:
         """End what is under way."""
@@ -132,9 +132,8 @@ class Fuzzer:
         say(f"\n{'':{wide}}" + "".join(f"{name:>11}" for name in shown))
         for name, count in [*self.counts.items(), ("all", total)]:
             say(f"{name:{wide}}" + "".join(f"{count[column] or '·':>11}" for column in shown))
-        say(
-            f"\n{total['cases']} cases in {seconds:.0f} s; the slowest took {self.slowest[0]:.1f} s ({self.slowest[1]})"
-        )
+        say(f"\n{total['cases']} cases in {seconds:.0f} s")
+        say(f"the slowest took {self.slowest[0]:.1f} s ({self.slowest[1]})")
         say(f"the largest had {self.largest[0]:.2f} GB ({self.largest[1]})")
         if self.faults:
             say(f"\n{len(self.faults)} faults (times, fault, place, one of them):")
@@ -159,12 +158,8 @@ def main(words: list[str] | None = None, kinds: tuple[Kind, ...] = KINDS) -> int
     parser.add_argument("--seed", type=int, default=int(time.time()) % 1_000_000, help="default: another each time")
     parser.add_argument("--case", metavar="KIND:SEED", help="this one alone")
     parser.add_argument("--kinds", metavar="A,B", help=f"these alone, of {', '.join(kind.name for kind in kinds)}")
-    parser.add_argument(
-        "--scratch",
-        type=Path,
-        default=Path(tempfile.gettempdir()) / f"mmm-fuzz-files-{os.getuid()}-{os.getpid()}",
-        help="folder for the files; it is emptied",
-    )
+    scratch = Path(tempfile.gettempdir()) / f"mmm-fuzz-files-{os.getuid()}-{os.getpid()}"
+    parser.add_argument("--scratch", type=Path, default=scratch, help="folder for the files; it is emptied")
     options = parser.parse_args(words)
     name, _, number = (options.case or "").partition(":")
     wanted = [name] if name else options.kinds.split(",") if options.kinds else [kind.name for kind in kinds]

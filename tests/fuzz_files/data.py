@@ -1,24 +1,36 @@
-"""Files of tokens and texts, and what `mmm tokens` leaves beside them."""
+"""Files of tokens, texts and images, and what `mmm tokens` leaves beside them."""
 
 from __future__ import annotations
 
 import json
 import struct
+import tempfile
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 
-from fuzz_files.images import NUMPY
 from fuzz_files.kinds import Kind
 from fuzz_files.weights import TEXT
+from mmm.data.images.datasets import load_images
+from mmm.data.images.published import PUBLISHED, Published
 from mmm.data.text.prepare import Preparation, prepare
 from mmm.data.text.sources import open_sources
 from mmm.data.text.tokenizer import CharTokenizer
+from support.published import expected, write_cifar, write_mnist
 
 TOKENS = np.arange(200, 600)
 ENDS = [100, 150, 400]
+NUMPY = (
+    "numpy.core.multiarray._reconstruct",
+    "numpy._core.multiarray._reconstruct",
+    "numpy.ndarray",
+    "numpy.dtype",
+    "_codecs.encode",
+)
 # What the processes that encode a text send back.
 FROM_WORKERS = (
     "concurrent.futures.process._ResultItem",
@@ -99,10 +111,6 @@ def read_text(folder: Path) -> Any:
     return text.train[:].tobytes() + text.validation[:].tobytes()
 
 
-def read_lines(folder: Path) -> Any:
-    return prepare(Preparation((folder / "text.jsonl",), folder / "made"), 1)
-
-
 def make_chats(folder: Path) -> None:
     turns = [("system", "short"), ("user", "one?"), ("assistant", "Grüße"), ("user", "two?"), ("assistant", "2")]
     rows = [{"messages": [{"role": role, "content": text} for role, text in turns[:end]]} for end in (3, 5)]
@@ -127,6 +135,63 @@ KINDS = (
     Kind("tokens-llmc", make_llmc, ("*.bin",), _read_tokens("train.bin")),
     Kind("tokens-megatron", make_megatron, ("train.*",), _read_tokens("train.idx")),
     Kind("text", make_text, ("text.txt",), read_text),
-    Kind("text-json-lines", make_lines, ("text.jsonl",), read_lines, unpickles=FROM_WORKERS),
+    Kind(
+        "text-json-lines",
+        make_lines,
+        ("text.jsonl",),
+        lambda folder: prepare(Preparation((folder / "text.jsonl",), folder / "made"), 1),
+        unpickles=FROM_WORKERS,
+    ),
     Kind("text-chats", make_chats, ("chats.jsonl",), read_chats),
+)
+
+
+def _read_images(name: str) -> Callable[[Path], Any]:
+    def read(folder: Path) -> Any:
+        data = load_images(name, folder, image_size=8 if name == "folder" else None)
+        print(data.describe())
+        every = [each.images(range(each.samples)) for each in (data.train, data.test)]
+        return data, [each.pixels(range(each.samples)).numpy() for each in (data.train, data.test)], every
+
+    return read
+
+
+def read_mnist(folder: Path) -> Any:
+    with mock.patch.dict(PUBLISHED, mnist=_expected("mnist")):
+        return _read_images("mnist")(folder)
+
+
+def make_cifar(folder: Path) -> None:
+    write_cifar(folder, 4)
+
+
+def read_cifar(folder: Path) -> Any:
+    with mock.patch.dict(PUBLISHED, cifar10=_expected("cifar10")):
+        return _read_images("cifar10")(folder)
+
+
+@cache
+def _expected(name: str) -> Published:
+    """The data set that `make_cifar` or `write_mnist` writes: the same each time."""
+    with tempfile.TemporaryDirectory() as folder:
+        make = make_cifar if name == "cifar10" else write_mnist
+        make(Path(folder))
+        return expected(name, Path(folder))
+
+
+def make_images(folder: Path) -> None:
+    from PIL import Image
+
+    numbers = np.random.RandomState(0)
+    for label, suffixes in (("cat", ("png", "jpg", "bmp", "ppm")), ("dog", ("png", "tiff", "webp", "jpg"))):
+        (folder / label).mkdir()
+        for number, suffix in enumerate(suffixes):
+            image = Image.fromarray(numbers.randint(0, 256, (12, 10, 3)).astype(np.uint8))
+            image.save(folder / label / f"{number}.{suffix}")
+
+
+KINDS += (
+    Kind("images-mnist", write_mnist, ("*.gz",), read_mnist),
+    Kind("images-cifar", make_cifar, ("*/*",), read_cifar, unpickles=NUMPY),
+    Kind("images-folder", make_images, ("*/*",), _read_images("folder")),
 )

@@ -1,5 +1,5 @@
-"""What launch would start on each machine, from an environment made by hand: of PBS, of Slurm, of lists of hosts; a rank
-a slot; which of several sayings counts."""
+"""What launch would start on each machine, from an environment made by hand: of PBS, of Slurm, of lists of hosts; a
+rank a slot; which of several sayings counts."""
 
 import json
 import os

@@ -26,6 +26,7 @@ while not all(os.path.exists(f"there-{attempt}-{other}") for other in range(int(
 SAVES = "import signal, sys\nsignal.signal(signal.SIGUSR1, lambda *_: sys.exit(75))\n"
 KILLED = "if (attempt, rank) == ('0', '1'): time.sleep(0.3); os.kill(os.getpid(), 9)\n"
 WAITS = "time.sleep(90 if attempt == '0' else 0)\n"
+FOREVER = "[time.sleep(0.05) for _ in range(1800)]"
 # One agent a host, as an MPI's: where one is killed by a signal, or a host is down, it ends the others.
 MPIEXEC = """#!{python}
 import json, os, socket, subprocess, sys, time
@@ -128,26 +129,20 @@ def test_fewer_than_the_least(launcher, elastic):
 
 
 def test_a_mistake_of_the_program_ends_in_so_many_attempts(launcher, elastic):
-    code, err = ended(
-        elastic(
-            "2:4",
-            "if rank == '1': raise OSError('no file')\n[time.sleep(0.05) for _ in range(1800)]",
-        )
-    )
+    code, err = ended(elastic("2:4", "if rank == '1': raise OSError('no file')\n" + FOREVER))
     assert (code, sizes(launcher)) == (1, [4, 3, 2])
     assert err.count("OSError: no file") == 3
 
 
 @pytest.mark.long
 def test_no_more_retries(launcher, elastic):
-    always = "if rank == '1': os.kill(os.getpid(), 9)\n[time.sleep(0.05) for _ in range(1800)]"
-    code, err = ended(elastic("1:4", always, "--retries", "1"))
+    code, err = ended(elastic("1:4", "if rank == '1': os.kill(os.getpid(), 9)\n" + FOREVER, "--retries", "1"))
     assert (code, sizes(launcher)) == (137, [4, 3])
     assert "going on with world size 3 (--elastic) (--retries; 0 left)" in err
 
 
 def test_signals_end_it_for_good(launcher, elastic):
-    process = elastic("1:2", KILLED + "[time.sleep(0.05) for _ in range(1800)]")
+    process = elastic("1:2", KILLED + FOREVER)
     launcher.wait_for("ranks")
     while len(attempts(launcher)) < 2:
         time.sleep(0.02)
@@ -179,14 +174,11 @@ def hosts(launcher, elastic):
     return start
 
 
-def kill_host(launcher, name, stays_down=False):
-    """Kill the agent of a host: its ranks end with it."""
-    path = launcher.folder / f"agent-{name}"
-    pid = int(path.read_text())
-    path.unlink()
-    if stays_down:
-        launcher.write(f"down-{name}", "")
-    os.kill(pid, signal.SIGKILL)
+def kill_host(launcher, name):
+    """Once all ranks are there, kill the agent of a host: its ranks end with it, and it stays down."""
+    launcher.wait_for(*(f"pid-{rank}" for rank in range(4)))
+    launcher.write(f"down-{name}", "")
+    os.kill(int((launcher.folder / f"agent-{name}").read_text()), signal.SIGKILL)
 
 
 def on(ranks):
@@ -195,8 +187,7 @@ def on(ranks):
 
 def test_a_host_that_is_lost(launcher, hosts):
     process = hosts("hA,hB", "2:4", WAITS)
-    launcher.wait_for(*(f"pid-{rank}" for rank in range(4)))
-    kill_host(launcher, "hB", stays_down=True)
+    kill_host(launcher, "hB")
     code, err = ended(process)
     assert (code, [on(ranks) for ranks in attempts(launcher)]) == (0, [["hA", "hA", "hB", "hB"], ["hA", "hA"]]), err
     assert "launch: lost ranks 2, 3 on hB" in err
@@ -204,8 +195,7 @@ def test_a_host_that_is_lost(launcher, hosts):
 
 def test_a_spare_host(launcher, hosts):
     process = hosts("hA,hB", "3:4", WAITS, "--spare-hosts", "hC")
-    launcher.wait_for(*(f"pid-{rank}" for rank in range(4)))
-    kill_host(launcher, "hA", stays_down=True)
+    kill_host(launcher, "hA")
     code, err = ended(process)
     assert (code, [on(ranks) for ranks in attempts(launcher)[1:]]) == (0, [["hB", "hB", "hC", "hC"]]), err
 
@@ -214,8 +204,7 @@ def test_a_port_that_somebody_has_taken(launcher, hosts):
     """Rank 0's host says which is free, for the first attempt and for the next."""
     launcher.write("taken", "")
     process = hosts("hA,hB", "2:4", "print(os.environ['MASTER_PORT'], flush=True)\n" + WAITS)
-    launcher.wait_for(*(f"pid-{rank}" for rank in range(4)))
-    kill_host(launcher, "hB", stays_down=True)
+    kill_host(launcher, "hB")
     out, err = process.communicate(timeout=PATIENCE)
     assert (process.returncode, sizes(launcher)) == (0, [4, 2]), err
     ports = set(out.split())

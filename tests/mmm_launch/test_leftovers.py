@@ -34,11 +34,9 @@ if __name__ == "__main__":
 @pytest.fixture
 def family(launcher):
     """Two ranks, each with a worker of each kind, and with processes that these have started."""
-    launcher.write("t.py", FAMILY)
 
-    def start(*words):
-        process = launcher.start(*words)
-        launcher.wait_for("ready-0", "ready-1")
+    def start(how, kind):
+        process = launcher.begin(f"import sys; sys.argv[1:] = ['{kind}', 'wait']\n{FAMILY}", *how)
         deadline = time.monotonic() + SOON  # a worker has written before what it starts is itself
         while len(launcher.alive()) < 12 and time.monotonic() < deadline:
             time.sleep(0.01)
@@ -63,14 +61,14 @@ def parent(pid):
 @SPAWNED_IN_LONG
 @pytest.mark.parametrize("start", ["fork", "spawn"])
 def test_launch_is_killed(launcher, family, how, start):
-    process = family(*how, "-n", "2", "python3", "t.py", start, "wait")
+    process = family(how, start)
     process.kill()
     assert launcher.gone(within=SOON)
     process.wait()
 
 
 def test_the_agent_is_killed(launcher, family, how):
-    process = family(*how, "-n", "2", "python3", "t.py", "fork", "wait")
+    process = family(how, "fork")
     fork_server = parent(rank_pid(launcher, 0))
     assert fork_server != process.pid
     os.kill(fork_server, signal.SIGKILL)
@@ -81,14 +79,12 @@ def test_the_agent_is_killed(launcher, family, how):
 
 
 def test_launch_and_agent_are_killed_at_once(launcher, how):
-    launcher.write(
-        "t.py",
+    process = launcher.begin(
         "import multiprocessing, os, time\n"
         "multiprocessing.get_context('fork').Process(target=time.sleep, args=(90,)).start()\n"
         "open('ready-' + os.environ['RANK'], 'w').write(str(os.getpid()))\n[time.sleep(0.05) for _ in range(1800)]\n",
+        *how,
     )
-    process = launcher.start(*how, "-n", "2", "python3", "t.py")
-    launcher.wait_for("ready-0", "ready-1")
     fork_server = parent(rank_pid(launcher, 0))
     os.kill(process.pid, signal.SIGSTOP)  # so that it cannot act on the fork server's death
     os.kill(fork_server, signal.SIGKILL)
@@ -99,7 +95,7 @@ def test_launch_and_agent_are_killed_at_once(launcher, how):
 
 @SPAWNED_IN_LONG
 def test_a_rank_is_killed(launcher, family, how):
-    process = family(*how, "-n", "2", "python3", "t.py", "fork", "wait")
+    process = family(how, "fork")
     os.kill(rank_pid(launcher, 1), signal.SIGKILL)
     process.communicate(timeout=SOON)
     assert process.returncode == 137

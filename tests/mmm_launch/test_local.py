@@ -24,46 +24,25 @@ def on_host(build="cuda", **change):
     return host_spec.make(made.target, made.host_command(0, 0, made.variables), build)
 
 
-def test_one_rank_per_accelerator():
-    made = plan(found=GPUS)
-    assert (made.ranks, made.device.value, made.notes) == (8, "cuda", ())
-    assert made.counts.source == "one per accelerator: 8 NVIDIA GPUs on this host"
-
-
-def test_four_cpu_ranks_without_any_and_it_says_so():
-    made = plan()
-    assert (made.ranks, made.device.value) == (4, "cpu")
-    assert made.notes == ("no accelerator found (0 NVIDIA GPUs): 4 ranks a host (choose with -n)",)
-
-
-def test_a_mac(tmp_path):
-    found = accelerators.find(tmp_path, {}, "cpu")
-    made = plan(found=found)
-    assert (made.ranks, made.device.value) == (4, "cpu")
-    made = plan(found=found, device="mps")
-    assert (made.ranks, made.device.value, made.notes) == (1, "mps", ())
-
-
-def test_cpu_by_choice_on_a_host_with_accelerators():
-    made = plan(found=GPUS, device="cpu")
-    assert (made.ranks, made.variables["MMM_DEVICE"]) == (4, "cpu")
-    assert made.notes == ("CPU was chosen: 4 ranks a host (choose with -n)",)
-
-
-def test_the_device_asked_for_is_not_there():
-    made = plan(device="xpu")
-    assert (made.ranks, made.device.value) == (1, "xpu")
-    assert "no xpu found" in made.notes[0]
-
-
-def test_with_n_and_no_accelerator_the_device_is_left_to_the_ranks():
-    made = plan(nproc=2)
-    assert "MMM_DEVICE" not in made.variables
-    assert made.notes == ()
-
-
-def test_the_users_device_variable_counts_as_the_option():
-    assert plan(environ={"MMM_DEVICE": "cpu"}, found=GPUS).device.value == "cpu"
+@pytest.mark.parametrize(
+    ("change", "ranks", "device", "note"),
+    [
+        ({"found": GPUS}, 8, "cuda", ""),
+        ({}, 4, "cpu", "no accelerator found (0 NVIDIA GPUs): 4 ranks a host (choose with -n)"),
+        ({"found": Accelerators(None, 0, "torch is built for CPU"), "device": "mps"}, 1, "mps", ""),  # a Mac
+        ({"found": GPUS, "device": "cpu"}, 4, "cpu", "CPU was chosen: 4 ranks a host (choose with -n)"),
+        ({"found": GPUS, "environ": {"MMM_DEVICE": "cpu"}}, 4, "cpu", "4 ranks a host (choose with -n)"),
+        ({"device": "xpu"}, 1, "xpu", "no xpu found"),
+        ({"nproc": 2}, 2, None, ""),  # the device is left to the ranks
+    ],
+    ids=str,
+)
+def test_ranks_and_their_device(change, ranks, device, note):
+    made = plan(**change)
+    assert (made.ranks, made.variables.get("MMM_DEVICE"), len(made.notes)) == (ranks, device, bool(note))
+    assert note in "".join(made.notes)
+    if ranks == 8:
+        assert made.counts.source == "one per accelerator: 8 NVIDIA GPUs on this host"
 
 
 def test_environment():
@@ -78,36 +57,30 @@ def test_environment():
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
+        ({}, ""),
+        ({"found": GPUS}, ""),
+        ({"build": "xpu", "device": "cpu"}, ""),
         ({"found": TILES, "build": "xpu"}, "Intel GPU"),
         ({"device": "xpu"}, "Intel GPU"),
         ({"no_prefork": True}, "--no-prefork"),
         ({"target": Target("program", "bash", command=("bash",))}, "the command is not"),
     ],
 )
-def test_where_ranks_are_spawned(change, reason):
+def test_where_ranks_are_forked_and_why_not(change, reason):
     made = on_host(**change)
-    assert not made.fork
+    assert made.fork == (not reason)
     assert reason in made.start
-
-
-def test_where_ranks_are_forked():
-    assert on_host().fork
-    assert on_host(found=GPUS).fork
-    assert on_host(build="xpu", device="cpu").fork
 
 
 @pytest.mark.parametrize("text", ["0", "-1", "many", ""])
 def test_a_number_of_threads_that_is_none_is_as_if_it_were_not_set(text):
-    """Ranks share the cores, as where nobody says how many threads they have."""
+    """Ranks share the cores, as where nobody says how many threads they have. Any other is passed on as it is."""
     counted = on_host(nproc=2).shared["OMP_NUM_THREADS"]
     assert int(counted) > 0
     assert on_host(nproc=2, environ={"OMP_NUM_THREADS": text}).shared["OMP_NUM_THREADS"] == counted
     assert on_host(nproc=2, variables=[("OMP_NUM_THREADS", text)]).shared["OMP_NUM_THREADS"] == counted
-
-
-def test_a_number_of_threads_is_passed_on_as_it_is():
-    for text in ("3", "4,2"):
-        assert on_host(nproc=2, environ={"OMP_NUM_THREADS": text}).shared["OMP_NUM_THREADS"] == text
+    for number in ("3", "4,2"):
+        assert on_host(nproc=2, environ={"OMP_NUM_THREADS": number}).shared["OMP_NUM_THREADS"] == number
 
 
 def make(root, **files):
@@ -152,13 +125,12 @@ def intel(tmp_path):
     return tmp_path
 
 
-def test_no_device_files_mean_none(tmp_path):
-    for build in ("cuda", "hip", "xpu", "cpu"):
-        assert accelerators.find(tmp_path, {}, build).device is None
-
-
-def test_a_cpu_build_of_torch_uses_none(nvidia):
+def test_in_words(nvidia, tmp_path_factory):
+    words = "1 NVIDIA GPU (CUDA_VISIBLE_DEVICES=1)"
+    assert accelerators.find(nvidia, {"CUDA_VISIBLE_DEVICES": "1"}, "cuda") == Accelerators("cuda", 1, words)
     assert accelerators.find(nvidia, {}, "cpu") == Accelerators(None, 0, "torch is built for CPU")
+    for build in ("cuda", "hip", "xpu", "cpu"):
+        assert accelerators.find(tmp_path_factory.mktemp("none"), {}, build).device is None
 
 
 @pytest.mark.parametrize(
@@ -179,11 +151,6 @@ def test_a_cpu_build_of_torch_uses_none(nvidia):
 def test_nvidia_as_cuda_shows_them(nvidia, value, expected):
     environ = {} if value is None else {"CUDA_VISIBLE_DEVICES": value}
     assert count(nvidia, "cuda", **environ) == expected
-
-
-def test_nvidia_in_words(nvidia):
-    found = accelerators.find(nvidia, {"CUDA_VISIBLE_DEVICES": "1"}, "cuda")
-    assert found == Accelerators("cuda", 1, "1 NVIDIA GPU (CUDA_VISIBLE_DEVICES=1)")
 
 
 def test_amd_is_torchs_cuda(amd):

@@ -1,5 +1,5 @@
-"""Which machine it is; a new one is one JSON file for `launch`, `mmm plan` and `mmm doctor`; wrong files are refused; what
-a queue takes."""
+"""Which machine it is; a new one is one JSON file for `launch`, `mmm plan` and `mmm doctor`; wrong files are refused;
+what a queue takes."""
 
 import json
 import os

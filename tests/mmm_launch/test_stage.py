@@ -1,5 +1,5 @@
-"""`launch --stage`: several agents on this machine stand for hosts, each with a temporary folder of its own. Nothing that
-another user of the host has put there is run, followed, removed or waited for."""
+"""`launch --stage`: several agents on this machine stand for hosts, each with a temporary folder of its own. Nothing
+that another user of the host has put there is run, followed, removed or waited for."""
 
 import os
 import shutil
@@ -318,21 +318,27 @@ def everybodys():
         yield folder
 
 
-@pytest.mark.parametrize("way", ["folder", "link to a folder", "FIFO"])
-def test_a_planted_folder_is_refused(environment, everybodys, way):
-    parent = everybodys / f"mmm-stage-{os.getuid()}"
+def plant(way, place, elsewhere):
+    """As another user: a folder, an archive, a link to `elsewhere`, or a FIFO."""
 
-    def plant():
+    def work():
         if way == "FIFO":
-            os.mkfifo(parent)
+            os.mkfifo(place)
+        elif way == "link":
+            place.symlink_to(elsewhere)
         elif way == "folder":
-            parent.mkdir()
+            place.mkdir()
         else:
-            (everybodys / "elsewhere").mkdir()
-            parent.symlink_to(everybodys / "elsewhere")
+            place.write_bytes(elsewhere.read_bytes())
 
-    as_a_stranger(plant)
-    why = {"folder": "it belongs to somebody else", "link to a folder": "Not a directory", "FIFO": "File exists"}[way]
+    as_a_stranger(work)
+
+
+@pytest.mark.parametrize("way", ["folder", "link", "FIFO"])
+def test_a_planted_folder_is_refused(environment, everybodys, way):
+    (everybodys / "elsewhere").mkdir()
+    plant(way, everybodys / f"mmm-stage-{os.getuid()}", everybodys / "elsewhere")
+    why = {"folder": "it belongs to somebody else", "link": "Not a directory", "FIFO": "File exists"}[way]
     with packed(Stage(str(environment), str(everybodys))) as made, pytest.raises(LaunchError, match=why):
         unpack(made)
 
@@ -343,16 +349,7 @@ def test_a_planted_archive_is_refused(environment, everybodys, tmp_path, way):
     planted = everybodys / "env.tar"
     with packed(Stage(str(environment), str(tmp_path / "disk"))) as made:
         (everybodys / "copy").write_bytes(Path(made.archive).read_bytes())
-
-        def plant():
-            if way == "FIFO":
-                os.mkfifo(planted)
-            elif way == "archive":
-                planted.write_bytes((everybodys / "copy").read_bytes())
-            else:
-                planted.symlink_to(everybodys / "copy")
-
-        as_a_stranger(plant)
+        plant(way, planted, everybodys / "copy")
         why = {"archive": "it belongs to somebody else", "link": "symbolic links", "FIFO": "it is no regular file"}[way]
         with pytest.raises(LaunchError, match=why):
             unpack(replace(made, archive=str(planted)))
@@ -367,17 +364,21 @@ def test_an_archive_that_others_can_write_to_is_refused(environment, tmp_path):
             unpack(made)
 
 
-def test_the_archive_of_somebody_else_is_refused_before_anything_starts(launcher, everybodys):
-    def plant():
-        with tarfile.open(everybodys / "env.tar", "w") as tar:
-            tar.addfile(tarfile.TarInfo("env/program"))
-
-    as_a_stranger(plant)
-    stage = str(everybodys / "env.tar")
-    done = launcher.run(*launcher.on_hosts(), "-n", "2", "--stage", stage, "python3", "-c", "print('ran')")
-    assert (done.returncode, done.stdout) == (2, "")
-    assert "it belongs to somebody else" in done.stderr
-    assert "Traceback" not in done.stderr
+def test_what_somebody_else_has_planted_is_refused_before_anything_starts(launcher, everybodys):
+    with tarfile.open(launcher.folder / "own.tar", "w") as tar:
+        tar.addfile(tarfile.TarInfo("env/program"))
+    (everybodys / "own.tar").write_bytes((launcher.folder / "own.tar").read_bytes())
+    plant("archive", everybodys / "env.tar", everybodys / "own.tar")
+    (launcher.folder / "env").mkdir()
+    plant("folder", everybodys / f"mmm-stage-{os.getuid()}", None)
+    for words, says in (
+        (["--stage", str(everybodys / "env.tar")], "it belongs to somebody else"),
+        (["--stage", "env", "--stage-to", str(everybodys)], "it belongs to somebody else (--stage-to names another)"),
+    ):
+        done = launcher.run(*launcher.on_hosts(), "-n", "2", *words, "python3", "-c", "print('ran')")
+        assert (done.returncode != 0, done.stdout) == (True, "")
+        assert says in done.stderr
+        assert "Traceback" not in done.stderr
 
 
 def test_a_new_folder_is_this_users_alone(environment, tmp_path):
@@ -387,16 +388,6 @@ def test_a_new_folder_is_this_users_alone(environment, tmp_path):
     finally:
         os.umask(before)
     assert parent.stat().st_mode & 0o777 == 0o700
-
-
-def test_launch_names_the_planted_folder_and_starts_nothing(launcher, everybodys):
-    (launcher.folder / "env").mkdir()
-    as_a_stranger((everybodys / f"mmm-stage-{os.getuid()}").mkdir)
-    words = ["-n", "2", "--stage", "env", "--stage-to", str(everybodys)]
-    done = launcher.run(*launcher.on_hosts(), *words, "python3", "-c", "print('ran')")
-    assert (done.returncode != 0, done.stdout) == (True, "")
-    assert "it belongs to somebody else (--stage-to names another)" in done.stderr
-    assert "Traceback" not in done.stderr
 
 
 def test_a_folder_that_others_can_write_to_is_refused(everybodys):

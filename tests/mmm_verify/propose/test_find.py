@@ -1,7 +1,18 @@
 """What is found for a model, and what is refused, with its reason."""
 
-from mmm_verify.propose.code import Axes
-from mmm_verify.propose.find import propose
+import os
+import re
+import sys
+
+import pytest
+from torch import nn
+
+from mmm_lab.cli.main import main
+from mmm_verify.errors import ConfigError
+from mmm_verify.propose.code import Axes, load_code
+from mmm_verify.propose.find import find_plan, propose
+from mmm_verify.propose.models import read_config
+from mmm_verify.run import verify_subject
 from mmm_verify.subject import make_subject
 from support import propose_models as models
 from support.propose_models import Decoder, floats, images, tokens
@@ -127,3 +138,158 @@ def test_matrices_that_are_used_in_a_function():
 def test_cuts_and_what_goes_past_them():
     assert decoder(models.Heads).cuts.after == ["layers.0"]
     assert found(models.Skips, floats).cuts.refused == {"blocks.1": "the output of blocks.0 goes past it as well"}
+
+
+def proven(model_fn, batch_fn, mesh):
+    """Find a plan, and verify it."""
+    (plan,) = [find_plan([subject], "test", 60.0) for subject in [make_subject(model_fn, None, batch_fn, None, mesh)]]
+    subject = make_subject(model_fn, load_code(plan.code, None), batch_fn, None, mesh)
+    return plan, verify_subject(subject)
+
+
+def mixed():
+    """A block of each kind."""
+    model = Decoder(models.NormOverHead, tie=True)
+    model.layers.append(models.Block(models.MultiQuery))
+    return model
+
+
+def test_every_kind_of_group_on_both_axes():
+    """Fused matrices, a norm of each head, shared keys, outputs written in place, a tie."""
+    plan, verdict = proven(mixed, tokens, "dp2,tp2")
+    assert verdict.same, str(verdict)
+    assert len(plan.tensor.groups) == 6
+    for style in (
+        "SectionedColwise((16, 2), (16, 2), (16, 2))",
+        "SectionedColwise((16, 2), (8, 1))",
+        "PartialGradient()",
+        "OwnedRowwise()",
+    ):
+        assert style in plan.code
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("model_fn", "batch_fn", "mesh"),
+    [
+        (models.llama, floats, "dp2,tp2"),
+        (models.llama, floats, "tp4"),  # 2 heads of keys
+        (models.encoder, floats, "dp2,tp2"),
+        (models.Skips, floats, "tp4"),
+        (models.Shares, floats, "dp2"),
+        (models.ConvNet, images, "dp2"),
+        (lambda: nn.Linear(16, 4), floats, "dp2"),
+    ],
+    ids=["grouped heads", "fewer of them than ranks", "encoder", "skips", "shares", "convolutions", "one matrix"],
+)
+def test_others(model_fn, batch_fn, mesh):
+    _, verdict = proven(model_fn, batch_fn, mesh)
+    assert verdict.same, str(verdict)
+
+
+PROGRAM = """
+import torch
+from torch import nn
+
+calls = []
+
+def make_model():
+    layer = lambda: nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8))
+    return nn.Sequential(layer(), layer())
+
+def wants_sizes(dim, heads):
+    return nn.Linear(dim, heads)
+
+def lone():
+    return nn.Sequential(nn.Linear(8, 8))
+
+def raises():
+    raise RuntimeError("no weights here")
+
+def gives_a_number():
+    return 3
+
+def narrow():
+    return torch.randn(4, 5)
+
+class Drifts(nn.Linear):
+    def forward(self, x):
+        calls.append(1)
+        return super().forward(x) * len(calls)
+
+def drifts():
+    return nn.Sequential(nn.Linear(8, 8), Drifts(8, 8))
+"""
+
+
+@pytest.fixture
+def program(tmp_path, monkeypatch):
+    (tmp_path / "found_program.py").write_text(PROGRAM)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    yield tmp_path
+    sys.modules.pop("found_program", None)
+
+
+def test_the_command_writes_what_it_takes(program, capsys):
+    assert main(["verify", "found_program:make_model", "--mesh", "tp2", "--write", "plan.py"]) == 0
+    out = capsys.readouterr().out
+    assert "*: 0 → 2 (2 times)" in out
+    assert re.search(r"^same: tp2", out, re.MULTILINE)
+    assert all(len(line) <= 100 for line in out.splitlines())
+    code = (program / "plan.py").read_text()
+    assert '"*.0": ColwiseParallel()' in code
+    assert "mmm.parallel" not in code
+    sys.path.insert(0, str(program))
+    sys.modules.pop("plan", None)
+    assert main(["verify", "found_program:make_model", "--mesh", "tp2", "--parallelize", "plan:parallelize"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ("found_program:raises", "RuntimeError"),
+        ("found_program:wants_sizes", "missing 2"),
+        ("found_program:gives_a_number", "nn.Module"),
+        ("found_program:make_model --batch found_program:narrow", "RuntimeError: mat1"),
+        ("found_program:make_model --mesh pp2", "a plan is found for data parallelism and one axis of tensor"),
+        ("found_program:make_model --mesh tp2 tp4", "one plan is found for all meshes"),
+        ("found_program:make_model --write no/where.py", "no/where.py"),
+        ("torchvision:resnet81", "resnet81"),
+        ("timm:vit_tiny", "timm is not installed: pip install timm"),
+        ("hf:config.json", "transformers is not installed: pip install transformers"),
+        ("hf:", "write hf:config.json"),
+    ],
+)
+def test_what_cannot_be_used(arguments, says, program, capsys, monkeypatch):
+    for name in ("timm", "transformers"):
+        monkeypatch.setitem(sys.modules, name, None)
+    assert main(["verify", *arguments.split()]) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 1
+    assert says in lines[0]
+
+
+def test_a_model_that_drifts(program, capsys):
+    assert main(["verify", "found_program:drifts", "--mesh", "dp2"]) == 2
+    assert "not deterministic: 1 gives something else the second time" in capsys.readouterr().out
+
+
+def test_a_mesh_without_a_plan(program, capsys, monkeypatch):
+    assert main(["verify", "found_program:lone", "--mesh", "tp2"]) == 2
+    assert "tp2" in capsys.readouterr().out
+
+
+def test_a_plan_that_needs_what_is_not_installed(monkeypatch):
+    monkeypatch.setitem(sys.modules, "mmm.parallel", None)
+    with pytest.raises(ConfigError, match=r"mmm\.parallel.*not installed"):
+        load_code("from mmm.parallel import PartialGradient\n", None)
+
+
+def test_a_configuration_that_is_no_file(tmp_path, monkeypatch):
+    """A FIFO would be waited for."""
+    os.mkfifo(tmp_path / "fifo.json")
+    (tmp_path / "list.json").write_text("[]")
+    for name in ("fifo.json", "list.json", "none.json"):
+        with pytest.raises(ConfigError, match=f"{name} cannot be read"):
+            read_config(tmp_path / name)

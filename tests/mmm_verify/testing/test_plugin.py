@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from support.clock import PATIENCE
+
 ROOT = Path(__file__).parents[3]
 HEAD = """
 import os, signal, threading, time
@@ -240,3 +242,17 @@ def test_verify(tmp_path):
 @pytest.mark.ranks("dp2,tp2")
 def test_it_is_here_too(mesh, rank):
     assert mesh.get_rank() == rank
+
+
+PAGE = (Path(__file__).parents[2] / "docs" / "verify.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.long
+def test_tests(tmp_path):
+    """The page's tests pass in a pytest of their own."""
+    for name in ("mlp", "test_mlp"):
+        (code,) = re.findall(rf"```python\n# {name}\.py\n(.*?)```", PAGE, re.DOTALL)
+        (tmp_path / f"{name}.py").write_text(code)
+    command = [sys.executable, "-m", "pytest", "-p", "mmm_verify.testing.plugin", "-q"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=PATIENCE, check=False)
+    assert "3 passed" in done.stdout, done.stdout + done.stderr
