@@ -167,7 +167,7 @@ def compare(name: str) -> dict:
     return {
         "name": name,
         "ranks": ranks,
-        "layout": found.ranks[0].layout,
+        "layout": str(found.ranks[0].held.layout),
         "rank": worst,
         "predicted": of_rank[worst][0],
         "measured": of_rank[worst][1],

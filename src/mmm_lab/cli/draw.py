@@ -5,20 +5,15 @@ from __future__ import annotations
 import argparse
 import re
 import shlex
-import sys
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from mmm.errors import ConfigError
 from mmm_lab.cli.draw_layout import HELP, layout_of, looks_like_one, trainer_flags
+from mmm_lab.cli.dry_run import dry_run_of
 from mmm_lab.cli.parser import Parser
 from mmm_lab.cli.written import write_text
 from mmm_launch.program import target as targets
 from mmm_launch.program.target import Target
-
-if TYPE_CHECKING:
-    from mmm_lab.planner.dry_run import DryRun
 
 EPILOG = f"""\
 LAYOUT: {HELP}.
@@ -41,18 +36,18 @@ def main(argv: list[str]) -> int:
         raise ConfigError(f"--out {out}: an SVG is drawn, so its name ends with .svg")
     if not out.absolute().parent.is_dir():
         raise ConfigError(f"--out {out}: there is no folder {out.parent}")
+    dry = dry_run_of(target, ranks)
+    if isinstance(dry, int):
+        return dry
 
-    from mmm_lab.planner.dry_run import ProgramExited, dry_run  # imports torch
-    from mmm_launch.host.child import run_as_main
+    from mmm_lab.planner.picture.compose import picture  # imports torch
+    from mmm_lab.planner.picture.facts import Facts
+    from mmm_lab.planner.picture.svg import svg
 
-    try:
-        dry = dry_run(partial(run_as_main, target), ranks)
-    except ProgramExited as exited:
-        return int(exited.args[0])
-    except RuntimeError as error:
-        print(error, file=sys.stderr)
-        return 1
-    _draw(args, out, dry, argv)
+    words = [word for word in argv if word not in ("--out", f"--out={args.out}", str(args.out))]
+    scene = picture(Facts(dry), shlex.join(["mmm", "draw", *words]))
+    write_text(out, svg(scene, args.theme), "--out")
+    print(out)
     return 0
 
 
@@ -63,17 +58,6 @@ def name_of(what: str) -> str:
     if what.startswith("mmm."):
         return what.rpartition(".")[2]
     return re.sub(r"\W+", "-", what)
-
-
-def _draw(args: argparse.Namespace, out: Path, dry: DryRun, argv: list[str]) -> None:
-    from mmm_lab.planner.picture.compose import picture
-    from mmm_lab.planner.picture.facts import Facts
-    from mmm_lab.planner.picture.svg import svg
-
-    words = [word for word in argv if word not in ("--out", f"--out={args.out}", str(args.out))]
-    scene = picture(Facts(dry), shlex.join(["mmm", "draw", *words]))
-    write_text(out, svg(scene, args.theme), "--out")
-    print(out)
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from mmm.errors import ConfigError
 from mmm.runtime.ranks import whoami
@@ -15,6 +16,9 @@ from mmm_lab.cli.parser import Parser
 from mmm_lab.cli.sizes import parse_bytes
 from mmm_launch.program import target as targets
 from mmm_launch.program.target import Target
+
+if TYPE_CHECKING:
+    from mmm_lab.planner.dry_run import DryRun
 
 LINE = "mmm dry-run 1024 -- python3 -m mmm.trainer.lm --tpsize 4 --dataset random"
 EPILOG = f"""\
@@ -50,20 +54,28 @@ def main(argv: list[str]) -> int:
         return 0
 
     from mmm_lab.planner import dry_run_report  # imports torch
+
+    found = dry_run_of(target, args.world_size, args.rank)
+    if isinstance(found, int):
+        return found
+    if budget is None:
+        budget = _device_memory(found.ranks[0].device)
+    print(dry_run_report.text_of(found, budget), flush=True)
+    return 0 if dry_run_report.verdict(found, budget)[0] else NOT_FITTING_EXIT
+
+
+def dry_run_of(target: Target, ranks: int, rank: int | None = None) -> DryRun | int:
+    """The dry run of a program; or the exit code, where it has none, and has said why."""
     from mmm_lab.planner.dry_run import ProgramExited, dry_run
     from mmm_launch.host.child import run_as_main
 
     try:
-        found = dry_run(partial(run_as_main, target), args.world_size, args.rank)
+        return dry_run(partial(run_as_main, target), ranks, rank)
     except ProgramExited as exited:
         return int(exited.args[0])
     except RuntimeError as error:
         print(error, file=sys.stderr)
         return FAILED_EXIT
-    if budget is None:
-        budget = _device_memory(found.ranks[0].device)
-    print(dry_run_report.text_of(found, budget), flush=True)
-    return 0 if dry_run_report.verdict(found, budget)[0] else NOT_FITTING_EXIT
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -31,24 +31,27 @@ class RankReport:
     """What one rank would hold and send.
 
     Attributes:
-        coordinates: its place on each axis. stages: as of `Rehearsal`.
+        held: which shards of its tensors it has, and on which layout.
+        stages: as of `Rehearsal`.
         peaks: the most bytes at once in each phase of the run (`StepClock.phase`), in their order.
         calls: to process groups in the last step, in their order.
         seconds: that the dry run took. notes: of what was chosen where no flag says.
-        held: which shards of its tensors it has.
     """
 
     rank: int
-    layout: str
+    held: HeldTensors
     device: str
     precision: str
-    coordinates: dict[str, int]
     stages: tuple[int, ...]
     peaks: dict[str, MemoryPeak]
     calls: list[SentCall]
     seconds: float
     notes: tuple[str, ...] = ()
-    held: HeldTensors | None = None
+
+    @property
+    def coordinates(self) -> dict[str, int]:
+        """Its place on each axis."""
+        return self.held.layout.coordinates(self.rank)
 
     @property
     def peak(self) -> MemoryPeak:
@@ -103,8 +106,8 @@ def _others(first: RankReport, world_size: int) -> list[int]:
     if pp < 2:
         return []
     between = range(1, pp - 1)
-    stages = [*([max(between, key=lambda at: first.stages[at])] if between else []), pp - 1]
-    return [at * world_size // pp for at in stages]
+    stages = [max(between, key=lambda stage: first.stages[stage]), pp - 1] if between else [pp - 1]
+    return [stage * world_size // pp for stage in stages]
 
 
 def _in_processes(
@@ -163,25 +166,25 @@ def _exit_code(stop: SystemExit) -> int:
 
 
 def _report(rehearsal: Rehearsal, seconds: float) -> RankReport:
-    layout, device, traffic = rehearsal.layout, rehearsal.device, rehearsal.traffic
-    if layout is None or device is None or traffic is None:
+    held, device, traffic = rehearsal.held, rehearsal.device, rehearsal.traffic
+    if held is None or device is None or traffic is None:
         raise ConfigError(
             "dry run: the program has started no run, which is by `start_run`: leave out what has it do something else"
         )
-    if not rehearsal.peaks():
+    peaks = rehearsal.peaks()
+    if not peaks:
         raise ConfigError("dry run: the program makes no model, and nothing else is counted: there is nothing to show")
     steps = {sent.phase for sent in traffic.calls if sent.phase.startswith("step ")}
     last = max(steps, default="", key=lambda phase: int(phase.split()[1]))
+    calls = [sent for sent in traffic.calls if sent.phase == last]
     return RankReport(
         rehearsal.rank,
-        str(layout),
+        held,
         device.type,
         rehearsal.precision,
-        layout.coordinates(rehearsal.rank),
         rehearsal.stages,
-        rehearsal.peaks(),
-        [sent for sent in traffic.calls if sent.phase == last],
+        peaks,
+        calls,
         seconds,
         rehearsal.notes,
-        rehearsal.held,
     )

@@ -12,7 +12,7 @@ from mmm_lab.planner.tracker import PARTS
 def text_of(found: DryRun, budget: int | None = None) -> str:
     """Tables for people, and in the last line whether it fits."""
     first = found.ranks[0]
-    head = f"{counted(found.world_size, 'rank')}, layout {first.layout}, {first.device}, {first.precision}"
+    head = f"{counted(found.world_size, 'rank')}, layout {first.held.layout}, {first.device}, {first.precision}"
     seconds = sum(report.seconds for report in found.ranks)
     lines = [f"dry run of {head}: {len(found.ranks)} of them in {seconds:.1f} s", *first.notes, "", *_memory(found)]
     for report in found.ranks:

@@ -29,7 +29,6 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from mmm.layout import Layout, Techniques
 from mmm.nn import draw, weights
 from mmm.nn.experts import has_experts
 from mmm.parallel.mesh import Mesh
@@ -58,18 +57,16 @@ class Rehearsal(Observer):
     """The dry run of one rank.
 
     Attributes:
-        layout, device, precision: of the run, once it has started. stages: of a pipeline, by coordinate on pp, the
-            elements of the parameters of its ranks; empty without.
+        device, precision: of the run, once it has started. stages: of a pipeline, by coordinate on pp, the elements of
+            the parameters of its ranks; empty without.
         memory, traffic, held: once it has started.
     """
 
     rank: int
     world_size: int
-    layout: Layout | None = None
     device: torch.device | None = None
     precision: str = ""
     has_experts: bool = False
-    ulysses: int = 1
     stages: tuple[int, ...] = ()
     notes: tuple[str, ...] = ()
     memory: MemoryTracker | None = None
@@ -81,12 +78,11 @@ class Rehearsal(Observer):
         """In place of the run's process group: one that sends nothing. What the block computes and sends is counted."""
         clock, layout, precision, resolved = run.clock, run.layout, run.precision, run.resolved
         device = clock.device
-        self.layout, self.device, self.precision = layout, device, precision.name
+        self.device, self.precision = device, precision.name
         model = getattr(resolved, "model", None)
         partition = getattr(resolved, "partition", None)
         self.has_experts = model is not None and has_experts(model)
         self.notes = getattr(resolved, "notes", ())
-        self.ulysses = getattr(resolved, "techniques", Techniques()).ulysses_size(layout.cp)
         if partition is not None and partition.stages:
             self.stages = partition.parameters(model, layout.pp, resolved.techniques.schedule)
         self.memory = MemoryTracker(device.type, lambda: clock.phase, logit_widths(resolved, layout))
@@ -107,13 +103,14 @@ class Rehearsal(Observer):
     def _begin(self, enter: Callable[[Any], Any]) -> None:
         """From here on tensors have memory, which is counted, and no elements. Meshes and what a model is made of need
         elements, and no memory: they come before."""
-        assert self.layout is not None
+        assert self.held is not None
         assert self.memory is not None
+        layout = self.held.layout
+        ulysses = self.held.techniques.ulysses_size(layout.cp)
         enter(FakeTensorMode(allow_non_fake_inputs=True))
         enter(self.memory.tracking())
-        enter(
-            count_traffic(traffic=self.traffic, names=axes_of(self.layout, self.rank, self.has_experts, self.ulysses))
-        )
+        names = axes_of(layout, self.rank, self.has_experts, ulysses)
+        enter(count_traffic(traffic=self.traffic, names=names))
         enter(_Answers())  # the mode entered last is the first to see an operator
 
     def peaks(self) -> dict[str, MemoryPeak]:

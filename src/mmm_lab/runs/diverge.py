@@ -25,6 +25,7 @@ JUMP = 10.0  # times the largest difference before
 OUTPUT_NOISE = {"fp64": 1e-12, "fp32": 2e-5}  # of a block's sum of squares, where the runs have not shown more
 
 Array = NDArray[np.float64]
+Pair = tuple[Fingerprints, Fingerprints]  # of one step, of two runs
 
 
 @dataclass(frozen=True)
@@ -82,14 +83,15 @@ def diverge(run_a: Path, run_b: Path, tolerance: float | None = None) -> Diverge
     largest: dict[int, float] = {}
     noise = max(OUTPUT_NOISE.get(header.dtype, 1e-2) for header in headers)
     for step in steps:
-        a, b = (run[step] for run in runs)
-        headers = a.header, b.header
-        differences = _differences(a, b, entries)
+        pair = runs[0][step], runs[1][step]
+        headers = pair[0].header, pair[1].header
+        differences = _differences(pair, entries)
         largest[step] = float(np.max(np.nan_to_num(differences, nan=np.inf)))
-        of_outputs = _output_differences(a, b, outputs)
-        parted = [index for index, difference in enumerate(differences) if not difference <= tolerance]
+        of_outputs = _output_differences(pair, outputs)
+        parted = np.flatnonzero(~(differences <= tolerance)).tolist()
         if parted:
             first = parted[0]
+            odd_blocks = [block for block, off in zip(outputs, of_outputs, strict=True) if not off <= noise]
             return Divergence(
                 headers=headers,
                 tolerance=tolerance,
@@ -99,92 +101,88 @@ def diverge(run_a: Path, run_b: Path, tolerance: float | None = None) -> Diverge
                 difference=float(differences[first]),
                 same=entries[:first],
                 likewise=[entries[index] for index in parted[1:]],
-                block=next((o for o, d in zip(outputs, of_outputs, strict=True) if not d <= noise), ""),
-                ranks=_which_ranks(a, b, entries[first], tolerance),
+                block=odd_blocks[0] if odd_blocks else "",
+                ranks=_which_ranks(pair, entries[first], tolerance),
             )
         noise = max(noise, JUMP * max(of_outputs, default=0.0))
     return Divergence(headers=headers, tolerance=tolerance, largest=largest)
 
 
-def _differences(a: Fingerprints, b: Fingerprints, entries: Sequence[str]) -> Array:
+def _places(run: Fingerprints, entries: Sequence[str]) -> list[int]:
+    return [run.header.entries.index(entry) for entry in entries]
+
+
+def _differences(pair: Pair, entries: Sequence[str]) -> Array:
     """(entries,): relative; 0 where a run has not taken one, NaN where it is not a finite number in one run alone."""
-    full_a, full_b = (_of_entries(run.header, run.full(), entries) for run in (a, b))
-    result = np.sqrt(np.mean((full_a[:, :-1] - full_b[:, :-1]) ** 2, axis=1)) / _scales(full_a, full_b, entries)
-    finite = np.isfinite(full_a).all(axis=1), np.isfinite(full_b).all(axis=1)
-    result[~finite[0] & ~finite[1]] = 0.0
-    result[finite[0] != finite[1]] = np.nan
-    result[(full_a[:, -1] < 0) | (full_b[:, -1] < 0)] = 0.0
-    return result
-
-
-def _output_differences(a: Fingerprints, b: Fingerprints, outputs: Sequence[str]) -> list[float]:
-    """Of each block's output the relative difference of the sums of squares, each over the ranks that hold the same."""
-    squares = [_of_entries(run.header, run.local.sum(axis=0), outputs)[:, -1] for run in (a, b)]
-    replicas = [_divisors(2 * run.header.ranks) for run in (a, b)]  # twice: checkpointing calls a block again
-    factors = np.unique(replicas[0][:, None] / replicas[1])
-    result = []
-    for square_a, square_b in zip(*squares, strict=True):
-        if not square_a > 0 or not square_b > 0:
-            result.append(0.0 if square_a == square_b or min(square_a, square_b) < 0 else math.inf)
-        else:
-            result.append(float(np.min(np.abs(square_a / square_b / factors - 1))))
-    return result
-
-
-def _divisors(number: int) -> Array:
-    return np.array([float(n) for n in range(1, number + 1) if number % n == 0])
-
-
-def _of_entries(header: Header, table: Array, entries: Sequence[str]) -> Array:
-    index = {entry: place for place, entry in enumerate(header.entries)}
-    return table[[index[entry] for entry in entries]]
-
-
-def _scales(full_a: Array, full_b: Array, entries: Sequence[str]) -> Array:
-    """(entries,): the norm that each difference is relative to."""
-    norms = np.sqrt(np.maximum(np.maximum(full_a[:, -1], full_b[:, -1]), 0.0))
+    a, b = (run.full()[_places(run, entries)] for run in pair)
+    squares = np.maximum(a[:, -1], b[:, -1])
+    norms = np.sqrt(np.maximum(squares, 0.0))
     for kind in (GRADIENT, WEIGHT):
         of_kind = np.array([entry.startswith(kind) for entry in entries])
         if of_kind.any():
-            floor = SMALL * np.sqrt(np.nanmean(np.where(np.isfinite(norms), norms, np.nan)[of_kind] ** 2))
-            norms[of_kind] = np.fmax(norms[of_kind], floor)
-    return np.where(norms > 0, norms, 1.0)
+            finite_norms = np.where(np.isfinite(norms), norms, np.nan)[of_kind]
+            norms[of_kind] = np.fmax(norms[of_kind], SMALL * np.sqrt(np.nanmean(finite_norms**2)))
+    result = np.sqrt(np.mean((a[:, :-1] - b[:, :-1]) ** 2, axis=1)) / np.where(norms > 0, norms, 1.0)
+    finite_a, finite_b = np.isfinite(a).all(axis=1), np.isfinite(b).all(axis=1)
+    result[~finite_a & ~finite_b] = 0.0
+    result[finite_a != finite_b] = np.nan
+    result[(a[:, -1] < 0) | (b[:, -1] < 0)] = 0.0
+    return result
 
 
-def _which_ranks(a: Fingerprints, b: Fingerprints, entry: str, tolerance: float) -> str:
-    """Which ranks have other values: than the same ranks of the other run, or than those that hold the same shard."""
-    full_a, full_b = (_of_entries(run.header, run.full(), [entry]) for run in (a, b))
-    scale = float(_scales(full_a, full_b, [entry])[0])
-    for name, run in (("the first run", a), ("the second run", b)):
-        if sentence := _odd_replicas(run, entry, tolerance * scale, name):
+def _output_differences(pair: Pair, outputs: Sequence[str]) -> list[float]:
+    """Of each block's output the relative difference of the sums of squares, each over the ranks that hold the same."""
+    squares = [run.local.sum(axis=0)[_places(run, outputs), -1] for run in pair]
+    replicas = [
+        [n for n in range(1, 2 * run.header.ranks + 1) if 2 * run.header.ranks % n == 0] for run in pair
+    ]  # twice: checkpointing calls a block again
+    factors = np.unique(np.divide.outer(*replicas))
+    result = []
+    for a, b in zip(*squares, strict=True):
+        if a > 0 and b > 0:
+            result.append(float(np.min(np.abs(a / b / factors - 1))))
+        else:
+            result.append(0.0 if a == b or min(a, b) < 0 else math.inf)
+    return result
+
+
+def _which_ranks(pair: Pair, entry: str, tolerance: float) -> str:
+    """Which ranks have other values: than those that hold the same shard, or than the same ranks of the other run."""
+    squares = [float(run.full()[_places(run, [entry]), -1].max()) for run in pair]
+    limit = tolerance * (math.sqrt(max(*squares, 0.0)) or 1.0)
+    for name, run in zip(("the first run", "the second run"), pair, strict=True):
+        sentence = _odd_replicas(run, entry, limit, name)
+        if sentence:
             return sentence
+    a, b = pair
     if a.header.shards is None or a.header.shards != b.header.shards:
         return ""
-    index = a.header.entries.index(entry)
+    (index,) = _places(a, [entry])
     apart = np.abs(a.local[:, index, :-1] - b.local[:, index, :-1]).max(axis=1)
-    held = [rank for rank, shards in enumerate(a.header.shards) if shards[index] >= 0]
-    differing = [rank for rank in held if not apart[rank] <= tolerance * scale]
-    if not differing or len(differing) == len(held):
-        return "every rank that holds a part of it" if differing else ""
-    return f"rank {_listed(differing)} of the ranks {_listed(held)} that hold a part of it"
+    holders = [rank for rank, shards in enumerate(a.header.shards) if shards[index] >= 0]
+    differing = [rank for rank in holders if not apart[rank] <= limit]
+    if not differing:
+        return ""
+    if differing == holders:
+        return "every rank that holds a part of it"
+    return f"rank {_listed(differing)} of the ranks {_listed(holders)} that hold a part of it"
 
 
-def _odd_replicas(run: Fingerprints, entry: str, most: float, name: str) -> str:
+def _odd_replicas(run: Fingerprints, entry: str, limit: float, name: str) -> str:
     """Of ranks that hold the same shard, those that have other values than most of them."""
     if run.header.shards is None:
         return ""
-    index = run.header.entries.index(entry)
-    by_shard: dict[int, list[int]] = {}
-    for rank, shards in enumerate(run.header.shards):
-        by_shard.setdefault(shards[index], []).append(rank)
-    for shard, ranks in by_shard.items():
+    (index,) = _places(run, [entry])
+    shard_of = np.array(run.header.shards)[:, index]
+    for shard in np.unique(shard_of[shard_of >= 0]):
+        ranks = np.flatnonzero(shard_of == shard)
         values = run.local[ranks, index, :-1]
         apart = np.abs(values - np.median(values, axis=0)).max(axis=1)
-        odd = [rank for rank, distance in zip(ranks, apart, strict=True) if not distance <= most]
-        if shard >= 0 and odd:
-            if 2 * len(odd) < len(ranks):
-                return f"rank {_listed(odd)} of {name}: other values than {len(ranks) - len(odd)} ranks with its shard"
-            return f"ranks {_listed(ranks)} of {name} hold the same shard, and have different values"
+        odd = ranks[~(apart <= limit)].tolist()
+        if odd and 2 * len(odd) < len(ranks):
+            return f"rank {_listed(odd)} of {name}: other values than {len(ranks) - len(odd)} ranks with its shard"
+        if odd:
+            return f"ranks {_listed(ranks.tolist())} of {name} hold the same shard, and have different values"
     return ""
 
 

@@ -78,7 +78,7 @@ class Facts:
 
     @cached_property
     def layout(self) -> Layout:
-        return _held(self.dry.ranks[0]).layout
+        return self.dry.ranks[0].held.layout
 
     @property
     def techniques(self) -> Techniques:
@@ -90,7 +90,7 @@ class Facts:
         return reports[0] if stage == 0 else reports[-1 if stage == last else len(reports) // 2]
 
     def held(self, rank: int) -> HeldTensors:
-        return _held(self.report(rank))
+        return self.report(rank).held
 
     def groups(self, rank: int) -> dict[str, tuple[int, ...]]:
         """By axis, the ranks of the group that a rank is in."""
@@ -223,11 +223,6 @@ class Facts:
         for flow in self.flows(rank):
             by_axis[flow.axis] = by_axis.get(flow.axis, 0.0) + flow.sent
         return by_axis
-
-
-def _held(report: RankReport) -> HeldTensors:
-    assert report.held is not None
-    return report.held
 
 
 def _tp_dim(tensor: HeldTensor) -> int | None:

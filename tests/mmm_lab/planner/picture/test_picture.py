@@ -42,7 +42,7 @@ def made_up(layout):
     if layout.pp > 1:
         calls.append(SentCall("step 1", "pp", Call("send", layout.pp, 0, 500, 1, 500), "forward"))
     reports = [
-        RankReport(rank, str(layout), "cpu", "fp32", layout.coordinates(rank), (), {}, calls, 1.0, (), held)
+        RankReport(rank, held, "cpu", "fp32", (), {}, calls, 1.0)
         for rank in {0, layout.ranks // layout.pp * (layout.pp - 1)}
     ]
     return Facts(DryRun(layout.ranks, reports))
