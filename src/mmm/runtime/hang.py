@@ -24,6 +24,7 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Callable, Iterable
 from datetime import timedelta
 from traceback import walk_stack, walk_tb
 from types import FrameType, TracebackType
@@ -59,11 +60,14 @@ class HangWatch:
     """
 
     def __init__(self, rank: Rank, limit: float, clock: StepClock) -> None:
-        self.rank, self.limit, self.clock = rank, limit, clock
+        self.rank = rank
+        self.limit = limit
+        self.clock = clock
         self.pause = min(max(1.0, rank.world_size / 500), limit / 10)  # s: all ranks ask one store
         self.text = ""  # the message, once it is known
         self._left = threading.Event()  # the block
-        self._error: tuple[Stack, bool] | None = None  # by which it was left: where, and whether it says of a timeout
+        self._stack: Stack | None = None  # of the error by which it was left, of a collective or of a rank that is gone
+        self._timed_out = False  # whether that error says so
         self._thread = threading.Thread(target=self._watch, name="mmm-hang", daemon=True)
         self._main = threading.get_ident()
         self._waits_in: dict[str, Any] | None = None  # the last that was seen since the clock's last mark
@@ -78,47 +82,61 @@ class HangWatch:
             self._thread.start()
 
     def __exit__(self, kind: Any, error: BaseException | None, traceback: TracebackType | None) -> None:
-        late = False
         if isinstance(error, RuntimeError):
-            said, stack = _all_of(error)
-            late = TIMED_OUT.search(said) is not None
-            if late or any(sign in said for sign in CONSEQUENCES):
-                self._error = (stack, late)
+            text, stack = _with_causes(error)
+            self._timed_out = TIMED_OUT.search(text) is not None
+            if self._timed_out or any(sign in text for sign in CONSEQUENCES):
+                self._stack = stack
         self._left.set()
         if self.rank.world_size == 1:
             return
-        self._thread.join(LINGER if self._error is None else 3 * ANSWERS + 2 * self.pause)
-        if late and not self.text:
+        self._thread.join(LINGER if self._stack is None else 3 * ANSWERS + 2 * self.pause)
+        if self._stack is None:
+            return
+        if self._timed_out and not self.text:
             self.text = (
                 f"hang: rank {self.rank.rank} on {socket.gethostname()} waited for {self.limit:g} s (--timeout), at "
-                f"{_place(stack)}. Where the others are is not known: rank 0, which has the store, does not answer"
+                f"{_place(self._stack)}. Where the others are is not known: rank 0, which has the store, does not "
+                "answer"
             )
             _say(self.text)
-        if self._error is not None and self.text:
+        if self.text:
             raise HangError(self.text) from None
 
     # --- the watch: this thread alone asks the store, which may not answer ------------------------------------------
 
     def _watch(self) -> None:
-        last, since = self.clock.last_mark, time.monotonic()
+        last_mark = self.clock.last_mark
+        since = time.monotonic()
         while not self._left.wait(self.pause):
-            now = time.monotonic()
-            if self.clock.last_mark is not last:
-                last, since, self._waits_in = self.clock.last_mark, now, None
+            if self.clock.last_mark is not last_mark:
+                last_mark = self.clock.last_mark
+                since = time.monotonic()
+                self._waits_in = None
             with contextlib.suppress(RuntimeError, OSError):
-                entry = oldest_collective() if now - since > self.limit / 2 else None
-                self._waits_in = entry or self._waits_in  # PyTorch drops what has timed out before its error arrives
-                late = entry is not None and _age(entry) > self.limit + self.pause
-                if late or (now - since > min(STILL, self.limit / 2) and self._asked()):
-                    self._tell(_stack(sys._current_frames().get(self._main)), late)
+                if self._ends(time.monotonic() - since):
                     if not self._left.wait(2 * LINGER):  # the main thread has not ended by itself
                         os._exit(1)
                     return
-        if self._error is not None:
-            stack, late = self._error
+        if self._stack is not None:
             with contextlib.suppress(RuntimeError, OSError):  # the store has gone
-                if late or self._asked():
-                    self._tell(stack, late)
+                if self._timed_out or self._asked():
+                    self._tell(self._stack, self._timed_out)
+
+    def _ends(self, still: float) -> bool:
+        """Whether the run ends by a hang; then this rank has told where it is.
+
+        Args:
+            still: seconds without a mark of the clock.
+        """
+        oldest = oldest_collective() if still > self.limit / 2 else None
+        self._waits_in = oldest or self._waits_in  # PyTorch drops what has timed out before its error arrives
+        late = oldest is not None and time.time() - oldest["time_created_ns"] / 1e9 > self.limit + self.pause
+        if not late and not (still > min(STILL, self.limit / 2) and self._asked()):
+            return False
+        frames = walk_stack(sys._current_frames().get(self._main))
+        self._tell(_stack(frames)[::-1], late)
+        return True
 
     def _store(self) -> dist.Store:
         if self._clone is None:  # the main thread may be inside a call to the other
@@ -133,39 +151,44 @@ class HangWatch:
 
     def _tell(self, stack: Stack, timed_out: bool) -> None:
         """Answer; the first that calls it waits for all answers, and says what they are. Sets `text`, on every rank."""
-        store, key = self._store(), self._key
+        store = self._store()
+        key = self._key
         first = timed_out and store.add(f"{key}/asked", 1) == 1
         store.set(f"{key}/{self.rank.rank}", json.dumps(self._answer(stack, timed_out)))
         store.add(f"{key}/answers", 1)
-        deadline = time.monotonic() + ANSWERS + 2 * self.pause
+        patience = ANSWERS + 2 * self.pause
         if first:
-            while store.add(f"{key}/answers", 0) < self.rank.world_size and time.monotonic() < deadline:
-                time.sleep(0.05)
-            answers = {}
-            for rank in range(self.rank.world_size):
-                if store.check([f"{key}/{rank}"]):
-                    answers[rank] = json.loads(store.get(f"{key}/{rank}"))
-                else:
-                    answers[rank] = {"host": store.get(f"{key}/host/{rank}").decode(), "at": SILENT, "in": ""}
-            self.text = message(self.rank.rank, answers, self.limit)
+            _wait(patience, lambda: store.add(f"{key}/answers", 0) >= self.rank.world_size)
+            self.text = message(self.rank.rank, self._answers(store), self.limit)
             _say(self.text)
             store.set(f"{key}/text", self.text)
         else:
-            while not store.check([f"{key}/text"]) and time.monotonic() < deadline + ANSWERS:
-                time.sleep(0.05)
+            _wait(patience + ANSWERS, lambda: store.check([f"{key}/text"]))
             self.text = store.get(f"{key}/text").decode()
         time.sleep(LINGER)  # rank 0 has the store
+
+    def _answers(self, store: dist.Store) -> dict[int, dict[str, str]]:
+        """What each rank has answered."""
+        answers = {}
+        for rank in range(self.rank.world_size):
+            if store.check([f"{self._key}/{rank}"]):
+                answers[rank] = json.loads(store.get(f"{self._key}/{rank}"))
+            else:
+                answers[rank] = {"host": store.get(f"{self._key}/host/{rank}").decode(), "at": SILENT, "in": ""}
+        return answers
 
     def _answer(self, stack: Stack, timed_out: bool) -> dict[str, str]:
         """Where this rank is."""
         step = "before the first step" if self.clock.step is None else f"step {self.clock.step}"
         entry = oldest_collective() or (self._waits_in if timed_out else None)
-        waits = in_words(entry) if entry else ""
-        if not waits and (timed_out or (stack and "/torch/distributed/" in stack[-1][0])):
+        waits = ""
+        if entry:
+            waits = in_words(entry)
+        elif timed_out or (stack and "/torch/distributed/" in stack[-1][0]):
             called = next((name for file, _, name in stack if file.endswith("/distributed_c10d.py")), stack[-1][2])
             waits = "a send or receive" if "p2p" in called else called
-        at = f"{step}{', waiting in ' if waits else ''}{waits}, at {_place(stack)}"
-        return {"host": socket.gethostname(), "at": at, "in": waits}
+        waiting = f", waiting in {waits}" if waits else ""
+        return {"host": socket.gethostname(), "at": f"{step}{waiting}, at {_place(stack)}", "in": waits}
 
 
 def message(first: int, answers: dict[int, dict[str, str]], limit: float) -> str:
@@ -177,17 +200,15 @@ def message(first: int, answers: dict[int, dict[str, str]], limit: float) -> str
     missed = answers[first]["in"]
     late = [rank for rank, answer in answers.items() if not answer["in"]]
     late = late or [rank for rank, answer in answers.items() if answer["in"] != missed]
-    hosts = [answers[rank]["host"] for rank in sorted(answers)]
+    who = f"all ranks are in {missed}, which did not end"
     if late:
-        who = f"{name_ranks(late)} on {name_hosts([hosts[rank] for rank in late])} did not come to {missed}"
-    else:
-        who = f"all ranks are in {missed}, which did not end"
-    lines = [f"hang: {who} within {limit:g} s (--timeout)"]
+        who = f"{name_ranks(late)} on {name_hosts([answers[rank]['host'] for rank in late])} did not come to {missed}"
     groups: dict[str, list[int]] = {}
     for rank, answer in answers.items():
         groups.setdefault(answer["at"], []).append(rank)
+    lines = [f"hang: {who} within {limit:g} s (--timeout)"]
     for text, ranks in sorted(groups.items(), key=lambda item: (item[1][0] not in late, item[1][0])):
-        lines.append(f"  {name_ranks(ranks)} ({name_hosts([hosts[rank] for rank in ranks])}): {text}")
+        lines.append(f"  {name_ranks(ranks)} ({name_hosts([answers[rank]['host'] for rank in ranks])}): {text}")
     return "\n".join(lines)
 
 
@@ -203,13 +224,19 @@ def oldest_collective() -> dict[str, Any] | None:
 def in_words(entry: dict[str, Any]) -> str:
     """``all_reduce (number 12 of dp_shard, ranks 0-3, (4, 3) Float)``: of the flight recorder's entry."""
     name, description = entry["process_group"]
-    ranks = next((dist.get_process_group_ranks(group) for group, own in group_names().items() if own == name), [])
-    number = entry["p2p_seq_id"] if entry["is_p2p"] else entry["collective_seq_id"]
+    count = entry["p2p_seq_id"] if entry["is_p2p"] else entry["collective_seq_id"]
     axis = "the world" if description == "default_pg" else description.removeprefix("mesh_") or name
+    facts = [f"number {count} of {axis}"]
+    facts += [name_ranks(dist.get_process_group_ranks(group)) for group, own in group_names().items() if own == name]
     tensors = zip(entry["input_sizes"], entry["input_dtypes"], strict=False)
-    shapes = [f"{tuple(sizes)} {kind}" for sizes, kind in tensors][:4]
-    which = [f"number {number} of {axis}", *([name_ranks(ranks)] if ranks else []), *shapes]
-    return f"{entry['profiling_name'].partition(':')[2]} ({', '.join(which)})"
+    facts += [f"{tuple(sizes)} {kind}" for sizes, kind in tensors][:4]
+    return f"{entry['profiling_name'].partition(':')[2]} ({', '.join(facts)})"
+
+
+def _wait(seconds: float, done: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + seconds
+    while not done() and time.monotonic() < deadline:
+        time.sleep(0.05)
 
 
 def _say(text: str) -> None:
@@ -217,12 +244,8 @@ def _say(text: str) -> None:
         print(text, file=sys.stderr, flush=True)
 
 
-def _age(entry: dict[str, Any]) -> float:
-    return time.time() - entry["time_created_ns"] / 1e9
-
-
-def _stack(frame: FrameType | None) -> Stack:
-    return [(outer.f_code.co_filename, line, outer.f_code.co_name) for outer, line in walk_stack(frame)][::-1]
+def _stack(frames: Iterable[tuple[FrameType, int]]) -> Stack:
+    return [(frame.f_code.co_filename, line, frame.f_code.co_name) for frame, line in frames]
 
 
 def _place(stack: Stack) -> str:
@@ -232,13 +255,13 @@ def _place(stack: Stack) -> str:
     return f"{'/'.join(file.split('/')[-3:])}:{line} in {name}"
 
 
-def _all_of(error: BaseException) -> tuple[str, Stack]:
+def _with_causes(error: BaseException) -> tuple[str, Stack]:
     """What an error says and where, with what has caused it: pipelines wrap errors."""
-    text, stack = "", list[tuple[str, int, str]]()
+    text = ""
+    stack: Stack = []
     cause: BaseException | None = error
     while cause is not None:
         text += f"{cause}\n"
-        for frame, line in walk_tb(cause.__traceback__):
-            stack.append((frame.f_code.co_filename, line, frame.f_code.co_name))
+        stack += _stack(walk_tb(cause.__traceback__))
         cause = cause.__cause__
     return text, stack
