@@ -73,10 +73,9 @@ class HuggingFace(Weights):
         bos: tuple[int, ...] = ()
         chat = None
         if tokenizer is not None:
-            about = {key: value for name in CONFIGS for key, value in _json(self.path / name, {}).items()}
-            bos, note = first_tokens(tokenizer, about, self.path)
+            bos, note = first_tokens(tokenizer, self.path)
             self._notes += [note] if note else []
-            chat = chat_format_of(about, self.path)
+            chat = chat_format_of(self.path)
         return ModelMetadata(config.get("max_position_embeddings"), eos, tokenizer, tuple(self._notes), bos, chat)
 
     def _files(self) -> list[safetensors.SafetensorsFile]:

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from mmm.checkpoint.model_metadata import ChatFormat
-from mmm.data.text.chat_format import chat_format_of_folder
+from mmm.data.text.chat_format import chat_format_of
 from mmm.errors import CheckpointError
 from mmm.weights.open_weights import open_weights
 from mmm_lab.cli import main as cli
@@ -24,19 +24,19 @@ def written(folder, about=None, jinja=None):
 
 
 def test_where_a_folder_keeps_it(tmp_path):
-    assert chat_format_of_folder(tmp_path) is None
+    assert chat_format_of(tmp_path) is None
     about = {"chat_template": "old", "eos_token": {"content": "</s>"}, "bos_token": "<s>", "pad_token": None}
-    assert chat_format_of_folder(written(tmp_path, about)) == ChatFormat("old", TOKENS)
+    assert chat_format_of(written(tmp_path, about)) == ChatFormat("old", TOKENS)
     named = [{"name": "tool_use", "template": "tools"}, {"name": "default", "template": "é"}]
-    assert chat_format_of_folder(written(tmp_path, about | {"chat_template": named})).template == "é"
-    assert chat_format_of_folder(written(tmp_path, jinja="new\n")) == ChatFormat("new\n", TOKENS)
+    assert chat_format_of(written(tmp_path, about | {"chat_template": named})).template == "é"
+    assert chat_format_of(written(tmp_path, jinja="new\n")) == ChatFormat("new\n", TOKENS)
 
 
 @pytest.mark.parametrize("about", ['{"chat_template": 3}', "{"])
 def test_a_damaged_one_is_refused(tmp_path, about):
     (tmp_path / "tokenizer_config.json").write_text(about)
     with pytest.raises(CheckpointError, match="tokenizer_config"):
-        chat_format_of_folder(tmp_path)
+        chat_format_of(tmp_path)
 
 
 def test_it_is_imported_and_exported(tmp_path, capsys):

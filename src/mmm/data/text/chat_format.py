@@ -21,28 +21,30 @@ from mmm.history.record.folder import reason
 from mmm.outside import read_file, read_json, short
 
 TEMPLATE = "chat_template.jinja"
+CONFIGS = ("special_tokens_map.json", "tokenizer_config.json")  # the later one counts
 NAMES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
+UNKNOWN = "which token begins a text is not known: "
 
 
-def chat_format_of_folder(folder: Path) -> ChatFormat | None:
+def tokenizer_config(folder: Path) -> dict[str, Any]:
+    """Read what the files of `CONFIGS` say. Raises CheckpointError: one is damaged."""
+    config: dict[str, Any] = {}
+    for name in CONFIGS:
+        if (folder / name).exists():
+            config |= read_json(folder / name, CheckpointError)
+    return config
+
+
+def chat_format_of(folder: Path) -> ChatFormat | None:
     """Of a folder as `transformers` writes it; None where no file says anything. Raises CheckpointError: one is
     damaged."""
-    files = [folder / name for name in CONFIGS if (folder / name).exists()]
-    about = {key: value for path in files for key, value in read_json(path, CheckpointError).items()}
-    return chat_format_of(about, folder)
-
-
-def chat_format_of(about: Mapping[str, Any], folder: Path) -> ChatFormat | None:
-    """As `chat_format_of_folder`.
-
-    Args:
-        about: what the files of `CONFIGS` say.
-    """
-    template = about.get("chat_template") or ""
+    config = tokenizer_config(folder)
+    template = config.get("chat_template") or ""
     if isinstance(template, list):
         named = {each.get("name"): each.get("template") for each in template if isinstance(each, dict)}
         template = named.get("default", "")
-    if (path := folder / TEMPLATE).exists():
+    path = folder / TEMPLATE
+    if path.exists():
         try:
             template = read_file(path).decode()
         except (OSError, UnicodeDecodeError) as error:
@@ -50,49 +52,54 @@ def chat_format_of(about: Mapping[str, Any], folder: Path) -> ChatFormat | None:
             raise CheckpointError(f"{path} cannot be read: {why}") from None
     if not isinstance(template, str):
         raise CheckpointError(f"{folder / CONFIGS[1]}: chat_template is {short(template)}, which is no text")
-    given = {name: value.get("content") if isinstance(value := about.get(name), dict) else value for name in NAMES}
-    tokens = {name: token for name, token in given.items() if isinstance(token, str)}
+    tokens = {}
+    for name in NAMES:
+        token = _token_in(config, name)
+        if isinstance(token, str):
+            tokens[name] = token
     return ChatFormat(template, tokens) if template or tokens else None
 
 
-CONFIGS = ("special_tokens_map.json", "tokenizer_config.json")  # the later one counts
+def _token_in(config: Mapping[str, Any], name: str) -> Any:
+    """A special token, which is a text, or a mapping that has one."""
+    token = config.get(name)
+    return token.get("content") if isinstance(token, Mapping) else token
 
 
-UNKNOWN = "which token begins a text is not known: "
-
-
-def first_tokens(file: tuple[str, bytes], about: Mapping[str, Any], where: Path) -> tuple[tuple[int, ...], str]:
-    """The tokens; and a note where they are not known.
+def first_tokens(file: tuple[str, bytes], folder: Path) -> tuple[tuple[int, ...], str]:
+    """The tokens that each text begins with; and a note where they are not known.
 
     Args:
-        file: name and content of the tokenizer. about: what the files of `CONFIGS` say. where: the folder.
+        file: name and content of the tokenizer. folder: that it is in.
 
     Raises:
         CheckpointError: the token that texts are to begin with is not in the vocabulary, or the file is damaged.
     """
-    add, name = about.get("add_bos_token"), about.get("bos_token")
-    name = name.get("content") if isinstance(name, Mapping) else name
-    if not file[0].endswith(".json"):
-        return ((), "") if add is False else _of_sentencepiece(file[1])
-    if file[1].startswith(b'{"kind": "chars"'):  # this package's own
+    config = tokenizer_config(folder)
+    add_bos = config.get("add_bos_token")
+    name, content = file
+    if not name.endswith(".json"):
+        return ((), "") if add_bos is False else _of_sentencepiece(content)
+    if content.startswith(b'{"kind": "chars"'):  # this package's own
         return (), ""
     try:
         import tokenizers
     except ImportError:
         return (), f"{UNKNOWN}that needs the package tokenizers, which is not installed"
     try:
-        tokenizer = tokenizers.Tokenizer.from_buffer(file[1])
+        tokenizer = tokenizers.Tokenizer.from_buffer(content)
     except Exception:  # the package raises nothing narrower
-        raise CheckpointError(f"{where / file[0]} is no tokenizer, or is damaged") from None
+        raise CheckpointError(f"{folder / name} is no tokenizer, or is damaged") from None
     tokenizer.no_padding()  # it may be on the left
     encoded = tokenizer.encode("a")
     mask = encoded.special_tokens_mask
-    found = tuple(encoded.ids[: mask.index(0)]) if 0 in mask else ()
-    if found or add is not True or not isinstance(name, str):
-        return found, ""
-    token = tokenizer.token_to_id(name)
+    before = tuple(encoded.ids[: mask.index(0)]) if 0 in mask else ()
+    bos = _token_in(config, "bos_token")
+    if before or add_bos is not True or not isinstance(bos, str):
+        return before, ""
+    token = tokenizer.token_to_id(bos)
     if token is None:
-        raise CheckpointError(f"{where / CONFIGS[1]}: bos_token {name!r} is not in the vocabulary")
+        raise CheckpointError(f"{folder / CONFIGS[1]}: bos_token {bos!r} is not in the vocabulary")
     return (token,), ""
 
 

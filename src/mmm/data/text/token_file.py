@@ -31,8 +31,6 @@ import copy
 import hashlib
 import os
 import struct
-from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -96,11 +94,13 @@ class TokenFile:
 
 
 def open_tokens(path: Path, token_dtype: str | None = None) -> Corpus | None:
-    """What is at `path`: a folder of ``mmm tokens``, a ``.bin``, an ``.idx`` or what they have in common; None if it is
-    none of these, so that it is text.
+    """Open what is at `path`: a folder of ``mmm tokens``, a ``.bin``, an ``.idx`` or what they have in common.
 
     Args:
         token_dtype: of a ``.bin`` without a header, such as ``uint16``.
+
+    Returns:
+        None if it is none of these, so that it is text.
 
     Raises:
         DataError: it is broken, unfinished, or of another version.
@@ -108,9 +108,12 @@ def open_tokens(path: Path, token_dtype: str | None = None) -> Corpus | None:
     if path.is_dir():
         return _open_folder(path)
     suffix = path.suffix.lower()
-    if path.exists() and suffix not in (".bin", ".idx"):
+    if suffix in (".bin", ".idx"):
+        index = path.with_suffix(".idx")
+    elif path.exists():
         return None
-    index = path.with_suffix(".idx") if suffix in (".bin", ".idx") else path.with_name(path.name + ".idx")
+    else:
+        index = path.with_name(path.name + ".idx")
     if index.is_file():
         return _open_megatron(index)
     return _open_bin(path, token_dtype) if suffix == ".bin" else None
@@ -128,9 +131,8 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 def _open_folder(folder: Path) -> Corpus:
     manifest = read_manifest(folder)
     try:
-        about = manifest["tokenizer"]
-        file = about["file"]
-        sha256 = about["sha256"]
+        file = manifest["tokenizer"]["file"]
+        sha256 = manifest["tokenizer"]["sha256"]
         total = manifest["tokens"]
         digest = manifest["sha256"]
         dtype = np.dtype(manifest["dtype"])
@@ -148,8 +150,14 @@ def _open_folder(folder: Path) -> Corpus:
     tokenizer: Tokenizer = load_tokenizer(folder / file) if file else ByteTokenizer()
     if tokenizer.sha256 != sha256:
         raise DataError(f"{folder / file} is not the tokenizer that made {tokens.path}: prepare it again")
-    corpus = _corpus(tokens, str(folder), digest, tokenizer, lambda: ends)
-    return replace(corpus, bytes_per_token=bytes_per_token)
+    return _corpus(
+        tokens,
+        source=str(folder),
+        sha256=digest,
+        tokenizer=tokenizer,
+        documents=lambda: ends,
+        bytes_per_token=bytes_per_token,
+    )
 
 
 def _open_bin(path: Path, token_dtype: str | None) -> Corpus:
@@ -159,7 +167,7 @@ def _open_bin(path: Path, token_dtype: str | None) -> Corpus:
     if path.name == "train.bin" and other.is_file():
         held_out = _bin_tokens(other, token_dtype)
         return Corpus(tokens, held_out, f"{path}, {other}", 2, _fingerprint(path, other), "tokens")
-    return _corpus(tokens, str(path), _fingerprint(path))
+    return _corpus(tokens, source=str(path), sha256=_fingerprint(path))
 
 
 def _bin_tokens(path: Path, token_dtype: str | None) -> TokenFile:
@@ -169,63 +177,61 @@ def _bin_tokens(path: Path, token_dtype: str | None) -> TokenFile:
         head = file.read(HEAD)
     check_magic(path, head)
     magic, version, count = struct.unpack("<iii", head[:12].ljust(12, b"\0"))
-    of_header = _LLMC_TYPES.get((magic, version))
-    if of_header is None:
-        if token_dtype is None:
-            raise DataError(
-                f"{path} has no header, and so does not say what type its tokens have: say it by --token_dtype, such "
-                f"as uint16, which nanoGPT writes"
-            )
-        return TokenFile(path, np.dtype(token_dtype).newbyteorder("<"))
-    dtype = np.dtype(of_header)
-    if token_dtype not in (None, dtype.name):
-        raise DataError(f"{path}: --token_dtype is {token_dtype}, and its header says {dtype.name}")
-    tokens = TokenFile(path, dtype, _LLMC_HEADER // dtype.itemsize)
-    size = tokens.end - tokens.begin
-    if size != count:
-        raise DataError(f"{path} has {size} tokens, and its header says {count}: it is truncated, or damaged")
-    return tokens
+    if (magic, version) in _LLMC_TYPES:
+        dtype = np.dtype(_LLMC_TYPES[magic, version])
+        if token_dtype not in (None, dtype.name):
+            raise DataError(f"{path}: --token_dtype is {token_dtype}, and its header says {dtype.name}")
+        tokens = TokenFile(path, dtype, _LLMC_HEADER // dtype.itemsize)
+        size = tokens.end - tokens.begin
+        if size != count:
+            raise DataError(f"{path} has {size} tokens, and its header says {count}: it is truncated, or damaged")
+        return tokens
+    if token_dtype is None:
+        raise DataError(
+            f"{path} has no header, and so does not say what type its tokens have: say it by --token_dtype, such "
+            f"as uint16, which nanoGPT writes"
+        )
+    return TokenFile(path, np.dtype(token_dtype).newbyteorder("<"))
 
 
 def _open_megatron(index: Path) -> Corpus:
     with reading(index), open_file(index) as file:
         head = file.read(_MEGATRON_HEAD)
+        size = os.fstat(file.fileno()).st_size
     if len(head) < _MEGATRON_HEAD or not head.startswith(_MEGATRON_MAGIC):
         raise DataError(f"{index} does not begin with MMIDIDX and version 1, as Megatron's MMapIndexedDataset does")
     code, sequences, documents = struct.unpack("<BQQ", head[len(_MEGATRON_MAGIC) :])
     if code not in _MEGATRON_TYPES:
         raise DataError(f"{index} has tokens of type {code}, which is no integer type of Megatron's index")
     needed = _MEGATRON_HEAD + 12 * sequences + 8 * documents
-    if not sequences or not documents or needed > index.stat().st_size:
+    if not sequences or not documents or needed > size:
         raise DataError(f"{index} is truncated: {sequences} sequences and {documents} ends need {needed} bytes")
     tokens = TokenFile(index.with_suffix(".bin"), np.dtype(_MEGATRON_TYPES[code]))
+    # Not read: an index may have gigabytes.
     sizes = np.memmap(index, "<i4", "r", _MEGATRON_HEAD, (sequences,))
     pointers = np.memmap(index, "<i8", "r", _MEGATRON_HEAD + 4 * sequences, (sequences,))
+    firsts = np.memmap(index, "<i8", "r", _MEGATRON_HEAD + 12 * sequences, (documents,))  # sequence of each document
     total = int(pointers[-1]) // tokens.dtype.itemsize + int(sizes[-1])
     if total != len(tokens):
         raise DataError(f"{tokens.path} has {len(tokens)} tokens, and its index {total}: it is truncated, or another's")
 
     def ends() -> TokenArray:
-        first = np.memmap(index, "<i8", "r", _MEGATRON_HEAD + 12 * sequences, (documents,))  # sequence of each document
         starts = np.append(pointers // tokens.dtype.itemsize, total)
         try:
-            return starts[first[1:]]
+            return starts[firsts[1:]]
         except IndexError:
             raise DataError(f"{index} is damaged: a document ends with a sequence that it has not") from None
 
-    return _corpus(tokens, str(tokens.path), _fingerprint(index, tokens.path), None, ends)
+    sha256 = _fingerprint(index, tokens.path)
+    return _corpus(tokens, source=str(tokens.path), sha256=sha256, documents=ends)
 
 
-def _corpus(
-    tokens: TokenFile,
-    source: str,
-    digest: str,
-    tokenizer: Tokenizer | None = None,
-    documents: Callable[[], TokenArray] | None = None,
-) -> Corpus:
+def _corpus(tokens: TokenFile, **fields: Any) -> Corpus:
+    """A corpus of one file. Its last tenth is for validation."""
     if len(tokens) < 2:
-        raise DataError(f"--text {source} has {len(tokens)} tokens: it needs 2 at least")
-    return Corpus(*tokens.split(), source, 1, digest, "tokens", tokenizer, documents)
+        raise DataError(f"--text {fields['source']} has {len(tokens)} tokens: it needs 2 at least")
+    train, validation = tokens.split()
+    return Corpus(train, validation, files=1, unit="tokens", **fields)
 
 
 def _fingerprint(*paths: Path) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from mmm.data.text.byte_tokenizer import ByteTokenizer, Tokenizer
-from mmm.data.text.chat_format import chat_format_of_folder
+from mmm.data.text.chat_format import chat_format_of
 from mmm.data.text.formats import reading
 from mmm.data.text.tokens import BYTES
 from mmm.errors import ConfigError, DataError
@@ -164,7 +164,7 @@ def load_tokenizer(name: str | Path) -> Tokenizer:
     with reading(f"--tokenizer {name}, which is neither bytes nor chars"):
         content = read_file(name)
     tokenizer = tokenizer_of(Path(name), content)
-    tokenizer.chat = chat_format_of_folder(Path(name).parent)
+    tokenizer.chat = chat_format_of(Path(name).parent)
     return tokenizer
 
 
