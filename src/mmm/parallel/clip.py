@@ -27,14 +27,19 @@ from mmm.torch_private.module import foreach_mul_, foreach_norm
 def local_norms(gradients: Sequence[Tensor]) -> list[Tensor]:
     """The 2-norm of this rank's local tensor of each gradient: scalars, float32 at least."""
     norms: dict[int, Tensor] = {}
-    kinds: dict[tuple[torch.device, torch.dtype], list[int]] = {}
     tensors = [to_local(gradient) for gradient in gradients]
-    for index, local in enumerate(tensors):
-        kinds.setdefault((local.device, local.dtype), []).append(index)
-    for (_, dtype), indices in kinds.items():
+    for (_, dtype), alike in _by_kind(tensors).items():
         accum_dtype = torch.promote_types(dtype, torch.float32)
-        norms.update(zip(indices, foreach_norm([tensors[index] for index in indices], 2, accum_dtype), strict=True))
+        norms.update(zip(alike, foreach_norm([tensors[index] for index in alike], 2, accum_dtype), strict=True))
     return [norms[index] for index in range(len(tensors))]
+
+
+def _by_kind(tensors: Sequence[Tensor]) -> dict[tuple[torch.device, torch.dtype], list[int]]:
+    """The places of the tensors of each device and dtype, which one kernel takes together."""
+    kinds: dict[tuple[torch.device, torch.dtype], list[int]] = {}
+    for index, tensor in enumerate(tensors):
+        kinds.setdefault((tensor.device, tensor.dtype), []).append(index)
+    return kinds
 
 
 @torch.no_grad()
@@ -58,30 +63,39 @@ def clip_grad_norm(
     if not max_norm > 0:
         raise ValueError(f"max_norm {max_norm}: it must be above 0")
     gradients = [p.grad for p in parameters if p.grad is not None]
+    total = _sum_of_squares(gradients, local_norms(gradients) if norms is None else norms)
+    if stages is not None:
+        total = _summed(total, stages.get_group())
+    norm = total.sqrt()
+    scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)  # a tensor: the host does not wait for the device
+    tensors = [to_local(gradient) for gradient in gradients]
+    for (device, dtype), alike in _by_kind(tensors).items():
+        foreach_mul_([tensors[index] for index in alike], scale.to(device, dtype))
+    return norm
+
+
+def _sum_of_squares(gradients: Sequence[Tensor], norms: Sequence[Tensor]) -> Tensor:
+    """Of the full gradients: the squares of local norms, summed over the axes that shard them. A collective."""
     by_sharding: dict[tuple[DeviceMesh, tuple[int, ...]] | None, list[Tensor]] = {}
-    for gradient, norm in zip(gradients, local_norms(gradients) if norms is None else norms, strict=True):
+    for gradient, norm in zip(gradients, norms, strict=True):
         by_sharding.setdefault(sharding_of(gradient), []).append(norm)
     totals: list[Tensor] = []
-    for sharding, some in by_sharding.items():
-        squares = torch.stack(some).square().sum()
+    for sharding, alike in by_sharding.items():
+        squares = torch.stack(alike).square().sum()
         if sharding is not None:
             mesh, axes = sharding
             for axis in axes:
-                squares = to_group_device(squares, mesh.get_group(axis))
-                dist.all_reduce(squares, group=mesh.get_group(axis))
+                squares = _summed(squares, mesh.get_group(axis))
         totals.append(squares)
-    total = sum((squares.to(totals[0].device) for squares in totals[1:]), totals[0]) if totals else torch.zeros(())
-    if stages is not None:
-        total = to_group_device(total, stages.get_group())
-        dist.all_reduce(total, group=stages.get_group())
-    norm = total.sqrt()
-    scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)  # a tensor: the host does not wait for the device
-    together: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
-    for local in map(to_local, gradients):
-        together.setdefault((local.device, local.dtype), []).append(local)
-    for (device, dtype), tensors in together.items():
-        foreach_mul_(tensors, scale.to(device, dtype))
-    return norm
+    if not totals:
+        return torch.zeros(())
+    return sum((squares.to(totals[0].device) for squares in totals[1:]), totals[0])
+
+
+def _summed(value: Tensor, group: dist.ProcessGroup) -> Tensor:
+    total = to_group_device(value, group)
+    dist.all_reduce(total, group=group)
+    return total
 
 
 def sharding_of(tensor: Tensor) -> tuple[DeviceMesh, tuple[int, ...]] | None:
