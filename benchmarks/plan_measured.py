@@ -12,7 +12,8 @@ from typing import NamedTuple
 
 from mmm.layout import Techniques
 from mmm.nn.experts import has_experts
-from mmm.runtime.observer import Observer, WatchedRun, observing
+from mmm.run.comm import TorchComm, talking_through
+from mmm.run.run import Run
 from mmm.runtime.ranks import Rank, whoami
 from mmm.torch_private.dry_run import peaks_by_phase
 from mmm.traffic.count import count_traffic
@@ -30,25 +31,29 @@ class Measured:
 
 
 @dataclass
-class Measurement(Observer):
+class Measurement(TorchComm):
     """Measures the run of this process."""
 
     measured: Measured | None = None
 
     @contextmanager
-    def group(self, run: WatchedRun) -> Iterator[None]:
+    def group(self, run: Run, meet: Callable[..., object]) -> Iterator[None]:
         clock = run.clock
         traffic = SentInOrder(lambda: clock.phase)
-        model = getattr(run.resolved, "model", None)
-        ulysses = getattr(run.resolved, "techniques", Techniques()).ulysses_size(run.layout.cp)
+        model = getattr(run.job, "model", None)
+        ulysses = getattr(run.job, "techniques", Techniques()).ulysses_size(run.layout.cp)
         names = axes_of(run.layout, whoami().rank, model is not None and has_experts(model), ulysses)
-        with run.group, peaks_by_phase(lambda: clock.phase) as peaks, count_traffic(traffic=traffic, names=names):
+        with (
+            super().group(run, meet),
+            peaks_by_phase(lambda: clock.phase) as peaks,
+            count_traffic(traffic=traffic, names=names),
+        ):
             yield
         self.measured = Measured(peaks, traffic.calls)
 
 
 @dataclass
-class Stopwatch(Observer):
+class Stopwatch(TorchComm):
     """Keeps the step times of the run of this process: of each row ``dt``, and the CPU seconds of all of its threads
     meanwhile (without those of an evaluation, a row's step ends with its last lap)."""
 
@@ -56,7 +61,7 @@ class Stopwatch(Observer):
     busy: list[float] = field(default_factory=list)
 
     @contextmanager
-    def group(self, run: WatchedRun) -> Iterator[None]:
+    def group(self, run: Run, meet: Callable[..., object]) -> Iterator[None]:
         clock = run.clock
         start, read, lap, began, ended = clock.start, clock.read, clock.lap, 0.0, 0.0
 
@@ -77,7 +82,7 @@ class Stopwatch(Observer):
             return found
 
         clock.start, clock.lap, clock.read = started, lapped, kept  # type: ignore[method-assign]
-        with run.group:
+        with super().group(run, meet):
             yield
 
 
@@ -117,10 +122,10 @@ def measure(program: Callable[[], object], ranks: int, timeout: float = 300.0) -
     return [each.measured for each in found]
 
 
-def _run(rank: Rank, program: Callable[[], object], observer: Observer) -> Observer:
+def _run(rank: Rank, program: Callable[[], object], comm: TorchComm) -> TorchComm:
     numbers = {"RANK": rank.rank, "WORLD_SIZE": rank.world_size, "LOCAL_RANK": rank.rank}
     numbers |= {"LOCAL_WORLD_SIZE": rank.world_size, "MASTER_PORT": rank.port or 0}
     os.environ |= {name: str(number) for name, number in numbers.items()} | {"MASTER_ADDR": str(rank.address)}
-    with observing(observer):
+    with talking_through(comm):
         program()
-    return observer
+    return comm

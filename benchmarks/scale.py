@@ -28,6 +28,7 @@ import torch  # noqa: E402
 from device import Count, numpy_zeros, outside_fake_mode, process_group  # noqa: E402
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode  # noqa: E402
 
+from mmm.data import Batch  # noqa: E402
 from mmm.history.plots.style import new_figure, save, style  # noqa: E402
 from mmm.layout import Layout, Techniques  # noqa: E402
 from mmm.models.llama.model import Transformer, TransformerConfig  # noqa: E402
@@ -38,13 +39,13 @@ from mmm.palette import LIGHT, SERIES  # noqa: E402
 from mmm.parallel import parallel_model  # noqa: E402
 from mmm.parallel.mesh import Mesh, build_mesh  # noqa: E402
 from mmm.parallel.partition import partition_model  # noqa: E402
+from mmm.run.comm import TorchComm  # noqa: E402
+from mmm.run.run import Run  # noqa: E402
 from mmm.runtime.clock import StepClock  # noqa: E402
 from mmm.runtime.device import Precision  # noqa: E402
 from mmm.runtime.log import get_logger  # noqa: E402
 from mmm.runtime.ranks import Rank  # noqa: E402
 from mmm.trainer.config.run import RunOptions  # noqa: E402
-from mmm.trainer.job import Job  # noqa: E402
-from mmm.trainer.run.core import Run  # noqa: E402
 
 LAYOUTS = {
     "fsdp·tp8": lambda ranks: Layout(tp=8),
@@ -105,18 +106,22 @@ def measure(name: str, ranks: int) -> dict[str, float]:
                 torch.zeros(TOKENS, dtype=torch.int64),
             )
             clock, who = StepClock(CPU), Rank(0, ranks, 0, 1, "benchmark")
-            run = Run("benchmark", RunOptions(), Job(layout=layout), who, CPU, FP32, clock, [])
+            comm = TorchComm()
+            comm.rank = who
+            options = RunOptions()
+            run = Run("benchmark", options, options, None, who, layout, CPU, FP32, comm, clock, [])
 
             def step(due: bool, folder: Path | None = None) -> None:
                 run.outdir = folder  # rank 0 has one, and reads its rows
                 clock.start()
-                loss = model.step(tokens, tokens, layout.dp * tokens.numel())
+                loss = model.forward_backward(Batch(tokens, tokens, layout.dp * tokens.numel()))
                 model.clip(1.0)
                 optimizer.step()
                 optimizer.zero_grad()
                 model.balance_experts(measured=due)
                 clock.lap("dto")
-                run.row({"iter": 0}, {"loss": loss}, samples=1, due=due)
+                if due:
+                    run.row({"iter": 0}, {"loss": loss}, samples=1)
 
             kinds = {"step": (False,), "step with row": (True,), "step with row on rank 0": (True, Path("none"))}
             for given in kinds.values():  # caches are filled, the optimizer has its state

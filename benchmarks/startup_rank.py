@@ -14,10 +14,10 @@ import torch.distributed.checkpoint
 import torch.distributed.pipelining
 
 from mmm.examples import fsdp_tp  # noqa: F401
+from mmm.run import standard  # noqa: F401
 from mmm.runtime.process_group import gather_floats, process_group
 from mmm.runtime.ranks import whoami
 from mmm.trainer.config.command_line import run_main
-from mmm.trainer.run import standard  # noqa: F401
 
 CPU = torch.device("cpu")
 

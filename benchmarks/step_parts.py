@@ -35,7 +35,7 @@ LM = ["-m", "mmm.trainer.lm", "--device", "cpu", "--dtype", "fp32", "--dataset",
 TIME_ROWS = """
 import sys, time
 from mmm.trainer import lm
-from mmm.trainer.run.core import Run
+from mmm.run.run import Run
 seconds, row = [], Run.row
 def timed(*args, **more):
     begin = time.perf_counter()

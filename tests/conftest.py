@@ -74,7 +74,7 @@ def one_thread():
     if "torch" in sys.modules:
         import torch
 
-        from mmm.trainer.run import utilization
+        from mmm.run.hooks import utilization
 
         torch.set_num_threads(1)
         utilization.SIZE = 64

@@ -14,6 +14,7 @@ import os
 import sys
 import traceback
 from pathlib import Path
+from types import SimpleNamespace
 
 LIBRARY, OUTPUT, CASES = sys.argv[1:]
 # Before torch, which asks at its import which devices there are.
@@ -39,21 +40,19 @@ from mmm.parallel.parallel_model import ParallelModel  # noqa: E402
 from mmm.parallel.pp import pipeline  # noqa: E402
 from mmm.parallel.pp.pipeline import TimedStage  # noqa: E402
 from mmm.parallel.pp.stages import take_stage  # noqa: E402
+from mmm.run.comm import TorchComm  # noqa: E402
+from mmm.run.run import Run  # noqa: E402
 from mmm.runtime.clock import PARTS, PIPELINE_PARTS, StepClock  # noqa: E402
 from mmm.runtime.device import Precision  # noqa: E402
 from mmm.runtime.log import get_logger  # noqa: E402
 from mmm.runtime.ranks import Rank  # noqa: E402
 from mmm.traffic.count import count_traffic  # noqa: E402
 from mmm.trainer.config.run import RunOptions  # noqa: E402
-from mmm.trainer.config.training import CheckpointOptions  # noqa: E402
-from mmm.trainer.loop.fit import FitConfig, fit  # noqa: E402
-from mmm.trainer.loop.tasks import Task  # noqa: E402
-from mmm.trainer.run.core import Run  # noqa: E402
-from mmm.trainer.run.resume import ResumableRecord  # noqa: E402
 from mmm_lab.parity import models  # noqa: E402
 from mmm_lab.parity.layouts import ParityCase, canonical  # noqa: E402
 from mmm_lab.parity.reference import Training, batch  # noqa: E402
 from mmm_lab.parity.train import prepare  # noqa: E402
+from support.loop import fit  # noqa: E402
 
 ROWS = 2  # a row is due in every second step
 LAYERS = 2  # at most, where they are no stages of a pipeline: a third does what the second does
@@ -64,15 +63,13 @@ class Enough(Exception):
     """All steps that are counted have been made."""
 
 
-class MadeUp(Task):
+class MadeUp:
     """The same batch every time; when the next one is asked for, what the last step has done is kept."""
 
     def __init__(self, inputs, targets, count, traffic):
         self.batch, self.traffic, self.seen = Batch(inputs, targets, count), traffic, []
-        self.global_batch_size = self.tokens = count
-        self.steps_per_epoch = 1000
 
-    def batches(self, epoch, first=0):
+    def from_step(self, first):
         for step in range(4):  # the first makes the optimizer's state; then one without and one with a row
             if step:
                 self.seen.append((dict(COUNTS.of), self._collectives()))
@@ -87,9 +84,6 @@ class MadeUp(Task):
         for (_, operation), entry in self.traffic.entries.items():
             calls[operation] = calls.get(operation, 0) + entry.calls
         return calls
-
-    def evaluate(self, model):
-        raise NotImplementedError
 
 
 def shaped(ready, inputs):
@@ -177,12 +171,14 @@ def counted(kind, words):
                 seed=0,
                 lap=clock.lap,
             )
-            hooks, folder = [ResumableRecord(CheckpointOptions())], Path("none")  # of rank 0, which reads its rows
-            run = Run("test", RunOptions(log_every=ROWS), ready, rank, device, BF16, clock, hooks, folder)
+            comm, options = TorchComm(), RunOptions(log_every=ROWS)
+            comm.rank = rank
+            run = Run("test", options, options, None, rank, ready.layout, device, BF16, comm, clock, [])
+            run.outdir = Path("none")  # of rank 0, which reads its rows
             task = MadeUp(inputs[:local].to(device), targets[:local].to(device), targets.numel(), traffic)
             updates = make_optimizer(optimizer, parallel.parameters(), 1e-3)
             with contextlib.suppress(Enough):
-                fit(run, parallel, updates, task, FitConfig(steps=100, max_norm=1.0))
+                fit(run, parallel, updates, SimpleNamespace(steps=100, global_batch_size=1), batches=task, max_norm=1.0)
     _, without, with_row = task.seen
     layers = sum(isinstance(each, MixtureOfExperts) for each in parallel.modules[0].modules())
     forwards = layers * parallel.microbatches

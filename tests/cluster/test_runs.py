@@ -121,7 +121,7 @@ def test_retries_and_the_record(launcher, mpi):
 import os, signal, sys, time
 import mmm.history
 from mmm.examples import fsdp_tp
-from mmm.trainer.run.core import Run
+from mmm.run.run import Run
 if os.environ["MMM_ATTEMPT"] == "0":
     row = Run.row
     def dying(self, at, *args, **kw):

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from mmm.data import Batch
 from mmm.layout import Layout, Techniques
 from mmm.models.llama.model import Transformer, TransformerConfig
 from mmm.models.llama.plan import transformer_plan
@@ -23,14 +24,14 @@ from mmm.parallel.footprint import Footprint
 from mmm.parallel.mesh import build_mesh
 from mmm.parallel.parallel_model import ParallelModel
 from mmm.parallel.partition import partition_model
+from mmm.run.comm import TorchComm
+from mmm.run.run import Run
 from mmm.runtime.clock import StepClock
 from mmm.runtime.device import Precision, choose_device, choose_precision
 from mmm.runtime.log import ignore_views
 from mmm.runtime.process_group import process_group
 from mmm.runtime.ranks import Rank
 from mmm.trainer.config.run import RunOptions
-from mmm.trainer.job import Job
-from mmm.trainer.run.core import Run
 
 pytestmark = pytest.mark.gpu
 STRICT = os.environ.get("MMM_GPU_TESTS") == "required"
@@ -59,7 +60,10 @@ class Training:
         partition = partition_model(model, plan, layout, techniques, torch.zeros(tokens, dtype=torch.int64).to("meta"))
         (self.least,) = Footprint(partition.parameters(model, 1, techniques.schedule)).elements(layout)
         clock = StepClock(self.device)
-        self.run = Run("test", RunOptions(), Job(layout=layout), ALONE, self.device, precision, clock, [])
+        comm = TorchComm()
+        comm.rank = ALONE
+        options = RunOptions()
+        self.run = Run("test", options, options, None, ALONE, layout, self.device, precision, comm, clock, [])
         mesh = build_mesh(layout, kind)
         self.model = ParallelModel(
             model, plan, mesh, precision, techniques, partition, device=self.device, seed=0, lap=clock.lap
@@ -74,11 +78,13 @@ class Training:
         self.optimizer.zero_grad()
         self.run.clock.start()
         self.run.clock.lap("dtd")
-        loss = self.model.step(self.tokens, self.tokens, self.tokens.numel())
+        loss = self.model.forward_backward(Batch(self.tokens, self.tokens, self.tokens.numel()))
         self.model.clip(1.0)
         self.optimizer.step()
         self.run.clock.lap("dto")
-        return self.run.row({"iter": 0}, {"loss": loss}, samples=len(self.tokens), due=due)
+        if not due:
+            return None
+        return self.run.row({"iter": 0}, {"loss": loss}, samples=len(self.tokens))
 
 
 @pytest.fixture

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from mmm.data import Batch
 from mmm.generate import config_of, evaluation_model, load_weights, sample_text, tokenizer_on_disk
 from mmm.layout import PADDING
 from mmm.nn.sampling import Sampling
@@ -51,7 +52,7 @@ def loss_on(rank, path, tokens, axes):
     padded[:TOKENS], targets[: TOKENS - 1] = torch.from_numpy(tokens), torch.from_numpy(tokens[1:])
     samples = layout.pp  # a micro-batch a stage
     count = (TOKENS - 1) * samples * layout.dp
-    loss = model.evaluate(padded.expand(samples, -1), targets.expand(samples, -1), count)
+    loss = model.evaluate(Batch(padded.expand(samples, -1), targets.expand(samples, -1), count))
     return float(loss) if rank.rank in layout.loss_ranks() else 0.0
 
 

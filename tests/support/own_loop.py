@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from mmm.errors import UserError
 from mmm.parallel import EMA, Layout, Plan, batch_sizes, local_batches
-from mmm.trainer import BatchOptions, CheckpointOptions, build_model, start_run, train_steps
+from mmm.trainer import BatchOptions, CheckpointOptions, build_model, start_run
 from support.pool import program_on
 from support.resuming import Ended
 
@@ -31,12 +31,14 @@ class Config(BatchOptions, CheckpointOptions):
     noise: bool = True
     of_critic: str = "SGD"
     lr: float = 0.05
+    hidden: int = 8
+    frozen: bool = False
 
 
 class Network(nn.Module):
-    def __init__(self, inputs, outputs):
+    def __init__(self, inputs, outputs, hidden=8):
         super().__init__()
-        self.up, self.down = nn.Linear(inputs, 8), nn.Linear(8, outputs)
+        self.up, self.down = nn.Linear(inputs, hidden), nn.Linear(hidden, outputs)
         self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
 
     def forward(self, x):
@@ -80,9 +82,13 @@ class Tally:
 
 
 def objects(run, config: Config) -> dict:
-    generator = build_model(run, lambda: Network(WIDTH, WIDTH), PLAN, name="generator", data_parallel=config.parallel)
+    def network():
+        return Network(WIDTH, WIDTH, config.hidden)
+
+    generator = build_model(run, network, PLAN, name="generator", data_parallel=config.parallel)
     critic = build_model(run, lambda: Network(WIDTH, 1), PLAN, name="critic", data_parallel=config.parallel)
-    opt_g = torch.optim.AdamW(generator.parameters(), lr=config.lr)
+    updated = [p for name, p in generator.named_parameters() if name != "down.bias" or not config.frozen]
+    opt_g = torch.optim.AdamW(updated, lr=config.lr)
     if config.of_critic == "SGD":
         opt_d = torch.optim.SGD(critic.parameters(), lr=config.lr, momentum=0.9)
     else:
@@ -110,7 +116,7 @@ def train(
 
     Args:
         ends_at: the step in whose body the run ends, on all ranks.
-        change: the objects, before they are given to ``state=``.
+        change: the objects, before they are given to ``run.state``.
         body: called at the end of each step's.
     """
     config = Config(**{"device": "cpu", "dtype": "fp64", "global_batch_size": 8, "flush_every": 2, **flags})
@@ -138,8 +144,10 @@ def loop(run, config, global_batch, samples, ends_at, change, body):
     given = dict(state)
     if (other := change(given)) is not None:
         given = other
+    if given:
+        run.state(**given)
     batches = DataLoader(Points(config.noise), batch_sampler=samples)
-    for step in train_steps(run, batches, opt_g, config.steps, samples=global_batch, state=given or None):
+    for step in run.steps(batches, config.steps, samples=global_batch):
         if step.number == ends_at:
             raise Ended
         points, seeds = step.batch

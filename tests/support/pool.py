@@ -5,20 +5,21 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext, redirect_stdout
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, redirect_stdout
 from typing import Any
 from unittest.mock import patch
 
-import torch
 from torch.distributed.distributed_c10d import _get_default_store
 
+from mmm.run.comm import TorchComm, talking_through
+from mmm.run.run import Run
 from mmm.runtime.ranks import Rank
 
 MEASURED = 64  # rows of the product that tells a run what its CPU can do at most
 
 # The modules that may ask which rank they are on.
 ASK = (
-    "mmm.trainer.run.core",
+    "mmm.run.run",
     "mmm.trainer.config.cnn",
     "mmm.trainer.config.data",
     "mmm.trainer.cnn",
@@ -31,18 +32,20 @@ ASK = (
 )
 
 
-def meeting_only(rank: Rank, device: torch.device, timeout: float, meet: Callable[[Any], None]) -> Any:
-    """In place of a process group of the program's own: the one there is."""
-    meet(_get_default_store())
-    return nullcontext()
+class PoolComm(TorchComm):
+    """Talks by the process group of the pool, in place of one of the program's own."""
+
+    def group(self, run: Run, meet: Callable[[Any], object]) -> AbstractContextManager[None]:
+        meet(_get_default_store())
+        return nullcontext()
 
 
 @contextmanager
 def program_on(rank: Rank) -> Iterator[None]:
     """A trainer or an example that is called inside runs on this rank of the pool, and prints nothing."""
     with ExitStack() as stack:
-        stack.enter_context(patch("mmm.trainer.run.core.process_group", meeting_only))
-        stack.enter_context(patch("mmm.trainer.run.utilization.SIZE", MEASURED))
+        stack.enter_context(talking_through(PoolComm()))
+        stack.enter_context(patch("mmm.run.hooks.utilization.SIZE", MEASURED))
         for name in ASK:
             if hasattr(sys.modules.get(name), "whoami"):
                 stack.enter_context(patch(f"{name}.whoami", lambda: rank))

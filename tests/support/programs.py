@@ -13,10 +13,11 @@ from io import StringIO
 from subprocess import CompletedProcess
 from unittest.mock import patch
 
+from mmm.run.comm import talking_through
 from mmm.runtime.ranks import Rank
 from mmm_launch.contract import DEVICE_VARIABLE
 from support.clock import PATIENCE
-from support.pool import MEASURED, meeting_only
+from support.pool import MEASURED, PoolComm
 
 
 def run_program(run_on_ranks: Callable[..., list], ranks: int, module: str, *words: object) -> CompletedProcess[str]:
@@ -35,8 +36,8 @@ def main_of(rank: Rank, module: str, words: Sequence[str]) -> tuple[int, str, st
     out, err, code = StringIO(), StringIO(), 0
     with ExitStack() as stack:
         stack.enter_context(patch.dict(os.environ, {name: str(value) for name, value in place.items()}))
-        stack.enter_context(patch("mmm.trainer.run.core.process_group", meeting_only))
-        stack.enter_context(patch("mmm.trainer.run.utilization.SIZE", MEASURED))
+        stack.enter_context(talking_through(PoolComm()))
+        stack.enter_context(patch("mmm.run.hooks.utilization.SIZE", MEASURED))
         stack.enter_context(patch.object(sys, "argv", [module, *words]))
         stack.enter_context(redirect_stdout(out))
         stack.enter_context(redirect_stderr(err))

@@ -55,7 +55,7 @@ def train(rank, program: str, flags: dict, ends_at: int | None = None) -> str:
         ends_at: the step before which the run ends, on all ranks, once the checkpoint before it is complete.
     """
     module = importlib.import_module(program)
-    seed_step = module.fit.__globals__["seed_step"]
+    seed_step = mmm.run.run.seed_step
 
     def announced(seed, step, coordinate):
         before_step(seed, step, coordinate)
@@ -68,7 +68,7 @@ def train(rank, program: str, flags: dict, ends_at: int | None = None) -> str:
     with ExitStack() as stack:
         stack.enter_context(program_on(rank))
         stack.enter_context(patch("mmm.runtime.agreement.FIRST_WORD", 0.0))
-        stack.enter_context(patch("mmm.trainer.loop.fit.seed_step", ending))
+        stack.enter_context(patch("mmm.run.run.seed_step", ending))
         try:
             module.train(configure(module.Config, device="cpu", plots=False, flush_every=3, **flags))
         except Ended:
@@ -86,7 +86,7 @@ def train_in_turn(rank, program: str, runs: list[tuple]) -> list[str]:
     Args:
         runs: of each the flags, and `ends_at`.
     """
-    with patch("mmm.trainer.run.parallel_model.build_mesh", cache(build_mesh)):
+    with patch("mmm.run.sharded.build_mesh", cache(build_mesh)):
         return [train(rank, program, flags, ends_at) for flags, ends_at in runs]
 
 

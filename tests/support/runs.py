@@ -7,12 +7,11 @@ from pathlib import Path
 import torch
 
 from mmm.layout import Layout
+from mmm.run.comm import TorchComm
+from mmm.run.hook import Hook
+from mmm.run.run import Run
 from mmm.runtime import log
 from mmm.runtime.clock import StepClock
-from mmm.trainer.config.training import CheckpointOptions
-from mmm.trainer.job import Job
-from mmm.trainer.run.core import Hook, Run
-from mmm.trainer.run.resume import ResumableRecord
 
 CPU = torch.device("cpu")
 
@@ -28,19 +27,23 @@ class Rows(Hook):
             self.rows.append(row.numbers)
 
     def describe(self, run, facts):
-        self.notes += [facts["note"]] if "note" in facts else []
+        self.notes[:] = facts.get("notes", self.notes)
 
 
-def make_run(rank, options, resolved, precision, device=CPU, clock=None, hooks=()):
+def make_run(rank, options, job, precision, device=CPU, clock=None, hooks=()):
     """A run, and what it keeps.
 
     Args:
-        resolved: or a layout.
+        job: or a layout.
     """
     rows = Rows()
-    hooks = [ResumableRecord(CheckpointOptions()), rows, *hooks]
-    spec = Job(layout=resolved) if isinstance(resolved, Layout) else resolved
+    layout = job if isinstance(job, Layout) else job.layout
+    job = None if isinstance(job, Layout) else job
+    flags = getattr(options, "run", options)
+    comm = TorchComm()
+    comm.rank = rank
     clock = StepClock(device) if clock is None else clock
     outdir = Path("no folder")  # as of rank 0, which alone has rows: here every rank has
     log._said.clear()  # as where a run begins
-    return Run("test", options, spec, rank, device, precision, clock, hooks, outdir), rows
+    run = Run("test", options, flags, job, rank, layout, device, precision, comm, clock, [rows, *hooks], outdir=outdir)
+    return run, rows

@@ -42,7 +42,7 @@ def encode(value: Any, name: str, tensors: dict[str, Tensor], path: str = "") ->
         return float(value)
     if isinstance(value, Tensor):
         if path in tensors:
-            raise ConfigError(f"{name} in state= has two tensors that are called {path}", on_every_rank=True)
+            raise ConfigError(f"{name} of run.state(…) has two tensors that are called {path}", on_every_rank=True)
         tensors[path] = value
         place = "sharded" if isinstance(value, DTensor) else "host" if value.device.type == "cpu" else "device"
         return {"tensor": [path, list(value.shape), str(value.dtype).removeprefix("torch."), place]}
@@ -54,8 +54,8 @@ def encode(value: Any, name: str, tensors: dict[str, Tensor], path: str = "") ->
         return {type(value).__name__: pairs}
     what = f"{path}, a {type(value).__name__}" if path else f"a {type(value).__name__}"
     raise ConfigError(
-        f"{name} in state= cannot be saved: its state dict has {what}; it may have numbers, texts, None and tensors, "
-        f"in lists, tuples and dicts",
+        f"{name} of run.state(…) cannot be saved: its state dict has {what}; it may have numbers, texts, None and "
+        "tensors, in lists, tuples and dicts",
         on_every_rank=True,
     )
 

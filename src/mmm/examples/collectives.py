@@ -38,7 +38,6 @@ from mmm.runtime.hang import HangWatch
 from mmm.runtime.process_group import all_gather, gather_floats, reduce_scatter
 from mmm.runtime.ranks import whoami
 from mmm.trainer.config.run import BaseOptions
-from mmm.trainer.run.record import add_row
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,7 +146,7 @@ def train(config: Config) -> None:
             run.note("one rank: nothing moves, so there is no bandwidth; start with `launch -n 4`")
         for size in config.sizes:
             part = max(size // 4 // ranks, 1)  # numbers of 4 bytes
-            add_row(run, time_all(run, part, config.repeats))
+            run.add_row(time_all(run, part, config.repeats))
 
 
 def time_all(run: example.Run, part: int, repeats: int) -> dict[str, float]:

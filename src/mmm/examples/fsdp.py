@@ -32,11 +32,11 @@ from mmm.nn.draw import parameter_count
 from mmm.parallel import cross_entropy, draw_weights
 from mmm.parallel.footprint import STATE
 from mmm.parallel.memory.measure import local_elements
+from mmm.run.save_model import save_model
 from mmm.trainer.config.cnn import CNNOptions, resolve_cnn
 from mmm.trainer.config.images import ImageOptions
 from mmm.trainer.config.run import StepOptions
 from mmm.trainer.config.scaled_lr import ScaledOptions
-from mmm.trainer.loop.save import save_model
 
 
 @dataclass(frozen=True, kw_only=True)

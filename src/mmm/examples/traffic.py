@@ -118,7 +118,7 @@ def measure(run: example.Run, name: str, job: Job) -> list[Sent]:
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
 
     def step() -> None:
-        model.step(batch.inputs, batch.targets, batch.count)
+        model.forward_backward(batch)
         optimizer.step()
         optimizer.zero_grad()
 

@@ -3,15 +3,16 @@
 ::
 
     model on meta ──► stages (pp) ──► each: apply (tp, cp, checkpointing, compile, dp) ──► weights ──► ParallelModel
-                        one, if pp is 1                                                             step(inputs, …)
+                        one, if pp is 1                                                              model(batch), …
 
 An example that teaches one technique calls these functions itself; what takes any layout starts here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,16 +21,14 @@ from torch.amp import GradScaler
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import loss_parallel
 
-from mmm.errors import DataError
 from mmm.layout import PADDING, Techniques
 from mmm.nn.draw import accum_dtype, canonical_name
 from mmm.nn.dropout import has_dropout
 from mmm.nn.experts import has_experts
 from mmm.nn.weights import InitRules
 from mmm.parallel.clip import clip_grad_norm, local_norms
-from mmm.parallel.compile import CompileReport
 from mmm.parallel.cp.ring import positions_of
-from mmm.parallel.dp.data_parallel import sync_gradients
+from mmm.parallel.dp.data_parallel import microbatches_of
 from mmm.parallel.dp.fsdp import reshard
 from mmm.parallel.dp.wrapped import unwrapped
 from mmm.parallel.dp.zero import Zero
@@ -85,11 +84,11 @@ class ParallelModel:
         """
         self.mesh = mesh = Mesh.of(mesh)
         self.layout, self.techniques, self.device, self._lap = mesh.layout, techniques, device, lap
-        self.microbatches, self._positions = partition.microbatches, plan.sequence
+        self.microbatches = partition.microbatches
+        self._has_sequences = plan.sequence
         self.coordinates = mesh.layout.coordinates(dist.get_rank())
         self._experts, self.has_dropout = has_experts(model), has_dropout(model)
         self._own_positions: dict[int, Tensor] = {}  # by the length of the sequence
-        self._counts: list[Tensor] = []  # of targets, until `check_targets`
         self.modules: dict[int, nn.Module] = {0: model}
         self.stages, self.stage_to_pp_rank = len(partition.stages), dict[int, int]()
         self._rules, rules, ties = InitRules(model), None, list[dict[int, str]]()
@@ -107,7 +106,6 @@ class ParallelModel:
             materialize(self.modules[stage_id], device, seed, rules, init="by_name")
         self.tied_aliases = self._rules.tied_aliases
         self.ties = StageTies(ties, self.modules, self.stage_to_pp_rank, mesh) if ties else None
-        self._report = CompileReport(self.modules.values()) if techniques.compile else None
         self._loss = loss or loss_of(*self.modules.values())
         self._measure: Measure = lambda output, targets: self._loss(output, targets, 1)  # of a pipeline's outputs
         self.pipeline: Pipeline | None = None
@@ -185,37 +183,42 @@ class ParallelModel:
             dist.all_reduce(worst, dist.ReduceOp.MAX, group=self.mesh["pp"].get_group())
         return worst
 
-    def step(
-        self,
-        inputs: Tensor,
-        targets: Tensor,
-        count: int | None,
-        scaler: GradScaler | None = None,
-        **split: Tensor,
-    ) -> Tensor:
-        """Forward and backward of this data-parallel coordinate's samples, as micro-batches. A collective.
+    def __call__(self, batch: Any) -> Tensor:
+        """The model's output for a micro-batch, of a model without a pipeline.
 
         Args:
-            inputs, targets: (batch, …), full sequences also under cp.
-            count: targets in the global batch; None: `count_targets`.
-            scaler: scales up what is differentiated, for fp16; not with pp.
-            split: further arguments of the model's forward, (batch, …), split as the samples are: where several
-                documents are in a sequence ``document_starts``, full also under cp; for dropout ``sample_keys``.
+            batch: a `mmm.data.Batch` of this data-parallel coordinate: full sequences also under cp.
+        """
+        (module,) = self.modules.values()
+        inputs = self._own_tokens(batch.inputs)
+        return module(inputs, **batch.arguments, **self._positions_of(batch.inputs))
+
+    def loss(self, output: Tensor, batch: Any, count: int | Tensor) -> Tensor:
+        """This rank's local loss of a micro-batch: the sum over its targets, divided by `count`.
+
+        The losses of `Layout.loss_ranks`, of all micro-batches, add up to the global loss.
+
+        Args:
+            count: targets in the global batch. A batch that has none is refused once the row is read.
+        """
+        return self._loss(output, self._own_tokens(batch.targets), _divisor(count))
+
+    def run_schedule(self, batch: Any, count: int | Tensor) -> Tensor:
+        """Forward and backward of all micro-batches of a pipeline, in the order of its schedule. A collective.
 
         Returns:
-            This rank's local loss, scalar, on the device and without a graph: those of `Layout.loss_ranks` add up to
-            the global loss.
+            This rank's local loss, scalar, on the device and without a graph.
         """
-        divisor: int | Tensor
-        if count is None:
-            self._counts.append(self.count_targets(targets))
-            divisor = self._counts[-1].clamp(min=1)  # `check_targets` refuses 0
-        else:
-            divisor = count
-        loss = self._step(inputs, targets, divisor, scaler, split)
-        if self._report is not None:
-            self._report.log()
-            self._report = None
+        assert self.pipeline is not None
+        divisor = _divisor(count)
+        self._measure = lambda output, targets: self._loss(output, targets, divisor)
+        inputs = self._own_tokens(batch.inputs)
+        targets = self._own_tokens(batch.targets)
+        loss = self.pipeline.step(inputs, targets, batch.arguments, **self._positions_of(batch.inputs))
+        if self.ties is not None:
+            self.ties.sum_gradients()
+            if self._lap is not None:
+                self._lap("dtb")
         return loss
 
     def count_targets(self, targets: Tensor) -> Tensor:
@@ -230,76 +233,49 @@ class ParallelModel:
                 dist.all_reduce(count, group=self.mesh[axis].get_group())
         return count
 
-    def check_targets(self, step: int) -> None:
-        """Of the steps since the last call whose targets `step` counted. The host waits for the device.
+    def forward_backward(self, batch: Any, scaler: GradScaler | None = None) -> Tensor:
+        """What a program writes out in its loop, for those that have none: the prover, and measurements. A collective.
 
         Args:
-            step: the last of them.
+            batch: of a step; its `count` is the divisor.
+            scaler: scales up what is differentiated, for fp16; not with pp.
 
-        Raises:
-            DataError: the global batch of one had no target, which makes its loss 0; on every rank.
+        Returns:
+            This rank's local loss, scalar, on the device and without a graph.
         """
-        counts = torch.stack(self._counts).tolist() if self._counts else []
-        self._counts.clear()
-        if 0 in counts:
-            empty = step - len(counts) + 1 + counts.index(0)
-            raise DataError(
-                f"no token in the global batch of step {empty} has a target: each is the last of its document, or "
-                f"padding; use a larger batch, or longer documents",
-                on_every_rank=True,
-            )
-
-    def _step(
-        self,
-        inputs: Tensor,
-        targets: Tensor,
-        count: int | Tensor,
-        scaler: GradScaler | None,
-        split: Mapping[str, Tensor],
-    ) -> Tensor:
-        inputs, targets, positions = self._own_tokens(inputs, targets)
         with loss_parallel():
             if self.pipeline is not None:
                 assert scaler is None or not scaler.is_enabled(), "check_pipeline refuses fp16"
-                self._measure = lambda output, targets: self._loss(output, targets, count)
-                loss = self.pipeline.step(inputs, targets, split, **positions)
-                if self.ties is not None:
-                    self.ties.sum_gradients()
-                    self._timed("dtb")
-                return loss
-            losses, (model,) = [], self.modules.values()
-            batches = [tensor.tensor_split(self.microbatches) for tensor in (inputs, targets, *split.values())]
-            for microbatch, (some_inputs, some_targets, *others) in enumerate(zip(*batches, strict=True), start=1):
-                sync_gradients(model, microbatch == self.microbatches)
-                named = dict(zip(split, others, strict=True)) | positions
-                loss = self._loss(model(some_inputs, **named), some_targets, count)
-                self._timed("dtf")
+                return self.run_schedule(batch, batch.count)
+            losses = []
+            for microbatch in microbatches_of(batch, self.microbatches, self.modules.values()):
+                loss = self.loss(self(microbatch), microbatch, batch.count)
                 (loss if scaler is None else scaler.scale(loss)).backward()
-                self._timed("dtb")
                 losses.append(detached(loss))
         return sum(losses[1:], losses[0])
 
-    def evaluate(self, inputs: Tensor, targets: Tensor, count: int | Tensor, **split: Tensor) -> Tensor:
-        """The local loss as `step` returns it, by forward alone. A collective."""
+    def evaluate(self, batch: Any, count: int | Tensor | None = None) -> Tensor:
+        """This rank's local loss of a batch, by forward alone. A collective.
 
-        def loss(output: Tensor, targets: Tensor) -> Tensor:
-            return self._loss(output, targets, count)
-
-        return self.measure(inputs, targets, loss, **split)[0]
+        Args:
+            count: that the sum of losses is divided by. None: the batch's.
+        """
+        divisor = _divisor(batch.count if count is None else count)
+        return self.measure(batch, lambda output, targets: self._loss(output, targets, divisor))[0]
 
     @torch.no_grad()
-    def measure(self, inputs: Tensor, targets: Tensor, *measures: Measure, **split: Tensor) -> Tensor:
+    def measure(self, batch: Any, *measures: Measure) -> Tensor:
         """Scalars of outputs and targets, by forward alone. A collective.
 
         Args:
-            inputs, targets, split: as for `step`. With pp the samples have to divide into the micro-batches of a step.
+            batch: as for a call. In a pipeline its samples have to divide into the micro-batches of a step.
             measures: (output, targets) of a micro-batch → a scalar; those of the micro-batches are added up.
 
         Returns:
             (measures,) `accum_dtype`, on the device, of this data-parallel (and cp) coordinate, the same on all its
             stages.
         """
-        inputs, targets, positions = self._own_tokens(inputs, targets)
+        targets = self._own_tokens(batch.targets)
         sums = torch.zeros(len(measures), dtype=accum_dtype(self.device), device=self.device)
 
         def add(output: Tensor, targets: Tensor) -> Tensor:
@@ -309,30 +285,39 @@ class ParallelModel:
         with loss_parallel():
             if self.pipeline is None:
                 (model,) = self.modules.values()
-                add(model(inputs, **split, **positions), targets)
+                add(self(batch), targets)
                 reshard(model)  # FSDP itself does so only after a backward
                 return sums
             self._measure = add
-            self.pipeline.evaluate(inputs, targets, split, **positions)
+            inputs = self._own_tokens(batch.inputs)
+            self.pipeline.evaluate(inputs, targets, batch.arguments, **self._positions_of(batch.inputs))
         dist.all_reduce(sums, group=self.mesh["pp"].get_group())  # only the last stage has outputs
         return sums
 
-    def _own_tokens(self, inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-        """The tokens of this cp coordinate, and for models of sequences their positions in the full sequence."""
-        if not self._positions:
-            return inputs, targets, {}
-        length = inputs.shape[1]
+    def _own_tokens(self, tokens: Tensor) -> Tensor:
+        """Those of this rank's cp coordinate.
+
+        Args:
+            tokens: (batch, seq).
+        """
+        if self.layout.cp == 1 or not self._has_sequences:
+            return tokens
+        return tokens[:, self._positions(tokens)]
+
+    def _positions_of(self, inputs: Tensor) -> dict[str, Tensor]:
+        """For a model of sequences, the positions of this rank's tokens in the full sequence."""
+        return {"positions": self._positions(inputs)} if self._has_sequences else {}
+
+    def _positions(self, tokens: Tensor) -> Tensor:
+        length = tokens.shape[1]
         if length not in self._own_positions:
             own = positions_of(self.coordinates["cp"], self.layout.cp, length)
-            self._own_positions[length] = own.to(inputs.device)
-        positions = self._own_positions[length]
-        if self.layout.cp > 1:
-            inputs, targets = inputs[:, positions], targets[:, positions]
-        return inputs, targets, {"positions": positions}
+            self._own_positions[length] = own.to(tokens.device)
+        return self._own_positions[length]
 
-    def _timed(self, part: str) -> None:
-        if self._lap is not None:
-            self._lap(part)
+
+def _divisor(count: int | Tensor) -> int | Tensor:
+    return count.clamp(min=1) if isinstance(count, Tensor) else count
 
 
 def saved_buffers(modules: Iterable[nn.Module]) -> dict[str, Tensor]:

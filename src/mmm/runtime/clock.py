@@ -50,7 +50,12 @@ class StepClock:
         phase: ``start``, ``step N``, or from its last lap to the next step ``after step N``, where evaluations are.
         first_start, first_end: of the very first step, in seconds since 1970; None before. The last part ends a step.
         waited: the seconds so far in which the host waited for other ranks (`timed_waits`); NaN: not known.
+        paused: no part is charged.
+        optimizer_ends_backward: whether the optimizer's update ends the part ``dtb``.
     """
+
+    paused = False
+    optimizer_ends_backward = False
 
     def __init__(self, device: torch.device, parts: tuple[str, ...] = PARTS) -> None:
         self.device = device
@@ -85,6 +90,8 @@ class StepClock:
 
     def lap(self, part: str) -> None:
         """Charge the time since the last mark to `part`."""
+        if self.paused:
+            return
         now = self._mark()
         self._laps.append((part, self._last, now))
         self._last = now
@@ -99,6 +106,22 @@ class StepClock:
         if self.first_end is None and part == self.parts[-1]:
             synchronize(self.device)
             self.first_end = time()
+
+    def end_step(self) -> None:
+        """Charge the rest of the step to its last part."""
+        self.lap(self.parts[-1])
+
+    def pause(self) -> None:
+        """End the step, if one has begun. What follows is charged to no part, until `go_on`."""
+        if self._last is not None:
+            self.end_step()
+        self.paused = True
+
+    def go_on(self) -> None:
+        """Charge time again, from now on."""
+        self.paused = False
+        self._waited = self.waited()
+        self._last = self._mark()
 
     def read(self) -> dict[str, float]:
         """Seconds of a step: ``dt``, each part, and ``dt_own``, which is ``dt`` less what the host waited for other

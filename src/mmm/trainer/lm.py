@@ -14,13 +14,23 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
 
+from torch.distributed.tensor.parallel import loss_parallel
 from torch.optim import Optimizer
 
+from mmm.checkpoint.model_metadata import ModelMetadata
 from mmm.errors import ConfigError
 from mmm.generate import tokenizer_on_disk, without_draws
 from mmm.models.definition import of_config
 from mmm.nn.draw import parameter_count
+from mmm.optim.grad_scaler import GradScaler
 from mmm.parallel.parallel_model import ParallelModel
+from mmm.run.hooks.utilization import Utilization
+from mmm.run.run import start_run
+from mmm.run.save_model import save_model
+from mmm.run.sharded import shard
+from mmm.run.standard import trainer_hooks
+from mmm.run.step import Step
+from mmm.run.tables import print_on_rank0
 from mmm.runtime.ranks import whoami
 from mmm.trainer.config.command_line import parse, run_main
 from mmm.trainer.config.data import TextOptions
@@ -41,16 +51,9 @@ from mmm.trainer.config.training import (
     check_resume,
 )
 from mmm.trainer.job import Job
-from mmm.trainer.loop.fit import FitConfig, fit
-from mmm.trainer.loop.language import check_prompt, log_sample, start_from
-from mmm.trainer.loop.save import save_model
-from mmm.trainer.loop.schedule import schedule_of
-from mmm.trainer.loop.tasks import TokenTask
-from mmm.trainer.run.core import start_run
-from mmm.trainer.run.parallel_model import build_parallel_model
-from mmm.trainer.run.standard import standard_hooks
-from mmm.trainer.run.tables import print_on_rank0
-from mmm.trainer.run.utilization import Utilization
+from mmm.trainer.language import check_prompt, log_sample, start_from
+from mmm.trainer.rate import LearningRate, optimizer_text, schedule_of
+from mmm.trainer.text import TextBatches, validate
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,34 +148,70 @@ def build_optimizer(config: LanguageOptimizer, model: ParallelModel, spec: Job) 
     return config.make(model.parameters(), spec.lr)
 
 
+def metadata_of(job: Job) -> ModelMetadata:
+    """What a checkpoint keeps for those who sample from it."""
+    tokenizer = job.data.tokenizer
+    if tokenizer is None:
+        return ModelMetadata(job.data.train.seq_length, job.eos, bos=job.bos)
+    file = (tokenizer.file, tokenizer.content)
+    return ModelMetadata(job.data.train.seq_length, job.eos, file, bos=job.bos, chat=tokenizer.chat)
+
+
+def balance_experts(model: ParallelModel, step: Step, scaler: GradScaler, rate: float) -> None:
+    """Move the biases of experts with more, or less, than the mean load; not after a step that was skipped."""
+    skipped = scaler.found_inf if step.skip is None else step.skip
+    imbalance = model.balance_experts(rate if skipped is None else rate * (1 - skipped), step.due)
+    if imbalance is not None:
+        step.row["imbalance"] = imbalance
+
+
 def train(config: Config) -> None:
-    spec = resolve(config)  # everything here is checked before any rank talks to another
+    job = resolve(config)  # everything here is checked before any rank talks to another
     if config.run.summary:
-        print_on_rank0(spec.summary())
+        print_on_rank0(job.summary())
         return
 
-    hooks = standard_hooks(config.checkpoint, config.profile, Utilization())
-    with start_run("lm", config, spec, hooks, runs_on_mps=True) as run:
-        if spec.weights is not None:
-            without_draws(spec.model)
-        model = build_parallel_model(run, spec)
-        start_from(run, model, spec.weights)
-        optimizer = build_optimizer(config.optimizer, model, spec)
-        sample = partial(log_sample, run, resolved=spec, options=config.sample, bos=spec.bos, stop=spec.eos)
-        evaluation = config.evaluation
-        task = TokenTask(run, spec, evaluation.eval_batches, evaluation.eval_train, spec.bos, spec.eos, sample)
-        run.log.info("%d steps of %d × %d tokens", spec.steps, spec.global_batch_size, config.data.seq_length)
-        fit_config = FitConfig(
-            steps=spec.steps,
-            max_norm=config.optimizer.max_norm,
-            schedule=schedule_of(run, spec.steps, config.optimizer),
-            evaluation=evaluation,
-            balance_rate=config.experts.balance(),
-            skip=config.optimizer.on_nan == "skip",
-            checkpoint=config.checkpoint,
-            profile=config.profile,
-        )
-        fit(run, model, optimizer, task, fit_config)
+    hooks = trainer_hooks(config.checkpoint, config.profile, metadata_of(job), Utilization())
+    with start_run("lm", config, job, hooks, runs_on_mps=True) as run:
+        if job.weights is not None:
+            without_draws(job.model)
+        model = shard(run, job)  # this rank's part of the model, with its weights
+        start_from(run, model, job.weights)
+        optimizer = build_optimizer(config.optimizer, model, job)
+        rate = LearningRate(optimizer, schedule_of(run, job.steps, config.optimizer))
+        scaler = GradScaler(run.device.type, enabled=run.precision.name == "fp16")
+        run.log.info("%d steps of %d × %d tokens", job.steps, job.global_batch_size, config.data.seq_length)
+        run.log.info("optimizer: %s", optimizer_text(optimizer))
+        run.state(model=model, optimizer=optimizer, scaler=scaler)  # where the run goes on, they are loaded here
+        for step in run.steps(
+            TextBatches(run, job, job.data.train, model),
+            job.steps,
+            samples=job.global_batch_size,
+            tokens=job.global_batch_size * config.data.seq_length,
+            eval_every=config.evaluation.eval_every,
+        ):
+            rate.set(step.number)
+            with loss_parallel():  # under tp the logits stay sharded over the vocabulary
+                if model.pipeline is None:
+                    for batch in step.microbatches:  # gradients are summed over dp after the last one
+                        loss = model.loss(model(batch), batch, step.count)
+                        step.log(loss)
+                        scaler.scale(loss).backward()
+                else:
+                    step.log(model.run_schedule(step.batch, step.count))  # forwards and backwards, in its order
+            scaler.unscale_(optimizer)
+            # What is not finite ends the run at the next row, or is skipped now.
+            norms = step.check(model, scaler, skips=config.optimizer.on_nan == "skip")
+            if config.optimizer.max_norm:
+                step.row["grad_norm"] = model.clip(config.optimizer.max_norm, norms)
+            if step.skip is None or not step.skip.item():
+                scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+            balance_experts(model, step, scaler, config.experts.balance())
+            if step.evaluates:
+                step.row |= validate(run, model, job, config.evaluation.eval_batches, config.evaluation.eval_train)
+                log_sample(run, model, job, config.sample, job.bos, job.eos)
         if config.checkpoint.save_model:
             save_model(run, model)
 

@@ -11,11 +11,19 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from torch.distributed.tensor.parallel import loss_parallel
+
 from mmm.errors import ConfigError
 from mmm.layout import batch_sizes
 from mmm.models.definition import check_sizes
 from mmm.models.vit.definition import MODEL
 from mmm.models.vit.model import PRESETS, ViTConfig
+from mmm.optim.grad_scaler import GradScaler
+from mmm.run.run import start_run
+from mmm.run.save_model import save_model
+from mmm.run.sharded import shard
+from mmm.run.standard import trainer_hooks
+from mmm.run.tables import print_on_rank0
 from mmm.runtime.device import choose_device
 from mmm.runtime.ranks import whoami
 from mmm.trainer.config.command_line import parse, run_main
@@ -32,15 +40,9 @@ from mmm.trainer.config.training import (
     TrainerRun,
     check_resume,
 )
+from mmm.trainer.images import ImageBatches, evaluate
 from mmm.trainer.job import Job
-from mmm.trainer.loop.fit import FitConfig, fit
-from mmm.trainer.loop.image_task import ImageTask
-from mmm.trainer.loop.save import save_model
-from mmm.trainer.loop.schedule import schedule_of
-from mmm.trainer.run.core import start_run
-from mmm.trainer.run.parallel_model import build_parallel_model
-from mmm.trainer.run.standard import standard_hooks
-from mmm.trainer.run.tables import print_on_rank0
+from mmm.trainer.rate import LearningRate, optimizer_text, schedule_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,28 +131,49 @@ def resolve(config: Config) -> Job:
 
 
 def train(config: Config) -> None:
-    spec = resolve(config)  # everything here is checked before any rank talks to another
+    job = resolve(config)  # everything here is checked before any rank talks to another
     if config.run.summary:
-        print_on_rank0(spec.summary())
+        print_on_rank0(job.summary())
         return
 
-    with start_run("vit", config, spec, standard_hooks(config.checkpoint, config.profile), runs_on_mps=True) as run:
-        model, data, chosen = build_parallel_model(run, spec), spec.data, config.optimizer
-        optimizer = chosen.make(model.parameters(), spec.lr)
-        task = ImageTask(run, spec, config.data.workers)
-        images = data.train.samples
-        run.log.info("%s, %d images: %d steps of %d", data.name, images, spec.steps, spec.global_batch_size)
-        fit_config = FitConfig(
-            steps=spec.steps,
-            max_norm=chosen.max_norm,
-            schedule=schedule_of(run, spec.steps, chosen),
-            evaluation=config.evaluation,
-            skip=chosen.on_nan == "skip",
-            checkpoint=config.checkpoint,
-            profile=config.profile,
-        )
-        evaluated = fit(run, model, optimizer, task, fit_config)
-        run.log.info("test accuracy %.2f %% of %d images", evaluated["test_acc"], data.test.samples)
+    hooks = trainer_hooks(config.checkpoint, config.profile)
+    with start_run("vit", config, job, hooks, runs_on_mps=True) as run:
+        batches = ImageBatches(run, job, config.data.workers)
+        model = shard(run, job)  # this rank's part of the model, with its weights
+        optimizer = config.optimizer.make(model.parameters(), job.lr)
+        rate = LearningRate(optimizer, schedule_of(run, job.steps, config.optimizer))
+        scaler = GradScaler(run.device.type, enabled=run.precision.name == "fp16")
+        images = job.data.train.samples
+        run.log.info("%s, %d images: %d steps of %d", job.data.name, images, job.steps, job.global_batch_size)
+        run.log.info("optimizer: %s", optimizer_text(optimizer))
+        run.state(model=model, optimizer=optimizer, scaler=scaler)  # where the run goes on, they are loaded here
+        for step in run.steps(
+            batches, job.steps, samples=job.global_batch_size, eval_every=config.evaluation.eval_every
+        ):
+            rate.set(step.number)
+            with loss_parallel():
+                if model.pipeline is None:
+                    for batch in step.microbatches:  # gradients are summed over dp after the last one
+                        loss = model.loss(model(batch), batch, step.count)
+                        step.log(loss)
+                        scaler.scale(loss).backward()
+                else:
+                    step.log(model.run_schedule(step.batch, step.count))  # forwards and backwards, in its order
+            scaler.unscale_(optimizer)
+            # What is not finite ends the run at the next row, or is skipped now.
+            norms = step.check(model, scaler, skips=config.optimizer.on_nan == "skip")
+            if config.optimizer.max_norm:
+                step.row["grad_norm"] = model.clip(config.optimizer.max_norm, norms)
+            if step.skip is None or not step.skip.item():
+                scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+            if step.evaluates:
+                evaluated = evaluate(run, model, batches)
+                step.row |= evaluated
+                if step.last:
+                    accuracy = evaluated["test_acc"]
+                    run.log.info("test accuracy %.2f %% of %d images", accuracy, job.data.test.samples)
         if config.checkpoint.save_model:
             save_model(run, model)
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 RECENT_ROWS = 50  # their mean is the time of a step that is left
 SILENT_SECONDS = 60.0
 SILENT_STEPS = 10
-# What a run notes where it could not save (`mmm.trainer.run`).
+# What a run notes where it could not save (`mmm.run`).
 FAILED_SAVE = re.compile(r"no checkpoint of step (\d{1,18}): ")
 
 

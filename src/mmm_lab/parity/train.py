@@ -8,12 +8,12 @@ import time
 from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from mmm.data import Batch
 from mmm.errors import LayoutError
 from mmm.layout import Layout, Techniques
 from mmm.nn.draw import canonical_name
@@ -151,13 +151,19 @@ def _train(
     differences: dict[str, float] = {}
     for step in range(training.steps):
         inputs, targets, *documents = batch(parity, training, step)
-        count = None if training.data in WITH_PADDING else targets.numel()
-        named: dict[str, Any] = {"document_starts": documents[0][own].to(device)} if documents else {}
+        own_targets = targets[own].to(device)
+        count: int | Tensor = targets.numel()
+        if training.data in WITH_PADDING:
+            count = parallel_model.count_targets(own_targets)
+        local_batch = Batch(inputs[own].to(device), own_targets, count)
+        if documents:
+            local_batch = replace(local_batch, document_starts=documents[0][own].to(device))
         if parallel_model.has_dropout:
-            named["sample_keys"] = sample_keys(training.seed, step, first_sample, size, device)
+            keys = sample_keys(training.seed, step, first_sample, size, device)
+            local_batch = replace(local_batch, sample_keys=keys)
         # The first step of a pipeline, or of DDP, sends more than the others.
         with count_traffic(mesh) if step == 1 else nullcontext() as traffic:
-            local_loss = parallel_model.step(inputs[own].to(device), targets[own].to(device), count, **named)
+            local_loss = parallel_model.forward_backward(local_batch)
             if step == 0:
                 differences = gradient_differences(parallel_model, reference.gradients)
             update.step()

@@ -86,7 +86,7 @@ def dry_run(program: Callable[[], object], world_size: int, rank: int | None = N
     """Run a program as rank after rank of `world_size`, on nothing.
 
     Args:
-        program: starts one run (`mmm.trainer.run.core.start_run`), and ends by itself after a few steps.
+        program: starts one run (`mmm.run.run.start_run`), and ends by itself after a few steps.
         rank: the only one; None for the distinct ones.
 
     Raises:

@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 
+from mmm.run.hook import Hook
+from mmm.run.rows import Row
+from mmm.run.run import Run
 from mmm.runtime.memory import peak_memory, start_of_peak
-from mmm.trainer.run.core import Hook, Run
-from mmm.trainer.run.record import Record
-from mmm.trainer.run.rows import Row
 from mmm.units import size
 
 ADVICE = "mmm machine --measure lets later runs predict it"
@@ -32,7 +32,7 @@ class PredictedAndMeasured(Hook):
         self._memory_before = 0
 
     def start(self, run: Run) -> None:
-        if run.rank.is_main and not run.dry:
+        if run.rank.is_main and not run.comm.dry:
             self._to_predict = True
             self._memory_before = start_of_peak(run.device)
 
@@ -56,8 +56,7 @@ class PredictedAndMeasured(Hook):
     def _report(self, run: Run, predicted: dict[str, Any]) -> None:
         """Say in a line, and keep in the record, what was predicted and what was measured."""
         peak, source = peak_memory(run.device, self._memory_before)
-        assert run.training_spec is not None
-        seconds = [each * run.training_spec.global_batch_size for each in self.seconds]
+        seconds = [each * run.job.global_batch_size for each in self.seconds]
         step = statistics.median(seconds[1:] or seconds) if seconds else None  # the first starts what is slow to start
         run.describe(measured={"rank": run.rank.rank, "peak_bytes": peak, "memory": source, "step_seconds": step})
         if "failed" in predicted:
@@ -80,12 +79,11 @@ def predict_run(run: Run) -> dict[str, Any] | None:
     from mmm_lab.planner.measured import machine_here
     from mmm_lab.planner.predict import predict
 
-    record = run.hook(Record)
-    facts = {} if record is None else record.facts
+    facts = run.facts
     site = (facts.get("site") or {}).get("name")
     hosts = len(facts.get("hosts", ())) or 1
     machine = machine_here(run.device.type, site, hosts, run.layout.ranks, torch.get_num_threads())
-    prediction = predict(run.resolved, run.device.type, run.precision.name, machine)
+    prediction = predict(run.job, run.device.type, run.precision.name, machine)
     if prediction is None:
         return None
     coordinate = run.layout.coordinates(run.rank.rank)["pp"]

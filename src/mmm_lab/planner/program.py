@@ -6,8 +6,8 @@
         program()                       # resolve, parallelize, optimizer, steps: all as on the real rank
     rehearsal.peaks()                   # memory; rehearsal.traffic has what was sent
 
-The program does not know. Its rank comes from the environment, as always; a run takes its process group from the
-observer (`mmm.runtime.observer`), which is this one; and where the program reads an element of a tensor, it gets a 1,
+The program does not know. Its rank comes from the environment, as always; a run takes its process group from what
+it talks through (`mmm.run.comm`), which is this one; and where the program reads an element of a tensor, it gets a 1,
 or zeros. Nobody writes or prints: a rank of a dry run is never the main one.
 
 Only for a process of its own (`mmm_lab.planner.dry_run` forks one a rank): PyTorch's caches keep what was made here.
@@ -18,7 +18,7 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,9 +32,9 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from mmm.nn import draw, weights
 from mmm.nn.experts import has_experts
 from mmm.parallel.mesh import Mesh
-from mmm.parallel.parallel_model import ParallelModel
+from mmm.run.comm import TorchComm, talking_through
+from mmm.run.run import Run
 from mmm.runtime.contract import DRY_RUN_VARIABLE, RANK_VARIABLES
-from mmm.runtime.observer import Observer, WatchedRun, observing
 from mmm.torch_private import dry_run
 from mmm.torch_private.dry_run import Place
 from mmm.torch_private.fake import FakeTensor, FakeTensorMode, unset_fake_temporarily
@@ -53,7 +53,7 @@ WAIT = wait_operator()
 
 
 @dataclass
-class Rehearsal(Observer):
+class Rehearsal:
     """The dry run of one rank.
 
     Attributes:
@@ -74,11 +74,15 @@ class Rehearsal(Observer):
     held: HeldTensors | None = None
 
     @contextmanager
-    def group(self, run: WatchedRun) -> Iterator[None]:
+    def group(self, run: Run) -> Iterator[None]:
         """In place of the run's process group: one that sends nothing. What the block computes and sends is counted."""
-        clock, layout, precision, resolved = run.clock, run.layout, run.precision, run.resolved
-        device = clock.device
-        self.device, self.precision = device, precision.name
+        clock = run.clock
+        layout = run.layout
+        precision = run.precision
+        resolved = run.job
+        device = run.device
+        self.device = device
+        self.precision = precision.name
         model = getattr(resolved, "model", None)
         partition = getattr(resolved, "partition", None)
         self.has_experts = model is not None and has_experts(model)
@@ -118,6 +122,24 @@ class Rehearsal(Observer):
         return self.memory.peaks()
 
 
+class DryComm(TorchComm):
+    """What a dry run talks through: nobody."""
+
+    dry = True
+
+    def __init__(self, rehearsal: Rehearsal) -> None:
+        self.rehearsal = rehearsal
+
+    def group(self, run: Run, meet: Callable[[dist.Store], object]) -> AbstractContextManager[None]:
+        return self.rehearsal.group(run)
+
+    def gather(self, own: Any) -> list[Any]:
+        return []
+
+    def broadcast(self, own: Any, source: int = 0) -> Any:
+        return own
+
+
 @contextmanager
 def rehearsing(rank: int, world_size: int) -> Iterator[Rehearsal]:
     """Inside, this process is rank `rank` of `world_size` by its environment, and a run that it starts is a dry one."""
@@ -137,7 +159,7 @@ def rehearsing(rank: int, world_size: int) -> Iterator[Rehearsal]:
     }
     rehearsal = Rehearsal(rank, world_size)
     try:
-        with observing(rehearsal), no_other_group():
+        with talking_through(DryComm(rehearsal)), no_other_group():
             yield rehearsal
     finally:
         os.environ.clear()
@@ -218,7 +240,6 @@ def _without_elements(memory: MemoryTracker, held: HeldTensors) -> Iterator[tupl
     yield (draw, "fill_all"), fill_all
     yield (FakeTensor, "numpy"), numpy
     yield (FakeTensor, "tolist"), tolist
-    yield (ParallelModel, "check_targets"), lambda *_: None
     for owner, name in dry_run.mesh_methods():
         yield (owner, name), _outside_fake_mode(vars(owner)[name])
 

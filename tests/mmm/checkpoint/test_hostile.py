@@ -11,7 +11,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-import mmm.trainer.loop.language  # noqa: F401  # so that it is not its import that takes a second
+import mmm.trainer.language  # noqa: F401  # so that it is not its import that takes a second
 from mmm.checkpoint.manifest import MANIFEST, _digest, file_sum, read_manifest
 from mmm.checkpoint.storage import METADATA, read_metadata
 from mmm.errors import CheckpointError

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from mmm.data import Batch
 from mmm.layout import Techniques
 from mmm.models.cnn.plan import cnn_plan
 from mmm.models.llama.model import Transformer, TransformerConfig
@@ -90,7 +91,9 @@ def train(rank, model, layout, data_parallel, clipped, precision=FP64, scale=SCA
         first = layout.dp_coordinate(rank.rank) * size
         inputs, targets, count = batch(model, step)
         inputs = inputs.to(precision.storage) if inputs.is_floating_point() else inputs
-        share = made.step(inputs[first : first + size], targets[first : first + size], count, scaler).item()
+        share = made.forward_backward(
+            Batch(inputs[first : first + size], targets[first : first + size], count), scaler
+        ).item()
         if step in SKIPPED and precision is FP64:
             plant(planted)
         if clipped:

@@ -6,6 +6,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
+from mmm.data import Batch
 from mmm.errors import ConfigError, LayoutError
 from mmm.layout import Techniques
 from mmm.nn.draw import Init
@@ -88,7 +89,7 @@ def buffers(rank, layout, techniques):
     partition = partition_model(net, plan(), layout, techniques, torch.empty(4, 8, device="meta"))
     mesh = build_mesh(layout, "cpu")
     made = ParallelModel(net, plan(), mesh, FP64, techniques, partition, device=CPU, seed=0)
-    made.step(torch.ones(4, 8, dtype=torch.float64), torch.arange(4), 4)
+    made.forward_backward(Batch(torch.ones(4, 8, dtype=torch.float64), torch.arange(4), 4))
     found, ids = {}, {}
     for module in made.modules.values():
         for name, buffer in module.named_buffers(remove_duplicate=False):

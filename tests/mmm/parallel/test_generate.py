@@ -8,6 +8,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
+from mmm.data import Batch
 from mmm.models.llama.model import Transformer, TransformerConfig
 from mmm.models.llama.plan import transformer_plan
 from mmm.nn.sampling import Sampling
@@ -44,7 +45,7 @@ def texts(rank, axes, fields):
     inputs, targets = torch.arange(96).view(4, 24) % 71, torch.arange(1, 97).view(4, 24) % 71
     inputs, targets = inputs[: 2 * model.layout.pp], targets[: 2 * model.layout.pp]
     model.train(False)
-    before = model.evaluate(inputs, targets, 1)
+    before = model.evaluate(Batch(inputs, targets, 1))
     shown = []
 
     def keep(token, likeliest):
@@ -54,7 +55,7 @@ def texts(rank, axes, fields):
     found = [generate(*given, HOT, 70), generate(*given, Sampling(temperature=0), 70, show=3, on_token=keep)]
     assert [token for token, _ in shown] == [likeliest[0][0] for _, likeliest in shown] == found[1]
     assert all(1 > a > b > c > 0 for _, ((_, a), (_, b), (_, c)) in shown)
-    assert torch.equal(model.evaluate(inputs, targets, 1), before)  # attention is the model's own again
+    assert torch.equal(model.evaluate(Batch(inputs, targets, 1)), before)  # attention is the model's own again
     return found
 
 

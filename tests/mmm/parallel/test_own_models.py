@@ -12,7 +12,7 @@ from torch import nn
 from mmm.errors import UserError
 from mmm.parallel import Layout, Plan, apply, build_mesh, materialize, meta_parameters
 from mmm.parallel.own_model import check_own_model
-from mmm.trainer.loop.save import full_tensors
+from mmm.run.save_model import full_tensors
 from support.own_model import CPU, FP64
 from support.own_models import CASES
 

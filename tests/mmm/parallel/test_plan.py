@@ -17,8 +17,8 @@ from mmm.parallel import Layout, apply, build_mesh, meta_parameters
 from mmm.parallel.partition import partition_model
 from mmm.parallel.plan import Plan, unmatched
 from mmm.parallel.tp.replicated import Replicated
+from mmm.run.sharded import shard
 from mmm.runtime.device import Precision
-from mmm.trainer.run.parallel_model import build_parallel_model
 from mmm_lab.parity import models
 
 CPU = torch.device("cpu")
@@ -95,10 +95,11 @@ def notes(rank):
         log=quiet,
         clock=SimpleNamespace(lap=None),
         describe=lambda **facts: kept.append(facts.get("note")),
+        comm=SimpleNamespace(gather=lambda own: [own]),
     )
     partition = partition_model(net, WRONG, run.layout, Techniques(), torch.empty(4, 4, device="meta"))
     resolved = SimpleNamespace(model=net, plan=WRONG, techniques=Techniques(), partition=partition)
-    build_parallel_model(run, resolved)
+    shard(run, resolved)
     return json.dumps([note for note in kept if note is not None])
 
 

@@ -72,7 +72,7 @@ def after_evaluation(rank):
     partition = partition_model(model, plan, DP2, Techniques(), inputs.inputs)
     mesh = build_mesh(DP2, "cpu")
     model = ParallelModel(model, plan, mesh, FP64, Techniques(), partition, device=CPU, seed=reference.SEED)
-    model.evaluate(inputs.inputs, inputs.targets, inputs.count)
+    model.evaluate(inputs)
     return [name for name, p in model.named_parameters() if not isinstance(p, DTensor)]
 
 

@@ -2,7 +2,7 @@
 
 import torch
 
-from mmm.trainer.run.rows import sums_in_order
+from mmm.run.rows import sums_in_order
 
 
 def test_the_sum_of_losses_is_the_same_to_the_last_bit():

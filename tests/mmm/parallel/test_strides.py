@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from mmm.data import Batch
 from mmm.data.images.batches import ImageBatches
 from mmm.data.images.datasets import load_images
 from mmm.layout import Techniques
@@ -102,8 +103,8 @@ def train(rank, model, layout, schedules):
             batch = images(step)
             pixels = batch.inputs.double()
             if step == 1:
-                seen = made.evaluate(pixels, batch.targets, batch.count).item()
-            losses.append(made.step(pixels, batch.targets, batch.count).item())
+                seen = made.evaluate(Batch(pixels, batch.targets, batch.count)).item()
+            losses.append(made.forward_backward(Batch(pixels, batch.targets, batch.count)).item())
             optimizer.step()
             optimizer.zero_grad()
         assert seen == pytest.approx(losses[1], rel=1e-12)

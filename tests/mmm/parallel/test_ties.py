@@ -10,6 +10,7 @@ from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import RowwiseParallel
 
 from mmm.comparison import worst
+from mmm.data import Batch
 from mmm.errors import LayoutError
 from mmm.layout import Techniques
 from mmm.models.llama.model import Transformer, TransformerConfig
@@ -23,9 +24,9 @@ from mmm.parallel.partition import partition_model
 from mmm.parallel.plan import Plan
 from mmm.parallel.ties import find_ties
 from mmm.parallel.tp.replicated import Replicated
+from mmm.run.save_model import full_tensors, second_names
 from mmm.runtime.device import Precision
 from mmm.runtime.process_group import gather_floats
-from mmm.trainer.loop.save import full_tensors, second_names
 from mmm_lab.parity import models
 from mmm_lab.parity.fixtures import plain_gpt
 from mmm_lab.parity.plans import plain_gpt_plan
@@ -77,7 +78,7 @@ def train(rank, layout, techniques, gradients, tied=TIE, make=plain_gpt.small_mo
         inputs, targets = batch(GPT, Training(), step)
         size = len(inputs) // layout.dp
         at = slice(layout.dp_coordinate(rank.rank) * size, (layout.dp_coordinate(rank.rank) + 1) * size)
-        loss = made.step(inputs[at], targets[at], targets.numel())
+        loss = made.forward_backward(Batch(inputs[at], targets[at], targets.numel()))
         if step == 0:
             differences = gradient_differences(made, gradients)
         norms.append(float(made.clip(MAX_NORM)))

@@ -8,10 +8,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-import mmm.trainer.run.standard  # noqa: F401  # before `program_on` looks for it
+import mmm.run.standard  # noqa: F401  # before `program_on` looks for it
 from mmm.parallel import Layout, Plan, Replicated
 from mmm.runtime.seed import derived_seed, seed_all, seed_step
-from mmm.trainer import BatchOptions, build_model, start_run, train_steps
+from mmm.trainer import BatchOptions, build_model, start_run
 from support.pool import program_on
 
 
@@ -61,7 +61,7 @@ def noise(rank, layout, outdir, before):
         batches = [torch.ones(4, 4)] * 3
         for _ in range(before):
             torch.rand(1)
-        for step in train_steps(run, batches, optimizer, 3, samples=4 * layout.dp):
+        for step in run.steps(batches, 3, samples=4 * layout.dp):
             loss = model(step.batch).square().sum()
             step.log(loss)
             loss.backward()

@@ -10,8 +10,7 @@ import pytest
 from mmm.errors import ConfigError
 from mmm.runtime.contract import ELASTIC_VARIABLE
 from mmm.trainer.config.command_line import configure
-from mmm.trainer.lm import Config
-from mmm.trainer.run import resume
+from mmm.trainer.lm import Config, train
 from support.clock import PATIENCE
 
 BENCHMARK = Path(__file__).parents[3] / "benchmarks" / "elastic.py"
@@ -28,7 +27,7 @@ def test_what_it_needs(monkeypatch, given, missing):
     monkeypatch.setenv(ELASTIC_VARIABLE, "1:4")
     config = configure(Config, **given)
     with pytest.raises(ConfigError) as error:
-        resume.prepare("lm", config.run, config.checkpoint, None)
+        train(config)
     words = f"launch --elastic: to go on with another number of ranks lm needs {missing} as well"
     assert str(error.value) == words
 

@@ -1,6 +1,5 @@
 """Fingerprints of runs on different layouts agree, and show where a run goes wrong: step, place and rank."""
 
-import itertools
 from dataclasses import replace
 from pathlib import Path
 
@@ -8,25 +7,25 @@ import pytest
 import torch
 
 from mmm.data.text.text_data import TextData
-from mmm.errors import RecordError
+from mmm.errors import DivergedError, RecordError
 from mmm.models.llama.model import Transformer, TransformerConfig
 from mmm.models.llama.plan import transformer_plan
 from mmm.parallel.dp.wrapped import unwrapped
 from mmm.parallel.local import to_local
+from mmm.run.hooks.fingerprints import FingerprintHook
+from mmm.run.sharded import shard
 from mmm.runtime.clock import PARTS, PIPELINE_PARTS, StepClock
 from mmm.runtime.device import Precision
 from mmm.trainer.config.layout import SequenceLayoutOptions, techniques_of
-from mmm.trainer.config.profile import ProfileOptions
 from mmm.trainer.config.resolve_plan import with_plan
 from mmm.trainer.config.run import RunOptions
 from mmm.trainer.job import Job
-from mmm.trainer.loop.fit import FitConfig, fit
-from mmm.trainer.loop.tasks import TokenTask
-from mmm.trainer.run.parallel_model import build_parallel_model
+from mmm.trainer.text import TextBatches
 from mmm_lab.cli import diverge as command
 from mmm_lab.runs.diverge import diverge
 from mmm_verify.ranks.ranks import RanksFailed
 from support import reference as texts
+from support.loop import fit
 from support.runs import make_run
 
 FP64 = Precision("fp64", torch.float64, torch.float64)
@@ -56,62 +55,52 @@ def train(rank, folder, flags=None, mistake="", changes=None):
     clock = StepClock(torch.device("cpu"), PARTS if layout.pp == 1 else PIPELINE_PARTS)
     run, _ = make_run(rank, RunOptions(lr=given["lr"], dtype="fp64", seed=given["seed"]), layout, FP64, clock=clock)
     run.outdir = Path(folder) if rank.is_main else None
-    model = build_parallel_model(run, resolved)
+    model = shard(run, resolved)
     optimizer = torch.optim.AdamW(model.parameters(), lr=given["lr"])
-    task = TokenTask(run, resolved, eval_batches=1)
-    PLANT.get(mistake, lambda *_: None)(rank, model, task)
-    profile = ProfileOptions(fingerprints=given["every"])
-    fit(run, model, optimizer, task, FitConfig(steps=STEPS, max_norm=given["max_norm"], profile=profile))
+    run.hooks.append(FingerprintHook(given["every"]))
+    batches = TextBatches(run, resolved, resolved.data.train, model)
+    plant = PLANT.get(mistake, lambda *_: None)(rank, model, batches) or (lambda step, loss: loss)
+    try:
+        fit(run, model, optimizer, resolved, batches=batches, max_norm=given["max_norm"], planted=plant)
+    except DivergedError as error:
+        for hook in run.hooks:
+            hook.end(run, error)
+        raise
 
 
-def counted(model):
-    """The steps that `model` has begun."""
-    step, begun = model.step, []
-
-    def with_count(*args, **kwargs):
-        begun.append(1)
-        return step(*args, **kwargs)
-
-    model.step = with_count
-    return begun
-
-
-def wrong_gradient(rank, model, task):
+def wrong_gradient(rank, model, batches):
     """Rank 1 has another gradient of one weight, as where its memory fails: its replicas do not."""
-    begun, step = counted(model), model.step
 
-    def wrong(*args, **kwargs):
-        loss = step(*args, **kwargs)
-        if rank.rank == 1 and len(begun) > WRONG:
+    def wrong(step, loss):
+        if rank.rank == 1 and step >= WRONG:
             (gradient,) = (to_local(p.grad) for name, p in model.named_parameters() if name == LAYER)
             gradient.mul_(1.01)
         return loss
 
-    model.step = wrong
+    return wrong
 
 
-def no_number(rank, model, task):
-    begun, step = counted(model), model.step
-
-    def wrong(*args, **kwargs):
-        loss = step(*args, **kwargs)
-        if len(begun) > WRONG:
+def no_number(rank, model, batches):
+    def wrong(step, loss):
+        if step >= WRONG:
             (gradient,) = (to_local(p.grad) for name, p in model.named_parameters() if name == LAYER)
             gradient[0, 0] = float("nan")
         return loss
 
-    model.step = wrong
+    return wrong
 
 
-def wrong_forward(rank, model, task):
+def wrong_forward(rank, model, batches):
     """One block returns something else."""
-    begun, block = counted(model), unwrapped(model.modules[0]).get_submodule("layers.1")
-    block.register_forward_hook(lambda *call: call[-1] * 1.01 if len(begun) > WRONG else None, prepend=True)
+    done = []
+    block = unwrapped(model.modules[0]).get_submodule("layers.1")
+    block.register_forward_hook(lambda *call: call[-1] * 1.01 if len(done) >= WRONG else None, prepend=True)
+    return lambda step, loss: done.append(step) or loss
 
 
-def other_samples(rank, model, task):
-    batches = task.all_batches
-    task.all_batches = lambda first: itertools.islice(batches(first), WRONG, None)
+def other_samples(rank, model, batches):
+    from_step = batches.from_step
+    batches.from_step = lambda first: from_step(first + WRONG)
 
 
 PLANT = {"gradient": wrong_gradient, "nan": no_number, "forward": wrong_forward, "samples": other_samples}

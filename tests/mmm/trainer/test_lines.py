@@ -2,8 +2,8 @@
 
 import pytest
 
-from mmm.trainer.run.lines import HEAD, WIDTH, done, row_line
-from mmm.trainer.run.rows import Row, Totals
+from mmm.run.lines import HEAD, WIDTH, done, row_line
+from mmm.run.rows import Row, Totals
 
 TIMES = {"dt": 0.483317, "dtd": 0.00092, "dtf": 0.18197, "dtb": 0.299444, "dto": 0.000983}
 MORE = {"lr": 0.003, "grad_norm": 1.23456, "sps": 33.104, "tps": 4237.31, "sps_per_gpu": 8.276, "tps_per_gpu": 1059.3}

@@ -1,6 +1,5 @@
 """A gradient or a loss that is not finite on one rank: every rank of any layout stops, or skips the step."""
 
-import itertools
 import math
 from unittest.mock import patch
 
@@ -22,9 +21,8 @@ from mmm.runtime.device import Precision
 from mmm.trainer.config.resolve_plan import with_plan
 from mmm.trainer.config.run import RunOptions
 from mmm.trainer.job import Job
-from mmm.trainer.loop.fit import FitConfig, fit
-from mmm.trainer.loop.tasks import TokenTask
 from support import reference as texts
+from support.loop import fit
 from support.runs import make_run
 
 CPU = torch.device("cpu")
@@ -74,12 +72,8 @@ def train(rank, layout, kind, mode, planted, optimizer="adamw", max_norm=1.0, by
         made = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
     else:
         made = make_optimizer(optimizer, model.parameters(), 0.01)
-    counter, forward, balance, update = itertools.count(), model.step, model.balance_experts, made.step
-    at = {}
 
-    def step(*given):
-        at["step"] = number = next(counter)
-        loss = forward(*given)
+    def plant(number, loss):
         if rank.rank == WHO and (number == BAD or (planted == "always" and number > BAD)):
             if planted == "loss":
                 return torch.full_like(loss, math.inf)
@@ -88,19 +82,35 @@ def train(rank, layout, kind, mode, planted, optimizer="adamw", max_norm=1.0, by
                 to_local(grads[-1]).view(-1)[-1] = math.nan
         return loss
 
-    model.step = step
+    update = None
     if mode == "leave out":
-        made.step = lambda: None if at["step"] == BAD else update()
-        model.balance_experts = lambda rate, due: balance(0.0 if at["step"] == BAD else rate, due)
+        balance = model.balance_experts
+        left_out = []
+
+        def update(number):
+            left_out[:] = [number == BAD]
+            if number != BAD:
+                made.step()
+
+        model.balance_experts = lambda rate, due: balance(0.0 if left_out[0] else rate, due)
     run, kept = make_run(rank, options, layout, precision, clock=clock)
-    task = TokenTask(run, resolved, eval_batches=1)
-    if by_epoch:
-        task.steps_per_epoch = 2
-    choices = FitConfig(steps=steps, max_norm=max_norm, by_epoch=by_epoch, balance_rate=0.125, skip=mode == "skip")
+    epoch = 2 if by_epoch else None
+    skips = mode == "skip"
     said = []
     try:
-        with patch("mmm.trainer.run.rows.socket.gethostname", lambda: f"node{rank.rank}"):
-            fit(run, model, made, task, choices)
+        with patch("mmm.run.rows.socket.gethostname", lambda: f"node{rank.rank}"):
+            fit(
+                run,
+                model,
+                made,
+                resolved,
+                max_norm=max_norm,
+                skips=skips,
+                epoch=epoch,
+                balance_rate=0.125,
+                planted=plant,
+                update=update,
+            )
     except DivergedError as error:
         said = [str(error)] * error.on_every_rank
     modules = [each for part in model.modules.values() for each in part.modules()]

@@ -52,7 +52,7 @@ def test_each_rank_writes_pytorchs_trace(run_on_ranks, tmp_path):
 
 
 def train_with_two_profiles(rank, *given):
-    with patch("mmm.trainer.loop.profile.MOST_RANKS", 2):
+    with patch("mmm.run.hooks.profile.MOST_RANKS", 2):
         train_on(rank, *given)
 
 
@@ -80,7 +80,7 @@ def test_pyinstrument(tmp_path):
         "files": ["profile.html", "profile.txt"],
         "ranks": [0],
     }
-    assert "train_step" in (tmp_path / "profile.txt").read_text()
+    assert "trainer/lm.py" in (tmp_path / "profile.txt").read_text()
     assert "<html" in (tmp_path / "profile.html").read_text()
 
 

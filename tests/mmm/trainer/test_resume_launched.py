@@ -77,7 +77,7 @@ CTRL_C = """
 import os, time
 from mmm.trainer.config.command_line import run_main
 from mmm.trainer import lm
-from mmm.trainer.loop import fit as loop
+from mmm.run import run as loop
 from mmm.trainer.config.command_line import parse
 
 def seed_step(seed, step, coordinate, real=loop.seed_step):

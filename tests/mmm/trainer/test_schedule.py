@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from mmm.trainer.config.training import ScheduledOptions
-from mmm.trainer.loop.schedule import constant, schedule_of, step_decay, warmup_cosine, warmup_stable_decay
+from mmm.trainer.rate import schedule_of, step_decay, warmup_cosine, warmup_stable_decay
 
 
 def test_warmup_then_cosine():
@@ -65,4 +65,3 @@ def test_step_decay_is_steplr():
         assert factor(epoch * 5) == factor(epoch * 5 + 4) == pytest.approx(optimizer.param_groups[0]["lr"])
         optimizer.step()
         schedule.step()
-    assert constant(17) == 1.0

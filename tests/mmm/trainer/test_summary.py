@@ -6,9 +6,9 @@ from torch import nn
 from mmm.layout import Layout
 from mmm.models.vit.model import ViT, ViTConfig
 from mmm.optim.adamw import make_optimizer
+from mmm.run.tables import mesh_table
 from mmm.trainer.job import model_summary
-from mmm.trainer.loop.schedule import optimizer_text
-from mmm.trainer.run.tables import mesh_table
+from mmm.trainer.rate import optimizer_text
 
 
 def test_multiply_adds_are_those_of_all_tokens():

@@ -6,7 +6,7 @@ import torch
 from mmm.models.llama.model import Transformer, TransformerConfig
 from mmm.models.llama.plan import transformer_plan
 from mmm.parallel import meta_parameters
-from mmm.trainer.run.utilization import peak_flops, step_flops
+from mmm.run.hooks.utilization import peak_flops, step_flops
 
 
 @pytest.mark.parametrize("tied", [False, True])

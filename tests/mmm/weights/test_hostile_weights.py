@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-import mmm.trainer.loop.language  # noqa: F401
+import mmm.trainer.language  # noqa: F401
 from mmm_lab.cli.main import main
 from support.llamas import CONFIG, write_hugging_face
 

@@ -22,7 +22,7 @@ class Batch:
 
     Attributes:
         inputs, targets: (batch, seq) int64; a target is the token after its input, or `PADDING`.
-        count: targets in the global batch: the divisor of a sum of losses.
+        count: targets in the global batch: the divisor of a sum of losses. A tensor where they have been counted.
         has_padding: some targets may be `PADDING`, which `count` includes: the divisor is how many are not, and differs
             from step to step.
         document_starts: (batch, seq) int64, the place in its sequence where the document of each token begins; None
@@ -32,10 +32,22 @@ class Batch:
 
     inputs: Tensor
     targets: Tensor
-    count: int
+    count: int | Tensor
     has_padding: bool = False
     document_starts: Tensor | None = None
     sample_keys: Tensor | None = None
+
+    @property
+    def arguments(self) -> dict[str, Tensor]:
+        """What a model's forward takes besides its inputs, (batch, …)."""
+        named = {"document_starts": self.document_starts, "sample_keys": self.sample_keys}
+        return {name: tensor for name, tensor in named.items() if tensor is not None}
+
+    def split(self, parts: int) -> list[Batch]:
+        """Micro-batches, whose sizes differ by one sample at most."""
+        tensors = {"inputs": self.inputs, "targets": self.targets, **self.arguments}
+        pieces = zip(*(tensor.tensor_split(parts) for tensor in tensors.values()), strict=True)
+        return [replace(self, **dict(zip(tensors, piece, strict=True))) for piece in pieces]
 
     def to(self, device: torch.device) -> Batch:
         """On the device. The host does not wait for the copy to CUDA or XPU, which is made from pinned memory."""

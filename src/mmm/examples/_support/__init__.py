@@ -22,13 +22,13 @@ if TYPE_CHECKING:
         text_steps,
     )
     from mmm.optim.adamw import make_optimizer
+    from mmm.run.run import Run
+    from mmm.run.tables import sharded_model, stage_table
     from mmm.trainer.config.layout import techniques_of
     from mmm.trainer.config.model import SmallTransformerOptions, TransformerOptions
     from mmm.trainer.config.resolve_text import check_own_kv_heads
     from mmm.trainer.config.run import OptimizerOptions, RowOptions, TensorParallelOptions
     from mmm.trainer.job import Job
-    from mmm.trainer.run.core import Run
-    from mmm.trainer.run.tables import sharded_model, stage_table
 
 __getattr__, __dir__ = lazy(
     __name__,
@@ -47,7 +47,7 @@ __getattr__, __dir__ = lazy(
         "mmm.data.text.text_data": "TextData",
         "mmm.trainer.job": "Job",
         "mmm.optim.adamw": "make_optimizer",
-        "mmm.trainer.run.core": "Run",
-        "mmm.trainer.run.tables": "sharded_model stage_table",
+        "mmm.run.run": "Run",
+        "mmm.run.tables": "sharded_model stage_table",
     },
 )

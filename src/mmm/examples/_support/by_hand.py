@@ -16,10 +16,8 @@ from torch.distributed.tensor import DTensor
 
 from mmm.comparison import relative_error, worst
 from mmm.examples._support.mistakes import TOLERANCE, mistake_of
+from mmm.run.run import Run
 from mmm.runtime.process_group import gather_floats
-from mmm.runtime.ranks import DRY_RUN
-from mmm.trainer.run.core import Run
-from mmm.trainer.run.record import add_row
 
 ALLOWED = {torch.float64: 1e-12, torch.float32: 1e-5}  # differences
 BATCH, SEQ, DIM, HIDDEN, VOCAB = 2, 24, 48, 192, 131  # of a `Case`: its ranks divide SEQ, DIM and HIDDEN
@@ -93,7 +91,7 @@ def compare(run: Run, found: Iterable[Tensor], expected: Iterable[Tensor]) -> No
     Raises:
         RuntimeError: by more than rounding.
     """
-    if run.rank.source == DRY_RUN:
+    if run.comm.dry:
         return  # there is nothing to compare
     difference = float(differences(found, expected, run.device).max())
     run.log.info("by hand, output and gradients differ from one device's by %.1e", difference, stacklevel=2)
@@ -110,7 +108,7 @@ def check_difference(run: Run, difference: float, what: str) -> None:
         RuntimeError: by more than rounding.
     """
     limit = ALLOWED[run.precision.storage]
-    if run.rank.source != DRY_RUN and not difference <= limit:
+    if not run.comm.dry and not difference <= limit:
         raise RuntimeError(f"{what} by {difference:.1e}, more than {limit:.0e}")
 
 
@@ -183,5 +181,5 @@ def report(run: Run, found: dict[str, list[float]]) -> bool:
     run.log.info(
         "sharded over %d ranks, differs from the full computation by\n%s", ranks, "\n".join(lines), stacklevel=2
     )
-    add_row(run, {**row, "allowed": limit})
+    run.add_row({**row, "allowed": limit})
     return all(value <= limit for value in row.values())

@@ -8,10 +8,10 @@ from mmm.models.llama.plan import transformer_plan
 from mmm.nn.experts import has_experts
 from mmm.parallel import Mesh, apply, build_mesh, materialize
 from mmm.parallel.dp.wrapped import unwrapped
+from mmm.run.run import Run
+from mmm.run.tables import sharded_model
 from mmm.trainer.config.resolve_plan import with_plan
 from mmm.trainer.job import Job
-from mmm.trainer.run.core import Run
-from mmm.trainer.run.tables import sharded_model
 
 
 def resolve(config: PlainTextConfig, layout: Layout, techniques: Techniques | None = None, **defaults: int) -> Job:

@@ -6,16 +6,17 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from mmm.data import Batch
 from mmm.examples._support.mistakes import STEPS, OneDevice, mistake_of
 from mmm.layout import PADDING
 from mmm.models.cnn.model import CNN
+from mmm.run.run import Run
+from mmm.run.step import Step
+from mmm.trainer.images import ImageBatches, evaluate_images, measure_of
 from mmm.trainer.job import Job
-from mmm.trainer.loop.image_task import ImageTask, evaluate_images, measure_of
-from mmm.trainer.run.core import Run
-from mmm.trainer.run.steps import Step, laps_updates
+from mmm.trainer.rate import LearningRate, step_decay
 
 
 def image_steps(
@@ -31,47 +32,34 @@ def image_steps(
     """
 
     def global_batch(step: int) -> Batch:
-        batch = task.loader.batches.batch(step).to(run.device)
+        batch = batches.order.batch(step).to(run.device)
         batch = replace(batch, inputs=batch.inputs.to(run.precision.storage))
         return without_labels(batch, 0, job.local_batch_size // 2)
 
-    task = ImageTask(run, job, workers)
-    steps, per_epoch, coordinate = job.steps, task.steps_per_epoch, run.layout.dp_coordinate(run.rank.rank)
+    batches = ImageBatches(run, job, workers)
+    steps = job.steps
+    per_epoch = batches.steps_per_epoch
+    local_batch_size = job.local_batch_size
+    first_sample = run.layout.dp_coordinate(run.rank.rank) * local_batch_size
     one_device = None
     if mistake_of(run) is not None:
         steps = per_epoch = min(steps, STEPS)
         with torch.device("meta"):
             full = CNN(job.sizes)
         one_device = OneDevice(run, full, [model], optimizer, global_batch)
-    rates = laps_updates(run, optimizer)
+    rate = LearningRate(optimizer, step_decay(per_epoch, job.gamma))
     run.log.info("%s: %d steps of %d images", job.data.name, steps, job.global_batch_size, stacklevel=2)
-    batches, losses = task.all_batches(), list[Tensor]()
-    for number in range(steps):
-        if not losses:
-            model.train()
-            for group in optimizer.param_groups:
-                group["lr"] = job.lr * job.gamma ** (number // per_epoch)
-            run.clock.start()
-        run.clock.step = number
-        batch = next(batches)
+    run.state(optimizer=optimizer)
+    for step in run.steps(batches, steps, samples=job.global_batch_size, eval_every=0, epoch=per_epoch):
+        rate.set(step.number)
         if one_device is not None:
-            batch = without_labels(batch, coordinate * job.local_batch_size, job.local_batch_size // 2)
-        step = Step(run, number, batch, last=number == steps - 1)
-        run.clock.lap("dtd")
+            step.batch = without_labels(step.batch, first_sample, local_batch_size // 2)
         yield step
-        run.clock.lap("dto")
-        losses.append(step.local_loss)
         if one_device is not None:
             one_device.loss(run.global_sum(step.local_loss))
-        if (number + 1) % per_epoch == 0 or step.last:
-            run.row(
-                {"epoch": number // per_epoch + 1},
-                {"train_loss": sum(losses[1:], losses[0]) / len(losses)},
-                samples=len(losses) * job.global_batch_size,
-                more={**rates, **step.row, **evaluate_images(run, measure_of(model), task.test_loader)},
-                depth=2,
-            )
-            losses.clear()
+        if step.evaluates:
+            with run.evaluating(model):
+                step.row |= evaluate_images(run, measure_of(model), batches.test_loader)
     if one_device is not None:
         one_device.report()
 

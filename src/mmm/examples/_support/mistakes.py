@@ -23,8 +23,9 @@ from mmm.data import Batch
 from mmm.errors import ConfigError
 from mmm.nn.draw import canonical_name, convert
 from mmm.parallel import cross_entropy, draw_weights
+from mmm.run.hook import Hook
+from mmm.run.run import Run
 from mmm.trainer.config import command_line
-from mmm.trainer.run.core import Hook, Run
 
 Config = TypeVar("Config")
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from mmm.examples._support.by_hand import most_of_ranks, same_losses
 from mmm.parallel.local import to_local
-from mmm.trainer.run.core import Run
+from mmm.run.run import Run
 
 PLACES = ("device", "host", "disk")
 

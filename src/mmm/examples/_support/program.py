@@ -7,17 +7,17 @@ from typing import Any
 
 from mmm.examples._support.mistakes import MistakeOnPurpose
 from mmm.layout import Layout
+from mmm.run import run
+from mmm.run.hooks.agreement import Agreement
+from mmm.run.hooks.record import Record
+from mmm.run.hooks.startup import StartUp
+from mmm.run.tables import print_on_rank0
 from mmm.trainer.config.run import flags_of
 from mmm.trainer.job import Job
-from mmm.trainer.run import core
-from mmm.trainer.run.agreement import Agreement
-from mmm.trainer.run.record import Record
-from mmm.trainer.run.startup import StartUp
-from mmm.trainer.run.tables import print_on_rank0
 
 
-def start_run(name: str, config: Any, job: Job | Layout) -> AbstractContextManager[core.Run]:
-    """`mmm.trainer.run.core.start_run`: the ranks compare what has to be equal, start-up is timed, rows are recorded.
+def start_run(name: str, config: Any, job: Job | Layout) -> AbstractContextManager[run.Run]:
+    """`mmm.run.run.start_run`: the ranks compare what has to be equal, start-up is timed, rows are recorded.
 
     With ``--summary`` the model is printed, and the program ends here. With ``--break`` it ends with exit code 1.
     """
@@ -26,4 +26,4 @@ def start_run(name: str, config: Any, job: Job | Layout) -> AbstractContextManag
         print_on_rank0(job.summary())
         raise SystemExit(0)
     hooks = [Agreement(), StartUp(), Record(), MistakeOnPurpose()]
-    return core.start_run(name, config, job, hooks)
+    return run.start_run(name, config, job, hooks)

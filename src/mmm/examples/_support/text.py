@@ -19,6 +19,8 @@ from mmm.errors import ConfigError
 from mmm.examples._support.mistakes import STEPS, OneDevice, mistake_of
 from mmm.layout import Layout, Techniques
 from mmm.models.llama.model import Transformer, TransformerConfig
+from mmm.run.run import Run
+from mmm.run.step import Step
 from mmm.runtime.ranks import whoami
 from mmm.trainer.config.model import TransformerOptions
 from mmm.trainer.config.resolve_text import resolve_text
@@ -30,8 +32,6 @@ from mmm.trainer.config.run import (
     ValidationOptions,
 )
 from mmm.trainer.job import Job
-from mmm.trainer.run.core import Run
-from mmm.trainer.run.steps import Step, mean_loss, steps_over
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,8 +138,10 @@ def text_steps(
         coordinate: whose samples these are. Default: this rank's data-parallel coordinate.
         at: what a row says besides its step, such as ``{"stage": 1}``.
     """
-    steps, evaluation = job.steps, run.config.evaluation if isinstance(run.config, TextConfig) else None
-    global_batch, tokens = job.global_batch_size, job.data.train
+    steps = job.steps
+    evaluation = run.config.evaluation if isinstance(run.config, TextConfig) and local_loss is not None else None
+    global_batch = job.global_batch_size
+    tokens = job.data.train
     if coordinate is None:
         coordinate = run.layout.dp_coordinate(run.rank.rank)
     one_device = None
@@ -147,32 +149,31 @@ def text_steps(
         steps = min(steps, STEPS)
         with torch.device("meta"):
             full = Transformer(job.sizes)
-        size, modules = job.global_batch_size, [model] if isinstance(model, nn.Module) else model
+        modules = [model] if isinstance(model, nn.Module) else model
         one_device = OneDevice(
-            run, full, modules, optimizer, lambda step: tokens.batch(step, size, 0, size).to(run.device)
+            run,
+            full,
+            modules,
+            optimizer,
+            lambda step: tokens.batch(step, global_batch, 0, global_batch).to(run.device),
         )
-
-    def before_row(step: Step) -> None:
-        if local_loss is not None and evaluation is not None and evaluation.is_due(step.number, steps):
-            with loss_parallel():
-                batches = job.validation_batches(evaluation.eval_batches, run.rank.rank, run.device)
-                step.row["val_loss"] = mean_loss(run, batches, local_loss)
-            step.due = True
-        if one_device is not None:
-            one_device.loss(run.global_sum(step.local_loss))
-
     if not at:
         run.log.info("%d steps of %d × %d tokens", steps, global_batch, tokens.seq_length, stacklevel=2)
-    yield from steps_over(
-        run,
+    run.state(optimizer=optimizer)
+    for step in run.steps(
         (job.local_batch(tokens, number, coordinate).to(run.device) for number in range(steps)),
-        optimizer,
         steps,
         samples=global_batch,
         tokens=global_batch * tokens.seq_length,
-        at=at,
-        before_row=before_row,
-        depth=3,
-    )
+        eval_every=None if evaluation is None else evaluation.eval_every,
+        place=at,
+    ):
+        yield step
+        if step.evaluates:
+            with run.evaluating(*([model] if isinstance(model, nn.Module) else model)), loss_parallel():
+                batches = job.validation_batches(evaluation.eval_batches, run.rank.rank, run.device)
+                step.row["val_loss"] = run.mean_loss(map(local_loss, batches))
+        if one_device is not None:
+            one_device.loss(run.global_sum(step.local_loss))
     if one_device is not None:
         one_device.report()

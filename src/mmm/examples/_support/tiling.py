@@ -9,9 +9,9 @@ from mmm.data import RandomTokens
 from mmm.data.text.text_data import TextData
 from mmm.examples._support.by_hand import same_losses
 from mmm.examples._support.text import PlainTextConfig
+from mmm.run.run import Run
 from mmm.trainer.config.model import TransformerOptions
 from mmm.trainer.config.run import RowOptions
-from mmm.trainer.run.core import Run
 
 # way → the flags that it follows
 WAYS = {

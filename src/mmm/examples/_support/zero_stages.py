@@ -13,7 +13,7 @@ from torch import nn
 from mmm.examples._support.by_hand import most_of_ranks, same_losses
 from mmm.nn.draw import parameter_count
 from mmm.parallel.memory.measure import local_elements
-from mmm.trainer.run.core import Run
+from mmm.run.run import Run
 
 KINDS = ("parameters", "gradients", "optimizer_state")
 TECHNIQUES = ("ddp", "zero1", "zero2", "zero3")  # by stage

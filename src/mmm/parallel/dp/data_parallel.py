@@ -20,6 +20,8 @@ Source: Rajbhandari et al., "ZeRO", 2020.
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterable, Iterator
+from typing import Any
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -134,3 +136,19 @@ def sync_gradients(model: nn.Module, now: bool) -> None:
         model.sync_gradients(now)
     elif isinstance(model, FSDPModule):
         model.set_requires_gradient_sync(now)
+
+
+def microbatches_of(batch: Any, parts: int, modules: Iterable[nn.Module]) -> Iterator[Any]:
+    """A batch in its parts. The gradients of the modules are summed over dp with the last part.
+
+    Args:
+        batch: has ``split(parts)``.
+    """
+    if parts == 1:
+        yield batch
+        return
+    modules = list(modules)
+    for index, microbatch in enumerate(batch.split(parts), start=1):
+        for module in modules:
+            sync_gradients(module, index == parts)
+        yield microbatch

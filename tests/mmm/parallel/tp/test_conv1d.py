@@ -12,7 +12,7 @@ from mmm.errors import LayoutError
 from mmm.parallel import Layout, Plan, Replicated, apply, build_mesh, loaded_values, materialize
 from mmm.parallel.plan import sharded_dim
 from mmm.parallel.tp.sections import SectionedColwise
-from mmm.trainer.loop.save import full_tensors
+from mmm.run.save_model import full_tensors
 from support.module_kinds import Conv1D
 from support.own_model import CPU, FP64, gradients
 

@@ -1,0 +1,51 @@
+"""What goes on around a run: the record, checkpoints, a watch for hangs, … One file each, in `mmm.run.hooks`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+
+if TYPE_CHECKING:
+    from mmm.run.rows import Row
+    from mmm.run.run import Run
+    from mmm.run.step import Step
+
+
+class Hook:
+    """A part of what goes on around a run.
+
+    Every rank has the same hooks, in the same order, and calls all methods of each. So a hook may communicate once the
+    process group is there. A hook reads and sets fields of the run, and knows no other hook.
+    """
+
+    def before(self, run: Run) -> None:
+        """Refuse what is wrong before the ranks meet. Each rank does so alone."""
+
+    def meet(self, run: Run, store: dist.Store) -> None:
+        """The ranks share a store, and have no process group yet. What is raised here is raised on every rank."""
+
+    def start(self, run: Run) -> None:
+        """The process group is up, and the program's own part comes next."""
+
+    def describe(self, run: Run, facts: Mapping[str, Any]) -> None:
+        """Keep facts of the run. ``notes`` are the sentences that have been logged."""
+
+    def state(self, run: Run) -> None:
+        """The program has said what its state is: `Run.objects`."""
+
+    def begin(self, run: Run, step: Step) -> None:
+        """A step begins. A hook may make its row due, have it saved, or make it the last."""
+
+    def gradients(self, run: Run, step: Step) -> None:
+        """The gradients are complete, and not clipped. Only where the program calls `Step.check`."""
+
+    def row(self, run: Run, row: Row) -> None:
+        """A row is due, and has not been logged."""
+
+    def finish(self, run: Run, step: Step) -> None:
+        """The step is over. Its row, if it has one, has been recorded."""
+
+    def end(self, run: Run, error: BaseException | None) -> None:
+        """The program's part is over, or has failed by `error`. What is raised here takes the error's place."""

@@ -1,0 +1,16 @@
+"""A model of the package's that cannot fit into the memory of a rank is refused before the ranks meet."""
+
+from mmm.parallel.footprint import STATE, Footprint, check_fits
+from mmm.run.hook import Hook
+from mmm.run.run import Run
+
+
+class MemoryCheck(Hook):
+    def before(self, run: Run) -> None:
+        job = run.job
+        if run.comm.dry or job is None or job.partition is None:
+            return
+        techniques = job.techniques
+        parameters = job.partition.parameters(job.model, job.layout.pp, techniques.schedule)
+        footprint = Footprint(parameters, techniques.data_parallel, STATE[job.optimizer], techniques.offload)
+        check_fits(footprint, run.layout, run.rank, run.device, run.precision)

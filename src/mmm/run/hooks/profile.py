@@ -1,0 +1,188 @@
+"""--profile: some steps of a run in detail, by PyTorch's profiler on each rank, or by pyinstrument on rank 0.
+
+A profile that fails is given up with a warning: a run never ends for it.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch.profiler import ProfilerActivity
+
+from mmm.history.record.folder import PROFILE_PAGE, PROFILE_TEXT, TRACES, trace_of
+from mmm.run.hook import Hook
+from mmm.run.options import parse_steps
+from mmm.run.run import Run
+from mmm.run.step import Step
+
+SKIPPED = 3  # the first steps, in which things are made
+STEPS_PROFILED = 3
+MOST_RANKS = 64
+
+
+class Profiler(Protocol):
+    """What profiles one rank."""
+
+    def start(self) -> None: ...
+
+    def stop(self, outdir: Path) -> None:
+        """Write what was seen to the run's folder."""
+
+
+class PyinstrumentProfiler:
+    """Where Python spends its time: the calls that are under way, looked at a thousand times a second."""
+
+    def __init__(self) -> None:
+        from pyinstrument import Profiler
+
+        self.profiler = Profiler(async_mode="disabled")
+
+    def start(self) -> None:
+        self.profiler.start()
+
+    def stop(self, outdir: Path) -> None:
+        self.profiler.stop()
+        (outdir / PROFILE_TEXT).write_text(self.profiler.output_text(unicode=True, color=False), encoding="utf-8")
+        (outdir / PROFILE_PAGE).write_text(self.profiler.output_html(), encoding="utf-8")
+
+
+class TorchProfiler:
+    """PyTorch's profiler, which writes one trace for each rank."""
+
+    def __init__(self, rank: int, device: torch.device) -> None:
+        self.rank = rank
+        os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # it would say on stderr that it starts and stops
+        activities = [ProfilerActivity.CPU]
+        if device.type in ("cuda", "xpu"):
+            activities.append(getattr(ProfilerActivity, device.type.upper()))
+        self.profiler = torch.profiler.profile(activities=activities)
+
+    def start(self) -> None:
+        self.profiler.start()
+
+    def stop(self, outdir: Path) -> None:
+        self.profiler.stop()
+        path = outdir / trace_of(self.rank)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self.profiler.export_chrome_trace(str(path))
+
+
+class ProfileHook(Hook):
+    """Profiles some steps, as the flags say.
+
+    Args:
+        options: the group ``profile`` of the program's flags.
+    """
+
+    def __init__(self, options: Any) -> None:
+        self.options = options
+        self.profile: Profile | None = None
+
+    def begin(self, run: Run, step: Step) -> None:
+        if self.options.profile is None or run.comm.dry:
+            return
+        if self.profile is None:
+            self.profile = Profile(run, self.options, step.number, run.total)
+        self.profile.at(step.number)
+
+    def finish(self, run: Run, step: Step) -> None:
+        if self.profile is not None and step.last:
+            self.profile.at(step.number + 1)
+
+
+class Profile:
+    """The profile of a run.
+
+    Args:
+        first, end: the steps that this process makes; `end` is not among them.
+    """
+
+    def __init__(self, run: Run, options: Any, first: int, end: int) -> None:
+        self.run = run
+        self.kind = options.profile
+        if options.profile_steps is None:
+            begin = min(first + SKIPPED, max(end - 1, first))
+            steps = range(begin, begin + STEPS_PROFILED)
+        else:
+            steps = parse_steps(options.profile_steps)
+        self.steps = range(max(steps.start, first), min(steps.stop, end))
+        self.ranks = range(1)
+        if self.kind == "torch":
+            self.ranks = range(min(run.rank.world_size, MOST_RANKS))
+        self.profiler: Profiler | None = None
+        if not self.steps:
+            run.note(f"--profile_steps {options.profile_steps}: none of them is among the steps {first} to {end - 1}")
+
+    def at(self, step: int) -> None:
+        """Before a step begins, and after the last. A collective."""
+        if not self.steps:
+            return
+        if step == self.steps.start and self.run.rank.rank in self.ranks:
+            self._try("start", self._start)
+        elif step == self.steps.stop:
+            self._finish()
+
+    def _start(self) -> None:
+        profiler: Profiler
+        if self.kind == "torch":
+            profiler = TorchProfiler(self.run.rank.rank, self.run.device)
+        else:
+            profiler = PyinstrumentProfiler()
+        profiler.start()
+        self.profiler = profiler
+
+    def _finish(self) -> None:
+        """Each rank writes its own files; rank 0 says which ranks have. A collective."""
+        run = self.run
+        # The folder is known on rank 0 only. A host that does not see it gets one of its own.
+        outdir = run.comm.broadcast(run.outdir)
+        if outdir is None:
+            return
+        profiler = self.profiler
+        self.profiler = None
+        has_written = profiler is not None and self._try("end", lambda: profiler.stop(outdir))
+        written = [rank for rank, done in enumerate(run.comm.gather(has_written)) if done]
+        if not written:
+            return
+        if self.kind == "torch":
+            files = [trace_of(rank) for rank in written]
+            place = outdir / TRACES
+        else:
+            files = [PROFILE_PAGE, PROFILE_TEXT]
+            place = outdir / PROFILE_PAGE
+        run.describe(
+            profile={
+                "kind": self.kind,
+                "steps": [self.steps.start, self.steps.stop],
+                "files": files,
+                "ranks": written,
+            }
+        )
+        run.log.info(
+            "profile: %s: steps %d to %d of %d of %d ranks",
+            place,
+            self.steps.start,
+            self.steps.stop - 1,
+            len(written),
+            run.rank.world_size,
+        )
+        missing = [rank for rank in self.ranks if rank not in written]
+        if missing:
+            run.log.warning("profile: nothing came from ranks %s", ", ".join(map(str, missing)))
+
+    def _try(self, what: str, work: Callable[[], Any]) -> bool:
+        """Whether it went well."""
+        try:
+            work()
+        except Exception as error:  # whatever a profiler raises, the run goes on
+            text = str(error).partition("\n")[0] or type(error).__name__
+            rank = self.run.rank.rank
+            level = logging.WARNING if rank == 0 else logging.ERROR  # other ranks log errors only
+            self.run.log.log(level, "--profile %s could not %s on rank %d: %s", self.kind, what, rank, text)
+            return False
+        return True

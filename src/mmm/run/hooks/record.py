@@ -1,0 +1,310 @@
+"""The record of a run: what it is, in the log and in config.json, its rows, and pictures of them. On rank 0."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from mmm import history
+from mmm.checkpoint.manifest import remove_partial, steps_of
+from mmm.errors import ConfigError, DivergedError, RecordError, UserError
+from mmm.history.record.attempts import make_room, this_attempt
+from mmm.history.record.dataset import legend
+from mmm.history.record.ending import RUNNING, Ending
+from mmm.history.record.folder import writable
+from mmm.history.record.repository import repository_of
+from mmm.run.hook import Hook
+from mmm.run.lines import WHAT_A_LINE_HAS, done, row_line
+from mmm.run.options import checkpoint_options, flags_of
+from mmm.run.origin import CHECKPOINTS
+from mmm.run.rows import Row, Totals
+from mmm.run.run import Run
+from mmm.run.step import Step
+from mmm.run.tables import mesh_table, rank_table
+from mmm.runtime.agreement import agree
+from mmm.runtime.contract import ELASTIC_VARIABLE, LINE_VARIABLE, SITE_VARIABLE, started
+from mmm.runtime.device import collective_library, devices_in_use
+from mmm.runtime.ranks import command_line
+from mmm.units import counted
+
+DRAW = "mmm.history.plots.draw"  # the module, which no run imports
+
+
+class Record(Hook):
+    """Keeps a run in its folder. It stands after the hooks that add to rows.
+
+    Attributes:
+        history: the rows; on rank 0, while the run goes on and after it.
+        ranks: what each rank says of itself; on rank 0.
+        totals: of the rows; on rank 0.
+    """
+
+    def __init__(self) -> None:
+        self.history: history.History | None = None
+        self.ranks: list[dict[str, Any]] = []
+        self.totals = Totals()
+        self._step: Step | None = None
+        self._encoded: dict[str, str] = {}  # config.json, once the folder is known to be this run's
+        self._folder: Path | None = None
+        self._folder_note: str | None = None
+        self._has_legend = False
+        self._is_curve = False  # a record of the first row alone has none
+
+    def before(self, run: Run) -> None:
+        if run.rank.is_main and not run.comm.dry:
+            file = getattr(sys.modules.get("__main__"), "__file__", None)
+            run.describe(repository=repository_of(file))
+
+    def meet(self, run: Run, store: dist.Store) -> None:
+        agree(store, run.rank, {}, then=lambda: self._prepare(run))
+
+    def _prepare(self, run: Run) -> None:
+        """Make the run's folder, on rank 0. Raises RecordError, ConfigError, on every rank."""
+        options = run.options
+        if ELASTIC_VARIABLE in os.environ and not run.saves:
+            raise ConfigError(f"launch --elastic: {run.name} saves no checkpoints, from which other ranks could go on")
+        if options.outdir is not None and not run.keeps_record:
+            self._folder_note = make_room(Path(options.outdir).expanduser().absolute(), this_attempt())
+        run.outdir = history.prepare(options.outdir, run.name, options.overwrite, run.keeps_record, options.name)
+        if run.saves:
+            writable(run.outdir / CHECKPOINTS)
+            remove_partial(run.outdir / CHECKPOINTS)
+
+    def start(self, run: Run) -> None:
+        self.ranks = all_ranks(run)
+        hosts = sorted({about["host"] for about in self.ranks})
+        run.describe(**facts_of(run) | {"ranks": self.ranks, "hosts": hosts})
+        run.log.info("%s\n%s", opening(run, self.ranks), tables(run, self.ranks))
+        self._describe_job(run)
+        if run.origin is None:  # else rows go on once the program's state fits the checkpoint
+            self._open(run)
+
+    def state(self, run: Run) -> None:
+        if self.history is None:
+            self.totals.first = run.first
+            self._open(run)
+
+    def _open(self, run: Run) -> None:
+        """Begin the rows, or go on with those that are there."""
+        if run.outdir is not None:
+            self._folder = run.outdir
+            self.describe(run, run.facts)
+            self.history = history.History(
+                run.outdir, ranks=self.ranks, flush_every=run.options.flush_every, resume=run.resume
+            )
+            run.history = self.history
+            run.rows = len(self.history)
+
+    def _describe_job(self, run: Run) -> None:
+        """What has been decided before the run: its data, its model, and notes of both."""
+        if self._folder_note:
+            run.note(self._folder_note)
+        if run.job is None:
+            return
+        data = run.job.describe_data()
+        if data is not None:
+            run.describe(data=data)
+            run.log.info("data: %s", data_text(data))
+            if data.get("note"):  # another data set stands in for the one asked for, say
+                run.note(data["note"])
+        if run.job.model is not None:
+            if run.rank.is_main or run.options.log_all_ranks:
+                run.log.info("model:\n%s", run.job.summary())
+            run.describe(**run.job.describe())
+        for note in run.job.notes:
+            run.note(note)
+
+    def describe(self, run: Run, facts: Mapping[str, Any]) -> None:
+        if self._folder is None:
+            return
+        self._encoded |= {name: history.encode(value) for name, value in facts.items()}
+        ending = self.history.ending if self.history is not None else Ending(RUNNING)
+        ended = {name: history.encode(value) for name, value in ending.attrs().items()}
+        try:
+            history.write_encoded(self._folder, self._encoded | ended)
+        except RecordError as error:
+            if ending.state == RUNNING:
+                raise
+            run.log.warning("%s", error)  # the run has ended as it has, and its rows are on the disk
+
+    def begin(self, run: Run, step: Step) -> None:
+        self._step = step
+
+    def row(self, run: Run, row: Row) -> None:
+        self._is_curve |= any(row.place.values())
+        if self.history is None:
+            return
+        self.totals.add(row)
+        if not self._has_legend:
+            self._has_legend = True
+            run.log.info("%s\n  (%s)", legend(row.numbers), WHAT_A_LINE_HAS)
+        self.history.update(row.numbers, row.per_rank)
+        run.rows = len(self.history)
+        if self._step is not None and self._step.saves:
+            self.history.flush()  # the checkpoint counts on the rows
+        steps = self._steps(run, row.place)
+        row.line = row_line(row.numbers, run.name, steps, self.totals.left(steps))
+
+    def _steps(self, run: Run, place: Mapping[str, int]) -> float | None:
+        """How many there will be of what a row counts; None where that is not known."""
+        if "iter" not in place:
+            return getattr(run.options, "epochs", None)
+        steps = run.facts.get("steps")
+        return steps if isinstance(steps, int) else None
+
+    def end(self, run: Run, error: BaseException | None) -> None:
+        self._close(run, error)
+        if error is not None or not self._is_curve:
+            return
+        if self.history is not None:
+            run.log.info("%s", done(self.totals, time.time() - began()))
+            for line in self._what_is_left(run, self.history.outdir):
+                run.log.info("%s", line)
+        outdir = run.outdir
+        if outdir is not None and getattr(run.options, "plots", False) and draw(DRAW, outdir):
+            run.log.info("pictures: %s", outdir / "plots" / "mplot" / "pngs" / "summary.png")
+
+    def _what_is_left(self, run: Run, outdir: Path) -> list[str]:
+        """Where the weights are, and the line that goes on from them; of a program that can save some."""
+        if checkpoint_options(run.config) is None:
+            return []
+        checkpoints = steps_of(outdir / CHECKPOINTS)
+        paths = [outdir / "model.pt", *checkpoints[:1]]
+        files = [below(path) for path in paths if path.exists()]
+        lines = [f"weights: {', '.join(files) if files else 'none are kept'}"]
+        if checkpoints:
+            flags = flags_that_go_on(outdir, run.options, self.totals.count)
+            lines.append(f"to go on: the same command with {flags}")
+        return lines
+
+    def _close(self, run: Run, error: BaseException | None) -> None:
+        """Complete the record. error: what has ended the run."""
+        if self.history is None:
+            return
+        refused = isinstance(error, UserError) and not isinstance(error, DivergedError)
+        if refused and self.history.discard():  # the next try may have the same --outdir
+            self._folder = None
+            return
+        if self.history.ending.state == RUNNING:
+            with suppress(RecordError):  # the history says it, if it cannot be written either
+                run.describe(**end_of(run, self.totals))
+        self.history.__exit__(None if error is None else type(error), error, None)
+        if error is None and len(self.history):
+            run.log.info("record: %s", self.history.outdir / "train_dataset.h5")
+
+
+def flags_that_go_on(outdir: Path, options: Any, steps: int) -> str:
+    """The flags that make as many steps again, from the newest checkpoint, in the same record."""
+    epochs = getattr(options, "epochs", None)
+    more = f"--max_iters {2 * steps}"
+    if epochs is not None and getattr(options, "max_iters", None) is None:
+        more = f"--epochs {2 * epochs}"
+    return f"--outdir {outdir} --resume auto {more}"
+
+
+def below(path: Path) -> str:
+    """A path, from the current folder if it is below that."""
+    here = Path.cwd()
+    return str(path.relative_to(here)) if path.is_relative_to(here) else str(path)
+
+
+def opening(run: Run, ranks: Sequence[Mapping[str, Any]]) -> str:
+    """What the run is on: ``4 ranks (launch), layout dp2·tp2, cpu, fp32 (why); gloo; vm: 4 ranks on 2 CPU cores``.
+
+    Args:
+        ranks: of `all_ranks`, on rank 0.
+    """
+    here = socket.gethostname()
+    devices = devices_in_use(run.device, sum(about["host"] == here for about in ranks) or 1)
+    return (
+        f"{counted(run.rank.world_size, 'rank')} ({run.rank.source}), layout {run.layout}, {run.device.type}, "
+        f"{run.precision.name} ({run.precision.reason}); {collective_library()}; {here}: {devices}"
+    )
+
+
+def tables(run: Run, ranks: Sequence[dict[str, Any]]) -> str:
+    """The ranks, and how they lie on the mesh."""
+    if not ranks:
+        return "(rank 0 has the table)"
+    return "\n".join(filter(None, (rank_table(ranks), mesh_table(run.layout))))
+
+
+def draw(module: str, *paths: Path) -> bool:
+    """Have a module draw by a process of its own; whether it did."""
+    sys.stdout.flush()
+    return subprocess.run([sys.executable, "-m", module, *map(str, paths)], check=False).returncode == 0
+
+
+def data_text(data: Mapping[str, Any]) -> str:
+    """``text, my.txt: 1 file, 1,003,854 train bytes, 111,540 validation bytes``."""
+    counts = []
+    for name, value in data.items():
+        if isinstance(value, int):
+            noun = name.replace("_", " ")  # such as "files", "train bytes"
+            counts.append(counted(value, noun.removesuffix("s"), noun))
+    return f"{', '.join(str(data[name]) for name in ('dataset', 'source') if name in data)}: {', '.join(counts)}"
+
+
+def end_of(run: Run, totals: Totals) -> dict[str, Any]:
+    """What config.json says of a run that is over; of one that was resumed, of its last part. On rank 0."""
+    seconds = time.time() - began()
+    return {
+        "ended": utc(time.time()),
+        "seconds": seconds,
+        "device_hours": seconds * run.rank.world_size / 3600,
+        "mean_rates": totals.rates(),
+    }
+
+
+def began() -> float:
+    """When `launch`, or else this process, was started: in seconds since 1970."""
+    return started(os.environ, time.time())[0]
+
+
+def utc(seconds: float) -> str:
+    """A time since 1970 as ISO 8601."""
+    return datetime.fromtimestamp(seconds, timezone.utc).isoformat(timespec="seconds")
+
+
+def facts_of(run: Run) -> dict[str, Any]:
+    """What config.json says of every run."""
+    attempt = this_attempt()
+    return {
+        "module": run.name,
+        "name": run.options.name,
+        "started": utc(began()),
+        "command": command_line(),
+        "options": flags_of(run.config),
+        "layout": str(run.layout),
+        "mesh": run.layout.sizes,
+        "precision": {"name": run.precision.name, "reason": run.precision.reason},
+        "started_by": run.rank.source,
+        "launch": os.environ.get(LINE_VARIABLE),
+        "site": json.loads(os.environ.get(SITE_VARIABLE, "null")),
+        "attempt": None if attempt is None else attempt._asdict(),
+        "python": sys.executable,
+        "versions": history.versions(),
+    }
+
+
+def all_ranks(run: Run) -> list[dict[str, Any]]:
+    """What every rank says of itself, by rank, on rank 0. A collective."""
+    local = {
+        "rank": run.rank.rank,
+        "local_rank": run.rank.local_rank,
+        "host": socket.gethostname(),
+        "pid": os.getpid(),
+        "device": str(run.device),
+    }
+    return [{**about, **run.layout.coordinates(about["rank"])} for about in run.comm.gather(local)]

@@ -1,0 +1,32 @@
+"""--tracker: a run's rows where others look for them."""
+
+from __future__ import annotations
+
+from mmm.history.record.trackers import Tracked
+from mmm.run.hook import Hook
+from mmm.run.rows import Row
+from mmm.run.run import Run
+from mmm.runtime.ranks import command_line
+
+
+class Trackers(Hook):
+    """Hands rows to a tracker. It stands after the record, into whose folder most trackers write."""
+
+    def __init__(self, tracker: str | None) -> None:
+        self.tracker = tracker
+        self.tracked: Tracked | None = None
+
+    def start(self, run: Run) -> None:
+        if run.outdir is not None:
+            named = {} if run.options.name is None else {"name": run.options.name}
+            config = named | {"command": command_line(), "layout": str(run.layout)}
+            self.tracked = Tracked(self.tracker, run.outdir, config)
+
+    def row(self, run: Run, row: Row) -> None:
+        if self.tracked is not None:
+            of_rank_0 = {name: float(values[0]) for name, values in row.per_rank.items()}
+            self.tracked.row({**row.numbers, **of_rank_0})
+
+    def end(self, run: Run, error: BaseException | None) -> None:
+        if self.tracked is not None:
+            self.tracked.close()

@@ -1,0 +1,172 @@
+"""The checkpoint that a run goes on from: where it is, whether it is whole, of this run, and has steps left."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mmm.checkpoint.manifest import LaterVersionError, Manifest, broken_file, read_manifest, steps_of
+from mmm.errors import CheckpointError, UserError
+
+if TYPE_CHECKING:
+    from mmm.run.run import Run
+
+CHECKPOINTS = "checkpoints"  # the folder, in a run's own
+# Checkpoints without it are of another order: documents were packed in groups.
+ORDER_OF_PACKED = 2
+
+
+@dataclass(frozen=True)
+class Origin:
+    """The checkpoint that a run goes on from.
+
+    Attributes:
+        rows: of the record that stay.
+        auto: `--resume auto` has chosen it. With no step left the run then ends, and is not refused.
+    """
+
+    path: Path
+    manifest: Manifest
+    rows: int
+    auto: bool = False
+
+
+def checkpoints_at(path: Path) -> list[Path]:
+    """The checkpoint at a path: the path itself, or the newest of a run's folder, or of its folder of checkpoints.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    if path.name.startswith("step-"):
+        return [path]
+    for folder in (path, path / CHECKPOINTS):
+        newest_first = steps_of(folder)
+        if newest_first:
+            return newest_first[:1]
+    raise CheckpointError(
+        f"--resume {path}: no checkpoint is there; give auto, a run's folder, or one of its checkpoints/step-N"
+    )
+
+
+def identity_of(run: Run) -> dict[str, Any]:
+    """What has to be equal for a run to go on as the same curve, as JSON has it: not the layout."""
+    identity = {"program": run.name, "--dtype": run.precision.name, "--seed": run.seed}
+    job = run.job
+    if getattr(job, "sizes", None) is not None:  # a program with a loop of its own has no job
+        data = job.describe_data() or {}
+        identity |= {name: value for name, value in asdict(job.sizes).items() if not isinstance(value, str)}
+        identity |= {
+            "sample": list(job.sample.shape[1:]),
+            "global_batch_size": job.global_batch_size,
+            "data": data.get("dataset"),
+            "data's sha256": data.get("sha256"),
+            "--optimizer": job.optimizer,
+        }
+        identity |= {f"--{name}": True for name in data.get("documents", ())}
+        if "pack" in data.get("documents", ()):
+            identity["order of packed samples"] = ORDER_OF_PACKED
+    return json.loads(json.dumps(identity))
+
+
+def choose_origin(run: Run, identity: Mapping[str, Any], candidates: list[Path], auto: bool) -> Origin | None:
+    """The first of some checkpoints that is whole; None where there is none. A collective.
+
+    Args:
+        candidates: the best first. auto: the next is taken where one is damaged.
+
+    Raises:
+        CheckpointError: none is whole; or the one that is named is not; or it is of another run. On every rank.
+    """
+    problems: list[str] = []
+    for path in candidates:
+        manifest, problem = _check_files(run, path)
+        if problem is None:
+            rows = manifest.state.get("rows", 0) if run.keeps_record else 0
+            origin = Origin(path, manifest, rows, auto)
+            _check_origin(origin, identity)
+            return origin
+        if not auto or isinstance(problem, CheckpointError):
+            raise CheckpointError(str(problem), on_every_rank=True)
+        problems.append(problem)
+        run.note(f"{problem}: the checkpoint before it is taken")
+    if problems:
+        raise CheckpointError(f"no checkpoint is whole: {problems[0]}", on_every_rank=True)
+    return None
+
+
+def _check_files(run: Run, path: Path) -> tuple[Any, Any]:
+    """A checkpoint's manifest, and what is wrong with it. Every rank checks some of its files. A collective."""
+    manifest, problem = run.comm.broadcast(_try_read(path) if run.rank.is_main else None)
+    if manifest is not None:
+        names = sorted(manifest.files)[run.rank.rank :: run.rank.world_size]
+        broken = run.comm.gather(broken_file(path, {name: manifest.files[name] for name in names}))
+        problem = run.comm.broadcast(next(filter(None, broken), None))
+    return manifest, problem
+
+
+def _try_read(path: Path) -> tuple[Manifest | None, str | CheckpointError | None]:
+    try:
+        return read_manifest(path), None
+    except LaterVersionError as error:  # an older checkpoint would lose what a later mmm has done
+        return None, CheckpointError(str(error))
+    except CheckpointError as error:
+        return None, str(error)
+
+
+def _check_origin(origin: Origin, identity: Mapping[str, Any]) -> None:
+    wrong = origin.manifest.differences(identity)
+    if wrong:
+        raise CheckpointError(f"{origin.path} is of another run: {'; '.join(wrong)}", on_every_rank=True)
+    if type(origin.rows) is not int or origin.rows < 0:
+        raise CheckpointError(f"{origin.path} is damaged: what a run goes on with is not what mmm has written")
+
+
+def check_steps_left(origin: Origin, options: Any, steps: int) -> None:
+    """Raises CheckpointError where a run of so many steps has none to make, and names the checkpoint."""
+    done = origin.manifest.step
+    if done < steps or (done == steps and origin.auto):
+        return
+    flags = [name for name in ("max_iters", "epochs") if hasattr(options, name)]
+    more = "to run.steps"
+    if flags:
+        limits = [f"--{name}" for name in flags if getattr(options, name) is not None]
+        more = "by " + (" and ".join(limits) or "--max_iters")
+    raise CheckpointError(
+        f"{origin.path} is of step {done}, and the run has {steps}: no step is left; give more {more}",
+        on_every_rank=True,
+    )
+
+
+def check_goes_on(origin: Origin, options: Any, steps: int, samples: int) -> None:
+    """Check a loop that goes on from a checkpoint.
+
+    Args:
+        steps: of the loop. samples: in its global batch.
+
+    Raises:
+        CheckpointError: no step is left, or the global batch was another one.
+    """
+    check_steps_left(origin, options, steps)
+    before = origin.manifest.state.get("samples")
+    if before not in (None, samples):
+        raise CheckpointError(
+            f"{origin.path} does not go on in this program: its global batch has {before} samples, and this one "
+            f"{samples}",
+            on_every_rank=True,
+        )
+
+
+@contextmanager
+def damage(path: Path) -> Iterator[None]:
+    """What is not as it was written is a CheckpointError."""
+    try:
+        yield
+    except UserError:
+        raise
+    except (KeyError, IndexError, TypeError, AttributeError, ValueError) as error:
+        text = f"what a run goes on with is not what mmm has written ({type(error).__name__}: {error})"
+        raise CheckpointError(f"{path} is damaged: {text}") from error

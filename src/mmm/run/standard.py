@@ -1,0 +1,74 @@
+"""The hooks that most programs have, in their order."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from importlib.metadata import entry_points
+from typing import Any
+
+from mmm.checkpoint.model_metadata import ModelMetadata
+from mmm.layout import Layout
+from mmm.run import run
+from mmm.run.hook import Hook
+from mmm.run.hooks.agreement import Agreement
+from mmm.run.hooks.checkpoint import Checkpoint
+from mmm.run.hooks.compiled import Compiled
+from mmm.run.hooks.fingerprints import FingerprintHook
+from mmm.run.hooks.hang import Hang
+from mmm.run.hooks.memory_check import MemoryCheck
+from mmm.run.hooks.profile import ProfileHook
+from mmm.run.hooks.record import Record
+from mmm.run.hooks.startup import StartUp
+from mmm.run.hooks.trackers import Trackers
+from mmm.run.run import Run
+
+
+def trainer_hooks(
+    checkpoint: Any, profile: Any, metadata: ModelMetadata | None = None, *before_record: Hook
+) -> list[Hook]:
+    """A trainer's.
+
+    Args:
+        checkpoint, profile: groups of the program's flags.
+        metadata: what each checkpoint keeps of the model besides.
+        before_record: further ones, that add to rows.
+    """
+    return [
+        MemoryCheck(),
+        Agreement(),
+        Hang(),
+        StartUp(),
+        Compiled(),
+        *installed_hooks(),
+        *before_record,
+        FingerprintHook(profile.fingerprints),
+        ProfileHook(profile),
+        Checkpoint(checkpoint, metadata),
+        Record(),
+        Trackers(profile.tracker),
+    ]
+
+
+def installed_hooks() -> list[Hook]:
+    """Hooks that other installed packages add to every trainer, such as the planner's prediction.
+
+    A package names each in its entry points: group ``mmm.hooks``, a class that is called without arguments.
+    """
+    return [point.load()() for point in entry_points(group="mmm.hooks")]
+
+
+def script_hooks() -> list[Hook]:
+    """Those of a program of one's own."""
+    return [Agreement(), Hang(), StartUp(), Compiled(), Checkpoint(), Record()]
+
+
+def start_run(
+    name: str, config: Any, job: Any | Layout, hooks: Sequence[Hook] | None = None
+) -> AbstractContextManager[Run]:
+    """`mmm.run.run.start_run`, for a program of one's own.
+
+    Args:
+        hooks: None for `script_hooks`.
+    """
+    return run.start_run(name, config, job, script_hooks() if hooks is None else hooks)

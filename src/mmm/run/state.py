@@ -1,0 +1,427 @@
+"""What a run saves: the objects of ``run.state(model=…, optimizer=…, …)``, sorted, checked, described, and loaded.
+
+Tensors are saved by their names in the full model, and DTensors say which part is local. So a checkpoint does not know
+the layout that it was saved on. Everything else is JSON, in ``checkpoint.json``::
+
+    {"model":     {"kind": "model"},
+     "optimizer": {"kind": "optimizer", "type": "AdamW", "numbers": {…},
+                   "groups": [{"parameters": […], "values": {…}}]},
+     "scheduler": {"kind": "object", "type": "LambdaLR", "state": {…}}}
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from hashlib import sha256
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from mmm.checkpoint.manifest import FileSum
+from mmm.checkpoint.objects import decode, encode, saved_tensors
+from mmm.checkpoint.state import give_state, metadata_on_all, read_tensors, shapes_of, tensors_of
+from mmm.errors import CheckpointError, ConfigError
+from mmm.nn.draw import canonical_name
+from mmm.parallel.dp.fsdp import reshard
+from mmm.parallel.dp.zero import Zero
+from mmm.parallel.parallel_model import ParallelModel, saved_buffers
+from mmm.run.comm import TorchComm
+
+Optimizer = torch.optim.Optimizer
+Described = dict[str, dict[str, Any]]  # by object
+# How an optimizer's group computes is as the program has made it, and is not saved.
+NOT_SAVED = {"params", "param_names", "foreach", "fused", "capturable", "differentiable"}
+
+
+class State:
+    """The objects of ``run.state(…)``, by their names in it.
+
+    Attributes:
+        modules: of each model, which data parallelism may have wrapped.
+        parameters: of each model, by name.
+        repeated: of each model, further parameters under a name of `parameters`: a tied weight that is in two stages.
+        optimizers: as they were given.
+        updated: the parameters of each optimizer, as ``model.fc.weight``: the model's name, and that in the model.
+        others: objects with ``state_dict`` and ``load_state_dict``.
+        has_stages: whether a model is a pipeline, of which each rank has other layers.
+    """
+
+    def __init__(self, objects: Mapping[str, Any]) -> None:
+        """
+        Raises:
+            ConfigError: an object that cannot be saved, or two names of one; an optimizer of a parameter that is in no
+                model; a scheduler of the learning rate that is not there.
+        """
+        self.modules: dict[str, list[nn.Module]] = {}
+        self.parameters: dict[str, dict[str, nn.Parameter]] = {}
+        self.repeated: dict[str, list[tuple[str, nn.Parameter]]] = {}
+        self.optimizers: dict[str, Optimizer] = {}
+        self.updated: dict[str, dict[str, Tensor]] = {}
+        self.others: dict[str, Any] = {}
+        self.has_stages = False
+        _check_names(objects)
+        for name, value in objects.items():
+            if isinstance(value, nn.Module | ParallelModel):
+                self._add_model(name, value)
+            elif isinstance(value, Optimizer):
+                self.optimizers[name] = value
+            elif callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None)):
+                self.others[name] = value
+            else:
+                raise ConfigError(
+                    f"{name} of run.state(…) is {article(value)}, which has no state_dict and load_state_dict: give an "
+                    "object that has both"
+                )
+        for name, optimizer in self.optimizers.items():
+            self._add_optimizer(name, optimizer)
+        # What the flags have said of an optimizer may change where a run goes on: only what the loop changes is saved.
+        self._as_made = {
+            name: [dict(group) for group in optimizer.param_groups] for name, optimizer in self.optimizers.items()
+        }
+
+    def _add_model(self, name: str, model: nn.Module | ParallelModel) -> None:
+        if isinstance(model, ParallelModel):
+            self.modules[name] = list(model.modules.values())
+            self.has_stages |= model.pipeline is not None
+        else:
+            self.modules[name] = [model]
+        self.reshard()
+        parameters: dict[str, nn.Parameter] = {}
+        repeated = []
+        for long_name, parameter in model.named_parameters():
+            short_name = canonical_name(long_name)
+            if parameters.setdefault(short_name, parameter) is not parameter:
+                repeated.append((short_name, parameter))
+        self.parameters[name] = parameters
+        self.repeated[name] = repeated
+
+    def _add_optimizer(self, name: str, optimizer: Optimizer) -> None:
+        kind = type(optimizer)
+        if kind.state_dict is not Optimizer.state_dict or kind.load_state_dict is not Optimizer.load_state_dict:
+            raise ConfigError(
+                f"{name} of run.state(…) is {article(optimizer)} with a state_dict or load_state_dict of its own; what "
+                f"PyTorch's has is saved, and no more"
+            )
+        names = self._names_of_parameters()
+        self.updated[name] = {}
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if id(parameter) not in names:
+                    raise ConfigError(
+                        f"{name} of run.state(…) updates a parameter of shape {list(parameter.shape)} that is in none "
+                        f"of its models: {', '.join(self.parameters) or 'there is none'}"
+                    )
+                self.updated[name].setdefault(names[id(parameter)], parameter)
+        scheduled = any("initial_lr" in group for group in optimizer.param_groups)
+        if scheduled and not any(getattr(other, "optimizer", None) is optimizer for other in self.others.values()):
+            raise ConfigError(f"run.state(…) lacks the scheduler of {name}'s learning rate: it would begin anew")
+
+    def _names_of_parameters(self) -> dict[int, str]:
+        """By the parameter's id, such as ``model.fc.weight``. A repeated parameter has the name of the first."""
+        names: dict[int, str] = {}
+        for model, parameters in self.parameters.items():
+            for name, parameter in (*parameters.items(), *self.repeated[model]):
+                names.setdefault(id(parameter), f"{model}.{name}")
+        return names
+
+    def reshard(self) -> None:
+        """Free what FSDP has gathered: the parameters are then the shards."""
+        for module in chain.from_iterable(self.modules.values()):
+            reshard(module)
+
+    def gather_updated(self) -> None:
+        """Do what ZeRO-1 and ZeRO-2 do after a step, where something else has changed the shards. A collective."""
+        for module in chain.from_iterable(self.modules.values()):
+            if isinstance(module, Zero):
+                module.gather()
+
+    def of_models(self) -> dict[str, dict[str, Tensor]]:
+        """Parameters and saved buffers of each model. A forward may have put other buffers in their place."""
+        return {
+            name: {**parameters, **saved_buffers(self.modules[name])} for name, parameters in self.parameters.items()
+        }
+
+    def describe(self) -> tuple[Described, dict[str, dict[str, Any]]]:
+        """Describe the objects as they are now.
+
+        Returns:
+            All but tensors, as JSON has it; and the tensors of models and others, by object and name.
+
+        Raises:
+            ConfigError: an optimizer, or another object, keeps something that cannot be saved.
+        """
+        described: Described = {}
+        tensors: dict[str, dict[str, Any]] = self.of_models()
+        for name in self.parameters:
+            described[name] = {"kind": "model"}
+        for name, optimizer in self.optimizers.items():
+            described[name] = self._describe_optimizer(name, optimizer)
+        for name, other in self.others.items():
+            tensors[name] = {}
+            encoded = encode(other.state_dict(), name, tensors[name])
+            described[name] = {"kind": "object", "type": type(other).__name__, "state": encoded}
+        return described, tensors
+
+    def _describe_optimizer(self, name: str, optimizer: Optimizer) -> dict[str, Any]:
+        names = self._names_of_parameters()
+        numbers: dict[str, dict[str, Any]] = {}
+        for parameter, state in optimizer.state.items():
+            parameter_name = names.get(id(parameter))
+            if parameter_name is None:
+                raise ConfigError(
+                    f"{name} of run.state(…) keeps a state that is of none of its parameters", on_every_rank=True
+                )
+            for key, value in state.items():
+                if not isinstance(value, Tensor):
+                    encoded = encode_number(value, f"{name}'s {key} of {parameter_name}")
+                    numbers.setdefault(parameter_name, {})[key] = encoded
+                elif isinstance(parameter, DTensor) and value.dim():
+                    check_sharded(name, f"{key} of {parameter_name}", value, parameter)
+        groups = []
+        for group, as_made in zip(optimizer.param_groups, self._as_made[name], strict=True):
+            changed = {
+                key: encode_number(value, f"{name}'s {key}")
+                for key, value in group.items()
+                if key not in NOT_SAVED and not _equal(value, as_made.get(key))
+            }
+            groups.append({"parameters": [names[id(parameter)] for parameter in group["params"]], "values": changed})
+        return {"kind": "optimizer", "type": type(optimizer).__name__, "groups": groups, "numbers": numbers}
+
+    def tensors_to_save(self, tensors: Mapping[str, Any]) -> dict[str, Any]:
+        """Those of `describe`, and what the optimizers keep."""
+        moments = {name: tensors_of(optimizer, self.updated[name]) for name, optimizer in self.optimizers.items()}
+        return {**tensors, **moments}
+
+    def load(self, path: Path, files: Mapping[str, FileSum], described: Described, device: torch.device) -> None:
+        """Load a checkpoint into the objects. A collective.
+
+        Args:
+            files: the checkpoint's, of its manifest.
+            described: of the checkpoint, as of `describe`.
+
+        Raises:
+            CheckpointError: the checkpoint is of other objects, or lacks a tensor, or has it in another shape. On every
+                rank.
+        """
+        here, tensors_here = self.describe()
+        metadata = metadata_on_all(path, files)
+        _check_same_objects(path, described, here)
+        self._check_updated(path, described, here)
+        if not self.has_stages:
+            self._check_same_tensors(path, {names[:2]: entry.size for names, entry in shapes_of(metadata).items()})
+        into = self.of_models()
+        for name in self.others:
+            into[name] = _places_to_load(path, name, described[name]["state"], tensors_here[name], device)
+        self.reshard()
+        own = {name: tensors_of(optimizer, self.updated[name]) for name, optimizer in self.optimizers.items()}
+        moments = read_tensors(path, metadata, into, self.updated, own)
+        for name in self.parameters:
+            for parameter_name, parameter in self.repeated[name]:
+                parameter.detach().copy_(self.parameters[name][parameter_name].detach())
+        for name, optimizer in self.optimizers.items():
+            self._restore_optimizer(path, optimizer, described[name], moments[name])
+        for name, other in self.others.items():
+            other.load_state_dict(decode(described[name]["state"], into[name]))
+        self.gather_updated()
+
+    def _check_updated(self, path: Path, saved: Described, here: Described) -> None:
+        """Compare the parameters that each optimizer updates; those of a rank that has some of the layers are fewer."""
+        for name in self.optimizers:
+            before = _parameters_in(saved[name])
+            now = _parameters_in(here[name])
+            for parameter in now:
+                if parameter not in before:
+                    raise refused(path, f"{parameter} of {name} is not updated there, and updated here")
+            for parameter in before:
+                if parameter not in now and not self.has_stages:
+                    raise refused(path, f"{parameter} of {name} is updated there, and not here")
+
+    def _check_same_tensors(self, path: Path, saved: Mapping[tuple[str, ...], torch.Size]) -> None:
+        """Compare the tensors of models; those of a rank that has some of the layers cannot be compared."""
+        for model, tensors in self.of_models().items():
+            here = {(model, name): tensor.shape for name, tensor in tensors.items()}
+            of_model = {names: size for names, size in saved.items() if names[0] == model}
+            for names in {**of_model, **here}:
+                if here.get(names) != of_model.get(names):
+                    before = _shape_text(of_model.get(names))
+                    now = _shape_text(here.get(names))
+                    raise refused(path, f"{names[1]} of {model} is {before} there, and {now} here")
+
+    def _restore_optimizer(
+        self, path: Path, optimizer: Optimizer, described: Mapping[str, Any], moments: Mapping[str, dict[str, Tensor]]
+    ) -> None:
+        names = self._names_of_parameters()
+        of_parameter: dict[int, dict[str, Any] | None] = {}
+        has_state_of: set[str] = set()
+        parameters = list(chain.from_iterable(group["params"] for group in optimizer.param_groups))
+        for parameter in parameters:
+            name = names[id(parameter)]
+            numbers = {key: decode(value, {}) for key, value in described["numbers"].get(name, {}).items()}
+            tensors = moments.get(name, {})
+            if name in has_state_of:  # a tied weight that this rank has twice: each has a state of its own
+                tensors = {key: value.clone() for key, value in tensors.items()}
+            has_state_of.add(name)
+            of_parameter[id(parameter)] = {**tensors, **numbers}
+        give_state(optimizer, of_parameter)
+        for parameter in parameters:
+            for key, value in moments.get(names[id(parameter)], {}).items():
+                restored = optimizer.state[parameter][key]
+                if restored.dtype != value.dtype:  # PyTorch has made it the parameter's
+                    optimizer.state[parameter][key] = value.to(restored.device)
+        saved = {name: group["values"] for group in described["groups"] for name in group["parameters"]}
+        for group in optimizer.param_groups:
+            values = [saved.get(names[id(parameter)], {}) for parameter in group["params"]]
+            if any(other != values[0] for other in values):
+                raise refused(path, "an optimizer has in one group parameters that were in several, with other values")
+            for key, value in (values[0] if values else {}).items():
+                if isinstance(group.get(key), Tensor):
+                    group[key].fill_(value)
+                else:
+                    group[key] = decode(value, {})
+
+
+def _equal(value: Any, before: Any) -> bool:
+    if isinstance(value, Tensor):
+        return False  # which may have changed in place
+    return type(value) is type(before) and value == before
+
+
+def _check_names(objects: Mapping[str, Any]) -> None:
+    names: dict[int, str] = {}
+    for name, value in objects.items():
+        if "." in name:
+            raise ConfigError(f"{name!r} of run.state(…): a name has no dot")
+        first = names.setdefault(id(value), name)
+        if first != name:
+            raise ConfigError(f"run.state(…) has one object under two names, {first} and {name}: leave one out")
+
+
+def article(value: object) -> str:
+    """An object's class, as ``an AdamW``."""
+    name = type(value).__name__
+    return f"{'an' if name[:1].lower() in 'aeiou' else 'a'} {name}"
+
+
+def _shape_text(shape: torch.Size | None) -> str:
+    return "not" if shape is None else f"of shape {list(shape)}"
+
+
+def _check_same_objects(path: Path, saved: Described, here: Described) -> None:
+    """Raises CheckpointError where a checkpoint has other objects than ``run.state(…)``."""
+    for name in {**saved, **here}:
+        before = _kind(saved.get(name))
+        now = _kind(here.get(name))
+        if before != now:
+            raise refused(path, f"{name} is {before} there, and {now} here")
+
+
+def _kind(described: Mapping[str, Any] | None) -> str:
+    if described is None:
+        return "not"
+    return "a model" if described["kind"] == "model" else described["type"]
+
+
+def _parameters_in(described: Mapping[str, Any]) -> list[str]:
+    return [name for group in described.get("groups", ()) for name in group["parameters"]]
+
+
+def _places_to_load(
+    path: Path, name: str, saved: Any, here: Mapping[str, Tensor], device: torch.device
+) -> dict[str, Tensor]:
+    """Where the tensors of an object are read to: sharded as those that it has now."""
+    places: dict[str, Tensor] = {}
+    for tensor in saved_tensors(saved):
+        now = here.get(tensor.path)
+        is_sharded = isinstance(now, DTensor)
+        if (is_sharded and now.shape != tensor.shape) or (tensor.place == "sharded" and now is None):
+            raise refused(path, f"{tensor.path} of {name} is a tensor of shape {list(tensor.shape)}, and not here")
+        if is_sharded:
+            places[tensor.path] = torch.empty_like(now, dtype=tensor.dtype)
+        elif now is not None:
+            places[tensor.path] = torch.empty(tensor.shape, dtype=tensor.dtype, device=now.device)
+        else:
+            on_host = tensor.place == "host"
+            places[tensor.path] = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu" if on_host else device)
+    return places
+
+
+def check_sharded(name: str, tensor_name: str, value: Tensor, parameter: DTensor) -> None:
+    """Raises ConfigError where what an optimizer keeps for a sharded parameter does not say which part is local."""
+    if not isinstance(value, DTensor) or value.shape != parameter.shape:
+        kind = "a DTensor" if isinstance(value, DTensor) else "a plain tensor"
+        raise ConfigError(
+            f"{name} of run.state(…) cannot be saved: its {tensor_name} is {kind} of shape {list(value.shape)}, and "
+            f"the parameter a DTensor of shape {list(parameter.shape)}; what an optimizer keeps has to be sharded as "
+            "its parameter",
+            on_every_rank=True,
+        )
+
+
+def encode_number(value: Any, name: str) -> Any:
+    """`encode` a value that is to have no tensors but of one element, which become numbers.
+
+    Raises:
+        ConfigError: it has another tensor. PyTorch's optimizers would not know how that is sharded.
+    """
+    tensors: dict[str, Tensor] = {}
+    if isinstance(value, Tensor) and value.numel() == 1:
+        value = value.item()
+    encoded = encode(value, name, tensors)
+    if tensors:
+        raise ConfigError(f"{name} of run.state(…) cannot be saved: it is, or has in it, a tensor", on_every_rank=True)
+    return encoded
+
+
+@torch.no_grad()
+def check_alike(comm: TorchComm, described: Mapping[str, Any], tensors: Mapping[str, Mapping[str, Tensor]]) -> None:
+    """Check that what each rank has in full, and one of them saves, is the same on all. A collective.
+
+    Args:
+        described, tensors: as of `State.describe`, or some of it.
+
+    Raises:
+        ConfigError: it is not; on every rank, with the first name.
+    """
+    if comm.rank.world_size == 1 or comm.dry:
+        return
+    own = {name: _digest(value) for name, value in described.items()}
+    for name, of_object in tensors.items():
+        for tensor_name, tensor in of_object.items():
+            if not isinstance(tensor, DTensor):
+                real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+                own[f"{name}.{tensor_name}"] = f"{list(tensor.shape)} {float(real.double().sum()).hex()}"
+    by_rank = comm.gather_everywhere(own)
+    for name in own:
+        if any(other.get(name) != by_rank[0].get(name) for other in by_rank):
+            raise ConfigError(
+                f"{name} of run.state(…) is not the same on all ranks, which have it in full: one rank's would be "
+                "saved for all",
+                on_every_rank=True,
+            )
+
+
+def _digest(value: Any) -> str:
+    return sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
+
+
+def of_all_stages(comm: TorchComm, described: Described) -> Described:
+    """What all stages of a pipeline know of the optimizers: each updates other parameters. A collective."""
+    merged: Described = {}
+    for of_rank in comm.gather_everywhere(described):
+        for name, value in of_rank.items():
+            first = merged.setdefault(name, json.loads(json.dumps(value)))
+            if value["kind"] == "optimizer" and first != value:
+                known = set(_parameters_in(first))
+                groups = [group for group in value["groups"] if not known.issuperset(group["parameters"])]
+                first["groups"] += groups
+                first["numbers"] |= value["numbers"]
+    return merged
+
+
+def refused(path: Path, why: str) -> CheckpointError:
+    return CheckpointError(f"{path} does not go on in this program: {why}", on_every_rank=True)

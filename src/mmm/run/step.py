@@ -1,0 +1,117 @@
+"""One optimizer step, as the body of a program's loop sees it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from mmm.errors import ConfigError
+from mmm.optim.grad_scaler import GradScaler, not_finite
+from mmm.parallel.clip import local_norms
+from mmm.parallel.dp.data_parallel import microbatches_of
+from mmm.parallel.local import detached
+
+if TYPE_CHECKING:
+    from mmm.run.run import Run
+
+
+@dataclass
+class Step:
+    """One optimizer step. Everything about it but its losses is decided before the body of the loop begins.
+
+    Attributes:
+        number: of the step, from 0.
+        batch: this rank's samples of the global batch, on the device.
+        place: where the run is, as its row says it: ``{"iter": 3}`` or ``{"epoch": 1}``.
+        count: what the sum of losses is divided by: the targets of the global batch. None where batches do not say.
+        last: whether the run ends with this step.
+        ends_row: whether a row ends here.
+        due: whether that row is logged. Only then the host waits for the device.
+        evaluates: whether the body is to evaluate.
+        saves: whether a checkpoint follows.
+        row: further numbers of the row, for the body to add to.
+        skip: 1.0 on every rank where the step is to change nothing, else 0.0. None where steps are not skipped.
+    """
+
+    run: Run
+    number: int
+    batch: Any = None
+    place: dict[str, int] = field(default_factory=dict)
+    count: int | Tensor | None = None
+    last: bool = False
+    ends_row: bool = True
+    due: bool = True
+    evaluates: bool = False
+    saves: bool = False
+    row: dict[str, float | Tensor] = field(default_factory=dict)
+    skip: Tensor | None = None
+    _losses: list[Tensor] = field(default_factory=list)
+
+    @property
+    def microbatches(self) -> Iterator[Any]:
+        """The batch in its parts, `Run.microbatches` of them. What the body does with each ends a ``dtb``.
+
+        The gradients are summed over dp with the last part.
+        """
+        clock = self.run.clock
+        clock.optimizer_ends_backward = False
+        modules = _modules_of(self.run.objects.values())
+        for batch in microbatches_of(self.batch, self.run.microbatches, modules):
+            yield batch
+            clock.lap("dtb")
+
+    def log(self, loss: Tensor) -> None:
+        """Keep the loss. The forward is over: ``dtf`` ends, but in a pipeline, whose schedule knows its parts.
+
+        Args:
+            loss: of this rank's samples, divided by the global count. The losses of micro-batches add up.
+        """
+        if self.run.layout.pp == 1:
+            self.run.clock.lap("dtf")
+        self._losses.append(detached(loss))
+
+    @property
+    def local_loss(self) -> Tensor:
+        """This rank's loss of the step, on the device, without a graph. A ConfigError before `log` was called."""
+        if not self._losses:
+            raise ConfigError(
+                f"step {self.number} ended without step.log(loss): the body of the loop calls it once the forward is "
+                "over, with this rank's part of the loss"
+            )
+        return sum(self._losses[1:], self._losses[0])
+
+    def check(self, model: Any, scaler: GradScaler | None = None, skips: bool = False) -> list[Tensor] | None:
+        """Keep on the device whether the loss and the gradients are finite. The next row reads it, and ends the run.
+
+        Args:
+            model: with ``named_parameters``. scaler: of fp16, which skips a step that overflows by itself.
+            skips: a step that is not finite is to be skipped instead: sets `skip`, by a collective.
+
+        Returns:
+            The norm of each gradient of this rank, for clipping; None where the scaler looks after them.
+        """
+        norms = None
+        if skips or scaler is None or not scaler.is_enabled():
+            gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+            norms = local_norms(list(gradients.values()))
+            loss = self.local_loss
+            stacked = torch.stack(norms) if norms else loss.new_zeros(1)
+            if skips:
+                self.skip = not_finite(loss, stacked)
+            self.run.unread.add_step({**self.place, "iter": self.number}, loss, stacked, list(gradients), self.skip)
+        for hook in self.run.hooks:
+            hook.gradients(self.run, self)
+        return norms
+
+
+def _modules_of(objects: Any) -> Iterator[nn.Module]:
+    """The modules among a run's objects, and those in its parallel models."""
+    for model in objects:
+        if isinstance(model, nn.Module):
+            yield model
+        elif hasattr(model, "named_parameters"):
+            yield from model.modules.values()

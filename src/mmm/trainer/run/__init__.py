@@ -1,1 +1,0 @@
-"""One run on one rank: `core`, the hooks around it, a file each, and what programs with a loop of their own share."""

@@ -1,0 +1,238 @@
+"""What a run tells its ranks: that they differ, that rank 0 has no folder, that the loss is no number."""
+
+import json
+import math
+import re
+import time
+import warnings
+from contextlib import ExitStack, suppress
+from dataclasses import replace
+from unittest.mock import patch
+
+import pytest
+import torch
+
+import mmm.history
+from mmm.errors import DeviceError, DivergedError, UserError
+from mmm.parallel import Layout
+from mmm.run.standard import start_run
+from mmm.runtime import process_group
+from mmm.runtime.device import Precision, _computes_bf16
+from mmm.trainer import lm
+from mmm.trainer.config.command_line import configure
+from mmm.trainer.config.run import BaseOptions, RunOptions
+from mmm.trainer.lm import resolve
+from mmm_lab.runs.runs import read_run
+from support.pool import program_on
+from support.runs import make_run
+
+CPU = torch.device("cpu")
+
+
+def on_a_host(rank):
+    return patch("mmm.run.rows.socket.gethostname", lambda: f"node{rank.rank}")
+
+
+def train(run, losses, samples=1, tokens=0):
+    """A loop that has these local losses."""
+    for step in run.steps(losses, len(losses), samples=samples, tokens=tokens):
+        step.log(step.batch)
+
+
+def make(rank, **options):
+    layout = Layout().fit(rank.world_size)
+    return make_run(rank, RunOptions(**options), layout, Precision("fp32", torch.float32, torch.float32))
+
+
+def diverge(rank):
+    """One step whose loss is no number on rank 1 alone: is the error said to be every rank's, and what does it say?"""
+    run, _ = make(rank)
+    run.first = 3
+    losses = torch.ones(4)
+    losses[3] = math.nan if rank.rank == 1 else 1.0
+    with on_a_host(rank), pytest.raises(DivergedError) as raised:
+        train(run, losses)
+    return raised.value.on_every_rank, str(raised.value)
+
+
+def test_a_loss_that_is_no_number_on_one_rank_is_every_ranks_error(run_on_ranks):
+    for everywhere, text in run_on_ranks(diverge, 2):
+        assert everywhere
+        assert "step 3, from rank 1 on node1" in text
+
+
+def diverge_between_rows(rank):
+    """Rank 1's loss is infinite in two steps without a row, and a number in that after them."""
+    run, kept = make(rank, log_every=4)
+    losses = torch.arange(1.0, 9.0)
+    if rank.rank == 1:
+        losses[5:7] = math.inf
+    collectives = []
+    gather = process_group.all_gather
+    with (
+        on_a_host(rank),
+        patch("mmm.runtime.process_group.all_gather", lambda *given: (collectives.append(1), gather(*given))),
+        pytest.raises(DivergedError) as raised,
+    ):
+        train(run, losses)
+    return [row["loss"] for row in kept.rows[:2]], str(raised.value), run.clock.step, len(collectives)
+
+
+def test_a_loss_that_is_no_number_between_two_rows_is_found_by_the_next(run_on_ranks):
+    for rows, text, last, collectives in run_on_ranks(diverge_between_rows, 2):
+        assert rows == [2.0, 10.0]
+        assert "step 5, from rank 1 on node1" in text
+        assert last == 7
+        assert collectives == 3
+
+
+def test_what_the_record_keeps_of_a_run(tmp_path):
+    """Its name, when it was and how long, and its mean rates: rows of every third step stand for three."""
+    options = RunOptions(device="cpu", outdir=tmp_path, plots=False, name="wide", log_every=3)
+    with start_run("test", options, Layout().fit(1)) as run:
+        train(run, torch.ones(7), samples=4, tokens=8)
+    config = json.loads((tmp_path / "config.json").read_text())
+    kept = read_run(tmp_path)
+    assert config["name"] == kept.name == "wide"
+    assert kept.started < kept.ended <= time.time()
+    assert config["device_hours"] == pytest.approx(config["seconds"] / 3600)
+    assert config["mean_rates"] == {name: pytest.approx(kept.mean_rate(name), rel=1e-6) for name in ("sps", "tps")}
+    assert config["state"] == "finished"
+    assert set(config["repository"] or {"commit": None}) >= {"commit"}
+
+
+def ended_by(error, outdir, steps):
+    options = RunOptions(device="cpu", outdir=outdir, plots=False)
+    with suppress(type(error)), start_run("test", options, Layout().fit(1)) as run:
+        train(run, torch.ones(steps), samples=4)
+        raise error
+    torch.distributed.destroy_process_group()
+
+
+def test_a_run_that_is_refused_before_its_first_row_leaves_no_record(tmp_path):
+    """The next try may have the same --outdir. What has rows stays, and so does a fault that is no user's."""
+    out = tmp_path / "out"
+    ended_by(UserError("the plan does not fit"), out, steps=0)
+    assert not out.exists()
+    out.mkdir()
+    (out / "notes.txt").write_text("mine")
+    ended_by(UserError("the plan does not fit"), out, steps=0)
+    assert [path.name for path in out.iterdir()] == ["notes.txt"]
+    for name, error, steps in (("a", UserError("a row"), 1), ("b", DivergedError("nan"), 0), ("c", RuntimeError(), 0)):
+        ended_by(error, tmp_path / name, steps)
+        assert mmm.history.state(tmp_path / name) == "failed"
+
+
+@pytest.mark.parametrize("name", ["", "a/b", ".", "~x", "a\tb", "x" * 81])
+def test_what_names_no_run(name):
+    with pytest.raises(UserError, match=r"--name"):
+        RunOptions(name=name).check()
+
+
+# --- ranks that differ, and a folder that rank 0 cannot have ----------------------------------------------------------
+
+
+def start(rank, outdir, options, differs):
+    """Start a run on a rank of the pool; what it raises, and whether the error is every rank's.
+
+    Args:
+        differs: what is another on rank 1: the name of a function, and what it gives there; nothing where it is empty.
+    """
+    flags = {"preset": "debug", "device": "cpu", "outdir": outdir, "plots": False, "batch_size": 2}
+    given = configure(lm.Config, **flags, **options[rank.rank])
+    with ExitStack() as stack:
+        stack.enter_context(program_on(rank))
+        stack.enter_context(patch("mmm.runtime.agreement.FIRST_WORD", 0.0))
+        if differs and rank.rank == 1:
+            stack.enter_context(patch(differs[0], lambda *_: differs[1]))
+        resolved = resolve(given)
+        try:
+            with start_run("test", given, resolved):
+                return None
+        except UserError as error:
+            return type(error).__name__, str(error), error.on_every_rank
+
+
+@pytest.mark.parametrize(
+    ("differs", "words"),
+    [
+        (("mmm.runtime.device._computes_bf16", True), r"fp32"),
+        (
+            ("mmm.run.hooks.agreement.platform.python_version_tuple", ("3", "99", "1")),
+            r"3\.\d+ on .*3\.99",
+        ),
+        (
+            ("mmm.run.hooks.agreement.main_digest", "train.py (0123)"),
+            r"program's file: .*train\.py \(0123\) on rank 1",
+        ),
+        (("mmm.run.hooks.agreement.source_digest", "0123"), r"mmm: .*\(files 0123\) on rank 1 "),
+    ],
+)
+def test_hosts_that_differ_are_refused(run_on_ranks, tmp_path, differs, words):
+    if differs[0].endswith("bf16") and _computes_bf16(CPU):
+        differs, words = (differs[0], False), r"data type: bf16 on rank 0 \(.*\); fp32 on rank 1 .*\n.*--dtype"
+    first, second = run_on_ranks(start_as_one_a_host, 2, tmp_path / "run", [{}, {}], differs)
+    assert first == second
+    assert (first[0], first[2]) == ("ConfigError", True)
+    assert re.search(words, first[1]), first[1]
+    assert not (tmp_path / "run").exists()
+
+
+def start_as_one_a_host(rank, *given):
+    return start(replace(rank, local_rank=0, local_world_size=1), *given)
+
+
+def test_data_and_options_that_differ_are_refused_and_paths_are_not(run_on_ranks, tmp_path):
+    files = [tmp_path / "a.txt", tmp_path / "b.txt", tmp_path / "c.txt"]
+    for file, text in zip(files, ("x" * 9000, "x" * 9000, "x" * 8999 + "y"), strict=True):
+        file.write_text(text)
+    same, other = [{"text": (file,)} for file in files[:2]], [{"text": (file,)} for file in files[1:]]
+    assert run_on_ranks(start, 2, tmp_path / "same", same, None) == [None, None]
+    for options, words in (
+        (other, r"data: text \(sha256 \w{12}\) on rank 0 .*\n.*--text"),
+        ([{"seed": 1}, {"seed": 2}], r"--seed: 1 on rank 0 \(.*\); 2 on rank 1 \(.*\)\nStart every rank with the same"),
+    ):
+        first, second = run_on_ranks(start, 2, tmp_path / "run", options, None)
+        assert first == second
+        assert re.search(words, first[1]), first[1]
+        assert not (tmp_path / "run").exists()
+
+
+def float32_flags():
+    cudnn, cuda = torch.backends.cudnn, torch.backends.cuda
+    owners = (getattr(cudnn, "conv", None), getattr(cudnn, "rnn", None), cuda.matmul)
+    newer = [owner.fp32_precision for owner in owners if hasattr(owner, "fp32_precision")]
+    return [cudnn.allow_tf32, cuda.matmul.allow_tf32, torch.get_float32_matmul_precision(), *newer]
+
+
+@pytest.mark.parametrize("asked_for", [False, True])
+@pytest.mark.parametrize(("dtype", "full"), [("fp32", True), ("bf16", False), ("fp64", False)])
+def test_fp32_is_no_tf32(tmp_path, asked_for, dtype, full):
+    """cuDNN's convolutions round to TensorFloat-32 by default; matrix products where a program has asked for it."""
+    default = torch.get_float32_matmul_precision()
+    try:
+        if asked_for:
+            torch.set_float32_matmul_precision("medium")
+        before = float32_flags()
+        assert before[0] is True
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            options = RunOptions(device="cpu", dtype=dtype, outdir=tmp_path / "run", plots=False)
+            with start_run("test", options, Layout().fit(1)):
+                inside = float32_flags()
+        assert float32_flags() == before
+        if full:
+            assert inside[:3] == [False, False, "highest"]
+            assert set(inside[3:]) <= {"ieee"}
+        else:
+            assert inside == before
+    finally:
+        torch.set_float32_matmul_precision(default)
+
+
+def test_mps_runs_the_trainers_alone(monkeypatch, no_process_group):
+    """The others make groups by PyTorch's own calls, which MPS has none for: refused before any is made."""
+    monkeypatch.setattr("mmm.run.run.choose_device", lambda *_: torch.device("mps"))
+    refused = pytest.raises(DeviceError, match=r"--device")
+    with refused, start_run("zero", BaseOptions(), Layout().fit(1)):
+        pass
