@@ -21,7 +21,7 @@ from mmm.models.costs import Costs
 from mmm.models.rules import Rules, refuse
 from mmm.parallel.plan import Plan, check_axes
 
-NAMES = ("llama", "gpt", "vit", "cnn")
+NAMES = ("llama", "gpt", "qwen3", "vit", "cnn")
 
 
 def image_sample(config: Any, batch: int, seq_length: int) -> Tensor:

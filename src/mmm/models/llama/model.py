@@ -159,11 +159,15 @@ class Attention(nn.Module):
         q = self.wq(x).view(batch, seq, -1, self.head_dim)  # (batch, seq, local heads, head_dim)
         k = self.wk(x).view(batch, seq, -1, self.head_dim)  # (batch, seq, local kv heads, head_dim)
         v = self.wv(x).view(batch, seq, -1, self.head_dim)  # likewise
-        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+        q, k = self.rotated(q, k, cos, sin)
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))  # (batch, local heads, seq, head_dim)
         documents = () if document_starts is None else (document_starts,)
         out = self.attention_fn(q, k, v, *documents)  # (batch, local heads, seq, head_dim)
         return self.wo(out.transpose(1, 2).reshape(batch, seq, -1))  # (batch, seq, dim)
+
+    def rotated(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        """Queries and keys with their positions, each (batch, seq, local heads, head_dim)."""
+        return rotate(q, cos, sin), rotate(k, cos, sin)
 
 
 class FeedForward(nn.Module):
@@ -182,10 +186,10 @@ class FeedForward(nn.Module):
 class TransformerBlock(nn.Module):
     """Pre-norm block, (batch, seq, dim) in and out. It has `moe` where the sizes have experts, else `feed_forward`."""
 
-    def __init__(self, config: TransformerConfig) -> None:
+    def __init__(self, config: TransformerConfig, attention: type[Attention] = Attention) -> None:
         super().__init__()
         self.attention_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
-        self.attention = Attention(config)
+        self.attention = attention(config)
         self.ffn_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
         self.routed = config.n_experts > 0
         if self.routed:
@@ -206,13 +210,15 @@ class Transformer(nn.Module):
     removed: it then takes, or returns, (batch, seq, dim).
     """
 
+    attention = Attention
+
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
         if wrong := config.problems():
             raise ValueError("; ".join(wrong))
         self.config = config
         self.tok_embeddings: nn.Module | None = nn.Embedding(config.vocab_size, config.dim)
-        self.layers = nn.ModuleDict({str(i): TransformerBlock(config) for i in range(config.n_layers)})
+        self.layers = nn.ModuleDict({str(i): TransformerBlock(config, self.attention) for i in range(config.n_layers)})
         self.norm: nn.Module | None = nn.RMSNorm(config.dim, eps=config.norm_eps)
         self.output: nn.Module | None = nn.Linear(config.dim, config.vocab_size, bias=False)
         if config.tie_word_embeddings:

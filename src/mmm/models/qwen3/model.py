@@ -1,0 +1,85 @@
+"""Qwen3: a Llama with a norm over each head of queries and keys, and heads of any width.
+
+Source: Yang et al., "Qwen3 technical report", 2025; its sizes are those of the published models.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from mmm.models.llama.model import Attention, Transformer
+from mmm.nn.rope import RopeScaling
+from mmm.nn.sizes import below_one
+
+
+@dataclass(frozen=True)
+class Qwen3Config:
+    """Sizes of a Qwen3. ``ffn_dim=None`` means ``3 * dim``."""
+
+    dim: int = 1024
+    n_layers: int = 28
+    n_heads: int = 16
+    n_kv_heads: int = 8
+    head_dim: int = 128
+    vocab_size: int = 151_936
+    ffn_dim: int | None = None
+    norm_eps: float = 1e-6
+    rope_theta: float = 1_000_000.0
+    rope_scaling: RopeScaling | None = None
+    tie_word_embeddings: bool = True
+
+    # What the Transformer that this one is made of reads besides.
+    n_experts, top_k = 0, 0
+    position_parameters = 0
+
+    @property
+    def hidden_dim(self) -> int:
+        """Width of the feed-forward layer."""
+        return 3 * self.dim if self.ffn_dim is None else self.ffn_dim
+
+    def problems(self) -> list[str]:
+        """What is wrong with these sizes by themselves, one sentence each; empty when they fit together."""
+        sizes = ("dim", "n_layers", "n_heads", "n_kv_heads", "head_dim", "vocab_size", "ffn_dim")
+        problems = below_one(self, sizes)
+        for name in ("norm_eps", "rope_theta"):
+            value = getattr(self, name)
+            if not 0 < value < math.inf:
+                problems.append(f"{name} is {value}: it must be above 0, and finite")
+        if self.rope_scaling is not None:
+            problems += self.rope_scaling.problems()
+        if problems:
+            return problems
+        if self.head_dim % 2:
+            problems.append(f"head_dim {self.head_dim} is odd: rotary positions rotate pairs of elements")
+        if self.n_heads % self.n_kv_heads:
+            problems.append(f"n_heads {self.n_heads} is not divisible by n_kv_heads {self.n_kv_heads}")
+        return problems
+
+
+PRESETS: dict[str, Qwen3Config] = {
+    "debug": Qwen3Config(dim=64, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=32, vocab_size=256),
+    "qwen3-0.6b": Qwen3Config(),
+    "qwen3-4b": Qwen3Config(dim=2560, n_layers=36, n_heads=32, ffn_dim=9728),
+    "qwen3-8b": Qwen3Config(dim=4096, n_layers=36, n_heads=32, ffn_dim=12_288, tie_word_embeddings=False),
+}
+
+
+class Qwen3Attention(Attention):
+    """Grouped-query attention whose queries and keys are normalized, head by head, before they are rotated."""
+
+    def __init__(self, config: Qwen3Config) -> None:
+        super().__init__(config)
+        self.q_norm = nn.RMSNorm(config.head_dim, eps=config.norm_eps)
+        self.k_norm = nn.RMSNorm(config.head_dim, eps=config.norm_eps)
+
+    def rotated(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        return super().rotated(self.q_norm(q), self.k_norm(k), cos, sin)
+
+
+class Qwen3(Transformer):
+    """As `Transformer`, with `Qwen3Attention` in its blocks."""
+
+    attention = Qwen3Attention

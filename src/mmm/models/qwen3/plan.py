@@ -1,0 +1,21 @@
+"""How a Qwen3 is sharded over tp: as a Llama (`mmm.models.llama.plan`). The norms over heads are replicated, and since a
+rank has only some of the heads, their gradients are partial sums."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from mmm.models.llama.plan import transformer_plan
+from mmm.models.qwen3.model import Qwen3Config
+from mmm.parallel.plan import Plan
+from mmm.parallel.tp.replicated import PartialGradient
+
+
+def qwen3_plan(config: Qwen3Config) -> Plan:
+    """The plan of `mmm.models.qwen3.model.Qwen3`."""
+    plan = transformer_plan(config)
+    norms = {
+        "layers.*.attention.q_norm": PartialGradient(),
+        "layers.*.attention.k_norm": PartialGradient(),
+    }
+    return replace(plan, tensor={**plan.tensor, **norms}, refused={"ep": "a Qwen3 here has no experts"})
