@@ -47,6 +47,9 @@ class ModelDef:
         plan: sizes → how it is sharded.
         rules: (sizes, layout, seq_length, ulysses) → the rules that are broken, name → sentence with the numbers.
         costs: what it keeps in memory and sends, by formula.
+        small: sizes that the proof trains, by the name that they have there: few, and awkward. A language model has a
+            vocabulary of at least 96 tokens and places for 32; one of images takes 12 × 12 pixels, 1 channel, 10
+            classes.
         sample: (sizes, batch, seq_length) → what forward takes.
         language: whether it predicts tokens.
         tokens: (sizes, seq_length) → length of a sample's sequence, of tokens or patches.
@@ -61,6 +64,7 @@ class ModelDef:
     plan: Callable[[Any], Plan]
     rules: Rules
     costs: Costs
+    small: Mapping[str, Any]
     sample: Callable[[Any, int, int], Tensor] = token_sample
     language: bool = True
     tokens: Callable[[Any, int], int] = lambda config, seq_length: seq_length

@@ -17,6 +17,7 @@ from mmm.layout import Layout, ScheduleName, Techniques
 from mmm_lab.layout_name import ALL_AXES, parse_layout
 
 OPTIMIZERS = ("sgd", "adamw")
+OTHERS = "images"  # the rows of models that the matrix does not name
 LARGE_BATCH = ("lars", "lamb")  # they need norms of full tensors
 
 
@@ -131,7 +132,7 @@ def read_matrix() -> dict[str, dict[str, list[str]]]:
 def matrix(model: str) -> Iterator[ParityCase]:
     """The cases of a model; of one that the matrix does not name, those of images."""
     rows = read_matrix()
-    for layout, words in rows.get(model, rows["images"]).items():
+    for layout, words in rows.get(model, rows[OTHERS]).items():
         for word in words:
             names = word.split("+")
             own = tuple(name for name in names if name in LARGE_BATCH)

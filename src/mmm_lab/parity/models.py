@@ -10,24 +10,13 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 from mmm.errors import ConfigError
+from mmm_lab.parity.layouts import OTHERS, read_matrix
 
 if TYPE_CHECKING:
     from mmm_lab.parity.parity_model import ParityModel
 
-# Of the registry, which imports torch: the command answers without.
-NAMES = (
-    "transformer",
-    "llama",
-    "moe",
-    "gpt",
-    "gpt_dropout",
-    "plain_gpt",
-    "head_norm",
-    "regression",
-    "batch_norm",
-    "vit",
-    "cnn",
-)
+# Of the matrix, and not of the registry, which imports torch: the command answers without.
+NAMES = tuple(name for name in read_matrix() if name != OTHERS)
 
 
 def find(name: str) -> ParityModel:

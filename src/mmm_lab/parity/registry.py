@@ -1,50 +1,39 @@
-"""The models of mmm that the proof trains."""
+"""The models that the proof trains: the package's own, in small, and some that only the proof has."""
 
-from mmm.models.cnn.plan import cnn_plan
-from mmm.models.gpt.plan import gpt_plan
-from mmm.models.llama.plan import transformer_plan
-from mmm.models.vit.plan import vit_plan
-from mmm_lab.parity.fixtures import (
-    batch_norm,
-    cnn,
-    gpt,
-    gpt_dropout,
-    head_norm,
-    llama,
-    moe,
-    plain_gpt,
-    regression,
-    transformer,
-    vit,
-)
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+from mmm.models.definition import NAMES, ModelDef, find
+from mmm_lab.parity.fixtures import balance, batch_norm, head_norm, images, plain_gpt, regression, tokens
 from mmm_lab.parity.parity_model import ParityModel
 from mmm_lab.parity.plans import batch_norm_plan, head_norm_plan, plain_gpt_plan, regression_plan
 
+
+def of_definition(definition: ModelDef, sizes: Any) -> ParityModel:
+    """A model of the package, with these sizes."""
+    model = partial(definition.build, sizes)
+    plan = partial(definition.plan, sizes)
+    if not definition.language:
+        return ParityModel(model=model, plan=plan, batch=images.make_batch)
+    return ParityModel(
+        model=model,
+        plan=plan,
+        batch=tokens.make_batch,
+        documents=tokens.make_documents,
+        chats=tokens.make_chats,
+        after_step=balance.balance,
+    )
+
+
 REGISTRY = {
-    "transformer": ParityModel(
-        model=transformer.small_model,
-        plan=transformer_plan,
-        batch=transformer.make_batch,
-        documents=transformer.make_documents,
-        chats=transformer.make_chats,
-    ),
-    "llama": ParityModel(model=llama.small_model, plan=transformer_plan, batch=transformer.make_batch),
-    "moe": ParityModel(
-        model=moe.small_model,
-        plan=transformer_plan,
-        batch=transformer.make_batch,
-        documents=transformer.make_documents,
-        after_step=moe.balance,
-    ),
-    "gpt": ParityModel(
-        model=gpt.small_model,
-        plan=gpt_plan,
-        batch=transformer.make_batch,
-        documents=transformer.make_documents,
-        chats=transformer.make_chats,
-    ),
-    "gpt_dropout": ParityModel(model=gpt_dropout.small_model, plan=gpt_plan, batch=transformer.make_batch),
-    "plain_gpt": ParityModel(model=plain_gpt.small_model, plan=plain_gpt_plan, batch=transformer.make_batch),
+    **{
+        name: of_definition(definition, sizes)
+        for definition in map(find, NAMES)
+        for name, sizes in definition.small.items()
+    },
+    "plain_gpt": ParityModel(model=plain_gpt.small_model, plan=plain_gpt_plan, batch=tokens.make_batch),
     "head_norm": ParityModel(model=head_norm.HeadNorm, plan=head_norm_plan, batch=head_norm.make_batch),
     "regression": ParityModel(
         model=regression.Regression,
@@ -58,6 +47,4 @@ REGISTRY = {
         batch=batch_norm.make_batch,
         least_microbatches=1,  # a micro-batch does not know the statistics of the batch
     ),
-    "vit": ParityModel(model=vit.small_model, plan=vit_plan, batch=cnn.make_batch),
-    "cnn": ParityModel(model=cnn.small_model, plan=cnn_plan, batch=cnn.make_batch),
 }

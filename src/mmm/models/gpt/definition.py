@@ -5,6 +5,14 @@ from mmm.models.gpt.costs import GPTCosts
 from mmm.models.gpt.model import GPT, PRESETS, GPTConfig
 from mmm.models.gpt.plan import gpt_plan, gpt_rules
 
+# Biases everywhere, and a vocabulary that divides over no number of ranks. Attention's weights are not dropped, so that
+# it goes onto cp.
+SMALL = GPTConfig(
+    dim=64, n_layers=6, n_heads=8, vocab_size=97, block_size=32, dropout=0.1, attention_dropout=0.0, bias=True
+)
+# No biases, all dropped that can be, and more positions than a sequence has tokens.
+DROPPING = GPTConfig(dim=64, n_layers=4, n_heads=8, vocab_size=97, block_size=40, dropout=0.2)
+
 MODEL = ModelDef(
     name="gpt",
     program="mmm.trainer.lm",
@@ -14,5 +22,6 @@ MODEL = ModelDef(
     plan=gpt_plan,
     rules=gpt_rules,
     costs=GPTCosts(),
+    small={"gpt": SMALL, "gpt_dropout": DROPPING},
     longest=lambda config: config.block_size,
 )

@@ -1,9 +1,27 @@
 """The Llama of `model.py`, with experts where its sizes have some, as the package knows it."""
 
+from dataclasses import replace
+
 from mmm.models.definition import ModelDef
 from mmm.models.llama.costs import TransformerCosts
 from mmm.models.llama.model import PRESETS, Transformer, TransformerConfig
 from mmm.models.llama.plan import transformer_plan, transformer_rules
+from mmm.nn.rope import RopeScaling
+
+# Heads, widths and vocabulary divide by 8, and there are 8 parts to split into stages.
+SMALL = TransformerConfig(dim=64, n_layers=6, n_heads=16, n_kv_heads=8, ffn_dim=96, vocab_size=96)
+# What published Llamas have besides: one weight for embedding and output, and rotary frequencies that are scaled. Of
+# the two frequencies of a head the lower one is scaled in part.
+TIED = replace(
+    SMALL,
+    norm_eps=1e-6,
+    rope_theta=20.0,
+    rope_scaling=RopeScaling("llama3", 8.0, 1.0, 4.0, 32),
+    tie_word_embeddings=True,
+)
+ROUTED = TransformerConfig(
+    dim=32, n_layers=2, n_heads=8, n_kv_heads=4, ffn_dim=64, vocab_size=96, n_experts=8, expert_dim=24
+)
 
 MODEL = ModelDef(
     name="llama",
@@ -14,4 +32,5 @@ MODEL = ModelDef(
     plan=transformer_plan,
     rules=transformer_rules,
     costs=TransformerCosts(),
+    small={"transformer": SMALL, "llama": TIED, "moe": ROUTED},
 )

@@ -28,7 +28,7 @@ class Qwen3Costs(TransformerCosts):
         )
 
     def sent_over_tp(self, config: Qwen3Config, setting: Setting, held: Held) -> float:
-        # The gradients of both norms, of each micro-batch, are summed over the ranks, which have different heads.
+        # The gradients of both norms are summed over the ranks, which have different heads.
         norms = 2 * held.layers * config.head_dim * setting.residual
         summed = factor("all_reduce", setting.layout.tp) * norms
         return super().sent_over_tp(config, setting, held) + summed

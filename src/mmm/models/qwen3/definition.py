@@ -6,6 +6,11 @@ from mmm.models.qwen3.costs import Qwen3Costs
 from mmm.models.qwen3.model import PRESETS, Qwen3, Qwen3Config
 from mmm.models.qwen3.plan import qwen3_plan
 
+# Heads that are together wider than the residual stream; two to each of 4 key/value heads.
+SMALL = Qwen3Config(
+    dim=48, n_layers=6, n_heads=8, n_kv_heads=4, head_dim=16, vocab_size=96, ffn_dim=96, rope_theta=20.0
+)
+
 MODEL = ModelDef(
     name="qwen3",
     program="mmm.trainer.lm",
@@ -15,4 +20,5 @@ MODEL = ModelDef(
     plan=qwen3_plan,
     rules=transformer_rules,
     costs=Qwen3Costs(),
+    small={"qwen3": SMALL},
 )

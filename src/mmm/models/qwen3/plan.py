@@ -1,5 +1,5 @@
-"""How a Qwen3 is sharded over tp: as a Llama (`mmm.models.llama.plan`). The norms over heads are replicated, and since a
-rank has only some of the heads, their gradients are partial sums."""
+"""How a Qwen3 is sharded over tp: as a Llama (`mmm.models.llama.plan`). The norms over heads are replicated, and
+since a rank has only some of the heads, their gradients are partial sums."""
 
 from __future__ import annotations
 

@@ -5,6 +5,9 @@ from mmm.models.vit.costs import ViTCosts
 from mmm.models.vit.model import PRESETS, ViT, ViTConfig
 from mmm.models.vit.plan import vit_plan, vit_rules
 
+# 8 parts to split into stages; heads and widths divide by 8, the 9 patches do not.
+SMALL = ViTConfig(image_size=12, patch_size=4, channels=1, classes=10, dim=32, n_layers=6, n_heads=8, mlp_dim=64)
+
 MODEL = ModelDef(
     name="vit",
     program="mmm.trainer.vit",
@@ -14,6 +17,7 @@ MODEL = ModelDef(
     plan=vit_plan,
     rules=vit_rules,
     costs=ViTCosts(),
+    small={"vit": SMALL},
     sample=image_sample,
     language=False,
     tokens=lambda config, seq_length: config.patches,
