@@ -6,7 +6,7 @@ import json
 import os
 import shutil
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -42,39 +42,43 @@ class HuggingFace(Weights):
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        config = _json(path / CONFIG)
+        config = read_json(path / CONFIG, CheckpointError)
         self.sizes, passed_over = llama_keys.sizes_of(config, path / CONFIG)
         self._notes = llama_keys.note_of(passed_over)
-        there: dict[str, _Place] = {}
+        places: dict[str, _Place] = {}  # by the name there
         for file in self._files():
             for name in file.entries:
-                if name in there:
-                    files = f"{there[name].file.path.name} and in {file.path.name}"
+                if name in places:
+                    files = f"{places[name].file.path.name} and in {file.path.name}"
                     raise CheckpointError(
                         f"{path}: the tensor {printable(name)} is in {files}: remove the file that is wrong"
                     )
-                there[name] = _Place(file, name)
-        if self.sizes["tie_word_embeddings"] and HEAD in there:
-            self._tie(there)
-        entries = {name: place.entry for name, place in there.items()}
+                places[name] = _Place(file, name)
+        if self.sizes["tie_word_embeddings"] and HEAD in places:
+            self._tie(places)
+        entries = {name: place.entry for name, place in places.items()}
         self.entries = llama.check_entries(entries, self.sizes, path)
-        self._places = {name: there[llama.hf_name(name)] for name in self.entries}
+        self._places = {name: places[llama.hf_name(name)] for name in self.entries}
         self.metadata = self._metadata(config)
 
     def _metadata(self, config: dict[str, Any]) -> ModelMetadata:
-        generation = _json(self.path / GENERATION, {})
-        eos = llama_keys.tokens_of(generation, "eos_token_id", self.path / GENERATION)  # before those of config.json
+        """What the folder says besides the sizes: its tokenizer, and the tokens that begin and end a text."""
+        eos: tuple[int, ...] = ()
+        if (self.path / GENERATION).exists():  # it counts before config.json
+            generation = read_json(self.path / GENERATION, CheckpointError)
+            eos = llama_keys.tokens_of(generation, "eos_token_id", self.path / GENERATION)
         eos = eos or llama_keys.tokens_of(config, "eos_token_id", self.path / CONFIG)
-        path = next((self.path / name for name in TOKENIZERS if (self.path / name).exists()), None)
         tokenizer = None
-        if path is not None:
-            tokenizer = path.name, read_tokenizer(path)
-            refuse_pointer(path, tokenizer[1])
         bos: tuple[int, ...] = ()
         chat = None
-        if tokenizer is not None:
+        paths = [self.path / name for name in TOKENIZERS if (self.path / name).exists()]
+        if paths:
+            content = read_tokenizer(paths[0])
+            refuse_pointer(paths[0], content)
+            tokenizer = (paths[0].name, content)
             bos, note = first_tokens(tokenizer, self.path)
-            self._notes += [note] if note else []
+            if note:
+                self._notes.append(note)
             chat = chat_format_of(self.path)
         return ModelMetadata(config.get("max_position_embeddings"), eos, tokenizer, tuple(self._notes), bos, chat)
 
@@ -87,23 +91,24 @@ class HuggingFace(Weights):
                 )
             paths = [self.path / ONE_FILE]
         elif (self.path / INDEX).exists():
-            names = _json(self.path / INDEX).get("weight_map")
+            names = read_json(self.path / INDEX, CheckpointError).get("weight_map")
             if not isinstance(names, dict) or not all(map(is_plain_name, names.values())):
                 raise CheckpointError(f"{self.path / INDEX} has no weight_map of tensors to names of files beside it")
             paths = [self.path / name for name in sorted(set(names.values()))]
         else:
             paths = sorted(self.path.glob("*.safetensors"))
-        if missing := [path for path in paths if not path.exists()]:
-            raise CheckpointError(f"{missing[0]} is missing")
+        for path in paths:
+            if not path.exists():
+                raise CheckpointError(f"{path} is missing")
         return [safetensors.SafetensorsFile(path) for path in paths]
 
-    def _tie(self, there: dict[str, _Place]) -> None:
+    def _tie(self, places: dict[str, _Place]) -> None:
         """What ``tie_word_embeddings`` means where the files have an output matrix, as `transformers` has it: equal to
         the embedding, it is the embedding; the only one of the two is both; else they are not tied."""
-        if EMBEDDING not in there:
-            there[EMBEDDING] = there.pop(HEAD)
-        elif there[EMBEDDING].equals(there[HEAD]):
-            del there[HEAD]
+        if EMBEDDING not in places:
+            places[EMBEDDING] = places.pop(HEAD)
+        elif places[EMBEDDING].equals(places[HEAD]):
+            del places[HEAD]
         else:
             self.sizes["tie_word_embeddings"] = False
             self._notes.append(f"tie_word_embeddings is true, but {HEAD} is not {EMBEDDING}: the two are not tied")
@@ -113,9 +118,11 @@ class HuggingFace(Weights):
         if not llama.is_rotated(name) or not length[0]:
             return place.read_finite(start, length)
         head = self.sizes["dim"] // self.sizes["n_heads"]
-        first, last = start[0] // head * head, -(-(start[0] + length[0]) // head) * head  # full heads
-        rows = llama.to_pairs(place.read_finite((first, *start[1:]), (last - first, *length[1:])), head)
-        return rows[start[0] - first : start[0] - first + length[0]].contiguous()
+        # The rows of full heads, in which those that are wanted are.
+        before = start[0] % head
+        rows = -(-(before + length[0]) // head) * head
+        heads = place.read_finite((start[0] - before, *start[1:]), (rows, *length[1:]))
+        return llama.to_pairs(heads, head)[before : before + length[0]].contiguous()
 
 
 class _Place(NamedTuple):
@@ -138,7 +145,7 @@ class _Place(NamedTuple):
         if not finite.all():
             index = (~finite).nonzero()[0].tolist()
             value = tensor[tuple(index)].item()
-            place = [first + offset for first, offset in zip(start, index, strict=True)]
+            place = [first + offset for first, offset in zip(start, index, strict=True)]  # in the full tensor
             raise CheckpointError(
                 f"{self.file.path}: {self.name} is {value} at {place}: the file is damaged, or the model had diverged"
             )
@@ -161,53 +168,51 @@ def export(weights: Weights, folder: Path, dtype: torch.dtype | None, shard: int
         CheckpointError: a model with experts; the folder is there. RecordError: it cannot be written.
     """
     llama_keys.refuse_experts(weights.sizes)
-    elements: Counter[torch.dtype] = Counter()
-    for name in shapes_of(weights.sizes):
-        entry = weights.entries[name]
-        elements[dtype or entry.dtype] += entry.elements
-    kind = str(elements.most_common(1)[0][0])  # transformers loads all tensors in it
-    metadata = weights.metadata
-    config = llama_keys.config_of(weights.sizes, metadata, kind.removeprefix("torch."))
-    head_dim = config["head_dim"]
     if folder.exists():
         raise CheckpointError(f"{folder} is there already: give another folder, or remove it")
-    entries: dict[str, TensorEntry] = {}
-    of: dict[str, str] = {}  # by the name there, the name here
+    entries: dict[str, TensorEntry] = {}  # by the name there
+    names: dict[str, str] = {}  # by the name there, the name here
+    elements: Counter[torch.dtype] = Counter()
     for name in shapes_of(weights.sizes):
-        other, entry = llama.hf_name(name), weights.entries[name]
-        entries[other], of[other] = TensorEntry(entry.shape, dtype or entry.dtype), name
+        own = weights.entries[name]
+        entry = TensorEntry(own.shape, dtype or own.dtype)
+        entries[llama.hf_name(name)] = entry
+        names[llama.hf_name(name)] = name
+        elements[entry.dtype] += entry.elements
+    metadata = weights.metadata
+    kind = str(elements.most_common(1)[0][0]).removeprefix("torch.")  # transformers loads all tensors in it
+    config = llama_keys.config_of(weights.sizes, metadata, kind)
+
+    def tensor(other: str) -> Tensor:
+        name = names[other]
+        shape = entries[other].shape
+        full = weights.read(name, [0] * len(shape), shape).to(entries[other].dtype)
+        return llama.to_halves(full, config["head_dim"]) if llama.is_rotated(name) else full
+
     files = _shards(entries, shard)
     partial = folder.with_name(folder.name + PARTIAL)
     shutil.rmtree(partial, ignore_errors=True)
-
-    def slabs(names: Sequence[str]) -> Iterator[Tensor]:
-        for other in names:
-            for start, length in _head_slabs(
-                weights.entries[of[other]], head_dim if llama.is_rotated(of[other]) else 1
-            ):
-                rows = weights.read(of[other], start, length).to(entries[other].dtype)
-                yield llama.to_halves(rows, head_dim) if llama.is_rotated(of[other]) else rows
-
     try:
         partial.mkdir(parents=True)
-        for file_name, names in files.items():
+        for file_name, others in files.items():
             with open(partial / file_name, "wb") as file:
-                file.write(safetensors.header_of({name: entries[name] for name in names}))
-                safetensors.write(file, slabs(names))
+                file.write(safetensors.header_of({other: entries[other] for other in others}))
+                safetensors.write(file, map(tensor, others))
                 file.flush()
                 os.fsync(file.fileno())
         if len(files) > 1:
-            weight_map = {name: file_name for file_name, names in files.items() for name in names}
+            weight_map = {other: file_name for file_name, others in files.items() for other in others}
             total = sum(entry.bytes for entry in entries.values())
             index = {"metadata": {"total_size": total}, "weight_map": weight_map}
             (partial / INDEX).write_text(json.dumps(index, indent=2))
         (partial / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
-        tokenizer = metadata.tokenizer
-        if tokenizer is not None and tokenizer[0] and not tokenizer[1].startswith(b'{"kind": "chars"'):
-            (partial / tokenizer[0]).write_bytes(tokenizer[1])
-            _write_tokenizer_config(partial, metadata)
-        elif tokenizer is not None:
-            say("the tokenizer is bytes or characters, which transformers has no file for: it is left out")
+        if metadata.tokenizer is not None:
+            file_name, content = metadata.tokenizer
+            if file_name and not content.startswith(b'{"kind": "chars"'):
+                (partial / file_name).write_bytes(content)
+                _write_tokenizer_config(partial, metadata)
+            else:
+                say("the tokenizer is bytes or characters, which transformers has no file for: it is left out")
         os.rename(partial, folder)
     except OSError as error:
         shutil.rmtree(partial, ignore_errors=True)
@@ -226,12 +231,6 @@ def _write_tokenizer_config(folder: Path, metadata: ModelMetadata) -> None:
         (folder / CONFIGS[1]).write_text(json.dumps(about))
 
 
-def _head_slabs(entry: TensorEntry, rows: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """`TensorEntry.slabs`, each of a multiple of `rows` rows."""
-    for start, length in TensorEntry((entry.shape[0] // rows, rows, *entry.shape[1:]), entry.dtype).slabs():
-        yield (start[0] * rows, *start[2:]), (length[0] * rows, *length[2:])
-
-
 def _shards(entries: dict[str, TensorEntry], most: int) -> dict[str, list[str]]:
     """The names of each file's tensors."""
     groups: list[list[str]] = [[]]
@@ -245,14 +244,3 @@ def _shards(entries: dict[str, TensorEntry], most: int) -> dict[str, list[str]]:
     if len(groups) == 1:
         return {ONE_FILE: groups[0]}
     return {f"model-{i:05}-of-{len(groups):05}.safetensors": names for i, names in enumerate(groups, start=1)}
-
-
-def _json(path: Path, missing: dict[str, Any] | None = None) -> dict[str, Any]:
-    """What a file says.
-
-    Args:
-        missing: what stands for a file that is not there; without it that is an error.
-    """
-    if missing is not None and not path.exists():
-        return missing
-    return read_json(path, CheckpointError)

@@ -6,7 +6,7 @@
                                                 ├──► Weights.read(name, start, length)
     safetensors + config.json (`HuggingFace`) ──┘
 
-A rank reads its own part of each tensor, an export a few rows at a time: nobody has the full model in memory. Names,
+A rank reads its own part of each tensor, an export a tensor at a time: nobody has the full model in memory. Names,
 shapes and the order of rows are those of this package's Transformer, whatever is on disk.
 """
 

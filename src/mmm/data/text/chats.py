@@ -129,7 +129,8 @@ def encode_chat(chat: Conversation, template: ChatTemplate, tokenizer: Tokenizer
         answers = np.zeros(len(tokens), bool)
         for begin, end in spans:
             first = _tokens_before(text[:begin], tokens, tokenizer)
-            answers[first : _tokens_before(text[:end], tokens, tokenizer)] = True
+            last = _tokens_before(text[:end], tokens, tokenizer)
+            answers[first:last] = True
     except UnicodeEncodeError:
         raise DataError(f"{chat.where}: half of a character, as \\ud800, stands in it") from None
     except DataError as error:
