@@ -79,8 +79,10 @@ class Mesh:
     def __getitem__(self, axis: str) -> DeviceMesh:
         """One axis; ``dp_shard_cp`` is dp_shard and cp as one: the ranks that FSDP shards parameters over."""
         if axis not in self._axes:  # PyTorch makes a new mesh each time, and each has a list of all ranks
-            joined = axis == "dp_shard_cp"
-            self._axes[axis] = flatten(self.device_mesh["dp_shard", "cp"], axis) if joined else self.device_mesh[axis]
+            if axis == "dp_shard_cp":
+                self._axes[axis] = flatten(self.device_mesh["dp_shard", "cp"], axis)
+            else:
+                self._axes[axis] = self.device_mesh[axis]
         return self._axes[axis]
 
     def split_cp(self, ulysses: int) -> tuple[DeviceMesh | None, DeviceMesh | None]:
@@ -95,8 +97,8 @@ class Mesh:
             return None, self["cp"]
         if CP_AXES[0] not in self._axes:
             with default_timeout(self.limit or usual_timeout("gloo")), bound_if_it_splits():
-                parts = unflatten(self["cp"], (self.layout.cp // ulysses, ulysses), CP_AXES)
-            self._axes.update({axis: parts[axis] for axis in CP_AXES})
+                split = unflatten(self["cp"], (self.layout.cp // ulysses, ulysses), CP_AXES)
+            self._axes.update({axis: split[axis] for axis in CP_AXES})
         return self._axes[CP_AXES[0]], self._axes[CP_AXES[1]]
 
     def gather(self, axis: str, value: Any) -> list[Any]:
@@ -107,9 +109,12 @@ class Mesh:
 
     def groups(self) -> dict[str, dist.ProcessGroup]:
         """The process group of each axis that this rank is in; where names repeat, the experts' are left out."""
-        meshes = [self.device_mesh, *([self["dp_shard_cp"]] if self.layout.cp > 1 else [])]
+        meshes = [self.device_mesh]
+        if self.layout.cp > 1:
+            meshes.append(self["dp_shard_cp"])
         meshes += [self._axes[axis] for axis in CP_AXES if axis in self._axes]
-        meshes += [self.experts] if self.experts is not None else []
+        if self.experts is not None:
+            meshes.append(self.experts)
         by_axis: dict[str, dist.ProcessGroup] = {}
         for mesh in meshes:
             for axis in mesh.mesh_dim_names or ():
@@ -129,17 +134,22 @@ def build_mesh(layout: Layout, device_type: str, timeout: float | None = None, e
         experts: whether the model has experts: under tp they need a mesh of their own also where ep is 1.
     """
     sizes = {axis: size for axis, size in layout.sizes.items() if size > 1 or axis == "dp_shard"}
-    default = usual_timeout("gloo")
-    limit = default if timeout is None else timedelta(seconds=timeout)
+    limit = usual_timeout("gloo") if timeout is None else timedelta(seconds=timeout)
     no_data_parallel = device_type == "mps"
-    device_type = "cpu" if no_data_parallel else device_type
+    if no_data_parallel:
+        device_type = "cpu"
+    expert_mesh = None
+    p2p: dict[tuple[int, int], dist.ProcessGroup] = {}
     with default_timeout(limit), bound_if_it_splits():
         device_mesh = init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
-        expert_mesh = _build_expert_mesh(layout, device_type) if layout.ep > 1 or (experts and layout.tp > 1) else None
-        p2p = build_p2p_groups(layout) if layout.pp > 1 and device_type != "cpu" else {}
+        if layout.ep > 1 or (experts and layout.tp > 1):
+            expert_mesh = _build_expert_mesh(layout, device_type)
+        if layout.pp > 1 and device_type != "cpu":
+            p2p = build_p2p_groups(layout)
         mesh = Mesh(layout, device_mesh, expert_mesh, no_data_parallel, p2p, limit)
-        groups = [*mesh.groups().values(), *(expert_mesh.get_all_groups() if expert_mesh is not None else [])]
-        groups += p2p.values()
+        groups = [*mesh.groups().values(), *p2p.values()]
+        if expert_mesh is not None:
+            groups += expert_mesh.get_all_groups()
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Set timeout is now only supported for either nccl or gloo")
         for group in groups:  # an axis of all ranks is the default group, which has been there before
