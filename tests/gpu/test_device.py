@@ -20,7 +20,7 @@ from mmm.models.llama.plan import transformer_plan
 from mmm.nn.dropout import Dropout, sample_keys
 from mmm.nn.meta import meta_parameters
 from mmm.optim.adamw import make_optimizer
-from mmm.parallel.footprint import Footprint
+from mmm.parallel.footprint import STATE, least_elements
 from mmm.parallel.mesh import build_mesh
 from mmm.parallel.parallel_model import ParallelModel
 from mmm.parallel.partition import partition_model
@@ -58,7 +58,8 @@ class Training:
         with meta_parameters():
             model = Transformer(config)
         partition = partition_model(model, plan, layout, techniques, torch.zeros(tokens, dtype=torch.int64).to("meta"))
-        (self.least,) = Footprint(partition.parameters(model, 1, techniques.schedule)).elements(layout)
+        (count,) = partition.parameters(model, 1, techniques.schedule)
+        self.least = least_elements(count, layout, techniques.data_parallel, STATE["adamw"])
         clock = StepClock(self.device)
         comm = TorchComm()
         comm.rank = ALONE

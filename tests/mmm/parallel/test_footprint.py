@@ -7,8 +7,7 @@ from mmm.errors import LayoutError
 from mmm.models.llama.model import Transformer, TransformerConfig
 from mmm.models.llama.plan import transformer_plan
 from mmm.optim.adamw import make_optimizer
-from mmm.parallel import Layout, apply, build_mesh, cross_entropy, footprint, materialize
-from mmm.parallel.footprint import Footprint
+from mmm.parallel import Layout, Techniques, apply, build_mesh, cross_entropy, footprint, materialize
 from mmm.parallel.memory.measure import local_elements
 from mmm.runtime.device import Precision
 from mmm.runtime.ranks import Rank
@@ -61,20 +60,21 @@ def test_the_bound_is_below_what_ranks_hold_and_close(run_on_ranks, technique, o
     with torch.device("meta"):
         model = Transformer(TransformerConfig(dim=64, n_layers=2, n_heads=4, n_kv_heads=4))
     count = sum(p.numel() for p in model.parameters())
-    (bound,) = Footprint((count,), technique, footprint.STATE[optimizer]).elements(layout)
+    bound = footprint.least_elements(count, layout, technique, footprint.STATE[optimizer])
     real = run_on_ranks(held, 4, technique, layout, optimizer)
     assert 0.9 * max(real) < bound <= min(real)
 
 
-def check(holds, layout, ranks_here, there, monkeypatch, device="cpu", rank=0):
+def check(parameters, layout, ranks_here, there, monkeypatch, device="cpu", rank=0, technique="fsdp"):
     monkeypatch.setattr(footprint, "host_memory", lambda: there)
     monkeypatch.setattr(footprint, "device_memory", lambda device: there)
     place = Rank(rank, layout.ranks, rank % ranks_here, ranks_here, "launch")
-    footprint.check_fits(holds, layout, place, torch.device(device), FP32)
+    techniques = Techniques(data_parallel=technique)
+    footprint.check_fits(parameters, techniques, 2, layout, place, torch.device(device), FP32)
 
 
 def test_by_hosts_devices_and_stages(monkeypatch):
-    two = Footprint((1000, 3000))  # a pipeline of two ranks; 16 bytes a parameter
+    two = (1000, 3000)  # a pipeline of two ranks; 16 bytes a parameter
     check(two, Layout(pp=2).fit(2), 2, 64_000, monkeypatch)
     with pytest.raises(LayoutError, match="4,000 parameters"):
         check(two, Layout(pp=2).fit(2), 2, 63_999, monkeypatch)
@@ -84,7 +84,7 @@ def test_by_hosts_devices_and_stages(monkeypatch):
     check(two, Layout(pp=2).fit(2), 2, 16_000, monkeypatch, "cuda", rank=0)
     with pytest.raises(LayoutError, match="the ranks on cuda would hold at least"):
         check(two, Layout(pp=2).fit(2), 2, 47_999, monkeypatch, "cuda", rank=1)
-    check(Footprint((1000,)), Layout(tp=2).fit(4), 4, 16_000, monkeypatch)  # tp × dp: one copy in all
+    check((1000,), Layout(tp=2).fit(4), 4, 16_000, monkeypatch)  # tp × dp: one copy in all
     with pytest.raises(LayoutError, match="fsdp"):
-        check(Footprint((1000,), "ddp"), Layout().fit(4), 4, 63_999, monkeypatch)
-    check(Footprint((1000,), "ddp"), Layout().fit(4), 4, None, monkeypatch)  # nothing is told
+        check((1000,), Layout().fit(4), 4, 63_999, monkeypatch, technique="ddp")
+    check((1000,), Layout().fit(4), 4, None, monkeypatch, technique="ddp")  # nothing is told

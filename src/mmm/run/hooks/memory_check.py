@@ -1,6 +1,6 @@
 """A model of the package's that cannot fit into the memory of a rank is refused before the ranks meet."""
 
-from mmm.parallel.footprint import STATE, Footprint, check_fits
+from mmm.parallel.footprint import STATE, check_fits
 from mmm.run.hook import Hook
 from mmm.run.run import Run
 
@@ -12,5 +12,5 @@ class MemoryCheck(Hook):
             return
         techniques = job.techniques
         parameters = job.partition.parameters(job.model, job.layout.pp, techniques.schedule)
-        footprint = Footprint(parameters, techniques.data_parallel, STATE[job.optimizer], techniques.offload)
-        check_fits(footprint, run.layout, run.rank, run.device, run.precision)
+        state = STATE[job.optimizer]
+        check_fits(parameters, techniques, state, run.layout, run.rank, run.device, run.precision)
