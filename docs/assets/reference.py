@@ -33,7 +33,7 @@ WIDTH = "100"  # of --help, in characters
 def commands():
     """`mmm`, each of its subcommands and `launch`, as --help has them."""
     lines = ["| command | |", "| --- | --- |"]
-    lines += [f"| [`mmm {name}`](#mmm-{name}) | {about} |" for name, (_, about) in SUBCOMMANDS.items()]
+    lines += [f"| [`mmm {name}`](#mmm-{name}) | {about} |" for name, about in SUBCOMMANDS.items()]
     lines += ["| [`launch`](#launch) | start a program on many ranks |"]
     for name in SUBCOMMANDS:
         lines += [f"\n## mmm {name}\n", f"```text\n{help_of(mmm, [name, '--help'])}\n```"]

@@ -20,6 +20,8 @@ from mmm_lab.cli.parser import Parser
 if TYPE_CHECKING:
     import xarray
 
+    from mmm.history.plots.series import Series
+
 
 LOSSES = ("loss", "train_loss", "val_loss", "test_loss")
 
@@ -96,36 +98,47 @@ def summary(ds: "xarray.Dataset", state: str) -> list[tuple[str, str]]:
     from mmm.history.plots.series import PARTS, facts, metrics, series
     from mmm.history.record.journal import LEFT_OUT
 
-    known, rows = metrics(ds), ds.sizes["draw"]
+    every = [series(ds, name) for name in metrics(ds)]
+    known = {one.name: one for one in every if np.isfinite(one.y).any()}
+    rows = ds.sizes["draw"]
     table = [("state", state), ("size", facts(ds)), *data_of(ds)]
     for name in ("iter", "epoch"):
         if name in ds and rows:
             table.append((name, f"{whole(ds[name].values[0])} to {whole(ds[name].values[-1])}"))
-    for name, best, digits in (*((loss, "lowest", 6) for loss in LOSSES), ("test_acc", "highest", 2)):
-        if name in known and np.isfinite(y := series(ds, name).y).any():
-            s = series(ds, name)
-            kept = np.flatnonzero(np.isfinite(y))
-            row = kept[np.argmin(y[kept]) if best == "lowest" else np.argmax(y[kept])]
-            extreme = f"{best} {decimal(y[row], digits)} at {s.x_name} {whole(s.x[row])}"
-            missing = f", {counted(rows - len(kept), 'row')} without" if name == "loss" and len(kept) < rows else ""
-            missing += f": none since {s.x_name} {whole(s.x[kept[-1]])}" if missing and kept[-1] < rows - 1 else ""
-            table.append(
-                (name, f"{decimal(y[kept[-1]], digits)} (first {decimal(y[kept[0]], digits)}, {extreme}{missing})")
-            )
-    if "dt" in known and np.isfinite(y := series(ds, "dt").y).any():
-        first = f"; the first took {y[0]:.6f} s" if np.isfinite(y[0]) else ""
-        table.append(("dt", f"{np.nanmedian(y):.6f} s {a_row_of(ds)}, median of {counted(rows, 'row')}{first}"))
-        spent = {part: float(np.nanmedian(series(ds, part).y)) for part in PARTS if part in known}
+    table += [(name, _course(known[name])) for name in (*LOSSES, "test_acc") if name in known]
+    if "dt" in known:
+        dt = known["dt"].y
+        first = f"; the first took {dt[0]:.6f} s" if np.isfinite(dt[0]) else ""
+        table.append(("dt", f"{np.nanmedian(dt):.6f} s {a_row_of(ds)}, median of {counted(rows, 'row')}{first}"))
+        spent = [f"{part} {np.nanmedian(known[part].y):.6f} s" for part in PARTS if part in known]
         if spent:
-            table.append(("parts", ", ".join(f"{part} {seconds:.6f} s" for part, seconds in spent.items())))
-    if (waiting := waiting_text(ds)) is not None:
+            table.append(("parts", ", ".join(spent)))
+    waiting = waiting_text(ds)
+    if waiting is not None:
         table.append(("waiting", waiting))
     for name in ("tps", "sps"):
-        if name in known and np.isfinite(y := series(ds, name).y).any():
-            table.append((name, f"{np.nanmedian(y):,.1f} {series(ds, name).unit}, median"))
+        if name in known:
+            table.append((name, f"{np.nanmedian(known[name].y):,.1f} {known[name].unit}, median"))
     if LEFT_OUT in ds.attrs:
         table.append(("journal", ds.attrs[LEFT_OUT]))
     return table
+
+
+def _course(metric: "Series") -> str:
+    """A metric's last number, its first and its best, and of the loss which rows have none."""
+    finite = np.flatnonzero(np.isfinite(metric.y))
+    values = metric.y[finite]
+    digits, best, row = 6, "lowest", finite[np.argmin(values)]
+    if metric.name == "test_acc":
+        digits, best, row = 2, "highest", finite[np.argmax(values)]
+    first, extreme, last = (decimal(metric.y[place], digits) for place in (finite[0], row, finite[-1]))
+    text = f"first {first}, {best} {extreme} at {metric.x_name} {whole(metric.x[row])}"
+    missing = len(metric.y) - len(finite)
+    if metric.name == "loss" and missing:
+        text += f", {counted(missing, 'row')} without"
+        if finite[-1] < len(metric.y) - 1:
+            text += f": none since {metric.x_name} {whole(metric.x[finite[-1]])}"
+    return f"{last} ({text})"
 
 
 def data_of(ds: "xarray.Dataset") -> list[tuple[str, str]]:
@@ -144,6 +157,7 @@ def straggler(ds: "xarray.Dataset") -> str | None:
 
     if ds.sizes.get("rank", 1) < 2 or not ds.sizes["draw"]:
         return None
-    if (work := own_work(ds)) is not None:
+    work = own_work(ds)
+    if work is not None:
         return sentence(ds, work)
     return NOT_KNOWN if "dt" in ds or "dt_argmax" in ds else None

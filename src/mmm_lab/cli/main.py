@@ -16,39 +16,31 @@ from mmm_launch.errors import UserError as LaunchUserError
 from mmm_launch.errors import did_you_mean
 from mmm_verify.errors import UserError as VerifyUserError
 
-# Subcommand -> module with main(argv) -> exit code, and one line for the list.
+# Subcommand → a line for the list. Its module has main(argv) → exit code.
 SUBCOMMANDS = {
-    "diverge": (
-        "mmm_lab.cli.diverge",
-        "the first step at which two runs part, whatever their layouts, and where in it",
-    ),
-    "doctor": ("mmm_lab.cli.doctor", "check this machine and this installation, with a fix for what is wrong"),
-    "draw": ("mmm_lab.cli.draw", "a layout as a picture: what each rank holds, what it sends, and when"),
-    "dry-run": ("mmm_lab.cli.dry_run", "what a rank of so many would hold and send: any program, without its devices"),
-    "examples": ("mmm.examples.__main__", "list the runnable examples and trainers"),
-    "exercise": (
-        "mmm_lab.cli.exercise",
-        "ten small things to write, each with a check that says where an answer is wrong",
-    ),
-    "export": ("mmm_lab.cli.export", "write a language model's weights as transformers loads them"),
-    "history": ("mmm_lab.cli.history", "show the record of a run: finished, running or killed"),
-    "import": ("mmm_lab.cli.import_", "weights of the Llama family, as a checkpoint"),
-    "machine": ("mmm_lab.cli.machine", "the machines that are known, and a file of the one that this is"),
-    "plan": ("mmm_lab.cli.plan", "which layouts fit a machine, what they need, send and take, before a job is queued"),
-    "runs": ("mmm_lab.cli.runs", "a table of many runs: state, steps, losses, rates, hours, and the flags that differ"),
-    "sample": ("mmm_lab.cli.sample", "text from a language model, on one device or sharded over ranks"),
-    "startup": ("mmm_lab.cli.startup", "how long runs took to start, from their records or from other programs' logs"),
-    "submit": ("mmm_lab.cli.submit", "a job script, shown and submitted; or a job after the other until a run is done"),
-    "tokens": ("mmm_lab.cli.tokens", "prepare a file of tokens from text, in parallel, to train on"),
-    "verify": (
-        "mmm_lab.cli.verify",
-        "does a parallel program compute what its model does on one device? Anyone's model",
-    ),
+    "diverge": "the first step at which two runs part, whatever their layouts, and where in it",
+    "doctor": "check this machine and this installation, with a fix for what is wrong",
+    "draw": "a layout as a picture: what each rank holds, what it sends, and when",
+    "dry-run": "what a rank of so many would hold and send: any program, without its devices",
+    "examples": "list the runnable examples and trainers",
+    "exercise": "ten small things to write, each with a check that says where an answer is wrong",
+    "export": "write a language model's weights as transformers loads them",
+    "history": "show the record of a run: finished, running or killed",
+    "import": "weights of the Llama family, as a checkpoint",
+    "machine": "the machines that are known, and a file of the one that this is",
+    "plan": "which layouts fit a machine, what they need, send and take, before a job is queued",
+    "runs": "a table of many runs: state, steps, losses, rates, hours, and the flags that differ",
+    "sample": "text from a language model, on one device or sharded over ranks",
+    "startup": "how long runs took to start, from their records or from other programs' logs",
+    "submit": "a job script, shown and submitted; or a job after the other until a run is done",
+    "tokens": "prepare a file of tokens from text, in parallel, to train on",
+    "verify": "does a parallel program compute what its model does on one device? Anyone's model",
 }
+MODULES = {"examples": "mmm.examples.__main__", "import": "mmm_lab.cli.import_"}  # whose name is another
 
 
 def _usage() -> str:
-    lines = [f"  {name:<12} {about}" for name, (_, about) in SUBCOMMANDS.items()]
+    lines = [f"  {name:<12} {about}" for name, about in SUBCOMMANDS.items()]
     return "\n".join(
         [
             "usage: mmm SUBCOMMAND [ARGUMENTS]      (mmm SUBCOMMAND --help says more)",
@@ -111,7 +103,8 @@ def _run(arguments: list[str]) -> int:
         return 2
     try:
         check_folder()
-        return int(importlib.import_module(SUBCOMMANDS[name][0]).main(rest) or 0)
+        module = MODULES.get(name, f"mmm_lab.cli.{name.replace('-', '_')}")
+        return int(importlib.import_module(module).main(rest) or 0)
     except (UserError, LaunchUserError, VerifyUserError) as error:
         print(f"mmm: error: {printable_lines(error)}", file=sys.stderr)
         return 2

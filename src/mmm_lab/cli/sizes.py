@@ -7,8 +7,19 @@ import re
 
 from mmm.errors import ConfigError
 
-UNITS = {"": 1, "B": 1, **{f"{p}B": 1000**n for n, p in enumerate("KMGT", 1)}}
-UNITS |= {f"{p}iB": 1024**n for n, p in enumerate("KMGT", 1)}
+UNITS = {f"{prefix}B": 1000**power for power, prefix in enumerate("KMGT", 1)}
+UNITS |= {f"{prefix}iB": 1024**power for power, prefix in enumerate("KMGT", 1)}
+COUNTS = {"": 1, "K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
+MOST_TOKENS = 1e18
+
+
+def _number_and_unit(text: str) -> tuple[float, str]:
+    """``1.5T`` → 1.5 and "t"; NaN where there is no number."""
+    match = re.fullmatch(r"([0-9]*\.?[0-9]*(?:e\d+)?)\s*([a-z]*)", text.strip().lower())
+    try:
+        return (float(match[1]), match[2]) if match else (math.nan, "")
+    except ValueError:
+        return math.nan, ""
 
 
 def parse_bytes(text: str, flag: str) -> float:
@@ -17,33 +28,24 @@ def parse_bytes(text: str, flag: str) -> float:
     Raises:
         ConfigError: no number, no such unit, or not above 0.
     """
-    match = re.fullmatch(r"\s*([0-9.]+(?:e\d+)?)\s*([A-Za-z]*)\s*", text)
-    try:
-        number = float(match[1]) if match else math.nan
-    except ValueError:
-        number = math.nan
-    units = {unit.lower(): size for unit, size in UNITS.items()}
-    unit = match[2].lower() if match else ""
-    if not number > 0 or not math.isfinite(number):
+    number, unit = _number_and_unit(text)
+    if not 0 < number < math.inf:
         raise ConfigError(f"{flag} {text}: write a number above 0 and a unit, such as 64GiB")
+    units = {"": 1, "b": 1} | {name.lower(): size for name, size in UNITS.items()}
     if unit not in units:
-        raise ConfigError(f"{flag} {text}: the unit is none of {', '.join(filter(None, UNITS))}; such as 64GiB")
-    if unit in ("", "b") and number < 1e6:
+        raise ConfigError(f"{flag} {text}: the unit is none of B, {', '.join(UNITS)}; such as 64GiB")
+    if units[unit] == 1 and number < 1e6:
         raise ConfigError(f"{flag} {text}: that is {number:g} bytes; give a unit, such as {text.strip('bB ')}GiB")
     return number * units[unit]
 
 
-COUNTS = {"": 1, "K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
-MOST_TOKENS = 1e18
-
-
 def parse_tokens(text: str, flag: str) -> float:
     """``20B``, ``300M``, ``1.5T``, ``1e9`` → tokens. Raises ConfigError: no such number, or below 1."""
-    match = re.fullmatch(r"([0-9]*\.?[0-9]+(?:e\d+)?)([KMBT]?)", text.strip(), re.IGNORECASE)
-    number = float(match[1]) * COUNTS[match[2].upper()] if match else math.nan
-    if not 1 <= number <= MOST_TOKENS:
+    number, unit = _number_and_unit(text)
+    tokens = number * COUNTS.get(unit.upper(), math.nan)
+    if not 1 <= tokens <= MOST_TOKENS:
         raise ConfigError(f"{flag} {text}: write a number of tokens, such as 300M, 20B or 1.5T")
-    return number
+    return tokens
 
 
 LONGEST = 400 * 86400  # s

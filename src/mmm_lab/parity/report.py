@@ -36,9 +36,9 @@ class Comparison:
 
     layout: str
     ranks: int
-    max_rel_loss_diff: float | None
-    max_grad_diff: float | None
-    passed: bool
+    max_rel_loss_diff: float | None = None
+    max_grad_diff: float | None = None
+    passed: bool = False
     model: str
     technique: str
     optimizer: str
@@ -52,7 +52,9 @@ class Comparison:
 
     @property
     def result(self) -> str:
-        return "pass" if self.passed else "FAIL" if self.losses else "error"
+        if self.passed:
+            return "pass"
+        return "FAIL" if self.losses else "error"
 
 
 def evaluate(
@@ -100,55 +102,44 @@ def evaluate(
 
 def failed(case: ParityCase, optimizer: str, training: Training, reason: str) -> Comparison:
     """A layout whose ranks gave no answer."""
-    return Comparison(
-        **_about(case, optimizer, training), max_rel_loss_diff=None, max_grad_diff=None, passed=False, reason=reason
-    )
+    return Comparison(**_about(case, optimizer, training), reason=reason)
 
 
 def _about(case: ParityCase, optimizer: str, training: Training) -> dict[str, Any]:
-    return {
-        "layout": case.layout,
-        "ranks": case.ranks,
-        "model": case.model,
-        "technique": case.technique,
-        "optimizer": optimizer,
-        "steps": training.steps,
-    }
+    same = {name: getattr(case, name) for name in ("layout", "ranks", "model", "technique")}
+    return {**same, "optimizer": optimizer, "steps": training.steps}
 
 
-HEADINGS = ("model", "layout", "ranks", "technique", "optimizer", "loss", "gradient", "sent", "least", "s", "")
-NUMBERS = (2, *range(5, 10))  # columns that end at the right
+COLUMNS = {  # heading → field of a `Comparison`, and how it is shown
+    "model": ("model", ""),
+    "layout": ("layout", ""),
+    "ranks": ("ranks", "d"),
+    "technique": ("technique", ""),
+    "optimizer": ("optimizer", ""),
+    "loss": ("max_rel_loss_diff", ".1e"),
+    "gradient": ("max_grad_diff", ".1e"),
+    "sent": ("sent", ",d"),
+    "least": ("expected", ",d"),
+    "s": ("seconds", ".1f"),
+    "": ("result", ""),
+}
+NUMBERS = [place for place, (_, form) in enumerate(COLUMNS.values()) if form]  # columns that end at the right
 
 
 def table(rows: Sequence[Comparison]) -> str:
     """One line a training; below it, why those that did not pass did not."""
-    lines = in_columns([HEADINGS, *map(_cells, rows)], NUMBERS)
+    cells = [[_shown(getattr(row, field), form) for field, form in COLUMNS.values()] for row in rows]
+    lines = in_columns([[*COLUMNS], *cells], NUMBERS)
     for row in rows:
         if not row.passed:
             lines.append(f"{row.result}: {row.model} {row.layout} {row.technique} {row.optimizer}: {row.reason}")
     return "\n".join(lines)
 
 
-def _cells(row: Comparison) -> tuple[str, ...]:
-    return (
-        row.model,
-        row.layout,
-        str(row.ranks),
-        row.technique,
-        row.optimizer,
-        _shown(row.max_rel_loss_diff, ".1e"),
-        _shown(row.max_grad_diff, ".1e"),
-        _shown(row.sent, ",d"),
-        _shown(row.expected, ",d"),
-        _shown(row.seconds, ".1f"),
-        row.result,
-    )
-
-
-def _shown(value: float | None, form: str) -> str:
+def _shown(value: Any, form: str) -> str:
     if value is None:
         return ""
-    return format(value, form) if value else "0"
+    return "0" if value == 0 else format(value, form)
 
 
 def write_json(rows: Sequence[Comparison], folder: Path) -> Path:

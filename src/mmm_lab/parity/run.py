@@ -77,38 +77,35 @@ def compare(
         timeout: seconds that a case may take. folder: for the tracebacks of ranks that failed.
         device_type: of the ranks.
     """
-    references: dict[tuple[str, str], dict[str, Reference | RanksFailed]] = {}
+    references: dict[tuple[str, str, str], Reference | RanksFailed] = {}
     for index, prepared in enumerate(ready):
         case = prepared.case
-        known = references.setdefault((case.model, case.data), {})
         for optimizer in case.optimizers:
-            if optimizer not in known:
-                known[optimizer] = _reference(prepared, optimizer, timeout)
-        rows = list(_compare_one(prepared, known, timeout, folder, device_type))
-        what = ", ".join(f"{row.optimizer} {row.result}" for row in rows)
-        say(f"[{index + 1}/{len(ready)}] {case}: {what}")
+            key = case.model, case.data, optimizer
+            if key not in references:
+                references[key] = _reference(prepared, optimizer, timeout)
+        known = {optimizer: references[case.model, case.data, optimizer] for optimizer in case.optimizers}
+        rows = _compare_one(prepared, known, timeout, folder, device_type)
+        results = ", ".join(f"{row.optimizer} {row.result}" for row in rows)
+        say(f"[{index + 1}/{len(ready)}] {case}: {results}")
         yield from rows
 
 
 def _compare_one(
     prepared: PreparedCase, known: Mapping[str, Reference | RanksFailed], timeout: float, folder: Path, device_type: str
-) -> Iterator[Comparison]:
+) -> list[Comparison]:
     case, training = prepared.case, prepared.training
-    good: dict[str, Reference] = {}
     try:
-        for optimizer in case.optimizers:
-            expected = known[optimizer]
+        for expected in known.values():
             if isinstance(expected, RanksFailed):
                 raise expected
-            good[optimizer] = expected
-        answers = fork_ranks(train, case.ranks, prepared, good, timeout, device_type, timeout=timeout)
+        answers = fork_ranks(train, case.ranks, prepared, known, timeout, device_type, timeout=timeout)
     except RanksFailed as error:
         with open(folder / ERRORS, "a", encoding="utf-8") as file:
             file.write(f"{case}: {error}\n{error.details}\n")
-        yield from (failed(case, optimizer, training, str(error)) for optimizer in case.optimizers)
-        return
-    for index, optimizer in enumerate(case.optimizers):
-        yield evaluate(case, optimizer, training, good[optimizer], [curves[index] for curves in answers])
+        return [failed(case, optimizer, training, str(error)) for optimizer in known]
+    by_optimizer = zip(known.items(), zip(*answers, strict=True), strict=True)
+    return [evaluate(case, optimizer, training, reference, curves) for (optimizer, reference), curves in by_optimizer]
 
 
 def _reference(prepared: PreparedCase, optimizer: str, timeout: float) -> Reference | RanksFailed:

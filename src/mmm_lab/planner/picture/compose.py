@@ -80,26 +80,22 @@ def _step(facts: Facts, y: float, width: float) -> tuple[list[Item], float]:
 
 def _legend(facts: Facts, right: float, y: float) -> list[Item]:
     """At the right of the heading: the colours of the axes."""
-    shards = {shard.axis: shard.count for grid in facts.grids(0) for shard in grid.shards}
-    every = [*facts.grids(0), *facts.batch(0)]
-    shards |= {shard.axis: shard.count for grid in facts.batch(0) for shard in grid.shards if shard.axis not in shards}
-    shards |= {"pp": facts.layout.pp} if facts.layout.pp > 1 else {}
-    entries: list[tuple[str, list[Shard]]] = []
-    if any(not grid.shards for grid in every):
-        entries.append(("not sharded", []))
-    for axis, count in shards.items():
+    grids = [*facts.grids(0), *facts.batch(0)]
+    counts = {shard.axis: shard.count for grid in reversed(grids) for shard in grid.shards}
+    axes = list(dict.fromkeys(shard.axis for grid in grids for shard in grid.shards))
+    if facts.layout.pp > 1:
+        axes.append("pp")
+        counts["pp"] = facts.layout.pp
+    items: list[Item] = []
+    x = right
+    for axis in [*reversed(axes), *(["not sharded"] if any(not grid.shards for grid in grids) else [])]:
+        x -= 1.1 * text_width(axis, 9.5)
+        items.append(Text(x, y, axis, 9.5, opacity=0.8))
+        count = counts.get(axis, 1)
         shades = range(count) if count <= 4 else (0, count // 3, 2 * count // 3, count - 1)
-        entries.append((axis, [Shard(axis, at, count) for at in shades]))
-    items, x = list[Item](), right
-    for text, some in reversed(entries):
-        x -= 1.1 * text_width(text, 9.5)
-        items.append(Text(x, y, text, 9.5, opacity=0.8))
-        for shard in reversed(some):
+        for place in reversed(shades):
             x -= 10
-            items += filled([shard], x - 2, y - 8, 9, 9)
-        if not some:
-            x -= 10
-            items += filled([], x - 2, y - 8, 9, 9)
+            items += filled([Shard(axis, place, count)] if axis in counts else [], x - 2, y - 8, 9, 9)
         x -= 16
     return items
 

@@ -3,6 +3,7 @@ dark."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from xml.sax.saxutils import escape
 
 from mmm.outside import printable_lines
@@ -40,31 +41,33 @@ def _number(value: float) -> str:
     return f"{value:.2f}".rstrip("0").rstrip(".")
 
 
-def _paint(theme: Theme, fill: str, stroke: str = "", opacity: float = 1.0) -> str:
-    """Attributes; the style of the theme ``auto`` goes by the classes."""
-    names = [f"mmm-{fill}"] if fill in ROLES else []
-    names += [f"mmm-{stroke}-line"] if stroke in ROLES else []
-    found = f' class="{" ".join(names)}"' if names else ""
-    found += f' fill="{getattr(theme, fill, fill) or "none"}"'
-    found += f' stroke="{getattr(theme, stroke, stroke)}"' if stroke else ""
-    return found + (f' opacity="{_number(opacity)}"' if opacity < 1 else "")
+def _element(tag: str, item: Item, theme: Theme, places: Sequence[str], **more: object) -> str:
+    """A shape. Its colours are attributes; the style of the theme ``auto`` goes by the classes."""
+    fill, stroke = getattr(item, "fill", ""), getattr(item, "stroke", "")
+    classes = [f"mmm-{fill}"] * (fill in ROLES) + [f"mmm-{stroke}-line"] * (stroke in ROLES)
+    opacity = getattr(item, "opacity", 1.0)
+    attributes = {place: getattr(item, place) for place in places}
+    attributes |= {name.replace("_", "-"): value for name, value in more.items() if value}
+    attributes |= {"class": " ".join(classes)} if classes else {}
+    attributes["fill"] = getattr(theme, fill, fill) or "none"
+    attributes |= {"stroke": getattr(theme, stroke, stroke)} if stroke else {}
+    attributes |= {"opacity": opacity} if opacity < 1 else {}
+    texts = [f'{name}="{_number(v) if isinstance(v, (int, float)) else v}"' for name, v in attributes.items()]
+    return f"<{tag} {' '.join(texts)}"
 
 
 def _item(item: Item, theme: Theme) -> str:
-    number = _number
     if isinstance(item, Rect):
-        place = f'x="{number(item.x)}" y="{number(item.y)}" width="{number(item.width)}" height="{number(item.height)}"'
-        shape = f' rx="{number(item.radius)}"' if item.radius else ""
-        shape += f' stroke-width="{number(item.line)}"' if item.stroke and item.line != 1 else ""
-        shape += ' stroke-dasharray="4 3"' if item.dashed else ""
-        return f"<rect {place}{shape}{_paint(theme, item.fill, item.stroke, item.opacity)}/>"
+        line = item.line if item.stroke and item.line != 1 else 0
+        dashes = "4 3" if item.dashed else ""
+        places = ("x", "y", "width", "height")
+        return _element("rect", item, theme, places, rx=item.radius, stroke_width=line, stroke_dasharray=dashes) + "/>"
     if isinstance(item, Polygon):
-        points = " ".join(f"{number(x)},{number(y)}" for x, y in item.points)
-        return f'<polygon points="{points}"{_paint(theme, item.fill, opacity=item.opacity)}/>'
+        points = " ".join(f"{_number(x)},{_number(y)}" for x, y in item.points)
+        return _element("polygon", item, theme, (), points=points) + "/>"
     if isinstance(item, Line):
-        ends = f'x1="{number(item.x1)}" y1="{number(item.y1)}" x2="{number(item.x2)}" y2="{number(item.y2)}"'
-        return f'<line {ends} stroke-width="{number(item.line)}"{_paint(theme, "", item.stroke)}/>'
-    anchor = "" if item.anchor == "start" else f' text-anchor="{item.anchor}"'
-    bold = ' font-weight="600"' if item.bold else ""
-    where = f'x="{number(item.x)}" y="{number(item.y)}" font-size="{number(item.size)}"'
-    return f"<text {where}{anchor}{bold}{_paint(theme, item.fill, opacity=item.opacity)}>{_text(item.text)}</text>"
+        return _element("line", item, theme, ("x1", "y1", "x2", "y2"), stroke_width=item.line) + "/>"
+    anchor = "" if item.anchor == "start" else item.anchor
+    weight = "600" if item.bold else ""
+    start = _element("text", item, theme, ("x", "y"), font_size=item.size, text_anchor=anchor, font_weight=weight)
+    return f"{start}>{_text(item.text)}</text>"
