@@ -93,7 +93,8 @@ def train(config: Config) -> None:
 
         ranks, others, apart = run.rank.world_size, list[Transformer](), 0.0
         model, optimizer = build((ranks,), config.run.seed)
-        for step in example.text_steps(run, job, model, optimizer):
+        run.state(model=model, optimizer=optimizer)
+        for step in example.text_steps(run, job):
             if step.number == job.steps // 2:
                 folder = [None if run.outdir is None else str(run.outdir / "checkpoint")]
                 dist.broadcast_object_list(folder)  # rank 0 has made the run's folder

@@ -123,13 +123,16 @@ def train(config: Config) -> None:
             return cross_entropy(logits, batch.targets[:, own_positions], batch.count)
 
         optimizer = config.optimizer.make(model.parameters())
-        for step in example.text_steps(run, job, model, optimizer, local_loss):
+        run.state(model=model, optimizer=optimizer)
+        for step in example.text_steps(run, job):
             with loss_parallel():  # under tp the logits stay sharded over the vocabulary
                 loss = local_loss(step.batch)
                 step.log(loss)
                 loss.backward()
             optimizer.step()
             optimizer.zero_grad()
+            if step.evaluates:
+                step.row["val_loss"] = example.validation_loss(run, job, local_loss, model)
 
 
 if __name__ == "__main__":

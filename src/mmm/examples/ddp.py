@@ -85,7 +85,8 @@ def train(config: Config) -> None:
         run.describe(by_hand_difference=apart)
         check_difference(run, apart, "DDP's gradients and those summed by hand differ")
         coordinate = 0 if config.break_ == "same_samples" else run.rank.rank
-        for step in example.text_steps(run, job, ddp, optimizer, coordinate=coordinate):
+        run.state(model=ddp, optimizer=optimizer)
+        for step in example.text_steps(run, job, coordinate=coordinate):
             micro = (tensor.chunk(config.accumulate) for tensor in (step.batch.inputs, step.batch.targets))
             for i, (inputs, targets) in enumerate(zip(*micro, strict=True)):
                 last = i == config.accumulate - 1
@@ -96,7 +97,7 @@ def train(config: Config) -> None:
                 run.clock.lap("dtb")
             optimizer.step()
             optimizer.zero_grad()
-        spread = replica_spread(torch.cat([p.flatten() for p in model.parameters()]), mesh=None)
+        spread = replica_spread(torch.cat([p.flatten() for p in model.parameters()]), group=None)
         run.log.info("parameters of all ranks, after %d steps: differ by %.1e at most", step.number + 1, spread)
         run.describe(parameter_spread=spread)
         if config.break_ is None:

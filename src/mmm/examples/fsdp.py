@@ -37,6 +37,8 @@ from mmm.trainer.config.cnn import CNNOptions, resolve_cnn
 from mmm.trainer.config.images import ImageOptions
 from mmm.trainer.config.run import StepOptions
 from mmm.trainer.config.scaled_lr import ScaledOptions
+from mmm.trainer.images import ImageBatches
+from mmm.trainer.rate import LearningRate, step_decay
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,8 +89,9 @@ def train(config: Config) -> None:
         config.optimizer,
         dropout=config.break_ is None,  # one device has none
     )
+    job = example.for_a_mistake(config, job)
     elements = parameter_count(job.model)
-    with example.start_run("fsdp", config, job) as run:
+    with example.start_run("fsdp", config, job, example.global_images) as run:
         model = parallelize(run, job.model.to(run.precision.storage), config)
         run.log.info("%s", example.sharded_model(model))
         autocast = run.precision.mixed and config.parallel == "ddp"  # FSDP's policy computes in that dtype anyway
@@ -96,19 +99,28 @@ def train(config: Config) -> None:
         # Each local loss is a sum divided by the *global* count: ranks with fewer labels count for less, and gradients
         # are to be summed. FSDP has been told to; DDP averages, and so each loss is multiplied by the number of ranks.
         factor = run.layout.dp if config.parallel == "ddp" else 1
-        for step in example.image_steps(run, job, model, optimizer, config.data.workers):
-            images, labels, count = step.batch.inputs, step.batch.targets, step.batch.count
+        batches = ImageBatches(run, job, config.data.workers)
+        rate = LearningRate(optimizer, step_decay(batches.steps_per_epoch, job.gamma))  # falls after each epoch
+        first_sample = run.layout.dp_coordinate(run.rank.rank) * job.local_batch_size
+        run.state(model=model, optimizer=optimizer)
+        for step in example.image_steps(run, job, batches):
+            rate.set(step.number)
+            batch = step.batch
+            count = batch.count
             if config.break_ == "averaged":  # the mean over the own labels, and over the ranks
-                count = int((labels >= 0).sum()) * run.layout.dp
+                batch = example.without_labels(job, batch, first_sample)
+                count = int((batch.targets >= 0).sum()) * run.layout.dp
             with torch.autocast(run.device.type, run.precision.compute, enabled=autocast):
-                logits = model(images, step.batch.sample_keys)  # which decide what dropout drops, on any mesh
-            loss = cross_entropy(logits, labels, count)
+                logits = model(batch.inputs, batch.sample_keys)  # which decide what dropout drops, on any mesh
+            loss = cross_entropy(logits, batch.targets, count)
             step.log(loss)
             (loss * factor).backward()
             optimizer.step()
             if step.last:
                 local = local_elements(model, optimizer)  # while there are gradients
             optimizer.zero_grad()
+            if step.evaluates:
+                step.row |= example.test_numbers(run, model, batches)
 
         megabytes = run.precision.storage.itemsize / 1e6
         own = sum(local.values()) * megabytes

@@ -126,13 +126,16 @@ def train(config: Config) -> None:
             return cross_entropy(model(batch.inputs), batch.targets, batch.count)
 
         optimizer = config.optimizer.make(model.parameters())
-        for step in example.text_steps(run, job, model, optimizer, local_loss):
+        run.state(model=model, optimizer=optimizer)
+        for step in example.text_steps(run, job):
             with loss_parallel():  # the logits stay sharded over the vocabulary
                 loss = local_loss(step.batch)
                 step.log(loss)
                 loss.backward()
             optimizer.step()
             optimizer.zero_grad()
+            if step.evaluates:
+                step.row["val_loss"] = example.validation_loss(run, job, local_loss, model)
 
 
 if __name__ == "__main__":

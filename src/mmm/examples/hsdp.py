@@ -93,7 +93,8 @@ def train(config: Config) -> None:
                 nn.init.normal_(matrix.to_local() if isinstance(matrix, DTensor) else matrix, std=0.02)
         run.log.info("%s", example.sharded_model(model))
         optimizer = config.optimizer.make(model.parameters())
-        for step in example.text_steps(run, job, model, optimizer):
+        run.state(model=model, optimizer=optimizer)
+        for step in example.text_steps(run, job):
             loss = cross_entropy(model(step.batch.inputs), step.batch.targets, step.batch.count)
             step.log(loss)
             loss.backward()
@@ -108,7 +109,7 @@ def train(config: Config) -> None:
         sent = (3 * (s - 1) / s * full, 2 * (r - 1) / r * full / s)
         run.log.info("a rank sends in a step, in theory: in its row %.0f elements, in its column %.0f", *sent)
         shards = [p.to_local().flatten() for p in model.parameters() if isinstance(p, DTensor)]
-        apart = replica_spread(torch.cat(shards), mesh["dp_replicate"])
+        apart = replica_spread(torch.cat(shards), mesh["dp_replicate"].get_group())
         run.log.info("the %d replicas, after %d steps: differ by %.1e at most", r, step.number + 1, apart)
         run.describe(local=elements, parameters=full, replicas_differ=apart)
         if config.break_ is None:

@@ -128,7 +128,8 @@ def train(config: Config) -> None:
 
         optimizer = config.optimizer.make(model.parameters())
         rate = 0.0 if config.break_ else config.experts.balance()  # one device's steps have the first biases
-        for step in example.text_steps(run, job, model, optimizer, local_loss):
+        run.state(model=model, optimizer=optimizer)
+        for step in example.text_steps(run, job):
             with loss_parallel():  # under tp the logits stay sharded over the vocabulary
                 loss = local_loss(step.batch)
                 step.log(loss)
@@ -137,6 +138,8 @@ def train(config: Config) -> None:
             optimizer.zero_grad()
             load = balance_experts(model, mesh, rate)  # (layers, experts): tokens of all ranks
             step.row["imbalance"] = imbalance(load)
+            if step.evaluates:
+                step.row["val_loss"] = example.validation_loss(run, job, local_loss, model)
         run.log.info("tokens of the last step, by layer and expert: %s", load.tolist())
 
 

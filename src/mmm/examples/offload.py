@@ -116,7 +116,8 @@ def train_way(run: example.Run, mesh: DeviceMesh, job: example.Job, way: str) ->
     shard(model, mesh, way, policy)
     optimizer = make_optimizer(model, way, config.folder, config.optimizer.lr)
     losses = []
-    for step in example.text_steps(run, job, model, optimizer, at={"way": WAYS.index(way)}):
+    run.state(model=model, optimizer=optimizer)
+    for step in example.text_steps(run, job, place={"way": WAYS.index(way)}):
         loss = cross_entropy(model(step.batch.inputs), step.batch.targets, step.batch.count)
         step.log(loss)
         loss.backward()

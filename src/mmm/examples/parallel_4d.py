@@ -129,14 +129,17 @@ def train(config: Config) -> None:
             return times.local_loss(losses)
 
         optimizer = config.optimizer.make(model.parameters())
-        evaluate, samples_of = partial(run_schedule, schedule.eval), 0 if config.break_ == "samples" else at["dp_shard"]
-        for step in example.text_steps(run, job, model, optimizer, evaluate, coordinate=samples_of):
+        run.state(model=model, optimizer=optimizer)
+        for step in example.text_steps(run, job, coordinate=0 if config.break_ == "samples" else at["dp_shard"]):
             with tp.loss_parallel():  # under tp the logits stay sharded over the vocabulary
                 step.log(run_schedule(schedule.step, step.batch))
             if config.break_ is None:
                 clip_grad_norm(model.parameters(), 1.0, stages=mesh["pp"])
             optimizer.step()
             optimizer.zero_grad()
+            if step.evaluates:
+                local_loss = partial(run_schedule, schedule.eval)
+                step.row["val_loss"] = example.validation_loss(run, job, local_loss, model)
 
 
 if __name__ == "__main__":

@@ -24,6 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -126,14 +127,17 @@ def train(config: Config) -> None:
 
         modules = [stage.submod for stage in stages]
         optimizer = config.optimizer.make([p for m in modules for p in m.parameters()])
-        evaluate = lambda batch: run_schedule(schedule.eval, batch)  # noqa: E731
-        for step in example.text_steps(run, job, modules, optimizer, evaluate):
+        run.state(**{f"stage{stage.stage_index}": stage.submod for stage in stages}, optimizer=optimizer)
+        for step in example.text_steps(run, job):
             if config.timeline and step.number > 0:
                 times.record()
             with loss_parallel():  # under tp the logits stay sharded over the vocabulary
                 step.log(run_schedule(schedule.step, step.batch))  # forward, loss and backward of all micro-batches
             optimizer.step()
             optimizer.zero_grad()
+            if step.evaluates:
+                local_loss = partial(run_schedule, schedule.eval)
+                step.row["val_loss"] = example.validation_loss(run, job, local_loss, *modules)
         if config.timeline:
             run.describe(bubble=times.report(config.schedule, config.microbatches))
 

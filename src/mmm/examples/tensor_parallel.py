@@ -37,6 +37,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
 
+from mmm.comparison import worst
 from mmm.errors import LayoutError
 from mmm.examples import _support as example
 from mmm.examples._support.by_hand import DIM, HIDDEN, SEQ, VOCAB, Case, differences, forward_backward, report
@@ -121,13 +122,13 @@ def loss_sharded(case: Case, mistake: str | None) -> Ways:
         return both(head), both(full)
 
 
-def compare(case: Case, mistake: str | None = None) -> dict[str, list[float]]:
+def compare(case: Case, mistake: str | None = None) -> dict[str, tuple[float, float]]:
     """How far output and gradients of each way are, over the largest element, on the worst rank. A collective."""
-    found = {}
+    by_way = {}
     for way in (rows_by_hand, columns_by_hand, columns_then_rows, sequence_sharded, loss_sharded):
-        apart = differences(*way(case, mistake), case.x.device)
-        found[way.__name__] = [float(apart[0]), float(apart[1:].max())]
-    return found
+        output, *gradients = differences(*way(case, mistake), case.x.device).tolist()
+        by_way[way.__name__] = (output, worst(gradients))
+    return by_way
 
 
 def train(config: Config) -> bool:

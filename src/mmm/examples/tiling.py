@@ -115,7 +115,8 @@ def train_way(run: example.Run, mesh: DeviceMesh, job: example.Job, way: str, wi
     shard(model, mesh, MixedPrecisionPolicy(run.precision.compute, run.precision.storage, cast_forward_inputs=False))
     optimizer = config.optimizer.make(model.parameters())
     losses = []
-    for step in example.text_steps(run, job, model, optimizer, at={"way": [*WAYS].index(way), "wide": int(wide)}):
+    run.state(model=model, optimizer=optimizer)
+    for step in example.text_steps(run, job, place={"way": [*WAYS].index(way), "wide": int(wide)}):
         tokens = slice(SHORT if wide else None)
         with Peak(run.device, model) as peak:
             loss = model(step.batch.inputs[:, tokens], step.batch.targets[:, tokens], step.batch.count)

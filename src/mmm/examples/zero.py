@@ -111,7 +111,8 @@ def train_stage(
         p.register_post_accumulate_grad_hook(lambda p: dist.all_reduce(p.grad))  # type: ignore[arg-type]
     model, losses = Slices(full, mesh, stage) if stage in (1, 2) else full, []
     optimizer = example.make_optimizer("adamw", model.parameters(), config.optimizer.lr)
-    for step in example.text_steps(run, job, model, optimizer, at={"stage": stage}):
+    run.state(model=model, optimizer=optimizer)
+    for step in example.text_steps(run, job, place={"stage": stage}):
         with torch.autocast(run.device.type, run.precision.compute, enabled=run.precision.mixed):
             logits = model(step.batch.inputs)
         step.log(loss := cross_entropy(logits, step.batch.targets, step.batch.count))

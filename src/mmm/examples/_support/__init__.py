@@ -10,8 +10,8 @@ if TYPE_CHECKING:
     from mmm.examples._support.by_package import parallelize_by_package, resolve
     from mmm.examples._support.experts import ExpertsConfig
     from mmm.examples._support.fsdp import sum_gradients
-    from mmm.examples._support.image_loop import image_steps
-    from mmm.examples._support.mistakes import BreakOptions, main, parse
+    from mmm.examples._support.image_loop import global_images, image_steps, test_numbers, without_labels
+    from mmm.examples._support.mistakes import BreakOptions, for_a_mistake, main, parse
     from mmm.examples._support.program import start_run
     from mmm.examples._support.text import (
         PlainTextConfig,
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
         fit,
         resolve_own,
         text_steps,
+        validation_loss,
     )
     from mmm.optim.adamw import make_optimizer
     from mmm.run.run import Run
@@ -36,10 +37,11 @@ __getattr__, __dir__ = lazy(
         "mmm.examples._support.by_package": "parallelize_by_package resolve",
         "mmm.examples._support.experts": "ExpertsConfig",
         "mmm.examples._support.fsdp": "sum_gradients",
-        "mmm.examples._support.image_loop": "image_steps",
-        "mmm.examples._support.mistakes": "BreakOptions main parse",
+        "mmm.examples._support.image_loop": "global_images image_steps test_numbers without_labels",
+        "mmm.examples._support.mistakes": "BreakOptions for_a_mistake main parse",
         "mmm.examples._support.program": "start_run",
-        "mmm.examples._support.text": "PlainTextConfig PlainTextOptions TextConfig fit resolve_own text_steps",
+        "mmm.examples._support.text": "PlainTextConfig PlainTextOptions TextConfig fit resolve_own text_steps "
+        "validation_loss",
         "mmm.trainer.config.layout": "techniques_of",
         "mmm.trainer.config.model": "SmallTransformerOptions TransformerOptions",
         "mmm.trainer.config.resolve_text": "check_own_kv_heads",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from itertools import starmap
 from typing import Any
 
 import torch
@@ -78,14 +79,16 @@ def dense_experts(x: Tensor, router: Tensor, experts: list[Tensor], top_k: int) 
     return torch.einsum("te,etd->td", weight, outputs)
 
 
-def differences(found: Iterable[Tensor], expected: Iterable[Tensor], device: torch.device) -> Tensor:
+def differences(results: Iterable[Tensor], expected: Iterable[Tensor], device: torch.device) -> Tensor:
     """Of each tensor, the largest difference over the largest element, on the worst rank: (tensors,). A collective."""
-    full = [tensor.full_tensor() if isinstance(tensor, DTensor) else tensor for tensor in found]
-    apart = [float(((a - b).abs().max() / b.abs().max()).detach()) for a, b in zip(full, expected, strict=True)]
-    return torch.tensor(gather_floats(apart, device), dtype=torch.float64).amax(0)  # NaN where any rank has it
+    own = []
+    for result, reference in zip(results, expected, strict=True):
+        full = result.full_tensor() if isinstance(result, DTensor) else result
+        own.append(float(((full - reference).abs().max() / reference.abs().max()).detach()))
+    return torch.tensor(gather_floats(own, device), dtype=torch.float64).amax(0)  # NaN where any rank has it
 
 
-def compare(run: Run, found: Iterable[Tensor], expected: Iterable[Tensor]) -> None:
+def compare(run: Run, results: Iterable[Tensor], expected: Iterable[Tensor]) -> None:
     """Log and record how far what an example has computed by hand is from what was expected. A collective.
 
     Raises:
@@ -93,29 +96,30 @@ def compare(run: Run, found: Iterable[Tensor], expected: Iterable[Tensor]) -> No
     """
     if run.comm.dry:
         return  # there is nothing to compare
-    difference = float(differences(found, expected, run.device).max())
+    difference = float(differences(results, expected, run.device).max())
     run.log.info("by hand, output and gradients differ from one device's by %.1e", difference, stacklevel=2)
     run.describe(by_hand_difference=difference)
     check_difference(run, difference, "what is computed by hand differs from one device's")
 
 
-def check_difference(run: Run, difference: float, what: str) -> None:
-    """
+def check_difference(run: Run, difference: float, who: str) -> None:
+    """Refuse a difference that is more than rounding.
+
     Args:
-        what: the beginning of the message: who differs.
+        who: who differs, as the message begins.
 
     Raises:
-        RuntimeError: by more than rounding.
+        RuntimeError: the difference is larger, or NaN.
     """
     limit = ALLOWED[run.precision.storage]
     if not run.comm.dry and not difference <= limit:
-        raise RuntimeError(f"{what} by {difference:.1e}, more than {limit:.0e}")
+        raise RuntimeError(f"{who} by {difference:.1e}, more than {limit:.0e}")
 
 
 def most_of_ranks(local: dict[str, int], device: torch.device) -> dict[str, int]:
-    """Of each number the largest of all ranks. A collective."""
-    everyone = gather_floats([float(number) for number in local.values()], device)
-    return {name: int(max(column)) for name, column in zip(local, zip(*everyone, strict=True), strict=True)}
+    """The largest of all ranks, of each number. A collective."""
+    by_rank = torch.tensor(gather_floats([*map(float, local.values())], device), dtype=torch.float64)
+    return dict(zip(local, by_rank.amax(0).long().tolist(), strict=True))
 
 
 def same_losses(run: Run, *models: Sequence[Sequence[float]]) -> bool:
@@ -124,32 +128,36 @@ def same_losses(run: Run, *models: Sequence[Sequence[float]]) -> bool:
     Args:
         models: of each model that was trained, its losses by each way.
     """
-    apart = worst(
-        relative_error(*pair) for ways in models for losses in ways for pair in zip(losses, ways[0], strict=True)
-    )
+    errors = []
+    for ways in models:
+        for losses in ways:
+            errors += starmap(relative_error, zip(losses, ways[0], strict=True))
+    difference = worst(errors)
     limit = TOLERANCE[run.precision.name]
-    run.log.info("the losses differ by %.1e at most (allowed: %.0e)", apart, limit, stacklevel=3)
-    run.describe(losses_differ=apart)
-    return apart <= limit
+    run.log.info("the losses differ by %.1e at most (allowed: %.0e)", difference, limit, stacklevel=3)
+    run.describe(losses_differ=difference)
+    return difference <= limit
 
 
 @torch.no_grad()
-def replica_spread(elements: Tensor, mesh: DeviceMesh | None) -> float:
-    """The largest difference of an element between replicas, on the worst rank: NaN or inf where any has a NaN. A
-    collective of all ranks.
+def replica_spread(elements: Tensor, group: dist.ProcessGroup | None) -> float:
+    """The largest difference of an element between replicas, on the worst rank. NaN or inf where any has a NaN.
+
+    A collective of all ranks.
 
     Args:
-        elements: of this rank's replica, (n,). mesh: of one axis, along which the replicas are; None: all ranks.
+        elements: of this rank's replica, (n,).
+        group: the ranks that have replicas of it. None: all.
     """
     extremes = torch.stack((elements, -elements))  # the largest, and the least with its sign changed
     extremes.masked_fill_(extremes.isnan(), math.inf)  # a reduction by MAX may drop a NaN
-    dist.all_reduce(extremes, dist.ReduceOp.MAX, group=None if mesh is None else mesh.get_group())
+    dist.all_reduce(extremes, dist.ReduceOp.MAX, group=group)
     spread = float(extremes.sum(0).max()) if len(elements) else 0.0
     return worst(row[0] for row in gather_floats([spread], elements.device))
 
 
 def compare_attention(run: Run, attention_fn: Callable[..., Tensor], own_positions: Tensor) -> None:
-    """`attention_fn` of this rank's tokens beside causal attention to the full sequence. A collective.
+    """Compare `attention_fn` of this rank's tokens with causal attention to the full sequence. A collective.
 
     Args:
         own_positions: which of 8 tokens a rank are this rank's, (8,).
@@ -157,29 +165,33 @@ def compare_attention(run: Run, attention_fn: Callable[..., Tensor], own_positio
     (full,) = same_on_all_ranks(run, (4, 2, 4, 8 * run.rank.world_size, 16))  # q, k, v, dy: (batch, heads, seq, dim)
     *qkv, dy = full
     *own_qkv, own_dy = full[..., own_positions, :]
-    found = forward_backward(attention_fn, own_dy, *own_qkv)
+    results = forward_backward(attention_fn, own_dy, *own_qkv)
     expected = forward_backward(partial(F.scaled_dot_product_attention, is_causal=True), dy, *qkv)
-    compare(run, found, [tensor[..., own_positions, :] for tensor in expected])
+    compare(run, results, [tensor[..., own_positions, :] for tensor in expected])
 
 
-def report(run: Run, found: dict[str, list[float]]) -> bool:
+def report(run: Run, differences: dict[str, tuple[float, float]]) -> bool:
     """Log and record a table. Whether all is right.
 
     Args:
-        found: by what was computed, the differences of its output and of its gradients.
+        differences: by what was computed, those of its output and of its gradients.
     """
     limit = ALLOWED[run.precision.storage]
     lines = [f"{'':20}{'output':>10}{'gradients':>12}   (allowed: {limit:.0e})"]
-    row: dict[str, float] = {}
-    for name, (output, gradient) in found.items():
-        right = output <= limit and gradient <= limit  # NaN is wrong as well
-        lines.append(f"{name:20}{output:10.1e}{gradient:12.1e}{'' if right else '   WRONG'}")
-        row |= {f"{name}_output": output, f"{name}_gradient": gradient}
-    if (mistake := mistake_of(run)) is not None:
+    row = {}
+    for name, (output, gradient) in differences.items():
+        line = f"{name:20}{output:10.1e}{gradient:12.1e}"
+        if not (output <= limit and gradient <= limit):  # NaN is wrong as well
+            line += "   WRONG"
+        lines.append(line)
+        row[f"{name}_output"] = output
+        row[f"{name}_gradient"] = gradient
+    mistake = mistake_of(run)
+    if mistake is not None:
         lines.append(f"--break {mistake}, on purpose: {run.config.BREAKS[mistake]}")
-    ranks = run.rank.world_size
+    text = "\n".join(lines)
     run.log.info(
-        "sharded over %d ranks, differs from the full computation by\n%s", ranks, "\n".join(lines), stacklevel=2
+        "sharded over %d ranks, differs from the full computation by\n%s", run.rank.world_size, text, stacklevel=2
     )
     run.add_row({**row, "allowed": limit})
     return all(value <= limit for value in row.values())

@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import AbstractContextManager
 from typing import Any
 
-from mmm.examples._support.mistakes import MistakeOnPurpose
+from mmm.examples._support.mistakes import GlobalBatch, MistakeOnPurpose, global_text
 from mmm.layout import Layout
 from mmm.run import run
 from mmm.run.hooks.agreement import Agreement
@@ -16,14 +16,19 @@ from mmm.trainer.config.run import flags_of
 from mmm.trainer.job import Job
 
 
-def start_run(name: str, config: Any, job: Job | Layout) -> AbstractContextManager[run.Run]:
+def start_run(
+    name: str, config: Any, job: Job | Layout, global_batch: GlobalBatch = global_text
+) -> AbstractContextManager[run.Run]:
     """`mmm.run.run.start_run`: the ranks compare what has to be equal, start-up is timed, rows are recorded.
 
     With ``--summary`` the model is printed, and the program ends here. With ``--break`` it ends with exit code 1.
+
+    Args:
+        global_batch: what one device trains on, beside a run with ``--break``.
     """
     if flags_of(config).get("summary"):
         assert isinstance(job, Job)
         print_on_rank0(job.summary())
         raise SystemExit(0)
-    hooks = [Agreement(), StartUp(), Record(), MistakeOnPurpose()]
+    hooks = [Agreement(), StartUp(), Record(), MistakeOnPurpose(global_batch)]
     return run.start_run(name, config, job, hooks)

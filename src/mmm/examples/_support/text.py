@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-import torch
 from torch import Tensor, nn
 from torch.distributed.tensor.parallel import loss_parallel
 
@@ -16,9 +15,9 @@ from mmm.data.text.corpus import Corpus, read_text_files, standard_library
 from mmm.data.text.text_data import TextData
 from mmm.data.text.tokens import BYTES, TextTokens
 from mmm.errors import ConfigError
-from mmm.examples._support.mistakes import STEPS, OneDevice, mistake_of
+from mmm.examples._support.mistakes import for_a_mistake
 from mmm.layout import Layout, Techniques
-from mmm.models.llama.model import Transformer, TransformerConfig
+from mmm.models.llama.model import TransformerConfig
 from mmm.run.run import Run
 from mmm.run.step import Step
 from mmm.runtime.ranks import whoami
@@ -105,7 +104,7 @@ def resolve_own(
         UserError: anything that does not fit.
     """
     sizes = config.sizes()
-    return resolve_text(
+    job = resolve_text(
         config.run,
         sizes,
         layout,
@@ -117,63 +116,41 @@ def resolve_own(
         default_batch_size=batch_size,
         default_max_iters=max_iters,
     )
+    return for_a_mistake(config, job)
 
 
 def text_steps(
-    run: Run,
-    job: Job,
-    model: nn.Module | Iterable[nn.Module],
-    optimizer: torch.optim.Optimizer,
-    local_loss: Callable[[Batch], Tensor] | None = None,
-    *,
-    coordinate: int | None = None,
-    at: Mapping[str, int] | None = None,
+    run: Run, job: Job, *, coordinate: int | None = None, place: Mapping[str, int] | None = None
 ) -> Iterator[Step]:
-    """The steps of a program that trains a Transformer on text.
+    """`Run.steps` of a program that trains on text: each has this rank's samples of the global batch.
 
     Args:
-        model: what this rank trains; of a pipeline, its stages.
-        local_loss: for validation, where the program has its flags: of the samples of this rank's data-parallel
-            coordinate → this rank's part of the loss of a global batch.
         coordinate: whose samples these are. Default: this rank's data-parallel coordinate.
-        at: what a row says besides its step, such as ``{"stage": 1}``.
+        place: what a row says besides its step, such as ``{"stage": 1}``.
     """
-    steps = job.steps
-    evaluation = run.config.evaluation if isinstance(run.config, TextConfig) and local_loss is not None else None
-    global_batch = job.global_batch_size
     tokens = job.data.train
+    samples = job.global_batch_size
     if coordinate is None:
         coordinate = run.layout.dp_coordinate(run.rank.rank)
-    one_device = None
-    if mistake_of(run) is not None:
-        steps = min(steps, STEPS)
-        with torch.device("meta"):
-            full = Transformer(job.sizes)
-        modules = [model] if isinstance(model, nn.Module) else model
-        one_device = OneDevice(
-            run,
-            full,
-            modules,
-            optimizer,
-            lambda step: tokens.batch(step, global_batch, 0, global_batch).to(run.device),
-        )
-    if not at:
-        run.log.info("%d steps of %d × %d tokens", steps, global_batch, tokens.seq_length, stacklevel=2)
-    run.state(optimizer=optimizer)
-    for step in run.steps(
-        (job.local_batch(tokens, number, coordinate).to(run.device) for number in range(steps)),
-        steps,
-        samples=global_batch,
-        tokens=global_batch * tokens.seq_length,
-        eval_every=None if evaluation is None else evaluation.eval_every,
-        place=at,
-    ):
-        yield step
-        if step.evaluates:
-            with run.evaluating(*([model] if isinstance(model, nn.Module) else model)), loss_parallel():
-                batches = job.validation_batches(evaluation.eval_batches, run.rank.rank, run.device)
-                step.row["val_loss"] = run.mean_loss(map(local_loss, batches))
-        if one_device is not None:
-            one_device.loss(run.global_sum(step.local_loss))
-    if one_device is not None:
-        one_device.report()
+    if place is None:
+        run.log.info("%d steps of %d × %d tokens", job.steps, samples, tokens.seq_length, stacklevel=2)
+    return run.steps(
+        (job.local_batch(tokens, number, coordinate).to(run.device) for number in range(job.steps)),
+        job.steps,
+        samples=samples,
+        tokens=samples * tokens.seq_length,
+        eval_every=run.config.evaluation.eval_every if isinstance(run.config, TextConfig) else None,
+        place=place,
+    )
+
+
+def validation_loss(run: Run, job: Job, local_loss: Callable[[Batch], Tensor], *modules: nn.Module) -> float:
+    """The mean loss of the first global batches of the validation text. A collective.
+
+    Args:
+        local_loss: of the samples of this rank's data-parallel coordinate, this rank's part of the loss.
+        modules: what this rank has of the model.
+    """
+    batches = job.validation_batches(run.config.evaluation.eval_batches, run.rank.rank, run.device)
+    with run.evaluating(*modules), loss_parallel():  # under tp the logits stay sharded over the vocabulary
+        return run.mean_loss(map(local_loss, batches))

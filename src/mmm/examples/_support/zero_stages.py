@@ -16,6 +16,7 @@ from mmm.parallel.memory.measure import local_elements
 from mmm.run.run import Run
 
 KINDS = ("parameters", "gradients", "optimizer_state")
+SHARDED_FROM = {"parameters": 3, "gradients": 2, "optimizer_state": 1}  # stage
 TECHNIQUES = ("ddp", "zero1", "zero2", "zero3")  # by stage
 
 
@@ -27,19 +28,31 @@ def most_elements(model: nn.Module, optimizer: torch.optim.Optimizer, device: to
 
 def theory(stage: int, full: int, ranks: int) -> dict[str, float]:
     """What a rank holds of `full` parameters."""
-    shards = [ranks if stage >= first else 1 for first in (3, 2, 1)]
-    return {kind: n * full / shard for kind, n, shard in zip(KINDS, (1, 1, 2), shards, strict=True)}
+    held: dict[str, float] = {"parameters": full, "gradients": full, "optimizer_state": 2 * full}
+    for kind, first_stage in SHARDED_FROM.items():
+        if stage >= first_stage:
+            held[kind] /= ranks
+    return held
 
 
 def table(elements: Sequence[dict[str, int]], full: int, ranks: int, width: int) -> str:
-    """A line a stage: of each kind, the numbers held and the theory; in all, megabytes of numbers of `width` bytes."""
+    """A line a stage: the numbers held and in theory, by kind; then megabytes of all of them.
+
+    Args:
+        elements: held, by stage.
+        full: parameters of the model.
+        width: bytes of a number.
+    """
     heads = [*(kind.replace("_", " ") for kind in KINDS), "all, MB"]
     lines = ["         " + "".join(f"{head:>24}" for head in heads), "stage    " + f"{'local':>12}{'theory':>12}" * 4]
-    for stage, numbers in enumerate(elements):
-        says = theory(stage, full, ranks)
-        cells = "".join(f"{numbers[kind]:>12,}{says[kind]:>12,.0f}" for kind in KINDS)
-        megabytes = (sum(values.values()) * width / 1e6 for values in (numbers, says))
-        lines.append(f"{stage} {TECHNIQUES[stage]:<7}{cells}" + "".join(f"{size:>12.2f}" for size in megabytes))
+    for stage, local in enumerate(elements):
+        expected = theory(stage, full, ranks)
+        line = f"{stage} {TECHNIQUES[stage]:<7}"
+        for kind in KINDS:
+            line += f"{local[kind]:>12,}{expected[kind]:>12,.0f}"
+        for counts in (local, expected):
+            line += f"{sum(counts.values()) * width / 1e6:>12.2f}"
+        lines.append(line)
     return "\n".join(lines)
 
 
