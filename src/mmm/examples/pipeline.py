@@ -36,7 +36,7 @@ from torch.distributed.tensor.parallel import loss_parallel
 from mmm.data import Batch
 from mmm.errors import ConfigError, LayoutError
 from mmm.examples import _support as example
-from mmm.examples._support.pipeline_times import PipelineTimes
+from mmm.examples._support.pipeline_times import PipelineTimes, Timeline
 from mmm.layout import ScheduleName
 from mmm.models.llama.model import Transformer, TransformerConfig
 from mmm.parallel import apply, build_mesh, cross_entropy, materialize
@@ -90,7 +90,7 @@ def train(config: Config) -> None:
     job = resolve(config)
     layout, partition = job.layout, job.partition
     names = partition.names()  # of the modules of each stage
-    with example.start_run("pipeline", config, job) as run:
+    with example.start_run("pipeline", config, job, hooks=[Timeline()]) as run:
         run.describe(stages=names)
         run.log.info("the stages\n%s", example.stage_table(names, partition.shares()))
         mesh = build_mesh(layout, run.device.type, config.run.timeout)
@@ -129,8 +129,6 @@ def train(config: Config) -> None:
         optimizer = config.optimizer.make([p for m in modules for p in m.parameters()])
         run.state(**{f"stage{stage.stage_index}": stage.submod for stage in stages}, optimizer=optimizer)
         for step in example.text_steps(run, job):
-            if config.timeline and step.number > 0:
-                times.record()
             with loss_parallel():  # under tp the logits stay sharded over the vocabulary
                 step.log(run_schedule(schedule.step, step.batch))  # forward, loss and backward of all micro-batches
             optimizer.step()
@@ -138,8 +136,6 @@ def train(config: Config) -> None:
             if step.evaluates:
                 local_loss = partial(run_schedule, schedule.eval)
                 step.row["val_loss"] = example.validation_loss(run, job, local_loss, *modules)
-        if config.timeline:
-            run.describe(bubble=times.report(config.schedule, config.microbatches))
 
 
 if __name__ == "__main__":
