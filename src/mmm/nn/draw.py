@@ -51,6 +51,12 @@ class ShardBox:
     full: tuple[int, ...]
 
 
+def class_name(module: object) -> str:
+    """Of a module's class as its author wrote it: ``fully_shard`` makes another of it, called FSDP and that name."""
+    kind, *bases = type(module).__mro__
+    return (bases[1] if bases[0].__name__ == "FSDPModule" else kind).__name__
+
+
 def canonical_name(name: str) -> str:
     """``name`` without what compile, checkpoint, DDP or FSDP wrappers add to it."""
     return ".".join(part for part in name.split(".") if part not in WRAPPERS)

@@ -9,13 +9,7 @@ from torch import Tensor, nn
 
 from mmm.nn.defaults import default_rules
 from mmm.nn.draw import Init as Init
-from mmm.nn.draw import ShardBox, canonical_name, fill_all, full_box
-
-
-def class_name(module: object) -> str:
-    """Of a module's class as its author wrote it: ``fully_shard`` makes another of it, called FSDP and that name."""
-    kind, *bases = type(module).__mro__
-    return (bases[1] if bases[0].__name__ == "FSDPModule" else kind).__name__
+from mmm.nn.draw import ShardBox, canonical_name, class_name, fill_all, full_box
 
 
 def parameter_problems(model: nn.Module) -> list[str]:

@@ -81,7 +81,7 @@ def _take(model: nn.Module, values: Values, empty: Collection[str]) -> None:
         if shard is not None:
             to_local(tensor).copy_(shard)
         elif isinstance(tensor, nn.Parameter) or full_name in empty:
-            raise ConfigError(f"nothing gives {name} of {weights.class_name(model)} its values")
+            raise ConfigError(f"nothing gives {name} of {draw.class_name(model)} its values")
 
 
 def _restore_buffers(model: nn.Module, buffers: Mapping[str, Tensor], device: torch.device) -> None:

@@ -6,7 +6,7 @@ from torch import nn
 
 from mmm.errors import ConfigError
 from mmm.layout import UNSHARDED
-from mmm.nn.weights import class_name
+from mmm.nn.draw import class_name
 from mmm.parallel.dp.fsdp import fsdp_units_of
 from mmm.parallel.plan import Plan
 from mmm.parallel.values import check_sizes

@@ -28,8 +28,8 @@ from mmm.nn.experts import has_experts
 from mmm.nn.weights import InitRules
 from mmm.parallel.clip import clip_grad_norm, local_norms
 from mmm.parallel.cp.ring import positions_of
-from mmm.parallel.dp.data_parallel import microbatches_of
 from mmm.parallel.dp.fsdp import reshard
+from mmm.parallel.dp.microbatches import microbatches_of
 from mmm.parallel.dp.wrapped import unwrapped
 from mmm.parallel.dp.zero import Zero
 from mmm.parallel.ep.balance import BALANCE_RATE, balance_experts, imbalance

@@ -15,7 +15,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Ro
 
 from mmm.errors import LayoutError
 from mmm.layout import Layout
-from mmm.nn.weights import class_name
+from mmm.nn.draw import class_name
 from mmm.runtime.log import get_logger
 
 

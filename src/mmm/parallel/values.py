@@ -8,9 +8,8 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from mmm.errors import ConfigError
-from mmm.nn.draw import ShardBox, canonical_name
+from mmm.nn.draw import ShardBox, canonical_name, class_name
 from mmm.nn.meta import kept_value, pop_value
-from mmm.nn.weights import class_name
 
 Values = Callable[[str, ShardBox], Tensor | None]
 """(canonical name, the shard that is local) → the shard, on any device and in any dtype; None for a buffer that keeps

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from mmm.errors import ConfigError
 from mmm.optim.grad_scaler import GradScaler, not_finite
 from mmm.parallel.clip import local_norms
-from mmm.parallel.dp.data_parallel import microbatches_of
+from mmm.parallel.dp.microbatches import microbatches_of
 from mmm.parallel.local import detached
 
 if TYPE_CHECKING:

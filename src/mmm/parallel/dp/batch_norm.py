@@ -18,7 +18,8 @@ from torch.distributed.tensor import DTensor
 
 from mmm.errors import ConfigError, config_field
 from mmm.layout import Layout, Techniques
-from mmm.nn.weights import class_name
+from mmm.nn.draw import class_name
+from mmm.parallel.dp.microbatches import batch_norms, in_parts
 from mmm.parallel.local import to_local
 from mmm.parallel.mesh import Mesh
 from mmm.torch_private.autograd import in_backward
@@ -41,21 +42,6 @@ class _Sum(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
         return _Sum.apply(gradient, ctx.groups), None
-
-
-def batch_norms(model: nn.Module) -> list[tuple[str, BatchNorm]]:
-    """The modules that normalize by the statistics of the batch, now."""
-    named = ((name, module) for name, module in model.named_modules() if isinstance(module, BatchNorm))
-    return [(name, module) for name, module in named if module.training or module.running_mean is None]
-
-
-def in_parts(name: str, norm: nn.Module, other: str = "") -> str:
-    """Why a BatchNorm takes no micro-batches. Args: other: advice."""
-    return (
-        f"{name}, a {class_name(norm)}: it normalizes by the statistics of the global batch, and a micro-batch does "
-        f"not know those; {other}use a norm of each sample (GroupNorm, LayerNorm), or call eval() on it, which takes "
-        f"the statistics that it has"
-    )
 
 
 def check_batch_norm(model: nn.Module, layout: Layout, techniques: Techniques) -> None:

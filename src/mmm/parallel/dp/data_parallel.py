@@ -20,19 +20,14 @@ Source: Rajbhandari et al., "ZeRO", 2020.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator
-from typing import Any
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule
 
 from mmm.errors import ConfigError, LayoutError, config_field
 from mmm.layout import UNSHARDED, Layout, Techniques
-from mmm.parallel.dp.batch_norm import batch_norms, in_parts
 from mmm.parallel.dp.ddp import DDP
 from mmm.parallel.dp.fsdp import RESHARD_AFTER_FORWARD, apply_expert_fsdp, apply_fsdp
-from mmm.parallel.dp.wrapped import Wrapper
 from mmm.parallel.dp.zero import Zero, replicas_of
 from mmm.parallel.ep.expert_parallel import experts_of
 from mmm.parallel.mesh import Mesh
@@ -120,35 +115,3 @@ def apply_data_parallel(
         return DDP(model, replicas_of(mesh), precision)
     experts = experts_of(model, plan) if mesh.experts is not None else []
     return Zero(model, mesh, precision, experts, keep_gradients=technique == "zero1")
-
-
-def sync_gradients(model: nn.Module, now: bool) -> None:
-    """For several micro-batches a step: whether the next backward sums gradients over the ranks; True at the last.
-
-    Saves communication and costs memory: until then each rank keeps unsharded gradients of its own samples.
-
-    Raises:
-        ConfigError: batch normalization, which has to see the global batch at once.
-    """
-    if not now and (norms := batch_norms(model)):
-        raise ConfigError(f"micro-batches with {in_parts(*norms[0])}")
-    if isinstance(model, Wrapper):
-        model.sync_gradients(now)
-    elif isinstance(model, FSDPModule):
-        model.set_requires_gradient_sync(now)
-
-
-def microbatches_of(batch: Any, parts: int, modules: Iterable[nn.Module]) -> Iterator[Any]:
-    """A batch in its parts. The gradients of the modules are summed over dp with the last part.
-
-    Args:
-        batch: has ``split(parts)``.
-    """
-    if parts == 1:
-        yield batch
-        return
-    modules = list(modules)
-    for index, microbatch in enumerate(batch.split(parts), start=1):
-        for module in modules:
-            sync_gradients(module, index == parts)
-        yield microbatch

@@ -21,7 +21,7 @@ from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, SequenceParallel
 
 from mmm.errors import LayoutError
-from mmm.nn.weights import class_name
+from mmm.nn.draw import class_name
 from mmm.parallel.tp.conv1d import column_dim, is_conv1d
 from mmm.parallel.tp.replicated import PartialGradient
 from mmm.torch_private.module import Convolution, NormBase
