@@ -7,10 +7,9 @@ entries, columns). What a kill has cut off at the end is no full row, and is lef
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 import numpy as np
 from numpy.typing import NDArray
@@ -92,18 +91,18 @@ def read_fingerprints(outdir: Path) -> dict[int, Fingerprints]:
     Raises:
         RecordError: there are none, or a file is none of these.
     """
-    by_first = {int(path.stem.partition("-")[2]): path for path in outdir.glob("fingerprints-*.bin") if _first(path)}
-    if not by_first:
+    paths = {}  # by the first step
+    for path in outdir.glob("fingerprints-*.bin"):
+        first = path.stem.removeprefix("fingerprints-")
+        if first.isdecimal():
+            paths[int(first)] = path
+    if not paths:
         raise RecordError(f"{outdir} has no fingerprints: train with --fingerprints 1")
     steps: dict[int, Fingerprints] = {}
-    for first in sorted(by_first):
-        before = {step: kept for step, kept in steps.items() if step < first}
-        steps = _read(by_first[first], first) | before  # of the step before it, the row of the earlier process has more
+    for begin in sorted(paths):
+        before = {step: row for step, row in steps.items() if step < begin}
+        steps = _read(paths[begin], begin) | before  # of the step before it, the row of the earlier process has more
     return dict(sorted(steps.items()))
-
-
-def _first(path: Path) -> bool:
-    return path.stem.partition("-")[2].isdecimal()
 
 
 def _read(path: Path, first: int) -> dict[int, Fingerprints]:
@@ -121,12 +120,16 @@ def _read(path: Path, first: int) -> dict[int, Fingerprints]:
 
 def _header(path: Path, line: bytes) -> Header:
     try:
-        given: Mapping[str, Any] = parse_json(line)
-        if given["version"] != VERSION:
-            raise RecordError(f"{path} is of version {given['version']}, and this mmm reads {VERSION}")
-        header = Header(**given)
-        shapes = [np.shape(header.replicas), np.shape(header.shards or np.empty((header.ranks, len(header.entries))))]
-        if shapes != [(len(header.entries),), (header.ranks, len(header.entries))] or header.columns < 2:
+        fields = parse_json(line)
+        version = fields["version"]
+        if version != VERSION:
+            raise RecordError(f"{path} is of version {version}, and this mmm reads {VERSION}")
+        header = Header(**fields)
+        entries = len(header.entries)
+        fits = np.shape(header.replicas) == (entries,) and header.columns >= 2
+        if header.shards is not None:
+            fits = fits and np.shape(header.shards) == (header.ranks, entries)
+        if not fits:
             raise ValueError("its header does not fit its entries")
     except (ValueError, KeyError, TypeError) as error:
         raise RecordError(f"{path} is no file of fingerprints: {error}") from None

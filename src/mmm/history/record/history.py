@@ -4,7 +4,7 @@ import contextlib
 import logging
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from datetime import datetime, timezone
 from pathlib import Path
 from types import TracebackType
@@ -103,22 +103,16 @@ class History:
         if self._closed:
             raise RecordError(f"the history in {self.outdir} is closed: no row can be added.")
         per_rank = per_rank or {}
-        scalars: dict[str, float | int] = {}
+        self._admit(row.keys() | per_rank.keys())
+        scalars = {name: _number(name, value) for name, value in row.items()}
         spread: dict[str, list[float | int]] = {}
-        for name, value in row.items():
-            if name not in self._names:
-                self._admit(name)
-            number = value if type(value) is float or type(value) is int else _number(name, value)
-            if name not in per_rank:
-                scalars[name] = number
         for name, rank_values in per_rank.items():
-            if name not in self._names:
-                self._admit(name)
+            scalars.pop(name, None)
             values = self._one_a_rank(name, rank_values)
             if self._full:
                 spread[name] = values
             else:
-                scalars.update(_reduced(name, values))
+                scalars |= _reduced(name, values)
         self._pending.append(LoggedRow(self._next, scalars, spread))
         self._next += 1
         if len(self._pending) >= self.flush_every or time.monotonic() - self._flushed >= FLUSH_SECONDS:
@@ -181,10 +175,13 @@ class History:
             # The first error is the one that matters.
             log.warning("the record in %s was not finalized: %s", self.outdir, second)
 
-    def _admit(self, name: str) -> None:
-        if problem := name_problem(name, self._taken):
-            raise RecordError(f"{problem}.")
-        self._names.add(name)
+    def _admit(self, names: Set[str]) -> None:
+        """Raises RecordError: one of them cannot name a variable."""
+        for name in names - self._names:
+            problem = name_problem(name, self._taken)
+            if problem:
+                raise RecordError(f"{problem}.")
+            self._names.add(name)
 
     def _one_a_rank(self, name: str, rank_values: Any) -> list[float | int]:
         if isinstance(rank_values, np.ndarray) and not self._full and len(rank_values) == len(self._ranks):
@@ -194,7 +191,7 @@ class History:
             raise RecordError(
                 f"per_rank[{name!r}] has {len(listed)} values, and this run has {len(self._ranks)} ranks."
             )
-        return [v if type(v) is float or type(v) is int else _number(name, v) for v in listed]
+        return [_number(name, value) for value in listed]
 
 
 def _plain_ranks(ranks: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -206,23 +203,23 @@ def _plain_ranks(ranks: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         RecordError: the ranks are not numbered 0, 1, 2, … in this order.
     """
     plain = []
-    for index, place in enumerate(ranks):
-        if (rank := place.get("rank", index)) != index:
+    for index, about in enumerate(ranks):
+        rank = about.get("rank", index)
+        if rank != index:
             raise RecordError(f"ranks must be given in order: place {index} of {len(ranks)} holds rank {rank}.")
-        named = {f"axis_{key}" if key in AXES else key: value for key, value in place.items() if key != "rank"}
-        plain.append({key: _int_or_text(value) for key, value in named.items()})
+        coordinates: dict[str, Any] = {}
+        for key, value in about.items():
+            if key != "rank":
+                name = f"axis_{key}" if key in AXES else key
+                coordinates[name] = int(value) if hasattr(value, "__index__") else str(value)
+        plain.append(coordinates)
     return plain
 
 
-def _int_or_text(value: Any) -> int | str:
-    try:
-        return int(value.__index__())
-    except AttributeError:
-        return str(value)
-
-
 def _number(name: str, value: Any) -> float | int:
-    """A Python number from a bool, a NumPy scalar or a tensor of one element."""
+    """A Python number from one, a bool, a NumPy scalar or a tensor of one element."""
+    if type(value) is float or type(value) is int:
+        return value
     try:
         plain = value.item() if hasattr(value, "item") else value
         return int(plain) if isinstance(plain, int) else float(plain)
@@ -233,11 +230,11 @@ def _number(name: str, value: Any) -> float | int:
 def _reduced(name: str, values: list[float | int]) -> dict[str, float | int]:
     """Smallest, median and largest over ranks, and the rank of the largest; ranks that gave NaN do not count."""
     column = np.array(values, dtype=np.float64)
-    if np.isnan(column).all():
-        return {f"{name}_{over}": math.nan for over in ("min", "median", "max")} | {f"{name}_argmax": -1}
-    return {
-        f"{name}_min": float(np.nanmin(column)),
-        f"{name}_median": float(np.nanmedian(column)),
-        f"{name}_max": float(np.nanmax(column)),
-        f"{name}_argmax": int(np.nanargmax(column)),
-    }
+    least = median = most = math.nan
+    rank = -1
+    if not np.isnan(column).all():
+        least = float(np.nanmin(column))
+        median = float(np.nanmedian(column))
+        most = float(np.nanmax(column))
+        rank = int(np.nanargmax(column))
+    return {f"{name}_min": least, f"{name}_median": median, f"{name}_max": most, f"{name}_argmax": rank}

@@ -94,7 +94,7 @@ class Journal:
     def append(self, rows: list[LoggedRow]) -> None:
         """Write `rows`, all or none of them. RecordError names the path, the reason and the free bytes."""
         self.ensure()
-        text = "".join(json.dumps({"draw": r.draw, "row": r.row, "per_rank": r.per_rank}) + "\n" for r in rows)
+        text = "".join(f"{json.dumps(row._asdict())}\n" for row in rows)
         left = memoryview(text.encode())
         try:
             while left:
@@ -201,7 +201,8 @@ def _row(line: bytes, taken: set[str], ranks: int) -> LoggedRow:
     fields = parse_json(line.decode())
     row = LoggedRow(fields["draw"], fields["row"], fields["per_rank"])
     for name in (*row.row, *row.per_rank):
-        if problem := name_problem(name, taken):
+        problem = name_problem(name, taken)
+        if problem:
             raise ValueError(problem)
     numbers = [row.draw, *row.row.values()]
     for values in row.per_rank.values():
@@ -234,8 +235,12 @@ def name_problem(name: object, taken: set[str]) -> str | None:
 def _header(path: Path, line: bytes) -> Header:
     try:
         fields = parse_json(line.decode())
-        version, header = fields["mmm_journal"], Header(fields["ranks"], fields["attrs"], fields.get("writer", {}))
-        _check_header(header)
+        version = fields["mmm_journal"]
+        header = Header(fields["ranks"], fields["attrs"], fields.get("writer", {}))
+        if not isinstance(header.ranks, list) or not header.ranks or not isinstance(header.writer, dict):
+            raise ValueError("ranks or the writer are of another type")
+        if any(name_problem(name, {"draw", "rank"}) for name in set(header.attrs).union(*header.ranks)):
+            raise ValueError("names that no dataset can have")
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise RecordError(
             f"{path}: its first line is not a journal's header ({line[:60]!r}), so its rows cannot be named. "
@@ -244,13 +249,3 @@ def _header(path: Path, line: bytes) -> Header:
     if version != VERSION:
         raise RecordError(f"{path} is a journal of version {version}; this mmm reads version {VERSION}.")
     return header
-
-
-def _check_header(header: Header) -> None:
-    """Raises ValueError or TypeError for what no dataset can be made of."""
-    ranks, attrs, writer = header
-    if not isinstance(ranks, list) or not ranks or not isinstance(writer, dict):
-        raise ValueError("ranks or the writer are of another type")
-    names = set(attrs).union(*ranks)
-    if any(name_problem(name, {"draw", "rank"}) for name in names):
-        raise ValueError("names that no dataset can have")

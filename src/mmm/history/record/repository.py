@@ -47,22 +47,26 @@ def repository_of(file: str | os.PathLike[str] | None) -> dict[str, Any] | None:
         )
     except (OSError, subprocess.SubprocessError) as error:
         return {"folder": str(folder), "problem": str(error)}
-    lines = status.decode(errors="replace").splitlines()
-    heads = dict(line.removeprefix("# ").split(" ", 1) for line in lines if line.startswith("# branch."))
-    commit, branch = heads.get("branch.oid"), heads.get("branch.head")
-    return {
-        "folder": str(folder),
-        "commit": None if commit == "(initial)" else commit,
-        "branch": None if branch == "(detached)" else branch,
-        "changed": sum(not line.startswith("#") for line in lines),
-    }
+    facts: dict[str, Any] = {"folder": str(folder), "commit": None, "branch": None, "changed": 0}
+    for line in status.decode(errors="replace").splitlines():
+        mark, _, text = line.partition(" ")
+        if mark != "#":
+            facts["changed"] += 1
+        name, _, value = text.partition(" ")
+        if name == "branch.oid" and value != "(initial)":
+            facts["commit"] = value
+        if name == "branch.head" and value != "(detached)":
+            facts["branch"] = value
+    return facts
 
 
 def commit_text(repository: Any) -> str | None:
     """As ``1e1563faabc1``, and ``+ 2 changed files`` where they are. None where the record does not say."""
-    if not isinstance(repository, dict) or not isinstance(commit := repository.get("commit"), str):
+    commit = repository.get("commit") if isinstance(repository, dict) else None
+    if not isinstance(commit, str):
         return None
+    text = commit[:12]
     changed = repository.get("changed")
-    if not isinstance(changed, int) or changed <= 0:
-        return commit[:12]
-    return f"{commit[:12]} + {counted(changed, 'changed file')}"
+    if isinstance(changed, int) and changed > 0:
+        text += f" + {counted(changed, 'changed file')}"
+    return text
