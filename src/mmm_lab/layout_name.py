@@ -31,27 +31,26 @@ def parse_layout(name: str, further: Mapping[str, str] = NO_WORDS) -> tuple[dict
         ConfigError: it is no such name.
     """
     axis_of = {axis: axis for axis in ALL_AXES} | {"dp": "dp_shard"} | dict(further)
-    sizes, found, names = dict[str, int](), list[str](), set[str]()
+    sizes: dict[str, int] = {}
+    names = []
     for word in words_of(name):
         if word == "1":
             continue
-        match = re.fullmatch(rf"({'|'.join(axis_of)})[:=]?(\d+)?", word)
+        match = re.fullmatch(rf"({'|'.join(axis_of)})[:=]?(\d*)", word)
         if match is None or not (match[2] or match[1] in further):
             raise ConfigError(f"layout {name!r}: {word!r} is no axis with its size: {_help(word, list(axis_of))}")
         own, digits = match.groups()
-        names.add(own)
-        if own in further:
-            found.append(own)
-        if digits is None:
+        names.append(own)
+        if not digits:
             continue
         if len(digits) > len(str(MOST)) or not 1 <= int(digits) <= MOST:
             raise ConfigError(f"layout {name!r}: {own} {digits[:20]}: an axis has 1 to {MOST:,} ranks")
         if axis_of[own] in sizes:
             raise ConfigError(f"layout {name!r} has {axis_of[own]} twice: give each axis once")
         sizes[axis_of[own]] = int(digits)
-    if {"dp", "dp_replicate"} <= names:
+    if {"dp", "dp_replicate"} <= {*names}:
         raise ConfigError(f"layout {name!r}: dp alone means dp_shard (FSDP); beside dp_replicate write dp_shard")
-    return sizes, found
+    return sizes, [own for own in names if own in further]
 
 
 def _help(word: str, names: list[str]) -> str:

@@ -12,7 +12,6 @@ from mmm.layout import AXES, CP_STYLES, DATA_PARALLEL
 from mmm_lab.layout_name import ALL_AXES, MOST, parse_layout, words_of
 
 WORDS = dict.fromkeys(DATA_PARALLEL, "dp_shard") | dict.fromkeys(CP_STYLES, "cp")  # whose ranks each is on
-SMALL = ("--preset", "--n_layers", "--n_heads", "--n_kv_heads", "--dim", "--ffn_dim", "--vocab_size", "--n_experts")
 HELP = "such as dp2·tp2, pp2.dp2.tp2, fsdp4, zero1, hsdp, cp4, ulysses4, dp4.ep2; zero1:8 is ZeRO-1 on 8 ranks"
 
 
@@ -78,33 +77,35 @@ def trainer_flags(layout: NamedLayout, given: Sequence[str]) -> list[str]:
         given: by the user, which count instead.
     """
     sizes = layout.sizes
-    flags = {f"--{axis}": size for axis, size in sizes.items() if size > 1 and axis not in ("dp_shard", "tp")}
-    flags |= {"--tpsize": sizes["tp"]} if sizes["tp"] > 1 else {}
+    axes = {"tpsize" if axis == "tp" else axis: size for axis, size in sizes.items() if size > 1 and axis != "dp_shard"}
     by_heads = sizes["tp"] * (sizes["cp"] if layout.cp_style in ("ulysses", "usp") else 1)
-    heads, pieces = _multiple(by_heads, 4), 2 * sizes["cp"] * sizes["tp"]
-    wanted = {
-        "--parallel": layout.technique or ("hsdp" if sizes["dp_replicate"] > 1 else "fsdp"),
-        **({"--cp_style": layout.cp_style} if layout.cp_style else {}),
-        **({"--ulysses": 2} if layout.cp_style == "usp" else {}),
-        "--dataset": "random",
-        "--device": "cpu",
-        "--seq_length": _multiple(pieces, 128),
-        "--batch_size": max(2, sizes["pp"]),
+    heads = _multiple(by_heads, 4)
+    run = {
+        "parallel": layout.technique or ("hsdp" if sizes["dp_replicate"] > 1 else "fsdp"),
+        "cp_style": layout.cp_style or None,
+        "ulysses": 2 if layout.cp_style == "usp" else None,
+        "dataset": "random",
+        "device": "cpu",
+        "seq_length": _multiple(2 * sizes["cp"] * sizes["tp"], 128),
+        "batch_size": max(2, sizes["pp"]),
     }
     model = {
-        "--preset": "debug",
-        "--n_layers": max(4, sizes["pp"]),
-        "--n_heads": heads,
-        "--n_kv_heads": heads,
-        "--dim": 16 * heads,
-        "--ffn_dim": 40 * heads,
-        "--vocab_size": 64 * heads,
-        **({"--n_experts": max(4, 2 * sizes["ep"])} if sizes["ep"] > 1 else {}),
+        "preset": "debug",
+        "n_layers": max(4, sizes["pp"]),
+        "n_heads": heads,
+        "n_kv_heads": heads,
+        "dim": 16 * heads,
+        "ffn_dim": 40 * heads,
+        "vocab_size": 64 * heads,
     }
-    names = {word.partition("=")[0].replace("-", "_").replace("__", "--", 1) for word in given if word.startswith("--")}
-    own = {} if names & set(SMALL) else model
-    if "--n_experts" in model and "--n_experts" not in names:
-        own["--n_experts"] = model["--n_experts"]
-    replaced = {"--batch_size"} if "--global_batch_size" in names else set()
-    every = {**flags, **wanted, **own}
-    return [str(w) for flag, value in every.items() if flag not in names | replaced for w in (flag, value)] + [*given]
+    experts = {"n_experts": max(4, 2 * sizes["ep"]) if sizes["ep"] > 1 else None}
+    names = {word[2:].partition("=")[0].replace("-", "_") for word in given if word.startswith("--")}
+    if names & {*model, *experts}:  # the user's own model
+        model = {}
+    if "global_batch_size" in names:
+        names.add("batch_size")
+    flags = []
+    for name, value in {**axes, **run, **model, **experts}.items():
+        if name not in names and value is not None:
+            flags += [f"--{name}", str(value)]
+    return [*flags, *given]

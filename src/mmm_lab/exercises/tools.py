@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,61 +12,54 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-
-class _Enter(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        grad = grad.contiguous().clone()
-        dist.all_reduce(grad, group=ctx.group)
-        return grad, None
+Move = Callable[[Tensor], Tensor]
 
 
-class _Leave(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        x = x.contiguous().clone()
-        dist.all_reduce(x, group=group)
-        return x
+class _Linear(torch.autograd.Function):
+    """A function of a tensor, and the one by which its gradient goes back."""
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad, None
-
-
-class _AllToAll(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, send: list[int], receive: list[int], group: dist.ProcessGroup) -> Tensor:
-        ctx.send, ctx.receive, ctx.group = send, receive, group
-        out = x.new_empty(sum(receive), *x.shape[1:])
-        dist.all_to_all_single(out, x.contiguous(), receive, send, group=group)
-        return out
+    def forward(ctx: Any, x: Tensor, function: Move, back: Move) -> Tensor:
+        ctx.back = back
+        return function(x)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        out = grad.new_empty(sum(ctx.send), *grad.shape[1:])
-        dist.all_to_all_single(out, grad.contiguous(), ctx.send, ctx.receive, group=ctx.group)
-        return out, None, None, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.back(grad), None, None
+
+
+def _itself(x: Tensor) -> Tensor:
+    return x.view_as(x)
+
+
+def _summed(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    x = x.contiguous().clone()
+    dist.all_reduce(x, group=group)
+    return x
+
+
+def _exchanged(x: Tensor, send: list[int], receive: list[int], group: dist.ProcessGroup) -> Tensor:
+    out = x.new_empty(sum(receive), *x.shape[1:])
+    dist.all_to_all_single(out, x.contiguous(), receive, send, group=group)
+    return out
 
 
 def enter(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """`x` itself, whose gradient is added up over the ranks: between what all ranks have and what each has part of."""
-    return _Enter.apply(x, group)
+    return _Linear.apply(x, _itself, partial(_summed, group=group))
 
 
 def leave(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """The sum of `x` over the ranks, whose gradient is left alone: where parts become what all ranks have."""
-    return _Leave.apply(x, group)
+    return _Linear.apply(x, partial(_summed, group=group), _itself)
 
 
 def all_to_all(x: Tensor, send: Sequence[int], receive: Sequence[int], group: dist.ProcessGroup) -> Tensor:
     """Rows of `x`, the first ``send[0]`` to rank 0 of the group, the next ``send[1]`` to rank 1, …; what comes is in
     the order of the ranks, ``receive[r]`` rows of rank r. Backward sends gradients back."""
-    return _AllToAll.apply(x, list(send), list(receive), group)
+    there = partial(_exchanged, send=list(send), receive=list(receive), group=group)
+    back = partial(_exchanged, send=list(receive), receive=list(send), group=group)
+    return _Linear.apply(x, there, back)
 
 
 def shift(x: Tensor, group: dist.ProcessGroup) -> Tensor:
