@@ -48,7 +48,7 @@ class Options:
     """What to train, and how long."""
 
     model: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
-    """transformer, llama, moe, gpt, gpt_dropout, plain_gpt, head_norm, regression, batch_norm, vit, cnn, or your own
+    """transformer, llama, moe, gpt, gpt_dropout, plain_gpt, qwen3, regression, batch_norm, vit, cnn, or your own
     (docs/models.md); repeatable. Default: all."""
     layout: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
     """Such as pp2.dp2.tp2; repeatable. Axes in any order: pp dp_replicate dp_shard dp cp tp ep; dp alone means FSDP.

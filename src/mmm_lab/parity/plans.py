@@ -10,10 +10,9 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Pr
 
 from mmm.errors import LayoutError
 from mmm.layout import Layout
-from mmm.models.rules import HEADS, HIDDEN, context_rules, refuse, tp_rule
+from mmm.models.rules import HIDDEN, context_rules, refuse, tp_rule
 from mmm.parallel.plan import Plan
-from mmm.parallel.tp.replicated import PartialGradient, Replicated
-from mmm_lab.parity.fixtures import head_norm
+from mmm.parallel.tp.replicated import Replicated
 from mmm_lab.parity.fixtures.plain_gpt import GPTConfig
 
 
@@ -65,26 +64,6 @@ def check_plain_gpt(config: GPTConfig, layout: Layout, inputs: Tensor, ulysses: 
         if getattr(config, name) % layout.tp and name not in broken:
             broken[name] = f"{name} {getattr(config, name)} is not divisible by tp {layout.tp}"
     refuse(broken)
-
-
-def head_norm_plan() -> Plan:
-    """The plan of `fixtures.head_norm.HeadNorm`: q, k and v by columns, so that a rank has some of the heads;
-    the norms over these by `PartialGradient`, since each rank sees its own heads alone; out by rows."""
-    return Plan(
-        tensor={
-            "blocks.*.norm": Replicated(),
-            **{f"blocks.*.{name}": ColwiseParallel() for name in ("q", "k", "v")},
-            "blocks.*.q_norm": PartialGradient(),
-            "blocks.*.k_norm": PartialGradient(),
-            "blocks.*.out": RowwiseParallel(),
-            "head": Replicated(),
-        },
-        fsdp_units=("blocks.*",),
-        checkpointed=("blocks.*",),
-        stages=("blocks.*", "head"),
-        refused={"cp": "this attention sees the full sequence", "ep": "the model has no experts"},
-        check=lambda model, layout, inputs, ulysses: refuse(tp_rule("heads", head_norm.HEADS, layout.tp, HEADS)),
-    )
 
 
 def regression_plan() -> Plan:

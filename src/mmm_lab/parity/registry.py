@@ -6,9 +6,9 @@ from functools import partial
 from typing import Any
 
 from mmm.models.definition import NAMES, ModelDef, find
-from mmm_lab.parity.fixtures import balance, batch_norm, head_norm, images, plain_gpt, regression, tokens
+from mmm_lab.parity.fixtures import balance, batch_norm, images, plain_gpt, regression, tokens
 from mmm_lab.parity.parity_model import ParityModel
-from mmm_lab.parity.plans import batch_norm_plan, head_norm_plan, plain_gpt_plan, regression_plan
+from mmm_lab.parity.plans import batch_norm_plan, plain_gpt_plan, regression_plan
 
 
 def of_definition(definition: ModelDef, sizes: Any) -> ParityModel:
@@ -34,7 +34,6 @@ REGISTRY = {
         for name, sizes in definition.small.items()
     },
     "plain_gpt": ParityModel(model=plain_gpt.small_model, plan=plain_gpt_plan, batch=tokens.make_batch),
-    "head_norm": ParityModel(model=head_norm.HeadNorm, plan=head_norm_plan, batch=head_norm.make_batch),
     "regression": ParityModel(
         model=regression.Regression,
         plan=regression_plan,

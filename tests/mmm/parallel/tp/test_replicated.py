@@ -3,10 +3,10 @@
 import pytest
 import torch
 
+from mmm.models.qwen3.definition import MODEL, SMALL
+from mmm.nn import weights
 from mmm.parallel import Layout, apply, build_mesh, materialize
 from mmm.runtime.device import Precision
-from mmm_lab.parity.fixtures.head_norm import HeadNorm, make_batch
-from mmm_lab.parity.plans import head_norm_plan
 
 CPU = torch.device("cpu")
 PRECISIONS = {
@@ -17,19 +17,17 @@ PRECISIONS = {
 
 def gradients(rank, layout, fields):
     """After two micro-batches: how far each gradient is off from one device's."""
-    torch.manual_seed(0)
-    model = HeadNorm()
-    plain = HeadNorm().double()
-    plain.load_state_dict(model.state_dict())
-    x, _ = make_batch(8, torch.Generator().manual_seed(1))
+    plain = MODEL.build(SMALL).double()
+    weights.initialize(plain, 0)
+    x = torch.randint(SMALL.vocab_size, (8, 32), generator=torch.Generator().manual_seed(1))
     plain(x).square().sum().backward()
-    model = apply(model, build_mesh(layout, "cpu"), head_norm_plan(), PRECISIONS["fp64"], **fields)
+    model = apply(MODEL.build(SMALL), build_mesh(layout, "cpu"), MODEL.plan(SMALL), PRECISIONS["fp64"], **fields)
     materialize(model, CPU, 0)
     own = 8 // layout.dp
     for part in x[layout.dp_coordinate(rank.rank) * own :][:own].chunk(2):
         model(part).square().sum().backward()
     expected = {name: parameter.grad for name, parameter in plain.named_parameters()}
-    assert model.blocks[0].q_norm.weight.grad.full_tensor().shape == (4,)
+    assert model.layers["0"].attention.q_norm.weight.grad.full_tensor().shape == (16,)
     return {
         name: ((p.grad.full_tensor() - expected[name]).abs().max() / expected[name].abs().max()).item()
         for name, p in ((name.replace("_checkpoint_wrapped_module.", ""), p) for name, p in model.named_parameters())
@@ -47,5 +45,5 @@ def gradients(rank, layout, fields):
 )
 def test_partial_gradients_are_added_up(run_on_ranks, layout, fields):
     for off in run_on_ranks(gradients, layout.ranks, layout, fields):
-        assert len(off) == 23
+        assert len(off) == 68
         assert max(off.values()) < 1e-14, off
