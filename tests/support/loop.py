@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.distributed.tensor.parallel import loss_parallel
 
 from mmm.optim.grad_scaler import GradScaler
+from mmm.parallel.dp.microbatches import microbatches_of
 from mmm.parallel.parallel_model import ParallelModel
 from mmm.run.run import Run
 from mmm.trainer.text import TextBatches
@@ -37,7 +38,7 @@ def fit(
     """
     run.job = job
     if model.pipeline is None:
-        run.microbatches = model.microbatches
+        run.split = lambda batch: microbatches_of(batch, model.microbatches, model.modules.values())
     scaler = GradScaler("cpu", enabled=False)
     run.state(model=model, optimizer=optimizer, scaler=scaler)
     batches = TextBatches(run, job, job.data.train, model) if batches is None else batches

@@ -149,6 +149,11 @@ class ParallelModel:
         for module in self.modules.values():
             module.train(mode)
 
+    def gradient_norms(self) -> tuple[list[str], list[Tensor]]:
+        """The parameters' names, and the norm of each gradient of this rank, or of its shard."""
+        named = [(name, p.grad) for name, p in self.named_parameters() if p.grad is not None]
+        return [name for name, _ in named], local_norms([gradient for _, gradient in named])
+
     def clip(self, max_norm: float, norms: Sequence[Tensor] | None = None) -> Tensor:
         """Clip the norm of the full gradient, over all stages and ranks, to `max_norm`. A collective.
 

@@ -35,6 +35,9 @@ class Hook:
     def state(self, run: Run) -> None:
         """The program has said what its state is: `Run.objects`."""
 
+    def loop(self, run: Run) -> None:
+        """A loop begins: `Run.first`, `Run.total` and `Run.samples` are known."""
+
     def begin(self, run: Run, step: Step) -> None:
         """A step begins. A hook may make its row due, have it saved, or make it the last."""
 

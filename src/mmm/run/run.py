@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from logging import Logger
@@ -39,7 +39,6 @@ from mmm.optim.adamw import learning_rate, update_shards
 from mmm.parallel.local import detached
 from mmm.run.comm import TorchComm, current_comm
 from mmm.run.hook import Hook
-from mmm.run.origin import Origin, check_goes_on
 from mmm.run.rows import NotFinite, Row, RowSoFar, UnreadSteps, on_host, sums_in_order
 from mmm.run.step import Step
 from mmm.runtime.clock import PARTS, PIPELINE_PARTS, StepClock, event_class, timed_waits
@@ -55,6 +54,20 @@ NO_MPS = (
     "mmm.trainer.lm, mmm.trainer.vit and mmm.trainer.cnn"
 )
 Batches = Any  # an iterable, or an object with ``from_step``
+
+
+def _nothing(folder: Path) -> None:
+    """Of a run without checkpoints."""
+
+
+def _no_words(folder: Path, done: int) -> list[str]:
+    """Of a run without checkpoints."""
+    return []
+
+
+def _whole(batch: Any) -> Iterator[Any]:
+    """A batch as its only micro-batch."""
+    yield batch
 
 
 @dataclass
@@ -76,7 +89,7 @@ class Run:
         exits: closed when every hook has ended.
         objects: of `state`, by their names.
         first: the step that the run begins with: 0 unless it goes on from a checkpoint.
-        microbatches: parts of a step's batch.
+        split: a batch → its micro-batches.
         outdir: the run's folder, on rank 0, where a hook has made one.
         keeps_record: the rows that are in the folder go on.
         resume: how they go on, once that is known.
@@ -86,6 +99,8 @@ class Run:
         total: number of steps of that loop.
         history: the record's rows, on rank 0, where a hook keeps them.
         rows: number of rows recorded so far, on rank 0.
+        prepare_folder: what is done in the run's folder before the run begins, on rank 0.
+        last_words: what the log's end says of the run's folder, after so many steps or epochs.
         facts: what hooks and the program have described.
         unread: the steps since the last row that was due.
         so_far: the row under way.
@@ -107,16 +122,18 @@ class Run:
     exits: ExitStack = field(default_factory=ExitStack)
     objects: dict[str, Any] = field(default_factory=dict)
     first: int = 0
-    microbatches: int = 1
+    split: Callable[[Any], Iterable[Any]] = _whole
     outdir: Path | None = None
     keeps_record: bool = False
     resume: Any = None
-    origin: Origin | None = None
+    origin: Any = None
     saves: bool = False
     samples: int = 0
     total: int = 0
     history: Any = None
     rows: int = 0
+    prepare_folder: Callable[[Path], object] = _nothing
+    last_words: Callable[[Path, int], list[str]] = _no_words
     facts: dict[str, Any] = field(default_factory=lambda: {"notes": []})
     unread: UnreadSteps = field(default_factory=UnreadSteps)
     so_far: RowSoFar = field(default_factory=RowSoFar)
@@ -216,10 +233,10 @@ class Run:
         coordinate = self.layout.dp_coordinate(self.rank.rank) * self.layout.pp + stage
         self.samples = samples
         self.total = steps
-        if self.origin is not None and self.first > 0:
-            check_goes_on(self.origin, self.options, steps, samples)
-            if self.first == steps:  # the run was interrupted after its last step
-                self.note("no step is left to make")
+        for hook in self.hooks:
+            hook.loop(self)
+        if self.first > 0 and self.first == steps:  # the run was interrupted after its last step
+            self.note("no step is left to make")
         source = self._from_first(batches, coordinate)
         begins_row = True
         for number in range(self.first, steps):

@@ -9,6 +9,7 @@ from mmm.nn.draw import parameter_count
 from mmm.nn.experts import has_experts
 from mmm.parallel import build_mesh
 from mmm.parallel.dp.data_parallel import needs_no_fsdp
+from mmm.parallel.dp.microbatches import microbatches_of
 from mmm.parallel.dp.wrapped import unwrapped
 from mmm.parallel.parallel_model import ParallelModel
 from mmm.parallel.plan import unmatched
@@ -74,5 +75,6 @@ def shard(run: Run, job: Any) -> ParallelModel:
             local=by_rank,
         )
     if parallel.pipeline is None:  # else its schedule has them
-        run.microbatches = parallel.microbatches
+        modules = list(parallel.modules.values())
+        run.split = lambda batch: microbatches_of(batch, parallel.microbatches, modules)
     return parallel

@@ -7,12 +7,10 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from mmm.errors import ConfigError
 from mmm.optim.grad_scaler import GradScaler, not_finite
-from mmm.parallel.clip import local_norms
-from mmm.parallel.dp.microbatches import microbatches_of
 from mmm.parallel.local import detached
 
 if TYPE_CHECKING:
@@ -53,14 +51,13 @@ class Step:
 
     @property
     def microbatches(self) -> Iterator[Any]:
-        """The batch in its parts, `Run.microbatches` of them. What the body does with each ends a ``dtb``.
+        """The batch in its parts, by `Run.split`. What the body does with each ends a ``dtb``.
 
         The gradients are summed over dp with the last part.
         """
         clock = self.run.clock
         clock.optimizer_ends_backward = False
-        modules = _modules_of(self.run.objects.values())
-        for batch in microbatches_of(self.batch, self.run.microbatches, modules):
+        for batch in self.run.split(self.batch):
             yield batch
             clock.lap("dtb")
 
@@ -88,7 +85,8 @@ class Step:
         """Keep on the device whether the loss and the gradients are finite. The next row reads it, and ends the run.
 
         Args:
-            model: with ``named_parameters``. scaler: of fp16, which skips a step that overflows by itself.
+            model: a `mmm.parallel.parallel_model.ParallelModel`.
+            scaler: of fp16, which skips a step that overflows by itself.
             skips: a step that is not finite is to be skipped instead: sets `skip`, by a collective.
 
         Returns:
@@ -96,22 +94,12 @@ class Step:
         """
         norms = None
         if skips or scaler is None or not scaler.is_enabled():
-            gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-            norms = local_norms(list(gradients.values()))
+            names, norms = model.gradient_norms()
             loss = self.local_loss
             stacked = torch.stack(norms) if norms else loss.new_zeros(1)
             if skips:
                 self.skip = not_finite(loss, stacked)
-            self.run.unread.add_step({**self.place, "iter": self.number}, loss, stacked, list(gradients), self.skip)
+            self.run.unread.add_step({**self.place, "iter": self.number}, loss, stacked, names, self.skip)
         for hook in self.run.hooks:
             hook.gradients(self.run, self)
         return norms
-
-
-def _modules_of(objects: Any) -> Iterator[nn.Module]:
-    """The modules among a run's objects, and those in its parallel models."""
-    for model in objects:
-        if isinstance(model, nn.Module):
-            yield model
-        elif hasattr(model, "named_parameters"):
-            yield from model.modules.values()

@@ -14,17 +14,26 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from mmm.checkpoint import Manifest, Saver
-from mmm.checkpoint.manifest import steps_of
+from mmm.checkpoint.manifest import remove_partial, steps_of
 from mmm.checkpoint.model_metadata import ModelMetadata
 from mmm.errors import CheckpointError, ConfigError
 from mmm.history.record.attempts import this_attempt
-from mmm.history.record.folder import DATASET, JOURNAL, versions
+from mmm.history.record.folder import DATASET, JOURNAL, versions, writable
 from mmm.history.record.resume import Resume, check_over
 from mmm.nn.draw import accum_dtype
 from mmm.run.hook import Hook
 from mmm.run.old_checkpoints import as_today
 from mmm.run.options import checkpoint_options
-from mmm.run.origin import CHECKPOINTS, Origin, check_steps_left, checkpoints_at, choose_origin, damage, identity_of
+from mmm.run.origin import (
+    CHECKPOINTS,
+    Origin,
+    check_goes_on,
+    check_steps_left,
+    checkpoints_at,
+    choose_origin,
+    damage,
+    identity_of,
+)
 from mmm.run.rows import RowSoFar
 from mmm.run.run import Run
 from mmm.run.state import State, article, check_alike, of_all_stages
@@ -50,6 +59,7 @@ class Checkpoint(Hook):
         """
         self.options = options
         self.metadata = metadata or ModelMetadata()
+        self.run_options: Any = None
         self.every: int | None = None
         self.candidates: list[Path] = []
         self.goes_on_by_itself = False
@@ -76,6 +86,10 @@ class Checkpoint(Hook):
         if options.resume == AUTO and run.options.outdir is None:
             raise ConfigError("--resume auto without --outdir: each run then has a folder of its own; give --outdir")
         run.saves = self.every is not None
+        self.run_options = run.options
+        run.last_words = self._last_words
+        if run.saves:
+            run.prepare_folder = _prepare_folder
 
     def meet(self, run: Run, store: dist.Store) -> None:
         if self.options is not None:
@@ -271,6 +285,20 @@ class Checkpoint(Hook):
         run.note(f"stopped by a signal after {counted(done, 'step')}{saved}")
         raise SystemExit(SAVED_EXIT if complete else 1)
 
+    def loop(self, run: Run) -> None:
+        if run.origin is not None and run.first > 0:
+            check_goes_on(run.origin, run.options, run.total, run.samples)
+
+    def _last_words(self, outdir: Path, done: int) -> list[str]:
+        """Where the weights are, and the line that goes on from them."""
+        checkpoints = steps_of(outdir / CHECKPOINTS)
+        paths = [outdir / "model.pt", *checkpoints[:1]]
+        files = [below(path) for path in paths if path.exists()]
+        lines = [f"weights: {', '.join(files) if files else 'none are kept'}"]
+        if checkpoints:
+            lines.append(f"to go on: the same command with {flags_that_go_on(outdir, self.run_options, done)}")
+        return lines
+
     def end(self, run: Run, error: BaseException | None) -> None:
         if error is not None or self.options is None:
             return
@@ -278,6 +306,27 @@ class Checkpoint(Hook):
             self.saver.wait()  # of a loop that was left before its end
         elif self.state_of_run is None and (self.options.resume or self.every) and not run.comm.dry:
             run.note("--resume and --checkpoint_every had no effect: the program has no run.state(…)")
+
+
+def flags_that_go_on(outdir: Path, options: Any, steps: int) -> str:
+    """The flags that make as many steps again, from the newest checkpoint, in the same record."""
+    epochs = getattr(options, "epochs", None)
+    more = f"--max_iters {2 * steps}"
+    if epochs is not None and getattr(options, "max_iters", None) is None:
+        more = f"--epochs {2 * epochs}"
+    return f"--outdir {outdir} --resume auto {more}"
+
+
+def below(path: Path) -> str:
+    """A path, from the current folder if it is below that."""
+    here = Path.cwd()
+    return str(path.relative_to(here)) if path.is_relative_to(here) else str(path)
+
+
+def _prepare_folder(outdir: Path) -> None:
+    """Make the folder of checkpoints, and remove what a killed run has left there. Raises RecordError."""
+    writable(outdir / CHECKPOINTS)
+    remove_partial(outdir / CHECKPOINTS)
 
 
 class StopVote:

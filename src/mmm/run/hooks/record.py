@@ -17,17 +17,14 @@ from typing import Any
 import torch.distributed as dist
 
 from mmm import history
-from mmm.checkpoint.manifest import remove_partial, steps_of
 from mmm.errors import ConfigError, DivergedError, RecordError, UserError
 from mmm.history.record.attempts import make_room, this_attempt
 from mmm.history.record.dataset import legend
 from mmm.history.record.ending import RUNNING, Ending
-from mmm.history.record.folder import writable
 from mmm.history.record.repository import repository_of
 from mmm.run.hook import Hook
 from mmm.run.lines import WHAT_A_LINE_HAS, done, row_line
-from mmm.run.options import checkpoint_options, flags_of
-from mmm.run.origin import CHECKPOINTS
+from mmm.run.options import flags_of
 from mmm.run.rows import Row, Totals
 from mmm.run.run import Run
 from mmm.run.step import Step
@@ -77,9 +74,7 @@ class Record(Hook):
         if options.outdir is not None and not run.keeps_record:
             self._folder_note = make_room(Path(options.outdir).expanduser().absolute(), this_attempt())
         run.outdir = history.prepare(options.outdir, run.name, options.overwrite, run.keeps_record, options.name)
-        if run.saves:
-            writable(run.outdir / CHECKPOINTS)
-            remove_partial(run.outdir / CHECKPOINTS)
+        run.prepare_folder(run.outdir)
 
     def start(self, run: Run) -> None:
         self.ranks = all_ranks(run)
@@ -169,24 +164,11 @@ class Record(Hook):
             return
         if self.history is not None:
             run.log.info("%s", done(self.totals, time.time() - began()))
-            for line in self._what_is_left(run, self.history.outdir):
+            for line in run.last_words(self.history.outdir, self.totals.count):
                 run.log.info("%s", line)
         outdir = run.outdir
         if outdir is not None and getattr(run.options, "plots", False) and draw(DRAW, outdir):
             run.log.info("pictures: %s", outdir / "plots" / "mplot" / "pngs" / "summary.png")
-
-    def _what_is_left(self, run: Run, outdir: Path) -> list[str]:
-        """Where the weights are, and the line that goes on from them; of a program that can save some."""
-        if checkpoint_options(run.config) is None:
-            return []
-        checkpoints = steps_of(outdir / CHECKPOINTS)
-        paths = [outdir / "model.pt", *checkpoints[:1]]
-        files = [below(path) for path in paths if path.exists()]
-        lines = [f"weights: {', '.join(files) if files else 'none are kept'}"]
-        if checkpoints:
-            flags = flags_that_go_on(outdir, run.options, self.totals.count)
-            lines.append(f"to go on: the same command with {flags}")
-        return lines
 
     def _close(self, run: Run, error: BaseException | None) -> None:
         """Complete the record. error: what has ended the run."""
@@ -202,21 +184,6 @@ class Record(Hook):
         self.history.__exit__(None if error is None else type(error), error, None)
         if error is None and len(self.history):
             run.log.info("record: %s", self.history.outdir / "train_dataset.h5")
-
-
-def flags_that_go_on(outdir: Path, options: Any, steps: int) -> str:
-    """The flags that make as many steps again, from the newest checkpoint, in the same record."""
-    epochs = getattr(options, "epochs", None)
-    more = f"--max_iters {2 * steps}"
-    if epochs is not None and getattr(options, "max_iters", None) is None:
-        more = f"--epochs {2 * epochs}"
-    return f"--outdir {outdir} --resume auto {more}"
-
-
-def below(path: Path) -> str:
-    """A path, from the current folder if it is below that."""
-    here = Path.cwd()
-    return str(path.relative_to(here)) if path.is_relative_to(here) else str(path)
 
 
 def opening(run: Run, ranks: Sequence[Mapping[str, Any]]) -> str:
