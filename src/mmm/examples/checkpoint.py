@@ -65,8 +65,11 @@ def shard(model: Transformer, mesh: DeviceMesh) -> None:
 
 def state_of(model: Transformer, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """All that a step needs, as DCP takes it: tensors in dictionaries. The data are a function of the step's number."""
-    moments = {name: optimizer.state.get(parameter) for name, parameter in model.named_parameters()}
-    return {"model": model.state_dict(), "optimizer": {name: kept for name, kept in moments.items() if kept}}
+    moments = {}
+    for name, parameter in model.named_parameters():
+        if parameter in optimizer.state:
+            moments[name] = optimizer.state[parameter]
+    return {"model": model.state_dict(), "optimizer": moments}
 
 
 def make_moments(optimizer: torch.optim.Optimizer) -> None:
@@ -91,10 +94,13 @@ def train(config: Config) -> None:
             draw_weights(model, run.device, seed)
             return model, config.optimizer.make(model.parameters())
 
-        ranks, others, apart = run.rank.world_size, list[Transformer](), 0.0
+        ranks = run.rank.world_size
         model, optimizer = build((ranks,), config.run.seed)
+        other = None
+        difference = 0.0
         run.state(model=model, optimizer=optimizer)
         for step in example.text_steps(run, job):
+            batch = step.batch
             if step.number == job.steps // 2:
                 folder = [None if run.outdir is None else str(run.outdir / "checkpoint")]
                 dist.broadcast_object_list(folder)  # rank 0 has made the run's folder
@@ -104,35 +110,40 @@ def train(config: Config) -> None:
                 other, its_optimizer = build((replicas, ranks // replicas), config.run.seed + 1)  # other weights
                 make_moments(its_optimizer)
                 dcp.load(state_of(other, its_optimizer), checkpoint_id=folder[0])
-                rows = [len(each.state_dict()[SHOWN].to_local()) for each in (model, other)]
+                rows = [len(state_dict[SHOWN].to_local()) for state_dict in (model.state_dict(), other.state_dict())]
                 run.log.info("loaded: rank 0 had %d rows of %s, and has %d on the other mesh", rows[0], SHOWN, rows[1])
-                others.append(other)
-            loss = cross_entropy(model(step.batch.inputs), step.batch.targets, step.batch.count)
+            loss = cross_entropy(model(batch.inputs), batch.targets, batch.count)
             step.log(loss)
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
-            for other in others:
-                its_loss = cross_entropy(other(step.batch.inputs), step.batch.targets, step.batch.count)
+            if other is not None:
+                its_loss = cross_entropy(other(batch.inputs), batch.targets, batch.count)
                 its_loss.backward()
                 its_optimizer.step()
                 its_optimizer.zero_grad()
-                step.row["loss_elsewhere"] = elsewhere = run.global_sum(its_loss)
-                apart = worst((apart, relative_error(elsewhere, run.global_sum(loss))))
+                elsewhere = run.global_sum(its_loss)
+                step.row["loss_elsewhere"] = elsewhere
+                difference = worst((difference, relative_error(elsewhere, run.global_sum(loss))))
 
-        run.log.info("from there on the losses of the two differ by %.1e at most", apart)
-        run.describe(losses_differ=apart)
-        if not apart <= (limit := TOLERANCE[run.precision.name]):
-            raise RuntimeError(f"on the other mesh the losses differ by {apart:.1e}, more than {limit:.0e}")
+        run.log.info("from there on the losses of the two differ by %.1e at most", difference)
+        run.describe(losses_differ=difference)
+        limit = TOLERANCE[run.precision.name]
+        if not difference <= limit:
+            raise RuntimeError(f"on the other mesh the losses differ by {difference:.1e}, more than {limit:.0e}")
 
 
 def where(folder: str) -> str:
     """Which rows of a tensor are in which file, as the checkpoint's own metadata have it."""
-    found, name = dcp.FileSystemReader(folder).read_metadata(), f"model.{SHOWN}"
-    places = {tuple(at.offset): place.relative_path for at, place in found.storage_data.items() if at.fqn == name}
-    chunks = sorted((chunk.offsets[0], chunk) for chunk in found.state_dict_metadata[name].chunks)  # type: ignore
-    rows = (f"{first}-{first + c.sizes[0] - 1} in {places[tuple(c.offsets)]}" for first, c in chunks if c.sizes[0])
-    return f"{SHOWN} rows {', '.join(rows)}"
+    metadata = dcp.FileSystemReader(folder).read_metadata()
+    name = f"model.{SHOWN}"
+    files = {tuple(i.offset): at.relative_path for i, at in metadata.storage_data.items() if i.fqn == name}
+    rows = {}
+    for chunk in metadata.state_dict_metadata[name].chunks:  # type: ignore[union-attr]
+        first = chunk.offsets[0]
+        if chunk.sizes[0]:
+            rows[first] = f"{first}-{first + chunk.sizes[0] - 1} in {files[tuple(chunk.offsets)]}"
+    return f"{SHOWN} rows {', '.join(rows[first] for first in sorted(rows))}"
 
 
 if __name__ == "__main__":
