@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 
 from support.clock import PATIENCE, stretched
-from support.clusters import Mpi
 
 WITHIN = 10.0  # s from the fault until no process is left anywhere
 FAULTY = """
@@ -66,8 +65,7 @@ def way(request, launcher):
         slurm.run("scancel", job)
         slurm.idle()
     else:
-        made = Mpi(kind)
-        request.getfixturevalue("need_mpi")(made)
+        made = request.getfixturevalue("mpi_of")(kind)
         yield Way(os.uname().nodename, made.options, made.variables)
 
 

@@ -86,10 +86,8 @@ class Fuzzer:
 
     def summary(self) -> None:
         cases = sum(self.counts.values())
-        say(
-            f"\n{cases} cases, {self.seconds / max(cases, 1):.1f} s each: "
-            + ", ".join(f"{count} {kind}" for kind, count in self.counts.most_common())
-        )
+        kinds = ", ".join(f"{count} {kind}" for kind, count in self.counts.most_common())
+        say(f"\n{cases} cases, {self.seconds / max(cases, 1):.1f} s each: {kinds}")
         if self.refusals:
             say(f"\n{len(self.refusals)} reasons to refuse (times, one of them, its command):")
         for count, about, line in sorted(self.refusals.values(), key=lambda entry: -entry[0]):
@@ -112,12 +110,8 @@ def main(words: list[str] | None = None, plant: Plant | None = None) -> int:
     parser.add_argument("--first", type=int, default=0, help="number of the first case")
     parser.add_argument("--case", help="SEED/NUMBER: this one alone")
     parser.add_argument("--program", help="one of the programs alone")
-    parser.add_argument(
-        "--scratch",
-        type=Path,
-        default=Path(tempfile.gettempdir()) / f"mmm-fuzz-{os.getuid()}",
-        help="folder for data and records",
-    )
+    scratch = Path(tempfile.gettempdir()) / f"mmm-fuzz-{os.getuid()}"
+    parser.add_argument("--scratch", type=Path, default=scratch, help="folder for data and records")
     parser.add_argument("--shrink", type=float, default=SHRINKING, help="seconds to make a faulty case smaller")
     options = parser.parse_args(words)
     torch.set_num_threads(1)  # ranks are forked from here: no OpenMP threads

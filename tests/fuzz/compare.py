@@ -115,11 +115,8 @@ def _compare(case: Case, many: Outcome, one: Outcome) -> Verdict:
             return Verdict("different", f"{dtype} {name}: {wrong}", _signature(case, f"{dtype} {name}"))
     if dtype in WEIGHTS and many.weights and one.weights:
         if many.weights.keys() != one.weights.keys():
-            return Verdict(
-                "different",
-                f"model.pt has other names: {sorted(many.weights.keys() ^ one.weights.keys())}",
-                _signature(case, "names"),
-            )
+            about = f"model.pt has other names: {sorted(many.weights.keys() ^ one.weights.keys())}"
+            return Verdict("different", about, _signature(case, "names"))
         for name, (value, size) in one.weights.items():
             own = many.weights[name][0]
             both_nan = math.isnan(own) and math.isnan(value)

@@ -188,16 +188,11 @@ def _resumed(rng: random.Random, case: Case, problem: dict[str, Value]) -> Case:
 
 def check_known(program: str) -> None:
     """Raises UnknownFlag where a flag of `program` would never be drawn."""
-    unknown = [
-        name
-        for name, flag in flags_of(program).items()
-        if not flag.choices and name not in GIVEN and name not in ANYTHING
-    ]
+    drawn = GIVEN | ANYTHING.keys()
+    unknown = [name for name, flag in flags_of(program).items() if not flag.choices and name not in drawn]
     if unknown:
-        raise UnknownFlag(
-            f"{program}: {', '.join(unknown)}: add values to ANYTHING in tests/fuzz/draw.py, and to what "
-            f"draws problems or layouts"
-        )
+        where = "add values to ANYTHING in tests/fuzz/draw.py, and to what draws problems or layouts"
+        raise UnknownFlag(f"{program}: {', '.join(unknown)}: {where}")
 
 
 def _anything(rng: random.Random, program: str) -> tuple[str, Value]:
@@ -271,9 +266,8 @@ def _transformer(rng: random.Random, data: Path) -> dict[str, Value]:
     else:
         flags["vocab_size"] = str(rng.choice((256, 256, 256, 259, 264)))
         if rng.random() < 0.6:
-            flags["text"] = (
-                (str(data / "words.txt"),) if rng.random() < 0.7 else (str(data / "words.txt"), str(data / "more.txt"))
-            )
+            one, other = str(data / "words.txt"), str(data / "more.txt")
+            flags["text"] = (one,) if rng.random() < 0.7 else (one, other)
             if rng.random() < 0.2:
                 flags["tokenizer"] = rng.choice(("bytes", "chars"))
     return flags
@@ -292,11 +286,8 @@ def _lm(rng: random.Random, data: Path) -> dict[str, Value]:
         return {**flags, **sizes, "init_from": str(data / "llama")}
     if rng.random() < 0.35:
         experts = rng.choice((1, 2, 3, 4, 4, 6, 8))
-        flags |= {
-            "n_experts": str(experts),
-            "top_k": str(rng.randint(1, min(experts, 3))),
-            "balance_rate": rng.choice(("0", "0.01", "0.1")),
-        }
+        flags |= {"n_experts": str(experts), "top_k": str(rng.randint(1, min(experts, 3)))}
+        flags["balance_rate"] = rng.choice(("0", "0.01", "0.1"))
         if rng.random() < 0.5:
             flags["expert_dim"] = str(rng.choice((8, 12, 20)))
     elif (own := random.Random(str(flags))).random() < 0.25:

@@ -77,14 +77,9 @@ def _techniques(rng: random.Random, program: str, flags: Flags, axes: dict[str, 
     # data parallel
     if "parallel" in known:
         out |= _data_parallel(rng, pp * cp * tp, dp)
-    if (
-        experts
-        and dp > 1
-        and "ep" in known
-        and int(out.get("dp_replicate", 1)) in (0, 1)
-        and out.get("parallel", "fsdp") in ("fsdp", "zero3", "zero1", "zero2")
-        and rng.random() < 0.7
-    ):
+    one_replica = int(out.get("dp_replicate", 1)) in (0, 1)
+    shards = out.get("parallel", "fsdp") in ("fsdp", "zero3", "zero1", "zero2")
+    if experts and dp > 1 and "ep" in known and one_replica and shards and rng.random() < 0.7:
         sizes = [n for n in range(1, dp + 1) if dp % n == 0 and experts % n == 0]
         out["ep"] = str(sizes[-1])
     # micro-batches and pipeline

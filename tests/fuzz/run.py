@@ -133,14 +133,9 @@ def _train(rank: Rank, case: Case, config: Any, words: list[str], folder: Path, 
     os.dup2(out, 2)
     os.chdir(folder)
     if rank.world_size > 1:
-        os.environ |= {
-            "RANK": str(rank.rank),
-            "WORLD_SIZE": str(rank.world_size),
-            "LOCAL_RANK": str(rank.rank),
-            "LOCAL_WORLD_SIZE": str(rank.world_size),
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(rank.port),
-        }
+        os.environ |= dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank.rank))
+        os.environ |= dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(rank.world_size))
+        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(rank.port)}
     os.environ |= {"TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor"), "TORCHINDUCTOR_COMPILE_THREADS": "1"}
     sys.argv = [PROGRAMS[program].__name__, *words]
     sys.modules["__main__"].__spec__ = ModuleSpec(PROGRAMS[program].__name__, None)  # who refusals say was started
@@ -194,26 +189,19 @@ def _together(answers: list[Outcome], outdir: Path, goes_on: bool) -> Outcome:
     first = answers[0]
     kinds = ["ran" if answer.kind == "left" else answer.kind for answer in answers]  # of the record knows rank 0 alone
     if len(set(kinds)) > 1:
-        return Outcome(
-            "crashed",
-            f"the ranks do not agree how it went: {kinds}",
-            "\n".join(f"rank {rank}: {answer.reason}" for rank, answer in enumerate(answers)),
-        )
+        reasons = "\n".join(f"rank {rank}: {answer.reason}" for rank, answer in enumerate(answers))
+        return Outcome("crashed", f"the ranks do not agree how it went: {kinds}", reasons)
     if first.kind == "refused":
         if len({answer.reason for answer in answers}) > 1:
-            return Outcome(
-                "crashed", "the ranks are refused for different reasons", "\n".join(answer.reason for answer in answers)
-            )
+            reasons = "\n".join(answer.reason for answer in answers)
+            return Outcome("crashed", "the ranks are refused for different reasons", reasons)
         if not goes_on and outdir.exists() and any(outdir.iterdir()):
             return Outcome("crashed", f"refused after the record was begun: {first.reason}", first.details)
         return first
     scales = [answer.scales for answer in answers]
     if any(other != scales[0] for other in scales):
-        return Outcome(
-            "crashed",
-            "the ranks' loss scales differ: they skip different steps",
-            "\n".join(f"rank {rank}: {some}" for rank, some in enumerate(scales)),
-        )
+        of_ranks = "\n".join(f"rank {rank}: {some}" for rank, some in enumerate(scales))
+        return Outcome("crashed", "the ranks' loss scales differ: they skip different steps", of_ranks)
     return first
 
 

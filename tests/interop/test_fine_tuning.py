@@ -15,7 +15,6 @@ from mmm.trainer import lm
 from mmm.trainer.config.command_line import configure
 from mmm.weights.open_weights import open_weights
 from mmm_lab.cli import main as cli
-from mmm_verify.propose.models import import_torchvision
 
 pytestmark = [pytest.mark.interop, pytest.mark.timeout(3600)]  # a few minutes, where nothing else runs
 
@@ -73,15 +72,11 @@ def test_it_loses_little_on_shakespeare(imported, fine_tuned, capsys):
 
 
 @pytest.mark.parametrize("turns", [1, 3])
-def test_a_conversation_is_the_text_that_transformers_makes(imported, tmp_path, turns):
-    import_torchvision("datasets")
-    transformers = pytest.importorskip("transformers")
+def test_a_conversation_is_the_text_that_transformers_makes(transformers, imported, tmp_path, turns):
     exported = tmp_path / "exported"
     assert cli.main(["export", str(imported), str(exported)]) == 0
-    theirs, ours = (
-        transformers.AutoTokenizer.from_pretrained(exported),
-        tokenizer_on_disk(open_weights(imported).metadata),
-    )
+    theirs = transformers.AutoTokenizer.from_pretrained(exported)
+    ours = tokenizer_on_disk(open_weights(imported).metadata)
     lines = CONVERSATIONS.read_text().splitlines()[:turns]
     messages = [message for line in lines for message in json.loads(line)["messages"]]
     for prompt in (False, True):

@@ -71,11 +71,7 @@ def test_groups(config, group, sections, fixes, tmp_path):
 
 @pytest.mark.parametrize(
     ("config", "says"),
-    [
-        (OLMO2, "q_norm"),
-        (BLOOM, "alibi.baddbmm("),
-        (T5, "and others take it"),
-    ],
+    [(OLMO2, "q_norm"), (BLOOM, "alibi.baddbmm("), (T5, "and others take it")],
     ids=["olmo2", "bloom", "t5"],
 )
 def test_refusals(config, says, tmp_path):

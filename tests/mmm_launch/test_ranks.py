@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import support
-from support.clock import PATIENCE
+from support.clock import PATIENCE, long
 from support.launcher import SPAWNED_IN_LONG, START
 
 LOOK = """
@@ -112,10 +112,6 @@ def threads(launcher):
         return [tuple(map(int, (launcher.folder / f"threads-{rank}").read_text().split())) for rank in (0, 1)]
 
     return run
-
-
-def long(*values):
-    return pytest.param(*values, marks=pytest.mark.long)
 
 
 # The ranks' processes are forked, here or on a host; or each imports torch itself, under what it has been told.

@@ -1,12 +1,14 @@
 """`launch --stage`: several agents on this machine stand for hosts, each with a temporary folder of its own. Nothing
 that another user of the host has put there is run, followed, removed or waited for."""
 
+import contextlib
 import os
 import shutil
 import signal
 import subprocess
 import sys
 import tarfile
+import tempfile
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +22,37 @@ from mmm_launch.host.stage import own_folder, packed, unpack
 from mmm_launch.spec import stage
 from mmm_launch.spec.stage import Stage
 from support.clock import PATIENCE
-from support.stranger import as_a_stranger, shared_folder
+
+UID = 54321
+
+
+def as_a_stranger(work):
+    """Call `work()` in a process of another user; it needs root to become one."""
+    if os.geteuid() != 0:
+        pytest.skip("another user's files can be made by root alone")
+    pid = os.fork()
+    if pid == 0:
+        code = 1
+        try:
+            os.setgroups([])
+            os.setgid(UID)
+            os.setuid(UID)
+            os.umask(0)
+            work()
+            code = 0
+        finally:
+            os._exit(code)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+
+
+@contextlib.contextmanager
+def shared_folder():
+    """One as /tmp is: everybody writes there, and nobody removes what is another's. Pytest's own let nobody in."""
+    with tempfile.TemporaryDirectory() as path:
+        folder = Path(path)
+        folder.chmod(0o1777)
+        yield folder
+
 
 MPIEXEC = f"""#!{sys.executable}
 import os, subprocess, sys

@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from mmm_verify import verify
 from support.by_hand import average, averaged, copy, gather, nothing, reduce
+from support.clock import long
 
 SAME, NOT_SAME, NOT_COMPARABLE = "same", "not the same", "not comparable"
 
@@ -39,10 +40,6 @@ def check(model, parallelize, batch, step, mesh, result, **options):
     if result == NOT_COMPARABLE:
         assert verdict.reason
     return verdict
-
-
-def long(*values):
-    return pytest.param(*values, marks=pytest.mark.long)
 
 
 # Modules that are in evaluation mode.

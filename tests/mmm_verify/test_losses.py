@@ -1,6 +1,7 @@
 """What the ranks show as the loss: it, parts of it, or something else with right gradients."""
 
 import re
+from functools import partial
 
 import pytest
 import torch
@@ -119,8 +120,7 @@ def part_of_channels(model, batch, mesh, mean=False):
     return loss.detach() * (2 if mean else 1)
 
 
-def mean_of_channels(model, batch, mesh):
-    return part_of_channels(model, batch, mesh, mean=True)
+mean_of_channels = partial(part_of_channels, mean=True)
 
 
 def of_dtensors(model, batch, mesh):

@@ -76,6 +76,16 @@ class Scripted(nn.Module):
         return self.inner(x)
 
 
+class Rounds(nn.Linear):
+    """Adds up in another order each time, as threads do."""
+
+    calls = 0
+
+    def forward(self, x):
+        Rounds.calls += 1
+        return super().forward(x) * (1 + 1e-15 * (Rounds.calls % 3))
+
+
 class Root(nn.Linear):
     """Its gradient is not finite, as that of a distance of 0."""
 
@@ -139,10 +149,11 @@ pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated
         (Complex, averaged, None),
         (Scripted, averaged, None),
         (lambda: ONE, averaged, None),  # one and the same model each time
+        (lambda: Rounds(3, 2), averaged, None),
         (lambda: nn.Linear(3, 2), averaged, goes_backward),
         (lambda: nn.Linear(3, 2), in_a_dict, from_a_dict),
     ],
-    ids=["masks", "no dtype, NaN inside", "complex", "scripted", "one model", "own backward", "dict"],
+    ids=["masks", "no dtype, NaN inside", "complex", "scripted", "one model", "order of sums", "own backward", "dict"],
 )
 def test_right(model, parallelize, step):
     verdict = verify(model, parallelize, fields, step, "dp2")
@@ -242,22 +253,6 @@ def test_samples_that_are_alike(local, same):
     assert verdict.same is same, str(verdict)
     if not same:
         assert verdict.findings[0].stage == "batch"
-
-
-class Rounds(nn.Linear):
-    """Adds up in another order each time, as threads do."""
-
-    calls = 0
-
-    def forward(self, x):
-        Rounds.calls += 1
-        return super().forward(x) * (1 + 1e-15 * (Rounds.calls % 3))
-
-
-def test_another_order_of_sums_is_no_other_result():
-    verdict = verify(lambda: Rounds(3, 2), averaged, fields, mesh="dp2")
-    assert verdict.same, str(verdict)
-    assert not verdict.notes
 
 
 def without_its_buffer(model, mesh):

@@ -13,6 +13,7 @@ from torch.distributed.tensor.placement_types import _StridedShard as StridedSha
 
 from mmm_verify import verify
 from support.by_hand import average, copy, reduce
+from support.clock import long
 
 
 class Gated(nn.Module):
@@ -100,14 +101,14 @@ def fsdp_of_tp(model, mesh):
     ("model", "parallelize", "mesh"),
     [
         (Gated, cut, "tp2"),
-        pytest.param(lambda: Gated(packed=3), cut, "tp2", marks=pytest.mark.long),
+        long(lambda: Gated(packed=3), cut, "tp2"),
         (lambda: Gated(experts=2), cut, "tp2"),
-        pytest.param(lambda: Gated(last=True), cut, "tp2", marks=pytest.mark.long),
+        long(lambda: Gated(last=True), cut, "tp2"),
         (lambda: Gated(hidden=5), cut, "tp2"),
-        pytest.param(Gated, cut, "tp4", marks=pytest.mark.long),
-        pytest.param(Gated, cut_and_averaged, "dp2,tp2", marks=pytest.mark.long),
-        pytest.param(Two, fsdp_of_tp, "dp2,tp2", marks=pytest.mark.long),
-        pytest.param(Two, fsdp_of_tp, "dp4,tp2", marks=pytest.mark.long),
+        long(Gated, cut, "tp4"),
+        long(Gated, cut_and_averaged, "dp2,tp2"),
+        long(Two, fsdp_of_tp, "dp2,tp2"),
+        long(Two, fsdp_of_tp, "dp4,tp2"),
     ],
 )
 def test_right(model, parallelize, mesh):
@@ -120,11 +121,11 @@ def test_right(model, parallelize, mesh):
     [
         (partial(cut, label=Shard(0)), "tp2"),
         (partial(cut, factor=1), "tp2"),
-        pytest.param(partial(cut, factor=4), "tp2", marks=pytest.mark.long),
-        pytest.param(partial(cut, index=lambda rank: 1 - rank), "tp2", marks=pytest.mark.long),
-        pytest.param(partial(cut, index=lambda rank: 0), "tp2", marks=pytest.mark.long),
-        pytest.param(not_added_up_backward, "tp2", marks=pytest.mark.long),
-        pytest.param(cut, "dp2,tp2", marks=pytest.mark.long),
+        long(partial(cut, factor=4), "tp2"),
+        long(partial(cut, index=lambda rank: 1 - rank), "tp2"),
+        long(partial(cut, index=lambda rank: 0), "tp2"),
+        long(not_added_up_backward, "tp2"),
+        long(cut, "dp2,tp2"),
     ],
 )
 def test_wrong(parallelize, mesh):

@@ -1,5 +1,7 @@
 """Float32 inside of a model, with a count of labels that differs between samples; and in the parallel program alone."""
 
+from functools import partial
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -10,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from mmm_verify import verify
 from support.by_hand import averaged, copy, nothing, reduce
+from support.clock import long
 
 IGNORED = -100
 FLOAT32 = torch.finfo(torch.float32).eps
@@ -60,12 +63,7 @@ class Language(nn.Module):
         return self.head(h if self.group is None else copy(h, self.group))
 
 
-def norm():
-    return Language(Norm)
-
-
-def router():
-    return Language(Router)
+norm, router = partial(Language, Norm), partial(Language, Router)
 
 
 def by_count(model, batch, mesh, upcast=True, scale=1.0):
@@ -84,17 +82,13 @@ def by_count(model, batch, mesh, upcast=True, scale=1.0):
     return shown
 
 
-def in_float64(model, batch, mesh):
-    return by_count(model, batch, mesh, upcast=False)
+in_float64 = partial(by_count, upcast=False)
+a_little_off = partial(by_count, scale=1 + 1e-5)
 
 
 def by_own_count(model, batch, mesh):
     inputs, labels = batch
     return F.cross_entropy(model(inputs).float().flatten(0, -2), labels.flatten(), ignore_index=IGNORED)
-
-
-def a_little_off(model, batch, mesh):
-    return by_count(model, batch, mesh, scale=1 + 1e-5)
 
 
 def rounded_loss(model, batch, mesh):
@@ -127,10 +121,6 @@ def split_vocabulary(model, mesh):
 def another_eps(model, mesh):
     averaged(model, mesh)
     model.middle.eps = 1e-5
-
-
-def fsdp(model, mesh):
-    fully_shard(model, mesh=mesh)
 
 
 def fsdp_in_float32(model, mesh):
@@ -169,15 +159,11 @@ def rounded_and_not_averaged(model, mesh):
     model.middle.register_forward_hook(lambda module, args, output: output.float().to(output.dtype))
 
 
-def long(*values):
-    return pytest.param(*values, marks=pytest.mark.long)
-
-
 @pytest.mark.parametrize(
     ("model", "parallelize", "step", "mesh"),
     [
         (norm, averaged, by_count, "dp2"),
-        long(norm, fsdp, by_count, "dp2"),
+        long(norm, lambda model, mesh: fully_shard(model, mesh=mesh), by_count, "dp2"),
         long(router, averaged, by_count, "dp2"),
         long(Language, averaged, by_count, "dp2"),
         long(norm, averaged, in_float64, "dp2"),

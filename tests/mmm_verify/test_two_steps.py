@@ -1,6 +1,7 @@
 """What one step hides: a second one, gradients before they are clipped, and the norm that each rank clips by."""
 
 import re
+from functools import partial
 
 import pytest
 import torch
@@ -103,10 +104,6 @@ def clips_otherwise(model, batch, mesh):
     return clips(model, batch) if mesh is None else clips_by_hand(model, batch, mesh)
 
 
-def leaves_out_the_last_bias(model, batch, mesh):
-    return clips_by_hand(model, batch, mesh, lambda model: list(model.parameters())[:3])
-
-
 def clips_first_and_averages_then(model, batch, mesh):
     """Each rank would clip by a norm of its own, once one is above the largest."""
     loss = clips_nothing(model, batch)
@@ -130,8 +127,8 @@ def norm_of_rows(model, batch, mesh, reduces=True):
     return loss
 
 
-def norm_of_own_rows(model, batch, mesh):
-    return norm_of_rows(model, batch, mesh, reduces=False)
+norm_of_own_rows = partial(norm_of_rows, reduces=False)
+leaves_out_the_last_bias = partial(clips_by_hand, norm_of=lambda model: list(model.parameters())[:3])
 
 
 def counts_what_is_whole_twice(model, batch, mesh):
@@ -184,25 +181,11 @@ def test_right(mesh, parallelize, step, optimizer):
         ("dp2", twice_from_the_second_on, None, adamw, "step 2", "the gradient of 0.bias.*2 times"),
         ("dp2", add_up, clips, None, "gradients", r"every gradient.*2 times \(the size of dp\)"),
         ("dp2", add_up, clips, adamw, "gradients", r"every gradient.*2 times \(the size of dp\)"),
-        (
-            "tp2",
-            rows_by_hand,
-            norm_of_own_rows,
-            None,
-            "gradients",
-            "on rank 0.*: rank 0 counted its own parts",
-        ),
+        ("tp2", rows_by_hand, norm_of_own_rows, None, "gradients", "on rank 0.*: rank 0 counted its own parts"),
         ("tp2", rows_by_hand, counts_what_is_whole_twice, None, "gradients", "counted what is not sharded 2 times"),
         ("dp2", nothing, clips_first_and_averages_then, None, "gradients", "norm that the step clips by on rank 0"),
         ("dp2", averaged, leaves_out_the_last_bias, None, "gradients", "rank 0 left out 2.bias"),
-        (
-            "dp2",
-            averaged,
-            wrong_norm_of_rank_1,
-            None,
-            "gradients",
-            "on rank 1: 0.7.* times.*rank 1 left out 0.weight",
-        ),
+        ("dp2", averaged, wrong_norm_of_rank_1, None, "gradients", "on rank 1: 0.7.* times.*rank 1 left out 0.weight"),
     ],
 )
 def test_wrong(mesh, parallelize, step, optimizer, stage, says):
@@ -218,13 +201,10 @@ class Autocast(nn.Linear):
             return super().forward(x)
 
 
-def test_autocast_is_said():
+def test_autocast_and_clipping_by_hand_are_said():
     verdict = verify(lambda: Autocast(3, 2), averaged, fields, mesh="dp2")
     assert verdict.same
     assert "autocast is on in the step, and does nothing to float64" in str(verdict)
-
-
-def test_a_step_that_clips_by_hand_is_said():
     verdict = verify(net, averaged, fields, clips_by_hand, mesh="dp2")
     assert "the gradient of a batch is not the mean of its parts' gradients, as where the step clips it" in str(verdict)
 

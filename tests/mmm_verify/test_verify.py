@@ -16,7 +16,7 @@ from mmm_verify.errors import ConfigError, UserError
 from mmm_verify.reference import compute_reference
 from mmm_verify.subject import make_subject
 from support.by_hand import averaged, nothing
-from support.clock import stretched
+from support.clock import long, stretched
 from support.verify.models import Mixer, fields
 
 
@@ -100,11 +100,7 @@ def test_a_loss_in_float32_is_compared_as_one():
     ("parallelize", "says"),
     [
         (raising, "rank 1: RuntimeError"),
-        pytest.param(
-            hanging,
-            "no answer in 12 s .*: rank 0 waited in a collective to which rank 1 did not come",
-            marks=pytest.mark.long,
-        ),
+        long(hanging, "no answer in 12 s .*: rank 0 waited in a collective to which rank 1 did not come"),
     ],
 )
 def test_a_program_that_fails(parallelize, says):

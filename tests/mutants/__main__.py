@@ -117,9 +117,7 @@ def write_table(path: Path, results: Sequence[Result]) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        prog="mutants", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser("mutants", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("only", nargs="*", metavar="NAME", help="plant these alone")
     parser.add_argument("--minutes", type=float, help="begin no other mistake after so many")
     parser.add_argument("--table", type=Path, help="a page of Markdown that ends with the table")

@@ -4,6 +4,8 @@ import os
 import resource
 from pathlib import Path
 
+import pytest
+
 PATIENCE = 600.0  # s until a process counts as hanging: no test that passes waits for it
 
 
@@ -14,6 +16,11 @@ def stretched(seconds):
     now = Path("/proc/loadavg")
     running = int(now.read_text().split()[3].partition("/")[0]) if now.exists() else 0
     return seconds * max(1.0, running / cores, os.getloadavg()[0] / cores)
+
+
+def long(*values, **named):
+    """A row of a table that `make test-long` alone runs."""
+    return pytest.param(*values, marks=pytest.mark.long, **named)
 
 
 def children_cpu():

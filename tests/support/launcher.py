@@ -1,5 +1,6 @@
 """Launches small programs and says what they printed, how they ended, and which of their processes are left."""
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -136,14 +137,10 @@ class Launcher:
         found = []
         for path in Path("/proc").iterdir():
             if path.name.isdigit():
-                try:
-                    if (
-                        self.mark.encode() in (path / "environ").read_bytes()
-                        and (path / "stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-                    ):
+                with contextlib.suppress(OSError):
+                    is_ours = self.mark.encode() in (path / "environ").read_bytes()
+                    if is_ours and (path / "stat").read_text().rpartition(")")[2].split()[0] not in "ZX":
                         found.append(int(path.name))
-                except OSError:
-                    continue
         return found
 
     def gone(self, within: float) -> bool:

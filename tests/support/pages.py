@@ -49,8 +49,7 @@ def anchors(text):
     """The anchors of a page's headings, as GitHub makes them."""
     found = []
     for head in re.findall(r"^#+ (.+)$", FENCE.sub("", text), re.MULTILINE):
-        anchor = (
-            re.sub(r"[^\w\- ]", "", re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", head)).strip().replace(" ", "-").lower()
-        )
+        words = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", head)
+        anchor = re.sub(r"[^\w\- ]", "", words).strip().replace(" ", "-").lower()
         found.append(anchor if anchor not in found else f"{anchor}-{sum(each.startswith(anchor) for each in found)}")
     return found

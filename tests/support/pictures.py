@@ -32,13 +32,11 @@ def flaws(figure: Any) -> list[str]:
                 found.append(f"{name}: the legend is cut")
             if legend.get_window_extent(renderer).overlaps(axes._left_title.get_window_extent(renderer)):
                 found.append(f"{name}: title and legend lie on each other")
-            if any(
-                legend.get_window_extent(renderer).overlaps(bar.get_window_extent(renderer)) for bar in axes.patches
-            ):
+            box = legend.get_window_extent(renderer)
+            if any(box.overlaps(bar.get_window_extent(renderer)) for bar in axes.patches):
                 found.append(f"{name}: the legend lies on a bar")
-    return found + [
-        f"figure: {text.get_text()!r} is cut" for text in figure.texts if not _inside(text, figure.bbox, renderer)
-    ]
+    cut = [text for text in figure.texts if not _inside(text, figure.bbox, renderer)]
+    return found + [f"figure: {text.get_text()!r} is cut" for text in cut]
 
 
 def _labels(axes: Any) -> Iterator[Any]:
@@ -50,12 +48,7 @@ def _labels(axes: Any) -> Iterator[Any]:
 
 def _inside(artist: Any, frame: Any, renderer: Any) -> bool:
     box = artist.get_window_extent(renderer)
-    return bool(
-        box.x0 >= frame.x0 - SLACK
-        and box.y0 >= frame.y0 - SLACK
-        and box.x1 <= frame.x1 + SLACK
-        and box.y1 <= frame.y1 + SLACK
-    )
+    return bool((box.min >= frame.min - SLACK).all() and (box.max <= frame.max + SLACK).all())
 
 
 def _markers(axes: Any, renderer: Any) -> Iterator[str]:

@@ -22,12 +22,7 @@ def run(tmp_path_factory):
     (folder / "config.json").write_text(json.dumps({"layout": "dp4·ep2", "module": "moe"}))
     with History(folder, ranks=RANKS) as history:
         for step in range(70):
-            row = {
-                "iter": step,
-                "loss": 5 - 0.05 * step,
-                "mfu": 0.0 if step < 3 else 0.4,
-                "tps": 9e4 if step else 800.0,
-            }
+            row = {"iter": step, "loss": 5 - 0.05 * step, "mfu": 0.4 * (step >= 3), "tps": 9e4 if step else 800.0}
             if step in (0, 69):
                 row["val_loss"] = 9.0 if step else 1.2
             own = [(6.0 if step == 0 else 0.02 if step == 40 else 0.2) * (1.5 if rank == 2 else 1) for rank in range(4)]

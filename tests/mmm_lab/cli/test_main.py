@@ -19,10 +19,8 @@ def test_output_that_nobody_takes(argv):
     """A disk that is full is said in a line; a reader that has seen enough is no error; a closed output is one."""
     with open("/dev/full", "w") as full:
         done = subprocess.run([*MMM, *argv], stdout=full, stderr=subprocess.PIPE, text=True)
-    assert (done.returncode, done.stderr) == (
-        2,
-        "mmm: error: standard output cannot be written: No space left on device\n",
-    )
+    said = "mmm: error: standard output cannot be written: No space left on device\n"
+    assert (done.returncode, done.stderr) == (2, said)
     reader, writer = os.pipe()
     os.close(reader)
     done = subprocess.run([*MMM, *argv], stdout=writer, stderr=subprocess.PIPE, text=True)

@@ -10,16 +10,10 @@ from mmm_lab.planner.named_model import read_model
 
 SMALL = ["plan", "--model", "llama-8b", "--site", "polaris", "--hosts", "4", "--global_batch", "32"]
 LLAMA_CONFIG = {
-    "model_type": "llama",
-    "hidden_size": 4096,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "intermediate_size": 14336,
-    "vocab_size": 128256,
-    "rms_norm_eps": 1e-5,
+    "model_type": "llama", "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32,
+    "num_key_value_heads": 8, "intermediate_size": 14336, "vocab_size": 128256, "rms_norm_eps": 1e-5,
     "rope_theta": 500000.0,
-}
+}  # fmt: skip
 
 
 def test_all_that_is_written(tmp_path, capsys):

@@ -18,9 +18,8 @@ def made_run(folder, losses, error=None, ranks=2, every=1, **more):
     """A run that has logged every `every`-th step, each of 36 s at 10 tokens/s."""
     folder.mkdir(parents=True, exist_ok=True)
     options = {"lr": 0.1, "outdir": str(folder)} | more.pop("options", {})
-    write_config(
-        folder, {"module": "lm", "layout": "dp2", "steps": 8, "options": options, "ranks": [{}] * ranks} | more
-    )
+    config = {"module": "lm", "layout": "dp2", "steps": 8, "options": options, "ranks": [{}] * ranks}
+    write_config(folder, config | more)
     history = History(folder, ranks=[{"host": "a"}] * ranks, flush_every=1)
     for row, loss in enumerate(losses):
         history.update({"iter": every * row, "loss": loss, "tps": 10.0, "dt": 36.0}, {"dt": [36.0] * ranks})

@@ -45,14 +45,8 @@ def test_logs_as_megatron_deepspeed_names_them(tmp_path, capsys):
 
 
 def made_record(folder, **more):
-    marks = {
-        "started": [1e9] * 2,
-        "began": [1e9 + 1] * 2,
-        "ready": [1e9 + 2] * 2,
-        "group": [1e9 + 3] * 2,
-        "model": [1e9 + 4] * 2,
-        "first_step": [1e9 + 5, 1e9 + 5.25],
-    }
+    names = ("started", "began", "ready", "group", "model")
+    marks = {name: [1e9 + second] * 2 for second, name in enumerate(names)} | {"first_step": [1e9 + 5, 1e9 + 5.25]}
     startup = {"started_from": "launch", "marks": marks, "imports": {"shared": {}, "ranks": [{}, {}]}}
     folder.mkdir()
     config = {"module": "fsdp_tp", "ranks": [{"host": "a"}, {"host": "b"}], "startup": startup} | more

@@ -140,12 +140,8 @@ def test_words_of_the_shell_stay_words(capsys, tmp_path):
     (tmp_path / "launch").chmod(0o755)
     shown = lines.replace(f". {shlex.quote(sys.prefix)}/bin/activate", f"PATH={shlex.quote(str(tmp_path))}:$PATH")
     subprocess.run(["bash", "-c", shown], check=True)
-    assert (tmp_path / "launch.argv").read_text().split("\0")[:-1] == [
-        "--stage",
-        "$(touch pwned)",
-        *LM.split()[1:],
-        *odd,
-    ]
+    passed_on = ["--stage", "$(touch pwned)", *LM.split()[1:], *odd]
+    assert (tmp_path / "launch.argv").read_text().split("\0")[:-1] == passed_on
     assert (tmp_path / "launch.pwd").read_text() == f"{folder}\n"
     assert list(folder.iterdir()) == []
 

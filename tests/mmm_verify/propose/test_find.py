@@ -48,56 +48,48 @@ def test_grouped_heads():
     assert not proposal.tensor.refused
 
 
-def test_a_fused_matrix_and_its_number_of_heads():
-    group = group_of(decoder(models.Heads), "layers.1.attention.out")
-    assert group.producers == {"layers.1.attention.qkv": ((16, 2), (16, 2), (16, 2))}
-    assert group.fixes == [("layers.1.attention", "num_heads")]
+def test_fused_matrices_and_norms_between_them():
+    fused = group_of(decoder(models.Heads), "layers.1.attention.out")
+    assert fused.producers == {"layers.1.attention.qkv": ((16, 2), (16, 2), (16, 2))}
+    assert fused.fixes == [("layers.1.attention", "num_heads")]
+    shared_keys = group_of(decoder(models.MultiQuery), "layers.0.attention.out")
+    assert shared_keys.producers == {"layers.0.attention.qkv": ((16, 2), (8, 1))}
+    normed = group_of(decoder(models.NormOverHead), "layers.0.attention.out")
+    assert normed.between == ["layers.0.attention.q_norm"]  # it sees a rank's heads
 
 
-def test_keys_that_all_heads_share():
-    group = group_of(decoder(models.MultiQuery), "layers.0.attention.out")
-    assert group.producers == {"layers.0.attention.qkv": ((16, 2), (8, 1))}
-
-
-def test_a_norm_of_each_head_sees_a_rank_s_heads():
-    group = group_of(decoder(models.NormOverHead), "layers.0.attention.out")
-    assert group.between == ["layers.0.attention.q_norm"]
-
-
-def test_a_norm_over_all_heads_is_named():
-    proposal = decoder(models.NormOverAll)
-    why = refusal_of(proposal, "layers.0.attention.out")
-    assert "layers.0.attention.q_norm (native_layer_norm)" in why
-    assert len(proposal.tensor.groups) == 2  # the MLPs
-    assert "native_layer_norm" in str(proposal)
-
-
-def test_a_number_of_heads_in_the_code_is_named_by_its_line():
-    why = refusal_of(decoder(models.FixedHeads), "layers.0.attention.out")
-    assert "propose_models.py:" in why
-    assert "t.view(*x.shape[:2], heads, self.head_dim)" in why
-    assert "is invalid for input of size" in why
-
-
-def test_what_else_a_module_returns_is_followed():
-    why = refusal_of(found(models.Shares, floats), "first.out")
-    assert "first also returns a tensor of (1, 4, 1, 1), which would be (1, 2, 1, 1), and others take it" in why
-
-
-def test_a_matrix_whose_output_goes_elsewhere_too():
-    assert found(models.Gated, floats).tensor.groups == []
-
-
-def test_a_matrix_that_is_called_in_other_company():
-    proposal = found(models.SharedRows, floats)
-    assert proposal.tensor.groups == []
-    assert refusal_of(proposal, "mlp.down") == "mlp.down is called 2 times a forward, others of the group not"
-
-
-def test_matrices_that_are_tied():
-    proposal = found(models.TiedUps, floats)
-    assert proposal.tensor.groups == []
-    assert refusal_of(proposal, "mlps.0.down") == "the weight of mlps.0.up is that of mlps.1.up.weight too"
+@pytest.mark.parametrize(
+    ("proposal", "groups", "consumer", "says"),
+    [
+        (
+            lambda: decoder(models.NormOverAll),
+            2,
+            "layers.0.attention.out",
+            "layers.0.attention.q_norm (native_layer_norm)",
+        ),
+        (lambda: decoder(models.FixedHeads), 2, "layers.0.attention.out", "t.view(*x.shape[:2], heads, self.head_dim)"),
+        (
+            lambda: found(models.Shares, floats),
+            0,
+            "first.out",
+            "first also returns a tensor of (1, 4, 1, 1), which would be (1, 2, 1, 1), and others take it",
+        ),
+        (
+            lambda: found(models.SharedRows, floats),
+            0,
+            "mlp.down",
+            "is called 2 times a forward, others of the group not",
+        ),
+        (lambda: found(models.TiedUps, floats), 0, "mlps.0.down", "mlps.0.up is that of mlps.1.up.weight too"),
+        (lambda: found(models.Gated, floats), 0, "", ""),  # the first matrix's output goes elsewhere too
+    ],
+)
+def test_what_is_refused_and_why(proposal, groups, consumer, says):
+    made = proposal()
+    assert len(made.tensor.groups) == groups
+    if consumer:
+        assert says in refusal_of(made, consumer)
+        assert ("native_layer_norm" in says) <= ("native_layer_norm" in str(made))
 
 
 def test_a_weight_that_is_used_outside_of_its_module():
@@ -142,7 +134,7 @@ def test_cuts_and_what_goes_past_them():
 
 def proven(model_fn, batch_fn, mesh):
     """Find a plan, and verify it."""
-    (plan,) = [find_plan([subject], "test", 60.0) for subject in [make_subject(model_fn, None, batch_fn, None, mesh)]]
+    plan = find_plan([make_subject(model_fn, None, batch_fn, None, mesh)], "test", 60.0)
     subject = make_subject(model_fn, load_code(plan.code, None), batch_fn, None, mesh)
     return plan, verify_subject(subject)
 
@@ -159,12 +151,8 @@ def test_every_kind_of_group_on_both_axes():
     plan, verdict = proven(mixed, tokens, "dp2,tp2")
     assert verdict.same, str(verdict)
     assert len(plan.tensor.groups) == 6
-    for style in (
-        "SectionedColwise((16, 2), (16, 2), (16, 2))",
-        "SectionedColwise((16, 2), (8, 1))",
-        "PartialGradient()",
-        "OwnedRowwise()",
-    ):
+    columns = ("SectionedColwise((16, 2), (16, 2), (16, 2))", "SectionedColwise((16, 2), (8, 1))")
+    for style in (*columns, "PartialGradient()", "OwnedRowwise()"):
         assert style in plan.code
 
 
@@ -270,12 +258,9 @@ def test_what_cannot_be_used(arguments, says, program, capsys, monkeypatch):
     assert says in lines[0]
 
 
-def test_a_model_that_drifts(program, capsys):
+def test_what_has_no_plan(program, capsys):
     assert main(["verify", "found_program:drifts", "--mesh", "dp2"]) == 2
     assert "not deterministic: 1 gives something else the second time" in capsys.readouterr().out
-
-
-def test_a_mesh_without_a_plan(program, capsys, monkeypatch):
     assert main(["verify", "found_program:lone", "--mesh", "tp2"]) == 2
     assert "tp2" in capsys.readouterr().out
 

@@ -8,8 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from support.clock import PATIENCE
-
 ROOT = Path(__file__).parents[3]
 HEAD = """
 import os, signal, threading, time
@@ -22,21 +20,10 @@ import torch.distributed as dist
 def run(folder, text, *flags):
     """A stranger's tests. Returns the exit code and what pytest printed."""
     (folder / "test_theirs.py").write_text(HEAD + text)
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-p",
-        "mmm_verify.testing.plugin",
-        "-p",
-        "no:cacheprovider",
-        "-q",
-        *flags,
-    ]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "PYTEST_ADDOPTS": ""}
-    done = subprocess.run(
-        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300, check=False
-    )
+    plugins = ["-p", "mmm_verify.testing.plugin", "-p", "no:cacheprovider"]
+    command = [sys.executable, "-m", "pytest", *plugins, "-q", *flags]
+    how = {"env": {**os.environ, "PYTHONPATH": str(ROOT / "src"), "PYTEST_ADDOPTS": ""}, "capture_output": True}
+    done = subprocess.run(command, cwd=folder, text=True, timeout=300, check=False, **how)
     return done.returncode, done.stdout + done.stderr
 
 
@@ -244,15 +231,14 @@ def test_it_is_here_too(mesh, rank):
     assert mesh.get_rank() == rank
 
 
-PAGE = (Path(__file__).parents[2] / "docs" / "verify.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs" / "verify.md").read_text(encoding="utf-8")
 
 
 @pytest.mark.long
-def test_tests(tmp_path):
+def test_those_of_the_page(tmp_path):
     """The page's tests pass in a pytest of their own."""
     for name in ("mlp", "test_mlp"):
         (code,) = re.findall(rf"```python\n# {name}\.py\n(.*?)```", PAGE, re.DOTALL)
         (tmp_path / f"{name}.py").write_text(code)
-    command = [sys.executable, "-m", "pytest", "-p", "mmm_verify.testing.plugin", "-q"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=PATIENCE, check=False)
-    assert "3 passed" in done.stdout, done.stdout + done.stderr
+    _, said = run(tmp_path, "")
+    assert "3 passed" in said, said

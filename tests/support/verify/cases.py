@@ -20,6 +20,7 @@ from support.verify.parallel import (
     pipeline_step,
     rank_one_off,
     scaled_gradient,
+    shard_with_fsdp,
     titan,
     wrong_output,
 )
@@ -60,7 +61,7 @@ RIGHT = [
     Case("ddp with AdamW", CNN, ddp, "dp2", more={"optimizer_fn": torch.optim.AdamW}),
     Case("mixer dp2 tp2", Mixer, mixer, "dp2,tp2"),
     Case("fsdp of a graph net", GraphNet, fsdp, "dp2"),
-    Case("fsdp of a GPT with a tied head, 4 ranks", GPT, lambda m, mesh: fsdp_blocks(m, mesh), "dp4"),
+    Case("fsdp of a GPT with a tied head, 4 ranks", GPT, lambda m, mesh: shard_with_fsdp(m, mesh, list(m.h)), "dp4"),
     Case("pipeline", Llama, pipeline, "pp2", more=PIPELINE),
     # Said in another way, and right: DTensors know how they are sharded.
     Case("titan, nothing prepared", Llama, partial(titan, mistake="no_gather"), "tp2"),
@@ -68,12 +69,6 @@ RIGHT = [
     Case("columns gathered at once", Mixer, partial(mixer, mistake="up_alone"), "tp2"),
     Case("one rank", Mixer, nothing, "dp1"),
 ]
-
-
-def fsdp_blocks(model, mesh):
-    from support.verify.parallel import shard_with_fsdp
-
-    shard_with_fsdp(model, mesh, list(model.h))
 
 
 def titan_case(mistake, says, mesh="dp2,tp2"):
@@ -197,15 +192,8 @@ MISTAKES = [
     mega("bias_on_each", r"h\.0\.fc_out", 0, "dp2,tp2", HAND),
     mega("no_g", r"h\.0\.(fc_out|drop|ln_1|proj)", 0, "dp2,tp2", HAND),
     *(
-        Case(
-            f"by hand {mesh}: {mistake}",
-            GPT,
-            megatron if "tp" in mesh else nothing,
-            mesh,
-            says,
-            {"step_fn": by_hand(mistake)},
-        )
-        for mesh in ("dp2", "dp2,tp2")
+        Case(f"by hand {mesh}: {mistake}", GPT, parallelize, mesh, says, {"step_fn": by_hand(mistake)})
+        for mesh, parallelize in (("dp2", nothing), ("dp2,tp2", megatron))
         for mistake, says in (
             ("first_forgotten", r"wte|lm_head"),
             ("others_forgotten", r"each rank of dp has its own"),
@@ -215,12 +203,7 @@ MISTAKES = [
     Case("by hand: over the world", GPT, megatron, "dp2,tp2", "gradient", {"step_fn": by_hand("over_the_world")}),
     Case("pipeline: scaled", Llama, partial(pipeline, mistake="scaled"), "pp2", "loss|gradient", PIPELINE),
     Case(
-        "pipeline: unscaled",
-        Llama,
-        partial(pipeline, mistake="unscaled"),
-        "pp2",
-        r"every gradient\n.*2 times",
-        PIPELINE,
+        "pipeline: unscaled", Llama, partial(pipeline, mistake="unscaled"), "pp2", "every gradient\n.*2 times", PIPELINE
     ),
     Case("same samples", Llama, titan, "dp2", "sample", {"local_batch_fn": same_samples}),
     Case("samples that overlap", Llama, titan, "dp2", "sample", {"local_batch_fn": overlapping}),
@@ -231,13 +214,7 @@ MISTAKES = [
     Case("half of the targets", Llama, titan, "tp2", "loss", {"step_fn": half_the_targets}),
     Case("a mean over counts of their own", Llama, titan, "dp2", "loss", {"step_fn": local_count}),
     *(
-        Case(
-            f"scaled gradient of {name} by {factor}",
-            model,
-            also(parallelize, scaled_gradient(name, factor)),
-            mesh,
-            name,
-        )
+        Case(f"gradient of {name} times {factor}", model, also(parallelize, scaled_gradient(name, factor)), mesh, name)
         for model, parallelize, mesh, names in (
             (Llama, titan, "tp2", ("layers.0.attention.wq.weight", "output.weight")),
             (Mixer, mixer, "tp2", ("blocks.1.up.weight", "inlet.bias")),

@@ -23,6 +23,25 @@ from support.by_hand import copy, reduce
 # --- a Llama as torchtitan has it: sequence parallel, tensor parallel, FSDP -----------------------------------------
 
 
+# Of each mistake, what stands in the plan in place of the right style; None: nothing.
+TOP_MISTAKES = {
+    "final_norm": {"norm": None},
+    "embedding_replicated": {
+        "tok_embeddings": RowwiseParallel(input_layouts=Replicate(), output_layouts=Replicate()),
+    },
+    "local_logits": {"output": ColwiseParallel(input_layouts=Shard(1), output_layouts=Shard(-1))},
+}
+SAID_REPLICATED = PrepareModuleInput(input_layouts=(Replicate(),), desired_input_layouts=(Replicate(),))
+LAYER_MISTAKES = {
+    "attention_norm": {"attention_norm": None},
+    "ffn_norm": {"ffn_norm": None},
+    "w2_replicated_output": {"feed_forward.w2": RowwiseParallel(output_layouts=Replicate())},
+    "wo_columns": {"attention.wo": ColwiseParallel(output_layouts=Shard(1))},
+    "no_gather": {"feed_forward": None},
+    "input_said_replicated": {"feed_forward": SAID_REPLICATED},
+}
+
+
 def titan(model, mesh, mistake=None):
     names = mesh.mesh_dim_names
     if "tp" in names:
@@ -45,24 +64,10 @@ def titan(model, mesh, mistake=None):
             "feed_forward.w2": RowwiseParallel(output_layouts=Shard(1)),
             "feed_forward.w3": ColwiseParallel(),
         }
-        if mistake in ("attention_norm", "ffn_norm"):
-            del layer[mistake]
-        if mistake == "final_norm":
-            del top["norm"]
-        if mistake == "w2_replicated_output":
-            layer["feed_forward.w2"] = RowwiseParallel(output_layouts=Replicate())
-        if mistake == "wo_columns":
-            layer["attention.wo"] = ColwiseParallel(output_layouts=Shard(1))
-        if mistake == "no_gather":
-            del layer["feed_forward"]
-        if mistake == "embedding_replicated":
-            top["tok_embeddings"] = RowwiseParallel(input_layouts=Replicate(), output_layouts=Replicate())
-        if mistake == "local_logits":
-            top["output"] = ColwiseParallel(input_layouts=Shard(1), output_layouts=Shard(-1))
-        if mistake == "input_said_replicated":
-            layer["feed_forward"] = PrepareModuleInput(
-                input_layouts=(Replicate(),), desired_input_layouts=(Replicate(),)
-            )
+        for changes, plan in ((TOP_MISTAKES, top), (LAYER_MISTAKES, layer)):
+            for name, style in changes.get(mistake, {}).items():
+                plan[name] = style
+        top, layer = ({name: style for name, style in plan.items() if style is not None} for plan in (top, layer))
         parallelize_module(model, mesh["tp"], top)
         for block in model.layers.values():
             parallelize_module(block, mesh["tp"], layer)
