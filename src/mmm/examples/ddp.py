@@ -80,10 +80,10 @@ def train(config: Config) -> None:
             return cross_entropy(logits, targets, job.global_batch_size * config.data.seq_length)
 
         batch = job.local_batch(job.data.train, 0, run.rank.rank).to(run.device)
-        apart = compare_by_hand(ddp, lambda module: local_loss(module, batch.inputs, batch.targets))
-        run.log.info("all-reduce by hand and DDP: gradients differ by %.1e of the largest", apart)
-        run.describe(by_hand_difference=apart)
-        check_difference(run, apart, "DDP's gradients and those summed by hand differ")
+        difference = compare_by_hand(ddp, lambda module: local_loss(module, batch.inputs, batch.targets))
+        run.log.info("all-reduce by hand and DDP: gradients differ by %.1e of the largest", difference)
+        run.describe(by_hand_difference=difference)
+        check_difference(run, difference, "DDP's gradients and those summed by hand differ")
         coordinate = 0 if config.break_ == "same_samples" else run.rank.rank
         run.state(model=ddp, optimizer=optimizer)
         for step in example.text_steps(run, job, coordinate=coordinate):
@@ -111,12 +111,11 @@ def compare_by_hand(ddp: DDP, local_loss: Callable[[nn.Module], Tensor]) -> floa
     for gradient in by_hand:
         dist.all_reduce(gradient)  # in place: the sum over the ranks
     (local_loss(ddp) * dist.get_world_size()).backward()
-    apart = worst(
-        math.inf if p.grad is None else float((p.grad - hand).abs().max())
-        for p, hand in zip(parameters, by_hand, strict=True)
-    )
+    differences = []
+    for p, gradient in zip(parameters, by_hand, strict=True):
+        differences.append(math.inf if p.grad is None else float((p.grad - gradient).abs().max()))
     ddp.zero_grad()
-    return apart / worst(float(gradient.abs().max()) for gradient in by_hand)
+    return worst(differences) / worst(float(gradient.abs().max()) for gradient in by_hand)
 
 
 if __name__ == "__main__":

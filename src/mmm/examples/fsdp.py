@@ -73,7 +73,7 @@ def parallelize(run: example.Run, model: CNN, config: Config) -> nn.Module:
     # each rank then draws its own part of the weights, and none ever holds the full model.
     policy = MixedPrecisionPolicy(run.precision.compute, reduce_dtype=run.precision.storage)
     for module in (model.fc1, model):
-        fully_shard(module, mesh=mesh, mp_policy=policy)
+        fully_shard(module, mesh=mesh, mp_policy=policy)  # type: ignore[arg-type]
     example.sum_gradients(model)
     draw_weights(model, run.device, config.run.seed)
     return model

@@ -79,7 +79,8 @@ def train(config: Config) -> None:
     with example.start_run("hsdp", config, job) as run:
         sizes = (run.layout.dp_replicate, run.layout.dp_shard)
         mesh = init_device_mesh(run.device.type, sizes, mesh_dim_names=("dp_replicate", "dp_shard"))
-        rows, columns = mesh.mesh.tolist(), mesh.mesh.T.tolist()  # the groups of ranks along each axis
+        rows = mesh.mesh.tolist()  # the groups of ranks along each axis
+        columns = mesh.mesh.T.tolist()
         run.describe(groups={"dp_shard": rows, "dp_replicate": columns})
         run.log.info("all-gather and reduce-scatter (dp_shard) in: %s", " ".join(map(str, rows)))
         run.log.info("all-reduce (dp_replicate) in: %s", " ".join(map(str, columns)))
@@ -103,17 +104,21 @@ def train(config: Config) -> None:
                 elements = local_elements(model, optimizer)  # while there are gradients
             optimizer.zero_grad()
 
-        full, (r, s) = parameter_count(model), sizes
+        full = parameter_count(model)
+        r, s = sizes
         text = f"rank 0 has {elements['parameters']:,} of {full:,} parameters (1/{s} in theory: {full / s:.1f})"
         run.log.info("%s", text)
-        sent = (3 * (s - 1) / s * full, 2 * (r - 1) / r * full / s)
-        run.log.info("a rank sends in a step, in theory: in its row %.0f elements, in its column %.0f", *sent)
+        in_row = 3 * (s - 1) / s * full
+        in_column = 2 * (r - 1) / r * full / s
+        run.log.info(
+            "a rank sends in a step, in theory: in its row %.0f elements, in its column %.0f", in_row, in_column
+        )
         shards = [p.to_local().flatten() for p in model.parameters() if isinstance(p, DTensor)]
-        apart = replica_spread(torch.cat(shards), mesh["dp_replicate"].get_group())
-        run.log.info("the %d replicas, after %d steps: differ by %.1e at most", r, step.number + 1, apart)
-        run.describe(local=elements, parameters=full, replicas_differ=apart)
+        spread = replica_spread(torch.cat(shards), mesh["dp_replicate"].get_group())
+        run.log.info("the %d replicas, after %d steps: differ by %.1e at most", r, step.number + 1, spread)
+        run.describe(local=elements, parameters=full, replicas_differ=spread)
         if config.break_ is None:
-            check_difference(run, apart, "the replicas differ")
+            check_difference(run, spread, "the replicas differ")
 
 
 if __name__ == "__main__":

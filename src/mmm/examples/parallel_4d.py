@@ -104,16 +104,17 @@ def train(config: Config) -> None:
     names = job.partition.names() or [[name for name, _ in job.model.named_modules()]]
     with example.start_run("parallel_4d", config, job) as run:
         run.describe(stages=names)
-        axes, at = (layout.pp, layout.dp, layout.cp, layout.tp), layout.coordinates(run.rank.rank)
+        axes = (layout.pp, layout.dp, layout.cp, layout.tp)
+        place = layout.coordinates(run.rank.rank)
         mesh = init_device_mesh(run.device.type, axes, mesh_dim_names=("pp", "dp", "cp", "tp"))
-        model = build(job.sizes, names[at["pp"]], mesh, run.precision)
+        model = build(job.sizes, names[place["pp"]], mesh, run.precision)
         draw_weights(model, run.device, config.run.seed + (run.rank.rank if config.break_ == "init" else 0))
         run.log.info("%s\n%s", mesh, example.sharded_model(model))
 
-        positions = positions_of(at["cp"], layout.cp, config.data.seq_length).to(run.device)
+        positions = positions_of(place["cp"], layout.cp, config.data.seq_length).to(run.device)
         # Positions are not split into micro-batches.
         model.register_forward_pre_hook(lambda _, x, named: (x, named | {"positions": positions}), with_kwargs=True)
-        stage = pipelining.PipelineStage(model, at["pp"], layout.pp, run.device, group=mesh["pp"].get_group())
+        stage = pipelining.PipelineStage(model, place["pp"], layout.pp, run.device, group=mesh["pp"].get_group())
         kind = pipelining.ScheduleGPipe if config.schedule == "GPipe" else pipelining.Schedule1F1B
         # A loss is its sum over the tokens of the global batch: what micro-batches and ranks have adds up.
         loss_fn = lambda output, targets: cross_entropy(output, targets, tokens)  # noqa: E731
@@ -130,7 +131,7 @@ def train(config: Config) -> None:
 
         optimizer = config.optimizer.make(model.parameters())
         run.state(model=model, optimizer=optimizer)
-        for step in example.text_steps(run, job, coordinate=0 if config.break_ == "samples" else at["dp_shard"]):
+        for step in example.text_steps(run, job, coordinate=0 if config.break_ == "samples" else place["dp_shard"]):
             with tp.loss_parallel():  # under tp the logits stay sharded over the vocabulary
                 step.log(run_schedule(schedule.step, step.batch))
             if config.break_ is None:

@@ -40,7 +40,7 @@ from mmm.examples._support.pipeline_times import PipelineTimes, Timeline
 from mmm.layout import ScheduleName
 from mmm.models.llama.model import Transformer, TransformerConfig
 from mmm.parallel import apply, build_mesh, cross_entropy, materialize
-from mmm.parallel.pp.schedules import SCHEDULES
+from mmm.parallel.pp.schedules import SCHEDULES, stages_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,8 +95,7 @@ def train(config: Config) -> None:
         run.log.info("the stages\n%s", example.stage_table(names, partition.shares()))
         mesh = build_mesh(layout, run.device.type, config.run.timeout)
         tokens = job.global_batch_size * config.data.seq_length
-        at, there_and_back = mesh["pp"].get_local_rank(), SCHEDULES[config.schedule].v
-        numbers = [at, len(names) - 1 - at] if there_and_back else range(at, len(names), layout.pp)
+        numbers = stages_of(mesh["pp"].get_local_rank(), layout.pp, config.schedule, len(names) // layout.pp)
         every = {"positions": torch.arange(config.data.seq_length, device=run.device)}  # not split into micro-batches
 
         stages: list[PipelineStage] = []

@@ -63,8 +63,12 @@ class Slices(nn.Module):
 
     def __init__(self, module: nn.Module, mesh: DeviceMesh, stage: int) -> None:
         super().__init__()
-        self.forward, self.mesh, self.ranks, self.stage = module.forward, mesh, mesh.size(), stage
-        self.slices, self.memory = dict[str, nn.Parameter](), list[Tensor]()
+        self.forward = module.forward
+        self.mesh = mesh
+        self.ranks = mesh.size()
+        self.stage = stage
+        self.slices: dict[str, nn.Parameter] = {}
+        self.memory: list[Tensor] = []  # of each parameter, padded
         for name, p in module.named_parameters():
             memory = F.pad(p.detach().flatten(), (0, -p.numel() % self.ranks))  # N equal slices
             p.data = memory[: p.numel()].view(p.shape)
@@ -109,18 +113,21 @@ def train_stage(
     draw_weights(full, run.device, run.seed)
     for p in full.parameters() if stage == 0 else ():
         p.register_post_accumulate_grad_hook(lambda p: dist.all_reduce(p.grad))  # type: ignore[arg-type]
-    model, losses = Slices(full, mesh, stage) if stage in (1, 2) else full, []
+    model = Slices(full, mesh, stage) if stage in (1, 2) else full
+    losses = []
     optimizer = example.make_optimizer("adamw", model.parameters(), config.optimizer.lr)
     run.state(model=model, optimizer=optimizer)
     for step in example.text_steps(run, job, place={"stage": stage}):
         with torch.autocast(run.device.type, run.precision.compute, enabled=run.precision.mixed):
             logits = model(step.batch.inputs)
-        step.log(loss := cross_entropy(logits, step.batch.targets, step.batch.count))
+        loss = cross_entropy(logits, step.batch.targets, step.batch.count)
+        step.log(loss)
         loss.backward()
         optimizer.step()
         if isinstance(model, Slices) and config.break_ is None:
             model.gather()
-        step.row.update(elements := most_elements(model, optimizer, run.device))  # while there are gradients
+        elements = most_elements(model, optimizer, run.device)  # while there are gradients
+        step.row |= elements
         optimizer.zero_grad()
         losses.append(step.local_loss)
     return elements, run.global_sums(torch.stack(losses))

@@ -128,7 +128,7 @@ def same_losses(run: Run, *models: Sequence[Sequence[float]]) -> bool:
     Args:
         models: of each model that was trained, its losses by each way.
     """
-    errors = []
+    errors: list[float] = []
     for ways in models:
         for losses in ways:
             errors += starmap(relative_error, zip(losses, ways[0], strict=True))
