@@ -1,6 +1,5 @@
 """Which tokens begin and end the texts of a model that others have written."""
 
-import io
 import json
 import sys
 
@@ -11,8 +10,9 @@ from mmm.errors import CheckpointError
 from mmm.weights.hugging_face import export
 from mmm.weights.open_weights import open_weights
 from mmm.weights.own import write_own
-from support.llamas import begin_with, byte_bpe, write_hugging_face
+from support.llamas import begin_with, byte_bpe, sentencepiece_model, write_hugging_face
 
+LINES = ["to be or not to be"] * 9
 BEGIN, END = "<|begin|>", "<|end|>"  # tokens 256 and 257
 
 
@@ -75,35 +75,24 @@ def test_the_name_of_the_first_token_is_in_another_file(tmp_path):
         open_weights(folder_of(tmp_path / "other", byte_bpe((BEGIN,)), **more))
 
 
-def sentence_piece(**options):
-    import sentencepiece
-
-    model = io.BytesIO()
-    sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(["to be or not to be"] * 9), model_writer=model, vocab_size=40, hard_vocab_limit=False,
-        minloglevel=2, **options,
-    )  # fmt: skip
-    return model.getvalue()
-
-
 @pytest.mark.parametrize(
     ("config", "options", "bos"),
-    [
-        ({}, {}, (1,)),
-        ({"add_bos_token": True}, {}, (1,)),
-        ({"add_bos_token": False}, {}, ()),
-        ({}, {"bos_id": -1}, ()),
-    ],
+    [({}, {}, (1,)), ({"add_bos_token": True}, {}, (1,)), ({"add_bos_token": False}, {}, ()), ({}, {"bos_id": -1}, ())],
 )
 def test_what_a_sentencepiece_model_begins_texts_with(tmp_path, config, options, bos):
-    path = folder_of(tmp_path / "hf", sentence_piece(**options), "tokenizer.model", tokenizer_config=config)
+    path = folder_of(
+        tmp_path / "hf",
+        sentencepiece_model(LINES, vocab_size=40, **options),
+        "tokenizer.model",
+        tokenizer_config=config,
+    )
     assert open_weights(path).metadata.bos == bos
     export(open_weights(path), tmp_path / "again", None, 10**9, print)
     assert open_weights(tmp_path / "again").metadata.bos == bos
 
 
 def test_a_sentencepiece_model_without_its_package(tmp_path, monkeypatch):
-    path = folder_of(tmp_path / "hf", sentence_piece(), "tokenizer.model")
+    path = folder_of(tmp_path / "hf", sentencepiece_model(LINES, vocab_size=40), "tokenizer.model")
     monkeypatch.setitem(sys.modules, "sentencepiece", None)
     (note,) = open_weights(path).metadata.notes
     assert note.startswith("which token begins a text is not known: that needs the package sentencepiece")

@@ -1,4 +1,5 @@
-"""Weights of the Llama family: read in slices, whoever has written them; rotations of halves and of pairs; refusals."""
+"""Weights of the Llama family: read in slices, whoever has written them; rotations of halves and of pairs; which
+tensors and keys a folder means, as transformers takes them; refusals."""
 
 import json
 import random
@@ -14,7 +15,7 @@ from mmm.nn.rope import RopeScaling
 from mmm.weights.hugging_face import export
 from mmm.weights.open_weights import open_weights
 from mmm.weights.own import write_own
-from support.llamas import CONFIG, logits, tensors, write_hugging_face
+from support.llamas import CONFIG, logits, tensors, write_hugging_face, write_safetensors
 
 TOKENS = torch.arange(40).view(2, 20) * 7 % 67
 TIED = {**CONFIG, "tie_word_embeddings": True, "rope_scaling": {"rope_type": "linear", "factor": 2.0}}
@@ -103,11 +104,7 @@ def without(name):
         ({"head_dim": 16}, None, "head_dim 16 · 4"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, None, "rope_type"),
         ({"rope_scaling": {"factor": 8.0}}, None, "rope_type"),
-        (
-            {"rope_scaling": {"rope_type": "linear", "factor": 2.0, "partial_rotary_factor": 0.5}},
-            None,
-            "partial_rotary",
-        ),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 2, "partial_rotary_factor": 0.5}}, None, "partial_rotary"),
         ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, None, "partial_rotary_factor"),
         ({"rope_parameters": {"rope_theta": 5e5}}, None, "rope_parameters"),
         ({"rope_scaling": "x"}, None, "rope_scaling"),
@@ -201,3 +198,83 @@ def test_what_the_package_safetensors_would_read(tmp_path, imported):
     assert header.pop("__metadata__") == {"format": "pt"}
     assert max(about["data_offsets"][1] for about in header.values()) == len(content) - 8 - size
     assert header.keys() == tensors().keys()
+
+
+TIED_ALONE = {**CONFIG, "tie_word_embeddings": True}
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+
+
+def assert_computes(path, weights):
+    with torch.no_grad():
+        ours = model_of(open_weights(path))(TOKENS)
+    torch.testing.assert_close(ours, logits(CONFIG, weights, TOKENS), rtol=1e-11, atol=1e-11)
+
+
+def test_tied_by_the_config_but_not_by_the_file(tmp_path):
+    weights = tensors(CONFIG)
+    assert_computes(write_hugging_face(tmp_path / "hf", TIED_ALONE, weights), weights)
+    read = open_weights(tmp_path / "hf")
+    assert not read.sizes["tie_word_embeddings"]
+    assert read.metadata.notes == (f"tie_word_embeddings is true, but {HEAD} is not {EMBEDDING}: the two are not tied",)
+
+
+def test_tied_and_there_twice(tmp_path):
+    weights = tensors(TIED_ALONE)
+    twice = write_hugging_face(tmp_path / "twice", TIED_ALONE, {**weights, HEAD: weights[EMBEDDING].clone()})
+    only_head = {HEAD if name == EMBEDDING else name: tensor for name, tensor in weights.items()}
+    for path in (twice, write_hugging_face(tmp_path / "head", TIED_ALONE, only_head, files=2)):
+        assert_computes(path, weights)
+        assert open_weights(path).sizes["tie_word_embeddings"]
+        assert open_weights(path).metadata.notes == ()
+
+
+def test_one_file_is_taken_before_an_index(tmp_path):
+    new, old = tensors(CONFIG, seed=1), tensors(CONFIG)
+    write_hugging_face(tmp_path / "hf", CONFIG, old, files=2)
+    write_safetensors(tmp_path / "hf" / "model.safetensors", new)
+    assert_computes(tmp_path / "hf", new)
+    assert open_weights(tmp_path / "hf").metadata.notes[0].startswith("model.safetensors.index.json is passed over")
+
+
+def test_other_files_beside_the_one(tmp_path):
+    """As consolidated.safetensors, of Meta's names, which some folders have too."""
+    write_hugging_face(tmp_path / "hf")
+    write_safetensors(tmp_path / "hf" / "consolidated.safetensors", {"tok_embeddings.weight": torch.ones(2)})
+    assert_computes(tmp_path / "hf", tensors(CONFIG))
+
+
+LLAMA_3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32}
+
+
+@pytest.mark.parametrize(
+    ("keys", "words"),
+    [
+        ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config is {'quant_method': 'gptq'}"),
+        ({"layer_types": ["full_attention", "sliding"]}, "layer_types is ['full_attention', 'sliding']"),
+        ({"sliding_window": 4096}, "sliding_window is 4096"),
+        ({"logit_scale": 0.5}, "logit_scale is 0.5"),
+        ({"per_layer_config": {"0": {"mlp_bias": True}}}, "per_layer_config is {'0'"),
+        ({"newRopeKind": False}, "newRopeKind"),
+        ({"num_new_experts": 8}, "unknown key num_new_experts (8)"),
+        ({"rope_scaling": {"rope_type": "llama3", **LLAMA_3, "rope_theta": 5.0}}, "something else than rope_theta"),
+        ({"rope_scaling": {"rope_type": "llama3", **LLAMA_3, "rope_theta": "5"}}, "rope_theta is '5'"),
+        (
+            {"rope_scaling": {"rope_type": "llama3", **LLAMA_3}, "original_max_position_embeddings": 64},
+            "original_max_position_embeddings is 64",
+        ),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_what_changes_the_computation(tmp_path, keys, words):
+    with pytest.raises(CheckpointError) as refused:
+        open_weights(write_hugging_face(tmp_path / "a", {**CONFIG, **keys}))
+    assert words in str(refused.value)
+
+
+@pytest.mark.parametrize("inside", [{"rope_theta": 10_000.0}, {}], ids=["theta inside", "theta outside"])
+def test_a_scaling_with_all_that_it_takes(tmp_path, inside):
+    """The length may stand outside too, where transformers looks first."""
+    keys = {"rope_scaling": {"rope_type": "llama3", **LLAMA_3, **inside}, "original_max_position_embeddings": 32}
+    read = open_weights(write_hugging_face(tmp_path / "a", {**CONFIG, **keys}))
+    assert config_of(read).rope_scaling == RopeScaling("llama3", 8.0, 1.0, 4.0, 32)
+    assert config_of(read).rope_theta == 10_000
