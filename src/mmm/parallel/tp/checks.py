@@ -13,10 +13,9 @@ A style of the user's own, also one derived from these, is taken as it is.
 
 from __future__ import annotations
 
-import inspect
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, SequenceParallel
 
@@ -35,21 +34,13 @@ def is_matrix(module: nn.Module) -> bool:
     return isinstance(module, nn.Linear | nn.Embedding) or is_conv1d(module)
 
 
-def one_tensor(module: nn.Module, path: str, style: ParallelStyle) -> None:
-    """Have a module give its only input by place, where PyTorch's styles look for it, and refuse other outputs."""
+def by_place(module: nn.Module) -> None:
+    """Have a module give its only input by place, where PyTorch's styles look for it."""
 
-    def by_place(module: nn.Module, args: Any, kwargs: Any) -> Any:
+    def placed(module: nn.Module, args: Any, kwargs: Any) -> Any:
         return ((*args, *kwargs.values()), {}) if kwargs else None
 
-    def check_output(module: nn.Module, args: Any, output: Any) -> None:
-        if not isinstance(output, Tensor):
-            raise LayoutError(
-                _message(path, module, style, f"takes one tensor from it, not a {type(output).__name__}: {REPLICATE}")
-            )
-
-    module.register_forward_pre_hook(by_place, with_kwargs=True)
-    if type(module) not in (nn.Linear, nn.Embedding):
-        module.register_forward_hook(check_output)
+    module.register_forward_pre_hook(placed, with_kwargs=True)
 
 
 def check_style(model: nn.Module, path: str, style: ParallelStyle, tp: int) -> None:
@@ -59,39 +50,23 @@ def check_style(model: nn.Module, path: str, style: ParallelStyle, tp: int) -> N
         model: no style applied to it yet. tp: ranks.
     """
     module = model.get_submodule(path)
-    wrong = next(filter(None, map(_hook_problem, module.modules())), "")
-    if not wrong and is_known(style):
-        if isinstance(style, ColwiseParallel | RowwiseParallel):
-            wrong = _place_problem(model, path) or _matrix_problem(module, style)
-            wrong = wrong or _width_problem(module, style, tp)
-        elif isinstance(style, SequenceParallel):
-            wrong = _tokens_problem(module)
-        elif isinstance(style, PartialGradient):
-            wrong = next(filter(None, map(style.problem, module.modules())), "")
+    wrong = ""
+    if not is_known(style):
+        return
+    if isinstance(style, ColwiseParallel | RowwiseParallel):
+        wrong = _place_problem(model, path) or _matrix_problem(module, style) or _width_problem(module, style, tp)
+    elif isinstance(style, SequenceParallel):
+        if list(module.children()) or isinstance(module, BESIDE_TOKENS):
+            wrong = f"takes a module that computes each token by itself, without modules inside: {REPLICATE}"
+    elif isinstance(style, PartialGradient):
+        wrong = next(filter(None, map(style.problem, module.modules())), "")
     if wrong:
-        raise LayoutError(f"tp {tp}: " + _message(path, module, style, wrong))
+        raise LayoutError(f"tp {tp}: {path} ({class_name(module)}): {type(style).__name__} {wrong}")
 
 
 def is_known(style: ParallelStyle) -> bool:
     """Whether a style is PyTorch's or ours."""
     return type(style).__module__.partition(".")[0] in ("torch", "mmm")
-
-
-def _message(path: str, module: nn.Module, style: ParallelStyle, wrong: str) -> str:
-    return f"{path} ({class_name(module)}): {type(style).__name__} {wrong}"
-
-
-def _hook_problem(module: nn.Module) -> str:
-    for name, value in vars(module).items():
-        source = next((own for own, _ in module.named_parameters(recurse=False) if own.startswith(f"{name}_")), None)
-        if isinstance(value, Tensor) and source:
-            return (
-                f"does not reach its {name}, which a hook computes from {source} before each forward: use "
-                f"torch.nn.utils.parametrizations, or make it permanent"
-            )
-    if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None:
-        return "does not keep what max_norm writes into the weight in forward: leave max_norm out"
-    return ""
 
 
 def _place_problem(model: nn.Module, path: str) -> str:
@@ -109,33 +84,12 @@ def _matrix_problem(module: nn.Module, style: Any) -> str:
         return f"shards one matrix, that of a Linear, an Embedding or a Conv1D: {inside}{REPLICATE}"
     if list(module.children()) or "weight" not in own:
         return f"shards its own weight alone, and here others are part of it: {REPLICATE}"
-    if inputs := _inputs_problem(module):
-        return inputs
     weight = own["weight"]
     sizes = [getattr(module, name, None) for name in ("out_features", "in_features")]
     if isinstance(module, nn.Linear) and sizes != list(weight.shape):
         return f"shards a matrix of {sizes[0]} × {sizes[1]}, and its weight is {tuple(weight.shape)}: {REPLICATE}"
-    others = [name for name, p in own.items() if name not in ("weight", "bias") and p.shape[:1] != weight.shape[:1]]
-    if others and not isinstance(style, RowwiseParallel):
-        return f"would shard its {others[0]} like its weight, which has other rows: keep it in a module around this one"
     if isinstance(module, nn.Embedding) and getattr(style, "input_layouts", None) == (Shard(-1),):
         return "takes the tokens for this rank's part of them: give it input_layouts=Replicate()"
-    return ""
-
-
-def _tokens_problem(module: nn.Module) -> str:
-    if list(module.children()) or isinstance(module, BESIDE_TOKENS):
-        return f"takes a module that computes each token by itself, without modules inside: {REPLICATE}"
-    if any(not parameter.is_floating_point() for parameter in module.parameters()):
-        return f"takes no integers, as in quantized weights: {REPLICATE}"
-    return _inputs_problem(module)
-
-
-def _inputs_problem(module: nn.Module) -> str:
-    inputs = inspect.signature(module.forward).parameters.values()
-    required = [p.name for p in inputs if p.default is p.empty]
-    if len(required) != 1:
-        return f"gives it one tensor, and its forward takes {', '.join(required)}: {REPLICATE}"
     return ""
 
 

@@ -28,7 +28,7 @@ from mmm.errors import ConfigError, LayoutError
 from mmm.nn.dropout import Dropout
 from mmm.parallel.plan import Plan, find, matches
 from mmm.parallel.ties import find_ties
-from mmm.parallel.tp.checks import check_style, is_known, one_tensor
+from mmm.parallel.tp.checks import by_place, check_style, is_known
 from mmm.parallel.tp.conv1d import is_conv1d, shard_conv1d
 from mmm.parallel.tp.replicated import NamedStyle
 from mmm.torch_private.groups import differentiate_twice, leave_generators_alone
@@ -54,7 +54,7 @@ def apply_tensor_parallel(model: nn.Module, mesh: DeviceMesh, plan: Plan) -> Non
         check_style(model, path, style, mesh.size())
     # Inner modules first: what is left of a module's parameters is then for its own style.
     for path, style in sorted(styles, key=lambda pair: -pair[0].count(".")):
-        _apply_style(model.get_submodule(path), path, style, mesh)
+        _apply_style(model.get_submodule(path), style, mesh)
     experts = {id(p) for pattern in plan.experts for module in find(model, pattern) for p in module.parameters()}
     plain = [name for name, p in model.named_parameters() if not isinstance(p, DTensor) and id(p) not in experts]
     without = [name for name in plain if name not in tied]
@@ -107,9 +107,9 @@ def _where(
     return path, style.of_parameters(frozenset(own.removeprefix(f"{path}.") for own in names))
 
 
-def _apply_style(module: nn.Module, path: str, style: ParallelStyle, mesh: DeviceMesh) -> None:
+def _apply_style(module: nn.Module, style: ParallelStyle, mesh: DeviceMesh) -> None:
     if is_known(style) and isinstance(style, ColwiseParallel | RowwiseParallel | SequenceParallel):
-        one_tensor(module, path, style)
+        by_place(module)
     if is_conv1d(module) and type(style) in (ColwiseParallel, RowwiseParallel):
         shard_conv1d(module, mesh, style)  # type: ignore[arg-type]
     else:

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
-from torch.nn.utils import parametrizations, prune
+from torch.nn.utils import parametrizations
 
 from mmm.errors import LayoutError
 from mmm.parallel import Layout, PartialGradient, Plan, Replicated, apply, build_mesh
@@ -28,7 +28,6 @@ CASES = [
     ({"norm": nn.LayerNorm(8)}, {"norm": ColwiseParallel()}),
     ({"up": nn.Linear(8, 7)}, {"up": ColwiseParallel()}),
     ({"up": parametrizations.weight_norm(nn.Linear(8, 8))}, {"up": ColwiseParallel()}),
-    ({"up": prune.random_unstructured(nn.Linear(8, 8), "weight", 0.5)}, {"up": ColwiseParallel()}),
     ({"tokens": nn.Embedding(8, 8)}, {"tokens": RowwiseParallel()}),
     ({"norm": nn.BatchNorm1d(8)}, {"norm": PartialGradient()}),
     ({}, {"position?": Replicated(), "positions": PartialGradient()}),
