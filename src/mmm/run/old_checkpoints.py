@@ -27,11 +27,11 @@ def as_today(state: Mapping[str, Any], here: Mapping[str, Any]) -> dict[str, Any
         "losses": state["losses"],
         "loss_ranks": state["loss_ranks"],
     }
-    # A trainer kept no number of its optimizer: all come from the flags.
+    # A trainer kept no number of its optimizer: all come from the flags. Of one model, no parameter's name had it.
     groups = [{**group, "values": {}} for group in here["optimizer"]["groups"]]
     objects = {
         "model": {"kind": "model"},
-        "optimizer": {**here["optimizer"], "groups": groups, "numbers": {}},
+        "optimizer": {**here["optimizer"], "groups": groups, "numbers": {}, "left_out": "model."},
         "scaler": {**here["scaler"], "state": encode(state["scaler"], "scaler", {})},
     }
     return {"samples": None, "objects": objects, "row": row}

@@ -218,13 +218,20 @@ class State:
         for name in self.others:
             into[name] = _places_to_load(path, name, described[name]["state"], tensors_here[name], device)
         self.reshard()
-        own = {name: tensors_of(optimizer, self.updated[name]) for name, optimizer in self.optimizers.items()}
-        moments = read_tensors(path, metadata, into, self.updated, own)
+        # What the names in the file lack of those here; see `mmm.run.old_checkpoints`.
+        left_out = {name: described[name].get("left_out", "") for name in self.optimizers}
+        updated = {
+            name: {parameter.removeprefix(left_out[name]): value for parameter, value in parameters.items()}
+            for name, parameters in self.updated.items()
+        }
+        own = {name: tensors_of(optimizer, updated[name]) for name, optimizer in self.optimizers.items()}
+        moments = read_tensors(path, metadata, into, updated, own)
         for name in self.parameters:
             for parameter_name, parameter in self.repeated[name]:
                 parameter.detach().copy_(self.parameters[name][parameter_name].detach())
         for name, optimizer in self.optimizers.items():
-            self._restore_optimizer(path, optimizer, described[name], moments[name])
+            by_name = {left_out[name] + parameter: kept for parameter, kept in moments[name].items()}
+            self._restore_optimizer(path, optimizer, described[name], by_name)
         for name, other in self.others.items():
             other.load_state_dict(decode(described[name]["state"], into[name]))
         self.gather_updated()
