@@ -23,7 +23,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from mmm.checkpoint import Manifest, Saver, training_state
+from mmm.checkpoint import Manifest, Saver
+from mmm.checkpoint.state import tensors_of
 
 SIZE = 384  # of the matrices
 
@@ -55,7 +56,8 @@ def measure(rank: int, given: argparse.Namespace, folder: str) -> None:
             step += 1
             dist.barrier()
             begin = time.perf_counter()
-            saver.save(training_state(parameters, {}, optimizer), Manifest(step, {}, {}, {}, {}))
+            state = {"model": parameters, "optimizer": tensors_of(optimizer, parameters)}
+            saver.save(state, Manifest(step, {}, {}, {}, {}))
             begun = time.perf_counter() - begin
             beside = work(steps) if steps else 0.0
             begin = time.perf_counter()

@@ -16,15 +16,13 @@ if TYPE_CHECKING:
     from mmm.checkpoint.manifest import read_manifest as read_manifest
     from mmm.checkpoint.manifest import steps_of as steps_of
     from mmm.checkpoint.saver import Saver as Saver
-    from mmm.checkpoint.state import load_tensors as load_tensors
     from mmm.checkpoint.state import shapes_of as shapes_of
-    from mmm.checkpoint.state import training_state as training_state
 
 __getattr__, __dir__ = lazy(
     __name__,
     {
         "mmm.checkpoint.manifest": "Manifest complete read_manifest steps_of",
         "mmm.checkpoint.saver": "Saver",
-        "mmm.checkpoint.state": "load_tensors shapes_of training_state",
+        "mmm.checkpoint.state": "shapes_of",
     },
 )

@@ -105,7 +105,9 @@ class Saver:
         """Begin to save; wait first for the save before it. A collective.
 
         Args:
-            state: of `training_state`; it may change as soon as this returns. manifest: without files; rank 0's counts.
+            state: ``{"model": {name: tensor}, "optimizer": {parameter: {"exp_avg": tensor, …}}}`` of this rank, by
+                names in the full model; it may change as soon as this returns.
+            manifest: without files; rank 0's counts.
         """
         self.wait()
         copied = self._host_copy.of(state)

@@ -6,7 +6,7 @@ it was saved on, and DCP reads of it what another one needs.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,19 +21,7 @@ from mmm.checkpoint.manifest import FileSum
 from mmm.checkpoint.storage import Reader, read_metadata
 from mmm.errors import CheckpointError
 
-MODEL, OPTIMIZER = "model", "optimizer"
-
-
-def training_state(
-    parameters: Mapping[str, Tensor], buffers: Mapping[str, Tensor], optimizer: torch.optim.Optimizer
-) -> dict[str, Any]:
-    """``{"model": {name: tensor}, "optimizer": {parameter: {"exp_avg": tensor, …}}}`` of this rank.
-
-    Args:
-        parameters: what the optimizer updates. buffers: those that are saved. Both by names in the full model; plain,
-            the same on all ranks that have the name, or DTensors.
-    """
-    return {MODEL: {**parameters, **buffers}, OPTIMIZER: tensors_of(optimizer, parameters)}
+MODEL = "model"  # the group of tensors that a trainer's weights are in
 
 
 def tensors_of(optimizer: torch.optim.Optimizer, parameters: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
@@ -67,35 +55,6 @@ def metadata_on_all(folder: Path, files: Mapping[str, FileSum]) -> Metadata:
     if isinstance(sent[0], str):
         raise CheckpointError(sent[0], on_every_rank=True)
     return sent[0]
-
-
-def load_tensors(
-    folder: Path,
-    files: Mapping[str, FileSum],
-    parameters: Mapping[str, Tensor],
-    buffers: Mapping[str, Tensor],
-    optimizer: torch.optim.Optimizer,
-    repeated: Iterable[tuple[str, Tensor]] = (),
-) -> None:
-    """Load into a model, in place, and into an optimizer that has made no step; in place where it has its state already
-    (on a disk). A collective.
-
-    Args:
-        files: the checkpoint's, of its manifest. parameters, buffers: as for `training_state`.
-        repeated: further parameters under a name of `parameters`, to be equal to that one, as their states.
-
-    Raises:
-        CheckpointError: the checkpoint lacks a tensor, or has it in another shape; or it cannot be read. On every rank.
-    """
-    tensors = {**parameters, **buffers}
-    found = metadata_on_all(folder, files)
-    into = {OPTIMIZER: tensors_of(optimizer, parameters)}
-    moments = read_tensors(folder, found, {MODEL: tensors}, {OPTIMIZER: parameters}, into)[OPTIMIZER]
-    of_parameter = {id(parameter): moments.get(name) for name, parameter in parameters.items()}
-    for name, parameter in repeated:
-        parameter.detach().copy_(parameters[name].detach())
-        of_parameter[id(parameter)] = {key: value.clone() for key, value in moments.get(name, {}).items()}
-    give_state(optimizer, of_parameter)
 
 
 def read_tensors(

@@ -16,9 +16,9 @@ from torch.distributed.checkpoint import metadata as dcp_metadata
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from mmm.checkpoint import Manifest, Saver, load_tensors, read_manifest, steps_of
+from mmm.checkpoint import Manifest, Saver, read_manifest, steps_of
 from mmm.checkpoint.manifest import MANIFEST, FileSum, broken_file, file_sum, remove_partial
-from mmm.checkpoint.state import training_state
+from mmm.checkpoint.state import give_state, metadata_on_all, read_tensors, tensors_of
 from mmm.checkpoint.storage import METADATA, read_metadata
 from mmm.errors import CheckpointError
 from support.disk import CAN_MOUNT, make_read_only, small_disk
@@ -43,6 +43,16 @@ def model(ranks, step=False):
             parameter.grad = parameter.detach() * 0.5
         optimizer.step()
     return parameters, {"bias": torch.full((3,), 7.0 if step else 0.0)}, optimizer
+
+
+def state_of(parameters, buffers, optimizer):
+    return {"model": {**parameters, **buffers}, "optimizer": tensors_of(optimizer, parameters)}
+
+
+def load_tensors(folder, files, parameters, buffers, optimizer):
+    into = {"model": {**parameters, **buffers}}
+    moments = read_tensors(folder, metadata_on_all(folder, files), into, {"optimizer": parameters})["optimizer"]
+    give_state(optimizer, {id(parameter): moments.get(name) for name, parameter in parameters.items()})
 
 
 def full(rank, parameters, buffers, optimizer):
@@ -71,7 +81,7 @@ def save(rank, folder, steps=(1,), keep=2, break_rank=None, full_rank=None):
     if rank.rank == full_rank:
         resource.setrlimit(resource.RLIMIT_FSIZE, (3000, hard))
     for step in steps:
-        saver.save(training_state(parameters, buffers, optimizer), Manifest(step, {"dim": 3}, {}, {}, {}))
+        saver.save(state_of(parameters, buffers, optimizer), Manifest(step, {"dim": 3}, {}, {}, {}))
         for parameter in parameters.values():  # the loop goes on: what is saved is what was
             with torch.no_grad():
                 parameter.add_(1.0)
@@ -141,7 +151,7 @@ def save_apart(rank, folder):
     own = folder / f"of-rank-{rank.rank}"
     own.mkdir()
     saver = saver_of(own, said)
-    saver.save(training_state(parameters, buffers, optimizer), Manifest(1, {"dim": 3}, {}, {}, {}))
+    saver.save(state_of(parameters, buffers, optimizer), Manifest(1, {"dim": 3}, {}, {}, {}))
     return saver.wait(), said
 
 

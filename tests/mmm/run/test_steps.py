@@ -1,0 +1,154 @@
+"""One rank's loop by `Run.steps`: what its rows have, what may stand around it, and which flags may change."""
+
+import itertools
+from contextlib import contextmanager
+
+import pytest
+import torch
+from torch import nn
+
+import mmm.history
+from mmm.errors import ConfigError
+from mmm.parallel import Layout
+from mmm.trainer import start_run
+from support.own_loop import Config
+from support.resuming import curve
+
+
+@contextmanager
+def small_run(folder, **flags):
+    config = Config(device="cpu", dtype="fp64", outdir=folder, **flags)
+    with start_run("small", config, Layout().fit(1)) as run:
+        yield run, config
+
+
+@pytest.fixture(autouse=True)
+def no_group_stays():
+    yield
+    if torch.distributed.is_initialized():  # of a run that was refused
+        torch.distributed.destroy_process_group()
+
+
+def network():
+    torch.manual_seed(0)
+    return nn.Linear(4, 1, dtype=torch.float64)
+
+
+def batches(steps):
+    return list(torch.randn(steps, 8, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64))
+
+
+def train(run, model, optimizer, steps):
+    for step in run.steps(batches(steps), steps, samples=8):
+        loss = model(step.batch).square().mean()
+        step.log(loss)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        yield step
+
+
+def run_all(folder, steps, change=lambda step, optimizer: None, **flags):
+    with small_run(folder, **flags) as (run, config):
+        model = network()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=config.lr)
+        run.state(model=model, optimizer=optimizer)
+        for step in train(run, model, optimizer, steps):
+            change(step, optimizer)
+
+
+def test_a_flag_may_change_where_a_run_goes_on(tmp_path):
+    """The learning rate is the new flag's, and the rest is as it was."""
+    run_all(tmp_path / "begun", 2, checkpoint_every=2, lr=0.1)
+    run_all(tmp_path / "two", 4, resume=tmp_path / "begun", lr=0.01)
+
+    def lower(step, optimizer):
+        if step.number == 1:
+            optimizer.param_groups[0]["lr"] = 0.01
+
+    run_all(tmp_path / "one", 4, lower, lr=0.1)
+    assert curve(tmp_path / "two", "lr") == [0.01, 0.01]
+    assert curve(tmp_path / "two") == curve(tmp_path / "one")[2:]
+
+
+def test_what_the_loop_has_changed_is_as_saved(tmp_path):
+    def halve(step, optimizer):
+        optimizer.param_groups[0]["lr"] /= 2
+
+    run_all(tmp_path / "begun", 2, halve, checkpoint_every=2, lr=0.1)
+    run_all(tmp_path / "two", 4, halve, resume=tmp_path / "begun", lr=0.01)
+    assert curve(tmp_path / "two", "lr") == [0.025, 0.0125]
+
+
+def loop_twice(folder):
+    with small_run(folder, checkpoint_every=2) as (run, _):
+        model = network()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        run.state(model=model, optimizer=optimizer)
+        for _ in range(2):
+            list(train(run, model, optimizer, 2))
+
+
+def test_a_second_loop_cannot_be_saved(tmp_path):
+    with pytest.raises(ConfigError, match="--checkpoint_every"):
+        loop_twice(tmp_path)
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-2"]
+
+
+def say_twice(folder):
+    with small_run(folder, checkpoint_every=2) as (run, _):
+        model = network()
+        run.state(model=model)
+        run.state(optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+def test_the_state_is_said_once(tmp_path):
+    with pytest.raises(ConfigError, match="second"):
+        say_twice(tmp_path)
+
+
+def test_the_rate_of_a_row_is_that_of_the_first_optimizer(tmp_path):
+    with small_run(tmp_path) as (run, _):
+        model = network()
+        first = torch.optim.SGD([model.weight], lr=0.1)
+        second = torch.optim.SGD([model.bias], lr=0.2)
+        run.state(model=model, first=first, second=second)
+        for step in run.steps(batches(4), 4, samples=8):
+            loss = model(step.batch).square().mean()
+            step.log(loss)
+            loss.backward()
+            if step.number % 2:
+                first.step()
+                first.param_groups[0]["lr"] /= 2
+            second.step()
+    assert curve(tmp_path, "lr") == [0.1, 0.1, 0.05, 0.05]
+
+
+def test_an_evaluation_counts_for_no_step(tmp_path, monkeypatch):
+    """Before the first step, in the loop, and after it."""
+    seconds = itertools.count()
+    late = [0]
+    monkeypatch.setattr("mmm.runtime.clock.perf_counter", lambda: next(seconds) + late[0])
+
+    def evaluate(run, model):
+        with run.evaluating(model):
+            assert not model.training
+            late[0] += 1000
+            mean = run.mean_loss(model(batch).square().mean() for batch in run.read(batches(2)))
+        assert model.training
+        return mean
+
+    with small_run(tmp_path) as (run, _):
+        model = network()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        run.state(model=model, optimizer=optimizer)
+        before = evaluate(run, model)
+        for step in train(run, model, optimizer, 3):
+            step.row["test_loss"] = evaluate(run, model)
+        after = evaluate(run, model)
+    rows = mmm.history.load(tmp_path)
+    with torch.no_grad():
+        expected = sum(network()(batch).square().mean().item() for batch in batches(2)) / 2
+    assert before == pytest.approx(expected, rel=1e-12)
+    assert rows.test_loss.values[-1] == after < before
+    assert rows.dt.max() < 100
