@@ -39,7 +39,7 @@ class TorchComm:
         self.rank = process_group.locate(rank, timeout)
         return self.rank
 
-    def group(self, run: Run, meet: Callable[[dist.Store], object]) -> AbstractContextManager[None]:
+    def group(self, run: Run, meet: Callable[[dist.Store], None]) -> AbstractContextManager[None]:
         """The default process group, for the length of a ``with`` block.
 
         Args:

@@ -323,7 +323,8 @@ class Run:
         steps = self.so_far.steps
         if step.due:
             self._refuse_empty_batches()
-            numbers = {} if self._learning_rate() is None else {"lr": self._learning_rate()}
+            rate = self._learning_rate()
+            numbers: dict[str, float | Tensor] = {} if rate is None else {"lr": rate}
             numbers |= step.row
             row_loss = self.so_far.mean()
             self.row(step.place, {loss_name: row_loss}, samples=samples * steps, tokens=tokens * steps, numbers=numbers)

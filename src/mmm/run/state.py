@@ -251,7 +251,7 @@ class State:
     def _check_same_tensors(self, path: Path, saved: Mapping[tuple[str, ...], torch.Size]) -> None:
         """Compare the tensors of models; those of a rank that has some of the layers cannot be compared."""
         for model, tensors in self.of_models().items():
-            here = {(model, name): tensor.shape for name, tensor in tensors.items()}
+            here: dict[tuple[str, ...], torch.Size] = {(model, name): tensor.shape for name, tensor in tensors.items()}
             of_model = {names: size for names, size in saved.items() if names[0] == model}
             for names in {**of_model, **here}:
                 if here.get(names) != of_model.get(names):
@@ -344,10 +344,10 @@ def _places_to_load(
     places: dict[str, Tensor] = {}
     for tensor in saved_tensors(saved):
         now = here.get(tensor.path)
-        is_sharded = isinstance(now, DTensor)
-        if (is_sharded and now.shape != tensor.shape) or (tensor.place == "sharded" and now is None):
+        has_other_shape = isinstance(now, DTensor) and now.shape != tensor.shape
+        if has_other_shape or (tensor.place == "sharded" and now is None):
             raise refused(path, f"{tensor.path} of {name} is a tensor of shape {list(tensor.shape)}, and not here")
-        if is_sharded:
+        if isinstance(now, DTensor):
             places[tensor.path] = torch.empty_like(now, dtype=tensor.dtype)
         elif now is not None:
             places[tensor.path] = torch.empty(tensor.shape, dtype=tensor.dtype, device=now.device)

@@ -80,7 +80,7 @@ class Checkpoint(Hook):
         self.every = options.checkpoint_every
         for group in type(options).__mro__:
             if "checkpoint_every" in vars(group):  # a config that derives from it may have another `check` first
-                group.check(options)
+                vars(group)["check"](options)
         if options.resume is not None and run.options.overwrite:
             raise ConfigError("--resume and --overwrite contradict each other: leave one out")
         if options.resume == AUTO and run.options.outdir is None:
@@ -208,7 +208,7 @@ class Checkpoint(Hook):
             ConfigError: the loop cannot be saved.
         """
         self._check_loop(run)
-        if self.vote is None or self.saver is None:
+        if self.vote is None or self.saver is None or self.every is None:
             return
         self._stopped = self.vote.stop_asked() and not step.last
         step.last = step.last or self._stopped
