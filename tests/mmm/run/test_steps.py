@@ -107,6 +107,28 @@ def test_the_state_is_said_once(tmp_path):
         say_twice(tmp_path)
 
 
+class Both:
+    """An object of one's own, which saves the optimizers that it has."""
+
+    def __init__(self, *optimizers):
+        self.optimizers = list(optimizers)
+
+    def state_dict(self):
+        return {"steps": [len(optimizer.state) for optimizer in self.optimizers]}
+
+    def load_state_dict(self, state):
+        pass
+
+
+def test_an_optimizer_may_be_in_an_object_of_ones_own(tmp_path):
+    with small_run(tmp_path, checkpoint_every=2) as (run, _):
+        model = network()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        run.state(model=model, both=Both(optimizer))
+        list(train(run, model, optimizer, 2))
+    assert (tmp_path / "checkpoints/step-2").exists()
+
+
 def test_the_rate_of_a_row_is_that_of_the_first_optimizer(tmp_path):
     with small_run(tmp_path) as (run, _):
         model = network()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -183,7 +184,7 @@ class Checkpoint(Hook):
         saved = [*self.state_of_run.optimizers.values()]
         for other in self.state_of_run.others.values():  # one of the program's own may have an optimizer in it
             if not isinstance(other, LRScheduler):
-                saved += vars(other).values()
+                saved += optimizers_in(getattr(other, "__dict__", None))
         if not any(value is optimizer for value in saved):
             raise ConfigError(
                 f"run.state(…) lacks an optimizer of the loop, {article(optimizer)}: it would begin anew",
@@ -327,6 +328,17 @@ def _prepare_folder(outdir: Path) -> None:
     """Make the folder of checkpoints, and remove what a killed run has left there. Raises RecordError."""
     writable(outdir / CHECKPOINTS)
     remove_partial(outdir / CHECKPOINTS)
+
+
+def optimizers_in(value: Any) -> Iterator[torch.optim.Optimizer]:
+    """The optimizers in lists, tuples and dicts."""
+    if isinstance(value, torch.optim.Optimizer):
+        yield value
+    elif isinstance(value, dict):
+        yield from optimizers_in(list(value.values()))
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from optimizers_in(item)
 
 
 class StopVote:
