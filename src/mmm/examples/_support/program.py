@@ -37,5 +37,5 @@ def start_run(
         assert isinstance(job, Job)
         print_on_rank0(job.summary())
         raise SystemExit(0)
-    hooks = [Agreement(), StartUp(), *hooks, Record(), MistakeOnPurpose(global_batch)]
+    hooks = [*hooks, Agreement(), StartUp(), Record(), MistakeOnPurpose(global_batch)]
     return run.start_run(name, config, job, hooks)
