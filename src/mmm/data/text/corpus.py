@@ -56,14 +56,22 @@ class Corpus:
             f"validation_{self.unit}": len(self.validation),
             "sha256": self.sha256,
         }
-        return about if self.unit == "bytes" else about | {"tokenizer": str(self.tokenizer or "unknown")}
+        if self.unit != "bytes":
+            about["tokenizer"] = str(self.tokenizer or "unknown")
+        return about
 
 
 def _corpus(train: Sequence[bytes], validation: Sequence[bytes], source: str, files: int) -> Corpus:
-    first, second = (np.frombuffer(b"\n".join(texts), dtype=np.uint8) for texts in (train, validation))
-    digest = hashlib.sha256(first.data)
-    digest.update(second.data)
-    return Corpus(first, second, source, files, digest.hexdigest(), bytes_per_token=1.0)
+    first = b"\n".join(train)
+    second = b"\n".join(validation)
+    return Corpus(
+        train=np.frombuffer(first, np.uint8),
+        validation=np.frombuffer(second, np.uint8),
+        source=source,
+        files=files,
+        sha256=hashlib.sha256(first + second).hexdigest(),
+        bytes_per_token=1.0,
+    )
 
 
 def standard_library(root: Path | None = None) -> Corpus:
@@ -78,9 +86,11 @@ def standard_library(root: Path | None = None) -> Corpus:
     root = root or Path(sysconfig.get_paths()["stdlib"])
     train: list[bytes] = []
     validation: list[bytes] = []
-    for path in sorted(path for path in root.glob("*.py") if path.is_file()):
-        is_held_out = hashlib.sha256(path.name.encode()).digest()[0] % 10 == 0
-        (validation if is_held_out else train).append(path.read_bytes())
+    for path in sorted(root.glob("*.py")):
+        if path.is_file():
+            is_held_out = hashlib.sha256(path.name.encode()).digest()[0] % 10 == 0
+            texts = validation if is_held_out else train
+            texts.append(path.read_bytes())
     if not train or not validation:
         raise DataError(
             f"no standard library sources in {root} to train on: give a text with --text FILE, or use --dataset random"

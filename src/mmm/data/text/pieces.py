@@ -83,13 +83,12 @@ def read_documents(piece: Piece, separator: bytes, field: str, utf8: bool) -> li
     with piece.path.open("rb") as file:
         file.seek(piece.begin)
         text = check_text(file.read(piece.end - piece.begin), piece.path, piece.begin, utf8 or piece.jsonl)
+    documents = text.split(separator) if separator else [text]
     if piece.jsonl:
         if not piece.begin:
             text = text.removeprefix(b"\xef\xbb\xbf")
         lines = enumerate(text.split(b"\n"))
         documents = [_text(piece, number, line, field) for number, line in lines if line.strip()]
-    else:
-        documents = text.split(separator) if separator else [text]
     return [document for document in documents if document]
 
 

@@ -134,22 +134,23 @@ def _prepare(
     appended = () if eos is None else (tokenizer.token(eos),)
     encoding = Encoding(tokenizer, wanted.separator.encode(), wanted.field, appended)
     pieces = list(split(files, PIECE, encoding.separator, tokenizer.splittable))
-    if state["pieces"]:
-        say(f"going on: {state['pieces']} of {len(pieces)} pieces are there")
+    done = state["pieces"]
+    if done:
+        say(f"going on: {done} of {len(pieces)} pieces are there")
     with (part / TOKENS).open("ab") as tokens, (part / DOCUMENTS).open("ab") as documents:
         # What was written after the last state goes.
         tokens.truncate(state["tokens"] * tokenizer.dtype.itemsize)
         documents.truncate(state["documents"] * 8)
-        for piece in encode(pieces[state["pieces"] :], processes, encoding):
+        for piece in encode(pieces[done:], processes, encoding):
             tokens.write(piece.tokens.data)
             documents.write((piece.ends + state["tokens"]).astype("<i8").data)
             for file in (tokens, documents):
                 file.flush()
                 os.fsync(file.fileno())
-            state["pieces"] += 1
-            state["tokens"] += len(piece.tokens)
-            state["documents"] += len(piece.ends)
-            state["bytes"] += piece.bytes
+            added = {"pieces": 1, "tokens": len(piece.tokens), "documents": len(piece.ends), "bytes": piece.bytes}
+            for name, count in added.items():
+                state[name] += count
+            # Of the pieces one after the other: it can go on from the last state.
             state["sha256"] = hashlib.sha256(state["sha256"].encode() + piece.tokens.tobytes()).hexdigest()
             write_atomically(part / STATE, json.dumps(state).encode())
             ended = counted(state["documents"], "document")

@@ -25,13 +25,16 @@ DRAWS = ("dropout", "alpha", "nbest_size")  # of its model: a text would have ot
 class CharTokenizer(Tokenizer):
     """A Unicode character is a token; the vocabulary is a list of characters, by code point."""
 
-    kind, file, splittable = "chars", "tokenizer.json", True
+    kind = "chars"
+    file = "tokenizer.json"
+    splittable = True
     HEAD = b'{"kind": "chars"'  # how its file begins
 
     def __init__(self, chars: str) -> None:
         if not chars or len(set(chars)) < len(chars):
             raise DataError("a vocabulary of characters has none, or one twice")
-        self.chars, self.vocab_size = chars, len(chars)
+        self.chars = chars
+        self.vocab_size = len(chars)
         self.content = json.dumps({"kind": self.kind, "chars": chars}).encode()
         self._table = np.full(CODE_POINTS, -1, np.int32)  # code point -> token
         self._table[_codes(chars)] = np.arange(len(chars))
@@ -59,7 +62,8 @@ class CharTokenizer(Tokenizer):
 class HuggingFaceTokenizer(Tokenizer):
     """A ``tokenizer.json`` of Hugging Face's ``tokenizers``, without what draws or cuts in it."""
 
-    kind, file = "tokenizers", "tokenizer.json"
+    kind = "tokenizers"
+    file = "tokenizer.json"
 
     def __init__(self, content: bytes, name: object) -> None:
         package = _optional("tokenizers", name)
@@ -71,8 +75,9 @@ class HuggingFaceTokenizer(Tokenizer):
         model = about.get("model")
         if not isinstance(model, dict):
             model = {}
-        switched_off = [field for field in CUTS if about.pop(field, None) is not None]
-        switched_off += [field for field in DRAWS if model.pop(field, None) is not None]
+        switched_off = []
+        for part, fields in ((about, CUTS), (model, DRAWS)):
+            switched_off += [field for field in fields if part.pop(field, None) is not None]
         if switched_off:
             content = json.dumps(about).encode()
             self.notes = (f"{name}: its {' and '.join(switched_off)} stays off: a text has the same tokens each time",)
@@ -117,13 +122,13 @@ def _check_all_covered(text: str, offsets: Sequence[tuple[int, int]]) -> None:
     Args:
         offsets: of each token, its first character and the one after its last.
     """
-    covered = np.zeros(len(text), bool)
+    lost = np.ones(len(text), bool)
     for begin, end in offsets:
-        covered[begin:end] = True
-    lost = [text[place] for place in np.flatnonzero(~covered) if not text[place].isspace()]
-    if lost:
+        lost[begin:end] = False
+    count = sum(not text[place].isspace() for place in np.flatnonzero(lost))
+    if count:
         raise DataError(
-            f"{len(lost)} of {len(text)} characters have no token, and would be left out: the tokenizer has neither an "
+            f"{count} of {len(text)} characters have no token, and would be left out: the tokenizer has neither an "
             "unknown token nor one for each byte"
         )
 
@@ -131,11 +136,13 @@ def _check_all_covered(text: str, offsets: Sequence[tuple[int, int]]) -> None:
 class SentencePieceTokenizer(Tokenizer):
     """A SentencePiece model."""
 
-    kind, file = "sentencepiece", "tokenizer.model"
+    kind = "sentencepiece"
+    file = "tokenizer.model"
 
     def __init__(self, content: bytes, name: object) -> None:
         package = _optional("sentencepiece", name)
-        self.content, self._processor = content, package.SentencePieceProcessor()
+        self.content = content
+        self._processor = package.SentencePieceProcessor()
         try:
             self._processor.LoadFromSerializedProto(content)
         except RuntimeError:
@@ -149,8 +156,8 @@ class SentencePieceTokenizer(Tokenizer):
         return self._processor.DecodeIds([int(token) for token in tokens])
 
     def token(self, name: str) -> int:
-        found = self._processor.PieceToId(name)
-        return found if self._processor.IdToPiece(found) == name else super().token(name)
+        token = self._processor.PieceToId(name)  # that of what is unknown, where it has none
+        return token if self._processor.IdToPiece(token) == name else super().token(name)
 
 
 def load_tokenizer(name: str | Path) -> Tokenizer:
@@ -231,5 +238,6 @@ def _optional(package: str, name: object) -> Any:
     try:
         return importlib.import_module(package)
     except ImportError:
-        wanted = f"--tokenizer {name} needs the package {package}"
-        raise DataError(f"{wanted}, which is not installed: pip install 'mmm[{package}]'") from None
+        raise DataError(
+            f"--tokenizer {name} needs the package {package}, which is not installed: pip install 'mmm[{package}]'"
+        ) from None

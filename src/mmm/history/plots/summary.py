@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 MOST_POINTS = 1000  # a line of more is thinned: a page has no more pixels
 MOST_BARS = 60
+RATES = ("tps", "sps")
 
 
 def summary_figure(ds: "xarray.Dataset", name: str) -> "Figure | None":
@@ -35,15 +36,7 @@ def summary_figure(ds: "xarray.Dataset", name: str) -> "Figure | None":
     Args:
         name: of the run, for the title.
     """
-    known = metrics(ds)
-    split = parts(ds)
-    names = {
-        "loss": main_loss(ds),
-        "accuracy": "test_acc" if "test_acc" in known else None,
-        "time": "dt" if "dt" in known else None,
-        "rate": next((rate for rate in ("tps", "sps") if rate in known), None),
-    }
-    panels = {panel: metric for panel, metric in names.items() if metric is not None}
+    panels = _panels(ds)
     if not panels or not ds.sizes["draw"]:
         return None
     height = 0.95 + 2.6 * len(panels)
@@ -52,12 +45,13 @@ def summary_figure(ds: "xarray.Dataset", name: str) -> "Figure | None":
     figure.text(0.02, 1 - 0.40 / height, facts(ds), color=LIGHT.muted, fontsize=9, va="top")
     figure.subplots_adjust(left=0.125, right=0.97, bottom=0.5 / height, top=1 - 1.1 / height, hspace=0.4)
     rows = figure.subplots(len(panels), 1, sharex=True, squeeze=False)[:, 0]
-    for axes, (panel, metric) in zip(rows, panels.items(), strict=True):
+    split = parts(ds)
+    for axes, metric in zip(rows, panels, strict=True):
         s = series(ds, metric)
-        if panel == "time" and split:
+        if metric == "dt" and split:
             _draw_parts(axes, ds, s, split)
         else:
-            _draw_series(axes, ds, s, GREEN if panel == "rate" else BLUE)
+            _draw_series(axes, ds, s, GREEN if metric in RATES else BLUE)
         _draw_resumptions(axes, ds, s.x)
         axes.set_title(s.title[:1].upper() + s.title[1:], fontsize=10.5)
         axes.set_ylabel(s.label)
@@ -75,16 +69,24 @@ def summary_figure(ds: "xarray.Dataset", name: str) -> "Figure | None":
     return figure
 
 
+def _panels(ds: "xarray.Dataset") -> list[str]:
+    """The metrics that are drawn, from top to bottom: loss, accuracy, the time of a step, throughput."""
+    known = metrics(ds)
+    rates = [rate for rate in RATES if rate in known]
+    return [metric for metric in (main_loss(ds), "test_acc", "dt", *rates[:1]) if metric in known]
+
+
 def _draw_series(axes: "Axes", ds: "xarray.Dataset", s: Series, color: str) -> None:
     """A line, of the median over ranks where they differ; and the loss held out, as markers."""
-    shown = [s.y]
-    axes.plot(*_thin(s.x, s.y), color=color, lw=1.6, marker="o" if len(s.x) < 25 else None, ms=3, label=s.name)
-    twins = (f"val_{s.name}", f"test_{s.name.removeprefix('train_')}")
-    for twin in (name for name in twins if name in metrics(ds) and name != s.name):
-        held_out = series(ds, twin)
-        axes.plot(held_out.x, held_out.y, "o", ms=5, mfc=LIGHT.paper, mec=ORANGE, mew=1.5, label=twin, zorder=5)
-        shown.append(held_out.y)
-    _set_limits(axes, s.x, s.y, limits(s.name, np.concatenate(shown)))
+    values = [s.y]
+    marker = "o" if len(s.x) < 25 else None
+    axes.plot(*_thin(s.x, s.y), color=color, lw=1.6, marker=marker, ms=3, label=s.name)
+    for twin in (f"val_{s.name}", f"test_{s.name.removeprefix('train_')}"):
+        if twin in metrics(ds) and twin != s.name:
+            held_out = series(ds, twin)
+            axes.plot(held_out.x, held_out.y, "o", ms=5, mfc=LIGHT.paper, mec=ORANGE, mew=1.5, label=twin, zorder=5)
+            values.append(held_out.y)
+    _set_limits(axes, s.x, s.y, limits(s.name, np.concatenate(values)))
 
 
 def _draw_parts(axes: "Axes", ds: "xarray.Dataset", s: Series, split: dict[str, np.ndarray]) -> None:
@@ -102,10 +104,7 @@ def _draw_parts(axes: "Axes", ds: "xarray.Dataset", s: Series, split: dict[str, 
         base = base + height
     marker = "_" if is_short else "-"
     axes.plot(steps, line, marker, color=LIGHT.ink, lw=1.0, label=f"full {'epoch' if s.x_name == 'epoch' else 'step'}")
-    shown = limits(s.name, full)
-    if shown is not None:
-        shown = (0.0, shown[1])
-    _set_limits(axes, s.x, full, shown, from_zero=True)
+    _set_limits(axes, s.x, full, limits(s.name, full), from_zero=True)
 
 
 def _draw_resumptions(axes: "Axes", ds: "xarray.Dataset", x: np.ndarray) -> None:
@@ -124,6 +123,8 @@ def _set_limits(
 
     if shown is not None:
         low, high = shown
+        if from_zero:
+            low = 0.0
         margin = 0.06 * (high - low) or 0.05 * abs(high) or 1.0
         axes.set_ylim(0.0 if from_zero else low - margin, high + margin)
         for rows, height, marker in ((y > high, 0.96, "^"), (y < low, 0.04, "v")):
