@@ -24,7 +24,7 @@ from mmm.parallel.mesh import Mesh, meshes_made_once
 from mmm.parallel.plan import Plan, warn_unmatched
 from mmm.parallel.ties import check_tied, find_ties, retie
 from mmm.parallel.tp.tensor_parallel import apply_tensor_parallel
-from mmm.parallel.values import check_sizes
+from mmm.parallel.values import check_parameters
 from mmm.runtime.device import Precision
 
 
@@ -57,7 +57,7 @@ def apply(
     if layout.pp == 1:  # a stage lacks modules on purpose: `ParallelModel` has checked the full model
         warn_unmatched(plan, model)
     ties = find_ties(model)
-    check_sizes(model)
+    check_parameters(model)
     keep_values(model)
     draw.convert(model, precision.storage)
 

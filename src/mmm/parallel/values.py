@@ -17,13 +17,16 @@ what it has. A tied weight is asked for once, under its first name."""
 NAMED = 3  # tensors that a message names
 
 
-def check_sizes(model: nn.Module) -> None:
-    """Raises ConfigError where a module of PyTorch's lazy ones does not know its sizes yet."""
+def check_parameters(model: nn.Module) -> None:
+    """Raises ConfigError where a module of PyTorch's lazy ones does not know its sizes yet, or gradients are sparse."""
     lazy = [name for name, tensor in (*model.named_parameters(), *model.named_buffers()) if is_lazy(tensor)]
     if lazy:
         raise ConfigError(
             f"{names_in_message(lazy)} of {class_name(model)} would get its shape from the first input: give sizes"
         )
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
+            raise ConfigError(f"{name or 'the model'} has sparse gradients, which no technique adds up: sparse=False")
 
 
 def constructed_values(model: nn.Module) -> Values:

@@ -15,7 +15,6 @@ from mmm.nn.meta import meta_parameters
 from mmm.parallel import apply, build_mesh, loaded_values, materialize
 from mmm.parallel.dp.wrapped import unwrapped
 from mmm.parallel.initial_weights import InitName
-from mmm.parallel.own_model import check_own_model
 from mmm.parallel.plan import Plan
 from mmm.parallel.state_dict import StateDict
 from mmm.run.run import Run
@@ -62,8 +61,6 @@ def build_model(
     with nullcontext() if dry else _construction(run, name), meta_parameters(keep):
         model = make()
     how = Techniques(**techniques)
-    if run.device.type != "mps":  # where one rank has the model as it is
-        check_own_model(model, plan, how.data_parallel)
     values = None if dry or weights is None else loaded_values(model, weights)
     seed = run.seed
     if name is not None or run.unnamed_models:

@@ -7,11 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from mmm.errors import UserError
-from mmm.parallel import Layout, Plan, apply, build_mesh, materialize, meta_parameters
-from mmm.parallel.own_model import check_own_model
+from mmm.parallel import Layout, apply, build_mesh, materialize, meta_parameters
 from mmm.run.save_model import full_tensors
 from support.own_model import CPU, FP64
 from support.own_models import CASES
@@ -38,15 +36,16 @@ OTHERWISE: dict[str, dict[tuple[str, ...], str | None]] = {
     "norm over all heads": {TP: None},
     "PINN, u''": {FSDP: "create_graph=True .* use ddp, zero1 or zero2"},
     "own parameters and buffers": {TP: "no style for gain"},
-    "own scalar": {(*FSDP, "zero1", "zero2", ZERO_TP): r"log_scale, which is a scalar.* \(1,\), or use ddp"},
+    "own scalar": {
+        ("1 rank", "fsdp"): None,
+        ("zero1", "zero2"): r"log_scale is a scalar.* \(1,\)",
+        TP: "no style for log_scale",
+    },
     "own mean in a buffer": {(*DP, "dp2·tp2", ZERO_TP): VERIFY},
     "frozen parameter that forward writes": {("1 rank", *DP): VERIFY, TP: "no style for code"},
     "Embedding with max_norm": {("1 rank", *DP): VERIFY, TP: None},
-    "ModuleDict as a unit": {FSDP: "fsdp_units names heads, a ModuleDict, which is never called"},
-    "complex beside real": {
-        FSDP: "weight, which is complex, beside bias, which is real",
-        (ZERO_TP,): "no style for weight, bias",
-    },
+    "ModuleDict as a unit": {FSDP: None},
+    "complex beside real": {("1 rank", "fsdp"): None, TP: "no style for weight, bias"},
     "lazy shapes": {tuple(LAYOUTS): r"0\.weight, 0\.bias of Sequential would get its shape"},
 }
 QUICK = {
@@ -123,7 +122,6 @@ def parallel(rank, case, layout, technique):
     for make, plan in zip(case.makes, case.plans, strict=True):
         with meta_parameters():
             model = make()
-        check_own_model(model, plan, technique)
         models.append(apply(model, mesh, plan, FP64, data_parallel=technique))
         materialize(models[-1], CPU, 0)
     group, samples = mesh["dp_shard"].get_group(), BATCH // layout.dp
@@ -194,11 +192,3 @@ def table():
 
 def test_the_table_of_the_page():
     assert table() in PAGE.read_text(encoding="utf-8"), table()
-
-
-def test_a_forward_of_the_object_is_called():
-    compiled = nn.Module()  # as torch.compile makes it
-    compiled.inner = nn.Linear(4, 4)
-    compiled.forward = compiled.inner.forward
-    model = nn.Sequential(compiled, nn.Linear(4, 4))
-    check_own_model(model, Plan({}, fsdp_units=("0",)), "fsdp")

@@ -50,6 +50,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from mmm.errors import ConfigError
 from mmm.parallel.dp.wrapped import Wrapper
 from mmm.parallel.ep.expert_parallel import expert_dim
 from mmm.parallel.local import to_local
@@ -83,7 +84,7 @@ class ShardedParameter:
             mesh: of the shards: the axes of `full`, then `over`. dim: whose rows are sharded.
         """
         if full.ndim == 0:
-            raise ValueError(f"parameter {name} is a scalar, which has no rows to shard: give it shape (1,)")
+            raise ConfigError(f"parameter {name} is a scalar, which has no rows to shard: give it shape (1,)")
         self.full = full
         self.mesh = mesh
         self.dim = dim
