@@ -18,11 +18,8 @@ from mmm.data.text.tokenizer import tokenizer_of
 from mmm.errors import CheckpointError, ConfigError, DataError
 from mmm.layout import Layout, Techniques
 from mmm.models.definition import of_config
-from mmm.models.gpt.model import GPTConfig
-from mmm.models.llama.model import TransformerConfig
 from mmm.nn.draw import Init
 from mmm.nn.experts import has_experts
-from mmm.nn.rope import RopeScaling
 from mmm.nn.sampling import Sampling
 from mmm.parallel import build_mesh, partition_model
 from mmm.parallel.generate import Likeliest, generate
@@ -31,7 +28,7 @@ from mmm.parallel.parallel_model import ParallelModel
 from mmm.runtime.device import Precision
 from mmm.runtime.process_group import broadcast_object, gather_objects
 from mmm.runtime.ranks import Rank
-from mmm.weights.weights import Weights, is_gpt
+from mmm.weights.weights import Weights, config_from
 
 
 def checked(sampling: Sampling) -> Sampling:
@@ -103,15 +100,10 @@ def config_of(weights: Weights) -> Any:
     Raises:
         CheckpointError: they do not go together.
     """
-    config: Any
-    if is_gpt(weights.sizes):
-        config = GPTConfig(**weights.sizes)
-    else:
-        try:
-            scaling = RopeScaling.of(weights.sizes.get("rope_scaling"))
-        except ValueError as error:
-            raise CheckpointError(f"{weights.path}: {error}") from None
-        config = TransformerConfig(**{**weights.sizes, "rope_scaling": scaling})
+    try:
+        config = config_from(weights.definition, weights.sizes)
+    except ValueError as error:
+        raise CheckpointError(f"{weights.path}: {error}") from None
     if wrong := config.problems():
         raise CheckpointError(f"{weights.path}: {wrong[0]}")
     return config

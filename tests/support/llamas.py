@@ -39,7 +39,8 @@ def tensors(config: dict = CONFIG, seed: int = 0, dtype: torch.dtype = torch.flo
     """Random weights by the names of Hugging Face's files."""
     numbers = torch.Generator().manual_seed(seed)
     dim, hidden, vocabulary = config["hidden_size"], config["intermediate_size"], config["vocab_size"]
-    kv = dim // config["num_attention_heads"] * config["num_key_value_heads"]
+    head = config.get("head_dim", dim // config["num_attention_heads"])
+    queries, kv = (head * config[f"num_{name}_heads"] for name in ("attention", "key_value"))
 
     def some(*shape: int) -> Tensor:
         scale = 0.3 if len(shape) > 1 else 0.1
@@ -51,14 +52,18 @@ def tensors(config: dict = CONFIG, seed: int = 0, dtype: torch.dtype = torch.flo
         found |= {
             f"{layer}input_layernorm.weight": some(dim),
             f"{layer}post_attention_layernorm.weight": some(dim),
-            f"{layer}self_attn.q_proj.weight": some(dim, dim),
+            f"{layer}self_attn.q_proj.weight": some(queries, dim),
             f"{layer}self_attn.k_proj.weight": some(kv, dim),
             f"{layer}self_attn.v_proj.weight": some(kv, dim),
-            f"{layer}self_attn.o_proj.weight": some(dim, dim),
+            f"{layer}self_attn.o_proj.weight": some(dim, queries),
             f"{layer}mlp.gate_proj.weight": some(hidden, dim),
             f"{layer}mlp.up_proj.weight": some(hidden, dim),
             f"{layer}mlp.down_proj.weight": some(dim, hidden),
         }
+        if config["model_type"] == "qwen2":
+            found |= {f"{layer}self_attn.{name}_proj.bias": some(queries if name == "q" else kv) for name in "qkv"}
+        if config["model_type"] == "qwen3":
+            found |= {f"{layer}self_attn.{name}_norm.weight": some(head) for name in "qk"}
     if not config.get("tie_word_embeddings"):
         found["lm_head.weight"] = some(vocabulary, dim)
     return found
@@ -108,13 +113,15 @@ def logits(config: dict, weights: dict[str, Tensor], tokens: Tensor) -> Tensor:
     """
     w = {name: tensor.double() for name, tensor in weights.items()}
     heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
-    head_dim, seq = config["hidden_size"] // heads, tokens.shape[1]
+    head_dim, seq = config.get("head_dim", config["hidden_size"] // heads), tokens.shape[1]
     frequencies = config["rope_theta"] ** (-torch.arange(0, head_dim, 2).double() / head_dim)
     scaling = config.get("rope_scaling") or {}
     if scaling.get("rope_type") == "linear":
         frequencies = frequencies / scaling["factor"]
     angles = torch.arange(seq).double()[:, None] * torch.cat([frequencies, frequencies])  # (seq, head_dim)
     above = torch.full((seq, seq), -torch.inf, dtype=torch.float64).triu(1)
+    if config["model_type"] == "mistral":
+        above += torch.full_like(above, -torch.inf).tril(-config["sliding_window"])
 
     def norm(x: Tensor, name: str) -> Tensor:
         return x * (x.pow(2).mean(-1, keepdim=True) + config["rms_norm_eps"]).rsqrt() * w[name]
@@ -128,9 +135,13 @@ def logits(config: dict, weights: dict[str, Tensor], tokens: Tensor) -> Tensor:
         layer = f"model.layers.{i}."
         y = norm(x, f"{layer}input_layernorm.weight")
         q, k, v = (
-            (y @ w[f"{layer}self_attn.{name}_proj.weight"].T).unflatten(-1, (-1, head_dim)).transpose(1, 2)
+            (y @ w[f"{layer}self_attn.{name}_proj.weight"].T + w.get(f"{layer}self_attn.{name}_proj.bias", 0))
+            .unflatten(-1, (-1, head_dim))
+            .transpose(1, 2)
             for name in "qkv"
         )
+        if config["model_type"] == "qwen3":
+            q, k = norm(q, f"{layer}self_attn.q_norm.weight"), norm(k, f"{layer}self_attn.k_norm.weight")
         k, v = (t.repeat_interleave(heads // kv_heads, 1) for t in (k, v))
         scores = rotated(q) @ rotated(k).mT / head_dim**0.5 + above
         out = (scores.softmax(-1) @ v).transpose(1, 2).flatten(2)

@@ -6,7 +6,7 @@ of a model's folder names it, or asks of which class its sizes are.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, fields, replace
 from functools import cache
 from importlib import import_module
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from mmm.errors import ConfigError
 from mmm.layout import Layout
 from mmm.models.costs import Costs
+from mmm.models.names import HuggingFaceNames
 from mmm.models.rules import Rules, refuse
 from mmm.parallel.plan import Plan, check_axes
 
@@ -50,6 +51,9 @@ class ModelDef:
         small: sizes that the proof trains, by the name that they have there: few, and awkward. A language model has a
             vocabulary of at least 96 tokens and places for 32; one of images takes 12 × 12 pixels, 1 channel, 10
             classes.
+        names: what it is called elsewhere; None where nobody else has it.
+        known_by: a size that no other language model has, by which the model of a checkpoint is known; the first of
+            `NAMES` needs none.
         sample: (sizes, batch, seq_length) → what forward takes.
         language: whether it predicts tokens.
         tokens: (sizes, seq_length) → length of a sample's sequence, of tokens or patches.
@@ -65,6 +69,8 @@ class ModelDef:
     rules: Rules
     costs: Costs
     small: Mapping[str, Any]
+    names: HuggingFaceNames | None = None
+    known_by: str = ""
     sample: Callable[[Any, int, int], Tensor] = token_sample
     language: bool = True
     tokens: Callable[[Any, int], int] = lambda config, seq_length: seq_length
@@ -128,6 +134,30 @@ def of_config(config: Any) -> ModelDef:
     if definition is None:
         raise ConfigError(f"{type(config).__name__}: of no model here; there are {', '.join(NAMES)}")
     return definition
+
+
+def of_fields(names: Collection[str]) -> ModelDef:
+    """The language model whose sizes have these names, among others."""
+    for name in NAMES:
+        definition = find(name)
+        if definition.known_by and definition.known_by in names:
+            return definition
+    return find(NAMES[0])
+
+
+def of_model_type(model_type: object) -> ModelDef | None:
+    """The model that a config.json with this ``model_type`` is of; None where it is not known."""
+    for name in NAMES:
+        definition = find(name)
+        if definition.names is not None and model_type in definition.names.model_types:
+            return definition
+    return None
+
+
+def model_types() -> list[str]:
+    """All that `of_model_type` knows."""
+    names = [find(name).names for name in NAMES]
+    return [kind for own in names if own is not None for kind in own.model_types]
 
 
 def check_sizes(config: Any, layout: Layout, seq_length: int = 0, ulysses: int = 1) -> None:

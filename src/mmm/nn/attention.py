@@ -27,7 +27,9 @@ def takes_grouped_heads(q: Tensor) -> bool:
     return q.device.type == "cpu" or cuda_has_flash(q)
 
 
-def causal_attention(q: Tensor, k: Tensor, v: Tensor, document_starts: Tensor | None = None) -> Tensor:
+def causal_attention(
+    q: Tensor, k: Tensor, v: Tensor, document_starts: Tensor | None = None, window: int | None = None
+) -> Tensor:
     """Every token attends to itself and to all before it, of its document where there are several.
 
     Args:
@@ -35,17 +37,23 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, document_starts: Tensor | 
         document_starts: (batch, seq) int64: the position in the sequence where each token's document begins. A mask of
             (batch, 1, seq, seq) follows from it, which PyTorch's kernel for memory-efficient attention takes on CUDA
             and its fused one on CPU; flash attention does not.
+        window: a token attends to so many at most, itself the last of them. A mask again, of (seq, seq).
 
     Returns:
         (batch, heads, seq, head_dim).
     """
     n_rep = q.shape[1] // k.shape[1]
-    grouped = n_rep > 1 and takes_grouped_heads(q) and (document_starts is None or q.device.type == "cpu")
+    masked = document_starts is not None or (window is not None and window < q.shape[2])
+    grouped = n_rep > 1 and takes_grouped_heads(q) and (not masked or q.device.type == "cpu")
     if n_rep > 1 and not grouped:
         k = k.repeat_interleave(n_rep, dim=1)  # (batch, heads, seq, head_dim)
         v = v.repeat_interleave(n_rep, dim=1)
-    if document_starts is None:
+    if not masked:
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
     place = torch.arange(q.shape[2], device=q.device)
-    seen = (place >= document_starts[..., None]) & (place <= place[:, None])  # (batch, queries, keys)
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=seen[:, None], enable_gqa=grouped)
+    seen = place <= place[:, None]  # (queries, keys)
+    if window is not None:
+        seen = seen & (place > place[:, None] - window)
+    if document_starts is not None:
+        seen = (seen & (place >= document_starts[..., None]))[:, None]  # (batch, 1, queries, keys)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=seen, enable_gqa=grouped)

@@ -6,7 +6,7 @@ import json
 import os
 import shutil
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,13 +21,14 @@ from mmm.checkpoint.tensors import TensorEntry
 from mmm.data.text.chat_format import CONFIGS, TEMPLATE, chat_format_of, first_tokens
 from mmm.errors import CheckpointError
 from mmm.history.record.folder import cannot_write
-from mmm.outside import is_plain_name, printable, read_json
-from mmm.weights import llama, llama_keys
-from mmm.weights.weights import Weights, shapes_of
+from mmm.models import keys
+from mmm.models.definition import ModelDef, model_types, of_model_type
+from mmm.models.names import HuggingFaceNames
+from mmm.outside import is_plain_name, printable, read_json, short
+from mmm.weights.no_weights import prefix_problem
+from mmm.weights.weights import Weights, config_from, shapes_of
 
 CONFIG, INDEX, ONE_FILE = "config.json", "model.safetensors.index.json", "model.safetensors"
-EMBEDDING = llama.NAMES["tok_embeddings.weight"]
-HEAD = llama.NAMES["output.weight"]
 GENERATION, SENTENCE_PIECE = "generation_config.json", TOKENIZERS[1]
 SHARD = 5_000_000_000  # bytes of a file, of the tensors that fit
 
@@ -36,15 +37,16 @@ class HuggingFace(Weights):
     """A folder's weights.
 
     Raises:
-        CheckpointError: no Llama of this kind (`llama_keys.sizes_of`); a file or a tensor is missing, damaged, or of
-            another shape; a tensor is in two files.
+        CheckpointError: a model that is not known (`mmm.models.keys`); a file or a tensor is missing, damaged, or
+            of another shape; a tensor is in two files.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         config = read_json(path / CONFIG, CheckpointError)
-        self.sizes, passed_over = llama_keys.sizes_of(config, path / CONFIG)
-        self._notes = llama_keys.note_of(passed_over)
+        self.definition, self.names = known_model(config, path / CONFIG)
+        self.sizes, passed_over = self.names.read(config, path / CONFIG)
+        self._notes = keys.note_of(passed_over)
         places: dict[str, _Place] = {}  # by the name there
         for file in self._files():
             for name in file.entries:
@@ -54,11 +56,11 @@ class HuggingFace(Weights):
                         f"{path}: the tensor {printable(name)} is in {files}: remove the file that is wrong"
                     )
                 places[name] = _Place(file, name)
-        if self.sizes["tie_word_embeddings"] and HEAD in places:
+        if self.sizes["tie_word_embeddings"] and self.names.there("output.weight") in places:
             self._tie(places)
         entries = {name: place.entry for name, place in places.items()}
-        self.entries = llama.check_entries(entries, self.sizes, path)
-        self._places = {name: places[llama.hf_name(name)] for name in self.entries}
+        self.entries = check_entries(entries, self.definition, self.names, self.sizes, path)
+        self._places = {name: places[self.names.there(name)] for name in self.entries}
         self.metadata = self._metadata(config)
 
     def _metadata(self, config: dict[str, Any]) -> ModelMetadata:
@@ -66,8 +68,8 @@ class HuggingFace(Weights):
         eos: tuple[int, ...] = ()
         if (self.path / GENERATION).exists():  # it counts before config.json
             generation = read_json(self.path / GENERATION, CheckpointError)
-            eos = llama_keys.tokens_of(generation, "eos_token_id", self.path / GENERATION)
-        eos = eos or llama_keys.tokens_of(config, "eos_token_id", self.path / CONFIG)
+            eos = keys.tokens_of(generation, "eos_token_id", self.path / GENERATION)
+        eos = eos or keys.tokens_of(config, "eos_token_id", self.path / CONFIG)
         tokenizer = None
         bos: tuple[int, ...] = ()
         chat = None
@@ -105,24 +107,26 @@ class HuggingFace(Weights):
     def _tie(self, places: dict[str, _Place]) -> None:
         """What ``tie_word_embeddings`` means where the files have an output matrix, as `transformers` has it: equal to
         the embedding, it is the embedding; the only one of the two is both; else they are not tied."""
-        if EMBEDDING not in places:
-            places[EMBEDDING] = places.pop(HEAD)
-        elif places[EMBEDDING].equals(places[HEAD]):
-            del places[HEAD]
+        embedding = self.names.there("tok_embeddings.weight")
+        head = self.names.there("output.weight")
+        if embedding not in places:
+            places[embedding] = places.pop(head)
+        elif places[embedding].equals(places[head]):
+            del places[head]
         else:
             self.sizes["tie_word_embeddings"] = False
-            self._notes.append(f"tie_word_embeddings is true, but {HEAD} is not {EMBEDDING}: the two are not tied")
+            self._notes.append(f"tie_word_embeddings is true, but {head} is not {embedding}: the two are not tied")
 
     def read(self, name: str, start: Sequence[int], length: Sequence[int]) -> Tensor:
         place = self._places[name]
-        if not llama.is_rotated(name) or not length[0]:
+        if not self.names.is_rotated(name) or not length[0]:
             return place.read_finite(start, length)
-        head = self.sizes["dim"] // self.sizes["n_heads"]
+        head = config_from(self.definition, self.sizes).head_dim
         # The rows of full heads, in which those that are wanted are.
         before = start[0] % head
         rows = -(-(before + length[0]) // head) * head
         heads = place.read_finite((start[0] - before, *start[1:]), (rows, *length[1:]))
-        return llama.to_pairs(heads, head)[before : before + length[0]].contiguous()
+        return to_pairs(heads, head)[before : before + length[0]].contiguous()
 
 
 class _Place(NamedTuple):
@@ -167,27 +171,39 @@ def export(weights: Weights, folder: Path, dtype: torch.dtype | None, shard: int
     Raises:
         CheckpointError: a model with experts; the folder is there. RecordError: it cannot be written.
     """
-    llama_keys.refuse_experts(weights.sizes)
+    own_names = weights.definition.names
+    if own_names is None:
+        kind = weights.definition.name
+        raise CheckpointError(f"{weights.path} is a {kind}, which is not written for transformers; mmm sample reads it")
+    sizes = config_from(weights.definition, weights.sizes)
+    config = own_names.write(sizes)
     if folder.exists():
         raise CheckpointError(f"{folder} is there already: give another folder, or remove it")
     entries: dict[str, TensorEntry] = {}  # by the name there
     names: dict[str, str] = {}  # by the name there, the name here
     elements: Counter[torch.dtype] = Counter()
-    for name in shapes_of(weights.sizes):
+    for name in shapes_of(weights.definition, weights.sizes):
         own = weights.entries[name]
         entry = TensorEntry(own.shape, dtype or own.dtype)
-        entries[llama.hf_name(name)] = entry
-        names[llama.hf_name(name)] = name
+        entries[own_names.there(name)] = entry
+        names[own_names.there(name)] = name
         elements[entry.dtype] += entry.elements
     metadata = weights.metadata
     kind = str(elements.most_common(1)[0][0]).removeprefix("torch.")  # transformers loads all tensors in it
-    config = llama_keys.config_of(weights.sizes, metadata, kind)
+    bos, eos = metadata.bos, metadata.eos
+    config |= {
+        "rope_scaling": weights.sizes["rope_scaling"],
+        "max_position_embeddings": metadata.block or 2048,
+        "bos_token_id": bos[0] if bos else None,
+        "eos_token_id": eos[0] if len(eos) == 1 else list(eos) or None,
+        "torch_dtype": kind,
+    }
 
     def tensor(other: str) -> Tensor:
         name = names[other]
         shape = entries[other].shape
         full = weights.read(name, [0] * len(shape), shape).to(entries[other].dtype)
-        return llama.to_halves(full, config["head_dim"]) if llama.is_rotated(name) else full
+        return to_halves(full, sizes.head_dim) if own_names.is_rotated(name) else full
 
     files = _shards(entries, shard)
     partial = folder.with_name(folder.name + PARTIAL)
@@ -244,3 +260,63 @@ def _shards(entries: dict[str, TensorEntry], most: int) -> dict[str, list[str]]:
     if len(groups) == 1:
         return {ONE_FILE: groups[0]}
     return {f"model-{i:05}-of-{len(groups):05}.safetensors": names for i, names in enumerate(groups, start=1)}
+
+
+def known_model(config: Mapping[str, Any], where: object) -> tuple[ModelDef, HuggingFaceNames]:
+    """The model of a config.json, and its names there. Raises CheckpointError: it is not known."""
+    model_type = config.get("model_type")
+    definition = of_model_type(model_type)
+    if definition is None or definition.names is None:
+        known = ", ".join(model_types())
+        raise CheckpointError(f"{where}: model_type is {short(model_type)}; those that are known are {known}")
+    return definition, definition.names
+
+
+def check_entries(
+    there: Mapping[str, TensorEntry],
+    definition: ModelDef,
+    names: HuggingFaceNames,
+    sizes: Mapping[str, Any],
+    where: object,
+) -> dict[str, TensorEntry]:
+    """The tensors of a model, by their names in this package.
+
+    Args:
+        there: what the files have, by Hugging Face's names.
+
+    Raises:
+        CheckpointError: one is missing, is of another shape, or is of no use.
+    """
+    if sizes["n_layers"] > len(there):
+        raise CheckpointError(f"{where} has {len(there)} tensors, which are too few for {sizes['n_layers']} layers")
+    found: dict[str, TensorEntry] = {}
+    shapes = shapes_of(definition, sizes)
+    known = {*map(names.there, shapes), names.there("output.weight")}
+    for name, shape in shapes.items():
+        other = names.there(name)
+        if other not in there:
+            raise CheckpointError(f"{where} lacks the tensor {other}{prefix_problem(list(there), other)}")
+        if there[other].shape != shape:
+            stored, expected = (("×".join(map(str, each)) or "scalar") for each in (there[other].shape, shape))
+            raise CheckpointError(f"{where}: {other} is {stored}, and the sizes of the model make it {expected}")
+        if not there[other].dtype.is_floating_point:
+            raise CheckpointError(f"{where}: {other} is of dtype {there[other].dtype}, which is no floating-point one")
+        found[name] = there[other]
+    useless = [name for name in there if name not in known and not name.endswith("rotary_emb.inv_freq")]
+    if useless:
+        raise CheckpointError(f"{where} has the unknown tensor {printable(useless[0])}: it may change the computation")
+    return found
+
+
+def to_halves(rows: Tensor, head_dim: int) -> Tensor:
+    """Rows of full heads in the order of Hugging Face's files.
+
+    Args:
+        rows: (heads · head_dim, …), in the order here.
+    """
+    return rows.unflatten(0, (-1, head_dim // 2, 2)).transpose(1, 2).flatten(0, 2)
+
+
+def to_pairs(rows: Tensor, head_dim: int) -> Tensor:
+    """The reverse of `to_halves`."""
+    return rows.unflatten(0, (-1, 2, head_dim // 2)).transpose(1, 2).flatten(0, 2)

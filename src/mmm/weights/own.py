@@ -27,24 +27,14 @@ from mmm.checkpoint.state import shapes_of as shapes_in
 from mmm.checkpoint.storage import Writer, read_metadata
 from mmm.checkpoint.tensors import TensorEntry
 from mmm.errors import CheckpointError
-from mmm.models.gpt.model import GPTConfig
+from mmm.models.definition import ModelDef, of_fields
+from mmm.models.keys import tokens_of
 from mmm.outside import open_file, short
 from mmm.torch_private.checkpoint import storage_info
-from mmm.weights.llama_keys import tokens_of
-from mmm.weights.weights import Weights, is_gpt, shapes_of
+from mmm.weights.weights import Weights, shapes_of
 
-TRAINED, IMPORTED = "lm", "import"  # programs whose checkpoints have a Transformer
-# Fields of TransformerConfig, with what a checkpoint that lacks one was made with; None where each has it.
-FIELDS: dict[str, Any] = {
-    **dict.fromkeys(("dim", "n_layers", "n_heads", "n_kv_heads", "vocab_size", "ffn_dim", "rope_scaling")),
-    "multiple_of": 360,
-    "norm_eps": 1e-5,
-    "rope_theta": 500_000.0,
-    "n_experts": 0,
-    "top_k": 2,
-    "expert_dim": None,
-    "tie_word_embeddings": False,
-}
+TRAINED, IMPORTED = "lm", "import"  # programs whose checkpoints have a language model
+CORE = ("dim", "n_layers", "n_heads", "n_kv_heads", "vocab_size")  # sizes that every checkpoint has
 
 
 class OwnWeights(Weights):
@@ -61,7 +51,9 @@ class OwnWeights(Weights):
         program = identity.get("program")
         if program not in (TRAINED, IMPORTED):
             raise CheckpointError(f"{path} is of the program {short(program)}, whose model is no language model of lm")
-        known = {field.name: None for field in fields(GPTConfig)} if is_gpt(identity) else FIELDS
+        self.definition = of_fields(identity)
+        # What an earlier mmm did not know is as it is by default.
+        known = {field.name: None if field.name in CORE else field.default for field in fields(self.definition.config)}
         self.sizes = {name: identity.get(name, default) for name, default in known.items()}
         scaling = self.sizes.get("rope_scaling")
         if isinstance(scaling, dict) and scaling.get("rope_type") == "linear":
@@ -82,7 +74,7 @@ class OwnWeights(Weights):
                 name = names[0]
                 self.entries[name] = TensorEntry(tuple(entry.size), entry.properties.dtype)
                 self._places[name] = [(chunk, stored[fqns[name], tuple(chunk.offsets)]) for chunk in entry.chunks]
-        _check_sizes(self.sizes, self.entries, path)
+        _check_sizes(self.definition, self.sizes, self.entries, path)
         self.metadata = _metadata(path, self.manifest)
 
     def check(self, part: int = 0, parts: int = 1) -> str | None:
@@ -125,7 +117,9 @@ class OwnWeights(Weights):
             raise CheckpointError(f"{path} is not read: {one_line(error)}") from None
 
 
-def _check_sizes(sizes: Mapping[str, Any], entries: Mapping[str, TensorEntry], where: Path) -> None:
+def _check_sizes(
+    definition: ModelDef, sizes: Mapping[str, Any], entries: Mapping[str, TensorEntry], where: Path
+) -> None:
     """Raises CheckpointError where sizes are not those of the tensors."""
     if sizes.get("n_experts"):
         return
@@ -133,7 +127,7 @@ def _check_sizes(sizes: Mapping[str, Any], entries: Mapping[str, TensorEntry], w
     if not isinstance(layers, int) or layers > len(entries):
         raise CheckpointError(f"{where}: {len(entries)} tensors are too few for {short(layers)} layers")
     try:
-        shapes = shapes_of(sizes)
+        shapes = shapes_of(definition, sizes)
     except CheckpointError as error:
         raise CheckpointError(f"{where}: {error}") from None
     more = sorted(entries.keys() - shapes.keys())

@@ -33,16 +33,12 @@ def main(argv: list[str]) -> int:
 
     import torch
 
-    from mmm.generate import config_of
-    from mmm.models.gpt.model import GPTConfig
     from mmm.weights.hugging_face import export
     from mmm.weights.open_weights import open_weights
 
     dtypes = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
     began = time.monotonic()
     weights = open_weights(args.weights)
-    if isinstance(config_of(weights), GPTConfig):
-        raise CheckpointError(f"{weights.path} is a GPT, which is not written for transformers; mmm sample reads it")
     if problem := weights.check():
         raise CheckpointError(problem)
     export(

@@ -1,4 +1,4 @@
-"""``mmm import DIR -o CKPT``: weights of the Llama family as a checkpoint of this package."""
+"""``mmm import DIR -o CKPT``: weights of a language model as a checkpoint of this package."""
 
 from __future__ import annotations
 

@@ -10,7 +10,6 @@ import torch
 from mmm.checkpoint import tensors as rows
 from mmm.errors import CheckpointError
 from mmm.generate import config_of
-from mmm.models.llama.model import Transformer
 from mmm.nn.rope import RopeScaling
 from mmm.weights.hugging_face import export
 from mmm.weights.open_weights import open_weights
@@ -18,6 +17,9 @@ from mmm.weights.own import write_own
 from support.llamas import CONFIG, logits, tensors, write_hugging_face, write_safetensors
 
 TOKENS = torch.arange(40).view(2, 20) * 7 % 67
+QWEN3 = {**CONFIG, "model_type": "qwen3", "head_dim": 16}
+QWEN2 = {**CONFIG, "model_type": "qwen2", "use_sliding_window": False, "sliding_window": 8}
+MISTRAL = {**CONFIG, "model_type": "mistral", "sliding_window": 7}
 TIED = {**CONFIG, "tie_word_embeddings": True, "rope_scaling": {"rope_type": "linear", "factor": 2.0}}
 
 
@@ -26,7 +28,7 @@ def full(weights):
 
 
 def model_of(weights):
-    model = Transformer(config_of(weights)).double()
+    model = weights.definition.build(config_of(weights)).double()
     state = full(weights)
     if model.config.tie_word_embeddings:
         state["output.weight"] = state["tok_embeddings.weight"]
@@ -45,7 +47,9 @@ def imported(folder, tmp_path):
     return tmp_path / "own"
 
 
-@pytest.mark.parametrize("config", [CONFIG, TIED], ids=["plain", "tied, scaled"])
+@pytest.mark.parametrize(
+    "config", [CONFIG, TIED, QWEN3, QWEN2, MISTRAL], ids=["plain", "tied, scaled", "qwen3", "qwen2", "mistral"]
+)
 @pytest.mark.parametrize("files", [1, 2])
 def test_the_model_computes_what_transformers_does(tmp_path, config, files):
     weights = tensors(config)
@@ -82,6 +86,20 @@ def test_there_and_back(folder, imported, tmp_path):
     assert own_again.metadata == first.metadata
 
 
+@pytest.mark.parametrize("config", [QWEN3, QWEN2, MISTRAL], ids=["qwen3", "qwen2", "mistral"])
+def test_the_family_there_and_back(tmp_path, config):
+    """Through a checkpoint of this package, which knows the model by its sizes."""
+    write_own(open_weights(write_hugging_face(tmp_path / "hf", config)), tmp_path / "own")
+    own = open_weights(tmp_path / "own")
+    assert config_of(own) == config_of(open_weights(tmp_path / "hf"))
+    export(own, tmp_path / "back", None, 10**9, print)
+    written = json.loads((tmp_path / "back" / "config.json").read_text())
+    assert written["model_type"] == config["model_type"]
+    back = open_weights(tmp_path / "back")
+    for name, tensor in full(own).items():
+        assert torch.equal(back.read(name, (0,) * tensor.dim(), tensor.shape), tensor)
+
+
 @pytest.mark.parametrize("kind", [torch.bfloat16, torch.float64])
 def test_export_in_another_dtype(imported, tmp_path, kind):
     export(open_weights(imported), tmp_path / "b", kind, 10**9, print)
@@ -100,8 +118,8 @@ def without(name):
         ({"sliding_rope": 3}, None, "sliding_rope (3)"),
         ({"attention_bias": True}, None, "attention_bias"),
         ({"hidden_act": "gelu"}, None, "hidden_act is 'gelu'"),
-        ({"model_type": "qwen2"}, None, "model_type is 'qwen2'"),
-        ({"head_dim": 16}, None, "head_dim 16 · 4"),
+        ({"model_type": "gemma"}, None, "model_type is 'gemma'"),
+        ({"head_dim": 16}, None, "self_attn.q_proj.weight is 32×32, and the sizes of the model make it 64×32"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, None, "rope_type"),
         ({"rope_scaling": {"factor": 8.0}}, None, "rope_type"),
         ({"rope_scaling": {"rope_type": "linear", "factor": 2, "partial_rotary_factor": 0.5}}, None, "partial_rotary"),

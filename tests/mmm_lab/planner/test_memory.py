@@ -8,6 +8,7 @@ from mmm.models.definition import of_config
 from mmm.models.gpt.model import GPTBlock, GPTConfig
 from mmm.models.llama.model import Transformer, TransformerBlock, TransformerConfig
 from mmm.models.llama.plan import transformer_plan
+from mmm.models.qwen3.model import Qwen3, Qwen3Config
 from mmm.models.vit.model import ViT, ViTConfig
 from mmm.nn.dropout import sample_keys
 from mmm.nn.rope import rotary_table
@@ -63,6 +64,18 @@ def test_what_a_block_keeps(sizes, dtype):
     found = kept_bytes(lambda: block(x, cos, sin), weights)
     expected = kept.none * batch * seq + kept.a_position * seq * (angles == 1)
     assert found == pytest.approx(expected, rel=0.02)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_what_a_block_with_norms_over_heads_keeps(dtype):
+    config, batch, seq = Qwen3Config(dim=64, n_layers=1, n_heads=8, n_kv_heads=4, head_dim=16, vocab_size=96), 2, 32
+    block = next(iter(Qwen3(config).to(dtype).layers.values()))
+    x = torch.randn(batch, seq, config.dim, dtype=dtype, requires_grad=True)
+    cos, sin = rotary_table(torch.arange(seq), config.head_dim, config.rope_theta)
+    weights = {p.untyped_storage().data_ptr() for p in block.parameters()}
+    kept = kept_by(config, seq, dtype.itemsize)
+    found = kept_bytes(lambda: block(x, cos, sin), weights)
+    assert found == pytest.approx(kept.none * batch * seq + kept.a_position * seq, rel=0.03)
 
 
 @pytest.mark.parametrize("dropped", [(0.0, 0.0), (0.2, 0.0), (0.2, 0.2)], ids=str)

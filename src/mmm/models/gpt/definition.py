@@ -23,5 +23,6 @@ MODEL = ModelDef(
     rules=gpt_rules,
     costs=GPTCosts(),
     small={"gpt": SMALL, "gpt_dropout": DROPPING},
+    known_by="block_size",
     longest=lambda config: config.block_size,
 )

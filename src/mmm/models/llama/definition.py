@@ -5,6 +5,7 @@ from dataclasses import replace
 from mmm.models.definition import ModelDef
 from mmm.models.llama.costs import TransformerCosts
 from mmm.models.llama.model import PRESETS, Transformer, TransformerConfig
+from mmm.models.llama.names import NAMES
 from mmm.models.llama.plan import transformer_plan, transformer_rules
 from mmm.nn.rope import RopeScaling
 
@@ -22,6 +23,9 @@ TIED = replace(
 ROUTED = TransformerConfig(
     dim=32, n_layers=2, n_heads=8, n_kv_heads=4, ffn_dim=64, vocab_size=96, n_experts=8, expert_dim=24
 )
+# A window that is shorter than a sequence; biases.
+MISTRAL = replace(SMALL, n_layers=2, n_kv_heads=4, window=7)
+QWEN2 = replace(SMALL, n_layers=2, n_kv_heads=4, qkv_bias=True)
 
 MODEL = ModelDef(
     name="llama",
@@ -32,5 +36,6 @@ MODEL = ModelDef(
     plan=transformer_plan,
     rules=transformer_rules,
     costs=TransformerCosts(),
-    small={"transformer": SMALL, "llama": TIED, "moe": ROUTED},
+    small={"transformer": SMALL, "llama": TIED, "moe": ROUTED, "mistral": MISTRAL, "qwen2": QWEN2},
+    names=NAMES,
 )

@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -33,6 +34,9 @@ class TransformerConfig:
     With `n_experts` above 0 each layer has that many experts, `expert_dim` wide (None: as wide as the feed-forward
     layer), of which a token uses `top_k`.
 
+    `head_width` is that of a head (None: ``dim / n_heads``). With `qkv_bias` queries, keys and values have biases, as
+    Qwen2's have. With a `window` a token attends to itself and so many less one before it, as Mistral's do.
+
     With `tie_word_embeddings` the output matrix is the embedding's: one parameter.
     """
 
@@ -50,12 +54,15 @@ class TransformerConfig:
     top_k: int = 2
     expert_dim: int | None = None
     tie_word_embeddings: bool = False
+    head_width: int | None = None
+    qkv_bias: bool = False
+    window: int | None = None
 
     position_parameters = 0  # learned ones
 
     @property
     def head_dim(self) -> int:
-        return self.dim // self.n_heads
+        return self.dim // self.n_heads if self.head_width is None else self.head_width
 
     @property
     def hidden_dim(self) -> int:
@@ -71,7 +78,8 @@ class TransformerConfig:
 
     def problems(self) -> list[str]:
         """What is wrong with these sizes by themselves, one sentence each; empty when they fit together."""
-        problems = below_one(self, ("dim", "n_layers", "n_heads", "n_kv_heads", "vocab_size", "ffn_dim"))
+        sizes = ("dim", "n_layers", "n_heads", "n_kv_heads", "vocab_size", "ffn_dim", "head_width", "window")
+        problems = below_one(self, sizes)
         if self.n_experts < 0:
             problems.append(f"n_experts is {self.n_experts}: it must be at least 1, or 0 for none")
         if self.n_experts > 0:
@@ -88,7 +96,7 @@ class TransformerConfig:
             problems += self.rope_scaling.problems()
         if problems:
             return problems
-        if self.dim % self.n_heads:
+        if self.head_width is None and self.dim % self.n_heads:
             problems.append(f"dim {self.dim} is not divisible by n_heads {self.n_heads}")
         elif self.head_dim % 2:
             problems.append(
@@ -100,8 +108,9 @@ class TransformerConfig:
         return problems
 
 
-# The llama sizes are those of the published models: Llama 2 7B; Llama 3 8B and 70B; Llama 3.2 1B. gpt2 has the width,
-# depth and number of parameters of GPT-2's smallest, in this architecture.
+# The llama sizes are those of the published models: Llama 2 7B; Llama 3 8B and 70B; Llama 3.2 1B. So are those of
+# Mistral 7B (version 0.1, the one with a window) and Qwen2 0.5B. gpt2 has the width, depth and number of parameters of
+# GPT-2's smallest, in this architecture.
 PRESETS: dict[str, TransformerConfig] = {
     "debug": TransformerConfig(dim=64, n_layers=2, n_heads=4, n_kv_heads=2, ffn_dim=160),
     "small": TransformerConfig(),
@@ -133,6 +142,28 @@ PRESETS: dict[str, TransformerConfig] = {
         dim=4096, n_layers=32, n_heads=32, n_kv_heads=32, vocab_size=32_000, ffn_dim=11_008, rope_theta=10_000.0
     ),
     "llama-8b": TransformerConfig(dim=4096, n_layers=32, n_heads=32, n_kv_heads=8, vocab_size=128_256, ffn_dim=14_336),
+    "mistral-7b": TransformerConfig(
+        dim=4096,
+        n_layers=32,
+        n_heads=32,
+        n_kv_heads=8,
+        vocab_size=32_000,
+        ffn_dim=14_336,
+        rope_theta=10_000.0,
+        window=4096,
+    ),
+    "qwen2-0.5b": TransformerConfig(
+        dim=896,
+        n_layers=24,
+        n_heads=14,
+        n_kv_heads=2,
+        vocab_size=151_936,
+        ffn_dim=4864,
+        norm_eps=1e-6,
+        rope_theta=1_000_000.0,
+        tie_word_embeddings=True,
+        qkv_bias=True,
+    ),
     "llama-70b": TransformerConfig(dim=8192, n_layers=80, n_heads=64, n_kv_heads=8, vocab_size=128_256, ffn_dim=28_672),
 }
 
@@ -148,10 +179,12 @@ class Attention(nn.Module):
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
         self.attention_fn: Callable[..., Tensor] = causal_attention
+        if config.window is not None:
+            self.attention_fn = partial(causal_attention, window=config.window)
         self.head_dim = config.head_dim
-        self.wq = nn.Linear(config.dim, config.n_heads * config.head_dim, bias=False)
-        self.wk = nn.Linear(config.dim, config.n_kv_heads * config.head_dim, bias=False)
-        self.wv = nn.Linear(config.dim, config.n_kv_heads * config.head_dim, bias=False)
+        self.wq = nn.Linear(config.dim, config.n_heads * config.head_dim, bias=config.qkv_bias)
+        self.wk = nn.Linear(config.dim, config.n_kv_heads * config.head_dim, bias=config.qkv_bias)
+        self.wv = nn.Linear(config.dim, config.n_kv_heads * config.head_dim, bias=config.qkv_bias)
         self.wo = nn.Linear(config.n_heads * config.head_dim, config.dim, bias=False)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, document_starts: Tensor | None = None) -> Tensor:
@@ -210,7 +243,7 @@ class Transformer(nn.Module):
     removed: it then takes, or returns, (batch, seq, dim).
     """
 
-    attention = Attention
+    attention: type[Attention] = Attention
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
@@ -245,12 +278,15 @@ class Transformer(nn.Module):
         return self.output(h) if self.output is not None else h  # (batch, seq, vocab_size)
 
     def init_rule(self, name: str) -> Init:
-        """Norms 1; embedding and matrices normal with 0.02, but 0.02 / sqrt(2 · n_layers) where a block writes into the
-        residual stream (GPT-2's rule), and at most 1 / sqrt(dim) for the output, also where it is the embedding.
+        """Norms 1, biases 0. Embedding and matrices normal with 0.02, but 0.02 / sqrt(2 · n_layers) where a block
+        writes into the residual stream (GPT-2's rule), and at most 1 / sqrt(dim) for the output, also where it is the
+        embedding.
 
         Args:
             name: the canonical parameter name.
         """
+        if name.endswith("bias"):
+            return Init("constant", 0.0)
         if "norm" in name:
             return Init("constant", 1.0)
         if name.endswith(("attention.wo.weight", "feed_forward.w2.weight", "moe.experts.w2")):

@@ -104,6 +104,11 @@ def transformer_rules(config: TransformerConfig, layout: Layout, seq_length: int
         return {problem: problem for problem in wrong}
     tp = layout.tp
     broken = context_rules(config.n_heads, layout, seq_length, ulysses) | expert_rules(config.n_experts, layout)
+    if layout.cp > 1 and config.window is not None and config.window < seq_length:
+        broken["window"] = (
+            f"window {config.window} with seq_length {seq_length} and cp {layout.cp}: attention over cp sees all "
+            "tokens before one; use cp 1, or a shorter seq_length"
+        )
     if tp == 1:
         return broken
     broken |= kv_head_rules(config.n_kv_heads, config.head_dim, tp)

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from mmm.models.costs import STATISTIC, Held, KeptActivations, Setting
 from mmm.models.llama.costs import TransformerCosts
-from mmm.models.qwen3.model import Qwen3Config
 from mmm.parallel.collective_bytes import factor
 
 
 class Qwen3Costs(TransformerCosts):
     """Of `mmm.models.qwen3.model.Qwen3`."""
 
-    def kept(self, config: Qwen3Config, setting: Setting) -> KeptActivations:
+    def kept(self, config: Any, setting: Setting) -> KeptActivations:
         kept = super().kept(config, setting)
         tp, width = setting.layout.tp, setting.compute
         heads = config.n_heads / tp + max(config.n_kv_heads / tp, 1)
@@ -27,7 +27,7 @@ class Qwen3Costs(TransformerCosts):
             traffic=kept.traffic + 4 * width * heads * config.head_dim,
         )
 
-    def sent_over_tp(self, config: Qwen3Config, setting: Setting, held: Held) -> float:
+    def sent_over_tp(self, config: Any, setting: Setting, held: Held) -> float:
         # The gradients of both norms are summed over the ranks, which have different heads.
         norms = 2 * held.layers * config.head_dim * setting.residual
         summed = factor("all_reduce", setting.layout.tp) * norms

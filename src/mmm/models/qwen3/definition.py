@@ -4,6 +4,7 @@ from mmm.models.definition import ModelDef
 from mmm.models.llama.plan import transformer_rules
 from mmm.models.qwen3.costs import Qwen3Costs
 from mmm.models.qwen3.model import PRESETS, Qwen3, Qwen3Config
+from mmm.models.qwen3.names import NAMES
 from mmm.models.qwen3.plan import qwen3_plan
 
 # Heads that are together wider than the residual stream; two to each of 4 key/value heads.
@@ -21,4 +22,6 @@ MODEL = ModelDef(
     rules=transformer_rules,
     costs=Qwen3Costs(),
     small={"qwen3": SMALL},
+    names=NAMES,
+    known_by="head_dim",
 )

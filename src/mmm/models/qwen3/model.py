@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -34,6 +35,7 @@ class Qwen3Config:
     # What the Transformer that this one is made of reads besides.
     n_experts, top_k = 0, 0
     position_parameters = 0
+    qkv_bias, window = False, None
 
     @property
     def hidden_dim(self) -> int:
@@ -61,16 +63,16 @@ class Qwen3Config:
 
 PRESETS: dict[str, Qwen3Config] = {
     "debug": Qwen3Config(dim=64, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=32, vocab_size=256),
-    "qwen3-0.6b": Qwen3Config(),
-    "qwen3-4b": Qwen3Config(dim=2560, n_layers=36, n_heads=32, ffn_dim=9728),
-    "qwen3-8b": Qwen3Config(dim=4096, n_layers=36, n_heads=32, ffn_dim=12_288, tie_word_embeddings=False),
+    "0.6b": Qwen3Config(),
+    "4b": Qwen3Config(dim=2560, n_layers=36, n_heads=32, ffn_dim=9728),
+    "8b": Qwen3Config(dim=4096, n_layers=36, n_heads=32, ffn_dim=12_288, tie_word_embeddings=False),
 }
 
 
 class Qwen3Attention(Attention):
     """Grouped-query attention whose queries and keys are normalized, head by head, before they are rotated."""
 
-    def __init__(self, config: Qwen3Config) -> None:
+    def __init__(self, config: Any) -> None:
         super().__init__(config)
         self.q_norm = nn.RMSNorm(config.head_dim, eps=config.norm_eps)
         self.k_norm = nn.RMSNorm(config.head_dim, eps=config.norm_eps)

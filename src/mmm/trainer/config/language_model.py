@@ -13,7 +13,7 @@ from mmm.data.text.byte_tokenizer import Tokenizer
 from mmm.errors import ConfigError
 from mmm.generate import config_of, end_of_answers
 from mmm.models.definition import NAMES, ModelDef, find, of_config
-from mmm.trainer.config.model import Preset, TransformerOptions
+from mmm.trainer.config.model import TransformerOptions
 from mmm.trainer.config.training import ExpertOptions
 from mmm.weights.open_weights import open_weights
 from mmm.weights.weights import Weights
@@ -38,8 +38,9 @@ class LanguageModelOptions(TransformerOptions):
 
     model: str | None = None
     """llama: a Llama. gpt: as GPT-2 and nanoGPT have it, with learned positions for --seq_length tokens, and presets
-    gpt2, shakespeare, shakespeare-cpu of its own. Default: llama, or that of --init_from."""
-    preset: Preset | None = None  # type: ignore[assignment]
+    gpt2, shakespeare, shakespeare-cpu of its own. qwen3: a Qwen3, with presets debug, 0.6b, 4b, 8b. Default: llama, or
+    that of --init_from."""
+    preset: str | None = None  # type: ignore[assignment]
     """Sizes to start from; the flags below change single ones. Default: small, of a GPT shakespeare-cpu, or those of
     --init_from."""
     dropout: float | None = None

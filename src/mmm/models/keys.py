@@ -1,4 +1,4 @@
-"""The sizes of the Llama family elsewhere: which keys of a config.json mean what.
+"""The sizes of language models elsewhere: which keys of a config.json mean what.
 
 A key is read; or must have the value that this model has, because another one would change the computation; or says
 nothing of the computation. What is none of these is passed over and named, as `transformers` passes over keys that it
@@ -11,9 +11,7 @@ import re
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from mmm.checkpoint.model_metadata import ModelMetadata
 from mmm.errors import CheckpointError
-from mmm.models.llama.model import TransformerConfig
 from mmm.outside import LONGEST_SHOWN, printable, short
 
 MOST_NOTED = 40  # keys
@@ -65,7 +63,7 @@ ROPE_KEYS: dict[str, tuple[str, ...]] = {  # what each rope_type takes, as model
     "linear": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
 }
-SIZES = {  # fields of TransformerConfig, and their keys there, which a config must have
+SIZES = {  # fields of a model's sizes, and their keys there, which a config must have
     "dim": "hidden_size",
     "n_layers": "num_hidden_layers",
     "n_heads": "num_attention_heads",
@@ -74,18 +72,19 @@ SIZES = {  # fields of TransformerConfig, and their keys there, which a config m
 }
 
 
-def unknown_keys(config: Mapping[str, Any], where: object) -> list[str]:
+def unknown_keys(config: Mapping[str, Any], where: object, own_keys: Collection[str] = ()) -> list[str]:
     """The keys of a config.json that are passed over.
 
     Args:
         where: the file, for messages.
+        own_keys: that the model reads besides the usual ones.
 
     Raises:
         CheckpointError: a key changes the computation, or may, by its name.
     """
     passed_over = []
     for key, value in config.items():
-        if key in READ or key in HARMLESS:
+        if key in READ or key in HARMLESS or key in own_keys:
             continue
         if key in NEUTRAL:
             _check_neutral(key, value, where)
@@ -125,36 +124,49 @@ def note_of(passed_over: Collection[str]) -> list[str]:
     return [f"passed over, without effect on the computation: {text}"] if names else []
 
 
-def sizes_of(config: Mapping[str, Any], where: object) -> tuple[dict[str, Any], list[str]]:
-    """Fields of ``TransformerConfig`` from a config.json of Hugging Face, and the keys that are passed over.
+def read_sizes(
+    config: Mapping[str, Any], where: object, own_keys: Collection[str] = ()
+) -> tuple[dict[str, Any], list[str]]:
+    """The usual sizes of a config.json of Hugging Face, ``head_dim`` among them, and the keys that are passed over.
 
     Args:
         where: its file, for messages.
+        own_keys: that the model reads besides.
 
     Raises:
-        CheckpointError: another kind of model; a key that is missing, or that changes the computation, or may.
+        CheckpointError: a key that is missing, or that changes the computation, or may.
     """
-    if (kind := config.get("model_type")) != "llama":
-        raise CheckpointError(f"{where}: model_type is {short(kind)}; llama is the one that is known")
-    if missing := [key for key in SIZES.values() if key not in config]:
+    missing = [key for key in SIZES.values() if key not in config]
+    if missing:
         raise CheckpointError(f"{where} lacks {', '.join(missing)}")
-    passed_over = unknown_keys(config, where)
+    passed_over = unknown_keys(config, where, own_keys)
     sizes: dict[str, Any] = {field: config[key] for field, key in SIZES.items()}
     _check_values(config, where)
-    heads, dim = sizes["n_heads"], sizes["dim"]
-    sizes["n_kv_heads"] = config.get("num_key_value_heads") or heads
-    head_dim = config.get("head_dim") or dim // heads
-    if head_dim * heads != dim:
-        raise CheckpointError(f"{where}: head_dim {head_dim} · {heads} heads is not hidden_size {dim}")
+    sizes["n_kv_heads"] = config.get("num_key_value_heads") or sizes["n_heads"]
+    sizes["head_dim"] = config.get("head_dim") or sizes["dim"] // sizes["n_heads"]
     sizes["rope_theta"], sizes["rope_scaling"], useless = _rotary(config, where)
     sizes["norm_eps"] = float(config.get("rms_norm_eps", 1e-6))
     sizes["tie_word_embeddings"] = bool(config.get("tie_word_embeddings", False))
     return sizes, passed_over + useless
 
 
+def written_sizes(config: Any) -> dict[str, Any]:
+    """The reverse of `read_sizes`: keys of a config.json of the usual sizes, but for ``rope_scaling``."""
+    return {
+        **{key: getattr(config, field) for field, key in SIZES.items()},
+        "intermediate_size": config.hidden_dim,
+        "num_key_value_heads": config.n_kv_heads,
+        "head_dim": config.head_dim,
+        "hidden_act": "silu",
+        "rms_norm_eps": config.norm_eps,
+        "rope_theta": config.rope_theta,
+        "tie_word_embeddings": config.tie_word_embeddings,
+    }
+
+
 def _check_values(config: Mapping[str, Any], where: object) -> None:
     """Raises CheckpointError where a key that is read has a value of another type."""
-    for key in (*SIZES.values(), "num_key_value_heads", "head_dim", "max_position_embeddings"):
+    for key in (*SIZES.values(), "num_key_value_heads", "head_dim", "max_position_embeddings", "sliding_window"):
         value = config.get(key)
         if (value is not None or key in SIZES.values()) and (type(value) is not int or value < 1):
             raise CheckpointError(f"{where}: {key} is {short(value)}, which is no number of anything")
@@ -212,32 +224,3 @@ def _rotary(config: Mapping[str, Any], where: object) -> tuple[float, dict[str, 
     if scaling in ({}, {"rope_type": "default"}):
         scaling = {}
     return float(max(thetas, default=10_000.0)), scaling or None, passed_over
-
-
-def refuse_experts(sizes: Mapping[str, Any]) -> None:
-    """Raises CheckpointError for sizes with experts."""
-    if sizes.get("n_experts"):
-        raise CheckpointError(f"n_experts is {sizes['n_experts']}: a Llama has no experts, and so nothing to export to")
-
-
-def config_of(sizes: Mapping[str, Any], metadata: ModelMetadata, dtype: str) -> dict[str, Any]:
-    """A config.json for `transformers`, from fields of ``TransformerConfig``: the reverse of `sizes_of`."""
-    return {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        **{key: sizes[field] for field, key in SIZES.items()},
-        "intermediate_size": TransformerConfig(**{**sizes, "rope_scaling": None}).hidden_dim,
-        "num_key_value_heads": sizes["n_kv_heads"],
-        "head_dim": sizes["dim"] // sizes["n_heads"],
-        "hidden_act": "silu",
-        "attention_bias": False,
-        "mlp_bias": False,
-        "rms_norm_eps": sizes["norm_eps"],
-        "rope_theta": sizes["rope_theta"],
-        "rope_scaling": sizes["rope_scaling"],
-        "tie_word_embeddings": sizes["tie_word_embeddings"],
-        "max_position_embeddings": metadata.block or 2048,
-        "bos_token_id": metadata.bos[0] if metadata.bos else None,
-        "eos_token_id": None if not metadata.eos else metadata.eos[0] if len(metadata.eos) == 1 else list(metadata.eos),
-        "torch_dtype": dtype,
-    }

@@ -1,0 +1,35 @@
+"""A Qwen3 in Hugging Face's files."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from mmm.models.keys import read_sizes, written_sizes
+from mmm.models.llama.names import ROTATED, TENSORS
+from mmm.models.names import HuggingFaceNames
+from mmm.models.qwen3.model import Qwen3Config
+
+
+def read(config: Mapping[str, Any], where: object) -> tuple[dict[str, Any], list[str]]:
+    """As `HuggingFaceNames.read`."""
+    return read_sizes({"head_dim": 128, **config}, where, ("sliding_window",))
+
+
+def write(config: Qwen3Config) -> dict[str, Any]:
+    """As `HuggingFaceNames.write`."""
+    own = {"attention_bias": False, "use_sliding_window": False}
+    return {**written_sizes(config), **own, "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}
+
+
+NAMES = HuggingFaceNames(
+    model_types=("qwen3",),
+    tensors={
+        **TENSORS,
+        "layers.*.attention.q_norm.weight": "model.layers.*.self_attn.q_norm.weight",
+        "layers.*.attention.k_norm.weight": "model.layers.*.self_attn.k_norm.weight",
+    },
+    rotated=(*ROTATED, "attention.q_norm.weight", "attention.k_norm.weight"),
+    read=read,
+    write=write,
+)
