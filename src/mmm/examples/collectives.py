@@ -79,10 +79,10 @@ COLLECTIVES = {
 }
 
 
-def buffers(collective: Collective, part: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """(before, after) of this rank, float32; parts are of `part` numbers. Rank r begins with 10 r, 10 r + 1, …"""
-    full = torch.arange(part * dist.get_world_size(), dtype=torch.float32, device=device) + 10 * dist.get_rank()
-    shard = full[:part]
+def buffers(collective: Collective, shard_size: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """(before, after) of this rank, float32; a shard has `shard_size` numbers. Rank r begins with 10 r, 10 r + 1, …"""
+    full = torch.arange(shard_size * dist.get_world_size(), dtype=torch.float32, device=device) + 10 * dist.get_rank()
+    shard = full[:shard_size]
     before = shard if collective.begins == "shard" else full
     after = shard if collective.ends == "shard" else full
     return before.clone(), after.clone()
@@ -92,10 +92,10 @@ def show(collective: Collective, device: torch.device) -> tuple[list[int], list[
     """What this rank has before and after, in numbers; [] for nothing. A collective."""
     before, after = buffers(collective, 1, device)
     collective.call(before, after)
-    numbers = {"begins": before.int().tolist(), "ends": after.int().tolist()}
+    sides = {"begins": before.int().tolist(), "ends": after.int().tolist()}
     if collective.alone and dist.get_rank() != 0:
-        numbers[collective.alone] = []
-    return numbers["begins"], numbers["ends"]
+        sides[collective.alone] = []
+    return sides["begins"], sides["ends"]
 
 
 def drawn(name: str, by_rank: Sequence[tuple[list[int], list[int]]]) -> str:
@@ -107,13 +107,13 @@ def drawn(name: str, by_rank: Sequence[tuple[list[int], list[int]]]) -> str:
     return "\n".join(lines)
 
 
-def in_a_row(numbers: list[int]) -> str:
-    return " ".join(f"{number:2d}" for number in numbers) or "-"
+def in_a_row(values: list[int]) -> str:
+    return " ".join(f"{value:2d}" for value in values) or "-"
 
 
-def seconds(collective: Collective, part: int, repeats: int, device: torch.device) -> float:
-    """Of one call, parts of `part` numbers: the median over the repeats, and of the ranks the slowest."""
-    before, after = buffers(collective, part, device)
+def seconds(collective: Collective, shard_size: int, repeats: int, device: torch.device) -> float:
+    """Seconds of one call, with shards of `shard_size` numbers: the median of the repeats, on the slowest rank."""
+    before, after = buffers(collective, shard_size, device)
     taken = []
     for _ in range(repeats + 1):  # the first does not count
         dist.barrier()
@@ -145,18 +145,18 @@ def train(config: Config) -> None:
         if ranks == 1:
             run.note("one rank: nothing moves, so there is no bandwidth; start with `launch -n 4`")
         for size in config.sizes:
-            part = max(size // 4 // ranks, 1)  # numbers of 4 bytes
-            run.add_row(time_all(run, part, config.repeats))
+            shard_size = max(size // 4 // ranks, 1)  # numbers of 4 bytes
+            run.add_row(time_all(run, shard_size, config.repeats))
 
 
-def time_all(run: example.Run, part: int, repeats: int) -> dict[str, float]:
-    """Time each collective on parts of `part` numbers, log a table; what the record gets. A collective."""
+def time_all(run: example.Run, shard_size: int, repeats: int) -> dict[str, float]:
+    """Time each collective on shards of `shard_size` numbers, log a table; what the record gets. A collective."""
     ranks = run.rank.world_size
-    size = 4 * part * ranks  # bytes of the whole buffer
+    size = 4 * shard_size * ranks  # bytes of the whole buffer
     row = {"bytes": float(size)}
     lines = [HEAD]
     for name, collective in COLLECTIVES.items():
-        took = seconds(collective, part, repeats, run.device)
+        took = seconds(collective, shard_size, repeats, run.device)
         gbps = factor(name, ranks) * size / took / 1e9
         row[f"{name}_seconds"] = took
         row[f"{name}_gbps"] = gbps

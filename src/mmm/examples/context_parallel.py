@@ -57,9 +57,11 @@ class SendToNext(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, step: int = 1) -> Tensor:
         ctx.group, ctx.step = group, step
-        ranks, at, received = dist.get_process_group_ranks(group), dist.get_rank(group), torch.empty_like(x)
-        send = dist.P2POp(dist.isend, x.contiguous(), ranks[(at + step) % len(ranks)], group)
-        receive = dist.P2POp(dist.irecv, received, ranks[(at - step) % len(ranks)], group)
+        ranks = dist.get_process_group_ranks(group)
+        own = dist.get_rank(group)
+        received = torch.empty_like(x)
+        send = dist.P2POp(dist.isend, x.contiguous(), ranks[(own + step) % len(ranks)], group)
+        receive = dist.P2POp(dist.irecv, received, ranks[(own - step) % len(ranks)], group)
         for work in dist.batch_isend_irecv([send, receive]):
             work.wait()
         return received
@@ -95,9 +97,9 @@ def ring_attention(q: Tensor, k: Tensor, v: Tensor, group: dist.ProcessGroup, ca
         key_positions = positions_of((rank - hop) % ranks, ranks, ranks * q.shape[2])
         visible = (query_positions[:, None] >= key_positions).to(q.device)
         heads = kv.repeat_interleave(q.shape[1] // k.shape[1], dim=2)  # each serves several heads of q
-        part, part_lse = attention(q.to(wide), heads[0], heads[1], visible if causal else torch.ones_like(visible))
-        total = torch.logaddexp(lse, part_lse)  # the softmax over both: each weighed by its sum of exponentials
-        out, lse = out * torch.exp(lse - total) + part * torch.exp(part_lse - total), total
+        hop_out, hop_lse = attention(q.to(wide), heads[0], heads[1], visible if causal else torch.ones_like(visible))
+        total = torch.logaddexp(lse, hop_lse)  # the softmax over both: each weighed by its sum of exponentials
+        out, lse = out * torch.exp(lse - total) + hop_out * torch.exp(hop_lse - total), total
     return out.to(q.dtype)
 
 
@@ -114,8 +116,8 @@ def train(config: Config) -> None:
             layer.attention.attention_fn = partial(ring_attention, group=mesh["cp"].get_group(), causal=False)  # type: ignore
 
         # Which tokens this rank has, and where they stand in the full sequence: the model cannot count from 0.
-        at = layout.coordinates(run.rank.rank)["cp"]
-        own_positions = positions_of(at, layout.cp, config.data.seq_length).to(run.device)
+        coordinate = layout.coordinates(run.rank.rank)["cp"]
+        own_positions = positions_of(coordinate, layout.cp, config.data.seq_length).to(run.device)
         positions = own_positions if config.break_ != "positions" else torch.arange(len(own_positions)).to(run.device)
 
         def local_loss(batch: Batch) -> Tensor:

@@ -83,8 +83,8 @@ def moe_layer(x: Tensor, router: Tensor, experts: list[Tensor], top_k: int, grou
     # Experts: each computes the rows that came for it.
     expert = torch.arange(local, device=x.device).repeat(ranks).repeat_interleave(incoming)  # of each row
     done = torch.zeros_like(rows)
-    for number, (w1, w2, w3) in enumerate(zip(*experts, strict=True)):
-        its = (expert == number).nonzero().flatten()
+    for local_expert, (w1, w2, w3) in enumerate(zip(*experts, strict=True)):
+        its = (expert == local_expert).nonzero().flatten()
         done = done.index_add(0, its, (F.silu(rows[its] @ w1.T) * (rows[its] @ w3.T)) @ w2.T)
     # All-to-all back. A token is the sum of its rows by their weights.
     back = wait_tensor(all_to_all_single_autograd(done, send, receive, group))  # (tokens · top_k, dim)
@@ -106,9 +106,9 @@ def compare(run: example.Run) -> None:
     by_hand.compare(run, [y, *gradients], [expected.view_as(dy)[rank], *wanted])
 
 
-def drop(module: Any, given: tuple[Tensor, Tensor], output: Tensor) -> Tensor:
+def drop(module: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> Tensor:
     """The mistake, as a hook on `Experts`: rows of an expert after its capacity are 0. They are sorted by expert."""
-    count = given[1]  # (n_experts,): rows of each
+    count = inputs[1]  # (n_experts,): rows of each
     place = torch.arange(len(output), device=output.device) - (count.cumsum(0) - count).repeat_interleave(count)
     return output * (place < len(output) // len(count))[:, None]
 

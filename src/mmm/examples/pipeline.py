@@ -70,8 +70,9 @@ def make_stage(sizes: TransformerConfig, names: list[str]) -> Transformer:
     for name in ("tok_embeddings", "norm", "output"):
         if name not in names:
             setattr(model, name, None)
-    for number in [number for number in model.layers if f"layers.{number}" not in names]:
-        del model.layers[number]
+    for layer in [*model.layers]:
+        if f"layers.{layer}" not in names:
+            del model.layers[layer]
     return model
 
 

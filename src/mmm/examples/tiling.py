@@ -57,10 +57,10 @@ class TiledLinear(nn.Module):
 
 def in_tiles(mlp: Any, tiles: int) -> None:
     """An MLP treats each token by itself: its hidden activations (batch, seq, ffn_dim) exist for one tile only."""
-    whole = mlp.forward
+    full_forward = mlp.forward
 
     def forward(x: Tensor) -> Tensor:
-        pieces = [checkpoint(whole, piece, use_reentrant=False) for piece in x.chunk(tiles, dim=1)]
+        pieces = [checkpoint(full_forward, piece, use_reentrant=False) for piece in x.chunk(tiles, dim=1)]
         return torch.cat(pieces, dim=1)  # (batch, seq, dim)
 
     mlp.forward = forward

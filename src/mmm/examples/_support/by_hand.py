@@ -41,14 +41,14 @@ class Case:
         self.targets = torch.randint(VOCAB, (BATCH * SEQ,)).to(device)
 
     def shard(self, full: Tensor, dim: int) -> Tensor:
-        """This rank's part of a tensor."""
+        """This rank's shard of a tensor."""
         return full.chunk(self.mesh.size(), dim)[self.mesh.get_local_rank()].contiguous()
 
-    def gather(self, part: Tensor, dim: int) -> Tensor:
-        """The tensor that the ranks have parts of. A collective."""
-        parts = [torch.empty_like(part, memory_format=torch.contiguous_format) for _ in range(self.mesh.size())]
-        dist.all_gather(parts, part.contiguous(), group=self.group)
-        return torch.cat(parts, dim)
+    def gather(self, shard: Tensor, dim: int) -> Tensor:
+        """The tensor that the ranks have shards of. A collective."""
+        shards = [torch.empty_like(shard, memory_format=torch.contiguous_format) for _ in range(self.mesh.size())]
+        dist.all_gather(shards, shard.contiguous(), group=self.group)
+        return torch.cat(shards, dim)
 
 
 def same_on_all_ranks(run: Run, *shapes: tuple[int, ...]) -> list[Tensor]:

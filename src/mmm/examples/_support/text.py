@@ -135,7 +135,7 @@ def text_steps(
     if place is None:
         run.log.info("%d steps of %d × %d tokens", job.steps, samples, tokens.seq_length, stacklevel=2)
     return run.steps(
-        (job.local_batch(tokens, number, coordinate).to(run.device) for number in range(job.steps)),
+        (job.local_batch(tokens, step, coordinate).to(run.device) for step in range(job.steps)),
         job.steps,
         samples=samples,
         tokens=samples * tokens.seq_length,
