@@ -121,9 +121,9 @@ class Tokens(ABC):
         begin = step_of_epoch * global_batch + first_sample
         rows = torch.from_numpy(np.stack([self.sample(epoch, begin + i) for i in range(size)]))
         if rows.ndim == 2:  # (size, seq_length + 1)
-            columns = (rows[:, :-1], rows[:, 1:])
+            columns = [rows[:, :-1], rows[:, 1:]]
         else:  # (size, 2 or 3, seq_length)
-            columns = rows.unbind(1)
+            columns = list(rows.unbind(1))
         inputs, targets, *starts = (column.contiguous() for column in columns)  # (size, seq_length) each
         return Batch(inputs, targets, global_batch * self.seq_length, self.has_padding, *starts)
 

@@ -40,7 +40,7 @@ class Series(NamedTuple):
 def metrics(ds: "xarray.Dataset") -> list[str]:
     """What is worth a plot: every variable but the step counters; x_min, x_median and x_max count as one x."""
     names = [str(name) for name in ds.data_vars if name not in ("iter", "epoch")]
-    bases = {}
+    bases: dict[str, str] = {}
     for name in names:
         base = name.removesuffix("_median")
         if base != name and f"{base}_max" in names:

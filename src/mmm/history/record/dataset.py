@@ -214,8 +214,8 @@ def read_dataset(path: Path) -> "xarray.Dataset | None":
             f"{path} ({len(content):,} bytes) is not a run's dataset or is damaged: {error}. "
             "Restore it from a copy, or move it away to read what the journal holds."
         ) from error
-    for variable in dataset.variables.values():
-        variable.encoding.clear()
+    for column in dataset.variables.values():
+        column.encoding.clear()
     return dataset
 
 
