@@ -2,9 +2,7 @@
 
 import sys
 from collections.abc import Sequence
-from itertools import takewhile
 
-CONTEXT = 8  # characters that are shown before the first that differs
 LARGE = 1e9  # from which on a number is shown with an exponent
 
 
@@ -20,13 +18,8 @@ def decimal(number: float, digits: int) -> str:
 
 
 def told_apart(texts: Sequence[str], longest: int) -> list[str]:
-    """Texts of one thing in at most so many characters, long ones from where they begin to differ; uncut if two that
-    differ would look alike."""
-    values = [text for text in texts if len(text) > 1]  # a dash stands for none
-    same = takewhile(lambda letters: len(set(letters)) == 1, zip(*values, strict=False))
-    begin = max(sum(1 for _ in same) - CONTEXT, 0) if len(set(values)) > 1 else 0
-    short = [text if len(text) <= longest else f"…{text[begin:]}" if begin else text for text in texts]
-    short = [text if len(text) <= longest else f"{text[: longest - 1]}…" for text in short]
+    """Texts of one thing in at most so many characters: of long ones their end; uncut if two would look alike."""
+    short = [text if len(text) <= longest else f"…{text[1 - longest :]}" for text in texts]
     return short if len(set(short)) == len(set(texts)) else list(texts)
 
 

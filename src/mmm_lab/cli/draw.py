@@ -88,7 +88,7 @@ def _program(what: str, given: list[str], ranks: int | None) -> tuple[Target, in
         target = Target("script" if what.endswith(".py") else "module", what, tuple(given))
         targets.check(target)
         return target, ranks or RANKS
-    layout = layout_of(what)
+    layout, techniques = layout_of(what)
     if ranks is not None and ranks != layout.ranks:
         raise ConfigError(f"-n {ranks}: the layout {what} has {layout.ranks:,} ranks; leave -n out")
-    return Target("module", "mmm.trainer.lm", tuple(trainer_flags(layout, given))), layout.ranks
+    return Target("module", "mmm.trainer.lm", tuple(trainer_flags(layout, techniques, given))), layout.ranks

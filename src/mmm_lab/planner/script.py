@@ -6,6 +6,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from mmm.layout import Layout, Techniques
 from mmm_launch.machines.machine import Machine
 from mmm_launch.machines.queues import not_taken, queue_for
 
@@ -22,34 +23,48 @@ TRIAL = (
 )
 
 
+def flags_of(layout: Layout, techniques: Techniques) -> dict[str, object]:
+    """Flags of a trainer, by name, for a layout with its techniques; what is as usual is left out."""
+    usual = Techniques()
+    flags: dict[str, object] = {"parallel": techniques.data_parallel}
+    for axis in ("pp", "cp", "tp", "ep", "dp_replicate"):
+        if getattr(layout, axis) > 1:
+            flags[axis] = getattr(layout, axis)
+    if layout.pp > 1:
+        flags |= {"schedule": techniques.schedule, "stages_per_rank": techniques.stages_per_rank}
+    if layout.cp > 1:
+        flags |= {"cp_style": techniques.cp_style, "ulysses": techniques.ulysses}
+    if techniques.reshard_after_forward != usual.reshard_after_forward:
+        flags["reshard_after_forward"] = techniques.reshard_after_forward
+    if techniques.checkpointing != usual.checkpointing:
+        flags["activation_checkpointing"] = techniques.checkpointing
+    return flags
+
+
+def in_words(flags: Mapping[str, object]) -> list[str]:
+    """Flags as words of a command line; those that are None are left out."""
+    words = []
+    for name, value in flags.items():
+        if value is True:
+            words.append(f"--{name}")
+        elif value is not None:
+            words += [f"--{name}", str(value)]
+    return words
+
+
 def trainer_flags(candidate: Candidate, spec: ModelSpec, global_batch: int, dtype: str) -> list[str]:
     """Flags of the trainer that runs the model, so that it runs this layout and no other."""
-    layout, techniques = candidate.layout, candidate.techniques
-    sizes = {"pp": layout.pp, "cp": layout.cp, "tp": layout.tp, "ep": layout.ep, "dp_replicate": layout.dp_replicate}
-    flags = [*spec.flags]
-    if spec.seq_length:
-        flags += ["--seq_length", str(spec.seq_length)]
-    flags += ["--global_batch_size", str(global_batch), "--dtype", dtype, "--parallel", techniques.data_parallel]
-    for name, size in sizes.items():
-        if size > 1:
-            flags += [f"--{name}", str(size)]
-    if layout.pp > 1:
-        flags += ["--schedule", techniques.schedule, "--stages_per_rank", str(techniques.stages_per_rank)]
-    if layout.cp > 1:
-        flags += ["--cp_style", techniques.cp_style]
-        flags += ["--ulysses", str(techniques.ulysses)] if techniques.ulysses else []
-    for name, value, usual in (
-        ("reshard_after_forward", techniques.reshard_after_forward, "auto"),
-        ("activation_checkpointing", techniques.checkpointing, "none"),
-    ):
-        if value != usual:
-            flags += [f"--{name}", str(value)]
-    if candidate.trial.microbatches > 1 or layout.pp > 1:
-        flags += ["--microbatches", str(candidate.trial.microbatches)]
+    layout, techniques, count = candidate.layout, candidate.techniques, candidate.trial.microbatches
+    flags = {
+        "seq_length": spec.seq_length or None,
+        "global_batch_size": global_batch,
+        "dtype": dtype,
+        **flags_of(layout, techniques),
+        "microbatches": count if count > 1 or layout.pp > 1 else None,
+    }
     if spec.program == "mmm.trainer.lm":
-        flags += ["--loss_chunks", str(techniques.loss_chunks)]
-        flags += ["--offload"] if techniques.offload else []
-    return flags
+        flags |= {"loss_chunks": techniques.loss_chunks, "offload": techniques.offload or None}
+    return [*spec.flags, *in_words(flags)]
 
 
 def launch_line(candidate: Candidate, spec: ModelSpec, machine: Machine, global_batch: int, dtype: str) -> str:

@@ -28,24 +28,24 @@ from mmm_lab.cli.draw_layout import layout_of, trainer_flags
 )
 def test_names_of_layouts(text, sizes, technique):
     assert name_of(text) == re.sub(r"\W", "-", text)  # of its file
-    layout = layout_of(text)
-    assert {axis: size for axis, size in layout.sizes.items() if size > 1} == sizes
-    assert layout.technique == technique
+    layout, techniques = layout_of(text)
+    assert {axis: size for axis, size in {**layout.sizes, "ep": layout.ep}.items() if size > 1} == sizes
+    assert techniques.data_parallel == (technique or "fsdp")
 
 
 @pytest.mark.parametrize("text", ["tp3", "ulysses3.tp2", "cp3", "pp5.tp12", "usp4", "dp6.ep3"])
 def test_the_small_model_goes_with_the_layout(text):
-    words = trainer_flags(layout_of(text), [])
+    layout, techniques = layout_of(text)
+    words = trainer_flags(layout, techniques, [])
     pairs = dict(zip(words[::2], words[1::2], strict=True))
-    sizes, heads = layout_of(text).sizes, int(pairs["--n_heads"])
-    assert heads % (sizes["tp"] * (sizes["cp"] if "--cp_style" in pairs else 1)) == 0
-    assert int(pairs["--seq_length"]) % (2 * sizes["cp"] * sizes["tp"]) == 0
-    assert int(pairs["--n_layers"]) >= sizes["pp"]
-    assert int(pairs.get("--n_experts", sizes["ep"])) % sizes["ep"] == 0
+    assert int(pairs["--n_heads"]) % (layout.tp * (layout.cp if techniques.cp_style != "ring" else 1)) == 0
+    assert int(pairs["--seq_length"]) % (2 * layout.cp * layout.tp) == 0
+    assert int(pairs["--n_layers"]) >= layout.pp
+    assert int(pairs.get("--n_experts", layout.ep)) % layout.ep == 0
 
 
 def test_flags_of_the_user_count():
-    flags = trainer_flags(layout_of("dp2.tp2"), ["--preset", "llama-8b", "--seq-length=64"])
+    flags = trainer_flags(*layout_of("dp2.tp2"), ["--preset", "llama-8b", "--seq-length=64"])
     assert "--dim" not in flags
     assert "--seq_length" not in flags
     assert flags[-3:] == ["--preset", "llama-8b", "--seq-length=64"]
