@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from mmm import palette
 from mmm_lab.planner.picture import words
 from mmm_lab.planner.picture.facts import EXPERTS, Facts, Grid, Shard
-from mmm_lab.planner.picture.scene import Item, Line, Rect, Text, wrapped
+from mmm_lab.planner.picture.scene import Item, Line, Rect, Text, paragraph, text_width, wrapped
 
 PAD, SIDE = 9.0, 36.0  # inside a card; the longer side of a grid
 SMALL, LABEL = 9.0, 9.5  # sizes of text
@@ -73,8 +73,9 @@ def _label(grid: Grid) -> str:
     """What a grid is, and of experts which are here."""
     if grid.label != EXPERTS or grid.empty:
         return grid.label
-    several = grid.right - grid.left > 1
-    return f"expert{'s' * several} {grid.left}" + (f"–{grid.right - 1}" if several else "") + f" of {grid.columns}"
+    last = grid.right - 1
+    which = f"expert {last}" if last == grid.left else f"experts {grid.left}–{last}"
+    return f"{which} of {grid.columns}"
 
 
 def card(facts: Facts, rank: int, x: float, y: float, width: float) -> tuple[list[Item], float]:
@@ -83,11 +84,13 @@ def card(facts: Facts, rank: int, x: float, y: float, width: float) -> tuple[lis
     inner, left = width - 2 * PAD, x + PAD
     slot = left
     for each in facts.grids(rank):
-        (wide, high), label = sides(each), Text(slot, below + 10, _label(each), 8.5)
-        needed = max(wide, 1.08 * label.width)
+        wide, high = sides(each)
+        label = _label(each)
+        needed = max(wide, 1.08 * text_width(label, 8.5))
         if slot > left and slot + needed > left + inner:
-            slot, below = left, below + SIDE + 20
-        items.append(Text(slot, below + 10, label.text, 8.5))
+            slot = left
+            below += SIDE + 20
+        items.append(Text(slot, below + 10, label, 8.5))
         items += grid(each, slot, below + 15, wide, high)
         slot += needed + 5
     below += SIDE + 22 if facts.matrices else 0
@@ -97,10 +100,9 @@ def card(facts: Facts, rank: int, x: float, y: float, width: float) -> tuple[lis
     local, full = facts.elements(rank)
     if full and width >= NARROW:
         share = f"{local:,} of {full:,} parameters" if local != full else f"all {full:,} parameters"
-        for line in wrapped(share + " of its stage" * (facts.layout.pp > 1), inner, SMALL):
-            items.append(Text(left, below + 9, line, SMALL, opacity=0.75))
-            below += 12
-        below += 2
+        lines = wrapped(share + " of its stage" * (facts.layout.pp > 1), inner, SMALL)
+        items += paragraph(lines, left, below + 9, SMALL, 12, 0.75)
+        below += 12 * len(lines) + 2
     return items, below + PAD - 4 - y
 
 
@@ -110,13 +112,13 @@ def _head(facts: Facts, rank: int, left: float, top: float, width: float) -> tup
         place["ep"] = place["dp_shard"] % facts.layout.ep
     named = [f"{axis} {at}" for axis, at in place.items() if getattr(facts.layout, axis) > 1]
     items: list[Item] = [Text(left, top + 10, f"rank {rank}", 12, bold=True)]
-    text, own = " · ".join(named), Text(left, 0, f"rank {rank}  ", 12, bold=True).width
-    if not text:
+    text = " · ".join(named)
+    needed = text_width(text, SMALL)
+    if needed + text_width(f"rank {rank}  ", 12, bold=True) <= width:
+        items += [Text(left + width, top + 10, text, SMALL, "end", opacity=0.75)] if text else []
         return items, top + 16
-    if own + Text(0, 0, text, SMALL).width <= width:
-        return [*items, Text(left + width, top + 10, text, SMALL, "end", opacity=0.75)], top + 16
-    lines = [text] if Text(0, 0, text, SMALL).width <= width else named
-    items += [Text(left, top + 22 + 11 * at, line, SMALL, opacity=0.75) for at, line in enumerate(lines)]
+    lines = [text] if needed <= width else named
+    items += paragraph(lines, left, top + 22, SMALL, 11, 0.75)
     return items, top + 17 + 11 * len(lines)
 
 
@@ -133,7 +135,7 @@ def _modules(facts: Facts, rank: int, left: float, top: float, width: float) -> 
         items += filled([Shard("pp", pp, len(stages))], *box) if module in own else [Rect(*box, fill="idle")]
         items.append(Rect(*box, stroke="ink", line=0.6))
     lines = wrapped(words.modules(own), width, SMALL)
-    items += [Text(left, top + 38 + 11 * at, line, SMALL, opacity=0.75) for at, line in enumerate(lines)]
+    items += paragraph(lines, left, top + 38, SMALL, 11, 0.75)
     return items, top + 36 + 11 * len(lines)
 
 
@@ -146,8 +148,10 @@ def _batch(facts: Facts, rank: int, left: float, top: float, width: float) -> tu
     own = f"sample {batch.bottom}" if batch.bottom - batch.top == 1 else f"samples {batch.top + 1}–{batch.bottom}"
     height = min(max(4.0 * batch.rows, 16.0), 36.0)
     down = top + 14
-    items: list[Item] = [Text(left, top + 9, own if narrow else f"batch: {own} of {batch.rows}", LABEL)]
-    items.append(Rect(left, down, width, height, fill="idle"))
+    items: list[Item] = [
+        Text(left, top + 9, own if narrow else f"batch: {own} of {batch.rows}", LABEL),
+        Rect(left, down, width, height, fill="idle"),
+    ]
     for piece in pieces:
         items += filled(piece.shards, *_inside(piece, left, down, width, height))
     for row in range(1, batch.rows if batch.rows <= 16 else 0):
@@ -159,9 +163,8 @@ def _batch(facts: Facts, rank: int, left: float, top: float, width: float) -> tu
     shown = kept or pieces
     if not narrow and sum(piece.right - piece.left for piece in shown) < batch.columns:
         tokens = ", ".join(f"{piece.left}–{piece.right - 1}" for piece in shown)
-        items.append(
-            Text(left, below + 9, f"tokens {tokens}" + (" between products" if kept else ""), SMALL, opacity=0.75)
-        )
+        text = f"tokens {tokens}{' between products' if kept else ''}"
+        items += paragraph([text], left, below + 9, SMALL, 13, 0.75)
         below += 13
     return items, below
 

@@ -9,7 +9,7 @@ from mmm_lab.planner.picture import words
 from mmm_lab.planner.picture.arrange import Arrangement
 from mmm_lab.planner.picture.cards import filled
 from mmm_lab.planner.picture.facts import Facts, Shard
-from mmm_lab.planner.picture.scene import Item, Scene, Text, text_width, wrapped
+from mmm_lab.planner.picture.scene import Item, Scene, Text, paragraph, text_width, wrapped
 from mmm_lab.planner.picture.sent import sent_table
 
 WIDTH, MARGIN = 960.0, 24.0
@@ -38,9 +38,9 @@ def picture(facts: Facts, made_by: str) -> Scene:
         items.append(Text(MARGIN, y, words.others(layout, shown), 11))
     more, y = _step(facts, y + 16, width)
     items += more
-    for line in _footer(facts, made_by):
-        y += 14
-        items.append(Text(MARGIN, y, line, 10, opacity=0.7))
+    footer = _footer(facts, made_by)
+    items += paragraph(footer, MARGIN, y + 14, 10, 14, 0.7)
+    y += 14 * len(footer)
     text = " ".join([*words.sentences(facts), *_spoken(facts)])
     return Scene(width, y + 18, f"{words.title(facts)}: {about}", text, items)
 
@@ -53,9 +53,9 @@ def _top(facts: Facts, about: str, width: float) -> tuple[list[Item], float]:
     items.append(Text(width - MARGIN, 36, about, 13, "end", opacity=0.75))
     y = 48.0
     for sentence in words.sentences(facts):
-        for line in wrapped(sentence, width - 2 * MARGIN, 12):
-            y += 16
-            items.append(Text(MARGIN, y, line, 12))
+        lines = wrapped(sentence, width - 2 * MARGIN, 12)
+        items += paragraph(lines, MARGIN, y + 16, 12, 16)
+        y += 16 * len(lines)
     y += 26
     items.append(Text(MARGIN, y, "What each rank holds", 14, bold=True))
     items += _legend(facts, width - MARGIN, y)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 # A colour is one of these, of the theme that a picture is drawn in (`mmm.palette.Theme`), or "#rrggbb" in all.
@@ -90,6 +91,11 @@ def wrapped(text: str, width: float, size: float) -> list[str]:
             lines.append("")
         lines[-1] = f"{lines[-1]} {word}".strip()
     return lines
+
+
+def paragraph(lines: Sequence[str], x: float, y: float, size: float, step: float, opacity: float = 1.0) -> list[Item]:
+    """Lines of text, one below the other; y: the baseline of the first."""
+    return [Text(x, y + step * number, line, size, opacity=opacity) for number, line in enumerate(lines)]
 
 
 def arrow(x1: float, y1: float, x2: float, y2: float, line: float, fill: str, both: bool = False) -> list[Item]:

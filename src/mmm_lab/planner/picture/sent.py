@@ -6,7 +6,7 @@ from mmm import units
 from mmm_lab.planner.picture import words
 from mmm_lab.planner.picture.cards import color_of
 from mmm_lab.planner.picture.facts import PARTS, Facts, Flow
-from mmm_lab.planner.picture.scene import Item, Line, Rect, Text, wrapped
+from mmm_lab.planner.picture.scene import Item, Line, Rect, Text, paragraph, wrapped
 
 COLUMNS = {"forward": 0.39, "backward": 0.39, "optimizer": 0.22}  # of the width
 HEADS = {"forward": "forward", "backward": "backward", "optimizer": "optimizer step"}
@@ -45,7 +45,6 @@ def _row(facts: Facts, flow: Flow, x: float, y: float, width: float) -> tuple[li
     ]
     below = y + 28
     meaning = words.meaning(facts, flow)
-    for line in wrapped(meaning, width - 14, 10) if meaning else []:
-        items.append(Text(x + 14, below + 7, line, 10, opacity=0.75))
-        below += 12
-    return items, below + 5
+    lines = wrapped(meaning, width - 14, 10) if meaning else []
+    items += paragraph(lines, x + 14, below + 7, 10, 12, 0.75)
+    return items, below + 12 * len(lines) + 5
