@@ -2,7 +2,7 @@
 
     python3 docs/assets/planner_data.py > docs/guide/planner/data.js
 
-The formulas stand beside it; `tests/docs/test_planner_page.py` holds them and it to this package.
+The formulas stand beside it; `tests/docs/test_in_a_browser.py` holds them and it to this package.
 """
 
 from __future__ import annotations

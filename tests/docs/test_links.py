@@ -1,5 +1,5 @@
-"""Each link leads somewhere: in the repository, and on the site that `make docs` has built. Addresses elsewhere are
-only looked at: there may be no network."""
+"""Each link leads somewhere: in the repository, and on the site that `make docs` has built; lists begin after a blank
+line; code that a page quotes is the code."""
 
 import re
 from functools import cache
@@ -9,7 +9,7 @@ from urllib.parse import unquote, urlsplit
 
 import pytest
 
-from support.pages import PAGES, SITE, anchors, name_of, prose
+from support.pages import DOCS, PAGES, ROOT, SITE, anchors, name_of, prose
 
 LINK = re.compile(r"""(?:\]\(|\b(?:href|src|srcset)=")([^)\s"]+)""")
 ELSEWHERE = re.compile(r"https?://[\w.-]+\.[a-z]{2,}(:\d+)?(/[^\s<>]*)?|mailto:\S+@\S+")
@@ -118,3 +118,38 @@ def glued(text):
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_a_list_begins_after_a_blank_line(page):
     assert glued(page.read_text(encoding="utf-8")) == []
+
+
+BLOCK = re.compile(r'^```python title="(?P<path>[^"]+)"\n(?P<code>.*?)^```$', re.DOTALL | re.MULTILINE)
+QUOTING = sorted(page for page in DOCS.rglob("*.md") if BLOCK.search(page.read_text(encoding="utf-8")))
+DEEPEST = 24  # columns that a file may indent a block by
+
+
+def missing(code, source):
+    """The first piece of a block that the source does not have after the pieces before it; None where it has all."""
+    pieces = [piece for piece in re.split(r"^ *…\n", code, flags=re.MULTILINE) if piece]
+    found = [_place(pieces, source.splitlines(), indent) for indent in range(0, DEEPEST + 1, 4)]
+    furthest = max(found)
+    return None if furthest == len(pieces) else pieces[furthest]
+
+
+def _place(pieces, lines, indent):
+    """How many pieces stand in the lines, one after the other."""
+    at = 0
+    for count, piece in enumerate(pieces):
+        wanted = [" " * indent + line if line else line for line in piece.splitlines()]
+        starts = (i for i in range(at, len(lines)) if lines[i : i + len(wanted)] == wanted)
+        start = next(starts, None)
+        if start is None:
+            return count
+        at = start + len(wanted)
+    return len(pieces)
+
+
+@pytest.mark.parametrize("page", QUOTING, ids=lambda page: str(page.relative_to(DOCS)))
+def test_a_page_quotes_the_code(page):
+    for block in BLOCK.finditer(page.read_text(encoding="utf-8")):
+        source = ROOT / block["path"]
+        assert source.is_file(), f"{page}: no such file: {block['path']}"
+        piece = missing(block["code"], source.read_text(encoding="utf-8"))
+        assert piece is None, f"{page}: {block['path']} does not have\n{piece}"

@@ -11,8 +11,7 @@ import shlex
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from fuzz.flags import LAYOUT, PROGRAMS, Value, arguments, flags_of, names
-from fuzz.layouts import draw_layout
+from fuzz.flags import LAYOUT, PROGRAMS, Value, arguments, draw_layout, flags_of, names
 
 LAYOUTS_A_PROBLEM = 4
 SPOILT = 0.25

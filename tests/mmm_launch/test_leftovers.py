@@ -3,12 +3,14 @@
 import os
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 
 import pytest
 
 from mmm_launch.run import processes
+from support.clock import PATIENCE
 from support.launcher import SPAWNED_IN_LONG
 
 SOON = 30.0  # s: at once, on a machine with ten times the work that it has cores for
@@ -144,3 +146,16 @@ next(batches)
     process.kill()
     assert launcher.gone(within=SOON)
     process.wait()
+
+
+BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "faults.py"
+
+
+@pytest.mark.long
+@pytest.mark.skipif(os.geteuid() != 0 or sys.platform != "linux", reason="mounts, and network namespaces, need root")
+@pytest.mark.parametrize("name", ["a process is killed", "a disk fills", "loopback is lost", "few open files"])
+def test_nothing_is_left_and_the_record_is_readable(tmp_path, name):
+    words = [sys.executable, str(BENCHMARK), "--faults", "2", "--only", name]
+    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=PATIENCE)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "nothing was wrong" in done.stdout

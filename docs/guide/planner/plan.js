@@ -1,6 +1,6 @@
 // One layout of a Transformer, as `mmm plan --exactly` sees it.
 //
-// rules.js, memory.js and seconds.js are copies of the planner's formulas. tests/docs/test_planner_page.py compares what
+// rules.js, memory.js and seconds.js are copies of the planner's formulas. tests/docs/test_in_a_browser.py compares what
 // the page shows with what the command says. Plain scripts, no modules: a page opened from a file may not import one.
 
 "use strict";
