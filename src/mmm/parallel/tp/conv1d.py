@@ -26,24 +26,25 @@ def column_dim(module: nn.Module) -> int:
 
 def shard_conv1d(module: nn.Module, mesh: DeviceMesh, style: ColwiseParallel | RowwiseParallel) -> None:
     """What `style` does with a Linear, for a Conv1D; in place."""
+    wanted: Placement = Replicate()
+    made: Placement = Shard(-1)
+    placements: dict[str, Placement] = {"weight": Shard(1), "bias": Shard(0)}
     if isinstance(style, RowwiseParallel):
-        placements: dict[str, Placement] = {"weight": Shard(0), "bias": Replicate()}
-        taken, given = Shard(-1), Partial()
-    else:
-        placements = {"weight": Shard(1), "bias": Shard(0)}
-        taken, given = Replicate(), Shard(-1)
+        wanted = Shard(-1)
+        made = Partial()
+        placements = {"weight": Shard(0), "bias": Replicate()}
     for name, placement in placements.items():
         parameter = module.get_parameter(name)
         sharded = distribute_tensor(parameter.detach(), mesh, [placement])
         module.register_parameter(name, nn.Parameter(sharded, requires_grad=parameter.requires_grad))
     parallelize_module(
-        module, mesh, PrepareModuleInput(input_layouts=style.input_layouts, desired_input_layouts=(taken,))
+        module, mesh, PrepareModuleInput(input_layouts=style.input_layouts, desired_input_layouts=(wanted,))
     )
     parallelize_module(
         module,
         mesh,
         PrepareModuleOutput(
-            output_layouts=(given,),
+            output_layouts=(made,),
             desired_output_layouts=style.output_layouts,
             use_local_output=style.use_local_output,
         ),
