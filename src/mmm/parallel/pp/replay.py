@@ -15,7 +15,8 @@ For stages that all take the same time there is `mmm.parallel.pp.bubble.bubble_f
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -79,24 +80,33 @@ def replay(lists: Sequence[Sequence[Action]], seconds: Callable[[Action], float]
     last = max(action.stage for row in lists for action in row)
     ends: dict[Action, float] = {}
     rows: list[list[ActionSpan]] = [[] for _ in lists]
-    while any(len(row) < len(actions) for row, actions in zip(rows, lists, strict=True)):
+    queues = [deque(actions) for actions in lists]
+    while any(queues):
         before = len(ends)
-        for row, actions in zip(rows, lists, strict=True):
-            while len(row) < len(actions):
-                action = actions[len(row)]
-                arrived = [next((ends[a] for a in either if a in ends), None) for either in _needs(action, last)]
-                ready = [end for end in arrived if end is not None]
-                if len(ready) < len(arrived):
+        for row, queue in zip(rows, queues, strict=True):
+            while queue:
+                action = queue[0]
+                ready = _ready(action, last, ends)
+                if ready is None:
                     break
-                begin = max([row[-1].end if row else 0.0, *ready])
-                row.append(ActionSpan(action, begin, begin + seconds(action)))
-                ends[action] = row[-1].end
+                begin = max(row[-1].end if row else 0.0, ready)
+                ends[action] = begin + seconds(action)
+                row.append(ActionSpan(action, begin, ends[action]))
+                queue.popleft()
         if len(ends) == before:
-            waiting = [
-                str(actions[len(row)]) for row, actions in zip(rows, lists, strict=True) if len(row) < len(actions)
-            ]
-            raise ValueError(f"the schedule is stuck before {', '.join(waiting)}")
+            raise ValueError(f"the schedule is stuck before {', '.join(str(queue[0]) for queue in queues if queue)}")
     return PipelineTimeline(rows)
+
+
+def _ready(action: Action, last: int, ends: Mapping[Action, float]) -> float | None:
+    """When all that an action needs is there; None where some of it has not begun."""
+    latest = 0.0
+    for either in _needs(action, last):
+        arrived = [ends[other] for other in either if other in ends]
+        if not arrived:
+            return None
+        latest = max(latest, arrived[0])
+    return latest
 
 
 def _needs(action: Action, last: int) -> list[tuple[Action, ...]]:
