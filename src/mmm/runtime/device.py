@@ -6,10 +6,9 @@ Intel GPUs: PyTorch's own ``torch.xpu`` and its xccl backend.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -190,36 +189,30 @@ def full_float32(precision: Precision) -> Iterator[None]:
     if precision.compute != torch.float32:
         yield
         return
-    flags = _float32_flags()
-    before = [_unless_mixed(read) for read, _, _ in flags]
-    for (_, write, wanted), value in zip(flags, before, strict=True):
-        if value != wanted:
-            _unless_mixed(partial(write, wanted))
+    cudnn: Any = torch.backends.cudnn
+    newer: list[Any] = [cudnn.conv, cudnn.rnn, torch.backends.cuda.matmul]
+    older = _older_flags()
+    before = [flags.fp32_precision for flags in newer]
+    # In this order: an older flag changes the newer ones, and cannot be read where only a newer one was set.
+    cudnn.allow_tf32 = False
+    torch.set_float32_matmul_precision("highest")
+    for flags in newer:
+        flags.fp32_precision = "ieee"
     try:
         yield
     finally:
-        for (_, write, _), value in zip(flags, before, strict=True):
-            if value is not None:
-                _unless_mixed(partial(write, value))
+        if older is not None:
+            cudnn.allow_tf32 = older[0]
+            torch.set_float32_matmul_precision(older[1])
+        for flags, value in zip(newer, before, strict=True):
+            flags.fp32_precision = value
 
 
-def _float32_flags() -> list[tuple[Callable[[], Any], Callable[[Any], None], Any]]:
-    """Each flag of this PyTorch as (read, write, the value that is no TensorFloat-32); the older ones first.
-
-    Both generations, in this order: PyTorch's own readers of an older flag fail where only the newer one was set, and
-    an older one changes the newer ones.
-    """
+def _older_flags() -> tuple[bool, str] | None:
+    """Whether cuDNN may use TensorFloat-32, and the precision of matrix products; None where the program has set newer
+    flags itself, which PyTorch does not translate."""
     cudnn: Any = torch.backends.cudnn
-    newer = [(owner, "fp32_precision", "ieee") for owner in (cudnn.conv, cudnn.rnn, torch.backends.cuda.matmul)]
-    owners: list[tuple[Any, str, Any]] = [(cudnn, "allow_tf32", False), *newer]
-    flags = [(partial(getattr, owner, name), partial(setattr, owner, name), value) for owner, name, value in owners]
-    products = (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision, "highest")
-    return [flags[0], products, *flags[1:]]
-
-
-def _unless_mixed(do: Callable[[], Any]) -> Any:
-    """What `do` returns; None where PyTorch refuses an older flag, because the program has set a newer one itself."""
     try:
-        return do()
+        return cudnn.allow_tf32, torch.get_float32_matmul_precision()
     except RuntimeError:
         return None
