@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from mmm.errors import ConfigError
 from mmm_lab.campaign.command import time_to_save
 from mmm_lab.cli.parser import Parser
-from mmm_lab.cli.sizes import parse_bytes, parse_time, parse_tokens
+from mmm_lab.cli.sizes import job_time, parse_bytes, parse_tokens
 from mmm_lab.cli.written import write_json, write_text
 from mmm_lab.planner import machine_text
 from mmm_launch.machines import find
@@ -110,10 +110,12 @@ def machine_of(args: argparse.Namespace) -> Machine:
 
 def run_of(args: argparse.Namespace) -> tuple[float, float | None]:
     """The tokens of the run, 0 where none are named, and the seconds of a job. Raises ConfigError."""
-    walltime = None if args.walltime is None else parse_time(args.walltime, "--walltime")
-    if walltime is not None and walltime < 60:
-        raise ConfigError(f"--walltime {args.walltime}: schedulers count in minutes; give at least 1m")
-    return (0.0 if args.tokens is None else parse_tokens(args.tokens, "--tokens")), walltime
+    tokens = 0.0 if args.tokens is None else parse_tokens(args.tokens, "--tokens")
+    if args.walltime is None:
+        return tokens, None
+    if not tokens:
+        raise ConfigError(f"--walltime {args.walltime}: it is of a run's jobs; say how long that is: --tokens 20B")
+    return tokens, job_time(args.walltime, "--walltime")
 
 
 def fixed_by(args: argparse.Namespace) -> dict[str, int | str]:
@@ -134,9 +136,7 @@ def main(argv: list[str]) -> int:
         raise ConfigError("--model is missing: such as --model llama-8b")
     if args.top < 1:
         raise ConfigError(f"--top {args.top}: it must be at least 1")
-    if args.walltime is not None and args.tokens is None:
-        raise ConfigError(f"--walltime {args.walltime}: it is of a run's jobs; say how long that is: --tokens 20B")
-    run_of(args)
+    tokens, walltime = run_of(args)
     machine = machine_of(args)
     global_batch = machine.ranks if args.global_batch is None else args.global_batch
     if not 1 <= global_batch <= 10**7:
@@ -144,6 +144,7 @@ def main(argv: list[str]) -> int:
     if not 1 <= args.seq_length <= 10**8:
         raise ConfigError(f"--seq_length {args.seq_length}: it must be from 1 to 100,000,000 tokens")
 
+    from mmm_lab.planner import report, script
     from mmm_lab.planner.asked import exactly
     from mmm_lab.planner.named_model import read_model
     from mmm_lab.planner.search import Search  # imports torch
@@ -151,21 +152,14 @@ def main(argv: list[str]) -> int:
     spec = read_model(
         args.model, {name: getattr(args, name) for name in SIZES}, args.seq_length, args.tie_word_embeddings
     )
-    if args.tokens is not None and not spec.seq_length:
+    if tokens and not spec.seq_length:
         raise ConfigError(f"--tokens {args.tokens}: {args.model} has no sequence of tokens")
     dtype = args.dtype or ("fp32" if machine.device == "cpu" else "bf16")
     fixed = fixed_by(args)
     if args.exactly:
         fixed = exactly(fixed)
     search = Search(spec, machine, global_batch, dtype, args.optimizer, fixed)
-    _report(args, search, search.run())
-    return 0
-
-
-def _report(args: argparse.Namespace, search: Search, found: Found) -> None:
-    from mmm_lab.planner import report, script
-
-    machine, spec = search.machine, search.spec
+    found = search.run()
     kinds = report.why_each(found, machine.budget)
     write_json(args.json, report.as_json(search, found, kinds))
     if not found.best:
@@ -178,21 +172,23 @@ def _report(args: argparse.Namespace, search: Search, found: Found) -> None:
         lines += ["", "assumed", *machine_text.assumed(machine)]
     line = script.launch_line(found.best[0], spec, machine, search.global_batch, search.dtype)
     lines += ["", *script.trial(line, spec)]
-    if args.tokens is not None:
-        lines += ["", *_run_lines(args, search, found.best[0], line)]
+    if tokens:
+        lines += ["", *_run_lines(args, search, found.best[0], line, tokens, walltime)]
     if args.script is not None:
         write_text(args.script, script.trial_script(line, spec, machine), "--script")
         lines.append(f"job script: {args.script}")
     print("\n".join(lines))
+    return 0
 
 
-def _run_lines(args: argparse.Namespace, search: Search, best: Candidate, launch: str) -> list[str]:
+def _run_lines(
+    args: argparse.Namespace, search: Search, best: Candidate, launch: str, tokens: float, walltime: float | None
+) -> list[str]:
     """What the whole run takes, and the line that submits it."""
     from mmm_lab.planner import script
     from mmm_lab.planner.campaign import lines_of, steps_between_saves, steps_for
     from mmm_launch.machines.queues import not_taken, queue_for
 
-    tokens, walltime = run_of(args)
     before_end = 0.0 if walltime is None else time_to_save(walltime)
     lines = lines_of(search, best, tokens, walltime, before_end)
     machine = search.machine

@@ -68,6 +68,14 @@ def parse_time(text: str, flag: str) -> float:
     return float(seconds)
 
 
+def job_time(text: str, flag: str) -> float:
+    """Seconds of a job, which is a minute at least. Raises ConfigError."""
+    seconds = parse_time(text, flag)
+    if seconds < 60:
+        raise ConfigError(f"{flag} {text}: schedulers count in minutes; give at least 1m")
+    return seconds
+
+
 def clock_time(seconds: float) -> str:
     """Seconds as a scheduler takes them: ``06:00:00``."""
     minutes, rest = divmod(round(seconds), 60)

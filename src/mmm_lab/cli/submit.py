@@ -18,7 +18,7 @@ from mmm.outside import printable_lines
 from mmm_lab.campaign import command as commands
 from mmm_lab.campaign import queues
 from mmm_lab.cli.parser import Parser
-from mmm_lab.cli.sizes import clock_time, parse_time
+from mmm_lab.cli.sizes import clock_time, job_time, parse_time
 from mmm_lab.planner.script import FOLDER, PROJECT, job_script
 from mmm_launch.machines import find
 from mmm_launch.machines.machine import Machine
@@ -116,9 +116,7 @@ def make_script(args: argparse.Namespace, command: Sequence[str]) -> JobScript:
     """The job script of the flags. Raises UserError: they do not fit each other, or the machine."""
     if args.time is None:
         raise ConfigError("-t is missing: how long may a job take? Such as -t 6:00 (6 hours)")
-    walltime = parse_time(args.time, "-t")
-    if walltime < 60:
-        raise ConfigError(f"-t {args.time}: schedulers count in minutes; give at least 1m")
+    walltime = job_time(args.time, "-t")
     before_end = commands.time_to_save(walltime)
     if args.before_end is not None:
         before_end = parse_time(args.before_end, "--before-end")

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any
 
 from mmm.errors import UserError
 from mmm.layout import AXES, Layout, Techniques, check_data_parallel
+from mmm.parallel.cp.styles import host_ulysses
 from mmm.parallel.partition import partition_model
 from mmm.parallel.pp.schedules import SCHEDULES
 
@@ -49,12 +50,16 @@ def why_not(search: Search) -> str:
             return ""
         if layout.pp > len(spec.sequence) or search.global_batch % layout.dp:
             return ""
+        if techniques.cp_style == "usp":
+            heads, per_host = getattr(spec.config, "n_heads", 0), search.machine.ranks_per_host
+            techniques = replace(techniques, ulysses=host_ulysses(layout.cp, layout.tp, heads, per_host))
         model, sample = spec.definition.on_meta(spec.config, search.global_batch // layout.dp, spec.seq_length)
         partition_model(model, spec.plan, layout, techniques, sample)
     except UserError as error:
         return str(error)
-    shape = f"dp_replicate {layout.dp_replicate}, dp_shard {layout.dp_shard}, cp {layout.cp} ({techniques.cp_style})"
+    shape = f"dp_replicate {layout.dp_replicate}, dp_shard {layout.dp_shard}, cp {layout.cp}"
     return (
-        f"a trainer may take {techniques.data_parallel} with {shape}, microbatches {techniques.microbatches}; the "
-        "search looks at sharding over several ranks, hsdp for replicas, usp inside hosts, and equal micro-batches"
+        f"{techniques.data_parallel} with {shape}, cp_style {techniques.cp_style}, microbatches "
+        f"{techniques.microbatches}: a trainer may take it, and the search does not look at it: it shards over several "
+        "ranks, has hsdp for replicas, usp for hosts, and micro-batches of one size"
     )
