@@ -15,15 +15,20 @@ PLACES = ("device", "host", "disk")
 
 
 def bytes_by_place(way: str, optimizer: torch.optim.Optimizer, device: torch.device) -> dict[str, int]:
-    """Bytes of a rank's shards of parameters, gradients and state at each place, of the rank with most; to be called
-    while there are gradients. A collective."""
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    shards = [*parameters, *(parameter.grad for parameter in parameters)]
-    states = [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
-    where = "device" if way == "device" else "host"
+    """Bytes of shards of parameters, gradients and state at each place, on the rank with most. A collective.
+
+    It is called while there are gradients.
+    """
+    updated_on = "device" if way == "device" else "host"
     local = dict.fromkeys(PLACES, 0)
-    local[where] += sum(to_local(tensor).nbytes for tensor in shards if tensor is not None)
-    local["disk" if way == "disk" else where] += sum(to_local(state).nbytes for state in states if state.ndim)
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            local[updated_on] += to_local(parameter).nbytes
+            if parameter.grad is not None:
+                local[updated_on] += to_local(parameter.grad).nbytes
+            for value in optimizer.state[parameter].values():
+                if isinstance(value, Tensor) and value.ndim > 0:
+                    local["disk" if way == "disk" else updated_on] += to_local(value).nbytes
     return most_of_ranks(local, device)
 
 

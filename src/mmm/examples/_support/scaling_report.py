@@ -52,16 +52,20 @@ def read_point(ranks: int, line: Sequence[str]) -> Point | None:
     except (OSError, ValueError, KeyError, RecordError):
         return None
 
-    many = "dt" not in ds  # then a record has the largest and the median over the ranks alone
-    seconds = float((ds["dt_max"] if many else ds["dt"].max("rank")).median())
-    own, total = (float(ds[f"{name}_median" if many else name].mean()) for name in ("dt_own", "dt"))
+    if "dt" in ds:
+        slowest = ds["dt"].max("rank")
+        share = float(ds["dt_own"].mean()) / float(ds["dt"].mean())
+    else:  # of many ranks a record has only the largest and the median
+        slowest = ds["dt_max"]
+        share = float(ds["dt_own_median"].mean()) / float(ds["dt_median"].mean())
+    seconds = float(slowest.median())
     predicted = config.get("predicted") or {}
     return Point(
         ranks=ranks,
         layout=config["layout"],
         global_batch=config["global_batch_size"],
         seconds=seconds,
-        waited=seconds * (1 - own / total),
+        waited=seconds * (1 - share),
         predicted=predicted.get("step_seconds") or math.nan,
     )
 
@@ -76,12 +80,14 @@ def speed_ups(points: Sequence[Point]) -> tuple[list[float], list[float]]:
 
 def table(points: Sequence[Point]) -> str:
     """A line a point."""
-    heads = f"{'ranks':>6}{'samples/s':>11}{'speed-up':>10}{'predicted':>11}{'efficiency':>12}{'step, s':>10}"
-    lines = [f"{heads}{'waited':>8}   layout, global batch"]
-    for point, up, foreseen in zip(points, *speed_ups(points), strict=True):
-        text = f"{point.ranks:>6}{point.rate:>11.4g}{up:>10.2f}{foreseen:>11.2f}{up / point.ranks:>12.0%}"
-        text += f"{point.seconds:>10.4f}{point.waited / point.seconds:>8.0%}"
-        lines.append(f"{text}   {point.layout}, {point.global_batch}")
+    heads = (
+        f"{'ranks':>6}{'samples/s':>11}{'speed-up':>10}{'predicted':>11}{'efficiency':>12}{'step, s':>10}{'waited':>8}"
+    )
+    lines = [f"{heads}   layout, global batch"]
+    for point, measured, predicted in zip(points, *speed_ups(points), strict=True):
+        line = f"{point.ranks:>6}{point.rate:>11.4g}{measured:>10.2f}{predicted:>11.2f}{measured / point.ranks:>12.0%}"
+        line += f"{point.seconds:>10.4f}{point.waited / point.seconds:>8.0%}"
+        lines.append(f"{line}   {point.layout}, {point.global_batch}")
     if math.isnan(points[0].predicted):
         lines.append("no prediction: the machine's rates are not known; `mmm machine --measure` finds this one's")
     return "\n".join(lines)
