@@ -20,8 +20,8 @@ from pathlib import Path
 import torch
 
 import mmm.history
+from mmm.run.command_line import configure
 from mmm.trainer import vit
-from mmm.trainer.config.command_line import configure
 
 IMAGES, BASE = 1437, 16
 RATES = {"sgd": 1.0, "adamw": 1e-3, "lars": 10.0, "lamb": 0.03}

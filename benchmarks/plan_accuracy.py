@@ -23,8 +23,8 @@ from pathlib import Path
 
 from plan_measured import Measured, measure
 
-from mmm.trainer.config.command_line import for_a_few_steps, parse
-from mmm.trainer.config.run import replace_flags
+from mmm.run.command_line import for_a_few_steps, parse
+from mmm.run.options import replace_flags
 from mmm_lab.planner.dry_run import dry_run
 
 MEDIAN, WORST, EXACT = 0.01, 0.03, 1e-3

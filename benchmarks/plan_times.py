@@ -23,8 +23,8 @@ from pathlib import Path
 
 from plan_measured import StepTime, step_times
 
-from mmm.trainer.config.command_line import for_a_few_steps, parse
-from mmm.trainer.config.run import replace_flags
+from mmm.run.command_line import for_a_few_steps, parse
+from mmm.run.options import replace_flags
 from mmm_lab.planner.machine_text import assumed
 from mmm_lab.planner.measure import measure_machine
 from mmm_lab.planner.predict import predict

@@ -39,13 +39,13 @@ from mmm.palette import LIGHT, SERIES  # noqa: E402
 from mmm.parallel import parallel_model  # noqa: E402
 from mmm.parallel.mesh import Mesh, build_mesh  # noqa: E402
 from mmm.parallel.partition import partition_model  # noqa: E402
+from mmm.run import options as groups  # noqa: E402
 from mmm.run.comm import TorchComm  # noqa: E402
 from mmm.run.run import Run  # noqa: E402
 from mmm.runtime.clock import StepClock  # noqa: E402
 from mmm.runtime.device import Precision  # noqa: E402
 from mmm.runtime.log import get_logger  # noqa: E402
 from mmm.runtime.ranks import Rank  # noqa: E402
-from mmm.trainer.config.run import RunOptions  # noqa: E402
 
 LAYOUTS = {
     "fsdp·tp8": lambda ranks: Layout(tp=8),
@@ -108,7 +108,7 @@ def measure(name: str, ranks: int) -> dict[str, float]:
             clock, who = StepClock(CPU), Rank(0, ranks, 0, 1, "benchmark")
             comm = TorchComm()
             comm.rank = who
-            options = RunOptions()
+            options = groups.Run()
             run = Run("benchmark", options, options, None, who, layout, CPU, FP32, comm, clock, [])
 
             def step(due: bool, folder: Path | None = None) -> None:

@@ -15,9 +15,9 @@ import torch.distributed.pipelining
 
 from mmm.examples import fsdp_tp  # noqa: F401
 from mmm.run import standard  # noqa: F401
+from mmm.run.command_line import run_main
 from mmm.runtime.process_group import gather_floats, process_group
 from mmm.runtime.ranks import whoami
-from mmm.trainer.config.command_line import run_main
 
 CPU = torch.device("cpu")
 

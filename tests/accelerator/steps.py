@@ -40,6 +40,7 @@ from mmm.parallel.parallel_model import ParallelModel  # noqa: E402
 from mmm.parallel.pp import pipeline  # noqa: E402
 from mmm.parallel.pp.pipeline import TimedStage  # noqa: E402
 from mmm.parallel.pp.stages import take_stage  # noqa: E402
+from mmm.run import options as groups  # noqa: E402
 from mmm.run.comm import TorchComm  # noqa: E402
 from mmm.run.run import Run  # noqa: E402
 from mmm.runtime.clock import PARTS, PIPELINE_PARTS, StepClock  # noqa: E402
@@ -47,7 +48,6 @@ from mmm.runtime.device import Precision  # noqa: E402
 from mmm.runtime.log import get_logger  # noqa: E402
 from mmm.runtime.ranks import Rank  # noqa: E402
 from mmm.traffic.count import count_traffic  # noqa: E402
-from mmm.trainer.config.run import RunOptions  # noqa: E402
 from mmm_lab.parity import models  # noqa: E402
 from mmm_lab.parity.layouts import ParityCase, canonical  # noqa: E402
 from mmm_lab.parity.reference import Training, batch  # noqa: E402
@@ -171,7 +171,7 @@ def counted(kind, words):
                 seed=0,
                 lap=clock.lap,
             )
-            comm, options = TorchComm(), RunOptions(log_every=ROWS)
+            comm, options = TorchComm(), groups.Run(log_every=ROWS)
             comm.rank = rank
             run = Run("test", options, options, None, rank, ready.layout, device, BF16, comm, clock, [])
             run.outdir = Path("none")  # of rank 0, which reads its rows

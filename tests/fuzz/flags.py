@@ -14,8 +14,8 @@ from typing import Any, Literal
 
 from mmm.examples import fsdp_tp, parallel_4d
 from mmm.parallel.pp.schedules import SCHEDULES
+from mmm.run.options import flag_fields
 from mmm.trainer import cnn, lm, vit
-from mmm.trainer.config.run import flag_fields
 
 PROGRAMS: dict[str, ModuleType] = {
     "lm": lm,

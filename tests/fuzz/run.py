@@ -38,8 +38,8 @@ from mmm.data.images.published import PUBLISHED
 from mmm.errors import DivergedError, UserError
 from mmm.history.record.folder import TRACES
 from mmm.run import run as loop
+from mmm.run.command_line import parse
 from mmm.runtime.ranks import Rank
-from mmm.trainer.config.command_line import parse
 from mmm_verify.testing import RanksFailed, fork_ranks
 from support.published import expected
 from support.resuming import Ended, ending_before

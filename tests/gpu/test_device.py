@@ -24,6 +24,7 @@ from mmm.parallel.footprint import STATE, least_elements
 from mmm.parallel.mesh import build_mesh
 from mmm.parallel.parallel_model import ParallelModel
 from mmm.parallel.partition import partition_model
+from mmm.run import options as groups
 from mmm.run.comm import TorchComm
 from mmm.run.run import Run
 from mmm.runtime.clock import StepClock
@@ -31,7 +32,6 @@ from mmm.runtime.device import Precision, choose_device, choose_precision
 from mmm.runtime.log import ignore_views
 from mmm.runtime.process_group import process_group
 from mmm.runtime.ranks import Rank
-from mmm.trainer.config.run import RunOptions
 
 pytestmark = pytest.mark.gpu
 STRICT = os.environ.get("MMM_GPU_TESTS") == "required"
@@ -63,7 +63,7 @@ class Training:
         clock = StepClock(self.device)
         comm = TorchComm()
         comm.rank = ALONE
-        options = RunOptions()
+        options = groups.Run()
         self.run = Run("test", options, options, None, ALONE, layout, self.device, precision, comm, clock, [])
         mesh = build_mesh(layout, kind)
         self.model = ParallelModel(

@@ -11,8 +11,8 @@ import torch
 from mmm.data.text.chat_template import chat_template_of
 from mmm.generate import config_of, tokenizer_on_disk
 from mmm.models.llama.model import Transformer
+from mmm.run.command_line import configure
 from mmm.trainer import lm
-from mmm.trainer.config.command_line import configure
 from mmm.weights.open_weights import open_weights
 from mmm_lab.cli import main as cli
 

@@ -7,8 +7,8 @@ import re
 import shlex
 import sys
 
+from mmm.run.command_line import parse
 from mmm.trainer import vit  # which mmm.examples.vit is
-from mmm.trainer.config.command_line import parse
 from mmm_lab.cli.main import SUBCOMMANDS
 from mmm_lab.cli.main import main as mmm
 from mmm_lab.cli.parser import Parser

@@ -16,7 +16,9 @@ from torch.utils.data import DataLoader, Dataset
 
 from mmm.errors import UserError
 from mmm.parallel import EMA, Layout, Plan, batch_sizes, local_batches
-from mmm.trainer import BatchOptions, CheckpointOptions, build_model, start_run
+from mmm.run import options
+from mmm.run.options import replace_flags
+from mmm.trainer import build_model, start_run
 from support.pool import program_on
 from support.resuming import Ended
 
@@ -24,13 +26,15 @@ WIDTH = 6
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(BatchOptions, CheckpointOptions):
+class Config:
     steps: int = 6
     tp: int = 1
     parallel: str = "fsdp"
     noise: bool = True
     of_critic: str = "SGD"
     lr: float = 0.05
+    checkpoint: options.Checkpoint = options.Checkpoint()
+    run: options.Run = options.Run()
     hidden: int = 8
     frozen: bool = False
 
@@ -119,9 +123,10 @@ def train(
         change: the objects, before they are given to ``run.state``.
         body: called at the end of each step's.
     """
-    config = Config(**{"device": "cpu", "dtype": "fp64", "global_batch_size": 8, "flush_every": 2, **flags})
+    own = {"device": "cpu", "dtype": "fp64", "global_batch_size": 8, "flush_every": 2, **flags}
+    config = replace_flags(Config(), **own)
     layout = Layout(tp=config.tp).fit(rank.world_size)
-    batch, global_batch = batch_sizes(None, config.global_batch_size, layout.dp, default=8)
+    batch, global_batch = batch_sizes(None, config.run.global_batch_size, layout.dp, default=8)
     first = layout.dp_coordinate(rank.rank) * batch
     try:
         with (

@@ -20,12 +20,10 @@ MEASURED = 64  # rows of the product that tells a run what its CPU can do at mos
 # The modules that may ask which rank they are on.
 ASK = (
     "mmm.run.run",
-    "mmm.trainer.config.cnn",
-    "mmm.trainer.config.data",
     "mmm.trainer.cnn",
     "mmm.trainer.lm",
     "mmm.trainer.vit",
-    "mmm.trainer.config.resolve_text",
+    "mmm.trainer.text_job",
     "mmm.examples._support.text",
     "mmm.examples.fsdp",
     "mmm.examples.moe",

@@ -19,7 +19,7 @@ from mmm.checkpoint import read_manifest
 from mmm.checkpoint.storage import Reader, read_metadata
 from mmm.errors import UserError
 from mmm.parallel import build_mesh
-from mmm.trainer.config.command_line import configure
+from mmm.run.command_line import configure
 from support.pool import program_on
 
 PATIENCE = 60.0  # s for a save to end

@@ -24,7 +24,7 @@ are the same. The trainers do this by flags, --checkpoint_every and --resume (do
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -42,18 +42,11 @@ SHOWN = "output.weight"  # whose rows the log follows
 
 
 @dataclass(frozen=True, kw_only=True)
-class FullRun(example.RowOptions):
-    """Where it runs, for how long, and what it leaves."""
-
-    dtype: Literal["auto", "fp32", "fp64"] = "auto"
-
-
-@dataclass(frozen=True, kw_only=True)
 class Config(example.PlainTextConfig):
     """A small Transformer, saved in the middle, which goes on there and on another mesh."""
 
-    model: example.SmallTransformerOptions = example.SmallTransformerOptions()
-    run: FullRun = FullRun()
+    CHOICES: ClassVar = {"preset": example.SMALL, "dtype": ("auto", "fp32", "fp64")}
+    model: example.TransformerOptions = example.TransformerOptions(preset="debug")
 
 
 def shard(model: Transformer, mesh: DeviceMesh) -> None:

@@ -33,11 +33,11 @@ from mmm.errors import ConfigError
 from mmm.examples import _support as example
 from mmm.layout import Layout
 from mmm.parallel.collective_bytes import factor
+from mmm.run import options
 from mmm.runtime.device import synchronize
 from mmm.runtime.hang import HangWatch
 from mmm.runtime.process_group import all_gather, gather_floats, reduce_scatter
 from mmm.runtime.ranks import whoami
-from mmm.trainer.config.run import BaseOptions
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +51,8 @@ class Config(example.BreakOptions):
     sizes: tuple[int, ...] = (1 << 12, 1 << 16, 1 << 20, 1 << 23)
     """Bytes of the whole buffer, S; rounded to 4-byte numbers that the ranks divide."""
     repeats: int = 5
-    run: BaseOptions = BaseOptions()
+    LEFT_OUT: ClassVar = ("dtype", "seed", "batch_size", "global_batch_size", "log_every", "plots")
+    run: options.Run = options.Run()
 
 
 class Collective(NamedTuple):

@@ -49,6 +49,7 @@ from mmm.parallel import cross_entropy, draw_weights
 class Config(example.BreakOptions, example.PlainTextConfig):
     """DDP on a small Transformer."""
 
+    CHOICES: ClassVar = {"preset": example.SMALL}
     BREAKS: ClassVar = {
         "no_all_reduce": "No backward all-reduces: each rank updates its replica with the gradient of its own samples. "
         "The loss of the first step is right, since the weights still are; from then on the replicas drift apart.",
@@ -57,7 +58,7 @@ class Config(example.BreakOptions, example.PlainTextConfig):
     }
     accumulate: int = 1
     """Micro-batches of a step; one all-reduce for all of them."""
-    model: example.SmallTransformerOptions = example.SmallTransformerOptions()
+    model: example.TransformerOptions = example.TransformerOptions(preset="debug")
 
 
 def train(config: Config) -> None:

@@ -32,12 +32,11 @@ from mmm.nn.draw import parameter_count
 from mmm.parallel import cross_entropy, draw_weights
 from mmm.parallel.footprint import STATE
 from mmm.parallel.memory.measure import local_elements
+from mmm.run import options
 from mmm.run.save_model import save_model
-from mmm.trainer.config.cnn import CNNOptions, resolve_cnn
-from mmm.trainer.config.images import ImageOptions
-from mmm.trainer.config.run import StepOptions
-from mmm.trainer.config.scaled_lr import ScaledOptions
+from mmm.trainer.config import Images, Optimizer
 from mmm.trainer.images import ImageBatches
+from mmm.trainer.load_images import cnn_job
 from mmm.trainer.rate import LearningRate, step_decay
 
 
@@ -54,10 +53,19 @@ class Config(example.BreakOptions):
     """ddp: whole replicas. fsdp: everything sharded."""
     save_model: bool = False
     """Leave one unsharded state dict, model.pt, in the run's folder; plain PyTorch loads it."""
-    model: CNNOptions = CNNOptions()
-    data: ImageOptions = ImageOptions()
-    optimizer: ScaledOptions = ScaledOptions(lr=1e-3)
-    run: StepOptions = StepOptions()
+    dropout: bool = True
+    summary: bool = False
+    """Print the model's summary and leave."""
+    data: Images = Images()
+    optimizer: Optimizer = Optimizer(lr=1e-3)
+    duration: options.Duration = options.Duration()
+    run: options.Run = options.Run(plots=True)
+
+    LEFT_OUT: ClassVar = (
+        *("max_norm", "on_nan", "warmup", "lr_schedule", "min_lr", "decay", "betas", "weight_decay", "decayed"),
+        "log_every",
+    )
+    CHOICES: ClassVar = {"optimizer": ("adamw", "sgd")}
 
 
 def parallelize(run: example.Run, model: CNN, config: Config) -> nn.Module:
@@ -80,14 +88,14 @@ def parallelize(run: example.Run, model: CNN, config: Config) -> nn.Module:
 
 
 def train(config: Config) -> None:
-    job = resolve_cnn(
-        config.model,
+    job = cnn_job(
+        config.dropout and config.break_ is None,  # with a mistake there is none, as on the one device beside it
         config.data,
         config.run,
+        config.duration,
         example.fit(),
         Techniques(data_parallel=config.parallel),
         config.optimizer,
-        dropout=config.break_ is None,  # one device has none
     )
     job = example.for_a_mistake(config, job)
     elements = parameter_count(job.model)

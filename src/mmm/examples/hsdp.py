@@ -50,6 +50,7 @@ from mmm.runtime.device import Precision
 class Config(example.BreakOptions, example.PlainTextConfig):
     """HSDP on a small Transformer. Each replica is sharded over the ranks that --replicas leaves."""
 
+    CHOICES: ClassVar = {"preset": example.SMALL}
     BREAKS: ClassVar = {
         "one_axis": "FSDP gets the mesh's row alone. Nothing is all-reduced between the rows: each replica learns from "
         "its own samples, and the replicas drift apart, though each by itself trains well.",
@@ -58,7 +59,7 @@ class Config(example.BreakOptions, example.PlainTextConfig):
     }
     replicas: int = 2
     """Replicas of the model: R."""
-    model: example.SmallTransformerOptions = example.SmallTransformerOptions()
+    model: example.TransformerOptions = example.TransformerOptions(preset="debug")
 
 
 def shard(model: Transformer, mesh: DeviceMesh, precision: Precision) -> None:

@@ -43,7 +43,7 @@ from mmm.torch_private.groups import all_to_all_single_autograd, wait_tensor
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(example.BreakOptions, example.TensorParallelOptions, example.TextConfig, example.ExpertsConfig):
+class Config(example.BreakOptions, example.TensorParallelOptions, example.TextConfig):
     """A Transformer with routed experts, spread over --ep of the data-parallel ranks; × tensor parallel."""
 
     BREAKS: ClassVar = {
@@ -53,6 +53,7 @@ class Config(example.BreakOptions, example.TensorParallelOptions, example.TextCo
     ep: int | None = None
     """Ranks that share the experts: a divisor of the data-parallel ranks. Default: 2 if they are even, else 1."""
     model: example.TransformerOptions = example.TransformerOptions(preset="debug")
+    experts: example.ExpertOptions = example.ExpertOptions()
 
     def sizes(self) -> TransformerConfig:
         return replace(super().sizes(), **self.experts.sizes())
@@ -127,7 +128,7 @@ def train(config: Config) -> None:
             return cross_entropy(model(batch.inputs), batch.targets, batch.count)
 
         optimizer = config.optimizer.make(model.parameters())
-        rate = 0.0 if config.break_ else config.experts.balance()  # one device's steps have the first biases
+        rate = 0.0 if config.break_ else config.experts.balance_rate  # one device's steps have the first biases
         run.state(model=model, optimizer=optimizer)
         for step in example.text_steps(run, job):
             with loss_parallel():  # under tp the logits stay sharded over the vocabulary

@@ -28,6 +28,7 @@ import os
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -39,6 +40,7 @@ from mmm.examples import _support as example
 from mmm.examples._support.offload_report import bytes_by_place, report
 from mmm.models.llama.model import Transformer
 from mmm.parallel import cross_entropy, draw_weights
+from mmm.run import options
 
 WAYS = ("device", "host", "disk")
 
@@ -47,10 +49,11 @@ WAYS = ("device", "host", "disk")
 class Config(example.PlainTextConfig):
     """Offload to the host and to a disk, of a Transformer under FSDP; --max_iters steps (5 unless given) each."""
 
+    CHOICES: ClassVar = {"preset": example.SMALL}
     folder: Path = Path(tempfile.gettempdir())
     """Folder on a disk of the host, for the optimizer's state: a file without a name, which ends with the process."""
-    model: example.SmallTransformerOptions = example.SmallTransformerOptions()
-    run: example.RowOptions = example.RowOptions(plots=False)
+    model: example.TransformerOptions = example.TransformerOptions(preset="debug")
+    run: options.Run = options.Run()
 
 
 class StateOnDisk:

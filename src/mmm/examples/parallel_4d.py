@@ -38,6 +38,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from mmm.data import Batch
 from mmm.examples import _support as example
+from mmm.examples._support.options import EvaluationOptions
 from mmm.examples._support.pipeline_times import PipelineTimes
 from mmm.examples.context_parallel import positions_of, ring_attention
 from mmm.examples.fsdp_tp import tensor_parallel_plan
@@ -45,9 +46,9 @@ from mmm.examples.pipeline import make_stage
 from mmm.models.llama.model import Transformer, TransformerConfig
 from mmm.nn.draw import convert
 from mmm.parallel import clip_grad_norm, cross_entropy, draw_weights
+from mmm.run.options import check_effect
 from mmm.runtime.device import Precision
 from mmm.torch_private.groups import flatten
-from mmm.trainer.config.run import ValidationOptions, check_effect
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +70,7 @@ class Config(example.BreakOptions, example.TensorParallelOptions, example.TextCo
     model: example.TransformerOptions = example.TransformerOptions(
         preset="debug", n_layers=4, n_heads=8, n_kv_heads=4, ffn_dim=192
     )
-    evaluation: ValidationOptions = ValidationOptions(eval_every=0)
+    evaluation: EvaluationOptions = EvaluationOptions(eval_every=0)
 
 
 def build(sizes: TransformerConfig, names: list[str], mesh: DeviceMesh, precision: Precision) -> Transformer:

@@ -31,8 +31,8 @@ from pathlib import Path
 from mmm.errors import ConfigError
 from mmm.examples._support.scaling_report import Point, draw, read_point, table
 from mmm.history.record.folder import prepare
+from mmm.run.command_line import parse, run_main
 from mmm.runtime.ranks import whoami
-from mmm.trainer.config.command_line import parse, run_main
 
 
 @dataclass(frozen=True, kw_only=True)

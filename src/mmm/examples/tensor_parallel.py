@@ -27,7 +27,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 import torch
 import torch.distributed as dist
@@ -42,17 +42,10 @@ from mmm.errors import LayoutError
 from mmm.examples import _support as example
 from mmm.examples._support.by_hand import DIM, HIDDEN, SEQ, VOCAB, Case, differences, forward_backward, report
 from mmm.layout import Layout
+from mmm.run import options
 from mmm.runtime.ranks import whoami
-from mmm.trainer.config.run import SeededOptions
 
 Ways = tuple[list[Tensor], list[Tensor]]  # [output, gradients …] of the sharded computation, and of the full one
-
-
-@dataclass(frozen=True, kw_only=True)
-class ExactRun(SeededOptions):
-    """Where it runs, in which precision, and what it leaves."""
-
-    dtype: Literal["fp64", "fp32"] = "fp64"  # type: ignore[assignment]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +57,9 @@ class Config(example.BreakOptions):
         "norms": "sequence_sharded leaves the norm out of its plan: each rank has the gradient of its own tokens only, "
         "and nothing adds them up.",
     }
-    run: ExactRun = ExactRun()
+    LEFT_OUT: ClassVar = ("batch_size", "global_batch_size", "log_every", "plots")
+    CHOICES: ClassVar = {"dtype": ("fp64", "fp32")}
+    run: options.Run = options.Run(dtype="fp64")
 
 
 def rows_by_hand(case: Case, mistake: str | None) -> Ways:

@@ -18,14 +18,13 @@ import copy
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from mmm.comparison import worst
 from mmm.data.text.text_data import TextData
-from mmm.data.text.tokens import BYTES
 from mmm.errors import LayoutError
 from mmm.examples import _support as example
 from mmm.layout import Layout, Techniques, batch_sizes
@@ -34,10 +33,10 @@ from mmm.models.llama.plan import transformer_plan
 from mmm.parallel import build_mesh
 from mmm.parallel.parallel_model import ParallelModel
 from mmm.parallel.partition import partition_model
+from mmm.run import options
 from mmm.runtime.ranks import whoami
 from mmm.traffic.count import count_traffic
 from mmm.traffic.formulas import expected_traffic
-from mmm.trainer.config.run import BatchOptions
 from mmm.trainer.job import Job
 
 LIMIT = 0.05
@@ -48,9 +47,11 @@ MICROBATCHES = 4  # of the pipelines
 class Config:
     """Bytes a step of every layout."""
 
-    model: example.SmallTransformerOptions = example.SmallTransformerOptions(n_layers=4, n_kv_heads=4)
+    LEFT_OUT: ClassVar = ("summary", "log_every", "plots")
+    CHOICES: ClassVar = {"preset": example.SMALL}
+    model: example.TransformerOptions = example.TransformerOptions(preset="debug", n_layers=4, n_kv_heads=4)
     data: example.PlainTextOptions = example.PlainTextOptions(seq_length=64)
-    run: BatchOptions = BatchOptions(dtype="fp32")
+    run: options.Run = options.Run(dtype="fp32")
 
 
 class Sent(NamedTuple):
@@ -174,7 +175,7 @@ def train(config: Config) -> bool:
     if ranks == 1:
         start = "start with `launch -n 4 --device cpu python3 -m mmm.examples.traffic`"
         raise LayoutError(f"1 rank: there is nobody to send to; {start}")
-    sizes = config.model.sizes(BYTES)
+    sizes = config.model.sizes()
     _, samples = batch_sizes(config.run.batch_size, config.run.global_batch_size, ranks, default=4)
     data = config.data.load(sizes.vocab_size, config.run.seed)
     data.train.steps_per_epoch(samples)  # there is one

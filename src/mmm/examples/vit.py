@@ -5,8 +5,8 @@
 The program is ``mmm.trainer.vit``.
 """
 
+from mmm.run.command_line import parse, run_main
 from mmm.trainer import vit
-from mmm.trainer.config.command_line import parse, run_main
 
 if __name__ == "__main__":
     run_main(lambda: vit.train(parse(vit.Config, vit.__doc__)))

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -39,22 +39,15 @@ from mmm.parallel import cross_entropy, draw_weights
 
 
 @dataclass(frozen=True, kw_only=True)
-class AdamWOptions(example.OptimizerOptions):
-    """How weights are updated. SGD has no state: stage 1 would save nothing."""
-
-    optimizer: Literal["adamw"] = "adamw"
-
-
-@dataclass(frozen=True, kw_only=True)
 class Config(example.BreakOptions, example.PlainTextConfig):
     """ZeRO stages 0 to 3 on a Transformer, one after the other; --max_iters steps (5 unless given) of each."""
 
+    CHOICES: ClassVar = {"preset": example.SMALL, "optimizer": ("adamw",)}  # SGD has no state to shard
     BREAKS: ClassVar = {
         "no_gather": "Stages 1 and 2 leave out the all-gather after the optimizer's step. Each rank has updated its "
         "own slices alone: the rest of its parameters stays as it was, and from the second step on no two ranks agree."
     }
-    model: example.SmallTransformerOptions = example.SmallTransformerOptions()
-    optimizer: AdamWOptions = AdamWOptions()
+    model: example.TransformerOptions = example.TransformerOptions(preset="debug")
 
 
 class Slices(nn.Module):

@@ -125,15 +125,14 @@ def _check_origin(origin: Origin, identity: Mapping[str, Any]) -> None:
         raise CheckpointError(f"{origin.path} is damaged: what a run goes on with is not what mmm has written")
 
 
-def check_steps_left(origin: Origin, options: Any, steps: int) -> None:
+def check_steps_left(origin: Origin, flags: Mapping[str, Any], steps: int) -> None:
     """Raises CheckpointError where a run of so many steps has none to make, and names the checkpoint."""
     done = origin.manifest.step
     if done < steps or (done == steps and origin.auto):
         return
-    flags = [name for name in ("max_iters", "epochs") if hasattr(options, name)]
     more = "to run.steps"
-    if flags:
-        limits = [f"--{name}" for name in flags if getattr(options, name) is not None]
+    if "max_iters" in flags:
+        limits = [f"--{name}" for name in ("max_iters", "epochs") if flags.get(name) is not None]
         more = "by " + (" and ".join(limits) or "--max_iters")
     raise CheckpointError(
         f"{origin.path} is of step {done}, and the run has {steps}: no step is left; give more {more}",
@@ -141,7 +140,7 @@ def check_steps_left(origin: Origin, options: Any, steps: int) -> None:
     )
 
 
-def check_goes_on(origin: Origin, options: Any, steps: int, samples: int) -> None:
+def check_goes_on(origin: Origin, flags: Mapping[str, Any], steps: int, samples: int) -> None:
     """Check a loop that goes on from a checkpoint.
 
     Args:
@@ -150,7 +149,7 @@ def check_goes_on(origin: Origin, options: Any, steps: int, samples: int) -> Non
     Raises:
         CheckpointError: no step is left, or the global batch was another one.
     """
-    check_steps_left(origin, options, steps)
+    check_steps_left(origin, flags, steps)
     before = origin.manifest.state.get("samples")
     if before not in (None, samples):
         raise CheckpointError(

@@ -143,8 +143,8 @@ class Run:
 
     @property
     def seed(self) -> int:
-        """0 of a program that has no --seed."""
-        return getattr(self.options, "seed", 0)
+        seed: int = self.options.seed
+        return seed
 
     @property
     def log(self) -> Logger:
@@ -288,7 +288,7 @@ class Run:
         step.place = {**place, "iter": number}
         if eval_every is not None:
             step.evaluates = last or (eval_every > 0 and (number + 1) % eval_every == 0)
-        log_every = getattr(self.options, "log_every", 1)
+        log_every = self.options.log_every
         step.due = last or step.evaluates or number % log_every == 0
         return step
 
@@ -527,7 +527,7 @@ def start_run(name: str, config: Any, job: Any, hooks: Sequence[Hook], *, runs_o
     device = choose_device(options.device, rank)
     if device.type == "mps" and not runs_on_mps:
         raise DeviceError(NO_MPS.format(name))
-    precision = choose_precision(getattr(options, "dtype", "auto"), device)
+    precision = choose_precision(options.dtype, device)
     has_layout_alone = isinstance(job, Layout)
     layout = job if has_layout_alone else job.layout
     clock = StepClock(device, PARTS if layout.pp == 1 else PIPELINE_PARTS)

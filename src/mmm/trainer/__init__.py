@@ -12,22 +12,18 @@ from mmm.lazy import lazy
 if TYPE_CHECKING:
     from mmm.optim.adamw import make_optimizer
     from mmm.run.build import build_model
+    from mmm.run.command_line import parse, run_main
     from mmm.run.hook import Hook
     from mmm.run.run import Run
     from mmm.run.save_model import save_model
     from mmm.run.standard import script_hooks, start_run
     from mmm.runtime.ranks import whoami
-    from mmm.trainer.config.command_line import parse, run_main
-    from mmm.trainer.config.run import BaseOptions, BatchOptions, RunOptions
-    from mmm.trainer.config.training import CheckpointOptions
 
 __getattr__, __dir__ = lazy(
     __name__,
     {
         "mmm.runtime.ranks": "whoami",
-        "mmm.trainer.config.command_line": "parse run_main",
-        "mmm.trainer.config.run": "BaseOptions BatchOptions RunOptions",
-        "mmm.trainer.config.training": "CheckpointOptions",
+        "mmm.run.command_line": "parse run_main",
         "mmm.run.save_model": "save_model",
         "mmm.optim.adamw": "make_optimizer",
         "mmm.run.build": "build_model",

@@ -9,24 +9,23 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from mmm.models.cnn.plan import cnn_plan
 from mmm.optim.grad_scaler import GradScaler
+from mmm.run.command_line import parse, run_main
+from mmm.run.options import Checkpoint, Duration, Run
 from mmm.run.run import start_run
 from mmm.run.save_model import save_model
 from mmm.run.sharded import shard
 from mmm.run.standard import trainer_hooks
 from mmm.run.tables import print_on_rank0
 from mmm.runtime.ranks import whoami
-from mmm.trainer.config.cnn import CNNOptions, resolve_cnn
-from mmm.trainer.config.command_line import parse, run_main
-from mmm.trainer.config.images import ImageOptions
-from mmm.trainer.config.layout import LayoutOptions, techniques_of
-from mmm.trainer.config.profile import ProfileOptions
-from mmm.trainer.config.resolve_plan import with_plan
-from mmm.trainer.config.training import ClippedOptions, EpochRun, TrainerCheckpoint, check_resume
+from mmm.trainer.config import DTYPES, FILE_ONLY, OPTIMIZERS, Evaluation, ImageModel, Images, Mesh, Optimizer
 from mmm.trainer.images import ImageBatches, evaluate
 from mmm.trainer.job import Job
+from mmm.trainer.load_images import cnn_job
+from mmm.trainer.planned import with_plan
 from mmm.trainer.rate import LearningRate, optimizer_text, step_decay
 
 
@@ -34,33 +33,51 @@ from mmm.trainer.rate import LearningRate, optimizer_text, step_decay
 class Config:
     """The MNIST net on images; one row an epoch. The ranks that --pp and --tpsize leave are data parallel."""
 
-    model: CNNOptions = CNNOptions()
-    data: ImageOptions = ImageOptions()
-    layout: LayoutOptions = LayoutOptions()
-    optimizer: ClippedOptions = ClippedOptions(lr=1e-3)
-    checkpoint: TrainerCheckpoint = TrainerCheckpoint()
-    profile: ProfileOptions = ProfileOptions()
-    run: EpochRun = EpochRun()
+    model: ImageModel = ImageModel()
+    data: Images = Images()
+    mesh: Mesh = Mesh()
+    optimizer: Optimizer = Optimizer(lr=1e-3)
+    evaluation: Evaluation = Evaluation()
+    checkpoint: Checkpoint = Checkpoint()
+    duration: Duration = Duration()
+    run: Run = Run(plots=True)
 
-    def check(self) -> None:
-        """Rules that span groups. Raises ConfigError for the first that is broken."""
-        check_resume(self.checkpoint, self.run)
+    LEFT_OUT: ClassVar = (
+        *("preset", "image_size", "patch_size", "channels", "classes", "dim", "n_layers", "n_heads", "attention"),
+        *("cp", "cp_style", "ulysses", "ep", "loss_chunks", "offload", "activation_checkpointing", "compile"),
+        *("warmup", "lr_schedule", "min_lr", "decay", "betas", "weight_decay", "decayed"),
+        *("eval_every", "eval_batches", "eval_train", "prompt", "log_every"),
+    )
+    FILE_ONLY: ClassVar = FILE_ONLY - {"dropout"}
+    CHOICES: ClassVar = {"dtype": DTYPES, "optimizer": OPTIMIZERS}
 
 
 def resolve(config: Config) -> Job:
-    """`resolve_cnn`, on the layout that the flags ask for, and how the package parallelizes the net."""
-    layout, techniques = config.layout.fit(whoami().world_size), techniques_of(config.layout)
-    job = resolve_cnn(config.model, config.data, config.run, layout, techniques, config.optimizer)
+    """Find the images, and decide on layout, model, batch, steps and learning rate; needs no process group.
+
+    Raises:
+        UserError: anything that does not fit.
+    """
+    layout = config.mesh.fit(whoami().world_size)
+    job = cnn_job(
+        config.model.dropout,
+        config.data,
+        config.run,
+        config.duration,
+        layout,
+        config.mesh.techniques(),
+        config.optimizer,
+    )
     return with_plan(job, cnn_plan(), config.run.dtype)
 
 
 def train(config: Config) -> None:
     job = resolve(config)  # everything here is checked before any rank talks to another
-    if config.run.summary:
+    if config.model.summary:
         print_on_rank0(job.summary())
         return
 
-    hooks = trainer_hooks(config.checkpoint, config.profile)
+    hooks = trainer_hooks(config.checkpoint, config.evaluation)
     # "fsdp" is what the program was once called: its checkpoints, which later ones go on from, have this name.
     with start_run("fsdp", config, job, hooks, runs_on_mps=True) as run:
         batches = ImageBatches(run, job, config.data.workers)
@@ -93,7 +110,7 @@ def train(config: Config) -> None:
             optimizer.zero_grad()
             if step.evaluates:
                 step.row |= evaluate(run, model, batches)
-        if config.checkpoint.save_model:
+        if config.model.save_model:
             save_model(run, model)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,6 +17,7 @@ from mmm.layout import Layout, Techniques
 if TYPE_CHECKING:
     from mmm.parallel.partition import Partition
     from mmm.parallel.plan import Plan
+    from mmm.trainer.config import Optimizer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,6 +37,7 @@ class Job:
         optimizer: its name.
         lr: its learning rate, scaled for the global batch. None where no flag scales it.
         gamma: factor of the learning rate after each epoch. None where a schedule decides.
+        balance_rate: how far a step moves the bias of an expert that had more, or less, than the mean load.
         weights: that the model starts from. None where they are drawn.
         bos: tokens that begin a text.
         eos: tokens that end one.
@@ -54,6 +56,7 @@ class Job:
     optimizer: str = ""
     lr: float = None  # type: ignore[assignment]
     gamma: float = None  # type: ignore[assignment]
+    balance_rate: float = 0.0
     weights: Any = None
     bos: tuple[int, ...] = ()
     eos: tuple[int, ...] = ()
@@ -101,6 +104,16 @@ class Job:
         coordinate = self.layout.dp_coordinate(rank)
         for step in range(min(batches, tokens.steps_per_epoch(self.global_batch_size))):
             yield self.local_batch(tokens, step, coordinate).to(device)
+
+
+def with_optimizer(job: Job, flags: Optimizer, default_base: int) -> Job:
+    """The job with the optimizer that the flags ask for, and the learning rate of its global batch.
+
+    Args:
+        default_base: samples, where no flag says which global batch --lr is for.
+    """
+    lr, notes = flags.scaled(job.global_batch_size, default_base)
+    return replace(job, optimizer=flags.optimizer, lr=lr, notes=(*job.notes, *notes))
 
 
 def model_summary(model: nn.Module, inputs: Tensor) -> str:

@@ -10,36 +10,35 @@ from mmm.generate import config_of, encode_prompt, load_weights, sample_text
 from mmm.nn.sampling import Sampling
 from mmm.parallel.parallel_model import ParallelModel
 from mmm.run.run import Run
-from mmm.trainer.config.language_model import SampleOptions
 from mmm.trainer.job import Job
 from mmm.weights.weights import Weights
 
 SAMPLE_TOKENS = 100
 
 
-def check_prompt(options: SampleOptions, job: Job, bos: Sequence[int]) -> None:
+def check_prompt(prompt: str | None, job: Job, bos: Sequence[int]) -> None:
     """Raises ConfigError, DataError: a prompt that does not fit."""
-    if options.prompt is not None:
+    if prompt is not None:
         data = job.data
-        encode_prompt(options.prompt, data.tokenizer, data.train.seq_length, job.sizes.vocab_size, bos)
+        encode_prompt(prompt, data.tokenizer, data.train.seq_length, job.sizes.vocab_size, bos)
 
 
 def log_sample(
     run: Run,
     model: ParallelModel,
     job: Job,
-    options: SampleOptions,
+    prompt: str | None,
     bos: Sequence[int],
     stop: Sequence[int],
 ) -> None:
     """Have the model go on with ``--prompt``; log it, and keep it in the record. A collective."""
-    if options.prompt is None:
+    if prompt is None:
         return
     data, vocabulary = job.data, job.sizes.vocab_size
     block = data.train.seq_length
-    prompt = encode_prompt(options.prompt, data.tokenizer, block, vocabulary, bos)
+    tokens = encode_prompt(prompt, data.tokenizer, block, vocabulary, bos)
     sampling = Sampling(seed=run.seed)
-    text, _ = sample_text(model, prompt, data.tokenizer, SAMPLE_TOKENS, sampling, block, vocabulary, stop, bos)
+    text, _ = sample_text(model, tokens, data.tokenizer, SAMPLE_TOKENS, sampling, block, vocabulary, stop, bos)
     run.log.info("sample after step %d:\n%s", run.clock.step, text, stacklevel=2)
     earlier = run.facts.get("samples", [])
     run.describe(samples=[*earlier, {"iter": run.clock.step, "text": text}])

@@ -9,13 +9,12 @@ The losses are the same on every layout.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import Any, Literal
+from typing import Any, ClassVar
 
+import torch
 from torch.distributed.tensor.parallel import loss_parallel
-from torch.optim import Optimizer
 
 from mmm.checkpoint.model_metadata import ModelMetadata
 from mmm.errors import ConfigError
@@ -24,7 +23,9 @@ from mmm.models.definition import of_config
 from mmm.nn.draw import parameter_count
 from mmm.optim.grad_scaler import GradScaler
 from mmm.parallel.parallel_model import ParallelModel
+from mmm.run.command_line import parse, run_main
 from mmm.run.hooks.utilization import Utilization
+from mmm.run.options import Checkpoint, Duration, Run
 from mmm.run.run import start_run
 from mmm.run.save_model import save_model
 from mmm.run.sharded import shard
@@ -32,74 +33,45 @@ from mmm.run.standard import trainer_hooks
 from mmm.run.step import Step
 from mmm.run.tables import print_on_rank0
 from mmm.runtime.ranks import whoami
-from mmm.trainer.config.command_line import parse, run_main
-from mmm.trainer.config.data import TextOptions
-from mmm.trainer.config.language_model import LanguageModelOptions, SampleOptions, text_ends
-from mmm.trainer.config.layout import SequenceLayoutOptions, techniques_of
-from mmm.trainer.config.presets import preset_defaults
-from mmm.trainer.config.profile import ProfileOptions
-from mmm.trainer.config.resolve_plan import chunk_loss, with_plan
-from mmm.trainer.config.resolve_text import resolve_text
-from mmm.trainer.config.run import DEFAULT_BATCH_SIZE, ValidationOptions
-from mmm.trainer.config.scaled_lr import with_scaled_lr
-from mmm.trainer.config.training import (
-    ExpertOptions,
-    MemoryOptions,
-    ScheduledOptions,
-    TrainerCheckpoint,
-    TrainerRun,
-    check_resume,
-)
-from mmm.trainer.job import Job
+from mmm.trainer.config import DTYPES, FILE_ONLY, Evaluation, Mesh, Model, Optimizer, Text
+from mmm.trainer.job import Job, with_optimizer
 from mmm.trainer.language import check_prompt, log_sample, start_from
+from mmm.trainer.load_text import load_text, open_text
+from mmm.trainer.planned import chunk_loss, with_plan
+from mmm.trainer.presets import preset_defaults
 from mmm.trainer.rate import LearningRate, optimizer_text, schedule_of
+from mmm.trainer.sizes import model_sizes, text_ends
 from mmm.trainer.text import TextBatches, validate
-
-
-@dataclass(frozen=True, kw_only=True)
-class LanguageOptimizer(ScheduledOptions):
-    """How weights are updated."""
-
-    optimizer: Literal["adamw", "sgd", "muon", "lars", "lamb"] = "adamw"  # type: ignore[assignment]
-    """lars, lamb: SGD with momentum, and AdamW, whose step of each tensor is in proportion to the tensor's norm: for
-    large batches, and large rates. muon: matrices by the orthogonalized momentum, embedding, output and norms by
-    AdamW."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class LanguageValidation(ValidationOptions):
-    """How often to evaluate, and on how much text."""
-
-    eval_train: bool = False
-    """Evaluate as many batches of the training text as well, without dropout: train_loss."""
+from mmm.trainer.text_job import DEFAULT_BATCH_SIZE, text_job
+from mmm.weights.open_weights import open_weights
 
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
     """A language model. The ranks that --pp, --cp and --tpsize leave are data parallel."""
 
-    model: LanguageModelOptions = LanguageModelOptions()
-    experts: ExpertOptions = ExpertOptions()
-    data: TextOptions = TextOptions()
-    layout: SequenceLayoutOptions = SequenceLayoutOptions()
-    optimizer: LanguageOptimizer = LanguageOptimizer(max_norm=1.0, warmup=10)
-    memory: MemoryOptions = MemoryOptions()
-    evaluation: LanguageValidation = LanguageValidation()
-    sample: SampleOptions = SampleOptions()
-    checkpoint: TrainerCheckpoint = TrainerCheckpoint()
-    profile: ProfileOptions = ProfileOptions()
-    run: TrainerRun = TrainerRun()
+    model: Model = Model()
+    data: Text = Text()
+    mesh: Mesh = Mesh()
+    optimizer: Optimizer = Optimizer(max_norm=1.0, warmup=10)
+    evaluation: Evaluation = Evaluation()
+    checkpoint: Checkpoint = Checkpoint()
+    duration: Duration = Duration()
+    run: Run = Run(plots=True)
+
+    LEFT_OUT: ClassVar = ("gamma",)
+    FILE_ONLY: ClassVar = FILE_ONLY
+    CHOICES: ClassVar = {"dtype": DTYPES}
 
     def check(self) -> None:
         """Rules that span groups. Raises ConfigError for the first that is broken."""
-        check_resume(self.checkpoint, self.run)
-        if self.optimizer.optimizer == "muon" and self.memory.offload:
+        if self.optimizer.optimizer == "muon" and self.mesh.offload:
             raise ConfigError("--optimizer muon with --offload: it needs full matrices on the device; leave one out")
 
     @classmethod
-    def defaults(cls, argv: Sequence[str]) -> dict[str, Any]:
-        """Of the flags of a command line with a preset that sets more than sizes."""
-        return preset_defaults(argv)
+    def defaults(cls, given: Mapping[str, str]) -> dict[str, Any]:
+        """Those of a preset that sets more than sizes."""
+        return preset_defaults(given)
 
 
 def resolve(config: Config) -> Job:
@@ -108,44 +80,45 @@ def resolve(config: Config) -> Job:
     Raises:
         UserError: anything that does not fit.
     """
-    layout = config.layout.fit(whoami().world_size)
-    techniques = techniques_of(config.layout, config.memory)
-    weights = config.model.weights()
-    sources = config.data.sources(lambda: None if weights is None else tokenizer_on_disk(weights.metadata))
-    vocabulary, seq_length = None if sources is None else sources.vocab_size, config.data.seq_length
-    sizes = config.model.model_sizes(config.experts, weights, seq_length, vocabulary)
-    own = resolve_text(
-        config.run,
+    data = config.data
+    mesh = config.mesh
+    run = config.run
+    layout = mesh.fit(whoami().world_size)
+    weights = None if config.model.init_from is None else open_weights(config.model.init_from.expanduser())
+    sources = open_text(data, lambda: None if weights is None else tokenizer_on_disk(weights.metadata))
+    sizes = model_sizes(config.model, weights, data.seq_length, None if sources is None else sources.vocab_size)
+    job = text_job(
+        run,
+        config.duration,
         sizes,
         layout,
-        techniques,
-        config.optimizer.optimizer,
-        seq_length,
-        partial(config.data.load, sources, sizes.vocab_size, config.run.seed),
-        evaluation=config.evaluation,
+        mesh.techniques(),
+        data.seq_length,
+        lambda: load_text(data, sources, sizes.vocab_size, run.seed),
+        eval_batches=config.evaluation.eval_batches,
     )
-    own = with_scaled_lr(own, config.optimizer, DEFAULT_BATCH_SIZE)
-    spec = with_plan(own, of_config(sizes).plan(sizes), config.run.dtype, seq_length // (layout.cp * layout.tp))
-    if config.memory.loss_chunks is None:
-        spec = chunk_loss(spec, config.run.dtype)
-    if positions := sizes.position_parameters:
-        count = parameter_count(spec.model)
-        spec = replace(
-            spec, notes=(*spec.notes, f"{count:,} parameters, {count - positions:,} without those of positions")
-        )
-    bos, eos = text_ends(weights, spec.data.tokenizer)
-    check_prompt(config.sample, spec, bos)
-    return replace(spec, weights=weights, bos=bos, eos=eos)
+    job = with_optimizer(job, config.optimizer, DEFAULT_BATCH_SIZE)
+    job = with_plan(job, of_config(sizes).plan(sizes), run.dtype, data.seq_length // (layout.cp * layout.tp))
+    if mesh.loss_chunks is None:
+        job = chunk_loss(job, run.dtype)
+    notes = job.notes
+    positions = sizes.position_parameters
+    if positions:
+        count = parameter_count(job.model)
+        notes = (*notes, f"{count:,} parameters, {count - positions:,} without those of positions")
+    bos, eos = text_ends(weights, job.data.tokenizer)
+    check_prompt(config.evaluation.prompt, job, bos)
+    balance_rate = 0.01 if config.model.balance_rate is None else config.model.balance_rate
+    return replace(job, weights=weights, bos=bos, eos=eos, balance_rate=balance_rate, notes=notes)
 
 
-def build_optimizer(config: LanguageOptimizer, model: ParallelModel, spec: Job) -> Optimizer:
+def build_optimizer(flags: Optimizer, model: ParallelModel, job: Job) -> torch.optim.Optimizer:
     """The optimizer that the flags ask for."""
-    if config.optimizer == "muon":
+    if flags.optimizer == "muon":
         from mmm.optim.muon import make_muon
 
-        decayed = config.decayed or "all"
-        return make_muon(model, spec.plan, spec.lr or config.lr, config.weight_decay, decayed, config.betas)
-    return config.make(model.parameters(), spec.lr)
+        return make_muon(model, job.plan, job.lr, flags.weight_decay, flags.decayed or "all", flags.betas)
+    return flags.make(model.parameters(), job.lr)
 
 
 def metadata_of(job: Job) -> ModelMetadata:
@@ -167,11 +140,12 @@ def balance_experts(model: ParallelModel, step: Step, scaler: GradScaler, rate: 
 
 def train(config: Config) -> None:
     job = resolve(config)  # everything here is checked before any rank talks to another
-    if config.run.summary:
+    if config.model.summary:
         print_on_rank0(job.summary())
         return
 
-    hooks = trainer_hooks(config.checkpoint, config.profile, metadata_of(job), Utilization())
+    evaluation = config.evaluation
+    hooks = trainer_hooks(config.checkpoint, evaluation, metadata_of(job), Utilization())
     with start_run("lm", config, job, hooks, runs_on_mps=True) as run:
         if job.weights is not None:
             without_draws(job.model)
@@ -188,7 +162,7 @@ def train(config: Config) -> None:
             job.steps,
             samples=job.global_batch_size,
             tokens=job.global_batch_size * config.data.seq_length,
-            eval_every=config.evaluation.eval_every,
+            eval_every=evaluation.eval_every,
         ):
             rate.set(step.number)
             with loss_parallel():  # under tp the logits stay sharded over the vocabulary
@@ -208,11 +182,11 @@ def train(config: Config) -> None:
                 scaler.step(optimizer)
             scaler.update()
             optimizer.zero_grad()
-            balance_experts(model, step, scaler, config.experts.balance())
+            balance_experts(model, step, scaler, job.balance_rate)
             if step.evaluates:
-                step.row |= validate(run, model, job, config.evaluation.eval_batches, config.evaluation.eval_train)
-                log_sample(run, model, job, config.sample, job.bos, job.eos)
-        if config.checkpoint.save_model:
+                step.row |= validate(run, model, job, evaluation.eval_batches, evaluation.eval_train)
+                log_sample(run, model, job, evaluation.prompt, job.bos, job.eos)
+        if config.model.save_model:
             save_model(run, model)
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 
 from mmm.run.run import Run
-from mmm.trainer.config.training import ScheduledOptions
+from mmm.trainer.config import Optimizer
 
 Schedule = Callable[[int], float]
 
@@ -43,7 +43,7 @@ def warmup_stable_decay(steps: int, warmup: int, decay: int, least: float = 0.0)
     return factor
 
 
-def schedule_of(run: Run, steps: int, options: ScheduledOptions) -> Schedule:
+def schedule_of(run: Run, steps: int, options: Optimizer) -> Schedule:
     """The schedule that the flags ask for. Its warm-up ends by the middle of a run; where it is shorter than asked for,
     a note says so."""
     most, warmup = steps // 2, options.warmup

@@ -72,17 +72,17 @@ def _sample(args: Any) -> None:
     )
     from mmm.layout import Layout
     from mmm.nn.sampling import Sampling
+    from mmm.run.options import Run
     from mmm.runtime.device import choose_device, choose_precision, full_float32
     from mmm.runtime.process_group import locate, process_group
     from mmm.runtime.ranks import whoami
-    from mmm.trainer.config.run import BatchOptions
     from mmm.weights.open_weights import open_weights  # imports torch
     from mmm_lab.cli.written_text import TextWriter
 
     for name, least in (("max_new_tokens", 1), ("tp", 1), ("pp", 1), ("block", 1)):
         if (value := getattr(args, name)) is not None and value < least:
             raise ConfigError(f"--{name} {value}: it must be at least {least}")
-    BatchOptions(timeout=args.timeout, seed=args.seed).check()
+    Run(timeout=args.timeout, seed=args.seed).check()
     sampling = checked(Sampling(temperature=args.temperature, top_k=args.top_k, top_p=args.top_p, seed=args.seed))
     rank = whoami()
     layout = Layout(tp=args.tp, pp=args.pp).fit(rank.world_size)

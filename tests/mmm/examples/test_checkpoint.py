@@ -10,7 +10,7 @@ import pytest
 
 from mmm.examples import checkpoint
 from mmm.history import load
-from mmm.trainer.config.command_line import configure
+from mmm.run.command_line import configure
 from support.pool import program_on
 
 FLAGS = {"dtype": "fp64", "max_iters": 6, "global_batch_size": 4, "seq_length": 16, "plots": False, "device": "cpu"}

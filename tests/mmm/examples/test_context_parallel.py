@@ -12,7 +12,7 @@ from mmm.errors import UserError
 from mmm.examples.context_parallel import Config, positions_of, ring_attention, train
 from mmm.parallel.cp.ring import RingAttention
 from mmm.parallel.cp.ring import positions_of as package_positions
-from mmm.trainer.config.command_line import configure
+from mmm.run.command_line import configure
 from support.programs import run_program
 
 

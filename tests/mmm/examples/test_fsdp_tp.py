@@ -17,7 +17,7 @@ import xarray
 import mmm.history
 from mmm.errors import UserError
 from mmm.examples.fsdp_tp import Config, train
-from mmm.trainer.config.command_line import configure
+from mmm.run.command_line import configure
 from support.clock import PATIENCE, stretched
 
 MODULE = ["python3", "-m", "mmm.examples.fsdp_tp"]

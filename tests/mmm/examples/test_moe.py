@@ -15,9 +15,9 @@ from mmm.models.llama.model import Transformer
 from mmm.models.llama.plan import transformer_plan
 from mmm.nn.experts import MixtureOfExperts
 from mmm.parallel import Layout, apply, build_mesh, cross_entropy, materialize
+from mmm.run.command_line import configure
 from mmm.runtime.device import Precision
 from mmm.traffic.count import count_traffic
-from mmm.trainer.config.command_line import configure
 from support.programs import run_program
 
 

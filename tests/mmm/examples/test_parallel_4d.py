@@ -17,8 +17,8 @@ from mmm.models.llama.model import Transformer
 from mmm.models.llama.plan import transformer_plan
 from mmm.parallel import Layout, apply, build_mesh, cross_entropy, materialize
 from mmm.parallel.local import detached
+from mmm.run.command_line import configure, parse, run_main
 from mmm.runtime.device import Precision
-from mmm.trainer.config.command_line import configure, parse, run_main
 from support.programs import run_program
 
 SMALL = {"max_iters": 4, "global_batch_size": 8, "dtype": "fp64", "optimizer": "sgd", "lr": 0.3, "seq_length": 32}
@@ -98,7 +98,7 @@ def test_a_mistake_shows_and_ends_with_1(run_on_ranks, tmp_path, mistake, flags)
 
 def build_by_hand_and_by_the_package(rank, layout):
     config = parallel_4d.Config()
-    sizes, precision = config.model.sizes(256), Precision("fp64", torch.float64, torch.float64)
+    sizes, precision = config.model.sizes(), Precision("fp64", torch.float64, torch.float64)
     with torch.device("meta"):
         package = Transformer(sizes)
     names = [name for name, _ in package.named_modules()]

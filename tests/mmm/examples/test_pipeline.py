@@ -13,7 +13,7 @@ import xarray
 import mmm.history
 from mmm.errors import ConfigError
 from mmm.examples import fsdp_tp, pipeline
-from mmm.trainer.config.command_line import configure
+from mmm.run.command_line import configure
 from support.clock import PATIENCE
 from support.programs import run_program
 

@@ -12,7 +12,7 @@ from mmm.errors import UserError
 from mmm.examples import scaling
 from mmm.examples._support import scaling_report
 from mmm.examples._support.scaling_report import Point, read_point, speed_ups, table
-from mmm.trainer.config.command_line import configure
+from mmm.run.command_line import configure
 
 LINE = ["python3", "-m", "mmm.trainer.lm", "--outdir"]
 SMALL = "--preset debug --dataset random --seq_length 16 --n_layers 1 --dim 32 --ffn_dim 48 --eval_batches 1"

@@ -17,8 +17,8 @@ from mmm.examples._support.by_hand import Case, replica_spread
 from mmm.examples._support.text import resolve_own
 from mmm.nn.draw import parameter_count
 from mmm.parallel import Layout, Techniques
+from mmm.run.command_line import configure
 from mmm.runtime.device import choose_precision
-from mmm.trainer.config.command_line import configure
 from support.programs import run_program
 from support.runs import make_run
 

@@ -19,8 +19,8 @@ from mmm.models.llama.model import PRESETS, Transformer
 from mmm.models.llama.plan import transformer_plan
 from mmm.nn.draw import canonical_name
 from mmm.parallel import Layout, apply, build_mesh, cross_entropy, materialize
+from mmm.run.command_line import configure, for_a_few_steps
 from mmm.runtime.device import choose_precision
-from mmm.trainer.config.command_line import configure, for_a_few_steps
 from support.programs import run_program
 from support.runs import make_run
 

@@ -17,7 +17,7 @@ import mmm.history
 from mmm.examples import tiling
 from mmm.models.llama.model import Transformer, TransformerConfig
 from mmm.parallel import cross_entropy, draw_weights
-from mmm.trainer.config.command_line import configure
+from mmm.run.command_line import configure
 
 SMALL = {"seq_length": 256, "vocab_size": 4096, "ffn_dim": 512, "n_layers": 1, "dtype": "fp64", "plots": False}
 

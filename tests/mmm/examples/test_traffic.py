@@ -11,7 +11,7 @@ from mmm.errors import UserError
 from mmm.examples import traffic
 from mmm.examples.traffic import Sent, max_rel_diff, table
 from mmm.layout import Layout
-from mmm.trainer.config.command_line import configure
+from mmm.run.command_line import configure
 from support.clock import PATIENCE
 
 LAUNCH = str(Path(sys.executable).parent / "launch")

@@ -9,8 +9,8 @@ import pytest
 from mmm.errors import ConfigError
 from mmm.history import History, load
 from mmm.history.record.trackers import Tracked, check_tracker
+from mmm.run.command_line import configure, parse
 from mmm.trainer import lm
-from mmm.trainer.config.command_line import configure, parse
 
 ROWS = [{"iter": 0, "loss": 4.5}, {"iter": 1, "loss": 4.25, "val_loss": 4.75}, {"iter": 2, "loss": 3.5}]
 

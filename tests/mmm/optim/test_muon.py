@@ -7,8 +7,8 @@ from torch import nn
 
 import mmm.history
 from mmm.optim.muon import Muon, orthogonalized
+from mmm.run.command_line import configure
 from mmm.trainer import lm
-from mmm.trainer.config.command_line import configure
 from support.pool import program_on
 
 FLAGS = {

@@ -9,10 +9,10 @@ from mmm.models.llama.plan import transformer_plan
 from mmm.optim.adamw import make_optimizer
 from mmm.parallel import Layout, Techniques, apply, build_mesh, cross_entropy, footprint, materialize
 from mmm.parallel.memory.measure import local_elements
+from mmm.run.command_line import configure
 from mmm.runtime.device import Precision
 from mmm.runtime.ranks import Rank
 from mmm.trainer import cnn, lm, vit
-from mmm.trainer.config.command_line import configure
 
 FP32 = Precision("fp32", torch.float32, torch.float32)
 CPU = torch.device("cpu")

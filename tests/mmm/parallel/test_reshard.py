@@ -14,12 +14,11 @@ from mmm.parallel.checks import check_techniques
 from mmm.parallel.dp.fsdp import fsdp_units_of
 from mmm.parallel.parallel_model import ParallelModel
 from mmm.parallel.partition import partition_model
+from mmm.run.command_line import configure
 from mmm.runtime.device import Precision
 from mmm.traffic.count import count_traffic
 from mmm.traffic.formulas import expected_traffic
 from mmm.trainer import lm
-from mmm.trainer.config.command_line import configure
-from mmm.trainer.config.layout import techniques_of
 from mmm_lab.parity.fixtures import plain_gpt
 from mmm_lab.parity.plans import plain_gpt_plan
 from support import reference
@@ -100,5 +99,5 @@ def test_refused():
 
 
 def test_the_flag():
-    assert techniques_of(configure(lm.Config, reshard_after_forward="never")).reshard_after_forward == "never"
-    assert techniques_of(lm.Config()).reshard_after_forward == "auto"
+    assert configure(lm.Config, reshard_after_forward="never").mesh.techniques().reshard_after_forward == "never"
+    assert lm.Config().mesh.techniques().reshard_after_forward == "auto"

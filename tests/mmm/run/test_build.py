@@ -23,8 +23,9 @@ from mmm.parallel import (
     sync_gradients,
     to_local,
 )
+from mmm.run import options as groups
 from mmm.run.save_model import full_tensors
-from mmm.trainer import BatchOptions, build_model, start_run
+from mmm.trainer import build_model, start_run
 from support.pool import program_on
 
 CPU = torch.device("cpu")
@@ -93,7 +94,7 @@ def plain(seed=SEED):
 
 
 def options(outdir):
-    return BatchOptions(device="cpu", dtype="fp64", seed=SEED, outdir=outdir)
+    return groups.Run(device="cpu", dtype="fp64", seed=SEED, outdir=outdir)
 
 
 def inputs():

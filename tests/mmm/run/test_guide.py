@@ -16,6 +16,7 @@ import mmm.history
 import mmm.run.standard  # before `program_on` looks for it
 from mmm.models.llama.model import Transformer
 from mmm.parallel import draw_weights, local_batches
+from mmm.run.command_line import configure
 from support.pool import program_on
 
 DOCS = Path(__file__).parent.parent.parent.parent / "docs"
@@ -157,7 +158,7 @@ def on_a_rank(rank, name, folder, flags):
     """The script's own `train`, on a rank of the pool, whose process group is there already."""
     script = load(name, folder / f"rank{rank.rank}")
     with program_on(rank), patch.object(script, "whoami", lambda: rank):
-        script.train(script.Config(**FLAGS, **flags))
+        script.train(configure(script.Config, **FLAGS, **flags))
 
 
 def assert_same(outdir, expected, bound=BOUND):

@@ -14,6 +14,7 @@ from mmm.checkpoint import read_manifest
 from mmm.checkpoint.storage import Reader, read_metadata
 from mmm.history.record.dataset import marks_of
 from mmm.parallel import Layout
+from mmm.run.options import replace_flags
 from mmm.trainer import build_model, start_run
 from support import own_loop
 from support.own_loop import flags_of
@@ -248,7 +249,7 @@ def walk(rank, folder, ends_at=None):
             yield place
 
     flags = flags_of(folder, resume=Path("auto"), checkpoint_every=2)
-    config = own_loop.Config(device="cpu", dtype="fp64", global_batch_size=4, **flags)
+    config = replace_flags(own_loop.Config(), device="cpu", dtype="fp64", global_batch_size=4, **flags)
     with program_on(rank), start_run("walk", config, Layout().fit(1)) as run:
         model = build_model(run, lambda: own_loop.Network(own_loop.WIDTH, 1), own_loop.PLAN)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)

@@ -10,8 +10,9 @@ from torch import nn
 
 import mmm.run.standard  # noqa: F401  # before `program_on` looks for it
 from mmm.parallel import Layout, Plan, Replicated
+from mmm.run import options as groups
 from mmm.runtime.seed import derived_seed, seed_all, seed_step
-from mmm.trainer import BatchOptions, build_model, start_run
+from mmm.trainer import build_model, start_run
 from support.pool import program_on
 
 
@@ -52,7 +53,7 @@ class Noisy(nn.Module):
 
 def noise(rank, layout, outdir, before):
     """What this rank draws at the start, and in each of three steps; and the weights."""
-    with program_on(rank), start_run("noise", BatchOptions(device="cpu", outdir=outdir), layout) as run:
+    with program_on(rank), start_run("noise", groups.Run(device="cpu", outdir=outdir), layout) as run:
         start = draw()
         model = build_model(run, Noisy, Plan({"fc": Replicated()}, fsdp_units=()))
         after = draw()

@@ -12,9 +12,9 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from mmm.history import load
+from mmm.run.command_line import configure
 from mmm.runtime.clock import OWN, StepClock, timed_waits
 from mmm.trainer import lm
-from mmm.trainer.config.command_line import configure
 from mmm_lab.cli.history import straggler
 from mmm_lab.cli.main import main as mmm
 from support.pool import program_on

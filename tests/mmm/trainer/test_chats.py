@@ -10,8 +10,8 @@ import torch
 from mmm.errors import ConfigError, DataError
 from mmm.generate import config_of
 from mmm.models.llama.model import Transformer
+from mmm.run.command_line import configure
 from mmm.trainer import lm
-from mmm.trainer.config.command_line import configure
 from mmm.trainer.lm import resolve
 from mmm.weights.open_weights import open_weights
 from mmm_lab.cli import main as cli

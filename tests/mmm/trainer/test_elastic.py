@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from mmm.errors import ConfigError
+from mmm.run.command_line import configure
 from mmm.runtime.contract import ELASTIC_VARIABLE
-from mmm.trainer.config.command_line import configure
 from mmm.trainer.lm import Config, train
 from support.clock import PATIENCE
 

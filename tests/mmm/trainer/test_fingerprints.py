@@ -12,14 +12,14 @@ from mmm.models.llama.model import Transformer, TransformerConfig
 from mmm.models.llama.plan import transformer_plan
 from mmm.parallel.dp.wrapped import unwrapped
 from mmm.parallel.local import to_local
+from mmm.run import options as groups
 from mmm.run.hooks.fingerprints import FingerprintHook
 from mmm.run.sharded import shard
 from mmm.runtime.clock import PARTS, PIPELINE_PARTS, StepClock
 from mmm.runtime.device import Precision
-from mmm.trainer.config.layout import SequenceLayoutOptions, techniques_of
-from mmm.trainer.config.resolve_plan import with_plan
-from mmm.trainer.config.run import RunOptions
+from mmm.trainer.config import Mesh
 from mmm.trainer.job import Job
+from mmm.trainer.planned import with_plan
 from mmm.trainer.text import TextBatches
 from mmm_lab.cli import diverge as command
 from mmm_lab.runs.diverge import diverge
@@ -37,7 +37,7 @@ LAYER = "layers.1.feed_forward.w2.weight"
 def train(rank, folder, flags=None, mistake="", changes=None):
     """A run with fingerprints in `folder`, with a mistake in it."""
     given = {"every": 1, "lr": 0.01, "max_norm": 1.0, "seed": 0, "checkpointing": "none"} | (changes or {})
-    options = SequenceLayoutOptions(**(flags or {}))
+    options = Mesh(**(flags or {}))
     layout = options.fit(rank.world_size)
     with torch.device("meta"):
         model, sample = Transformer(SIZES), torch.zeros(8 // layout.dp, texts.SEQ, dtype=torch.int64)
@@ -48,12 +48,12 @@ def train(rank, folder, flags=None, mistake="", changes=None):
         sample=sample,
         data=TextData(texts.tokens(), texts.tokens(), {}),
         steps=STEPS,
-        techniques=replace(techniques_of(options), checkpointing=given["checkpointing"]),
+        techniques=replace(options.techniques(), checkpointing=given["checkpointing"]),
         optimizer="adamw",
     )
     resolved = with_plan(own, transformer_plan(), "fp64")
     clock = StepClock(torch.device("cpu"), PARTS if layout.pp == 1 else PIPELINE_PARTS)
-    run, _ = make_run(rank, RunOptions(lr=given["lr"], dtype="fp64", seed=given["seed"]), layout, FP64, clock=clock)
+    run, _ = make_run(rank, groups.Run(dtype="fp64", seed=given["seed"]), layout, FP64, clock=clock)
     run.outdir = Path(folder) if rank.is_main else None
     model = shard(run, resolved)
     optimizer = torch.optim.AdamW(model.parameters(), lr=given["lr"])

@@ -15,10 +15,10 @@ from mmm.generate import config_of
 from mmm.models.definition import check_sizes
 from mmm.models.gpt import model as gpt
 from mmm.models.gpt.model import GPTConfig
+from mmm.run.command_line import configure, parse
+from mmm.run.options import flags_of
 from mmm.trainer import lm
-from mmm.trainer.config.command_line import configure, parse
-from mmm.trainer.config.presets import GPT_TRAINING
-from mmm.trainer.config.run import flags_of
+from mmm.trainer.presets import GPT_TRAINING
 from mmm.weights.open_weights import open_weights
 from mmm_lab.cli import main as cli
 from support.pool import program_on
@@ -60,7 +60,7 @@ def test_presets_are_nanogpts(monkeypatch, preset, run, optimizer):
     assert run == (
         config.data.seq_length,
         config.run.global_batch_size,
-        config.run.max_iters,
+        config.duration.max_iters,
         evaluation.eval_every,
         evaluation.eval_batches,
     )

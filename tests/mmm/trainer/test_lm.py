@@ -13,8 +13,10 @@ import mmm.history
 from mmm.data.text.prepare import Preparation, prepare
 from mmm.errors import DivergedError, RecordError, UserError
 from mmm.models.llama.model import Transformer
+from mmm.run.command_line import configure
 from mmm.trainer import lm
-from mmm.trainer.config.command_line import configure
+from mmm.trainer.load_text import load_text, open_text
+from mmm.trainer.sizes import model_sizes
 from support.pool import program_on
 
 SMALL = {
@@ -42,7 +44,7 @@ def run(rank, outdir, flags):
 
 def saved(folder, **flags):
     config = configure(lm.Config, **SMALL, **flags)
-    model = Transformer(config.model.model_sizes(config.experts, None, 32, 256)).double()
+    model = Transformer(model_sizes(config.model, None, 32, 256)).double()
     model.load_state_dict(torch.load(folder / "model.pt", weights_only=True))
     return model
 
@@ -106,7 +108,7 @@ def test_the_loss_of_packed_documents_is_that_of_each_alone(packed):
     """The validation loss: the mean over the targets, each document computed by itself."""
     config = configure(lm.Config, **SMALL, **packed.flags)
     data = config.data
-    validation, model = data.load(data.sources(), 256, config.run.seed).validation, saved(packed.outdir)
+    validation, model = load_text(data, open_text(data), 256, config.run.seed).validation, saved(packed.outdir)
     total, count = 0.0, 0
     for step in range(config.evaluation.eval_batches):
         batch = validation.batch(step, 8, 0, 8)
@@ -124,7 +126,7 @@ def test_the_loss_of_packed_documents_is_that_of_each_alone(packed):
 
 def test_the_saved_model_is_the_one_that_was_judged(alone):
     config = configure(lm.Config, **SMALL)
-    validation = config.data.load(config.data.sources(), 256, config.run.seed).validation
+    validation = load_text(config.data, open_text(config.data), 256, config.run.seed).validation
     losses = []
     for step in range(config.evaluation.eval_batches):
         batch = validation.batch(step, 8, 0, 8)

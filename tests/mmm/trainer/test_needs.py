@@ -4,8 +4,8 @@ import pytest
 
 from mmm.errors import ConfigError
 from mmm.examples import parallel_4d
+from mmm.run.command_line import configure
 from mmm.trainer import cnn, lm, vit
-from mmm.trainer.config.command_line import configure
 
 STAGES = "without --pp: there is one stage, the model"
 EXPERTS = "without --n_experts: there are no experts"

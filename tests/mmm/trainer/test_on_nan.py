@@ -1,6 +1,7 @@
 """A gradient or a loss that is not finite on one rank: every rank of any layout stops, or skips the step."""
 
 import math
+from dataclasses import dataclass
 from unittest.mock import patch
 
 import pytest
@@ -16,11 +17,11 @@ from mmm.optim.adamw import make_optimizer
 from mmm.parallel import Layout, build_mesh
 from mmm.parallel.local import to_local
 from mmm.parallel.parallel_model import ParallelModel
+from mmm.run import options as groups
 from mmm.runtime.clock import StepClock
 from mmm.runtime.device import Precision
-from mmm.trainer.config.resolve_plan import with_plan
-from mmm.trainer.config.run import RunOptions
 from mmm.trainer.job import Job
+from mmm.trainer.planned import with_plan
 from support import reference as texts
 from support.loop import fit
 from support.runs import make_run
@@ -29,6 +30,12 @@ CPU = torch.device("cpu")
 DENSE = TransformerConfig(dim=16, n_layers=2, n_heads=4, n_kv_heads=2, vocab_size=256)
 EXPERTS = TransformerConfig(dim=16, n_layers=1, n_heads=4, n_kv_heads=2, vocab_size=256, n_experts=4, expert_dim=8)
 STEPS, BAD, WHO = 3, 1, 1  # the step and the rank
+
+
+@dataclass(frozen=True)
+class Flags:
+    lr: float = 0.01
+    run: groups.Run = groups.Run()
 
 
 def train(rank, layout, kind, mode, planted, optimizer="adamw", max_norm=1.0, by_epoch=False, steps=STEPS):
@@ -43,7 +50,7 @@ def train(rank, layout, kind, mode, planted, optimizer="adamw", max_norm=1.0, by
     with torch.device("meta"):
         whole = Transformer(EXPERTS if experts else DENSE)
         sample = torch.zeros(texts.GLOBAL_BATCH // layout.dp, texts.SEQ, dtype=torch.int64)
-    options, data = RunOptions(lr=0.01), TextData(texts.tokens(), texts.tokens(), {})
+    options, data = Flags(), TextData(texts.tokens(), texts.tokens(), {})
     sizes = EXPERTS if experts else DENSE
     own = Job(
         layout=layout,

@@ -6,8 +6,8 @@ import pytest
 
 from mmm.errors import ConfigError
 from mmm.examples import fsdp_tp
+from mmm.run.command_line import configure, parse
 from mmm.trainer import lm
-from mmm.trainer.config.command_line import configure, parse
 from mmm_lab.cli import main as cli
 
 
@@ -17,7 +17,8 @@ def parsed(monkeypatch, line):
 
 
 @pytest.mark.parametrize("line", ["--preset shakespeare-cpu", "--preset=shakespeare-cpu"])
-def test_flags_beside_a_preset(monkeypatch, line):
+def test_flags_beside_a_preset(monkeypatch, tmp_path, line):
+    file = tmp_path / "flags.json"
     config = parsed(monkeypatch, line)
     assert (config.model.preset, config.data.seq_length, config.run.global_batch_size) == ("shakespeare-cpu", 64, 12)
     assert (config.data.dataset, config.optimizer.weight_decay, config.optimizer.decayed) == (
@@ -25,13 +26,15 @@ def test_flags_beside_a_preset(monkeypatch, line):
         0.1,
         "matrices",
     )
-    config = parsed(monkeypatch, f"{line} --seq-length 32 --batch_size 4 --text a.txt --decayed all")
+    file.write_text('{"decayed": "all"}')
+    config = parsed(monkeypatch, f"{line} --seq-length 32 --batch_size 4 --text a.txt --config {file}")
     assert (config.data.seq_length, config.run.batch_size, config.run.global_batch_size) == (32, 4, None)
     assert (config.data.dataset, config.optimizer.decayed, config.optimizer.weight_decay) == ("text", "all", 0.1)
     assert parsed(monkeypatch, f"{line} --optimizer sgd").optimizer.weight_decay is None
     assert parsed(monkeypatch, f"{line} --prompt sgd").optimizer.weight_decay == 0.1
-    assert parsed(monkeypatch, f"{line} --epochs 30").run.steps(1300) == 39_000
-    config = parsed(monkeypatch, f"{line} --lr_schedule cosine")
+    assert parsed(monkeypatch, f"{line} --epochs 30").duration.steps(1300) == 39_000
+    file.write_text('{"lr_schedule": "cosine"}')
+    config = parsed(monkeypatch, f"{line} --config {file}")
     assert (config.optimizer.lr_schedule, config.optimizer.decay) == ("cosine", None)
 
 

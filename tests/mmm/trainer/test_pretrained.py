@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from mmm.errors import ConfigError, DataError, UserError
+from mmm.run.command_line import configure
 from mmm.trainer import lm
-from mmm.trainer.config.command_line import configure
 from mmm.trainer.lm import resolve
 from mmm.weights.open_weights import open_weights
 from mmm.weights.own import write_own

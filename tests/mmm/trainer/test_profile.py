@@ -8,9 +8,9 @@ import pytest
 
 from mmm.errors import ConfigError
 from mmm.history import load
+from mmm.run.command_line import configure
+from mmm.trainer import config as groups
 from mmm.trainer import lm
-from mmm.trainer.config import profile
-from mmm.trainer.config.command_line import configure
 from support.pool import program_on
 
 FLAGS = {"preset": "debug", "seq_length": 16, "plots": False, "device": "cpu", "eval_batches": 1, "max_iters": 4}
@@ -104,6 +104,6 @@ def test_flags_that_are_wrong(flags, words):
 
 
 def test_a_package_that_is_missing_is_said_before_the_ranks_meet(monkeypatch):
-    monkeypatch.setitem(profile.PACKAGES, "pyinstrument", "a_package_that_nobody_has")
+    monkeypatch.setitem(groups.PROFILERS, "pyinstrument", "a_package_that_nobody_has")
     with pytest.raises(ConfigError, match=r"a_package_that_nobody_has"):
         lm.train(configure(lm.Config, profile="pyinstrument"))

@@ -19,9 +19,9 @@ from mmm.errors import ConfigError
 from mmm.history.record.dataset import marks_of
 from mmm.history.record.folder import JOURNAL
 from mmm.history.record.journal import read_journal
+from mmm.run import options as groups
+from mmm.run.options import check_resume
 from mmm.runtime.stop import stop_signal
-from mmm.trainer.config.run import BaseOptions
-from mmm.trainer.config.training import CheckpointOptions, check_resume
 from support.disk import CAN_MOUNT, small_disk
 from support.resuming import curve, tensors, train, train_in_turn
 
@@ -245,11 +245,11 @@ def test_refused(run_on_ranks, tmp_path, begun):
 
 
 def test_flags_that_contradict_each_other():
-    checkpoint = CheckpointOptions(resume=Path("auto"), checkpoint_every=1)
+    checkpoint = groups.Checkpoint(resume=Path("auto"), checkpoint_every=1)
     with pytest.raises(ConfigError, match="--resume and --overwrite"):
-        check_resume(checkpoint, BaseOptions(overwrite=True, outdir=Path("a")))
+        check_resume(checkpoint, groups.Run(overwrite=True, outdir=Path("a")))
     with pytest.raises(ConfigError, match="--resume auto without --outdir"):
-        check_resume(checkpoint, BaseOptions())
+        check_resume(checkpoint, groups.Run())
 
 
 def test_the_flag_that_ends_the_run_is_named(run_on_ranks, tmp_path):

@@ -75,10 +75,10 @@ def test_retries_go_on(launcher, undisturbed, number):
 
 CTRL_C = """
 import os, time
-from mmm.trainer.config.command_line import run_main
+from mmm.run.command_line import run_main
 from mmm.trainer import lm
 from mmm.run import run as loop
-from mmm.trainer.config.command_line import parse
+from mmm.run.command_line import parse
 
 def seed_step(seed, step, coordinate, real=loop.seed_step):
     if step == 2 and not os.path.exists("again"):

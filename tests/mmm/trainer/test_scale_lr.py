@@ -5,9 +5,9 @@ import pytest
 
 import mmm.history
 from mmm.errors import ConfigError
+from mmm.run.command_line import configure
 from mmm.trainer import cnn, lm, vit
-from mmm.trainer.config.command_line import configure
-from mmm.trainer.config.scaled_lr import ScaledOptions
+from mmm.trainer.config import Optimizer
 from support.pool import program_on
 
 FLAGS = {
@@ -27,7 +27,7 @@ FLAGS = {
     [("none", None, 64, 0.1), ("linear", None, 64, 0.4), ("sqrt", None, 64, 0.2), ("linear", 256, 64, 0.025)],
 )
 def test_the_rate(scale, base, batch, rate):
-    lr, notes = ScaledOptions(lr=0.1, scale_lr=scale, base_batch_size=base).scaled(batch, 16)
+    lr, notes = Optimizer(lr=0.1, scale_lr=scale, base_batch_size=base).scaled(batch, 16)
     assert lr == pytest.approx(rate)
     assert bool(notes) == (scale != "none")
     if notes:

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from mmm.trainer.config.training import ScheduledOptions
+from mmm.trainer.config import Optimizer
 from mmm.trainer.rate import schedule_of, step_decay, warmup_cosine, warmup_stable_decay
 
 
@@ -35,20 +35,20 @@ def test_the_least_rate():
         for step in range(4, 20):
             assert raised(step) == pytest.approx(0.1 + 0.9 * plain(step))
     assert warmup_cosine(20, 4, 0.1)(19) == pytest.approx(0.1)
-    chosen = ScheduledOptions(lr=2e-3, min_lr=2e-4)
+    chosen = Optimizer(lr=2e-3, min_lr=2e-4)
     assert schedule_of(SimpleNamespace(note=print), 20, chosen)(19) == pytest.approx(0.1)
 
 
 def test_the_schedule_that_the_flags_ask_for():
     notes = []
     run = SimpleNamespace(note=notes.append)
-    wsd = ScheduledOptions(warmup=10, lr_schedule="wsd")
+    wsd = Optimizer(warmup=10, lr_schedule="wsd")
     long, whole = schedule_of(run, 100, wsd), warmup_stable_decay(100, 10, 20)  # a fifth
     assert [long(step) for step in range(100)] == [whole(step) for step in range(100)]
-    cosine = schedule_of(run, 100, ScheduledOptions(warmup=10))
+    cosine = schedule_of(run, 100, Optimizer(warmup=10))
     assert [cosine(step) for step in range(100)] == [warmup_cosine(100, 10)(step) for step in range(100)]
     assert notes == []
-    short = schedule_of(run, 10, ScheduledOptions(warmup=8, lr_schedule="wsd", decay=9))
+    short = schedule_of(run, 10, Optimizer(warmup=8, lr_schedule="wsd", decay=9))
     assert [short(step) for step in range(10)] == [warmup_stable_decay(10, 5, 5)(step) for step in range(10)]
     assert notes == [
         "warm-up: 5 instead of 8 steps, half of the 10 of this run",

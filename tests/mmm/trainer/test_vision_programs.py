@@ -14,9 +14,9 @@ from mmm.data.images.published import PUBLISHED
 from mmm.errors import UserError
 from mmm.examples import fsdp, parallel_4d
 from mmm.models.cnn.model import CNN, CNNConfig
+from mmm.run.command_line import configure
 from mmm.trainer import cnn as cnn_trainer
 from mmm.trainer import vit
-from mmm.trainer.config.command_line import configure
 from mmm_verify.testing.plugin import _pool
 from support.programs import run_program
 from support.published import write_mnist

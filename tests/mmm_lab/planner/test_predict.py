@@ -5,7 +5,7 @@ from functools import partial
 
 import pytest
 
-from mmm.trainer.config.command_line import parse
+from mmm.run.command_line import parse
 from mmm_lab.planner.dry_run import dry_run
 from mmm_lab.planner.predict import predict
 from mmm_launch.host.child import run_as_main

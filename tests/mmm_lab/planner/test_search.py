@@ -11,8 +11,8 @@ import pytest
 
 from mmm.parallel import Layout, Techniques
 from mmm.parallel.pp.schedules import SCHEDULES
+from mmm.run.command_line import parse
 from mmm.trainer import lm, vit
-from mmm.trainer.config.command_line import parse
 from mmm_lab.planner.candidate import divisors
 from mmm_lab.planner.named_model import read_model
 from mmm_lab.planner.report import details, missing, text_of, why_each

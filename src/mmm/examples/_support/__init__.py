@@ -8,15 +8,22 @@ from mmm.lazy import lazy
 if TYPE_CHECKING:
     from mmm.data.text.text_data import TextData
     from mmm.examples._support.by_package import parallelize_by_package, resolve
-    from mmm.examples._support.experts import ExpertsConfig
     from mmm.examples._support.fsdp import sum_gradients
     from mmm.examples._support.image_loop import global_images, image_steps, test_numbers, without_labels
     from mmm.examples._support.mistakes import BreakOptions, for_a_mistake, main, parse
+    from mmm.examples._support.options import (
+        SMALL,
+        ExpertOptions,
+        OptimizerOptions,
+        PlainTextOptions,
+        TensorParallelOptions,
+        TransformerOptions,
+    )
     from mmm.examples._support.program import start_run
     from mmm.examples._support.text import (
         PlainTextConfig,
-        PlainTextOptions,
         TextConfig,
+        check_own_kv_heads,
         fit,
         resolve_own,
         text_steps,
@@ -25,27 +32,22 @@ if TYPE_CHECKING:
     from mmm.optim.adamw import make_optimizer
     from mmm.run.run import Run
     from mmm.run.tables import sharded_model, stage_table
-    from mmm.trainer.config.layout import techniques_of
-    from mmm.trainer.config.model import SmallTransformerOptions, TransformerOptions
-    from mmm.trainer.config.resolve_text import check_own_kv_heads
-    from mmm.trainer.config.run import OptimizerOptions, RowOptions, TensorParallelOptions
+    from mmm.trainer.config import techniques_of
     from mmm.trainer.job import Job
 
 __getattr__, __dir__ = lazy(
     __name__,
     {
         "mmm.examples._support.by_package": "parallelize_by_package resolve",
-        "mmm.examples._support.experts": "ExpertsConfig",
         "mmm.examples._support.fsdp": "sum_gradients",
         "mmm.examples._support.image_loop": "global_images image_steps test_numbers without_labels",
         "mmm.examples._support.mistakes": "BreakOptions for_a_mistake main parse",
+        "mmm.examples._support.options": "SMALL ExpertOptions OptimizerOptions PlainTextOptions TensorParallelOptions "
+        "TransformerOptions",
         "mmm.examples._support.program": "start_run",
-        "mmm.examples._support.text": "PlainTextConfig PlainTextOptions TextConfig fit resolve_own text_steps "
+        "mmm.examples._support.text": "PlainTextConfig TextConfig check_own_kv_heads fit resolve_own text_steps "
         "validation_loss",
-        "mmm.trainer.config.layout": "techniques_of",
-        "mmm.trainer.config.model": "SmallTransformerOptions TransformerOptions",
-        "mmm.trainer.config.resolve_text": "check_own_kv_heads",
-        "mmm.trainer.config.run": "OptimizerOptions RowOptions TensorParallelOptions",
+        "mmm.trainer.config": "techniques_of",
         "mmm.data.text.text_data": "TextData",
         "mmm.trainer.job": "Job",
         "mmm.optim.adamw": "make_optimizer",

@@ -10,8 +10,8 @@ from mmm.parallel import Mesh, apply, build_mesh, materialize
 from mmm.parallel.dp.wrapped import unwrapped
 from mmm.run.run import Run
 from mmm.run.tables import sharded_model
-from mmm.trainer.config.resolve_plan import with_plan
 from mmm.trainer.job import Job
+from mmm.trainer.planned import with_plan
 
 
 def resolve(config: PlainTextConfig, layout: Layout, techniques: Techniques | None = None, **defaults: int) -> Job:

@@ -26,10 +26,10 @@ from mmm.errors import ConfigError
 from mmm.nn.draw import canonical_name, convert
 from mmm.parallel.local import draw_weights
 from mmm.parallel.loss import cross_entropy
+from mmm.run import command_line
 from mmm.run.hook import Hook
 from mmm.run.run import Run
 from mmm.run.step import Step
-from mmm.trainer.config import command_line
 from mmm.trainer.job import Job
 
 Config = TypeVar("Config")
@@ -56,7 +56,7 @@ class BreakOptions:
 
 
 def parse(config: type[Config], doc: str | None = None) -> Config:
-    """`mmm.trainer.config.command_line.parse`, where the help says what mistakes there are."""
+    """`mmm.run.command_line.parse`, where the help says what mistakes there are."""
     if issubclass(config, BreakOptions):
         wrapper = textwrap.TextWrapper(78, initial_indent="  ", subsequent_indent="    ")
         mistakes = [wrapper.fill(f"{name}: {why}") for name, why in config.BREAKS.items()]

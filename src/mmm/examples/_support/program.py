@@ -13,8 +13,8 @@ from mmm.run.hook import Hook
 from mmm.run.hooks.agreement import Agreement
 from mmm.run.hooks.record import Record
 from mmm.run.hooks.startup import StartUp
+from mmm.run.options import flags_of
 from mmm.run.tables import print_on_rank0
-from mmm.trainer.config.run import flags_of
 from mmm.trainer.job import Job
 
 

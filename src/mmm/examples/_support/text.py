@@ -3,58 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 
 from torch import Tensor, nn
 from torch.distributed.tensor.parallel import loss_parallel
 
 from mmm.data import Batch
-from mmm.data.text.corpus import Corpus, read_text_files, standard_library
-from mmm.data.text.text_data import TextData
-from mmm.data.text.tokens import BYTES, TextTokens
-from mmm.errors import ConfigError
+from mmm.errors import LayoutError
 from mmm.examples._support.mistakes import for_a_mistake
+from mmm.examples._support.options import EvaluationOptions, OptimizerOptions, PlainTextOptions, TransformerOptions
 from mmm.layout import Layout, Techniques
 from mmm.models.llama.model import TransformerConfig
+from mmm.run import options
+from mmm.run.options import DEFAULT_MAX_ITERS, Duration
 from mmm.run.run import Run
 from mmm.run.step import Step
 from mmm.runtime.ranks import whoami
-from mmm.trainer.config.model import TransformerOptions
-from mmm.trainer.config.resolve_text import resolve_text
-from mmm.trainer.config.run import (
-    DEFAULT_BATCH_SIZE,
-    DEFAULT_MAX_ITERS,
-    OptimizerOptions,
-    RowOptions,
-    ValidationOptions,
-)
 from mmm.trainer.job import Job
-
-
-@dataclass(frozen=True, kw_only=True)
-class PlainTextOptions:
-    """Where the text comes from. Files of tokens, and tokenizers: mmm.trainer.lm."""
-
-    text: tuple[Path, ...] = ()
-    """Files to train on, byte by byte. Default: the Python standard library's source."""
-    seq_length: int = 128
-    """Tokens a sample."""
-
-    def load(self, vocab_size: int, seed: int) -> TextData:
-        """The tokens.
-
-        Raises:
-            ConfigError: the vocabulary is too small.
-            DataError: a text cannot be used.
-        """
-        if vocab_size < BYTES:
-            raise ConfigError(f"--vocab_size {vocab_size}: text has {BYTES} different bytes; use at least {BYTES}")
-        corpus: Corpus = read_text_files(self.text) if self.text else standard_library()
-        train = TextTokens(corpus.train, self.seq_length, seed, shuffle=True)
-        validation = TextTokens(corpus.validation, self.seq_length, seed, shuffle=False)
-        return TextData(train, validation, {"dataset": "text", **corpus.describe()}, bytes_per_token=1.0)
+from mmm.trainer.text_job import DEFAULT_BATCH_SIZE, text_job
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,18 +31,19 @@ class PlainTextConfig:
     model: TransformerOptions = TransformerOptions()
     data: PlainTextOptions = PlainTextOptions()
     optimizer: OptimizerOptions = OptimizerOptions()
-    run: RowOptions = RowOptions()
+    duration: Duration = Duration()
+    run: options.Run = options.Run(plots=True)
 
     def sizes(self) -> TransformerConfig:
         """The model asked for."""
-        return self.model.sizes(BYTES)
+        return self.model.sizes()
 
 
 @dataclass(frozen=True, kw_only=True)
 class TextConfig(PlainTextConfig):
     """The groups of flags of an example that also validates."""
 
-    evaluation: ValidationOptions = ValidationOptions()
+    evaluation: EvaluationOptions = EvaluationOptions()
 
 
 def fit(**axes: int) -> Layout:
@@ -104,19 +72,28 @@ def resolve_own(
         UserError: anything that does not fit.
     """
     sizes = config.sizes()
-    job = resolve_text(
+    job = text_job(
         config.run,
+        config.duration,
         sizes,
         layout,
         techniques or Techniques(),
-        config.optimizer.optimizer,
         config.data.seq_length,
         partial(config.data.load, sizes.vocab_size, config.run.seed),
-        evaluation=config.evaluation if isinstance(config, TextConfig) else None,
+        eval_batches=config.evaluation.eval_batches if isinstance(config, TextConfig) else 0,
         default_batch_size=batch_size,
         default_max_iters=max_iters,
     )
+    job = replace(job, optimizer=config.optimizer.optimizer)
     return for_a_mistake(config, job)
+
+
+def check_own_kv_heads(job: Job) -> None:
+    """For an example that shards key/value heads itself: raises LayoutError where ranks would have to share them."""
+    heads, tp = job.sizes.n_kv_heads, job.layout.tp
+    if heads % tp:
+        text = f"n_kv_heads {heads} is not divisible by tp {tp}"
+        raise LayoutError(f"{text}: use a divisor, or mmm.trainer.lm, whose ranks can share a key/value head")
 
 
 def text_steps(

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from mmm.data import RandomTokens
 from mmm.data.text.text_data import TextData
 from mmm.examples._support.by_hand import same_losses
+from mmm.examples._support.options import TransformerOptions
 from mmm.examples._support.text import PlainTextConfig
+from mmm.run import options
 from mmm.run.run import Run
-from mmm.trainer.config.model import TransformerOptions
-from mmm.trainer.config.run import RowOptions
 
 # way → the flags that it follows
 WAYS = {
@@ -52,7 +52,7 @@ class Config(PlainTextConfig):
     """Tiles that each large matrix is gathered in: 1 / tile_weights of a matrix is there at once."""
     model: TransformerOptions = TransformerOptions(preset="debug", ffn_dim=1024, vocab_size=8192)
     data: TilingTokens = TilingTokens()  # type: ignore[assignment]
-    run: RowOptions = RowOptions(plots=False)
+    run: options.Run = options.Run()
 
 
 def report(run: Run, long: Mapping[str, Result], wide: Mapping[str, Result]) -> bool:

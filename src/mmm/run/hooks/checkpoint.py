@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from mmm.history.record.resume import Resume, check_over
 from mmm.nn.draw import accum_dtype
 from mmm.run.hook import Hook
 from mmm.run.old_checkpoints import as_today
-from mmm.run.options import checkpoint_options
+from mmm.run.options import check_resume, checkpoint_options, flags_of
 from mmm.run.origin import (
     CHECKPOINTS,
     Origin,
@@ -60,7 +60,7 @@ class Checkpoint(Hook):
         """
         self.options = options
         self.metadata = metadata or ModelMetadata()
-        self.run_options: Any = None
+        self.flags: dict[str, Any] = {}
         self.every: int | None = None
         self.candidates: list[Path] = []
         self.goes_on_by_itself = False
@@ -79,15 +79,10 @@ class Checkpoint(Hook):
         if options is None:
             return
         self.every = options.checkpoint_every
-        for group in type(options).__mro__:
-            if "checkpoint_every" in vars(group):  # a config that derives from it may have another `check` first
-                vars(group)["check"](options)
-        if options.resume is not None and run.options.overwrite:
-            raise ConfigError("--resume and --overwrite contradict each other: leave one out")
-        if options.resume == AUTO and run.options.outdir is None:
-            raise ConfigError("--resume auto without --outdir: each run then has a folder of its own; give --outdir")
+        options.check()
+        check_resume(options, run.options)
         run.saves = self.every is not None
-        self.run_options = run.options
+        self.flags = flags_of(run.config)
         run.last_words = self._last_words
         if run.saves:
             run.prepare_folder = _prepare_folder
@@ -149,7 +144,7 @@ class Checkpoint(Hook):
         run.keeps_record = keeps_record
         run.origin = choose_origin(run, self.identity, candidates, auto)
         if run.origin is not None and run.job is not None and run.job.sizes is not None:
-            check_steps_left(run.origin, run.options, run.job.steps)  # before the model is made
+            check_steps_left(run.origin, self.flags, run.job.steps)  # before the model is made
         if run.outdir is not None and run.keeps_record:
             run.resume = _record_goes_on(run.outdir, run.origin, str(run.layout))
         if run.saves:
@@ -158,8 +153,9 @@ class Checkpoint(Hook):
     def state(self, run: Run) -> None:
         if self.options is None:
             return
-        if self.every is None and getattr(self.options, "save_model", None) is not None:
-            run.log.info("%s", without_checkpoints(self.options))
+        save_model = self.flags.get("save_model")
+        if self.every is None and save_model is not None:
+            run.log.info("%s", without_checkpoints(save_model))
         if run.comm.dry or (self.every is None and run.origin is None):
             return
         if self.state_of_run is not None:
@@ -288,7 +284,7 @@ class Checkpoint(Hook):
 
     def loop(self, run: Run) -> None:
         if run.origin is not None and run.first > 0:
-            check_goes_on(run.origin, run.options, run.total, run.samples)
+            check_goes_on(run.origin, self.flags, run.total, run.samples)
 
     def _last_words(self, outdir: Path, done: int) -> list[str]:
         """Where the weights are, and the line that goes on from them."""
@@ -297,7 +293,7 @@ class Checkpoint(Hook):
         files = [below(path) for path in paths if path.exists()]
         lines = [f"weights: {', '.join(files) if files else 'none are kept'}"]
         if checkpoints:
-            lines.append(f"to go on: the same command with {flags_that_go_on(outdir, self.run_options, done)}")
+            lines.append(f"to go on: the same command with {flags_that_go_on(outdir, self.flags, done)}")
         return lines
 
     def end(self, run: Run, error: BaseException | None) -> None:
@@ -309,11 +305,11 @@ class Checkpoint(Hook):
             run.note("--resume and --checkpoint_every had no effect: the program has no run.state(…)")
 
 
-def flags_that_go_on(outdir: Path, options: Any, steps: int) -> str:
+def flags_that_go_on(outdir: Path, flags: Mapping[str, Any], steps: int) -> str:
     """The flags that make as many steps again, from the newest checkpoint, in the same record."""
-    epochs = getattr(options, "epochs", None)
+    epochs = flags.get("epochs")
     more = f"--max_iters {2 * steps}"
-    if epochs is not None and getattr(options, "max_iters", None) is None:
+    if epochs is not None and flags.get("max_iters") is None:
         more = f"--epochs {2 * epochs}"
     return f"--outdir {outdir} --resume auto {more}"
 
@@ -376,7 +372,7 @@ def _check_elastic(run: Run, every: int | None) -> None:
     needed = {
         "checkpoint_every": every,
         "outdir": run.options.outdir,
-        "global_batch_size": getattr(run.options, "global_batch_size", None),
+        "global_batch_size": run.options.global_batch_size,
     }
     missing = [f"--{name}" for name, value in needed.items() if value is None]
     if missing and ELASTIC_VARIABLE in os.environ:
@@ -412,10 +408,10 @@ def _row_so_far(run: Run, saved: dict[str, Any], has_moved: bool) -> RowSoFar:
     return RowSoFar(saved["steps"], saved["counted"], local_loss)
 
 
-def without_checkpoints(options: Any) -> str:
+def without_checkpoints(save_model: bool) -> str:
     """What a run that saves no checkpoint leaves of its weights, and the flag for more; said before its first step."""
     flag = "--checkpoint_every N (of a large N: one, at the end)"
-    if options.save_model:
+    if save_model:
         return (
             "this run will leave model.pt, which plain PyTorch loads, and no checkpoint, which --resume reads, and "
             f"of a language model mmm sample, mmm export and --init_from; {flag} leaves those"

@@ -154,7 +154,7 @@ class Record(Hook):
     def _steps(self, run: Run, place: Mapping[str, int]) -> float | None:
         """How many there will be of what a row counts; None where that is not known."""
         if "iter" not in place:
-            return getattr(run.options, "epochs", None)
+            return flags_of(run.config).get("epochs")
         steps = run.facts.get("steps")
         return steps if isinstance(steps, int) else None
 
@@ -167,7 +167,7 @@ class Record(Hook):
             for line in run.last_words(self.history.outdir, self.totals.count):
                 run.log.info("%s", line)
         outdir = run.outdir
-        if outdir is not None and getattr(run.options, "plots", False) and draw(DRAW, outdir):
+        if outdir is not None and run.options.plots and draw(DRAW, outdir):
             run.log.info("pictures: %s", outdir / "plots" / "mplot" / "pngs" / "summary.png")
 
     def _close(self, run: Run, error: BaseException | None) -> None:

@@ -8,7 +8,8 @@ import mmm.data.text.shakespeare as module
 from mmm.data import read_text_files
 from mmm.data.text.shakespeare import shakespeare
 from mmm.errors import ConfigError
-from mmm.trainer.config.data import TextOptions
+from mmm.trainer.config import Text
+from mmm.trainer.load_text import load_text, open_text
 
 PLAY = b"First Citizen:\nBefore we proceed any further, hear me speak.\n\n" * 100
 
@@ -32,22 +33,22 @@ def test_fetched_once(offered, tmp_path):
 
 
 def test_what_it_is_as_data(offered):
-    options = TextOptions(dataset="shakespeare", seq_length=32)
-    sources, text = options.sources(), read_text_files([offered])
-    data = options.load(sources, sources.vocab_size, 0)
+    options = Text(dataset="shakespeare", seq_length=32)
+    sources, text = open_text(options), read_text_files([offered])
+    data = load_text(options, sources, sources.vocab_size, 0)
     assert data.describe()["dataset"] == "shakespeare"
     assert data.describe()["sha256"] == text.sha256
     assert data.train.samples == (len(text.train) - 1) // 32
-    chars = TextOptions(dataset="shakespeare", tokenizer="chars")
-    assert chars.sources().vocab_size == len(set(PLAY))
+    chars = Text(dataset="shakespeare", tokenizer="chars")
+    assert open_text(chars).vocab_size == len(set(PLAY))
 
 
 def test_contradictions(offered):
     for options, words in (
-        (TextOptions(dataset="shakespeare", text=(offered,)), "--text and --dataset shakespeare contradict"),
-        (TextOptions(text=(offered,), token_dtype="uint16"), "--token_dtype uint16"),
-        (TextOptions(dataset="random", text=(offered,)), "--text and --dataset random contradict"),
-        (TextOptions(dataset="random", tokenizer="chars"), "--tokenizer and --dataset random contradict"),
+        (Text(dataset="shakespeare", text=(offered,)), "--text and --dataset shakespeare contradict"),
+        (Text(text=(offered,), token_dtype="uint16"), "--token_dtype uint16"),
+        (Text(dataset="random", text=(offered,)), "--text and --dataset random contradict"),
+        (Text(dataset="random", tokenizer="chars"), "--tokenizer and --dataset random contradict"),
     ):
         with pytest.raises(ConfigError, match=words):
             options.check()

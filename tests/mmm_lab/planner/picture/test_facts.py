@@ -11,9 +11,9 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from mmm.layout import Layout
 from mmm.nn import weights
 from mmm.parallel.local import local_box, to_local
+from mmm.run.command_line import configure
 from mmm.traffic.operators import axes_of
 from mmm.trainer import lm
-from mmm.trainer.config.command_line import configure
 from mmm_lab.cli.draw_layout import layout_of, trainer_flags
 from mmm_lab.planner.dry_run import dry_run
 from mmm_lab.planner.dry_run_report import totals

@@ -1,4 +1,4 @@
-"""How a run's model goes onto its layout by the package, decided before its ranks meet."""
+"""How a job's model goes onto its layout by the package: decided before the ranks meet."""
 
 from __future__ import annotations
 
@@ -12,15 +12,6 @@ from mmm.parallel.plan import Plan, find
 from mmm.trainer.job import Job
 
 LOGITS = 1_000_000_000  # bytes on a rank, above which the loss is computed in chunks of a quarter of that
-
-
-def check_pieces(techniques: Techniques, tokens: int) -> None:
-    """Raises ConfigError where a sequence has fewer tokens on a rank than it is to be computed in pieces."""
-    if not 1 <= techniques.loss_chunks <= tokens:
-        raise ConfigError(
-            f"--loss_chunks {techniques.loss_chunks}: it must be at least 1, and at most the {tokens} tokens of a "
-            f"sequence that a rank has"
-        )
 
 
 def with_plan(job: Job, plan: Plan, dtype: str, tokens: int | None = None) -> Job:
@@ -37,6 +28,15 @@ def with_plan(job: Job, plan: Plan, dtype: str, tokens: int | None = None) -> Jo
         check_pieces(job.techniques, tokens)
     partition = partition_model(job.model, plan, job.layout, job.techniques, job.sample, dtype)
     return replace(job, plan=plan, partition=partition)
+
+
+def check_pieces(techniques: Techniques, tokens: int) -> None:
+    """Raises ConfigError where a sequence has fewer tokens on a rank than it is to be computed in pieces."""
+    if not 1 <= techniques.loss_chunks <= tokens:
+        raise ConfigError(
+            f"--loss_chunks {techniques.loss_chunks}: it must be at least 1, and at most the {tokens} tokens of a "
+            f"sequence that a rank has"
+        )
 
 
 def chunk_loss(job: Job, dtype: str) -> Job:

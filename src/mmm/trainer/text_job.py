@@ -1,4 +1,4 @@
-"""What a program that trains a Transformer on text decides before its ranks meet."""
+"""What a program that trains on text decides before its ranks meet."""
 
 from __future__ import annotations
 
@@ -6,35 +6,36 @@ from collections.abc import Callable
 from typing import Any
 
 from mmm.data.text.text_data import TextData
-from mmm.errors import LayoutError
 from mmm.layout import Layout, Techniques, batch_sizes
 from mmm.models.definition import check_sizes, of_config
 from mmm.parallel.cp.styles import check_context_parallel, resolve_ulysses
+from mmm.run.options import DEFAULT_MAX_ITERS, Duration, Run
 from mmm.runtime.ranks import DRY_RUN, whoami
-from mmm.trainer.config.run import DEFAULT_BATCH_SIZE, DEFAULT_MAX_ITERS, StepOptions, ValidationOptions
 from mmm.trainer.job import Job
 
+DEFAULT_BATCH_SIZE = 16  # samples a step, per data-parallel coordinate
 
-def resolve_text(
-    run: StepOptions,
+
+def text_job(
+    run: Run,
+    duration: Duration,
     sizes: Any,
     layout: Layout,
     techniques: Techniques,
-    optimizer: str,
     seq_length: int,
     load: Callable[[], TextData],
     *,
-    evaluation: ValidationOptions | None = None,
+    eval_batches: int = 0,
     default_batch_size: int = DEFAULT_BATCH_SIZE,
     default_max_iters: int = DEFAULT_MAX_ITERS,
 ) -> Job:
     """Find the text, and decide on model, batch and steps; needs no process group.
 
     Args:
+        sizes: of the model.
         layout: fitted to the number of ranks.
-        optimizer: its name.
         load: finds the text.
-        evaluation: None of a program that does not validate.
+        eval_batches: global batches in an evaluation; 0 of a program that does not evaluate.
         default_batch_size: samples a step, per data-parallel coordinate, where no flag says.
         default_max_iters: steps, where no flag says.
 
@@ -48,23 +49,22 @@ def resolve_text(
         run.batch_size, run.global_batch_size, layout.dp, default_batch_size
     )
     data = load()
-    if evaluation is None:
+    if eval_batches == 0:
         steps_per_epoch = data.train.steps_per_epoch(global_batch_size)
     else:
-        steps_per_epoch, there = data.check(global_batch_size), data.validation.steps_per_epoch(global_batch_size)
-        if there < evaluation.eval_batches:
-            asked = f"{there} global batches instead of {evaluation.eval_batches}"
-            notes.append(f"validation: {asked}, all that the text has")
+        steps_per_epoch = data.check(global_batch_size)
+        available = data.validation.steps_per_epoch(global_batch_size)
+        if available < eval_batches:
+            notes.append(f"validation: {available} global batches instead of {eval_batches}, all that the text has")
     model, sample = of_config(sizes).on_meta(sizes, local_batch_size, seq_length)
     return Job(
         layout=layout,
+        techniques=techniques,
         sizes=sizes,
         model=model,
         sample=sample,
         data=data,
-        steps=run.steps(steps_per_epoch, default_max_iters),
-        techniques=techniques,
-        optimizer=optimizer,
+        steps=duration.steps(steps_per_epoch, default_max_iters),
         notes=tuple(notes),
     )
 
@@ -77,11 +77,3 @@ def _with_ulysses(techniques: Techniques, layout: Layout, n_heads: int) -> tuple
     if resolved == techniques:
         return techniques, []
     return resolved, [f"--ulysses {resolved.ulysses}: the most ranks of cp that share a host and divide the heads"]
-
-
-def check_own_kv_heads(job: Job) -> None:
-    """For an example that shards key/value heads itself: raises LayoutError where ranks would have to share them."""
-    heads, tp = job.sizes.n_kv_heads, job.layout.tp
-    if heads % tp:
-        text = f"n_kv_heads {heads} is not divisible by tp {tp}"
-        raise LayoutError(f"{text}: use a divisor, or mmm.trainer.lm, whose ranks can share a key/value head")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -88,28 +88,34 @@ GPT_TRAINING: dict[str, dict[str, Any]] = {
 }
 
 
-def preset_defaults(words: Sequence[str]) -> dict[str, Any]:
-    """Defaults of the flags of a command line that names such a preset; empty for one that does not.
+# A preset's flag that another flag contradicts: it is left out where that one is given.
+CONTRADICTED = (
+    ("text", "dataset"),
+    ("text", "tokenizer"),
+    ("batch_size", "global_batch_size"),
+    ("lr_schedule", "decay"),
+    ("epochs", "max_iters"),
+)
+
+
+def preset_defaults(given: Mapping[str, str]) -> dict[str, Any]:
+    """Defaults of flags where such a preset is asked for; empty where none is.
 
     What contradicts a flag that is given is left out: a data set beside ``--text``, a global batch beside the batch of
     each data-parallel coordinate, the length of a decay beside ``--lr_schedule``, the steps beside ``--epochs``.
+
+    Args:
+        given: flags by name, their values as text.
     """
-    flags = [word.partition("=")[0].replace("-", "_") for word in words]
-    given = [word.partition("=")[2] or after for word, after in zip(words, [*words[1:], ""], strict=False)]
-    last = dict(zip(flags, given, strict=True))
-    named, of = last.get("__preset"), GPT_TRAINING if last.get("__model") == "gpt" else TRAINING
-    if named not in of:
+    presets = GPT_TRAINING if given.get("model") == "gpt" else TRAINING
+    preset = given.get("preset")
+    if preset not in presets:
         return {}
-    found = {"preset": named, **of[named]}
-    for flag, name in (
-        ("text", "dataset"),
-        ("text", "tokenizer"),
-        ("batch_size", "global_batch_size"),
-        ("lr_schedule", "decay"),
-        ("epochs", "max_iters"),
-    ):
-        if f"__{flag}" in flags:
-            found.pop(name, None)
-    if ("__optimizer", "sgd") in zip(flags, given, strict=True):
-        found = {name: value for name, value in found.items() if name not in {**_DECAY, "betas": ()}}
-    return found
+    defaults = {"preset": preset, **presets[preset]}
+    for flag, name in CONTRADICTED:
+        if flag in given:
+            defaults.pop(name, None)
+    if given.get("optimizer") == "sgd":
+        for name in ("betas", *_DECAY):
+            defaults.pop(name, None)
+    return defaults

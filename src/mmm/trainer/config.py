@@ -1,0 +1,480 @@
+"""Every flag of the trainers `lm`, `vit` and `cnn`, in groups. No group derives from another.
+
+A trainer's ``Config`` lists the groups that it has, with its own defaults. `mmm.run.options` has the groups `Run`,
+`Duration` and `Checkpoint`, which scripts and examples have as well.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, fields
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import torch
+import tyro
+from torch import nn
+
+from mmm.errors import ConfigError
+from mmm.history.record.trackers import check_tracker
+from mmm.layout import Layout, ScheduleName, Techniques, check_data_parallel
+from mmm.optim.adamw import make_optimizer
+from mmm.optim.layerwise import make_layerwise
+from mmm.run.options import FLAGS, check_counts, check_effect, check_rate, parse_steps
+
+DTYPES = ("auto", "fp32", "bf16", "fp16", "fp64")  # of the trainers: their loops scale the loss of fp16
+OPTIMIZERS = ("adamw", "sgd", "lars", "lamb")  # that need no whole matrix on a rank
+PROFILERS = {"torch": "torch", "pyinstrument": "pyinstrument"}  # by kind, the package that it needs
+# Flags that a file sets (--config), and the command line does not.
+FILE_ONLY = frozenset(
+    (
+        # model
+        "bias",
+        "dropout",
+        "tie_word_embeddings",
+        "expert_dim",
+        "balance_rate",
+        # text
+        "token_dtype",
+        "document_mask",
+        # mesh
+        "dp_shard",
+        "reshard_after_forward",
+        # optimizer
+        "scale_lr",
+        "base_batch_size",
+        "on_nan",
+        "lr_schedule",
+        "min_lr",
+        "decay",
+        "betas",
+        "weight_decay",
+        "decayed",
+        # evaluation
+        "eval_train",
+        "profile_steps",
+        # checkpoint
+        "keep",
+        "checkpoint_mode",
+        # run
+        "flush_every",
+        "log_all_ranks",
+    )
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Model:
+    """The language model: a preset, or weights on disk, and what differs from them."""
+
+    model: str | None = None
+    """llama: a Llama. gpt: as GPT-2 and nanoGPT have it, with learned positions for --seq_length tokens, and presets
+    gpt2, shakespeare, shakespeare-cpu of its own. qwen3: a Qwen3, with presets debug, 0.6b, 4b, 8b. Default: llama, or
+    that of --init_from."""
+    preset: str | None = None
+    """Sizes to start from; the flags below change single ones. Default: small, of a GPT shakespeare-cpu, or those of
+    --init_from."""
+    n_layers: int | None = None
+    """Blocks. Default, as of the flags below: the preset's."""
+    dim: int | None = None
+    """Width of the residual stream."""
+    n_heads: int | None = None
+    """Heads of attention."""
+    n_kv_heads: int | None = None
+    """Heads of keys and values, which groups of the others share."""
+    ffn_dim: int | None = None
+    """Width of the feed-forward layer. Default: the preset's, or of another --dim in proportion."""
+    vocab_size: int | None = None
+    """Tokens that there are. Default: those of the text's tokenizer."""
+    dropout: float | None = None
+    """Of a GPT: the part of the embeddings, of attention's weights, and of what blocks add to the residual stream, that
+    training drops. Of a preset by default."""
+    bias: bool = False
+    """Of a GPT: linear layers and norms have one."""
+    tie_word_embeddings: bool = False
+    """The output matrix is the embedding's, also where the preset has two."""
+    n_experts: int = 0
+    """Routed experts in each layer; 0: one feed-forward network instead."""
+    top_k: int | None = None
+    """Experts that each token goes through. Default: 2, or the only one."""
+    expert_dim: int | None = None
+    """Width of one expert. Default: that of the preset's feed-forward layer."""
+    balance_rate: float | None = None
+    """How far a step moves the bias of an expert that had more, or less, than the mean load; 0: never. Default: 0.01;
+    runs of many thousand steps take less: 0.001."""
+    init_from: Path | None = None
+    """Start from these weights, in place of drawn ones: a folder of safetensors and config.json, a checkpoint
+    of `mmm import`, or a run's folder. Sizes are theirs, and so is the tokenizer where nothing else says."""
+    save_model: bool = False
+    """Leave one unsharded state dict, model.pt, in the run's folder; plain PyTorch loads it."""
+    summary: bool = False
+    """Print the model's summary and leave."""
+
+    def check(self) -> None:
+        """Raises ConfigError for a value that is wrong by itself, has no effect, or contradicts another."""
+        if self.init_from is not None and self.preset is not None:
+            raise ConfigError(
+                f"--preset {self.preset} and --init_from {self.init_from} contradict each other: sizes are those of "
+                "the weights; leave one out"
+            )
+        check_experts(self)
+
+    def sizes(self) -> dict[str, Any]:
+        """The sizes that were given, by the field of a model's: those that differ from the preset."""
+        sizes: dict[str, Any] = {
+            "n_layers": self.n_layers,
+            "dim": self.dim,
+            "n_heads": self.n_heads,
+            "n_kv_heads": self.n_kv_heads,
+            "ffn_dim": self.ffn_dim,
+            "vocab_size": self.vocab_size,
+            "dropout": self.dropout,
+            "bias": self.bias or None,
+            "tie_word_embeddings": self.tie_word_embeddings or None,
+        }
+        if self.n_experts:
+            sizes["n_experts"] = self.n_experts
+            sizes["top_k"] = min(2, self.n_experts) if self.top_k is None else self.top_k
+            sizes["expert_dim"] = self.expert_dim
+        return {name: value for name, value in sizes.items() if value is not None}
+
+
+def check_experts(model: Any) -> None:
+    """Raises ConfigError: a number of experts, or a rate, below 0; a flag that has no effect without experts."""
+    check_counts(0, n_experts=model.n_experts)
+    rate = model.balance_rate
+    if rate is not None and not 0 <= rate < math.inf:
+        raise ConfigError(f"--balance_rate {rate}: it must be a number from 0 on, and finite")
+    check_effect(
+        model.n_experts > 0,
+        "--n_experts",
+        "there are no experts",
+        "--n_experts 8",
+        top_k=model.top_k,
+        expert_dim=model.expert_dim,
+        balance_rate=rate,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImageModel:
+    """The model of images: a preset, and what differs from it."""
+
+    preset: Literal["auto", "debug", "tiny", "small", "base", "large"] = "auto"
+    """auto: large where there is an accelerator, else debug. The flags below change single sizes."""
+    image_size: int | None = None
+    patch_size: int | None = None
+    channels: int | None = None
+    classes: int | None = None
+    dim: int | None = None
+    n_layers: int | None = None
+    n_heads: int | None = None
+    attention: Literal["sdpa", "native"] = "sdpa"
+    """sdpa: PyTorch's fused kernels. native: the math, step by step."""
+    dropout: bool = True
+    """Drop activations in training, as the MNIST net has it."""
+    save_model: bool = False
+    """Leave one unsharded state dict, model.pt, in the run's folder; plain PyTorch loads it."""
+    summary: bool = False
+    """Print the model's summary and leave."""
+
+    def sizes(self) -> dict[str, Any]:
+        """The sizes that were given, by the name of the flag: those that differ from the preset."""
+        names = ("image_size", "patch_size", "channels", "classes", "dim", "n_layers", "n_heads")
+        return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Text:
+    """Where tokens come from, and what becomes of a text's documents."""
+
+    dataset: Literal["text", "shakespeare", "random"] = "text"
+    """text: the Python standard library's source, byte by byte (or --text). shakespeare: 1.1 MB of plays, downloaded
+    once a host. random: uniform tokens, to time."""
+    text: tuple[Path, ...] = ()
+    """What to train on instead: files of text, or of conversations (.jsonl: messages, or prompt and answer; the loss is
+    that of the answers); a folder of `mmm tokens`, nanoGPT's or llm.c's .bin, Megatron's .idx and .bin."""
+    tokenizer: Path | None = None
+    """bytes, chars, a Hugging Face tokenizer.json or a SentencePiece .model. Default: that of a folder of `mmm tokens`,
+    else bytes."""
+    token_dtype: Literal["uint8", "uint16", "uint32", "int32", "int64"] | None = None
+    """Type of the tokens in a .bin without a header, as of nanoGPT (uint16). Other files say it themselves."""
+    seq_length: int = 128
+    """Tokens a sample."""
+    pack: bool = False
+    """Fill sequences with whole documents; one that is longer than a sequence is split. For folders of `mmm tokens`,
+    and Megatron's .idx and .bin."""
+    document_mask: bool = False
+    """With --pack: neither attention nor positions cross the ends of documents."""
+
+    def check(self) -> None:
+        """Raises ConfigError for flags that contradict each other."""
+        if self.token_dtype and not any(".bin" in path.name for path in self.text):
+            raise ConfigError(f"--token_dtype {self.token_dtype} is for a .bin of --text, and there is none")
+        if self.text and self.dataset != "text":
+            raise ConfigError(f"--text and --dataset {self.dataset} contradict each other: leave one out")
+        if self.dataset == "random":
+            for flag in ("tokenizer", "pack", "document_mask"):
+                if getattr(self, flag):
+                    raise ConfigError(f"--{flag} and --dataset random contradict each other: leave one out")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Images:
+    """Where images come from."""
+
+    dataset: Literal["mnist", "fashion_mnist", "cifar10", "digits", "fake", "folder"] = "mnist"
+    """mnist, fashion_mnist, cifar10: read, or downloaded once a host. digits: comes with the package. fake: made up,
+    the label follows from the image. folder: any folder of images, one subfolder a class."""
+    data_dir: Path | None = None
+    """Where the files are; only read. Default: a cache of its own."""
+    workers: int | None = None
+    """Processes that read images ahead. Default: none for images in memory, else up to 4."""
+
+    def check(self) -> None:
+        """Raises ConfigError for a value that is wrong by itself."""
+        if self.workers is not None and self.workers < 0:
+            raise ConfigError(f"--workers {self.workers}: it must not be negative; 0 reads in the rank itself")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mesh:
+    """The sizes of the axes, how each is used, and what saves memory or time on it."""
+
+    parallel: Literal["ddp", "zero1", "zero2", "zero3", "fsdp", "hsdp"] = "fsdp"
+    """ddp: replicas. zero1, zero2: replicas, sharded optimizer state (and gradients). fsdp, zero3: everything sharded.
+    hsdp: replicas of that."""
+    dp_replicate: Annotated[int, tyro.conf.arg(aliases=["--replicas"])] = 0
+    """Replicas of the model, where it is sharded over the other data-parallel ranks. 0: two under hsdp, else one."""
+    dp_shard: int = -1
+    """Data-parallel ranks that a replica of the model is sharded over; -1: all that the other axes leave."""
+    tpsize: Annotated[int, tyro.conf.arg(aliases=["--tp"])] = 1
+    """Ranks along tp: over how many each matrix is sharded."""
+    pp: int = 1
+    """Ranks along pp: over how many the layers are split."""
+    cp: int = 1
+    """Ranks along cp: over how many each sequence is sharded."""
+    ep: int = 1
+    """Ranks that share the experts of a model out: a divisor of the data-parallel ranks, whose ranks they are."""
+    schedule: ScheduleName | None = None
+    """With pp, the order of forwards and backwards. Default: 1F1B."""
+    stages_per_rank: int | None = None
+    """With pp. Default: the fewest that the schedule takes, 1 or 2."""
+    microbatches: Annotated[int | None, tyro.conf.arg(aliases=["--accumulate"])] = None
+    """Micro-batches that a step's batch goes through the model in: less memory, the same gradients. Default: 1, with
+    pp the fewest that the schedule takes."""
+    cp_style: Literal["ring", "ulysses", "usp"] | None = None
+    """With cp. ring: keys and values go round. ulysses: attention is sharded over its heads, which cp · tp divides.
+    usp: ulysses among --ulysses neighbours, a ring between these groups. Default: ring."""
+    ulysses: int | None = None
+    """With --cp_style usp: a divisor of --cp that, times --tp, divides the heads. Default: the most on a host."""
+    reshard_after_forward: Literal["auto", "always", "never"] = "auto"
+    """The parts of a model that FSDP frees after forward, and gathers again for backward. auto: all but the last, with
+    which backward begins; with pp, none. always: less memory. never: less communication."""
+    activation_checkpointing: Literal["none", "full", "selective"] = "none"
+    """Recompute activations in backward instead of keeping them."""
+    loss_chunks: int | None = None
+    """Chunks of the sequence that logits and loss are computed in: the full logits never exist. Default: 1, or as many
+    as keep them small where they would have more than 1 GB on a rank."""
+    offload: bool = False
+    """Keep a rank's part of parameters, gradients and optimizer state in the host's memory, and update it there.
+    --offload host is the same."""
+    compile: bool = False
+    """torch.compile what is known to give right gradients on this layout."""
+
+    def fit(self, ranks: int) -> Layout:
+        """The mesh for that many ranks.
+
+        Raises:
+            ConfigError: a flag that has no effect on it.
+            LayoutError: sizes that do not multiply to it; the data-parallel technique does not go with them.
+        """
+        replicas = self.dp_replicate or (2 if self.parallel == "hsdp" else 1)
+        layout = Layout(
+            pp=self.pp, dp_replicate=replicas, dp_shard=self.dp_shard, cp=self.cp, tp=self.tpsize, ep=self.ep
+        ).fit(ranks)
+        check_effect(
+            layout.pp > 1,
+            "--pp",
+            "there is one stage, the model",
+            "--pp 2",
+            schedule=self.schedule,
+            stages_per_rank=self.stages_per_rank,
+        )
+        check_cp_effect(layout, self.cp_style, self.ulysses)
+        check_data_parallel(self.parallel, layout)
+        return layout
+
+    def techniques(self) -> Techniques:
+        """The techniques that the flags ask for; the others are as `Techniques` has them."""
+        return techniques_of(self)
+
+
+def techniques_of(flags: Any) -> Techniques:
+    """The techniques that a group of flags asks for; the others are as `Techniques` has them."""
+    asked = {field.name: getattr(flags, FLAGS.get(field.name, field.name), None) for field in fields(Techniques)}
+    return Techniques(**{name: value for name, value in asked.items() if value is not None})
+
+
+def check_cp_effect(layout: Layout, cp_style: str | None, ulysses: int | None) -> None:
+    """Raises ConfigError for a --cp_style or --ulysses that has no effect."""
+    check_effect(layout.cp > 1, "--cp", "no sequence is sharded", "--cp 2", cp_style=cp_style)
+    why = "a ring is one of all of cp, and so is ulysses"
+    check_effect(cp_style == "usp", "--cp_style usp", why, "--cp_style usp", ulysses=ulysses)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Optimizer:
+    """How weights are updated, along which schedule of the learning rate."""
+
+    lr: float = 3e-3
+    """Learning rate."""
+    optimizer: Literal["adamw", "sgd", "muon", "lars", "lamb"] = "adamw"
+    """lars, lamb: SGD with momentum, and AdamW, whose step of each tensor is in proportion to the tensor's norm: for
+    large batches, and large rates. muon, of language models: matrices by the orthogonalized momentum, embedding, output
+    and norms by AdamW."""
+    max_norm: float = 0.0
+    """Clip the gradient's norm to this; 0 leaves it."""
+    warmup: int = 0
+    """Steps over which the learning rate rises; then it falls, as half a cosine unless --config says otherwise."""
+    lr_schedule: Literal["cosine", "wsd"] = "cosine"
+    """After the warm-up. cosine: falls as half a cosine. wsd: stays, and falls in a line over --decay steps."""
+    min_lr: float = 0.0
+    """The learning rate that it falls to."""
+    decay: int | None = None
+    """With --lr_schedule wsd, the last steps, over which the learning rate falls. Default: a fifth of the run."""
+    gamma: float | None = None
+    """Factor of the learning rate after each epoch. Default: 0.7 (digits 0.85)."""
+    scale_lr: Literal["none", "sqrt", "linear"] = "none"
+    """--lr is that of a base batch; of a global batch k times as large the rate is √k or k times that."""
+    base_batch_size: int | None = None
+    """With --scale_lr, the global batch that --lr is for. Default: what one data-parallel coordinate has where no flag
+    says, so that the rate grows with their number."""
+    betas: tuple[float, float] | None = None
+    """How much of the means of gradients and of their squares AdamW and LAMB keep a step. Default: 0.9 0.999."""
+    weight_decay: float | None = None
+    """Part of a weight that a step takes off, times the learning rate. Default: 0.01, as PyTorch's AdamW has it; of
+    lars 0.0005."""
+    decayed: Literal["all", "matrices"] | None = None
+    """What that is taken off. matrices: not off norms and biases, which have one dim. Default: all; of lars and lamb
+    matrices."""
+    on_nan: Literal["stop", "skip"] = "stop"
+    """Of a step with a loss or gradient that is not finite. stop: it ends the run. skip: all ranks leave weights and
+    optimizer as they are, and go on."""
+
+    def check(self) -> None:
+        """Raises ConfigError for a value that is wrong by itself, or has no effect."""
+        check_rate(self.lr)
+        check_counts(base_batch_size=self.base_batch_size)
+        check_counts(0, warmup=self.warmup, decay=self.decay)
+        if not 0 <= self.max_norm < math.inf:
+            raise ConfigError(
+                f"--max_norm {self.max_norm}: it must be a number from 0 on, and finite; 0 leaves the gradient as it is"
+            )
+        if not 0 <= self.min_lr <= self.lr:
+            raise ConfigError(f"--min_lr {self.min_lr}: it must be from 0 to --lr {self.lr}")
+        if self.gamma is not None and not 0 < self.gamma <= 1:
+            raise ConfigError(f"--gamma {self.gamma}: it must be above 0, and at most 1")
+        if self.weight_decay is not None and not 0 <= self.weight_decay < math.inf:
+            raise ConfigError(f"--weight_decay {self.weight_decay}: it must be a number from 0 on, and finite")
+        if self.betas is not None:
+            self._check_betas(*self.betas)
+        if self.optimizer == "sgd":
+            for name, value in (("weight_decay", self.weight_decay), ("decayed", self.decayed)):
+                if value not in (None, "all"):
+                    raise ConfigError(f"--{name} {value} with --optimizer sgd, which has no weight decay: leave it out")
+        wsd = "--lr_schedule wsd"
+        check_effect(self.lr_schedule == "wsd", wsd, "the learning rate falls all along", wsd, decay=self.decay)
+        check_effect(
+            self.scale_lr != "none",
+            "--scale_lr",
+            "the learning rate is --lr",
+            "--scale_lr linear",
+            base_batch_size=self.base_batch_size,
+        )
+
+    def _check_betas(self, first: float, second: float) -> None:
+        if not (0 <= first < 1 and 0 <= second < 1):
+            raise ConfigError(f"--betas {first} {second}: both must be at least 0, and below 1")
+        if self.optimizer in ("sgd", "lars"):
+            flags = f"--betas {first} {second} with --optimizer {self.optimizer}"
+            raise ConfigError(f"{flags}, which has none: leave it out")
+
+    def scaled(self, global_batch_size: int, default_base: int) -> tuple[float, tuple[str, ...]]:
+        """The learning rate of a global batch, and a note of how it comes about.
+
+        Sources: Krizhevsky, "One weird trick for parallelizing convolutional neural networks", 2014 (√k); Goyal et
+        al., "Accurate, large minibatch SGD: training ImageNet in 1 hour", 2017 (k).
+
+        Args:
+            global_batch_size: samples.
+            default_base: samples, where no flag says which global batch --lr is for.
+        """
+        if self.scale_lr == "none":
+            return self.lr, ()
+        base = self.base_batch_size or default_base
+        ratio = global_batch_size / base
+        rate = self.lr * (ratio if self.scale_lr == "linear" else ratio**0.5)
+        over = f"a global batch of {global_batch_size} over a base of {base}"
+        return rate, (f"learning rate {rate:.4g}: --lr {self.lr:g} scaled by {over}, {self.scale_lr}",)
+
+    def make(self, parameters: Iterable[nn.Parameter], lr: float | None = None) -> torch.optim.Optimizer:
+        """The optimizer of these parameters. It makes every kind but muon, which needs the model's plan.
+
+        Args:
+            lr: None: as the flag says.
+        """
+        rate = self.lr if lr is None else lr
+        if self.optimizer in ("lars", "lamb"):
+            return make_layerwise(self.optimizer, parameters, rate, self.weight_decay, self.decayed, self.betas)
+        decayed = self.decayed or "all"
+        return make_optimizer(self.optimizer, parameters, rate, self.weight_decay, decayed, self.betas)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluation:
+    """When the model is evaluated, and what else is watched of the run."""
+
+    eval_every: int = 50
+    """Steps between two evaluations, one more at the end; 0: at the end alone."""
+    eval_batches: int = 4
+    """Global batches of the validation text in an evaluation."""
+    eval_train: bool = False
+    """Evaluate as many batches of the training text as well, without dropout: train_loss."""
+    prompt: str | None = None
+    """At each evaluation, have the model go on with this text, for 100 tokens; they are logged, and in the record."""
+    tracker: Literal["tensorboard", "wandb", "mlflow"] | None = None
+    """Rows go there as well, in the run's folder. wandb is offline, and mlflow a file, unless WANDB_MODE or
+    MLFLOW_TRACKING_URI says otherwise. WANDB_PROJECT, MLFLOW_EXPERIMENT_NAME name the project; default: mmm."""
+    fingerprints: Annotated[int | None, tyro.conf.arg(metavar="STEPS")] = None
+    """Keep fingerprints of batch, loss, gradients and weights, every so many steps: `mmm diverge` finds by them where
+    two runs part, whatever their layouts."""
+    profile: Literal["torch", "pyinstrument"] | None = None
+    """torch: PyTorch's profiler on each of the first 64 ranks; traces/rank-0.json.gz, … in the run's folder, for
+    ui.perfetto.dev.
+    pyinstrument: Python's calls on rank 0; profile.html and profile.txt."""
+    profile_steps: Annotated[str | None, tyro.conf.arg(metavar="FROM:TO")] = None
+    """With --profile, which steps, TO not among them. Default: three, after the first three."""
+
+    def check(self) -> None:
+        """Raises ConfigError: a value that is wrong, or has no effect, or a package that is not installed."""
+        check_counts(0, eval_every=self.eval_every)
+        check_counts(eval_batches=self.eval_batches)
+        check_tracker(self.tracker)
+        if self.fingerprints is not None and self.fingerprints < 1:
+            raise ConfigError(f"--fingerprints {self.fingerprints}: it must be at least 1, the steps between two")
+        why = "nothing is profiled"
+        check_effect(self.profile is not None, "--profile", why, "--profile torch", profile_steps=self.profile_steps)
+        if self.profile is not None and find_spec(PROFILERS[self.profile]) is None:
+            package = PROFILERS[self.profile]
+            raise ConfigError(
+                f"--profile {self.profile} needs the package {package}, which is not installed: pip install {package}"
+            )
+        if self.profile_steps is not None:
+            parse_steps(self.profile_steps)
+
+    def is_due(self, step: int, steps: int) -> bool:
+        """Whether to evaluate after this step of so many."""
+        return step == steps - 1 or (self.eval_every > 0 and (step + 1) % self.eval_every == 0)

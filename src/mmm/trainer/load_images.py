@@ -1,0 +1,102 @@
+"""The images that flags ask for, and what programs that train the MNIST net decide before their ranks meet."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mmm.data.images.datasets import load_images as load_set
+from mmm.data.images.image_set import ImageData
+from mmm.errors import ConfigError
+from mmm.layout import Layout, Techniques, batch_sizes
+from mmm.models.cnn.definition import MODEL
+from mmm.models.cnn.model import CNNConfig
+from mmm.models.definition import check_sizes
+from mmm.run.options import Duration, Run
+from mmm.trainer.config import Images, Optimizer
+from mmm.trainer.job import Job, with_optimizer
+
+
+@dataclass(frozen=True)
+class Defaults:
+    """How long and how fast to train on a data set. ``global_batch`` None: ``batch`` for every rank."""
+
+    epochs: int
+    batch: int
+    gamma: float
+    global_batch: int | None = None
+
+
+DEFAULTS = Defaults(epochs=10, batch=64, gamma=0.7)
+SMALL_SET = Defaults(epochs=8, batch=32, gamma=0.85, global_batch=32)  # digits: 1,437 images are 44 steps an epoch
+
+
+def load_images(
+    flags: Images, image_size: int | None = None, channels: int | None = None, classes: int = 10, seed: int = 0
+) -> ImageData:
+    """The data set that the flags ask for; see `mmm.data.images.datasets.load_images`."""
+    return load_set(
+        flags.dataset,
+        flags.data_dir,
+        image_size=image_size,
+        channels=channels,
+        classes=classes,
+        seed=seed,
+    )
+
+
+def check_images(data: ImageData, global_batch: int, dp: int) -> int:
+    """Steps of an epoch.
+
+    Args:
+        dp: coordinates that share the global batch.
+
+    Raises:
+        ConfigError: there are fewer images than one global batch.
+    """
+    images = data.train.samples
+    if images < global_batch:
+        most = images // dp * dp
+        fix = f"--global_batch_size {most}, or less" if most else f"{images} data-parallel ranks, or fewer"
+        raise ConfigError(f"{data.name} has {images} images, fewer than a global batch of {global_batch}: use {fix}")
+    return images // global_batch
+
+
+def cnn_job(
+    dropout: bool,
+    images: Images,
+    run: Run,
+    duration: Duration,
+    layout: Layout,
+    techniques: Techniques,
+    optimizer: Optimizer,
+) -> Job:
+    """Of the net on images: model, batch, steps and learning rate. Needs no process group.
+
+    Args:
+        layout: fitted to the number of ranks.
+
+    Raises:
+        UserError: anything that does not fit.
+    """
+    data = load_images(images, seed=run.seed)
+    defaults = SMALL_SET if data.name == "digits" else DEFAULTS
+    default = max(defaults.global_batch // layout.dp, 1) if defaults.global_batch else defaults.batch
+    local_batch_size, global_batch_size = batch_sizes(run.batch_size, run.global_batch_size, layout.dp, default)
+    channels, size, _ = data.shape
+    sizes = CNNConfig(channels=channels, image_size=size, classes=len(data.classes))
+    if not dropout:
+        sizes = sizes.without_dropout()
+    check_sizes(sizes, layout)
+    model, sample = MODEL.on_meta(sizes, local_batch_size)
+    steps_per_epoch = check_images(data, global_batch_size, layout.dp)
+    job = Job(
+        layout=layout,
+        techniques=techniques,
+        sizes=sizes,
+        model=model,
+        sample=sample,
+        data=data,
+        steps=duration.steps(steps_per_epoch, defaults.epochs * steps_per_epoch),
+        gamma=defaults.gamma if optimizer.gamma is None else optimizer.gamma,
+    )
+    return with_optimizer(job, optimizer, defaults.global_batch or defaults.batch)

@@ -1,0 +1,62 @@
+"""The text that flags ask for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from mmm.data import RandomTokens
+from mmm.data.text.byte_tokenizer import Tokenizer
+from mmm.data.text.sources import Sources, open_sources
+from mmm.data.text.text_data import TextData
+from mmm.errors import ConfigError
+from mmm.trainer.config import Text
+
+
+def open_text(flags: Text, default_tokenizer: Callable[[], Tokenizer | None] = lambda: None) -> Sources | None:
+    """Where the tokens come from, opened; None for random ones.
+
+    Args:
+        default_tokenizer: of texts, where no flag and no file of tokens says; None for bytes.
+
+    Raises:
+        ConfigError, DataError: a text that cannot be used.
+    """
+    if flags.dataset == "random":
+        return None
+    text = flags.text
+    if flags.dataset == "shakespeare":
+        from mmm.data.text.shakespeare import shakespeare  # with it comes the downloader
+
+        text = (shakespeare(),)
+    tokenizer = None if flags.tokenizer is None else str(flags.tokenizer)
+    return open_sources(text, tokenizer, default_tokenizer, flags.token_dtype)
+
+
+def load_text(flags: Text, sources: Sources | None, vocab_size: int, seed: int) -> TextData:
+    """The tokens.
+
+    Args:
+        sources: of `open_text`.
+
+    Raises:
+        ConfigError, DataError: a text that cannot be used, or has more different tokens than the vocabulary.
+    """
+    if sources is None:
+        train = RandomTokens(vocab_size, flags.seq_length, seed)
+        validation = RandomTokens(vocab_size, flags.seq_length, seed + 1)
+        source = f"uniform random tokens below {vocab_size}"
+        return TextData(train, validation, {"dataset": "random", "source": source})
+    needed = sources.vocab_size or 0
+    if vocab_size < needed:
+        holder = f"text has {needed} different bytes" if sources.is_bytes else f"the tokenizer has {needed} tokens"
+        raise ConfigError(f"--vocab_size {vocab_size}: {holder}; use at least {needed}")
+    documents = {"pack": flags.pack, "document_mask": flags.document_mask}
+    tokens = sources.tokens(flags.seq_length, seed, vocab_size, **documents)
+    about: dict[str, object] = {"dataset": flags.dataset, **sources.describe()}
+    asked = [name for name, is_asked in documents.items() if is_asked]
+    if asked:
+        about["documents"] = asked
+    notes = sources.notes(flags.seq_length)
+    if notes:
+        about["note"] = "; ".join(notes)
+    return TextData(*tokens, about, sources.bytes_per_token, sources.tokenizer)
