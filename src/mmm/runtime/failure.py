@@ -8,7 +8,7 @@ own stderr, with its rank and host, because it may be the only one. What all ran
 import contextlib
 import io
 import os
-import re
+import shlex
 import socket
 import sys
 from collections.abc import Callable, Iterator
@@ -19,10 +19,7 @@ from mmm.outside import printable_lines
 from mmm.runtime import contract, startup, streams
 from mmm.runtime.contract import DRY_RUN_VARIABLE, RANK_VARIABLES, USER_ERROR_EXIT, report
 from mmm.runtime.contract import first_failure as first_failure  # docs/launch.md names it here
-from mmm.runtime.ranks import whoami
-
-SHORT = 200  # characters of what a wrong command line is told, where it is repeated
-RULE = re.compile(r"\s*(-{3,}|─{3,}|)\s*")  # a line across, or an empty one
+from mmm.runtime.ranks import command_line, whoami
 
 
 def rank() -> int:
@@ -80,7 +77,7 @@ def print_once() -> Iterator[None]:
 
     stdout and stderr are held back inside. If the block raises `SystemExit`, as `--help` and a wrong flag do, launch
     (or rank 0) prints them, and the exit goes on; otherwise rank 0 prints what there is. Without launch the other ranks
-    say in one line what they refuse: a host's environment or files may differ from rank 0's.
+    say in one line what they refuse: a host may have started them with other words than rank 0.
     """
     out, err = io.StringIO(), io.StringIO()
     try:
@@ -97,7 +94,8 @@ def print_once() -> Iterator[None]:
         if not report("exit", text, code):
             _say(out, err)
             if rank() != 0:
-                print(f"error: {log_prefix()}{summarize(text)}", file=sys.stderr, flush=True)
+                line = f"error: {log_prefix()}the command line is refused: {shlex.join(command_line())}"
+                print(line, file=sys.stderr, flush=True)
         raise SystemExit(code) from None
     _say(out, err)
 
@@ -107,20 +105,3 @@ def _say(out: io.StringIO, err: io.StringIO) -> None:
         sys.stdout.write(out.getvalue())
         sys.stderr.write(err.getvalue())
         sys.stdout.flush()
-
-
-def summarize(text: str) -> str:
-    """What is wrong with a command line, in one line, from all that a parser prints: usage, lines across, help.
-
-    tyro writes a title, and below a line across what is wrong; argparse ends with `program: error: …`.
-    """
-    parts: list[list[str]] = [[]]
-    for line in text.splitlines():
-        if RULE.fullmatch(line):
-            parts.append([])
-        else:
-            parts[-1].append(line.strip())
-    blocks = [" ".join(lines) for lines in parts if lines]
-    titled = len(blocks) > 1 and "---" in text
-    short = "".join(blocks[1:2] if titled else blocks[:1]).rpartition(" error: ")[2]
-    return short if len(short) <= SHORT else f"{short[:SHORT]} …"
