@@ -207,9 +207,7 @@ def run_all(kind, cases):
     install(kind)
     get_logger().setLevel("ERROR")
     warnings.simplefilter("ignore")
-    for (
-        case
-    ) in cases:  # each in a process of its own: PyTorch keeps the names of groups, which the next case gives again
+    for case in cases:  # each in a process of its own: PyTorch keeps names of groups, which the next case gives again
         os.waitpid(in_child(run_case, kind, case), 0)
 
 

@@ -139,11 +139,6 @@ def test_a_list_of_hosts_and_a_host_file(tmp_path):
     assert plan({}, hosts="a:2,b:4", ppn=2).ranks == 4
 
 
-def test_nothing_of_the_kind_is_this_host_alone():
-    assert plan({}).is_local
-    assert plan(SLURM, scheduler="none").is_local
-
-
 def test_a_program_that_is_no_python():
     made = planning.plan(
         Target("program", "bash", command=("bash", "-c", "x")),
@@ -262,9 +257,11 @@ def test_an_mpiexec_that_is_not_known(pbs):
     assert plan(pbs("a"), "fancy 1.0", mpi="openmpi").launcher.value == "openmpi"
 
 
-def test_no_mpiexec(tmp_path):
+def test_no_mpiexec_and_none_needed(tmp_path):
     with pytest.raises(LaunchError, match="PATH"):
         planning.plan(TARGET, LaunchOptions(hosts="a"), environ={"PATH": str(tmp_path)}, build="cpu")
+    assert plan({}).is_local
+    assert plan(SLURM, scheduler="none").is_local
 
 
 def test_the_table_says_where_each_value_came_from(pbs):
@@ -405,10 +402,7 @@ def test_slurms_host_lists(text, expected):
     assert hosts.expand(text) == expected.split()
 
 
-HUGE = [
-    "n[0-99999999999]",
-    f"n[1-{'9' * 5000}]",
-]
+HUGE = ["n[0-99999999999]", f"n[1-{'9' * 5000}]"]
 
 
 @pytest.mark.timeout(10)
@@ -502,10 +496,8 @@ def test_the_slots_of_a_host_file(tmp_path):
     made = plan({}, hostfile=str(path))
     assert (made.counts.value, line(made)) == ((2, 4, 1), "mpiexec -n 3 -ppn 1 -hosts a,b,c " + ENTRY)
     path.write_text("a slots=1\nb slots=1\n")
-    assert plan({}, hostfile=str(path), site="polaris", mpi="hydra").counts.value == (
-        1,
-        1,
-    )  # not one a GPU: a rank a slot
+    # A rank a slot, and not one a GPU.
+    assert plan({}, hostfile=str(path), site="polaris", mpi="hydra").counts.value == (1, 1)
     path.write_text("a\nb\n")
     assert plan({}, hostfile=str(path), site="polaris", mpi="hydra").counts.value == (4, 4)
 
@@ -560,9 +552,7 @@ def test_an_elastic_run_has_a_rank_a_slot(slots):
     made = plan(slots, elastic=Elastic(2, 6), spare_hosts=["x3"], hosts="x1:4,x2:2", nproc=6, scheduler="none")
     attempts = Attempts(made, None)
     assert attempts.places == [
-        *(("x1", number) for number in range(4)),
-        *(("x2", number) for number in range(2)),
-        *(("x3", number) for number in range(4)),
+        (name, place) for name, size in (("x1", 4), ("x2", 2), ("x3", 4)) for place in range(size)
     ]
     attempts.places.remove(("x1", 1))
     attempts.ranks = 5

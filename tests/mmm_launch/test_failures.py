@@ -154,10 +154,8 @@ def test_a_command_lines_help_and_errors_are_said_once(launcher):
     assert bad.returncode == 2
     assert bad.stderr.count("invalid float value") == bad.stderr.count("usage") == 1
     assert "launch:" not in bad.stderr
-    launcher.write(
-        "exit.py", "from mmm.runtime.failure import print_once\nwith print_once(): raise SystemExit('no lr')"
-    )
-    assert launcher.run("-n", "3", "python3", "exit.py").stderr == "no lr\n"
+    leaves = "from mmm.runtime.failure import print_once\nwith print_once(): raise SystemExit('no lr')"
+    assert launcher.run("-n", "3", "python3", "-c", leaves).stderr == "no lr\n"
     good = launcher.run("-n", "3", "python3", "t.py", "--help")
     assert (good.returncode, good.stdout.count("usage")) == (0, 1)
     assert launcher.run("-n", "2", "python3", "t.py", "--lr", "1").stdout == "1.0\n1.0\n"

@@ -113,17 +113,13 @@ def drawn_by_rank(model, mesh):
     fully_shard(model, mesh=mesh)
 
 
+SEQUENCE = SequenceParallel(sequence_dim=0, use_local_output=True)
 RIGHT = {"norm": Replicated(), "up": ColwiseParallel(), "inside": PartialGradient(), "down": RowwiseParallel()}
 CASES = {
     "right": (Heads, on_tp(**RIGHT), "tp2", ""),
     "replicated, of heads": (Heads, on_tp(**RIGHT | {"inside": Replicated()}), "tp2", "inside"),
     "partial, of full": (Heads, on_tp(**RIGHT | {"norm": PartialGradient()}), "tp2", "norm"),
-    "sequence, of full": (
-        Heads,
-        on_tp(**RIGHT | {"norm": SequenceParallel(sequence_dim=0, use_local_output=True)}),
-        "tp2",
-        "norm",
-    ),
+    "sequence, of full": (Heads, on_tp(**RIGHT | {"norm": SEQUENCE}), "tp2", "norm"),
     "two matrices split as one": (
         Gated,
         on_tp(gate_up=ColwiseParallel(), down=RowwiseParallel()),
