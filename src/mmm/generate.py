@@ -104,8 +104,9 @@ def config_of(weights: Weights) -> Any:
         config = config_from(weights.definition, weights.sizes)
     except ValueError as error:
         raise CheckpointError(f"{weights.path}: {error}") from None
-    if wrong := config.problems():
-        raise CheckpointError(f"{weights.path}: {wrong[0]}")
+    problems = config.problems()
+    if problems:
+        raise CheckpointError(f"{weights.path}: {problems[0]}")
     return config
 
 
@@ -179,19 +180,27 @@ def load_weights(rank: Rank, model: ParallelModel, weights: Weights) -> None:
     Raises:
         CheckpointError: a file is damaged, or a tensor is missing or of another shape; on every rank.
     """
-    error: CheckpointError | None = None
+    problem = None
     try:
-        if problem := weights.check(rank.rank, rank.world_size):
-            raise CheckpointError(problem)
-        for name, tensor in [*model.named_parameters(), *model.saved_buffers().items()]:
-            box, entry = local_box(tensor.detach()), weights.entries.get(name)
-            if entry is None or entry.shape != box.full:
-                there = "no such tensor" if entry is None else f"it as {'×'.join(map(str, entry.shape))}"
-                own = "×".join(map(str, box.full))
-                raise CheckpointError(f"{weights.path} has {there}: {name}, which is {own} in the model")
-            to_local(tensor.detach()).copy_(weights.read(name, box.start, box.length))
-    except CheckpointError as found:
-        error = found
-    if wrong := broadcast_object(next(filter(None, gather_objects(rank, error and str(error))), None)):
-        raise CheckpointError(wrong, on_every_rank=True)
+        _load_local(rank, model, weights)
+    except CheckpointError as error:
+        problem = str(error)
+    problems = [text for text in gather_objects(rank, problem) if text]
+    first = broadcast_object(problems[0] if problems else None)
+    if first:
+        raise CheckpointError(first, on_every_rank=True)
     model.gather_updated()
+
+
+def _load_local(rank: Rank, model: ParallelModel, weights: Weights) -> None:
+    problem = weights.check(rank.rank, rank.world_size)
+    if problem:
+        raise CheckpointError(problem)
+    for name, tensor in [*model.named_parameters(), *model.saved_buffers().items()]:
+        box = local_box(tensor.detach())
+        entry = weights.entries.get(name)
+        if entry is None or entry.shape != box.full:
+            stored = "no such tensor" if entry is None else f"it as {'×'.join(map(str, entry.shape))}"
+            own = "×".join(map(str, box.full))
+            raise CheckpointError(f"{weights.path} has {stored}: {name}, which is {own} in the model")
+        to_local(tensor.detach()).copy_(weights.read(name, box.start, box.length))

@@ -57,12 +57,10 @@ def what_to_give(path: Path) -> str:
 
 def prefix_problem(names: list[str], wanted: str) -> str:
     """Why a tensor is not there under its name, where it has another in front of it; else empty."""
-    prefixes = [name.removesuffix(wanted) for name in names if name.endswith("." + wanted)]
-    if not prefixes:
-        return ""
-    advice = {
-        "_orig_mod.": "they were saved from a model of torch.compile: save that of model._orig_mod",
-        "base_model.model.": "they were saved from a model with an adapter of peft: save what merge_and_unload() gives",
-    }
-    how = advice.get(prefixes[0], "save the model without it, or rename the tensors")
-    return f", but {printable(prefixes[0] + wanted)}: {how}"
+    for name in names:
+        if name.endswith("." + wanted):
+            return (
+                f", but {printable(name)}: save the model without what is in front (of torch.compile that is "
+                "model._orig_mod, of peft what merge_and_unload() gives), or rename the tensors"
+            )
+    return ""
