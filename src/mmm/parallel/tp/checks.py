@@ -54,7 +54,7 @@ def check_style(model: nn.Module, path: str, style: ParallelStyle, tp: int) -> N
     if not is_known(style):
         return
     if isinstance(style, ColwiseParallel | RowwiseParallel):
-        wrong = _place_problem(model, path) or _matrix_problem(module, style) or _width_problem(module, style, tp)
+        wrong = _matrix_problem(module, style) or _width_problem(module, style, tp)
     elif isinstance(style, SequenceParallel):
         if list(module.children()) or isinstance(module, BESIDE_TOKENS):
             wrong = f"takes a module that computes each token by itself, without modules inside: {REPLICATE}"
@@ -67,13 +67,6 @@ def check_style(model: nn.Module, path: str, style: ParallelStyle, tp: int) -> N
 def is_known(style: ParallelStyle) -> bool:
     """Whether a style is PyTorch's or ours."""
     return type(style).__module__.partition(".")[0] in ("torch", "mmm")
-
-
-def _place_problem(model: nn.Module, path: str) -> str:
-    around = [model, *(model.get_submodule(path.rsplit(".", n)[0]) for n in range(1, path.count(".") + 1))]
-    if any(isinstance(module, nn.MultiheadAttention) for module in around):
-        return "would not be called: MultiheadAttention reads the weight itself: name that as Replicated()"
-    return ""
 
 
 def _matrix_problem(module: nn.Module, style: Any) -> str:
