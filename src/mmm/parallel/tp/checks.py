@@ -1,12 +1,15 @@
-"""What a style can be right on. All else is refused before a rank computes: wrong gradients would not show in the loss.
+"""What a style can be right on. What PyTorch does not refuse by itself is refused before a rank computes.
 
+================  ==================================================================================================
 style             takes
+================  ==================================================================================================
 ColwiseParallel,  one matrix: a Linear, an Embedding or a Conv1D (transformers' matrix, kept as (in, out)), or a class
 RowwiseParallel,  derived from these that takes and returns one tensor; each rank columns or rows of its own
 SectionedColwise
 SequenceParallel  a module that computes each token by itself, and takes and returns one tensor
 Replicated        any module or parameter
 PartialGradient   any but statistics over what other ranks have
+================  ==================================================================================================
 
 A style of the user's own, also one derived from these, is taken as it is.
 """
