@@ -63,19 +63,23 @@ def flags():
         for group in fields(config):
             value = getattr(config(), group.name)
             if is_dataclass(value):
-                parts += [f"### {program}: {group.name}\n", f"{inspect.getdoc(value)}\n", group_table(value)]
+                parts += [f"### {program}: {group.name}\n", f"{inspect.getdoc(value)}\n", group_table(value, config)]
     return "\n".join(parts)
 
 
-def group_table(group):
-    """The flags of a group, given with its defaults."""
+def group_table(group, config):
+    """The flags of a group that a program has, given with its defaults."""
     about = field_docs(type(group))
     types = typing.get_type_hints(type(group))
     lines = ["| flag | type | default | what it does |", "| --- | --- | --- | --- |"]
     for field in fields(group):
+        if field.name in config.LEFT_OUT:
+            continue
         value = getattr(group, field.name)
         default = "" if value is None else f"`{value}`"
         text = about.get(field.name, "").replace("|", "\\|").replace("<", "&lt;")
+        if field.name in config.UNLISTED:
+            text += " (`--help` does not list it.)"
         lines.append(f"| `--{field.name.rstrip('_')}` | {type_text(types[field.name])} | {default} | {text} |")
     return "\n".join(lines) + "\n"
 

@@ -3,11 +3,11 @@
 import html
 import importlib
 import re
-from dataclasses import fields, is_dataclass
 
 import pytest
 
 from mmm.history.record.dataset import legend
+from mmm.run.options import flags_of
 from mmm_lab.cli.main import SUBCOMMANDS
 from support.pages import SITE
 
@@ -31,9 +31,9 @@ def test_flags(program):
     text = page("flags")
     config = importlib.import_module(f"mmm.trainer.{program}").Config()
     own = text[text.rindex(f"mmm.trainer.{program}") :]
-    groups = [value for each in fields(config) if is_dataclass(value := getattr(config, each.name))]
-    assert len(groups) > 5
-    for flag in (each.name.rstrip("_") for group in groups for each in fields(group)):
+    flags = flags_of(config)
+    assert len(flags) > 30
+    for flag in flags:
         assert re.search(rf"--{flag}\b", own), flag
 
 

@@ -97,8 +97,8 @@ def parse(config: type[Config], doc: str | None = None) -> Config:
     """The command line as a `config`, checked. ``--help`` prints and leaves; so does a wrong flag, with the near miss
     and exit code 2. Either is printed once for the run.
 
-    A `config` with flags that only a file sets (``FILE_ONLY``) takes ``--config FILE``: JSON, a value by the name of
-    its flag, or the config.json of a run. The command line counts where it says otherwise.
+    A `config` with ``UNLISTED`` flags takes ``--config FILE``: JSON, a value by the name of its flag, or the
+    config.json of a run. The command line counts where it says otherwise.
 
     In a dry run the options are those of a few steps.
 
@@ -108,14 +108,13 @@ def parse(config: type[Config], doc: str | None = None) -> Config:
     """
     words = sys.argv[1:]
     _refuse_empty(words)
-    file_only: Collection[str] = getattr(config, "FILE_ONLY", ())
+    unlisted: Collection[str] = getattr(config, "UNLISTED", ())
     path = None
-    if file_only:
+    if unlisted:
         path, words = _config_file(words)
-        _refuse_file_only(words, file_only)
     in_file = {} if path is None else _read_file(path, config)
     given = {name: str(value) for name, value in in_file.items() if value is not None} | given_on(words)
-    shown = as_shown(config, without=file_only if {"-h", "--help"} & set(words) else ())
+    shown = as_shown(config, without=unlisted if {"-h", "--help"} & set(words) else ())
     default: Any = tyro.MISSING_NONPROP
     if issubclass(config, WithDefaults):
         start = replace_flags(config(), **config.defaults(given))
@@ -129,7 +128,7 @@ def parse(config: type[Config], doc: str | None = None) -> Config:
             description=None if doc is None else _wrapped(doc),
             default=default,
             use_underscores=True,
-            config=(tyro.conf.OmitArgPrefixes, tyro.conf.FlagCreatePairsOff),
+            config=(tyro.conf.OmitArgPrefixes,),
         )
     flags: Config = _converted(made, config)
     check(flags)
@@ -170,13 +169,6 @@ def _config_file(words: Sequence[str]) -> tuple[Path | None, list[str]]:
     return path, others
 
 
-def _refuse_file_only(words: Sequence[str], file_only: Collection[str]) -> None:
-    for name, value in given_on(words).items():
-        if name.removeprefix("no_") in file_only:
-            name = name.removeprefix("no_")
-            raise ConfigError(f'--{name} {value}: it is set in a file: --config FILE, where FILE has {{"{name}": …}}')
-
-
 def _read_file(path: Path, config: type) -> dict[str, Any]:
     """The flags of a file, by name. Raises ConfigError where it has others than the program."""
     try:
@@ -212,7 +204,7 @@ def as_shown(config: type, without: Collection[str] = ()) -> type:
     """A `config` as the command line has it: with the choices of ``CHOICES``, without the flags of ``LEFT_OUT``.
 
     Args:
-        without: further flags, which a file may have set, and ``--help`` does not list.
+        without: further flags, which ``--help`` does not list.
     """
     hints = get_type_hints(config, include_extras=True)
     changed: dict[str, tuple[Any, Any]] = {}
@@ -222,8 +214,8 @@ def as_shown(config: type, without: Collection[str] = ()) -> type:
             shown = _group_as_shown(group, config, without)
             if shown is not group:
                 changed[field.name] = (shown, _converted(field.default, shown))
-    if getattr(config, "FILE_ONLY", None):
-        file = tyro.conf.arg(metavar="FILE", help="Flags from a file: JSON, or the config.json of a run.")
+    if getattr(config, "UNLISTED", None):
+        file = tyro.conf.arg(metavar="FILE", help="Flags from a file: JSON, or a run's config.json.")
         changed["config"] = (Annotated[Path | None, file], None)
     return _derived(config, changed) if changed else config
 

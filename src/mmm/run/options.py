@@ -6,7 +6,7 @@ group its own defaults. Class attributes say where it differs from its groups:
 
 - ``LEFT_OUT``: flags of its groups that have no effect in it. ``--help`` hides them, and the command line refuses them.
 - ``CHOICES``: flags of which it takes other choices than its groups do.
-- ``FILE_ONLY``: flags that are set in a file alone (``--config``); ``--help`` hides them.
+- ``UNLISTED``: flags that few need. ``--help`` hides them; the command line and ``--config FILE`` take them.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ from mmm.run.sharded import shard
 from mmm.run.standard import trainer_hooks
 from mmm.run.tables import print_on_rank0
 from mmm.runtime.ranks import whoami
-from mmm.trainer.config import DTYPES, FILE_ONLY, OPTIMIZERS, Evaluation, ImageModel, Images, Mesh, Optimizer
+from mmm.trainer.config import DTYPES, OPTIMIZERS, UNLISTED, Evaluation, ImageModel, Images, Mesh, Optimizer
 from mmm.trainer.images import ImageBatches, evaluate
 from mmm.trainer.job import Job
 from mmm.trainer.load_images import cnn_job
@@ -48,7 +48,7 @@ class Config:
         *("warmup", "lr_schedule", "min_lr", "decay", "betas", "weight_decay", "decayed"),
         *("eval_every", "eval_batches", "eval_train", "prompt", "log_every"),
     )
-    FILE_ONLY: ClassVar = FILE_ONLY - {"dropout"}
+    UNLISTED: ClassVar = UNLISTED - {"dropout"}
     CHOICES: ClassVar = {"dtype": DTYPES, "optimizer": OPTIMIZERS}
 
 

@@ -27,12 +27,13 @@ from mmm.run.options import FLAGS, check_counts, check_effect, check_rate, parse
 DTYPES = ("auto", "fp32", "bf16", "fp16", "fp64")  # of the trainers: their loops scale the loss of fp16
 OPTIMIZERS = ("adamw", "sgd", "lars", "lamb")  # that need no whole matrix on a rank
 PROFILERS = {"torch": "torch", "pyinstrument": "pyinstrument"}  # by kind, the package that it needs
-# Flags that a file sets (--config), and the command line does not.
-FILE_ONLY = frozenset(
+# Flags that few need: the command line and --config FILE take them, and --help does not list them.
+UNLISTED = frozenset(
     (
         # model
         "bias",
         "dropout",
+        "attention_dropout",
         "tie_word_embeddings",
         "expert_dim",
         "balance_rate",
@@ -89,8 +90,10 @@ class Model:
     vocab_size: int | None = None
     """Tokens that there are. Default: those of the text's tokenizer."""
     dropout: float | None = None
-    """Of a GPT: the part of the embeddings, of attention's weights, and of what blocks add to the residual stream, that
-    training drops. Of a preset by default."""
+    """Of a GPT: the part of the embeddings, and of what blocks add to the residual stream, that training drops. Of a
+    preset by default."""
+    attention_dropout: float | None = None
+    """Of a GPT: the part of attention's weights that training drops. Default: as --dropout."""
     bias: bool = False
     """Of a GPT: linear layers and norms have one."""
     tie_word_embeddings: bool = False
@@ -131,6 +134,7 @@ class Model:
             "ffn_dim": self.ffn_dim,
             "vocab_size": self.vocab_size,
             "dropout": self.dropout,
+            "attention_dropout": self.attention_dropout,
             "bias": self.bias or None,
             "tie_word_embeddings": self.tie_word_embeddings or None,
         }
@@ -338,7 +342,7 @@ class Optimizer:
     max_norm: float = 0.0
     """Clip the gradient's norm to this; 0 leaves it."""
     warmup: int = 0
-    """Steps over which the learning rate rises; then it falls, as half a cosine unless --config says otherwise."""
+    """Steps over which the learning rate rises; then --lr_schedule."""
     lr_schedule: Literal["cosine", "wsd"] = "cosine"
     """After the warm-up. cosine: falls as half a cosine. wsd: stays, and falls in a line over --decay steps."""
     min_lr: float = 0.0

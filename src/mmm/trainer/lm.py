@@ -33,7 +33,7 @@ from mmm.run.standard import trainer_hooks
 from mmm.run.step import Step
 from mmm.run.tables import print_on_rank0
 from mmm.runtime.ranks import whoami
-from mmm.trainer.config import DTYPES, FILE_ONLY, Evaluation, Mesh, Model, Optimizer, Text
+from mmm.trainer.config import DTYPES, UNLISTED, Evaluation, Mesh, Model, Optimizer, Text
 from mmm.trainer.job import Job, with_optimizer
 from mmm.trainer.language import check_prompt, log_sample, start_from
 from mmm.trainer.load_text import load_text, open_text
@@ -60,7 +60,7 @@ class Config:
     run: Run = Run(plots=True)
 
     LEFT_OUT: ClassVar = ("gamma",)
-    FILE_ONLY: ClassVar = FILE_ONLY
+    UNLISTED: ClassVar = UNLISTED
     CHOICES: ClassVar = {"dtype": DTYPES}
 
     def check(self) -> None:

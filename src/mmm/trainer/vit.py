@@ -27,7 +27,7 @@ from mmm.run.standard import trainer_hooks
 from mmm.run.tables import print_on_rank0
 from mmm.runtime.device import choose_device
 from mmm.runtime.ranks import whoami
-from mmm.trainer.config import DTYPES, FILE_ONLY, OPTIMIZERS, Evaluation, ImageModel, Images, Mesh, Optimizer
+from mmm.trainer.config import DTYPES, OPTIMIZERS, UNLISTED, Evaluation, ImageModel, Images, Mesh, Optimizer
 from mmm.trainer.images import ImageBatches, evaluate
 from mmm.trainer.job import Job, with_optimizer
 from mmm.trainer.load_images import check_images, load_images
@@ -52,7 +52,7 @@ class Config:
         *("dropout", "gamma", "cp", "cp_style", "ulysses", "ep", "loss_chunks", "offload"),
         *("eval_batches", "eval_train", "prompt"),
     )
-    FILE_ONLY: ClassVar = FILE_ONLY
+    UNLISTED: ClassVar = UNLISTED
     CHOICES: ClassVar = {"dtype": DTYPES, "optimizer": OPTIMIZERS}
 
 
