@@ -75,6 +75,6 @@ def shard(run: Run, job: Any) -> ParallelModel:
             local=by_rank,
         )
     if parallel.pipeline is None:  # else its schedule has them
-        modules = list(parallel.modules.values())
-        run.split = lambda batch: microbatches_of(batch, parallel.microbatches, modules)
+        trained = list(parallel.modules.values())
+        run.split = lambda batch: microbatches_of(batch, parallel.microbatches, trained)
     return parallel

@@ -25,7 +25,8 @@ class Step:
         number: of the step, from 0.
         batch: this rank's samples of the global batch, on the device.
         place: where the run is, as its row says it: ``{"iter": 3}`` or ``{"epoch": 1}``.
-        count: what the sum of losses is divided by: the targets of the global batch. None where batches do not say.
+        count: what the sum of losses is divided by: the targets of the global batch, int or Tensor. None where batches
+            do not say.
         last: whether the run ends with this step.
         ends_row: whether a row ends here.
         due: whether that row is logged. Only then the host waits for the device.
@@ -39,7 +40,7 @@ class Step:
     number: int
     batch: Any = None
     place: dict[str, int] = field(default_factory=dict)
-    count: int | Tensor | None = None
+    count: Any = None
     last: bool = False
     ends_row: bool = True
     due: bool = True

@@ -69,7 +69,7 @@ class Checkpoint(Hook):
         self.saver: Saver | None = None
         self.vote: StopVote | None = None
         self._stopped = False
-        self._loop_has_ended = False
+        self._has_looped = False
         self._was_described = False
 
     def before(self, run: Run) -> None:
@@ -199,12 +199,7 @@ class Checkpoint(Hook):
         run.note(f"resumed from {origin.path} at step {manifest.step}{suffix}")
 
     def begin(self, run: Run, step: Step) -> None:
-        """A signal that has come to any rank makes this step the last, which is saved.
-
-        Raises:
-            ConfigError: the loop cannot be saved.
-        """
-        self._check_loop(run)
+        """A signal that has come to any rank makes this step the last, which is saved."""
         if self.vote is None or self.saver is None or self.every is None:
             return
         self._stopped = self.vote.stop_asked() and not step.last
@@ -212,21 +207,7 @@ class Checkpoint(Hook):
         step.saves = step.last or (step.number + 1) % self.every == 0
         step.due = step.due or (step.saves and step.ends_row)
 
-    def _check_loop(self, run: Run) -> None:
-        """Raises ConfigError where the program has not said what to save, or a loop of it has been saved already."""
-        if self.options is None or run.comm.dry or (self.every is None and run.origin is None):
-            return
-        flags = "--resume and --checkpoint_every"
-        if self.state_of_run is None:
-            raise ConfigError(
-                f"{flags}: the program has no run.state(…) before its loop: call run.state(model=…, optimizer=…), with "
-                "what else the loop changes"
-            )
-        if self._loop_has_ended:
-            raise ConfigError(f"{flags}: another loop of the run is saved already")
-
     def finish(self, run: Run, step: Step) -> None:
-        self._loop_has_ended = step.last
         if self.saver is None:
             return
         assert self.state_of_run is not None
@@ -283,7 +264,23 @@ class Checkpoint(Hook):
         raise SystemExit(SAVED_EXIT if complete else 1)
 
     def loop(self, run: Run) -> None:
-        if run.origin is not None and run.first > 0:
+        """
+        Raises:
+            ConfigError: the program has not said what to save, or another loop of it is saved.
+            CheckpointError: as `check_goes_on`.
+        """
+        if self.options is None or run.comm.dry or (self.every is None and run.origin is None):
+            return
+        flags = "--resume and --checkpoint_every"
+        if self.state_of_run is None:
+            raise ConfigError(
+                f"{flags}: the program has no run.state(…) before its loop: call run.state(model=…, optimizer=…), with "
+                "what else the loop changes"
+            )
+        if self._has_looped:
+            raise ConfigError(f"{flags}: another loop of the run is saved already")
+        self._has_looped = True
+        if run.origin is not None:
             check_goes_on(run.origin, self.flags, run.total, run.samples)
 
     def _last_words(self, outdir: Path, done: int) -> list[str]:
