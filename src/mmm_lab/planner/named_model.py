@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -93,7 +92,8 @@ def _changed(name: str, definition: ModelDef, config: Any, asked: Mapping[str, i
 
 
 def _hugging_face(path: Path) -> tuple[ModelDef, Any, tuple[str, ...]]:
-    """The model of a config.json, or of the folder that has it, its sizes, and the flags of its program."""
+    """The model of a config.json, or of the folder that has it, its sizes, and the flags of its program: it starts from
+    the weights beside the config.json, since no flags say all that this does."""
     file = path / "config.json" if path.is_dir() else path
     data = read_json(file, ConfigError, name=f"--model {path}")
     try:
@@ -101,17 +101,10 @@ def _hugging_face(path: Path) -> tuple[ModelDef, Any, tuple[str, ...]]:
         sizes, _ = names.read(data, file)
     except CheckpointError as error:
         raise ConfigError(f"--model {path}: {error}") from None
-    flags: list[str] = []
     for name, value in sizes.items():
-        if isinstance(value, bool):
-            flags += [f"--{name}"] if value else []
-        elif name == "rope_scaling":
-            flags += ["--rope_scaling", json.dumps(value)] if value else []
-        elif value is not None:
-            flags += [f"--{name}", repr(value)]
         if isinstance(value, int) and value > LARGEST:
             raise ConfigError(f"--model {path}: {name} is {value}; it must be at most {LARGEST:,}")
     try:
-        return definition, config_from(definition, sizes), tuple(flags)
+        return definition, config_from(definition, sizes), ("--init_from", str(file.parent))
     except ValueError as error:
         raise ConfigError(f"--model {path}: {error}") from None

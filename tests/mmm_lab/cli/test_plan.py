@@ -39,7 +39,7 @@ def test_a_hugging_face_config(tmp_path, capsys):
     ours, theirs = read_model("llama-8b", {}, 512), read_model(str(tmp_path), {}, 512)
     assert (theirs.parameters, theirs.config) == (ours.parameters, ours.config)
     assert main(["plan", "--model", str(path), "--site", "dgx-h100", "--hosts", "1"]) == 0
-    assert "--dim 4096" in capsys.readouterr().out
+    assert f"mmm.trainer.lm --init_from {tmp_path} " in capsys.readouterr().out
     path.write_text(json.dumps({**LLAMA_CONFIG, "model_type": "mixtral"}))
     assert main(["plan", "--model", str(path), "--site", "dgx-h100", "--hosts", "1"]) == 2
     assert "mixtral" in capsys.readouterr().err
