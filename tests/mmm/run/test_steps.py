@@ -10,6 +10,7 @@ from torch import nn
 import mmm.history
 from mmm.errors import ConfigError
 from mmm.parallel import Layout
+from mmm.run.command_line import configure
 from mmm.trainer import start_run
 from support.own_loop import Config
 from support.resuming import curve
@@ -17,7 +18,7 @@ from support.resuming import curve
 
 @contextmanager
 def small_run(folder, **flags):
-    config = Config(device="cpu", dtype="fp64", outdir=folder, **flags)
+    config = configure(Config, device="cpu", dtype="fp64", outdir=folder, **flags)
     with start_run("small", config, Layout().fit(1)) as run:
         yield run, config
 
