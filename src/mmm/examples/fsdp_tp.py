@@ -114,7 +114,7 @@ def train(config: Config) -> None:
     layout = example.fit(tp=config.tpsize)
     job = example.resolve_own(config, layout)
     model = job.model
-    example.check_own_kv_heads(job)
+    example.check_tensor_parallel(job)
     with example.start_run("fsdp_tp", config, job) as run:
         # Sharded on the meta device; then each rank draws its own part of the weights, the same on every mesh.
         mesh = init_device_mesh(run.device.type, (layout.dp, layout.tp), mesh_dim_names=("dp_shard", "tp"))

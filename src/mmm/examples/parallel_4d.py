@@ -101,7 +101,7 @@ def train(config: Config) -> None:
     check_effect(layout.pp > 1, "--pp", "there is one stage, the model", "--pp 2", **of_pipeline)
     job = example.resolve(config, layout, example.techniques_of(config), batch_size=8, max_iters=20)
     tokens = job.global_batch_size * config.data.seq_length
-    example.check_own_kv_heads(job)
+    example.check_tensor_parallel(job)
     names = job.partition.names() or [[name for name, _ in job.model.named_modules()]]
     with example.start_run("parallel_4d", config, job) as run:
         run.describe(stages=names)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from mmm.examples._support.text import PlainTextConfig, resolve_own
 from mmm.layout import Layout, Techniques
+from mmm.models.definition import check_sizes
 from mmm.models.llama.plan import transformer_plan
 from mmm.nn.experts import has_experts
 from mmm.parallel import Mesh, apply, build_mesh, materialize
@@ -16,6 +17,7 @@ from mmm.trainer.planned import with_plan
 
 def resolve(config: PlainTextConfig, layout: Layout, techniques: Techniques | None = None, **defaults: int) -> Job:
     """`resolve_own`, and how the package parallelizes the Transformer."""
+    check_sizes(config.sizes(), layout, config.data.seq_length)
     own = resolve_own(config, layout, techniques, **defaults)
     tokens = config.data.seq_length // (layout.cp * layout.tp)
     return with_plan(own, transformer_plan(own.sizes), config.run.dtype, tokens)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -15,7 +15,6 @@ from mmm.data.text.corpus import Corpus, read_text_files, standard_library
 from mmm.data.text.text_data import TextData
 from mmm.data.text.tokens import BYTES, TextTokens
 from mmm.errors import ConfigError
-from mmm.models.llama.definition import MODEL
 from mmm.models.llama.model import PRESETS, TransformerConfig
 from mmm.optim.adamw import make_optimizer
 from mmm.run.options import check_counts, check_rate
@@ -74,16 +73,13 @@ class TransformerOptions:
         if preset.tie_word_embeddings:
             why = "has one weight for embedding and output, which this program does not keep one"
             raise ConfigError(f"--preset {self.preset} {why}: use mmm.trainer.lm, or another preset")
-        sizes: TransformerConfig = MODEL.changed(
-            preset,
-            n_layers=self.n_layers,
-            dim=self.dim,
-            n_heads=self.n_heads,
-            n_kv_heads=self.n_kv_heads,
-            ffn_dim=self.ffn_dim,
-            vocab_size=self.vocab_size or BYTES,
-        )
-        return sizes
+        asked: dict[str, Any] = {"vocab_size": BYTES}
+        if self.dim is not None:
+            asked["ffn_dim"] = None  # follows dim
+        for name in ("n_layers", "dim", "n_heads", "n_kv_heads", "ffn_dim", "vocab_size"):
+            if getattr(self, name) is not None:
+                asked[name] = getattr(self, name)
+        return replace(preset, **asked)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.tensor.parallel import loss_parallel
 
@@ -13,15 +13,14 @@ from mmm.data import Batch
 from mmm.errors import LayoutError
 from mmm.examples._support.mistakes import for_a_mistake
 from mmm.examples._support.options import EvaluationOptions, OptimizerOptions, PlainTextOptions, TransformerOptions
-from mmm.layout import Layout, Techniques
-from mmm.models.llama.model import TransformerConfig
+from mmm.layout import Layout, Techniques, batch_sizes
+from mmm.models.llama.model import Transformer, TransformerConfig
 from mmm.run import options
 from mmm.run.options import DEFAULT_MAX_ITERS, Duration
 from mmm.run.run import Run
 from mmm.run.step import Step
 from mmm.runtime.ranks import whoami
 from mmm.trainer.job import Job
-from mmm.trainer.text_job import DEFAULT_BATCH_SIZE, text_job
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +55,7 @@ def resolve_own(
     config: PlainTextConfig,
     layout: Layout,
     techniques: Techniques | None = None,
-    batch_size: int = DEFAULT_BATCH_SIZE,
+    batch_size: int = 16,
     max_iters: int = DEFAULT_MAX_ITERS,
 ) -> Job:
     """For an example that parallelizes the model itself: find the text, and decide on model, batch and steps; needs no
@@ -72,28 +71,44 @@ def resolve_own(
         UserError: anything that does not fit.
     """
     sizes = config.sizes()
-    job = text_job(
-        config.run,
-        config.duration,
-        sizes,
-        layout,
-        techniques or Techniques(),
-        config.data.seq_length,
-        partial(config.data.load, sizes.vocab_size, config.run.seed),
-        eval_batches=config.evaluation.eval_batches if isinstance(config, TextConfig) else 0,
-        default_batch_size=batch_size,
-        default_max_iters=max_iters,
+    seq_length = config.data.seq_length
+    local_batch_size, global_batch_size = batch_sizes(
+        config.run.batch_size, config.run.global_batch_size, layout.dp, batch_size
     )
-    job = replace(job, optimizer=config.optimizer.optimizer)
+    data = config.data.load(sizes.vocab_size, config.run.seed)
+    steps_per_epoch = data.train.steps_per_epoch(global_batch_size)
+    notes = []
+    if isinstance(config, TextConfig):
+        data.check(global_batch_size)
+        batches = config.evaluation.eval_batches
+        available = data.validation.steps_per_epoch(global_batch_size)
+        if available < batches:
+            notes.append(f"validation: {available} global batches instead of {batches}, all that the text has")
+    with torch.device("meta"):
+        model = Transformer(sizes)
+        sample = torch.zeros(local_batch_size, seq_length, dtype=torch.int64)
+    job = Job(
+        layout=layout,
+        techniques=techniques or Techniques(),
+        sizes=sizes,
+        model=model,
+        sample=sample,
+        data=data,
+        steps=config.duration.steps(steps_per_epoch, max_iters),
+        optimizer=config.optimizer.optimizer,
+        notes=tuple(notes),
+    )
     return for_a_mistake(config, job)
 
 
-def check_own_kv_heads(job: Job) -> None:
-    """For an example that shards key/value heads itself: raises LayoutError where ranks would have to share them."""
-    heads, tp = job.sizes.n_kv_heads, job.layout.tp
-    if heads % tp:
-        text = f"n_kv_heads {heads} is not divisible by tp {tp}"
-        raise LayoutError(f"{text}: use a divisor, or mmm.trainer.lm, whose ranks can share a key/value head")
+def check_tensor_parallel(job: Job) -> None:
+    """For an example that shards matrices itself: raises LayoutError where ranks of tp would not have equal parts."""
+    sizes = job.sizes
+    tp = job.layout.tp
+    for name, size in (("n_heads", sizes.n_heads), ("n_kv_heads", sizes.n_kv_heads), ("ffn_dim", sizes.hidden_dim)):
+        if size % tp:
+            text = f"{name} {size} is not divisible by tp {tp}"
+            raise LayoutError(f"{text}: use a divisor, or mmm.trainer.lm, whose ranks can share a key/value head")
 
 
 def text_steps(
