@@ -1,16 +1,26 @@
-"""The example that counts every layout: its table, its exit code, and what it refuses."""
+"""The example that counts every layout: its table, its exit code, and what it refuses. The example of loss in chunks,
+MLP and weights in tiles: the gradients of the plain model, less memory, the same losses, and it says when they are
+not."""
 
 import json
+import math
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
+import mmm.history
 from mmm.errors import UserError
-from mmm.examples import traffic
+from mmm.examples import tiling, traffic
 from mmm.examples.traffic import Sent, max_rel_diff, table
 from mmm.layout import Layout
+from mmm.models.llama.model import Transformer, TransformerConfig
+from mmm.parallel import cross_entropy, draw_weights
 from mmm.run.command_line import configure
 from support.clock import PATIENCE
 
@@ -58,3 +68,96 @@ def test_refused_before_any_process_group(monkeypatch, options, ranks, words, no
     monkeypatch.setattr("mmm.history.prepare", lambda *_, **__: pytest.fail("the run's folder was made"))
     with pytest.raises(UserError, match=words):
         traffic.train(configure(traffic.Config, **options))
+
+
+SMALL = {"seq_length": 256, "vocab_size": 4096, "ffn_dim": 512, "n_layers": 1, "dtype": "fp64", "plots": False}
+
+
+SIZES = TransformerConfig(dim=16, n_layers=2, n_heads=2, n_kv_heads=2, ffn_dim=48, vocab_size=40)
+CPU = torch.device("cpu")
+
+
+def plain():
+    with torch.device("meta"):
+        model = Transformer(SIZES).to(torch.float64)
+    draw_weights(model, CPU, 3)
+    return model
+
+
+def batch(ranks):
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(0, SIZES.vocab_size, (2, 2 * ranks, 12), generator=generator)  # inputs, targets
+
+
+def whole_name(name):
+    """`body.layers.0.feed_forward.w1.tiles.2.weight` → `layers.0.feed_forward.w1.weight`."""
+    return re.sub(r"\.tiles\.\d+", "", name.removeprefix("body."))
+
+
+def loss_and_gradients(rank, ranks, pieces):
+    model = tiling.LanguageModel(plain(), **pieces)
+    mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("dp_shard",))
+    tiling.shard(model, mesh, MixedPrecisionPolicy())
+    inputs, targets = (full.chunk(ranks)[rank.rank] for full in batch(ranks))
+    loss = model(inputs, targets, targets.numel() * ranks)
+    loss.backward()
+    gradients = {}
+    for name, parameter in model.named_parameters():  # the tiles of a matrix in their order
+        gradients.setdefault(whole_name(name), []).append(parameter.grad.full_tensor())
+    return float(loss), {name: torch.cat(tiles) for name, tiles in gradients.items()}
+
+
+@pytest.mark.parametrize(
+    "pieces",
+    [
+        {"loss_chunks": 5},
+        {"tile": 5},
+        {"tile_weights": 5},
+        {"loss_chunks": 3, "tile": 4, "tile_weights": 7},  # 7 divides neither rows nor ranks
+    ],
+    ids=str,
+)
+def test_same_loss_and_gradients_as_the_plain_model(run_on_ranks, pieces):
+    ranks = 2
+    inputs, targets = batch(ranks)
+    model = plain()
+    loss = cross_entropy(model(inputs), targets, targets.numel())
+    loss.backward()
+    results = run_on_ranks(loss_and_gradients, ranks, ranks, pieces)
+    assert sum(local for local, _ in results) == pytest.approx(float(loss), rel=1e-12)
+    expected = {name: parameter.grad for name, parameter in model.named_parameters()}
+    for _, gradients in results:
+        assert gradients.keys() == expected.keys()
+        for name, gradient in gradients.items():
+            torch.testing.assert_close(gradient, expected[name], rtol=1e-9, atol=1e-12, msg=name)
+
+
+@pytest.mark.long
+def test_the_table_is_true(tmp_path):
+    """Of 2 ranks, in processes of their own: weights in tiles need ranks to gather from."""
+    flags = [f"--{name}={value}" for name, value in SMALL.items() if name != "plots"]
+    launch = [Path(sys.executable).with_name("launch"), "-n", "2", "--device", "cpu", sys.executable, "-m"]
+    line = [*map(str, launch), "mmm.examples.tiling", *flags, "--no-plots", "--outdir", str(tmp_path / "run")]
+    out = subprocess.run(line, check=True, capture_output=True, text=True, timeout=300).stdout
+    about = json.loads((tmp_path / "run" / "config.json").read_text())
+    assert about["losses_differ"] < 1e-9
+    logits, hidden, matrix = 256 * 4096 * 8, 256 * 512 * 8, 64 * 512 * 8 * tiling.WIDER
+    (full, chunks, tiles, both, weights) = about["peak_bytes"].values()
+    assert chunks[0] < full[0] - logits
+    assert tiles[0] < full[0] - 2 * hidden
+    assert both[0] < 0.4 * full[0]
+    assert weights[0] > 0.95 * full[0]  # of long sequences it saves little, and of a wide layer the others do
+    assert min(chunks[1], tiles[1], both[1]) > 0.8 * full[1]
+    assert weights[1] < full[1] - 3 * matrix  # a layer of three, gathered and then its gradient
+    for way, peaks in about["peak_bytes"].items():
+        (line,) = [line for line in out.splitlines() if line.startswith(way.ljust(18))]
+        assert float(line[18:33]) == pytest.approx(peaks[0] / 1e6, abs=0.06)
+    found = mmm.history.load(tmp_path / "run")
+    assert found.way.values.tolist() == 2 * [0, 0, 1, 1, 2, 2, 3, 3, 4, 4]
+
+
+def test_a_loss_that_is_nan_is_another(tmp_path, monkeypatch):
+    monkeypatch.setattr(
+        tiling, "train_way", lambda run, mesh, resolved, way, wide: (1, [1.0, math.nan if way == "both" else 1.0])
+    )
+    assert not tiling.train(configure(tiling.Config, **SMALL, outdir=tmp_path, overwrite=True))

@@ -1,4 +1,5 @@
-"""Layouts: fitted to the ranks, or refused with the numbers and the line that fits, before any process group."""
+"""Layouts: fitted to the ranks, or refused with the numbers and the line that fits, before any process group. Groups
+for each direction between two ranks of a pipeline. What a rank sends in one call, by the best algorithm."""
 
 import pytest
 import torch
@@ -7,9 +8,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 from mmm.errors import LayoutError
+from mmm.models.costs import heads_over_cp
 from mmm.models.definition import check_sizes
 from mmm.models.llama.model import TransformerConfig
 from mmm.parallel import Layout, Mesh, Plan, apply, batch_sizes, materialize, meta_parameters, to_local
+from mmm.parallel.collective_bytes import Call, factor
+from mmm.parallel.mesh import neighbour_rounds
 from mmm.runtime.device import Precision
 
 CPU = torch.device("cpu")
@@ -120,3 +124,45 @@ def refused_names(rank, names):
 def test_other_axes_are_refused(run_on_ranks, names):
     (message,) = run_on_ranks(refused_names, 1, names)
     assert message.startswith(f"a mesh with axes {', '.join(names)}: name them, in this order, pp, dp_replicate, dp_sh")
+
+
+@pytest.mark.parametrize("pp", range(2, 10))
+def test_rounds_have_each_pair_once(pp):
+    rounds = neighbour_rounds(pp)
+    for pairs in rounds:
+        ranks = [rank for pair in pairs for rank in pair]
+        assert len(set(ranks)) == len(ranks), "a rank is in two groups of a round"
+    found = sorted(frozenset(pair) for pairs in rounds for pair in pairs)
+    assert len(found) == len(set(found))
+    assert set(found) == {frozenset((at, (at + 1) % pp)) for at in range(pp)}
+    assert len(rounds) == (1 if pp == 2 else 2 + pp % 2)
+
+
+def test_stated_algorithms():
+    """No rank sends more than the factor says, and all together move what has to be moved."""
+    n, whole = 4, 4800
+
+    def sent(operation: str, **more) -> list[float]:
+        return [Call(operation, n, rank, whole, root=1, **more).sent() for rank in range(n)]
+
+    assert sent("all_reduce") == [7200.0] * n
+    assert sent("all_gather") == sent("reduce_scatter") == [3600.0] * n
+    assert sent("broadcast") == [0.0, 4800.0, 4800.0, 4800.0]  # the chain 1 2 3 0
+    assert sent("reduce") == [4800.0, 0.0, 4800.0, 4800.0]
+    assert sent("all_to_all", leaving=3600) == [3600.0] * n
+    for operation in ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "reduce"):
+        assert max(sent(operation)) == factor(operation, n) * whole
+        assert Call(operation, 1, 0, whole).sent() == 0
+
+
+@pytest.mark.parametrize(
+    ("n_kv_heads", "tp", "ulysses", "heads"),
+    [
+        (8, 2, 1, 4),  # tp shards them
+        (2, 4, 1, 1),  # more tp ranks than heads: two ranks have the same one
+        (2, 4, 2, 2),  # and it is repeated for Ulysses
+        (6, 1, 4, 12),
+    ],
+)
+def test_key_value_heads_that_travel_over_cp(n_kv_heads, tp, ulysses, heads):
+    assert heads_over_cp(n_kv_heads, tp, ulysses) == heads

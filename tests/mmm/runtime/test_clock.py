@@ -1,14 +1,24 @@
-"""Seconds of a step and of its parts."""
+"""Seconds of a step and of its parts. When a rank was started, what it imported, and the parts that its start is made
+of."""
 
 import itertools
+import json
 import math
+import os
+import subprocess
+import sys
+import time
 
 import pytest
 import torch
 
-from mmm.errors import ConfigError
+from mmm.errors import ConfigError, LaunchError
 from mmm.runtime import clock as module
+from mmm.runtime import contract
 from mmm.runtime.clock import OWN, StepClock
+from mmm.runtime.contract import process_start, started
+from mmm.runtime.startup import as_record, parts, table
+from support.clock import PATIENCE, stretched
 
 SECONDS = {"dtd": 1.0, "dtf": 2.0, "dtb": 4.0, "dto": 0.5}
 
@@ -88,3 +98,99 @@ def test_own_work_is_the_mean_as_well(clock):
     clock.waited = lambda: math.nan
     step(clock)
     assert math.isnan(clock.read()[OWN])
+
+
+SLEEP = "import time\ntime.sleep({})\n"
+
+
+def test_the_time_of_a_process():
+    before = time.time()
+    code = "import time, mmm.runtime.contract as s; print(s.process_start(), time.time())"
+    said, now = map(float, subprocess.check_output([sys.executable, "-c", code], text=True).split())
+    assert before - 0.05 <= said <= now
+    assert process_start("no such") is None
+
+
+def test_who_says_when_it_started():
+    now = time.time()
+    both = {"MMM_STARTED_AT": str(now - 50), "MMM_LAUNCH_BEGAN": str(now - 5)}
+    assert started(both, 1.0) == (pytest.approx(now - 50), "MMM_STARTED_AT")
+    assert started({"MMM_LAUNCH_BEGAN": str(now - 5)}, 1.0) == (pytest.approx(now - 5), "launch")
+    set_back = {"MMM_STARTED_AT": "9e12", "MMM_LAUNCH_BEGAN": str(now + 60)}
+    for said in ({}, set_back):
+        at, source = started(said, 1.0)
+        assert (source, at <= now) == ("process", True)
+
+
+@pytest.mark.parametrize("text", ["18:33:23", "nan", "-5", "0"])
+def test_what_is_no_time(text):
+    with pytest.raises(LaunchError, match=r"not a time in the past.*date \+%s"):
+        started({"MMM_STARTED_AT": text}, 1.0)
+
+
+def record(ranks=2, shared=True, first_step=True):
+    """Rank r is 0.1 r later at each mark from the second on."""
+    marks = [[100.0, *(at + 0.1 * r for at in (103.0, 104.0, 104.5, 105.5, 107.5))] for r in range(ranks)]
+    if not first_step:
+        marks = [[*row[:4], math.nan, math.nan] for row in marks]
+    imports = {"torch": 2.0, "small": 0.001, "tiny": 0.002} if shared else {}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(contract.PROGRAM_VARIABLE, json.dumps({"began": 1.0, "shared": imports}))
+        return as_record("launch", marks, [{"numpy": 0.25}] * ranks)
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_parts_add_up(shared):
+    made = json.loads(json.dumps(record(shared=shared)))
+    found = parts(made)
+    assert list(found) == ["launch", "imports", "options, data, checks", "process group", "model", "first step"]
+    for rank, total in enumerate((7.5, 7.6)):
+        assert sum(values[rank] for values in found.values()) == pytest.approx(total)
+    assert found["imports"] == pytest.approx([2.253 if shared else 0.25] * 2)
+    assert found["launch"] == pytest.approx([3.0 - 2.003, 3.1 - 2.003] if shared else [3.0, 3.1])
+    assert found["model"] == pytest.approx([1.0, 1.0])
+
+
+def test_table():
+    text = table(record(), ["x1", "x2"]).splitlines()
+    assert text[0] == (
+        "start-up: 7.55 s from `launch` to the end of the first step, median of 2 ranks; rank 1 on x2: 7.60 s"
+    )
+    assert text[1].startswith("  launch: 1.05, imports: 2.25, options, data, checks: ")
+    assert text[2] == "  imported once for all: torch 2.00, tiny 0.00, small 0.00"
+    alone = table(record(ranks=1, shared=False), ["x1"]).splitlines()
+    assert alone[0] == "start-up: 7.50 s from `launch` to the end of the first step"
+    assert len(alone) == 2
+
+
+RANK = """
+import time
+own = time.time()
+import json, os, sys
+import slow_pkg
+from mmm.runtime import contract
+from mmm.runtime import startup
+times = startup.ready()
+json.dump({"own": own, "marks": times.marks()[:3], "imports": times.imports, "source": times.source,
+           "shared": contract.program_start().shared}, open(os.environ["RANK"] + ".json", "w"))
+"""
+
+
+@pytest.mark.parametrize("how", [[], pytest.param(["--no-prefork"], marks=pytest.mark.long)], ids=["fork", "spawn"])
+def test_ranks_know_when_launch_began(tmp_path, monkeypatch, how):
+    (tmp_path / "t.py").write_text(RANK)
+    (tmp_path / "site-packages").mkdir()  # so that it counts as installed, and is imported before the fork
+    (tmp_path / "site-packages/slow_pkg.py").write_text(SLEEP.format(0.8))
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path / 'site-packages'}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+    before = time.time()
+    command = [sys.executable, "-m", "mmm_launch", "-n", "2", "--device", "cpu", *how, "python3", "t.py"]
+    subprocess.run(command, cwd=tmp_path, check=True, timeout=PATIENCE)
+    after = time.time()
+    for rank in range(2):
+        said = json.loads((tmp_path / f"{rank}.json").read_text())
+        begin, began, ready = said["marks"]
+        assert before - 0.05 <= begin < began < ready <= after
+        assert began <= said["own"] < began + stretched(0.7)  # what is imported before the fork is before
+        assert said["source"] == "launch"
+        assert ("slow_pkg" in said["shared"]) == (not how)  # forked: imported once, before
+        assert (ready - began if how else began - begin) > 0.8

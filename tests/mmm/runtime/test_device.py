@@ -1,10 +1,13 @@
-"""Devices and data types: chosen, or refused with the reason."""
+"""Devices and data types: chosen, or refused with the reason. Peaks of accelerators by the names that their drivers
+have. How much memory is left: of the host, and within control groups, from made-up system files."""
 
 import pytest
 import torch
 
 from mmm.errors import DeviceError
 from mmm.runtime import device as devices
+from mmm.runtime.memory import device_memory, host_memory
+from mmm.runtime.peaks import PEAKS, named_peak
 from mmm.runtime.ranks import Rank
 
 ALONE = Rank(0, 1, 0, 1, "alone")
@@ -109,3 +112,62 @@ def test_devices_in_use(accelerators, monkeypatch):
     assert devices.devices_in_use(torch.device("cuda", 0), 4) == "4 ranks on H200"
     monkeypatch.setattr("os.cpu_count", lambda: 16)
     assert devices.devices_in_use(torch.device("cpu"), 2) == "2 ranks on 16 CPU cores"
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "peak"),
+    [
+        ("NVIDIA H100 80GB HBM3", "bf16", 989e12),
+        ("NVIDIA H100 PCIe", "fp16", 756e12),
+        ("NVIDIA A100-SXM4-40GB", "fp32", 19.5e12),
+        ("Intel(R) Data Center GPU Max 1550", "fp64", 26e12),
+        ("AMD Radeon", "bf16", None),
+        ("NVIDIA A100-SXM4-40GB", "fp8", None),
+    ],
+)
+def test_peaks_by_name(name, dtype, peak):
+    assert named_peak(name, dtype) == peak
+
+
+def test_each_accelerator_has_all_rates():
+    assert all(set(rates) == {"bf16", "fp32", "fp64"} for rates in PEAKS.values())
+
+
+GB = 10**9
+MEMINFO = f"MemTotal: {64 * GB // 1024} kB\nMemAvailable: {40 * GB // 1024} kB\nSwapFree: {2 * GB // 1024} kB\n"
+
+
+def system(root, files):
+    for name, text in {"proc/meminfo": MEMINFO, **files}.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(str(text))
+    return root
+
+
+def group(folder, limit, used, cached):
+    stat = f"anon 5\nactive_file {cached}\ninactive_file 0\n"
+    return {f"{folder}/memory.max": limit, f"{folder}/memory.current": used, f"{folder}/memory.stat": stat}
+
+
+@pytest.mark.parametrize(
+    ("files", "left"),
+    [
+        ({}, 42),
+        ({"proc/self/cgroup": "0::/\n"}, 42),
+        ({"proc/self/cgroup": "0::/job/step\n", **group("sys/fs/cgroup/job/step", "max", GB, 0)}, 42),
+        ({"proc/self/cgroup": "0::/job/step\n", **group("sys/fs/cgroup/job", 8 * GB, 3 * GB, GB)}, 8),
+        ({"proc/self/cgroup": "0::/\n", **group("sys/fs/cgroup", 8 * GB, 3 * GB, 0)}, 7),
+        ({"proc/self/cgroup": "0::/job\n", **group("sys/fs/cgroup/job", 80 * GB, 3 * GB, GB)}, 42),
+    ],
+)
+def test_host(tmp_path, files, left):
+    assert host_memory(system(tmp_path, files)) == pytest.approx(left * GB, abs=4096)
+
+
+def test_nothing_is_told(tmp_path):
+    assert host_memory(tmp_path) is None
+    assert device_memory(torch.device("cpu")) is None
+
+
+def test_here():
+    assert host_memory() > 10**8

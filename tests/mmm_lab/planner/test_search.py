@@ -1,4 +1,6 @@
-"""The search: what it finds is what the trainers take, fits, and is the fastest of what it looked at."""
+"""The search: what it finds is what the trainers take, fits, and is the fastest of what it looked at. Every statement
+of the decision tree; and the facts that it asks, of models and machines. A layout that was asked for by its sizes: it
+alone is looked at, and what does not go says which rule it breaks."""
 
 import itertools
 import math
@@ -13,12 +15,14 @@ from mmm.parallel import Layout, Techniques
 from mmm.parallel.pp.schedules import SCHEDULES
 from mmm.run.command_line import parse
 from mmm.trainer import lm, vit
+from mmm_lab.planner.asked import exactly, why_not
 from mmm_lab.planner.candidate import divisors
+from mmm_lab.planner.memory import MemoryModel
 from mmm_lab.planner.named_model import read_model
 from mmm_lab.planner.report import details, missing, text_of, why_each
 from mmm_lab.planner.script import job_script, launch_line
 from mmm_lab.planner.search import Search
-from mmm_lab.planner.tree import beside_answer, decide, facts_of
+from mmm_lab.planner.tree import Facts, across_hosts, beside_answer, decide, facts_of
 from mmm_lab.planner.trial import Trial
 from mmm_launch.machines.find import named
 
@@ -218,3 +222,121 @@ def test_a_script_names_no_queue_that_is_known_to_be_wrong():
     script = job_script("launch true", named({}, "polaris").changed({"hosts": 560}))
     assert "#PBS -q QUEUE" in script
     assert "no queue takes such a job" in script
+
+
+def tree(**facts):
+    return decide(Facts(**{"fits": False, "largest_fits": True, "devices": 8, "hosts": 1, "fast": True, **facts}))
+
+
+MANY = {"devices": 128, "hosts": 16}
+
+
+@pytest.mark.parametrize(
+    ("facts", "answer"),
+    [
+        ({"fits": True, "devices": 1}, "nothing: one device"),
+        ({"fits": True}, "DDP"),
+        ({"fits": True, "fast": False}, "DDP"),
+        ({"fits": True, **MANY}, "DDP"),
+        ({"fits": True, "fast": False, **MANY}, "DDP"),
+        ({"devices": 1}, "ZeRO with offload"),
+        ({"devices": 1, "largest_fits": False}, "more devices"),
+        ({"largest_fits": False}, "tp, since a layer does not fit"),
+        ({"largest_fits": False, **MANY}, "tp, since a layer does not fit"),
+        ({}, "tp, pp or ZeRO (fsdp), about even"),
+        ({"fast": False}, "pp"),
+        (MANY, "ZeRO (fsdp, hsdp), or pp·tp·dp"),
+        ({"fast": False, **MANY}, "dp·pp·tp with ZeRO-1"),
+    ],
+    ids=str,
+)
+def test_answers(facts, answer):
+    assert answer in tree(**facts).answer
+
+
+def test_axes():
+    assert tree(devices=1).axes == ("offload",)
+    assert tree(fast=False).axes == ("pp",)
+    assert tree(largest_fits=False).axes[0] == "tp"
+
+
+def test_a_path_has_the_questions_that_were_asked():
+    assert [question for question, _ in tree(fits=True, devices=1).path] == [
+        "does the model fit on one device?",
+        "is there more than one device?",
+    ]
+    assert len(tree(devices=128, hosts=16).path) == 5
+
+
+def test_a_layer_that_does_not_fit():
+    spec = read_model("llama-70b", {"dim": 65536, "n_heads": 512, "ffn_dim": 262144}, 2048)
+    machine = named({}, "polaris").changed({"hosts": 16})
+    assert not facts_of(spec, machine, MemoryModel(spec, "cuda", "bf16"))[0].largest_fits
+
+
+def test_a_tensor_parallel_group_over_hosts():
+    polaris, aurora = named({}, "polaris").changed({"hosts": 4}), named({}, "aurora").changed({"hosts": 4})
+    assert "tp 8 spans hosts of 4 devices" in across_hosts(8, polaris)
+    assert across_hosts(8, polaris).endswith("tp 4 stays inside")
+    assert across_hosts(4, polaris) == ""
+    assert across_hosts(8, aurora).endswith("tp 6 stays inside")  # 12 ranks of a host: the second group has 4 of each
+    assert across_hosts(8, polaris.changed({"hosts": 1})) == ""
+
+
+SPEC = read_model("llama-8b", {}, 2048)
+
+
+def asked(batch=64, hosts=2, **fixed):
+    """On hosts of 8 devices."""
+    return Search(SPEC, named({}, "dgx-h100").changed({"hosts": hosts}), batch, "bf16", fixed=exactly(fixed))
+
+
+def test_one_layout_is_looked_at():
+    found = asked(tp=2, pp=2, microbatches=8).run()
+    (best,) = found.best
+    assert str(best.layout) == "pp2·dp4·tp2"
+    assert (best.techniques.schedule, best.techniques.stages_per_rank, best.trial.microbatches) == ("1F1B", 1, 8)
+    assert best.techniques.data_parallel == "fsdp"
+    (best,) = asked(pp=4, schedule="Interleaved1F1B").run().best
+    assert (best.techniques.stages_per_rank, best.trial.microbatches) == (2, 4)  # the fewest that the schedule takes
+
+
+@pytest.mark.parametrize(
+    ("fixed", "said"),
+    [
+        ({"tp": 3}, "start 15"),
+        ({"ep": 3}, "dp_shard 16"),
+        ({"ep": 2}, "ep 2: the model has no experts to shard"),
+        ({"data_parallel": "ddp", "tp": 2}, "ddp keeps the full model on every rank, which does not go with tp 2"),
+        ({"data_parallel": "hsdp"}, "dp_shard"),
+        (
+            {"data_parallel": "hsdp", "dp_replicate": 16},
+            "dp_shard",
+        ),
+        (
+            {"data_parallel": "zero1", "pp": 16, "microbatches": 16},
+            "zero1",
+        ),
+        ({"dp_replicate": 2}, "dp_replicate 2"),
+        ({"cp": 16, "cp_style": "ulysses", "batch": 1, "hosts": 16}, "batch 1"),
+        ({"cp": 64, "cp_style": "ulysses", "hosts": 8}, "n_heads 32"),
+        ({"cp": 2, "cp_style": "usp"}, "cp_style"),
+        ({"batch": 8}, "batch 8"),
+        ({"microbatches": 3}, "microbatches 3"),
+        ({"pp": 4, "microbatches": 2}, "microbatches 2: 1F1B"),
+        ({"pp": 2, "stages_per_rank": 3}, "stages_per_rank 3: 1F1B"),
+        ({"pp": 64, "hosts": 8, "microbatches": 64}, "the model has 34 parts, fewer than pp 64"),
+    ],
+    ids=str,
+)
+def test_what_does_not_go_says_its_rule(fixed, said):
+    search = asked(**fixed)
+    found = search.run()
+    assert not found.kinds
+    assert said in missing(search, found)
+
+
+def test_of_a_search_only_what_no_layout_can_have_is_refused():
+    machine = named({}, "dgx-h100").changed({"hosts": 2})
+    assert why_not(Search(SPEC, machine, 64, "bf16", fixed={"data_parallel": "hsdp"})) == ""
+    assert "tp 3 needs a multiple of 3" in why_not(Search(SPEC, machine, 64, "bf16", fixed={"tp": 3}))

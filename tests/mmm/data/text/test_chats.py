@@ -1,16 +1,22 @@
-"""Conversations from JSON lines, in tokens: the mask is exact, what is none is named by file and line."""
+"""Conversations from JSON lines, in tokens: the mask is exact, what is none is named by file and line. Conversations as
+text: what templates see, where answers are, what is refused. Conversations as samples: loss on answers alone, each once
+an epoch, the same for whichever rank asks; none is cut in silence."""
 
 import json
+from pathlib import Path
 
+import numpy as np
 import pytest
 
 from mmm.checkpoint.model_metadata import ChatFormat
 from mmm.data.text.byte_tokenizer import ByteTokenizer
 from mmm.data.text.chat_template import DEFAULT, ChatTemplate, chat_template_of
-from mmm.data.text.chats import encode_chat, read_chats, rendered
+from mmm.data.text.chat_tokens import ChatText, ChatTokens
+from mmm.data.text.chats import ChatArrays, encode_chat, read_chats, rendered
 from mmm.data.text.formats import is_chats
-from mmm.data.text.tokenizer import HuggingFaceTokenizer
+from mmm.data.text.tokenizer import CharTokenizer, HuggingFaceTokenizer
 from mmm.errors import DataError
+from mmm.layout import PADDING
 from support.llamas import byte_bpe
 
 QUESTION, ANSWER = {"role": "user", "content": "Größe?"}, {"role": "assistant", "content": "2 m"}
@@ -147,3 +153,144 @@ def test_what_a_template_writes_is_in_the_text(tmp_path):
     assert answers == ['[{"function": {"name": "add", "arguments": "{}"}}]</s>', "(because)2 m</s>"]
     text, answers = made(tmp_path, ONLY_CONTENT, {"prompt": "Größe?", "answer": "2 m", "system": "Short."})
     assert (text, answers) == ("[system]Short.</s>[user]Größe?</s>[assistant]2 m</s>", ["2 m</s>"])
+
+
+CHATML = (
+    "{% for m in messages %}{{'<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>' + '\n'}}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+LLAMA_2 = (
+    "{% for m in messages %}{% if m.role == 'user' %}{{ bos_token + '[INST] ' + m.content + ' [/INST]' }}"
+    "{% elif m.role == 'assistant' %}{{ ' ' + m.content + ' ' + eos_token }}"
+    "{% else %}{{ raise_exception('no role ' + m.role) }}{% endif %}{% endfor %}"
+)
+MARKED = (
+    "{%- for m in messages %}\n    {%- if m.role == 'assistant' %}\n"
+    "<a>{% generation %}{{ m.content }}{{ eos_token }}{% endgeneration %}</a>\n"
+    "    {%- else %}\n<q>{{ m.content }}</q>\n    {%- endif %}\n{%- endfor %}"
+)
+FORGETFUL = (  # as templates that keep only the last answer's reasoning
+    "{% for m in messages %}{% if loop.last %}{{ '!' }}{% endif %}{{ m.content + '\n' }}{% endfor %}"
+)
+TOKENS = {"bos_token": "<s>", "eos_token": "</s>"}
+TURNS = [
+    {"role": "user", "content": "one?"},
+    {"role": "assistant", "content": "1"},
+    {"role": "user", "content": "two?"},
+    {"role": "assistant", "content": "2"},
+]
+
+
+def answers(template, tokens=TOKENS, messages=TURNS):
+    text, spans = ChatTemplate(ChatFormat(template, tokens)).text_and_answers(messages)
+    return text, [text[slice(*span)] for span in spans]
+
+
+def test_each_answer_with_the_token_that_ends_it():
+    text, found = answers(CHATML, {"eos_token": "<|im_end|>"})
+    assert found == ["1<|im_end|>", "2<|im_end|>"]
+    assert text.startswith("<|im_start|>user\none?<|im_end|>\n<|im_start|>assistant\n1<|im_end|>\n<|im_start|>user\n")
+    assert answers(CHATML, {})[1] == ["1<|im_end|>\n", "2<|im_end|>\n"]  # nobody knows which token ends it
+    assert answers(LLAMA_2)[1] == [" 1 </s>", " 2 </s>"]
+
+
+def test_generation_blocks():
+    text, found = answers(MARKED)
+    assert found == ["1</s>", "2</s>"]
+    assert text == "<q>one?</q><a>1</s></a><q>two?</q><a>2</s></a>"
+
+
+def test_the_plain_template():
+    text, found = answers(DEFAULT, {"eos_token": "\0"})
+    assert text == "user:\none?\n\nassistant:\n1\0\n\nuser:\ntwo?\n\nassistant:\n2\0\n\n"
+    assert found == ["1\0", "2\0"]
+    assert chat_template_of(ByteTokenizer()).format == ChatFormat(DEFAULT, {"eos_token": "\0"})
+    assert chat_template_of(CharTokenizer("a\0")).format.special_tokens == {"eos_token": "\0"}
+    assert chat_template_of(CharTokenizer("ab")).format.special_tokens == {"eos_token": ""}
+    tokenizer = ByteTokenizer()
+    tokenizer.chat = ChatFormat("", {"eos_token": "</s>"})
+    assert chat_template_of(tokenizer).render(TURNS[:2]) == "user:\none?\n\nassistant:\n1</s>\n\n"
+
+
+@pytest.mark.parametrize(
+    ("template", "messages", "said"),
+    [
+        ("{% for", TURNS, "line 1"),
+        (FORGETFUL, TURNS, "message 2"),
+        (LLAMA_2, [{"role": "tool", "content": "x"}, *TURNS], "does not take it: no role tool"),
+        ("{{ messages[0].content }}", TURNS, r"message 2"),
+        ("{{ messages[9].content.x }}", TURNS, "does not take it: "),
+        ("{{ strftime_now('%d') }}", TURNS, "'strftime_now' is undefined"),
+        ("{{ messages.__class__.__base__.__subclasses__() }}", TURNS, "is unsafe"),
+        ("{{ messages.append(1) }}", TURNS, "is not safely callable|unsafe"),
+    ],
+)
+def test_refused(template, messages, said):
+    with pytest.raises(DataError, match=said):
+        answers(template, messages=messages)
+
+
+def test_json_is_written_as_it_is():
+    assert ChatTemplate(ChatFormat("{{ {'a': '<é>'} | tojson }}")).render([]) == '{"a": "<é>"}'
+
+
+SEQ = 16
+
+
+def chat(number, questions, answers):
+    """Tokens of which the number of the conversation is the hundreds; a question, then an answer."""
+    tokens = 100 * number + np.arange(questions + answers)
+    return ChatArrays(tokens, np.arange(questions + answers) >= questions)
+
+
+@pytest.fixture(scope="module")
+def text():
+    lengths = np.random.RandomState(0).randint(1, 8, (30, 2))
+    return ChatText(Path("a.jsonl"), [chat(n, *length) for n, length in enumerate(lengths, start=1)])
+
+
+def parts(row):
+    """The conversations of a sample: number → (inputs, targets)."""
+    found = {}
+    for token, target in zip(*row[:2], strict=True):
+        if token:
+            found.setdefault(int(token) // 100, []).append((int(token), int(target)))
+    return found
+
+
+@pytest.mark.parametrize("pack", [False, True])
+def test_an_epoch_has_each_once_with_the_targets_of_its_answer(text, pack):
+    tokens = ChatTokens(text, SEQ, 3, vocab_size=10_000, pack=pack, document_starts=pack)
+    orders = []
+    for epoch in (0, 1):
+        rows = [tokens.sample(epoch, place) for place in range(tokens.samples)]
+        orders.append([next(iter(parts(row))) for row in rows])
+        found = [pair for row in rows for pair in parts(row).items()]
+        assert sorted(number for number, _ in found) == list(range(1, 31))
+        for number, pairs in found:
+            ids, answers = text.chats[number - 1]
+            expected = np.where(answers[1:], ids[1:], PADDING)
+            assert pairs == list(zip(ids[:-1].tolist(), expected.tolist(), strict=True))
+        assert all((row[1][row[0] == 0] == PADDING).all() for row in rows)
+    assert orders[0] != orders[1]
+    if pack:
+        assert tokens.samples < 30 * 0.8
+
+
+def test_longer_ones_are_cut_and_said():
+    text = ChatText(Path("a.jsonl"), [chat(1, 4, 4), chat(2, 4, 5), chat(3, 4, 9), chat(4, 9, 2)])
+    cut = text.cut(7)  # inputs
+    assert [len(each.tokens) for each in cut.chats] == [8, 8, 8]
+    said = text.note(7)
+    assert said == (
+        "4 conversations, 20 of 41 tokens are answers; 3 are longer than --seq_length 7 (the longest 12): what is "
+        "beyond is cut; 1 have no answer left, and are left out"
+    )
+    assert text.note(12) == "4 conversations, 20 of 41 tokens are answers"
+    with pytest.raises(DataError, match="--seq_length 3"):
+        text.cut(3)
+
+
+def test_a_token_that_the_vocabulary_lacks(text):
+    with pytest.raises(DataError, match=r"a.jsonl"):
+        ChatTokens(text, SEQ, 0, vocab_size=3000)

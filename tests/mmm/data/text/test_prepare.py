@@ -1,8 +1,10 @@
-"""Preparing tokens: the same in any number of processes, after any kill; documents and their ends; what is refused."""
+"""Preparing tokens: the same in any number of processes, after any kill; documents and their ends; what is refused.
+Pieces of texts: together they have the documents of the text, whatever its separators, its bytes and their size."""
 
 import json
 import multiprocessing
 import os
+import random
 import re
 import signal
 from itertools import pairwise
@@ -11,6 +13,7 @@ import numpy as np
 import pytest
 
 import mmm.data.text.prepare as module
+from mmm.data.text.pieces import TextFile, read_documents, split
 from mmm.data.text.prepare import Preparation, prepare
 from mmm.data.text.token_file import open_tokens
 from mmm.errors import DataError
@@ -199,3 +202,36 @@ def test_what_is_refused(files, tmp_path, write, flags, words):
     assert words in str(caught.value)
     assert "\n" not in str(caught.value)
     assert not (tmp_path / "out").exists()
+
+
+PIECE = 1 << 24
+
+
+def pieces_of(path, size, separator, splittable=True):
+    return list(split([TextFile(path, False)], size, separator, splittable))
+
+
+def documents_of(path, size, separator):
+    found = pieces_of(path, size, separator)
+    assert [piece.begin for piece in found] == [0, *(piece.end for piece in found[:-1])]
+    assert found[-1].end == path.stat().st_size
+    assert all(piece.end - piece.begin >= size for piece in found[:-1])
+    return [each for piece in found for each in read_documents(piece, separator, "text", utf8=False)]
+
+
+@pytest.mark.parametrize("separator", [b"\n", b"\n\n", b"aba", b"aab", b"aaaa", "é".encode(), b"<s>"], ids=str)
+def test_documents_are_those_of_the_text(tmp_path, separator):
+    generator, path = random.Random(0), tmp_path / "text"
+    letters = [bytes([byte]) for byte in {*separator, *b"ab", 0x80, 0xBF, 0xC3}] + [separator] * 2
+    for _ in range(60):
+        text = b"".join(generator.choice(letters) for _ in range(generator.randrange(1, 40)))
+        path.write_bytes(text)
+        expected = [each for each in text.split(separator) if each]
+        for size in (1, 2, 3, 7, 20):
+            assert documents_of(path, size, separator) == expected
+
+
+def test_a_separator_at_the_edge_of_a_piece(tmp_path):
+    path = tmp_path / "text"
+    path.write_bytes(b"a" * (PIECE - 1) + b"\n\n" + b"\n" + b"b" * 100 + b"\n\n" + b"c" * 50)
+    assert list(map(len, documents_of(path, PIECE, b"\n\n"))) == [PIECE - 1, 101, 50]
