@@ -90,8 +90,8 @@ def sample_text(
     Args: as of `generate`.
     """
     most = min(vocabulary, tokenizer.vocab_size)
-    found = generate(model, prompt, tokens, block, sampling, most, stop, show, on_token)
-    return tokenizer.decode([*prompt[len(bos) :], *(token for token in found if token not in stop)]), len(found)
+    written = generate(model, prompt, tokens, block, sampling, most, stop, show, on_token)
+    return tokenizer.decode([*prompt[len(bos) :], *(token for token in written if token not in stop)]), len(written)
 
 
 def config_of(weights: Weights) -> Any:
@@ -156,7 +156,8 @@ def evaluation_model(
     definition = of_config(config)
     model, inputs = definition.on_meta(config, layout.pp, 2 * layout.cp * layout.tp)
     model = without_draws(model)
-    plan, techniques = definition.plan(config), Techniques()
+    plan = definition.plan(config)
+    techniques = Techniques()
     partition = partition_model(model, plan, layout, techniques, inputs)
     mesh = build_mesh(layout, device.type, timeout, experts=has_experts(model))
     if layout.dp * layout.cp == 1:  # nothing for FSDP to shard: it would copy each unit, for each token

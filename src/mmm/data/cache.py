@@ -91,34 +91,34 @@ def fetch(url: str, algorithm: str, digest: str) -> bytes:
 
 
 def _download(folder: Path, download: Callable[[Path], object]) -> None:
-    part = folder.with_name(f".{folder.name}.part.{socket.gethostname()}")
-    shutil.rmtree(part, ignore_errors=True)  # a killed download's
-    part.mkdir()
+    partial = folder.with_name(f".{folder.name}.part.{socket.gethostname()}")
+    shutil.rmtree(partial, ignore_errors=True)  # a killed download's
+    partial.mkdir()
     before = socket.getdefaulttimeout()
     socket.setdefaulttimeout(ANSWER_SECONDS)
     try:
-        _download_in_time(download, part)
+        _download_in_time(download, partial)
     except (OSError, http.client.HTTPException) as error:
         raise Refused(" ".join(str(error).split()) or type(error).__name__) from None
     else:
         try:
-            part.rename(folder)
+            partial.rename(folder)
         except OSError:
             # Another host may have been faster.
             if not os.path.isdir(folder):
                 raise
     finally:
         socket.setdefaulttimeout(before)
-        shutil.rmtree(part, ignore_errors=True)
+        shutil.rmtree(partial, ignore_errors=True)
 
 
-def _download_in_time(download: Callable[[Path], object], part: Path) -> None:
+def _download_in_time(download: Callable[[Path], object], partial: Path) -> None:
     """Download in a thread, which nobody waits for after `DOWNLOAD_SECONDS`. Raises Refused, or what it has raised."""
     errors: list[Exception] = []
 
     def work() -> None:
         try:
-            download(part)
+            download(partial)
         except Exception as error:
             errors.append(error)
 

@@ -16,7 +16,8 @@ def stream(seed: int, *place: int) -> list[int]:
     Args:
         seed: of 64 bits. place: which stream of that seed.
     """
-    low, high = seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF
+    low = seed & 0xFFFFFFFF
+    high = seed >> 32 & 0xFFFFFFFF
     return [low, *place, high] if high else [low, *place]
 
 
@@ -38,7 +39,8 @@ def permuted(place: int, samples: int, seed: int, epoch: int) -> int:
     low = bits // 2
     widths = (low, bits - low)  # of the right half, in even and in odd rounds
     while True:
-        left, right = place >> low, place & (1 << low) - 1
+        left = place >> low
+        right = place & (1 << low) - 1
         for number in range(_ROUNDS):
             # Even rounds change the left half, of bits - low bits, which then becomes the right one.
             message = b"%d %d" % (number, right)

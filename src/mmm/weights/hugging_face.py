@@ -28,8 +28,11 @@ from mmm.outside import is_plain_name, printable, read_json, short
 from mmm.weights.no_weights import prefix_problem
 from mmm.weights.weights import Weights, config_from, shapes_of
 
-CONFIG, INDEX, ONE_FILE = "config.json", "model.safetensors.index.json", "model.safetensors"
-GENERATION, SENTENCE_PIECE = "generation_config.json", TOKENIZERS[1]
+CONFIG = "config.json"
+INDEX = "model.safetensors.index.json"
+ONE_FILE = "model.safetensors"
+GENERATION = "generation_config.json"
+SENTENCE_PIECE = TOKENIZERS[1]
 SHARD = 5_000_000_000  # bytes of a file, of the tensors that fit
 
 
@@ -190,7 +193,8 @@ def export(weights: Weights, folder: Path, dtype: torch.dtype | None, shard: int
         elements[entry.dtype] += entry.elements
     metadata = weights.metadata
     kind = str(elements.most_common(1)[0][0]).removeprefix("torch.")  # transformers loads all tensors in it
-    bos, eos = metadata.bos, metadata.eos
+    bos = metadata.bos
+    eos = metadata.eos
     config |= {
         "rope_scaling": weights.sizes["rope_scaling"],
         "max_position_embeddings": metadata.block or 2048,

@@ -142,7 +142,8 @@ def _check_sizes(
 def _metadata(path: Path, manifest: Manifest) -> ModelMetadata:
     """What `ModelMetadata.describe` has written. Raises CheckpointError: it is something else."""
     about = manifest.about
-    name, chat = about.get("tokenizer"), about.get("chat")
+    name = about.get("tokenizer")
+    chat = about.get("chat")
     if name not in (None, "") and (name not in TOKENIZERS or name not in manifest.files):
         raise CheckpointError(f"{path} has the tokenizer {short(name)}, which is none of {', '.join(TOKENIZERS)}")
     tokenizer = None if name is None else (name, read_tokenizer(path / name) if name else b"")
@@ -162,7 +163,8 @@ class _Slabs(DefaultSavePlanner):
         self.weights = weights
 
     def create_local_plan(self) -> SavePlan:
-        items, names = [], {}
+        items = []
+        names = {}
         for name, entry in self.weights.entries.items():
             fqn = f"{MODEL}.{name}"
             names[fqn] = (MODEL, name)
@@ -184,10 +186,12 @@ class _SlabWriter(Writer):
     """Writes one slab after the other. PyTorch's own way keeps all tensors of a file until it is closed."""
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future:
-        name, results = "__0_0.distcp", []
+        name = "__0_0.distcp"
+        results = []
         with self._files.create_stream(self._folder / name, "wb") as stream:
             for item in plan.items:
-                tensor, first = planner.resolve_data(item), stream.tell()
+                tensor = planner.resolve_data(item)
+                first = stream.tell()
                 assert isinstance(tensor, Tensor)
                 # torch.save writes a tensor's whole storage.
                 torch.save(tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone(), stream)
@@ -209,7 +213,8 @@ def write_own(weights: Weights, folder: Path) -> None:
     """
     if folder.exists():
         raise CheckpointError(f"{folder} is there already: give another folder, or remove it")
-    metadata, partial = weights.metadata, folder.with_name(folder.name + PARTIAL)
+    metadata = weights.metadata
+    partial = folder.with_name(folder.name + PARTIAL)
     about = {"from": str(weights.path), **metadata.describe()}
     manifest = Manifest(0, {"program": IMPORTED, **weights.sizes}, {}, about, {})
 

@@ -37,7 +37,10 @@ class ImageBatches:
     """
 
     def __init__(self, image_set: ImageSet, global_batch: int, seed: int = 0, *, train: bool = True) -> None:
-        self.image_set, self.global_batch, self.seed, self.train = image_set, global_batch, seed, train
+        self.image_set = image_set
+        self.global_batch = global_batch
+        self.seed = seed
+        self.train = train
         samples = image_set.samples
         self.steps_per_epoch = samples // global_batch if train else -(-samples // global_batch)
         if not self.steps_per_epoch:
@@ -94,11 +97,13 @@ class ImageLoader:
         workers: int | None = None,
         timeout: float = 0.0,
     ) -> None:
-        self.batches, self.size = batches, batches.global_batch // dp
+        self.batches = batches
+        self.size = batches.global_batch // dp
         self.first_sample = coordinate * self.size
         if workers is None:
             workers = 0 if batches.image_set.in_memory else min(4, usable_cores() - 1)
-        self.workers, self.timeout = workers, timeout
+        self.workers = workers
+        self.timeout = timeout
 
     def epoch(self, epoch: int = 0, first: int = 0) -> Iterator[Batch]:
         """The batches of an epoch, from its step `first` on.
@@ -134,7 +139,9 @@ class _StepDataset(torch.utils.data.Dataset):
     """Step → batch. A user's error is returned as a value, because a worker would wrap it into its traceback."""
 
     def __init__(self, batches: ImageBatches, first_sample: int, size: int) -> None:
-        self.batches, self.first_sample, self.size = batches, first_sample, size
+        self.batches = batches
+        self.first_sample = first_sample
+        self.size = size
 
     def __getitem__(self, step: int) -> Batch | UserError:
         try:

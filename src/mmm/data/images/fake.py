@@ -23,7 +23,10 @@ class FakeImages(ImageSet):
     """
 
     def __init__(self, samples: int, shape: tuple[int, int, int], classes: int, seed: int, first: int = 0) -> None:
-        self.samples, self.shape, self.seed, self.first = samples, shape, seed, first
+        self.samples = samples
+        self.shape = shape
+        self.seed = seed
+        self.first = first
         self.labels = torch.arange(first, first + samples) % classes
         self.classes = tuple(str(number) for number in range(classes))
         self.mean: Values = (0.5,) * shape[0]

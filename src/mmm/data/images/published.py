@@ -110,12 +110,14 @@ def load(name: str, folder: Path | None, image_size: int | None, channels: int |
         DataError: `folder` lacks the data, or a file is damaged.
     """
     published = PUBLISHED[name]
-    download, arrays_of = _download_files, _mnist_arrays
+    download = _download_files
+    arrays_of = _mnist_arrays
     if name == "cifar10":
-        download, arrays_of = _download_cifar, _cifar_arrays
+        download = _download_cifar
+        arrays_of = _cifar_arrays
     if folder is None:
         folder = cache_folder() / name
-        download_once(folder, lambda part: download(published, part))
+        download_once(folder, lambda partial: download(published, partial))
     train, test = (
         ImagesInMemory(*arrays, published.classes, published.mean, published.std, image_size, channels)
         for arrays in arrays_of(_contents(published, folder))

@@ -69,7 +69,9 @@ class Tokenizer(ABC):
 class ByteTokenizer(Tokenizer):
     """A byte is a token: every text can be encoded."""
 
-    kind, vocab_size, splittable = "bytes", BYTES, True
+    kind = "bytes"
+    vocab_size = BYTES
+    splittable = True
 
     def encode(self, text: bytes) -> np.ndarray:
         return np.frombuffer(text, np.uint8)

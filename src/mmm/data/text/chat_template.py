@@ -71,16 +71,16 @@ class ChatTemplate:
         weights = [message.get(WEIGHT, 1) for message in messages if message["role"] == ANSWERS]
         marked = self._marked(turns, tools)
         text = MARKS.sub("", marked)
-        for number, turn in enumerate(turns, start=1):
+        for index, turn in enumerate(turns, start=1):
             if turn["content"].strip() not in text:
-                raise DataError(f"the chat template leaves out, or changes, message {number} ({turn['role']})")
+                raise DataError(f"the chat template leaves out, or changes, message {index} ({turn['role']})")
         if MARKS.search(marked):
             spans = _marked_spans(marked)
             if all(weights):
                 return text, spans
         else:
-            answers = [number for number, turn in enumerate(turns) if turn["role"] == ANSWERS]
-            spans = [self._answer(turns, tools, number, text) for number in answers]
+            answers = [index for index, turn in enumerate(turns) if turn["role"] == ANSWERS]
+            spans = [self._answer(turns, tools, index, text) for index in answers]
         if len(spans) != len(weights):
             raise DataError(
                 f"the chat template marks {len(spans)} texts in {len(weights)} answers: weight 0 cannot be kept"
@@ -98,14 +98,14 @@ class ChatTemplate:
         """
         if tools and self._writes(text, messages, None):
             raise DataError("the chat template leaves out tools of the conversation")
-        for number, message in enumerate(messages):
+        for index, message in enumerate(messages):
             for name, value in message.items():
                 if name not in WRITTEN or not value or not str(value).strip():
                     continue
                 shorter = {key: value for key, value in message.items() if key != name}
                 shorter.setdefault("content", "")
-                if self._writes(text, [*messages[:number], shorter, *messages[number + 1 :]], tools):
-                    raise DataError(f"the chat template leaves out {name} of message {number + 1} ({message['role']})")
+                if self._writes(text, [*messages[:index], shorter, *messages[index + 1 :]], tools):
+                    raise DataError(f"the chat template leaves out {name} of message {index + 1} ({message['role']})")
 
     def _writes(self, text: str, messages: Sequence[Message], tools: Tools) -> bool:
         """Whether the template makes this text of these messages."""
@@ -114,13 +114,13 @@ class ChatTemplate:
         except DataError:
             return False
 
-    def _answer(self, turns: Sequence[Message], tools: Tools, number: int, text: str) -> Span:
-        """Where in the text of all turns the one of this number is."""
-        begin = self._text(turns[:number], tools, add_generation_prompt=True)
-        end = self._text(turns[: number + 1], tools)
+    def _answer(self, turns: Sequence[Message], tools: Tools, index: int, text: str) -> Span:
+        """Where in the text of all turns the one of this index is."""
+        begin = self._text(turns[:index], tools, add_generation_prompt=True)
+        end = self._text(turns[: index + 1], tools)
         if not (text.startswith(end) and end.startswith(begin)):
             raise DataError(
-                f"the chat template writes what is up to message {number + 1} otherwise where it ends there: "
+                f"the chat template writes what is up to message {index + 1} otherwise where it ends there: "
                 "mark the answers in it by {% generation %}"
             )
         return len(begin), len(begin) + self._end_of_answer(end[len(begin) :])

@@ -46,9 +46,9 @@ def read_chats(path: Path) -> list[Conversation]:
     with reading(f"--text {path}"), open_file(path) as file:
         lines = file.read().removeprefix(b"\xef\xbb\xbf").split(b"\n")
     chats = []
-    for number, line in enumerate(lines, start=1):
+    for index, line in enumerate(lines, start=1):
         if line.strip():
-            where = f"--text {path}, line {number}"
+            where = f"--text {path}, line {index}"
             try:
                 chats.append(_conversation(parse_json(line), where))
             except ValueError as error:
@@ -69,10 +69,10 @@ def _conversation(record: dict[str, Any], where: str) -> Conversation:
         raise ValueError(f"{MESSAGES} is {short(messages)}, which is no list of objects with role and content")
     if record.get("system") is not None:
         messages = [{"role": "system", "content": record["system"]}, *messages]
-    for number, message in enumerate(messages, start=1):
+    for index, message in enumerate(messages, start=1):
         problem = _problem(message)
         if problem:
-            raise ValueError(f"message {number} has {problem}")
+            raise ValueError(f"message {index} has {problem}")
     if not any(message["role"] == ANSWERS and message.get(WEIGHT, 1) for message in messages):
         raise ValueError(f"it has no answer to learn: no message has the role {ANSWERS}, or each has weight 0")
     if not isinstance(record.get("tools"), list | None):

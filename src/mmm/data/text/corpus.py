@@ -108,7 +108,8 @@ def read_text_files(paths: Sequence[Path], utf8: bool = False) -> Corpus:
     Raises:
         DataError: a file is missing, is a folder, cannot be read, is empty, is binary, or is not UTF-8.
     """
-    train, validation = [], []
+    train = []
+    validation = []
     for path in paths:
         name = f"--text {path}"
         with reading(name), open_file(path) as file:

@@ -33,9 +33,9 @@ def compile_template(template: str) -> Callable[..., str]:
     except TemplateError as error:
         raise DataError(f"the chat template is no Jinja: {_one_line(error)}") from None
 
-    def render(**given: object) -> str:
+    def render(**variables: object) -> str:
         try:
-            return compiled.render(**given)
+            return compiled.render(**variables)
         except (TemplateError, TypeError, ValueError, LookupError, ArithmeticError, RecursionError) as error:
             raise DataError(f"the chat template does not take it: {_one_line(error)}") from None
 

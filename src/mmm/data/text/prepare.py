@@ -74,11 +74,11 @@ def prepare(wanted: Preparation, processes: int, say: Callable[[str], None] = la
                 )
             say(f"{folder} is complete already")
             return manifest
-        part = folder.with_name(folder.name + ".part")
-        manifest = _prepare(wanted, part, files, _unfinished(part, key), processes, say)
-        write_atomically(part / MANIFEST, json.dumps(manifest, indent=1).encode())
-        (part / STATE).unlink()
-        part.rename(folder)
+        unfinished = folder.with_name(folder.name + ".part")
+        manifest = _prepare(wanted, unfinished, files, _unfinished(unfinished, key), processes, say)
+        write_atomically(unfinished / MANIFEST, json.dumps(manifest, indent=1).encode())
+        (unfinished / STATE).unlink()
+        unfinished.rename(folder)
     except OSError as error:
         raise DataError(f"{error.filename or folder}: {error.strerror or error}") from None
     return manifest
@@ -105,29 +105,30 @@ def _key(wanted: Preparation) -> str:
     return digest.hexdigest()
 
 
-def _unfinished(part: Path, key: str) -> dict[str, Any]:
+def _unfinished(unfinished: Path, key: str) -> dict[str, Any]:
     """Make the unfinished folder, and return how far it has come. One of another preparation goes."""
-    if part.exists():
-        state = read_json(part / STATE, DataError, name=f"{part}, no unfinished folder of mmm tokens: its {STATE}")
+    if unfinished.exists():
+        problem = f"{unfinished}, no unfinished folder of mmm tokens: its {STATE}"
+        state = read_json(unfinished / STATE, DataError, name=problem)
         if state.get("key") == key:
             return state
-        shutil.rmtree(part)
-    part.mkdir(parents=True)
+        shutil.rmtree(unfinished)
+    unfinished.mkdir(parents=True)
     state = {"key": key, "pieces": 0, "tokens": 0, "documents": 0, "bytes": 0, "sha256": ""}
-    write_atomically(part / STATE, json.dumps(state).encode())
+    write_atomically(unfinished / STATE, json.dumps(state).encode())
     return state
 
 
 def _prepare(
     wanted: Preparation,
-    part: Path,
+    unfinished: Path,
     files: tuple[TextFile, ...],
     state: dict[str, Any],
     processes: int,
     say: Callable[[str], None],
 ) -> dict[str, Any]:
     """Write the tokens. Returns the manifest."""
-    tokenizer = _tokenizer(wanted, files, part / CharTokenizer.file)
+    tokenizer = _tokenizer(wanted, files, unfinished / CharTokenizer.file)
     for note in tokenizer.notes:
         say(note)
     eos = wanted.eos or (EOS if wanted.bpe else None)
@@ -137,7 +138,7 @@ def _prepare(
     done = state["pieces"]
     if done:
         say(f"going on: {done} of {len(pieces)} pieces are there")
-    with (part / TOKENS).open("ab") as tokens, (part / DOCUMENTS).open("ab") as documents:
+    with (unfinished / TOKENS).open("ab") as tokens, (unfinished / DOCUMENTS).open("ab") as documents:
         # What was written after the last state goes.
         tokens.truncate(state["tokens"] * tokenizer.dtype.itemsize)
         documents.truncate(state["documents"] * 8)
@@ -152,13 +153,13 @@ def _prepare(
                 state[name] += count
             # Of the pieces one after the other: it can go on from the last state.
             state["sha256"] = hashlib.sha256(state["sha256"].encode() + piece.tokens.tobytes()).hexdigest()
-            write_atomically(part / STATE, json.dumps(state).encode())
+            write_atomically(unfinished / STATE, json.dumps(state).encode())
             ended = counted(state["documents"], "document")
             say(f"{state['bytes'] / 1e6:.0f} MB of text, {state['tokens']} tokens, {ended}")
     if not state["tokens"]:
         raise DataError(f"{wanted.files[0]}: there is no text in the files")
     if tokenizer.file:
-        write_atomically(part / tokenizer.file, tokenizer.content)
+        write_atomically(unfinished / tokenizer.file, tokenizer.content)
     about = {
         "kind": tokenizer.kind,
         "file": tokenizer.file,

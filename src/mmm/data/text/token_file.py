@@ -44,7 +44,9 @@ from mmm.data.text.tokens import TokenArray
 from mmm.errors import DataError
 from mmm.outside import is_plain_name, open_file, read_json
 
-TOKENS, DOCUMENTS, MANIFEST = "tokens.bin", "documents.bin", "manifest.json"
+TOKENS = "tokens.bin"
+DOCUMENTS = "documents.bin"
+MANIFEST = "manifest.json"
 FORMAT = 1  # of the manifest
 _MEGATRON_MAGIC = b"MMIDIDX\0\0" + struct.pack("<Q", 1)  # and the version
 _MEGATRON_HEAD = 34  # bytes
@@ -65,7 +67,9 @@ class TokenFile:
     """
 
     def __init__(self, path: Path, dtype: np.dtype, begin: int = 0) -> None:
-        self.path, self.dtype, self.begin = path, np.dtype(dtype), begin
+        self.path = path
+        self.dtype = np.dtype(dtype)
+        self.begin = begin
         with reading(path):
             self._file = open_file(path)
         size = os.fstat(self._file.fileno()).st_size
@@ -88,7 +92,8 @@ class TokenFile:
 
     def split(self) -> tuple[TokenFile, TokenFile]:
         """For training, and the last tenth for validation, as of a text."""
-        train, validation = copy.copy(self), copy.copy(self)
+        train = copy.copy(self)
+        validation = copy.copy(self)
         train.end = validation.begin = self.end - max(len(self) // 10, 1)
         return train, validation
 

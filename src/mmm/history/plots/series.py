@@ -83,10 +83,12 @@ def limits(name: str, values: np.ndarray) -> tuple[float, float] | None:
     finite = np.sort(values[np.abs(values) < LARGEST])
     if not len(finite):
         return None
-    low, high = float(finite[0]), float(finite[-1])
+    low = float(finite[0])
+    high = float(finite[-1])
     if _RATE.match(name) and len(finite) >= 5:
         left_out = max(1, len(finite) // 50)
-        least, most = float(finite[left_out]), float(finite[-1 - left_out])
+        least = float(finite[left_out])
+        most = float(finite[-1 - left_out])
         far = 3 * max(most - least, 0.02 * abs(most))
         low = float(finite[finite >= least - far][0])
         high = float(finite[finite <= most + far][-1])

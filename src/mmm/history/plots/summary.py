@@ -109,10 +109,10 @@ def _draw_parts(axes: "Axes", ds: "xarray.Dataset", s: Series, split: dict[str, 
 
 def _draw_resumptions(axes: "Axes", ds: "xarray.Dataset", x: np.ndarray) -> None:
     """A line between two rows, where the run was resumed."""
-    for number, mark in enumerate(marks_of(ds)):
+    for index, mark in enumerate(marks_of(ds)):
         first = int(np.searchsorted(ds["draw"].values, mark["draw"]))
         between = x[max(first - 1, 0) : first + 1].mean()
-        axes.axvline(between, color=LIGHT.muted, lw=1.0, ls=":", label="" if number else "resumed")
+        axes.axvline(between, color=LIGHT.muted, lw=1.0, ls=":", label="" if index else "resumed")
 
 
 def _set_limits(

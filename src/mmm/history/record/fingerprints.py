@@ -21,7 +21,8 @@ from mmm.outside import open_file, parse_json
 VERSION = 1
 LOSS = "loss"
 OUTPUT = "output of "  # before a block's name: sums of squares alone, and those times a constant
-INPUTS, TARGETS = "the batch's inputs", "the batch's targets"
+INPUTS = "the batch's inputs"
+TARGETS = "the batch's targets"
 GRADIENT, WEIGHT = "gradient of ", "weight "  # before a parameter's name
 NOT_TAKEN = -1.0  # in place of the square of a norm
 
@@ -108,13 +109,13 @@ def read_fingerprints(outdir: Path) -> dict[int, Fingerprints]:
 def _read(path: Path, first: int) -> dict[int, Fingerprints]:
     try:
         with open_file(path) as file:
-            line, _, numbers = file.read().partition(b"\n")
+            line, _, content = file.read().partition(b"\n")
     except OSError as error:
         raise RecordError(f"{path} cannot be read: {error.strerror or error}") from None
     header = _header(path, line)
     shape = (1 if header.shards is None else header.ranks, len(header.entries), header.columns)
     size = 8 * (1 + int(np.prod(shape)))
-    rows = np.frombuffer(numbers[: len(numbers) // size * size], "<f8").reshape(-1, size // 8)
+    rows = np.frombuffer(content[: len(content) // size * size], "<f8").reshape(-1, size // 8)
     return {int(row[0]): Fingerprints(header, row[1:].reshape(shape)) for row in rows if row[0] >= first - 1}
 
 

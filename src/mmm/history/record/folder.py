@@ -29,7 +29,8 @@ DAMAGED = "journal-damaged.jsonl"  # one that could not be read to its end
 LOG = "log.txt"
 PLOTS = "plots"
 TRACES = "traces"  # of a profile, a file each rank
-PROFILE_TEXT, PROFILE_PAGE = "profile.txt", "profile.html"
+PROFILE_TEXT = "profile.txt"
+PROFILE_PAGE = "profile.html"
 OWN = "dt_own"  # a variable: of a step's time, that in which this rank waits for no other
 # Plots, which --overwrite removes; older records have a list of them.
 PLOT_FILES = ("plots/mplot/pngs/*.png", "plots/mplot/svgs/*.svg", "plots/tplot/*.txt", "plots/files.json")
@@ -126,17 +127,17 @@ def write_atomically(path: Path, content: bytes) -> None:
 
     Whoever could read the file before, or the record that it belongs to, still can. A link that somebody has planted
     beside it, which would lead the content elsewhere, is removed."""
-    part = path.with_name(f"{path.name}.tmp")
+    temporary = path.with_name(f"{path.name}.tmp")
     try:
-        with open(part, "wb", opener=_not_through_a_link) as file:
-            keep_mode(path, part)
+        with open(temporary, "wb", opener=_not_through_a_link) as file:
+            keep_mode(path, temporary)
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
-        os.replace(part, path)
+        os.replace(temporary, path)
     except OSError as error:
         with contextlib.suppress(OSError):
-            part.unlink()
+            temporary.unlink()
         raise cannot_write(path, error) from error
 
 

@@ -82,7 +82,8 @@ class History:
             raise RecordError(f"cannot make the folder {self.outdir}: {reason(error)}. Give another.") from error
         header = Header(self._ranks, about)
         if resume is not None:
-            header, self._next = resume.reopen(self.outdir, header), resume.rows
+            header = resume.reopen(self.outdir, header)
+            self._next = resume.rows
         self._journal = Journal(self.outdir / JOURNAL, header)
         self.ending = Ending(RUNNING)
         write_ending(self.outdir, self.ending)

@@ -88,7 +88,8 @@ class Journal:
         except OSError as error:
             raise cannot_write(self.path, error) from error
         self.close()
-        self._fd, self._size = fd, len(content)
+        self._fd = fd
+        self._size = len(content)
         self._lock = lock(fd)
 
     def append(self, rows: list[LoggedRow]) -> None:
@@ -147,7 +148,8 @@ class Journal:
 
     def close(self) -> None:
         if self._fd >= 0:
-            fd, self._fd = self._fd, -1
+            fd = self._fd
+            self._fd = -1
             with contextlib.suppress(OSError):
                 os.close(fd)
 

@@ -31,15 +31,15 @@ def repository_of(file: str | os.PathLike[str] | None) -> dict[str, Any] | None:
         ``changed``, the number of files that differ from the commit, without those that git does not know. Where git
         fails, ``folder`` and ``problem``. None without git or a repository.
     """
-    here = Path(file).absolute().parent if file else Path.cwd()
-    folder = next((place for place in (here, *here.parents) if (place / ".git").exists()), None)
+    start = Path(file).absolute().parent if file else Path.cwd()
+    folder = next((place for place in (start, *start.parents) if (place / ".git").exists()), None)
     git = shutil.which("git")
     if folder is None or git is None:
         return None
     environment = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
     try:
         status = subprocess.check_output(
-            [git, *SAFE, "-C", str(here), *STATUS],
+            [git, *SAFE, "-C", str(start), *STATUS],
             stdin=subprocess.DEVNULL,
             stderr=subprocess.STDOUT,
             timeout=LONGEST_WAIT,
