@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from typing import Any
 
 from mmm.errors import ConfigError
 from mmm.layout import CP_STYLES, DATA_PARALLEL, Layout, Techniques
@@ -22,7 +23,7 @@ def layout_of(text: str) -> tuple[Layout, Techniques]:
     """
     named, words = parse_layout(text, WORDS)
     sizes = dict.fromkeys(ALL_AXES, 1) | named
-    chosen: dict[str, str] = {}
+    chosen: dict[str, Any] = {}
     for word in words:
         kind = "data_parallel" if word in DATA_PARALLEL else "cp_style"
         if kind in chosen:

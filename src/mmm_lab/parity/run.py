@@ -95,16 +95,18 @@ def _compare_one(
     prepared: PreparedCase, known: Mapping[str, Reference | RanksFailed], timeout: float, folder: Path, device_type: str
 ) -> list[Comparison]:
     case, training = prepared.case, prepared.training
+    references: dict[str, Reference] = {}
     try:
-        for expected in known.values():
+        for optimizer, expected in known.items():
             if isinstance(expected, RanksFailed):
                 raise expected
-        answers = fork_ranks(train, case.ranks, prepared, known, timeout, device_type, timeout=timeout)
+            references[optimizer] = expected
+        answers = fork_ranks(train, case.ranks, prepared, references, timeout, device_type, timeout=timeout)
     except RanksFailed as error:
         with open(folder / ERRORS, "a", encoding="utf-8") as file:
             file.write(f"{case}: {error}\n{error.details}\n")
         return [failed(case, optimizer, training, str(error)) for optimizer in known]
-    by_optimizer = zip(known.items(), zip(*answers, strict=True), strict=True)
+    by_optimizer = zip(references.items(), zip(*answers, strict=True), strict=True)
     return [evaluate(case, optimizer, training, reference, curves) for (optimizer, reference), curves in by_optimizer]
 
 

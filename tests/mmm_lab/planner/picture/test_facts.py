@@ -28,8 +28,9 @@ SHORT = {"max_iters": 1, "plots": False, "eval_every": 0}
 
 @cache
 def facts_of(name):
-    layout = layout_of(name)
-    program = partial(run_as_main, Target("module", "mmm.trainer.lm", tuple(trainer_flags(layout, []))))
+    layout, techniques = layout_of(name)
+    flags = trainer_flags(layout, techniques, [])
+    program = partial(run_as_main, Target("module", "mmm.trainer.lm", tuple(flags)))
     return Facts(dry_run(program, layout.ranks))
 
 
@@ -57,9 +58,10 @@ def held_on(rank, flags, outdir):
 )
 def test_parts_are_those_of_real_ranks(run_on_ranks, tmp_path, name):
     facts = facts_of(name)
-    words = trainer_flags(layout_of(name), [])
+    words = trainer_flags(*layout_of(name), [])
     pairs = zip(words[::2], words[1::2], strict=True)
     flags = {flag.strip("-"): int(value) if value.isdigit() else value for flag, value in pairs}
+    flags["tpsize"] = flags.pop("tp")  # the field's own name
     for rank, (boxes, updated) in enumerate(run_on_ranks(held_on, facts.layout.ranks, flags, tmp_path / "run")):
         held = facts.held(rank)
         assert {each.name: each.box(facts.layout, rank) for each in held.parameters} == boxes
