@@ -61,12 +61,12 @@ def test_the_line_that_fits_is_the_users_own(monkeypatch):
 
 
 def test_a_choice_that_is_not_there_names_those_that_are(monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["lm", "--preset", "llama-3b"])
+    monkeypatch.setattr(sys, "argv", ["lm", "--schedule", "1F2B"])
     with pytest.raises(SystemExit):
         parse(lm.Config)
     said = " ".join(capsys.readouterr().err.split())
-    assert "'llama-3b'" in said
-    assert "'llama-8b'" in said
+    assert "'1F2B'" in said
+    assert "'1F1B'" in said
     assert "None" not in said
 
 
