@@ -194,7 +194,7 @@ class Run:
         return [value for value in self.objects.values() if isinstance(value, torch.optim.Optimizer)]
 
     def _before_update(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
-        if optimizer is self._optimizers()[0]:
+        if optimizer in self._optimizers()[:1]:
             self._rate = learning_rate(optimizer)
         if self.clock.optimizer_ends_backward:
             self.clock.lap("dtb")
