@@ -28,10 +28,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from mmm.data.images.torchvision_shim import import_torchvision
 from mmm.errors import UserError
 from mmm_verify.propose.code import load_code
 from mmm_verify.propose.find import Proposal, find_plan
-from mmm_verify.propose.models import SAMPLES, NamedModel, default_batch, import_torchvision, load_model
+from mmm_verify.propose.models import SAMPLES, NamedModel, default_batch, load_model
 from mmm_verify.propose.report import group_name, groups_by_pattern
 from mmm_verify.run import verify_subject
 from mmm_verify.subject import make_subject

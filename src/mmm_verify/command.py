@@ -5,9 +5,10 @@ from __future__ import annotations
 import argparse
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from mmm_verify.errors import ConfigError, is_for_user
@@ -63,18 +64,23 @@ def _parser(program: str) -> argparse.ArgumentParser:
     return parser
 
 
-def main(argv: Sequence[str] | None = None, program: str = "mmm-verify") -> int:
+def main(
+    argv: Sequence[str] | None = None,
+    program: str = "mmm-verify",
+    importer: Callable[[str], ModuleType] | None = None,
+) -> int:
     """The command.
 
     Args:
         argv: the arguments; None: those of this process. program: its name, for messages.
+        importer: as of `mmm_verify.propose.models.load_model`.
 
     Returns:
         The exit code: 2 for a user's error, printed as one message.
     """
     args = _parser(program).parse_args(argv)
     try:
-        return _verify(args, program)
+        return _verify(args, program, importer)
     except Exception as error:
         if not is_for_user(error):
             raise
@@ -102,16 +108,16 @@ def _parallelize(spec: str | None, program: str) -> Any:
         raise ConfigError(f"{error}; {A_PLAN.format(program=program)}") from None
 
 
-def _verify(args: argparse.Namespace, program: str) -> int:
+def _verify(args: argparse.Namespace, program: str, importer: Callable[[str], ModuleType] | None) -> int:
     """Verify on one or more meshes. Returns the largest exit code of them. Raises UserError."""
-    from mmm_verify.propose.models import SAMPLES, default_batch, load_model  # imports torch
+    from mmm_verify.propose.models import SAMPLES, default_batch, import_torchvision, load_model  # imports torch
     from mmm_verify.run import verify_subject
     from mmm_verify.subject import make_subject
     from mmm_verify.verdict import Verdict, write_badge, write_json
 
     if args.write is not None and args.parallelize is not None:
         raise ConfigError("--write with --parallelize: a plan is found, and written, where none is given")
-    model = load_model(args.model)
+    model = load_model(args.model, importer or import_torchvision)
     parallelize_fn = _parallelize(args.parallelize, program)
     step_fn = _optional(args.step, "--step") or model.step_fn
     subjects = [

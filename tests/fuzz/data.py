@@ -42,7 +42,7 @@ def make(folder: Path) -> Path:
             raw.mkdir(parents=True, exist_ok=True)
             (raw / f"{part}-images-idx3-ubyte").write_bytes(idx_bytes(pictures))
             (raw / f"{part}-labels-idx1-ubyte").write_bytes(idx_bytes(labels))
-    write_cifar(folder, 15)
+    write_cifar(folder / "cifar-10-batches-py", 15)
     _files(folder / "flat", numbers, 3, 20)
     _files(folder / "split" / "train", numbers, 4, 12)
     _files(folder / "split" / "val", numbers, 4, 3)

@@ -34,14 +34,14 @@ import xarray  # noqa: F401
 
 from fuzz.draw import Case
 from fuzz.flags import PROGRAMS, arguments
-from mmm.data.images.published import PUBLISHED
+from mmm.data.images.torchvision_shim import import_torchvision
 from mmm.errors import DivergedError, UserError
 from mmm.history.record.folder import TRACES
 from mmm.run import run as loop
 from mmm.run.command_line import parse
 from mmm.runtime.ranks import Rank
 from mmm_verify.testing import RanksFailed, fork_ranks
-from support.published import expected
+from support.published import expected_cifar
 from support.resuming import Ended, ending_before
 
 TIMEOUT = 200.0  # s that a case may take: a hang, also on a machine that is busy with something else
@@ -150,7 +150,8 @@ def _train(rank: Rank, case: Case, config: Any, words: list[str], folder: Path, 
 
     torch.amp.GradScaler.update = updated  # type: ignore[method-assign]
     if case.flags.get("dataset") == "cifar10":
-        PUBLISHED["cifar10"] = expected("cifar10", case.data)
+        for name, value in expected_cifar(case.data / "cifar-10-batches-py").items():
+            setattr(import_torchvision("datasets").CIFAR10, name, value)
     if plant is not None:
         plant(rank)
     if case.ends_at is not None:

@@ -16,11 +16,11 @@ import numpy as np
 from fuzz_files.kinds import Kind
 from fuzz_files.weights import TEXT
 from mmm.data.images.datasets import load_images
-from mmm.data.images.published import PUBLISHED, Published
+from mmm.data.images.torchvision_shim import import_torchvision
 from mmm.data.text.prepare import Preparation, prepare
 from mmm.data.text.sources import open_sources
 from mmm.data.text.tokenizer import CharTokenizer
-from support.published import expected, write_cifar, write_mnist
+from support.published import expected_cifar, expected_mnist, write_cifar, write_mnist
 
 TOKENS = np.arange(200, 600)
 ENDS = [100, 150, 400]
@@ -157,26 +157,28 @@ def _read_images(name: str) -> Callable[[Path], Any]:
 
 
 def read_mnist(folder: Path) -> Any:
-    with mock.patch.dict(PUBLISHED, mnist=_expected("mnist")):
+    with mock.patch.multiple(import_torchvision("datasets").MNIST, **_expected("mnist")):
         return _read_images("mnist")(folder)
 
 
 def make_cifar(folder: Path) -> None:
-    write_cifar(folder, 4)
+    write_cifar(folder / "cifar-10-batches-py", 4)
 
 
 def read_cifar(folder: Path) -> Any:
-    with mock.patch.dict(PUBLISHED, cifar10=_expected("cifar10")):
+    with mock.patch.multiple(import_torchvision("datasets").CIFAR10, **_expected("cifar")):
         return _read_images("cifar10")(folder)
 
 
 @cache
-def _expected(name: str) -> Published:
-    """The data set that `make_cifar` or `write_mnist` writes: the same each time."""
+def _expected(name: str) -> dict[str, Any]:
+    """Names and sums of the files that `write_cifar` or `write_mnist` writes: the same each time."""
     with tempfile.TemporaryDirectory() as folder:
-        make = make_cifar if name == "cifar10" else write_mnist
-        make(Path(folder))
-        return expected(name, Path(folder))
+        if name == "cifar":
+            write_cifar(Path(folder) / "c", 4)
+            return expected_cifar(Path(folder) / "c")
+        write_mnist(Path(folder))
+        return expected_mnist(Path(folder))
 
 
 def make_images(folder: Path) -> None:

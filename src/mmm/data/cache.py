@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import http.client
+import io
 import os
 import shutil
 import socket
@@ -29,9 +29,9 @@ class Refused(Exception):
 
 def cache_folder() -> Path:
     """``$MMM_DATA``, or else ``mmm`` in ``$XDG_CACHE_HOME`` or ``~/.cache``."""
-    chosen = os.environ.get("MMM_DATA")
-    if chosen:
-        return Path(chosen).expanduser()
+    given = os.environ.get("MMM_DATA")
+    if given:
+        return Path(given).expanduser()
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "mmm"
 
 
@@ -71,25 +71,6 @@ def download_once(folder: Path, download: Callable[[Path], object]) -> None:
         raise Refused(f"{folder.parent} cannot be written to ({error.strerror or error})") from None
 
 
-def fetch(url: str, algorithm: str, digest: str) -> bytes:
-    """Download a file whose hash is known.
-
-    Args:
-        algorithm: of the hash, such as ``sha256``. digest: the hash in hexadecimal.
-
-    Raises:
-        Refused: the file has another hash. OSError, HTTPException: the server does not give it.
-    """
-    from urllib.request import urlopen
-
-    with urlopen(url) as answer:
-        content = answer.read()
-    own = hashlib.new(algorithm, content, usedforsecurity=False).hexdigest()
-    if own != digest:
-        raise Refused(f"{url} is corrupted: {algorithm} is {own}, not {digest}")
-    return content
-
-
 def _download(folder: Path, download: Callable[[Path], object]) -> None:
     partial = folder.with_name(f".{folder.name}.part.{socket.gethostname()}")
     shutil.rmtree(partial, ignore_errors=True)  # a killed download's
@@ -97,8 +78,9 @@ def _download(folder: Path, download: Callable[[Path], object]) -> None:
     before = socket.getdefaulttimeout()
     socket.setdefaulttimeout(ANSWER_SECONDS)
     try:
-        _download_in_time(download, partial)
-    except (OSError, http.client.HTTPException) as error:
+        with contextlib.redirect_stderr(io.StringIO()):  # progress bars
+            _download_in_time(download, partial)
+    except (OSError, RuntimeError, ValueError, EOFError, http.client.HTTPException) as error:
         raise Refused(" ".join(str(error).split()) or type(error).__name__) from None
     else:
         try:

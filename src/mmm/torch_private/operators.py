@@ -57,3 +57,10 @@ def schema_arguments(operator: Any) -> Any:
 
     Private: OpOverload._schema, seen in 2.10 to 2.14; instead: nothing."""
     return operator._schema.arguments
+
+
+def has_kernel(name: str) -> bool:
+    """Whether an operator, as ``torchvision::nms``, is registered.
+
+    Private: torch._C._dispatch_has_kernel, seen in 2.10 to 2.14; instead: nothing."""
+    return torch._C._dispatch_has_kernel(name)

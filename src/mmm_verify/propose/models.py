@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import json
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -34,6 +33,7 @@ MAPPINGS = (  # of transformers: config → class; the first that has a config i
 )
 
 Batch = Callable[[], Any]
+Importer = Callable[[str], ModuleType]  # the name of a part of torchvision, such as ``models`` → that module
 
 
 @dataclass(frozen=True)
@@ -53,27 +53,13 @@ class NamedModel:
 
 
 def import_torchvision(part: str) -> ModuleType:
-    """Import a part of torchvision, such as ``models``.
-
-    Its wheels have a compiled part for one build of torch. Beside another build that part does not load, and the import
-    ends with ``operator torchvision::nms does not exist``, which no model needs: it is declared, for as long as the
-    second import takes.
+    """A part of torchvision, such as ``models``.
 
     Raises:
         ConfigError: it is not installed, or does not import.
     """
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of its image decoder, which does not load either
-            try:
-                return importlib.import_module(f"torchvision.{part}")
-            except RuntimeError as error:
-                if "torchvision::nms" not in str(error):
-                    raise
-                declared = torch.library.Library("torchvision", "FRAGMENT")
-                for name in ("nms", "qnms"):
-                    declared.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-                return importlib.import_module(f"torchvision.{part}")
+        return importlib.import_module(f"torchvision.{part}")
     except ModuleNotFoundError as error:
         raise ConfigError(f"{error.name} is not installed: pip install {error.name}") from None
     except (ImportError, RuntimeError, OSError) as error:
@@ -82,8 +68,11 @@ def import_torchvision(part: str) -> ModuleType:
         ) from error
 
 
-def load_model(name: str) -> NamedModel:
+def load_model(name: str, importer: Importer = import_torchvision) -> NamedModel:
     """The model of ``module:function``, ``hf:config.json``, ``torchvision:NAME`` or ``timm:NAME``.
+
+    Args:
+        importer: imports torchvision, which all three libraries import where it is there.
 
     Raises:
         ConfigError: there is none, or the library is not installed.
@@ -93,7 +82,7 @@ def load_model(name: str) -> NamedModel:
         return NamedModel(load_function(name, "MODEL"))
     if not rest:
         raise ConfigError(f"MODEL {name}: write {library}:{'config.json' if library == 'hf' else 'NAME'}")
-    return {"hf": _hugging_face, "torchvision": _torchvision, "timm": _timm}[library](rest)
+    return {"hf": _hugging_face, "torchvision": _torchvision, "timm": _timm}[library](rest, importer)
 
 
 def keep_no_cache(model: nn.Module) -> None:
@@ -193,14 +182,14 @@ def _width_of(module: nn.Module) -> int:
     return module.in_features if isinstance(module, nn.Linear) else 0
 
 
-def _library(name: str) -> ModuleType:
+def _library(name: str, importer: Importer) -> ModuleType:
     """Import a library that imports torchvision.
 
     Raises:
         ConfigError: it is not installed, or does not import.
     """
     try:
-        import_torchvision("transforms")
+        importer("transforms")
     except Exception as error:
         if not is_for_user(error):
             raise
@@ -220,8 +209,8 @@ def _near(kind: str, name: str, known: list[str]) -> ConfigError:
     return ConfigError(f"{kind} {name}: there is no such model{hint}")
 
 
-def _torchvision(name: str) -> NamedModel:
-    models: Any = import_torchvision("models")
+def _torchvision(name: str, importer: Importer) -> NamedModel:
+    models: Any = importer("models")
     known = models.list_models()
     if name not in known:
         raise _near("torchvision", name, known)
@@ -232,8 +221,8 @@ def _images(samples: int, channels: int, sides: tuple[int, ...]) -> tuple[Batch,
     return tuple(_floats(samples, channels, side, side) for side in sides)
 
 
-def _timm(name: str) -> NamedModel:
-    timm = _library("timm")
+def _timm(name: str, importer: Importer) -> NamedModel:
+    timm = _library("timm", importer)
     known = timm.list_models()
     base = name.partition(".")[0]  # behind it stands which weights
     if base not in known:
@@ -266,9 +255,9 @@ def read_config(file: Path) -> dict[str, Any]:
     raise ConfigError(f"{file} cannot be read: {reason}")
 
 
-def _hugging_face(path: str) -> NamedModel:
+def _hugging_face(path: str, importer: Importer) -> NamedModel:
     """A model of a config, with random weights."""
-    transformers = _library("transformers")
+    transformers = _library("transformers", importer)
     file = Path(path) / "config.json" if Path(path).is_dir() else Path(path)
     values = read_config(file)
     kind = values.pop("model_type", None)

@@ -6,18 +6,19 @@ import multiprocessing
 import os
 import threading
 import time
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from mmm.data import cache
 from mmm.data.cache import Refused, cache_folder, download_once
+from mmm.data.images import published
 from mmm.data.images.datasets import load_images
-from mmm.data.images.published import PUBLISHED
+from mmm.data.images.published import SERVERS
+from mmm.data.images.torchvision_shim import import_torchvision
 from mmm.errors import DataError
 from support.clock import PATIENCE
-from support.published import expected, write_mnist
+from support.published import expected_mnist, write_mnist
 
 FORK = multiprocessing.get_context("fork")
 
@@ -135,13 +136,16 @@ class Quiet(http.server.SimpleHTTPRequestHandler):
 
 @pytest.fixture
 def offered(tmp_path, monkeypatch):
-    """A folder of a small MNIST, on a server; the cache is empty."""
+    """A folder of a small MNIST, on a server that torchvision is made to point to; the cache is empty."""
     folder = tmp_path / "server"
     write_mnist(folder)
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Quiet, directory=str(folder)))
     threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
+    dataset = import_torchvision("datasets").MNIST
+    monkeypatch.setattr(dataset, "resources", expected_mnist(folder)["resources"])
     address = f"http://127.0.0.1:{server.server_port}/"
-    monkeypatch.setitem(PUBLISHED, "mnist", expected("mnist", folder, server=address))
+    monkeypatch.setattr(dataset, "mirrors", [address])
+    monkeypatch.setitem(SERVERS, "mnist", address)
     monkeypatch.setenv("MMM_DATA", str(tmp_path / "cache"))
     yield folder
     server.shutdown()
@@ -176,8 +180,10 @@ def test_a_download_with_other_bytes_is_not_taken(offered, tmp_path):
     ],
 )
 def test_real_digits_stand_in_and_it_is_said(monkeypatch, tmp_path, name, options, shape):
+    """No torchvision is imported for it, which takes seconds."""
     monkeypatch.setenv("MMM_DATA", str(tmp_path))
-    monkeypatch.setitem(PUBLISHED, name, replace(PUBLISHED[name], server="http://127.0.0.1:9/"))
+    monkeypatch.setitem(SERVERS, name, "http://127.0.0.1:9/")
+    monkeypatch.setattr(published, "import_torchvision", None)
     data = load_images(name, **options)
     assert (data.name, data.asked, data.shape, data.train.samples) == ("digits", name, shape, 1437)
     assert f"{name} is not in {tmp_path} and cannot be downloaded" in data.note

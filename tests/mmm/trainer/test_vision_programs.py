@@ -2,7 +2,6 @@
 
 import json
 import re
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -10,7 +9,7 @@ import torch
 
 import mmm.history
 from mmm.data.images.datasets import load_images
-from mmm.data.images.published import PUBLISHED
+from mmm.data.images.published import SERVERS
 from mmm.errors import UserError
 from mmm.examples import fsdp, parallel_4d
 from mmm.models.cnn.model import CNN, CNNConfig
@@ -75,7 +74,7 @@ def test_the_saved_model_is_plain_pytorch(cnn):
 
 
 def test_digits_stand_in_and_the_record_says_so(tmp_path, monkeypatch, capsys):
-    monkeypatch.setitem(PUBLISHED, "mnist", replace(PUBLISHED["mnist"], server="http://127.0.0.1:9/"))
+    monkeypatch.setitem(SERVERS, "mnist", "http://127.0.0.1:9/")
     monkeypatch.setenv("MMM_DATA", str(tmp_path / "cache"))
     fsdp.train(configure(fsdp.Config, max_iters=2, plots=False, outdir=tmp_path / "out"))
     config = json.loads((tmp_path / "out/config.json").read_text())

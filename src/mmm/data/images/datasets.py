@@ -77,11 +77,11 @@ def load_images(
 
 def _digits_instead(name: str, refused: Refused, image_size: int | None, channels: int | None) -> ImageData:
     """The digits at the shape that was asked for, with a note that says so."""
-    asked = published.PUBLISHED[name]
-    size = image_size or asked.size
+    _, published_size, mean, _ = published.PUBLISHED[name]
+    size = image_size or published_size
     note = (
         f"{name} is not in {cache_folder()} and cannot be downloaded ({refused}). In its place: digits, "
         f"{digits.SOURCE}, at {size}×{size}. For {name} itself, give --data_dir a folder with its files"
     )
-    train, test = digits.load(size, channels or len(asked.mean))
+    train, test = digits.load(size, channels or len(mean))
     return ImageData(train, test, "digits", name, digits.SOURCE, note)

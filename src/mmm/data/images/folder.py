@@ -15,14 +15,16 @@ import os
 import warnings
 from collections import Counter
 from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from mmm.data.images.image_set import ImageSet, Indices, Values
+from mmm.data.images.torchvision_shim import import_torchvision
 from mmm.data.text.formats import reading
 from mmm.errors import DataError
 from mmm.outside import open_file
@@ -85,20 +87,13 @@ class ImageFiles(ImageSet):
                 converted = opaque.convert("RGB" if self.shape[0] == 3 else "L")
         except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
             raise DataError(f"{path} is not an image that can be read ({error}): take it out of the folder") from None
-        return _middle_square(converted, self.shape[1])
+        return self._transform(converted)
 
-
-def _middle_square(image: Image, size: int) -> Tensor:
-    """Resize the shorter side to `size`, as torchvision does, and cut out the middle: (channels, size, size) uint8."""
-    from PIL.Image import Resampling
-
-    shorter = min(image.size)
-    width, height = (side * size // shorter for side in image.size)
-    left = round((width - size) / 2)
-    upper = round((height - size) / 2)
-    resized = image.resize((width, height), Resampling.BILINEAR)
-    pixels = np.array(resized.crop((left, upper, left + size, upper + size)))
-    return torch.from_numpy(pixels).view(size, size, -1).permute(2, 0, 1)
+    @cached_property
+    def _transform(self) -> Any:
+        transforms = import_torchvision("transforms")
+        size = self.shape[1]
+        return transforms.Compose([transforms.Resize(size), transforms.CenterCrop(size), transforms.PILToTensor()])
 
 
 def _opaque(image: Image, path: Path) -> Image:

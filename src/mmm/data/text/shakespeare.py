@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from mmm.data.cache import Refused, cache_folder, download_once, fetch
+import torch.hub
+
+from mmm.data.cache import Refused, cache_folder, download_once
 from mmm.errors import DataError
 
 NAME = "input.txt"
@@ -32,4 +34,4 @@ def shakespeare() -> Path:
 
 
 def _download(folder: Path) -> None:
-    (folder / NAME).write_bytes(fetch(URL, "sha256", SHA256))
+    torch.hub.download_url_to_file(URL, os.fspath(folder / NAME), hash_prefix=SHA256, progress=False)
