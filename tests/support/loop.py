@@ -54,7 +54,7 @@ def fit(
         norms = step.check(model, scaler, skips)
         if max_norm:
             step.row["grad_norm"] = model.clip(max_norm, norms)
-        if step.skip is None or not step.skip.item():
+        if step.updates:
             optimizer.step() if update is None else update(step.number)
         optimizer.zero_grad()
         rate = balance_rate if step.skip is None else balance_rate * (1 - step.skip)

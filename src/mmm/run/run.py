@@ -60,7 +60,7 @@ def _nothing(folder: Path) -> None:
     """Of a run without checkpoints."""
 
 
-def _no_words(folder: Path, done: int) -> list[str]:
+def _no_lines(folder: Path, done: int) -> list[str]:
     """Of a run without checkpoints."""
     return []
 
@@ -100,7 +100,7 @@ class Run:
         history: the record's rows, on rank 0, where a hook keeps them.
         rows: number of rows recorded so far, on rank 0.
         prepare_folder: what is done in the run's folder before the run begins, on rank 0.
-        last_words: what the log's end says of the run's folder, after so many steps or epochs.
+        closing_lines: lines that end the log: what is in the run's folder, after so many steps or epochs.
         facts: what hooks and the program have described.
         unread: the steps since the last row that was due.
         so_far: the row under way.
@@ -133,7 +133,7 @@ class Run:
     history: Any = None
     rows: int = 0
     prepare_folder: Callable[[Path], object] = _nothing
-    last_words: Callable[[Path, int], list[str]] = _no_words
+    closing_lines: Callable[[Path, int], list[str]] = _no_lines
     facts: dict[str, Any] = field(default_factory=lambda: {"notes": []})
     unread: UnreadSteps = field(default_factory=UnreadSteps)
     so_far: RowSoFar = field(default_factory=RowSoFar)
@@ -170,10 +170,10 @@ class Run:
             self.history.update(numbers)
 
     def state(self, **objects: Any) -> None:
-        """Say what a step needs to be made again. Where the run goes on from a checkpoint, it is loaded now.
+        """Name every object that training changes. Checkpoints save them; on resume they are loaded here. A collective.
 
-        Not in it, because they are functions of seed and step: batches, random numbers, the learning rate of a
-        schedule. A collective.
+        Functions of seed and step need not be saved: batches, random numbers, and a learning rate that the program
+        computes from the step, as the trainers do.
 
         Args:
             objects: models, optimizers, and anything with ``state_dict`` and ``load_state_dict`` that is the same on
@@ -365,7 +365,7 @@ class Run:
 
         Args:
             place: where the run is, such as ``{"iter": 3}``.
-            local_loss: its name, and this rank's, of `detached`.
+            local_loss: its name, and this rank's loss, detached from the graph.
             samples: number of samples since the clock was started.
             tokens: number of tokens in them.
             numbers: further ones of the row; tensors are the same on all ranks.
@@ -568,7 +568,7 @@ def _end(run: Run, error: BaseException | None) -> SystemExit | None:
     """Call every hook's end.
 
     Returns:
-        What a hook ends a run by that went well, on every rank: the group then ends as well.
+        The SystemExit by which a hook ended a successful run, on every rank: the group then ends as well.
 
     Raises:
         BaseException: `error`, or what a hook has put in its place.

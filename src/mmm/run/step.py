@@ -52,7 +52,8 @@ class Step:
 
     @property
     def microbatches(self) -> Iterator[Any]:
-        """The batch in its parts, by `Run.split`. What the body does with each ends a ``dtb``.
+        """The batch in its parts, by `Run.split`. When the body asks
+        for the next one, the time so far counts as backward (``dtb``).
 
         The gradients are summed over dp with the last part.
         """
@@ -63,7 +64,7 @@ class Step:
             clock.lap("dtb")
 
     def log(self, loss: Tensor) -> None:
-        """Keep the loss. The forward is over: ``dtf`` ends, but in a pipeline, whose schedule knows its parts.
+        """Keep the loss. Ends the forward time (``dtf``). A pipeline times its own parts.
 
         Args:
             loss: of this rank's samples, divided by the global count. The losses of micro-batches add up.
@@ -82,6 +83,11 @@ class Step:
             )
         return sum(self._losses[1:], self._losses[0])
 
+    @property
+    def updates(self) -> bool:
+        """Whether the optimizer is to make its step. The host waits for the device where steps may be skipped."""
+        return self.skip is None or not self.skip.item()
+
     def check(self, model: Any, scaler: GradScaler | None = None, skips: bool = False) -> list[Tensor] | None:
         """Keep on the device whether the loss and the gradients are finite. The next row reads it, and ends the run.
 
@@ -91,7 +97,8 @@ class Step:
             skips: a step that is not finite is to be skipped instead: sets `skip`, by a collective.
 
         Returns:
-            The norm of each gradient of this rank, for clipping; None where the scaler looks after them.
+            The norm of each gradient of this rank, for clipping; None with fp16, where
+            the scaler checks for inf.
         """
         norms = None
         if skips or scaler is None or not scaler.is_enabled():

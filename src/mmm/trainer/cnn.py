@@ -87,24 +87,24 @@ def train(config: Config) -> None:
         scaler = GradScaler(run.device.type, enabled=run.precision.name == "fp16")
         run.log.info("%s: %d steps of %d images", job.data.name, job.steps, job.global_batch_size)
         run.log.info("optimizer: %s", optimizer_text(optimizer))
-        run.state(model=model, optimizer=optimizer, scaler=scaler)  # where the run goes on, they are loaded here
+        run.state(model=model, optimizer=optimizer, scaler=scaler)  # on resume, they are loaded here
         for step in run.steps(
             batches, job.steps, samples=job.global_batch_size, eval_every=0, epoch=batches.steps_per_epoch
         ):
             rate.set(step.number)
             if model.pipeline is None:
-                for batch in step.microbatches:  # gradients are summed over dp after the last one
+                for batch in step.microbatches:  # gradients are summed over dp in the last backward
                     loss = model.loss(model(batch), batch, step.count)
                     step.log(loss)
                     scaler.scale(loss).backward()
             else:
                 step.log(model.run_schedule(step.batch, step.count))  # forwards and backwards, in its order
             scaler.unscale_(optimizer)
-            # What is not finite ends the run at the next row, or is skipped now.
+            # NaN or inf: the run ends at the next row; with --on_nan skip this step changes nothing.
             norms = step.check(model, scaler, skips=config.optimizer.on_nan == "skip")
             if config.optimizer.max_norm:
                 model.clip(config.optimizer.max_norm, norms)
-            if step.skip is None or not step.skip.item():
+            if step.updates:
                 scaler.step(optimizer)
             scaler.update()
             optimizer.zero_grad()

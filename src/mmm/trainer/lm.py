@@ -122,7 +122,7 @@ def build_optimizer(flags: Optimizer, model: ParallelModel, job: Job) -> torch.o
 
 
 def metadata_of(job: Job) -> ModelMetadata:
-    """What a checkpoint keeps for those who sample from it."""
+    """Tokenizer and sequence length, which a checkpoint keeps for `mmm sample`."""
     tokenizer = job.data.tokenizer
     if tokenizer is None:
         return ModelMetadata(job.data.train.seq_length, job.eos, bos=job.bos)
@@ -131,7 +131,7 @@ def metadata_of(job: Job) -> ModelMetadata:
 
 
 def balance_experts(model: ParallelModel, step: Step, scaler: GradScaler, rate: float) -> None:
-    """Move the biases of experts with more, or less, than the mean load; not after a step that was skipped."""
+    """Raise the bias of experts with too few tokens, and lower it of those with too many; not after a skipped step."""
     skipped = scaler.found_inf if step.skip is None else step.skip
     imbalance = model.balance_experts(rate if skipped is None else rate * (1 - skipped), step.due)
     if imbalance is not None:
@@ -156,7 +156,7 @@ def train(config: Config) -> None:
         scaler = GradScaler(run.device.type, enabled=run.precision.name == "fp16")
         run.log.info("%d steps of %d × %d tokens", job.steps, job.global_batch_size, config.data.seq_length)
         run.log.info("optimizer: %s", optimizer_text(optimizer))
-        run.state(model=model, optimizer=optimizer, scaler=scaler)  # where the run goes on, they are loaded here
+        run.state(model=model, optimizer=optimizer, scaler=scaler)  # on resume, they are loaded here
         for step in run.steps(
             TextBatches(run, job, job.data.train, model),
             job.steps,
@@ -167,18 +167,18 @@ def train(config: Config) -> None:
             rate.set(step.number)
             with loss_parallel():  # under tp the logits stay sharded over the vocabulary
                 if model.pipeline is None:
-                    for batch in step.microbatches:  # gradients are summed over dp after the last one
+                    for batch in step.microbatches:  # gradients are summed over dp in the backward of the last one
                         loss = model.loss(model(batch), batch, step.count)
                         step.log(loss)
                         scaler.scale(loss).backward()
                 else:
                     step.log(model.run_schedule(step.batch, step.count))  # forwards and backwards, in its order
             scaler.unscale_(optimizer)
-            # What is not finite ends the run at the next row, or is skipped now.
+            # NaN or inf: the run ends at the next row; with --on_nan skip this step changes nothing.
             norms = step.check(model, scaler, skips=config.optimizer.on_nan == "skip")
             if config.optimizer.max_norm:
                 step.row["grad_norm"] = model.clip(config.optimizer.max_norm, norms)
-            if step.skip is None or not step.skip.item():
+            if step.updates:
                 scaler.step(optimizer)
             scaler.update()
             optimizer.zero_grad()

@@ -32,7 +32,7 @@ class Qwen3Config:
     rope_scaling: RopeScaling | None = None
     tie_word_embeddings: bool = True
 
-    # What the Transformer that this one is made of reads besides.
+    # Fields that Transformer reads; a Qwen3 has none of these features.
     n_experts, top_k = 0, 0
     position_parameters = 0
     qkv_bias, window = False, None

@@ -50,7 +50,10 @@ AUTO = Path("auto")
 
 
 class Checkpoint(Hook):
-    """Saves, and goes on, as the flags of a run say. It stands before the record, which goes on with it."""
+    """Saves checkpoints, and resumes from one, as the flags of a run say.
+
+    It comes before the record, which needs to know whether the run resumes.
+    """
 
     def __init__(self, options: Any = None, metadata: ModelMetadata | None = None) -> None:
         """
@@ -83,7 +86,7 @@ class Checkpoint(Hook):
         check_resume(options, run.options)
         run.saves = self.every is not None
         self.flags = flags_of(run.config)
-        run.last_words = self._last_words
+        run.closing_lines = self._closing_lines
         if run.saves:
             run.prepare_folder = _prepare_folder
 
@@ -95,8 +98,8 @@ class Checkpoint(Hook):
         """Find the checkpoints that the run may go on from. On rank 0.
 
         Raises:
-            CheckpointError: there is no checkpoint where ``--resume`` says; or there are some, and nothing says to go
-                on.
+            CheckpointError: there is no checkpoint where ``--resume`` says; or --outdir has checkpoints, and --resume
+                was not given.
             ConfigError: `launch --elastic` is to go on from checkpoints, and there would be none, or not with this
                 batch.
             RecordError: the folder holds a record that does not go on.
@@ -283,7 +286,7 @@ class Checkpoint(Hook):
         if run.origin is not None:
             check_goes_on(run.origin, self.flags, run.total, run.samples)
 
-    def _last_words(self, outdir: Path, done: int) -> list[str]:
+    def _closing_lines(self, outdir: Path, done: int) -> list[str]:
         """Where the weights are, and the line that goes on from them."""
         checkpoints = steps_of(outdir / CHECKPOINTS)
         paths = [outdir / "model.pt", *checkpoints[:1]]

@@ -164,7 +164,7 @@ class Record(Hook):
             return
         if self.history is not None:
             run.log.info("%s", done(self.totals, time.time() - began()))
-            for line in run.last_words(self.history.outdir, self.totals.count):
+            for line in run.closing_lines(self.history.outdir, self.totals.count):
                 run.log.info("%s", line)
         outdir = run.outdir
         if outdir is not None and run.options.plots and draw(DRAW, outdir):
