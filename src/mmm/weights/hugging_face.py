@@ -172,13 +172,17 @@ def export(weights: Weights, folder: Path, dtype: torch.dtype | None, shard: int
         shard: bytes of a file, at most, but for a tensor that has more by itself. say: called with a line for people.
 
     Raises:
-        CheckpointError: a model with experts; the folder is there. RecordError: it cannot be written.
+        CheckpointError: a model with experts; sizes that no model has; the folder is there.
+        RecordError: it cannot be written.
     """
     own_names = weights.definition.names
     if own_names is None:
         kind = weights.definition.name
         raise CheckpointError(f"{weights.path} is a {kind}, which is not written for transformers; mmm sample reads it")
-    sizes = config_from(weights.definition, weights.sizes)
+    try:
+        sizes = config_from(weights.definition, weights.sizes)
+    except ValueError as error:
+        raise CheckpointError(f"{weights.path}: {error}") from None
     config = own_names.write(sizes)
     if folder.exists():
         raise CheckpointError(f"{folder} is there already: give another folder, or remove it")

@@ -90,16 +90,14 @@ def test_every_layout_trains_the_same_model(run_on_ranks, alone, tmp_path, flags
 
 @pytest.fixture(scope="module")
 def packed(tmp_path_factory):
-    """Flags of two folders of documents, mixed and packed; and a run on one rank."""
+    """Flags of a folder of long and short documents, packed; and a run on one rank."""
     folder = tmp_path_factory.mktemp("packed")
     numbers = np.random.RandomState(0)
-    paths = []
     for name, least, most in (("a", 1, 60), ("b", 18, 30)):  # letters of a document
         documents = ("".join(map(chr, numbers.randint(97, 123, numbers.randint(least, most)))) for _ in range(600))
         (folder / name).write_text("#".join(documents))
-        prepare(Preparation((folder / name,), folder / f"{name}.tokens", separator="#"), 1)
-        paths.append(Path(f"{folder / name}.tokens:{0.3 if name == 'a' else 0.7}"))
-    flags = {"text": tuple(paths), "pack": True, "document_mask": True}
+    prepare(Preparation((folder / "a", folder / "b"), folder / "ab.tokens", separator="#"), 1)
+    flags = {"text": (folder / "ab.tokens",), "pack": True, "document_mask": True}
     lm.train(configure(lm.Config, **SMALL, **flags, device="cpu", outdir=folder / "one"))
     return SimpleNamespace(flags=flags, outdir=folder / "one")
 
