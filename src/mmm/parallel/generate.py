@@ -34,10 +34,12 @@ class KVCache:
 
     Args:
         tokens: room for so many.
+        window: a token attends to so many at most, itself the last of them.
     """
 
-    def __init__(self, tokens: int) -> None:
+    def __init__(self, tokens: int, window: int | None = None) -> None:
         self.tokens, self.length = tokens, 0
+        self.window = window
         self.keys: Tensor | None = None
         self.values: Tensor | None = None
 
@@ -55,6 +57,8 @@ class KVCache:
         self.keys[:, :, self.length : end], self.values[:, :, self.length : end] = k, v
         place = torch.arange(end, device=q.device)
         seen = place <= place[self.length :, None]  # (new, end)
+        if self.window is not None:
+            seen = seen & (place > place[self.length :, None] - self.window)
         k, v = self.keys[:, :, :end], self.values[:, :, :end]
         return F.scaled_dot_product_attention(q, k, v, attn_mask=seen, enable_gqa=q.shape[1] > k.shape[1])
 
@@ -71,7 +75,7 @@ class Decoder:
         room = tokens + model.layout.tp
         inside = (module for stage in model.modules.values() for module in stage.modules())
         self.attention = [module for module in inside if hasattr(module, "attention_fn")]
-        self.caches = [KVCache(room) for _ in self.attention]
+        self.caches = [KVCache(room, getattr(module, "window", None)) for module in self.attention]
         self._hidden: dict[int, Any] = {}  # by stage, shape after (batch, seq) and dtype of what comes from it
 
     @contextmanager

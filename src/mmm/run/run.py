@@ -253,7 +253,8 @@ class Run:
                 raise DataError(
                     f"the data ended after {counted(number, 'batch', 'batches')}, and {steps} steps take one each"
                 )
-            step.count = getattr(step.batch, "count", None)
+            count = getattr(step.batch, "count", None)
+            step.count = count if isinstance(count, int | Tensor) else None  # a list has a method of that name
             self.clock.lap("dtd")
             self.clock.optimizer_ends_backward = self.layout.pp == 1
             yield step

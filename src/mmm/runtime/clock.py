@@ -112,8 +112,8 @@ class StepClock:
         self.lap(self.parts[-1])
 
     def pause(self) -> None:
-        """End the step, if one has begun. What follows is charged to no part, until `go_on`."""
-        if self._last is not None:
+        """End the step, if one is under way. What follows is charged to no part, until `go_on`."""
+        if self._steps:  # else it is between two loops: no row is to have that time
             self.end_step()
         self.paused = True
 

@@ -38,7 +38,8 @@ def log_sample(
     block = data.train.seq_length
     tokens = encode_prompt(prompt, data.tokenizer, block, vocabulary, bos)
     sampling = Sampling(seed=run.seed)
-    text, _ = sample_text(model, tokens, data.tokenizer, SAMPLE_TOKENS, sampling, block, vocabulary, stop, bos)
+    with run.evaluating(model):
+        text, _ = sample_text(model, tokens, data.tokenizer, SAMPLE_TOKENS, sampling, block, vocabulary, stop, bos)
     run.log.info("sample after step %d:\n%s", run.clock.step, text, stacklevel=2)
     earlier = run.facts.get("samples", [])
     run.describe(samples=[*earlier, {"iter": run.clock.step, "text": text}])

@@ -148,8 +148,8 @@ def _output_differences(pair: Pair, outputs: Sequence[str]) -> list[float]:
 
 def _which_ranks(pair: Pair, entry: str, tolerance: float) -> str:
     """Which ranks have other values: than those that hold the same shard, or than the same ranks of the other run."""
-    squares = [float(run.full()[_places(run, [entry]), -1].max()) for run in pair]
-    limit = tolerance * (math.sqrt(max(*squares, 0.0)) or 1.0)
+    square = float(np.max([run.full()[_places(run, [entry]), -1] for run in pair]))  # NaN, if one is
+    limit = tolerance * (math.sqrt(square) if square > 0 else 1.0)
     for name, run in zip(("the first run", "the second run"), pair, strict=True):
         sentence = _odd_replicas(run, entry, limit, name)
         if sentence:

@@ -81,6 +81,7 @@ def anew(sizes):
     ("ranks", "axes", "fields"),
     [
         (1, {}, {}),
+        (1, {}, {"changed": {"window": 3}}),
         (4, {"pp": 2, "tp": 2}, {"changed": {"n_kv_heads": 1, "n_layers": 3, "tie_word_embeddings": True}}),
         pytest.param(2, {"pp": 2}, {"schedule": "ZBVZeroBubble", "changed": {"n_layers": 4}}, marks=pytest.mark.long),
         pytest.param(

@@ -164,3 +164,16 @@ def test_layouts_that_do_not_fit(changes, layout, words):
     with pytest.raises(LayoutError, match=re.escape(words)):
         check_sizes(config, Layout(**{"dp_shard": 1, **layout}), seq)
     check_sizes(dataclasses.replace(config, block_size=32, vocab_size=97), Layout(dp_shard=1, tp=4), 32)
+
+
+def test_a_sample_drops_nothing(tmp_path, monkeypatch):
+    training = []
+
+    def sample_text(model, *_):
+        training.extend(module.training for module in model.modules[0].modules())
+        return "text", None
+
+    monkeypatch.setattr("mmm.trainer.language.sample_text", sample_text)
+    lm.train(configure(lm.Config, **SMALL, prompt="def", outdir=tmp_path))
+    assert training
+    assert not any(training)

@@ -23,6 +23,7 @@ from mmm.history.record.journal import read_journal
 from mmm.run import options as groups
 from mmm.run.options import check_resume
 from mmm.runtime.stop import stop_signal
+from mmm_lab.runs.diverge import diverge
 from support.disk import CAN_MOUNT, small_disk
 from support.resuming import curve, tensors, train, train_in_turn
 
@@ -91,6 +92,14 @@ LAYOUTS = [
     pytest.param(2, {"dtype": "fp16", "parallel": "ddp", **MOE}, id="ddp, fp16, experts", marks=pytest.mark.long),
     pytest.param(2, {"parallel": "zero1"}, id="zero1", marks=pytest.mark.long),
 ]
+
+
+def test_fingerprints_go_on(run_on_ranks, tmp_path, text):
+    flags = {**TEXT, "text": text, "fingerprints": 3}
+    one, two = begin(run_on_ranks, LM, 1, flags, tmp_path, goes_on=True)
+    result = diverge(one, two)
+    assert result.step is None
+    assert 6 in result.largest
 
 
 @pytest.mark.parametrize(("ranks", "layout"), LAYOUTS)

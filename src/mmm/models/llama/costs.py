@@ -34,8 +34,10 @@ class TransformerCosts(Costs):
         d, e, c = config.dim, config.head_dim, setting.compute
         residual, tp = setting.residual, setting.layout.tp
         composite_norm = setting.device == "cpu"  # the norm is made of several operators
+        # A window is a mask, which no flash attention on CUDA takes.
+        masked = config.window is not None and config.window < setting.sequence
         # Whether attention repeats key/value heads.
-        repeats_kv = not (setting.device == "cpu" or (setting.device == "cuda" and c == 2))
+        repeats_kv = not (setting.device == "cpu" or (setting.device == "cuda" and c == 2 and not masked))
         heads = config.n_heads / tp
         kv_heads = heads if repeats_kv else max(config.n_kv_heads / tp, 1)
         own_kv = config.n_kv_heads / tp
@@ -68,7 +70,8 @@ class TransformerCosts(Costs):
             boundary=boundary,
             head=norm + c * d + STATISTIC / tp,
             traffic=traffic,
-            a_position=8.0 * e,  # cosine and sine, of queries and of keys, half a head each
+            # Cosine and sine, of queries and of keys, half a head each; a row of the mask.
+            a_position=8.0 * e + c * setting.sequence * masked,
         )
 
     def pairs(self, config: TransformerConfig) -> int:

@@ -174,10 +174,12 @@ class Attention(nn.Module):
     Attributes:
         attention_fn: the function of q, k, v, and where a sequence has several documents of its `document_starts`: the
             one place where tokens meet; context parallelism replaces it.
+        window: that it has; what takes its place has to have it as well.
     """
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
+        self.window: int | None = config.window
         self.attention_fn: Callable[..., Tensor] = causal_attention
         if config.window is not None:
             self.attention_fn = partial(causal_attention, window=config.window)

@@ -249,6 +249,9 @@ class Checkpoint(Hook):
             "loss_ranks": run.layout.loss_ranks() if losses else [],
         }
         about = {"layout": str(run.layout), "command": command_line(), "versions": versions()}
+        if run.history is not None:
+            run.history.flush()  # the rows that the checkpoint counts on, also where none ends with this step
+            run.rows = len(run.history)
         saved = {"rows": run.rows, "samples": run.samples, "objects": described, "row": row}
         manifest = Manifest(step.number + 1, self.identity, saved, about, {})
         self.saver.save(state.tensors_to_save(tensors), manifest)

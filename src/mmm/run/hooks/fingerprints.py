@@ -87,7 +87,7 @@ class FingerprintHook(Hook):
         self.fingerprints: Fingerprints | None = None
         self._step: int | None = None  # whose weights are still to be taken
 
-    def state(self, run: Run) -> None:
+    def loop(self, run: Run) -> None:
         if self.every is not None and not run.comm.dry:
             self.fingerprints = Fingerprints(run, run.objects["model"], self.every, run.first)
 

@@ -88,10 +88,10 @@ class ProfileHook(Hook):
             return
         if self.profile is None:
             self.profile = Profile(run, self.options, step.number, run.total)
-        self.profile.at(step.number)
+            self.profile.at(step.number)
 
     def finish(self, run: Run, step: Step) -> None:
-        if self.profile is not None and step.last:
+        if self.profile is not None:  # before the clock starts with the next step: what is written takes seconds
             self.profile.at(step.number + 1)
 
 
