@@ -228,9 +228,11 @@ class Run:
             DivergedError: a loss that is not finite, or a gradient that the body has checked; or too many steps in a
                 row were skipped. On every rank.
         """
-        # Ranks that share samples draw the same random numbers. Stages of a pipeline are other layers, and draw others.
+        # Ranks that share samples draw the same random numbers. Stages of a pipeline are other layers, and draw others;
+        # but not while they fetch: a loader that shuffles has to give all of them the same samples.
+        coordinate = self.layout.dp_coordinate(self.rank.rank)
         stage = self.layout.coordinates(self.rank.rank)["pp"]
-        coordinate = self.layout.dp_coordinate(self.rank.rank) * self.layout.pp + stage
+        coordinate_and_stage = coordinate * self.layout.pp + stage
         self.samples = samples
         self.total = steps
         for hook in self.hooks:
@@ -255,6 +257,8 @@ class Run:
                 )
             count = getattr(step.batch, "count", None)
             step.count = count if isinstance(count, int | Tensor) else None  # a list has a method of that name
+            if self.layout.pp > 1:
+                seed_step(self.seed, number, coordinate_and_stage)
             self.clock.lap("dtd")
             self.clock.optimizer_ends_backward = self.layout.pp == 1
             yield step

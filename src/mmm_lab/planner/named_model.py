@@ -38,6 +38,9 @@ def read_model(name: str, sizes: Mapping[str, int | None], seq_length: int, tie:
             raise ConfigError(f"--{key} {value}: it must be from 0 to {LARGEST:,}")
     if name.endswith(".json") or Path(name).is_dir():
         definition, config, flags = _hugging_face(Path(name))
+        if asked or tie:
+            flag = next(iter(asked), "tie_word_embeddings")
+            raise ConfigError(f"--{flag} with --model {name}: a run from its weights has their sizes; leave it out")
     else:
         definition, preset = _preset(name)
         config, flags = definition.presets[preset], ("--preset", preset)

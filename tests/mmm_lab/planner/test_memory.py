@@ -54,9 +54,9 @@ def kept_bytes(work, weights):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
-@pytest.mark.parametrize("sizes", [NARROW, WIDE], ids=["narrow", "wide"])
+@pytest.mark.parametrize("sizes", [NARROW, WIDE, {**NARROW, "window": 7}], ids=["narrow", "wide", "window"])
 def test_what_a_block_keeps(sizes, dtype):
-    config, batch, seq = TransformerConfig(**sizes), 2, 32
+    config, batch, seq = TransformerConfig(**sizes), 2, 128
     block = TransformerBlock(config).to(dtype)
     x = torch.randn(batch, seq, config.dim, dtype=dtype, requires_grad=True)
     cos, sin = rotary_table(torch.arange(seq), config.head_dim, config.rope_theta)
@@ -65,7 +65,8 @@ def test_what_a_block_keeps(sizes, dtype):
     kept = kept_by(config, seq, width)
     angles = 2 if dtype == torch.float64 else 1  # its rotary angles are as wide: shared, and not the block's own
     found = kept_bytes(lambda: block(x, cos, sin), weights)
-    expected = kept.none * batch * seq + kept.a_position * seq * (angles == 1)
+    shared = 8.0 * config.head_dim * (angles == 2)
+    expected = kept.none * batch * seq + (kept.a_position - shared) * seq
     assert found == pytest.approx(expected, rel=0.02)
 
 

@@ -77,7 +77,7 @@ def _styles(model: nn.Module, plan: Plan, tp: int) -> Iterator[tuple[str, Parall
     styled: dict[int | str, tuple[str, ParallelStyle]] = {}
     for pattern, style in sorted(plan.tensor.items(), key=lambda item: -item[0].count(".")):
         for name, target in (*modules, *(parameters if isinstance(style, NamedStyle) else [])):
-            if not matches(pattern, name):
+            if not name or not matches(pattern, name):  # the model itself is no module of it
                 continue
             key = id(target) if isinstance(target, nn.Module) else name
             if key not in styled:
