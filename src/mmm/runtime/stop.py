@@ -15,7 +15,7 @@ from mmm.runtime.contract import REPEAT, attached, first_failure, report
 from mmm.runtime.failure import rank
 
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
-INTERRUPTED = b"\nCtrl-C: the run ends when the step is over and saved; Ctrl-C again ends it at once\n"
+INTERRUPTED = b"\nCtrl-C: the run ends after the next step, and is saved; Ctrl-C again ends it at once\n"
 
 
 class StopSignal:

@@ -478,7 +478,3 @@ class Evaluation:
             )
         if self.profile_steps is not None:
             parse_steps(self.profile_steps)
-
-    def is_due(self, step: int, steps: int) -> bool:
-        """Whether to evaluate after this step of so many."""
-        return step == steps - 1 or (self.eval_every > 0 and (step + 1) % self.eval_every == 0)

@@ -162,7 +162,3 @@ class EvaluationOptions:
         """Raises ConfigError for a number that is too small."""
         check_counts(0, eval_every=self.eval_every)
         check_counts(eval_batches=self.eval_batches)
-
-    def is_due(self, step: int, steps: int) -> bool:
-        """Whether to evaluate after this step of so many."""
-        return step == steps - 1 or (self.eval_every > 0 and (step + 1) % self.eval_every == 0)

@@ -27,7 +27,6 @@ from mmm.run.lines import WHAT_A_LINE_HAS, done, row_line
 from mmm.run.options import flags_of
 from mmm.run.rows import Row, Totals
 from mmm.run.run import Run
-from mmm.run.step import Step
 from mmm.run.tables import mesh_table, rank_table
 from mmm.runtime.agreement import agree
 from mmm.runtime.contract import ELASTIC_VARIABLE, LINE_VARIABLE, SITE_VARIABLE, started
@@ -51,7 +50,6 @@ class Record(Hook):
         self.history: history.History | None = None
         self.ranks: list[dict[str, Any]] = []
         self.totals = Totals()
-        self._step: Step | None = None
         self._encoded: dict[str, str] = {}  # config.json, once the folder is known to be this run's
         self._folder: Path | None = None
         self._folder_note: str | None = None
@@ -133,9 +131,6 @@ class Record(Hook):
                 raise
             run.log.warning("%s", error)  # the run has ended as it has, and its rows are on the disk
 
-    def begin(self, run: Run, step: Step) -> None:
-        self._step = step
-
     def row(self, run: Run, row: Row) -> None:
         self._is_curve |= any(row.place.values())
         if self.history is None:
@@ -146,8 +141,6 @@ class Record(Hook):
             run.log.info("%s\n  (%s)", legend(row.numbers), WHAT_A_LINE_HAS)
         self.history.update(row.numbers, row.per_rank)
         run.rows = len(self.history)
-        if self._step is not None and self._step.saves:
-            self.history.flush()  # the checkpoint counts on the rows
         steps = self._steps(run, row.place)
         row.line = row_line(row.numbers, run.name, steps, self.totals.left(steps))
 
