@@ -95,7 +95,8 @@ def machine_data(machine: Machine) -> dict[str, Any]:
 @cache
 def data() -> dict[str, Any]:
     """All of it."""
-    models = {name: model_data(name, {}) for name in PRESETS}
+    # The page's formulas know no sliding window.
+    models = {name: model_data(name, {}) for name, sizes in PRESETS.items() if sizes.window is None}
     models |= {f"{name} with {EXPERTS['n_experts']} experts": model_data(name, EXPERTS) for name in WITH_EXPERTS}
     machines = {
         machine.name.lower(): machine_data(machine)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import fields, replace
+from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 from mmm.errors import UserError
 from mmm.layout import AXES, Layout, Techniques, check_data_parallel
-from mmm.parallel.cp.styles import host_ulysses
-from mmm.parallel.partition import partition_model
-from mmm.parallel.pp.schedules import SCHEDULES
+from mmm.parallel.cp.styles import check_cp_style, host_ulysses
+from mmm.parallel.pp.schedules import SCHEDULES, check_pipeline
 
 if TYPE_CHECKING:
     from mmm_lab.planner.search import Search
@@ -36,30 +35,43 @@ def exactly(fixed: Mapping[str, object]) -> dict[str, Any]:
 
 
 def why_not(search: Search) -> str:
-    """The first rule that what was asked for breaks, whatever else a layout has: what a trainer would say. "" where
-    only the search can say."""
-    fixed, spec = search.fixed, search.spec
+    """The first rule that what was asked for breaks, whatever else a layout has. "" where only the search can say."""
+    fixed = search.fixed
     sizes: dict[str, Any] = {axis: fixed[axis] for axis in (*AXES, "ep") if axis in fixed}
     names = [field.name for field in fields(Techniques) if field.name in fixed]
     techniques = Techniques(**{name: fixed[name] for name in names})  # type: ignore[arg-type]
     try:
         layout = Layout(**sizes).fit(search.machine.ranks)
-        if not fixed.keys() >= USUAL.keys():
-            if techniques.data_parallel != "hsdp" or "dp_replicate" in fixed:
-                check_data_parallel(techniques.data_parallel, layout)
-            return ""
-        if layout.pp > len(spec.sequence) or search.global_batch % layout.dp:
-            return ""
-        if techniques.cp_style == "usp":
-            heads, per_host = getattr(spec.config, "n_heads", 0), search.machine.ranks_per_host
-            techniques = replace(techniques, ulysses=host_ulysses(layout.cp, layout.tp, heads, per_host))
-        model, sample = spec.definition.on_meta(spec.config, search.global_batch // layout.dp, spec.seq_length)
-        partition_model(model, spec.plan, layout, techniques, sample)
+        if techniques.data_parallel != "hsdp" or "dp_replicate" in fixed:
+            check_data_parallel(techniques.data_parallel, layout)
+        if fixed.keys() >= USUAL.keys():
+            return _why_not_this(search, layout, techniques)
     except UserError as error:
         return str(error)
-    shape = f"dp_replicate {layout.dp_replicate}, dp_shard {layout.dp_shard}, cp {layout.cp}"
-    return (
-        f"{techniques.data_parallel} with {shape}, cp_style {techniques.cp_style}, microbatches "
-        f"{techniques.microbatches}: a trainer may take it, and the search does not look at it: it shards over several "
-        "ranks, has hsdp for replicas, usp for hosts, and micro-batches of one size"
-    )
+    return ""
+
+
+def _why_not_this(search: Search, layout: Layout, techniques: Techniques) -> str:
+    """The first rule that one layout breaks with all its techniques. Raises UserError: the same."""
+    check_cp_style(techniques.cp_style)
+    technique = techniques.data_parallel
+    broken = search.broken(layout.tp, layout.cp, layout.ep, techniques.ulysses_size(layout.cp))
+    if broken:
+        return broken
+    heads = getattr(search.spec.config, "n_heads", 0)
+    sharing = host_ulysses(layout.cp, layout.tp, heads, search.machine.ranks_per_host)
+    if techniques.cp_style == "usp" and layout.cp > 1 and sharing in (1, layout.cp):
+        return f"cp_style usp: of cp {layout.cp} all or none can share heads on a host: use ulysses or ring"
+    if layout.pp > len(search.spec.sequence) or search.global_batch % layout.dp:
+        return ""  # which the search says
+    if technique in ("zero1", "zero2", "hsdp") and layout.dp_shard * layout.cp == 1:
+        return f"{technique} shards over dp_shard and cp, and the layout {layout} has one rank there: use fsdp or ddp"
+    if technique == "fsdp" and layout.dp_replicate > 1:
+        return f"fsdp has no replicas, and the layout has dp_replicate {layout.dp_replicate}: use hsdp"
+    local = search.global_batch // layout.dp
+    count = techniques.microbatches or 1
+    if layout.pp > 1:
+        check_pipeline(layout, techniques, local, len(search.spec.sequence))
+    elif count < 1 or local % count:
+        return f"microbatches {count}: a batch of {local} a data-parallel coordinate cannot be split into as many"
+    return ""
