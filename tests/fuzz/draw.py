@@ -76,7 +76,8 @@ ANYTHING: dict[str, tuple[Value, ...]] = {
     "profile_steps": ("0:1", "1:2", "2:1", "x"),
     "classes": ("2", "10", "3", "0"),
 }
-GIVEN = names("outdir data_dir text model resume")  # paths, which the fuzzer sets itself; a model that is the only one
+# Paths, which the fuzzer sets itself; presets, which problems draw; a model that is the only one.
+GIVEN = names("preset outdir data_dir text model resume")
 NOT_SPOILT = names("device plots compile dataset model preset tracker profile")  # machines, network, minutes
 STEERED = NOT_SPOILT | names(
     "dtype optimizer summary parallel schedule cp_style activation_checkpointing attention dropout "

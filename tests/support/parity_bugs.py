@@ -44,9 +44,9 @@ def optimizer_gets_whole_parameters():
 
 def keys_bias_gets_a_gradient():
     """The gradient of a key's bias, which is 0, is that of the query's."""
-    right = mmm.parallel.parallel_model.ParallelModel.step
+    right = mmm.parallel.parallel_model.ParallelModel.forward_backward
 
-    def step(self, *given, **named):
+    def forward_backward(self, *given, **named):
         loss = right(self, *given, **named)
         parameters = dict(self.named_parameters())
         for name, parameter in parameters.items():
@@ -54,4 +54,4 @@ def keys_bias_gets_a_gradient():
                 parameter.grad = parameters[name.replace("key", "query")].grad
         return loss
 
-    mmm.parallel.parallel_model.ParallelModel.step = step
+    mmm.parallel.parallel_model.ParallelModel.forward_backward = forward_backward
