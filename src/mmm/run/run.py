@@ -98,7 +98,6 @@ class Run:
         samples: number of samples in the global batch of the loop under way.
         total: number of steps of that loop.
         history: the record's rows, on rank 0, where a hook keeps them.
-        rows: number of rows recorded so far, on rank 0.
         prepare_folder: what is done in the run's folder before the run begins, on rank 0.
         closing_lines: lines that end the log: what is in the run's folder, after so many steps or epochs.
         facts: what hooks and the program have described.
@@ -131,7 +130,6 @@ class Run:
     samples: int = 0
     total: int = 0
     history: Any = None
-    rows: int = 0
     prepare_folder: Callable[[Path], object] = _nothing
     closing_lines: Callable[[Path, int], list[str]] = _no_lines
     facts: dict[str, Any] = field(default_factory=lambda: {"notes": []})

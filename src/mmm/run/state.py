@@ -197,18 +197,26 @@ class State:
         moments = {name: tensors_of(optimizer, self.updated[name]) for name, optimizer in self.optimizers.items()}
         return {**tensors, **moments}
 
-    def load(self, path: Path, files: Mapping[str, FileSum], described: Described, device: torch.device) -> None:
+    def load(
+        self,
+        path: Path,
+        files: Mapping[str, FileSum],
+        described: Described,
+        here: Described,
+        tensors_here: Mapping[str, Mapping[str, Tensor]],
+        device: torch.device,
+    ) -> None:
         """Load a checkpoint into the objects. A collective.
 
         Args:
             files: the checkpoint's, of its manifest.
             described: of the checkpoint, as of `describe`.
+            here, tensors_here: of the objects now, as `describe` has returned them.
 
         Raises:
             CheckpointError: the checkpoint is of other objects, or lacks a tensor, or has it in another shape. On every
                 rank.
         """
-        here, tensors_here = self.describe()
         metadata = metadata_on_all(path, files)
         _check_same_objects(path, described, here)
         self._check_updated(path, described, here)

@@ -52,8 +52,9 @@ class Step:
 
     @property
     def microbatches(self) -> Iterator[Any]:
-        """The batch in its parts, by `Run.split`. When the body asks
-        for the next one, the time so far counts as backward (``dtb``).
+        """The batch in its parts, by `Run.split`.
+
+        When the body asks for the next one, the time so far counts as backward (``dtb``).
 
         The gradients are summed over dp with the last part.
         """

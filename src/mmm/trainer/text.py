@@ -43,10 +43,8 @@ class TextBatches:
 
     def first(self, count: int) -> Iterator[Batch]:
         """The first batches in the order of the text: the same ones every time. Where it has fewer, all of them."""
-        steps = min(count, self.tokens.steps_per_epoch(self.job.global_batch_size))
-        for step in range(steps):
-            batch = self.job.local_batch(self.tokens, step, self.coordinate)
-            yield self._counted(batch)
+        run = self.run
+        return map(self._counted, self.job.validation_batches(count, run.rank.rank, run.device, self.tokens))
 
     def _on_host(self, first: int) -> Iterator[Batch]:
         size = self.job.local_batch_size

@@ -37,7 +37,7 @@ from mmm.run.origin import (
 )
 from mmm.run.rows import RowSoFar
 from mmm.run.run import Run
-from mmm.run.state import State, article, check_alike, of_all_stages
+from mmm.run.state import Described, State, article, check_alike, of_all_stages
 from mmm.run.step import Step
 from mmm.runtime.agreement import agree
 from mmm.runtime.clock import event_class
@@ -175,7 +175,7 @@ class Checkpoint(Hook):
             run.exits.callback(register_optimizer_step_pre_hook(self._refuse_forgotten).remove)
         if run.origin is not None:
             with damage(run.origin.path):
-                self._load(run, state, run.origin)
+                self._load(run, state, run.origin, described, tensors)
 
     def _refuse_forgotten(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
         """Raises ConfigError where an optimizer of the loop is not saved, and would begin anew."""
@@ -190,10 +190,13 @@ class Checkpoint(Hook):
                 on_every_rank=True,
             )
 
-    def _load(self, run: Run, state: State, origin: Origin) -> None:
+    def _load(
+        self, run: Run, state: State, origin: Origin, here: Described, tensors: Mapping[str, Mapping[str, Tensor]]
+    ) -> None:
+        """Load a checkpoint. A collective. here, tensors: the objects of the run, as of `State.describe`."""
         manifest = origin.manifest
-        saved = as_today(manifest.state, state.describe()[0])
-        state.load(origin.path, manifest.files, saved["objects"], run.device)
+        saved = as_today(manifest.state, here)
+        state.load(origin.path, manifest.files, saved["objects"], here, tensors, run.device)
         run.first = manifest.step
         saved_layout = manifest.about["layout"]
         has_moved = saved_layout != str(run.layout)
@@ -249,10 +252,11 @@ class Checkpoint(Hook):
             "loss_ranks": run.layout.loss_ranks() if losses else [],
         }
         about = {"layout": str(run.layout), "command": command_line(), "versions": versions()}
+        rows = 0
         if run.history is not None:
             run.history.flush()  # the rows that the checkpoint counts on, also where none ends with this step
-            run.rows = len(run.history)
-        saved = {"rows": run.rows, "samples": run.samples, "objects": described, "row": row}
+            rows = len(run.history)
+        saved = {"rows": rows, "samples": run.samples, "objects": described, "row": row}
         manifest = Manifest(step.number + 1, self.identity, saved, about, {})
         self.saver.save(state.tensors_to_save(tensors), manifest)
         if self.options.checkpoint_mode == "blocking":

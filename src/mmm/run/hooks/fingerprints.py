@@ -8,7 +8,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from mmm.errors import DivergedError
@@ -32,7 +31,6 @@ from mmm.run.hook import Hook
 from mmm.run.rows import on_host
 from mmm.run.run import Run
 from mmm.run.step import Step
-from mmm.runtime.process_group import gather_table
 from mmm.torch_private.operators import tree_leaves
 
 
@@ -196,9 +194,7 @@ class Fingerprints:
         for index, entry in enumerate(self.entries):
             if entry in boxes:
                 local[index] = math.prod(boxes[entry].length) / max(1, math.prod(boxes[entry].full))
-        total = local.to(self.run.device)
-        if self.run.rank.world_size > 1:
-            dist.all_reduce(total)
+        total = self.run.comm.sum(local.to(self.run.device))
         return total.clamp(min=1.0)
 
     def _has_loss(self) -> bool:
@@ -229,7 +225,7 @@ class Fingerprints:
         default = {entry: lacking if entry.startswith(WEIGHT) else others for entry in self.entries}
         table = torch.stack([self._taken.get(entry, default[entry]).to(lacking) for entry in self.entries])
         self._taken.clear()
-        table = gather_table(table.flatten())
+        table = self.run.comm.table(table.flatten())
         if self._file is not None:
             self._file.append(step, on_host(table))
 

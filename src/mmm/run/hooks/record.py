@@ -97,7 +97,6 @@ class Record(Hook):
                 run.outdir, ranks=self.ranks, flush_every=run.options.flush_every, resume=run.resume
             )
             run.history = self.history
-            run.rows = len(self.history)
 
     def _describe_job(self, run: Run) -> None:
         """What has been decided before the run: its data, its model, and notes of both."""
@@ -140,7 +139,6 @@ class Record(Hook):
             self._has_legend = True
             run.log.info("%s\n  (%s)", legend(row.numbers), WHAT_A_LINE_HAS)
         self.history.update(row.numbers, row.per_rank)
-        run.rows = len(self.history)
         steps = self._steps(run, row.place)
         row.line = row_line(row.numbers, run.name, steps, self.totals.left(steps))
 
