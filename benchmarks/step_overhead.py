@@ -20,6 +20,7 @@ import tempfile
 from datetime import datetime
 from pathlib import Path
 
+import h5py
 import torch
 
 HERE = Path(__file__).parent
@@ -52,7 +53,7 @@ def fsdp_tp(launch: list[str], ranks: int, tp: int, steps: int, folder: str) -> 
 
 def vit(launch: list[str], ranks: int, tp: int, steps: int, folder: str) -> tuple[float, float]:
     """Seconds a step of the ViT trainer, and of its bare loop."""
-    batch = 512 // ranks  # steps long enough to be compared
+    batch = 1024 // ranks  # steps long enough to be compared
     flags = f"--tpsize {tp} --preset debug --dataset fake --batch_size {batch} --no-plots --warmup 0 --dtype fp32"
     log = run(launch, "-m", "mmm.trainer.vit", *flags.split(), "--max_iters", steps, "--outdir", folder)
     bare = run(launch, HERE / "bare_vision.py", "--model", "vit", "--tp", tp, "--batch", batch, "--steps", steps)
@@ -64,10 +65,12 @@ def cnn(launch: list[str], ranks: int, tp: int, steps: int, folder: str) -> tupl
     batch = 256 // ranks
     flags = f"--tpsize {tp} --dataset digits --no-dropout --batch_size {batch} --no-plots --epochs 2 --dtype fp32"
     epoch = 1437 // (batch * ranks // tp)
-    log = run(launch, "-m", "mmm.trainer.cnn", *flags.split(), "--outdir", folder)
+    run(launch, "-m", "mmm.trainer.cnn", *flags.split(), "--outdir", folder)
+    with h5py.File(Path(folder) / "train_dataset.h5") as record:
+        second_row = record["dt"][1].item()  # a row is an epoch's
     bare = run(launch, HERE / "bare_vision.py", "--model", "cnn", "--tp", tp, "--batch", batch, "--steps", 2 * epoch)
     times = [float(line) for line in bare.split()]
-    return float(re.findall(r" dt=(\S+)", log)[1]) / epoch, (times[-1] - times[epoch - 1]) / epoch
+    return second_row / epoch, (times[-1] - times[epoch - 1]) / epoch
 
 
 def gpt(launch: list[str], ranks: int, tp: int, steps: int, folder: str) -> tuple[float, float]:
