@@ -1,6 +1,6 @@
-"""``python -m mmm.examples``, ``mmm examples``: the runnable modules, each with the first line of its docstring.
+"""``python -m mmm.examples``, ``mmm examples``: lists the runnable modules, each with the first line of its docstring.
 
-Reads sources, imports none.
+It reads their sources and imports none of them, because that would import torch.
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ Run one on every local rank, or on one device:
 
 
 def runnable_modules() -> dict[str, str]:
-    """Module name → first line of its docstring, for every file in examples/ and trainer/ that can be run."""
+    """The first line of the docstring of every module in examples/ and trainer/ that can be run, by its name."""
     modules = {}
     for room in ("examples", "trainer"):
+        # _support/ and this file are not for running.
         for path in sorted((ROOT / room).glob("[!_]*.py")):
             source = path.read_text(encoding="utf-8")
             if RUN_AS_A_PROGRAM in source:
@@ -34,8 +35,8 @@ def main(argv: list[str]) -> int:
     parser.parse_args(argv)
     modules = runnable_modules()
     width = max(map(len, modules))
-    for name, about in modules.items():
-        print(f"{name:<{width}}  {about}")
+    for name, first_line in modules.items():
+        print(f"{name:<{width}}  {first_line}")
     print(HOW_TO_RUN)
     return 0
 

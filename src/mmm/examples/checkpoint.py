@@ -1,11 +1,11 @@
-"""A checkpoint that goes anywhere: saved on one mesh, in parts, and loaded on another.
+"""A checkpoint that goes anywhere: saved on one mesh, in shards, and loaded on another.
 
     launch -n 4 --device cpu python3 -m mmm.examples.checkpoint
 
-What a step needs is tensors, by names in the full model: parameters, and what the optimizer keeps of each. FSDP has
-sharded them, so each is a DTensor, which knows its full shape and which rows are local.
-``torch.distributed.checkpoint`` (DCP) writes a file a rank, without sending any tensor, and in ``.metadata`` where each
-row is::
+What a step needs is tensors: parameters, and what the optimizer keeps of each. They are saved by their names in the
+full model. FSDP has sharded them, so each is a DTensor, which knows its full shape and which rows are local.
+``torch.distributed.checkpoint`` (DCP) writes one file per rank without sending any tensor, and notes in ``.metadata``
+where each row is::
 
     mesh (4)                    folder                   mesh (2 × 2): two replicas, each sharded over two ranks
 
@@ -15,10 +15,11 @@ row is::
     rank 3  rows 192–255 ──►  __3_0.distcp ──┘
                               .metadata
 
-To load, a rank offers its own tensors, and DCP fills each from the files that have its rows: on any mesh.
+To load, a rank offers its own tensors, and DCP fills each from the files that have its rows. So it works on any mesh.
 
-Here a model is saved in the middle of its training, and goes on; so does a second one, on the other mesh. Their losses
-are the same. The trainers do this by flags, --checkpoint_every and --resume (docs/checkpoints.md).
+Here a model is saved in the middle of its training, and trains on. A second model, on the other mesh, loads the
+checkpoint and trains on as well. Their losses are the same. The trainers do this by flags, --checkpoint_every and
+--resume (docs/checkpoints.md).
 """
 
 from __future__ import annotations
@@ -38,26 +39,30 @@ from mmm.examples._support.mistakes import TOLERANCE
 from mmm.models.llama.model import Transformer
 from mmm.parallel import cross_entropy, draw_weights
 
-SHOWN = "output.weight"  # whose rows the log follows
+# The log follows the rows of this tensor.
+SHOWN = "output.weight"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Config(example.PlainTextConfig):
-    """A small Transformer, saved in the middle, which goes on there and on another mesh."""
+    """Save a small Transformer in the middle of its training, and continue there and on another mesh."""
 
     CHOICES: ClassVar = {"preset": example.SMALL, "dtype": ("auto", "fp32", "fp64")}
     model: example.TransformerOptions = example.TransformerOptions(preset="debug")
 
 
 def shard(model: Transformer, mesh: DeviceMesh) -> None:
-    """FSDP over a mesh of one axis; over one of two, a replica a row."""
+    """FSDP in place. On a mesh of one axis all ranks share one replica; on one of two axes each row has a replica."""
     for unit in (*model.layers.values(), model):
         fully_shard(unit, mesh=mesh)
     example.sum_gradients(model)
 
 
 def state_of(model: Transformer, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """All that a step needs, as DCP takes it: tensors in dictionaries. The data are a function of the step's number."""
+    """Collect all that a step needs, as DCP takes it: tensors in dictionaries.
+
+    The batches are a function of the step's number, so they need not be saved.
+    """
     moments = {}
     for name, parameter in model.named_parameters():
         if parameter in optimizer.state:
@@ -66,9 +71,13 @@ def state_of(model: Transformer, optimizer: torch.optim.Optimizer) -> dict[str, 
 
 
 def make_moments(optimizer: torch.optim.Optimizer) -> None:
-    """AdamW makes its tensors in its first step: one with rate 0 and gradients of 0 changes nothing else."""
+    """Let AdamW make the tensors of its state, so that DCP has something to fill.
+
+    It makes them in its first step. A step with learning rate 0 and gradients of 0 changes no parameter.
+    """
     for group in optimizer.param_groups:
-        rate, group["lr"] = group["lr"], 0.0
+        rate = group["lr"]
+        group["lr"] = 0.0
         for parameter in group["params"]:
             parameter.grad = torch.zeros_like(parameter)
         optimizer.step()
@@ -81,9 +90,11 @@ def train(config: Config) -> None:
     with example.start_run("checkpoint", config, job) as run:
 
         def build(sizes: tuple[int, ...], seed: int) -> tuple[Transformer, torch.optim.Optimizer]:
+            """A model and its optimizer on a mesh of (shard,) or (replica, shard) ranks."""
             with torch.device("meta"):
                 model = Transformer(job.sizes).to(run.precision.storage)
-            shard(model, init_device_mesh(run.device.type, sizes, mesh_dim_names=("replica", "shard")[-len(sizes) :]))
+            axes = ("replica", "shard")[-len(sizes) :]
+            shard(model, init_device_mesh(run.device.type, sizes, mesh_dim_names=axes))
             draw_weights(model, run.device, seed)
             return model, config.optimizer.make(model.parameters())
 
@@ -95,48 +106,61 @@ def train(config: Config) -> None:
         for step in example.text_steps(run, job):
             batch = step.batch
             if step.number == job.steps // 2:
+                # Rank 0 has made the run's folder, and tells the others where it is.
                 folder = [None if run.outdir is None else str(run.outdir / "checkpoint")]
-                dist.broadcast_object_list(folder)  # rank 0 has made the run's folder
+                dist.broadcast_object_list(folder)
+                # A collective: each rank writes its own shards.
                 dcp.save(state_of(model, optimizer), checkpoint_id=folder[0])
-                run.log.info("saved: %s", where(str(folder[0])))
+                run.log.info("saved: %s", saved_rows(str(folder[0])))
+
+                # Another mesh, and other weights, so that nothing is right by chance.
                 replicas = 2 if ranks % 2 == 0 else 1
-                other, its_optimizer = build((replicas, ranks // replicas), config.run.seed + 1)  # other weights
-                make_moments(its_optimizer)
-                dcp.load(state_of(other, its_optimizer), checkpoint_id=folder[0])
-                rows = [len(state_dict[SHOWN].to_local()) for state_dict in (model.state_dict(), other.state_dict())]
-                run.log.info("loaded: rank 0 had %d rows of %s, and has %d on the other mesh", rows[0], SHOWN, rows[1])
+                other, other_optimizer = build((replicas, ranks // replicas), config.run.seed + 1)
+                make_moments(other_optimizer)
+                # In place: the tensors of `other` now hold what was saved.
+                dcp.load(state_of(other, other_optimizer), checkpoint_id=folder[0])
+                rows = len(model.state_dict()[SHOWN].to_local())
+                other_rows = len(other.state_dict()[SHOWN].to_local())
+                run.log.info("loaded: rank 0 had %d rows of %s, and has %d on the other mesh", rows, SHOWN, other_rows)
             loss = cross_entropy(model(batch.inputs), batch.targets, batch.count)
             step.log(loss)
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
             if other is not None:
-                its_loss = cross_entropy(other(batch.inputs), batch.targets, batch.count)
-                its_loss.backward()
-                its_optimizer.step()
-                its_optimizer.zero_grad()
-                elsewhere = run.global_sum(its_loss)
+                other_loss = cross_entropy(other(batch.inputs), batch.targets, batch.count)
+                other_loss.backward()
+                other_optimizer.step()
+                other_optimizer.zero_grad()
+                elsewhere = run.global_sum(other_loss)
                 step.row["loss_elsewhere"] = elsewhere
                 difference = worst((difference, relative_error(elsewhere, run.global_sum(loss))))
 
         run.log.info("from there on the losses of the two differ by %.1e at most", difference)
         run.describe(losses_differ=difference)
         limit = TOLERANCE[run.precision.name]
+        # Not `difference > limit`, which NaN would pass.
         if not difference <= limit:
             raise RuntimeError(f"on the other mesh the losses differ by {difference:.1e}, more than {limit:.0e}")
 
 
-def where(folder: str) -> str:
-    """Which rows of a tensor are in which file, as the checkpoint's own metadata have it."""
+def saved_rows(folder: str) -> str:
+    """Say which rows of a tensor are in which file, as the checkpoint's own metadata have it."""
     metadata = dcp.FileSystemReader(folder).read_metadata()
     name = f"model.{SHOWN}"
-    files = {tuple(i.offset): at.relative_path for i, at in metadata.storage_data.items() if i.fqn == name}
-    rows = {}
+    # Offset of a shard in the full tensor → the file that has it.
+    files = {}
+    for index, storage in metadata.storage_data.items():
+        if index.fqn == name:
+            files[tuple(index.offset)] = storage.relative_path
+    texts = {}
     for chunk in metadata.state_dict_metadata[name].chunks:  # type: ignore[union-attr]
         first = chunk.offsets[0]
-        if chunk.sizes[0]:
-            rows[first] = f"{first}-{first + chunk.sizes[0] - 1} in {files[tuple(chunk.offsets)]}"
-    return f"{SHOWN} rows {', '.join(rows[first] for first in sorted(rows))}"
+        count = chunk.sizes[0]
+        # A rank may have no rows at all.
+        if count:
+            texts[first] = f"{first}-{first + count - 1} in {files[tuple(chunk.offsets)]}"
+    return f"{SHOWN} rows {', '.join(texts[first] for first in sorted(texts))}"
 
 
 if __name__ == "__main__":

@@ -3,17 +3,20 @@
     launch python3 -m mmm.examples.collectives
     launch -n 4 --device cpu python3 -m mmm.examples.collectives --break absent
 
-Every way of training is made of these seven, and of sends. First each moves a few numbers (rank r begins with r0, r1,
-…, one for each rank; sums are over ranks), and a table shows what is where; then larger buffers are timed.
+Every way of parallel training is made of these seven, and of sends. First each collective moves a few numbers, and a
+table shows what is where: rank r begins with r0, r1, …, one number for each rank, and sums are over ranks. Then larger
+buffers are timed.
 
-S: the bytes of the whole buffer. On N ranks with links of B bytes/s each way, none is faster than factor · S / B::
+S is the size of the whole buffer in bytes. On N ranks, whose links carry B bytes/s each way, no collective is faster
+than factor · S / B::
 
       all-reduce                     2 (N-1)/N     each byte leaves every rank once to be summed, and comes back once
-      all-gather, reduce-scatter       (N-1)/N     S: what all parts make together; the rank has 1/N of it already
-      all-to-all, scatter              (N-1)/N     S: all that a rank (scatter: rank 0) begins with, its own part too
+      all-gather, reduce-scatter       (N-1)/N     S: all shards together; the rank already has 1/N of it
+      all-to-all, scatter              (N-1)/N     S: all that a rank (scatter: rank 0) begins with, its own shard too
       broadcast, reduce                   1        all S have to leave rank 0, or to get there
 
-so factor · S / seconds is the bandwidth that the links were used at, whatever N; NCCL's tests call it bus bandwidth.
+So factor · S / seconds is the bandwidth that the links were used at, whatever N is. NCCL's tests call it bus bandwidth.
+
 Source: github.com/NVIDIA/nccl-tests, doc/PERFORMANCE.md.
 """
 
@@ -45,44 +48,79 @@ class Config(example.BreakOptions):
     """Collectives, shown and timed; nothing is trained."""
 
     BREAKS: ClassVar = {
-        "absent": "the last rank never comes to the first all-reduce, as one that alone validates, saves or has left "
-        "the loop. The others wait for it, without a word, until the time for a collective (here 3 s) is over.",
+        "absent": "the last rank never comes to the first all-reduce, like a rank that is the only one to validate, "
+        "to save or to leave the loop. The others wait for it, without a word, until the time for a collective (here "
+        "3 s) is over.",
     }
     sizes: tuple[int, ...] = (1 << 12, 1 << 16, 1 << 20, 1 << 23)
-    """Bytes of the whole buffer, S; rounded to 4-byte numbers that the ranks divide."""
+    """Sizes S of the whole buffer, in bytes. Each is rounded to 4-byte numbers that the ranks can share equally."""
     repeats: int = 5
+    """How often each collective is timed. The median counts."""
     LEFT_OUT: ClassVar = ("dtype", "seed", "batch_size", "global_batch_size", "log_every", "plots")
     run: options.Run = options.Run()
 
 
 class Collective(NamedTuple):
-    """`call` takes (before, after) = (b, a): what a rank has, and where to put what it gets (at first its own)."""
+    """A collective, and who holds what.
+
+    Attributes:
+        call: takes (before, after). `before` is what a rank has, and the result goes into `after`, which at first holds
+            what the rank has.
+        begins: what each rank begins with: "full" (S bytes) or "shard" (S / N bytes).
+        ends: what each rank ends with, likewise.
+        rank0_only: "begins" or "ends" if only rank 0 has that, else empty.
+    """
 
     call: Callable[[Tensor, Tensor], object]
-    begins: str = "full"  # how much each has: full (S bytes) or shard (1/N)
+    begins: str = "full"
     ends: str = "full"
-    alone: str = ""  # the side that only rank 0 has
+    rank0_only: str = ""
 
 
 def scatter(before: Tensor, after: Tensor) -> None:
-    dist.scatter(after, list(before.chunk(dist.get_world_size())) if dist.get_rank() == 0 else None, src=0)
+    shards = None
+    # Only rank 0 has something to give away; the others pass None.
+    if dist.get_rank() == 0:
+        shards = list(before.chunk(dist.get_world_size()))
+    dist.scatter(after, shards, src=0)
 
 
-HEAD = f"{'collective':16}{'S, bytes':>12}{'factor':>8}{'seconds':>12}{'GB/s':>10}"
+# The first three work in place, on `after`.
 COLLECTIVES = {
-    "all_reduce": Collective(lambda _, a: dist.all_reduce(a)),
-    "reduce": Collective(lambda _, a: dist.reduce(a, dst=0), alone="ends"),
-    "broadcast": Collective(lambda _, a: dist.broadcast(a, src=0), alone="begins"),
-    "all_gather": Collective(lambda b, a: all_gather(a, b), begins="shard"),
-    "scatter": Collective(scatter, ends="shard", alone="begins"),
-    "reduce_scatter": Collective(lambda b, a: reduce_scatter(a, b), ends="shard"),
-    "all_to_all": Collective(lambda b, a: dist.all_to_all_single(a, b)),
+    "all_reduce": Collective(lambda _, after: dist.all_reduce(after)),
+    "reduce": Collective(
+        lambda _, after: dist.reduce(after, dst=0),
+        rank0_only="ends",
+    ),
+    "broadcast": Collective(
+        lambda _, after: dist.broadcast(after, src=0),
+        rank0_only="begins",
+    ),
+    "all_gather": Collective(
+        lambda before, after: all_gather(after, before),
+        begins="shard",
+    ),
+    "scatter": Collective(
+        scatter,
+        ends="shard",
+        rank0_only="begins",
+    ),
+    "reduce_scatter": Collective(
+        lambda before, after: reduce_scatter(after, before),
+        ends="shard",
+    ),
+    "all_to_all": Collective(lambda before, after: dist.all_to_all_single(after, before)),
 }
 
 
 def buffers(collective: Collective, shard_size: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """(before, after) of this rank, float32; a shard has `shard_size` numbers. Rank r begins with 10 r, 10 r + 1, …"""
-    full = torch.arange(shard_size * dist.get_world_size(), dtype=torch.float32, device=device) + 10 * dist.get_rank()
+    """Make (before, after) of this rank, float32. Rank r begins with 10 r, 10 r + 1, …
+
+    Args:
+        shard_size: number of elements in a shard. The full buffer has N times as many.
+    """
+    numbers_of_rank = torch.arange(shard_size * dist.get_world_size(), dtype=torch.float32, device=device)
+    full = numbers_of_rank + 10 * dist.get_rank()
     shard = full[:shard_size]
     before = shard if collective.begins == "shard" else full
     after = shard if collective.ends == "shard" else full
@@ -90,17 +128,18 @@ def buffers(collective: Collective, shard_size: int, device: torch.device) -> tu
 
 
 def show(collective: Collective, device: torch.device) -> tuple[list[int], list[int]]:
-    """What this rank has before and after, in numbers; [] for nothing. A collective."""
+    """The numbers that this rank has before and after; an empty list for none. A collective."""
     before, after = buffers(collective, 1, device)
     collective.call(before, after)
     sides = {"begins": before.int().tolist(), "ends": after.int().tolist()}
-    if collective.alone and dist.get_rank() != 0:
-        sides[collective.alone] = []
+    # The other ranks pass a buffer too, but what is in it plays no part.
+    if collective.rank0_only and dist.get_rank() != 0:
+        sides[collective.rank0_only] = []
     return sides["begins"], sides["ends"]
 
 
-def drawn(name: str, by_rank: Sequence[tuple[list[int], list[int]]]) -> str:
-    """A line a rank: what it has before and after."""
+def picture(name: str, by_rank: Sequence[tuple[list[int], list[int]]]) -> str:
+    """Draw a collective as text, a line per rank, with what the rank has before and after."""
     width = 3 * len(by_rank)
     lines = [f"{name.replace('_', '-'):16} {'before':<{width}}     after"]
     for rank, (before, after) in enumerate(by_rank):
@@ -113,17 +152,25 @@ def in_a_row(values: list[int]) -> str:
 
 
 def seconds(collective: Collective, shard_size: int, repeats: int, device: torch.device) -> float:
-    """Seconds of one call, with shards of `shard_size` numbers: the median of the repeats, on the slowest rank."""
+    """Time a collective, with shards of `shard_size` elements. A collective of all ranks.
+
+    Returns:
+        The seconds of one call: the median of the repeats, on the slowest rank.
+    """
     before, after = buffers(collective, shard_size, device)
-    taken = []
-    for _ in range(repeats + 1):  # the first does not count
+    timings = []
+    for _ in range(repeats + 1):
+        # All ranks start together, and with an idle device.
         dist.barrier()
         synchronize(device)
         begin = perf_counter()
         collective.call(before, after)
+        # Kernels run on after the call has returned: wait for them.
         synchronize(device)
-        taken.append(perf_counter() - begin)
-    return max(row[0] for row in gather_floats([median(taken[1:])], device))
+        timings.append(perf_counter() - begin)
+    # The first call does not count: the backend opens its connections in it.
+    median_seconds = median(timings[1:])
+    return max(row[0] for row in gather_floats([median_seconds], device))
 
 
 def train(config: Config) -> None:
@@ -134,34 +181,42 @@ def train(config: Config) -> None:
     if config.break_ and ranks == 1:
         raise ConfigError("--break absent on 1 rank: nobody waits for it; start with `launch -n 4`")
     if config.break_:
-        config = replace(config, run=replace(config.run, timeout=min(config.run.timeout, 3.0)))
+        timeout = min(config.run.timeout, 3.0)
+        config = replace(config, run=replace(config.run, timeout=timeout))
+    # The watch says which rank did not come, when a collective takes longer than the timeout.
     started = example.start_run("collectives", config, Layout().fit(ranks))
-    with started as run, HangWatch(run.rank, run.options.timeout, run.clock):  # which says who has not come
+    with started as run, HangWatch(run.rank, run.options.timeout, run.clock):
         if config.break_ and run.rank.rank == ranks - 1:
             sleep(10 * config.run.timeout)
         for name, collective in COLLECTIVES.items():
             by_rank: list[Any] = [None] * ranks
             dist.all_gather_object(by_rank, show(collective, run.device))
-            run.log.info("%s", drawn(name, by_rank))
+            run.log.info("%s", picture(name, by_rank))
         if ranks == 1:
             run.note("one rank: nothing moves, so there is no bandwidth; start with `launch -n 4`")
         for size in config.sizes:
-            shard_size = max(size // 4 // ranks, 1)  # numbers of 4 bytes
+            # A float32 has 4 bytes.
+            shard_size = max(size // 4 // ranks, 1)
             run.add_row(time_all(run, shard_size, config.repeats))
 
 
 def time_all(run: example.Run, shard_size: int, repeats: int) -> dict[str, float]:
-    """Time each collective on shards of `shard_size` numbers, log a table; what the record gets. A collective."""
+    """Time every collective on shards of `shard_size` elements, and log a table. A collective of all ranks.
+
+    Returns:
+        A row of the record: the bytes of the whole buffer, and the seconds and GB/s of each collective.
+    """
     ranks = run.rank.world_size
-    size = 4 * shard_size * ranks  # bytes of the whole buffer
-    row = {"bytes": float(size)}
-    lines = [HEAD]
+    total_bytes = 4 * shard_size * ranks
+    row = {"bytes": float(total_bytes)}
+    lines = [f"{'collective':16}{'S, bytes':>12}{'factor':>8}{'seconds':>12}{'GB/s':>10}"]
     for name, collective in COLLECTIVES.items():
-        took = seconds(collective, shard_size, repeats, run.device)
-        gbps = factor(name, ranks) * size / took / 1e9
-        row[f"{name}_seconds"] = took
+        duration = seconds(collective, shard_size, repeats, run.device)
+        # GB: 10⁹ bytes
+        gbps = factor(name, ranks) * total_bytes / duration / 1e9
+        row[f"{name}_seconds"] = duration
         row[f"{name}_gbps"] = gbps
-        lines.append(f"{name:16}{size:12,}{factor(name, ranks):8.2f}{took:12.6f}{gbps:10.3f}")
+        lines.append(f"{name:16}{total_bytes:12,}{factor(name, ranks):8.2f}{duration:12.6f}{gbps:10.3f}")
     run.log.info("GB/s: factor · S / seconds, 10⁹ bytes\n%s", "\n".join(lines))
     return row
 

@@ -1,10 +1,11 @@
-"""Context parallel: every sequence sharded over the ranks, for texts that are too long for one of them.
+"""Context parallel: every sequence is sharded over the ranks, for texts that are too long for one of them.
 
     launch python3 -m mmm.examples.context_parallel
     launch -n 2 --device cpu python3 -m mmm.examples.context_parallel --break positions
 
-Along cp the ranks have the same samples, but other tokens of them: two chunks each, one from the head and one from the
-tail, because later tokens have more to look back at; cp = 4, 512 tokens::
+Along cp the ranks have the same samples, but different tokens of them. Each rank has two chunks, one from the head and
+one from the tail of the sequence: later tokens have more to look back at, so this gives all ranks the same work. With
+cp = 4 and 512 tokens::
 
     a sequence     ┌────┬────┬────┬────┬────┬────┬────┬────┐
                    │ 0  │ 1  │ 2  │ 3  │ 3  │ 2  │ 1  │ 0  │    which rank has the chunk of 64 tokens
@@ -13,10 +14,11 @@ tail, because later tokens have more to look back at; cp = 4, 512 tokens::
     attention, ring        hop 1, 2, 3: send the keys and values to the next rank, receive those of the rank before
                            rank 1 has keys of    hop 0: rank 1    hop 1: rank 0    hop 2: rank 3    hop 3: rank 2
 
-`ring_attention` below is compared with attention to the full sequence on one rank. The training uses the package's,
-which sends while it computes, and FSDP over dp × cp. Attention sharded over its heads, by all-to-alls (Ulysses):
-``mmm.trainer.lm --cp 4 --cp_style ulysses``. Source: Liu et al., "Ring Attention with Blockwise Transformers",
-2023.
+`ring_attention` below is compared with attention to the full sequence on one rank. The training uses the package's ring
+attention, which sends while it computes, and FSDP over dp × cp. For attention that is sharded over its heads, by
+all-to-alls (Ulysses), see ``mmm.trainer.lm --cp 4 --cp_style ulysses``.
+
+Source: Liu et al., "Ring Attention with Blockwise Transformers", 2023.
 """
 
 from __future__ import annotations
@@ -46,88 +48,135 @@ class Config(example.BreakOptions, example.TensorParallelOptions, example.TextCo
         "triangle": "the ring attends to all keys that pass: a token then sees those after it, which it is to predict.",
     }
     cp: int | None = None
-    """Ranks along cp: over how many each sequence is sharded. Default: all that --tpsize leaves."""
+    """Number of ranks along cp, over which each sequence is sharded. Default: all that --tpsize leaves."""
     model: example.TransformerOptions = example.TransformerOptions(preset="debug")
-    data: example.PlainTextOptions = example.PlainTextOptions(seq_length=512)  # a multiple of 2 · cp · tp
+    # Each rank has two chunks, and tp shards them once more: seq_length is a multiple of 2 · cp · tp.
+    data: example.PlainTextOptions = example.PlainTextOptions(seq_length=512)
 
 
 class SendToNext(torch.autograd.Function):
-    """To the next rank of the ring, in exchange for what the rank before sends; gradients go the other way."""
+    """Send a tensor to the next rank of the ring, and receive one from the rank before; gradients go the other way."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, step: int = 1) -> Tensor:
-        ctx.group, ctx.step = group, step
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, hop: int = 1) -> Tensor:
+        ctx.group = group
+        ctx.hop = hop
+        # torch.distributed addresses a message by the rank in the world, not in the group.
         ranks = dist.get_process_group_ranks(group)
         own = dist.get_rank(group)
+        to_rank = ranks[(own + hop) % len(ranks)]
+        from_rank = ranks[(own - hop) % len(ranks)]
         received = torch.empty_like(x)
-        send = dist.P2POp(dist.isend, x.contiguous(), ranks[(own + step) % len(ranks)], group)
-        receive = dist.P2POp(dist.irecv, received, ranks[(own - step) % len(ranks)], group)
+        send = dist.P2POp(dist.isend, x.contiguous(), to_rank, group)
+        receive = dist.P2POp(dist.irecv, received, from_rank, group)
+        # Both at once: if every rank first sent and then received, all could wait for each other.
         for work in dist.batch_isend_irecv([send, receive]):
             work.wait()
         return received
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        return SendToNext.apply(gradient, ctx.group, -ctx.step), None, None
+        return SendToNext.apply(gradient, ctx.group, -ctx.hop), None, None
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, visible: Tensor) -> tuple[Tensor, Tensor]:
-    """Softmax over some of the keys, and the logarithm of its sum of exponentials: (…, queries, head_dim), (…, 1)."""
-    # -1e30, not -inf: a query that sees none of these keys merges with weight 0. (batch, heads, queries, keys)
-    scores = (q @ k.mT / math.sqrt(q.shape[-1])).masked_fill(~visible, -1e30)
+    """Attention to some of the keys, with what is needed to merge it with attention to others.
+
+    Args:
+        q: (batch, heads, queries, head_dim).
+        k, v: (batch, heads, keys, head_dim).
+        visible: (queries, keys) bool, whether a query may see a key.
+
+    Returns:
+        The softmax-weighted sum of v, (batch, heads, queries, head_dim), and the logarithm of the softmax's sum of
+        exponentials, (batch, heads, queries, 1).
+    """
+    # (batch, heads, queries, keys)
+    scores = q @ k.mT / math.sqrt(q.shape[-1])
+    # Not -inf, which would give NaN for a query that sees none of these keys. With -1e30 it merges with weight 0.
+    scores = scores.masked_fill(~visible, -1e30)
     lse = scores.logsumexp(-1, keepdim=True)
     return torch.exp(scores - lse) @ v, lse
 
 
 def positions_of(rank: int, ranks: int, seq: int) -> Tensor:
-    """The tokens that a rank has: one chunk from the head and one from the tail, (seq / ranks,)."""
+    """The tokens that a rank has, one chunk from the head and one from the tail: (seq / ranks,) int64."""
     chunks = torch.arange(seq).tensor_split(2 * ranks)
     return torch.cat((chunks[rank], chunks[2 * ranks - 1 - rank]))
 
 
 def ring_attention(q: Tensor, k: Tensor, v: Tensor, group: dist.ProcessGroup, causal: bool = True) -> Tensor:
-    """Causal attention of this rank's tokens to those of all ranks: (batch, heads, seq / ranks, head_dim) each."""
-    rank, ranks, wide = dist.get_rank(group), dist.get_world_size(group), torch.promote_types(q.dtype, torch.float32)
-    kv = torch.stack((k, v)).to(wide)  # (2, batch, kv heads, seq / ranks, head_dim)
-    query_positions = positions_of(rank, ranks, ranks * q.shape[2])
-    out, lse = torch.zeros_like(q, dtype=wide), torch.full_like(q[..., :1], -math.inf, dtype=wide)  # of no keys
+    """Causal attention of this rank's tokens to the tokens of all ranks. A collective of the group.
+
+    Args:
+        q: (batch, heads, seq / ranks, head_dim), as is what it returns.
+        k, v: (batch, kv heads, seq / ranks, head_dim).
+    """
+    rank = dist.get_rank(group)
+    ranks = dist.get_world_size(group)
+    seq = ranks * q.shape[2]
+    # Many small terms are added up, so this is done in float32 at least.
+    wide = torch.promote_types(q.dtype, torch.float32)
+    # One message for both: (2, batch, kv heads, seq / ranks, head_dim)
+    kv = torch.stack((k, v)).to(wide)
+    query_positions = positions_of(rank, ranks, seq)
+    # Attention to no keys yet: the output is 0, and so is the sum of exponentials.
+    out = torch.zeros_like(q, dtype=wide)
+    lse = torch.full_like(q[..., :1], -math.inf, dtype=wide)
     for hop in range(ranks):
         if hop:
             kv = SendToNext.apply(kv, group)
-        key_positions = positions_of((rank - hop) % ranks, ranks, ranks * q.shape[2])
+        # After so many hops, these are the keys and values of the rank that is so far behind.
+        key_positions = positions_of((rank - hop) % ranks, ranks, seq)
         visible = (query_positions[:, None] >= key_positions).to(q.device)
-        heads = kv.repeat_interleave(q.shape[1] // k.shape[1], dim=2)  # each serves several heads of q
-        hop_out, hop_lse = attention(q.to(wide), heads[0], heads[1], visible if causal else torch.ones_like(visible))
-        total = torch.logaddexp(lse, hop_lse)  # the softmax over both: each weighed by its sum of exponentials
-        out, lse = out * torch.exp(lse - total) + hop_out * torch.exp(hop_lse - total), total
+        if not causal:
+            visible = torch.ones_like(visible)
+        # Grouped-query attention: each key/value head serves several heads of q.
+        keys, values = kv.repeat_interleave(q.shape[1] // k.shape[1], dim=2)
+        hop_out, hop_lse = attention(q.to(wide), keys, values, visible)
+        # The softmax over both: each is weighted by its share of the sum of exponentials.
+        total = torch.logaddexp(lse, hop_lse)
+        out = out * torch.exp(lse - total) + hop_out * torch.exp(hop_lse - total)
+        lse = total
     return out.to(q.dtype)
 
 
 def train(config: Config) -> None:
-    cp = example.fit(tp=config.tpsize).dp_shard if config.cp is None else config.cp
+    cp = config.cp
+    if cp is None:
+        cp = example.fit(tp=config.tpsize).dp_shard
     layout = example.fit(tp=config.tpsize, cp=cp)
     job = example.resolve(config, layout, batch_size=1)
     model = job.model
     with example.start_run("context_parallel", config, job) as run:
-        ring, world = partial(ring_attention, group=dist.group.WORLD), run.rank.world_size  # type: ignore[arg-type]
-        by_hand.compare_attention(run, ring, positions_of(run.rank.rank, world, 8 * world))
-        mesh = example.parallelize_by_package(run, job)
-        for layer in model.layers.values() if config.break_ == "triangle" and layout.cp > 1 else ():
-            layer.attention.attention_fn = partial(ring_attention, group=mesh["cp"].get_group(), causal=False)  # type: ignore
+        # First over all ranks, whatever the layout: is what is written out here right?
+        world_size = run.rank.world_size
+        ring = partial(ring_attention, group=dist.group.WORLD)  # type: ignore[arg-type]
+        by_hand.compare_attention(run, ring, positions_of(run.rank.rank, world_size, 8 * world_size))
 
-        # Which tokens this rank has, and where they stand in the full sequence: the model cannot count from 0.
+        mesh = example.parallelize_by_package(run, job)
+        if config.break_ == "triangle" and layout.cp > 1:
+            for layer in model.layers.values():
+                not_causal = partial(ring_attention, group=mesh["cp"].get_group(), causal=False)
+                layer.attention.attention_fn = not_causal  # type: ignore[union-attr]
+
+        # Which tokens this rank has, and their positions in the full sequence: the model cannot count from 0.
         coordinate = layout.coordinates(run.rank.rank)["cp"]
         own_positions = positions_of(coordinate, layout.cp, config.data.seq_length).to(run.device)
-        positions = own_positions if config.break_ != "positions" else torch.arange(len(own_positions)).to(run.device)
+        positions = own_positions
+        if config.break_ == "positions":
+            positions = torch.arange(len(own_positions)).to(run.device)
 
         def local_loss(batch: Batch) -> Tensor:
+            # (batch, seq / cp): all ranks of cp read the same samples, and each takes its own tokens.
             logits = model(batch.inputs[:, own_positions], positions)
             return cross_entropy(logits, batch.targets[:, own_positions], batch.count)
 
         optimizer = config.optimizer.make(model.parameters())
         run.state(model=model, optimizer=optimizer)
         for step in example.text_steps(run, job):
-            with loss_parallel():  # under tp the logits stay sharded over the vocabulary
+            # Under tp the logits stay sharded over the vocabulary.
+            with loss_parallel():
                 loss = local_loss(step.batch)
                 step.log(loss)
                 loss.backward()

@@ -3,15 +3,15 @@
     launch python3 -m mmm.examples.fsdp --epochs 2
     launch -n 4 python3 -m mmm.examples.fsdp --epochs 2 --parallel ddp
 
-Every rank has its own samples of each step. What differs is what a rank keeps, of N ranks (each a part of 1/N)::
+Every rank has its own samples of each step. What differs is what each of the N ranks keeps in memory::
 
                 parameters    gradients    optimizer state    communication of a step
       ddp         whole         whole          whole          all-reduce
       fsdp        1/N           1/N            1/N            all-gather twice, reduce-scatter
 
-The losses are the same for both. 10 epochs unless told otherwise (digits: 8), one row each; every test image
-counts once, whatever the number of ranks. At the end a line says what this rank keeps, beside DDP.
-With ZeRO-1, ZeRO-2 and HSDP, accumulation and clipping: ``mmm.trainer.cnn``.
+The losses are the same for both. By default the net trains for 10 epochs (8 on the digits) and logs one row per epoch.
+Every test image counts once, whatever the number of ranks. At the end a line says how much memory this rank needs, and
+how much it would need with DDP. For ZeRO-1, ZeRO-2 and HSDP, accumulation and clipping, see ``mmm.trainer.cnn``.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from mmm.trainer.rate import LearningRate, step_decay
 
 @dataclass(frozen=True, kw_only=True)
 class Config(example.BreakOptions):
-    """The MNIST net on images, its parameters over the ranks as --parallel says."""
+    """Train the MNIST net on images. --parallel says how its parameters are spread over the ranks."""
 
     BREAKS: ClassVar = {
         "averaged": "Each rank takes the mean over its own labels, and the gradients are averaged, as DDP and FSDP do "
@@ -50,26 +50,34 @@ class Config(example.BreakOptions):
         "others count for more than an image of another rank. With even counts it would be right."
     }
     parallel: Literal["ddp", "fsdp"] = "fsdp"
-    """ddp: whole replicas. fsdp: everything sharded."""
+    """ddp: every rank has a whole replica. fsdp: parameters, gradients and optimizer state are sharded."""
     save_model: bool = False
-    """Leave one unsharded state dict, model.pt, in the run's folder; plain PyTorch loads it."""
+    """Write an unsharded state dict, model.pt, into the run's folder. Plain PyTorch can load it."""
     dropout: bool = True
     summary: bool = False
-    """Print the model's summary and leave."""
+    """Print the model's summary and exit."""
     data: Images = Images()
     optimizer: Optimizer = Optimizer(lr=1e-3)
     duration: options.Duration = options.Duration()
     run: options.Run = options.Run(plots=True)
 
     LEFT_OUT: ClassVar = (
-        *("max_norm", "on_nan", "warmup", "lr_schedule", "min_lr", "decay", "betas", "weight_decay", "decayed"),
+        "max_norm",
+        "on_nan",
+        "warmup",
+        "lr_schedule",
+        "min_lr",
+        "decay",
+        "betas",
+        "weight_decay",
+        "decayed",
         "log_every",
     )
     CHOICES: ClassVar = {"optimizer": ("adamw", "sgd")}
 
 
 def parallelize(run: example.Run, model: CNN, config: Config) -> nn.Module:
-    """The model to train, with its initial weights, which are the same on every mesh."""
+    """Wrap the model in DDP or FSDP, and draw its initial weights, which are the same on every mesh."""
     mesh = init_device_mesh(run.device.type, (run.layout.dp,), mesh_dim_names=("dp_shard",))
     run.log.info("%s, %s", config.parallel, mesh)
 
@@ -77,19 +85,22 @@ def parallelize(run: example.Run, model: CNN, config: Config) -> nn.Module:
         draw_weights(model, run.device, config.run.seed)
         return DDP(model, process_group=mesh.get_group(), gradient_as_bucket_view=True)
 
-    # fc1 has 98 % of the parameters, and is a unit of its own; the rest goes with the root. Sharded on the meta device:
-    # each rank then draws its own part of the weights, and none ever holds the full model.
+    # An FSDP unit is all-gathered before it computes and freed afterwards. fc1 has 98 % of the parameters, so it is a
+    # unit of its own; the root module takes the rest.
     policy = MixedPrecisionPolicy(run.precision.compute, reduce_dtype=run.precision.storage)
     for module in (model.fc1, model):
         fully_shard(module, mesh=mesh, mp_policy=policy)  # type: ignore[arg-type]
     example.sum_gradients(model)
+    # The model is still on the meta device. Each rank draws only its own shard: no rank ever holds the full model.
     draw_weights(model, run.device, config.run.seed)
     return model
 
 
 def train(config: Config) -> None:
+    # A run with a mistake is compared with one device, which does not drop anything.
+    dropout = config.dropout and config.break_ is None
     job = cnn_job(
-        config.dropout and config.break_ is None,  # with a mistake there is none, as on the one device beside it
+        dropout,
         config.data,
         config.run,
         config.duration,
@@ -102,36 +113,45 @@ def train(config: Config) -> None:
     with example.start_run("fsdp", config, job, example.global_images) as run:
         model = parallelize(run, job.model.to(run.precision.storage), config)
         run.log.info("%s", example.sharded_model(model))
-        autocast = run.precision.mixed and config.parallel == "ddp"  # FSDP's policy computes in that dtype anyway
+        # FSDP's policy already computes in the lower precision; DDP needs autocast for that.
+        autocast = run.precision.mixed and config.parallel == "ddp"
         optimizer = config.optimizer.make(model.parameters(), job.lr)
-        # Each local loss is a sum divided by the *global* count: ranks with fewer labels count for less, and gradients
-        # are to be summed. FSDP has been told to; DDP averages, and so each loss is multiplied by the number of ranks.
-        factor = run.layout.dp if config.parallel == "ddp" else 1
+        # Each local loss is a sum divided by the *global* count, so gradients are to be summed over the ranks.
+        # FSDP was told to (sum_gradients). DDP averages, so each loss is multiplied by the number of ranks.
+        factor = 1
+        if config.parallel == "ddp":
+            factor = run.layout.dp
         batches = ImageBatches(run, job, config.data.workers)
-        rate = LearningRate(optimizer, step_decay(batches.steps_per_epoch, job.gamma))  # falls after each epoch
+        # The learning rate falls after each epoch.
+        rate = LearningRate(optimizer, step_decay(batches.steps_per_epoch, job.gamma))
         first_sample = run.layout.dp_coordinate(run.rank.rank) * job.local_batch_size
         run.state(model=model, optimizer=optimizer)
         for step in example.image_steps(run, job, batches):
             rate.set(step.number)
             batch = step.batch
             count = batch.count
-            if config.break_ == "averaged":  # the mean over the own labels, and over the ranks
+            if config.break_ == "averaged":
+                # The mistake: divide by this rank's labels, then average over the ranks.
                 batch = example.without_labels(job, batch, first_sample)
-                count = int((batch.targets >= 0).sum()) * run.layout.dp
+                local_count = int((batch.targets >= 0).sum())
+                count = local_count * run.layout.dp
             with torch.autocast(run.device.type, run.precision.compute, enabled=autocast):
-                logits = model(batch.inputs, batch.sample_keys)  # which decide what dropout drops, on any mesh
+                # (local batch, classes). The keys decide what dropout drops of each sample, the same on any mesh.
+                logits = model(batch.inputs, batch.sample_keys)
             loss = cross_entropy(logits, batch.targets, count)
             step.log(loss)
             (loss * factor).backward()
             optimizer.step()
             if step.last:
-                local = local_elements(model, optimizer)  # while there are gradients
+                # Count before zero_grad, while the gradients still exist.
+                local = local_elements(model, optimizer)
             optimizer.zero_grad()
             if step.evaluates:
                 step.row |= example.test_numbers(run, model, batches)
 
         megabytes = run.precision.storage.itemsize / 1e6
         own = sum(local.values()) * megabytes
+        # With DDP: one element for the parameter, one for its gradient, and the optimizer's state.
         ddp = elements * (2 + STATE[config.optimizer.optimizer]) * megabytes
         run.log.info("rank 0 keeps %.2f MB of parameters, gradients and optimizer state; with DDP %.2f MB", own, ddp)
         run.describe(local_elements=local)

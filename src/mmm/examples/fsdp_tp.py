@@ -2,9 +2,9 @@
 
     launch python3 -m mmm.examples.fsdp_tp --tpsize 4
 
-N ranks stand on a mesh of dp_shard × tp. Along tp (a row) the ranks work on the *same* samples, and each matrix is
-sharded over them. Along dp_shard (a column) they have *different* samples, and what tensor parallel left of each matrix
-is sharded once more::
+N ranks form a mesh of dp_shard × tp. Along tp (a row) the ranks work on the *same* samples, and each matrix is sharded
+over them. Along dp_shard (a column) they have *different* samples, and what tensor parallel left of each matrix is
+sharded once more::
 
                         tp: same samples, matrices sharded
                    ┌────────┬────────┬────────┬────────┐
@@ -14,9 +14,10 @@ is sharded once more::
                    └────────┴────────┴────────┴────────┘
                      FSDP along each column: [0, 4] [1, 5] [2, 6] [3, 7]
 
-tp communicates in every layer, forward and backward, and so keeps to neighbours; FSDP gathers a layer while the one
-before is computed, and can go between hosts. Same seed and same global batch give the same losses on every mesh.
-The same model with offload, tiling, checkpointing, compile, and on any other mesh: ``mmm.trainer.lm``.
+Tensor parallel communicates in every layer, forward and backward, so its ranks should be neighbours on one host. FSDP
+gathers a layer while the one before it computes, so it can go between hosts. With the same seed and the same global
+batch the losses are the same on every mesh. For the same model with offload, tiling, checkpointing or compile, and on
+any other mesh, see ``mmm.trainer.lm``.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ from mmm.runtime.device import Precision
 
 @dataclass(frozen=True, kw_only=True)
 class Config(example.BreakOptions, example.TensorParallelOptions, example.TextConfig):
-    """FSDP × tensor parallel on a Transformer. The ranks that --tpsize leaves are data parallel."""
+    """FSDP × tensor parallel on a Transformer. All ranks that --tpsize leaves are data parallel."""
 
     BREAKS: ClassVar = {
         "averaged": "FSDP averages the gradients over dp_shard, its default. Each local loss is already divided by the "
@@ -58,20 +59,26 @@ class Config(example.BreakOptions, example.TensorParallelOptions, example.TextCo
 
 
 def tensor_parallel_plan() -> dict[str, ParallelStyle]:
-    """How each module of a Transformer is sharded over tp.
+    """How each module of a Transformer is sharded over tp: a style of PyTorch for each module's name.
 
-    Columns of A in Y = X A (dim 0 of `nn.Linear.weight`), then rows: each rank computes heads or hidden units of its
-    own, then a partial sum of (batch, seq, dim), which is reduce-scattered over the sequence, dim 1: norms and
-    residuals are computed once, not tp times. PrepareModuleInput all-gathers the sequence for the next columns.
+    A product Y = X A is sharded by columns of A (dim 0 of `nn.Linear.weight`), and the one after it by rows. With
+    columns each rank computes its own heads or hidden units; with rows each rank computes a partial sum of
+    (batch, seq, dim). A reduce-scatter adds the partial sums up and leaves each rank some of the tokens (dim 1). So
+    norms and residuals are computed once, not tp times. PrepareModuleInput all-gathers the tokens for the next columns.
     """
     block: dict[str, ParallelStyle] = {
+        # Each rank normalizes its own tokens, (batch, seq/tp, dim). The gradient of a norm's weight is then a sum over
+        # the ranks, and SequenceParallel takes it.
         "attention_norm": SequenceParallel(),
+        # All-gather: every head attends to all tokens. The other two arguments are the cosines and sines.
         "attention": PrepareModuleInput(
             input_layouts=(Shard(1), None, None), desired_input_layouts=(Replicate(), None, None)
         ),
+        # Columns: n_heads/tp heads on each rank.
         "attention.wq": ColwiseParallel(),
         "attention.wk": ColwiseParallel(),
         "attention.wv": ColwiseParallel(),
+        # Rows: a partial sum on each rank, then the reduce-scatter over the sequence.
         "attention.wo": RowwiseParallel(output_layouts=Shard(1)),
         "ffn_norm": SequenceParallel(),
         "feed_forward": PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=Replicate()),
@@ -79,56 +86,75 @@ def tensor_parallel_plan() -> dict[str, ParallelStyle]:
         "feed_forward.w3": ColwiseParallel(),
         "feed_forward.w2": RowwiseParallel(output_layouts=Shard(1)),
     }
-    ends: dict[str, ParallelStyle] = {  # sharded over the vocabulary: rows of the embedding, columns of the output
+    # Both ends are sharded over the vocabulary: rows of the embedding, columns of the output. The logits stay DTensors,
+    # (batch, seq, vocab/tp) on each rank, because loss_parallel can compute the loss from them.
+    plan: dict[str, ParallelStyle] = {
         "tok_embeddings": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
         "norm": SequenceParallel(),
         "output": ColwiseParallel(input_layouts=Shard(1), output_layouts=Shard(-1), use_local_output=False),
     }
-    return ends | {f"layers.*.{name}": style for name, style in block.items()}
+    for name, style in block.items():
+        plan[f"layers.*.{name}"] = style
+    return plan
 
 
 def shard(model: Transformer, mesh: DeviceMesh, precision: Precision, mistake: str | None = None) -> None:
-    """Shard a Transformer over tp, then over dp_shard, in place. Its parameters may lie on the meta device."""
+    """Shard a Transformer over tp, then over dp_shard, in place. Its parameters may be on the meta device.
+
+    Args:
+        mesh: a mesh with the axes dp_shard and tp.
+        mistake: one of `Config.BREAKS` to make.
+    """
     plan = tensor_parallel_plan()
     if mistake == "norms":
         del plan["layers.*.ffn_norm"]
-    if mesh["tp"].size() > 1:  # on one rank DTensors would only take time
+    # With one rank there is nothing to shard, and DTensors would only cost time.
+    if mesh["tp"].size() > 1:
         parallelize_module(model, mesh["tp"], plan)
 
-    # Each unit is gathered for its forward and its backward, and freed after them; the root takes what is left.
+    # FSDP all-gathers a unit before its forward and its backward, and frees it afterwards. The root takes what is left.
     policy = MixedPrecisionPolicy(precision.compute, reduce_dtype=precision.storage, cast_forward_inputs=False)
-    units: list[Any] = [model.tok_embeddings, *model.layers.values(), [model.norm, model.output], model]
+    head: list[Any] = [model.norm, model.output]
+    units: list[Any] = [model.tok_embeddings, *model.layers.values(), head, model]
     for unit in units:
         fully_shard(unit, mesh=mesh["dp_shard"], mp_policy=policy)
-    units[-2][0].set_reshard_after_forward(False)  # norm and output: backward begins there, and needs them at once
+    # Backward begins with norm and output and needs them at once, so they are not freed after forward.
+    head[0].set_reshard_after_forward(False)
+
     # FSDP averages gradients. Here they are summed, because each local loss is a sum divided by the *global* count:
     # averages of averages would be wrong as soon as one rank has fewer targets than another.
     for module in model.modules():
         if isinstance(module, FSDPModule) and mistake != "averaged":
             module.set_gradient_divide_factor(1.0)
-            module.set_force_sum_reduction_for_comms(True)  # a plain sum: gloo has no scaled one
+            # A plain sum: gloo has no sum that is scaled.
+            module.set_force_sum_reduction_for_comms(True)
 
 
 def train(config: Config) -> None:
-    # Does it fit? Everything here is checked before any rank talks to another.
+    # Everything that could be refused is checked here, before any rank talks to another.
     layout = example.fit(tp=config.tpsize)
     job = example.resolve_own(config, layout)
     model = job.model
     example.check_tensor_parallel(job)
     with example.start_run("fsdp_tp", config, job) as run:
-        # Sharded on the meta device; then each rank draws its own part of the weights, the same on every mesh.
+        # tp is the last axis: its ranks are neighbours.
         mesh = init_device_mesh(run.device.type, (layout.dp, layout.tp), mesh_dim_names=("dp_shard", "tp"))
+        # The model is sharded on the meta device. Then each rank draws its own shard of the weights, which are a
+        # function of the seed, so they are the same on every mesh.
         shard(model.to(run.precision.storage), mesh, run.precision, config.break_)
         draw_weights(model, run.device, config.run.seed)
         run.log.info("%s\n%s", mesh, example.sharded_model(model))
 
         def local_loss(batch: Batch) -> Tensor:
-            return cross_entropy(model(batch.inputs), batch.targets, batch.count)
+            # The sum over this rank's targets, divided by their count in the global batch.
+            logits = model(batch.inputs)
+            return cross_entropy(logits, batch.targets, batch.count)
 
         optimizer = config.optimizer.make(model.parameters())
         run.state(model=model, optimizer=optimizer)
         for step in example.text_steps(run, job):
-            with loss_parallel():  # the logits stay sharded over the vocabulary
+            # The logits stay sharded over the vocabulary: tp ranks exchange three numbers per token instead.
+            with loss_parallel():
                 loss = local_loss(step.batch)
                 step.log(loss)
                 loss.backward()

@@ -1,11 +1,11 @@
-"""Mixture of experts: a Transformer whose tokens choose their feed-forward networks, and experts spread over the ranks.
+"""Mixture of experts: each token of a Transformer chooses its feed-forward networks, which are spread over the ranks.
 
     launch python3 -m mmm.examples.moe --n_experts 8 --ep 2
     launch -n 2 --device cpu python3 -m mmm.examples.moe --ep 2 --break capacity
 
-Each token goes through the --top_k of a layer's --n_experts networks that its router scores highest. On 4 ranks with
---ep 2 (``dp4·ep2``) ranks 0 and 1 share the experts, and so do 2 and 3. Each rank has samples of its own: 4 of 128
-tokens, × 2 choices = 1024 rows. What rank 1 does in a layer, with numbers such as these::
+In each layer a router scores the --n_experts networks for each token, and the token goes through the --top_k best. On 4
+ranks with --ep 2 (``dp4·ep2``) ranks 0 and 1 share the experts, and so do 2 and 3. Each rank has its own samples: 4 of
+128 tokens, × 2 choices = 1024 rows. This is what rank 1 does in a layer, with numbers as they may come out::
 
     route        512 tokens score 8 experts, take 2 each                 no communication
     count        rows by expert: 130 120 140 110 │ 128 132 124 140       all-to-all with rank 0: 4 numbers each way
@@ -14,11 +14,13 @@ tokens, × 2 choices = 1024 rows. What rank 1 does in a layer, with numbers such
     all-to-all   490 rows back to rank 0                                 500 come back
     weigh        each token: the sum of its 2 rows by their weights      no communication
 
-So rank 1 sends 990 rows of 64 float32 = 253 kB in each of 2 layers, and in backward as much again: 1 MB a step. Before
-each, FSDP gathers parameters (those of its last unit, 66 kB, once); after backward it reduce-scatters gradients:
-(n-1)/n of their bytes. 983 kB of experts are sharded over [1 3]: 1.5 MB. All others, 235 kB, over 4 ranks: 0.5 MB.
+So rank 1 sends 990 rows of 64 float32 = 253 kB in each of 2 layers, and the same again in backward: 1 MB a step. Before
+each forward and backward FSDP gathers parameters (those of its last unit, 66 kB, only once), and after backward it
+reduce-scatters gradients, each (n-1)/n of their bytes. 983 kB of experts are sharded over 2 ranks, [1 3]: 1.5 MB. The
+other 235 kB are sharded over 4 ranks: 0.5 MB.
 
-No token is dropped: biases on the scores, moved by the all-reduced loads, lower ``imbalance``, the busiest load / mean.
+No token is dropped. Instead each expert has a bias on its scores, moved by its load over all ranks, which lowers
+``imbalance``: the load of the busiest expert over the mean load.
 """
 
 from __future__ import annotations
@@ -51,7 +53,8 @@ class Config(example.BreakOptions, example.TensorParallelOptions, example.TextCo
         "and which they are depends on the mesh."
     }
     ep: int | None = None
-    """Ranks that share the experts: a divisor of the data-parallel ranks. Default: 2 if they are even, else 1."""
+    """Number of ranks that share the experts, a divisor of the data-parallel ranks. Default: 2 if those are even, else
+    1."""
     model: example.TransformerOptions = example.TransformerOptions(preset="debug")
     experts: example.ExpertOptions = example.ExpertOptions()
 
@@ -59,59 +62,98 @@ class Config(example.BreakOptions, example.TensorParallelOptions, example.TextCo
         return replace(super().sizes(), **self.experts.sizes())
 
     def layout(self, ranks: int) -> Layout:
-        ep = 2 - Layout(tp=self.tpsize).fit(ranks).dp_shard % 2 if self.ep is None else self.ep
+        ep = self.ep
+        if ep is None:
+            dp = Layout(tp=self.tpsize).fit(ranks).dp_shard
+            ep = 2 - dp % 2
         return Layout(tp=self.tpsize, ep=ep).fit(ranks)
 
 
 def moe_layer(x: Tensor, router: Tensor, experts: list[Tensor], top_k: int, group: dist.ProcessGroup) -> Tensor:
-    """A rank's tokens through experts that are spread over the ranks of `group`.
+    """Send a rank's tokens through experts that are spread over the ranks of `group`. A collective of the group.
 
     Args:
-        x: (tokens, dim). router: (n_experts, dim). experts: w1, w2, w3 of this rank's, (n_experts / ranks, …) each.
+        x: this rank's tokens, (tokens, dim).
+        router: (n_experts, dim), the same on every rank.
+        experts: w1, w2, w3 of this rank's experts, (n_experts / ranks, …) each.
     """
-    ranks, local = dist.get_world_size(group), len(router) // dist.get_world_size(group)
-    # Route, then sort the choices by expert, and so by rank.
-    weight, chosen = (x @ router.T).sigmoid().topk(top_k)  # (tokens, top_k) each
+    ranks = dist.get_world_size(group)
+    n_experts = len(router)
+    n_local = n_experts // ranks
+
+    # Route: (tokens, top_k) each. A token's weights sum to 1.
+    weight, chosen = (x @ router.T).sigmoid().topk(top_k)
     weight = weight / weight.sum(1, keepdim=True)
-    order = chosen.flatten().argsort(stable=True)  # (tokens · top_k,): choice i is of token i // top_k
-    # Count: how many rows go to each expert, and how many come from each rank for each expert here.
-    outgoing = chosen.flatten().bincount(minlength=len(router))  # (n_experts,)
-    incoming = torch.empty_like(outgoing)  # (ranks · local,)
+    # Sort the choices by expert, and so by rank: (tokens · top_k,). Choice i belongs to token i // top_k.
+    order = chosen.flatten().argsort(stable=True)
+    token = order // top_k
+
+    # Count. Nobody knows how many rows will come until all ranks have said how many they send to each expert:
+    # outgoing (n_experts,) for all experts, incoming (ranks · n_local,) from each rank for each expert of this one.
+    outgoing = chosen.flatten().bincount(minlength=n_experts)
+    incoming = torch.empty_like(outgoing)
     dist.all_to_all_single(incoming, outgoing, group=group)
-    send, receive = (rows.view(ranks, local).sum(1).tolist() for rows in (outgoing, incoming))
-    # All-to-all: rows to the ranks of their experts. Its backward is the all-to-all the other way.
-    rows = wait_tensor(all_to_all_single_autograd(x[order // top_k], receive, send, group))
-    # Experts: each computes the rows that came for it.
-    expert = torch.arange(local, device=x.device).repeat(ranks).repeat_interleave(incoming)  # of each row
-    done = torch.zeros_like(rows)
+    send = outgoing.view(ranks, n_local).sum(1).tolist()
+    receive = incoming.view(ranks, n_local).sum(1).tolist()
+
+    # All-to-all: rows travel to the ranks of their experts. Its backward is the all-to-all the other way.
+    rows = wait_tensor(all_to_all_single_autograd(x[token], receive, send, group))
+
+    # Experts: each computes the rows that came for it. Rows arrive sorted by rank, then by expert.
+    expert_of_row = torch.arange(n_local, device=x.device).repeat(ranks).repeat_interleave(incoming)
+    outputs = torch.zeros_like(rows)
     for local_expert, (w1, w2, w3) in enumerate(zip(*experts, strict=True)):
-        its = (expert == local_expert).nonzero().flatten()
-        done = done.index_add(0, its, (F.silu(rows[its] @ w1.T) * (rows[its] @ w3.T)) @ w2.T)
-    # All-to-all back. A token is the sum of its rows by their weights.
-    back = wait_tensor(all_to_all_single_autograd(done, send, receive, group))  # (tokens · top_k, dim)
-    return torch.zeros_like(x).index_add(0, order // top_k, weight.flatten()[order, None] * back)
+        own = (expert_of_row == local_expert).nonzero().flatten()
+        # SwiGLU: (rows, hidden), then (rows, dim)
+        hidden = F.silu(rows[own] @ w1.T) * (rows[own] @ w3.T)
+        outputs = outputs.index_add(0, own, hidden @ w2.T)
+
+    # All-to-all back: (tokens · top_k, dim), in the order in which this rank sent them.
+    back = wait_tensor(all_to_all_single_autograd(outputs, send, receive, group))
+    # Weigh: a token is the sum of its rows by their weights.
+    row_weight = weight.flatten()[order, None]
+    return torch.zeros_like(x).index_add(0, token, row_weight * back)
 
 
 def compare(run: example.Run) -> None:
-    """`moe_layer` over all ranks beside the dense computation: 32 tokens and 2 experts a rank."""
-    rank, ranks, dim, hidden = run.rank.rank, run.rank.world_size, 16, 24
+    """Compare `moe_layer` over all ranks with the dense computation: 32 tokens and 2 experts a rank. A collective."""
+    rank = run.rank.rank
+    ranks = run.rank.world_size
+    dim = 16
+    hidden = 24
+    # dy, x, router, w1, w2, w3 of one rank
     shapes = [(32, dim), (32, dim), (2, dim), (2, hidden, dim), (2, dim, hidden), (2, hidden, dim)]
-    dy, *inputs = (x.requires_grad_() for x in by_hand.same_on_all_ranks(run, *((ranks, *shape) for shape in shapes)))
-    x, router, *experts = (tensor.flatten(0, 1) for tensor in inputs)
-    y = moe_layer(inputs[0][rank], router, [w[rank] for w in inputs[2:]], 2, dist.group.WORLD)  # type: ignore[arg-type]
+    # All ranks draw the tensors of all ranks: (ranks, *shape) each.
+    dy, *inputs = by_hand.same_on_all_ranks(run, *((ranks, *shape) for shape in shapes))
+    for tensor in inputs:
+        tensor.requires_grad_()
+    full_x, full_router, *full_experts = (tensor.flatten(0, 1) for tensor in inputs)
+    own_x = inputs[0][rank]
+    own_experts = [w[rank] for w in inputs[2:]]
+    y = moe_layer(own_x, full_router, own_experts, 2, dist.group.WORLD)  # type: ignore[arg-type]
     gradients = torch.autograd.grad(y, inputs, dy[rank])
     for gradient in gradients:
-        dist.all_reduce(gradient)  # each rank has a part of the sum
-    expected = by_hand.dense_experts(x, router, experts, top_k=2)
-    wanted = torch.autograd.grad(expected, inputs, dy.flatten(0, 1))
-    by_hand.compare(run, [y, *gradients], [expected.view_as(dy)[rank], *wanted])
+        # Each rank has the gradient of its own tokens: a summand.
+        dist.all_reduce(gradient)
+
+    dense_y = by_hand.dense_experts(full_x, full_router, full_experts, top_k=2)
+    dense_gradients = torch.autograd.grad(dense_y, inputs, dy.flatten(0, 1))
+    by_hand.compare(run, [y, *gradients], [dense_y.view_as(dy)[rank], *dense_gradients])
 
 
-def drop(module: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> Tensor:
-    """The mistake, as a hook on `Experts`: rows of an expert after its capacity are 0. They are sorted by expert."""
-    count = inputs[1]  # (n_experts,): rows of each
-    place = torch.arange(len(output), device=output.device) - (count.cumsum(0) - count).repeat_interleave(count)
-    return output * (place < len(output) // len(count))[:, None]
+def drop_rows_over_capacity(module: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> Tensor:
+    """The mistake, as a forward hook of `Experts`: rows of an expert that exceed its even share become 0.
+
+    Args:
+        inputs: the rows, (rows, dim), sorted by expert; and how many each expert has, (n_experts,).
+        output: (rows, dim).
+    """
+    count = inputs[1]
+    capacity = len(output) // len(count)
+    first_row = count.cumsum(0) - count
+    # (rows,): the place of each row among the rows of its expert.
+    place = torch.arange(len(output), device=output.device) - first_row.repeat_interleave(count)
+    return output * (place < capacity)[:, None]
 
 
 def train(config: Config) -> None:
@@ -119,25 +161,32 @@ def train(config: Config) -> None:
     model = job.model
     with example.start_run("moe", config, job) as run:
         compare(run)
-        mesh = example.parallelize_by_package(run, job)  # training takes the package's layer
-        for module in model.modules():
-            if config.break_ == "capacity" and isinstance(module, Experts):
-                module.register_forward_hook(drop)
+        # Training takes the package's layer.
+        mesh = example.parallelize_by_package(run, job)
+        if config.break_ == "capacity":
+            for module in model.modules():
+                if isinstance(module, Experts):
+                    module.register_forward_hook(drop_rows_over_capacity)
 
         def local_loss(batch: Batch) -> Tensor:
             return cross_entropy(model(batch.inputs), batch.targets, batch.count)
 
         optimizer = config.optimizer.make(model.parameters())
-        rate = 0.0 if config.break_ else config.experts.balance_rate  # one device's steps have the first biases
+        balance_rate = config.experts.balance_rate
+        if config.break_:
+            # The one device that a mistake is compared with does not move its biases.
+            balance_rate = 0.0
         run.state(model=model, optimizer=optimizer)
         for step in example.text_steps(run, job):
-            with loss_parallel():  # under tp the logits stay sharded over the vocabulary
+            # Under tp the logits stay sharded over the vocabulary.
+            with loss_parallel():
                 loss = local_loss(step.batch)
                 step.log(loss)
                 loss.backward()
             optimizer.step()
             optimizer.zero_grad()
-            load = balance_experts(model, mesh, rate)  # (layers, experts): tokens of all ranks
+            # (layers, experts): tokens of all ranks, by an all-reduce. Then each bias moves a little.
+            load = balance_experts(model, mesh, balance_rate)
             step.row["imbalance"] = imbalance(load)
             if step.evaluates:
                 step.row["val_loss"] = example.validation_loss(run, job, local_loss, model)

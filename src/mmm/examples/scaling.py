@@ -1,20 +1,20 @@
-"""Scaling: the same training on more and more ranks; speed-up and efficiency beside what is predicted, and ideal.
+"""Scaling: the same training on more and more ranks, with speed-up and efficiency next to the prediction and the ideal.
 
     python3 -m mmm.examples.scaling --ranks 1,2,4                        # weak: a rank's batch stays
     python3 -m mmm.examples.scaling --ranks 1,2,4 --strong               # the global batch stays
     python3 -m mmm.examples.scaling --ranks 4,8,64 --lines --outdir s            # lines for jobs; once they ran: draw
 
-Start it without `launch`: each point is a run of a trainer that it launches, with a record of its own, OUTDIR/weak-4. A
-point whose record is there, of the same command, is not run again. R(n) are the samples a second of n ranks, of the
-fewest m::
+Start it without `launch`: each point is a run of a trainer that it launches itself, with its own record, for example in
+OUTDIR/weak-4. A point that has a record of the same command is not run again. With R(n) the samples per second on n
+ranks, and m the smallest number of ranks::
 
       speed-up      m · R(n) / R(m)          ideal: n         efficiency: over n
 
       weak          a data-parallel rank keeps its batch: n times the work, ideally in the same time (Gustafson)
       strong        the global batch stays: the same work in 1/n of the time; what does not shrink limits it (Amdahl)
 
-Waited is the share of a step that a rank was in collectives (dt - dt_own). Predicted is what `mmm plan` computes for
-such a run, where the machine's rates are known: `mmm machine --measure` finds this one's.
+*Waited* is the share of a step that a rank spent in collectives (dt - dt_own). *Predicted* is what `mmm plan` computes
+for such a run. It needs the machine's rates, and `mmm machine --measure` finds those of this one.
 
 Sources: Amdahl, "Validity of the single processor approach", 1967; Gustafson, "Reevaluating Amdahl's law", 1988.
 """
@@ -40,18 +40,19 @@ class Config:
     """What runs, and on how many ranks."""
 
     ranks: str = "1,2,4"
-    """Numbers of ranks, the fewest first."""
+    """Numbers of ranks, in increasing order."""
     strong: bool = False
-    """The global batch stays. Default: weak scaling, where a data-parallel rank keeps its batch."""
+    """Strong scaling: the global batch stays. Default: weak scaling, where a data-parallel rank keeps its batch."""
     batch_size: int = 4
-    """Samples a step: of a data-parallel rank; with --strong, of the global batch for each of the most ranks."""
+    """Samples of a step on each data-parallel rank. With --strong the global batch is this times the most ranks."""
     steps: int = 20
     """Steps of a run. The first two do not count."""
     program: str = "mmm.trainer.lm"
+    """The module that trains."""
     flags: str = "--preset debug --dataset random --seq_length 256 --dim 256 --vocab_size 2048 --eval_batches 1"
-    """Of the program: its model, its layout, its device. As one word: --flags="--preset gpt2 --tp 2"."""
+    """Flags of the program: its model, its layout, its device. As one word: --flags="--preset gpt2 --tp 2"."""
     lines: bool = False
-    """Print the line of each point that has no record yet, and run nothing: for jobs of a cluster."""
+    """Print the command line of each point that has no record yet, and run nothing: for jobs of a cluster."""
     outdir: Path | None = None
     """Folder of the records. Default: outputs/scaling/<time>."""
 
@@ -72,17 +73,34 @@ class Config:
 
 
 def program_line(config: Config, ranks: int, outdir: Path) -> list[str]:
-    """The program of a point, and its flags."""
+    """The command line of a point: the program and its flags. Its last word is the folder of the point's record."""
     batch = ["--batch_size", str(config.batch_size)]
     if config.strong:
-        batch = ["--global_batch_size", str(config.batch_size * max(config.rank_counts()))]
-    line = ["python3", "-m", config.program, *shlex.split(config.flags), *batch, "--max_iters", str(config.steps)]
-    return [*line, "--no-plots", "--overwrite", "--outdir", str(outdir / f"{config.kind}-{ranks}")]
+        most_ranks = max(config.rank_counts())
+        batch = ["--global_batch_size", str(config.batch_size * most_ranks)]
+    folder = outdir / f"{config.kind}-{ranks}"
+    return [
+        "python3",
+        "-m",
+        config.program,
+        *shlex.split(config.flags),
+        *batch,
+        "--max_iters",
+        str(config.steps),
+        "--no-plots",
+        "--overwrite",
+        "--outdir",
+        str(folder),
+    ]
 
 
 def run_point(ranks: int, line: list[str]) -> None:
-    """Launch a point; what it prints is in its log.txt. Raises SystemExit, with its exit code, where it fails."""
-    # A rank of every point has as many threads: else one rank alone would have all cores of a CPU.
+    """Launch a point. What it prints is in its log.txt.
+
+    Raises:
+        SystemExit: the run failed. The exit code is that of the run.
+    """
+    # Each rank of every point has one thread. Otherwise a single rank would use all cores of a CPU.
     environ = {"OMP_NUM_THREADS": "1", **os.environ}
     command = [sys.executable, "-m", "mmm_launch", "-n", str(ranks), *line]
     print(shlex.join(command[1:]), flush=True)
@@ -95,23 +113,26 @@ def main(config: Config) -> None:
     if whoami().source != "alone":
         raise ConfigError("scaling launches the ranks of each point itself: start it without `launch`")
     outdir = prepare(config.outdir, "scaling")
-    points: dict[int, Point | None] = {}
+    points: list[Point] = []
+    missing: list[str] = []
     for ranks in config.rank_counts():
         line = program_line(config, ranks, outdir)
-        points[ranks] = read_point(ranks, line)
-        if points[ranks] is None and config.lines:
+        point = read_point(ranks, line)
+        if point is None and config.lines:
             print(shlex.join(["launch", "-n", str(ranks), *line]))
-        elif points[ranks] is None:
+        elif point is None:
             run_point(ranks, line)
-            points[ranks] = read_point(ranks, line)
-    known = [point for point in points.values() if point is not None]
-    if known:
-        print(table(known))
-    missing = [ranks for ranks, point in points.items() if point is None]
+            point = read_point(ranks, line)
+        if point is None:
+            missing.append(str(ranks))
+        else:
+            points.append(point)
+    if points:
+        print(table(points))
     if missing:
-        print(f"no record yet of {', '.join(map(str, missing))} ranks: once they have run, the same line draws")
+        print(f"no record yet of {', '.join(missing)} ranks: once they have run, the same line draws")
         return
-    picture = draw(known, f"{config.kind} scaling of {config.program}", outdir / f"{config.kind}.png")
+    picture = draw(points, f"{config.kind} scaling of {config.program}", outdir / f"{config.kind}.png")
     print(f"picture: {picture}")
 
 

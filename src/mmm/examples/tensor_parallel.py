@@ -1,23 +1,24 @@
-"""Tensor parallelism, first by hand and then as a plan: each way against the full computation.
+"""Tensor parallelism, first by hand and then as a plan. Each way is compared with the full computation.
 
     launch python3 -m mmm.examples.tensor_parallel
     launch -n 2 --device cpu python3 -m mmm.examples.tensor_parallel --break norms
 
-All ranks have the same samples; a matrix is sharded over N of them. Rank i has one part::
+All ranks have the same samples, and a matrix is sharded over the N ranks. Rank i has one shard of it::
 
       rows      W = ┌ W₀ ┐   Y = X W = Σᵢ Xᵢ Wᵢ       forward    all-reduce: each rank has computed a summand of Y
                     └ W₁ ┘   Xᵢ: its columns of X     backward   nothing: ∂Wᵢ = Xᵢᵀ ∂Y and ∂Xᵢ = ∂Y Wᵢᵀ
       columns   A = [ A₀│A₁ ]   Yᵢ = GeLU(X Aᵢ)       forward    all-gather of Y's columns
                                                       backward   all-reduce: each rank has computed a summand of ∂X
 
-Columns and then rows, as in a feed-forward layer, need no all-gather: Yᵢ is just what the rows want. As a plan::
+Columns and then rows, as in a feed-forward layer, need no all-gather between them: Yᵢ is exactly the input that the
+rows want. As a plan for PyTorch's ``parallelize_module``::
 
       plan       x ─▶ up: columns ─▶ GeLU ─▶ down: rows ─▶ all-reduce ─▶ y               x, y: full on every rank
       sequence   xᵢ ─▶ norm ─▶ all-gather ─▶ up ─▶ GeLU ─▶ down ─▶ reduce-scatter ─▶ yᵢ     xᵢ, yᵢ: its own tokens
 
-As many bytes, but norms are not computed, and their activations not kept, N times. A norm's gradient is then a sum over
-the ranks. In ``loss`` the logits stay sharded: of each token the ranks exchange the largest logit, the sum of
-exponentials and the target's logit, three numbers instead of VOCAB.
+Both send the same number of bytes, but in the second one norms are not computed N times, and their activations are not
+kept N times. The gradient of a norm is then a sum over the ranks. In ``loss`` the logits stay sharded: for each token
+the ranks exchange the largest logit, the sum of exponentials and the target's logit, three numbers instead of VOCAB.
 
 Sources: Shoeybi et al., "Megatron-LM", 2019; Korthikanti et al., "Reducing activation recomputation in large
 Transformer models", 2022 (sequence); docs.pytorch.org/docs/stable/distributed.tensor.parallel.html (loss).
@@ -63,78 +64,123 @@ class Config(example.BreakOptions):
 
 
 def rows_by_hand(case: Case, mistake: str | None) -> Ways:
-    xi, wi = case.shard(case.x, -1), case.shard(case.w, 0)  # (batch, seq, dim/N), (dim/N, dim)
-    y, dxi, dwi = forward_backward(torch.matmul, case.dy, xi, wi)  # backward: a summand has the gradient of the sum
+    """Y = X W with W sharded by rows: every rank computes a summand of Y."""
+    # (batch, seq, dim/N) and (dim/N, dim)
+    xi = case.shard(case.x, -1)
+    wi = case.shard(case.w, 0)
+    # Backward needs nothing from the other ranks: the gradient of a summand is the gradient of the sum.
+    y, dxi, dwi = forward_backward(torch.matmul, case.dy, xi, wi)
     if mistake != "all_reduce":
-        dist.all_reduce(y, group=case.group)  # (batch, seq, dim): this rank's summand, then the sum
-    return [y, case.gather(dxi, -1), case.gather(dwi, 0)], forward_backward(torch.matmul, case.dy, case.x, case.w)
+        # (batch, seq, dim): first this rank's summand, then the sum over all ranks.
+        dist.all_reduce(y, group=case.group)
+    sharded = [y, case.gather(dxi, -1), case.gather(dwi, 0)]
+    full = forward_backward(torch.matmul, case.dy, case.x, case.w)
+    return sharded, full
+
+
+def gelu_of_product(x: Tensor, a: Tensor) -> Tensor:
+    return F.gelu(x @ a)
 
 
 def columns_by_hand(case: Case, mistake: str | None) -> Ways:
-    layer = lambda x, a: F.gelu(x @ a)  # noqa: E731
-    ai, dyi = case.shard(case.w, 1), case.shard(case.dy, -1)  # (dim, dim/N), (batch, seq, dim/N)
-    yi, dx, dai = forward_backward(layer, dyi, case.x, ai)
-    dist.all_reduce(dx, group=case.group)  # (batch, seq, dim): this rank's summand, then the sum
-    return [case.gather(yi, -1), dx, case.gather(dai, 1)], forward_backward(layer, case.dy, case.x, case.w)
+    """Y = GeLU(X A) with A sharded by columns: every rank computes some columns of Y."""
+    # (dim, dim/N) and (batch, seq, dim/N)
+    ai = case.shard(case.w, 1)
+    dyi = case.shard(case.dy, -1)
+    yi, dx, dai = forward_backward(gelu_of_product, dyi, case.x, ai)
+    # Every rank has used all of X, so every rank has a summand of its gradient, (batch, seq, dim).
+    dist.all_reduce(dx, group=case.group)
+    sharded = [case.gather(yi, -1), dx, case.gather(dai, 1)]
+    full = forward_backward(gelu_of_product, case.dy, case.x, case.w)
+    return sharded, full
 
 
 def feed_forward(case: Case) -> nn.Module:
-    """(BATCH, SEQ, DIM) → the same, by way of HIDDEN; every call gives the same weights."""
+    """A feed-forward layer, (BATCH, SEQ, DIM) in and out. Every call gives the same weights."""
     torch.manual_seed(0)
-    up, down = nn.Linear(DIM, HIDDEN), nn.Linear(HIDDEN, DIM)
-    return nn.Sequential(OrderedDict(norm=nn.LayerNorm(DIM), up=up, gelu=nn.GELU(), down=down)).to(**case.made)
+    up = nn.Linear(DIM, HIDDEN)
+    down = nn.Linear(HIDDEN, DIM)
+    layers = OrderedDict(norm=nn.LayerNorm(DIM), up=up, gelu=nn.GELU(), down=down)
+    return nn.Sequential(layers).to(**case.made)
 
 
 def columns_then_rows(case: Case, mistake: str | None) -> Ways:
+    """A feed-forward layer as a plan. Its only communication is an all-reduce after the rows, and one in backward."""
     layer = feed_forward(case)
-    tp.parallelize_module(layer, case.mesh, {"up": tp.ColwiseParallel(), "down": tp.RowwiseParallel()})
-    return forward_backward(layer, case.dy, case.x), forward_backward(feed_forward(case), case.dy, case.x)
+    plan = {"up": tp.ColwiseParallel(), "down": tp.RowwiseParallel()}
+    tp.parallelize_module(layer, case.mesh, plan)
+    sharded = forward_backward(layer, case.dy, case.x)
+    full = forward_backward(feed_forward(case), case.dy, case.x)
+    return sharded, full
 
 
 def sequence_sharded(case: Case, mistake: str | None) -> Ways:
+    """The same layer, where each rank holds only its own tokens outside of the products."""
     layer = feed_forward(case)
     plan: dict[str, tp.ParallelStyle] = {
-        "up": tp.ColwiseParallel(input_layouts=Shard(1)),  # all-gather over the sequence
-        "down": tp.RowwiseParallel(output_layouts=Shard(1)),  # reduce-scatter over it
+        # Its input is sharded over the sequence, so it all-gathers.
+        "up": tp.ColwiseParallel(input_layouts=Shard(1)),
+        # Its output shall be sharded over the sequence, so it reduce-scatters instead of all-reducing.
+        "down": tp.RowwiseParallel(output_layouts=Shard(1)),
     }
     if mistake != "norms":
+        # Sums the norm's gradients over the ranks, each of which has seen only its own tokens.
         plan["norm"] = tp.SequenceParallel()
     tp.parallelize_module(layer, case.mesh, plan)
-    yi, dxi, *rest = forward_backward(layer, case.shard(case.dy, 1), case.shard(case.x, 1))  # (BATCH, SEQ/N, DIM)
+    # (batch, seq/N, dim) each
+    xi = case.shard(case.x, 1)
+    dyi = case.shard(case.dy, 1)
+    yi, dxi, *weight_gradients = forward_backward(layer, dyi, xi)
+    sharded = [case.gather(yi, 1), case.gather(dxi, 1), *weight_gradients]
     full = forward_backward(feed_forward(case), case.dy, case.x)
-    return [case.gather(yi, 1), case.gather(dxi, 1), *rest], full
+    return sharded, full
 
 
 def loss_sharded(case: Case, mistake: str | None) -> Ways:
-    def both(layer: nn.Module) -> list[Tensor]:
-        loss = lambda x: F.cross_entropy(layer(x).flatten(0, 1), case.targets)  # noqa: E731
+    """The loss of logits that are sharded over the vocabulary, and never gathered."""
+
+    def loss_and_gradients(layer: nn.Module) -> list[Tensor]:
+        def loss(x: Tensor) -> Tensor:
+            # (batch · seq, vocab), of which each rank has about vocab/N columns
+            logits = layer(x).flatten(0, 1)
+            return F.cross_entropy(logits, case.targets)
+
         return forward_backward(loss, None, case.x, weights=layer.parameters())
 
-    head, full = (nn.Linear(DIM, VOCAB, bias=False).to(**case.made) for _ in range(2))  # head: about 1/N of VOCAB
+    head = nn.Linear(DIM, VOCAB, bias=False).to(**case.made)
+    full = nn.Linear(DIM, VOCAB, bias=False).to(**case.made)
     head.load_state_dict(full.state_dict())
+    # use_local_output=False: the logits stay a DTensor, from which loss_parallel knows how they are sharded.
     tp.parallelize_module(head, case.mesh, tp.ColwiseParallel(output_layouts=Shard(-1), use_local_output=False))
     with tp.loss_parallel():
-        return both(head), both(full)
+        return loss_and_gradients(head), loss_and_gradients(full)
 
 
 def compare(case: Case, mistake: str | None = None) -> dict[str, tuple[float, float]]:
-    """How far output and gradients of each way are, over the largest element, on the worst rank. A collective."""
+    """Compare each way with the full computation, on all ranks. A collective.
+
+    Returns:
+        For each way, how far its output and its gradients are off: the largest difference of an element, divided by the
+        largest element, on the worst rank.
+    """
     by_way = {}
     for way in (rows_by_hand, columns_by_hand, columns_then_rows, sequence_sharded, loss_sharded):
-        output, *gradients = differences(*way(case, mistake), case.x.device).tolist()
+        sharded, full = way(case, mistake)
+        output, *gradients = differences(sharded, full, case.x.device).tolist()
         by_way[way.__name__] = (output, worst(gradients))
     return by_way
 
 
 def train(config: Config) -> bool:
-    """Try every way. Whether all are right."""
+    """Try every way. Returns whether all are right."""
     ranks = whoami().world_size
     if SEQ % ranks:
         fitting = " or ".join(str(n) for n in range(1, SEQ + 1) if SEQ % n == 0)
         raise LayoutError(f"{ranks} ranks do not divide the sequence of {SEQ} and the widths: start {fitting}")
     with example.start_run("tensor_parallel", config, Layout(tp=ranks).fit(ranks)) as run:
         mesh = init_device_mesh(run.device.type, (ranks,), mesh_dim_names=("tp",))
-        return report(run, compare(Case(mesh, run.device, run.precision.storage, config.run.seed), config.break_))
+        case = Case(mesh, run.device, run.precision.storage, config.run.seed)
+        return report(run, compare(case, config.break_))
 
 
 if __name__ == "__main__":

@@ -12,11 +12,12 @@ Sharding a model over ranks does not help where one layer is too large for each 
       weights        a layer's matrices (ffn_dim, dim), which   ┌──┐         (ffn_dim / tiles, dim), --tile_weights
                      FSDP gathers, and their gradients          └──┘ ▽ ▽ ▽
 
-The first two cut the sequence: PyTorch's `checkpoint` around a piece keeps its input alone, and backward recomputes the
-piece. The last cuts a matrix into several, each an FSDP unit: it is gathered, used and freed, forward and backward.
+The first two cut the sequence. PyTorch's `checkpoint` around a piece keeps only the input of the piece, and backward
+recomputes the rest. The last one cuts a matrix into several, each an FSDP unit of its own: it is gathered, used and
+freed, in forward and in backward.
 
-The same 2 steps go by each way, of a model with long sequences and of one with few tokens and a wide layer. A table
-says how much memory a step takes at its peak beyond parameters, and that the losses are the same.
+Each way trains for the same 2 steps, a model with long sequences and a model with few tokens and a wide layer. A table
+shows how much memory a step takes at its peak beyond parameters, and that the losses are the same.
 
 Sources: "ZeRO-Infinity", 2021 (weights); "Arctic long sequence training", 2025 (MLP); "Liger kernel", 2024 (loss).
 """
@@ -41,7 +42,7 @@ from mmm.runtime.process_group import gather_floats
 
 
 class TiledLinear(nn.Module):
-    """A matrix (out, in) as several, of some of its rows each: each makes some columns of the output."""
+    """A matrix (out, in) cut into several matrices of some of its rows. Each makes some columns of the output."""
 
     def __init__(self, linear: nn.Linear, tiles: int) -> None:
         super().__init__()
@@ -52,74 +53,112 @@ class TiledLinear(nn.Module):
             self.tiles.append(tile)
 
     def forward(self, x: Tensor) -> Tensor:
-        return torch.cat([tile(x) for tile in self.tiles], dim=-1)  # (batch, seq, out)
+        # (batch, seq, out): FSDP gathers one tile at a time.
+        return torch.cat([tile(x) for tile in self.tiles], dim=-1)
 
 
 def in_tiles(mlp: Any, tiles: int) -> None:
-    """An MLP treats each token by itself: its hidden activations (batch, seq, ffn_dim) exist for one tile only."""
+    """Make an MLP compute its tokens tile by tile, in place.
+
+    An MLP treats each token by itself. So its hidden activations (batch, seq, ffn_dim) need to exist for one tile only.
+    """
     full_forward = mlp.forward
 
     def forward(x: Tensor) -> Tensor:
+        # (batch, seq / tiles, dim) each
         pieces = [checkpoint(full_forward, piece, use_reentrant=False) for piece in x.chunk(tiles, dim=1)]
-        return torch.cat(pieces, dim=1)  # (batch, seq, dim)
+        return torch.cat(pieces, dim=1)
 
     mlp.forward = forward
 
 
 class LanguageModel(nn.Module):
-    """A Transformer and its loss, in so many pieces; 1 leaves a thing whole."""
+    """A Transformer and its loss, computed in pieces.
+
+    Args:
+        loss_chunks: number of chunks of the sequence that logits and loss are computed in.
+        tile: number of tiles of the sequence that each MLP is computed in.
+        tile_weights: number of tiles that each matrix of an MLP is cut into.
+    """
 
     def __init__(self, full: Transformer, loss_chunks: int = 1, tile: int = 1, tile_weights: int = 1) -> None:
         super().__init__()
         self.output: Any = full.output
-        full.output = None  # its forward then ends with the hidden states
+        # Without an output, the Transformer's forward returns the hidden states.
+        full.output = None
         self.body = full
         self.chunks = loss_chunks
         for layer in full.layers.values():
-            for name in ("w1", "w2", "w3") if tile_weights > 1 else ():
-                setattr(layer.feed_forward, name, TiledLinear(getattr(layer.feed_forward, name), tile_weights))
+            mlp = layer.feed_forward
+            if tile_weights > 1:
+                for name in ("w1", "w2", "w3"):
+                    tiled = TiledLinear(getattr(mlp, name), tile_weights)
+                    setattr(mlp, name, tiled)
             if tile > 1:
-                in_tiles(layer.feed_forward, tile)
+                in_tiles(mlp, tile)
 
     def forward(self, tokens: Tensor, targets: Tensor, count: int) -> Tensor:
-        """The losses of targets (batch, seq), summed, over their count in the global batch."""
-        hidden = self.body(tokens)  # (batch, seq, dim)
+        """The sum of the losses of targets (batch, seq), divided by `count`, the targets of the global batch."""
+        # (batch, seq, dim)
+        hidden = self.body(tokens)
         if self.chunks == 1:
             return self.loss(hidden, targets, count)
-        pieces = zip(hidden.chunk(self.chunks, dim=1), targets.chunk(self.chunks, dim=1), strict=True)
-        losses = [checkpoint(self.loss, h, t, count, use_reentrant=False) for h, t in pieces]
+        losses = []
+        hidden_chunks = hidden.chunk(self.chunks, dim=1)
+        target_chunks = targets.chunk(self.chunks, dim=1)
+        for hidden_chunk, target_chunk in zip(hidden_chunks, target_chunks, strict=True):
+            losses.append(checkpoint(self.loss, hidden_chunk, target_chunk, count, use_reentrant=False))
         return torch.stack(losses).sum()
 
     def loss(self, hidden: Tensor, targets: Tensor, count: int) -> Tensor:
-        # The logits of a piece, (batch, piece, V), are freed once its loss is known.
+        # The logits of a chunk, (batch, seq / chunks, V), are freed once its loss is known.
         return cross_entropy(self.output(hidden), targets, count)
 
 
 def shard(model: LanguageModel, mesh: DeviceMesh, policy: MixedPrecisionPolicy) -> None:
-    """FSDP of every tile of a matrix, every layer, and the rest: each of these is gathered as one."""
-    tiles = [tile for module in model.modules() if isinstance(module, TiledLinear) for tile in module.tiles]
+    """FSDP in place: every tile of a matrix, every layer, and the rest are a unit each."""
+    tiles: list[nn.Module] = []
+    for module in model.modules():
+        if isinstance(module, TiledLinear):
+            tiles += module.tiles
     for unit in [*tiles, *model.body.layers.values(), model]:
         fully_shard(unit, mesh=mesh, mp_policy=policy)
     example.sum_gradients(model)
 
 
 def train_way(run: example.Run, mesh: DeviceMesh, job: example.Job, way: str, wide: bool) -> Result:
-    """A few steps from the initial weights: the peak of the last forward and backward in bytes, and the losses."""
+    """Train for a few steps from the initial weights. A collective of all ranks.
+
+    Args:
+        way: one of `WAYS`.
+        wide: train the model with a wide layer on few tokens, not the one with long sequences.
+
+    Returns:
+        The peak of the last forward and backward in bytes, on the rank that needs most; and the loss of each step.
+    """
     config = run.config
     assert isinstance(config, Config)
-    sizes = replace(job.sizes, ffn_dim=job.sizes.ffn_dim * (WIDER if wide else 1))
+    sizes = job.sizes
+    seq_length = config.data.seq_length
+    if wide:
+        sizes = replace(sizes, ffn_dim=sizes.ffn_dim * WIDER)
+        seq_length = SHORT
     with torch.device("meta"):
         full = Transformer(sizes).to(run.precision.storage)
     draw_weights(full, run.device, config.run.seed)
-    model = LanguageModel(full, **{flag: getattr(config, flag) for flag in WAYS[way]})
-    shard(model, mesh, MixedPrecisionPolicy(run.precision.compute, run.precision.storage, cast_forward_inputs=False))
+    pieces = {flag: getattr(config, flag) for flag in WAYS[way]}
+    model = LanguageModel(full, **pieces)
+    policy = MixedPrecisionPolicy(run.precision.compute, run.precision.storage, cast_forward_inputs=False)
+    shard(model, mesh, policy)
     optimizer = config.optimizer.make(model.parameters())
     losses = []
     run.state(model=model, optimizer=optimizer)
-    for step in example.text_steps(run, job, place={"way": [*WAYS].index(way), "wide": int(wide)}):
-        tokens = slice(SHORT if wide else None)
+    place = {"way": [*WAYS].index(way), "wide": int(wide)}
+    for step in example.text_steps(run, job, place=place):
+        inputs = step.batch.inputs[:, :seq_length]
+        targets = step.batch.targets[:, :seq_length]
         with Peak(run.device, model) as peak:
-            loss = model(step.batch.inputs[:, tokens], step.batch.targets[:, tokens], step.batch.count)
+            loss = model(inputs, targets, step.batch.count)
             step.log(loss)
             loss.backward()
         optimizer.step()
@@ -130,7 +169,7 @@ def train_way(run: example.Run, mesh: DeviceMesh, job: example.Job, way: str, wi
 
 
 def train(config: Config) -> bool:
-    """Every way, and the table. Whether the losses are the same."""
+    """Train both models every way, and log the table. Returns whether all ways have the same losses."""
     job = example.resolve_own(config, example.fit(), batch_size=1, max_iters=2)
     with example.start_run("tiling", config, job) as run:
         mesh = init_device_mesh(run.device.type, (run.layout.dp,), mesh_dim_names=("dp_shard",))

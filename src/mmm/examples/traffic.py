@@ -1,14 +1,14 @@
-"""Traffic: the bytes that each way of training sends in a step, counted, beside the formula.
+"""Traffic: the bytes that each way of training sends in a step, counted and compared with a formula.
 
     launch python3 -m mmm.examples.traffic
 
-The same small Transformer takes three steps on each layout that the ranks allow; in the third, all that is passed to a
-process group is counted there. Of the rank that sends most, the table has
+The same small Transformer takes three steps on each layout that the number of ranks allows. In the third step all that
+is passed to a process group is counted. For the rank that sends most, the table shows
 
-    counted    by the algorithms that nobody undercuts: a ring's all-reduce, all-gather, …
-    formula    what the layout has to send, from the model's shapes alone
+    counted    the bytes that the best known algorithms send for these calls: a ring's all-reduce, all-gather, …
+    formula    the bytes that the layout has to send, from the model's shapes alone
 
-A layout whose counted bytes are more than 5 % off the formula on any rank and axis ends the run with exit code 1.
+If the counted bytes of a layout are more than 5 % off the formula, on any rank and axis, the run ends with exit code 1.
 Formulas and sources: docs/communication.md, `mmm.traffic.formulas`, `mmm.parallel.collective_bytes`.
 """
 
@@ -28,7 +28,8 @@ from mmm.data.text.text_data import TextData
 from mmm.errors import LayoutError
 from mmm.examples import _support as example
 from mmm.layout import Layout, Techniques, batch_sizes
-from mmm.models.llama.model import Transformer, TransformerConfig
+from mmm.models.definition import of_config
+from mmm.models.llama.model import TransformerConfig
 from mmm.models.llama.plan import transformer_plan
 from mmm.parallel import build_mesh
 from mmm.parallel.parallel_model import ParallelModel
@@ -39,13 +40,14 @@ from mmm.traffic.count import count_traffic
 from mmm.traffic.formulas import expected_traffic
 from mmm.trainer.job import Job
 
+# Largest relative difference of counted bytes and formula that is allowed.
 LIMIT = 0.05
-MICROBATCHES = 4  # of the pipelines
+MICROBATCHES = 4
 
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """Bytes a step of every layout."""
+    """Count the bytes of a step on every layout."""
 
     LEFT_OUT: ClassVar = ("summary", "log_every", "plots")
     CHOICES: ClassVar = {"preset": example.SMALL}
@@ -55,40 +57,53 @@ class Config:
 
 
 class Sent(NamedTuple):
-    """One rank's bytes by axis, counted and expected."""
+    """Bytes that one rank sends in a step, by axis.
+
+    Attributes:
+        counted: bytes of the calls that it made.
+        formula: bytes that the formula expects.
+    """
 
     counted: dict[str, int]
     formula: dict[str, float]
 
 
 def cases(ranks: int) -> dict[str, tuple[Layout, Techniques]]:
-    """The layouts that the number of ranks allows, and the techniques on them."""
+    """The layouts that this number of ranks allows, and the techniques on them, by the name in the table."""
     gpipe = Techniques(schedule="GPipe", microbatches=MICROBATCHES)
     one_f_one_b = Techniques(schedule="1F1B", microbatches=MICROBATCHES)
-    listed = {name: (Layout(), Techniques(data_parallel=name)) for name in ("ddp", "zero1", "zero2", "fsdp")}
-    listed |= {
+    listed = {
+        "ddp": (Layout(), Techniques(data_parallel="ddp")),
+        "zero1": (Layout(), Techniques(data_parallel="zero1")),
+        "zero2": (Layout(), Techniques(data_parallel="zero2")),
+        "fsdp": (Layout(), Techniques(data_parallel="fsdp")),
         "tp, seq. sharded": (Layout(tp=ranks), Techniques()),
         "pp, GPipe": (Layout(pp=ranks), gpipe),
         "pp, 1F1B": (Layout(pp=ranks), one_f_one_b),
         "cp, ring": (Layout(cp=ranks), Techniques(cp_style="ring")),
         "cp, ulysses": (Layout(cp=ranks), Techniques(cp_style="ulysses")),
     }
+    # Two axes of at least 2 ranks each.
     if ranks % 2 == 0 and ranks > 2:
-        listed |= {
-            "cp, usp": (Layout(cp=ranks), Techniques(cp_style="usp", ulysses=2)),
-            "hsdp": (Layout(dp_replicate=2), Techniques(data_parallel="hsdp")),
-            "fsdp × tp": (Layout(tp=2), Techniques()),
-            "pp × tp": (Layout(pp=2, tp=ranks // 2), one_f_one_b),
-        }
+        listed["cp, usp"] = (Layout(cp=ranks), Techniques(cp_style="usp", ulysses=2))
+        listed["hsdp"] = (Layout(dp_replicate=2), Techniques(data_parallel="hsdp"))
+        listed["fsdp × tp"] = (Layout(tp=2), Techniques())
+        listed["pp × tp"] = (Layout(pp=2, tp=ranks // 2), one_f_one_b)
+    # The ranks that a layout leaves are data parallel.
     return {name: (layout.fit(ranks), techniques) for name, (layout, techniques) in listed.items()}
 
 
 def job_of(layout: Layout, techniques: Techniques, sizes: TransformerConfig, samples: int, data: TextData) -> Job:
-    """How the model goes onto a layout. Raises LayoutError where it does not. samples: of the global batch."""
+    """Decide how the model goes onto a layout. Needs no process group.
+
+    Args:
+        samples: number of samples in the global batch.
+
+    Raises:
+        LayoutError: the model does not go onto the layout.
+    """
     plan = transformer_plan(sizes)
-    with torch.device("meta"):
-        model = Transformer(sizes)
-        sample = torch.zeros(samples // layout.dp, data.train.seq_length, dtype=torch.int64)
+    model, sample = of_config(sizes).on_meta(sizes, samples // layout.dp, data.train.seq_length)
     return Job(
         layout=layout,
         techniques=techniques,
@@ -102,7 +117,11 @@ def job_of(layout: Layout, techniques: Techniques, sizes: TransformerConfig, sam
 
 
 def measure(run: example.Run, name: str, job: Job) -> list[Sent]:
-    """The third step on a layout, by rank. A collective."""
+    """Count the third step on a layout. A collective of all ranks.
+
+    Returns:
+        What each rank sent.
+    """
     layout = job.layout
     mesh = build_mesh(layout, run.device.type, run.options.timeout)
     model = ParallelModel(
@@ -123,8 +142,9 @@ def measure(run: example.Run, name: str, job: Job) -> list[Sent]:
         optimizer.step()
         optimizer.zero_grad()
 
-    for _ in range(2):  # they send more: a pipeline shapes, DDP how it has packed its gradients
-        step()
+    # The first steps send more: a pipeline its shapes, and DDP how it has packed its gradients into buckets.
+    step()
+    step()
     with count_traffic(mesh) as traffic:
         step()
     run.log.info("%s, layout %s: rank 0\n%s", name, layout, traffic.table())
@@ -145,7 +165,7 @@ def measure(run: example.Run, name: str, job: Job) -> list[Sent]:
 
 
 def max_rel_diff(sent: Sent) -> float:
-    """The largest relative difference of counted and formula over the axes."""
+    """The largest relative difference of counted and formula over the axes; inf where only counted is not 0."""
     differences = [0.0]
     for axis in sent.counted.keys() | sent.formula.keys():
         counted = sent.counted.get(axis, 0)
@@ -158,7 +178,12 @@ def max_rel_diff(sent: Sent) -> float:
 
 
 def table(layouts: Mapping[str, Layout], sent: Mapping[str, Sequence[Sent]]) -> str:
-    """A line a layout and axis, of the rank that sends most."""
+    """The table: a line per layout and axis, for the rank that sends most.
+
+    Args:
+        layouts: by name.
+        sent: what each rank sent, by name of the layout.
+    """
     lines = [f"{'':18}{'layout':<26}{'axis':<13}{'counted':>12}{'formula':>12}{'differ':>8}"]
     for name, by_rank in sent.items():
         most = max(by_rank, key=lambda rank: sum(rank.counted.values()))
@@ -170,15 +195,17 @@ def table(layouts: Mapping[str, Layout], sent: Mapping[str, Sequence[Sent]]) -> 
 
 
 def train(config: Config) -> bool:
-    """Every layout, and the table. Whether all are within 5 % of the formula."""
+    """Count every layout, and log the table. Returns whether all are within 5 % of the formula."""
     ranks = whoami().world_size
     if ranks == 1:
-        start = "start with `launch -n 4 --device cpu python3 -m mmm.examples.traffic`"
-        raise LayoutError(f"1 rank: there is nobody to send to; {start}")
+        raise LayoutError(
+            "1 rank: there is nobody to send to; start with `launch -n 4 --device cpu python3 -m mmm.examples.traffic`"
+        )
     sizes = config.model.sizes()
     _, samples = batch_sizes(config.run.batch_size, config.run.global_batch_size, ranks, default=4)
     data = config.data.load(sizes.vocab_size, config.run.seed)
-    data.train.steps_per_epoch(samples)  # there is one
+    # Raises where the text has fewer samples than one global batch.
+    data.train.steps_per_epoch(samples)
     jobs: dict[str, Job] = {}
     left_out: dict[str, LayoutError] = {}
     for name, (layout, techniques) in cases(ranks).items():
@@ -188,16 +215,23 @@ def train(config: Config) -> bool:
             left_out[name] = error
     with example.start_run("traffic", config, Job(layout=Layout().fit(ranks), data=data)) as run:
         run.describe(model=sizes, global_batch_size=samples)
-        for name, why in left_out.items():
-            run.note(f"{name} left out: {why}")
+        for name, reason in left_out.items():
+            run.note(f"{name} left out: {reason}")
         sent = {name: measure(run, name, job) for name, job in jobs.items()}
-        lines = table({name: job.layout for name, job in jobs.items()}, sent)
-        tokens = config.data.seq_length
+        layouts = {name: job.layout for name, job in jobs.items()}
         run.log.info(
-            "bytes of a step, on the rank that sends most; %d samples of %d tokens in all\n%s", samples, tokens, lines
+            "bytes of a step, on the rank that sends most; %d samples of %d tokens in all\n%s",
+            samples,
+            config.data.seq_length,
+            table(layouts, sent),
         )
-        run.describe(traffic={name: [rank._asdict() for rank in by_rank] for name, by_rank in sent.items()})
-        largest = worst(max_rel_diff(rank) for by_rank in sent.values() for rank in by_rank)
+        for_record = {}
+        differences: list[float] = []
+        for name, by_rank in sent.items():
+            for_record[name] = [rank._asdict() for rank in by_rank]
+            differences += map(max_rel_diff, by_rank)
+        run.describe(traffic=for_record)
+        largest = worst(differences)
         run.log.info("counted and formula differ by %.2f%% at most (allowed: %.0f%%)", 100 * largest, 100 * LIMIT)
     return largest <= LIMIT
 

@@ -1,8 +1,8 @@
-"""A Vision Transformer, under the name of the examples.
+"""A Vision Transformer: the trainer ``mmm.trainer.vit``, under the name of an example.
 
     launch python3 -m mmm.examples.vit --max_iters 10
 
-The program is ``mmm.trainer.vit``.
+Read ``mmm.trainer.vit`` for the program.
 """
 
 from mmm.run.command_line import parse, run_main
