@@ -1,9 +1,9 @@
-"""A run's state on disk, by ``torch.distributed.checkpoint``: save while training goes on, verify, load on any mesh.
+"""A run's state on disk, by ``torch.distributed.checkpoint`` (DCP): save during training, verify, load on any mesh.
 
-``checkpoints/step-20`` of a run's folder is complete, because it gets this name last: until then it is
-``step-20.partial``. In it are DCP's own files, which ``python -m torch.distributed.checkpoint.format_utils
-dcp_to_torch`` reads, and ``checkpoint.json`` (`Manifest`), which has everything that is not a tensor, and the size and
-checksum of every other file.
+A checkpoint is a folder such as ``checkpoints/step-20`` in the run's folder. It gets this name last, when it is
+complete; until then it is called ``step-20.partial``. The folder holds DCP's own files, which
+``python -m torch.distributed.checkpoint.format_utils dcp_to_torch`` reads, and ``checkpoint.json`` (`Manifest`) with
+everything that is not a tensor and with the size and checksum of every other file.
 """
 
 from typing import TYPE_CHECKING

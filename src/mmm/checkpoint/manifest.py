@@ -1,4 +1,4 @@
-"""checkpoint.json: what a checkpoint is of, and the sums by which its files are checked. Imports no torch."""
+"""``checkpoint.json``: which run a checkpoint belongs to, and the checksums of its files. Imports no torch."""
 
 from __future__ import annotations
 
@@ -20,13 +20,15 @@ from mmm.outside import is_plain_name, open_file, read_json
 
 VERSION = 1
 MANIFEST = "checkpoint.json"
-PARTIAL = ".partial"  # ends the name of a folder that is being written, or removed
+# Ends the name of a folder that is being written or removed.
+PARTIAL = ".partial"
 _NAME = re.compile(r"step-(\d+)")
-CHUNK = 1 << 22  # bytes read at once
+# Bytes that are read at once for a checksum.
+CHUNK = 1 << 22
 
 
 class LaterVersionError(CheckpointError):
-    """A later mmm has written it."""
+    """The checkpoint was written by a later version of mmm."""
 
 
 class FileSum(NamedTuple):
@@ -38,12 +40,14 @@ class FileSum(NamedTuple):
 
 @dataclass(frozen=True)
 class Manifest:
-    """
+    """What a checkpoint holds besides its tensors.
+
     Attributes:
-        step: optimizer steps that are done.
-        identity: what has to be equal where the run goes on: the model's sizes, the data, …
-        state: what else the run needs, as JSON has it. about: for people: options, layout, versions.
-        files: all others of the folder, by name.
+        step: number of optimizer steps that are done.
+        identity: what must be equal in a run that resumes from it: the model's sizes, the data, …
+        state: what else the run needs in order to resume, as JSON.
+        about: facts for people: options, layout, versions.
+        files: size and checksum of every other file in the folder, by name.
     """
 
     step: int
@@ -53,61 +57,83 @@ class Manifest:
     files: dict[str, FileSum]
 
     def write(self, folder: Path) -> None:
+        """Write ``checkpoint.json`` into a folder, atomically."""
         fields = {"mmm_checkpoint": VERSION, **asdict(self)}
-        fields["files"] = {name: list(found) for name, found in self.files.items()}
-        text = json.dumps(fields | {"sha256": _digest(fields)}, indent=2)
+        fields["files"] = {name: list(file) for name, file in self.files.items()}
+        # The digest is of the fields without itself.
+        fields["sha256"] = _digest(fields)
+        text = json.dumps(fields, indent=2)
         write_atomically(folder / MANIFEST, text.encode())
 
     def differences(self, identity: Mapping[str, Any]) -> list[str]:
-        """Such as ``dim 64 there, 128 here``. What an earlier mmm did not know was off: that is no difference."""
-        both = dict.fromkeys([*self.identity, *identity])
-        pairs = [(name, self.identity.get(name), identity.get(name)) for name in both]
-        return [
-            f"{name} {'none' if there is None else there} there, {'none' if given is None else given} here"
-            for name, there, given in pairs
-            if there != given and (there or given)
-        ]
+        """Compare with the identity of the run that wants to resume; returns texts like ``dim 64 there, 128 here``.
+
+        A field that only one of the two has, and that is off (None, False, 0), is not a difference: an earlier mmm did
+        not know that field.
+        """
+        texts = []
+        for name in dict.fromkeys([*self.identity, *identity]):
+            saved = self.identity.get(name)
+            own = identity.get(name)
+            if saved == own or not (saved or own):
+                continue
+            saved_text = "none" if saved is None else saved
+            own_text = "none" if own is None else own
+            texts.append(f"{name} {saved_text} there, {own_text} here")
+        return texts
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """
+    """Read and check the ``checkpoint.json`` of a folder.
+
     Raises:
-        CheckpointError: there is none, it is damaged, or of a later version.
+        CheckpointError: the file is missing or damaged, or a later version wrote it.
     """
     path = folder / MANIFEST
     fields = read_json(path, CheckpointError)
-    version, digest, files = (fields.pop(name, None) for name in ("mmm_checkpoint", "sha256", "files"))
-    if type(version) is not int or not _has_all(fields, files):
-        raise CheckpointError(f"{path} is damaged: it is not what mmm has written")
+    version = fields.pop("mmm_checkpoint", None)
+    digest = fields.pop("sha256", None)
+    files = fields.pop("files", None)
+    # type(…) is int: JSON's true is an int to isinstance.
+    if type(version) is not int or not _is_well_formed(fields, files):
+        raise CheckpointError(f"{path} is damaged: mmm does not write such a file")
     if version != VERSION:
-        text = f"{path} is of version {version}, and this mmm reads version {VERSION}: use a later mmm"
-        raise LaterVersionError(text)
+        raise LaterVersionError(f"{path} has version {version}, and this mmm reads version {VERSION}: use a later mmm")
     if digest != _digest({"mmm_checkpoint": version, "files": files, **fields}):
         raise CheckpointError(f"{path} is damaged: its checksum is not the one that was written")
-    return Manifest(**fields, files={name: FileSum(*found) for name, found in files.items()})
+    sums = {name: FileSum(*file) for name, file in files.items()}
+    return Manifest(**fields, files=sums)
 
 
-def _has_all(fields: Mapping[str, Any], files: Any) -> bool:
-    """Whether a manifest has its fields and no others, and its files are beside it."""
-    step = fields.get("step")
-    return (
-        fields.keys() == {"step", "identity", "state", "about"}
-        and type(step) is int
-        and 0 <= step < 1 << 63
-        and all(isinstance(fields[name], dict) for name in ("identity", "state", "about"))
-        and isinstance(files, dict)
-        and all(map(is_plain_name, files))
-        and all(isinstance(found, list) and [type(each) for each in found] == [int, str] for found in files.values())
-    )
+def _is_well_formed(fields: Mapping[str, Any], files: Any) -> bool:
+    """Whether a manifest has its fields, of the right types, and no others."""
+    if fields.keys() != {"step", "identity", "state", "about"}:
+        return False
+    step = fields["step"]
+    if type(step) is not int or not 0 <= step < 1 << 63:
+        return False
+    if not all(isinstance(fields[name], dict) for name in ("identity", "state", "about")):
+        return False
+    # A plain name cannot lead to a file outside the checkpoint's folder.
+    if not isinstance(files, dict) or not all(map(is_plain_name, files)):
+        return False
+    # JSON has a `FileSum` as a list.
+    sums = files.values()
+    return all(isinstance(file, list) and list(map(type, file)) == [int, str] for file in sums)
 
 
 def _digest(fields: Mapping[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()
+    text = json.dumps(fields, sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def file_sum(path: Path) -> FileSum:
-    """Of what is on the disk: the operating system's copy in memory is dropped first, where it can be told to."""
-    digest, size = hashlib.sha256(), 0
+    """Size and SHA-256 of what is on the disk.
+
+    Where the operating system can be told to, it first drops its own copy of the file in memory.
+    """
+    digest = hashlib.sha256()
+    size = 0
     with open_file(path) as file:
         if hasattr(os, "posix_fadvise"):
             with contextlib.suppress(OSError):
@@ -119,22 +145,25 @@ def file_sum(path: Path) -> FileSum:
 
 
 def broken_file(folder: Path, files: Mapping[str, FileSum], sums: bool = True) -> str | None:
-    """The first of `files` that is not as it was written, and why; None if all are.
+    """Find the first of `files` that is not as it was written, and say why; None if all are.
 
-    Each is to be in the folder itself: a link is refused, and so is what is no file, before any byte is read.
+    Every file must be in the folder itself: a link or anything that is not a regular file is refused before a byte of
+    it is read.
 
     Args:
-        sums: read the files. Otherwise kind and size alone are looked at.
+        sums: read the files and compare their checksums. If False, compare only their kind and size.
     """
     for name, expected in files.items():
         path = folder / name
         try:
-            there = path.lstat()
-            if not stat.S_ISREG(there.st_mode):
-                return f"{path} is {'a link' if stat.S_ISLNK(there.st_mode) else 'no file'}, and was written as a file"
-            size = there.st_size
-            if size != expected.size:
-                return f"{path} is truncated: {size:,} bytes of {expected.size:,}"
+            # lstat: the status of a link, not of the file that it points to.
+            status = path.lstat()
+            if stat.S_ISLNK(status.st_mode):
+                return f"{path} is a link, and was written as a file"
+            if not stat.S_ISREG(status.st_mode):
+                return f"{path} is not a file, and was written as one"
+            if status.st_size != expected.size:
+                return f"{path} is truncated: {status.st_size:,} bytes of {expected.size:,}"
             if sums and file_sum(path).sha256 != expected.sha256:
                 return f"{path} is damaged: its checksum is not the one that was written"
         except FileNotFoundError:
@@ -145,19 +174,23 @@ def broken_file(folder: Path, files: Mapping[str, FileSum], sums: bool = True) -
 
 
 def steps_of(checkpoints: Path) -> list[Path]:
-    """The checkpoints in a folder that have been named complete, the newest first; empty without such a folder."""
+    """List the complete checkpoints in a folder, the newest first; empty if there is no such folder."""
+    steps = []
     try:
-        found = [(int(match[1]), path) for path in checkpoints.iterdir() if (match := _NAME.fullmatch(path.name))]
+        for path in checkpoints.iterdir():
+            match = _NAME.fullmatch(path.name)
+            if match is not None:
+                steps.append((int(match[1]), path))
     except OSError:
         return []
-    return [path for _, path in sorted(found, reverse=True)]
+    return [path for _, path in sorted(steps, reverse=True)]
 
 
 def complete(partial: Path, keep: int) -> Path:
-    """Give a checkpoint its name, in place of one that may have it; then remove those that are not to stay.
+    """Give a checkpoint its final name, replacing one that has it; then remove the older ones.
 
     Args:
-        keep: the newest that stay.
+        keep: number of checkpoints that stay, the newest ones.
     """
     path = partial.with_name(partial.name.removesuffix(PARTIAL))
     remove([path])
@@ -168,17 +201,18 @@ def complete(partial: Path, keep: int) -> Path:
 
 
 def remove(folders: Sequence[Path]) -> None:
-    """Remove checkpoints. Each loses its name first, so that none is ever seen in part."""
+    """Remove checkpoints. Each loses its name first, so that nobody ever sees half of one."""
     for folder in folders:
         if folder.exists():
-            going = folder.with_name(f"{folder.name}.old{PARTIAL}")
-            shutil.rmtree(going, ignore_errors=True)
-            os.rename(folder, going)
-            shutil.rmtree(going, ignore_errors=True)
+            renamed = folder.with_name(f"{folder.name}.old{PARTIAL}")
+            # A kill during an earlier removal may have left this one.
+            shutil.rmtree(renamed, ignore_errors=True)
+            os.rename(folder, renamed)
+            shutil.rmtree(renamed, ignore_errors=True)
 
 
 def discard(partial: Path) -> None:
-    """Remove what a save that failed has left, where the disk lets it."""
+    """Remove what a failed save has left, if the disk allows it."""
     with contextlib.suppress(OSError):
         remove([partial])
 
@@ -190,10 +224,10 @@ def remove_partial(checkpoints: Path) -> None:
 
 
 def _sync(folder: Path) -> None:
-    """Flush a folder's names to the disk, where the system can."""
+    """Flush the names in a folder to the disk, where the system can do that."""
     with contextlib.suppress(OSError):
-        fd = os.open(folder, os.O_RDONLY)
+        descriptor = os.open(folder, os.O_RDONLY)
         try:
-            os.fsync(fd)
+            os.fsync(descriptor)
         finally:
-            os.close(fd)
+            os.close(descriptor)

@@ -1,4 +1,4 @@
-"""What is known of a language model besides its sizes: its tokenizer, the tokens that begin and end a text."""
+"""What is known about a language model besides its sizes: its tokenizer, the tokens that begin and end a text."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from mmm.errors import CheckpointError
 from mmm.history.record.folder import reason
 from mmm.outside import read_file
 
-TOKENIZERS = ("tokenizer.json", "tokenizer.model")  # names of their files, in whatever folder
+# The names that a tokenizer's file may have, in any folder.
+TOKENIZERS = ("tokenizer.json", "tokenizer.model")
 
 
 @dataclass(frozen=True)
@@ -20,8 +21,8 @@ class ChatFormat:
     """How a conversation is written as text.
 
     Attributes:
-        template: in Jinja, as `transformers` takes it; empty where a tokenizer has none.
-        special_tokens: by the names that the template calls them by, such as ``eos_token``.
+        template: chat template in Jinja, as `transformers` takes it; empty if the tokenizer has none.
+        special_tokens: special tokens by the names that the template uses, such as ``eos_token``.
     """
 
     template: str = ""
@@ -30,15 +31,16 @@ class ChatFormat:
 
 @dataclass(frozen=True)
 class ModelMetadata:
-    """
+    """What a checkpoint or a folder of weights says about its model besides the sizes.
+
     Attributes:
-        block: tokens of the longest sequence that the model was trained for; None where nobody says.
-        eos: the tokens of which one ends a text; empty where nobody says.
-        tokenizer: name of the file, of `TOKENIZERS`, and its content; for bytes both are empty. None where there is
-            none.
-        notes: what is not taken along, for people.
-        bos: the tokens that begin a text; empty where nobody says.
-        chat: of the tokenizer; None where nobody says.
+        block: number of tokens in the longest sequence that the model was trained on; None if unknown.
+        eos: the tokens that end a text; any one of them does. Empty if unknown.
+        tokenizer: name of the tokenizer's file (one of `TOKENIZERS`) and its content. Both are empty for a tokenizer
+            of bytes, which has no file; None if there is no tokenizer.
+        notes: remarks for people about what an import leaves out.
+        bos: the tokens that begin a text; empty if unknown.
+        chat: chat format of the tokenizer; None if unknown.
     """
 
     block: int | None = None
@@ -49,22 +51,35 @@ class ModelMetadata:
     chat: ChatFormat | None = None
 
     def describe(self) -> dict[str, Any]:
-        """What a checkpoint's `Manifest.about` says of the model, beside its file of the tokenizer."""
-        tokenizer = None if self.tokenizer is None else self.tokenizer[0]
-        about = {"block": self.block, "bos": list(self.bos), "eos": list(self.eos), "tokenizer": tokenizer}
-        return about if self.chat is None else about | {"chat": asdict(self.chat)}
+        """Describe the model for a checkpoint's `Manifest.about`; the tokenizer's content is a file of its own."""
+        name = None
+        if self.tokenizer is not None:
+            name = self.tokenizer[0]
+        about: dict[str, Any] = {
+            "block": self.block,
+            "bos": list(self.bos),
+            "eos": list(self.eos),
+            "tokenizer": name,
+        }
+        if self.chat is not None:
+            about["chat"] = asdict(self.chat)
+        return about
 
     def write_tokenizer(self, folder: Path) -> dict[str, FileSum]:
-        """Write the tokenizer's file into a folder; its sum, by name. Empty where there is no file."""
-        if self.tokenizer is None or not self.tokenizer[0]:
+        """Write the tokenizer's file into a folder. Returns its checksum by name; empty if there is no such file."""
+        if self.tokenizer is None:
             return {}
         name, content = self.tokenizer
-        (folder / name).write_bytes(content)
-        return {name: file_sum(folder / name)}
+        # A tokenizer of bytes has no file.
+        if not name:
+            return {}
+        path = folder / name
+        path.write_bytes(content)
+        return {name: file_sum(path)}
 
 
 def read_tokenizer(path: Path) -> bytes:
-    """A tokenizer's file. Raises CheckpointError: it is no file, or too large."""
+    """Read a tokenizer's file. Raises CheckpointError: it is not a regular file, or it is too large."""
     try:
         return read_file(path)
     except OSError as error:

@@ -1,6 +1,6 @@
-"""Files of the safetensors format: read by the library of that name, and written a slab at a time, which it cannot.
+"""Files of the safetensors format: read by the library of that name, and written here a slab at a time.
 
-::
+The library cannot write a file without all of its tensors in memory. The format::
 
     8 bytes   N, little-endian
     N bytes   {"name": {"dtype": "BF16", "shape": [4, 2], "data_offsets": [begin, end]}, …, "__metadata__": {…}}
@@ -24,7 +24,8 @@ from mmm.checkpoint.tensors import TensorEntry, slices
 from mmm.errors import CheckpointError
 from mmm.outside import open_file, printable, short
 
-POINTER = b"version https://git-lfs.github.com/spec/"  # how a Git LFS pointer begins
+# A Git LFS pointer is a small text file in place of a large one. It begins like this.
+POINTER = b"version https://git-lfs.github.com/spec/"
 DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -41,69 +42,91 @@ NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 class SafetensorsFile:
-    """A file's tensors, to read in slices.
+    """An open file, whose tensors are read in slices.
 
     Attributes:
-        entries: by name.
+        path: the file.
+        entries: shape and dtype of each tensor, by name.
 
     Raises:
-        CheckpointError: it is no such file, or its tensors are not the bytes after its header, one after the other and
-            to the last.
+        CheckpointError: it is not a safetensors file, or its tensors do not fill the bytes after its header without a
+            gap.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
-            with open_file(path) as file:  # the library would wait for a FIFO
+            # Opened here first: the library would wait for ever for a FIFO.
+            with open_file(path) as file:
                 refuse_pointer(path, file.read(len(POINTER)))
             self._file = safe_open(path, "pt")
         except OSError as error:
             raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from None
         except SafetensorError as error:
             text = printable(str(error))
-            raise CheckpointError(f"{path} is no safetensors file, or is truncated or damaged: {text}") from None
+            raise CheckpointError(f"{path} is not a safetensors file, or is truncated or damaged: {text}") from None
+        self.entries: dict[str, TensorEntry] = {}
         names = self._file.keys()
-        self.entries = {name: self._entry(name) for name in names}
+        for name in names:
+            self.entries[name] = self._entry(name)
 
     def _entry(self, name: str) -> TensorEntry:
+        # Nothing of the tensor is read yet.
         tensor = self._file.get_slice(name)
-        if tensor.get_dtype() not in DTYPES:
+        dtype = tensor.get_dtype()
+        if dtype not in DTYPES:
             known = ", ".join(DTYPES)
-            text = f"{self.path}: {short(name)} is of dtype {tensor.get_dtype()}, which is not one of {known}"
-            raise CheckpointError(text)
-        return TensorEntry(tuple(tensor.get_shape()), DTYPES[tensor.get_dtype()])
+            raise CheckpointError(f"{self.path}: {short(name)} is of dtype {dtype}, which is not one of {known}")
+        return TensorEntry(tuple(tensor.get_shape()), DTYPES[dtype])
 
     def read(self, name: str, start: tuple[int, ...], length: tuple[int, ...]) -> Tensor:
-        """A slice of a tensor: only its part of the file is read."""
+        """Read a slice of a tensor; nothing else of the file is read.
+
+        Args:
+            start, length: first index and number of elements, per dim.
+        """
         if not self.entries[name].shape:
             return self._file.get_tensor(name)
-        part = self._file.get_slice(name)[slices(start, length)]
-        return part.clone(memory_format=torch.contiguous_format)  # not the file's bytes themselves, which may change
+        mapped = self._file.get_slice(name)[slices(start, length)]
+        # The library's tensor may be the file's own bytes, which change with the file.
+        return mapped.clone(memory_format=torch.contiguous_format)
 
 
 def header_of(entries: Mapping[str, TensorEntry]) -> bytes:
-    """The beginning of a file of these tensors, in this order. CheckpointError: a dtype that the format has not."""
-    at, header = 0, dict[str, object]({"__metadata__": {"format": "pt"}})
+    """The beginning of a file that holds these tensors in this order.
+
+    Raises:
+        CheckpointError: the format does not have a tensor's dtype.
+    """
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    begin = 0
     for name, entry in entries.items():
         if entry.dtype not in NAMES:
             raise CheckpointError(f"{printable(name)} is {entry.dtype}, which safetensors has no name for")
-        offsets = [at, at + entry.bytes]
-        header[name] = {"dtype": NAMES[entry.dtype], "shape": list(entry.shape), "data_offsets": offsets}
-        at += entry.bytes
+        end = begin + entry.bytes
+        header[name] = {"dtype": NAMES[entry.dtype], "shape": list(entry.shape), "data_offsets": [begin, end]}
+        begin = end
     text = json.dumps(header, separators=(",", ":")).encode()
+    # Spaces up to a multiple of 8 bytes, so that the tensors are aligned.
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text
 
 
 def write(file: BinaryIO, slabs: Iterator[Tensor]) -> None:
-    """Append tensors, or slices of them along the first dim, one after the other."""
+    """Append tensors, or slices of them along the first dim, one after another."""
     for slab in slabs:
-        file.write(slab.contiguous().view(-1).view(torch.uint8).numpy().data)
+        # NumPy has no bfloat16, hence the view as bytes.
+        flat = slab.contiguous().view(-1)
+        file.write(flat.view(torch.uint8).numpy().data)
 
 
 def refuse_pointer(path: Path, begin: bytes) -> None:
-    """Raises CheckpointError where a file begins as one that stands for another in a Git repository."""
+    """Raise CheckpointError if a file is only a Git LFS pointer to the file itself.
+
+    Args:
+        begin: the first bytes of the file.
+    """
     if begin.startswith(POINTER):
         raise CheckpointError(
-            f"{path} is a Git LFS pointer, and not the file itself: `git lfs pull` in its folder gets that"
+            f"{path} is a Git LFS pointer, not the file itself: run `git lfs pull` in its folder to get it"
         )

@@ -1,8 +1,8 @@
-"""Saving while training goes on.
+"""Saves checkpoints while training continues.
 
-This rank's tensors are copied to the host, and ``dcp.save`` writes the copy in a thread of its own. The ranks agree
-there over a group of their own: a collective of the training must not get between. So the loop waits for the copy
-alone, and for a save that has not ended when the next begins.
+Each rank copies its tensors to the host, and ``dcp.save`` writes the copy in a thread of its own. In that thread the
+ranks communicate over a process group of their own, because its collectives must not mix with those of the training.
+So the training loop waits only for the copy, and for a save that has not ended when the next one begins.
 """
 
 from __future__ import annotations
@@ -22,63 +22,79 @@ from torch.distributed.tensor import DTensor
 
 from mmm.checkpoint.manifest import PARTIAL, FileSum, Manifest, complete, discard
 from mmm.checkpoint.model_metadata import ModelMetadata
-from mmm.checkpoint.state import one_line
-from mmm.checkpoint.storage import Writer
+from mmm.checkpoint.state import first_failure
+from mmm.checkpoint.storage import Writer, one_line
 from mmm.errors import CheckpointError
 from mmm.torch_private.groups import dtensor_like
 from mmm.torch_private.module import foreach_copy_
 
-PINNED = ("cuda", "xpu")  # devices that copy to pinned memory while the host goes on
+# Devices that copy to pinned memory while the host continues.
+PINNED = ("cuda", "xpu")
 
 
 class HostCopy:
-    """This rank's tensors, copied to the host into memory that every save uses again, of a state with one structure.
+    """Copies this rank's tensors to host memory, which every save uses again.
 
-    DCP's own stager allocates anew each time, and copies a DTensor that is on the host twice. Memory that is new costs
-    the system a fault a page, which is more than the copy.
+    The state must have the same structure at each save. DCP's own stager allocates new memory each time, and copies a
+    DTensor that is on the host twice. New memory costs a page fault per page, which takes longer than the copy.
     """
 
     def __init__(self) -> None:
-        self._made: dict[tuple[str, ...], Tensor] = {}
+        self._copies: dict[tuple[str, ...], Tensor] = {}
 
     @torch.no_grad()
     def of(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """A copy that stays as it is until the next is made. state: nested mappings of plain or DTensors."""
-        found = dict(_leaves(state))
-        self._made = {path: self._room(path, tensor) for path, tensor in found.items()}
-        sources = [_local(tensor) for tensor in found.values()]
-        foreach_copy_([_local(tensor) for tensor in self._made.values()], sources, non_blocking=True)
-        for kind in {source.device.type for source in sources} & set(PINNED):
-            getattr(torch, kind).synchronize()
+        """Copy a state. The copy is not changed until the next one is made.
+
+        Args:
+            state: nested mappings of tensors or DTensors.
+        """
+        leaves = dict(_leaves(state))
+        self._copies = {path: self._buffer(path, tensor) for path, tensor in leaves.items()}
+        sources = [_local(tensor) for tensor in leaves.values()]
+        targets = [_local(copy) for copy in self._copies.values()]
+        foreach_copy_(targets, sources, non_blocking=True)
+        # The copies from these devices may still be under way.
+        device_types = {source.device.type for source in sources}
+        for device_type in device_types & set(PINNED):
+            getattr(torch, device_type).synchronize()
+        # An optimizer without tensors is empty, and yet has its place.
         copied: dict[str, Any] = {name: {} for name in state}
-        for (*names, last), tensor in self._made.items():
-            at = copied
+        for (*names, last), copy in self._copies.items():
+            mapping = copied
             for name in names:
-                at = at.setdefault(name, {})
-            at[last] = tensor
+                mapping = mapping.setdefault(name, {})
+            mapping[last] = copy
         return copied
 
-    def _room(self, path: tuple[str, ...], tensor: Tensor) -> Tensor:
-        made, local = self._made.get(path), _local(tensor)
-        if made is not None and isinstance(made, DTensor) == isinstance(tensor, DTensor):
-            there = _local(made)
-            if there.shape == local.shape and there.dtype == local.dtype:
-                return made
-        room = torch.empty_like(local, device="cpu", pin_memory=local.device.type in PINNED)
-        # Not by `from_local`, which would copy to the mesh's device.
-        return dtensor_like(room, tensor) if isinstance(tensor, DTensor) else room
+    def _buffer(self, path: tuple[str, ...], tensor: Tensor) -> Tensor:
+        """Memory on the host for a copy of a tensor: that of the last save, if it still fits."""
+        local = _local(tensor)
+        old = self._copies.get(path)
+        if old is not None and isinstance(old, DTensor) == isinstance(tensor, DTensor):
+            old_local = _local(old)
+            if old_local.shape == local.shape and old_local.dtype == local.dtype:
+                return old
+        buffer = torch.empty_like(local, device="cpu", pin_memory=local.device.type in PINNED)
+        if isinstance(tensor, DTensor):
+            # DTensor.from_local would copy it back to the mesh's device.
+            return dtensor_like(buffer, tensor)
+        return buffer
 
 
 def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
+    if isinstance(tensor, DTensor):
+        return tensor.to_local()
+    return tensor.detach()
 
 
-def _leaves(state: Mapping[str, Any], at: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Tensor]]:
+def _leaves(state: Mapping[str, Any], path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Tensor]]:
+    """Yield every tensor of nested mappings with the names that lead to it."""
     for name, value in state.items():
         if isinstance(value, Tensor):
-            yield (*at, name), value
+            yield (*path, name), value
         else:
-            yield from _leaves(value, (*at, name))
+            yield from _leaves(value, (*path, name))
 
 
 @dataclass
@@ -86,10 +102,11 @@ class Saver:
     """Saves into one folder of checkpoints.
 
     Attributes:
-        folder: on a file system that all ranks share. group: of all ranks, for sending from the host, and for nothing
-            else. keep: as for `mmm.checkpoint.manifest.complete`.
-        failed: called on every rank with why a save has failed; the training goes on.
-        metadata: what each checkpoint keeps of the model besides.
+        folder: folder on a file system that all ranks share.
+        group: process group of all ranks that sends from the host and is used for nothing else.
+        keep: number of checkpoints that stay, the newest ones.
+        failed: called on every rank with the reason if a save has failed. Training continues.
+        metadata: what each checkpoint says about the model besides its sizes.
     """
 
     folder: Path
@@ -97,34 +114,41 @@ class Saver:
     keep: int
     failed: Callable[[str], None]
     metadata: ModelMetadata = field(default_factory=ModelMetadata)
+    # Step of the save under way, and its future.
     _running: tuple[int, Future] | None = None
-    _complete: bool = True  # the newest save that has ended
+    # Whether the newest save that has ended is complete.
+    _complete: bool = True
     _host_copy: HostCopy = field(default_factory=HostCopy)
 
     def save(self, state: dict[str, Any], manifest: Manifest) -> None:
-        """Begin to save; wait first for the save before it. A collective.
+        """Begin a save, after waiting for the one before it. A collective of all ranks.
 
         Args:
             state: ``{"model": {name: tensor}, "optimizer": {parameter: {"exp_avg": tensor, …}}}`` of this rank, by
-                names in the full model; it may change as soon as this returns.
-            manifest: without files; rank 0's counts.
+                names in the full model. It may change as soon as this returns.
+            manifest: the manifest without its files; rank 0's is written.
         """
         self.wait()
         copied = self._host_copy.of(state)
-        thread = ThreadPoolExecutor(1, "checkpoint")
-        self._running = (manifest.step, thread.submit(self.write, copied, manifest))
-        thread.shutdown(wait=False)  # it ends with the save
+        executor = ThreadPoolExecutor(1, "checkpoint")
+        future = executor.submit(self.write, copied, manifest)
+        self._running = (manifest.step, future)
+        # The thread ends with the save; nobody waits for it here.
+        executor.shutdown(wait=False)
 
     def write(self, state: dict[str, Any], manifest: Manifest) -> None:
-        """Write a state that is on the host. A collective; in the saver's thread."""
+        """Write a state that is on the host. A collective of all ranks, in the saver's thread."""
         partial = self.partial(manifest.step)
 
+        # On rank 0, when all ranks have written.
         def finished(files: dict[str, FileSum]) -> None:
             hidden = [name for name in files if not (partial / name).exists()]
             if hidden:
-                raise CheckpointError(f"{partial / hidden[0]} is not there for rank 0: hosts have to share --outdir")
-            about, others = manifest.about | self.metadata.describe(), self.metadata.write_tokenizer(partial)
-            replace(manifest, about=about, files=files | others).write(partial)
+                raise CheckpointError(f"rank 0 does not see {partial / hidden[0]}: hosts have to share --outdir")
+            about = manifest.about | self.metadata.describe()
+            tokenizer = self.metadata.write_tokenizer(partial)
+            full = replace(manifest, about=about, files=files | tokenizer)
+            full.write(partial)
             complete(partial, self.keep)
 
         dcp.save(state, storage_writer=Writer(partial, finished), process_group=self.group)
@@ -134,24 +158,26 @@ class Saver:
         return self.folder / f"step-{step}{PARTIAL}"
 
     def poll(self) -> None:
-        """Say by `failed` if a save has failed meanwhile. Waits for nothing."""
+        """Call `failed` if a save has failed meanwhile. Does not wait for a save under way."""
         if self._running is not None and self._running[1].done():
             self.wait()
 
     def wait(self) -> bool:
-        """Wait for the save under way. Whether the newest, if there is one, is complete."""
+        """Wait for the save under way. Returns False if the newest save has failed."""
         if self._running is None:
             return self._complete
-        (step, future), self._running = self._running, None
+        step, future = self._running
+        self._running = None
         self._complete = False
         try:
             future.result()
-        except (Exception, CheckpointException) as error:  # whatever it is, the training goes on
-            failures = error.failures if isinstance(error, CheckpointException) else {}
-            first = next((each for each, _ in failures.values()), error)
+        # Whatever it is, training continues. CheckpointException is not an Exception.
+        except (Exception, CheckpointException) as error:
             if not dist.is_initialized() or dist.get_rank() == 0:
-                discard(self.partial(step))  # the disk may be full
-            self.failed(f"no checkpoint of step {step}: {one_line(first)}")
+                # The disk may be full.
+                discard(self.partial(step))
+            cause = first_failure(error)
+            self.failed(f"no checkpoint of step {step}: {one_line(cause)}")
         else:
             self._complete = True
         return self._complete

@@ -1,8 +1,8 @@
 """DCP's files: written with a checksum each, and read without executing a pickle.
 
-DCP keeps tensors in ``__<rank>_0.distcp``, which its reader loads with ``weights_only``, and says in ``.metadata``, a
-pickle, which part of which tensor is where. That one is read here by an unpickler that knows DCP's own classes and no
-other. Values that are not tensors DCP unpickles without any limit: a checkpoint that has one is refused.
+DCP keeps tensors in ``__<rank>_0.distcp``, which its reader loads with ``weights_only``. A pickle called ``.metadata``
+says which part of which tensor is where. It is read here by an unpickler that knows DCP's own classes and no others.
+DCP unpickles values that are not tensors without any limit, so a checkpoint that has one is refused.
 """
 
 from __future__ import annotations
@@ -31,26 +31,30 @@ from mmm.outside import open_file
 from mmm.torch_private.checkpoint import pickled_names
 
 METADATA = ".metadata"
-# What .metadata is made of: classes without side effects.
+_CLASSES = (
+    metadata.Metadata,
+    metadata.MetadataIndex,
+    metadata.TensorStorageMetadata,
+    metadata.TensorProperties,
+    metadata.ChunkStorageMetadata,
+    metadata.BytesStorageMetadata,
+    metadata.StorageMeta,
+)
+# What .metadata may be made of, by module and name: classes that do nothing else when they are called.
 KNOWN = {
-    **{
-        (metadata.__name__, name): getattr(metadata, name)
-        for name in (
-            *("Metadata", "MetadataIndex", "TensorStorageMetadata", "TensorProperties", "ChunkStorageMetadata"),
-            *("BytesStorageMetadata", "StorageMeta"),
-        )
-    },
+    **{(metadata.__name__, kind.__name__): kind for kind in _CLASSES},
     ("torch", "Size"): torch.Size,
     **pickled_names(),
 }
 
 
 class _HashedFile(io.BufferedWriter):
-    """A file to write, and the sum of what was meant to be written."""
+    """A file to write, with the checksum of what was meant to be written."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(io.FileIO(path, "wb"))
-        self.digest, self.size = hashlib.sha256(), 0
+        self.digest = hashlib.sha256()
+        self.size = 0
         self.error: OSError | None = None
 
     def write(self, data: Any, /) -> int:
@@ -58,13 +62,18 @@ class _HashedFile(io.BufferedWriter):
         self.size += memoryview(data).nbytes
         try:
             return super().write(data)
-        except OSError as error:  # such as a full disk, of which PyTorch's writer would say "unexpected pos"
+        except OSError as error:
+            # Such as a full disk, which PyTorch's writer would report as "unexpected pos".
             self.error = error
             raise
 
 
 class _HashedFiles(filesystem.FileSystem):
-    """DCP's access to files. What is written is read back; `sums` has the files by name."""
+    """DCP's access to files. Every file is read back after it was written.
+
+    Attributes:
+        sums: size and checksum of the files written so far, by name.
+    """
 
     def __init__(self) -> None:
         self.sums: dict[str, FileSum] = {}
@@ -82,116 +91,152 @@ class _HashedFiles(filesystem.FileSystem):
                 raise file.error or error from None
         written = FileSum(file.size, file.digest.hexdigest())
         if file_sum(Path(path)) != written:
-            raise CheckpointError(
-                f"{path} was written, and reads back as something else: the disk is not to be trusted"
-            )
+            raise CheckpointError(f"{path} was written, but reads back as something else: do not trust this disk")
         self.sums[Path(path).name] = written
 
 
 class Writer(dcp.FileSystemWriter):
-    """DCP's writer, whose files are read back by checksum.
+    """DCP's writer, which reads each file back and compares its checksum.
 
     Args:
-        path: a folder, made here; what a save that failed has left there is removed. finished: called on the first rank
-            of the group, when all ranks have written, with all files.
+        path: the folder to write, which is made here. What a failed save has left in it is removed.
+        finished: called with all files on the first rank of the group, once all ranks have written.
     """
 
     def __init__(self, path: Path, finished: Callable[[dict[str, FileSum]], None]) -> None:
         super().__init__(path)
-        self.fs = self._files = _HashedFiles()
-        self._folder, self._finished = path, finished
+        self._files = _HashedFiles()
+        # The base class writes by `fs`.
+        self.fs = self._files
+        self._folder = path
+        self._finished = finished
 
     def storage_meta(self) -> StorageMeta:
-        return StorageMeta(save_id=self.save_id)  # without DCP's path, which would be the temporary one
+        # DCP would add the path, which is the temporary one.
+        return StorageMeta(save_id=self.save_id)
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        # On one rank, which tells the others of an error, when all have made the folder and none has written.
-        for left in self._folder.iterdir():
-            left.unlink()
+        # DCP calls this on one rank, after all ranks have made the folder and before any has written. It sends an error
+        # here to the other ranks.
+        for leftover in self._folder.iterdir():
+            leftover.unlink()
         return super().prepare_global_plan(plans)
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future:
-        results = super().write_data(plan, planner).wait() if plan.items else []
+        results = []
+        if plan.items:
+            results = super().write_data(plan, planner).wait()
+        # DCP gathers this on the first rank, for `finish`.
         future: Future = Future()
         future.set_result((results, self._files.sums))
         return future
 
     def finish(self, metadata: Metadata, results: list[Any]) -> None:
-        files = {name: found for _, sums in results for name, found in sums.items()}
+        files: dict[str, FileSum] = {}
+        for _, sums in results:
+            files |= sums
         super().finish(metadata, [written for written, _ in results])
-        files[METADATA] = self._files.sums[f"{METADATA}.tmp"]  # the name that DCP writes it by
-        self._finished({name: files[name] for name in sorted(files) if name != f"{METADATA}.tmp"})
-        # DCP sends the metadata to all ranks, of which no one needs them: an entry a rank and tensor, for every rank.
-        metadata.state_dict_metadata, metadata.storage_data, metadata.planner_data = {}, None, None
+        # DCP writes the metadata by this name and then renames the file.
+        temporary = f"{METADATA}.tmp"
+        files[METADATA] = self._files.sums[temporary]
+        files.pop(temporary, None)
+        self._finished(dict(sorted(files.items())))
+        # DCP now broadcasts the metadata, which grow with ranks times tensors. No rank needs them: send none.
+        metadata.state_dict_metadata = {}
+        metadata.storage_data = None
+        metadata.planner_data = None
 
 
 class _Unpickler(pickle.Unpickler):
+    """Unpickles ``.metadata``; refuses every class and function that is not in `KNOWN`."""
+
     def find_class(self, module: str, name: str) -> Any:
-        if module == "torch" and isinstance(dtype := getattr(torch, name, None), torch.dtype):
-            return dtype
+        if module == "torch":
+            dtype = getattr(torch, name, None)
+            if isinstance(dtype, torch.dtype):
+                return dtype
         if (module, name) not in KNOWN:
-            raise pickle.UnpicklingError(f"it names {module}.{name}, which is no part of DCP's metadata")
+            raise pickle.UnpicklingError(f"it names {module}.{name}, which does not belong to DCP's metadata")
         return KNOWN[module, name]
 
 
 def _check_memo(content: bytes) -> None:
-    """Raises ValueError where a pickle puts an object far out in its memo, which would be a list of gigabytes."""
+    """Raise ValueError if a pickle puts an object at a huge index of its memo, which would be a list of gigabytes."""
     for opcode, argument, _ in pickletools.genops(content):
         if "PUT" in opcode.name and int(argument or 0) > len(content):
             raise ValueError(f"it puts an object at place {argument} of its memo, and has {len(content)} bytes")
 
 
 def read_metadata(folder: Path, files: Mapping[str, FileSum]) -> Metadata:
-    """DCP's metadata, of tensors in `files` alone. Raises CheckpointError: it is anything else."""
+    """Read DCP's metadata.
+
+    Args:
+        files: the checkpoint's files; every tensor must be in one of them.
+
+    Raises:
+        CheckpointError: the file holds anything but the metadata of tensors in `files`.
+    """
     path = folder / METADATA
     try:
         with open_file(path) as file:
             content = file.read()
         _check_memo(content)
-        found = _Unpickler(io.BytesIO(content)).load()
-        if type(found) is not Metadata:
+        loaded = _Unpickler(io.BytesIO(content)).load()
+        if type(loaded) is not Metadata:
             raise TypeError("it is not DCP's metadata")
-        for name, entry in found.state_dict_metadata.items():
+        paths = loaded.planner_data or {}
+        for name, entry in loaded.state_dict_metadata.items():
             if type(entry) is not TensorStorageMetadata:
                 raise TypeError(f"{name} is not a tensor")
-            if len((found.planner_data or {}).get(name, "at a path")) < 2:
-                raise TypeError(f"{name} is neither the model's nor the optimizer's")
-        _check_places(found, files)
-    except Exception as error:  # a pickle that is not what it claims to be raises anything
-        text = str(error).partition("\n")[0] or type(error).__name__
-        raise CheckpointError(f"{path} is not read: {text}") from None
-    return found
+            # The path of a weight is ("model", name). Without planner_data there is nothing to check.
+            if name in paths and len(paths[name]) < 2:
+                raise TypeError(f"{name} belongs to neither the model nor the optimizer")
+        _check_places(loaded, files)
+    # A pickle that is not what it claims to be raises anything.
+    except Exception as error:
+        raise CheckpointError(f"{path} is not read: {one_line(error)}") from None
+    return loaded
 
 
-def _check_places(found: Metadata, files: Mapping[str, FileSum]) -> None:
-    """Raises ValueError where a chunk is in another file, or a tensor's chunks are not as large as it is."""
-    for place in cast(dict, found.storage_data).values():
+def _check_places(loaded: Metadata, files: Mapping[str, FileSum]) -> None:
+    """Raise ValueError if a chunk is in a file that is not in `files`, or a tensor's chunks do not add up to it."""
+    for place in cast(dict, loaded.storage_data).values():
         if place.relative_path not in files:
-            raise ValueError(f"it names the file {place.relative_path}, which is none of the checkpoint's")
-    for name, entry in cast(dict[str, TensorStorageMetadata], found.state_dict_metadata).items():
+            raise ValueError(f"it names the file {place.relative_path}, which does not belong to the checkpoint")
+    for name, entry in cast(dict[str, TensorStorageMetadata], loaded.state_dict_metadata).items():
+        # In elements. A gap would be loaded as whatever was in memory.
         if sum(prod(chunk.sizes) for chunk in entry.chunks) != prod(entry.size):
             raise ValueError(f"the chunks of {name} do not cover it")
 
 
 class Reader(dcp.FileSystemReader):
-    """DCP's reader, with metadata of `read_metadata`; an error names the file."""
+    """DCP's reader, given the metadata from `read_metadata`; its errors name the file."""
 
-    def __init__(self, folder: Path, found: Metadata) -> None:
+    def __init__(self, folder: Path, loaded: Metadata) -> None:
         super().__init__(folder)
-        self._found, self._file = found, ""
+        self._metadata = loaded
+        self._file_name = ""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        self._found.storage_meta = StorageMeta(load_id=self.load_id)
-        return self._found
+        self._metadata.storage_meta = StorageMeta(load_id=self.load_id)
+        return self._metadata
 
     def _slice_file(self, file: Any, sinfo: Any) -> Any:
-        self._file = sinfo.relative_path
+        # Called for each tensor: the last name is that of the file at fault.
+        self._file_name = sinfo.relative_path
         return super()._slice_file(file, sinfo)
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         try:
             return super().read_data(plan, planner)
         except Exception as error:
-            text = "it holds more than tensors" if isinstance(error, pickle.UnpicklingError) else str(error)
-            where = Path(self.path) / self._file
-            raise CheckpointError(f"{where} is not read: {text.partition(chr(10))[0]}") from None
+            text = one_line(error)
+            if isinstance(error, pickle.UnpicklingError):
+                text = "it holds more than tensors"
+            path = Path(self.path) / self._file_name
+            raise CheckpointError(f"{path} is not read: {text}") from None
+
+
+def one_line(error: BaseException) -> str:
+    """The first line of an error's message, or its class if it has none."""
+    return str(error).partition("\n")[0] or type(error).__name__

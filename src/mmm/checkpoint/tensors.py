@@ -1,4 +1,4 @@
-"""What is known of a tensor on disk before it is read, and how it is read a few rows at a time."""
+"""Describes a tensor on disk before it is read, and cuts it into slabs of a few rows."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ from math import prod
 
 import torch
 
-ROWS = 1 << 24  # bytes of a tensor that are read, or written, at once
+# Bytes of a tensor that are read, or written, at once.
+SLAB_BYTES = 1 << 24
 
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """A tensor's shape, and its dtype on disk."""
+    """A tensor's shape and its dtype on disk."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -27,13 +28,21 @@ class TensorEntry:
         return self.elements * self.dtype.itemsize
 
     def slabs(self) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-        """The tensor as slices along its first dim, of `ROWS` bytes at most where a row is no larger: start and length
-        of each."""
-        first, *rest = self.shape or (1,)
-        step = max(1, ROWS // max(1, prod(rest) * self.dtype.itemsize))
-        for start in range(0, first, step):
-            yield (start, *[0] * len(rest)), (min(step, first - start), *rest)
+        """Yield start and length of slices along the first dim that together are the tensor.
+
+        A slab has at most `SLAB_BYTES`, unless a single row is larger.
+        """
+        # A tensor without dims has one slab, as if it were of shape (1,).
+        n_rows, *row_shape = self.shape or (1,)
+        row_bytes = prod(row_shape) * self.dtype.itemsize
+        rows_per_slab = max(1, SLAB_BYTES // max(1, row_bytes))
+        zeros = [0] * len(row_shape)
+        for first_row in range(0, n_rows, rows_per_slab):
+            n = min(rows_per_slab, n_rows - first_row)
+            yield (first_row, *zeros), (n, *row_shape)
 
 
 def slices(start: Sequence[int], length: Sequence[int]) -> tuple[slice, ...]:
-    return tuple(slice(first, first + size) for first, size in zip(start, length, strict=True))
+    """Index a tensor by the first index and the number of elements per dim."""
+    pairs = zip(start, length, strict=True)
+    return tuple(slice(first, first + size) for first, size in pairs)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from mmm.checkpoint.safetensors import SafetensorsFile
-from mmm.checkpoint.state import one_line
+from mmm.checkpoint.storage import one_line
 from mmm.errors import CheckpointError, ConfigError
 from mmm.nn.draw import ShardBox, canonical_name, class_name, full_box
 from mmm.outside import open_file

@@ -22,9 +22,9 @@ from torch.futures import Future
 
 from mmm.checkpoint.manifest import MANIFEST, PARTIAL, FileSum, Manifest, broken_file, discard, read_manifest
 from mmm.checkpoint.model_metadata import TOKENIZERS, ChatFormat, ModelMetadata, read_tokenizer
-from mmm.checkpoint.state import MODEL, one_line
+from mmm.checkpoint.state import MODEL
 from mmm.checkpoint.state import shapes_of as shapes_in
-from mmm.checkpoint.storage import Writer, read_metadata
+from mmm.checkpoint.storage import Writer, one_line, read_metadata
 from mmm.checkpoint.tensors import TensorEntry
 from mmm.errors import CheckpointError
 from mmm.models.definition import ModelDef, of_fields

@@ -20,7 +20,7 @@ from typing import Any
 from torch import Tensor
 
 from mmm.checkpoint.model_metadata import ModelMetadata
-from mmm.checkpoint.state import one_line
+from mmm.checkpoint.storage import one_line
 from mmm.checkpoint.tensors import TensorEntry
 from mmm.errors import CheckpointError
 from mmm.models.definition import ModelDef

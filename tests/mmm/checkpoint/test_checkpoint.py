@@ -443,5 +443,5 @@ def test_what_it_has_not_written(text):
 
 
 def test_a_dtype_that_is_none():
-    with pytest.raises(TypeError, match="load is no dtype"):
+    with pytest.raises(TypeError, match="load is not a dtype"):
         list(saved_tensors({"tensor": ["x", [1], "load", "host"]}))

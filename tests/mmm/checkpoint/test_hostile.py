@@ -126,7 +126,7 @@ def another_place(found):
     ("change", "words"),
     [
         (halve, f"the chunks of {WQ} do not cover it"),
-        (elsewhere, "it names the file ../../secret, which is none of the checkpoint's"),
+        (elsewhere, "it names the file ../../secret, which does not belong to the checkpoint"),
         (another_place, "it holds another tensor than the metadata say"),
     ],
 )

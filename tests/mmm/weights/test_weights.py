@@ -60,7 +60,7 @@ def test_the_model_computes_what_transformers_does(tmp_path, config, files):
 
 
 def test_any_slice(folder, imported, tmp_path, monkeypatch):
-    monkeypatch.setattr(rows, "ROWS", 1000)
+    monkeypatch.setattr(rows, "SLAB_BYTES", 1000)
     write_own(open_weights(folder), tmp_path / "in small parts")
     numbers = random.Random(0)
     expected = full(open_weights(folder))
