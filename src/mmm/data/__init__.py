@@ -1,4 +1,7 @@
-"""Batches: what a rank gets depends on (seed, step, global batch size) and its place in the batch, not on the mesh."""
+"""Batches of text and images. A batch depends on (seed, step, global batch size) and on a rank's place in the batch.
+
+It does not depend on the mesh.
+"""
 
 from typing import TYPE_CHECKING
 

@@ -1,4 +1,4 @@
-"""The folder of downloaded data sets. Each is downloaded once a host, completely or not at all."""
+"""The folder of downloaded data sets. Each is downloaded once per host, completely or not at all."""
 
 from __future__ import annotations
 
@@ -18,28 +18,32 @@ from typing import BinaryIO
 from mmm.errors import DataError
 from mmm.outside import Lock, lock, printable
 
-ANSWER_SECONDS = 10.0  # that a server may take for each answer
-DOWNLOAD_SECONDS = 600.0  # for all of a download: a server may answer in time, and send a byte each time
-WAIT_SECONDS = 900.0  # for another process that downloads
+# The longest that a server may take for one answer.
+ANSWER_SECONDS = 10.0
+# The longest that a download may take: a server could answer in time for ever, with one byte each time.
+DOWNLOAD_SECONDS = 600.0
+# The longest that this process waits for another one that downloads.
+WAIT_SECONDS = 900.0
 
 
 class Refused(Exception):
-    """Why the data cannot be downloaded here. Not the user's mistake: another data set may replace it."""
+    """The data cannot be downloaded here. It is not the user's mistake: another data set may replace it."""
 
 
 def cache_folder() -> Path:
-    """``$MMM_DATA``, or else ``mmm`` in ``$XDG_CACHE_HOME`` or ``~/.cache``."""
-    given = os.environ.get("MMM_DATA")
-    if given:
-        return Path(given).expanduser()
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "mmm"
+    """``$MMM_DATA`` or, if it is not set, ``mmm`` in ``$XDG_CACHE_HOME`` or ``~/.cache``."""
+    own = os.environ.get("MMM_DATA")
+    if own:
+        return Path(own).expanduser()
+    caches = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(caches).expanduser() / "mmm"
 
 
 def download_once(folder: Path, download: Callable[[Path], object]) -> None:
-    """Make `folder` by a download, unless it is there.
+    """Make `folder` by a download, unless it exists.
 
-    One process of a host downloads at a time, into a folder beside it that gets the final name at the end. So a folder
-    of that name is complete, even where a process is killed, or where a lock does not reach other hosts.
+    One process of a host downloads at a time, into a folder next to it that gets the final name at the end. So a folder
+    of that name is complete, even if a process is killed or a lock does not reach other hosts.
 
     Args:
         download: writes all files into the folder that it is given, and checks their hashes.
@@ -50,19 +54,22 @@ def download_once(folder: Path, download: Callable[[Path], object]) -> None:
     """
     if os.path.isdir(folder):
         return
-    asked = time.time()
+    asked_at = time.time()
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        with _locked(folder.with_name(f".{folder.name}.lock")) as note:
+        lock_path = folder.with_name(f".{folder.name}.lock")
+        with _locked(lock_path) as note:
+            # Another process may have downloaded it while this one waited for the lock.
             if os.path.isdir(folder):
                 return
             failure = note.read(4096).decode(errors="replace")
-            if failure and os.fstat(note.fileno()).st_mtime >= asked:
+            failed_at = os.fstat(note.fileno()).st_mtime
+            if failure and failed_at >= asked_at:
                 raise Refused(printable(failure))
             try:
                 _download(folder, download)
             except Refused as refused:
-                # For the processes that wait for the lock: each of them would try, and wait for the same servers.
+                # Processes that wait for the lock read this, instead of waiting for the same servers in turn.
                 note.seek(0)
                 note.truncate()
                 note.write(str(refused).encode())
@@ -72,16 +79,20 @@ def download_once(folder: Path, download: Callable[[Path], object]) -> None:
 
 
 def _download(folder: Path, download: Callable[[Path], object]) -> None:
+    # The host's name: where a shared file system has no locks, two hosts may download at once.
     partial = folder.with_name(f".{folder.name}.part.{socket.gethostname()}")
-    shutil.rmtree(partial, ignore_errors=True)  # a killed download's
+    # A killed download may have left one.
+    shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir()
-    before = socket.getdefaulttimeout()
+    timeout_before = socket.getdefaulttimeout()
     socket.setdefaulttimeout(ANSWER_SECONDS)
     try:
-        with contextlib.redirect_stderr(io.StringIO()):  # progress bars
+        # Hides torchvision's progress bars.
+        with contextlib.redirect_stderr(io.StringIO()):
             _download_in_time(download, partial)
     except (OSError, RuntimeError, ValueError, EOFError, http.client.HTTPException) as error:
-        raise Refused(" ".join(str(error).split()) or type(error).__name__) from None
+        one_line = " ".join(str(error).split())
+        raise Refused(one_line or type(error).__name__) from None
     else:
         try:
             partial.rename(folder)
@@ -90,12 +101,17 @@ def _download(folder: Path, download: Callable[[Path], object]) -> None:
             if not os.path.isdir(folder):
                 raise
     finally:
-        socket.setdefaulttimeout(before)
+        socket.setdefaulttimeout(timeout_before)
         shutil.rmtree(partial, ignore_errors=True)
 
 
 def _download_in_time(download: Callable[[Path], object], partial: Path) -> None:
-    """Download in a thread, which nobody waits for after `DOWNLOAD_SECONDS`. Raises Refused, or what it has raised."""
+    """Download in a thread, which is abandoned after `DOWNLOAD_SECONDS`.
+
+    Raises:
+        Refused: the time is over.
+        Exception: whatever `download` has raised.
+    """
     errors: list[Exception] = []
 
     def work() -> None:
@@ -104,6 +120,7 @@ def _download_in_time(download: Callable[[Path], object], partial: Path) -> None
         except Exception as error:
             errors.append(error)
 
+    # A daemon: the process can end while the thread still waits for a server.
     thread = threading.Thread(target=work, name="mmm-download", daemon=True)
     thread.start()
     thread.join(DOWNLOAD_SECONDS)
@@ -117,13 +134,15 @@ def _download_in_time(download: Callable[[Path], object], partial: Path) -> None
 def _locked(path: Path) -> Iterator[BinaryIO]:
     """Hold the lock of a file, which the system releases when a process ends.
 
-    Where the file system has no locks, nobody waits: the renaming alone keeps the folder whole.
+    Where the file system has no locks, nobody waits: a folder is still complete, because it is renamed at the end.
     """
-    # The cache may be shared: a link that somebody has put there is not followed, and a FIFO is not waited for.
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
+    # The cache may be shared with others: do not follow a link that somebody put there, and do not wait for a FIFO.
+    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    descriptor = os.open(path, flags, 0o666)
     with open(descriptor, "rb+", buffering=0) as file:
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise OSError(f"{path.name} is no file")
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode):
+            raise OSError(f"{path.name} is not a file")
         deadline = time.monotonic() + WAIT_SECONDS
         while lock(descriptor) is Lock.TAKEN:
             if time.monotonic() > deadline:

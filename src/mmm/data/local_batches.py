@@ -1,4 +1,4 @@
-"""Which samples of a data set a rank takes, for a ``DataLoader`` of PyTorch's."""
+"""Which samples of a data set a rank reads, for a ``DataLoader`` of PyTorch."""
 
 from __future__ import annotations
 
@@ -10,22 +10,31 @@ from mmm.errors import DataError
 
 
 def local_batches(samples: int, global_batch_size: int, first_sample: int, size: int, seed: int) -> Iterator[list[int]]:
-    """The numbers of a rank's samples, a list a step, without end: a ``batch_sampler``.
+    """Yield the indices of a rank's samples, one list per step, without end; use it as ``batch_sampler``.
 
-    Every epoch has each sample once at most, in an order of its own, which depends on the seed alone; what does not
-    fill a global batch at its end is left out.
+    Every epoch has each sample at most once, in an order that depends only on the seed and the epoch. Samples at its
+    end that do not fill a global batch are left out.
 
     Args:
-        samples: in the data set.
-        first_sample, size: the local batch of data-parallel coordinate c starts at ``c * size`` of each global batch.
+        samples: number of samples in the data set.
+        global_batch_size: number of samples in a step over all ranks.
+        first_sample, size: this rank's samples in each global batch. Data-parallel coordinate c starts at
+            ``c * size``.
+        seed: seed of the order.
 
     Raises:
         DataError: there are fewer samples than one global batch.
     """
     if global_batch_size > samples:
         raise DataError(f"a global batch of {global_batch_size} samples, and there are {samples}: use a smaller one")
-    return (
-        epoch_order(seed, epoch, samples)[start + first_sample :][:size].tolist()
-        for epoch in count()
-        for start in range(0, samples - global_batch_size + 1, global_batch_size)
-    )
+    # A generator of its own: so the error above is raised by the call, not by the first batch.
+    return _batches(samples, global_batch_size, first_sample, size, seed)
+
+
+def _batches(samples: int, global_batch_size: int, first_sample: int, size: int, seed: int) -> Iterator[list[int]]:
+    last_start = samples - global_batch_size
+    for epoch in count():
+        order = epoch_order(seed, epoch, samples)
+        for start in range(0, last_start + 1, global_batch_size):
+            begin = start + first_sample
+            yield order[begin : begin + size].tolist()

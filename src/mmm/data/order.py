@@ -11,41 +11,55 @@ _ROUNDS = 6
 
 
 def stream(seed: int, *place: int) -> list[int]:
-    """The 32-bit words that seed ``RandomState``: the seed's lower half, `place`, the upper half if it is not 0.
+    """The 32-bit integers that seed a ``RandomState``: lower half of the seed, `place`, upper half if it is not 0.
+
+    Without an upper half, a seed of 32 bits draws what it always drew.
 
     Args:
-        seed: of 64 bits. place: which stream of that seed.
+        seed: seed of 64 bits.
+        place: which of that seed's streams, such as the epoch.
     """
     low = seed & 0xFFFFFFFF
     high = seed >> 32 & 0xFFFFFFFF
-    return [low, *place, high] if high else [low, *place]
+    if high:
+        return [low, *place, high]
+    return [low, *place]
 
 
 @lru_cache(maxsize=4)
 def epoch_order(seed: int, epoch: int, samples: int) -> np.ndarray:
-    """The order of an epoch's samples. ``RandomState`` is the generator whose stream NumPy promises never to change."""
-    return np.random.RandomState(stream(seed, epoch)).permutation(samples)
+    """The order of an epoch's samples: (samples,) indices.
+
+    NumPy promises never to change what ``RandomState`` draws.
+    """
+    state = np.random.RandomState(stream(seed, epoch))
+    return state.permutation(samples)
 
 
 def permuted(place: int, samples: int, seed: int, epoch: int) -> int:
-    """Which sample stands at `place` of an epoch: a permutation of 0 … samples - 1, of which nothing is kept.
+    """Which sample stands at `place` of an epoch. Computes a permutation of 0 … samples - 1 without storing it.
 
-    A Feistel network (Luby and Rackoff 1988) permutes the smallest power of two that holds all samples; a number beyond
-    the last sample goes through it again until it is one (cycle walking: Black and Rogaway 2002), less than once on
-    average.
+    A Feistel network (Luby and Rackoff 1988) permutes the smallest power of two that holds all samples. A result beyond
+    the last sample goes through the network again until it is a sample (cycle walking: Black and Rogaway 2002), which
+    happens less than once on average.
     """
     key = b"%d %d" % (seed, epoch)
     bits = max((samples - 1).bit_length(), 2)
-    low = bits // 2
-    widths = (low, bits - low)  # of the right half, in even and in odd rounds
+    low_bits = bits // 2
+    high_bits = bits - low_bits
+    low_mask = (1 << low_bits) - 1
+    high_mask = (1 << high_bits) - 1
     while True:
-        left = place >> low
-        right = place & (1 << low) - 1
-        for number in range(_ROUNDS):
-            # Even rounds change the left half, of bits - low bits, which then becomes the right one.
-            message = b"%d %d" % (number, right)
-            mixed = int.from_bytes(blake2b(message, key=key, digest_size=8).digest(), "little")
-            left, right = right, (left ^ mixed) & (1 << widths[1 - number % 2]) - 1
-        place = left << low | right
+        left = place >> low_bits
+        right = place & low_mask
+        for round_index in range(_ROUNDS):
+            message = b"%d %d" % (round_index, right)
+            digest = blake2b(message, key=key, digest_size=8).digest()
+            # Each round changes the left half and swaps the two: the left one has high_bits in even rounds only.
+            mask = high_mask if round_index % 2 == 0 else low_mask
+            mixed = (left ^ int.from_bytes(digest, "little")) & mask
+            left = right
+            right = mixed
+        place = left << low_bits | right
         if place < samples:
             return place

@@ -1,4 +1,4 @@
-"""A data loader's worker processes, of which none is waited for without end."""
+"""Reads from a ``DataLoader`` with worker processes without ever waiting for one that has failed."""
 
 from __future__ import annotations
 
@@ -11,18 +11,19 @@ from torch.utils.data import DataLoader
 from mmm.errors import DataError, UserError
 
 T = TypeVar("T")
-_FAILED = re.compile(r"DataLoader (worker|timed out)|Pin memory thread exited")  # how PyTorch's messages begin
+# How PyTorch's messages about failed workers begin.
+_FAILED = re.compile(r"DataLoader (worker|timed out)|Pin memory thread exited")
 
 
 def read(loader: Iterable[T], timeout: float) -> Iterator[T]:
-    """The batches of an iterable. If it is a `DataLoader` with workers, no failure of theirs is waited for.
+    """Yield the batches of an iterable. If it is a `DataLoader` with workers, their failures are reported.
 
     Args:
-        timeout: seconds to wait for a batch, 0 for no end.
+        timeout: seconds to wait for a batch; 0 waits for ever.
 
     Raises:
-        DataError: a worker has ended, or has not handed over its batch in time.
-        UserError: a batch that is one.
+        DataError: a worker has ended or has not handed over its batch in time.
+        UserError: a batch is such an error, which a worker returned as a value.
     """
     if isinstance(loader, DataLoader) and loader.num_workers:
         loader.timeout = loader.timeout or timeout
@@ -43,5 +44,6 @@ def read(loader: Iterable[T], timeout: float) -> Iterator[T]:
             try:
                 raise batch
             finally:
-                del batch  # else the error and this frame keep each other alive, and with them the workers
+                # Otherwise the error and this frame keep each other alive, and with them the workers.
+                del batch
         yield batch

@@ -1,4 +1,4 @@
-"""Batches of images: the global batch of step k depends on (seed, k, global batch size) alone, never on the mesh.
+"""Batches of images: the global batch of step k depends only on (seed, k, global batch size), never on the mesh.
 
 In use::
 
@@ -25,12 +25,18 @@ from mmm.runtime.cores import usable_cores
 
 
 class ImageBatches:
-    """A set of images in global batches; every epoch has each image once, in an order of its own.
+    """A set of images in global batches.
 
     Args:
-        image_set: what to read. global_batch: samples of a step over all ranks.
-        train: every epoch in an order of its own, without the samples at its end that do not fill a global batch. False
-            keeps the order of the set, and has these as a last global batch with a smaller ``count`` and padding.
+        image_set: the images to read.
+        global_batch: number of samples in a step over all ranks.
+        seed: seed of the order.
+        train: if True, each epoch has an order of its own, and samples at its end that do not fill a global batch are
+            left out. If False, samples keep their order in the set, and those at the end form a last global batch with
+            a smaller ``count`` and padding.
+
+    Attributes:
+        steps_per_epoch: number of global batches in an epoch.
 
     Raises:
         DataError: the global batch is larger than the set to train on.
@@ -42,21 +48,25 @@ class ImageBatches:
         self.seed = seed
         self.train = train
         samples = image_set.samples
-        self.steps_per_epoch = samples // global_batch if train else -(-samples // global_batch)
+        self.steps_per_epoch = samples // global_batch
+        # A padded last batch of a test set.
+        if not train and samples % global_batch:
+            self.steps_per_epoch += 1
         if not self.steps_per_epoch:
             raise DataError(
                 f"the set has {samples} images, fewer than one global batch of {global_batch}: use a smaller batch"
             )
 
     def batch(self, step: int, first_sample: int = 0, size: int | None = None) -> Batch:
-        """Samples first_sample … first_sample + size − 1 of the global batch of a step; `size` None: all from there on.
+        """Read samples first_sample … first_sample + size − 1 of a step's global batch.
 
-        Images are (batch, channels, height, width) float32, normalised; labels (batch,) int64. What fills up a last
-        batch is images of zeros with the label `PADDING`; ``count`` leaves it out.
+        Images are (batch, channels, height, width) float32, normalised; labels are (batch,) int64. A last batch is
+        filled up with images of zeros and the label `PADDING`, which ``count`` leaves out.
 
         Args:
-            step: from 0, over all epochs.
-            first_sample, size: the local batch of data-parallel coordinate c starts at ``c * size``.
+            step: index of the step over all epochs, from 0.
+            first_sample, size: the local batch. Data-parallel coordinate c starts at ``c * size``. A size of None means
+                all samples from the first on.
 
         Raises:
             DataError: an image cannot be read.
@@ -67,25 +77,31 @@ class ImageBatches:
         order = np.arange(self.image_set.samples)
         if self.train:
             order = epoch_order(self.seed, epoch, self.image_set.samples)
-        of_step = order[step_of_epoch * self.global_batch :][: self.global_batch]  # (count,)
+        begin = step_of_epoch * self.global_batch
+        # (count,) indices of the global batch; fewer than global_batch in the last one of a test set
+        of_step = order[begin : begin + self.global_batch]
         chosen = of_step[first_sample : first_sample + size]
         images, labels = self.image_set.images(chosen)
-        if len(chosen) < size:
-            padding = size - len(chosen)
-            images = torch.cat([images, images.new_zeros(padding, *self.image_set.shape)])
-            labels = torch.cat([labels, labels.new_full((padding,), PADDING)])
+        n_padding = size - len(chosen)
+        if n_padding > 0:
+            no_images = images.new_zeros(n_padding, *self.image_set.shape)
+            no_labels = labels.new_full((n_padding,), PADDING)
+            images = torch.cat([images, no_images])
+            labels = torch.cat([labels, no_labels])
         return Batch(images, labels, len(of_step))
 
 
 class ImageLoader:
     """The local batches of one data-parallel coordinate, read ahead by worker processes where that helps.
 
-    The batches do not depend on the workers.
+    The batches do not depend on the number of workers.
 
     Args:
-        coordinate, dp: place on the data-parallel axis, and its size.
-        workers: processes that decode images ahead; None means 0 for images in memory, else up to 4.
-        timeout: as of `mmm.data.workers.read`.
+        batches: the global batches.
+        coordinate: this rank's place on the data-parallel axis.
+        dp: size of that axis.
+        workers: number of processes that decode images ahead. None means 0 for images in memory, otherwise up to 4.
+        timeout: seconds to wait for a batch; 0 waits for ever.
     """
 
     def __init__(
@@ -101,12 +117,14 @@ class ImageLoader:
         self.size = batches.global_batch // dp
         self.first_sample = coordinate * self.size
         if workers is None:
-            workers = 0 if batches.image_set.in_memory else min(4, usable_cores() - 1)
+            workers = 0
+            if not batches.image_set.in_memory:
+                workers = min(4, usable_cores() - 1)
         self.workers = workers
         self.timeout = timeout
 
     def epoch(self, epoch: int = 0, first: int = 0) -> Iterator[Batch]:
-        """The batches of an epoch, from its step `first` on.
+        """The batches of an epoch, beginning with its step `first`.
 
         Raises:
             DataError: an image cannot be read, or a worker fails.
@@ -117,26 +135,28 @@ class ImageLoader:
             batch_size=None,
             sampler=range(epoch * steps + first, (epoch + 1) * steps),
             num_workers=self.workers,
-            generator=torch.Generator(),  # the loader's own draw must not advance the model's random generator
+            # The loader draws a seed for its workers. It must not advance the generator that the model draws from.
+            generator=torch.Generator(),
         )
         return read(loader, self.timeout)
 
 
 def evaluation(image_set: ImageSet, batch: int, coordinate: int, dp: int, **reading: int | float | None) -> ImageLoader:
-    """One data-parallel coordinate's images of a test set, in order; each image is read once over all coordinates.
+    """Load one data-parallel coordinate's images of a test set, in order.
 
-    Every coordinate gets the same number of batches of the same shape, because the collectives inside a forward pass
-    have to match.
+    Over all coordinates, each image is read once. Every coordinate gets the same number of batches of the same shape,
+    because ranks must run the same collectives in their forward passes.
 
     Args:
-        batch: images of one coordinate's forward pass. reading: as of `ImageLoader`.
+        batch: number of images in one coordinate's forward pass.
+        reading: ``workers`` and ``timeout`` of `ImageLoader`.
     """
     batches = ImageBatches(image_set, batch * dp, train=False)
     return ImageLoader(batches, coordinate, dp, **reading)  # type: ignore[arg-type]
 
 
 class _StepDataset(torch.utils.data.Dataset):
-    """Step → batch. A user's error is returned as a value, because a worker would wrap it into its traceback."""
+    """Maps a step to its batch. A user's error is returned as a value: a worker would wrap it in its traceback."""
 
     def __init__(self, batches: ImageBatches, first_sample: int, size: int) -> None:
         self.batches = batches

@@ -1,4 +1,4 @@
-"""Image data sets by name: ``load_images("mnist")``. One file a source."""
+"""Image data sets by name, such as ``load_images("mnist")``. Each source has a file of its own."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ from mmm.data.images.fake import FakeImages
 from mmm.data.images.image_set import ImageData
 from mmm.errors import DataError
 
-FAKE_TRAIN, FAKE_TEST = 10_000, 2_000  # samples of ``fake``
+# Number of generated images in each set of ``fake``.
+FAKE_TRAIN = 10_000
+FAKE_TEST = 2_000
 
 
 def load_images(
@@ -23,31 +25,36 @@ def load_images(
     classes: int = 10,
     seed: int = 0,
 ) -> ImageData:
-    """A data set of images, read from disk, downloaded once a host, or generated.
+    """Load a data set of images: read it from disk, download it once per host, or generate it.
 
     ======================== ===================================================================== =================
-    name                     from                                                                  shape as it is
+    name                     source                                                                original shape
     ======================== ===================================================================== =================
-    mnist, fashion_mnist     the four published .gz files, or torchvision's folder; downloaded     (1, 28, 28)
-    cifar10                  ``cifar-10-batches-py``, likewise                                     (3, 32, 32)
+    mnist, fashion_mnist     the four published .gz files or torchvision's folder; or a download   (1, 28, 28)
+    cifar10                  ``cifar-10-batches-py``, or a download                                (3, 32, 32)
     digits                   comes with the package: 1,797 real 8 × 8 digits, enlarged             (1, 28, 28)
     fake                     generated, each class with its own pattern: it can be learned         (3, 32, 32)
     folder                   data_dir/{train,val}/class/*.png, or data_dir/class/*.png             (3, 224, 224)
     ======================== ===================================================================== =================
 
-    Where a data set is neither on disk nor can be downloaded, digits replaces it at the shape asked for, and ``note``
-    says so. With a `data_dir`, that is an error.
+    If a data set is not on disk and cannot be downloaded, digits replaces it at the requested shape, and ``note`` says
+    so. If `data_dir` is given, that is an error.
 
     Args:
-        data_dir: only read, never written to. None: the cache, ``$MMM_DATA``, or else ``mmm`` in
-            ``$XDG_CACHE_HOME`` or ``~/.cache``.
-        image_size: height and width in pixels. channels: 1 or 3. None: as the data set is.
-        classes, seed: of ``fake``.
+        name: one of the names in the table.
+        data_dir: folder of the files; it is only read. None means the cache: ``$MMM_DATA`` or, if it is not set,
+            ``mmm`` in ``$XDG_CACHE_HOME`` or ``~/.cache``.
+        image_size: height and width in pixels; None keeps those of the data set.
+        channels: 1 for grey or 3 for colour; None keeps those of the data set.
+        classes: number of classes of ``fake``.
+        seed: seed of ``fake``.
 
     Raises:
-        DataError: `data_dir` lacks the data; a file is broken.
+        DataError: `data_dir` lacks the data, or a file is damaged.
     """
-    folder = None if data_dir is None else Path(data_dir).expanduser()
+    folder = None
+    if data_dir is not None:
+        folder = Path(data_dir).expanduser()
     if channels not in (None, 1, 3):
         raise DataError(f"images have 1 or 3 channels, not {channels}")
     if folder is not None and name in ("digits", "fake"):
@@ -57,13 +64,9 @@ def load_images(
         return ImageData(train, test, name, name, digits.SOURCE)
     if name == "fake":
         shape = (channels or 3, image_size or 32, image_size or 32)
-        return ImageData(
-            FakeImages(FAKE_TRAIN, shape, classes, seed),
-            FakeImages(FAKE_TEST, shape, classes, seed, first=FAKE_TRAIN),
-            name,
-            name,
-            f"made up from seed {seed}",
-        )
+        fake_train = FakeImages(FAKE_TRAIN, shape, classes, seed)
+        fake_test = FakeImages(FAKE_TEST, shape, classes, seed, first=FAKE_TRAIN)
+        return ImageData(fake_train, fake_test, name, name, f"made up from seed {seed}")
     if name == "folder":
         if folder is None:
             raise DataError("--dataset folder needs --data_dir DIR with a subfolder of images for each class")
@@ -77,11 +80,11 @@ def load_images(
 
 def _digits_instead(name: str, refused: Refused, image_size: int | None, channels: int | None) -> ImageData:
     """The digits at the shape that was asked for, with a note that says so."""
-    _, published_size, mean, _ = published.PUBLISHED[name]
-    size = image_size or published_size
+    original = published.PUBLISHED[name]
+    size = image_size or original.size
     note = (
         f"{name} is not in {cache_folder()} and cannot be downloaded ({refused}). In its place: digits, "
         f"{digits.SOURCE}, at {size}×{size}. For {name} itself, give --data_dir a folder with its files"
     )
-    train, test = digits.load(size, channels or len(mean))
+    train, test = digits.load(size, channels or len(original.mean))
     return ImageData(train, test, "digits", name, digits.SOURCE, note)

@@ -1,11 +1,11 @@
-"""A folder of image files, one subfolder a class, decoded by Pillow when they are read. One of::
+"""A folder of image files with one subfolder per class, decoded by Pillow when they are read. It has one of two forms::
 
 data_dir/train/cat/*.jpg  data_dir/val/cat/*.jpg   two sets; ``val`` may be called ``validation`` or ``test``
-data_dir/cat/*.jpg                                 one: a tenth is for testing, by a hash of each path
+data_dir/cat/*.jpg                                 one set; a tenth of it is for testing, by a hash of each path
 
-What is hidden (its name begins with a dot) is passed over: ``.ipynb_checkpoints``, ``._0.png`` of macOS. So are files
-whose names do not end as an image's, which a note counts. An image is turned as its EXIF says, transparent pixels are
-laid on white, and of an animation the first frame is read.
+Hidden files and folders (their names begin with a dot) are skipped: ``.ipynb_checkpoints``, ``._0.png`` of macOS. So
+are files whose names do not end like an image's; a note counts those. An image is turned as its EXIF data say,
+transparent pixels are laid on white, and an animation gives its first frame.
 """
 
 from __future__ import annotations
@@ -33,18 +33,25 @@ from mmm.runtime.log import say_once
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-IMAGENET: tuple[Values, Values] = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))  # mean, standard deviation
+# Mean and standard deviation.
+IMAGENET: tuple[Values, Values] = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 GREY: tuple[Values, Values] = ((0.5,), (0.25,))
 TEST_NAMES = ("val", "validation", "test")
-FORMATS = ("PNG", "JPEG", "BMP", "PPM", "TIFF", "WEBP", "GIF")  # no other reader of Pillow is tried: EPS runs programs
-DEEP_MODES = ("I", "F")  # Pillow's modes with more than 8 bits a channel begin with these
+# Pillow tries none of its other readers: the one for EPS runs programs.
+FORMATS = ("PNG", "JPEG", "BMP", "PPM", "TIFF", "WEBP", "GIF")
+# How Pillow's modes with more than 8 bits per channel begin.
+DEEP_MODES = ("I", "F")
 
 
 class ImageFiles(ImageSet):
-    """Files decoded on reading: shorter side resized to `image_size`, centre crop, converted to grey or colour.
+    """Image files, decoded on reading: shorter side resized to `image_size`, centre crop, grey or colour.
 
     Args:
-        root: what the paths are under.
+        root: folder that the paths are relative to.
+        paths: the files; a path's first folder is its class.
+        classes: name of each label.
+        image_size: height and width to return, in pixels.
+        channels: 1 for grey or 3 for colour.
     """
 
     in_memory = False
@@ -57,34 +64,43 @@ class ImageFiles(ImageSet):
         self.samples = len(paths)
         self.shape = (channels, image_size, image_size)
         self.mean, self.std = IMAGENET if channels == 3 else GREY
-        self._paths = np.array([os.fsencode(path) for path in paths])  # a quarter of the memory of str
+        # An array of bytes takes a quarter of the memory of a list of str.
+        self._paths = np.array([os.fsencode(path) for path in paths])
         label_of = {name: label for label, name in enumerate(classes)}
-        self.labels = torch.tensor([label_of[_class_of(path)] for path in paths], dtype=torch.int64)
+        labels = [label_of[_class_of(path)] for path in paths]
+        self.labels = torch.tensor(labels, dtype=torch.int64)
 
     def pixels(self, indices: Indices) -> Tensor:
         if not len(indices):
             return torch.empty((0, *self.shape), dtype=torch.uint8)
-        return torch.stack([self._read(self.root / os.fsdecode(self._paths[index])) for index in indices])
+        images = []
+        for index in indices:
+            path = os.fsdecode(self._paths[index])
+            images.append(self._read(self.root / path))
+        return torch.stack(images)
 
     def digest(self) -> str:
-        """Of the paths and labels, since reading every file would take as long as an epoch."""
+        """SHA-256 of the paths and labels. Reading every file would take as long as an epoch."""
         digest = hashlib.sha256()
         for path, label in zip(self._paths.tolist(), self.labels.tolist(), strict=True):
             digest.update(b"%s\t%d\n" % (path, label))
         return digest.hexdigest()
 
     def _read(self, path: Path) -> Tensor:
-        """(channels, size, size) uint8. Raises DataError: it is no image that can be read."""
-        from PIL import Image, ImageOps, TiffImagePlugin, WebPImagePlugin  # noqa: F401  registers TIFF and WEBP
+        """Read a file: (channels, size, size) uint8. Raises DataError: it is not an image that can be read."""
+        # The last two imports register the readers of TIFF and WEBP.
+        from PIL import Image, ImageOps, TiffImagePlugin, WebPImagePlugin  # noqa: F401
 
+        mode = "RGB" if self.shape[0] == 3 else "L"
         try:
             with open_file(path) as file, warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # Pillow's, about palettes with transparency
+                # Pillow warns about palettes with transparency.
+                warnings.simplefilter("ignore")
                 image = Image.open(file, formats=FORMATS)
                 if image.mode.startswith(DEEP_MODES):
                     raise DataError(f"{path} has more than 8 bits a channel (mode {image.mode}): convert it to 8 bits")
-                opaque = _opaque(ImageOps.exif_transpose(image), path)
-                converted = opaque.convert("RGB" if self.shape[0] == 3 else "L")
+                turned = ImageOps.exif_transpose(image)
+                converted = _opaque(turned, path).convert(mode)
         except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
             raise DataError(f"{path} is not an image that can be read ({error}): take it out of the folder") from None
         return self._transform(converted)
@@ -97,90 +113,117 @@ class ImageFiles(ImageSet):
 
 
 def _opaque(image: Image, path: Path) -> Image:
-    """The image, laid on white where it is transparent, which is said of the first one."""
+    """Lay an image on white where it is transparent. The first one in which that happens is logged."""
     from PIL import Image
 
     if not image.has_transparency_data:
         return image
     layered = image.convert("RGBA")
-    if layered.getchannel("A").getextrema()[0] == 255:
+    lowest_alpha, _ = layered.getchannel("A").getextrema()
+    # 255: opaque everywhere.
+    if lowest_alpha == 255:
         return image
     say_once(f"images have transparent pixels, which are laid on white; the first is {path}")
-    return Image.alpha_composite(Image.new("RGBA", image.size, "white"), layered)
+    white = Image.new("RGBA", image.size, "white")
+    return Image.alpha_composite(white, layered)
 
 
 def load(data_dir: Path, image_size: int, channels: int) -> tuple[ImageFiles, ImageFiles, str]:
-    """The training and the test set of a folder, and a note of the files that are passed over.
+    """Load the training set and the test set of a folder, and a note about the files that are skipped.
 
     Raises:
-        DataError: no classes or only one, a class without images, a test class that the training set lacks, or too few
-            images to hold some out.
+        DataError: there are fewer than two classes, a class has no images, or the test set has a class that the
+            training set lacks.
     """
-    passed_over: Counter[str] = Counter()
+    # Number of skipped files by their suffix.
+    skipped: Counter[str] = Counter()
     train_root = data_dir / "train"
     if train_root.is_dir():
         test_roots = [data_dir / name for name in TEST_NAMES if (data_dir / name).is_dir()]
         if not test_roots:
             raise DataError(f"{data_dir} has train/ and none of {', '.join(TEST_NAMES)}: add one to test on")
         test_root = test_roots[0]
-        known = train = _images_in(train_root, passed_over)
-        test = _images_in(test_root, passed_over)
+        train = _images_in(train_root, skipped)
+        test = _images_in(test_root, skipped)
+        classes = sorted(set(map(_class_of, train)))
     else:
-        train_root = test_root = data_dir
-        known = _images_in(data_dir, passed_over)
-        train, test = _split(known)
-    classes = sorted(set(map(_class_of, known)))
-    unknown = sorted(set(map(_class_of, test)) - set(classes))
+        train_root = data_dir
+        test_root = data_dir
+        paths = _images_in(data_dir, skipped)
+        train, test = _split(paths)
+        # A class may have all of its few images in the test set.
+        classes = sorted(set(map(_class_of, paths)))
+    test_classes = set(map(_class_of, test))
+    unknown = sorted(test_classes - set(classes))
     if len(classes) < 2 or unknown:
         raise DataError(
             f"{train_root} has images of {len(classes)} classes {classes[:5]}, and {test_root} of other classes "
-            f"{unknown[:5]}: it takes a folder for each of 2 classes or more"
+            f"{unknown[:5]}: make a folder for each of 2 classes or more"
         )
     note = ""
-    if passed_over:
-        endings = ", ".join(f"{count} {suffix or 'without an ending'}" for suffix, count in passed_over.most_common(5))
-        note = f"{passed_over.total()} files of {data_dir} are passed over: {endings}"
+    if skipped:
+        counts = [f"{count} {suffix or 'without an ending'}" for suffix, count in skipped.most_common(5)]
+        note = f"{skipped.total()} files of {data_dir} are skipped: {', '.join(counts)}"
     train_set = ImageFiles(train_root, train, classes, image_size, channels)
-    return train_set, ImageFiles(test_root, test, classes, image_size, channels), note
+    test_set = ImageFiles(test_root, test, classes, image_size, channels)
+    return train_set, test_set, note
 
 
 def _class_of(path: str) -> str:
     return path.partition(os.sep)[0]
 
 
-def _images_in(root: Path, passed_over: Counter[str]) -> list[str]:
-    """The paths of all images under a root, by class, in order. Raises DataError: a class has none."""
+def _images_in(root: Path, skipped: Counter[str]) -> list[str]:
+    """List the paths of all images under a root, sorted, class by class.
+
+    Args:
+        skipped: counts the other files by suffix.
+
+    Raises:
+        DataError: a class has no images.
+    """
     from PIL import Image
 
-    endings = {ending for ending, name in Image.registered_extensions().items() if name in FORMATS}
+    extensions = Image.registered_extensions()
+    endings = {ending for ending, name in extensions.items() if name in FORMATS}
     paths: list[str] = []
     with reading(root):
-        names = sorted(name for name in os.listdir(root) if not name.startswith("."))
-    for name in names:
-        if not (root / name).is_dir():
-            passed_over[f"{Path(name).suffix.lower()} in no class"] += 1
+        names = [name for name in os.listdir(root) if not name.startswith(".")]
+    for name in sorted(names):
+        class_folder = root / name
+        if not class_folder.is_dir():
+            suffix = Path(name).suffix.lower()
+            skipped[f"{suffix} in no class"] += 1
             continue
-        before = len(paths)
-        for folder, _, file_names in sorted(os.walk(root / name, followlinks=True)):
+        n_before = len(paths)
+        for folder, _, file_names in sorted(os.walk(class_folder, followlinks=True)):
             for file_name in sorted(file_names):
                 path = os.path.relpath(os.path.join(folder, file_name), root)
                 suffix = os.path.splitext(path)[1].lower()
-                if f"{os.sep}." in path:  # hidden
+                # A hidden file or folder.
+                if f"{os.sep}." in path:
                     continue
                 if suffix in endings:
                     paths.append(path)
                 else:
-                    passed_over[suffix] += 1
-        if len(paths) == before:
-            raise DataError(f"{root / name} has no image: a class needs .jpg or .png files, or others that are read")
+                    skipped[suffix] += 1
+        if len(paths) == n_before:
+            raise DataError(f"{class_folder} has no image: a class needs .jpg or .png files, or others that are read")
     return paths
 
 
 def _split(paths: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Nine tenths and a tenth, by a hash of each path: a file keeps its side when others are added or removed."""
-    by_hash = {hashlib.sha256(os.fsencode(Path(path).as_posix())).digest(): path for path in paths}
+    """Split into nine tenths and a tenth by a hash of each path: other files that come or go do not move a file."""
+    by_hash = {}
+    for path in paths:
+        name = os.fsencode(Path(path).as_posix())
+        by_hash[hashlib.sha256(name).digest()] = path
     held_out = [digest for digest in by_hash if int.from_bytes(digest[:4], "big") % 10 == 0]
-    if len(held_out) in (0, len(by_hash)):  # so few that one side got nothing
+    # There are so few files that one side got none.
+    if len(held_out) in (0, len(by_hash)):
         held_out = sorted(by_hash)[:1]
-    test = {by_hash[digest]: None for digest in held_out}
-    return [path for path in paths if path not in test], list(test)
+    test = [by_hash[digest] for digest in held_out]
+    # A set: looking up a path in a list takes as long as the list.
+    in_test = set(test)
+    train = [path for path in paths if path not in in_test]
+    return train, test

@@ -21,17 +21,20 @@ import torch.nn.functional as F
 from torch import Tensor
 
 Indices = Sequence[int] | np.ndarray
-Values = tuple[float, ...]  # one a channel
+# A mean or a standard deviation, one value per channel.
+Values = tuple[float, ...]
 
 
 class ImageSet(ABC):
-    """Images of one shape with a label each, numbered from 0. It can be pickled, for data loader workers.
+    """Images of one shape with a label each, indexed from 0. A set can be pickled, for data loader workers.
 
     Attributes:
-        samples: how many. shape: (channels, height, width) of each.
-        labels: (samples,) int64. classes: the name of each label 0, 1, ….
-        mean, std: of each channel, for pixels from 0 to 1; ``images`` subtracts and divides by them.
-        in_memory: reading needs no decoding, so workers would not help.
+        samples: number of images.
+        shape: (channels, height, width) of each image.
+        labels: (samples,) int64.
+        classes: name of each label 0, 1, ….
+        mean, std: one value per channel, for pixels from 0 to 1. ``images`` subtracts the mean and divides by std.
+        in_memory: whether reading needs no decoding, so that workers would not help.
     """
 
     samples: int
@@ -44,14 +47,14 @@ class ImageSet(ABC):
 
     @abstractmethod
     def pixels(self, indices: Indices) -> Tensor:
-        """(n, channels, height, width) uint8, in the order of `indices`."""
+        """Read images: (n, channels, height, width) uint8, in the order of `indices`."""
 
     @abstractmethod
     def digest(self) -> str:
-        """sha256 in hexadecimal of what decides every pixel and label of the set."""
+        """SHA-256, in hexadecimal, of what determines every pixel and label of the set."""
 
     def images(self, indices: Indices) -> tuple[Tensor, Tensor]:
-        """Any samples in any order: (n, channels, height, width) float32, normalised, and (n,) int64.
+        """Read any samples in any order: images (n, channels, height, width) float32, normalised; labels (n,) int64.
 
         Raises:
             DataError: an image cannot be read.
@@ -60,23 +63,30 @@ class ImageSet(ABC):
         return self.normalise(self.pixels(chosen)), self.labels[chosen]
 
     def normalise(self, pixels: Tensor) -> Tensor:
-        """uint8 → float32: (pixels / 255 − mean) / std by channel, with contiguous strides.
+        """Convert uint8 to float32: (pixels / 255 − mean) / std by channel.
 
-        Resized grey images have stride 1 for the channel, which PyTorch calls contiguous, and which makes convolutions
-        return channels-last activations.
+        Args:
+            pixels: (n, channels, height, width) uint8, from 0 to 255.
         """
-        mean, std = (torch.tensor(values).view(-1, 1, 1) * 255 for values in (self.mean, self.std))
-        own = pixels.to(torch.float32, memory_format=torch.contiguous_format, copy=True)
-        return own.sub_(mean).div_(std)
+        # (channels, 1, 1), for pixels from 0 to 255
+        mean = torch.tensor(self.mean).view(-1, 1, 1) * 255
+        std = torch.tensor(self.std).view(-1, 1, 1) * 255
+        # A resized grey image has stride 1 for its channel. PyTorch calls that contiguous, but convolutions then return
+        # channels-last activations. A copy has the strides of its shape.
+        copy = pixels.to(torch.float32, memory_format=torch.contiguous_format, copy=True)
+        return copy.sub_(mean).div_(std)
 
 
 class ImagesInMemory(ImageSet):
     """Images in memory as uint8, converted to the requested shape when they are read.
 
     Args:
-        pixels: (samples, channels, height, width) uint8. labels: (samples,) integers.
-        mean, std: one value a channel of `pixels`.
-        image_size: height and width to return, None for those of `pixels`. channels: 1 or 3, None likewise.
+        pixels: (samples, channels, height, width) uint8.
+        labels: (samples,) integers.
+        classes: name of each label.
+        mean, std: one value per channel of `pixels`.
+        image_size: height and width to return; None keeps those of `pixels`.
+        channels: 1 for grey or 3 for colour; None keeps those of `pixels`.
     """
 
     def __init__(
@@ -89,7 +99,9 @@ class ImagesInMemory(ImageSet):
         image_size: int | None = None,
         channels: int | None = None,
     ) -> None:
-        self._pixels = torch.from_numpy(np.require(pixels, np.uint8, ("C", "W")))  # copied only where it is read-only
+        # Copies only an array that is read-only or not contiguous.
+        own = np.require(pixels, np.uint8, ("C", "W"))
+        self._pixels = torch.from_numpy(own)
         self.labels = torch.from_numpy(np.array(labels, np.int64))
         self.samples, stored, height, width = self._pixels.shape
         self.shape = (channels or stored, image_size or height, image_size or width)
@@ -99,7 +111,8 @@ class ImagesInMemory(ImageSet):
 
     def pixels(self, indices: Indices) -> Tensor:
         chosen = self._pixels[np.asarray(indices, np.int64)]
-        return resize(convert_channels(chosen, self.shape[0]), self.shape[1:])
+        converted = convert_channels(chosen, self.shape[0])
+        return resize(converted, self.shape[1:])
 
     def digest(self) -> str:
         digest = hashlib.sha256(self._pixels.numpy().data)
@@ -112,9 +125,12 @@ class ImageData:
     """A set to train on and one to test on.
 
     Attributes:
-        name: the data set in use. asked: the requested one; another only where `note` says why.
-        source: the folder or the maker it was read from, for people.
-        note: what a user has to know, such as that another data set replaces the requested one; empty if nothing. It is
+        train: the set to train on.
+        test: the set to test on.
+        name: name of the data set in use.
+        asked: name of the data set that was asked for; if it is another one, `note` says why.
+        source: where it comes from, for people: a folder or its authors.
+        note: what a user has to know, such as that another data set replaces the requested one; may be empty. It is
             logged and kept in the run's record.
     """
 
@@ -127,7 +143,7 @@ class ImageData:
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        """(channels, height, width)"""
+        """(channels, height, width) of each image."""
         return self.train.shape
 
     @property
@@ -136,11 +152,12 @@ class ImageData:
 
     @cached_property
     def sha256(self) -> str:
-        """Of both sets: equal where two runs, or two ranks, read the same images and labels."""
-        return hashlib.sha256(f"{self.train.digest()} {self.test.digest()} {self.shape}".encode()).hexdigest()
+        """SHA-256 of both sets. Two runs, or two ranks, have the same one if they read the same images and labels."""
+        text = f"{self.train.digest()} {self.test.digest()} {self.shape}"
+        return hashlib.sha256(text.encode()).hexdigest()
 
     def describe(self) -> dict[str, object]:
-        """What a run's record keeps of the data."""
+        """The facts about the data that a run's record keeps."""
         return {
             "dataset": self.name,
             "dataset_asked": self.asked,
@@ -155,37 +172,55 @@ class ImageData:
         }
 
 
-# --- shapes ---------------------------------------------------------------------------------------------------------
-
-_LUMA = (299, 587, 114)  # thousandths, ITU-R BT.601: how much red, green and blue make grey
+# How much red, green and blue make grey, in thousandths (ITU-R BT.601).
+_LUMA = (299, 587, 114)
 
 
 def convert_channels(pixels: Tensor, channels: int) -> Tensor:
-    """(n, 1 or 3, height, width) uint8 to that many channels: grey is repeated, colour is averaged by luma weights."""
-    if pixels.shape[1] == channels:
+    """Convert images between grey and colour: grey is repeated, colour is averaged with the weights of luma.
+
+    Args:
+        pixels: (n, 1 or 3, height, width) uint8.
+        channels: 1 or 3.
+    """
+    own_channels = pixels.shape[1]
+    if own_channels == channels:
         return pixels
-    if pixels.shape[1] == 1:
+    if own_channels == 1:
         return pixels.expand(-1, channels, -1, -1)
-    weighted = pixels.int() * torch.tensor(_LUMA).view(3, 1, 1)
-    return ((weighted.sum(1, keepdim=True) + 500) // 1000).to(torch.uint8)
+    weights = torch.tensor(_LUMA).view(3, 1, 1)
+    # (n, 1, height, width), in thousandths
+    weighted = (pixels.int() * weights).sum(1, keepdim=True)
+    # In integers, rounded to the nearest: the same on every machine.
+    grey = (weighted + 500) // 1000
+    return grey.to(torch.uint8)
 
 
 def convert_statistics(values: Values, channels: int) -> Values:
-    """A mean or a standard deviation after ``convert_channels``; of grey made from colour, the latter is a bound."""
+    """Convert a mean or a standard deviation as ``convert_channels`` converts images.
+
+    For grey made from colour, the standard deviation is an upper bound.
+    """
     if len(values) == channels:
         return values
     if len(values) == 1:
         return values * channels
-    return (sum(weight * value for weight, value in zip(_LUMA, values, strict=True)) / 1000,)
+    weighted = sum(weight * value for weight, value in zip(_LUMA, values, strict=True))
+    return (weighted / 1000,)
 
 
 def resize(pixels: Tensor, size: tuple[int, int]) -> Tensor:
-    """(n, channels, height, width) uint8 at another height and width, bilinear with antialiasing.
+    """Resize images to (height, width), bilinear with antialiasing.
 
-    PyTorch computes this in integers, so the result does not depend on the batch that an image is in.
+    PyTorch computes this in integers, so an image's result does not depend on the other images in the batch.
+
+    Args:
+        pixels: (n, channels, height, width) uint8.
+        size: (height, width) to return.
     """
     if tuple(pixels.shape[-2:]) == tuple(size):
         return pixels
+    # F.interpolate refuses an empty batch.
     if not len(pixels):
         return pixels.new_empty(0, pixels.shape[1], *size)
     return F.interpolate(pixels.contiguous(), size=size, mode="bilinear", antialias=True)

@@ -1,8 +1,9 @@
 """The one place that imports torchvision.
 
-Its wheels carry a compiled part for one build of torch. Beside another build (a CPU-only torch, a site's own) that part
-does not load, and ``import torchvision`` ends in ``RuntimeError: operator torchvision::nms does not exist``, although
-data sets and transforms do not need it. Two declared operators let the import through; they are withdrawn after it.
+Its wheels carry compiled operators for one build of torch. Next to another build (a CPU-only torch, a site's own) they
+do not load, and ``import torchvision`` ends in ``RuntimeError: operator torchvision::nms does not exist``, although
+data sets and transforms do not need that operator. Declaring two operators lets the import succeed; the declarations
+are withdrawn after it.
 """
 
 from __future__ import annotations
@@ -21,21 +22,25 @@ from mmm.errors import DataError
 from mmm.torch_private.operators import has_kernel
 
 _SCHEMA = "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
-_OPERATORS = ("nms", "qnms")  # torchvision's import registers fake and autocast versions of these
+# torchvision's import registers fake and autocast versions of these.
+_OPERATORS = ("nms", "qnms")
 
 
-def import_torchvision(part: str) -> ModuleType:
-    """A part of torchvision such as ``datasets``, whether or not its compiled operators load here.
+def import_torchvision(submodule: str) -> ModuleType:
+    """Import a submodule of torchvision such as ``datasets``, whether or not its compiled operators load here.
 
     Raises:
-        DataError: torchvision is not installed, or does not import for another reason.
+        DataError: torchvision is not installed, or its import fails for another reason.
     """
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # about its image decoder and the operators that are missing
-            # The declaration lasts as long as this reference.
-            declared = _declare_missing_operators() if "torchvision" not in sys.modules else None
-            module = importlib.import_module(f"torchvision.{part}")
+            # It warns about its image decoder and the operators that are missing.
+            warnings.simplefilter("ignore")
+            declared = None
+            if "torchvision" not in sys.modules:
+                declared = _declare_missing_operators()
+            module = importlib.import_module(f"torchvision.{submodule}")
+            # The declarations last as long as this reference.
             del declared
             return module
     except ModuleNotFoundError as error:
@@ -43,20 +48,27 @@ def import_torchvision(part: str) -> ModuleType:
             raise
         raise DataError("torchvision is not installed, and this data needs it: pip install torchvision") from None
     except (ImportError, RuntimeError, OSError) as error:
-        reason = (str(error).strip() or repr(error)).splitlines()[-1]
+        text = str(error).strip() or repr(error)
+        last_line = text.splitlines()[-1]
         raise DataError(
-            f"torchvision does not import beside torch {torch.__version__} ({reason}): install the release "
+            f"torchvision cannot be imported next to torch {torch.__version__} ({last_line}): install the release "
             f"made for this torch"
         ) from error
 
 
 def _declare_missing_operators() -> torch.library.Library | None:
-    """Declare the operators that the import looks for; None where the real ones load, as in ``extension.py``."""
+    """Declare the operators that the import looks for; None if the real ones load, as torchvision loads them."""
     spec = importlib.util.find_spec("torchvision")
-    for folder in map(Path, spec.submodule_search_locations or [] if spec else []):
-        for compiled in sorted([*folder.glob("_C*.so"), *folder.glob("_C*.pyd")]):  # _C_stable from 0.29 on
+    folders: list[str] = []
+    if spec is not None:
+        folders = list(spec.submodule_search_locations or [])
+    for folder in map(Path, folders):
+        # Called _C_stable from torchvision 0.29 on.
+        libraries = [*folder.glob("_C*.so"), *folder.glob("_C*.pyd")]
+        for path in sorted(libraries):
             try:
-                torch.ops.load_library(os.fspath(compiled))  # a second time it does nothing
+                # torchvision loads it again, which does nothing.
+                torch.ops.load_library(os.fspath(path))
                 return None
             except OSError:
                 continue
