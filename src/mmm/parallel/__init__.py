@@ -1,5 +1,7 @@
-"""Meshes, plans, and a folder a technique. The names below are what a program of one's own uses (docs/your-script.md,
-docs/models.md), and stay; `mmm.models` says how each model of ours is parallelized.
+"""Meshes, plans, and one folder for each technique.
+
+The names below are what a program of one's own uses (docs/your-script.md, docs/models.md). They are stable.
+`mmm.models` says how each of our models is parallelized.
 """
 
 from typing import TYPE_CHECKING

@@ -1,7 +1,7 @@
 """The device mesh: which ranks form a group along which axis.
 
-The axes and their order are those of `mmm.layout`. A `Layout` is the sizes alone: it is checked, and says who stands
-where, before any process group is made.
+The axes and their order are those of `mmm.layout`. A `Layout` holds only the sizes: it is checked, and tells each
+rank's coordinates, before any process group is made.
 """
 
 from __future__ import annotations
@@ -33,22 +33,23 @@ from mmm.torch_private.groups import (
 
 @dataclass(frozen=True)
 class Mesh:
-    """A layout on process groups: what `build_mesh` makes.
+    """A layout together with its process groups: what `build_mesh` makes.
 
     Attributes:
-        layout: fitted.
-        device_mesh: PyTorch's, with the axes of more than one rank, and always ``dp_shard``: an axis costs a process
-            group a rank.
-        experts: the same ranks as (pp, dp_replicate, expert_dp, ep), again without axes of one rank but for expert_dp,
-            which is what ep leaves of dp_shard, × cp × tp: the ranks with the same experts and other tokens. None where
-            experts are sharded as all other parameters are.
-        no_data_parallel: the model stays as it is. On MPS, where PyTorch makes no groups and FSDP does not run: it has
-            one rank. And where FSDP would only copy: in a trainer on one rank
+        layout: the sizes of the axes, fitted to the number of ranks.
+        device_mesh: PyTorch's mesh, with the axes of more than one rank, and always ``dp_shard``. Axes of one rank are
+            left out because each axis costs every rank a process group.
+        experts: a second mesh over the same ranks, for the parameters of experts: (pp, dp_replicate, expert_dp, ep),
+            again without axes of one rank except expert_dp. expert_dp joins what ep leaves of dp_shard with cp and tp:
+            its ranks have the same experts and different tokens. None where experts are sharded like all other
+            parameters.
+        no_data_parallel: whether the model stays as it is, without DDP or FSDP. So on MPS, where PyTorch makes no
+            groups and FSDP does not run: it has one rank. And so where FSDP would only copy: in a trainer on one rank
             (`mmm.parallel.dp.data_parallel.needs_no_fsdp`), and around a model without replicas or shards that is not
             trained.
-        p2p: of a pipeline on an accelerator: a group for what one rank sends another, by their coordinates (sender,
-            receiver) on pp; those of this rank (`mmm.parallel.pp.p2p` says why). Gloo needs none.
-        limit: that a collective may take. None: PyTorch's.
+        p2p: process groups for a pipeline's messages on an accelerator, by the pp coordinates (sender, receiver);
+            only those that this rank is in (`mmm.parallel.pp.p2p` says why). Gloo needs none.
+        limit: how long a collective may take. None: PyTorch's default.
     """
 
     layout: Layout
@@ -61,7 +62,7 @@ class Mesh:
 
     @classmethod
     def of(cls, mesh: Mesh | DeviceMesh) -> Mesh:
-        """`mesh`, or one around a `DeviceMesh` of ``init_device_mesh``.
+        """Return `mesh`; wrap it first where it is a `DeviceMesh` from ``init_device_mesh``.
 
         Raises:
             LayoutError: its axes have other names or another order, or none is dp_shard.
@@ -77,8 +78,9 @@ class Mesh:
         return cls(Layout(**sizes), mesh)
 
     def __getitem__(self, axis: str) -> DeviceMesh:
-        """One axis; ``dp_shard_cp`` is dp_shard and cp as one: the ranks that FSDP shards parameters over."""
-        if axis not in self._axes:  # PyTorch makes a new mesh each time, and each has a list of all ranks
+        """The mesh of one axis. ``dp_shard_cp`` is dp_shard and cp as one axis: the ranks that FSDP shards over."""
+        # Each is made once: PyTorch makes a new mesh at every call, with a list of all ranks in it.
+        if axis not in self._axes:
             if axis == "dp_shard_cp":
                 self._axes[axis] = flatten(self.device_mesh["dp_shard", "cp"], axis)
             else:
@@ -86,29 +88,37 @@ class Mesh:
         return self._axes[axis]
 
     def split_cp(self, ulysses: int) -> tuple[DeviceMesh | None, DeviceMesh | None]:
-        """The cp axis as rings of groups of `ulysses` neighbours, ``cp_ring`` and ``cp_ulysses``. A collective.
+        """Split the cp axis in two: rings (``cp_ring``) of groups of `ulysses` neighbours (``cp_ulysses``).
+
+        A collective: all ranks of the mesh make the new groups together.
 
         Returns:
-            The two; None for one of a single rank.
+            (cp_ring, cp_ulysses); None in place of an axis that would have a single rank.
         """
         if ulysses == 1:
             return self["cp"], None
         if ulysses == self.layout.cp:
             return None, self["cp"]
         if CP_AXES[0] not in self._axes:
+            sizes = (self.layout.cp // ulysses, ulysses)
             with default_timeout(self.limit or usual_timeout("gloo")), bound_if_it_splits():
-                split = unflatten(self["cp"], (self.layout.cp // ulysses, ulysses), CP_AXES)
-            self._axes.update({axis: split[axis] for axis in CP_AXES})
+                split = unflatten(self["cp"], sizes, CP_AXES)
+            for axis in CP_AXES:
+                self._axes[axis] = split[axis]
         return self._axes[CP_AXES[0]], self._axes[CP_AXES[1]]
 
     def gather(self, axis: str, value: Any) -> list[Any]:
-        """Every rank's `value` along an axis, by coordinate: the one way to send objects over a mesh. A collective."""
+        """Gather every rank's `value` along an axis, ordered by coordinate. A collective of the ranks of that axis.
+
+        This is the one way in which Python objects travel over a mesh.
+        """
         values: list[Any] = [None] * self[axis].size()
         dist.all_gather_object(values, value, self[axis].get_group())
         return values
 
     def groups(self) -> dict[str, dist.ProcessGroup]:
-        """The process group of each axis that this rank is in; where names repeat, the experts' are left out."""
+        """The process group of each axis that this rank is in. Where the experts' mesh repeats the name of an axis, its
+        group is left out."""
         meshes = [self.device_mesh]
         if self.layout.cp > 1:
             meshes.append(self["dp_shard_cp"])
@@ -126,20 +136,26 @@ class Mesh:
 
 
 def build_mesh(layout: Layout, device_type: str, timeout: float | None = None, experts: bool = False) -> Mesh:
-    """The mesh of a fitted layout. A collective.
+    """Make the mesh of a fitted layout. A collective of all ranks.
 
     Args:
-        timeout: seconds; set on every group, because groups of a mesh do not take over the default group's. None: that
-            of the `process_group` around it.
-        experts: whether the model has experts: under tp they need a mesh of their own also where ep is 1.
+        layout: sizes whose product is the world size (`Layout.fit`).
+        device_type: such as ``cuda``, ``xpu`` or ``cpu``.
+        timeout: limit of a collective in seconds. It is set on every group, because the groups of a mesh do not inherit
+            that of the default group. None: the limit of the surrounding `process_group`.
+        experts: whether the model has experts: under tp these need a mesh of their own even where ep is 1.
     """
     sizes = {axis: size for axis, size in layout.sizes.items() if size > 1 or axis == "dp_shard"}
-    limit = usual_timeout("gloo") if timeout is None else timedelta(seconds=timeout)
+    if timeout is None:
+        limit = usual_timeout("gloo")
+    else:
+        limit = timedelta(seconds=timeout)
     no_data_parallel = device_type == "mps"
     if no_data_parallel:
         device_type = "cpu"
     expert_mesh = None
     p2p: dict[tuple[int, int], dist.ProcessGroup] = {}
+    # Every rank goes through the same calls below, in the same order: each makes groups of all ranks together.
     with default_timeout(limit), bound_if_it_splits():
         device_mesh = init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
         if layout.ep > 1 or (experts and layout.tp > 1):
@@ -152,32 +168,40 @@ def build_mesh(layout: Layout, device_type: str, timeout: float | None = None, e
             groups += expert_mesh.get_all_groups()
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Set timeout is now only supported for either nccl or gloo")
-        for group in groups:  # an axis of all ranks is the default group, which has been there before
+        # An axis of all ranks is the default group, which was made before, with a limit of its own.
+        for group in groups:
             set_timeout(limit, group)
     return mesh
 
 
 @contextmanager
 def meshes_made_once() -> Iterator[None]:
-    """Inside, PyTorch makes the same mesh once. Each has a list of all ranks, 4 MB on 100,000, and FSDP makes two a
-    parameter: the one axis of HSDP's that it shards over, and its mesh joined with that of tp."""
+    """Have PyTorch make equal meshes only once in this block, and reuse them.
+
+    FSDP makes two meshes for each parameter: the one axis of HSDP's that it shards over, and its mesh joined with that
+    of tp. Each mesh holds a list of all ranks, which is 4 MB on 100,000 ranks.
+    """
     originals = {name: vars(DeviceMesh)[name] for name in MESH_MAKERS}
-    made: dict[tuple[Any, ...], tuple[DeviceMesh, Any]] = {}
+    # Arguments → the mesh, and the arguments themselves: as long as they live, no other object has their ids.
+    cache: dict[tuple[Any, ...], tuple[DeviceMesh, Any]] = {}
 
     def once(make: Callable[..., DeviceMesh]) -> Callable[..., DeviceMesh]:
-        def find(*args: Any) -> DeviceMesh:
-            parts = args[0] if isinstance(args[0], list) else args
-            key = tuple(id(part) if isinstance(part, DeviceMesh) else part for part in parts)
-            if key not in made:
-                made[key] = make(*args), parts  # which keeps the ids theirs
-            return made[key][0]
+        def cached(*args: Any) -> DeviceMesh:
+            # `_concatenate` takes one list of meshes, `__getitem__` a mesh and names of axes.
+            values = args[0] if isinstance(args[0], list) else args
+            key = tuple(id(value) if isinstance(value, DeviceMesh) else value for value in values)
+            if key not in cache:
+                cache[key] = (make(*args), values)
+            return cache[key][0]
 
-        return find
+        return cached
 
     try:
         for name, original in originals.items():
-            find = once(getattr(DeviceMesh, name))
-            setattr(DeviceMesh, name, staticmethod(find) if isinstance(original, staticmethod) else find)
+            cached: Any = once(getattr(DeviceMesh, name))
+            if isinstance(original, staticmethod):
+                cached = staticmethod(cached)
+            setattr(DeviceMesh, name, cached)
         yield
     finally:
         for name, original in originals.items():
@@ -185,35 +209,56 @@ def meshes_made_once() -> Iterator[None]:
 
 
 def _build_expert_mesh(layout: Layout, device_type: str) -> DeviceMesh:
+    """`Mesh.experts` of a layout. A collective of all ranks."""
     pp, dp_replicate, dp_shard, cp, tp = layout.sizes.values()
+    # Consecutive dp_shard coordinates form an ep group: (pp, dp_replicate, dp_shard / ep, ep, cp, tp).
     ranks = torch.arange(layout.ranks).view(pp, dp_replicate, dp_shard // layout.ep, layout.ep, cp, tp)
+    # (pp, dp_replicate, dp_shard / ep · cp · tp, ep): the third dim is expert_dp.
     ranks = ranks.movedim(3, -1).reshape(pp, dp_replicate, -1, layout.ep)
     sizes = {"pp": pp, "dp_replicate": dp_replicate, "expert_dp": ranks.shape[2], "ep": layout.ep}
-    names = tuple(axis for axis, size in sizes.items() if size > 1 or axis == "expert_dp")
-    return DeviceMesh(device_type, ranks.reshape([sizes[axis] for axis in names]), mesh_dim_names=names)
+    axes = tuple(axis for axis, size in sizes.items() if size > 1 or axis == "expert_dp")
+    return DeviceMesh(device_type, ranks.reshape([sizes[axis] for axis in axes]), mesh_dim_names=axes)
 
 
 def neighbour_rounds(pp: int) -> list[list[tuple[int, int]]]:
-    """The pairs of neighbours on a ring of `pp` ≥ 2 ranks, in rounds: in each, a rank is in one pair at most."""
-    ring = [(pp_rank, (pp_rank + 1) % pp) for pp_rank in range(pp)][: 1 if pp == 2 else pp]
-    last = [ring.pop()] if pp % 2 else []  # the last of an odd number shares a rank with the first
-    return [pairs for pairs in (ring[::2], ring[1::2], last) if pairs]
+    """The pairs of neighbours on a ring of `pp` ≥ 2 ranks, in rounds. In each round, a rank is in one pair at most."""
+    if pp == 2:
+        return [[(0, 1)]]
+    ring = [(pp_rank, (pp_rank + 1) % pp) for pp_rank in range(pp)]
+    # The last pair of an odd ring shares a rank with the first pair, and so has a round of its own.
+    last = [ring.pop()] if pp % 2 else []
+    rounds = [ring[::2], ring[1::2], last]
+    return [pairs for pairs in rounds if pairs]
 
 
 def build_p2p_groups(layout: Layout) -> dict[tuple[int, int], dist.ProcessGroup]:
-    """`Mesh.p2p` of a layout with pp, for any schedule: the last rank and the first are neighbours too. A collective.
+    """Make `Mesh.p2p` for a layout with pp. A collective of all ranks.
 
-    A rank that is in no pair of a round is in a group by itself: PyTorch names a group by how many a rank has, and its
-    members have to agree.
+    The groups suit any schedule: the last rank and the first are neighbours too. A rank that is in no pair of a round
+    makes a group of its own: PyTorch names a group after how many a rank has made, and its members have to agree on the
+    name.
     """
-    lines = torch.arange(layout.ranks).view(layout.pp, -1).T.tolist()  # the ranks of each pipeline
+    # (pipelines, pp): the global ranks of each pipeline, in the order of its stages.
+    pipelines = torch.arange(layout.ranks).view(layout.pp, -1).T.tolist()
     own = layout.coordinates(dist.get_rank())["pp"]
+    # A group that is bound to a device is split by the backend itself (NCCL), without a new rendezvous.
     splits = getattr(default_group(), "bound_device_id", None) is not None
     groups: dict[tuple[int, int], Any] = {}
     for pairs in neighbour_rounds(layout.pp):
-        singles = [(pp_rank,) for pp_rank in range(layout.pp) if not any(pp_rank in pair for pair in pairs)]
-        members = [[line[pp_rank] for pp_rank in coordinates] for line in lines for coordinates in (*pairs, *singles)]
+        paired = {pp_rank for pair in pairs for pp_rank in pair}
+        singles = [(pp_rank,) for pp_rank in range(layout.pp) if pp_rank not in paired]
+        members = []
+        for pipeline in pipelines:
+            for coordinates in (*pairs, *singles):
+                members.append([pipeline[pp_rank] for pp_rank in coordinates])
+        # Two groups for each pair, one a direction: forward first, then back.
         for back in (False, True):
-            group = dist.split_group(split_ranks=members) if splits else dist.new_subgroups_by_enumeration(members)[0]
-            groups |= {(b, a) if back else (a, b): group for a, b in pairs if own in (a, b)}
+            if splits:
+                group = dist.split_group(split_ranks=members)
+            else:
+                group, _ = dist.new_subgroups_by_enumeration(members)
+            for first, second in pairs:
+                if own in (first, second):
+                    direction = (second, first) if back else (first, second)
+                    groups[direction] = group
     return groups

@@ -3,15 +3,14 @@
 ::
 
     model on meta ──► stages (pp) ──► each: apply (tp, cp, checkpointing, compile, dp) ──► weights ──► ParallelModel
-                        one, if pp is 1                                                              model(batch), …
+                        one if pp is 1                                                               model(batch), …
 
-An example that teaches one technique calls these functions itself; what takes any layout starts here.
+An example that teaches one technique calls these functions itself. A program that takes any layout starts here.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import chain
 from typing import Any
 
 import torch
@@ -51,14 +50,20 @@ Measure = Callable[[Tensor, Tensor], Tensor]
 
 
 class ParallelModel:
-    """This rank's part of a model on a mesh: what to call, step after step, whatever the layout.
+    """This rank's part of a model on a mesh: what a program calls, step after step, whatever the layout.
 
     Attributes:
-        modules: this rank's stages by number; number 0 alone is the full model where there is no pipeline.
-        stages: of the pipeline, on all ranks; 0 without one.
-        stage_to_pp_rank: the coordinate along pp that has each stage.
-        tied_aliases: the further names of tied weights, and the first of each.
-        has_dropout: whether the model has dropout, and takes ``sample_keys``.
+        mesh: the mesh that the model lies on.
+        layout: the sizes of its axes.
+        coordinates: this rank's place on each axis.
+        modules: this rank's stages, by number. Without a pipeline the only one, number 0, is the full model.
+        stages: number of stages of the pipeline, over all ranks; 0 without one.
+        stage_to_pp_rank: maps each stage to the pp coordinate that has it.
+        microbatches: number of micro-batches of a step.
+        ties: keeps weights equal that several stages have; None where there are none.
+        pipeline: the schedule of the stages; None without a pipeline.
+        tied_aliases: maps each further name of a tied weight to its first name.
+        has_dropout: whether the model has dropout, and so takes ``sample_keys``.
     """
 
     def __init__(
@@ -75,39 +80,59 @@ class ParallelModel:
         loss: Loss | None = None,
         lap: Lap | None = None,
     ) -> None:
-        """
+        """Split the model into stages, parallelize those of this rank, and draw their weights. A collective.
+
         Args:
-            model: parameters on the meta device; consumed: do not reuse it. partition: of `partition_model`.
+            model: the full model, its parameters on the meta device. It is consumed: do not use it afterwards.
+            partition: how the model is split, from `partition_model`.
             seed: of the initial weights.
-            loss: (output, targets, count) → this rank's local loss, its sum divided by `count`. None: of `loss_of`.
-            lap: `StepClock.lap`, of a clock with the parts dtf and dtb, and with pp also dtw.
+            loss: function of (output, targets, count) that returns this rank's local loss: its sum divided by `count`.
+                None: the loss from `loss_of`.
+            lap: `StepClock.lap` of a clock with the parts dtf and dtb, and with pp also dtw.
         """
-        self.mesh = mesh = Mesh.of(mesh)
-        self.layout, self.techniques, self.device, self._lap = mesh.layout, techniques, device, lap
+        mesh = Mesh.of(mesh)
+        self.mesh = mesh
+        self.layout = mesh.layout
+        self.techniques = techniques
+        self.device = device
+        self._lap = lap
         self.microbatches = partition.microbatches
         self._has_sequences = plan.sequence
         self.coordinates = mesh.layout.coordinates(dist.get_rank())
-        self._experts, self.has_dropout = has_experts(model), has_dropout(model)
-        self._own_positions: dict[int, Tensor] = {}  # by the length of the sequence
+        self._has_experts = has_experts(model)
+        self.has_dropout = has_dropout(model)
+        # By the length of the sequence, which an evaluation may change.
+        self._positions_by_length: dict[int, Tensor] = {}
         self.modules: dict[int, nn.Module] = {0: model}
-        self.stages, self.stage_to_pp_rank = len(partition.stages), dict[int, int]()
-        self._rules, rules, ties = InitRules(model), None, list[dict[int, str]]()
+        self.stages = len(partition.stages)
+        self.stage_to_pp_rank: dict[int, int] = {}
+        # Rules and ties are read from the full model, before it is taken apart.
+        self._rules = InitRules(model)
+        stage_rules = None
+        ties: list[dict[int, str]] = []
         if partition.stages:
             warn_unmatched(plan, model)
-            pp, stages_per_rank = mesh.layout.pp, len(partition.stages) // mesh.layout.pp
+            stage_rules = self._rules
+            ties = stage_ties(model, partition.names())
+            pp = mesh.layout.pp
+            stages_per_rank = self.stages // pp
             for pp_rank in range(pp):
-                stage_ids = stages_of(pp_rank, pp, techniques.schedule, stages_per_rank)
-                self.stage_to_pp_rank |= dict.fromkeys(stage_ids, pp_rank)
-            stage_ids = [n for n, pp_rank in self.stage_to_pp_rank.items() if pp_rank == self.coordinates["pp"]]
-            rules, ties = self._rules, stage_ties(model, partition.names())
-            self.modules = {n: take_stage(model, partition.parts, partition.stages[n]) for n in stage_ids}
+                for stage_id in stages_of(pp_rank, pp, techniques.schedule, stages_per_rank):
+                    self.stage_to_pp_rank[stage_id] = pp_rank
+            self.modules = {}
+            for stage_id, pp_rank in self.stage_to_pp_rank.items():
+                if pp_rank == self.coordinates["pp"]:
+                    self.modules[stage_id] = take_stage(model, partition.parts, partition.stages[stage_id])
         for stage_id, stage in self.modules.items():
             self.modules[stage_id] = apply(stage, mesh, plan, precision, techniques)
-            materialize(self.modules[stage_id], device, seed, rules, init="by_name")
+            materialize(self.modules[stage_id], device, seed, stage_rules, init="by_name")
         self.tied_aliases = self._rules.tied_aliases
-        self.ties = StageTies(ties, self.modules, self.stage_to_pp_rank, mesh) if ties else None
+        self.ties: StageTies | None = None
+        if ties:
+            self.ties = StageTies(ties, self.modules, self.stage_to_pp_rank, mesh)
         self._loss = loss or loss_of(*self.modules.values())
-        self._measure: Measure = lambda output, targets: self._loss(output, targets, 1)  # of a pipeline's outputs
+        # What a pipeline's last stage computes from outputs and targets: a step sets the loss, an evaluation its sums.
+        self._measure: Measure = lambda output, targets: self._loss(output, targets, 1)
         self.pipeline: Pipeline | None = None
         if partition.stages:
             self.pipeline = Pipeline(
@@ -123,14 +148,15 @@ class ParallelModel:
 
     @property
     def names(self) -> list[str]:
-        """Of all parameters of the full model, in its order; of a tied weight the first."""
+        """The names of all parameters of the full model, in its order; a tied weight has its first name."""
         return self._rules.names
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """What an optimizer updates on this rank, full or sharded, by the names in the full model. A tied weight has
-        its first name; a rank that has it in two stages has it twice (`StageTies`)."""
-        named = chain.from_iterable(module.named_parameters() for module in self.modules.values())
-        return ((self._rules.first_name(name), parameter) for name, parameter in named)
+        its first name; a rank that has it in two stages yields it twice (`StageTies`)."""
+        for module in self.modules.values():
+            for name, parameter in module.named_parameters():
+                yield self._rules.first_name(name), parameter
 
     def parameters(self) -> Iterator[nn.Parameter]:
         return (parameter for _, parameter in self.named_parameters())
@@ -140,7 +166,8 @@ class ParallelModel:
         return saved_buffers(self.modules.values())
 
     def gather_updated(self) -> None:
-        """What ZeRO-1 and ZeRO-2 do after a step, where something else has changed the shards. A collective."""
+        """Gather the parameters of ZeRO-1 and ZeRO-2 again, after something else than an optimizer's step has changed
+        the shards. A collective of the data-parallel ranks."""
         for module in self.modules.values():
             if isinstance(module, Zero):
                 module.gather()
@@ -150,49 +177,65 @@ class ParallelModel:
             module.train(mode)
 
     def gradient_norms(self) -> tuple[list[str], list[Tensor]]:
-        """The parameters' names, and the norm of each gradient of this rank, or of its shard."""
-        named = [(name, p.grad) for name, p in self.named_parameters() if p.grad is not None]
-        return [name for name, _ in named], local_norms([gradient for _, gradient in named])
+        """The names of the parameters with a gradient, and the norm of each gradient of this rank, or of its shard."""
+        names = []
+        gradients = []
+        for name, parameter in self.named_parameters():
+            if parameter.grad is not None:
+                names.append(name)
+                gradients.append(parameter.grad)
+        return names, local_norms(gradients)
 
     def clip(self, max_norm: float, norms: Sequence[Tensor] | None = None) -> Tensor:
-        """Clip the norm of the full gradient, over all stages and ranks, to `max_norm`. A collective.
+        """Clip the norm of the full gradient, over all stages and ranks, to `max_norm`. A collective of all ranks.
 
         Args:
-            norms: as for `clip_grad_norm`.
-        """
-        if self.ties is not None:  # a weight that is in several stages counts once
-            gradients = [(parameter, parameter.grad) for parameter in self.parameters() if parameter.grad is not None]
-            again = {id(parameter) for parameter in self.ties.repeated}
-            norms = local_norms([gradient for _, gradient in gradients]) if norms is None else norms
-            norms = [norm * (id(p) not in again) for (p, _), norm in zip(gradients, norms, strict=True)]
-        return clip_grad_norm(self.parameters(), max_norm, self.mesh["pp"] if self.pipeline else None, norms)
-
-    def balance_experts(self, rate: float | Tensor = BALANCE_RATE, measured: bool = True) -> Tensor | None:
-        """After a step of the optimizer: `mmm.parallel.balance_experts` on all stages. A collective.
-
-        Args:
-            measured: whether the imbalance is wanted, on all ranks or on none.
+            norms: `local_norms` of the gradients, where they are known already.
 
         Returns:
-            `mmm.parallel.imbalance` over the layers of all stages, on the device, the same on every rank; None where
+            The norm before clipping, as `clip_grad_norm` does.
+        """
+        if self.ties is not None:
+            parameters = [parameter for parameter in self.parameters() if parameter.grad is not None]
+            if norms is None:
+                norms = local_norms([parameter.grad for parameter in parameters if parameter.grad is not None])
+            # A weight that is in several stages counts once: its copies in later stages have norm 0 here.
+            repeated = {id(parameter) for parameter in self.ties.repeated}
+            norms = [norm * (id(p) not in repeated) for p, norm in zip(parameters, norms, strict=True)]
+        stages = self.mesh["pp"] if self.pipeline else None
+        return clip_grad_norm(self.parameters(), max_norm, stages, norms)
+
+    def balance_experts(self, rate: float | Tensor = BALANCE_RATE, measured: bool = True) -> Tensor | None:
+        """Balance the experts of all stages after a step of the optimizer (`mmm.parallel.balance_experts`).
+
+        A collective of all ranks.
+
+        Args:
+            rate: step of the experts' biases.
+            measured: whether the imbalance is wanted; the same on all ranks.
+
+        Returns:
+            `mmm.parallel.imbalance` over the layers of all stages, on the device, the same on every rank. None where
             it is not wanted, or the model has no experts.
         """
-        if not self._experts:
+        if not self._has_experts:
             return None
         load = balance_experts(self.modules.values(), self.mesh, rate)
         if not measured:
             return None
         worst = imbalance(load).to(self.device)
         if self.pipeline is not None:
-            worst = worst.nan_to_num(0.0)  # of a stage without experts
+            # A stage without experts has NaN, and must not win the maximum.
+            worst = worst.nan_to_num(0.0)
+            # The worst layer of all stages: over pp, because each of its ranks has other layers.
             dist.all_reduce(worst, dist.ReduceOp.MAX, group=self.mesh["pp"].get_group())
         return worst
 
     def __call__(self, batch: Any) -> Tensor:
-        """The model's output for a micro-batch, of a model without a pipeline.
+        """The output for a micro-batch, of a model without a pipeline.
 
         Args:
-            batch: a `mmm.data.Batch` of this data-parallel coordinate: full sequences also under cp.
+            batch: a `mmm.data.Batch` of this data-parallel coordinate, with full sequences under cp too.
         """
         (module,) = self.modules.values()
         inputs = self._own_tokens(batch.inputs)
@@ -201,18 +244,20 @@ class ParallelModel:
     def loss(self, output: Tensor, batch: Any, count: int | Tensor) -> Tensor:
         """This rank's local loss of a micro-batch: the sum over its targets, divided by `count`.
 
-        The losses of `Layout.loss_ranks`, of all micro-batches, add up to the global loss.
+        The losses of all micro-batches, on the ranks in `Layout.loss_ranks`, add up to the global loss.
 
         Args:
-            count: targets in the global batch. A batch that has none is refused once the row is read.
+            count: number of targets in the global batch. A batch without targets is refused once the row is read.
         """
         return self._loss(output, self._own_tokens(batch.targets), _divisor(count))
 
     def run_schedule(self, batch: Any, count: int | Tensor) -> Tensor:
-        """Forward and backward of all micro-batches of a pipeline, in the order of its schedule. A collective.
+        """Run forward and backward of all micro-batches through the pipeline, in the order of its schedule.
+
+        A collective: the ranks of pp send each other activations and gradients.
 
         Returns:
-            This rank's local loss, scalar, on the device and without a graph.
+            This rank's local loss, a scalar on the device without a graph.
         """
         assert self.pipeline is not None
         divisor = _divisor(count)
@@ -221,32 +266,39 @@ class ParallelModel:
         targets = self._own_tokens(batch.targets)
         loss = self.pipeline.step(inputs, targets, batch.arguments, **self._positions_of(batch.inputs))
         if self.ties is not None:
+            # The stages that have a tied weight each have a gradient of it: the sum makes them equal again.
             self.ties.sum_gradients()
             if self._lap is not None:
                 self._lap("dtb")
         return loss
 
     def count_targets(self, targets: Tensor) -> Tensor:
-        """Targets of the global batch that are not `PADDING`: int64 scalar, on the device. A collective.
+        """Count the targets of the global batch that are not `PADDING`. A collective of the data-parallel ranks.
 
         Args:
-            targets: of this data-parallel coordinate, full sequences also under cp.
+            targets: those of this data-parallel coordinate, with full sequences under cp too.
+
+        Returns:
+            int64 scalar, on the device.
         """
         count = (targets != PADDING).sum()
+        # Only over dp: the ranks of cp, tp and pp have the targets of the same samples.
         for axis in ("dp_replicate", "dp_shard"):
             if self.layout.sizes[axis] > 1:
                 dist.all_reduce(count, group=self.mesh[axis].get_group())
         return count
 
     def forward_backward(self, batch: Any, scaler: GradScaler | None = None) -> Tensor:
-        """What a program writes out in its loop, for those that have none: the prover, and measurements. A collective.
+        """Run forward and backward of a step. A collective.
+
+        Programs write this out in their loop. It is for what has no loop: the prover, and measurements.
 
         Args:
-            batch: of a step; its `count` is the divisor.
-            scaler: scales up what is differentiated, for fp16; not with pp.
+            batch: the batch of a step. Its `count` divides the loss.
+            scaler: scales up the loss before backward, for fp16; not with pp.
 
         Returns:
-            This rank's local loss, scalar, on the device and without a graph.
+            This rank's local loss, a scalar on the device without a graph.
         """
         with loss_parallel():
             if self.pipeline is not None:
@@ -255,30 +307,32 @@ class ParallelModel:
             losses = []
             for microbatch in microbatches_of(batch, self.microbatches, self.modules.values()):
                 loss = self.loss(self(microbatch), microbatch, batch.count)
-                (loss if scaler is None else scaler.scale(loss)).backward()
+                scaled_loss = loss if scaler is None else scaler.scale(loss)
+                scaled_loss.backward()
                 losses.append(detached(loss))
         return sum(losses[1:], losses[0])
 
     def evaluate(self, batch: Any, count: int | Tensor | None = None) -> Tensor:
-        """This rank's local loss of a batch, by forward alone. A collective.
+        """This rank's local loss of a batch, by forward only. A collective.
 
         Args:
-            count: that the sum of losses is divided by. None: the batch's.
+            count: what the sum of losses is divided by. None: the batch's number of targets.
         """
         divisor = _divisor(batch.count if count is None else count)
         return self.measure(batch, lambda output, targets: self._loss(output, targets, divisor))[0]
 
     @torch.no_grad()
     def measure(self, batch: Any, *measures: Measure) -> Tensor:
-        """Scalars of outputs and targets, by forward alone. A collective.
+        """Compute scalars from outputs and targets, by forward only. A collective.
 
         Args:
             batch: as for a call. In a pipeline its samples have to divide into the micro-batches of a step.
-            measures: (output, targets) of a micro-batch → a scalar; those of the micro-batches are added up.
+            measures: functions of (output, targets) of a micro-batch that return a scalar. Those of all micro-batches
+                are added up.
 
         Returns:
-            (measures,) `accum_dtype`, on the device, of this data-parallel (and cp) coordinate, the same on all its
-            stages.
+            (measures,) `accum_dtype`, on the device: the sums of this data-parallel (and cp) coordinate, the same on
+            all of its stages.
         """
         targets = self._own_tokens(batch.targets)
         sums = torch.zeros(len(measures), dtype=accum_dtype(self.device), device=self.device)
@@ -291,44 +345,59 @@ class ParallelModel:
             if self.pipeline is None:
                 (model,) = self.modules.values()
                 add(self(batch), targets)
-                reshard(model)  # FSDP itself does so only after a backward
+                # FSDP itself frees the gathered parameters of its root only after a backward.
+                reshard(model)
                 return sums
             self._measure = add
             inputs = self._own_tokens(batch.inputs)
             self.pipeline.evaluate(inputs, targets, batch.arguments, **self._positions_of(batch.inputs))
-        dist.all_reduce(sums, group=self.mesh["pp"].get_group())  # only the last stage has outputs
+        # Only the last stage has outputs; the others add their zeros.
+        dist.all_reduce(sums, group=self.mesh["pp"].get_group())
         return sums
 
     def _own_tokens(self, tokens: Tensor) -> Tensor:
-        """Those of this rank's cp coordinate.
+        """The tokens of this rank's cp coordinate.
 
         Args:
-            tokens: (batch, seq).
+            tokens: (batch, seq), the full sequences.
+
+        Returns:
+            (batch, seq / cp).
         """
         if self.layout.cp == 1 or not self._has_sequences:
             return tokens
         return tokens[:, self._positions(tokens)]
 
     def _positions_of(self, inputs: Tensor) -> dict[str, Tensor]:
-        """For a model of sequences, the positions of this rank's tokens in the full sequence."""
-        return {"positions": self._positions(inputs)} if self._has_sequences else {}
+        """The argument ``positions`` for a model of sequences: places of this rank's tokens in the full sequence."""
+        if not self._has_sequences:
+            return {}
+        return {"positions": self._positions(inputs)}
 
     def _positions(self, tokens: Tensor) -> Tensor:
+        """(seq / cp,) int64: the places of this rank's tokens in sequences such as `tokens`, (batch, seq)."""
         length = tokens.shape[1]
-        if length not in self._own_positions:
-            own = positions_of(self.coordinates["cp"], self.layout.cp, length)
-            self._own_positions[length] = own.to(tokens.device)
-        return self._own_positions[length]
+        if length not in self._positions_by_length:
+            positions = positions_of(self.coordinates["cp"], self.layout.cp, length)
+            self._positions_by_length[length] = positions.to(tokens.device)
+        return self._positions_by_length[length]
 
 
 def _divisor(count: int | Tensor) -> int | Tensor:
-    return count.clamp(min=1) if isinstance(count, Tensor) else count
+    """What a loss is divided by: a count on the device may be 0, which is refused only once the row is read."""
+    if isinstance(count, Tensor):
+        return count.clamp(min=1)
+    return count
 
 
 def saved_buffers(modules: Iterable[nn.Module]) -> dict[str, Tensor]:
     """The buffers of modules that a checkpoint has, by canonical name."""
     buffers: dict[str, Tensor] = {}
-    for inner in map(unwrapped, modules):
+    for module in modules:
+        inner = unwrapped(module)
+        # Non-persistent buffers are in `named_buffers` and not in a state dict.
         saved = inner.state_dict().keys()
-        buffers |= {canonical_name(name): buffer for name, buffer in inner.named_buffers() if name in saved}
+        for name, buffer in inner.named_buffers():
+            if name in saved:
+                buffers[canonical_name(name)] = buffer
     return buffers

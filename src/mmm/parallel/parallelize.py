@@ -39,58 +39,70 @@ def apply(
     """Parallelize `model` over `mesh`, in place, and return what to train.
 
     Args:
-        model: or one stage of it. Parameters that are not on the meta device move there (`meta_parameters`), and
-            `materialize` then gives the model memory and weights.
-        mesh: of `build_mesh`, or of PyTorch's ``init_device_mesh`` with axes named as there.
+        model: the full model, or one pipeline stage of it. Parameters that are not on the meta device move there
+            (`meta_parameters`); `materialize` then gives the model memory and weights.
+        mesh: the mesh that `build_mesh` returned, or PyTorch's ``init_device_mesh`` with the same names of axes.
+        plan: how this kind of model is sharded.
         precision: data types of weights and of compute.
-        techniques, fields: what the layout leaves open; single fields of `Techniques` by name take precedence.
+        techniques: what the layout leaves open, such as the data-parallel technique and checkpointing.
+        fields: single fields of `Techniques` by name. They take precedence over `techniques`.
 
     Returns:
         `model`, or for ddp, zero1 and zero2 a wrapper around it: this is what to materialize, call and optimize.
 
     Raises:
-        UserError: techniques that do not go together, or not with the layout or the model.
+        UserError: the techniques do not go together, or not with the layout or the model.
     """
-    mesh, techniques = Mesh.of(mesh), replace(techniques or Techniques(), **fields)
+    mesh = Mesh.of(mesh)
+    techniques = replace(techniques or Techniques(), **fields)
     layout = mesh.layout
     check_techniques(model, plan, layout, techniques, precision.name)
-    if layout.pp == 1:  # a stage lacks modules on purpose: `ParallelModel` has checked the full model
+    # A pipeline stage lacks modules on purpose: there, `ParallelModel` has checked the full model.
+    if layout.pp == 1:
         warn_unmatched(plan, model)
+    # Several of the steps below replace parameters, and would silently make two of a tied weight.
     ties = find_ties(model)
     check_parameters(model)
+    # Parameters become empty: no rank holds the full model at any time. `materialize` makes this rank's shards.
     keep_values(model)
     draw.convert(model, precision.storage)
 
-    # 0. A chunked loss changes the output's input and output, so it precedes TP, which adapts those.
+    # 0. A chunked loss changes what the output matrix takes and returns, so it precedes TP, which adapts these.
     plan = apply_chunked_loss(model, plan, techniques.loss_chunks, precision.compute)
-    _apply_to_buffers(model, mesh, precision, techniques)  # before checkpointing, whose forward contains theirs
+    # BatchNorm normalizes by the statistics of the global batch. It changes the forward of modules, and activation
+    # checkpointing must wrap the changed forward.
+    apply_batch_norm(model, mesh, techniques, precision.mixed)
+    has_fsdp = techniques.data_parallel not in UNSHARDED and not mesh.no_data_parallel
+    if precision.mixed and has_fsdp:
+        # FSDP casts parameters, and not buffers.
+        cast_buffers(model, precision.compute)
+
     # 1. Tensor parallel: finds modules by name, and decides which heads and hidden units are local to this rank.
     if layout.tp > 1:
         frozen = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
         apply_tensor_parallel(model, mesh["tp"], plan)
         retie(model, ties, f"tp {layout.tp}")
-        for name in frozen:  # some of PyTorch's styles forget it
+        # Some of PyTorch's styles make new parameters that forget `requires_grad`.
+        for name in frozen:
             model.get_parameter(name).requires_grad_(False)
+
     # 2. Context parallel: replaces the attention over these local heads.
     if layout.cp > 1:
         apply_context_parallel(model, mesh, plan, techniques.ulysses_size(layout.cp))
+
     # 3. Expert parallel: shards the experts. Before checkpointing, which then recomputes the all-to-all with its block.
     apply_expert_parallel(model, mesh, plan)
+
     # 4. Activation checkpointing: around sharded modules, so that what it recomputes is sharded too.
     apply_checkpointing(model, plan, techniques.checkpointing)
+
     # 5. Compile: before FSDP adds its hooks, so that its all-gathers stay outside the graphs.
     if techniques.compile:
         compile_modules(model, plan, layout)
+
     # 6. Data parallel: last, because it shards what all the others have left of each parameter.
     with meshes_made_once():
         trained = apply_data_parallel(model, mesh, plan, precision, techniques)
     check_tied(model, ties, f"the layout {layout}")
     keep_output_gathered(trained)
     return trained
-
-
-def _apply_to_buffers(model: nn.Module, mesh: Mesh, precision: Precision, techniques: Techniques) -> None:
-    """Statistics of a batch are those of the global batch; buffers are cast as FSDP casts parameters."""
-    apply_batch_norm(model, mesh, techniques, precision.mixed)
-    if precision.mixed and techniques.data_parallel not in UNSHARDED and not mesh.no_data_parallel:
-        cast_buffers(model, precision.compute)

@@ -18,11 +18,13 @@ from mmm.parallel.pp.stages import Part, balance_stages, check_stages, part_cost
 
 @dataclass(frozen=True)
 class Partition:
-    """Which part of a model each pipeline stage has; parts, costs and stages are empty where there is no pipeline.
+    """Which parts of a model each pipeline stage has. Without a pipeline, parts, costs and stages are empty.
 
     Attributes:
-        parts: of the model, in the order of forward. costs: floating-point operations of each.
-        stages: the numbers of the parts in each stage. microbatches: of a step.
+        parts: the parts of the model that stages are made of, in the order of forward.
+        costs: floating-point operations of each part.
+        stages: the numbers of the parts in each stage.
+        microbatches: number of micro-batches of a step.
     """
 
     parts: list[Part]
@@ -31,34 +33,42 @@ class Partition:
     microbatches: int
 
     def names(self) -> list[list[str]]:
-        """The modules of each stage."""
+        """The names of the modules in each stage."""
         return [[name for part_id in stage for name in self.parts[part_id]] for stage in self.stages]
 
     def parameters(self, model: nn.Module, pp: int, schedule: str) -> tuple[int, ...]:
-        """Elements of the stages of each pp coordinate, unsharded; of the model, where there is no pipeline."""
+        """Elements of the unsharded parameters at each pp coordinate. Without a pipeline: of the model, as the only
+        entry."""
         if not self.stages:
             return (parameter_count(model),)
-        counts = [parameter_count([model.get_submodule(name) for name in names]) for names in self.names()]
-        own = (stages_of(coordinate, pp, schedule, len(counts) // pp) for coordinate in range(pp))
-        return tuple(sum(counts[stage] for stage in stages) for stages in own)
+        elements = []
+        for names in self.names():
+            elements.append(parameter_count([model.get_submodule(name) for name in names]))
+        totals = []
+        for coordinate in range(pp):
+            stage_ids = stages_of(coordinate, pp, schedule, len(elements) // pp)
+            totals.append(sum(elements[stage_id] for stage_id in stage_ids))
+        return tuple(totals)
 
     def shares(self) -> list[float]:
         """Each stage's fraction of the floating-point operations."""
-        return [sum(self.costs[stage.start : stage.stop]) / sum(self.costs) for stage in self.stages]
+        total = sum(self.costs)
+        return [sum(self.costs[stage.start : stage.stop]) / total for stage in self.stages]
 
 
 def partition_model(
     model: nn.Module, plan: Plan, layout: Layout, techniques: Techniques, inputs: Tensor, dtype: str = ""
 ) -> Partition:
-    """Check how a model goes onto a layout, and split it into stages; needs no process group.
+    """Check how a model goes onto a layout, and split it into stages. Needs no process group.
 
     Args:
-        model: its parameters on the meta device (`mmm.parallel.meta_parameters`). layout: fitted.
-        inputs: of a step, of one data-parallel coordinate: (batch, …), on the meta device.
+        model: the full model, its parameters on the meta device (`mmm.parallel.meta_parameters`).
+        layout: fitted to the number of ranks.
+        inputs: those of a step, for one data-parallel coordinate: (batch, …), on the meta device.
         dtype: name of the precision, where it is known: a pipeline does not train in every one.
 
     Raises:
-        UserError: it does not go; with what to change.
+        UserError: the model does not go onto the layout; the message says what to change.
     """
     check_weights(model)
     check_axes(plan, layout)
@@ -70,23 +80,28 @@ def partition_model(
     parts = parts_of(model, plan)
     stages_per_rank, microbatches = check_pipeline(layout, techniques, len(inputs), len(parts), dtype)
     costs = part_costs(model, parts, inputs)
-    partition = Partition(parts, costs, balance_stages(costs, layout.pp * stages_per_rank), microbatches)
-    check_stages(model, parts, partition.stages, inputs)
-    return partition
+    stages = balance_stages(costs, layout.pp * stages_per_rank)
+    # A forward on the meta device: a stage that cannot run is refused here, before any rank has started.
+    check_stages(model, parts, stages, inputs)
+    return Partition(parts, costs, stages, microbatches)
 
 
 def _gradient_accumulation(techniques: Techniques, batch: int) -> int:
-    """Micro-batches of a step without a pipeline."""
+    """Micro-batches of a step without a pipeline.
+
+    Args:
+        batch: samples of a step for one data-parallel coordinate.
+    """
     if techniques.stages_per_rank is not None:
         raise ConfigError(
-            f"{config_field('stages_per_rank')} "
-            f"{techniques.stages_per_rank} without {config_field('pp')}: there is one stage, the model",
+            f"{config_field('stages_per_rank')} {techniques.stages_per_rank} without {config_field('pp')}: there is "
+            f"one stage, the model",
         )
-    microbatches = 1 if techniques.microbatches is None else techniques.microbatches
-    if not 1 <= microbatches <= batch:
+    if techniques.microbatches is None:
+        return 1
+    if not 1 <= techniques.microbatches <= batch:
         raise LayoutError(
-            f"{config_field('microbatches')} "
-            f"{microbatches}: a batch of {batch} a data-parallel coordinate can be split into 1 to "
-            f"{batch} parts",
+            f"{config_field('microbatches')} {techniques.microbatches}: a batch of {batch} a data-parallel coordinate "
+            f"can be split into 1 to {batch} parts",
         )
-    return microbatches
+    return techniques.microbatches

@@ -24,23 +24,25 @@ class Plan:
     """How a model is parallelized. Names are module paths; ``*`` stands for one component: ``layers.*.attention``.
 
     Attributes:
-        tensor: module, or for `Replicated` and `PartialGradient` also parameter → how its matrices and activations are
-            sharded over the tp axis.
-        fsdp_units: modules that FSDP gathers and frees as one; a tuple of names is one unit. What is in none
-            goes with the root.
-        compiled: modules compiled on their own. compiled_with_tp: the same where tp > 1.
-        attention: modules whose ``attention_fn`` is where tokens of a sequence interact: what cp replaces.
+        tensor: maps a module's name to its parallel style: how its matrices and activations are sharded over the tp
+            axis. `Replicated` and `PartialGradient` also take the name of a parameter.
+        fsdp_units: modules that FSDP gathers and frees as one. A tuple of names is one unit. What is in no unit is
+            gathered with the root.
+        compiled: modules that are compiled, each on its own.
+        compiled_with_tp: modules that are compiled, each on its own, where tp is more than 1.
         checkpointed: modules whose activations are recomputed in backward, where that is asked for.
+        stages: the parts between which a pipeline may split, in the order of forward. A tuple of names is one part.
+            A module that is in none of them (and has no parameters) is in every stage.
+        attention: modules whose ``attention_fn`` is where tokens of a sequence interact: cp replaces it.
         experts: mixtures of experts (`mmm.nn.experts`), whose experts ep shards.
-        stages: the parts between which a pipeline may split, in the order of forward; a tuple of names is one part.
-            What is in none (and has no parameters) is in every stage.
-        sequence: whether the model takes (batch, seq) tokens and ``positions`` of them.
+        sequence: whether the model takes (batch, seq) tokens and their ``positions``.
         refused: axes along which the model cannot be sharded, and why.
-        check: (model, layout, inputs of a step, ulysses) → nothing; raises LayoutError where the model's sizes do not
-            fit the layout. ulysses: ranks of cp that shard heads in attention (1: a ring alone). None: all fit.
-        output: the matrix that computes the logits of a sequence, which the chunked loss defers.
-        optional: names above that some models of this kind lack (here ``*`` stands for anything): `unmatched` is silent
-            on them.
+        check: function of (model, layout, inputs of a step, ulysses) that raises LayoutError where the model's sizes
+            do not fit the layout. ulysses: cp ranks that shard heads in attention (1: a ring only). None: every size
+            fits.
+        output: the matrix that computes the logits of a sequence. The chunked loss defers it.
+        optional: names above that some models of this kind lack (here ``*`` stands for any text): `unmatched` does not
+            report them.
     """
 
     tensor: Mapping[str, ParallelStyle]
@@ -59,72 +61,90 @@ class Plan:
 
 
 def check_axes(plan: Plan, layout: Layout) -> None:
-    """Raises LayoutError where the model cannot be sharded along axes of the layout, one sentence each."""
+    """Raises LayoutError where the model cannot be sharded along axes of the layout: one sentence for each axis."""
     sizes = {**layout.sizes, "ep": layout.ep}
-    wrong = [f"{axis} {sizes[axis]}: {why}; use {axis} 1" for axis, why in plan.refused.items() if sizes[axis] > 1]
-    if wrong:
-        raise LayoutError("; ".join(wrong))
+    problems = []
+    for axis, reason in plan.refused.items():
+        if sizes[axis] > 1:
+            problems.append(f"{axis} {sizes[axis]}: {reason}; use {axis} 1")
+    if problems:
+        raise LayoutError("; ".join(problems))
 
 
 def matches(pattern: str, name: str) -> bool:
     """Whether a module's path matches a pattern, component by component."""
-    parts, wanted = name.split("."), pattern.split(".")
-    return len(parts) == len(wanted) and all(fnmatchcase(p, w) for p, w in zip(parts, wanted, strict=True))
+    components = name.split(".")
+    patterns = pattern.split(".")
+    if len(components) != len(patterns):
+        return False
+    return all(map(fnmatchcase, components, patterns))
 
 
 def sharded_dim(model: nn.Module, plan: Plan, name: str) -> int | None:
-    """The dim along which tp shards the parameter of that name; None for one that it replicates."""
+    """The dim along which tp shards the parameter `name`; None if tp replicates it."""
     module_name, _, own_name = name.rpartition(".")
-    style = next((style for pattern, style in plan.tensor.items() if matches(pattern, module_name)), None)
-    if not isinstance(style, ColwiseParallel | RowwiseParallel):
+    styles = [style for pattern, style in plan.tensor.items() if matches(pattern, module_name)]
+    # The first entry that matches counts, as where the plan is applied.
+    if not styles or not isinstance(styles[0], ColwiseParallel | RowwiseParallel):
         return None
-    by_rows = isinstance(style, RowwiseParallel)
+    by_rows = isinstance(styles[0], RowwiseParallel)
     if own_name == "bias":
+        # Output columns are sharded with their bias. A matrix that is sharded by rows gives partial sums of the whole
+        # output, to which the whole bias is added once.
         return None if by_rows else 0
-    # A Linear keeps its matrix transposed; an embedding's rows are its rows.
-    return int(by_rows == isinstance(model.get_submodule(module_name), nn.Linear))
+    # A Linear keeps its matrix transposed, as (out, in); an embedding's rows are its rows.
+    transposed = isinstance(model.get_submodule(module_name), nn.Linear)
+    return int(by_rows == transposed)
 
 
 def find(model: nn.Module, pattern: str) -> list[nn.Module]:
-    """The modules of `model` with a matching path, each once, in the order of the model; none where a pipeline stage
-    lacks them."""
-    named = model.named_modules(remove_duplicate=False)
-    return list({id(module): module for name, module in named if name and matches(pattern, name)}.values())
+    """The modules of `model` whose path matches, each once, in the order of the model. Empty if there are none, as on a
+    pipeline stage that lacks them."""
+    modules: dict[int, nn.Module] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        if name and matches(pattern, name):
+            modules[id(module)] = module
+    return list(modules.values())
 
 
 NAMING = ("tensor", "fsdp_units", "compiled", "compiled_with_tp", "checkpointed", "stages", "attention", "experts")
 
 
 def unmatched(plan: Plan, model: nn.Module) -> list[str]:
-    """The names in a plan that match no module, one sentence each, with the module that may have been meant.
+    """The names in a plan that match no module: one sentence each, with the module that may have been meant.
 
     Args:
-        model: the full one: a pipeline stage lacks modules on purpose.
+        model: the full model: a pipeline stage lacks modules on purpose.
     """
     modules = [name for name, _ in model.named_modules(remove_duplicate=False) if name]
     parameters = [name for name, _ in model.named_parameters(remove_duplicate=False)]
+    # Paths as a plan would write them, for the advice: layers.0.attention becomes layers.*.attention.
     patterns = sorted({re.sub(r"\b\d+\b", "*", path) for path in modules})
-    lacking = [pattern for pattern in plan.optional if not any(fnmatchcase(path, pattern) for path in modules)]
-    texts = []
-    for name, where in _fields_by_name(plan).items():
-        known = [*modules, *parameters] if "tensor" in where else modules
-        optional = any(fnmatchcase(name, pattern) for pattern in lacking)
-        if optional or any(matches(name, path) for path in known):
+    # Optional patterns that nothing in this model matches: names below them are silently passed over.
+    absent = [pattern for pattern in plan.optional if not any(fnmatchcase(path, pattern) for path in modules)]
+    sentences = []
+    for name, field_names in _fields_by_name(plan).items():
+        paths = modules
+        if "tensor" in field_names:
+            paths = [*modules, *parameters]
+        is_optional = any(fnmatchcase(name, pattern) for pattern in absent)
+        if is_optional or any(matches(name, path) for path in paths):
             continue
         advice = "".join(f"; did you mean {path!r}?" for path in get_close_matches(name, patterns, n=1))
-        texts.append(
-            f"the plan names {name!r} ({', '.join(where)}), and {class_name(model)} has no such module: it is passed "
-            f"over{advice}"
+        sentences.append(
+            f"the plan names {name!r} ({', '.join(field_names)}), and {class_name(model)} has no such module: it is "
+            f"passed over{advice}"
         )
-    return texts
+    return sentences
 
 
 def _fields_by_name(plan: Plan) -> dict[str, list[str]]:
-    """Each name in a plan, and the fields that have it."""
+    """Each name in a plan, and the fields in which it stands."""
     by_name: dict[str, list[str]] = {}
     for field_name in NAMING:
         for entry in getattr(plan, field_name):
-            for name in (entry,) if isinstance(entry, str) else entry:
+            names = (entry,) if isinstance(entry, str) else entry
+            for name in names:
                 by_name.setdefault(name, []).append(field_name)
     if plan.output:
         by_name.setdefault(plan.output, []).append("output")
@@ -132,7 +152,7 @@ def _fields_by_name(plan: Plan) -> dict[str, list[str]]:
 
 
 def warn_unmatched(plan: Plan, model: nn.Module) -> None:
-    """Log `unmatched`, on rank 0."""
+    """Log what `unmatched` says, on rank 0."""
     if dist.get_rank() == 0:
-        for text in unmatched(plan, model):
-            get_logger().warning("%s", text, stacklevel=3)
+        for sentence in unmatched(plan, model):
+            get_logger().warning("%s", sentence, stacklevel=3)

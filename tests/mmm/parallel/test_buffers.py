@@ -210,6 +210,6 @@ def test_a_stage_that_sends_no_tensors_is_refused_under_pp():
     with meta_parameters():
         net = Dictionary()
     net.eval()
-    words = r"stage 0 of Dictionary \(first, blocks\.0\) cannot run by itself: TypeError: it returns dict, and can send"
+    words = r"stage 0 of Dictionary \(first, blocks\.0\) cannot run by itself: TypeError: it returns dict, but can"
     with pytest.raises(LayoutError, match=words):
         partition_model(net, plan(), Layout(pp=2, dp_shard=1), Techniques(), torch.empty(4, 8, device="meta"))

@@ -1,20 +1,20 @@
 """Attention of queries to one block of keys, in a form that can be merged with that of other blocks.
 
-Softmax over all keys follows from softmaxes over blocks of them if each block returns, besides its output, the
-logarithm of its sum of exponentials (``lse``)::
+Softmax over all keys follows from softmaxes over blocks of them, if each block returns the logarithm of its sum of
+exponentials (``lse``) along with its output::
 
-    out_1, lse_1    of keys block 1         lse = log(exp(lse_1) + exp(lse_2))
-    out_2, lse_2    of keys block 2         out = out_1 · exp(lse_1 - lse) + out_2 · exp(lse_2 - lse)
+    out_1, lse_1    from block 1 of keys    lse = log(exp(lse_1) + exp(lse_2))
+    out_2, lse_2    from block 2 of keys    out = out_1 · exp(lse_1 - lse) + out_2 · exp(lse_2 - lse)
 
-Backward needs no merging: given ``out`` and ``lse`` of all keys, the gradients of the blocks simply add up.
+Backward needs no merging: with ``out`` and ``lse`` of all keys, the gradients of the blocks simply add up.
 
-Kernels: on CPU the fused one, in any dtype; on CUDA flash attention, in bf16 and fp16 with a head_dim that is a
-multiple of 8 up to 256, where the device has it (a V100 does not); elsewhere matrix products, of `TILE` queries and
-`TILE` keys at a time: the scores of a block, (queries, keys), never exist. All take k and v with fewer heads than q,
-each of which serves several heads of q.
+Kernels: on CPU the fused one, in any dtype. On CUDA flash attention, where the device has it (a V100 does not), in bf16
+and fp16 with a head_dim that is a multiple of 8 up to 256. Elsewhere matrix products, of `TILE` queries and `TILE` keys
+at a time: the scores of a whole block, (queries, keys), never exist. All take k and v with fewer heads than q, each of
+which serves several heads of q.
 
-Where a sequence has several documents, a query sees the keys of a block from its document's first one on. None of the
-fused kernels returns the ``lse`` of that on all devices: this, too, is done in tiles.
+Where a sequence has several documents, a query sees the keys of a block from the first one of its document. None of the
+fused kernels returns the ``lse`` of that on all devices, so this is done in tiles too.
 
 Sources: Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018; Dao, "FlashAttention-2", 2023.
 """
@@ -30,7 +30,8 @@ from torch import Tensor
 from mmm.nn.attention import cuda_has_flash
 from mmm.torch_private.operators import cpu_attention, cpu_attention_backward, flash_attention, flash_attention_backward
 
-TILE = 512  # tokens
+# Tokens on each side of a tile of scores.
+TILE = 512
 
 
 def block_forward(
@@ -39,13 +40,14 @@ def block_forward(
     """Attention of queries to one block of keys.
 
     Args:
-        q: (batch, heads, queries, head_dim). k, v: (batch, kv heads, keys, head_dim).
-        causal: query i sees keys 0 … i (queries = keys); otherwise every query sees every key.
-        first_key: (batch, queries) int64, from which key on each query sees any; None: from 0 on.
+        q: (batch, heads, queries, head_dim).
+        k, v: (batch, kv heads, keys, head_dim).
+        causal: True: query i sees keys 0 … i (queries = keys). False: every query sees every key.
+        first_key: (batch, queries) int64, the first key that each query sees; None: from 0 on.
 
     Returns:
         The output, (batch, heads, queries, head_dim) in the dtype of q, and ``lse``, (batch, heads, queries), float32
-        at least; 0 and -inf where a query sees no key.
+        at least. They are 0 and -inf where a query sees no key.
     """
     if first_key is not None:
         return tiled_forward(q, k, v, causal, first_key)
@@ -66,33 +68,38 @@ def block_backward(
     causal: bool,
     first_key: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """What one block of keys adds to the gradients of q, and the gradients of its k and v from these queries.
+    """What one block of keys adds to the gradient of q, and the gradients of its k and v from these queries.
 
     Args:
-        gradient: of `out`. out, lse: merged from *all* blocks. q, k, v, causal, first_key: as for `block_forward`.
+        gradient: the gradient of `out`, with its shape.
+        out, lse: merged from *all* blocks.
+        q, k, v, causal, first_key: as for `block_forward`.
     """
     if first_key is not None:
         return tiled_backward(gradient, q, k, v, out, lse, causal, first_key)
     if _has_cpu_kernel(q):
         return cpu_attention_backward(gradient, q, k, v, out, lse, 0.0, causal)
     if _has_flash(q):
-        # The state of dropout, which is off.
-        state, offset = (torch.zeros(n, dtype=torch.uint64, device=q.device) for n in (2, 0))
+        # The operator's state of dropout, which is off.
+        state = torch.zeros(2, dtype=torch.uint64, device=q.device)
+        offset = torch.zeros(0, dtype=torch.uint64, device=q.device)
         lengths = (None, None, q.shape[2], k.shape[2])
         return flash_attention_backward(gradient, q, k, v, out, lse, *lengths, 0.0, causal, state, offset)
     return tiled_backward(gradient, q, k, v, out, lse, causal)
 
 
 def merge(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -> tuple[Tensor, Tensor]:
-    """Attention to the keys of `out` and to one block more. An `lse` of -inf means no keys yet."""
+    """Attention to the keys of `out` and those of one more block. An `lse` of -inf means that there are no keys yet."""
     total = torch.logaddexp(lse, block_lse)
     finite = _finite(total)
-    old, new = (torch.exp(part - finite)[..., None] for part in (lse, block_lse))  # (batch, heads, queries, 1)
-    return out * old + block_out * new, total
+    # (batch, heads, queries, 1): the share of all exponentials that each of the two has.
+    weight = torch.exp(lse - finite)[..., None]
+    block_weight = torch.exp(block_lse - finite)[..., None]
+    return out * weight + block_out * block_weight, total
 
 
 def _finite(lse: Tensor) -> Tensor:
-    """0 instead of -inf, of queries without keys, whose scores are all -inf as well."""
+    """`lse` with 0 instead of -inf, for queries without keys: their scores are all -inf, and -inf - -inf is NaN."""
     return lse.masked_fill(lse == -math.inf, 0)
 
 
@@ -101,23 +108,32 @@ def _has_cpu_kernel(q: Tensor) -> bool:
 
 
 def _has_flash(q: Tensor) -> bool:
-    return q.shape[-1] % 8 == 0 and cuda_has_flash(q)  # the operator itself does not pad heads
+    # The operator itself, unlike scaled_dot_product_attention, does not pad heads.
+    return q.shape[-1] % 8 == 0 and cuda_has_flash(q)
 
 
 def tiled_forward(
     q: Tensor, k: Tensor, v: Tensor, causal: bool, first_key: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """`block_forward` in matrix products."""
+    """`block_forward` by matrix products."""
     accum_dtype = torch.promote_types(q.dtype, torch.float32)
-    out, lse = torch.zeros_like(q, dtype=accum_dtype), q.new_full(q.shape[:-1], -math.inf, dtype=accum_dtype)
-    heads = k.shape[1]
+    # (batch, heads, queries, head_dim) and (batch, heads, queries)
+    out = torch.zeros_like(q, dtype=accum_dtype)
+    lse = q.new_full(q.shape[:-1], -math.inf, dtype=accum_dtype)
+    heads = q.shape[1]
+    kv_heads = k.shape[1]
     for rows, keys, diagonal in _tiles(q.shape[2], k.shape[2], causal):
-        tile_q, tile_k = _by_kv_head(q[:, :, rows].to(accum_dtype), heads), k[:, :, keys].to(accum_dtype)
+        # (batch, kv heads, group · rows, head_dim), (batch, kv heads, keys, head_dim)
+        tile_q = _by_kv_head(q[:, :, rows].to(accum_dtype), kv_heads)
+        tile_k = k[:, :, keys].to(accum_dtype)
         scores = _scores(tile_q, tile_k, rows, keys, diagonal, first_key)
-        tile_lse = scores.logsumexp(-1, keepdim=True)  # (batch, kv heads, group · tile, 1)
+        # (batch, kv heads, group · rows, 1)
+        tile_lse = scores.logsumexp(-1, keepdim=True)
         tile_out = scores.sub_(_finite(tile_lse)).exp_() @ v[:, :, keys].to(accum_dtype)
-        parts = (_by_head(tile_out, q.shape[1]), _by_head(tile_lse, q.shape[1]).squeeze(-1))
-        out[:, :, rows], lse[:, :, rows] = merge(out[:, :, rows], lse[:, :, rows], *parts)
+        # Back to (batch, heads, rows, …), to merge with the tiles of earlier keys.
+        tile_out = _by_head(tile_out, heads)
+        tile_lse = _by_head(tile_lse, heads).squeeze(-1)
+        out[:, :, rows], lse[:, :, rows] = merge(out[:, :, rows], lse[:, :, rows], tile_out, tile_lse)
     return out.to(q.dtype), lse
 
 
@@ -131,51 +147,79 @@ def tiled_backward(
     causal: bool,
     first_key: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`block_backward` in matrix products."""
-    accum_dtype, heads = lse.dtype, k.shape[1]
-    dq, dk, dv = (torch.zeros_like(t, dtype=accum_dtype) for t in (q, k, v))
-    inner = (gradient.to(accum_dtype) * out.to(accum_dtype)).sum(-1, keepdim=True)  # (batch, heads, queries, 1)
+    """`block_backward` by matrix products."""
+    accum_dtype = lse.dtype
+    heads = q.shape[1]
+    kv_heads = k.shape[1]
+    dq = torch.zeros_like(q, dtype=accum_dtype)
+    dk = torch.zeros_like(k, dtype=accum_dtype)
+    dv = torch.zeros_like(v, dtype=accum_dtype)
+    # (batch, heads, queries, 1): gradient · out of each query, which softmax's derivative subtracts.
+    inner = (gradient.to(accum_dtype) * out.to(accum_dtype)).sum(-1, keepdim=True)
+
+    def tile_of(t: Tensor, rows: slice) -> Tensor:
+        """(batch, heads, queries, n) → (batch, kv heads, group · rows, n)."""
+        return _by_kv_head(t[:, :, rows].to(accum_dtype), kv_heads)
+
     for rows, keys, diagonal in _tiles(q.shape[2], k.shape[2], causal):
-        of_rows = (t[:, :, rows].to(accum_dtype) for t in (q, gradient, inner, lse[..., None]))
-        tile_q, tile_gradient, tile_inner, tile_lse = (_by_kv_head(t, heads) for t in of_rows)
-        tile_k, tile_v = k[:, :, keys].to(accum_dtype), v[:, :, keys].to(accum_dtype)
-        weights = _scores(tile_q, tile_k, rows, keys, diagonal, first_key).sub_(tile_lse).exp_()
+        tile_q = tile_of(q, rows)
+        tile_gradient = tile_of(gradient, rows)
+        tile_k = k[:, :, keys].to(accum_dtype)
+        tile_v = v[:, :, keys].to(accum_dtype)
+        # The weights of softmax, recomputed from lse: (batch, kv heads, group · rows, keys)
+        scores = _scores(tile_q, tile_k, rows, keys, diagonal, first_key)
+        weights = scores.sub_(tile_of(lse[..., None], rows)).exp_()
         dv[:, :, keys] += weights.mT @ tile_gradient
-        through = (tile_gradient @ tile_v.mT).sub_(tile_inner)
-        d_scores = weights.mul_(through).div_(math.sqrt(q.shape[-1]))  # (batch, kv heads, group · tile, tile)
-        dq[:, :, rows] += _by_head(d_scores @ tile_k, q.shape[1])
+        # The derivative of softmax: each weight times (its gradient - their weighted mean).
+        d_weights = (tile_gradient @ tile_v.mT).sub_(tile_of(inner, rows))
+        d_scores = weights.mul_(d_weights).div_(math.sqrt(q.shape[-1]))
+        dq[:, :, rows] += _by_head(d_scores @ tile_k, heads)
         dk[:, :, keys] += d_scores.mT @ tile_q
     return dq.to(q.dtype), dk.to(q.dtype), dv.to(q.dtype)
 
 
 def _tiles(queries: int, keys: int, causal: bool) -> Iterator[tuple[slice, slice, bool]]:
-    """Queries and keys of each tile, and whether it is on the diagonal: where causal, those above it are left out."""
+    """The queries and keys of each tile, and whether it is on the diagonal. If causal, tiles above it are left out."""
     for row in range(0, queries, TILE):
-        for key in range(0, row + 1 if causal else keys, TILE):
-            yield slice(row, min(row + TILE, queries)), slice(key, min(key + TILE, keys)), causal and row == key
+        last_key = row + 1 if causal else keys
+        for key in range(0, last_key, TILE):
+            on_diagonal = causal and row == key
+            yield slice(row, min(row + TILE, queries)), slice(key, min(key + TILE, keys)), on_diagonal
 
 
 def _by_kv_head(t: Tensor, kv_heads: int) -> Tensor:
-    """(batch, heads, rows, n) to (batch, kv heads, group · rows, n)."""
+    """(batch, heads, rows, n) → (batch, kv heads, group · rows, n): query heads that share keys become one matrix."""
     return t.unflatten(1, (kv_heads, -1)).flatten(2, 3)
 
 
 def _by_head(t: Tensor, heads: int) -> Tensor:
-    """Inverse of `_by_kv_head`."""
+    """The inverse of `_by_kv_head`: (batch, kv heads, group · rows, n) → (batch, heads, rows, n)."""
     return t.unflatten(2, (heads // t.shape[1], -1)).flatten(1, 2)
 
 
 def _scores(q: Tensor, k: Tensor, rows: slice, keys: slice, diagonal: bool, first_key: Tensor | None) -> Tensor:
-    """(batch, kv heads, group · rows, keys); -inf where a query does not see a key: on the diagonal a later one,
-    everywhere one before `first_key`."""
+    """The scores of a tile, -inf where a query does not see a key.
+
+    Args:
+        q: (batch, kv heads, group · rows, head_dim).
+        k: (batch, kv heads, keys, head_dim).
+        rows, keys: which queries and keys of the block these are.
+        diagonal: whether a query does not see later keys of the tile.
+        first_key: (batch, queries), as for `block_forward`.
+
+    Returns:
+        (batch, kv heads, group · rows, keys).
+    """
     scores = (q @ k.mT).div_(math.sqrt(q.shape[-1]))
-    group = q.shape[2] // (rows.stop - rows.start)
+    tile = rows.stop - rows.start
+    group = q.shape[2] // tile
     if diagonal:
-        tile = rows.stop - rows.start
+        # (rows, keys), repeated for each query head of a group.
         later = torch.ones(tile, tile, dtype=torch.bool, device=q.device).triu(1)
         scores.masked_fill_(later.repeat(group, 1), -math.inf)
     if first_key is not None:
         key_positions = torch.arange(keys.start, keys.stop, device=q.device)
-        earlier = key_positions < first_key[:, None, rows, None]  # (batch, 1, rows, keys)
+        # (batch, 1, rows, keys)
+        earlier = key_positions < first_key[:, None, rows, None]
         scores.masked_fill_(earlier.repeat(1, 1, group, 1), -math.inf)
     return scores

@@ -1,4 +1,4 @@
-"""Ring attention: keys and values go round the ranks of cp, and every rank attends to each shard as it arrives.
+"""Ring attention: keys and values go around the ranks of cp, and every rank attends to each shard as it arrives.
 
 ::
 
@@ -9,22 +9,22 @@
     rank 3: kv 3     kv 2             kv 1             kv 0              its way
 
 A shard is one chunk of the head of the sequence and one of its tail (`mmm.parallel.cp.context_parallel`). Of the keys
-of another shard, either all of a rank's queries attend to the head chunk, or its tail queries to both chunks: every hop
-is a dense block, half of a square, so that no rank waits for another::
+of another shard, either all of a rank's queries attend to the head chunk, or its tail queries attend to both chunks:
+every hop is a dense block, half of a square, so that no rank waits for another::
 
                     keys of an earlier shard    own shard          keys of a later shard
                       head    tail              head    tail         head    tail
     queries  head   [ all   │  ·   ]          [ ◣     │  ·   ]     [  ·    │  ·   ]
              tail   [ all   │  ·   ]          [ all   │  ◣   ]     [ all   │ all  ]
 
-In backward keys and values go round once more, and the sum of their gradients follows one hop behind, until it is back
-at its own rank. A rank sends cp - 1 shards in forward; in backward cp - 1 shards again, and cp times the gradients of
-one (in float32 at least). cp can be any number, however many heads there are.
+In backward keys and values go around once more. The sum of their gradients follows one hop behind, until it is back at
+its own rank. A rank sends cp - 1 shards in forward; in backward cp - 1 shards again, and cp times the gradients of one
+(in float32 at least). cp can be any number, however many heads there are.
 
 Where a sequence has several documents, every rank knows where all of them begin, and nothing more is sent: of the keys
-above, a query sees those from its document's first one on.
+above, a query sees those from the beginning of its document.
 
-Source: Liu, Zaharia, Abbeel, "Ring Attention with Blockwise Transformers", 2023; the two chunks: the Llama team, "The
+Sources: Liu, Zaharia, Abbeel, "Ring Attention with Blockwise Transformers", 2023; the two chunks: the Llama team, "The
 Llama 3 Herd of Models", 2024, section 3.3.2.
 """
 
@@ -44,7 +44,7 @@ from mmm.parallel.double_backward import refuse_create_graph
 
 
 class RingAttention:
-    """Causal attention over a sequence that is sharded over `mesh` (one-dimensional): replaces a model's own."""
+    """Causal attention over a sequence that is sharded over `mesh` (one-dimensional). Replaces a model's attention."""
 
     def __init__(self, mesh: DeviceMesh) -> None:
         self.ring = Ring(mesh)
@@ -52,8 +52,9 @@ class RingAttention:
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, document_starts: Tensor | None = None) -> Tensor:
         """
         Args:
-            q: (batch, heads, seq / cp, head_dim). k, v: (batch, kv heads, seq / cp, head_dim); of this rank's tokens.
-            document_starts: (batch, seq) int64, as of `mmm.nn.attention.causal_attention`, of the full sequence.
+            q: (batch, heads, seq / cp, head_dim) of this rank's tokens.
+            k, v: (batch, kv heads, seq / cp, head_dim) of this rank's tokens.
+            document_starts: (batch, seq) int64, for the full sequence, as for `mmm.nn.attention.causal_attention`.
 
         Returns:
             (batch, heads, seq / cp, head_dim).
@@ -65,23 +66,29 @@ class Ring:
     """The ranks in a circle: each sends to the next, and receives from the previous one."""
 
     def __init__(self, mesh: DeviceMesh) -> None:
-        self.group, self.size, self.rank = mesh.get_group(), mesh.size(), mesh.get_local_rank()
+        self.group = mesh.get_group()
+        self.size = mesh.size()
+        self.rank = mesh.get_local_rank()
         members = dist.get_process_group_ranks(self.group)
         self.next = members[(self.rank + 1) % self.size]
         self.previous = members[self.rank - 1]
 
     def send_recv(self, tensor: Tensor) -> P2PExchange:
-        """Begin to send a tensor to the next rank, and to receive one like it. All ranks do, in the same order."""
+        """Begin to send a tensor to the next rank, and to receive one of its shape from the previous rank. All ranks of
+        the ring do so, in the same order."""
         return P2PExchange(self, tensor)
 
 
 class P2PExchange:
-    """A send and a receive in flight. What is sent must not be written to before `wait`."""
+    """A send and a receive in flight. The tensor that is sent must not be written to before `wait`."""
 
     def __init__(self, ring: Ring, tensor: Tensor) -> None:
-        self.sent, self.received = tensor, torch.empty_like(tensor)
+        # Kept here: its memory must live until it has been sent.
+        self.sent = tensor
+        self.received = torch.empty_like(tensor)
         send = dist.P2POp(dist.isend, self.sent, ring.next, group=ring.group)
         receive = dist.P2POp(dist.irecv, self.received, ring.previous, group=ring.group)
+        # As one batch: the ranks of a ring all send first, and would otherwise wait for each other.
         self.works = dist.batch_isend_irecv([send, receive])
 
     def wait(self) -> Tensor:
@@ -92,54 +99,65 @@ class P2PExchange:
 
 
 def positions_of(coordinate: int, cp: int, seq_length: int) -> Tensor:
-    """The positions of the tokens of cp coordinate r: chunks r and 2 · cp - 1 - r of 2 · cp, in ascending order.
+    """The positions of the tokens at cp coordinate r: chunks r and 2 · cp - 1 - r of 2 · cp, in ascending order.
 
     Args:
-        coordinate: 0 … cp - 1. seq_length: in tokens, a multiple of 2 · cp, or of anything if cp is 1.
+        coordinate: 0 … cp - 1.
+        seq_length: length of the full sequence in tokens, a multiple of 2 · cp; any length if cp is 1.
 
     Returns:
         (seq_length / cp,) int64.
     """
-    everything = torch.arange(seq_length)
+    positions = torch.arange(seq_length)
     if cp == 1:
-        return everything
+        return positions
     if seq_length % (2 * cp):
         raise ValueError(f"{seq_length} tokens do not divide into 2 · cp = {2 * cp} chunks of the same length")
-    chunks = everything.chunk(2 * cp)
+    chunks = positions.chunk(2 * cp)
     return torch.cat((chunks[coordinate], chunks[2 * cp - 1 - coordinate]))
 
 
 def visible(rank: int, source: int, length: int) -> tuple[slice, slice, bool]:
-    """Which keys of shard `source` the queries of shard `rank` attend to; each shard has `length` tokens.
+    """Which keys of shard `source` the queries of shard `rank` attend to.
+
+    Args:
+        length: number of tokens in each shard.
 
     Returns:
         Which queries, which keys, and whether causally: the first query to one key, the next to two, …
     """
-    everything, half = slice(0, length), length // 2
+    everything = slice(0, length)
+    half = length // 2
     if source == rank:
         return everything, everything, True
     if source < rank:
+        # The source's head chunk is before both of this rank's chunks, its tail chunk after both.
         return everything, slice(0, half), False
+    # Both of the source's chunks lie between this rank's head chunk and its tail chunk.
     return slice(half, length), everything, False
 
 
 def _first_keys(ring: Ring, hop: int, document_starts: Tensor | None, rows: slice, keys: slice) -> Tensor | None:
-    """The first key of a hop's block that each query of `rows` sees, (batch, queries), where there are documents."""
+    """The first key of a hop's block that each query of `rows` sees, (batch, queries); None without documents."""
     if document_starts is None:
         return None
-    seq = document_starts.shape[1]
-    own = positions_of(ring.rank, ring.size, seq)
-    others = positions_of((ring.rank - hop) % ring.size, ring.size, seq)
-    starts = document_starts[:, own[rows].to(document_starts.device)]  # (batch, queries)
-    return torch.searchsorted(others[keys].to(starts.device), starts)
+    seq_length = document_starts.shape[1]
+    query_positions = positions_of(ring.rank, ring.size, seq_length)[rows]
+    key_positions = positions_of((ring.rank - hop) % ring.size, ring.size, seq_length)[keys]
+    # (batch, queries): where the document of each query begins, in the full sequence.
+    starts = document_starts[:, query_positions.to(document_starts.device)]
+    # Positions ascend in a shard: the first key is the first one that is not before the document.
+    return torch.searchsorted(key_positions.to(starts.device), starts)
 
 
 class Block(NamedTuple):
-    """What a rank computes at one hop: some of its queries attend to some of the keys that have come.
+    """What a rank computes at one hop: some of its queries attend to some of the keys that have arrived.
 
     Attributes:
-        rows, keys: of the rank's queries, and of the shard's keys.
-        k, v: (batch, kv heads, keys, head_dim). causal, first_key: as of `block_forward`.
+        rows: which of the rank's queries.
+        keys: which of the shard's keys.
+        k, v: (batch, kv heads, keys, head_dim).
+        causal, first_key: as for `block_forward`.
     """
 
     rows: slice
@@ -151,8 +169,9 @@ class Block(NamedTuple):
 
 
 def _hops(ring: Ring, k: Tensor, v: Tensor, document_starts: Tensor | None) -> Iterator[Block]:
-    """The block of each hop; while one is computed, the next shard is on its way. A collective."""
-    kv = torch.stack((k, v))  # (2, batch, kv heads, seq / cp, head_dim)
+    """The block of each hop. While one is computed, the next shard is on its way. A collective of the ring."""
+    # (2, batch, kv heads, seq / cp, head_dim): one message for keys and values.
+    kv = torch.stack((k, v))
     for hop in range(ring.size):
         next_kv = ring.send_recv(kv) if hop < ring.size - 1 else None
         rows, keys, causal = visible(ring.rank, (ring.rank - hop) % ring.size, k.shape[2])
@@ -168,8 +187,10 @@ class _RingAttention(torch.autograd.Function):
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, ring: Ring, document_starts: Tensor | None
     ) -> Tensor:
         accum_dtype = torch.promote_types(q.dtype, torch.float32)
-        out = torch.zeros_like(q, dtype=accum_dtype)  # (batch, heads, seq / cp, head_dim)
-        lse = torch.full(q.shape[:-1], -math.inf, dtype=accum_dtype, device=q.device)  # (batch, heads, seq / cp)
+        # (batch, heads, seq / cp, head_dim)
+        out = torch.zeros_like(q, dtype=accum_dtype)
+        # (batch, heads, seq / cp): -inf, because no query has seen a key yet.
+        lse = torch.full(q.shape[:-1], -math.inf, dtype=accum_dtype, device=q.device)
         for rows, _, block_k, block_v, causal, first_key in _hops(ring, k, v, document_starts):
             block_out, block_lse = block_forward(q[:, :, rows], block_k, block_v, causal, first_key)
             out[:, :, rows], lse[:, :, rows] = merge(out[:, :, rows], lse[:, :, rows], block_out, block_lse)
@@ -185,18 +206,27 @@ class _RingAttention(torch.autograd.Function):
         q, k, v, out, lse = ctx.saved_tensors
         ring: Ring = ctx.ring
         dq = torch.zeros_like(q, dtype=lse.dtype)
-        dkv = torch.zeros(2, *k.shape, dtype=lse.dtype, device=k.device)  # of the shard that is here
+        # (2, batch, kv heads, seq / cp, head_dim): gradients of the keys and values that this rank has at this hop.
+        dkv = torch.zeros(2, *k.shape, dtype=lse.dtype, device=k.device)
         next_dkv: P2PExchange | None = None
         for rows, keys, block_k, block_v, causal, first_key in _hops(ring, k, v, ctx.document_starts):
-            block_gradient, block_q, block_out, block_lse = (t[:, :, rows] for t in (gradient, q, out, lse))
             block_dq, *block_dkv = block_backward(
-                block_gradient, block_q, block_k, block_v, block_out, block_lse.contiguous(), causal, first_key
+                gradient[:, :, rows],
+                q[:, :, rows],
+                block_k,
+                block_v,
+                out[:, :, rows],
+                lse[:, :, rows].contiguous(),
+                causal,
+                first_key,
             )
             dq[:, :, rows] += block_dq
             if next_dkv is not None:
-                dkv = next_dkv.wait()  # of this hop's shard, summed over the ranks that it has visited
+                # The gradients of this hop's shard, summed over the ranks that it has visited so far.
+                dkv = next_dkv.wait()
             dkv[:, :, :, keys] += torch.stack(block_dkv).to(dkv.dtype)
             next_dkv = ring.send_recv(dkv)
         assert next_dkv is not None
+        # After cp hops, the gradients of this rank's own shard are back, summed over all ranks of cp.
         dk, dv = next_dkv.wait()
         return dq.to(q.dtype), dk.to(q.dtype), dv.to(q.dtype), None, None

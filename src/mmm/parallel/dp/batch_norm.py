@@ -1,7 +1,7 @@
-"""Batch normalization over the global batch: sums over all ranks that have other samples, on every device.
+"""Batch normalization over the global batch: sums over all ranks that have other samples, on any device.
 
-``nn.SyncBatchNorm``'s mathematics, which PyTorch has for accelerators alone. The statistics that a model keeps for
-evaluation are those of the global batch as well, and so the same on every rank.
+The mathematics is that of ``nn.SyncBatchNorm``, which PyTorch has only for accelerators. The statistics that a model
+keeps for evaluation are those of the global batch as well, and so the same on every rank.
 
 Source: Ioffe and Szegedy, "Batch Normalization", 2015.
 """
@@ -19,17 +19,21 @@ from torch.distributed.tensor import DTensor
 from mmm.errors import ConfigError, config_field
 from mmm.layout import Layout, Techniques
 from mmm.nn.draw import class_name
-from mmm.parallel.dp.microbatches import batch_norms, in_parts
+from mmm.parallel.dp.microbatches import batch_norms, why_no_microbatches
 from mmm.parallel.local import to_local
 from mmm.parallel.mesh import Mesh
 from mmm.torch_private.autograd import in_backward
 from mmm.torch_private.module import BatchNorm, check_input_dim
 
-AXES = ("dp_replicate", "dp_shard", "cp")  # whose ranks have different samples, or different places of them
+# Axes whose ranks have different samples, or different places of the same samples.
+AXES = ("dp_replicate", "dp_shard", "cp")
 
 
 class _Sum(torch.autograd.Function):
-    """The sum over the ranks of `groups`, one after the other; in backward too, since each rank's loss is a part."""
+    """The sum over the ranks of all `groups`, reduced over one group after the other.
+
+    Backward sums too: every rank's loss depends on the sum, and the global loss is the sum of the ranks' losses.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, groups: Sequence[dist.ProcessGroup]) -> Tensor:  # type: ignore[override]
@@ -45,18 +49,25 @@ class _Sum(torch.autograd.Function):
 
 
 def check_batch_norm(model: nn.Module, layout: Layout, techniques: Techniques) -> None:
-    """Whether batch normalization can be that of the global batch; needs no process group.
+    """Check that batch normalization can be over the global batch. Needs no process group.
 
     Raises:
-        ConfigError: micro-batches or a pipeline, or a module of its own that is no more than derived from PyTorch's.
+        ConfigError: there are micro-batches or a pipeline; or a module is of a class derived from PyTorch's, with a
+            forward of its own.
     """
     for name, module in batch_norms(model):
-        if layout.pp > 1 or (techniques.microbatches or 1) > 1:
-            pp = config_field("pp") if layout.pp > 1 else "pp"
-            what = f"{pp} {layout.pp}" if layout.pp > 1 else f"{config_field('microbatches')} {techniques.microbatches}"
-            raise ConfigError(f"{what} with {in_parts(name, module, f'leave micro-batches and {pp} out, ')}")
-        own = type(module).forward not in (BatchNorm.forward, nn.SyncBatchNorm.forward)
-        if own and any(getattr(layout, axis) > 1 for axis in AXES):
+        microbatches = techniques.microbatches or 1
+        if layout.pp > 1 or microbatches > 1:
+            if layout.pp > 1:
+                pp = config_field("pp")
+                cause = f"{pp} {layout.pp}"
+            else:
+                pp = "pp"
+                cause = f"{config_field('microbatches')} {microbatches}"
+            advice = f"leave micro-batches and {pp} out, "
+            raise ConfigError(f"{cause} with {why_no_microbatches(name, module, advice)}")
+        has_own_forward = type(module).forward not in (BatchNorm.forward, nn.SyncBatchNorm.forward)
+        if has_own_forward and any(getattr(layout, axis) > 1 for axis in AXES):
             raise ConfigError(
                 f"{name} is a {class_name(module)}, whose forward is its own: its statistics would be those of each "
                 f"rank's samples; use nn.BatchNorm1d, 2d or 3d"
@@ -64,10 +75,13 @@ def check_batch_norm(model: nn.Module, layout: Layout, techniques: Techniques) -
 
 
 def apply_batch_norm(model: nn.Module, mesh: Mesh, techniques: Techniques, mixed: bool = False) -> None:
-    """Have the BatchNorms of `model` normalize over the global batch, in place; where something is recomputed, have
-    them count a batch once; in mixed precision, have them compute in float32, whatever the dtype of their weights."""
+    """Have the BatchNorms of `model` normalize over the global batch, in place.
+
+    With activation checkpointing they also count a batch once, although its forward is recomputed. In mixed precision
+    they compute in float32, whatever the dtype of their weights.
+    """
     groups = [mesh[axis].get_group() for axis in AXES if getattr(mesh.layout, axis) > 1]
-    if not (groups or mixed) and techniques.checkpointing == "none":
+    if not groups and not mixed and techniques.checkpointing == "none":
         return
     for module in model.modules():
         if isinstance(module, BatchNorm):
@@ -75,25 +89,39 @@ def apply_batch_norm(model: nn.Module, mesh: Mesh, techniques: Techniques, mixed
 
 
 class GlobalForward:
-    """The forward of a BatchNorm."""
+    """The forward of a BatchNorm, over the samples of all ranks in `groups`."""
 
     def __init__(self, module: BatchNorm, groups: Sequence[dist.ProcessGroup]) -> None:
-        self.module, self.groups = module, groups
+        self.module = module
+        self.groups = groups
 
     def __call__(self, x: Tensor) -> Tensor:
-        module, local = self.module, x
+        """
+        Args:
+            x: (batch, channels, …), this rank's samples.
+
+        Returns:
+            The same shape and dtype.
+        """
+        module = self.module
+        local = x
         if isinstance(x, DTensor):
+            # Under tp, the channels of this rank.
             local = x.to_local()
         if not isinstance(module, nn.SyncBatchNorm):
             check_input_dim(module, local)
         wide = local.to(torch.promote_types(local.dtype, torch.float32))
         if module.training or module.running_mean is None:
             mean, variance, count = self._statistics(wide)
+            # A forward that is recomputed in backward must not count its batch a second time.
             if module.training and module.running_mean is not None and not in_backward():
+                # Running statistics are unbiased, as PyTorch keeps them.
                 self._keep(mean.detach(), variance.detach() * count / (count - 1))
         else:
             assert module.running_var is not None
-            mean, variance = to_local(module.running_mean).to(wide), to_local(module.running_var).to(wide)
+            mean = to_local(module.running_mean).to(wide)
+            variance = to_local(module.running_var).to(wide)
+        # (1, channels, 1, …), to broadcast over samples and places.
         shape = (1, -1, *[1] * (wide.ndim - 2))
         result = (wide - mean.view(shape)) * (variance + module.eps).rsqrt().view(shape)
         if module.affine:
@@ -105,21 +133,33 @@ class GlobalForward:
         return result
 
     def _statistics(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Mean, variance and the number of elements of each channel, of the global batch."""
+        """Mean, variance and number of elements of each channel, over the global batch. A collective of all `groups`.
+
+        Returns:
+            (channels,), (channels,) and (1,).
+        """
         dims = [dim for dim in range(x.ndim) if dim != 1]
         count = x.new_tensor([x.numel() // x.shape[1]])
+        # One all-reduce for both: ranks may have different numbers of samples, or places.
         sums, count = _Sum.apply(torch.cat((x.sum(dims), count)), self.groups).tensor_split((-1,))
-        mean, count = sums / count, count.detach()
+        mean = sums / count
+        count = count.detach()
+        # A second all-reduce, of squared distances from the global mean: more exact than a mean of squares.
         centered = x - mean.view(1, -1, *[1] * (x.ndim - 2))
-        return mean, _Sum.apply(centered.square().sum(dims), self.groups) / count, count
+        variance = _Sum.apply(centered.square().sum(dims), self.groups) / count
+        return mean, variance, count
 
     @torch.no_grad()
     def _keep(self, mean: Tensor, variance: Tensor) -> None:
+        """Move the running statistics towards those of this batch."""
         module = self.module
         assert module.running_mean is not None
         assert module.running_var is not None
         assert module.num_batches_tracked is not None
-        seen = to_local(module.num_batches_tracked).add_(1)
-        factor = 1.0 / seen.item() if module.momentum is None else module.momentum
+        batches = to_local(module.num_batches_tracked).add_(1)
+        factor = module.momentum
+        if factor is None:
+            # PyTorch's meaning of no momentum: the plain average over all batches so far.
+            factor = 1.0 / batches.item()
         for running, statistic in ((module.running_mean, mean), (module.running_var, variance)):
             to_local(running).lerp_(statistic.to(running.dtype), factor)

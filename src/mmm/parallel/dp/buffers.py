@@ -1,7 +1,8 @@
 """Buffers under FSDP's mixed precision: forward reads them in the dtype of compute, as it does parameters.
 
 FSDP casts parameters and inputs, and leaves buffers wide: `x - self.mean` is then wide as well, and the next matrix
-product fails. Each module casts its own just for its forward (in one that is recomputed too); what is saved is wide.
+product fails. Here each module casts its own buffers for the length of its forward (a recomputed one too). Between
+forwards they are wide, and so are those in a checkpoint.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from mmm.errors import ConfigError
 from mmm.nn.experts import MixtureOfExperts
 from mmm.torch_private.module import BatchNorm, own_buffers, version_of
 
-WIDE = (BatchNorm, MixtureOfExperts)  # add up in them, and cast for themselves
+# These add up in their buffers, and cast by themselves what they read.
+WIDE = (BatchNorm, MixtureOfExperts)
 
 
 def cast_buffers(model: nn.Module, dtype: torch.dtype) -> None:
@@ -27,20 +29,29 @@ def cast_buffers(model: nn.Module, dtype: torch.dtype) -> None:
 
 
 def _with_cast(module: nn.Module, forward: Callable[..., Any], path: str, dtype: torch.dtype) -> Callable[..., Any]:
+    """`forward`, with the buffers of `module` cast to `dtype` while it runs.
+
+    Args:
+        path: the module's name in the model, for an error.
+    """
+
     def cast_forward(*args: Any, **kwargs: Any) -> Any:
-        named = ((name, buffer) for name, buffer in own_buffers(module).items() if buffer is not None)
-        wide = {name: buffer for name, buffer in named if buffer.is_floating_point() and buffer.dtype != dtype}
+        wide = {}
+        for name, buffer in own_buffers(module).items():
+            if buffer is not None and buffer.is_floating_point() and buffer.dtype != dtype:
+                wide[name] = buffer
         narrow = {name: buffer.to(dtype) for name, buffer in wide.items()}
         versions = {name: version_of(buffer) for name, buffer in narrow.items()}
         own_buffers(module).update(narrow)
         try:
             output = forward(*args, **kwargs)
+            # What forward writes to a copy would be lost.
             for name, buffer in narrow.items():
                 if own_buffers(module).get(name) is not buffer or version_of(buffer) != versions[name]:
+                    full_name = f"{path}.{name}" if path else name
                     raise ConfigError(
-                        f"forward writes the buffer {f'{path}.{name}' if path else name}, which it has in "
-                        f"{str(dtype).removeprefix('torch.')} there, too coarse to add up in: write it after the "
-                        f"step, or use dtype fp32"
+                        f"forward writes the buffer {full_name}, which it has in {str(dtype).removeprefix('torch.')} "
+                        f"there, too coarse to add up in: write it after the step, or use dtype fp32"
                     )
         finally:
             own_buffers(module).update(wide)

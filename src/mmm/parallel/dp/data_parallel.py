@@ -1,6 +1,6 @@
 """Data parallelism: every coordinate of the dp axes has its own samples of the global batch.
 
-What each rank keeps of a model of P parameters on N ranks, and what it sends in a step (about, in elements)::
+What each rank keeps of a model of P parameters on N ranks, and about how many elements it sends in a step::
 
               parameters   gradients   optimizer state   a step
     ddp       P            P           k P               2 P      all-reduce
@@ -9,10 +9,10 @@ What each rank keeps of a model of P parameters on N ranks, and what it sends in
     fsdp      P / N        P / N       k P / N           3 P      all-gather twice, reduce-scatter (ZeRO-3)
     hsdp      P / S        P / S       k P / S           fsdp over the S ranks of dp_shard, then an all-reduce of P / S
 
-(k: 2 for AdamW, 0 for plain SGD.) All of them shard a tensor along dim 0, as evenly as full rows allow.
+k is 2 for AdamW, and 0 for plain SGD. All of them shard a tensor along dim 0, as evenly as full rows allow.
 
-Gradients are *summed* over the dp axes, not averaged: the local loss that each rank differentiates is its own sum over
-the *global* count, so that uneven counts stay right.
+Gradients are *summed* over the dp axes, not averaged. Each rank differentiates its local loss: the sum over its own
+targets, divided by the *global* count of targets. So uneven counts stay right.
 
 Source: Rajbhandari et al., "ZeRO", 2020.
 """
@@ -36,28 +36,33 @@ from mmm.runtime.device import Precision
 
 
 def check_reshard(techniques: Techniques, layout: Layout) -> None:
-    """Whether FSDP can free its units as asked for; needs no process group.
+    """Check that FSDP can free its units as asked for. Needs no process group.
 
     Raises:
-        ConfigError: no such choice, or no FSDP. LayoutError: a pipeline; with what to change.
+        ConfigError: there is no such choice, or no FSDP.
+        LayoutError: there is a pipeline; the message says what to change.
     """
-    when, name = techniques.reshard_after_forward, config_field("reshard_after_forward")
-    if when not in RESHARD_AFTER_FORWARD:
+    choice = techniques.reshard_after_forward
+    name = config_field("reshard_after_forward")
+    if choice not in RESHARD_AFTER_FORWARD:
         choices = ", ".join(RESHARD_AFTER_FORWARD)
-        raise ConfigError(f"{name} {when!r} is not one of {choices}")
-    if when != "auto" and techniques.data_parallel in UNSHARDED:
-        why = f"with {techniques.data_parallel} every rank keeps all parameters; leave it out, or use fsdp"
-        raise ConfigError(f"{name} {when}: {why}")
-    if when == "always" and layout.pp > 1:
-        why = f"a stage of pp {layout.pp} is gathered once a step, not once a micro-batch; use auto"
-        raise LayoutError(f"{name} {when}: {why}")
+        raise ConfigError(f"{name} {choice!r} is not one of {choices}")
+    if choice != "auto" and techniques.data_parallel in UNSHARDED:
+        raise ConfigError(
+            f"{name} {choice}: with {techniques.data_parallel} every rank keeps all parameters; leave it out, or use "
+            f"fsdp"
+        )
+    if choice == "always" and layout.pp > 1:
+        raise LayoutError(
+            f"{name} {choice}: a stage of pp {layout.pp} is gathered once a step, not once a micro-batch; use auto"
+        )
 
 
 def check_offload(data_parallel: str, dtype: str = "") -> None:
-    """Whether a technique, and a precision, go with offload; needs no process group.
+    """Check that a data-parallel technique, and a precision, go with offload. Needs no process group.
 
     Raises:
-        ConfigError: they do not; with what to change.
+        ConfigError: they do not; the message says what to change.
     """
     name = config_field("offload")
     if data_parallel in UNSHARDED:
@@ -70,27 +75,33 @@ def check_offload(data_parallel: str, dtype: str = "") -> None:
 
 
 def dp_mesh(mesh: Mesh) -> DeviceMesh:
-    """What FSDP works over: (dp_shard,) or, for HSDP, (dp_replicate, dp_shard); with cp, dp_shard × cp for dp_shard.
+    """The mesh that FSDP works over: (dp_shard,), or for HSDP (dp_replicate, dp_shard). With cp, dp_shard × cp takes
+    the place of dp_shard.
 
-    Ranks of a cp group have the same parameters and different tokens: their gradients are summands of one sum.
+    The ranks of a cp group have the same parameters and different tokens: their gradients are terms of one sum.
     """
     shard = "dp_shard_cp" if mesh.layout.cp > 1 else "dp_shard"
     if mesh.layout.dp_replicate == 1:
         return mesh[shard]
-    mesh[shard]  # makes the joined axis
-    with warnings.catch_warnings():  # PyTorch 2.13 warns of names of joined axes here, and has no other public way
+    # The joined axis dp_shard_cp has to exist before the mesh below can be sliced by its name.
+    mesh[shard]
+    # PyTorch 2.13 warns of names of joined axes here, and has no other public way.
+    with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Slicing a flattened dim")
         return mesh.device_mesh["dp_replicate", shard]
 
 
 def needs_no_fsdp(layout: Layout, mixed: bool, techniques: Techniques) -> bool:
-    """Whether FSDP would only copy parameters and gradients through its buffers: on a single rank, where it does not
-    cast them or move them to the host either. The trainers then leave the model as it is (`Mesh.no_data_parallel`).
+    """Whether FSDP would only copy parameters and gradients through its buffers.
+
+    So it is on a single rank, if FSDP does not cast parameters or move them to the host. The trainers then leave the
+    model as it is (`Mesh.no_data_parallel`).
 
     Args:
-        mixed: whether weights are cast to compute.
+        mixed: whether weights are cast to another dtype for compute.
     """
-    return layout.ranks == 1 and techniques.data_parallel not in UNSHARDED and not (mixed or techniques.offload)
+    is_fsdp = techniques.data_parallel not in UNSHARDED
+    return layout.ranks == 1 and is_fsdp and not mixed and not techniques.offload
 
 
 def apply_data_parallel(
@@ -99,16 +110,17 @@ def apply_data_parallel(
     """The model to train: `model` itself, sharded in place, or for ddp, zero1 and zero2 a wrapper around it.
 
     Raises:
-        ConfigError: offload on MPS, which has the host's memory.
+        ConfigError: offload on MPS, whose memory is that of the host.
     """
-    technique, offload = techniques.data_parallel, techniques.offload
+    technique = techniques.data_parallel
     if mesh.no_data_parallel:
-        if offload:
+        if techniques.offload:
             raise ConfigError(f"{config_field('offload')} on mps: it has the host's memory; leave it out")
         return model
     if technique not in UNSHARDED:
         if mesh.experts is not None:
-            apply_expert_fsdp(model, mesh.experts, plan, precision, offload)  # before the units that contain them
+            # Before the units that contain them: FSDP leaves out of a unit what is a unit already.
+            apply_expert_fsdp(model, mesh.experts, plan, precision, techniques.offload)
         apply_fsdp(model, dp_mesh(mesh), plan, precision, techniques)
         return model
     if technique == "ddp":

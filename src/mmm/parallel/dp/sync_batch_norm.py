@@ -10,13 +10,14 @@ from mmm.torch_private.module import BatchNorm
 
 
 def sync_batch_norm(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Have the BatchNorms of `model` take the statistics of all ranks' samples, in place: ``nn.SyncBatchNorm`` on any
-    device. Modules with a forward of their own stay as they are.
+    """Have the BatchNorms of `model` take the statistics of all ranks' samples, in place.
+
+    Does what ``nn.SyncBatchNorm`` does, on any device. Modules with a forward of their own stay as they are.
 
     Args:
-        mesh: of the axes whose ranks have different samples.
+        mesh: the axes whose ranks have different samples.
     """
-    groups = [mesh.get_group(index) for index in range(mesh.ndim)]
+    groups = [mesh.get_group(axis) for axis in range(mesh.ndim)]
     for module in model.modules():
         if isinstance(module, BatchNorm) and type(module).forward in (BatchNorm.forward, nn.SyncBatchNorm.forward):
             module.forward = GlobalForward(module, groups)  # type: ignore[method-assign, assignment]

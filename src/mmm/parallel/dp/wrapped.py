@@ -1,4 +1,4 @@
-"""A model that ddp, zero1 or zero2 have wrapped: what is asked of it by those who do not wrap it."""
+"""The wrapper that ddp, zero1 and zero2 put around a model, and what other code asks of any model, wrapped or not."""
 
 from __future__ import annotations
 
@@ -19,16 +19,17 @@ from mmm.torch_private.fsdp import groups_of, state_of
 
 class Wrapper(nn.Module, ABC):
     """A module around a model on the meta device, of which every rank has a replica, or what tp leaves of one.
-    ``parallel.materialize`` gives that memory and weights, and then calls `connect`.
+    ``parallel.materialize`` gives the model memory and weights, and then calls `connect`.
 
-    Only what is added to ``.grad`` is summed over the ranks. Gradients with respect to inputs, and those of
-    ``torch.autograd.grad``, are this rank's own, unscaled.
+    Only what is added to ``.grad`` is summed over the ranks. Gradients with respect to inputs, and those that
+    ``torch.autograd.grad`` returns, are this rank's own, unscaled.
 
     Attributes:
         module: the model.
-        mesh: the ranks that have it.
+        mesh: the ranks that have a replica of the model.
+        precision: data types of weights and of compute.
         connected: whether `connect` has run.
-        reduce_now: whether the next backwards sum over the ranks.
+        reduce_now: whether the next backward passes sum over the ranks.
     """
 
     def __init__(self, module: nn.Module, mesh: DeviceMesh, precision: Precision) -> None:
@@ -46,21 +47,21 @@ class Wrapper(nn.Module, ABC):
 
     @abstractmethod
     def compute(self, *inputs: Any, **named: Any) -> Any:
-        """The model's own forward."""
+        """Run the model's own forward."""
 
     def sync_gradients(self, now: bool) -> None:
-        """Whether the next backwards sum over the ranks, or only add to this rank's own gradients."""
+        """Choose whether the next backward passes sum over the ranks, or only add to this rank's own gradients."""
         self.reduce_now = now
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
-        """The model's matrix products in ``precision.compute``; weights stay as they are."""
+        """Run the model, with matrix products in ``precision.compute``; weights keep their dtype."""
         if not self.connected:
             raise RuntimeError("this model has no weights yet: call parallel.materialize(model, device, seed) first")
         with torch.autocast(self.mesh.device_type, self.precision.compute, enabled=self.precision.mixed):
             return self.compute(*inputs, **named)
 
     def sum_gradients_of(self, parameters: Sequence[nn.Parameter]) -> None:
-        """The parameters whose gradients are summed; the others have to stay frozen."""
+        """Note the parameters whose gradients are summed over the ranks. All others have to stay frozen."""
         summed = {id(parameter) for parameter in parameters}
         self._frozen = [(name, p) for name, p in self.module.named_parameters() if id(p) not in summed]
 
@@ -80,8 +81,10 @@ class Wrapper(nn.Module, ABC):
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """The model inside a `Wrapper`; any other as it is."""
-    return model.module if isinstance(model, Wrapper) else model
+    """The model inside a `Wrapper`; any other model as it is."""
+    if isinstance(model, Wrapper):
+        return model.module
+    return model
 
 
 def is_offloaded(model: nn.Module) -> bool:
@@ -90,7 +93,11 @@ def is_offloaded(model: nn.Module) -> bool:
 
 
 def all_groups(module: nn.Module) -> Iterator[Any]:
-    """FSDP's own records of the parameters that it gathers together in `module`."""
-    units = (inner for inner in module.modules() if isinstance(inner, FSDPModule))
-    for unit in {state_of(unit): unit for unit in units}.values():  # modules of one unit share theirs
+    """FSDP's own groups of parameters in `module`: those of one group are gathered together."""
+    # `fully_shard` of several modules makes them one unit: they share its state.
+    units: dict[Any, FSDPModule] = {}
+    for inner in module.modules():
+        if isinstance(inner, FSDPModule):
+            units[state_of(inner)] = inner
+    for unit in units.values():
         yield from groups_of(unit)

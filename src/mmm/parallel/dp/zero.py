@@ -1,11 +1,11 @@
-"""ZeRO-1 and ZeRO-2: every rank has the full model, and keeps and updates the optimizer state of its own shard only.
+"""ZeRO-1 and ZeRO-2: every rank has the full model, but keeps and updates the optimizer state of only its own shard.
 
 A step, on a parameter with rows A B C D and two ranks::
 
                     rank 0              rank 1
     parameter       A B C D             A B C D          full on both, all the time
     gradient        a b c d             a'b'c'd'         of each rank's own samples
-      │ reduce: zero1 all-reduce, zero2 reduce-scatter, as soon as backward has made it
+      │ reduce: zero1 all-reduce, zero2 reduce-scatter, as soon as backward has made the gradient
       ▼
     gradient        [a+a' b+b']         [c+c' d+d']      its shard (zero1: the other rows stay in memory as well)
       │ optimizer.step(), on these rows only
@@ -16,23 +16,25 @@ A step, on a parameter with rows A B C D and two ranks::
     parameter       A*B*C*D*            A*B*C*D*
 
 ``parameters()`` of the wrapped model are the shards, as `DTensor` with ``Shard(0)``, under the names and with the full
-shapes of the parameters. So every optimizer that treats each element by itself (SGD, Adam, AdamW, …) is correct, and so
-are gradient clipping, GradScaler and learning-rate schedules; its state has the shape of FSDP's. Shards that a loop
-updates by itself are gathered before a forward. ``state_dict()`` has the full parameters; ``module`` is the model.
+shapes of the parameters. So every optimizer that treats each element by itself (SGD, Adam, AdamW, …) is correct, and
+so are gradient clipping, GradScaler and learning-rate schedules; the optimizer's state has the shape of FSDP's. Shards
+that a training loop itself changes are gathered before the next forward. ``state_dict()`` has the full parameters;
+``module`` is the model.
 
-On a layout with more axes each rank has what tp, pp and ep leave it of the model. The ranks that a gradient is summed
-over share the update of that. A matrix of eight rows on dp2·tp2, its rows over tp::
+On a layout with more axes, each rank has what tp, pp and ep leave it of the model. The ranks that a gradient is summed
+over share the update of that piece. A matrix of eight rows on dp2·tp2, its rows over tp::
 
                     tp 0                tp 1
     dp 0            rows 0 1 2 3        rows 4 5 6 7      in memory, of parameters and gradients
     dp 1            rows 0 1 2 3        rows 4 5 6 7
-    dp 0 updates    rows 0 1            rows 4 5          with the optimizer's state of these
+    dp 0 updates    rows 0 1            rows 4 5          and has the optimizer's state of these rows
     dp 1 updates    rows     2 3        rows     6 7
 
-Those ranks are dp, with cp dp × cp (whose ranks have other tokens and the same parameters), and for experts expert_dp
-(`mmm.parallel.ep.expert_parallel`). The shards are those of a mesh (tp, dp): tp, outer, shards first. A stage of a
-pipeline is reduced once a step, after its micro-batches. That suits slow links between hosts: dp sends its 3 P once a
-step, however many micro-batches there are, where fsdp gathers each unit's parameters twice in each.
+The ranks that share an update are those of dp; with cp, those of dp × cp (which have other tokens and the same
+parameters); and for experts, those of expert_dp (`mmm.parallel.ep.expert_parallel`). The shards lie on a mesh (tp, dp):
+tp, the outer axis, shards first. A stage of a pipeline is reduced once a step, after its micro-batches. That suits slow
+links between hosts: dp sends its 3 P once a step, however many micro-batches there are, where fsdp gathers each unit's
+parameters twice in each of them.
 
 Source: Rajbhandari et al., "ZeRO: memory optimizations toward training trillion parameter models", 2020.
 """
@@ -64,15 +66,21 @@ from mmm.torch_private.fsdp import set_local, shards_version
 class ShardedParameter:
     """A rank's local tensor of a parameter, and the rows of it that this rank updates.
 
-    Rank r has rows r·c … (r + 1)·c - 1 with c = ceil(rows / ranks), as ``torch.chunk`` splits; the last ranks may have
-    fewer, or none.
+    Rank r has rows r·c … (r + 1)·c - 1 with c = ceil(rows / ranks), as ``torch.chunk`` splits. The last ranks may have
+    fewer rows, or none.
 
     Attributes:
         full: the model's parameter: plain, or a `DTensor` over tp or ep.
-        shard: this rank's rows of its local tensor, in the same memory.
-        memory: that of the local tensor, `dim` first, padded until all ranks have the same number of rows, as
+        mesh: the mesh of the shards: the axes of `full`, then those of the ranks that share the update.
+        dim: the dim of the parameter whose rows are sharded.
+        keep_full: whether every rank sums the full gradient (ZeRO-1), and not just its own rows (ZeRO-2).
+        group: the ranks that share the update.
+        summed: this rank's rows of the summed gradient, while it is being reduced.
+        rows: this rank's rows of its local tensor.
+        padded_rows: its rows where all ranks have the same number.
+        shard: the rows that this rank updates, in the same memory as `full`.
+        memory: the memory of the local tensor, `dim` first, padded until all ranks have the same number of rows, as
             collectives need it.
-        keep_full: sum the full gradient on every rank.
     """
 
     def __init__(
@@ -80,8 +88,8 @@ class ShardedParameter:
     ) -> None:
         """
         Args:
-            over: the ranks that have the same local tensor, one-dimensional.
-            mesh: of the shards: the axes of `full`, then `over`. dim: whose rows are sharded.
+            name: the parameter's name, for an error.
+            over: the ranks that have the same local tensor and share its update; one-dimensional.
         """
         if full.ndim == 0:
             raise ConfigError(f"parameter {name} is a scalar, which has no rows to shard: give it shape (1,)")
@@ -90,21 +98,24 @@ class ShardedParameter:
         self.dim = dim
         self.keep_full = keep_full
         self.group = over.get_group()
-        self.summed: Tensor | None = None  # this rank's rows of the sum
+        self.summed: Tensor | None = None
 
+        # (rows, …): the dim that is sharded comes first.
         by_rows = to_local(full.detach()).movedim(dim, 0)
         self.local_rows = len(by_rows)
         chunk = -(-self.local_rows // over.size())
         first = over.get_local_rank() * chunk
         self.padded_rows = slice(first, first + chunk)
         self.rows = slice(min(first, self.local_rows), min(first + chunk, self.local_rows))
+        # The parameter moves into padded memory, of which the shard is a view: an optimizer's step on the shard is a
+        # step on the parameter.
         self.memory = by_rows.new_zeros(chunk * over.size(), *by_rows.shape[1:])
         self.memory[: self.local_rows] = by_rows
         set_local(full, self.memory[: self.local_rows].movedim(0, dim))
         self.shard = nn.Parameter(self._as_dtensor(self.memory[self.rows]))
 
     def _as_dtensor(self, rows: Tensor) -> DTensor:
-        """This rank's rows as a shard of the full tensor; no copy."""
+        """This rank's rows as a shard of the full tensor, without a copy."""
         outer = self.full.placements if isinstance(self.full, DTensor) else ()
         return DTensor.from_local(
             rows.movedim(0, self.dim),
@@ -116,23 +127,28 @@ class ShardedParameter:
         )
 
     def _own_gradient(self) -> Tensor:
-        """This rank's gradient of its local tensor, rows first; it is taken from the parameter."""
+        """This rank's gradient of its local tensor, rows first. It is taken away from the parameter."""
         gradient = self.full.grad
         self.full.grad = None
         if gradient is None:
+            # No sample of this rank has used the parameter; the others wait for this rank all the same.
             return torch.zeros_like(self.memory[: self.local_rows])
-        if isinstance(self.full, DTensor):  # a partial sum over tp, such as that of a norm, is added up
+        if isinstance(self.full, DTensor):
             assert isinstance(gradient, DTensor)
+            # A gradient that is a partial sum over tp, such as that of a norm, is added up: an all-reduce over tp.
             gradient = gradient.redistribute(placements=self.full.placements)
         return to_local(gradient.detach()).movedim(self.dim, 0).contiguous()
 
     @torch.no_grad()
     def begin(self) -> dist.Work:
-        """Begin to sum the gradient over the ranks; the full one of this rank's samples is freed."""
+        """Begin to sum the gradient over the ranks that share the update. The full gradient of this rank's samples is
+        freed."""
         gradient = self._own_gradient()
         if self.keep_full:
+            # A view: the all-reduce writes the sum into it.
             self.summed = gradient[self.rows]
             return dist.all_reduce(gradient, group=self.group, async_op=True)
+        # A reduce-scatter needs the same number of rows from and for each rank.
         padding = len(self.memory) - len(gradient)
         if padding:
             gradient = torch.cat((gradient, gradient.new_zeros(padding, *gradient.shape[1:])))
@@ -141,7 +157,7 @@ class ShardedParameter:
         return reduce_scatter(local, gradient, group=self.group, async_op=True)
 
     def finish(self) -> None:
-        """Add the sum, which is there by now, to the gradient of the shard, which the optimizer reads."""
+        """Add the sum, which is complete by now, to the gradient of the shard, which the optimizer reads."""
         assert self.summed is not None
         if self.shard.grad is None:
             self.shard.grad = self._as_dtensor(self.summed)
@@ -150,29 +166,35 @@ class ShardedParameter:
         self.summed = None
 
     def gather(self) -> dist.Work:
-        """Begin to fill in the rows that other ranks have updated."""
+        """Begin to fill in the rows that other ranks have updated: an all-gather over those that share the update."""
         return all_gather(self.memory, self.memory[self.padded_rows].clone(), group=self.group, async_op=True)
 
 
 def replicas_of(mesh: Mesh) -> DeviceMesh:
-    """The ranks that have the same parameters, experts apart, and other samples or other tokens of them."""
-    if mesh.layout.dp_replicate > 1:  # `check_data_parallel`: it is then the only axis
+    """The ranks that have the same parameters (except experts), and other samples or other tokens of them."""
+    # `check_data_parallel` allows dp_replicate without fsdp only as the single data-parallel axis.
+    if mesh.layout.dp_replicate > 1:
         return mesh["dp_replicate"]
-    return mesh["dp_shard" if mesh.layout.cp == 1 else "dp_shard_cp"]
+    if mesh.layout.cp == 1:
+        return mesh["dp_shard"]
+    return mesh["dp_shard_cp"]
 
 
 def mesh_of_shards(over: DeviceMesh, own: DeviceMesh | None) -> DeviceMesh:
-    """The mesh of what `over` shards of a local tensor: the axis that made it local is the outer one, so that shards of
-    a dim that both shard are consecutive.
+    """The mesh of the shards that `over` makes of a local tensor.
+
+    The axis that made the tensor local is the outer one, so that shards of a dim that both axes shard are consecutive.
 
     Args:
-        over: one-dimensional. own: the same, of the parameter; None: it is full.
+        over: the ranks that share the update; one-dimensional.
+        own: the mesh of the parameter, one-dimensional; None if the parameter is full.
     """
     if own is None:
         return over
     groups = [own.get_group(), over.get_group()]
-    own_ranks, over_ranks = map(dist.get_process_group_ranks, groups)
-    # A rank is a sum of terms, one an axis.
+    own_ranks = dist.get_process_group_ranks(groups[0])
+    over_ranks = dist.get_process_group_ranks(groups[1])
+    # (own, over). A rank's number is a sum of terms, one for each axis. Those of this rank's number are in both lists.
     ranks = [[row + column - dist.get_rank() for column in over_ranks] for row in own_ranks]
     names = (*(own.mesh_dim_names or ()), *(over.mesh_dim_names or ()))
     return DeviceMesh.from_group(groups, over.device_type, ranks, mesh_dim_names=names)
@@ -181,12 +203,12 @@ def mesh_of_shards(over: DeviceMesh, own: DeviceMesh | None) -> DeviceMesh:
 class Zero(Wrapper):
     """ZeRO-2, or with `keep_gradients` ZeRO-1.
 
-    One collective a parameter, overlapped with backward, always in the same order: a parameter's begins when its
-    gradient is there and all before it have begun, and at the end of backward those begin that are left. So a parameter
-    that a rank's samples do not use counts as zero there, and the ranks' collectives are the same.
+    There is one collective for each parameter, overlapped with backward, always in the same order. A parameter's
+    collective begins when its gradient is ready and all before it have begun; at the end of backward the rest begin. So
+    a parameter that a rank's samples do not use counts as zero there, and the ranks' collectives are the same.
 
-    With several backwards a step the shards add up; those that do not reduce (`sync_gradients`) keep this rank's own
-    full gradients until one does.
+    With several backward passes a step the shards add up. Passes that do not reduce (`sync_gradients`) keep this rank's
+    own full gradients until one does.
     """
 
     def __init__(
@@ -200,20 +222,26 @@ class Zero(Wrapper):
     ) -> None:
         """
         Args:
-            experts: modules in `module` whose parameters are those of ``mesh.experts``.
+            experts: modules in `module` whose parameters lie on ``mesh.experts``.
+            keep_gradients: whether each rank keeps the full summed gradients, as ZeRO-1 does.
         """
         self.over = replicas_of(mesh)
         tp = mesh["tp"] if mesh.layout.tp > 1 else None
         super().__init__(module, mesh_of_shards(self.over, tp), precision)
         self.experts = experts
-        self.over_experts = mesh.experts["expert_dp"] if mesh.experts is not None else self.over
+        self.over_experts = self.over
+        if mesh.experts is not None:
+            self.over_experts = mesh.experts["expert_dp"]
         self.keep_gradients = keep_gradients
         self.sharded: dict[str, ShardedParameter] = {}
-        self._gathered = 0  # version of the shards that the full parameters have
+        # The version of the shards that the full parameters were gathered from.
+        self._gathered = 0
         self._meshes: dict[tuple[str, ...], DeviceMesh] = {}
-        self._order: list[ShardedParameter] = []  # of their collectives
-        self._next = 0  # in `_order`, to begin next
-        self._arrived: set[ShardedParameter] = set()  # have a gradient, in the backward that is under way
+        # The order of the collectives, the same on every rank, and the index of the one to begin next.
+        self._order: list[ShardedParameter] = []
+        self._next = 0
+        # Parameters with a gradient from the backward under way.
+        self._arrived: set[ShardedParameter] = set()
         self._begun: list[tuple[ShardedParameter, dist.Work]] = []
         self._in_backward = False
 
@@ -222,19 +250,21 @@ class Zero(Wrapper):
         for name, parameter in self.module.named_parameters():
             if parameter.requires_grad:
                 self.sharded[name] = self._shard(name, parameter, id(parameter) in experts)
-        self._order = list(reversed(self.sharded.values()))  # as backward makes their gradients, about
-        for one in self._order:
-            one.full.register_post_accumulate_grad_hook(lambda _, one=one: self._arrive(one))
-        self.sum_gradients_of([one.full for one in self._order])
+        # About the order in which backward makes the gradients.
+        self._order = list(reversed(self.sharded.values()))
+        for sharded in self._order:
+            sharded.full.register_post_accumulate_grad_hook(lambda _, sharded=sharded: self._arrive(sharded))
+        self.sum_gradients_of([sharded.full for sharded in self._order])
         self.module.register_state_dict_pre_hook(self._refresh)
-        # After the step of whichever optimizer has the shards.
-        shards = {id(one.shard) for one in self._order}
+        shards = {id(sharded.shard) for sharded in self._order}
+        # PyTorch keeps the hook below for good: it must not keep this model alive.
         model = weakref.ref(self)
 
         def after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+            """Gather after the step of whichever optimizer has the shards."""
             zero = model()
-            updated = (id(p) in shards for group in optimizer.param_groups for p in group["params"])
-            if zero is not None and any(updated):
+            updates_shards = any(id(p) in shards for group in optimizer.param_groups for p in group["params"])
+            if zero is not None and updates_shards:
                 zero.gather()
 
         weakref.finalize(self, register_optimizer_step_post_hook(after_step).remove)
@@ -242,32 +272,42 @@ class Zero(Wrapper):
         self.connected = True
 
     def _shard(self, name: str, full: nn.Parameter, is_expert: bool) -> ShardedParameter:
-        over = self.over_experts if is_expert else self.over
-        dim = expert_dim(full, over.size()) if is_expert else 0
+        over = self.over
+        dim = 0
+        if is_expert:
+            over = self.over_experts
+            dim = expert_dim(full, over.size())
         own = full.device_mesh if isinstance(full, DTensor) else None
-        axes = tuple(axis for mesh in (own, over) if mesh is not None for axis in mesh.mesh_dim_names or ())
+        axes: tuple[str, ...] = over.mesh_dim_names or ()
+        if own is not None:
+            axes = (*(own.mesh_dim_names or ()), *axes)
+        # Parameters with the same axes share a mesh: each mesh holds a list of ranks.
         if axes not in self._meshes:
             self._meshes[axes] = mesh_of_shards(over, own)
         return ShardedParameter(name, full, over, self._meshes[axes], dim, keep_full=self.keep_gradients)
 
     def _shards_version(self) -> int:
-        return shards_version(one.shard for one in self._order)
+        return shards_version(sharded.shard for sharded in self._order)
 
     def _refresh(self, *_: Any) -> None:
+        """Gather, if something else than an optimizer has changed the shards."""
         if self._shards_version() != self._gathered:
             self.gather()
 
     def compute(self, *inputs: Any, **named: Any) -> Any:
         self._refresh()
         if torch.is_grad_enabled():
-            for one in self._order:  # `requires_grad` is set on what `parameters()` has
-                one.full.requires_grad_(one.shard.requires_grad)
+            # A program sets `requires_grad` on what `parameters()` returns: the shards.
+            for sharded in self._order:
+                sharded.full.requires_grad_(sharded.shard.requires_grad)
             self.refuse_thawed()
-            self._forget()  # a backward that has failed leaves its state
+            # A backward that has failed leaves its state.
+            self._forget()
         return self.module(*inputs, **named)
 
     def reduce_gradients(self) -> None:
-        """Sum over the ranks what backwards that do not have left. A collective."""
+        """Sum over the ranks the gradients that backward passes without a reduction have left. A collective of the
+        ranks that share the updates."""
         self._forget()
         self._finish()
 
@@ -277,37 +317,41 @@ class Zero(Wrapper):
         self._arrived.clear()
         self._begun.clear()
 
-    def _arrive(self, one: ShardedParameter) -> None:
-        """Backward has added to a gradient."""
+    def _arrive(self, sharded: ShardedParameter) -> None:
+        """Runs when backward has added to the gradient of a parameter."""
         if not self.reduce_now:
             return
         if not self._in_backward:
             self._forget()
             self._in_backward = True
             at_end_of_backward(self._finish)
-        self._arrived.add(one)
+        self._arrived.add(sharded)
         while self._next < len(self._order) and self._order[self._next] in self._arrived:
             self._begin_next()
 
     def _begin_next(self) -> None:
-        one = self._order[self._next]
+        sharded = self._order[self._next]
         self._next += 1
-        if one.full.requires_grad:
-            self._begun.append((one, one.begin()))
+        if sharded.full.requires_grad:
+            self._begun.append((sharded, sharded.begin()))
 
     @torch.no_grad()
     def _finish(self) -> None:
-        """At the end of a backward."""
+        """At the end of a backward, begin what is left, and wait for all of it."""
         while self._next < len(self._order):
             self._begin_next()
-        for one, work in self._begun:
+        for sharded, work in self._begun:
             work.wait()
-            one.finish()
+            sharded.finish()
         self._forget()
 
     def gather(self) -> None:
-        """Make the full parameters those of the shards. Done after every step of the optimizer. A collective."""
-        for work in [one.gather() for one in self.sharded.values()]:
+        """Make the full parameters those of the shards: after every step of the optimizer.
+
+        A collective of the ranks that share the updates. All parameters' gathers begin before the first is waited for.
+        """
+        works = [sharded.gather() for sharded in self.sharded.values()]
+        for work in works:
             work.wait()
         self._gathered = self._shards_version()
 
@@ -316,6 +360,7 @@ class Zero(Wrapper):
     ) -> Iterator[tuple[str, nn.Parameter]]:
         """What an optimizer updates on this rank: the shards, once there are any."""
         start = f"{prefix}." if prefix else ""
-        shards = {id(one.full): one.shard for one in self._order}  # a tied parameter has a second name
+        # By id, because a tied parameter has a second name.
+        shards = {id(sharded.full): sharded.shard for sharded in self._order}
         for name, parameter in super().named_parameters("", recurse, remove_duplicate):
             yield start + name, shards.get(id(parameter), parameter)

@@ -1,4 +1,4 @@
-"""The bubble of a pipeline in closed form, where all stages take the same time.
+"""The bubble of a pipeline as a formula, for stages that all take the same time.
 
 With p ranks, V stages on each, and m micro-batches::
 
@@ -17,15 +17,20 @@ Qi et al., "Pipeline Parallelism with Controllable Memory", 2024 (ZB-V); DeepSee
 
 
 def bubble_formula(schedule: str, pp: int, microbatches: int, stages_per_rank: int = 1) -> float | None:
-    """The bubble; None where there is no closed formula.
+    """The fraction of ranks × time in which ranks wait; None where there is no closed formula.
 
     Args:
         schedule: a key of `mmm.parallel.pp.schedules.SCHEDULES`.
     """
-    p, m, v = pp, microbatches, stages_per_rank
+    # Forwards of each rank in a step.
+    forwards = microbatches * stages_per_rank
     if schedule in ("GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS"):
-        return None if m < p and v > 1 else (p - 1) / (m * v + p - 1)
-    least = {"InterleavedZeroBubble": p, "ZBVZeroBubble": 3 * p // 2, "DualPipeV": p}.get(schedule)
-    if least is None or m < least:
+        if microbatches < pp and stages_per_rank > 1:
+            return None
+        return (pp - 1) / (forwards + pp - 1)
+    # The fewest micro-batches for which the formula holds.
+    least = {"InterleavedZeroBubble": pp, "ZBVZeroBubble": 3 * pp // 2, "DualPipeV": pp}
+    if schedule not in least or microbatches < least[schedule]:
         return None
-    return (p - 1) / (3 * m * v + p - 1)
+    # F, I and W are three units of work.
+    return (pp - 1) / (3 * forwards + pp - 1)

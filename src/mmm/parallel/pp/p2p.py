@@ -1,14 +1,15 @@
 """A pipeline's sends and receives: a process group for each direction between two ranks, and contiguous tensors.
 
-NCCL and XCCL run what is issued on one communicator one after the other, in that order. A receive that is issued ahead
-of its data holds up what follows it, also sends to other ranks, and with them the stages that wait for these. With a
-communicator for each direction between two ranks, a message waits for earlier ones from the same sender to the same
-receiver alone. Gloo treats the messages of one group like that, and needs no more groups: what runs on CPU ranks cannot
-block on these groups either.
+NCCL and XCCL run the operations of one communicator one after the other, in the order in which they are issued. A
+receive that is issued before its data has been sent holds up everything that follows, including sends to other ranks,
+and with them the stages that wait for these. With a communicator for each direction between two ranks, a message waits
+only for earlier ones from the same sender to the same receiver. Gloo treats the messages of one group like that
+already, and needs no more groups: a schedule that runs on CPU ranks cannot block on these groups either.
 
-What is sent is contiguous: shape (2, 3, 4) has strides (12, 4, 1). Convolutions return channels-last, transposes any
-strides, and gloo sends neither; a receive buffer has the strides that the first step inferred. ``contiguous()`` is not
-enough: where a dim has size 1, PyTorch calls several strides contiguous, and keeps the one that is there.
+Tensors are sent contiguous: shape (2, 3, 4) has strides (12, 4, 1). Convolutions return channels-last tensors and
+transposes any strides; gloo sends neither, and a receive buffer has the strides that the first step inferred.
+``contiguous()`` is not enough: where a dim has size 1, PyTorch calls several strides contiguous, and keeps those of the
+tensor.
 
 Sources: NCCL user guide, "Point-to-point communication"; PyTorch issues 172668 and 188833 (what is held up); PyTorch
 pull requests 186173 and 195760, which came after 2.13 (groups by direction, then by direction and pair).
@@ -29,8 +30,11 @@ from mmm.torch_private.operators import tree_map_only
 
 
 class P2PStage(PipelineStage):
-    """PyTorch's stage, whose sends and receives go through `p2p` (`Mesh.p2p`), or where that is empty through its own
-    group."""
+    """PyTorch's stage, with other groups for its sends and receives.
+
+    Attributes:
+        p2p: the groups, by (sender, receiver) on pp (`Mesh.p2p`). Where it is empty, the stage's own group is used.
+    """
 
     p2p: Mapping[tuple[int, int], dist.ProcessGroup] = {}
 
@@ -52,30 +56,36 @@ class P2PStage(PipelineStage):
     def _group_of(self, op: dist.P2POp) -> dist.ProcessGroup:
         if not self.p2p:
             return op.group
-        sends = op.op is dist.isend
-        return self.p2p[(self.group_rank, op.group_peer) if sends else (op.group_peer, self.group_rank)]
+        if op.op is dist.isend:
+            direction = (self.group_rank, op.group_peer)
+        else:
+            direction = (op.group_peer, self.group_rank)
+        return self.p2p[direction]
 
 
 def batch_by_group(p2p_ops: list[dist.P2POp], desc: str | None = None) -> list[dist.Work]:
-    """Issue the operations of each group as a batch.
+    """Issue the operations of each group as one batch. Replaces PyTorch's function for the same.
 
-    1F1B sends to a rank and receives from it in one batch, which may not have two groups. What only sends, or only
-    receives, PyTorch 2.13 issues without a batch, on which XCCL hangs (torch-xpu-ops 3071).
+    1F1B sends to a rank and receives from it in one batch, and a batch may not have two groups. Where a stage only
+    sends, or only receives, PyTorch 2.13 issues no batch, on which XCCL hangs (torch-xpu-ops 3071).
     """
     works = []
-    for group in dict.fromkeys(op.group for op in p2p_ops):
+    groups = dict.fromkeys(op.group for op in p2p_ops)
+    for group in groups:
         works += dist.batch_isend_irecv([op for op in p2p_ops if op.group is group])
     return works
 
 
 def to_contiguous(tensor: Tensor) -> Tensor:
-    """The same elements with the strides of a new tensor of that shape; copied only where it has others."""
+    """The same elements with the strides of a new tensor of that shape. Copies only where the strides differ."""
     expected = torch.empty(tensor.shape, device="meta").stride()
-    return tensor if tensor.stride() == expected else tensor.clone(memory_format=torch.contiguous_format)
+    if tensor.stride() == expected:
+        return tensor
+    return tensor.clone(memory_format=torch.contiguous_format)
 
 
 class ContiguousGradient(torch.autograd.Function):
-    """The identity in forward; in backward, the gradient `to_contiguous`."""
+    """The identity in forward. In backward, it makes the gradient contiguous."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -86,27 +96,30 @@ class ContiguousGradient(torch.autograd.Function):
         return to_contiguous(gradient)
 
 
-def contiguous_between_stages(stage: nn.Module, first: bool, last: bool) -> None:
-    """Make contiguous what a stage sends: activations to the next one, and gradients to the one before.
+def contiguous_between_stages(stage: nn.Module, *, first: bool, last: bool) -> None:
+    """Have a stage send contiguous tensors: activations to the next stage, and gradients to the one before.
 
-    Hooks on the module do it, so that it also holds where PyTorch infers the shapes.
+    This is done by hooks on the module, so that it also holds in the forward by which PyTorch infers the shapes.
 
     Args:
-        first, last: whether it is the first or the last stage: inputs have no gradients to send, and logits stay.
+        first: whether this is the first stage, whose inputs have no gradients to send.
+        last: whether this is the last stage, whose logits are not sent.
     """
 
-    def wrap(x: Tensor) -> Tensor:
+    def with_contiguous_gradient(x: Tensor) -> Tensor:
         return ContiguousGradient.apply(x) if x.requires_grad else x
 
-    def copy(x: Tensor) -> Tensor:
+    def contiguous_output(x: Tensor) -> Tensor:
         # A backward that is split detaches a stage's output in place, which PyTorch cannot do to a view.
-        return x.clone(memory_format=torch.contiguous_format) if is_view(x) else to_contiguous(x)
+        if is_view(x):
+            return x.clone(memory_format=torch.contiguous_format)
+        return to_contiguous(x)
 
     def before(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        return tuple(tree_map_only(Tensor, wrap, list(args)))
+        return tuple(tree_map_only(Tensor, with_contiguous_gradient, list(args)))
 
     def after(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        return tree_map_only(Tensor, copy, output)
+        return tree_map_only(Tensor, contiguous_output, output)
 
     if not first:
         stage.register_forward_pre_hook(before)

@@ -6,9 +6,9 @@ Four micro-batches through two stages by 1F1B; F: forward, B: backward (twice as
     stage 0   F0 F1  ·  · B0 B0 F2 B1 B1 F3 B2 B2  · B3 B3
     stage 1    · F0 B0 B0 F1 B1 B1 F2 B2 B2 F3 B3 B3  ·  ·
 
-By GPipe and 1F1B, p even stages wait (p - 1) / (m + p - 1) of a step of m micro-batches; above, 3 of 15. Several stages
-a rank divide the waiting by their number. The zero-bubble schedules fill it: they split B into the gradient of the
-input, which another stage waits for, and that of the weights, for which nobody does.
+With GPipe and 1F1B, p even stages wait for (p - 1) / (m + p - 1) of a step of m micro-batches: in the picture 3 units
+of 15. With several stages a rank, the waiting is divided by their number. The zero-bubble schedules fill it: they split
+B into the gradient of the input, which another stage waits for, and that of the weights, for which nobody waits.
 
 Sources: Huang et al., "GPipe", 2019; Narayanan et al., "Megatron-LM", 2021 (1F1B, interleaved); Lamy-Poirier,
 "Breadth-First Pipeline Parallelism", 2022; Qi et al., "Zero Bubble Pipeline Parallelism", 2023 (ZB, ZBV); DeepSeek-AI,
@@ -37,34 +37,37 @@ from mmm.parallel.pp.p2p import P2PStage, batch_by_group, contiguous_between_sta
 from mmm.parallel.pp.schedules import SCHEDULES
 from mmm.torch_private.pipelining import batching
 
+# Ends a part of a step's time, by its name: dtf, dtb or dtw.
 Lap = Callable[[str], None]
 
 
 class StageTimes:
-    """Tells `lap` what a rank's stages spend a training step on, ``dtf``, ``dtb``, and between them ``dtw``. An
-    evaluation, which is without gradients, is no part of a step."""
+    """Tells `lap` what a rank's stages spend a training step on: ``dtf``, ``dtb``, and between them ``dtw``.
+
+    Nothing is told in an evaluation, which runs without gradients and does not belong to a step.
+    """
 
     def __init__(self, lap: Lap | None) -> None:
         self._lap = lap
 
-    def lap(self, part: str) -> None:
+    def lap(self, name: str) -> None:
         if self._lap is not None and torch.is_grad_enabled():
-            self._lap(part)
+            self._lap(name)
 
-    def timed(self, part: str, work: Callable[[], Any]) -> Any:
-        """Do the work, which takes that part of the step's time."""
+    def timed(self, name: str, work: Callable[[], Any]) -> Any:
+        """Do the work, and count its time as this part of the step. What came before was waiting."""
         self.lap("dtw")
         result = work()
-        self.lap(part)
+        self.lap(name)
         return result
 
     def timed_loss(self, loss: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Tensor, Tensor], Tensor]:
-        """`loss` of the output and the targets of a micro-batch, timed."""
+        """`loss` as a function of the output and the targets of a micro-batch, timed."""
         return lambda output, targets: self.timed("dtf", partial(loss, output, targets))
 
 
 class TimedStage(P2PStage):
-    """PyTorch's stage, telling `times` what the time was spent on."""
+    """A `P2PStage` that tells `times` what it spends time on."""
 
     times: StageTimes
 
@@ -78,13 +81,17 @@ class TimedStage(P2PStage):
         return self.times.timed("dtb", partial(super().backward_weight_one_chunk, *args, **kwargs))
 
     def perform_reduce_grad(self, *args: Any, **kwargs: Any) -> None:
-        if self.has_backward:  # else there are no gradients to sum over dp
+        # Without a backward there are no gradients to sum over dp.
+        if self.has_backward:
             widen_gradients(self.submod)
             self.times.timed("dtb", partial(super().perform_reduce_grad, *args, **kwargs))
 
-    # In evaluation nothing goes back between two stages of a rank; PyTorch 2.13 asserts that there is a backward.
+    # Between two stages of the same rank, gradients are handed over by the two methods below. An evaluation has none,
+    # and PyTorch 2.13 asserts that there is a backward.
     def get_local_bwd_output(self, mb_index: int) -> Any:
-        return super().get_local_bwd_output(mb_index) if self.has_backward else ()
+        if not self.has_backward:
+            return ()
+        return super().get_local_bwd_output(mb_index)
 
     def set_local_bwd_input(self, next_stage_bwd_outputs: Any, mb_index: int) -> None:
         if self.has_backward:
@@ -92,10 +99,11 @@ class TimedStage(P2PStage):
 
 
 class ForwardOf(nn.Module):
-    """A wrapped model as PyTorch's schedules have to see it, its gradients not summed (`Pipeline.step` does, once).
+    """A model in ZeRO's wrapper, as PyTorch's schedules have to see it. Its gradients are not summed in backward:
+    `Pipeline.step` sums them once.
 
-    Where a schedule splits a backward it looks for the parameters that forward computes with; those of the wrapper are
-    what an optimizer updates.
+    A schedule that splits a backward looks for the parameters that forward computes with. The wrapper's parameters are
+    others: those that an optimizer updates.
     """
 
     def __init__(self, zero: Zero) -> None:
@@ -106,12 +114,15 @@ class ForwardOf(nn.Module):
 
 
 def sum_over_stages(losses: Iterable[Tensor], device: torch.device, group: dist.ProcessGroup) -> Tensor:
-    """The local losses of a step's micro-batches, summed, on all stages alike: only the last has any. A collective.
+    """Sum the local losses of a step's micro-batches, for all stages. A collective of the ranks of pp.
 
     Returns:
-        Scalar, `accum_dtype`.
+        Scalar, `accum_dtype`, the same on all stages.
     """
-    loss = sum(map(detached, losses), torch.zeros((), dtype=accum_dtype(device), device=device))
+    loss = torch.zeros((), dtype=accum_dtype(device), device=device)
+    for microbatch_loss in losses:
+        loss = loss + detached(microbatch_loss)
+    # Only the rank with the last stage has losses; the others add 0 and receive the sum.
     dist.all_reduce(loss, group=group)
     return loss
 
@@ -119,15 +130,18 @@ def sum_over_stages(losses: Iterable[Tensor], device: torch.device, group: dist.
 class Pipeline:
     """This rank's stages, and the schedule by which all ranks run theirs.
 
-    Each rank differentiates sums over a global count, micro-batch by micro-batch, so that gradients simply add up:
-    PyTorch's scaling by the number of micro-batches (for losses that are means) is off.
+    Each rank differentiates sums divided by a global count, one micro-batch after another, so that gradients simply add
+    up. PyTorch's scaling by the number of micro-batches (for losses that are means) is off.
 
     Args:
-        stages: by number, those of this rank (`stages_of`), each applied to the mesh and materialized.
-        count: stages over all ranks.
-        mesh: with a pp axis.
-        schedule: a key of `SCHEDULES`. microbatches: of a step.
-        loss: (output, targets) of a micro-batch → its local loss: its sum divided by the global count.
+        stages: this rank's stages by number (`stages_of`), each applied to the mesh and materialized.
+        count: number of stages over all ranks.
+        mesh: a mesh with a pp axis.
+        schedule: a key of `SCHEDULES`.
+        microbatches: number of micro-batches of a step.
+        loss: function of (output, targets) of a micro-batch that returns its local loss: its sum divided by the global
+            count.
+        device: the device of this rank.
         lap: `StepClock.lap` of a clock with the parts dtf, dtb and dtw.
     """
 
@@ -143,38 +157,47 @@ class Pipeline:
         device: torch.device,
         lap: Lap | None = None,
     ) -> None:
-        self.stages, self.device, self.group = dict(stages), device, mesh["pp"].get_group()
-        self.has_first, self.has_last = 0 in self.stages, count - 1 in self.stages
+        self.stages = dict(stages)
+        self.device = device
+        self.group = mesh["pp"].get_group()
+        last_stage = count - 1
+        self.has_first = 0 in self.stages
+        self.has_last = last_stage in self.stages
         self.times = StageTimes(lap)
         self._unsplit: dict[str, Any] = {}
         timed_stages: list[TimedStage] = []
         for stage_id, module in self.stages.items():
             # FSDP gathers a stage once a step, not once a micro-batch. PyTorch 2.13 needs that, too, where it splits a
             # backward in two: it looks for the gathered parameters, and otherwise silently loses gradients.
-            for unit in (unit for unit in module.modules() if isinstance(unit, FSDPModule)):
-                unit.set_reshard_after_forward(False, recurse=False)
+            for unit in module.modules():
+                if isinstance(unit, FSDPModule):
+                    unit.set_reshard_after_forward(False, recurse=False)
             if isinstance(module, Zero):
                 module = ForwardOf(module)
             module.register_forward_pre_hook(self._add_unsplit, with_kwargs=True)
-            contiguous_between_stages(module, stage_id == 0, stage_id == count - 1)
+            contiguous_between_stages(module, first=stage_id == 0, last=stage_id == last_stage)
             stage = TimedStage(module, stage_id, count, device, group=self.group)
-            stage.times, stage.p2p = self.times, Mesh.of(mesh).p2p
+            stage.times = self.times
+            stage.p2p = Mesh.of(mesh).p2p
             timed_stages.append(stage)
         kind = SCHEDULES[schedule]
         make = kind.own or getattr(schedules, f"Schedule{schedule}")
+        # PyTorch has two kinds of schedules: of one stage a rank, and of a list of stages.
         stage_or_stages = timed_stages[0] if kind.most == 1 else timed_stages
         self.schedule = make(stage_or_stages, microbatches, loss_fn=self.times.timed_loss(loss), scale_grads=False)
 
     def _add_unsplit(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A forward pre-hook: adds the arguments that a schedule would split into micro-batches."""
         return args, {**self._unsplit, **kwargs}
 
     def step(self, inputs: Tensor, targets: Tensor, split: Mapping[str, Tensor] = {}, **unsplit: Any) -> Tensor:
-        """Forward and backward of all micro-batches; gradients are then those of the full batch. A collective.
+        """Run forward and backward of all micro-batches. Gradients are then those of the full batch. A collective.
 
         In the first step PyTorch infers the shapes that pass between stages, by one more micro-batch.
 
         Args:
-            inputs, targets: (batch, …) of this data-parallel coordinate, the same on each of its stages.
+            inputs: (batch, …) of this data-parallel coordinate, the same on each of its stages.
+            targets: (batch, …), likewise.
             split: further arguments of each stage's forward, (batch, …), split into micro-batches as the inputs are.
             unsplit: further arguments of each stage's forward, not split into micro-batches, such as ``positions``.
 
@@ -182,20 +205,22 @@ class Pipeline:
             The coordinate's local loss, the same on all its stages: scalar, `accum_dtype`.
         """
         loss = self._run(self.schedule.step, inputs, targets, split, unsplit)
-        for module in self.stages.values():  # PyTorch's schedules have FSDP alone do it
+        # PyTorch's schedules sum the gradients of FSDP's modules over dp. Those of ZeRO are summed here, once a step.
+        for module in self.stages.values():
             if isinstance(module, Zero):
                 self.times.timed("dtb", module.reduce_gradients)
         return loss
 
     @torch.no_grad()
     def evaluate(self, inputs: Tensor, targets: Tensor, split: Mapping[str, Tensor] = {}, **unsplit: Any) -> Tensor:
-        """The local loss as `step` returns it, by forward alone. A collective.
+        """The local loss as `step` returns it, by forward only. A collective.
 
-        Changing from `step` to this and back costs a micro-batch each, as the first step does.
+        Changing from `step` to this and back costs a micro-batch each time, as the first step does.
         """
         loss = self._run(self.schedule.eval, inputs, targets, split, unsplit)
+        # FSDP itself frees the gathered parameters only after a backward.
         for module in self.stages.values():
-            reshard(module)  # FSDP itself does so only after a backward
+            reshard(module)
         return loss
 
     def _run(
@@ -206,11 +231,14 @@ class Pipeline:
         split: Mapping[str, Tensor],
         unsplit: dict[str, Any],
     ) -> Tensor:
+        """Run the schedule once, and return the sum of its losses, the same on all stages."""
         self._unsplit = unsplit
         losses: list[Tensor] = []
-        first_inputs = (inputs,) if self.has_first else ()
+        # Only the first stage takes inputs, and only the last takes targets; the others receive activations.
+        args = (inputs,) if self.has_first else ()
+        target = targets if self.has_last else None
         with batching(batch_by_group):
-            run(*first_inputs, target=targets if self.has_last else None, losses=losses, return_outputs=False, **split)
+            run(*args, target=target, losses=losses, return_outputs=False, **split)
         loss = sum_over_stages(losses, self.device, self.group)
         self.times.lap("dtw")
         return loss

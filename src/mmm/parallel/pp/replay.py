@@ -1,14 +1,14 @@
 """The bubble of a pipeline: how long its ranks wait, computed from a schedule's actions and their seconds.
 
-A schedule is a list of actions for each rank: F forward, B backward, or its two halves, I the gradient of the input and
-W that of the weights, of one micro-batch through one stage. `replay` lets every action begin as soon as its rank is
-free and what it needs is there::
+A schedule is a list of actions for each rank. An action takes one micro-batch through one stage: F is its forward, B
+its backward; I and W are the two halves of a backward, the gradient of the input and that of the weights. `replay` lets
+every action begin as soon as its rank is free and the actions that it needs have ended::
 
     F of a stage     needs F of the stage before             I, B    need I or B of the stage after, and their own F
                                                              W       needs its I
 
-so that only the order and the seconds of the actions determine who waits for whom, not how many cores the ranks share,
-nor how long a message takes. The bubble is the fraction of ranks × time in which ranks are idle.
+So only the order and the seconds of the actions determine who waits for whom, not how many cores the ranks share, nor
+how long a message takes. The bubble is the fraction of ranks × time in which ranks are idle.
 
 For stages that all take the same time there is `mmm.parallel.pp.bubble.bubble_formula`.
 """
@@ -25,11 +25,12 @@ import torch
 from torch import nn
 from torch.distributed.pipelining import schedules
 
+# Forward, backward, gradient of the input, gradient of the weights.
 KINDS = "FBIW"
 
 
 class Action(NamedTuple):
-    """kind: F, B, I or W."""
+    """One micro-batch through one stage. `kind` is F, B, I or W."""
 
     stage: int
     kind: str
@@ -40,7 +41,7 @@ class Action(NamedTuple):
 
 
 class ActionSpan(NamedTuple):
-    """An action, and when."""
+    """An action, with its begin and end in seconds."""
 
     action: Action
     begin: float
@@ -49,22 +50,28 @@ class ActionSpan(NamedTuple):
 
 @dataclass(frozen=True)
 class PipelineTimeline:
-    """When each rank does what; `rows` by coordinate on pp, each in order."""
+    """When each rank does what.
+
+    Attributes:
+        rows: the spans of each rank in order, by coordinate on pp.
+    """
 
     rows: Sequence[Sequence[ActionSpan]]
 
     @property
     def seconds(self) -> float:
-        """From the first beginning to the last end."""
+        """Seconds from the first begin to the last end."""
         spans = [span for row in self.rows for span in row]
         return max(span.end for span in spans) - min(span.begin for span in spans)
 
     def idle(self, rank: int) -> float:
-        """The fraction of the time in which that rank is idle."""
-        return 1 - sum(span.end - span.begin for span in self.rows[rank]) / self.seconds
+        """The fraction of the time in which this rank is idle."""
+        busy = sum(span.end - span.begin for span in self.rows[rank])
+        return 1 - busy / self.seconds
 
     @property
     def bubble(self) -> float:
+        """The fraction of ranks × time in which ranks are idle."""
         return sum(self.idle(rank) for rank in range(len(self.rows))) / len(self.rows)
 
 
@@ -72,103 +79,124 @@ def replay(lists: Sequence[Sequence[Action]], seconds: Callable[[Action], float]
     """Begin every action as early as the order of its rank, and the actions that it needs, allow.
 
     Args:
-        lists: by coordinate on pp, the actions of each rank in order. seconds: of each.
+        lists: the actions of each rank in order, by coordinate on pp.
+        seconds: function that returns how long an action takes.
 
     Raises:
-        ValueError: ranks wait for each other or for a missing action; with what each would do next.
+        ValueError: ranks wait for each other or for a missing action; says what each would do next.
     """
-    last = max(action.stage for row in lists for action in row)
+    last_stage = max(action.stage for row in lists for action in row)
     ends: dict[Action, float] = {}
     rows: list[list[ActionSpan]] = [[] for _ in lists]
     queues = [deque(actions) for actions in lists]
     while any(queues):
-        before = len(ends)
+        done = len(ends)
         for row, queue in zip(rows, queues, strict=True):
+            # As much of this rank's queue as its needs allow.
             while queue:
                 action = queue[0]
-                ready = _ready(action, last, ends)
+                ready = _ready(action, last_stage, ends)
                 if ready is None:
                     break
-                begin = max(row[-1].end if row else 0.0, ready)
+                free = row[-1].end if row else 0.0
+                begin = max(free, ready)
                 ends[action] = begin + seconds(action)
                 row.append(ActionSpan(action, begin, ends[action]))
                 queue.popleft()
-        if len(ends) == before:
-            raise ValueError(f"the schedule is stuck before {', '.join(str(queue[0]) for queue in queues if queue)}")
+        if len(ends) == done:
+            next_actions = [str(queue[0]) for queue in queues if queue]
+            raise ValueError(f"the schedule is stuck before {', '.join(next_actions)}")
     return PipelineTimeline(rows)
 
 
-def _ready(action: Action, last: int, ends: Mapping[Action, float]) -> float | None:
-    """When all that an action needs is there; None where some of it has not begun."""
-    latest = 0.0
-    for either in _needs(action, last):
-        arrived = [ends[other] for other in either if other in ends]
-        if not arrived:
+def _ready(action: Action, last_stage: int, ends: Mapping[Action, float]) -> float | None:
+    """When the last of the actions that this one needs ends; None where one of them has not begun."""
+    ready = 0.0
+    for alternatives in _needs(action, last_stage):
+        times = [ends[other] for other in alternatives if other in ends]
+        if not times:
             return None
-        latest = max(latest, arrived[0])
-    return latest
+        ready = max(ready, times[0])
+    return ready
 
 
-def _needs(action: Action, last: int) -> list[tuple[Action, ...]]:
-    """The actions that have to precede one: of each tuple, one."""
+def _needs(action: Action, last_stage: int) -> list[tuple[Action, ...]]:
+    """The actions that have to precede this one: one of each tuple."""
     stage, kind, microbatch = action
     if kind == "F":
-        return [(Action(stage - 1, "F", microbatch),)] if stage else []
+        if stage == 0:
+            return []
+        return [(Action(stage - 1, "F", microbatch),)]
     if kind == "W":
         return [(Action(stage, "I", microbatch),)]
-    after = [tuple(Action(stage + 1, half, microbatch) for half in "BI")] if stage < last else []
-    return [(Action(stage, "F", microbatch),), *after]
+    # B or I: the stage's own forward, and the gradient from the next stage, whose backward may be split or not.
+    needs: list[tuple[Action, ...]] = [(Action(stage, "F", microbatch),)]
+    if stage < last_stage:
+        needs.append((Action(stage + 1, "B", microbatch), Action(stage + 1, "I", microbatch)))
+    return needs
 
 
 def action_lists(schedule: str, pp: int, microbatches: int, stages: Sequence[Sequence[int]]) -> list[list[Action]]:
     """What each rank does in a step, in order, as PyTorch's schedule has it. Needs no process group.
 
-    GPipe and 1F1B are listed here as PyTorch runs them: there they are code, and its list of 1F1B (2.13) begins with
-    micro-batch 1 on the last rank.
+    GPipe and 1F1B are listed here as PyTorch runs them. There they are code, and PyTorch's list of 1F1B (2.13) begins
+    with micro-batch 1 on the last rank.
 
     Args:
         schedule: a key of `mmm.parallel.pp.schedules.SCHEDULES`.
-        stages: of each rank the numbers of its stages, as `mmm.parallel.pp.schedules.stages_of` gives them:
+        stages: the numbers of each rank's stages, as `mmm.parallel.pp.schedules.stages_of` gives them, such as
             ``[[0, 3], [1, 2]]``.
     """
     if schedule in ("GPipe", "1F1B"):
-        return [_single(schedule, rank, pp, microbatches) for rank in range(pp)]
-    # PyTorch makes the lists of all ranks when it makes a schedule, from no more of its stages than these attributes.
-    count = sum(map(len, stages))
-    own_stages = [
-        SimpleNamespace(
-            stage_index=n,
-            num_stages=count,
-            group_size=pp,
-            group_rank=0,
-            has_backward=True,
-            is_first=n == 0,
-            is_last=n == count - 1,
-            device=torch.device("cpu"),
-            submod=nn.Identity(),
+        return [_one_stage_actions(schedule, rank, pp, microbatches) for rank in range(pp)]
+    # A schedule of PyTorch's lists the actions of all ranks when it is constructed. Of its rank's stages it reads no
+    # more than these attributes.
+    stage_count = sum(map(len, stages))
+    own_stages = []
+    for stage_id in stages[0]:
+        own_stages.append(
+            SimpleNamespace(
+                stage_index=stage_id,
+                num_stages=stage_count,
+                group_size=pp,
+                group_rank=0,
+                has_backward=True,
+                is_first=stage_id == 0,
+                is_last=stage_id == stage_count - 1,
+                device=torch.device("cpu"),
+                submod=nn.Identity(),
+            )
         )
-        for n in stages[0]
-    ]
-    made = getattr(schedules, f"Schedule{schedule}")(
-        own_stages, microbatches, loss_fn=lambda *_: None, scale_grads=False
-    )
-    rows = (made.pipeline_order_with_comms[rank] for rank in range(pp))
-    return [[ours for action in row for ours in _actions(action)] for row in rows]
+    make = getattr(schedules, f"Schedule{schedule}")
+    constructed = make(own_stages, microbatches, loss_fn=lambda *_: None, scale_grads=False)
+    lists = []
+    for rank in range(pp):
+        actions: list[Action] = []
+        for action in constructed.pipeline_order_with_comms[rank]:
+            actions += _converted(action)
+        lists.append(actions)
+    return lists
 
 
-def _actions(action: Any) -> list[Action]:
+def _converted(action: Any) -> list[Action]:
     """Our actions for one of PyTorch's: two for an overlapped forward and backward, in the order in which it runs them;
     none for communication."""
-    parts = action.sub_actions or (action,)
-    return [
-        Action(a.stage_index, a.computation_type.value, a.microbatch_index)
-        for a in parts
-        if a.computation_type.value in KINDS
-    ]
+    actions = []
+    for sub_action in action.sub_actions or (action,):
+        kind = sub_action.computation_type.value
+        if kind in KINDS:
+            actions.append(Action(sub_action.stage_index, kind, sub_action.microbatch_index))
+    return actions
 
 
-def _single(schedule: str, rank: int, pp: int, microbatches: int) -> list[Action]:
-    ahead = microbatches if schedule == "GPipe" else min(microbatches, pp - rank)
+def _one_stage_actions(schedule: str, rank: int, pp: int, microbatches: int) -> list[Action]:
+    """The actions of GPipe or 1F1B, with one stage a rank."""
+    if schedule == "GPipe":
+        # All forwards come before the first backward.
+        ahead = microbatches
+    else:
+        # Enough forwards to reach the last stage; then one backward for each forward.
+        ahead = min(microbatches, pp - rank)
     actions = [Action(rank, "F", i) for i in range(ahead)]
     for i in range(microbatches):
         actions.append(Action(rank, "B", i))

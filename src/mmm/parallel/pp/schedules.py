@@ -1,9 +1,9 @@
-"""The schedules of a pipeline: what each asks for, where its stages lie, and whether it goes with the rest.
+"""The pipeline schedules: what each of them needs, where its stages lie, and whether it goes with the other techniques.
 
-With V stages a rank, and p = 2, the stages lie on the ranks as
+With V stages a rank and p = 2 ranks, the stages lie on the ranks like this::
 
                 loop (V = 2)     V (ZBVZeroBubble, DualPipeV)
-    rank 0        0   2            0   3         ← the last stage, and so the loss, is where the first is
+    rank 0        0   2            0   3         ← has the first stage and the last, and so the loss
     rank 1        1   3            1   2
 
 Needs no process group.
@@ -21,14 +21,16 @@ from mmm.layout import Layout, Techniques
 
 @dataclass(frozen=True)
 class Schedule:
-    """What a schedule asks for.
+    """What a schedule needs.
 
     Attributes:
-        least, most: stages a rank (most: None for any number).
-        v: stages lie on the ranks there and back, not round and round.
-        splits: splits backward in two, which works neither with torch.compile nor with selective checkpointing.
-        microbatches: the least number, and what it must be a multiple of, from the number of pp ranks.
-        own: the class, where it is not PyTorch's ``Schedule<NAME>``.
+        least: the fewest stages that a rank may have.
+        most: the most stages that a rank may have; None for any number.
+        v: whether the stages lie on the ranks there and back, and not round and round.
+        splits: whether the schedule splits backward in two, which works neither with torch.compile nor with selective
+            checkpointing.
+        microbatches: function of pp that returns the least number of micro-batches, and what it must be a multiple of.
+        own: the schedule's class, where it is not PyTorch's ``Schedule<NAME>``.
     """
 
     least: int = 1
@@ -51,24 +53,25 @@ SCHEDULES: dict[str, Schedule] = {
 
 
 def stages_of(coordinate: int, pp: int, schedule: str, stages_per_rank: int) -> list[int]:
-    """The numbers of the stages on the rank with that coordinate on pp."""
+    """The numbers of the stages on the rank with this coordinate on pp."""
     if SCHEDULES[schedule].v:
         return [coordinate, 2 * pp - 1 - coordinate]
     return [coordinate + turn * pp for turn in range(stages_per_rank)]
 
 
 def check_pipeline(layout: Layout, techniques: Techniques, batch: int, parts: int, dtype: str = "") -> tuple[int, int]:
-    """Whether a schedule goes with the layout, the batch and the model.
+    """Check that a schedule goes with the layout, the batch and the model.
 
     Args:
         layout: fitted to the number of ranks.
-        batch: samples of a step, per data-parallel coordinate. parts: of the model, that stages can be made of
-            (`stages.parts_of`).
+        techniques: the schedule, and where they are given, stages per rank and micro-batches.
+        batch: samples of a step, per data-parallel coordinate.
+        parts: number of parts of the model that stages can be made of (`stages.parts_of`).
         dtype: name of the precision, where it is known.
 
     Returns:
-        Stages per rank and micro-batches: the techniques', or where those leave them open the fewest that the schedule
-        takes.
+        Stages per rank and micro-batches: those of the techniques, or where these leave them open, the fewest that the
+        schedule takes.
 
     Raises:
         ConfigError: no such schedule, or a dtype that a pipeline cannot train in.
@@ -76,62 +79,77 @@ def check_pipeline(layout: Layout, techniques: Techniques, batch: int, parts: in
     """
     if dtype == "fp16":
         raise ConfigError(
-            f"{config_field('dtype')} "
-            "fp16 scales the loss up, by a factor that all stages would have to agree on: use bf16 or "
-            "fp32"
+            f"{config_field('dtype')} fp16 scales the loss up, by a factor that all stages would have to agree on: use "
+            f"bf16 or fp32"
         )
-    schedule, pp = techniques.schedule, layout.pp
-    if schedule not in SCHEDULES:
-        raise ConfigError(f"{config_field('schedule')} {schedule!r} is not one of {', '.join(SCHEDULES)}")
-    kind = SCHEDULES[schedule]
-    stages_per_rank = kind.least if techniques.stages_per_rank is None else techniques.stages_per_rank
-    microbatches = kind.microbatches(pp)[0] if techniques.microbatches is None else techniques.microbatches
-    wrong = []
+    pp = layout.pp
+    if techniques.schedule not in SCHEDULES:
+        raise ConfigError(f"{config_field('schedule')} {techniques.schedule!r} is not one of {', '.join(SCHEDULES)}")
+    schedule = SCHEDULES[techniques.schedule]
+    stages_per_rank = techniques.stages_per_rank
+    if stages_per_rank is None:
+        stages_per_rank = schedule.least
+    microbatches = techniques.microbatches
+    if microbatches is None:
+        microbatches, _ = schedule.microbatches(pp)
+    stages = pp * stages_per_rank
+    problems = []
     if pp < 2:
-        wrong.append(f"pp {pp}: a pipeline has at least 2 ranks; on 1 there is nothing to split")
-    if stages_per_rank < kind.least or (kind.most is not None and stages_per_rank > kind.most):
-        takes = f"exactly {kind.least}" if kind.most == kind.least else f"at least {kind.least}"
-        wrong.append(f"{config_field('stages_per_rank')} {stages_per_rank}: {schedule} takes {takes}")
-    elif pp * stages_per_rank > parts:
-        wrong.append(
-            f"pp {pp} with {stages_per_rank} stages a rank is {pp * stages_per_rank} stages, and the model has {parts} "
-            "parts to put into them: use fewer, or a model with more layers"
-            + (", or a schedule with one stage a rank (1F1B)" if kind.least > 1 and pp <= parts else "")
+        problems.append(f"pp {pp}: a pipeline has at least 2 ranks; on 1 there is nothing to split")
+    if stages_per_rank < schedule.least or (schedule.most is not None and stages_per_rank > schedule.most):
+        if schedule.most == schedule.least:
+            takes = f"exactly {schedule.least}"
+        else:
+            takes = f"at least {schedule.least}"
+        problems.append(f"{config_field('stages_per_rank')} {stages_per_rank}: {techniques.schedule} takes {takes}")
+    elif stages > parts:
+        advice = "use fewer, or a model with more layers"
+        if schedule.least > 1 and pp <= parts:
+            advice += ", or a schedule with one stage a rank (1F1B)"
+        problems.append(
+            f"pp {pp} with {stages_per_rank} stages a rank is {stages} stages, and the model has {parts} parts to put "
+            f"into them: {advice}"
         )
-    wrong += _microbatch_problems(schedule, pp, microbatches, batch)
-    wrong += _split_problems(schedule, techniques) if kind.splits else []
-    if wrong:
-        raise LayoutError("; ".join(wrong))
+    problems += _microbatch_problems(techniques.schedule, pp, microbatches, batch)
+    if schedule.splits:
+        problems += _split_problems(techniques)
+    if problems:
+        raise LayoutError("; ".join(problems))
     return stages_per_rank, microbatches
 
 
-def _split_problems(schedule: str, techniques: Techniques) -> list[str]:
-    """What does not go with a schedule that splits the backward of a stage in two."""
-    wrong = []
-    why = f"with {schedule}, which splits the backward of a stage in two"
+def _split_problems(techniques: Techniques) -> list[str]:
+    """What does not go with a schedule that splits the backward of a stage in two: a sentence each."""
+    problems = []
+    reason = f"with {techniques.schedule}, which splits the backward of a stage in two"
     if techniques.compile:
-        wrong.append(
-            f"{config_field('compile')} {why}: PyTorch cannot split a compiled one; leave "
+        problems.append(
+            f"{config_field('compile')} {reason}: PyTorch cannot split a compiled one; leave "
             f"{config_field('compile')} out, or use 1F1B or Interleaved1F1B"
         )
     if techniques.checkpointing == "selective":
-        wrong.append(
-            f"{config_field('checkpointing')} selective {why}: PyTorch gives back once what was kept; use full, "
+        problems.append(
+            f"{config_field('checkpointing')} selective {reason}: PyTorch gives back once what was kept; use full, "
             f"or 1F1B, or Interleaved1F1B"
         )
-    return wrong
+    return problems
 
 
 def _microbatch_problems(schedule: str, pp: int, microbatches: int, batch: int) -> list[str]:
-    name, (least, multiple) = config_field("microbatches"), SCHEDULES[schedule].microbatches(pp)
-    why = []
+    """What is wrong with a number of micro-batches: one sentence, or nothing."""
+    least, multiple = SCHEDULES[schedule].microbatches(pp)
+    reasons = []
     if microbatches < least:
-        why.append(f"{schedule} with pp {pp} needs at least {least}")
+        reasons.append(f"{schedule} with pp {pp} needs at least {least}")
     if microbatches < 1:
-        why.append("it must be at least 1")
+        reasons.append("it must be at least 1")
     else:
         if microbatches % multiple:
-            why.append(f"{schedule} needs a multiple of pp {pp}")
+            reasons.append(f"{schedule} needs a multiple of pp {pp}")
         if batch % microbatches:
-            why.append(f"a batch of {batch} a data-parallel coordinate cannot be split into {microbatches} equal parts")
-    return [f"{name} {microbatches}: {', and '.join(why)}"] if why else []
+            reasons.append(
+                f"a batch of {batch} a data-parallel coordinate cannot be split into {microbatches} equal parts"
+            )
+    if not reasons:
+        return []
+    return [f"{config_field('microbatches')} {microbatches}: {', and '.join(reasons)}"]

@@ -33,28 +33,31 @@ from mmm.parallel.plan import Plan, matches
 from mmm.torch_private.module import own_modules
 
 TORCH = str(Path(torch.__file__).parent)
-Part = tuple[str, ...]  # names of modules that go into the same stage
+# Names of modules that always go into the same stage.
+Part = tuple[str, ...]
 
 
 def parts_of(model: nn.Module, plan: Plan) -> list[Part]:
     """The parts of a model that a stage has or lacks, in the order of forward.
 
     Raises:
-        LayoutError: the plan names none, or leaves parameters in no part.
+        LayoutError: the plan names no parts, or some parameters are in no part.
     """
-    parts: list[Part] = []
     names = [name for name, _ in model.named_modules() if name]
+    parts: list[Part] = []
     for entry in plan.stages:
         if isinstance(entry, tuple):
+            # Several patterns form one part.
             parts.append(tuple(name for pattern in entry for name in names if matches(pattern, name)))
         else:
+            # Each module that matches is a part of its own.
             parts += [(name,) for name in names if matches(entry, name)]
-    parts = [part for part in parts if part]
-    inside = tuple(f"{name}." for part in parts for name in part)
-    left = [name for name, _ in model.named_parameters() if not name.startswith(inside)]
-    if left:
+    parts = [modules for modules in parts if modules]
+    prefixes = tuple(f"{name}." for modules in parts for name in modules)
+    left_out = [name for name, _ in model.named_parameters() if not name.startswith(prefixes)]
+    if left_out:
         raise LayoutError(
-            f"the plan of this model puts {len(left)} parameters ({left[0]} first) into no pipeline "
+            f"the plan of this model puts {len(left_out)} parameters ({left_out[0]} first) into no pipeline "
             f"stage: name their modules in its stages"
         )
     return parts
@@ -64,95 +67,130 @@ def part_costs(model: nn.Module, parts: Sequence[Part], inputs: Tensor) -> list[
     """Floating-point operations of each part's forward.
 
     Args:
-        model: parameters on the meta device. inputs: what forward takes, on the meta device; any number of samples.
+        model: the full model, its parameters on the meta device.
+        parts: its parts, from `parts_of`.
+        inputs: what forward takes, on the meta device; any number of samples.
     """
-    model = copy.deepcopy(model).to("meta")  # its buffers too
+    # A copy, because buffers go to the meta device too.
+    model = copy.deepcopy(model).to("meta")
     # Attention by matrix products: the counter does not know every fused kernel.
     with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
         model(inputs)
-    counts, root = counter.get_flop_counts(), type(model).__name__
-    return [sum(sum(counts.get(f"{root}.{name}", {}).values()) for name in part) for part in parts]
+    counts = counter.get_flop_counts()
+    root = type(model).__name__
+    costs = []
+    for names in parts:
+        costs.append(sum(sum(counts.get(f"{root}.{name}", {}).values()) for name in names))
+    return costs
 
 
 def balance_stages(costs: Sequence[int], stages: int) -> list[range]:
     """The parts of each stage, as ranges of part numbers: consecutive, none empty.
 
-    The largest cost of a stage is the smallest possible, and then the sum of squares.
+    The largest cost of a stage is the smallest possible, and among such splits the sum of squares is the smallest.
 
     Args:
-        costs: of each part, in order. stages: at least 1, at most as many as parts.
+        costs: the cost of each part, in order.
+        stages: number of stages: at least 1, at most as many as parts.
     """
     assert 1 <= stages <= len(costs)
-    before = [0, *accumulate(costs)]
+    # Cost of all parts before each one.
+    cost_before = [0, *accumulate(costs)]
 
-    Best = tuple[float, float, list[int]]  # the largest cost, the sum of squares, and the first part of each stage
-    best: dict[int, Best] = {0: (0.0, 0.0, [])}  # by how many parts the stages so far have
+    # A split of the first parts into stages: its largest cost, its sum of squares, and the first part of each stage.
+    # Tuples compare in this order, so the smallest tuple is the best split.
+    Split = tuple[float, float, list[int]]
+    # Dynamic programming, one stage more in each round: the best split by how many parts its stages have.
+    best: dict[int, Split] = {0: (0.0, 0.0, [])}
     for _ in range(stages):
-        extended: dict[int, Best] = {}
+        extended: dict[int, Split] = {}
         for start, (slowest, squares, firsts) in best.items():
             for end in range(start + 1, len(costs) + 1):
-                cost = before[end] - before[start]
-                new = (max(slowest, cost), squares + cost**2, [*firsts, start])
-                if end not in extended or new < extended[end]:
-                    extended[end] = new
+                cost = cost_before[end] - cost_before[start]
+                split = (max(slowest, cost), squares + cost**2, [*firsts, start])
+                if end not in extended or split < extended[end]:
+                    extended[end] = split
         best = extended
     firsts = best[len(costs)][2]
-    return [range(first, last) for first, last in zip(firsts, [*firsts[1:], len(costs)], strict=True)]
+    ends = [*firsts[1:], len(costs)]
+    return list(map(range, firsts, ends))
 
 
 def take_stage(model: nn.Module, parts: Sequence[Part], stage_parts: range) -> nn.Module:
-    """A copy of `model` (parameters on the meta device) with just the parts of those numbers: the others are None, or
-    removed from the ModuleDict, ModuleList or Sequential that they are in. Parameter names stay as they are."""
-    others = [name for part_id, part in enumerate(parts) if part_id not in stage_parts for name in part]
-    modules = Counter(id(module) for _, module in model.named_modules(remove_duplicate=False))
-    # What deepcopy finds in its memo it does not copy: a deep model has many times more than a stage.
-    without = {*others}
-    memo = {id(m): None for name, m in model.named_modules() if name in without and modules[id(m)] == 1}
+    """Copy `model`, with only the parts of those numbers.
+
+    The other parts are None in the copy, or are removed from the ModuleDict, ModuleList or Sequential that they are in.
+    Names of parameters stay as they are in the full model.
+
+    Args:
+        model: the full model, its parameters on the meta device.
+        parts: its parts, from `parts_of`.
+        stage_parts: the numbers of the parts that the stage has.
+    """
+    removed: list[str] = []
+    for part_id, names in enumerate(parts):
+        if part_id not in stage_parts:
+            removed += names
+    # What deepcopy finds in its memo it does not copy: a deep model has many times more modules than a stage. A module
+    # that has several names may be in this stage under another one.
+    removed_names = set(removed)
+    uses = Counter(id(module) for _, module in model.named_modules(remove_duplicate=False))
+    memo: dict[int, Any] = {}
+    for name, module in model.named_modules():
+        if name in removed_names and uses[id(module)] == 1:
+            memo[id(module)] = None
     stage = copy.deepcopy(model, memo)
-    for name in others:
+    for name in removed:
         parent, _, child = name.rpartition(".")
         owner = stage.get_submodule(parent)
         if isinstance(owner, nn.ModuleDict | nn.ModuleList | nn.Sequential):
-            del own_modules(owner)[child]  # `del owner[…]` of a list would give those behind it other names
+            # `del owner[…]` of a list would rename all modules behind it.
+            del own_modules(owner)[child]
         else:
             setattr(owner, child, None)
     return stage
 
 
 def check_stages(model: nn.Module, parts: Sequence[Part], stages: Sequence[range], inputs: Tensor) -> None:
-    """Try every stage's forward, on the meta device, on the output of the one before; needs no process group.
+    """Try every stage's forward, on the meta device, with the output of the stage before. Needs no process group.
 
     Args:
-        model, inputs: as for `part_costs`. stages: the numbers of the parts in each, of `balance_stages`.
+        model: the full model.
+        parts: its parts, from `parts_of`.
+        stages: the numbers of the parts in each stage, from `balance_stages`.
+        inputs: what the first stage takes, on the meta device.
 
     Raises:
-        LayoutError: a stage cannot run: most often because forward calls a part that the stage does not have.
+        LayoutError: a stage cannot run, most often because forward calls a part that the stage does not have.
     """
     model = copy.deepcopy(model).to("meta")
     stage_inputs: tuple[Any, ...] = (inputs,)
     for stage_id, stage_parts in enumerate(stages):
         stage = take_stage(model, parts, stage_parts)
+        is_last = stage_id + 1 == len(stages)
         try:
             with torch.no_grad():
                 output = stage(*stage_inputs)
             stage_inputs = output if isinstance(output, tuple) else (output,)
-            others = [class_name(part) for part in stage_inputs if not isinstance(part, Tensor)]
-            if others and stage_id + 1 < len(stages):
-                raise TypeError(f"it returns {others[0]}, and can send the next stage tensors alone, one or a tuple")
-        except Exception as error:  # whatever the user's forward raises
-            names = [name for part in stage_parts for name in parts[part]]
-            raise LayoutError(_why(error, model, stage_id, names)) from error
+            others = [class_name(value) for value in stage_inputs if not isinstance(value, Tensor)]
+            if others and not is_last:
+                raise TypeError(f"it returns {others[0]}, but can only send the next stage a tensor or a tuple of them")
+        # A user's forward may raise anything.
+        except Exception as error:
+            names = [name for part_id in stage_parts for name in parts[part_id]]
+            raise LayoutError(_stage_error(error, model, stage_id, names)) from error
 
 
-def _why(error: Exception, model: nn.Module, stage_id: int, names: Sequence[str]) -> str:
+def _stage_error(error: Exception, model: nn.Module, stage_id: int, names: Sequence[str]) -> str:
     """Why a stage's forward failed, with the line of the user's own file."""
-    where = ""
+    location = ""
+    # The innermost frame in a module's method that is not PyTorch's own.
     for frame, line in traceback.walk_tb(error.__traceback__):
         file = frame.f_code.co_filename
         if isinstance(frame.f_locals.get("self"), nn.Module) and not file.startswith(TORCH):
-            where = f" ({file}:{line}: {linecache.getline(file, line).strip()})"
+            location = f" ({file}:{line}: {linecache.getline(file, line).strip()})"
     return (
         f"pp: stage {stage_id} of {class_name(model)} ({', '.join(names)}) cannot run by itself: "
-        f"{type(error).__name__}: {error}{where}; a stage is the same class with parts left out (None), which forward "
-        f"has to skip, and takes the output of the one before it (docs/models.md); or use pp 1"
+        f"{type(error).__name__}: {error}{location}; a stage is the same class with parts left out (None), which "
+        f"forward has to skip, and takes the output of the one before it (docs/models.md); or use pp 1"
     )

@@ -1,8 +1,9 @@
 """Tensor parallelism: the matrices of a layer sharded over the ranks of the tp axis.
 
-``Y = X A``, columns sharded (`ColwiseParallel`): each rank has some columns of A, and computes those of Y alone.
-``Y = X A``, rows sharded (`RowwiseParallel`): each rank has some rows of A and the same columns of X, and computes a
-partial sum of Y; the ranks add these up. Columns, then rows, need one all-reduce for two matrices.
+``Y = X A`` with columns sharded (`ColwiseParallel`): each rank has some columns of A, and computes these columns of Y.
+``Y = X A`` with rows sharded (`RowwiseParallel`): each rank has some rows of A and the same columns of X, and computes
+a partial sum of Y; the ranks add these up. A matrix sharded by columns and then one sharded by rows need one all-reduce
+for the two.
 
 Source: Shoeybi et al., "Megatron-LM", 2019; with the sequence sharded in between: Korthikanti et al., 2022.
 """
@@ -28,25 +29,25 @@ from mmm.errors import ConfigError, LayoutError
 from mmm.nn.dropout import Dropout
 from mmm.parallel.plan import Plan, find, matches
 from mmm.parallel.ties import find_ties
-from mmm.parallel.tp.checks import by_place, check_style, is_known
+from mmm.parallel.tp.checks import check_style, is_known, pass_inputs_by_position
 from mmm.parallel.tp.conv1d import is_conv1d, shard_conv1d
 from mmm.parallel.tp.replicated import NamedStyle
 from mmm.torch_private.groups import differentiate_twice, leave_generators_alone
 
-# Modules without a forward: what they have is used in that of the module around them.
+# Modules without a forward of their own: the module around them computes with their parameters.
 CONTAINERS = (nn.ParameterList, nn.ParameterDict, nn.ModuleList, nn.ModuleDict)
 
 
 def apply_tensor_parallel(model: nn.Module, mesh: DeviceMesh, plan: Plan) -> None:
-    """Shard `model` in place over the one-dimensional `mesh`; names of the plan that the model lacks are skipped.
+    """Shard `model` in place over the one-dimensional `mesh`. Names of the plan that the model lacks are skipped.
 
-    Module by module, because `parallelize_module` with a plan would shard a module with two names twice.
+    Goes module by module, because `parallelize_module` with a plan would shard a module with two names twice.
 
     Raises:
-        LayoutError: two styles for one module, or one that cannot be right on what it is given to; a parameter without
-            a style: beside sharded ones it would not compute, or not be updated, alike.
+        LayoutError: a module has two styles, or one that cannot be right on it; or a parameter has no style: among
+            sharded ones it would not compute, or not be updated, alike on all ranks.
     """
-    tied = {name for tie in find_ties(model) for name in tie}  # `retie` refuses those
+    tied = {name for tie in find_ties(model) for name in tie}
     _leave_generators_alone(mesh)
     differentiate_twice(ConfigError)
     styles = list(_styles(model, plan, mesh.size()))
@@ -55,42 +56,52 @@ def apply_tensor_parallel(model: nn.Module, mesh: DeviceMesh, plan: Plan) -> Non
     # Inner modules first: what is left of a module's parameters is then for its own style.
     for path, style in sorted(styles, key=lambda pair: -pair[0].count(".")):
         _apply_style(model.get_submodule(path), style, mesh)
+    # Experts have a mesh of their own (`apply_expert_parallel`), and `retie` refuses tied weights by their names.
     experts = {id(p) for pattern in plan.experts for module in find(model, pattern) for p in module.parameters()}
-    plain = [name for name, p in model.named_parameters() if not isinstance(p, DTensor) and id(p) not in experts]
-    without = [name for name in plain if name not in tied]
-    if without:
+    without_style = []
+    for name, parameter in model.named_parameters():
+        if not isinstance(parameter, DTensor) and id(parameter) not in experts and name not in tied:
+            without_style.append(name)
+    if without_style:
+        names = ", ".join(without_style[:3])
+        if len(without_style) > 3:
+            names += f" and {len(without_style) - 3} more"
         raise LayoutError(
-            f"tp {mesh.size()}: the plan's `tensor` has no style for {', '.join(without[:3])}"
-            f"{f' and {len(without) - 3} more' if len(without) > 3 else ''}: name them, or their modules, "
-            f"as Replicated() where every rank computes the same, PartialGradient() where each has its own heads"
+            f"tp {mesh.size()}: the plan's `tensor` has no style for {names}: name them, or their modules, as "
+            f"Replicated() where every rank computes the same, PartialGradient() where each has its own heads"
         )
 
 
 def _styles(model: nn.Module, plan: Plan, tp: int) -> Iterator[tuple[str, ParallelStyle]]:
-    """(path of a module, its style) of what the plan's `tensor` names; those of single parameters first.
+    """(path of a module, its style) for what the plan's `tensor` names; those of single parameters first.
 
     Raises:
         LayoutError: a module or a parameter has two styles.
     """
     modules = list(model.named_modules(remove_duplicate=False))
     parameters = list(model.named_parameters(remove_duplicate=False))
+    # Modules by their id, because one may have two names; parameters by their name.
     styled: dict[int | str, tuple[str, ParallelStyle]] = {}
     for pattern, style in sorted(plan.tensor.items(), key=lambda item: -item[0].count(".")):
-        for name, target in (*modules, *(parameters if isinstance(style, NamedStyle) else [])):
-            if not name or not matches(pattern, name):  # the model itself is no module of it
+        targets: list[tuple[str, Any]] = list(modules)
+        if isinstance(style, NamedStyle):
+            targets += parameters
+        for name, target in targets:
+            # The model itself has an empty name, and is not one of its modules.
+            if not name or not matches(pattern, name):
                 continue
             key = id(target) if isinstance(target, nn.Module) else name
             if key not in styled:
-                styled[key] = name, style
-                yield _where(model, name, target, style)
+                styled[key] = (name, style)
+                yield _module_and_style(model, name, target, style)
             elif _text(styled[key][1]) != _text(style):
-                first, other = styled[key]
-                also = "" if first == name else f", as {name},"
-                both = f"{_text(other)} and{also} {_text(style)}"
-                raise LayoutError(f"tp {tp}: the plan gives {first} {both}: leave one of them out")
+                first_name, first_style = styled[key]
+                also = "" if first_name == name else f", as {name},"
+                both = f"{_text(first_style)} and{also} {_text(style)}"
+                raise LayoutError(f"tp {tp}: the plan gives {first_name} {both}: leave one of them out")
 
 
-def _where(
+def _module_and_style(
     model: nn.Module, name: str, target: nn.Module | nn.Parameter, style: ParallelStyle
 ) -> tuple[str, ParallelStyle]:
     """The module whose forward uses what the plan names, and the style for it."""
@@ -98,18 +109,19 @@ def _where(
         return name, style
     if isinstance(target, nn.Module) and not isinstance(target, CONTAINERS):
         return name, style
+    # A parameter, or a container of parameters: the style is for these, in the module around them.
     path = name.rpartition(".")[0]
     while path and isinstance(model.get_submodule(path), CONTAINERS):
         path = path.rpartition(".")[0]
     names = [name]
     if isinstance(target, nn.Module):
-        names = [f"{name}.{own}" for own, _ in target.named_parameters()]
-    return path, style.of_parameters(frozenset(own.removeprefix(f"{path}.") for own in names))
+        names = [f"{name}.{parameter_name}" for parameter_name, _ in target.named_parameters()]
+    return path, style.of_parameters(frozenset(full_name.removeprefix(f"{path}.") for full_name in names))
 
 
 def _apply_style(module: nn.Module, style: ParallelStyle, mesh: DeviceMesh) -> None:
     if is_known(style) and isinstance(style, ColwiseParallel | RowwiseParallel | SequenceParallel):
-        by_place(module)
+        pass_inputs_by_position(module)
     if is_conv1d(module) and type(style) in (ColwiseParallel, RowwiseParallel):
         shard_conv1d(module, mesh, style)  # type: ignore[arg-type]
     else:
@@ -117,15 +129,19 @@ def _apply_style(module: nn.Module, style: ParallelStyle, mesh: DeviceMesh) -> N
 
 
 def _text(style: ParallelStyle) -> str:
-    return f"{type(style).__name__}()" if isinstance(style, NamedStyle) else repr(style)
+    """A style as a plan would write it, for comparison and messages."""
+    if isinstance(style, NamedStyle):
+        return f"{type(style).__name__}()"
+    return repr(style)
 
 
 def _leave_generators_alone(mesh: DeviceMesh) -> None:
     """Keep the first random operator on a `DTensor` from giving all ranks the generator of rank 0, by a collective of
-    all: ranks of a tp group have the same already, other data-parallel coordinates another (`mmm.runtime.seed`)."""
-    if mesh.device_type not in ("cuda", "xpu") or not getattr(torch, mesh.device_type).is_available():
-        return  # no generator would be given away, and the tracker asks for a device
-    leave_generators_alone(mesh)
+    all ranks. The ranks of a tp group have the same generator already, and other data-parallel coordinates another
+    (`mmm.runtime.seed`)."""
+    # Elsewhere PyTorch shares no generator, and its tracker asks for a device.
+    if mesh.device_type in ("cuda", "xpu") and getattr(torch, mesh.device_type).is_available():
+        leave_generators_alone(mesh)
 
 
 class KVHeads(ColwiseParallel):
@@ -135,14 +151,14 @@ class KVHeads(ColwiseParallel):
     With 2 key/value heads on 4 ranks, wk and wv are sharded by columns as usual, so that a rank computes half a head::
 
         wk           [ k₀ │ k₀ │ k₁ │ k₁ ]      columns: each rank 1/4 of them
-          │ all-gather                           (batch, seq, kv heads · head_dim), small: that is why there are few
+          │ all-gather over tp                   (batch, seq, kv heads · head_dim), small: that is why there are few
           ▼
         local          k₀   k₀   k₁   k₁         (batch, seq, head_dim) for the query heads of this rank
-          │ backward: the ranks' gradients are partial sums, zero for the heads of others: reduce-scatter
+          │ backward: the ranks' gradients are partial sums, zero for the heads of others: reduce-scatter over tp
           ▼
         attention      q₀   q₁   q₂   q₃
 
-    Source: the rule that keys and values are shared by groups of query heads: Ainslie et al., "GQA", 2023.
+    Source: Ainslie et al., "GQA", 2023, for the rule that groups of query heads share keys and values.
     """
 
     def __init__(self, heads: int) -> None:
@@ -150,28 +166,33 @@ class KVHeads(ColwiseParallel):
         self.heads = heads
 
     def problem(self, module: nn.Module, tp: int) -> str:
-        """Any number of columns fits: heads that `tp` does not divide are gathered."""
+        """Always empty: any number of columns fits, because heads that `tp` does not divide are gathered."""
         return ""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         if self.heads % device_mesh.size() == 0:
             return super()._apply(module, device_mesh)
-        self.output_layouts, self.use_local_output = (Replicate(),), False
+        # The output becomes a replicated DTensor: an all-gather over tp of all key or value heads.
+        self.output_layouts = (Replicate(),)
+        self.use_local_output = False
         module = super()._apply(module, device_mesh)
+        # Neighbouring ranks share a head, as neighbouring query heads do.
         n_rep = device_mesh.size() // self.heads
         head = device_mesh.get_local_rank() // n_rep
 
         def own_head(module: nn.Module, inputs: Any, output: DTensor) -> Tensor:
-            full = output.to_local(grad_placements=[Partial()])  # (batch, seq, kv heads · head_dim)
-            return full.unflatten(-1, (self.heads, -1))[..., head, :]  # (batch, seq, head_dim)
+            # (batch, seq, kv heads · head_dim). Each rank's gradient is a partial sum: backward adds them up over tp.
+            full = output.to_local(grad_placements=[Partial()])
+            # (batch, seq, kv heads, head_dim) → (batch, seq, head_dim)
+            return full.unflatten(-1, (self.heads, -1))[..., head, :]
 
         module.register_forward_hook(own_head)
         return module
 
 
 class ShardedDropout(ParallelStyle):
-    """For a `mmm.nn.dropout.Dropout` whose input's second dim (units, heads, tokens) is sharded in equal parts:
-    each rank draws for its own shard."""
+    """Have a `mmm.nn.dropout.Dropout` draw for this rank's shard of its input, whose second dim (units, heads or
+    tokens) is sharded in equal pieces."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         assert isinstance(module, Dropout)

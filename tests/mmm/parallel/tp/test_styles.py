@@ -31,7 +31,7 @@ TABLE = [
     (
         MATRIX,
         (*COMPUTED, "Linear, pruned"),
-        r"shards its own weight alone, and here others are part of it: name it Replicated\(\)",
+        r"shards only the module's own weight, and here others are part of it: name it Replicated\(\)",
     ),
     (MATRIX, (*NORMS, *BESIDE, *MANY, "int8", "Dropout"), NO_MATRIX),
     (MATRIX, ("Linear, packed",), r"shards a matrix of 8 × 8, and its weight is \(8, 4\): name it Replicated\(\)"),
@@ -42,8 +42,8 @@ TABLE = [
         ("Conv1D of three",),
         r"would split q, k and v, side by side in it, as one: SectionedColwise\(8, 8, 8\)",
     ),
-    (PARTIAL, ("BatchNorm1d",), r"would normalize by the statistics of this rank's activations alone: use a norm of e"),
-    (PARTIAL, ("Embedding, by frequency",), r"would count this rank's tokens alone: leave scale_grad_by_freq out"),
+    (PARTIAL, ("BatchNorm1d",), r"would normalize by the statistics of only this rank's activations: use a norm of e"),
+    (PARTIAL, ("Embedding, by frequency",), r"would count only this rank's tokens: leave scale_grad_by_freq out"),
     (SEQUENCE, (*COMPUTED, *BESIDE, *MANY, "Embedding", *EMBEDDINGS), ALONE),
 ]
 # (places, kinds) that PyTorch itself refuses, in its own words.
