@@ -46,7 +46,7 @@ def model_data(name: str, sizes: dict[str, int]) -> dict[str, Any]:
     by_length = [_flops_of_token(spec) for spec in specs]
     assert by_length[0] == by_length[1], "FLOPs of a token depend on the length of its sequence"
     spec, config = specs[0], specs[0].config
-    named = [word for key, value in sizes.items() for word in (f"--{key}", str(value))]
+    named = [word for key, value in sizes.items() for word in (f"--{key.replace('_', '-')}", str(value))]
     return {
         "command": shlex.join(["--model", name, *named]),
         "flags": shlex.join(spec.flags),

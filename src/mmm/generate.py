@@ -34,7 +34,7 @@ from mmm.weights.weights import Weights, config_from
 def checked(sampling: Sampling) -> Sampling:
     """It itself. Raises ConfigError for what is wrong with it."""
     for name, rule in sampling.problems():
-        raise ConfigError(f"--{name} {getattr(sampling, name)}: {rule}")
+        raise ConfigError(f"--{name.replace('_', '-')} {getattr(sampling, name)}: {rule}")
     return sampling
 
 

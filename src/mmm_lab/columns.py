@@ -6,17 +6,14 @@ from collections.abc import Container, Sequence
 
 
 def in_columns(rows: Sequence[Sequence[str]], right: Container[int] = ()) -> list[str]:
-    """A line a row, two spaces between two columns.
+    """Returns a line for each row, with two spaces between columns.
 
     Args:
-        right: the columns whose cells end at the right, by number.
+        right: indices of the columns whose cells are aligned to the right.
     """
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = []
-    for row in rows:
-        cells = [
-            cell.rjust(width) if place in right else cell.ljust(width)
-            for place, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ]
-        lines.append("  ".join(cells).rstrip())
-    return lines
+    columns = []
+    for index, column in enumerate(zip(*rows, strict=True)):
+        width = max(map(len, column))
+        align = str.rjust if index in right else str.ljust
+        columns.append([align(cell, width) for cell in column])
+    return ["  ".join(cells).rstrip() for cells in zip(*columns, strict=True)]

@@ -12,50 +12,61 @@ from mmm_launch.errors import did_you_mean
 
 ALL_AXES = (*AXES, "ep")
 MOST = 2**20  # ranks of an axis
-NO_WORDS: Mapping[str, str] = MappingProxyType({})
+NO_TECHNIQUES: Mapping[str, str] = MappingProxyType({})
 
 
 def words_of(name: str) -> list[str]:
-    """Its parts: a dot (· or .), a comma, a star or a space stands between them."""
+    """Split a name into its words. A dot (· or .), a comma, a star or a space stands between them."""
     return re.split(r"[·,.*\s]+", name.strip())
 
 
-def parse_layout(name: str, further: Mapping[str, str] = NO_WORDS) -> tuple[dict[str, int], list[str]]:
-    """The sizes of the axes that a layout's name has, in any order, and those of the `further` words that it has.
+def parse_layout(name: str, techniques: Mapping[str, str] = NO_TECHNIQUES) -> tuple[dict[str, int], list[str]]:
+    """Read the name of a layout.
 
     Args:
-        name: each axis with its size, as ``tp2`` or ``tp=2``; ``dp`` is dp_shard; ``1`` is a single rank.
-        further: words that may stand beside them, as ``zero1`` or ``zero1:8``: of each, whose size stands behind it.
+        name: axes with their sizes, in any order, as ``tp2`` or ``tp=2``. ``dp`` means dp_shard, ``1`` a single rank.
+        techniques: words that may stand between them, such as ``zero1`` or ``zero1:8``, each with the axis that a size
+            behind it is of.
+
+    Returns:
+        The size of each axis, and the techniques that were named.
 
     Raises:
-        ConfigError: it is no such name.
+        ConfigError: it is not such a name.
     """
-    axis_of = {axis: axis for axis in ALL_AXES} | {"dp": "dp_shard"} | dict(further)
+    axis_of = {axis: axis for axis in ALL_AXES} | {"dp": "dp_shard"} | dict(techniques)
+    pattern = rf"({'|'.join(axis_of)})[:=]?(\d*)"
     sizes: dict[str, int] = {}
     names = []
-    for word in words_of(name):
-        if word == "1":
+    for text in words_of(name):
+        if text == "1":
             continue
-        match = re.fullmatch(rf"({'|'.join(axis_of)})[:=]?(\d*)", word)
-        if match is None or not (match[2] or match[1] in further):
-            raise ConfigError(f"layout {name!r}: {word!r} is no axis with its size: {_help(word, list(axis_of))}")
-        own, digits = match.groups()
-        names.append(own)
+        match = re.fullmatch(pattern, text)
+        # Only a technique may stand without a size.
+        if match is None or not (match[2] or match[1] in techniques):
+            raise ConfigError(f"layout {name!r}: {text!r} is not an axis with its size: {_help(text, axis_of)}")
+        word, digits = match.groups()
+        names.append(word)
         if not digits:
             continue
-        if len(digits) > len(str(MOST)) or not 1 <= int(digits) <= MOST:
-            raise ConfigError(f"layout {name!r}: {own} {digits[:20]}: an axis has 1 to {MOST:,} ranks")
-        if axis_of[own] in sizes:
-            raise ConfigError(f"layout {name!r} has {axis_of[own]} twice: give each axis once")
-        sizes[axis_of[own]] = int(digits)
-    if {"dp", "dp_replicate"} <= {*names}:
-        raise ConfigError(f"layout {name!r}: dp alone means dp_shard (FSDP); beside dp_replicate write dp_shard")
-    return sizes, [own for own in names if own in further]
+        # Python refuses to convert thousands of digits.
+        too_long = len(digits) > len(str(MOST))
+        if too_long or not 1 <= int(digits) <= MOST:
+            raise ConfigError(f"layout {name!r}: {word} {digits[:20]}: an axis has 1 to {MOST:,} ranks")
+        axis = axis_of[word]
+        if axis in sizes:
+            raise ConfigError(f"layout {name!r} has {axis} twice: give each axis once")
+        sizes[axis] = int(digits)
+    if "dp" in names and "dp_replicate" in names:
+        raise ConfigError(f"layout {name!r}: dp means dp_shard (FSDP); next to dp_replicate write dp_shard")
+    return sizes, [word for word in names if word in techniques]
 
 
-def _help(word: str, names: list[str]) -> str:
-    said = f"such as pp2·dp2·tp2, of {', '.join(names)}; 1 is a single rank"
-    if word in names:
-        return f"{said}. How many ranks, such as {word}2?"
-    hint = did_you_mean(re.sub(r"\W|\d", "", word), names)
-    return f"{said}.{hint}" if hint else said
+def _help(word: str, known: Mapping[str, str]) -> str:
+    text = f"such as pp2·dp2·tp2, of {', '.join(known)}; 1 is a single rank"
+    if word in known:
+        return f"{text}. How many ranks, such as {word}2?"
+    hint = did_you_mean(re.sub(r"\W|\d", "", word), known)
+    if hint:
+        return f"{text}.{hint}"
+    return text

@@ -24,7 +24,13 @@ MODULE:NAME is a function of yours, looked for in the working directory too:
   --batch        make_batch() -> the global batch: a tensor, or a tuple, list or dict of tensors, samples along dim 0
   --step         step(model, batch) -> the mean loss; with a third parameter it gets the mesh, None on one device
 
-Exit code: 0 the same, 1 not the same, 2 not comparable, rounded to float32, or a wrong argument. See docs/verify.md.
+docs/verify.md says more.
+
+examples:
+  %(prog)s mlp:make_model
+  %(prog)s mlp:make_model --write plan.py
+  %(prog)s mlp:make_model --parallelize mlp:parallelize --batch mlp:make_batch --mesh dp2,tp2
+exit codes: 0 the same; 1 not the same; 2 not comparable, rounded to float32, or wrong arguments
 """
 A_PLAN = (
     "it names a function parallelize(model, mesh), such as the one of `{program} MODEL --write plan.py`, which is "

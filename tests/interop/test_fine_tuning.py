@@ -37,7 +37,7 @@ def fine_tuned(imported, tmp_path_factory):
 def answer(weights, question, capsys):
     """The most probable answer."""
     capsys.readouterr()
-    words = ["--prompt", question, "--temperature", "0", "--max_new_tokens", "30", "--dtype", "fp32"]
+    words = ["--prompt", question, "--temperature", "0", "--max-new-tokens", "30", "--dtype", "fp32"]
     assert cli.main(["sample", str(weights), "--chat", *words]) == 0
     return capsys.readouterr().out.strip()
 
@@ -74,7 +74,7 @@ def test_it_loses_little_on_shakespeare(imported, fine_tuned, capsys):
 @pytest.mark.parametrize("turns", [1, 3])
 def test_a_conversation_is_the_text_that_transformers_makes(transformers, imported, tmp_path, turns):
     exported = tmp_path / "exported"
-    assert cli.main(["export", str(imported), str(exported)]) == 0
+    assert cli.main(["export", str(imported), "-o", str(exported)]) == 0
     theirs = transformers.AutoTokenizer.from_pretrained(exported)
     ours = tokenizer_on_disk(open_weights(imported).metadata)
     lines = CONVERSATIONS.read_text().splitlines()[:turns]

@@ -64,7 +64,7 @@ def test_a_new_machine_is_one_file_for_all_commands(tmp_path):
     assert "--cpus-per-task=48" in launched.stdout
     assert re.search(r"NCCL_SOCKET_IFNAME +ib7 ", launched.stdout)
     assert "6 a host" in launched.stdout
-    flags = ["--model", "gpt2", "--site", "mine", "--hosts", "2", "--global_batch", "48", "--explain"]
+    flags = ["--model", "gpt2", "--site", "mine", "--hosts", "2", "--global-batch", "48", "--explain"]
     planned = command(tmp_path, "mmm_lab.cli.main", "plan", *flags, "--script", "job.sh", **mine)
     assert planned.returncode == 0, planned.stderr
     assert "Mine: 2 × 6 devices of 37 GiB" in planned.stdout

@@ -38,7 +38,7 @@ def check_command(line, monkeypatch):
     def and_a_trainers(self, args=None, namespace=None):
         found, rest = parse_known_args(self, args, namespace)
         if self.prog == "mmm draw":
-            _check_module(found.what if found.what.startswith("mmm.") else "mmm.trainer.lm", rest, patch)
+            _check_module(found.subject if found.subject.startswith("mmm.") else "mmm.trainer.lm", rest, patch)
             raise Parsed
         return found, rest
 

@@ -117,13 +117,13 @@ function addressOf(question) {
 
 function commandOf(q) {
   const words = [`mmm plan --exactly ${PLANNER_DATA.models[q.model].command} --site ${q.machine} --hosts ${q.hosts}`];
-  if (q.devices !== machineOf(q).ranks_per_host) words.push(`--gpus_per_host ${q.devices}`);
-  words.push(`--seq_length ${q.seq} --global_batch ${q.batch}`);
-  for (const axis of ["pp", "cp", "tp", "ep", "dp_replicate"]) if (q[axis] > 1) words.push(`--${axis} ${q[axis]}`);
+  if (q.devices !== machineOf(q).ranks_per_host) words.push(`--gpus-per-host ${q.devices}`);
+  words.push(`--seq-length ${q.seq} --global-batch ${q.batch}`);
+  for (const axis of ["pp", "cp", "tp", "ep", "dp_replicate"]) if (q[axis] > 1) words.push(`--${axis.replace("_", "-")} ${q[axis]}`);
   if (q.parallel !== "fsdp") words.push(`--parallel ${q.parallel}`);
-  if (q.pp > 1) words.push(`--schedule ${q.schedule} --stages_per_rank ${q.stages}`);
-  if (q.cp > 1) words.push(`--cp_style ${q.cp_style}`);
-  if (q.checkpointing !== "none") words.push(`--activation_checkpointing ${q.checkpointing}`);
+  if (q.pp > 1) words.push(`--schedule ${q.schedule} --stages-per-rank ${q.stages}`);
+  if (q.cp > 1) words.push(`--cp-style ${q.cp_style}`);
+  if (q.checkpointing !== "none") words.push(`--activation-checkpointing ${q.checkpointing}`);
   if (q.microbatches > 1 || q.pp > 1) words.push(`--microbatches ${q.microbatches}`);
   return words.join(" ");
 }

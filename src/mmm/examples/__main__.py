@@ -11,6 +11,11 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 RUN_AS_A_PROGRAM = '\nif __name__ == "__main__":\n'
+EPILOG = """\
+examples:
+  mmm examples
+  python3 -m mmm.examples.fsdp_tp --help
+exit codes: 0 listed, 2 wrong arguments"""
 HOW_TO_RUN = """
 Run one on every local rank, or on one device:
   launch python3 -m mmm.examples.fsdp_tp --tpsize 4
@@ -31,7 +36,12 @@ def runnable_modules() -> dict[str, str]:
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser("mmm examples", description="List the runnable examples and trainers.")
+    parser = argparse.ArgumentParser(
+        "mmm examples",
+        description="List the runnable examples and trainers.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.parse_args(argv)
     modules = runnable_modules()
     width = max(map(len, modules))

@@ -8,87 +8,103 @@ import shlex
 from pathlib import Path
 
 from mmm.errors import ConfigError
-from mmm_lab.cli.draw_layout import HELP, layout_of, looks_like_one, trainer_flags
+from mmm.units import counted
+from mmm_lab.cli.draw_layout import HELP, layout_of, looks_like_a_layout, trainer_flags
 from mmm_lab.cli.dry_run import dry_run_of
 from mmm_lab.cli.parser import Parser
 from mmm_lab.cli.written import write_text
+from mmm_lab.layout_name import MOST
 from mmm_launch.program import target as targets
 from mmm_launch.program.target import Target
 
 EPILOG = f"""\
 LAYOUT: {HELP}.
 PROGRAM: a module or a script that a dry run takes, with its flags; -n says how many ranks (default: 4).
+Other flags go to the program: for a layout to mmm.trainer.lm, on a small model unless they say another.
+docs/draw.md says how to read the picture.
+
+examples:
   mmm draw dp2·tp2
   mmm draw zero1 --out zero1.svg
   mmm draw mmm.examples.fsdp_tp --tpsize 2 -n 4 --out program.svg
-Other flags go to the program: of a layout mmm.trainer.lm, on a small model unless they say another.
-docs/draw.md says how to read it.
+exit codes: 0 drawn, 1 the program failed, 2 wrong arguments, or the run would be refused
 """
-RANKS = 4  # of a program
+PROGRAM_RANKS = 4
 
 
 def main(argv: list[str]) -> int:
-    """Draw it. Returns the exit code. Raises UserError: no layout, no program, or one that does not fit."""
-    args, given = _parser().parse_known_args(argv)
-    target, ranks = _program(args.what, given, args.ranks)
-    out = args.out or Path(f"{name_of(args.what)}.svg")
+    """Draw a layout or a program. Returns the exit code. Raises UserError: there is none, or it does not fit."""
+    args, program_flags = _parser().parse_known_args(argv)
+    target, ranks = _program(args.subject, program_flags, args.ranks)
+    out = args.out or Path(f"{name_of(args.subject)}.svg")
     if out.suffix.lower() != ".svg":
-        raise ConfigError(f"--out {out}: an SVG is drawn, so its name ends with .svg")
+        raise ConfigError(f"--out {out}: the picture is an SVG, so its name ends with .svg")
     if not out.absolute().parent.is_dir():
         raise ConfigError(f"--out {out}: there is no folder {out.parent}")
-    dry = dry_run_of(target, ranks)
-    if isinstance(dry, int):
-        return dry
+    dry_run = dry_run_of(target, ranks)
+    if isinstance(dry_run, int):
+        return dry_run
 
     from mmm_lab.planner.picture.compose import picture  # imports torch
     from mmm_lab.planner.picture.facts import Facts
     from mmm_lab.planner.picture.svg import svg
 
-    words = [word for word in argv if word not in ("--out", f"--out={args.out}", str(args.out))]
-    scene = picture(Facts(dry), shlex.join(["mmm", "draw", *words]))
+    # The picture has its command, without the flags that change nothing in it.
+    command = ["mmm", "draw", args.subject, *program_flags]
+    if args.ranks is not None:
+        command += ["-n", str(args.ranks)]
+    scene = picture(Facts(dry_run), shlex.join(command))
     write_text(out, svg(scene, args.theme), "--out")
     print(out)
     return 0
 
 
-def name_of(what: str) -> str:
-    """A file's name for a layout or a program: ``dp2-tp2`` of ``dp2·tp2``, ``fsdp_tp`` of ``mmm.examples.fsdp_tp``."""
-    if what.endswith(".py"):
-        return Path(what).stem
-    if what.startswith("mmm."):
-        return what.rpartition(".")[2]
-    return re.sub(r"\W+", "-", what)
+def name_of(subject: str) -> str:
+    """Returns the file's name: ``dp2-tp2`` for ``dp2·tp2``, ``fsdp_tp`` for ``mmm.examples.fsdp_tp``."""
+    if subject.endswith(".py"):
+        return Path(subject).stem
+    if subject.startswith("mmm."):
+        return subject.rpartition(".")[2]
+    return re.sub(r"\W+", "-", subject)
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = Parser(
         prog="mmm draw",
-        usage="mmm draw LAYOUT|PROGRAM [-n RANKS] [--out FILE.svg] [FLAGS …]",
-        description=__doc__,
+        usage="mmm draw LAYOUT|PROGRAM [-n RANKS] [-o FILE.svg] [FLAGS …]",
+        description="Draw what each rank holds, what it sends, and when.",
         epilog=EPILOG,
+        # A prefix of a flag may be a flag of the program's.
         allow_abbrev=False,
     )
-    parser.add_argument("what", metavar="LAYOUT|PROGRAM")
+    parser.add_argument("subject", metavar="LAYOUT|PROGRAM", help="what to draw")
     parser.add_argument("-n", dest="ranks", metavar="RANKS", type=int, help="ranks of a program (default: 4)")
-    parser.add_argument("--out", metavar="FILE", type=Path, help="the file (default: named after the layout, here)")
+    parser.add_argument(
+        "-o", "--out", metavar="FILE", type=Path, help="the picture's file (default: LAYOUT.svg or PROGRAM.svg, here)"
+    )
     parser.add_argument(
         "--theme",
         choices=("auto", "light", "dark"),
         default="auto",
-        help="auto: as the reader's browser is set",
+        help="colours of the picture (default: auto, those of the reader's browser)",
     )
     return parser
 
 
-def _program(what: str, given: list[str], ranks: int | None) -> tuple[Target, int]:
-    """What runs, and on how many ranks. Raises UserError."""
-    if ranks is not None and not 1 <= ranks <= 2**20:
-        raise ConfigError(f"-n {ranks}: it must be from 1 to {2**20:,} ranks")
-    if what.endswith(".py") or (re.fullmatch(r"\w+(\.\w+)+", what) and not looks_like_one(what)):
-        target = Target("script" if what.endswith(".py") else "module", what, tuple(given))
+def _program(subject: str, program_flags: list[str], ranks: int | None) -> tuple[Target, int]:
+    """Returns the program to run, and on how many ranks. Raises UserError."""
+    if ranks is not None and not 1 <= ranks <= MOST:
+        raise ConfigError(f"-n {ranks}: it must be from 1 to {MOST:,} ranks")
+    kind = "layout"
+    if subject.endswith(".py"):
+        kind = "script"
+    elif re.fullmatch(r"\w+(\.\w+)+", subject) and not looks_like_a_layout(subject):
+        kind = "module"
+    if kind != "layout":
+        target = Target(kind, subject, tuple(program_flags))
         targets.check(target)
-        return target, ranks or RANKS
-    layout, techniques = layout_of(what)
+        return target, ranks or PROGRAM_RANKS
+    layout, techniques = layout_of(subject)
     if ranks is not None and ranks != layout.ranks:
-        raise ConfigError(f"-n {ranks}: the layout {what} has {layout.ranks:,} ranks; leave -n out")
-    return Target("module", "mmm.trainer.lm", tuple(trainer_flags(layout, techniques, given))), layout.ranks
+        raise ConfigError(f"-n {ranks}: the layout {subject} has {counted(layout.ranks, 'rank')}; leave -n out")
+    return Target("module", "mmm.trainer.lm", tuple(trainer_flags(layout, techniques, program_flags))), layout.ranks

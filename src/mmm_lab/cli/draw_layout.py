@@ -11,61 +11,76 @@ from mmm.layout import CP_STYLES, DATA_PARALLEL, Layout, Techniques
 from mmm_lab.layout_name import ALL_AXES, MOST, parse_layout, words_of
 from mmm_lab.planner.script import flags_of, in_words
 
-WORDS = dict.fromkeys(DATA_PARALLEL, "dp_shard") | dict.fromkeys(CP_STYLES, "cp")  # whose ranks each is on
+# Technique → the axis whose ranks it is on.
+AXIS_OF_TECHNIQUE = dict.fromkeys(DATA_PARALLEL, "dp_shard") | dict.fromkeys(CP_STYLES, "cp")
+USUAL_RANKS = 4  # of a technique whose name has no size
 HELP = "such as dp2·tp2, pp2.dp2.tp2, fsdp4, zero1, hsdp, cp4, ulysses4, dp4.ep2; zero1:8 is ZeRO-1 on 8 ranks"
 
 
-def layout_of(text: str) -> tuple[Layout, Techniques]:
-    """A name taken apart. A technique without a number is on 4 ranks, or on those that the name gives its axis.
+def layout_of(name: str) -> tuple[Layout, Techniques]:
+    """Read the name of a layout. A technique without a size is on 4 ranks, or on those that the name gives its axis.
 
     Raises:
-        ConfigError: it is none.
+        ConfigError: it is not the name of a layout.
     """
-    named, words = parse_layout(text, WORDS)
+    named, techniques = parse_layout(name, AXIS_OF_TECHNIQUE)
     sizes = dict.fromkeys(ALL_AXES, 1) | named
     chosen: dict[str, Any] = {}
-    for word in words:
-        kind = "data_parallel" if word in DATA_PARALLEL else "cp_style"
+    for technique in techniques:
+        # Each sets another field of `Techniques`.
+        kind = "data_parallel" if technique in DATA_PARALLEL else "cp_style"
         if kind in chosen:
-            raise ConfigError(f"layout {text!r} has {chosen[kind]} and {word}: give one of them")
-        chosen[kind] = word
+            raise ConfigError(f"layout {name!r} has {chosen[kind]} and {technique}: give one of them")
+        chosen[kind] = technique
     if "data_parallel" in chosen and not named.keys() & {"dp_shard", "dp_replicate"}:
-        sizes["dp_shard"] = 4
+        sizes["dp_shard"] = USUAL_RANKS
     if "cp_style" in chosen and "cp" not in named:
-        sizes["cp"] = 4
+        sizes["cp"] = USUAL_RANKS
     if chosen.get("data_parallel") == "hsdp" and "dp_replicate" not in named:
         if sizes["dp_shard"] % 2:
-            raise ConfigError(f"layout {text!r}: hsdp has two replicas, and {sizes['dp_shard']} is odd")
-        sizes |= {"dp_replicate": 2, "dp_shard": sizes["dp_shard"] // 2}
+            raise ConfigError(f"layout {name!r}: hsdp has two replicas, and {sizes['dp_shard']} is odd")
+        sizes["dp_replicate"] = 2
+        sizes["dp_shard"] //= 2
     layout = Layout(**sizes)
     if layout.ranks > MOST:
-        raise ConfigError(f"layout {text!r} has {layout.ranks:,} ranks: at most {MOST:,} are drawn")
-    chosen.setdefault("data_parallel", "hsdp" if layout.dp_replicate > 1 else "fsdp")
-    return layout, Techniques(ulysses=2 if chosen.get("cp_style") == "usp" else None, **chosen)
+        raise ConfigError(f"layout {name!r} has {layout.ranks:,} ranks: at most {MOST:,} are drawn")
+    if chosen.get("cp_style") == "usp":
+        chosen["ulysses"] = 2
+    if layout.dp_replicate > 1:
+        chosen.setdefault("data_parallel", "hsdp")
+    return layout, Techniques(**chosen)
 
 
-def looks_like_one(text: str) -> bool:
-    """Whether a part of the text is an axis with its size, or a technique: no module is called so."""
+def looks_like_a_layout(text: str) -> bool:
+    """Is a word of the text an axis with its size, or a technique? No module is called so."""
     return any(word in DATA_PARALLEL or re.fullmatch(r"[a-z_]*\d+", word) for word in words_of(text))
 
 
-def _multiple(of: int, least: int) -> int:
-    return -(-least // of) * of
+def _multiple(factor: int, least: int) -> int:
+    """Returns the smallest multiple of `factor` that is at least `least`."""
+    return -(-least // factor) * factor
 
 
-def trainer_flags(layout: Layout, techniques: Techniques, given: Sequence[str]) -> list[str]:
-    """Flags of ``mmm.trainer.lm``: of the layout, and of a model small enough to be drawn that goes with it.
+def trainer_flags(layout: Layout, techniques: Techniques, own_flags: Sequence[str]) -> list[str]:
+    """Returns flags of ``mmm.trainer.lm``: those of the layout, and of a model small enough to be drawn that fits it.
 
     Args:
-        given: by the user, which count instead.
+        own_flags: the user's, which replace them.
     """
-    heads = _multiple(layout.tp * (1 if techniques.cp_style == "ring" else layout.cp), 4)
-    run = {
+    head_shards = layout.tp
+    # Ulysses shards the heads over cp, too.
+    if techniques.cp_style != "ring":
+        head_shards *= layout.cp
+    heads = _multiple(head_shards, 4)
+    names = {word[2:].partition("=")[0].replace("-", "_") for word in own_flags if word.startswith("--")}
+    flags = flags_of(layout, techniques) | {
         "dataset": "random",
         "device": "cpu",
+        # A ring cuts the sequence into two pieces a rank, so that causal attention is the same work on each.
         "seq_length": _multiple(2 * layout.cp * layout.tp, 128),
-        "batch_size": max(2, layout.pp),
     }
+    if "global_batch_size" not in names:
+        flags["batch_size"] = max(2, layout.pp)
     model = {
         "preset": "debug",
         "n_layers": max(4, layout.pp),
@@ -75,11 +90,9 @@ def trainer_flags(layout: Layout, techniques: Techniques, given: Sequence[str]) 
         "ffn_dim": 40 * heads,
         "vocab_size": 64 * heads,
     }
-    experts = {"n_experts": max(4, 2 * layout.ep) if layout.ep > 1 else None}
-    names = {word[2:].partition("=")[0].replace("-", "_") for word in given if word.startswith("--")}
-    if names & {*model, *experts}:  # the user's own model
-        model = {}
-    if "global_batch_size" in names:
-        names.add("batch_size")
-    flags = {**flags_of(layout, techniques), **run, **model, **experts}
-    return [*in_words({name: value for name, value in flags.items() if name not in names}), *given]
+    # One flag of the model's, and the whole model is the user's own.
+    if not names & {*model, "n_experts"}:
+        flags |= model
+    if layout.ep > 1:
+        flags["n_experts"] = max(4, 2 * layout.ep)
+    return [*in_words({name: value for name, value in flags.items() if name not in names}), *own_flags]

@@ -1,4 +1,4 @@
-"""``mmm export CKPT DIR``: a language model's weights as `transformers` loads them."""
+"""``mmm export CKPT -o DIR``: a language model's weights as `transformers` loads them."""
 
 from __future__ import annotations
 
@@ -11,21 +11,30 @@ from mmm.units import counted
 from mmm_lab.cli.parser import Parser
 
 EPILOG = """\
-DIR has config.json, model.safetensors (or several, with an index), and the tokenizer's file:
+DIR gets config.json, model.safetensors (or several, with an index), and the tokenizer's file:
   transformers.AutoModelForCausalLM.from_pretrained("DIR")
+
+examples:
+  mmm export outputs/lm/2026-01-01-120000 -o for-transformers
+  mmm export runs/a/checkpoints/step-500 -o for-transformers --dtype bf16
+exit codes: 0 written, 2 wrong arguments, or weights that cannot be read or written
 """
 
 
 def main(argv: list[str]) -> int:
     """Export, and say what is in the folder. Returns 0. Raises UserError for what cannot be read or written."""
-    parser = Parser(prog="mmm export", description=__doc__, epilog=EPILOG)
+    parser = Parser(
+        prog="mmm export",
+        description="Write a language model's weights as `transformers` loads them.",
+        epilog=EPILOG,
+    )
     parser.add_argument(
         "weights", metavar="CKPT", type=Path, help="checkpoints/step-N of a run of mmm.trainer.lm, or the run's folder"
     )
-    parser.add_argument("folder", metavar="DIR", type=Path, help="the folder to make")
-    parser.add_argument("--dtype", choices=["bf16", "fp16", "fp32", "fp64"], help="default: as it is")
+    parser.add_argument("-o", "--out", required=True, metavar="DIR", type=Path, help="the folder to make")
+    parser.add_argument("--dtype", choices=["bf16", "fp16", "fp32", "fp64"], help="default: that of the checkpoint")
     parser.add_argument(
-        "--shard-gb", "--shard_gb", metavar="GB", type=float, default=5.0, help="of a file, at most (5)"
+        "--shard-gb", metavar="GB", type=float, default=5.0, help="size of a file, at most (default: 5)"
     )
     args = parser.parse_args(argv)
     if not 0 < args.shard_gb < float("inf"):
@@ -39,18 +48,13 @@ def main(argv: list[str]) -> int:
     dtypes = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
     began = time.monotonic()
     weights = open_weights(args.weights)
-    if problem := weights.check():
+    # What `transformers` has no model for is refused before a file is written.
+    problem = weights.check()
+    if problem:
         raise CheckpointError(problem)
-    export(
-        weights,
-        args.folder,
-        dtypes.get(args.dtype),
-        int(args.shard_gb * 1e9),
-        lambda line: print(line, file=sys.stderr),
-    )
-    size, files = (
-        sum(path.stat().st_size for path in args.folder.iterdir()),
-        len(list(args.folder.glob("*.safetensors"))),
-    )
-    print(f"{args.folder}: {size / 1e6:,.1f} MB, {counted(files, 'file')} of tensors; {time.monotonic() - began:.1f} s")
+    shard_bytes = int(args.shard_gb * 1e9)
+    export(weights, args.out, dtypes.get(args.dtype), shard_bytes, lambda line: print(line, file=sys.stderr))
+    total_bytes = sum(path.stat().st_size for path in args.out.iterdir())
+    files = counted(len(list(args.out.glob("*.safetensors"))), "file")
+    print(f"{args.out}: {total_bytes / 1e6:,.1f} MB, {files} of tensors; {time.monotonic() - began:.1f} s")
     return 0

@@ -22,7 +22,13 @@ if TYPE_CHECKING:
 
     from mmm.history.plots.series import Series
 
-
+EPILOG = """\
+examples:
+  mmm history outputs/lm/2026-01-01-120000
+  mmm history runs/a --metric val_loss
+  mmm history runs/a --ranks
+exit codes: 0 shown, 2 wrong arguments, or a record that is not there or cannot be read
+"""
 LOSSES = ("loss", "train_loss", "val_loss", "test_loss")
 
 
@@ -31,15 +37,19 @@ def main(argv: list[str]) -> int:
     parser = Parser(
         prog="mmm history",
         description="Show the record of a run that has finished, failed or been killed, or that runs.",
+        epilog=EPILOG,
     )
-    parser.add_argument("outdir", help="the run's folder, e.g. outputs/<module>/<timestamp>")
-    parser.add_argument("--metric", help="what to plot here (default: loss, or else the first there is)")
+    parser.add_argument("outdir", metavar="RUN", help="the run's folder, e.g. outputs/<module>/<timestamp>")
+    parser.add_argument(
+        "--metric", metavar="NAME", help="what to plot in the terminal (default: loss, or else the first there is)"
+    )
     parser.add_argument("--finalize", action="store_true", help="make train_dataset.h5 from a killed run's journal")
-    parser.add_argument("--plots", action="store_true", help="draw the run's summary as PNG and SVG, to OUTDIR/plots")
-    parser.add_argument("--ranks", action="store_true", help="ranks × steps of own work, and the slowest rank")
+    parser.add_argument("--plots", action="store_true", help="draw the run's summary as PNG and SVG, to RUN/plots")
+    parser.add_argument("--ranks", action="store_true", help="each rank's own work, and the slowest rank")
     args = parser.parse_args(argv)
     if args.ranks and (args.plots or args.metric):
-        raise ConfigError(f"--ranks draws no plots of metrics: leave {'--plots' if args.plots else '--metric'} out")
+        other = "--plots" if args.plots else "--metric"
+        raise ConfigError(f"--ranks draws no plots of metrics: leave {other} out")
 
     from mmm.history import finalize, load, plot_summary, terminal_plot
     from mmm.history.plots.series import config_of, metrics
@@ -54,35 +64,43 @@ def main(argv: list[str]) -> int:
         return 0
     folder = Path(args.outdir).expanduser()
     ending = read_ending(ds.attrs) or Ending(FINISHED)
-    running = ending.state == RUNNING
-    if running:
+    state = str(ending)
+    newest = ds
+    if ending.state == RUNNING:
         # Which rank is slow now: early rows would hide one that became slow.
         newest = ds.isel(draw=slice(-RECENT_ROWS - 1, None))
-        state = str(ending)
     else:
-        newest = ds
-        state = f"{ending}{waits_for_next_job(folder)}"
+        state += waits_for_next_job(folder)
     run = Run(folder, ending, config_of(ds), rows_of(ds))
     table = [*summary(ds, state), *progress(run)]
     slow = straggler(newest)
     if slow:
         table.append(("slowest", slow))
     show_summary(printable(args.outdir), [(name, printable(text)) for name, text in table])
-    names = metrics(ds)
-    metric = args.metric or next((name for name in ("loss", *names) if name in names), None)
+    metric = args.metric or _main_metric(metrics(ds))
     if metric and ds.sizes["draw"]:
         width, height = shutil.get_terminal_size((100, 30))
         color = sys.stdout.isatty() and "NO_COLOR" not in os.environ
+        # 16 lines are left for the summary above it.
         show("\n" + terminal_plot(ds, metric, min(width, 140), max(12, min(height - 16, 24)), color))
     if args.plots:
         written = plot_summary(ds, args.outdir, (".png", ".svg"))
-        first = f", first {written[0]}" if written else ""
-        print(printable(f"{counted(len(written), 'plot')} in {args.outdir}/plots{first}"))
+        line = f"{counted(len(written), 'plot')} in {args.outdir}/plots"
+        if written:
+            line += f", first {written[0]}"
+        print(printable(line))
     return 0
 
 
+def _main_metric(names: list[str]) -> str:
+    """Returns the metric that is plotted if the user names none. Empty: there is none."""
+    if "loss" in names:
+        return "loss"
+    return next(iter(names), "")
+
+
 def show_summary(title: str, rows: list[tuple[str, str]]) -> None:
-    """A line a row; on a terminal long ones are wrapped."""
+    """Print a line for each row. On a terminal long ones are wrapped."""
     lines = [title]
     for name, text in rows:
         line = f"  {name:<11}{text}"
@@ -93,26 +111,35 @@ def show_summary(title: str, rows: list[tuple[str, str]]) -> None:
 
 
 def summary(ds: "xarray.Dataset", state: str) -> list[tuple[str, str]]:
-    """The lines of the table: name and text."""
+    """Returns the lines of the table: name and text."""
     from mmm.history.plots.own_work import waiting_text
     from mmm.history.plots.series import PARTS, facts, metrics, series
     from mmm.history.record.journal import LEFT_OUT
 
-    every = [series(ds, name) for name in metrics(ds)]
-    known = {one.name: one for one in every if np.isfinite(one.y).any()}
-    rows = ds.sizes["draw"]
+    # Metrics with a number in some row.
+    known = {}
+    for metric in metrics(ds):
+        column = series(ds, metric)
+        if np.isfinite(column.y).any():
+            known[metric] = column
+    n_rows = ds.sizes["draw"]
     table = [("state", state), ("size", facts(ds)), *data_of(ds)]
     for name in ("iter", "epoch"):
-        if name in ds and rows:
+        if name in ds and n_rows:
             table.append((name, f"{whole(ds[name].values[0])} to {whole(ds[name].values[-1])}"))
-    table += [(name, _course(known[name])) for name in (*LOSSES, "test_acc") if name in known]
+    for name in (*LOSSES, "test_acc"):
+        if name in known:
+            table.append((name, _course(known[name])))
     if "dt" in known:
-        dt = known["dt"].y
-        first = f"; the first took {dt[0]:.6f} s" if np.isfinite(dt[0]) else ""
-        table.append(("dt", f"{np.nanmedian(dt):.6f} s {a_row_of(ds)}, median of {counted(rows, 'row')}{first}"))
-        spent = [f"{part} {np.nanmedian(known[part].y):.6f} s" for part in PARTS if part in known]
-        if spent:
-            table.append(("parts", ", ".join(spent)))
+        dt = known["dt"].y  # (draw,) seconds
+        text = f"{np.nanmedian(dt):.6f} s {a_row_of(ds)}, median of {counted(n_rows, 'row')}"
+        # The first row includes warm-up.
+        if np.isfinite(dt[0]):
+            text += f"; the first took {dt[0]:.6f} s"
+        table.append(("dt", text))
+        parts = [f"{name} {np.nanmedian(known[name].y):.6f} s" for name in PARTS if name in known]
+        if parts:
+            table.append(("parts", ", ".join(parts)))
     waiting = waiting_text(ds)
     if waiting is not None:
         table.append(("waiting", waiting))
@@ -125,24 +152,31 @@ def summary(ds: "xarray.Dataset", state: str) -> list[tuple[str, str]]:
 
 
 def _course(metric: "Series") -> str:
-    """A metric's last number, its first and its best, and of the loss which rows have none."""
+    """Returns a metric's last value, its first and its best; for the loss also how many rows lack it."""
     finite = np.flatnonzero(np.isfinite(metric.y))
     values = metric.y[finite]
-    digits, best, row = 6, "lowest", finite[np.argmin(values)]
+    digits = 6
+    best = "lowest"
+    best_row = finite[np.argmin(values)]
     if metric.name == "test_acc":
-        digits, best, row = 2, "highest", finite[np.argmax(values)]
-    first, extreme, last = (decimal(metric.y[place], digits) for place in (finite[0], row, finite[-1]))
-    text = f"first {first}, {best} {extreme} at {metric.x_name} {whole(metric.x[row])}"
+        digits = 2
+        best = "highest"
+        best_row = finite[np.argmax(values)]
+    text = (
+        f"{decimal(values[-1], digits)} (first {decimal(values[0], digits)}, "
+        f"{best} {decimal(metric.y[best_row], digits)} at {metric.x_name} {whole(metric.x[best_row])}"
+    )
     missing = len(metric.y) - len(finite)
+    # A loss that is not a number any more is the first thing to know of a run.
     if metric.name == "loss" and missing:
         text += f", {counted(missing, 'row')} without"
         if finite[-1] < len(metric.y) - 1:
             text += f": none since {metric.x_name} {whole(metric.x[finite[-1]])}"
-    return f"{last} ({text})"
+    return f"{text})"
 
 
 def data_of(ds: "xarray.Dataset") -> list[tuple[str, str]]:
-    """What the run was trained on, where the record says."""
+    """Returns a line on what the run was trained on, where the record says."""
     from mmm.history.plots.series import config_of
 
     data = config_of(ds).get("data")
@@ -152,7 +186,7 @@ def data_of(ds: "xarray.Dataset") -> list[tuple[str, str]]:
 
 
 def straggler(ds: "xarray.Dataset") -> str | None:
-    """Which rank the others wait for, by their own work; None if there is one rank."""
+    """Says which rank the others wait for, by the ranks' own work. None if there is one rank."""
     from mmm.history.plots.own_work import NOT_KNOWN, own_work
 
     if ds.sizes.get("rank", 1) < 2 or not ds.sizes["draw"]:
@@ -160,4 +194,6 @@ def straggler(ds: "xarray.Dataset") -> str | None:
     work = own_work(ds)
     if work is not None:
         return sentence(ds, work)
-    return NOT_KNOWN if "dt" in ds or "dt_argmax" in ds else None
+    if "dt" in ds or "dt_argmax" in ds:
+        return NOT_KNOWN
+    return None

@@ -15,7 +15,7 @@ from mmm_lab.cli import whole
 if TYPE_CHECKING:
     from mmm_lab.runs.runs import Run
 
-RECENT_ROWS = 50  # their mean is the time of a step that is left
+RECENT_ROWS = 50  # their mean predicts the time of a step
 SILENT_SECONDS = 60.0
 SILENT_STEPS = 10
 # What a run notes where it could not save (`mmm.run`).
@@ -70,7 +70,8 @@ def age_text(run: Run) -> str:
 
     try:
         written = (run.folder / JOURNAL).stat().st_mtime
-    except OSError:  # the run has ended meanwhile
+    except OSError:
+        # The run has ended meanwhile, and has removed it.
         return ""
     age = max(time.time() - written, 0.0)
     # A run whose steps are slow is not silent as long as it keeps its own pace.
@@ -91,7 +92,8 @@ def checkpoint_text(run: Run) -> str:
         newest_step = int(newest.name.rpartition("-")[2])
         texts.append(f"{newest.name}, saved {duration(max(time.time() - newest.stat().st_mtime, 0.0))} ago")
     except (OSError, IndexError):
-        pass  # none was saved, or it was removed meanwhile
+        # None was saved, or it was removed meanwhile.
+        pass
     failed_step, note = last_failed_save(run)
     if failed_step > newest_step:
         texts.append(note)
@@ -101,8 +103,11 @@ def checkpoint_text(run: Run) -> str:
 def last_failed_save(run: Run) -> tuple[int, str]:
     """The step of the last save that failed, and what the run noted of it. Step -1: none failed."""
     notes = run.config.get("notes")
+    # Another program's config.json may have anything there.
+    if not isinstance(notes, list):
+        notes = []
     failed = (-1, "")
-    for note in notes if isinstance(notes, list) else []:
+    for note in notes:
         match = FAILED_SAVE.match(str(note))
         if match:
             failed = (int(match[1]), str(note))

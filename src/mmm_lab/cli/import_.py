@@ -10,22 +10,30 @@ from mmm.units import counted
 from mmm_lab.cli.parser import Parser
 
 EPILOG = """\
-CKPT then is where a run starts, and what text is sampled from:
-  launch python3 -m mmm.trainer.lm --init_from CKPT --text FILES…
-  mmm sample CKPT --prompt "Once upon a time"
+A run can start from CKPT, and text can be sampled from it.
+
+examples:
+  mmm import smollm2-hf -o smollm2
+  launch python3 -m mmm.trainer.lm --init_from smollm2 --text FILES…
+  mmm sample smollm2 --prompt "Once upon a time"
+exit codes: 0 written, 2 wrong arguments, or weights that cannot be read or are of another kind of model
 """
 
 
 def main(argv: list[str]) -> int:
     """Import, and say what it is. Returns 0. Raises UserError for what cannot be read or is another kind of model."""
-    parser = Parser(prog="mmm import", description=__doc__, epilog=EPILOG)
+    parser = Parser(
+        prog="mmm import",
+        description="Write the weights of a language model as a checkpoint of this package.",
+        epilog=EPILOG,
+    )
     parser.add_argument(
         "weights",
         metavar="DIR",
         type=Path,
-        help="a folder with config.json and *.safetensors, as Hugging Face's",
+        help="a folder with config.json and *.safetensors, as on Hugging Face",
     )
-    parser.add_argument("-o", "--outdir", required=True, metavar="CKPT", type=Path, help="the folder to make")
+    parser.add_argument("-o", "--out", required=True, metavar="CKPT", type=Path, help="the folder to make")
     args = parser.parse_args(argv)
     from mmm.generate import config_of, tokenizer_on_disk
     from mmm.weights.open_weights import open_weights
@@ -33,13 +41,15 @@ def main(argv: list[str]) -> int:
 
     began = time.monotonic()
     weights = open_weights(args.weights)
-    config, tokenizer = config_of(weights), tokenizer_on_disk(weights.metadata)
-    write_own(weights, args.outdir)
+    # Both refuse what they cannot read before a file is written.
+    config = config_of(weights)
+    tokenizer = tokenizer_on_disk(weights.metadata)
+    write_own(weights, args.out)
     for note in weights.metadata.notes:
         print(f"{args.weights}: {note}", file=sys.stderr)
     elements = sum(entry.elements for entry in weights.entries.values())
     print(
-        f"{args.outdir}: {elements:,} parameters, {counted(config.n_layers, 'layer')}, dim {config.dim}, vocabulary "
+        f"{args.out}: {elements:,} parameters, {counted(config.n_layers, 'layer')}, dim {config.dim}, vocabulary "
         f"{config.vocab_size}; tokenizer: {tokenizer or 'none'}; {time.monotonic() - began:.1f} s"
     )
     return 0

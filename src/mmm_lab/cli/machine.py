@@ -15,6 +15,12 @@ from mmm_launch.machines.machine import Machine
 EPILOG = f"""\
 A machine is one JSON file, for launch, mmm plan and mmm doctor. Yours go to ~/.config/mmm/machines, or to a file or
 folder that {find.VARIABLE} names; one of the same name replaces ours. docs/clusters.md says what is in it.
+
+examples:
+  mmm machine
+  mmm machine aurora
+  mmm machine --measure --out here.json
+exit codes: 0 done, 2 wrong arguments, or a machine that is not known
 """
 
 
@@ -22,46 +28,53 @@ def main(argv: list[str]) -> int:
     """List the machines, show one, or measure this one. Returns 0. Raises UserError."""
     parser = Parser(
         prog="mmm machine",
-        description=__doc__,
+        description="List the known machines, show one of them, or measure this one.",
         epilog=EPILOG,
     )
     parser.add_argument("name", metavar="NAME", nargs="?", help="show this one; without it, list all")
+    parser.add_argument("--measure", action="store_true", help="measure this machine, and write its file")
     parser.add_argument(
-        "--measure",
+        "-o",
+        "--out",
         metavar="FILE",
         type=Path,
-        nargs="?",
-        const=measured_path(),
-        help="measure this machine, and write its file; without FILE the one by which runs here are predicted",
+        help="the file of --measure (default: the one by which runs here are predicted)",
     )
     args = parser.parse_args(argv)
-    if args.measure is not None:
+    if args.measure:
         if args.name is not None:
             raise ConfigError(f"{args.name} --measure: this machine is measured, so leave the name out")
         from mmm_lab.planner.measure import measure_machine  # imports torch
 
-        print("\n".join(machine_text.assumed(measure_machine(args.measure))))
-        print(f"written: {args.measure}; mmm plan --machine {args.measure} reads it")
+        out = args.out or measured_path()
+        print("\n".join(machine_text.assumed(measure_machine(out))))
+        print(f"written: {out}; mmm plan --machine {out} reads it")
         return 0
+    if args.out is not None:
+        raise ConfigError(f"--out {args.out}: only --measure writes a file; add it, or leave --out out")
     if args.name is None:
         print("\n".join(_line(machine) for machine in find.load(os.environ).values()))
     else:
-        print("\n".join(_shown(find.named(os.environ, args.name))))
+        print("\n".join(_details(find.named(os.environ, args.name))))
     return 0
 
 
 def _line(machine: Machine) -> str:
     missing = machine.missing()
-    rates = f"; no {', '.join(missing)}, so not for mmm plan" if missing else ""
-    return f"{machine.name.lower():<14} {machine.about}{rates}"
+    line = f"{machine.name.lower():<14} {machine.about}"
+    if missing:
+        line += f"; no {', '.join(missing)}, so not for mmm plan"
+    return line
 
 
-def _shown(machine: Machine) -> list[str]:
-    lines = [
+def _details(machine: Machine) -> list[str]:
+    return [
         f"{machine.name}: {machine.about}",
         machine.file,
         "",
         "what launch goes by",
         *machine_text.settings(machine),
+        "",
+        "what mmm plan counts with",
+        *machine_text.assumed(machine),
     ]
-    return [*lines, "", "what mmm plan counts with", *machine_text.assumed(machine)]

@@ -27,32 +27,37 @@ SUBCOMMANDS = {
     "export": "write a language model's weights as transformers loads them",
     "history": "show the record of a run: finished, running or killed",
     "import": "weights of the Llama family, as a checkpoint",
-    "machine": "the machines that are known, and a file of the one that this is",
+    "machine": "list known machines; measure this one, and describe it in a file",
     "plan": "which layouts fit a machine, what they need, send and take, before a job is queued",
     "runs": "a table of many runs: state, steps, losses, rates, hours, and the flags that differ",
     "sample": "text from a language model, on one device or sharded over ranks",
     "startup": "how long runs took to start, from their records or from other programs' logs",
-    "submit": "a job script, shown and submitted; or a job after the other until a run is done",
+    "submit": "a job script, shown and submitted; or one job after another until a run is done",
     "tokens": "prepare a file of tokens from text, in parallel, to train on",
     "verify": "does a parallel program compute what its model does on one device? Anyone's model",
 }
-MODULES = {"examples": "mmm.examples.__main__", "import": "mmm_lab.cli.import_"}  # whose name is another
+# Subcommands whose module is not called as they are.
+MODULES = {"examples": "mmm.examples.__main__", "import": "mmm_lab.cli.import_"}
+HELP = ("-h", "--help")
+VERSION = ("-V", "--version")
+# What standard output's file or disk may refuse.
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
 
 def _usage() -> str:
-    lines = [f"  {name:<12} {about}" for name, about in SUBCOMMANDS.items()]
-    return "\n".join(
-        [
-            "usage: mmm SUBCOMMAND [ARGUMENTS]      (mmm SUBCOMMAND --help says more)",
-            "",
-            *lines,
-            "",
-            "To start a program on many ranks: launch --help",
-        ]
-    )
+    commands = "\n".join(f"  {name:<12} {about}" for name, about in SUBCOMMANDS.items())
+    return f"""\
+usage: mmm SUBCOMMAND [ARGUMENTS]      (mmm SUBCOMMAND --help says more)
 
+{commands}
 
-FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)  # of what standard output is written to
+To start a program on many ranks: launch --help
+
+examples:
+  mmm doctor
+  mmm plan --model llama-8b --site polaris --hosts 4 --global-batch 64
+  mmm history outputs/lm/2026-01-01-120000
+exit codes: 0 done; 1 the answer is no, as each --help says; 2 wrong arguments or input; 130 interrupted"""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -61,19 +66,23 @@ def main(argv: list[str] | None = None) -> int:
     Returns:
         The exit code: 2 for a user's error, printed as one message.
     """
-    if sys.stdout is None:  # it is closed
+    # It is None where it was closed before the start.
+    if sys.stdout is None:
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115
-    if isinstance(sys.stdout, io.TextIOWrapper):  # what its encoding lacks becomes a question mark
+    # What its encoding lacks becomes a question mark.
+    if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")
     try:
         try:
             return _run(sys.argv[1:] if argv is None else argv)
         finally:
-            sys.stdout.flush()  # here, where an error of it is caught
+            # Flushed here: Python's own flush at exit would raise where nobody catches it.
+            sys.stdout.flush()
     except KeyboardInterrupt:
         print("mmm: interrupted", file=sys.stderr)
         return 130
-    except BrokenPipeError:  # the reader, such as `head`, has seen enough
+    except BrokenPipeError:
+        # The reader, such as `head`, has seen enough.
         _write_no_more()
         return 0
     except OSError as error:
@@ -85,26 +94,29 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _write_no_more() -> None:
-    """What is still in standard output's buffer goes nowhere."""
+    """Send what is still in standard output's buffer nowhere."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def _run(arguments: list[str]) -> int:
-    if arguments and arguments[0] in ("-V", "--version"):
+def _run(argv: list[str]) -> int:
+    if not argv:
+        print(_usage())
+        return 2
+    name, *arguments = argv
+    if name in VERSION:
         print(f"mmm {__version__}")
         return 0
-    if not arguments or arguments[0] in ("-h", "--help"):
+    if name in HELP:
         print(_usage())
-        return 0 if arguments else 2
-    name, rest = arguments[0], arguments[1:]
+        return 0
     if name not in SUBCOMMANDS:
-        hint = did_you_mean(name, SUBCOMMANDS) or f" There are {', '.join(SUBCOMMANDS)}"
+        hint = did_you_mean(name, [*SUBCOMMANDS, *HELP, *VERSION]) or f" There are {', '.join(SUBCOMMANDS)}"
         print(f"mmm: error: no subcommand {name!r}.{hint}", file=sys.stderr)
         return 2
     try:
         check_folder()
         module = MODULES.get(name, f"mmm_lab.cli.{name.replace('-', '_')}")
-        return int(importlib.import_module(module).main(rest) or 0)
+        return int(importlib.import_module(module).main(arguments) or 0)
     except (UserError, LaunchUserError, VerifyUserError) as error:
         print(f"mmm: error: {printable_lines(error)}", file=sys.stderr)
         return 2

@@ -7,30 +7,36 @@ import shutil
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from itertools import compress
-from operator import not_
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mmm.errors import ConfigError, RecordError
 from mmm.outside import printable, printable_lines
-from mmm_lab.cli import decimal, show, told_apart, whole
-from mmm_lab.cli.parser import Parser
+from mmm_lab.cli import decimal, show, whole
+from mmm_lab.cli.parser import STANDARD_OUTPUT, Parser
 from mmm_lab.cli.written import write_json
 from mmm_lab.columns import in_columns
 
 if TYPE_CHECKING:
     from mmm_lab.runs.runs import Run
 
-COLUMNS = ("name", "state", "started", "layout", "step", "loss", "val_loss", "rate", "hours", "device_hours", "flags")
-NUMBERS = range(4, 10)  # columns that end at the right
+SORTED_BY = ("name", "state", "started", "layout", "step", "loss", "val_loss", "rate", "hours", "device_hours")
+COLUMNS = (*SORTED_BY, "flags")
+NUMERIC = range(4, 10)  # indices of the columns that are aligned to the right
 HEADS = {"device_hours": "device-h", "rate": "mean rate"}
+RATES = {"tps": "tokens", "sps": "samples"}  # column of a record → what it counts, a second
 LONGEST_VALUE = 32  # characters of a flag's value
 MOST_FLAGS = 8
 EPILOG = """\
-Hours are those of steps: start-up, validation and checkpoints are not in them; device-hours are hours × ranks. The rate
+Hours are those of steps: they leave out start-up, validation and checkpoints; device-hours are hours × ranks. The rate
 is tokens (t/s) or samples (s/s) a second over all steps. The flags are those whose values differ between these runs;
-what is left to the program (None) is in --json alone.
+those that were left to the program (None) are only in --json.
+
+examples:
+  mmm runs
+  mmm runs outputs/lm --sort val_loss
+  mmm runs outputs --json runs.json
+exit codes: 0 shown, 2 wrong arguments, or a folder without runs
 """
 
 
@@ -38,17 +44,19 @@ def main(argv: list[str]) -> int:
     """Print the table. Returns 0. Raises UserError for a column or a folder that is not there."""
     parser = Parser(
         prog="mmm runs",
-        description="The runs in a folder: finished, failed, killed, and those that run.",
+        description="List the runs in a folder: finished, failed, killed, and those that run.",
         epilog=EPILOG,
     )
-    parser.add_argument("folder", nargs="?", default="outputs", metavar="DIR", help="searched (default: outputs)")
-    parser.add_argument("--sort", default="name", metavar="COLUMN", help=f"one of {', '.join(COLUMNS[:-1])}")
+    parser.add_argument(
+        "folder", nargs="?", default="outputs", metavar="DIR", help="the folder to search (default: outputs)"
+    )
+    parser.add_argument("--sort", default="name", metavar="COLUMN", help=f"one of {', '.join(SORTED_BY)}")
     parser.add_argument("--reverse", action="store_true", help="the largest first")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the table to FILE as well")
+    parser.add_json("the table")
     args = parser.parse_args(argv)
     column = args.sort.replace("-", "_")
-    if column not in COLUMNS[:-1]:
-        raise ConfigError(f"--sort {printable(args.sort)}: there are the columns {', '.join(COLUMNS[:-1])}")
+    if column not in SORTED_BY:
+        raise ConfigError(f"--sort {printable(args.sort)}: there are the columns {', '.join(SORTED_BY)}")
 
     from mmm_lab.runs.run_folders import run_folders
     from mmm_lab.runs.runs import read_run
@@ -57,15 +65,25 @@ def main(argv: list[str]) -> int:
     for folder in run_folders(args.folder, left_out):
         try:
             runs.append(read_run(folder))
-        except RecordError as error:  # another program's config.json, or a damaged record: the others are shown
+        except RecordError as error:
+            # Another program's config.json, or a damaged record: the others are shown.
             left_out(error)
     if not runs:
         raise RecordError(f"{args.folder} holds no run. Give the folder that holds the runs, e.g. outputs.")
     rows = sorted(table(runs, Path(args.folder).expanduser()), key=lambda row: row["name"])
-    known = [row[column] is not None and row[column] == row[column] for row in rows]  # nor NaN
-    by_value = sorted(compress(rows, known), key=lambda row: row[column], reverse=args.reverse)
-    rows = [*by_value, *compress(rows, map(not_, known))]
-    show(printable_lines(text(rows, shutil.get_terminal_size().columns if sys.stdout.isatty() else None)) + "\n")
+    # None and NaN, which is not equal to itself, cannot be sorted: those rows come last.
+    known = []
+    unknown = []
+    for row in rows:
+        if row[column] is None or row[column] != row[column]:
+            unknown.append(row)
+        else:
+            known.append(row)
+    known.sort(key=lambda row: row[column], reverse=args.reverse)
+    rows = [*known, *unknown]
+    if args.json != STANDARD_OUTPUT:
+        width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+        show(printable_lines(text(rows, width)) + "\n")
     write_json(args.json, rows)
     return 0
 
@@ -76,14 +94,15 @@ def left_out(error: Exception) -> None:
 
 
 def table(runs: Sequence[Run], root: Path) -> list[dict[str, Any]]:
-    """A mapping a run, by `COLUMNS`, and what they are made of; None for what is not known."""
+    """Returns a mapping for each run, by `COLUMNS`, with what they are made of. What is not known is None."""
     from mmm.history.record.repository import commit_text
     from mmm_lab.runs.runs import differing, last
 
     flags = differing([run.flags for run in runs])
     rows = []
     for run in runs:
-        rate = next((name for name in ("tps", "sps") if run.mean_rate(name) is not None), None)
+        rates = {name: run.mean_rate(name) for name in RATES}
+        rate_name = next((name for name, rate in rates.items() if rate is not None), "")
         rows.append(
             {
                 "name": _name(run, root),
@@ -98,8 +117,8 @@ def table(runs: Sequence[Run], root: Path) -> list[dict[str, Any]]:
                 "steps": run.steps,
                 "loss": run.loss,
                 "val_loss": last(run.rows.get("val_loss", run.rows.get("test_loss"))),
-                "rate": run.mean_rate(rate) if rate else None,
-                "rate_of": {"tps": "tokens", "sps": "samples"}.get(rate or ""),
+                "rate": rates.get(rate_name),
+                "rate_of": RATES.get(rate_name),
                 "hours": run.hours,
                 "device_hours": run.device_hours,
                 "flags": {name: run.flags[name] for name in flags if name in run.flags},
@@ -109,22 +128,37 @@ def table(runs: Sequence[Run], root: Path) -> list[dict[str, Any]]:
 
 
 def _name(run: Run, root: Path) -> str:
-    """Its folder below `root`, and the name that it was given, where that is another."""
-    folder = str(run.folder.relative_to(root)) if run.folder != root else str(root)
-    return folder if run.name is None or run.folder.name.startswith(run.name) else f"{run.name} ({folder})"
+    """Returns the run's folder below `root`, and the name that it was given, where that is another."""
+    folder = str(root)
+    if run.folder != root:
+        folder = str(run.folder.relative_to(root))
+    if run.name is None or run.folder.name.startswith(run.name):
+        return folder
+    return f"{run.name} ({folder})"
 
 
 def text(rows: Sequence[Mapping[str, Any]], width: int | None) -> str:
-    """The table. `width`: of a terminal, at which lines are cut."""
-    names = dict.fromkeys(name for row in rows for name in row["flags"])
-    shown = {name: _flag(name, [row["flags"].get(name) for row in rows]) for name in names}
-    flags = [[text for name in names if (text := shown[name][place])] for place in range(len(rows))]
-    heads = [HEADS.get(name, name) for name in COLUMNS]
-    cells = [[*(_cell(row, name) for name in COLUMNS[:-1]), _flags(of)] for row, of in zip(rows, flags, strict=True)]
-    lines = in_columns([heads, *cells], NUMBERS)
-    if width is None:
-        return "\n".join(lines)
-    return "\n".join(line if len(line) <= width else f"{line[: max(width - 1, 1)]}…" for line in lines)
+    """Returns the table as text.
+
+    Args:
+        width: columns of the terminal, at which lines are cut. None: they are not.
+    """
+    flags: list[list[str]] = [[] for _ in rows]
+    for name in dict.fromkeys(name for row in rows for name in row["flags"]):
+        values = [row["flags"].get(name) for row in rows]
+        for texts, value in zip(flags, _short(values), strict=True):
+            if value is not None:
+                texts.append(f"{printable(name)}={value}")
+    cells = [[HEADS.get(name, name) for name in COLUMNS]]
+    for row, texts in zip(rows, flags, strict=True):
+        flags_cell = " ".join(texts[:MOST_FLAGS])
+        if len(texts) > MOST_FLAGS:
+            flags_cell += f" and {len(texts) - MOST_FLAGS} more"
+        cells.append([*(_cell(row, name) for name in SORTED_BY), flags_cell])
+    lines = in_columns(cells, NUMERIC)
+    if width is not None:
+        lines = [line if len(line) <= width else f"{line[: max(width - 1, 1)]}…" for line in lines]
+    return "\n".join(lines)
 
 
 def _cell(row: Mapping[str, Any], name: str) -> str:
@@ -133,22 +167,23 @@ def _cell(row: Mapping[str, Any], name: str) -> str:
         return "-"
     if name == "started":
         return time.strftime("%m-%d %H:%M", time.localtime(value))
+    if name == "step" and row["steps"] is not None:
+        return f"{whole(value)}/{whole(row['steps'])}"
     if name == "step":
-        return whole(value) if row["steps"] is None else f"{whole(value)}/{whole(row['steps'])}"
+        return whole(value)
     if name == "rate":
         return f"{decimal(value, 0 if value >= 100 else 1)} {row['rate_of'][0]}/s"
     if name in ("hours", "device_hours"):
         return decimal(value, 1) if value >= 10 else f"{value:.2g}"
-    return decimal(value, 4) if isinstance(value, float) else printable(str(value))
+    if isinstance(value, float):
+        return decimal(value, 4)
+    return printable(str(value))
 
 
-def _flag(name: str, values: Sequence[Any]) -> list[str]:
-    """With its value in each run; empty where it has none."""
-    texts = [printable(value if isinstance(value, str) else json.dumps(value)) for value in values if value is not None]
-    short = iter(told_apart(texts, LONGEST_VALUE))
-    return ["" if value is None else f"{printable(name)}={next(short)}" for value in values]
-
-
-def _flags(texts: Sequence[str]) -> str:
-    more = f" and {len(texts) - MOST_FLAGS} more" if len(texts) > MOST_FLAGS else ""
-    return " ".join(texts[:MOST_FLAGS]) + more
+def _short(values: Sequence[Any]) -> list[str | None]:
+    """Returns a flag's value in each run as text; of long ones only their end, unless two would then look alike."""
+    texts = [printable(value if isinstance(value, str) else json.dumps(value)) for value in values]
+    short = [text if len(text) <= LONGEST_VALUE else f"…{text[1 - LONGEST_VALUE :]}" for text in texts]
+    if len(set(short)) < len(set(texts)):
+        short = texts
+    return [None if value is None else text for value, text in zip(values, short, strict=True)]

@@ -2,46 +2,56 @@
 
 from __future__ import annotations
 
+import argparse
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 from mmm.errors import UserError
 from mmm_lab.cli.parser import Parser
 
-SHOWN = 5  # tokens, of --show
+N_LIKELIEST = 5  # tokens of --show
+USUAL_BLOCK = 2048  # tokens, where the weights do not say
 EPILOG = """\
 CKPT is a checkpoint or a folder of a run of mmm.trainer.lm, a checkpoint of mmm import, or a folder of safetensors.
-On several ranks, whose tokens are the same in float64:
+On several ranks the tokens are the same, in float64.
+
+examples:
+  mmm sample runs/a --prompt "ROMEO:"
+  mmm sample smollm2 --prompt "The capital of France is" --temperature 0 --max-new-tokens 12
   launch -n 3 python3 -m mmm_lab.cli.main sample CKPT --prompt TEXT --tp 3
+exit codes: 0 written, 2 wrong arguments, or weights that cannot be read
 """
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = Parser(
+        prog="mmm sample",
+        description="Write text from a language model, on one device or sharded over ranks.",
+        epilog=EPILOG,
+    )
+    add = parser.add_argument
+    add("weights", metavar="CKPT", type=Path, help="the model's weights")
+    add("--prompt", required=True, metavar="TEXT", help="the text to continue")
+    add("--max-new-tokens", metavar="N", type=int, default=200, help="tokens to write, unless the text ends (200)")
+    add("--temperature", metavar="X", type=float, default=1.0, help="divides the logits; 0: the likeliest token (1)")
+    add("--top-k", metavar="N", type=int, help="draw only from the N likeliest tokens (default: from all)")
+    add("--top-p", metavar="P", type=float, default=1.0, help="only from the likeliest, of probability P together (1)")
+    add("--seed", metavar="N", type=int, default=0, help="random seed (default: 0)")
+    add("--tp", metavar="N", type=int, default=1, help="ranks that each matrix is sharded over (default: 1)")
+    add("--pp", metavar="N", type=int, default=1, help="ranks that the layers are split over (default: 1)")
+    add("--block", metavar="N", type=int, help="tokens that the model sees at once (default: as in training)")
+    add("--timeout", metavar="S", type=float, default=600.0, help="seconds that a collective may take (default: 600)")
+    add("--chat", action="store_true", help="the prompt is a message, by the model's chat template")
+    add("--show", action="store_true", help="at each step, the five likeliest tokens as bars")
+    add("--dtype", default="auto", choices=["auto", "fp32", "bf16", "fp64"], help="default: auto, by the device")
+    add("--device", default="auto", choices=["auto", "cpu", "cuda", "xpu", "mps"], help="default: auto")
+    return parser
 
 
 def main(argv: list[str]) -> int:
     """Write a prompt and what follows to stdout. Returns 0. Raises UserError for what does not fit."""
-    parser = Parser(prog="mmm sample", description=__doc__, epilog=EPILOG)
-    parser.add_argument("weights", metavar="CKPT", type=Path)
-    parser.add_argument("--prompt", required=True, metavar="TEXT")
-    for name, kind, default, about in (
-        ("max-new-tokens", int, 200, "tokens to write, unless the text ends before"),
-        ("temperature", float, 1.0, "divides the logits; 0: always the most probable token"),
-        ("top-k", int, None, "only among so many of the most probable tokens (all)"),
-        ("top-p", float, 1.0, "only among the most probable tokens with this probability together"),
-        ("seed", int, 0, "another one: another text"),
-        ("tp", int, 1, "ranks that each matrix is sharded over"),
-        ("pp", int, 1, "ranks that the layers are split over"),
-        ("block", int, None, "tokens that the model sees at once (as in training)"),
-        ("timeout", float, 600.0, "seconds that a collective may take"),
-    ):
-        text = about if default is None else f"{about} ({default})"
-        flags = dict.fromkeys((f"--{name}", f"--{name.replace('-', '_')}"))
-        parser.add_argument(*flags, type=kind, default=default, metavar="N", help=text)
-    parser.add_argument("--chat", action="store_true", help="the prompt is a message, by the model's chat template")
-    parser.add_argument("--show", action="store_true", help="at each step, the five likeliest tokens as bars")
-    parser.add_argument("--dtype", default="auto", choices=["auto", "fp32", "bf16", "fp64"])
-    parser.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda", "xpu", "mps"])
-    args = parser.parse_args(argv)
+    args = _parser().parse_args(argv)
 
     from mmm.runtime.failure import report_user_error
     from mmm.runtime.ranks import whoami
@@ -51,12 +61,13 @@ def main(argv: list[str]) -> int:
     except UserError as error:
         if whoami().world_size == 1:
             raise
+        # Said once, and not by each rank.
         report_user_error(error)
         return 2
     return 0
 
 
-def _sample(args: Any) -> None:
+def _sample(args: argparse.Namespace) -> None:
     from mmm.errors import ConfigError
     from mmm.generate import (
         chat_prompt,
@@ -79,22 +90,30 @@ def _sample(args: Any) -> None:
     from mmm.weights.open_weights import open_weights  # imports torch
     from mmm_lab.cli.written_text import TextWriter
 
-    for name, least in (("max_new_tokens", 1), ("tp", 1), ("pp", 1), ("block", 1)):
-        if (value := getattr(args, name)) is not None and value < least:
-            raise ConfigError(f"--{name} {value}: it must be at least {least}")
+    # What is wrong is refused before the ranks meet.
+    for name in ("max_new_tokens", "tp", "pp", "block"):
+        value = getattr(args, name)
+        if value is not None and value < 1:
+            raise ConfigError(f"--{name.replace('_', '-')} {value}: it must be at least 1")
     Run(timeout=args.timeout, seed=args.seed).check()
     sampling = checked(Sampling(temperature=args.temperature, top_k=args.top_k, top_p=args.top_p, seed=args.seed))
     rank = whoami()
     layout = Layout(tp=args.tp, pp=args.pp).fit(rank.world_size)
     weights = open_weights(args.weights)
-    config, tokenizer = config_of(weights), tokenizer_on_disk(weights.metadata)
     metadata = weights.metadata
-    block = args.block or metadata.block or 2048
+    config = config_of(weights)
+    tokenizer = tokenizer_on_disk(metadata)
+    block = args.block or metadata.block or USUAL_BLOCK
     check_block(config, block)
-    text, bos, ends = args.prompt, metadata.bos, metadata.eos
+    text = args.prompt
+    # Tokens that begin a text, and those that end one.
+    bos = metadata.bos
+    ends = metadata.eos
     if args.chat:
-        text, bos = chat_prompt(args.prompt, tokenizer), ()
-        ends = (*metadata.eos, *end_of_answers(tokenizer))
+        # The template begins the text by itself.
+        text = chat_prompt(args.prompt, tokenizer)
+        bos = ()
+        ends = (*ends, *end_of_answers(tokenizer))
     prompt = encode_prompt(text, tokenizer, block, config.vocab_size, bos)
     assert tokenizer is not None
     rank = locate(rank, args.timeout)
@@ -103,14 +122,29 @@ def _sample(args: Any) -> None:
     with process_group(rank, device, args.timeout), full_float32(precision):
         model = evaluation_model(config, layout, precision, device, args.timeout)
         load_weights(rank, model, weights)
-        began, vocabulary, most = time.monotonic(), config.vocab_size, args.max_new_tokens
-        writer = TextWriter(tokenizer, ends, bars=args.show) if rank.is_main else None
-        if writer is not None:
-            writer.begin(prompt[len(bos) :], is_part=not args.chat)
-        shown = SHOWN if args.show else 0, None if writer is None else writer.add
-        _, many = sample_text(model, prompt, tokenizer, most, sampling, block, vocabulary, ends, bos, *shown)
+        began = time.monotonic()
+        # All ranks draw the same tokens; rank 0 writes them.
+        writer = None
+        on_token = None
+        if rank.is_main:
+            writer = TextWriter(tokenizer, ends, bars=args.show)
+            writer.begin(prompt[len(bos) :], is_shown=not args.chat)
+            on_token = writer.add
+        _, n_tokens = sample_text(
+            model,
+            prompt,
+            tokenizer,
+            args.max_new_tokens,
+            sampling,
+            block,
+            config.vocab_size,
+            ends,
+            bos,
+            N_LIKELIEST if args.show else 0,
+            on_token,
+        )
         if writer is not None:
             writer.end()
             seconds = time.monotonic() - began
-            for line in (*metadata.notes, f"{many} tokens in {seconds:.1f} s on {layout}, {precision.name}"):
+            for line in (*metadata.notes, f"{n_tokens} tokens in {seconds:.1f} s on {layout}, {precision.name}"):
                 print(line, file=sys.stderr)

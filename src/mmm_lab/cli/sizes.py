@@ -11,15 +11,18 @@ UNITS = {f"{prefix}B": 1000**power for power, prefix in enumerate("KMGT", 1)}
 UNITS |= {f"{prefix}iB": 1024**power for power, prefix in enumerate("KMGT", 1)}
 COUNTS = {"": 1, "K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
 MOST_TOKENS = 1e18
+LONGEST = 400 * 86400  # s
+# A day's clock: days-hours:minutes:seconds, of which only hours and minutes are needed.
+CLOCK = re.compile(r"(?:(\d{1,9})-)?(\d{1,9}):(\d\d)(?::(\d\d))?")
+WITH_UNITS = re.compile(r"(?:(\d{1,9})d)?(?:(\d{1,9})h)?(?:(\d{1,9})m)?(?:(\d{1,9})s)?")
 
 
-def _number_and_unit(text: str) -> tuple[float, str]:
-    """``1.5T`` → 1.5 and "t"; NaN where there is no number."""
-    match = re.fullmatch(r"([0-9]*\.?[0-9]*(?:e\d+)?)\s*([a-z]*)", text.strip().lower())
-    try:
-        return (float(match[1]), match[2]) if match else (math.nan, "")
-    except ValueError:
+def _value_and_unit(text: str) -> tuple[float, str]:
+    """Split ``1.5T`` into 1.5 and "t". The value is NaN where there is no number."""
+    match = re.fullmatch(r"(\d+\.?\d*|\.\d+)(e\d+)?\s*([a-z]*)", text.strip().lower(), re.ASCII)
+    if match is None:
         return math.nan, ""
+    return float(match[1] + (match[2] or "")), match[3]
 
 
 def parse_bytes(text: str, flag: str) -> float:
@@ -28,27 +31,26 @@ def parse_bytes(text: str, flag: str) -> float:
     Raises:
         ConfigError: no number, no such unit, or not above 0.
     """
-    number, unit = _number_and_unit(text)
-    if not 0 < number < math.inf:
+    value, unit = _value_and_unit(text)
+    if not 0 < value < math.inf:
         raise ConfigError(f"{flag} {text}: write a number above 0 and a unit, such as 64GiB")
     units = {"": 1, "b": 1} | {name.lower(): size for name, size in UNITS.items()}
     if unit not in units:
         raise ConfigError(f"{flag} {text}: the unit is none of B, {', '.join(UNITS)}; such as 64GiB")
-    if units[unit] == 1 and number < 1e6:
-        raise ConfigError(f"{flag} {text}: that is {number:g} bytes; give a unit, such as {text.strip('bB ')}GiB")
-    return number * units[unit]
+    # Nobody means a device of 64 bytes.
+    if units[unit] == 1 and value < 1e6:
+        raise ConfigError(f"{flag} {text}: that is {value:g} bytes; give a unit, such as {text.strip('bB ')}GiB")
+    return value * units[unit]
 
 
 def parse_tokens(text: str, flag: str) -> float:
     """``20B``, ``300M``, ``1.5T``, ``1e9`` → tokens. Raises ConfigError: no such number, or below 1."""
-    number, unit = _number_and_unit(text)
-    tokens = number * COUNTS.get(unit.upper(), math.nan)
+    value, unit = _value_and_unit(text)
+    tokens = value * COUNTS.get(unit.upper(), math.nan)
+    # Written so that NaN is refused.
     if not 1 <= tokens <= MOST_TOKENS:
         raise ConfigError(f"{flag} {text}: write a number of tokens, such as 300M, 20B or 1.5T")
     return tokens
-
-
-LONGEST = 400 * 86400  # s
 
 
 def parse_time(text: str, flag: str) -> float:
@@ -57,19 +59,20 @@ def parse_time(text: str, flag: str) -> float:
     Raises:
         ConfigError: it is none of these, such as a number without a unit, or not above 0.
     """
-    clock = re.fullmatch(r"(?:(\d{1,9})-)?(\d{1,9}):(\d\d)(?::(\d\d))?", text)
-    units = re.fullmatch(r"(?:(\d{1,9})d)?(?:(\d{1,9})h)?(?:(\d{1,9})m)?(?:(\d{1,9})s)?", text.lower())
-    if not text or not (found := clock or units):
+    clock = CLOCK.fullmatch(text)
+    match = clock or WITH_UNITS.fullmatch(text.lower())
+    if match is None or not text:
         raise ConfigError(f"{flag} {text}: write 6h, 90m, 1d12h, or HOURS:MINUTES, such as 6:00 (a day: 24:00)")
-    days, hours, minutes, rest = (int(part or 0) for part in found.groups())
+    days, hours, minutes, rest = (int(digits or 0) for digits in match.groups())
     seconds = ((days * 24 + hours) * 60 + minutes) * 60 + rest
-    if not 0 < seconds <= LONGEST or (clock and (minutes > 59 or rest > 59)):
+    past_59 = minutes > 59 or rest > 59
+    if not 0 < seconds <= LONGEST or (clock and past_59):
         raise ConfigError(f"{flag} {text}: it must be above 0, at most {LONGEST // 86400} days, and 6:00 is 6 hours")
     return float(seconds)
 
 
 def job_time(text: str, flag: str) -> float:
-    """Seconds of a job, which is a minute at least. Raises ConfigError."""
+    """Returns the seconds of a job, which is a minute at least. Raises ConfigError."""
     seconds = parse_time(text, flag)
     if seconds < 60:
         raise ConfigError(f"{flag} {text}: schedulers count in minutes; give at least 1m")
@@ -77,6 +80,6 @@ def job_time(text: str, flag: str) -> float:
 
 
 def clock_time(seconds: float) -> str:
-    """Seconds as a scheduler takes them: ``06:00:00``."""
+    """Format seconds as a scheduler takes them: ``06:00:00``."""
     minutes, rest = divmod(round(seconds), 60)
     return f"{minutes // 60:02}:{minutes % 60:02}:{rest:02}"

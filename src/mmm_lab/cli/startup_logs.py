@@ -17,8 +17,11 @@ from pathlib import Path
 
 from mmm.errors import DataError
 
-MODEL = re.compile(r"(?:^|_)([A-Z][A-Za-z]*\d\w*?)_z\d+(?:_|$)")  # in a folder's name
-RANKS = re.compile(r"-nhosts\d+-ngpus?(\d+)-")  # in the log's name
+# In a folder's name: the model, before DeepSpeed's ZeRO stage.
+MODEL = re.compile(r"(?:^|_)([A-Z][A-Za-z]*\d\w*?)_z\d+(?:_|$)")
+# In the log's name.
+RANKS = re.compile(r"-nhosts\d+-ngpus?(\d+)-")
+# In its lines.
 JOB = re.compile(r"Job started at: (\d{4}-\d\d-\d\d-\d{6})(?!\d)")
 STEP = re.compile(r"\[(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d),\d+\].*\b(?:iter|step)=\d")
 
@@ -39,10 +42,10 @@ class LoggedStart:
 
 
 def read_log(path: Path) -> LoggedStart:
-    """Reads the start that a log is of. Both times are in whole seconds, as the job script writes them.
+    """Read the start of a program from its log. Both times are in whole seconds, as the job script writes them.
 
     Raises:
-        DataError: it cannot be read, or it has not the form above; says what is missing.
+        DataError: it cannot be read, or does not have the form above; the message says what is missing.
     """
     try:
         lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
@@ -66,21 +69,21 @@ def read_log(path: Path) -> LoggedStart:
 
 
 def _model(path: Path) -> str | None:
-    """The model that the nearest folder names."""
-    for part in reversed(path.absolute().parts):
-        match = MODEL.search(part)
+    """Returns the model that the nearest folder names."""
+    for folder in reversed(path.absolute().parts):
+        match = MODEL.search(folder)
         if match:
             return match[1]
     return None
 
 
 def _first_time(path: Path, lines: list[str], pattern: re.Pattern[str], form: str) -> datetime | None:
-    """The time in the first line that has the pattern. Raises DataError where its digits are no time."""
+    """Returns the time in the first line that has the pattern. Raises DataError: its digits are not a time."""
     for line in lines:
         match = pattern.search(line)
         if match:
             try:
                 return datetime.strptime(match[1], form)
             except ValueError:
-                raise DataError(f"{path}: `{match[1]}` is no time") from None
+                raise DataError(f"{path}: `{match[1]}` is not a time") from None
     return None

@@ -8,11 +8,11 @@ from mmm_verify.command import main as verify
 
 
 def main(argv: list[str]) -> int:
-    """The command of `mmm_verify`, beside a torchvision whose compiled part may not load."""
+    """Run the command of `mmm_verify`, with a torchvision whose compiled part may be missing."""
     return verify(argv, "mmm verify", _import_torchvision)
 
 
-def _import_torchvision(part: str) -> ModuleType:
+def _import_torchvision(module: str) -> ModuleType:
     from mmm.data.images.torchvision_shim import import_torchvision  # imports torch
 
-    return import_torchvision(part)
+    return import_torchvision(module)

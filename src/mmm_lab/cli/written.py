@@ -1,4 +1,4 @@
-"""Files that a flag asks for."""
+"""Writes the files that a flag asks for."""
 
 from __future__ import annotations
 
@@ -8,26 +8,40 @@ from pathlib import Path
 from typing import Any
 
 from mmm.errors import ConfigError
+from mmm_lab.cli import show
+from mmm_lab.cli.parser import STANDARD_OUTPUT
 
 
 def write_text(path: Path, text: str, flag: str) -> None:
-    """Write the file that a flag names. Raises ConfigError."""
+    """Write the file that a flag names. Raises ConfigError: it cannot be written."""
     try:
-        path.write_text(text, encoding="utf-8", errors="backslashreplace")  # a name's bytes may be no text
+        # A file's name, which the text may hold, need not be UTF-8.
+        path.write_text(text, encoding="utf-8", errors="backslashreplace")
     except OSError as error:
         raise ConfigError(f"{flag} {path}: it cannot be written: {error.strerror}") from None
 
 
 def write_json(path: Path | None, content: Any) -> None:
-    """Write what ``--json`` asks for, if it does. Raises ConfigError."""
-    if path is not None:
-        write_text(path, json.dumps(_in_json(content), indent=1) + "\n", "--json")
+    """Write what ``--json`` asks for, to a file or to standard output. Does nothing where `path` is None.
+
+    Raises:
+        ConfigError: the file cannot be written.
+    """
+    if path is None:
+        return
+    text = json.dumps(_in_json(content), indent=1) + "\n"
+    if path == STANDARD_OUTPUT:
+        show(text)
+    else:
+        write_text(path, text, "--json")
 
 
 def _in_json(content: Any) -> Any:
-    """NaN and infinities, which JSON lacks, as text, as a run's config.json has them."""
-    if isinstance(content, float):
-        return content if math.isfinite(content) else str(content)
+    """Replace NaN and infinities, which JSON lacks, by their text, as a run's config.json does."""
+    if isinstance(content, float) and not math.isfinite(content):
+        return str(content)
     if isinstance(content, dict):
         return {name: _in_json(value) for name, value in content.items()}
-    return [_in_json(value) for value in content] if isinstance(content, (list, tuple)) else content
+    if isinstance(content, (list, tuple)):
+        return [_in_json(value) for value in content]
+    return content

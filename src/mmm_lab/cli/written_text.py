@@ -14,63 +14,80 @@ LINE = 70  # characters of the text before a token that are shown with it
 
 
 class TextWriter:
-    """On one rank.
+    """Writes the text, on one rank.
 
     Args:
-        ends: the tokens that end a text, and are none of it. bars: at each step the likeliest tokens, one a line, the
-            drawn one marked; the text at the end. False: the text alone.
+        ends: the tokens that end a text. They are not written.
+        bars: show at each step the likeliest tokens, one a line, the drawn one marked, and the text at the end. False:
+            only the text.
     """
 
     def __init__(self, tokenizer: Tokenizer, ends: Sequence[int], bars: bool) -> None:
-        self._tokenizer, self._ends, self._bars = tokenizer, ends, bars
-        self._stream, self._text, self._steps = TextStream(tokenizer), "", 0
+        self._tokenizer = tokenizer
+        self._ends = ends
+        self._bars = bars
+        self._stream = TextStream(tokenizer)
+        self._text = ""
+        self._steps = 0
         # On a terminal a model's text moves no cursor; a pipe and a file get it as it is.
         self._terminal = sys.stdout.isatty()
 
-    def begin(self, prompt: Sequence[int], is_part: bool = True) -> None:
-        """
+    def begin(self, prompt: Sequence[int], is_shown: bool = True) -> None:
+        """Take the tokens before the first one that is drawn.
+
         Args:
-            is_part: of the text that is written.
+            is_shown: write the prompt, too.
         """
+        # The stream needs it either way: a character may begin in the prompt and end in the first token.
         text = self._stream.add(prompt)
-        if is_part:
+        if is_shown:
             self._write(text)
 
     def add(self, token: int, likeliest: Sequence[tuple[int, float]]) -> None:
-        """A token that has been drawn.
+        """Write a token that has been drawn.
 
         Args:
-            likeliest: as of `mmm.parallel.generate`, where there are to be bars.
+            likeliest: tokens with their probabilities, as of `mmm.parallel.generate`; empty without bars.
         """
         self._steps += 1
         if self._bars:
-            before = printable(self._text.rpartition("\n")[2][-LINE:])
-            print(f"\n{self._steps:>3} {before}", *self._rows(token, likeliest), sep="\n", flush=True)
+            last_line = self._text.rpartition("\n")[2]
+            print(f"\n{self._steps:>3} {printable(last_line[-LINE:])}")
+            print("\n".join(self._rows(token, likeliest)), flush=True)
         if token not in self._ends:
             self._write(self._stream.add([token]))
 
     def end(self) -> None:
-        """No more tokens come."""
+        """Write what is left: no more tokens come."""
         self._write(self._stream.add([], last=True))
         if self._bars:
-            print(f"\n{printable_lines(self._text) if self._terminal else self._text}", end="")
+            print(f"\n{self._on_terminal(self._text)}", end="")
         print(flush=True)
 
     def _write(self, text: str) -> None:
         self._text += text
         if not self._bars:
-            print(printable_lines(text) if self._terminal else text, end="", flush=True)
+            print(self._on_terminal(text), end="", flush=True)
 
-    def _rows(self, token: int, likeliest: Sequence[tuple[int, float]]) -> list[str]:
+    def _on_terminal(self, text: str) -> str:
+        if self._terminal:
+            return printable_lines(text)
+        return text
+
+    def _rows(self, drawn: int, likeliest: Sequence[tuple[int, float]]) -> list[str]:
         rows = []
-        for each, probability in likeliest:
+        for token, probability in likeliest:
+            mark = ">" if token == drawn else " "
             bar = "#" * round(WIDTH * probability)
-            mark = ">" if each == token else " "
-            rows.append(f"  {mark} {100 * probability:5.1f} % {bar:<{WIDTH}} {self._name(each)}")
-        if all(each != token for each, _ in likeliest):
-            rows.append(f"  > {'':7} {'':{WIDTH}} {self._name(token)}")
+            rows.append(f"  {mark} {100 * probability:5.1f} % {bar:<{WIDTH}} {self._name(token)}")
+        # It may be less likely than all of them; then it has no bar.
+        if drawn not in [token for token, _ in likeliest]:
+            rows.append(f"  > {'':7} {'':{WIDTH}} {self._name(drawn)}")
         return rows
 
     def _name(self, token: int) -> str:
         text = self._tokenizer.decode([token])
-        return f"token {token}" if INCOMPLETE in text or not text else repr(text)
+        # Of a piece of a character, or of nothing, the number says more.
+        if INCOMPLETE in text or not text:
+            return f"token {token}"
+        return repr(text)

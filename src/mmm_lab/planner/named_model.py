@@ -35,19 +35,23 @@ def read_model(name: str, sizes: Mapping[str, int | None], seq_length: int, tie:
     asked = {key: value for key, value in sizes.items() if value is not None}
     for key, value in asked.items():
         if not 0 <= value <= LARGEST:
-            raise ConfigError(f"--{key} {value}: it must be from 0 to {LARGEST:,}")
+            raise ConfigError(f"--{key.replace('_', '-')} {value}: it must be from 0 to {LARGEST:,}")
     if name.endswith(".json") or Path(name).is_dir():
         definition, config, flags = _hugging_face(Path(name))
         if asked or tie:
             flag = next(iter(asked), "tie_word_embeddings")
-            raise ConfigError(f"--{flag} with --model {name}: a run from its weights has their sizes; leave it out")
+            raise ConfigError(
+                f"--{flag.replace('_', '-')} with --model {name}: a run from its weights has their sizes; leave it out"
+            )
     else:
         definition, preset = _preset(name)
         config, flags = definition.presets[preset], ("--preset", preset)
     if not definition.language:
         if asked or tie:
             flag = next(iter(asked), "tie_word_embeddings")
-            raise ConfigError(f"--{flag} with --model {name}: it changes language models alone; leave it out")
+            raise ConfigError(
+                f"--{flag.replace('_', '-')} with --model {name}: it changes language models alone; leave it out"
+            )
         return replace(model_spec(config), name=name, flags=flags)
     if definition.longest(config) is not None:
         config = replace(config, block_size=seq_length)  # as the trainer's
@@ -90,7 +94,7 @@ def _changed(name: str, definition: ModelDef, config: Any, asked: Mapping[str, i
     if config.n_layers > MOST_LAYERS:
         raise ConfigError(f"--model {name}: {config.n_layers:,} layers; up to {MOST_LAYERS:,} are planned")
     if config.n_experts and config.n_experts * config.n_layers > LARGEST:
-        raise ConfigError(f"--n_experts {config.n_experts} in {config.n_layers} layers: that is no model")
+        raise ConfigError(f"--n-experts {config.n_experts} in {config.n_layers} layers: that is no model")
     return config
 
 

@@ -24,10 +24,9 @@ says where each value came from, docs/clusters.md in which order they are looked
 
 examples:
   launch -n 4 python3 -m mmm.examples.fsdp_tp --tpsize 2
-  launch -n 2 --device cpu python3 train.py --lr 0.1
   launch --dry-run python3 -m mmm.examples.fsdp_tp
   launch --hosts node1,node2 -ppn 4 python3 -m mmm.examples.fsdp_tp --tpsize 4
-  launch --timeout 600 --retries 2 python3 train.py
+exit codes: 0 all ranks ended well; 2 wrong arguments; 124 --timeout; 128 + signal (130 Ctrl-C); else the first failed rank's
 """
 
 

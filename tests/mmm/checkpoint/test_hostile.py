@@ -57,7 +57,7 @@ def test_a_tokenizers_name_is_no_path(own, tmp_path, capsys, name):
         (own / name).parent.mkdir(exist_ok=True)
     rewrite(own, about={"tokenizer": name})
     before = sorted(tmp_path.rglob("*"))
-    assert main(["export", str(own), str(tmp_path / "a" / "out")]) == 2
+    assert main(["export", str(own), "-o", str(tmp_path / "a" / "out")]) == 2
     assert "tokenizer.json, tokenizer.model" in capsys.readouterr().err
     assert sorted(tmp_path.rglob("*")) == before
     assert (tmp_path / ".bashrc").read_text() == "mine"
@@ -96,7 +96,7 @@ HUGE = 10**9
 def test_sizes_are_those_of_the_tensors(own, tmp_path, capsys, identity):
     rewrite(own, identity=identity)
     began = time.process_time()
-    assert main(["export", str(own), str(tmp_path / "out")]) == 2
+    assert main(["export", str(own), "-o", str(tmp_path / "out")]) == 2
     assert time.process_time() - began < 1
     err = capsys.readouterr().err
     assert err.startswith("mmm: error: ")
@@ -133,7 +133,7 @@ def another_place(found):
 def test_chunks_are_the_tensor(own, tmp_path, capsys, change, words):
     """A tensor whose chunks do not cover it was exported with what the memory held."""
     rewrite_metadata(own, change)
-    assert main(["export", str(own), str(tmp_path / "out")]) == 2
+    assert main(["export", str(own), "-o", str(tmp_path / "out")]) == 2
     assert words in capsys.readouterr().err
 
 
@@ -144,7 +144,7 @@ def test_a_number_costs_no_memory(own, tmp_path):
     def limit():
         resource.setrlimit(resource.RLIMIT_DATA, (1 << 30, 1 << 30))
 
-    words = [sys.executable, "-m", "mmm_lab.cli.main", "export", str(own), str(tmp_path / "out")]
+    words = [sys.executable, "-m", "mmm_lab.cli.main", "export", str(own), "-o", str(tmp_path / "out")]
     done = subprocess.run(words, capture_output=True, text=True, preexec_fn=limit, check=False)
     assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
 

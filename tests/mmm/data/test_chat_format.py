@@ -44,7 +44,7 @@ def test_it_is_imported_and_exported(tmp_path, capsys):
     folder = write_hugging_face(tmp_path / "hf", config)
     (folder / "tokenizer.json").write_bytes(byte_bpe(("<s>", "</s>")))
     written(folder, TOKENS, "{{ messages }}")
-    for command in (["import", folder, "-o", tmp_path / "own"], ["export", tmp_path / "own", tmp_path / "again"]):
+    for command in (["import", folder, "-o", tmp_path / "own"], ["export", tmp_path / "own", "-o", tmp_path / "again"]):
         assert cli.main(list(map(str, command))) == 0
     for path in (folder, tmp_path / "own", tmp_path / "again"):
         assert open_weights(path).metadata.chat == ChatFormat("{{ messages }}", TOKENS)

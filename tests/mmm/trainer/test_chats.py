@@ -123,7 +123,7 @@ def test_it_answers_by_its_template(alone, capsys):
     weights = open_weights(alone[1])
     assert weights.metadata.chat.template == TEMPLATE
     assert weights.metadata.eos == (256,)
-    command = ["sample", str(alone[1]), "--prompt", "ab", "--max_new_tokens", "12", "--seed", "1", "--dtype", "fp64"]
+    command = ["sample", str(alone[1]), "--prompt", "ab", "--max-new-tokens", "12", "--seed", "1", "--dtype", "fp64"]
     assert cli.main([*command, "--chat"]) == 0
     answer = capsys.readouterr().out
     assert cli.main([*command[:3], "u:ab\na:", *command[4:]]) == 0

@@ -46,7 +46,7 @@ def test_the_quick_start_ends_with_weights(monkeypatch, tmp_path, capsys):
     lm.train(parsed(monkeypatch, f"{line} {small} --device cpu"))
     assert "will leave no weights" not in capsys.readouterr().out
     assert (
-        cli.main(["sample", str(tmp_path / "b"), "--prompt", "ROMEO:", "--max_new_tokens", "3", "--device", "cpu"]) == 0
+        cli.main(["sample", str(tmp_path / "b"), "--prompt", "ROMEO:", "--max-new-tokens", "3", "--device", "cpu"]) == 0
     )
     assert capsys.readouterr().out.startswith("ROMEO:")
 

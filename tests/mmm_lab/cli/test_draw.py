@@ -55,7 +55,7 @@ def test_flags_of_the_user_count():
     ("words", "message"),
     [
         (["dp2.pt2"], "'dp2.pt2': 'pt2'"),
-        (["dp2.tp"], "'tp' is no axis with its size"),
+        (["dp2.tp"], "'tp' is not an axis with its size"),
         (["dp0"], "'dp0'"),
         (["dp2.dp2"], "'dp2.dp2' has dp_shard"),
         (["ddp.zero1"], "'ddp.zero1'"),

@@ -17,8 +17,8 @@ PAGE = (Path(__file__).parent.parent.parent.parent / "docs" / "your-script.md").
     ("words", "message"),
     [
         ("", "python3"),
-        ("launch -n 4 python3 t.py", "launch starts ranks, and a dry run needs none: give the program alone"),
-        ("bash t.sh", "bash: it is no Python program, and only those can be tried"),
+        ("launch -n 4 python3 t.py", "launch starts ranks, and a dry run needs none: give only the program"),
+        ("bash t.sh", "bash: it is not a Python program, and only those can be tried"),
     ],
 )
 def test_what_is_no_program(words, message):

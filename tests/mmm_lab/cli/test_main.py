@@ -1,13 +1,17 @@
 """What `mmm` does with a name that it does not have, and where its output cannot be written, or not all of it."""
 
+import contextlib
+import json
 import os
+import re
 import subprocess
 import sys
 
 import pytest
 
 from mmm.errors import ConfigError
-from mmm_lab.cli.main import main
+from mmm.history import History
+from mmm_lab.cli.main import SUBCOMMANDS, main
 from mmm_lab.cli.sizes import parse_bytes, parse_time
 
 MMM = [sys.executable, "-m", "mmm_lab.cli.main"]
@@ -33,7 +37,13 @@ def test_output_that_nobody_takes(argv):
 
 @pytest.mark.parametrize(
     ("argv", "meant"),
-    [(["pln"], "plan"), (["history", "x", "--rank-s"], "--ranks"), (["doctor", "--jsn"], "--json")],
+    [
+        (["pln"], "plan"),
+        (["--hlep"], "--help"),
+        (["history", "x", "--rank-s"], "--ranks"),
+        (["doctor", "--jsn"], "--json"),
+        (["sample", "x", "--prompt", "y", "--max_new_tokens", "3"], "--max-new-tokens"),
+    ],
 )
 def test_what_may_have_been_meant(argv, meant, capsys):
     assert main(argv) == 2
@@ -42,12 +52,41 @@ def test_what_may_have_been_meant(argv, meant, capsys):
     assert said.count("\n") == 1
 
 
+@pytest.mark.parametrize("command", ["", *SUBCOMMANDS])
+def test_each_help_ends_with_examples_and_exit_codes(command, capsys):
+    """And no flag has an underscore: those of trainers do."""
+    with contextlib.suppress(SystemExit):
+        main([*command.split(), "--help"])
+    flags, _, end = capsys.readouterr().out.partition("\nexamples:\n")
+    examples, _, codes = end.partition("\nexit codes: ")
+    assert 1 <= len(examples.splitlines()) <= 3
+    assert f"  mmm {command}".rstrip() in examples
+    assert "0 " in codes
+    assert len(codes.splitlines()) == 1
+    assert command == "verify" or not re.search(r"^ +-\S*(, -\S+)*_", flags, re.MULTILINE)
+
+
+@pytest.mark.parametrize("argv", [["plan", "--model", "gpt2", "--hosts", "1"], ["runs", "RUNS"]])
+def test_json_is_printed_or_written(argv, capsys, tmp_path):
+    """The same to a file next to the text, and to standard output without the text."""
+    with History(tmp_path / "runs" / "a", ranks=[{}]) as history:
+        history.update({"iter": 0, "loss": 1.0, "dt": 1.0})
+    argv = [str(tmp_path / "runs") if word == "RUNS" else word for word in argv]
+    file = tmp_path / "a.json"
+    assert main([*argv, "--json", str(file)]) == 0
+    assert len(capsys.readouterr().out.splitlines()) > 1
+    assert main([*argv, "--json"]) == 0
+    printed = capsys.readouterr().out
+    assert json.loads(printed)
+    assert printed == file.read_text()
+
+
 @pytest.mark.parametrize(
     ("text", "size"),
     [("64GiB", 64 * 2**30), ("80 GB", 80e9), ("1.5TiB", 1.5 * 2**40), ("40gib", 40 * 2**30), ("68719476736", 2**36)],
 )
 def test_units(text, size):
-    assert parse_bytes(text, "--gpu_memory") == size
+    assert parse_bytes(text, "--gpu-memory") == size
 
 
 @pytest.mark.parametrize("text", ["9" * 5000 + "h", "9" * 5000 + ":00", "6", "6h6", "h", "-1h", "1e3h"])
@@ -60,5 +99,5 @@ def test_wrong_times(text):
     "text", ["", "GiB", "-1GiB", "0GiB", "64Gb1", "64 parsecs", "64", "1e999GiB", "nan", "1..2GiB"]
 )
 def test_wrong_units(text):
-    with pytest.raises(ConfigError, match="--gpu_memory"):
-        parse_bytes(text, "--gpu_memory")
+    with pytest.raises(ConfigError, match="--gpu-memory"):
+        parse_bytes(text, "--gpu-memory")

@@ -8,7 +8,7 @@ import pytest
 from mmm_lab.cli.main import main
 from mmm_lab.planner.named_model import read_model
 
-SMALL = ["plan", "--model", "llama-8b", "--site", "polaris", "--hosts", "4", "--global_batch", "32"]
+SMALL = ["plan", "--model", "llama-8b", "--site", "polaris", "--hosts", "4", "--global-batch", "32"]
 LLAMA_CONFIG = {
     "model_type": "llama", "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32,
     "num_key_value_heads": 8, "intermediate_size": 14336, "vocab_size": 128256, "rms_norm_eps": 1e-5,
@@ -52,7 +52,7 @@ def test_a_hugging_face_config(tmp_path, capsys):
         (["--model", "missing.json", "--hosts", "1"], "cannot be read"),
         (["--model", "vit", "--hosts", "1", "--dim", "64"], "--dim with --model vit"),
         (["--model", "llama-8b", "--dim", "65", "--hosts", "1"], "n_heads 32"),
-        (["--model", "llama-8b", "--n_layers", "99999999", "--hosts", "1"], "from 0 to 1,000,000"),
+        (["--model", "llama-8b", "--n-layers", "99999999", "--hosts", "1"], "from 0 to 1,000,000"),
         (["--model", "llama-8b"], "which machine?"),
         (["--model", "llama-8b", "--site", "aurorra", "--hosts", "1"], "Did you mean aurora?"),
         (["--model", "llama-8b", "--site", "aurora"], "--hosts is missing"),
@@ -60,20 +60,20 @@ def test_a_hugging_face_config(tmp_path, capsys):
         (["--model", "llama-8b", "--site", "polaris", "--machine", "x", "--hosts", "1"], "leave one out"),
         (["--model", "llama-8b", "--hosts", "0"], "--hosts 0"),
         (["--model", "llama-8b", "--hosts", "many"], "invalid int value"),
-        (["--model", "llama-8b", "--hosts", "1", "--gpu_memory", "64 bananas"], "--gpu_memory 64 bananas"),
-        (["--model", "llama-8b", "--hosts", "1", "--gpu_memory", "64"], "give a unit"),
-        (["--model", "llama-8b", "--hosts", "1", "--global_batch", "0"], "--global_batch 0"),
-        (["--model", "llama-8b", "--hosts", "1", "--global_batch", "99999999999"], "10,000,000"),
+        (["--model", "llama-8b", "--hosts", "1", "--gpu-memory", "64 bananas"], "--gpu-memory 64 bananas"),
+        (["--model", "llama-8b", "--hosts", "1", "--gpu-memory", "64"], "give a unit"),
+        (["--model", "llama-8b", "--hosts", "1", "--global-batch", "0"], "--global-batch 0"),
+        (["--model", "llama-8b", "--hosts", "1", "--global-batch", "99999999999"], "10,000,000"),
         (
-            ["--model", "llama-8b", "--hosts", "1", "--global_batch", "7", "--pp", "1", "--tp", "1", "--cp", "1"],
+            ["--model", "llama-8b", "--hosts", "1", "--global-batch", "7", "--pp", "1", "--tp", "1", "--cp", "1"],
             "7 does not",
         ),
-        (["--model", "llama-8b", "--hosts", "1", "--seq_length", "0"], "--seq_length 0"),
+        (["--model", "llama-8b", "--hosts", "1", "--seq-length", "0"], "--seq-length 0"),
         (["--model", "llama-8b", "--hosts", "1", "--top", "0"], "--top 0"),
         (["--model", "llama-8b", "--hosts", "1", "--nonsense"], "unrecognized arguments"),
-        (["--model", "llama-8b", "--host", "1", "--global_bach", "8"], "Did you mean --global_batch?"),
+        (["--model", "llama-8b", "--host", "1", "--global_batch", "8"], "Did you mean --global-batch?"),
         (["--model", "gpt2", "--hosts", "1", "--json", "/no/such/folder/x"], "--json /no/such/folder/x"),
-        (["--model", "llama-70b", "--site", "polaris", "--hosts", "1", "--seq_length", "8192"], "GiB are missing"),
+        (["--model", "llama-70b", "--site", "polaris", "--hosts", "1", "--seq-length", "8192"], "GiB are missing"),
         ([], "--model is missing"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
@@ -89,11 +89,11 @@ def test_bad_input(monkeypatch, capsys, flags, words):
 
 def test_the_tree_is_shown_where_nothing_fits_and_where_tp_spans_hosts(capsys):
     polaris = ["plan", "--site", "polaris", "--hosts"]
-    assert main([*polaris, "1", "--model", "llama-70b", "--seq_length", "8192"]) == 2
+    assert main([*polaris, "1", "--model", "llama-70b", "--seq-length", "8192"]) == 2
     out = capsys.readouterr().out
     assert "the decision tree says: " in out
     assert "does the model fit on one device?              no" in out
-    assert main([*polaris, "4", "--model", "llama-8b", "--tp", "8", "--global_batch", "16"]) == 0
+    assert main([*polaris, "4", "--model", "llama-8b", "--tp", "8", "--global-batch", "16"]) == 0
     assert "note: tp 8 spans hosts of 4 devices" in capsys.readouterr().out
 
 
@@ -110,7 +110,7 @@ def test_exactly_one_layout(tmp_path, capsys):
 
 
 def test_a_run_of_so_many_tokens(capsys):
-    flags = ["--tokens", "20B", "--walltime", "6:00", "--seq_length", "2048"]
+    flags = ["--tokens", "20B", "--walltime", "6:00", "--seq-length", "2048"]
     assert main([*SMALL, *flags]) == 0
     text = capsys.readouterr().out
     seconds = float(text.split("\nthe best")[1].splitlines()[1].split()[1])

@@ -75,12 +75,12 @@ def test_a_path_that_does_not_say_model_and_ranks(tmp_path, capsys, name):
 
 
 def test_picture(study, tmp_path, capsys):
-    assert command.main([*study, "--png", str(tmp_path / "new" / "x.png")]) == 0
+    assert command.main([*study, "--out", str(tmp_path / "new" / "x.png")]) == 0
     assert (tmp_path / "new" / "x.png").read_bytes()[1:4] == b"PNG"
-    assert cli.main(["startup", *study, "--png", str(tmp_path / "x.nope")]) == 2
+    assert cli.main(["startup", *study, "--out", str(tmp_path / "x.nope")]) == 2
     assert "nope" in capsys.readouterr().err
     (tmp_path / "file").write_text("x")
-    assert cli.main(["startup", *study, "--png", str(tmp_path / "file" / "x.png")]) == 2
+    assert cli.main(["startup", *study, "--out", str(tmp_path / "file" / "x.png")]) == 2
 
 
 def test_records(study, tmp_path, capsys):

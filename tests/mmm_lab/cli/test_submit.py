@@ -55,7 +55,7 @@ def test_a_queue_that_takes_the_job(capsys):
 
 
 def test_the_script_of_a_campaign(capsys, tmp_path):
-    words = f"--site polaris -N 2 -t 30m --project p --setup true --until-done --show {LM} --outdir run".split()
+    words = f"--site polaris -N 2 -t 30m --project p --setup true --until-done --dry-run {LM} --outdir run".split()
     assert mmm(["submit", *words]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "#!/bin/bash -l"

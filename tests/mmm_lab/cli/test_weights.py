@@ -43,13 +43,13 @@ def expected():
     return "".join(CHARS[token] for token in text)
 
 
-FLAGS = ["--prompt", PROMPT, "--max_new_tokens", str(TOKENS), "--temperature", "0.5", "--top_k", "20", "--seed", "3"]
+FLAGS = ["--prompt", PROMPT, "--max-new-tokens", str(TOKENS), "--temperature", "0.5", "--top-k", "20", "--seed", "3"]
 
 
 def test_export_and_import_again(folder, imported, tmp_path, capsys):
     assert cli.main(["import", str(folder), "-o", str(tmp_path / "own")]) == 0
     assert f"{sum(tensor.numel() for tensor in tensors().values()):,}" in capsys.readouterr().out
-    assert cli.main(["export", str(imported), str(tmp_path / "hf"), "--dtype", "fp64", "--shard-gb", "2e-5"]) == 0
+    assert cli.main(["export", str(imported), "-o", str(tmp_path / "hf"), "--dtype", "fp64", "--shard-gb", "2e-5"]) == 0
     out = capsys.readouterr()
     assert "files of tensors" in out.out
     assert "bytes or characters, which transformers has no file for" in out.err
@@ -114,7 +114,7 @@ def test_a_text_begins_as_its_tokenizer_has_it(tmp_path, capsys, prompt):
     bytes_of = tokenizer.encode(prompt.removeprefix("<|begin|>").encode()).tolist()
     expected = greedy([256, *bytes_of])
     assert expected[1 + len(bytes_of) :] != greedy(bytes_of or [0])[len(bytes_of or [0]) :]
-    flags = ["--prompt", prompt, "--max_new_tokens", str(TOKENS), "--temperature", "0", "--dtype", "fp64"]
+    flags = ["--prompt", prompt, "--max-new-tokens", str(TOKENS), "--temperature", "0", "--dtype", "fp64"]
     assert cli.main(["sample", str(tmp_path / "hf"), *flags]) == 0
     assert capsys.readouterr().out == tokenizer.decode(expected[1:]) + "\n"
 
@@ -125,16 +125,16 @@ def test_a_text_begins_as_its_tokenizer_has_it(tmp_path, capsys, prompt):
         (["sample", "OWN", "--prompt", "Zoë"], "--prompt"),
         (["sample", "OWN", "--prompt", ""], "--prompt is empty"),
         (["sample", "OWN", "--prompt", "x" * 65], "--prompt has 65"),
-        (["sample", "OWN", "--prompt", "x", "--top_p", "2"], "--top_p 2.0"),
+        (["sample", "OWN", "--prompt", "x", "--top-p", "2"], "--top-p 2.0"),
         (["sample", "OWN", "--prompt", "x", "--tp", "2"], "tp 2"),
-        (["sample", "OWN", "--prompt", "x", "--max-new-tokens", "0"], "--max_new_tokens 0"),
+        (["sample", "OWN", "--prompt", "x", "--max-new-tokens", "0"], "--max-new-tokens 0"),
         (["sample", "OWN", "--prompt", "x", "--timeout", "-1"], "--timeout -1.0"),
         (["sample", "OWN", "--prompt", "x", "--timeout", "nan"], "--timeout"),
         (["sample", "OWN", "--prompt", "x", "--seed", str(2**63)], "it must fit in 64 bits"),
         (["sample", "BARE", "--prompt", "x"], "--prompt"),
         (["sample", "GONE", "--prompt", "x"], "No such file or directory"),
         (["import", "HF", "-o", "OWN"], "is there already: give another folder"),
-        (["export", "OWN", "OUT", "--shard-gb", "0"], "--shard-gb 0.0"),
+        (["export", "OWN", "-o", "OUT", "--shard-gb", "0"], "--shard-gb 0.0"),
     ],
     ids=lambda value: " ".join(value)[:40] if isinstance(value, list) else "",
 )

@@ -44,11 +44,11 @@ def test_names(given, name):
         ("pp2.xp2", "'xp2'"),
         ("dp", "dp2"),
         ("zero1", "'zero1'"),
-        ("", "'' is no axis"),
+        ("", "'' is not an axis"),
         ("tp0", "tp 0: an axis has 1 to 1,048,576 ranks"),
         (f"tp{'9' * 5000}", "tp 99999999999999999999: an axis has"),
         ("tp2.tp2", "has tp twice"),
-        ("dp2.dp_replicate2", "beside dp_replicate write dp_shard"),
+        ("dp2.dp_replicate2", "next to dp_replicate write dp_shard"),
     ],
 )
 def test_wrong_names(name, message):

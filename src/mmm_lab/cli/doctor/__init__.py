@@ -6,15 +6,25 @@ hangs becomes a finding. Nothing here imports torch but the child whose check it
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 
 from mmm.errors import ConfigError
 from mmm_lab.cli import show
 from mmm_lab.cli.doctor.checks import examine
-from mmm_lab.cli.doctor.finding import Place, as_json, lines, summary
-from mmm_lab.cli.parser import Parser
+from mmm_lab.cli.doctor.finding import Place, lines, summary
+from mmm_lab.cli.parser import STANDARD_OUTPUT, Parser
+from mmm_lab.cli.written import write_json
 
 MOST_SECONDS = 86400
+EPILOG = """\
+Run it where ranks will run: on a job's node.
+
+examples:
+  mmm doctor
+  mmm doctor --outdir /scratch/runs --json doctor.json
+exit codes: 0 fit to run, also with warnings; 1 a check failed; 2 wrong arguments
+"""
 
 
 def main(argv: list[str]) -> int:
@@ -22,29 +32,32 @@ def main(argv: list[str]) -> int:
     parser = Parser(
         prog="mmm doctor",
         description="Check this machine and this installation, with a fix for what is wrong.",
-        epilog="Exit code: 0, also with warnings; 1 if a check failed. Run it where ranks will run: on a job's node.",
+        epilog=EPILOG,
     )
-    parser.add_argument("--json", action="store_true", help="print a list of {name, status, seen, fix}")
-    parser.add_argument("--outdir", type=Path, default=Path("outputs"), help="where runs will write (default: outputs)")
+    parser.add_argument(
+        "--outdir", metavar="DIR", type=Path, default=Path("outputs"), help="where runs will write (default: outputs)"
+    )
     parser.add_argument(
         "--timeout",
         type=float,
         default=30.0,
         metavar="S",
-        help="seconds a check may take (default 30; four times that to import torch)",
+        help="seconds that a check may take (default: 30; four times that to import torch)",
     )
+    parser.add_json("a list of {name, status, seen, fix}")
     args = parser.parse_args(argv)
     if not 0 < args.timeout <= MOST_SECONDS:
         raise ConfigError(f"--timeout {args.timeout:g}: it must be greater than 0, and at most {MOST_SECONDS}")
 
     place = Place(outdir=args.outdir, timeout=args.timeout, import_timeout=4 * args.timeout)
+    with_text = args.json != STANDARD_OUTPUT
     findings = []
+    # Each is shown as soon as it is there: a check may take minutes.
     for finding in examine(place):
         findings.append(finding)
-        if not args.json:
+        if with_text:
             show(f"{lines(finding)}\n")
-    if args.json:
-        show(f"{as_json(findings)}\n")
-    else:
+    if with_text:
         show(f"\n{summary(findings)}\n")
-    return int(any(each.status == "fail" for each in findings))
+    write_json(args.json, [asdict(finding) for finding in findings])
+    return int(any(finding.status == "fail" for finding in findings))

@@ -14,12 +14,19 @@ STUCK = "a file server does not answer: look at its mount (`mount`, `df`), or as
 
 
 class Check(NamedTuple):
-    """`call(place)` gives findings. `fix`: what to do where it gives none in its time, or fails itself."""
+    """A check.
+
+    Attributes:
+        name: what it is called where it gives no finding of its own.
+        call: ``call(place)`` gives its findings.
+        fix: what to do where it gives none in its time, or fails itself.
+        imports: it imports torch, and so may take longer.
+    """
 
     name: str
     call: Callable[[Place], Iterable[Finding]]
     fix: str = ""
-    imports: bool = False  # whether it imports torch, and so may take longer
+    imports: bool = False
 
 
 CHECKS = (
@@ -31,8 +38,8 @@ CHECKS = (
     Check("outdir", storage.check_outdir, STUCK),
     Check("striping", storage.check_striping, STUCK),
 )
-# Of an Intel GPU, whose driver does not survive a fork: each of these imports torch for itself.
-APART = (
+# For an Intel GPU, whose driver does not survive a fork: each of these imports torch for itself.
+WITH_OWN_IMPORT = (
     Check("devices", devices.check_devices, devices.REINSTALL, True),
     Check("collectives", collectives.check_collectives, devices.REINSTALL, True),
 )
@@ -41,14 +48,17 @@ APART = (
 def examine(place: Place, checks: Iterable[Check] = CHECKS) -> Iterator[Finding]:
     """Make the checks, one after another."""
     for check in checks:
-        found = _make(check, place)
-        yield from found
-        imported = check.call is devices.check_torch and found[0].status != "fail"
+        findings = _make(check, place)
+        yield from findings
+        # On other devices this check has gone on to them by itself.
+        imported = check.call is devices.check_torch and findings[0].status != "fail"
         if imported and accelerators.torch_build() == "xpu":
-            for each in APART:
-                yield from _make(each, place)
+            for further in WITH_OWN_IMPORT:
+                yield from _make(further, place)
 
 
 def _make(check: Check, place: Place) -> list[Finding]:
-    timeout = place.import_timeout if check.imports else place.timeout
+    timeout = place.timeout
+    if check.imports:
+        timeout = place.import_timeout
     return isolated(check.name, lambda: check.call(place), timeout, check.fix)

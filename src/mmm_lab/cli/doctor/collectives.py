@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 from mmm_lab.cli.doctor.finding import Finding, Place
@@ -11,7 +12,7 @@ from mmm_launch.spec import accelerators
 from mmm_verify.ranks import fork_ranks
 
 MEET = "two ranks on this host cannot meet: try export GLOO_SOCKET_IFNAME=lo; is 127.0.0.1 up (ip link set lo up)?"
-NCCL = "see what NCCL_DEBUG=INFO says; on the CPU alone: --device cpu"
+NCCL = "see what NCCL_DEBUG=INFO says; only on the CPU: --device cpu"
 # What each of two ranks has afterwards, where rank r begins with 10 r and 10 r + 1.
 EXPECTED: dict[str, list[list[float]]] = {
     "all-reduce": [[10, 12], [10, 12]],
@@ -25,27 +26,26 @@ EXPECTED: dict[str, list[list[float]]] = {
 
 def check_collectives(place: Place) -> Iterator[Finding]:
     """Each kind on the CPU, and on two accelerators where there are as many."""
-    found = accelerators.find(place.root, place.environ)
-    devices = ["cpu"]
-    if found.device in ("cuda", "xpu"):
-        if found.count > 1:
-            devices.append(found.device)
+    accelerator = accelerators.find(place.root, place.environ)
+    fixes = {"cpu": MEET}
+    if accelerator.device in ("cuda", "xpu"):
+        if accelerator.count > 1:
+            fixes[accelerator.device] = NCCL
         else:
-            yield Finding("collectives", "ok", f"not tried on {found.device}: there is one, and two ranks need two")
-    for device in devices:
+            seen = f"not tried on {accelerator.device}: there is one, and two ranks need two"
+            yield Finding("collectives", "ok", seen)
+    for device, fix in fixes.items():
         for kind in EXPECTED:
-
-            def check(kind: str = kind, device: str = device) -> Iterator[Finding]:
-                return two_ranks(kind, device, place.timeout)
-
-            yield from isolated(f"{kind} {device}", check, place.timeout, MEET if device == "cpu" else NCCL)
+            # Each in a process of its own: one that hangs leaves the others.
+            check = partial(two_ranks, kind, device, place.timeout)
+            yield from isolated(f"{kind} {device}", check, place.timeout, fix)
 
 
 def two_ranks(kind: str, device: str, timeout: float) -> Iterator[Finding]:
     """Fork two ranks that make one collective."""
     results = fork_ranks(make_collective, 2, kind, device, timeout, timeout=timeout)
-    backend = results[0][0]
-    values = [result[1] for result in results]
+    backend, _ = results[0]
+    values = [values_of_rank for _, values_of_rank in results]
     if values == EXPECTED[kind]:
         yield Finding(f"{kind} {device}", "ok", f"{backend}: right, 2 ranks")
     else:
@@ -54,7 +54,7 @@ def two_ranks(kind: str, device: str, timeout: float) -> Iterator[Finding]:
 
 
 def make_collective(rank: Any, kind: str, device_type: str, timeout: float) -> tuple[str, list[float]]:
-    """One rank's part: the backend, and what the rank has afterwards. A collective."""
+    """Make one collective, on one rank. Returns the backend, and what the rank has afterwards."""
     import torch
     import torch.distributed as dist
 
@@ -67,6 +67,7 @@ def make_collective(rank: Any, kind: str, device_type: str, timeout: float) -> t
         getattr(torch, device_type).set_device(device)
     own = torch.tensor([10.0 * rank.rank, 10.0 * rank.rank + 1], device=device)
     with process_group(rank, device, timeout):
+        # Some are in place, others fill a tensor of another size. Both ranks take part in each.
         result = own
         if kind == "all-reduce":
             dist.all_reduce(own)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 from mmm_lab.cli.doctor.collectives import check_collectives
@@ -32,36 +33,34 @@ def check_torch(place: Place) -> Iterator[Finding]:
     build = accelerators.torch_build()
     where = os.path.dirname(torch.__file__ or "")
     seen = f"{torch.__version__}, built for {build}, imported in {seconds:.1f} s from {where}"
-    version = tuple(int(part) for part in torch.__version__.split(".")[:2])
+    version = tuple(int(digits) for digits in torch.__version__.split(".")[:2])
     if version < OLDEST:
         yield Finding("torch", "fail", seen, f"mmm needs torch {'.'.join(map(str, OLDEST))} or newer")
     else:
         yield Finding("torch", "ok", seen)
-    if build != "xpu":  # an Intel GPU's driver does not survive a fork
+    # An Intel GPU's driver does not survive a fork: `checks.examine` makes these then.
+    if build != "xpu":
         yield from check_devices(place)
         yield from check_collectives(place)
 
 
 def check_devices(place: Place) -> Iterator[Finding]:
     """Are there as many devices as `launch` counts, and does each multiply matrices right?"""
-    found = accelerators.find(place.root, place.environ)
-    findings = isolated("devices", lambda: _count(found), place.timeout, f"the driver hangs: {LOOK}, and at dmesg")
+    counted = accelerators.find(place.root, place.environ)
+    fix = f"the driver hangs: {LOOK}, and at dmesg"
     devices = ["cpu"]
-    for finding in findings:
-        if finding.name == "device":  # `_count` names each for us
+    for finding in isolated("devices", partial(_count, counted), place.timeout, fix):
+        # The child process names each device by such a finding.
+        if finding.name == "device":
             devices.append(finding.seen)
         else:
             yield finding
     for device in devices:
-
-        def check(device: str = device) -> Iterator[Finding]:
-            return check_matmul(device)
-
-        yield from isolated(f"matmul {device}", check, place.timeout, _broken(device))
+        yield from isolated(f"matmul {device}", partial(check_matmul, device), place.timeout, _broken(device))
 
 
-def _count(found: accelerators.Accelerators) -> Iterator[Finding]:
-    """A finding on what torch sees beside what `launch` has counted; then one called "device" for each."""
+def _count(counted: accelerators.Accelerators) -> Iterator[Finding]:
+    """Compare what torch sees with what `launch` has counted. Then yields a finding called "device" for each device."""
     import torch
 
     from mmm.runtime.device import is_available
@@ -75,26 +74,26 @@ def _count(found: accelerators.Accelerators) -> Iterator[Finding]:
         if kind != "mps":
             count = module.device_count()
             seen = f"{count} {kind}: {module.get_device_name(0)}"
-        if found.device == kind and found.count == count:
+        if counted.device == kind and counted.count == count:
             yield Finding("devices", "ok", seen)
         else:
-            seen = f"torch sees {seen}; launch counts {found.count} ({found.why})"
+            seen = f"torch sees {seen}; launch counts {counted.count} ({counted.why})"
             yield Finding("devices", "warn", seen, f"say how many ranks there are to be: launch -n {count}")
         for index in range(count):
             yield Finding("device", "ok", kind if kind == "mps" else f"{kind}:{index}")
         return
-    if found.count:
-        seen = f"the machine has {found.count} {found.device} ({found.why}), but torch sees none"
+    if counted.count:
+        seen = f"the machine has {counted.count} {counted.device} ({counted.why}), but torch sees none"
         yield Finding("devices", "fail", seen, f"the driver does not go with this torch, or they are hidden: {LOOK}")
     else:
-        yield Finding("devices", "ok", f"no accelerator: {found.why}")
+        yield Finding("devices", "ok", f"no accelerator: {counted.why}")
 
 
 def check_matmul(device: str, multiply: Callable[[Any, Any], Any] | None = None) -> Iterator[Finding]:
     """Compare a product of small whole numbers, which float32 (and TF32) holds exactly, with whole numbers.
 
     Args:
-        multiply: instead of torch's.
+        multiply: replaces `torch.matmul`.
     """
     import torch
 
@@ -102,7 +101,8 @@ def check_matmul(device: str, multiply: Callable[[Any, Any], Any] | None = None)
     generator = torch.Generator().manual_seed(0)
     left = torch.randint(-4, 5, (SIZE, SIZE), generator=generator)
     right = torch.randint(-4, 5, (SIZE, SIZE), generator=generator)
-    expected = left @ right  # in whole numbers, on the CPU: plain loops, no library's kernel
+    # In whole numbers on the CPU torch runs plain loops, not a library's kernel.
+    expected = left @ right
     product = multiply(left.to(device, torch.float32), right.to(device, torch.float32)).cpu()
     wrong = int((product.to(torch.int64) != expected).sum())
     if wrong:

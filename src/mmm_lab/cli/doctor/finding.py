@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import os
 import textwrap
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 
 STATES = ("ok", "warn", "fail")
@@ -16,7 +15,14 @@ NAME_WIDTH = 15
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the table. `fix`: what to do where the status is not ok, or a note where it is."""
+    """One line of the table.
+
+    Attributes:
+        name: of the check, or of what it looked at.
+        status: one of `STATES`.
+        seen: what the check saw.
+        fix: what to do where the status is not ok, or a note where it is.
+    """
 
     name: str
     status: str
@@ -29,8 +35,11 @@ class Place:
     """What is looked at. Tests put something made up in its place.
 
     Attributes:
-        environ: the environment. root: where /proc, /sys and /dev are looked for.
-        outdir: where runs write. import_timeout: seconds that importing torch may take. timeout: any other check.
+        environ: the environment.
+        root: where /proc, /sys and /dev are looked for.
+        outdir: where runs write.
+        import_timeout: seconds that importing torch may take.
+        timeout: seconds that any other check may take.
     """
 
     environ: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
@@ -40,26 +49,26 @@ class Place:
     timeout: float = 30.0
 
 
-def as_json(findings: Sequence[Finding]) -> str:
-    return json.dumps([asdict(each) for each in findings], indent=2, ensure_ascii=False)
-
-
 def lines(finding: Finding) -> str:
-    """A finding for people: a line or more of at most 100 columns, the fix below."""
-    status = finding.status.upper() if finding.status == "fail" else finding.status
+    """Format a finding for people: a line or more of at most 100 columns, the fix below."""
+    status = finding.status
+    # A failure must be seen at once.
+    if status == "fail":
+        status = "FAIL"
     head = f"{status:<6}{finding.name:<{NAME_WIDTH}} "
-    rows = _wrapped(head, finding.seen)
+    text = _wrapped(head, finding.seen, len(head))
     if finding.fix:
-        rows += _wrapped(" " * len(head) + ("→ " if finding.status != "ok" else ""), finding.fix)
-    return "\n".join(rows)
+        arrow = "" if finding.status == "ok" else "→ "
+        text += "\n" + _wrapped(" " * len(head) + arrow, finding.fix, len(head) + len(arrow))
+    return text
+
+
+def _wrapped(head: str, text: str, indent: int) -> str:
+    wrapped = textwrap.fill(text, WIDTH, initial_indent=head, subsequent_indent=" " * indent)
+    return wrapped or head
 
 
 def summary(findings: Sequence[Finding]) -> str:
-    """How many there are of each status."""
-    counts = {status: sum(each.status == status for each in findings) for status in STATES}
-    return ", ".join(f"{count} {status}" for status, count in counts.items())
-
-
-def _wrapped(head: str, text: str) -> list[str]:
-    rows = textwrap.wrap(text, WIDTH - len(head)) or [""]
-    return [(head if i == 0 else " " * len(head)) + row for i, row in enumerate(rows)]
+    """Say how many there are of each status."""
+    statuses = [finding.status for finding in findings]
+    return ", ".join(f"{statuses.count(status)} {status}" for status in STATES)

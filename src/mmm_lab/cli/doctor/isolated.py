@@ -6,6 +6,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Iterable
+from functools import partial
 from multiprocessing.connection import Connection
 
 from mmm_lab.cli.doctor.finding import Finding
@@ -15,7 +16,8 @@ SHOWN = 300  # characters of an error
 
 
 def isolated(name: str, check: Callable[[], Iterable[Finding]], timeout: float, fix: str = "") -> list[Finding]:
-    """The findings of `check()`, called in a forked child; and a failure called `name` if it hangs, raises or dies.
+    """Returns the findings of `check()`, called in a forked child; and a failure called `name` if it hangs, raises or
+    dies.
 
     Args:
         timeout: seconds to wait for each finding.
@@ -25,7 +27,8 @@ def isolated(name: str, check: Callable[[], Iterable[Finding]], timeout: float, 
     with Children() as children:
         child = children.fork(lambda end: _answer(end, name, check, fix))
         try:
-            while finding := child.receive(timeout):
+            # The child sends None after its last finding.
+            for finding in iter(partial(child.receive, timeout), None):
                 findings.append(finding)
         except TimeoutError:
             findings.append(Finding(name, "fail", f"gave no answer in {timeout:g} s, and was ended", fix))
@@ -36,7 +39,7 @@ def isolated(name: str, check: Callable[[], Iterable[Finding]], timeout: float, 
 
 
 def _answer(end: Connection, name: str, check: Callable[[], Iterable[Finding]], fix: str) -> None:
-    """In the child: send each finding, None at the end; nothing goes to the terminal."""
+    """In the child: send each finding, and None at the end. Nothing goes to the terminal."""
     silence = os.open(os.devnull, os.O_RDWR)
     for stream in (0, 1, 2):
         os.dup2(silence, stream)
@@ -44,14 +47,19 @@ def _answer(end: Connection, name: str, check: Callable[[], Iterable[Finding]], 
     try:
         for finding in check():
             end.send(finding)
-    except BaseException as error:  # also SystemExit, from what a broken package does at import
+    # Also SystemExit, which a broken package may raise at import.
+    except BaseException as error:
         end.send(Finding(name, "fail", shown(error), fix))
     end.send(None)
 
 
 def shown(error: BaseException) -> str:
-    """An error in a line or two: its type, what it says, and where."""
-    where = traceback.extract_tb(error.__traceback__)[-1:] if error.__traceback__ else []
-    at = f" ({where[0].filename}:{where[0].lineno})" if where else ""
-    text = " ".join(str(error).split())
-    return f"{type(error).__name__}: {text[:SHOWN]}{' …' if len(text) > SHOWN else ''}{at}"
+    """Format an error in a line or two: its type, what it says, and where."""
+    message = " ".join(str(error).split())
+    text = f"{type(error).__name__}: {message[:SHOWN]}"
+    if len(message) > SHOWN:
+        text += " …"
+    # The last frame is where it was raised.
+    for frame in traceback.extract_tb(error.__traceback__)[-1:]:
+        text += f" ({frame.filename}:{frame.lineno})"
+    return text

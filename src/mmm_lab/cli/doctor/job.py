@@ -15,7 +15,7 @@ SHOWN = 6  # hosts
 
 
 def is_known(name: str) -> bool:
-    """Whether a host's name has an address here."""
+    """Does a host's name have an address here?"""
     try:
         return bool(socket.getaddrinfo(name, None, type=socket.SOCK_STREAM))
     except OSError:
@@ -23,7 +23,7 @@ def is_known(name: str) -> bool:
 
 
 def check_job(place: Place, lookup: Callable[[str], bool] = is_known) -> Iterator[Finding]:
-    """The scheduler, its host file, and whether every host's name is known here."""
+    """Look at the scheduler, its host file, and whether every host's name is known here."""
     try:
         job = detect(place.environ)
     except LaunchError as error:
@@ -39,18 +39,23 @@ def check_job(place: Place, lookup: Callable[[str], bool] = is_known) -> Iterato
     if not unknown:
         yield Finding("hosts", "ok", "every host's name is known here")
         return
-    status = "fail" if unknown[0] == job.hosts[0] else "warn"
+    # The ranks meet on the first host: without its name nothing starts.
+    status = "warn"
+    if unknown[0] == job.hosts[0]:
+        status = "fail"
     seen = f"{len(unknown)} of {len(job.hosts)} names are not known here: {_first(unknown)}"
     yield Finding("hosts", status, seen, "set MASTER_ADDR to an address of the first host that the others can reach")
 
 
 def _first(hosts: list[str] | tuple[str, ...]) -> str:
     names = ", ".join(hosts[:SHOWN])
-    return names if len(hosts) <= SHOWN else f"{names} and {len(hosts) - SHOWN} more"
+    if len(hosts) > SHOWN:
+        names += f" and {len(hosts) - SHOWN} more"
+    return names
 
 
 def check_machine(place: Place) -> Iterator[Finding]:
-    """Which known machine this environment is of, and whether all files of machines can be read."""
+    """Say which known machine this environment belongs to, and whether all files of machines can be read."""
     try:
         machine, why = find.find(place.environ)
     except MachineError as error:

@@ -15,7 +15,7 @@ OLDEST = (3, 10)
 
 
 def check_python(place: Place, version: tuple[int, ...] = sys.version_info[:3]) -> Iterator[Finding]:
-    """The interpreter, and whether it is a virtual environment's."""
+    """Look at the interpreter's version."""
     seen = f"{'.'.join(map(str, version))} ({platform.machine()}), {sys.executable}"
     if version[:2] < OLDEST:
         wanted = ".".join(map(str, OLDEST))
@@ -36,6 +36,7 @@ def check_packages(place: Place, distribution: str = "mmm") -> Iterator[Finding]
     wrong: list[str] = []
     to_install: list[str] = []
     for requirement in requirements:
+        # An optional one.
         if "extra ==" in requirement:
             continue
         wanted = requirement.split(";")[0].strip()
@@ -60,6 +61,8 @@ def check_packages(place: Place, distribution: str = "mmm") -> Iterator[Finding]
 
 
 def as_numbers(version: str) -> list[int]:
-    """``2.13.0+cpu`` → [2, 13, 0]."""
+    """Convert ``2.13.0+cpu`` to [2, 13, 0]: as text, 2.9 would be newer than 2.13."""
     match = re.match(r"\d+(\.\d+)*", version)
-    return [int(part) for part in match[0].split(".")] if match else [0]
+    if match is None:
+        return [0]
+    return [int(digits) for digits in match[0].split(".")]

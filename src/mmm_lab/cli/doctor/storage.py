@@ -20,7 +20,7 @@ LEAST_FREE = 1 * GIB
 
 
 def file_system(path: Path, root: Path = Path("/")) -> str:
-    """The type of the file system that holds `path`, by the kernel's list of mounts; "unknown" where there is none."""
+    """Returns the type of the file system that holds `path`, by the kernel's list of mounts. "unknown" without one."""
     try:
         text = (root / "proc/self/mountinfo").read_text()
     except OSError:
@@ -29,34 +29,36 @@ def file_system(path: Path, root: Path = Path("/")) -> str:
     kind = "unknown"
     longest = 0
     for line in text.splitlines():
+        # id parent major:minor root POINT options … - TYPE source options
         before, _, after = line.partition(" - ")
         fields = before.split()
         if len(fields) < 5 or not after:
             continue
         point = fields[4].replace("\\040", " ").replace("\\011", "\t").replace("\\134", "\\")
         inside = point == "/" or where == point or where.startswith(point + "/")
-        if inside and len(point) >= longest:  # of mounts at one place, the last one counts
+        # The deepest mount counts, and of several at one place the last.
+        if inside and len(point) >= longest:
             longest = len(point)
             kind = after.split()[0]
     return kind
 
 
 def check_outdir(place: Place) -> Iterator[Finding]:
-    """Where runs write: the folder, or the nearest above it that exists. Written to for a try."""
+    """Look at the folder that runs write to, or the nearest above it that exists, and try to write there."""
     folder = place.outdir.absolute()
-    there = _existing(folder)
-    kind = file_system(there, place.root)
+    existing = _existing(folder)
+    kind = file_system(existing, place.root)
     seen = f"{folder} on {kind}"
-    if not there.is_dir():
-        yield Finding("outdir", "fail", f"{there} is a file", "give another --outdir")
+    if not existing.is_dir():
+        yield Finding("outdir", "fail", f"{existing} is a file", "give another --outdir")
         return
     try:
-        with tempfile.TemporaryFile(dir=there) as file:
+        with tempfile.TemporaryFile(dir=existing) as file:
             file.write(b"mmm")
             file.flush()
     except OSError as error:
         seen = f"{seen}: cannot be written: {error.strerror}"
-        yield Finding("outdir", "fail", seen, "give runs an --outdir that can be, on scratch say")
+        yield Finding("outdir", "fail", seen, "give runs an --outdir that can be written, such as one on scratch")
         return
     if kind in MEMORY:
         advice = "files are gone when the node restarts, and count as memory: give an --outdir on a disk"
@@ -65,11 +67,11 @@ def check_outdir(place: Place) -> Iterator[Finding]:
         yield Finding("outdir", "ok", seen, "fine for a record; large checkpoints want a parallel file system")
     else:
         yield Finding("outdir", "ok", seen)
-    yield from check_space("free disk", there, place)
+    yield from check_space("free disk", existing, place)
 
 
 def check_striping(place: Place) -> Iterator[Finding]:
-    """On Lustre, over how many targets a new file is spread where runs write."""
+    """On Lustre, say over how many targets a new file is spread where runs write."""
     folder = _existing(place.outdir)
     if file_system(folder, place.root) != "lustre":
         return
@@ -86,7 +88,7 @@ def check_striping(place: Place) -> Iterator[Finding]:
 
 
 def _existing(folder: Path) -> Path:
-    """The folder, or the nearest above it that exists."""
+    """Returns the folder, or the nearest above it that exists."""
     folder = folder.absolute()
     while not folder.exists():
         folder = folder.parent
@@ -94,9 +96,9 @@ def _existing(folder: Path) -> Path:
 
 
 def stripe_count(folder: Path, path: str) -> int | None:
-    """The stripes of a new file in a folder on Lustre. −1: over all targets. None: Lustre's `lfs` does not say.
+    """Returns the stripes of a new file in a folder on Lustre. −1: over all targets. None: `lfs` does not say.
 
-    Of a layout that grows with the file (PFL) it is that of its last part.
+    A layout may grow with the file (PFL): then it is the number of its last section.
     """
     lfs = shutil.which("lfs", path=path)
     if lfs is None:
@@ -105,11 +107,12 @@ def stripe_count(folder: Path, path: str) -> int | None:
     last = re.search(r"(?:^|\s)(-?[0-9]+)\s*$", done.stdout)
     if done.returncode or last is None:
         return None
-    return int(last[1]) or 1  # 0: the file system's usual number, which is 1
+    # 0 means the file system's usual number, which is 1.
+    return int(last[1]) or 1
 
 
 def check_space(name: str, folder: Path, place: Place) -> Iterator[Finding]:
-    """The free space where `folder` is. Quotas are not seen."""
+    """Look at the free space where `folder` is. Quotas are not seen."""
     free = shutil.disk_usage(folder).free
     seen = f"{free / GIB:,.1f} GiB free at {folder}"
     if free < LEAST_FREE:
