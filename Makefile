@@ -34,8 +34,8 @@ $(DOCS): $(READY)
 	touch $(DOCS)
 
 demo: $(READY)
-	$(BIN)/launch -n 4 --device cpu python3 -m mmm.examples.fsdp_tp --tpsize 2 --dim 128 --n_heads 4 --n_kv_heads 2 \
-	    --max_iters 120 --log_every 10 --outdir outputs/demo --overwrite $(DEMO_FLAGS)
+	$(BIN)/launch -n 4 --device cpu python3 -m mmm.examples.fsdp_tp --tpsize 2 --preset debug \
+	    --global_batch_size 16 --max_iters 120 --log_every 10 --outdir outputs/demo --overwrite $(DEMO_FLAGS)
 
 test: $(READY)
 	$(BIN)/python -m pytest $(TEST_FLAGS)

@@ -56,6 +56,9 @@ class Run:
     """Rows of history that a killed run may lose."""
     plots: bool = False
     """Draw the run's summary at the end, in the terminal and in the run's folder."""
+    verbose: bool = False
+    """Print details too: the table of ranks, the model layer by layer, what the columns of a row mean. The run's
+    log.txt always has them."""
     log_all_ranks: bool = False
     """Log from every rank, not just rank 0."""
     timeout: float = 600.0

@@ -550,7 +550,9 @@ def start_run(name: str, config: Any, job: Any, hooks: Sequence[Hook], *, runs_o
         if not (comm.dry or event_class(device) or is_compiled):
             stack.enter_context(timed_waits(clock))
         log_file = None if run.outdir is None else run.outdir / "log.txt"
-        stack.enter_context(logging_to(1 if comm.dry else rank.rank, log_file, options.log_all_ranks))
+        # A dry run says nothing itself: it logs as any rank but the first.
+        log_rank = 1 if comm.dry else rank.rank
+        stack.enter_context(logging_to(log_rank, log_file, options.log_all_ranks, options.verbose))
         error: BaseException | None = None
         try:
             left_out_note = left_out(options.device, device)

@@ -54,7 +54,7 @@ def shard(run: Run, job: Any) -> ParallelModel:
         run.log.info("one rank: nothing to shard, so the model is trained as it is")
     modules = {number: unwrapped(module) for number, module in parallel.modules.items()}
     for number, module in modules.items():
-        run.log.info("%s%s", f"stage {number}\n" if partition.stages else "", sharded_model(module))
+        run.log.debug("%s%s", f"stage {number}\n" if partition.stages else "", sharded_model(module))
     by_rank = run.comm.gather(sum(map(local_parameters, modules.values())))
     if by_rank:
         least = min(by_rank)

@@ -73,13 +73,18 @@ class _Copy(logging.FileHandler):
 
 
 @contextmanager
-def logging_to(rank: int, file: Path | None = None, all_ranks: bool = False) -> Iterator[logging.Logger]:
+def logging_to(
+    rank: int, file: Path | None = None, all_ranks: bool = False, verbose: bool = False
+) -> Iterator[logging.Logger]:
     """Send the package's log to standard output, and to `file` as well, for the length of a ``with`` block.
+
+    Details (``log.debug``) are always in the file. Standard output has them only if `verbose`.
 
     Args:
         rank: of this process; ranks other than 0 are silent up to warnings, and below errors, unless `all_ranks`.
         file: rank 0's copy, appended to.
         all_ranks: every rank writes, with its number in the line.
+        verbose: details are printed too.
     """
     logger = get_logger()
     _said.clear()
@@ -87,13 +92,15 @@ def logging_to(rank: int, file: Path | None = None, all_ranks: bool = False) -> 
     handlers: list[logging.Handler] = []
     out = logging.StreamHandler(sys.stdout)  # flushes after each record
     out.setFormatter(_Formatter(tag, _wants_colour(sys.stdout)))
+    out.setLevel(logging.DEBUG if verbose else logging.INFO)
     handlers.append(out)
     if file is not None and rank == 0:
         copy = _Copy(file, encoding="utf-8", errors="backslashreplace")
         copy.setFormatter(_Formatter(tag))
         handlers.append(copy)
     before = logger.level, logger.propagate
-    logger.setLevel(logging.INFO if rank == 0 or all_ranks else logging.ERROR)
+    # Whether a message is wanted at all; each handler then has a level of its own.
+    logger.setLevel(logging.DEBUG if rank == 0 or all_ranks else logging.ERROR)
     logger.propagate = False
     for handler in handlers:
         logger.addHandler(handler)

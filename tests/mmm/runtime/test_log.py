@@ -38,6 +38,14 @@ def test_format_and_ranks(capsys, tmp_path, rank, all_ranks, lines):
         assert not (tmp_path / "log.txt").exists()
 
 
+@pytest.mark.parametrize("verbose", [False, True])
+def test_details_are_in_the_file_and_printed_if_asked_for(capsys, tmp_path, verbose):
+    with logging_to(0, tmp_path / "log.txt", verbose=verbose) as log:
+        log.debug("a detail")
+    assert ("a detail" in capsys.readouterr().out) is verbose
+    assert "a detail" in (tmp_path / "log.txt").read_text()
+
+
 def test_silent_outside(capsys):
     with logging_to(0):
         pass

@@ -55,7 +55,7 @@ def test_a_row_an_epoch(cnn):
     assert len(lines) == 1
     for word in ("epoch=1 ", " train_loss=", " test_loss=", " test_acc=", " sps="):
         assert word in lines[0]
-    assert "Total params: 1,199,882" in cnn[1]
+    assert "of 1,199,882 parameters" in cnn[1]
     assert "\x1b" not in cnn[1]
 
 

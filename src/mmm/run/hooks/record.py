@@ -78,7 +78,9 @@ class Record(Hook):
         self.ranks = all_ranks(run)
         hosts = sorted({about["host"] for about in self.ranks})
         run.describe(**facts_of(run) | {"ranks": self.ranks, "hosts": hosts})
-        run.log.info("%s\n%s", opening(run, self.ranks), tables(run, self.ranks))
+        run.log.info("%s", "\n".join(filter(None, (opening(run, self.ranks), mesh_table(run.layout)))))
+        if self.ranks:
+            run.log.debug("ranks:\n%s", rank_table(self.ranks))
         self._describe_job(run)
         if run.origin is None:  # else rows go on once the program's state fits the checkpoint
             self._open(run)
@@ -112,7 +114,7 @@ class Record(Hook):
                 run.note(data["note"])
         if run.job.model is not None:
             if run.rank.is_main or run.options.log_all_ranks:
-                run.log.info("model:\n%s", run.job.summary())
+                run.log.debug("model:\n%s", run.job.summary())
             run.describe(**run.job.describe())
         for note in run.job.notes:
             run.note(note)
@@ -137,7 +139,7 @@ class Record(Hook):
         self.totals.add(row)
         if not self._has_legend:
             self._has_legend = True
-            run.log.info("%s\n  (%s)", legend(row.numbers), WHAT_A_LINE_HAS)
+            run.log.debug("%s\n  (%s)", legend(row.numbers), WHAT_A_LINE_HAS)
         self.history.update(row.numbers, row.per_rank)
         steps = self._steps(run, row.place)
         row.line = row_line(row.numbers, run.name, steps, self.totals.left(steps))
@@ -189,13 +191,6 @@ def opening(run: Run, ranks: Sequence[Mapping[str, Any]]) -> str:
         f"{counted(run.rank.world_size, 'rank')} ({run.rank.source}), layout {run.layout}, {run.device.type}, "
         f"{run.precision.name} ({run.precision.reason}); {collective_library()}; {here}: {devices}"
     )
-
-
-def tables(run: Run, ranks: Sequence[dict[str, Any]]) -> str:
-    """The ranks, and how they lie on the mesh."""
-    if not ranks:
-        return "(rank 0 has the table)"
-    return "\n".join(filter(None, (rank_table(ranks), mesh_table(run.layout))))
 
 
 def draw(module: str, *paths: Path) -> bool:
