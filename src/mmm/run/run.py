@@ -448,7 +448,7 @@ class Run:
             yield
         for model in models:
             model.train(True)
-        self.clock.go_on()
+        self.clock.resume()
 
     def mean_loss(self, local_losses: Iterable[Tensor]) -> float:
         """The mean over global batches of the loss. A collective.

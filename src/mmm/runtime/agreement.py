@@ -1,9 +1,10 @@
-"""What the ranks decide while they meet, and before any communication between devices.
+"""What the ranks agree on while they meet, before any communication between devices.
 
-Each rank leaves what it knows in the store by which the ranks have found each other. Rank 0 reads it, and tells all
-what follows: either every rank goes on, or every rank raises the same error. `agree` compares what has to be equal, and
-does what only rank 0 does (such as to prepare the run's folder); `check_devices` finds ranks on one device;
-`find_hosts` says who is on which host; `rendezvous` finds the others where dead ranks have left their own.
+Each rank leaves what it knows in the store by which the ranks have met. Rank 0 reads it, and tells all ranks what
+follows: either every rank continues, or every rank raises the same error. `agree` compares what has to be equal, and
+does what only rank 0 does (such as preparing the run's folder); `check_devices` finds ranks that share a device;
+`find_hosts` tells which rank is on which host; `rendezvous` meets the living ranks where dead ones have left their
+entries in the store.
 """
 
 from __future__ import annotations
@@ -18,15 +19,24 @@ from mmm import errors
 from mmm.errors import ConfigError, DeviceError, UserError
 from mmm.runtime.ranks import Rank
 
-CHUNK = 256  # ranks whose facts are read at once
-HEARD = 10.0  # s that rank 0, which holds the store, waits for the others to hear of an error
-FIRST_WORD = 1.0  # s by which rank 0, which says the error, is ahead: Open MPI kills all when the first rank has ended
-SHOWN = 4  # values of a fact, groups of ranks, and hosts, that are named each
-FACTS = 8  # facts that are named
+# Ranks whose facts are read in one request to the store.
+CHUNK = 256
+
+# Seconds that rank 0, which holds the store, waits until the others have heard of an error.
+HEARD = 10.0
+
+# Seconds by which rank 0 ends first, because it prints the error: Open MPI kills all ranks when the first has ended.
+FIRST_WORD = 1.0
+
+# How many values of a fact, groups of ranks, and hosts a message names at most, of each.
+SHOWN = 4
+
+# How many facts a message names at most.
+FACTS = 8
 
 
 class Store(Protocol):
-    """What is used of `torch.distributed.Store`."""
+    """The methods of `torch.distributed.Store` that are used here."""
 
     def set(self, key: str, value: str, /) -> None: ...
     def get(self, key: str, /) -> bytes: ...
@@ -36,42 +46,46 @@ class Store(Protocol):
 
 
 def rendezvous(store: Store, rank: Rank) -> int:
-    """The number of the rendezvous that all ranks are at now, from 1 on. A collective.
+    """Return the number of the rendezvous at which all ranks are now, from 1 on. A collective.
 
-    torchrun's store stays when it starts the ranks again, with all that the dead have left in it: how far each had
-    come, and where it listened. Rank 0 begins a new one; the others come once it has begun. One at which not all have
-    come is over when the next begins; one that has been held is not waited for again.
+    torchrun's store stays when it starts the ranks again, with all that the dead ones have left in it: how far each
+    had come, and where it listened. So each attempt to meet has a number. Rank 0 begins a new rendezvous; the others
+    join once it has begun. One that not all ranks have reached is over when the next begins; one that was held is not
+    waited for again.
     """
 
-    def key(number: int, what: str) -> str:
-        return f"mmm/meetings/{number}/{what}"
+    def key(meeting: int, event: str) -> str:
+        return f"mmm/meetings/{meeting}/{event}"
 
     if rank.is_main:
-        number = store.add("mmm/meetings", 1)
-        if number > 1 and not store.check([key(number - 1, "end")]):
-            store.set(key(number - 1, "end"), "over")
-            store.set(key(number - 1, "begin"), "")  # its rank 0 may have died before
-        store.set(key(number, "begin"), "")
-        _others(store, f"mmm/meetings/{number}", rank.world_size)
-        store.set(key(number, "end"), "held")
-        return number
-    number = store.add("mmm/meetings", 0)
-    if number == 0 or store.check([key(number, "end")]):
-        number += 1
+        meeting = store.add("mmm/meetings", 1)
+        if meeting > 1 and not store.check([key(meeting - 1, "end")]):
+            store.set(key(meeting - 1, "end"), "over")
+            # That rendezvous's rank 0 may have died before it said so.
+            store.set(key(meeting - 1, "begin"), "")
+        store.set(key(meeting, "begin"), "")
+        _others(store, f"mmm/meetings/{meeting}", rank.world_size)
+        store.set(key(meeting, "end"), "held")
+        return meeting
+    meeting = store.add("mmm/meetings", 0)
+    if meeting == 0 or store.check([key(meeting, "end")]):
+        meeting += 1
+    # `get` waits until the key is there.
     while True:
-        store.get(key(number, "begin"))
-        store.set(key(number, str(rank.rank)), json.dumps(None))
-        if store.get(key(number, "end")) == b"held":
-            return number
-        number += 1
+        store.get(key(meeting, "begin"))
+        store.set(key(meeting, str(rank.rank)), json.dumps(None))
+        if store.get(key(meeting, "end")) == b"held":
+            return meeting
+        meeting += 1
 
 
-def unique_key(store: Store, rank: Rank, what: str) -> str:
-    """Where in the store the ranks leave what belongs to their next `what`: no key there has been used before.
+def unique_key(store: Store, rank: Rank, purpose: str) -> str:
+    """Return a prefix of keys that has not been used before, the same on every rank.
 
-    Every rank counts its own. They agree, because what is counted is a collective.
+    Every rank counts its own calls for a purpose. The counts agree, because a collective follows each call.
     """
-    return f"mmm/{what}/{store.add(f'mmm/{what}/of/{rank.rank}', 1)}"
+    count = store.add(f"mmm/{purpose}/of/{rank.rank}", 1)
+    return f"mmm/{purpose}/{count}"
 
 
 def agree(
@@ -81,20 +95,23 @@ def agree(
     advice: Mapping[str, str] | None = None,
     then: Callable[[], None] = lambda: None,
 ) -> None:
-    """Refuse a run whose ranks differ, on every rank. A collective; every rank calls it as often as the others.
+    """Refuse a run whose ranks differ, on every rank. A collective: every rank calls it as often as the others.
 
     Args:
-        facts: name and value. A rank may leave out a fact: it then agrees with any value.
-        advice: what to do where a fact differs, by name; ``""`` for those that have none. Rank 0's counts.
-        then: called on rank 0 once all agree; its `UserError` is every rank's.
+        store: the store that all ranks share.
+        rank: this process's place.
+        facts: name → value of what has to be equal. A rank may leave out a fact: it then agrees with any value.
+        advice: name of a fact → what to do if it differs; ``""`` stands for facts without advice. Only rank 0's counts.
+        then: called on rank 0 once all agree. If it raises a `UserError`, every rank raises it.
 
     Raises:
-        ConfigError: facts differ: which, how, on which ranks and hosts.
-        UserError: what `then` has raised on rank 0.
+        ConfigError: facts differ. The message names them, their values, and the ranks and hosts that have each.
+        UserError: `then` has raised it on rank 0.
     """
 
     def decide(by_rank: list[Any]) -> str:
-        if text := differences(by_rank, advice or {}):
+        text = differences(by_rank, advice or {})
+        if text:
             raise ConfigError(text)
         then()
         return ""
@@ -106,116 +123,132 @@ def check_devices(store: Store, rank: Rank, identity: str) -> None:
     """Refuse a run in which two ranks of a host have one device, on every rank. A collective.
 
     Args:
-        identity: what tells this rank's device from all others of its host; "" where that is not known.
+        store: the store that all ranks share.
+        rank: this process's place.
+        identity: text that tells this rank's device from all others of its host; "" if unknown.
 
     Raises:
-        DeviceError: which ranks, where.
+        DeviceError: ranks share a device. The message names them and their host.
     """
 
     def decide(by_rank: list[Any]) -> str:
-        ranks: dict[tuple[str, str], list[int]] = {}
-        for number, (host, device) in enumerate(by_rank):
-            ranks.setdefault((host, device), []).append(number)
-        shared = [(host, where) for (host, device), where in ranks.items() if device and len(where) > 1]
-        if shared:
-            host, where = shared[0]
-            raise DeviceError(
-                f"{name_ranks(where)} on {host} are on one device: start at most one rank a device (launch -n), show "
-                f"each rank its own (srun --gpus-per-task=1), or use --device cpu"
-            )
+        users: dict[tuple[str, str], list[int]] = {}
+        for user, (host, device) in enumerate(by_rank):
+            users.setdefault((host, device), []).append(user)
+        for (host, device), ranks in users.items():
+            if device and len(ranks) > 1:
+                raise DeviceError(
+                    f"{name_ranks(ranks)} on {host} are on one device: start at most one rank a device (launch -n), "
+                    f"show each rank its own (srun --gpus-per-task=1), or use --device cpu"
+                )
         return ""
 
     decide_on_rank0(store, rank, (socket.gethostname(), identity), decide)
 
 
 def find_hosts(store: Store, rank: Rank) -> list[str]:
-    """The host of every rank, by rank. A collective."""
-    return json.loads(decide_on_rank0(store, rank, socket.gethostname(), json.dumps))
+    """Return the host name of every rank, by rank. A collective."""
+    text = decide_on_rank0(store, rank, socket.gethostname(), json.dumps)
+    return json.loads(text)
 
 
 def decide_on_rank0(store: Store, rank: Rank, own: Any, decide: Callable[[list[Any]], str]) -> str:
-    """What rank 0 decides on what all ranks have, on every rank. A collective, in the same order on all.
+    """Let rank 0 decide from what all ranks have, and return its decision on every rank. A collective.
 
     Args:
-        own: this rank's part, as JSON has it. decide: from all ranks' parts, by rank; called on rank 0.
+        store: the store that all ranks share.
+        rank: this process's place.
+        own: what this rank has; it is sent as JSON.
+        decide: function of what all ranks have, by rank, which returns the decision as text; called on rank 0.
 
     Raises:
-        UserError: `decide` has raised it.
+        UserError: `decide` has raised it. Every rank raises the same.
     """
-    where = unique_key(store, rank, "agreement")
+    prefix = unique_key(store, rank, "agreement")
     if not rank.is_main:
-        store.set(f"{where}/{rank.rank}", json.dumps(own))
-        kind, text = json.loads(store.get(f"{where}/verdict"))
+        store.set(f"{prefix}/{rank.rank}", json.dumps(own))
+        kind, text = json.loads(store.get(f"{prefix}/verdict"))
         if kind:
-            store.add(f"{where}/heard", 1)
+            store.add(f"{prefix}/heard", 1)
             time.sleep(FIRST_WORD)
-            raise getattr(errors, kind, UserError)(text, on_every_rank=True)
+            error_class = getattr(errors, kind, UserError)
+            raise error_class(text, on_every_rank=True)
         return text
     try:
-        text = decide([own, *_others(store, where, rank.world_size)])
+        text = decide([own, *_others(store, prefix, rank.world_size)])
     except UserError as error:
         if rank.world_size > 1:
-            store.set(f"{where}/verdict", json.dumps([type(error).__name__, str(error)]))
-            _wait_until_heard(store, where, rank.world_size - 1)
+            store.set(f"{prefix}/verdict", json.dumps([type(error).__name__, str(error)]))
+            # Rank 0 holds the store: if it ended now, the others could not read the verdict.
+            _wait_until_heard(store, prefix, rank.world_size - 1)
         error.on_every_rank = True
         raise
     if rank.world_size > 1:
-        store.set(f"{where}/verdict", json.dumps(["", text]))
+        store.set(f"{prefix}/verdict", json.dumps(["", text]))
     return text
 
 
-def _others(store: Store, where: str, world_size: int) -> list[Any]:
-    """The parts of ranks 1, 2, …, as they come."""
-    keys = [f"{where}/{rank}" for rank in range(1, world_size)]
-    chunks = [keys[start : start + CHUNK] for start in range(0, len(keys), CHUNK)]
-    return [json.loads(text) for chunk in chunks for text in store.multi_get(chunk)]
+def _others(store: Store, prefix: str, world_size: int) -> list[Any]:
+    """Read what ranks 1, 2, … have left under a prefix, and wait for what is not there yet."""
+    keys = [f"{prefix}/{rank}" for rank in range(1, world_size)]
+    values = []
+    for start in range(0, len(keys), CHUNK):
+        for text in store.multi_get(keys[start : start + CHUNK]):
+            values.append(json.loads(text))
+    return values
 
 
-def _wait_until_heard(store: Store, where: str, others: int) -> None:
+def _wait_until_heard(store: Store, prefix: str, others: int) -> None:
     deadline = time.monotonic() + HEARD
-    while store.add(f"{where}/heard", 0) < others and time.monotonic() < deadline:
+    while store.add(f"{prefix}/heard", 0) < others and time.monotonic() < deadline:
         time.sleep(0.01)
 
 
 def differences(by_rank: Sequence[tuple[str, Mapping[str, str]]], advice: Mapping[str, str]) -> str | None:
-    """What is not equal, in words; None if everything is.
+    """Describe the facts in which the ranks differ; None if they are all equal.
 
     Args:
-        by_rank: of every rank, by rank: its host, and its facts by name. advice: as in `agree`.
+        by_rank: host, and name → value of the facts, of every rank.
+        advice: name of a fact → what to do if it differs; ``""`` stands for facts without advice.
     """
+    # Fact → value → the ranks that have it.
     values: dict[str, dict[str, list[int]]] = {}
     for rank, (_, facts) in enumerate(by_rank):
         for name, value in facts.items():
             values.setdefault(name, {}).setdefault(value, []).append(rank)
-    different = {name: ranks for name, ranks in values.items() if len(ranks) > 1}
+    different = [name for name, ranks in values.items() if len(ranks) > 1]
     if not different:
         return None
     hosts = [host for host, _ in by_rank]
-    lines = [f"  {name}: {_values(ranks, hosts)}" for name, ranks in list(different.items())[:FACTS]]
+    lines = [f"the ranks differ in what has to be the same on all {len(by_rank)} of them:"]
+    for name in different[:FACTS]:
+        lines.append(f"  {name}: {_values(values[name], hosts)}")
     if len(different) > FACTS:
-        lines.append(f"  and {len(different) - FACTS} more: {', '.join(list(different)[FACTS:])}")
-    help_ = dict.fromkeys(advice.get(name, advice.get("", "")) for name in different)
-    lines += [text for text in help_ if text]
-    return "\n".join([f"the ranks differ in what has to be the same on all {len(by_rank)} of them:", *lines])
+        lines.append(f"  and {len(different) - FACTS} more: {', '.join(different[FACTS:])}")
+    # Facts may share an advice: it is printed once.
+    advices = dict.fromkeys(advice.get(name, advice.get("", "")) for name in different)
+    lines += [text for text in advices if text]
+    return "\n".join(lines)
 
 
-def _values(ranks: Mapping[str, list[int]], hosts: Sequence[str]) -> str:
-    """Each value, and where it is; the common ones first."""
-    common = sorted(ranks.items(), key=lambda item: (-len(item[1]), item[1][0]))
-    shown = [
-        f"{value} on {name_ranks(where)} ({name_hosts([hosts[rank] for rank in where])})"
-        for value, where in common[:SHOWN]
-    ]
-    rest = [rank for _, where in common[SHOWN:] for rank in where]
-    if rest:
-        shown.append(f"{len(common) - SHOWN} other values on {name_ranks(sorted(rest))}")
-    return "; ".join(shown)
+def _values(ranks_by_value: Mapping[str, list[int]], hosts: Sequence[str]) -> str:
+    """List each value with the ranks and hosts that have it, the most common first."""
+    by_count = sorted(ranks_by_value.items(), key=lambda item: (-len(item[1]), item[1][0]))
+    texts = []
+    for value, ranks in by_count[:SHOWN]:
+        on_hosts = name_hosts([hosts[rank] for rank in ranks])
+        texts.append(f"{value} on {name_ranks(ranks)} ({on_hosts})")
+    others = [rank for _, ranks in by_count[SHOWN:] for rank in ranks]
+    if others:
+        texts.append(f"{len(by_count) - SHOWN} other values on {name_ranks(sorted(others))}")
+    return "; ".join(texts)
 
 
 def name_ranks(ranks: Sequence[int]) -> str:
-    """Such as ``rank 3`` or ``ranks 0-5, 8``, of ascending numbers."""
+    """Write ascending ranks as ``rank 3`` or ``ranks 0-5, 8``."""
     if len(ranks) == 1:
         return f"rank {ranks[0]}"
+    # Runs of consecutive ranks, each as its first and last: [first], or [first, last].
     runs: list[list[int]] = []
     for rank in ranks:
         if runs and rank == runs[-1][-1] + 1:
@@ -223,9 +256,15 @@ def name_ranks(ranks: Sequence[int]) -> str:
         else:
             runs.append([rank])
     text = ", ".join("-".join(map(str, run)) for run in runs[:SHOWN])
-    return f"ranks {text}" + (f", … ({len(ranks)} in all)" if len(runs) > SHOWN else "")
+    if len(runs) > SHOWN:
+        text += f", … ({len(ranks)} in all)"
+    return f"ranks {text}"
 
 
 def name_hosts(hosts: Sequence[str]) -> str:
+    """Write the names of hosts, each once; only the first ones where there are many."""
     names = list(dict.fromkeys(hosts))
-    return ", ".join(names[:SHOWN]) + (f", … ({len(names)} hosts)" if len(names) > SHOWN else "")
+    text = ", ".join(names[:SHOWN])
+    if len(names) > SHOWN:
+        text += f", … ({len(names)} hosts)"
+    return text

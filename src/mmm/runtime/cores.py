@@ -1,4 +1,7 @@
-"""How many CPU cores this process may use. `mmm_launch/cores.py` is the same: neither house imports the other."""
+"""Counts the CPU cores that this process may use.
+
+`mmm_launch/cores.py` is a copy, because neither package imports the other.
+"""
 
 import os
 from collections.abc import Iterator
@@ -6,10 +9,10 @@ from pathlib import Path
 
 
 def usable_cores(root: Path = Path("/")) -> int:
-    """Count the cores of this process's affinity; fewer where a quota of one of its control groups allows fewer.
+    """Count the CPU cores that this process may use, by its affinity and the quotas of its control groups.
 
     Args:
-        root: stands for the host's own, in a test.
+        root: root of the file system; a test puts a folder in its place.
     """
     cores = os.cpu_count() or 1
     if hasattr(os, "sched_getaffinity"):
@@ -20,23 +23,26 @@ def usable_cores(root: Path = Path("/")) -> int:
 
 
 def _groups(root: Path) -> Iterator[Path]:
-    """The folders of this process's control group and of all groups that it is in: each may have a quota."""
+    """List the folders of this process's control group and of all groups around it: each may have a quota."""
     tree = root / "sys/fs/cgroup"
-    yield tree  # in a container this is its own group, whatever the kernel calls it
+    # In a container this folder is its own group, whatever the kernel calls it.
+    yield tree
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:
         return
     for line in lines:
-        if line.startswith("0::/"):  # the others are of version 1
+        # Lines with another start are of control groups of version 1.
+        if line.startswith("0::/"):
             group = tree / line.removeprefix("0::/")
             yield from (folder for folder in (group, *group.parents) if folder.is_relative_to(tree))
 
 
 def _quota(group: Path, otherwise: int) -> int:
-    """The whole cores that a group's processes may use together."""
+    """Return the whole cores that a group's processes may use together; `otherwise` if there is no quota."""
     try:
         quota, period = (group / "cpu.max").read_text().split()
         return int(quota) // int(period)
     except (OSError, ValueError):
-        return otherwise  # no such file, or "max"
+        # There is no such file, or its quota is "max".
+        return otherwise

@@ -1,6 +1,6 @@
-"""Which device this rank computes on, which backend its collectives use, and which data types are real there.
+"""Chooses the device that this rank computes on, the backend of its collectives, and the data types that it uses.
 
-Intel GPUs: PyTorch's own ``torch.xpu`` and its xccl backend.
+Intel GPUs are used by PyTorch's own ``torch.xpu`` and its xccl backend.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ DEVICES = ("auto", "cpu", "cuda", "xpu", "mps")
 
 
 def is_available(kind: str) -> bool:
-    """Whether this PyTorch can compute on devices of that kind here."""
+    """Whether this PyTorch can compute on devices of a kind (``cuda``, ``xpu``, ``mps``, ``cpu``) here."""
     if kind == "cuda":
         return torch.cuda.is_available()
     if kind == "xpu":
@@ -33,21 +33,23 @@ def is_available(kind: str) -> bool:
 
 
 def choose_device(asked: str, rank: Rank) -> torch.device:
-    """The device of this rank.
+    """Choose the device of this rank, and make it the current one.
 
     Args:
-        asked: ``auto`` (what ``launch --device`` said, else the first of cuda, xpu that is there, else cpu) or the kind
-            of device.
+        asked: the kind of device, or ``auto``: what ``launch --device`` said, else the first of cuda and xpu that is
+            available, else cpu.
+        rank: this process's place. Its local rank chooses among the devices of the host.
 
     Raises:
-        DeviceError: no such device here.
+        DeviceError: there is no such device here.
     """
     if asked not in DEVICES:
         raise DeviceError(f"device {asked!r} is not one of {', '.join(DEVICES)}")
     if asked == "auto":
         asked = os.environ.get("MMM_DEVICE", "auto")
     if asked == "auto":
-        asked = next((kind for kind in ("cuda", "xpu") if is_available(kind)), "cpu")
+        accelerators = [kind for kind in ("cuda", "xpu") if is_available(kind)]
+        asked = accelerators[0] if accelerators else "cpu"
     if not is_available(asked):
         raise DeviceError(
             f"--device {asked}: this PyTorch ({torch.__version__}) sees no {asked} device here; use --device cpu, or "
@@ -60,33 +62,45 @@ def choose_device(asked: str, rank: Rank) -> torch.device:
         )
     if asked in ("cpu", "mps"):
         return torch.device(asked)
-    # A scheduler may show each rank just its own, one or several: `check_devices` sees what they come to.
-    device = torch.device(asked, (rank.local_rank or 0) % max(getattr(torch, asked).device_count(), 1))
-    getattr(torch, asked).set_device(device)
+    # A scheduler may show each rank only its own devices, one or several. So the remainder is taken here, and
+    # `check_devices` finds out later whether two ranks have chosen the same device.
+    module = getattr(torch, asked)
+    n_devices = max(module.device_count(), 1)
+    device = torch.device(asked, (rank.local_rank or 0) % n_devices)
+    module.set_device(device)
     return device
 
 
 def left_out(asked: str, device: torch.device) -> str | None:
-    """What ``auto`` has left out, in words."""
-    if asked == "auto" and device.type == "cpu" and "MMM_DEVICE" not in os.environ and is_available("mps"):
+    """Say in a sentence which device ``auto`` has not used although it is here; None if there is none."""
+    chose_cpu = asked == "auto" and device.type == "cpu" and "MMM_DEVICE" not in os.environ
+    if chose_cpu and is_available("mps"):
         return "device: cpu; the Apple GPU here has no collectives: --device mps uses it, on one rank"
     return None
 
 
 def identity(device: torch.device) -> str:
-    """What tells an accelerator from all others of its host; "" where PyTorch does not say."""
-    uuid = str(getattr(getattr(torch, device.type).get_device_properties(device), "uuid", ""))
+    """Return a text that tells an accelerator from all others of its host; "" where PyTorch does not know one."""
+    properties = getattr(torch, device.type).get_device_properties(device)
+    uuid = str(getattr(properties, "uuid", ""))
     if not uuid or (device.type == "cuda" and torch.version.hip is None):
         return uuid
-    # Parts of an AMD or Intel GPU may have one uuid: two ranks that are shown different lists count as apart.
-    shown = ("ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES", "ZE_AFFINITY_MASK")
-    return " ".join([uuid, str(device.index), *(f"{name}={os.environ[name]}" for name in shown if name in os.environ)])
+    # The parts of an AMD or Intel GPU may share one uuid. Two ranks that are shown different lists of devices are
+    # therefore taken to have different ones.
+    parts = [uuid, str(device.index)]
+    for name in ("ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES", "ZE_AFFINITY_MASK"):
+        if name in os.environ:
+            parts.append(f"{name}={os.environ[name]}")
+    return " ".join(parts)
 
 
 def backend_for(device: torch.device) -> str:
-    """The process-group backend: nccl, xccl, gloo.
+    """Return the process-group backend for a device: nccl, xccl or gloo.
 
-    An accelerator's alone, without gloo beside it, which connects all ranks to all.
+    An accelerator gets only its own backend. Adding gloo for CPU tensors would connect all ranks to all.
+
+    Raises:
+        DeviceError: this PyTorch has no backend for the device.
     """
     if device.type == "cuda":
         return "nccl"
@@ -101,33 +115,47 @@ def backend_for(device: torch.device) -> str:
 
 
 def collective_library() -> str:
-    """What the process group communicates by: ``gloo``, ``nccl 2.27.5``; ``no process group`` where there is none."""
-    name = dist.get_backend() if dist.is_initialized() else "no process group"
-    return f"nccl {'.'.join(map(str, torch.cuda.nccl.version()))}" if name == "nccl" else name
+    """Name the library that the process group communicates by: ``gloo``, ``nccl 2.27.5``, or ``no process group``."""
+    if not dist.is_initialized():
+        return "no process group"
+    name = dist.get_backend()
+    if name == "nccl":
+        version = ".".join(map(str, torch.cuda.nccl.version()))
+        return f"nccl {version}"
+    return name
 
 
 def devices_in_use(device: torch.device, ranks: int) -> str:
-    """Of this host: ``4 ranks on 2 CPU cores``, ``4 ranks on NVIDIA H200``. ranks: those of this host."""
-    count = counted(ranks, "rank")
+    """Describe what the ranks of this host compute on: ``4 ranks on 2 CPU cores``, ``4 ranks on NVIDIA H200``.
+
+    Args:
+        device: this rank's device.
+        ranks: number of ranks on this host.
+    """
     if device.type in ("cuda", "xpu"):
-        return f"{count} on {getattr(torch, device.type).get_device_name(device)}"
-    return f"{count} on {os.cpu_count()} CPU cores" if device.type == "cpu" else f"{count} on {device.type}"
+        name = getattr(torch, device.type).get_device_name(device)
+    elif device.type == "cpu":
+        name = f"{os.cpu_count()} CPU cores"
+    else:
+        name = device.type
+    return f"{counted(ranks, 'rank')} on {name}"
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait until the device has done what was asked of it; nothing to do on a CPU."""
+    """Wait until the device has finished its queue. Does nothing on a CPU, which has no queue."""
     if device.type != "cpu":
         getattr(torch, device.type).synchronize()
 
 
 @dataclass(frozen=True)
 class Precision:
-    """Data types of a run.
+    """The data types of a run.
 
     Attributes:
         name: fp32, bf16, fp16 or fp64.
-        storage: dtype of weights and optimizer state. compute: of matrix products and activations.
-        reason: why, where it was chosen and not asked for.
+        storage: dtype of weights and optimizer state.
+        compute: dtype of matrix products and activations.
+        reason: why this precision was chosen; "asked for" if the user named it.
     """
 
     name: str
@@ -137,9 +165,11 @@ class Precision:
 
     @property
     def mixed(self) -> bool:
+        """Whether the model computes in another dtype than it stores its weights in."""
         return self.storage != self.compute
 
 
+# Name: (storage, compute).
 _PRECISIONS = {
     "fp32": (torch.float32, torch.float32),
     "fp64": (torch.float64, torch.float64),
@@ -149,26 +179,35 @@ _PRECISIONS = {
 
 
 def _computes_bf16(device: torch.device) -> bool:
-    """Whether bf16 runs on an accelerator's hardware rather than being emulated."""
+    """Whether an accelerator's hardware computes in bf16, rather than emulating it."""
     if device.type == "cuda":
         return torch.cuda.is_bf16_supported(including_emulation=False)
     return device.type == "xpu"
 
 
 def choose_precision(asked: str, device: torch.device) -> Precision:
-    """``auto``: bf16 mixed precision on an accelerator that computes in it, else float32.
+    """Choose the data types of a run.
 
-    On a CPU that has bf16 it is float32 too: bf16 gains or loses time by the model's sizes (steps have taken twice as
-    long), and makes the losses of meshes differ in the third digit.
+    ``auto`` is bf16 mixed precision on an accelerator that computes in it, else float32. A CPU gets float32 even if it
+    has bf16: whether bf16 saves time there depends on the model's sizes (steps have taken twice as long), and it makes
+    the losses of different meshes differ in the third digit.
+
+    Args:
+        asked: ``auto``, fp32, bf16, fp16 or fp64.
+        device: device that the model computes on.
 
     Raises:
-        DeviceError: on MPS, which has no float64, and where a model has no wrapper that would mix data types.
+        DeviceError: the name is unknown, or MPS is asked for float64, which it lacks, or for mixed precision, for which
+            a model has no wrapper there.
     """
     if asked == "auto":
         name = "bf16" if _computes_bf16(device) else "fp32"
-        reason = f"{device.type} {'computes in' if name == 'bf16' else 'would emulate'} bf16"
         if device.type == "cpu":
             reason = "auto: bf16 on accelerators only"
+        elif name == "bf16":
+            reason = f"{device.type} computes in bf16"
+        else:
+            reason = f"{device.type} would emulate bf16"
         return Precision(name, *_PRECISIONS[name], reason)
     if asked not in _PRECISIONS:
         raise DeviceError(f"dtype {asked!r} is not one of auto, {', '.join(_PRECISIONS)}")
@@ -181,10 +220,10 @@ def choose_precision(asked: str, device: torch.device) -> Precision:
 
 @contextmanager
 def full_float32(precision: Precision) -> Iterator[None]:
-    """fp32 means fp32, for the length of a ``with`` block: no TensorFloat-32, which keeps 10 bits of 23.
+    """Make a float32 run compute in full float32 for the length of a ``with`` block, without TensorFloat-32.
 
-    cuDNN's convolutions use it by default, and matrix products where a program has asked for it before. Nothing is
-    changed for a run of another data type.
+    TensorFloat-32 keeps 10 bits of float32's 23. cuDNN's convolutions use it by default, and matrix products use it
+    where a program has asked for it before. Does nothing for a run that computes in another data type.
     """
     if precision.compute != torch.float32:
         yield
@@ -193,7 +232,8 @@ def full_float32(precision: Precision) -> Iterator[None]:
     newer: list[Any] = [cudnn.conv, cudnn.rnn, torch.backends.cuda.matmul]
     older = _older_flags()
     before = [flags.fp32_precision for flags in newer]
-    # In this order: an older flag changes the newer ones, and cannot be read where only a newer one was set.
+    # The older flags are set first: setting one changes the newer ones, and reading one fails where only a newer one
+    # was set.
     cudnn.allow_tf32 = False
     torch.set_float32_matmul_precision("highest")
     for flags in newer:
@@ -209,8 +249,10 @@ def full_float32(precision: Precision) -> Iterator[None]:
 
 
 def _older_flags() -> tuple[bool, str] | None:
-    """Whether cuDNN may use TensorFloat-32, and the precision of matrix products; None where the program has set newer
-    flags itself, which PyTorch does not translate."""
+    """Read whether cuDNN may use TensorFloat-32, and the precision of matrix products.
+
+    None where the program has set newer flags itself: PyTorch does not translate them into the older ones.
+    """
     cudnn: Any = torch.backends.cudnn
     try:
         return cudnn.allow_tf32, torch.get_float32_matmul_precision()

@@ -1,8 +1,9 @@
-"""How a rank says why it ends.
+"""Reports why a rank ends.
 
-Under `launch` the rank's child runner has attached a socket: a report goes there before the rank exits, and launch
-prints the first, once for the whole run. Under another launcher nobody collects: each rank that fails says so on its
-own stderr, with its rank and host, because it may be the only one. What all ranks are known to have, rank 0 says.
+Under `launch`, a socket is attached to the rank: a report goes there before the rank exits, and launch prints the first
+report, once for the whole run. Under another launcher nobody collects reports. Then each rank that fails prints its
+error on its own stderr, with its rank and host, because it may be the only one that fails; an error that all ranks are
+known to have is only printed by rank 0.
 """
 
 import contextlib
@@ -18,45 +19,51 @@ from mmm.errors import UserError
 from mmm.outside import printable_lines
 from mmm.runtime import contract, startup, streams
 from mmm.runtime.contract import DRY_RUN_VARIABLE, RANK_VARIABLES, USER_ERROR_EXIT, report
-from mmm.runtime.contract import first_failure as first_failure  # docs/launch.md names it here
+
+# docs/launch.md names it here.
+from mmm.runtime.contract import first_failure as first_failure
 from mmm.runtime.ranks import command_line, whoami
 
 
 def rank() -> int:
-    """This process's rank by the environment (torch's variables, then MPI's and Slurm's); 0 where none is set."""
-    for name in [name for source in RANK_VARIABLES.values() for name in source.rank]:
-        if os.environ.get(name, "").isdigit():
-            return int(os.environ[name])
+    """Return this process's rank by the environment (torch's variables, then MPI's and Slurm's); 0 if none is set."""
+    for variables in RANK_VARIABLES.values():
+        for name in variables.rank:
+            if os.environ.get(name, "").isdigit():
+                return int(os.environ[name])
     return 0
 
 
 def log_prefix() -> str:
-    """`[rank 3 on nid0042] `, for a line on this process's own stderr; "" for a process that is alone."""
+    """Return `[rank 3 on nid0042] `, for a line on this process's own stderr; "" for a process that runs alone."""
     try:
         if whoami().world_size == 1:
             return ""
-    except UserError:  # the variables of a rank, but not all of them, or not such as fit
+    except UserError:
+        # The environment has some variables of a rank, but not all, or they contradict each other: it is a rank.
         pass
     return f"[rank {rank()} on {socket.gethostname()}] "
 
 
 def report_user_error(error: UserError) -> None:
-    """Say `error: <message>`: through launch, or else on stderr, with rank and host. Does not exit.
+    """Print `error: <message>`: through launch, or else on stderr, with rank and host. Does not exit.
 
-    Without launch every rank that has an error says it, except where the error is `on_every_rank`: then rank 0 does.
+    Without launch every rank that has an error prints it, unless the error is `on_every_rank`: then only rank 0 does.
     """
     text = printable_lines(error)
     if report(error.reported_as, text, USER_ERROR_EXIT):
         return
     everywhere = error.on_every_rank
     if rank() == 0 or not everywhere:
-        print(f"error: {'' if everywhere else log_prefix()}{text}", file=sys.stderr, flush=True)
+        prefix = "" if everywhere else log_prefix()
+        print(f"error: {prefix}{text}", file=sys.stderr, flush=True)
 
 
 def run_main(fn: Callable[[], object]) -> NoReturn:
-    """Run a program's main function and exit: 0, or 2 for a `UserError`, which is said once and without a traceback.
+    """Run a program's main function and exit: with 0, or with 2 after a `UserError`.
 
-    Any other exception propagates, and in a dry run all do: there the dry run says it. What `fn` returns is not used.
+    A `UserError` is printed once, without a traceback. Any other exception propagates. In a dry run all exceptions
+    propagate: the dry run prints them. The value that `fn` returns is not used.
     """
     startup.imported()
     streams.never_fail()
@@ -73,13 +80,15 @@ def run_main(fn: Callable[[], object]) -> NoReturn:
 
 @contextlib.contextmanager
 def print_once() -> Iterator[None]:
-    """For a command line's parsing: what it prints before it exits is printed once for the run, not once a rank.
+    """Make what the ``with`` block prints appear once for the run, not once for each rank; for parsing a command line.
 
     stdout and stderr are held back inside. If the block raises `SystemExit`, as `--help` and a wrong flag do, launch
-    (or rank 0) prints them, and the exit goes on; otherwise rank 0 prints what there is. Without launch the other ranks
-    say in one line what they refuse: a host may have started them with other words than rank 0.
+    (or rank 0) prints them, and the program exits; otherwise rank 0 prints what there is. Without launch, the other
+    ranks print in one line which command line they refuse: their hosts may have started them with another one than
+    rank 0's.
     """
-    out, err = io.StringIO(), io.StringIO()
+    out = io.StringIO()
+    err = io.StringIO()
     try:
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
             yield
@@ -87,9 +96,11 @@ def print_once() -> Iterator[None]:
         if stop.code is None or stop.code == 0:
             _say(out, err)
             raise
-        if not isinstance(stop.code, int):
-            err.write(f"{stop.code}\n")
-        code = stop.code if isinstance(stop.code, int) else 1
+        code = stop.code
+        if not isinstance(code, int):
+            # Python prints a text that is given as the exit code, and exits with 1.
+            err.write(f"{code}\n")
+            code = 1
         text = out.getvalue() + err.getvalue()
         if not report("exit", text, code):
             _say(out, err)

@@ -1,17 +1,18 @@
-"""A collective that times out: which ranks have not come to it, and where every rank is, in one message.
+"""Explains a collective that times out: which ranks did not reach it, and where every rank is, in one message.
 
 ::
 
-    rank 0        waits in all_reduce ……… times out ─► is the first ─► asks all, waits for answers ─► says it
+    rank 0        waits in all_reduce ……… times out ─► is the first ─► asks all, waits for answers ─► prints it
     ranks 1, 2    wait in all_reduce ………… time out ─► answer ───────────────────────────────────► exit
-    rank 3        never comes ……………………… its watch sees that somebody asks ─► answers ──────► ends the process
+    rank 3        never comes ……………………… its watch sees that a rank asks ─► answers ─────────► ends the process
 
-Each rank has a thread for it. In a healthy run it looks at one attribute a second; the store by which the ranks have
-met is asked only where the rank has not moved for a while. What a rank waits in is from PyTorch's flight recorder
-(``TORCH_FR_BUFFER_SIZE``; it has gloo's collectives, not its sends and receives), where it is from its Python stack.
+Each rank has a thread for this, its watch. In a healthy run the thread looks at one attribute a second; it only asks
+the store by which the ranks have met once the rank has not moved for a while. What a rank waits in comes from PyTorch's
+flight recorder (``TORCH_FR_BUFFER_SIZE``; it records gloo's collectives, but not gloo's sends and receives); where the
+rank is comes from its Python stack.
 
 NCCL and XCCL end a process without asking Python. So their own timeout is later (`process_group.MARGIN`), and the
-watch, which sees a collective of that age in the flight recorder, comes before it.
+watch, which sees a collective of that age in the flight recorder, comes first.
 """
 
 from __future__ import annotations
@@ -39,45 +40,64 @@ from mmm.runtime.contract import CONSEQUENCES, report
 from mmm.runtime.ranks import Rank
 from mmm.torch_private.groups import default_store, flight_recorders, group_names
 
-STILL = 5.0  # s without a mark of the clock, from which on a rank asks the store whether somebody has timed out
-ANSWERS = 5.0  # s that the first rank waits for the others' answers
-LINGER = 1.0  # s in which the message is read, and the rank that says it is ahead
+# Seconds without a mark of the clock, after which a rank asks the store whether another rank has timed out.
+STILL = 5.0
+
+# Seconds that the rank which timed out first waits for the others' answers.
+ANSWERS = 5.0
+
+# Seconds in which the message is read, and by which the rank that prints it is ahead.
+LINGER = 1.0
+
 TIMED_OUT = re.compile("timed out|timeout", re.IGNORECASE)
-OTHERS = re.compile(
-    f"/torch/|/lib/python3|<frozen|{re.escape(os.path.dirname(__file__))}"
-)  # files that are not the program's
+
+# Paths of files that are not the program's own.
+OTHERS = re.compile(f"/torch/|/lib/python3|<frozen|{re.escape(os.path.dirname(__file__))}")
+
 SILENT = "no answer: it is stopped or gone, or its main thread keeps Python from running others"
-Stack = list[tuple[str, int, str]]  # file, line, function; the innermost last
+
+# File, line and function of each frame; the innermost frame is the last.
+Stack = list[tuple[str, int, str]]
 
 
 class HangWatch:
-    """For the length of a ``with`` block: what leaves it because a collective has timed out becomes a `HangError`.
+    """Turns the error of a collective that has timed out inside its ``with`` block into a `HangError`.
 
-    The first rank that has timed out says so, for all; the others exit without a word.
+    The first rank that times out prints a message for all; the others exit silently.
 
     Args:
-        limit: seconds that a collective may take. clock: of the steps.
+        rank: this process's place.
+        limit: seconds that a collective may take.
+        clock: clock of the steps, which shows whether the rank moves.
     """
 
     def __init__(self, rank: Rank, limit: float, clock: StepClock) -> None:
         self.rank = rank
         self.limit = limit
         self.clock = clock
-        self.pause = min(max(1.0, rank.world_size / 500), limit / 10)  # s: all ranks ask one store
-        self.text = ""  # the message, once it is known
-        self._left = threading.Event()  # the block
-        self._stack: Stack | None = None  # of the error by which it was left, of a collective or of a rank that is gone
-        self._timed_out = False  # whether that error says so
+        # Seconds between two looks of the watch. All ranks may ask one store, so that large runs look less often.
+        self.pause = min(max(1.0, rank.world_size / 500), limit / 10)
+        # The message, once it is known.
+        self.text = ""
+        # Set when the block is left.
+        self._left = threading.Event()
+        # Stack of the error by which the block was left, if it is about a collective or a rank that is gone.
+        self._stack: Stack | None = None
+        # Whether that error says that a collective has timed out.
+        self._timed_out = False
         self._thread = threading.Thread(target=self._watch, name="mmm-hang", daemon=True)
         self._main = threading.get_ident()
-        self._waits_in: dict[str, Any] | None = None  # the last that was seen since the clock's last mark
+        # The last collective under way that was seen since the clock's last mark: an entry of the flight recorder.
+        self._waits_in: dict[str, Any] | None = None
         self._clone: dist.Store | None = None
 
-    def __enter__(self) -> None:  # may be entered again inside: then the inner block's error is the one that is said
+    def __enter__(self) -> None:
+        # The watch may be entered again inside its block. Then the inner block's error is the one that is printed.
         if self.rank.world_size > 1 and not self._thread.is_alive():
             self._default: Any = default_store()
-            often = self._default.add(f"mmm/hang/of/{self.rank.rank}", 1)  # torchrun's own store outlives a run
-            self._key = f"mmm/hang/{often}"
+            # torchrun's store outlives a run: each watch has keys of its own in it.
+            count = self._default.add(f"mmm/hang/of/{self.rank.rank}", 1)
+            self._key = f"mmm/hang/{count}"
             self._default.set(f"{self._key}/host/{self.rank.rank}", socket.gethostname())
             self._thread.start()
 
@@ -90,9 +110,11 @@ class HangWatch:
         self._left.set()
         if self.rank.world_size == 1:
             return
-        self._thread.join(LINGER if self._stack is None else 3 * ANSWERS + 2 * self.pause)
         if self._stack is None:
+            self._thread.join(LINGER)
             return
+        # The watch now asks the other ranks, or answers the one that asks, and sets `text`.
+        self._thread.join(3 * ANSWERS + 2 * self.pause)
         if self._timed_out and not self.text:
             self.text = (
                 f"hang: rank {self.rank.rank} on {socket.gethostname()} waited for {self.limit:g} s (--timeout), at "
@@ -103,7 +125,7 @@ class HangWatch:
         if self.text:
             raise HangError(self.text) from None
 
-    # --- the watch: this thread alone asks the store, which may not answer ------------------------------------------
+    # --- the watch: only this thread asks the store, which may not answer -------------------------------------------
 
     def _watch(self) -> None:
         last_mark = self.clock.last_mark
@@ -115,31 +137,42 @@ class HangWatch:
                 self._waits_in = None
             with contextlib.suppress(RuntimeError, OSError):
                 if self._ends(time.monotonic() - since):
-                    if not self._left.wait(2 * LINGER):  # the main thread has not ended by itself
+                    # The main thread may still wait in the collective, and would not end by itself.
+                    if not self._left.wait(2 * LINGER):
                         os._exit(1)
                     return
         if self._stack is not None:
-            with contextlib.suppress(RuntimeError, OSError):  # the store has gone
+            # The store may have gone with rank 0.
+            with contextlib.suppress(RuntimeError, OSError):
                 if self._timed_out or self._asked():
                     self._tell(self._stack, self._timed_out)
 
     def _ends(self, still: float) -> bool:
-        """Whether the run ends by a hang; then this rank has told where it is.
+        """Whether the run ends by a hang. If so, this rank has told where it is.
 
         Args:
             still: seconds without a mark of the clock.
         """
-        oldest = oldest_collective() if still > self.limit / 2 else None
-        self._waits_in = oldest or self._waits_in  # PyTorch drops what has timed out before its error arrives
-        late = oldest is not None and time.time() - oldest["time_created_ns"] / 1e9 > self.limit + self.pause
-        if not late and not (still > min(STILL, self.limit / 2) and self._asked()):
-            return False
+        late = False
+        if still > self.limit / 2:
+            oldest = oldest_collective()
+            if oldest is not None:
+                # It is remembered because PyTorch drops a collective that has timed out before its error arrives.
+                self._waits_in = oldest
+                age = time.time() - oldest["time_created_ns"] / 1e9
+                late = age > self.limit + self.pause
+        if not late:
+            asks = still > min(STILL, self.limit / 2)
+            if not (asks and self._asked()):
+                return False
         frames = walk_stack(sys._current_frames().get(self._main))
+        # `walk_stack` begins with the innermost frame.
         self._tell(_stack(frames)[::-1], late)
         return True
 
     def _store(self) -> dist.Store:
-        if self._clone is None:  # the main thread may be inside a call to the other
+        """This thread's own connection to the store: the main thread may be inside a call to the other one."""
+        if self._clone is None:
             self._clone = self._default.clone()
             self._clone.set_timeout(timedelta(seconds=2 * ANSWERS))
         return self._clone
@@ -150,14 +183,17 @@ class HangWatch:
     # --- the message ------------------------------------------------------------------------------------------------
 
     def _tell(self, stack: Stack, timed_out: bool) -> None:
-        """Answer; the first that calls it waits for all answers, and says what they are. Sets `text`, on every rank."""
+        """Leave this rank's answer in the store, and set `text`, on every rank.
+
+        The first rank that has timed out waits for all answers, and prints them as one message.
+        """
         store = self._store()
         key = self._key
-        first = timed_out and store.add(f"{key}/asked", 1) == 1
+        is_first = timed_out and store.add(f"{key}/asked", 1) == 1
         store.set(f"{key}/{self.rank.rank}", json.dumps(self._answer(stack, timed_out)))
         store.add(f"{key}/answers", 1)
         patience = ANSWERS + 2 * self.pause
-        if first:
+        if is_first:
             _wait(patience, lambda: store.add(f"{key}/answers", 0) >= self.rank.world_size)
             self.text = message(self.rank.rank, self._answers(store), self.limit)
             _say(self.text)
@@ -165,72 +201,103 @@ class HangWatch:
         else:
             _wait(patience + ANSWERS, lambda: store.check([f"{key}/text"]))
             self.text = store.get(f"{key}/text").decode()
-        time.sleep(LINGER)  # rank 0 has the store
+        # Rank 0 holds the store, from which the others still read the text.
+        time.sleep(LINGER)
 
     def _answers(self, store: dist.Store) -> dict[int, dict[str, str]]:
-        """What each rank has answered."""
+        """Read what each rank has answered; rank → answer."""
         answers = {}
         for rank in range(self.rank.world_size):
             if store.check([f"{self._key}/{rank}"]):
                 answers[rank] = json.loads(store.get(f"{self._key}/{rank}"))
             else:
-                answers[rank] = {"host": store.get(f"{self._key}/host/{rank}").decode(), "at": SILENT, "in": ""}
+                host = store.get(f"{self._key}/host/{rank}").decode()
+                answers[rank] = {"host": host, "at": SILENT, "in": ""}
         return answers
 
     def _answer(self, stack: Stack, timed_out: bool) -> dict[str, str]:
-        """Where this rank is."""
-        step = "before the first step" if self.clock.step is None else f"step {self.clock.step}"
-        entry = oldest_collective() or (self._waits_in if timed_out else None)
-        waits = ""
+        """Describe where this rank is.
+
+        Returns:
+            ``host``; ``in``, the collective that it waits in, or ""; ``at``, a sentence with its step and its line.
+        """
+        entry = oldest_collective()
+        if entry is None and timed_out:
+            entry = self._waits_in
+        waits_in = ""
         if entry:
-            waits = in_words(entry)
+            waits_in = in_words(entry)
         elif timed_out or (stack and "/torch/distributed/" in stack[-1][0]):
-            called = next((name for file, _, name in stack if file.endswith("/distributed_c10d.py")), stack[-1][2])
-            waits = "a send or receive" if "p2p" in called else called
-        waiting = f", waiting in {waits}" if waits else ""
-        return {"host": socket.gethostname(), "at": f"{step}{waiting}, at {_place(stack)}", "in": waits}
+            # Gloo's sends and receives have no entry: the stack tells the function of torch.distributed.
+            called = [function for file, _, function in stack if file.endswith("/distributed_c10d.py")]
+            function = called[0] if called else stack[-1][2]
+            waits_in = "a send or receive" if "p2p" in function else function
+        where = f"step {self.clock.step}"
+        if self.clock.step is None:
+            where = "before the first step"
+        if waits_in:
+            where += f", waiting in {waits_in}"
+        return {"host": socket.gethostname(), "at": f"{where}, at {_place(stack)}", "in": waits_in}
 
 
 def message(first: int, answers: dict[int, dict[str, str]], limit: float) -> str:
-    """What all ranks have answered, in words: those that are to blame first.
+    """Put the answers of all ranks into one message: the ranks that caused the hang first.
 
     Args:
-        first: the rank that has timed out first. answers: by rank.
+        first: the rank that timed out first.
+        answers: rank → its answer.
+        limit: seconds that a collective may take.
     """
     missed = answers[first]["in"]
+    # To blame are the ranks that are in no collective; if there are none, those that are in another one.
     late = [rank for rank, answer in answers.items() if not answer["in"]]
-    late = late or [rank for rank, answer in answers.items() if answer["in"] != missed]
-    who = f"all ranks are in {missed}, which did not end"
+    if not late:
+        late = [rank for rank, answer in answers.items() if answer["in"] != missed]
     if late:
-        who = f"{name_ranks(late)} on {name_hosts([answers[rank]['host'] for rank in late])} did not come to {missed}"
-    groups: dict[str, list[int]] = {}
+        late_hosts = name_hosts([answers[rank]["host"] for rank in late])
+        who = f"{name_ranks(late)} on {late_hosts} did not come to {missed}"
+    else:
+        who = f"all ranks are in {missed}, which did not end"
+    # Ranks that are at the same place share a line.
+    places: dict[str, list[int]] = {}
     for rank, answer in answers.items():
-        groups.setdefault(answer["at"], []).append(rank)
+        places.setdefault(answer["at"], []).append(rank)
     lines = [f"hang: {who} within {limit:g} s (--timeout)"]
-    for text, ranks in sorted(groups.items(), key=lambda item: (item[1][0] not in late, item[1][0])):
-        lines.append(f"  {name_ranks(ranks)} ({name_hosts([answers[rank]['host'] for rank in ranks])}): {text}")
+    for place, ranks in sorted(places.items(), key=lambda item: (item[1][0] not in late, item[1][0])):
+        hosts = name_hosts([answers[rank]["host"] for rank in ranks])
+        lines.append(f"  {name_ranks(ranks)} ({hosts}): {place}")
     return "\n".join(lines)
 
 
 def oldest_collective() -> dict[str, Any] | None:
-    """The flight recorder's entry of the oldest collective that has begun here and not ended, if it has one."""
+    """Return the flight recorder's entry of the oldest collective of this process that has begun and not ended."""
     entries: list[dict[str, Any]] = []
     for dump in flight_recorders():
-        entries += json.loads(dump(True, True)).get("entries", [])
-    left = [entry for entry in entries if not entry["retired"] and entry["state"] != "completed"]
-    return min(left, key=lambda entry: entry["time_created_ns"], default=None)
+        recorded = json.loads(dump(True, True))
+        entries += recorded.get("entries", [])
+    under_way = [entry for entry in entries if not entry["retired"] and entry["state"] != "completed"]
+    return min(under_way, key=lambda entry: entry["time_created_ns"], default=None)
 
 
 def in_words(entry: dict[str, Any]) -> str:
-    """``all_reduce (number 12 of dp_shard, ranks 0-3, (4, 3) Float)``: of the flight recorder's entry."""
+    """Describe an entry of the flight recorder: ``all_reduce (number 12 of dp_shard, ranks 0-3, (4, 3) Float)``."""
     name, description = entry["process_group"]
     count = entry["p2p_seq_id"] if entry["is_p2p"] else entry["collective_seq_id"]
-    axis = "the world" if description == "default_pg" else description.removeprefix("mesh_") or name
+    if description == "default_pg":
+        axis = "the world"
+    else:
+        axis = description.removeprefix("mesh_") or name
     facts = [f"number {count} of {axis}"]
-    facts += [name_ranks(dist.get_process_group_ranks(group)) for group, own in group_names().items() if own == name]
-    tensors = zip(entry["input_sizes"], entry["input_dtypes"], strict=False)
-    facts += [f"{tuple(sizes)} {kind}" for sizes, kind in tensors][:4]
-    return f"{entry['profiling_name'].partition(':')[2]} ({', '.join(facts)})"
+    for group, group_name in group_names().items():
+        if group_name == name:
+            facts.append(name_ranks(dist.get_process_group_ranks(group)))
+    # A collective may have hundreds of tensors: the line names a few.
+    tensors = list(zip(entry["input_sizes"], entry["input_dtypes"], strict=False))
+    for shape, dtype in tensors[:4]:
+        facts.append(f"{tuple(shape)} {dtype}")
+    # "gloo:all_reduce" → "all_reduce"
+    collective = entry["profiling_name"].partition(":")[2]
+    return f"{collective} ({', '.join(facts)})"
 
 
 def _wait(seconds: float, done: Callable[[], bool]) -> None:
@@ -249,14 +316,17 @@ def _stack(frames: Iterable[tuple[FrameType, int]]) -> Stack:
 
 
 def _place(stack: Stack) -> str:
-    """The innermost line of the program's own."""
-    own = [frame for frame in stack if not OTHERS.search(frame[0])] or stack
-    file, line, name = own[-1] if own else ("?", 0, "?")
-    return f"{'/'.join(file.split('/')[-3:])}:{line} in {name}"
+    """Name the innermost line that is the program's own; if there is none, the innermost line."""
+    if not stack:
+        return "?:0 in ?"
+    own = [frame for frame in stack if not OTHERS.search(frame[0])]
+    file, line, function = (own or stack)[-1]
+    short_path = "/".join(file.split("/")[-3:])
+    return f"{short_path}:{line} in {function}"
 
 
 def _with_causes(error: BaseException) -> tuple[str, Stack]:
-    """What an error says and where, with what has caused it: pipelines wrap errors."""
+    """Return the text and the stack of an error and of all that have caused it: pipelines wrap errors."""
     text = ""
     stack: Stack = []
     cause: BaseException | None = error

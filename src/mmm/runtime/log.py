@@ -1,4 +1,4 @@
-"""The log: one line a message, rank 0 only unless asked, flushed, coloured on a terminal only.
+"""The log: one line for each message, written at once, by rank 0 unless all ranks are asked for.
 
 ``[2025-01-03 09:58:07.893360][INFO][fsdp_tp:227] - iter=2 loss=10.783049 dt=0.400887``
 """
@@ -17,22 +17,23 @@ from typing import TextIO
 
 LOGGER = "mmm"
 _COLOURS = {"WARNING": "\x1b[33m", "ERROR": "\x1b[31m", "CRITICAL": "\x1b[31m"}
-_DIM, _PLAIN = "\x1b[2m", "\x1b[0m"
+_DIM = "\x1b[2m"
+_PLAIN = "\x1b[0m"
+
+# Texts that `say_once` has logged since `logging_to` began.
+_logged_once: set[str] = set()
 
 
 def get_logger() -> logging.Logger:
-    """The package's logger. It says nothing until `logging_to` gives it somewhere to write."""
+    """Return the package's logger. It writes nothing until `logging_to` gives it somewhere to write."""
     return logging.getLogger(LOGGER)
 
 
-_said: set[str] = set()  # by `say_once`, since `logging_to` began
-
-
 def say_once(text: str, stacklevel: int = 1) -> bool:
-    """Log a text, unless it has been logged so before. Whether it was."""
-    if text in _said:
+    """Log a text unless `say_once` has logged it before. Returns whether it logged it now."""
+    if text in _logged_once:
         return False
-    _said.add(text)
+    _logged_once.add(text)
     get_logger().info(text, stacklevel=stacklevel + 1)
     return True
 
@@ -40,16 +41,22 @@ def say_once(text: str, stacklevel: int = 1) -> bool:
 class _Formatter(logging.Formatter):
     def __init__(self, tag: str = "", colour: bool = False) -> None:
         super().__init__()
-        self.tag, self.colour = tag, colour
+        self.tag = tag
+        self.colour = colour
 
     def format(self, record: logging.LogRecord) -> str:
-        if not hasattr(record, "asctime"):  # of two handlers the first makes it
-            record.asctime = datetime.fromtimestamp(record.created).strftime("%Y-%m-%d %H:%M:%S.%f")
+        # With two handlers, both lines have the time that the first has made.
+        if not hasattr(record, "asctime"):
+            when = datetime.fromtimestamp(record.created)
+            record.asctime = when.strftime("%Y-%m-%d %H:%M:%S.%f")
         head = f"[{record.asctime}][{record.levelname}][{record.module}:{record.lineno}]{self.tag} - "
         if self.colour:
-            head = f"{_COLOURS.get(record.levelname, _DIM)}{head}{_PLAIN}"
+            colour = _COLOURS.get(record.levelname, _DIM)
+            head = f"{colour}{head}{_PLAIN}"
         text = head + record.getMessage()
-        return f"{text}\n{self.formatException(record.exc_info)}" if record.exc_info else text
+        if record.exc_info:
+            text += f"\n{self.formatException(record.exc_info)}"
+        return text
 
 
 def _wants_colour(stream: TextIO) -> bool:
@@ -57,7 +64,7 @@ def _wants_colour(stream: TextIO) -> bool:
 
 
 class _Copy(logging.FileHandler):
-    """The log in a file, which a full disk ends, said once: the run goes on, and its record says why it ends."""
+    """A copy of the log in a file. When the disk is full it ends and says so once; the run continues."""
 
     def handleError(self, record: logging.LogRecord) -> None:
         error = sys.exc_info()[1]
@@ -68,7 +75,8 @@ class _Copy(logging.FileHandler):
         print(f"{self.baseFilename} ends here: {error.strerror}", file=sys.stderr, flush=True)
 
     def close(self) -> None:
-        with suppress(OSError):  # what is still in its buffer
+        # Closing writes what is still in the buffer, which fails again on a full disk.
+        with suppress(OSError):
             super().close()
 
 
@@ -81,16 +89,17 @@ def logging_to(
     Details (``log.debug``) are always in the file. Standard output has them only if `verbose`.
 
     Args:
-        rank: of this process; ranks other than 0 are silent up to warnings, and below errors, unless `all_ranks`.
-        file: rank 0's copy, appended to.
-        all_ranks: every rank writes, with its number in the line.
-        verbose: details are printed too.
+        rank: rank of this process. Ranks other than 0 only log errors, unless `all_ranks`.
+        file: where rank 0 writes a copy, which is appended to.
+        all_ranks: every rank logs, with its rank in each line.
+        verbose: details are printed as well.
     """
     logger = get_logger()
-    _said.clear()
+    _logged_once.clear()
     tag = f"[rank {rank}]" if all_ranks else ""
     handlers: list[logging.Handler] = []
-    out = logging.StreamHandler(sys.stdout)  # flushes after each record
+    # A StreamHandler flushes after each record.
+    out = logging.StreamHandler(sys.stdout)
     out.setFormatter(_Formatter(tag, _wants_colour(sys.stdout)))
     out.setLevel(logging.DEBUG if verbose else logging.INFO)
     handlers.append(out)
@@ -98,7 +107,8 @@ def logging_to(
         copy = _Copy(file, encoding="utf-8", errors="backslashreplace")
         copy.setFormatter(_Formatter(tag))
         handlers.append(copy)
-    before = logger.level, logger.propagate
+    level_before = logger.level
+    propagate_before = logger.propagate
     # Whether a message is wanted at all; each handler then has a level of its own.
     logger.setLevel(logging.DEBUG if rank == 0 or all_ranks else logging.ERROR)
     logger.propagate = False
@@ -110,14 +120,17 @@ def logging_to(
         for handler in handlers:
             logger.removeHandler(handler)
             handler.close()
-        logger.level, logger.propagate = before
+        logger.level = level_before
+        logger.propagate = propagate_before
 
 
 @contextmanager
 def ignore_views() -> Iterator[None]:
-    """Inside, PyTorch does not warn of FSDP units whose output is a view, as under tensor parallelism: it would be
-    wrong to write into one, which no model here does. To be entered once a run: each change of the filters makes Python
-    repeat warnings that it has shown."""
+    """Keep PyTorch from warning of FSDP units whose output is a view, for the length of a ``with`` block.
+
+    Under tensor parallelism they have such outputs. Writing into a view would be wrong, but no model here does so.
+    Enter it once in a run: each change of the filters makes Python repeat warnings that it has already shown.
+    """
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=r"FSDP2-wrapped module .* returned a view tensor")
         yield

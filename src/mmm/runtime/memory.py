@@ -1,5 +1,4 @@
-"""How much memory can still be had: of this host, within the limits of the process's control groups; of a device. And
-how much of it this process has had at its peak."""
+"""Tells how much memory is still free, on this host and on a device, and how much this process has used at its peak."""
 
 from __future__ import annotations
 
@@ -12,24 +11,29 @@ ROOT = Path("/")
 
 
 def host_memory(root: Path = ROOT) -> int | None:
-    """Bytes that processes of this host can still take, swap and what the page cache can give back included.
+    """Return the bytes that processes of this host can still take, within the limits of this process's control groups.
+
+    Free swap counts, and so does the part of the page cache that the kernel can give back.
 
     Args:
-        root: of the file system that has ``proc`` and ``sys``.
+        root: root of the file system that has ``proc`` and ``sys``.
 
     Returns:
         None where the system does not tell.
     """
-    lines = _table(root / "proc/meminfo")
-    if "MemAvailable:" not in lines:
+    meminfo = _table(root / "proc/meminfo")
+    if "MemAvailable:" not in meminfo:
         return _physical() if root == ROOT else None
-    swap = 1024 * lines.get("SwapFree:", 0)
-    rooms = [1024 * lines["MemAvailable:"] + swap]
-    return min(rooms + [room + swap for room in _groups(root)])
+    # /proc/meminfo counts in kB of 1,024 bytes.
+    swap = 1024 * meminfo.get("SwapFree:", 0)
+    available = 1024 * meminfo["MemAvailable:"]
+    for allowed in _groups(root):
+        available = min(available, allowed)
+    return available + swap
 
 
 def _physical() -> int | None:
-    """All memory of a host that does not tell what is free of it."""
+    """All memory of a host that does not tell how much of it is free."""
     try:
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     except (AttributeError, OSError, ValueError):
@@ -37,35 +41,44 @@ def _physical() -> int | None:
 
 
 def _groups(root: Path) -> list[int]:
-    """What each control group over this process still allows, in bytes."""
+    """The bytes that each control group around this process still allows."""
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:
         return []
-    rooms = []
+    allowed = []
     top = root / "sys/fs/cgroup"
+    # Lines with another start are of control groups of version 1.
     for path in [line.removeprefix("0::/") for line in lines if line.startswith("0::/")]:
         for group in (top / path, *(top / path).parents):
-            limit, used = (_number(group / name) for name in ("memory.max", "memory.current"))
+            limit = _number(group / "memory.max")
+            used = _number(group / "memory.current")
             if limit is not None and used is not None:
-                cached = sum(_table(group / "memory.stat").get(name, 0) for name in ("active_file", "inactive_file"))
-                rooms.append(limit - used + cached)
+                # The page cache of files counts as used, but the kernel gives it back when memory is short.
+                stat = _table(group / "memory.stat")
+                cached = stat.get("active_file", 0) + stat.get("inactive_file", 0)
+                allowed.append(limit - used + cached)
             if group == top:
                 break
-    return rooms
+    return allowed
 
 
 def _table(path: Path) -> dict[str, int]:
-    """Lines of a name and a number."""
+    """Read a file that has a name and a number in each line."""
     try:
-        words = [line.split() for line in path.read_text().splitlines()]
+        lines = path.read_text().splitlines()
     except OSError:
         return {}
-    return {line[0]: int(line[1]) for line in words if len(line) > 1 and line[1].isdigit()}
+    values = {}
+    for line in lines:
+        fields = line.split()
+        if len(fields) > 1 and fields[1].isdigit():
+            values[fields[0]] = int(fields[1])
+    return values
 
 
 def _number(path: Path) -> int | None:
-    """The number in a file; None for none, and for ``max``."""
+    """Read the number in a file; None if there is no file, or if it says ``max``."""
     try:
         text = path.read_text().strip()
     except OSError:
@@ -74,18 +87,20 @@ def _number(path: Path) -> int | None:
 
 
 def device_memory(device: torch.device) -> int | None:
-    """Bytes that can still be taken of an accelerator's own memory; None where it does not tell, or is the host."""
+    """Return the bytes of an accelerator's memory that are still free; None if it does not tell, or is the host."""
     try:
-        return int(getattr(torch, device.type).mem_get_info(device)[0])
+        free, _ = getattr(torch, device.type).mem_get_info(device)
+        return int(free)
     except (AttributeError, RuntimeError, NotImplementedError, AssertionError):
         return None
 
 
 def start_of_peak(device: torch.device) -> int:
-    """Begin to count what `peak_memory` says.
+    """Begin to measure the peak that `peak_memory` returns.
 
     Returns:
-        Bytes that the process has on its host by now, which do not count; of an accelerator 0: its tensors do.
+        Bytes of host memory that the process has by now, which do not count for the peak. On an accelerator this is 0,
+        because there all tensors count.
     """
     if device.type in ("cuda", "xpu"):
         getattr(torch, device.type).reset_peak_memory_stats(device)
@@ -94,16 +109,20 @@ def start_of_peak(device: torch.device) -> int:
 
 
 def peak_memory(device: torch.device, before: int) -> tuple[int | None, str]:
-    """The most bytes that this process has had at once, and what they are.
+    """Return the most bytes that this process has had at one time, and a text that says which bytes are counted.
 
     Args:
-        before: of `start_of_peak`.
+        device: device that the process computes on.
+        before: what `start_of_peak` has returned.
 
     Returns:
-        None where nothing tells. On a CPU, which keeps no count of tensors, what the process has grown by.
+        On an accelerator the bytes of tensors. A CPU keeps no count of tensors: there it is by how much the process has
+        grown. None where the system does not tell.
     """
     if device.type in ("cuda", "xpu"):
-        return int(getattr(torch, device.type).max_memory_allocated(device)), "tensors, by the allocator"
+        allocated = getattr(torch, device.type).max_memory_allocated(device)
+        return int(allocated), "tensors, by the allocator"
+    # The most resident memory that the process has ever had ("high-water mark").
     peak = 1024 * _table(ROOT / "proc/self/status").get("VmHWM:", 0)
     if device.type != "cpu" or not peak or not before:
         return None, "nothing here tells"

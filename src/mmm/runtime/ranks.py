@@ -1,6 +1,6 @@
-"""Who am I? A rank's place, read from what torchrun, ``launch``, an MPI or Slurm put into the environment.
+"""Finds out which rank this process is, from what torchrun, ``launch``, an MPI or Slurm put into the environment.
 
-Imports no torch: it is also what an error message asks before anything heavy is loaded.
+Imports no torch: an error message asks for the rank, too, before anything heavy is loaded.
 """
 
 from __future__ import annotations
@@ -22,21 +22,27 @@ from mmm.runtime.contract import (
     read_number,
 )
 
-DRY_RUN = "dry run"  # the source of a rank that is not there (`mmm_lab.planner.dry_run`)
-LONGEST = 1e7  # s that a collective may be given, a third of a year: PyTorch's own clock overflows some way above
+# The source of a rank that a dry run only stands in for (`mmm_lab.planner.dry_run`).
+DRY_RUN = "dry run"
+
+# Seconds that a collective may be given at most, a third of a year: PyTorch's own clock overflows some way above.
+LONGEST = 1e7
 
 
 @dataclass(frozen=True)
 class Rank:
-    """One process's place among all of the run's.
+    """One process's place among all processes of the run.
 
     Attributes:
-        rank, world_size: over all hosts, 0 ≤ rank < world_size.
-        local_rank, local_world_size: the same on this host; None where nothing says them (`process_group.locate`).
-        source: what told us: ``launch``, ``alone``, or its name in `contract.RANK_VARIABLES`; ``dry run`` for a rank
-            that is not there.
-        address, port: where rank 0's store listens; None where this process is alone.
-        store: by which the ranks have met; None before.
+        rank: number of this process among all ranks, 0 ≤ rank < world_size.
+        world_size: number of ranks on all hosts.
+        local_rank: number of this process among the ranks of its host; None if unknown (`process_group.locate`).
+        local_world_size: number of ranks on this host; None if unknown.
+        source: who told us: ``launch``, ``alone``, or a name in `contract.RANK_VARIABLES`; ``dry run`` for a rank that
+            is only simulated.
+        address: host name or address at which rank 0's store listens; None if this process runs alone.
+        port: port at which rank 0's store listens; None if this process runs alone.
+        store: the store by which the ranks have met; None before they meet.
     """
 
     rank: int
@@ -50,103 +56,134 @@ class Rank:
 
     @property
     def is_main(self) -> bool:
-        """Whether this one prints and writes for all: rank 0, but in a dry run, which leaves nothing behind, none."""
+        """Whether this rank prints and writes for all: rank 0, but never in a dry run, which leaves nothing behind."""
         return self.rank == 0 and self.source != DRY_RUN
 
 
 def _slurm_local_world(env: Mapping[str, str]) -> int | None:
-    """Ranks on this host from ``SLURM_STEP_TASKS_PER_NODE`` such as ``4(x2),3``; None where it does not say."""
+    """Ranks on this host from ``SLURM_STEP_TASKS_PER_NODE`` such as ``4(x2),3``; None if the variable is missing."""
+    # One count for each node: "4(x2),3" is [4, 4, 3].
     counts: list[int] = []
-    for part in env.get("SLURM_STEP_TASKS_PER_NODE", "").split(","):
-        number, _, times = part.partition("(x")
-        if number.isdigit():
-            counts += [int(number)] * int(times.rstrip(")") or 1)
+    for entry in env.get("SLURM_STEP_TASKS_PER_NODE", "").split(","):
+        tasks, _, repeats = entry.partition("(x")
+        if tasks.isdigit():
+            n_nodes = int(repeats.rstrip(")") or 1)
+            counts += [int(tasks)] * n_nodes
     node = int(env.get("SLURM_NODEID", "0"))
     return counts[node] if node < len(counts) else None
 
 
 def _master_address(env: Mapping[str, str], one_host: bool | None) -> tuple[str, int]:
-    """Where rank 0 listens. On one host, ranks of one mpiexec share a parent, and so can agree on a port unasked.
+    """Find the address and port at which rank 0 listens.
 
     Args:
-        one_host: whether all ranks are on one; None where nothing says it.
+        one_host: whether all ranks are on one host; None if unknown.
     """
     if "MASTER_PORT" in env:
         port = int(read_number(env, ("MASTER_PORT",))[1])  # type: ignore[index]
     else:
+        # Ranks that one mpiexec started on one host share a parent: each computes the same port without asking.
         identity = f"{env.get('SLURM_JOB_ID')}.{env.get('SLURM_STEP_ID')}.{os.getppid()}.{os.getuid()}"
         port = port_of(identity)
-    address = env.get("MASTER_ADDR", "").strip("[]") or ("127.0.0.1" if one_host else None)
-    if address is None or ("MASTER_PORT" not in env and not one_host):
+    address = env.get("MASTER_ADDR", "").strip("[]")
+    if not address and one_host:
+        address = "127.0.0.1"
+    if not address or ("MASTER_PORT" not in env and not one_host):
+        reason = "the ranks are on several hosts"
+        if one_host is None:
+            reason = "nothing says that the ranks are on one host"
         raise LaunchError(
-            f"{'nothing says that the ranks are on one host' if one_host is None else 'the ranks are on several hosts'}"
-            " and MASTER_ADDR and MASTER_PORT are not both set: set them to a host name all hosts can reach (rank 0's) "
-            "and a free port, such as MASTER_ADDR=node001 MASTER_PORT=29500"
+            f"{reason} and MASTER_ADDR and MASTER_PORT are not both set: set them to a host name all hosts can reach "
+            "(rank 0's) and a free port, such as MASTER_ADDR=node001 MASTER_PORT=29500"
         )
     return address, port
 
 
 def whoami(env: Mapping[str, str] | None = None) -> Rank:
-    """This process's place. A process that nothing started as a rank is alone: rank 0 of 1.
+    """Return this process's place. A process that no launcher started as a rank runs alone: rank 0 of 1.
+
+    Args:
+        env: the environment variables to read; None: this process's own.
 
     Raises:
-        LaunchError: the variables contradict each other, one is missing, or they are of a launcher that is not known.
+        LaunchError: the variables contradict each other, one is missing, or they are of an unknown launcher.
     """
-    env = os.environ if env is None else env
-    name = numbering(env)
-    if name is None:
-        return Rank(0, 1, 0, 1, "alone")
-    source = RANK_VARIABLES[name]
-    rank, world = read_number(env, source.rank), read_number(env, source.world)
-    assert rank is not None
-    if world is None:
+    if env is None:
+        env = os.environ
+    source = numbering(env)
+    if source is None:
+        return Rank(rank=0, world_size=1, local_rank=0, local_world_size=1, source="alone")
+    variables = RANK_VARIABLES[source]
+    rank_setting = read_number(env, variables.rank)
+    world_setting = read_number(env, variables.world)
+    assert rank_setting is not None
+    rank_variable, rank = rank_setting
+    if world_setting is None:
         raise LaunchError(
-            f"{rank[0]}={rank[1]} says this is a rank, but none of {', '.join(source.world)} says of how many: "
+            f"{rank_variable}={rank} says this is a rank, but none of {', '.join(variables.world)} says of how many: "
             f"set WORLD_SIZE, RANK, LOCAL_RANK and LOCAL_WORLD_SIZE, or start with `launch`"
         )
-    if not 0 <= rank[1] < world[1]:
-        raise LaunchError(f"{rank[0]}={rank[1]} is not between 0 and {world[0]}={world[1]}, less one")
-    beside = _behind_pmi(env, rank[1], world[1]) if name == "mpich" else None
-    local, local_world = _local_numbers(beside or name, env, world[1])
-    if local_world is None and (world[1] == 1 or env.get("MASTER_ADDR") in LOOPBACK):
-        local_world = world[1]
-    if local is None and local_world is not None:
-        local = rank[1] % max(local_world, 1)
-    address, port = _master_address(env, one_host=None if local_world is None else local_world == world[1])
-    if name == "torchrun" and DRY_RUN_VARIABLE in env:
-        name = DRY_RUN
-    elif name == "torchrun" and MARKER_VARIABLE in env:
-        name = "launch"
-    return Rank(rank[1], world[1], local, local_world, name, address, port)
+    world_variable, world_size = world_setting
+    if not 0 <= rank < world_size:
+        raise LaunchError(f"{rank_variable}={rank} is not between 0 and {world_variable}={world_size}, less one")
+
+    # Other launchers set MPICH's variables as well, and tell the local numbers in their own.
+    local_source = source
+    if source == "mpich":
+        local_source = _behind_pmi(env, rank, world_size) or source
+    local_rank, local_world_size = _local_numbers(local_source, env, world_size)
+    if local_world_size is None and (world_size == 1 or env.get("MASTER_ADDR") in LOOPBACK):
+        local_world_size = world_size
+    if local_rank is None and local_world_size is not None:
+        local_rank = rank % max(local_world_size, 1)
+
+    one_host = None
+    if local_world_size is not None:
+        one_host = local_world_size == world_size
+    address, port = _master_address(env, one_host)
+
+    # `launch` and a dry run set torchrun's variables, and mark that it was they.
+    if source == "torchrun" and DRY_RUN_VARIABLE in env:
+        source = DRY_RUN
+    elif source == "torchrun" and MARKER_VARIABLE in env:
+        source = "launch"
+    return Rank(rank, world_size, local_rank, local_world_size, source, address, port)
 
 
-def _behind_pmi(env: Mapping[str, str], rank: int, world: int) -> str | None:
-    """Who has set PMI_RANK and PMI_SIZE as MPICH's mpiexec does, and leaves the rest to names of its own.
+def _behind_pmi(env: Mapping[str, str], rank: int, world_size: int) -> str | None:
+    """Name the launcher that has set PMI_RANK and PMI_SIZE as MPICH's mpiexec does, and the rest under its own names.
 
-    `srun --mpi=pmi2` does, and Flux.
+    `srun --mpi=pmi2` does so, and Flux. None: it is MPICH's mpiexec.
     """
     if read_number(env, RANK_VARIABLES["mpich"].local_rank) is not None:
         return None
     if "SLURM_STEP_ID" in env and "SLURM_LOCALID" in env:
         return "slurm"
     flux = RANK_VARIABLES["flux"]
-    own = [read_number(env, flux.rank), read_number(env, flux.world)]
-    return "flux" if [number and number[1] for number in own] == [rank, world] else None
+    flux_rank = read_number(env, flux.rank)
+    flux_world = read_number(env, flux.world)
+    # Inside a job of Flux's, an mpiexec may start ranks that are numbered otherwise than Flux's own tasks.
+    if flux_rank and flux_world and flux_rank[1] == rank and flux_world[1] == world_size:
+        return "flux"
+    return None
 
 
-def _local_numbers(name: str, env: Mapping[str, str], world: int) -> tuple[int | None, int | None]:
-    """Local rank and local world size by launcher `name`; None where it does not say."""
-    local, local_world = (read_number(env, names) for names in RANK_VARIABLES[name][2:])
-    size = local_world[1] if local_world else None
-    if name == "slurm":
-        size = _slurm_local_world(env)
-    if name == "flux" and env.get("FLUX_JOB_NNODES") == "1":
-        size = world
-    return local[1] if local else None, size
+def _local_numbers(source: str, env: Mapping[str, str], world_size: int) -> tuple[int | None, int | None]:
+    """Local rank and local world size as the launcher `source` tells them; None for one that it does not tell."""
+    variables = RANK_VARIABLES[source]
+    rank_setting = read_number(env, variables.local_rank)
+    world_setting = read_number(env, variables.local_world)
+    local_rank = rank_setting[1] if rank_setting else None
+    local_world_size = world_setting[1] if world_setting else None
+    if source == "slurm":
+        local_world_size = _slurm_local_world(env)
+    if source == "flux" and env.get("FLUX_JOB_NNODES") == "1":
+        local_world_size = world_size
+    return local_rank, local_world_size
 
 
 def command_line() -> list[str]:
-    """The program and its arguments as a user would type them: ``python3 -m mmm.examples.fsdp_tp --tpsize 4``."""
+    """Return the program and its arguments as a user types them: ``python3 -m mmm.examples.fsdp_tp --tpsize 4``."""
     spec = getattr(sys.modules.get("__main__"), "__spec__", None)
     if spec is not None and spec.name:
         return ["python3", "-m", spec.name.removesuffix(".__main__"), *sys.argv[1:]]

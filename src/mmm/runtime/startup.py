@@ -1,17 +1,16 @@
-"""Where the time goes between the shell and the end of the first step, on each rank; and what a process has cost.
-Imports no torch.
+"""Measures where the time goes between the shell and the end of the first step, on each rank. Imports no torch.
 
-Six marks, each the seconds since 1970 at which
+There are six marks, each in seconds since 1970:
 
-    started      A: `launch` was started; or what MMM_STARTED_AT says; or, with neither, this process was
-    began        B: the program begins in the rank, after the shared imports where ranks are forked
-    ready        all that needs no other rank is done: imports, options, data, checks
+    started      A: `launch` was started; or the time in MMM_STARTED_AT; or, with neither, this process was started
+    began        B: the program begins in the rank, after the shared imports if ranks are forked
+    ready        everything that needs no other rank is done: imports, options, data, checks
     group        the process group is up, and every rank has answered
     model        the model is built: the first step begins
-    first_step   C: the first step has ended, the device waited for
+    first_step   C: the first step has ended, and the device has finished it
 
-What lies between two is given a name in `table`. `launch` times the imports that ranks share by package, once, in the
-process that ranks are forked from. What a rank imports itself is one number, up to the program's main function.
+`table` names what lies between two marks. `launch` times the imports that ranks share, package by package, once, in
+the process that ranks are forked from. A rank's own imports are one number, up to the program's main function.
 """
 
 from __future__ import annotations
@@ -27,19 +26,34 @@ from typing import Any
 
 from mmm.runtime import contract
 
-_LOADED = time.time()  # for systems that do not say when a process was started
+# When this module was loaded, for systems that do not tell when a process was started.
+_LOADED = time.time()
 MARKS = ("started", "began", "ready", "group", "model", "first_step")
 NAN = math.nan
-LONGEST = 4  # packages that are named: those that took longest
-SINCE = {"launch": "`launch`", "process": "the start of the process", "MMM_STARTED_AT": "MMM_STARTED_AT"}
+
+# How many packages are named: those whose import took longest.
+LONGEST = 4
+
+# Source of the first mark → what to call it.
+SINCE = {
+    "launch": "`launch`",
+    "process": "the start of the process",
+    "MMM_STARTED_AT": "MMM_STARTED_AT",
+}
 
 
 @dataclass
 class Times:
-    """One rank's marks (see this file's head), in seconds since 1970; NaN for what has not happened.
+    """One rank's marks, in seconds since 1970; NaN for what has not happened. The head of this file describes them.
 
     Attributes:
-        imports: package: seconds, of this rank between `began` and `ready`.
+        started: when `launch`, the job or this process was started.
+        began: when the program began in this rank.
+        ready: when everything that needs no other rank was done.
+        group: when the process group was up.
+        model: when the model was built.
+        first_step: when the first step had ended.
+        imports: package → seconds of its import by this rank, between `began` and `ready`.
         source: who says when it started: ``launch``, ``MMM_STARTED_AT`` or ``process``.
     """
 
@@ -53,7 +67,7 @@ class Times:
     source: str = "process"
 
     def marks(self) -> list[float]:
-        """In the order of `MARKS`."""
+        """Return the marks in the order of `MARKS`."""
         return [float(getattr(self, mark)) for mark in MARKS]
 
 
@@ -61,87 +75,113 @@ _own_imports: dict[str, float] = {}
 
 
 def imported() -> None:
-    """The program's main function begins: its imports are done."""
+    """Note that the program's main function begins: its imports are done."""
     _own_imports["all packages"] = time.time() - _began()
 
 
 def ready() -> Times:
-    """All that needs no other rank is done."""
+    """Note that everything that needs no other rank is done."""
     started, source = contract.started(os.environ, _LOADED)
     return Times(started, _began(), time.time(), imports=dict(_own_imports), source=source)
 
 
 def _began() -> float:
-    """When the program began: where nothing has noted it, with its process."""
+    """When the program began; if nothing has noted it, when its process was started."""
     return contract.program_start().began or contract.process_start() or _LOADED
 
 
 def as_record(source: str, marks: Sequence[Sequence[float]], imports: Sequence[Mapping[str, float]]) -> dict[str, Any]:
-    """What config.json holds under ``startup``.
+    """Return what config.json holds under ``startup``.
 
     Args:
-        marks: by rank, in the order of `MARKS`. imports: by rank, package: seconds.
+        source: who says when the start-up began: ``launch``, ``MMM_STARTED_AT`` or ``process``.
+        marks: marks of every rank, in the order of `MARKS`.
+        imports: package → seconds of its import, of every rank.
     """
-    columns = zip(MARKS, zip(*marks, strict=True), strict=True)
+    marks_by_name: dict[str, list[float | None]] = {}
+    for name, seconds_by_rank in zip(MARKS, zip(*marks, strict=True), strict=True):
+        # JSON has no NaN.
+        marks_by_name[name] = [None if math.isnan(seconds) else seconds for seconds in seconds_by_rank]
+    shared = contract.program_start().shared
     return {
         "started_from": source,
-        "marks": {name: [None if math.isnan(value) else value for value in values] for name, values in columns},
+        "marks": marks_by_name,
         "imports": {
-            "shared": _rounded(contract.program_start().shared),
+            "shared": _rounded(shared),
             "ranks": [_rounded(seconds) for seconds in imports],
         },
     }
 
 
-def _rounded(seconds: Mapping[str, float]) -> dict[str, float]:
-    return {name: round(value, 6) for name, value in sorted(seconds.items(), key=lambda item: -item[1])}
+def _rounded(imports: Mapping[str, float]) -> dict[str, float]:
+    """Round seconds to microseconds, and sort them: the longest first."""
+    longest_first = sorted(imports.items(), key=lambda item: -item[1])
+    return {name: round(seconds, 6) for name, seconds in longest_first}
 
 
 def parts(record: Mapping[str, Any]) -> dict[str, list[float]]:
-    """Part of the start-up: its seconds by rank. They add up to the time from the first mark to the last there is."""
-    times = {name: [NAN if value is None else value for value in values] for name, values in record["marks"].items()}
-    shared = sum(record["imports"]["shared"].values())
-    own = [sum(seconds.values()) for seconds in record["imports"]["ranks"]]
+    """Split the start-up into parts: name → its seconds on each rank.
+
+    The parts add up to the time from the first mark to the last that was reached.
+
+    Args:
+        record: what `as_record` has returned.
+    """
+    times: dict[str, list[float]] = {}
+    for name, marks in record["marks"].items():
+        times[name] = [NAN if mark is None else mark for mark in marks]
+    shared_imports = sum(record["imports"]["shared"].values())
+    own_imports = [sum(imports.values()) for imports in record["imports"]["ranks"]]
 
     def between(first: str, last: str) -> list[float]:
-        return [b - a for a, b in zip(times[first], times[last], strict=True)]
+        return [end - begin for begin, end in zip(times[first], times[last], strict=True)]
 
+    # The shared imports lie before `began`, a rank's own between `began` and `ready`: both are taken out there.
+    until_began = between("started", "began")
+    until_ready = between("began", "ready")
     by_part = {
-        "launch": [seconds - shared for seconds in between("started", "began")],
-        "imports": [shared + imports for imports in own],
-        "options, data, checks": [
-            seconds - imports for seconds, imports in zip(between("began", "ready"), own, strict=True)
-        ],
+        "launch": [seconds - shared_imports for seconds in until_began],
+        "imports": [shared_imports + imports for imports in own_imports],
+        "options, data, checks": [seconds - imports for seconds, imports in zip(until_ready, own_imports, strict=True)],
         "process group": between("ready", "group"),
         "model": between("group", "model"),
         "first step": between("model", "first_step"),
     }
-    return {name: values for name, values in by_part.items() if not any(map(math.isnan, values))}
+    return {name: seconds for name, seconds in by_part.items() if not any(map(math.isnan, seconds))}
 
 
 def span(record: Mapping[str, Any]) -> tuple[datetime, datetime] | None:
-    """When the start-up began, and when the first step had ended on the last rank. None without a first step."""
+    """Return when the start-up began, and when the last rank had ended its first step; None without a first step."""
+    starts = record["marks"]["started"]
     ends = record["marks"]["first_step"]
     if any(end is None for end in ends):
         return None
-    return datetime.fromtimestamp(min(record["marks"]["started"])), datetime.fromtimestamp(max(ends))
+    return datetime.fromtimestamp(min(starts)), datetime.fromtimestamp(max(ends))
 
 
 def table(record: Mapping[str, Any], hosts: Sequence[str]) -> str:
-    """The parts, each its median over the ranks; the slowest rank; the packages that took longest to import."""
+    """Describe a start-up: its parts, each as the median over the ranks, the slowest rank, and the longest imports.
+
+    Args:
+        record: what `as_record` has returned.
+        hosts: host name of every rank.
+    """
     by_part = parts(record)
-    totals = [sum(values) for values in zip(*by_part.values(), strict=True)]
-    slow = totals.index(max(totals))
+    # Seconds of the whole start-up on each rank.
+    totals = [sum(seconds) for seconds in zip(*by_part.values(), strict=True)]
+    n_ranks = len(totals)
     last = "the end of the first step" if "first step" in by_part else "the process group"
-    ranks = len(totals)
-    among = f", median of {ranks} ranks; rank {slow} on {hosts[slow]}: {max(totals):.2f} s" if ranks > 1 else ""
     source = record["started_from"]
-    lines = [
-        f"start-up: {median(totals):.2f} s from {SINCE.get(source, source)} to {last}{among}",
-        "  " + ", ".join(f"{name}: {median(values):.2f}" for name, values in by_part.items()),
-    ]
+    since = SINCE.get(source, source)
+    headline = f"start-up: {median(totals):.2f} s from {since} to {last}"
+    if n_ranks > 1:
+        slowest = totals.index(max(totals))
+        headline += f", median of {n_ranks} ranks; rank {slowest} on {hosts[slowest]}: {totals[slowest]:.2f} s"
+    medians = ", ".join(f"{name}: {median(seconds):.2f}" for name, seconds in by_part.items())
+    lines = [headline, f"  {medians}"]
     shared = record["imports"]["shared"]
     if shared:
-        longest = sorted(shared.items(), key=lambda item: -item[1])[:LONGEST]
-        lines.append("  imported once for all: " + ", ".join(f"{name} {seconds:.2f}" for name, seconds in longest))
+        longest_first = sorted(shared.items(), key=lambda item: -item[1])
+        named = ", ".join(f"{name} {seconds:.2f}" for name, seconds in longest_first[:LONGEST])
+        lines.append(f"  imported once for all: {named}")
     return "\n".join(lines)

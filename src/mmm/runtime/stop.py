@@ -1,4 +1,4 @@
-"""A signal as a wish to stop once the step is over, for a run that saves."""
+"""Lets a signal end a run that saves only once its step is over."""
 
 from __future__ import annotations
 
@@ -19,39 +19,51 @@ INTERRUPTED = b"\nCtrl-C: the run ends after the next step, and is saved; Ctrl-C
 
 
 class StopSignal:
-    """Attributes: came: the first of `STOPPING` that has come; None before."""
+    """Tells whether a signal has asked the run to stop.
+
+    Attributes:
+        came: the first of `STOPPING` that this process has received; None before.
+    """
 
     came: signal.Signals | None = None
 
 
 @contextmanager
 def stop_signal() -> Iterator[StopSignal]:
-    """Inside, SIGINT, SIGTERM and SIGUSR1 only note that they have come: Ctrl-C sends the first, a scheduler the second
-    some time before SIGKILL, or `timeout --signal USR1` the third.
+    """Inside, SIGINT, SIGTERM and SIGUSR1 do not end the process: they are noted in the `StopSignal` that it yields.
 
-    A second SIGINT does what the first did before. So does SIGTERM where launch ends the ranks because one has failed:
-    no other step can be made. A SIGINT that is ignored (a script's `program &`) stays so.
+    Ctrl-C sends the first, a scheduler sends the second some time before SIGKILL, and `timeout --signal USR1` the
+    third.
+
+    A second SIGINT does what the first would have done before. So does SIGTERM if launch ends the ranks because one has
+    failed: then no other step can be made. A SIGINT that is ignored (a script's `program &`) stays ignored.
     """
-    wish, before, owner = StopSignal(), dict[int, Any](), os.getpid()
+    wish = StopSignal()
+    before: dict[int, Any] = {}
+    owner = os.getpid()
     interrupted: float | None = None
 
-    def note(number: int, frame: FrameType | None) -> None:
+    def note(signal_number: int, frame: FrameType | None) -> None:
         nonlocal interrupted
         again = False
-        if number == signal.SIGINT and interrupted is not None:
-            again = time.monotonic() - interrupted > REPEAT
-        elif number == signal.SIGINT:
-            interrupted = time.monotonic()
-            if rank() == 0 and not attached() and os.getpid() == owner:  # launch says it; data loaders inherit this
-                os.write(2, INTERRUPTED)  # print may be what the signal has come into
-        if not again and (number == signal.SIGUSR1 or not first_failure()):
-            wish.came = wish.came or signal.Signals(number)
-        elif callable(before[number]):
-            before[number](number, frame)
-        elif before[number] == signal.SIG_DFL:
-            signal.signal(number, signal.SIG_DFL)
-            os.kill(os.getpid(), number)
+        if signal_number == signal.SIGINT:
+            if interrupted is None:
+                interrupted = time.monotonic()
+                # Under launch, launch prints it. The processes of data loaders inherit this handler, but are silent.
+                if rank() == 0 and not attached() and os.getpid() == owner:
+                    # Not `print`: the signal may have interrupted a print, which cannot be entered twice.
+                    os.write(2, INTERRUPTED)
+            else:
+                again = time.monotonic() - interrupted > REPEAT
+        if not again and (signal_number == signal.SIGUSR1 or not first_failure()):
+            wish.came = wish.came or signal.Signals(signal_number)
+        elif callable(before[signal_number]):
+            before[signal_number](signal_number, frame)
+        elif before[signal_number] == signal.SIG_DFL:
+            signal.signal(signal_number, signal.SIG_DFL)
+            os.kill(os.getpid(), signal_number)
 
+    # Python lets only the main thread set handlers.
     if threading.current_thread() is threading.main_thread():
         for stopping in STOPPING:
             if stopping != signal.SIGINT or signal.getsignal(stopping) != signal.SIG_IGN:
@@ -60,6 +72,8 @@ def stop_signal() -> Iterator[StopSignal]:
     try:
         yield wish
     finally:
-        for number, handler in before.items():
-            late = number == signal.SIGUSR1 and handler == signal.SIG_DFL  # to a run that is over, and would be killed
-            signal.signal(number, signal.SIG_IGN if late else handler)
+        for changed, handler in before.items():
+            if changed == signal.SIGUSR1 and handler == signal.SIG_DFL:
+                # One that comes late, when the run is over, would kill the process.
+                handler = signal.SIG_IGN
+            signal.signal(changed, handler)

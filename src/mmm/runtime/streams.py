@@ -1,7 +1,7 @@
-"""Standard output and error that never end a program. Standard library only.
+"""Makes standard output and error streams that never end a program. Standard library only.
 
-What a program prints is for people: its reader may have gone (`… | head`), its disk may be full, a file's name may have
-bytes that are no text in this locale. The work goes on, and its files have all of it.
+What a program prints is for people. Its reader may have gone (`… | head`), its disk may be full, or a file's name may
+contain bytes that are not text in this locale. The program continues, and its files have everything.
 """
 
 import contextlib
@@ -15,7 +15,7 @@ STREAMS = {"stdout": 1, "stderr": 2}
 
 
 class _Lossy(io.FileIO):
-    """A file descriptor that takes everything: from the first error on, what is written to it is lost."""
+    """A file descriptor that accepts everything. After the first error, what is written to it is lost."""
 
     def write(self, data: Any, /) -> int:
         try:
@@ -26,17 +26,18 @@ class _Lossy(io.FileIO):
 
 
 def lose(fd: int, error: OSError) -> None:
-    """From here on `fd` is /dev/null, for all that write to it. Says why on stderr, unless its reader has gone."""
+    """Make `fd` /dev/null from now on, for all that write to it. Says why on stderr, unless its reader has gone."""
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, fd)
     os.close(null)
     if fd != STREAMS["stderr"] and error.errno != errno.EPIPE:
+        message = f"what is printed cannot be written from here on: {error.strerror}\n"
         with contextlib.suppress(OSError):
-            os.write(STREAMS["stderr"], f"what is printed cannot be written from here on: {error.strerror}\n".encode())
+            os.write(STREAMS["stderr"], message.encode())
 
 
 def take_any_text() -> None:
-    """Have characters that the locale cannot show, and the bytes of names that are no text, printed as escapes."""
+    """Print characters that the locale cannot show, and bytes of names that are not text, as escapes."""
     for name in STREAMS:
         stream = getattr(sys, name)
         if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
@@ -44,11 +45,14 @@ def take_any_text() -> None:
 
 
 def never_fail() -> None:
-    """Replace `sys.stdout` and `sys.stderr` by such as raise no error, where they are this process's own."""
+    """Replace `sys.stdout` and `sys.stderr` by streams that raise no error, if they are this process's own."""
     take_any_text()
     for name, fd in STREAMS.items():
         stream = getattr(sys, name)
-        raw = getattr(getattr(stream, "buffer", None), "raw", getattr(stream, "buffer", None))
+        # A text stream has a buffer, and that a raw file; with `python -u` the buffer is the raw file itself.
+        buffer = getattr(stream, "buffer", None)
+        raw = getattr(buffer, "raw", buffer)
+        # A test runner or a notebook has put its own stream here: it stays.
         if type(raw) is not io.FileIO or raw.fileno() != fd:
             continue
         with contextlib.suppress(OSError):
