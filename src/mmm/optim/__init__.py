@@ -1,1 +1,1 @@
-"""What ``torch.optim`` has not: LARS, LAMB and Muon, and loss scaling, right on sharded tensors."""
+"""What ``torch.optim`` lacks: LARS, LAMB, Muon and loss scaling, all correct on sharded tensors."""

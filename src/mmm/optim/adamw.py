@@ -1,4 +1,4 @@
-"""Optimizers by name."""
+"""Makes AdamW and SGD, and lets PyTorch's elementwise optimizers compute on this rank's shards."""
 
 from __future__ import annotations
 
@@ -12,11 +12,13 @@ from torch.distributed.tensor import DTensor
 
 from mmm.parallel.local import to_local
 
-BETAS = (0.9, 0.999)  # PyTorch's
-FUSED = {"cpu", "cuda", "xpu", "mps"}  # where PyTorch has AdamW as one kernel
+# PyTorch's default betas.
+BETAS = (0.9, 0.999)
 
+# Kinds of device for which PyTorch has AdamW as one kernel.
+FUSED = {"cpu", "cuda", "xpu", "mps"}
 
-# PyTorch's optimizers that update each element by itself, in place. SGD is not among them: it keeps new tensors.
+# PyTorch's optimizers that update each element by itself, in place. SGD is not among them: it stores new tensors.
 ELEMENTWISE = (
     torch.optim.Adadelta,
     torch.optim.Adagrad,
@@ -30,16 +32,17 @@ ELEMENTWISE = (
 
 
 def update_shards(optimizer: Any) -> None:
-    """Lets one of PyTorch's optimizers compute on this rank's shards, where it updates each element by itself.
+    """Let one of PyTorch's optimizers compute on this rank's shards, if it updates each element by itself.
 
-    Given DTensors, PyTorch first finds out for each operation and each shape how the result is sharded: seconds, in the
-    first step of a small model. Parameters, gradients and state stay the DTensors that they are.
+    Given DTensors, PyTorch first finds out for each operation and each shape how the result is sharded: that takes
+    seconds in the first step of a small model. Parameters, gradients and state stay the DTensors that they are.
     """
     if type(optimizer) not in ELEMENTWISE or "_init_group" in vars(optimizer):
         return
     init_group = optimizer._init_group
 
     def init_group_locally(group: dict[str, Any], parameters: list[Tensor], *columns: list[Tensor]) -> Any:
+        # PyTorch appends the tensors of the group to these lists, and hands them to its kernel.
         result = init_group(group, parameters, *columns)
         take_shards(parameters, columns)
         return result
@@ -48,22 +51,26 @@ def update_shards(optimizer: Any) -> None:
 
 
 def take_shards(parameters: list[Tensor], columns: Iterable[list[Tensor]]) -> None:
-    """Put this rank's shards in the place of DTensors.
+    """Replace DTensors by this rank's shards, in place.
 
     Args:
-        columns: of each parameter its gradient, and each kind of state; some may be empty.
+        parameters: the parameters of a group.
+        columns: lists with one tensor for each parameter: the gradients, and each kind of state. Some may be empty.
     """
     for tensors in columns:
-        pairs = zip(tensors, parameters, strict=False)
-        tensors[:] = [_shard_as(tensor, parameter) for tensor, parameter in pairs]
+        shards = []
+        for tensor, parameter in zip(tensors, parameters, strict=False):
+            shards.append(_shard_as(tensor, parameter))
+        tensors[:] = shards
     parameters[:] = map(to_local, parameters)
 
 
 def _shard_as(tensor: Tensor, parameter: Tensor) -> Tensor:
-    """This rank's shard of a tensor, of one that is sharded as the parameter is."""
+    """This rank's shard of a tensor, sharded as the parameter is."""
     if not isinstance(tensor, DTensor) or not isinstance(parameter, DTensor):
         return to_local(tensor)
-    if tensor.placements != parameter.placements:  # a gradient that is still a partial sum
+    # A gradient may still be a partial sum.
+    if tensor.placements != parameter.placements:
         tensor = tensor.redistribute(placements=parameter.placements)
     return to_local(tensor)
 
@@ -76,17 +83,23 @@ def make_optimizer(
     decayed: str = "all",
     betas: tuple[float, float] | None = None,
 ) -> torch.optim.Optimizer:
-    """``adamw`` (PyTorch's defaults) or ``sgd`` (no momentum).
+    """Make an optimizer: ``adamw`` (with PyTorch's defaults) or ``sgd`` (without momentum).
 
     AdamW hides a gradient that is wrong by a factor, because it divides by the gradient's size; SGD shows it.
 
     Args:
-        weight_decay: of AdamW. None: PyTorch's. decayed: ``all``, or ``matrices``: what has two dims or more.
-        betas: of AdamW. None: PyTorch's.
+        name: ``adamw`` or ``sgd``.
+        parameters: the parameters to update.
+        lr: learning rate.
+        weight_decay: weight decay of AdamW; None: PyTorch's default.
+        decayed: which parameters AdamW decays: ``all``, or ``matrices``, those of two dims or more.
+        betas: decay rates of AdamW's two moments; None: PyTorch's default.
     """
     groups = groups_of(parameters, weight_decay, decayed)
     if name == "sgd":
-        return torch.optim.SGD([{"params": group["params"]} for group in groups], lr=lr)
+        # SGD would decay the weights by a group's `weight_decay`.
+        undecayed = [{"params": group["params"]} for group in groups]
+        return torch.optim.SGD(undecayed, lr=lr)
     optimizer = torch.optim.AdamW(groups, lr=lr, betas=betas or BETAS, fused=fused(groups))
     update_shards(optimizer)
     return optimizer
@@ -95,21 +108,28 @@ def make_optimizer(
 def groups_of(
     parameters: Iterable[nn.Parameter], weight_decay: float | None = None, decayed: str = "all"
 ) -> list[dict[str, Any]]:
-    """Parameters in groups of one mesh and one weight decay; arguments as of `make_optimizer`."""
-    # A group a mesh: PyTorch updates the tensors of a group at once, and DTensors of several meshes it cannot.
+    """Split parameters into groups of one mesh and one weight decay each. The arguments are those of `make_optimizer`.
+
+    PyTorch updates the tensors of a group at once, and cannot do that with DTensors of several meshes.
+    """
     alike: dict[tuple[DeviceMesh | None, bool], list[nn.Parameter]] = {}
     for parameter in parameters:
         mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
-        alike.setdefault((mesh, decayed == "all" or parameter.ndim > 1), []).append(parameter)
+        decays = decayed == "all" or parameter.ndim > 1
+        alike.setdefault((mesh, decays), []).append(parameter)
     rate = 0.01 if weight_decay is None else weight_decay
-    return [{"params": group, "weight_decay": rate * decays} for (_, decays), group in alike.items()]
+    groups = []
+    for (_, decays), members in alike.items():
+        groups.append({"params": members, "weight_decay": rate * decays})
+    return groups
 
 
 def fused(groups: Iterable[dict[str, Any]]) -> bool | None:
-    """Whether AdamW of these is one kernel; None for what PyTorch takes instead."""
-    return {parameter.device.type for group in groups for parameter in group["params"]} <= FUSED or None
+    """Whether one kernel can update these groups by AdamW; None lets PyTorch choose another way."""
+    kinds = {parameter.device.type for group in groups for parameter in group["params"]}
+    return kinds <= FUSED or None
 
 
 def learning_rate(optimizer: torch.optim.Optimizer) -> float:
-    """The rate that a row of the record has as ``lr``: where groups have several, the largest."""
+    """Return the learning rate that the record stores as ``lr``: the largest, if groups have several."""
     return max(float(group["lr"]) for group in optimizer.param_groups)

@@ -1,17 +1,17 @@
-"""Steps that all ranks skip or none: loss scaling for fp16, and losses or gradients that are not finite.
+"""Makes all ranks skip a step, or none: loss scaling for fp16, and losses or gradients that are not finite.
 
-fp16 ends at 65,504. The loss is scaled up, so that small gradients do not become 0, and the gradients are scaled down
-again before the optimizer's step. Where that has made one infinite, the step is skipped and the scale halved. With a
-model sharded over ranks the infinite element may be one rank's alone::
+The largest number of fp16 is 65,504, and small gradients become 0. So the loss is scaled up, and the gradients are
+scaled down again before the optimizer's step. If the scaling has made a gradient infinite, the step is skipped and the
+scale halved. When a model is sharded over ranks, the infinite element may be on one rank only::
 
     rank        0         1         2         3
     gradients   finite    finite    inf       finite
                   └─────────┴────┬────┴─────────┘        all-reduce, maximum, over the whole run
     step        skipped   skipped   skipped   skipped
 
-PyTorch's own scaler asks, for DTensors, the ranks over which the *first* gradient is sharded. Where that one is
-replicated (a norm, a convolution under tp), ranks that are alone with an infinite element skip alone, and from then on
-the ranks train different models.
+PyTorch's own scaler only asks, for DTensors, the ranks over which the *first* gradient is sharded. If that gradient is
+replicated (a norm, a convolution under tp), a rank with an infinite element in another gradient skips the step by
+itself, and from then on the ranks train different models.
 
 Source: Micikevicius et al., "Mixed precision training", 2018.
 """
@@ -28,28 +28,32 @@ from mmm.parallel.local import to_local
 
 
 def not_finite(loss: Tensor, norms: Tensor) -> Tensor:
-    """Whether the loss or a gradient is not finite on any rank. A collective over all ranks.
+    """Tell whether the loss or a gradient is not finite on any rank. A collective over all ranks.
 
     Args:
-        loss: this rank's, a scalar. norms: (gradients,), of this rank.
+        loss: this rank's loss, a scalar.
+        norms: norms of this rank's gradients, (gradients,).
 
     Returns:
-        1.0 or 0.0, the same on every rank: a scalar, float32, on the loss's device.
+        1.0 if something is not finite, else 0.0, the same on every rank: a float32 scalar on the loss's device.
     """
-    flag = 1 - (loss.isfinite() & norms.isfinite().all().to(loss.device)).to(torch.float32)
+    gradients_finite = norms.isfinite().all().to(loss.device)
+    all_finite = loss.isfinite() & gradients_finite
+    # As a number, on the device: the host does not wait for it here.
+    flag = 1 - all_finite.to(torch.float32)
     if dist.is_initialized():
         dist.all_reduce(flag, dist.ReduceOp.MAX)
     return flag
 
 
 class GradScaler(torch.amp.GradScaler):
-    """``torch.amp.GradScaler`` that skips a step on all ranks of the run or on none, and so keeps the scales equal.
+    """A ``torch.amp.GradScaler`` that skips a step on all ranks of the run or on none, so that all scales stay equal.
 
-    Used as that one. Unscaling, which `step` does where `unscale_` was not called, is a collective over all ranks.
+    It is used like PyTorch's. Unscaling is a collective over all ranks; `step` does it if `unscale_` was not called.
 
     Attributes:
-        found_inf: 1.0 where the gradients that were unscaled last had an infinite element on any rank, else 0.0. None
-            before that.
+        found_inf: 1.0 if the gradients that were unscaled last had an infinite element on any rank, else 0.0; None
+            before gradients were unscaled.
     """
 
     found_inf: Tensor | None = None
@@ -57,11 +61,18 @@ class GradScaler(torch.amp.GradScaler):
     def _unscale_grads_(
         self, optimizer: torch.optim.Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:
-        """Unscale the local gradients as the base class does, and agree over all ranks on what it has found."""
-        local = [_local_pair(parameter) for group in optimizer.param_groups for parameter in group["params"]]
+        """Unscale the local gradients as the base class does, and find out whether any rank has an infinite element.
+
+        Returns:
+            Device → 1.0 or 0.0, as the base class does.
+        """
+        # Given DTensors, the base class would communicate; given local tensors, it does not.
+        local = []
+        for group in optimizer.param_groups:
+            local += [_local_pair(parameter) for parameter in group["params"]]
         stand_in = SimpleNamespace(param_groups=[{"params": local}])
         by_device = super()._unscale_grads_(stand_in, inv_scale, found_inf, allow_fp16)  # type: ignore[misc, arg-type]
-        # The gradients are on one device; this rank may have none, and another one some.
+        # All gradients are on one device. A rank without gradients takes part as well: another one may have some.
         agreed = next(iter(by_device.values()), found_inf)
         if dist.is_initialized():
             dist.all_reduce(agreed, dist.ReduceOp.MAX)
@@ -70,9 +81,10 @@ class GradScaler(torch.amp.GradScaler):
 
 
 def _local_pair(parameter: Tensor) -> Tensor:
-    """The local tensor of a parameter, with that of its gradient."""
+    """The local tensor of a parameter, which has the local tensor of its gradient as ``grad``."""
     local = to_local(parameter.detach())
     if parameter.grad is not None:
-        local = local.detach()  # its gradient is set, and no other tensor's
+        # A tensor of its own, so that no other tensor's gradient is set.
+        local = local.detach()
         local.grad = to_local(parameter.grad)
     return local

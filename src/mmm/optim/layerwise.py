@@ -1,21 +1,21 @@
-"""LARS and LAMB: each tensor's step in proportion to that tensor's size, so that large batches bear large rates.
+"""LARS and LAMB: each tensor's step is in proportion to the tensor's size, so that large batches bear large rates.
 
 ::
 
     LARS    v ← μ v + γ · η |w| / (|g| + λ |w|) · (g + λ w)               w ← w - v
-    LAMB    m ← β₁ m + (1 - β₁) g        v ← β₂ v + (1 - β₂) g²           as Adam, both without their bias:
+    LAMB    m ← β₁ m + (1 - β₁) g        v ← β₂ v + (1 - β₂) g²           as in Adam, both without their bias:
             u = m̂ / (√v̂ + ε) + λ w                                        w ← w - γ · |w| / |u| · u
 
-γ: learning rate, λ: weight decay, |·|: the 2-norm of the full tensor. A rank has a shard of it::
+γ is the learning rate, λ the weight decay, |·| the 2-norm of the full tensor. A rank has a shard of it::
 
     rank 0          rank 1          rank 2          rank 3           of FSDP, HSDP, ZeRO, tp, ep
     [Σw² Σg²]ₙ      [Σw² Σg²]ₙ      [Σw² Σg²]ₙ      [Σw² Σg²]ₙ       of all n tensors
         └───────────────┴───────┬───────┴───────────────┘            one all-reduce for each axis that shards
     |w|, |g| of all n tensors, the same on every rank
 
-What has fewer than two dims (biases, norms) takes the step without the ratio, as the authors' programs have it; so does
-a tensor that is 0, or whose update is. A stack of experts is one tensor. LAMB's update is computed twice, for its norm
-and for its step, and takes no memory in between.
+Tensors of fewer than two dims (biases, norms) take the step without the ratio, as in the authors' programs. So does a
+tensor that is 0, or whose update is 0. A stack of experts is one tensor. LAMB computes its update twice, for its norm
+and for its step, and needs no memory in between.
 
 Sources: You et al., "Large batch training of convolutional networks", 2017 (LARS, algorithm 1); You et al., "Large
 batch optimization for deep learning: training BERT in 76 minutes", 2020 (LAMB, algorithm 2, with φ(z) = z).
@@ -35,15 +35,23 @@ from mmm.optim.adamw import BETAS, groups_of
 from mmm.parallel.clip import local_norms, sharding_of
 from mmm.parallel.local import to_group_device, to_local
 
-WEIGHT_DECAY = {"lars": 5e-4, "lamb": 0.01}  # of the papers: AlexNet's; BERT's
+# The weight decay of the papers' experiments: AlexNet's and BERT's.
+WEIGHT_DECAY = {"lars": 5e-4, "lamb": 0.01}
 
 
 class LayerwiseOptimizer(torch.optim.Optimizer):
-    """What both have in common. Every step is a collective of the ranks that shard a parameter."""
+    """The step that LARS and LAMB share. Every step is a collective of the ranks that shard a parameter."""
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
-        """One step. closure: computes gradients anew and returns the loss, as PyTorch's optimizers take it."""
+        """Update all parameters that have a gradient.
+
+        Args:
+            closure: computes the gradients anew and returns the loss, as PyTorch's optimizers accept it.
+
+        Returns:
+            The loss that `closure` has returned; None without one.
+        """
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -51,6 +59,7 @@ class LayerwiseOptimizer(torch.optim.Optimizer):
         updated = [(p, group) for group in self.param_groups for p in group["params"] if p.grad is not None]
         for parameter, group in updated:
             self.accumulate(parameter, group)
+        # Biases and norms have no ratio.
         adapted = [(p, group) for p, group in updated if p.ndim > 1]
         ratios = self.trust_ratios(adapted)
         for parameter, group in updated:
@@ -58,40 +67,52 @@ class LayerwiseOptimizer(torch.optim.Optimizer):
         return loss
 
     def trust_ratios(self, adapted: Sequence[tuple[nn.Parameter, dict[str, Any]]]) -> dict[int, Tensor]:
-        """The trust ratio of each parameter of those that have one, by its id: scalars. A collective."""
+        """Compute the trust ratios of parameters. A collective of the ranks that shard one of them.
+
+        Args:
+            adapted: parameters that have a ratio, each with its group.
+
+        Returns:
+            id of a parameter → its ratio, a scalar on the parameter's device.
+        """
         if not adapted:
             return {}
         parameters = [parameter for parameter, _ in adapted]
         weights = local_norms(parameters)
-        directions = [local_norms([self.direction(parameter, group)])[0] for parameter, group in adapted]
         device = weights[0].device
-        pairs = [torch.stack((w.to(device), d.to(device))) for w, d in zip(weights, directions, strict=True)]
+        pairs = []
+        for weight, (parameter, group) in zip(weights, adapted, strict=True):
+            # One direction at a time: it is as large as the parameter.
+            (direction,) = local_norms([self.direction(parameter, group)])
+            pairs.append(torch.stack((weight.to(device), direction.to(device))))
+        # (parameters, 2): the norms of the weight and of its direction
         norms = full_norms(parameters, torch.stack(pairs))
         ratios = {}
         for (parameter, group), (weight, direction) in zip(adapted, norms, strict=True):
             nonzero = (weight > 0) & (direction > 0)
-            ratios[id(parameter)] = torch.where(nonzero, self.ratio(weight, direction, group), 1.0).to(parameter.device)
+            ratio = torch.where(nonzero, self.ratio(weight, direction, group), 1.0)
+            ratios[id(parameter)] = ratio.to(parameter.device)
         return ratios
 
     def accumulate(self, parameter: nn.Parameter, group: dict[str, Any]) -> None:
-        """Add the gradient to what the optimizer keeps of them."""
+        """Add the gradient to the optimizer's state of a parameter."""
         raise NotImplementedError
 
     def direction(self, parameter: nn.Parameter, group: dict[str, Any]) -> Tensor:
-        """What the weight's norm is held against: this rank's local tensor."""
+        """Return the tensor whose norm the weight's norm is compared with: this rank's local tensor."""
         raise NotImplementedError
 
     def ratio(self, weight: Tensor, direction: Tensor, group: dict[str, Any]) -> Tensor:
-        """The trust ratio of two norms of full tensors, scalars."""
+        """Return the trust ratio, a scalar, from two norms of full tensors, scalars too."""
         raise NotImplementedError
 
     def update(self, parameter: nn.Parameter, ratio: Tensor | float, group: dict[str, Any]) -> None:
-        """Move a parameter, in place."""
+        """Move a parameter by its step, in place."""
         raise NotImplementedError
 
 
 class LARS(LayerwiseOptimizer):
-    """SGD with momentum; of each tensor the rate in proportion to |w| / |g|. State: ``momentum_buffer``."""
+    """SGD with momentum, whose rate for each tensor is in proportion to |w| / |g|. Its state is ``momentum_buffer``."""
 
     def __init__(self, groups: list[dict[str, Any]], lr: float, momentum: float = 0.9, eta: float = 1e-3) -> None:
         super().__init__(groups, {"lr": lr, "weight_decay": 0.0, "momentum": momentum, "eta": eta})
@@ -108,15 +129,19 @@ class LARS(LayerwiseOptimizer):
         return ratio
 
     def update(self, parameter: nn.Parameter, ratio: Tensor | float, group: dict[str, Any]) -> None:
-        local, momentum = to_local(parameter), to_local(self.state[parameter]["momentum_buffer"])
+        local = to_local(parameter)
+        momentum = to_local(self.state[parameter]["momentum_buffer"])
         rate = group["lr"] * ratio
-        momentum.mul_(group["momentum"]).add_((gradient_of(parameter) + group["weight_decay"] * local) * rate)
+        decayed = gradient_of(parameter) + group["weight_decay"] * local
+        momentum.mul_(group["momentum"]).add_(decayed * rate)
         local.sub_(momentum)
 
 
 class LAMB(LayerwiseOptimizer):
-    """AdamW, whose step of each tensor is as large as the tensor, times the rate. State: ``exp_avg``, ``exp_avg_sq``,
-    ``step``."""
+    """AdamW, whose step for each tensor is as large as the tensor, times the rate.
+
+    Its state is ``exp_avg``, ``exp_avg_sq`` and ``step``.
+    """
 
     def __init__(
         self,
@@ -128,51 +153,66 @@ class LAMB(LayerwiseOptimizer):
         super().__init__(groups, {"lr": lr, "weight_decay": 0.0, "betas": betas, "eps": eps})
 
     def accumulate(self, parameter: nn.Parameter, group: dict[str, Any]) -> None:
-        state, gradient = self.state[parameter], gradient_of(parameter)
+        state = self.state[parameter]
+        gradient = gradient_of(parameter)
         if not state:
             state["step"] = torch.zeros((), device=gradient.device)
-            state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(parameter), torch.zeros_like(parameter)
+            state["exp_avg"] = torch.zeros_like(parameter)
+            state["exp_avg_sq"] = torch.zeros_like(parameter)
         beta1, beta2 = group["betas"]
         state["step"] += 1
         to_local(state["exp_avg"]).lerp_(gradient, 1 - beta1)
         to_local(state["exp_avg_sq"]).mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
 
     def direction(self, parameter: nn.Parameter, group: dict[str, Any]) -> Tensor:
-        state, local = self.state[parameter], to_local(parameter)
+        state = self.state[parameter]
+        local = to_local(parameter)
         step = state["step"].to(torch.promote_types(local.dtype, torch.float32))
-        # 1 - βᵗ, on the device, without the digits that float32 loses where βᵗ is close to 1
-        first, second = (-torch.expm1(step * (math.log(beta) if beta else -math.inf)) for beta in group["betas"])
-        root = (to_local(state["exp_avg_sq"]) / second).sqrt_()
-        return to_local(state["exp_avg"]) / first / root.add_(group["eps"]) + group["weight_decay"] * local
+        # The bias corrections 1 - βᵗ, as -expm1(t log β): on the device, and without losing the digits that float32 has
+        # no room for when βᵗ is close to 1.
+        corrections = []
+        for beta in group["betas"]:
+            log_beta = math.log(beta) if beta else -math.inf
+            corrections.append(-torch.expm1(step * log_beta))
+        root = (to_local(state["exp_avg_sq"]) / corrections[1]).sqrt_()
+        adam = to_local(state["exp_avg"]) / corrections[0] / root.add_(group["eps"])
+        return adam + group["weight_decay"] * local
 
     def ratio(self, weight: Tensor, direction: Tensor, group: dict[str, Any]) -> Tensor:
         return weight / direction
 
     def update(self, parameter: nn.Parameter, ratio: Tensor | float, group: dict[str, Any]) -> None:
-        to_local(parameter).sub_(self.direction(parameter, group) * (group["lr"] * ratio))
+        rate = group["lr"] * ratio
+        to_local(parameter).sub_(self.direction(parameter, group) * rate)
 
 
 def gradient_of(parameter: nn.Parameter) -> Tensor:
-    """This rank's local tensor of a gradient that is there."""
+    """Return this rank's local tensor of a parameter's gradient."""
     assert parameter.grad is not None
     return to_local(parameter.grad)
 
 
 def full_norms(parameters: Sequence[Tensor], norms: Tensor) -> Tensor:
-    """The 2-norms of full tensors. A collective: one all-reduce for each axis that shards any of them, of all at once.
+    """Compute the 2-norms of full tensors from those of local tensors.
+
+    A collective: one all-reduce, of all norms at once, for each axis that shards any of the parameters.
 
     Args:
-        norms: (parameters, n), of the local tensors of n tensors that are sharded as the parameter is.
+        parameters: parameters that tell how the tensors are sharded.
+        norms: norms of this rank's local tensors, (parameters, n): n tensors that are sharded as the parameter is.
 
     Returns:
         (parameters, n), the same on all ranks that share a tensor.
     """
     squares = norms.square()
+    # Group → rows of `squares` whose parameters it shards.
     sharded_by: dict[dist.ProcessGroup, list[int]] = {}
     for index, parameter in enumerate(parameters):
-        if (axes := sharding_of(parameter)) is not None:
-            for axis in axes[1]:
-                sharded_by.setdefault(axes[0].get_group(axis), []).append(index)
+        sharding = sharding_of(parameter)
+        if sharding is not None:
+            mesh, axes = sharding
+            for axis in axes:
+                sharded_by.setdefault(mesh.get_group(axis), []).append(index)
     for group, indices in sharded_by.items():
         total = to_group_device(squares[indices], group)
         dist.all_reduce(total, group=group)
@@ -188,7 +228,15 @@ def make_layerwise(
     decayed: str | None = None,
     betas: tuple[float, float] | None = None,
 ) -> LayerwiseOptimizer:
-    """``lars`` or ``lamb``; arguments as of `mmm.optim.adamw.make_optimizer`. decayed: None: ``matrices``."""
-    rate = WEIGHT_DECAY[name] if weight_decay is None else weight_decay
-    groups = groups_of(parameters, rate, decayed or "matrices")
-    return LARS(groups, lr) if name == "lars" else LAMB(groups, lr, betas or BETAS)
+    """Make ``lars`` or ``lamb``. The arguments are those of `mmm.optim.adamw.make_optimizer`.
+
+    Args:
+        weight_decay: None: that of the paper.
+        decayed: None: ``matrices``.
+    """
+    if weight_decay is None:
+        weight_decay = WEIGHT_DECAY[name]
+    groups = groups_of(parameters, weight_decay, decayed or "matrices")
+    if name == "lars":
+        return LARS(groups, lr)
+    return LAMB(groups, lr, betas or BETAS)

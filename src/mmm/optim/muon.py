@@ -1,17 +1,18 @@
-"""Muon: the momentum of a matrix, orthogonalized, is its update; what is no matrix is updated by AdamW.
+"""Muon: a matrix is updated by its orthogonalized momentum; what is not a matrix is updated by AdamW.
 
-A momentum M = U S Vᵀ becomes about U Vᵀ: all its directions weigh alike. A Newton–Schulz iteration comes near that with
-matrix products alone. It needs the full matrix, of which a rank has a shard::
+A momentum M = U S Vᵀ becomes about U Vᵀ: all its directions get the same weight. A Newton–Schulz iteration approximates
+that with matrix products only. It needs the full matrix, of which a rank has a shard::
 
     momentum      a shard on each rank           state: as much as SGD's
       │ all-gather over the axes that shard it
       ▼           full, on each rank             Newton–Schulz: every rank computes the same
     update        each rank takes its own shard of the result
 
-The update has the root mean square of one of AdamW, so that learning rate and weight decay are the same for both.
+The update is scaled to the root mean square of one of AdamW's, so that both use the same learning rate and weight
+decay.
 
-``torch.optim.Muon`` iterates in bfloat16, in which the last bits of a sum, and so the mesh, would show.
-Here it is the dtype of the weights.
+``torch.optim.Muon`` iterates in bfloat16. There the last bits of a sum, and so the mesh, would show in the result. Here
+the iteration uses the dtype of the weights.
 
 Sources: Jordan et al., "Muon: an optimizer for hidden layers in neural networks", 2024; Liu et al., "Muon is scalable
 for LLM training", 2025 (the scale).
@@ -33,52 +34,77 @@ from mmm.parallel.parallel_model import ParallelModel
 from mmm.parallel.plan import Plan, matches
 from mmm.torch_private.groups import ignore_gathers_in_turns
 
-MOMENTUM, STEPS, COEFFICIENTS, EPS = 0.95, 5, (3.4445, -4.7750, 2.0315), 1e-7
-RMS = 0.2  # of AdamW's updates, about
+MOMENTUM = 0.95
+
+# The Newton–Schulz iteration: its steps, the coefficients a, b, c of its polynomial, and the least norm to divide by.
+STEPS = 5
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+EPS = 1e-7
+
+# The root mean square of AdamW's updates, about.
+RMS = 0.2
 
 
 class Muon(torch.optim.AdamW):
-    """AdamW, but for groups with ``muon=True``: matrices, of two dims. Every step is a collective of the ranks that
-    shard one."""
+    """AdamW, except for groups with ``muon=True``, whose parameters are matrices of two dims.
+
+    Every step is a collective of the ranks that shard a matrix.
+    """
 
     def __init__(self, groups: list[dict[str, Any]], **more: Any) -> None:
         super().__init__(groups, **more)
-        self._step_supports_amp_scaling = False  # a step that overflows is left out by whoever calls
+        # With True, `GradScaler` would leave a step that overflows to AdamW's fused kernel, and the matrices would be
+        # updated all the same. With False it skips the whole step.
+        self._step_supports_amp_scaling = False
 
     def _init_group(self, group: dict[str, Any], parameters: list[Tensor], *columns: list[Tensor]) -> bool:
         if not group.get("muon"):
             has_complex: bool = super()._init_group(group, parameters, *columns)  # type: ignore[no-untyped-call]
             take_shards(parameters, columns)
             return has_complex
+        # The lists stay empty: AdamW's kernel has nothing to do for this group.
         for parameter in group["params"]:
             if parameter.grad is not None:
                 self._update(parameter, group["lr"], group["weight_decay"])
         return False
 
     def _update(self, parameter: nn.Parameter, lr: float, weight_decay: float) -> None:
+        """Update a matrix, (rows, columns), in place. A collective of the ranks that shard it."""
         state = self.state[parameter]
         if not state:
             state["momentum_buffer"] = torch.zeros_like(parameter)
-            state["step"] = torch.zeros((), device=parameter.device)  # AdamW, where it loads a state, asks for one
+            # AdamW asks for a step when it loads a state.
+            state["step"] = torch.zeros((), device=parameter.device)
         state["step"] += 1
-        local, gradient = to_local(parameter.detach()), to_local(parameter.grad)  # type: ignore[arg-type]
+        local = to_local(parameter.detach())
+        gradient = to_local(parameter.grad)  # type: ignore[arg-type]
         momentum = to_local(state["momentum_buffer"])
         momentum.lerp_(gradient, 1 - MOMENTUM)
-        update = own_shard(orthogonalized(gathered(gradient.lerp(momentum, MOMENTUM), parameter)), parameter)
-        local.mul_(1 - lr * weight_decay).add_(update, alpha=-lr * RMS * math.sqrt(max(parameter.shape)))
+        # Nesterov's momentum: the gradient counts once more.
+        nesterov = gradient.lerp(momentum, MOMENTUM)
+        full_update = orthogonalized(gathered(nesterov, parameter))
+        update = own_shard(full_update, parameter)
+        local.mul_(1 - lr * weight_decay)
+        local.add_(update, alpha=-lr * RMS * math.sqrt(max(parameter.shape)))
 
 
 def gathered(local: Tensor, parameter: Tensor) -> Tensor:
-    """The full tensor whose shards are sharded as `parameter` is. A collective."""
+    """Return the full tensor whose shards are sharded as `parameter` is. A collective."""
     if not isinstance(parameter, DTensor):
         return local
-    mesh, placements = parameter.device_mesh, parameter.placements
-    shape, stride = parameter.shape, parameter.stride()
-    return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride).full_tensor()
+    sharded = DTensor.from_local(
+        local,
+        parameter.device_mesh,
+        parameter.placements,
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )
+    return sharded.full_tensor()
 
 
 def own_shard(full: Tensor, parameter: Tensor) -> Tensor:
-    """The part of a tensor that this rank has of `parameter`."""
+    """Return the shard of a full tensor that this rank has of `parameter`: a view."""
     box = local_box(parameter)
     for dim, (start, length) in enumerate(zip(box.start, box.length, strict=True)):
         full = full.narrow(dim, start, length)
@@ -86,28 +112,40 @@ def own_shard(full: Tensor, parameter: Tensor) -> Tensor:
 
 
 def orthogonalized(matrix: Tensor) -> Tensor:
-    """U f(S) Vᵀ of a matrix U S Vᵀ, (rows, columns); f of a singular value is between 0.6 and 1.3, unless it is small
-    beside the others."""
+    """Return U f(S) Vᵀ of a matrix U S Vᵀ, (rows, columns).
+
+    f of a singular value is between 0.6 and 1.3, unless the value is small compared with the others.
+    """
     a, b, c = COEFFICIENTS
-    wide = matrix.T if matrix.shape[0] > matrix.shape[1] else matrix
-    x = wide / wide.norm().clamp(min=EPS)  # no singular value above 1
+    is_tall = matrix.shape[0] > matrix.shape[1]
+    # The smaller of x xᵀ and xᵀ x is computed.
+    wide = matrix.T if is_tall else matrix
+    # No singular value is larger than the norm: after the division all are at most 1.
+    x = wide / wide.norm().clamp(min=EPS)
     for _ in range(STEPS):
         gram = x @ x.T
-        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
-    return x.T if matrix.shape[0] > matrix.shape[1] else x
+        polynomial = torch.addmm(gram, gram, gram, beta=b, alpha=c)
+        x = torch.addmm(x, polynomial, x, beta=a)
+    return x.T if is_tall else x
 
 
 def hidden_matrices(model: ParallelModel, plan: Plan) -> list[nn.Parameter]:
-    """The parameters of two dims that are neither an embedding nor the output matrix."""
-    modules = [pair for module in model.modules.values() for pair in module.named_modules()]
-    lookups = {canonical_name(name) for name, module in modules if isinstance(module, nn.Embedding)}
-
-    def is_hidden(name: str) -> bool:
-        names = [name, *(other for other, first in model.tied_aliases.items() if first == name)]  # of a tied weight
-        owners = [each.rpartition(".")[0] for each in names]
-        return not any(owner in lookups or matches(plan.output, owner) for owner in owners)
-
-    return [p for name, p in model.named_parameters() if p.ndim == 2 and is_hidden(name)]
+    """Return the parameters of two dims that belong neither to an embedding nor to the output matrix."""
+    embeddings = set()
+    for stage in model.modules.values():
+        for name, module in stage.named_modules():
+            if isinstance(module, nn.Embedding):
+                embeddings.add(canonical_name(name))
+    hidden = []
+    for name, parameter in model.named_parameters():
+        if parameter.ndim != 2:
+            continue
+        # A tied weight has several names, and belongs to the module of each.
+        names = [name, *(alias for alias, first in model.tied_aliases.items() if first == name)]
+        owners = [parameter_name.rpartition(".")[0] for parameter_name in names]
+        if not any(owner in embeddings or matches(plan.output, owner) for owner in owners):
+            hidden.append(parameter)
+    return hidden
 
 
 def make_muon(
@@ -118,11 +156,18 @@ def make_muon(
     decayed: str = "all",
     betas: tuple[float, float] | None = None,
 ) -> Muon:
-    """Muon for the `hidden_matrices` of a model, and AdamW for the rest; arguments as of `make_optimizer`."""
-    # PyTorch warns that a matrix sharded twice is gathered in two turns: that is fine here.
+    """Make Muon for the `hidden_matrices` of a model, with AdamW for the rest.
+
+    Args:
+        model: the parallelized model.
+        plan: its plan, which names the output matrix.
+        lr, weight_decay, decayed, betas: as in `make_optimizer`.
+    """
+    # PyTorch warns that a matrix which two axes shard is gathered in two turns: that is fine here.
     ignore_gathers_in_turns()
     matrices = hidden_matrices(model, plan)
-    own = {id(parameter) for parameter in matrices}
-    rest = groups_of((p for p in model.parameters() if id(p) not in own), weight_decay, decayed)
+    ids = {id(matrix) for matrix in matrices}
+    rest = [parameter for parameter in model.parameters() if id(parameter) not in ids]
     groups = [group | {"muon": True} for group in groups_of(matrices, weight_decay)]
-    return Muon([*groups, *rest], lr=lr, betas=betas or BETAS, fused=fused([*groups, *rest]))
+    groups += groups_of(rest, weight_decay, decayed)
+    return Muon(groups, lr=lr, betas=betas or BETAS, fused=fused(groups))

@@ -8,19 +8,26 @@ import torch
 
 
 def storage_info(name: str, offset: int, length: int) -> Any:
-    """Where DCP's file writer has put something: file, first byte and bytes.
+    """Make the record in which DCP's file writer notes where it has put an entry.
 
-    Private: checkpoint.filesystem._StorageInfo, seen in 2.10 to 2.14; instead: nothing."""
+    Args:
+        name: file that has the entry.
+        offset: position of its first byte.
+        length: its number of bytes.
+
+    Private: checkpoint.filesystem._StorageInfo, seen in 2.10 to 2.14. No public replacement.
+    """
     from torch.distributed.checkpoint.filesystem import _StorageInfo
 
     return _StorageInfo(name, offset, length)
 
 
 def pickled_names() -> dict[tuple[str, str], Any]:
-    """What the pickle ``.metadata`` names besides DCP's public classes, by module and name.
+    """Return the private classes and functions that the pickle ``.metadata`` names: (module, name) → object.
 
     Private: metadata._MEM_FORMAT_ENCODING, filesystem._StorageInfo, torch.serialization._get_layout, seen in 2.10 to
-    2.14; instead: nothing, files that are there have these names."""
+    2.14. No public replacement: existing files have these names.
+    """
     from torch.distributed.checkpoint import filesystem, metadata
 
     return {

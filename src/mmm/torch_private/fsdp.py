@@ -1,4 +1,4 @@
-"""Private names of FSDP: its records of units, of the parameters that a unit gathers together, and of each of these."""
+"""Private names of FSDP: its records of units, of parameters that are gathered together, and of single parameters."""
 
 from __future__ import annotations
 
@@ -11,39 +11,48 @@ from mmm.torch_private.module import version_of
 
 
 def state_of(unit: Any) -> Any:
-    """FSDP's record of a unit, which its modules share if it has several.
+    """Return FSDP's record of a unit. If a unit has several modules, they share the record.
 
-    Private: FSDPModule._get_fsdp_state, seen in 2.10 to 2.14; instead: nothing."""
+    Private: FSDPModule._get_fsdp_state, seen in 2.10 to 2.14. No public replacement.
+    """
     return unit._get_fsdp_state()
 
 
 def groups_of(unit: Any) -> list[Any]:
-    """FSDP's own records of the parameters that it gathers together for `unit`.
+    """Return FSDP's own records of the parameters that it gathers together for `unit`.
 
-    Private: FSDPState._fsdp_param_groups, seen in 2.12 to 2.14, before that _fsdp_param_group; instead: nothing."""
+    Private: FSDPState._fsdp_param_groups, seen in 2.12 to 2.14, before that _fsdp_param_group. No public replacement.
+    """
     state = state_of(unit)
-    one = getattr(state, "_fsdp_param_group", None) if not hasattr(state, "_fsdp_param_groups") else None
-    return list(getattr(state, "_fsdp_param_groups", [one] if one else []))
+    if hasattr(state, "_fsdp_param_groups"):
+        return list(state._fsdp_param_groups)
+    # A unit without parameters has no group.
+    group = getattr(state, "_fsdp_param_group", None)
+    return [group] if group else []
 
 
 def unsharded_of(parameter: Any) -> Tensor | None:
-    """Of FSDP's record of a parameter, the parameter that it gathers; None before it has been.
+    """Return the gathered parameter of FSDP's record of a parameter; None before it was gathered first.
 
-    Private: FSDPParam._unsharded_param, seen in 2.10 to 2.14; instead: nothing."""
+    Private: FSDPParam._unsharded_param, seen in 2.10 to 2.14. No public replacement.
+    """
     return getattr(parameter, "_unsharded_param", None)
 
 
 def shards_version(shards: Iterable[Any]) -> int:
-    """Of shards, `DTensor`: higher after each change.
+    """Return a number that grows with each change of shards, which are `DTensor`s.
 
-    Private: DTensor._local_tensor, seen in 2.10 to 2.14; instead: to_local, which makes a view."""
+    Private: DTensor._local_tensor, seen in 2.10 to 2.14. Public replacement: to_local, which makes a view.
+    """
+    # A change through the DTensor counts for the DTensor, one through its local tensor for that.
     return sum(version_of(shard) + version_of(shard._local_tensor) for shard in shards)
 
 
 def set_local(parameter: Any, local: Tensor) -> None:
-    """Give a parameter, plain or a `DTensor`, other memory for its local tensor, of the same shape.
+    """Give a parameter, plain or a `DTensor`, another local tensor of the same shape.
 
-    Private: DTensor._local_tensor, seen in 2.10 to 2.14; instead: to_local, which makes a view."""
+    Private: DTensor._local_tensor, seen in 2.10 to 2.14. Public replacement: to_local, which makes a view.
+    """
     if hasattr(parameter, "_local_tensor"):
         parameter._local_tensor = local
     else:
@@ -51,7 +60,8 @@ def set_local(parameter: Any, local: Tensor) -> None:
 
 
 def pre_backward(unit: Any) -> Any:
-    """The hook of a tensor by which FSDP gathers a unit for backward.
+    """Return the tensor hook by which FSDP gathers a unit for its backward.
 
-    Private: FSDPState._pre_backward, seen in 2.10 to 2.14; instead: nothing."""
+    Private: FSDPState._pre_backward, seen in 2.10 to 2.14. No public replacement.
+    """
     return state_of(unit)._pre_backward

@@ -14,59 +14,70 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.torch_version import TorchVersion
 
-# Private: what makes a mesh out of others, seen in 2.10 to 2.14; instead: the first, if all went through it.
+# Methods that make a mesh out of others.
+# Private: DeviceMesh._concatenate, seen in 2.10 to 2.14. Public replacement: __getitem__, if all went through it.
 MESH_MAKERS = ("__getitem__", "_concatenate")
-# Private: the flight recorders of NCCL (not in builds for the CPU) and of the others, seen in 2.13; instead: nothing.
+
+# The flight recorders of NCCL (not in builds for the CPU) and of the other backends.
+# Private: both names, seen in 2.13. No public replacement.
 RECORDERS = ("_dump_nccl_trace_json", "_dump_fr_trace_json")
 
 
 def default_group() -> dist.ProcessGroup:
-    """The group of all ranks.
+    """Return the group of all ranks.
 
-    Private: distributed_c10d._get_default_group, seen in 2.10 to 2.14; instead: dist.group.WORLD."""
+    Private: distributed_c10d._get_default_group, seen in 2.10 to 2.14. Public replacement: dist.group.WORLD.
+    """
     return dist.distributed_c10d._get_default_group()
 
 
 def default_store() -> Any:
-    """The store by which the ranks have met.
+    """Return the store by which the ranks have met.
 
-    Private: distributed_c10d._get_default_store, seen in 2.10 to 2.14; instead: the store that
-    init_process_group got."""
+    Private: distributed_c10d._get_default_store, seen in 2.10 to 2.14. Public replacement: the store that
+    init_process_group got.
+    """
     return dist.distributed_c10d._get_default_store()
 
 
 def group_of_name(name: str) -> dist.ProcessGroup:
-    """The group that a functional collective names.
+    """Return the group of a name, as functional collectives name their group.
 
-    Private: distributed_c10d._resolve_process_group, seen in 2.10 to 2.14; instead: nothing."""
+    Private: distributed_c10d._resolve_process_group, seen in 2.10 to 2.14. No public replacement.
+    """
     return dist.distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type]
 
 
 def group_names() -> Mapping[dist.ProcessGroup, str]:
-    """The groups that this rank is in, with their names.
+    """Return the groups that this rank is in: group → name.
 
-    Private: distributed_c10d._world, seen in 2.10 to 2.14; instead: ProcessGroup.group_name of each, had it a list."""
+    Private: distributed_c10d._world, seen in 2.10 to 2.14. Public replacement: ProcessGroup.group_name of each, if
+    there were a list of them.
+    """
     return dist.distributed_c10d._world.pg_names
 
 
 def device_types(group: dist.ProcessGroup) -> list[torch.device]:
-    """The devices that a group has backends for.
+    """Return the devices that a group has backends for.
 
-    Private: ProcessGroup._device_types, seen in 2.10 to 2.14; instead: dist.get_backend_config, as text."""
+    Private: ProcessGroup._device_types, seen in 2.10 to 2.14. Public replacement: dist.get_backend_config, as text.
+    """
     return group._device_types
 
 
 def can_split(group: dist.ProcessGroup, device: torch.device) -> bool:
     """Whether a group's backend for a device can split groups.
 
-    Private: ProcessGroup._get_backend, seen in 2.10 to 2.14; instead: nothing."""
+    Private: ProcessGroup._get_backend, seen in 2.10 to 2.14. No public replacement.
+    """
     return group._get_backend(device).supports_splitting
 
 
 def usual_timeout(backend: str) -> timedelta:
-    """How long a collective may take in a group that is made without a time.
+    """Return how long a collective may take in a group of a backend that is made without a timeout.
 
-    Private: distributed_c10d._get_default_timeout, seen in 2.10 to 2.14; instead: nothing."""
+    Private: distributed_c10d._get_default_timeout, seen in 2.10 to 2.14. No public replacement.
+    """
     return dist.distributed_c10d._get_default_timeout(dist.Backend(backend))
 
 
@@ -74,11 +85,14 @@ def usual_timeout(backend: str) -> timedelta:
 def default_timeout(limit: timedelta) -> Iterator[None]:
     """Inside, a process group that is made without a timeout gets this one, whatever its backend.
 
-    The groups of a `DeviceMesh` are made without one, and do not take over the default group's. Afterwards PyTorch can
-    change it for gloo and nccl alone: those of xccl would wait half an hour. Options by axis (``backend_override``) are
-    of another class for each backend.
+    The groups of a `DeviceMesh` are made without a timeout, and do not inherit the default group's. Afterwards PyTorch
+    can only change it for gloo and nccl: groups of xccl would wait half an hour. Options for each axis
+    (``backend_override``) have another class for each backend.
 
-    Private: distributed_c10d._get_default_timeout, seen in 2.10 to 2.14; instead: a timeout of init_device_mesh."""
+    Private: distributed_c10d._get_default_timeout, seen in 2.10 to 2.14. Public replacement: a timeout of
+    init_device_mesh.
+    """
+    # Every group that is made without a timeout asks this function for it.
     c10d = dist.distributed_c10d
     default = c10d._get_default_timeout
     c10d._get_default_timeout = lambda backend: limit
@@ -89,18 +103,20 @@ def default_timeout(limit: timedelta) -> Iterator[None]:
 
 
 def set_timeout(limit: timedelta, group: dist.ProcessGroup) -> None:
-    """Give a group that is there another timeout.
+    """Give an existing group another timeout.
 
-    Private: distributed_c10d._set_pg_timeout, seen in 2.10 to 2.14, which warns of it; instead: dist.set_timeout, of
-    2.14, which is taken where it is there."""
+    Private: distributed_c10d._set_pg_timeout, seen in 2.10 to 2.14, which warns of it. Public replacement:
+    dist.set_timeout of 2.14, which is used if this PyTorch has it.
+    """
     change = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
     change(limit, group)
 
 
 def flight_recorders() -> Iterator[Any]:
-    """The functions that this PyTorch has of `RECORDERS`.
+    """Return those functions of `RECORDERS` that this PyTorch has.
 
-    Private: torch._C._distributed_c10d, seen in 2.10 to 2.14; instead: nothing."""
+    Private: torch._C._distributed_c10d, seen in 2.10 to 2.14. No public replacement.
+    """
     from torch._C import _distributed_c10d
 
     for name in RECORDERS:
@@ -110,61 +126,74 @@ def flight_recorders() -> Iterator[Any]:
 
 
 def functional_collectives() -> Any:
-    """The module whose ``wait_tensor`` all functional collectives wait by.
+    """Return the module whose ``wait_tensor`` all functional collectives use to wait.
 
-    Private: torch.distributed._functional_collectives, seen in 2.10 to 2.14; instead: nothing."""
+    Private: torch.distributed._functional_collectives, seen in 2.10 to 2.14. No public replacement.
+    """
     from torch.distributed import _functional_collectives
 
     return _functional_collectives
 
 
 def wait_tensor(tensor: Tensor) -> Tensor:
-    """The result of a functional collective, once it is there.
+    """Wait for the result of a functional collective, and return it.
 
-    Private: torch.distributed._functional_collectives.wait_tensor, seen in 2.10 to 2.14; instead: nothing."""
+    Private: torch.distributed._functional_collectives.wait_tensor, seen in 2.10 to 2.14. No public replacement.
+    """
     return functional_collectives().wait_tensor(tensor)
 
 
 def all_to_all_single_autograd(
     x: Tensor, receive: list[int] | None, send: list[int] | None, group: dist.ProcessGroup
 ) -> Tensor:
-    """Rows of `x` to their ranks, in backward their gradients the other way.
+    """Send the rows of `x` to their ranks. The backward sends the rows' gradients back. A collective of the group.
 
     Args:
-        receive: rows from each rank of the group. None: as many from each.
-        send: rows to each.
+        x: rows in the order of the ranks that they are for, (rows, …).
+        receive: number of rows from each rank of the group; None: the same number from each.
+        send: number of rows to each rank of the group; None: the same number to each.
+        group: the ranks that exchange rows.
 
-    Private: torch.distributed._functional_collectives.all_to_all_single_autograd, seen in 2.10 to 2.14; instead:
-    torch.distributed.nn.functional.all_to_all_single, which copies to a given output."""
+    Private: torch.distributed._functional_collectives.all_to_all_single_autograd, seen in 2.10 to 2.14. Public
+    replacement: torch.distributed.nn.functional.all_to_all_single, which copies to a given output.
+    """
     return functional_collectives().all_to_all_single_autograd(x, receive, send, group)
 
 
 def flatten(mesh: DeviceMesh, name: str) -> DeviceMesh:
-    """All axes of a mesh as one.
+    """Return a mesh of one axis that has the ranks of all axes of `mesh`. A collective of its ranks.
 
-    Private: DeviceMesh._flatten, seen in 2.10 to 2.14; instead: nothing."""
+    Private: DeviceMesh._flatten, seen in 2.10 to 2.14. No public replacement.
+    """
     return mesh._flatten(name)
 
 
 def unflatten(mesh: DeviceMesh, sizes: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
-    """A mesh of one axis as several. A collective.
+    """Split the one axis of a mesh into several. A collective of its ranks.
 
-    Private: DeviceMesh._unflatten, seen in 2.13; instead: a DeviceMesh of the ranks, with groups for all axes."""
+    Private: DeviceMesh._unflatten, seen in 2.13. Public replacement: a DeviceMesh of the ranks, with groups for all
+    axes.
+    """
     return mesh._unflatten(0, sizes, names)
 
 
 def dtensor_like(local: Tensor, like: Any) -> Any:
-    """A DTensor with mesh and placements of another, whose local tensor may be on another device than the mesh.
+    """Make a DTensor that has the mesh and placements of `like`. Its local tensor may be on another device than the
+    mesh.
 
-    Private: DTensor._spec, seen in 2.10 to 2.14; instead: DTensor.from_local, which copies to the mesh's device."""
+    Private: DTensor._spec, seen in 2.10 to 2.14. Public replacement: DTensor.from_local, which copies to the mesh's
+    device.
+    """
     return type(like)(local, like._spec, requires_grad=False)
 
 
 def leave_generators_alone(mesh: DeviceMesh) -> None:
-    """Keep the first random operator on a `DTensor` from giving all ranks the generator of rank 0, by a collective of
-    all.
+    """Keep the first random operator on a `DTensor` from giving all ranks the generator state of rank 0.
 
-    Private: torch.distributed.tensor._random, seen in 2.10 to 2.14; instead: nothing."""
+    PyTorch would broadcast it to all ranks of the mesh.
+
+    Private: torch.distributed.tensor._random, seen in 2.10 to 2.14. No public replacement.
+    """
     from torch.distributed.tensor import _random
 
     if _random._rng_tracker is None:
@@ -172,15 +201,19 @@ def leave_generators_alone(mesh: DeviceMesh) -> None:
 
 
 def differentiate_twice(refusal: type[Exception]) -> None:
-    """Keep the gradient of a plain tensor that enters sharded modules in the graph that ``create_graph=True`` makes.
+    """Make second derivatives right for a plain tensor that enters sharded modules.
 
-    Its gradients on the ranks are summed there, and PyTorch leaves the sum out of the graph, silently: the second
-    derivative then lacks all of the modules before it.
+    The ranks' gradients of such a tensor are summed, and PyTorch leaves the sum out of the graph that
+    ``create_graph=True`` makes, silently: the second derivative then lacks all modules before it.
 
-    Private: torch.distributed.tensor._api._FromTorchTensor, seen in 2.13 and 2.14; instead: nothing.
+    Args:
+        refusal: class of the error to raise if this PyTorch cannot do it.
 
     Raises:
-        refusal: in such a backward, where PyTorch is older than 2.13, whose other parts leave the graph as well.
+        refusal: in such a backward pass, if PyTorch is older than 2.13, in which other operations leave the graph as
+            well.
+
+    Private: torch.distributed.tensor._api._FromTorchTensor, seen in 2.13 and 2.14. No public replacement.
     """
     from torch.distributed.tensor import _api
 
@@ -190,7 +223,8 @@ def differentiate_twice(refusal: type[Exception]) -> None:
     original = entering.backward
 
     def backward(ctx: Any, gradient: Any) -> Any:
-        if gradient is None or not torch.is_grad_enabled():  # in a backward: it makes no graph
+        # Without `create_graph`, gradients are disabled in the backward pass.
+        if gradient is None or not torch.is_grad_enabled():
             return original(ctx, gradient)
         if TorchVersion(torch.__version__) < "2.13":
             raise refusal(
@@ -200,16 +234,21 @@ def differentiate_twice(refusal: type[Exception]) -> None:
         placements = ctx.grad_placements
         if placements is None:
             placements = _api._normalize_placements_for_grad(ctx.forward_input_placements)
-        # What a rank does with the gradient is its own where the tensor was its own summand.
-        local = gradient.redistribute(placements=placements).to_local(grad_placements=ctx.forward_input_placements)
-        return local, *[None] * (len(ctx.needs_input_grad) - 1)
+        summed = gradient.redistribute(placements=placements)
+        # If a rank's tensor entered as its own summand of a partial sum, its gradient is its own as well: the forward's
+        # placements tell.
+        local = summed.to_local(grad_placements=ctx.forward_input_placements)
+        # `backward` returns one value for each argument of forward; only the tensor has a gradient.
+        other_arguments = len(ctx.needs_input_grad) - 1
+        return local, *[None] * other_arguments
 
     entering.backward = staticmethod(backward)
     entering.differentiates_twice = True
 
 
 def ignore_gathers_in_turns() -> None:
-    """Have DTensor not warn that it gathers a tensor which two axes shard in two turns: here it is meant.
+    """Silence DTensor's warning that it gathers a tensor which two axes shard in two turns: here that is intended.
 
-    Private: the logger torch.distributed.tensor._redistribute, seen in 2.10 to 2.14; instead: nothing."""
+    Private: the logger torch.distributed.tensor._redistribute, seen in 2.10 to 2.14. No public replacement.
+    """
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
