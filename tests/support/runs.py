@@ -44,6 +44,6 @@ def make_run(rank, options, job, precision, device=CPU, clock=None, hooks=()):
     comm.rank = rank
     clock = StepClock(device) if clock is None else clock
     outdir = Path("no folder")  # as of rank 0, which alone has rows: here every rank has
-    log._said.clear()  # as where a run begins
+    log._logged_once.clear()  # as where a run begins
     run = Run("test", options, flags, job, rank, layout, device, precision, comm, clock, [rows, *hooks], outdir=outdir)
     return run, rows
