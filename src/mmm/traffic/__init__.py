@@ -1,1 +1,1 @@
-"""The bytes that ranks send: counted, and by formula."""
+"""Counts the bytes that ranks send, and computes them by formula."""

@@ -1,7 +1,8 @@
-"""What a layout has to send: bytes a rank and step, by axis of the mesh, from the model's shapes alone.
+"""Computes what a layout has to send: bytes of a rank in a step, by axis of the mesh, from the model's shapes only.
 
-It is the data flow of this package's plans, each operation by the algorithm that sends least (`collective_bytes`).
-Needs no process group. In bytes; on each axis of n ranks, c = (n-1)/n; of one rank's local tensors::
+The formulas follow the data flow of this package's plans, with the algorithm for each operation that sends least
+(`collective_bytes`). They need no process group. All terms are bytes of one rank's local tensors. On each axis of n
+ranks, c = (n-1)/n::
 
     dp    ddp          2 c G                           G  its gradients
           zero1        2 c G + c P                     P  its parameters before FSDP, padded to a multiple of n rows
@@ -14,24 +15,24 @@ Needs no process group. In bytes; on each axis of n ranks, c = (n-1)/n; of one r
           GPT          as much, the gradients of the norms' biases, and 2 k c A', of one sample, for positions
           ViT          4 L · 2 c A                     A  batch · local tokens along cp · dim, L layers
           CNN          2 c (features + classes) batch
-    pp                 A / (tp of the Transformer) for each boundary of stages that it faces another rank across, once
-                       forward from below it, once backward from above it; and 2 c · 8 for the loss; and its shard of
-                       the gradient of a weight that a stage on another rank has as well
+    pp                 A / (tp of the Transformer) for each boundary between one of its stages and another rank's, in
+                       forward to the stage after it, in backward to the stage before it; 2 c · 8 for the loss; and its
+                       shard of the gradient of a weight that a stage on another rank has as well
     cp    ring         L (2 (n-1) K + n K'')           K  its keys and values, K'' their gradients, at least float32
           ulysses      2 L c (Q + K + O)               Q, O its queries and outputs; K repeated until n divides heads
           usp          ulysses over cp_ulysses, ring over cp_ring, each of its own n; K as ulysses has repeated it
 
 Under autocast (zero1 and zero2 in mixed precision) the residual stream, and with it A, has the dtype of the weights:
-that is what stages pass on, and what is gathered before a product, in backward scattered; what a product gives has that
-of compute.
+that is what stages pass on, what is gathered before a product, and what is scattered in backward. The result of a
+product has the dtype of compute.
 
-The axes simply add up, with three remarks. Where there is cp, FSDP and ZeRO shard over dp_shard × cp, as an axis
-of its own, ``dp_shard_cp`` (with dp_shard 1 it is ``cp``). Under tp each rank has shards of the parameters and local
+The axes simply add up, with three remarks. If there is cp, FSDP and ZeRO shard over dp_shard × cp, which is an axis of
+its own, ``dp_shard_cp`` (with dp_shard 1 it is ``cp``). Under tp each rank has shards of the parameters and local
 heads, and A is sharded where the plan does so. Under pp the terms are those of the rank's stages. Gradients of
 parameters are summed once, for all micro-batches.
 
-Not counted: activation checkpointing, which repeats what layers send in forward; gradient clipping and the record,
-which send a few elements a step; a pipeline's first step, which sends shapes as well.
+Not counted are activation checkpointing, which repeats what layers send in forward; gradient clipping and the record,
+which send a few elements in a step; and a pipeline's first step, which sends shapes as well.
 
 Sources: Rajbhandari et al., "ZeRO", 2020 (dp); Korthikanti et al., "Reducing activation recomputation in large
 Transformer models", 2022 (tp with the sequence sharded), after Shoeybi et al., "Megatron-LM", 2019 (tp); Liu, Zaharia,
@@ -57,7 +58,8 @@ from mmm.parallel.pp.stages import take_stage
 from mmm.parallel.ties import stage_ties
 from mmm.runtime.device import Precision
 
-LOSS = 8  # bytes of a pipeline's loss
+# Bytes of the loss that a pipeline's stages sum.
+LOSS = 8
 
 
 def expected_traffic(
@@ -72,19 +74,33 @@ def expected_traffic(
     seq_length: int = 0,
     precision: Precision,
 ) -> dict[str, float]:
-    """Bytes that a rank sends in a step, forward to optimizer, by axis; axes on which it sends nothing are left out.
+    """Compute the bytes that a rank sends in a step, from forward to optimizer.
 
     Args:
-        model: before it is parallelized, on the meta device. layout: fitted to the number of ranks.
-        partition: of the model. stage_ids: of this rank's stages (``ParallelModel.modules``).
-        batch: samples of a step, per data-parallel coordinate. seq_length: of the Transformer, in tokens.
+        model: the model before it is parallelized, on the meta device.
+        plan: how the model is sharded.
+        layout: layout that is fitted to the number of ranks.
+        techniques: techniques on the layout's axes.
+        partition: partition of the model into pipeline stages.
+        stage_ids: indices of this rank's stages (``ParallelModel.modules``).
+        batch: samples of a step, for each data-parallel coordinate.
+        seq_length: tokens of a sample, for the Transformer.
+        precision: data types of the run.
+
+    Returns:
+        Axis → bytes. Axes on which the rank sends nothing are left out.
 
     Raises:
         ValueError: there is no formula for a model of that kind on an axis of the layout.
     """
-    count = len(partition.stages)
-    residual = precision.storage if techniques.data_parallel in UNSHARDED else precision.compute
-    own = {n: take_stage(model, partition.parts, partition.stages[n]) if count else model for n in stage_ids}
+    n_stages = len(partition.stages)
+    # Index → module of each stage that this rank has; without a pipeline the whole model is stage 0.
+    own: dict[int, nn.Module] = {}
+    for stage_id in stage_ids:
+        own[stage_id] = model
+        if n_stages:
+            own[stage_id] = take_stage(model, partition.parts, partition.stages[stage_id])
+
     by_axis = _data_parallel(own, plan, layout, precision, techniques, partition.microbatches)
     config = getattr(model, "config", None)
     definition = lookup(config)
@@ -92,7 +108,8 @@ def expected_traffic(
         if layout.tp * layout.cp * layout.pp > 1:
             raise ValueError(f"no formula for {type(model).__name__} over tp, cp or pp")
         return {axis: sent for axis, sent in by_axis.items() if sent}
-    held = _held(own.values(), plan)
+
+    residual = precision.storage if techniques.data_parallel in UNSHARDED else precision.compute
     setting = Setting(
         layout=layout,
         ulysses=techniques.ulysses_size(layout.cp),
@@ -102,32 +119,49 @@ def expected_traffic(
         compute=_size(precision.compute),
         residual=_size(residual),
     )
+    held = _held(own.values(), plan)
     for axis, sent in definition.costs.sent(config, setting, held).items():
         by_axis[axis] = by_axis.get(axis, 0.0) + sent
     if layout.pp > 1:
-        faced = sum(1 for k in own for other in (k - 1, k + 1) if 0 <= other < count and other not in own)
-        by_axis["pp"] = faced * definition.costs.boundary(config, setting) + factor("all_reduce", layout.pp) * LOSS
+        # Boundaries between one of this rank's stages and a stage of another rank.
+        boundaries = 0
+        for stage_id in own:
+            for neighbour in (stage_id - 1, stage_id + 1):
+                if 0 <= neighbour < n_stages and neighbour not in own:
+                    boundaries += 1
+        by_axis["pp"] = boundaries * definition.costs.boundary(config, setting)
+        by_axis["pp"] += factor("all_reduce", layout.pp) * LOSS
         for tie in stage_ties(model, partition.names()):
-            local = tie.keys() & own.keys()
-            for n in local:
-                named = zip(own[n].named_parameters(), local_shapes(own[n], plan, layout.tp), strict=True)
-                rows, *others = next(shape for (name, _), shape in named if name == tie[n])
-                rows = -(-rows // (layout.dp_shard * layout.cp))
-                by_axis["pp"] += (len(tie) - len(local)) * rows * math.prod(others) * _size(precision.storage)
+            # The ranks that have a weight of the tie send their shards of its gradient to each other.
+            local_stages = tie.keys() & own.keys()
+            for stage_id in local_stages:
+                stage = own[stage_id]
+                names = [name for name, _ in stage.named_parameters()]
+                shapes = local_shapes(stage, plan, layout.tp)
+                rows, *others = shapes[names.index(tie[stage_id])]
+                rows_per_rank = -(-rows // (layout.dp_shard * layout.cp))
+                shard = rows_per_rank * math.prod(others) * _size(precision.storage)
+                by_axis["pp"] += (len(tie) - len(local_stages)) * shard
     return {axis: sent for axis, sent in by_axis.items() if sent}
 
 
 def _size(dtype: torch.dtype) -> int:
+    """Bytes of an element."""
     return torch.empty(0, dtype=dtype).element_size()
 
 
 def local_shapes(model: nn.Module, plan: Plan, tp: int) -> list[tuple[int, ...]]:
-    """Shapes of a tp rank's local parameters; where tp does not divide a dim, those of the first rank."""
+    """Return the shapes of a tp rank's local parameters, in the order of the model's parameters.
+
+    If tp does not divide a dim, the shape is that of the first rank, which has the most elements.
+    """
     shapes = []
     for name, parameter in model.named_parameters():
         shape = list(parameter.shape)
-        if tp > 1 and (dim := sharded_dim(model, plan, name)) is not None:
-            shape[dim] = -(-shape[dim] // tp)
+        if tp > 1:
+            dim = sharded_dim(model, plan, name)
+            if dim is not None:
+                shape[dim] = -(-shape[dim] // tp)
         shapes.append(tuple(shape))
     return shapes
 
@@ -140,39 +174,62 @@ def _data_parallel(
     techniques: Techniques,
     microbatches: int,
 ) -> dict[str, float]:
-    technique = techniques.data_parallel
-    shapes = [shape for stage in own.values() for shape in local_shapes(stage, plan, layout.tp)]
-    unpadded = sum(math.prod(shape) for shape in shapes) * _size(precision.storage)
-    replicas, shards = layout.dp_replicate, layout.dp_shard * layout.cp
+    """Compute what data parallelism sends: axis → bytes.
 
-    def padded(ranks: int, some: Sequence[tuple[int, ...]] = shapes) -> int:
+    Args:
+        own: index → module of each stage that this rank has.
+    """
+    technique = techniques.data_parallel
+    element = _size(precision.storage)
+    # The parameters of all stages, and this rank's local shape of each.
+    parameters: list[nn.Parameter] = []
+    shapes: list[tuple[int, ...]] = []
+    for stage in own.values():
+        parameters += stage.parameters()
+        shapes += local_shapes(stage, plan, layout.tp)
+    unpadded = sum(math.prod(shape) for shape in shapes) * element
+    shards = layout.dp_shard * layout.cp
+
+    def padded(ranks: int, shapes: Sequence[tuple[int, ...]] = shapes) -> int:
         """Bytes of parameters, each padded so that its rows divide over the ranks."""
-        rows = sum(-(-shape[0] // ranks) * ranks * math.prod(shape[1:]) for shape in some)
-        return rows * _size(precision.storage)
+        n_elements = 0
+        for rows, *others in shapes:
+            padded_rows = -(-rows // ranks) * ranks
+            n_elements += padded_rows * math.prod(others)
+        return n_elements * element
 
     if technique in UNSHARDED:
-        return sharded_bytes(technique, layout, unpadded, padded(max(replicas, shards)), 0.0, 0.0)
-    some = RESHARD_AFTER_FORWARD[techniques.reshard_after_forward]
-    units = (unit for stage in own.values() for unit in fsdp_units_of(stage, plan)[some])
-    twice = {id(parameter) for unit in units for module in unit for parameter in module.parameters()}
-    parameters = [parameter for stage in own.values() for parameter in stage.parameters()]
-    again = padded(shards, [shape for shape, p in zip(shapes, parameters, strict=True) if id(p) in twice])
+        return sharded_bytes(technique, layout, unpadded, padded(max(layout.dp_replicate, shards)), 0.0, 0.0)
+
+    # The ids of parameters that are gathered again in backward, because FSDP frees them after forward.
+    regathered: set[int] = set()
+    for stage in own.values():
+        units = fsdp_units_of(stage, plan)
+        for unit in units[RESHARD_AFTER_FORWARD[techniques.reshard_after_forward]]:
+            for module in unit:
+                regathered.update(id(parameter) for parameter in module.parameters())
+    again = padded(shards, [shape for shape, p in zip(shapes, parameters, strict=True) if id(p) in regathered])
     total = padded(shards)
+    # In a pipeline all parameters stay gathered until the step ends.
     gathered = total if layout.pp > 1 else microbatches * (total + again)
-    narrow = _size(precision.compute) / _size(precision.storage)
-    return sharded_bytes(technique, layout, unpadded, total, narrow * gathered, total / shards)
+    # Parameters are gathered in the dtype of compute.
+    narrowing = _size(precision.compute) / element
+    return sharded_bytes(technique, layout, unpadded, total, narrowing * gathered, total / shards)
 
 
 def _held(stages: Iterable[nn.Module], plan: Plan) -> Held:
-    """What a rank's stages have together."""
+    """Describe what a rank's stages have together."""
     layers = 0
     modules: set[str] = set()
     for stage in stages:
         layers += len(getattr(stage, "layers", ()))
+        # A stage has None in the place of a module that belongs to another stage.
         modules |= {name for name, module in stage.named_children() if module is not None}
-    first, last = (bool(modules.intersection(_names(part))) for part in (plan.stages[0], plan.stages[-1]))
-    return Held(layers, first, last, frozenset(modules))
+    has_first = bool(modules.intersection(_names(plan.stages[0])))
+    has_last = bool(modules.intersection(_names(plan.stages[-1])))
+    return Held(layers, has_first, has_last, frozenset(modules))
 
 
-def _names(part: str | tuple[str, ...]) -> tuple[str, ...]:
-    return (part,) if isinstance(part, str) else part
+def _names(entry: str | tuple[str, ...]) -> tuple[str, ...]:
+    """The names of modules in an entry of a plan's stages, which is one name or several."""
+    return (entry,) if isinstance(entry, str) else entry

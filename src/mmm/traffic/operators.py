@@ -1,4 +1,4 @@
-"""What an operator on a process group sends, by its arguments; and the axis that a group is, by its ranks."""
+"""Reads what an operator on a process group sends from its arguments, and names the axes of groups by their ranks."""
 
 from __future__ import annotations
 
@@ -15,11 +15,13 @@ from mmm.torch_private.operators import schema_name, tree_leaves
 
 
 def operator_name(func: Any) -> str:
-    """``allreduce`` of ``c10d::allreduce_``; a functional operator's has its own underscores."""
-    return schema_name(func).split("::")[1].strip("_").removesuffix("_out")
+    """Return an operator's short name: ``allreduce`` for ``c10d::allreduce_``, ``all_reduce`` for the functional one."""
+    name = schema_name(func).split("::")[1]
+    return name.strip("_").removesuffix("_out")
 
 
 def tensors_in(nested: Any) -> list[Tensor]:
+    """Return the tensors in nested lists, tuples and dicts."""
     return [leaf for leaf in tree_leaves(nested) if isinstance(leaf, Tensor)]
 
 
@@ -27,18 +29,27 @@ def _bytes(nested: Any) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors_in(nested))
 
 
-# One function an operation, for both namespaces, which differ in the names of arguments and in who makes the output:
-# (arguments, size of the group, this rank's number in it) → the calls to count.
+# A reader is a function of an operator's arguments, the size of its group and this rank's number in the group. It
+# returns the calls to count. There is one for each operation. It serves both namespaces, c10d and _c10d_functional,
+# which differ in the names of arguments, and in who makes the output.
 Reader = Callable[[Mapping[str, Any], int, int], list[Call]]
 
 
-def _reader(operation: str, *names: str, by_parts: bool = False) -> Reader:
-    """Of an operation whose full buffer is the first of the named arguments; `by_parts`: 1 / size of it is."""
+def _reader(operation: str, *names: str, by_shards: bool = False) -> Reader:
+    """Make the reader of an operation.
+
+    Args:
+        operation: name of the operation in `collective_bytes`.
+        names: names of arguments; the first that the operator has is the buffer.
+        by_shards: whether the buffer is a rank's shard of the full buffer, not the full one.
+    """
 
     def read(arguments: Mapping[str, Any], size: int, rank: int) -> list[Call]:
         buffer = next(arguments[name] for name in names if name in arguments)
         root = arguments.get("root_rank", arguments.get("src", 0))
-        payload = _bytes(buffer) * (size if by_parts else 1)
+        payload = _bytes(buffer)
+        if by_shards:
+            payload *= size
         return [Call(operation, size, rank, payload, root=root)]
 
     return read
@@ -50,46 +61,67 @@ def _gather_lists(arguments: Mapping[str, Any], size: int, rank: int) -> list[Ca
 
 
 def _all_to_all_single(arguments: Mapping[str, Any], size: int, rank: int) -> list[Call]:
+    # (rows, …): each rank gets some of the rows.
     buffer = arguments["input"]
-    rows = list(arguments.get("input_split_sizes") or arguments.get("in_splits") or [])
-    own = rows[rank] * math.prod(buffer.shape[1:]) if rows else buffer.numel() / size
     payload = _bytes(buffer)
-    return [Call("all_to_all", size, rank, payload, leaving=round(payload - own * buffer.element_size()))]
+    splits = arguments.get("input_split_sizes") or arguments.get("in_splits")
+    # Elements that the rank sends to itself, which do not leave it.
+    own: float
+    if splits:
+        own = splits[rank] * math.prod(buffer.shape[1:])
+    else:
+        own = buffer.numel() / size
+    leaving = round(payload - own * buffer.element_size())
+    return [Call("all_to_all", size, rank, payload, leaving=leaving)]
 
 
 def _all_to_all(arguments: Mapping[str, Any], size: int, rank: int) -> list[Call]:
-    parts = arguments["input_tensors"]
-    return [Call("all_to_all", size, rank, _bytes(parts), leaving=_bytes(parts) - _bytes(parts[rank]))]
+    # One tensor for each rank.
+    tensors = arguments["input_tensors"]
+    payload = _bytes(tensors)
+    return [Call("all_to_all", size, rank, payload, leaving=payload - _bytes(tensors[rank]))]
 
 
 def _gather(arguments: Mapping[str, Any], size: int, rank: int) -> list[Call]:
-    local, root = _bytes(arguments["input_tensors"]), arguments["root_rank"]
-    return [Call("gather", size, rank, local * size, root=root, leaving=0 if rank == root else local)]
+    local = _bytes(arguments["input_tensors"])
+    root = arguments["root_rank"]
+    leaving = 0 if rank == root else local
+    return [Call("gather", size, rank, local * size, root=root, leaving=leaving)]
 
 
 def _scatter(arguments: Mapping[str, Any], size: int, rank: int) -> list[Call]:
-    local, root = _bytes(arguments["output_tensors"]), arguments["root_rank"]
-    return [Call("scatter", size, rank, local * size, root=root, leaving=local * (size - 1) if rank == root else 0)]
+    local = _bytes(arguments["output_tensors"])
+    root = arguments["root_rank"]
+    leaving = local * (size - 1) if rank == root else 0
+    return [Call("scatter", size, rank, local * size, root=root, leaving=leaving)]
+
+
+def _p2p_bytes(arguments: Mapping[str, Any]) -> int:
+    return _bytes(arguments["tensors"] if "tensors" in arguments else arguments["tensor"])
 
 
 def _send(arguments: Mapping[str, Any], size: int, rank: int) -> list[Call]:
-    count = _bytes(arguments["tensors"] if "tensors" in arguments else arguments["tensor"])
-    return [Call("send", size, rank, count, root=arguments.get("dst", 0), leaving=count)]
+    payload = _p2p_bytes(arguments)
+    return [Call("send", size, rank, payload, root=arguments.get("dst", 0), leaving=payload)]
 
 
 def _receive(arguments: Mapping[str, Any], size: int, rank: int) -> list[Call]:
-    return [
-        Call("receive", size, rank, _bytes(arguments["tensors"] if "tensors" in arguments else arguments["tensor"]))
-    ]
+    return [Call("receive", size, rank, _p2p_bytes(arguments))]
 
 
 def _batch_p2p(arguments: Mapping[str, Any], size: int, rank: int) -> list[Call]:
     calls = []
     for operation, tensor in zip(arguments["op_list"], arguments["tensors"], strict=True):
-        calls += (_send if operation == "isend" else _receive)({"tensor": tensor}, size, rank)
+        read = _send if operation == "isend" else _receive
+        calls += read({"tensor": tensor}, size, rank)
     return calls
 
 
+def _barrier(arguments: Mapping[str, Any], size: int, rank: int) -> list[Call]:
+    return [Call("barrier", size, rank, 0)]
+
+
+# Name of an operator → its reader.
 READERS: dict[str, Reader] = {
     # c10d
     "allreduce": _reader("all_reduce", "tensors"),
@@ -110,13 +142,13 @@ READERS: dict[str, Reader] = {
     "send": _send,
     "recv": _receive,
     "recv_any_source": _receive,
-    "barrier": lambda arguments, size, rank: [Call("barrier", size, rank, 0)],
-    "monitored_barrier": lambda arguments, size, rank: [Call("barrier", size, rank, 0)],
+    "barrier": _barrier,
+    "monitored_barrier": _barrier,
     # _c10d_functional
     "all_reduce": _reader("all_reduce", "input"),
     "all_reduce_coalesced": _reader("all_reduce", "inputs"),
-    "all_gather_into_tensor": _reader("all_gather", "input", by_parts=True),
-    "all_gather_into_tensor_coalesced": _reader("all_gather", "inputs", by_parts=True),
+    "all_gather_into_tensor": _reader("all_gather", "input", by_shards=True),
+    "all_gather_into_tensor_coalesced": _reader("all_gather", "inputs", by_shards=True),
     "reduce_scatter_tensor": _reader("reduce_scatter", "input"),
     "all_to_all_single": _all_to_all_single,
     "isend": _send,
@@ -126,12 +158,16 @@ READERS: dict[str, Reader] = {
 
 
 def axes_of(layout: Layout, rank: int, experts: bool = False, ulysses: int = 1) -> dict[tuple[int, ...], str]:
-    """By the ranks of each group that a rank is in on a mesh of `layout`, its axis; needs no process group.
+    """Name the groups that a rank is in on a mesh of `layout`: ranks of the group → axis. Needs no process group.
 
     Args:
-        experts: as of `build_mesh`. ulysses: as of `Mesh.split_cp`.
+        layout: the layout of the mesh.
+        rank: the rank whose groups are named.
+        experts: whether the mesh has axes for experts, as in `build_mesh`.
+        ulysses: ranks of cp that shard heads, as in `Mesh.split_cp`.
     """
-    sizes = layout.sizes  # pp, dp_replicate, dp_shard, cp, tp: outermost first
+    # pp, dp_replicate, dp_shard, cp, tp: outermost first
+    sizes = layout.sizes
     axes: dict[tuple[int, ...], str] = {}
     for axis, size in sizes.items():
         if size > 1 or axis == "dp_shard":
@@ -143,6 +179,7 @@ def axes_of(layout: Layout, rank: int, experts: bool = False, ulysses: int = 1) 
         for axis in CP_AXES:
             axes.setdefault(_ranks_along(split, rank, axis), axis)
     if layout.ep > 1 or (experts and layout.tp > 1):
+        # ep re-uses the ranks of dp_shard.
         by_expert = _split(sizes, "dp_shard", ("expert_dp", "ep"), layout.ep)
         axes.setdefault(_ranks_along(by_expert, rank, "expert_dp", "cp", "tp"), "expert_dp")
         axes.setdefault(_ranks_along(by_expert, rank, "ep"), "ep")
@@ -150,16 +187,23 @@ def axes_of(layout: Layout, rank: int, experts: bool = False, ulysses: int = 1) 
 
 
 def _split(sizes: Mapping[str, int], axis: str, names: tuple[str, str], inner: int) -> dict[str, int]:
-    """The sizes with one axis as two, the inner one of `inner` ranks."""
+    """Return the sizes of axes with one axis split into an outer and an inner one, the inner one of `inner` ranks."""
     split: dict[str, int] = {}
     for name, size in sizes.items():
-        split |= {names[0]: size // inner, names[1]: inner} if name == axis else {name: size}
+        if name == axis:
+            split[names[0]] = size // inner
+            split[names[1]] = inner
+        else:
+            split[name] = size
     return split
 
 
 def _ranks_along(sizes: Mapping[str, int], rank: int, *axes: str) -> tuple[int, ...]:
-    """The ranks that differ from `rank` along these axes alone, and it itself, in ascending order."""
+    """Return `rank` and the ranks whose coordinates only differ from its own along `axes`, in ascending order."""
+    # One dim for each axis.
     ranks = np.arange(math.prod(sizes.values())).reshape(list(sizes.values()))
-    place = np.unravel_index(rank, ranks.shape)
-    index = tuple(slice(None) if axis in axes else where for axis, where in zip(sizes, place, strict=True))
-    return tuple(ranks[index].flatten().tolist())
+    coordinates = np.unravel_index(rank, ranks.shape)
+    index: list[Any] = []
+    for axis, coordinate in zip(sizes, coordinates, strict=True):
+        index.append(slice(None) if axis in axes else coordinate)
+    return tuple(ranks[tuple(index)].flatten().tolist())
