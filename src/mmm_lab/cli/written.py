@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
-import math
 from pathlib import Path
 from typing import Any
 
 from mmm.errors import ConfigError
+from mmm.history.record.folder import encode
 from mmm_lab.cli import show
 from mmm_lab.cli.parser import STANDARD_OUTPUT
 
@@ -29,19 +28,9 @@ def write_json(path: Path | None, content: Any) -> None:
     """
     if path is None:
         return
-    text = json.dumps(_in_json(content), indent=1) + "\n"
+    # NaN and infinities, which JSON lacks, become text.
+    text = encode(content) + "\n"
     if path == STANDARD_OUTPUT:
         show(text)
     else:
         write_text(path, text, "--json")
-
-
-def _in_json(content: Any) -> Any:
-    """Replace NaN and infinities, which JSON lacks, by their text, as a run's config.json does."""
-    if isinstance(content, float) and not math.isfinite(content):
-        return str(content)
-    if isinstance(content, dict):
-        return {name: _in_json(value) for name, value in content.items()}
-    if isinstance(content, (list, tuple)):
-        return [_in_json(value) for value in content]
-    return content

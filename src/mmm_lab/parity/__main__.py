@@ -1,9 +1,9 @@
-"""Train models on every layout, and hold each against plain PyTorch on one device.
+"""Train models on every layout, and compare each with plain PyTorch on one device.
 
     python3 -m mmm_lab.parity                                         # the whole matrix
     python3 -m mmm_lab.parity --ranks 1..4 --model vit                # of one model, on up to 4 ranks
     python3 -m mmm_lab.parity --model cnn --layout pp2.dp2.tp2        # one layout; also a model of your own
-    python3 -m mmm_lab.parity --device cuda                           # on this host's GPUs, held against its CPU
+    python3 -m mmm_lab.parity --device cuda                           # on this host's GPUs, compared with its CPU
 
 It starts the ranks itself. A layout passes where the losses of all steps and every gradient of step 1 are those of
 one device, to rounding. The exit code is 0 if all passed, 1 if not, 2 for wrong flags.
@@ -17,24 +17,25 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
 from mmm.errors import ConfigError, LaunchError, LayoutError, UserError
-from mmm.layout import AXES, ScheduleName
+from mmm.layout import ScheduleName
 from mmm.runtime.failure import USER_ERROR_EXIT, print_once, report_user_error
 from mmm.runtime.ranks import LONGEST, whoami
 from mmm.units import counted
 from mmm_lab.parity import models
-from mmm_lab.parity.layouts import ParityCase, canonical, matrix, optimizers_for, ranks_of, ulysses_of
+from mmm_lab.parity.layouts import ParityCase, canonical, make_case, matrix, ranks_of
 
 if TYPE_CHECKING:
     from mmm_lab.parity.report import Comparison
 
 INTERRUPTED = 130
-TECHNIQUES: dict[str, tuple[str, ...]] = {  # flag that goes with --layout → axes of which it needs one
-    "data_parallel": AXES[1:3],
+# Flag that goes with --layout → the axes of which it needs one, if any.
+TECHNIQUES: dict[str, tuple[str, ...]] = {
+    "data_parallel": ("dp_replicate", "dp_shard"),
     "schedule": ("pp",),
     "cp_style": ("cp",),
     "activation_checkpointing": (),
@@ -51,19 +52,19 @@ class Options:
     """transformer, llama, moe, gpt, gpt_dropout, plain_gpt, qwen3, regression, batch_norm, vit, cnn, or your own
     (docs/models.md); repeatable. Default: all."""
     layout: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
-    """Such as pp2.dp2.tp2; repeatable. Axes in any order: pp dp_replicate dp_shard dp cp tp ep; dp alone means FSDP.
+    """Such as pp2.dp2.tp2; repeatable. Axes in any order: pp dp_replicate dp_shard dp cp tp ep; dp means FSDP.
     Default: the matrix of docs/parity.md."""
     ranks: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
     """Only layouts of that many ranks: 4, or 1..8; repeatable."""
     device: Literal["cpu", "cuda", "xpu"] = "cpu"
-    """Of the ranks, one each; layouts of more ranks than there are devices are left out."""
+    """Device type of the ranks, one each; layouts of more ranks than there are devices are left out."""
     dtype: Literal["fp64", "fp32"] = "fp64"
     steps: int = 10
     global_batch_size: int = 16
     """Samples of a step, which have to be a multiple of the data-parallel ranks: for dp3, say, 18."""
     optimizer: Annotated[tuple[Literal["sgd", "adamw", "lars", "lamb"], ...], tyro.conf.UseAppendAction] = ()
-    """Repeatable. Default: sgd, and adamw where one technique stands alone on up to 4 ranks; in some rows of the matrix
-    lars and lamb."""
+    """Repeatable. Default: sgd, and adamw where one technique is used by itself on up to 4 ranks; in some rows of the
+    matrix lars and lamb."""
     data_parallel: Literal["fsdp", "ddp", "zero1", "zero2"] | None = None
     """For --layout with dp: what its ranks keep. Default: fsdp, which with dp_replicate is hsdp."""
     schedule: ScheduleName | None = None
@@ -92,55 +93,56 @@ class Options:
                 raise ConfigError(f"--{name} {value}: it must be at least 1")
         if not 0 < self.timeout <= LONGEST:
             raise ConfigError(f"--timeout {self.timeout}: it must be greater than 0, and at most {LONGEST:.0e} s")
-        if not self.layout and (flags := self.techniques()):
-            raise ConfigError(f"--{next(iter(flags))} goes with --layout: the matrix has its own")
+        if not self.layout:
+            for flag in self.techniques():
+                raise ConfigError(f"--{flag} goes with --layout: the matrix has its own")
 
-    def techniques(self) -> dict[str, object]:
-        """The flags that go with --layout and were given."""
-        return {name: getattr(self, name) for name in TECHNIQUES if getattr(self, name) is not None}
+    def techniques(self) -> dict[str, Any]:
+        """Returns the flags that go with --layout and were given."""
+        values = {name: getattr(self, name) for name in TECHNIQUES}
+        return {name: value for name, value in values.items() if value is not None}
 
     def cases(self) -> list[ParityCase]:
-        """What was asked for, still to be checked against the models.
+        """Returns what was asked for, still to be checked against the models.
 
         Raises:
             UserError: no such layout or model, or nothing is left.
         """
-        named = list(dict.fromkeys(self.model or sorted(models.NAMES)))
-        if unknown := [name for name in named if "." not in name and name not in models.NAMES]:
-            models.find(unknown[0])  # raises
+        names = list(dict.fromkeys(self.model or sorted(models.NAMES)))
+        for name in names:
+            # One with a dot may be the user's own: it is imported later, with torch.
+            if "." not in name and name not in models.NAMES:
+                models.find(name)  # raises
+        cases: list[ParityCase] = []
+        for name in names:
+            cases += self._asked(name) if self.layout else matrix(name)
         if self.layout:
-            layouts = dict.fromkeys(map(canonical, self.layout))
-            cases = [self._picked(model, layout) for model in named for layout in layouts]
             for flag, value in self.techniques().items():
                 axes = TECHNIQUES[flag]
                 if axes and not any(set(axes) & case.sizes.keys() for case in cases):
                     raise LayoutError(f"--{flag} {value}, and no --layout has {' or '.join(axes)}")
-        else:
-            cases = [case for model in named for case in matrix(model)]
         if self.optimizer:
-            cases = [replace(case, optimizers=tuple(dict.fromkeys(self.optimizer))) for case in cases]
-        if self.ranks:
-            wanted = ranks_of(self.ranks)
+            optimizers = tuple(dict.fromkeys(self.optimizer))
+            cases = [replace(case, optimizers=optimizers) for case in cases]
+        if not self.ranks:
+            return cases
+        wanted = ranks_of(self.ranks)
+        fitting = [case for case in cases if case.ranks in wanted]
+        if not fitting:
             counts = ", ".join(map(str, sorted({case.ranks for case in cases})))
-            cases = [case for case in cases if case.ranks in wanted]
-            if not cases:
-                raise LayoutError(f"--ranks {' '.join(self.ranks)}: the layouts asked for have {counts} ranks")
-        return cases
+            raise LayoutError(f"--ranks {' '.join(self.ranks)}: the layouts asked for have {counts} ranks")
+        return fitting
 
-    def _picked(self, model: str, layout: str) -> ParityCase:
-        fields = self.techniques()
-        fields["checkpointing"] = fields.pop("activation_checkpointing", "none")
-        fields["ulysses"] = ulysses_of(self.cp_style)
-        case = ParityCase(model=model, layout=layout, **fields)  # type: ignore[arg-type]
-        return replace(case, optimizers=optimizers_for(case))
+    def _asked(self, model: str) -> list[ParityCase]:
+        """Returns the cases of a model on the layouts of --layout."""
+        techniques = self.techniques()
+        techniques["checkpointing"] = techniques.pop("activation_checkpointing", "none")
+        layouts = dict.fromkeys(map(canonical, self.layout))
+        return [make_case(model, layout, **techniques) for layout in layouts]
 
 
 def main(argv: list[str] | None = None) -> int:
-    """The command.
-
-    Returns:
-        The exit code.
-    """
+    """Run the command. Returns the exit code."""
     try:
         with print_once():
             options = tyro.cli(
@@ -156,25 +158,27 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def compare(options: Options) -> int:
-    """Train, compare, report; the exit code."""
-    if (me := whoami()).world_size > 1:
+    """Train, compare, report. Returns the exit code."""
+    rank = whoami()
+    if rank.world_size > 1:
         raise LaunchError(
-            f"this is one of {me.world_size} ranks (of {me.source}), and mmm_lab.parity starts ranks itself: "
-            f"run it alone, python3 -m mmm_lab.parity"
+            f"this is one of {rank.world_size} ranks (of {rank.source}), and mmm_lab.parity starts ranks itself: "
+            f"run it without a launcher, python3 -m mmm_lab.parity"
         )
     options.check()
     cases = options.cases()
     if options.dry_run:
-        print("\n".join(f"{counted(case.ranks, 'rank')}  {case}: {', '.join(case.optimizers)}" for case in cases))
+        for case in cases:
+            print(f"{counted(case.ranks, 'rank')}  {case}: {', '.join(case.optimizers)}")
         return 0
 
-    # torch and all else: a wrong flag has not waited for it
+    # These import torch and all else: a wrong flag has not waited for it.
     from mmm.history.record.folder import prepare, versions, write_config
     from mmm_lab.parity import report, run
     from mmm_lab.parity.reference import Training
 
-    began, devices = time.perf_counter(), run.count_devices(options.device)
-    cases = _with_devices(cases, devices, options.device)
+    began = time.perf_counter()
+    cases = _with_devices(cases, run.count_devices(options.device), options.device)
     training = Training(steps=options.steps, dtype=options.dtype, global_batch=options.global_batch_size)
     ready, refused = run.prepare_cases(cases, training)
     if refused and (options.model or not ready):
@@ -188,7 +192,8 @@ def compare(options: Options) -> int:
     try:
         for row in run.compare(ready, options.timeout, folder, partial(print, flush=True), options.device):
             rows.append(row)
-            report.write_json(rows, folder)  # at once: a run that is killed leaves what it has found
+            # At once: a run that is killed leaves what it has found.
+            report.write_json(rows, folder)
     except KeyboardInterrupt:
         interrupted = True
     print(f"\n{report.table(rows)}\n", flush=True)
@@ -207,14 +212,14 @@ def compare(options: Options) -> int:
 
 
 def _with_devices(cases: Sequence[ParityCase], devices: int, kind: str) -> list[ParityCase]:
-    """The cases whose ranks have a device each; says which are left out.
+    """Returns the cases whose ranks have a device each, and prints which layouts are left out.
 
     Raises:
-        LayoutError: none is left.
+        LayoutError: no case is left.
     """
     fitting = [case for case in cases if case.ranks <= devices]
     if not fitting:
-        raise LayoutError(f"no layout of {devices} ranks or fewer, one for each {kind} device here")
+        raise LayoutError(f"every layout has more ranks than there are {kind} devices here ({devices})")
     too_many = dict.fromkeys(case.layout for case in cases if case.ranks > devices)
     if too_many:
         print(f"left out: {', '.join(too_many)}, of more ranks than {kind} devices here ({devices})", flush=True)

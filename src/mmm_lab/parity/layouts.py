@@ -1,4 +1,4 @@
-"""Layouts by name, such as ``pp2.dp2.tp2``, and the matrix of those that are held against one device.
+"""Layouts by name, such as ``pp2.dp2.tp2``, and the matrix of those that are compared with one device.
 
 Imports no torch: a wrong name costs no import.
 """
@@ -26,10 +26,11 @@ class ParityCase(Techniques):
     """Techniques, on a layout of a model.
 
     Attributes:
-        model: its name (`mmm_lab.parity.models`). layout: the name as `canonical` writes it.
+        model: the model's name (`mmm_lab.parity.models`).
+        layout: the layout's name as `canonical` writes it.
         data: ``made_up``, by the model's own module; ``digits``, real images; ``packed``, made up, several documents in
             a sequence, whose attention and positions end with them; ``chats``, of which only answers have targets.
-        optimizers: one training each.
+        optimizers: names of the optimizers. Each makes one training.
     """
 
     model: str
@@ -49,80 +50,122 @@ class ParityCase(Techniques):
     def technique(self) -> str:
         """What the sizes of the layout leave open, such as ``1F1B, fsdp``."""
         sizes = self.sizes
-        dp = "hsdp" if self.data_parallel == "fsdp" and sizes.get("dp_replicate", 1) > 1 else self.data_parallel
-        shown = {
-            self.schedule: "pp" in sizes,
-            dp: bool({"dp_replicate", "dp_shard"} & sizes.keys()) or dp != "fsdp",
-            self.cp_style + (f" {self.ulysses}" if self.ulysses else ""): "cp" in sizes,
-            f"{self.checkpointing} checkpointing": self.checkpointing != "none",
-            "offload": self.offload,
-            self.data: self.data != "made_up",
-        }
-        return ", ".join(name for name, needed in shown.items() if needed)
+        names: list[str] = []
+        if "pp" in sizes:
+            names.append(self.schedule)
+        data_parallel = self.data_parallel
+        if data_parallel == "fsdp" and "dp_replicate" in sizes:
+            data_parallel = "hsdp"
+        if data_parallel != "fsdp" or "dp_shard" in sizes:
+            names.append(data_parallel)
+        if "cp" in sizes and self.ulysses:
+            names.append(f"{self.cp_style} {self.ulysses}")
+        elif "cp" in sizes:
+            names.append(self.cp_style)
+        if self.checkpointing != "none":
+            names.append(f"{self.checkpointing} checkpointing")
+        if self.offload:
+            names.append("offload")
+        if self.data != "made_up":
+            names.append(self.data)
+        return ", ".join(names)
 
     def __str__(self) -> str:
-        return f"{self.model} {self.layout}" + (f" ({self.technique})" if self.technique else "")
+        name = f"{self.model} {self.layout}"
+        if self.technique:
+            name += f" ({self.technique})"
+        return name
+
+
+def make_case(model: str, layout: str, optimizers: tuple[str, ...] = (), **techniques: Any) -> ParityCase:
+    """Make a case.
+
+    Args:
+        layout: its name, in any spelling.
+        optimizers: empty for those of `optimizers_for`.
+        techniques: other fields of `ParityCase`.
+
+    Raises:
+        ConfigError: there is no such layout.
+    """
+    # USP leaves open how many ranks of cp share heads.
+    if techniques.get("cp_style") == "usp":
+        techniques["ulysses"] = 2
+    case = ParityCase(model=model, layout=canonical(layout), **techniques)
+    return replace(case, optimizers=optimizers or optimizers_for(case))
 
 
 def sizes_of(name: str) -> dict[str, int]:
-    """The axes of a layout's name and their sizes, outermost first, those of one rank left out. Raises ConfigError."""
+    """Returns the axes of a layout's name with their sizes, outermost first, without those of one rank.
+
+    Raises:
+        ConfigError: there is no such layout.
+    """
     sizes, _ = parse_layout(name)
     return {axis: sizes[axis] for axis in ALL_AXES if sizes.get(axis, 1) > 1}
 
 
 def canonical(name: str) -> str:
-    """A layout's name with its axes outermost first and a middle dot between them."""
+    """Returns a layout's name with its axes outermost first and a middle dot between them."""
     return str(Layout(**{"dp_shard": 1, **sizes_of(name)}))
 
 
 def ranks_of(texts: Sequence[str]) -> set[int]:
-    """Numbers of ranks from ``4``, ``1..8``, ``2,4``.
+    """Read numbers of ranks from ``4``, ``1..8``, ``2,4``.
 
     Raises:
         ConfigError: it is none of these.
     """
     counts: set[int] = set()
-    for word in ",".join(texts).split(","):
-        match = re.fullmatch(r"\s*(\d+)\s*(?:\.\.\s*(\d+)\s*)?", word)
-        first, last = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
+    for text in ",".join(texts).split(","):
+        match = re.fullmatch(r"\s*(\d+)\s*(?:\.\.\s*(\d+)\s*)?", text)
+        first = last = 0
+        if match is not None:
+            first = int(match[1])
+            last = int(match[2] or first)
         if not 1 <= first <= last:
-            raise ConfigError(f"--ranks {word}: give a number of ranks from 1, or a range such as 1..8")
+            raise ConfigError(f"--ranks {text}: give a number of ranks from 1, or a range such as 1..8")
         counts.update(range(first, last + 1))
     return counts
 
 
-def ulysses_of(cp_style: object) -> int | None:
-    """Ranks of cp that share heads, in a style that leaves it open."""
-    return 2 if cp_style == "usp" else None
-
-
 def optimizers_for(case: ParityCase) -> tuple[str, ...]:
-    """Both where one technique stands alone (on up to 4 ranks: 8 are slow); for products SGD, which shows a gradient
-    that is wrong by a factor."""
-    alone = len(case.sizes) < 2 or case.sizes.keys() in ({"dp_replicate", "dp_shard"}, {"dp_shard", "ep"})
-    plain = (case.checkpointing, case.data) == ("none", "made_up")
-    return OPTIMIZERS if alone and plain and case.ranks <= 4 else ("sgd",)
+    """Returns the optimizers that a case is trained with, if nobody says.
+
+    SGD shows a gradient that is wrong by a factor; AdamW does not. AdamW shows a state that is wrong. It is added where
+    one technique is used by itself, on up to 4 ranks: 8 are slow.
+    """
+    axes = case.sizes.keys()
+    one_technique = len(axes) < 2 or axes in ({"dp_replicate", "dp_shard"}, {"dp_shard", "ep"})
+    is_plain = case.checkpointing == "none" and case.data == "made_up"
+    if one_technique and is_plain and case.ranks <= 4:
+        return OPTIMIZERS
+    return ("sgd",)
 
 
-FIELDS = {  # word of the matrix → field of Techniques
+# Word of the matrix → field of `ParityCase`.
+FIELDS = {
     **dict.fromkeys(("fsdp", "ddp", "zero1", "zero2"), "data_parallel"),
     **dict.fromkeys(get_args(ScheduleName), "schedule"),
     **dict.fromkeys(("ring", "ulysses", "usp"), "cp_style"),
     **dict.fromkeys(("full", "selective"), "checkpointing"),
     **dict.fromkeys(("digits", "packed", "chats"), "data"),
 }
+# Word of the matrix → the words that it stands for.
 EVERY = {"every_dp": ("fsdp", "ddp", "zero1", "zero2"), "every_schedule": get_args(ScheduleName)}
 
 
 @lru_cache
 def read_matrix() -> dict[str, dict[str, list[str]]]:
-    """Model → layout → its cases, as `matrix.txt` has them."""
+    """Returns the cases of `matrix.txt`, by model and layout, each as the words of the file."""
     rows: dict[str, dict[str, list[str]]] = {}
     model = ""
     for line in Path(__file__).with_name("matrix.txt").read_text(encoding="utf-8").splitlines():
         if line.startswith(" "):
-            layout, *words = line.split()
-            rows[model][layout] = [case for word in words for case in EVERY.get(word, (word,))]
+            layout, *cases = line.split()
+            rows[model][layout] = []
+            for case in cases:
+                rows[model][layout] += EVERY.get(case, (case,))
         elif line and not line.startswith("#"):
             model = line
             rows[model] = {}
@@ -130,15 +173,13 @@ def read_matrix() -> dict[str, dict[str, list[str]]]:
 
 
 def matrix(model: str) -> Iterator[ParityCase]:
-    """The cases of a model; of one that the matrix does not name, those of images."""
+    """Yields the cases of a model. One that the matrix does not name has those of images."""
     rows = read_matrix()
-    for layout, words in rows.get(model, rows[OTHERS]).items():
-        for word in words:
-            names = word.split("+")
-            own = tuple(name for name in names if name in LARGE_BATCH)
-            fields: dict[str, Any] = {FIELDS[name]: name for name in names if name in FIELDS}
+    for layout, cases in rows.get(model, rows[OTHERS]).items():
+        for case in cases:
+            names = case.split("+")
+            techniques: dict[str, Any] = {FIELDS[name]: name for name in names if name in FIELDS}
             if "offload" in names:
-                fields["offload"] = True
-            ulysses = ulysses_of(fields.get("cp_style"))
-            case = ParityCase(model=model, layout=canonical(layout), ulysses=ulysses, **fields)
-            yield replace(case, optimizers=own or optimizers_for(case))
+                techniques["offload"] = True
+            optimizers = tuple(name for name in names if name in LARGE_BATCH)
+            yield make_case(model, layout, optimizers, **techniques)

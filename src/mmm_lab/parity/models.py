@@ -15,13 +15,15 @@ from mmm_lab.parity.layouts import OTHERS, read_matrix
 if TYPE_CHECKING:
     from mmm_lab.parity.parity_model import ParityModel
 
-# Of the matrix, and not of the registry, which imports torch: the command answers without.
+# Read from the matrix, and not from the registry, which imports torch: the command answers without.
 NAMES = tuple(name for name in read_matrix() if name != OTHERS)
 
 
 def find(name: str) -> ParityModel:
-    """The model called `name`: one of `NAMES`; or ``PARITY`` of a file, ``mine/mlp_plan.py``, or of a module,
-    ``mine.mlp_plan``.
+    """Returns the model called `name`.
+
+    Args:
+        name: one of `NAMES`; or a file, ``mine/mlp_plan.py``, or a module, ``mine.mlp_plan``, that has ``PARITY``.
 
     Raises:
         ConfigError: there is no such file or module, or it has no ``PARITY``.
@@ -32,7 +34,10 @@ def find(name: str) -> ParityModel:
         return REGISTRY[name]
     from mmm_lab.parity.parity_model import ParityModel
 
-    module = _from_file(Path(name)) if name.endswith(".py") else _from_module(name)
+    if name.endswith(".py"):
+        module = _from_file(Path(name))
+    else:
+        module = _from_module(name)
     if module is None:
         raise ConfigError(
             f"--model {name}: there is no such file or module; the models here are {', '.join(NAMES)}, and "
@@ -45,19 +50,23 @@ def find(name: str) -> ParityModel:
 
 
 def _from_module(name: str) -> ModuleType | None:
+    """Import a module. Returns None if there is none of this name."""
     try:
-        exists = importlib.util.find_spec(name) is not None
+        if importlib.util.find_spec(name) is None:
+            return None
     except ModuleNotFoundError as error:
-        if not f"{name}.".startswith(f"{error.name}."):  # something that a package imports
+        # Another name is of something that a package of the module imports: its own error says more.
+        if not f"{name}.".startswith(f"{error.name}."):
             raise
-        exists = False
-    return importlib.import_module(name) if exists else None
+        return None
+    return importlib.import_module(name)
 
 
 def _from_file(path: Path) -> ModuleType | None:
-    """A file as a module, made once; what lies beside it can be imported, as for a script."""
+    """Import a file, once. What lies next to it can be imported, as for a script. Returns None if there is none."""
     if not path.is_file():
         return None
+    # Two files of one name are two modules.
     name = str(path.resolve())
     if name not in sys.modules:
         spec = importlib.util.spec_from_file_location(name, path)

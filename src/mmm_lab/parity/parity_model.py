@@ -9,36 +9,40 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+MakeBatch = Callable[[int, torch.Generator], tuple[Tensor, Tensor]]
+
 
 @dataclass(frozen=True, kw_only=True)
 class ParityModel:
     """A model, how it is sharded, and what it is tried on.
 
     Attributes:
-        model: makes a small one, plain PyTorch that knows nothing of meshes, and always of the same sizes.
-        plan: makes the `mmm.parallel.Plan` of it.
-        batch: (samples, generator) → inputs and targets, made up from the generator alone; samples lie along dim 0.
-        loss: (output, targets) → its sum over them; the proof divides it by the elements of the targets of the global
-            batch. None: cross-entropy.
+        model: makes a small model, always of the same sizes. It is plain PyTorch and knows no mesh.
+        plan: makes its `mmm.parallel.Plan`.
+        batch: (samples, generator) → inputs and targets, from the generator only; samples lie along dim 0.
+        loss: (output, targets) → the sum of the losses over the targets. The proof divides it by the number of
+            elements of the global batch's targets. None: cross-entropy.
         documents: as `batch`, for ``--data packed``: with `PADDING` where a token has no target, and as a third tensor
             ``document_starts``, (batch, seq).
-        chats: as `batch`, for ``--data chats``: with `PADDING` for each token that is of no answer.
+        chats: as `batch`, for ``--data chats``: with `PADDING` for each token that is not part of an answer.
         after_step: changes the model after the optimizer's step, on one device, as a step on a mesh does.
-        least_microbatches: of a step without a pipeline, where the layout leaves so many samples to a rank. 2, so that
-            a loss which is wrong by their number shows.
+        least_microbatches: micro-batches of a step without a pipeline, where the layout leaves a rank so many samples.
+            With 2, a loss that is wrong by their number shows.
     """
 
     model: Callable[[], nn.Module]
     plan: Callable[[], Any]
-    batch: Callable[[int, torch.Generator], tuple[Tensor, Tensor]]
+    batch: MakeBatch
     loss: Callable[[Tensor, Tensor], Tensor] | None = None
     documents: Callable[[int, torch.Generator], tuple[Tensor, Tensor, Tensor]] | None = None
-    chats: Callable[[int, torch.Generator], tuple[Tensor, Tensor]] | None = None
+    chats: MakeBatch | None = None
     after_step: Callable[[nn.Module], None] | None = None
     least_microbatches: int = 2
 
     def mean_loss(self, output: Tensor, targets: Tensor, count: int | Tensor) -> Tensor:
-        """`loss`, or cross-entropy, over the `count` targets of a global batch."""
+        """Returns `loss`, or cross-entropy, over the `count` targets of a global batch."""
         if self.loss is not None:
             return self.loss(output, targets) / count
-        return nn.functional.cross_entropy(output.flatten(0, -2), targets.flatten(), reduction="sum") / count
+        # (batch, …, classes) and (batch, …) become (elements, classes) and (elements,).
+        total = nn.functional.cross_entropy(output.flatten(0, -2), targets.flatten(), reduction="sum")
+        return total / count

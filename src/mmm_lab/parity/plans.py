@@ -1,4 +1,4 @@
-"""How the models that the proof alone needs are sharded. A user's plan may refuse sizes by a function of its own."""
+"""How the models that only the proof has are sharded. A user's plan may refuse sizes by a function of its own."""
 
 from __future__ import annotations
 
@@ -17,9 +17,11 @@ from mmm_lab.parity.fixtures.plain_gpt import GPTConfig
 
 
 def plain_gpt_plan() -> Plan:
-    """The plan of `fixtures.plain_gpt.GPT`, of any size: in each block columns, then rows; the vocabulary by rows, in
-    the embedding and in the output matrix, which are one tied weight and so are sharded alike. What is between is
-    replicated."""
+    """Returns the plan of `fixtures.plain_gpt.GPT`, of any size.
+
+    In each block, columns are sharded, then rows. The vocabulary is sharded by rows, in the embedding and in the output
+    matrix: they are one tied weight. What is between is replicated.
+    """
     styles: dict[str, ParallelStyle] = {
         "tokens": RowwiseParallel(input_layouts=Replicate()),
         "places": Replicated(),
@@ -38,7 +40,8 @@ def plain_gpt_plan() -> Plan:
     }
     return Plan(
         tensor=styles,
-        fsdp_units=("tokens", "blocks.*", ("norm", "head")),  # first and last become one: they share a weight
+        # The first and the last become one unit: they share a weight.
+        fsdp_units=("tokens", "blocks.*", ("norm", "head")),
         checkpointed=("blocks.*",),
         compiled=("blocks.*",),
         attention=("blocks.*.attention",),
@@ -51,7 +54,11 @@ def plain_gpt_plan() -> Plan:
 
 
 def check_plain_gpt(config: GPTConfig, layout: Layout, inputs: Tensor, ulysses: int) -> None:
-    """Whether a GPT of these sizes fits the layout; needs no process group.
+    """Check that a GPT of these sizes fits the layout. Needs no process group.
+
+    Args:
+        inputs: tokens of a rank's samples, (batch, seq).
+        ulysses: ranks of cp that shard heads among them.
 
     Raises:
         LayoutError: every rule that is broken, with its numbers.
@@ -61,13 +68,15 @@ def check_plain_gpt(config: GPTConfig, layout: Layout, inputs: Tensor, ulysses: 
         raise LayoutError(f"{seq_length} tokens in a sequence, and the GPT has places for {config.seq_length}")
     broken = context_rules(config.n_heads, layout, seq_length, ulysses)
     for name in ("n_heads", "vocab_size"):
-        if getattr(config, name) % layout.tp and name not in broken:
-            broken[name] = f"{name} {getattr(config, name)} is not divisible by tp {layout.tp}"
+        size = getattr(config, name)
+        # One rule that a size breaks is enough to say.
+        if size % layout.tp and name not in broken:
+            broken[name] = f"{name} {size} is not divisible by tp {layout.tp}"
     refuse(broken)
 
 
 def regression_plan() -> Plan:
-    """The plan of `fixtures.regression.Regression`, any size: up by columns, down by rows; the rest is replicated."""
+    """Returns the plan of `fixtures.regression.Regression`: up by columns, down by rows; the rest is replicated."""
     return Plan(
         tensor={
             "blocks.*.norm": Replicated(),
@@ -84,7 +93,7 @@ def regression_plan() -> Plan:
 
 
 def batch_norm_plan() -> Plan:
-    """The plan of `fixtures.batch_norm.BatchNormNet`, of any size: the perceptron by columns, then rows; norms are
+    """Returns the plan of `fixtures.batch_norm.BatchNormNet`: the perceptron by columns, then rows; norms are
     replicated."""
     return Plan(
         tensor={
@@ -106,5 +115,5 @@ def batch_norm_plan() -> Plan:
 
 
 def _check_hidden(model: Any, layout: Layout, inputs: Tensor, ulysses: int) -> None:
-    """Raises LayoutError where tp does not divide the hidden units."""
+    """Raises LayoutError: tp does not divide the hidden units."""
     refuse(tp_rule("hidden", model.hidden, layout.tp, HIDDEN))

@@ -1,4 +1,4 @@
-"""What every layout is held against: plain PyTorch, one process, the whole batch at once. Nothing here knows a mesh."""
+"""What every layout is compared with: plain PyTorch, one process, the whole batch at once. Nothing knows a mesh."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from mmm.nn import draw, weights
 from mmm.nn.dropout import has_dropout, sample_keys
 from mmm_lab.parity.parity_model import ParityModel
 
-GLOBAL_BATCH = 16  # samples, if not said otherwise: 8 data-parallel coordinates of 2 micro-batches, or 4 stages of 8
+GLOBAL_BATCH = 16  # samples, if nobody says: 8 data-parallel coordinates of 2 micro-batches, or 4 stages of 8
 WITH_PADDING = ("packed", "chats")  # data of which some tokens have no target
 MakeOptimizer = Callable[[str, Iterable[nn.Parameter]], torch.optim.Optimizer]
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32}
@@ -25,11 +25,14 @@ DTYPES = {"fp64": torch.float64, "fp32": torch.float32}
 
 @dataclass(frozen=True)
 class Training:
-    """How long, and of what: the same for the reference and for every layout.
+    """How long, and on what: the same for the reference and for every layout.
 
     Attributes:
-        dtype: a key of `DTYPES`. global_batch: samples of a step.
-        data: as of `mmm_lab.parity.layouts.ParityCase`.
+        steps: number of steps.
+        seed: seed of the weights and of the batches.
+        dtype: a key of `DTYPES`.
+        global_batch: samples of a step.
+        data: as in `mmm_lab.parity.layouts.ParityCase`.
     """
 
     steps: int = 10
@@ -48,7 +51,7 @@ class Reference:
 
 
 def batch(parity: ParityModel, training: Training, step: int) -> tuple[Tensor, ...]:
-    """Inputs and targets of a step's global batch, which depends on seed and step alone; if packed, also
+    """Returns inputs and targets of a step's global batch, which depends only on the seed and the step. If packed, also
     ``document_starts``, which the model's forward takes.
 
     Raises:
@@ -65,22 +68,29 @@ def batch(parity: ParityModel, training: Training, step: int) -> tuple[Tensor, .
         return parity.chats(training.global_batch, generator)
     inputs, targets = parity.batch(training.global_batch, generator)
     if training.data == "digits":
+        # (batch, channels, size, size)
         if inputs.ndim != 4 or inputs.shape[-1] != inputs.shape[-2]:
             raise ConfigError(
                 f"--data digits: the model takes no square images, but inputs of shape "
                 f"{tuple(inputs.shape[1:])}; leave it out"
             )
         images = _digits(inputs.shape[-1], inputs.shape[1])
-        inputs, targets = images.images(torch.randint(images.samples, targets.shape, generator=generator).numpy())
+        # The model's own targets only say how many images are drawn.
+        indices = torch.randint(images.samples, targets.shape, generator=generator)
+        inputs, targets = images.images(indices.numpy())
     dtype = DTYPES[training.dtype]
-    inputs, targets = (some.to(dtype) if some.is_floating_point() else some for some in (inputs, targets))
+    if inputs.is_floating_point():
+        inputs = inputs.to(dtype)
+    if targets.is_floating_point():
+        targets = targets.to(dtype)
     return inputs, targets
 
 
 @lru_cache
 def _digits(size: int, channels: int) -> ImagesInMemory:
-    """Handwritten digits, brought to the model's size as the trainers do."""
-    return digits.load(size, channels)[0]
+    """Returns handwritten digits, brought to the model's size as the trainers do."""
+    train_set, *_ = digits.load(size, channels)
+    return train_set
 
 
 def train(parity: ParityModel, training: Training, optimizer: str, make: MakeOptimizer) -> Reference:
@@ -88,22 +98,29 @@ def train(parity: ParityModel, training: Training, optimizer: str, make: MakeOpt
 
     Args:
         optimizer: a key of `mmm_lab.parity.optimizers.RATES`.
-        make: makes it, of a name and parameters.
+        make: makes the optimizer from its name and the parameters.
     """
-    model = parity.model()  # its buffers are what its constructor makes them
+    model = parity.model()
+    # Buffers stay what the constructor has made them; weights are drawn by name, as on every layout.
     draw.convert(model, DTYPES[training.dtype])
     weights.initialize(model, training.seed)
     update = make(optimizer, model.parameters())
-    losses, gradients = [], {}
+    losses: list[float] = []
+    gradients: dict[str, Tensor] = {}
     for step in range(training.steps):
         inputs, targets, *documents = batch(parity, training, step)
-        named = {"document_starts": documents[0]} if documents else {}
+        extra = {}
+        if documents:
+            extra["document_starts"] = documents[0]
         if has_dropout(model):
-            named["sample_keys"] = sample_keys(training.seed, step, 0, training.global_batch)
-        count = int((targets != PADDING).sum()) if training.data in WITH_PADDING else targets.numel()
-        loss = parity.mean_loss(model(inputs, **named), targets, count)
+            extra["sample_keys"] = sample_keys(training.seed, step, 0, training.global_batch)
+        count = targets.numel()
+        if training.data in WITH_PADDING:
+            count = int((targets != PADDING).sum())
+        loss = parity.mean_loss(model(inputs, **extra), targets, count)
         loss.backward()
-        for parameter in model.parameters():  # what no sample of the batch has used
+        for parameter in model.parameters():
+            # No sample of the batch has used it, such as an expert without tokens. On a mesh it has zeros.
             if parameter.grad is None and parameter.requires_grad:
                 parameter.grad = torch.zeros_like(parameter)
         if step == 0:

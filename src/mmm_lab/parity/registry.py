@@ -12,7 +12,7 @@ from mmm_lab.parity.plans import batch_norm_plan, plain_gpt_plan, regression_pla
 
 
 def of_definition(definition: ModelDef, sizes: Any) -> ParityModel:
-    """A model of the package, with these sizes."""
+    """Make a model of the package, with these sizes."""
     model = partial(definition.build, sizes)
     plan = partial(definition.plan, sizes)
     if not definition.language:
@@ -44,6 +44,7 @@ REGISTRY = {
         model=batch_norm.BatchNormNet,
         plan=batch_norm_plan,
         batch=batch_norm.make_batch,
-        least_microbatches=1,  # a micro-batch does not know the statistics of the batch
+        # A micro-batch does not know the statistics of the batch.
+        least_microbatches=1,
     ),
 }

@@ -1,4 +1,4 @@
-"""The verdict on each layout, and what is left of it: a table, and JSON."""
+"""The verdict on each layout, and what remains of it: a table, and JSON."""
 
 from __future__ import annotations
 
@@ -18,20 +18,24 @@ from mmm_lab.parity.reference import Reference, Training
 from mmm_lab.parity.train import Curve
 
 LOSS_LIMIT = {"fp64": 1e-9, "fp32": 1e-4}  # relative
-GRADIENT_LIMIT = {"fp64": 1e-8, "fp32": 1e-3}  # of the largest element of the parameter's gradient
-JSON, ERRORS = "parity.json", "errors.txt"
+GRADIENT_LIMIT = {"fp64": 1e-8, "fp32": 1e-3}  # relative to the largest element of the parameter's gradient
+JSON = "parity.json"
+ERRORS = "errors.txt"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """One training of a model on a layout, against the reference.
+    """One training of a model on a layout, compared with the reference.
 
     Attributes:
-        max_rel_loss_diff: the largest |l - l₀| / |l₀| of all steps. max_grad_diff: the largest max|g - g₀| / max|g₀| of
-            all parameters and ranks, at step 1. None where the ranks failed.
-        reason: why it did not pass; empty where it did. seconds: of training, without starting the ranks.
-        sent, expected: bytes of a step, of the rank that sends most: counted, and what the layout needs at least.
-        losses, expected_losses: of each step, here and by the reference; empty where the ranks failed.
+        max_rel_loss_diff: the largest |l - l₀| / |l₀| of all steps. None where the ranks failed.
+        max_grad_diff: the largest max|g - g₀| / max|g₀| of all parameters and ranks, at step 1. None where they failed.
+        seconds: seconds of training, without starting the ranks.
+        reason: why it did not pass; empty where it did.
+        sent: bytes that a step sends, counted on the rank that sends most.
+        expected: bytes that the layout has to send at least, on the same rank.
+        losses: loss of each step; empty where the ranks failed.
+        expected_losses: the same by the reference.
     """
 
     layout: str
@@ -54,45 +58,67 @@ class Comparison:
     def result(self) -> str:
         if self.passed:
             return "pass"
-        return "FAIL" if self.losses else "error"
+        if self.losses:
+            return "FAIL"
+        return "error"
+
+
+def comparison(case: ParityCase, optimizer: str, training: Training, **results: Any) -> Comparison:
+    """Make the row of a training. Without `results`, but with a reason, its ranks gave no answer."""
+    return Comparison(
+        layout=case.layout,
+        ranks=case.ranks,
+        model=case.model,
+        technique=case.technique,
+        optimizer=optimizer,
+        steps=training.steps,
+        **results,
+    )
 
 
 def evaluate(
     case: ParityCase, optimizer: str, training: Training, expected: Reference, curves: Sequence[Curve]
 ) -> Comparison:
-    """What every rank found, against the limits of the dtype. A number that is not finite does not pass."""
-    loss_limit, gradient_limit = LOSS_LIMIT[training.dtype], GRADIENT_LIMIT[training.dtype]
-    wrong = []
-    loss_diff, step = worst(
-        (
-            (relative_error(got, wanted), step)
-            for curve in curves
-            for step, (got, wanted) in enumerate(zip(curve.losses, expected.losses, strict=True))
-        ),
-        key=itemgetter(0),
-    )
+    """Compare what every rank found with the reference. A number that is not finite does not pass.
+
+    Args:
+        curves: those of all ranks, in their order.
+    """
+    # Comparisons below are written so that NaN fails them.
+    loss_limit = LOSS_LIMIT[training.dtype]
+    gradient_limit = GRADIENT_LIMIT[training.dtype]
+    reasons = []
+    loss_errors = []
+    for curve in curves:
+        pairs = zip(curve.losses, expected.losses, strict=True)
+        loss_errors += [(relative_error(loss, loss_0), step) for step, (loss, loss_0) in enumerate(pairs, 1)]
+    loss_diff, step = worst(loss_errors, key=itemgetter(0))
     if not loss_diff <= loss_limit:
-        wrong.append(f"the loss of step {step + 1} differs by {loss_diff:.1e}, more than {loss_limit:.0e}")
-    compared = set().union(*(curve.differences for curve in curves))
-    if missing := sorted(expected.gradients.keys() - compared):
-        wrong.append(f"no rank has {len(missing)} of the parameters ({missing[0]} first)")
-    grad_diff, rank, name = worst(
-        ((off, rank, name) for rank, curve in enumerate(curves) for name, off in curve.differences.items()),
-        key=itemgetter(0),
-    )
-    if not grad_diff <= gradient_limit:
-        off_limit = {name for curve in curves for name, off in curve.differences.items() if not off <= gradient_limit}
-        among = f"worst of {len(off_limit)} wrong: " if len(off_limit) > 1 else ""
-        by = f"differs by {grad_diff:.1e}, more than {gradient_limit:.0e}"
-        wrong.append(f"{among}the gradient of {name} on rank {rank} {by}")
+        reasons.append(f"the loss of step {step} differs by {loss_diff:.1e}, more than {loss_limit:.0e}")
+    gradient_errors = []
+    for rank, curve in enumerate(curves):
+        gradient_errors += [(difference, rank, name) for name, difference in curve.differences.items()]
+    # Each rank has the parameters of its pipeline stages; together they have all.
+    missing = sorted(expected.gradients.keys() - {name for _, _, name in gradient_errors})
+    if missing:
+        reasons.append(f"no rank has {len(missing)} of the parameters ({missing[0]} first)")
+    grad_diff, rank, name = worst(gradient_errors, key=itemgetter(0))
+    wrong = {name for difference, _, name in gradient_errors if not difference <= gradient_limit}
+    if wrong:
+        reason = f"the gradient of {name} on rank {rank} differs by {grad_diff:.1e}, more than {gradient_limit:.0e}"
+        if len(wrong) > 1:
+            reason = f"worst of {len(wrong)} wrong: {reason}"
+        reasons.append(reason)
     busiest = max(curves, key=lambda curve: curve.sent or 0)
-    return Comparison(
-        **_about(case, optimizer, training),
+    return comparison(
+        case,
+        optimizer,
+        training,
         max_rel_loss_diff=loss_diff,
         max_grad_diff=grad_diff,
-        passed=not wrong,
+        passed=not reasons,
         seconds=max(curve.seconds for curve in curves),
-        reason="; ".join(wrong),
+        reason="; ".join(reasons),
         losses=curves[0].losses,
         expected_losses=expected.losses,
         sent=busiest.sent,
@@ -100,17 +126,8 @@ def evaluate(
     )
 
 
-def failed(case: ParityCase, optimizer: str, training: Training, reason: str) -> Comparison:
-    """A layout whose ranks gave no answer."""
-    return Comparison(**_about(case, optimizer, training), reason=reason)
-
-
-def _about(case: ParityCase, optimizer: str, training: Training) -> dict[str, Any]:
-    same = {name: getattr(case, name) for name in ("layout", "ranks", "model", "technique")}
-    return {**same, "optimizer": optimizer, "steps": training.steps}
-
-
-COLUMNS = {  # heading → field of a `Comparison`, and how it is shown
+# Heading → field of a `Comparison`, and how it is formatted.
+COLUMNS = {
     "model": ("model", ""),
     "layout": ("layout", ""),
     "ranks": ("ranks", "d"),
@@ -123,38 +140,44 @@ COLUMNS = {  # heading → field of a `Comparison`, and how it is shown
     "s": ("seconds", ".1f"),
     "": ("result", ""),
 }
-NUMBERS = [place for place, (_, form) in enumerate(COLUMNS.values()) if form]  # columns that end at the right
+NUMERIC = (2, 5, 6, 7, 8, 9)  # indices of the columns that are aligned to the right
 
 
 def table(rows: Sequence[Comparison]) -> str:
-    """One line a training; below it, why those that did not pass did not."""
-    cells = [[_shown(getattr(row, field), form) for field, form in COLUMNS.values()] for row in rows]
-    lines = in_columns([[*COLUMNS], *cells], NUMBERS)
+    """Returns one line for each training; below them, why those that did not pass did not."""
+    cells = [[*COLUMNS]]
+    for row in rows:
+        cells.append([_cell(getattr(row, name), form) for name, form in COLUMNS.values()])
+    lines = in_columns(cells, NUMERIC)
     for row in rows:
         if not row.passed:
             lines.append(f"{row.result}: {row.model} {row.layout} {row.technique} {row.optimizer}: {row.reason}")
     return "\n".join(lines)
 
 
-def _shown(value: Any, form: str) -> str:
+def _cell(value: Any, form: str) -> str:
     if value is None:
         return ""
-    return "0" if value == 0 else format(value, form)
+    if value == 0:
+        return "0"
+    return format(value, form)
 
 
 def write_json(rows: Sequence[Comparison], folder: Path) -> Path:
-    """All rows, as a list of mappings; what is no finite number is null."""
+    """Write all rows, as a list of mappings. A number that is not finite is null. Returns the path."""
     path = folder / JSON
     text = json.dumps([_plain(asdict(row)) for row in rows], indent=1, ensure_ascii=False)
+    # Whole or not at all: a killed run leaves the file before.
     write_atomically(path, text.encode() + b"\n")
     return path
 
 
 def _plain(value: Any) -> Any:
+    """Replace what JSON lacks, NaN and infinities, by None."""
     if isinstance(value, dict):
-        return {key: _plain(each) for key, each in value.items()}
+        return {key: _plain(item) for key, item in value.items()}
     if isinstance(value, list):
-        return [_plain(each) for each in value]
+        return [_plain(item) for item in value]
     if isinstance(value, float) and not math.isfinite(value):
         return None
     return value

@@ -1,9 +1,9 @@
-"""One case after the other: prepare, reference, ranks, verdict. This process starts ranks and computes nothing."""
+"""One case after another: prepare, reference, ranks, verdict. This process starts ranks and computes nothing."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,24 +17,29 @@ from mmm_lab.parity import models, reference
 from mmm_lab.parity.layouts import ParityCase
 from mmm_lab.parity.optimizers import make_optimizer
 from mmm_lab.parity.reference import Reference, Training
-from mmm_lab.parity.report import ERRORS, Comparison, evaluate, failed
+from mmm_lab.parity.report import ERRORS, Comparison, comparison, evaluate
 from mmm_lab.parity.train import PreparedCase, plan_problems, prepare, train
 from mmm_verify.ranks import RanksFailed, fork_ranks
+
+# By model, data and optimizer: the reference, or why there is none.
+References = dict[tuple[str, str, str], Reference | RanksFailed]
 
 
 def prepare_cases(
     cases: Sequence[ParityCase], training: Training
 ) -> tuple[list[PreparedCase], list[tuple[ParityCase, str]]]:
-    """The cases that go, and those that do not with the reason."""
-    import_dynamo()  # what DTensor and optimizers import at their first use, and each rank would pay for
-    torch.set_num_threads(1)  # ranks are forked from here: no OpenMP threads, in them neither
+    """Check all cases. Returns those that can be trained, and the others with the reason."""
+    # DTensor and optimizers import it at their first use, and each rank would pay for that.
+    import_dynamo()
+    # Ranks are forked from here, and OpenMP's threads do not survive a fork.
+    torch.set_num_threads(1)
     checked_models: set[str] = set()
-    good: list[PreparedCase] = []
+    ready: list[PreparedCase] = []
     refused: list[tuple[ParityCase, str]] = []
     for case in cases:
         try:
             parity = models.find(case.model)
-            good.append(prepare(parity, case, replace(training, data=case.data)))
+            ready.append(prepare(parity, case, replace(training, data=case.data)))
         except UserError as error:
             refused.append((case, str(error)))
             continue
@@ -42,12 +47,11 @@ def prepare_cases(
             checked_models.add(case.model)
             for text in plan_problems(parity):
                 print(f"--model {case.model}: {text}", flush=True)
-    return good, refused
+    return ready, refused
 
 
 def count_devices(device_type: str) -> int:
-    """How many ranks can have a device of their own here; of the CPU as many as are asked for. A process that is then
-    gone looks: ranks cannot be forked from one that has touched a device.
+    """Returns how many ranks can have a device of their own here: on the CPU any number.
 
     Raises:
         DeviceError: there is none.
@@ -62,6 +66,7 @@ def count_devices(device_type: str) -> int:
             return str(error)
         return getattr(torch, device_type).device_count()
 
+    # A process that ends looks: ranks cannot be forked from one that has touched a device.
     (devices,) = fork_ranks(count, 1, timeout=60)
     if isinstance(devices, str):
         raise DeviceError(devices)
@@ -71,50 +76,58 @@ def count_devices(device_type: str) -> int:
 def compare(
     ready: Sequence[PreparedCase], timeout: float, folder: Path, say: Callable[[str], None], device_type: str = "cpu"
 ) -> Iterator[Comparison]:
-    """Train every case and hold it against the reference of its model and optimizer, which is trained once, on the CPU.
+    """Train every case and compare it with the reference of its model and optimizer.
 
     Args:
-        timeout: seconds that a case may take. folder: for the tracebacks of ranks that failed.
-        device_type: of the ranks.
+        timeout: seconds that a case may take.
+        folder: gets the tracebacks of ranks that failed.
+        say: takes a line for each case.
+        device_type: device type of the ranks. The reference is trained on the CPU.
     """
-    references: dict[tuple[str, str, str], Reference | RanksFailed] = {}
-    for index, prepared in enumerate(ready):
-        case = prepared.case
-        for optimizer in case.optimizers:
-            key = case.model, case.data, optimizer
-            if key not in references:
-                references[key] = _reference(prepared, optimizer, timeout)
-        known = {optimizer: references[case.model, case.data, optimizer] for optimizer in case.optimizers}
-        rows = _compare_one(prepared, known, timeout, folder, device_type)
+    references: References = {}
+    for index, prepared in enumerate(ready, 1):
+        try:
+            rows = _compare_one(prepared, references, timeout, device_type)
+        except RanksFailed as error:
+            with open(folder / ERRORS, "a", encoding="utf-8") as file:
+                file.write(f"{prepared.case}: {error}\n{error.details}\n")
+            rows = [
+                comparison(prepared.case, optimizer, prepared.training, reason=str(error))
+                for optimizer in prepared.case.optimizers
+            ]
         results = ", ".join(f"{row.optimizer} {row.result}" for row in rows)
-        say(f"[{index + 1}/{len(ready)}] {case}: {results}")
+        say(f"[{index}/{len(ready)}] {prepared.case}: {results}")
         yield from rows
 
 
-def _compare_one(
-    prepared: PreparedCase, known: Mapping[str, Reference | RanksFailed], timeout: float, folder: Path, device_type: str
-) -> list[Comparison]:
-    case, training = prepared.case, prepared.training
-    references: dict[str, Reference] = {}
-    try:
-        for optimizer, expected in known.items():
-            if isinstance(expected, RanksFailed):
-                raise expected
-            references[optimizer] = expected
-        answers = fork_ranks(train, case.ranks, prepared, references, timeout, device_type, timeout=timeout)
-    except RanksFailed as error:
-        with open(folder / ERRORS, "a", encoding="utf-8") as file:
-            file.write(f"{case}: {error}\n{error.details}\n")
-        return [failed(case, optimizer, training, str(error)) for optimizer in known]
-    by_optimizer = zip(references.items(), zip(*answers, strict=True), strict=True)
-    return [evaluate(case, optimizer, training, reference, curves) for (optimizer, reference), curves in by_optimizer]
+def _compare_one(prepared: PreparedCase, references: References, timeout: float, device_type: str) -> list[Comparison]:
+    """Train a case, and compare it. Raises RanksFailed."""
+    case = prepared.case
+    expected: dict[str, Reference] = {}
+    for optimizer in case.optimizers:
+        expected[optimizer] = _reference(prepared, optimizer, references, timeout)
+    # Of each rank, a curve for each optimizer.
+    curves = fork_ranks(train, case.ranks, prepared, expected, timeout, device_type, timeout=timeout)
+    rows = []
+    for place, optimizer in enumerate(case.optimizers):
+        curves_of_ranks = [curves_of_rank[place] for curves_of_rank in curves]
+        rows.append(evaluate(case, optimizer, prepared.training, expected[optimizer], curves_of_ranks))
+    return rows
 
 
-def _reference(prepared: PreparedCase, optimizer: str, timeout: float) -> Reference | RanksFailed:
-    def alone(rank: Rank) -> Reference:
+def _reference(prepared: PreparedCase, optimizer: str, references: References, timeout: float) -> Reference:
+    """Train the reference, once for all layouts. Raises RanksFailed, again for each of them."""
+
+    def on_one_rank(rank: Rank) -> Reference:
         return reference.train(prepared.parity, prepared.training, optimizer, make_optimizer)
 
-    try:
-        return fork_ranks(alone, 1, timeout=timeout)[0]
-    except RanksFailed as error:
-        return RanksFailed(f"the reference: {error}", error.details)
+    key = prepared.case.model, prepared.case.data, optimizer
+    if key not in references:
+        try:
+            (references[key],) = fork_ranks(on_one_rank, 1, timeout=timeout)
+        except RanksFailed as error:
+            references[key] = RanksFailed(f"the reference: {error}", error.details)
+    known = references[key]
+    if isinstance(known, RanksFailed):
+        raise known
+    return known

@@ -1,4 +1,4 @@
-"""What one rank does: train a model on a layout, and hold it against the reference."""
+"""What one rank does: train a model on a layout, and compare it with the reference."""
 
 from __future__ import annotations
 
@@ -38,12 +38,18 @@ from mmm_lab.parity.parity_model import ParityModel
 from mmm_lab.parity.reference import DTYPES, WITH_PADDING, Reference, Training, batch
 from mmm_verify.difference import relative, scale_of, size_of, worst
 
-ROUNDING = 16  # a gradient at most that many roundings of the model's largest one is 0
+ROUNDING = 16  # roundings of the model's largest gradient: one that is no larger is 0
 
 
 @dataclass(frozen=True)
 class PreparedCase:
-    """A case that has been checked, before any rank is started. experts: whether the model has any."""
+    """A case that has been checked, before any rank is started.
+
+    Attributes:
+        techniques: those of the case, with the number of micro-batches.
+        partition: which parts of the model are in which pipeline stage.
+        experts: the model has some.
+    """
 
     parity: ParityModel
     case: ParityCase
@@ -56,13 +62,15 @@ class PreparedCase:
 
 @dataclass(frozen=True)
 class Curve:
-    """Of one training: each step's loss, and the gradients of step 1 that this rank has, sharded or full.
+    """What a rank keeps of one training.
 
     Attributes:
-        differences: max|g - g₀| / max|g₀| by name. seconds: of all steps.
-        sent: bytes that this rank handed to process groups in step 2, by the best algorithms (`mmm.traffic.count`);
-            None with one step. expected: what the layout needs at least (`mmm.traffic.formulas`); None where
-            there is no formula.
+        losses: loss of each step.
+        differences: max|g - g₀| / max|g₀| of each gradient of step 1 that this rank has, sharded or full, by name.
+        seconds: seconds of all steps.
+        sent: bytes that this rank handed to process groups in step 2, by the best algorithms (`mmm.traffic.count`).
+            None with one step.
+        expected: bytes that the layout needs at least (`mmm.traffic.formulas`). None where there is no formula.
     """
 
     losses: list[float]
@@ -73,10 +81,10 @@ class Curve:
 
 
 def prepare(parity: ParityModel, case: ParityCase, training: Training) -> PreparedCase:
-    """Check that a model goes onto a layout; needs no process group.
+    """Check that a model can be put on a layout. Needs no process group.
 
     Raises:
-        UserError: it does not; with the reason.
+        UserError: it cannot; with the reason.
     """
     layout = Layout(**{"dp_shard": 1, **case.sizes}).fit(case.ranks)
     if training.global_batch % layout.dp:
@@ -85,13 +93,18 @@ def prepare(parity: ParityModel, case: ParityCase, training: Training) -> Prepar
             f"{layout.dp} data-parallel coordinates: change --global_batch_size, or dp"
         )
     microbatches = None
+    samples = training.global_batch // layout.dp
     if layout.pp == 1:
-        microbatches = min(parity.least_microbatches, training.global_batch // layout.dp)
+        microbatches = min(parity.least_microbatches, samples)
     elif case.schedule in SCHEDULES:
         microbatches = max(parity.least_microbatches, SCHEDULES[case.schedule].microbatches(layout.pp)[0])
     techniques = replace(case, microbatches=microbatches)
-    inputs = batch(parity, training, 0)[0][: training.global_batch // layout.dp]
-    meta = inputs.to("meta", torch.float32 if inputs.is_floating_point() else inputs.dtype)
+    inputs, *_ = batch(parity, training, 0)
+    # The first data-parallel rank's samples, without values.
+    meta = inputs[:samples].to("meta")
+    # The model is in float32 here.
+    if meta.is_floating_point():
+        meta = meta.float()
     with meta_parameters(keep_values=False):
         module = parity.model()
     partition = partition_model(module, parity.plan(), layout, techniques, meta)
@@ -99,7 +112,7 @@ def prepare(parity: ParityModel, case: ParityCase, training: Training) -> Prepar
 
 
 def plan_problems(parity: ParityModel) -> list[str]:
-    """What the plan of a model names in vain."""
+    """Returns what the plan of a model names and the model does not have."""
     with meta_parameters(keep_values=False):
         return unmatched(parity.plan(), parity.model())
 
@@ -107,11 +120,12 @@ def plan_problems(parity: ParityModel) -> list[str]:
 def train(
     rank: Rank, ready: PreparedCase, references: Mapping[str, Reference], timeout: float, device_type: str = "cpu"
 ) -> list[Curve]:
-    """Train once for each optimizer of the case, in one process group. A collective."""
+    """Train once for each optimizer of the case, in one process group. A collective of all ranks."""
     device = choose_device(device_type, rank)
     logger = get_logger()
     level = logger.level
-    logger.setLevel(logging.ERROR)  # what a plan names in vain has been said once, before any ranks
+    # Warnings of a plan have been printed once, before there were ranks.
+    logger.setLevel(logging.ERROR)
     try:
         with process_group(rank, device, timeout), ignore_views():
             mesh = build_mesh(ready.layout, device.type, timeout, experts=ready.experts)
@@ -124,12 +138,17 @@ def _train(
     rank: Rank, ready: PreparedCase, mesh: Mesh, device: torch.device, optimizer: str, reference: Reference
 ) -> Curve:
     began = time.perf_counter()
-    parity, training, layout = ready.parity, ready.training, ready.layout
+    parity = ready.parity
+    training = ready.training
+    layout = ready.layout
     dtype = DTYPES[training.dtype]
     with meta_parameters(keep_values=False):
         module = parity.model()
     precision = Precision(training.dtype, dtype, dtype)
-    own_loss = parity.mean_loss if parity.loss is not None else None
+    # None: the package's own cross-entropy, which can be sharded.
+    loss = None
+    if parity.loss is not None:
+        loss = parity.mean_loss
     parallel_model = ParallelModel(
         module,
         parity.plan(),
@@ -139,11 +158,12 @@ def _train(
         ready.partition,
         device=device,
         seed=training.seed,
-        loss=own_loss,
+        loss=loss,
     )
     expected = least_traffic(ready, parallel_model, precision)
     update = make_optimizer(optimizer, parallel_model.parameters())
     sent = None
+    # This rank's samples of the global batch: ranks of one data-parallel coordinate have the same.
     size = training.global_batch // layout.dp
     first_sample = layout.dp_coordinate(rank.rank) * size
     own = slice(first_sample, first_sample + size)
@@ -154,6 +174,7 @@ def _train(
         own_targets = targets[own].to(device)
         count: int | Tensor = targets.numel()
         if training.data in WITH_PADDING:
+            # A collective: the targets of all data-parallel ranks.
             count = parallel_model.count_targets(own_targets)
         local_batch = Batch(inputs[own].to(device), own_targets, count)
         if documents:
@@ -167,16 +188,18 @@ def _train(
             if step == 0:
                 differences = gradient_differences(parallel_model, reference.gradients)
             update.step()
-        sent = sent if traffic is None else traffic.sent
+        if traffic is not None:
+            sent = traffic.sent
         update.zero_grad()
         parallel_model.balance_experts()
+        # One number of each rank; only the last pipeline stage's are parts of the loss.
         local_losses = gather_floats([local_loss.item()], device)
         losses.append(sum(local_losses[loss_rank][0] for loss_rank in layout.loss_ranks()))
     return Curve(losses, differences, time.perf_counter() - began, sent, expected)
 
 
 def least_traffic(ready: PreparedCase, parallel_model: ParallelModel, precision: Precision) -> float | None:
-    """Bytes that this rank has to send a step; None where there is no formula.
+    """Returns the bytes that this rank has to send in a step. None where there is no formula.
 
     There is none for experts, whose tokens go where the router sends them, nor for layers whose forward is repeated.
     """
@@ -197,13 +220,14 @@ def least_traffic(ready: PreparedCase, parallel_model: ParallelModel, precision:
             seq_length=inputs.shape[1],
             precision=precision,
         )
-    except ValueError:  # "no formula for …"
+    except ValueError:
+        # "no formula for …"
         return None
     return sum(by_axis.values())
 
 
 def gradient_differences(parallel_model: ParallelModel, expected: Mapping[str, Tensor]) -> dict[str, float]:
-    """max|g - g₀| / max|g₀| of each gradient that is here, gathered where it is sharded. A collective.
+    """Returns max|g - g₀| / max|g₀| of each gradient that this rank has. A collective: sharded ones are gathered.
 
     A gradient that is 0 but for rounding (a key's bias moves all scores of a token alike, which softmax does not see)
     has no size of its own: it is measured against the largest gradient of the model. One that is missing, and one of a
@@ -214,14 +238,16 @@ def gradient_differences(parallel_model: ParallelModel, expected: Mapping[str, T
     largest = worst(size_of(gradient) for gradient in expected.values())
     differences: dict[str, float] = {}
     for full_name, parameter in parallel_model.named_parameters():
-        name, gradient = canonical_name(full_name), parameter.grad
+        name = canonical_name(full_name)
+        gradient = parameter.grad
         if isinstance(gradient, DTensor):
             gradient = gradient.full_tensor()
         if gradient is None or name not in expected or gradient.shape != expected[name].shape:
             differences[name] = math.inf
             continue
         nothing = ROUNDING * torch.finfo(gradient.dtype).eps
-        difference = relative(gradient.cpu(), expected[name], scale_of(expected[name], largest, nothing))
+        scale = scale_of(expected[name], largest, nothing)
+        difference = relative(gradient.cpu(), expected[name], scale)
         # The worst of a tied weight that is in two stages of this rank.
         differences[name] = worst((difference, differences.get(name, 0.0)))
     return differences

@@ -26,7 +26,7 @@ examples:
   launch -n 4 python3 -m mmm.examples.fsdp_tp --tpsize 2
   launch --dry-run python3 -m mmm.examples.fsdp_tp
   launch --hosts node1,node2 -ppn 4 python3 -m mmm.examples.fsdp_tp --tpsize 4
-exit codes: 0 all ranks ended well; 2 wrong arguments; 124 --timeout; 128 + signal (130 Ctrl-C); else the first failed rank's
+exit codes: 0 all ranks ended well, 2 wrong arguments, 124 --timeout, 130 Ctrl-C; else that of the first failed rank
 """
 
 

@@ -6,7 +6,6 @@ hangs becomes a finding. Nothing here imports torch but the child whose check it
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from pathlib import Path
 
 from mmm.errors import ConfigError
@@ -59,5 +58,5 @@ def main(argv: list[str]) -> int:
             show(f"{lines(finding)}\n")
     if with_text:
         show(f"\n{summary(findings)}\n")
-    write_json(args.json, [asdict(finding) for finding in findings])
+    write_json(args.json, findings)
     return int(any(finding.status == "fail" for finding in findings))
