@@ -17,7 +17,7 @@ from mmm_launch.machines import find
 from mmm_launch.machines.machine import Machine, read
 
 if TYPE_CHECKING:
-    from mmm_lab.planner.candidate import Candidate, Found
+    from mmm_lab.planner.candidate import Candidate, SearchResult
     from mmm_lab.planner.search import Search
 
 EPILOG = """\
@@ -241,7 +241,7 @@ def _run_lines(
     return [*lines, "", submit]
 
 
-def _tree_lines(search: Search, result: Found, explain: bool, tp: int | None) -> list[str]:
+def _tree_lines(search: Search, result: SearchResult, explain: bool, tp: int | None) -> list[str]:
     """Returns what the decision tree says, and a note where tensor parallelism spans hosts.
 
     Args:

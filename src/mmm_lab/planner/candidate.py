@@ -1,4 +1,4 @@
-"""A layout with its techniques and what it would cost: what a search compares, and in which order."""
+"""A layout with its techniques and its predicted cost: what the search compares, and in which order."""
 
 from __future__ import annotations
 
@@ -12,17 +12,20 @@ from mmm.units import GIB
 from mmm_lab.planner.cost import StepCost
 from mmm_lab.planner.trial import Trial
 
-NEAR = 0.02  # of the fastest step: within that the layout with the fewest axes is the answer
+# Among layouts whose step takes at most this fraction longer than the fastest, the simplest is the answer.
+NEAR = 0.02
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A trial, and what it would cost.
+    """A way to train the model, with its predicted memory and time.
 
     Attributes:
-        kind: its axes and data-parallel technique.
-        memory: bytes by part of the rank that needs most. fits: whether those are within the budget.
-        host_memory: bytes of a rank on its host. why: in a line, why it is where it is.
+        kind: names of its axes and of its data-parallel technique, such as ``pp·tp·fsdp``.
+        memory: bytes of each part of memory, on the rank that needs most.
+        fits: whether device and host have enough memory.
+        host_memory: bytes of host memory that one rank takes; 0 without offload.
+        why: one line that says why it is the answer, or why it is not.
     """
 
     trial: Trial
@@ -45,13 +48,14 @@ class Candidate:
 
     @property
     def bytes(self) -> float:
+        """Bytes of device memory on the rank that needs most."""
         return sum(self.memory.values())
 
     @property
     def largest_part(self) -> str:
-        """The part of the memory that is largest, with its GiB."""
-        part, size = max(self.memory.items(), key=itemgetter(1))
-        return f"{part} {size / GIB:,.1f}"
+        """The largest part of the memory, with its size in GiB."""
+        name, size = max(self.memory.items(), key=itemgetter(1))
+        return f"{name} {size / GIB:,.1f}"
 
     @property
     def label(self) -> str:
@@ -60,29 +64,29 @@ class Candidate:
 
     @property
     def complexity(self) -> tuple[int, bool]:
-        """What is to be understood and may go wrong: axes besides dp, two dp axes for one, and whether dp shards."""
-        besides = [axis for axis in self.axes if axis != "dp_shard"]
-        return len(besides), self.techniques.data_parallel != "ddp"
+        """How much a person has to understand: the number of axes besides dp_shard, then whether dp shards."""
+        other_axes = [axis for axis in self.axes if axis != "dp_shard"]
+        return len(other_axes), self.techniques.data_parallel != "ddp"
 
     @property
     def axes(self) -> list[str]:
         """The axes that have several ranks; offload counts as one."""
         sizes = {**self.layout.sizes, "ep": self.layout.ep}
-        several = [axis for axis, size in sizes.items() if size > 1]
+        axes = [axis for axis, size in sizes.items() if size > 1]
         if self.techniques.offload:
-            several.append("offload")
-        return several
+            axes.append("offload")
+        return axes
 
 
 @dataclass(frozen=True)
-class Found:
-    """What a search has found.
+class SearchResult:
+    """What the search found.
 
     Attributes:
-        best: those that fit, one for each layout: the answer first, the others from the fastest on.
-        kinds: the fastest of each kind; where none of a kind fits, the one that needs least.
-        refused: kind → why no layout of it goes with model and batch.
-        layouts: how many were looked at.
+        best: one candidate for each layout that fits. The answer comes first, then the others by step time.
+        kinds: the fastest candidate of each kind; if none of a kind fits, the one that needs least memory.
+        refused: for each kind without a candidate, why none of its layouts goes with this model and batch.
+        layouts: number of layouts that were looked at.
     """
 
     best: list[Candidate]
@@ -92,39 +96,44 @@ class Found:
 
     @property
     def fastest(self) -> Candidate:
-        """The fastest that fits, which may have more axes than the answer."""
+        """The fastest candidate that fits. It may have more axes than the answer."""
         return min(self.best, key=rank_of)
 
 
 def answer_first(fitting: Sequence[Candidate]) -> list[Candidate]:
-    """Candidates that fit, from the fastest on; but the first is the simplest of those that are nearly as fast."""
+    """Sort candidates that fit by step time, but put the simplest of the nearly fastest ones first."""
     by_time = sorted(fitting, key=rank_of)
-    near = [candidate for candidate in by_time if candidate.cost.seconds <= (1 + NEAR) * by_time[0].cost.seconds]
-    if near:
-        answer = min(near, key=lambda candidate: candidate.complexity)  # of several that are as simple the fastest
-        by_time.remove(answer)
-        by_time.insert(0, answer)
-    return by_time
+    if not by_time:
+        return []
+    limit = (1 + NEAR) * by_time[0].cost.seconds
+    nearly_fastest = [candidate for candidate in by_time if candidate.cost.seconds <= limit]
+    # `min` takes the first of those that are equally simple, which is the fastest of them.
+    answer = min(nearly_fastest, key=lambda candidate: candidate.complexity)
+    by_time.remove(answer)
+    return [answer, *by_time]
 
 
 def kind_of(layout: Layout, data_parallel: str) -> str:
+    """The name of a layout's kind, such as ``pp·tp·fsdp``: its axes without their sizes."""
     if layout.ranks == 1:
         return "one device"
-    axes = [axis for axis in ("pp", "cp", "tp", "ep") if getattr(layout, axis) > 1]
-    return "·".join([*axes, data_parallel if layout.dp * layout.cp > 1 else "no dp"])
+    names = [axis for axis in ("pp", "cp", "tp", "ep") if getattr(layout, axis) > 1]
+    # Gradients are summed over cp as well, so that a technique is at work where there is cp but no dp.
+    if layout.dp * layout.cp > 1:
+        names.append(data_parallel)
+    else:
+        names.append("no dp")
+    return "·".join(names)
 
 
-def divisors(number: int) -> list[int]:
-    small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
-    return sorted({*small, *(number // n for n in small)})
+def divisors(n: int) -> list[int]:
+    """All divisors of n, in ascending order."""
+    small = [d for d in range(1, math.isqrt(n) + 1) if n % d == 0]
+    return sorted({*small, *(n // d for d in small)})
 
 
 def rank_of(candidate: Candidate) -> tuple[bool, float]:
-    """What decides the order: what fits comes first, and of those the fastest; of the others what needs least."""
+    """Sorting key: candidates that fit come first, by step time; then the others, by the memory that they need."""
     if candidate.fits:
         return False, candidate.cost.seconds
     return True, candidate.bytes
-
-
-def is_better(one: Candidate, other: Candidate) -> bool:
-    return rank_of(one) < rank_of(other)

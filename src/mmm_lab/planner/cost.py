@@ -1,17 +1,17 @@
-"""How long a step takes: arithmetic on a `Machine`.
+"""How long a step takes, by arithmetic on a `Machine`.
 
 ::
 
     step = (micro-batches · slowest stage) / (1 - bubble) + gathering and reducing that nothing hides + optimizer
     a layer's forward = products / (peak · matmul_efficiency) + element-wise bytes / (memory_bandwidth · …)
     its backward      = twice that, and what checkpointing computes again
-    a collective      = messages one after the other · latency + bytes that a rank sends / bandwidth
+    a collective      = messages that follow each other · latency + bytes that a rank sends / bandwidth
     a unit of FSDP    = its collectives, and the copies out of the gathered buffer and into the reduced one
 
-Tensor parallelism, Ulysses and experts' all-to-all wait for each collective (see network.py); a ring of cp hides
-behind `Machine.overlap` of its attention, data parallelism behind as much of the compute around it. The bubble is
-`bubble_formula`'s. Ranks on more than the cores of a host (`Machine.cores`) take turns: their step is as long as those
-need for what all ranks together compute and send.
+Tensor parallelism, Ulysses and the experts' all-to-all wait for each collective (see network.py). A ring of cp hides
+behind a part of its attention (`Machine.overlap`), data parallelism behind the same part of the compute around it. The
+bubble comes from `bubble_formula`. Where ranks outnumber the cores of a host (`Machine.cores`) they take turns: a step
+takes as long as the cores need for what all ranks together compute and send.
 """
 
 from __future__ import annotations
@@ -31,9 +31,11 @@ from mmm_lab.planner.spec import ModelSpec
 from mmm_lab.planner.trial import Trial
 from mmm_launch.machines.machine import Machine
 
+DDP_BUCKET = 25e6  # bytes of gradients that DDP sums in one call
+
 
 class Layer(NamedTuple):
-    """Seconds of a layer and micro-batch: forward and backward compute, and what each axis makes it wait."""
+    """Seconds of one layer and one micro-batch: compute of forward and backward, and what each axis makes it wait."""
 
     forward: float
     backward: float
@@ -46,8 +48,31 @@ class Layer(NamedTuple):
         return sum(self)
 
 
+class StageTime(NamedTuple):
+    """Seconds of one micro-batch on a stage.
+
+    Attributes:
+        total: compute and waiting.
+        tp: what tensor parallelism makes it wait.
+        layers: number of layers of the stage.
+    """
+
+    total: float
+    compute: float
+    tp: float
+    layers: int
+
+
 class Work(NamedTuple):
-    """Seconds of a step without data parallelism, of the slowest stage; forward and backward of a micro-batch."""
+    """Seconds of a step without data parallelism, on the slowest stage.
+
+    Attributes:
+        seconds: of all micro-batches, with the bubble.
+        bubble: fraction of the step that stages wait for each other.
+        compute: of all micro-batches.
+        forward, backward: compute of one micro-batch.
+        exposed: what each axis makes the step wait.
+    """
 
     seconds: float
     bubble: float
@@ -59,7 +84,13 @@ class Work(NamedTuple):
 
 @dataclass(frozen=True)
 class StepCost:
-    """Seconds of a step. exposed: by axis, what a rank waits for. bubble: the fraction that stages wait for others."""
+    """Seconds of a step.
+
+    Attributes:
+        exposed: what each axis makes a rank wait.
+        bubble: fraction of the step that stages wait for each other.
+        offload: seconds that offloaded tensors travel between host and device.
+    """
 
     seconds: float
     compute: float
@@ -69,37 +100,53 @@ class StepCost:
     offload: float
 
 
-def bubble_of(schedule: str, pp: int, microbatches: int, own: int) -> float:
-    """The fraction of a step that stages wait: by `bubble_formula`, or where that has none, with too few micro-batches,
-    as of stages that take turns and do not split their backward.
+def bubble_of(schedule: str, pp: int, microbatches: int, n_stages: int) -> float:
+    """The fraction of a step that stages wait for each other.
+
+    It comes from `bubble_formula`. Where that has no formula, because there are few micro-batches, the stages are taken
+    to run in turn and not to split their backward pass.
 
     Args:
-        own: stages a rank.
+        n_stages: number of stages on each rank.
     """
-    if (known := bubble_formula(schedule, pp, microbatches, own)) is not None:
-        return known
+    bubble = bubble_formula(schedule, pp, microbatches, n_stages)
+    if bubble is not None:
+        return bubble
     if microbatches >= pp:
-        return (pp - 1) / (microbatches * own + pp - 1)
-    return 1 - microbatches * own / (pp * own + microbatches - 1)
+        return (pp - 1) / (microbatches * n_stages + pp - 1)
+    return 1 - microbatches * n_stages / (pp * n_stages + microbatches - 1)
 
 
 class CostModel:
-    """Step times of a model on a machine. dtype: name of a precision. memory: of the same model."""
+    """Predicts the step times of a model on a machine.
+
+    Args:
+        dtype: name of a precision.
+        memory: of the same model.
+    """
 
     def __init__(self, spec: ModelSpec, machine: Machine, dtype: str, memory: MemoryModel) -> None:
-        self.spec, self.machine, self.memory = spec, machine, memory
+        self.spec = spec
+        self.machine = machine
+        self.memory = memory
         self.rate = peak_rate(machine, dtype) * machine.matmul_efficiency
         self.memory_rate = machine.memory_bandwidth * machine.memory_efficiency
+        # A search asks for the same few values of each again and again.
         self.work = lru_cache(maxsize=None)(self._work)
         self.layer = lru_cache(maxsize=None)(self._layer)
         self.head = lru_cache(maxsize=None)(self._head)
         self.groups = lru_cache(maxsize=None)(lambda layout: groups_of(layout, machine))
 
     def _busy(self, flops: float, traffic: float, tp: int) -> float:
-        """Seconds of a layer's forward: kernels, or where those are short what the host takes to start them."""
+        """Seconds of a layer's forward: its kernels, or if these are short, the time in which the host starts them."""
         seconds = flops / self.rate + traffic / self.memory_rate
-        overhead = self.machine.layer_overhead + (self.machine.tensor_overhead if tp > 1 else 0.0)
-        return seconds + overhead if self.machine.device == "cpu" else max(seconds, overhead)
+        overhead = self.machine.layer_overhead
+        if tp > 1:
+            overhead += self.machine.tensor_overhead
+        if self.machine.device == "cpu":
+            # The thread that computes starts the kernels as well.
+            return seconds + overhead
+        return max(seconds, overhead)
 
     def _layer(
         self,
@@ -109,78 +156,113 @@ class CostModel:
         batch: float,
         checkpointing: str = "none",
         ulysses: int = 1,
-        replicas: bool = False,
+        unsharded: bool = False,
         splits: bool = False,
     ) -> Layer:
-        spec, machine, c = self.spec, self.machine, self.memory.compute
+        """Seconds of one layer and one micro-batch.
+
+        Args:
+            unsharded: whether every rank has all parameters that pp, tp and ep leave it.
+            splits: whether the schedule computes the gradients of weights later than those of inputs.
+        """
+        spec = self.spec
+        config = spec.config
+        compute = self.memory.compute
         kind = next(kind for kind in spec.kinds if kind.role == "layer")
-        layout = Layout(dp_shard=ep, cp=cp, tp=tp, ep=ep)
-        groups = self.groups(layout)
-        kept = self.memory.kept(tp, replicas)
+        groups = self.groups(Layout(dp_shard=ep, cp=cp, tp=tp, ep=ep))
+        kept = self.memory.kept(tp, unsharded)
         tokens = batch * spec.tokens / cp
+        # A kernel of causal attention computes half of the scores.
         scores = kind.attention_flops / 2 * batch / (tp * cp)
         flops = kind.flops * batch / (tp * cp) - scores
         forward = self._busy(flops, tokens * kept.traffic, tp)
-        again = {"none": 0.0, "selective": tokens * kept.traffic / self.memory_rate, "full": forward}[checkpointing]
-        again *= 2 if splits else 1  # once for the input's gradient, once for the weights'
-        config, waits = spec.config, {"tp": 0.0, "cp": 0.0, "ep": 0.0}
+        again = 0.0
+        if checkpointing == "selective":
+            again = tokens * kept.traffic / self.memory_rate
+        elif checkpointing == "full":
+            again = forward
+        if splits:
+            # Once for the gradient of the input, once for those of the weights.
+            again *= 2
         repeated = 1.0 if checkpointing != "none" else 0.0
-        through_tp = (c + (self.memory.storage if replicas else c)) / 2  # `mmm.traffic.formulas`: half of them are wide
+        tp_wait = 0.0
+        cp_wait = 0.0
+        ep_wait = 0.0
         if tp > 1:
-            size = tokens * config.dim * through_tp
+            # As `mmm.traffic.formulas` has it: half of what passes is the residual stream.
+            residual = self.memory.storage if unsharded else compute
+            size = tokens * config.dim * ((compute + residual) / 2)
             calls = spec.definition.costs.pairs(config) * (2 + repeated)
-            if spec.plan.sequence:  # which is sharded between the matrices
-                waits["tp"] = calls * self._gather_and_reduce(groups["tp"], size)
+            if spec.plan.sequence:
+                # The sequence is sharded between the matrix products.
+                tp_wait = calls * self._gather_and_reduce(groups["tp"], size)
             else:
-                waits["tp"] = calls * collective("all_reduce", groups["tp"], size, machine)
+                tp_wait = calls * collective("all_reduce", groups["tp"], size, self.machine)
         if cp > 1:
-            waits["cp"] = self._context(cp, ulysses, tp, tokens, scores, repeated)
+            cp_wait = self._context(cp, ulysses, tp, tokens, scores, repeated)
         if ep > 1:
-            size = tokens / tp * config.top_k * config.dim * c
-            waits["ep"] = (4 + 2 * repeated) * collective("all_to_all", groups["ep"], size, machine)
-        return Layer(forward, 2 * forward + again, **waits)
+            size = tokens / tp * config.top_k * config.dim * compute
+            ep_wait = (4 + 2 * repeated) * collective("all_to_all", groups["ep"], size, self.machine)
+        return Layer(forward, 2 * forward + again, tp_wait, cp_wait, ep_wait)
 
     def _gather_and_reduce(self, group: Group, size: float) -> float:
-        """Seconds of an all-gather and a reduce-scatter: one is the other's backward."""
-        calls = ("all_gather", "reduce_scatter")
-        return sum(collective(call, group, size, self.machine) for call in calls)
+        """Seconds of an all-gather and a reduce-scatter. Each is the backward of the other."""
+        gather = collective("all_gather", group, size, self.machine)
+        return gather + collective("reduce_scatter", group, size, self.machine)
 
     def _context(self, cp: int, ulysses: int, tp: int, tokens: float, scores: float, repeated: float) -> float:
-        """Seconds that attention over cp waits in a layer: for all-to-alls of `ulysses` neighbours, and hops."""
-        config, c, machine, ring, waits = self.spec.config, self.memory.compute, self.machine, cp // ulysses, 0.0
+        """Seconds that attention over cp waits in one layer: for all-to-alls and for hops of the ring.
+
+        Args:
+            ulysses: number of neighbours that exchange heads for tokens by an all-to-all.
+            tokens: number of tokens of a micro-batch on this rank.
+            scores: FLOPs of the attention's scores on this rank.
+            repeated: how often checkpointing computes the forward pass again.
+        """
+        config = self.spec.config
+        machine = self.machine
+        compute = self.memory.compute
+        ring = cp // ulysses
         heads = config.n_heads / tp
         kv_heads = heads_over_cp(config.n_kv_heads, tp, ulysses)
-        kv = kv_heads * config.head_dim * tokens * c  # keys, or values; under Ulysses fewer heads of more tokens
+        # Bytes of the keys, or of the values. Under Ulysses a rank has fewer heads of more tokens: as many bytes.
+        kv = kv_heads * config.head_dim * tokens * compute
+        wait = 0.0
         if ulysses > 1:
-            group, sent = group_of(ulysses, tp, machine), 2 * heads * config.head_dim * tokens * c + 2 * kv
-            waits = (2 + repeated) * collective("all_to_all", group, sent, machine, calls=2)
+            neighbours = group_of(ulysses, tp, machine)
+            sent = 2 * heads * config.head_dim * tokens * compute + 2 * kv
+            wait = (2 + repeated) * collective("all_to_all", neighbours, sent, machine, calls=2)
         if ring == 1:
-            return waits
+            return wait
         hop = send(2 * kv, group_of(ring, tp * ulysses, machine), machine)
         hidden = machine.overlap * scores / ring / self.rate
-        wide = max(4 / c, 1.0)
-        # What each hop adds to the sums of the others, in float32: read, read the hop's, write.
+        # Backward also passes on the gradients of keys and values, in float32 at least.
+        gradients = max(4 / compute, 1.0)
+        # Each hop's result is added to the sums in float32: read the sums, read the result, write the sums.
         merged = 12 * heads * config.head_dim * tokens / self.memory_rate
         forward = (ring - 1) * (max(hop - hidden, 0.0) + merged)
-        backward = ring * (max((1 + wide) * hop - 2 * hidden, 0.0) + merged)
-        return waits + (1 + repeated) * forward + backward
+        backward = ring * (max((1 + gradients) * hop - 2 * hidden, 0.0) + merged)
+        return wait + (1 + repeated) * forward + backward
 
     def _head(self, tp: int, cp: int, batch: float, chunks: int) -> tuple[float, float]:
-        """Seconds of embedding, output and loss: compute, and what tp waits."""
-        spec, c = self.spec, self.memory.compute
+        """Seconds of embedding, output and loss: compute, and what tp makes them wait."""
+        spec = self.spec
+        compute = self.memory.compute
         tokens = batch * spec.tokens / cp
         flops = sum(kind.flops for kind in spec.kinds if kind.role in ("embedding", "head")) * batch / (tp * cp)
         if not spec.definition.language:
             return 3 * flops / self.rate, 0.0
-        times = 4 if chunks > 1 else 3
-        traffic = tokens * (spec.config.vocab_size / tp * (3 * c + 32) + 12 * c * spec.config.dim)
-        size = tokens * spec.config.dim * c
-        waits = 2 * self._gather_and_reduce(self.groups(Layout(tp=tp, dp_shard=1))["tp"], size)
-        return times * flops / self.rate + traffic / self.memory_rate, waits
+        # In chunks the loss computes the logits twice.
+        passes = 4 if chunks > 1 else 3
+        traffic = tokens * (spec.config.vocab_size / tp * (3 * compute + 32) + 12 * compute * spec.config.dim)
+        size = tokens * spec.config.dim * compute
+        wait = 2 * self._gather_and_reduce(self.groups(Layout(tp=tp, dp_shard=1))["tp"], size)
+        return passes * flops / self.rate + traffic / self.memory_rate, wait
 
     def _work(self, trial: Trial) -> Work:
-        """What a step takes without data parallelism. Of the layout pp, cp, tp and ep count."""
-        machine, spec, layout = self.machine, self.spec, trial.layout
+        """What a step takes without data parallelism. Only pp, cp, tp and ep of the layout count."""
+        spec = self.spec
+        layout = trial.layout
         schedule = trial.techniques.schedule
         layer = self.layer(
             layout.tp,
@@ -192,49 +274,57 @@ class CostModel:
             trial.unsharded,
             layout.pp > 1 and SCHEDULES[schedule].splits,
         )
-        head, head_waits = self.head(layout.tp, layout.cp, trial.batch, trial.techniques.loss_chunks)
-        slowest = (0.0, 0.0, 0.0, 0)
+        head, head_wait = self.head(layout.tp, layout.cp, trial.batch, trial.techniques.loss_chunks)
+        slowest = StageTime(0.0, 0.0, 0.0, 0)
         for stage in trial.stages:
-            layers = sum(count for number, count in stage.kinds if spec.kinds[number].role == "layer")
-            compute = layers * (layer.forward + layer.backward) + (head if stage.has_head else 0.0)
-            waits = layers * layer.tp + (head_waits if stage.has_head else 0.0)
-            slowest = max(slowest, (compute + waits + layers * (layer.cp + layer.ep), compute, waits, layers))
-        total, compute, waits, layers = slowest
-        p2p = 0.0
+            layers = sum(count for kind, count in stage.kinds if spec.kinds[kind].role == "layer")
+            compute = layers * (layer.forward + layer.backward)
+            tp_wait = layers * layer.tp
+            if stage.has_head:
+                compute += head
+                tp_wait += head_wait
+            total = compute + tp_wait + layers * (layer.cp + layer.ep)
+            slowest = max(slowest, StageTime(total, compute, tp_wait, layers))
+        messages = 0.0
         bubble = 0.0
         if layout.pp > 1:
-            own = trial.stages[0].own
+            n_stages = trial.stages[0].n_stages
             boundary = self.memory.kept(layout.tp, trial.unsharded).boundary
             passed = boundary * trial.batch * spec.tokens / layout.cp
-            pipeline = group_of(layout.pp, machine.ranks // layout.pp, machine)
-            p2p = 2 * own * send(passed, pipeline, machine)
-            bubble = bubble_of(schedule, layout.pp, trial.microbatches, own)
-        exposed = {"tp": waits, "cp": layers * layer.cp, "ep": layers * layer.ep, "pp": p2p}
+            # pp is the outermost axis: neighbours are as many ranks apart as a stage has.
+            pipeline = group_of(layout.pp, self.machine.ranks // layout.pp, self.machine)
+            messages = 2 * n_stages * send(passed, pipeline, self.machine)
+            bubble = bubble_of(schedule, layout.pp, trial.microbatches, n_stages)
+        layers = slowest.layers
+        exposed = {"tp": slowest.tp, "cp": layers * layer.cp, "ep": layers * layer.ep, "pp": messages}
         forward = layers * layer.forward + head / 3
         return Work(
-            seconds=trial.microbatches * (total + p2p) / (1 - bubble),
+            seconds=trial.microbatches * (slowest.total + messages) / (1 - bubble),
             bubble=bubble,
-            compute=trial.microbatches * compute,
+            compute=trial.microbatches * slowest.compute,
             forward=forward,
-            backward=compute - forward,
+            backward=slowest.compute - forward,
             exposed={axis: trial.microbatches * seconds for axis, seconds in exposed.items() if seconds},
         )
 
     def step(self, trial: Trial) -> StepCost:
         """Seconds of a step."""
-        machine, layout = self.machine, trial.layout
+        machine = self.machine
+        layout = trial.layout
+        # `work` is the same for all data-parallel layouts, so that one entry of its cache serves them all.
         work = self.work(replace(trial, layout=replace(layout, dp_replicate=1, dp_shard=layout.ep)))
-        shard, replicate, local = self._data_parallel(trial, work)
-        updated = 10 * self.memory.storage * local  # gradients are clipped; AdamW reads four tensors and writes three
-        optimizer = updated / self.memory_rate
+        shard_wait, replicate_wait, updated = self._data_parallel(trial, work)
+        # Gradients are clipped; AdamW reads four tensors and writes three.
+        traffic = 10 * self.memory.storage * updated
+        optimizer = traffic / self.memory_rate
         offload = 0.0
         if trial.techniques.offload:
             gathers = 1 if layout.pp > 1 else 2 * trial.microbatches
-            moved = self.memory.storage * local * (1 + gathers)
+            moved = self.memory.storage * updated * (1 + gathers)
             offload = moved / (machine.host_link_bandwidth or machine.memory_bandwidth)
-            optimizer = updated * machine.ranks_per_host / (machine.host_memory_bandwidth or self.memory_rate)
-        exposed = {**work.exposed, "dp_shard": shard, "dp_replicate": replicate}
-        seconds = work.seconds + shard + replicate + optimizer + offload
+            optimizer = traffic * machine.ranks_per_host / (machine.host_memory_bandwidth or self.memory_rate)
+        exposed = {**work.exposed, "dp_shard": shard_wait, "dp_replicate": replicate_wait}
+        seconds = work.seconds + shard_wait + replicate_wait + optimizer + offload
         if machine.cores:
             # Ranks that wait leave their core to others; the cores have the work of all to do.
             busy = seconds - work.seconds * work.bubble
@@ -249,40 +339,59 @@ class CostModel:
         )
 
     def _data_parallel(self, trial: Trial, work: Work) -> tuple[float, float, int]:
-        """Seconds that dp_shard (with cp) and dp_replicate make a step wait, of the rank with most parameters; and the
-        elements of these that it updates. They hide behind the compute of `work`."""
-        machine, layout = self.machine, trial.layout
+        """Seconds that a step waits for data parallelism, which hides behind the compute of `work`.
+
+        Returns:
+            Seconds for dp_shard (with cp); seconds for dp_replicate; elements that a rank's optimizer updates.
+        """
+        machine = self.machine
+        layout = trial.layout
+        storage = self.memory.storage
         groups = self.groups(layout)
-        forward, backward = machine.overlap * work.forward, machine.overlap * work.backward
-        sizes = max((self.memory.of(stage, trial) for stage in trial.stages), key=lambda of: of.local)
-        storage, compute = self.memory.storage, self.memory.compute
+        forward = machine.overlap * work.forward
+        backward = machine.overlap * work.backward
+        # Stages have different numbers of parameters: the largest decides.
+        sizes = max((self.memory.of(stage, trial) for stage in trial.stages), key=lambda sizes: sizes.local)
         if trial.unsharded:
+            technique = trial.techniques.data_parallel
             group = groups["dp_replicate" if layout.dp_replicate > 1 else "fsdp"]
             size = float(sizes.local * storage)
             calls = sizes.tensors
-            operation = "reduce_scatter" if trial.techniques.data_parallel == "zero2" else "all_reduce"
             updated = sizes.sharded
-            if trial.techniques.data_parallel == "ddp":
-                calls = max(1, round(size / 25e6))  # DDP's buckets
+            if technique == "ddp":
+                calls = max(1, round(size / DDP_BUCKET))
                 updated = sizes.local
-            reduce = collective(operation, group, size, machine, calls=calls)
-            waits = max(reduce - backward, 0.1 * reduce) if layout.pp == 1 else reduce  # after all micro-batches
-            if trial.techniques.data_parallel != "ddp":
-                waits += collective("all_gather", group, size, machine, calls=calls)
-            return (0.0, waits, sizes.sharded) if layout.dp_replicate > 1 else (waits, 0.0, updated)
-        group, padded, units = groups["fsdp"], sizes.padded, sizes.units
-        gather = collective("all_gather", group, padded * compute, machine, calls=units)
-        reduce = collective("reduce_scatter", group, padded * storage, machine, calls=units)
-        if group.size > 1:  # read and written once
-            gather += 2 * padded * compute / self.memory_rate
-            reduce += 2 * padded * storage / self.memory_rate
+            operation = "reduce_scatter" if technique == "zero2" else "all_reduce"
+            wait = collective(operation, group, size, machine, calls=calls)
+            if layout.pp == 1:
+                # Some of it stays visible: the last bucket is ready only when backward is over. A pipeline sums
+                # gradients after all micro-batches, behind nothing.
+                wait = max(wait - backward, 0.1 * wait)
+            if technique != "ddp":
+                wait += collective("all_gather", group, size, machine, calls=calls)
+            if layout.dp_replicate > 1:
+                return 0.0, wait, updated
+            return wait, 0.0, updated
+        units = sizes.units
+        gathered = sizes.padded * self.memory.compute
+        reduced = sizes.padded * storage
+        gather = collective("all_gather", groups["fsdp"], gathered, machine, calls=units)
+        reduce = collective("reduce_scatter", groups["fsdp"], reduced, machine, calls=units)
+        if groups["fsdp"].size > 1:
+            # The copies out of the gathered buffer and into the reduced one: read once, written once.
+            gather += 2 * gathered / self.memory_rate
+            reduce += 2 * reduced / self.memory_rate
         replicate = collective("all_reduce", groups["dp_replicate"], sizes.sharded * storage, machine, calls=units)
+        # Nothing hides the gathering of the first unit.
         first = gather / max(units, 1)
         if layout.pp > 1:
             return max(gather - forward, first) + reduce, replicate, sizes.sharded
-        part_again = {"auto": 1 - 1 / max(units, 1), "always": 1.0, "never": 0.0}
-        again = part_again[trial.techniques.reshard_after_forward] * gather
-        waits = trial.microbatches * (max(gather - forward, first) + max(again - backward, 0.0))
-        last = max(again + reduce - backward, 0.1 * reduce) - max(again - backward, 0.0)
-        left = max(backward - again - reduce, 0.0)
-        return waits + max(last, 0.0), max(replicate - left, 0.1 * replicate), sizes.sharded
+        # The fraction of the units that backward gathers again; by default all but the last.
+        fraction = {"auto": 1 - 1 / max(units, 1), "always": 1.0, "never": 0.0}
+        again = fraction[trial.techniques.reshard_after_forward] * gather
+        again_wait = max(again - backward, 0.0)
+        wait = trial.microbatches * (max(gather - forward, first) + again_wait)
+        # Gradients are reduced in the backward pass of the last micro-batch only.
+        reduce_wait = max(again + reduce - backward, 0.1 * reduce) - again_wait
+        hidden = max(backward - again - reduce, 0.0)
+        return wait + max(reduce_wait, 0.0), max(replicate - hidden, 0.1 * replicate), sizes.sharded

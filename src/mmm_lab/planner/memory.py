@@ -1,18 +1,18 @@
-"""What a rank has in memory at the peak of a step, by part, from the model's sizes alone.
+"""What one rank holds in memory at the peak of a step, part by part, from the model's sizes only.
 
-The parts are those of the moment at which their sum is largest; of these::
+The peak is the moment of a step with the largest sum. Four moments are compared::
 
     loss        all activations, the logits and their gradients
-    backward    all layers' activations, what backward of the last one needs on top, the head's gradients
-    first       one layer's activations, what its backward needs, the gradients of all layers
+    backward    activations of all layers, what the backward pass of the last layer needs, gradients of the head
+    first       activations of one layer, what its backward pass needs, gradients of all layers
     end         no activations, all gradients, those of the embedding on their way to the other ranks
 
-With FSDP a rank has a unit gathered, the one after it on its way, and the gradients of one going out. With several
-micro-batches a step (and in a pipeline) it has the unsharded gradients of all its layers until the last of them; a
-pipeline also keeps its stage gathered, and the activations of the micro-batches that are under way.
+With FSDP a rank holds one gathered unit, the next unit on its way, and the gradients of one unit being reduced. With
+several micro-batches, and in a pipeline, it keeps the unsharded gradients of all its layers until the last micro-batch.
+A pipeline also keeps its stage gathered, and the activations of all micro-batches under way.
 
-It is what this package's trainers do on PyTorch 2.13, in a step after the first. Not counted: the allocator's
-fragmentation and the communication library (`Machine.memory_reserve`), and what a kernel uses inside itself.
+This is what this package's trainers do on PyTorch 2.13, in any step after the first. Not counted: fragmentation of the
+allocator and the communication library (`Machine.memory_reserve`), and what a kernel uses internally.
 """
 
 from __future__ import annotations
@@ -29,15 +29,20 @@ from mmm.parallel.footprint import STATE
 from mmm_lab.planner.spec import ModelSpec, Sizes
 from mmm_lab.planner.trial import PlannedStage, Trial
 
-Moment = tuple[float, float, float]  # bytes of gradients, gathered parameters, buffers
 PARTS = ("parameters", "gradients", "optimizer", "activations", "gathered", "buffers", "logits")
 MOMENTS = ("the loss", "backward of the last layer", "backward of the first", "the end of backward")
 WIDTHS = {"bf16": (4, 2), "fp16": (4, 2), "fp32": (4, 4), "fp64": (8, 8)}  # dtype → bytes of storage, of compute
 
 
 class Backward(NamedTuple):
-    """Bytes that a micro-batch leaves for backward: of all layers, of the head, of one layer; and what backward of a
-    layer needs on top."""
+    """Bytes that one micro-batch keeps for its backward pass.
+
+    Attributes:
+        layers: activations of all layers of the stage.
+        head: activations of the head; 0 without one.
+        working: what the backward pass of one layer needs in addition.
+        layer: activations of one layer.
+    """
 
     layers: float
     head: float
@@ -45,142 +50,206 @@ class Backward(NamedTuple):
     layer: float
 
 
-def in_flight(schedule: str, pp: int, coordinate: int, microbatches: int, own: int) -> float:
-    """Forwards of a rank whose backward is still to come, at most, in micro-batches through all of its stages.
+class Moment(NamedTuple):
+    """Bytes that depend on the moment of a step and on how data parallelism shards the model."""
 
-    Of the schedules that split backward an upper bound, which the delay of the weights' part makes.
+    gradients: float
+    gathered: float
+    buffers: float
+
+
+def in_flight(schedule: str, pp: int, coordinate: int, microbatches: int, n_stages: int) -> float:
+    """The most micro-batches that a pipeline rank holds activations of at one time.
+
+    A micro-batch counts in full when it has passed all stages of the rank. For schedules that split the backward pass
+    this is an upper bound, because they delay the gradients of the weights.
+
+    Args:
+        coordinate: the rank's coordinate on pp.
+        n_stages: number of stages on each rank.
     """
-    m, p, r, v = microbatches, pp, coordinate, own
     if schedule in ("GPipe", "LoopedBFS"):
-        return m
+        return microbatches
     if schedule == "1F1B":
-        return min(m, p - r)
+        return min(microbatches, pp - coordinate)
+    forwards = microbatches * n_stages
+    # Forwards of single stages before the first backward, plus the one that runs then.
+    interleaved = (n_stages - 1) * pp + 2 * (pp - coordinate - 1) + 1
     if schedule == "Interleaved1F1B":
-        return min(m * v, (v - 1) * p + 2 * (p - r - 1) + 1) / v
+        return min(forwards, interleaved) / n_stages
     if schedule == "InterleavedZeroBubble":
-        return min(m * v, (v - 1) * p + 2 * (p - r - 1) + 1 + p) / v
-    return min(m * v, 2 * p + 1) / v  # ZBVZeroBubble, DualPipeV
+        return min(forwards, interleaved + pp) / n_stages
+    # ZBVZeroBubble, DualPipeV
+    return min(forwards, 2 * pp + 1) / n_stages
 
 
 class MemoryModel:
-    """Memory of the ranks of a model.
+    """Predicts the memory of a model's ranks.
 
     Args:
-        device: cuda, xpu or cpu: kernels differ. dtype: name of a precision. optimizer: a key of `STATE`.
+        device: cuda, xpu or cpu; their kernels keep different tensors.
+        dtype: name of a precision.
+        optimizer: a key of `STATE`.
     """
 
     def __init__(self, spec: ModelSpec, device: str, dtype: str, optimizer: str = "adamw") -> None:
-        self.spec, self.device = spec, device
+        self.spec = spec
+        self.device = device
         self.storage, self.compute = WIDTHS[dtype]
         self.state = STATE[optimizer]
+        # A search asks for the same few values of each again and again.
         self.sizes = lru_cache(maxsize=None)(self._sizes)
         self.kept = lru_cache(maxsize=None)(self._kept)
-        self.totals = lru_cache(maxsize=None)(self._of_stage)
+        self.totals = lru_cache(maxsize=None)(self._totals)
         self.activations = lru_cache(maxsize=None)(self._activations)
 
     def _sizes(self, kind: int, tp: int, ep: int, shards: int, expert_shards: int) -> Sizes:
-        local = padded = sharded = 0
+        """Elements of one part of the model on a rank."""
+        local = 0
+        padded = 0
+        sharded = 0
         for matrix in self.spec.kinds[kind].matrices:
             shape = matrix.local(tp, ep)
-            n = expert_shards if matrix.expert else shards
-            rows, others = shape[0], math.prod(shape[1:])
-            if matrix.expert and rows % n and shape[1] % n == 0:  # `mmm.parallel.ep.expert_parallel` shards their rows
-                rows, others = rows * shape[1], math.prod(shape[2:])
-            each = -(-rows // n)
+            rows = shape[0]
+            columns = math.prod(shape[1:])
+            n_shards = shards
+            if matrix.expert:
+                n_shards = expert_shards
+                # (experts, rows, columns): where the ranks cannot share out the experts evenly,
+                # `mmm.parallel.ep.expert_parallel` shards the rows of each expert instead.
+                if rows % n_shards and shape[1] % n_shards == 0:
+                    rows *= shape[1]
+                    columns = math.prod(shape[2:])
+            rows_per_rank = -(-rows // n_shards)
             local += math.prod(shape)
-            sharded += each * others
-            padded += each * n * others
+            sharded += rows_per_rank * columns
+            padded += rows_per_rank * n_shards * columns
         return Sizes(local, padded, sharded)
 
-    def _of_stage(self, stage: PlannedStage, tp: int, ep: int, shards: tuple[int, int], pipeline: bool) -> Sizes:
-        """All parameters of a stage."""
-        by_kind = {kind: (self.sizes(kind, tp, ep, *shards), count) for kind, count in stage.kinds}
-        local, padded, sharded = (
-            sum(count * getattr(sizes, name) for sizes, count in by_kind.values()) for name in Sizes._fields[:3]
-        )
-        units = {kind: sizes.padded for kind, (sizes, _) in by_kind.items()}
-        largest = max(units.values())
-        others = [size for kind, size in units.items() if self.spec.kinds[kind].role != "head"]
-        if self.spec.tied and not pipeline:  # one parameter, which two parts have
-            rows, dim = max((m.local(tp, 1) for m in self.spec.kinds[0].matrices), key=math.prod)
-            each = -(-rows // shards[0]) * dim
-            local, padded, sharded = local - rows * dim, padded - each * shards[0], sharded - each
-            units[stage.last_kind] += units[0] - each * shards[0]  # and one unit, which also has learned positions
-            largest = max(largest, units[stage.last_kind])
+    def _totals(self, stage: PlannedStage, tp: int, ep: int, shards: tuple[int, int], pipeline: bool) -> Sizes:
+        """Elements of all parameters of a stage on a rank.
+
+        Args:
+            shards: number of ranks that shard a dense parameter, and an expert's.
+        """
+        local = 0
+        padded = 0
+        sharded = 0
+        tensors = 0
+        unit_sizes: dict[int, int] = {}
+        for kind, count in stage.kinds:
+            sizes = self.sizes(kind, tp, ep, *shards)
+            local += count * sizes.local
+            padded += count * sizes.padded
+            sharded += count * sizes.sharded
+            tensors += count * len(self.spec.kinds[kind].matrices)
+            unit_sizes[kind] = sizes.padded
+        largest = max(unit_sizes.values())
+        without_head = [size for kind, size in unit_sizes.items() if self.spec.kinds[kind].role != "head"]
+        if self.spec.tied and not pipeline:
+            # Embedding and head have one parameter, which was counted twice.
+            embedding = (matrix.local(tp, 1) for matrix in self.spec.kinds[0].matrices)
+            rows, dim = max(embedding, key=math.prod)
+            own_elements = -(-rows // shards[0]) * dim
+            local -= rows * dim
+            padded -= own_elements * shards[0]
+            sharded -= own_elements
+            # They are one FSDP unit as well, which also has learned positions.
+            unit_sizes[stage.last_kind] += unit_sizes[0] - own_elements * shards[0]
+            largest = max(largest, unit_sizes[stage.last_kind])
         return Sizes(
             local=local,
             padded=padded,
             sharded=sharded,
-            tensors=sum(count * len(self.spec.kinds[kind].matrices) for kind, count in stage.kinds),
+            tensors=tensors,
             units=sum(count for _, count in stage.kinds),
-            last=units[stage.last_kind],
+            last=unit_sizes[stage.last_kind],
             largest=largest,
-            layer=max(others, default=largest),
+            layer=max(without_head, default=largest),
         )
 
     def of(self, stage: PlannedStage, trial: Trial) -> Sizes:
-        """Parameters of a stage on a rank."""
+        """Elements of the parameters of a stage on a rank."""
         layout = trial.layout
+        # Without FSDP, dp_replicate ranks share the optimizer's state too (ZeRO-1).
         ranks = layout.dp if trial.unsharded else layout.dp_shard
         shards = ranks * layout.cp
+        # Experts are the same on every tp rank, so that tp ranks shard them like data-parallel ones.
         expert_shards = max(ranks // layout.ep, 1) * layout.cp * layout.tp
         return self.totals(stage, layout.tp, layout.ep, (shards, expert_shards), layout.pp > 1)
 
-    def _kept(self, tp: int, replicas: bool) -> KeptActivations:
+    def _kept(self, tp: int, unsharded: bool) -> KeptActivations:
         setting = Setting(
             layout=Layout(dp_shard=1, tp=tp),
             sequence=self.spec.tokens,
             compute=self.compute,
-            residual=self.storage if replicas else self.compute,
+            # FSDP casts a model to the dtype of compute; autocast leaves the residual stream wide.
+            residual=self.storage if unsharded else self.compute,
             device=self.device,
         )
         return self.spec.definition.costs.kept(self.spec.config, setting)
 
     def _activations(
-        self, stage: PlannedStage, tp: int, cp: int, replicas: bool, checkpointing: str, batch: float
+        self, stage: PlannedStage, tp: int, cp: int, unsharded: bool, checkpointing: str, batch: float
     ) -> Backward:
-        """What one micro-batch leaves for backward on a stage.
+        """Bytes that one micro-batch keeps for its backward pass on a stage.
 
         Args:
-            replicas: whether every rank keeps the full model. batch: samples of a micro-batch.
+            unsharded: whether every rank has all parameters that pp, tp and ep leave it.
+            batch: number of samples in a micro-batch.
         """
-        kept = self.kept(tp, replicas)
+        kept = self.kept(tp, unsharded)
         tokens = batch * self.spec.tokens / cp
         positions = self.spec.seq_length / cp * kept.a_position
-        a_layer, everything = getattr(kept, checkpointing) * tokens, kept.none * tokens + positions
+        one_layer = getattr(kept, checkpointing) * tokens
         working = kept.working * tokens
         if checkpointing == "none":
-            a_layer += positions
+            one_layer += positions
         else:
-            working += everything - a_layer  # one layer is computed again
-        layers = sum(count for number, count in stage.kinds if self.spec.kinds[number].role == "layer")
-        head = kept.head * tokens if stage.has_head and layers else 0.0
-        return Backward(layers * a_layer, head, working, a_layer if layers else 0.0)
+            # Backward computes one layer again, and then holds all of its activations.
+            working += kept.none * tokens + positions - one_layer
+        layers = sum(count for kind, count in stage.kinds if self.spec.kinds[kind].role == "layer")
+        head = 0.0
+        if stage.has_head and layers:
+            head = kept.head * tokens
+        return Backward(layers * one_layer, head, working, one_layer if layers else 0.0)
 
     def logits(self, layout: Layout, techniques: Techniques, batch: float) -> tuple[float, float]:
-        """Bytes of the logits of a micro-batch and all that the loss makes of them, at their peak; and of the gradients
-        of the output matrix and of its input that a loss in chunks sums up."""
+        """Bytes that the loss of one micro-batch takes at its peak.
+
+        Returns:
+            Bytes of the logits and of all that the loss makes of them; and bytes of the gradients of the output matrix
+            and of its input, which a loss in chunks sums up.
+        """
         config = self.spec.config
         if not self.spec.definition.language:
             return 0.0, 0.0
-        s, c = max(self.compute, 4), self.compute
+        # The loss is computed in float32 at least.
+        wide = max(self.compute, 4)
         tokens = batch * self.spec.tokens / layout.cp
         vocabulary = -(-config.vocab_size // layout.tp)
         if techniques.loss_chunks == 1:
-            # log-softmax, its gradient, and that of the logits; under tp the sum of two more
-            return tokens * vocabulary * (s * 3 if layout.tp == 1 else s * 4), 0.0
+            # log-softmax, its gradient and that of the logits; with tp one more, the sum of two of these
+            tensors = 3 if layout.tp == 1 else 4
+            return tokens * vocabulary * (wide * tensors), 0.0
         chunk = math.ceil(self.spec.tokens / layout.cp / techniques.loss_chunks) * batch
-        mixed = c if c != s else 0
+        both = wide
+        if self.compute != wide:
+            both += self.compute
+        summed = vocabulary * config.dim * both + tokens * config.dim * self.compute
         # The logits of a chunk are still there while those of the next are made.
-        summed = vocabulary * config.dim * (s + mixed) + tokens * config.dim * c
-        return chunk * vocabulary * 2 * (s + mixed), summed
+        return chunk * vocabulary * 2 * both, summed
 
     def of_stage(self, stage: PlannedStage, trial: Trial) -> dict[str, float]:
-        """Bytes by part, on a rank of a stage, at the peak: of the `moments` the one that needs most."""
+        """Bytes of each part on a rank of a stage, at the moment with the largest sum."""
         return max(self.moments(stage, trial), key=lambda parts: sum(parts.values()))
 
     def largest(self, trial: Trial, limit: float = math.inf) -> tuple[float, dict[str, float]]:
-        """Bytes of the rank that needs most, and by part; of the first one that needs more than `limit`."""
+        """Bytes on the rank that needs most, in all and of each part.
+
+        Args:
+            limit: stop at the first rank that needs more than this many bytes.
+        """
         most = -1.0
         memory: dict[str, float] = {}
         for stage in trial.stages:
@@ -194,91 +263,123 @@ class MemoryModel:
         return most, memory
 
     def moments(self, stage: PlannedStage, trial: Trial) -> list[dict[str, float]]:
-        """Bytes by part, on a rank of a stage of a fitted layout, at each of `MOMENTS`."""
-        layout, techniques, replicas = trial.layout, trial.techniques, trial.unsharded
+        """Bytes of each part on a rank of a stage, at each of `MOMENTS`."""
+        layout = trial.layout
+        techniques = trial.techniques
         pipeline = layout.pp > 1
-        several = trial.microbatches > 1 or pipeline  # gradients of several micro-batches add up
+        accumulates = trial.microbatches > 1 or pipeline
         sizes = self.of(stage, trial)
-        left = self.activations(stage, layout.tp, layout.cp, replicas, techniques.checkpointing, trial.batch)
-        logits, summed = self.logits(layout, techniques, trial.batch) if stage.has_head else (0.0, 0.0)
-        flying, passed = 1.0, 0.0
+        kept = self.activations(stage, layout.tp, layout.cp, trial.unsharded, techniques.checkpointing, trial.batch)
+        logits = 0.0
+        summed = 0.0
+        if stage.has_head:
+            logits, summed = self.logits(layout, techniques, trial.batch)
+        flying = 1.0
+        # Inputs that a pipeline rank has received from the stage before.
+        received = 0.0
         if pipeline:
-            flying = in_flight(techniques.schedule, layout.pp, stage.number, trial.microbatches, stage.own)
-            passed = self.kept(layout.tp, replicas).boundary * trial.batch * self.spec.tokens / layout.cp * stage.own
+            flying = in_flight(techniques.schedule, layout.pp, stage.coordinate, trial.microbatches, stage.n_stages)
+            boundary = self.kept(layout.tp, trial.unsharded).boundary
+            received = boundary * trial.batch * self.spec.tokens / layout.cp * stage.n_stages
         activations = (
-            flying * (left.layers + left.head + passed),
-            flying * (left.layers + passed) + left.working + (flying - 1) * left.head,
-            left.layer + left.working,
+            flying * (kept.layers + kept.head + received),
+            flying * (kept.layers + received) + kept.working + (flying - 1) * kept.head,
+            kept.layer + kept.working,
             0.0,
         )
-        if replicas or needs_no_fsdp(layout, self.storage != self.compute, techniques):
-            moments, base = self._replicas(techniques.data_parallel, sizes, several, flying)
+        if trial.unsharded or needs_no_fsdp(layout, self.storage != self.compute, techniques):
+            moments, parameters, optimizer = self._unsharded(techniques.data_parallel, sizes, accumulates, flying)
         else:
-            moments, base = self._sharded(sizes, techniques, several, pipeline)
-        return [
+            moments, parameters, optimizer = self._sharded(sizes, techniques, accumulates, pipeline)
+        memory = [
             {
-                "parameters": base[0],
-                "gradients": gradients,
-                "optimizer": base[1],
-                "activations": kept,
-                "gathered": gathered,
-                "buffers": buffers + (summed if number == 0 else 0.0),
-                "logits": logits if number == 0 else 0.0,
+                "parameters": parameters,
+                "gradients": moment.gradients,
+                "optimizer": optimizer,
+                "activations": activation,
+                "gathered": moment.gathered,
+                "buffers": moment.buffers,
+                "logits": 0.0,
             }
-            for number, ((gradients, gathered, buffers), kept) in enumerate(zip(moments, activations, strict=True))
+            for moment, activation in zip(moments, activations, strict=True)
         ]
+        at_loss = memory[0]
+        at_loss["buffers"] += summed
+        at_loss["logits"] = logits
+        return memory
 
     def _sharded(
-        self, sizes: Sizes, techniques: Techniques, several: bool, pipeline: bool
-    ) -> tuple[tuple[Moment, ...], tuple[float, float]]:
-        """Of fsdp and hsdp: gradients, gathered parameters and buffers of each moment; parameters and optimizer."""
-        storage, compute, own = self.storage, self.compute, float(sizes.sharded * self.storage)
-        shard = own / max(sizes.padded, 1)  # bytes of a rank's gradients for an element of the model
-        moved = 0.0 if techniques.offload else 1.0  # with offload a rank's gradients are on the host
-        unsharded = float(sizes.local * storage) if several else 0.0
-        never = pipeline or RESHARD_AFTER_FORWARD[techniques.reshard_after_forward] == slice(0)
-        everything = float(sizes.local * compute) if never else 0.0
-        # A gradient in the dtype of compute, and the same on its way; with several micro-batches it is there already.
-        leaving = storage if several else storage + compute
-        layer, largest, last = sizes.layer, sizes.largest, sizes.last
-        moments = (
-            (unsharded, everything or last * compute, 0.0),
-            (unsharded or moved * shard * last, everything or 2 * layer * compute, float(last * storage)),
-            (
-                unsharded or moved * (own - shard * layer),
-                everything or 2 * layer * compute,
-                float(layer * leaving),
-            ),
-            (unsharded + moved * own, everything or largest * compute, float(largest * leaving)),
-        )
-        return moments, (moved * own, moved * self.state * own)
-
-    def _replicas(
-        self, technique: str, sizes: Sizes, several: bool, flying: float
-    ) -> tuple[tuple[Moment, ...], tuple[float, float]]:
-        """As `_sharded`, of ddp, zero1, zero2 and a model left as it is: all parameters, and where autocast is on a
-        copy to compute in, which each micro-batch under way has.
+        self, sizes: Sizes, techniques: Techniques, accumulates: bool, pipeline: bool
+    ) -> tuple[list[Moment], float, float]:
+        """Bytes of fsdp and hsdp, which shard parameters, gradients and optimizer state.
 
         Args:
-            several: whether gradients of several micro-batches add up.
+            accumulates: whether the gradients of several micro-batches add up.
+
+        Returns:
+            What a rank holds at each moment; bytes of its parameters; bytes of its optimizer state.
         """
-        full, own = float(sizes.local * self.storage), float(sizes.sharded * self.storage)
-        copied = float(sizes.local * self.compute) if self.compute != self.storage else 0.0
-        before = full if several or technique == "ddp" else 0.0  # DDP's buckets stay
-        # All reductions of a backward are under way until its end.
-        gradients, outgoing = (own, full) if technique == "zero2" else (full, 0.0)
-        layer = sizes.layer * self.storage
-        moments = (
-            (before, flying * copied, 0.0),
-            (before or float(sizes.last * self.storage), flying * copied, 0.0),
-            (before or full - layer, copied, 0.0),
-            (gradients, copied, outgoing),
-        )
-        return moments, (full, self.state * (full if technique == "ddp" else own))
+        storage = self.storage
+        own = float(sizes.sharded * storage)
+        # Bytes of a rank's gradients for each element of the model; with offload they are on the host.
+        on_device = 0.0 if techniques.offload else 1.0
+        shard = own / max(sizes.padded, 1)
+        if pipeline or RESHARD_AFTER_FORWARD[techniques.reshard_after_forward] == slice(0):
+            gathered = [float(sizes.local * self.compute)] * 3
+        else:
+            # The last unit; one layer with the next on its way; the largest unit.
+            gathered = [sizes.last * self.compute, 2 * sizes.layer * self.compute, sizes.largest * self.compute]
+        # A gradient on its way out has the dtype of storage. The one in the dtype of compute is there as well, unless
+        # it was added to the unsharded gradients of earlier micro-batches.
+        leaving = storage if accumulates else storage + self.compute
+        before = [0.0, on_device * shard * sizes.last, on_device * (own - shard * sizes.layer), 0.0]
+        if accumulates:
+            before = [float(sizes.local * storage)] * 4
+        moments = [
+            Moment(before[0], gathered[0], 0.0),
+            Moment(before[1], gathered[1], float(sizes.last * storage)),
+            Moment(before[2], gathered[1], float(sizes.layer * leaving)),
+            Moment(before[3] + on_device * own, gathered[2], float(sizes.largest * leaving)),
+        ]
+        return moments, on_device * own, on_device * self.state * own
+
+    def _unsharded(
+        self, technique: str, sizes: Sizes, accumulates: bool, flying: float
+    ) -> tuple[list[Moment], float, float]:
+        """Bytes of ddp, zero1 and zero2, and of a model that no axis shards: each rank has all parameters.
+
+        Returns what `_sharded` returns.
+
+        Args:
+            accumulates: whether the gradients of several micro-batches add up.
+            flying: number of micro-batches under way. Under autocast each has its own copy of the parameters.
+        """
+        full = float(sizes.local * self.storage)
+        own = float(sizes.sharded * self.storage)
+        copy = 0.0
+        if self.compute != self.storage:
+            copy = float(sizes.local * self.compute)
+        before = [0.0, float(sizes.last * self.storage), full - sizes.layer * self.storage]
+        if accumulates or technique == "ddp":
+            # DDP keeps its buckets from step to step.
+            before = [full] * 3
+        end = Moment(full, copy, 0.0)
+        if technique == "zero2":
+            # All reductions of a backward pass are under way until its end.
+            end = Moment(own, copy, full)
+        moments = [
+            Moment(before[0], flying * copy, 0.0),
+            Moment(before[1], flying * copy, 0.0),
+            Moment(before[2], copy, 0.0),
+            end,
+        ]
+        updated = full if technique == "ddp" else own
+        return moments, full, self.state * updated
 
     def on_host(self, trial: Trial) -> float:
-        """Bytes of the host's memory that a rank with offload takes, at most."""
+        """The most bytes of host memory that a rank takes; 0 without offload."""
         if not trial.techniques.offload:
             return 0.0
         own = max(self.of(stage, trial).sharded for stage in trial.stages) * self.storage
-        return own * (2.0 + self.state)  # parameters, gradients and the optimizer's state
+        # parameters, gradients and the optimizer's state
+        return own * (2.0 + self.state)

@@ -1,8 +1,8 @@
-"""What a machine does a second: products on a device, and collectives of ranks that share a host or do not.
+"""What a machine does in a second: matrix products on a device, and collectives between ranks.
 
-Messages of a collective go one after the other: n - 1 in a ring, first inside a host, then between hosts; an all-reduce
-may take a tree, 2 log2 n. Its bytes go at the rate of the slowest link that they pass. gloo, on CPUs, makes an
-all-reduce of a reduce-scatter.
+The messages of a collective follow each other: n - 1 of them in a ring, first inside a host, then between hosts. An
+all-reduce may use a tree, with 2 log2 n messages. The bytes move at the rate of the slowest link on their way. On CPUs,
+gloo implements a reduce-scatter as an all-reduce.
 
 Source: Thakur, Rabenseifner, Gropp, "Optimization of collective communication operations in MPICH", 2005.
 """
@@ -20,18 +20,24 @@ from mmm_launch.machines.machine import Machine
 
 
 def peak_rate(machine: Machine, dtype: str) -> float:
-    """FLOP/s of one device at most. Raises MachineError: the machine has no such rate."""
+    """The most FLOP/s that one device reaches. Raises MachineError if the machine does not give a rate for `dtype`."""
     rate = machine.peak_flops.get(dtype) or named_peak(machine.accelerator, dtype)
     if rate is None:
         raise MachineError(
-            f"--dtype {dtype}: machine {machine.name} has no rate for it in peak_flops, and no accelerator that is "
-            "known: use another, or --machine FILE"
+            f"--dtype {dtype}: machine {machine.name} has no rate for it in peak_flops, and its accelerator is not "
+            "known: use another dtype, or --machine FILE"
         )
     return rate
 
 
 class Group(NamedTuple):
-    """Ranks of an axis: how many, how many of them at least on a host, and whether they are on several."""
+    """The ranks that an axis puts together.
+
+    Attributes:
+        size: number of ranks.
+        local: the fewest of them that share a host.
+        crosses: whether they are on several hosts.
+    """
 
     size: int
     local: int
@@ -39,55 +45,68 @@ class Group(NamedTuple):
 
 
 def group_of(size: int, stride: int, machine: Machine) -> Group:
-    """A group of `size` ranks, `stride` apart; host after host has `Machine.ranks_per_host` ranks."""
-    span, each = size * stride, machine.ranks_per_host
+    """The group of `size` ranks whose numbers are `stride` apart. Hosts are filled one after another."""
     if size == 1:
         return Group(1, 1, False)
-    crosses = machine.hosts > 1 and (span > each or each % span != 0)
-    return Group(size, max(math.gcd(span, each) // stride, 1) if crosses else size, crosses)
+    span = size * stride
+    per_host = machine.ranks_per_host
+    crosses = machine.hosts > 1 and (span > per_host or per_host % span != 0)
+    local = size
+    if crosses:
+        local = max(math.gcd(span, per_host) // stride, 1)
+    return Group(size, local, crosses)
 
 
 def groups_of(layout: Layout, machine: Machine, ulysses: int = 1) -> dict[str, Group]:
-    """Of each axis, of ``ep``, of ``fsdp``: dp_shard and cp as one; and of the two that usp makes of cp."""
-    found, stride = {}, 1
+    """The group of each axis; also of ``ep``, of ``fsdp`` (dp_shard and cp together), and of the two axes of usp."""
+    groups: dict[str, Group] = {}
+    stride = 1
     for axis in reversed(AXES):
         size = getattr(layout, axis)
-        found[axis] = group_of(size, stride, machine)
+        groups[axis] = group_of(size, stride, machine)
         stride *= size
-    found["fsdp"] = group_of(layout.dp_shard * layout.cp, layout.tp, machine)
-    found["cp_ulysses"] = group_of(ulysses, layout.tp, machine)
-    found["cp_ring"] = group_of(layout.cp // ulysses, layout.tp * ulysses, machine)
-    found["ep"] = group_of(layout.ep, layout.tp * layout.cp, machine)
-    return found
+    groups["fsdp"] = group_of(layout.dp_shard * layout.cp, layout.tp, machine)
+    groups["cp_ulysses"] = group_of(ulysses, layout.tp, machine)
+    groups["cp_ring"] = group_of(layout.cp // ulysses, layout.tp * ulysses, machine)
+    groups["ep"] = group_of(layout.ep, layout.tp * layout.cp, machine)
+    return groups
 
 
 def collective(operation: str, group: Group, size: float, machine: Machine, calls: int = 1) -> float:
-    """Seconds of `calls` collectives on buffers of `size` bytes together.
+    """Seconds that some collectives take.
 
     Args:
-        operation: a key of `mmm.parallel.collective_bytes.factor`. size: of the full buffers.
+        operation: a key of `mmm.parallel.collective_bytes.factor`.
+        size: bytes of the full buffers of all calls together.
+        calls: number of collectives.
     """
     if group.size == 1:
         return 0.0
     if operation == "reduce_scatter" and machine.device == "cpu":
         operation = "all_reduce"
     hosts = group.size // group.local if group.crosses else 1
-    ring = (group.local - 1) * machine.link_latency + (hosts - 1) * machine.network_latency
+    latency = (group.local - 1) * machine.link_latency + (hosts - 1) * machine.network_latency
     if operation == "all_to_all":
-        outside = (group.size - group.local) / group.size if group.crosses else 0.0
+        # The fractions of its buffer that a rank sends to ranks on its own host, and to those on others.
         inside = (group.local - 1) / group.size
-        network = machine.network_bandwidth * machine.network_efficiency / machine.ranks_per_host
-        seconds = inside * size / (machine.link_bandwidth * machine.link_efficiency)
-        return calls * ring + seconds + (outside * size / network if outside else 0.0)
+        outside = (group.size - group.local) / group.size if group.crosses else 0.0
+        seconds = calls * latency + inside * size / (machine.link_bandwidth * machine.link_efficiency)
+        if outside:
+            seconds += outside * size / network_rate(machine)
+        return seconds
     if operation == "all_reduce":
         tree = 2 * (math.log2(group.local) * machine.link_latency + math.log2(max(hosts, 1)) * machine.network_latency)
-        ring = min(2 * ring, tree)
-    return calls * ring + factor(operation, group.size) * size / machine.bandwidth(group.local, group.crosses)
+        latency = min(2 * latency, tree)
+    return calls * latency + factor(operation, group.size) * size / machine.bandwidth(group.local, group.crosses)
+
+
+def network_rate(machine: Machine) -> float:
+    """Bytes/s between hosts that one rank gets when all ranks of its host send."""
+    return machine.network_bandwidth * machine.network_efficiency / machine.ranks_per_host
 
 
 def send(size: float, group: Group, machine: Machine) -> float:
-    """Seconds of one message of `size` bytes to the next rank of a group."""
+    """Seconds that one message of `size` bytes takes to the next rank of a group."""
     if group.crosses:
-        rate = machine.network_bandwidth * machine.network_efficiency / machine.ranks_per_host
-        return size / rate + machine.network_latency
+        return size / network_rate(machine) + machine.network_latency
     return size / (machine.link_bandwidth * machine.link_efficiency) + machine.link_latency

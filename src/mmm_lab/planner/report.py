@@ -1,4 +1,4 @@
-"""What a search has found, for people and for programs: text, JSON, and why each kind lost."""
+"""What a search found, as text for people and as JSON for programs, with the reason why each kind lost."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 from mmm.units import GIB, counted
 from mmm_lab.planner.asked import why_not
-from mmm_lab.planner.candidate import NEAR, Candidate, Found
+from mmm_lab.planner.candidate import NEAR, Candidate, SearchResult
 from mmm_lab.planner.memory import MOMENTS, PARTS
 from mmm_lab.planner.network import groups_of
 from mmm_lab.planner.search import Search
@@ -22,42 +22,58 @@ AXIS_NAMES = {
     "dp_shard": "gathering and reducing parameters",
     "dp_replicate": "summing over replicas",
 }
-WAITED = {"dp_shard_cp": "dp_shard", "cp_ring": "cp", "cp_ulysses": "cp"}  # axis of what is sent → of what waits for it
+# Bytes are counted on these axes; the waiting for them on those.
+WAITED = {"dp_shard_cp": "dp_shard", "cp_ring": "cp", "cp_ulysses": "cp"}
 
 
 def choices(candidate: Candidate) -> str:
-    """The techniques, in words; what is as usual is left out."""
-    techniques, layout, count = candidate.techniques, candidate.layout, candidate.trial.microbatches
-    shown = {
-        techniques.data_parallel: True,
-        f"{techniques.schedule}×{techniques.stages_per_rank}": layout.pp > 1,
-        f"{count} micro-batches": count > 1 or layout.pp > 1,
-        f"{techniques.checkpointing} checkpointing": techniques.checkpointing != "none",
-        f"{techniques.cp_style} {techniques.ulysses or ''}".rstrip(): layout.cp > 1,
-        f"{techniques.loss_chunks} loss chunks": techniques.loss_chunks > 1,
-        f"reshard {techniques.reshard_after_forward}": techniques.reshard_after_forward != "auto",
-        "offload": techniques.offload,
-    }
-    return ", ".join(word for word, is_shown in shown.items() if is_shown)
+    """The techniques of a candidate. Those with their default value are left out."""
+    techniques = candidate.techniques
+    layout = candidate.layout
+    count = candidate.trial.microbatches
+    texts = [techniques.data_parallel]
+    if layout.pp > 1:
+        texts.append(f"{techniques.schedule}×{techniques.stages_per_rank}")
+    if count > 1 or layout.pp > 1:
+        texts.append(f"{count} micro-batches")
+    if techniques.checkpointing != "none":
+        texts.append(f"{techniques.checkpointing} checkpointing")
+    if layout.cp > 1:
+        texts.append(f"{techniques.cp_style} {techniques.ulysses or ''}".rstrip())
+    if techniques.loss_chunks > 1:
+        texts.append(f"{techniques.loss_chunks} loss chunks")
+    if techniques.reshard_after_forward != "auto":
+        texts.append(f"reshard {techniques.reshard_after_forward}")
+    if techniques.offload:
+        texts.append("offload")
+    return ", ".join(texts)
 
 
 def largest_wait(candidate: Candidate) -> str:
-    """What a step waits for most, in words; "" for nothing."""
+    """What a step waits for most, and how long. Empty if it is less than 2 % of the step."""
     cost = candidate.cost
     waits = {AXIS_NAMES[axis]: seconds for axis, seconds in cost.exposed.items()}
     if cost.bubble:
         waits[f"a bubble of {cost.bubble:.0%}"] = cost.bubble * cost.seconds
     if cost.offload:
         waits["offload"] = cost.offload + cost.optimizer
-    name, seconds = max(waits.items(), key=lambda each: each[1], default=("", 0.0))
-    return f"{name} takes {seconds:.3g} s of {cost.seconds:.3g}" if seconds > 0.02 * cost.seconds else ""
+    if not waits:
+        return ""
+    name = max(waits, key=waits.__getitem__)
+    if waits[name] <= 0.02 * cost.seconds:
+        return ""
+    return f"{name} takes {waits[name]:.3g} s of {cost.seconds:.3g}"
 
 
-def why_each(found: Found, budget: float) -> list[Candidate]:
-    """The best of each kind, each with why it is where it is."""
-    answer = found.best[0] if found.best else None
+def why_each(result: SearchResult, budget: float) -> list[Candidate]:
+    """The best candidate of each kind, with the reason why it is, or is not, the answer.
+
+    Args:
+        budget: bytes of device memory that a rank may use.
+    """
+    answer = result.best[0] if result.best else None
     explained = []
-    for candidate in found.kinds:
+    for candidate in result.kinds:
         if not candidate.fits:
             why = f"needs {candidate.bytes / GIB:,.1f} GiB of {budget / GIB:,.1f} ({candidate.largest_part})"
             if candidate.bytes <= budget:
@@ -65,13 +81,13 @@ def why_each(found: Found, budget: float) -> list[Candidate]:
         elif answer is None or candidate.kind == answer.kind:
             why = "the answer"
         else:
-            why = _beside(answer, candidate)
+            why = _why_not_the_answer(answer, candidate)
         explained.append(replace(candidate, why=why))
     return explained
 
 
-def _beside(answer: Candidate, candidate: Candidate) -> str:
-    """Why a kind that fits is not the answer."""
+def _why_not_the_answer(answer: Candidate, candidate: Candidate) -> str:
+    """How a candidate that fits compares with the answer."""
     slower = candidate.cost.seconds / answer.cost.seconds - 1
     if slower < -0.001:
         return f"{-slower:.1%} faster, and less simple"
@@ -80,15 +96,17 @@ def _beside(answer: Candidate, candidate: Candidate) -> str:
     reason = largest_wait(candidate)
     if not reason:
         mode = candidate.techniques.checkpointing
-        reason = "compute alone" if mode == "none" else f"it fits with {mode} checkpointing only"
+        reason = f"it fits with {mode} checkpointing only"
+        if mode == "none":
+            reason = "its compute takes longer"
     return f"{slower:.0%} slower: {reason}"
 
 
 def line_of(candidate: Candidate) -> str:
-    rate = candidate.tokens_per_second
+    """A row of the table of the best."""
     return (
-        f"{candidate.layout!s:<36} {candidate.cost.seconds:9.3f} s {rate:13,.0f} {candidate.mfu:6.3f} "
-        f"{candidate.bytes / GIB:7.1f} GiB   {choices(candidate)}"
+        f"{candidate.layout!s:<36} {candidate.cost.seconds:9.3f} s {candidate.tokens_per_second:13,.0f} "
+        f"{candidate.mfu:6.3f} {candidate.bytes / GIB:7.1f} GiB   {choices(candidate)}"
     )
 
 
@@ -96,37 +114,41 @@ def _devices(machine: Machine) -> str:
     return f"{machine.hosts:,} × {counted(machine.ranks_per_host, 'device')}"
 
 
-def text_of(search: Search, found: Found, kinds: list[Candidate], top: int) -> list[str]:
-    """The best few, and a line why each other kind lost."""
-    machine, spec = search.machine, search.spec
-    what = "tokens/s" if spec.seq_length else "samples/s" if spec.tokens == 1 else "patches/s"
+def text_of(search: Search, result: SearchResult, kinds: list[Candidate], top: int) -> list[str]:
+    """The best few layouts, and for each other kind a line why it lost.
+
+    Args:
+        kinds: as `why_each` returns them.
+        top: how many of the best are shown.
+    """
+    machine = search.machine
+    spec = search.spec
+    model = f"{spec.name}: {spec.parameters:,} parameters, {search.dtype}, global batch {search.global_batch}"
+    rate = "samples/s" if spec.tokens == 1 else "patches/s"
+    if spec.seq_length:
+        model += f" × {spec.seq_length:,} tokens"
+        rate = "tokens/s"
     lines = [
-        f"{spec.name}: {spec.parameters:,} parameters, {search.dtype}, global batch {search.global_batch}"
-        + (f" × {spec.seq_length:,} tokens" if spec.seq_length else ""),
+        model,
         f"{machine.name}: {_devices(machine)} of {machine.gpu_memory / GIB:,.0f} GiB, "
-        f"of which {machine.budget / GIB:,.1f} can be used; {counted(found.layouts, 'layout')}",
+        f"of which {machine.budget / GIB:,.1f} can be used; {counted(result.layouts, 'layout')}",
         "",
-        f"{'the best':<36} {'step':>11} {what:>13} {'mfu':>6} {'memory':>11}",
-        *(line_of(candidate) for candidate in found.best[:top]),
-        *_simpler(found),
-        "",
-        "why each other kind lost",
+        f"{'the best':<36} {'step':>11} {rate:>13} {'mfu':>6} {'memory':>11}",
     ]
-    winner = found.best[0].kind if found.best else ""
-    lines += [f"{c.kind:<22} {c.layout!s:<36} {c.why}" for c in kinds if c.kind != winner]
-    refused = {kind: why for kind, why in found.refused.items() if not kind.endswith("no dp")}
-    lines += [f"{kind:<22} {'':<36} not possible: {why}" for kind, why in refused.items()]
+    lines += [line_of(candidate) for candidate in result.best[:top]]
+    answer = result.best[0] if result.best else None
+    if answer is not None and answer is not result.fastest:
+        faster = 1 - result.fastest.cost.seconds / answer.cost.seconds
+        fastest = f"{result.fastest.label}, which is {faster:.1%} faster"
+        lines.append(f"take {answer.label}: the simplest within {NEAR:.0%} of the best, {fastest}")
+    lines += ["", "why each other kind lost"]
+    for candidate in kinds:
+        if answer is None or candidate.kind != answer.kind:
+            lines.append(f"{candidate.kind:<22} {candidate.layout!s:<36} {candidate.why}")
+    for kind, why in result.refused.items():
+        if not kind.endswith("no dp"):
+            lines.append(f"{kind:<22} {'':<36} not possible: {why}")
     return lines
-
-
-def _simpler(found: Found) -> list[str]:
-    """That the answer is not the fastest, where it is not."""
-    if not found.best or found.best[0] is found.fastest:
-        return []
-    answer, fastest = found.best[0], found.fastest
-    faster = 1 - fastest.cost.seconds / answer.cost.seconds
-    beside = f"{fastest.label}, which is {faster:.1%} faster"
-    return [f"take {answer.label}: the simplest within {NEAR:.0%} of the best, {beside}"]
 
 
 def sent_by_axis(search: Search, candidate: Candidate) -> dict[str, float]:
@@ -135,77 +157,89 @@ def sent_by_axis(search: Search, candidate: Candidate) -> dict[str, float]:
 
 
 def memory_by_moment(search: Search, candidate: Candidate) -> dict[str, dict[str, float]]:
-    """Bytes by part, at each of `MOMENTS`, of the rank that needs most."""
-    of_ranks = [search.memory.moments(stage, candidate.trial) for stage in candidate.trial.stages]
-    most = max(of_ranks, key=lambda moments: max(sum(parts.values()) for parts in moments))
+    """Bytes of each part of memory at each of `MOMENTS`, on the rank that needs most."""
+    ranks = [search.memory.moments(stage, candidate.trial) for stage in candidate.trial.stages]
+    most = max(ranks, key=lambda moments: max(sum(parts.values()) for parts in moments))
     return dict(zip(MOMENTS, most, strict=True))
 
 
 def details(search: Search, candidate: Candidate) -> list[str]:
-    """Memory by part of each stage, bytes by axis, and seconds of the step."""
-    layout, trial = candidate.layout, candidate.trial
+    """Memory of each stage by part, bytes by axis, and the seconds of a step."""
+    layout = candidate.layout
+    trial = candidate.trial
+    cost = candidate.cost
     lines = [f"{'memory, GiB':<16}" + "".join(f"{name:>13}" for name in PARTS) + f"{'all':>10}"]
     for stage in trial.stages:
         parts = search.memory.of_stage(stage, trial)
-        name = f"rank {stage.number} of pp" if layout.pp > 1 else "each rank"
+        name = f"rank {stage.coordinate} of pp" if layout.pp > 1 else "each rank"
         sizes = "".join(f"{parts[part] / GIB:13.2f}" for part in PARTS)
         lines.append(f"{name:<16}{sizes}{sum(parts.values()) / GIB:10.2f}")
     groups = groups_of(layout, search.machine, trial.ulysses)
+    groups["dp_shard_cp"] = groups["fsdp"]
     lines += ["", f"{'sent a step, GB':<16}{'inside':>13}{'between hosts':>15}{'a rank waits':>15}"]
     for axis, size in sent_by_axis(search, candidate).items():
-        outside = between_hosts(axis, size, groups["fsdp" if axis == "dp_shard_cp" else axis])
-        waits = candidate.cost.exposed.get(WAITED.get(axis, axis), 0.0)
+        outside = between_hosts(axis, size, groups[axis])
+        waits = cost.exposed.get(WAITED.get(axis, axis), 0.0)
         lines.append(f"{axis:<16}{(size - outside) / 1e9:13.3f}{outside / 1e9:15.3f}{waits:13.4f} s")
     if candidate.techniques.offload:
         lines += ["", f"a rank has {candidate.host_memory / GIB:,.2f} GiB of its host's memory"]
-    cost = candidate.cost
-    parts = {"compute": cost.compute, "waiting": sum(cost.exposed.values()), "optimizer": cost.optimizer}
-    parts |= {"bubble": cost.bubble * (cost.seconds - cost.optimizer), "offload": cost.offload}
-    lines += ["", "seconds: " + ", ".join(f"{name} {value:.4f}" for name, value in parts.items() if value)]
+    seconds = {
+        "compute": cost.compute,
+        "waiting": sum(cost.exposed.values()),
+        "optimizer": cost.optimizer,
+        "bubble": cost.bubble * (cost.seconds - cost.optimizer),
+        "offload": cost.offload,
+    }
+    lines += ["", "seconds: " + ", ".join(f"{name} {value:.4f}" for name, value in seconds.items() if value)]
     return lines
 
 
-def as_json(search: Search, found: Found, kinds: list[Candidate]) -> list[dict[str, Any]]:
-    """What ``--json`` writes: the answer, the other layouts that fit, fastest first, then the best of other kinds."""
+def as_json(search: Search, result: SearchResult, kinds: list[Candidate]) -> list[dict[str, Any]]:
+    """What ``--json`` writes: the answer, the other layouts that fit, fastest first, then the kinds that do not fit.
+
+    Args:
+        kinds: as `why_each` returns them.
+    """
     reasons = {(candidate.layout, candidate.techniques): candidate.why for candidate in kinds}
-    listed = [
-        replace(candidate, why=reasons.get((candidate.layout, candidate.techniques), "another of its kind is faster"))
-        for candidate in found.best
-    ]
-    return [
-        {
-            "layout": {**candidate.layout.sizes, "ep": candidate.layout.ep},
-            "techniques": {**asdict(candidate.techniques), "microbatches": candidate.trial.microbatches},
-            "memory_bytes": {name: round(candidate.memory[name]) for name in PARTS},
-            "memory_by_moment": memory_by_moment(search, candidate),
-            "sent_bytes": sent_by_axis(search, candidate),
-            "step_seconds": candidate.cost.seconds,
-            "compute_seconds": candidate.cost.compute,
-            "optimizer_seconds": candidate.cost.optimizer,
-            "wait_seconds": dict(candidate.cost.exposed),
-            "bubble": candidate.cost.bubble,
-            "tokens_per_second": candidate.tokens_per_second,
-            "mfu": candidate.mfu,
-            "fits": candidate.fits,
-            "why": candidate.why,
-        }
-        for candidate in [*listed, *(candidate for candidate in kinds if not candidate.fits)]
-    ]
+    not_fitting = [candidate for candidate in kinds if not candidate.fits]
+    rows = []
+    for candidate in [*result.best, *not_fitting]:
+        key = candidate.layout, candidate.techniques
+        rows.append(
+            {
+                "layout": {**candidate.layout.sizes, "ep": candidate.layout.ep},
+                "techniques": {**asdict(candidate.techniques), "microbatches": candidate.trial.microbatches},
+                "memory_bytes": {name: round(candidate.memory[name]) for name in PARTS},
+                "memory_by_moment": memory_by_moment(search, candidate),
+                "sent_bytes": sent_by_axis(search, candidate),
+                "step_seconds": candidate.cost.seconds,
+                "compute_seconds": candidate.cost.compute,
+                "optimizer_seconds": candidate.cost.optimizer,
+                "wait_seconds": dict(candidate.cost.exposed),
+                "bubble": candidate.cost.bubble,
+                "tokens_per_second": candidate.tokens_per_second,
+                "mfu": candidate.mfu,
+                "fits": candidate.fits,
+                "why": reasons.get(key, "another of its kind is faster"),
+            }
+        )
+    return rows
 
 
-def missing(search: Search, found: Found) -> str:
-    """Why nothing fits, and how much is missing."""
+def missing(search: Search, result: SearchResult) -> str:
+    """Why nothing fits, and how much memory is missing."""
     machine = search.machine
-    if not found.kinds:
-        why = why_not(search) or next(iter(found.refused.values()), "no layout goes with the model")
+    if not result.kinds:
+        why = why_not(search) or next(iter(result.refused.values()), "no layout goes with the model")
         return f"no layout of {search.spec.name} on {counted(machine.ranks, 'device')}: {why}"
-    least = min(found.kinds, key=lambda candidate: candidate.bytes)
+    least = min(result.kinds, key=lambda candidate: candidate.bytes)
     over = least.bytes - machine.budget
     if over <= 0:
-        each, there = least.host_memory * machine.ranks_per_host / GIB, machine.host_memory / GIB
+        needed = least.host_memory * machine.ranks_per_host / GIB
+        available = machine.host_memory / GIB
         return (
             f"nothing fits on {_devices(machine)}: with offload, {least.layout} needs "
-            f"{each:,.1f} GiB of a host's memory of {there:,.1f}: {each - there:,.1f} GiB are missing"
+            f"{needed:,.1f} GiB of a host's memory of {available:,.1f}: {needed - available:,.1f} GiB are missing"
         )
     return (
         f"nothing fits on {_devices(machine)}: the least, {least.layout} with "

@@ -1,7 +1,7 @@
 """A model as the search sees it: the parts that a pipeline may split, their matrices, FLOPs and activations.
 
-Parts that are alike, such as the layers of a Transformer, are one `PartKind`. `mmm_lab.planner.models` reads
-them.
+Parts that are alike, such as the layers of a Transformer, share one `PartKind`. `mmm_lab.planner.models` reads all of
+this from a model.
 """
 
 from __future__ import annotations
@@ -21,7 +21,12 @@ from mmm.parallel.pp.stages import Part, part_costs, parts_of
 
 @dataclass(frozen=True)
 class Matrix:
-    """A parameter. dim: that tp shards, None for none. expert: whether ep shards it, along its first dim."""
+    """A parameter.
+
+    Attributes:
+        dim: the dim that tp shards; None if it shards none.
+        expert: whether it belongs to experts. Its first dim is then the expert, which ep shards.
+    """
 
     shape: tuple[int, ...]
     dim: int | None = None
@@ -38,12 +43,17 @@ class Matrix:
 
 
 class Sizes(NamedTuple):
-    """Elements of parameters on a rank.
+    """Numbers of elements of the parameters on a rank.
 
     Attributes:
-        local: as tp and ep leave them. padded: until their rows divide over the ranks that shard them; sharded: of
-            these its own. tensors, units: how many parameters and FSDP units they are.
-        last, largest, layer: padded, of the last part, the largest, and the largest but for the head.
+        local: elements that tp, ep and pp leave to the rank.
+        padded: the same, with padding until the rows divide over the ranks that shard them.
+        sharded: this rank's share of the padded elements.
+        tensors: number of parameters.
+        units: number of FSDP units.
+        last: padded elements of the last unit.
+        largest: padded elements of the largest unit.
+        layer: padded elements of the largest unit other than the head.
     """
 
     local: int
@@ -58,12 +68,13 @@ class Sizes(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class PartKind:
-    """Parts that are alike.
+    """Parts of a model that are alike.
 
     Attributes:
         role: ``embedding``, ``layer`` or ``head``.
-        matrices: in the order of the model. flops: of the forward of one sample. attention_flops: of these those of a
-            causal score, of which a kernel computes half.
+        matrices: its parameters, in the order of the model.
+        flops: FLOPs of the forward pass of one sample.
+        attention_flops: how many of these compute attention scores. A kernel of causal attention computes half of them.
     """
 
     role: str
@@ -81,10 +92,16 @@ class ModelSpec:
     """A model.
 
     Attributes:
-        name: as the command line gave it. definition: what the package knows of it. config: its sizes.
-        kinds: of parts. sequence: the kind of each part, in the order of forward.
-        tied: whether the head's matrix is the embedding's. tokens: of a sample. seq_length: 0 where there is none.
-        program: module of the trainer that runs it. flags: of that program.
+        name: as the command line gave it.
+        definition: what the package knows of the model.
+        config: its sizes.
+        kinds: the different kinds of its parts.
+        sequence: the kind of each part (an index into `kinds`), in the order of forward.
+        tied: whether embedding and head share one matrix.
+        tokens: number of tokens or patches in a sample.
+        seq_length: number of tokens in a sample of text; 0 for images.
+        program: module of the trainer that runs it.
+        flags: flags of that program that choose the model.
     """
 
     name: str
@@ -101,13 +118,15 @@ class ModelSpec:
 
     @property
     def parameters(self) -> int:
-        """Of the full model; a tied matrix counts once."""
-        twice = max(math.prod(matrix.shape) for matrix in self.kinds[-1].matrices) if self.tied else 0
-        return sum(self.kinds[kind].parameters for kind in self.sequence) - twice
+        """Number of parameters of the full model. A tied matrix counts once."""
+        total = sum(self.kinds[kind].parameters for kind in self.sequence)
+        if self.tied:
+            total -= max(math.prod(matrix.shape) for matrix in self.kinds[-1].matrices)
+        return total
 
     @cached_property
     def costs(self) -> tuple[int, ...]:
-        """FLOPs of each part, that stages are balanced by."""
+        """FLOPs of each part. Stages of a pipeline are balanced by them."""
         return tuple(self.kinds[kind].flops for kind in self.sequence)
 
     @property
@@ -117,7 +136,7 @@ class ModelSpec:
 
     @property
     def flops(self) -> float:
-        """Of forward and backward of one sample, all scores of attention counted, as in the trainer's mfu."""
+        """FLOPs of forward and backward of one sample. All attention scores count, as in the trainer's mfu."""
         return 3.0 * sum(self.costs)
 
     @property
@@ -129,10 +148,13 @@ def kinds_of(model: nn.Module, plan: Plan, sample: Tensor | None, scores: Mappin
     """Embedding, layer and head of a model with one layer.
 
     Args:
-        sample: None where FLOPs do not matter. scores: `PartKind.attention_flops`, by role.
+        sample: input that FLOPs are counted with; None to leave them at 0.
+        scores: `PartKind.attention_flops` of each role; 0 if it is missing.
     """
     parts = parts_of(model, plan)
-    costs = [0] * len(parts) if sample is None else part_costs(model, parts, sample)
+    costs = [0] * len(parts)
+    if sample is not None:
+        costs = part_costs(model, parts, sample)
     return tuple(
         PartKind(role, matrices_of(model, plan, part), cost, scores.get(role, 0))
         for role, part, cost in zip(("embedding", "layer", "head"), parts, costs, strict=True)
@@ -140,12 +162,13 @@ def kinds_of(model: nn.Module, plan: Plan, sample: Tensor | None, scores: Mappin
 
 
 def matrices_of(model: nn.Module, plan: Plan, part: Part) -> tuple[Matrix, ...]:
-    found = []
+    """The parameters of a part, in the order of the model."""
+    matrices = []
     for module in part:
-        for own, parameter in model.get_submodule(module).named_parameters():
-            name = f"{module}.{own}"
-            path = name.rpartition(".")[0]
-            expert = any(matches(f"{pattern}.experts", path) for pattern in plan.experts)
+        for local_name, parameter in model.get_submodule(module).named_parameters():
+            name = f"{module}.{local_name}"
+            owner = name.rpartition(".")[0]
+            expert = any(matches(f"{pattern}.experts", owner) for pattern in plan.experts)
             dim = None if expert else sharded_dim(model, plan, name)
-            found.append(Matrix(tuple(parameter.shape), dim, expert))
-    return tuple(found)
+            matrices.append(Matrix(tuple(parameter.shape), dim, expert))
+    return tuple(matrices)

@@ -1,6 +1,6 @@
-"""What a rank sends in a step, by axis, inside a host and between hosts.
+"""Bytes that a rank sends in a step, by axis, inside a host and between hosts.
 
-The formulas are those of the model's folder (`mmm.models.costs`), which `mmm.traffic.formulas` asks for a run's layout.
+The formulas are those of the model's folder (`mmm.models.costs`). `mmm.traffic.formulas` asks the same ones for a run.
 """
 
 from __future__ import annotations
@@ -13,8 +13,9 @@ from mmm_lab.planner.trial import PlannedStage, Trial
 
 
 def sent_bytes(memory: MemoryModel, stage: PlannedStage, trial: Trial) -> dict[str, float]:
-    """Bytes that a rank of a stage sends in a step, by axis; axes on which it sends nothing are left out."""
-    spec, layout = memory.spec, trial.layout
+    """Bytes that a rank of a stage sends in a step, by axis. Axes on which it sends nothing are left out."""
+    spec = memory.spec
+    layout = trial.layout
     costs = spec.definition.costs
     roles = {spec.kinds[kind].role: count for kind, count in stage.kinds}
     held = Held(roles.get("layer", 0), first="embedding" in roles, last="head" in roles)
@@ -27,33 +28,52 @@ def sent_bytes(memory: MemoryModel, stage: PlannedStage, trial: Trial) -> dict[s
         compute=memory.compute,
         residual=memory.storage if trial.unsharded else memory.compute,
     )
-    found = _data_parallel(memory, stage, trial)
+    by_axis = _data_parallel(memory, stage, trial)
     for axis, sent in costs.sent(spec.config, setting, held).items():
-        found[axis] = found.get(axis, 0.0) + sent
+        # FSDP gathers and reduces over cp as well.
+        by_axis[axis] = by_axis.get(axis, 0.0) + sent
     if layout.pp > 1:
-        faced = 2 * stage.own - (stage.number in (0, layout.pp - 1))
+        at_an_end = stage.coordinate in (0, layout.pp - 1)
+        # A rank sends activations to the stage after each of its own, and gradients to the one before. The model's
+        # first and last stage have only one neighbour.
+        messages = 2 * stage.n_stages - at_an_end
         if trial.techniques.schedule in ("ZBVZeroBubble", "DualPipeV"):
-            # The first and the last stage are on one rank, or two neighbours are.
-            faced = 2 if stage.number in (0, layout.pp - 1) else 4
-        found["pp"] = faced * costs.boundary(spec.config, setting) + 8 * factor("all_reduce", layout.pp)
-    return {axis: sent for axis, sent in found.items() if sent}
+            # The stages go down the ranks and back up: neighbours in the model on one rank send each other nothing.
+            messages = 2 if at_an_end else 4
+        # Then the loss, a scalar of 8 bytes, is summed over the stages.
+        by_axis["pp"] = messages * costs.boundary(spec.config, setting) + 8 * factor("all_reduce", layout.pp)
+    return {axis: sent for axis, sent in by_axis.items() if sent}
 
 
 def _data_parallel(memory: MemoryModel, stage: PlannedStage, trial: Trial) -> dict[str, float]:
-    storage, spec, layout = memory.storage, memory.spec, trial.layout
+    """Bytes of gathering parameters and reducing gradients, by axis."""
+    layout = trial.layout
     sizes = memory.of(stage, trial)
-    last = sizes.padded if spec.tied and len(stage.kinds) == 1 else sizes.last
-    again = {"auto": sizes.padded - last, "always": sizes.padded, "never": 0}[trial.techniques.reshard_after_forward]
-    gathered = sizes.padded if layout.pp > 1 else trial.microbatches * (sizes.padded + again)
-    local, padded = storage * sizes.local, storage * sizes.padded
-    shard = storage * sizes.sharded
-    return sharded_bytes(trial.techniques.data_parallel, layout, local, padded, memory.compute * gathered, shard)
+    # FSDP keeps the last unit gathered between forward and backward.
+    last = sizes.last
+    if memory.spec.tied and len(stage.kinds) == 1:
+        last = sizes.padded
+    gathered_again = {"auto": sizes.padded - last, "always": sizes.padded, "never": 0}
+    gathered = sizes.padded
+    if layout.pp == 1:
+        again = gathered_again[trial.techniques.reshard_after_forward]
+        gathered = trial.microbatches * (sizes.padded + again)
+    return sharded_bytes(
+        trial.techniques.data_parallel,
+        layout,
+        memory.storage * sizes.local,
+        memory.storage * sizes.padded,
+        memory.compute * gathered,
+        memory.storage * sizes.sharded,
+    )
 
 
 def between_hosts(axis: str, sent: float, group: Group) -> float:
-    """Of the bytes that a rank sends on an axis those that leave its host, on average over the group."""
+    """The bytes that leave the host, of those that a rank sends on an axis. An average over the group."""
     if not group.crosses:
         return 0.0
-    if axis == "ep":  # everybody sends to everybody
+    if axis == "ep":
+        # In an all-to-all each rank sends to every other.
         return sent * (group.size - group.local) / max(group.size - 1, 1)
-    return sent / group.local  # of a ring's ranks on a host one sends to the next host
+    # In a ring one of the ranks of a host sends to the next host.
+    return sent / group.local

@@ -122,7 +122,7 @@ def beside_answer(decision: Decision, best: Sequence[Candidate]) -> str:
     """How the answer of the search is to the tree's, which counts no seconds.
 
     Args:
-        best: as of `Found`, the answer first.
+        best: as of `SearchResult`, the answer first.
     """
     answer = best[0]
     following = [candidate for candidate in best if _follows(candidate, decision)]

@@ -12,13 +12,21 @@ from mmm_lab.planner.spec import ModelSpec
 
 @dataclass(frozen=True)
 class PlannedStage:
-    """What one pipeline rank has. kinds: kind of part → how many. own: how many stages. number: its coordinate."""
+    """The parts of the model that one pipeline rank has.
+
+    Attributes:
+        kinds: pairs of a kind of part and how many of it the rank has.
+        coordinate: the rank's coordinate on pp.
+        has_head: whether the rank computes the loss.
+        last_kind: kind of the last part of its last stage.
+        n_stages: number of stages of the schedule that it has.
+    """
 
     kinds: tuple[tuple[int, int], ...]
-    number: int
+    coordinate: int
     has_head: bool
     last_kind: int
-    own: int = 1
+    n_stages: int = 1
 
 
 @dataclass(frozen=True)
@@ -26,8 +34,8 @@ class Trial:
     """One way to train a model, for which memory, bytes and seconds are computed.
 
     Attributes:
-        stages: of the pipeline ranks that differ; without a pipeline the full model alone.
-        local_batch: samples of a step, of a data-parallel coordinate.
+        stages: one of each kind of pipeline rank; without a pipeline, the full model.
+        local_batch: number of samples in a step for one data-parallel coordinate.
     """
 
     layout: Layout
@@ -41,7 +49,7 @@ class Trial:
 
     @property
     def batch(self) -> int:
-        """Samples of a micro-batch; of the largest, where they differ."""
+        """Number of samples in the largest micro-batch."""
         return -(-self.local_batch // self.microbatches)
 
     @property
@@ -51,29 +59,32 @@ class Trial:
 
     @property
     def ulysses(self) -> int:
-        """Ranks of cp that shard heads among them."""
+        """Number of cp ranks that shard the attention heads among them."""
         return self.techniques.ulysses_size(self.layout.cp)
 
 
 def stages_for(spec: ModelSpec, splits: list[range], schedule: str, pp: int) -> list[PlannedStage]:
-    """What each pipeline rank has, by coordinate.
+    """The parts that each pipeline rank has, by coordinate.
 
     Args:
-        splits: the parts of each stage. schedule: which says which rank has which stage.
+        splits: indices of the model's parts that each stage has.
+        schedule: name of the schedule, which decides which rank has which stage.
     """
-    own = len(splits) // pp
-    stages = []
+    n_stages = len(splits) // pp
+    planned = []
     for coordinate in range(pp):
-        numbers = stages_of(coordinate, pp, schedule, own)
-        kinds = Counter(spec.sequence[part] for number in numbers for part in splits[number])
-        has_head = len(splits) - 1 in numbers
-        last = spec.sequence[splits[max(numbers)][-1]]
-        stages.append(PlannedStage(tuple(sorted(kinds.items())), coordinate, has_head, last, own))
-    return stages
+        stages = stages_of(coordinate, pp, schedule, n_stages)
+        kinds = Counter(spec.sequence[part] for stage in stages for part in splits[stage])
+        has_head = len(splits) - 1 in stages
+        last_part = splits[max(stages)][-1]
+        planned.append(
+            PlannedStage(tuple(sorted(kinds.items())), coordinate, has_head, spec.sequence[last_part], n_stages)
+        )
+    return planned
 
 
 def distinct(stages: list[PlannedStage]) -> list[PlannedStage]:
-    """Of stages that are alike the first, which has the most micro-batches under way."""
+    """Drop stages with the same parts as an earlier one, which has more micro-batches under way."""
     first: dict[tuple[object, ...], PlannedStage] = {}
     for stage in stages:
         first.setdefault((stage.kinds, stage.has_head, stage.last_kind), stage)

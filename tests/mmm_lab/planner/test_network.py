@@ -7,12 +7,16 @@ from functools import partial
 
 import pytest
 
+from mmm.layout import Layout, Techniques
 from mmm.run.command_line import parse
 from mmm_lab.cli.main import main
 from mmm_lab.planner import measure
 from mmm_lab.planner.dry_run import dry_run
+from mmm_lab.planner.named_model import read_model
 from mmm_lab.planner.network import Group, collective, group_of, peak_rate
 from mmm_lab.planner.predict import predict
+from mmm_lab.planner.search import Search
+from mmm_lab.planner.trial import Trial
 from mmm_launch.host.child import run_as_main
 from mmm_launch.machines.find import named
 from mmm_launch.machines.machine import Machine, read
@@ -146,3 +150,12 @@ def test_step_times_follow_the_machine(monkeypatch):
     assert predict(what, "cpu", "fp32", machine.changed({"cores": 8})).seconds == one.seconds
     assert predict(what, "cpu", "fp32").seconds is None
     assert predict(what, "cpu", "fp32").memory == one.memory
+
+
+def test_with_ddp_each_rank_updates_all_parameters():
+    """On whichever axis the replicas are."""
+    search = Search(read_model("llama-1b", {}, 2048), named({}, "laptop").changed({"hosts": 1}), 8, "fp32")
+    for layout in (Layout(dp_shard=4), Layout(dp_replicate=4, dp_shard=1)):
+        cost = search.cost.step(Trial(layout, Techniques(data_parallel="ddp"), search.one_stage, 2))
+        traffic = 10 * 4 * search.spec.parameters
+        assert cost.optimizer == pytest.approx(traffic / search.cost.memory_rate)

@@ -60,7 +60,7 @@ def _compare(name, model, plan, sample, layout, techniques, precision, seq):
     if layout.pp > 1:
         stages = stages_for(spec, partition.stages, techniques.schedule, layout.pp)
     for stage in stages:
-        numbers = stages_of(stage.number, layout.pp, techniques.schedule, stage.own) if layout.pp > 1 else (0,)
+        numbers = stages_of(stage.coordinate, layout.pp, techniques.schedule, stage.n_stages) if layout.pp > 1 else (0,)
         expected = expected_traffic(
             model,
             plan,
