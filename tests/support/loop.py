@@ -48,14 +48,14 @@ def fit(
                 for batch in step.microbatches:
                     loss = model.loss(model(batch), batch, step.count)
                     loss.backward()
-                    step.log(planted(step.number, loss))
+                    step.log(planted(step.index, loss))
             else:
-                step.log(planted(step.number, model.run_schedule(step.batch, step.count)))
+                step.log(planted(step.index, model.run_schedule(step.batch, step.count)))
         norms = step.check(model, scaler, skips)
         if max_norm:
             step.row["grad_norm"] = model.clip(max_norm, norms)
         if step.updates:
-            optimizer.step() if update is None else update(step.number)
+            optimizer.step() if update is None else update(step.index)
         optimizer.zero_grad()
         rate = balance_rate if step.skip is None else balance_rate * (1 - step.skip)
         model.balance_experts(rate, step.due)

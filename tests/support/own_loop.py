@@ -153,7 +153,7 @@ def loop(run, config, global_batch, samples, ends_at, change, body):
         run.state(**given)
     batches = DataLoader(Points(config.noise), batch_sampler=samples)
     for step in run.steps(batches, config.steps, samples=global_batch):
-        if step.number == ends_at:
+        if step.index == ends_at:
             raise Ended
         points, seeds = step.batch
         fake = generator(seeds + config.noise * 0.1 * torch.randn_like(seeds))
@@ -169,9 +169,9 @@ def loop(run, config, global_batch, samples, ends_at, change, body):
         ema.update()
         rate_g.step()
         rate_d.step()
-        tally.add(step.number, run.global_sum(loss))
+        tally.add(step.index, run.global_sum(loss))
         step.row["tally"] = float(tally.total.sum())
-        body(step.number, state)
+        body(step.index, state)
 
 
 def flags_of(folder: Path, **more) -> dict:

@@ -23,8 +23,8 @@ class Rows(Hook):
         self.rows, self.notes = [], []
 
     def row(self, run, row):
-        if row.numbers:
-            self.rows.append(row.numbers)
+        if row.values:
+            self.rows.append(row.values)
 
     def describe(self, run, facts):
         self.notes[:] = facts.get("notes", self.notes)

@@ -105,7 +105,7 @@ def train(config: Config) -> None:
         run.state(model=model, optimizer=optimizer)
         for step in example.text_steps(run, job):
             batch = step.batch
-            if step.number == job.steps // 2:
+            if step.index == job.steps // 2:
                 # Rank 0 has made the run's folder, and tells the others where it is.
                 folder = [None if run.outdir is None else str(run.outdir / "checkpoint")]
                 dist.broadcast_object_list(folder)

@@ -127,7 +127,7 @@ def train(config: Config) -> None:
         first_sample = run.layout.dp_coordinate(run.rank.rank) * job.local_batch_size
         run.state(model=model, optimizer=optimizer)
         for step in example.image_steps(run, job, batches):
-            rate.set(step.number)
+            rate.set(step.index)
             batch = step.batch
             count = batch.count
             if config.break_ == "averaged":

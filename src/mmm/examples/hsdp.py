@@ -119,9 +119,7 @@ def train(config: Config) -> None:
         shards = [p.to_local().flatten() for p in model.parameters() if isinstance(p, DTensor)]
         # The ranks of a column hold the same shard, each of its own replica.
         spread = replica_spread(torch.cat(shards), mesh["dp_replicate"].get_group())
-        run.log.info(
-            "the %d replicas, after %d steps: differ by %.1e at most", config.replicas, step.number + 1, spread
-        )
+        run.log.info("the %d replicas, after %d steps: differ by %.1e at most", config.replicas, step.index + 1, spread)
         run.describe(replicas_differ=spread)
         if config.break_ is None:
             check_difference(run, spread, "the replicas differ")

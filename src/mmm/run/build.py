@@ -1,4 +1,4 @@
-"""A model of a user's own on the run's layout, with the weights that it is to start with (docs/your-script.md)."""
+"""A user's own model on the run's layout, with the weights that it starts with (docs/your-script.md)."""
 
 from __future__ import annotations
 
@@ -34,18 +34,22 @@ def build_model(
 ) -> nn.Module:
     """The model that `make` makes, sharded on the run's layout, with its initial weights. A collective.
 
-    By default these are what the constructor puts into parameters and buffers; a model with a method ``init_rule`` has
-    said by it how they start. The constructor runs on every rank, from the same seed, and so makes the full model in
-    each rank's host memory; then each parameter in turn is sharded, and its full values are freed. With `init` or
-    `weights` parameters have shapes alone until they are sharded: no rank ever holds more than its shards and a tensor.
+    By default the weights are what the constructor puts into parameters and buffers; a model with a method
+    ``init_rule`` says by it how they start. The constructor runs on every rank, from the same seed, so each rank's host
+    memory holds the full model; then one parameter after another is sharded, and its full values are freed. With `init`
+    or `weights` parameters have only shapes until they are sharded: a rank never holds more than its shards and one
+    full tensor.
 
     Args:
-        init: ``by_name``: weights are drawn from the seed by their names instead, whatever the constructor makes of
-            them (docs/models.md).
-        weights: a state dict that they come from instead, read shard by shard: a file or a mapping
+        run: the run.
+        make: makes the full model.
+        plan: how the model is sharded.
+        init: ``by_name``: draw the weights from the seed by their names, whatever the constructor makes of them
+            (docs/models.md).
+        weights: read the weights from this state dict instead, shard by shard: a file or a mapping
             (`mmm.parallel.loaded_values`).
-        name: of the model, where there are several: what is drawn is a function of seed and name. None: models go on
-            where the one before has stopped, so that two of them differ, as they do in a program without a mesh.
+        name: name of the model, if there are several: what is drawn is a function of seed and name. None: a model
+            continues to draw where the one before has stopped, so two of them differ, as in a program without a mesh.
         techniques: fields of `mmm.parallel.Techniques`, such as ``data_parallel="ddp"``.
 
     Returns:
@@ -55,19 +59,19 @@ def build_model(
         UserError: what does not go together, as `mmm.parallel.apply`; weights that do not fit.
     """
     if init is not None and weights is not None:
-        raise ConfigError(f"init {init!r} beside weights=: the weights come from one of them; leave the other out")
-    dry = run.comm.dry  # which has no values
-    keep = init is None and weights is None and not dry
-    with nullcontext() if dry else _construction(run, name), meta_parameters(keep):
+        raise ConfigError(f"init {init!r} and weights=: the weights come from one of them; leave the other out")
+    # Tensors of a dry run have no values.
+    dry = run.comm.dry
+    keeps_values = init is None and weights is None and not dry
+    with nullcontext() if dry else _construction(run, name), meta_parameters(keeps_values):
         model = make()
-    how = Techniques(**techniques)
     values = None if dry or weights is None else loaded_values(model, weights)
     seed = run.seed
     if name is not None or run.unnamed_models:
         seed = derived_seed(seed, "model", name or run.unnamed_models)
     run.unnamed_models += name is None
     mesh = build_mesh(run.layout, run.device.type, run.options.timeout, experts=has_experts(model))
-    trained = apply(model, mesh, plan, run.precision, how)
+    trained = apply(model, mesh, plan, run.precision, Techniques(**techniques))
     materialize(trained, run.device, seed, init="by_name" if dry else init, values=values)
     run.log.info("%s\n%s", mesh, sharded_model(unwrapped(trained)), stacklevel=2)
     return trained
@@ -75,8 +79,10 @@ def build_model(
 
 @contextmanager
 def _construction(run: Run, name: str | None) -> Iterator[None]:
-    """Inside, every rank draws the same numbers: a function of the seed and the name, or the models before. What is
-    drawn outside goes on as if nothing had been."""
+    """Inside, every rank draws the same random numbers. Outside, the generators continue as if nothing was drawn.
+
+    The numbers depend on the seed and on the name; without a name, on the unnamed models before.
+    """
     before = generator_states(run.device)
     if name is not None:
         seed_all(derived_seed(run.seed, "model", name))

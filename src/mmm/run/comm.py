@@ -1,6 +1,6 @@
-"""How ranks talk outside of the model: the one seam between a run and the world.
+"""How ranks communicate outside of the model: the one seam between a run and the world.
 
-A run talks through `TorchComm`. A dry run gives it another, and so does a test that no group is made::
+A run communicates by `TorchComm`. A dry run gives it another object, and so does a test that makes no process group::
 
     with talking_through(comm):
         program()
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class TorchComm:
-    """Talks by torch.distributed's default group. All methods but `locate` are collectives: every rank calls them.
+    """Communicates by the default group of torch.distributed. All methods but `locate` are collectives.
 
     Attributes:
         rank: this process, once it is located.
@@ -35,7 +35,11 @@ class TorchComm:
     dry = False
 
     def locate(self, rank: Rank, timeout: float) -> Rank:
-        """The rank with its local numbers. timeout: seconds that the ranks may take to meet."""
+        """The rank with its local numbers.
+
+        Args:
+            timeout: seconds that the ranks may take to meet.
+        """
         self.rank = process_group.locate(rank, timeout)
         return self.rank
 
@@ -52,11 +56,11 @@ class TorchComm:
         return process_group.gather_table(own)
 
     def floats(self, own: list[float], device: torch.device) -> Tensor:
-        """Every rank's numbers, by rank: (ranks, n) float64, on the host."""
+        """Every rank's n numbers, by rank: (ranks, n) float64, on the host."""
         return torch.tensor(process_group.gather_floats(own, device), dtype=torch.float64)
 
     def gather(self, own: Any) -> list[Any]:
-        """Every rank's object, by rank, on rank 0; empty on the others."""
+        """Every rank's object, by rank, on rank 0; an empty list on the others."""
         return process_group.gather_objects(self.rank, own)
 
     def gather_everywhere(self, own: Any) -> list[Any]:
@@ -84,21 +88,22 @@ class TorchComm:
         return own
 
     def new_group(self) -> dist.ProcessGroup | None:
-        """A further group of all ranks, which sends from the host, whatever the device."""
+        """Another group of all ranks, which sends from the host, whatever the device is."""
         return dist.new_group(backend="gloo")
 
 
+# The innermost block of `talking_through` is last.
 _INSIDE: list[TorchComm] = []
 
 
 def current_comm() -> TorchComm:
-    """What a run that starts now talks through."""
+    """What a run that starts now communicates by."""
     return _INSIDE[-1] if _INSIDE else TorchComm()
 
 
 @contextmanager
 def talking_through(comm: TorchComm) -> Iterator[None]:
-    """Inside, a run that starts talks through this one."""
+    """Inside, a run that starts communicates by `comm`."""
     _INSIDE.append(comm)
     try:
         yield

@@ -1,5 +1,5 @@
-"""From a command line to a program's ``Config`` (`mmm.run.options`), and back, for errors: the rooms below name fields
-of a configuration, the user gave flags.
+"""From a command line to a program's ``Config`` (`mmm.run.options`), and back for errors: the rooms below name fields
+of a configuration, while the user gave flags.
 
 As a rank of ``mmm dry-run`` a program makes a few steps, and leaves nothing behind.
 """
@@ -29,10 +29,13 @@ from mmm.runtime.ranks import DRY_RUN, command_line, whoami
 from mmm.units import counted
 
 Config = TypeVar("Config")
-WIDTH = 79  # of prose in --help
-STEPS = 2  # the first makes the optimizer's state, and a pipeline sends shapes in it
-MORE_STEPS = 3  # DDP packs its gradients anew in the second
-# What the steps of a dry run go without: it leaves nothing behind, and evaluates one batch at its end.
+# Width of prose in --help.
+WIDTH = 79
+# Steps of a dry run: the first makes the optimizer's state, and a pipeline sends shapes in it.
+STEPS = 2
+# With DDP, which packs its gradients anew in the second step.
+MORE_STEPS = 3
+# Flags of the steps of a dry run, which leaves nothing behind, and evaluates one batch at its end.
 WITHOUT: dict[str, Any] = {
     "epochs": None,
     "log_every": 1,
@@ -65,14 +68,14 @@ class WithDefaults(Protocol):
     """
 
     @classmethod
-    def defaults(cls, given: Mapping[str, str]) -> dict[str, Any]: ...
+    def defaults(cls, flags: Mapping[str, str]) -> dict[str, Any]: ...
 
 
 def check(config: Any) -> None:
-    """Every group's own check, then the config's, of rules that span groups.
+    """Call the check of every group, then that of the config, which has the rules that span groups.
 
     Raises:
-        ConfigError: of the first that is broken.
+        ConfigError: for the first rule that is broken.
     """
     for field in fields(config):
         group = getattr(config, field.name)
@@ -87,44 +90,52 @@ def check(config: Any) -> None:
 
 
 def configure(config: type[Config], **flags: Any) -> Config:
-    """A `config` with these flags, checked, as `parse` makes it of a command line. Raises ConfigError: of `check`."""
+    """A `config` with these flags, checked, as `parse` makes it from a command line. Raises ConfigError, as `check`."""
     made: Config = replace_flags(config(), **flags)
     check(made)
     return made
 
 
 def parse(config: type[Config], doc: str | None = None) -> Config:
-    """The command line as a `config`, checked. ``--help`` prints and leaves; so does a wrong flag, with the near miss
-    and exit code 2. Either is printed once for the run.
+    """The command line as a `config`, checked. In a dry run it is the config of a few steps.
+
+    ``--help`` prints and exits; so does a wrong flag, with the near miss and exit code 2. Either is printed once for
+    the run.
 
     A `config` with ``UNLISTED`` flags takes ``--config FILE``: JSON, a value by the name of its flag, or the
-    config.json of a run. The command line counts where it says otherwise.
+    config.json of a run. The command line takes precedence.
 
-    In a dry run the options are those of a few steps.
+    Args:
+        config: the program's class of flags.
+        doc: description of the program, for ``--help``.
 
     Raises:
-        ConfigError: of `check`; or a flag whose value is empty, as of a shell's variable that is not set: a path would
-            be the current folder; or a file that cannot be used.
+        ConfigError: as `check`; a flag has an empty value, such as that of a shell variable that is not set, which as a
+            path would be the current folder; or a file cannot be used.
     """
-    words = sys.argv[1:]
-    _refuse_empty(words)
+    argv = sys.argv[1:]
+    _refuse_empty(argv)
     unlisted: Collection[str] = getattr(config, "UNLISTED", ())
-    path = None
+    in_file: dict[str, Any] = {}
     if unlisted:
-        path, words = _config_file(words)
-    in_file = {} if path is None else _read_file(path, config)
-    given = {name: str(value) for name, value in in_file.items() if value is not None} | given_on(words)
-    shown = as_shown(config, without=unlisted if {"-h", "--help"} & set(words) else ())
+        path, argv = _config_file(argv)
+        if path is not None:
+            in_file = _read_file(path, config)
+    asks_for_help = not {"-h", "--help"}.isdisjoint(argv)
+    shown = as_shown(config, without=unlisted if asks_for_help else ())
     default: Any = tyro.MISSING_NONPROP
     if issubclass(config, WithDefaults):
-        start = replace_flags(config(), **config.defaults(given))
-        words = [*_words_of(in_file, flags_of(start)), *words]
+        given_flags = {name: str(value) for name, value in in_file.items() if value is not None}
+        given_flags |= given_on(argv)
+        start = replace_flags(config(), **config.defaults(given_flags))
+        # Flags of the file go before those of the command line: of two, the later counts.
+        argv = [*_as_arguments(in_file, flags_of(start)), *argv]
         default = _converted(start, shown)
     with print_once(), real_defaults():
         made = tyro.cli(
             shown,
             prog=shlex.join(command_line()[: -len(sys.argv[1:]) or None]),
-            args=host_left_out(words),
+            args=host_left_out(argv),
             description=None if doc is None else _wrapped(doc),
             default=default,
             use_underscores=True,
@@ -132,51 +143,56 @@ def parse(config: type[Config], doc: str | None = None) -> Config:
         )
     flags: Config = _converted(made, config)
     check(flags)
-    return for_a_few_steps(flags) if whoami().source == DRY_RUN else flags
+    if whoami().source == DRY_RUN:
+        return for_a_few_steps(flags)
+    return flags
 
 
-def _refuse_empty(words: Sequence[str]) -> None:
-    for before, value in pairwise(["", *words]):
-        flag = value[:-1] if value.startswith("--") and value.endswith("=") else before
-        if flag.startswith("--") and value in ("", f"{flag}="):
+def _refuse_empty(argv: Sequence[str]) -> None:
+    for before, argument in pairwise(["", *argv]):
+        # Either "--flag=" or "--flag" and then "".
+        is_joined = argument.startswith("--") and argument.endswith("=")
+        flag = argument[:-1] if is_joined else before
+        if flag.startswith("--") and (is_joined or argument == ""):
             raise ConfigError(f"{flag} '': the value is empty; give one, or leave {flag} out")
 
 
-def given_on(words: Sequence[str]) -> dict[str, str]:
-    """The flags of a command line, by name, each with the word that follows it: its value, where it has one."""
-    given = {}
-    for word, after in pairwise([*words, ""]):
-        if word.startswith("--"):
-            flag, _, value = word[2:].partition("=")
-            given[flag.replace("-", "_")] = value or after
-    return given
+def given_on(argv: Sequence[str]) -> dict[str, str]:
+    """The flags of a command line, by name, each with the argument that follows: its value, if it takes one."""
+    flags = {}
+    for argument, after in pairwise([*argv, ""]):
+        if argument.startswith("--"):
+            flag, _, value = argument[2:].partition("=")
+            flags[flag.replace("-", "_")] = value or after
+    return flags
 
 
-def _config_file(words: Sequence[str]) -> tuple[Path | None, list[str]]:
-    """The file of ``--config``, and the other words."""
+def _config_file(argv: Sequence[str]) -> tuple[Path | None, list[str]]:
+    """The file of ``--config``, and the other arguments."""
     path = None
     others: list[str] = []
-    for word in words:
+    for argument in argv:
         if others and others[-1] == "--config":
             others.pop()
-            path = Path(word)
-        elif word.startswith("--config="):
-            path = Path(word.partition("=")[2])
+            path = Path(argument)
+        elif argument.startswith("--config="):
+            path = Path(argument.partition("=")[2])
         else:
-            others.append(word)
+            others.append(argument)
     if others and others[-1] == "--config":
         raise ConfigError("--config without a file: give one")
     return path, others
 
 
 def _read_file(path: Path, config: type) -> dict[str, Any]:
-    """The flags of a file, by name. Raises ConfigError where it has others than the program."""
+    """The flags of a file, by name. Raises ConfigError if the program does not have one of them."""
     try:
         flags = json.loads(path.expanduser().read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ConfigError(f"--config {path}: it cannot be read as JSON: {error}") from None
+    # A run's config.json has the flags below "options".
     if isinstance(flags, dict) and isinstance(flags.get("options"), dict):
-        flags = flags["options"]  # a run's config.json
+        flags = flags["options"]
     if not isinstance(flags, dict):
         raise ConfigError(f"--config {path}: it has no flags: give an object, a value by the name of its flag")
     unknown = [name for name in flags if name not in flags_of(config())]
@@ -185,25 +201,28 @@ def _read_file(path: Path, config: type) -> dict[str, Any]:
     return flags
 
 
-def _words_of(flags: Mapping[str, Any], defaults: Mapping[str, Any]) -> list[str]:
-    """The words of a command line that sets these flags. A value that is null, or the default, needs none."""
-    words: list[str] = []
+def _as_arguments(flags: Mapping[str, Any], defaults: Mapping[str, Any]) -> list[str]:
+    """The arguments of a command line that sets these flags. A value that is null, or the default, needs none."""
+    argv: list[str] = []
     for name, value in flags.items():
-        if value is None or value == json.loads(json.dumps(defaults[name], default=str)):
+        # JSON has lists for tuples, and texts for paths.
+        default = json.loads(json.dumps(defaults[name], default=str))
+        if value is None or value == default:
             continue
         if isinstance(value, bool):
-            words.append(f"--{name}" if value else f"--no_{name}")
+            argv.append(f"--{name}" if value else f"--no_{name}")
         elif isinstance(value, list):
-            words += [f"--{name}", *(str(part) for part in value)]
+            argv += [f"--{name}", *map(str, value)]
         else:
-            words += [f"--{name}", str(value)]
-    return words
+            argv += [f"--{name}", str(value)]
+    return argv
 
 
 def as_shown(config: type, without: Collection[str] = ()) -> type:
     """A `config` as the command line has it: with the choices of ``CHOICES``, without the flags of ``LEFT_OUT``.
 
     Args:
+        config: the program's class of flags.
         without: further flags, which ``--help`` does not list.
     """
     hints = get_type_hints(config, include_extras=True)
@@ -231,6 +250,7 @@ def _group_as_shown(group: type, config: type, without: Collection[str]) -> type
             hint = Literal[tuple(choices[field.name])]
             if field.default is None:
                 hint = hint | None
+        # tyro neither lists nor takes a flag that is fixed and suppressed.
         if field.name in left_out:
             hint = Annotated[hint, tyro.conf.Fixed, tyro.conf.Suppress]
         if hint is not hints[field.name]:
@@ -239,10 +259,16 @@ def _group_as_shown(group: type, config: type, without: Collection[str]) -> type
 
 
 def _derived(base: type, changed: Mapping[str, tuple[Any, Any]]) -> type:
-    """The dataclass with other types and defaults of some fields."""
+    """The dataclass with other types and defaults for some fields.
+
+    Args:
+        changed: type and default of each such field.
+    """
     namespace: dict[str, Any] = {name: default for name, (_, default) in changed.items()}
     namespace["__annotations__"] = {name: hint for name, (hint, _) in changed.items()}
-    namespace |= {"__module__": base.__module__, "__doc__": base.__doc__}
+    # tyro shows the docstring as the heading of the group.
+    namespace["__module__"] = base.__module__
+    namespace["__doc__"] = base.__doc__
     return dataclass(frozen=True, kw_only=True)(type(base.__name__, (base,), namespace))
 
 
@@ -259,7 +285,7 @@ def _converted(config: Any, kind: type) -> Any:
 
 @contextmanager
 def real_defaults() -> Iterator[None]:
-    """Inside, nothing printed speaks of None, which nobody gives: a flag's text says what is taken without it."""
+    """Inside, nothing that is printed mentions None, which nobody gives: a flag's help says what happens without it."""
     out = io.StringIO()
     errors = io.StringIO()
     try:
@@ -271,28 +297,37 @@ def real_defaults() -> Iterator[None]:
 
 
 def without_none(text: str) -> str:
-    """A text of ``--help`` without ``{None}|`` and ``(default: None)``, or an error without the choice ``'None'``; its
-    columns stay."""
+    """A text of ``--help`` without ``{None}|`` and ``(default: None)``, or an error without the choice ``'None'``.
+
+    The columns stay aligned.
+    """
     text = re.sub(r"'None', ?", "", text)
     text = re.sub(r",\s+'None'\)", ")", text)
     lines = []
     for line in text.split("\n"):
         short = line.replace("{None}|", "").replace("{None,", "{")
+        # Fill up before the second column, which begins after two spaces.
         gap = re.search(r"(?<=\S)(?=  )", short)
-        at = gap.start() if gap else len(short)
-        lines.append(short[:at] + " " * (len(line) - len(short)) + short[at:])
+        end_of_column = gap.start() if gap else len(short)
+        padding = " " * (len(line) - len(short))
+        lines.append(short[:end_of_column] + padding + short[end_of_column:])
+    # "(default: None)" may be broken over two lines. The mark shows lines that are left empty by its removal.
     marked = re.sub(r" ?\(default:(\s*?)(\n?)(\s*)(None)?\)", r"\0\2\0", "\n".join(lines))
-    kept = [line for line in marked.split("\n") if "\0" not in line or line.strip(" \0")]
-    return "\n".join(line.replace("\0", "").rstrip() for line in kept)
+    left = []
+    for line in marked.split("\n"):
+        is_emptied = "\0" in line and not line.strip(" \0")
+        if not is_emptied:
+            left.append(line.replace("\0", "").rstrip())
+    return "\n".join(left)
 
 
 def host_left_out(argv: Sequence[str]) -> list[str]:
-    """A command line with `--offload host` as `--offload`: the host is the only place."""
+    """A command line with `--offload host` as `--offload`: there is no other place."""
     shorter: list[str] = []
-    for word in argv:
-        if word == "host" and shorter and shorter[-1] == "--offload":
+    for argument in argv:
+        if argument == "host" and shorter and shorter[-1] == "--offload":
             continue
-        shorter.append(word)
+        shorter.append(argument)
     return shorter
 
 
@@ -308,23 +343,31 @@ def _wrapped(doc: str) -> str:
 
 
 def for_a_few_steps(config: Config) -> Config:
-    """The config of a rank's program in a dry run. Raises ConfigError for a mistake on purpose: it would not show."""
+    """The config of a program in a dry run.
+
+    Raises:
+        ConfigError: for --break: a mistake on purpose would not show.
+    """
     flags = flags_of(config)
     if flags.get("break_") is not None:
         raise ConfigError("--break in a dry run: no loss is computed that could differ; leave --break out")
-    few = flags.get("parallel", "ddp") != "ddp"
-    changes = {"max_iters": STEPS if few else MORE_STEPS, **WITHOUT}
+    steps = MORE_STEPS if flags.get("parallel", "ddp") == "ddp" else STEPS
+    changes = {"max_iters": steps, **WITHOUT}
     return replace_flags(config, **{name: value for name, value in changes.items() if name in flags})
 
 
 def with_flags(error: UserError) -> str:
-    """The message of an error, its fields written as flags, ``microbatches 3: …`` as ``--microbatches 3: …``, and its
-    `ranks` as the user's own line."""
+    """The message of an error, with flags for its fields and the user's own command line for its `ranks`.
+
+    ``microbatches 3: …`` becomes ``--microbatches 3: …``; ``start 8 ranks`` becomes a line that starts them.
+    """
     text = error.with_fields(lambda name: f"--{FLAGS.get(name, name)}")
     if error.ranks is not None:
-        dry = whoami().source == DRY_RUN
-        start = f"mmm dry-run {error.ranks} --" if dry else f"launch -n {error.ranks} --device cpu"
-        line = f"{'try' if dry else 'start'} that many, `{start} {shlex.join(command_line())}`"
+        program = shlex.join(command_line())
+        if whoami().source == DRY_RUN:
+            line = f"try that many, `mmm dry-run {error.ranks} -- {program}`"
+        else:
+            line = f"start that many, `launch -n {error.ranks} --device cpu {program}`"
         text = text.replace(f"start {counted(error.ranks, 'rank')}", line)
     return text
 

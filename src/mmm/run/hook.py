@@ -1,4 +1,4 @@
-"""What goes on around a run: the record, checkpoints, a watch for hangs, … One file each, in `mmm.run.hooks`."""
+"""What happens around a run: the record, checkpoints, a watch for hangs, … Each is one file in `mmm.run.hooks`."""
 
 from __future__ import annotations
 
@@ -14,41 +14,41 @@ if TYPE_CHECKING:
 
 
 class Hook:
-    """A part of what goes on around a run.
+    """One of the things that happen around a run.
 
-    Every rank has the same hooks, in the same order, and calls all methods of each. So a hook may communicate once the
-    process group is there. A hook reads and sets fields of the run, and knows no other hook.
+    Every rank has the same hooks, in the same order, and calls all methods of each. So a hook may use collectives from
+    `start` on. A hook reads and sets fields of the run, and knows no other hook.
     """
 
     def before(self, run: Run) -> None:
-        """Refuse what is wrong before the ranks meet. Each rank does so alone."""
+        """Refuse what is wrong before the ranks meet. Each rank decides for itself."""
 
     def meet(self, run: Run, store: dist.Store) -> None:
         """The ranks share a store, and have no process group yet. What is raised here is raised on every rank."""
 
     def start(self, run: Run) -> None:
-        """The process group is up, and the program's own part comes next."""
+        """The process group is up, and the program's own code comes next."""
 
     def describe(self, run: Run, facts: Mapping[str, Any]) -> None:
         """Keep facts of the run. ``notes`` are the sentences that have been logged."""
 
     def state(self, run: Run) -> None:
-        """The program has said what its state is: `Run.objects`."""
+        """The program has named its state: `Run.objects`."""
 
     def loop(self, run: Run) -> None:
         """A loop begins: `Run.first`, `Run.total` and `Run.samples` are known."""
 
     def begin(self, run: Run, step: Step) -> None:
-        """A step begins. A hook may make its row due, have it saved, or make it the last."""
+        """A step begins. A hook may make its row due, have it saved, or make it the last one."""
 
     def gradients(self, run: Run, step: Step) -> None:
-        """The gradients are complete, and not clipped. Only where the program calls `Step.check`."""
+        """The gradients are complete, and not clipped yet. Called only if the program calls `Step.check`."""
 
     def row(self, run: Run, row: Row) -> None:
-        """A row is due, and has not been logged."""
+        """A row is due, and has not been logged yet."""
 
     def finish(self, run: Run, step: Step) -> None:
         """The step is over. Its row, if it has one, has been recorded."""
 
     def end(self, run: Run, error: BaseException | None) -> None:
-        """The program's part is over, or has failed by `error`. What is raised here takes the error's place."""
+        """The program's code is over, or has failed with `error`. An exception raised here takes its place."""

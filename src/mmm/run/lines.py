@@ -1,4 +1,4 @@
-"""The lines of a run in the log: of each row, in 120 columns, and of its end. The record has every number, in full."""
+"""The lines of a run in the log: one for each row, in 120 columns, and one for its end. The record has every value."""
 
 from __future__ import annotations
 
@@ -9,73 +9,98 @@ from mmm.run.rows import Totals
 from mmm.units import counted, duration
 
 WIDTH = 120
-WHAT_A_LINE_HAS = "a line has as many of them as 120 columns hold, and the record has all"
-HEAD = len("[2025-01-03 09:58:07.893360][INFO][:227] - ")  # before the line, without the program's name
+WHAT_A_LINE_HAS = f"the console shows those that fit in {WIDTH} characters; the record has all"
+# Characters before the line, without the program's name.
+HEAD = len("[2025-01-03 09:58:07.893360][INFO][:227] - ")
 LOSSES = ("loss", "train_loss", "val_loss", "test_loss")
-# What a program adds by a name of its own is always there, and so are these.
-FIRST = ("iter", "epoch", *LOSSES, "test_acc")
-# While there is room.
-THEN = (("dt",), ("left",), ("dtf", "dtb"), ("dtw",), ("grad_norm",), ("lr",), ("mfu",), ("val_bpb",), ("dto",))
+# These are always in the line, and so is what a program adds by a name of its own.
+ALWAYS = ("iter", "epoch", *LOSSES, "test_acc")
+# These follow in this order of importance while there is room; the members of a group together.
+WHILE_THERE_IS_ROOM = (
+    ("dt",),
+    ("left",),
+    ("dtf", "dtb"),
+    ("dtw",),
+    ("grad_norm",),
+    ("lr",),
+    ("mfu",),
+    ("val_bpb",),
+    ("dto",),
+)
 RATES = ("sps", "tps", "sps_per_gpu", "tps_per_gpu")
 RATE_UNITS = {"tps": "tokens/s", "sps": "samples/s"}
 
 
 def row_line(
-    numbers: Mapping[str, float | int], program: str, steps: float | None = None, left: float | None = None
+    values: Mapping[str, float | int], program: str, steps: float | None = None, left: float | None = None
 ) -> str:
-    """``iter=19/120 loss=2.6133 dt=0.483 dtf=0.182 dtb=0.299 tps=4237 left=49s``, in the order of `numbers`.
+    """``iter=19/120 loss=2.6133 dt=0.483 dtf=0.182 dtb=0.299 tps=4237 left=49s``, in the order of `values`.
 
     Args:
-        program: the name that stands in the line's head.
-        steps: of the run, or epochs; None where that is not known. left: seconds for those that are left.
+        values: the row's values, by name.
+        program: the name that stands in the head of the line.
+        steps: number of steps (or epochs) of the run. None: it is not known.
+        left: seconds that the rest of them takes. None: it is not known.
     """
-    words = {name: f"{name}={shown(name, value)}" for name, value in numbers.items()}
-    place = next((name for name in ("iter", "epoch") if name in words), None)
-    if steps and place:
-        words[place] += f"/{steps:.0f}"
+    items = {name: f"{name}={shown(name, value)}" for name, value in values.items()}
+    if steps:
+        for name in ("iter", "epoch"):
+            if name in items:
+                items[name] += f"/{steps:.0f}"
+                break
     if left is not None:
-        words["left"] = f"left={duration(left, short=True)}"
-    if not numbers.get("skipped"):
-        words.pop("skipped", None)
-    own = [name for name in words if name not in ("skipped", "left") and not is_known(name)]
-    rate = "tps" if "tps" in words else "sps"
-    kept: set[str] = set()
-    room = WIDTH - HEAD - len(program)
-    for names in (*((name,) for name in (*own, "skipped", *FIRST, rate)), *THEN):
-        shown_names = [name for name in names if name in words and name not in kept]
-        width = sum(len(words[name]) + 1 for name in shown_names)
-        if names not in THEN or width <= room + 1:
-            kept.update(shown_names)
+        items["left"] = f"left={duration(left, short=True)}"
+    if not values.get("skipped"):
+        items.pop("skipped", None)
+    own = [name for name in items if name not in ("skipped", "left") and not is_known(name)]
+    rate = "tps" if "tps" in items else "sps"
+    in_line = {name for name in (*own, "skipped", *ALWAYS, rate) if name in items}
+    room = WIDTH - HEAD - len(program) - sum(len(items[name]) + 1 for name in in_line)
+    for group in WHILE_THERE_IS_ROOM:
+        names = [name for name in group if name in items and name not in in_line]
+        width = sum(len(items[name]) + 1 for name in names)
+        # The last item of a line has no space after it.
+        if width <= room + 1:
+            in_line.update(names)
             room -= width
-    return " ".join(word for name, word in words.items() if name in kept)
+    return " ".join(item for name, item in items.items() if name in in_line)
 
 
 def shown(name: str, value: float | int) -> str:
-    """Four decimals of a loss, three digits of others, no fraction of a large rate."""
+    """A value as the line has it: four decimals of a loss, three digits of others, no fraction of a large rate."""
     if type(value) is int:
         return str(value)
+    size = abs(value)
     if name in LOSSES or name == "val_bpb":
-        size = abs(value)
-        return f"{value:.4f}" if 0.1 <= size < 1e3 else f"{value:#.4g}" if 1e-4 <= size < 1e3 else f"{value:.4e}"
-    if name in RATES and abs(value) >= 100:
+        if 0.1 <= size < 1e3:
+            return f"{value:.4f}"
+        if 1e-4 <= size < 1e3:
+            return f"{value:#.4g}"
+        return f"{value:.4e}"
+    is_large_rate = name in RATES and size >= 100
+    if is_large_rate or 1e3 <= size < 1e6:
         return f"{value:.0f}"
-    return f"{value:#.3g}".removesuffix(".") if not 1e3 <= abs(value) < 1e6 else f"{value:.0f}"
+    return f"{value:#.3g}".removesuffix(".")
 
 
 def done(totals: Totals, seconds: float) -> str:
     """``done: 120 steps; 1.2 min since the start, 58.3 s in steps, 4,237 tokens/s on average; loss 2.6133``.
 
-    A run that goes on says ``120 steps, 200 with those before``: seconds and rates are of the steps that it has made.
+    A resumed run says ``120 steps, 200 with those before``: seconds and rates cover the steps that it has made itself.
 
     Args:
-        seconds: since the start.
+        seconds: seconds since the start.
     """
     rates = totals.rates()
-    rate = next((f", {rates[name]:,.0f} {unit} on average" for name, unit in RATE_UNITS.items() if name in rates), "")
-    what = "epoch" if "epoch" in (totals.place or ()) else "step"
-    took = f"{duration(seconds, 1)} since the start, {duration(totals.seconds, 1)} in steps"
-    last = [f"{name} {shown(name, value)}" for name, value in totals.last.items() if name in (*LOSSES, "test_acc")]
-    made = counted(totals.made, what)
+    rate = ""
+    for name, unit in RATE_UNITS.items():
+        if name in rates:
+            rate = f", {rates[name]:,.0f} {unit} on average"
+            break
+    noun = "epoch" if "epoch" in (totals.place or ()) else "step"
+    made = counted(totals.made, noun)
     if totals.count != totals.made:
         made += f", {totals.count} with those before"
+    took = f"{duration(seconds, 1)} since the start, {duration(totals.seconds, 1)} in steps"
+    last = [f"{name} {shown(name, value)}" for name, value in totals.last.items() if name in (*LOSSES, "test_acc")]
     return f"done: {made}; {took}{rate}; {', '.join(last)}"

@@ -1,11 +1,11 @@
-"""The flags that every program may have, and how flags in general are found in a config.
+"""The flags that every program may have, and how flags in general are read from a config.
 
 A program's ``Config`` is a frozen dataclass. Its fields are flags, or groups of flags: frozen dataclasses as well, each
 a section of ``--help``. On the command line, and in a run's record, flags are flat (`flags_of`). A program gives each
-group its own defaults. Class attributes say where it differs from its groups:
+group its own defaults. Class attributes say where a program differs from its groups:
 
 - ``LEFT_OUT``: flags of its groups that have no effect in it. ``--help`` hides them, and the command line refuses them.
-- ``CHOICES``: flags of which it takes other choices than its groups do.
+- ``CHOICES``: flags for which it takes other choices than its groups do.
 - ``UNLISTED``: flags that few need. ``--help`` hides them; the command line and ``--config FILE`` take them.
 """
 
@@ -21,9 +21,12 @@ from mmm.errors import ConfigError
 from mmm.runtime.ranks import LONGEST
 
 Config = TypeVar("Config")
+# Samples per step on each data-parallel coordinate, and number of steps, if neither a flag nor a preset says so.
+DEFAULT_BATCH_SIZE = 16
 DEFAULT_MAX_ITERS = 50
-LONGEST_NAME = 80  # characters, of a run
-# Flags that are not called as the field is, of a layout, of its techniques, or of a model's sizes.
+# Characters of a run's name.
+LONGEST_NAME = 80
+# Fields of a layout, of its techniques or of a model's sizes whose flag has another name.
 FLAGS = {
     "tp": "tpsize",
     "data_parallel": "parallel",
@@ -92,10 +95,11 @@ class Duration:
         check_counts(max_iters=self.max_iters, epochs=self.epochs)
 
     def steps(self, steps_per_epoch: int, default: int = DEFAULT_MAX_ITERS) -> int:
-        """Optimizer steps of the run.
+        """Number of optimizer steps of the run.
 
         Args:
-            default: where no flag says.
+            steps_per_epoch: number of steps in one pass over the data.
+            default: number of steps if no flag says so.
         """
         limits = []
         if self.max_iters is not None:
@@ -107,18 +111,18 @@ class Duration:
 
 @dataclass(frozen=True, kw_only=True)
 class Checkpoint:
-    """What the run saves, and what it goes on from."""
+    """What the run saves, and what it resumes from."""
 
     checkpoint_every: int | None = None
     """Steps between two checkpoints, checkpoints/step-N of the run's folder; one more at the end. Default: none."""
     keep: int | None = None
     """With --checkpoint_every, how many of the newest stay. Default: 2."""
     checkpoint_mode: Literal["async", "blocking"] | None = None
-    """With --checkpoint_every. async: training goes on while a checkpoint is written, so a kill may go back to the one
-    before that. blocking: training waits, and a kill loses at most one interval. Default: async."""
+    """With --checkpoint_every. async: training continues while a checkpoint is written, so a kill may go back to the
+    one before that. blocking: training waits, and a kill loses at most one interval. Default: async."""
     resume: Path | None = None
-    """Go on from a checkpoint, on any layout: a run's folder, one of its checkpoints/step-N, or auto: the newest whole
-    one in --outdir, in the same record; from the beginning where there is none yet."""
+    """Resume from a checkpoint, on any layout: a run's folder, one of its checkpoints/step-N, or auto: the newest whole
+    one in --outdir, in the same record; from the beginning if there is none yet."""
 
     def check(self) -> None:
         """Raises ConfigError for a value that is wrong by itself, or has no effect."""
@@ -134,7 +138,7 @@ class Checkpoint:
 
 
 def check_resume(checkpoint: Checkpoint, run: Run) -> None:
-    """--resume beside --overwrite and --outdir. Raises ConfigError where they contradict each other."""
+    """Raises ConfigError if --resume contradicts --overwrite or --outdir."""
     if checkpoint.resume is not None and run.overwrite:
         raise ConfigError("--resume and --overwrite contradict each other: leave one out")
     if checkpoint.resume == Path("auto") and run.outdir is None:
@@ -142,8 +146,10 @@ def check_resume(checkpoint: Checkpoint, run: Run) -> None:
 
 
 def is_name(name: str) -> bool:
-    """Whether it can name a run, and its folder."""
-    return 0 < len(name) <= LONGEST_NAME and name.isprintable() and not set(name) & set("/\\") and name[0] not in ".~ "
+    """Whether a text can name a run, and its folder."""
+    if not 0 < len(name) <= LONGEST_NAME:
+        return False
+    return name.isprintable() and not set(name) & set("/\\") and name[0] not in ".~ "
 
 
 def check_counts(least: int = 1, **flags: int | None) -> None:
@@ -155,22 +161,23 @@ def check_counts(least: int = 1, **flags: int | None) -> None:
 
 
 def check_rate(lr: float) -> None:
-    """Raises ConfigError for a learning rate that none is."""
+    """Raises ConfigError for a learning rate that is not a positive, finite number."""
     if not 0 < lr < math.inf:
         raise ConfigError(f"--lr {lr}: it must be greater than 0, and finite")
 
 
 def check_effect(effective: bool, without: str, why: str, give: str, **flags: object) -> None:
-    """Refuse flags that were given, and have no effect; those that were not are None.
+    """Refuse flags that were given and have no effect.
 
     Args:
-        effective: whether they have one.
-        without: the flag that is missing, or differs.
-        why: what is so without it.
-        give: what to give for it.
+        effective: whether they have an effect.
+        without: the flag that is missing, or has another value.
+        why: what is the case without it.
+        give: what to give to make them effective.
+        flags: values of the flags, by name; None for a flag that was not given.
 
     Raises:
-        ConfigError: for the first of them.
+        ConfigError: for the first flag that was given.
     """
     for flag, value in flags.items():
         if value is not None and not effective:
@@ -178,7 +185,7 @@ def check_effect(effective: bool, without: str, why: str, give: str, **flags: ob
 
 
 def flag_fields(config: Any) -> Iterator[tuple[Field[Any], Any]]:
-    """Field and value of every flag, also of those in groups, but for those that have no effect."""
+    """Field and value of every flag, including those in groups, except those that have no effect."""
     left_out = getattr(config, "LEFT_OUT", ())
     for field in fields(config):
         value = getattr(config, field.name)
@@ -196,8 +203,9 @@ def flags_of(config: Any) -> dict[str, Any]:
 
 
 def replace_flags(config: Config, **flags: Any) -> Config:
-    """The config with other values of some flags. Raises TypeError for a name that is none of its flags."""
-    if unknown := flags.keys() - flags_of(config).keys():
+    """The config with other values of some flags. Raises TypeError for a name that is not one of its flags."""
+    unknown = flags.keys() - flags_of(config).keys()
+    if unknown:
         raise TypeError(f"{type(config).__name__} has no flag {', '.join(sorted(unknown))}")
     changes: dict[str, Any] = {}
     for field in fields(config):  # type: ignore[arg-type]
@@ -211,15 +219,17 @@ def replace_flags(config: Config, **flags: Any) -> Config:
 
 
 def checkpoint_options(config: Any) -> Checkpoint | None:
-    """The flags of checkpoints of a program: one of its groups. None where it has none."""
-    if config is None:
-        return None
-    return next((group for group in (config, *vars(config).values()) if isinstance(group, Checkpoint)), None)
+    """The group of a program's flags that is a `Checkpoint`, or the config itself. None if there is none."""
+    for group in (config, *vars(config).values()):
+        if isinstance(group, Checkpoint):
+            return group
+    return None
 
 
 def parse_steps(text: str) -> range:
-    """The steps of ``FROM:TO``, TO not among them. Raises ConfigError where it is not that."""
+    """The steps of ``FROM:TO``, where TO is excluded. Raises ConfigError for another text."""
     first, colon, end = text.partition(":")
-    if not (colon and first.isdecimal() and end.isdecimal() and int(first) < int(end)):
+    has_two_numbers = colon and first.isdecimal() and end.isdecimal()
+    if not (has_two_numbers and int(first) < int(end)):
         raise ConfigError(f"--profile_steps {text}: give FROM:TO, such as 10:13 for the steps 10, 11 and 12")
     return range(int(first), int(end))

@@ -1,4 +1,4 @@
-"""The checkpoint that a run goes on from: where it is, whether it is whole, of this run, and has steps left."""
+"""The checkpoint that a run resumes from: where it is, and whether it is whole, of the same run, and has steps left."""
 
 from __future__ import annotations
 
@@ -15,18 +15,22 @@ from mmm.errors import CheckpointError, UserError
 if TYPE_CHECKING:
     from mmm.run.run import Run
 
-CHECKPOINTS = "checkpoints"  # the folder, in a run's own
-# Checkpoints without it are of another order: documents were packed in groups.
+# The folder of checkpoints, in a run's own.
+CHECKPOINTS = "checkpoints"
+# Version of the order of packed documents. Checkpoints without it have another one, in which documents were packed in
+# groups.
 ORDER_OF_PACKED = 2
 
 
 @dataclass(frozen=True)
 class Origin:
-    """The checkpoint that a run goes on from.
+    """The checkpoint that a run resumes from.
 
     Attributes:
-        rows: of the record that stay.
-        auto: `--resume auto` has chosen it. With no step left the run then ends, and is not refused.
+        path: folder of the checkpoint.
+        manifest: its manifest.
+        rows: number of rows of the record that stay.
+        auto: whether `--resume auto` has chosen it. A run with no step left then ends, and is not refused.
     """
 
     path: Path
@@ -39,7 +43,7 @@ def checkpoints_at(path: Path) -> list[Path]:
     """The checkpoint at a path: the path itself, or the newest of a run's folder, or of its folder of checkpoints.
 
     Raises:
-        CheckpointError: there is none.
+        CheckpointError: there is no checkpoint.
     """
     if path.name.startswith("step-"):
         return [path]
@@ -53,11 +57,13 @@ def checkpoints_at(path: Path) -> list[Path]:
 
 
 def identity_of(run: Run) -> dict[str, Any]:
-    """What has to be equal for a run to go on as the same curve, as JSON has it: not the layout."""
+    """What has to be the same for a resumed run to continue the same curve, as JSON has it. The layout may differ."""
     identity = {"program": run.name, "--dtype": run.precision.name, "--seed": run.seed}
     job = run.job
-    if getattr(job, "sizes", None) is not None:  # a program with a loop of its own has no job
+    # Only a trainer's job has sizes; a program with its own model has none.
+    if getattr(job, "sizes", None) is not None:
         data = job.describe_data() or {}
+        documents = data.get("documents", ())
         identity |= {name: value for name, value in asdict(job.sizes).items() if not isinstance(value, str)}
         identity |= {
             "sample": list(job.sample.shape[1:]),
@@ -66,20 +72,22 @@ def identity_of(run: Run) -> dict[str, Any]:
             "data's sha256": data.get("sha256"),
             "--optimizer": job.optimizer,
         }
-        identity |= {f"--{name}": True for name in data.get("documents", ())}
-        if "pack" in data.get("documents", ()):
+        identity |= {f"--{name}": True for name in documents}
+        if "pack" in documents:
             identity["order of packed samples"] = ORDER_OF_PACKED
     return json.loads(json.dumps(identity))
 
 
 def choose_origin(run: Run, identity: Mapping[str, Any], candidates: list[Path], auto: bool) -> Origin | None:
-    """The first of some checkpoints that is whole; None where there is none. A collective.
+    """The first checkpoint that is whole; None if there are no candidates. A collective.
 
     Args:
-        candidates: the best first. auto: the next is taken where one is damaged.
+        identity: what has to be the same in the checkpoint, as `identity_of` returns it.
+        candidates: the checkpoints, the best first.
+        auto: whether the next one is taken if one is damaged.
 
     Raises:
-        CheckpointError: none is whole; or the one that is named is not; or it is of another run. On every rank.
+        CheckpointError: none is whole; or the one that was named is not; or it is of another run. On every rank.
     """
     problems: list[str] = []
     for path in candidates:
@@ -99,7 +107,7 @@ def choose_origin(run: Run, identity: Mapping[str, Any], candidates: list[Path],
 
 
 def _check_files(run: Run, path: Path) -> tuple[Any, Any]:
-    """A checkpoint's manifest, and what is wrong with it. Every rank checks some of its files. A collective."""
+    """A checkpoint's manifest, and what is wrong with it or None. A collective: every rank checks some of its files."""
     manifest, problem = run.comm.broadcast(_try_read(path) if run.rank.is_main else None)
     if manifest is not None:
         names = sorted(manifest.files)[run.rank.rank :: run.rank.world_size]
@@ -111,7 +119,8 @@ def _check_files(run: Run, path: Path) -> tuple[Any, Any]:
 def _try_read(path: Path) -> tuple[Manifest | None, str | CheckpointError | None]:
     try:
         return read_manifest(path), None
-    except LaterVersionError as error:  # an older checkpoint would lose what a later mmm has done
+    except LaterVersionError as error:
+        # This is refused also with `auto`: an older checkpoint would lose what a later mmm has done.
         return None, CheckpointError(str(error))
     except CheckpointError as error:
         return None, str(error)
@@ -122,11 +131,16 @@ def _check_origin(origin: Origin, identity: Mapping[str, Any]) -> None:
     if wrong:
         raise CheckpointError(f"{origin.path} is of another run: {'; '.join(wrong)}", on_every_rank=True)
     if type(origin.rows) is not int or origin.rows < 0:
-        raise CheckpointError(f"{origin.path} is damaged: what a run goes on with is not what mmm has written")
+        raise CheckpointError(f"{origin.path} is damaged: what a run resumes with is not what mmm has written")
 
 
 def check_steps_left(origin: Origin, flags: Mapping[str, Any], steps: int) -> None:
-    """Raises CheckpointError where a run of so many steps has none to make, and names the checkpoint."""
+    """Raises CheckpointError if a run of so many steps has none left to make.
+
+    Args:
+        flags: flags of the program, by name.
+        steps: number of steps of the whole run.
+    """
     done = origin.manifest.step
     if done < steps or (done == steps and origin.auto):
         return
@@ -141,19 +155,21 @@ def check_steps_left(origin: Origin, flags: Mapping[str, Any], steps: int) -> No
 
 
 def check_goes_on(origin: Origin, flags: Mapping[str, Any], steps: int, samples: int) -> None:
-    """Check a loop that goes on from a checkpoint.
+    """Check a loop that resumes from a checkpoint.
 
     Args:
-        steps: of the loop. samples: in its global batch.
+        flags: flags of the program, by name.
+        steps: number of steps of the loop.
+        samples: number of samples in its global batch.
 
     Raises:
-        CheckpointError: no step is left, or the global batch was another one.
+        CheckpointError: no step is left, or the global batch had another size.
     """
     check_steps_left(origin, flags, steps)
     before = origin.manifest.state.get("samples")
     if before not in (None, samples):
         raise CheckpointError(
-            f"{origin.path} does not go on in this program: its global batch has {before} samples, and this one "
+            f"{origin.path} cannot be resumed by this program: its global batch has {before} samples, and this one "
             f"{samples}",
             on_every_rank=True,
         )
@@ -161,11 +177,11 @@ def check_goes_on(origin: Origin, flags: Mapping[str, Any], steps: int, samples:
 
 @contextmanager
 def damage(path: Path) -> Iterator[None]:
-    """What is not as it was written is a CheckpointError."""
+    """Inside, an error that comes from an unexpected value in a checkpoint becomes a CheckpointError."""
     try:
         yield
     except UserError:
         raise
     except (KeyError, IndexError, TypeError, AttributeError, ValueError) as error:
-        text = f"what a run goes on with is not what mmm has written ({type(error).__name__}: {error})"
+        text = f"what a run resumes with is not what mmm has written ({type(error).__name__}: {error})"
         raise CheckpointError(f"{path} is damaged: {text}") from error

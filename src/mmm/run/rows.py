@@ -21,7 +21,10 @@ from torch.nn.utils.rnn import pad_sequence
 from mmm.run.comm import TorchComm
 from mmm.runtime.clock import OWN
 
+# Number of rows whose pace tells how long the rest of a run takes.
 RECENT_ROWS = 50
+# Number of ranks that an error names.
+RANKS_NAMED = 8
 
 
 @dataclass
@@ -30,20 +33,21 @@ class Row:
 
     Attributes:
         place: where the run is, such as ``{"iter": 3}``.
-        loss: of the global batch.
-        samples: number of samples of a step, or of the epoch, over all ranks.
-        tokens: number of tokens in them; 0 where samples are not text.
-        numbers: on rank 0, by name, in the order of the log's line. Hooks may add to them. Empty on the other ranks.
-        per_rank: on rank 0, seconds of a step, or of the epoch, and of its parts, (ranks,): as `StepClock.read`, means
-            over the steps since the row before.
-        line: for the log. Empty where no hook has made one.
+        loss: loss of the global batch.
+        samples: number of samples of a step (or of the epoch), over all ranks.
+        tokens: number of tokens in them; 0 if samples are not text.
+        values: on rank 0, the row's values by name, in the order of the log line. Hooks may add to them. Empty on the
+            other ranks.
+        per_rank: on rank 0, the seconds of a step (or of the epoch) and of its parts, each of shape (ranks,): the names
+            of `StepClock.read`, means over the steps since the previous row.
+        line: the line for the log. Empty if no hook has made one.
     """
 
     place: Mapping[str, int]
     loss: float
     samples: int
     tokens: int
-    numbers: dict[str, Any] = field(default_factory=dict)
+    values: dict[str, Any] = field(default_factory=dict)
     per_rank: dict[str, np.ndarray] = field(default_factory=dict)
     line: str = ""
 
@@ -51,37 +55,42 @@ class Row:
         self,
         loss_name: str,
         seconds: Mapping[str, float],
-        numbers: Mapping[str, Any],
+        values: Mapping[str, Any],
         per_rank: dict[str, np.ndarray],
     ) -> None:
-        """Put in what rank 0 knows.
+        """Add what only rank 0 knows.
 
         Args:
-            seconds: of rank 0, as `StepClock.read`.
-            numbers: further ones.
-            per_rank: every rank's seconds.
+            loss_name: name of the loss in the row.
+            seconds: seconds of rank 0, as `StepClock.read` returns them.
+            values: further values of the row.
+            per_rank: seconds of every rank, by name.
         """
-        # What a rank's own work took is known of all ranks or of none.
-        parts = {part: value for part, value in seconds.items() if part != OWN}
-        self.numbers = {**self.place, loss_name: self.loss, **parts, **numbers, "sps": self.samples / seconds["dt"]}
+        self.values = {**self.place, loss_name: self.loss}
+        self.values |= {name: value for name, value in seconds.items() if name != OWN}
+        self.values |= values
+        self.values["sps"] = self.samples / seconds["dt"]
         if self.tokens:
-            self.numbers["tps"] = self.tokens / seconds["dt"]
-        self.per_rank = {part: values for part, values in per_rank.items() if part != OWN or np.isfinite(values).all()}
+            self.values["tps"] = self.tokens / seconds["dt"]
+        self.per_rank = dict(per_rank)
+        # How long a rank's own work took is NaN where its waits are not known. It is kept for all ranks or for none.
+        if not np.isfinite(per_rank[OWN]).all():
+            del self.per_rank[OWN]
 
 
 @dataclass
 class Totals:
-    """What the rows of a run add up to, on rank 0. A row's seconds are the mean over the steps since the row before.
+    """Sums over the rows of a run, on rank 0. The seconds of a row are the mean over the steps since the previous one.
 
     Attributes:
-        first: the step that this process begins with: 0 unless it goes on from a checkpoint.
-        made: number of steps, or epochs, that the rows are of.
-        seconds: spent in steps.
-        samples: of all ranks.
-        tokens: of all ranks.
-        place: the step of the last row, as ("iter", 19), or its epoch.
-        last: the last value of each number.
-        recent: seconds per step, or epoch, of the last rows. The first row is left out: it includes warm-up.
+        first: first step that this process makes: 0 unless the run resumes from a checkpoint.
+        made: number of steps (or epochs) that the rows cover.
+        seconds: seconds spent in steps.
+        samples: number of samples, over all ranks.
+        tokens: number of tokens, over all ranks.
+        place: step of the last row, such as ("iter", 19), or its epoch.
+        last: last value of each name.
+        recent: seconds per step (or epoch) of the last rows. The first row is left out: it includes warm-up.
     """
 
     first: int = 0
@@ -96,47 +105,55 @@ class Totals:
 
     def add(self, row: Row) -> None:
         if self.place is not None:
-            self.recent.append(row.numbers["dt"])
+            self.recent.append(row.values["dt"])
+        self.place = ("row", 0)
+        for name in ("epoch", "iter"):
+            if name in row.place:
+                self.place = (name, row.place[name])
+        self.last |= row.values
         step = row.place.get("iter")
-        self.place = next(((name, row.place[name]) for name in ("iter", "epoch") if name in row.place), ("row", 0))
-        self.last |= row.numbers
-        steps = 1  # of an epoch's row, and where another training begins
+        # The row of an epoch counts as one. So does the first row of a further loop, whose steps begin at 0 again.
+        steps = 1
         if step is not None:
             before = self.first - 1 if self._step_before is None else self._step_before
             steps = max(step - before, 1)
         self._step_before = step
         self.made += steps
-        self.seconds += steps * row.numbers["dt"]
+        self.seconds += steps * row.values["dt"]
         self.samples += steps * row.samples
         self.tokens += steps * row.tokens
 
     @property
     def count(self) -> int:
-        """Steps, or epochs, that are done, with those before a checkpoint that the run goes on from."""
-        name, number = self.place or ("row", 0)
-        return number + 1 if name == "iter" else number
+        """Number of finished steps (or epochs), including those before the checkpoint that the run resumed from."""
+        name, index = self.place or ("row", 0)
+        # Steps count from 0, epochs from 1.
+        return index + 1 if name == "iter" else index
 
     def left(self, total: float | None) -> float | None:
-        """Seconds for the rest of `total` steps, or epochs, at the pace of the last rows. None where there is no rest,
-        or no pace is known."""
+        """Seconds that the rest of `total` steps (or epochs) takes at the pace of the last rows.
+
+        Returns:
+            None if nothing is left, or the pace is not known.
+        """
         if total is None or not self.recent or total <= self.count:
             return None
         return (total - self.count) * sum(self.recent) / len(self.recent)
 
     def rates(self) -> dict[str, float]:
-        """Mean samples per second (``sps``), and tokens where there are some (``tps``). Empty without a row."""
+        """Mean samples per second (``sps``), and tokens per second (``tps``) if there are some. Empty without rows."""
         amounts = {"sps": self.samples, "tps": self.tokens}
         return {name: amount / self.seconds for name, amount in amounts.items() if amount and self.seconds > 0}
 
 
 @dataclass
 class RowSoFar:
-    """The losses of the steps of a row under way, such as those of an epoch.
+    """The losses of the steps of the current row, such as those of an epoch.
 
     Attributes:
-        steps: in the row so far.
-        counted: the steps that were not skipped; on the device where steps may be.
-        loss: this rank's, summed over them. None before the first.
+        steps: number of steps in the row so far.
+        counted: number of steps that were not skipped. It is on the device if steps may be skipped.
+        loss: this rank's loss, summed over them. None before the first step.
     """
 
     steps: int = 0
@@ -144,9 +161,11 @@ class RowSoFar:
     loss: Tensor | None = None
 
     def add(self, loss: Tensor, skip: Tensor | None) -> None:
-        """
+        """Add a step.
+
         Args:
-            skip: 1.0 where the step was skipped, and then does not count. None: it counts.
+            loss: this rank's loss.
+            skip: 1.0 if the step was skipped: it does not count then. None: it counts.
         """
         one: float | Tensor = 1
         if skip is not None:
@@ -157,7 +176,7 @@ class RowSoFar:
         self.loss = loss if self.loss is None else self.loss + loss
 
     def mean(self) -> Tensor:
-        """This rank's mean loss, of a row with a step."""
+        """This rank's mean loss. The row has at least one step."""
         assert self.loss is not None
         return self.loss / self.counted
 
@@ -179,9 +198,10 @@ class NotFinite(NamedTuple):
 
     Attributes:
         place: where the run was.
-        loss: the sum of those ranks' local losses. None where the losses were finite, and a gradient was not.
-        ranks: on which it was not finite.
-        parameter: whose gradient it was on this rank, the first of several; "" on ranks that are not among `ranks`.
+        loss: sum of the local losses of those ranks. None if the losses were finite, and a gradient was not.
+        ranks: the ranks on which it was not finite.
+        parameter: name of the first parameter of this rank whose gradient was not finite; "" on ranks that are not
+            among `ranks`.
     """
 
     place: Mapping[str, int]
@@ -198,29 +218,32 @@ class NotFinite(NamedTuple):
         return comm.broadcast(self.text(hosts, parameter) if comm.rank.is_main else "")
 
     def text(self, hosts: Sequence[str], parameter: str) -> str:
-        """
+        """Say it in a sentence.
+
         Args:
-            hosts: by rank.
-            parameter: of the first of `ranks`, for a gradient.
+            hosts: host of each rank.
+            parameter: parameter of the first of `ranks`, if a gradient was not finite.
         """
-        places = ", ".join(f"rank {rank} on {hosts[rank]}" for rank in self.ranks[:8])
-        others = f" and {len(self.ranks) - 8} more" if len(self.ranks) > 8 else ""
-        when = " ".join(f"{'step' if name == 'iter' else name} {value}" for name, value in self.place.items())
+        places = ", ".join(f"rank {rank} on {hosts[rank]}" for rank in self.ranks[:RANKS_NAMED])
+        if len(self.ranks) > RANKS_NAMED:
+            places += f" and {len(self.ranks) - RANKS_NAMED} more"
+        names = {"iter": "step"}
+        when = " ".join(f"{names.get(name, name)} {value}" for name, value in self.place.items())
         if self.loss is None:
-            return f"the gradient of {parameter} is not finite at {when}, on {places}{others}"
-        return f"the loss is {self.loss} at {when}, from {places}{others}"
+            return f"the gradient of {parameter} is not finite at {when}, on {places}"
+        return f"the loss is {self.loss} at {when}, from {places}"
 
 
 class LossColumns(NamedTuple):
-    """What each rank knows of the steps since the last row that was due: scalars of one rank, or (ranks,) of all.
+    """What each rank knows about the steps since the last due row: scalars of one rank, or (ranks,) of all.
 
     Attributes:
-        loss: of the row, the rank's own.
-        first: which of the steps is the first that is not finite, from 1; 0 for none.
+        loss: the rank's own loss of the row.
+        first: which of the steps is the first that is not finite, counted from 1; 0 for none.
         loss_of_first: the loss of that step.
-        gradient: which of its gradients is not finite, from 1; 0 where it is the loss.
+        gradient: which of its gradients is not finite, counted from 1; 0 if it is the loss.
         skipped: number of steps that were skipped.
-        trailing: number of the last steps that were all skipped.
+        trailing: number of skipped steps at the end, after the last one that was not skipped.
     """
 
     loss: Tensor
@@ -232,7 +255,7 @@ class LossColumns(NamedTuple):
 
     @classmethod
     def of_table(cls, table: Tensor) -> LossColumns:
-        """All ranks' columns, from a table of (ranks, columns), which may have more."""
+        """The columns of all ranks, from a table of shape (ranks, columns), which may have more columns."""
         return cls(*table[:, : len(cls._fields)].unbind(1))
 
 
@@ -242,10 +265,10 @@ class StepOnDevice:
 
     Attributes:
         place: where the run was.
-        loss: this rank's, a scalar without graph.
-        norms: (gradients,), of this rank. None where the program did not look at them.
-        names: of the gradients' parameters.
-        skip: 1.0 on every rank where the step was skipped, else 0.0. None where steps are not skipped.
+        loss: this rank's loss, a scalar without graph.
+        norms: (gradients,), the norms of this rank's gradients. None if the program did not check them.
+        names: names of the gradients' parameters.
+        skip: 1.0 on every rank if the step was skipped, else 0.0. None if steps are never skipped.
     """
 
     place: Mapping[str, int]
@@ -256,10 +279,10 @@ class StepOnDevice:
 
 
 class UnreadSteps:
-    """The steps since the last row that was due. The host knows none of their numbers, and waits for none.
+    """The steps since the last due row. The host knows none of their values, and waits for none.
 
     Attributes:
-        skipped_in_a_row: steps that were skipped up to the last row that was due, without another between them.
+        skipped_in_a_row: number of steps that were skipped up to the last due row, without another step between them.
         has_said_skip: whether the user knows that a step was skipped.
     """
 
@@ -280,7 +303,7 @@ class UnreadSteps:
         self._steps.append(StepOnDevice(place, loss, norms, names, skip))
 
     def add_row(self, place: Mapping[str, int], loss: Tensor) -> None:
-        """Add the loss of a row of a program that does not check its steps."""
+        """Add the loss of a row. Does nothing if the program has checked the row's steps: they are there already."""
         if not self._checks_steps:
             self._steps.append(StepOnDevice(place, loss))
 
@@ -294,26 +317,32 @@ class UnreadSteps:
             return None
         steps, counts = zip(*self._counts, strict=True)
         self._counts.clear()
-        by_step = dict(zip(steps, torch.stack(counts).tolist(), strict=True))
-        return next((step for step, count in by_step.items() if count == 0), None)
+        # One copy to the host for all steps.
+        for step, count in zip(steps, torch.stack(counts).tolist(), strict=True):
+            if count == 0:
+                return step
+        return None
 
     def columns(self, row_loss: Tensor) -> Tensor:
-        """This rank's `LossColumns` as one tensor, (6,).
+        """This rank's `LossColumns` as one tensor, (6,). The host does not wait for the device.
 
         Args:
             row_loss: this rank's loss of the row.
         """
-        losses = torch.stack([step.loss for step in self._steps])  # (steps,)
+        # (steps,)
+        losses = torch.stack([step.loss for step in self._steps])
         norms = [step.norms for step in self._steps if step.norms is not None]
         skips = [step.skip for step in self._steps if step.skip is not None]
         by_loss = ~losses.isfinite()
         wrong = by_loss
         gradient = torch.zeros_like(by_loss, dtype=torch.int64)
         if norms:
-            by_gradient = ~pad_sequence(norms, batch_first=True).to(losses.device).isfinite()  # (steps, norms)
+            # (steps, norms); the zeros of the padding are finite.
+            by_gradient = ~pad_sequence(norms, batch_first=True).to(losses.device).isfinite()
             wrong = by_loss | by_gradient.any(1)
             gradient = torch.where(by_loss, 0, by_gradient.int().argmax(1) + 1)
-        first = wrong.int().argmax(0, keepdim=True)  # the first of several
+        # `argmax` returns the first of several.
+        first = wrong.int().argmax(0, keepdim=True)
         skipped = torch.stack(skips) if skips else losses.new_zeros(1)
         own = LossColumns(
             loss=row_loss.view(1),
@@ -321,28 +350,31 @@ class UnreadSteps:
             loss_of_first=losses.gather(0, first),
             gradient=gradient.gather(0, first),
             skipped=skipped.sum(0, keepdim=True),
+            # From the end, the product is 1 up to the last step that was not skipped.
             trailing=skipped.flip(0).cumprod(0).sum(0, keepdim=True),
         )
         return torch.cat([column.to(losses) for column in own])
 
     @staticmethod
     def summary(columns: Tensor, loss_ranks: slice) -> Tensor:
-        """What a row needs of all ranks' `columns`.
+        """What a row needs from all ranks' `columns`.
 
         Args:
-            columns: of every rank, (ranks, 6); there may be more.
-            loss_ranks: those with a part of the global loss.
+            columns: columns of every rank, (ranks, 6); there may be more.
+            loss_ranks: the ranks whose local losses add up to the global loss.
 
         Returns:
-            (losses + 3,), on the columns' device: the losses of `loss_ranks`; the first step that is not finite, from
-            1, or 0; the steps skipped, and those in a row.
+            (losses + 3,), on the device of the columns: the losses of `loss_ranks`; the first step that is not finite,
+            counted from 1, or 0; the number of skipped steps; the number of those at the end.
         """
         by_rank = LossColumns.of_table(columns)
+        # A loss counts only on the ranks that have a part of the global one, a gradient on every rank.
         wrong = by_rank.gradient > 0
         wrong[loss_ranks] = True
         wrong &= by_rank.first > 0
         first = torch.where(wrong, by_rank.first, math.inf).amin(0, keepdim=True)
         first = first.where(first.isfinite(), 0)
+        # Steps are skipped on all ranks or on none: rank 0 knows it for all.
         skips = torch.stack((by_rank.skipped[0], by_rank.trailing[0]))
         return torch.cat((by_rank.loss[loss_ranks], first, skips))
 
@@ -352,16 +384,19 @@ class UnreadSteps:
         """Read what a row needs, and forget the steps.
 
         Args:
-            summary: of `columns` and `loss_ranks`, on the host.
-            columns: only read where something is not finite.
-            rank: this one.
+            summary: `summary` of `columns` and `loss_ranks`, on the host.
+            columns: columns of every rank. They are read only if something is not finite.
+            loss_ranks: the ranks whose local losses add up to the global loss.
+            rank: this rank.
 
         Returns:
-            The row's loss; where something first was not finite, if anywhere; how many steps were skipped, None where
-            none may be.
+            The loss of the row; where something first was not finite, or None; the number of skipped steps, or None if
+            steps are never skipped.
         """
         steps = self._steps
         self._steps = []
+        # Whether steps are checked is known anew for each row: another loop may do otherwise.
+        self._checks_steps = False
         may_skip = [step for step in steps if step.skip is not None]
         (total,) = sums_in_order(summary[:-3, None])
         first, skipped, trailing = map(int, summary[-3:])
@@ -373,13 +408,18 @@ class UnreadSteps:
         if first:
             by_rank = LossColumns(*on_host(columns[:, : self.COLUMNS]).T)
             not_finite = _where(steps[first - 1], first, by_rank, loss_ranks, rank)
-        elif not math.isfinite(total):  # the losses are finite, and their sum is not
+        elif not math.isfinite(total):
+            # Each loss is finite, and their sum is not.
             not_finite = NotFinite(steps[-1].place, total, list(range(len(columns))[loss_ranks]))
         return total, not_finite, skipped if may_skip else None
 
 
 def _where(step: StepOnDevice, first: int, by_rank: LossColumns, loss_ranks: slice, rank: int) -> NotFinite:
-    """On which ranks a step's loss, or else one of its gradients, was not finite."""
+    """On which ranks a step's loss, or else one of its gradients, was not finite.
+
+    Args:
+        first: which of the unread steps it is, counted from 1.
+    """
     counts = by_rank.gradient > 0
     counts[loss_ranks] = True
     (ranks,) = np.nonzero(counts & (by_rank.first == first))

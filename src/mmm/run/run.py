@@ -4,7 +4,7 @@
 
     with start_run("lm", config, job, hooks) as run:
         model, optimizer = …
-        # What a checkpoint has. Where the run goes on, it is loaded here.
+        # What checkpoints save. A resumed run loads it here.
         run.state(model=model, optimizer=optimizer)
         for step in run.steps(batches, job.steps, samples=job.global_batch_size):
             loss = …
@@ -13,8 +13,8 @@
             optimizer.step()
             optimizer.zero_grad()
 
-The body of the loop is the program's own. Around it, the run fetches, seeds, times, logs and records. All else is a
-`mmm.run.hook.Hook`.
+The body of the loop belongs to the program. Around it, the run fetches, seeds, times, logs and records. Everything else
+is a `mmm.run.hook.Hook`.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from logging import Logger
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,7 @@ from mmm.optim.adamw import learning_rate, update_shards
 from mmm.parallel.local import detached
 from mmm.run.comm import TorchComm, current_comm
 from mmm.run.hook import Hook
+from mmm.run.options import flags_of
 from mmm.run.rows import NotFinite, Row, RowSoFar, UnreadSteps, on_host, sums_in_order
 from mmm.run.step import Step
 from mmm.runtime.clock import PARTS, PIPELINE_PARTS, StepClock, event_class, timed_waits
@@ -48,25 +50,28 @@ from mmm.runtime.ranks import Rank, whoami
 from mmm.runtime.seed import seed_start, seed_step
 from mmm.units import counted
 
-MOST_SKIPPED = 20  # steps in a row; fp16's scaler, which halves with each, begins at 2 ** 16
+# The run ends after so many skipped steps in a row. The scale of fp16 begins at 2 ** 16 and is halved by each, so that
+# a healthy run skips at most about 16.
+MOST_SKIPPED = 20
 NO_MPS = (
     "--device mps: {} makes groups by PyTorch's own calls, which MPS has none for; use --device cpu, or one of "
     "mmm.trainer.lm, mmm.trainer.vit and mmm.trainer.cnn"
 )
-Batches = Any  # an iterable, or an object with ``from_step``
+# An iterable of batches, or an object with ``from_step``.
+Batches = Any
 
 
 def _nothing(folder: Path) -> None:
-    """Of a run without checkpoints."""
+    """Does nothing: this run saves no checkpoints."""
 
 
 def _no_lines(folder: Path, done: int) -> list[str]:
-    """Of a run without checkpoints."""
+    """Returns no lines: this run saves no checkpoints."""
     return []
 
 
 def _whole(batch: Any) -> Iterator[Any]:
-    """A batch as its only micro-batch."""
+    """Yields the batch as its only micro-batch."""
     yield batch
 
 
@@ -75,36 +80,37 @@ class Run:
     """What a program holds while it trains.
 
     Attributes:
-        name: of the program, short.
-        config: of the program: its flags.
-        options: those of its flags that say where it runs, for how long, and what it leaves: the group ``run``.
-        job: what was decided before the ranks met. None of a program that has no model of the package's.
+        name: short name of the program.
+        config: all flags of the program.
+        options: the group ``run`` of the flags: where the program runs, for how long, and what it leaves.
+        job: what was decided before the ranks met. None for a program that has no model of the package's.
         rank: this process.
-        layout: fitted to the number of ranks.
-        device: of this rank.
-        precision: its data types.
-        comm: how the ranks talk outside of the model.
-        clock: for the parts of a step.
-        hooks: in order.
-        exits: closed when every hook has ended.
-        objects: of `state`, by their names.
-        first: the step that the run begins with: 0 unless it goes on from a checkpoint.
-        split: a batch → its micro-batches.
-        outdir: the run's folder, on rank 0, where a hook has made one.
-        keeps_record: the rows that are in the folder go on.
-        resume: how they go on, once that is known.
-        origin: the checkpoint that the run goes on from.
+        layout: the layout, fitted to the number of ranks.
+        device: this rank's device.
+        precision: data types of parameters, computation and communication.
+        comm: how the ranks communicate outside of the model.
+        clock: times the parts of a step.
+        hooks: the hooks, in the order in which they are called.
+        exits: context managers that are closed after every hook has ended.
+        objects: the objects that were given to `state`, by name.
+        first: first step that this process makes: 0 unless it resumes from a checkpoint.
+        split: function from a batch to its micro-batches.
+        outdir: the run's folder, on rank 0, once a hook has made it.
+        keeps_record: whether the rows that are already in the folder stay.
+        resume: where the record resumes, once that is known.
+        origin: the checkpoint that the run resumes from. None: it starts from the beginning.
         saves: whether checkpoints are saved.
-        samples: number of samples in the global batch of the loop under way.
-        total: number of steps of that loop.
-        history: the record's rows, on rank 0, where a hook keeps them.
-        prepare_folder: what is done in the run's folder before the run begins, on rank 0.
-        closing_lines: lines that end the log: what is in the run's folder, after so many steps or epochs.
+        samples: number of samples in the global batch of the current loop.
+        total: number of steps of the current loop.
+        history: rows of the record, on rank 0, if a hook keeps them.
+        prepare_folder: called with the run's folder before the run begins, on rank 0.
+        closing_lines: function from the run's folder and the number of finished steps (or epochs) to the lines that end
+            the log.
         facts: what hooks and the program have described.
-        unread: the steps since the last row that was due.
-        so_far: the row under way.
+        unread: losses and gradient norms since the last due row. They are still on the device.
+        so_far: sum of the losses of the current row.
         unnamed_models: number of models that `mmm.run.build` has made without a name.
-        constructor_states: of the random generators where the constructors of those have stopped.
+        constructor_states: states of the random generators after the last constructor of an unnamed model.
     """
 
     name: str
@@ -144,17 +150,22 @@ class Run:
         seed: int = self.options.seed
         return seed
 
+    @cached_property
+    def flags(self) -> dict[str, Any]:
+        """The value of every flag of the program, by name."""
+        return flags_of(self.config)
+
     @property
     def log(self) -> Logger:
         return get_logger()
 
     def note(self, text: str) -> None:
-        """Say what was chosen or done instead of what was expected, once, and keep it."""
+        """Log once what was chosen or done instead of what was expected, and keep the sentence in the record."""
         if say_once(text, stacklevel=3):
             self.describe(note=text)
 
     def describe(self, **facts: Any) -> None:
-        """Keep facts of the run: the record writes them to its config.json."""
+        """Keep facts of the run. The record writes them to its config.json."""
         if "note" in facts:
             self.facts["notes"].append(facts.pop("note"))
             facts["notes"] = self.facts["notes"]
@@ -162,13 +173,13 @@ class Run:
         for hook in self.hooks:
             hook.describe(self, facts)
 
-    def add_row(self, numbers: Mapping[str, float]) -> None:
-        """Record a row that no step has made, such as a line of a table. On rank 0; others do nothing."""
+    def add_row(self, values: Mapping[str, float]) -> None:
+        """Record a row that belongs to no step, such as a line of a table. Rank 0 records it; others do nothing."""
         if self.history is not None:
-            self.history.update(numbers)
+            self.history.update(values)
 
     def state(self, **objects: Any) -> None:
-        """Name every object that training changes. Checkpoints save them; on resume they are loaded here. A collective.
+        """Name every object that training changes. Checkpoints save them; a resumed run loads them here. A collective.
 
         Functions of seed and step need not be saved: batches, random numbers, and a learning rate that the program
         computes from the step, as the trainers do.
@@ -179,7 +190,7 @@ class Run:
 
         Raises:
             ConfigError: one of them cannot be saved.
-            CheckpointError: the checkpoint is of other objects, or no step is left.
+            CheckpointError: the checkpoint has other objects, or no step is left.
         """
         self.objects = objects
         for optimizer in self._optimizers():
@@ -192,6 +203,7 @@ class Run:
         return [value for value in self.objects.values() if isinstance(value, torch.optim.Optimizer)]
 
     def _before_update(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
+        """Remember the learning rate of the first optimizer, and end the time of backward."""
         if optimizer in self._optimizers()[:1]:
             self._rate = learning_rate(optimizer)
         if self.clock.optimizer_ends_backward:
@@ -208,26 +220,29 @@ class Run:
         epoch: int | None = None,
         place: Mapping[str, int] | None = None,
     ) -> Iterator[Step]:
-        """The steps that are left, each fetched, seeded, timed, logged and recorded around its body.
+        """Yield the steps that are left. Each is fetched, seeded, timed, logged and recorded around its body.
 
         Args:
-            batches: this rank's, one a step: an iterable, or an object whose ``from_step(first)`` is an iterable that
-                begins there. Of an iterable, the batches of the steps that are done are read, and passed over.
-            steps: of the whole run.
+            batches: this rank's batches, one per step: an iterable, or an object whose ``from_step(first)`` returns an
+                iterable that begins there. A resumed run reads an iterable from its start and drops the batches of the
+                steps that were made before.
+            steps: number of steps of the whole run.
             samples: number of samples in the global batch.
             tokens: number of tokens in it; 0 if samples are not text.
-            eval_every: steps between two evaluations, one more at the end. 0: at the end alone. None: there are none.
-            epoch: steps of an epoch. A row is then an epoch's, with the mean of its losses, ``train_loss``.
+            eval_every: number of steps between two evaluations; the last step is evaluated as well. 0: only the last.
+                None: there are no evaluations.
+            epoch: number of steps in an epoch. Each row then covers one epoch, with the mean of its losses as
+                ``train_loss``.
             place: what a row says besides its step, such as ``{"stage": 1}``.
 
         Raises:
             ConfigError: the body has not called `Step.log`.
             DataError: there are fewer batches than steps; a data loader's worker has failed.
-            DivergedError: a loss that is not finite, or a gradient that the body has checked; or too many steps in a
-                row were skipped. On every rank.
+            DivergedError: a loss is not finite, or a gradient that the body has checked; or too many steps in a row
+                were skipped. On every rank.
         """
-        # Ranks that share samples draw the same random numbers. Stages of a pipeline are other layers, and draw others;
-        # but not while they fetch: a loader that shuffles has to give all of them the same samples.
+        # Ranks that share samples draw the same random numbers. The stages of a pipeline hold different layers, so each
+        # draws its own; but not while they fetch: a loader that shuffles has to give all of them the same samples.
         coordinate = self.layout.dp_coordinate(self.rank.rank)
         stage = self.layout.coordinates(self.rank.rank)["pp"]
         coordinate_and_stage = coordinate * self.layout.pp + stage
@@ -235,64 +250,73 @@ class Run:
         self.total = steps
         for hook in self.hooks:
             hook.loop(self)
-        if self.first > 0 and self.first == steps:  # the run was interrupted after its last step
+        # A run that was interrupted after its last step has only its end left to do.
+        if self.first > 0 and self.first == steps:
             self.note("no step is left to make")
         source = self._from_first(batches, coordinate)
         begins_row = True
-        for number in range(self.first, steps):
+        for index in range(self.first, steps):
+            # The row of an epoch has the seconds of all its steps, other rows the mean over theirs.
             if begins_row or epoch is None:
                 self.clock.start()
-            step = self._plan_step(number, steps, eval_every, epoch, place or {})
-            self.clock.step = number
+            step = self._plan_step(index, steps, eval_every, epoch, place or {})
+            self.clock.step = index
             self._rate = None
-            seed_step(self.seed, number, coordinate)
+            seed_step(self.seed, index, coordinate)
             for hook in self.hooks:
                 hook.begin(self, step)
             step.batch = next(source, None)
             if step.batch is None:
                 raise DataError(
-                    f"the data ended after {counted(number, 'batch', 'batches')}, and {steps} steps take one each"
+                    f"the data ended after {counted(index, 'batch', 'batches')}, and {steps} steps take one each"
                 )
+            # A list has a method `count`, which is not meant.
             count = getattr(step.batch, "count", None)
-            step.count = count if isinstance(count, int | Tensor) else None  # a list has a method of that name
+            if isinstance(count, int | Tensor):
+                step.count = count
             if self.layout.pp > 1:
-                seed_step(self.seed, number, coordinate_and_stage)
+                seed_step(self.seed, index, coordinate_and_stage)
             self.clock.lap("dtd")
+            # A pipeline's schedule times its own forwards and backwards.
             self.clock.optimizer_ends_backward = self.layout.pp == 1
+            # The body of the program's loop runs here: forward, backward and the optimizer's update.
             yield step
             self.clock.optimizer_ends_backward = False
             self.clock.end_step()
             if isinstance(step.count, Tensor):
-                self.unread.add_count(number, step.count)
+                self.unread.add_count(index, step.count)
+            # Only the row of an epoch leaves skipped steps out of its mean; any other row is one step.
             self.so_far.add(step.local_loss, None if epoch is None else step.skip)
             if step.ends_row:
                 self._end_row(step, "loss" if epoch is None else "train_loss", samples, tokens)
             begins_row = step.ends_row
             for hook in self.hooks:
                 hook.finish(self, step)
+            # Within an epoch's row, the time of saving counts as the optimizer's.
             if step.saves and not begins_row:
                 self.clock.end_step()
             if step.last:
                 break
-        self.first = 0  # of a further loop of the same run
+        # Another loop of the same run begins at its own first step.
+        self.first = 0
 
     def _plan_step(
-        self, number: int, steps: int, eval_every: int | None, epoch: int | None, place: Mapping[str, int]
+        self, index: int, steps: int, eval_every: int | None, epoch: int | None, place: Mapping[str, int]
     ) -> Step:
-        """A step, with what its program's flags say of it."""
-        last = number == steps - 1
-        step = Step(self, number, last=last)
+        """A step, with what the flags of the program say about it: is it the last, evaluated, logged?"""
+        last = index == steps - 1
+        step = Step(self, index, last=last)
         if epoch is not None:
-            step.place = {**place, "epoch": number // epoch + 1}
-            step.ends_row = last or (number + 1) % epoch == 0
+            step.place = {**place, "epoch": index // epoch + 1}
+            step.ends_row = last or (index + 1) % epoch == 0
             step.due = step.ends_row
             step.evaluates = step.ends_row and eval_every is not None
             return step
-        step.place = {**place, "iter": number}
+        step.place = {**place, "iter": index}
         if eval_every is not None:
-            step.evaluates = last or (eval_every > 0 and (number + 1) % eval_every == 0)
-        log_every = self.options.log_every
-        step.due = last or step.evaluates or number % log_every == 0
+            step.evaluates = last or (eval_every > 0 and (index + 1) % eval_every == 0)
+        is_logged = index % self.options.log_every == 0
+        step.due = last or step.evaluates or is_logged
         return step
 
     def _from_first(self, batches: Batches, coordinate: int) -> Iterator[Any]:
@@ -301,20 +325,21 @@ class Run:
             return iter(batches.from_step(self.first))
         source = self.read(batches)
         began = time.perf_counter()
-        for number in range(self.first):
-            seed_step(self.seed, number, coordinate)
+        for index in range(self.first):
+            # Batches may depend on random numbers of their step.
+            seed_step(self.seed, index, coordinate)
             if next(source, None) is None:
-                read_so_far = counted(number, "batch", "batches")
+                read_so_far = counted(index, "batch", "batches")
                 raise DataError(
                     f"the data ended after {read_so_far}, and {self.first} steps that are done took one each"
                 )
         if self.first:
             seconds = time.perf_counter() - began
-            self.log.info("the batches of the %d steps that are done were read again in %.1f s", self.first, seconds)
+            self.log.info("skipped the data of the %d finished steps (%.1f s)", self.first, seconds)
         return source
 
     def read(self, batches: Iterable[Any]) -> Iterator[Any]:
-        """The batches of an iterable, such as a `DataLoader`, on the device.
+        """The batches of an iterable, such as a `DataLoader`, moved to the device.
 
         Raises:
             DataError: a data loader's worker has failed.
@@ -326,24 +351,29 @@ class Run:
         steps = self.so_far.steps
         if step.due:
             self._refuse_empty_batches()
+            values: dict[str, float | Tensor] = {}
             rate = self._learning_rate()
-            numbers: dict[str, float | Tensor] = {} if rate is None else {"lr": rate}
-            numbers |= step.row
+            if rate is not None:
+                values["lr"] = rate
+            values |= step.row
             row_loss = self.so_far.mean()
-            self.row(step.place, {loss_name: row_loss}, samples=samples * steps, tokens=tokens * steps, numbers=numbers)
+            self.row(step.place, {loss_name: row_loss}, samples=samples * steps, tokens=tokens * steps, values=values)
         else:
             self.unread.add_row(step.place, self.so_far.mean())
         self.so_far = RowSoFar()
 
     def _learning_rate(self) -> float | None:
-        """Of the first optimizer: at its last update in this step, or as it is now where there was none."""
+        """The rate of the first optimizer at its last update in this step; if it made none, its rate now."""
         if self._rate is not None:
             return self._rate
         optimizers = self._optimizers()
-        return learning_rate(optimizers[0]) if optimizers else None
+        if not optimizers:
+            return None
+        return learning_rate(optimizers[0])
 
     def _refuse_empty_batches(self) -> None:
-        if self.comm.dry:  # whose counts have no value
+        # In a dry run counts have no value.
+        if self.comm.dry:
             return
         empty = self.unread.step_without_targets()
         if empty is not None:
@@ -360,7 +390,7 @@ class Run:
         *,
         samples: int,
         tokens: int = 0,
-        numbers: Mapping[str, float | Tensor] | None = None,
+        values: Mapping[str, float | Tensor] | None = None,
     ) -> Row:
         """Log and record what has happened since the last row. A collective, and the host waits for the device.
 
@@ -368,36 +398,39 @@ class Run:
 
         Args:
             place: where the run is, such as ``{"iter": 3}``.
-            local_loss: its name, and this rank's loss, detached from the graph.
+            local_loss: name and value of this rank's loss, detached from the graph.
             samples: number of samples since the clock was started.
             tokens: number of tokens in them.
-            numbers: further ones of the row; tensors are the same on all ranks.
+            values: further values of the row. Tensors are the same on all ranks.
 
         Raises:
             DivergedError: as `steps`.
         """
         ((loss_name, local),) = local_loss.items()
         self.unread.add_row(place, local)
-        numbers = dict(numbers or {})
-        tensors = {name: value for name, value in numbers.items() if isinstance(value, Tensor)}
+        values = dict(values or {})
+        tensors = {name: value for name, value in values.items() if isinstance(value, Tensor)}
         seconds = self.clock.read()
         by_rank = self._gather_row(local, tensors, seconds)
-        # Rank 0 writes the row, and so waits for the device here. The others wait below, for a few numbers.
-        table = None if self.outdir is None else on_host(by_rank)
-        if table is not None:
+        # Rank 0 writes the row, so it waits for the device here. The others wait below, for a few numbers.
+        table = None
+        if self.outdir is not None:
+            table = on_host(by_rank)
             by_rank = torch.from_numpy(table)
         loss_ranks = self.layout.loss_rank_slice
         summary = on_host(self.unread.summary(by_rank, loss_ranks))
         total, not_finite, skipped = self.unread.read(summary, by_rank, loss_ranks, self.rank.rank)
         row = Row(place, total, samples, tokens)
         if table is not None:
-            first_number = UnreadSteps.COLUMNS
-            first_second = first_number + len(tensors)
-            numbers |= dict(zip(tensors, table[self.rank.rank, first_number:].tolist(), strict=False))
+            # Columns of the table: those of `UnreadSteps`, then the tensors, then the seconds.
+            first_tensor = UnreadSteps.COLUMNS
+            first_second = first_tensor + len(tensors)
+            own_tensors = table[self.rank.rank, first_tensor:first_second].tolist()
+            values |= dict(zip(tensors, own_tensors, strict=True))
             if skipped is not None:
-                numbers["skipped"] = skipped
+                values["skipped"] = skipped
             per_rank = dict(zip(seconds, table.T[first_second:], strict=True))
-            row.fill(loss_name, seconds, numbers, per_rank)
+            row.fill(loss_name, seconds, values, per_rank)
         for hook in self.hooks:
             hook.row(self, row)
         if row.line:
@@ -407,33 +440,36 @@ class Run:
         return row
 
     def _gather_row(self, local: Tensor, tensors: Mapping[str, Tensor], seconds: Mapping[str, float]) -> Tensor:
-        """What a row needs of every rank. A collective, after which the host has not waited for the device.
+        """Gather what a row needs from every rank. A collective; the host does not wait for the device.
 
         Returns:
-            (ranks, columns): of `UnreadSteps.columns`, `tensors` and `seconds`.
+            (ranks, columns): those of `UnreadSteps.columns`, then `tensors`, then `seconds`.
         """
         from_host = torch.tensor([*seconds.values()], dtype=local.dtype)
+        # From pageable memory the host would wait for the copy.
         if self.device.type in ("cuda", "xpu"):
-            from_host = from_host.pin_memory()  # else the host waits for the copy
-        columns = [self.unread.columns(local), *(value.view(1).to(local) for value in tensors.values())]
-        return self.comm.table(torch.cat((*columns, from_host.to(local.device, non_blocking=True))))
+            from_host = from_host.pin_memory()
+        columns = [self.unread.columns(local)]
+        columns += [value.view(1).to(local) for value in tensors.values()]
+        columns.append(from_host.to(local.device, non_blocking=True))
+        return self.comm.table(torch.cat(columns))
 
     def _not_finite(self, where: NotFinite, may_skip: bool) -> None:
         """Say where something was not finite, once. End the run if nothing was skipped, or too much. A collective."""
         unread = self.unread
         too_many = unread.skipped_in_a_row >= MOST_SKIPPED
-        goes_on = may_skip and not too_many
-        if goes_on and unread.has_said_skip:
+        continues = may_skip and not too_many
+        if continues and unread.has_said_skip:
             return
         text = where.text_on_all(self.comm)
-        if goes_on:
+        if continues:
             unread.has_said_skip = True
             self.note(f"{text}: all ranks have skipped the step; a row's `skipped` counts such steps")
             return
         if too_many:
             text = f"{unread.skipped_in_a_row} steps in a row were skipped, since the last row because {text}"
-        rate = learning_rate_flag(self.config)
-        advice = "lower the learning rate" if rate is None else f"lower --lr ({rate})"
+        rate = self.flags.get("lr")
+        advice = f"lower --lr ({rate})" if isinstance(rate, float) else "lower the learning rate"
         if self.precision.mixed:
             advice += ", or try --dtype fp32"
         raise DivergedError(f"{text}: {advice}", on_every_rank=True)
@@ -454,10 +490,10 @@ class Run:
         """The mean over global batches of the loss. A collective.
 
         Args:
-            local_losses: of each global batch, this rank's part of the loss.
+            local_losses: this rank's part of the loss of each global batch.
 
         Raises:
-            DataError: there is none.
+            DataError: there is no batch.
         """
         losses = [detached(loss) for loss in local_losses]
         if not losses:
@@ -474,7 +510,11 @@ class Run:
         return total
 
     def global_sums(self, local: list[float] | Tensor) -> list[float]:
-        """`global_sum` of several numbers, on the host or, (n,), on the device, at once."""
+        """`global_sum` of several numbers at once. A collective.
+
+        Args:
+            local: numbers on the host, or a tensor of shape (n,) on the device.
+        """
         if isinstance(local, Tensor):
             by_rank = self.comm.table(local)
         else:
@@ -482,7 +522,7 @@ class Run:
         return sums_in_order(on_host(by_rank[self.layout.loss_rank_slice]))
 
     def on_device(self, batch: Any) -> Any:
-        """A tensor, or those in a list, tuple or dict, on the device; floats in the dtype of the weights."""
+        """Move a tensor, or those in a list, tuple or dict, to the device. Floats get the dtype of the weights."""
         if isinstance(batch, Tensor):
             return batch.to(self.device, self.precision.storage if batch.is_floating_point() else None)
         if isinstance(batch, dict):
@@ -493,7 +533,7 @@ class Run:
 
 
 def _depth_of_program() -> int:
-    """How many callers up the program's loop is: the log's line names it, and not the run or what examples share."""
+    """How many callers up the program's loop is: the log line names that file, and not the run's or a shared one."""
     depth = 1
     frame = sys._getframe(1)
     while frame.f_back is not None and Path(frame.f_code.co_filename).parent.name in ("run", "_support"):
@@ -502,27 +542,22 @@ def _depth_of_program() -> int:
     return depth
 
 
-def learning_rate_flag(config: Any) -> float | None:
-    """The flag --lr of a program, whatever group has it; None where it has none."""
-    groups = [config, *vars(config).values()] if config is not None else []
-    return next((group.lr for group in groups if isinstance(getattr(group, "lr", None), float)), None)
-
-
 @contextmanager
 def start_run(name: str, config: Any, job: Any, hooks: Sequence[Hook], *, runs_on_mps: bool = False) -> Iterator[Run]:
-    """A run, for the length of a ``with`` block: everything up before it, every hook's end after it.
+    """Set a run up for the length of a ``with`` block, and call the end of every hook after it.
 
     Everything that can be refused without the other ranks is refused before they meet.
 
     Args:
-        name: of the program, for its folder and its messages.
+        name: short name of the program, for its folder and its messages.
         config: the program's flags. Its group ``run``, or the config itself, says where it runs.
-        job: what was decided before the ranks meet; or the layout alone, fitted to their number.
-        hooks: in the order in which they are called.
-        runs_on_mps: whether one rank on MPS can run it.
+        job: what was decided before the ranks meet; or only the layout, fitted to the number of ranks.
+        hooks: the hooks, in the order in which they are called.
+        runs_on_mps: whether one rank on MPS can run the program.
 
     Raises:
-        UserError: as hooks do; and DeviceError where MPS cannot run the program.
+        UserError: as hooks do.
+        DeviceError: MPS cannot run the program.
     """
     options = getattr(config, "run", config)
     comm = current_comm()
@@ -531,10 +566,12 @@ def start_run(name: str, config: Any, job: Any, hooks: Sequence[Hook], *, runs_o
     if device.type == "mps" and not runs_on_mps:
         raise DeviceError(NO_MPS.format(name))
     precision = choose_precision(options.dtype, device)
-    has_layout_alone = isinstance(job, Layout)
-    layout = job if has_layout_alone else job.layout
+    if isinstance(job, Layout):
+        layout = job
+        job = None
+    else:
+        layout = job.layout
     clock = StepClock(device, PARTS if layout.pp == 1 else PIPELINE_PARTS)
-    job = None if has_layout_alone else job
     run = Run(name, config, options, job, rank, layout, device, precision, comm, clock, [*hooks])
     for hook in run.hooks:
         hook.before(run)
@@ -545,8 +582,10 @@ def start_run(name: str, config: Any, job: Any, hooks: Sequence[Hook], *, runs_o
 
     seed_start(run.seed, layout.dp_coordinate(rank.rank))
     with comm.group(run, meet), full_float32(precision), ignore_views(), ExitStack() as stack:
+        # Waits for other ranks can be timed only where the host itself waits in Python: not on CUDA and XPU, whose
+        # queues wait, and not in compiled code, which waits in C++.
         techniques = getattr(job, "techniques", None)
-        is_compiled = techniques is not None and techniques.compile  # its code waits in C++
+        is_compiled = techniques is not None and techniques.compile
         if not (comm.dry or event_class(device) or is_compiled):
             stack.enter_context(timed_waits(clock))
         log_file = None if run.outdir is None else run.outdir / "log.txt"
@@ -560,6 +599,7 @@ def start_run(name: str, config: Any, job: Any, hooks: Sequence[Hook], *, runs_o
                 run.note(left_out_note)
             for hook in run.hooks:
                 hook.start(run)
+            # The program runs here.
             yield run
         except BaseException as raised:
             error = raised
@@ -570,10 +610,10 @@ def start_run(name: str, config: Any, job: Any, hooks: Sequence[Hook], *, runs_o
 
 
 def _end(run: Run, error: BaseException | None) -> SystemExit | None:
-    """Call every hook's end.
+    """Call the end of every hook.
 
     Returns:
-        The SystemExit by which a hook ended a successful run, on every rank: the group then ends as well.
+        The SystemExit by which a hook ended a successful run, on every rank: the process group is then closed first.
 
     Raises:
         BaseException: `error`, or what a hook has put in its place.

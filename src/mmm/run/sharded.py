@@ -18,7 +18,7 @@ from mmm.run.tables import local_parameters, sharded_model, stage_table
 
 
 def shard(run: Run, job: Any) -> ParallelModel:
-    """Make the mesh, and on it this rank's part of the model with its initial weights; log who has what. A collective.
+    """Make the mesh and this rank's part of the model with its initial weights, and log who has what. A collective.
 
     Args:
         job: a `mmm.trainer.job.Job`. Its model is consumed; do not reuse it.
@@ -27,8 +27,9 @@ def shard(run: Run, job: Any) -> ParallelModel:
     plan = job.plan
     techniques = job.techniques
     partition = job.partition
-    parameters = parameter_count(model)
-    for text in unmatched(plan, model):  # `ParallelModel` says them
+    n_parameters = parameter_count(model)
+    # `ParallelModel` logs these; here they are only kept in the record.
+    for text in unmatched(plan, model):
         run.describe(note=text)
     mesh = build_mesh(run.layout, run.device.type, run.options.timeout, experts=has_experts(model))
     if needs_no_fsdp(run.layout, run.precision.mixed, techniques):
@@ -52,10 +53,14 @@ def shard(run: Run, job: Any) -> ParallelModel:
         run.note(f"{run.device.type} is one device: the model is trained as it is, without {techniques.data_parallel}")
     elif mesh.no_data_parallel:
         run.log.info("one rank: nothing to shard, so the model is trained as it is")
-    modules = {number: unwrapped(module) for number, module in parallel.modules.items()}
-    for number, module in modules.items():
-        run.log.debug("%s%s", f"stage {number}\n" if partition.stages else "", sharded_model(module))
-    by_rank = run.comm.gather(sum(map(local_parameters, modules.values())))
+    n_local = 0
+    for stage_index, module in parallel.modules.items():
+        inner = unwrapped(module)
+        heading = f"stage {stage_index}\n" if partition.stages else ""
+        run.log.debug("%s%s", heading, sharded_model(inner))
+        n_local += local_parameters(inner)
+    by_rank = run.comm.gather(n_local)
+    # Only rank 0 has the list.
     if by_rank:
         least = min(by_rank)
         most = max(by_rank)
@@ -63,18 +68,22 @@ def shard(run: Run, job: Any) -> ParallelModel:
             "a rank holds %s to %s of %s parameters (%.1f%% to %.1f%%)",
             f"{least:,}",
             f"{most:,}",
-            f"{parameters:,}",
-            100 * least / parameters,
-            100 * most / parameters,
+            f"{n_parameters:,}",
+            100 * least / n_parameters,
+            100 * most / n_parameters,
         )
+        facts: dict[str, Any] = {}
+        if partition.stages:
+            facts["stages"] = partition.names()
         run.describe(
-            **({"stages": partition.names()} if partition.stages else {}),
+            **facts,
             techniques=techniques,
             microbatches=partition.microbatches,
-            parameters=parameters,
+            parameters=n_parameters,
             local=by_rank,
         )
-    if parallel.pipeline is None:  # else its schedule has them
+    # A pipeline's schedule makes the micro-batches itself.
+    if parallel.pipeline is None:
         trained = list(parallel.modules.values())
         run.split = lambda batch: microbatches_of(batch, parallel.microbatches, trained)
     return parallel

@@ -27,25 +27,30 @@ from mmm.run.run import Run
 def trainer_hooks(
     checkpoint: Any, profile: Any, metadata: ModelMetadata | None = None, *before_record: Hook
 ) -> list[Hook]:
-    """A trainer's.
+    """The hooks of a trainer.
 
     Args:
-        checkpoint, profile: groups of the program's flags.
-        metadata: what each checkpoint keeps of the model besides.
-        before_record: further ones, that add to rows.
+        checkpoint: the group ``checkpoint`` of the program's flags.
+        profile: the group of flags that has ``--profile``, ``--fingerprints`` and ``--tracker``.
+        metadata: what each checkpoint keeps of the model, besides its tensors.
+        before_record: further hooks that add to rows.
     """
     return [
+        # What is cheap and refuses comes first.
         MemoryCheck(),
         Agreement(),
         Hang(),
         StartUp(),
         Compiled(),
+        # Hooks that add to rows come before the record.
         *installed_hooks(),
         *before_record,
         FingerprintHook(profile.fingerprints),
         ProfileHook(profile),
+        # The record has to know whether the run resumes.
         Checkpoint(checkpoint, metadata),
         Record(),
+        # Most trackers write into the folder that the record has made.
         Trackers(profile.tracker),
     ]
 
@@ -59,14 +64,14 @@ def installed_hooks() -> list[Hook]:
 
 
 def script_hooks() -> list[Hook]:
-    """Those of a program of one's own."""
+    """The hooks of a user's own program."""
     return [Agreement(), Hang(), StartUp(), Compiled(), Checkpoint(), Record()]
 
 
 def start_run(
     name: str, config: Any, job: Any | Layout, hooks: Sequence[Hook] | None = None
 ) -> AbstractContextManager[Run]:
-    """`mmm.run.run.start_run`, for a program of one's own.
+    """`mmm.run.run.start_run`, for a user's own program.
 
     Args:
         hooks: None for `script_hooks`.

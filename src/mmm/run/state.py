@@ -1,6 +1,6 @@
 """What a run saves: the objects of ``run.state(model=…, optimizer=…, …)``, sorted, checked, described, and loaded.
 
-Tensors are saved by their names in the full model, and DTensors say which part is local. So a checkpoint does not know
+Tensors are saved by their names in the full model, and DTensors say which shard is local. So a checkpoint does not know
 the layout that it was saved on. Everything else is JSON, in ``checkpoint.json``::
 
     {"model":     {"kind": "model"},
@@ -31,10 +31,12 @@ from mmm.parallel.dp.fsdp import reshard
 from mmm.parallel.dp.zero import Zero
 from mmm.parallel.parallel_model import ParallelModel, saved_buffers
 from mmm.run.comm import TorchComm
+from mmm.units import counted
 
 Optimizer = torch.optim.Optimizer
-Described = dict[str, dict[str, Any]]  # by object
-# How an optimizer's group computes is as the program has made it, and is not saved.
+# What the JSON says of each object, by the object's name.
+Described = dict[str, dict[str, Any]]
+# These keys of an optimizer's group say how it computes. The program decides that anew, so they are not saved.
 NOT_SAVED = {"params", "param_names", "foreach", "fused", "capturable", "differentiable"}
 
 
@@ -42,20 +44,20 @@ class State:
     """The objects of ``run.state(…)``, by their names in it.
 
     Attributes:
-        modules: of each model, which data parallelism may have wrapped.
-        parameters: of each model, by name.
-        repeated: of each model, further parameters under a name of `parameters`: a tied weight that is in two stages.
-        optimizers: as they were given.
-        updated: the parameters of each optimizer, as ``model.fc.weight``: the model's name, and that in the model.
+        modules: modules of each model, which data parallelism may have wrapped.
+        parameters: parameters of each model, by name.
+        repeated: further parameters of each model under a name of `parameters`: a tied weight that two stages have.
+        optimizers: the optimizers, as the program made them.
+        updated: parameters of each optimizer, by a name such as ``model.fc.weight``: model, and name in the model.
         others: objects with ``state_dict`` and ``load_state_dict``.
-        has_stages: whether a model is a pipeline, of which each rank has other layers.
+        has_stages: whether a model is a pipeline, so that each rank has other layers.
     """
 
     def __init__(self, objects: Mapping[str, Any]) -> None:
         """
         Raises:
-            ConfigError: an object that cannot be saved, or two names of one; an optimizer of a parameter that is in no
-                model; a scheduler of the learning rate that is not there.
+            ConfigError: an object cannot be saved, or has two names; an optimizer has a parameter that is in no model;
+                the scheduler of a learning rate is missing.
         """
         self.modules: dict[str, list[nn.Module]] = {}
         self.parameters: dict[str, dict[str, nn.Parameter]] = {}
@@ -77,9 +79,11 @@ class State:
                     f"{name} of run.state(…) is {article(value)}, which has no state_dict and load_state_dict: give an "
                     "object that has both"
                 )
+        # Such as ``model.fc.weight``, by the parameter's id: the parameters are the same objects during the whole run.
+        self._names = self.names_of_parameters()
         for name, optimizer in self.optimizers.items():
             self._add_optimizer(name, optimizer)
-        # What the flags have said of an optimizer may change where a run goes on: only what the loop changes is saved.
+        # A resumed run may have other flags for its optimizer. So only what the loop has changed since is saved.
         self._as_made = {
             name: [dict(group) for group in optimizer.param_groups] for name, optimizer in self.optimizers.items()
         }
@@ -90,6 +94,7 @@ class State:
             self.has_stages |= model.pipeline is not None
         else:
             self.modules[name] = [model]
+        # The parameters of FSDP have to be the shards, which the optimizer has as well.
         self.reshard()
         parameters: dict[str, nn.Parameter] = {}
         repeated = []
@@ -104,25 +109,25 @@ class State:
         kind = type(optimizer)
         if kind.state_dict is not Optimizer.state_dict or kind.load_state_dict is not Optimizer.load_state_dict:
             raise ConfigError(
-                f"{name} of run.state(…) is {article(optimizer)} with a state_dict or load_state_dict of its own; what "
-                f"PyTorch's has is saved, and no more"
+                f"{name} of run.state(…) is {article(optimizer)} with a state_dict or load_state_dict of its own; only "
+                f"what PyTorch's has is saved"
             )
-        names = self._names_of_parameters()
         self.updated[name] = {}
         for group in optimizer.param_groups:
             for parameter in group["params"]:
-                if id(parameter) not in names:
+                if id(parameter) not in self._names:
                     raise ConfigError(
                         f"{name} of run.state(…) updates a parameter of shape {list(parameter.shape)} that is in none "
                         f"of its models: {', '.join(self.parameters) or 'there is none'}"
                     )
-                self.updated[name].setdefault(names[id(parameter)], parameter)
+                self.updated[name].setdefault(self._names[id(parameter)], parameter)
+        # PyTorch's schedulers leave this mark. A scheduler that is not saved would begin anew.
         scheduled = any("initial_lr" in group for group in optimizer.param_groups)
         if scheduled and not any(getattr(other, "optimizer", None) is optimizer for other in self.others.values()):
             raise ConfigError(f"run.state(…) lacks the scheduler of {name}'s learning rate: it would begin anew")
 
-    def _names_of_parameters(self) -> dict[int, str]:
-        """By the parameter's id, such as ``model.fc.weight``. A repeated parameter has the name of the first."""
+    def names_of_parameters(self) -> dict[int, str]:
+        """Names such as ``model.fc.weight``, by the parameter's id. A repeated parameter has the name of the first."""
         names: dict[int, str] = {}
         for model, parameters in self.parameters.items():
             for name, parameter in (*parameters.items(), *self.repeated[model]):
@@ -135,13 +140,16 @@ class State:
             reshard(module)
 
     def gather_updated(self) -> None:
-        """Do what ZeRO-1 and ZeRO-2 do after a step, where something else has changed the shards. A collective."""
+        """Gather the parameters from their shards, as ZeRO-1 and ZeRO-2 do after each step. A collective.
+
+        Needed where something else than a step has changed the shards.
+        """
         for module in chain.from_iterable(self.modules.values()):
             if isinstance(module, Zero):
                 module.gather()
 
     def of_models(self) -> dict[str, dict[str, Tensor]]:
-        """Parameters and saved buffers of each model. A forward may have put other buffers in their place."""
+        """Parameters and saved buffers of each model. A forward may have replaced buffers, so they are read anew."""
         return {
             name: {**parameters, **saved_buffers(self.modules[name])} for name, parameters in self.parameters.items()
         }
@@ -150,7 +158,7 @@ class State:
         """Describe the objects as they are now.
 
         Returns:
-            All but tensors, as JSON has it; and the tensors of models and others, by object and name.
+            Everything but tensors, as JSON has it; and the tensors of models and others, by object and name.
 
         Raises:
             ConfigError: an optimizer, or another object, keeps something that cannot be saved.
@@ -167,33 +175,49 @@ class State:
             described[name] = {"kind": "object", "type": type(other).__name__, "state": encoded}
         return described, tensors
 
+    def check_groups(self, name: str, optimizer: Optimizer) -> None:
+        """Check that an optimizer has the groups of parameters that it had in ``run.state(…)``.
+
+        Raises:
+            ConfigError: it has others. A resumed run would not have them when it loads the checkpoint.
+        """
+        n_groups = len(optimizer.param_groups)
+        n_groups_before = len(self._as_made[name])
+        if n_groups != n_groups_before:
+            raise ConfigError(
+                f"{name} of run.state(…) has {counted(n_groups, 'group')} of parameters, and had {n_groups_before} in "
+                "run.state(…): call add_param_group before it; a group whose parameters are to train later may begin "
+                "with lr=0.0",
+                on_every_rank=True,
+            )
+
     def _describe_optimizer(self, name: str, optimizer: Optimizer) -> dict[str, Any]:
-        names = self._names_of_parameters()
-        numbers: dict[str, dict[str, Any]] = {}
+        self.check_groups(name, optimizer)
+        scalars: dict[str, dict[str, Any]] = {}
         for parameter, state in optimizer.state.items():
-            parameter_name = names.get(id(parameter))
+            parameter_name = self._names.get(id(parameter))
             if parameter_name is None:
                 raise ConfigError(
-                    f"{name} of run.state(…) keeps a state that is of none of its parameters", on_every_rank=True
+                    f"{name} of run.state(…) keeps a state that belongs to none of its parameters", on_every_rank=True
                 )
             for key, value in state.items():
                 if not isinstance(value, Tensor):
                     encoded = encode_number(value, f"{name}'s {key} of {parameter_name}")
-                    numbers.setdefault(parameter_name, {})[key] = encoded
+                    scalars.setdefault(parameter_name, {})[key] = encoded
                 elif isinstance(parameter, DTensor) and value.dim():
                     check_sharded(name, f"{key} of {parameter_name}", value, parameter)
         groups = []
         for group, as_made in zip(optimizer.param_groups, self._as_made[name], strict=True):
-            changed = {
-                key: encode_number(value, f"{name}'s {key}")
-                for key, value in group.items()
-                if key not in NOT_SAVED and not _equal(value, as_made.get(key))
-            }
-            groups.append({"parameters": [names[id(parameter)] for parameter in group["params"]], "values": changed})
-        return {"kind": "optimizer", "type": type(optimizer).__name__, "groups": groups, "numbers": numbers}
+            changed = {}
+            for key, value in group.items():
+                if key not in NOT_SAVED and not _equal(value, as_made.get(key)):
+                    changed[key] = encode_number(value, f"{name}'s {key}")
+            parameters = [self._names[id(parameter)] for parameter in group["params"]]
+            groups.append({"parameters": parameters, "values": changed})
+        return {"kind": "optimizer", "type": type(optimizer).__name__, "groups": groups, "numbers": scalars}
 
     def tensors_to_save(self, tensors: Mapping[str, Any]) -> dict[str, Any]:
-        """Those of `describe`, and what the optimizers keep."""
+        """The tensors of `describe`, and those that the optimizers keep."""
         moments = {name: tensors_of(optimizer, self.updated[name]) for name, optimizer in self.optimizers.items()}
         return {**tensors, **moments}
 
@@ -202,53 +226,58 @@ class State:
         path: Path,
         files: Mapping[str, FileSum],
         described: Described,
-        here: Described,
-        tensors_here: Mapping[str, Mapping[str, Tensor]],
+        current: Described,
+        current_tensors: Mapping[str, Mapping[str, Tensor]],
         device: torch.device,
     ) -> None:
         """Load a checkpoint into the objects. A collective.
 
         Args:
-            files: the checkpoint's, of its manifest.
-            described: of the checkpoint, as of `describe`.
-            here, tensors_here: of the objects now, as `describe` has returned them.
+            path: the checkpoint.
+            files: its files, from its manifest.
+            described: what it says of its objects, as `describe` returns it.
+            current, current_tensors: the objects of this run, as `describe` has returned them.
+            device: where tensors of other objects are read to.
 
         Raises:
-            CheckpointError: the checkpoint is of other objects, or lacks a tensor, or has it in another shape. On every
+            CheckpointError: the checkpoint has other objects, lacks a tensor, or has it in another shape. On every
                 rank.
         """
         metadata = metadata_on_all(path, files)
-        _check_same_objects(path, described, here)
-        self._check_updated(path, described, here)
+        _check_same_objects(path, described, current)
+        self._check_updated(path, described, current)
         if not self.has_stages:
             self._check_same_tensors(path, {names[:2]: entry.size for names, entry in shapes_of(metadata).items()})
         into = self.of_models()
         for name in self.others:
-            into[name] = _places_to_load(path, name, described[name]["state"], tensors_here[name], device)
+            into[name] = _places_to_load(path, name, described[name]["state"], current_tensors[name], device)
         self.reshard()
-        # What the names in the file lack of those here; see `mmm.run.old_checkpoints`.
+        # Names in an old file may lack a prefix that those of this run have; see `mmm.run.old_checkpoints`.
         left_out = {name: described[name].get("left_out", "") for name in self.optimizers}
-        updated = {
-            name: {parameter.removeprefix(left_out[name]): value for parameter, value in parameters.items()}
-            for name, parameters in self.updated.items()
-        }
-        own = {name: tensors_of(optimizer, updated[name]) for name, optimizer in self.optimizers.items()}
+        updated: dict[str, dict[str, Tensor]] = {}
+        own: dict[str, Any] = {}
+        for name, optimizer in self.optimizers.items():
+            prefix = left_out[name]
+            updated[name] = {parameter.removeprefix(prefix): value for parameter, value in self.updated[name].items()}
+            own[name] = tensors_of(optimizer, updated[name])
+        # Models are read in place; what belongs to an optimizer is returned, sharded as its parameter is.
         moments = read_tensors(path, metadata, into, updated, own)
         for name in self.parameters:
+            # A tied weight that this rank has twice was read once.
             for parameter_name, parameter in self.repeated[name]:
                 parameter.detach().copy_(self.parameters[name][parameter_name].detach())
         for name, optimizer in self.optimizers.items():
-            by_name = {left_out[name] + parameter: kept for parameter, kept in moments[name].items()}
+            by_name = {left_out[name] + parameter: tensors for parameter, tensors in moments[name].items()}
             self._restore_optimizer(path, optimizer, described[name], by_name)
         for name, other in self.others.items():
             other.load_state_dict(decode(described[name]["state"], into[name]))
         self.gather_updated()
 
-    def _check_updated(self, path: Path, saved: Described, here: Described) -> None:
-        """Compare the parameters that each optimizer updates; those of a rank that has some of the layers are fewer."""
+    def _check_updated(self, path: Path, saved: Described, current: Described) -> None:
+        """Compare the parameters that each optimizer updates. A rank with only some of the layers has fewer."""
         for name in self.optimizers:
             before = _parameters_in(saved[name])
-            now = _parameters_in(here[name])
+            now = _parameters_in(current[name])
             for parameter in now:
                 if parameter not in before:
                     raise refused(path, f"{parameter} of {name} is not updated there, and updated here")
@@ -257,43 +286,49 @@ class State:
                     raise refused(path, f"{parameter} of {name} is updated there, and not here")
 
     def _check_same_tensors(self, path: Path, saved: Mapping[tuple[str, ...], torch.Size]) -> None:
-        """Compare the tensors of models; those of a rank that has some of the layers cannot be compared."""
+        """Compare the shapes of the models' tensors. Not called on a rank that has only some of the layers."""
         for model, tensors in self.of_models().items():
-            here: dict[tuple[str, ...], torch.Size] = {(model, name): tensor.shape for name, tensor in tensors.items()}
-            of_model = {names: size for names, size in saved.items() if names[0] == model}
-            for names in {**of_model, **here}:
-                if here.get(names) != of_model.get(names):
-                    before = _shape_text(of_model.get(names))
-                    now = _shape_text(here.get(names))
+            shapes_now: dict[tuple[str, ...], torch.Size] = {
+                (model, name): tensor.shape for name, tensor in tensors.items()
+            }
+            shapes_before = {names: shape for names, shape in saved.items() if names[0] == model}
+            for names in {**shapes_before, **shapes_now}:
+                if shapes_now.get(names) != shapes_before.get(names):
+                    before = _shape_text(shapes_before.get(names))
+                    now = _shape_text(shapes_now.get(names))
                     raise refused(path, f"{names[1]} of {model} is {before} there, and {now} here")
 
     def _restore_optimizer(
         self, path: Path, optimizer: Optimizer, described: Mapping[str, Any], moments: Mapping[str, dict[str, Tensor]]
     ) -> None:
-        names = self._names_of_parameters()
+        """Give an optimizer the state and the group values of a checkpoint."""
         of_parameter: dict[int, dict[str, Any] | None] = {}
         has_state_of: set[str] = set()
         parameters = list(chain.from_iterable(group["params"] for group in optimizer.param_groups))
         for parameter in parameters:
-            name = names[id(parameter)]
-            numbers = {key: decode(value, {}) for key, value in described["numbers"].get(name, {}).items()}
+            name = self._names[id(parameter)]
+            scalars = {key: decode(value, {}) for key, value in described["numbers"].get(name, {}).items()}
             tensors = moments.get(name, {})
-            if name in has_state_of:  # a tied weight that this rank has twice: each has a state of its own
+            # Each copy of a tied weight that this rank has twice needs a state of its own.
+            if name in has_state_of:
                 tensors = {key: value.clone() for key, value in tensors.items()}
             has_state_of.add(name)
-            of_parameter[id(parameter)] = {**tensors, **numbers}
+            of_parameter[id(parameter)] = {**tensors, **scalars}
         give_state(optimizer, of_parameter)
         for parameter in parameters:
-            for key, value in moments.get(names[id(parameter)], {}).items():
+            for key, value in moments.get(self._names[id(parameter)], {}).items():
                 restored = optimizer.state[parameter][key]
-                if restored.dtype != value.dtype:  # PyTorch has made it the parameter's
+                # PyTorch's load_state_dict casts floats to the dtype of the parameter.
+                if restored.dtype != value.dtype:
                     optimizer.state[parameter][key] = value.to(restored.device)
         saved = {name: group["values"] for group in described["groups"] for name in group["parameters"]}
         for group in optimizer.param_groups:
-            values = [saved.get(names[id(parameter)], {}) for parameter in group["params"]]
+            values = [saved.get(self._names[id(parameter)], {}) for parameter in group["params"]]
+            if not values:
+                continue
             if any(other != values[0] for other in values):
                 raise refused(path, "an optimizer has in one group parameters that were in several, with other values")
-            for key, value in (values[0] if values else {}).items():
+            for key, value in values[0].items():
                 if isinstance(group.get(key), Tensor):
                     group[key].fill_(value)
                 else:
@@ -301,12 +336,14 @@ class State:
 
 
 def _equal(value: Any, before: Any) -> bool:
+    """Whether a value of a group is as before. A tensor may have changed in place, so it never is."""
     if isinstance(value, Tensor):
-        return False  # which may have changed in place
+        return False
     return type(value) is type(before) and value == before
 
 
 def _check_names(objects: Mapping[str, Any]) -> None:
+    """Raises ConfigError for a name with a dot, or an object with two names."""
     names: dict[int, str] = {}
     for name, value in objects.items():
         if "." in name:
@@ -317,7 +354,7 @@ def _check_names(objects: Mapping[str, Any]) -> None:
 
 
 def article(value: object) -> str:
-    """An object's class, as ``an AdamW``."""
+    """An object's class, such as ``an AdamW``."""
     name = type(value).__name__
     return f"{'an' if name[:1].lower() in 'aeiou' else 'a'} {name}"
 
@@ -326,11 +363,11 @@ def _shape_text(shape: torch.Size | None) -> str:
     return "not" if shape is None else f"of shape {list(shape)}"
 
 
-def _check_same_objects(path: Path, saved: Described, here: Described) -> None:
-    """Raises CheckpointError where a checkpoint has other objects than ``run.state(…)``."""
-    for name in {**saved, **here}:
+def _check_same_objects(path: Path, saved: Described, current: Described) -> None:
+    """Raises CheckpointError if a checkpoint has other objects than ``run.state(…)``."""
+    for name in {**saved, **current}:
         before = _kind(saved.get(name))
-        now = _kind(here.get(name))
+        now = _kind(current.get(name))
         if before != now:
             raise refused(path, f"{name} is {before} there, and {now} here")
 
@@ -346,12 +383,19 @@ def _parameters_in(described: Mapping[str, Any]) -> list[str]:
 
 
 def _places_to_load(
-    path: Path, name: str, saved: Any, here: Mapping[str, Tensor], device: torch.device
+    path: Path, name: str, saved: Any, current: Mapping[str, Tensor], device: torch.device
 ) -> dict[str, Tensor]:
-    """Where the tensors of an object are read to: sharded as those that it has now."""
+    """Empty tensors that an object's tensors are read into: sharded as those that it has now.
+
+    Args:
+        name: the object's name.
+        saved: its state in the checkpoint.
+        current: its tensors now, by path.
+        device: for a tensor that it does not have now.
+    """
     places: dict[str, Tensor] = {}
     for tensor in saved_tensors(saved):
-        now = here.get(tensor.path)
+        now = current.get(tensor.path)
         has_other_shape = isinstance(now, DTensor) and now.shape != tensor.shape
         if has_other_shape or (tensor.place == "sharded" and now is None):
             raise refused(path, f"{tensor.path} of {name} is a tensor of shape {list(tensor.shape)}, and not here")
@@ -366,7 +410,7 @@ def _places_to_load(
 
 
 def check_sharded(name: str, tensor_name: str, value: Tensor, parameter: DTensor) -> None:
-    """Raises ConfigError where what an optimizer keeps for a sharded parameter does not say which part is local."""
+    """Raises ConfigError if what an optimizer keeps for a sharded parameter does not say which shard is local."""
     if not isinstance(value, DTensor) or value.shape != parameter.shape:
         kind = "a DTensor" if isinstance(value, DTensor) else "a plain tensor"
         raise ConfigError(
@@ -378,10 +422,10 @@ def check_sharded(name: str, tensor_name: str, value: Tensor, parameter: DTensor
 
 
 def encode_number(value: Any, name: str) -> Any:
-    """`encode` a value that is to have no tensors but of one element, which become numbers.
+    """`encode` a value without tensors. A tensor of one element becomes a number.
 
     Raises:
-        ConfigError: it has another tensor. PyTorch's optimizers would not know how that is sharded.
+        ConfigError: it has another tensor. Nobody would know how that is sharded.
     """
     tensors: dict[str, Tensor] = {}
     if isinstance(value, Tensor) and value.numel() == 1:
@@ -394,10 +438,10 @@ def encode_number(value: Any, name: str) -> Any:
 
 @torch.no_grad()
 def check_alike(comm: TorchComm, described: Mapping[str, Any], tensors: Mapping[str, Mapping[str, Tensor]]) -> None:
-    """Check that what each rank has in full, and one of them saves, is the same on all. A collective.
+    """Check that what every rank has in full, and one of them saves, is the same on all. A collective.
 
     Args:
-        described, tensors: as of `State.describe`, or some of it.
+        described, tensors: as `State.describe` returns them, or some of them.
 
     Raises:
         ConfigError: it is not; on every rank, with the first name.
@@ -407,6 +451,7 @@ def check_alike(comm: TorchComm, described: Mapping[str, Any], tensors: Mapping[
     own = {name: _digest(value) for name, value in described.items()}
     for name, of_object in tensors.items():
         for tensor_name, tensor in of_object.items():
+            # The shards of a DTensor differ, as they should.
             if not isinstance(tensor, DTensor):
                 real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
                 own[f"{name}.{tensor_name}"] = f"{list(tensor.shape)} {float(real.double().sum()).hex()}"
@@ -425,18 +470,18 @@ def _digest(value: Any) -> str:
 
 
 def of_all_stages(comm: TorchComm, described: Described) -> Described:
-    """What all stages of a pipeline know of the optimizers: each updates other parameters. A collective."""
+    """Merge what all stages of a pipeline say of the optimizers: each updates other parameters. A collective."""
     merged: Described = {}
     for of_rank in comm.gather_everywhere(described):
         for name, value in of_rank.items():
+            # A copy: the lists below are added to.
             first = merged.setdefault(name, json.loads(json.dumps(value)))
             if value["kind"] == "optimizer" and first != value:
                 known = set(_parameters_in(first))
-                groups = [group for group in value["groups"] if not known.issuperset(group["parameters"])]
-                first["groups"] += groups
+                first["groups"] += [group for group in value["groups"] if not known.issuperset(group["parameters"])]
                 first["numbers"] |= value["numbers"]
     return merged
 
 
 def refused(path: Path, why: str) -> CheckpointError:
-    return CheckpointError(f"{path} does not go on in this program: {why}", on_every_rank=True)
+    return CheckpointError(f"{path} cannot be resumed by this program: {why}", on_every_rank=True)

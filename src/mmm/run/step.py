@@ -22,22 +22,23 @@ class Step:
     """One optimizer step. Everything about it but its losses is decided before the body of the loop begins.
 
     Attributes:
-        number: of the step, from 0.
+        run: the run that makes the step.
+        index: index of the step in the run, from 0.
         batch: this rank's samples of the global batch, on the device.
         place: where the run is, as its row says it: ``{"iter": 3}`` or ``{"epoch": 1}``.
-        count: what the sum of losses is divided by: the targets of the global batch, int or Tensor. None where batches
-            do not say.
+        count: what the sum of losses is divided by: the number of targets in the global batch, int or Tensor. None if
+            batches do not say.
         last: whether the run ends with this step.
-        ends_row: whether a row ends here.
-        due: whether that row is logged. Only then the host waits for the device.
-        evaluates: whether the body is to evaluate.
+        ends_row: whether a row ends with this step.
+        due: whether that row is logged. The host waits for the device only for due rows.
+        evaluates: whether the body has to evaluate.
         saves: whether a checkpoint follows.
-        row: further numbers of the row, for the body to add to.
-        skip: 1.0 on every rank where the step is to change nothing, else 0.0. None where steps are not skipped.
+        row: further values of the row. The body adds to it.
+        skip: 1.0 on every rank if the step must change nothing, else 0.0. None if steps are never skipped.
     """
 
     run: Run
-    number: int
+    index: int
     batch: Any = None
     place: dict[str, int] = field(default_factory=dict)
     count: Any = None
@@ -52,23 +53,23 @@ class Step:
 
     @property
     def microbatches(self) -> Iterator[Any]:
-        """The batch in its parts, by `Run.split`.
+        """The micro-batches of the batch, as `Run.split` makes them.
 
-        When the body asks for the next one, the time so far counts as backward (``dtb``).
-
-        The gradients are summed over dp with the last part.
+        When the body asks for the next one, the time so far counts as backward (``dtb``). The gradients are summed over
+        dp in the backward of the last one.
         """
         clock = self.run.clock
+        # Each micro-batch ends its own backward below, so the optimizer's update must not end it once more.
         clock.optimizer_ends_backward = False
         for batch in self.run.split(self.batch):
             yield batch
             clock.lap("dtb")
 
     def log(self, loss: Tensor) -> None:
-        """Keep the loss. Ends the forward time (``dtf``). A pipeline times its own parts.
+        """Keep the loss, and end the forward time (``dtf``). A pipeline times its own parts.
 
         Args:
-            loss: of this rank's samples, divided by the global count. The losses of micro-batches add up.
+            loss: scalar loss of this rank's samples, divided by the global count. The losses of micro-batches add up.
         """
         if self.run.layout.pp == 1:
             self.run.clock.lap("dtf")
@@ -76,17 +77,21 @@ class Step:
 
     @property
     def local_loss(self) -> Tensor:
-        """This rank's loss of the step, on the device, without a graph. A ConfigError before `log` was called."""
+        """This rank's loss of the step: a scalar on the device, without a graph.
+
+        Raises:
+            ConfigError: the body has not called `log`.
+        """
         if not self._losses:
             raise ConfigError(
-                f"step {self.number} ended without step.log(loss): the body of the loop calls it once the forward is "
+                f"step {self.index} ended without step.log(loss): the body of the loop calls it once the forward is "
                 "over, with this rank's part of the loss"
             )
         return sum(self._losses[1:], self._losses[0])
 
     @property
     def updates(self) -> bool:
-        """Whether the optimizer is to make its step. The host waits for the device where steps may be skipped."""
+        """Whether the optimizer has to update. The host waits for the device if steps may be skipped."""
         return self.skip is None or not self.skip.item()
 
     def check(self, model: Any, scaler: GradScaler | None = None, skips: bool = False) -> list[Tensor] | None:
@@ -94,21 +99,22 @@ class Step:
 
         Args:
             model: a `mmm.parallel.parallel_model.ParallelModel`.
-            scaler: of fp16, which skips a step that overflows by itself.
-            skips: a step that is not finite is to be skipped instead: sets `skip`, by a collective.
+            scaler: fp16's scaler, which skips a step that overflows by itself.
+            skips: skip a step that is not finite, instead of ending the run. Sets `skip` by a collective.
 
         Returns:
-            The norm of each gradient of this rank, for clipping; None with fp16, where
-            the scaler checks for inf.
+            The norm of each gradient of this rank, for clipping. None with fp16, where the scaler checks for inf.
         """
         norms = None
-        if skips or scaler is None or not scaler.is_enabled():
+        scaler_checks = scaler is not None and scaler.is_enabled()
+        if skips or not scaler_checks:
             names, norms = model.gradient_norms()
             loss = self.local_loss
+            # (gradients,); one zero on a rank without gradients.
             stacked = torch.stack(norms) if norms else loss.new_zeros(1)
             if skips:
                 self.skip = not_finite(loss, stacked)
-            self.run.unread.add_step({**self.place, "iter": self.number}, loss, stacked, names, self.skip)
+            self.run.unread.add_step({**self.place, "iter": self.index}, loss, stacked, names, self.skip)
         for hook in self.run.hooks:
             hook.gradients(self.run, self)
         return norms

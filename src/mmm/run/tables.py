@@ -1,4 +1,4 @@
-"""What a run shows people: its model before and after it is sharded, and its ranks."""
+"""Tables that a run shows people: its model before and after it is sharded, and its ranks."""
 
 from __future__ import annotations
 
@@ -12,18 +12,20 @@ from rich.table import Table
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from mmm.layout import Layout
+from mmm.layout import AXES, Layout
 from mmm.nn.draw import canonical_name
 from mmm.parallel.local import to_local
 from mmm.runtime.log import get_logger
 from mmm.runtime.ranks import whoami
 
+# Number of ranks that the table of ranks lists.
 RANKS_SHOWN = 32
-MESH_RANKS = 64  # that a mesh is drawn to
+# Number of ranks up to which the mesh is drawn.
+MESH_RANKS = 64
 
 
 def print_on_rank0(text: str) -> None:
-    """On rank 0, outside any run: what --summary asks for."""
+    """Print on rank 0, outside any run: what --summary asks for."""
     if whoami().is_main:
         print(text)
 
@@ -37,52 +39,62 @@ def _as_text(table: Table) -> str:
 
 def _placement(parameter: Tensor) -> str:
     """How a parameter lies on the mesh: ``dim 0 over tp, then dp_shard``."""
-    dims: dict[int, list[str]] = {}
+    # The axes that each dim is sharded over.
+    axes_of: dict[int, list[str]] = {}
     if isinstance(parameter, DTensor):
-        names = parameter.device_mesh.mesh_dim_names or ()
-        for name, placement in zip(reversed(names), reversed(parameter.placements), strict=True):
+        mesh = parameter.device_mesh
+        # The innermost axis has sharded first.
+        for axis, placement in zip(reversed(mesh.mesh_dim_names or ()), reversed(parameter.placements), strict=True):
             dim = getattr(placement, "dim", None)
-            if dim is not None and parameter.device_mesh[name].size() > 1:
-                dims.setdefault(dim, []).append(name)
-    return ", ".join(f"dim {d} over {', then '.join(axes)}" for d, axes in dims.items()) or "replicated"
+            if dim is not None and mesh[axis].size() > 1:
+                axes_of.setdefault(dim, []).append(axis)
+    return ", ".join(f"dim {dim} over {', then '.join(axes)}" for dim, axes in axes_of.items()) or "replicated"
 
 
 def local_parameters(model: nn.Module) -> int:
-    """Elements of the model's parameters, or shards of them, on this rank."""
-    return sum(to_local(p).numel() for p in model.parameters())
+    """Number of elements of the model's parameters, or of their shards, on this rank."""
+    return sum(to_local(parameter).numel() for parameter in model.parameters())
 
 
 def sharded_model(model: nn.Module) -> str:
-    """A table of the parameters as this rank holds them; layers that are alike share a line. Empty where this rank logs
-    nothing."""
+    """A table of the parameters as this rank holds them; the parameters of like layers share a line.
+
+    Returns:
+        "" if this rank logs nothing.
+    """
     if not get_logger().isEnabledFor(logging.INFO):
         return ""
+    # Names of the parameters that have the same cells.
     lines: dict[tuple[str, ...], list[str]] = {}
     for name, parameter in model.named_parameters():
-        full, local = ("×".join(map(str, t.shape)) for t in (parameter, to_local(parameter)))
+        # Such as "layers.*.attention.wq.weight", for all layers.
         general = re.sub(r"(?<=\.)\d+(?=\.)", "*", canonical_name(name))
-        lines.setdefault((general, full, _placement(parameter), local, str(parameter.dtype)[6:]), []).append(name)
+        full = "×".join(map(str, parameter.shape))
+        local = "×".join(map(str, to_local(parameter).shape))
+        dtype = str(parameter.dtype).removeprefix("torch.")
+        lines.setdefault((general, full, _placement(parameter), local, dtype), []).append(name)
     table = Table(title="parameters, sharded (rank 0's view)", title_justify="left", box=None, pad_edge=False)
     for heading in ("parameter", "times", "full", "sharded", "local", "dtype"):
         table.add_column(heading, justify="right" if heading == "times" else "left")
     for (general, *cells), names in lines.items():
         table.add_row(general if len(names) > 1 else names[0], str(len(names)), *cells)
-    local_count, full_count = local_parameters(model), sum(p.numel() for p in model.parameters())
+    local_count = local_parameters(model)
+    full_count = sum(parameter.numel() for parameter in model.parameters())
     return f"{_as_text(table)}\nlocal: {local_count:,} of {full_count:,} parameters ({local_count / full_count:.1%})"
 
 
 def stage_table(names: Sequence[Sequence[str]], shares: Sequence[float]) -> str:
-    """A line a stage: its part of the computation, and its modules."""
-    return "\n".join(
-        f"stage {number}, {part:.0%} of the computation: {' '.join(modules)}"
-        for number, (modules, part) in enumerate(zip(names, shares, strict=True))
-    )
+    """A line for each stage: its share of the computation, and its modules."""
+    lines = []
+    for stage_index, (modules, share) in enumerate(zip(names, shares, strict=True)):
+        lines.append(f"stage {stage_index}, {share:.0%} of the computation: {' '.join(modules)}")
+    return "\n".join(lines)
 
 
 def rank_table(ranks: Sequence[dict[str, Any]]) -> str:
-    """Ranks with host and place on the mesh; above 32 ranks, the first 32."""
-    axes = [key for key in ranks[0] if key in ("pp", "dp_replicate", "dp_shard", "cp", "tp")]
-    shown_axes = [axis for axis in axes if any(rank[axis] for rank in ranks)]
+    """Ranks with host and coordinates on the mesh; only the first 32 of more."""
+    # An axis of one rank is not worth a column.
+    shown_axes = [axis for axis in AXES if any(rank.get(axis) for rank in ranks)]
     table = Table(box=None, pad_edge=False)
     for heading in ("rank", "local", "host", "device", *shown_axes):
         table.add_column(heading, justify="left" if heading in ("host", "device") else "right")
@@ -103,10 +115,13 @@ def mesh_table(layout: Layout) -> str:
     axes = [axis for axis, size in layout.sizes.items() if size > 1]
     if len(axes) < 2 or layout.ranks > MESH_RANKS:
         return ""
-    length, width = layout.sizes[axes[-1]], len(str(layout.ranks - 1))
-    lines = [f"ranks on the mesh, along {axes[-1]}"]
+    *outer, innermost = axes
+    length = layout.sizes[innermost]
+    digits = len(str(layout.ranks - 1))
+    lines = [f"ranks on the mesh, along {innermost}"]
     for first in range(0, layout.ranks, length):
         place = layout.coordinates(first)
-        along = " ".join(f"{rank:>{width}}" for rank in range(first, first + length))
-        lines.append("  ".join([*(f"{axis} {place[axis]}" for axis in axes[:-1]), f" {along}"]))
+        columns = [f"{axis} {place[axis]}" for axis in outer]
+        along = " ".join(f"{rank:>{digits}}" for rank in range(first, first + length))
+        lines.append("  ".join([*columns, f" {along}"]))
     return "\n".join(lines)

@@ -91,7 +91,7 @@ def train(config: Config) -> None:
         for step in run.steps(
             batches, job.steps, samples=job.global_batch_size, eval_every=0, epoch=batches.steps_per_epoch
         ):
-            rate.set(step.number)
+            rate.set(step.index)
             if model.pipeline is None:
                 for batch in step.microbatches:  # gradients are summed over dp in the last backward
                     loss = model.loss(model(batch), batch, step.count)

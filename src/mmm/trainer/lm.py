@@ -25,7 +25,7 @@ from mmm.optim.grad_scaler import GradScaler
 from mmm.parallel.parallel_model import ParallelModel
 from mmm.run.command_line import parse, run_main
 from mmm.run.hooks.utilization import Utilization
-from mmm.run.options import Checkpoint, Duration, Run
+from mmm.run.options import DEFAULT_BATCH_SIZE, Checkpoint, Duration, Run
 from mmm.run.run import start_run
 from mmm.run.save_model import save_model
 from mmm.run.sharded import shard
@@ -42,7 +42,7 @@ from mmm.trainer.presets import preset_defaults
 from mmm.trainer.rate import LearningRate, optimizer_text, schedule_of
 from mmm.trainer.sizes import model_sizes, text_ends
 from mmm.trainer.text import TextBatches, validate
-from mmm.trainer.text_job import DEFAULT_BATCH_SIZE, text_job
+from mmm.trainer.text_job import text_job
 from mmm.weights.open_weights import open_weights
 
 
@@ -164,7 +164,7 @@ def train(config: Config) -> None:
             tokens=job.global_batch_size * config.data.seq_length,
             eval_every=evaluation.eval_every,
         ):
-            rate.set(step.number)
+            rate.set(step.index)
             with loss_parallel():  # under tp the logits stay sharded over the vocabulary
                 if model.pipeline is None:
                     for batch in step.microbatches:  # gradients are summed over dp in the backward of the last one

@@ -9,11 +9,9 @@ from mmm.data.text.text_data import TextData
 from mmm.layout import Layout, Techniques, batch_sizes
 from mmm.models.definition import check_sizes, of_config
 from mmm.parallel.cp.styles import check_context_parallel, resolve_ulysses
-from mmm.run.options import DEFAULT_MAX_ITERS, Duration, Run
+from mmm.run.options import DEFAULT_BATCH_SIZE, DEFAULT_MAX_ITERS, Duration, Run
 from mmm.runtime.ranks import DRY_RUN, whoami
 from mmm.trainer.job import Job
-
-DEFAULT_BATCH_SIZE = 16  # samples a step, per data-parallel coordinate
 
 
 def text_job(

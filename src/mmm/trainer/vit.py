@@ -127,7 +127,7 @@ def train(config: Config) -> None:
         for step in run.steps(
             batches, job.steps, samples=job.global_batch_size, eval_every=config.evaluation.eval_every
         ):
-            rate.set(step.number)
+            rate.set(step.index)
             with loss_parallel():
                 if model.pipeline is None:
                     for batch in step.microbatches:  # gradients are summed over dp in the last backward

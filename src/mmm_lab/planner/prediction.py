@@ -39,8 +39,8 @@ class PredictedAndMeasured(Hook):
     def row(self, run: Run, row: Row) -> None:
         if not run.rank.is_main:
             return
-        if row.samples and row.numbers:
-            self.seconds.append(row.numbers["dt"] / row.samples)
+        if row.samples and row.values:
+            self.seconds.append(row.values["dt"] / row.samples)
         if self._to_predict:  # the first step did not wait for it
             self._to_predict = False
             try:

@@ -255,7 +255,7 @@ def walk(rank, folder, ends_at=None):
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
         run.state(model=model, optimizer=optimizer)
         for step in run.steps(batches(), 4, samples=4):
-            if step.number == ends_at:
+            if step.index == ends_at:
                 raise Ended
             loss = model(step.batch).square().mean()
             step.log(loss)

@@ -1,16 +1,20 @@
 """One rank's loop by `Run.steps`: what its rows have, what may stand around it, and which flags may change."""
 
 import itertools
+import json
+import math
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
 import mmm.history
-from mmm.errors import ConfigError
+from mmm.errors import ConfigError, DivergedError
 from mmm.parallel import Layout
 from mmm.run.command_line import configure
+from mmm.run.state import State
 from mmm.trainer import start_run
 from support.own_loop import Config
 from support.resuming import curve
@@ -64,7 +68,7 @@ def test_a_flag_may_change_where_a_run_goes_on(tmp_path):
     run_all(tmp_path / "two", 4, resume=tmp_path / "begun", lr=0.01)
 
     def lower(step, optimizer):
-        if step.number == 1:
+        if step.index == 1:
             optimizer.param_groups[0]["lr"] = 0.01
 
     run_all(tmp_path / "one", 4, lower, lr=0.1)
@@ -140,7 +144,7 @@ def test_the_rate_of_a_row_is_that_of_the_first_optimizer(tmp_path):
             loss = model(step.batch).square().mean()
             step.log(loss)
             loss.backward()
-            if step.number % 2:
+            if step.index % 2:
                 first.step()
                 first.param_groups[0]["lr"] /= 2
             second.step()
@@ -175,3 +179,90 @@ def test_an_evaluation_counts_for_no_step(tmp_path, monkeypatch):
     assert before == pytest.approx(expected, rel=1e-12)
     assert rows.test_loss.values[-1] == after < before
     assert rows.dt.max() < 100
+
+
+def test_a_resumed_run_keeps_the_notes_and_samples_of_the_part_before(tmp_path):
+    def go_on(steps, note):
+        with small_run(tmp_path, checkpoint_every=2, resume=Path("auto")) as (run, _):
+            model = network()
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            run.state(model=model, optimizer=optimizer)
+            run.note(note)
+            for step in train(run, model, optimizer, steps):
+                run.describe(samples=[*run.facts.get("samples", []), {"iter": step.index, "text": note}])
+
+    go_on(2, "a first part")
+    config = json.loads((tmp_path / "config.json").read_text())
+    # As of a part that was killed one step after its checkpoint: that step is made again.
+    config["samples"].append({"iter": 2, "text": "a first part"})
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    go_on(4, "a second part")
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert [(sample["iter"], sample["text"]) for sample in config["samples"]] == [
+        (0, "a first part"),
+        (1, "a first part"),
+        (2, "a second part"),
+        (3, "a second part"),
+    ]
+    assert [note for note in config["notes"] if note.endswith("part")] == ["a first part", "a second part"]
+
+
+@pytest.mark.parametrize("saves", [False, True], ids=["at the next step", "at the save"])
+def test_a_group_that_is_added_later_is_refused(tmp_path, saves):
+    """A resumed run would not have it when it loads the checkpoint."""
+    with pytest.raises(ConfigError, match=r"optimizer .* 2 groups .* had 1 .* add_param_group"):
+        add_a_group(tmp_path, every=1 if saves else 4)
+
+
+def add_a_group(folder, every):
+    with small_run(folder, checkpoint_every=every) as (run, _):
+        model = network()
+        optimizer = torch.optim.SGD([model.weight], lr=0.1)
+        run.state(model=model, optimizer=optimizer)
+        for step in train(run, model, optimizer, 4):
+            if step.index == 0:
+                optimizer.add_param_group({"params": [model.bias]})
+
+
+class Checked:
+    """What `Step.check` needs of a model."""
+
+    def __init__(self, model):
+        self.model = model
+
+    def gradient_norms(self):
+        return ["weight"], [self.model.weight.grad.norm()]
+
+
+def loop_without_checks(folder, last_loss=1.0):
+    with small_run(folder) as (run, _):
+        model = network()
+        for step in run.steps(batches(2), 2, samples=8):
+            loss = model(step.batch).square().mean()
+            step.log(loss)
+            loss.backward()
+            step.check(Checked(model))
+        for step in run.steps(batches(2), 2, samples=8):
+            loss = model(step.batch).square().mean()
+            step.log(loss * last_loss if step.last else loss)
+
+
+def test_a_loop_need_not_check_what_a_loop_before_it_has_checked(tmp_path):
+    loop_without_checks(tmp_path)
+    losses = curve(tmp_path)
+    assert losses[:2] == losses[2:]
+
+
+def test_such_a_loop_sees_a_loss_that_is_not_finite(tmp_path):
+    with pytest.raises(DivergedError, match="the loss is nan at step 1"):
+        loop_without_checks(tmp_path, last_loss=math.nan)
+
+
+def test_names_of_parameters_are_made_once(monkeypatch):
+    calls = []
+    make = State.names_of_parameters
+    monkeypatch.setattr(State, "names_of_parameters", lambda state: calls.append(state) or make(state))
+    model = network()
+    state = State({"model": model, "optimizer": torch.optim.AdamW(model.parameters())})
+    assert state.describe() == state.describe()
+    assert len(calls) == 1

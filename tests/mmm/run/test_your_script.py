@@ -136,7 +136,7 @@ def test_it_stops_and_goes_on(resumable, tmp_path):
 
     def interrupted(*given, **named):
         for step in steps(*given, **named):
-            if step.number == 1:
+            if step.index == 1:
                 signal.raise_signal(signal.SIGTERM)
             yield step
 

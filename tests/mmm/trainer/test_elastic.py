@@ -28,7 +28,7 @@ def test_what_it_needs(monkeypatch, given, missing):
     config = configure(Config, **given)
     with pytest.raises(ConfigError) as error:
         train(config)
-    words = f"launch --elastic: to go on with another number of ranks lm needs {missing} as well"
+    words = f"launch --elastic: to resume with another number of ranks lm needs {missing} as well"
     assert str(error.value) == words
 
 

@@ -130,7 +130,9 @@ def test_ctrl_c_saves(launcher, how):
     assert process.returncode == (75 if how == "alone" else 130), out + err
     words = "Ctrl-C again ends it at once" if how == "alone" else "once they have saved (Ctrl-C again: at once)"
     assert err.count(words) == 1
-    assert "stopped by a signal after 3 steps, and saved: the same command with --resume auto goes on from there" in out
+    assert (
+        "stopped by a signal after 3 steps, and saved: the same command with --resume auto continues from there" in out
+    )
     assert os.listdir(launcher.folder / "run/checkpoints") == ["step-3"]
     assert mmm.history.load(launcher.folder / "run").attrs["state"] == "interrupted"
 

@@ -1,4 +1,4 @@
-"""What has to be equal on every rank of a run, compared while the ranks meet (`mmm.runtime.agreement`)."""
+"""What has to be the same on every rank of a run, compared while the ranks meet (`mmm.runtime.agreement`)."""
 
 from __future__ import annotations
 
@@ -18,17 +18,20 @@ from mmm.run.run import Run
 from mmm.runtime.agreement import agree
 
 _ONE_ENVIRONMENT = "Use one environment, and the same files of the program, on all hosts."
-ADVICE = {  # by fact; "": all others
+# What to do if a fact differs, by its name; "" is for all others.
+ADVICE = {
     "": "Start every rank with the same command line.",
     "device": "Choose one with --device, or leave out the hosts that differ; `mmm doctor` says what a host has.",
     "data type": "Choose one with --dtype, or leave out the hosts that differ: auto goes by what a host's device has.",
     "data": "Give every host the same data: the same files (--data_dir, --text), or the same Python for its own text.",
     **dict.fromkeys(("torch", "Python", "mmm", "program's file"), _ONE_ENVIRONMENT),
 }
+# Digits of a hash that are compared, and shown.
+DIGITS = 12
 
 
 class Agreement(Hook):
-    """Refuses a run whose ranks differ in what has to be equal, on every rank."""
+    """Refuses a run whose ranks differ in what has to be the same, on every rank."""
 
     def __init__(self) -> None:
         self.facts: dict[str, str] = {}
@@ -43,8 +46,9 @@ class Agreement(Hook):
 def shared_facts(run: Run) -> dict[str, str]:
     """Name and value of everything that decides what this rank computes.
 
-    Paths do not count, because hosts may keep the same files in different places: the data's name and hash do. Ranks of
-    one host share their files, which its first rank alone reads: thousands of ranks would ask the file system at once.
+    Paths do not count, because hosts may keep the same files in different places; the name and the hash of the data do.
+    Ranks of one host share their files, so only the first of them reads the source: thousands of ranks would ask the
+    file system at once.
     """
     facts = {
         "program": run.name,
@@ -56,8 +60,10 @@ def shared_facts(run: Run) -> dict[str, str]:
     }
     data = None if run.job is None else run.job.describe_data()
     if data is not None:
+        facts["data"] = str(data.get("dataset", "unnamed"))
         digest = data.get("sha256")
-        facts["data"] = f"{data.get('dataset', 'unnamed')}{f' (sha256 {str(digest)[:12]})' if digest else ''}"
+        if digest:
+            facts["data"] += f" (sha256 {str(digest)[:DIGITS]})"
     if run.rank.local_rank == 0:
         facts["mmm"] = f"{mmm.__version__} (files {source_digest(Path(mmm.__file__).parent)})"
         facts["program's file"] = main_digest()
@@ -68,21 +74,27 @@ def shared_facts(run: Run) -> dict[str, str]:
 
 
 def source_digest(folder: Path) -> str:
-    """Of the Python files below `folder`, their names and contents: the first 12 digits of a sha256."""
-    digest, start = hashlib.sha256(), len(str(folder))
-    for path in sorted(os.path.join(at, name) for at, _, names in os.walk(folder) for name in names):
+    """A hash of the Python files below `folder`, their names and contents: the first 12 digits of a sha256."""
+    digest = hashlib.sha256()
+    paths = [os.path.join(parent, name) for parent, _, names in os.walk(folder) for name in names]
+    for path in sorted(paths):
         if path.endswith(".py"):
-            with open(path, "rb", buffering=0) as file:  # pathlib and buffers would double the time
+            # Hundreds of small files: pathlib and buffers would double the time.
+            with open(path, "rb", buffering=0) as file:
                 content = file.read()
-            digest.update(f"{path[start:]} {len(content)}\n".encode())
+            digest.update(f"{path.removeprefix(str(folder))} {len(content)}\n".encode())
             digest.update(content)
-    return digest.hexdigest()[:12]
+    return digest.hexdigest()[:DIGITS]
 
 
 def main_digest() -> str:
-    """Of the program that was started: its file's name and hash. A program without one, such as of ``-c``, has none."""
+    """Name and hash of the program's file. A program without one, such as that of ``python -c``, has none."""
     file = getattr(sys.modules.get("__main__"), "__file__", None)
+    if not file:
+        return "none"
+    path = Path(file)
     try:
-        return f"{Path(file).name} ({hashlib.sha256(Path(file).read_bytes()).hexdigest()[:12]})" if file else "none"
+        digest = hashlib.sha256(path.read_bytes()).hexdigest()
     except OSError:
         return "none"
+    return f"{path.name} ({digest[:DIGITS]})"

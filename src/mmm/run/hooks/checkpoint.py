@@ -1,4 +1,4 @@
-"""When a run saves, what it goes on from, and how a signal ends it."""
+"""When a run saves, what it resumes from, and how a signal ends it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from mmm.history.record.resume import Resume, check_over
 from mmm.nn.draw import accum_dtype
 from mmm.run.hook import Hook
 from mmm.run.old_checkpoints import as_today
-from mmm.run.options import check_resume, checkpoint_options, flags_of
+from mmm.run.options import check_resume, checkpoint_options
 from mmm.run.origin import (
     CHECKPOINTS,
     Origin,
@@ -46,27 +46,41 @@ from mmm.runtime.ranks import command_line
 from mmm.runtime.stop import StopSignal, stop_signal
 from mmm.units import counted
 
+# The value of --resume that takes the newest whole checkpoint of --outdir.
 AUTO = Path("auto")
+# Number of checkpoints that stay without --keep.
+DEFAULT_KEEP = 2
 
 
 class Checkpoint(Hook):
     """Saves checkpoints, and resumes from one, as the flags of a run say.
 
     It comes before the record, which needs to know whether the run resumes.
+
+    Attributes:
+        options: the group ``checkpoint`` of the program's flags. None: the program has no such flags.
+        metadata: what each checkpoint keeps of the model, besides its tensors.
+        every: number of steps between two checkpoints. None: nothing is saved.
+        candidates: checkpoints that the run may resume from, the best first; on rank 0.
+        resumes_by_itself: whether a damaged checkpoint is passed over for the one before, and none at all is no error;
+            on rank 0.
+        identity: what has to be the same for a run to resume, as a checkpoint keeps it.
+        state_of_run: the objects of ``run.state(…)``.
+        saver: writes checkpoints.
+        vote: asks all ranks whether a signal to stop has come.
     """
 
     def __init__(self, options: Any = None, metadata: ModelMetadata | None = None) -> None:
         """
         Args:
             options: the group ``checkpoint`` of the program's flags. None: the group that its config has, if any.
-            metadata: what each checkpoint keeps of the model besides.
+            metadata: what each checkpoint keeps of the model, besides its tensors.
         """
         self.options = options
         self.metadata = metadata or ModelMetadata()
-        self.flags: dict[str, Any] = {}
         self.every: int | None = None
         self.candidates: list[Path] = []
-        self.goes_on_by_itself = False
+        self.resumes_by_itself = False
         self.identity: dict[str, Any] = {}
         self.state_of_run: State | None = None
         self.saver: Saver | None = None
@@ -85,8 +99,11 @@ class Checkpoint(Hook):
         options.check()
         check_resume(options, run.options)
         run.saves = self.every is not None
-        self.flags = flags_of(run.config)
-        run.closing_lines = self._closing_lines
+
+        def closing_lines(outdir: Path, done: int) -> list[str]:
+            return lines_at_the_end(outdir, run.flags, done)
+
+        run.closing_lines = closing_lines
         if run.saves:
             run.prepare_folder = _prepare_folder
 
@@ -95,38 +112,42 @@ class Checkpoint(Hook):
             agree(store, run.rank, {}, then=lambda: self._prepare(run))
 
     def _prepare(self, run: Run) -> None:
-        """Find the checkpoints that the run may go on from. On rank 0.
+        """Find the checkpoints that the run may resume from. On rank 0.
 
         Raises:
             CheckpointError: there is no checkpoint where ``--resume`` says; or --outdir has checkpoints, and --resume
                 was not given.
-            ConfigError: `launch --elastic` is to go on from checkpoints, and there would be none, or not with this
+            ConfigError: `launch --elastic` has to resume from checkpoints, and there would be none, or not with this
                 batch.
-            RecordError: the folder holds a record that does not go on.
+            RecordError: the record in the folder cannot be continued.
         """
         options = self.options
         _check_elastic(run, self.every)
         attempt = this_attempt()
-        outdir = run.options.outdir
-        folder = None if outdir is None else outdir.expanduser().absolute()
-        own: list[Path] = []  # the checkpoints of this run's folder
-        if folder is not None and (run.saves or options.resume is not None):
-            own = steps_of(folder / CHECKPOINTS)
+        folder: Path | None = None
+        # The checkpoints of this run's folder, the newest first.
+        own: list[Path] = []
+        if run.options.outdir is not None:
+            folder = run.options.outdir.expanduser().absolute()
+            if run.saves or options.resume is not None:
+                own = steps_of(folder / CHECKPOINTS)
+        # `launch --retries` starts the same command line again, which has no --resume.
         is_second_attempt = attempt is not None and attempt.number > 0 and run.saves and folder is not None
-        self.goes_on_by_itself = options.resume == AUTO
+        self.resumes_by_itself = options.resume == AUTO
         if is_second_attempt and (own or options.resume is None):
-            self.goes_on_by_itself = True
-        if self.goes_on_by_itself:
+            self.resumes_by_itself = True
+        if self.resumes_by_itself:
             self.candidates = own
             run.keeps_record = True
         elif options.resume is not None:
             self.candidates = checkpoints_at(options.resume.expanduser().absolute())
+            chosen = self.candidates[0]
             own_folders = [path.resolve().parent for path in own]
-            run.keeps_record = self.candidates[0].resolve().parent in own_folders
-            if run.keeps_record and self.candidates[0].name != own[0].name:
+            run.keeps_record = chosen.resolve().parent in own_folders
+            if run.keeps_record and chosen.name != own[0].name:
                 raise CheckpointError(
-                    f"--resume {self.candidates[0]}: {own[0].name} is newer, and the run's folder would have two "
-                    "histories; give another --outdir, or remove the newer ones"
+                    f"--resume {chosen}: {own[0].name} is newer, and the run's folder would have two histories; give "
+                    "another --outdir, or remove the newer ones"
                 )
         if run.keeps_record and folder is not None:
             check_over(folder, attempt, bool(self.candidates))
@@ -136,67 +157,91 @@ class Checkpoint(Hook):
                 why = "--overwrite replaces the record and leaves checkpoints, which are costly; "
             raise CheckpointError(
                 f"{own[0].parent} has checkpoints of an earlier run ({own[0].name} is the newest), and this one would "
-                f"save among them: {why}give --resume auto to go on from there, another --outdir, or remove them"
+                f"save among them: {why}give --resume auto to continue from there, another --outdir, or remove them"
             )
 
     def start(self, run: Run) -> None:
         if self.options is None or run.comm.dry or (self.options.resume is None and self.every is None):
             return
         self.identity = identity_of(run)
-        candidates, auto, keeps_record = run.comm.broadcast((self.candidates, self.goes_on_by_itself, run.keeps_record))
+        # Only rank 0 has looked into the folder.
+        candidates, auto, keeps_record = run.comm.broadcast((self.candidates, self.resumes_by_itself, run.keeps_record))
         run.keeps_record = keeps_record
         run.origin = choose_origin(run, self.identity, candidates, auto)
+        # A trainer knows its number of steps: refuse before the model is made.
         if run.origin is not None and run.job is not None and run.job.sizes is not None:
-            check_steps_left(run.origin, self.flags, run.job.steps)  # before the model is made
+            check_steps_left(run.origin, run.flags, run.job.steps)
         if run.outdir is not None and run.keeps_record:
-            run.resume = _record_goes_on(run.outdir, run.origin, str(run.layout))
+            run.resume = _resumed_record(run.outdir, run.origin, str(run.layout))
         if run.saves:
             self.vote = StopVote(run, run.exits.enter_context(stop_signal()))
 
     def state(self, run: Run) -> None:
         if self.options is None:
             return
-        save_model = self.flags.get("save_model")
+        save_model = run.flags.get("save_model")
         if self.every is None and save_model is not None:
             run.log.info("%s", without_checkpoints(save_model))
         if run.comm.dry or (self.every is None and run.origin is None):
             return
         if self.state_of_run is not None:
             raise ConfigError("run.state(…) is called a second time: call it once, with all that the loop changes")
-        self.state_of_run = state = State(run.objects)
+        state = State(run.objects)
+        self.state_of_run = state
         described, tensors = state.describe()
+        # The stages of a pipeline have different layers.
         if not state.has_stages:
             check_alike(run.comm, described, tensors)
         if self.every is not None:
-            folder: Path = run.comm.broadcast(run.outdir)  # which rank 0 has made
-            self.saver = Saver(
-                folder / CHECKPOINTS, run.comm.new_group(), self.options.keep or 2, run.note, self.metadata
-            )
+            # Only rank 0 knows the folder: it has made it.
+            folder: Path = run.comm.broadcast(run.outdir)
+            keep = self.options.keep or DEFAULT_KEEP
+            self.saver = Saver(folder / CHECKPOINTS, run.comm.new_group(), keep, run.note, self.metadata)
             run.exits.callback(register_optimizer_step_pre_hook(self._refuse_forgotten).remove)
         if run.origin is not None:
             with damage(run.origin.path):
                 self._load(run, state, run.origin, described, tensors)
 
     def _refuse_forgotten(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
-        """Raises ConfigError where an optimizer of the loop is not saved, and would begin anew."""
-        assert self.state_of_run is not None
-        saved = [*self.state_of_run.optimizers.values()]
-        for other in self.state_of_run.others.values():  # one of the program's own may have an optimizer in it
-            if not isinstance(other, LRScheduler):
-                saved += optimizers_in(getattr(other, "__dict__", None))
-        if not any(value is optimizer for value in saved):
-            raise ConfigError(
-                f"run.state(…) lacks an optimizer of the loop, {article(optimizer)}: it would begin anew",
-                on_every_rank=True,
-            )
+        """Called before any optimizer of the process steps.
+
+        Raises:
+            ConfigError: an optimizer of the loop, or a group of its parameters, is not saved: it would begin anew.
+        """
+        state = self.state_of_run
+        assert state is not None
+        for name, saved_optimizer in state.optimizers.items():
+            if saved_optimizer is optimizer:
+                state.check_groups(name, optimizer)
+                return
+        # An object of the program's own may have an optimizer in it.
+        for other in state.others.values():
+            if isinstance(other, LRScheduler):
+                continue
+            for saved_optimizer in optimizers_in(getattr(other, "__dict__", None)):
+                if saved_optimizer is optimizer:
+                    return
+        raise ConfigError(
+            f"run.state(…) lacks an optimizer of the loop, {article(optimizer)}: it would begin anew",
+            on_every_rank=True,
+        )
 
     def _load(
-        self, run: Run, state: State, origin: Origin, here: Described, tensors: Mapping[str, Mapping[str, Tensor]]
+        self,
+        run: Run,
+        state: State,
+        origin: Origin,
+        current: Described,
+        current_tensors: Mapping[str, Mapping[str, Tensor]],
     ) -> None:
-        """Load a checkpoint. A collective. here, tensors: the objects of the run, as of `State.describe`."""
+        """Load a checkpoint. A collective.
+
+        Args:
+            current, current_tensors: the objects of the run, as `State.describe` has returned them.
+        """
         manifest = origin.manifest
-        saved = as_today(manifest.state, here)
-        state.load(origin.path, manifest.files, saved["objects"], here, tensors, run.device)
+        saved = as_today(manifest.state, current)
+        state.load(origin.path, manifest.files, saved["objects"], current, current_tensors, run.device)
         run.first = manifest.step
         saved_layout = manifest.about["layout"]
         has_moved = saved_layout != str(run.layout)
@@ -205,12 +250,13 @@ class Checkpoint(Hook):
         run.note(f"resumed from {origin.path} at step {manifest.step}{suffix}")
 
     def begin(self, run: Run, step: Step) -> None:
-        """A signal that has come to any rank makes this step the last, which is saved."""
+        """Decide whether the step is saved. A signal on any rank makes it the last one. A collective."""
         if self.vote is None or self.saver is None or self.every is None:
             return
         self._stopped = self.vote.stop_asked() and not step.last
         step.last = step.last or self._stopped
-        step.saves = step.last or (step.number + 1) % self.every == 0
+        step.saves = step.last or (step.index + 1) % self.every == 0
+        # A checkpoint counts on the rows before it, so the row of its step is written first.
         step.due = step.due or (step.saves and step.ends_row)
 
     def finish(self, run: Run, step: Step) -> None:
@@ -220,12 +266,12 @@ class Checkpoint(Hook):
         if step.saves:
             self._save(run, self.state_of_run, step)
         elif not self._was_described:
-            # Optimizers have what they keep from their first step on: what cannot be saved is refused now.
+            # Optimizers have their state from the first step on: what cannot be saved is refused now.
             self.state_of_run.describe()
         self._was_described = True
         self.saver.poll()
         if self._stopped:
-            self._stop(run, step.number + 1)
+            self._stop(run, step.index + 1)
         if step.last:
             self.saver.wait()
 
@@ -234,6 +280,7 @@ class Checkpoint(Hook):
         assert self.saver is not None
         state.reshard()
         described, tensors = state.describe()
+        # Of a pipeline, only the other objects are the same on all ranks.
         in_full = state.others if state.has_stages else described
         check_alike(
             run.comm,
@@ -243,33 +290,37 @@ class Checkpoint(Hook):
         if state.has_stages:
             described = of_all_stages(run.comm, described)
         losses: list[float] = []
+        loss_ranks: list[int] = []
+        # A row is under way, such as an epoch's.
         if run.so_far.loss is not None:
             losses = run.comm.floats(run.so_far.loss.view(1).tolist(), run.device).flatten().tolist()
+            loss_ranks = run.layout.loss_ranks()
         row = {
             "steps": run.so_far.steps,
             "counted": float(run.so_far.counted),
             "losses": losses,
-            "loss_ranks": run.layout.loss_ranks() if losses else [],
+            "loss_ranks": loss_ranks,
         }
         about = {"layout": str(run.layout), "command": command_line(), "versions": versions()}
         rows = 0
         if run.history is not None:
-            run.history.flush()  # the rows that the checkpoint counts on, also where none ends with this step
+            # The checkpoint counts on these rows, also if no row ends with this step.
+            run.history.flush()
             rows = len(run.history)
         saved = {"rows": rows, "samples": run.samples, "objects": described, "row": row}
-        manifest = Manifest(step.number + 1, self.identity, saved, about, {})
+        manifest = Manifest(step.index + 1, self.identity, saved, about, {})
         self.saver.save(state.tensors_to_save(tensors), manifest)
         if self.options.checkpoint_mode == "blocking":
             self.saver.wait()
 
     def _stop(self, run: Run, done: int) -> None:
-        """End the run, which is saved as of so many steps. A collective."""
+        """End the run, which has been saved after so many steps. A collective."""
         assert self.saver is not None
         complete = self.saver.wait()
         saved = ""
         if complete:
-            where = self.saver.folder.parent if run.options.outdir is None else "auto"
-            saved = f", and saved: the same command with --resume {where} goes on from there"
+            where = self.saver.folder.parent if run.options.outdir is None else AUTO
+            saved = f", and saved: the same command with --resume {where} continues from there"
         run.note(f"stopped by a signal after {counted(done, 'step')}{saved}")
         raise SystemExit(SAVED_EXIT if complete else 1)
 
@@ -291,25 +342,32 @@ class Checkpoint(Hook):
             raise ConfigError(f"{flags}: another loop of the run is saved already")
         self._has_looped = True
         if run.origin is not None:
-            check_goes_on(run.origin, self.flags, run.total, run.samples)
-
-    def _closing_lines(self, outdir: Path, done: int) -> list[str]:
-        """Where the weights are, and the line that goes on from them."""
-        checkpoints = steps_of(outdir / CHECKPOINTS)
-        paths = [outdir / "model.pt", *checkpoints[:1]]
-        files = [below(path) for path in paths if path.exists()]
-        lines = [f"weights: {', '.join(files) if files else 'none are kept'}"]
-        if checkpoints:
-            lines.append(f"to go on: the same command with {flags_that_go_on(outdir, self.flags, done)}")
-        return lines
+            check_goes_on(run.origin, run.flags, run.total, run.samples)
 
     def end(self, run: Run, error: BaseException | None) -> None:
         if error is not None or self.options is None:
             return
         if self.saver is not None:
-            self.saver.wait()  # of a loop that was left before its end
+            # The loop may have been left before its last step.
+            self.saver.wait()
         elif self.state_of_run is None and (self.options.resume or self.every) and not run.comm.dry:
             run.note("--resume and --checkpoint_every had no effect: the program has no run.state(…)")
+
+
+def lines_at_the_end(outdir: Path, flags: Mapping[str, Any], done: int) -> list[str]:
+    """Where the weights are, and the flags that continue from them.
+
+    Args:
+        flags: flags of the program, by name.
+        done: number of finished steps (or epochs).
+    """
+    checkpoints = steps_of(outdir / CHECKPOINTS)
+    paths = [outdir / "model.pt", *checkpoints[:1]]
+    files = [below(path) for path in paths if path.exists()]
+    lines = [f"weights: {', '.join(files) if files else 'none are kept'}"]
+    if checkpoints:
+        lines.append(f"to continue: the same command with {flags_that_go_on(outdir, flags, done)}")
+    return lines
 
 
 def flags_that_go_on(outdir: Path, flags: Mapping[str, Any], steps: int) -> str:
@@ -322,9 +380,9 @@ def flags_that_go_on(outdir: Path, flags: Mapping[str, Any], steps: int) -> str:
 
 
 def below(path: Path) -> str:
-    """A path, from the current folder if it is below that."""
-    here = Path.cwd()
-    return str(path.relative_to(here)) if path.is_relative_to(here) else str(path)
+    """A path, relative to the current folder if it is below that."""
+    current = Path.cwd()
+    return str(path.relative_to(current)) if path.is_relative_to(current) else str(path)
 
 
 def _prepare_folder(outdir: Path) -> None:
@@ -351,15 +409,17 @@ class StopVote:
         self.run = run
         self.signal = signal
         self._event = event_class(run.device)
-        self._asked: tuple[Tensor, Any] | None = None  # of the step before, on the host once the event has come
+        # The answer of the step before. It is on the host once the event has come.
+        self._asked: tuple[Tensor, Any] | None = None
 
     def stop_asked(self) -> bool:
         """Ask all ranks. A collective.
 
-        On CUDA and XPU the host is ahead of the device. There the answer is the one of the step before: the host waits
-        for that step alone.
+        On CUDA and XPU the host is ahead of the device. There the answer is that of the step before, so that the host
+        waits only for that step.
         """
-        came = torch.full((1,), float(self.signal.came is not None), device=self.run.device)  # no copy to wait for
+        # Made on the device, so that there is no copy to wait for.
+        came = torch.full((1,), float(self.signal.came is not None), device=self.run.device)
         self.run.comm.largest(came)
         if self._event is None:
             return bool(came.item())
@@ -375,7 +435,7 @@ class StopVote:
 
 
 def _check_elastic(run: Run, every: int | None) -> None:
-    """Raises ConfigError where `launch --elastic` could not go on from this run's checkpoints."""
+    """Raises ConfigError if `launch --elastic` could not resume from this run's checkpoints."""
     needed = {
         "checkpoint_every": every,
         "outdir": run.options.outdir,
@@ -384,12 +444,12 @@ def _check_elastic(run: Run, every: int | None) -> None:
     missing = [f"--{name}" for name, value in needed.items() if value is None]
     if missing and ELASTIC_VARIABLE in os.environ:
         raise ConfigError(
-            f"launch --elastic: to go on with another number of ranks {run.name} needs {' and '.join(missing)} as well"
+            f"launch --elastic: to resume with another number of ranks {run.name} needs {' and '.join(missing)} as well"
         )
 
 
-def _record_goes_on(outdir: Path, origin: Origin | None, layout: str) -> Resume | None:
-    """How the record goes on; None for one that begins."""
+def _resumed_record(outdir: Path, origin: Origin | None, layout: str) -> Resume | None:
+    """How the record of the folder is continued. None: it begins."""
     has_record = any((outdir / name).exists() for name in (DATASET, JOURNAL))
     if origin is None and not has_record:
         return None
@@ -400,14 +460,19 @@ def _record_goes_on(outdir: Path, origin: Origin | None, layout: str) -> Resume 
 
 
 def _row_so_far(run: Run, saved: dict[str, Any], has_moved: bool) -> RowSoFar:
-    """This rank's part of the row under way, such as an epoch's."""
+    """This rank's part of the row that the checkpoint has under way, such as an epoch's.
+
+    Args:
+        saved: the row in the checkpoint.
+        has_moved: whether the checkpoint was saved on another layout.
+    """
     losses = saved["losses"]
     if not losses:
         return RowSoFar()
     if not has_moved:
         local = losses[run.rank.rank]
     elif run.rank.rank == run.layout.loss_ranks()[0]:
-        # The losses that add up to the global loss: on another layout one rank has them all.
+        # Only the sum over the ranks counts, so on another layout one rank takes all of it.
         local = sum(losses[rank] for rank in saved["loss_ranks"])
     else:
         local = 0.0
@@ -416,7 +481,7 @@ def _row_so_far(run: Run, saved: dict[str, Any], has_moved: bool) -> RowSoFar:
 
 
 def without_checkpoints(save_model: bool) -> str:
-    """What a run that saves no checkpoint leaves of its weights, and the flag for more; said before its first step."""
+    """What a run that saves no checkpoint leaves of its weights, and the flag for more. Said before its first step."""
     flag = "--checkpoint_every N (of a large N: one, at the end)"
     if save_model:
         return (

@@ -1,4 +1,4 @@
-"""Whether torch.compile has compiled what it should, said after the first step: it falls back silently."""
+"""Says after the first step whether torch.compile has compiled what it should: it falls back silently."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ class Compiled(Hook):
                 self.report = CompileReport(model.modules.values())
 
     def finish(self, run: Run, step: Step) -> None:
+        # Modules are compiled in their first forward and backward.
         if self.report is not None:
             self.report.log()
             self.report = None

@@ -35,29 +35,38 @@ from mmm.torch_private.operators import tree_leaves
 
 
 def blocks_of(names: Iterable[str]) -> list[str]:
-    """The parts of a model that have parameters, and of lists their elements, in the order of `names`."""
+    """The parts of a model that have parameters, in the order of `names`. A list counts as its elements."""
     blocks = dict[str, None]()
     for name in names:
+        # Such as ["layers", "0", "attention"] for "layers.0.attention.weight".
         first, *rest = name.split(".")[:-1] or [""]
-        blocks[f"{first}.{rest[0]}" if rest and rest[0].isdecimal() else first] = None
+        is_list = rest and rest[0].isdecimal()
+        blocks[f"{first}.{rest[0]}" if is_list else first] = None
     return [block for block in blocks if block]
 
 
 class OutputSquares:
-    """The sums of squares of what blocks returned on this rank in training, since `take`. Over the ranks they add up to
-    that of the full output, times the ranks that hold the same part of it, whatever part each has.
+    """Sums of squares of what blocks returned on this rank in training, since `take`.
+
+    Over the ranks they add up to the sum for the full output, times the number of ranks that hold the same shard of it,
+    whatever shard each rank has.
 
     Args:
-        stages: this rank's modules. blocks: of the full model.
+        stages: this rank's modules.
+        blocks: blocks of the full model.
+
+    Attributes:
+        active: whether outputs are added.
     """
 
     def __init__(self, stages: Iterable[nn.Module], blocks: Sequence[str]) -> None:
         self.active = False
         self._sums: dict[str, Tensor] = {}
         for stage in map(unwrapped, stages):
+            # Reversed: of the modules with the same canonical name the outermost remains.
             modules = {canonical_name(name): module for name, module in reversed(list(stage.named_modules()))}
             for block in blocks:
-                if block in modules:  # the outermost of a name
+                if block in modules:
                     modules[block].register_forward_hook(partial(self._add, block))
 
     def _add(self, block: str, module: nn.Module, inputs: Any, output: Any) -> None:
@@ -68,8 +77,9 @@ class OutputSquares:
             self._sums[block] = self._sums[block] + square if block in self._sums else square
 
     def take(self) -> dict[str, Tensor]:
-        """By block, scalars."""
-        sums, self._sums = self._sums, {}
+        """The sum of each block, a scalar. They begin anew."""
+        sums = self._sums
+        self._sums = {}
         return sums
 
 
@@ -77,13 +87,14 @@ class FingerprintHook(Hook):
     """Takes fingerprints of some steps of a program that checks its gradients, and has a `ParallelModel` as ``model``.
 
     Args:
-        every: steps between two. None: there are none.
+        every: number of steps between two fingerprints. None: none are taken.
     """
 
     def __init__(self, every: int | None) -> None:
         self.every = every
         self.fingerprints: Fingerprints | None = None
-        self._step: int | None = None  # whose weights are still to be taken
+        # The step whose gradients were taken, and whose weights were not yet.
+        self._step: int | None = None
 
     def loop(self, run: Run) -> None:
         if self.every is not None and not run.comm.dry:
@@ -92,52 +103,69 @@ class FingerprintHook(Hook):
     def gradients(self, run: Run, step: Step) -> None:
         if self.fingerprints is not None:
             batch = step.batch
-            self.fingerprints.gradients(step.number, step.local_loss, batch.inputs, batch.targets)
-            self._step = step.number
+            self.fingerprints.gradients(step.index, step.local_loss, batch.inputs, batch.targets)
+            self._step = step.index
 
     def finish(self, run: Run, step: Step) -> None:
         self._take_weights()
 
     def end(self, run: Run, error: BaseException | None) -> None:
-        if isinstance(error, DivergedError):  # all ranks have it, at the row of the step
+        # All ranks raise this error, at the row of the step: so this collective is called on all of them.
+        if isinstance(error, DivergedError):
             self._take_weights()
 
     def _take_weights(self) -> None:
-        """A collective."""
+        """Take the weights after the step, if its gradients were taken. A collective."""
         if self.fingerprints is not None and self._step is not None:
             self.fingerprints.weights(self._step)
         self._step = None
 
 
 class Fingerprints:
-    """Takes and writes them: `gradients` after a backward, before the gradients are clipped, and `weights` after the
-    optimizer. Both are called on every rank, and `weights` is a collective.
+    """Takes and writes fingerprints.
+
+    `gradients` is called after a backward, before the gradients are clipped, and `weights` after the optimizer's step.
+    Both are called on every rank, and `weights` is a collective.
 
     Args:
-        every: steps between two.
-        first: the step that this process begins with.
+        run: the run.
+        model: the model.
+        every: number of steps between two fingerprints.
+        first: first step that this process makes.
+
+    Attributes:
+        named: this rank's parameters, by canonical name.
+        entries: what fingerprints are taken of, in the order of a step: batch, outputs, loss, gradients, weights.
     """
 
     def __init__(self, run: Run, model: ParallelModel, every: int, first: int) -> None:
-        self.run, self.every = run, every
-        self.named, names = {canonical_name(name): p for name, p in model.named_parameters()}, model.names
+        self.run = run
+        self.every = every
+        self.named = {canonical_name(name): parameter for name, parameter in model.named_parameters()}
+        # The names of all ranks' parameters.
+        names = model.names
         blocks = blocks_of(names)
         self._outputs = OutputSquares(model.modules.values(), blocks)
         self.entries = [INPUTS, TARGETS, *(OUTPUT + block for block in blocks), LOSS]
-        self.entries += [GRADIENT + name for name in reversed(names)] + [WEIGHT + name for name in names]
-        self._boxes: dict[str, ShardBox] = {}  # by parameter
+        # Backward makes the gradients of the last layers first.
+        self.entries += [GRADIENT + name for name in reversed(names)]
+        self.entries += [WEIGHT + name for name in names]
+        # Which shard of each parameter this rank has.
+        self._boxes: dict[str, ShardBox] = {}
         self._signs: dict[tuple[str, ShardBox], list[Tensor]] = {}
         self._taken: dict[str, Tensor] = {}
         self._file: FingerprintFile | None = None
+        # The next multiple of `every`, from `first` on.
         self._next = first + -first % every
         self._outputs.active = first == self._next
 
     def gradients(self, step: int, loss: Tensor, inputs: Tensor, targets: Tensor) -> None:
-        """Of a step's batch, local loss and gradients. At the first one a collective.
+        """Take the fingerprints of a step's batch, local loss and gradients. The first call is a collective.
 
         Args:
-            loss: this rank's local loss.
-            inputs, targets: (local batch, …), of this data-parallel coordinate.
+            step: index of the step.
+            loss: this rank's local loss, a scalar.
+            inputs, targets: samples of this data-parallel coordinate, (local batch, …).
         """
         if step != self._next:
             return
@@ -146,6 +174,7 @@ class Fingerprints:
         for entry, samples in ((INPUTS, inputs), (TARGETS, targets)):
             self._take(entry, entry, samples, self._box_of_samples(samples))
         for block, squares in self._outputs.take().items():
+            # (columns,): an output has only the last column, the sum of squares.
             self._taken[OUTPUT + block] = torch.cat((squares.new_zeros(COLUMNS - 1), squares.view(1)))
         if self._has_loss():
             self._take(LOSS, LOSS, loss, full_box(loss))
@@ -154,7 +183,7 @@ class Fingerprints:
                 self._take(GRADIENT + name, name, parameter.grad, self._boxes[name])
 
     def weights(self, step: int) -> None:
-        """Of the weights after a step; and write what was taken of it. A collective."""
+        """Take the fingerprints of the weights after a step, and write all of the step. A collective."""
         if step != self._next:
             self._outputs.active = self._next == step + 1
             return
@@ -164,14 +193,19 @@ class Fingerprints:
         self._write(step)
 
     def _begin(self, step: int, inputs: Tensor, targets: Tensor) -> None:
-        """Find out who holds what, and begin the file, with the weights as they are. A collective."""
+        """Find out who holds what, and begin the file with the weights as they are now. A collective."""
         boxes = {INPUTS: self._box_of_samples(inputs), TARGETS: self._box_of_samples(targets)}
         for name, parameter in self.named.items():
-            self._boxes[name] = boxes[GRADIENT + name] = boxes[WEIGHT + name] = local_box(parameter)
+            box = local_box(parameter)
+            self._boxes[name] = box
+            boxes[GRADIENT + name] = box
+            boxes[WEIGHT + name] = box
         if self._has_loss():
-            layout, rank = self.run.layout, self.run.rank.rank
-            part = layout.dp_coordinate(rank) * layout.cp + layout.coordinates(rank)["cp"]
-            boxes[LOSS] = ShardBox((part,), (1,), (layout.dp * layout.cp,))
+            layout = self.run.layout
+            rank = self.run.rank.rank
+            # Each coordinate of dp and cp has one of the summands of the loss.
+            summand = layout.dp_coordinate(rank) * layout.cp + layout.coordinates(rank)["cp"]
+            boxes[LOSS] = ShardBox((summand,), (1,), (layout.dp * layout.cp,))
         self._replicas = self._count_replicas(boxes)
         by_rank = self.run.comm.gather(boxes)
         if self.run.outdir is not None and self.run.rank.is_main:
@@ -189,7 +223,10 @@ class Fingerprints:
         self._write(step - 1)
 
     def _count_replicas(self, boxes: Mapping[str, ShardBox]) -> Tensor:
-        """(entries,): the ranks that hold the same shard of each, by the elements of all ranks. A collective."""
+        """How many ranks hold the same shard of each entry, (entries,). A collective.
+
+        It is the number of elements that all ranks hold together, over the number of elements of the full tensor.
+        """
         local = torch.zeros(len(self.entries), dtype=accum_dtype(self.run.device))
         for index, entry in enumerate(self.entries):
             if entry in boxes:
@@ -202,9 +239,12 @@ class Fingerprints:
         return layout.coordinates(self.run.rank.rank)["pp"] == layout.pp - 1
 
     def _box_of_samples(self, samples: Tensor) -> ShardBox:
-        first = self.run.layout.dp_coordinate(self.run.rank.rank) * len(samples)
-        start = (first, *(0 for _ in samples.shape[1:]))
-        return ShardBox(start, tuple(samples.shape), (len(samples) * self.run.layout.dp, *samples.shape[1:]))
+        """Which samples of the global batch these are."""
+        layout = self.run.layout
+        first_sample = layout.dp_coordinate(self.run.rank.rank) * len(samples)
+        sample_shape = samples.shape[1:]
+        start = (first_sample, *(0 for _ in sample_shape))
+        return ShardBox(start, tuple(samples.shape), (len(samples) * layout.dp, *sample_shape))
 
     def _take_weights(self) -> None:
         for name, parameter in self.named.items():
@@ -212,29 +252,40 @@ class Fingerprints:
 
     def _take(self, entry: str, name: str, tensor: Tensor, box: ShardBox) -> None:
         local = to_local(tensor.detach())
+        # The same signs serve a weight and its gradient, in all steps.
         if (name, box) not in self._signs:
             self._signs[name, box] = signs_of(name, box, local)
         self._taken[entry] = fingerprint(local, self._signs[name, box])
 
     def _write(self, step: int) -> None:
-        """What was taken since the last one. A collective."""
-        dtype, device = accum_dtype(self.run.device), self.run.device
-        lacking = torch.zeros(COLUMNS, dtype=dtype, device=device)  # here, or without gradient
+        """Write what was taken since the last call. A collective."""
+        # What this rank does not hold, or has no gradient of, adds nothing to the sums over the ranks.
+        lacking = torch.zeros(COLUMNS, dtype=accum_dtype(self.run.device), device=self.run.device)
         not_taken = torch.tensor([0.0] * (COLUMNS - 1) + [NOT_TAKEN]).to(lacking)
+        # The first write, before any step, has only weights.
         others = lacking if INPUTS in self._taken else not_taken
-        default = {entry: lacking if entry.startswith(WEIGHT) else others for entry in self.entries}
-        table = torch.stack([self._taken.get(entry, default[entry]).to(lacking) for entry in self.entries])
+        rows = []
+        for entry in self.entries:
+            default = lacking if entry.startswith(WEIGHT) else others
+            rows.append(self._taken.get(entry, default).to(lacking))
         self._taken.clear()
-        table = self.run.comm.table(table.flatten())
+        # (ranks, entries * columns)
+        table = self.run.comm.table(torch.stack(rows).flatten())
         if self._file is not None:
             self._file.append(step, on_host(table))
 
 
 def _numbered(entries: Sequence[str], by_rank: Sequence[dict[str, Any]]) -> list[list[int]]:
-    """(ranks, entries): which shard each rank holds, numbered in the order of ranks; -1 for none."""
+    """Which shard each rank holds, (ranks, entries): shards are numbered in the order of ranks; -1 for none."""
     shards = []
     for entry in entries:
-        numbers: dict[Any, int] = {}
-        own = [held.get(entry) for held in by_rank]
-        shards.append([-1 if shard is None else numbers.setdefault(shard, len(numbers)) for shard in own])
+        numbers_of: dict[Any, int] = {}
+        column = []
+        for boxes in by_rank:
+            box = boxes.get(entry)
+            if box is None:
+                column.append(-1)
+            else:
+                column.append(numbers_of.setdefault(box, len(numbers_of)))
+        shards.append(column)
     return [list(of_rank) for of_rank in zip(*shards, strict=True)]

@@ -1,4 +1,4 @@
-"""A collective that times out ends the run with a message that says which ranks did not reach it."""
+"""Ends the run when a collective times out, with a message that says which ranks did not reach it."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ class Hang(Hook):
         self.watch: HangWatch | None = None
 
     def start(self, run: Run) -> None:
+        # A dry run has no other ranks to wait for.
         if not run.comm.dry:
             self.watch = HangWatch(run.rank, run.options.timeout, run.clock)
             self.watch.__enter__()

@@ -1,6 +1,6 @@
 """--profile: some steps of a run in detail, by PyTorch's profiler on each rank, or by pyinstrument on rank 0.
 
-A profile that fails is given up with a warning: a run never ends for it.
+A profile that fails is given up with a warning: a run never ends because of it.
 """
 
 from __future__ import annotations
@@ -20,13 +20,14 @@ from mmm.run.options import parse_steps
 from mmm.run.run import Run
 from mmm.run.step import Step
 
-SKIPPED = 3  # the first steps, in which things are made
+# The first steps make things such as the optimizer's state: they are not typical.
+SKIPPED = 3
 STEPS_PROFILED = 3
 MOST_RANKS = 64
 
 
 class Profiler(Protocol):
-    """What profiles one rank."""
+    """Profiles one rank."""
 
     def start(self) -> None: ...
 
@@ -35,7 +36,7 @@ class Profiler(Protocol):
 
 
 class PyinstrumentProfiler:
-    """Where Python spends its time: the calls that are under way, looked at a thousand times a second."""
+    """Finds where Python spends its time: samples the active calls a thousand times per second."""
 
     def __init__(self) -> None:
         from pyinstrument import Profiler
@@ -56,7 +57,8 @@ class TorchProfiler:
 
     def __init__(self, rank: int, device: torch.device) -> None:
         self.rank = rank
-        os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # it would say on stderr that it starts and stops
+        # Without this Kineto says on stderr that it starts and stops.
+        os.environ.setdefault("KINETO_LOG_LEVEL", "99")
         activities = [ProfilerActivity.CPU]
         if device.type in ("cuda", "xpu"):
             activities.append(getattr(ProfilerActivity, device.type.upper()))
@@ -76,7 +78,7 @@ class ProfileHook(Hook):
     """Profiles some steps, as the flags say.
 
     Args:
-        options: the group ``profile`` of the program's flags.
+        options: the group of the program's flags that has ``--profile``.
     """
 
     def __init__(self, options: Any) -> None:
@@ -87,25 +89,30 @@ class ProfileHook(Hook):
         if self.options.profile is None or run.comm.dry:
             return
         if self.profile is None:
-            self.profile = Profile(run, self.options, step.number, run.total)
-            self.profile.at(step.number)
+            self.profile = Profile(run, self.options, step.index, run.total)
+            self.profile.at(step.index)
 
     def finish(self, run: Run, step: Step) -> None:
-        if self.profile is not None:  # before the clock starts with the next step: what is written takes seconds
-            self.profile.at(step.number + 1)
+        # Writing takes seconds. Here the clock of the next step has not started yet.
+        if self.profile is not None:
+            self.profile.at(step.index + 1)
 
 
 class Profile:
     """The profile of a run.
 
     Args:
-        first, end: the steps that this process makes; `end` is not among them.
+        run: the run.
+        options: the group of the program's flags that has ``--profile``.
+        first: first step that this process makes.
+        end: the step after its last one.
     """
 
     def __init__(self, run: Run, options: Any, first: int, end: int) -> None:
         self.run = run
         self.kind = options.profile
         if options.profile_steps is None:
+            # A short run is profiled in its last step.
             begin = min(first + SKIPPED, max(end - 1, first))
             steps = range(begin, begin + STEPS_PROFILED)
         else:
@@ -119,7 +126,7 @@ class Profile:
             run.note(f"--profile_steps {options.profile_steps}: none of them is among the steps {first} to {end - 1}")
 
     def at(self, step: int) -> None:
-        """Before a step begins, and after the last. A collective."""
+        """Start or end the profile, if this is its step. Called before a step, and after the last. A collective."""
         if not self.steps:
             return
         if step == self.steps.start and self.run.rank.rank in self.ranks:
@@ -137,7 +144,7 @@ class Profile:
         self.profiler = profiler
 
     def _finish(self) -> None:
-        """Each rank writes its own files; rank 0 says which ranks have. A collective."""
+        """Write the files of each rank; rank 0 says which ranks have written theirs. A collective."""
         run = self.run
         # The folder is known on rank 0 only. A host that does not see it gets one of its own.
         outdir = run.comm.broadcast(run.outdir)
@@ -147,6 +154,7 @@ class Profile:
         self.profiler = None
         has_written = profiler is not None and self._try("end", lambda: profiler.stop(outdir))
         written = [rank for rank, done in enumerate(run.comm.gather(has_written)) if done]
+        # Only rank 0 has the list.
         if not written:
             return
         if self.kind == "torch":
@@ -175,14 +183,16 @@ class Profile:
         if missing:
             run.log.warning("profile: nothing came from ranks %s", ", ".join(map(str, missing)))
 
-    def _try(self, what: str, work: Callable[[], Any]) -> bool:
-        """Whether it went well."""
+    def _try(self, action: str, work: Callable[[], Any]) -> bool:
+        """Do the work of an action, and warn if it fails. Returns whether it succeeded."""
         try:
             work()
-        except Exception as error:  # whatever a profiler raises, the run goes on
+        except Exception as error:
+            # Whatever a profiler raises, the run continues.
             text = str(error).partition("\n")[0] or type(error).__name__
             rank = self.run.rank.rank
-            level = logging.WARNING if rank == 0 else logging.ERROR  # other ranks log errors only
-            self.run.log.log(level, "--profile %s could not %s on rank %d: %s", self.kind, what, rank, text)
+            # Other ranks log only errors.
+            level = logging.WARNING if rank == 0 else logging.ERROR
+            self.run.log.log(level, "--profile %s could not %s on rank %d: %s", self.kind, action, rank, text)
             return False
         return True

@@ -1,4 +1,4 @@
-"""The record of a run: what it is, in the log and in config.json, its rows, and pictures of them. On rank 0."""
+"""The record of a run: what it is, in the log and in config.json, its rows, and pictures of them. Written by rank 0."""
 
 from __future__ import annotations
 
@@ -20,11 +20,10 @@ from mmm import history
 from mmm.errors import ConfigError, DivergedError, RecordError, UserError
 from mmm.history.record.attempts import make_room, this_attempt
 from mmm.history.record.dataset import legend
-from mmm.history.record.ending import RUNNING, Ending
+from mmm.history.record.ending import RUNNING, Ending, read_config
 from mmm.history.record.repository import repository_of
 from mmm.run.hook import Hook
 from mmm.run.lines import WHAT_A_LINE_HAS, done, row_line
-from mmm.run.options import flags_of
 from mmm.run.rows import Row, Totals
 from mmm.run.run import Run
 from mmm.run.tables import mesh_table, rank_table
@@ -34,27 +33,31 @@ from mmm.runtime.device import collective_library, devices_in_use
 from mmm.runtime.ranks import command_line
 from mmm.units import counted
 
-DRAW = "mmm.history.plots.draw"  # the module, which no run imports
+# This module imports matplotlib, so it runs in a process of its own, and no run imports it.
+DRAW = "mmm.history.plots.draw"
 
 
 class Record(Hook):
-    """Keeps a run in its folder. It stands after the hooks that add to rows.
+    """Keeps a run in its folder. It comes after the hooks that add to rows.
 
     Attributes:
-        history: the rows; on rank 0, while the run goes on and after it.
-        ranks: what each rank says of itself; on rank 0.
-        totals: of the rows; on rank 0.
+        history: the rows, on rank 0, during the run and after it.
+        ranks: what each rank says of itself, on rank 0.
+        totals: sums over the rows, on rank 0.
     """
 
     def __init__(self) -> None:
         self.history: history.History | None = None
         self.ranks: list[dict[str, Any]] = []
         self.totals = Totals()
-        self._encoded: dict[str, str] = {}  # config.json, once the folder is known to be this run's
+        # The values of config.json as JSON, by name. Large ones that stay the same are encoded once.
+        self._encoded: dict[str, str] = {}
+        # Known once the folder is certain to be this run's: until then config.json is not written.
         self._folder: Path | None = None
         self._folder_note: str | None = None
         self._has_legend = False
-        self._is_curve = False  # a record of the first row alone has none
+        # A record with only a first row has no curve to draw.
+        self._is_curve = False
 
     def before(self, run: Run) -> None:
         if run.rank.is_main and not run.comm.dry:
@@ -68,7 +71,7 @@ class Record(Hook):
         """Make the run's folder, on rank 0. Raises RecordError, ConfigError, on every rank."""
         options = run.options
         if ELASTIC_VARIABLE in os.environ and not run.saves:
-            raise ConfigError(f"launch --elastic: {run.name} saves no checkpoints, from which other ranks could go on")
+            raise ConfigError(f"launch --elastic: {run.name} saves no checkpoints, from which other ranks could resume")
         if options.outdir is not None and not run.keeps_record:
             self._folder_note = make_room(Path(options.outdir).expanduser().absolute(), this_attempt())
         run.outdir = history.prepare(options.outdir, run.name, options.overwrite, run.keeps_record, options.name)
@@ -77,12 +80,14 @@ class Record(Hook):
     def start(self, run: Run) -> None:
         self.ranks = all_ranks(run)
         hosts = sorted({about["host"] for about in self.ranks})
-        run.describe(**facts_of(run) | {"ranks": self.ranks, "hosts": hosts})
-        run.log.info("%s", "\n".join(filter(None, (opening(run, self.ranks), mesh_table(run.layout)))))
+        run.describe(**facts_of(run), ranks=self.ranks, hosts=hosts)
+        mesh = mesh_table(run.layout)
+        run.log.info("%s", opening(run, self.ranks) + (f"\n{mesh}" if mesh else ""))
         if self.ranks:
             run.log.debug("ranks:\n%s", rank_table(self.ranks))
         self._describe_job(run)
-        if run.origin is None:  # else rows go on once the program's state fits the checkpoint
+        # A resumed run opens its rows in `state`, once the program's state fits the checkpoint.
+        if run.origin is None:
             self._open(run)
 
     def state(self, run: Run) -> None:
@@ -91,17 +96,20 @@ class Record(Hook):
             self._open(run)
 
     def _open(self, run: Run) -> None:
-        """Begin the rows, or go on with those that are there."""
-        if run.outdir is not None:
-            self._folder = run.outdir
-            self.describe(run, run.facts)
-            self.history = history.History(
-                run.outdir, ranks=self.ranks, flush_every=run.options.flush_every, resume=run.resume
-            )
-            run.history = self.history
+        """Begin the rows, or continue those that are in the folder."""
+        if run.outdir is None:
+            return
+        if run.resume is not None and run.origin is not None:
+            keep_earlier_facts(run, read_config(run.outdir))
+        self._folder = run.outdir
+        self.describe(run, run.facts)
+        self.history = history.History(
+            run.outdir, ranks=self.ranks, flush_every=run.options.flush_every, resume=run.resume
+        )
+        run.history = self.history
 
     def _describe_job(self, run: Run) -> None:
-        """What has been decided before the run: its data, its model, and notes of both."""
+        """Log and keep what was decided before the run: its data, its model, and notes on both."""
         if self._folder_note:
             run.note(self._folder_note)
         if run.job is None:
@@ -110,9 +118,11 @@ class Record(Hook):
         if data is not None:
             run.describe(data=data)
             run.log.info("data: %s", data_text(data))
-            if data.get("note"):  # another data set stands in for the one asked for, say
+            # Such as that another data set takes the place of the one asked for.
+            if data.get("note"):
                 run.note(data["note"])
         if run.job.model is not None:
+            # The summary costs some time, so only ranks that log it make it.
             if run.rank.is_main or run.options.log_all_ranks:
                 run.log.debug("model:\n%s", run.job.summary())
             run.describe(**run.job.describe())
@@ -130,7 +140,8 @@ class Record(Hook):
         except RecordError as error:
             if ending.state == RUNNING:
                 raise
-            run.log.warning("%s", error)  # the run has ended as it has, and its rows are on the disk
+            # The run is over, and its rows are on the disk: a full disk must not make it fail now.
+            run.log.warning("%s", error)
 
     def row(self, run: Run, row: Row) -> None:
         self._is_curve |= any(row.place.values())
@@ -139,15 +150,15 @@ class Record(Hook):
         self.totals.add(row)
         if not self._has_legend:
             self._has_legend = True
-            run.log.debug("%s\n  (%s)", legend(row.numbers), WHAT_A_LINE_HAS)
-        self.history.update(row.numbers, row.per_rank)
+            run.log.debug("%s\n  (%s)", legend(row.values), WHAT_A_LINE_HAS)
+        self.history.update(row.values, row.per_rank)
         steps = self._steps(run, row.place)
-        row.line = row_line(row.numbers, run.name, steps, self.totals.left(steps))
+        row.line = row_line(row.values, run.name, steps, self.totals.left(steps))
 
     def _steps(self, run: Run, place: Mapping[str, int]) -> float | None:
-        """How many there will be of what a row counts; None where that is not known."""
+        """Number of steps of the run, or of epochs if rows are those of epochs. None if it is not known."""
         if "iter" not in place:
-            return flags_of(run.config).get("epochs")
+            return run.flags.get("epochs")
         steps = run.facts.get("steps")
         return steps if isinstance(steps, int) else None
 
@@ -164,53 +175,83 @@ class Record(Hook):
             run.log.info("pictures: %s", outdir / "plots" / "mplot" / "pngs" / "summary.png")
 
     def _close(self, run: Run, error: BaseException | None) -> None:
-        """Complete the record. error: what has ended the run."""
+        """Complete the record.
+
+        Args:
+            error: what has ended the run.
+        """
         if self.history is None:
             return
         refused = isinstance(error, UserError) and not isinstance(error, DivergedError)
-        if refused and self.history.discard():  # the next try may have the same --outdir
+        # A run that was refused leaves nothing, so that the next try may have the same --outdir.
+        if refused and self.history.discard():
             self._folder = None
             return
         if self.history.ending.state == RUNNING:
-            with suppress(RecordError):  # the history says it, if it cannot be written either
+            # The history says so below if it cannot be written either.
+            with suppress(RecordError):
                 run.describe(**end_of(run, self.totals))
         self.history.__exit__(None if error is None else type(error), error, None)
         if error is None and len(self.history):
             run.log.info("record: %s", self.history.outdir / "train_dataset.h5")
 
 
+def keep_earlier_facts(run: Run, config: Mapping[str, Any]) -> None:
+    """Keep the notes and the sampled texts of the part of a run before it was resumed.
+
+    Args:
+        config: config.json as that part has left it. Anybody may have edited it.
+    """
+    notes = config.get("notes")
+    if isinstance(notes, list):
+        own = run.facts["notes"]
+        run.facts["notes"] = [note for note in notes if note not in own] + own
+    samples = config.get("samples")
+    if isinstance(samples, list):
+        earlier = []
+        for sample in samples:
+            step = sample.get("iter") if isinstance(sample, dict) else None
+            # Steps after the checkpoint are made again, and sampled again.
+            if isinstance(step, int) and step < run.first:
+                earlier.append(sample)
+        run.facts["samples"] = earlier
+
+
 def opening(run: Run, ranks: Sequence[Mapping[str, Any]]) -> str:
     """What the run is on: ``4 ranks (launch), layout dp2·tp2, cpu, fp32 (why); gloo; vm: 4 ranks on 2 CPU cores``.
 
     Args:
-        ranks: of `all_ranks`, on rank 0.
+        ranks: what each rank says of itself, as `all_ranks` returns it on rank 0.
     """
-    here = socket.gethostname()
-    devices = devices_in_use(run.device, sum(about["host"] == here for about in ranks) or 1)
+    host = socket.gethostname()
+    ranks_on_host = sum(about["host"] == host for about in ranks)
+    devices = devices_in_use(run.device, ranks_on_host or 1)
     return (
         f"{counted(run.rank.world_size, 'rank')} ({run.rank.source}), layout {run.layout}, {run.device.type}, "
-        f"{run.precision.name} ({run.precision.reason}); {collective_library()}; {here}: {devices}"
+        f"{run.precision.name} ({run.precision.reason}); {collective_library()}; {host}: {devices}"
     )
 
 
 def draw(module: str, *paths: Path) -> bool:
-    """Have a module draw by a process of its own; whether it did."""
+    """Run a module that draws, in a process of its own. Returns whether it succeeded."""
     sys.stdout.flush()
     return subprocess.run([sys.executable, "-m", module, *map(str, paths)], check=False).returncode == 0
 
 
 def data_text(data: Mapping[str, Any]) -> str:
     """``text, my.txt: 1 file, 1,003,854 train bytes, 111,540 validation bytes``."""
+    names = [str(data[name]) for name in ("dataset", "source") if name in data]
     counts = []
     for name, value in data.items():
         if isinstance(value, int):
-            noun = name.replace("_", " ")  # such as "files", "train bytes"
+            # Such as "files", "train bytes".
+            noun = name.replace("_", " ")
             counts.append(counted(value, noun.removesuffix("s"), noun))
-    return f"{', '.join(str(data[name]) for name in ('dataset', 'source') if name in data)}: {', '.join(counts)}"
+    return f"{', '.join(names)}: {', '.join(counts)}"
 
 
 def end_of(run: Run, totals: Totals) -> dict[str, Any]:
-    """What config.json says of a run that is over; of one that was resumed, of its last part. On rank 0."""
+    """What config.json says of a run that is over; if it was resumed, of its last part. On rank 0."""
     seconds = time.time() - began()
     return {
         "ended": utc(time.time()),
@@ -226,7 +267,7 @@ def began() -> float:
 
 
 def utc(seconds: float) -> str:
-    """A time since 1970 as ISO 8601."""
+    """A time in seconds since 1970, as ISO 8601."""
     return datetime.fromtimestamp(seconds, timezone.utc).isoformat(timespec="seconds")
 
 
@@ -238,7 +279,7 @@ def facts_of(run: Run) -> dict[str, Any]:
         "name": run.options.name,
         "started": utc(began()),
         "command": command_line(),
-        "options": flags_of(run.config),
+        "options": run.flags,
         "layout": str(run.layout),
         "mesh": run.layout.sizes,
         "precision": {"name": run.precision.name, "reason": run.precision.reason},

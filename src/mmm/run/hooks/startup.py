@@ -1,4 +1,4 @@
-"""Where a run's start-up went, of every rank, in its record and in its log (`mmm.runtime.startup`)."""
+"""Where the start-up time of every rank went, in the record and in the log (`mmm.runtime.startup`)."""
 
 from __future__ import annotations
 
@@ -12,40 +12,51 @@ from mmm.runtime import startup
 
 
 class StartUp(Hook):
-    """Times the start-up, up to the end of the first step."""
+    """Times the start-up, up to the end of the first step.
+
+    Attributes:
+        times: this rank's times, until they are on record.
+        table: text for the end of the log, on rank 0.
+    """
 
     def __init__(self) -> None:
-        self.times: startup.Times | None = None  # until they are on record
-        self.table = ""  # on rank 0, of a run with rows
-        self._rows = 0
+        self.times: startup.Times | None = None
+        self.table = ""
+        self._has_rows = False
 
     def before(self, run: Run) -> None:
         self.times = startup.ready()
 
     def start(self, run: Run) -> None:
         assert self.times is not None
-        run.comm.gather(None)  # every rank has answered
+        # After the first collective every rank is known to be there.
+        run.comm.gather(None)
         self.times.group = time.time()
 
     def row(self, run: Run, row: Row) -> None:
-        self._rows += 1
+        self._has_rows = True
         self._record(run)
 
     def end(self, run: Run, error: BaseException | None) -> None:
         if error is None:
-            self._record(run)  # of a program that has no steps
-            if self.table and self._rows:
+            # A program without steps has not recorded them yet.
+            self._record(run)
+            if self.table and self._has_rows:
                 run.log.info("%s", self.table)
 
     def _record(self, run: Run) -> None:
-        """Put it on record, once, when the first step is over. A collective."""
-        if self.times is None:
+        """Put the times on record, once, when the first step is over. A collective."""
+        times = self.times
+        if times is None:
             return
-        times, self.times = self.times, None
+        self.times = None
         if run.clock.first_start is not None and run.clock.first_end is not None:
-            times.model, times.first_step = run.clock.first_start, run.clock.first_end
-        if everyone := run.comm.gather((times.marks(), times.imports, socket.gethostname())):
-            marks, imports, hosts = zip(*everyone, strict=True)
+            times.model = run.clock.first_start
+            times.first_step = run.clock.first_end
+        by_rank = run.comm.gather((times.marks(), times.imports, socket.gethostname()))
+        # Only rank 0 has the list.
+        if by_rank:
+            marks, imports, hosts = zip(*by_rank, strict=True)
             record = startup.as_record(times.source, marks, imports)
             run.describe(startup=record)
             self.table = startup.table(record, hosts)

@@ -1,4 +1,4 @@
-"""--tracker: a run's rows where others look for them."""
+"""--tracker: sends a run's rows to the place where others look for them."""
 
 from __future__ import annotations
 
@@ -10,22 +10,24 @@ from mmm.runtime.ranks import command_line
 
 
 class Trackers(Hook):
-    """Hands rows to a tracker. It stands after the record, into whose folder most trackers write."""
+    """Hands rows to a tracker. It comes after the record, into whose folder most trackers write."""
 
     def __init__(self, tracker: str | None) -> None:
         self.tracker = tracker
         self.tracked: Tracked | None = None
 
     def start(self, run: Run) -> None:
+        # Rank 0 has the folder, and is the only one to send.
         if run.outdir is not None:
-            named = {} if run.options.name is None else {"name": run.options.name}
-            config = named | {"command": command_line(), "layout": str(run.layout)}
+            config = {} if run.options.name is None else {"name": run.options.name}
+            config |= {"command": command_line(), "layout": str(run.layout)}
             self.tracked = Tracked(self.tracker, run.outdir, config)
 
     def row(self, run: Run, row: Row) -> None:
         if self.tracked is not None:
-            of_rank_0 = {name: float(values[0]) for name, values in row.per_rank.items()}
-            self.tracked.row({**row.numbers, **of_rank_0})
+            # Trackers take one number for each name: that of rank 0.
+            of_rank_0 = {name: float(seconds[0]) for name, seconds in row.per_rank.items()}
+            self.tracked.row({**row.values, **of_rank_0})
 
     def end(self, run: Run, error: BaseException | None) -> None:
         if self.tracked is not None:

@@ -1,7 +1,10 @@
-"""How fast a run is: the rates of a row, and its model FLOPs utilisation, which is what a step's matrix products need
-over what the devices could compute in its time.
+"""How fast a run is: the rates of a row, and its model FLOPs utilisation (MFU).
 
-Source: Chowdhery et al., "PaLM", 2022, appendix B: a model's own FLOPs, so that recomputing activations does not count.
+MFU is the number of FLOPs that the matrix products of a step need, over the number that the devices could make in its
+time.
+
+Source: Chowdhery et al., "PaLM", 2022, appendix B: only the model's own FLOPs count, not the recomputing of
+activations.
 """
 
 from __future__ import annotations
@@ -18,16 +21,20 @@ from mmm.run.rows import Row
 from mmm.run.run import Run
 from mmm.runtime.peaks import named_peak
 
-SIZE = 1024  # of the square matrices that are measured
+# Rows and columns of the square matrices whose product is timed.
+SIZE = 1024
+# Names of the columns of `mmm.runtime.peaks`. Devices have the same peak in both 16-bit types.
+PEAK_NAMES = {torch.bfloat16: "bf16", torch.float16: "bf16", torch.float32: "fp32", torch.float64: "fp64"}
 
 
 class Utilization(Hook):
-    """Adds to each row, of a program that trains a language model, how well the devices are used. It stands before the
-    record, and starts before the model is consumed.
+    """Adds to each row of a language model's trainer how well the devices are used.
+
+    It comes before the record, and starts before the model is consumed.
 
     Attributes:
-        flops: of a sample, forward and backward; 0 on ranks other than 0.
-        peak: FLOP/s of a rank's device. None: it is not known, and rows have no mfu.
+        flops: FLOPs of one sample, forward and backward; 0 on ranks other than 0.
+        peak: peak FLOP/s of a rank's device. None: it is not known, and rows have no mfu.
     """
 
     def __init__(self) -> None:
@@ -35,7 +42,7 @@ class Utilization(Hook):
         self.peak: float | None = None
 
     def start(self, run: Run) -> None:
-        """Costs rank 0 some tenths of a second, and the others nothing."""
+        """Count the FLOPs and find the peak. Costs rank 0 some tenths of a second, and the others nothing."""
         if not run.rank.is_main:
             return
         job = run.job
@@ -46,48 +53,60 @@ class Utilization(Hook):
         run.log.info("mfu is of the peak: %s (%s)", peak, source)
 
     def row(self, run: Run, row: Row) -> None:
-        if row.numbers and self.flops:
-            rank_seconds = row.numbers["dt"] * run.rank.world_size
-            row.numbers["sps_per_gpu"] = row.samples / rank_seconds
-            row.numbers["tps_per_gpu"] = row.tokens / rank_seconds
+        # Only rank 0 has values.
+        if row.values and self.flops:
+            rank_seconds = row.values["dt"] * run.rank.world_size
+            row.values["sps_per_gpu"] = row.samples / rank_seconds
+            row.values["tps_per_gpu"] = row.tokens / rank_seconds
             if self.peak:
-                row.numbers["mfu"] = row.samples * self.flops / (rank_seconds * self.peak)
+                row.values["mfu"] = row.samples * self.flops / (rank_seconds * self.peak)
 
 
 def step_flops(model: nn.Module, plan: Plan, inputs: Tensor) -> float:
-    """FLOPs of forward and backward of one sample: 3 times those of the forward's matrix products. Of attention all
-    scores count, also those that a causal kernel leaves out.
+    """FLOPs of forward and backward of one sample: 3 times those of the forward's matrix products.
+
+    All scores of attention count, including those that a causal kernel leaves out.
 
     Args:
-        model: full, on the meta device. inputs: a batch, on the meta device.
+        model: the full model, on the meta device.
+        plan: how it is sharded; says which parts it has.
+        inputs: a batch, on the meta device.
     """
     return 3 * sum(part_costs(model, parts_of(model, plan), inputs)) / len(inputs)
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> tuple[float | None, str]:
-    """FLOP/s of one device at most, and where the number comes from: the table, or on a CPU a product measured here.
-    None for an accelerator that the table does not have.
+    """Peak FLOP/s of one device: from the table, or on a CPU as measured now.
 
     Args:
-        dtype: of the matrix products.
+        device: the device.
+        dtype: data type of the matrix products.
+
+    Returns:
+        The peak, or None for an accelerator that is not in the table; and where the number comes from.
     """
     name = ""
     if device.type in ("cuda", "xpu"):
         name = getattr(torch, device.type).get_device_name(device)
-    short = {torch.bfloat16: "bf16", torch.float16: "bf16", torch.float32: "fp32", torch.float64: "fp64"}
-    if dtype in short and (known := named_peak(name, short[dtype])) is not None:
-        return known, f"{name}: table, {'bfloat16' if short[dtype] == 'bf16' else str(dtype)[6:]}, dense"
+    if dtype in PEAK_NAMES:
+        peak_name = PEAK_NAMES[dtype]
+        known = named_peak(name, peak_name)
+        if known is not None:
+            dtype_name = "bfloat16" if peak_name == "bf16" else str(dtype).removeprefix("torch.")
+            return known, f"{name}: table, {dtype_name}, dense"
     if device.type != "cpu":
         return None, f"{name or device.type}: not in the table of `mmm.runtime.peaks`"
+    # A CPU emulates narrower types.
     if dtype not in (torch.float32, torch.float64):
-        dtype = torch.float32  # narrower types are emulated
-    return measured_flops(dtype), f"cpu: measured, a product of {SIZE}² {str(dtype)[6:]}"
+        dtype = torch.float32
+    return measured_flops(dtype), f"cpu: measured, a product of {SIZE}² {str(dtype).removeprefix('torch.')}"
 
 
 def measured_flops(dtype: torch.dtype, tries: int = 3) -> float:
-    """FLOP/s of a product of square matrices on the CPU, with the threads that this rank has: the best of some."""
+    """FLOP/s of a product of square matrices on the CPU, with the threads of this rank: the best of some tries."""
     a = torch.ones(SIZE, SIZE, dtype=dtype)
     best = 0.0
+    # The first product is warm-up.
     for attempt in range(tries + 1):
         begin = time.perf_counter()
         a @ a
