@@ -1,4 +1,4 @@
-"""What a tokenizer is, and the one of bytes."""
+"""The base class of tokenizers, and the tokenizer of bytes."""
 
 from __future__ import annotations
 
@@ -14,14 +14,16 @@ from mmm.errors import ConfigError
 
 
 class Tokenizer(ABC):
-    """Tokens 0 … vocab_size - 1.
+    """Turns text into tokens 0 … vocab_size - 1 and back.
 
     Attributes:
-        kind: bytes, chars, tokenizers or sentencepiece. vocab_size: tokens.
-        content, file: what to keep beside tokens to decode them again, and its name; both empty for bytes.
-        chat: how conversations are written for it; None where nobody says.
-        notes: what a user is to know of it.
-        splittable: a text may be split between any two characters and encodes to the same tokens.
+        kind: ``bytes``, ``chars``, ``tokenizers`` or ``sentencepiece``.
+        vocab_size: number of tokens.
+        content: the tokenizer's file, kept with tokens so that they can be decoded again; empty for bytes.
+        file: name for that file; empty for bytes.
+        chat: how conversations are written for it; None if unknown.
+        notes: remarks about it for people.
+        splittable: whether a text may be split between any two characters and still has the same tokens.
     """
 
     kind: str
@@ -34,18 +36,18 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def encode(self, text: bytes) -> np.ndarray:
-        """The tokens of a UTF-8 text, (tokens,), of an unsigned type; no special tokens are added.
+        """The tokens of a UTF-8 text, (tokens,), of an unsigned type. No special tokens are added.
 
         Raises:
-            DataError: the text is no UTF-8, or has a character that the vocabulary lacks.
+            DataError: the text is not UTF-8, or has a character that is not in the vocabulary.
         """
 
     @abstractmethod
     def decode(self, tokens: Sequence[int]) -> str:
-        """The text of tokens; a byte that is no UTF-8 becomes U+FFFD."""
+        """The text of tokens. Bytes that are not UTF-8 become U+FFFD."""
 
     def token(self, name: str) -> int:
-        """The number of a special token, such as ``<|endoftext|>``.
+        """The token id of a special token, such as ``<|endoftext|>``.
 
         Raises:
             ConfigError: the vocabulary has no such token.
@@ -54,13 +56,15 @@ class Tokenizer(ABC):
 
     @property
     def sha256(self) -> str:
-        """Of what decides the tokens: equal for equal tokenizers."""
-        return hashlib.sha256(self.kind.encode() + b"\0" + self.content).hexdigest()
+        """SHA-256 of what determines the tokens; equal for equal tokenizers."""
+        content = self.kind.encode() + b"\0" + self.content
+        return hashlib.sha256(content).hexdigest()
 
     @property
     def dtype(self) -> np.dtype:
-        """The smallest type that every token fits in."""
-        return np.min_scalar_type(self.vocab_size - 1).newbyteorder("<")
+        """The smallest unsigned type that every token fits in, little-endian."""
+        largest = self.vocab_size - 1
+        return np.min_scalar_type(largest).newbyteorder("<")
 
     def __str__(self) -> str:
         return f"{self.kind}, {self.vocab_size} tokens"

@@ -1,4 +1,4 @@
-"""Conversations as text, by a chat template, and where in that text the answers are."""
+"""Writes conversations as text by a chat template, and finds the answers in that text."""
 
 from __future__ import annotations
 
@@ -11,15 +11,23 @@ from mmm.data.text.byte_tokenizer import Tokenizer
 from mmm.errors import DataError
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
-ANSWERS = "assistant"  # the role whose turns a model learns
-Message = dict[str, Any]  # role, content, and what else a template may ask for
-Tools = list[Any] | None  # descriptions of what the model may call, as the template takes them
-Span = tuple[int, int]  # first character, and the one after the last
-# What nobody may leave out in silence: a model would learn a conversation without it.
+# The role whose turns a model learns.
+ANSWERS = "assistant"
+# Role, content, and what else a template may ask for.
+Message = dict[str, Any]
+# Descriptions of what the model may call, as the template takes them.
+Tools = list[Any] | None
+# First character, and the one after the last.
+Span = tuple[int, int]
+# Fields of a message that a template must not leave out silently: a model would learn a conversation without them.
 WRITTEN = {"content", "reasoning_content", "reasoning", "thinking", "tool_calls"}
-WEIGHT = "weight"  # of a message, 0 or 1: whether a model learns it
-MARKS = re.compile("[\ufdd0\ufdd1]")  # `BEGIN` and `END` of `mmm.data.text.jinja_environment`
-END_OF_TEXT = "\0"  # after an answer, where a tokenizer has no special tokens: no text has it
+# Field of a message, 0 or 1: whether a model learns it.
+WEIGHT = "weight"
+# `BEGIN` and `END` of `mmm.data.text.jinja_environment`.
+MARKS = re.compile("[\ufdd0\ufdd1]")
+# Ends an answer if a tokenizer has no special tokens: no text contains it.
+END_OF_TEXT = "\0"
+# The plain template, for tokenizers without one.
 DEFAULT = """\
 {%- for message in messages %}
 {%- if message.role not in ["system", "user", "assistant"] %}
@@ -34,16 +42,18 @@ DEFAULT = """\
 
 
 class ChatTemplate:
-    """
+    """Writes conversations as text.
+
     Attributes:
-        format: that it was made of.
+        format: the chat format that the template was made from.
 
     Raises:
-        DataError: the template is no Jinja.
+        DataError: the template is not valid Jinja.
     """
 
     def __init__(self, chat: ChatFormat) -> None:
-        from mmm.data.text.jinja_environment import compile_template  # with it comes Jinja
+        # Here: Jinja is imported only for conversations.
+        from mmm.data.text.jinja_environment import compile_template
 
         self.format = chat
         self._render = compile_template(chat.template)
@@ -52,23 +62,29 @@ class ChatTemplate:
         """The text of messages.
 
         Args:
-            add_generation_prompt: with what an answer begins with, after them.
+            add_generation_prompt: whether the text ends with the beginning of an answer.
 
         Raises:
-            DataError: the template does not take them.
+            DataError: the template refuses the messages.
         """
         return self._text(messages, None, add_generation_prompt)
 
     def text_and_answers(self, messages: Sequence[Message], tools: Tools = None) -> tuple[str, list[Span]]:
-        """The text of a conversation, and of each answer to learn where it is: what the model is to write, the token
-        that ends it included. By the blocks ``{% generation %}``; where there are none, of which text comes with it.
+        """The text of a conversation, and the spans of the answers to learn, each with the token that ends it.
+
+        Answers are what stands in the template's blocks ``{% generation %}``. Without such blocks, an answer is the
+        text that its message adds to that of the messages before it.
 
         Raises:
-            DataError: the template does not take the messages, or changes one; or what is before an answer, or its end,
-                is another text with the messages after it than without them.
+            DataError: the template refuses the messages or changes one; or the text up to an answer's begin or end
+                depends on the messages after it.
         """
-        turns = [{name: value for name, value in message.items() if name != WEIGHT} for message in messages]
-        weights = [message.get(WEIGHT, 1) for message in messages if message["role"] == ANSWERS]
+        turns = []
+        weights = []
+        for message in messages:
+            turns.append({name: value for name, value in message.items() if name != WEIGHT})
+            if message["role"] == ANSWERS:
+                weights.append(message.get(WEIGHT, 1))
         marked = self._marked(turns, tools)
         text = MARKS.sub("", marked)
         for index, turn in enumerate(turns, start=1):
@@ -81,6 +97,7 @@ class ChatTemplate:
         else:
             answers = [index for index, turn in enumerate(turns) if turn["role"] == ANSWERS]
             spans = [self._answer(turns, tools, index, text) for index in answers]
+        # A template may mark only a part of an answer, or two. Then no span belongs to a weight.
         if len(spans) != len(weights):
             raise DataError(
                 f"the chat template marks {len(spans)} texts in {len(weights)} answers: weight 0 cannot be kept"
@@ -88,13 +105,13 @@ class ChatTemplate:
         return text, [span for span, weight in zip(spans, weights, strict=True) if weight]
 
     def check_written(self, messages: Sequence[Message], tools: Tools, text: str) -> None:
-        """Check that the template writes each of `WRITTEN`: without it, the text is another one.
+        """Check that the template writes each field in `WRITTEN`: if it does, the text differs without the field.
 
         Args:
-            text: of these messages.
+            text: the text of these messages.
 
         Raises:
-            DataError: it leaves one out.
+            DataError: the template leaves a field out.
         """
         if tools and self._writes(text, messages, None):
             raise DataError("the chat template leaves out tools of the conversation")
@@ -104,36 +121,43 @@ class ChatTemplate:
                     continue
                 shorter = {key: value for key, value in message.items() if key != name}
                 shorter.setdefault("content", "")
-                if self._writes(text, [*messages[:index], shorter, *messages[index + 1 :]], tools):
+                others = list(messages)
+                others[index] = shorter
+                if self._writes(text, others, tools):
                     raise DataError(f"the chat template leaves out {name} of message {index + 1} ({message['role']})")
 
     def _writes(self, text: str, messages: Sequence[Message], tools: Tools) -> bool:
-        """Whether the template makes this text of these messages."""
+        """Whether the template makes this text from these messages."""
         try:
             return self._text(messages, tools) == text
         except DataError:
             return False
 
     def _answer(self, turns: Sequence[Message], tools: Tools, index: int, text: str) -> Span:
-        """Where in the text of all turns the one of this index is."""
-        begin = self._text(turns[:index], tools, add_generation_prompt=True)
-        end = self._text(turns[: index + 1], tools)
-        if not (text.startswith(end) and end.startswith(begin)):
+        """The span of a turn in the text of all turns."""
+        before = self._text(turns[:index], tools, add_generation_prompt=True)
+        through = self._text(turns[: index + 1], tools)
+        if not (text.startswith(through) and through.startswith(before)):
             raise DataError(
-                f"the chat template writes what is up to message {index + 1} otherwise where it ends there: "
+                f"the chat template writes the text up to message {index + 1} differently if it ends there: "
                 "mark the answers in it by {% generation %}"
             )
-        return len(begin), len(begin) + self._end_of_answer(end[len(begin) :])
+        begin = len(before)
+        answer = through[begin:]
+        return begin, begin + self._end_of_answer(answer)
+
+    def _end_of_answer(self, text: str) -> int:
+        """Where an answer's last token ends. A line end after it belongs to the template: no model generates it."""
+        eos = self.format.special_tokens.get("eos_token")
+        if eos and eos in text:
+            return text.rfind(eos) + len(eos)
+        return len(text)
 
     def _text(self, messages: Sequence[Message], tools: Tools, add_generation_prompt: bool = False) -> str:
         return MARKS.sub("", self._marked(messages, tools, add_generation_prompt))
 
-    def _end_of_answer(self, text: str) -> int:
-        """Where an answer's last token ends: a line end after it is the template's, and nobody generates it."""
-        eos = self.format.special_tokens.get("eos_token")
-        return text.rfind(eos) + len(eos) if eos and eos in text else len(text)
-
     def _marked(self, messages: Sequence[Message], tools: Tools = None, add_generation_prompt: bool = False) -> str:
+        """The text with marks around what blocks ``{% generation %}`` write."""
         return self._render(
             **self.format.special_tokens,
             messages=messages,
@@ -144,21 +168,32 @@ class ChatTemplate:
 
 
 def chat_template_of(tokenizer: Tokenizer) -> ChatTemplate:
-    """The tokenizer's own, or else a plain one (`DEFAULT`). Raises DataError: it is no Jinja."""
+    """The tokenizer's own template or, if it has none, the plain one (`DEFAULT`).
+
+    Raises:
+        DataError: its template is not valid Jinja.
+    """
     own = tokenizer.chat or ChatFormat()
     if own.template:
         return ChatTemplate(own)
     tokens = dict(own.special_tokens)
-    if "eos_token" not in tokens and tokenizer.splittable:  # bytes, or characters
+    # A splittable tokenizer (of bytes or characters) has no special tokens: NUL ends an answer.
+    if "eos_token" not in tokens and tokenizer.splittable:
         try:
             tokenizer.encode(END_OF_TEXT.encode())
             tokens["eos_token"] = END_OF_TEXT
-        except DataError:  # none of the characters
+        except DataError:
+            # It is not among the characters.
             tokens["eos_token"] = ""
     return ChatTemplate(ChatFormat(DEFAULT, tokens))
 
 
 def _marked_spans(text: str) -> list[Span]:
-    """Between the first mark and the second, and so on, in the text without marks."""
-    edges = [mark.start() - removed for removed, mark in enumerate(MARKS.finditer(text))]
-    return list(zip(edges[::2], edges[1::2], strict=True))
+    """The spans between the first mark and the second, and so on, in the text without marks."""
+    edges = []
+    for n_removed, mark in enumerate(MARKS.finditer(text)):
+        # Each mark before this one is a character that the text without marks does not have.
+        edges.append(mark.start() - n_removed)
+    begins = edges[::2]
+    ends = edges[1::2]
+    return list(zip(begins, ends, strict=True))

@@ -1,5 +1,7 @@
-"""Conversations as a corpus, and as samples: a sequence each, or packed; the targets are the tokens of answers, all
-others `PADDING`."""
+"""Conversations as a corpus and as samples: one per sequence, or packed.
+
+The targets are the tokens of answers; all other targets are `PADDING`.
+"""
 
 from __future__ import annotations
 
@@ -26,30 +28,42 @@ class ChatText:
     """Conversations in memory.
 
     Attributes:
-        path: for messages. chats: of each, its tokens and which are answers'.
+        path: file that messages name.
+        chats: the tokens of each conversation, and which of them are answers.
     """
 
     path: Path
     chats: list[ChatArrays]
 
     def __len__(self) -> int:
-        """Tokens."""
+        """Number of tokens."""
         return sum(len(chat.tokens) for chat in self.chats)
 
     @property
     def sha256(self) -> str:
-        tokens, answers = (np.concatenate(arrays) for arrays in zip(*self.chats, strict=True))
-        ends = np.cumsum([len(chat.tokens) for chat in self.chats], dtype=np.int64)
-        return hashlib.sha256(tokens.tobytes() + answers.tobytes() + ends.tobytes()).hexdigest()
+        tokens = np.concatenate([chat.tokens for chat in self.chats])
+        answers = np.concatenate([chat.answers for chat in self.chats])
+        lengths = [len(chat.tokens) for chat in self.chats]
+        ends = np.cumsum(lengths, dtype=np.int64)
+        digest = hashlib.sha256(tokens.tobytes())
+        digest.update(answers.tobytes())
+        digest.update(ends.tobytes())
+        return digest.hexdigest()
 
     def cut(self, seq_length: int) -> ChatText:
-        """Each conversation's first `seq_length` inputs with their targets; those of which no answer is left go.
+        """Keep each conversation's first `seq_length` inputs with their targets.
+
+        A conversation without an answer among them is left out.
 
         Raises:
-            DataError: none is left.
+            DataError: no conversation is left.
         """
-        beginnings = [ChatArrays(*(array[: seq_length + 1] for array in chat)) for chat in self.chats]
-        chats = [chat for chat in beginnings if chat.answers[1:].any()]
+        chats = []
+        for chat in self.chats:
+            # The last target has no input of its own, hence + 1.
+            shortened = ChatArrays(chat.tokens[: seq_length + 1], chat.answers[: seq_length + 1])
+            if shortened.answers[1:].any():
+                chats.append(shortened)
         if not chats:
             raise DataError(
                 f"--text {self.path}: no answer begins within --seq_length {seq_length} tokens: make it larger"
@@ -57,29 +71,32 @@ class ChatText:
         return ChatText(self.path, chats)
 
     def note(self, seq_length: int) -> str:
-        """What is in it, and what `cut` changes, for people."""
+        """Describe for people what it contains, and what `cut` changes."""
         lengths = [len(chat.tokens) for chat in self.chats]
-        answers = sum(int(chat.answers.sum()) for chat in self.chats)
-        longer = sum(length > seq_length + 1 for length in lengths)
-        note = f"{counted(len(lengths), 'conversation')}, {answers} of {len(self)} tokens are answers"
-        if longer:
-            gone = len(lengths) - len(self.cut(seq_length).chats)
+        n_answers = sum(int(chat.answers.sum()) for chat in self.chats)
+        n_longer = sum(length > seq_length + 1 for length in lengths)
+        note = f"{counted(len(lengths), 'conversation')}, {n_answers} of {len(self)} tokens are answers"
+        if n_longer:
+            n_left = len(self.cut(seq_length).chats)
             note += (
-                f"; {longer} are longer than --seq_length {seq_length} (the longest {max(lengths) - 1}): what is "
-                f"beyond is cut; {gone} have no answer left, and are left out"
+                f"; {n_longer} are longer than --seq_length {seq_length} (the longest {max(lengths) - 1}): what is "
+                f"beyond is cut; {len(lengths) - n_left} have no answer left, and are left out"
             )
         return note
 
 
 class ChatTokens(DocumentTokens):
-    """Conversations in sequences, in an order that depends on seed and epoch; what stays empty is padding.
+    """Conversations in sequences, in an order that depends on seed and epoch. The rest of a sequence is padding.
 
     Args:
-        text: of `ChatText.cut`, so that each fits into a sequence. vocab_size: of the model.
-        pack: several in a sequence, in order: one that does not fit into what is left begins the next sequence.
+        text: conversations from `ChatText.cut`, so that each fits into a sequence.
+        vocab_size: size of the model's vocabulary.
+        pack: whether a sequence may have several conversations. They are taken in order: one that does not fit into
+            what is left of a sequence begins the next one.
+        document_starts: whether samples say where each token's conversation begins.
 
     Raises:
-        DataError: a token that the vocabulary lacks.
+        DataError: a token is outside the vocabulary.
     """
 
     def __init__(
@@ -105,17 +122,33 @@ class ChatTokens(DocumentTokens):
             check_vocabulary(text.path, chat.tokens, vocab_size)
 
     def steps_per_epoch(self, global_batch: int) -> int:
-        """To validate, those that do not fill a global batch are one with samples that have no target."""
-        return super().steps_per_epoch(global_batch) if self.shuffle else -(-self.samples // global_batch)
+        """The number of global batches in an epoch.
+
+        For validation, which is not shuffled, the last one may be incomplete: it is filled up with samples that have no
+        targets.
+        """
+        if self.shuffle:
+            return super().steps_per_epoch(global_batch)
+        return -(-self.samples // global_batch)
 
     def pieces(self, sequence: int) -> Iterator[Piece]:
-        if sequence < self.samples:
-            for chat in self.chats[self.firsts[sequence] : self.firsts[sequence + 1]]:
-                yield chat.tokens[:-1], np.where(chat.answers[1:], chat.tokens[1:], PADDING)
+        # Beyond the last sample: a sequence of padding.
+        if sequence >= self.samples:
+            return
+        first = self.firsts[sequence]
+        end = self.firsts[sequence + 1]
+        for chat in self.chats[first:end]:
+            inputs = chat.tokens[:-1]
+            targets = np.where(chat.answers[1:], chat.tokens[1:], PADDING)
+            yield inputs, targets
 
 
 def read_chat_files(paths: Sequence[Path]) -> list[Conversation]:
-    """Raises DataError: a line is no conversation, by file and line; or there are fewer than two."""
+    """Read the conversations of files.
+
+    Raises:
+        DataError: a line is not a conversation (the message names file and line), or there are fewer than two.
+    """
     chats = [chat for path in paths for chat in read_chats(path)]
     if len(chats) < 2:
         raise DataError(f"--text {paths[0]} has one conversation: it needs 2, one to train on and one to validate on")
@@ -123,32 +156,38 @@ def read_chat_files(paths: Sequence[Path]) -> list[Conversation]:
 
 
 def plain_texts(chats: Sequence[Conversation]) -> Iterator[bytes]:
-    """Of each, by the plain template: what a vocabulary of characters is made of."""
+    """Yield each conversation's text by the plain template, to make a vocabulary of characters from."""
     template = ChatTemplate(ChatFormat(DEFAULT, {"eos_token": END_OF_TEXT}))
-    return (rendered(chat, template)[0].encode("utf-8", "surrogatepass") for chat in chats)
+    for chat in chats:
+        text, _ = rendered(chat, template)
+        # Half of a surrogate pair is refused when the conversation is encoded.
+        yield text.encode("utf-8", "surrogatepass")
 
 
 def encode_chats(paths: Sequence[Path], chats: Sequence[Conversation], tokenizer: Tokenizer) -> Corpus:
-    """The conversations in tokens, by the tokenizer's chat template; where it has none it gets the plain one.
+    """Encode conversations by the tokenizer's chat template. A tokenizer without one is given the plain template.
 
     Raises:
-        DataError: a conversation that the template does not take, by file and line.
+        DataError: the template refuses a conversation; the message names file and line.
     """
     template = chat_template_of(tokenizer)
     tokenizer.chat = template.format
-    text = ChatText(paths[0], [encode_chat(chat, template, tokenizer) for chat in chats])
-    train = len(chats) - max(len(chats) // 10, 1)  # the last tenth is for validation, one at least
+    encoded = [encode_chat(chat, template, tokenizer) for chat in chats]
+    # The last tenth is for validation, at least one conversation.
+    n_train = len(chats) - max(len(chats) // 10, 1)
     notes: tuple[str, ...] = ()
     if template.format.template == DEFAULT:
         end = template.format.special_tokens.get("eos_token")
-        ending = f"an answer ends with {end!r}" if end else "nothing marks the end of an answer"
+        ending = "nothing marks the end of an answer"
+        if end:
+            ending = f"an answer ends with {end!r}"
         notes = (f"the tokenizer ({tokenizer}) has no chat template: the plain one is used, and {ending}",)
     return Corpus(
-        train=ChatText(paths[0], text.chats[:train]),
-        validation=ChatText(paths[0], text.chats[train:]),
+        train=ChatText(paths[0], encoded[:n_train]),
+        validation=ChatText(paths[0], encoded[n_train:]),
         source=", ".join(map(str, paths)),
         files=len(paths),
-        sha256=text.sha256,
+        sha256=ChatText(paths[0], encoded).sha256,
         unit="tokens",
         tokenizer=tokenizer,
         notes=notes,

@@ -1,8 +1,8 @@
-"""Conversations to train on, from JSON lines: of each token, whether a model learns to write it.
+"""Reads conversations to train on from JSON lines, and says of each token whether a model learns to write it.
 
-A line is ``{"messages": [{"role": "user", "content": "…"}, …]}``, or a prompt with what answers it: ``{"prompt": "…",
-"answer": "…"}`` (also ``completion``, ``response``). Beside either: ``system``, a message before all others, and
-``tools``. A message's ``weight`` 0 keeps its tokens out of the loss.
+A line is ``{"messages": [{"role": "user", "content": "…"}, …]}``, or a prompt with its answer: ``{"prompt": "…",
+"answer": "…"}`` (or ``completion``, or ``response``). Both may have ``system``, a message before all others, and
+``tools``. A message with ``weight`` 0 does not count in the loss.
 """
 
 from __future__ import annotations
@@ -23,7 +23,13 @@ COMPLETIONS = ("answer", "completion", "response")
 
 
 class Conversation(NamedTuple):
-    """A line of a file. where: file and line, for messages."""
+    """A line of a file.
+
+    Attributes:
+        where: file and line, for messages.
+        messages: the messages, in order.
+        tools: descriptions of what the model may call; None if there are none.
+    """
 
     where: str
     messages: list[Message]
@@ -31,59 +37,73 @@ class Conversation(NamedTuple):
 
 
 class ChatArrays(NamedTuple):
-    """tokens: (tokens,) int64. answers: (tokens,) bool, whether a token is of an answer."""
+    """A conversation in tokens.
+
+    Attributes:
+        tokens: (tokens,) int64.
+        answers: (tokens,) bool, whether a token belongs to an answer.
+    """
 
     tokens: np.ndarray
     answers: np.ndarray
 
 
 def read_chats(path: Path) -> list[Conversation]:
-    """The conversations of a file.
+    """Read the conversations of a file.
 
     Raises:
-        DataError: a line is none, by file and line.
+        DataError: a line is not a conversation; the message names file and line.
     """
     with reading(f"--text {path}"), open_file(path) as file:
-        lines = file.read().removeprefix(b"\xef\xbb\xbf").split(b"\n")
+        content = file.read()
+    # Without the byte-order mark that some editors write.
+    lines = content.removeprefix(b"\xef\xbb\xbf").split(b"\n")
     chats = []
-    for index, line in enumerate(lines, start=1):
-        if line.strip():
-            where = f"--text {path}, line {index}"
-            try:
-                chats.append(_conversation(parse_json(line), where))
-            except ValueError as error:
-                raise DataError(f"{where}: {error}") from None
+    for line_number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        where = f"--text {path}, line {line_number}"
+        try:
+            record = parse_json(line)
+            chats.append(_conversation(record, where))
+        except ValueError as error:
+            raise DataError(f"{where}: {error}") from None
     return chats
 
 
 def _conversation(record: dict[str, Any], where: str) -> Conversation:
-    """Raises ValueError: it is none."""
-    answers = [name for name in COMPLETIONS if name in record]
+    """Check and convert a line. Raises ValueError: it is not a conversation."""
+    completions = [name for name in COMPLETIONS if name in record]
     if MESSAGES in record:
         messages = record[MESSAGES]
-    elif PROMPT in record and len(answers) == 1:
-        messages = [{"role": "user", "content": record[PROMPT]}, {"role": ANSWERS, "content": record[answers[0]]}]
+    elif PROMPT in record and len(completions) == 1:
+        question = {"role": "user", "content": record[PROMPT]}
+        answer = {"role": ANSWERS, "content": record[completions[0]]}
+        messages = [question, answer]
     else:
         raise ValueError(f"it has neither {MESSAGES} nor {PROMPT} with one of {', '.join(COMPLETIONS)}")
     if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
-        raise ValueError(f"{MESSAGES} is {short(messages)}, which is no list of objects with role and content")
-    if record.get("system") is not None:
-        messages = [{"role": "system", "content": record["system"]}, *messages]
-    for index, message in enumerate(messages, start=1):
+        raise ValueError(f"{MESSAGES} is {short(messages)}, which is not a list of objects with role and content")
+    system = record.get("system")
+    if system is not None:
+        messages = [{"role": "system", "content": system}, *messages]
+    for message_number, message in enumerate(messages, start=1):
         problem = _problem(message)
         if problem:
-            raise ValueError(f"message {index} has {problem}")
+            raise ValueError(f"message {message_number} has {problem}")
     if not any(message["role"] == ANSWERS and message.get(WEIGHT, 1) for message in messages):
         raise ValueError(f"it has no answer to learn: no message has the role {ANSWERS}, or each has weight 0")
-    if not isinstance(record.get("tools"), list | None):
-        raise ValueError(f"its tools are {short(record['tools'])}, which is no list")
+    tools = record.get("tools")
+    if not isinstance(tools, list | None):
+        raise ValueError(f"its tools are {short(tools)}, which is not a list")
+    # These mark answers in the text that a template writes.
     if MARKS.search(json.dumps(record, ensure_ascii=False)):
-        raise ValueError("it has U+FDD0 or U+FDD1, which are no characters")
-    return Conversation(where, messages, record.get("tools"))
+        raise ValueError("it has U+FDD0 or U+FDD1, which are not characters")
+    return Conversation(where, messages, tools)
 
 
 def _problem(message: Message) -> str:
-    """What is wrong with a message. One that only calls tools gets an empty content."""
+    """What is wrong with a message; empty if nothing. A message that only calls tools is given an empty content."""
     role = message.get("role")
     calls = message.get("tool_calls")
     if calls and message.get("content") is None:
@@ -93,7 +113,7 @@ def _problem(message: Message) -> str:
     if role not in ROLES:
         return f"the role {short(role)}, which is none of {', '.join(ROLES)}"
     if not isinstance(content, str):
-        return f"the content {short(content)}, which is no text"
+        return f"the content {short(content)}, which is not text"
     if role == ANSWERS and not content.strip() and not calls:
         return "an empty answer"
     if weight not in (0, 1):
@@ -102,10 +122,11 @@ def _problem(message: Message) -> str:
 
 
 def rendered(chat: Conversation, template: ChatTemplate) -> tuple[str, list[Span]]:
-    """As `ChatTemplate.text_and_answers`; its errors name file and line.
+    """The text of a conversation and its answers, by `ChatTemplate.text_and_answers`.
 
     Raises:
-        DataError: also where the template leaves out what a model is to learn.
+        DataError: the template refuses the conversation, or leaves out something that a model should learn; the message
+            names file and line.
     """
     try:
         text, answers = template.text_and_answers(chat.messages, chat.tools)
@@ -118,10 +139,10 @@ def rendered(chat: Conversation, template: ChatTemplate) -> tuple[str, list[Span
 
 
 def encode_chat(chat: Conversation, template: ChatTemplate, tokenizer: Tokenizer) -> ChatArrays:
-    """The tokens of a conversation, and which are answers'.
+    """Encode a conversation, and mark the tokens of its answers.
 
     Raises:
-        DataError: an answer does not begin or end between two tokens; a character that the vocabulary lacks.
+        DataError: an answer begins or ends inside a token, or a character is not in the vocabulary.
     """
     text, spans = rendered(chat, template)
     try:
@@ -132,14 +153,18 @@ def encode_chat(chat: Conversation, template: ChatTemplate, tokenizer: Tokenizer
             last = _tokens_before(text[:end], tokens, tokenizer)
             answers[first:last] = True
     except UnicodeEncodeError:
-        raise DataError(f"{chat.where}: half of a character, as \\ud800, stands in it") from None
+        raise DataError(f"{chat.where}: it has half of a character, such as \\ud800") from None
     except DataError as error:
         raise DataError(f"{chat.where}: {error}") from None
     return ChatArrays(tokens, answers)
 
 
 def _tokens_before(text: str, tokens: np.ndarray, tokenizer: Tokenizer) -> int:
-    """How many of the tokens are those of a text that they begin with. Raises DataError: they begin otherwise."""
+    """How many of the tokens encode a text that they begin with.
+
+    Raises:
+        DataError: they begin with other tokens than those of the text, because one lies across its end.
+    """
     before = tokenizer.encode(text.encode())
     if not np.array_equal(before, tokens[: len(before)]):
         raise DataError(

@@ -1,4 +1,4 @@
-"""Texts to train on: the Python standard library's own source, which is on every machine, or the user's files."""
+"""Texts to train on: the source of Python's standard library, which every machine has, or the user's files."""
 
 from __future__ import annotations
 
@@ -25,15 +25,19 @@ class Corpus:
     """A text, split for training and validation.
 
     Attributes:
-        train, validation: (tokens,) unsigned integers; of conversations `mmm.data.text.chat_tokens.ChatText`.
-        source: where it was read from, for people. files: how many.
-        sha256: of all bytes, training first, and of the tokenizer where that is not bytes; of a token file, of its
-            manifest or of parts of it.
-        unit: what a token is called. tokenizer: None for bytes, and where nobody knows.
-        documents: gives (documents,) int64, the tokens before the end of each document, over training and validation;
-            None where no document's end is known.
-        bytes_per_token: of the text for validation; of a token file, of all its text. None where nobody knows.
-        notes: what a user is to know of it.
+        train: (tokens,) unsigned integers to train on; for conversations a `mmm.data.text.chat_tokens.ChatText`.
+        validation: the same to validate on.
+        source: where the text comes from, for people.
+        files: number of files.
+        sha256: hash of all bytes, training first, and of the tokenizer if it is not that of bytes. For a file of
+            tokens: hash in its manifest, or of parts of the file.
+        unit: what a token is called.
+        tokenizer: the tokenizer; None for bytes, or if it is unknown.
+        documents: returns (documents,) int64, the number of tokens before each document's end, over training and
+            validation; None if it is not known where documents end.
+        bytes_per_token: average number of bytes of a token in the validation text; for a file of tokens, in all of it.
+            None if unknown.
+        notes: remarks about it for people.
     """
 
     train: Any
@@ -48,7 +52,7 @@ class Corpus:
     notes: tuple[str, ...] = ()
 
     def describe(self) -> dict[str, object]:
-        """What a run's record keeps of the data."""
+        """The facts about the data that a run's record keeps."""
         about = {
             "source": self.source,
             "files": self.files,
@@ -61,49 +65,59 @@ class Corpus:
         return about
 
 
-def _corpus(train: Sequence[bytes], validation: Sequence[bytes], source: str, files: int) -> Corpus:
-    first = b"\n".join(train)
-    second = b"\n".join(validation)
+def _corpus(train_texts: Sequence[bytes], validation_texts: Sequence[bytes], source: str, files: int) -> Corpus:
+    train = b"\n".join(train_texts)
+    validation = b"\n".join(validation_texts)
     return Corpus(
-        train=np.frombuffer(first, np.uint8),
-        validation=np.frombuffer(second, np.uint8),
+        train=np.frombuffer(train, np.uint8),
+        validation=np.frombuffer(validation, np.uint8),
         source=source,
         files=files,
-        sha256=hashlib.sha256(first + second).hexdigest(),
+        sha256=hashlib.sha256(train + validation).hexdigest(),
         bytes_per_token=1.0,
     )
 
 
 def standard_library(root: Path | None = None) -> Corpus:
-    """The top-level modules of this Python's standard library: about 170 files, 4.7 MB.
+    """Read the top-level modules of this Python's standard library: about 170 files, 4.7 MB.
 
-    A tenth of the files, chosen by a hash of the name, is for validation: a module that a Python version adds does not
-    change the split.
+    A tenth of the files, chosen by a hash of the name, is for validation. So the split of the others does not change
+    when a Python version adds a module.
+
+    Args:
+        root: folder of the modules; None means this Python's.
 
     Raises:
-        DataError: this Python keeps no sources on disk.
+        DataError: this Python has no source files on disk.
     """
-    root = root or Path(sysconfig.get_paths()["stdlib"])
+    if root is None:
+        root = Path(sysconfig.get_paths()["stdlib"])
     train: list[bytes] = []
     validation: list[bytes] = []
     for path in sorted(root.glob("*.py")):
-        if path.is_file():
-            is_held_out = hashlib.sha256(path.name.encode()).digest()[0] % 10 == 0
-            texts = validation if is_held_out else train
-            texts.append(path.read_bytes())
+        if not path.is_file():
+            continue
+        digest = hashlib.sha256(path.name.encode()).digest()
+        if digest[0] % 10 == 0:
+            validation.append(path.read_bytes())
+        else:
+            train.append(path.read_bytes())
     if not train or not validation:
         raise DataError(
             f"no standard library sources in {root} to train on: give a text with --text FILE, or use --dataset random"
         )
     version = sysconfig.get_python_version()
-    return _corpus(train, validation, f"Python {version} standard library", len(train) + len(validation))
+    n_files = len(train) + len(validation)
+    return _corpus(train, validation, f"Python {version} standard library", n_files)
 
 
 def read_text_files(paths: Sequence[Path], utf8: bool = False) -> Corpus:
-    """Any files as text; the last tenth of each for validation.
+    """Read files as text. The last tenth of each is for validation.
 
     Args:
-        utf8: the text has to be UTF-8, and that tenth begins with a full character; else it may be any bytes but NUL.
+        paths: the files.
+        utf8: whether the text must be UTF-8; then the last tenth begins with a full character. If False, a text may
+            hold any bytes but NUL.
 
     Raises:
         DataError: a file is missing, is a folder, cannot be read, is empty, is binary, or is not UTF-8.
@@ -116,22 +130,27 @@ def read_text_files(paths: Sequence[Path], utf8: bool = False) -> Corpus:
             text = check_text(file.read(), name, utf8=utf8)
         if not text:
             raise DataError(f"{name}: the file is empty")
-        end = len(text) - max(len(text) // 10, 1)
-        while utf8 and end and text[end] & 0xC0 == 0x80:  # inside a character of UTF-8
-            end -= 1
-        train.append(text[:end])
-        validation.append(text[end:])
-    return _corpus(train, validation, ", ".join(map(str, paths)), len(paths))
+        edge = len(text) - max(len(text) // 10, 1)
+        # Bytes of a UTF-8 character after its first begin with the bits 10.
+        while utf8 and edge and text[edge] & 0xC0 == 0x80:
+            edge -= 1
+        train.append(text[:edge])
+        validation.append(text[edge:])
+    source = ", ".join(map(str, paths))
+    return _corpus(train, validation, source, len(paths))
 
 
 def check_text(text: bytes, name: object, begin: int = 0, utf8: bool = True) -> bytes:
-    """The text itself.
+    """Check that bytes are text, and return them.
 
     Args:
-        begin: its first byte's place in the file. utf8: it has to be UTF-8.
+        text: the bytes.
+        name: what messages call the file.
+        begin: offset of the first byte in the file.
+        utf8: whether the text must be UTF-8.
 
     Raises:
-        DataError: it is binary: it has a NUL byte; or it is not UTF-8.
+        DataError: it has a NUL byte, and so is binary; or it is not UTF-8.
     """
     place = text.find(b"\0")
     if place >= 0:

@@ -1,7 +1,7 @@
-"""Sequences of tokens in a file: what comes, or whole documents.
+"""Sequences of tokens in a file, with or without regard to documents.
 
-`FileTokens`: of a file whose documents do not matter. `PackedTokens`: whole documents, as many as fit; only one that is
-longer than a sequence is split, and no target is the first token of the next document.
+`FileTokens` cuts the file wherever a sequence ends. `PackedTokens` puts as many whole documents into a sequence as fit.
+It splits only a document that is longer than a sequence, and no target is the first token of the next document.
 """
 
 from __future__ import annotations
@@ -19,17 +19,19 @@ from mmm.data.text.tokens import TextTokens, TokenArray, Tokens
 from mmm.errors import DataError
 from mmm.layout import PADDING
 
-Piece = tuple[np.ndarray, np.ndarray]  # inputs and targets of a document, or of a part of it, (tokens,) each
+# Inputs and targets of a document, or of a stretch of a long one, (tokens,) each.
+Piece = tuple[np.ndarray, np.ndarray]
 
 
 class FileTokens(TextTokens):
-    """As `TextTokens`, of a file of tokens that may have 10¹² of them: the order is computed, place by place.
+    """Like `TextTokens`, for a file that may have 10¹² tokens: the order is computed, place by place.
 
     Args:
-        vocab_size: of the model: a token that it lacks is refused when it is read.
+        text: the file of tokens.
+        vocab_size: size of the model's vocabulary; a token outside it is refused when it is read.
 
     Raises:
-        DataError: as of `TextTokens`; the first or the last sample has a token that the vocabulary lacks.
+        DataError: the file is shorter than one sample, or its first or last sample has a token outside the vocabulary.
     """
 
     def __init__(
@@ -38,7 +40,8 @@ class FileTokens(TextTokens):
         super().__init__(text, seq_length, seed, shuffle, unit="tokens")
         self.path = text.path
         self.vocab_size = vocab_size
-        for begin in (0, (self.samples - 1) * seq_length):
+        last = (self.samples - 1) * seq_length
+        for begin in (0, last):
             check_vocabulary(self.path, text[begin : begin + seq_length], vocab_size)
 
     def shuffled(self, epoch: int, place: int) -> int:
@@ -51,8 +54,10 @@ class FileTokens(TextTokens):
 
 
 def check_vocabulary(path: Path, tokens: np.ndarray, vocab_size: int) -> None:
-    """Raises DataError where tokens of a file are not in the vocabulary."""
-    for token in (int(tokens.min()), int(tokens.max())):
+    """Raise DataError if a token of a file is outside the vocabulary."""
+    smallest = int(tokens.min())
+    largest = int(tokens.max())
+    for token in (smallest, largest):
         if not 0 <= token < vocab_size:
             raise DataError(
                 f"{path} has token {token}, and the model's vocabulary ends at {vocab_size - 1}: "
@@ -63,10 +68,10 @@ def check_vocabulary(path: Path, tokens: np.ndarray, vocab_size: int) -> None:
 class DocumentTokens(Tokens):
     """Sequences of one or more documents.
 
-    What stays empty has token 0, `PADDING` as targets, and is a document of its own.
+    The empty rest of a sequence has token 0 as inputs and `PADDING` as targets, and counts as a document of its own.
 
     Attributes:
-        document_starts: whether samples have where the document of each token begins.
+        document_starts: whether samples say where each token's document begins.
     """
 
     has_padding = True
@@ -77,21 +82,25 @@ class DocumentTokens(Tokens):
 
     @abstractmethod
     def pieces(self, sequence: int) -> Iterator[Piece]:
-        """The documents of a sequence, which fit into it."""
+        """Yield the documents of a sequence, which fit into it."""
 
     def sample(self, epoch: int, place: int) -> np.ndarray:
-        """(2, seq_length): inputs and targets; or 3, with where the document of each token begins."""
+        """Read a sequence: (2, seq_length), inputs and targets; or 3, with where each token's document begins."""
+        # Inputs, targets, where the document begins: (3, seq_length)
         row = np.zeros((3, self.seq_length), np.int64)
         row[1] = PADDING
         begin = 0
-        for inputs, targets in self.pieces(self.number(epoch, place)):
+        sequence = self.sequence_at(epoch, place)
+        for inputs, targets in self.pieces(sequence):
             end = begin + len(inputs)
             row[0, begin:end] = inputs
             row[1, begin:end] = targets
             row[2, begin:end] = begin
             begin = end
         row[2, begin:] = begin
-        return row if self.document_starts else row[:2]
+        if self.document_starts:
+            return row
+        return row[:2]
 
 
 class PackedTokens(DocumentTokens):
@@ -99,14 +108,17 @@ class PackedTokens(DocumentTokens):
 
     A document of n tokens has n - 1 inputs with a target. Documents are taken in order: one that does not fit into what
     is left of a sequence begins the next one. A document that is longer than a sequence fills as many as it can, and
-    the rest of it begins one.
+    its rest begins another.
 
     Args:
-        ends: (documents,) int64: the tokens of the full file before the end of each.
+        text: the file of tokens, or a stretch of it.
+        ends: (documents,) int64: number of tokens of the full file before each document's end.
+        vocab_size: size of the model's vocabulary.
+        document_starts: whether samples say where each token's document begins.
 
     Raises:
-        DataError: no document has two tokens; the documents do not end where the tokens do, or in no order; the first
-            or the last sample has a token that the vocabulary lacks.
+        DataError: no document has two tokens; the documents' ends are not in order, or lie before the end of the
+            tokens; the first or the last sample has a token outside the vocabulary.
     """
 
     def __init__(
@@ -123,53 +135,67 @@ class PackedTokens(DocumentTokens):
         super().__init__(seq_length, seed, shuffle, document_starts)
         self.text = text
         self.vocab_size = vocab_size
-        edges = np.concatenate(([0], ends[:]))  # first token of each document, and the end of the last
+        # First token of each document, and the end of the last: (documents + 1,)
+        edges = np.concatenate(([0], ends[:]))
         if (np.diff(edges) < 0).any() or edges[-1] < text.end:
             raise DataError(f"{text.path}: the ends of its documents are not in order, or end before token {text.end}")
-        # In this part of the file, documents of others have no tokens.
+        # `text` may be only the training tokens of the file: documents outside it become empty.
         edges = np.clip(edges, text.begin, text.end) - text.begin
         self.begins, self.sizes, self.firsts = pack_in_order(edges, seq_length)
         self.samples = len(self.firsts) - 1
         if not self.samples:
             raise DataError(f"{text.path}: none of its {len(ends)} documents has two tokens, which packing needs")
         for sequence in (0, self.samples - 1):
-            list(self.pieces(sequence))  # checks the vocabulary
+            # Reading a sequence checks the vocabulary.
+            list(self.pieces(sequence))
 
     def shuffled(self, epoch: int, place: int) -> int:
         return permuted(place, self.samples, self.seed, epoch)
 
     def pieces(self, sequence: int) -> Iterator[Piece]:
-        for piece in range(self.firsts[sequence], self.firsts[sequence + 1]):
+        first = self.firsts[sequence]
+        end = self.firsts[sequence + 1]
+        for piece in range(first, end):
             begin = int(self.begins[piece])
-            tokens = self.text[begin : begin + int(self.sizes[piece]) + 1]
+            size = int(self.sizes[piece])
+            tokens = self.text[begin : begin + size + 1]
             check_vocabulary(self.text.path, tokens, self.vocab_size)
             yield tokens[:-1], tokens[1:]
 
 
 def pack_in_order(edges: np.ndarray, seq_length: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Pack documents into sequences. A piece is a document, or of one that is longer than a sequence a part of it.
+    """Pack documents into sequences. A piece is a document, or a stretch of one that is longer than a sequence.
 
     Args:
         edges: first token of each document, and the end of the last, (documents + 1,).
 
     Returns:
-        The first token of each piece, (pieces,); how many of its inputs have a target, (pieces,); the first piece of
+        The first token of each piece, (pieces,); the number of its inputs with a target, (pieces,); the first piece of
         each sequence, and at the end the number of pieces, (sequences + 1,).
     """
-    inputs = np.maximum(np.diff(edges) - 1, 0)  # of each document, those with a target
-    pieces = (inputs + seq_length - 1) // seq_length  # of each document
-    document = np.repeat(np.arange(len(inputs)), pieces)  # of each piece
-    before = (np.arange(len(document)) - (pieces.cumsum() - pieces)[document]) * seq_length  # inputs of its document
-    begins = edges[document] + before
-    sizes = np.minimum(inputs[document] - before, seq_length)
+    # Per document: its inputs with a target, and its pieces, rounded up. (documents,)
+    inputs = np.maximum(np.diff(edges) - 1, 0)
+    n_pieces = (inputs + seq_length - 1) // seq_length
+    # Per piece: its document, and which of that document's pieces it is. (pieces,)
+    document = np.repeat(np.arange(len(inputs)), n_pieces)
+    first_piece = n_pieces.cumsum() - n_pieces
+    index_in_document = np.arange(len(document)) - first_piece[document]
+    # Inputs of its document that earlier pieces have.
+    inputs_before = index_in_document * seq_length
+    begins = edges[document] + inputs_before
+    sizes = np.minimum(inputs[document] - inputs_before, seq_length)
     return begins, sizes, firsts_in_order(sizes, seq_length)
 
 
 def firsts_in_order(sizes: np.ndarray, room: int) -> np.ndarray:
-    """The first size of each bin, and the number of sizes: a size that does not fit into the bin begins the next one.
+    """Fill bins in order: a size that does not fit into the current bin begins the next one.
 
     Args:
-        sizes: from 1 to `room`, which is that of a bin.
+        sizes: (sizes,), each from 1 to `room`.
+        room: the room in a bin.
+
+    Returns:
+        The index of each bin's first size, and at the end the number of sizes, (bins + 1,).
     """
     ends = sizes.cumsum()
     firsts = []
@@ -177,6 +203,7 @@ def firsts_in_order(sizes: np.ndarray, room: int) -> np.ndarray:
     before = 0
     while first < len(ends):
         firsts.append(first)
+        # The first size whose end is beyond the bin.
         first = bisect_right(ends, before + room, first)
         before = ends[first - 1]
     return np.array([*firsts, len(ends)])

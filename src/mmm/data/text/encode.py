@@ -1,4 +1,4 @@
-"""Pieces of text to tokens, in processes of their own."""
+"""Turns pieces of text into tokens, in worker processes."""
 
 from __future__ import annotations
 
@@ -18,10 +18,13 @@ from mmm.errors import DataError
 
 
 class Encoding(NamedTuple):
-    """What pieces are encoded by.
+    """How pieces are encoded.
 
     Attributes:
-        appended: the tokens at the end of a document.
+        tokenizer: the tokenizer.
+        separator: what stands between documents; empty if a file is one document.
+        field: the field of a JSON line that holds the text.
+        appended: tokens that are put at the end of each document.
     """
 
     tokenizer: Tokenizer
@@ -31,7 +34,13 @@ class Encoding(NamedTuple):
 
 
 class Encoded(NamedTuple):
-    """A piece: its tokens; (documents,) int64, the tokens before each end of a document; its bytes of text."""
+    """A piece in tokens.
+
+    Attributes:
+        tokens: (tokens,) of the tokenizer's type.
+        ends: (documents,) int64, number of the piece's tokens before each document's end.
+        bytes: size of its text.
+    """
 
     tokens: np.ndarray
     ends: np.ndarray
@@ -39,12 +48,13 @@ class Encoded(NamedTuple):
 
 
 def pool_of(processes: int) -> ProcessPoolExecutor:
-    """Processes that end when this one does, however it ends."""
+    """Start worker processes that end when this process does, however it ends."""
     return ProcessPoolExecutor(processes, get_context("fork"), _begin)
 
 
 def _begin() -> None:
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
+    # The processes are the parallelism; the package's own threads would compete with them.
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
     def end_with_parent() -> None:
         parent = parent_process()
@@ -55,17 +65,19 @@ def _begin() -> None:
     threading.Thread(target=end_with_parent, daemon=True).start()
 
 
-_encoding: Encoding  # what `_encode` goes by: inherited by the processes, since a tokenizer cannot be pickled
+# What `_encode` uses. The processes inherit it by fork, because a tokenizer cannot be pickled.
+_encoding: Encoding
 
 
 def encode(pieces: Sequence[Piece], processes: int, encoding: Encoding) -> Iterator[Encoded]:
-    """Each piece, in order; a few are encoded ahead."""
+    """Encode pieces in worker processes, a few of them ahead. Yields them in order."""
     global _encoding
     _encoding = encoding
     ahead: deque[Future[Encoded]] = deque()
     with pool_of(processes) as pool:
         for piece in pieces:
             ahead.append(pool.submit(_encode, piece))
+            # No more than that, or all results would be in memory.
             if len(ahead) > 2 * processes:
                 yield ahead.popleft().result()
         while ahead:
@@ -74,15 +86,22 @@ def encode(pieces: Sequence[Piece], processes: int, encoding: Encoding) -> Itera
 
 def _encode(piece: Piece) -> Encoded:
     tokenizer = _encoding.tokenizer
-    texts = read_documents(piece, _encoding.separator, _encoding.field, utf8=tokenizer.kind != ByteTokenizer.kind)
+    utf8 = tokenizer.kind != ByteTokenizer.kind
+    texts = read_documents(piece, _encoding.separator, _encoding.field, utf8)
     try:
         documents = [tokenizer.encode(text) for text in texts]
     except DataError as error:
         raise DataError(f"{piece.path}, bytes {piece.begin} to {piece.end}: {error}") from None
     size = sum(map(len, texts))
-    if not piece.last:  # of a document that goes on
+    if not piece.last:
+        # The piece's document continues in the next piece.
         return Encoded(np.concatenate(documents), np.zeros(0, np.int64), size)
-    end = np.array(_encoding.appended, tokenizer.dtype)
-    parts = [part for document in documents for part in (document, end)]
-    ends = np.cumsum([len(document) + len(end) for document in documents], dtype=np.int64)
-    return Encoded(np.concatenate([end[:0], *parts]), ends, size)
+    appended = np.array(_encoding.appended, tokenizer.dtype)
+    # The empty array gives the right type if the piece has no documents.
+    arrays = [appended[:0]]
+    lengths = []
+    for document in documents:
+        arrays += [document, appended]
+        lengths.append(len(document) + len(appended))
+    ends = np.cumsum(lengths, dtype=np.int64)
+    return Encoded(np.concatenate(arrays), ends, size)

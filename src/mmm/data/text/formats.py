@@ -1,5 +1,7 @@
-"""What a file is, by the end of its name and its first bytes: text, JSON lines, tokens, or something else, which is
-refused: read as one of these, it would train a model on something else."""
+"""Tells what a file is, by the end of its name and its first bytes: text, JSON lines, tokens, or something else.
+
+Anything else is refused: read as one of these, it would train a model on garbage.
+"""
 
 from __future__ import annotations
 
@@ -11,14 +13,18 @@ from typing import Any
 from mmm.errors import DataError
 from mmm.outside import open_file, parse_json
 
-HEAD = 1 << 12  # bytes that are looked at
+# Bytes at the beginning of a file that are examined.
+HEAD = 1 << 12
 JSON_LINES = (".jsonl", ".ndjson", ".json")
 TOKENS = (".bin", ".idx")
 TABLES = (".csv", ".tsv")
-BLANK = b"\xef\xbb\xbf \t\r\n"  # a byte-order mark, spaces, and ends of lines
-MESSAGES, PROMPT = "messages", "prompt"  # what a line of conversations has one of
+# A byte-order mark, spaces and line ends.
+BLANK = b"\xef\xbb\xbf \t\r\n"
+# A line of conversations has one of these fields.
+MESSAGES = "messages"
+PROMPT = "prompt"
 AS_IT_IS = "or train on the file as it is, by mmm tokens --field ''"
-# How files begin that are neither text nor tokens; 3 bytes at least, or a file of tokens could begin so.
+# How files begin that are neither text nor tokens. At least 3 bytes each: a file of tokens may begin with any two.
 OTHERS = {
     b"\x1f\x8b\x08": "gzip",
     b"\x28\xb5\x2f\xfd": "Zstandard",
@@ -38,7 +44,7 @@ OTHERS = {
 
 @contextmanager
 def reading(name: object) -> Iterator[None]:
-    """Raises DataError, which names the file, where the system does not read it."""
+    """Turn an OSError into a DataError that names the file."""
     try:
         yield
     except OSError as error:
@@ -46,17 +52,22 @@ def reading(name: object) -> Iterator[None]:
 
 
 def check_magic(path: Path, head: bytes) -> None:
-    """Raises DataError where a file begins as one of another format."""
+    """Raise DataError if a file begins like one of another format.
+
+    Args:
+        head: the file's first bytes.
+    """
     for magic, name in OTHERS.items():
         if head.startswith(magic):
-            raise DataError(f"{path} is {name}, by its first bytes: make text, JSON lines or a file of tokens of it")
+            raise DataError(f"{path} is {name}, by its first bytes: convert it to text, JSON lines or a file of tokens")
 
 
 def check_text_file(path: Path, name: str, as_it_is: bool = False) -> bool:
-    """Whether it is JSON lines; else it is text.
+    """Check that a file is text or JSON lines. Returns True for JSON lines.
 
     Args:
-        name: for messages. as_it_is: JSON, CSV and the like are text as well.
+        name: what messages call the file.
+        as_it_is: take JSON, CSV and the like as text too.
 
     Raises:
         DataError: it is neither, is empty, or cannot be read.
@@ -68,10 +79,10 @@ def check_text_file(path: Path, name: str, as_it_is: bool = False) -> bool:
         raise DataError(f"{name}: the file is empty")
     check_magic(path, head)
     if suffix in TOKENS:
-        raise DataError(f"{name} is a file of tokens, by its name, and no text: programs take it by --text")
+        raise DataError(f"{name} is a file of tokens, by its name, not text: programs take it by --text")
     if b"\0" in head:
         raise DataError(
-            f"{name} is no text in UTF-8: byte {head.index(0)} is NUL; UTF-16 is converted by iconv -f UTF-16 -t UTF-8"
+            f"{name} is not text in UTF-8: byte {head.index(0)} is NUL; convert UTF-16 by iconv -f UTF-16 -t UTF-8"
         )
     if as_it_is:
         return False
@@ -79,23 +90,28 @@ def check_text_file(path: Path, name: str, as_it_is: bool = False) -> bool:
         raise DataError(f"{name} is a table, by its name: write its rows as JSON lines, {AS_IT_IS}")
     if suffix in JSON_LINES:
         return True
+    # A program in Python, say, may begin with a brace too: its first line is not JSON.
     if head.lstrip(BLANK).startswith(b"{") and first_record(path) is not None:
         raise DataError(f"{name}: its first line is a JSON object: call it {path.stem}.jsonl, {AS_IT_IS}")
     return False
 
 
 def first_record(path: Path) -> dict[str, Any] | None:
-    """What the first line of JSON lines has; None where it is no object."""
+    """The object in the first line of JSON lines that is not empty; None if it is not an object."""
+    first = b""
     with reading(path), open_file(path) as file:
-        line = next((line for line in file if line.strip(BLANK)), b"")
+        for line in file:
+            first = line.strip(BLANK)
+            if first:
+                break
     try:
-        return parse_json(line.strip(BLANK))
+        return parse_json(first)
     except ValueError:
         return None
 
 
 def is_chats(path: Path) -> bool:
-    """Whether a file that ``--text`` names is conversations; else it is text.
+    """Whether a file that ``--text`` names holds conversations; if not, it is text.
 
     Raises:
         DataError: it is neither.
@@ -103,9 +119,10 @@ def is_chats(path: Path) -> bool:
     if not check_text_file(path, f"--text {path}"):
         return False
     record = first_record(path)
-    if record is None or MESSAGES in record or PROMPT in record:  # a broken line is named where all are read
+    # A broken line is reported when all lines are read.
+    if record is None or MESSAGES in record or PROMPT in record:
         return True
     raise DataError(
-        f"--text {path} is JSON lines, whose first has neither {MESSAGES} nor {PROMPT}: of texts, prepare it by "
-        f"mmm tokens {path} -o {path.stem}, and give that folder"
+        f"--text {path} is JSON lines, and its first line has neither {MESSAGES} nor {PROMPT}: if its lines are texts, "
+        f"prepare it by mmm tokens {path} -o {path.stem}, and give that folder"
     )

@@ -1,7 +1,7 @@
-"""Chat templates in the sandbox of Jinja, which see what ``apply_chat_template`` of `transformers` (5.24) shows them.
+"""Chat templates in the sandbox of Jinja. They see what ``apply_chat_template`` of `transformers` (5.24) shows them.
 
-But for the date: ``strftime_now`` is not defined, because data depend on no day. Templates that ask whether it is have
-a date of their own.
+The one exception is ``strftime_now``, which is not defined: data must not depend on the day. Templates that ask whether
+it is defined bring a date of their own.
 """
 
 from __future__ import annotations
@@ -17,12 +17,20 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from mmm.errors import DataError
 
-BEGIN, END = "\ufdd0", "\ufdd1"  # no characters (Unicode keeps them for programs): where {% generation %} was
+# Around what {% generation %} writes. Unicode keeps these two for programs: they are not characters of any text.
+BEGIN = "\ufdd0"
+END = "\ufdd1"
 
 
 def compile_template(template: str) -> Callable[..., str]:
-    """A function that makes a text of what the template asks for by name; a block ``{% generation %}`` stands between
-    `BEGIN` and `END` in it. Both raise DataError: it is no Jinja, or does not take what it is given."""
+    """Compile a template to a function that takes the template's variables by name and returns a text.
+
+    What a block ``{% generation %}`` writes stands between `BEGIN` and `END` in that text.
+
+    Raises:
+        DataError: the template is not valid Jinja. The returned function raises it if the template refuses the
+            variables.
+    """
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
     )
@@ -31,7 +39,7 @@ def compile_template(template: str) -> Callable[..., str]:
     try:
         compiled = environment.from_string(template)
     except TemplateError as error:
-        raise DataError(f"the chat template is no Jinja: {_one_line(error)}") from None
+        raise DataError(f"the chat template is not valid Jinja: {_one_line(error)}") from None
 
     def render(**variables: object) -> str:
         try:
@@ -43,21 +51,23 @@ def compile_template(template: str) -> Callable[..., str]:
 
 
 class _Generation(Extension):
-    """``{% generation %}…{% endgeneration %}``: what a model writes."""
+    """``{% generation %}…{% endgeneration %}`` around what a model writes."""
 
-    tags = {"generation"}  # noqa: RUF012 (as Jinja has it)
+    # A set on the class, as Jinja has it.
+    tags = {"generation"}  # noqa: RUF012
 
     def parse(self, parser: Any) -> Node:
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return CallBlock(self.call_method("_mark"), [], [], body).set_lineno(line)
+        block = CallBlock(self.call_method("_mark"), [], [], body)
+        return block.set_lineno(line)
 
     def _mark(self, caller: Any) -> str:
         return f"{BEGIN}{caller()}{END}"
 
 
 def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, **flags: Any) -> str:
-    """Jinja's own escapes what is HTML."""
+    """The filter ``tojson``. Jinja's own would escape characters for HTML."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **flags)
 
 
@@ -66,5 +76,7 @@ def _raise(message: str) -> None:
 
 
 def _one_line(error: Exception) -> str:
-    line = f"line {error.lineno}: " if isinstance(error, TemplateSyntaxError) else ""
-    return line + " ".join(str(error).split())
+    text = " ".join(str(error).split())
+    if isinstance(error, TemplateSyntaxError):
+        return f"line {error.lineno}: {text}"
+    return text

@@ -1,6 +1,6 @@
-"""Files of text in pieces, and the documents of each: what a piece has depends on nothing else.
+"""Cuts files of text into pieces, and pieces into documents. What a piece holds depends on nothing outside it.
 
-A file of text is a document, or several with a separator between them; of JSON lines, each line is one.
+A text file is one document, or several with a separator between them. In JSON lines, each line is a document.
 """
 
 from __future__ import annotations
@@ -23,7 +23,15 @@ class TextFile(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """Bytes begin … end of a file; `last` where a document ends with it."""
+    """Bytes begin … end of a file.
+
+    Attributes:
+        path: the file.
+        jsonl: whether it is JSON lines.
+        begin: first byte.
+        end: the byte after the last.
+        last: whether a document ends with the piece.
+    """
 
     path: Path
     jsonl: bool
@@ -33,10 +41,13 @@ class Piece(NamedTuple):
 
 
 def split(files: Sequence[TextFile], size: int, separator: bytes = b"", splittable: bool = True) -> Iterator[Piece]:
-    """Pieces of `size` bytes at least: they end with a document, where a file has several; else with a character.
+    """Cut files into pieces of at least `size` bytes.
+
+    If a file has several documents, a piece ends with a document, otherwise with a character.
 
     Args:
-        splittable: a document may be split.
+        separator: what stands between the documents of a text file; empty if a file is one document.
+        splittable: whether a document may be split.
     """
     for path, jsonl in files:
         end_mark = b"\n" if jsonl else separator
@@ -48,13 +59,17 @@ def split(files: Sequence[TextFile], size: int, separator: bytes = b"", splittab
                     end = _after_documents(text, begin, size, end_mark)
                 elif splittable:
                     end = _after_character(text, begin + size)
-                yield Piece(path, jsonl, begin, end, bool(end_mark) or end == len(text))
+                ends_document = bool(end_mark) or end == len(text)
+                yield Piece(path, jsonl, begin, end, ends_document)
                 begin = end
 
 
 def _after_documents(text: mmap.mmap, begin: int, size: int, separator: bytes) -> int:
-    """The end of the first separator that `size` bytes after `begin` are before. Each is looked for, from a document's
-    begin: of three line ends the first two are the separator of two."""
+    """The end of the first separator that ends at least `size` bytes after `begin`; else the end of the text.
+
+    All separators from `begin` on are searched, as ``bytes.split`` finds them: of three line ends, the first two are
+    the separator of two line ends.
+    """
     end = begin
     while end < begin + size:
         place = text.find(separator, end)
@@ -65,35 +80,51 @@ def _after_documents(text: mmap.mmap, begin: int, size: int, separator: bytes) -
 
 
 def _after_character(text: mmap.mmap, end: int) -> int:
-    """The end of the character of UTF-8 that `end` is inside of."""
+    """The end of the UTF-8 character that `end` is inside of."""
+    # Bytes of a character after its first begin with the bits 10.
     while end < len(text) and text[end] & 0xC0 == 0x80:
         end += 1
     return min(end, len(text))
 
 
 def read_documents(piece: Piece, separator: bytes, field: str, utf8: bool) -> list[bytes]:
-    """The documents of a piece that have text, or the piece of one, as UTF-8.
+    """Read the documents of a piece as UTF-8; if the piece is a stretch of one document, that stretch.
+
+    Empty documents are left out.
 
     Args:
-        field: of JSON lines, what has the text. utf8: other text is refused; else every byte is one.
+        separator: what stands between documents; empty if a file is one document.
+        field: the field of a JSON line that holds the text.
+        utf8: whether text that is not UTF-8 is refused. If False, a text file may hold any bytes but NUL.
 
     Raises:
-        DataError: a line has no such text; bytes that are not UTF-8, or NUL.
+        DataError: a line has no such text, or there are bytes that are not UTF-8, or NUL.
     """
     with piece.path.open("rb") as file:
         file.seek(piece.begin)
-        text = check_text(file.read(piece.end - piece.begin), piece.path, piece.begin, utf8 or piece.jsonl)
-    documents = text.split(separator) if separator else [text]
+        content = file.read(piece.end - piece.begin)
+    text = check_text(content, piece.path, piece.begin, utf8 or piece.jsonl)
     if piece.jsonl:
-        if not piece.begin:
+        if piece.begin == 0:
+            # A byte-order mark, which some editors write.
             text = text.removeprefix(b"\xef\xbb\xbf")
-        lines = enumerate(text.split(b"\n"))
-        documents = [_text(piece, number, line, field) for number, line in lines if line.strip()]
+        documents = []
+        for line_index, line in enumerate(text.split(b"\n")):
+            if line.strip():
+                documents.append(_text(piece, line_index, line, field))
+    elif separator:
+        documents = text.split(separator)
+    else:
+        documents = [text]
     return [document for document in documents if document]
 
 
-def _text(piece: Piece, number: int, line: bytes, field: str) -> bytes:
-    """Of a line of JSON. number: of the line, from 0 in its piece."""
+def _text(piece: Piece, line_index: int, line: bytes, field: str) -> bytes:
+    """The text in a line of JSON.
+
+    Args:
+        line_index: index of the line in its piece, from 0.
+    """
     try:
         text = parse_json(line).get(field)
         if isinstance(text, str):
@@ -101,8 +132,9 @@ def _text(piece: Piece, number: int, line: bytes, field: str) -> bytes:
         reason = f"it has no text as {field!r}: name the field with the text by --field"
     except ValueError as error:
         reason = str(error)
+    # The lines before the piece are counted only now, for the message.
     with piece.path.open("rb") as file:
         while file.tell() < piece.begin:
             file.readline()
-            number += 1
-    raise DataError(f"{piece.path}, line {number + 1}: {reason}")
+            line_index += 1
+    raise DataError(f"{piece.path}, line {line_index + 1}: {reason}")

@@ -1,8 +1,8 @@
-"""Prepare a folder of tokens (see `mmm.data.text.token_file`), in parallel; what a killed one has, stays.
+"""Prepares a folder of tokens (see `mmm.data.text.token_file`) in parallel; a killed preparation can be continued.
 
-Files are read in pieces, whose tokens depend on nothing else. Processes encode them (`mmm.data.text.encode`); this one
-writes them in order into ``FOLDER.part``, and there, after each piece, how far it has come. Called again, it goes on
-from there. The folder gets its name when all is in it.
+Files are read in pieces, whose tokens depend on nothing outside the piece. Worker processes encode them
+(`mmm.data.text.encode`). This process writes the tokens in order into ``FOLDER.part``, and after each piece, how far it
+is. When it is called again, it continues from there. The folder gets its name when it is complete.
 """
 
 from __future__ import annotations
@@ -27,9 +27,12 @@ from mmm.history.record.folder import write_atomically
 from mmm.outside import read_json
 from mmm.units import counted
 
-PIECE = 1 << 24  # bytes of text, at least, where a file can be split
-EOS = "<|endoftext|>"  # of a trained BPE
-STATE = "state.json"  # of an unfinished folder: what it is made of, and how far it has come
+# Bytes of text in a piece, at least, if a file can be split.
+PIECE = 1 << 24
+# The token at the end of each document that a trained BPE has.
+EOS = "<|endoftext|>"
+# File in an unfinished folder: what the folder is made from, and how far it is.
+STATE = "state.json"
 
 
 @dataclass(frozen=True)
@@ -37,11 +40,13 @@ class Preparation:
     """What to prepare.
 
     Attributes:
-        files: of text; each is a document. tokenizer: bytes, chars, or a tokenizer's file.
-        bpe: train a tokenizer with so many tokens on the files instead.
-        separator: what stands between the documents of a file, and is left out; empty: a file is one document.
-        eos: token to put at the end of each document.
-        field: what has the text of JSON lines; empty: the lines themselves are text.
+        files: files of text; each is a document.
+        folder: folder to make.
+        tokenizer: ``bytes``, ``chars``, or a tokenizer's file.
+        bpe: vocabulary size of a tokenizer to train on the files instead; None trains none.
+        separator: what stands between the documents of a file, and is left out. Empty if a file is one document.
+        eos: token to put at the end of each document; None puts none.
+        field: the field of a JSON line that holds the text. Empty if the lines themselves are text.
     """
 
     files: tuple[Path, ...]
@@ -54,16 +59,19 @@ class Preparation:
 
 
 def prepare(wanted: Preparation, processes: int, say: Callable[[str], None] = lambda _: None) -> dict[str, Any]:
-    """Prepare the folder, or go on with it. Returns its manifest.
+    """Prepare the folder, or continue a preparation that was killed. Returns its manifest.
 
     Args:
-        processes: that encode. say: takes lines for people.
+        processes: number of processes that encode.
+        say: called with lines for people.
 
     Raises:
-        ConfigError, DataError: a file is missing, empty or binary; the folder is there with other contents.
+        ConfigError: the flags do not fit together or do not fit the files.
+        DataError: a file is missing, empty or binary, or the folder exists with other contents.
     """
     folder = wanted.folder
     try:
+        # All files are checked first: one that is not text is refused before anything is made of the others.
         files = tuple(_text_file(path, wanted) for path in wanted.files)
         key = _key(wanted)
         if folder.exists():
@@ -75,8 +83,10 @@ def prepare(wanted: Preparation, processes: int, say: Callable[[str], None] = la
             say(f"{folder} is complete already")
             return manifest
         unfinished = folder.with_name(folder.name + ".part")
-        manifest = _prepare(wanted, unfinished, files, _unfinished(unfinished, key), processes, say)
-        write_atomically(unfinished / MANIFEST, json.dumps(manifest, indent=1).encode())
+        state = _unfinished(unfinished, key)
+        manifest = _prepare(wanted, unfinished, files, state, processes, say)
+        text = json.dumps(manifest, indent=1)
+        write_atomically(unfinished / MANIFEST, text.encode())
         (unfinished / STATE).unlink()
         unfinished.rename(folder)
     except OSError as error:
@@ -85,37 +95,41 @@ def prepare(wanted: Preparation, processes: int, say: Callable[[str], None] = la
 
 
 def _text_file(path: Path, wanted: Preparation) -> TextFile:
-    """A file that was looked at: one that is no text is refused before anything is made of the others."""
-    file = TextFile(path, check_text_file(path, str(path), as_it_is=not wanted.field))
-    if file.jsonl and wanted.separator:
-        raise ConfigError(f"--separator: {path} is JSON lines, and has a document a line: leave it out")
-    return file
+    """Check a file. Raises DataError: it is not text."""
+    # Without a field, lines of JSON are text like any other.
+    is_json_lines = check_text_file(path, str(path), as_it_is=not wanted.field)
+    if is_json_lines and wanted.separator:
+        raise ConfigError(f"--separator: {path} is JSON lines, and has one document per line: leave it out")
+    return TextFile(path, is_json_lines)
 
 
 def _key(wanted: Preparation) -> str:
-    """A hash of all that decides the tokens: the files' names, sizes and times, the tokenizer and the flags."""
+    """A hash of everything that determines the tokens: the files' names, sizes and times, the tokenizer, the flags."""
     files = []
     for path in wanted.files:
-        stat = path.stat()
-        files.append([str(path.resolve()), stat.st_size, stat.st_mtime_ns])
+        status = path.stat()
+        files.append([str(path.resolve()), status.st_size, status.st_mtime_ns])
     rules = [FORMAT, PIECE, files, wanted.tokenizer, wanted.bpe, wanted.separator, wanted.eos, wanted.field]
     digest = hashlib.sha256(json.dumps(rules).encode())
-    if Path(wanted.tokenizer).is_file():
-        digest.update(Path(wanted.tokenizer).read_bytes())
+    tokenizer_file = Path(wanted.tokenizer)
+    if tokenizer_file.is_file():
+        digest.update(tokenizer_file.read_bytes())
     return digest.hexdigest()
 
 
 def _unfinished(unfinished: Path, key: str) -> dict[str, Any]:
-    """Make the unfinished folder, and return how far it has come. One of another preparation goes."""
+    """Make the unfinished folder, and return how far it is. One of another preparation is removed."""
+    state_path = unfinished / STATE
     if unfinished.exists():
-        problem = f"{unfinished}, no unfinished folder of mmm tokens: its {STATE}"
-        state = read_json(unfinished / STATE, DataError, name=problem)
+        # Without that file it is somebody else's folder, and stays.
+        name = f"{unfinished} is not an unfinished folder of mmm tokens: its {STATE}"
+        state = read_json(state_path, DataError, name=name)
         if state.get("key") == key:
             return state
         shutil.rmtree(unfinished)
     unfinished.mkdir(parents=True)
     state = {"key": key, "pieces": 0, "tokens": 0, "documents": 0, "bytes": 0, "sha256": ""}
-    write_atomically(unfinished / STATE, json.dumps(state).encode())
+    write_atomically(state_path, json.dumps(state).encode())
     return state
 
 
@@ -127,35 +141,48 @@ def _prepare(
     processes: int,
     say: Callable[[str], None],
 ) -> dict[str, Any]:
-    """Write the tokens. Returns the manifest."""
+    """Write the tokens. Returns the manifest.
+
+    Args:
+        state: how far the unfinished folder is. It is updated.
+    """
     tokenizer = _tokenizer(wanted, files, unfinished / CharTokenizer.file)
     for note in tokenizer.notes:
         say(note)
-    eos = wanted.eos or (EOS if wanted.bpe else None)
-    appended = () if eos is None else (tokenizer.token(eos),)
+    eos = wanted.eos
+    if not eos:
+        eos = EOS if wanted.bpe else None
+    appended: tuple[int, ...] = ()
+    if eos is not None:
+        appended = (tokenizer.token(eos),)
     encoding = Encoding(tokenizer, wanted.separator.encode(), wanted.field, appended)
     pieces = list(split(files, PIECE, encoding.separator, tokenizer.splittable))
-    done = state["pieces"]
-    if done:
-        say(f"going on: {done} of {len(pieces)} pieces are there")
+    n_done = state["pieces"]
+    if n_done:
+        say(f"continuing: {n_done} of {len(pieces)} pieces are done")
     with (unfinished / TOKENS).open("ab") as tokens, (unfinished / DOCUMENTS).open("ab") as documents:
-        # What was written after the last state goes.
+        # What a killed process wrote after its last state is written again.
         tokens.truncate(state["tokens"] * tokenizer.dtype.itemsize)
         documents.truncate(state["documents"] * 8)
-        for piece in encode(pieces[done:], processes, encoding):
+        for piece in encode(pieces[n_done:], processes, encoding):
             tokens.write(piece.tokens.data)
-            documents.write((piece.ends + state["tokens"]).astype("<i8").data)
+            # A piece counts from its own first token.
+            ends = piece.ends + state["tokens"]
+            documents.write(ends.astype("<i8").data)
             for file in (tokens, documents):
                 file.flush()
                 os.fsync(file.fileno())
-            added = {"pieces": 1, "tokens": len(piece.tokens), "documents": len(piece.ends), "bytes": piece.bytes}
-            for name, count in added.items():
-                state[name] += count
-            # Of the pieces one after the other: it can go on from the last state.
-            state["sha256"] = hashlib.sha256(state["sha256"].encode() + piece.tokens.tobytes()).hexdigest()
+            state["pieces"] += 1
+            state["tokens"] += len(piece.tokens)
+            state["documents"] += len(piece.ends)
+            state["bytes"] += piece.bytes
+            # The hash so far and the piece, so that it can be continued from the last state.
+            digest = hashlib.sha256(state["sha256"].encode())
+            digest.update(piece.tokens.tobytes())
+            state["sha256"] = digest.hexdigest()
             write_atomically(unfinished / STATE, json.dumps(state).encode())
-            ended = counted(state["documents"], "document")
-            say(f"{state['bytes'] / 1e6:.0f} MB of text, {state['tokens']} tokens, {ended}")
+            n_documents = counted(state["documents"], "document")
+            say(f"{state['bytes'] / 1e6:.0f} MB of text, {state['tokens']} tokens, {n_documents}")
     if not state["tokens"]:
         raise DataError(f"{wanted.files[0]}: there is no text in the files")
     if tokenizer.file:
@@ -167,36 +194,46 @@ def _prepare(
         "vocab_size": tokenizer.vocab_size,
         "eos": eos,
     }
+    both = f"{tokenizer.sha256} {state['sha256']}"
     return {
         **state,
         "format": FORMAT,
         "dtype": tokenizer.dtype.str,
         "tokenizer": about,
         "files": [str(path) for path in wanted.files],
-        "sha256": hashlib.sha256(f"{tokenizer.sha256} {state['sha256']}".encode()).hexdigest(),
+        "sha256": hashlib.sha256(both.encode()).hexdigest(),
     }
 
 
-def _tokenizer(wanted: Preparation, files: tuple[TextFile, ...], made: Path) -> Tokenizer:
-    """The tokenizer. One that is made from the files is made once, and kept as `made`."""
+def _tokenizer(wanted: Preparation, files: tuple[TextFile, ...], path: Path) -> Tokenizer:
+    """Load the tokenizer, or make it from the files.
+
+    Args:
+        path: where a tokenizer that is made from the files is kept. It is made once.
+    """
     if wanted.bpe is None and wanted.tokenizer != CharTokenizer.kind:
         return load_tokenizer(wanted.tokenizer)
-    if not made.is_file():
+    if not path.is_file():
         if wanted.bpe is None:
-            content = CharTokenizer.of(_texts(files, wanted.field)).content
+            texts = _texts(files, wanted.field)
+            content = CharTokenizer.of(texts).content
         else:
-            with pool_of(1) as pool:  # of its own: the library's threads would not survive the fork of others
+            # In a process of its own: training starts threads, and processes forked later would hang on their locks.
+            with pool_of(1) as pool:
                 content = pool.submit(_train, files, wanted.bpe, wanted.field).result()
-        write_atomically(made, content)
-    return load_tokenizer(made)
+        write_atomically(path, content)
+    return load_tokenizer(path)
 
 
 def _train(files: tuple[TextFile, ...], vocab_size: int, field: str) -> bytes:
-    lines = (line for text in _texts(files, field) for line in text.decode().splitlines(keepends=True))
-    return train_bpe(lines, vocab_size, EOS)
+    def lines() -> Iterator[str]:
+        for text in _texts(files, field):
+            yield from text.decode().splitlines(keepends=True)
+
+    return train_bpe(lines(), vocab_size, EOS)
 
 
 def _texts(files: tuple[TextFile, ...], field: str) -> Iterator[bytes]:
-    """All text, in lines or more at once."""
+    """Yield all text, in lines or longer stretches."""
     for piece in split(files, PIECE, b"\n"):
         yield from read_documents(piece, b"", field, utf8=True)

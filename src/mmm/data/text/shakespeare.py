@@ -16,22 +16,25 @@ SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
 
 
 def shakespeare() -> Path:
-    """The text's file in the cache, downloaded once a host.
+    """The file of the text in the cache, downloaded once per host.
 
     Raises:
-        DataError: it is not in the cache, and cannot be downloaded.
+        DataError: it is not in the cache and cannot be downloaded.
     """
-    home = cache_folder() / "shakespeare"
-    if not os.path.isfile(home / NAME):
+    folder = cache_folder() / "shakespeare"
+    path = folder / NAME
+    if not os.path.isfile(path):
         try:
-            download_once(home, _download)
+            download_once(folder, _download)
         except Refused as refused:
             raise DataError(
                 f"--dataset shakespeare is not in {cache_folder()} and cannot be downloaded ({refused}): "
                 f"give a text with --text FILE"
             ) from None
-    return home / NAME
+    return path
 
 
 def _download(folder: Path) -> None:
-    torch.hub.download_url_to_file(URL, os.fspath(folder / NAME), hash_prefix=SHA256, progress=False)
+    path = os.fspath(folder / NAME)
+    # Raises RuntimeError if the hash is another one.
+    torch.hub.download_url_to_file(URL, path, hash_prefix=SHA256, progress=False)

@@ -1,4 +1,4 @@
-"""What ``--text`` and ``--tokenizer`` name: texts, conversations, or a folder or file of tokens."""
+"""Opens what ``--text`` and ``--tokenizer`` name: texts, conversations, or a folder or file of tokens."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ class Sources:
     """A corpus, opened.
 
     Attributes:
-        tokenizer: that its tokens are of; None where no file says.
+        corpus: the corpus.
+        tokenizer: the tokenizer of its tokens; None if no file says which.
     """
 
     corpus: Corpus
@@ -40,23 +41,28 @@ class Sources:
 
     @property
     def bytes_per_token(self) -> float | None:
-        """Bytes of text to validate on, a token; None where the corpus does not say."""
+        """Average number of bytes of a token in the validation text; None if the corpus does not say."""
         return self.corpus.bytes_per_token
 
     def tokens(
         self, seq_length: int, seed: int, vocab_size: int, pack: bool = False, document_mask: bool = False
     ) -> tuple[Tokens, Tokens]:
-        """To train on, in an order that depends on the seed, and to validate on, in order.
+        """Make the samples to train on, in an order that depends on the seed, and those to validate on, in order.
 
         Args:
-            pack: whole documents (`PackedTokens`). document_mask: with where they begin.
+            seq_length: number of tokens in a sample.
+            seed: seed of the order.
+            vocab_size: size of the model's vocabulary.
+            pack: whether samples hold whole documents (`PackedTokens`).
+            document_mask: whether samples say where their documents begin.
 
         Raises:
-            ConfigError: a text does not say where documents end, and is to be packed; a mask of what is not packed.
-            DataError: a text is shorter than a sequence, or has tokens that the vocabulary lacks.
+            ConfigError: `pack` is given for a text that does not say where documents end; `document_mask` is given
+                without `pack`.
+            DataError: a text is shorter than a sequence, or has tokens outside the vocabulary.
         """
         if document_mask and not pack:
-            raise ConfigError("--document_mask is of documents that --pack puts into a sequence: give --pack as well")
+            raise ConfigError("--document_mask is for documents that --pack puts into a sequence: give --pack as well")
         corpus = self.corpus
 
         def samples(text: Any, shuffle: bool) -> Tokens:
@@ -78,16 +84,19 @@ class Sources:
         return samples(corpus.train, shuffle=True), samples(corpus.validation, shuffle=False)
 
     def notes(self, seq_length: int) -> list[str]:
-        """What is to be said of the data at the start of a run."""
+        """Remarks about the data for the start of a run."""
         corpus = self.corpus
-        notes = list(self.tokenizer.notes) if self.tokenizer else []
+        notes: list[str] = []
+        if self.tokenizer is not None:
+            notes += self.tokenizer.notes
         if isinstance(corpus.train, ChatText):
             notes.append(f"{corpus.source}, to train on: {corpus.train.note(seq_length)}")
             notes.append(f"{corpus.source}, to validate on: {corpus.validation.note(seq_length)}")
-        return [*notes, *corpus.notes]
+        notes += corpus.notes
+        return notes
 
     def describe(self) -> dict[str, object]:
-        """What a run's record keeps of the data."""
+        """The facts about the data that a run's record keeps."""
         return self.corpus.describe()
 
 
@@ -100,14 +109,15 @@ def open_sources(
     """Open the data that the flags name.
 
     Args:
-        text: a folder or file of tokens; or files of text, or of conversations, which together are one text; none for
+        text: a folder or file of tokens, or files of text or of conversations, which together are one text. Empty for
             the standard library.
-        tokenizer: bytes, chars (the characters of the texts) or a tokenizer's file. None: that of the tokens, else
-            `default`, else bytes.
-        token_dtype: of a file of tokens that does not say it, such as ``uint16``.
+        tokenizer: ``bytes``, ``chars`` (the characters of the texts) or a tokenizer's file. None: the tokenizer of the
+            tokens; for texts that of `default`, or that of bytes.
+        default: returns the tokenizer for texts if none is named.
+        token_dtype: type of a token in a file that does not say it, such as ``uint16``.
 
     Raises:
-        ConfigError, DataError: what does not fit together, or cannot be read.
+        ConfigError, DataError: flags do not fit together, or data cannot be read.
     """
     for path in text:
         tokens = open_tokens(path, token_dtype)
@@ -116,39 +126,56 @@ def open_sources(
         if len(text) > 1:
             raise ConfigError(f"--text: {path} has tokens, and stands alone: mmm tokens makes one folder of many texts")
         return Sources(tokens, _tokenizer_of(tokens, tokenizer))
-    of_chats = {is_chats(path) for path in text}
-    if len(of_chats) > 1:
+    kinds = {is_chats(path) for path in text}
+    if len(kinds) > 1:
         raise ConfigError("--text: some files are conversations and others text: train on one kind of them")
-    chosen = None
+    # None: characters, which are made of the text below.
+    chosen: Tokenizer | None = None
     if tokenizer is None:
         chosen = default() or ByteTokenizer()
     elif tokenizer != CharTokenizer.kind:
         chosen = load_tokenizer(tokenizer)
-    if True in of_chats:
+    if True in kinds:
         chats = read_chat_files(text)
-        chosen = chosen or CharTokenizer.of(plain_texts(chats))
+        if chosen is None:
+            chosen = CharTokenizer.of(plain_texts(chats))
         return Sources(encode_chats(text, chats, chosen), chosen)
-    utf8 = chosen is None or chosen.kind != ByteTokenizer.kind
-    corpus = read_text_files(text, utf8) if text else standard_library()
-    chosen = chosen or CharTokenizer.of((corpus.train.tobytes(), corpus.validation.tobytes()))
+    if text:
+        # The tokenizer of bytes takes any text, others only UTF-8.
+        utf8 = chosen is None or chosen.kind != ByteTokenizer.kind
+        corpus = read_text_files(text, utf8)
+    else:
+        corpus = standard_library()
+    if chosen is None:
+        chosen = CharTokenizer.of((corpus.train.tobytes(), corpus.validation.tobytes()))
     if chosen.kind != ByteTokenizer.kind:
         corpus = _encoded(corpus, chosen)
     return Sources(corpus, chosen)
 
 
 def _tokenizer_of(tokens: Corpus, name: str | None) -> Tokenizer | None:
-    """The tokenizer that is asked for, or else that has made the tokens; None where nobody says.
+    """The tokenizer of a folder or file of tokens; None if it is unknown.
+
+    Args:
+        name: the tokenizer that the user asks for; None for the one that made the tokens.
 
     Raises:
-        DataError: they differ.
+        DataError: the tokens were made by another tokenizer.
     """
     own = tokens.tokenizer
-    if name is None or (own is not None and own.kind == name):
+    if own is None:
+        if name is None:
+            return None
+        if name == CharTokenizer.kind:
+            raise DataError(f"--tokenizer {name}: {tokens.source} has no text to take characters from")
+        return load_tokenizer(name)
+    if name is None or name == own.kind:
         return own
-    if name == CharTokenizer.kind and own is None:
-        raise DataError(f"--tokenizer {name}: {tokens.source} has no text to take characters from")
-    asked = own if name == CharTokenizer.kind else load_tokenizer(name)
-    if asked is own or (own is not None and asked is not None and asked.sha256 != own.sha256):
+    asked = None
+    # `chars` names no file; a tokenizer of characters would have returned above.
+    if name != CharTokenizer.kind:
+        asked = load_tokenizer(name)
+    if asked is None or asked.sha256 != own.sha256:
         raise DataError(
             f"--text {tokens.source} was made by another tokenizer ({own}) than --tokenizer {name}: prepare it again "
             "with mmm tokens --tokenizer, or leave --tokenizer out"
@@ -157,21 +184,22 @@ def _tokenizer_of(tokens: Corpus, name: str | None) -> Tokenizer | None:
 
 
 def _encoded(text: Corpus, tokenizer: Tokenizer) -> Corpus:
-    """A text of bytes as the tokens of another tokenizer, in memory.
+    """Encode a text of bytes by another tokenizer, in memory.
 
     Raises:
-        DataError: the text has a character that the vocabulary lacks.
+        DataError: the text has a character that is not in the vocabulary.
     """
     try:
         train = tokenizer.encode(text.train.tobytes())
         validation = tokenizer.encode(text.validation.tobytes())
     except DataError as error:
         raise DataError(f"{text.source}: {error}") from None
+    both = f"{text.sha256} {tokenizer.sha256}"
     return replace(
         text,
         train=train,
         validation=validation,
-        sha256=hashlib.sha256(f"{text.sha256} {tokenizer.sha256}".encode()).hexdigest(),
+        sha256=hashlib.sha256(both.encode()).hexdigest(),
         unit="tokens",
         tokenizer=tokenizer,
         bytes_per_token=len(text.validation) / max(len(validation), 1),

@@ -1,4 +1,4 @@
-"""The tokens of a run: those to train on, and those to validate on."""
+"""The tokens of a run: those to train on and those to validate on."""
 
 from __future__ import annotations
 
@@ -11,11 +11,14 @@ from mmm.errors import DataError
 
 @dataclass(frozen=True)
 class TextData:
-    """Tokens to train on, tokens to validate on, and what the record says of them.
+    """Tokens to train on, tokens to validate on, and what the record says about them.
 
     Attributes:
-        bytes_per_token: of the text to validate on; None where nobody knows.
-        tokenizer: a `mmm.data.text.byte_tokenizer.Tokenizer`; None where nobody knows.
+        train: the tokens to train on.
+        validation: the tokens to validate on.
+        about: facts about the data for the run's record.
+        bytes_per_token: average number of bytes of a token in the validation text; None if unknown.
+        tokenizer: the tokenizer, a `mmm.data.text.byte_tokenizer.Tokenizer`; None if unknown.
     """
 
     train: Tokens
@@ -28,7 +31,7 @@ class TextData:
         return self.about
 
     def check(self, global_batch_size: int) -> int:
-        """Steps of an epoch.
+        """Check that there is enough text. Returns the number of steps in an epoch.
 
         Raises:
             DataError: there is less text than one global batch, to train on or to validate on.

@@ -17,35 +17,41 @@ from mmm.data.text.tokens import BYTES
 from mmm.errors import ConfigError, DataError
 from mmm.outside import parse_json, read_file
 
-CODE_POINTS = 0x110000  # of Unicode
-CUTS = ("truncation", "padding")  # fields of a tokenizer.json, for inputs of another program: a text is one input
-DRAWS = ("dropout", "alpha", "nbest_size")  # of its model: a text would have other tokens each time
+# Number of code points of Unicode.
+CODE_POINTS = 0x110000
+# Fields of a tokenizer.json that cut or fill a text. Another program set them for its inputs; here a text is one input.
+CUTS = ("truncation", "padding")
+# Fields of its model that make it random: a text would have other tokens each time.
+DRAWS = ("dropout", "alpha", "nbest_size")
 
 
 class CharTokenizer(Tokenizer):
-    """A Unicode character is a token; the vocabulary is a list of characters, by code point."""
+    """A Unicode character is a token; the vocabulary is a list of characters, ordered by code point."""
 
     kind = "chars"
     file = "tokenizer.json"
     splittable = True
-    HEAD = b'{"kind": "chars"'  # how its file begins
+    # How its file begins.
+    HEAD = b'{"kind": "chars"'
 
     def __init__(self, chars: str) -> None:
         if not chars or len(set(chars)) < len(chars):
-            raise DataError("a vocabulary of characters has none, or one twice")
+            raise DataError("a vocabulary of characters is empty, or has one twice")
         self.chars = chars
         self.vocab_size = len(chars)
         self.content = json.dumps({"kind": self.kind, "chars": chars}).encode()
-        self._table = np.full(CODE_POINTS, -1, np.int32)  # code point -> token
+        # Code point → token; -1 for characters that are not in the vocabulary.
+        self._table = np.full(CODE_POINTS, -1, np.int32)
         self._table[_codes(chars)] = np.arange(len(chars))
 
     @classmethod
     def of(cls, texts: Iterable[bytes]) -> CharTokenizer:
-        """All characters of these texts."""
-        seen = np.zeros(CODE_POINTS, bool)  # by code point
+        """Make the tokenizer of all characters of these texts."""
+        seen = np.zeros(CODE_POINTS, bool)
         for text in texts:
             seen[_codes(_unicode(text))] = True
-        return cls("".join(map(chr, np.flatnonzero(seen))))
+        codes = np.flatnonzero(seen)
+        return cls("".join(map(chr, codes)))
 
     def encode(self, text: bytes) -> np.ndarray:
         codes = _codes(_unicode(text))
@@ -60,7 +66,15 @@ class CharTokenizer(Tokenizer):
 
 
 class HuggingFaceTokenizer(Tokenizer):
-    """A ``tokenizer.json`` of Hugging Face's ``tokenizers``, without what draws or cuts in it."""
+    """A ``tokenizer.json`` of Hugging Face's ``tokenizers``, without what is random in it or cuts texts.
+
+    Args:
+        content: the file.
+        name: what messages call it.
+
+    Raises:
+        DataError: it is not such a file, or the package is not installed.
+    """
 
     kind = "tokenizers"
     file = "tokenizer.json"
@@ -76,51 +90,60 @@ class HuggingFaceTokenizer(Tokenizer):
         if not isinstance(model, dict):
             model = {}
         switched_off = []
-        for part, fields in ((about, CUTS), (model, DRAWS)):
-            switched_off += [field for field in fields if part.pop(field, None) is not None]
+        for section, fields in ((about, CUTS), (model, DRAWS)):
+            for field in fields:
+                if section.pop(field, None) is not None:
+                    switched_off.append(field)
         if switched_off:
             content = json.dumps(about).encode()
             self.notes = (f"{name}: its {' and '.join(switched_off)} stays off: a text has the same tokens each time",)
         try:
             self._tokenizer = package.Tokenizer.from_buffer(content)
-        except BaseException as error:  # the package raises nothing narrower, and panics by one that is no Exception
+        # The package raises nothing narrower, and when it panics, something that is not an Exception.
+        except BaseException as error:
             if isinstance(error, KeyboardInterrupt):
                 raise
-            raise DataError(f"--tokenizer {name} is no tokenizer of the package tokenizers: {error}") from None
+            raise DataError(f"--tokenizer {name} is not a tokenizer of the package tokenizers: {error}") from None
         vocabulary = self._tokenizer.get_vocab()
-        self.vocab_size = max(vocabulary.values(), default=0) + 1
+        largest = max(vocabulary.values(), default=0)
+        self.vocab_size = largest + 1
+        # A model with so many rows of embeddings would be made of one wrong number.
         if self.vocab_size > len(content):
-            raise DataError(
-                f"--tokenizer {name} is damaged: {len(content):,} bytes have a token {self.vocab_size - 1:,}"
-            )
+            raise DataError(f"--tokenizer {name} is damaged: {len(content):,} bytes have a token {largest:,}")
         # A BPE leaves out what it has no token for, unless it knows every byte or an unknown token.
         is_bpe = isinstance(self._tokenizer.model, package.models.BPE)
-        has_bytes = vocabulary.keys() >= set(package.pre_tokenizers.ByteLevel.alphabet())
-        self._may_lose = is_bpe and model.get("unk_token") is None and not has_bytes
+        alphabet = package.pre_tokenizers.ByteLevel.alphabet()
+        has_bytes = vocabulary.keys() >= set(alphabet)
+        has_unknown = model.get("unk_token") is not None
+        self._may_lose = is_bpe and not has_unknown and not has_bytes
 
     def encode(self, text: bytes) -> np.ndarray:
         characters = _unicode(text)
         try:
             encoding = self._tokenizer.encode(characters, add_special_tokens=False)
-        except Exception as error:  # the package raises nothing narrower
+        # The package raises nothing narrower.
+        except Exception as error:
             raise DataError(f"the tokenizer does not take the text: {error}") from None
         if self._may_lose:
             _check_all_covered(characters, encoding.offsets)
         return np.asarray(encoding.ids, self.dtype)
 
     def decode(self, tokens: Sequence[int]) -> str:
-        return self._tokenizer.decode([int(token) for token in tokens], skip_special_tokens=False)
+        ids = [int(token) for token in tokens]
+        return self._tokenizer.decode(ids, skip_special_tokens=False)
 
     def token(self, name: str) -> int:
         token = self._tokenizer.token_to_id(name)
-        return super().token(name) if token is None else token
+        if token is None:
+            return super().token(name)
+        return token
 
 
 def _check_all_covered(text: str, offsets: Sequence[tuple[int, int]]) -> None:
-    """Raises DataError where characters of a text, spaces aside, are in no token.
+    """Raise DataError if characters of a text, other than spaces, are in no token.
 
     Args:
-        offsets: of each token, its first character and the one after its last.
+        offsets: first character of each token, and the one after its last.
     """
     lost = np.ones(len(text), bool)
     for begin, end in offsets:
@@ -134,7 +157,15 @@ def _check_all_covered(text: str, offsets: Sequence[tuple[int, int]]) -> None:
 
 
 class SentencePieceTokenizer(Tokenizer):
-    """A SentencePiece model."""
+    """A SentencePiece model.
+
+    Args:
+        content: the model's file.
+        name: what messages call it.
+
+    Raises:
+        DataError: it is not such a model, or the package is not installed.
+    """
 
     kind = "sentencepiece"
     file = "tokenizer.model"
@@ -146,22 +177,30 @@ class SentencePieceTokenizer(Tokenizer):
         try:
             self._processor.LoadFromSerializedProto(content)
         except RuntimeError:
-            raise DataError(f"--tokenizer {name} ({len(content)} bytes) is no SentencePiece model") from None
+            raise DataError(f"--tokenizer {name} ({len(content)} bytes) is not a SentencePiece model") from None
         self.vocab_size = self._processor.GetPieceSize()
 
     def encode(self, text: bytes) -> np.ndarray:
-        return np.asarray(self._processor.EncodeAsIds(_unicode(text)), self.dtype)
+        ids = self._processor.EncodeAsIds(_unicode(text))
+        return np.asarray(ids, self.dtype)
 
     def decode(self, tokens: Sequence[int]) -> str:
-        return self._processor.DecodeIds([int(token) for token in tokens])
+        ids = [int(token) for token in tokens]
+        return self._processor.DecodeIds(ids)
 
     def token(self, name: str) -> int:
-        token = self._processor.PieceToId(name)  # that of what is unknown, where it has none
-        return token if self._processor.IdToPiece(token) == name else super().token(name)
+        # For a name that it does not have, this is the id of the unknown token.
+        token = self._processor.PieceToId(name)
+        if self._processor.IdToPiece(token) != name:
+            return super().token(name)
+        return token
 
 
 def load_tokenizer(name: str | Path) -> Tokenizer:
-    """``bytes``, or a file: a SentencePiece ``.model``, or a JSON of ``tokenizers`` or of characters.
+    """Load the tokenizer of bytes or one from a file.
+
+    Args:
+        name: ``bytes``, or a path: a SentencePiece ``.model``, or a JSON of ``tokenizers`` or of characters.
 
     Raises:
         DataError: the file cannot be read, is none of these, or needs a package that is not installed.
@@ -170,16 +209,17 @@ def load_tokenizer(name: str | Path) -> Tokenizer:
         return ByteTokenizer()
     with reading(f"--tokenizer {name}, which is neither bytes nor chars"):
         content = read_file(name)
-    tokenizer = tokenizer_of(Path(name), content)
-    tokenizer.chat = chat_format_of(Path(name).parent)
+    path = Path(name)
+    tokenizer = tokenizer_of(path, content)
+    tokenizer.chat = chat_format_of(path.parent)
     return tokenizer
 
 
 def tokenizer_of(name: Path, content: bytes) -> Tokenizer:
-    """The tokenizer of a file that has been read; without a name that of bytes, which has none.
+    """Make the tokenizer of a file that has been read. An empty name means the tokenizer of bytes, which has no file.
 
     Raises:
-        DataError: as `load_tokenizer`.
+        DataError: the content is not a tokenizer, or needs a package that is not installed.
     """
     if not name.name:
         return ByteTokenizer()
@@ -198,24 +238,29 @@ def _char_tokenizer(content: bytes, name: Path) -> CharTokenizer:
 
 
 def train_bpe(texts: Iterator[str], vocab_size: int, eos: str) -> bytes:
-    """The ``tokenizer.json`` of a byte-level BPE (Sennrich et al. 2016; Radford et al. 2019), for every text.
+    """Train a byte-level BPE (Sennrich et al. 2016; Radford et al. 2019). Returns its ``tokenizer.json``.
 
     Args:
-        texts: such as lines. vocab_size: tokens, the 256 bytes and `eos` among them.
+        texts: texts to train on, such as lines.
+        vocab_size: number of tokens, including the 256 bytes and `eos`.
+        eos: the special token that ends a text.
 
     Raises:
-        ConfigError: a vocabulary too small for these. DataError: the package is not installed.
+        ConfigError: the vocabulary is too small for the bytes and `eos`.
+        DataError: the package is not installed.
     """
     if vocab_size <= BYTES:
         raise ConfigError(f"--train-bpe {vocab_size}: it must be more than {BYTES}, for every byte and {eos}")
     package = _optional("tokenizers", f"by --train-bpe {vocab_size}")
+    byte_level = package.pre_tokenizers.ByteLevel
     tokenizer = package.Tokenizer(package.models.BPE())
-    tokenizer.pre_tokenizer = package.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.pre_tokenizer = byte_level(add_prefix_space=False)
     tokenizer.decoder = package.decoders.ByteLevel()
     trainer = package.trainers.BpeTrainer(
         vocab_size=vocab_size,
         special_tokens=[eos],
-        initial_alphabet=package.pre_tokenizers.ByteLevel.alphabet(),
+        # Every byte is a token, so that every text can be encoded.
+        initial_alphabet=byte_level.alphabet(),
         show_progress=False,
     )
     tokenizer.train_from_iterator(texts, trainer)
@@ -223,7 +268,8 @@ def train_bpe(texts: Iterator[str], vocab_size: int, eos: str) -> bytes:
 
 
 def _codes(text: str) -> np.ndarray:
-    """Code points, (characters,) uint32."""
+    """The code points of a text, (characters,) uint32."""
+    # UTF-32 has 4 bytes per character: its code point.
     return np.frombuffer(text.encode("utf-32-le"), np.uint32)
 
 

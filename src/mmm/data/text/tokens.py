@@ -1,4 +1,4 @@
-"""Batches of tokens: the global batch of step k depends on (seed, k, global batch size) alone."""
+"""Batches of tokens: the global batch of step k depends only on (seed, k, global batch size)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from torch import Tensor
 from mmm.data.order import epoch_order, stream
 from mmm.errors import DataError
 
-BYTES = 256  # the vocabulary of a text without a tokenizer: one token a byte
+# The vocabulary of a text without a tokenizer: each byte is a token.
+BYTES = 256
 
 
 @dataclass(frozen=True)
@@ -21,13 +22,15 @@ class Batch:
     """A local batch: a rank's tokens of one step.
 
     Attributes:
-        inputs, targets: (batch, seq) int64; a target is the token after its input, or `PADDING`.
-        count: targets in the global batch: the divisor of a sum of losses. A tensor where they have been counted.
-        has_padding: some targets may be `PADDING`, which `count` includes: the divisor is how many are not, and differs
-            from step to step.
-        document_starts: (batch, seq) int64, the place in its sequence where the document of each token begins; None
-            where a sequence is one text.
-        sample_keys: (batch,) int64, for models with dropout (`mmm.nn.dropout`); None where there are none.
+        inputs: (batch, seq) int64.
+        targets: (batch, seq) int64; each is the token after its input, or `PADDING`.
+        count: number of targets in the global batch, by which a sum of losses is divided. It is a tensor if the targets
+            have been counted.
+        has_padding: whether some targets may be `PADDING`. Then `count` includes them, and the divisor is the number of
+            other targets, which differs from step to step.
+        document_starts: (batch, seq) int64: where in its sequence each token's document begins. None if a sequence is
+            one text.
+        sample_keys: (batch,) int64, for models with dropout (`mmm.nn.dropout`); None for other models.
     """
 
     inputs: Tensor
@@ -40,17 +43,25 @@ class Batch:
     @property
     def arguments(self) -> dict[str, Tensor]:
         """What a model's forward takes besides its inputs, (batch, …)."""
-        named = {"document_starts": self.document_starts, "sample_keys": self.sample_keys}
-        return {name: tensor for name, tensor in named.items() if tensor is not None}
+        arguments: dict[str, Tensor] = {}
+        if self.document_starts is not None:
+            arguments["document_starts"] = self.document_starts
+        if self.sample_keys is not None:
+            arguments["sample_keys"] = self.sample_keys
+        return arguments
 
     def split(self, parts: int) -> list[Batch]:
-        """Micro-batches, whose sizes differ by one sample at most."""
+        """Split into micro-batches, whose sizes differ by one sample at most."""
         tensors = {"inputs": self.inputs, "targets": self.targets, **self.arguments}
-        pieces = zip(*(tensor.tensor_split(parts) for tensor in tensors.values()), strict=True)
-        return [replace(self, **dict(zip(tensors, piece, strict=True))) for piece in pieces]
+        split_tensors = {name: tensor.tensor_split(parts) for name, tensor in tensors.items()}
+        micro_batches = []
+        for i in range(parts):
+            fields: dict[str, Any] = {name: pieces[i] for name, pieces in split_tensors.items()}
+            micro_batches.append(replace(self, **fields))
+        return micro_batches
 
     def to(self, device: torch.device) -> Batch:
-        """On the device. The host does not wait for the copy to CUDA or XPU, which is made from pinned memory."""
+        """Copy to a device. For CUDA and XPU the copy is from pinned memory, and the host does not wait for it."""
         pinned = device.type in ("cuda", "xpu")
         moved: dict[str, Any] = {}
         for name, value in vars(self).items():
@@ -65,15 +76,18 @@ class TokenArray(Protocol):
 
     def __len__(self) -> int: ...
 
-    def __getitem__(self, part: slice, /) -> np.ndarray: ...
+    def __getitem__(self, index: slice, /) -> np.ndarray: ...
 
 
 class Tokens(ABC):
     """Sequences of ``seq_length + 1`` tokens, in an order that depends on a seed.
 
     Attributes:
-        samples: sequences in one epoch.
-        has_padding: as of `Batch`.
+        samples: number of sequences in one epoch.
+        has_padding: whether some targets may be `PADDING`.
+        seq_length: number of inputs in a sequence, and of targets.
+        seed: seed of the order.
+        shuffle: whether each epoch has an order of its own. If not, sequences keep their order.
     """
 
     samples: int
@@ -86,11 +100,15 @@ class Tokens(ABC):
 
     @abstractmethod
     def sample(self, epoch: int, place: int) -> np.ndarray:
-        """Sequence number `place` of an epoch, from 0: (seq_length + 1,) int64; where a target is not always the next
-        token, (2, seq_length), inputs and targets; with documents (3, seq_length), also where each token's begins."""
+        """Read the sequence at `place` of an epoch, from 0.
+
+        Returns:
+            (seq_length + 1,) int64. If a target is not always the next token: (2, seq_length), inputs and targets. With
+            documents: (3, seq_length), inputs, targets and where each token's document begins.
+        """
 
     def steps_per_epoch(self, global_batch: int) -> int:
-        """Steps of `global_batch` samples in an epoch; a remainder at its end is dropped.
+        """The number of steps of `global_batch` samples in an epoch; a remainder at its end is dropped.
 
         Raises:
             DataError: there are fewer samples than one global batch.
@@ -102,38 +120,49 @@ class Tokens(ABC):
             )
         return self.samples // global_batch
 
-    def number(self, epoch: int, place: int) -> int:
-        """Which of the sequences is at a place of an epoch."""
-        return self.shuffled(epoch, place) if self.shuffle else place
+    def sequence_at(self, epoch: int, place: int) -> int:
+        """The index of the sequence at a place of an epoch."""
+        if self.shuffle:
+            return self.shuffled(epoch, place)
+        return place
 
     def shuffled(self, epoch: int, place: int) -> int:
-        """`number` by a list of all, which is smaller than a text in memory."""
-        return int(epoch_order(self.seed, epoch, self.samples)[place])
+        """`sequence_at` of a shuffled order. The order is kept as a list, which is smaller than a text in memory."""
+        order = epoch_order(self.seed, epoch, self.samples)
+        return int(order[place])
 
     def batch(self, step: int, global_batch: int, first_sample: int, size: int) -> Batch:
-        """Samples first_sample … first_sample + size - 1 of the global batch of a step.
+        """Read samples first_sample … first_sample + size - 1 of a step's global batch.
 
         Args:
-            step: from 0, over all epochs.
-            first_sample, size: the local batch of data-parallel coordinate c starts at ``c * size``.
+            step: index of the step over all epochs, from 0.
+            global_batch: number of samples in a step over all ranks.
+            first_sample, size: the local batch. Data-parallel coordinate c starts at ``c * size``.
         """
         epoch, step_of_epoch = divmod(step, self.steps_per_epoch(global_batch))
         begin = step_of_epoch * global_batch + first_sample
-        rows = torch.from_numpy(np.stack([self.sample(epoch, begin + i) for i in range(size)]))
-        if rows.ndim == 2:  # (size, seq_length + 1)
+        samples = [self.sample(epoch, begin + i) for i in range(size)]
+        rows = torch.from_numpy(np.stack(samples))
+        if rows.ndim == 2:
+            # (size, seq_length + 1): a target is the next token
             columns = [rows[:, :-1], rows[:, 1:]]
-        else:  # (size, 2 or 3, seq_length)
+        else:
+            # (size, 2 or 3, seq_length)
             columns = list(rows.unbind(1))
-        inputs, targets, *starts = (column.contiguous() for column in columns)  # (size, seq_length) each
+        # (size, seq_length) each
+        inputs, targets, *starts = [column.contiguous() for column in columns]
         return Batch(inputs, targets, global_batch * self.seq_length, self.has_padding, *starts)
 
 
 class TextTokens(Tokens):
-    """A text as sequences that do not overlap; every epoch has each of them once, in an order of its own.
+    """A text as sequences that do not overlap. Every epoch has each of them once, in an order of its own.
 
     Args:
-        text: (tokens,) unsigned integers. seq_length: tokens a sample. shuffle: False reads in order.
-        unit: what the text's tokens are called.
+        text: (tokens,) unsigned integers.
+        seq_length: number of tokens in a sample.
+        seed: seed of the order.
+        shuffle: if False, sequences keep the order of the text.
+        unit: what the text's tokens are called in messages.
 
     Raises:
         DataError: the text is shorter than one sample.
@@ -144,19 +173,22 @@ class TextTokens(Tokens):
     ) -> None:
         super().__init__(seq_length, seed, shuffle)
         self.text = text
-        self.samples = max(len(text) - 1, 0) // seq_length
+        # The last token is only a target.
+        inputs = max(len(text) - 1, 0)
+        self.samples = inputs // seq_length
         if self.samples < 1:
             raise DataError(
                 f"a text of {len(text)} {unit} is too short for --seq_length {seq_length}: it needs {seq_length + 1}"
             )
 
     def sample(self, epoch: int, place: int) -> np.ndarray:
-        begin = self.number(epoch, place) * self.seq_length
-        return self.text[begin : begin + self.seq_length + 1].astype(np.int64)
+        begin = self.sequence_at(epoch, place) * self.seq_length
+        end = begin + self.seq_length + 1
+        return self.text[begin:end].astype(np.int64)
 
 
 class RandomTokens(Tokens):
-    """Uniform random tokens in 0 … vocab_size - 1: ln(vocab_size) is the best loss. For measuring speed."""
+    """Uniform random tokens in 0 … vocab_size - 1, to measure speed. The best possible loss is ln(vocab_size)."""
 
     samples = 16_384
 

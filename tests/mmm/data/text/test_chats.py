@@ -48,7 +48,7 @@ GOOD = {"messages": [QUESTION, ANSWER]}
         ({"prompt": "x"}, "with one of answer, completion, response"),
         ({"prompt": "x", "answer": "y", "response": "z"}, "with one of answer, completion, response"),
         ({"prompt": 3, "answer": "y"}, "message 1"),
-        ({"messages": "x"}, "messages is 'x', which is no list of objects with role and content"),
+        ({"messages": "x"}, "messages is 'x', which is not a list of objects with role and content"),
         ({"messages": []}, "no message has the role assistant"),
         (
             {"messages": [QUESTION, {**ANSWER, "role": "asistant"}]},
@@ -56,7 +56,7 @@ GOOD = {"messages": [QUESTION, ANSWER]}
         ),
         ({"messages": [QUESTION, {**ANSWER, "content": " "}]}, "message 2"),
         ({"messages": [QUESTION, {**ANSWER, "content": None}]}, "message 2"),
-        ({"messages": [QUESTION, {**ANSWER, "content": "\ufdd0"}]}, "which are no characters"),
+        ({"messages": [QUESTION, {**ANSWER, "content": "\ufdd0"}]}, "which are not characters"),
         ({"messages": [QUESTION, {**ANSWER, "weight": 0.5}]}, "message 2 has the weight 0.5"),
         ({"messages": [QUESTION, {**ANSWER, "weight": 0}]}, "has no answer to learn"),
         ({"messages": [QUESTION, ANSWER], "tools": "add"}, "tools are 'add'"),

@@ -47,7 +47,7 @@ def test_text_and_json_lines(tmp_path, name, content, jsonl):
         ("a.txt", bz2.compress(TEXT.encode()), "is bzip2"),
         ("a.txt", lzma.compress(TEXT.encode()), "is xz"),
         ("a", b"ARROW1\0\0some", "is Arrow, by its first bytes"),
-        ("a.BIN", b"some bytes", "is a file of tokens, by its name, and no text"),
+        ("a.BIN", b"some bytes", "is a file of tokens, by its name, not text"),
         ("a.idx", b"some bytes", "is a file of tokens"),
         ("a.csv", "text,label\nsome,1\n", "a.csv"),
         ("a.txt", LINES, "a.txt"),

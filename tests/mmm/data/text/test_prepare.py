@@ -157,7 +157,7 @@ def test_a_killed_preparation_goes_on(files, tmp_path, flags, monkeypatch):
     said, train = [], module.train_bpe
     monkeypatch.setattr(module, "train_bpe", None)  # it has been trained
     about = prepare(wanted, 2, said.append)
-    assert re.match(r"going on: [1-9]\d* of \d+ pieces are there", said[0])
+    assert re.match(r"continuing: [1-9]\d* of \d+ pieces are done", said[0])
     monkeypatch.setattr(module, "train_bpe", train)
     assert not part.exists()
     other = prepare(Preparation(files, tmp_path / "straight", **flags), 2)
@@ -170,7 +170,7 @@ def test_a_part_of_another_is_not_gone_on_with(files, tmp_path):
     killed_after(Preparation(files, tmp_path / "out", separator="\n"), 2)
     said = []
     about = prepare(Preparation(files, tmp_path / "out", "chars"), 1, said.append)
-    assert not said[0].startswith("going on")
+    assert not said[0].startswith("continuing")
     assert about == prepare(Preparation(files, tmp_path / "straight", "chars"), 1)
     assert content(tmp_path / "out") == content(tmp_path / "straight")
 

@@ -58,11 +58,11 @@ def test_special_tokens(files):
     [
         ("gone.json", None, "neither bytes nor chars: No such file or directory"),
         ("broken.json", b'{"model": ', "is no JSON"),
-        ("other.json", b'{"model": 1}', "is no tokenizer of the package tokenizers"),
+        ("other.json", b'{"model": 1}', "is not a tokenizer of the package tokenizers"),
         ("none.json", b'{"kind": "chars"}', "is damaged: .*chars"),
         ("list.json", b'{"kind": "chars", "chars": ["a", "b"]}', "is damaged"),
         ("twice.json", b'{"kind": "chars", "chars": "aba"}', "is damaged: .*twice"),
-        ("other.model", b"text", r"\(4 bytes\) is no SentencePiece model"),
+        ("other.model", b"text", r"\(4 bytes\) is not a SentencePiece model"),
     ],
 )
 def test_files_that_are_none(tmp_path, name, content, words):
