@@ -99,6 +99,7 @@ def read_manifest(folder: Path) -> Manifest:
         raise CheckpointError(f"{path} is damaged: mmm does not write such a file")
     if version != VERSION:
         raise LaterVersionError(f"{path} has version {version}, and this mmm reads version {VERSION}: use a later mmm")
+    # Keys are sorted in the digest: their order here does not count.
     if digest != _digest({"mmm_checkpoint": version, "files": files, **fields}):
         raise CheckpointError(f"{path} is damaged: its checksum is not the one that was written")
     sums = {name: FileSum(*file) for name, file in files.items()}
@@ -112,14 +113,18 @@ def _is_well_formed(fields: Mapping[str, Any], files: Any) -> bool:
     step = fields["step"]
     if type(step) is not int or not 0 <= step < 1 << 63:
         return False
-    if not all(isinstance(fields[name], dict) for name in ("identity", "state", "about")):
-        return False
+    for name in ("identity", "state", "about"):
+        if not isinstance(fields[name], dict):
+            return False
     # A plain name cannot lead to a file outside the checkpoint's folder.
     if not isinstance(files, dict) or not all(map(is_plain_name, files)):
         return False
     # JSON has a `FileSum` as a list.
-    sums = files.values()
-    return all(isinstance(file, list) and list(map(type, file)) == [int, str] for file in sums)
+    for file in files.values():
+        types = list(map(type, file)) if isinstance(file, list) else []
+        if types != [int, str]:
+            return False
+    return True
 
 
 def _digest(fields: Mapping[str, Any]) -> str:
@@ -162,8 +167,9 @@ def broken_file(folder: Path, files: Mapping[str, FileSum], sums: bool = True) -
                 return f"{path} is a link, and was written as a file"
             if not stat.S_ISREG(status.st_mode):
                 return f"{path} is not a file, and was written as one"
-            if status.st_size != expected.size:
-                return f"{path} is truncated: {status.st_size:,} bytes of {expected.size:,}"
+            size = status.st_size
+            if size != expected.size:
+                return f"{path} is truncated: {size:,} bytes of {expected.size:,}"
             if sums and file_sum(path).sha256 != expected.sha256:
                 return f"{path} is damaged: its checksum is not the one that was written"
         except FileNotFoundError:
@@ -193,8 +199,10 @@ def complete(partial: Path, keep: int) -> Path:
         keep: number of checkpoints that stay, the newest ones.
     """
     path = partial.with_name(partial.name.removesuffix(PARTIAL))
+    # A run that was resumed from an earlier step saves this step again.
     remove([path])
     os.rename(partial, path)
+    # The new name must be on the disk before older checkpoints are removed.
     _sync(path.parent)
     remove(steps_of(path.parent)[keep:])
     return path

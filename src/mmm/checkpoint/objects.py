@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from mmm.errors import ConfigError
 
+# Mappings that state dicts of PyTorch hold, by name. MultiStepLR has a Counter.
 MAPPINGS: dict[str, Any] = {kind.__name__: kind for kind in (dict, OrderedDict, Counter)}
 
 
@@ -73,7 +74,8 @@ def encode(value: Any, name: str, tensors: dict[str, Tensor], path: str = "") ->
         if kind is list:
             return items
         return {"tuple": items}
-    if kind in MAPPINGS.values() and all(type(key) in (int, str) for key in value):
+    is_mapping = kind in MAPPINGS.values()
+    if is_mapping and all(type(key) in (int, str) for key in value):
         # Pairs, not a JSON object, whose keys are texts only.
         pairs = []
         for key, item in value.items():

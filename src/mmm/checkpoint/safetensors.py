@@ -20,8 +20,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from mmm.checkpoint.tensors import TensorEntry, slices
+from mmm.checkpoint.tensors import Shape, TensorEntry, slices
 from mmm.errors import CheckpointError
+from mmm.history.record.folder import reason
 from mmm.outside import open_file, printable, short
 
 # A Git LFS pointer is a small text file in place of a large one. It begins like this.
@@ -61,7 +62,7 @@ class SafetensorsFile:
                 refuse_pointer(path, file.read(len(POINTER)))
             self._file = safe_open(path, "pt")
         except OSError as error:
-            raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from None
+            raise CheckpointError(f"{path} cannot be read: {reason(error)}") from None
         except SafetensorError as error:
             text = printable(str(error))
             raise CheckpointError(f"{path} is not a safetensors file, or is truncated or damaged: {text}") from None
@@ -74,12 +75,13 @@ class SafetensorsFile:
         # Nothing of the tensor is read yet.
         tensor = self._file.get_slice(name)
         dtype = tensor.get_dtype()
+        shape = tuple(tensor.get_shape())
         if dtype not in DTYPES:
             known = ", ".join(DTYPES)
             raise CheckpointError(f"{self.path}: {short(name)} is of dtype {dtype}, which is not one of {known}")
-        return TensorEntry(tuple(tensor.get_shape()), DTYPES[dtype])
+        return TensorEntry(shape, DTYPES[dtype])
 
-    def read(self, name: str, start: tuple[int, ...], length: tuple[int, ...]) -> Tensor:
+    def read(self, name: str, start: Shape, length: Shape) -> Tensor:
         """Read a slice of a tensor; nothing else of the file is read.
 
         Args:
@@ -87,7 +89,8 @@ class SafetensorsFile:
         """
         if not self.entries[name].shape:
             return self._file.get_tensor(name)
-        mapped = self._file.get_slice(name)[slices(start, length)]
+        tensor = self._file.get_slice(name)
+        mapped = tensor[slices(start, length)]
         # The library's tensor may be the file's own bytes, which change with the file.
         return mapped.clone(memory_format=torch.contiguous_format)
 
@@ -104,12 +107,17 @@ def header_of(entries: Mapping[str, TensorEntry]) -> bytes:
         if entry.dtype not in NAMES:
             raise CheckpointError(f"{printable(name)} is {entry.dtype}, which safetensors has no name for")
         end = begin + entry.bytes
-        header[name] = {"dtype": NAMES[entry.dtype], "shape": list(entry.shape), "data_offsets": [begin, end]}
+        header[name] = {
+            "dtype": NAMES[entry.dtype],
+            "shape": list(entry.shape),
+            "data_offsets": [begin, end],
+        }
         begin = end
     text = json.dumps(header, separators=(",", ":")).encode()
     # Spaces up to a multiple of 8 bytes, so that the tensors are aligned.
     text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text
+    size = len(text).to_bytes(8, "little")
+    return size + text
 
 
 def write(file: BinaryIO, slabs: Iterator[Tensor]) -> None:

@@ -32,6 +32,10 @@ from mmm.torch_private.module import foreach_copy_
 PINNED = ("cuda", "xpu")
 
 
+# The names that lead to a tensor in nested mappings.
+Names = tuple[str, ...]
+
+
 class HostCopy:
     """Copies this rank's tensors to host memory, which every save uses again.
 
@@ -40,7 +44,7 @@ class HostCopy:
     """
 
     def __init__(self) -> None:
-        self._copies: dict[tuple[str, ...], Tensor] = {}
+        self._copies: dict[Names, Tensor] = {}
 
     @torch.no_grad()
     def of(self, state: Mapping[str, Any]) -> dict[str, Any]:
@@ -50,9 +54,14 @@ class HostCopy:
             state: nested mappings of tensors or DTensors.
         """
         leaves = dict(_leaves(state))
-        self._copies = {path: self._buffer(path, tensor) for path, tensor in leaves.items()}
-        sources = [_local(tensor) for tensor in leaves.values()]
-        targets = [_local(copy) for copy in self._copies.values()]
+        copies = {}
+        sources = []
+        targets = []
+        for path, tensor in leaves.items():
+            copies[path] = self._buffer(path, tensor)
+            sources.append(_local(tensor))
+            targets.append(_local(copies[path]))
+        self._copies = copies
         foreach_copy_(targets, sources, non_blocking=True)
         # The copies from these devices may still be under way.
         device_types = {source.device.type for source in sources}
@@ -67,15 +76,16 @@ class HostCopy:
             mapping[last] = copy
         return copied
 
-    def _buffer(self, path: tuple[str, ...], tensor: Tensor) -> Tensor:
+    def _buffer(self, path: Names, tensor: Tensor) -> Tensor:
         """Memory on the host for a copy of a tensor: that of the last save, if it still fits."""
         local = _local(tensor)
+        pinned = local.device.type in PINNED
         old = self._copies.get(path)
         if old is not None and isinstance(old, DTensor) == isinstance(tensor, DTensor):
             old_local = _local(old)
             if old_local.shape == local.shape and old_local.dtype == local.dtype:
                 return old
-        buffer = torch.empty_like(local, device="cpu", pin_memory=local.device.type in PINNED)
+        buffer = torch.empty_like(local, device="cpu", pin_memory=pinned)
         if isinstance(tensor, DTensor):
             # DTensor.from_local would copy it back to the mesh's device.
             return dtensor_like(buffer, tensor)
@@ -88,7 +98,7 @@ def _local(tensor: Tensor) -> Tensor:
     return tensor.detach()
 
 
-def _leaves(state: Mapping[str, Any], path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Tensor]]:
+def _leaves(state: Mapping[str, Any], path: Names = ()) -> Iterator[tuple[Names, Tensor]]:
     """Yield every tensor of nested mappings with the names that lead to it."""
     for name, value in state.items():
         if isinstance(value, Tensor):
@@ -159,7 +169,10 @@ class Saver:
 
     def poll(self) -> None:
         """Call `failed` if a save has failed meanwhile. Does not wait for a save under way."""
-        if self._running is not None and self._running[1].done():
+        if self._running is None:
+            return
+        _, future = self._running
+        if future.done():
             self.wait()
 
     def wait(self) -> bool:

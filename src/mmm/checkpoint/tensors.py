@@ -10,13 +10,16 @@ import torch
 
 # Bytes of a tensor that are read, or written, at once.
 SLAB_BYTES = 1 << 24
+Shape = tuple[int, ...]
+# First index and number of elements, per dim.
+Slab = tuple[Shape, Shape]
 
 
 @dataclass(frozen=True)
 class TensorEntry:
     """A tensor's shape and its dtype on disk."""
 
-    shape: tuple[int, ...]
+    shape: Shape
     dtype: torch.dtype
 
     @property
@@ -27,7 +30,7 @@ class TensorEntry:
     def bytes(self) -> int:
         return self.elements * self.dtype.itemsize
 
-    def slabs(self) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    def slabs(self) -> Iterator[Slab]:
         """Yield start and length of slices along the first dim that together are the tensor.
 
         A slab has at most `SLAB_BYTES`, unless a single row is larger.
@@ -39,7 +42,9 @@ class TensorEntry:
         zeros = [0] * len(row_shape)
         for first_row in range(0, n_rows, rows_per_slab):
             n = min(rows_per_slab, n_rows - first_row)
-            yield (first_row, *zeros), (n, *row_shape)
+            start = (first_row, *zeros)
+            length = (n, *row_shape)
+            yield start, length
 
 
 def slices(start: Sequence[int], length: Sequence[int]) -> tuple[slice, ...]:

@@ -9,7 +9,13 @@ from mmm.data.order import epoch_order
 from mmm.errors import DataError
 
 
-def local_batches(samples: int, global_batch_size: int, first_sample: int, size: int, seed: int) -> Iterator[list[int]]:
+def local_batches(
+    samples: int,
+    global_batch_size: int,
+    first_sample: int,
+    size: int,
+    seed: int,
+) -> Iterator[list[int]]:
     """Yield the indices of a rank's samples, one list per step, without end; use it as ``batch_sampler``.
 
     Every epoch has each sample at most once, in an order that depends only on the seed and the epoch. Samples at its
@@ -31,7 +37,13 @@ def local_batches(samples: int, global_batch_size: int, first_sample: int, size:
     return _batches(samples, global_batch_size, first_sample, size, seed)
 
 
-def _batches(samples: int, global_batch_size: int, first_sample: int, size: int, seed: int) -> Iterator[list[int]]:
+def _batches(
+    samples: int,
+    global_batch_size: int,
+    first_sample: int,
+    size: int,
+    seed: int,
+) -> Iterator[list[int]]:
     last_start = samples - global_batch_size
     for epoch in count():
         order = epoch_order(seed, epoch, samples)

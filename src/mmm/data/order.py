@@ -19,6 +19,7 @@ def stream(seed: int, *place: int) -> list[int]:
         seed: seed of 64 bits.
         place: which of that seed's streams, such as the epoch.
     """
+    # RandomState takes numbers of 32 bits.
     low = seed & 0xFFFFFFFF
     high = seed >> 32 & 0xFFFFFFFF
     if high:
@@ -44,6 +45,7 @@ def permuted(place: int, samples: int, seed: int, epoch: int) -> int:
     happens less than once on average.
     """
     key = b"%d %d" % (seed, epoch)
+    # A number of so many bits is split into two halves, which the network mixes in rounds.
     bits = max((samples - 1).bit_length(), 2)
     low_bits = bits // 2
     high_bits = bits - low_bits

@@ -1,4 +1,4 @@
-"""Folders as `transformers` writes and reads them: config.json, safetensors in one file or several with an index."""
+"""Reads and writes folders of `transformers`: config.json, and safetensors in one file or in several with an index."""
 
 from __future__ import annotations
 
@@ -33,15 +33,16 @@ INDEX = "model.safetensors.index.json"
 ONE_FILE = "model.safetensors"
 GENERATION = "generation_config.json"
 SENTENCE_PIECE = TOKENIZERS[1]
-SHARD = 5_000_000_000  # bytes of a file, of the tensors that fit
+# Default size of a file in bytes; the tensors that fit are put into it.
+SHARD = 5_000_000_000
 
 
 class HuggingFace(Weights):
-    """A folder's weights.
+    """The weights in a folder of `transformers`.
 
     Raises:
-        CheckpointError: a model that is not known (`mmm.models.keys`); a file or a tensor is missing, damaged, or
-            of another shape; a tensor is in two files.
+        CheckpointError: the model is not known (`mmm.models.keys`); a file or a tensor is missing, damaged, or has
+            another shape; a tensor is in two files.
     """
 
     def __init__(self, path: Path) -> None:
@@ -50,56 +51,78 @@ class HuggingFace(Weights):
         self.definition, self.names = known_model(config, path / CONFIG)
         self.sizes, passed_over = self.names.read(config, path / CONFIG)
         self._notes = keys.note_of(passed_over)
-        places: dict[str, _Place] = {}  # by the name there
+        # By Hugging Face's names.
+        places: dict[str, _Place] = {}
         for file in self._files():
             for name in file.entries:
                 if name in places:
-                    files = f"{places[name].file.path.name} and in {file.path.name}"
+                    first_file = places[name].file.path.name
                     raise CheckpointError(
-                        f"{path}: the tensor {printable(name)} is in {files}: remove the file that is wrong"
+                        f"{path}: the tensor {printable(name)} is in {first_file} and in {file.path.name}: remove the "
+                        "file that is wrong"
                     )
                 places[name] = _Place(file, name)
-        if self.sizes["tie_word_embeddings"] and self.names.there("output.weight") in places:
+        head = self.names.there("output.weight")
+        if self.sizes["tie_word_embeddings"] and head in places:
             self._tie(places)
-        entries = {name: place.entry for name, place in places.items()}
-        self.entries = check_entries(entries, self.definition, self.names, self.sizes, path)
+        stored = {name: place.entry for name, place in places.items()}
+        self.entries = check_entries(stored, self.definition, self.names, self.sizes, path)
+        # By this package's names.
         self._places = {name: places[self.names.there(name)] for name in self.entries}
         self.metadata = self._metadata(config)
 
     def _metadata(self, config: dict[str, Any]) -> ModelMetadata:
-        """What the folder says besides the sizes: its tokenizer, and the tokens that begin and end a text."""
+        """Read what the folder says besides the sizes: its tokenizer, and the tokens that begin and end a text."""
         eos: tuple[int, ...] = ()
-        if (self.path / GENERATION).exists():  # it counts before config.json
-            generation = read_json(self.path / GENERATION, CheckpointError)
-            eos = keys.tokens_of(generation, "eos_token_id", self.path / GENERATION)
-        eos = eos or keys.tokens_of(config, "eos_token_id", self.path / CONFIG)
+        generation_path = self.path / GENERATION
+        # It counts before config.json.
+        if generation_path.exists():
+            generation = read_json(generation_path, CheckpointError)
+            eos = keys.tokens_of(generation, "eos_token_id", generation_path)
+        if not eos:
+            eos = keys.tokens_of(config, "eos_token_id", self.path / CONFIG)
         tokenizer = None
         bos: tuple[int, ...] = ()
         chat = None
-        paths = [self.path / name for name in TOKENIZERS if (self.path / name).exists()]
-        if paths:
-            content = read_tokenizer(paths[0])
-            refuse_pointer(paths[0], content)
-            tokenizer = (paths[0].name, content)
+        for name in TOKENIZERS:
+            path = self.path / name
+            if not path.exists():
+                continue
+            content = read_tokenizer(path)
+            refuse_pointer(path, content)
+            tokenizer = (name, content)
             bos, note = first_tokens(tokenizer, self.path)
             if note:
                 self._notes.append(note)
             chat = chat_format_of(self.path)
-        return ModelMetadata(config.get("max_position_embeddings"), eos, tokenizer, tuple(self._notes), bos, chat)
+            # A tokenizer.json counts before a tokenizer.model.
+            break
+        return ModelMetadata(
+            block=config.get("max_position_embeddings"),
+            eos=eos,
+            tokenizer=tokenizer,
+            notes=tuple(self._notes),
+            bos=bos,
+            chat=chat,
+        )
 
     def _files(self) -> list[safetensors.SafetensorsFile]:
-        """The files of tensors, as `transformers` chooses them: the one file, before an index that is there as well."""
-        if (self.path / ONE_FILE).exists():
-            if (self.path / INDEX).exists():
+        """Open the files of tensors, chosen as `transformers` does: the one file counts before an index."""
+        one_file = self.path / ONE_FILE
+        index = self.path / INDEX
+        if one_file.exists():
+            if index.exists():
                 self._notes.append(
                     f"{INDEX} is passed over, because {ONE_FILE} is there: transformers takes that first"
                 )
-            paths = [self.path / ONE_FILE]
-        elif (self.path / INDEX).exists():
-            names = read_json(self.path / INDEX, CheckpointError).get("weight_map")
-            if not isinstance(names, dict) or not all(map(is_plain_name, names.values())):
-                raise CheckpointError(f"{self.path / INDEX} has no weight_map of tensors to names of files beside it")
-            paths = [self.path / name for name in sorted(set(names.values()))]
+            paths = [one_file]
+        elif index.exists():
+            # Tensor → name of its file.
+            weight_map = read_json(index, CheckpointError).get("weight_map")
+            if not isinstance(weight_map, dict) or not all(map(is_plain_name, weight_map.values())):
+                raise CheckpointError(f"{index} has no weight_map of tensors to names of files next to it")
+            names = sorted(set(weight_map.values()))
+            paths = [self.path / name for name in names]
         else:
             paths = sorted(self.path.glob("*.safetensors"))
         for path in paths:
@@ -108,8 +131,11 @@ class HuggingFace(Weights):
         return [safetensors.SafetensorsFile(path) for path in paths]
 
     def _tie(self, places: dict[str, _Place]) -> None:
-        """What ``tie_word_embeddings`` means where the files have an output matrix, as `transformers` has it: equal to
-        the embedding, it is the embedding; the only one of the two is both; else they are not tied."""
+        """Apply ``tie_word_embeddings`` to files that have an output matrix, as `transformers` does.
+
+        If the output matrix equals the embedding, it is the embedding. If the embedding is missing, the output matrix
+        is both. If they differ, they are not tied.
+        """
         embedding = self.names.there("tok_embeddings.weight")
         head = self.names.there("output.weight")
         if embedding not in places:
@@ -124,16 +150,19 @@ class HuggingFace(Weights):
         place = self._places[name]
         if not self.names.is_rotated(name) or not length[0]:
             return place.read_finite(start, length)
-        head = config_from(self.definition, self.sizes).head_dim
-        # The rows of full heads, in which those that are wanted are.
-        before = start[0] % head
-        rows = -(-(before + length[0]) // head) * head
-        heads = place.read_finite((start[0] - before, *start[1:]), (rows, *length[1:]))
-        return to_pairs(heads, head)[before : before + length[0]].contiguous()
+        head_dim = config_from(self.definition, self.sizes).head_dim
+        # The order of rows differs within a head: read the full heads that the rows are in.
+        offset = start[0] % head_dim
+        end = offset + length[0]
+        n_rows = -(-end // head_dim) * head_dim
+        # (heads · head_dim, …)
+        heads = place.read_finite((start[0] - offset, *start[1:]), (n_rows, *length[1:]))
+        rows = to_pairs(heads, head_dim)
+        return rows[offset:end].contiguous()
 
 
 class _Place(NamedTuple):
-    """Where a tensor is."""
+    """Where a tensor is: its file, and its name in it."""
 
     file: safetensors.SafetensorsFile
     name: str
@@ -146,92 +175,123 @@ class _Place(NamedTuple):
         return self.file.read(self.name, tuple(start), tuple(length))
 
     def read_finite(self, start: Sequence[int], length: Sequence[int]) -> Tensor:
-        """Raises CheckpointError where an element is NaN or infinite."""
+        """Read a slice. Raises CheckpointError: an element is NaN or infinite."""
         tensor = self.read(start, length)
         finite = tensor.isfinite()
         if not finite.all():
-            index = (~finite).nonzero()[0].tolist()
+            not_finite = (~finite).nonzero()
+            index = not_finite[0].tolist()
             value = tensor[tuple(index)].item()
-            place = [first + offset for first, offset in zip(start, index, strict=True)]  # in the full tensor
+            # In the full tensor.
+            position = [first + offset for first, offset in zip(start, index, strict=True)]
             raise CheckpointError(
-                f"{self.file.path}: {self.name} is {value} at {place}: the file is damaged, or the model had diverged"
+                f"{self.file.path}: {self.name} is {value} at {position}: the file is damaged, or the model had "
+                "diverged"
             )
         return tensor
 
     def equals(self, other: _Place) -> bool:
-        """Whether two tensors have the same shape, dtype and values; a slab of rows at a time."""
-        same = self.entry == other.entry
-        return same and all(torch.equal(self.read(*slab), other.read(*slab)) for slab in self.entry.slabs())
+        """Whether two tensors have the same shape, dtype and values. They are read a slab of rows at a time."""
+        if self.entry != other.entry:
+            return False
+        for start, length in self.entry.slabs():
+            own_rows = self.read(start, length)
+            other_rows = other.read(start, length)
+            if not torch.equal(own_rows, other_rows):
+                return False
+        return True
 
 
-def export(weights: Weights, folder: Path, dtype: torch.dtype | None, shard: int, say: Callable[[str], None]) -> None:
-    """Write a model as `transformers` reads it; the folder has its name once it is complete.
+def export(
+    weights: Weights,
+    folder: Path,
+    dtype: torch.dtype | None,
+    shard: int,
+    say: Callable[[str], None],
+) -> None:
+    """Write a model in the form that `transformers` reads. The folder gets its name when it is complete.
 
     Args:
-        dtype: of floating-point tensors; None: as they are.
-        shard: bytes of a file, at most, but for a tensor that has more by itself. say: called with a line for people.
+        weights: the model.
+        folder: folder to make.
+        dtype: dtype of floating-point tensors; None keeps theirs.
+        shard: the most bytes of a file, unless a single tensor is larger.
+        say: called with a line for people.
 
     Raises:
-        CheckpointError: a model with experts; sizes that no model has; the folder is there.
-        RecordError: it cannot be written.
+        CheckpointError: the model is not one that is written for `transformers`, such as one with experts; no model has
+            its sizes; or the folder exists.
+        RecordError: the folder cannot be written.
     """
-    own_names = weights.definition.names
+    definition = weights.definition
+    own_names = definition.names
     if own_names is None:
-        kind = weights.definition.name
-        raise CheckpointError(f"{weights.path} is a {kind}, which is not written for transformers; mmm sample reads it")
+        raise CheckpointError(
+            f"{weights.path} is a {definition.name}, which is not written for transformers; mmm sample reads it"
+        )
     try:
-        sizes = config_from(weights.definition, weights.sizes)
+        sizes = config_from(definition, weights.sizes)
     except ValueError as error:
         raise CheckpointError(f"{weights.path}: {error}") from None
     config = own_names.write(sizes)
     if folder.exists():
         raise CheckpointError(f"{folder} is there already: give another folder, or remove it")
-    entries: dict[str, TensorEntry] = {}  # by the name there
-    names: dict[str, str] = {}  # by the name there, the name here
+    # By Hugging Face's names: what is written, and the name in this package.
+    entries: dict[str, TensorEntry] = {}
+    names: dict[str, str] = {}
     elements: Counter[torch.dtype] = Counter()
-    for name in shapes_of(weights.definition, weights.sizes):
+    for name in shapes_of(definition, weights.sizes):
         own = weights.entries[name]
         entry = TensorEntry(own.shape, dtype or own.dtype)
-        entries[own_names.there(name)] = entry
-        names[own_names.there(name)] = name
+        other_name = own_names.there(name)
+        entries[other_name] = entry
+        names[other_name] = name
         elements[entry.dtype] += entry.elements
+    # transformers loads all tensors in one dtype: the most frequent one.
+    most_frequent = elements.most_common(1)[0][0]
     metadata = weights.metadata
-    kind = str(elements.most_common(1)[0][0]).removeprefix("torch.")  # transformers loads all tensors in it
-    bos = metadata.bos
-    eos = metadata.eos
+    bos = metadata.bos[0] if metadata.bos else None
+    # A number if there is one, a list if there are several, else null.
+    eos: Any = list(metadata.eos) or None
+    if len(metadata.eos) == 1:
+        eos = metadata.eos[0]
     config |= {
         "rope_scaling": weights.sizes["rope_scaling"],
         "max_position_embeddings": metadata.block or 2048,
-        "bos_token_id": bos[0] if bos else None,
-        "eos_token_id": eos[0] if len(eos) == 1 else list(eos) or None,
-        "torch_dtype": kind,
+        "bos_token_id": bos,
+        "eos_token_id": eos,
+        "torch_dtype": str(most_frequent).removeprefix("torch."),
     }
 
-    def tensor(other: str) -> Tensor:
-        name = names[other]
-        shape = entries[other].shape
-        full = weights.read(name, [0] * len(shape), shape).to(entries[other].dtype)
-        return to_halves(full, sizes.head_dim) if own_names.is_rotated(name) else full
+    def tensor(other_name: str) -> Tensor:
+        name = names[other_name]
+        entry = entries[other_name]
+        start = [0] * len(entry.shape)
+        full = weights.read(name, start, entry.shape).to(entry.dtype)
+        if own_names.is_rotated(name):
+            return to_halves(full, sizes.head_dim)
+        return full
 
     files = _shards(entries, shard)
     partial = folder.with_name(folder.name + PARTIAL)
     shutil.rmtree(partial, ignore_errors=True)
     try:
         partial.mkdir(parents=True)
-        for file_name, others in files.items():
+        for file_name, other_names in files.items():
+            of_file = {other_name: entries[other_name] for other_name in other_names}
+            header = safetensors.header_of(of_file)
             with open(partial / file_name, "wb") as file:
-                file.write(safetensors.header_of({other: entries[other] for other in others}))
-                safetensors.write(file, map(tensor, others))
+                file.write(header)
+                # One tensor in memory at a time.
+                safetensors.write(file, map(tensor, other_names))
                 file.flush()
                 os.fsync(file.fileno())
         if len(files) > 1:
-            weight_map = {other: file_name for file_name, others in files.items() for other in others}
-            total = sum(entry.bytes for entry in entries.values())
-            index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-            (partial / INDEX).write_text(json.dumps(index, indent=2))
+            _write_index(partial, files, entries)
         (partial / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
         if metadata.tokenizer is not None:
             file_name, content = metadata.tokenizer
+            # The file of a tokenizer of characters is this package's own.
             if file_name and not content.startswith(b'{"kind": "chars"'):
                 (partial / file_name).write_bytes(content)
                 _write_tokenizer_config(partial, metadata)
@@ -243,20 +303,36 @@ def export(weights: Weights, folder: Path, dtype: torch.dtype | None, shard: int
         raise cannot_write(folder, error) from None
 
 
+def _write_index(folder: Path, files: Mapping[str, Sequence[str]], entries: Mapping[str, TensorEntry]) -> None:
+    """Write which file each tensor is in."""
+    weight_map = {}
+    for file_name, names in files.items():
+        for name in names:
+            weight_map[name] = file_name
+    total = sum(entry.bytes for entry in entries.values())
+    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    (folder / INDEX).write_text(json.dumps(index, indent=2))
+
+
 def _write_tokenizer_config(folder: Path, metadata: ModelMetadata) -> None:
-    """What the tokenizer's file does not say: a SentencePiece model, whether texts begin with BOS; a chat template."""
-    about: dict[str, Any] = {}
+    """Write what a tokenizer's file lacks: the chat template, and for SentencePiece whether texts begin with BOS."""
+    config: dict[str, Any] = {}
     if metadata.tokenizer is not None and metadata.tokenizer[0] == SENTENCE_PIECE:
-        about["add_bos_token"] = bool(metadata.bos)
-    if metadata.chat is not None and metadata.chat.template:
-        about |= metadata.chat.special_tokens
-        (folder / TEMPLATE).write_text(metadata.chat.template, encoding="utf-8")
-    if about:
-        (folder / CONFIGS[1]).write_text(json.dumps(about))
+        config["add_bos_token"] = bool(metadata.bos)
+    chat = metadata.chat
+    if chat is not None and chat.template:
+        config |= chat.special_tokens
+        (folder / TEMPLATE).write_text(chat.template, encoding="utf-8")
+    if config:
+        (folder / CONFIGS[1]).write_text(json.dumps(config))
 
 
 def _shards(entries: dict[str, TensorEntry], most: int) -> dict[str, list[str]]:
-    """The names of each file's tensors."""
+    """Distribute tensors over files, in order. Returns file name → names of its tensors.
+
+    Args:
+        most: the most bytes of tensors in a file, unless a single tensor is larger.
+    """
     groups: list[list[str]] = [[]]
     room = most
     for name, entry in entries.items():
@@ -267,11 +343,23 @@ def _shards(entries: dict[str, TensorEntry], most: int) -> dict[str, list[str]]:
         room -= entry.bytes
     if len(groups) == 1:
         return {ONE_FILE: groups[0]}
-    return {f"model-{i:05}-of-{len(groups):05}.safetensors": names for i, names in enumerate(groups, start=1)}
+    n_files = len(groups)
+    files = {}
+    for file_number, names in enumerate(groups, start=1):
+        file_name = f"model-{file_number:05}-of-{n_files:05}.safetensors"
+        files[file_name] = names
+    return files
 
 
 def known_model(config: Mapping[str, Any], where: object) -> tuple[ModelDef, HuggingFaceNames]:
-    """The model of a config.json, and its names there. Raises CheckpointError: it is not known."""
+    """The model that a config.json describes, and what Hugging Face calls its tensors.
+
+    Args:
+        where: the file, for messages.
+
+    Raises:
+        CheckpointError: the model is not known.
+    """
     model_type = config.get("model_type")
     definition = of_model_type(model_type)
     if definition is None or definition.names is None:
@@ -281,50 +369,73 @@ def known_model(config: Mapping[str, Any], where: object) -> tuple[ModelDef, Hug
 
 
 def check_entries(
-    there: Mapping[str, TensorEntry],
+    stored: Mapping[str, TensorEntry],
     definition: ModelDef,
     names: HuggingFaceNames,
     sizes: Mapping[str, Any],
     where: object,
 ) -> dict[str, TensorEntry]:
-    """The tensors of a model, by their names in this package.
+    """Check that the files have the tensors of a model and no others. Returns them by their names in this package.
 
     Args:
-        there: what the files have, by Hugging Face's names.
+        stored: the tensors in the files, by Hugging Face's names.
+        definition: the model.
+        names: what Hugging Face calls its tensors.
+        sizes: the fields of the model's sizes.
+        where: the folder, for messages.
 
     Raises:
-        CheckpointError: one is missing, is of another shape, or is of no use.
+        CheckpointError: a tensor is missing, has another shape or dtype, or is not known.
     """
-    if sizes["n_layers"] > len(there):
-        raise CheckpointError(f"{where} has {len(there)} tensors, which are too few for {sizes['n_layers']} layers")
-    found: dict[str, TensorEntry] = {}
+    # Before a model is built: a number in a damaged file may be huge.
+    n_layers = sizes["n_layers"]
+    if n_layers > len(stored):
+        raise CheckpointError(f"{where} has {len(stored)} tensors, which are too few for {n_layers} layers")
+    entries: dict[str, TensorEntry] = {}
     shapes = shapes_of(definition, sizes)
-    known = {*map(names.there, shapes), names.there("output.weight")}
+    # A tied output matrix may be in the files, although the model does not have it.
+    known = {names.there("output.weight")}
     for name, shape in shapes.items():
-        other = names.there(name)
-        if other not in there:
-            raise CheckpointError(f"{where} lacks the tensor {other}{prefix_problem(list(there), other)}")
-        if there[other].shape != shape:
-            stored, expected = (("×".join(map(str, each)) or "scalar") for each in (there[other].shape, shape))
-            raise CheckpointError(f"{where}: {other} is {stored}, and the sizes of the model make it {expected}")
-        if not there[other].dtype.is_floating_point:
-            raise CheckpointError(f"{where}: {other} is of dtype {there[other].dtype}, which is no floating-point one")
-        found[name] = there[other]
-    useless = [name for name in there if name not in known and not name.endswith("rotary_emb.inv_freq")]
-    if useless:
-        raise CheckpointError(f"{where} has the unknown tensor {printable(useless[0])}: it may change the computation")
-    return found
+        other_name = names.there(name)
+        known.add(other_name)
+        entry = stored.get(other_name)
+        if entry is None:
+            problem = prefix_problem(list(stored), other_name)
+            raise CheckpointError(f"{where} lacks the tensor {other_name}{problem}")
+        if entry.shape != shape:
+            raise CheckpointError(
+                f"{where}: {other_name} is {_times(entry.shape)}, and the sizes of the model make it {_times(shape)}"
+            )
+        if not entry.dtype.is_floating_point:
+            raise CheckpointError(f"{where}: {other_name} is of dtype {entry.dtype}, which is not a floating-point one")
+        entries[name] = entry
+    for other_name in stored:
+        # Older files keep the frequencies of rotary positions, which are computed here.
+        if other_name not in known and not other_name.endswith("rotary_emb.inv_freq"):
+            raise CheckpointError(
+                f"{where} has the unknown tensor {printable(other_name)}: it may change the computation"
+            )
+    return entries
+
+
+def _times(shape: tuple[int, ...]) -> str:
+    """A shape for messages, such as ``67×32``."""
+    return "×".join(map(str, shape)) or "scalar"
 
 
 def to_halves(rows: Tensor, head_dim: int) -> Tensor:
-    """Rows of full heads in the order of Hugging Face's files.
+    """Reorder rows of full heads from this package's order to that of Hugging Face's files (`mmm.models.names`).
 
     Args:
-        rows: (heads · head_dim, …), in the order here.
+        rows: (heads · head_dim, …).
     """
-    return rows.unflatten(0, (-1, head_dim // 2, 2)).transpose(1, 2).flatten(0, 2)
+    # (heads, head_dim / 2, 2, …) → (heads, 2, head_dim / 2, …)
+    pairs = rows.unflatten(0, (-1, head_dim // 2, 2))
+    return pairs.transpose(1, 2).flatten(0, 2)
 
 
 def to_pairs(rows: Tensor, head_dim: int) -> Tensor:
     """The reverse of `to_halves`."""
-    return rows.unflatten(0, (-1, 2, head_dim // 2)).transpose(1, 2).flatten(0, 2)
+    # (heads, 2, head_dim / 2, …) → (heads, head_dim / 2, 2, …)
+    halves = rows.unflatten(0, (-1, 2, head_dim // 2))
+    return halves.transpose(1, 2).flatten(0, 2)

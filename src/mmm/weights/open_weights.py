@@ -11,12 +11,12 @@ from mmm.weights.weights import Weights
 
 
 def open_weights(path: Path) -> Weights:
-    """The weights at a path: a folder of safetensors and config.json, a checkpoint or a run's folder.
+    """Open the weights at a path: a folder of safetensors and config.json, a checkpoint or a run's folder.
 
     Raises:
-        CheckpointError: there are none, or they are of another kind of model.
+        CheckpointError: there are no weights, or they are of another kind of model.
     """
-    # Here: a format takes a part of torch to import that the others do not need.
+    # Here: each format imports a part of torch that the others do not need.
     from mmm.weights.hugging_face import HuggingFace
     from mmm.weights.own import OwnWeights
 
@@ -25,11 +25,15 @@ def open_weights(path: Path) -> Weights:
             f"{path} is a file, and weights are in a folder: one with config.json and *.safetensors, a checkpoint or a "
             "run's folder (docs/fine-tune.md says how transformers makes one from a GGUF file)"
         )
-    for folder in (path, *steps_of(path)[:1], *steps_of(path / "checkpoints")[:1]):
+    # A checkpoint, the newest one in a folder of checkpoints, or the newest one of a run.
+    in_folder = steps_of(path)[:1]
+    in_run = steps_of(path / "checkpoints")[:1]
+    for folder in (path, *in_folder, *in_run):
         if (folder / MANIFEST).exists():
             return OwnWeights(folder)
     if not path.exists():
         raise CheckpointError(no_such_folder(path))
-    if (path / "config.json").exists() and any(path.glob("*.safetensors")) and not is_adapter(path):
+    has_config = (path / "config.json").exists()
+    if has_config and any(path.glob("*.safetensors")) and not is_adapter(path):
         return HuggingFace(path)
     raise CheckpointError(what_to_give(path))

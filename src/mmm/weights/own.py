@@ -1,4 +1,4 @@
-"""The weights of this package's own checkpoints: read in slices, and written from others', a few rows at a time."""
+"""The weights of this package's own checkpoints: read in slices, and written from others a few rows at a time."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from torch.futures import Future
 
 from mmm.checkpoint.manifest import MANIFEST, PARTIAL, FileSum, Manifest, broken_file, discard, read_manifest
 from mmm.checkpoint.model_metadata import TOKENIZERS, ChatFormat, ModelMetadata, read_tokenizer
-from mmm.checkpoint.state import MODEL
+from mmm.checkpoint.state import MODEL, first_failure
 from mmm.checkpoint.state import shapes_of as shapes_in
 from mmm.checkpoint.storage import Writer, one_line, read_metadata
 from mmm.checkpoint.tensors import TensorEntry
@@ -33,15 +33,22 @@ from mmm.outside import open_file, short
 from mmm.torch_private.checkpoint import storage_info
 from mmm.weights.weights import Weights, shapes_of
 
-TRAINED, IMPORTED = "lm", "import"  # programs whose checkpoints have a language model
-CORE = ("dim", "n_layers", "n_heads", "n_kv_heads", "vocab_size")  # sizes that every checkpoint has
+# Programs whose checkpoints hold a language model.
+TRAINED = "lm"
+IMPORTED = "import"
+# Sizes that every checkpoint has.
+CORE = ("dim", "n_layers", "n_heads", "n_kv_heads", "vocab_size")
+
+
+# A chunk of a tensor, and where it is on disk: file, first byte and bytes, as DCP describes it.
+_Chunk = tuple[ChunkStorageMetadata, Any]
 
 
 class OwnWeights(Weights):
-    """A checkpoint's weights; its optimizer's state is not read.
+    """A checkpoint's weights. Its optimizer's state is not read.
 
     Raises:
-        CheckpointError: it is damaged, or of another kind of model.
+        CheckpointError: the checkpoint is damaged, or of another kind of model.
     """
 
     def __init__(self, path: Path) -> None:
@@ -50,113 +57,157 @@ class OwnWeights(Weights):
         identity = self.manifest.identity
         program = identity.get("program")
         if program not in (TRAINED, IMPORTED):
-            raise CheckpointError(f"{path} is of the program {short(program)}, whose model is no language model of lm")
+            raise CheckpointError(
+                f"{path} is of the program {short(program)}, whose model is not a language model of lm"
+            )
         self.definition = of_fields(identity)
-        # What an earlier mmm did not know is as it is by default.
-        known = {field.name: None if field.name in CORE else field.default for field in fields(self.definition.config)}
-        self.sizes = {name: identity.get(name, default) for name, default in known.items()}
+        # A field that an earlier mmm did not know has its default.
+        self.sizes = {}
+        for field in fields(self.definition.config):
+            default = None if field.name in CORE else field.default
+            self.sizes[field.name] = identity.get(field.name, default)
         scaling = self.sizes.get("rope_scaling")
+        # The other fields of a linear scaling have no influence.
         if isinstance(scaling, dict) and scaling.get("rope_type") == "linear":
-            self.sizes["rope_scaling"] = {name: scaling[name] for name in ("rope_type", "factor") if name in scaling}
+            linear = ("rope_type", "factor")
+            self.sizes["rope_scaling"] = {name: scaling[name] for name in linear if name in scaling}
         problem = broken_file(path, self.manifest.files, sums=False)
         if problem:
             raise CheckpointError(problem)
         metadata = read_metadata(path, self.manifest.files)
-        self._places: dict[str, list[tuple[ChunkStorageMetadata, Any]]] = {}
+        # DCP calls tensors by fully qualified names (fqn); planner_data has the path, such as ("model", name).
+        fqns = {}
+        for fqn, tensor_path in (metadata.planner_data or {}).items():
+            if tensor_path[0] == MODEL:
+                fqns[tensor_path[1]] = fqn
+        stored = {}
+        for index, info in cast(dict, metadata.storage_data).items():
+            stored[index.fqn, tuple(index.offset or ())] = info
         self.entries = {}
-        # Of the tensor that was read last: a saved shard is read from the disk as one, and rows of it come in turn.
-        self._cached: tuple[str, dict[tuple[int, ...], Tensor]] = ("", {})
-        fqns = {where[1]: fqn for fqn, where in (metadata.planner_data or {}).items() if where[0] == MODEL}
-        infos = cast(dict, metadata.storage_data)
-        stored = {(index.fqn, tuple(index.offset or ())): info for index, info in infos.items()}
-        for (kind, *names), entry in shapes_in(metadata).items():
-            if kind == MODEL:
-                name = names[0]
-                self.entries[name] = TensorEntry(tuple(entry.size), entry.properties.dtype)
-                self._places[name] = [(chunk, stored[fqns[name], tuple(chunk.offsets)]) for chunk in entry.chunks]
+        # The chunks that a tensor was saved in, and where each is on disk.
+        self._chunks: dict[str, list[_Chunk]] = {}
+        for (group, *names), entry in shapes_in(metadata).items():
+            if group != MODEL:
+                continue
+            name = names[0]
+            self.entries[name] = TensorEntry(tuple(entry.size), entry.properties.dtype)
+            self._chunks[name] = []
+            for chunk in entry.chunks:
+                info = stored[fqns[name], tuple(chunk.offsets)]
+                self._chunks[name].append((chunk, info))
+        # The tensor that was read last, and its chunks by offset. A chunk is read from disk as a whole, and its rows
+        # are asked for one slab after another.
+        self._cached_name = ""
+        self._cached: dict[tuple[int, ...], Tensor] = {}
         _check_sizes(self.definition, self.sizes, self.entries, path)
         self.metadata = _metadata(path, self.manifest)
 
-    def check(self, part: int = 0, parts: int = 1) -> str | None:
+    def check(self, first: int = 0, every: int = 1) -> str | None:
         files = self.manifest.files
-        return broken_file(self.path, {name: files[name] for name in sorted(files)[part::parts]})
+        names = sorted(files)[first::every]
+        return broken_file(self.path, {name: files[name] for name in names})
 
     def read(self, name: str, start: Sequence[int], length: Sequence[int]) -> Tensor:
         result = torch.empty(tuple(length), dtype=self.entries[name].dtype)
-        if name != self._cached[0]:
-            self._cached = (name, {})
-        chunks = self._cached[1]
-        for chunk, place in self._places[name]:
-            # Where the chunk and the slice overlap: elements of the chunk, and of the result.
+        if name != self._cached_name:
+            self._cached_name = name
+            self._cached = {}
+        for chunk, place in self._chunks[name]:
+            # Where the chunk and the slice overlap: indices in the chunk, and in the result.
             source = []
             target = []
-            for first, size, offset, extent in zip(start, length, chunk.offsets, chunk.sizes, strict=True):
+            dims = zip(start, length, chunk.offsets, chunk.sizes, strict=True)
+            for first, size, offset, extent in dims:
                 low = max(first, offset)
                 high = max(min(first + size, offset + extent), low)
                 source.append(slice(low - offset, high - offset))
                 target.append(slice(low - first, high - first))
-            if any(part.start == part.stop for part in source):
+            if any(overlap.start == overlap.stop for overlap in source):
                 continue
-            key = tuple(chunk.offsets)
-            if key not in chunks:
-                chunks[key] = self._chunk(place, tuple(chunk.sizes), result.dtype)
-            result[tuple(target)] = chunks[key][tuple(source)]
+            offsets = tuple(chunk.offsets)
+            if offsets not in self._cached:
+                shape = tuple(chunk.sizes)
+                self._cached[offsets] = self._read_chunk(place, shape, result.dtype)
+            tensor = self._cached[offsets]
+            result[tuple(target)] = tensor[tuple(source)]
         return result
 
-    def _chunk(self, place: Any, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    def _read_chunk(self, place: Any, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         path = self.path / place.relative_path
         try:
             with open_file(path) as file:
                 file.seek(place.offset)
                 content = io.BytesIO(file.read(place.length))
             tensor = torch.load(content, map_location="cpu", weights_only=True)
+            # Nothing guarantees that the metadata describe this file.
             if not isinstance(tensor, Tensor) or tuple(tensor.shape) != shape or tensor.dtype != dtype:
                 raise ValueError("it holds another tensor than the metadata say")
             return tensor
-        except Exception as error:  # what is no tensor raises anything
+        # Content that is not a tensor raises anything.
+        except Exception as error:
             raise CheckpointError(f"{path} is not read: {one_line(error)}") from None
 
 
 def _check_sizes(
-    definition: ModelDef, sizes: Mapping[str, Any], entries: Mapping[str, TensorEntry], where: Path
+    definition: ModelDef, sizes: Mapping[str, Any], entries: Mapping[str, TensorEntry], path: Path
 ) -> None:
-    """Raises CheckpointError where sizes are not those of the tensors."""
+    """Raise CheckpointError if the tensors do not have the shapes that the sizes give."""
     if sizes.get("n_experts"):
         return
-    layers = sizes["n_layers"]
-    if not isinstance(layers, int) or layers > len(entries):
-        raise CheckpointError(f"{where}: {len(entries)} tensors are too few for {short(layers)} layers")
+    n_layers = sizes["n_layers"]
+    # Before a model is built: a number in a damaged file may be huge.
+    if not isinstance(n_layers, int) or n_layers > len(entries):
+        raise CheckpointError(f"{path}: {len(entries)} tensors are too few for {short(n_layers)} layers")
     try:
         shapes = shapes_of(definition, sizes)
     except CheckpointError as error:
-        raise CheckpointError(f"{where}: {error}") from None
-    more = sorted(entries.keys() - shapes.keys())
-    if more:
-        raise CheckpointError(f"{where} has the tensor {short(more[0])}, which a model of these sizes has not")
+        raise CheckpointError(f"{path}: {error}") from None
+    unknown = sorted(entries.keys() - shapes.keys())
+    if unknown:
+        raise CheckpointError(f"{path} has the tensor {short(unknown[0])}, which a model of these sizes does not have")
     for name, shape in shapes.items():
-        if name not in entries or entries[name].shape != shape:
-            there = entries[name].shape if name in entries else "not there"
-            raise CheckpointError(f"{where}: {name} is {there}, and the sizes of the model make it {shape}")
+        if name not in entries:
+            raise CheckpointError(f"{path}: {name} is not there, and the sizes of the model make it {shape}")
+        if entries[name].shape != shape:
+            raise CheckpointError(
+                f"{path}: {name} is {entries[name].shape}, and the sizes of the model make it {shape}"
+            )
 
 
 def _metadata(path: Path, manifest: Manifest) -> ModelMetadata:
-    """What `ModelMetadata.describe` has written. Raises CheckpointError: it is something else."""
+    """Read what `ModelMetadata.describe` has written. Raises CheckpointError: it is something else."""
     about = manifest.about
     name = about.get("tokenizer")
-    chat = about.get("chat")
+    # The name comes from the file: it must not lead elsewhere.
     if name not in (None, "") and (name not in TOKENIZERS or name not in manifest.files):
-        raise CheckpointError(f"{path} has the tokenizer {short(name)}, which is none of {', '.join(TOKENIZERS)}")
-    tokenizer = None if name is None else (name, read_tokenizer(path / name) if name else b"")
-    first, last = (tokens_of(about, key, path / MANIFEST) for key in ("bos", "eos"))
-    try:
-        form = None if chat is None else ChatFormat(**chat)
-    except TypeError:
-        raise CheckpointError(f"{path}: its chat template is {short(chat)}, which is none") from None
-    return ModelMetadata(about.get("block"), last, tokenizer, bos=first, chat=form)
+        known = ", ".join(TOKENIZERS)
+        raise CheckpointError(f"{path} has the tokenizer {short(name)}, which is none of {known}")
+    tokenizer = None
+    if name == "":
+        # The tokenizer of bytes has no file.
+        tokenizer = ("", b"")
+    elif name is not None:
+        tokenizer = (name, read_tokenizer(path / name))
+    bos = tokens_of(about, "bos", path / MANIFEST)
+    eos = tokens_of(about, "eos", path / MANIFEST)
+    chat = about.get("chat")
+    chat_format = None
+    if chat is not None:
+        try:
+            chat_format = ChatFormat(**chat)
+        except TypeError:
+            raise CheckpointError(f"{path}: its chat template is {short(chat)}, which is not one") from None
+    return ModelMetadata(
+        block=about.get("block"),
+        eos=eos,
+        tokenizer=tokenizer,
+        bos=bos,
+        chat=chat_format,
+    )
 
 
 class _Slabs(DefaultSavePlanner):
-    """Plans to save weights that are elsewhere, and reads each slab of rows when it is its turn to be written."""
+    """Plans to save weights that are elsewhere, and reads each slab of rows when it is about to be written."""
 
     def __init__(self, weights: Weights) -> None:
         super().__init__()
@@ -168,10 +219,13 @@ class _Slabs(DefaultSavePlanner):
         for name, entry in self.weights.entries.items():
             fqn = f"{MODEL}.{name}"
             names[fqn] = (MODEL, name)
+            properties = TensorProperties(dtype=entry.dtype)
+            shape = torch.Size(entry.shape)
             for start, length in entry.slabs():
                 chunk = ChunkStorageMetadata(torch.Size(start), torch.Size(length))
-                about = TensorWriteData(chunk, TensorProperties(dtype=entry.dtype), torch.Size(entry.shape))
-                items.append(WriteItem(MetadataIndex(fqn, chunk.offsets), WriteItemType.SHARD, tensor_data=about))
+                about = TensorWriteData(chunk, properties, shape)
+                index = MetadataIndex(fqn, chunk.offsets)
+                items.append(WriteItem(index, WriteItemType.SHARD, tensor_data=about))
         self.plan = SavePlan(items, planner_data=names)
         return self.plan
 
@@ -179,24 +233,30 @@ class _Slabs(DefaultSavePlanner):
         assert write_item.tensor_data is not None
         chunk = write_item.tensor_data.chunk
         name = write_item.index.fqn.removeprefix(f"{MODEL}.")
-        return self.weights.read(name, tuple(chunk.offsets), tuple(chunk.sizes))
+        start = tuple(chunk.offsets)
+        length = tuple(chunk.sizes)
+        return self.weights.read(name, start, length)
 
 
 class _SlabWriter(Writer):
-    """Writes one slab after the other. PyTorch's own way keeps all tensors of a file until it is closed."""
+    """Writes one slab after another. PyTorch's own writer keeps all tensors of a file until it is closed."""
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future:
+        # The name that DCP gives the first file of rank 0.
         name = "__0_0.distcp"
         results = []
         with self._files.create_stream(self._folder / name, "wb") as stream:
             for item in plan.items:
                 tensor = planner.resolve_data(item)
-                first = stream.tell()
                 assert isinstance(tensor, Tensor)
-                # torch.save writes a tensor's whole storage.
-                torch.save(tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone(), stream)
-                size = stream.tell() - first
-                results.append(WriteResult(item.index, size, storage_info(name, first, size)))
+                # torch.save writes a tensor's whole storage, even if the tensor is a slice of it.
+                if tensor.untyped_storage().nbytes() != tensor.nbytes:
+                    tensor = tensor.clone()
+                begin = stream.tell()
+                torch.save(tensor, stream)
+                size = stream.tell() - begin
+                info = storage_info(name, begin, size)
+                results.append(WriteResult(item.index, size, info))
             stream.flush()
             os.fsync(stream.fileno())
         future: Future = Future()
@@ -205,29 +265,38 @@ class _SlabWriter(Writer):
 
 
 def write_own(weights: Weights, folder: Path) -> None:
-    """Write weights as a checkpoint of this package, of step 0 and without an optimizer's state, a slab of rows at a
-    time. The folder has its name once it is complete.
+    """Write weights as a checkpoint of this package, a slab of rows at a time.
+
+    The checkpoint is of step 0, without an optimizer's state. The folder gets its name when it is complete.
 
     Raises:
-        CheckpointError: the folder is there, or it cannot be written.
+        CheckpointError: the folder exists, or it cannot be written.
     """
     if folder.exists():
         raise CheckpointError(f"{folder} is there already: give another folder, or remove it")
     metadata = weights.metadata
     partial = folder.with_name(folder.name + PARTIAL)
+    identity = {"program": IMPORTED, **weights.sizes}
     about = {"from": str(weights.path), **metadata.describe()}
-    manifest = Manifest(0, {"program": IMPORTED, **weights.sizes}, {}, about, {})
+    manifest = Manifest(0, identity, {}, about, {})
 
     def finished(files: dict[str, FileSum]) -> None:
-        replace(manifest, files=files | metadata.write_tokenizer(partial)).write(partial)
+        tokenizer = metadata.write_tokenizer(partial)
+        full = replace(manifest, files=files | tokenizer)
+        full.write(partial)
         os.rename(partial, folder)
 
     try:
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process is meant
-            dcp.save({}, storage_writer=_SlabWriter(partial, finished), planner=_Slabs(weights), no_dist=True)
+            # This process works alone, as is meant.
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+            writer = _SlabWriter(partial, finished)
+            dcp.save({}, storage_writer=writer, planner=_Slabs(weights), no_dist=True)
     except (CheckpointException, OSError) as error:
-        first = next(iter(error.failures.values()))[0] if isinstance(error, CheckpointException) else error
+        cause = first_failure(error)
         discard(partial)
-        text = str(first) if isinstance(first, CheckpointError) else f"{folder} is not written: {one_line(first)}"
+        text = f"{folder} is not written: {one_line(cause)}"
+        # Ours names the file already.
+        if isinstance(cause, CheckpointError):
+            text = str(cause)
         raise CheckpointError(text) from None

@@ -1,4 +1,4 @@
-"""A model's weights on disk, whoever has written them, read slice by slice.
+"""A model's weights on disk, read slice by slice, whoever has written them.
 
 ::
 
@@ -6,8 +6,8 @@
                                                 ├──► Weights.read(name, start, length)
     safetensors + config.json (`HuggingFace`) ──┘
 
-A rank reads its own part of each tensor, an export a tensor at a time: nobody has the full model in memory. Names,
-shapes and the order of rows are those of this package's model, whatever is on disk.
+Each rank reads its own shard of each tensor, and an export reads one tensor at a time: nobody has the full model in
+memory. Names, shapes and the order of rows are those of this package's model, whatever is on disk.
 """
 
 from __future__ import annotations
@@ -28,11 +28,15 @@ from mmm.nn.rope import RopeScaling
 
 
 class Weights(ABC):
-    """
+    """A model's weights on disk.
+
     Attributes:
-        path: for messages. definition: of the model. sizes: fields of its sizes, ``rope_scaling`` as a config.json has
-            it.
-        entries: by names in the model; a tied weight once, under its first name. metadata: what else is known.
+        path: folder that messages name.
+        definition: the model that they belong to.
+        sizes: the fields of its sizes; ``rope_scaling`` as a config.json has it.
+        entries: shape and dtype of each tensor, by its name in the model. A tied weight is there once, under its first
+            name.
+        metadata: what is known about the model besides.
     """
 
     path: Path
@@ -43,7 +47,7 @@ class Weights(ABC):
 
     @abstractmethod
     def read(self, name: str, start: Sequence[int], length: Sequence[int]) -> Tensor:
-        """A slice of a tensor, in the dtype that it has on disk, on the CPU.
+        """Read a slice of a tensor, on the CPU and in the dtype that it has on disk.
 
         Args:
             start, length: first index and number of elements, per dim.
@@ -52,17 +56,25 @@ class Weights(ABC):
             CheckpointError: a file cannot be read.
         """
 
-    def check(self, part: int = 0, parts: int = 1) -> str | None:
-        """What is wrong with the files, where they have checksums; of every `parts`-th of them, from `part` on."""
+    def check(self, first: int = 0, every: int = 1) -> str | None:
+        """Say what is wrong with the files, if they have checksums; None if nothing is.
+
+        Args:
+            first, every: which files are read, so that ranks can share them: `first`, `first + every`, ….
+        """
         return None
 
 
 def config_from(definition: ModelDef, sizes: Mapping[str, Any]) -> Any:
-    """A model's sizes from their fields, ``rope_scaling`` as a config.json has it. Raises ValueError: they are of no
-    model, or a scaling that is not known."""
+    """Make a model's sizes from their fields; ``rope_scaling`` as a config.json has it.
+
+    Raises:
+        ValueError: no model has these sizes, or the scaling is not known.
+    """
     fields = dict(sizes)
-    if fields.get("rope_scaling") is not None:
-        fields["rope_scaling"] = RopeScaling.of(fields["rope_scaling"])
+    scaling = fields.get("rope_scaling")
+    if scaling is not None:
+        fields["rope_scaling"] = RopeScaling.of(scaling)
     try:
         return definition.config(**fields)
     except TypeError as error:
@@ -70,13 +82,18 @@ def config_from(definition: ModelDef, sizes: Mapping[str, Any]) -> Any:
 
 
 def shapes_of(definition: ModelDef, sizes: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    """The tensors of a model of these sizes, by name; a tied weight once.
+    """The shapes of a model's tensors, by name; a tied weight is there once.
 
     Raises:
-        CheckpointError: no model has them.
+        CheckpointError: no model has these sizes.
     """
+    fields = dict(sizes)
+    # The scaling has no influence on shapes, and may be one that is not known.
+    if "rope_scaling" in fields:
+        fields["rope_scaling"] = None
     try:
-        config = config_from(definition, {**sizes, "rope_scaling": None} if "rope_scaling" in sizes else sizes)
+        config = config_from(definition, fields)
+        # On the meta device: no memory is allocated.
         model, _ = definition.on_meta(config, 1, 1)
     except (TypeError, ValueError, ArithmeticError, RuntimeError) as error:
         raise CheckpointError(f"no model has these sizes: {one_line(error)}") from None

@@ -33,7 +33,7 @@ def refused(capsys, path, tmp_path, words):
     assert not (tmp_path / "out").exists()
 
 
-DAMAGED = "model.safetensors is no safetensors file, or is truncated or damaged: "
+DAMAGED = "model.safetensors is not a safetensors file, or is truncated or damaged: "
 
 
 def rewrite(path, change):
@@ -78,7 +78,7 @@ def test_an_index_names_files_beside_it(tmp_path, capsys, name):
     found = json.loads(index.read_text())
     found["weight_map"][NORM] = name
     index.write_text(json.dumps(found))
-    refused(capsys, folder, tmp_path, "has no weight_map of tensors to names of files beside it")
+    refused(capsys, folder, tmp_path, "has no weight_map of tensors to names of files next to it")
 
 
 @pytest.mark.parametrize("key", ["num_hidden_layers", "hidden_size", "vocab_size", "intermediate_size"])

@@ -169,9 +169,9 @@ def test_files_that_are_damaged(folder, imported):
     content = path.read_bytes()
     for wrong, words in (
         (content[:-3], "is truncated or damaged"),
-        (content[:40], "no safetensors file, or is truncated"),
-        (b"\0" * 100, "no safetensors file"),
-        (content.replace(b'"F32"', b'"Q32"', 1), "no safetensors file"),
+        (content[:40], "is not a safetensors file, or is truncated"),
+        (b"\0" * 100, "not a safetensors file"),
+        (content.replace(b'"F32"', b'"Q32"', 1), "not a safetensors file"),
         (content.replace(b'"F32"', b'"U32"', 1), "is of dtype U32, which is not one of"),
         (content.replace(b"[32]", b"[31]", 1), "damaged"),
     ):

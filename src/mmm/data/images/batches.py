@@ -74,6 +74,7 @@ class ImageBatches:
         if size is None:
             size = self.global_batch - first_sample
         epoch, step_of_epoch = divmod(step, self.steps_per_epoch)
+        # (samples,)
         order = np.arange(self.image_set.samples)
         if self.train:
             order = epoch_order(self.seed, epoch, self.image_set.samples)
@@ -114,6 +115,7 @@ class ImageLoader:
         timeout: float = 0.0,
     ) -> None:
         self.batches = batches
+        # Samples of the local batch.
         self.size = batches.global_batch // dp
         self.first_sample = coordinate * self.size
         if workers is None:
@@ -132,6 +134,7 @@ class ImageLoader:
         steps = self.batches.steps_per_epoch
         loader = torch.utils.data.DataLoader(
             _StepDataset(self.batches, self.first_sample, self.size),
+            # An item of the data set is a batch already.
             batch_size=None,
             sampler=range(epoch * steps + first, (epoch + 1) * steps),
             num_workers=self.workers,
@@ -167,4 +170,5 @@ class _StepDataset(torch.utils.data.Dataset):
         try:
             return self.batches.batch(step, self.first_sample, self.size)
         except UserError as error:
+            # `mmm.data.workers.read` raises it in the main process.
             return error

@@ -61,19 +61,22 @@ def load_images(
         raise DataError(f"--dataset {name} reads no files, so --data_dir {folder} has no use: leave one of them out")
     if name == "digits":
         train, test = digits.load(image_size or 28, channels or 1)
-        return ImageData(train, test, name, name, digits.SOURCE)
+        return ImageData(train, test, name=name, asked=name, source=digits.SOURCE)
     if name == "fake":
-        shape = (channels or 3, image_size or 32, image_size or 32)
+        size = image_size or 32
+        shape = (channels or 3, size, size)
+        # Both sets are of one sequence of images, so that they share the classes' patterns.
         fake_train = FakeImages(FAKE_TRAIN, shape, classes, seed)
         fake_test = FakeImages(FAKE_TEST, shape, classes, seed, first=FAKE_TRAIN)
-        return ImageData(fake_train, fake_test, name, name, f"made up from seed {seed}")
+        return ImageData(fake_train, fake_test, name=name, asked=name, source=f"made up from seed {seed}")
     if name == "folder":
         if folder is None:
             raise DataError("--dataset folder needs --data_dir DIR with a subfolder of images for each class")
         train_files, test_files, note = files.load(folder, image_size or 224, channels or 3)
-        return ImageData(train_files, test_files, name, name, str(folder), note)
+        return ImageData(train_files, test_files, name=name, asked=name, source=str(folder), note=note)
     try:
         return published.load(name, folder, image_size, channels)
+    # Never with a folder: the user's own data are not replaced.
     except Refused as refused:
         return _digits_instead(name, refused, image_size, channels)
 
@@ -81,10 +84,11 @@ def load_images(
 def _digits_instead(name: str, refused: Refused, image_size: int | None, channels: int | None) -> ImageData:
     """The digits at the shape that was asked for, with a note that says so."""
     original = published.PUBLISHED[name]
+    # At the shape of the data set that was asked for: a model's sizes stay the same.
     size = image_size or original.size
     note = (
         f"{name} is not in {cache_folder()} and cannot be downloaded ({refused}). In its place: digits, "
         f"{digits.SOURCE}, at {size}×{size}. For {name} itself, give --data_dir a folder with its files"
     )
     train, test = digits.load(size, channels or len(original.mean))
-    return ImageData(train, test, "digits", name, digits.SOURCE, note)
+    return ImageData(train, test, name="digits", asked=name, source=digits.SOURCE, note=note)

@@ -22,7 +22,9 @@ def read() -> tuple[np.ndarray, np.ndarray]:
     text = gzip.decompress(file.read_bytes())
     # (1797, 65): a digit's 64 pixels and its label in each row
     table = np.loadtxt(io.BytesIO(text), delimiter=",", dtype=np.uint8)
-    return table[:, :64].reshape(-1, 8, 8), table[:, 64]
+    pixels = table[:, :64]
+    labels = table[:, 64]
+    return pixels.reshape(-1, 8, 8), labels
 
 
 def load(image_size: int, channels: int) -> tuple[ImagesInMemory, ImagesInMemory]:
@@ -38,9 +40,16 @@ def load(image_size: int, channels: int) -> tuple[ImagesInMemory, ImagesInMemory
     by_class = shuffled[order]
     held_out = np.zeros(len(labels), dtype=bool)
     held_out[by_class[::5]] = True
-    classes = tuple("0123456789")
 
     def subset(chosen: np.ndarray) -> ImagesInMemory:
-        return ImagesInMemory(pixels[chosen], labels[chosen], classes, MEAN, STD, image_size, channels)
+        return ImagesInMemory(
+            pixels[chosen],
+            labels[chosen],
+            classes=tuple("0123456789"),
+            mean=MEAN,
+            std=STD,
+            image_size=image_size,
+            channels=channels,
+        )
 
     return subset(~held_out), subset(held_out)

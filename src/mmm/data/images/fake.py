@@ -26,7 +26,14 @@ class FakeImages(ImageSet):
         first: index i of the set's first image; a test set starts where the training set ends.
     """
 
-    def __init__(self, samples: int, shape: tuple[int, int, int], classes: int, seed: int, first: int = 0) -> None:
+    def __init__(
+        self,
+        samples: int,
+        shape: tuple[int, int, int],
+        classes: int,
+        seed: int,
+        first: int = 0,
+    ) -> None:
         self.samples = samples
         self.shape = shape
         self.seed = seed
@@ -45,10 +52,12 @@ class FakeImages(ImageSet):
         # Made once: seeding it again is far cheaper.
         state = np.random.RandomState(0)
         for i, index in enumerate(indices):
-            state.seed(stream(self.seed, 2, self.first + int(index)))
+            image_index = self.first + int(index)
+            state.seed(stream(self.seed, 2, image_index))
             brightness[i] = state.randint(-32, 33)
             drawn = state.bytes(noise[i].size)
-            noise[i] = np.frombuffer(drawn, np.uint8).reshape(self.shape)
+            image_noise = np.frombuffer(drawn, np.uint8)
+            noise[i] = image_noise.reshape(self.shape)
         labels = self.labels[np.asarray(indices, np.int64)]
         # Around 128: the pattern is −48 … 48, the noise −64 … 63, the brightness −32 … 32. Where all three are near
         # their extremes, the sum leaves 0 … 255 and wraps around.
@@ -58,16 +67,18 @@ class FakeImages(ImageSet):
         return image.to(torch.uint8)
 
     def digest(self) -> str:
-        rule = f"{self.seed} {self.first} {self.samples} {self.shape} {len(self.classes)} "
-        content = rule.encode() + self._patterns.numpy().tobytes()
-        return hashlib.sha256(content).hexdigest()
+        n_classes = len(self.classes)
+        rule = f"{self.seed} {self.first} {self.samples} {self.shape} {n_classes} "
+        digest = hashlib.sha256(rule.encode())
+        digest.update(self._patterns.numpy().tobytes())
+        return digest.hexdigest()
 
 
 def _patterns(classes: int, shape: tuple[int, int, int], seed: int) -> np.ndarray:
     """(classes, channels, height, width) int16, −48 … 48: each a sum of slow plane waves."""
     channels, height, width = shape
     # From 0 to 1 over the image: (height, 1) and (width,).
-    rows = (np.arange(height) / height)[:, None]
+    rows = np.arange(height)[:, None] / height
     columns = np.arange(width) / width
     waves = np.zeros((classes, *shape))
     for label in range(classes):

@@ -34,8 +34,14 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 # Mean and standard deviation.
-IMAGENET: tuple[Values, Values] = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
-GREY: tuple[Values, Values] = ((0.5,), (0.25,))
+IMAGENET: tuple[Values, Values] = (
+    (0.485, 0.456, 0.406),
+    (0.229, 0.224, 0.225),
+)
+GREY: tuple[Values, Values] = (
+    (0.5,),
+    (0.25,),
+)
 TEST_NAMES = ("val", "validation", "test")
 # Pillow tries none of its other readers: the one for EPS runs programs.
 FORMATS = ("PNG", "JPEG", "BMP", "PPM", "TIFF", "WEBP", "GIF")
@@ -57,7 +63,12 @@ class ImageFiles(ImageSet):
     in_memory = False
 
     def __init__(
-        self, root: Path, paths: Sequence[str], classes: Sequence[str], image_size: int, channels: int
+        self,
+        root: Path,
+        paths: Sequence[str],
+        classes: Sequence[str],
+        image_size: int,
+        channels: int,
     ) -> None:
         self.root = root
         self.classes = tuple(classes)
@@ -82,7 +93,9 @@ class ImageFiles(ImageSet):
     def digest(self) -> str:
         """SHA-256 of the paths and labels. Reading every file would take as long as an epoch."""
         digest = hashlib.sha256()
-        for path, label in zip(self._paths.tolist(), self.labels.tolist(), strict=True):
+        paths = self._paths.tolist()
+        labels = self.labels.tolist()
+        for path, label in zip(paths, labels, strict=True):
             digest.update(b"%s\t%d\n" % (path, label))
         return digest.hexdigest()
 
@@ -109,7 +122,13 @@ class ImageFiles(ImageSet):
     def _transform(self) -> Any:
         transforms = import_torchvision("transforms")
         size = self.shape[1]
-        return transforms.Compose([transforms.Resize(size), transforms.CenterCrop(size), transforms.PILToTensor()])
+        return transforms.Compose(
+            [
+                transforms.Resize(size),
+                transforms.CenterCrop(size),
+                transforms.PILToTensor(),
+            ]
+        )
 
 
 def _opaque(image: Image, path: Path) -> Image:
@@ -163,7 +182,8 @@ def load(data_dir: Path, image_size: int, channels: int) -> tuple[ImageFiles, Im
     note = ""
     if skipped:
         counts = [f"{count} {suffix or 'without an ending'}" for suffix, count in skipped.most_common(5)]
-        note = f"{skipped.total()} files of {data_dir} are skipped: {', '.join(counts)}"
+        listed = ", ".join(counts)
+        note = f"{skipped.total()} files of {data_dir} are skipped: {listed}"
     train_set = ImageFiles(train_root, train, classes, image_size, channels)
     test_set = ImageFiles(test_root, test, classes, image_size, channels)
     return train_set, test_set, note
@@ -215,10 +235,14 @@ def _images_in(root: Path, skipped: Counter[str]) -> list[str]:
 def _split(paths: Sequence[str]) -> tuple[list[str], list[str]]:
     """Split into nine tenths and a tenth by a hash of each path: other files that come or go do not move a file."""
     by_hash = {}
+    held_out = []
     for path in paths:
         name = os.fsencode(Path(path).as_posix())
-        by_hash[hashlib.sha256(name).digest()] = path
-    held_out = [digest for digest in by_hash if int.from_bytes(digest[:4], "big") % 10 == 0]
+        digest = hashlib.sha256(name).digest()
+        by_hash[digest] = path
+        hash_value = int.from_bytes(digest[:4], "big")
+        if hash_value % 10 == 0:
+            held_out.append(digest)
     # There are so few files that one side got none.
     if len(held_out) in (0, len(by_hash)):
         held_out = sorted(by_hash)[:1]

@@ -68,13 +68,14 @@ class ImageSet(ABC):
         Args:
             pixels: (n, channels, height, width) uint8, from 0 to 255.
         """
-        # (channels, 1, 1), for pixels from 0 to 255
-        mean = torch.tensor(self.mean).view(-1, 1, 1) * 255
-        std = torch.tensor(self.std).view(-1, 1, 1) * 255
+        # (channels, 1, 1), for pixels from 0 to 1
+        mean = torch.tensor(self.mean).view(-1, 1, 1)
+        std = torch.tensor(self.std).view(-1, 1, 1)
         # A resized grey image has stride 1 for its channel. PyTorch calls that contiguous, but convolutions then return
         # channels-last activations. A copy has the strides of its shape.
         copy = pixels.to(torch.float32, memory_format=torch.contiguous_format, copy=True)
-        return copy.sub_(mean).div_(std)
+        copy.sub_(mean * 255)
+        return copy.div_(std * 255)
 
 
 class ImagesInMemory(ImageSet):
@@ -205,7 +206,8 @@ def convert_statistics(values: Values, channels: int) -> Values:
         return values
     if len(values) == 1:
         return values * channels
-    weighted = sum(weight * value for weight, value in zip(_LUMA, values, strict=True))
+    pairs = zip(_LUMA, values, strict=True)
+    weighted = sum(weight * value for weight, value in pairs)
     return (weighted / 1000,)
 
 

@@ -75,9 +75,19 @@ def load(name: str, folder: Path | None, image_size: int | None, channels: int |
 
     def in_memory(arrays: Arrays) -> ImagesInMemory:
         pixels, labels = arrays
-        return ImagesInMemory(pixels, labels, classes, published.mean, published.std, image_size, channels)
+        return ImagesInMemory(
+            pixels,
+            labels,
+            classes,
+            mean=published.mean,
+            std=published.std,
+            image_size=image_size,
+            channels=channels,
+        )
 
-    return ImageData(in_memory(train), in_memory(test), name, name, str(folder))
+    train_set = in_memory(train)
+    test_set = in_memory(test)
+    return ImageData(train_set, test_set, name=name, asked=name, source=str(folder))
 
 
 def _download(name: str, folder: Path) -> None:
@@ -99,12 +109,17 @@ def _read_mnist(dataset: Any, folder: Path) -> tuple[tuple[str, ...], Arrays, Ar
         if not all((place / name).is_file() for name in names):
             continue
         files = [_unpacked(place / name, md5) for name, md5 in dataset.resources]
-        # In torchvision's order: train images, train labels, test images, test labels. The headers (16 bytes before
-        # images, 8 before labels) need no check: by their hash, the files are the published ones.
-        pixels = [np.frombuffer(content, np.uint8, offset=16).reshape(-1, 1, 28, 28) for content in files[::2]]
-        labels = [np.frombuffer(content, np.uint8, offset=8) for content in files[1::2]]
-        return tuple(dataset.classes), (pixels[0], labels[0]), (pixels[1], labels[1])
+        # In torchvision's order: train images, train labels, test images, test labels.
+        train = _mnist_arrays(files[0], files[1])
+        test = _mnist_arrays(files[2], files[3])
+        return tuple(dataset.classes), train, test
     raise DataError(f"{folder} does not hold {dataset.__name__}: it needs {', '.join(names)}")
+
+
+def _mnist_arrays(images: bytes, labels: bytes) -> Arrays:
+    # The headers need no check: by their hash, the files are the published ones.
+    pixels = np.frombuffer(images, np.uint8, offset=16)
+    return pixels.reshape(-1, 1, 28, 28), np.frombuffer(labels, np.uint8, offset=8)
 
 
 def _unpacked(path: Path, md5: str) -> bytes:

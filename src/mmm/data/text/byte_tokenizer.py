@@ -57,6 +57,7 @@ class Tokenizer(ABC):
     @property
     def sha256(self) -> str:
         """SHA-256 of what determines the tokens; equal for equal tokenizers."""
+        # The kind too: a file may be valid for two kinds.
         content = self.kind.encode() + b"\0" + self.content
         return hashlib.sha256(content).hexdigest()
 

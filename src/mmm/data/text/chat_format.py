@@ -45,7 +45,10 @@ def chat_format_of(folder: Path) -> ChatFormat | None:
     config = tokenizer_config(folder)
     template = config.get("chat_template") or ""
     if isinstance(template, list):
-        by_name = {item.get("name"): item.get("template") for item in template if isinstance(item, dict)}
+        by_name = {}
+        for item in template:
+            if isinstance(item, dict):
+                by_name[item.get("name")] = item.get("template")
         template = by_name.get("default", "")
     path = folder / TEMPLATE
     if path.exists():

@@ -82,9 +82,12 @@ class ChatTemplate:
         turns = []
         weights = []
         for message in messages:
-            turns.append({name: value for name, value in message.items() if name != WEIGHT})
-            if message["role"] == ANSWERS:
-                weights.append(message.get(WEIGHT, 1))
+            turn = dict(message)
+            # Templates do not know this field.
+            weight = turn.pop(WEIGHT, 1)
+            turns.append(turn)
+            if turn["role"] == ANSWERS:
+                weights.append(weight)
         marked = self._marked(turns, tools)
         text = MARKS.sub("", marked)
         for index, turn in enumerate(turns, start=1):
@@ -95,8 +98,10 @@ class ChatTemplate:
             if all(weights):
                 return text, spans
         else:
-            answers = [index for index, turn in enumerate(turns) if turn["role"] == ANSWERS]
-            spans = [self._answer(turns, tools, index, text) for index in answers]
+            spans = []
+            for index, turn in enumerate(turns):
+                if turn["role"] == ANSWERS:
+                    spans.append(self._answer(turns, tools, index, text))
         # A template may mark only a part of an answer, or two. Then no span belongs to a weight.
         if len(spans) != len(weights):
             raise DataError(
@@ -124,7 +129,8 @@ class ChatTemplate:
                 others = list(messages)
                 others[index] = shorter
                 if self._writes(text, others, tools):
-                    raise DataError(f"the chat template leaves out {name} of message {index + 1} ({message['role']})")
+                    role = message["role"]
+                    raise DataError(f"the chat template leaves out {name} of message {index + 1} ({role})")
 
     def _writes(self, text: str, messages: Sequence[Message], tools: Tools) -> bool:
         """Whether the template makes this text from these messages."""

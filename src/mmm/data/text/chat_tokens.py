@@ -61,9 +61,11 @@ class ChatText:
         chats = []
         for chat in self.chats:
             # The last target has no input of its own, hence + 1.
-            shortened = ChatArrays(chat.tokens[: seq_length + 1], chat.answers[: seq_length + 1])
-            if shortened.answers[1:].any():
-                chats.append(shortened)
+            tokens = chat.tokens[: seq_length + 1]
+            answers = chat.answers[: seq_length + 1]
+            # The first token is not a target.
+            if answers[1:].any():
+                chats.append(ChatArrays(tokens, answers))
         if not chats:
             raise DataError(
                 f"--text {self.path}: no answer begins within --seq_length {seq_length} tokens: make it larger"
@@ -75,12 +77,15 @@ class ChatText:
         lengths = [len(chat.tokens) for chat in self.chats]
         n_answers = sum(int(chat.answers.sum()) for chat in self.chats)
         n_longer = sum(length > seq_length + 1 for length in lengths)
-        note = f"{counted(len(lengths), 'conversation')}, {n_answers} of {len(self)} tokens are answers"
+        n_chats = counted(len(lengths), "conversation")
+        note = f"{n_chats}, {n_answers} of {len(self)} tokens are answers"
         if n_longer:
-            n_left = len(self.cut(seq_length).chats)
+            # A sequence has one input less than tokens.
+            longest = max(lengths) - 1
+            n_removed = len(lengths) - len(self.cut(seq_length).chats)
             note += (
-                f"; {n_longer} are longer than --seq_length {seq_length} (the longest {max(lengths) - 1}): what is "
-                f"beyond is cut; {len(lengths) - n_left} have no answer left, and are left out"
+                f"; {n_longer} are longer than --seq_length {seq_length} (the longest {longest}): what is "
+                f"beyond is cut; {n_removed} have no answer left, and are left out"
             )
         return note
 

@@ -82,22 +82,28 @@ def _conversation(record: dict[str, Any], where: str) -> Conversation:
         messages = [question, answer]
     else:
         raise ValueError(f"it has neither {MESSAGES} nor {PROMPT} with one of {', '.join(COMPLETIONS)}")
-    if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
+    is_list = isinstance(messages, list)
+    if not is_list or not all(isinstance(message, dict) for message in messages):
         raise ValueError(f"{MESSAGES} is {short(messages)}, which is not a list of objects with role and content")
     system = record.get("system")
     if system is not None:
         messages = [{"role": "system", "content": system}, *messages]
+    has_answer = False
     for message_number, message in enumerate(messages, start=1):
         problem = _problem(message)
         if problem:
             raise ValueError(f"message {message_number} has {problem}")
-    if not any(message["role"] == ANSWERS and message.get(WEIGHT, 1) for message in messages):
+        # A missing weight is 1.
+        if message["role"] == ANSWERS and message.get(WEIGHT, 1):
+            has_answer = True
+    if not has_answer:
         raise ValueError(f"it has no answer to learn: no message has the role {ANSWERS}, or each has weight 0")
     tools = record.get("tools")
     if not isinstance(tools, list | None):
         raise ValueError(f"its tools are {short(tools)}, which is not a list")
     # These mark answers in the text that a template writes.
-    if MARKS.search(json.dumps(record, ensure_ascii=False)):
+    text = json.dumps(record, ensure_ascii=False)
+    if MARKS.search(text):
         raise ValueError("it has U+FDD0 or U+FDD1, which are not characters")
     return Conversation(where, messages, tools)
 
@@ -106,6 +112,7 @@ def _problem(message: Message) -> str:
     """What is wrong with a message; empty if nothing. A message that only calls tools is given an empty content."""
     role = message.get("role")
     calls = message.get("tool_calls")
+    # Templates write a content of None as "None".
     if calls and message.get("content") is None:
         message["content"] = ""
     content = message.get("content")
@@ -147,6 +154,7 @@ def encode_chat(chat: Conversation, template: ChatTemplate, tokenizer: Tokenizer
     text, spans = rendered(chat, template)
     try:
         tokens = tokenizer.encode(text.encode()).astype(np.int64)
+        # (tokens,)
         answers = np.zeros(len(tokens), bool)
         for begin, end in spans:
             first = _tokens_before(text[:begin], tokens, tokenizer)

@@ -35,14 +35,21 @@ class FileTokens(TextTokens):
     """
 
     def __init__(
-        self, text: TokenFile, seq_length: int, seed: int, shuffle: bool = True, *, vocab_size: int = 1 << 63
+        self,
+        text: TokenFile,
+        seq_length: int,
+        seed: int,
+        shuffle: bool = True,
+        *,
+        vocab_size: int = 1 << 63,
     ) -> None:
         super().__init__(text, seq_length, seed, shuffle, unit="tokens")
         self.path = text.path
         self.vocab_size = vocab_size
         last = (self.samples - 1) * seq_length
         for begin in (0, last):
-            check_vocabulary(self.path, text[begin : begin + seq_length], vocab_size)
+            tokens = text[begin : begin + seq_length]
+            check_vocabulary(self.path, tokens, vocab_size)
 
     def shuffled(self, epoch: int, place: int) -> int:
         return permuted(place, self.samples, self.seed, epoch)
@@ -137,7 +144,8 @@ class PackedTokens(DocumentTokens):
         self.vocab_size = vocab_size
         # First token of each document, and the end of the last: (documents + 1,)
         edges = np.concatenate(([0], ends[:]))
-        if (np.diff(edges) < 0).any() or edges[-1] < text.end:
+        in_order = (np.diff(edges) >= 0).all()
+        if not in_order or edges[-1] < text.end:
             raise DataError(f"{text.path}: the ends of its documents are not in order, or end before token {text.end}")
         # `text` may be only the training tokens of the file: documents outside it become empty.
         edges = np.clip(edges, text.begin, text.end) - text.begin

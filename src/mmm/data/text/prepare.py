@@ -23,7 +23,7 @@ from mmm.data.text.pieces import TextFile, read_documents, split
 from mmm.data.text.token_file import DOCUMENTS, FORMAT, MANIFEST, TOKENS, read_manifest
 from mmm.data.text.tokenizer import CharTokenizer, load_tokenizer, train_bpe
 from mmm.errors import ConfigError, DataError
-from mmm.history.record.folder import write_atomically
+from mmm.history.record.folder import reason, write_atomically
 from mmm.outside import read_json
 from mmm.units import counted
 
@@ -90,7 +90,7 @@ def prepare(wanted: Preparation, processes: int, say: Callable[[str], None] = la
         (unfinished / STATE).unlink()
         unfinished.rename(folder)
     except OSError as error:
-        raise DataError(f"{error.filename or folder}: {error.strerror or error}") from None
+        raise DataError(f"{error.filename or folder}: {reason(error)}") from None
     return manifest
 
 
@@ -109,6 +109,7 @@ def _key(wanted: Preparation) -> str:
     for path in wanted.files:
         status = path.stat()
         files.append([str(path.resolve()), status.st_size, status.st_mtime_ns])
+    # A tokenizer may treat the end of a piece like the end of a text: another piece size gives other tokens.
     rules = [FORMAT, PIECE, files, wanted.tokenizer, wanted.bpe, wanted.separator, wanted.eos, wanted.field]
     digest = hashlib.sha256(json.dumps(rules).encode())
     tokenizer_file = Path(wanted.tokenizer)
@@ -128,7 +129,14 @@ def _unfinished(unfinished: Path, key: str) -> dict[str, Any]:
             return state
         shutil.rmtree(unfinished)
     unfinished.mkdir(parents=True)
-    state = {"key": key, "pieces": 0, "tokens": 0, "documents": 0, "bytes": 0, "sha256": ""}
+    state = {
+        "key": key,
+        "pieces": 0,
+        "tokens": 0,
+        "documents": 0,
+        "bytes": 0,
+        "sha256": "",
+    }
     write_atomically(state_path, json.dumps(state).encode())
     return state
 
@@ -160,7 +168,9 @@ def _prepare(
     n_done = state["pieces"]
     if n_done:
         say(f"continuing: {n_done} of {len(pieces)} pieces are done")
-    with (unfinished / TOKENS).open("ab") as tokens, (unfinished / DOCUMENTS).open("ab") as documents:
+    tokens_path = unfinished / TOKENS
+    documents_path = unfinished / DOCUMENTS
+    with tokens_path.open("ab") as tokens, documents_path.open("ab") as documents:
         # What a killed process wrote after its last state is written again.
         tokens.truncate(state["tokens"] * tokenizer.dtype.itemsize)
         documents.truncate(state["documents"] * 8)
@@ -181,8 +191,9 @@ def _prepare(
             digest.update(piece.tokens.tobytes())
             state["sha256"] = digest.hexdigest()
             write_atomically(unfinished / STATE, json.dumps(state).encode())
+            megabytes = state["bytes"] / 1e6
             n_documents = counted(state["documents"], "document")
-            say(f"{state['bytes'] / 1e6:.0f} MB of text, {state['tokens']} tokens, {n_documents}")
+            say(f"{megabytes:.0f} MB of text, {state['tokens']} tokens, {n_documents}")
     if not state["tokens"]:
         raise DataError(f"{wanted.files[0]}: there is no text in the files")
     if tokenizer.file:

@@ -45,7 +45,12 @@ class Sources:
         return self.corpus.bytes_per_token
 
     def tokens(
-        self, seq_length: int, seed: int, vocab_size: int, pack: bool = False, document_mask: bool = False
+        self,
+        seq_length: int,
+        seed: int,
+        vocab_size: int,
+        pack: bool = False,
+        document_mask: bool = False,
     ) -> tuple[Tokens, Tokens]:
         """Make the samples to train on, in an order that depends on the seed, and those to validate on, in order.
 
@@ -65,6 +70,7 @@ class Sources:
             raise ConfigError("--document_mask is for documents that --pack puts into a sequence: give --pack as well")
         corpus = self.corpus
 
+        # For training or for validation.
         def samples(text: Any, shuffle: bool) -> Tokens:
             order = (seq_length, seed, shuffle)
             if isinstance(text, ChatText):
@@ -119,6 +125,7 @@ def open_sources(
     Raises:
         ConfigError, DataError: flags do not fit together, or data cannot be read.
     """
+    # Tokens are recognised first, by their names; any other file is text, or conversations.
     for path in text:
         tokens = open_tokens(path, token_dtype)
         if tokens is None:

@@ -53,11 +53,22 @@ FORMAT = 1
 _MEGATRON_MAGIC = b"MMIDIDX\0\0" + struct.pack("<Q", 1)
 # Bytes before the index's arrays.
 _MEGATRON_HEAD = 34
-_MEGATRON_TYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
+# 6 and 7 are floating-point.
+_MEGATRON_TYPES = {
+    1: "u1",
+    2: "i1",
+    3: "<i2",
+    4: "<i4",
+    5: "<i8",
+    8: "<u2",
+}
 # Bytes.
 _LLMC_HEADER = 1024
 # By magic number and version.
-_LLMC_TYPES = {(20240520, 1): "<u2", (20240801, 7): "<u4"}
+_LLMC_TYPES = {
+    (20240520, 1): "<u2",
+    (20240801, 7): "<u4",
+}
 # Bytes at each end of a file that its fingerprint reads.
 _ENDS = 1 << 20
 
@@ -221,7 +232,8 @@ def _bin_tokens(path: Path, token_dtype: str | None) -> TokenFile:
         head = file.read(HEAD)
     check_magic(path, head)
     # A shorter file is filled up with zeros, which are not a magic number.
-    magic, version, count = struct.unpack("<iii", head[:12].ljust(12, b"\0"))
+    three_numbers = head[:12].ljust(12, b"\0")
+    magic, version, count = struct.unpack("<iii", three_numbers)
     if (magic, version) in _LLMC_TYPES:
         dtype = np.dtype(_LLMC_TYPES[magic, version])
         if token_dtype not in (None, dtype.name):
@@ -247,7 +259,8 @@ def _open_megatron(index: Path) -> Corpus:
         size = os.fstat(file.fileno()).st_size
     if len(head) < _MEGATRON_HEAD or not head.startswith(_MEGATRON_MAGIC):
         raise DataError(f"{index} does not begin with MMIDIDX and version 1, as Megatron's MMapIndexedDataset does")
-    type_code, n_sequences, n_documents = struct.unpack("<BQQ", head[len(_MEGATRON_MAGIC) :])
+    fields = head[len(_MEGATRON_MAGIC) :]
+    type_code, n_sequences, n_documents = struct.unpack("<BQQ", fields)
     if type_code not in _MEGATRON_TYPES:
         raise DataError(f"{index} has tokens of type {type_code}, which is not an integer type of Megatron's index")
     # Where each of the three arrays begins, and where the last one ends, in bytes.
@@ -264,7 +277,9 @@ def _open_megatron(index: Path) -> Corpus:
     pointers = np.memmap(index, "<i8", "r", pointers_at, (n_sequences,))
     # The first sequence of each document.
     firsts = np.memmap(index, "<i8", "r", documents_at, (n_documents,))
-    total = int(pointers[-1]) // token_bytes + int(sizes[-1])
+    last_begin = int(pointers[-1]) // token_bytes
+    total = last_begin + int(sizes[-1])
+    # The .bin and its index may belong to two runs of the preparation.
     if total != len(tokens):
         raise DataError(
             f"{tokens.path} has {len(tokens)} tokens, and its index {total}: it is truncated, or belongs to another "

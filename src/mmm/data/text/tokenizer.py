@@ -58,7 +58,8 @@ class CharTokenizer(Tokenizer):
         tokens = self._table[codes]
         unknown = codes[tokens < 0]
         if len(unknown):
-            raise DataError(f"character {chr(unknown[0])!r} is not among the {self.vocab_size} of the vocabulary")
+            character = chr(unknown[0])
+            raise DataError(f"character {character!r} is not among the {self.vocab_size} of the vocabulary")
         return tokens.astype(self.dtype)
 
     def decode(self, tokens: Sequence[int]) -> str:
@@ -109,7 +110,8 @@ class HuggingFaceTokenizer(Tokenizer):
         self.vocab_size = largest + 1
         # A model with so many rows of embeddings would be made of one wrong number.
         if self.vocab_size > len(content):
-            raise DataError(f"--tokenizer {name} is damaged: {len(content):,} bytes have a token {largest:,}")
+            size = len(content)
+            raise DataError(f"--tokenizer {name} is damaged: {size:,} bytes have a token {largest:,}")
         # A BPE leaves out what it has no token for, unless it knows every byte or an unknown token.
         is_bpe = isinstance(self._tokenizer.model, package.models.BPE)
         alphabet = package.pre_tokenizers.ByteLevel.alphabet()

@@ -53,12 +53,12 @@ class Batch:
     def split(self, parts: int) -> list[Batch]:
         """Split into micro-batches, whose sizes differ by one sample at most."""
         tensors = {"inputs": self.inputs, "targets": self.targets, **self.arguments}
-        split_tensors = {name: tensor.tensor_split(parts) for name, tensor in tensors.items()}
-        micro_batches = []
-        for i in range(parts):
-            fields: dict[str, Any] = {name: pieces[i] for name, pieces in split_tensors.items()}
-            micro_batches.append(replace(self, **fields))
-        return micro_batches
+        fields: list[dict[str, Any]] = [{} for _ in range(parts)]
+        for name, tensor in tensors.items():
+            # Along the batch: (batch, seq) → (micro-batch, seq) each
+            for fields_of_one, piece in zip(fields, tensor.tensor_split(parts), strict=True):
+                fields_of_one[name] = piece
+        return [replace(self, **fields_of_one) for fields_of_one in fields]
 
     def to(self, device: torch.device) -> Batch:
         """Copy to a device. For CUDA and XPU the copy is from pinned memory, and the host does not wait for it."""
@@ -128,6 +128,7 @@ class Tokens(ABC):
 
     def shuffled(self, epoch: int, place: int) -> int:
         """`sequence_at` of a shuffled order. The order is kept as a list, which is smaller than a text in memory."""
+        # (samples,)
         order = epoch_order(self.seed, epoch, self.samples)
         return int(order[place])
 
@@ -151,7 +152,8 @@ class Tokens(ABC):
             columns = list(rows.unbind(1))
         # (size, seq_length) each
         inputs, targets, *starts = [column.contiguous() for column in columns]
-        return Batch(inputs, targets, global_batch * self.seq_length, self.has_padding, *starts)
+        count = global_batch * self.seq_length
+        return Batch(inputs, targets, count, self.has_padding, *starts)
 
 
 class TextTokens(Tokens):
@@ -169,7 +171,13 @@ class TextTokens(Tokens):
     """
 
     def __init__(
-        self, text: TokenArray, seq_length: int, seed: int, shuffle: bool = True, *, unit: str = "bytes"
+        self,
+        text: TokenArray,
+        seq_length: int,
+        seed: int,
+        shuffle: bool = True,
+        *,
+        unit: str = "bytes",
     ) -> None:
         super().__init__(seq_length, seed, shuffle)
         self.text = text
@@ -190,6 +198,7 @@ class TextTokens(Tokens):
 class RandomTokens(Tokens):
     """Uniform random tokens in 0 … vocab_size - 1, to measure speed. The best possible loss is ln(vocab_size)."""
 
+    # Any number would do: it is the size of an epoch.
     samples = 16_384
 
     def __init__(self, vocab_size: int, seq_length: int, seed: int) -> None:
