@@ -1,7 +1,7 @@
 """Ten exercises: each is a file with one function to write, and a check that says where the answer is wrong.
 
-An exercise is a module here. Its docstring is what it asks for; `TEMPLATE` is the file that a reader begins with;
-`check` holds what that file has become against one device, mostly by `mmm_verify`. The answers are not here.
+An exercise is a module here. Its docstring is what it asks for. `TEMPLATE` is the file that a reader begins with.
+`check` compares the reader's answer with one device, mostly by `mmm_verify`. The answers are in docs/answers.md.
 """
 
 NAMES = (

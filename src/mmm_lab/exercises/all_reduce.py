@@ -7,7 +7,7 @@ and nothing else. One way is a ring: pass on what has come from the rank before,
        ▲                                     │
        └─────────────────────────────────────┘
 
-Two ranks that both send first, and receive then, wait for each other for ever: dist.isend and dist.irecv do not.
+Two ranks that both send first, and receive then, wait for each other forever: dist.isend and dist.irecv do not.
 The check averages gradients with your function, on 2, 3 and 4 ranks.
 """
 
@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from mmm_lab.exercises.check import Result, verified
-from mmm_lab.exercises.tools import Net, numbers
+from mmm_lab.exercises.tools import Net, make_numbers
 
 FUNCTION = "all_reduce"
 TEMPLATE = '''
@@ -45,11 +45,13 @@ def check(all_reduce: Callable[[Tensor, dist.ProcessGroup], Tensor]) -> Result:
         def refuse(*args: Any, **kwargs: Any) -> None:
             raise RuntimeError("send and receive alone: no other collective")
 
+        # This rank is a process of its own, which ends after the check.
         for name in OTHERS:
             setattr(dist, name, refuse)
 
     def step(model: nn.Module, batch: tuple[Tensor, Tensor], mesh: DeviceMesh | None) -> Tensor:
-        loss = F.mse_loss(model(batch[0]), batch[1])
+        inputs, targets = batch
+        loss = F.mse_loss(model(inputs), targets)
         if mesh is None:
             return loss
         loss.backward()
@@ -58,6 +60,5 @@ def check(all_reduce: Callable[[Tensor, dist.ProcessGroup], Tensor]) -> Result:
             parameter.grad = all_reduce(parameter.grad, mesh.get_group()) / mesh.size()
         return loss
 
-    return verified(
-        FUNCTION, ("dp2", "dp3", "dp4"), model_fn=Net, parallelize_fn=forbid, batch_fn=numbers, step_fn=step
-    )
+    meshes = ("dp2", "dp3", "dp4")
+    return verified(FUNCTION, meshes, model_fn=Net, parallelize_fn=forbid, batch_fn=make_numbers, step_fn=step)

@@ -15,27 +15,27 @@ from typing import Any
 from mmm.errors import ConfigError
 from mmm_lab.exercises import NAMES
 from mmm_launch.errors import did_you_mean
-from mmm_verify.run import verify_subject
-from mmm_verify.subject import make_subject
+from mmm_verify.run import verify
 from mmm_verify.verdict import Verdict
 
 TIMEOUT = 60.0  # s that the ranks may take
 UNWRITTEN = "raise NotImplementedError"  # the last line of a file to begin with
-MOST_LINES = 4  # of a failure
-# Where files are not the reader's, who may well work in a folder that is called mmm, too.
+MOST_FINDINGS = 4
+FRAME = re.compile(r'  File "([^"]+)", line (\d+), in \w+\n    (.+)')  # of a traceback
+# Folders of files that are not the reader's, who may well work in a folder that is called mmm, too.
 ELSEWHERE = (str(Path(__file__).parents[2]), sysconfig.get_path("stdlib"), "site-packages")
 
 
 @dataclass(frozen=True)
 class Result:
-    """How an answer did: whether it is right, and what is to be said."""
+    """How an answer did: whether it is right, and what to say about it."""
 
     right: bool
     text: str
 
 
 def exercise(name: str) -> ModuleType:
-    """An exercise's module. Raises ConfigError."""
+    """Returns an exercise's module. Raises ConfigError."""
     if name not in NAMES:
         hint = did_you_mean(name, NAMES) or f" There are {', '.join(NAMES)}"
         raise ConfigError(f"{name}: there is no such exercise.{hint}")
@@ -43,7 +43,7 @@ def exercise(name: str) -> ModuleType:
 
 
 def file_of(name: str) -> str:
-    """The file that an exercise begins with."""
+    """Returns the file that an exercise begins with."""
     module = exercise(name)
     text = (module.__doc__ or "").strip()
     return f'"""{text}\n\n    mmm exercise check {name}.py\n"""\n\nEXERCISE = "{name}"\n\n{module.TEMPLATE.strip()}\n'
@@ -53,24 +53,27 @@ def check_file(path: Path) -> Result:
     """Check a reader's file.
 
     Raises:
-        ConfigError: it cannot be read or imported, or is of no exercise.
+        ConfigError: it cannot be read or imported, or does not belong to an exercise.
     """
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} cannot be read: {error}") from None
-    named = re.search(r'^EXERCISE = "(\w+)"', text, re.MULTILINE)
-    if named is None:
+    match = re.search(r'^EXERCISE = "(\w+)"', text, re.MULTILINE)
+    if match is None:
         raise ConfigError(f'{path} does not say which exercise it is: keep its line EXERCISE = "…"')
-    module = exercise(named[1])
-    spec = importlib.util.spec_from_file_location(f"answer_to_{named[1]}", path)
+    name = match[1]
+    module = exercise(name)
+    spec = importlib.util.spec_from_file_location(f"answer_to_{name}", path)
     if spec is None or spec.loader is None:
-        raise ConfigError(f"{path} is no Python file: call it {named[1]}.py")
+        raise ConfigError(f"{path} is not a Python file: call it {name}.py")
     answer = importlib.util.module_from_spec(spec)
+    # Forked ranks look their functions up there.
     sys.modules[spec.name] = answer
     try:
         spec.loader.exec_module(answer)
-    except Exception as error:  # whatever the reader's code raises
+    # The reader's code may raise anything.
+    except Exception as error:
         raise ConfigError(f"{path} cannot be imported: {type(error).__name__}: {error}") from None
     function = getattr(answer, module.FUNCTION, None)
     if not callable(function):
@@ -79,50 +82,45 @@ def check_file(path: Path) -> Result:
 
 
 def verified(function: str, meshes: tuple[str, ...], **program: Any) -> Result:
-    """Verify a program on meshes, until one is not the same.
+    """Verify a program on one mesh after another, until one is not the same.
 
     Args:
-        function: the reader's, for messages. program: as `mmm_verify.verify` takes it.
+        function: the name of the reader's function, for messages.
+        program: arguments of `mmm_verify.verify`.
     """
     lines: list[str] = []
     for mesh in meshes:
-        settings = dict(program)
-        subject = make_subject(
-            settings.pop("model_fn"),
-            settings.pop("parallelize_fn"),
-            settings.pop("batch_fn"),
-            settings.pop("step_fn", None),
-            mesh,
-            **settings,
-        )
-        verdict = verify_subject(subject, TIMEOUT)
+        verdict = verify(mesh=mesh, timeout=TIMEOUT, **program)
         if not verdict:
-            return Result(False, "\n".join([*lines, _said(function, verdict)]))
+            lines.append(_what_is_wrong(function, verdict))
+            return Result(False, "\n".join(lines))
         lines.append(f"{verdict.layout}: the same as on one device: {', '.join(verdict.compared)}")
     return Result(True, "\n".join(lines))
 
 
-def _said(function: str, verdict: Verdict) -> str:
-    """What is wrong on a mesh."""
-    if UNWRITTEN in _own(verdict.details):
-        return f"nothing is written yet: write {function}"
+def _what_is_wrong(function: str, verdict: Verdict) -> str:
+    """Returns what is wrong on a mesh, as lines."""
     if verdict.details:
-        failure = f"{verdict.layout}: {function} fails: {verdict.first.partition(': ')[2]}"
-        return f"{failure}\n{_own(verdict.details)}".rstrip()
+        # "rank 1: ZeroDivisionError: …"
+        _, _, error = verdict.first.partition(": ")
+        return failure(function, error, verdict.details, f"{verdict.layout}: ")
     lines = [f"{verdict.layout}: {verdict.result}: they part at {verdict.first}"]
-    lines += [f"  {finding}" for finding in verdict.findings[:MOST_LINES]]
+    for finding in verdict.findings[:MOST_FINDINGS]:
+        lines.append(f"  {finding}")
     return "\n".join(lines)
 
 
-def _own(details: str) -> str:
-    """Of a traceback, the lines of the reader's file."""
-    frames = re.findall(r'  File "([^"]+)", line (\d+), in (\w+)\n    (.+)', details)
-    own = [(line, code) for file, line, _, code in frames if not any(place in file for place in ELSEWHERE)]
-    return "\n".join(f"  line {line}: {code}" for line, code in own)
+def failure(function: str, error: object, traceback: str, layout: str = "") -> str:
+    """Returns how an answer failed, with the lines of the reader's file that were running.
 
-
-def failed(function: str, error: Exception, details: str) -> Result:
-    """Of a check that forks ranks itself: one of them failed."""
-    if UNWRITTEN in _own(details):
-        return Result(False, f"nothing is written yet: write {function}")
-    return Result(False, "\n".join([f"{function} fails: {error}", _own(details)]).rstrip())
+    Args:
+        layout: what to begin with, where there are several meshes.
+    """
+    lines = [f"{layout}{function} fails: {error}"]
+    for file, line, code in FRAME.findall(traceback):
+        if any(folder in file for folder in ELSEWHERE):
+            continue
+        if UNWRITTEN in code:
+            return f"nothing is written yet: write {function}"
+        lines.append(f"  line {line}: {code}")
+    return "\n".join(lines)

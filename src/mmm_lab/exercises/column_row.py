@@ -1,9 +1,9 @@
 """Columns, then rows: an MLP over tensor-parallel ranks.
 
-Each rank has some columns of the first matrix, with their part of the bias, and the same rows of the second; the second
-bias is on every rank. With the columns it computes hidden units of its own, and with the rows a part of the sum that
-the MLP returns. Two functions are given. ``enter(x, group)`` is x itself, and backward adds its gradient up over the
-ranks. ``leave(x, group)`` is the sum over the ranks, and backward leaves its gradient alone::
+Each rank has some columns of the first matrix, with their shard of the bias, and the same rows of the second. The
+second bias is on every rank. With the columns a rank computes hidden units of its own, and with the rows a term of the
+sum that the MLP returns. Two functions are given. ``enter(x, group)`` is x itself, and backward adds its gradient up
+over the ranks. ``leave(x, group)`` is the sum over the ranks, and backward leaves its gradient as it is::
 
     x ─ enter ─┬─► columns ─► tanh ─► rows ─┬─ leave ─► y
                └─► columns ─► tanh ─► rows ─┘
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from mmm_lab.exercises.check import Result, verified
-from mmm_lab.exercises.tools import Block, Net, numbers
+from mmm_lab.exercises.tools import Block, Net, make_numbers
 
 FUNCTION = "mlp"
 TEMPLATE = '''
@@ -34,8 +34,10 @@ def mlp(x, w1, b1, w2, b2, group):
     """Return down(tanh(up(x))), the same on every rank.
 
     Args:
-        x: (batch, tokens, dim), the same on every rank. w1: (hidden / ranks, dim), b1: (hidden / ranks,) of `up`.
-        w2: (dim, hidden / ranks) of `down`. b2: (dim,), all of it.
+        x: (batch, tokens, dim), the same on every rank.
+        w1, b1: (hidden / ranks, dim) and (hidden / ranks,), this rank's shards of `up`.
+        w2: (dim, hidden / ranks), this rank's shard of `down`.
+        b2: (dim,), the whole bias of `down`.
     """
     raise NotImplementedError
 '''
@@ -45,24 +47,34 @@ class _Sharded(Block):
     """A block whose matrices are sharded, and whose MLP is the answer's."""
 
     def __init__(self, block: Block, mesh: DeviceMesh, mlp: Callable[..., Tensor]) -> None:
+        # It takes the modules of `block`, and makes none of its own.
         nn.Module.__init__(self)
-        rank, size = mesh.get_local_rank(), mesh.size()
-        self.norm, self.up, self.down = block.norm, block.up, block.down
-        self.up.weight = nn.Parameter(block.up.weight.detach().chunk(size)[rank].clone())
-        self.up.bias = nn.Parameter(block.up.bias.detach().chunk(size)[rank].clone())
-        self.down.weight = nn.Parameter(block.down.weight.detach().chunk(size, dim=1)[rank].clone())
-        self.group, self.mlp = mesh.get_group(), mlp
+        self.norm = block.norm
+        self.up = block.up
+        self.down = block.down
+        self.group = mesh.get_group()
+        self.mlp = mlp
+
+        def shard(weight: Tensor, dim: int) -> nn.Parameter:
+            shards = weight.detach().chunk(mesh.size(), dim=dim)
+            return nn.Parameter(shards[mesh.get_local_rank()].clone())
+
+        # A linear's weight is (out, in): the matrix's columns lie along dim 0, its rows along dim 1.
+        self.up.weight = shard(self.up.weight, 0)
+        self.up.bias = shard(self.up.bias, 0)
+        self.down.weight = shard(self.down.weight, 1)
 
     def forward(self, x: Tensor) -> Tensor:
-        up, down = self.up, self.down
-        return x + self.mlp(self.norm(x), up.weight, up.bias, down.weight, down.bias, self.group)
+        hidden = self.norm(x)
+        return x + self.mlp(hidden, self.up.weight, self.up.bias, self.down.weight, self.down.bias, self.group)
 
 
 def check(mlp: Callable[..., Tensor]) -> Result:
-    """Both blocks' MLPs are the answer's."""
+    """Compute both blocks' MLPs by the answer."""
 
     def parallelize(model: Net, mesh: DeviceMesh) -> None:
-        model.blocks = nn.ModuleList([_Sharded(block, mesh, mlp) for block in model.blocks if isinstance(block, Block)])
+        blocks = [_Sharded(block, mesh, mlp) for block in model.blocks if isinstance(block, Block)]
+        model.blocks = nn.ModuleList(blocks)
         torch.distributed.barrier()
 
-    return verified(FUNCTION, ("tp2", "tp4"), model_fn=Net, parallelize_fn=parallelize, batch_fn=numbers)
+    return verified(FUNCTION, ("tp2", "tp4"), model_fn=Net, parallelize_fn=parallelize, batch_fn=make_numbers)

@@ -1,8 +1,8 @@
 """The loss under FSDP: averages of averages.
 
 Each data-parallel rank has samples of its own, with a different number of targets (-100 is padding). FSDP *averages*
-the gradients over the ranks. The loss of one device is the mean over all targets of the batch. What has each rank to
-return, so that the averaged gradients are those of one device?
+the gradients over the ranks. The loss of one device is the mean over all targets of the batch. What does each rank have
+to return, so that the averaged gradients are those of one device?
 
 dist.all_reduce adds up a tensor over the ranks in place; a count needs no gradient.
 """
@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
 from mmm_lab.exercises.check import Result, verified
-from mmm_lab.exercises.tools import Net, labels
+from mmm_lab.exercises.tools import Net, make_labels
 
 FUNCTION = "local_loss"
 TEMPLATE = '''
@@ -31,14 +31,16 @@ def local_loss(logits, targets, group):
     """Return this rank's loss, a scalar to call backward on.
 
     Args:
-        logits: (tokens, classes). targets: (tokens,), -100 where there is none. group: the data-parallel ranks.
+        logits: (tokens, classes).
+        targets: (tokens,), -100 where there is none.
+        group: the data-parallel ranks.
     """
     raise NotImplementedError
 '''
 
 
 def check(local_loss: Callable[[Tensor, Tensor, Any], Tensor]) -> Result:
-    """FSDP over dp, as it comes."""
+    """Apply FSDP over dp, as it is, with the answer's loss."""
 
     def parallelize(model: Net, mesh: DeviceMesh) -> None:
         for block in model.blocks:
@@ -46,9 +48,12 @@ def check(local_loss: Callable[[Tensor, Tensor, Any], Tensor]) -> Result:
         fully_shard(model, mesh=mesh)
 
     def step(model: nn.Module, batch: tuple[Tensor, Tensor], mesh: DeviceMesh | None) -> Tensor:
-        logits, targets = model(batch[0]).flatten(0, 1), batch[1].flatten()
+        inputs, labels = batch
+        logits = model(inputs).flatten(0, 1)
+        targets = labels.flatten()
         if mesh is None:
             return F.cross_entropy(logits, targets)
         return local_loss(logits, targets, mesh.get_group())
 
-    return verified(FUNCTION, ("dp2", "dp4"), model_fn=Net, parallelize_fn=parallelize, batch_fn=labels, step_fn=step)
+    meshes = ("dp2", "dp4")
+    return verified(FUNCTION, meshes, model_fn=Net, parallelize_fn=parallelize, batch_fn=make_labels, step_fn=step)

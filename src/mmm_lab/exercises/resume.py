@@ -6,9 +6,9 @@ torch.distributed.checkpoint (DCP)::
     model_state, optimizer_state = get_state_dict(model, optimizer)
     dcp.save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=folder)
 
-It goes on with four ranks, which have other shards. DCP loads into tensors that are there already, and knows of each
-which part is local. What it has loaded has to get into the model and the optimizer. The next losses are then those of
-the run that was never stopped.
+It continues on four ranks, which have other shards. DCP loads into tensors that are there already, and knows which
+shard of each is local. What it has loaded has to get into the model and the optimizer. The next losses are then those
+of the run that was never stopped.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from mmm.comparison import relative_error
 from mmm.runtime.log import ignore_views
 from mmm.runtime.process_group import process_group
 from mmm.runtime.ranks import Rank
-from mmm_lab.exercises.check import TIMEOUT, Result, failed
-from mmm_lab.exercises.tools import Net, numbers
+from mmm_lab.exercises.check import TIMEOUT, Result, failure
+from mmm_lab.exercises.tools import Net, make_numbers
 from mmm_verify.ranks import RanksFailed, fork_ranks
 from mmm_verify.reference import TOLERANCE
 
@@ -45,7 +45,9 @@ def load(model, optimizer, folder):
     """Load the checkpoint in `folder` into `model` and `optimizer`, in place.
 
     Args:
-        model: sharded by fully_shard over four ranks, with weights of its own. optimizer: AdamW, that has made no step.
+        model: sharded by fully_shard over four ranks, with weights of its own.
+        optimizer: AdamW, which has made no step.
+        folder: the checkpoint's.
     """
     raise NotImplementedError
 '''
@@ -53,6 +55,7 @@ STEPS = 3  # before the checkpoint, and after it
 
 
 def _program(rank: Rank, seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """Make a model under FSDP over all ranks, and its optimizer."""
     torch.manual_seed(seed)
     model = Net().double()
     mesh = init_device_mesh("cpu", (rank.world_size,), mesh_dim_names=("dp",))
@@ -63,11 +66,14 @@ def _program(rank: Rank, seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
 
 
 def _train(rank: Rank, model: nn.Module, optimizer: torch.optim.Optimizer, first: int) -> list[float]:
-    """The losses of some steps, over all ranks."""
+    """Train for some steps. Returns their losses, the means over all ranks."""
     losses = []
     for step in range(first, first + STEPS):
+        # The batch depends only on the step: two ranks and four share the same samples out.
         torch.manual_seed(1000 + step)
-        inputs, targets = (tensor.double().chunk(rank.world_size)[rank.rank] for tensor in numbers())
+        inputs, targets = make_numbers()
+        inputs = inputs.double().chunk(rank.world_size)[rank.rank]
+        targets = targets.double().chunk(rank.world_size)[rank.rank]
         loss = F.mse_loss(model(inputs), targets)
         loss.backward()
         optimizer.step()
@@ -79,19 +85,20 @@ def _train(rank: Rank, model: nn.Module, optimizer: torch.optim.Optimizer, first
 
 
 def _before(rank: Rank, folder: str) -> list[float]:
-    """Train, save, and go on. Returns the losses after the checkpoint."""
+    """Train, save, and continue. Returns the losses after the checkpoint."""
     with process_group(rank, torch.device("cpu"), 2 * TIMEOUT), ignore_views():
         model, optimizer = _program(rank, 0)
         _train(rank, model, optimizer, 0)
+        # An answer that loads only tensors misses this: get_state_dict returns numbers as copies.
         for group in optimizer.param_groups:
-            group["lr"] /= 2  # get_state_dict has a copy of it, while tensors are the optimizer's own
+            group["lr"] /= 2
         model_state, optimizer_state = get_state_dict(model, optimizer)
         dcp.save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=folder)
         return _train(rank, model, optimizer, STEPS)
 
 
 def _after(rank: Rank, folder: str, load: Callable[..., Any]) -> list[float]:
-    """Begin with other weights, load, and go on."""
+    """Begin with other weights, load, and continue."""
     with process_group(rank, torch.device("cpu"), 2 * TIMEOUT), ignore_views():
         model, optimizer = _program(rank, 1)
         load(model, optimizer, folder)
@@ -99,17 +106,18 @@ def _after(rank: Rank, folder: str, load: Callable[..., Any]) -> list[float]:
 
 
 def check(load: Callable[[nn.Module, torch.optim.Optimizer, str], None]) -> Result:
-    """Losses after the checkpoint, on two ranks that went on and on four that have loaded it."""
+    """Compare the losses after the checkpoint, on two ranks that continued and on four that have loaded it."""
     with tempfile.TemporaryDirectory() as parent:
         folder = os.path.join(parent, "checkpoint")
         expected, *_ = fork_ranks(_before, 2, folder, timeout=TIMEOUT)
         try:
             losses, *_ = fork_ranks(_after, 4, folder, load, timeout=TIMEOUT)
         except RanksFailed as error:
-            return failed(FUNCTION, error, error.details)
+            return Result(False, failure(FUNCTION, error, error.details))
+    # The first loss is computed with the loaded weights, the others after steps of the optimizer.
     why = "the weights are not those of the checkpoint"
-    for step, (loss, ought) in enumerate(zip(losses, expected, strict=True), STEPS):
-        if not relative_error(loss, ought) <= TOLERANCE:
-            return Result(False, f"step {step}: loss {loss:.9g}, without the stop {ought:.9g}: {why}")
+    for step, (loss, expected_loss) in enumerate(zip(losses, expected, strict=True), STEPS):
+        if not relative_error(loss, expected_loss) <= TOLERANCE:
+            return Result(False, f"step {step}: loss {loss:.9g}, without the stop {expected_loss:.9g}: {why}")
         why = "the weights are right, and what the optimizer has to remember is not: moments, step, lr"
     return Result(True, f"the same losses on four ranks as on the two that went on: {losses[-1]:.9g}")

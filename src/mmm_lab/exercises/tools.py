@@ -16,7 +16,7 @@ Move = Callable[[Tensor], Tensor]
 
 
 class _Linear(torch.autograd.Function):
-    """A function of a tensor, and the one by which its gradient goes back."""
+    """Applies one function to a tensor in forward, and another to its gradient in backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, function: Move, back: Move) -> Tensor:
@@ -29,92 +29,112 @@ class _Linear(torch.autograd.Function):
 
 
 def _itself(x: Tensor) -> Tensor:
+    # Autograd wants another tensor than its input.
     return x.view_as(x)
 
 
 def _summed(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    # A copy: the all-reduce writes into it.
     x = x.contiguous().clone()
     dist.all_reduce(x, group=group)
     return x
 
 
-def _exchanged(x: Tensor, send: list[int], receive: list[int], group: dist.ProcessGroup) -> Tensor:
+def _exchanged(x: Tensor, send: Sequence[int], receive: Sequence[int], group: dist.ProcessGroup) -> Tensor:
     out = x.new_empty(sum(receive), *x.shape[1:])
-    dist.all_to_all_single(out, x.contiguous(), receive, send, group=group)
+    dist.all_to_all_single(out, x.contiguous(), list(receive), list(send), group=group)
     return out
 
 
 def enter(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """`x` itself, whose gradient is added up over the ranks: between what all ranks have and what each has part of."""
+    """Returns `x` itself. Its gradient is added up over the ranks.
+
+    It stands between what all ranks have and what each has a shard of.
+    """
     return _Linear.apply(x, _itself, partial(_summed, group=group))
 
 
 def leave(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """The sum of `x` over the ranks, whose gradient is left alone: where parts become what all ranks have."""
+    """Returns the sum of `x` over the ranks. Its gradient stays as it is.
+
+    It stands between partial sums and what all ranks have.
+    """
     return _Linear.apply(x, partial(_summed, group=group), _itself)
 
 
 def all_to_all(x: Tensor, send: Sequence[int], receive: Sequence[int], group: dist.ProcessGroup) -> Tensor:
-    """Rows of `x`, the first ``send[0]`` to rank 0 of the group, the next ``send[1]`` to rank 1, …; what comes is in
-    the order of the ranks, ``receive[r]`` rows of rank r. Backward sends gradients back."""
-    there = partial(_exchanged, send=list(send), receive=list(receive), group=group)
-    back = partial(_exchanged, send=list(receive), receive=list(send), group=group)
-    return _Linear.apply(x, there, back)
+    """Send the rows of `x`: the first ``send[0]`` to rank 0 of the group, the next ``send[1]`` to rank 1, …
+
+    Returns:
+        What comes, in the order of the ranks: ``receive[r]`` rows of rank r. Backward sends gradients back.
+    """
+    forward = partial(_exchanged, send=send, receive=receive, group=group)
+    backward = partial(_exchanged, send=receive, receive=send, group=group)
+    return _Linear.apply(x, forward, backward)
 
 
 def shift(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """`x` goes to the next rank of a ring, and what the rank before had comes. Backward goes round the other way."""
-    size, rank = dist.get_world_size(group), dist.get_rank(group)
-    send = [x.shape[0] if other == (rank + 1) % size else 0 for other in range(size)]
-    receive = [x.shape[0] if other == (rank - 1) % size else 0 for other in range(size)]
+    """Send `x` to the next rank of a ring. Returns what the rank before had. Backward goes round the other way."""
+    size = dist.get_world_size(group)
+    rank = dist.get_rank(group)
+    send = [0] * size
+    send[(rank + 1) % size] = x.shape[0]
+    receive = [0] * size
+    receive[(rank - 1) % size] = x.shape[0]
     return all_to_all(x, send, receive, group)
 
 
 def reduce_scatter(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """This rank's part of the sum of `x` over the ranks: the elements of a flat tensor are dealt out in their order."""
-    parts = x.chunk(dist.get_world_size(group))
-    own = torch.empty_like(parts[0])
-    dist.reduce_scatter(own, [part.contiguous() for part in parts], group=group)
+    """Returns this rank's shard of the sum of a flat tensor over the ranks. Rank 0 has its first elements."""
+    shards = [shard.contiguous() for shard in x.chunk(dist.get_world_size(group))]
+    own = torch.empty_like(shards[0])
+    dist.reduce_scatter(own, shards, group=group)
     return own
 
 
-def all_gather(part: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """The ranks' parts, one after the other."""
-    parts = [torch.empty_like(part) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(parts, part, group=group)
-    return torch.cat(parts)
+def all_gather(shard: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Returns the shards of all ranks, one after another."""
+    shards = [torch.empty_like(shard) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(shards, shard, group=group)
+    return torch.cat(shards)
 
 
-def step_on_parts(
+def step_on_shards(
     model: nn.Module, batch: tuple[Tensor, Tensor], mesh: DeviceMesh | None, shared: Sequence[nn.Parameter]
 ) -> Tensor:
-    """The loss of a rank's part of the batch, whose sum over the ranks is the mean; on ranks with backward, and with
-    the gradients of `shared`, which every rank has, added up."""
+    """Returns the loss of a rank's shard of the batch. The sum over the ranks is the mean over the batch.
+
+    On ranks it calls backward, and adds up the gradients of `shared`, the parameters that every rank has.
+    """
     inputs, targets = batch
-    ranks = 1 if mesh is None else mesh.size()
-    loss = F.mse_loss(model(inputs), targets, reduction="sum") / (targets.numel() * ranks)
-    if mesh is not None:
-        loss.backward()
-        add_up_gradients(shared, mesh.get_group())
+    total = F.mse_loss(model(inputs), targets, reduction="sum")
+    if mesh is None:
+        return total / targets.numel()
+    loss = total / (targets.numel() * mesh.size())
+    loss.backward()
+    add_up_gradients(shared, mesh.get_group())
     return loss
 
 
 def add_up_gradients(parameters: Sequence[nn.Parameter], group: dist.ProcessGroup) -> None:
-    """All-reduce the gradients of parameters that every rank has, each computed on its own part of the samples."""
+    """All-reduce the gradients of parameters that every rank has, each computed on its own samples or tokens."""
     for parameter in parameters:
         if parameter.grad is not None:
             dist.all_reduce(parameter.grad, group=group)
 
 
 class Block(nn.Module):
-    """An MLP with its norm, around which the input goes on: (batch, tokens, dim), in and out."""
+    """An MLP with its norm, added to its input: (batch, tokens, dim), in and out."""
 
     def __init__(self, dim: int = 8) -> None:
         super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(dim), nn.Linear(dim, 4 * dim), nn.Linear(4 * dim, dim)
+        self.norm = nn.LayerNorm(dim)
+        self.up = nn.Linear(dim, 4 * dim)
+        self.down = nn.Linear(4 * dim, dim)
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(torch.tanh(self.up(self.norm(x))))
+        hidden = torch.tanh(self.up(self.norm(x)))
+        return x + self.down(hidden)
 
 
 class Net(nn.Module):
@@ -122,7 +142,8 @@ class Net(nn.Module):
 
     def __init__(self, dim: int = 8) -> None:
         super().__init__()
-        self.inlet, self.outlet = nn.Linear(4, dim), nn.Linear(dim, 3)
+        self.inlet = nn.Linear(4, dim)
+        self.outlet = nn.Linear(dim, 3)
         self.blocks = nn.ModuleList([Block(dim), Block(dim)])
 
     def forward(self, x: Tensor) -> Tensor:
@@ -132,12 +153,14 @@ class Net(nn.Module):
         return self.outlet(x)
 
 
-def numbers(batch: int = 12, tokens: int = 8) -> tuple[Tensor, Tensor]:
-    """Inputs (batch, tokens, 4) and targets (batch, tokens, 3)."""
-    return torch.randn(batch, tokens, 4), torch.randn(batch, tokens, 3)
+def make_numbers() -> tuple[Tensor, Tensor]:
+    """Make inputs (12, 8, 4) and targets (12, 8, 3): 12 samples of 8 tokens."""
+    return torch.randn(12, 8, 4), torch.randn(12, 8, 3)
 
 
-def labels() -> tuple[Tensor, Tensor]:
-    """Inputs (12, 8, 4) and classes (12, 8); samples end at different tokens: -100 from there on."""
-    inputs, targets = torch.randn(12, 8, 4), torch.randint(3, (12, 8))
-    return inputs, targets.masked_fill(torch.arange(8) > (torch.arange(12)[:, None] * 5) % 8, -100)
+def make_labels() -> tuple[Tensor, Tensor]:
+    """Make inputs (12, 8, 4) and classes (12, 8). Samples end at different tokens: from there on classes are -100."""
+    inputs = torch.randn(12, 8, 4)
+    targets = torch.randint(3, (12, 8))
+    last_token = (torch.arange(12) * 5) % 8  # (samples,)
+    return inputs, targets.masked_fill(torch.arange(8) > last_token[:, None], -100)

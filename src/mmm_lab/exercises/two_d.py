@@ -2,7 +2,7 @@
 
 The mesh has the axes dp and tp. Along tp, the ranks share their samples and each MLP's two matrices are sharded:
 columns, then rows. Along dp they have other samples, and FSDP shards what tensor parallelism has left of each block.
-In which order must the two be applied? Every block is to be a unit of FSDP, and the model itself one that takes the
+In which order must the two be applied? Every block should be a unit of FSDP, and the model itself one that takes the
 rest.
 """
 
@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from mmm.errors import LayoutError
 from mmm_lab.exercises.check import Result, verified
-from mmm_lab.exercises.tools import Net, numbers
+from mmm_lab.exercises.tools import Net, make_numbers
 
 FUNCTION = "shard"
 TEMPLATE = '''
@@ -31,20 +31,22 @@ def shard(model, mesh):
 
 
 def check(shard: Callable[[nn.Module, DeviceMesh], None]) -> Result:
-    """Nothing else is done to the model."""
+    """Shard the model by the answer, and look at how much of each matrix a rank has."""
 
     def parallelize(model: Net, mesh: DeviceMesh) -> None:
         shard(model, mesh)
         for name, parameter in model.named_parameters():
-            local = parameter.to_local().numel() if isinstance(parameter, DTensor) else parameter.numel()
-            if (
-                "blocks" in name
-                and name.endswith(("up.weight", "down.weight"))
-                and local * mesh.size() > parameter.numel()
-            ):
+            if not name.endswith(("up.weight", "down.weight")):
+                continue
+            # A plain tensor is not sharded at all.
+            local = parameter.numel()
+            if isinstance(parameter, DTensor):
+                local = parameter.to_local().numel()
+            expected = parameter.numel() // mesh.size()
+            if local > expected:
                 raise LayoutError(
                     f"a rank has {local} of the {parameter.numel()} elements of {name}; with {mesh.size()} ranks it "
-                    f"should have {parameter.numel() // mesh.size()}"
+                    f"should have {expected}"
                 )
 
-    return verified(FUNCTION, ("dp2,tp2",), model_fn=Net, parallelize_fn=parallelize, batch_fn=numbers)
+    return verified(FUNCTION, ("dp2,tp2",), model_fn=Net, parallelize_fn=parallelize, batch_fn=make_numbers)

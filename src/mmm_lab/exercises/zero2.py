@@ -1,12 +1,12 @@
-"""ZeRO-2 by hand: each rank keeps the optimizer's state of its own part.
+"""ZeRO-2 by hand: each rank keeps the optimizer's state of its own shard.
 
 Every rank has all parameters, as one flat vector, and the gradient of its own samples. It takes the mean of the
-gradients for *its* part of the vector alone, updates that part with a momentum that it alone has, and gets the other
-parts from the ranks that have updated them::
+gradients only for *its* shard of the vector, updates that shard with a momentum that no other rank has, and gets the
+other shards from the ranks that have updated them::
 
-    gradients ─ reduce-scatter ─► my part ─ momentum, step ─► my part ─ all-gather ─► all parameters
+    gradients ─ reduce-scatter ─► my shard ─ momentum, step ─► my shard ─ all-gather ─► all parameters
 
-``reduce_scatter(x, group)`` and ``all_gather(part, group)`` are given. SGD with momentum: m ← 0.9 m + g, then
+``reduce_scatter(x, group)`` and ``all_gather(shard, group)`` are given. SGD with momentum: m ← 0.9 m + g, then
 p ← p - lr m.
 """
 
@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 from mmm_lab.exercises.check import Result, verified
-from mmm_lab.exercises.tools import Net, numbers
+from mmm_lab.exercises.tools import Net, make_numbers
 
 FUNCTION = "update"
 TEMPLATE = '''
@@ -36,9 +36,10 @@ def update(parameters, gradients, momentum, lr, group):
     """Return all parameters after one step.
 
     Args:
-        parameters: flat, the same on every rank; their number divides over the ranks.
-        gradients: flat, of this rank's own samples.
-        momentum: of this rank's part alone, to be changed in place.
+        parameters: (elements,), the same on every rank; their number divides over the ranks.
+        gradients: (elements,), from this rank's own samples.
+        momentum: (elements / ranks,), of this rank's shard only, to be changed in place.
+        lr: the learning rate.
         group: the ranks.
     """
     raise NotImplementedError
@@ -48,13 +49,14 @@ MOMENTUM = 0.9
 
 
 class _Optimizer:
-    """The answer as an optimizer: of all parameters as one flat vector, with the momentum of this rank's part."""
+    """The answer as an optimizer: all parameters as one flat vector, with the momentum of this rank's shard."""
 
     def __init__(self, parameters: Iterable[nn.Parameter], update: Callable[..., Tensor]) -> None:
         self.parameters = list(parameters)
         self.update = update
         ranks = dist.get_world_size()
         elements = sum(parameter.numel() for parameter in self.parameters)
+        # So that the shards have the same size.
         self.padding = -elements % ranks
         self.momentum = self.parameters[0].new_zeros((elements + self.padding) // ranks)
 
@@ -76,15 +78,17 @@ class _Optimizer:
 
 
 def check(update: Callable[..., Tensor]) -> Result:
-    """The weights after each of two steps are those of SGD on one device."""
+    """Compare the weights after each of two steps with those of SGD on one device."""
 
     def nothing(model: nn.Module, mesh: DeviceMesh) -> None:
         pass
 
     def step(model: nn.Module, batch: tuple[Tensor, Tensor], mesh: DeviceMesh | None) -> Tensor:
-        loss = F.mse_loss(model(batch[0]), batch[1])
+        inputs, targets = batch
+        loss = F.mse_loss(model(inputs), targets)
         loss.backward()
-        if mesh is not None:  # the answer gets the rank's own gradients; the check looks at their mean
+        if mesh is not None:
+            # The answer gets the rank's own gradients; the check looks at their mean.
             for parameter in model.parameters():
                 assert parameter.grad is not None
                 parameter.own_gradient = parameter.grad.clone()  # type: ignore[attr-defined]
@@ -102,7 +106,7 @@ def check(update: Callable[..., Tensor]) -> Result:
         ("dp2", "dp4"),
         model_fn=Net,
         parallelize_fn=nothing,
-        batch_fn=numbers,
+        batch_fn=make_numbers,
         step_fn=step,
         optimizer_fn=optimizer,
     )
